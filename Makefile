@@ -1,0 +1,47 @@
+# Needs a Python 3.11, 3.12 or 3.13 and the network once; `make help` says more.
+
+.PHONY: help setup train test lint lock clean
+
+python = .venv/bin/python
+ARGS =
+
+help:
+	@echo 'make train   train on guess-a-number; results in runs/guess_number_moe'
+	@echo 'make test    run the tests'
+	@echo 'make lint    check style and types'
+	@echo 'make setup   make .venv; the commands above do so when needed'
+	@echo 'make lock    resolve setup.py again into requirements.lock'
+	@echo 'make clean   remove .venv and caches, keep runs/'
+	@echo
+	@echo 'ARGS is passed on:'
+	@echo '  make train ARGS="--config.rounds=5 --workdir=runs/short"'
+	@echo '  make test ARGS="tests/rl -k losses"'
+	@echo '  make lock ARGS=--upgrade'
+	@echo 'PYTHON=/path/to/python chooses the Python that .venv is made with.'
+
+setup: .venv/ready
+
+.venv/ready: requirements.lock setup.py
+	@scripts/setup.sh
+
+train: .venv/ready
+	@$(python) -m launch.train --config=configs/guess_number_moe.py \
+	  --workdir=runs/guess_number_moe $(ARGS)
+
+test: .venv/ready
+	@$(python) -m pytest $(ARGS)
+
+lint: .venv/ready
+	@$(python) -m ruff check .
+	@$(python) -m ruff format --check .
+	@$(python) -m pyright
+
+lock: .venv/ready
+	@$(python) -m pip install --quiet --disable-pip-version-check uv
+	@$(python) -m uv pip compile --quiet setup.py --universal \
+	  --python-version 3.11 --extra all --output-file requirements.lock \
+	  --annotation-style line --custom-compile-command 'make lock' $(ARGS)
+
+clean:
+	@rm -rf .venv .pytest_cache .ruff_cache build dist *.egg-info
+	@find . -name __pycache__ -prune -exec rm -rf {} +

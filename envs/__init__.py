@@ -1,0 +1,1 @@
+"""Environments and rewards: host Python, text in and text out, no jax."""

@@ -1,0 +1,140 @@
+"""What an environment, a task and a reward are: text in, text out."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Literal, Protocol
+
+Role = Literal["system", "user", "assistant", "tool"]
+Split = Literal["train", "eval"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Message:
+  """One message of a conversation."""
+
+  role: Role
+  content: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Task:
+  """One thing to do; the same task always builds the same environment.
+
+  Attributes:
+    id: unique within a run, readable: "guess_number/train/17".
+    index: position in the stream of its split.
+    split: eval tasks never appear in training.
+    seed: everything random in the environment follows from it.
+  """
+
+  id: str
+  index: int
+  split: Split
+  seed: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Step:
+  """What the environment says to one answer.
+
+  Attributes:
+    messages: what the agent sees next; may be empty when done.
+    reward: of this step. Untrusted: the rollout checks that it is a finite
+      number, and anything else is a fault of the environment.
+    done: the episode is over.
+  """
+
+  messages: Sequence[Message]
+  reward: float
+  done: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Transcript:
+  """A finished episode as text: all that a stateless reward may look at.
+
+  Attributes:
+    messages: both sides, in order.
+    step_rewards: one for each answer of the agent that was stepped.
+  """
+
+  messages: Sequence[Message]
+  step_rewards: Sequence[float]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Grade:
+  """The reward of one trajectory and the named parts it is made of."""
+
+  value: float
+  parts: Mapping[str, float]
+
+
+class Environment(Protocol):
+  """One episode. Single-use: start, step until done, close.
+
+  Any method may raise; the rollout turns it into a status of the trajectory.
+  """
+
+  async def start(self) -> Sequence[Message]:
+    """Returns the first observation."""
+    ...
+
+  async def step(self, answer: Message) -> Step:
+    """Returns what follows the agent's answer."""
+    ...
+
+  async def close(self) -> None:
+    """Releases what the episode holds; called once, on every path."""
+    ...
+
+
+class Source(Protocol):
+  """A family of tasks and how to build their environments.
+
+  Frozen, hashable, picklable: it is a setting of the run.
+  """
+
+  @property
+  def name(self) -> str:
+    """Short name: the first part of every task id."""
+    ...
+
+  @property
+  def words(self) -> Sequence[str]:
+    """Every word that its environments say or understand, without repeats."""
+    ...
+
+  def task(self, index: int, split: Split) -> Task:
+    """Returns the task at `index` >= 0 of a split; the stream has no end."""
+    ...
+
+  def __call__(self, task: Task) -> Environment:
+    """Returns a fresh environment; does no slow work (that is `start`)."""
+    ...
+
+  def oracle(self, task: Task, messages: Sequence[Message]) -> str:
+    """Returns a good answer to a conversation, for demonstrations."""
+    ...
+
+  def explore(
+      self, task: Task, messages: Sequence[Message], seed: int
+  ) -> str:
+    """Returns a random legal answer; the same seed gives the same answer."""
+    ...
+
+
+class Reward(Protocol):
+  """Grades finished episodes from their text alone.
+
+  Attributes:
+    stateless: may be called anywhere, and again after a failure.
+  """
+
+  stateless: bool
+
+  async def __call__(
+      self, task: Task, transcripts: Sequence[Transcript]
+  ) -> Sequence[Grade]:
+    """Returns one grade for each transcript, in order."""
+    ...

@@ -1,0 +1,91 @@
+"""A source whose environments take their time: long tails, on purpose."""
+
+import asyncio
+import dataclasses
+import math
+import random
+import zlib
+from collections.abc import Sequence
+
+from envs import base
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Delayed:
+  """Adds a log-normal wait to every step of another source.
+
+  Attributes:
+    source: all but the waits.
+    median_s: half of the waits are longer.
+    sigma: of the wait's logarithm; at 1, one in a hundred is over 10 medians.
+  """
+
+  source: base.Source
+  median_s: float = 0.03
+  sigma: float = 1.0
+
+  def __post_init__(self) -> None:
+    if not (self.median_s > 0 and self.sigma >= 0):
+      raise ValueError(
+        f"median_s={self.median_s}, sigma={self.sigma}:"
+        " give median_s > 0 and sigma >= 0"
+      )
+
+  @property
+  def name(self) -> str:
+    """Name of the source."""
+    return self.source.name
+
+  @property
+  def words(self) -> Sequence[str]:
+    """Words of the source."""
+    return self.source.words
+
+  def task(self, index: int, split: base.Split) -> base.Task:
+    """Returns the source's task."""
+    return self.source.task(index, split)
+
+  def __call__(self, task: base.Task) -> "_Slow":
+    """Returns the source's environment, slowed down."""
+    return _Slow(self, task)
+
+  def oracle(self, task: base.Task, messages: Sequence[base.Message]) -> str:
+    """Returns the source's good answer."""
+    return self.source.oracle(task, messages)
+
+  def explore(
+    self, task: base.Task, messages: Sequence[base.Message], seed: int
+  ) -> str:
+    """Returns the source's random answer."""
+    return self.source.explore(task, messages, seed)
+
+  def wait_s(self, task: base.Task, answers: Sequence[str]) -> float:
+    """Returns the wait after the last of the answers of an episode.
+
+    It follows from the task and these answers alone: a repeated run waits the
+    same, and members of a group part when their answers do.
+    """
+    key = "\n".join([str(task.seed), *answers])
+    draw = random.Random(zlib.crc32(key.encode())).gauss(0.0, self.sigma)
+    return self.median_s * math.exp(draw)
+
+
+class _Slow:
+  """One environment and the answers that it got."""
+
+  def __init__(self, delayed: Delayed, task: base.Task):
+    self._delayed = delayed
+    self._task = task
+    self._environment = delayed.source(task)
+    self._answers: list[str] = []
+
+  async def start(self) -> Sequence[base.Message]:
+    return await self._environment.start()
+
+  async def step(self, answer: base.Message) -> base.Step:
+    self._answers.append(answer.content)
+    await asyncio.sleep(self._delayed.wait_s(self._task, self._answers))
+    return await self._environment.step(answer)
+
+  async def close(self) -> None:
+    await self._environment.close()

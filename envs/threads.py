@@ -1,0 +1,151 @@
+"""Calls blocking environments in threads that a deadline can give up.
+
+  call(fn) -> queue -> a daemon thread runs fn -> the event loop wakes up
+
+concurrent.futures joins its threads at exit, so that one hung environment would
+keep the process alive. Threads cannot be killed: here a hung one is left
+behind, another takes its place, and being a daemon it does not delay the exit.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import enum
+import functools
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar, TypeVarTuple, Unpack
+
+_T = TypeVar("_T")
+_Ts = TypeVarTuple("_Ts")
+
+# A call that waits longer than this finds every thread busy, maybe hung.
+_PATIENCE_S = 0.1
+
+
+class _State(enum.Enum):
+  WAITING = enum.auto()
+  RUNNING = enum.auto()
+  OVER = enum.auto()
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Job:
+  fn: Callable[[], Any]
+  loop: asyncio.AbstractEventLoop
+  future: asyncio.Future[tuple[Any, Exception | None]]
+  state: _State = _State.WAITING
+
+  def deliver(self, value: Any, error: Exception | None) -> None:
+    """Wakes the caller, in its event loop, unless it was cancelled."""
+    # A pair, not set_exception: futures refuse StopIteration.
+    if not self.future.done():
+      self.future.set_result((value, error))
+
+
+class Pool:
+  """Daemon threads that run one call each; usable from any event loop."""
+
+  def __init__(self, *, size: int = 4, max_size: int = 32):
+    """Starts nothing yet.
+
+    Args:
+      size: threads started by the first call.
+      max_size: calls that block for long (or forever) let the pool grow up to
+        this many threads, those that were abandoned not counted.
+    """
+    self._size = size
+    self._max_size = max_size
+    self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
+    self._lock = threading.Lock()  # of the two counts and of every job's state
+    self._num_threads = 0
+    self._num_abandoned = 0
+
+  async def call(self, fn: Callable[[Unpack[_Ts]], _T], *args: *_Ts) -> _T:
+    """Returns `fn(*args)`, run in one of the threads.
+
+    When the caller is cancelled, a call that still waits never runs; one that
+    runs is abandoned with its thread, and what it returns is thrown away.
+
+    Raises:
+      Exception: what `fn` raises.
+      RuntimeError: `fn` raised something that is not an Exception, such as
+        SystemExit, which must end neither the thread nor the event loop.
+    """
+    loop = asyncio.get_running_loop()
+    job = _Job(functools.partial(fn, *args), loop, loop.create_future())
+    if self._num_threads < self._size:
+      self._fill()
+    self._jobs.put(job)
+    timer = loop.call_later(_PATIENCE_S, self._relieve, job)
+    try:
+      value, error = await job.future
+    except asyncio.CancelledError:
+      self._abandon(job)
+      raise
+    finally:
+      timer.cancel()
+    if error is not None:
+      raise error
+    return value
+
+  def abandoned(self) -> int:
+    """Returns how many running calls were given up so far."""
+    return self._num_abandoned
+
+  def _fill(self) -> None:
+    with self._lock:
+      while self._num_threads < self._size:
+        self._start_thread()
+
+  def _relieve(self, job: _Job) -> None:
+    with self._lock:
+      if job.state is _State.WAITING and self._num_threads < self._max_size:
+        self._start_thread()
+
+  def _abandon(self, job: _Job) -> None:
+    with self._lock:
+      if job.state is _State.RUNNING:
+        self._num_abandoned += 1
+        self._num_threads -= 1
+        self._start_thread()
+      job.state = _State.OVER
+
+  def _start_thread(self) -> None:
+    self._num_threads += 1
+    threading.Thread(target=self._work, daemon=True, name="environment").start()
+
+  def _work(self) -> None:
+    # No local names a job here: an idle thread keeps no environment alive.
+    while self._run(self._jobs.get()):
+      pass
+
+  def _run(self, job: _Job) -> bool:
+    """Returns whether the thread still belongs to the pool."""
+    if not self._move(job, _State.WAITING, _State.RUNNING):
+      return True
+    value, error = None, None
+    try:
+      value = job.fn()
+    except Exception as e:
+      error = e
+    except BaseException as e:
+      error = RuntimeError(f"a blocking call raised {e!r}")
+    if not self._move(job, _State.RUNNING, _State.OVER):
+      return False
+    with contextlib.suppress(RuntimeError):  # the event loop was closed
+      job.loop.call_soon_threadsafe(job.deliver, value, error)
+    return True
+
+  def _move(self, job: _Job, source: _State, target: _State) -> bool:
+    with self._lock:
+      if job.state is not source:
+        return False
+      job.state = target
+      return True
+
+
+_DEFAULT = Pool()
+call = _DEFAULT.call
+abandoned = _DEFAULT.abandoned

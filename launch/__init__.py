@@ -1,0 +1,1 @@
+"""Command lines and processes: what a user types."""

@@ -1,0 +1,34 @@
+"""What must be set before jax touches a device: platform, number, cache."""
+
+import os
+import pathlib
+
+import jax
+
+from rl import placement
+
+_COUNT = "--xla_force_host_platform_device_count"
+
+
+def prepare(wanted: placement.Placement) -> None:
+  """Makes jax offer the devices of a placement and keep compiled programs.
+
+  On the CPU it gets as many virtual devices as the meshes need, unless
+  XLA_FLAGS already says how many. Does nothing to a backend that is up.
+  """
+  given = os.environ.get("XLA_FLAGS", "")
+  if _COUNT not in given:
+    os.environ["XLA_FLAGS"] = f"{given} {_COUNT}={wanted.num_devices}".strip()
+  if wanted.platform is not None:
+    jax.config.update("jax_platforms", wanted.platform)
+  keep_compiled()
+
+
+def keep_compiled() -> None:
+  """Shares compiled programs between runs; JAX_COMPILATION_CACHE_DIR wins."""
+  if jax.config.jax_compilation_cache_dir is None:
+    cache = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+    directory = pathlib.Path(cache) / "twinmesh" / "xla"
+    jax.config.update("jax_compilation_cache_dir", str(directory))
+  jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+  jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)

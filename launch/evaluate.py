@@ -1,0 +1,76 @@
+"""Plays held-out tasks: python -m launch.evaluate --run=DIR [--episodes=N]."""
+
+import asyncio
+import dataclasses
+import json
+import pathlib
+import sys
+
+from absl import app
+from absl import flags as absl_flags
+from rl import assemble, checkpoint, config, evaluate, trajectory
+
+from launch import devices, flags, workdir
+
+_RUN = absl_flags.DEFINE_string(
+    "run", None, "Directory of a run.", required=True
+)
+_EPISODES = absl_flags.DEFINE_integer(
+    "episodes", 500, "Held-out tasks to play, one episode each.", lower_bound=1
+)
+_TEMPERATURE = absl_flags.DEFINE_float(
+    "temperature", None, "Of sampling; 0 is greedy. Default: the run's."
+)
+
+
+def main(argv: list[str]) -> None:
+  """Restores the newest checkpoint and prints success with its interval."""
+  if len(argv) > 1:
+    raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
+  with flags.exit_on_setting_error():
+    experiment = workdir.read(_RUN.value)
+    if _TEMPERATURE.value is not None:
+      settings = dataclasses.replace(
+          experiment.evaluation, temperature=_TEMPERATURE.value
+      )
+      experiment = dataclasses.replace(experiment, evaluation=settings)
+    experiment.validate()
+  devices.prepare(experiment.placement)
+  try:
+    asyncio.run(_evaluate(experiment, pathlib.Path(_RUN.value)))
+  except checkpoint.Mismatch as error:
+    sys.exit(f"error: {error}")
+
+
+async def _evaluate(
+    experiment: config.Experiment, run_dir: pathlib.Path
+) -> None:
+  parts = assemble.build(experiment)
+  saved = checkpoint.Checkpoints(run_dir / "checkpoints", keep=1)
+  try:
+    found = saved.restore(parts.programs.abstract)
+    if found is None:
+      sys.exit(f"error: {run_dir} has no checkpoint that can be read")
+    await parts.start(found.state, trajectory.PolicyVersion(found.step))
+    settings = experiment.evaluation
+    outcome, _ = await evaluate.evaluate(
+        parts.player,
+        episodes=_EPISODES.value,
+        temperature=settings.temperature,
+        success=settings.success,
+        seed=experiment.seed,
+    )
+  finally:
+    await parts.close()
+    saved.close()
+  print(
+      f"{experiment.environment.name} after {found.step} rounds: success "
+      f"{outcome.success:.1%} [{outcome.low:.1%}, {outcome.high:.1%}] "
+      f"(95 % Wilson) on {outcome.episodes} held-out episodes, mean reward "
+      f"{outcome.reward:.3f}, {outcome.faults} faults"
+  )
+  print(json.dumps({"round": found.step, **dataclasses.asdict(outcome)}))
+
+
+if __name__ == "__main__":
+  app.run(main, flags_parser=flags.parse)

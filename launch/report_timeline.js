@@ -1,0 +1,214 @@
+// The timeline of a report: a canvas, of which only what is visible is drawn.
+"use strict";
+
+const LABELS = 64;
+const RULER = 34;
+const timeline = { lanes: [], extent: [0, 1], view: [0, 1], drag: null };
+
+// Lanes hold spans in order and without overlap, so both ends are sorted.
+function startTimeline() {
+  const { rows, tracks, names, total, window: view } = data.timeline;
+  if (!rows.length) return empty("#timeline", "No span recorded.");
+  const lanes = new Map();
+  for (const [track, lane, start, end, name, args] of rows) {
+    const key = track * 1e6 + lane;
+    if (!lanes.has(key)) lanes.set(key, { track, lane, spans: [] });
+    lanes.get(key).spans.push({ start, end, name, args });
+  }
+  timeline.lanes = [...lanes.keys()].sort((a, b) => a - b)
+    .map((key) => lanes.get(key));
+  let top = 8;
+  for (const row of timeline.lanes) {
+    if (row.lane === 0) top += 10;
+    Object.assign(row, { top, height: row.lane === 0 ? 26 : 14 });
+    top += row.height + 2;
+  }
+  timeline.height = top + RULER;
+  timeline.extent = [rows[0][2], Math.max(...rows.map((row) => row[3]))];
+  timeline.publish = names.indexOf("publish");
+  timeline.shades = names.map((_, i) => [1, 0.62, 0.8, 0.48][i % 4]);
+  const canvas = el("canvas", {
+    tabindex: 0, role: "img",
+    "aria-label": `Timeline of ${tracks.join(", ")}`,
+    onpointerdown: startDrag, onpointermove: moveDrag, onpointerup: endDrag,
+    onpointerleave: (event) => showTip(event, ""),
+    onwheel: wheel, onkeydown: press, ondblclick: () => look(timeline.extent),
+  });
+  const part = rows.length < total
+    ? ` The page holds ${format(rows.length)} of ${format(total)} spans, ` +
+      "from the middle of the run." : "";
+  $("#timeline figure").append(canvas, el("figcaption", {},
+    "Drag over a stretch to look closer; arrow keys move, + and − zoom, and " +
+    "so does the wheel with Ctrl. Vertical lines: weights published." + part));
+  for (const button of document.querySelectorAll("#timeline button"))
+    button.addEventListener("click", () => {
+      if (button.dataset.zoom) zoom(Number(button.dataset.zoom));
+      else if (button.dataset.move) move(Number(button.dataset.move));
+      else look(timeline.extent);
+    });
+  look(view);
+}
+
+function look([start, end]) {
+  const [low, high] = timeline.extent;
+  const width = Math.min(Math.max(end - start, 1e-3), high - low);
+  const from = Math.min(Math.max(start, low), high - width);
+  timeline.view = [from, from + width];
+  drawTimeline();
+}
+
+function zoom(factor, share = 0.5) {
+  const [start, end] = timeline.view;
+  const at = start + (end - start) * share;
+  look([at - (at - start) * factor, at + (end - at) * factor]);
+}
+
+function move(share) {
+  const [start, end] = timeline.view;
+  look([start + (end - start) * share, end + (end - start) * share]);
+}
+
+function firstEndingAfter(spans, time) {
+  let low = 0, high = spans.length;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (spans[middle].end <= time) low = middle + 1;
+    else high = middle;
+  }
+  return low;
+}
+
+function drawTimeline() {
+  const canvas = $("#timeline canvas");
+  if (!canvas) return;
+  const width = canvas.clientWidth, height = timeline.height;
+  canvas.width = width * devicePixelRatio;
+  canvas.height = height * devicePixelRatio;
+  canvas.style.height = `${height}px`;
+  const pen = canvas.getContext("2d");
+  pen.scale(devicePixelRatio, devicePixelRatio);
+  pen.font = "12px system-ui, sans-serif";
+  timeline.x = scale(...timeline.view, LABELS, width);
+  timeline.time = scale(LABELS, width, ...timeline.view);
+  drawRuler(pen, width, height);
+  let drawn = 0;
+  for (const row of timeline.lanes) drawn += drawLane(pen, row, width);
+  drawPublishes(pen, height);
+  if (timeline.drag) {
+    pen.globalAlpha = 0.15;
+    pen.fillStyle = colour("ink");
+    pen.fillRect(timeline.drag[0], 0,
+      timeline.drag[1] - timeline.drag[0], height - RULER);
+  }
+  canvas.dataset.drawn = drawn;
+}
+
+function drawRuler(pen, width, height) {
+  pen.fillStyle = colour("muted");
+  pen.textAlign = "center";
+  for (const tick of ticks(...timeline.view, Math.max(2, width / 110))) {
+    const at = timeline.x(tick);
+    pen.fillText(`${tick} s`, Math.min(Math.max(at, LABELS + 14), width - 20),
+      height - 16);
+  }
+  const whole = scale(...timeline.extent, LABELS, width);
+  const [left, right] = timeline.view.map(whole);
+  pen.fillStyle = colour("rule");
+  pen.fillRect(LABELS, height - 5, width - LABELS, 4);
+  pen.fillStyle = colour("muted");
+  pen.fillRect(left, height - 5, Math.max(right - left, 3), 4);
+}
+
+function drawLane(pen, { track, lane, top, height, spans }, width) {
+  const name = data.timeline.tracks[track];
+  const known = ["learner", "decode"].includes(name) ? name : "host";
+  pen.textAlign = "left";
+  pen.globalAlpha = 1;
+  pen.fillStyle = colour("ink");
+  if (lane === 0) pen.fillText(name, 0, top + 17);
+  pen.fillStyle = colour("well");
+  pen.fillRect(LABELS, top, width - LABELS, height);
+  const fill = colour(known), paper = colour("card");
+  let covered = LABELS, drawn = 0;
+  const first = firstEndingAfter(spans, timeline.view[0]);
+  for (let i = first; i < spans.length; i++) {
+    const { start, end, name: what } = spans[i];
+    if (start > timeline.view[1]) break;
+    const left = Math.max(timeline.x(start), covered);
+    const right = Math.min(Math.max(timeline.x(end), left + 1), width);
+    // Of many spans in one pixel the first one is enough.
+    if (timeline.x(end) < covered + 0.5) continue;
+    covered = right;
+    drawn++;
+    pen.globalAlpha = timeline.shades[what];
+    pen.fillStyle = fill;
+    pen.fillRect(left, top, right - left - (right - left > 4 ? 1 : 0), height);
+    const text = data.timeline.names[what];
+    if (right - left < 34 || right - left < pen.measureText(text).width + 12)
+      continue;
+    pen.globalAlpha = 1;
+    pen.fillStyle = paper;
+    pen.fillText(text, left + 6, top + height / 2 + 4);
+  }
+  pen.globalAlpha = 1;
+  return drawn;
+}
+
+function drawPublishes(pen, height) {
+  const lines = timeline.lanes.flatMap(({ spans }) => spans.filter((span) =>
+    span.name === timeline.publish && span.end >= timeline.view[0] &&
+    span.end <= timeline.view[1]));
+  // More than one in ten pixels would hide what they should explain.
+  if (lines.length > (timeline.x(timeline.view[1]) - LABELS) / 10) return;
+  pen.fillStyle = colour("host");
+  for (const { end } of lines)
+    pen.fillRect(timeline.x(end) - 0.75, 4, 1.5, height - RULER - 4);
+}
+
+function startDrag(event) {
+  if (event.offsetX < LABELS) return;
+  event.target.setPointerCapture(event.pointerId);
+  timeline.drag = [event.offsetX, event.offsetX];
+}
+
+function moveDrag(event) {
+  if (timeline.drag) {
+    timeline.drag[1] = Math.max(event.offsetX, LABELS);
+    return drawTimeline();
+  }
+  const row = timeline.lanes.find(({ top, height }) =>
+    event.offsetY >= top && event.offsetY < top + height);
+  const time = timeline.time(event.offsetX);
+  const span = row?.spans[firstEndingAfter(row.spans, time)];
+  if (!span || span.start > time || event.offsetX < LABELS)
+    return showTip(event, "");
+  const args = Object.entries(span.args ?? {}).map((arg) => arg.join(" "));
+  const duration = `${format(1000 * (span.end - span.start))} ms`;
+  showTip(event, [`${data.timeline.names[span.name]}, ${duration}`,
+    `at ${span.start} s`, ...args].join("\n"));
+}
+
+function endDrag() {
+  if (!timeline.drag) return;
+  const [left, right] = timeline.drag.sort((a, b) => a - b);
+  timeline.drag = null;
+  if (right - left > 4) look([left, right].map(timeline.time));
+  else drawTimeline();
+}
+
+function wheel(event) {
+  if (!event.ctrlKey && !event.metaKey) return;
+  event.preventDefault();
+  const width = event.target.clientWidth - LABELS;
+  zoom(2 ** (event.deltaY / 200), (event.offsetX - LABELS) / width);
+}
+
+function press(event) {
+  const action = {
+    ArrowLeft: () => move(-0.25), ArrowRight: () => move(0.25),
+    "+": () => zoom(0.5), "-": () => zoom(2), 0: () => look(timeline.extent),
+  }[event.key];
+  if (!action) return;
+  event.preventDefault();
+  action();
+}

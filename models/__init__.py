@@ -1,0 +1,1 @@
+"""Language models in plain jax: no word of reinforcement learning in here."""

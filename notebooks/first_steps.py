@@ -1,0 +1,174 @@
+# %% [markdown]
+# # First steps
+#
+# The parts that `python -m launch.train` runs, one at a time: roll out two
+# groups, look at a trajectory, take one gradient step, publish the weights.
+# Opens in Jupyter (with jupytext), VS Code or Spyder; also runs as a script.
+
+# %%
+import asyncio
+import dataclasses
+import pathlib
+import sys
+import threading
+
+ROOT = pathlib.Path(__file__).parents[1] if "__file__" in globals() else ".."
+sys.path.insert(0, str(ROOT))
+
+from launch import devices, flags  # noqa: E402
+
+# Settings are a typed, frozen tree; overrides are those of the command line.
+experiment = flags.load(
+    f"{ROOT}/configs/guess_number_moe.py",
+    {
+        "rollout.group_size": "4",
+        "overlap.groups_per_round": "2",
+        "overlap.groups_per_microbatch": "2",
+        "engine.slots": "32",
+        "warm_start.steps": "10",
+    },
+)
+devices.prepare(experiment.placement)
+
+# %% [markdown]
+# ## Build
+# One function wires everything. The learner and the decode pool get a mesh of
+# their own: on a laptop those are two virtual devices of the CPU.
+
+# %%
+from rl import (  # noqa: E402
+    advantages,
+    assemble,
+    batch,
+    learner,
+    recorder,
+    trajectory,
+)
+
+parts = assemble.build(experiment)
+print("learner:", parts.learner_mesh.devices.ravel())
+print("decode: ", parts.decode_mesh.devices.ravel())
+
+# The parts live on one event loop; a thread of its own keeps it running here
+# and in Jupyter alike.
+loop = asyncio.new_event_loop()
+threading.Thread(target=loop.run_forever, daemon=True).start()
+
+
+def run(work):
+  """Runs a coroutine on the loop of the parts and returns its result."""
+  return asyncio.run_coroutine_threadsafe(work, loop).result()
+
+
+# %% [markdown]
+# ## Warm up
+# A few supervised steps from an oracle, then the engine compiles its shapes.
+
+# %%
+state = run(assemble.initial_state(parts))
+run(parts.start(state, trajectory.PolicyVersion(0)))
+print(parts.engine.stats())
+
+# %% [markdown]
+# ## Roll out two groups
+# A group is G episodes of one task, each on its own timeline.
+
+
+# %%
+async def roll_out(count):
+  """Plays `count` groups side by side."""
+  groups = (
+      parts.player.group(
+          parts.tasks.next(), i, experiment.seed, trajectory.PolicyVersion(0)
+      )
+      for i in range(count)
+  )
+  return await asyncio.gather(*groups)
+
+
+groups = run(roll_out(2))
+for group in groups:
+  rewards = [member.reward for member in group.trajectories]
+  print(group.trajectories[0].task_id, "rewards", rewards)
+
+# %% [markdown]
+# ## Look at a trajectory
+# Every id is kept as it was sampled, with its log-probability and the version
+# of the policy that sampled it.
+
+# %%
+member = groups[0].trajectories[0]
+for turn in recorder.readable(member, parts.chat)["turns"]:
+  said = [
+      f"{word} ({logprob:.2f}, v{version})"
+      for word, logprob, version in zip(
+          turn["words"], turn["logprobs"], turn["versions"], strict=True
+      )
+  ]
+  print(" ".join(turn["context_words"]), "->", ", ".join(said))
+print(member.status, member.reward)
+
+# %% [markdown]
+# ## Take one update
+# Rewards become advantages, trajectories become packed rows, and the learner
+# accumulates a gradient and applies it once.
+
+# %%
+episodes, values = [], []
+for group in groups:
+  estimate, trained = advantages.of_group(group, experiment.advantage)
+  for one, value, used in zip(
+      group.trajectories, estimate, trained, strict=True
+  ):
+    if used:
+      episodes.append(one)
+      values.append(float(value))
+packed = batch.pack(
+    episodes,
+    values,
+    rows=experiment.batch.rows,
+    length=experiment.batch.length,
+)
+
+
+def train(state: learner.TrainState):
+  """Returns the state after one update, and its metrics."""
+  total = parts.programs.zero()
+  for rows in packed:
+    total = parts.programs.accumulate(
+        state.params, total, parts.programs.place(rows)
+    )
+  return parts.programs.update(state, total)
+
+
+state, metrics = run(parts.learner_thread.run("update", train, state))
+print({name: round(float(value), 4) for name, value in metrics.items()})
+
+# %% [markdown]
+# ## Publish
+# The new weights go to the decode mesh; the engine serves version 1.
+
+# %%
+run(
+    parts.publisher.publish(
+        trajectory.PolicyVersion(1), state.params, "recompute"
+    )
+)
+print("served version:", parts.engine.stats().version)
+again = run(roll_out(1))[0].trajectories[0]
+print("sampled by version", again.turns[0].versions.tolist())
+
+# %%
+run(parts.close())
+
+# %% [markdown]
+# ## What to change
+# The polymorphic settings are the callables themselves, so an experiment is a
+# value: try another one.
+
+# %%
+print(
+    dataclasses.replace(
+        experiment, advantage=advantages.Reinforce(baseline=0.5)
+    ).advantage
+)

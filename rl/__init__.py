@@ -1,0 +1,1 @@
+"""The loop: rollout, schedule, losses, learner and the way of the weights."""

@@ -1,0 +1,285 @@
+"""Checkpoints of a run: whole or not at all, and verified when read."""
+
+import dataclasses
+import json
+import logging as python_logging
+import pathlib
+import shutil
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+from absl import logging
+from jaxtyping import Array, PyTree, Shaped, UInt32
+
+# Failures that say nothing about the checkpoint; any other exception does, for
+# orbax raises all kinds on files that are cut, changed or gone, bare Exception
+# included.
+_NOT_DAMAGE = (MemoryError, PermissionError, jax.errors.JaxRuntimeError)
+_DELETED = ".deleted"
+_UNFINISHED = ".orbax-checkpoint-tmp"
+
+
+class Mismatch(Exception):
+  """The checkpoint is sound, but its state has another tree or shapes."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Restored:
+  """What `Checkpoints.restore` found.
+
+  Attributes:
+    step: of the checkpoint in use.
+    state: arrays in the tree and on the shardings that were asked for.
+    host: as it was saved, after a round trip through JSON.
+    skipped: name and reason of each newer checkpoint that is damaged.
+  """
+
+  step: int
+  state: PyTree
+  host: dict[str, Any]
+  skipped: tuple[str, ...]
+
+
+class Checkpoints:
+  """The checkpoints of one run, in directories named for their step.
+
+  One process owns the directory and calls `save`; it must `restore` before
+  its first save. Others may `restore` meanwhile: that changes nothing on
+  disk. The directory is of a file system with an atomic rename.
+
+  Every leaf has a 32-bit digest, computed where the leaf lives: one read of
+  device memory, and one small compilation for each new shape.
+  """
+
+  def __init__(self, directory: pathlib.Path | str, keep: int):
+    """Opens a directory, which may not exist yet.
+
+    Args:
+      keep: newest checkpoints to keep, >= 1. While one is being written it
+        comes on top of them.
+    """
+    if keep < 1:
+      raise ValueError(f"keep={keep} leaves nothing to resume from; use >= 1")
+    logging.get_absl_logger().addFilter(_is_not_chatter)
+    self._directory = pathlib.Path(directory).absolute()
+    self._keep = keep
+    self._orbax = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
+    self._writing = False
+    self._damaged: list[int] = []
+
+  def save(self, step: int, state: PyTree, host: Mapping[str, Any]) -> None:
+    """Starts a checkpoint; returns once the arrays may be donated.
+
+    Waits for the save before it. A kill at any moment leaves the earlier
+    checkpoints as they are.
+
+    Args:
+      state: any pytree of jax arrays.
+      host: data for JSON; copied before the return.
+
+    Raises:
+      ValueError: the step is there already.
+      Exception: whatever the save before this one failed with.
+    """
+    self.wait()
+    self._tidy()
+    arrays = _by_name(state)
+    with jax.transfer_guard("allow"):
+      digests = jax.device_get({k: _digest(x) for k, x in arrays.items()})
+      leaves = {
+        name: {"like": _like(x), "digest": int(digests[name])}
+        for name, x in arrays.items()
+      }
+      # Through JSON and back: the caller may change its data while orbax
+      # writes, and keys become the strings that the sum will see again.
+      body = json.loads(json.dumps({"leaves": leaves, "host": host}))
+      self._orbax.save(
+        self._directory / str(step),
+        args=ocp.args.Composite(
+          state=ocp.args.PyTreeSave(arrays),
+          record=ocp.args.JsonSave({"body": body, "crc32": _sum(body)}),
+        ),
+      )
+    self._writing = True
+
+  def wait(self) -> None:
+    """Returns when the last save is whole; deletes those beyond `keep`.
+
+    Raises:
+      Exception: whatever that save failed with, once.
+    """
+    self._orbax.wait_until_finished()
+    if self._writing:
+      for step in self._steps()[: -self._keep]:
+        _delete(self._directory / str(step))
+    self._writing = False
+
+  def close(self) -> None:
+    """Waits as `wait` does and ends the threads."""
+    try:
+      self.wait()
+    finally:
+      self._orbax.close()
+
+  def restore(self, abstract: PyTree) -> Restored | None:
+    """Reads the newest checkpoint that is whole; None when there is none.
+
+    A damaged one is skipped with a warning, and moved out of the way to
+    `<step>.damaged` by the next save.
+
+    Args:
+      abstract: jax.ShapeDtypeStructs with shardings. It may lack fields at
+        the top of the saved state: `{"params": params}` reads no more than
+        the parameters of a state with such a field.
+
+    Raises:
+      Mismatch: the newest readable one has another tree, shape or dtype.
+    """
+    skipped = []
+    self._damaged = []
+    for step in reversed(self._steps()):
+      try:
+        state, host = self._read(self._directory / str(step), abstract)
+      except (Mismatch, *_NOT_DAMAGE):
+        raise
+      except Exception as error:
+        self._damaged.append(step)
+        skipped.append(f"{step} ({_in_short(error)})")
+        continue
+      _warn(self._directory, skipped, f"using {step}")
+      return Restored(step=step, state=state, host=host, skipped=tuple(skipped))
+    _warn(self._directory, skipped, "none is left")
+    return None
+
+  def _read(
+    self, path: pathlib.Path, abstract: PyTree
+  ) -> tuple[PyTree, dict[str, Any]]:
+    record = self._orbax.restore(
+      path, args=ocp.args.Composite(record=ocp.args.JsonRestore())
+    ).record
+    body = record["body"]
+    if _sum(body) != record["crc32"]:
+      raise ValueError("its record does not match its checksum")
+    wanted = _by_name(abstract)
+    _check_same_model(path, body["leaves"], wanted)
+    arrays = self._orbax.restore(
+      path,
+      args=ocp.args.Composite(
+        state=ocp.args.PyTreeRestore(
+          wanted,
+          restore_args=ocp.checkpoint_utils.construct_restore_args(wanted),
+          partial_restore=True,
+        )
+      ),
+    ).state
+    digests = jax.device_get({k: _digest(x) for k, x in arrays.items()})
+    for name, digest in digests.items():
+      if int(digest) != body["leaves"][name]["digest"]:
+        raise ValueError(f"leaf {name} does not match its digest")
+    tree = jax.tree.structure(abstract)
+    return tree.unflatten([arrays[name] for name in wanted]), body["host"]
+
+  def _steps(self) -> list[int]:
+    if not self._directory.exists():
+      return []
+    return sorted(
+      int(path.name)
+      for path in self._directory.iterdir()
+      if path.name.isdecimal()
+    )
+
+  def _tidy(self) -> None:
+    """Removes what a killed run left; moves damaged checkpoints aside."""
+    self._directory.mkdir(parents=True, exist_ok=True)
+    for path in list(self._directory.iterdir()):
+      if _UNFINISHED in path.name or path.name.endswith(_DELETED):
+        # Threads of a save that failed may still write; then the next save
+        # removes the rest.
+        shutil.rmtree(path, ignore_errors=True)
+    for step in self._damaged:
+      aside = self._directory / f"{step}.damaged"
+      if aside.exists():
+        shutil.rmtree(aside)
+      (self._directory / str(step)).rename(aside)
+    self._damaged = []
+
+
+@jax.jit
+def _digest(x: Shaped[Array, "..."]) -> UInt32[Array, ""]:
+  """Returns sum over i of bits(x[i]) * (2 i + 1), modulo 2**32.
+
+  Odd weights: a change of any one element always changes the sum. Integers:
+  the order of summation, and so the sharding, does not matter.
+  """
+  if x.dtype == jnp.bool_:
+    x = x.astype(jnp.uint8)
+  bits = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
+  index, stride = jnp.uint32(0), 1
+  for axis in reversed(range(x.ndim)):
+    iota = jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)
+    index = index + iota * jnp.uint32(stride % 2**32)
+    stride *= x.shape[axis]
+  return jnp.sum(bits.astype(jnp.uint32) * (2 * index + 1), dtype=jnp.uint32)
+
+
+def _by_name(tree: PyTree) -> dict[str, Any]:
+  """Returns the leaves by path; a field and a dict key look the same."""
+  return {
+    jax.tree_util.keystr(path, simple=True, separator="/"): leaf
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+  }
+
+
+def _like(leaf: Any) -> str:
+  """Returns shape and dtype as text: "float32[8,16]"."""
+  return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
+
+
+def _check_same_model(
+  path: pathlib.Path,
+  saved: Mapping[str, Mapping[str, Any]],
+  wanted: Mapping[str, Any],
+) -> None:
+  """Raises Mismatch naming the first leaf that differs."""
+  tops = {name.split("/")[0] for name in wanted}
+  has = {k: v["like"] for k, v in saved.items() if k.split("/")[0] in tops}
+  wants = {k: _like(v) for k, v in wanted.items()}
+  for name in [*wants, *has]:
+    if has.get(name) != wants.get(name):
+      raise Mismatch(
+        f"{path}: leaf {name} is {has.get(name, 'absent')}, but the state"
+        f" to restore has {wants.get(name, 'no such leaf')}; use the model"
+        " and optimizer of that run, or another directory"
+      )
+
+
+def _sum(body: Any) -> int:
+  return zlib.crc32(json.dumps(body, sort_keys=True).encode())
+
+
+def _delete(path: pathlib.Path) -> None:
+  # Renamed first: a kill during the deletion must not leave half of one.
+  trash = path.with_name(path.name + _DELETED)
+  path.rename(trash)
+  shutil.rmtree(trash)
+
+
+def _warn(directory: pathlib.Path, skipped: list[str], instead: str) -> None:
+  for name in skipped:
+    logging.warning(
+      "skipped the damaged checkpoint %s/%s; %s", directory, name, instead
+    )
+
+
+def _in_short(error: Exception) -> str:
+  # The messages of orbax run to pages.
+  return (str(error).splitlines() or [type(error).__name__])[0][:100]
+
+
+def _is_not_chatter(record: python_logging.LogRecord) -> bool:
+  """Drops what orbax logs below errors: pages for each save and restore."""
+  return record.levelno >= logging.ERROR or "orbax" not in record.pathname

@@ -1,0 +1,191 @@
+"""The settings of a run: one typed, frozen tree, checked as a whole."""
+
+import dataclasses
+import math
+
+from envs import base
+from models import chat as chat_lib
+from models import config as model_config
+from rl import advantages, engine_jax, learner, losses
+from rl import overlap as overlap_lib
+from rl import placement as placement_lib
+from rl import rollout as rollout_lib
+from rl import warm_start as warm_start_lib
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BatchShape:
+  """Shape of every packed micro-batch.
+
+  Attributes:
+    rows: split over the learner's data axis.
+    length: tokens of a row; the longest episode must fit.
+  """
+
+  rows: int = 32
+  length: int = 64
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Evaluation:
+  """Held-out tasks, played by the weights that were just published.
+
+  Attributes:
+    every: rounds between evaluations; 0: only before and after the run.
+    episodes: one a task.
+    temperature: 0 plays greedily.
+    success: an episode succeeds when its reward is at least this.
+  """
+
+  every: int = 25
+  episodes: int = 200
+  temperature: float = 1.0
+  success: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Keeping:
+  """What stays on disk.
+
+  Attributes:
+    checkpoint_every: rounds between checkpoints.
+    checkpoints: how many are kept.
+    episodes_every: rounds between samples of trajectories.
+  """
+
+  checkpoint_every: int = 25
+  checkpoints: int = 2
+  episodes_every: int = 10
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Experiment:
+  """Everything that decides a run.
+
+  The polymorphic parts are the callables themselves: `environment`, `reward`,
+  `advantage`, `objective.loss` and `optimizer`.
+
+  Attributes:
+    seed: of parameters, task order and sampling noise.
+    rounds: publishes until the end.
+    warm_start: supervised steps before the first round, or None.
+    stall_s: a wait inside the loop that lasts longer ends the run and names
+      who waits for what.
+  """
+
+  environment: base.Source
+  reward: base.Reward
+  model: model_config.ModelConfig
+  rollout: rollout_lib.Rollout = dataclasses.field(
+    default_factory=rollout_lib.Rollout
+  )
+  engine: engine_jax.EngineSettings = dataclasses.field(
+    default_factory=engine_jax.EngineSettings
+  )
+  overlap: overlap_lib.Overlap = dataclasses.field(
+    default_factory=overlap_lib.Overlap
+  )
+  placement: placement_lib.Placement = dataclasses.field(
+    default_factory=placement_lib.Placement
+  )
+  advantage: advantages.Estimator = dataclasses.field(
+    default_factory=advantages.Grpo
+  )
+  objective: learner.Objective = dataclasses.field(
+    default_factory=lambda: learner.Objective(loss=losses.ClippedSurrogate())
+  )
+  optimizer: learner.Optimizer = dataclasses.field(
+    default_factory=learner.AdamW
+  )
+  batch: BatchShape = dataclasses.field(default_factory=BatchShape)
+  warm_start: warm_start_lib.WarmStart | None = None
+  evaluation: Evaluation = dataclasses.field(default_factory=Evaluation)
+  keeping: Keeping = dataclasses.field(default_factory=Keeping)
+  seed: int = 0
+  rounds: int = 100
+  stall_s: float = 300.0
+
+  def chat(self) -> chat_lib.WordChat:
+    """Returns the tokenizer and template over the environment's words."""
+    return chat_lib.WordChat(tuple(self.environment.words))
+
+  def validate(self) -> None:
+    """Raises ValueError on a setting that cannot work; touches no device."""
+    self.model.validate()
+    self.rollout.validate()
+    self.engine.validate()
+    self.overlap.validate()
+    self.placement.validate()
+    if self.warm_start is not None:
+      self.warm_start.validate()
+    self._validate_counts()
+    self._validate_lengths()
+    self._validate_divisions()
+
+  def _validate_counts(self) -> None:
+    for name, value, least in (
+      ("rounds", self.rounds, 1),
+      ("batch.rows", self.batch.rows, 1),
+      ("evaluation.every", self.evaluation.every, 0),
+      ("evaluation.episodes", self.evaluation.episodes, 0),
+      ("keeping.checkpoint_every", self.keeping.checkpoint_every, 1),
+      ("keeping.checkpoints", self.keeping.checkpoints, 1),
+      ("keeping.episodes_every", self.keeping.episodes_every, 1),
+    ):
+      if value < least:
+        raise ValueError(f"{name}={value} is below {least}")
+    if not self.stall_s > 0:
+      raise ValueError(f"stall_s={self.stall_s} is not above 0")
+    if not self.evaluation.temperature >= 0:
+      raise ValueError(
+        f"evaluation.temperature={self.evaluation.temperature} is below 0"
+      )
+    least = self.advantage.min_group_size
+    if self.rollout.group_size < least:
+      raise ValueError(
+        f"rollout.group_size={self.rollout.group_size} is below the {least} "
+        f"that {type(self.advantage).__name__} compares; raise it or use "
+        "advantage=rl.advantages.Reinforce()"
+      )
+
+  def _validate_lengths(self) -> None:
+    words = self.chat().vocab_size
+    if self.model.vocab_size != words:
+      raise ValueError(
+        f"model.vocab_size={self.model.vocab_size}, but the words of "
+        f"{self.environment.name} make {words} ids; use "
+        f"model.vocab_size={words}"
+      )
+    longest = self.rollout.max_tokens
+    for name, room in (
+      ("model.max_length", self.model.max_length),
+      ("batch.length", self.batch.length),
+    ):
+      if room < longest:
+        raise ValueError(
+          f"{name}={room} is below rollout.max_tokens={longest}; an episode "
+          f"would not fit; use {longest} or more"
+        )
+
+  def _validate_divisions(self) -> None:
+    learner_mesh, decode = self.placement.learner, self.placement.decode
+    for name, mesh in (("learner", learner_mesh), ("decode", decode)):
+      if self.model.num_experts % mesh.expert:
+        raise ValueError(
+          f"placement.{name}.expert={mesh.expert} does not divide "
+          f"model.num_experts={self.model.num_experts}; use "
+          f"{math.gcd(mesh.expert, self.model.num_experts)}"
+        )
+    if self.batch.rows % learner_mesh.data:
+      raise ValueError(
+        f"batch.rows={self.batch.rows} does not divide over "
+        f"placement.learner.data={learner_mesh.data}; use "
+        f"{-(-self.batch.rows // learner_mesh.data) * learner_mesh.data}"
+      )
+    for rows in self.engine.rows:
+      if rows % decode.data:
+        raise ValueError(
+          f"engine rows of {rows} do not divide over "
+          f"placement.decode.data={decode.data}; change engine.slots and "
+          "engine.row_buckets"
+        )

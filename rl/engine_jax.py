@@ -1,0 +1,466 @@
+"""The built-in decode engine: continuous batching over cached sessions.
+
+  generate -> waiting --admit--> running --(plan, dispatch, absorb)*--> result
+                (by priority)    owns a cache row until its session is released
+
+A dispatch serves every running row whose new ids fit the same chunk: it feeds
+them and samples up to `steps_per_dispatch` tokens a row. Turn k + 1 of a
+session feeds only what turn k has not fed yet.
+"""
+
+import asyncio
+import dataclasses
+import functools
+import heapq
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+from models import cache as cache_lib
+from models import config as model_config
+from models import sharding, transformer
+from rl import decode_step, dispatch, engine, slots, trajectory
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineSettings:
+  """Size of the built-in engine.
+
+  Attributes:
+    slots: rows of the KV cache, which bounds the requests decoded at once;
+      sessions beyond it wait, or take the row of one that idles.
+    row_buckets: compiled numbers of rows; `slots` is always one of them.
+    chunk_buckets: compiled numbers of new context ids a row and dispatch.
+    steps_per_dispatch: tokens sampled at most before the host looks again.
+    linger_s: how long a dispatch may wait for more of its rows to arrive.
+  """
+
+  slots: int = 256
+  row_buckets: tuple[int, ...] = (32, 64, 128, 256)
+  chunk_buckets: tuple[int, ...] = (4, 32)
+  steps_per_dispatch: int = 2
+  linger_s: float = 0.002
+
+  def validate(self) -> None:
+    """Raises ValueError on a size that cannot work."""
+    for name in ("slots", "steps_per_dispatch"):
+      if getattr(self, name) < 1:
+        raise ValueError(f"engine.{name}={getattr(self, name)} is below 1")
+    for name in ("row_buckets", "chunk_buckets"):
+      sizes = getattr(self, name)
+      if not sizes or min(sizes) < 1:
+        raise ValueError(f"engine.{name}={sizes} needs positive sizes")
+
+  @property
+  def rows(self) -> tuple[int, ...]:
+    """The row buckets in use, ascending."""
+    return (*sorted(r for r in set(self.row_buckets) if r < self.slots),
+            self.slots)  # fmt: skip
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Running:
+  """A request that owns a cache row."""
+
+  request: engine.DecodeRequest
+  future: asyncio.Future[engine.Completion]
+  started: float
+  row: int = -1
+  known: int = 0
+  cached_tokens: int = 0
+  logprobs: list[float] = dataclasses.field(default_factory=list)
+  versions: list[int] = dataclasses.field(default_factory=list)
+  aborted: bool = False
+  released: bool = False
+
+  @property
+  def sampled(self) -> int:
+    return len(self.versions)
+
+
+class JaxEngine:
+  """`engine.DecodeEngine` over the models of this project.
+
+  Life: `await start(params)`, then the protocol, then `await close()`. All on
+  one event loop; device work happens on `thread`.
+
+  Args:
+    thread: of the pool's mesh; the caller closes it.
+  """
+
+  capabilities: frozenset[engine.OnPublish] = frozenset({"drain", "recompute"})
+
+  def __init__(
+    self,
+    config: model_config.ModelConfig,
+    settings: EngineSettings,
+    mesh: jax.sharding.Mesh,
+    thread: dispatch.MeshThread,
+  ):
+    settings.validate()
+    self._config = config
+    self._settings = settings
+    self._mesh = mesh
+    self._thread = thread
+    self._version = trajectory.PolicyVersion(-1)
+    self._params: transformer.Params | None = None
+    self._slots = slots.Slots(settings.slots)
+    self._ids = np.zeros((settings.slots, config.max_length), np.int32)
+    self._cached = np.zeros(settings.slots, np.int32)
+    self._waiting: list[tuple[tuple[int, ...], int, _Running]] = []
+    self._arrivals = itertools.count()
+    self._running: dict[str, _Running] = {}
+    self._requests: dict[str, _Running] = {}
+    self._sessions: set[str] = set()
+    self._mode: Literal["open", "draining", "paused"] = "open"
+    self._wake = asyncio.Event()
+    self._quiet = asyncio.Event()
+    self._closed: engine.EngineClosed | None = None
+    self._server: asyncio.Task[None] | None = None
+    self._turn = 0
+    self._counts = dict.fromkeys(("sampled", "prefilled", "dispatches"), 0)
+    self._build()
+
+  def _build(self) -> None:
+    rows = sharding.batch_sharding(self._mesh)
+    cache = sharding.cache_sharding(self._mesh)
+    programs = {
+      whole: jax.jit(
+        functools.partial(
+          decode_step.advance,
+          config=self._config,
+          mesh=self._mesh,
+          max_steps=self._settings.steps_per_dispatch,
+          whole=whole,
+        ),
+        donate_argnums=1,
+        out_shardings=(cache, None),
+      )
+      for whole in (False, True)
+    }
+    self._programs = programs
+    self._row_sharding = rows
+    self._cache_sharding = cache
+
+  # Start and end.
+
+  async def start(
+    self,
+    params: transformer.Params,
+    version: trajectory.PolicyVersion,
+    report: Callable[[str], None] = lambda text: None,
+  ) -> None:
+    """Takes the first weights, compiles every shape and begins to serve."""
+    self._params = params
+    self._version = version
+    self._cache = jax.jit(
+      functools.partial(
+        cache_lib.init_cache,
+        self._config,
+        self._settings.slots,
+        self._config.max_length,
+      ),
+      out_shardings=self._cache_sharding,
+    )()
+    shapes = list(
+      itertools.product(self._settings.rows, self._settings.chunk_buckets)
+    )
+    for i, (rows, chunk) in enumerate(shapes):
+      report(f"compiling the engine {i + 1}/{len(shapes)}")
+      plan = decode_step.empty_plan(rows, chunk, idle_row=self._settings.slots)
+      await self._thread.run("warm up", self._dispatch, plan)
+    self._server = asyncio.create_task(self._serve(), name="engine")
+
+  async def close(self) -> None:
+    """Stops; requests in flight raise EngineClosed."""
+    self._fail(engine.EngineClosed("the engine was closed"))
+    self._wake.set()
+    if self._server is not None:
+      await asyncio.gather(self._server, return_exceptions=True)
+
+  def _fail(self, reason: engine.EngineClosed) -> None:
+    self._closed = self._closed or reason
+    for running in list(self._requests.values()):
+      if not running.future.done():
+        running.future.set_exception(engine.EngineClosed(str(self._closed)))
+    self._requests.clear()
+    self._running.clear()
+    self._waiting.clear()
+
+  # The protocol.
+
+  async def generate(self, request: engine.DecodeRequest) -> engine.Completion:
+    """Samples one answer; see `engine.DecodeEngine.generate`."""
+    self._check_open()
+    self._check(request)
+    loop = asyncio.get_running_loop()
+    running = _Running(request, loop.create_future(), time.monotonic())
+    self._requests[request.request_id] = running
+    self._sessions.add(request.session)
+    entry = (request.priority, next(self._arrivals), running)
+    heapq.heappush(self._waiting, entry)
+    self._wake.set()
+    try:
+      return await running.future
+    except asyncio.CancelledError:
+      self.abort(request.request_id)
+      raise
+
+  def _check_open(self) -> None:
+    if self._closed is not None:
+      raise engine.EngineClosed(str(self._closed))
+
+  def _check(self, request: engine.DecodeRequest) -> None:
+    engine.check_request(
+      request,
+      vocab_size=self._config.vocab_size,
+      max_length=self._config.max_length,
+      max_stop_ids=decode_step.MAX_STOP_IDS,
+    )
+    if request.request_id in self._requests:
+      raise ValueError(f"request {request.request_id} is already in flight")
+    if request.session in self._sessions:
+      raise ValueError(f"session {request.session} already has a request")
+
+  def abort(self, request_id: str) -> None:
+    """Ends a request with what it has; unknown ids are ignored."""
+    running = self._requests.get(request_id)
+    if running is None:
+      return
+    running.aborted = True
+    # A running one may be on the device now: then the next absorb ends it.
+    if self._quiet.is_set() or running.row < 0:
+      self._finish(running, "abort")
+
+  def release(self, session: str) -> None:
+    """Frees the cache of a session that ended; unknown ones are ignored."""
+    running = self._running.get(session)
+    if running is not None:
+      # The device may be writing its row: freed when the request ends.
+      running.released = True
+      self.abort(running.request.request_id)
+    else:
+      self._slots.release(session)
+    self._wake.set()
+
+  async def pause(self, in_flight: engine.OnPublish) -> None:
+    """Suspends; see `engine.DecodeEngine.pause`."""
+    self._check_open()
+    self._mode = "draining" if in_flight == "drain" else "paused"
+    if self._mode == "draining" and self._running:
+      self._quiet.clear()  # An earlier pause may have left them half done.
+    self._wake.set()
+    await self._quiet.wait()
+    self._mode = "paused"
+
+  async def update_weights(
+    self, version: trajectory.PolicyVersion, params: transformer.Params
+  ) -> None:
+    """Serves `params` from now on; see `engine.DecodeEngine`."""
+    self._check_open()
+    if self._mode != "paused" or not self._quiet.is_set():
+      raise RuntimeError("update_weights needs a paused engine: await pause()")
+    if version <= self._version:
+      raise ValueError(
+        f"version {version} is not above the served {self._version}"
+      )
+    _check_same_tree(self._params, params)
+    self._params = params
+    self._version = version
+    self._cached[:] = 0
+
+  def resume(self) -> None:
+    """Goes on after `pause`."""
+    self._mode = "open"
+    self._wake.set()
+
+  def stats(self) -> engine.EngineStats:
+    """Returns the counters."""
+    return engine.EngineStats(
+      version=int(self._version),
+      running=len(self._running),
+      waiting=sum(not r.future.done() for _, _, r in self._waiting),
+      sampled_tokens=self._counts["sampled"],
+      prefilled_tokens=self._counts["prefilled"],
+      dispatches=self._counts["dispatches"],
+      compilations=sum(p._cache_size() for p in self._programs.values()),
+    )
+
+  # The loop.
+
+  async def _serve(self) -> None:
+    try:
+      while self._closed is None:
+        if not self._has_work():
+          self._quiet.set()
+          self._wake.clear()
+          await self._wake.wait()
+          continue
+        self._quiet.clear()
+        await self._linger()
+        if self._closed is not None:
+          break
+        chosen, plan = self._plan()
+        sampled = await self._thread.run("decode", self._dispatch, plan)
+        self._absorb(chosen, plan, sampled)
+    except Exception as error:  # A broken device program ends the engine.
+      self._fail(engine.EngineClosed(f"decoding raised {error!r}"))
+      raise
+    finally:
+      self._quiet.set()
+
+  def _has_work(self) -> bool:
+    self._admit()
+    return self._mode != "paused" and bool(self._running)
+
+  async def _linger(self) -> None:
+    """Gives sessions whose environments answer at once time to come back."""
+    deadline = time.monotonic() + self._settings.linger_s
+    while self._mode == "open" and time.monotonic() < deadline:
+      if len(self._running) + self._slots.num_free >= self._settings.slots:
+        return
+      before = len(self._running)
+      await asyncio.sleep(self._settings.linger_s / 4)
+      self._admit()
+      if len(self._running) == before:
+        return
+
+  def _admit(self) -> None:
+    while self._waiting and self._mode == "open":
+      _, _, running = self._waiting[0]
+      if running.future.done():
+        heapq.heappop(self._waiting)
+        continue
+      place = self._slots.acquire(running.request.session)
+      if place is None:
+        return
+      heapq.heappop(self._waiting)
+      self._place(running, *place)
+
+  def _place(self, running: _Running, row: int, kept: bool) -> None:
+    tokens = running.request.tokens
+    running.row = row
+    running.known = len(tokens)
+    held = min(int(self._cached[row]) if kept else 0, len(tokens) - 1)
+    same = self._ids[row, :held] == tokens[:held]
+    held = held if same.all() else int(same.argmin())
+    self._cached[row] = running.cached_tokens = held
+    self._ids[row, : len(tokens)] = tokens
+    self._running[running.request.session] = running
+
+  def _plan(self) -> tuple[list[_Running], decode_step.Plan]:
+    """Chooses the rows of one dispatch: one chunk size, taken in turns."""
+    sizes = sorted(self._settings.chunk_buckets)
+    by_chunk: dict[int, list[_Running]] = {}
+    for running in self._running.values():
+      new = running.known - int(self._cached[running.row])
+      chunk = next((c for c in sizes if c >= new), sizes[-1])
+      by_chunk.setdefault(chunk, []).append(running)
+    self._turn += 1
+    chunk = sorted(by_chunk)[self._turn % len(by_chunk)]
+    chosen = sorted(by_chunk[chunk], key=lambda running: running.row)
+    rows = next(r for r in self._settings.rows if r >= len(chosen))
+    plan = decode_step.empty_plan(rows, chunk, idle_row=self._settings.slots)
+    whole = rows == self._settings.slots
+    for i, running in enumerate(chosen):
+      self._fill(plan, running.row if whole else i, running)
+    return chosen, plan
+
+  def _fill(self, plan: decode_step.Plan, i: int, running: _Running) -> None:
+    request, row = running.request, running.row
+    past = int(self._cached[row])
+    new = min(running.known - past, plan.chunk.shape[1])
+    left = request.max_tokens - running.sampled
+    complete = past + new == running.known
+    budget = min(left, self._settings.steps_per_dispatch) if complete else 0
+    plan.integers[i, :5] = (row, past, new, budget, request.seed)
+    plan.integers[i, 5 : 5 + len(request.stop_ids)] = request.stop_ids
+    plan.chunk[i, :new] = self._ids[row, past : past + new]
+    plan.temperature[i] = request.temperature
+
+  def _dispatch(self, plan: decode_step.Plan) -> decode_step.Sampled:
+    whole = len(plan.chunk) == self._settings.slots
+    placed = jax.device_put(plan, self._row_sharding)
+    self._cache, sampled = self._programs[whole](
+      self._params, self._cache, placed
+    )
+    return jax.device_get(sampled)
+
+  def _absorb(
+    self,
+    chosen: Sequence[_Running],
+    plan: decode_step.Plan,
+    sampled: decode_step.Sampled,
+  ) -> None:
+    whole = len(plan.chunk) == self._settings.slots
+    self._counts["dispatches"] += 1
+    for i, running in enumerate(chosen):
+      at = running.row if whole else i
+      row, count = running.row, int(sampled.count[at])
+      new = int(plan.integers[at, 2])
+      self._counts["prefilled"] += new
+      self._counts["sampled"] += count
+      self._cached[row] += new + max(count - 1, 0)
+      known = running.known
+      self._ids[row, known : known + count] = sampled.tokens[at, :count]
+      running.known += count
+      running.logprobs.extend(sampled.logprobs[at, :count].tolist())
+      running.versions.extend([int(self._version)] * count)
+    # Nothing is on the device: rows that were not chosen may end as well.
+    for running in list(self._running.values()):
+      stop = self._why_ended(running)
+      if stop is not None:
+        self._finish(running, stop)
+
+  def _why_ended(self, running: _Running) -> trajectory.Stop | None:
+    request = running.request
+    if running.aborted:
+      return "abort"
+    newest = self._ids[running.row, running.known - 1]
+    if running.sampled and newest in request.stop_ids:
+      return "stop"
+    return "length" if running.sampled >= request.max_tokens else None
+
+  def _finish(self, running: _Running, stop: trajectory.Stop) -> None:
+    request = running.request
+    self._requests.pop(request.request_id, None)
+    self._sessions.discard(request.session)
+    tokens = np.zeros(0, np.int32)
+    if running.row >= 0:
+      start = len(request.tokens)
+      tokens = self._ids[running.row, start : running.known].copy()
+      self._running.pop(request.session, None)
+      if running.released:
+        self._slots.release(request.session)
+      else:
+        self._slots.rest(request.session)
+    if not running.future.done():
+      running.future.set_result(
+        engine.Completion(
+          tokens=tokens,
+          logprobs=np.asarray(running.logprobs, np.float32),
+          versions=np.asarray(running.versions, np.int32),
+          stop=stop,
+          cached_tokens=running.cached_tokens,
+          decode_s=time.monotonic() - running.started,
+        )
+      )
+
+
+def _check_same_tree(old: Any, new: Any) -> None:
+  def describe(tree: Any) -> dict[str, Any]:
+    return {
+      jax.tree_util.keystr(path): (leaf.shape, leaf.dtype)
+      for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    }
+
+  before, after = describe(old), describe(new)
+  for name in sorted(before.keys() | after.keys()):
+    if before.get(name) != after.get(name):
+      raise ValueError(
+        f"weights{name}: expected {before.get(name)}, got {after.get(name)}"
+      )

@@ -1,0 +1,69 @@
+"""Held-out tasks played by the served weights: how good is the policy now?"""
+
+import asyncio
+import dataclasses
+import math
+
+from rl import events, metrics, rollout, trajectory
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Outcome:
+  """Result of one evaluation.
+
+  Attributes:
+    episodes: graded ones; faults are not among them.
+    success: share of them that succeeded; nan when there are none.
+    low, high: 95 % Wilson interval of the share.
+    reward: their mean reward.
+    faults: episodes that ended without a reward.
+  """
+
+  episodes: int
+  success: float
+  low: float
+  high: float
+  reward: float
+  faults: int
+
+
+async def evaluate(
+    player: rollout.Player,
+    *,
+    episodes: int,
+    temperature: float,
+    success: float,
+    seed: int,
+) -> tuple[Outcome, list[trajectory.Trajectory]]:
+  """Plays the first `episodes` tasks of the held-out split, one episode each.
+
+  Args:
+    player: that of training; its log is left alone.
+    success: an episode succeeds when its reward is at least this.
+  """
+  limits = dataclasses.replace(player.limits, temperature=temperature)
+  quiet = dataclasses.replace(player, limits=limits, log=events.EventLog())
+  played = await asyncio.gather(*(
+      quiet.member(
+          rollout.Episode(player.source.task(i, "eval"), i, 0, seed)
+      )
+      for i in range(episodes)
+  ))
+  return summarise(played, success), played
+
+
+def summarise(
+    played: list[trajectory.Trajectory], success: float
+) -> Outcome:
+  """Returns the share of graded episodes with at least `success` as reward."""
+  rewards = [t.reward for t in played if t.reward is not None]
+  wins = sum(reward >= success for reward in rewards)
+  low, high = metrics.wilson(wins, len(rewards)) if rewards else (0.0, 1.0)
+  return Outcome(
+      episodes=len(rewards),
+      success=wins / len(rewards) if rewards else math.nan,
+      low=low,
+      high=high,
+      reward=sum(rewards) / len(rewards) if rewards else math.nan,
+      faults=len(played) - len(rewards),
+  )

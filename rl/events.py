@@ -1,0 +1,231 @@
+"""The event log and what must hold of it: invariants as pure functions.
+
+Kinds of events and their fields, all with `t` seconds since the log began:
+  submitted  group, version        the gate let a group in
+  turn       group, index, turn, tokens, first_version, last_version
+  ended      group, index, status, tokens
+  reward     group, index, value
+  fault      group, index, status, what
+  ready      group, version        all members ended and graded
+  dequeued   group, version        the learner took it
+  trained    group, version, first_version, tokens, masked
+  updated    version, updates      one optimizer step
+  publish_start / published  version
+  restored   group, tokens, first_version      finished before a restart
+"""
+
+import collections
+import dataclasses
+import itertools
+import json
+import pathlib
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from rl import overlap as overlap_lib
+
+Event = dict[str, Any]
+
+
+class EventLog:
+  """Appends events to memory and, buffered, to JSON lines on disk.
+
+  All methods belong to the event loop; `flush` is called once a round.
+
+  Args:
+    path: appended to, so a resumed run keeps its history; None: memory only.
+  """
+
+  def __init__(self, path: pathlib.Path | None = None):
+    self.events: list[Event] = []
+    self._origin = time.monotonic()
+    self._file = path.open("a") if path else None
+    if self._file and self._file.tell():
+      # A crash may have cut the last line; the next one must stay whole.
+      self._file.write("\n")
+    self._written = 0
+
+  def emit(self, kind: str, **fields: Any) -> None:
+    """Records one event now."""
+    now = round(time.monotonic() - self._origin, 6)
+    self.events.append({"t": now, "kind": kind, **fields})
+
+  def flush(self) -> None:
+    """Writes what was recorded since the last flush."""
+    if self._file is None:
+      return
+    news = self.events[self._written :]
+    self._file.writelines(json.dumps(event) + "\n" for event in news)
+    self._file.flush()
+    self._written = len(self.events)
+
+  def close(self) -> None:
+    """Flushes and closes the file."""
+    self.flush()
+    if self._file is not None:
+      self._file.close()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ledger:
+  """Where every sampled token went; the columns add up to `sampled`."""
+
+  sampled: int
+  trained: int
+  masked: int
+  untrained: int
+
+  @property
+  def error(self) -> int:
+    """Tokens that are in no column or in two."""
+    return self.sampled - self.trained - self.masked - self.untrained
+
+
+def of_kind(events: Sequence[Event], kind: str) -> Iterator[Event]:
+  """Yields the events of one kind."""
+  return (event for event in events if event["kind"] == kind)
+
+
+def ledger(events: Sequence[Event]) -> Ledger:
+  """Returns the balance of tokens of a log."""
+  sampled = _sampled(events)
+  trained = list(of_kind(events, "trained"))
+  done = {event["group"] for event in trained}
+  return Ledger(
+    sampled=sum(sampled.values()),
+    trained=sum(event["tokens"] for event in trained),
+    masked=sum(event["masked"] for event in trained),
+    untrained=sum(n for group, n in sampled.items() if group not in done),
+  )
+
+
+def _sampled(events: Sequence[Event]) -> collections.Counter[int]:
+  """Returns the number of sampled tokens of each group."""
+  sampled: collections.Counter[int] = collections.Counter()
+  for kind in ("turn", "restored"):
+    for event in of_kind(events, kind):
+      sampled[event["group"]] += event["tokens"]
+  return sampled
+
+
+def staleness(events: Sequence[Event]) -> list[int]:
+  """Returns T - F of every trained group."""
+  return [e["version"] - e["first_version"] for e in of_kind(events, "trained")]
+
+
+def violations(
+  events: Sequence[Event], schedule: overlap_lib.Overlap, group_size: int
+) -> list[str]:
+  """Returns every way in which a log breaks the promises of its schedule."""
+  return [
+    *_staleness(events, schedule),
+    *_whole_groups(events, group_size),
+    *_submission_order(events),
+    *_versions_rise(events),
+    *_publishes(events),
+    *_synchronous(events, schedule),
+    *_whole_rounds(events, schedule),
+    *_balance(events),
+  ]
+
+
+def _staleness(
+  events: Sequence[Event], schedule: overlap_lib.Overlap
+) -> Iterator[str]:
+  for event in of_kind(events, "trained"):
+    lag = event["version"] - event["first_version"]
+    if not 0 <= lag <= schedule.max_staleness:
+      yield (
+        f"group {event['group']} trained at version {event['version']} but"
+        f" began at {event['first_version']}; the bound is "
+        f"{schedule.max_staleness}"
+      )
+
+
+def _whole_groups(events: Sequence[Event], group_size: int) -> Iterator[str]:
+  ended = collections.defaultdict(list)
+  for event in of_kind(events, "ended"):
+    ended[event["group"]].append(event["index"])
+  restored = {event["group"] for event in of_kind(events, "restored")}
+  trained = collections.Counter(e["group"] for e in of_kind(events, "trained"))
+  for group, times in trained.items():
+    if times != 1:
+      yield f"group {group} was trained {times} times"
+    members = sorted(ended[group])
+    if group not in restored and members != list(range(group_size)):
+      yield f"group {group} was trained with members {members}"
+
+
+def _submission_order(events: Sequence[Event]) -> Iterator[str]:
+  order = [event["group"] for event in of_kind(events, "dequeued")]
+  for before, after in itertools.pairwise(order):
+    if after != before + 1:
+      yield f"group {after} was taken after group {before}"
+
+
+def _versions_rise(events: Sequence[Event]) -> Iterator[str]:
+  newest: dict[tuple[int, int], int] = {}
+  for event in of_kind(events, "turn"):
+    episode = (event["group"], event["index"])
+    first, last = event["first_version"], event["last_version"]
+    if not newest.get(episode, first) <= first <= last:
+      yield f"group {episode[0]} member {episode[1]}: its versions fall"
+    newest[episode] = last
+
+
+def _publishes(events: Sequence[Event]) -> Iterator[str]:
+  last, open_version = None, None
+  for event in events:
+    if event["kind"] == "publish_start":
+      if open_version is not None:
+        yield f"publishing {event['version']} began inside {open_version}"
+      open_version = event["version"]
+    elif event["kind"] == "published":
+      if event["version"] != open_version:
+        yield f"version {event['version']} was published but never begun"
+      if last is not None and event["version"] != last + 1:
+        yield f"version {event['version']} was published after {last}"
+      last, open_version = event["version"], None
+
+
+def _synchronous(
+  events: Sequence[Event], schedule: overlap_lib.Overlap
+) -> Iterator[str]:
+  """With a bound of 0 every token of round k has version k."""
+  if schedule.max_staleness:
+    return
+  for event in of_kind(events, "turn"):
+    round_ = event["group"] // schedule.groups_per_round
+    if event["first_version"] != round_ or event["last_version"] != round_:
+      yield f"group {event['group']} of round {round_} mixes versions"
+
+
+def _whole_rounds(
+  events: Sequence[Event], schedule: overlap_lib.Overlap
+) -> Iterator[str]:
+  """With `wait_for_round` a round is taken only when all of it is ready."""
+  if not schedule.wait_for_round:
+    return
+  ready: collections.Counter[int] = collections.Counter()
+  for event in events:
+    round_ = event.get("group", 0) // schedule.groups_per_round
+    if event["kind"] in ("ready", "restored"):
+      ready[round_] += 1
+    missing = schedule.groups_per_round - ready[round_]
+    if event["kind"] == "dequeued" and missing:
+      yield f"group {event['group']} was taken before its round was ready"
+
+
+def _balance(events: Sequence[Event]) -> Iterator[str]:
+  """Group by group, so that two errors cannot cancel out."""
+  sampled = _sampled(events)
+  booked: collections.Counter[int] = collections.Counter()
+  for event in of_kind(events, "trained"):
+    booked[event["group"]] += event["tokens"] + event["masked"]
+  for group, tokens in booked.items():
+    if tokens != sampled[group]:
+      yield (
+        f"group {group}: {sampled[group]} tokens were sampled, but {tokens} "
+        "are trained or masked"
+      )

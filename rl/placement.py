@@ -1,0 +1,103 @@
+"""Which devices train and which decode."""
+
+import dataclasses
+
+import jax
+import numpy as np
+
+AXES = ("data", "expert")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeshSpec:
+  """A mesh of `data * expert` devices.
+
+  Attributes:
+    data: rows of a batch, or of the cache, are split over this axis.
+    expert: experts are split over this axis.
+    first_device: index of its first device; None takes the next free ones.
+  """
+
+  data: int = 1
+  expert: int = 1
+  first_device: int | None = None
+
+  @property
+  def size(self) -> int:
+    """Number of devices."""
+    return self.data * self.expert
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Placement:
+  """The learner's mesh and the decode pool's.
+
+  Attributes:
+    platform: "cpu", "gpu" or "tpu"; None takes what jax finds. On "cpu" the
+      launcher makes as many virtual devices as the meshes need.
+    colocated: the meshes may share devices.
+  """
+
+  learner: MeshSpec = dataclasses.field(default_factory=MeshSpec)
+  decode: MeshSpec = dataclasses.field(default_factory=MeshSpec)
+  platform: str | None = None
+  colocated: bool = False
+
+  @property
+  def ranges(self) -> tuple[range, range]:
+    """Device indices of the learner and of the decode pool."""
+    start = self.learner.first_device or 0
+    learner = range(start, start + self.learner.size)
+    default = 0 if self.colocated else learner.stop
+    start = self.decode.first_device
+    start = default if start is None else start
+    return learner, range(start, start + self.decode.size)
+
+  @property
+  def num_devices(self) -> int:
+    """Devices that must exist."""
+    return max(r.stop for r in self.ranges)
+
+  def validate(self) -> None:
+    """Raises ValueError on meshes that are empty or overlap undeclared."""
+    for name in ("learner", "decode"):
+      spec = getattr(self, name)
+      for axis in AXES:
+        if getattr(spec, axis) < 1:
+          raise ValueError(
+            f"placement.{name}.{axis}={getattr(spec, axis)} is below 1"
+          )
+      if spec.first_device is not None and spec.first_device < 0:
+        raise ValueError(
+          f"placement.{name}.first_device={spec.first_device} is below 0"
+        )
+    learner, decode = self.ranges
+    shared = sorted(set(learner) & set(decode))
+    if shared and not self.colocated:
+      raise ValueError(
+        f"placement.learner and placement.decode share devices {shared}; "
+        "move placement.decode.first_device or set placement.colocated=true"
+      )
+
+  def meshes(self) -> tuple[jax.sharding.Mesh, jax.sharding.Mesh]:
+    """Returns the learner's mesh and the decode pool's.
+
+    Raises:
+      ValueError: there are fewer devices than the placement needs.
+    """
+    devices = np.array(jax.devices(self.platform))
+    if len(devices) < self.num_devices:
+      raise ValueError(
+        f"placement needs {self.num_devices} devices and jax sees "
+        f"{len(devices)}; lower placement.*.data or set "
+        "placement.colocated=true"
+      )
+    learner, decode = self.ranges
+    return (
+      _mesh(self.learner, devices[list(learner)]),
+      _mesh(self.decode, devices[list(decode)]),
+    )
+
+
+def _mesh(spec: MeshSpec, devices: np.ndarray) -> jax.sharding.Mesh:
+  return jax.sharding.Mesh(devices.reshape(spec.data, spec.expert), AXES)

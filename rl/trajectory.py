@@ -1,0 +1,200 @@
+"""What a rollout leaves behind: Turn, Trajectory, Group. Host data, numpy."""
+
+import dataclasses
+import enum
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NewType
+
+import numpy as np
+from jaxtyping import Bool, Float32, Int32
+
+PolicyVersion = NewType("PolicyVersion", int)
+"""Rounds of training behind the weights: the only clock of the system.
+
+A round ends with a publish. It is one optimizer step unless the schedule has
+several updates in a round.
+"""
+
+Stop = Literal["stop", "length", "abort"]
+
+
+class Status(enum.Enum):
+  """How a trajectory ended; a fault is data, never a reward of 0."""
+
+  COMPLETED = "completed"
+  TRUNCATED = "truncated"
+  ENV_FAULT = "env_fault"
+  REWARD_FAULT = "reward_fault"
+  ENGINE_FAULT = "engine_fault"
+
+  @property
+  def trainable(self) -> bool:
+    """Whether the reward can be trusted, so that the tokens may be trained."""
+    return self in (Status.COMPLETED, Status.TRUNCATED)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Turn:
+  """One answer of the agent and the context that came before it.
+
+  Attributes:
+    context: ids appended since the last turn: P of them.
+    tokens: ids exactly as sampled, stop token included: T of them.
+    logprobs: of the sampler, in nats, at its temperature.
+    versions: policy that sampled each token; never decreases.
+    stop: why sampling ended.
+    decode_s, env_s: seconds spent on the answer and on the reply to it.
+  """
+
+  context: Int32[np.ndarray, " P"]
+  tokens: Int32[np.ndarray, " T"]
+  logprobs: Float32[np.ndarray, " T"]
+  versions: Int32[np.ndarray, " T"]
+  stop: Stop
+  decode_s: float = 0.0
+  env_s: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Trajectory:
+  """One episode, token for token.
+
+  Attributes:
+    group_id, index: its group and its place among the G members.
+    turns: may be empty when the environment failed to start.
+    reward: None unless `status.trainable`.
+    parts: named parts of the reward.
+    fault: what went wrong, in words; empty when nothing did.
+  """
+
+  task_id: str
+  group_id: int
+  index: int
+  turns: Sequence[Turn]
+  status: Status
+  reward: float | None = None
+  parts: Mapping[str, float] = dataclasses.field(default_factory=dict)
+  fault: str = ""
+
+  @property
+  def ids(self) -> Int32[np.ndarray, " L"]:
+    """Every id in order: context and sampled of each turn."""
+    pieces = [x for turn in self.turns for x in (turn.context, turn.tokens)]
+    return np.concatenate(pieces) if pieces else np.zeros(0, np.int32)
+
+  @property
+  def sampled(self) -> Bool[np.ndarray, " L"]:
+    """True where the policy sampled the id."""
+    pieces = [
+      np.full(len(x), own)
+      for turn in self.turns
+      for x, own in ((turn.context, False), (turn.tokens, True))
+    ]
+    return np.concatenate(pieces) if pieces else np.zeros(0, bool)
+
+  @property
+  def num_sampled(self) -> int:
+    """Number of tokens that the policy sampled."""
+    return sum(len(turn.tokens) for turn in self.turns)
+
+  @property
+  def first_version(self) -> PolicyVersion | None:
+    """Policy of the first sampled token: the F in the bound T - F <= eta."""
+    for turn in self.turns:
+      if len(turn.versions):
+        return PolicyVersion(int(turn.versions[0]))
+    return None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Group:
+  """G trajectories of one task: whole or not at all.
+
+  Attributes:
+    admitted: newest published policy when the gate let the group in.
+  """
+
+  group_id: int
+  trajectories: Sequence[Trajectory]
+  admitted: PolicyVersion
+
+  @property
+  def num_sampled(self) -> int:
+    """Number of sampled tokens of all members."""
+    return sum(t.num_sampled for t in self.trajectories)
+
+  @property
+  def first_version(self) -> PolicyVersion:
+    """Oldest first token of its members; `admitted` when none has any."""
+    firsts = [t.first_version for t in self.trajectories]
+    return min([v for v in firsts if v is not None], default=self.admitted)
+
+
+def trajectory_to_json(trajectory: Trajectory) -> dict[str, Any]:
+  """Returns plain JSON data; float32 values survive the round trip exactly."""
+  turns = [
+    {
+      "context": turn.context.tolist(),
+      "tokens": turn.tokens.tolist(),
+      "logprobs": turn.logprobs.tolist(),
+      "versions": turn.versions.tolist(),
+      "stop": turn.stop,
+      "decode_s": turn.decode_s,
+      "env_s": turn.env_s,
+    }
+    for turn in trajectory.turns
+  ]
+  return {
+    "task_id": trajectory.task_id,
+    "group_id": trajectory.group_id,
+    "index": trajectory.index,
+    "turns": turns,
+    "status": trajectory.status.value,
+    "reward": trajectory.reward,
+    "parts": dict(trajectory.parts),
+    "fault": trajectory.fault,
+  }
+
+
+def trajectory_from_json(data: Mapping[str, Any]) -> Trajectory:
+  """Inverse of `trajectory_to_json`."""
+  turns = [
+    Turn(
+      context=np.asarray(turn["context"], np.int32),
+      tokens=np.asarray(turn["tokens"], np.int32),
+      logprobs=np.asarray(turn["logprobs"], np.float32),
+      versions=np.asarray(turn["versions"], np.int32),
+      stop=turn["stop"],
+      decode_s=turn["decode_s"],
+      env_s=turn["env_s"],
+    )
+    for turn in data["turns"]
+  ]
+  return Trajectory(
+    task_id=data["task_id"],
+    group_id=data["group_id"],
+    index=data["index"],
+    turns=turns,
+    status=Status(data["status"]),
+    reward=data["reward"],
+    parts=data["parts"],
+    fault=data["fault"],
+  )
+
+
+def group_to_json(group: Group) -> dict[str, Any]:
+  """Returns plain JSON data of a group and its members."""
+  return {
+    "group_id": group.group_id,
+    "admitted": int(group.admitted),
+    "trajectories": [trajectory_to_json(t) for t in group.trajectories],
+  }
+
+
+def group_from_json(data: Mapping[str, Any]) -> Group:
+  """Inverse of `group_to_json`."""
+  return Group(
+    group_id=data["group_id"],
+    trajectories=[trajectory_from_json(t) for t in data["trajectories"]],
+    admitted=PolicyVersion(data["admitted"]),
+  )

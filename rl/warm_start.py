@@ -1,0 +1,185 @@
+"""A short supervised start: imitate noisy demonstrations of an oracle.
+
+  oracle -> environment -> Trajectory -> packed rows -> the same learner jits
+"""
+
+import asyncio
+import dataclasses
+import zlib
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from envs import base
+
+from rl import batch as batch_lib
+from rl import dispatch, engine, learner, rollout, trajectory
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WarmStart:
+  """Supervised steps before reinforcement learning.
+
+  Attributes:
+    steps: optimizer steps, each on fresh demonstrations.
+    episodes: demonstrations of a step.
+    exploration: share of answers that are random instead of the oracle's.
+    optimizer: of its own; the run's starts afresh afterwards.
+  """
+
+  steps: int = 60
+  episodes: int = 64
+  exploration: float = 0.7
+  optimizer: learner.Optimizer = dataclasses.field(
+      default_factory=lambda: learner.AdamW(learning_rate=1e-3)
+  )
+
+  def validate(self) -> None:
+    """Raises ValueError on counts below 1 or a share outside [0, 1]."""
+    for name in ("steps", "episodes"):
+      if getattr(self, name) < 1:
+        raise ValueError(
+            f"warm_start.{name}={getattr(self, name)} is below 1; set "
+            "warm_start=none to go without"
+        )
+    if not 0 <= self.exploration <= 1:
+      raise ValueError(
+          f"warm_start.exploration={self.exploration} is outside [0, 1]"
+      )
+
+
+@dataclasses.dataclass(eq=False)
+class _Demonstrator:
+  """A decode engine that answers with the oracle's words.
+
+  It serves one task; `seed` of the request decides which answers are random.
+  """
+
+  source: base.Source
+  task: base.Task
+  exploration: float
+  encode: Callable[[str], Sequence[int]]
+  messages: list[base.Message]
+
+  async def generate(
+      self, request: engine.DecodeRequest
+  ) -> engine.Completion:
+    seed = zlib.crc32(request.tokens.tobytes(), request.seed)
+    if np.random.default_rng(seed).random() < self.exploration:
+      text = self.source.explore(self.task, self.messages, seed)
+    else:
+      text = self.source.oracle(self.task, self.messages)
+    tokens = np.asarray(self.encode(text), np.int32)
+    return engine.Completion(
+        tokens=tokens,
+        logprobs=np.zeros(len(tokens), np.float32),
+        versions=np.zeros(len(tokens), np.int32),
+        stop="stop",
+        cached_tokens=0,
+        decode_s=0.0,
+    )
+
+  def release(self, session: str) -> None:
+    del session
+
+
+@dataclasses.dataclass(eq=False)
+class _Overheard:
+  """An environment that writes down what both sides say."""
+
+  environment: base.Environment
+  messages: list[base.Message]
+
+  async def start(self) -> Sequence[base.Message]:
+    observation = await self.environment.start()
+    self.messages.extend(observation)
+    return observation
+
+  async def step(self, answer: base.Message) -> base.Step:
+    step = await self.environment.step(answer)
+    self.messages.extend([answer, *step.messages])
+    return step
+
+  async def close(self) -> None:
+    await self.environment.close()
+
+
+async def demonstrate(
+    source: base.Source,
+    chat: rollout.Chat,
+    limits: rollout.Rollout,
+    task: base.Task,
+    exploration: float,
+    seed: int,
+) -> trajectory.Trajectory:
+  """Returns one episode played by the oracle, with random answers mixed in."""
+  messages: list[base.Message] = []
+  demonstrator = _Demonstrator(
+      source, task, exploration, chat.encode_answer, messages
+  )
+  record, _ = await rollout.play(
+      _Overheard(source(task), messages),
+      demonstrator,
+      chat,
+      limits,
+      rollout.Episode(task, task.index, 0, seed),
+  )
+  return record
+
+
+async def run(
+    settings: WarmStart,
+    programs: learner.Learner,
+    state: learner.TrainState,
+    thread: dispatch.MeshThread,
+    *,
+    source: base.Source,
+    chat: rollout.Chat,
+    limits: rollout.Rollout,
+    rows: int,
+    length: int,
+    seed: int,
+    report: Callable[[str], None] = lambda text: None,
+) -> learner.TrainState:
+  """Returns the state after `settings.steps` of imitation.
+
+  Args:
+    programs: built with `losses.NegativeLogLikelihood` and the optimizer of
+      `settings`.
+    rows, length: shape of the packed batches.
+  """
+  for step in range(settings.steps):
+    report(f"warm start {step + 1}/{settings.steps}")
+    first = step * settings.episodes
+    episodes = await asyncio.gather(*(
+        demonstrate(
+            source,
+            chat,
+            limits,
+            source.task(first + i, "train"),
+            settings.exploration,
+            seed,
+        )
+        for i in range(settings.episodes)
+    ))
+    usable = [e for e in episodes if e.num_sampled and e.status.trainable]
+    if not usable:
+      raise RuntimeError(
+          f"no demonstration of {source.name} succeeded: {episodes[0].fault}"
+      )
+    batches = batch_lib.pack(
+        usable, [0.0] * len(usable), rows=rows, length=length
+    )
+    state = await thread.run("warm start", _step, programs, state, batches)
+  return state
+
+
+def _step(
+    programs: learner.Learner,
+    state: learner.TrainState,
+    batches: Sequence[batch_lib.Batch],
+) -> learner.TrainState:
+  total = programs.zero()
+  for batch in batches:
+    total = programs.accumulate(state.params, total, programs.place(batch))
+  state, _ = programs.update(state, total)
+  return state

@@ -1,0 +1,155 @@
+"""Every wait has a deadline, an owner and a name."""
+
+import asyncio
+import contextlib
+import dataclasses
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from typing import TypeVar
+
+_T = TypeVar("_T")
+
+
+class Stalled(TimeoutError):
+  """A wait passed its deadline; the message holds everyone who waited."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Wait:
+  """One wait in progress.
+
+  Attributes:
+    owner: who waits: "learner".
+    what: what for: "groups 12..19".
+    since_s: when it began, on the monotonic clock.
+    deadline_s: seconds it may take.
+  """
+
+  owner: str
+  what: str
+  since_s: float
+  deadline_s: float
+
+
+def table(waits: Iterable[Wait], now_s: float) -> str:
+  """Returns one aligned line for each wait, the longest first."""
+  rows = [("owner", "what", "waited", "deadline")]
+  for wait in sorted(waits, key=lambda wait: wait.since_s):
+    waited = f"{now_s - wait.since_s:.1f} s"
+    rows.append((wait.owner, wait.what, waited, f"{wait.deadline_s:.1f} s"))
+  if len(rows) == 1:
+    return "nobody waits"
+  a, b, c, d = (max(map(len, column)) for column in zip(*rows, strict=True))
+  return "\n".join(
+    f"{w:{a}}  {x:{b}}  {y:>{c}}  {z:>{d}}" for w, x, y, z in rows
+  )
+
+
+class Watchdog:
+  """The waits of one event loop.
+
+  `wait` and `guard` are called on the loop; `dump` anywhere, in a signal
+  handler or another thread too.
+  """
+
+  def __init__(self, report: Callable[[str], None] | None = None):
+    """Starts with no waits.
+
+    Args:
+      report: gets the text of every stall, besides the one who raises it. It
+        may be called from another thread.
+    """
+    self._report = report or (lambda text: None)
+    self._waits: set[Wait] = set()
+
+  async def wait(
+    self, awaitable: Awaitable[_T], *, owner: str, what: str, deadline_s: float
+  ) -> _T:
+    """Returns the result of `awaitable`, which is cancelled on overrun.
+
+    Raises:
+      Stalled: it took longer than `deadline_s`.
+    """
+    since_s = time.monotonic()
+    wait = Wait(owner=owner, what=what, since_s=since_s, deadline_s=deadline_s)
+    timeout = asyncio.timeout(deadline_s)
+    self._waits.add(wait)
+    try:
+      async with timeout:
+        return await awaitable
+    except TimeoutError as error:
+      # Another TimeoutError is a result of the awaitable, like any exception.
+      if not timeout.expired():
+        raise
+      raise self._stalled(wait) from error
+    finally:
+      self._waits.discard(wait)
+
+  def dump(self) -> str:
+    """Returns a table of everyone who waits now."""
+    # set.copy() is one step of the interpreter, so safe in another thread.
+    return table(self._waits.copy(), time.monotonic())
+
+  @contextlib.contextmanager
+  def guard(self, *, loop_lag_s: float) -> Iterator[None]:
+    """Reports, from a thread, when the running loop itself is blocked.
+
+    A blocked loop cannot notice its own deadlines. Each blockage is reported
+    once, with the stack of the loop's thread.
+
+    Args:
+      loop_lag_s: longest time the loop may stay in one callback.
+    """
+    loop = asyncio.get_running_loop()
+    loop_thread, stop = threading.get_ident(), threading.Event()
+    threading.Thread(
+      target=self._watch,
+      args=(loop, loop_thread, loop_lag_s, stop),
+      name="watchdog",
+      daemon=True,
+    ).start()
+    try:
+      yield
+    finally:
+      # Not joined: the thread waits for a beat of the loop that we are on.
+      stop.set()
+
+  def _watch(
+    self,
+    loop: asyncio.AbstractEventLoop,
+    loop_thread: int,
+    loop_lag_s: float,
+    stop: threading.Event,
+  ) -> None:
+    """Asks the loop for a beat, over and over; runs in a thread of its own."""
+    while not stop.wait(loop_lag_s):
+      beat = threading.Event()
+      try:
+        loop.call_soon_threadsafe(beat.set)
+      except RuntimeError:  # The loop is closed.
+        return
+      reported = False
+      while not beat.wait(loop_lag_s) and not stop.is_set():
+        if not reported:
+          self._report(self._blocked(loop_thread, loop_lag_s))
+        reported = True
+
+  def _blocked(self, loop_thread: int, loop_lag_s: float) -> str:
+    frame = sys._current_frames().get(loop_thread)
+    stack = "".join(traceback.format_stack(frame)) if frame else "unknown\n"
+    return (
+      f"the event loop is blocked for more than {loop_lag_s:.1f} s in:\n"
+      f"{stack}waiting meanwhile:\n{self.dump()}"
+    )
+
+  def _stalled(self, wait: Wait) -> Stalled:
+    text = (
+      f"{wait.owner} waited {time.monotonic() - wait.since_s:.1f} s for"
+      f" {wait.what} (deadline {wait.deadline_s:.1f} s); waiting now:\n"
+      f"{self.dump()}"
+    )
+    self._report(text)
+    return Stalled(text)

@@ -1,0 +1,39 @@
+"""Package metadata: what Twinmesh needs, and what each extra adds.
+
+requirements.lock pins one tested resolution of all of it; `make lock` writes
+that file again. The ranges here are for projects that depend on this one.
+"""
+
+import setuptools
+
+ENVS = ["textarena>=0.7.3", "gymnasium>=1.0"]
+TEST = ["pytest>=8.0", "beartype>=0.19", *ENVS]
+LINT = ["ruff>=0.12", "pyright[nodejs]>=1.1.400"]
+
+setuptools.setup(
+  name="twinmesh",
+  version="0.1.0",
+  description="Reinforcement learning of language-model agents in JAX.",
+  license="Apache-2.0",
+  author="The Twinmesh Authors",
+  python_requires=">=3.11,<3.14",
+  package_dir={"": "."},
+  packages=["configs", "envs", "launch", "models", "rl"],
+  install_requires=[
+    "jax>=0.8.3,<0.13",
+    "optax>=0.2.6",
+    "orbax-checkpoint>=0.11.30",
+    "grain>=0.2.14",
+    "absl-py>=2.1",
+    "numpy>=2.0",
+    "jaxtyping>=0.3.2",
+    "rich>=13.7",
+    "tensorboardX>=2.6.2",
+  ],
+  extras_require={
+    "envs": ENVS,
+    "test": TEST,
+    "lint": LINT,
+    "all": [*TEST, *LINT],
+  },
+)

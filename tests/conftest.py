@@ -1,0 +1,22 @@
+"""Set before jax is imported, also for the processes that tests start.
+
+Eight CPU devices, because that is what shardings are tested on; and a
+compilation cache that outlives the run, because most of a test's time is XLA.
+"""
+
+import os
+import pathlib
+
+_DEVICES = "--xla_force_host_platform_device_count"
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+if _DEVICES not in os.environ.get("XLA_FLAGS", ""):
+  os.environ["XLA_FLAGS"] = (
+    f"{os.environ.get('XLA_FLAGS', '')} {_DEVICES}=8".strip()
+  )
+
+_caches = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+os.environ.setdefault(
+  "JAX_COMPILATION_CACHE_DIR", str(pathlib.Path(_caches, "twinmesh", "xla"))
+)
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")

@@ -1,0 +1,52 @@
+"""Plays episodes as a rollout does, without a model."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from envs import base
+
+Agent = Callable[[base.Task, Sequence[base.Message]], str]
+
+
+async def _episode(
+  source: base.Source, task: base.Task, agent: Agent
+) -> base.Transcript:
+  environment = source(task)
+  try:
+    messages = list(await environment.start())
+    rewards = []
+    done = False
+    while not done:
+      answer = base.Message("assistant", agent(task, messages))
+      step = await environment.step(answer)
+      messages += [answer, *step.messages]
+      rewards.append(step.reward)
+      done = step.done
+      assert len(rewards) < 100, "an episode must end"
+    return base.Transcript(messages, rewards)
+  finally:
+    await environment.close()
+
+
+@pytest.fixture
+def play_all():
+  """Returns a function that plays many tasks at the same time."""
+
+  def play_all(
+    source: base.Source, tasks: Sequence[base.Task], agent: Agent
+  ) -> list[base.Transcript]:
+    async def run():
+      episodes = (_episode(source, task, agent) for task in tasks)
+      return await asyncio.gather(*episodes)
+
+    return asyncio.run(run())
+
+  return play_all
+
+
+@pytest.fixture
+def play(play_all):
+  """Returns a function that plays one task."""
+  return lambda source, task, agent: play_all(source, [task], agent)[0]

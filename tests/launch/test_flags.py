@@ -1,0 +1,290 @@
+"""The command line of a run, in this process and in a real one."""
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+from absl.testing import flagsaver
+
+from launch import flags
+from rl import settings
+
+ROOT = pathlib.Path(flags.__file__).parents[1]
+
+CONFIG = """
+import dataclasses
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rollout:
+  group_size: int = 8
+  greedy: bool = False
+  offset: int = 0
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+  rollout: Rollout = Rollout()
+  name: str = "a"
+
+  def validate(self):
+    if self.rollout.group_size < 2:
+      raise ValueError(f"group_size={self.rollout.group_size} is below 2")
+
+def get_config(name="a"):
+  return Run(name=name)
+
+def sweep():
+  for size in (2, 4):
+    yield {"rollout.group_size": size, "rollout.greedy": True}
+"""
+
+MAIN = """
+import sys
+from absl import app
+from absl import flags as absl_flags
+from launch import flags
+
+WORKDIR = absl_flags.DEFINE_string("workdir", None, "Where to write.")
+
+def main(argv):
+  with flags.exit_on_setting_error():
+    tree = flags.load_from_command_line()
+  print(tree.rollout, WORKDIR.value, argv[1:])
+  assert "jax" not in sys.modules
+
+app.run(main, flags_parser=flags.parse)
+"""
+
+
+@pytest.fixture
+def config(tmp_path):
+  file = tmp_path / "small.py"
+  file.write_text(CONFIG)
+  return str(file)
+
+
+@pytest.fixture
+def launch(tmp_path, config):
+  main = tmp_path / "main.py"
+  main.write_text(MAIN)
+
+  def run(*arguments):
+    return subprocess.run(
+      [sys.executable, str(main), *arguments],
+      cwd=tmp_path,
+      env={"PYTHONPATH": str(ROOT)},
+      capture_output=True,
+      text=True,
+      check=False,
+    )
+
+  return run
+
+
+def test_command_line_sets_settings_in_every_form(launch):
+  done = launch(
+    "--config=small.py",
+    "--config.rollout.group_size=3",
+    "--config.rollout.greedy",
+    "--workdir=out",
+    "--config.rollout.offset",
+    "-1",
+    "left",
+    "-config.rollout.group_size=4",
+  )
+  assert done.returncode == 0, done.stderr
+  # The later group size counts, and -1 is a value although it has a dash.
+  assert done.stdout == (
+    "Rollout(group_size=4, greedy=True, offset=-1) out ['left']\n"
+  )
+
+
+@pytest.mark.parametrize(
+  ("arguments", "message"),
+  [
+    (
+      ["--config=small.py", "--config.rollout.gruop_size=3"],
+      "error: --config.rollout.gruop_size: no such setting;"
+      " did you mean --config.rollout.group_size (int)?\n",
+    ),
+    (
+      ["--config=small.py", "--config.rollout.group_size=1"],
+      "error: group_size=1 is below 2\n",
+    ),
+    (
+      [],
+      "error: --config is missing; name a file,"
+      " as in --config=configs/NAME.py\n",
+    ),
+  ],
+)
+def test_wrong_setting_ends_with_code_2_and_one_line(
+  launch, arguments, message
+):
+  done = launch(*arguments)
+  assert (done.returncode, done.stdout) == (2, "")
+  assert done.stderr == message
+
+
+def test_unknown_flag_and_help_are_those_of_absl(launch):
+  unknown = launch("--config=small.py", "--wrokdir=out")
+  assert unknown.returncode == 1
+  assert "Did you mean: workdir" in unknown.stderr
+  assert launch("--config=small.py", "--x=1", "--undefok=x").returncode == 0
+  assert "Where to write." in launch("--config=small.py", "--help").stdout
+
+
+SIZE = "--config.rollout.group_size"
+ROLLOUT = "--config.rollout=_config_small.Rollout"
+
+
+@pytest.mark.parametrize(
+  ("arguments", "size", "offset"),
+  [
+    ([f"{SIZE}=3", f"{SIZE}=4"], 4, 0),
+    # An object replaces what was set in it before, not what is set after.
+    ([f"{SIZE}=3", f"{ROLLOUT}(offset=1)"], 8, 1),
+    ([f"{ROLLOUT}(offset=1)", f"{SIZE}=3"], 3, 1),
+    # Given twice, the object has its last place: behind the size.
+    ([f"{ROLLOUT}()", f"{SIZE}=3", f"{ROLLOUT}(offset=1)"], 8, 1),
+  ],
+)
+def test_overrides_apply_in_order(config, arguments, size, offset):
+  with flagsaver.flagsaver():
+    flags.parse(["program", f"--config={config}", *arguments])
+    tree = flags.load_from_command_line()
+  assert (tree.rollout.group_size, tree.rollout.offset) == (size, offset)
+
+
+@pytest.mark.parametrize(
+  ("arguments", "name", "greedy", "left"),
+  [
+    (["--config.name", "b", "c"], "b", False, ["c"]),
+    (["--config.name=x=1\ny"], "x=1\ny", False, []),
+    (["--config.name="], "", False, []),
+    (["--config.rollout.greedy", "--config.name=b"], "b", True, []),
+    (
+      ["--config.rollout.greedy", "--", "--config.name=b"],
+      "a",
+      True,
+      ["--config.name=b"],
+    ),
+    (
+      ["--config.rollout.greedy", "--noconfig.rollout.greedy", "c"],
+      "a",
+      False,
+      ["c"],
+    ),
+  ],
+)
+def test_value_may_stand_apart_or_be_left_out(
+  config, arguments, name, greedy, left
+):
+  with flagsaver.flagsaver():
+    rest = flags.parse(["program", f"--config={config}", *arguments])
+    tree = flags.load_from_command_line()
+  assert (tree.name, tree.rollout.greedy) == (name, greedy)
+  assert rest == ["program", *left]
+
+
+def test_notebook_loads_with_overrides_and_an_argument(config):
+  tree = flags.load(f"{config}:b", {"rollout.group_size": "2"})
+  assert (tree.name, tree.rollout.group_size) == ("b", 2)
+
+
+def test_json_of_a_run_is_loaded_with_overrides(config, tmp_path):
+  tree = flags.load(config, {"name": "b"})
+  file = tmp_path / "config.json"
+  file.write_text(json.dumps(settings.to_json(tree)))
+  assert flags.load(str(file)) == tree
+  assert flags.load(str(file), {"name": "c"}).name == "c"
+
+
+def test_check_sees_the_overridden_tree_after_validate(config):
+  seen = []
+  tree = flags.load(config, {"name": "b"}, seen.append)
+  assert seen == [tree]
+  with pytest.raises(ValueError, match="group_size=1 is below 2"):
+    flags.load(config, {"rollout.group_size": "1"}, seen.append)
+  assert seen == [tree]
+
+
+def test_sweep_yields_overrides_that_load_takes(config, tmp_path):
+  runs = flags.sweep(config)
+  assert runs == [
+    {"rollout.group_size": "2", "rollout.greedy": "True"},
+    {"rollout.group_size": "4", "rollout.greedy": "True"},
+  ]
+  sizes = [flags.load(config, run).rollout.group_size for run in runs]
+  assert sizes == [2, 4]
+  (tmp_path / "plain.py").write_text("x = 1")
+  assert flags.sweep(str(tmp_path / "plain.py")) == []
+
+
+@pytest.mark.parametrize(
+  ("text", "message"),
+  [
+    ("x = 1\ny = z", "FILE:2: NameError: name 'z' is not defined\n  y = z"),
+    (
+      "import json\n\ndef get_config():\n  return json.loads('x')",
+      "FILE:4: JSONDecodeError: Expecting value: line 1 column 1 (char 0)"
+      "\n  return json.loads('x')",
+    ),
+    ("x = 1\ny = (", "FILE:2: SyntaxError: '(' was never closed"),
+    ("import nope", "FILE:1: ModuleNotFoundError: No module named 'nope'"),
+    ("x = 1", "FILE: has no get_config()"),
+    (
+      "def get_config():\n  return {}",
+      "FILE: get_config() returned dict; expected a frozen dataclass",
+    ),
+    (
+      "def get_config(a):\n  return a",
+      "FILE: TypeError: get_config() missing 1 required positional argument",
+    ),
+  ],
+)
+def test_broken_file_names_its_own_line(tmp_path, text, message):
+  file = tmp_path / "broken.py"
+  file.write_text(text)
+  with pytest.raises(settings.SettingError) as error:
+    flags.load(str(file))
+  assert str(error.value).startswith(message.replace("FILE", str(file)))
+
+
+@pytest.mark.parametrize(
+  ("name", "message"),
+  [
+    ("smal.py", "smal.py: no such file; did you mean DIR/small.py?"),
+    ("zzzzzz", "zzzzzz: no such file; did you mean DIR/small.py?"),
+    ("no/small.py", "small.py: no such file; there is no directory DIR/no"),
+    ("notes.txt", "notes.txt: expected a .py or .json file"),
+  ],
+)
+def test_wrong_path_names_what_is_there(config, tmp_path, name, message):
+  assert pathlib.Path(config).parent == tmp_path
+  (tmp_path / "notes.txt").touch()
+  with pytest.raises(settings.SettingError) as error:
+    flags.load(str(tmp_path / name))
+  assert str(error.value).endswith(message.replace("DIR", str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+  ("text", "message"),
+  [
+    ("{", "FILE is not JSON: Expecting property name"),
+    ("[]", "FILE: config=[]: expected object"),
+    ('{"class": "nope.Run"}', "FILE: config: cannot import nope.Run"),
+  ],
+)
+def test_broken_json_names_the_file(tmp_path, text, message):
+  file = tmp_path / "config.json"
+  file.write_text(text)
+  with pytest.raises(settings.SettingError) as error:
+    flags.load(str(file))
+  assert str(error.value).startswith(message.replace("FILE", str(file)))
+
+
+def test_other_errors_are_not_hidden():
+  with pytest.raises(KeyError), flags.exit_on_setting_error():
+    raise KeyError("a bug")

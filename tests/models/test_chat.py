@@ -1,0 +1,70 @@
+import dataclasses
+
+import numpy as np
+import pytest
+
+from models import chat as chat_lib
+
+
+@dataclasses.dataclass(frozen=True)
+class Said:
+  role: str
+  content: str
+
+
+@pytest.fixture
+def chat():
+  return chat_lib.WordChat(("guess", "higher", "lower", "1", "2"))
+
+
+def test_a_conversation_is_the_pieces_in_order(chat):
+  first = chat.open([Said("system", "guess"), Said("user", "1  2\n")])
+  answer = chat.encode_answer("2")
+  more = chat.append([Said("user", "lower")])
+  # <pad> <end> <agent> are 0 1 2; guess higher lower 1 2 are 3 to 7.
+  assert first.tolist() == [3, 6, 7, chat_lib.AGENT]
+  assert answer.tolist() == [7, chat_lib.END]
+  assert more.tolist() == [5, chat_lib.AGENT]
+  assert {x.dtype for x in (first, answer, more)} == {np.dtype(np.int32)}
+  assert answer[-1] in chat.stop_ids
+  assert max(map(max, (first, answer, more))) < chat.vocab_size == 8
+
+
+def test_an_answer_survives_the_round_trip(chat):
+  assert chat.decode(chat.encode_answer("guess 1 2")) == "guess 1 2"
+  assert chat.decode(chat.encode_answer("")) == ""
+
+
+def test_special_tokens_are_printed_but_are_not_part_of_the_text(chat):
+  ids = [chat_lib.AGENT, 4, chat_lib.END, chat_lib.PAD]
+  assert [chat.token(i) for i in ids] == ["<agent>", "higher", "<end>", "<pad>"]
+  assert chat.decode(ids) == "higher"
+
+
+def test_an_unknown_word_is_named_with_the_nearest_known_one(chat):
+  with pytest.raises(ValueError, match=r"'hihger' .* nearest is 'higher'"):
+    chat.open([Said("user", "guess hihger")])
+  # Text cannot end a turn: special tokens are not words.
+  with pytest.raises(ValueError, match="'<end>' is not among the 5 known"):
+    chat.encode_answer("1 <end>")
+
+
+@pytest.mark.parametrize(
+  ("words", "message"),
+  [
+    (("a", "b", "a"), "word 'a' is listed twice"),
+    (("a", "<agent>"), "word '<agent>' is listed twice"),
+    (("a b",), "word 'a b' is not one word"),
+    (("",), "word '' is not one word"),
+  ],
+)
+def test_a_list_that_cannot_be_told_apart_is_refused(words, message):
+  with pytest.raises(ValueError, match=message):
+    chat_lib.WordChat(words)
+
+
+def test_an_id_of_no_word_is_refused_with_a_way_out(chat):
+  with pytest.raises(
+    ValueError, match=r"id 8 is not in \[0, 8\).*vocab_size=8"
+  ):
+    chat.decode([3, 8])

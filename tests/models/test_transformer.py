@@ -1,0 +1,200 @@
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models import cache, transformer
+
+APPLY = jax.jit(transformer.apply, static_argnames="config")
+EXTEND = jax.jit(transformer.extend, static_argnames="config")
+LENGTHS = ((5, 4), (9,), (2, 1))  # of the segments of each row of 10
+
+
+def norm(x, scale, eps):
+  return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * scale
+
+
+def turned(x, position, theta):
+  """Rotary position by complex numbers: x[i] + i x[i + half] turns."""
+  half = x.shape[-1] // 2
+  angle = position * theta ** (-np.arange(half) * 2 / x.shape[-1])
+  z = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * angle)
+  return np.concatenate([z.real, z.imag], -1)
+
+
+def mixed(moe, config, x):
+  """One token through its k best experts, one after the other."""
+  logits = x @ moe["router"]
+  probs = np.exp(logits - logits.max())
+  best = np.argsort(-probs)[: config.experts_per_token]
+  y = np.zeros_like(x)
+  for e in best:
+    gate, up = x @ moe["gate"][e], x @ moe["up"][e]
+    hidden = gate / (1 + np.exp(-gate)) * up
+    y += probs[e] / probs[best].sum() * (hidden @ moe["down"][e])
+  return y
+
+
+def forward(params, config, tokens):
+  """The whole model in float64 loops, for one segment from position 0."""
+  params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
+  eps, theta = config.norm_eps, config.rope_theta
+  group = config.num_heads // config.num_kv_heads
+  x = params["embed"][np.asarray(tokens)]
+  for layer in params["layers"]:
+    weights, keys, values = layer["attention"], [], []
+    for t, h in enumerate(norm(x, layer["attention_norm"], eps)):
+      query = np.einsum("d,dhk->hk", h, weights["query"])
+      key = np.einsum("d,dhk->hk", h, weights["key"])
+      keys.append(turned(norm(key, weights["key_norm"], eps), t, theta))
+      values.append(np.einsum("d,dhk->hk", h, weights["value"]))
+      query = turned(norm(query, weights["query_norm"], eps), t, theta)
+      for head in range(config.num_heads):
+        past_k = np.stack(keys)[:, head // group]
+        past_v = np.stack(values)[:, head // group]
+        score = np.exp(past_k @ query[head] / np.sqrt(config.head_dim))
+        x[t] += score / score.sum() @ past_v @ weights["out"][head]
+    normed = norm(x, layer["moe_norm"], eps)
+    x += np.stack([mixed(layer["moe"], config, h) for h in normed])
+  return norm(x, params["final_norm"], eps) @ params["head"]
+
+
+def packed(lengths, width=10):
+  """Returns tokens, positions and segments of rows of segments."""
+  segments = np.zeros((len(lengths), width), np.int32)
+  positions = np.zeros_like(segments)
+  for row, parts in enumerate(lengths):
+    start = 0
+    for number, length in enumerate(parts, 1):
+      segments[row, start : start + length] = number
+      positions[row, start : start + length] = range(length)
+      start += length
+  tokens = np.random.default_rng(0).integers(11, size=segments.shape)
+  return tuple(map(jnp.asarray, (tokens.astype(np.int32), positions, segments)))
+
+
+@pytest.mark.parametrize(
+  "apply", [APPLY, transformer.apply], ids=["jit", "eager"]
+)
+def test_packed_rows_agree_with_a_float64_model_of_each_segment(
+  params, config, apply
+):
+  tokens, positions, segments = packed(LENGTHS)
+  logits, _ = apply(params, config, tokens, positions, segments)
+  for row, parts in enumerate(LENGTHS):
+    for number in range(1, len(parts) + 1):
+      own = np.asarray(segments[row] == number)
+      expected = forward(params, config, tokens[row][own])
+      np.testing.assert_allclose(logits[row][own], expected, atol=1e-5)
+
+
+def test_padding_changes_neither_logits_nor_statistics(params, config):
+  args = packed([(6,)], width=6)
+  padded = [jnp.pad(x, ((0, 1), (0, 3))) for x in args]
+  logits, aux = APPLY(params, config, *args)
+  more, aux_more = APPLY(params, config, *padded)
+  np.testing.assert_allclose(more[0, :6], logits[0], atol=1e-5)
+  np.testing.assert_allclose(aux_more, aux, rtol=1e-5)
+  assert np.isfinite(more).all()
+
+
+def test_gradients_of_rows_with_padding_are_finite(params, config):
+  tokens, positions, segments = packed([(3,), ()])
+
+  def loss(params):
+    logits, aux = transformer.apply(params, config, tokens, positions, segments)
+    losses = jnp.where(segments > 0, jax.nn.logsumexp(logits, -1), 0)
+    return jnp.mean(losses) + aux.load_balance + aux.router_entropy
+
+  for gradient in jax.tree.leaves(jax.jit(jax.grad(loss))(params)):
+    assert np.isfinite(gradient).all()
+    assert np.abs(gradient).max() > 0
+
+
+def test_a_tied_head_is_the_embedding(params, config):
+  tied = {k: v for k, v in params.items() if k != "head"}
+  config = dataclasses.replace(config, tie_embeddings=True)
+  hidden = jnp.eye(config.d_model)
+  logits = transformer.head(tied, config, hidden)
+  np.testing.assert_allclose(logits, params["embed"].T, rtol=1e-6)
+
+
+def decode(params, config, tokens, dispatches, extend):
+  """Decodes 3 rows in dispatches of chunks; returns logits of every token.
+
+  Rows live in slots 3, 0 and 4 of the cache, and row r begins r tokens late:
+  until then its chunks are padding.
+  """
+  slots, late = jnp.array([3, 0, 4]), jnp.arange(3)[:, None]
+  store = cache.init_cache(config, 5, 16)
+  hidden, done = [], 0
+  for chunks in dispatches:
+    past = cache.take(store, slots)
+    lengths = jnp.maximum(done - late[:, 0], 0)
+    fresh, offset = cache.init_fresh(config, 3, 13), 0
+    for size in chunks:
+      positions = jnp.arange(done, done + size) - late
+      at = jnp.where(positions < 0, cache.EMPTY, positions)
+      new = jnp.take_along_axis(tokens, jnp.maximum(positions, 0), 1)
+      h, fresh = extend(params, config, past, lengths, fresh, offset, new, at)
+      hidden.append(h)
+      done, offset = done + size, offset + size
+    store = cache.commit(store, slots, fresh)
+  logits = transformer.head(params, config, jnp.concatenate(hidden, 1))
+  return [logits[row, row:] for row in range(3)]
+
+
+@pytest.mark.parametrize(
+  ("dispatches", "extend"),
+  [
+    ([(12,)], EXTEND),
+    ([(4, 1, 1), (1, 1, 4)], EXTEND),
+    ([(4, 4), (4,)], transformer.extend),
+  ],
+  ids=["whole-jit", "chunks-jit", "chunks-eager"],
+)
+def test_decoding_in_any_chunks_agrees_with_whole_rows(
+  params, config, dispatches, extend
+):
+  tokens, positions, segments = packed([(12,)] * 3, width=12)
+  expected, _ = APPLY(params, config, tokens, positions, segments)
+  decoded = decode(params, config, tokens, dispatches, extend)
+  for row, logits in enumerate(decoded):
+    assert np.isfinite(logits).all()
+    np.testing.assert_allclose(logits, expected[row, : 12 - row], atol=1e-5)
+
+
+def test_a_row_of_nothing_but_padding_stays_finite(params, config):
+  past = cache.init_cache(config, 1, 8)
+  fresh = cache.init_fresh(config, 1, 4)
+  empty = jnp.full((1, 2), cache.EMPTY, jnp.int32)
+  nothing = jnp.zeros(1, jnp.int32)
+  hidden, fresh = EXTEND(
+    params, config, past, nothing, fresh, 0, jnp.zeros_like(empty), empty
+  )
+  assert all(np.isfinite(x).all() for x in jax.tree.leaves((hidden, fresh)))
+  committed = cache.commit(past, nothing, fresh)
+  assert not any(np.any(x) for x in jax.tree.leaves(committed))
+
+
+def test_a_dispatch_padded_with_rows_past_the_end_leaves_the_cache_alone(
+  config,
+):
+  store = cache.init_cache(config, 2, 8)
+  fresh = jax.tree.map(jnp.ones_like, cache.init_fresh(config, 2, 1))
+  store = cache.commit(store, jnp.array([1, 2]), fresh)
+  # Position 1 of row 1 only; row 2 does not exist.
+  expected = np.zeros((2, 8))
+  expected[1, 1] = 1
+  np.testing.assert_array_equal(store.k[0][:, :, 0, 0], expected)
+  assert np.isfinite(cache.take(store, jnp.array([0, 2])).v[1]).all()
+
+
+def test_what_writes_into_the_residual_stream_starts_smaller(config):
+  layer = transformer.init(jax.random.key(0), config)["layers"][1]
+  # 0.02 / sqrt(2 * 2 layers) = 0.01; 512 samples of it err by 3% (1 sigma).
+  assert np.std(layer["moe"]["down"]) == pytest.approx(0.01, rel=0.15)
+  assert np.std(layer["moe"]["up"]) == pytest.approx(0.02, rel=0.15)
+  np.testing.assert_array_equal(layer["moe_norm"], 1)

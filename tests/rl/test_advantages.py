@@ -1,0 +1,129 @@
+"""Advantages against published numbers, and who is trained at all."""
+
+import numpy as np
+import pytest
+
+from rl import advantages, trajectory
+
+OK = trajectory.Status.COMPLETED
+FAULT = trajectory.Status.ENV_FAULT
+
+
+def _rewards(*values):
+  return np.asarray(values, np.float32)
+
+
+def _group(*members):
+  """Returns a group of (status, reward, number of sampled tokens)."""
+  trajectories = []
+  for index, (status, reward, num_tokens) in enumerate(members):
+    turn = trajectory.Turn(
+      context=np.zeros(2, np.int32),
+      tokens=np.zeros(num_tokens, np.int32),
+      logprobs=np.zeros(num_tokens, np.float32),
+      versions=np.zeros(num_tokens, np.int32),
+      stop="stop",
+    )
+    trajectories.append(
+      trajectory.Trajectory(
+        task_id="game/train/0",
+        group_id=0,
+        index=index,
+        turns=[turn],
+        status=status,
+        reward=reward,
+      )
+    )
+  return trajectory.Group(
+    group_id=0,
+    trajectories=trajectories,
+    admitted=trajectory.PolicyVersion(0),
+  )
+
+
+@pytest.mark.parametrize(
+  ("ddof", "expected"),
+  [
+    # Mean 1/4, squares add up to 9/16 + 3/16 = 3/4: over 3 the deviation is
+    # 1/2, over 4 it is sqrt(3)/4, and 3/4 and -1/4 are divided by it:
+    # 1.5 and -0.5, or 1.7321 and -0.5774.
+    (1, [1.5, -0.5, -0.5, -0.5]),
+    (0, [3**0.5, -(3**-0.5), -(3**-0.5), -(3**-0.5)]),
+  ],
+)
+def test_grpo_of_one_success_in_four_has_the_published_values(ddof, expected):
+  got = advantages.Grpo(ddof=ddof)(_rewards(1, 0, 0, 0))
+  np.testing.assert_allclose(got, expected, atol=1e-5)
+  assert got.dtype == np.float32
+
+
+def test_grpo_adds_eps_to_the_deviation_and_not_to_the_variance():
+  # 0.75 / (0.5 + 0.5) and -0.25 / (0.5 + 0.5).
+  got = advantages.Grpo(eps=0.5)(_rewards(1, 0, 0, 0))
+  np.testing.assert_allclose(got, [0.75, -0.25, -0.25, -0.25], atol=1e-7)
+
+
+# The mean of three times float32(0.1) is not float32(0.1) in every order.
+@pytest.mark.parametrize("reward", [0.0, 1.0, 0.1, -1e8])
+@pytest.mark.parametrize("size", [2, 3, 7])
+@pytest.mark.parametrize("ddof", [0, 1])
+def test_grpo_of_equal_rewards_is_exactly_zero(reward, size, ddof):
+  got = advantages.Grpo(ddof=ddof)(_rewards(*[reward] * size))
+  assert got.tolist() == [0.0] * size
+
+
+def test_grpo_ignores_the_scale_and_the_origin_of_rewards():
+  rewards = np.random.default_rng(0).normal(size=8).astype(np.float32)
+  plain = advantages.Grpo(eps=0.0)(rewards)
+  moved = advantages.Grpo(eps=0.0)(4 * rewards + 3)
+  np.testing.assert_allclose(moved, plain, atol=1e-5)
+  assert plain.sum() == pytest.approx(0, abs=1e-5)
+
+
+def test_reinforce_subtracts_its_baseline_from_each_reward_alone():
+  got = advantages.Reinforce(baseline=0.25)(_rewards(1, 0))
+  assert got.tolist() == [0.75, -0.25]
+
+
+def test_a_faulted_member_is_in_no_mean_and_not_trained():
+  # Grpo of 1, 0, 0: mean 1/3, squares add up to 4/9 + 2/9 = 2/3, over 2 the
+  # deviation is 0.57735: 0.66667 and -0.33333 over it.
+  group = _group((OK, 1.0, 3), (FAULT, None, 3), (OK, 0.0, 3), (OK, 0.0, 3))
+  values, trained = advantages.of_group(group, advantages.Grpo())
+  np.testing.assert_allclose(values, [1.1547, 0, -0.57735, -0.57735], atol=5e-5)
+  assert trained.tolist() == [True, False, True, True]
+
+
+def test_a_truncated_member_is_trained():
+  group = _group((OK, 1.0, 3), (trajectory.Status.TRUNCATED, 0.0, 3))
+  _, trained = advantages.of_group(group, advantages.Grpo())
+  assert trained.tolist() == [True, True]
+
+
+def test_a_graded_member_without_tokens_counts_but_is_not_trained():
+  # Grpo of 1, 0, 0 again: the third has no token to train.
+  group = _group((OK, 1.0, 3), (OK, 0.0, 3), (OK, 0.0, 0))
+  values, trained = advantages.of_group(group, advantages.Grpo())
+  np.testing.assert_allclose(values[:2], [1.1547, -0.57735], atol=5e-5)
+  assert trained.tolist() == [True, True, False]
+
+
+@pytest.mark.parametrize(
+  "members",
+  [
+    [(OK, 1.0, 3), (FAULT, None, 3), (FAULT, None, 0)],
+    [(OK, 1.0, 3), (OK, 0.0, 0)],
+    [(FAULT, None, 3), (FAULT, None, 3)],
+  ],
+)
+def test_a_group_with_too_few_members_left_is_not_trained(members):
+  values, trained = advantages.of_group(_group(*members), advantages.Grpo())
+  assert not trained.any()
+  assert not values.any()
+
+
+def test_reinforce_trains_the_one_member_that_is_left():
+  group = _group((FAULT, None, 3), (OK, 1.0, 3))
+  values, trained = advantages.of_group(group, advantages.Reinforce())
+  assert values.tolist() == [0.0, 1.0]
+  assert trained.tolist() == [False, True]

@@ -1,0 +1,107 @@
+"""The buffer keeps every group until an optimizer step holds it."""
+
+import pytest
+
+from envs import base
+from rl import buffer, trajectory
+
+
+def _task(index):
+  return base.Task(f"game/train/{index}", index, "train", seed=index)
+
+
+def _group(group_id):
+  return trajectory.Group(
+    group_id=group_id,
+    trajectories=[],
+    admitted=trajectory.PolicyVersion(0),
+  )
+
+
+def _filled(count, done=()):
+  """Returns a buffer of `count` submitted groups, some of them finished."""
+  groups = buffer.GroupBuffer()
+  for i in range(count):
+    groups.submit(i, _task(i))
+  for i in done:
+    groups.put(_group(i))
+  return groups
+
+
+def _ids(groups):
+  return [group.group_id for group in groups]
+
+
+def test_groups_leave_in_the_order_of_submission_not_of_completion():
+  groups = _filled(4, done=[3, 1, 0, 2])
+  assert _ids(groups.take(3)) == [0, 1, 2]
+  assert _ids(groups.take(1)) == [3]
+
+
+def test_a_straggler_holds_back_what_was_finished_after_it():
+  groups = _filled(4, done=[0, 2, 3])
+  assert groups.has(1)
+  assert not groups.has(2)
+  assert groups.missing(4) == [1]
+  groups.put(_group(1))
+  assert groups.has(4)
+  assert groups.missing(4) == []
+
+
+def test_taking_a_group_that_is_not_ready_takes_nothing():
+  groups = _filled(2, done=[0])
+  with pytest.raises(KeyError):
+    groups.take(2)
+  assert _ids(groups.take(1)) == [0]
+
+
+def test_what_was_taken_is_untrained_until_it_is_committed():
+  groups = _filled(3, done=[0, 1])
+  groups.take(1)
+  assert sorted(groups.untrained) == [0, 1]
+  assert groups.in_flight == {2: _task(2)}
+  groups.commit()
+  assert sorted(groups.untrained) == [1]
+  assert groups.committed == 1
+
+
+def test_commit_forgets_only_what_was_taken():
+  groups = _filled(2, done=[0, 1])
+  groups.commit()
+  assert sorted(groups.untrained) == [0, 1]
+  assert groups.committed == 0
+
+
+@pytest.mark.parametrize("when", ["never submitted", "twice", "after training"])
+def test_a_group_is_put_once(when):
+  groups = _filled(1, done=[0])
+  if when == "after training":
+    groups.take(1)
+    groups.commit()
+  group_id = 5 if when == "never submitted" else 0
+  with pytest.raises(RuntimeError, match=f"group {group_id} is not in flight"):
+    groups.put(_group(group_id))
+
+
+def test_a_restart_goes_on_where_the_last_commit_was():
+  before = _filled(4, done=[0, 1, 3])
+  before.take(1)
+  before.commit()
+  before.take(1)
+  # Group 1 was taken and never trained, so it comes back; 2 is played again.
+  after = buffer.GroupBuffer(before.committed)
+  for group in before.untrained.values():
+    after.restore(group)
+  for group_id, task in before.in_flight.items():
+    after.submit(group_id, task)
+  assert after.missing(3) == [2]
+  after.put(_group(2))
+  assert _ids(after.take(3)) == [1, 2, 3]
+
+
+def test_the_views_are_snapshots():
+  groups = _filled(2, done=[0])
+  untrained, in_flight = groups.untrained, groups.in_flight
+  groups.put(_group(1))
+  assert sorted(untrained) == [0]
+  assert sorted(in_flight) == [1]

@@ -1,0 +1,136 @@
+"""The settings of a run: a valid one, and each combination that is not."""
+
+import json
+import pathlib
+import re
+
+import pytest
+
+from launch import flags
+from rl import config, settings
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def experiment() -> config.Experiment:
+  return flags.load(str(ROOT / "configs" / "guess_number_moe.py"))
+
+
+def _override(tree, overrides):
+  for path, text in overrides.items():
+    tree = settings.override(tree, path, text)
+  return tree
+
+
+@pytest.mark.parametrize(
+  "overrides",
+  [
+    {},
+    {"warm_start": "none"},
+    {"evaluation.every": "0", "evaluation.temperature": "0"},
+    {"rollout.group_size": "1", "advantage": "rl.advantages.Reinforce()"},
+    # 48 rows over 3 devices, 4 experts over 2, and engine rows over 8.
+    {"placement.learner.data": "3", "placement.learner.expert": "2"},
+    {"placement.decode.data": "8"},
+    {"batch.length": "32", "rollout.max_tokens": "32"},
+  ],
+)
+def test_settings_that_fit_together_are_accepted(experiment, overrides):
+  _override(experiment, overrides).validate()
+
+
+@pytest.mark.parametrize(
+  ("overrides", "message"),
+  [
+    # 6 words of the game, 20 numbers and 3 special tokens are 29 ids.
+    (
+      {"model.vocab_size": "30"},
+      "model.vocab_size=30, but the words of guess_number make 29 ids; use"
+      " model.vocab_size=29",
+    ),
+    (
+      {"rollout.group_size": "1"},
+      "rollout.group_size=1 is below the 2 that Grpo compares; raise it or"
+      " use advantage=rl.advantages.Reinforce()",
+    ),
+    (
+      {"batch.length": "31"},
+      "batch.length=31 is below rollout.max_tokens=32; an episode would not"
+      " fit; use 32 or more",
+    ),
+    (
+      {"model.max_length": "31"},
+      "model.max_length=31 is below rollout.max_tokens=32; an episode would"
+      " not fit; use 32 or more",
+    ),
+    (
+      {"placement.learner.expert": "3"},
+      "placement.learner.expert=3 does not divide model.num_experts=4; use 1",
+    ),
+    (
+      {"placement.decode.expert": "6"},
+      "placement.decode.expert=6 does not divide model.num_experts=4; use 2",
+    ),
+    # The next multiple of 5 above 48 is 50.
+    (
+      {"placement.learner.data": "5"},
+      "batch.rows=48 does not divide over placement.learner.data=5; use 50",
+    ),
+    (
+      {"placement.decode.data": "3"},
+      "engine rows of 32 do not divide over placement.decode.data=3; change"
+      " engine.slots and engine.row_buckets",
+    ),
+    ({"rounds": "0"}, "rounds=0 is below 1"),
+    ({"batch.rows": "0"}, "batch.rows=0 is below 1"),
+    ({"evaluation.every": "-1"}, "evaluation.every=-1 is below 0"),
+    ({"evaluation.episodes": "-1"}, "evaluation.episodes=-1 is below 0"),
+    ({"evaluation.temperature": "-1"}, "evaluation.temperature=-1.0 is below"),
+    ({"evaluation.temperature": "nan"}, "evaluation.temperature=nan is below"),
+    (
+      {"keeping.checkpoint_every": "0"},
+      "keeping.checkpoint_every=0 is below",
+    ),
+    ({"keeping.checkpoints": "0"}, "keeping.checkpoints=0 is below 1"),
+    ({"keeping.episodes_every": "0"}, "keeping.episodes_every=0 is below 1"),
+    ({"stall_s": "0"}, "stall_s=0.0 is not above 0"),
+    ({"stall_s": "nan"}, "stall_s=nan is not above 0"),
+  ],
+)
+def test_settings_that_do_not_fit_together_say_what_would(
+  experiment, overrides, message
+):
+  with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+    _override(experiment, overrides).validate()
+
+
+@pytest.mark.parametrize(
+  ("path", "text"),
+  [
+    ("model.num_layers", "0"),
+    ("rollout.max_turns", "0"),
+    ("engine.slots", "0"),
+    ("overlap.max_staleness", "-1"),
+    ("overlap.groups_per_round", "0"),
+    ("placement.learner.data", "0"),
+    ("warm_start.steps", "0"),
+  ],
+)
+def test_every_part_of_the_tree_is_checked_and_named(experiment, path, text):
+  with pytest.raises(ValueError, match=rf"^{re.escape(path)}={text} is below"):
+    _override(experiment, {path: text}).validate()
+
+
+def test_json_makes_an_equal_experiment(experiment):
+  changed = _override(
+    experiment, {"advantage": "rl.advantages.Reinforce(baseline=0.5)"}
+  )
+  for tree in (experiment, changed):
+    text = json.dumps(settings.to_json(tree))
+    assert settings.from_json(json.loads(text)) == tree
+  assert changed != experiment
+
+
+def test_the_tokenizer_has_the_words_of_the_environment(experiment):
+  assert experiment.chat().words == tuple(experiment.environment.words)

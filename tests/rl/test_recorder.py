@@ -1,0 +1,86 @@
+"""Samples of trajectories on disk can be read by people and by programs."""
+
+import json
+
+import numpy as np
+
+from models import chat as chat_lib
+from rl import recorder, trajectory
+
+CHAT = chat_lib.WordChat(("go", "on", "yes"))
+GO, ON, YES = 3, 4, 5
+
+
+def _turn(context, tokens):
+  return trajectory.Turn(
+    context=np.asarray(context, np.int32),
+    tokens=np.asarray(tokens, np.int32),
+    logprobs=np.full(len(tokens), -0.1, np.float32),
+    versions=np.full(len(tokens), 2, np.int32),
+    stop="stop",
+  )
+
+
+def _group(group_id, size=2):
+  members = [
+    trajectory.Trajectory(
+      task_id=f"game/train/{group_id}",
+      group_id=group_id,
+      index=index,
+      turns=[
+        _turn([GO, chat_lib.AGENT], [YES, chat_lib.END]),
+        _turn([ON, chat_lib.AGENT], [YES]),
+      ],
+      status=trajectory.Status.COMPLETED,
+      reward=1.0,
+    )
+    for index in range(size)
+  ]
+  return trajectory.Group(
+    group_id=group_id,
+    trajectories=members,
+    admitted=trajectory.PolicyVersion(2),
+  )
+
+
+def test_a_file_has_a_line_for_each_member_with_its_advantage(tmp_path):
+  values = np.array([[0.5, -0.5], [0.25, 0.0]], np.float32)
+  groups = [_group(3), _group(7)]
+  path = recorder.write(tmp_path, 12, groups, list(values), CHAT)
+  assert path == tmp_path / "trajectories" / "round_000012.jsonl"
+  lines = [json.loads(line) for line in path.read_text().splitlines()]
+  assert [(x["group_id"], x["index"], x["advantage"]) for x in lines] == [
+    (3, 0, 0.5),
+    (3, 1, -0.5),
+    (7, 0, 0.25),
+    (7, 1, 0.0),
+  ]
+
+
+def test_every_id_stands_beside_its_word():
+  data = recorder.readable(_group(0).trajectories[0], CHAT)
+  first, second = data["turns"]
+  assert first["context_words"] == ["go", "<agent>"]
+  assert first["words"] == ["yes", "<end>"]
+  assert second["context_words"] == ["on", "<agent>"]
+  assert second["words"] == ["yes"]
+
+
+def test_a_line_makes_the_trajectory_again(tmp_path):
+  values = [np.zeros(2, np.float32)]
+  path = recorder.write(tmp_path, 0, [_group(0)], values, CHAT)
+  line = json.loads(path.read_text().splitlines()[0])
+  again = trajectory.trajectory_from_json(line)
+  member = _group(0).trajectories[0]
+  assert again.ids.tolist() == member.ids.tolist()
+  assert trajectory.trajectory_to_json(again) == (
+    trajectory.trajectory_to_json(member)
+  )
+
+
+def test_a_round_that_is_repeated_replaces_its_file(tmp_path):
+  values = [np.zeros(2, np.float32)]
+  recorder.write(tmp_path, 0, [_group(0)], values, CHAT)
+  path = recorder.write(tmp_path, 0, [_group(1)], values, CHAT)
+  lines = [json.loads(line) for line in path.read_text().splitlines()]
+  assert [line["group_id"] for line in lines] == [1, 1]

@@ -1,0 +1,102 @@
+"""Tests of the records of a rollout and their JSON."""
+
+import json
+
+import numpy as np
+import pytest
+
+from rl import trajectory
+
+VERSION = trajectory.PolicyVersion
+
+
+def _turn(context, tokens, versions):
+  return trajectory.Turn(
+    context=np.asarray(context, np.int32),
+    tokens=np.asarray(tokens, np.int32),
+    logprobs=np.linspace(-0.1, -3.3, len(tokens), dtype=np.float32),
+    versions=np.asarray(versions, np.int32),
+    stop="stop",
+    decode_s=0.25,
+  )
+
+
+def _trajectory(*turns, index=0, **fields):
+  fields = {"status": trajectory.Status.COMPLETED, "reward": 0.1} | fields
+  return trajectory.Trajectory(
+    task_id="game/train/3", group_id=7, index=index, turns=turns, **fields
+  )
+
+
+def _group(*members):
+  return trajectory.Group(group_id=7, trajectories=members, admitted=VERSION(4))
+
+
+def test_ids_are_context_and_answer_of_each_turn_in_order():
+  episode = _trajectory(
+    _turn([1, 2], [3], [0]), _turn([4], [], []), _turn([], [5, 6], [0, 1])
+  )
+  assert episode.ids.tolist() == [1, 2, 3, 4, 5, 6]
+  assert episode.sampled.tolist() == [False, False, True, False, True, True]
+  assert episode.num_sampled == 3
+
+
+def test_an_episode_that_never_started_is_empty():
+  episode = _trajectory(status=trajectory.Status.ENV_FAULT, reward=None)
+  assert (len(episode.ids), len(episode.sampled)) == (0, 0)
+  assert episode.num_sampled == 0
+  assert episode.first_version is None
+
+
+def test_first_version_is_that_of_the_first_token_and_skips_empty_answers():
+  episode = _trajectory(_turn([1], [], []), _turn([2], [3, 4], [5, 6]))
+  assert episode.first_version == 5
+
+
+def test_a_group_is_as_old_as_the_oldest_first_token_of_its_members():
+  group = _group(
+    _trajectory(_turn([1], [2, 3], [6, 7])),
+    _trajectory(_turn([1], [2], [5]), index=1),
+    _trajectory(index=2),
+  )
+  assert group.first_version == 5
+  assert group.num_sampled == 3
+
+
+def test_a_group_without_tokens_is_as_old_as_its_admission():
+  assert _group(_trajectory(), _trajectory(index=1)).first_version == 4
+
+
+@pytest.mark.parametrize("status", trajectory.Status)
+def test_only_an_episode_without_a_fault_can_be_trained(status):
+  assert status.trainable == (not status.value.endswith("fault"))
+
+
+def test_json_keeps_every_bit_of_a_group():
+  group = _group(
+    _trajectory(
+      _turn([1, 2], [3, 4, 5], [0, 0, 1]),
+      _turn([6], [], []),
+      parts={"outcome": 0.1},
+    ),
+    _trajectory(
+      index=1,
+      status=trajectory.Status.REWARD_FAULT,
+      reward=None,
+      fault="reward took over 30 s",
+    ),
+  )
+  data = trajectory.group_to_json(group)
+  again = trajectory.group_from_json(json.loads(json.dumps(data)))
+  assert trajectory.group_to_json(again) == data
+  assert (again.group_id, again.admitted) == (7, 4)
+  for old, new in zip(
+    group.trajectories[0].turns, again.trajectories[0].turns, strict=True
+  ):
+    for name in ("context", "tokens", "logprobs", "versions"):
+      before, after = getattr(old, name), getattr(new, name)
+      assert before.dtype == after.dtype
+      assert before.tobytes() == after.tobytes()
+  faulted = again.trajectories[1]
+  assert faulted.status is trajectory.Status.REWARD_FAULT
+  assert faulted.reward is None

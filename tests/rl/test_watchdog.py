@@ -1,0 +1,182 @@
+import asyncio
+import re
+import signal
+import time
+
+import pytest
+
+from rl import watchdog
+
+
+async def _return(value: int) -> int:
+  return value
+
+
+def _wait(watch, awaitable, deadline_s=5.0, owner="learner", what="groups"):
+  return watch.wait(awaitable, owner=owner, what=what, deadline_s=deadline_s)
+
+
+def _named(owner: str, what: str, since_s: float) -> watchdog.Wait:
+  return watchdog.Wait(owner=owner, what=what, since_s=since_s, deadline_s=60.0)
+
+
+def test_the_table_lists_the_longest_wait_first():
+  waits = [_named("rollout 3", "slot", 99.5), _named("learner", "groups", 58)]
+  # At 100 s they have waited 0.5 s and 42 s.
+  assert watchdog.table(waits, 100.0).splitlines() == [
+    "owner      what    waited  deadline",
+    "learner    groups  42.0 s    60.0 s",
+    "rollout 3  slot     0.5 s    60.0 s",
+  ]
+
+
+def test_the_table_without_waits_says_so():
+  assert watchdog.table([], 0.0) == "nobody waits"
+
+
+def test_a_wait_in_time_returns_the_result_and_leaves_no_trace():
+  watch = watchdog.Watchdog()
+  assert asyncio.run(_wait(watch, _return(7))) == 7
+  assert watch.dump() == "nobody waits"
+
+
+def test_a_stall_names_owner_what_and_everyone_who_waits():
+  reports = []
+  watch = watchdog.Watchdog(reports.append)
+
+  async def run():
+    other = asyncio.create_task(
+      _wait(watch, asyncio.sleep(9), owner="publisher", what="engine 1")
+    )
+    with pytest.raises(watchdog.Stalled) as stalled:
+      await _wait(watch, asyncio.sleep(9), 0.2, what="groups 12..19")
+    other.cancel()
+    return str(stalled.value)
+
+  text = asyncio.run(run())
+  assert re.fullmatch(
+    r"learner waited 0\.\d s for groups 12\.\.19 \(deadline 0\.2 s\);"
+    r" waiting now:\n"
+    r"owner      what           waited  deadline\n"
+    r"learner    groups 12\.\.19   0\.\d s     0\.2 s\n"
+    r"publisher  engine 1        0\.\d s     5\.0 s",
+    text,
+  )
+  assert reports == [text]
+  assert watch.dump() == "nobody waits"
+
+
+def test_the_awaitable_of_a_stalled_wait_is_cancelled():
+  async def run():
+    task = asyncio.create_task(asyncio.sleep(9))
+    with pytest.raises(watchdog.Stalled):
+      await _wait(watchdog.Watchdog(), task, 0.01)
+    return task.cancelled()
+
+  assert asyncio.run(run())
+
+
+@pytest.mark.parametrize("error", [ValueError, TimeoutError])
+def test_an_exception_of_the_awaitable_passes_unchanged(error):
+  async def fail():
+    raise error("own")
+
+  watch = watchdog.Watchdog(pytest.fail)
+  with pytest.raises(error, match="own") as raised:
+    asyncio.run(_wait(watch, fail()))
+  assert not isinstance(raised.value, watchdog.Stalled)
+
+
+def test_cancelling_a_waiter_is_a_cancellation_and_no_stall():
+  watch = watchdog.Watchdog(pytest.fail)
+
+  async def run():
+    task = asyncio.create_task(_wait(watch, asyncio.sleep(9)))
+    await asyncio.sleep(0)
+    assert "learner" in watch.dump()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+      await task
+
+  asyncio.run(run())
+  assert watch.dump() == "nobody waits"
+
+
+@pytest.mark.parametrize(
+  ("outer_s", "inner_s", "stalled"),
+  [(0.05, 5.0, "outer waited"), (5.0, 0.05, "inner waited")],
+)
+def test_of_nested_waits_the_one_that_overruns_is_named(
+  outer_s, inner_s, stalled
+):
+  watch = watchdog.Watchdog()
+  inner = _wait(watch, asyncio.sleep(9), inner_s, owner="inner")
+  with pytest.raises(watchdog.Stalled, match=f"^{stalled}"):
+    asyncio.run(_wait(watch, inner, outer_s, owner="outer"))
+  assert watch.dump() == "nobody waits"
+
+
+def test_a_signal_handler_can_dump():
+  watch = watchdog.Watchdog()
+  dumps = []
+
+  async def run():
+    previous = signal.signal(
+      signal.SIGUSR1, lambda *_: dumps.append(watch.dump())
+    )
+    try:
+      waiting = asyncio.create_task(_wait(watch, asyncio.sleep(0.05)))
+      await asyncio.sleep(0)
+      signal.raise_signal(signal.SIGUSR1)
+      await waiting
+    finally:
+      signal.signal(signal.SIGUSR1, previous)
+
+  asyncio.run(run())
+  assert "groups" in dumps[0]
+
+
+def test_a_blocked_loop_is_reported_once_with_its_stack():
+  reports = []
+  watch = watchdog.Watchdog(reports.append)
+
+  def compute_on_the_loop():
+    time.sleep(0.7)
+
+  async def run():
+    with watch.guard(loop_lag_s=0.2):
+      waiting = asyncio.create_task(_wait(watch, asyncio.sleep(0.8)))
+      await asyncio.sleep(0)
+      compute_on_the_loop()
+      await waiting
+
+  asyncio.run(run())
+  # Asked for a beat at 0.2 s, none by 0.4 and 0.6 s, free again at 0.7 s.
+  assert len(reports) == 1
+  assert reports[0].startswith("the event loop is blocked for more than 0.2 s")
+  assert "compute_on_the_loop" in reports[0]
+  assert "learner  groups" in reports[0]
+
+
+def test_a_loop_that_only_awaits_is_not_reported():
+  watch = watchdog.Watchdog(pytest.fail)
+
+  async def run():
+    with watch.guard(loop_lag_s=0.2):
+      await asyncio.sleep(0.7)
+
+  asyncio.run(run())
+
+
+def test_a_wait_costs_little():
+  watch = watchdog.Watchdog()
+
+  async def fastest_of(repeats: int) -> float:
+    times = []
+    for _ in range(repeats):
+      start_s = time.perf_counter()
+      await _wait(watch, _return(0))
+      times.append(time.perf_counter() - start_s)
+    return min(times)
+
+  assert asyncio.run(fastest_of(1000)) < 20e-6
