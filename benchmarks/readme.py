@@ -19,7 +19,7 @@ import time
 from absl import app
 from absl import flags as absl_flags
 from envs import delayed
-from rl import assemble, config, events, overlap, trace, trajectory
+from rl import assemble, config, events, overlap, progress, trace, trajectory
 
 from benchmarks import machine
 from launch import devices, flags
@@ -63,7 +63,7 @@ async def measure(experiment: config.Experiment) -> dict[str, float]:
     first = len(parts.spans.spans)
     start = time.monotonic()
     await assemble.coordinate(parts, quiet).run(
-        assemble.beginning(parts, state)
+        progress.beginning(state, parts.tasks.cursor)
     )
     wall_s = time.monotonic() - start
   finally:

@@ -125,13 +125,12 @@ class Source(Protocol):
 
 
 class Reward(Protocol):
-  """Grades finished episodes from their text alone.
+  """Grades finished episodes from their text alone."""
 
-  Attributes:
-    stateless: may be called anywhere, and again after a failure.
-  """
-
-  stateless: bool
+  @property
+  def stateless(self) -> bool:
+    """Whether it may be called anywhere, and again after a failure."""
+    ...
 
   async def __call__(
       self, task: Task, transcripts: Sequence[Transcript]

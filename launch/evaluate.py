@@ -8,18 +8,18 @@ import sys
 
 from absl import app
 from absl import flags as absl_flags
-from rl import assemble, checkpoint, config, evaluate, trajectory
 
 from launch import devices, flags, workdir
+from rl import assemble, checkpoint, config, evaluate, trajectory
 
 _RUN = absl_flags.DEFINE_string(
-    "run", None, "Directory of a run.", required=True
+  "run", None, "Directory of a run.", required=True
 )
 _EPISODES = absl_flags.DEFINE_integer(
-    "episodes", 500, "Held-out tasks to play, one episode each.", lower_bound=1
+  "episodes", 500, "Held-out tasks to play, one episode each.", lower_bound=1
 )
 _TEMPERATURE = absl_flags.DEFINE_float(
-    "temperature", None, "Of sampling; 0 is greedy. Default: the run's."
+  "temperature", None, "Of sampling; 0 is greedy. Default: the run's."
 )
 
 
@@ -31,7 +31,7 @@ def main(argv: list[str]) -> None:
     experiment = workdir.read(_RUN.value)
     if _TEMPERATURE.value is not None:
       settings = dataclasses.replace(
-          experiment.evaluation, temperature=_TEMPERATURE.value
+        experiment.evaluation, temperature=_TEMPERATURE.value
       )
       experiment = dataclasses.replace(experiment, evaluation=settings)
     experiment.validate()
@@ -43,7 +43,7 @@ def main(argv: list[str]) -> None:
 
 
 async def _evaluate(
-    experiment: config.Experiment, run_dir: pathlib.Path
+  experiment: config.Experiment, run_dir: pathlib.Path
 ) -> None:
   parts = assemble.build(experiment)
   saved = checkpoint.Checkpoints(run_dir / "checkpoints", keep=1)
@@ -54,20 +54,20 @@ async def _evaluate(
     await parts.start(found.state, trajectory.PolicyVersion(found.step))
     settings = experiment.evaluation
     outcome, _ = await evaluate.evaluate(
-        parts.player,
-        episodes=_EPISODES.value,
-        temperature=settings.temperature,
-        success=settings.success,
-        seed=experiment.seed,
+      parts.player,
+      episodes=_EPISODES.value,
+      temperature=settings.temperature,
+      success=settings.success,
+      seed=experiment.seed,
     )
   finally:
     await parts.close()
     saved.close()
   print(
-      f"{experiment.environment.name} after {found.step} rounds: success "
-      f"{outcome.success:.1%} [{outcome.low:.1%}, {outcome.high:.1%}] "
-      f"(95 % Wilson) on {outcome.episodes} held-out episodes, mean reward "
-      f"{outcome.reward:.3f}, {outcome.faults} faults"
+    f"{experiment.environment.name} after {found.step} rounds: success "
+    f"{outcome.success:.1%} [{outcome.low:.1%}, {outcome.high:.1%}] "
+    f"(95 % Wilson) on {outcome.episodes} held-out episodes, mean reward "
+    f"{outcome.reward:.3f}, {outcome.faults} faults"
   )
   print(json.dumps({"round": found.step, **dataclasses.asdict(outcome)}))
 

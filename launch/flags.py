@@ -18,7 +18,7 @@ import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from absl import app
+from absl import app, logging
 from absl import flags as absl_flags
 
 from rl import settings
@@ -66,7 +66,11 @@ def parse(argv: Sequence[str]) -> list[str]:
     # Popped first: the order is that of the last mention of each.
     _overrides.pop(path, None)
     _overrides[path] = text
-  return app.parse_flags_with_usage(remaining)
+  rest = app.parse_flags_with_usage(remaining)
+  # Libraries narrate at INFO, absl's default once an app runs.
+  if not absl_flags.FLAGS["verbosity"].present:
+    logging.set_verbosity(logging.WARNING)
+  return rest
 
 
 def load_from_command_line(

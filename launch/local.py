@@ -1,8 +1,8 @@
 """One process: every role a task on one event loop.
 
-  restore or start afresh -> engine up -> evaluate -> rounds -> evaluate
-                                            |  (metrics, checkpoints)
-                            Ctrl-C, SIGTERM -+-> save, say how to go on
+restore or start afresh -> engine up -> evaluate -> rounds -> evaluate
+                                          |  (metrics, checkpoints)
+                          Ctrl-C, SIGTERM -+-> save, say how to go on
 """
 
 import asyncio
@@ -13,24 +13,27 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 
-from envs import base
-from rl import (
-    assemble,
-    checkpoint,
-    config,
-    coordinator,
-    evaluate,
-    events,
-    metrics,
-    recorder,
-    trace,
-    trajectory,
-    watchdog,
-)
+import numpy as np
+from jaxtyping import Float32
 
 from launch import display, report, workdir
+from rl import (
+  assemble,
+  checkpoint,
+  config,
+  coordinator,
+  evaluate,
+  events,
+  metrics,
+  recorder,
+  trace,
+  trajectory,
+  watchdog,
+)
+from rl import progress as progress_lib
 
 _EPISODES_KEPT = 4
+_LOOP_LAG_S = 30.0
 
 
 def train(experiment: config.Experiment, path: str | os.PathLike) -> int:
@@ -55,18 +58,19 @@ class _Run:
   """The coordinator's observer: metrics, evaluations and checkpoints."""
 
   def __init__(
-      self,
-      experiment: config.Experiment,
-      run_dir: pathlib.Path,
-      screen: display.Display,
+    self,
+    experiment: config.Experiment,
+    run_dir: pathlib.Path,
+    screen: display.Display,
   ):
     self._experiment = experiment
     self._dir = run_dir
     self._screen = screen
     self._parts = assemble.build(experiment, run_dir, screen.note)
     self._checkpoints = checkpoint.Checkpoints(
-        run_dir / "checkpoints", experiment.keeping.checkpoints
+      run_dir / "checkpoints", experiment.keeping.checkpoints
     )
+    self._metrics: metrics.MetricsWriter | None = None
     self._saved = -1
     self._evaluated = -1
     self._signal = 0
@@ -90,6 +94,8 @@ class _Run:
     finally:
       await parts.close()
       self._checkpoints.close()
+      if self._metrics is not None:
+        self._metrics.close()
 
   def _on_signal(self, number: int) -> None:
     if self._signal:  # The user insists.
@@ -103,51 +109,54 @@ class _Run:
     progress = await self._begin()
     if progress.trained >= self._experiment.rounds:
       self._screen.note(
-          f"{self._dir} has all its {progress.trained} rounds; raise "
-          "--config.rounds to go on"
+        f"{self._dir} has all its {progress.trained} rounds; raise "
+        "--config.rounds to go on"
       )
       return 0
-    self._metrics = metrics.MetricsWriter(self._dir, progress.trained + 1)
+    self._metrics = metrics.MetricsWriter(
+      self._dir, first_round=progress.trained + 1
+    )
     await parts.start(
-        progress.state,
-        trajectory.PolicyVersion(progress.trained),
-        self._screen.phase,
+      progress.state,
+      trajectory.PolicyVersion(progress.trained),
+      self._screen.phase,
     )
     await self._evaluate(progress.trained)
+    self._first_span = len(parts.spans.spans)
     loop = assemble.coordinate(parts, self)
     self._stop = loop.stop
     try:
-      state = await loop.run(progress)
+      with parts.dog.guard(loop_lag_s=_LOOP_LAG_S):
+        await loop.run(progress)
     except coordinator.Stopped:
       self._screen.note(
-          f"saved after {self._saved} rounds; to go on:\n  "
-          f"{workdir.command()}"
+        f"saved after {self._saved} rounds; to go on:\n  {workdir.command()}"
       )
       return 128 + self._signal
-    del state
     await self._evaluate(self._experiment.rounds)
     return self._finish()
 
-  async def _begin(self) -> coordinator.Progress:
+  async def _begin(self) -> progress_lib.Progress:
     parts = self._parts
     self._screen.phase("looking for a checkpoint")
     found = self._checkpoints.restore(parts.programs.abstract)
     if found is None:
       state = await assemble.initial_state(parts, self._screen.phase)
-      return assemble.beginning(parts, state)
+      return progress_lib.beginning(state, parts.tasks.cursor)
     for name in found.skipped:
       self._screen.note(f"checkpoint {name} is damaged and was left out")
     self._screen.note(f"going on after {found.step} rounds")
     self._saved = found.step
-    return _from_host(parts, found)
+    parts.tasks.seek(found.host["cursor"])
+    return progress_lib.from_host(found.state, found.host)
 
   # The observer.
 
   async def on_round(
-      self,
-      numbers: Mapping[str, float],
-      groups: Sequence[trajectory.Group],
-      values: Sequence[Sequence[float]],
+    self,
+    numbers: Mapping[str, float],
+    groups: Sequence[trajectory.Group],
+    values: Sequence[Float32[np.ndarray, " G"]],
   ) -> None:
     """Writes and shows the numbers of a round and a few of its episodes."""
     self._metrics.write(int(numbers["round"]), numbers)
@@ -155,11 +164,11 @@ class _Run:
     every = self._experiment.keeping.episodes_every
     if int(numbers["round"]) % every == 1 % every:
       recorder.write(
-          self._dir,
-          int(numbers["round"]),
-          groups[:_EPISODES_KEPT],
-          values[:_EPISODES_KEPT],
-          self._parts.chat,
+        self._dir,
+        int(numbers["round"]),
+        groups[:_EPISODES_KEPT],
+        values[:_EPISODES_KEPT],
+        self._parts.chat,
       )
     self._parts.log.flush()
     self._parts.spans.flush()
@@ -170,7 +179,7 @@ class _Run:
     if every and version % every == 0:
       await self._evaluate(int(version))
 
-  async def on_boundary(self, progress: coordinator.Progress) -> None:
+  async def on_boundary(self, progress: progress_lib.Progress) -> None:
     """Saves every few rounds, at the end and when asked to stop."""
     trained = progress.trained
     due = trained % self._experiment.keeping.checkpoint_every == 0
@@ -178,7 +187,7 @@ class _Run:
     if trained == self._saved or not (due or last or self._signal):
       return
     with self._parts.spans.span("host", "checkpoint", round=trained):
-      self._checkpoints.save(trained, progress.state, _to_host(progress))
+      self._checkpoints.save(trained, progress.state, progress.to_host())
     self._saved = trained
 
   async def _evaluate(self, version: int) -> None:
@@ -188,74 +197,39 @@ class _Run:
     self._evaluated = version
     with self._parts.spans.span("host", "evaluate", version=version):
       outcome, _ = await evaluate.evaluate(
-          self._parts.player,
-          episodes=settings.episodes,
-          temperature=settings.temperature,
-          success=settings.success,
-          seed=self._experiment.seed,
+        self._parts.player,
+        episodes=settings.episodes,
+        temperature=settings.temperature,
+        success=settings.success,
+        seed=self._experiment.seed,
       )
-    row = {"round": version, "version": version, **dataclasses.asdict(outcome)}
-    self._metrics.evaluation(row)
-    self._screen.evaluation(row)
+    row = {"version": version, **dataclasses.asdict(outcome)}
+    self._metrics.evaluation(version, row)
+    self._screen.evaluation(outcome.success, outcome.low, outcome.high)
 
   def _finish(self) -> int:
     parts = self._parts
     self._checkpoints.wait()
     parts.log.flush()
     parts.spans.flush()
-    both = trace.overlap(parts.spans.spans)
+    both = trace.overlap(parts.spans.spans[self._first_span :])
     lags = events.staleness(parts.log.events)
     bound = self._experiment.overlap.max_staleness
     self._screen.note(
-        f"learner busy {both.first_s:.1f} s, decode busy {both.second_s:.1f} s,"
-        f" both at once {both.both_s:.1f} s ({both.share:.0%} of the shorter)"
+      f"learner busy {both.first_s:.1f} s, decode busy {both.second_s:.1f} s,"
+      f" both at once {both.both_s:.1f} s ({both.share:.0%} of the shorter)"
     )
     self._screen.note(
-        f"staleness: at most {max(lags, default=0)} of {bound} allowed, over "
-        f"{len(lags)} groups; {events.ledger(parts.log.events)}"
+      f"staleness: at most {max(lags, default=0)} of {bound} allowed, over "
+      f"{len(lags)} groups; {events.ledger(parts.log.events)}"
     )
     trace.write_chrome(parts.spans.spans, self._dir / "trace.json")
     self._screen.note(f"report: {report.write(self._dir)}")
     broken = events.violations(
-        parts.log.events,
-        self._experiment.overlap,
-        self._experiment.rollout.group_size,
+      parts.log.events,
+      self._experiment.overlap,
+      self._experiment.rollout.group_size,
     )
     for line in broken:
       self._screen.note(f"error: {line}")
     return 1 if broken else 0
-
-
-def _to_host(progress: coordinator.Progress) -> dict:
-  return {
-      "trained": progress.trained,
-      "cursor": dict(progress.cursor),
-      "untrained": [
-          trajectory.group_to_json(group)
-          for _, group in sorted(progress.untrained.items())
-      ],
-      "in_flight": [
-          {"group_id": group_id, **dataclasses.asdict(task)}
-          for group_id, task in sorted(progress.in_flight.items())
-      ],
-  }
-
-
-def _from_host(
-    parts: assemble.Parts, found: checkpoint.Restored
-) -> coordinator.Progress:
-  host = found.host
-  parts.tasks.seek(host["cursor"])
-  groups = [trajectory.group_from_json(data) for data in host["untrained"]]
-  return coordinator.Progress(
-      state=found.state,
-      trained=host["trained"],
-      cursor=host["cursor"],
-      untrained={group.group_id: group for group in groups},
-      in_flight={
-          data["group_id"]: base.Task(
-              **{k: v for k, v in data.items() if k != "group_id"}
-          )
-          for data in host["in_flight"]
-      },
-  )

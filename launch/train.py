@@ -8,10 +8,10 @@ from absl import flags as absl_flags
 from launch import devices, flags, local, workdir
 
 _WORKDIR = absl_flags.DEFINE_string(
-    "workdir",
-    None,
-    "Directory of the run. The same command goes on where a run in it ended.",
-    required=True,
+  "workdir",
+  None,
+  "Directory of the run. The same command goes on where a run in it ended.",
+  required=True,
 )
 
 

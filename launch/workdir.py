@@ -4,8 +4,8 @@ import fcntl
 import json
 import os
 import pathlib
+import shlex
 import sys
-from collections.abc import Iterator
 from typing import Any, TextIO
 
 from rl import config, settings
@@ -27,15 +27,15 @@ def claim(path: str | os.PathLike, experiment: config.Experiment) -> TextIO:
     lock = (directory / ".lock").open("a")
   except OSError as error:
     raise settings.SettingError(
-        f"--workdir={directory} cannot be written: {error.strerror}"
+      f"--workdir={directory} cannot be written: {error.strerror}"
     ) from error
   try:
     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
   except OSError:
     lock.close()
     raise settings.SettingError(
-        f"--workdir={directory} is in use by another process; wait for it or "
-        "choose another directory"
+      f"--workdir={directory} is in use by another process; wait for it or "
+      "choose another directory"
     ) from None
   _check_same(directory, experiment)
   text = json.dumps(settings.to_json(experiment), indent=2) + "\n"
@@ -56,16 +56,14 @@ def read(path: str | os.PathLike) -> config.Experiment:
     data: Any = json.loads(file.read_text())
   except OSError as error:
     raise settings.SettingError(
-        f"{file.parent} holds no run: {file.name}: {error.strerror}"
+      f"{file.parent} holds no run: {file.name}: {error.strerror}"
     ) from error
   except ValueError as error:
     raise settings.SettingError(f"{file} is no JSON: {error}") from error
   return settings.from_json(data)
 
 
-def _check_same(
-    directory: pathlib.Path, experiment: config.Experiment
-) -> None:
+def _check_same(directory: pathlib.Path, experiment: config.Experiment) -> None:
   if not (directory / "config.json").exists():
     return
   changes = settings.difference(read(directory), experiment)
@@ -73,14 +71,14 @@ def _check_same(
   if changes:
     listing = "\n  ".join(changes)
     raise settings.SettingError(
-        f"--workdir={directory} holds a run with other settings:\n  {listing}\n"
-        f"go on with --config={directory}/config.json, or choose another "
-        "directory"
+      f"--workdir={directory} holds a run with other settings:\n  {listing}\n"
+      f"go on with --config={directory}/config.json, or choose another "
+      "directory"
     )
 
 
-def command(path: str | os.PathLike) -> str:
+def command() -> str:
   """Returns the command line of this process, as a user would repeat it."""
   module = getattr(sys.modules["__main__"], "__spec__", None)
   start = f"python -m {module.name}" if module else f"python {sys.argv[0]}"
-  return " ".join([start, *sys.argv[1:]])
+  return shlex.join([*start.split(), *sys.argv[1:]])

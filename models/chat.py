@@ -39,6 +39,8 @@ class Message(Protocol):
 class WordChat:
   """Tokenizer and chat template over a fixed list of words.
 
+  Roles leave no trace: whatever is not sampled was said by the other side.
+
   Attributes:
     words: unique; the first one has id 3.
   """
@@ -49,7 +51,7 @@ class WordChat:
     seen: set[str] = set(_SPECIAL)
     for word in self.words:
       if word in seen:
-        raise ValueError(f"word {word!r} is listed twice; remove one")
+        raise ValueError(f"word {word!r} already has an id; remove it")
       if word.split() != [word]:
         raise ValueError(f"word {word!r} is not one word; split it")
       seen.add(word)

@@ -36,8 +36,8 @@ class Aux(NamedTuple):
 
   Attributes:
     load_balance: E * sum_e f_e P_e, for the share f_e of the assignments and
-      the mean probability P_e of expert e: 1 when perfectly balanced, E when
-      one expert gets all. Source: Switch, arXiv 2101.03961, eq. 4.
+      the mean probability P_e of expert e: 1 when perfectly balanced, E / k
+      when k experts get all. Source: Switch, arXiv 2101.03961, eq. 4.
     router_entropy: of the probabilities over all experts, in nats.
   """
 
@@ -115,8 +115,8 @@ def _mix(
 ) -> Float[Array, "T D"]:
   """Returns sum_k gate * expert(x); experts outside of [0, E) add nothing."""
   num_experts = weights["gate"].shape[0]
-  # Every block copies its weights and every expert pads its last block: rows
-  # grow with the tokens while padding stays below one eighth.
+  # Every block copies its expert's weights, so the more tokens, the larger the
+  # blocks, as long as filling up the last of each expert costs below 1/8.
   block *= max(1, experts.size // (8 * num_experts * block))
   slots, owner = _place(experts, num_experts, block)
   rows = jnp.zeros((len(owner) * block, x.shape[1]), x.dtype)

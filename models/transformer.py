@@ -51,30 +51,17 @@ def init(key: PRNGKeyArray, config: config_lib.ModelConfig) -> Params:
   residual stream less, so that its variance does not grow with depth.
   Source: GPT-2, Radford et al. 2019, section 2.3.
   """
-  sizes = {
-    "vocab": config.vocab_size,
-    "embed": config.d_model,
-    "heads": config.num_heads,
-    "kv_heads": config.num_kv_heads,
-    "head_dim": config.head_dim,
-    "experts": config.num_experts,
-    "router": config.num_experts,
-    "mlp": config.d_ff,
-  }
-
-  def leaf(path, axes):
-    shape = tuple(sizes[axis] for axis in axes)
-    if len(shape) == 1:
-      return jnp.ones(shape)
-    name = jax.tree_util.keystr(path)
-    residual = name.endswith(("['out']", "['down']"))
-    std = _INIT_STD / math.sqrt(2 * config.num_layers if residual else 1)
-    own = jax.random.fold_in(key, zlib.crc32(name.encode()))
-    return std * jax.random.normal(own, shape)
-
-  return jax.tree_util.tree_map_with_path(
-    leaf, logical_axes(config), is_leaf=is_axes
+  axes = logical_axes(config)
+  layer_axes = axes.pop("layers")[0]
+  keys = jax.random.split(key, config.num_layers + 1)
+  # One draw for all layers, so that XLA compiles it only once.
+  draw = jax.vmap(lambda key: _draw(key, config, layer_axes))
+  stacked = draw(keys[1:])
+  layers = tuple(
+    jax.tree.map(lambda leaf, i=i: leaf[i], stacked)
+    for i in range(config.num_layers)
   )
+  return _draw(keys[0], config, axes) | {"layers": layers}
 
 
 def is_axes(node: Any) -> bool:
@@ -105,7 +92,7 @@ def apply(
   """
   mask = attention.packed_mask(segments)
 
-  def attend(index, params, x):
+  def attend(_, params, x):
     query, k, v = attention.project(params, config, x, positions)
     return attention.attend(params, query, [attention.Source(k, v, mask)])
 
@@ -196,3 +183,30 @@ def _layers(
     stats.append(aux)
   aux = jax.tree.map(lambda *layers: jnp.mean(jnp.stack(layers)), *stats)
   return attention.rms_norm(x, params["final_norm"], eps), aux
+
+
+def _draw(
+  key: PRNGKeyArray, config: config_lib.ModelConfig, axes: Params
+) -> Params:
+  sizes = {
+    "vocab": config.vocab_size,
+    "embed": config.d_model,
+    "heads": config.num_heads,
+    "kv_heads": config.num_kv_heads,
+    "head_dim": config.head_dim,
+    "experts": config.num_experts,
+    "router": config.num_experts,
+    "mlp": config.d_ff,
+  }
+
+  def leaf(path, axes):
+    shape = tuple(sizes[axis] for axis in axes)
+    if len(shape) == 1:
+      return jnp.ones(shape)
+    name = jax.tree_util.keystr(path)
+    residual = name.endswith(("['out']", "['down']"))
+    std = _INIT_STD / math.sqrt(2 * config.num_layers if residual else 1)
+    own = jax.random.fold_in(key, zlib.crc32(name.encode()))
+    return std * jax.random.normal(own, shape)
+
+  return jax.tree_util.tree_map_with_path(leaf, axes, is_leaf=is_axes)

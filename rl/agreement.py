@@ -24,7 +24,7 @@ async def measure(
   programs: learner.Learner,
   thread: dispatch.MeshThread,
   weights: Mapping[int, Any],
-  batch: batch_lib.Batch,
+  batch: batch_lib.Batch | None,
   rows: int,
 ) -> Gap:
   """Scores the first rows of a batch again, each token under its own policy.
@@ -35,8 +35,11 @@ async def measure(
   Args:
     weights: version -> the learner's parameters of that version. Tokens of
       other versions are left out.
+    batch: None, when a round had nothing to train, compares nothing.
     rows: how many to score; a multiple of the mesh's data axis.
   """
+  if batch is None:
+    return Gap(max=float("nan"), mean=float("nan"), tokens=0)
   probe = batch_lib.Batch(*(x[:rows] for x in batch))
   gaps = [np.zeros(0, np.float32)]
   for version in np.unique(probe.versions[probe.sampled]).tolist():

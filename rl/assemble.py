@@ -5,25 +5,25 @@ import pathlib
 from collections.abc import Callable
 
 import jax
-from envs import base
+
 from models import chat as chat_lib
 from models import sharding
-
 from rl import (
-    config,
-    coordinator,
-    dispatch,
-    engine_jax,
-    events,
-    learner,
-    losses,
-    prompts,
-    rollout,
-    trace,
-    trajectory,
-    warm_start,
-    watchdog,
-    weights,
+  config,
+  coordinator,
+  dispatch,
+  engine_jax,
+  events,
+  learner,
+  losses,
+  progress,
+  prompts,
+  rollout,
+  trace,
+  trajectory,
+  warm_start,
+  watchdog,
+  weights,
 )
 
 _PROBE_ROWS = 8
@@ -52,10 +52,10 @@ class Parts:
   dog: watchdog.Watchdog
 
   async def start(
-      self,
-      state: learner.TrainState,
-      version: trajectory.PolicyVersion,
-      report: Callable[[str], None] = lambda text: None,
+    self,
+    state: learner.TrainState,
+    version: trajectory.PolicyVersion,
+    report: Callable[[str], None] = lambda text: None,
   ) -> None:
     """Places the weights, compiles the engine and lets it serve."""
     copy = await self.publisher.place(state.params, self.engine_shardings)
@@ -76,9 +76,9 @@ class Parts:
 
 
 def build(
-    experiment: config.Experiment,
-    run_dir: pathlib.Path | None = None,
-    report: Callable[[str], None] | None = None,
+  experiment: config.Experiment,
+  run_dir: pathlib.Path | None = None,
+  report: Callable[[str], None] | None = None,
 ) -> Parts:
   """Returns the parts of a validated experiment.
 
@@ -97,76 +97,79 @@ def build(
   learner_thread = dispatch.MeshThread("learner", spans)
   decode_thread = dispatch.MeshThread("decode", spans)
   engine = engine_jax.JaxEngine(
-      experiment.model, experiment.engine, decode_mesh, decode_thread
+    experiment.model, experiment.engine, decode_mesh, decode_thread
   )
+  dog = watchdog.Watchdog(report)
   decode_shardings = sharding.param_shardings(experiment.model, decode_mesh)
-  objective = dataclasses.replace(
-      experiment.objective, temperature=experiment.rollout.temperature
-  )
   return Parts(
-      experiment=experiment,
+    experiment=experiment,
+    chat=chat,
+    learner_mesh=learner_mesh,
+    decode_mesh=decode_mesh,
+    programs=learner.build(
+      experiment.model,
+      learner_mesh,
+      experiment.objective,
+      experiment.optimizer(),
+      experiment.rollout.temperature,
+    ),
+    learner_thread=learner_thread,
+    decode_thread=decode_thread,
+    engine=engine,
+    publisher=weights.WeightPublisher(
+      [(engine, decode_shardings)], learner_thread, log, spans
+    ),
+    player=rollout.Player(
+      source=experiment.environment,
+      engine=rollout.Watched(engine, dog, experiment.stall_s),
       chat=chat,
-      learner_mesh=learner_mesh,
-      decode_mesh=decode_mesh,
-      programs=learner.build(
-          experiment.model, learner_mesh, objective, experiment.optimizer()
-      ),
-      learner_thread=learner_thread,
-      decode_thread=decode_thread,
-      engine=engine,
-      publisher=weights.WeightPublisher(
-          [(engine, decode_shardings)], learner_thread, log, spans
-      ),
-      player=rollout.Player(
-          source=experiment.environment,
-          engine=engine,
-          chat=chat,
-          reward=experiment.reward,
-          limits=experiment.rollout,
-          log=log,
-      ),
-      tasks=prompts.Prompts(experiment.environment, experiment.seed),
+      reward=experiment.reward,
+      limits=experiment.rollout,
       log=log,
-      spans=spans,
-      dog=watchdog.Watchdog(report),
+    ),
+    tasks=prompts.Prompts(experiment.environment, experiment.seed),
+    log=log,
+    spans=spans,
+    dog=dog,
   )
 
 
 async def initial_state(
-    parts: Parts, report: Callable[[str], None] = lambda text: None
+  parts: Parts, report: Callable[[str], None] = lambda text: None
 ) -> learner.TrainState:
   """Returns fresh parameters, after the warm start if there is one."""
   experiment = parts.experiment
   state = await parts.learner_thread.run(
-      "init", _init, parts.programs, experiment.seed
+    "init", _init, parts.programs, experiment.seed
   )
   settings = experiment.warm_start
   if settings is None:
     return state
   imitation = learner.build(
-      experiment.model,
-      parts.learner_mesh,
-      learner.Objective(
-          loss=losses.NegativeLogLikelihood(),
-          balance_weight=experiment.objective.balance_weight,
-      ),
-      settings.optimizer(),
+    experiment.model,
+    parts.learner_mesh,
+    learner.Objective(
+      loss=losses.NegativeLogLikelihood(),
+      balance_weight=experiment.objective.balance_weight,
+    ),
+    settings.optimizer(),
+    experiment.rollout.temperature,
   )
   warm = await warm_start.run(
-      settings,
-      imitation,
-      await parts.learner_thread.run("init", imitation.wrap, state.params),
-      parts.learner_thread,
-      source=experiment.environment,
-      chat=parts.chat,
-      limits=experiment.rollout,
-      rows=experiment.batch.rows,
-      length=experiment.batch.length,
-      seed=experiment.seed,
-      report=report,
+    settings,
+    imitation,
+    await parts.learner_thread.run("init", imitation.wrap, state.params),
+    parts.learner_thread,
+    source=experiment.environment,
+    chat=parts.chat,
+    limits=experiment.rollout,
+    rows=experiment.batch.rows,
+    length=experiment.batch.length,
+    seed=experiment.seed,
+    report=report,
   )
   return await parts.learner_thread.run(
-      "init", parts.programs.wrap, warm.params
+    "init", parts.programs.wrap, warm.params
   )
 
 
@@ -176,45 +179,30 @@ def _init(programs: learner.Learner, seed: int) -> learner.TrainState:
 
 
 def coordinate(
-    parts: Parts, observer: coordinator.Observer
+  parts: Parts, observer: progress.Observer
 ) -> coordinator.Coordinator:
   """Returns the loop over started parts."""
   experiment = parts.experiment
   data = experiment.placement.learner.data
   return coordinator.Coordinator(
-      coordinator.Settings(
-          schedule=experiment.overlap,
-          rounds=experiment.rounds,
-          seed=experiment.seed,
-          stall_s=experiment.stall_s,
-          rows=experiment.batch.rows,
-          length=experiment.batch.length,
-          probe_rows=min(experiment.batch.rows, -(-_PROBE_ROWS // data) * data),
-          success=experiment.evaluation.success,
-      ),
-      programs=parts.programs,
-      thread=parts.learner_thread,
-      publisher=parts.publisher,
-      player=parts.player,
-      tasks=parts.tasks,
-      estimator=experiment.advantage,
-      log=parts.log,
-      spans=parts.spans,
-      dog=parts.dog,
-      observer=observer,
+    coordinator.Settings(
+      schedule=experiment.overlap,
+      rounds=experiment.rounds,
+      seed=experiment.seed,
+      stall_s=experiment.stall_s,
+      rows=experiment.batch.rows,
+      length=experiment.batch.length,
+      probe_rows=min(experiment.batch.rows, -(-_PROBE_ROWS // data) * data),
+      success=experiment.evaluation.success,
+    ),
+    programs=parts.programs,
+    thread=parts.learner_thread,
+    publisher=parts.publisher,
+    player=parts.player,
+    tasks=parts.tasks,
+    estimator=experiment.advantage,
+    log=parts.log,
+    spans=parts.spans,
+    dog=parts.dog,
+    observer=observer,
   )
-
-
-def beginning(
-    parts: Parts, state: learner.TrainState
-) -> coordinator.Progress:
-  """Returns the progress of a run that has trained nothing yet."""
-  return coordinator.Progress(
-      state=state,
-      trained=0,
-      cursor=parts.tasks.cursor,
-      untrained={},
-      in_flight={},
-  )
-
-

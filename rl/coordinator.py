@@ -7,82 +7,43 @@
                |          (train: one round)         (groups in order)
                +-> suspend, update every engine, resume
 
-A round takes `groups_per_round` groups. In flight (max_staleness > 0) the
-weights of the last round are published when the first groups of the next one
-have been taken, so that training starts while decoding goes on; with a bound
-of 0 the next round cannot begin without them, so they go out at once.
+A round takes `groups_per_round` groups and ends with a publish. While the
+learner waits for the first groups of a round, and while it trains, decoding
+goes on; with a bound of 0 it is the gate that makes the next round wait.
 """
 
 import asyncio
 import dataclasses
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 
 from rl import (
-    advantages,
-    agreement,
-    batch,
-    dispatch,
-    events,
-    learner,
-    overlap,
-    prompts,
-    rollout,
-    round_report,
-    staleness,
-    trace,
-    trajectory,
-    watchdog,
-    weights,
+  advantages,
+  agreement,
+  batch,
+  dispatch,
+  events,
+  learner,
+  overlap,
+  prompts,
+  rollout,
+  round_report,
+  staleness,
+  trace,
+  trajectory,
+  watchdog,
+  weights,
 )
 from rl import buffer as buffer_lib
+from rl import progress as progress_lib
 
 
 class Stopped(Exception):
   """The user asked the run to stop; what was consumed is still saved."""
-
-
-class Observer(Protocol):
-  """Who is told; called on the event loop, between rounds."""
-
-  async def on_round(
-      self,
-      metrics: Mapping[str, float],
-      groups: Sequence[trajectory.Group],
-      values: Sequence[Sequence[float]],
-  ) -> None:
-    """A round was trained; `values` are the advantages of its groups."""
-    ...
-
-  async def on_published(self, version: trajectory.PolicyVersion) -> None:
-    """Every engine serves `version`; nothing is published meanwhile."""
-    ...
-
-  async def on_boundary(self, progress: "Progress") -> None:
-    """The run may be saved as it is now."""
-    ...
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Progress:
-  """All that a resumed run needs.
-
-  Attributes:
-    state: after `trained` rounds; valid until the next update.
-    cursor: of the prompts.
-    untrained: finished groups that no update holds.
-    in_flight: tasks of the groups to be played again.
-  """
-
-  state: learner.TrainState
-  trained: int
-  cursor: Mapping[str, Any]
-  untrained: Mapping[int, trajectory.Group]
-  in_flight: Mapping[int, Any]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -120,19 +81,19 @@ class Coordinator:
   """
 
   def __init__(
-      self,
-      settings: Settings,
-      *,
-      programs: learner.Learner,
-      thread: dispatch.MeshThread,
-      publisher: weights.WeightPublisher,
-      player: rollout.Player,
-      tasks: prompts.Prompts,
-      estimator: advantages.Estimator,
-      log: events.EventLog,
-      spans: trace.Trace,
-      dog: watchdog.Watchdog,
-      observer: Observer,
+    self,
+    settings: Settings,
+    *,
+    programs: learner.Learner,
+    thread: dispatch.MeshThread,
+    publisher: weights.WeightPublisher,
+    player: rollout.Player,
+    tasks: prompts.Prompts,
+    estimator: advantages.Estimator,
+    log: events.EventLog,
+    spans: trace.Trace,
+    dog: watchdog.Watchdog,
+    observer: progress_lib.Observer,
   ):
     self._settings = settings
     self._schedule = settings.schedule
@@ -150,7 +111,7 @@ class Coordinator:
     self._opened = asyncio.Event()
     self._stopping = False
 
-  async def run(self, progress: Progress) -> learner.TrainState:
+  async def run(self, progress: progress_lib.Progress) -> learner.TrainState:
     """Returns the state after the last round.
 
     Raises:
@@ -163,7 +124,10 @@ class Coordinator:
         return await self._run(tasks)
     except BaseExceptionGroup as group:
       # The first is the cause; the rest are tasks that it ended.
-      raise group.exceptions[0] from None
+      cause: BaseException = group
+      while isinstance(cause, BaseExceptionGroup):
+        cause = cause.exceptions[0]
+      raise cause from None
 
   async def _run(self, tasks: asyncio.TaskGroup) -> learner.TrainState:
     producer = tasks.create_task(self._produce(tasks), name="producer")
@@ -172,8 +136,6 @@ class Coordinator:
         if self._stopping:
           raise Stopped
         await self._round()
-      if self._published < self._trained:
-        await self._publish()
       return self._state
     except Stopped:
       await self._observer.on_boundary(self._progress())
@@ -188,18 +150,18 @@ class Coordinator:
     self._stopping = True
     self._news.set()
 
-  def _restore(self, progress: Progress) -> None:
+  def _restore(self, progress: progress_lib.Progress) -> None:
     self._state = progress.state
-    self._trained = self._published = progress.trained
+    self._trained = progress.trained
     self._served = {progress.trained: progress.state.params}
     per_round = self._schedule.groups_per_round
     first = progress.trained * per_round
     waiting = {**progress.in_flight, **progress.untrained}
     self._gate = staleness.StalenessGate(
-        self._schedule,
-        total=self._settings.rounds * per_round,
-        submitted=first + len(waiting),
-        version=progress.trained,
+      self._schedule,
+      total=self._settings.rounds * per_round,
+      submitted=first + len(waiting),
+      version=progress.trained,
     )
     self._buffer = buffer_lib.GroupBuffer(first)
     self._replayed = dict(progress.in_flight)
@@ -207,19 +169,19 @@ class Coordinator:
     for group_id, group in sorted(progress.untrained.items()):
       self._buffer.restore(group)
       self._log.emit(
-          "restored",
-          group=group_id,
-          tokens=group.num_sampled,
-          first_version=int(group.first_version),
+        "restored",
+        group=group_id,
+        tokens=group.num_sampled,
+        first_version=int(group.first_version),
       )
 
-  def _progress(self) -> Progress:
-    return Progress(
-        state=self._state,
-        trained=self._trained,
-        cursor=self._tasks.cursor,
-        untrained=self._buffer.untrained,
-        in_flight=self._buffer.in_flight,
+  def _progress(self) -> progress_lib.Progress:
+    return progress_lib.Progress(
+      state=self._state,
+      trained=self._trained,
+      cursor=self._tasks.cursor,
+      untrained=self._buffer.untrained,
+      in_flight=self._buffer.in_flight,
     )
 
   # Rollout.
@@ -242,10 +204,10 @@ class Coordinator:
     play.add_done_callback(self._plays.discard)
 
   async def _play(
-      self, task: Any, group_id: int, admitted: trajectory.PolicyVersion
+    self, task: Any, group_id: int, admitted: trajectory.PolicyVersion
   ) -> None:
     group = await self._player.group(
-        task, group_id, self._settings.seed, admitted
+      task, group_id, self._settings.seed, admitted
     )
     self._buffer.put(group)
     self._log.emit("ready", group=group_id, version=int(self._gate.version))
@@ -255,9 +217,9 @@ class Coordinator:
 
   async def _round(self) -> None:
     this = _Round(
-        start=time.monotonic(),
-        first_span=len(self._spans.spans),
-        first_event=len(self._log.events),
+      start=time.monotonic(),
+      first_span=len(self._spans.spans),
+      first_event=len(self._log.events),
     )
     if self._schedule.wait_for_round:
       await self._ready(self._schedule.groups_per_round, this)
@@ -266,29 +228,28 @@ class Coordinator:
     self._trained += 1
     self._served[self._trained] = self._state.params
     metrics = await self._describe(this)
-    await self._observer.on_boundary(self._progress())
-    if self._schedule.max_staleness == 0:
-      await self._publish()
     await self._observer.on_round(metrics, this.groups, this.values)
+    await self._observer.on_boundary(self._progress())
+    await self._publish()
 
-  async def _ready(self, count: int, this: "_Round") -> None:
+  async def _ready(self, count: int, this: _Round) -> None:
     """Returns when the next `count` groups in order are ready."""
     while not self._buffer.has(count):
       self._stop_if_clean(this)
       missing = self._buffer.missing(count)
       self._news.clear()
       await self._guarded(
-          self._news.wait(),
-          f"{len(missing)} groups, the first of them {missing[0]}",
+        self._news.wait(),
+        f"{len(missing)} groups, the first of them {missing[0]}",
       )
     self._stop_if_clean(this)
 
-  def _stop_if_clean(self, this: "_Round") -> None:
+  def _stop_if_clean(self, this: _Round) -> None:
     """A round that has updated nothing yet can be given back whole."""
     if self._stopping and not this.updates:
       raise Stopped
 
-  async def _update(self, this: "_Round") -> None:
+  async def _update(self, this: _Round) -> None:
     per_batch = self._schedule.groups_per_microbatch
     total = await self._device("zero", self._programs.zero)
     first = len(this.groups)
@@ -297,31 +258,27 @@ class Coordinator:
       groups = self._buffer.take(per_batch)
       for group in groups:
         self._log.emit("dequeued", group=group.group_id)
-      if self._published < self._trained:
-        await self._publish()
       total = await self._accumulate(this, groups, total)
     self._state, sums = await self._device(
-        "update", _update, self._programs, self._state, total
+      "update", _update, self._programs, self._state, total
     )
     this.updates.append(sums)
     self._buffer.commit()
     for group, values in zip(
-        this.groups[first:], this.trained[first:], strict=True
+      this.groups[first:], this.trained[first:], strict=True
     ):
       self._book(group, values)
 
   async def _accumulate(
-      self,
-      this: "_Round",
-      groups: Sequence[trajectory.Group],
-      total: learner.Accumulator,
+    self,
+    this: _Round,
+    groups: Sequence[trajectory.Group],
+    total: learner.Accumulator,
   ) -> learner.Accumulator:
     members: list[trajectory.Trajectory] = []
     weights_: list[float] = []
     for group in groups:
-      self._gate.check(
-          int(group.first_version), self._trained, group.group_id
-      )
+      self._gate.check(int(group.first_version), self._trained, group.group_id)
       values, trained = advantages.of_group(group, self._estimator)
       this.groups.append(group)
       this.values.append(values)
@@ -330,20 +287,20 @@ class Coordinator:
       members += [group.trajectories[i] for i in chosen]
       weights_ += [float(values[i]) for i in chosen]
     batches = batch.pack(
-        members,
-        weights_,
-        rows=self._settings.rows,
-        length=self._settings.length,
+      members,
+      weights_,
+      rows=self._settings.rows,
+      length=self._settings.length,
     )
     for packed in batches:
       this.probe = this.probe or packed
       total = await self._device(
-          "accumulate",
-          _accumulate,
-          self._programs,
-          self._state.params,
-          total,
-          packed,
+        "accumulate",
+        _accumulate,
+        self._programs,
+        self._state.params,
+        total,
+        packed,
       )
     return total
 
@@ -351,23 +308,22 @@ class Coordinator:
     tokens = [t.num_sampled for t in group.trajectories]
     kept = sum(n for n, used in zip(tokens, trained, strict=True) if used)
     self._log.emit(
-        "trained",
-        group=group.group_id,
-        version=self._trained,
-        first_version=int(group.first_version),
-        tokens=kept,
-        masked=sum(tokens) - kept,
+      "trained",
+      group=group.group_id,
+      version=self._trained,
+      first_version=int(group.first_version),
+      tokens=kept,
+      masked=sum(tokens) - kept,
     )
 
   async def _publish(self) -> None:
     version = trajectory.PolicyVersion(self._trained)
     await self._guarded(
-        self._publisher.publish(
-            version, self._state.params, self._schedule.on_publish
-        ),
-        f"the engines to take version {version}",
+      self._publisher.publish(
+        version, self._state.params, self._schedule.on_publish
+      ),
+      f"the engines to take version {version}",
     )
-    self._published = version
     oldest = version - self._schedule.max_staleness
     self._served = {v: p for v, p in self._served.items() if v >= oldest}
     await self._observer.on_published(version)
@@ -380,63 +336,51 @@ class Coordinator:
 
   async def _guarded(self, work: Any, what: str) -> Any:
     return await self._dog.wait(
-        work, owner="learner", what=what, deadline_s=self._settings.stall_s
+      work, owner="learner", what=what, deadline_s=self._settings.stall_s
     )
 
-  async def _describe(self, this: "_Round") -> dict[str, float]:
+  async def _describe(self, this: _Round) -> dict[str, float]:
+    """Returns the metrics of a round; engine and learner are compared anew."""
     wall_s = time.monotonic() - this.start
-    gap = agreement.Gap(max=np.nan, mean=np.nan, tokens=0)
-    if this.probe is not None:
-      gap = await agreement.measure(
-          self._programs,
-          self._thread,
-          self._served,
-          this.probe,
-          self._settings.probe_rows,
-      )
-    news = self._log.events[this.first_event :]
-    decoded = sum(event["tokens"] for event in events.of_kind(news, "turn"))
-    update = {
-        name: float(np.mean([u[name] for u in this.updates]))
-        for name in this.updates[0]
-    }
-    trained = sum(u["tokens"] for u in this.updates)
+    gap = await agreement.measure(
+      self._programs,
+      self._thread,
+      self._served,
+      this.probe,
+      self._settings.probe_rows,
+    )
     return {
-        "round": float(self._trained),
-        "version": float(self._published),
-        **round_report.of_groups(
-            this.groups,
-            this.values,
-            success=self._settings.success,
-            trained_at=self._trained - 1,
-        ),
-        **round_report.of_update(update),
-        **round_report.of_spans(self._spans.spans[this.first_span :], wall_s),
-        "staleness_bound": float(self._schedule.max_staleness),
-        "updates_late_max": float(self._schedule.updates_per_round - 1),
-        "logprob_gap_max": gap.max,
-        "logprob_gap_mean": gap.mean,
-        "logprob_gap_tokens": float(gap.tokens),
-        "decode_tokens_per_s": decoded / wall_s,
-        "learner_tokens_per_s": trained / wall_s,
-        "trained_tokens": trained,
-        "round_s": wall_s,
+      "round": float(self._trained),
+      "version": float(self._trained),
+      **round_report.of_groups(
+        this.groups,
+        this.values,
+        success=self._settings.success,
+        trained_at=self._trained - 1,
+      ),
+      **round_report.of_updates(this.updates),
+      **round_report.of_schedule(self._schedule),
+      **round_report.of_gap(gap),
+      **round_report.of_spans(self._spans.spans[this.first_span :], wall_s),
+      **round_report.of_speed(
+        self._log.events[this.first_event :], this.updates, wall_s
+      ),
     }
 
 
 def _accumulate(
-    programs: learner.Learner,
-    params: Any,
-    total: learner.Accumulator,
-    packed: batch.Batch,
+  programs: learner.Learner,
+  params: Any,
+  total: learner.Accumulator,
+  packed: batch.Batch,
 ) -> learner.Accumulator:
   return programs.accumulate(params, total, programs.place(packed))
 
 
 def _update(
-    programs: learner.Learner,
-    state: learner.TrainState,
-    total: learner.Accumulator,
+  programs: learner.Learner,
+  state: learner.TrainState,
+  total: learner.Accumulator,
 ) -> tuple[learner.TrainState, dict[str, float]]:
   state, sums = programs.update(state, total)
   sums = jax.device_get(sums)

@@ -135,7 +135,7 @@ class DecodeEngine(Protocol):
     ...
 
   def release(self, session: str) -> None:
-    """Frees the cache of a session that ended; unknown ones are ignored."""
+    """Frees what a session holds and aborts its request; unknown: ignored."""
     ...
 
   async def pause(self, in_flight: OnPublish) -> None:

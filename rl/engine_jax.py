@@ -74,8 +74,6 @@ class _Running:
   cached_tokens: int = 0
   logprobs: list[float] = dataclasses.field(default_factory=list)
   versions: list[int] = dataclasses.field(default_factory=list)
-  aborted: bool = False
-  released: bool = False
 
   @property
   def sampled(self) -> int:
@@ -115,7 +113,7 @@ class JaxEngine:
     self._arrivals = itertools.count()
     self._running: dict[str, _Running] = {}
     self._requests: dict[str, _Running] = {}
-    self._sessions: set[str] = set()
+    self._sessions: dict[str, _Running] = {}
     self._mode: Literal["open", "draining", "paused"] = "open"
     self._wake = asyncio.Event()
     self._quiet = asyncio.Event()
@@ -200,7 +198,7 @@ class JaxEngine:
     loop = asyncio.get_running_loop()
     running = _Running(request, loop.create_future(), time.monotonic())
     self._requests[request.request_id] = running
-    self._sessions.add(request.session)
+    self._sessions[request.session] = running
     entry = (request.priority, next(self._arrivals), running)
     heapq.heappush(self._waiting, entry)
     self._wake.set()
@@ -229,22 +227,17 @@ class JaxEngine:
   def abort(self, request_id: str) -> None:
     """Ends a request with what it has; unknown ids are ignored."""
     running = self._requests.get(request_id)
-    if running is None:
-      return
-    running.aborted = True
-    # A running one may be on the device now: then the next absorb ends it.
-    if self._quiet.is_set() or running.row < 0:
+    if running is not None:
       self._finish(running, "abort")
 
   def release(self, session: str) -> None:
     """Frees the cache of a session that ended; unknown ones are ignored."""
-    running = self._running.get(session)
+    running = self._sessions.get(session)
     if running is not None:
-      # The device may be writing its row: freed when the request ends.
-      running.released = True
-      self.abort(running.request.request_id)
-    else:
-      self._slots.release(session)
+      self._finish(running, "abort")
+    # The device may still be writing to the row. Its next owner comes with
+    # `_admit`, which runs between dispatches only.
+    self._slots.release(session)
     self._wake.set()
 
   async def pause(self, in_flight: engine.OnPublish) -> None:
@@ -302,8 +295,8 @@ class JaxEngine:
           continue
         self._quiet.clear()
         await self._linger()
-        if self._closed is not None:
-          break
+        if not self._running:  # All were aborted meanwhile.
+          continue
         chosen, plan = self._plan()
         sampled = await self._thread.run("decode", self._dispatch, plan)
         self._absorb(chosen, plan, sampled)
@@ -399,6 +392,8 @@ class JaxEngine:
     whole = len(plan.chunk) == self._settings.slots
     self._counts["dispatches"] += 1
     for i, running in enumerate(chosen):
+      if running.future.done():  # Aborted meanwhile.
+        continue
       at = running.row if whole else i
       row, count = running.row, int(sampled.count[at])
       new = int(plan.integers[at, 2])
@@ -410,16 +405,12 @@ class JaxEngine:
       running.known += count
       running.logprobs.extend(sampled.logprobs[at, :count].tolist())
       running.versions.extend([int(self._version)] * count)
-    # Nothing is on the device: rows that were not chosen may end as well.
-    for running in list(self._running.values()):
       stop = self._why_ended(running)
       if stop is not None:
         self._finish(running, stop)
 
   def _why_ended(self, running: _Running) -> trajectory.Stop | None:
     request = running.request
-    if running.aborted:
-      return "abort"
     newest = self._ids[running.row, running.known - 1]
     if running.sampled and newest in request.stop_ids:
       return "stop"
@@ -428,16 +419,13 @@ class JaxEngine:
   def _finish(self, running: _Running, stop: trajectory.Stop) -> None:
     request = running.request
     self._requests.pop(request.request_id, None)
-    self._sessions.discard(request.session)
+    self._sessions.pop(request.session, None)
     tokens = np.zeros(0, np.int32)
     if running.row >= 0:
       start = len(request.tokens)
       tokens = self._ids[running.row, start : running.known].copy()
       self._running.pop(request.session, None)
-      if running.released:
-        self._slots.release(request.session)
-      else:
-        self._slots.rest(request.session)
+      self._slots.rest(request.session)
     if not running.future.done():
       running.future.set_result(
         engine.Completion(

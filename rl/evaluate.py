@@ -4,7 +4,7 @@ import asyncio
 import dataclasses
 import math
 
-from rl import events, metrics, rollout, trajectory
+from rl import episode, events, metrics, rollout, trajectory
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,12 +28,12 @@ class Outcome:
 
 
 async def evaluate(
-    player: rollout.Player,
-    *,
-    episodes: int,
-    temperature: float,
-    success: float,
-    seed: int,
+  player: rollout.Player,
+  *,
+  episodes: int,
+  temperature: float,
+  success: float,
+  seed: int,
 ) -> tuple[Outcome, list[trajectory.Trajectory]]:
   """Plays the first `episodes` tasks of the held-out split, one episode each.
 
@@ -43,27 +43,25 @@ async def evaluate(
   """
   limits = dataclasses.replace(player.limits, temperature=temperature)
   quiet = dataclasses.replace(player, limits=limits, log=events.EventLog())
-  played = await asyncio.gather(*(
-      quiet.member(
-          rollout.Episode(player.source.task(i, "eval"), i, 0, seed)
-      )
+  played = await asyncio.gather(
+    *(
+      quiet.member(episode.Episode(player.source.task(i, "eval"), i, 0, seed))
       for i in range(episodes)
-  ))
+    )
+  )
   return summarise(played, success), played
 
 
-def summarise(
-    played: list[trajectory.Trajectory], success: float
-) -> Outcome:
+def summarise(played: list[trajectory.Trajectory], success: float) -> Outcome:
   """Returns the share of graded episodes with at least `success` as reward."""
   rewards = [t.reward for t in played if t.reward is not None]
   wins = sum(reward >= success for reward in rewards)
   low, high = metrics.wilson(wins, len(rewards)) if rewards else (0.0, 1.0)
   return Outcome(
-      episodes=len(rewards),
-      success=wins / len(rewards) if rewards else math.nan,
-      low=low,
-      high=high,
-      reward=sum(rewards) / len(rewards) if rewards else math.nan,
-      faults=len(played) - len(rewards),
+    episodes=len(rewards),
+    success=wins / len(rewards) if rewards else math.nan,
+    low=low,
+    high=high,
+    reward=sum(rewards) / len(rewards) if rewards else math.nan,
+    faults=len(played) - len(rewards),
   )

@@ -1,17 +1,19 @@
 """The event log and what must hold of it: invariants as pure functions.
 
 Kinds of events and their fields, all with `t` seconds since the log began:
-  submitted  group, version        the gate let a group in
-  turn       group, index, turn, tokens, first_version, last_version
-  ended      group, index, status, tokens
-  reward     group, index, value
-  fault      group, index, status, what
-  ready      group, version        all members ended and graded
-  dequeued   group, version        the learner took it
-  trained    group, version, first_version, tokens, masked
-  updated    version, updates      one optimizer step
-  publish_start / published  version
-  restored   group, tokens, first_version      finished before a restart
+  submitted      group, version      the gate let a group in
+  ended          group, index, status, turns, tokens, versions
+  cancelled      group, index, tokens, versions      the run stopped
+  reward         group, index, value
+  fault          group, index, status, what
+  ready          group, version      all members ended and graded
+  restored       group, tokens, first_version      finished before a restart
+  dequeued       group               the learner took it
+  trained        group, version, first_version, tokens, masked
+  publish_start  version
+  published      version             every engine serves it
+
+`versions` are run lengths, [[version, tokens], ...], in the order of sampling.
 """
 
 import collections
@@ -75,11 +77,13 @@ class Ledger:
   trained: int
   masked: int
   untrained: int
+  cancelled: int
 
   @property
   def error(self) -> int:
     """Tokens that are in no column or in two."""
-    return self.sampled - self.trained - self.masked - self.untrained
+    booked = self.trained + self.masked + self.untrained + self.cancelled
+    return self.sampled - booked
 
 
 def of_kind(events: Sequence[Event], kind: str) -> Iterator[Event]:
@@ -90,10 +94,12 @@ def of_kind(events: Sequence[Event], kind: str) -> Iterator[Event]:
 def ledger(events: Sequence[Event]) -> Ledger:
   """Returns the balance of tokens of a log."""
   sampled = _sampled(events)
+  cancelled = sum(event["tokens"] for event in of_kind(events, "cancelled"))
   trained = list(of_kind(events, "trained"))
   done = {event["group"] for event in trained}
   return Ledger(
-    sampled=sum(sampled.values()),
+    sampled=sum(sampled.values()) + cancelled,
+    cancelled=cancelled,
     trained=sum(event["tokens"] for event in trained),
     masked=sum(event["masked"] for event in trained),
     untrained=sum(n for group, n in sampled.items() if group not in done),
@@ -101,9 +107,9 @@ def ledger(events: Sequence[Event]) -> Ledger:
 
 
 def _sampled(events: Sequence[Event]) -> collections.Counter[int]:
-  """Returns the number of sampled tokens of each group."""
+  """Returns the number of tokens of each group's finished members."""
   sampled: collections.Counter[int] = collections.Counter()
-  for kind in ("turn", "restored"):
+  for kind in ("ended", "restored"):
     for event in of_kind(events, kind):
       sampled[event["group"]] += event["tokens"]
   return sampled
@@ -119,6 +125,7 @@ def violations(
 ) -> list[str]:
   """Returns every way in which a log breaks the promises of its schedule."""
   return [
+    *_admission(events, schedule),
     *_staleness(events, schedule),
     *_whole_groups(events, group_size),
     *_submission_order(events),
@@ -128,6 +135,19 @@ def violations(
     *_whole_rounds(events, schedule),
     *_balance(events),
   ]
+
+
+def _admission(
+  events: Sequence[Event], schedule: overlap_lib.Overlap
+) -> Iterator[str]:
+  window = schedule.max_staleness + 1
+  for event in of_kind(events, "submitted"):
+    limit = (event["version"] + window) * schedule.groups_per_round
+    if event["group"] >= limit:
+      yield (
+        f"group {event['group']} was admitted at version {event['version']}; "
+        f"the gate ends at {limit}"
+      )
 
 
 def _staleness(
@@ -165,13 +185,11 @@ def _submission_order(events: Sequence[Event]) -> Iterator[str]:
 
 
 def _versions_rise(events: Sequence[Event]) -> Iterator[str]:
-  newest: dict[tuple[int, int], int] = {}
-  for event in of_kind(events, "turn"):
-    episode = (event["group"], event["index"])
-    first, last = event["first_version"], event["last_version"]
-    if not newest.get(episode, first) <= first <= last:
-      yield f"group {episode[0]} member {episode[1]}: its versions fall"
-    newest[episode] = last
+  for event in events:
+    if event["kind"] in ("ended", "cancelled"):
+      versions = [version for version, _ in event["versions"]]
+      if versions != sorted(versions):
+        yield f"group {event['group']} member {event['index']}: versions fall"
 
 
 def _publishes(events: Sequence[Event]) -> Iterator[str]:
@@ -195,9 +213,9 @@ def _synchronous(
   """With a bound of 0 every token of round k has version k."""
   if schedule.max_staleness:
     return
-  for event in of_kind(events, "turn"):
+  for event in of_kind(events, "ended"):
     round_ = event["group"] // schedule.groups_per_round
-    if event["first_version"] != round_ or event["last_version"] != round_:
+    if any(version != round_ for version, _ in event["versions"]):
       yield f"group {event['group']} of round {round_} mixes versions"
 
 

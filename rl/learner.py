@@ -69,13 +69,11 @@ class Objective:
     entropy_bonus: weight of the policy's entropy, in nats a token.
     balance_weight: weight of the router's load-balance loss. It is not linear
       over micro-batches: each balances its own tokens.
-    temperature: that of sampling, so that ratios start at 1.
   """
 
   loss: losses.Loss
   entropy_bonus: float = 0.0
   balance_weight: float = 0.01
-  temperature: float = 1.0
 
 
 class TrainState(NamedTuple):
@@ -174,8 +172,13 @@ def build(
   mesh: jax.sharding.Mesh,
   objective: Objective,
   optimizer: optax.GradientTransformation,
+  temperature: float = 1.0,
 ) -> Learner:
-  """Returns the programs for one model, mesh, objective and optimizer."""
+  """Returns the programs for one model, mesh, objective and optimizer.
+
+  Args:
+    temperature: that of sampling, so that ratios start at 1.
+  """
   replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
   param_shardings = sharding.param_shardings(config, mesh)
   state_shardings = _state_shardings(
@@ -187,7 +190,7 @@ def build(
     token_logprobs,
     config=config,
     mesh=mesh,
-    temperature=objective.temperature,
+    temperature=temperature,
   )
   gradient = jax.value_and_grad(
     functools.partial(_objective, score=score, objective=objective),

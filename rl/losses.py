@@ -54,7 +54,7 @@ class ClippedSurrogate:
     ratio = jnp.exp(jnp.where(sampled, logprobs - behaviour, 0.0))
     gain = jnp.where(sampled, advantages, 0.0)
     bounded = jnp.clip(ratio, 1 - self.clip_low, 1 + self.clip_high) * gain
-    clipped = sampled & (bounded < ratio * gain)
+    clipped = bounded < ratio * gain
     loss = -jnp.minimum(ratio * gain, bounded).sum()
     return loss, clipped.sum().astype(jnp.float32)
 

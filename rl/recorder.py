@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float32
 
-from rl import rollout, trajectory
+from rl import episode, trajectory
 
 
 def write(
@@ -16,7 +16,7 @@ def write(
   round_: int,
   groups: Sequence[trajectory.Group],
   advantages: Sequence[Float32[np.ndarray, " G"]],
-  chat: rollout.Chat,
+  chat: episode.Chat,
 ) -> pathlib.Path:
   """Writes every member of `groups` to trajectories/round_NNNNNN.jsonl.
 
@@ -33,7 +33,7 @@ def write(
 
 
 def readable(
-  member: trajectory.Trajectory, chat: rollout.Chat
+  member: trajectory.Trajectory, chat: episode.Chat
 ) -> dict[str, Any]:
   """Returns a trajectory as JSON data with its ids spelled out."""
   data = trajectory.trajectory_to_json(member)

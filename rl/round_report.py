@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from jaxtyping import Float32
 
-from rl import trace, trajectory
+from rl import agreement, events, overlap, trace, trajectory
 
 
 def of_groups(
@@ -49,17 +49,60 @@ def of_groups(
   }
 
 
-def of_update(sums: Mapping[str, float]) -> dict[str, float]:
-  """Returns the learner's per-token means under the names of the metrics."""
+def of_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
+  """Returns the learner's per-token means, averaged over a round's updates."""
+  names = {
+    "loss": "loss",
+    "entropy": "entropy",
+    "clipped": "clip_fraction",
+    "behaviour_kl": "behaviour_kl",
+    "balance": "load_balance",
+    "router_entropy": "router_entropy",
+    "grad_norm": "grad_norm",
+  }
+  means = {
+    name: float(np.mean([sums[key] for sums in updates]))
+    for key, name in names.items()
+  }
+  return {**means, "trained_tokens": sum(sums["tokens"] for sums in updates)}
+
+
+def of_schedule(schedule: overlap.Overlap) -> dict[str, float]:
+  """Returns the bounds that a round was held to.
+
+  `updates_late_max`: update j of a round trains on data j updates old.
+  """
   return {
-    "loss": sums["loss"],
-    "entropy": sums["entropy"],
-    "clip_fraction": sums["clipped"],
-    "behaviour_kl": sums["behaviour_kl"],
-    "load_balance": sums["balance"],
-    "router_entropy": sums["router_entropy"],
-    "grad_norm": sums["grad_norm"],
-    "trained_tokens": sums["tokens"],
+    "staleness_bound": float(schedule.max_staleness),
+    "updates_late_max": float(schedule.updates_per_round - 1),
+  }
+
+
+def of_gap(gap: agreement.Gap) -> dict[str, float]:
+  """Returns how far engine and learner disagree, in nats."""
+  return {
+    "logprob_gap_max": gap.max,
+    "logprob_gap_mean": gap.mean,
+    "logprob_gap_tokens": float(gap.tokens),
+  }
+
+
+def of_speed(
+  log: Sequence[events.Event],
+  updates: Sequence[Mapping[str, float]],
+  wall_s: float,
+) -> dict[str, float]:
+  """Returns sampled tokens a second, as played and as trained.
+
+  Args:
+    log: events of the round; an episode counts when it ends.
+  """
+  played = sum(event["tokens"] for event in events.of_kind(log, "ended"))
+  trained = sum(sums["tokens"] for sums in updates)
+  return {
+    "decode_tokens_per_s": played / wall_s,
+    "learner_tokens_per_s": trained / wall_s,
+    "round_s": wall_s,
   }
 
 

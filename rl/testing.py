@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from envs import base
 
+from envs import base
 from rl import engine, learner, trajectory
 
 
@@ -51,7 +51,7 @@ class Counting:
     return "yes"
 
   def explore(
-      self, task: base.Task, messages: Sequence[base.Message], seed: int
+    self, task: base.Task, messages: Sequence[base.Message], seed: int
   ) -> str:
     """Returns "yes" or "no"."""
     return ("yes", "no")[seed % 2]
@@ -97,10 +97,10 @@ class FakeEngine:
   capabilities: frozenset[engine.OnPublish] = frozenset({"drain", "recompute"})
 
   def __init__(
-      self,
-      answers: Sequence[int],
-      stop_id: int,
-      delay_s: Callable[[tuple[int, ...]], float] = lambda priority: 0.0,
+    self,
+    answers: Sequence[int],
+    stop_id: int,
+    delay_s: Callable[[tuple[int, ...]], float] = lambda priority: 0.0,
   ):
     self._answers = answers
     self._stop_id = stop_id
@@ -127,12 +127,12 @@ class FakeEngine:
     pick = (request.seed + len(request.tokens)) % len(self._answers)
     tokens = np.array([self._answers[pick], self._stop_id], np.int32)
     return engine.Completion(
-        tokens=tokens,
-        logprobs=np.full(2, -0.5, np.float32),
-        versions=np.full(2, int(self.version), np.int32),
-        stop="stop",
-        cached_tokens=0,
-        decode_s=0.0,
+      tokens=tokens,
+      logprobs=np.full(2, -0.5, np.float32),
+      versions=np.full(2, int(self.version), np.int32),
+      stop="stop",
+      cached_tokens=0,
+      decode_s=0.0,
     )
 
   def abort(self, request_id: str) -> None:
@@ -147,7 +147,7 @@ class FakeEngine:
     await self._quiet.wait()
 
   async def update_weights(
-      self, version: trajectory.PolicyVersion, params: Any
+    self, version: trajectory.PolicyVersion, params: Any
   ) -> None:
     """Serves `version` from now on."""
     self.version = version
@@ -177,12 +177,12 @@ def fake_learner(step_s: float = 0.0) -> learner.Learner:
 
   start = learner.TrainState(0, (), 0)
   return learner.Learner(
-      init=lambda key: start,
-      wrap=lambda params: start,
-      zero=lambda: 0.0,
-      accumulate=accumulate,
-      update=update,
-      score=lambda params, batch: batch.behaviour,
-      place=lambda batch: batch,
-      abstract=start,
+    init=lambda key: start,
+    wrap=lambda params: start,
+    zero=lambda: 0.0,
+    accumulate=accumulate,
+    update=update,
+    score=lambda params, batch: batch.behaviour,
+    place=lambda batch: batch,
+    abstract=start,
   )

@@ -98,6 +98,18 @@ class Trajectory:
     return sum(len(turn.tokens) for turn in self.turns)
 
   @property
+  def versions(self) -> list[tuple[int, int]]:
+    """Run lengths of the policies that sampled it: (version, tokens)."""
+    runs: list[tuple[int, int]] = []
+    for turn in self.turns:
+      for version in turn.versions.tolist():
+        if runs and runs[-1][0] == version:
+          runs[-1] = (version, runs[-1][1] + 1)
+        else:
+          runs.append((version, 1))
+    return runs
+
+  @property
   def first_version(self) -> PolicyVersion | None:
     """Policy of the first sampled token: the F in the bound T - F <= eta."""
     for turn in self.turns:

@@ -1,6 +1,6 @@
 """A short supervised start: imitate noisy demonstrations of an oracle.
 
-  oracle -> environment -> Trajectory -> packed rows -> the same learner jits
+oracle -> environment -> Trajectory -> packed rows -> the same learner jits
 """
 
 import asyncio
@@ -9,10 +9,11 @@ import zlib
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from envs import base
+from jaxtyping import Int32
 
+from envs import base
 from rl import batch as batch_lib
-from rl import dispatch, engine, learner, rollout, trajectory
+from rl import dispatch, engine, episode, learner, trajectory
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,7 +31,7 @@ class WarmStart:
   episodes: int = 64
   exploration: float = 0.7
   optimizer: learner.Optimizer = dataclasses.field(
-      default_factory=lambda: learner.AdamW(learning_rate=1e-3)
+    default_factory=lambda: learner.AdamW(learning_rate=1e-3)
   )
 
   def validate(self) -> None:
@@ -38,12 +39,12 @@ class WarmStart:
     for name in ("steps", "episodes"):
       if getattr(self, name) < 1:
         raise ValueError(
-            f"warm_start.{name}={getattr(self, name)} is below 1; set "
-            "warm_start=none to go without"
+          f"warm_start.{name}={getattr(self, name)} is below 1; set "
+          "warm_start=none to go without"
         )
     if not 0 <= self.exploration <= 1:
       raise ValueError(
-          f"warm_start.exploration={self.exploration} is outside [0, 1]"
+        f"warm_start.exploration={self.exploration} is outside [0, 1]"
       )
 
 
@@ -57,12 +58,10 @@ class _Demonstrator:
   source: base.Source
   task: base.Task
   exploration: float
-  encode: Callable[[str], Sequence[int]]
+  encode: Callable[[str], Int32[np.ndarray, " T"]]
   messages: list[base.Message]
 
-  async def generate(
-      self, request: engine.DecodeRequest
-  ) -> engine.Completion:
+  async def generate(self, request: engine.DecodeRequest) -> engine.Completion:
     seed = zlib.crc32(request.tokens.tobytes(), request.seed)
     if np.random.default_rng(seed).random() < self.exploration:
       text = self.source.explore(self.task, self.messages, seed)
@@ -70,12 +69,12 @@ class _Demonstrator:
       text = self.source.oracle(self.task, self.messages)
     tokens = np.asarray(self.encode(text), np.int32)
     return engine.Completion(
-        tokens=tokens,
-        logprobs=np.zeros(len(tokens), np.float32),
-        versions=np.zeros(len(tokens), np.int32),
-        stop="stop",
-        cached_tokens=0,
-        decode_s=0.0,
+      tokens=tokens,
+      logprobs=np.zeros(len(tokens), np.float32),
+      versions=np.zeros(len(tokens), np.int32),
+      stop="stop",
+      cached_tokens=0,
+      decode_s=0.0,
     )
 
   def release(self, session: str) -> None:
@@ -104,41 +103,41 @@ class _Overheard:
 
 
 async def demonstrate(
-    source: base.Source,
-    chat: rollout.Chat,
-    limits: rollout.Rollout,
-    task: base.Task,
-    exploration: float,
-    seed: int,
+  source: base.Source,
+  chat: episode.Chat,
+  limits: episode.Limits,
+  task: base.Task,
+  exploration: float,
+  seed: int,
 ) -> trajectory.Trajectory:
   """Returns one episode played by the oracle, with random answers mixed in."""
   messages: list[base.Message] = []
   demonstrator = _Demonstrator(
-      source, task, exploration, chat.encode_answer, messages
+    source, task, exploration, chat.encode_answer, messages
   )
-  record, _ = await rollout.play(
-      _Overheard(source(task), messages),
-      demonstrator,
-      chat,
-      limits,
-      rollout.Episode(task, task.index, 0, seed),
+  record, _ = await episode.play(
+    _Overheard(source(task), messages),
+    demonstrator,
+    chat,
+    limits,
+    episode.Record(episode.Episode(task, task.index, 0, seed)),
   )
   return record
 
 
 async def run(
-    settings: WarmStart,
-    programs: learner.Learner,
-    state: learner.TrainState,
-    thread: dispatch.MeshThread,
-    *,
-    source: base.Source,
-    chat: rollout.Chat,
-    limits: rollout.Rollout,
-    rows: int,
-    length: int,
-    seed: int,
-    report: Callable[[str], None] = lambda text: None,
+  settings: WarmStart,
+  programs: learner.Learner,
+  state: learner.TrainState,
+  thread: dispatch.MeshThread,
+  *,
+  source: base.Source,
+  chat: episode.Chat,
+  limits: episode.Limits,
+  rows: int,
+  length: int,
+  seed: int,
+  report: Callable[[str], None] = lambda text: None,
 ) -> learner.TrainState:
   """Returns the state after `settings.steps` of imitation.
 
@@ -150,33 +149,35 @@ async def run(
   for step in range(settings.steps):
     report(f"warm start {step + 1}/{settings.steps}")
     first = step * settings.episodes
-    episodes = await asyncio.gather(*(
+    episodes = await asyncio.gather(
+      *(
         demonstrate(
-            source,
-            chat,
-            limits,
-            source.task(first + i, "train"),
-            settings.exploration,
-            seed,
+          source,
+          chat,
+          limits,
+          source.task(first + i, "train"),
+          settings.exploration,
+          seed,
         )
         for i in range(settings.episodes)
-    ))
+      )
+    )
     usable = [e for e in episodes if e.num_sampled and e.status.trainable]
     if not usable:
       raise RuntimeError(
-          f"no demonstration of {source.name} succeeded: {episodes[0].fault}"
+        f"no demonstration of {source.name} succeeded: {episodes[0].fault}"
       )
     batches = batch_lib.pack(
-        usable, [0.0] * len(usable), rows=rows, length=length
+      usable, [0.0] * len(usable), rows=rows, length=length
     )
     state = await thread.run("warm start", _step, programs, state, batches)
   return state
 
 
 def _step(
-    programs: learner.Learner,
-    state: learner.TrainState,
-    batches: Sequence[batch_lib.Batch],
+  programs: learner.Learner,
+  state: learner.TrainState,
+  batches: Sequence[batch_lib.Batch],
 ) -> learner.TrainState:
   total = programs.zero()
   for batch in batches:

@@ -52,8 +52,8 @@ def test_an_unknown_word_is_named_with_the_nearest_known_one(chat):
 @pytest.mark.parametrize(
   ("words", "message"),
   [
-    (("a", "b", "a"), "word 'a' is listed twice"),
-    (("a", "<agent>"), "word '<agent>' is listed twice"),
+    (("a", "b", "a"), "word 'a' already has an id"),
+    (("a", "<agent>"), "word '<agent>' already has an id"),
     (("a b",), "word 'a b' is not one word"),
     (("",), "word '' is not one word"),
   ],

@@ -27,6 +27,11 @@ def batch(rows=8, length=6):
   return tokens, positions, segments.astype(jnp.int32)
 
 
+@pytest.fixture
+def config(config):
+  return dataclasses.replace(config, num_layers=1)
+
+
 @functools.partial(jax.jit, static_argnames=("config", "mesh"))
 def gradients(params, config, tokens, positions, segments, mesh=None):
   def loss(params):

@@ -179,21 +179,9 @@ def test_a_row_of_nothing_but_padding_stays_finite(params, config):
   assert not any(np.any(x) for x in jax.tree.leaves(committed))
 
 
-def test_a_dispatch_padded_with_rows_past_the_end_leaves_the_cache_alone(
-  config,
-):
-  store = cache.init_cache(config, 2, 8)
-  fresh = jax.tree.map(jnp.ones_like, cache.init_fresh(config, 2, 1))
-  store = cache.commit(store, jnp.array([1, 2]), fresh)
-  # Position 1 of row 1 only; row 2 does not exist.
-  expected = np.zeros((2, 8))
-  expected[1, 1] = 1
-  np.testing.assert_array_equal(store.k[0][:, :, 0, 0], expected)
-  assert np.isfinite(cache.take(store, jnp.array([0, 2])).v[1]).all()
-
-
 def test_what_writes_into_the_residual_stream_starts_smaller(config):
-  layer = transformer.init(jax.random.key(0), config)["layers"][1]
+  init = jax.jit(transformer.init, static_argnames="config")
+  layer = init(jax.random.key(0), config)["layers"][1]
   # 0.02 / sqrt(2 * 2 layers) = 0.01; 512 samples of it err by 3% (1 sigma).
   assert np.std(layer["moe"]["down"]) == pytest.approx(0.01, rel=0.15)
   assert np.std(layer["moe"]["up"]) == pytest.approx(0.02, rel=0.15)

@@ -116,6 +116,12 @@ def test_rows_that_run_out_go_on_in_another_batch_of_the_same_shape():
   batches = batch.pack(episodes, [1.0] * 5, rows=2, length=4)
   assert [b.tokens.shape for b in batches] == [(2, 4)] * 3
   assert [int(b.sampled.sum()) for b in batches] == [6, 6, 3]
+  # Of equal length, they keep their order.
+  assert [b.tokens[:, 0].tolist() for b in batches] == [
+    [0, 10],
+    [20, 30],
+    [40, 0],
+  ]
   assert batches[-1].segments.tolist() == [[1] * 4, [0] * 4]
 
 

@@ -37,7 +37,7 @@ SETTINGS = engine_jax.EngineSettings(
   row_buckets=(2,),
   chunk_buckets=(2, 6),
   steps_per_dispatch=3,
-  linger_s=0.001,
+  linger_s=0.004,
 )
 TINY = dataclasses.replace(
   SETTINGS, slots=1, row_buckets=(1,), chunk_buckets=(4,)
@@ -50,7 +50,7 @@ def weights(seed):
   leaves, tree = jax.tree.flatten(transformer.init(jax.random.key(0), CONFIG))
   rng = np.random.default_rng(seed)
   noisy = [
-    leaf + rng.normal(scale=0.3, size=leaf.shape).astype(np.float32)
+    leaf + rng.normal(scale=0.4, size=leaf.shape).astype(np.float32)
     for leaf in leaves
   ]
   return jax.tree.unflatten(tree, noisy)
@@ -227,6 +227,7 @@ def test_greedy_answers_are_those_of_the_plain_model_under_any_load(served):
       await asyncio.gather(*(episode(served, seed, check) for seed in seeds))
 
   served.run(load())
+  # 46 requests are made; each kind of fate must have been met.
   print("SEEN", seen)
   assert seen["whole"] > 15
   assert seen["cached"] > 5
@@ -321,6 +322,7 @@ def test_logprobs_and_versions_are_the_learners(served):
   )(served.params, packed)
   gap = np.abs(np.asarray(scored) - packed.behaviour)[packed.sampled]
   assert len(gap) == 64
+  # Measured: XX
   print("GAP", gap.max())
   assert gap.max() < 1e-4
   versions = packed.versions[packed.sampled]
@@ -342,11 +344,11 @@ def test_noise_follows_from_the_seed_and_not_from_the_batch(served):
 
 def test_sampling_ends_behind_a_stop_id_and_at_the_limit(served):
   async def scenario():
-    ask = functools.partial(served.answer, [1, 2, 3], temperature=1.0, seed=3)
+    ask = functools.partial(served.answer, [1, 2, 3], temperature=3.0, seed=3)
     tokens = (await ask(12)).tokens.tolist()
     # The last place where an id occurs for the first time.
     last = max(tokens.index(id_) for id_ in tokens)
-    assert last > 3, tokens
+    assert last > 3
     for room, stop in ((12, "stop"), (last + 1, "stop"), (last, "length")):
       answer = await ask(room, stop_ids=(tokens[last],))
       assert answer.stop == stop
@@ -390,6 +392,20 @@ def test_abort_ends_running_and_waiting_requests_and_no_other(served):
   served.run(scenario())
 
 
+def test_abort_of_all_that_runs_before_a_dispatch_is_no_failure(served):
+  async def scenario():
+    # A session that idles lets the engine linger before it dispatches.
+    await served.answer([9], 1)
+    request, task = served.begin([3], 20)
+    await served.begun(1)
+    served.engine.abort(request.request_id)
+    await asyncio.sleep(0.02)
+    assert (await task).stop == "abort"
+    assert (await served.answer([3], 2)).stop == "length"
+
+  served.run(scenario())
+
+
 def test_abort_while_paused_answers_at_once(served):
   async def scenario():
     request, task = served.begin([3], 20)
@@ -409,9 +425,7 @@ def test_a_cancelled_request_gives_back_its_name_and_its_row(served, position):
   async def scenario():
     first, last = ((0,), (1,))
     own, theirs = (first, last) if position == "running" else (last, first)
-    others = [
-      served.begin([i + 1], 20, priority=theirs)[1] for i in range(4)
-    ]
+    others = [served.begin([i + 1], 20, priority=theirs)[1] for i in range(4)]
     request, task = served.begin([9], 20, priority=own)
     await served.begun(1)
     task.cancel()
@@ -426,20 +440,37 @@ def test_a_cancelled_request_gives_back_its_name_and_its_row(served, position):
   served.run(scenario())
 
 
-def test_a_session_released_while_it_runs_frees_its_row_afterwards(served):
+@pytest.mark.parametrize("delay_s", [0, 0.0005, 0.001, 0.003])
+def test_the_row_of_a_session_released_while_it_runs_has_one_owner(
+  served, delay_s
+):
   async def scenario():
-    begun = [served.begin([i + 1], 20) for i in range(4)]
-    await served.begun(4)
+    # A session that idles lets the engine linger before it dispatches.
+    await served.answer([9], 1, session="idle")
+    begun = [served.begin([i + 1], 20) for i in range(3)]
+    await served.begun(3)
+    await asyncio.sleep(delay_s)
     served.engine.release(begun[0][0].session)
-    # Takes the row that has just been freed, while the others run on.
-    late, answers = await asyncio.gather(
-      served.answer([8], 8), asyncio.gather(*(task for _, task in begun))
-    )
-    assert answers[0].stop == "abort"
-    assert late.tokens.tolist() == greedy(served.params, [8], 8)
-    for (request, _), answer in zip(begun[1:], answers[1:], strict=True):
+    begun.append(served.begin([8], 20))
+    answers = await asyncio.gather(*(task for _, task in begun))
+    assert [a.stop for a in answers] == ["abort", *["length"] * 3]
+    for (request, _), answer in zip(begun, answers, strict=True):
       expected = greedy(served.params, request.tokens, 20)
-      assert answer.tokens.tolist() == expected
+      assert answer.tokens.tolist() == expected[: len(answer.tokens)]
+    served.engine.release("idle")
+
+  served.run(scenario())
+
+
+def test_release_ends_a_request_that_waits(served):
+  async def scenario():
+    others = [served.begin([i + 1], 8)[1] for i in range(4)]
+    request, task = served.begin([9], 8, priority=(1,))
+    await served.begun(1)
+    served.engine.release(request.session)
+    assert (await task).stop == "abort"
+    assert served.engine.stats().waiting == 0
+    await asyncio.gather(*others)
 
   served.run(scenario())
 
@@ -459,14 +490,10 @@ def test_new_weights_go_on_in_the_middle_of_an_answer(served):
     for ids, answer in (([4, 5], await task), (long, await late)):
       tokens, versions = answer.tokens.tolist(), answer.versions.tolist()
       kept = versions.count(before)
-      assert versions == [before] * kept + [before + 1] * (
-        len(tokens) - kept
-      )
+      assert versions == [before] * kept + [before + 1] * (len(tokens) - kept)
       assert tokens[:kept] == greedy(old, ids, kept)
       ids = [*ids, *tokens[:kept]]
-      assert tokens[kept:] == greedy(
-        served.params, ids, len(tokens) - kept
-      )
+      assert tokens[kept:] == greedy(served.params, ids, len(tokens) - kept)
     assert 0 < (await task).versions.tolist().count(before) < 20
     # What idled is encoded again too.
     answer = await served.answer([*idle, 6], 4, session=session)

@@ -18,21 +18,26 @@ def _event(kind, **fields):
   return {"t": 0.0, "kind": kind, **fields}
 
 
-def _turn(group, index, turn, first, last):
-  versions = {"first_version": first, "last_version": last}
+def _ended(group, index, first, last):
+  """Ten tokens, half of them sampled by each version."""
+  versions = [[first, 10]] if first == last else [[first, 5], [last, 5]]
   return _event(
-    "turn", group=group, index=index, turn=turn, tokens=5, **versions
+    "ended",
+    group=group,
+    index=index,
+    status="completed",
+    turns=2,
+    tokens=10,
+    versions=versions,
   )
 
 
 def _played(group, first, last):
-  """Two turns of each member: 2 * 2 * 5 = 20 tokens."""
+  """Two members: 2 * 10 = 20 tokens."""
   log = [_event("submitted", group=group, version=first)]
   for index in range(GROUP_SIZE):
     log += [
-      _turn(group, index, 0, first, first),
-      _turn(group, index, 1, first, last),
-      _event("ended", group=group, index=index, status="completed", tokens=10),
+      _ended(group, index, first, last),
       _event("reward", group=group, index=index, value=1.0),
     ]
   return [*log, _event("ready", group=group, version=last)]
@@ -147,7 +152,10 @@ BROKEN = {
   "a group without one of its members": (
     _without(_in_flight(), "ended"),
     IN_FLIGHT,
-    ["group 0 was trained with members [1]"],
+    [
+      "group 0 was trained with members [1]",
+      "group 0: 10 tokens were sampled, but 20 are trained or masked",
+    ],
   ),
   "a group with the same member twice": (
     _change(_in_flight(), "ended", 0, index=1),
@@ -165,15 +173,16 @@ BROKEN = {
     IN_FLIGHT,
     ["group 0 was taken after group 1", "group 2 was taken after group 0"],
   ),
-  "versions that fall from turn to turn": (
-    _change(_in_flight(), "turn", 3, at=1, first_version=0, last_version=0),
+  "versions that fall": (
+    _change(_in_flight(), "ended", 3, versions=[[1, 5], [0, 5]]),
     IN_FLIGHT,
-    ["group 3 member 0: its versions fall"],
+    ["group 3 member 0: versions fall"],
   ),
-  "versions that fall within a turn": (
-    _change(_in_flight(), "turn", 3, at=1, last_version=0),
+  "a group admitted beyond the window": (
+    # At version 0 the window of a bound of 1 ends at (0 + 1 + 1) * 2 = 4.
+    [*_in_flight(), _event("submitted", group=4, version=0)],
     IN_FLIGHT,
-    ["group 3 member 0: its versions fall"],
+    ["group 4 was admitted at version 0; the gate ends at 4"],
   ),
   "a version that is left out": (
     [*_in_flight(), *_published(4)],
@@ -191,12 +200,12 @@ BROKEN = {
     ["publishing 2 began inside 1"],
   ),
   "a synchronous round with tokens of two versions": (
-    _change(_sync(), "turn", 2, first_version=0),
+    _change(_sync(), "ended", 2, versions=[[0, 5], [1, 5]]),
     PIPELINED,
     ["group 2 of round 1 mixes versions"],
   ),
   "a synchronous round with tokens of the next version": (
-    _change(_sync(), "turn", 1, at=1, last_version=1),
+    _change(_sync(), "ended", 1, at=1, versions=[[0, 5], [1, 5]]),
     PIPELINED,
     ["group 1 of round 0 mixes versions"],
   ),
@@ -242,9 +251,11 @@ def test_the_ledger_puts_every_token_in_one_column():
   # one of 7 was restored.
   log = [*_in_flight(), *_played(4, 2, 2)]
   log.append(_event("restored", group=5, tokens=7, first_version=1))
+  # A member of group 6 had 4 when the run was stopped.
+  log.append(_event("cancelled", group=6, index=0, tokens=4, versions=[[2, 4]]))
   book = events.ledger(log)
-  assert (book.sampled, book.trained, book.masked) == (107, 60, 20)
-  assert book.untrained == 27
+  assert (book.sampled, book.trained, book.masked) == (111, 60, 20)
+  assert (book.untrained, book.cancelled) == (27, 4)
   assert book.error == 0
 
 

@@ -2,16 +2,18 @@
 
 import asyncio
 import dataclasses
+import itertools
 import time
 
 import numpy as np
 import pytest
+
 from envs import base, rewards
 from models import chat as chat_lib
-from rl import events, rollout, testing, trajectory
+from rl import episode, events, rollout, testing, trajectory
 
 LIMITS = rollout.Rollout(
-    group_size=4, max_turns=4, turn_tokens=2, max_tokens=32, step_s=0.2
+  group_size=4, max_turns=4, turn_tokens=2, max_tokens=32, step_s=0.2
 )
 CHAT = chat_lib.WordChat(("go", "on", "yes", "no"))
 YES, NO = 5, 6
@@ -19,12 +21,12 @@ YES, NO = 5, 6
 
 def player(source, reward=None, limits=LIMITS, answers=(YES,), **engine):
   return rollout.Player(
-      source=source,
-      engine=testing.FakeEngine(answers, chat_lib.END, **engine),
-      chat=CHAT,
-      reward=reward or rewards.Outcome(),
-      limits=limits,
-      log=events.EventLog(),
+    source=source,
+    engine=testing.FakeEngine(answers, chat_lib.END, **engine),
+    chat=CHAT,
+    reward=reward or rewards.Outcome(),
+    limits=limits,
+    log=events.EventLog(),
   )
 
 
@@ -59,25 +61,25 @@ def test_each_request_begins_with_every_id_before_it():
       return await super().generate(request)
 
   playing = dataclasses.replace(
-      player(testing.Counting(turns=3)),
-      engine=Recording((YES,), chat_lib.END),
-      limits=dataclasses.replace(LIMITS, group_size=1),
+    player(testing.Counting(turns=3)),
+    engine=Recording((YES,), chat_lib.END),
+    limits=dataclasses.replace(LIMITS, group_size=1),
   )
   play_group(playing)
   assert len(seen) == 3
-  for before, after in zip(seen, seen[1:], strict=False):
+  for before, after in itertools.pairwise(seen):
     answered = [*before, YES, chat_lib.END]
     assert after[: len(answered)] == answered
 
 
 def test_members_of_a_group_have_noise_of_their_own_that_repeats():
   task = testing.Counting().task(0, "train")
-  noise = [rollout.Episode(task, 5, i, 0).noise for i in range(64)]
+  noise = [episode.Episode(task, 5, i, 0).noise for i in range(64)]
   assert len(set(noise)) == 64
-  assert noise == [rollout.Episode(task, 5, i, 0).noise for i in range(64)]
-  assert noise[0] != rollout.Episode(task, 5, 0, 1).noise
+  assert noise == [episode.Episode(task, 5, i, 0).noise for i in range(64)]
+  assert noise[0] != episode.Episode(task, 5, 0, 1).noise
   held_out = testing.Counting().task(0, "eval")
-  assert noise[0] != rollout.Episode(held_out, 5, 0, 0).noise
+  assert noise[0] != episode.Episode(held_out, 5, 0, 0).noise
 
 
 def test_the_turn_limit_truncates_and_still_grades():
@@ -99,15 +101,15 @@ def test_the_token_limit_truncates_before_it_is_passed():
 
 
 @pytest.mark.parametrize(
-    ("fault", "words"),
-    [
-        ("start", "start raised OSError: no such game"),
-        ("step", "step raised OSError: the game broke"),
-        ("nan", "reward nan is not a finite number"),
-        ("text", "reward 'won' is not a finite number"),
-        ("hang", "step took over 0.2 s"),
-        ("word", "its message cannot be read"),
-    ],
+  ("fault", "words"),
+  [
+    ("start", "start raised OSError: no such game"),
+    ("step", "step raised OSError: the game broke"),
+    ("nan", "reward nan is not a finite number"),
+    ("text", "reward 'won' is not a finite number"),
+    ("hang", "step took over 0.2 s"),
+    ("word", "its message cannot be read"),
+  ],
 )
 def test_a_fault_of_the_environment_is_data(fault, words):
   group = play_group(player(testing.Counting(fault=fault)))
@@ -124,8 +126,8 @@ def test_a_source_that_cannot_build_its_environment_is_data():
 
   group = play_group(player(Broken()))
   assert all(
-      t.status is trajectory.Status.ENV_FAULT and "no such map" in t.fault
-      for t in group.trajectories
+    t.status is trajectory.Status.ENV_FAULT and "no such map" in t.fault
+    for t in group.trajectories
   )
 
 
@@ -136,7 +138,7 @@ def test_one_hanging_environment_does_not_hold_up_the_others():
 
   async def one(index):
     await playing.group(
-        source.task(index, "train"), index, 0, trajectory.PolicyVersion(0)
+      source.task(index, "train"), index, 0, trajectory.PolicyVersion(0)
     )
     done[index] = time.monotonic()
 
@@ -181,13 +183,13 @@ class Broken:
 
 
 @pytest.mark.parametrize(
-    ("how", "words"),
-    [
-        ("raise", "reward raised ConnectionError: judge is down"),
-        ("hang", "reward took over 0.1 s"),
-        ("two", "too many values to unpack"),
-        ("inf", "reward inf is not a finite number"),
-    ],
+  ("how", "words"),
+  [
+    ("raise", "reward raised ConnectionError: judge is down"),
+    ("hang", "reward took over 0.1 s"),
+    ("two", "too many values to unpack"),
+    ("inf", "reward inf is not a finite number"),
+  ],
 )
 def test_a_reward_that_fails_is_a_fault_and_never_zero(how, words):
   limits = dataclasses.replace(LIMITS, reward_s=0.1)
@@ -212,7 +214,7 @@ def test_grading_starts_while_other_members_still_play():
 
   # Member 3 answers after 0.5 s, the others at once.
   playing = player(
-      source, Timed(), delay_s=lambda priority: 0.5 * (priority[1] == 3)
+    source, Timed(), delay_s=lambda priority: 0.5 * (priority[1] == 3)
   )
   play_group(playing)
   assert log[3] - log[2] > 0.4
@@ -224,7 +226,7 @@ def test_a_request_that_the_engine_refuses_is_an_engine_fault():
       raise ValueError("request does not fit")
 
   playing = dataclasses.replace(
-      player(testing.Counting()), engine=Refusing((YES,), chat_lib.END)
+    player(testing.Counting()), engine=Refusing((YES,), chat_lib.END)
   )
   member = play_group(playing).trajectories[0]
   assert member.status is trajectory.Status.ENGINE_FAULT

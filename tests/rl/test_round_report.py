@@ -73,16 +73,36 @@ def test_a_round_without_rewards_has_no_success_rather_than_none():
   assert math.isnan(got["reward_mean"])
   # No token: as old as its admission.
   assert got["staleness_max"] == 1
-  assert got["faults"] == 1
+  assert got["faults"] == got["zero_variance_groups"] == 1
 
 
-def test_every_mean_of_the_learner_has_a_metric():
+def test_every_sum_of_the_learner_has_a_metric():
   names = ["tokens", "loss", "clipped", "entropy", "behaviour_kl", "balance"]
   names += ["router_entropy", "grad_norm"]
   sums = {name: float(i) for i, name in enumerate(names)}
-  got = round_report.of_update(sums)
+  got = round_report.of_updates([sums])
   assert sorted(got.values()) == sorted(sums.values())
   assert (got["trained_tokens"], got["clip_fraction"]) == (0, 2)
+
+
+def test_updates_of_a_round_are_averaged_and_their_tokens_added():
+  names = ["loss", "clipped", "entropy", "behaviour_kl", "balance"]
+  names += ["router_entropy", "grad_norm"]
+  one = dict.fromkeys(names, 1.0) | {"tokens": 30.0}
+  two = dict.fromkeys(names, 2.0) | {"tokens": 10.0}
+  got = round_report.of_updates([one, two])
+  assert (got["loss"], got["trained_tokens"]) == (1.5, 40.0)
+
+
+def test_speed_counts_the_tokens_of_episodes_that_ended():
+  # 6 + 4 tokens played and 8 trained in 2 s.
+  log = [
+    {"kind": "ended", "tokens": 6},
+    {"kind": "cancelled", "tokens": 100},
+    {"kind": "ended", "tokens": 4},
+  ]
+  got = round_report.of_speed(log, [{"tokens": 8.0}], wall_s=2.0)
+  assert (got["decode_tokens_per_s"], got["learner_tokens_per_s"]) == (5, 4)
 
 
 def test_busy_shares_are_of_the_wall_time_and_overlap_of_the_shorter():

@@ -1,0 +1,245 @@
+"""What the user sees: a live panel in a terminal, plain lines elsewhere."""
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TextIO
+
+import rich.console
+import rich.live
+import rich.progress_bar
+import rich.table
+
+_SPARKS = "▁▂▃▄▅▆▇█"
+_LINE_EVERY_S = 2.0
+
+
+class Display:
+  """Shows the progress of one run on a stream.
+
+  A terminal gets a panel that stays below everything else; any other stream
+  gets ASCII lines: rounds at most every two seconds, the last one, and every
+  evaluation and note. A metric that is missing or not finite is a dash.
+  """
+
+  def __init__(
+    self,
+    total_rounds: int,
+    stream: TextIO,
+    clock: Callable[[], float] = time.monotonic,
+  ):
+    """Shows nothing yet.
+
+    Args:
+      clock: seconds; for the time left and for how often lines come.
+    """
+    self._total_rounds = total_rounds
+    self._clock = clock
+    self._console = rich.console.Console(
+      file=stream, markup=False, emoji=False, highlight=False
+    )
+    self._metrics: Mapping[str, float] = {}
+    self._evaluation: tuple[float, float, float] | None = None
+    self._phase = "starting"
+    self._successes: list[float] = []
+    # Rounds that were done at the first update, and when that was.
+    self._first: tuple[int, float] | None = None
+    self._line_s = -math.inf
+    self._waiting_line = False
+    self._live = None
+    if _can_draw(stream, self._console):
+      # Last: it asks for the panel at once.
+      self._live = rich.live.Live(
+        console=self._console, get_renderable=self._panel
+      )
+
+  def start(self) -> None:
+    """Begins to draw; lines need no start."""
+    if self._live:
+      self._live.start()
+
+  def close(self) -> None:
+    """Leaves the last state on the screen."""
+    if self._live:
+      self._live.stop()
+    elif self._waiting_line:
+      self._print_round()
+
+  def phase(self, name: str) -> None:
+    """Shows what goes on outside the rounds: "warm start 12/40".
+
+    The next update replaces it.
+    """
+    is_same = _without_count(name) == _without_count(self._phase)
+    self._phase = name
+    if not self._live and not (is_same and self._is_soon()):
+      self._print(name)
+
+  def update(self, metrics: Mapping[str, float]) -> None:
+    """Shows the metrics of a finished round.
+
+    Args:
+      metrics: `round`, counted from 1, and any of success, reward_mean,
+        entropy, decode_tokens_per_s, learner_tokens_per_s, overlap_share,
+        staleness_max, staleness_bound, zero_variance_groups and faults.
+    """
+    is_due = bool(self._phase) or not self._is_soon()
+    self._metrics, self._phase = dict(metrics), ""
+    self._first = self._first or (self._done, self._clock())
+    success = metrics.get("success", math.nan)
+    if math.isfinite(success):
+      self._successes.append(success)
+    self._waiting_line = True
+    is_due = is_due or self._done >= self._total_rounds
+    if is_due and not self._live:
+      self._print_round()
+
+  def evaluation(self, success: float, low: float, high: float) -> None:
+    """Shows an evaluation: its success rate and the interval around it."""
+    self._evaluation = (success, low, high)
+    if not self._live:
+      self._console.print(f"evaluation: success {self._evaluation_text()}")
+
+  def note(self, text: str) -> None:
+    """Shows a notice, above the panel where there is one."""
+    self._console.print(text, soft_wrap=True)
+
+  @property
+  def _done(self) -> int:
+    return int(self._metrics.get("round", 0))
+
+  def _is_soon(self) -> bool:
+    return self._clock() - self._line_s < _LINE_EVERY_S
+
+  def _print(self, line: str) -> None:
+    self._console.print(line, soft_wrap=True)
+    self._line_s = self._clock()
+
+  def _print_round(self) -> None:
+    self._print(self._line())
+    self._waiting_line = False
+
+  def _evaluation_text(self) -> str:
+    if self._evaluation is None:
+      return "-"
+    success, low, high = map(_percent, self._evaluation)
+    return f"{success} ({low} to {high})"
+
+  def _left(self) -> str:
+    """Time left at the mean pace since the first update."""
+    if self._first is None or self._done == self._first[0]:
+      return "-"
+    done, since_s = self._first
+    pace_s = (self._clock() - since_s) / (self._done - done)
+    return _duration(pace_s * (self._total_rounds - self._done))
+
+  def _line(self) -> str:
+    cells = _cells(self._metrics)
+    width = len(str(self._total_rounds))
+    evaluated = _percent(self._evaluation[0] if self._evaluation else None)
+    faults = (
+      f"  faults {cells['faults']}" if self._metrics.get("faults") else ""
+    )
+    return (
+      f"round {self._done:>{width}}/{self._total_rounds}"
+      f"  success {cells['success']:>4}  eval {evaluated:>4}"
+      f"  decode {cells['decode']:>5}/s  learner {cells['learner']:>5}/s"
+      f"  overlap {cells['overlap']:>4}  stale {cells['staleness']}"
+      f"  left {self._left()}{faults}"
+    )
+
+  def _panel(self) -> rich.console.RenderableType:
+    """Returns the panel; called by the thread that draws."""
+    cells = _cells(self._metrics)
+    top = rich.table.Table.grid(padding=(0, 2), expand=True)
+    top.add_column()
+    top.add_column(ratio=1)
+    top.add_column(justify="right")
+    top.add_row(
+      f"round {self._done}/{self._total_rounds}",
+      rich.progress_bar.ProgressBar(self._total_rounds, self._done),
+      self._phase or f"left {self._left()}",
+    )
+    rows = rich.table.Table.grid(padding=(0, 2))
+    # Wide enough for the sparkline from the start, so that nothing moves.
+    for style, min_width in (("dim", 0), ("bold", 30), ("dim", 0), ("bold", 0)):
+      rows.add_column(style=style, min_width=min_width)
+    success = f"{cells['success']}  {sparkline(self._successes)}"
+    rows.add_row("success", success, "evaluation", self._evaluation_text())
+    decode, learner = cells["decode"], cells["learner"]
+    rows.add_row(
+      "decode", f"{decode} tokens/s", "learner", f"{learner} tokens/s"
+    )
+    rows.add_row("overlap", cells["overlap"], "staleness", cells["staleness"])
+    rows.add_row("reward", cells["reward"], "entropy", cells["entropy"])
+    rows.add_row("flat groups", cells["flat"], "faults", cells["faults"])
+    return rich.console.Group(top, rows)
+
+
+def sparkline(values: Sequence[float], width: int = 24) -> str:
+  """Returns rates in [0, 1] as bars, averaged down to at most `width`."""
+  count = min(width, len(values))
+  edges = [len(values) * i // count for i in range(count + 1)] if count else []
+  means = [
+    sum(values[low:high]) / (high - low)
+    for low, high in itertools.pairwise(edges)
+  ]
+  top = len(_SPARKS) - 1
+  return "".join(_SPARKS[round(min(1, max(0, x)) * top)] for x in means)
+
+
+def _cells(metrics: Mapping[str, float]) -> dict[str, str]:
+  get = metrics.get
+  worst = _number(get("staleness_max"), ".0f")
+  bound = _number(get("staleness_bound"), ".0f")
+  return {
+    "success": _percent(get("success")),
+    "decode": _thousands(get("decode_tokens_per_s")),
+    "learner": _thousands(get("learner_tokens_per_s")),
+    "overlap": _percent(get("overlap_share")),
+    "staleness": f"{worst}/{bound}",
+    "reward": _number(get("reward_mean"), ".3f"),
+    "entropy": _number(get("entropy"), ".3f"),
+    "flat": _number(get("zero_variance_groups"), ".0f"),
+    "faults": _number(get("faults"), ".0f"),
+  }
+
+
+def _can_draw(stream: TextIO, console: rich.console.Console) -> bool:
+  return (
+    stream.isatty()
+    and not console.is_dumb_terminal
+    and console.encoding.startswith("utf")
+  )
+
+
+def _without_count(phase: str) -> str:
+  return phase.rstrip("0123456789/ ")
+
+
+def _number(value: float | None, form: str) -> str:
+  if value is None or not math.isfinite(value):
+    return "-"
+  return format(value, form)
+
+
+def _percent(rate: float | None) -> str:
+  return _number(rate, ".0%")
+
+
+def _thousands(value: float | None) -> str:
+  """Returns three digits or so: 345, 1.2k, 12k, 1.2M."""
+  if value is None or not math.isfinite(value):
+    return "-"
+  for scale, unit in ((1e6, "M"), (1e3, "k")):
+    if value >= scale:
+      return f"{value / scale:.{1 if value < 10 * scale else 0}f}{unit}"
+  return f"{value:.0f}"
+
+
+def _duration(seconds: float) -> str:
+  minutes, seconds = divmod(round(seconds), 60)
+  if minutes < 60:
+    return f"{minutes}:{seconds:02}"
+  return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}"

@@ -1,0 +1,103 @@
+"""The numbers of a run, on disk: JSON lines and TensorBoard."""
+
+import json
+import math
+import os
+import pathlib
+from collections.abc import Mapping
+
+
+class MetricsWriter:
+  """Appends one line for each round and each evaluation of a run.
+
+  Files: metrics.jsonl, evaluations.jsonl and tensorboard/ in the directory of
+  the run. The coordinator calls `write` and `evaluation`; a line is on its
+  way to disk when they return.
+  """
+
+  def __init__(self, run_dir: pathlib.Path | str, *, first_round: int = 0):
+    """Opens the files, creating them and the directory as needed.
+
+    Args:
+      first_round: of this process. What an earlier one wrote of this round
+        and later ones is dropped: a resumed run has each round once.
+    """
+    # Half a second that a process without metrics should not pay.
+    import tensorboardX
+
+    run_dir = pathlib.Path(run_dir)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    for name in ("metrics.jsonl", "evaluations.jsonl"):
+      _drop_from(run_dir / name, first_round)
+    self._metrics = (run_dir / "metrics.jsonl").open("a")
+    self._evaluations = (run_dir / "evaluations.jsonl").open("a")
+    self._board = tensorboardX.SummaryWriter(
+      str(run_dir / "tensorboard"), purge_step=first_round, flush_secs=10
+    )
+
+  def write(self, round: int, metrics: Mapping[str, float]) -> None:
+    """Appends the metrics of a finished round."""
+    self._metrics.write(_line(round, metrics))
+    self._metrics.flush()
+    for name, value in metrics.items():
+      self._board.add_scalar(name, float(value), round)
+
+  def evaluation(self, round: int, metrics: Mapping[str, float]) -> None:
+    """Appends the result of an evaluation made after `round`."""
+    self._evaluations.write(_line(round, metrics))
+    self._evaluations.flush()
+    for name, value in metrics.items():
+      self._board.add_scalar(f"evaluation/{name}", float(value), round)
+
+  def close(self) -> None:
+    """Flushes and closes all files."""
+    self._metrics.close()
+    self._evaluations.close()
+    self._board.close()
+
+
+def wilson(
+  successes: float, trials: int, z: float = 1.96
+) -> tuple[float, float]:
+  """Returns the Wilson score interval of a success rate, within [0, 1].
+
+  Args:
+    trials: none at all gives (0, 1).
+    z: quantile of the normal distribution; 1.96 for 95 %.
+
+  Source: Wilson, 1927; Brown, Cai and DasGupta, 2001, eq. 4.
+  """
+  if trials == 0:
+    return 0.0, 1.0
+  rate = successes / trials
+  center = rate + z**2 / (2 * trials)
+  spread = rate * (1 - rate) / trials + z**2 / (4 * trials**2)
+  margin = z * math.sqrt(spread)
+  scale = 1 + z**2 / trials
+  low, high = (center - margin) / scale, (center + margin) / scale
+  return max(0.0, low), min(1.0, high)
+
+
+def _line(round: int, metrics: Mapping[str, float]) -> str:
+  # JSON has no nan and no inf; readers of other languages refuse them.
+  values = {name: float(value) for name, value in metrics.items()}
+  finite = {k: v if math.isfinite(v) else None for k, v in values.items()}
+  return json.dumps({"round": round} | finite | {"round": round}) + "\n"
+
+
+def _drop_from(path: pathlib.Path, first_round: int) -> None:
+  """Keeps the whole lines of earlier rounds; at any kill, all or the rest."""
+  if not path.exists():
+    return
+  lines = path.read_text().splitlines(keepends=True)
+  kept = [line for line in lines if _is_before(line, first_round)]
+  rewritten = path.with_suffix(".tmp")
+  rewritten.write_text("".join(kept))
+  os.replace(rewritten, path)
+
+
+def _is_before(line: str, first_round: int) -> bool:
+  try:
+    return json.loads(line)["round"] < first_round
+  except json.JSONDecodeError:  # A kill cut the line short.
+    return False

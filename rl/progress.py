@@ -1,0 +1,87 @@
+"""How far a run is: what is saved between rounds, and who is told."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from jaxtyping import Float32
+
+from envs import base
+from rl import learner, trajectory
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Progress:
+  """All that a resumed run needs.
+
+  Attributes:
+    state: after `trained` rounds; valid until the next update.
+    cursor: of the prompts.
+    untrained: finished groups that no update holds.
+    in_flight: tasks of the groups to be played again.
+  """
+
+  state: learner.TrainState
+  trained: int
+  cursor: Mapping[str, Any]
+  untrained: Mapping[int, trajectory.Group]
+  in_flight: Mapping[int, base.Task]
+
+  def to_host(self) -> dict[str, Any]:
+    """Returns all but the state as JSON data."""
+    return {
+      "trained": self.trained,
+      "cursor": dict(self.cursor),
+      "untrained": [
+        trajectory.group_to_json(group)
+        for _, group in sorted(self.untrained.items())
+      ],
+      "in_flight": [
+        {"group_id": group_id, "task": dataclasses.asdict(task)}
+        for group_id, task in sorted(self.in_flight.items())
+      ],
+    }
+
+
+def from_host(state: learner.TrainState, host: Mapping[str, Any]) -> Progress:
+  """Returns the progress that `Progress.to_host` described."""
+  groups = [trajectory.group_from_json(data) for data in host["untrained"]]
+  return Progress(
+    state=state,
+    trained=host["trained"],
+    cursor=host["cursor"],
+    untrained={group.group_id: group for group in groups},
+    in_flight={
+      entry["group_id"]: base.Task(**entry["task"])
+      for entry in host["in_flight"]
+    },
+  )
+
+
+def beginning(state: learner.TrainState, cursor: Mapping[str, Any]) -> Progress:
+  """Returns the progress of a run that has trained nothing yet."""
+  return Progress(
+    state=state, trained=0, cursor=cursor, untrained={}, in_flight={}
+  )
+
+
+class Observer(Protocol):
+  """Who is told; called on the event loop, between rounds."""
+
+  async def on_round(
+    self,
+    metrics: Mapping[str, float],
+    groups: Sequence[trajectory.Group],
+    values: Sequence[Float32[np.ndarray, " G"]],
+  ) -> None:
+    """A round was trained; `values` are the advantages of its groups."""
+    ...
+
+  async def on_published(self, version: trajectory.PolicyVersion) -> None:
+    """Every engine serves `version`; nothing is published meanwhile."""
+    ...
+
+  async def on_boundary(self, progress: Progress) -> None:
+    """The run may be saved as it is now."""
+    ...

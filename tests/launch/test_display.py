@@ -1,0 +1,173 @@
+import io
+import math
+
+import pytest
+
+from launch import display
+
+
+class Terminal(io.StringIO):
+  def isatty(self) -> bool:
+    return True
+
+
+class Clock:
+  now_s = 0.0
+
+  def __call__(self) -> float:
+    return self.now_s
+
+
+_METRICS = {
+  "success": 0.62,
+  "reward_mean": 0.5,
+  "decode_tokens_per_s": 1234.0,
+  "learner_tokens_per_s": 3.4e6,
+  "overlap_share": 0.874,
+  "staleness_max": 1.0,
+  "staleness_bound": 2.0,
+  "zero_variance_groups": 3.0,
+  "entropy": 1.25,
+  "faults": 0.0,
+}
+
+
+def _plain(total_rounds: int = 300):
+  stream, clock = io.StringIO(), Clock()
+  return display.Display(total_rounds, stream, clock), stream, clock
+
+
+def test_a_line_shows_a_round():
+  shown, stream, clock = _plain()
+  shown.start()
+  shown.update({"round": 1, **_METRICS})
+  clock.now_s = 3.0
+  shown.evaluation(0.58, 0.512, 0.648)
+  shown.update({"round": 3, **_METRICS, "faults": 4})
+  shown.close()
+  # Two rounds took 3 s after the first update; 297 are left: 445.5 s.
+  assert stream.getvalue().splitlines() == [
+    "round   1/300  success  62%  eval    -  decode  1.2k/s"
+    "  learner  3.4M/s  overlap  87%  stale 1/2  left -",
+    "evaluation: success 58% (51% to 65%)",
+    "round   3/300  success  62%  eval  58%  decode  1.2k/s"
+    "  learner  3.4M/s  overlap  87%  stale 1/2  left 7:26  faults 4",
+  ]
+
+
+def test_missing_and_infinite_metrics_are_dashes():
+  shown, stream, _ = _plain(9)
+  shown.update({"round": 1, "success": math.nan})
+  assert stream.getvalue() == (
+    "round 1/9  success    -  eval    -  decode     -/s  learner     -/s"
+    "  overlap    -  stale -/-  left -\n"
+  )
+
+
+def test_lines_come_at_most_every_two_seconds_and_the_last_always():
+  shown, stream, clock = _plain(5)
+  for index, clock.now_s in enumerate([0.0, 1.9, 2.1, 2.2, 2.3]):
+    shown.update({"round": index + 1})
+  shown.close()
+  lines = stream.getvalue().splitlines()
+  assert [line[:9] for line in lines] == ["round 1/5", "round 3/5", "round 5/5"]
+
+
+def test_a_run_that_stops_early_shows_where():
+  shown, stream, _ = _plain(5)
+  shown.update({"round": 1})
+  shown.update({"round": 2})
+  shown.close()
+  assert stream.getvalue().splitlines()[-1].startswith("round 2/5")
+
+
+def test_phases_are_lines_but_not_every_count_of_one():
+  shown, stream, clock = _plain(5)
+  shown.phase("compiling")
+  shown.phase("warm start 1/40")
+  shown.phase("warm start 2/40")
+  clock.now_s = 2.0
+  shown.phase("warm start 3/40")
+  shown.update({"round": 1})
+  lines = stream.getvalue().splitlines()
+  assert lines[:3] == ["compiling", "warm start 1/40", "warm start 3/40"]
+  assert lines[3].startswith("round 1/5")
+
+
+def test_a_note_is_printed_as_it_is():
+  shown, stream, _ = _plain()
+  text = "[bold]groups[0:3][/bold] :warning: " + "x" * 200
+  shown.note(text)
+  assert stream.getvalue() == f"{text}\n"
+
+
+def test_lines_hold_no_escapes_even_when_colour_is_forced(monkeypatch):
+  monkeypatch.setenv("FORCE_COLOR", "1")
+  shown, stream, _ = _plain()
+  shown.start()
+  shown.phase("compiling")
+  shown.update({"round": 1, **_METRICS})
+  shown.note("12 of 'these'")
+  shown.close()
+  assert stream.getvalue().isascii()
+  assert "\x1b" not in stream.getvalue()
+
+
+@pytest.fixture
+def terminal(monkeypatch):
+  monkeypatch.setenv("TERM", "xterm-256color")
+  monkeypatch.setenv("COLUMNS", "80")
+  monkeypatch.setenv("NO_COLOR", "1")
+  return Terminal()
+
+
+def test_a_terminal_gets_a_panel_with_everything(terminal):
+  shown = display.Display(300, terminal, Clock())
+  shown.start()
+  for index, success in enumerate([0.0, 0.5, 1.0]):
+    shown.update({"round": index + 1, **_METRICS, "success": success})
+  shown.evaluation(0.58, 0.512, 0.648)
+  shown.close()
+  text = terminal.getvalue()
+  # 0, 3.5 rounded to even, and 7 of the bars 0 to 7.
+  for expected in (
+    "round 3/300",
+    "100%  ▁▅█",
+    "58% (51% to 65%)",
+    "1.2k tokens/s",
+    "3.4M tokens/s",
+    "87%",
+    "1/2",
+    "0.500",
+    "1.250",
+    "left 0:00",
+  ):
+    assert expected in text
+
+
+def test_a_terminal_shows_the_phase_until_the_first_round(terminal):
+  shown = display.Display(300, terminal)
+  shown.phase("warm start 12/40")
+  shown.start()
+  shown.note("engine 1 restarted")
+  shown.close()
+  assert "warm start 12/40" in terminal.getvalue()
+  assert "engine 1 restarted" in terminal.getvalue()
+
+
+def test_a_terminal_that_cannot_draw_gets_lines(terminal, monkeypatch):
+  monkeypatch.setenv("TERM", "dumb")
+  shown = display.Display(9, terminal)
+  shown.start()
+  shown.update({"round": 1})
+  shown.close()
+  assert terminal.getvalue().startswith("round 1/9  success")
+  assert "\x1b" not in terminal.getvalue()
+
+
+def test_a_sparkline_averages_a_long_history():
+  assert display.sparkline([]) == ""
+  assert display.sparkline([0.0, 1.0]) == "▁█"
+  # Halves of 0, 0, 1, 1 average to 0 and 1; out of range is clipped.
+  assert display.sparkline([0.0, 0.0, 1.0, 1.0], width=2) == "▁█"
+  assert display.sparkline([-1.0, 2.0]) == "▁█"

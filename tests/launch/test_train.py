@@ -1,0 +1,298 @@
+"""The launched program: a run, its files, stops, kills, and bad input."""
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+CONFIG = "configs/guess_number_moe.py"
+TINY = {
+  "rounds": "4",
+  "model.num_layers": "2",
+  "model.d_model": "32",
+  "model.d_ff": "32",
+  "model.num_heads": "2",
+  "model.head_dim": "16",
+  "rollout.group_size": "4",
+  "engine.slots": "32",
+  "engine.row_buckets": "32,",
+  "engine.chunk_buckets": "8,",
+  "overlap.groups_per_round": "4",
+  "overlap.groups_per_microbatch": "2",
+  "batch.rows": "8",
+  "warm_start": "none",
+  "evaluation.episodes": "16",
+  "evaluation.every": "2",
+  "keeping.checkpoint_every": "2",
+  "keeping.episodes_every": "2",
+}
+SYNC = {
+  "overlap.max_staleness": "0",
+  "overlap.wait_for_round": "true",
+  "overlap.on_publish": "drain",
+}
+
+
+def command(workdir, settings=None, config=CONFIG, module="launch.train"):
+  overrides = TINY if settings is None else settings
+  return [
+    sys.executable,
+    "-m",
+    module,
+    f"--config={config}",
+    f"--workdir={workdir}",
+    *(f"--config.{key}={value}" for key, value in overrides.items()),
+  ]
+
+
+def environment():
+  """As a user has it: the number of devices is for the launcher to set."""
+  return {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+
+
+def launch(arguments, timeout=240):
+  return subprocess.run(
+    arguments,
+    cwd=ROOT,
+    env=environment(),
+    capture_output=True,
+    text=True,
+    timeout=timeout,
+    stdin=subprocess.DEVNULL,
+    check=False,
+  )
+
+
+def lines(path):
+  return [json.loads(line) for line in path.read_text().splitlines() if line]
+
+
+def saved_params(workdir, step):
+  """Returns the digests of every leaf of a checkpoint."""
+  (record,) = (workdir / "checkpoints" / str(step)).glob("record/*")
+  leaves = json.loads(record.read_text())["body"]["leaves"]
+  return {name: leaf["digest"] for name, leaf in leaves.items()}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+  workdir = tmp_path_factory.mktemp("finished")
+  return launch(command(workdir)), workdir
+
+
+def test_a_run_ends_well_and_leaves_its_files(finished):
+  result, workdir = finished
+  assert result.returncode == 0, result.stderr
+  metrics = lines(workdir / "metrics.jsonl")
+  assert [row["round"] for row in metrics] == [1, 2, 3, 4]
+  assert all(row["staleness_max"] <= 1 for row in metrics)
+  assert all(row["logprob_gap_max"] < 1e-4 for row in metrics)
+  assert [row["round"] for row in lines(workdir / "evaluations.jsonl")] == [
+    0,
+    2,
+    4,
+  ]
+  for name in ("report.html", "learning_curve.svg", "trace.json"):
+    assert (workdir / name).stat().st_size > 1000
+  assert list((workdir / "tensorboard").iterdir())
+  episodes = lines(workdir / "trajectories" / "round_000001.jsonl")
+  assert len(episodes) == 16
+  first = episodes[0]["turns"][0]
+  assert first["context_words"] == ["guess", "<agent>"]
+  assert len(first["words"]) == len(first["logprobs"]) == len(first["tokens"])
+
+
+def test_a_run_prints_its_overlap_and_staleness(finished):
+  result, _ = finished
+  assert "both at once" in result.stdout
+  assert "staleness: at most" in result.stdout
+  assert "evaluation: success" in result.stdout
+  assert "Traceback" not in result.stderr
+
+
+def test_a_finished_run_says_so(finished):
+  _, workdir = finished
+  again = launch(command(workdir))
+  assert again.returncode == 0
+  assert "has all its 4 rounds" in again.stdout
+  assert len(lines(workdir / "metrics.jsonl")) == 4
+
+
+def test_the_written_config_reruns_the_experiment(finished, tmp_path):
+  _, workdir = finished
+  again = launch(
+    command(tmp_path, {"rounds": "1"}, config=workdir / "config.json")
+  )
+  assert again.returncode == 0, again.stderr
+  first = json.loads((workdir / "config.json").read_text())
+  second = json.loads((tmp_path / "config.json").read_text())
+  assert second == first | {"rounds": 1}
+
+
+def test_evaluate_plays_the_latest_checkpoint(finished):
+  _, workdir = finished
+  result = launch(
+    [
+      *[sys.executable, "-m", "launch.evaluate"],
+      f"--run={workdir}",
+      "--episodes=20",
+    ]
+  )
+  assert result.returncode == 0, result.stderr
+  text, data = result.stdout.strip().splitlines()[-2:]
+  assert "after 4 rounds: success" in text
+  outcome = json.loads(data)
+  assert outcome["episodes"] == 20
+  assert 0 <= outcome["low"] <= outcome["success"] <= outcome["high"] <= 1
+
+
+def test_a_workdir_of_another_config_is_refused(finished):
+  _, workdir = finished
+  result = launch(command(workdir, TINY | {"rollout.group_size": "8"}))
+  assert result.returncode == 2
+  assert "rollout.group_size: 4 -> 8" in result.stderr
+  assert "choose another directory" in result.stderr
+
+
+def start(arguments):
+  return subprocess.Popen(
+    arguments,
+    cwd=ROOT,
+    env=environment(),
+    stdout=subprocess.PIPE,
+    stderr=subprocess.STDOUT,
+    stdin=subprocess.DEVNULL,
+    text=True,
+  )
+
+
+def wait_for_rounds(workdir, count, process, deadline_s=200):
+  """Returns once `count` rounds are written."""
+  deadline = time.monotonic() + deadline_s
+  path = workdir / "metrics.jsonl"
+  while time.monotonic() < deadline and process.poll() is None:
+    if path.exists() and len(path.read_text().splitlines()) >= count:
+      return
+    time.sleep(0.02)
+  raise AssertionError(f"no {count} rounds: {process.communicate()[0]}")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stopped_run_saves_and_the_same_command_goes_on(number, tmp_path):
+  settings = TINY | {"rounds": "40", "keeping.checkpoint_every": "1000"}
+  process = start(command(tmp_path, settings))
+  wait_for_rounds(tmp_path, 3, process)
+  process.send_signal(number)
+  output, _ = process.communicate(timeout=60)
+  assert process.returncode == 128 + number, output
+  assert "saved after" in output
+  assert "python -m launch.train" in output
+  again = launch(command(tmp_path, settings))
+  assert again.returncode == 0, again.stderr
+  assert "going on after" in again.stdout
+  rounds = [row["round"] for row in lines(tmp_path / "metrics.jsonl")]
+  assert rounds == list(range(1, 41))
+
+
+def test_a_killed_synchronous_run_ends_bit_equal_to_one_that_was_not(tmp_path):
+  settings = TINY | SYNC | {"rounds": "8"}
+  whole, killed = tmp_path / "whole", tmp_path / "killed"
+  assert launch(command(whole, settings)).returncode == 0
+  process = start(command(killed, settings))
+  wait_for_rounds(killed, 5, process)
+  process.kill()
+  process.communicate()
+  again = launch(command(killed, settings))
+  assert again.returncode == 0, again.stderr
+  assert "going on after" in again.stdout
+  assert saved_params(killed, 8) == saved_params(whole, 8)
+  timeless = ("loss", "success", "entropy", "grad_norm", "trained_tokens")
+  for one, two in zip(
+    lines(whole / "metrics.jsonl"),
+    lines(killed / "metrics.jsonl"),
+    strict=True,
+  ):
+    assert {k: one[k] for k in timeless} == {k: two[k] for k in timeless}
+
+
+def test_a_checkpoint_cut_short_gives_way_to_the_one_before(finished, tmp_path):
+  _, workdir = finished
+  copy = tmp_path / "copy"
+  subprocess.run(["cp", "-r", str(workdir), str(copy)], check=True)
+  data = max(
+    (p for p in (copy / "checkpoints" / "4").rglob("*") if p.is_file()),
+    key=lambda p: p.stat().st_size,
+  )
+  with data.open("r+b") as file:
+    file.truncate(data.stat().st_size // 2)
+  result = launch(command(copy))
+  assert result.returncode == 0, result.stderr
+  assert "is damaged" in result.stdout
+  assert "going on after 2 rounds" in result.stdout
+  assert [row["round"] for row in lines(copy / "metrics.jsonl")] == [1, 2, 3, 4]
+
+
+BAD = {
+  "a typo": (
+    {"rollout.gruop_size": "8"},
+    ["--config.rollout.gruop_size", "--config.rollout.group_size", "int"],
+  ),
+  "a wrong type": (
+    {"optimizer.learning_rate": "fast"},
+    ["optimizer.learning_rate", "fast", "float"],
+  ),
+  "no groups": ({"overlap.groups_per_round": "0"}, ["groups_per_round=0"]),
+  "a negative bound": ({"overlap.max_staleness": "-1"}, ["max_staleness=-1"]),
+  "one member": (
+    {"rollout.group_size": "1"},
+    ["rollout.group_size=1", "Grpo", "Reinforce"],
+  ),
+  "rows that do not divide": (
+    {"placement.learner.data": "3"},
+    ["batch.rows=8", "placement.learner.data=3", "use 9"],
+  ),
+  "experts that do not divide": (
+    {"placement.learner.expert": "3"},
+    ["placement.learner.expert=3", "num_experts=4"],
+  ),
+  "meshes that share devices": (
+    {"placement.decode.first_device": "0"},
+    ["share devices [0]", "placement.colocated=true"],
+  ),
+  "an environment that does not exist": (
+    {"environment": "envs.textarena.Chess()"},
+    ["environment", "Chess"],
+  ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_setting_that_cannot_work_is_named_before_any_device(name, tmp_path):
+  settings, words = BAD[name]
+  result = launch(command(tmp_path / "run", TINY | settings), timeout=60)
+  assert result.returncode == 2, result.stderr
+  for word in words:
+    assert word in result.stderr
+  assert "Traceback" not in result.stderr
+  assert not (tmp_path / "run").exists()
+
+
+def test_a_missing_config_file_names_the_nearest(tmp_path):
+  result = launch(command(tmp_path, {}, config="configs/guess_numbr_moe.py"))
+  assert result.returncode == 2
+  assert "configs/guess_number_moe.py" in result.stderr
+  assert "Traceback" not in result.stderr
+
+
+def test_a_workdir_that_cannot_be_written_is_refused(tmp_path):
+  (tmp_path / "file").write_text("not a directory")
+  result = launch(command(tmp_path / "file" / "run"))
+  assert result.returncode == 2
+  assert "cannot be written" in result.stderr
+  assert "Traceback" not in result.stderr

@@ -1,0 +1,89 @@
+import json
+import math
+import struct
+
+import pytest
+from tensorboardX.proto import event_pb2
+
+from rl import metrics
+
+
+def _rounds(path):
+  return [json.loads(line)["round"] for line in path.read_text().splitlines()]
+
+
+def _scalars(directory):
+  # A record is its length (8 bytes), a sum (4), the event and a sum (4).
+  for path in directory.iterdir():
+    data, at = path.read_bytes(), 0
+    while at < len(data):
+      (size,) = struct.unpack_from("<Q", data, at)
+      payload = data[at + 12 : at + 12 + size]
+      event = event_pb2.Event.FromString(payload)  # pyright: ignore
+      for value in event.summary.value:
+        yield value.tag, event.step, value.simple_value
+      at += size + 16
+
+
+def test_a_line_is_on_disk_when_write_returns(tmp_path):
+  writer = metrics.MetricsWriter(tmp_path / "run")
+  writer.write(3, {"round": 3.0, "success": 0.5, "faults": 2})
+  line = (tmp_path / "run/metrics.jsonl").read_text()
+  assert line == '{"round": 3, "success": 0.5, "faults": 2.0}\n'
+  writer.close()
+
+
+def test_nan_and_inf_become_null(tmp_path):
+  writer = metrics.MetricsWriter(tmp_path)
+  writer.evaluation(0, {"success": math.nan, "reward": -math.inf})
+  line = (tmp_path / "evaluations.jsonl").read_text()
+  assert line == '{"round": 0, "success": null, "reward": null}\n'
+  writer.close()
+
+
+def test_tensorboard_gets_the_same_numbers(tmp_path):
+  writer = metrics.MetricsWriter(tmp_path)
+  writer.write(3, {"success": 0.5})
+  writer.evaluation(3, {"success": 0.75})
+  writer.close()
+  assert list(_scalars(tmp_path / "tensorboard")) == [
+    ("success", 3, 0.5),
+    ("evaluation/success", 3, 0.75),
+  ]
+
+
+def test_a_resumed_run_has_each_round_once(tmp_path):
+  writer = metrics.MetricsWriter(tmp_path)
+  for index in range(5):
+    writer.write(index, {})
+    writer.evaluation(index, {})
+  writer.close()
+  with (tmp_path / "metrics.jsonl").open("a") as file:
+    file.write('{"round": 1, "succ')  # Killed while it wrote.
+  resumed = metrics.MetricsWriter(tmp_path, first_round=3)
+  resumed.write(3, {})
+  resumed.evaluation(3, {})
+  resumed.close()
+  assert _rounds(tmp_path / "metrics.jsonl") == [0, 1, 2, 3]
+  assert _rounds(tmp_path / "evaluations.jsonl") == [0, 1, 2, 3]
+  assert not list(tmp_path.glob("*.tmp"))
+
+
+@pytest.mark.parametrize(
+  ("successes", "trials", "low", "high"),
+  [
+    # z^2 = 3.8416. 8 of 10: center .8 + .19208, margin 1.96 sqrt(.016 +
+    # .009604) = .313624, over 1.38416: (.490157, .943319).
+    (8, 10, 0.490157, 0.943319),
+    # 0 of 10: .19208 -+ .19208 over 1.38416.
+    (0, 10, 0.0, 0.277540),
+    # 10 of 10: the mirror image.
+    (10, 10, 0.722460, 1.0),
+    # Half of 100: symmetric about .5.
+    (50, 100, 0.403830, 0.596170),
+    (0, 0, 0.0, 1.0),
+  ],
+)
+def test_wilson_intervals_are_the_published_ones(successes, trials, low, high):
+  expected = pytest.approx((low, high), abs=1e-6)
+  assert metrics.wilson(successes, trials) == expected
