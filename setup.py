@@ -19,6 +19,7 @@ setuptools.setup(
   python_requires=">=3.11,<3.14",
   package_dir={"": "."},
   packages=["configs", "envs", "launch", "models", "rl"],
+  package_data={"launch": ["*.html", "*.js"]},
   install_requires=[
     "jax>=0.8.3,<0.13",
     "optax>=0.2.6",

@@ -10,9 +10,9 @@ import jax
 def describe() -> str:
   """Returns processor, cores, Python, jax and backend."""
   return (
-      f"{_processor()}, {os.cpu_count()} cores, Python "
-      f"{platform.python_version()}, jax {jax.__version__} on "
-      f"{jax.default_backend()}"
+    f"{_processor()}, {os.cpu_count()} cores, Python "
+    f"{platform.python_version()}, jax {jax.__version__} on "
+    f"{jax.default_backend()}"
   )
 
 

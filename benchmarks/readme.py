@@ -18,11 +18,11 @@ import time
 
 from absl import app
 from absl import flags as absl_flags
-from envs import delayed
-from rl import assemble, config, events, overlap, progress, trace, trajectory
 
 from benchmarks import machine
+from envs import delayed
 from launch import devices, flags
+from rl import assemble, config, events, overlap, progress, trace, trajectory
 
 _ROUNDS = absl_flags.DEFINE_integer("rounds", 60, "Rounds of each run.")
 _REPEATS = absl_flags.DEFINE_integer("repeats", 3, "Runs of each schedule.")
@@ -30,9 +30,9 @@ _RESULTS = pathlib.Path(__file__).parent / "results" / "readme.json"
 _GROUPS = 16
 
 SCHEDULES = {
-    "sync": overlap.sync(_GROUPS, 1, 8),
-    "round pipelined": overlap.round_pipelined(_GROUPS, 1, 4),
-    "in flight, eta=1": overlap.in_flight(_GROUPS, 1, 8),
+  "sync": overlap.sync(_GROUPS, 1, 8),
+  "round pipelined": overlap.round_pipelined(_GROUPS, 1, 4),
+  "in flight, eta=1": overlap.in_flight(_GROUPS, 1, 8),
 }
 
 
@@ -63,26 +63,26 @@ async def measure(experiment: config.Experiment) -> dict[str, float]:
     first = len(parts.spans.spans)
     start = time.monotonic()
     await assemble.coordinate(parts, quiet).run(
-        progress.beginning(state, parts.tasks.cursor)
+      progress.beginning(state, parts.tasks.cursor)
     )
     wall_s = time.monotonic() - start
   finally:
     await parts.close()
   broken = events.violations(
-      parts.log.events, experiment.overlap, experiment.rollout.group_size
+    parts.log.events, experiment.overlap, experiment.rollout.group_size
   )
   if broken:
     raise RuntimeError(f"invariants broke: {broken[:3]}")
   both = trace.overlap(parts.spans.spans[first:])
   last = quiet.rounds[-10:]
   return {
-      "wall_s": wall_s,
-      "learner_s": both.first_s,
-      "decode_s": both.second_s,
-      "both_s": both.both_s,
-      "max_lag": max(events.staleness(parts.log.events)),
-      "groups": sum(m["groups"] for m in quiet.rounds),
-      "success": statistics.fmean(m["success"] for m in last),
+    "wall_s": wall_s,
+    "learner_s": both.first_s,
+    "decode_s": both.second_s,
+    "both_s": both.both_s,
+    "max_lag": max(events.staleness(parts.log.events)),
+    "groups": sum(m["groups"] for m in quiet.rounds),
+    "success": statistics.fmean(m["success"] for m in last),
   }
 
 
@@ -97,7 +97,7 @@ async def _compile_learner(parts: assemble.Parts, state) -> None:
     programs = parts.programs
     copy = programs.wrap(state.params)
     total = programs.accumulate(
-        copy.params, programs.zero(), programs.place(packed)
+      copy.params, programs.zero(), programs.place(packed)
     )
     programs.update(copy, total)
     probe = batch.Batch(*(x[:8] for x in packed))
@@ -110,22 +110,22 @@ def main(argv: list[str]) -> None:
   """Runs both tables and prints them."""
   del argv
   base = flags.load(
-      "configs/guess_number_moe.py", {"rounds": str(_ROUNDS.value)}
+    "configs/guess_number_moe.py", {"rounds": str(_ROUNDS.value)}
   )
   devices.prepare(base.placement)
   rows = []
   for label, environment in (
-      ("(a) as it is", base.environment),
-      (
-          "(b) 30 ms steps",
-          delayed.Delayed(source=base.environment, median_s=0.03, sigma=1.0),
-      ),
+    ("(a) as it is", base.environment),
+    (
+      "(b) 30 ms steps",
+      delayed.Delayed(source=base.environment, median_s=0.03, sigma=1.0),
+    ),
   ):
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in SCHEDULES}
     for _ in range(_REPEATS.value):
       for name, schedule in SCHEDULES.items():
         experiment = dataclasses.replace(
-            base, environment=environment, overlap=schedule
+          base, environment=environment, overlap=schedule
         )
         runs[name].append(asyncio.run(measure(experiment)))
     rows += [_row(label, name, runs) for name in SCHEDULES]
@@ -139,36 +139,36 @@ def main(argv: list[str]) -> None:
 
 def _row(label: str, name: str, runs: dict) -> dict:
   median = {
-      key: statistics.median(run[key] for run in runs[name])
-      for key in runs[name][0]
+    key: statistics.median(run[key] for run in runs[name])
+    for key in runs[name][0]
   }
   speed_ups = [
-      sync["wall_s"] / run["wall_s"]
-      for sync, run in zip(runs["sync"], runs[name], strict=True)
+    sync["wall_s"] / run["wall_s"]
+    for sync, run in zip(runs["sync"], runs[name], strict=True)
   ]
   return {
-      "task": label,
-      "schedule": name,
-      "speed_up": statistics.median(speed_ups),
-      "speed_up_min": min(speed_ups),
-      "speed_up_max": max(speed_ups),
-      **median,
+    "task": label,
+    "schedule": name,
+    "speed_up": statistics.median(speed_ups),
+    "speed_up_min": min(speed_ups),
+    "speed_up_max": max(speed_ups),
+    **median,
   }
 
 
 def _print(rows: list[dict]) -> None:
   print(
-      "| task | schedule | seconds | speed-up | learner busy | decode busy | "
-      "both busy | max lag | success, last 10 rounds |"
+    "| task | schedule | seconds | speed-up | learner busy | decode busy | "
+    "both busy | max lag | success, last 10 rounds |"
   )
   print("|---|---|---|---|---|---|---|---|---|")
   for row in rows:
     print(
-        f"| {row['task']} | {row['schedule']} | {row['wall_s']:.1f} | "
-        f"{row['speed_up']:.2f}x ({row['speed_up_min']:.2f}-"
-        f"{row['speed_up_max']:.2f}) | {row['learner_s']:.1f} | "
-        f"{row['decode_s']:.1f} | {row['both_s']:.1f} | {row['max_lag']:.0f} | "
-        f"{row['success']:.1%} |"
+      f"| {row['task']} | {row['schedule']} | {row['wall_s']:.1f} | "
+      f"{row['speed_up']:.2f}x ({row['speed_up_min']:.2f}-"
+      f"{row['speed_up_max']:.2f}) | {row['learner_s']:.1f} | "
+      f"{row['decode_s']:.1f} | {row['both_s']:.1f} | {row['max_lag']:.0f} | "
+      f"{row['success']:.1%} |"
     )
 
 

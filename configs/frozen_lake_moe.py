@@ -1,41 +1,41 @@
 """Cross a frozen lake on a map never seen before: FrozenLake 4x4, 10 moves.
 
-  python -m launch.train --config=configs/frozen_lake_moe.py --workdir=DIR
+python -m launch.train --config=configs/frozen_lake_moe.py --workdir=DIR
 """
 
 from envs import gymnasium, rewards
 from models import config as model_config
 from rl import (
-    config,
-    engine_jax,
-    learner,
-    losses,
-    overlap,
-    rollout,
-    warm_start,
+  config,
+  engine_jax,
+  learner,
+  losses,
+  overlap,
+  rollout,
+  warm_start,
 )
 
 
 def get_config() -> config.Experiment:
   """Returns a run of a few minutes on two cores."""
   return config.Experiment(
-      environment=gymnasium.FrozenLake(size=4, turns=10),
-      reward=rewards.Outcome(),
-      model=model_config.tiny_moe(vocab_size=23, max_length=80),
-      rollout=rollout.Rollout(
-          group_size=8, max_turns=10, turn_tokens=2, max_tokens=80
-      ),
-      engine=engine_jax.EngineSettings(
-          slots=256, chunk_buckets=(6, 32), steps_per_dispatch=2
-      ),
-      overlap=overlap.in_flight(
-          groups_per_round=16, max_staleness=1, groups_per_microbatch=8
-      ),
-      objective=learner.Objective(
-          loss=losses.ClippedSurrogate(), entropy_bonus=0.01
-      ),
-      optimizer=learner.AdamW(learning_rate=2e-4),
-      batch=config.BatchShape(rows=48, length=80),
-      warm_start=warm_start.WarmStart(steps=100, episodes=64, exploration=0.4),
-      rounds=200,
+    environment=gymnasium.FrozenLake(size=4, turns=10),
+    reward=rewards.Outcome(),
+    model=model_config.tiny_moe(vocab_size=23, max_length=80),
+    rollout=rollout.Rollout(
+      group_size=8, max_turns=10, turn_tokens=2, max_tokens=80
+    ),
+    engine=engine_jax.EngineSettings(
+      slots=256, chunk_buckets=(6, 32), steps_per_dispatch=2
+    ),
+    overlap=overlap.in_flight(
+      groups_per_round=16, max_staleness=1, groups_per_microbatch=8
+    ),
+    objective=learner.Objective(
+      loss=losses.ClippedSurrogate(), entropy_bonus=0.01
+    ),
+    optimizer=learner.AdamW(learning_rate=2e-4),
+    batch=config.BatchShape(rows=48, length=80),
+    warm_start=warm_start.WarmStart(steps=100, episodes=64, exploration=0.4),
+    rounds=200,
   )

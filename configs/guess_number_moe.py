@@ -1,41 +1,41 @@
 """Guess a number from 1 to 20 in five guesses: the agent finds binary search.
 
-  python -m launch.train --config=configs/guess_number_moe.py --workdir=DIR
+python -m launch.train --config=configs/guess_number_moe.py --workdir=DIR
 """
 
 from envs import rewards, textarena
 from models import config as model_config
 from rl import (
-    config,
-    engine_jax,
-    learner,
-    losses,
-    overlap,
-    rollout,
-    warm_start,
+  config,
+  engine_jax,
+  learner,
+  losses,
+  overlap,
+  rollout,
+  warm_start,
 )
 
 
 def get_config() -> config.Experiment:
   """Returns a run of a few minutes on two cores."""
   return config.Experiment(
-      environment=textarena.GuessTheNumber(low=1, high=20, turns=5),
-      reward=rewards.Outcome(),
-      model=model_config.tiny_moe(vocab_size=29, max_length=32),
-      rollout=rollout.Rollout(
-          group_size=8, max_turns=8, turn_tokens=2, max_tokens=32
-      ),
-      engine=engine_jax.EngineSettings(
-          slots=256, chunk_buckets=(4, 32), steps_per_dispatch=2
-      ),
-      overlap=overlap.in_flight(
-          groups_per_round=16, max_staleness=1, groups_per_microbatch=8
-      ),
-      objective=learner.Objective(
-          loss=losses.ClippedSurrogate(), entropy_bonus=0.003
-      ),
-      optimizer=learner.AdamW(learning_rate=5e-4),
-      batch=config.BatchShape(rows=48, length=32),
-      warm_start=warm_start.WarmStart(steps=60, episodes=64, exploration=0.7),
-      rounds=400,
+    environment=textarena.GuessTheNumber(low=1, high=20, turns=5),
+    reward=rewards.Outcome(),
+    model=model_config.tiny_moe(vocab_size=29, max_length=32),
+    rollout=rollout.Rollout(
+      group_size=8, max_turns=8, turn_tokens=2, max_tokens=32
+    ),
+    engine=engine_jax.EngineSettings(
+      slots=256, chunk_buckets=(4, 32), steps_per_dispatch=2
+    ),
+    overlap=overlap.in_flight(
+      groups_per_round=16, max_staleness=1, groups_per_microbatch=8
+    ),
+    objective=learner.Objective(
+      loss=losses.ClippedSurrogate(), entropy_bonus=0.003
+    ),
+    optimizer=learner.AdamW(learning_rate=5e-4),
+    batch=config.BatchShape(rows=22, length=60),
+    warm_start=warm_start.WarmStart(steps=60, episodes=64, exploration=0.7),
+    rounds=1200,
   )

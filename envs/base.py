@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 Role = Literal["system", "user", "assistant", "tool"]
 Split = Literal["train", "eval"]
@@ -70,6 +70,7 @@ class Grade:
   parts: Mapping[str, float]
 
 
+@runtime_checkable
 class Environment(Protocol):
   """One episode. Single-use: start, step until done, close.
 
@@ -89,6 +90,7 @@ class Environment(Protocol):
     ...
 
 
+@runtime_checkable
 class Source(Protocol):
   """A family of tasks and how to build their environments.
 
@@ -117,13 +119,12 @@ class Source(Protocol):
     """Returns a good answer to a conversation, for demonstrations."""
     ...
 
-  def explore(
-      self, task: Task, messages: Sequence[Message], seed: int
-  ) -> str:
+  def explore(self, task: Task, messages: Sequence[Message], seed: int) -> str:
     """Returns a random legal answer; the same seed gives the same answer."""
     ...
 
 
+@runtime_checkable
 class Reward(Protocol):
   """Grades finished episodes from their text alone."""
 
@@ -133,7 +134,7 @@ class Reward(Protocol):
     ...
 
   async def __call__(
-      self, task: Task, transcripts: Sequence[Transcript]
+    self, task: Task, transcripts: Sequence[Transcript]
   ) -> Sequence[Grade]:
     """Returns one grade for each transcript, in order."""
     ...

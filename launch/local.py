@@ -6,6 +6,7 @@ restore or start afresh -> engine up -> evaluate -> rounds -> evaluate
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import os
 import pathlib
@@ -24,12 +25,12 @@ from rl import (
   coordinator,
   evaluate,
   events,
-  metrics,
   recorder,
   trace,
   trajectory,
   watchdog,
 )
+from rl import metrics as metrics_lib
 from rl import progress as progress_lib
 
 _EPISODES_KEPT = 4
@@ -70,7 +71,7 @@ class _Run:
     self._checkpoints = checkpoint.Checkpoints(
       run_dir / "checkpoints", experiment.keeping.checkpoints
     )
-    self._metrics: metrics.MetricsWriter | None = None
+    self._closing = contextlib.ExitStack()
     self._saved = -1
     self._evaluated = -1
     self._signal = 0
@@ -93,9 +94,8 @@ class _Run:
       return 128 + self._signal
     finally:
       await parts.close()
+      self._closing.close()
       self._checkpoints.close()
-      if self._metrics is not None:
-        self._metrics.close()
 
   def _on_signal(self, number: int) -> None:
     if self._signal:  # The user insists.
@@ -113,9 +113,10 @@ class _Run:
         "--config.rounds to go on"
       )
       return 0
-    self._metrics = metrics.MetricsWriter(
+    self._metrics = metrics_lib.MetricsWriter(
       self._dir, first_round=progress.trained + 1
     )
+    self._closing.callback(self._metrics.close)
     await parts.start(
       progress.state,
       trajectory.PolicyVersion(progress.trained),
@@ -154,18 +155,18 @@ class _Run:
 
   async def on_round(
     self,
-    numbers: Mapping[str, float],
+    metrics: Mapping[str, float],
     groups: Sequence[trajectory.Group],
     values: Sequence[Float32[np.ndarray, " G"]],
   ) -> None:
     """Writes and shows the numbers of a round and a few of its episodes."""
-    self._metrics.write(int(numbers["round"]), numbers)
-    self._screen.update(numbers)
+    self._metrics.write(int(metrics["round"]), metrics)
+    self._screen.update(metrics)
     every = self._experiment.keeping.episodes_every
-    if int(numbers["round"]) % every == 1 % every:
+    if int(metrics["round"]) % every == 1 % every:
       recorder.write(
         self._dir,
-        int(numbers["round"]),
+        int(metrics["round"]),
         groups[:_EPISODES_KEPT],
         values[:_EPISODES_KEPT],
         self._parts.chat,

@@ -15,18 +15,18 @@ import threading
 ROOT = pathlib.Path(__file__).parents[1] if "__file__" in globals() else ".."
 sys.path.insert(0, str(ROOT))
 
-from launch import devices, flags  # noqa: E402
+from launch import devices, flags
 
 # Settings are a typed, frozen tree; overrides are those of the command line.
 experiment = flags.load(
-    f"{ROOT}/configs/guess_number_moe.py",
-    {
-        "rollout.group_size": "4",
-        "overlap.groups_per_round": "2",
-        "overlap.groups_per_microbatch": "2",
-        "engine.slots": "32",
-        "warm_start.steps": "10",
-    },
+  f"{ROOT}/configs/guess_number_moe.py",
+  {
+    "rollout.group_size": "4",
+    "overlap.groups_per_round": "2",
+    "overlap.groups_per_microbatch": "2",
+    "engine.slots": "32",
+    "warm_start.steps": "10",
+  },
 )
 devices.prepare(experiment.placement)
 
@@ -36,13 +36,13 @@ devices.prepare(experiment.placement)
 # their own: on a laptop those are two virtual devices of the CPU.
 
 # %%
-from rl import (  # noqa: E402
-    advantages,
-    assemble,
-    batch,
-    learner,
-    recorder,
-    trajectory,
+from rl import (
+  advantages,
+  assemble,
+  batch,
+  learner,
+  recorder,
+  trajectory,
 )
 
 parts = assemble.build(experiment)
@@ -78,10 +78,10 @@ print(parts.engine.stats())
 async def roll_out(count):
   """Plays `count` groups side by side."""
   groups = (
-      parts.player.group(
-          parts.tasks.next(), i, experiment.seed, trajectory.PolicyVersion(0)
-      )
-      for i in range(count)
+    parts.player.group(
+      parts.tasks.next(), i, experiment.seed, trajectory.PolicyVersion(0)
+    )
+    for i in range(count)
   )
   return await asyncio.gather(*groups)
 
@@ -100,10 +100,10 @@ for group in groups:
 member = groups[0].trajectories[0]
 for turn in recorder.readable(member, parts.chat)["turns"]:
   said = [
-      f"{word} ({logprob:.2f}, v{version})"
-      for word, logprob, version in zip(
-          turn["words"], turn["logprobs"], turn["versions"], strict=True
-      )
+    f"{word} ({logprob:.2f}, v{version})"
+    for word, logprob, version in zip(
+      turn["words"], turn["logprobs"], turn["versions"], strict=True
+    )
   ]
   print(" ".join(turn["context_words"]), "->", ", ".join(said))
 print(member.status, member.reward)
@@ -118,16 +118,16 @@ episodes, values = [], []
 for group in groups:
   estimate, trained = advantages.of_group(group, experiment.advantage)
   for one, value, used in zip(
-      group.trajectories, estimate, trained, strict=True
+    group.trajectories, estimate, trained, strict=True
   ):
     if used:
       episodes.append(one)
       values.append(float(value))
 packed = batch.pack(
-    episodes,
-    values,
-    rows=experiment.batch.rows,
-    length=experiment.batch.length,
+  episodes,
+  values,
+  rows=experiment.batch.rows,
+  length=experiment.batch.length,
 )
 
 
@@ -136,7 +136,7 @@ def train(state: learner.TrainState):
   total = parts.programs.zero()
   for rows in packed:
     total = parts.programs.accumulate(
-        state.params, total, parts.programs.place(rows)
+      state.params, total, parts.programs.place(rows)
     )
   return parts.programs.update(state, total)
 
@@ -150,9 +150,9 @@ print({name: round(float(value), 4) for name, value in metrics.items()})
 
 # %%
 run(
-    parts.publisher.publish(
-        trajectory.PolicyVersion(1), state.params, "recompute"
-    )
+  parts.publisher.publish(
+    trajectory.PolicyVersion(1), state.params, "recompute"
+  )
 )
 print("served version:", parts.engine.stats().version)
 again = run(roll_out(1))[0].trajectories[0]
@@ -168,7 +168,7 @@ run(parts.close())
 
 # %%
 print(
-    dataclasses.replace(
-        experiment, advantage=advantages.Reinforce(baseline=0.5)
-    ).advantage
+  dataclasses.replace(
+    experiment, advantage=advantages.Reinforce(baseline=0.5)
+  ).advantage
 )

@@ -1,7 +1,7 @@
 """How much better each member of a group did: rewards -> advantages."""
 
 import dataclasses
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Bool, Float32
@@ -9,6 +9,7 @@ from jaxtyping import Bool, Float32
 from rl import trajectory
 
 
+@runtime_checkable
 class Estimator(Protocol):
   """Frozen callable from the rewards of a group to advantages."""
 

@@ -140,7 +140,7 @@ async def initial_state(
   """Returns fresh parameters, after the warm start if there is one."""
   experiment = parts.experiment
   state = await parts.learner_thread.run(
-    "init", _init, parts.programs, experiment.seed
+    "init", fresh_state, parts.programs, experiment.seed
   )
   settings = experiment.warm_start
   if settings is None:
@@ -173,7 +173,8 @@ async def initial_state(
   )
 
 
-def _init(programs: learner.Learner, seed: int) -> learner.TrainState:
+def fresh_state(programs: learner.Learner, seed: int) -> learner.TrainState:
+  """Returns random parameters and an optimizer that has seen nothing."""
   with jax.transfer_guard("allow"):
     return programs.init(jax.random.key(seed))
 

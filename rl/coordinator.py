@@ -283,7 +283,7 @@ class Coordinator:
       this.groups.append(group)
       this.values.append(values)
       this.trained.append(trained)
-      chosen = np.flatnonzero(trained)
+      chosen = np.flatnonzero(trained).tolist()
       members += [group.trajectories[i] for i in chosen]
       weights_ += [float(values[i]) for i in chosen]
     batches = batch.pack(

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Float32, Int32
@@ -113,6 +113,7 @@ def check_request(
     raise ValueError(f"{name}: seed={request.seed} needs more than 32 bits")
 
 
+@runtime_checkable
 class DecodeEngine(Protocol):
   """Samples answers; all methods belong to one event loop."""
 

@@ -11,7 +11,7 @@ import numbers
 import time
 import zlib
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 from jaxtyping import Int32
@@ -23,6 +23,7 @@ from rl import trajectory
 _T = TypeVar("_T")
 
 
+@runtime_checkable
 class Chat(Protocol):
   """Messages <-> ids, append-only; `models.chat` has one."""
 
@@ -52,6 +53,7 @@ class Chat(Protocol):
     ...
 
 
+@runtime_checkable
 class Sampler(Protocol):
   """The part of a decode engine that playing needs."""
 
@@ -253,8 +255,9 @@ def _encode(
 
 async def guarded(work: Awaitable[_T], deadline_s: float, what: str) -> _T:
   """Returns what foreign code returns in time, and raises Fault else."""
+  deadline = asyncio.timeout(deadline_s)
   try:
-    async with asyncio.timeout(deadline_s) as deadline:
+    async with deadline:
       return await work
   except Exception as error:
     if isinstance(error, TimeoutError) and deadline.expired():
@@ -265,7 +268,9 @@ async def guarded(work: Awaitable[_T], deadline_s: float, what: str) -> _T:
 
 def checked_reward(reward: object) -> float:
   """Returns a reward that is a finite number, and raises Fault else."""
-  real = isinstance(reward, numbers.Real) and not isinstance(reward, bool)
-  if not real or not math.isfinite(reward):
-    raise Fault(f"reward {reward!r} is not a finite number")
-  return float(reward)
+  # numpy's numbers are Real too; bool is an int, but no reward.
+  if isinstance(reward, numbers.Real) and not isinstance(reward, bool):
+    value = float(reward)
+    if math.isfinite(value):
+      return value
+  raise Fault(f"reward {reward!r} is not a finite number")

@@ -10,7 +10,7 @@ Letters: B rows, L row length, V vocabulary.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ from rl import batch as batch_lib
 from rl import losses
 
 
+@runtime_checkable
 class Optimizer(Protocol):
   """Frozen callable that builds an optax transformation."""
 
@@ -123,16 +124,17 @@ def token_logprobs(
   Entry t comes from the logits at t - 1, so the first entry of a row, and of
   every segment, scores nothing: a trajectory starts with context.
   """
+  placed = _as_jax(batch)
   logits, aux = transformer.apply(
     params,
     config,
-    batch.tokens,
-    batch.positions,
-    batch.segments,
+    placed.tokens,
+    placed.positions,
+    placed.segments,
     mesh=mesh,
   )
   logprobs = jax.nn.log_softmax(logits[:, :-1] / temperature)
-  targets = batch.tokens[:, 1:, None]
+  targets = placed.tokens[:, 1:, None]
   scored = jnp.take_along_axis(logprobs, targets, axis=-1)[..., 0]
   entropy = -(jnp.exp(logprobs) * logprobs).sum(-1)
   first = ((0, 0), (1, 0))
@@ -184,8 +186,7 @@ def build(
   state_shardings = _state_shardings(
     config, param_shardings, optimizer, replicated
   )
-  sum_shardings = Sums(*(replicated for _ in Sums._fields))
-  acc_shardings = Accumulator(param_shardings, sum_shardings)
+  acc_shardings = Accumulator._make((param_shardings, replicated))
   score = functools.partial(
     token_logprobs,
     config=config,
@@ -216,9 +217,9 @@ def build(
     changes, opt_state = optimizer.update(grads, opt_state, params)
     metrics = {name: value / tokens for name, value in sums._asdict().items()}
     metrics["tokens"] = sums.tokens
-    metrics["grad_norm"] = optax.global_norm(grads)
+    metrics["grad_norm"] = optax.tree.norm(grads)
     params = optax.apply_updates(params, changes)
-    return TrainState(params, opt_state, updates + 1), metrics
+    return TrainState._make((params, opt_state, updates + 1)), metrics
 
   apply_update = jax.jit(
     update, donate_argnums=(1, 3), out_shardings=(state_shardings, None)
@@ -254,9 +255,10 @@ def _objective(
   objective: Objective,
 ) -> tuple[Array, Sums]:
   logprobs, entropy, aux = score(params, batch)
-  sampled = batch.sampled
+  placed = _as_jax(batch)
+  sampled = placed.sampled
   loss, clipped = jax.vmap(objective.loss)(
-    logprobs, batch.behaviour, batch.advantages, sampled
+    logprobs, placed.behaviour, placed.advantages, sampled
   )
   tokens = sampled.sum().astype(jnp.float32)
   sums = Sums(
@@ -264,7 +266,7 @@ def _objective(
     loss=loss.sum(),
     clipped=clipped.sum(),
     entropy=jnp.where(sampled, entropy, 0.0).sum(),
-    behaviour_kl=jnp.where(sampled, batch.behaviour - logprobs, 0.0).sum(),
+    behaviour_kl=jnp.where(sampled, placed.behaviour - logprobs, 0.0).sum(),
     balance=aux.load_balance * tokens,
     router_entropy=aux.router_entropy * tokens,
   )
@@ -274,6 +276,11 @@ def _objective(
     + objective.balance_weight * sums.balance
   )
   return total, sums
+
+
+def _as_jax(batch: batch_lib.Batch) -> Any:
+  """Returns the batch with jax arrays, which inside a jit it has anyway."""
+  return jax.tree.map(jnp.asarray, batch)
 
 
 def _param_shapes(config: model_config.ModelConfig) -> Any:
@@ -297,4 +304,4 @@ def _state_shardings(
     param_shardings,
     transform_non_params=lambda _: replicated,
   )
-  return TrainState(param_shardings, opt_state, replicated)
+  return TrainState._make((param_shardings, opt_state, replicated))

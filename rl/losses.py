@@ -5,12 +5,13 @@ once by the tokens of the whole update, so micro-batches add up exactly.
 """
 
 import dataclasses
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 
+@runtime_checkable
 class Loss(Protocol):
   """Frozen callable over one row."""
 

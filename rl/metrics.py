@@ -57,7 +57,7 @@ class MetricsWriter:
 
 
 def wilson(
-  successes: float, trials: int, z: float = 1.96
+  successes: int, trials: int, z: float = 1.96
 ) -> tuple[float, float]:
   """Returns the Wilson score interval of a success rate, within [0, 1].
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Float32
@@ -66,6 +66,7 @@ def beginning(state: learner.TrainState, cursor: Mapping[str, Any]) -> Progress:
   )
 
 
+@runtime_checkable
 class Observer(Protocol):
   """Who is told; called on the event loop, between rounds."""
 

@@ -157,6 +157,21 @@ class FakeEngine:
     """Goes on after `pause`."""
     self._open.set()
 
+  def stats(self) -> engine.EngineStats:
+    """Returns the version and what runs; nothing else is counted."""
+    return engine.EngineStats(
+      version=int(self.version),
+      running=self._running,
+      waiting=0,
+      sampled_tokens=0,
+      prefilled_tokens=0,
+      dispatches=0,
+      compilations=0,
+    )
+
+  async def close(self) -> None:
+    """Does nothing: there is no device."""
+
 
 def fake_learner(step_s: float = 0.0) -> learner.Learner:
   """Returns a learner whose parameters count updates and which trains nothing.
@@ -165,21 +180,26 @@ def fake_learner(step_s: float = 0.0) -> learner.Learner:
     step_s: seconds of one accumulation.
   """
 
-  def accumulate(params, total, batch):
-    time.sleep(step_s)
-    return total + float(batch.sampled.sum())
+  def zero() -> learner.Accumulator:
+    return learner.Accumulator._make(({}, 0.0))
 
-  def update(state, total):
+  def accumulate(params, total, batch) -> learner.Accumulator:
+    time.sleep(step_s)
+    tokens = total.sums + float(batch.sampled.sum())
+    return learner.Accumulator._make(({}, tokens))
+
+  def update(state, total) -> tuple[learner.TrainState, dict[str, Any]]:
     names = (*learner.Sums._fields, "grad_norm")
-    sums = dict.fromkeys(names, 0.0) | {"tokens": total}
-    after = learner.TrainState(state.params + 1, (), state.updates + 1)
+    sums: dict[str, Any] = dict.fromkeys(names, 0.0) | {"tokens": total.sums}
+    count = state.updates + 1
+    after = learner.TrainState._make(({"updates": count}, (), count))
     return after, sums
 
-  start = learner.TrainState(0, (), 0)
+  start = learner.TrainState._make(({"updates": 0}, (), 0))
   return learner.Learner(
     init=lambda key: start,
     wrap=lambda params: start,
-    zero=lambda: 0.0,
+    zero=zero,
     accumulate=accumulate,
     update=update,
     score=lambda params, batch: batch.behaviour,

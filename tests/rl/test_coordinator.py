@@ -2,6 +2,8 @@
 
 import asyncio
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -17,6 +19,7 @@ from rl import (
   rollout,
   testing,
   trace,
+  trajectory,
   watchdog,
   weights,
 )
@@ -31,10 +34,10 @@ class Recorder:
   """An observer that keeps what it sees, and may stop the run."""
 
   stop_at: int = -1
-  loop: coordinator.Coordinator | None = None
+  loop: Any = None
   rounds: list = dataclasses.field(default_factory=list)
   published: list = dataclasses.field(default_factory=list)
-  last: progress_lib.Progress | None = None
+  last: Any = None
   groups: list = dataclasses.field(default_factory=list)
 
   async def on_round(self, metrics, groups, values):
@@ -57,7 +60,7 @@ class Run:
   schedule: overlap.Overlap
   rounds: int = 4
   source: testing.Counting = dataclasses.field(default_factory=testing.Counting)
-  decode_s: object = lambda priority: 0.0
+  decode_s: Callable[[tuple[int, ...]], float] = lambda priority: 0.0
   learner_s: float = 0.0
   stall_s: float = 20.0
   step_s: float = 5.0
@@ -73,7 +76,9 @@ class Run:
   async def _run(self, progress):
     thread = dispatch.MeshThread("learner", self.spans)
     engine = testing.FakeEngine((5, 6), chat_lib.END, self.decode_s)
-    engine.version = progress.trained if progress else 0
+    engine.version = trajectory.PolicyVersion(
+      progress.trained if progress else 0
+    )
     programs = testing.fake_learner(self.learner_s)
     loop = coordinator.Coordinator(
       coordinator.Settings(
@@ -108,7 +113,7 @@ class Run:
     )
     self.observer.loop = loop
     begin = progress or progress_lib.beginning(
-      programs.init(None), self.tasks.cursor
+      programs.abstract, self.tasks.cursor
     )
     try:
       return await loop.run(begin)
@@ -141,7 +146,7 @@ def test_every_schedule_trains_each_group_once_and_in_order(name):
   run = Run(SCHEDULES[name], decode_s=uneven, learner_s=0.005)
   state = run.start()
   assert run.observer.groups == list(range(16))
-  assert state.params == 4 * SCHEDULES[name].updates_per_round
+  assert state.updates == 4 * SCHEDULES[name].updates_per_round
   assert run.observer.published == [1, 2, 3, 4]
   assert events.violations(run.log.events, SCHEDULES[name], GROUP) == []
   assert events.ledger(run.log.events).error == 0
@@ -220,7 +225,7 @@ def test_a_stopped_run_goes_on_without_losing_or_repeating_a_group(name):
   assert saved.trained in (2, 3)
   again = Run(SCHEDULES[name], decode_s=uneven)
   state = again.start(saved)
-  assert state.params == 4 * SCHEDULES[name].updates_per_round
+  assert state.updates == 4 * SCHEDULES[name].updates_per_round
   assert first.observer.groups + again.observer.groups == list(range(16))
   assert events.violations(again.log.events, SCHEDULES[name], GROUP) == []
 

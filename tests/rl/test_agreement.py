@@ -1,0 +1,86 @@
+"""The gap between engine and learner, on gaps that are known."""
+
+import asyncio
+import math
+
+import jax
+import numpy as np
+import pytest
+
+from rl import agreement, batch, dispatch, learner, losses, trace
+
+
+@pytest.fixture(scope="module")
+def programs(config, one_device):
+  objective = learner.Objective(loss=losses.NegativeLogLikelihood())
+  optimizer = learner.AdamW()()
+  return learner.build(config, one_device, objective, optimizer)
+
+
+@pytest.fixture(scope="module")
+def measure(programs):
+  thread = dispatch.MeshThread("learner", trace.Trace(None))
+  yield lambda *args: asyncio.run(agreement.measure(programs, thread, *args))
+  thread.close()
+
+
+@pytest.fixture(scope="module")
+def weights(programs, params, one_device):
+  """Versions 3 and 4."""
+  where = jax.tree.map(lambda x: x.sharding, programs.abstract.params)
+  return {
+    3: jax.device_put(params, where),
+    4: jax.device_put(jax.tree.map(lambda x: 1.1 * x, params), where),
+  }
+
+
+@pytest.fixture(scope="module")
+def packed(programs, weights):
+  """4 rows of 8; places 2-4 were sampled at version 3, 5-7 at version 4.
+
+  Behaviour is right, but for 0.25 nats at [0, 3] and 0.5 nats at [3, 6].
+  """
+  data, rng = batch.empty(4, 8), np.random.default_rng(0)
+  data.tokens[:] = rng.integers(24, size=(4, 8))
+  data.positions[:] = np.arange(8)
+  data.segments[:] = 1
+  data.sampled[:, 2:] = True
+  data.versions[:, 2:5], data.versions[:, 5:] = 3, 4
+  for version, params in weights.items():
+    scored = programs.score(params, programs.place(data))
+    at = data.versions == version
+    data.behaviour[at] = np.asarray(scored)[at]
+  data.behaviour[0, 3] += 0.25
+  data.behaviour[3, 6] -= 0.5
+  return data
+
+
+def test_each_token_is_scored_under_its_own_version(measure, weights, packed):
+  gap = measure(weights, packed, 4)
+  # 4 rows of 6 tokens: (0.25 + 0.5) / 24 on average.
+  assert gap.tokens == 24
+  assert gap.max == pytest.approx(0.5, abs=1e-5)
+  assert gap.mean == pytest.approx(0.75 / 24, abs=1e-5)
+
+
+def test_only_the_first_rows_are_scored(measure, weights, packed):
+  gap = measure(weights, packed, 2)
+  assert gap.tokens == 12
+  assert gap.max == pytest.approx(0.25, abs=1e-5)
+
+
+def test_tokens_of_versions_that_are_gone_are_left_out(
+  measure, weights, packed
+):
+  gap = measure({4: weights[4]}, packed, 4)
+  assert gap.tokens == 12
+  assert gap.max == pytest.approx(0.5, abs=1e-5)
+
+
+@pytest.mark.parametrize("case", ["no batch", "no tokens", "no version"])
+def test_nothing_to_compare_is_no_gap(measure, weights, packed, case):
+  data = {"no batch": None, "no tokens": batch.empty(4, 8)}.get(case, packed)
+  gap = measure({} if case == "no version" else weights, data, 4)
+  assert gap.tokens == 0
+  assert math.isnan(gap.max)
+  assert math.isnan(gap.mean)

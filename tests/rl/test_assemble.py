@@ -1,0 +1,172 @@
+"""Building an experiment: the parts, the warm start, one whole small run."""
+
+import asyncio
+import dataclasses
+import math
+
+import jax
+import numpy as np
+import pytest
+
+from envs import rewards
+from models import config as model_config
+from rl import (
+  assemble,
+  config,
+  engine_jax,
+  evaluate,
+  events,
+  overlap,
+  placement,
+  progress,
+  rollout,
+  testing,
+  trajectory,
+  warm_start,
+)
+
+
+def experiment(**changes):
+  base = config.Experiment(
+    environment=testing.Counting(turns=2),
+    reward=rewards.Outcome(),
+    model=model_config.tiny_moe(
+      vocab_size=7, num_layers=1, d_model=32, max_length=16
+    ),
+    rollout=rollout.Rollout(group_size=4, max_tokens=16),
+    engine=engine_jax.EngineSettings(
+      slots=32, row_buckets=(32,), chunk_buckets=(4,)
+    ),
+    overlap=overlap.in_flight(4, 1, 2),
+    batch=config.BatchShape(rows=8, length=16),
+    rounds=3,
+  )
+  return dataclasses.replace(base, **changes)
+
+
+class Watching:
+  """An observer that keeps the metrics."""
+
+  def __init__(self):
+    self.rounds = []
+
+  async def on_round(self, metrics, groups, values):
+    self.rounds.append(metrics)
+
+  async def on_published(self, version):
+    pass
+
+  async def on_boundary(self, progress):
+    pass
+
+
+def run(settings):
+  async def all_of_it():
+    parts = assemble.build(settings)
+    try:
+      state = await assemble.initial_state(parts)
+      await parts.start(state, trajectory.PolicyVersion(0))
+      watching = Watching()
+      start = progress.beginning(state, parts.tasks.cursor)
+      await assemble.coordinate(parts, watching).run(start)
+      outcome, _ = await evaluate.evaluate(
+        parts.player, episodes=16, temperature=0.0, success=1.0, seed=0
+      )
+      return watching.rounds, outcome, parts.log.events
+    finally:
+      await parts.close()
+
+  return asyncio.run(all_of_it())
+
+
+@pytest.mark.parametrize(
+  "where",
+  [
+    placement.Placement(),
+    placement.Placement(colocated=True),
+    placement.Placement(
+      learner=placement.MeshSpec(data=2, expert=2),
+      decode=placement.MeshSpec(data=2, expert=1),
+    ),
+  ],
+  ids=["one and one", "colocated", "four and two"],
+)
+def test_a_whole_run_keeps_its_promises_on_any_placement(where):
+  settings = experiment(placement=where)
+  rounds, _, log = run(settings)
+  assert [m["round"] for m in rounds] == [1, 2, 3]
+  assert events.violations(log, settings.overlap, 4) == []
+  for metrics in rounds:
+    # Float32 on two meshes: the order of sums differs, nothing else.
+    assert metrics["logprob_gap_max"] < 1e-4
+    assert metrics["logprob_gap_tokens"] > 0
+    assert math.isfinite(metrics["loss"])
+
+
+def test_a_warm_start_teaches_the_oracles_answer():
+  # The oracle always says "yes"; random parameters say it one time in seven.
+  settings = experiment(
+    rounds=1,
+    warm_start=warm_start.WarmStart(steps=20, episodes=16, exploration=0.0),
+  )
+  _, outcome, _ = run(settings)
+  assert outcome.success == 1.0
+  assert outcome.episodes == 16
+
+
+def test_demonstrations_mix_in_as_many_random_answers_as_asked():
+  source = testing.Counting(turns=2)
+  chat = experiment().chat()
+
+  async def demonstrations(exploration):
+    return [
+      await warm_start.demonstrate(
+        source,
+        chat,
+        rollout.Rollout(),
+        source.task(i, "train"),
+        exploration,
+        0,
+      )
+      for i in range(200)
+    ]
+
+  def said_yes(episodes):
+    answers = [turn.tokens[0] for e in episodes for turn in e.turns]
+    return np.mean(
+      [answer == chat.encode_answer("yes")[0] for answer in answers]
+    )
+
+  assert said_yes(asyncio.run(demonstrations(0.0))) == 1.0
+  # Random answers are half "yes": 1 - 0.6 / 2 = 0.7, give or take 3 standard
+  # errors of sqrt(.7 * .3 / 400) = 0.023.
+  assert said_yes(asyncio.run(demonstrations(0.6))) == pytest.approx(
+    0.7, abs=0.07
+  )
+
+
+def test_building_touches_no_more_devices_than_the_placement_names():
+  parts = assemble.build(experiment())
+  assert parts.learner_mesh.devices.ravel().tolist() == [jax.devices()[0]]
+  assert parts.decode_mesh.devices.ravel().tolist() == [jax.devices()[1]]
+  asyncio.run(parts.close())
+
+
+def test_evaluation_leaves_faults_out_of_its_share():
+  def played(reward):
+    status = (
+      trajectory.Status.ENV_FAULT
+      if reward is None
+      else trajectory.Status.COMPLETED
+    )
+    return trajectory.Trajectory(
+      task_id="t", group_id=0, index=0, turns=[], status=status, reward=reward
+    )
+
+  outcome = evaluate.summarise([played(r) for r in (1.0, 0.0, 1.0, None)], 1.0)
+  assert (outcome.episodes, outcome.faults) == (3, 1)
+  assert outcome.success == outcome.reward == pytest.approx(2 / 3)
+  assert outcome.low < 2 / 3 < outcome.high
+  empty = evaluate.summarise([played(None)], 1.0)
+  assert math.isnan(empty.success)
+  assert (empty.low, empty.high) == (0.0, 1.0)

@@ -1,0 +1,101 @@
+"""One thread a mesh: order, cancellation and the ban on implicit transfers."""
+
+import asyncio
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rl import dispatch, trace
+
+
+@pytest.fixture
+def spans():
+  return trace.Trace(None)
+
+
+@pytest.fixture
+def thread(spans):
+  thread = dispatch.MeshThread("learner", spans)
+  yield thread
+  thread.close()
+
+
+def test_work_runs_in_order_on_one_thread_off_the_event_loop(thread, spans):
+  order = []
+
+  def work(i):
+    order.append(i)
+    return threading.get_ident()
+
+  async def scenario():
+    return await asyncio.gather(
+      *(thread.run(f"work {i}", work, i) for i in range(5))
+    )
+
+  threads = asyncio.run(scenario())
+  assert order == [0, 1, 2, 3, 4]
+  assert len(set(threads)) == 1
+  assert threading.get_ident() not in threads
+  assert [(s.track, s.name) for s in spans.spans] == [
+    ("learner", f"work {i}") for i in range(5)
+  ]
+  # Spans on one thread cannot overlap.
+  ends = [x for span in spans.spans for x in (span.start, span.end)]
+  assert ends == sorted(ends)
+
+
+def test_a_cancelled_caller_leaves_the_program_running(thread):
+  begun, go, order = threading.Event(), threading.Event(), []
+
+  def slow():
+    begun.set()
+    go.wait(10)
+    order.append("slow")
+
+  async def scenario():
+    caller = asyncio.create_task(thread.run("slow", slow))
+    await asyncio.to_thread(begun.wait, 10)
+    caller.cancel()
+    with pytest.raises(asyncio.CancelledError):
+      await caller
+    following = asyncio.create_task(thread.run("next", order.append, "next"))
+    await asyncio.sleep(0.01)
+    assert order == []
+    go.set()
+    await following
+
+  asyncio.run(scenario())
+  assert order == ["slow", "next"]
+
+
+def test_an_exception_reaches_the_caller_and_the_thread_goes_on(thread):
+  async def scenario():
+    with pytest.raises(ZeroDivisionError):
+      await thread.run("bad", lambda: 1 / 0)
+    return await thread.run("good", lambda: 7)
+
+  assert asyncio.run(scenario()) == 7
+
+
+def test_only_explicit_transfers_are_allowed(thread):
+  double = jax.jit(lambda x: 2 * x)
+
+  def explicit():
+    return jax.device_get(double(jax.device_put(np.arange(3))))
+
+  async def scenario():
+    with pytest.raises(Exception, match="Disallowed host-to-device transfer"):
+      await thread.run("implicit", double, np.arange(3))
+    return await thread.run("explicit", explicit)
+
+  np.testing.assert_array_equal(asyncio.run(scenario()), [0, 2, 4])
+
+
+def test_arrays_are_ready_when_run_returns(thread):
+  x = jax.device_put(jnp.ones((400, 400)))
+  product = jax.jit(lambda x: x @ x @ x)
+  result = asyncio.run(thread.run("product", product, x))
+  assert result.is_ready()

@@ -1,0 +1,78 @@
+"""The README's commands run, its links and figures exist."""
+
+import pathlib
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+SMALL = [
+  "--config.rounds=1",
+  "--config.model.num_layers=1",
+  "--config.engine.slots=64",
+  "--config.engine.row_buckets=64,",
+  "--config.engine.chunk_buckets=8,",
+  "--config.overlap.groups_per_round=4",
+  "--config.overlap.groups_per_microbatch=4",
+  "--config.warm_start=none",
+  "--config.evaluation.episodes=8",
+]
+
+
+def _commands():
+  """Returns the arguments of every command in the README's code blocks."""
+  blocks = re.findall(r"^```\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+  lines = "".join(blocks).replace("\\\n", " ").splitlines()
+  return [shlex.split(line, comments=True) for line in lines if line.strip()]
+
+
+def test_every_command_of_the_readme_is_one_that_is_run():
+  make = [c for c in _commands() if c[0] == "make"]
+  python = [c for c in _commands() if c[0] == "python"]
+  assert make == [["make", "train"], ["make", "test"]]
+  ci = (ROOT / ".ci" / "run").read_text()
+  assert "make test" in ci
+  assert "make train" in ci
+  assert [c[2] for c in python] == [
+    "launch.train",
+    "launch.evaluate",
+    "launch.report",
+  ]
+  assert len(make) + len(python) == len(_commands())
+
+
+def test_the_commands_of_the_readme_work(tmp_path):
+  for command in _commands():
+    if command[0] != "python":
+      continue
+    small = SMALL if command[2] == "launch.train" else []
+    small = ["--episodes=8"] if command[2] == "launch.evaluate" else small
+    arguments = [a.replace("runs/mine", str(tmp_path / "run")) for a in command]
+    result = subprocess.run(
+      [sys.executable, *arguments[1:], *small],
+      cwd=ROOT,
+      capture_output=True,
+      text=True,
+      timeout=240,
+      stdin=subprocess.DEVNULL,
+      check=False,
+    )
+    assert result.returncode == 0, (command, result.stderr)
+
+
+@pytest.mark.parametrize(
+  "target", re.findall(r"\]\((?!https?:)([^)#]+)\)", README)
+)
+def test_what_the_readme_links_to_exists(target):
+  assert (ROOT / target).exists()
+
+
+def test_files_that_the_readme_names_exist():
+  names = re.findall(r"`((?:[a-z_]+/)+[a-z_]*\.?[a-z]*)`", README)
+  assert len(names) > 8
+  missing = [n for n in names if not (ROOT / n).exists()]
+  assert not [n for n in missing if not n.startswith("runs/")]
