@@ -21,9 +21,9 @@ def get_config() -> config.Experiment:
   return config.Experiment(
     environment=gymnasium.FrozenLake(size=4, turns=10),
     reward=rewards.Outcome(),
-    model=model_config.tiny_moe(vocab_size=23, max_length=80),
+    model=model_config.tiny_moe(vocab_size=23, max_length=66),
     rollout=rollout.Rollout(
-      group_size=8, max_turns=10, turn_tokens=2, max_tokens=80
+      group_size=8, max_turns=10, turn_tokens=2, max_tokens=66
     ),
     engine=engine_jax.EngineSettings(
       slots=256, chunk_buckets=(6, 32), steps_per_dispatch=2
@@ -35,7 +35,7 @@ def get_config() -> config.Experiment:
       loss=losses.ClippedSurrogate(), entropy_bonus=0.01
     ),
     optimizer=learner.AdamW(learning_rate=2e-4),
-    batch=config.BatchShape(rows=48, length=80),
+    batch=config.BatchShape(rows=64, length=66),
     warm_start=warm_start.WarmStart(steps=100, episodes=64, exploration=0.4),
     rounds=200,
   )

@@ -3,6 +3,8 @@
 python -m launch.train --config=configs/guess_number_moe.py --workdir=DIR
 """
 
+from collections.abc import Iterator
+
 from envs import rewards, textarena
 from models import config as model_config
 from rl import (
@@ -39,3 +41,9 @@ def get_config() -> config.Experiment:
     warm_start=warm_start.WarmStart(steps=60, episodes=64, exploration=0.7),
     rounds=1200,
   )
+
+
+def sweep() -> Iterator[dict[str, int]]:
+  """Yields three seeds: python -m launch.sweep takes the same flags."""
+  for seed in (0, 1, 2):
+    yield {"seed": seed}

@@ -35,7 +35,8 @@ def main(argv: list[str]) -> None:
       )
       experiment = dataclasses.replace(experiment, evaluation=settings)
     experiment.validate()
-  devices.prepare(experiment.placement)
+    devices.prepare(experiment.placement)
+    experiment.placement.meshes()
   try:
     asyncio.run(_evaluate(experiment, pathlib.Path(_RUN.value)))
   except checkpoint.Mismatch as error:

@@ -73,6 +73,11 @@ def parse(argv: Sequence[str]) -> list[str]:
   return rest
 
 
+def overrides() -> dict[str, str]:
+  """Returns the text of every --config.a.b=VALUE of the command line."""
+  return dict(_overrides)
+
+
 def load_from_command_line(
   check: Callable[[Any], None] | None = None,
 ) -> Any:
@@ -86,14 +91,14 @@ def load_from_command_line(
 
 def load(
   path: str,
-  overrides: Mapping[str, str] | None = None,
+  changes: Mapping[str, str] | None = None,
   check: Callable[[Any], None] | None = None,
 ) -> Any:
   """Returns the settings of a file; no device is touched.
 
   Args:
     path: `x.py`, `x.py:argument`, or a `.json` written by `to_json`.
-    overrides: text by dotted path, {"rollout.group_size": "2"}; in order.
+    changes: text by dotted path, {"rollout.group_size": "2"}; in order.
     check: called last, after the tree's own validate() if it has one.
 
   Raises:
@@ -105,7 +110,7 @@ def load(
     tree = _read_json(file)
   else:
     tree = _get_config(file, argument)
-  for key, text in (overrides or {}).items():
+  for key, text in (changes or {}).items():
     tree = settings.override(tree, key, text)
   if hasattr(tree, "validate"):
     tree.validate()

@@ -12,6 +12,7 @@ import os
 import pathlib
 import signal
 import sys
+import time
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -160,6 +161,8 @@ class _Run:
     values: Sequence[Float32[np.ndarray, " G"]],
   ) -> None:
     """Writes and shows the numbers of a round and a few of its episodes."""
+    time_s = time.monotonic() - self._parts.spans.origin
+    metrics = {**metrics, "time_s": time_s}
     self._metrics.write(int(metrics["round"]), metrics)
     self._screen.update(metrics)
     every = self._experiment.keeping.episodes_every
@@ -204,7 +207,8 @@ class _Run:
         success=settings.success,
         seed=self._experiment.seed,
       )
-    row = {"version": version, **dataclasses.asdict(outcome)}
+    time_s = time.monotonic() - self._parts.spans.origin
+    row = {"version": version, "time_s": time_s, **dataclasses.asdict(outcome)}
     self._metrics.evaluation(version, row)
     self._screen.evaluation(outcome.success, outcome.low, outcome.high)
 

@@ -14,6 +14,7 @@ import json
 import pathlib
 import re
 import statistics
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -281,7 +282,13 @@ def page(run: Run) -> str:
 
 
 def write(run_dir: pathlib.Path) -> pathlib.Path:
-  """Writes report.html and learning_curve.svg; returns the page's path."""
+  """Writes report.html and learning_curve.svg; returns the page's path.
+
+  Raises:
+    FileNotFoundError: there is no such directory.
+  """
+  if not run_dir.is_dir():
+    raise FileNotFoundError(f"{run_dir} is no directory of a run")
   run = read(run_dir)
   picture = learning_curve.draw(run.metrics, run.evaluations, run.spans)
   (run_dir / "learning_curve.svg").write_text(picture, "utf-8")
@@ -295,4 +302,13 @@ if __name__ == "__main__":
   _RUN = flags.DEFINE_string(
     "run", None, "Directory of the run.", required=True
   )
-  app.run(lambda _: print(write(pathlib.Path(_RUN.value))))
+
+  def main(argv: list[str]) -> None:
+    """Writes the page and prints where it is."""
+    del argv
+    try:
+      print(write(pathlib.Path(_RUN.value)))
+    except OSError as error:
+      sys.exit(f"error: {error}")
+
+  app.run(main)

@@ -22,8 +22,9 @@ def main(argv: list[str]) -> None:
   with flags.exit_on_setting_error():
     experiment = flags.load_from_command_line()
     lock = workdir.claim(_WORKDIR.value, experiment)
-  with lock:
     devices.prepare(experiment.placement)
+    experiment.placement.meshes()
+  with lock:
     sys.exit(local.train(experiment, _WORKDIR.value))
 
 

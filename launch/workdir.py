@@ -5,16 +5,25 @@ import json
 import os
 import pathlib
 import shlex
+import shutil
 import sys
 from typing import Any, TextIO
 
 from rl import config, settings
 
+_RECORDS = (
+  "events.jsonl",
+  "spans.jsonl",
+  "metrics.jsonl",
+  "evaluations.jsonl",
+)
 _MAY_CHANGE = ("rounds", "stall_s", "evaluation.", "keeping.")
 
 
 def claim(path: str | os.PathLike, experiment: config.Experiment) -> TextIO:
   """Writes config.json and returns a lock that is held while it is open.
+
+  What a run left that never saved a checkpoint is removed: it starts over.
 
   Raises:
     SettingError: the directory cannot be written, another process uses it, or
@@ -37,7 +46,10 @@ def claim(path: str | os.PathLike, experiment: config.Experiment) -> TextIO:
       f"--workdir={directory} is in use by another process; wait for it or "
       "choose another directory"
     ) from None
-  _check_same(directory, experiment)
+  if _has_checkpoint(directory):
+    _check_same(directory, experiment)
+  else:
+    _clear(directory)
   text = json.dumps(settings.to_json(experiment), indent=2) + "\n"
   partial = directory / "config.json.partial"
   partial.write_text(text)
@@ -63,9 +75,19 @@ def read(path: str | os.PathLike) -> config.Experiment:
   return settings.from_json(data)
 
 
+def _has_checkpoint(directory: pathlib.Path) -> bool:
+  steps = directory.glob("checkpoints/*")
+  return any(path.name.split(".")[0].isdecimal() for path in steps)
+
+
+def _clear(directory: pathlib.Path) -> None:
+  for name in _RECORDS:
+    (directory / name).unlink(missing_ok=True)
+  shutil.rmtree(directory / "trajectories", ignore_errors=True)
+  shutil.rmtree(directory / "tensorboard", ignore_errors=True)
+
+
 def _check_same(directory: pathlib.Path, experiment: config.Experiment) -> None:
-  if not (directory / "config.json").exists():
-    return
   changes = settings.difference(read(directory), experiment)
   changes = [line for line in changes if not line.startswith(_MAY_CHANGE)]
   if changes:

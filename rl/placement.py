@@ -83,9 +83,15 @@ class Placement:
     """Returns the learner's mesh and the decode pool's.
 
     Raises:
-      ValueError: there are fewer devices than the placement needs.
+      ValueError: there are fewer devices than the placement needs, or none
+        of its platform.
     """
-    devices = np.array(jax.devices(self.platform))
+    try:
+      devices = np.array(jax.devices(self.platform))
+    except RuntimeError as error:
+      raise ValueError(
+        f"placement.platform={self.platform} is not to be had: {error}"
+      ) from error
     if len(devices) < self.num_devices:
       raise ValueError(
         f"placement needs {self.num_devices} devices and jax sees "

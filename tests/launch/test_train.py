@@ -1,5 +1,6 @@
 """The launched program: a run, its files, stops, kills, and bad input."""
 
+import fcntl
 import json
 import os
 import pathlib
@@ -295,6 +296,31 @@ def test_a_missing_config_file_names_the_nearest(tmp_path):
   assert result.returncode == 2
   assert "configs/guess_number_moe.py" in result.stderr
   assert "Traceback" not in result.stderr
+
+
+def test_a_platform_that_is_not_there_is_named(tmp_path):
+  settings = TINY | {"placement.platform": "tpu"}
+  result = launch(command(tmp_path, settings))
+  assert result.returncode == 2, result.stderr
+  assert "placement.platform=tpu" in result.stderr
+  assert "Traceback" not in result.stderr
+
+
+def test_a_workdir_in_use_is_refused(tmp_path):
+  with (tmp_path / ".lock").open("a") as lock:
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    result = launch(command(tmp_path))
+  assert result.returncode == 2
+  assert "in use by another process" in result.stderr
+
+
+def test_a_run_that_saved_nothing_starts_over_with_any_config(tmp_path):
+  (tmp_path / "config.json").write_text("{}")
+  (tmp_path / "metrics.jsonl").write_text('{"round": 1}\n')
+  result = launch(command(tmp_path, TINY | {"rounds": "1"}))
+  assert result.returncode == 0, result.stderr
+  assert len(lines(tmp_path / "metrics.jsonl")) == 1
+  assert "loss" in lines(tmp_path / "metrics.jsonl")[0]
 
 
 def test_a_workdir_that_cannot_be_written_is_refused(tmp_path):

@@ -1,0 +1,85 @@
+"""Runs every variation of a config: python -m launch.sweep --config=FILE.
+
+The file's sweep() lists the overrides of each run. Every run is a process of
+its own, `launch.train` with its own directory and log, so one that fails does
+not end the others. The same command goes on where a sweep was stopped.
+"""
+
+import concurrent.futures
+import json
+import pathlib
+import subprocess
+import sys
+from collections.abc import Mapping
+
+from absl import app
+from absl import flags as absl_flags
+
+from launch import flags
+from rl import settings
+
+_WORKDIR = absl_flags.DEFINE_string(
+  "workdir", None, "Directory above those of the runs.", required=True
+)
+_PARALLEL = absl_flags.DEFINE_integer(
+  "parallel", 1, "Runs at the same time.", lower_bound=1
+)
+
+
+def main(argv: list[str]) -> None:
+  """Checks every run, then starts them; exits with 1 when one failed."""
+  if len(argv) > 1:
+    raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
+  path = absl_flags.FLAGS.config
+  with flags.exit_on_setting_error():
+    given = flags.overrides()
+    flags.load_from_command_line()
+    runs = [{**given, **overrides} for overrides in flags.sweep(path)]
+    if not runs:
+      raise settings.SettingError(f"{path} has no sweep() that lists runs")
+    for overrides in runs:
+      flags.load(path, overrides)
+  directories = [
+    pathlib.Path(_WORKDIR.value) / f"run_{i:03d}" for i in range(len(runs))
+  ]
+  with concurrent.futures.ThreadPoolExecutor(_PARALLEL.value) as pool:
+    codes = list(pool.map(_run, [path] * len(runs), runs, directories))
+  for directory, overrides, code in zip(directories, runs, codes, strict=True):
+    print(f"{directory}  {_outcome(directory, code)}  {_text(overrides)}")
+  sys.exit(1 if any(codes) else 0)
+
+
+def _run(
+  path: str, overrides: Mapping[str, str], directory: pathlib.Path
+) -> int:
+  directory.mkdir(parents=True, exist_ok=True)
+  command = [sys.executable, "-m", "launch.train", f"--config={path}"]
+  command += [f"--config.{key}={value}" for key, value in overrides.items()]
+  command += [f"--workdir={directory}"]
+  print(f"{directory}: {_text(overrides)}", flush=True)
+  with (directory / "log.txt").open("a") as log:
+    return subprocess.run(
+      command,
+      stdin=subprocess.DEVNULL,
+      stdout=log,
+      stderr=subprocess.STDOUT,
+      check=False,
+    ).returncode
+
+
+def _outcome(directory: pathlib.Path, code: int) -> str:
+  if code:
+    return f"failed with {code}, see log.txt"
+  evaluations = directory / "evaluations.jsonl"
+  lines = evaluations.read_text().splitlines() if evaluations.exists() else []
+  if not lines:
+    return "done"
+  return f"success {json.loads(lines[-1])['success']:.1%}"
+
+
+def _text(overrides: Mapping[str, str]) -> str:
+  return " ".join(f"{key}={value}" for key, value in overrides.items())
+
+
+if __name__ == "__main__":
+  app.run(main, flags_parser=flags.parse)
