@@ -40,11 +40,11 @@ class Plan(NamedTuple):
 
 
 class Sampled(NamedTuple):
-  """What a dispatch sampled; entries from `count` on are meaningless."""
+  """What a dispatch sampled; entries from `counts` on are meaningless."""
 
   tokens: Int32[Array, "R K"]
   logprobs: Float[Array, "R K"]
-  count: Int32[Array, " R"]
+  counts: Int32[Array, " R"]
 
 
 def empty_plan(rows: int, chunk: int, *, idle_row: int) -> Plan:
@@ -113,9 +113,10 @@ def advance(
     max_steps: K.
     whole: the plan's rows are the cache's rows, in order.
   """
-  row, past, num_new, budget, seed = (plan.integers[:, i] for i in range(5))
-  stop_ids = plan.integers[:, 5:]
-  num_rows, chunk_size = plan.chunk.shape
+  integers, chunk, temperature = (jnp.asarray(x) for x in plan)
+  row, past, num_new, budget, seed = (integers[:, i] for i in range(5))
+  stop_ids = integers[:, 5:]
+  num_rows, chunk_size = chunk.shape
   past_cache = cache if whole else cache_lib.take(cache, row)
   extend = functools.partial(
     transformer.extend, params, config, past_cache, past, mesh=mesh
@@ -123,14 +124,14 @@ def advance(
 
   def pick(hidden, positions):
     logits = transformer.head(params, config, hidden)
-    return sample(logits, seed, positions, plan.temperature)
+    return sample(logits, seed, positions, temperature)
 
   offsets = jnp.arange(chunk_size, dtype=jnp.int32)
   positions = jnp.where(
     offsets < num_new[:, None], past[:, None] + offsets, cache_lib.EMPTY
   )
   fresh = cache_lib.init_fresh(config, num_rows, chunk_size + max_steps - 1)
-  hidden, fresh = extend(fresh, 0, plan.chunk, positions)
+  hidden, fresh = extend(fresh, 0, chunk, positions)
   newest = jnp.maximum(num_new - 1, 0)[:, None, None]
   hidden = jnp.take_along_axis(hidden, newest, axis=1)[:, 0]
   start = past + num_new
@@ -140,7 +141,7 @@ def advance(
     return Sampled(
       tokens=sampled.tokens.at[:, step].set(token),
       logprobs=sampled.logprobs.at[:, step].set(logprob),
-      count=sampled.count + alive,
+      counts=sampled.counts + alive,
     )
 
   def still_alive(alive, token, count):
@@ -157,17 +158,17 @@ def advance(
     )
     token, logprob = pick(hidden[:, 0], start + loop.step)
     sampled = record(loop.sampled, loop.step, loop.alive, token, logprob)
-    alive = still_alive(loop.alive, token, sampled.count)
+    alive = still_alive(loop.alive, token, sampled.counts)
     return _Loop(loop.step + 1, alive, token, fresh, sampled)
 
   alive = budget > 0
   sampled = Sampled(
     tokens=jnp.zeros((num_rows, max_steps), jnp.int32),
     logprobs=jnp.zeros((num_rows, max_steps), jnp.float32),
-    count=jnp.zeros(num_rows, jnp.int32),
+    counts=jnp.zeros(num_rows, jnp.int32),
   )
   sampled = record(sampled, 0, alive, token, logprob)
-  alive = still_alive(alive, token, sampled.count)
+  alive = still_alive(alive, token, sampled.counts)
   loop = jax.lax.while_loop(
     lambda loop: (loop.step < max_steps) & loop.alive.any(),
     body,

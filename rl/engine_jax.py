@@ -140,7 +140,8 @@ class JaxEngine:
       )
       for whole in (False, True)
     }
-    self._programs = programs
+    # Any: `_cache_size` is the only count of compilations that jax has.
+    self._programs: dict[bool, Any] = programs
     self._row_sharding = rows
     self._cache_sharding = cache
 
@@ -395,7 +396,7 @@ class JaxEngine:
       if running.future.done():  # Aborted meanwhile.
         continue
       at = running.row if whole else i
-      row, count = running.row, int(sampled.count[at])
+      row, count = running.row, int(sampled.counts[at])
       new = int(plan.integers[at, 2])
       self._counts["prefilled"] += new
       self._counts["sampled"] += count

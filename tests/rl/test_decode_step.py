@@ -95,9 +95,9 @@ def test_rows_sample_up_to_their_budget_and_idle_rows_write_nothing(
   )
   cache, sampled = advance(marked(config), plan, whole)
   places = rows if whole else (0, 1, 2)
-  counts = [int(sampled.count[place]) for place in places]
+  counts = [int(sampled.counts[place]) for place in places]
   assert counts == [3, 1, 0]
-  assert int(sampled.count.sum()) == 4
+  assert int(sampled.counts.sum()) == 4
   for place, ids, count in zip(places, PROMPTS, counts, strict=True):
     tokens = sampled.tokens[place, :count].tolist()
     assert tokens == greedy(ids, 3)[:count]
@@ -111,14 +111,14 @@ def test_what_was_sampled_goes_on_in_the_next_dispatch(advance, config, greedy):
   cache, first = advance(marked(config), plan, False)
   following = decode_step.empty_plan(SLOTS, 3, idle_row=SLOTS)
   for place, row in enumerate((2, 0, 3)):
-    count = int(first.count[place])
+    count = int(first.counts[place])
     past = len(PROMPTS[place]) + count - 1
     following.integers[place, :5] = (row, past, 1, 2, 0)
     following.chunk[place, 0] = first.tokens[place, count - 1]
     following.temperature[place] = 0
   _, second = advance(cache, following, False)
   for place, ids in enumerate(PROMPTS):
-    count = int(first.count[place])
+    count = int(first.counts[place])
     tokens = [*first.tokens[place, :count], *second.tokens[place, :2]]
     assert list(map(int, tokens)) == greedy(ids, count + 2)
 
@@ -133,7 +133,7 @@ def test_a_stop_id_ends_its_row_and_no_other(advance, config, greedy):
     (0, 1, 2), (3, 3, 3), places=(0, 1, 2), size=SLOTS, stops=(23, stop)
   )
   _, sampled = advance(marked(config), plan, True)
-  assert sampled.count[:3].tolist() == expected
+  assert sampled.counts[:3].tolist() == expected
   assert min(expected) < max(expected)
 
 
@@ -142,7 +142,7 @@ def test_an_empty_plan_does_nothing(advance, config):
   for whole in (False, True):
     cache, sampled = advance(marked(config), plan, whole)
     assert written(cache) == [[]] * SLOTS
-    assert not sampled.count.any()
+    assert not sampled.counts.any()
     assert np.isfinite(sampled.logprobs).all()
 
 
