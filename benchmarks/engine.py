@@ -23,6 +23,9 @@ import jax
 import numpy as np
 from absl import app
 from absl import flags as absl_flags
+
+from benchmarks import machine
+from launch import devices, flags
 from models import cache as cache_lib
 from models import sharding
 from rl import (
@@ -33,9 +36,6 @@ from rl import (
   trace,
   trajectory,
 )
-
-from benchmarks import machine
-from launch import devices, flags
 
 _EPISODES = absl_flags.DEFINE_integer("episodes", 64, "Concurrent episodes.")
 _REPEATS = absl_flags.DEFINE_integer("repeats", 5, "Of each side.")
@@ -108,7 +108,7 @@ def _bare_loop(parts: assemble.Parts, state: learner.TrainState):
     counts = []
     for i in range(dispatches):
       cache, sampled = program(params, cache, plans[i % len(plans)])
-      counts.append(sampled.count)
+      counts.append(sampled.counts)
     tokens = int(sum(np.sum(count) for count in jax.device_get(counts)))
     return time.monotonic() - start, tokens
 

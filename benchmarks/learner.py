@@ -23,10 +23,10 @@ import numpy as np
 import optax
 from absl import app
 from absl import flags as absl_flags
-from rl import assemble, batch, learner, trajectory
 
 from benchmarks import machine
 from launch import devices, flags
+from rl import assemble, batch, learner, trajectory
 
 _REPEATS = absl_flags.DEFINE_integer("repeats", 5, "Of each side.")
 _STEPS = absl_flags.DEFINE_integer("steps", 20, "Of each repeat.")

@@ -7,7 +7,7 @@ from envs import gymnasium, rewards
 from models import config as model_config
 from rl import (
   config,
-  engine_jax,
+  engine_plan,
   learner,
   losses,
   overlap,
@@ -25,17 +25,18 @@ def get_config() -> config.Experiment:
     rollout=rollout.Rollout(
       group_size=8, max_turns=10, turn_tokens=2, max_tokens=66
     ),
-    engine=engine_jax.EngineSettings(
+    engine=engine_plan.EngineSettings(
       slots=256, chunk_buckets=(6, 32), steps_per_dispatch=2
     ),
     overlap=overlap.in_flight(
       groups_per_round=16, max_staleness=1, groups_per_microbatch=8
     ),
     objective=learner.Objective(
-      loss=losses.ClippedSurrogate(), entropy_bonus=0.01
+      loss=losses.ClippedSurrogate(), entropy_bonus=0.003
     ),
     optimizer=learner.AdamW(learning_rate=2e-4),
     batch=config.BatchShape(rows=64, length=66),
     warm_start=warm_start.WarmStart(steps=100, episodes=64, exploration=0.4),
-    rounds=200,
+    evaluation=config.Evaluation(every=20, episodes=400),
+    rounds=160,
   )

@@ -9,7 +9,7 @@ from envs import rewards, textarena
 from models import config as model_config
 from rl import (
   config,
-  engine_jax,
+  engine_plan,
   learner,
   losses,
   overlap,
@@ -27,7 +27,7 @@ def get_config() -> config.Experiment:
     rollout=rollout.Rollout(
       group_size=8, max_turns=8, turn_tokens=2, max_tokens=32
     ),
-    engine=engine_jax.EngineSettings(
+    engine=engine_plan.EngineSettings(
       slots=256, chunk_buckets=(4, 32), steps_per_dispatch=2
     ),
     overlap=overlap.in_flight(

@@ -6,7 +6,7 @@ import math
 from envs import base
 from models import chat as chat_lib
 from models import config as model_config
-from rl import advantages, engine_jax, learner, losses
+from rl import advantages, engine_plan, learner, losses
 from rl import overlap as overlap_lib
 from rl import placement as placement_lib
 from rl import rollout as rollout_lib
@@ -79,8 +79,8 @@ class Experiment:
   rollout: rollout_lib.Rollout = dataclasses.field(
     default_factory=rollout_lib.Rollout
   )
-  engine: engine_jax.EngineSettings = dataclasses.field(
-    default_factory=engine_jax.EngineSettings
+  engine: engine_plan.EngineSettings = dataclasses.field(
+    default_factory=engine_plan.EngineSettings
   )
   overlap: overlap_lib.Overlap = dataclasses.field(
     default_factory=overlap_lib.Overlap

@@ -4,6 +4,7 @@ import dataclasses
 import math
 from typing import Any, Literal, Protocol, runtime_checkable
 
+import jax
 import numpy as np
 from jaxtyping import Float32, Int32
 
@@ -111,6 +112,23 @@ def check_request(
     )
   if not -(2**31) <= request.seed < 2**31:
     raise ValueError(f"{name}: seed={request.seed} needs more than 32 bits")
+
+
+def check_same_tree(old: Any, new: Any) -> None:
+  """Raises ValueError when weights have other leaves, shapes or dtypes."""
+
+  def describe(tree: Any) -> dict[str, Any]:
+    return {
+      jax.tree_util.keystr(path): (leaf.shape, leaf.dtype)
+      for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    }
+
+  before, after = describe(old), describe(new)
+  for name in sorted(before.keys() | after.keys()):
+    if before.get(name) != after.get(name):
+      raise ValueError(
+        f"weights{name}: expected {before.get(name)}, got {after.get(name)}"
+      )
 
 
 @runtime_checkable

@@ -9,7 +9,6 @@ session feeds only what turn k has not fed yet.
 """
 
 import asyncio
-import dataclasses
 import functools
 import heapq
 import itertools
@@ -23,61 +22,7 @@ import numpy as np
 from models import cache as cache_lib
 from models import config as model_config
 from models import sharding, transformer
-from rl import decode_step, dispatch, engine, slots, trajectory
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class EngineSettings:
-  """Size of the built-in engine.
-
-  Attributes:
-    slots: rows of the KV cache, which bounds the requests decoded at once;
-      sessions beyond it wait, or take the row of one that idles.
-    row_buckets: compiled numbers of rows; `slots` is always one of them.
-    chunk_buckets: compiled numbers of new context ids a row and dispatch.
-    steps_per_dispatch: tokens sampled at most before the host looks again.
-    linger_s: how long a dispatch may wait for more of its rows to arrive.
-  """
-
-  slots: int = 256
-  row_buckets: tuple[int, ...] = (32, 64, 128, 256)
-  chunk_buckets: tuple[int, ...] = (4, 32)
-  steps_per_dispatch: int = 2
-  linger_s: float = 0.002
-
-  def validate(self) -> None:
-    """Raises ValueError on a size that cannot work."""
-    for name in ("slots", "steps_per_dispatch"):
-      if getattr(self, name) < 1:
-        raise ValueError(f"engine.{name}={getattr(self, name)} is below 1")
-    for name in ("row_buckets", "chunk_buckets"):
-      sizes = getattr(self, name)
-      if not sizes or min(sizes) < 1:
-        raise ValueError(f"engine.{name}={sizes} needs positive sizes")
-
-  @property
-  def rows(self) -> tuple[int, ...]:
-    """The row buckets in use, ascending."""
-    return (*sorted(r for r in set(self.row_buckets) if r < self.slots),
-            self.slots)  # fmt: skip
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class _Running:
-  """A request that owns a cache row."""
-
-  request: engine.DecodeRequest
-  future: asyncio.Future[engine.Completion]
-  started: float
-  row: int = -1
-  known: int = 0
-  cached_tokens: int = 0
-  logprobs: list[float] = dataclasses.field(default_factory=list)
-  versions: list[int] = dataclasses.field(default_factory=list)
-
-  @property
-  def sampled(self) -> int:
-    return len(self.versions)
+from rl import decode_step, dispatch, engine, engine_plan, slots, trajectory
 
 
 class JaxEngine:
@@ -95,7 +40,7 @@ class JaxEngine:
   def __init__(
     self,
     config: model_config.ModelConfig,
-    settings: EngineSettings,
+    settings: engine_plan.EngineSettings,
     mesh: jax.sharding.Mesh,
     thread: dispatch.MeshThread,
   ):
@@ -109,11 +54,11 @@ class JaxEngine:
     self._slots = slots.Slots(settings.slots)
     self._ids = np.zeros((settings.slots, config.max_length), np.int32)
     self._cached = np.zeros(settings.slots, np.int32)
-    self._waiting: list[tuple[tuple[int, ...], int, _Running]] = []
+    self._waiting: list[tuple[tuple[int, ...], int, engine_plan.Running]] = []
     self._arrivals = itertools.count()
-    self._running: dict[str, _Running] = {}
-    self._requests: dict[str, _Running] = {}
-    self._sessions: dict[str, _Running] = {}
+    self._running: dict[str, engine_plan.Running] = {}
+    self._requests: dict[str, engine_plan.Running] = {}
+    self._sessions: dict[str, engine_plan.Running] = {}
     self._mode: Literal["open", "draining", "paused"] = "open"
     self._wake = asyncio.Event()
     self._quiet = asyncio.Event()
@@ -197,7 +142,9 @@ class JaxEngine:
     self._check_open()
     self._check(request)
     loop = asyncio.get_running_loop()
-    running = _Running(request, loop.create_future(), time.monotonic())
+    running = engine_plan.Running(
+      request, loop.create_future(), time.monotonic()
+    )
     self._requests[request.request_id] = running
     self._sessions[request.session] = running
     entry = (request.priority, next(self._arrivals), running)
@@ -262,7 +209,7 @@ class JaxEngine:
       raise ValueError(
         f"version {version} is not above the served {self._version}"
       )
-    _check_same_tree(self._params, params)
+    engine.check_same_tree(self._params, params)
     self._params = params
     self._version = version
     self._cached[:] = 0
@@ -315,13 +262,11 @@ class JaxEngine:
     """Gives sessions whose environments answer at once time to come back."""
     deadline = time.monotonic() + self._settings.linger_s
     while self._mode == "open" and time.monotonic() < deadline:
-      if len(self._running) + self._slots.num_free >= self._settings.slots:
+      expected = self._settings.slots - self._slots.num_free
+      if len(self._running) >= min(expected, self._settings.rows[0]):
         return
-      before = len(self._running)
-      await asyncio.sleep(self._settings.linger_s / 4)
+      await asyncio.sleep(self._settings.linger_s / 8)
       self._admit()
-      if len(self._running) == before:
-        return
 
   def _admit(self) -> None:
     while self._waiting and self._mode == "open":
@@ -335,7 +280,7 @@ class JaxEngine:
       heapq.heappop(self._waiting)
       self._place(running, *place)
 
-  def _place(self, running: _Running, row: int, kept: bool) -> None:
+  def _place(self, running: engine_plan.Running, row: int, kept: bool) -> None:
     tokens = running.request.tokens
     running.row = row
     running.known = len(tokens)
@@ -346,35 +291,15 @@ class JaxEngine:
     self._ids[row, : len(tokens)] = tokens
     self._running[running.request.session] = running
 
-  def _plan(self) -> tuple[list[_Running], decode_step.Plan]:
-    """Chooses the rows of one dispatch: one chunk size, taken in turns."""
-    sizes = sorted(self._settings.chunk_buckets)
-    by_chunk: dict[int, list[_Running]] = {}
-    for running in self._running.values():
-      new = running.known - int(self._cached[running.row])
-      chunk = next((c for c in sizes if c >= new), sizes[-1])
-      by_chunk.setdefault(chunk, []).append(running)
+  def _plan(self) -> tuple[list[engine_plan.Running], decode_step.Plan]:
     self._turn += 1
-    chunk = sorted(by_chunk)[self._turn % len(by_chunk)]
-    chosen = sorted(by_chunk[chunk], key=lambda running: running.row)
-    rows = next(r for r in self._settings.rows if r >= len(chosen))
-    plan = decode_step.empty_plan(rows, chunk, idle_row=self._settings.slots)
-    whole = rows == self._settings.slots
-    for i, running in enumerate(chosen):
-      self._fill(plan, running.row if whole else i, running)
-    return chosen, plan
-
-  def _fill(self, plan: decode_step.Plan, i: int, running: _Running) -> None:
-    request, row = running.request, running.row
-    past = int(self._cached[row])
-    new = min(running.known - past, plan.chunk.shape[1])
-    left = request.max_tokens - running.sampled
-    complete = past + new == running.known
-    budget = min(left, self._settings.steps_per_dispatch) if complete else 0
-    plan.integers[i, :5] = (row, past, new, budget, request.seed)
-    plan.integers[i, 5 : 5 + len(request.stop_ids)] = request.stop_ids
-    plan.chunk[i, :new] = self._ids[row, past : past + new]
-    plan.temperature[i] = request.temperature
+    return engine_plan.plan(
+      list(self._running.values()),
+      self._ids,
+      self._cached,
+      self._settings,
+      self._turn,
+    )
 
   def _dispatch(self, plan: decode_step.Plan) -> decode_step.Sampled:
     whole = len(plan.chunk) == self._settings.slots
@@ -386,7 +311,7 @@ class JaxEngine:
 
   def _absorb(
     self,
-    chosen: Sequence[_Running],
+    chosen: Sequence[engine_plan.Running],
     plan: decode_step.Plan,
     sampled: decode_step.Sampled,
   ) -> None:
@@ -406,18 +331,13 @@ class JaxEngine:
       running.known += count
       running.logprobs.extend(sampled.logprobs[at, :count].tolist())
       running.versions.extend([int(self._version)] * count)
-      stop = self._why_ended(running)
+      stop = running.why_ended(int(self._ids[row, running.known - 1]))
       if stop is not None:
         self._finish(running, stop)
 
-  def _why_ended(self, running: _Running) -> trajectory.Stop | None:
-    request = running.request
-    newest = self._ids[running.row, running.known - 1]
-    if running.sampled and newest in request.stop_ids:
-      return "stop"
-    return "length" if running.sampled >= request.max_tokens else None
-
-  def _finish(self, running: _Running, stop: trajectory.Stop) -> None:
+  def _finish(
+    self, running: engine_plan.Running, stop: trajectory.Stop
+  ) -> None:
     request = running.request
     self._requests.pop(request.request_id, None)
     self._sessions.pop(request.session, None)
@@ -428,28 +348,4 @@ class JaxEngine:
       self._running.pop(request.session, None)
       self._slots.rest(request.session)
     if not running.future.done():
-      running.future.set_result(
-        engine.Completion(
-          tokens=tokens,
-          logprobs=np.asarray(running.logprobs, np.float32),
-          versions=np.asarray(running.versions, np.int32),
-          stop=stop,
-          cached_tokens=running.cached_tokens,
-          decode_s=time.monotonic() - running.started,
-        )
-      )
-
-
-def _check_same_tree(old: Any, new: Any) -> None:
-  def describe(tree: Any) -> dict[str, Any]:
-    return {
-      jax.tree_util.keystr(path): (leaf.shape, leaf.dtype)
-      for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-    }
-
-  before, after = describe(old), describe(new)
-  for name in sorted(before.keys() | after.keys()):
-    if before.get(name) != after.get(name):
-      raise ValueError(
-        f"weights{name}: expected {before.get(name)}, got {after.get(name)}"
-      )
+      running.future.set_result(running.completion(tokens, stop))

@@ -56,9 +56,7 @@ class MetricsWriter:
     self._board.close()
 
 
-def wilson(
-  successes: int, trials: int, z: float = 1.96
-) -> tuple[float, float]:
+def wilson(successes: int, trials: int, z: float = 1.96) -> tuple[float, float]:
   """Returns the Wilson score interval of a success rate, within [0, 1].
 
   Args:

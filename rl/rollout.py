@@ -12,26 +12,25 @@ from rl import events, trajectory, watchdog
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Watched:
-  """A sampler whose waits have a name and a deadline.
+  """A sampler whose waits the watchdog can name.
 
-  Attributes:
-    answer_s: seconds after which an engine that does not answer is stalled.
+  The learner's wait for the group has the deadline; this says what held it up.
   """
 
   engine: episode_lib.Sampler
   dog: watchdog.Watchdog
-  answer_s: float
+  stall_s: float
 
   async def generate(
     self, request: engine_lib.DecodeRequest
   ) -> engine_lib.Completion:
-    """Samples one answer, or raises `watchdog.Stalled`."""
-    return await self.dog.wait(
-      self.engine.generate(request),
+    """Samples one answer."""
+    with self.dog.noted(
       owner=f"episode {request.session}",
       what="an answer of the engine",
-      deadline_s=self.answer_s,
-    )
+      deadline_s=self.stall_s,
+    ):
+      return await self.engine.generate(request)
 
   def release(self, session: str) -> None:
     """Frees what the engine holds for a session."""

@@ -88,6 +88,22 @@ class Watchdog:
     finally:
       self._waits.discard(wait)
 
+  @contextlib.contextmanager
+  def noted(
+    self, *, owner: str, what: str, deadline_s: float
+  ) -> Iterator[None]:
+    """Lists the body of a `with` in `dump`, and enforces nothing.
+
+    For the many waits that another, guarded wait depends on.
+    """
+    since_s = time.monotonic()
+    wait = Wait(owner=owner, what=what, since_s=since_s, deadline_s=deadline_s)
+    self._waits.add(wait)
+    try:
+      yield
+    finally:
+      self._waits.discard(wait)
+
   def dump(self) -> str:
     """Returns a table of everyone who waits now."""
     # set.copy() is one step of the interpreter, so safe in another thread.

@@ -14,7 +14,7 @@ import pytest
 
 from models import config as config_lib
 from models import sharding, transformer
-from rl import dispatch, engine_jax, placement, trace, trajectory
+from rl import dispatch, engine_jax, engine_plan, placement, trace, trajectory
 from rl import engine as engine_lib
 
 CONFIG = config_lib.tiny_moe(
@@ -26,7 +26,7 @@ CONFIG = config_lib.tiny_moe(
   max_length=32,
   moe_block=4,
 )
-SETTINGS = engine_jax.EngineSettings(
+SETTINGS = engine_plan.EngineSettings(
   slots=4,
   row_buckets=(2,),
   chunk_buckets=(2, 6),

@@ -13,7 +13,7 @@ from models import config as model_config
 from rl import (
   assemble,
   config,
-  engine_jax,
+  engine_plan,
   evaluate,
   events,
   overlap,
@@ -34,7 +34,7 @@ def experiment(**changes):
       vocab_size=7, num_layers=1, d_model=32, max_length=16
     ),
     rollout=rollout.Rollout(group_size=4, max_tokens=16),
-    engine=engine_jax.EngineSettings(
+    engine=engine_plan.EngineSettings(
       slots=32, row_buckets=(32,), chunk_buckets=(4,)
     ),
     overlap=overlap.in_flight(4, 1, 2),

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from rl import batch, engine_jax, learner, trajectory
+from rl import batch, engine_plan, learner, trajectory
 
 
 def some_ids(rng, low, high):
@@ -340,4 +340,4 @@ def test_a_request_that_cannot_be_served_fails_alone(served, change, message):
 )
 def test_sizes_that_cannot_work_are_refused(change, message):
   with pytest.raises(ValueError, match=message):
-    engine_jax.EngineSettings(**change).validate()
+    engine_plan.EngineSettings(**change).validate()

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from rl import dispatch, engine, engine_jax, trace, trajectory
+from rl import dispatch, engine, engine_jax, engine_plan, trace, trajectory
 
 
 def test_new_weights_go_on_in_the_middle_of_an_answer(served):
@@ -167,7 +167,7 @@ def test_close_fails_what_is_in_flight_and_all_that_follows(breakable, paused):
 
 def test_close_before_the_start_returns(config, one_device):
   thread = dispatch.MeshThread("decode", trace.Trace(None))
-  settings = engine_jax.EngineSettings()
+  settings = engine_plan.EngineSettings()
   unborn = engine_jax.JaxEngine(config, settings, one_device, thread)
   asyncio.run(unborn.close())
   thread.close()
