@@ -41,6 +41,13 @@ class Grpo:
   ddof: int = 1
   eps: float = 1e-6
 
+  def validate(self) -> None:
+    """Raises ValueError unless ddof is 0 or 1 and eps is a number >= 0."""
+    if self.ddof not in (0, 1) or not 0 <= self.eps < np.inf:
+      raise ValueError(
+        f"Grpo: ddof={self.ddof} must be 0 or 1 and eps={self.eps} at least 0"
+      )
+
   @property
   def min_group_size(self) -> int:
     """Two: a single reward has no deviation."""
@@ -93,8 +100,10 @@ def of_group(
   advantages = np.zeros(len(trained), np.float32)
   if trained.sum() < estimator.min_group_size:
     return advantages, np.zeros_like(trained)
-  rewards = [t.reward for t in group.trajectories if t.reward is not None]
-  graded = np.array([t.reward is not None for t in group.trajectories])
-  estimates = estimator(np.asarray(rewards, np.float32))
-  advantages[graded] = estimates
+  rewards = [
+    member.reward
+    for member, used in zip(group.trajectories, trained, strict=True)
+    if used
+  ]
+  advantages[trained] = estimator(np.asarray(rewards, np.float32))
   return advantages, trained

@@ -100,6 +100,11 @@ def build(
     experiment.model, experiment.engine, decode_mesh, decode_thread
   )
   dog = watchdog.Watchdog(report)
+  if experiment.overlap.on_publish not in engine.capabilities:
+    raise ValueError(
+      f"overlap.on_publish={experiment.overlap.on_publish}: the engine can "
+      f"only {' or '.join(sorted(engine.capabilities))}"
+    )
   decode_shardings = sharding.param_shardings(experiment.model, decode_mesh)
   return Parts(
     experiment=experiment,

@@ -62,11 +62,6 @@ class GroupBuffer:
     self._committed = self._next
 
   @property
-  def committed(self) -> int:
-    """Groups that an optimizer step holds: also the id of the next one."""
-    return self._committed
-
-  @property
   def untrained(self) -> Mapping[int, trajectory.Group]:
     """Finished groups that no optimizer step holds yet."""
     return dict(self._ready)

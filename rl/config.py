@@ -2,6 +2,8 @@
 
 import dataclasses
 import math
+from collections.abc import Iterator
+from typing import Any
 
 from envs import base
 from models import chat as chat_lib
@@ -103,7 +105,7 @@ class Experiment:
   keeping: Keeping = dataclasses.field(default_factory=Keeping)
   seed: int = 0
   rounds: int = 100
-  stall_s: float = 300.0
+  stall_s: float = 1200.0
 
   def chat(self) -> chat_lib.WordChat:
     """Returns the tokenizer and template over the environment's words."""
@@ -111,20 +113,18 @@ class Experiment:
 
   def validate(self) -> None:
     """Raises ValueError on a setting that cannot work; touches no device."""
-    self.model.validate()
-    self.rollout.validate()
-    self.engine.validate()
-    self.overlap.validate()
-    self.placement.validate()
-    if self.warm_start is not None:
-      self.warm_start.validate()
+    for node in _nodes(self):
+      if hasattr(node, "validate"):
+        node.validate()
     self._validate_counts()
+    self._validate_waits()
     self._validate_lengths()
     self._validate_divisions()
 
   def _validate_counts(self) -> None:
     for name, value, least in (
       ("rounds", self.rounds, 1),
+      ("seed", self.seed, 0),
       ("batch.rows", self.batch.rows, 1),
       ("evaluation.every", self.evaluation.every, 0),
       ("evaluation.episodes", self.evaluation.episodes, 0),
@@ -134,18 +134,29 @@ class Experiment:
     ):
       if value < least:
         raise ValueError(f"{name}={value} is below {least}")
-    if not self.stall_s > 0:
-      raise ValueError(f"stall_s={self.stall_s} is not above 0")
-    if not self.evaluation.temperature >= 0:
+    if not 0 <= self.evaluation.temperature < math.inf:
       raise ValueError(
-        f"evaluation.temperature={self.evaluation.temperature} is below 0"
+        f"evaluation.temperature={self.evaluation.temperature} is no number "
+        ">= 0"
       )
+    if math.isnan(self.evaluation.success):
+      raise ValueError("evaluation.success=nan is no reward to compare with")
     least = self.advantage.min_group_size
     if self.rollout.group_size < least:
       raise ValueError(
         f"rollout.group_size={self.rollout.group_size} is below the {least} "
         f"that {type(self.advantage).__name__} compares; raise it or use "
         "advantage=rl.advantages.Reinforce()"
+      )
+
+  def _validate_waits(self) -> None:
+    limits = self.rollout
+    episode_s = (limits.max_turns + 1) * limits.step_s + limits.reward_s
+    if not self.stall_s >= episode_s:
+      raise ValueError(
+        f"stall_s={self.stall_s:g} is below the {episode_s:g} s that an "
+        "episode may take by rollout.max_turns, step_s and reward_s; raise it"
+        " or lower those"
       )
 
   def _validate_lengths(self) -> None:
@@ -189,3 +200,12 @@ class Experiment:
           f"placement.decode.data={decode.data}; change engine.slots and "
           "engine.row_buckets"
         )
+
+
+def _nodes(tree: Any) -> Iterator[Any]:
+  """Yields every dataclass below a setting, itself not included."""
+  for field in dataclasses.fields(tree):
+    value = getattr(tree, field.name)
+    if dataclasses.is_dataclass(value):
+      yield value
+      yield from _nodes(value)

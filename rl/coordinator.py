@@ -14,6 +14,7 @@ goes on; with a bound of 0 it is the gate that makes the next round wait.
 
 import asyncio
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -64,9 +65,6 @@ class Settings:
 class _Round:
   """What accumulates while a round is trained."""
 
-  start: float
-  first_span: int
-  first_event: int
   groups: list[trajectory.Group] = dataclasses.field(default_factory=list)
   values: list[np.ndarray] = dataclasses.field(default_factory=list)
   trained: list[np.ndarray] = dataclasses.field(default_factory=list)
@@ -130,6 +128,10 @@ class Coordinator:
       raise cause from None
 
   async def _run(self, tasks: asyncio.TaskGroup) -> learner.TrainState:
+    # A round is measured from the end of the one before it.
+    self._mark = time.monotonic()
+    self._first_span = len(self._spans.spans)
+    self._first_event = len(self._log.events)
     producer = tasks.create_task(self._produce(tasks), name="producer")
     try:
       while self._trained < self._settings.rounds:
@@ -216,21 +218,18 @@ class Coordinator:
   # Training.
 
   async def _round(self) -> None:
-    this = _Round(
-      start=time.monotonic(),
-      first_span=len(self._spans.spans),
-      first_event=len(self._log.events),
-    )
+    this = _Round()
     if self._schedule.wait_for_round:
       await self._ready(self._schedule.groups_per_round, this)
     for _ in range(self._schedule.updates_per_round):
       await self._update(this)
     self._trained += 1
     self._served[self._trained] = self._state.params
+    stall_s = await self._publish()
     metrics = await self._describe(this)
+    metrics["publish_stall_s"] = stall_s
     await self._observer.on_round(metrics, this.groups, this.values)
     await self._observer.on_boundary(self._progress())
-    await self._publish()
 
   async def _ready(self, count: int, this: _Round) -> None:
     """Returns when the next `count` groups in order are ready."""
@@ -259,9 +258,18 @@ class Coordinator:
       for group in groups:
         self._log.emit("dequeued", group=group.group_id)
       total = await self._accumulate(this, groups, total)
-    self._state, sums = await self._device(
-      "update", _update, self._programs, self._state, total
-    )
+    if not any(used.any() for used in this.trained[first:]):
+      sums = dict.fromkeys((*learner.Sums._fields, "grad_norm"), 0.0)
+    else:
+      self._state, sums = await self._device(
+        "update", _update, self._programs, self._state, total
+      )
+    if not math.isfinite(sums["grad_norm"]):
+      raise FloatingPointError(
+        f"round {self._trained}: the norm of the gradient is "
+        f"{sums['grad_norm']}; go on from the last checkpoint with a lower "
+        "learning rate"
+      )
     this.updates.append(sums)
     self._buffer.commit()
     for group, values in zip(
@@ -316,19 +324,21 @@ class Coordinator:
       masked=sum(tokens) - kept,
     )
 
-  async def _publish(self) -> None:
+  async def _publish(self) -> float:
+    """Returns the seconds for which decoding stood still."""
     version = trajectory.PolicyVersion(self._trained)
-    await self._guarded(
+    stall_s = await self._guarded(
       self._publisher.publish(
         version, self._state.params, self._schedule.on_publish
       ),
       f"the engines to take version {version}",
     )
-    oldest = version - self._schedule.max_staleness
-    self._served = {v: p for v, p in self._served.items() if v >= oldest}
+    # Before the gate opens: what is evaluated shares the cache with nothing
+    # but groups that were admitted earlier.
     await self._observer.on_published(version)
     self._gate.release(version)
     self._opened.set()
+    return stall_s
 
   async def _device(self, name: str, function: Callable, *args: Any) -> Any:
     work = self._thread.run(name, function, *args)
@@ -341,30 +351,37 @@ class Coordinator:
 
   async def _describe(self, this: _Round) -> dict[str, float]:
     """Returns the metrics of a round; engine and learner are compared anew."""
-    wall_s = time.monotonic() - this.start
-    gap = await agreement.measure(
-      self._programs,
-      self._thread,
-      self._served,
-      this.probe,
-      self._settings.probe_rows,
+    now = time.monotonic()
+    wall_s, self._mark = now - self._mark, now
+    spans = self._spans.spans[self._first_span :]
+    news = self._log.events[self._first_event :]
+    self._first_span += len(spans)
+    self._first_event += len(news)
+    gap = await self._guarded(
+      agreement.measure(
+        self._programs,
+        self._thread,
+        self._served,
+        this.probe,
+        self._settings.probe_rows,
+      ),
+      "its mesh to score a sample",
     )
+    oldest = self._trained - self._schedule.max_staleness
+    self._served = {v: p for v, p in self._served.items() if v >= oldest}
     return {
       "round": float(self._trained),
       "version": float(self._trained),
       **round_report.of_groups(
         this.groups,
-        this.values,
         success=self._settings.success,
         trained_at=self._trained - 1,
       ),
       **round_report.of_updates(this.updates),
       **round_report.of_schedule(self._schedule),
       **round_report.of_gap(gap),
-      **round_report.of_spans(self._spans.spans[this.first_span :], wall_s),
-      **round_report.of_speed(
-        self._log.events[this.first_event :], this.updates, wall_s
-      ),
+      **round_report.of_spans(spans, wall_s),
+      **round_report.of_speed(news, this.updates, wall_s),
     }
 
 

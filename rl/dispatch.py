@@ -1,7 +1,9 @@
 """One thread a mesh: runs its programs one by one, off the event loop."""
 
 import asyncio
-import concurrent.futures
+import contextlib
+import queue
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +11,8 @@ from typing import Any
 import jax
 
 from rl import trace
+
+_CLOSE_S = 5.0
 
 
 class MeshThread:
@@ -22,20 +26,42 @@ class MeshThread:
   def __init__(self, track: str, spans: trace.Trace):
     self._track = track
     self._spans = spans
-    self._pool = concurrent.futures.ThreadPoolExecutor(
-      max_workers=1, thread_name_prefix=track
+    self._jobs: queue.SimpleQueue[Callable[[], None] | None] = (
+      queue.SimpleQueue()
     )
+    # A daemon: a program that hangs on the device must not hold up the exit.
+    self._thread = threading.Thread(target=self._work, name=track, daemon=True)
+    self._thread.start()
 
   async def run(self, name: str, function: Callable[..., Any], *args) -> Any:
     """Returns `function(*args)`, its arrays ready; records one span.
 
     A caller that is cancelled leaves the program running: the next one queues
     behind it, so state is never seen half-way.
+
+    Raises:
+      RuntimeError: the thread was closed.
     """
+    if not self._thread.is_alive():
+      raise RuntimeError(f"the {self._track} thread was closed")
     loop = asyncio.get_running_loop()
-    return await loop.run_in_executor(
-      self._pool, self._timed, name, function, args
-    )
+    done: asyncio.Future[Any] = loop.create_future()
+
+    def job() -> None:
+      try:
+        result, error = self._timed(name, function, args), None
+      except BaseException as raised:
+        result, error = None, raised
+      # The loop may have ended meanwhile: then nobody waits any more.
+      with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(_deliver, done, result, error)
+
+    self._jobs.put(job)
+    return await done
+
+  def _work(self) -> None:
+    while (job := self._jobs.get()) is not None:
+      job()
 
   def _timed(self, name: str, function: Callable[..., Any], args: tuple) -> Any:
     start = time.monotonic()
@@ -45,5 +71,17 @@ class MeshThread:
     return result
 
   def close(self) -> None:
-    """Waits for the running program and ends the thread."""
-    self._pool.shutdown(wait=True)
+    """Ends the thread after what is queued; leaves a hung one behind."""
+    self._jobs.put(None)
+    self._thread.join(_CLOSE_S)
+
+
+def _deliver(
+  done: asyncio.Future[Any], result: Any, error: BaseException | None
+) -> None:
+  if done.done():  # The caller was cancelled.
+    return
+  if error is None:
+    done.set_result(result)
+  else:
+    done.set_exception(error)

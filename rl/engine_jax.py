@@ -24,6 +24,8 @@ from models import config as model_config
 from models import sharding, transformer
 from rl import decode_step, dispatch, engine, engine_plan, slots, trajectory
 
+_CLOSE_S = 5.0
+
 
 class JaxEngine:
   """`engine.DecodeEngine` over the models of this project.
@@ -124,7 +126,9 @@ class JaxEngine:
     self._fail(engine.EngineClosed("the engine was closed"))
     self._wake.set()
     if self._server is not None:
-      await asyncio.gather(self._server, return_exceptions=True)
+      # Cancelled on overrun: its device program may hang.
+      await asyncio.wait([self._server], timeout=_CLOSE_S)
+      self._server.cancel()
 
   def _fail(self, reason: engine.EngineClosed) -> None:
     self._closed = self._closed or reason

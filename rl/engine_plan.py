@@ -42,6 +42,8 @@ class EngineSettings:
       sizes = getattr(self, name)
       if not sizes or min(sizes) < 1:
         raise ValueError(f"engine.{name}={sizes} needs positive sizes")
+    if not 0 <= self.linger_s < 1:
+      raise ValueError(f"engine.linger_s={self.linger_s} is not in [0, 1)")
 
   @property
   def rows(self) -> tuple[int, ...]:
@@ -106,8 +108,8 @@ def plan(
   """Returns the requests of one dispatch, in the order of their plan.
 
   Those whose new ids fit the same chunk go together; chunk sizes take turns,
-  so that none starves. The longest in the engine go first. A plan with as many rows as the cache has is in the
-  cache's order, and the rows of others are idle.
+  so that none starves; the longest in the engine go first. A plan with as many
+  rows as the cache has is in the cache's order, and the others' rows are idle.
 
   Args:
     running: in the order of admission.

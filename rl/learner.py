@@ -9,6 +9,7 @@ Letters: B rows, L row length, V vocabulary.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -49,6 +50,20 @@ class AdamW:
   weight_decay: float = 0.0
   max_grad_norm: float = 1.0
 
+  def validate(self) -> None:
+    """Raises ValueError on a rate, decay or norm that cannot work."""
+    for name in ("learning_rate", "max_grad_norm"):
+      if not 0 < getattr(self, name) < math.inf:
+        raise ValueError(
+          f"AdamW.{name}={getattr(self, name)} is no number above 0"
+        )
+    for name in ("b1", "b2"):
+      if not 0 <= getattr(self, name) < 1:
+        raise ValueError(f"AdamW.{name}={getattr(self, name)} is not in [0, 1)")
+    for name in ("warmup_updates", "weight_decay"):
+      if not 0 <= getattr(self, name) < math.inf:
+        raise ValueError(f"AdamW.{name}={getattr(self, name)} is below 0")
+
   def __call__(self) -> optax.GradientTransformation:
     """Returns clip -> Adam -> decay, scaled by the (warmed-up) rate."""
     rate = self.learning_rate
@@ -75,6 +90,12 @@ class Objective:
   loss: losses.Loss
   entropy_bonus: float = 0.0
   balance_weight: float = 0.01
+
+  def validate(self) -> None:
+    """Raises ValueError on a weight that is no finite number."""
+    for name in ("entropy_bonus", "balance_weight"):
+      if not math.isfinite(getattr(self, name)):
+        raise ValueError(f"objective.{name}={getattr(self, name)} is no number")
 
 
 class TrainState(NamedTuple):

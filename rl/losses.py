@@ -43,6 +43,14 @@ class ClippedSurrogate:
   clip_low: float = 0.2
   clip_high: float = 0.28
 
+  def validate(self) -> None:
+    """Raises ValueError on bounds that clip a ratio of 1, or no number."""
+    if not (0 <= self.clip_low <= 1 and self.clip_high >= 0):
+      raise ValueError(
+        f"ClippedSurrogate: clip_low={self.clip_low} must be in [0, 1] and "
+        f"clip_high={self.clip_high} at least 0"
+      )
+
   def __call__(
     self,
     logprobs: Float[Array, " L"],

@@ -85,13 +85,15 @@ class Overlap:
 def sync(
   groups_per_round: int,
   updates_per_round: int = 1,
-  groups_per_microbatch: int = 8,
+  groups_per_microbatch: int | None = None,
 ) -> Overlap:
   """Returns rollout, then training, then publishing: nothing overlaps."""
   return Overlap(
     groups_per_round=groups_per_round,
     updates_per_round=updates_per_round,
-    groups_per_microbatch=groups_per_microbatch,
+    groups_per_microbatch=_microbatch(
+      groups_per_round // max(updates_per_round, 1), groups_per_microbatch
+    ),
     wait_for_round=True,
   )
 
@@ -99,7 +101,7 @@ def sync(
 def round_pipelined(
   groups_per_round: int,
   updates_per_round: int = 1,
-  groups_per_microbatch: int = 8,
+  groups_per_microbatch: int | None = None,
 ) -> Overlap:
   """Returns training on complete groups while the round's tail decodes.
 
@@ -111,14 +113,16 @@ def round_pipelined(
   return Overlap(
     groups_per_round=groups_per_round,
     updates_per_round=updates_per_round,
-    groups_per_microbatch=groups_per_microbatch,
+    groups_per_microbatch=_microbatch(
+      groups_per_round // max(updates_per_round, 1), groups_per_microbatch
+    ),
   )
 
 
 def in_flight(
   groups_per_round: int,
   max_staleness: int = 1,
-  groups_per_microbatch: int = 8,
+  groups_per_microbatch: int | None = None,
 ) -> Overlap:
   """Returns rollout that never stops: weights arrive inside trajectories.
 
@@ -129,7 +133,12 @@ def in_flight(
   """
   return Overlap(
     groups_per_round=groups_per_round,
-    groups_per_microbatch=groups_per_microbatch,
+    groups_per_microbatch=_microbatch(groups_per_round, groups_per_microbatch),
     max_staleness=max_staleness,
     on_publish="recompute",
   )
+
+
+def _microbatch(groups_per_update: int, given: int | None) -> int:
+  """Returns `given`, or the largest divisor that 8 has as well."""
+  return math.gcd(8, groups_per_update) if given is None else given

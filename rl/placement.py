@@ -95,8 +95,8 @@ class Placement:
     if len(devices) < self.num_devices:
       raise ValueError(
         f"placement needs {self.num_devices} devices and jax sees "
-        f"{len(devices)}; lower placement.*.data or set "
-        "placement.colocated=true"
+        f"{len(devices)}; lower placement.*.data, share them with "
+        "placement.colocated=true, or use placement.platform=cpu"
       )
     learner, decode = self.ranges
     return (

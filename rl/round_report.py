@@ -4,14 +4,12 @@ import collections
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-from jaxtyping import Float32
 
 from rl import agreement, events, overlap, trace, trajectory
 
 
 def of_groups(
   groups: Sequence[trajectory.Group],
-  advantages: Sequence[Float32[np.ndarray, " G"]],
   *,
   success: float,
   trained_at: int,
@@ -19,7 +17,6 @@ def of_groups(
   """Returns success, reward, lengths, staleness and faults of a round.
 
   Args:
-    advantages: of each group's members.
     success: an episode succeeds when its reward is at least this.
     trained_at: the version before the round's updates.
   """
@@ -36,9 +33,7 @@ def of_groups(
     "success": float((rewards >= success).mean()) if len(rewards) else np.nan,
     "reward_mean": float(rewards.mean()) if len(rewards) else np.nan,
     "groups": float(len(groups)),
-    "zero_variance_groups": float(
-      sum(not np.any(values) for values in advantages)
-    ),
+    "zero_variance_groups": float(sum(map(_no_variance, groups))),
     "turns_mean": float(np.mean([len(t.turns) for t in episodes])),
     "sampled_tokens": float(sum(t.num_sampled for t in episodes)),
     "truncated": float(counts[trajectory.Status.TRUNCATED]),
@@ -47,6 +42,12 @@ def of_groups(
     "faults": sum(faults.values()),
     **faults,
   }
+
+
+def _no_variance(group: trajectory.Group) -> bool:
+  """Whether its rewards, two or more of them, are all equal."""
+  rewards = [t.reward for t in group.trajectories if t.reward is not None]
+  return len(rewards) > 1 and len(set(rewards)) == 1
 
 
 def of_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:

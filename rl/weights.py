@@ -36,7 +36,6 @@ class WeightPublisher:
     self._thread = thread
     self._log = log
     self._spans = spans
-    self.stalled_s = 0.0
 
   async def place(self, params: Any, shardings: Any) -> Any:
     """Returns a copy of `params` with the shardings of an engine."""
@@ -47,8 +46,8 @@ class WeightPublisher:
     version: trajectory.PolicyVersion,
     params: Any,
     on_publish: engine.OnPublish,
-  ) -> None:
-    """Returns when every engine serves `version`.
+  ) -> float:
+    """Returns when every engine serves `version`, with the seconds of stall.
 
     An engine that does not acknowledge stays paused and the exception of the
     update propagates: a run never goes on with two versions.
@@ -63,8 +62,8 @@ class WeightPublisher:
         await served.update_weights(version, copy)
       for served, _ in self._pools:
         served.resume()
-    self.stalled_s += time.monotonic() - start
     self._log.emit("published", version=int(version))
+    return time.monotonic() - start
 
 
 def copy_to(params: Any, shardings: Any) -> Any:

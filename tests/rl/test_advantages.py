@@ -100,11 +100,11 @@ def test_a_truncated_member_is_trained():
   assert trained.tolist() == [True, True]
 
 
-def test_a_graded_member_without_tokens_counts_but_is_not_trained():
-  # Grpo of 1, 0, 0 again: the third has no token to train.
+def test_a_member_without_tokens_is_in_no_mean():
+  # Grpo of 1 and 0: the third has no token to train and does not count.
   group = _group((OK, 1.0, 3), (OK, 0.0, 3), (OK, 0.0, 0))
   values, trained = advantages.of_group(group, advantages.Grpo())
-  np.testing.assert_allclose(values[:2], [1.1547, -0.57735], atol=5e-5)
+  np.testing.assert_allclose(values, [0.7071, -0.7071, 0.0], atol=5e-5)
   assert trained.tolist() == [True, True, False]
 
 
@@ -127,3 +127,9 @@ def test_reinforce_trains_the_one_member_that_is_left():
   values, trained = advantages.of_group(group, advantages.Reinforce())
   assert values.tolist() == [0.0, 1.0]
   assert trained.tolist() == [False, True]
+
+
+@pytest.mark.parametrize("bad", [{"ddof": 8}, {"eps": float("nan")}])
+def test_an_estimator_with_nonsense_is_refused(bad):
+  with pytest.raises(ValueError, match="Grpo: ddof"):
+    advantages.Grpo(**bad).validate()

@@ -30,8 +30,8 @@ def _override(tree, overrides):
     {"warm_start": "none"},
     {"evaluation.every": "0", "evaluation.temperature": "0"},
     {"rollout.group_size": "1", "advantage": "rl.advantages.Reinforce()"},
-    # 48 rows over 3 devices, 4 experts over 2, and engine rows over 8.
-    {"placement.learner.data": "3", "placement.learner.expert": "2"},
+    # 22 rows over 11 devices, 4 experts over 2, and engine rows over 8.
+    {"placement.learner.data": "11", "placement.learner.expert": "2"},
     {"placement.decode.data": "8"},
     {"batch.length": "32", "rollout.max_tokens": "32"},
   ],
@@ -72,10 +72,10 @@ def test_settings_that_fit_together_are_accepted(experiment, overrides):
       {"placement.decode.expert": "6"},
       "placement.decode.expert=6 does not divide model.num_experts=4; use 2",
     ),
-    # The next multiple of 5 above 48 is 50.
+    # The next multiple of 5 above 22 is 25.
     (
       {"placement.learner.data": "5"},
-      "batch.rows=48 does not divide over placement.learner.data=5; use 50",
+      "batch.rows=22 does not divide over placement.learner.data=5; use 25",
     ),
     (
       {"placement.decode.data": "3"},
@@ -86,16 +86,34 @@ def test_settings_that_fit_together_are_accepted(experiment, overrides):
     ({"batch.rows": "0"}, "batch.rows=0 is below 1"),
     ({"evaluation.every": "-1"}, "evaluation.every=-1 is below 0"),
     ({"evaluation.episodes": "-1"}, "evaluation.episodes=-1 is below 0"),
-    ({"evaluation.temperature": "-1"}, "evaluation.temperature=-1.0 is below"),
-    ({"evaluation.temperature": "nan"}, "evaluation.temperature=nan is below"),
+    ({"evaluation.temperature": "-1"}, "evaluation.temperature=-1.0 is no"),
+    ({"evaluation.temperature": "nan"}, "evaluation.temperature=nan is no"),
+    ({"evaluation.temperature": "inf"}, "evaluation.temperature=inf is no"),
+    ({"evaluation.success": "nan"}, "evaluation.success=nan is no reward"),
+    ({"seed": "-1"}, "seed=-1 is below 0"),
+    ({"optimizer.learning_rate": "-1"}, "AdamW.learning_rate=-1.0 is no"),
+    ({"optimizer.warmup_updates": "-4"}, "AdamW.warmup_updates=-4 is below"),
+    ({"warm_start.optimizer.b1": "1"}, "AdamW.b1=1.0 is not in [0, 1)"),
+    ({"objective.loss.clip_low": "-3"}, "ClippedSurrogate: clip_low=-3.0"),
+    ({"objective.entropy_bonus": "nan"}, "objective.entropy_bonus=nan is no"),
+    ({"advantage.ddof": "8"}, "Grpo: ddof=8 must be 0 or 1"),
+    ({"engine.linger_s": "nan"}, "engine.linger_s=nan is not in [0, 1)"),
     (
       {"keeping.checkpoint_every": "0"},
       "keeping.checkpoint_every=0 is below",
     ),
     ({"keeping.checkpoints": "0"}, "keeping.checkpoints=0 is below 1"),
     ({"keeping.episodes_every": "0"}, "keeping.episodes_every=0 is below 1"),
-    ({"stall_s": "0"}, "stall_s=0.0 is not above 0"),
-    ({"stall_s": "nan"}, "stall_s=nan is not above 0"),
+    # An episode: 8 turns and a start of at most 60 s, and 30 s of grading.
+    (
+      {"stall_s": "569"},
+      "stall_s=569 is below the 570 s that an episode may take",
+    ),
+    ({"stall_s": "nan"}, "stall_s=nan is below the 570 s"),
+    (
+      {"rollout.step_s": "1000"},
+      "stall_s=1200 is below the 9030 s that an episode may take",
+    ),
   ],
 )
 def test_settings_that_do_not_fit_together_say_what_would(

@@ -42,38 +42,37 @@ def _group(*members, admitted=0):
   )
 
 
-def _values(*values):
-  return np.asarray(values, np.float32)
-
-
 def test_a_round_is_counted_over_all_members_of_its_groups():
   groups = [
     _group(_member(OK, 1.0, 3, 4), _member(CUT, 0.0, 3)),
     _group(_member(OK, 0.5, 4), _member(FAULT, None)),
+    _group(_member(OK, 0.5, 4), _member(OK, 0.5, 4)),
   ]
-  values = [_values(1, -1), _values(0, 0)]
-  got = round_report.of_groups(groups, values, success=1.0, trained_at=4)
-  # Rewards 1, 0, 0.5 of which one reaches 1; the fault has none.
-  assert got["success"] == pytest.approx(1 / 3)
+  got = round_report.of_groups(groups, success=1.0, trained_at=4)
+  # Rewards 1, 0, 0.5, 0.5, 0.5, one of which reaches 1; the fault has none.
+  assert got["success"] == pytest.approx(1 / 5)
   assert got["reward_mean"] == pytest.approx(0.5)
-  # Turns 2, 1, 1, 0 and twice as many tokens.
+  # Turns 2, 1, 1, 0, 1, 1 and twice as many tokens.
   assert got["turns_mean"] == 1
-  assert got["sampled_tokens"] == 8
-  # Trained at version 4: the first group began at 3, the second at 4.
-  assert (got["staleness_mean"], got["staleness_max"]) == (0.5, 1)
-  assert (got["groups"], got["zero_variance_groups"]) == (2, 1)
+  assert got["sampled_tokens"] == 12
+  # Trained at version 4: the first group began at 3, the others at 4.
+  assert got["staleness_mean"] == pytest.approx(1 / 3)
+  assert got["staleness_max"] == 1
+  # A single reward has no variance to miss; two equal ones do.
+  assert (got["groups"], got["zero_variance_groups"]) == (3, 1)
   assert (got["truncated"], got["faults"], got["faults/env_fault"]) == (1, 1, 1)
   assert got["faults/reward_fault"] == got["faults/engine_fault"] == 0
 
 
 def test_a_round_without_rewards_has_no_success_rather_than_none():
   groups = [_group(_member(FAULT, None), admitted=2)]
-  got = round_report.of_groups(groups, [_values(0)], success=1.0, trained_at=3)
+  got = round_report.of_groups(groups, success=1.0, trained_at=3)
   assert math.isnan(got["success"])
   assert math.isnan(got["reward_mean"])
   # No token: as old as its admission.
   assert got["staleness_max"] == 1
-  assert got["faults"] == got["zero_variance_groups"] == 1
+  # A group of nothing but faults has no variance to speak of.
+  assert (got["faults"], got["zero_variance_groups"]) == (1, 0)
 
 
 def test_every_sum_of_the_learner_has_a_metric():
@@ -109,8 +108,8 @@ def test_busy_shares_are_of_the_wall_time_and_overlap_of_the_shorter():
   # Of 10 s the learner works 2 and decode 8; 1 s of both is the same second,
   # half of the learner's 2.
   spans = [
-    trace.Span("learner", "update", 0, 2),
-    trace.Span("decode", "step", 1, 9),
+    trace.Span("learner", "update", 0.0, 2.0),
+    trace.Span("decode", "step", 1.0, 9.0),
   ]
   got = round_report.of_spans(spans, wall_s=10.0)
   assert got == {
