@@ -28,7 +28,7 @@ def get_config() -> config.Experiment:
       group_size=8, max_turns=8, turn_tokens=2, max_tokens=32
     ),
     engine=engine_plan.EngineSettings(
-      slots=256, chunk_buckets=(4, 32), steps_per_dispatch=2
+      slots=256, chunk_buckets=(3, 24), steps_per_dispatch=2
     ),
     overlap=overlap.in_flight(
       groups_per_round=16, max_staleness=1, groups_per_microbatch=8

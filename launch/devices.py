@@ -8,6 +8,10 @@ import jax
 from rl import placement
 
 _COUNT = "--xla_force_host_platform_device_count"
+_KEEP_ALL = (
+  "jax_persistent_cache_min_compile_time_secs",
+  "jax_persistent_cache_min_entry_size_bytes",
+)
 
 
 def prepare(wanted: placement.Placement) -> None:
@@ -25,10 +29,14 @@ def prepare(wanted: placement.Placement) -> None:
 
 
 def keep_compiled() -> None:
-  """Shares compiled programs between runs; JAX_COMPILATION_CACHE_DIR wins."""
+  """Shares compiled programs between runs.
+
+  JAX_COMPILATION_CACHE_DIR and JAX_PERSISTENT_CACHE_* of the environment win.
+  """
   if jax.config.jax_compilation_cache_dir is None:
     cache = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
     directory = pathlib.Path(cache) / "twinmesh" / "xla"
     jax.config.update("jax_compilation_cache_dir", str(directory))
-  jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-  jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+  for name in _KEEP_ALL:
+    if name.upper() not in os.environ:
+      jax.config.update(name, 0)

@@ -8,6 +8,7 @@ restore or start afresh -> engine up -> evaluate -> rounds -> evaluate
 import asyncio
 import contextlib
 import dataclasses
+import json
 import os
 import pathlib
 import signal
@@ -36,24 +37,31 @@ from rl import progress as progress_lib
 
 _EPISODES_KEPT = 4
 _LOOP_LAG_S = 30.0
+# Of the loop itself: checks on the learner's mesh and copies are not counted.
+_WORK = {"learner": ("accumulate", "update"), "decode": ("decode",)}
 
 
 def train(experiment: config.Experiment, path: str | os.PathLike) -> int:
   """Runs an experiment in its claimed directory; returns the exit code.
 
-  0: all rounds are done and every invariant held. 1: an invariant broke, or
-  something stalled. 128 + signal: stopped and saved.
+  0: all rounds are done and every invariant held. 1: an invariant broke,
+  something stalled, or a checkpoint could not be written or read. 128 +
+  signal: stopped; what was saved stays.
   """
   run_dir = pathlib.Path(path)
   screen = display.Display(experiment.rounds, sys.stdout)
   screen.start()
   try:
     return asyncio.run(_Run(experiment, run_dir, screen).train())
-  except (watchdog.Stalled, checkpoint.Mismatch) as error:
+  except (watchdog.Stalled, checkpoint.Mismatch, Unsaved) as error:
     screen.note(f"error: {error}")
     return 1
   finally:
     screen.close()
+
+
+class Unsaved(Exception):
+  """A checkpoint could not be written, or none of those there can be read."""
 
 
 class _Run:
@@ -76,6 +84,7 @@ class _Run:
     self._saved = -1
     self._evaluated = -1
     self._signal = 0
+    self._of_rounds: list[trace.Span] = []
 
   async def train(self) -> int:
     """Runs to the last round, or to a signal."""
@@ -88,11 +97,10 @@ class _Run:
       loop.add_signal_handler(number, self._on_signal, number)
     try:
       return await self._train(parts)
-    except asyncio.CancelledError:
+    except (asyncio.CancelledError, KeyboardInterrupt):
       if not self._signal:
         raise
-      self._screen.note("stopped before the first round: nothing to save")
-      return 128 + self._signal
+      return self._cut_off()
     finally:
       await parts.close()
       self._closing.close()
@@ -109,40 +117,81 @@ class _Run:
   async def _train(self, parts: assemble.Parts) -> int:
     progress = await self._begin()
     if progress.trained >= self._experiment.rounds:
-      self._screen.note(
-        f"{self._dir} has all its {progress.trained} rounds; raise "
-        "--config.rounds to go on"
-      )
-      return 0
-    self._metrics = metrics_lib.MetricsWriter(
-      self._dir, first_round=progress.trained + 1
-    )
-    self._closing.callback(self._metrics.close)
-    await parts.start(
-      progress.state,
-      trajectory.PolicyVersion(progress.trained),
-      self._screen.phase,
-    )
+      return await self._complete(progress)
+    await self._open(progress)
+    if self._saved >= 0:
+      parts.log.emit("resumed", trained=progress.trained)
     await self._evaluate(progress.trained)
-    self._first_span = len(parts.spans.spans)
+    await self._rounds(progress)
+    if self._signal:
+      return self._stopped()
+    await self._evaluate(self._experiment.rounds)
+    return self._finish()
+
+  async def _rounds(self, progress: progress_lib.Progress) -> None:
+    """Returns after the last round, or where a signal stopped the loop."""
+    parts = self._parts
+    first_span = len(parts.spans.spans)
     loop = assemble.coordinate(parts, self)
-    self._stop = loop.stop
+    cancel, self._stop = self._stop, loop.stop
     try:
       with parts.dog.guard(loop_lag_s=_LOOP_LAG_S):
         await loop.run(progress)
     except coordinator.Stopped:
-      self._screen.note(
-        f"saved after {self._saved} rounds; to go on:\n  {workdir.command()}"
-      )
-      return 128 + self._signal
-    await self._evaluate(self._experiment.rounds)
-    return self._finish()
+      pass
+    finally:
+      self._stop = cancel
+      self._of_rounds = parts.spans.spans[first_span:]
+
+  async def _complete(self, progress: progress_lib.Progress) -> int:
+    """Makes up for what a kill after the last checkpoint left undone."""
+    code = 0
+    if not self._is_evaluated(progress.trained):
+      await self._open(progress)
+      await self._evaluate(progress.trained)
+      code = self._finish()
+    elif not self._is_reported(progress.trained):
+      code = self._finish()
+    self._screen.note(
+      f"{self._dir} has all its {progress.trained} rounds; raise "
+      "--config.rounds to go on"
+    )
+    return code
+
+  def _is_evaluated(self, trained: int) -> bool:
+    if not self._experiment.evaluation.episodes:
+      return True
+    file = self._dir / "evaluations.jsonl"
+    text = file.read_text() if file.exists() else ""
+    rounds = []
+    for line in text.splitlines():
+      with contextlib.suppress(json.JSONDecodeError):  # Cut by a kill.
+        rounds.append(json.loads(line)["round"])
+    return trained in rounds
+
+  def _is_reported(self, trained: int) -> bool:
+    page = self._dir / "report.html"
+    saved = self._dir / "checkpoints" / str(trained)
+    return page.exists() and page.stat().st_mtime >= saved.stat().st_mtime
+
+  async def _open(self, progress: progress_lib.Progress) -> None:
+    """Opens the metrics and lets the engine serve."""
+    self._metrics = metrics_lib.MetricsWriter(
+      self._dir, first_round=progress.trained + 1
+    )
+    self._closing.callback(self._metrics.close)
+    await self._parts.start(
+      progress.state,
+      trajectory.PolicyVersion(progress.trained),
+      self._screen.phase,
+    )
 
   async def _begin(self) -> progress_lib.Progress:
     parts = self._parts
     self._screen.phase("looking for a checkpoint")
     found = self._checkpoints.restore(parts.programs.abstract)
     if found is None:
+      self._check_none_damaged()
       state = await assemble.initial_state(parts, self._screen.phase)
       return progress_lib.beginning(state, parts.tasks.cursor)
     for name in found.skipped:
@@ -151,6 +200,16 @@ class _Run:
     self._saved = found.step
     parts.tasks.seek(found.host["cursor"])
     return progress_lib.from_host(found.state, found.host)
+
+  def _check_none_damaged(self) -> None:
+    """Raises when there are checkpoints: a run must not start over unasked."""
+    names = workdir.checkpoints(self._dir)
+    if names:
+      raise Unsaved(
+        f"no checkpoint in {self._dir}/checkpoints can be read; all are "
+        f"damaged: {', '.join(names)}. Put a copy of one back, or move that "
+        "directory away to start over"
+      )
 
   # The observer.
 
@@ -191,7 +250,13 @@ class _Run:
     if trained == self._saved or not (due or last or self._signal):
       return
     with self._parts.spans.span("host", "checkpoint", round=trained):
-      self._checkpoints.save(trained, progress.state, progress.to_host())
+      try:
+        self._checkpoints.save(trained, progress.state, progress.to_host())
+      except Exception as error:  # Orbax raises all kinds.
+        raise Unsaved(
+          f"the checkpoint of round {trained}, or that before it, could not "
+          f"be saved: {error!r}"
+        ) from error
     self._saved = trained
 
   async def _evaluate(self, version: int) -> None:
@@ -212,12 +277,61 @@ class _Run:
     self._metrics.evaluation(version, row)
     self._screen.evaluation(outcome.success, outcome.low, outcome.high)
 
+  def _wait_for_save(self) -> None:
+    try:
+      self._checkpoints.wait()
+    except Exception as error:  # Orbax raises all kinds.
+      raise Unsaved(
+        f"the checkpoint of round {self._saved} could not be saved: {error!r}"
+      ) from error
+
+  def _cut_off(self) -> int:
+    """Ends a run that a signal cancelled outside of its rounds."""
+    self._wait_for_save()
+    if self._saved < 0:
+      self._screen.note("stopped before the first round: nothing to save")
+    else:
+      self._screen.note(
+        f"stopped: the checkpoint of round {self._saved} stays; to go on:\n"
+        f"  {workdir.command()}"
+      )
+    return 128 + self._signal
+
+  def _stopped(self) -> int:
+    """Ends a run that a signal stopped between rounds, where it can go on."""
+    self._end_at_signals()
+    self._wait_for_save()
+    self._screen.note(
+      f"saved after {self._saved} rounds; to go on:\n  {workdir.command()}"
+    )
+    return self._conclude() or 128 + self._signal
+
   def _finish(self) -> int:
+    self._end_at_signals()
+    self._wait_for_save()
+    if self._of_rounds:
+      self._summarize()
+    return self._conclude()
+
+  def _end_at_signals(self) -> None:
+    """Lets a signal interrupt code that does not await, as it comes."""
+
+    def interrupt(number: int, frame: object) -> None:
+      del frame
+      signal.signal(number, signal.SIG_DFL)
+      self._signal = number
+      raise KeyboardInterrupt
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+      loop.remove_signal_handler(number)
+      signal.signal(number, interrupt)
+
+  def _summarize(self) -> None:
     parts = self._parts
-    self._checkpoints.wait()
-    parts.log.flush()
-    parts.spans.flush()
-    both = trace.overlap(parts.spans.spans[self._first_span :])
+    both = trace.overlap(
+      [s for s in self._of_rounds if s.name in _WORK.get(s.track, ())]
+    )
     lags = events.staleness(parts.log.events)
     bound = self._experiment.overlap.max_staleness
     self._screen.note(
@@ -228,6 +342,12 @@ class _Run:
       f"staleness: at most {max(lags, default=0)} of {bound} allowed, over "
       f"{len(lags)} groups; {events.ledger(parts.log.events)}"
     )
+
+  def _conclude(self) -> int:
+    """Leaves trace and report; returns 1 when an invariant broke."""
+    parts = self._parts
+    parts.log.flush()
+    parts.spans.flush()
     trace.write_chrome(parts.spans.spans, self._dir / "trace.json")
     self._screen.note(f"report: {report.write(self._dir)}")
     broken = events.violations(

@@ -39,6 +39,7 @@ class Run:
     metrics: one row a round, in order; a repeated round counts once. What
       was not finite is None, here and elsewhere.
     evaluations: one row each, in order, of those that graded an episode.
+    events: those that no resume superseded, see `events.surviving`.
     trajectories: a sample, see `sample_trajectories`.
     notes: sentences about what is missing or unreadable.
   """
@@ -79,7 +80,7 @@ def read(path: pathlib.Path) -> Run:
     metrics=[rounds[i] for i in sorted(rounds)],
     evaluations=[evaluations[i] for i in sorted(evaluations)],
     spans=[trace.Span(**row) for row in rows("spans.jsonl")],
-    events=rows("events.jsonl"),
+    events=events.surviving(rows("events.jsonl")),
     trajectories=sample_trajectories(path / "trajectories", notes),
     notes=notes,
   )

@@ -34,7 +34,10 @@ def main(argv: list[str]) -> None:
   with flags.exit_on_setting_error():
     given = flags.overrides()
     flags.load_from_command_line()
-    runs = [{**given, **overrides} for overrides in flags.sweep(path)]
+    swept = flags.sweep(path)
+    for overrides in swept:
+      _check_apart(given, overrides)
+    runs = [{**given, **overrides} for overrides in swept]
     if not runs:
       raise settings.SettingError(f"{path} has no sweep() that lists runs")
     for overrides in runs:
@@ -47,6 +50,19 @@ def main(argv: list[str]) -> None:
   for directory, overrides, code in zip(directories, runs, codes, strict=True):
     print(f"{directory}  {_outcome(directory, code)}  {_text(overrides)}")
   sys.exit(1 if any(codes) else 0)
+
+
+def _check_apart(
+  given: Mapping[str, str], overrides: Mapping[str, str]
+) -> None:
+  """Raises when a run would undo what the command line asks for."""
+  for key, text in given.items():
+    undone = [k for k in overrides if f"{key}.".startswith(f"{k}.")]
+    if undone:
+      raise settings.SettingError(
+        f"--config.{key}={text} is given, but sweep() sets {undone[0]} too; "
+        "leave it out of one of them"
+      )
 
 
 def _run(

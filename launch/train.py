@@ -16,14 +16,15 @@ _WORKDIR = absl_flags.DEFINE_string(
 
 
 def main(argv: list[str]) -> None:
-  """Loads and checks the settings, claims the directory, runs."""
+  """Loads and checks settings and devices, claims the directory, runs."""
   if len(argv) > 1:
     raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
   with flags.exit_on_setting_error():
     experiment = flags.load_from_command_line()
-    lock = workdir.claim(_WORKDIR.value, experiment)
     devices.prepare(experiment.placement)
     experiment.placement.meshes()
+    # Last: it writes, and clears what a run left that saved nothing.
+    lock = workdir.claim(_WORKDIR.value, experiment)
   with lock:
     sys.exit(local.train(experiment, _WORKDIR.value))
 

@@ -11,12 +11,14 @@ from typing import Any, TextIO
 
 from rl import config, settings
 
+_DAMAGED = ".damaged"
 _RECORDS = (
   "events.jsonl",
   "spans.jsonl",
   "metrics.jsonl",
   "evaluations.jsonl",
 )
+_TREES = ("trajectories", "tensorboard")
 _MAY_CHANGE = ("rounds", "stall_s", "evaluation.", "keeping.")
 
 
@@ -24,13 +26,17 @@ def claim(path: str | os.PathLike, experiment: config.Experiment) -> TextIO:
   """Writes config.json and returns a lock that is held while it is open.
 
   What a run left that never saved a checkpoint is removed: it starts over.
+  Records beside which no run left its config.json are not touched.
 
   Raises:
-    SettingError: the directory cannot be written, another process uses it, or
-      it holds a run with other settings. Settings that change nothing in what
-      was learned (rounds, evaluation, keeping, stall_s) may differ.
+    SettingError: the directory cannot be written, another process uses it, it
+      holds records of something else, or a run with other settings. Settings
+      that change nothing in what was learned (rounds, evaluation, keeping,
+      stall_s) may differ.
   """
   directory = pathlib.Path(path)
+  # Before the lock: nothing is left in a directory that is not ours.
+  _check_ours(directory)
   try:
     directory.mkdir(parents=True, exist_ok=True)
     lock = (directory / ".lock").open("a")
@@ -46,7 +52,7 @@ def claim(path: str | os.PathLike, experiment: config.Experiment) -> TextIO:
       f"--workdir={directory} is in use by another process; wait for it or "
       "choose another directory"
     ) from None
-  if _has_checkpoint(directory):
+  if checkpoints(directory):
     _check_same(directory, experiment)
   else:
     _clear(directory)
@@ -75,16 +81,46 @@ def read(path: str | os.PathLike) -> config.Experiment:
   return settings.from_json(data)
 
 
-def _has_checkpoint(directory: pathlib.Path) -> bool:
-  steps = directory.glob("checkpoints/*")
-  return any(path.name.split(".")[0].isdecimal() for path in steps)
+def checkpoints(path: str | os.PathLike) -> list[str]:
+  """Returns the names of a run's checkpoints: whole ones, and damaged ones.
+
+  What a save left that was cut off is none.
+  """
+  directory = pathlib.Path(path) / "checkpoints"
+  return sorted(
+    path.name
+    for path in directory.glob("*")
+    if path.name.removesuffix(_DAMAGED).isdecimal()
+  )
+
+
+def _check_ours(directory: pathlib.Path) -> None:
+  """Raises unless a run wrote what is here, or nothing of a run is here."""
+  file = directory / "config.json"
+  if file.exists():
+    try:
+      data: Any = json.loads(file.read_text())
+    except (OSError, ValueError):
+      data = None
+    if not isinstance(data, dict) or "class" not in data:
+      raise settings.SettingError(
+        f"--workdir={directory}: its config.json is not that of a run; choose "
+        "another directory"
+      )
+    return
+  names = [n for n in (*_RECORDS, *_TREES) if (directory / n).exists()]
+  if names:
+    raise settings.SettingError(
+      f"--workdir={directory} holds {', '.join(names)}, but no config.json of "
+      "the run that wrote them; choose another directory, or move them away"
+    )
 
 
 def _clear(directory: pathlib.Path) -> None:
   for name in _RECORDS:
     (directory / name).unlink(missing_ok=True)
-  shutil.rmtree(directory / "trajectories", ignore_errors=True)
-  shutil.rmtree(directory / "tensorboard", ignore_errors=True)
+  for name in _TREES:
+    shutil.rmtree(directory / name, ignore_errors=True)
 
 
 def _check_same(directory: pathlib.Path, experiment: config.Experiment) -> None:
@@ -102,5 +138,13 @@ def _check_same(directory: pathlib.Path, experiment: config.Experiment) -> None:
 def command() -> str:
   """Returns the command line of this process, as a user would repeat it."""
   module = getattr(sys.modules["__main__"], "__spec__", None)
-  start = f"python -m {module.name}" if module else f"python {sys.argv[0]}"
-  return shlex.join([*start.split(), *sys.argv[1:]])
+  program = ["-m", module.name] if module else [sys.argv[0]]
+  return shlex.join([_python(), *program, *sys.argv[1:]])
+
+
+def _python() -> str:
+  # Not resolved: a link of a virtual environment is what makes it one.
+  python, here = pathlib.Path(sys.executable), pathlib.Path.cwd()
+  if python.is_relative_to(here):
+    return str(python.relative_to(here))
+  return str(python)

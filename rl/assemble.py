@@ -131,6 +131,7 @@ def build(
       reward=experiment.reward,
       limits=experiment.rollout,
       log=log,
+      dog=dog,
     ),
     tasks=prompts.Prompts(experiment.environment, experiment.seed),
     log=log,

@@ -120,8 +120,7 @@ class Coordinator:
     try:
       async with asyncio.TaskGroup() as tasks:
         return await self._run(tasks)
-    except BaseExceptionGroup as group:
-      # The first is the cause; the rest are tasks that it ended.
+    except BaseExceptionGroup as group:  # The first is the cause.
       cause: BaseException = group
       while isinstance(cause, BaseExceptionGroup):
         cause = cause.exceptions[0]
@@ -266,9 +265,8 @@ class Coordinator:
       )
     if not math.isfinite(sums["grad_norm"]):
       raise FloatingPointError(
-        f"round {self._trained}: the norm of the gradient is "
-        f"{sums['grad_norm']}; go on from the last checkpoint with a lower "
-        "learning rate"
+        f"round {self._trained}: the gradient's norm is {sums['grad_norm']}; "
+        "go on from the last checkpoint with a lower learning rate"
       )
     this.updates.append(sums)
     self._buffer.commit()
@@ -333,8 +331,7 @@ class Coordinator:
       ),
       f"the engines to take version {version}",
     )
-    # Before the gate opens: what is evaluated shares the cache with nothing
-    # but groups that were admitted earlier.
+    # Before the gate opens, so that no new group shares the cache with it.
     await self._observer.on_published(version)
     self._gate.release(version)
     self._opened.set()
@@ -371,7 +368,6 @@ class Coordinator:
     self._served = {v: p for v, p in self._served.items() if v >= oldest}
     return {
       "round": float(self._trained),
-      "version": float(self._trained),
       **round_report.of_groups(
         this.groups,
         success=self._settings.success,

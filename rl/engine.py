@@ -86,10 +86,13 @@ def check_request(
   max_stop_ids: int,
 ) -> None:
   """Raises ValueError on a request that an engine of this size cannot serve."""
-  name, ids = f"request {request.request_id}", np.asarray(request.tokens)
+  name, ids = (
+    f"request {request.request_id}",
+    np.asarray(request.tokens, np.int32),
+  )
   if not len(ids):
     raise ValueError(f"{name}: no tokens")
-  if ids.min() < 0 or ids.max() >= vocab_size:
+  if int(ids.view(np.uint32).max()) >= vocab_size:  # Negative ones are huge.
     raise ValueError(f"{name}: an id is outside [0, {vocab_size})")
   if request.max_tokens < 1:
     raise ValueError(f"{name}: max_tokens={request.max_tokens} is below 1")

@@ -27,6 +27,10 @@ from rl import decode_step, dispatch, engine, engine_plan, slots, trajectory
 _CLOSE_S = 5.0
 
 
+# A dispatch that has run: its requests, its plan and what was sampled.
+_Done = tuple[list[engine_plan.Running], decode_step.Plan, decode_step.Sampled]
+
+
 class JaxEngine:
   """`engine.DecodeEngine` over the models of this project.
 
@@ -238,39 +242,55 @@ class JaxEngine:
   # The loop.
 
   async def _serve(self) -> None:
+    """Dispatches while there is work; absorbs one dispatch during the next."""
+    done: _Done | None = None
     try:
       while self._closed is None:
-        if not self._has_work():
+        ready = self._ready(done)
+        if done is not None and len(ready) < self._settings.rows[0]:
+          self._absorb(*done)
+          done = None
+          ready = await self._linger()
+        if not ready:
           self._quiet.set()
           self._wake.clear()
-          await self._wake.wait()
+          if not self._ready(done):  # Nothing came while it was absorbed.
+            await self._wake.wait()
           continue
         self._quiet.clear()
-        await self._linger()
-        if not self._running:  # All were aborted meanwhile.
-          continue
-        chosen, plan = self._plan()
-        sampled = await self._thread.run("decode", self._dispatch, plan)
-        self._absorb(chosen, plan, sampled)
+        chosen, plan = self._plan(ready)
+        step = asyncio.create_task(
+          self._thread.run("decode", self._dispatch, plan)
+        )
+        await asyncio.sleep(0)  # It starts; the device works from here on.
+        if done is not None:
+          self._absorb(*done)
+        done = (chosen, plan, await step)
     except Exception as error:  # A broken device program ends the engine.
       self._fail(engine.EngineClosed(f"decoding raised {error!r}"))
       raise
     finally:
       self._quiet.set()
 
-  def _has_work(self) -> bool:
+  def _ready(self, done: _Done | None) -> list[engine_plan.Running]:
+    """Returns the requests whose next ids are known, in order of admission."""
     self._admit()
-    return self._mode != "paused" and bool(self._running)
+    if self._mode == "paused":
+      return []
+    busy = set(map(id, done[0])) if done else set()
+    return [one for one in self._running.values() if id(one) not in busy]
 
-  async def _linger(self) -> None:
-    """Gives sessions whose environments answer at once time to come back."""
+  async def _linger(self) -> list[engine_plan.Running]:
+    """Returns `_ready` after sessions that come back at once had their time."""
     deadline = time.monotonic() + self._settings.linger_s
-    while self._mode == "open" and time.monotonic() < deadline:
+    while True:
+      ready = self._ready(None)
       expected = self._settings.slots - self._slots.num_free
-      if len(self._running) >= min(expected, self._settings.rows[0]):
-        return
+      full = len(ready) >= min(expected, self._settings.rows[0])
+      late = time.monotonic() >= deadline
+      if full or late or self._mode != "open" or self._closed is not None:
+        return ready
       await asyncio.sleep(self._settings.linger_s / 8)
-      self._admit()
 
   def _admit(self) -> None:
     while self._waiting and self._mode == "open":
@@ -295,14 +315,12 @@ class JaxEngine:
     self._ids[row, : len(tokens)] = tokens
     self._running[running.request.session] = running
 
-  def _plan(self) -> tuple[list[engine_plan.Running], decode_step.Plan]:
+  def _plan(
+    self, ready: Sequence[engine_plan.Running]
+  ) -> tuple[list[engine_plan.Running], decode_step.Plan]:
     self._turn += 1
     return engine_plan.plan(
-      list(self._running.values()),
-      self._ids,
-      self._cached,
-      self._settings,
-      self._turn,
+      ready, self._ids, self._cached, self._settings, self._turn
     )
 
   def _dispatch(self, plan: decode_step.Plan) -> decode_step.Sampled:
@@ -320,22 +338,27 @@ class JaxEngine:
     sampled: decode_step.Sampled,
   ) -> None:
     whole = len(plan.chunk) == self._settings.slots
+    # Lists: numpy's scalars cost more than the rest of this loop.
+    tokens, logprobs, counts = (x.tolist() for x in sampled)
+    fed = plan.integers[:, 2].tolist()
+    version = int(self._version)
     self._counts["dispatches"] += 1
     for i, running in enumerate(chosen):
       if running.future.done():  # Aborted meanwhile.
         continue
-      at = running.row if whole else i
-      row, count = running.row, int(sampled.counts[at])
-      new = int(plan.integers[at, 2])
-      self._counts["prefilled"] += new
+      row = running.row
+      at = row if whole else i
+      count, known = counts[at], running.known
+      self._counts["prefilled"] += fed[at]
       self._counts["sampled"] += count
-      self._cached[row] += new + max(count - 1, 0)
-      known = running.known
-      self._ids[row, known : known + count] = sampled.tokens[at, :count]
-      running.known += count
-      running.logprobs.extend(sampled.logprobs[at, :count].tolist())
-      running.versions.extend([int(self._version)] * count)
-      stop = running.why_ended(int(self._ids[row, running.known - 1]))
+      self._cached[row] += fed[at] + max(count - 1, 0)
+      if not count:
+        continue
+      self._ids[row, known : known + count] = tokens[at][:count]
+      running.known = known + count
+      running.logprobs += logprobs[at][:count]
+      running.versions += [version] * count
+      stop = running.why_ended(tokens[at][count - 1])
       if stop is not None:
         self._finish(running, stop)
 

@@ -1,24 +1,21 @@
 """One episode: environment x engine -> Trajectory, token for token.
 
-start -> [ context -> generate -> text -> step ]* -> close
+build -> start -> [ context -> generate -> text -> step ]* -> close
 """
 
-import asyncio
 import contextlib
 import dataclasses
-import math
-import numbers
 import time
 import zlib
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 from jaxtyping import Int32
 
 from envs import base
 from rl import engine as engine_lib
-from rl import trajectory
+from rl import foreign, trajectory, watchdog
 
 _T = TypeVar("_T")
 
@@ -109,8 +106,32 @@ class Episode:
     return zlib.crc32(key) & 0x7FFFFFFF
 
 
-class Fault(Exception):
-  """Foreign code raised, overran its deadline or returned nonsense."""
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class _Guarded:
+  """An environment that keeps to its contract in time, or raises Fault."""
+
+  environment: Any  # What the source built; it may be nonsense too.
+  step_s: float
+  dog: watchdog.Watchdog | None
+  owner: str
+
+  async def start(self) -> list[base.Message]:
+    said = await self._ask(lambda: self.environment.start(), "start")
+    return foreign.checked_messages(said, "start")
+
+  async def step(self, answer: base.Message) -> base.Step:
+    step = await self._ask(lambda: self.environment.step(answer), "step")
+    return foreign.checked_step(step)
+
+  async def close(self) -> None:
+    # The episode is over; what it was worth is already known.
+    with contextlib.suppress(foreign.Fault):
+      await self._ask(lambda: self.environment.close(), "close")
+
+  async def _ask(self, call: Callable[[], Awaitable[_T]], what: str) -> _T:
+    return await foreign.guarded(
+      call, self.step_s, what, self.dog, self.owner, " of the environment"
+    )
 
 
 @dataclasses.dataclass(slots=True)
@@ -138,17 +159,19 @@ class Record:
 
 
 async def play(
-  environment: base.Environment,
+  source: base.Source,
   engine: Sampler,
   chat: Chat,
   limits: Limits,
   record: Record,
+  dog: watchdog.Watchdog | None = None,
 ) -> tuple[trajectory.Trajectory, base.Transcript]:
   """Plays one environment to its end, keeping ids exactly as sampled.
 
   Args:
-    environment: fresh; closed here on every path.
-    record: fresh; whoever cancels this finds there what was sampled.
+    source: builds the environment, which is closed here on every path.
+    record: fresh; after an exception it holds what was sampled.
+    dog: its table names the environment while this waits for it.
 
   Returns:
     The trajectory without its reward, and its text. An environment that
@@ -158,80 +181,96 @@ async def play(
   Raises:
     EngineClosed: the engine stopped; the task may be replayed elsewhere.
   """
+  name = record.episode.name
+  try:
+    built = source(record.episode.task)
+  except Exception as error:
+    fault = f"building it raised {foreign.reason(error)}"
+    return record.end(trajectory.Status.ENV_FAULT, fault)
+  environment = _Guarded(built, limits.step_s, dog, f"episode {name}")
   try:
     return await _turns(record, environment, engine, chat, limits)
-  except Fault as fault:
+  except foreign.Fault as fault:
     return record.end(trajectory.Status.ENV_FAULT, str(fault))
   finally:
-    engine.release(record.episode.name)
-    # The episode is over; what it was worth is already known.
-    with contextlib.suppress(Fault):
-      await guarded(environment.close(), limits.step_s, "close")
+    engine.release(name)
+    await environment.close()
 
 
 async def _turns(
   record: Record,
-  environment: base.Environment,
+  environment: _Guarded,
   engine: Sampler,
   chat: Chat,
   limits: Limits,
 ) -> tuple[trajectory.Trajectory, base.Transcript]:
-  observation = await guarded(environment.start(), limits.step_s, "start")
+  observation = await environment.start()
   record.messages.extend(observation)
   context = _encode(chat.open, observation)
-  ids = np.zeros(0, np.int32)
+  ids = context
+  request = _requests(record.episode, chat, limits)
   for number in range(limits.max_turns):
-    room = limits.max_tokens - len(ids) - len(context)
+    room = limits.max_tokens - len(ids)
     if room < 1:
+      if not record.turns:
+        raise foreign.Fault(
+          f"a context of {len(ids)} ids leaves no room for an answer in "
+          f"rollout.max_tokens={limits.max_tokens}"
+        )
       break
-    ids = np.concatenate([ids, context])
     try:
-      completion = await engine.generate(
-        _request(record.episode, number, ids, chat, limits, room)
-      )
+      completion = await engine.generate(request(number, ids, room))
     except ValueError as error:
       return record.end(trajectory.Status.ENGINE_FAULT, str(error))
-    turn = _turn(context, completion)
-    record.turns.append(turn)
-    if completion.stop == "abort":
-      return record.end(trajectory.Status.ENGINE_FAULT, "aborted")
-    ids = np.concatenate([ids, completion.tokens])
-    answer = base.Message("assistant", chat.decode(completion.tokens.tolist()))
-    record.messages.append(answer)
-    started = time.monotonic()
-    step = await guarded(environment.step(answer), limits.step_s, "step")
-    env_s = time.monotonic() - started
-    record.turns[-1] = dataclasses.replace(turn, env_s=env_s)
-    record.rewards.append(checked_reward(step.reward))
+    asked = time.monotonic()
+    try:
+      if completion.stop == "abort":
+        return record.end(trajectory.Status.ENGINE_FAULT, "aborted")
+      text = chat.decode(completion.tokens.tolist())
+      answer = base.Message("assistant", text)
+      record.messages.append(answer)
+      step = await environment.step(answer)
+    finally:
+      # On every path: tokens that were sampled are never lost.
+      env_s = time.monotonic() - asked
+      record.turns.append(_turn(context, completion, env_s))
+    record.rewards.append(step.reward)
     record.messages.extend(step.messages)
     if step.done:
       return record.end(trajectory.Status.COMPLETED)
     context = _encode(chat.append, step.messages)
+    ids = np.concatenate([ids, completion.tokens, context])
   return record.end(trajectory.Status.TRUNCATED)
 
 
-def _request(
-  episode: Episode,
-  number: int,
-  ids: Int32[np.ndarray, " N"],
-  chat: Chat,
-  limits: Limits,
-  room: int,
-) -> engine_lib.DecodeRequest:
-  return engine_lib.DecodeRequest(
-    request_id=f"{episode.name}/{number}",
-    session=episode.name,
-    tokens=ids,
-    max_tokens=min(limits.turn_tokens, room),
-    temperature=limits.temperature,
-    stop_ids=chat.stop_ids,
-    seed=episode.noise,
-    priority=(episode.group_id, episode.index),
-  )
+def _requests(
+  episode: Episode, chat: Chat, limits: Limits
+) -> Callable[[int, Int32[np.ndarray, " N"], int], engine_lib.DecodeRequest]:
+  """Returns what builds a request; the parts that stay are made once."""
+  name, seed, stop_ids = episode.name, episode.noise, chat.stop_ids
+  priority = (episode.group_id, episode.index)
+
+  def request(
+    number: int, ids: Int32[np.ndarray, " N"], room: int
+  ) -> engine_lib.DecodeRequest:
+    return engine_lib.DecodeRequest(
+      request_id=f"{name}/{number}",
+      session=name,
+      tokens=ids,
+      max_tokens=min(limits.turn_tokens, room),
+      temperature=limits.temperature,
+      stop_ids=stop_ids,
+      seed=seed,
+      priority=priority,
+    )
+
+  return request
 
 
 def _turn(
-  context: Int32[np.ndarray, " P"], completion: engine_lib.Completion
+  context: Int32[np.ndarray, " P"],
+  completion: engine_lib.Completion,
+  env_s: float,
 ) -> trajectory.Turn:
   return trajectory.Turn(
     context=context,
@@ -240,6 +279,7 @@ def _turn(
     versions=completion.versions,
     stop=completion.stop,
     decode_s=completion.decode_s,
+    env_s=env_s,
   )
 
 
@@ -250,27 +290,6 @@ def _encode(
   try:
     return np.asarray(encode(messages), np.int32)
   except Exception as error:  # What the environment said has no encoding.
-    raise Fault(f"its message cannot be read: {error}") from error
-
-
-async def guarded(work: Awaitable[_T], deadline_s: float, what: str) -> _T:
-  """Returns what foreign code returns in time, and raises Fault else."""
-  deadline = asyncio.timeout(deadline_s)
-  try:
-    async with deadline:
-      return await work
-  except Exception as error:
-    if isinstance(error, TimeoutError) and deadline.expired():
-      message = f"{what} took over {deadline_s:g} s"
-      raise Fault(message) from None
-    raise Fault(f"{what} raised {type(error).__name__}: {error}") from error
-
-
-def checked_reward(reward: object) -> float:
-  """Returns a reward that is a finite number, and raises Fault else."""
-  # numpy's numbers are Real too; bool is an int, but no reward.
-  if isinstance(reward, numbers.Real) and not isinstance(reward, bool):
-    value = float(reward)
-    if math.isfinite(value):
-      return value
-  raise Fault(f"reward {reward!r} is not a finite number")
+    raise foreign.Fault(
+      f"its message cannot be read: {foreign.reason(error)}"
+    ) from error

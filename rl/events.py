@@ -7,6 +7,7 @@ Kinds of events and their fields, all with `t` seconds since the log began:
   reward         group, index, value
   fault          group, index, status, what
   ready          group, version      all members ended and graded
+  resumed        trained             a restart goes on after so many rounds
   restored       group, tokens, first_version      finished before a restart
   dequeued       group               the learner took it
   trained        group, version, first_version, tokens, masked
@@ -17,17 +18,21 @@ Kinds of events and their fields, all with `t` seconds since the log began:
 """
 
 import collections
+import contextlib
 import dataclasses
 import itertools
 import json
 import pathlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from rl import overlap as overlap_lib
 
 Event = dict[str, Any]
+
+_OF_PLAY = ("submitted", "ended", "reward", "fault", "ready")
+_OF_PUBLISH = ("publish_start", "published")
 
 
 class EventLog:
@@ -36,12 +41,16 @@ class EventLog:
   All methods belong to the event loop; `flush` is called once a round.
 
   Args:
-    path: appended to, so a resumed run keeps its history; None: memory only.
+    path: appended to, so a resumed run keeps its history, and its times go on
+      behind the last of them; None: memory only.
+
+  Attributes:
+    events: of this process.
   """
 
   def __init__(self, path: pathlib.Path | None = None):
     self.events: list[Event] = []
-    self._origin = time.monotonic()
+    self._origin = time.monotonic() - (_last_time(path) if path else 0.0)
     self._file = path.open("a") if path else None
     if self._file and self._file.tell():
       # A crash may have cut the last line; the next one must stay whole.
@@ -69,6 +78,15 @@ class EventLog:
       self._file.close()
 
 
+def _last_time(path: pathlib.Path) -> float:
+  """Returns `t` of the last whole line, 0 when there is none."""
+  text = path.read_text("utf-8", "replace") if path.exists() else ""
+  for line in reversed(text.split("\n")):
+    with contextlib.suppress(json.JSONDecodeError):
+      return float(json.loads(line)["t"])
+  return 0.0
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ledger:
   """Where every sampled token went; the columns add up to `sampled`."""
@@ -89,6 +107,49 @@ class Ledger:
 def of_kind(events: Sequence[Event], kind: str) -> Iterator[Event]:
   """Yields the events of one kind."""
   return (event for event in events if event["kind"] == kind)
+
+
+def surviving(events: Sequence[Event]) -> list[Event]:
+  """Returns the log as if its run had never been interrupted.
+
+  A resume after N rounds supersedes what is older and belongs to no trained
+  group of these rounds: it is played, trained and published again. Only the
+  play of a group that was finished and saved stays, and takes the place of
+  the event that restores it.
+  """
+  starts = [i for i, e in enumerate(events) if e["kind"] == "resumed"]
+  kept = list(events[: starts[0]] if starts else events)
+  for start, end in itertools.pairwise([*starts, len(events)]):
+    news = events[start + 1 : end]
+    restored = {event["group"] for event in of_kind(news, "restored")}
+    kept = _before_resume(kept, events[start]["trained"], restored)
+    ready = {event["group"] for event in of_kind(kept, "ready")}
+    kept += [
+      event
+      for event in news
+      if event["kind"] != "restored" or event["group"] not in ready
+    ]
+  return kept
+
+
+def _before_resume(
+  events: Sequence[Event], rounds: int, restored: Collection[int]
+) -> list[Event]:
+  """Returns what a resume after so many rounds leaves of an older log."""
+  trained = of_kind(events, "trained")
+  done = {event["group"] for event in trained if event["version"] < rounds}
+  ready = {event["group"] for event in of_kind(events, "ready")}
+  # A kill can fall between the two events of a publish.
+  published = {event["version"] for event in of_kind(events, "published")}
+
+  def stays(event: Event) -> bool:
+    if event["kind"] in _OF_PUBLISH:
+      return event["version"] <= rounds and event["version"] in published
+    group = event["group"]
+    played = event["kind"] in _OF_PLAY and group in restored and group in ready
+    return group in done or played
+
+  return [event for event in events if stays(event)]
 
 
 def ledger(events: Sequence[Event]) -> Ledger:

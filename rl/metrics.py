@@ -5,6 +5,7 @@ import math
 import os
 import pathlib
 from collections.abc import Mapping
+from typing import Any
 
 
 class MetricsWriter:
@@ -20,27 +21,32 @@ class MetricsWriter:
 
     Args:
       first_round: of this process. What an earlier one wrote of this round
-        and later ones is dropped: a resumed run has each round once.
+        and later ones is dropped: a resumed run has each round once. So are
+        evaluations from the round before on: it is evaluated again.
     """
     # Half a second that a process without metrics should not pay.
     import tensorboardX
 
     run_dir = pathlib.Path(run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
-    for name in ("metrics.jsonl", "evaluations.jsonl"):
-      _drop_from(run_dir / name, first_round)
+    last = first_round - 1
+    rows = _drop_from(run_dir / "metrics.jsonl", first_round)
+    _drop_from(run_dir / "evaluations.jsonl", last)
     self._metrics = (run_dir / "metrics.jsonl").open("a")
     self._evaluations = (run_dir / "evaluations.jsonl").open("a")
     self._board = tensorboardX.SummaryWriter(
-      str(run_dir / "tensorboard"), purge_step=first_round, flush_secs=10
+      str(run_dir / "tensorboard"), purge_step=max(0, last), flush_secs=10
     )
+    # A purge knows no tags: it takes the metrics of the last round along.
+    for row in rows:
+      if row["round"] == last:
+        self._scalars(row, last)
 
   def write(self, round: int, metrics: Mapping[str, float]) -> None:
     """Appends the metrics of a finished round."""
     self._metrics.write(_line(round, metrics))
     self._metrics.flush()
-    for name, value in metrics.items():
-      self._board.add_scalar(name, float(value), round)
+    self._scalars(metrics, round)
 
   def evaluation(self, round: int, metrics: Mapping[str, float]) -> None:
     """Appends the result of an evaluation made after `round`."""
@@ -48,6 +54,11 @@ class MetricsWriter:
     self._evaluations.flush()
     for name, value in metrics.items():
       self._board.add_scalar(f"evaluation/{name}", float(value), round)
+
+  def _scalars(self, row: Mapping[str, Any], round: int) -> None:
+    for name, value in row.items():
+      number = math.nan if value is None else float(value)
+      self._board.add_scalar(name, number, round)
 
   def close(self) -> None:
     """Flushes and closes all files."""
@@ -83,15 +94,20 @@ def _line(round: int, metrics: Mapping[str, float]) -> str:
   return json.dumps({"round": round} | finite | {"round": round}) + "\n"
 
 
-def _drop_from(path: pathlib.Path, first_round: int) -> None:
-  """Keeps the whole lines of earlier rounds; at any kill, all or the rest."""
+def _drop_from(path: pathlib.Path, first_round: int) -> list[dict[str, Any]]:
+  """Keeps the whole lines of earlier rounds; at any kill, all or the rest.
+
+  Returns:
+    The rows that are kept.
+  """
   if not path.exists():
-    return
+    return []
   lines = path.read_text().splitlines(keepends=True)
   kept = [line for line in lines if _is_before(line, first_round)]
   rewritten = path.with_suffix(".tmp")
   rewritten.write_text("".join(kept))
   os.replace(rewritten, path)
+  return [json.loads(line) for line in kept]
 
 
 def _is_before(line: str, first_round: int) -> bool:

@@ -7,7 +7,7 @@ import math
 from envs import base
 from rl import engine as engine_lib
 from rl import episode as episode_lib
-from rl import events, trajectory, watchdog
+from rl import events, foreign, trajectory, watchdog
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -75,24 +75,30 @@ async def grade(
   task: base.Task,
   reward: base.Reward,
   deadline_s: float,
+  dog: watchdog.Watchdog | None = None,
 ) -> trajectory.Trajectory:
   """Returns the trajectory with its reward, or with REWARD_FAULT."""
   if not record.status.trainable:
     return record
+  owner = f"episode {task.split}/{record.group_id}/{record.index}"
   try:
-    (value,) = await episode_lib.guarded(
-      reward(task, [transcript]), deadline_s, "reward"
+    grades = await foreign.guarded(
+      lambda: reward(task, [transcript]), deadline_s, "reward", dog, owner
     )
-    checked = episode_lib.checked_reward(value.value)
-  except (episode_lib.Fault, ValueError, TypeError) as fault:
+    value, parts = foreign.checked_grade(grades)
+  except Exception as fault:
     status = trajectory.Status.REWARD_FAULT
     return dataclasses.replace(record, status=status, fault=str(fault))
-  return dataclasses.replace(record, reward=checked, parts=dict(value.parts))
+  return dataclasses.replace(record, reward=value, parts=parts)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Player:
-  """All that playing needs; the same for training and evaluation."""
+  """All that playing needs; the same for training and evaluation.
+
+  Attributes:
+    dog: its table names what each episode waits for.
+  """
 
   source: base.Source
   engine: episode_lib.Sampler
@@ -100,14 +106,18 @@ class Player:
   reward: base.Reward
   limits: Rollout
   log: events.EventLog
+  dog: watchdog.Watchdog | None = None
 
   async def member(self, episode: episode_lib.Episode) -> trajectory.Trajectory:
     """Plays and grades one episode; grading starts the moment it ends."""
     where = {"group": episode.group_id, "index": episode.index}
     record = episode_lib.Record(episode)
     try:
-      played, transcript = await self._play(record)
-    except asyncio.CancelledError:
+      played, transcript = await episode_lib.play(
+        self.source, self.engine, self.chat, self.limits, record, self.dog
+      )
+    except BaseException:
+      # Cancelled, or the engine closed: the ledger still owns these tokens.
       lost, _ = record.end(trajectory.Status.ENGINE_FAULT)
       tokens, versions = lost.num_sampled, lost.versions
       self.log.emit("cancelled", **where, tokens=tokens, versions=versions)
@@ -121,7 +131,12 @@ class Player:
       versions=played.versions,
     )
     graded = await grade(
-      played, transcript, episode.task, self.reward, self.limits.reward_s
+      played,
+      transcript,
+      episode.task,
+      self.reward,
+      self.limits.reward_s,
+      self.dog,
     )
     if graded.fault:
       status = graded.status.value
@@ -129,18 +144,6 @@ class Player:
     else:
       self.log.emit("reward", **where, value=graded.reward)
     return graded
-
-  async def _play(
-    self, record: episode_lib.Record
-  ) -> tuple[trajectory.Trajectory, base.Transcript]:
-    try:
-      environment = self.source(record.episode.task)
-    except Exception as error:
-      fault = f"building it raised {type(error).__name__}: {error}"
-      return record.end(trajectory.Status.ENV_FAULT, fault)
-    return await episode_lib.play(
-      environment, self.engine, self.chat, self.limits, record
-    )
 
   async def group(
     self,

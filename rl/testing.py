@@ -107,6 +107,8 @@ class FakeEngine:
     self._delay_s = delay_s
     self._open = asyncio.Event()
     self._open.set()
+    self._sampling = asyncio.Event()
+    self._sampling.set()
     self._running = 0
     self._quiet = asyncio.Event()
     self._quiet.set()
@@ -114,12 +116,14 @@ class FakeEngine:
     self.params: Any = None
 
   async def generate(self, request: engine.DecodeRequest) -> engine.Completion:
-    """Returns one answer; a pause lets those under way finish."""
+    """Returns one answer; its tokens are sampled first and last of all."""
     await self._open.wait()
     self._running += 1
     self._quiet.clear()
+    first = int(self.version)
     try:
       await asyncio.sleep(self._delay_s(request.priority))
+      await self._sampling.wait()
     finally:
       self._running -= 1
       if not self._running:
@@ -129,7 +133,7 @@ class FakeEngine:
     return engine.Completion(
       tokens=tokens,
       logprobs=np.full(2, -0.5, np.float32),
-      versions=np.full(2, int(self.version), np.int32),
+      versions=np.array([first, int(self.version)], np.int32),
       stop="stop",
       cached_tokens=0,
       decode_s=0.0,
@@ -142,9 +146,15 @@ class FakeEngine:
     """Does nothing: there is no cache."""
 
   async def pause(self, in_flight: engine.OnPublish) -> None:
-    """Returns when no request runs."""
+    """Returns when no request runs; with "recompute" at once.
+
+    Answers under way then end after `resume`, with the new version.
+    """
     self._open.clear()
-    await self._quiet.wait()
+    if in_flight == "recompute":
+      self._sampling.clear()
+    else:
+      await self._quiet.wait()
 
   async def update_weights(
     self, version: trajectory.PolicyVersion, params: Any
@@ -156,6 +166,7 @@ class FakeEngine:
   def resume(self) -> None:
     """Goes on after `pause`."""
     self._open.set()
+    self._sampling.set()
 
   def stats(self) -> engine.EngineStats:
     """Returns the version and what runs; nothing else is counted."""

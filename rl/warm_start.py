@@ -53,6 +53,9 @@ class _Demonstrator:
   """A decode engine that answers with the oracle's words.
 
   It serves one task; `seed` of the request decides which answers are random.
+
+  Attributes:
+    messages: what both sides have said; whoever plays extends it.
   """
 
   source: base.Source
@@ -81,27 +84,6 @@ class _Demonstrator:
     del session
 
 
-@dataclasses.dataclass(eq=False)
-class _Overheard:
-  """An environment that writes down what both sides say."""
-
-  environment: base.Environment
-  messages: list[base.Message]
-
-  async def start(self) -> Sequence[base.Message]:
-    observation = await self.environment.start()
-    self.messages.extend(observation)
-    return observation
-
-  async def step(self, answer: base.Message) -> base.Step:
-    step = await self.environment.step(answer)
-    self.messages.extend([answer, *step.messages])
-    return step
-
-  async def close(self) -> None:
-    await self.environment.close()
-
-
 async def demonstrate(
   source: base.Source,
   chat: episode.Chat,
@@ -111,18 +93,12 @@ async def demonstrate(
   seed: int,
 ) -> trajectory.Trajectory:
   """Returns one episode played by the oracle, with random answers mixed in."""
-  messages: list[base.Message] = []
+  record = episode.Record(episode.Episode(task, task.index, 0, seed))
   demonstrator = _Demonstrator(
-    source, task, exploration, chat.encode_answer, messages
+    source, task, exploration, chat.encode_answer, record.messages
   )
-  record, _ = await episode.play(
-    _Overheard(source(task), messages),
-    demonstrator,
-    chat,
-    limits,
-    episode.Record(episode.Episode(task, task.index, 0, seed)),
-  )
-  return record
+  played, _ = await episode.play(source, demonstrator, chat, limits, record)
+  return played
 
 
 async def run(

@@ -320,6 +320,21 @@ def test_a_repeated_round_counts_once_and_a_number_that_is_none_is_left_out(
   assert [row["success"] for row in run.metrics] == [0.5, None]
 
 
+def test_what_a_resume_superseded_is_not_counted(tmp_path):
+  # Trained at version 1, killed, trained again: 2 groups, not 3.
+  def trained(group):
+    fields = {"group": group, "version": group, "first_version": 0}
+    return {"kind": "trained", "tokens": 1, "masked": 0, **fields}
+
+  fault = {"kind": "fault", "group": 1, "index": 0, "status": "env_fault"}
+  resumed = {"kind": "resumed", "trained": 1}
+  rows = [trained(0), fault, trained(1), resumed, trained(1)]
+  _write_lines(tmp_path / "events.jsonl", rows)
+  found = {label: rest for label, *rest in report.tiles(report.read(tmp_path))}
+  assert found["Rounds"][1] == "2 groups trained"
+  assert found["Faults"][0] == "0"
+
+
 def test_a_sample_of_trajectories_is_whole_groups_spread_over_the_rounds(
   tmp_path,
 ):

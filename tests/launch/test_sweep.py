@@ -70,3 +70,16 @@ def test_a_config_without_variations_says_so(tmp_path):
   result = launch(tmp_path, [])
   assert result.returncode == 2
   assert "has no sweep()" in result.stderr
+
+
+def test_a_setting_that_the_sweep_sets_too_is_refused(tmp_path):
+  result = launch(tmp_path, [{"seed": 1}, {"rounds": 2}])
+  assert result.returncode == 2
+  assert "--config.rounds=1 is given, but sweep() sets rounds" in result.stderr
+  assert not (tmp_path / "out").exists()
+
+
+def test_a_run_that_replaces_what_a_setting_is_part_of_is_refused(tmp_path):
+  result = launch(tmp_path, [{"evaluation": "rl.config.Evaluation()"}])
+  assert result.returncode == 2
+  assert "--config.evaluation.episodes=8 is given" in result.stderr

@@ -1,6 +1,7 @@
 """The launched program: a run, its files, stops, kills, and bad input."""
 
 import fcntl
+import itertools
 import json
 import os
 import pathlib
@@ -12,6 +13,8 @@ import time
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+
+from rl import events
 
 ROOT = pathlib.Path(__file__).parents[2]
 CONFIG = "configs/guess_number_moe.py"
@@ -196,12 +199,26 @@ def test_a_stopped_run_saves_and_the_same_command_goes_on(number, tmp_path):
   output, _ = process.communicate(timeout=60)
   assert process.returncode == 128 + number, output
   assert "saved after" in output
-  assert "python -m launch.train" in output
+  python = pathlib.Path(sys.executable)
+  if python.is_relative_to(ROOT):
+    python = python.relative_to(ROOT)
+  assert f"{python} -m launch.train" in output
+  # A stopped run can be looked at.
+  for name in ("report.html", "trace.json"):
+    assert (tmp_path / name).stat().st_size > 1000
   again = launch(command(tmp_path, settings))
   assert again.returncode == 0, again.stderr
   assert "going on after" in again.stdout
   rounds = [row["round"] for row in lines(tmp_path / "metrics.jsonl")]
   assert rounds == list(range(1, 41))
+  evaluated = [row["round"] for row in lines(tmp_path / "evaluations.jsonl")]
+  assert evaluated == sorted(set(evaluated))
+  log = lines(tmp_path / "events.jsonl")
+  assert [e["kind"] for e in log].count("resumed") == 1
+  # Groups of 40 rounds of 4, each trained once; time never falls.
+  trained = list(events.of_kind(events.surviving(log), "trained"))
+  assert sorted(e["group"] for e in trained) == list(range(160))
+  assert all(a["t"] <= b["t"] for a, b in itertools.pairwise(log))
 
 
 def test_a_killed_synchronous_run_ends_bit_equal_to_one_that_was_not(tmp_path):
@@ -229,16 +246,72 @@ def test_a_killed_synchronous_run_ends_bit_equal_to_one_that_was_not(tmp_path):
     assert {k: one[k] for k in timeless} == {k: two[k] for k in timeless}
 
 
-def test_a_checkpoint_cut_short_gives_way_to_the_one_before(finished, tmp_path):
-  _, workdir = finished
+def copied(finished, tmp_path):
   copy = tmp_path / "copy"
-  subprocess.run(["cp", "-r", str(workdir), str(copy)], check=True)
+  subprocess.run(["cp", "-a", str(finished[1]), str(copy)], check=True)
+  return copy
+
+
+def damage(workdir, step):
+  """Cuts the largest file of a checkpoint in half."""
   data = max(
-    (p for p in (copy / "checkpoints" / "4").rglob("*") if p.is_file()),
+    (
+      p for p in (workdir / "checkpoints" / str(step)).rglob("*") if p.is_file()
+    ),
     key=lambda p: p.stat().st_size,
   )
   with data.open("r+b") as file:
     file.truncate(data.stat().st_size // 2)
+
+
+def test_checkpoints_that_are_all_damaged_end_the_run(finished, tmp_path):
+  copy = copied(finished, tmp_path)
+  for path in (copy / "checkpoints").iterdir():
+    damage(copy, path.name)
+  result = launch(command(copy))
+  assert result.returncode == 1, result.stdout + result.stderr
+  assert "all are damaged: 2, 4" in result.stdout
+  assert "to start over" in result.stdout
+  assert "Traceback" not in result.stderr
+  assert len(lines(copy / "metrics.jsonl")) == 4
+
+
+@pytest.mark.parametrize("lost", ["evaluation and report", "report"])
+def test_a_run_killed_after_its_last_checkpoint_is_completed(
+  lost, finished, tmp_path
+):
+  copy = copied(finished, tmp_path)
+  (copy / "report.html").unlink()
+  if lost != "report":
+    rows = (copy / "evaluations.jsonl").read_text().splitlines(keepends=True)
+    (copy / "evaluations.jsonl").write_text("".join(rows[:-1]))
+  result = launch(command(copy))
+  assert result.returncode == 0, result.stderr
+  assert "has all its 4 rounds" in result.stdout
+  assert ("evaluation: success" in result.stdout) == (lost != "report")
+  assert (copy / "report.html").stat().st_size > 1000
+  found = [row["round"] for row in lines(copy / "evaluations.jsonl")]
+  assert found == [0, 2, 4]
+  assert len(lines(copy / "metrics.jsonl")) == 4
+
+
+def test_a_resumed_run_stopped_before_a_round_keeps_its_checkpoint(
+  finished, tmp_path
+):
+  copy = copied(finished, tmp_path)
+  process = start(command(copy, TINY | {"rounds": "9"}))
+  assert process.stdout is not None
+  assert any("going on after 4 rounds" in line for line in process.stdout)
+  process.send_signal(signal.SIGINT)
+  rest, _ = process.communicate(timeout=60)
+  assert process.returncode == 128 + signal.SIGINT, rest
+  assert "the checkpoint of round 4 stays" in rest
+  assert "nothing to save" not in rest
+
+
+def test_a_checkpoint_cut_short_gives_way_to_the_one_before(finished, tmp_path):
+  copy = copied(finished, tmp_path)
+  damage(copy, 4)
   result = launch(command(copy))
   assert result.returncode == 0, result.stderr
   assert "is damaged" in result.stdout
@@ -312,15 +385,6 @@ def test_a_workdir_in_use_is_refused(tmp_path):
     result = launch(command(tmp_path))
   assert result.returncode == 2
   assert "in use by another process" in result.stderr
-
-
-def test_a_run_that_saved_nothing_starts_over_with_any_config(tmp_path):
-  (tmp_path / "config.json").write_text("{}")
-  (tmp_path / "metrics.jsonl").write_text('{"round": 1}\n')
-  result = launch(command(tmp_path, TINY | {"rounds": "1"}))
-  assert result.returncode == 0, result.stderr
-  assert len(lines(tmp_path / "metrics.jsonl")) == 1
-  assert "loss" in lines(tmp_path / "metrics.jsonl")[0]
 
 
 def test_a_workdir_that_cannot_be_written_is_refused(tmp_path):

@@ -270,6 +270,88 @@ def test_staleness_is_trained_version_minus_first_version():
   assert events.staleness(_in_flight()) == [0, 0, 1, 0]
 
 
+def _resumed(rounds, *restored):
+  """A restart that finds these groups finished, of 20 tokens each."""
+  return [
+    _event("resumed", trained=rounds),
+    *(
+      _event("restored", group=group, tokens=20, first_version=1)
+      for group in restored
+    ),
+  ]
+
+
+_ROUND_1 = [
+  *_taken(2, 3),
+  _trained(2, 1, 1),
+  _trained(3, 1, 1),
+  *_published(2),
+]
+
+
+def _until_round_1():
+  log = _sync()
+  return log[: log.index(_taken(2)[0])]
+
+
+def test_of_a_log_without_a_resume_everything_survives():
+  assert events.surviving(_in_flight()) == _in_flight()
+  assert events.surviving([]) == []
+
+
+def test_a_round_trained_behind_the_checkpoint_counts_once():
+  # Saved after round 0, killed after round 1: groups 2 and 3 are played anew.
+  first = _sync()[: _sync().index(_played(2, 1, 1)[0])]
+  again = [*_played(2, 1, 1), *_played(3, 1, 1), *_ROUND_1]
+  log = [*_sync(), *_resumed(1), *again]
+  assert len(events.staleness(log)) == 6
+  assert events.surviving(log) == [*first, *again]
+  assert events.violations(events.surviving(log), SYNC, GROUP_SIZE) == []
+
+
+def test_a_restored_group_keeps_its_play_and_its_fault():
+  # Group 2 was finished and saved, group 3 was not; both had been trained.
+  fault = _event("fault", group=2, index=0, status="env_fault", what="x")
+  lost = _event("fault", group=3, index=0, status="env_fault", what="y")
+  log = [*_until_round_1(), fault, lost, *_ROUND_1]
+  log += [*_resumed(1, 2), *_played(3, 1, 1), *_ROUND_1]
+  kept = events.surviving(log)
+  assert list(events.of_kind(kept, "fault")) == [fault]
+  assert not list(events.of_kind(kept, "restored"))
+  assert events.violations(kept, SYNC, GROUP_SIZE) == []
+  # 4 groups of 20 tokens, each in one column: nothing is counted twice.
+  assert events.ledger(kept).sampled == 80
+
+
+def test_a_restored_group_whose_play_was_not_written_stays_restored():
+  start = _until_round_1()
+  start = start[: start.index(_played(2, 1, 1)[0])]
+  log = [*start, *_resumed(1, 2, 3), *_resumed(1, 2, 3), *_ROUND_1]
+  kept = events.surviving(log)
+  assert [e["group"] for e in events.of_kind(kept, "restored")] == [2, 3]
+  assert events.violations(kept, SYNC, GROUP_SIZE) == []
+
+
+def test_a_second_resume_that_goes_further_back_supersedes_the_first():
+  # The checkpoint of round 1 was damaged: all begins again after round 0.
+  log = [*_sync(), *_resumed(1), *_ROUND_1, *_resumed(0), *_sync()]
+  assert events.surviving(log) == _sync()
+
+
+def test_a_publish_that_a_kill_cut_off_does_not_survive():
+  log = [*_sync()[:-1], *_resumed(2)]
+  assert events.surviving(log) == _sync()[:-2]
+
+
+def test_the_time_of_a_resumed_log_goes_on_behind_a_cut_line(tmp_path):
+  path = tmp_path / "events.jsonl"
+  path.write_text('{"t": 40.5, "kind": "ready"}\n{"t": 41.0, "ki')
+  log = events.EventLog(path)
+  log.emit("resumed", trained=1)
+  log.close()
+  assert 40.5 <= log.events[0]["t"] < 100
+
+
 def _lines(path):
   return [json.loads(line) for line in path.read_text().split("\n") if line]
 

@@ -12,17 +12,21 @@ def _rounds(path):
   return [json.loads(line)["round"] for line in path.read_text().splitlines()]
 
 
-def _scalars(directory):
+def _events(path):
   # A record is its length (8 bytes), a sum (4), the event and a sum (4).
+  data, at = path.read_bytes(), 0
+  while at < len(data):
+    (size,) = struct.unpack_from("<Q", data, at)
+    payload = data[at + 12 : at + 12 + size]
+    yield event_pb2.Event.FromString(payload)  # pyright: ignore
+    at += size + 16
+
+
+def _scalars(directory):
   for path in directory.iterdir():
-    data, at = path.read_bytes(), 0
-    while at < len(data):
-      (size,) = struct.unpack_from("<Q", data, at)
-      payload = data[at + 12 : at + 12 + size]
-      event = event_pb2.Event.FromString(payload)  # pyright: ignore
+    for event in _events(path):
       for value in event.summary.value:
         yield value.tag, event.step, value.simple_value
-      at += size + 16
 
 
 def test_a_line_is_on_disk_when_write_returns(tmp_path):
@@ -55,18 +59,40 @@ def test_tensorboard_gets_the_same_numbers(tmp_path):
 def test_a_resumed_run_has_each_round_once(tmp_path):
   writer = metrics.MetricsWriter(tmp_path)
   for index in range(5):
-    writer.write(index, {})
+    writer.write(index, {"loss": math.nan if index == 2 else 1.0})
     writer.evaluation(index, {})
   writer.close()
   with (tmp_path / "metrics.jsonl").open("a") as file:
     file.write('{"round": 1, "succ')  # Killed while it wrote.
   resumed = metrics.MetricsWriter(tmp_path, first_round=3)
+  # It begins with an evaluation of what round 2 left.
+  resumed.evaluation(2, {})
   resumed.write(3, {})
   resumed.evaluation(3, {})
   resumed.close()
   assert _rounds(tmp_path / "metrics.jsonl") == [0, 1, 2, 3]
   assert _rounds(tmp_path / "evaluations.jsonl") == [0, 1, 2, 3]
   assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_a_resumed_run_purges_tensorboard_and_writes_its_last_round_again(
+  tmp_path,
+):
+  writer = metrics.MetricsWriter(tmp_path, first_round=1)
+  for index in (1, 2, 3):
+    writer.write(index, {"loss": index / 2})
+  writer.evaluation(2, {"success": 0.5})
+  writer.close()
+  (tmp_path / "tensorboard").rename(tmp_path / "before")
+  resumed = metrics.MetricsWriter(tmp_path, first_round=3)
+  resumed.close()
+  (file,) = (tmp_path / "tensorboard").iterdir()
+  starts = [e for e in _events(file) if e.HasField("session_log")]
+  # Evaluation 2 is made again, so the purge begins there and takes loss 2 too.
+  assert [event.step for event in starts] == [2]
+  found = list(_scalars(tmp_path / "tensorboard"))
+  assert ("loss", 2, 1.0) in found
+  assert {tag for tag, _, _ in found} == {"round", "loss"}
 
 
 @pytest.mark.parametrize(

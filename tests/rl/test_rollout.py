@@ -3,14 +3,24 @@
 import asyncio
 import dataclasses
 import itertools
+import math
 import time
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
 from envs import base, rewards
 from models import chat as chat_lib
-from rl import episode, events, rollout, testing, trajectory
+from rl import (
+  engine,
+  episode,
+  events,
+  rollout,
+  testing,
+  trajectory,
+  watchdog,
+)
 
 LIMITS = rollout.Rollout(
   group_size=4, max_turns=4, turn_tokens=2, max_tokens=32, step_s=0.2
@@ -19,10 +29,10 @@ CHAT = chat_lib.WordChat(("go", "on", "yes", "no"))
 YES, NO = 5, 6
 
 
-def player(source, reward=None, limits=LIMITS, answers=(YES,), **engine):
+def player(source, reward=None, limits=LIMITS, answers=(YES,), **kwargs):
   return rollout.Player(
     source=source,
-    engine=testing.FakeEngine(answers, chat_lib.END, **engine),
+    engine=testing.FakeEngine(answers, chat_lib.END, **kwargs),
     chat=CHAT,
     reward=reward or rewards.Outcome(),
     limits=limits,
@@ -119,6 +129,71 @@ def test_a_fault_of_the_environment_is_data(fault, words):
     assert member.reward is None
 
 
+def cancelled_events(playing):
+  return [e for e in playing.log.events if e["kind"] == "cancelled"]
+
+
+def test_an_engine_that_closes_leaves_the_sampled_tokens_in_the_log():
+  class Closing(testing.FakeEngine):
+    async def generate(self, request):
+      if request.request_id.endswith("/2"):
+        raise engine.EngineClosed("stopped")
+      return await super().generate(request)
+
+  playing = dataclasses.replace(
+    player(
+      testing.Counting(turns=3),
+      limits=dataclasses.replace(LIMITS, group_size=1),
+    ),
+    engine=Closing((YES,), chat_lib.END),
+  )
+  with pytest.raises(ExceptionGroup) as raised:
+    play_group(playing)
+  assert raised.group_contains(engine.EngineClosed)
+  (event,) = cancelled_events(playing)
+  assert (event["tokens"], event["versions"]) == (4, [(0, 4)])
+
+
+def test_a_cancelled_member_logs_the_answer_that_was_being_stepped():
+  playing = player(testing.Counting(fault="hang"))
+  task = playing.source.task(0, "train")
+
+  async def run():
+    group = playing.group(task, 3, 0, trajectory.PolicyVersion(0))
+    await asyncio.wait_for(group, 0.05)
+
+  with pytest.raises(TimeoutError):
+    asyncio.run(run())
+  assert [e["tokens"] for e in cancelled_events(playing)] == [2] * 4
+
+
+def test_the_watchdog_names_the_environment_and_the_reward_waited_for():
+  dog = watchdog.Watchdog()
+
+  async def table(playing):
+    watched = dataclasses.replace(playing, dog=dog)
+    task = playing.source.task(0, "train")
+    play = asyncio.create_task(
+      watched.group(task, 3, 0, trajectory.PolicyVersion(0))
+    )
+    await asyncio.sleep(0.05)
+    play.cancel()
+    lines = dog.dump().splitlines()[1:]
+    await asyncio.wait([play])
+    return sorted(lines)
+
+  hanging = testing.Counting(fault="hang")
+  for playing, what in [
+    (player(hanging), "step of the environment"),
+    (player(testing.Counting(), Broken("hang")), "reward"),
+  ]:
+    lines = asyncio.run(table(playing))
+    assert len(lines) == 4
+    for index, line in enumerate(lines):
+      assert line.startswith(f"episode train/3/{index}  {what}  ")
+    assert dog.dump() == "nobody waits"
+
+
 def test_a_source_that_cannot_build_its_environment_is_data():
   class Broken(testing.Counting):
     def __call__(self, task):
@@ -167,19 +242,26 @@ def test_environments_are_closed_on_every_path():
 
 @dataclasses.dataclass(frozen=True)
 class Broken:
-  """A reward that fails in one of several ways."""
+  """A reward that fails in the way of a name, or returns what is no name."""
 
-  how: str
+  how: Any
   stateless: bool = True
 
-  async def __call__(self, task, transcripts):
+  def __call__(self, task, transcripts):
+    if self.how == "sync":
+      raise OSError("no such judge")
+    return self.graded()
+
+  async def graded(self):
     if self.how == "raise":
       raise ConnectionError("judge is down")
+    if self.how == "cancel":
+      raise asyncio.CancelledError
     if self.how == "hang":
       await asyncio.sleep(60)
-    if self.how == "two":
-      return [base.Grade(1.0, {}), base.Grade(1.0, {})]
-    return [base.Grade(float("inf"), {})]
+    if self.how == "inf":
+      return [base.Grade(float("inf"), {})]
+    return self.how
 
 
 @pytest.mark.parametrize(
@@ -187,8 +269,16 @@ class Broken:
   [
     ("raise", "reward raised ConnectionError: judge is down"),
     ("hang", "reward took over 0.1 s"),
-    ("two", "too many values to unpack"),
     ("inf", "reward inf is not a finite number"),
+    ("sync", "reward raised OSError: no such judge"),
+    ("cancel", "reward raised CancelledError"),
+    ([base.Grade(1.0, {})] * 2, "not a list of one Grade"),
+    ([1.0], "reward returned float in place of a Grade"),
+    (1.0, "reward returned 1.0, not a list of one Grade"),
+    (None, "reward returned None, not a list of one Grade"),
+    ([base.Grade(1e39, {})], "reward 1e+39 is not a finite number"),
+    ([base.Grade(1.0, cast(Any, None))], "reward returned parts=None"),
+    ([base.Grade(1.0, {"a": math.nan})], "part 'a' of the reward nan is not"),
   ],
 )
 def test_a_reward_that_fails_is_a_fault_and_never_zero(how, words):

@@ -1,0 +1,141 @@
+"""Foreign code: a call of it ends in time, with a value as promised or a Fault.
+
+call -> awaitable -> [ waits, under a deadline ]* -> check -> value
+"""
+
+import asyncio
+import contextlib
+import numbers
+import reprlib
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import TypeVar, get_args
+
+import numpy as np
+
+from envs import base
+from rl import watchdog
+
+_T = TypeVar("_T")
+
+_ROLES = get_args(base.Role)
+# Advantages are float32: a reward beyond this would be infinite there.
+_MAX_REWARD = float(np.finfo(np.float32).max)
+
+
+class Fault(Exception):
+  """Foreign code raised, overran its deadline or returned nonsense."""
+
+
+async def guarded(
+  call: Callable[[], Awaitable[_T]],
+  deadline_s: float,
+  what: str,
+  dog: watchdog.Watchdog | None = None,
+  owner: str = "",
+  of: str = "",
+) -> _T:
+  """Returns what foreign code returns in time, and raises Fault else.
+
+  Args:
+    call: makes the awaitable; it may raise or return nonsense too.
+    what: a word for the call: "step".
+    dog: its table says that `owner` waits for `what` + `of`.
+  """
+  deadline = asyncio.timeout(deadline_s)
+  noted = contextlib.nullcontext()
+  if dog is not None:
+    noted = dog.noted(owner=owner, what=what + of, deadline_s=deadline_s)
+  try:
+    with noted:
+      async with deadline:
+        return await call()
+  except (Exception, asyncio.CancelledError) as error:
+    if isinstance(error, asyncio.CancelledError) and _cancelled():
+      raise
+    if isinstance(error, TimeoutError) and deadline.expired():
+      raise Fault(f"{what} took over {deadline_s:g} s") from None
+    raise Fault(f"{what} raised {reason(error)}") from error
+
+
+def _cancelled() -> bool:
+  """Whether somebody cancels this task: foreign code may only claim it."""
+  task = asyncio.current_task()
+  return task is None or task.cancelling() > 0
+
+
+def checked_messages(messages: object, what: str) -> list[base.Message]:
+  """Returns messages that are what they claim, and raises Fault else."""
+  if not isinstance(messages, Sequence):
+    raise Fault(f"{what} returned {_kind(messages)}, not a list of messages")
+  try:
+    said = list(messages)
+  except Exception as error:
+    raise Fault(f"{what} returned messages: {reason(error)}") from error
+  for message in said:
+    if not isinstance(message, base.Message):
+      raise Fault(f"{what} returned {_kind(message)} in place of a Message")
+    texts = isinstance(message.role, str) and isinstance(message.content, str)
+    if not texts or message.role not in _ROLES:
+      raise Fault(
+        f"{what} returned a message of role {_shown(message.role)} whose "
+        f"content is {_kind(message.content)}"
+      )
+  return said
+
+
+def checked_step(step: object) -> base.Step:
+  """Returns a step that is what it claims, and raises Fault else."""
+  if not isinstance(step, base.Step):
+    raise Fault(f"step returned {_kind(step)}, not a Step")
+  if not isinstance(step.done, (bool, np.bool_)):
+    raise Fault(f"step returned done={_kind(step.done)}, not a bool")
+  messages = checked_messages(step.messages, "step")
+  return base.Step(messages, checked_reward(step.reward), bool(step.done))
+
+
+def checked_reward(reward: object, what: str = "reward") -> float:
+  """Returns a number that is finite as float32, and raises Fault else."""
+  # numpy's numbers are Real too; bool is an int, but no reward.
+  if isinstance(reward, numbers.Real) and not isinstance(reward, bool):
+    # An int may be too large for float(), and a foreign class may do anything.
+    with contextlib.suppress(Exception):
+      value = float(reward)
+      if abs(value) <= _MAX_REWARD:
+        return value
+  raise Fault(f"{what} {_shown(reward)} is not a finite number (float32)")
+
+
+def checked_grade(grades: object) -> tuple[float, dict[str, float]]:
+  """Returns (value, parts) of the only grade, and raises Fault else."""
+  if not isinstance(grades, Sequence) or len(grades) != 1:
+    raise Fault(f"reward returned {_shown(grades)}, not a list of one Grade")
+  grade = grades[0]
+  if not isinstance(grade, base.Grade):
+    raise Fault(f"reward returned {_kind(grade)} in place of a Grade")
+  value = checked_reward(grade.value)
+  if not isinstance(grade.parts, Mapping):
+    raise Fault(f"reward returned parts={_kind(grade.parts)}, not a mapping")
+  return value, {
+    str(name): checked_reward(part, f"part {_shown(name)} of the reward")
+    for name, part in grade.parts.items()
+  }
+
+
+def reason(error: BaseException) -> str:
+  """Returns "OSError: no such game", even of an error that cannot be shown."""
+  try:
+    return f"{type(error).__name__}: {error}"
+  except Exception:
+    return type(error).__name__
+
+
+def _kind(value: object) -> str:
+  return "None" if value is None else type(value).__name__
+
+
+def _shown(value: object) -> str:
+  """Returns a short repr, or the type of what has none."""
+  try:
+    return reprlib.repr(value)
+  except Exception:
+    return _kind(value)

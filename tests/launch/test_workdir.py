@@ -1,0 +1,93 @@
+"""What a claim refuses, what it clears, and the command that goes on."""
+
+import dataclasses
+import json
+import pathlib
+import sys
+
+import pytest
+
+from launch import flags, workdir
+from rl import settings
+
+CONFIG = pathlib.Path(__file__).parents[2] / "configs/guess_number_moe.py"
+
+
+@pytest.fixture(scope="module")
+def experiment():
+  return flags.load(str(CONFIG))
+
+
+def other(experiment):
+  return dataclasses.replace(experiment, seed=experiment.seed + 1)
+
+
+@pytest.mark.parametrize(
+  "name", ["tensorboard", "trajectories", "events.jsonl", "metrics.jsonl"]
+)
+def test_records_without_a_config_are_refused_and_kept(
+  name, tmp_path, experiment
+):
+  place = tmp_path / name / "log" if "." not in name else tmp_path / name
+  place.parent.mkdir(exist_ok=True)
+  place.write_text("of another program")
+  with pytest.raises(settings.SettingError, match=f"holds {name}"):
+    workdir.claim(tmp_path, experiment)
+  assert place.read_text() == "of another program"
+  assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_a_config_of_something_else_is_refused_and_kept(tmp_path, experiment):
+  (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+  (tmp_path / "tensorboard").mkdir()
+  with pytest.raises(settings.SettingError, match="not that of a run"):
+    workdir.claim(tmp_path, experiment)
+  assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_directory_of_other_things_may_be_used(tmp_path, experiment):
+  (tmp_path / "log.txt").write_text("of the sweep")
+  workdir.claim(tmp_path, experiment).close()
+  assert (tmp_path / "log.txt").exists()
+  assert workdir.read(tmp_path) == experiment
+
+
+def test_a_run_that_never_saved_starts_over_with_any_config(
+  tmp_path, experiment
+):
+  workdir.claim(tmp_path, experiment).close()
+  (tmp_path / "metrics.jsonl").write_text("{}")
+  (tmp_path / "trajectories").mkdir()
+  # The first save was cut off: that is no checkpoint.
+  (tmp_path / "checkpoints" / "25.orbax-checkpoint-tmp-7").mkdir(parents=True)
+  workdir.claim(tmp_path, other(experiment)).close()
+  assert not (tmp_path / "metrics.jsonl").exists()
+  assert not (tmp_path / "trajectories").exists()
+  assert workdir.read(tmp_path) == other(experiment)
+
+
+@pytest.mark.parametrize("name", ["25", "25.damaged"])
+def test_a_checkpoint_whole_or_damaged_keeps_the_records(
+  name, tmp_path, experiment
+):
+  workdir.claim(tmp_path, experiment).close()
+  (tmp_path / "checkpoints" / name).mkdir(parents=True)
+  (tmp_path / "metrics.jsonl").write_text("{}")
+  workdir.claim(tmp_path, experiment).close()
+  with pytest.raises(settings.SettingError, match="other settings:\n  seed"):
+    workdir.claim(tmp_path, other(experiment))
+  assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {}
+  assert workdir.checkpoints(tmp_path) == [name]
+
+
+@pytest.mark.parametrize(
+  ("python", "expected"),
+  [("venv/bin/python", "venv/bin/python"), ("/opt/a b/python", None)],
+)
+def test_the_command_names_this_python(python, expected, tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  monkeypatch.setattr(sys, "executable", str(tmp_path / python))
+  monkeypatch.setattr(sys, "argv", ["train.py", "--workdir=a b"])
+  monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
+  start = expected or "'/opt/a b/python'"
+  assert workdir.command() == f"{start} train.py '--workdir=a b'"
