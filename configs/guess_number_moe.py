@@ -39,7 +39,7 @@ def get_config() -> config.Experiment:
     optimizer=learner.AdamW(learning_rate=5e-4),
     batch=config.BatchShape(rows=22, length=60),
     warm_start=warm_start.WarmStart(steps=60, episodes=64, exploration=0.7),
-    rounds=1200,
+    rounds=1000,
   )
 
 

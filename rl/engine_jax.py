@@ -247,7 +247,7 @@ class JaxEngine:
     try:
       while self._closed is None:
         ready = self._ready(done)
-        if done is not None and len(ready) < self._settings.rows[0]:
+        if done is not None and not self._settings.worthwhile(len(ready)):
           self._absorb(*done)
           done = None
           ready = await self._linger()

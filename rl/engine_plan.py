@@ -51,6 +51,19 @@ class EngineSettings:
     smaller = sorted(r for r in set(self.row_buckets) if r < self.slots)
     return (*smaller, self.slots)
 
+  def bucket(self, ready: int) -> int:
+    """Returns how many rows to dispatch when so many are ready.
+
+    The largest bucket that is nearly full: idle rows cost as much as others,
+    and what does not fit goes with the next dispatch.
+    """
+    full = [rows for rows in self.rows if self.worthwhile(ready, rows)]
+    return full[-1] if full else self.rows[0]
+
+  def worthwhile(self, ready: int, rows: int | None = None) -> bool:
+    """Whether a bucket, by default the smallest, is three quarters full."""
+    return 4 * ready >= 3 * (self.rows[0] if rows is None else rows)
+
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Running:
@@ -124,9 +137,7 @@ def plan(
     by_chunk.setdefault(chunk, []).append(one)
   chunk = sorted(by_chunk)[turn % len(by_chunk)]
   ready = by_chunk[chunk]
-  # Whole buckets waste no rows; the rest goes with the next dispatch.
-  full = [r for r in settings.rows if r <= len(ready)]
-  rows = full[-1] if full else settings.rows[0]
+  rows = settings.bucket(len(ready))
   chosen = sorted(ready[:rows], key=lambda one: one.row)
   result = decode_step.empty_plan(rows, chunk, idle_row=settings.slots)
   for i, one in enumerate(chosen):

@@ -21,7 +21,7 @@ def _named(owner: str, what: str, since_s: float) -> watchdog.Wait:
 
 
 def test_the_table_lists_the_longest_wait_first():
-  waits = [_named("rollout 3", "slot", 99.5), _named("learner", "groups", 58)]
+  waits = [_named("rollout 3", "slot", 99.5), _named("learner", "groups", 58.0)]
   # At 100 s they have waited 0.5 s and 42 s.
   assert watchdog.table(waits, 100.0).splitlines() == [
     "owner      what    waited  deadline",
