@@ -22,7 +22,17 @@ from absl import flags as absl_flags
 from benchmarks import machine
 from envs import delayed
 from launch import devices, flags
-from rl import assemble, config, events, overlap, progress, trace, trajectory
+from rl import (
+  assemble,
+  batch,
+  config,
+  events,
+  learner,
+  overlap,
+  progress,
+  trace,
+  trajectory,
+)
 
 _ROUNDS = absl_flags.DEFINE_integer("rounds", 60, "Rounds of each run.")
 _REPEATS = absl_flags.DEFINE_integer("repeats", 3, "Runs of each schedule.")
@@ -86,10 +96,10 @@ async def measure(experiment: config.Experiment) -> dict[str, float]:
   }
 
 
-async def _compile_learner(parts: assemble.Parts, state) -> None:
-  """One round of a throw-away loop would train; this compiles alone."""
-  from rl import batch
-
+async def _compile_learner(
+  parts: assemble.Parts, state: learner.TrainState
+) -> None:
+  """Compiles the training programs without training anything."""
   shape = parts.experiment.batch
   packed = batch.empty(shape.rows, shape.length)
 

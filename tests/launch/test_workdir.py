@@ -82,12 +82,12 @@ def test_a_checkpoint_whole_or_damaged_keeps_the_records(
 
 @pytest.mark.parametrize(
   ("python", "expected"),
-  [("venv/bin/python", "venv/bin/python"), ("/opt/a b/python", None)],
+  [("venv/bin/python", "venv/bin/python"), ("/elsewhere/a b/python", None)],
 )
 def test_the_command_names_this_python(python, expected, tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   monkeypatch.setattr(sys, "executable", str(tmp_path / python))
   monkeypatch.setattr(sys, "argv", ["train.py", "--workdir=a b"])
   monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
-  start = expected or "'/opt/a b/python'"
+  start = expected or "'/elsewhere/a b/python'"
   assert workdir.command() == f"{start} train.py '--workdir=a b'"
