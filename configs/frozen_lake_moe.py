@@ -1,6 +1,10 @@
 """Cross a frozen lake on a map never seen before: FrozenLake 4x4, 10 moves.
 
 python -m launch.train --config=configs/frozen_lake_moe.py --workdir=DIR
+
+Hardware: two CPU cores, one virtual device for each mesh. Duration: about three
+minutes. Expected: success on unseen maps from about 0.3 after the warm start to
+0.8 or more; the warm start's oracle would always win.
 """
 
 from envs import gymnasium, rewards
