@@ -14,8 +14,6 @@ turns played. Writes benchmarks/results/engine.json.
 
 import asyncio
 import functools
-import json
-import pathlib
 import statistics
 import time
 
@@ -39,7 +37,6 @@ from rl import (
 
 _EPISODES = absl_flags.DEFINE_integer("episodes", 64, "Concurrent episodes.")
 _REPEATS = absl_flags.DEFINE_integer("repeats", 5, "Of each side.")
-_RESULTS = pathlib.Path(__file__).parent / "results" / "engine.json"
 _GAMES = 8
 """Episodes played on each row, one after the other."""
 
@@ -128,9 +125,7 @@ def main(argv: list[str]) -> None:
   print(machine.describe())
   for name, value in row.items():
     print(f"{name:28} {value:10.3f}")
-  _RESULTS.parent.mkdir(exist_ok=True)
-  result = {"machine": machine.describe(), "episodes": slots, **row}
-  _RESULTS.write_text(json.dumps(result, indent=2) + "\n")
+  machine.keep("engine", episodes=slots, **row)
 
 
 async def _measure(parts: assemble.Parts) -> dict[str, float]:

@@ -12,8 +12,6 @@ compared. Writes benchmarks/results/learner.json.
 """
 
 import asyncio
-import json
-import pathlib
 import statistics
 import time
 
@@ -30,7 +28,6 @@ from rl import assemble, batch, learner, trajectory
 
 _REPEATS = absl_flags.DEFINE_integer("repeats", 5, "Of each side.")
 _STEPS = absl_flags.DEFINE_integer("steps", 20, "Of each repeat.")
-_RESULTS = pathlib.Path(__file__).parent / "results" / "learner.json"
 
 
 def _episodes(count: int) -> list[trajectory.Trajectory]:
@@ -155,9 +152,7 @@ def main(argv: list[str]) -> None:
   print(machine.describe())
   for name, value in row.items():
     print(f"{name:28} {value:10.3f}")
-  _RESULTS.parent.mkdir(exist_ok=True)
-  result = {"machine": machine.describe(), **row}
-  _RESULTS.write_text(json.dumps(result, indent=2) + "\n")
+  machine.keep("learner", **row)
 
 
 async def _run(parts: assemble.Parts) -> dict[str, float]:

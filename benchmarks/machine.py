@@ -1,10 +1,21 @@
-"""Describes the machine that a benchmark ran on, in one line."""
+"""The machine that a benchmark ran on, and the results that it leaves."""
 
+import json
 import os
 import pathlib
 import platform
+from typing import Any
 
 import jax
+
+_RESULTS = pathlib.Path(__file__).parent / "results"
+
+
+def keep(name: str, **result: Any) -> None:
+  """Writes a result and the machine to benchmarks/results/<name>.json."""
+  _RESULTS.mkdir(exist_ok=True)
+  text = json.dumps({"machine": describe(), **result}, indent=2)
+  (_RESULTS / f"{name}.json").write_text(text + "\n")
 
 
 def describe() -> str:

@@ -11,8 +11,6 @@ repeat. Prints a table and writes benchmarks/results/readme.json.
 
 import asyncio
 import dataclasses
-import json
-import pathlib
 import statistics
 import time
 
@@ -36,7 +34,6 @@ from rl import (
 
 _ROUNDS = absl_flags.DEFINE_integer("rounds", 60, "Rounds of each run.")
 _REPEATS = absl_flags.DEFINE_integer("repeats", 3, "Runs of each schedule.")
-_RESULTS = pathlib.Path(__file__).parent / "results" / "readme.json"
 _GROUPS = 16
 
 SCHEDULES = {
@@ -142,9 +139,7 @@ def main(argv: list[str]) -> None:
   print(machine.describe())
   print(f"{_ROUNDS.value} rounds of {_GROUPS} groups, {_REPEATS.value} repeats")
   _print(rows)
-  _RESULTS.parent.mkdir(exist_ok=True)
-  result = {"machine": machine.describe(), "rows": rows}
-  _RESULTS.write_text(json.dumps(result, indent=2) + "\n")
+  machine.keep("readme", rows=rows)
 
 
 def _row(label: str, name: str, runs: dict) -> dict:

@@ -24,7 +24,6 @@ _CONFIG = flags.DEFINE_string(
 )
 _SEEDS = flags.DEFINE_list("seeds", ["0", "1", "2"], "One run each.")
 _OUT = flags.DEFINE_string("out", "runs/seeds", "Directory of the runs.")
-_RESULTS = pathlib.Path(__file__).parent / "results"
 
 
 def main(argv: list[str]) -> None:
@@ -40,10 +39,7 @@ def main(argv: list[str]) -> None:
       f"| {row['seed']} | {_rate(row['before'])} | {_rate(row['after'])} | "
       f"{row['after']['round']} | {row['minutes']:.1f} |"
     )
-  _RESULTS.mkdir(exist_ok=True)
-  result = {"machine": machine.describe(), "rows": rows}
-  path = _RESULTS / f"seeds_{name}.json"
-  path.write_text(json.dumps(result, indent=2) + "\n")
+  machine.keep(f"seeds_{name}", rows=rows)
 
 
 def _run(name: str, seed: str) -> dict:

@@ -185,3 +185,15 @@ def sharded():
 @pytest.fixture(scope="session")
 def one_device():
   return placement.Placement(colocated=True).meshes()[0]
+
+
+@pytest.fixture
+def spans():
+  return trace.Trace(None)
+
+
+@pytest.fixture
+def thread(spans):
+  thread = dispatch.MeshThread("learner", spans)
+  yield thread
+  thread.close()

@@ -8,20 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rl import dispatch, trace
-
-
-@pytest.fixture
-def spans():
-  return trace.Trace(None)
-
-
-@pytest.fixture
-def thread(spans):
-  thread = dispatch.MeshThread("learner", spans)
-  yield thread
-  thread.close()
-
 
 def test_work_runs_in_order_on_one_thread_off_the_event_loop(thread, spans):
   order = []

@@ -8,11 +8,9 @@ import numpy as np
 import pytest
 
 from rl import (
-  dispatch,
   events,
   placement,
   testing,
-  trace,
   trajectory,
   weights,
 )
@@ -43,18 +41,6 @@ class Recorded(testing.FakeEngine):
   def resume(self):
     self.story.append(f"{self.name} resumes")
     super().resume()
-
-
-@pytest.fixture
-def spans():
-  return trace.Trace(None)
-
-
-@pytest.fixture
-def thread(spans):
-  thread = dispatch.MeshThread("learner", spans)
-  yield thread
-  thread.close()
 
 
 @pytest.fixture
