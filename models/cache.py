@@ -11,9 +11,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float32, Int32
+from jaxtyping import Array, Float, Int32
 
 from models import config as config_lib
+
+AXES = ("batch", None, "kv_heads", None)
+"""Logical axes of keys and values."""
 
 EMPTY = int(np.iinfo(np.int32).max)
 """Position of a token that is padding."""
@@ -22,15 +25,15 @@ EMPTY = int(np.iinfo(np.int32).max)
 class Cache(NamedTuple):
   """Keys and values, one array a layer; index 1 is the position."""
 
-  k: tuple[Float32[Array, "S length K d"], ...]
-  v: tuple[Float32[Array, "S length K d"], ...]
+  k: tuple[Float[Array, "S length K d"], ...]
+  v: tuple[Float[Array, "S length K d"], ...]
 
 
 class Fresh(NamedTuple):
   """Tokens not in the cache yet; EMPTY positions hold nothing."""
 
-  k: tuple[Float32[Array, "R N K d"], ...]
-  v: tuple[Float32[Array, "R N K d"], ...]
+  k: tuple[Float[Array, "R N K d"], ...]
+  v: tuple[Float[Array, "R N K d"], ...]
   positions: Int32[Array, "R N"]
 
 
@@ -69,6 +72,8 @@ def commit(cache: Cache, rows: Int32[Array, " R"], fresh: Fresh) -> Cache:
 
 def _zeros(
   config: config_lib.ModelConfig, rows: int, length: int
-) -> tuple[Float32[Array, "S length K d"], ...]:
+) -> tuple[Float[Array, "S length K d"], ...]:
   shape = (rows, length, config.num_kv_heads, config.head_dim)
-  return tuple(jnp.zeros(shape) for _ in range(config.num_layers))
+  return tuple(
+    jnp.zeros(shape, config.compute.dtype) for _ in range(config.num_layers)
+  )

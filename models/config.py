@@ -1,23 +1,77 @@
-"""What a model is: its sizes, checked, and its number of parameters."""
+"""What a model is: its sizes, checked, as published, and what they add up to.
+
+qwen3("1.7b") qwen3_moe("30b-a3b")   published sizes
+ModelConfig.from_hf(directory)       those of a checkpoint
+tiny() tiny_moe()                    for a CPU
+"""
 
 import dataclasses
-from typing import Any
+import math
+import pathlib
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from models import lora as lora_lib
+from models import rope
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Compute:
+  """How a model is computed: nothing here changes more than rounding.
+
+  Attributes:
+    dtype: of parameters and activations. Norms, softmax, routing, rotary
+      angles and log-probabilities are float32 in any case.
+    attention: form of `attention.attend`; "auto" goes by platform and shape.
+      "fused" and "splash" are for whole rows: on top of a cache, and so when
+      decoding, they mean "auto".
+    attention_block: queries and keys of a tile of the blockwise form.
+    experts: form of the grouped matmul; "auto" goes by platform.
+    moe_block: fewest rows of a block of the grouped matmul, to which every
+      expert pads; with many tokens blocks are larger.
+    remat: what the backward pass computes again; see `transformer.REMAT`.
+    logprob_chunk: tokens whose logits exist at the same time.
+  """
+
+  dtype: Literal["float32", "bfloat16"] = "float32"
+  attention: Literal["auto", "reference", "fused", "blockwise", "splash"] = (
+    "auto"
+  )
+  attention_block: int = 256
+  experts: Literal["auto", "blocks", "pallas"] = "auto"
+  moe_block: int = 16
+  remat: Literal["none", "dots", "layer"] = "none"
+  logprob_chunk: int = 2048
+
+  def validate(self) -> None:
+    """Raises ValueError for sizes that cannot work."""
+    for name in ("attention_block", "moe_block", "logprob_chunk"):
+      if getattr(self, name) < 1:
+        raise ValueError(
+          f"model.compute.{name}={getattr(self, name)} is below 1; use 1 or "
+          "more"
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-  """Sizes of a Qwen3-style decoder with mixture-of-experts layers.
+  """Sizes of a Qwen3 or Qwen3-MoE decoder.
 
   Attributes:
     num_kv_heads: key and value heads; each serves num_heads / num_kv_heads
       query heads.
-    d_ff: hidden width of one expert.
+    d_ff: hidden width of the MLP of a dense layer.
+    d_expert: hidden width of one expert.
+    num_experts: of each sparse layer; 0 makes every layer dense.
     experts_per_token: experts that each token is sent to.
+    norm_topk_prob: the gates of a token sum to 1.
+    dense_layers: layers, from 0, with one MLP although there are experts.
     max_length: longest conversation, in tokens.
     rope_theta: base of the wavelengths of the rotary positions.
+    rope_scaling: how they stretch beyond the trained length, or None.
     tie_embeddings: the embedding is also the output projection.
-    moe_block: fewest rows of a block of the grouped matmul, to which every
-      expert pads; with many tokens blocks are larger.
+    compute: how it is computed.
+    lora: adapters, which then are all that trains; None trains everything.
   """
 
   vocab_size: int = 64
@@ -26,28 +80,68 @@ class ModelConfig:
   num_heads: int = 4
   num_kv_heads: int = 2
   head_dim: int = 32
-  d_ff: int = 128
+  d_ff: int = 256
+  d_expert: int = 128
   num_experts: int = 4
   experts_per_token: int = 2
+  norm_topk_prob: bool = True
+  dense_layers: tuple[int, ...] = ()
   max_length: int = 64
   rope_theta: float = 10_000.0
+  rope_scaling: rope.Scaling | None = None
   norm_eps: float = 1e-6
   tie_embeddings: bool = True
-  moe_block: int = 16
+  compute: Compute = Compute()
+  lora: lora_lib.Lora | None = None
+
+  @staticmethod
+  def from_hf(
+    directory: str | pathlib.Path, compute: Compute | None = None
+  ) -> "ModelConfig":
+    """Returns what config.json of a Hugging Face checkpoint says.
+
+    Args:
+      compute: None is the default, in the type of the checkpoint's weights.
+
+    Raises:
+      ValueError: names the field that is not supported, missing or unknown,
+        its value, and the way out.
+    """
+    # Not on top: hf_config imports this module.
+    from models import hf_config
+
+    return hf_config.from_hf(directory, compute)
+
+  def is_sparse(self, layer: int) -> bool:
+    """Whether a layer, from 0, has experts."""
+    return self.num_experts > 0 and layer not in self.dense_layers
+
+  @property
+  def num_sparse(self) -> int:
+    """Number of layers with experts."""
+    return sum(map(self.is_sparse, range(self.num_layers)))
 
   def validate(self) -> None:
     """Raises ValueError for sizes that cannot work."""
+    least = {"num_experts": 0}
     for field in dataclasses.fields(self):
       value = getattr(self, field.name)
-      if field.type is int and value < 1:
+      bound = least.get(field.name, 1)
+      if field.type is int and value < bound:
         raise ValueError(
-          f"model.{field.name}={value} is below 1; use 1 or more"
+          f"model.{field.name}={value} is below {bound}; use {bound} or more"
         )
-      if field.type is float and not value > 0:
+      if field.type is float and not 0 < value < math.inf:
         raise ValueError(
-          f"model.{field.name}={value} is not above 0; use "
+          f"model.{field.name}={value} is not a number above 0; use "
           f"{field.default} unless the weights were trained otherwise"
         )
+    self._validate_attention()
+    self._validate_experts()
+    self._validate_lora()
+    self.compute.validate()
+
+  def _validate_attention(self) -> None:
     heads, groups = self.num_heads, self.num_kv_heads
     if heads % groups:
       above = (heads // groups + 1) * groups
@@ -60,11 +154,72 @@ class ModelConfig:
         f"model.head_dim={self.head_dim} is odd, and rotary positions turn "
         f"pairs; use {self.head_dim + 1}"
       )
-    if self.experts_per_token > self.num_experts:
+    if self.rope_theta <= 1:
+      raise ValueError(
+        f"model.rope_theta={self.rope_theta} is not above 1, and every pair "
+        "would turn as fast; use 10000 or more"
+      )
+    if self.rope_scaling is not None:
+      self.rope_scaling.validate()
+
+  def _validate_experts(self) -> None:
+    if self.num_experts and self.experts_per_token > self.num_experts:
       raise ValueError(
         f"model.experts_per_token={self.experts_per_token} is above "
         f"num_experts={self.num_experts}; use {self.num_experts} or fewer"
       )
+    for layer in self.dense_layers:
+      if not 0 <= layer < self.num_layers:
+        raise ValueError(
+          f"model.dense_layers={self.dense_layers} names layer {layer}, but "
+          f"they are 0 to {self.num_layers - 1}"
+        )
+
+  def _validate_lora(self) -> None:
+    if self.lora is None:
+      return
+    self.lora.validate()
+    for name in self.lora.targets:
+      if name in ("embed", "head") and self.tie_embeddings:
+        raise ValueError(
+          f"model.lora.targets names {name!r}, which tie_embeddings=true makes "
+          "both embedding and head; leave it out"
+        )
+      if name == "router" and not self.num_sparse:
+        raise ValueError(
+          "model.lora.targets names 'router', but no layer has one with "
+          f"num_experts={self.num_experts}; leave it out"
+        )
+
+
+def qwen3(size: str, **overrides: Any) -> ModelConfig:
+  """Returns a published dense Qwen3, overridden.
+
+  The releases of July 2025 have other values of rope_theta and max_length.
+
+  Args:
+    size: 0.6b, 1.7b, 4b, 8b, 14b or 32b.
+
+  Source: arXiv 2505.09388, table 1, and config.json of Qwen/Qwen3-0.6B, ...
+  """
+  return _published("Qwen3", _QWEN3, size, overrides)
+
+
+def qwen3_moe(size: str, **overrides: Any) -> ModelConfig:
+  """Returns a published Qwen3-MoE, overridden.
+
+  Args:
+    size: 30b-a3b, 235b-a22b, or Qwen3-Coder's 480b-a35b.
+
+  Source: arXiv 2505.09388, table 2, and config.json of Qwen/Qwen3-30B-A3B,
+  Qwen/Qwen3-235B-A22B and Qwen/Qwen3-Coder-480B-A35B-Instruct.
+  """
+  return _published("Qwen3-MoE", _QWEN3_MOE, size, overrides)
+
+
+def tiny(**overrides: Any) -> ModelConfig:
+  """Returns a dense model small enough to train on a CPU, overridden."""
+  return dataclasses.replace(ModelConfig(num_experts=0), **overrides)
 
 
 def tiny_moe(**overrides: Any) -> ModelConfig:
@@ -76,12 +231,117 @@ def num_params(config: ModelConfig) -> tuple[int, int]:
   """Returns how many parameters there are, and how many a token uses."""
   heads = 2 * config.num_heads + 2 * config.num_kv_heads
   attention = config.d_model * heads * config.head_dim + 2 * config.head_dim
-  shared = attention + config.d_model * (config.num_experts + 2)
-  expert = 3 * config.d_model * config.d_ff
   tables = 1 if config.tie_embeddings else 2
   outside = tables * config.vocab_size * config.d_model + config.d_model
+  outside += config.num_layers * (attention + 2 * config.d_model)
+  dense = config.num_layers - config.num_sparse
+  outside += dense * 3 * config.d_model * config.d_ff
+  router = config.d_model * config.num_experts
+  expert = 3 * config.d_model * config.d_expert
   total, active = (
-    outside + config.num_layers * (shared + num * expert)
-    for num in (config.num_experts, config.experts_per_token)
+    outside + config.num_sparse * (router + num * expert) + adapters
+    for num, adapters in zip(
+      (config.num_experts, config.experts_per_token),
+      _num_adapters(config),
+      strict=True,
+    )
   )
   return total, active
+
+
+def num_trainable(config: ModelConfig) -> int:
+  """Returns how many parameters train: all of them, or the adapters."""
+  return (_num_adapters(config) if config.lora else num_params(config))[0]
+
+
+def _num_adapters(config: ModelConfig) -> tuple[int, int]:
+  if (settings := config.lora) is None:
+    return 0, 0
+
+  def size(**others: int) -> int:
+    # One end of each projection is as wide as the model.
+    ends = [others[name] for name in settings.targets if name in others]
+    return settings.rank * sum(config.d_model + end for end in ends)
+
+  heads = config.num_heads * config.head_dim
+  kv_heads = config.num_kv_heads * config.head_dim
+  attention = size(query=heads, key=kv_heads, value=kv_heads, out=heads)
+  outside = size(embed=config.vocab_size, head=config.vocab_size)
+  outside += config.num_layers * attention
+  wide = config.d_ff
+  dense = config.num_layers - config.num_sparse
+  outside += dense * size(gate=wide, up=wide, down=wide)
+  outside += config.num_sparse * size(router=config.num_experts)
+  wide = config.d_expert
+  experts = config.num_sparse * size(gate=wide, up=wide, down=wide)
+  return (
+    outside + config.num_experts * experts,
+    outside + config.experts_per_token * experts,
+  )
+
+
+def _published(
+  family: str,
+  sizes: Mapping[str, Mapping[str, Any]],
+  size: str,
+  overrides: Mapping[str, Any],
+) -> ModelConfig:
+  if size not in sizes:
+    raise ValueError(
+      f"there is no {family} of size {size!r}; use {', '.join(sizes)}"
+    )
+  same = {
+    "vocab_size": 151_936,
+    "head_dim": 128,
+    "max_length": 40_960,
+    "rope_theta": 1e6,
+    "norm_eps": 1e-6,
+    "norm_topk_prob": True,
+  }
+  return ModelConfig(**{**same, **sizes[size], **overrides})
+
+
+def _dense(
+  num_layers: int, d_model: int, heads: tuple[int, int], d_ff: int, tied: bool
+) -> dict[str, Any]:
+  return {
+    "num_layers": num_layers,
+    "d_model": d_model,
+    "num_heads": heads[0],
+    "num_kv_heads": heads[1],
+    "d_ff": d_ff,
+    "num_experts": 0,
+    "tie_embeddings": tied,
+  }
+
+
+def _sparse(
+  num_layers: int,
+  d_model: int,
+  heads: tuple[int, int],
+  d_ff: int,
+  d_expert: int,
+  num_experts: int,
+) -> dict[str, Any]:
+  return _dense(num_layers, d_model, heads, d_ff, False) | {
+    "d_expert": d_expert,
+    "num_experts": num_experts,
+    "experts_per_token": 8,
+  }
+
+
+_QWEN3 = {
+  "0.6b": _dense(28, 1024, (16, 8), 3072, True),
+  "1.7b": _dense(28, 2048, (16, 8), 6144, True),
+  "4b": _dense(36, 2560, (32, 8), 9728, True),
+  "8b": _dense(36, 4096, (32, 8), 12_288, False),
+  "14b": _dense(40, 5120, (40, 8), 17_408, False),
+  "32b": _dense(64, 5120, (64, 8), 25_600, False),
+}
+
+_QWEN3_MOE = {
+  "30b-a3b": _sparse(48, 2048, (32, 4), 6144, 768, 128),
+  "235b-a22b": _sparse(94, 4096, (64, 4), 12_288, 1536, 128),
+  "480b-a35b": _sparse(62, 6144, (96, 8), 8192, 2560, 160)
+  | {"rope_theta": 1e7, "max_length": 262_144},
+}

@@ -17,8 +17,9 @@ def config():
     d_model=16,
     head_dim=4,
     d_ff=8,
+    d_expert=8,
     tie_embeddings=False,
-    moe_block=2,
+    compute=config_lib.Compute(moe_block=2),
   )
 
 

@@ -1,10 +1,13 @@
+import dataclasses
+import math
 import re
 
 import jax
 import pytest
 
 from models import config as config_lib
-from models import transformer
+from models import rope, transformer
+from rl import settings
 
 
 @pytest.mark.parametrize(
@@ -20,7 +23,21 @@ from models import transformer
       "model.experts_per_token=5 is above num_experts=4; use 4 or fewer",
     ),
     ({"num_layers": 0}, "model.num_layers=0 is below 1; use 1 or more"),
-    ({"norm_eps": 0.0}, "model.norm_eps=0.0 is not above 0; use 1e-06"),
+    ({"num_experts": -1}, "model.num_experts=-1 is below 0; use 0 or more"),
+    (
+      {"norm_eps": 0.0},
+      "model.norm_eps=0.0 is not a number above 0; use 1e-06",
+    ),
+    ({"rope_theta": math.inf}, "model.rope_theta=inf is not a number above 0"),
+    ({"rope_theta": 1.0}, "model.rope_theta=1.0 is not above 1, and every"),
+    (
+      {"dense_layers": (1, 4)},
+      "model.dense_layers=(1, 4) names layer 4, but they are 0 to 3",
+    ),
+    (
+      {"compute": config_lib.Compute(moe_block=0)},
+      "model.compute.moe_block=0 is below 1; use 1 or more",
+    ),
   ],
 )
 def test_a_size_that_cannot_work_is_refused_with_a_way_out(overrides, message):
@@ -29,14 +46,108 @@ def test_a_size_that_cannot_work_is_refused_with_a_way_out(overrides, message):
 
 
 def test_the_defaults_are_valid():
+  config_lib.tiny().validate()
   config_lib.tiny_moe().validate()
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_every_parameter_is_counted(tied):
-  config = config_lib.tiny_moe(tie_embeddings=tied)
+  config = config_lib.tiny_moe(tie_embeddings=tied, dense_layers=(2,))
   params = jax.eval_shape(lambda: transformer.init(jax.random.key(0), config))
   total, active = config_lib.num_params(config)
   assert total == sum(leaf.size for leaf in jax.tree.leaves(params))
-  # A token skips 2 of 4 experts in each of 4 layers: 3 * 128 * 128 each.
-  assert total - active == 4 * 2 * 3 * 128 * 128
+  # A token skips 2 of 4 experts in each of 3 layers: 3 * 128 * 128 each.
+  assert total - active == 3 * 2 * 3 * 128 * 128
+
+
+# Parameters in all and without embeddings, in 10^9, by the cards of
+# Qwen/Qwen3-0.6B and so on at Hugging Face.
+PUBLISHED = {
+  "0.6b": (0.6, 0.44),
+  "1.7b": (1.7, 1.4),
+  "4b": (4.0, 3.6),
+  "8b": (8.2, 6.95),
+  "14b": (14.8, 13.2),
+  "32b": (32.8, 31.2),
+}
+# In all, without embeddings, and used by a token. The card of 480b-a35b, of
+# Qwen3-Coder, does not tell the second.
+PUBLISHED_MOE = {
+  "30b-a3b": (30.5, 29.9, 3.3),
+  "235b-a22b": (235, 234, 22),
+  "480b-a35b": (480, None, 35),
+}
+
+
+def outside_embeddings(config):
+  tables = 1 if config.tie_embeddings else 2
+  return tables * config.vocab_size * config.d_model
+
+
+@pytest.mark.parametrize("size", PUBLISHED)
+def test_dense_presets_have_the_published_number_of_parameters(size):
+  # Within 1.5 %, because 1.72 is published as 1.7.
+  config = config_lib.qwen3(size)
+  config.validate()
+  total, active = config_lib.num_params(config)
+  assert active == total
+  rest = total - outside_embeddings(config)
+  wanted = [pytest.approx(x * 1e9, rel=0.015) for x in PUBLISHED[size]]
+  assert [total, rest] == wanted
+  assert config.tie_embeddings == (size in ("0.6b", "1.7b", "4b"))
+
+
+@pytest.mark.parametrize("size", PUBLISHED_MOE)
+def test_sparse_presets_have_the_published_number_of_parameters(size):
+  config = config_lib.qwen3_moe(size)
+  config.validate()
+  total, active = config_lib.num_params(config)
+  in_all, rest, used = PUBLISHED_MOE[size]
+  assert total == pytest.approx(in_all * 1e9, rel=0.002)
+  # Within 2 %, because 3.35 is published as 3.3.
+  assert active == pytest.approx(used * 1e9, rel=0.02)
+  if rest is not None:
+    outside = total - outside_embeddings(config)
+    assert outside == pytest.approx(rest * 1e9, rel=0.002)
+  assert config.num_sparse == config.num_layers
+
+
+def test_presets_are_overridden_by_name():
+  config = config_lib.qwen3("4b", max_length=262_144, rope_theta=5e6)
+  plain = config_lib.qwen3("4b")
+  assert (plain.max_length, plain.rope_theta) == (40_960, 1e6)
+  assert config == dataclasses.replace(
+    plain, max_length=262_144, rope_theta=5e6
+  )
+
+
+@pytest.mark.parametrize(
+  ("preset", "size", "message"),
+  [
+    (
+      config_lib.qwen3,
+      "7b",
+      "no Qwen3 of size '7b'; use 0.6b, 1.7b, 4b, 8b, 14b, 32b",
+    ),
+    (
+      config_lib.qwen3_moe,
+      "30B-A3B",
+      "no Qwen3-MoE of size '30B-A3B'; use 30b-a3b, 235b-a22b, 480b-a35b",
+    ),
+  ],
+)
+def test_an_unknown_size_is_answered_with_the_known_ones(preset, size, message):
+  with pytest.raises(ValueError, match=re.escape(message)):
+    preset(size)
+
+
+def test_a_scaling_can_be_set_from_the_command_line():
+  config = settings.override(
+    config_lib.tiny(),
+    "rope_scaling",
+    "models.rope.Yarn(factor=4,original_max_length=32,truncate=false)",
+  )
+  assert config.rope_scaling == rope.Yarn(
+    factor=4.0, original_max_length=32, truncate=False
+  )
+  assert settings.from_json(settings.to_json(config)) == config

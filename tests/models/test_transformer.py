@@ -5,60 +5,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import cache, transformer
+from models import cache, hf_config, transformer
+from tests.models import reference
 
-APPLY = jax.jit(transformer.apply, static_argnames="config")
+HIDDEN = jax.jit(transformer.hidden, static_argnames="config")
 EXTEND = jax.jit(transformer.extend, static_argnames="config")
 LENGTHS = ((5, 4), (9,), (2, 1))  # of the segments of each row of 10
 
 
-def norm(x, scale, eps):
-  return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * scale
-
-
-def turned(x, position, theta):
-  """Rotary position by complex numbers: x[i] + i x[i + half] turns."""
-  half = x.shape[-1] // 2
-  angle = position * theta ** (-np.arange(half) * 2 / x.shape[-1])
-  z = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * angle)
-  return np.concatenate([z.real, z.imag], -1)
-
-
-def mixed(moe, config, x):
-  """One token through its k best experts, one after the other."""
-  logits = x @ moe["router"]
-  probs = np.exp(logits - logits.max())
-  best = np.argsort(-probs)[: config.experts_per_token]
-  y = np.zeros_like(x)
-  for e in best:
-    gate, up = x @ moe["gate"][e], x @ moe["up"][e]
-    hidden = gate / (1 + np.exp(-gate)) * up
-    y += probs[e] / probs[best].sum() * (hidden @ moe["down"][e])
-  return y
-
-
-def forward(params, config, tokens):
-  """The whole model in float64 loops, for one segment from position 0."""
-  params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
-  eps, theta = config.norm_eps, config.rope_theta
-  group = config.num_heads // config.num_kv_heads
-  x = params["embed"][np.asarray(tokens)]
-  for layer in params["layers"]:
-    weights, keys, values = layer["attention"], [], []
-    for t, h in enumerate(norm(x, layer["attention_norm"], eps)):
-      query = np.einsum("d,dhk->hk", h, weights["query"])
-      key = np.einsum("d,dhk->hk", h, weights["key"])
-      keys.append(turned(norm(key, weights["key_norm"], eps), t, theta))
-      values.append(np.einsum("d,dhk->hk", h, weights["value"]))
-      query = turned(norm(query, weights["query_norm"], eps), t, theta)
-      for head in range(config.num_heads):
-        past_k = np.stack(keys)[:, head // group]
-        past_v = np.stack(values)[:, head // group]
-        score = np.exp(past_k @ query[head] / np.sqrt(config.head_dim))
-        x[t] += score / score.sum() @ past_v @ weights["out"][head]
-    normed = norm(x, layer["moe_norm"], eps)
-    x += np.stack([mixed(layer["moe"], config, h) for h in normed])
-  return norm(x, params["final_norm"], eps) @ params["head"]
+def apply(hidden, params, config, tokens, positions, segments):
+  states, aux = hidden(params, config, tokens, positions, segments)
+  return transformer.head(params, config, states), aux
 
 
 def packed(lengths, width=10):
@@ -76,27 +33,30 @@ def packed(lengths, width=10):
 
 
 @pytest.mark.parametrize(
-  "apply", [APPLY, transformer.apply], ids=["jit", "eager"]
+  "hidden", [HIDDEN, transformer.hidden], ids=["jit", "eager"]
 )
 def test_packed_rows_agree_with_a_float64_model_of_each_segment(
-  params, config, apply
+  params, config, hidden
 ):
   tokens, positions, segments = packed(LENGTHS)
-  logits, _ = apply(params, config, tokens, positions, segments)
+  logits, _ = apply(hidden, params, config, tokens, positions, segments)
+  tensors, sizes = reference.checkpoint(params), hf_config.to_hf(config)
   for row, parts in enumerate(LENGTHS):
     for number in range(1, len(parts) + 1):
       own = np.asarray(segments[row] == number)
-      expected = forward(params, config, tokens[row][own])
+      ids = np.asarray(tokens[row])[own]
+      expected = reference.forward(tensors, sizes, ids)
       np.testing.assert_allclose(logits[row][own], expected, atol=1e-5)
 
 
 def test_padding_changes_neither_logits_nor_statistics(params, config):
   args = packed([(6,)], width=6)
   padded = [jnp.pad(x, ((0, 1), (0, 3))) for x in args]
-  logits, aux = APPLY(params, config, *args)
-  more, aux_more = APPLY(params, config, *padded)
+  logits, aux = apply(HIDDEN, params, config, *args)
+  more, aux_more = apply(HIDDEN, params, config, *padded)
   np.testing.assert_allclose(more[0, :6], logits[0], atol=1e-5)
-  np.testing.assert_allclose(aux_more, aux, rtol=1e-5)
+  for found, wanted in zip(aux_more, aux, strict=True):
+    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
   assert np.isfinite(more).all()
 
 
@@ -104,7 +64,9 @@ def test_gradients_of_rows_with_padding_are_finite(params, config):
   tokens, positions, segments = packed([(3,), ()])
 
   def loss(params):
-    logits, aux = transformer.apply(params, config, tokens, positions, segments)
+    logits, aux = apply(
+      transformer.hidden, params, config, tokens, positions, segments
+    )
     losses = jnp.where(segments > 0, jax.nn.logsumexp(logits, -1), 0)
     return jnp.mean(losses) + aux.load_balance + aux.router_entropy
 
@@ -159,7 +121,7 @@ def test_decoding_in_any_chunks_agrees_with_whole_rows(
   params, config, dispatches, extend
 ):
   tokens, positions, segments = packed([(12,)] * 3, width=12)
-  expected, _ = APPLY(params, config, tokens, positions, segments)
+  expected, _ = apply(HIDDEN, params, config, tokens, positions, segments)
   decoded = decode(params, config, tokens, dispatches, extend)
   for row, logits in enumerate(decoded):
     assert np.isfinite(logits).all()
@@ -185,4 +147,4 @@ def test_what_writes_into_the_residual_stream_starts_smaller(config):
   # 0.02 / sqrt(2 * 2 layers) = 0.01; 512 samples of it err by 3% (1 sigma).
   assert np.std(layer["moe"]["down"]) == pytest.approx(0.01, rel=0.15)
   assert np.std(layer["moe"]["up"]) == pytest.approx(0.02, rel=0.15)
-  np.testing.assert_array_equal(layer["moe_norm"], 1)
+  np.testing.assert_array_equal(layer["mlp_norm"], 1)

@@ -1,0 +1,308 @@
+"""config.json of a Hugging Face checkpoint <-> ModelConfig.
+
+Every field of the file is read, is known to change nothing, or is refused: a
+checkpoint is never computed as something that it is not.
+"""
+
+import dataclasses
+import json
+import pathlib
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any
+
+from models import config as config_lib
+from models import rope
+
+ARCHITECTURES = {
+  "Qwen3ForCausalLM": "qwen3",
+  "Qwen3MoeForCausalLM": "qwen3_moe",
+}
+"""Supported architectures, and what the file calls their family."""
+
+_SIZES = {
+  "vocab_size": "vocab_size",
+  "num_hidden_layers": "num_layers",
+  "hidden_size": "d_model",
+  "num_attention_heads": "num_heads",
+  "num_key_value_heads": "num_kv_heads",
+  "head_dim": "head_dim",
+  "intermediate_size": "d_ff",
+  "max_position_embeddings": "max_length",
+  "rms_norm_eps": "norm_eps",
+  "tie_word_embeddings": "tie_embeddings",
+}
+_EXPERT_SIZES = {
+  "moe_intermediate_size": "d_expert",
+  "num_experts": "num_experts",
+  "num_experts_per_tok": "experts_per_token",
+  "norm_topk_prob": "norm_topk_prob",
+}
+# As in transformers. Of what is not here it has defaults too, but no
+# published checkpoint relies on them, and a guessed size helps nobody.
+_DEFAULTS = {
+  "rms_norm_eps": 1e-6,
+  "tie_word_embeddings": False,
+  "norm_topk_prob": False,
+}
+_MUST_BE = {
+  "hidden_act": "silu",
+  "attention_bias": False,
+  "attention_dropout": 0,
+  "use_sliding_window": False,
+  "is_encoder_decoder": False,
+}
+_OTHER = {
+  *("architectures", "model_type", "dtype", "torch_dtype", "layer_types"),
+  *("rope_theta", "rope_scaling", "rope_parameters"),
+}
+_OTHER_EXPERT = {"num_local_experts", "decoder_sparse_step", "mlp_only_layers"}
+# How the weights were drawn, are sampled from or are kept by transformers.
+_HARMLESS = {
+  *("transformers_version", "_name_or_path", "name_or_path", "use_cache"),
+  *("initializer_range", "bos_token_id", "eos_token_id", "pad_token_id"),
+  *("sliding_window", "max_window_layers", "chunk_size_feed_forward"),
+  *("output_router_logits", "router_aux_loss_coef", "output_attentions"),
+  *("output_hidden_states", "return_dict", "id2label", "label2id"),
+  *("problem_type", "tokenizer_class", "unsloth_fixed", "unsloth_version"),
+  *("attn_implementation", "_attn_implementation", "experts_implementation"),
+  *("max_length", "max_new_tokens", "do_sample", "num_beams", "temperature"),
+  *("top_k", "top_p", "min_p", "repetition_penalty"),
+}
+
+_SCALINGS = {"linear": rope.Linear, "yarn": rope.Yarn, "llama3": rope.Llama3}
+_ROPE_NAMES = {"original_max_length": "original_max_position_embeddings"}
+
+
+def from_hf(
+  directory: str | pathlib.Path, compute: config_lib.Compute | None = None
+) -> config_lib.ModelConfig:
+  """Returns the sizes of a checkpoint; see `ModelConfig.from_hf`."""
+  path = pathlib.Path(directory, "config.json")
+  try:
+    data = json.loads(path.read_text("utf-8"))
+  except OSError as error:
+    raise ValueError(
+      f"{path} cannot be read ({error.strerror}); name the directory of a "
+      "Hugging Face checkpoint"
+    ) from error
+  except ValueError as error:
+    raise ValueError(f"{path} is no JSON: {error}; fetch it again") from error
+  if not isinstance(data, dict):
+    raise ValueError(f"{path} holds no JSON object; fetch it again")
+  # What is null takes its default in transformers, and so it does here.
+  data = {name: value for name, value in data.items() if value is not None}
+  try:
+    config = _read(data, compute)
+    config.validate()
+  except ValueError as error:
+    raise ValueError(f"{path}: {error}") from error
+  return config
+
+
+def to_hf(config: config_lib.ModelConfig) -> dict[str, Any]:
+  """Returns a config.json that transformers reads from 4.51 on.
+
+  `from_hf` reads an equal config from it, up to `compute` and `lora`. With
+  Yarn, transformers before 5 puts max_length / original_max_length in the
+  place of `factor`; make them equal for its sake.
+  """
+  sparse = config.num_experts > 0
+  names = _SIZES | _EXPERT_SIZES if sparse else _SIZES
+  architecture = list(ARCHITECTURES)[sparse]
+  data = {
+    "architectures": [architecture],
+    "model_type": ARCHITECTURES[architecture],
+    "torch_dtype": config.compute.dtype,
+    "rope_theta": config.rope_theta,
+    "rope_scaling": _scaling_to_hf(config.rope_scaling),
+    **_MUST_BE,
+    **{name: getattr(config, field) for name, field in names.items()},
+  }
+  if sparse:
+    data["decoder_sparse_step"] = 1
+    data["mlp_only_layers"] = list(config.dense_layers)
+  return dict(sorted(data.items()))
+
+
+def _read(
+  data: dict[str, Any], compute: config_lib.Compute | None
+) -> config_lib.ModelConfig:
+  sparse = _is_sparse(data)
+  names = _SIZES | _EXPERT_SIZES if sparse else _SIZES
+  data = data | _one_name(data, "num_experts", "num_local_experts", sparse)
+  _refuse(data, {*names, *_OTHER, *(_OTHER_EXPERT if sparse else ())})
+  kinds = {f.name: f.type for f in dataclasses.fields(config_lib.ModelConfig)}
+  fields: dict[str, Any] = {"num_experts": 0}
+  for name, field in names.items():
+    if name not in data and name not in _DEFAULTS:
+      raise ValueError(f"{name} is missing; every published file has it")
+    value = data.get(name, _DEFAULTS.get(name))
+    fields[field] = _typed(name, value, kinds[field])
+  fields["rope_theta"], fields["rope_scaling"] = _read_rope(data)
+  if sparse and fields["num_experts"]:
+    fields["dense_layers"] = _read_dense(data, fields["num_layers"])
+  layers = ["full_attention"] * fields["num_layers"]
+  if data.get("layer_types", layers) != layers:
+    raise ValueError(
+      f"layer_types={json.dumps(data['layer_types'])} is not supported; use a "
+      f"checkpoint with full_attention in each of {len(layers)} layers"
+    )
+  return config_lib.ModelConfig(**fields, compute=_read_compute(data, compute))
+
+
+def _is_sparse(data: Mapping[str, Any]) -> bool:
+  """Returns whether the architecture is that of a mixture of experts."""
+  named = data.get("architectures")
+  architecture = named[0] if isinstance(named, list) and len(named) == 1 else ""
+  if architecture not in list(ARCHITECTURES):
+    raise ValueError(
+      f"architectures={named} is not supported; use a checkpoint of "
+      f"{' or '.join(ARCHITECTURES)}"
+    )
+  family = ARCHITECTURES[architecture]
+  if data.get("model_type", family) != family:
+    raise ValueError(
+      f"model_type={data['model_type']!r} contradicts architectures={named}; "
+      f"use {family!r}"
+    )
+  return family == "qwen3_moe"
+
+
+def _refuse(data: Mapping[str, Any], known: set[str]) -> None:
+  """Raises ValueError for a field that is not known, or not so valued."""
+  for name, value in data.items():
+    wanted = _MUST_BE.get(name, value)
+    if value != wanted:
+      raise ValueError(
+        f"{name}={json.dumps(value)} is not supported; use a checkpoint with "
+        f"{json.dumps(wanted)}"
+      )
+    if "quant" in name or "compress" in name:
+      raise ValueError(
+        f"{name}={json.dumps(value)}: quantized weights are not supported; use "
+        "the checkpoint in bfloat16"
+      )
+    if name not in known | _HARMLESS | _MUST_BE.keys():
+      raise ValueError(
+        f"{name}={json.dumps(value)} is unknown and might change the result; "
+        "if it does not, take it out of the file"
+      )
+
+
+def _one_name(
+  data: Mapping[str, Any], name: str, other: str, wanted: bool = True
+) -> dict[str, Any]:
+  """Returns the value of a field that has two names, under the first."""
+  values = [data[key] for key in (name, other) if key in data]
+  if len(values) == 2 and values[0] != values[1]:
+    raise ValueError(
+      f"{name}={values[0]} and {other}={values[1]} contradict each other; keep "
+      "one"
+    )
+  return {name: values[0]} if values and wanted else {}
+
+
+def _typed(name: str, value: Any, kind: Any) -> Any:
+  """Returns a number or truth value of JSON, which must be of its kind."""
+  if typing.get_origin(kind) in (typing.Union, types.UnionType):
+    kind = typing.get_args(kind)[0]
+  if kind is float and type(value) is int:
+    return float(value)
+  if type(value) is not kind:
+    raise ValueError(
+      f"{name}={json.dumps(value)} is no {kind.__name__}; correct it"
+    )
+  return value
+
+
+def _read_dense(data: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
+  """Returns the layers without experts, by the two ways of naming them."""
+  step = _typed("decoder_sparse_step", data.get("decoder_sparse_step", 1), int)
+  if step < 1:
+    raise ValueError(f"decoder_sparse_step={step} is below 1; use 1 or more")
+  named = _typed("mlp_only_layers", data.get("mlp_only_layers", []), list)
+  for layer in named:
+    _typed("mlp_only_layers", layer, int)
+  every = {i for i in range(num_layers) if (i + 1) % step}
+  return tuple(sorted(every.union(named)))
+
+
+def _read_compute(
+  data: Mapping[str, Any], compute: config_lib.Compute | None
+) -> config_lib.Compute:
+  dtype = _one_name(data, "dtype", "torch_dtype").get("dtype", "float32")
+  if compute is not None:
+    return compute
+  if dtype not in ("float32", "bfloat16"):
+    raise ValueError(
+      f"dtype={dtype!r} is not computed in; pass "
+      'compute=Compute(dtype="float32") or "bfloat16"'
+    )
+  return config_lib.Compute(dtype=dtype)
+
+
+def _read_rope(data: Mapping[str, Any]) -> tuple[float, rope.Scaling | None]:
+  """Returns theta and scaling, as written by transformers 4 or by 5."""
+  found = _one_name(data, "rope_parameters", "rope_scaling")
+  values = found.get("rope_parameters", {})
+  _typed("rope_scaling", values, dict)
+  values = {name: value for name, value in values.items() if value is not None}
+  kind = _one_name(values, "rope_type", "type").get("rope_type", "default")
+  beside = "rope_theta outside of it"
+  outside = {beside: data["rope_theta"]} if "rope_theta" in data else {}
+  theta = _one_name(values | outside, "rope_theta", beside)
+  theta = _typed("rope_theta", theta.get("rope_theta", 10_000.0), float)
+  if values.pop("partial_rotary_factor", 1) != 1:
+    raise ValueError("partial_rotary_factor is supported only as 1")
+  for name in ("rope_type", "type", "rope_theta"):
+    values.pop(name, None)
+  return theta, _read_scaling(kind, values, data["max_position_embeddings"])
+
+
+def _read_scaling(
+  kind: str, values: Mapping[str, Any], max_length: int
+) -> rope.Scaling | None:
+  """Returns the scaling of a kind; all of `values` must belong to it."""
+  if kind not in (*_SCALINGS, "default"):
+    raise ValueError(
+      f"rope_type={kind!r} is not supported; {', '.join(_SCALINGS)} and "
+      "default are"
+    )
+  scaling = _SCALINGS.get(kind)
+  known = dataclasses.fields(scaling) if scaling else ()
+  names = {
+    field.name: _ROPE_NAMES.get(field.name, field.name) for field in known
+  }
+  for name, value in values.items():
+    if name not in names.values():
+      raise ValueError(
+        f"{name}={json.dumps(value)} is unknown for rope_type={kind!r}; take "
+        "it out if it has no effect"
+      )
+  if scaling is None:
+    return None
+  # As transformers does when the file does not say.
+  values = {"original_max_position_embeddings": max_length} | dict(values)
+  arguments: dict[str, Any] = {
+    field.name: _typed(name, values[name], field.type)
+    for field in known
+    if (name := names[field.name]) in values
+  }
+  if "factor" not in arguments:
+    raise ValueError(f"factor is missing for rope_type={kind!r}")
+  return scaling(**arguments)
+
+
+def _scaling_to_hf(scaling: rope.Scaling | None) -> dict[str, Any] | None:
+  if scaling is None:
+    return None
+  kind = next(k for k, cls in _SCALINGS.items() if isinstance(scaling, cls))
+  values = {
+    _ROPE_NAMES.get(field.name, field.name): getattr(scaling, field.name)
+    for field in dataclasses.fields(scaling)
+  }
+  return {"rope_type": kind} | {
+    name: value for name, value in values.items() if value is not None
+  }

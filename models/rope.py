@@ -1,0 +1,197 @@
+"""Rotary positions, and the ways of stretching them to longer texts.
+
+Frequencies are rounded to float32 where transformers rounds them: at position
+100,000 the last bit of a frequency is worth 0.006 radians.
+
+Letters: B rows, L row length, H heads, d head width, half = d / 2.
+"""
+
+import dataclasses
+import math
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Float32, Int32
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Linear:
+  """Divides every position by `factor`. Source: arXiv 2306.15595, eq. 4."""
+
+  factor: float
+
+  def validate(self) -> None:
+    """Raises ValueError on a factor that cannot work."""
+    _validate_factor(self.factor)
+
+  def __call__(
+    self, periods: Float32[np.ndarray, " half"], theta: float
+  ) -> tuple[Float32[np.ndarray, " half"], float]:
+    """Returns the scaled frequencies, and 1 for the attention factor."""
+    del theta
+    return 1 / periods / self.factor, 1.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Yarn:
+  """Divides the positions of slow pairs by `factor`, of fast ones by 1.
+
+  Between the two the divisor changes linearly with the index of the pair.
+
+  Attributes:
+    original_max_length: trained length, in tokens.
+    beta_fast: a pair that turns more often within it is fast.
+    beta_slow: a pair that turns less often is slow.
+    attention_factor: queries and keys grow by it; None is 1 + ln(factor) / 10.
+    mscale, mscale_all_dim: with both, that factor is the ratio of two such,
+      whose logarithms are multiplied by these.
+    truncate: the first and the last pair in between are rounded outwards.
+
+  Source: arXiv 2309.00071, sections 3.2 and 3.4; as transformers computes it.
+  """
+
+  factor: float
+  original_max_length: int
+  beta_fast: float = 32.0
+  beta_slow: float = 1.0
+  attention_factor: float | None = None
+  mscale: float | None = None
+  mscale_all_dim: float | None = None
+  truncate: bool = True
+
+  def validate(self) -> None:
+    """Raises ValueError on values that cannot work."""
+    _validate_factor(self.factor)
+    _validate_length(self.original_max_length)
+    if not 0 < self.beta_slow < self.beta_fast < math.inf:
+      raise ValueError(
+        f"rope_scaling.beta_slow={self.beta_slow} is not between 0 and "
+        f"beta_fast={self.beta_fast}; use 1 and 32"
+      )
+    for name in ("attention_factor", "mscale", "mscale_all_dim"):
+      value = getattr(self, name)
+      if value is not None and not 0 < value < math.inf:
+        raise ValueError(
+          f"rope_scaling.{name}={value} is not above 0; leave it out, and it "
+          "follows from factor"
+        )
+
+  def __call__(
+    self, periods: Float32[np.ndarray, " half"], theta: float
+  ) -> tuple[Float32[np.ndarray, " half"], float]:
+    """Returns the scaled frequencies, and what queries and keys grow by."""
+    width = 2 * len(periods)
+    low = self._pair(self.beta_fast, width, theta)
+    high = self._pair(self.beta_slow, width, theta)
+    if self.truncate:
+      low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, width - 1)
+    if low == high:
+      high += 0.001
+    pairs = np.arange(len(periods), dtype=np.float32)
+    kept = 1 - np.clip((pairs - low) / (high - low), 0, 1)
+    scaled = 1 / (self.factor * periods)
+    return scaled * (1 - kept) + 1 / periods * kept, self._attention_factor()
+
+  def _pair(self, turns: float, width: int, theta: float) -> float:
+    """Returns the index of the pair that turned so often when trained."""
+    period = self.original_max_length / (turns * 2 * math.pi)
+    return width * math.log(period) / (2 * math.log(theta))
+
+  def _attention_factor(self) -> float:
+    if self.attention_factor is not None:
+      return self.attention_factor
+    growth = 0.1 * math.log(self.factor)
+    if self.mscale is None or self.mscale_all_dim is None:
+      return 1 + growth
+    return (1 + self.mscale * growth) / (1 + self.mscale_all_dim * growth)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Llama3:
+  """Divides slow pairs by `factor`, as Llama 3.1 does, and fast ones by 1.
+
+  Between the two the frequency changes linearly with its unscaled value.
+
+  Attributes:
+    original_max_length: trained length, in tokens.
+    low_freq_factor: a pair that turns less often within it is slow.
+    high_freq_factor: a pair that turns more often is fast.
+
+  Source: the code of Llama 3.1; as transformers computes it.
+  """
+
+  factor: float
+  original_max_length: int
+  low_freq_factor: float = 1.0
+  high_freq_factor: float = 4.0
+
+  def validate(self) -> None:
+    """Raises ValueError on values that cannot work."""
+    _validate_factor(self.factor)
+    _validate_length(self.original_max_length)
+    if not 0 < self.low_freq_factor < self.high_freq_factor < math.inf:
+      raise ValueError(
+        f"rope_scaling.low_freq_factor={self.low_freq_factor} is not between "
+        f"0 and high_freq_factor={self.high_freq_factor}; use 1 and 4"
+      )
+
+  def __call__(
+    self, periods: Float32[np.ndarray, " half"], theta: float
+  ) -> tuple[Float32[np.ndarray, " half"], float]:
+    """Returns the scaled frequencies, and 1 for the attention factor."""
+    del theta
+    frequency = 1 / periods
+    turns = self.original_max_length / (2 * math.pi / frequency)
+    low, high = self.low_freq_factor, self.high_freq_factor
+    kept = np.clip((turns - low) / (high - low), 0, 1)
+    return (1 - kept) * frequency / self.factor + kept * frequency, 1.0
+
+
+Scaling = Linear | Yarn | Llama3
+
+
+def frequencies(
+  head_dim: int, theta: float, scaling: Scaling | None
+) -> tuple[Float32[np.ndarray, " half"], float]:
+  """Returns radians a position of each pair, and what cos and sin grow by.
+
+  Pair i turns by theta^(-2i/d). Source: RoFormer, arXiv 2104.09864, eq. 15.
+  """
+  # A period is the number of positions in which a pair turns by a radian.
+  exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+  periods = (theta ** exponents.astype(np.float64)).astype(np.float32)
+  return scaling(periods, theta) if scaling else (1 / periods, 1.0)
+
+
+def rotate(
+  x: Float[Array, "B L H d"],
+  positions: Int32[Array, "B L"],
+  theta: float,
+  scaling: Scaling | None = None,
+) -> Float[Array, "B L H d"]:
+  """Turns every pair (x[i], x[i + d/2]), as paired in Qwen's weights.
+
+  Angles are float32 whatever x is.
+  """
+  frequency, factor = frequencies(x.shape[-1], theta, scaling)
+  angle = positions[:, :, None, None].astype(jnp.float32) * frequency
+  cos, sin = jnp.cos(angle) * factor, jnp.sin(angle) * factor
+  a, b = jnp.split(x.astype(jnp.float32), 2, -1)
+  turned = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
+  return turned.astype(x.dtype)
+
+
+def _validate_factor(factor: float) -> None:
+  if not 1 <= factor < math.inf:
+    raise ValueError(
+      f"rope_scaling.factor={factor} is not a number from 1 up; use 1 or more"
+    )
+
+
+def _validate_length(length: int) -> None:
+  if length < 1:
+    raise ValueError(
+      f"rope_scaling.original_max_length={length} is below 1; use the length "
+      "that the model was trained on"
+    )

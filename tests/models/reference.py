@@ -1,0 +1,150 @@
+"""Qwen3 in float64 NumPy, token by token and head by head.
+
+It knows a checkpoint by the names of its tensors and its config.json, and
+shares no code with what it checks; `checkpoint` gives our parameters the same
+names.
+
+Sources: Qwen3, arXiv 2505.09388, section 2; RMSNorm, 1910.07467, eq. 4; rotary
+positions, 2104.09864, eq. 15; YaRN, 2309.00071; SwiGLU, 2002.05202, eq. 5.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+Tensors = Mapping[str, np.ndarray]
+
+
+def forward(
+  tensors: Tensors, config: Mapping[str, Any], tokens: np.ndarray
+) -> np.ndarray:
+  """Returns the logits [token, word] of one sequence."""
+  tensors = {k: np.asarray(v, np.float64) for k, v in tensors.items()}
+  embed = tensors["model.embed_tokens.weight"]
+  eps = config["rms_norm_eps"]
+  x = embed[tokens]
+  for index in range(config["num_hidden_layers"]):
+    start = f"model.layers.{index}."
+    layer = {
+      name.removeprefix(start).removesuffix(".weight"): tensor
+      for name, tensor in tensors.items()
+      if name.startswith(start)
+    }
+    x = x + attention(layer, config, norm(x, layer["input_layernorm"], eps))
+    normed = norm(x, layer["post_attention_layernorm"], eps)
+    x = x + np.stack([mixed(layer, config, token) for token in normed])
+  tied = config["tie_word_embeddings"]
+  head = embed if tied else tensors["lm_head.weight"]
+  return norm(x, tensors["model.norm.weight"], eps) @ head.T
+
+
+def norm(x: np.ndarray, scale: np.ndarray, eps: float) -> np.ndarray:
+  return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * scale
+
+
+def attention(layer: Tensors, config: Mapping[str, Any], x: np.ndarray):
+  """Every token looks at itself and at what came before."""
+  width, eps = config["head_dim"], config["rms_norm_eps"]
+  group = config["num_attention_heads"] // config["num_key_value_heads"]
+  frequency, growth = rotary(config)
+
+  def heads(name, token):
+    return (layer[f"self_attn.{name}_proj"] @ token).reshape(-1, width)
+
+  def placed(name, token, position):
+    """Positions turn x[i] + i x[i + half] in the complex plane."""
+    h = norm(heads(name, token), layer[f"self_attn.{name}_norm"], eps)
+    z = h[:, : width // 2] + 1j * h[:, width // 2 :]
+    z = z * np.exp(1j * position * frequency) * growth
+    return np.concatenate([z.real, z.imag], -1)
+
+  outputs, keys, values = [], [], []
+  for position, token in enumerate(x):
+    keys.append(placed("k", token, position))
+    values.append(heads("v", token))
+    output = []
+    for index, query in enumerate(placed("q", token, position)):
+      past_k = np.stack(keys)[:, index // group]
+      past_v = np.stack(values)[:, index // group]
+      output.append(softmax(past_k @ query / np.sqrt(width)) @ past_v)
+    outputs.append(layer["self_attn.o_proj"] @ np.concatenate(output))
+  return np.stack(outputs)
+
+
+def rotary(config: Mapping[str, Any]) -> tuple[np.ndarray, float]:
+  """Returns radians a position of each pair, and the growth of its length."""
+  rope = config.get("rope_parameters") or {
+    "rope_theta": config["rope_theta"],
+    **(config["rope_scaling"] or {}),
+  }
+  width, theta = config["head_dim"], rope["rope_theta"]
+  pairs = np.arange(width // 2)
+  frequency = theta ** (-2 * pairs / width)
+  if rope.get("rope_type", "default") == "default":
+    return frequency, 1.0
+  assert rope["rope_type"] == "yarn"
+
+  def pair(turns):
+    """Solves original_length * frequency[pair] = turns * 2 pi."""
+    radians = turns * 2 * np.pi / rope["original_max_position_embeddings"]
+    return -np.log(radians) / np.log(theta) * width / 2
+
+  low = max(np.floor(pair(rope["beta_fast"])), 0)
+  high = np.ceil(pair(rope.get("beta_slow", 1)))
+  slow = np.clip((pairs - low) / (high - low), 0, 1)
+  scaled = (1 - slow) * frequency + slow * frequency / rope["factor"]
+  return scaled, 0.1 * np.log(rope["factor"]) + 1
+
+
+def mixed(layer: Tensors, config: Mapping[str, Any], x: np.ndarray):
+  """One token through the MLP, or through its k best experts."""
+  if "mlp.gate_proj" in layer:
+    return swiglu(layer, "mlp", x)
+  probs = softmax(layer["mlp.gate"] @ x)
+  best = np.argsort(-probs)[: config["num_experts_per_tok"]]
+  total = probs[best].sum() if config["norm_topk_prob"] else 1
+  return sum(
+    probs[e] / total * swiglu(layer, f"mlp.experts.{e}", x) for e in best
+  )
+
+
+def swiglu(layer: Tensors, name: str, x: np.ndarray) -> np.ndarray:
+  gate, up = layer[f"{name}.gate_proj"] @ x, layer[f"{name}.up_proj"] @ x
+  return layer[f"{name}.down_proj"] @ (gate / (1 + np.exp(-gate)) * up)
+
+
+def softmax(x: np.ndarray) -> np.ndarray:
+  weights = np.exp(x - x.max())
+  return weights / weights.sum()
+
+
+def checkpoint(params: Mapping[str, Any]) -> dict[str, np.ndarray]:
+  """Returns our parameters, or their gradients, as a checkpoint names them."""
+  named = {
+    "model.embed_tokens": params["embed"],
+    "model.norm": params["final_norm"],
+  }
+  if "head" in params:
+    named["lm_head"] = params["head"].T
+  for index, layer in enumerate(params["layers"]):
+    ours, d_model = layer["attention"], len(params["final_norm"])
+    own = {
+      "input_layernorm": layer["attention_norm"],
+      "post_attention_layernorm": layer["mlp_norm"],
+      "self_attn.q_proj": ours["query"].reshape(d_model, -1).T,
+      "self_attn.k_proj": ours["key"].reshape(d_model, -1).T,
+      "self_attn.v_proj": ours["value"].reshape(d_model, -1).T,
+      "self_attn.o_proj": ours["out"].reshape(-1, d_model).T,
+      "self_attn.q_norm": ours["query_norm"],
+      "self_attn.k_norm": ours["key_norm"],
+    }
+    for name in ("gate", "up", "down"):
+      if "mlp" in layer:
+        own[f"mlp.{name}_proj"] = layer["mlp"][name].T
+        continue
+      own["mlp.gate"] = layer["moe"]["router"].T
+      for e, matrix in enumerate(layer["moe"][name]):
+        own[f"mlp.experts.{e}.{name}_proj"] = matrix.T
+    named |= {f"model.layers.{index}.{k}": v for k, v in own.items()}
+  return {f"{name}.weight": np.asarray(v) for name, v in named.items()}

@@ -1,0 +1,273 @@
+import dataclasses
+import json
+import pathlib
+import re
+
+import pytest
+
+from models import config as config_lib
+from models import hf_config, rope
+
+GOLDEN = pathlib.Path(__file__).parent / "golden"
+# As published, by transformers 4.51: Qwen/Qwen3-0.6B and Qwen/Qwen3-30B-A3B.
+DENSE = {
+  "architectures": ["Qwen3ForCausalLM"],
+  "attention_bias": False,
+  "attention_dropout": 0.0,
+  "bos_token_id": 151643,
+  "eos_token_id": 151645,
+  "head_dim": 128,
+  "hidden_act": "silu",
+  "hidden_size": 1024,
+  "initializer_range": 0.02,
+  "intermediate_size": 3072,
+  "max_position_embeddings": 40960,
+  "max_window_layers": 28,
+  "model_type": "qwen3",
+  "num_attention_heads": 16,
+  "num_hidden_layers": 28,
+  "num_key_value_heads": 8,
+  "rms_norm_eps": 1e-06,
+  "rope_scaling": None,
+  "rope_theta": 1000000,
+  "sliding_window": None,
+  "tie_word_embeddings": True,
+  "torch_dtype": "bfloat16",
+  "transformers_version": "4.51.0",
+  "use_cache": True,
+  "use_sliding_window": False,
+  "vocab_size": 151936,
+}
+SPARSE = DENSE | {
+  "architectures": ["Qwen3MoeForCausalLM"],
+  "decoder_sparse_step": 1,
+  "hidden_size": 2048,
+  "intermediate_size": 6144,
+  "max_window_layers": 48,
+  "mlp_only_layers": [],
+  "model_type": "qwen3_moe",
+  "moe_intermediate_size": 768,
+  "norm_topk_prob": True,
+  "num_attention_heads": 32,
+  "num_experts": 128,
+  "num_experts_per_tok": 8,
+  "num_hidden_layers": 48,
+  "num_key_value_heads": 4,
+  "output_router_logits": False,
+  "router_aux_loss_coef": 0.001,
+  "tie_word_embeddings": False,
+}
+YARN = {
+  "rope_type": "yarn",
+  "factor": 4.0,
+  "original_max_position_embeddings": 32768,
+}
+
+
+def read(path, data):
+  (path / "config.json").write_text(json.dumps(data))
+  return config_lib.ModelConfig.from_hf(path)
+
+
+def test_published_files_are_the_presets(tmp_path):
+  compute = config_lib.Compute(dtype="bfloat16")
+  assert read(tmp_path, DENSE) == config_lib.qwen3("0.6b", compute=compute)
+  assert read(tmp_path, SPARSE) == config_lib.qwen3_moe(
+    "30b-a3b", compute=compute
+  )
+
+
+def test_files_of_transformers_5_are_read():
+  # decoder_sparse_step=2 leaves layers 1, 3, 5, and mlp_only_layers the last 2.
+  config = config_lib.ModelConfig.from_hf(GOLDEN / "qwen3_moe")
+  assert config.dense_layers == (0, 1, 2, 4)
+  assert (config.num_experts, config.num_layers) == (6, 6)
+  assert config.compute == config_lib.Compute()
+  config = config_lib.ModelConfig.from_hf(str(GOLDEN / "qwen3_tied_yarn"))
+  assert config.rope_theta == 1000
+  assert config.rope_scaling == rope.Yarn(
+    factor=4.0, original_max_length=64, beta_fast=4.0
+  )
+
+
+@pytest.mark.parametrize(
+  "config",
+  [
+    *map(config_lib.qwen3, ("0.6b", "1.7b", "4b", "8b", "14b", "32b")),
+    *map(config_lib.qwen3_moe, ("30b-a3b", "235b-a22b", "480b-a35b")),
+    config_lib.tiny(rope_scaling=rope.Linear(factor=2.0)),
+    config_lib.tiny(
+      rope_scaling=rope.Yarn(
+        factor=2.0, original_max_length=32, truncate=False, mscale=0.7
+      )
+    ),
+    config_lib.tiny_moe(
+      norm_topk_prob=False,
+      dense_layers=(0, 2),
+      rope_scaling=rope.Llama3(factor=8.0, original_max_length=32),
+      compute=config_lib.Compute(dtype="bfloat16"),
+    ),
+  ],
+)
+def test_what_is_written_is_read_back(config, tmp_path):
+  assert read(tmp_path, hf_config.to_hf(config)) == config
+
+
+def test_any_computation_can_be_asked_for(tmp_path):
+  (tmp_path / "config.json").write_text(
+    json.dumps(DENSE | {"torch_dtype": "float16"})
+  )
+  with pytest.raises(ValueError, match="dtype='float16' is not computed in"):
+    config_lib.ModelConfig.from_hf(tmp_path)
+  compute = config_lib.Compute(dtype="float32", remat="layer")
+  config = config_lib.ModelConfig.from_hf(tmp_path, compute)
+  assert config == config_lib.qwen3("0.6b", compute=compute)
+
+
+@pytest.mark.parametrize(
+  ("changes", "message"),
+  [
+    (
+      {"architectures": ["Qwen2ForCausalLM"]},
+      "architectures=['Qwen2ForCausalLM'] is not supported; use a checkpoint "
+      "of Qwen3ForCausalLM or Qwen3MoeForCausalLM",
+    ),
+    ({"architectures": None}, "architectures=None is not supported"),
+    ({"architectures": []}, "architectures=[] is not supported"),
+    (
+      {"model_type": "qwen3_moe"},
+      "model_type='qwen3_moe' contradicts architectures=['Qwen3ForCausalLM']; "
+      "use 'qwen3'",
+    ),
+    (
+      {"hidden_act": "gelu"},
+      'hidden_act="gelu" is not supported; use a checkpoint with "silu"',
+    ),
+    (
+      {"attention_bias": True},
+      "attention_bias=true is not supported; use a checkpoint with false",
+    ),
+    ({"attention_dropout": 0.1}, "attention_dropout=0.1 is not supported"),
+    ({"use_sliding_window": True}, "use_sliding_window=true is not supported"),
+    (
+      {"layer_types": ["full_attention"] * 27 + ["sliding_attention"]},
+      "use a checkpoint with full_attention in each of 28 layers",
+    ),
+    (
+      {"quantization_config": {"bits": 4}},
+      'quantization_config={"bits": 4}: quantized weights are not supported; '
+      "use the checkpoint in bfloat16",
+    ),
+    (
+      {"logit_scale": 2},
+      "logit_scale=2 is unknown and might change the result; if it does not, "
+      "take it out of the file",
+    ),
+    # Experts are of the other architecture, and transformers ignores them.
+    ({"num_experts": 8}, "num_experts=8 is unknown and might change"),
+    ({"head_dim": None}, "head_dim is missing; every published file has it"),
+    ({"hidden_size": "1024"}, 'hidden_size="1024" is no int; correct it'),
+    ({"num_hidden_layers": True}, "num_hidden_layers=true is no int"),
+    ({"vocab_size": 0}, "model.vocab_size=0 is below 1"),
+    ({"num_key_value_heads": 3}, "model.num_heads=16 does not split over"),
+    ({"dtype": "float32"}, "dtype=float32 and torch_dtype=bfloat16 contradict"),
+    ({"torch_dtype": "int8"}, "dtype='int8' is not computed in; pass"),
+  ],
+)
+def test_what_would_change_the_result_is_refused(changes, message, tmp_path):
+  with pytest.raises(ValueError, match=re.escape(message)) as error:
+    read(tmp_path, DENSE | changes)
+  assert str(tmp_path / "config.json") in str(error.value)
+
+
+@pytest.mark.parametrize(
+  ("changes", "message"),
+  [
+    ({"num_experts": None}, "num_experts is missing"),
+    (
+      {"num_local_experts": 64},
+      "num_experts=128 and num_local_experts=64 contradict each other; keep",
+    ),
+    ({"decoder_sparse_step": 0}, "decoder_sparse_step=0 is below 1; use 1"),
+    ({"mlp_only_layers": 3}, "mlp_only_layers=3 is no list"),
+    ({"mlp_only_layers": ["3"]}, 'mlp_only_layers="3" is no int'),
+    ({"mlp_only_layers": [48]}, "names layer 48, but they are 0 to 47"),
+    ({"num_experts_per_tok": 129}, "model.experts_per_token=129 is above"),
+  ],
+)
+def test_experts_that_cannot_be_are_refused(changes, message, tmp_path):
+  with pytest.raises(ValueError, match=re.escape(message)):
+    read(tmp_path, SPARSE | changes)
+
+
+@pytest.mark.parametrize(
+  ("changes", "message"),
+  [
+    (
+      {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+      "rope_type='dynamic' is not supported; linear, yarn, llama3 and default",
+    ),
+    ({"rope_scaling": {"rope_type": "longrope"}}, "rope_type='longrope' is"),
+    ({"rope_scaling": {"rope_type": "linear"}}, "factor is missing for"),
+    (
+      {"rope_scaling": YARN | {"mrope_section": [1, 2]}},
+      "mrope_section=[1, 2] is unknown for rope_type='yarn'",
+    ),
+    ({"rope_scaling": {"factor": 2.0}}, "factor=2.0 is unknown for rope_type"),
+    ({"rope_scaling": YARN | {"factor": "4"}}, 'factor="4" is no float'),
+    ({"rope_scaling": YARN | {"factor": 0.5}}, "rope_scaling.factor=0.5 is"),
+    ({"rope_scaling": YARN | {"type": "linear"}}, "rope_type=yarn and type="),
+    ({"rope_scaling": "yarn"}, 'rope_scaling="yarn" is no dict'),
+    (
+      {"rope_parameters": {"rope_theta": 1e4}},
+      "rope_theta=10000.0 and rope_theta outside of it=1000000 contradict",
+    ),
+    (
+      {"rope_parameters": {"rope_type": "default"}, "rope_scaling": YARN},
+      "contradict each other; keep one",
+    ),
+    (
+      {"rope_scaling": {"partial_rotary_factor": 0.5}},
+      "partial_rotary_factor is supported only as 1",
+    ),
+  ],
+)
+def test_positions_that_would_be_others_are_refused(changes, message, tmp_path):
+  with pytest.raises(ValueError, match=re.escape(message)):
+    read(tmp_path, DENSE | changes)
+
+
+def test_what_the_file_leaves_out_is_as_in_transformers(tmp_path):
+  # YaRN stretches max_position_embeddings, norms have 1e-6, and theta is 10^4.
+  data = {
+    name: value
+    for name, value in SPARSE.items()
+    if name
+    not in ("rms_norm_eps", "rope_theta", "norm_topk_prob", "torch_dtype")
+  }
+  scaling = {"type": "yarn", "factor": 2, "attention_factor": None}
+  config = read(tmp_path, data | {"rope_scaling": scaling})
+  assert config == config_lib.qwen3_moe(
+    "30b-a3b",
+    rope_theta=1e4,
+    norm_topk_prob=False,
+    rope_scaling=rope.Yarn(factor=2.0, original_max_length=40_960),
+  )
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "\xff"])
+def test_a_file_that_holds_no_object_is_refused(text, tmp_path):
+  (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
+  with pytest.raises(ValueError, match=r"no JSON.*; fetch it again"):
+    config_lib.ModelConfig.from_hf(tmp_path)
+
+
+def test_a_directory_without_a_checkpoint_is_refused(tmp_path):
+  with pytest.raises(ValueError, match=r"cannot be read \(No such file"):
+    config_lib.ModelConfig.from_hf(tmp_path / "absent")
+
+
+def test_adapters_and_computation_are_not_written(tmp_path):
+  config = config_lib.tiny(compute=config_lib.Compute(remat="layer"))
+  back = read(tmp_path, hf_config.to_hf(config))
+  assert back == dataclasses.replace(config, compute=config_lib.Compute())

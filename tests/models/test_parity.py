@@ -1,0 +1,203 @@
+"""Agreement with Hugging Face transformers, by golden files.
+
+scripts/make_golden.py makes them, and says what is in them.
+"""
+
+import functools
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors import numpy as safetensors
+
+from models import cache, load, transformer
+from models import config as config_lib
+from tests.models import reference
+
+GOLDEN = pathlib.Path(__file__).parent / "golden"
+MODELS = ("qwen3", "qwen3_tied_yarn", "qwen3_moe", "qwen3_moe_unnormed")
+LOGITS = 2e-5  # Absolute; the largest logit is 5.
+GRADIENT = 1e-4  # Of the largest entry of a parameter's gradient.
+# Which of the sequences of 9, 1, 14, 5 and 7 tokens share a row.
+ALONE = ((0,), (1,), (2,), (3,), (4,))
+PACKED = ((0, 1, 2), (3, 4))
+
+HIDDEN = jax.jit(transformer.hidden, static_argnames="config")
+EXTEND = jax.jit(transformer.extend, static_argnames="config")
+
+
+@pytest.fixture(params=MODELS)
+def name(request):
+  return request.param
+
+
+@functools.cache
+def golden(name):
+  """Returns config, parameters, and what transformers says about them."""
+  directory = GOLDEN / name
+  config = config_lib.ModelConfig.from_hf(directory)
+  expected = dict(np.load(directory / "expected.npz"))
+  return config, load.load(directory, config), expected
+
+
+@functools.cache
+def stored(name):
+  """Returns tensors and config.json as they are."""
+  tensors = safetensors.load_file(GOLDEN / name / "model.safetensors")
+  return tensors, json.loads((GOLDEN / name / "config.json").read_text())
+
+
+def sequences(expected, key):
+  return np.split(expected[key], np.cumsum(expected["lengths"])[:-1])
+
+
+def lay_out(expected, rows):
+  """Returns tokens, positions, segments and targets, and who lies where.
+
+  Rows are padded by 2, and padding has a token and a position like any other.
+  """
+  lengths = expected["lengths"]
+  width = 2 + max(sum(int(lengths[i]) for i in row) for row in rows)
+  tokens = np.full((len(rows), width), 3, np.int32)
+  positions, segments = np.ones_like(tokens), np.zeros_like(tokens)
+  targets = np.full_like(tokens, -1)
+  places = {}
+  for r, row in enumerate(rows):
+    start = 0
+    for number, i in enumerate(row, 1):
+      at = (r, slice(start, start + int(lengths[i])))
+      start += int(lengths[i])
+      tokens[at] = sequences(expected, "tokens")[i]
+      targets[at] = sequences(expected, "targets")[i]
+      positions[at] = np.arange(lengths[i])
+      segments[at] = number
+      places[i] = at
+  arrays = map(jnp.asarray, (tokens, positions, segments, targets))
+  return *arrays, places
+
+
+@pytest.mark.parametrize("rows", [ALONE, PACKED], ids=["prefill", "packed"])
+@pytest.mark.parametrize(
+  "hidden", [HIDDEN, transformer.hidden], ids=["jit", "eager"]
+)
+def test_rows_have_the_logits_of_transformers(name, rows, hidden):
+  config, params, expected = golden(name)
+  tokens, positions, segments, _, places = lay_out(expected, rows)
+  states, _ = hidden(params, config, tokens, positions, segments)
+  logits = transformer.head(params, config, states)
+  for i, wanted in enumerate(sequences(expected, "logits")):
+    np.testing.assert_allclose(logits[places[i]], wanted, 0, LOGITS)
+
+
+@pytest.mark.parametrize(
+  ("sizes", "extend"),
+  [
+    ((5, 5, 5), EXTEND),
+    ((1,) * 14, EXTEND),
+    ((8, 6), transformer.extend),
+  ],
+  ids=["chunks", "one-by-one", "chunks-eager"],
+)
+def test_cached_decoding_has_the_logits_of_transformers(name, sizes, extend):
+  # Every second call starts with all that came before in the big cache.
+  config, params, expected = golden(name)
+  tokens, _, segments, _, places = lay_out(expected, ALONE)
+  rows = jnp.arange(len(ALONE), dtype=jnp.int32)
+  store = cache.init_cache(config, len(ALONE), 16)
+  lengths = jnp.zeros(len(ALONE), jnp.int32)
+  fresh, states, done, offset = None, [], 0, 0
+  for number, size in enumerate(sizes):
+    if number % 2 == 0:
+      store = cache.commit(store, rows, fresh) if fresh else store
+      fresh, offset = cache.init_fresh(config, len(ALONE), 16), 0
+      lengths = jnp.minimum(done, jnp.asarray(expected["lengths"]))
+    at = slice(done, done + size)
+    positions = jnp.broadcast_to(jnp.arange(16, dtype=jnp.int32), (5, 16))
+    positions = jnp.where(segments > 0, positions, cache.EMPTY)[:, at]
+    state, fresh = extend(
+      params, config, store, lengths, fresh, offset, tokens[:, at], positions
+    )
+    states.append(state)
+    done, offset = done + size, offset + size
+  logits = transformer.head(params, config, jnp.concatenate(states, 1))
+  for i, wanted in enumerate(sequences(expected, "logits")):
+    np.testing.assert_allclose(logits[places[i]], wanted, 0, LOGITS)
+
+
+def loss(params, config, tokens, positions, segments, targets):
+  states, _ = transformer.hidden(params, config, tokens, positions, segments)
+  logprobs = jax.nn.log_softmax(transformer.head(params, config, states))
+  picked = jnp.take_along_axis(
+    logprobs, jnp.maximum(targets, 0)[..., None], -1
+  )[..., 0]
+  counted = targets >= 0
+  return -jnp.sum(jnp.where(counted, picked, 0)) / jnp.sum(counted)
+
+
+@pytest.mark.parametrize(
+  "wrap",
+  [functools.partial(jax.jit, static_argnums=1), lambda f: f],
+  ids=["jit", "eager"],
+)
+def test_gradients_are_those_of_transformers(name, wrap):
+  config, params, expected = golden(name)
+  *arrays, _ = lay_out(expected, PACKED)
+  found = reference.checkpoint(wrap(jax.grad(loss))(params, config, *arrays))
+  wanted = {k: v for k, v in expected.items() if k.startswith("gradient/")}
+  assert {f"gradient/{key}" for key in found} == wanted.keys()
+  for key, gradient in found.items():
+    exact = wanted[f"gradient/{key}"]
+    largest = np.abs(exact).max()
+    assert largest > 0
+    np.testing.assert_allclose(
+      gradient, exact, 0, GRADIENT * largest, err_msg=key
+    )
+
+
+def test_parameters_are_the_tensors_of_the_checkpoint(name):
+  _, params, _ = golden(name)
+  tensors, _ = stored(name)
+  named = reference.checkpoint(params)
+  assert named.keys() == tensors.keys()
+  for key, tensor in tensors.items():
+    np.testing.assert_array_equal(named[key], tensor)
+
+
+def test_the_golden_logits_are_those_of_the_papers_formulas(name):
+  tensors, config = stored(name)
+  _, _, expected = golden(name)
+  for tokens, wanted in zip(
+    sequences(expected, "tokens"), sequences(expected, "logits"), strict=True
+  ):
+    logits = reference.forward(tensors, config, tokens)
+    np.testing.assert_allclose(wanted, logits, 0, LOGITS)
+
+
+def test_the_golden_gradients_are_the_slope_of_the_papers_formulas(name):
+  # A step along d, the gradients scaled to at most 1 each, so that all count
+  # alike, raises the loss by the step times sum(gradient * d). A central
+  # difference errs by about step^2 = 1e-10.
+  tensors, config = stored(name)
+  _, _, expected = golden(name)
+  gradients = {k: np.float64(expected[f"gradient/{k}"]) for k in tensors}
+  along = {k: g / np.abs(g).max() for k, g in gradients.items()}
+
+  def value(step):
+    moved = {k: tensors[k] + step * along[k] for k in tensors}
+    total, count = 0.0, 0
+    for tokens, targets in zip(
+      sequences(expected, "tokens"), sequences(expected, "targets"), strict=True
+    ):
+      logits = reference.forward(moved, config, tokens)
+      for row, target in zip(logits, targets, strict=True):
+        if target >= 0:
+          total -= np.log(reference.softmax(row)[target])
+          count += 1
+    return total / count
+
+  slope = (value(1e-5) - value(-1e-5)) / 2e-5
+  wanted = sum((gradients[k] * along[k]).sum() for k in tensors)
+  assert slope == pytest.approx(wanted, rel=1e-5)
