@@ -6,13 +6,23 @@ d head width.
 Source: Qwen3, arXiv 2505.09388, section 2.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Float, Int32
 
+from models import (
+  attention_form,
+  flash,
+  lora,
+  rope,
+  sharding,
+  splash,
+  visibility,
+)
 from models import config as config_lib
 
 AXES = {
@@ -20,36 +30,32 @@ AXES = {
   "key": ("embed", "kv_heads", "head_dim"),
   "value": ("embed", "kv_heads", "head_dim"),
   "out": ("heads", "head_dim", "embed"),
-  "query_norm": ("head_dim",),
-  "key_norm": ("head_dim",),
+  "query_norm": ("norm",),
+  "key_norm": ("norm",),
 }
 """Logical axes of the parameters."""
 
-
-class Source(NamedTuple):
-  """Keys and values to attend to, and which query may see which."""
-
-  k: Float[Array, "B S K d"]
-  v: Float[Array, "B S K d"]
-  mask: Bool[Array, "B L S"]
+NO_PARENT = visibility.NO_PARENT
+Marks = visibility.Marks
+Source = visibility.Source
+packed_marks = visibility.packed_marks
+visible = visibility.visible
 
 
 def rms_norm(
   x: Float[Array, "*any D"], scale: Float[Array, " D"], eps: float
 ) -> Float[Array, "*any D"]:
-  """Returns x with a root mean square of `scale`, by arXiv 1910.07467."""
-  return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + eps) * scale
+  """Returns x with a root mean square of `scale`, by arXiv 1910.07467.
 
-
-def packed_mask(segments: Int32[Array, "B L"]) -> Bool[Array, "B L L"]:
-  """Lets a token see itself and what came before it in its own segment."""
-  # Padding sees padding: a row of the softmax is never empty, so never nan.
-  same = segments[:, :, None] == segments[:, None, :]
-  return same & jnp.tri(segments.shape[1], dtype=bool)
+  The mean is taken in float32, as in Qwen's own code.
+  """
+  wide = x.astype(jnp.float32)
+  mean = jnp.mean(wide * wide, -1, keepdims=True)
+  return (wide * jax.lax.rsqrt(mean + eps)).astype(x.dtype) * scale
 
 
 def project(
-  params: Mapping[str, Array],
+  params: Mapping[str, Any],
   config: config_lib.ModelConfig,
   x: Float[Array, "B L D"],
   positions: Int32[Array, "B L"],
@@ -57,58 +63,174 @@ def project(
   Float[Array, "B L H d"], Float[Array, "B L K d"], Float[Array, "B L K d"]
 ]:
   """Returns queries, keys and values; the first two normed and rotated."""
-  query = jnp.einsum("bld,dhk->blhk", x, params["query"])
-  key = jnp.einsum("bld,dhk->blhk", x, params["key"])
-  value = jnp.einsum("bld,dhk->blhk", x, params["value"])
+  query = lora.matmul(params, "query", x)
+  key = lora.matmul(params, "key", x)
+  value = lora.matmul(params, "value", x)
   query = rms_norm(query, params["query_norm"], config.norm_eps)
   key = rms_norm(key, params["key_norm"], config.norm_eps)
-  theta = config.rope_theta
-  return rotate(query, positions, theta), rotate(key, positions, theta), value
+  theta, scaling = config.rope_theta, config.rope_scaling
+  query = rope.rotate(query, positions, theta, scaling)
+  return query, rope.rotate(key, positions, theta, scaling), value
 
 
 def attend(
-  params: Mapping[str, Array],
   query: Float[Array, "B L H d"],
+  marks: Marks,
   sources: Sequence[Source],
-) -> Float[Array, "B L D"]:
-  """Returns one softmax over the keys of all sources, projected out.
+  *,
+  form: str = "auto",
+  block: int = 256,
+  layout: sharding.Layout | None = None,
+) -> Float[Array, "B L H d"]:
+  """Returns one softmax over the keys of all sources, times their values.
 
-  Every query must see at least one key.
+  Every query must see at least one key. Keys and values must be finite, also
+  those that nobody sees: their weight is 0, and 0 * inf is nan.
+
+  Args:
+    form: "reference", "fused", "blockwise", "splash", or "auto" for what
+      `attention_form.choose` takes.
+    block: queries and keys of a tile of the blockwise form.
+    layout: where rows and heads lie; None is one device.
+
+  Raises:
+    ValueError: the form that was asked for cannot do this.
   """
+  asked = _case(query, marks, sources, layout)
+  platform = layout.platform if layout else jax.default_backend()
+  if form == "auto":
+    form = attention_form.choose(platform, asked)
+  elif reason := attention_form.refusal(form, asked):
+    raise ValueError(f"attention={form!r} {reason}")
+  match form:
+    case "reference":
+      # Left whole: XLA splits it as it splits what is around it.
+      return _reference(query, marks, sources)
+    case "blockwise":
+      kernel = functools.partial(flash.attend, block=block)
+    case "fused":
+      cudnn = platform == "gpu" and attention_form.cudnn_can(asked)
+      kernel = functools.partial(_fused, cudnn=cudnn)
+    case "splash":
+      kernel = functools.partial(splash.attend, interpret=platform != "tpu")
+    case _:
+      raise ValueError(
+        f"attention={form!r} is unknown; use auto, reference, fused, "
+        "blockwise or splash"
+      )
+  return _on_each_device(kernel, layout, query, marks, sources)
+
+
+def merge(
+  params: Mapping[str, Any], mixed: Float[Array, "B L H d"]
+) -> Float[Array, "B L D"]:
+  """Returns the heads' values, projected into the residual stream."""
+  return lora.matmul(params, "out", mixed, num_in=2)
+
+
+def _reference(
+  query: Float[Array, "B L H d"], marks: Marks, sources: Sequence[Source]
+) -> Float[Array, "B L H d"]:
   batch, length, heads, width = query.shape
   kv_heads = sources[0].k.shape[2]
   q_BLKGd = query.reshape(batch, length, kv_heads, heads // kv_heads, width)
-  scores = [_scores(q_BLKGd, source) for source in sources]
+  scores = [
+    flash.scores(q_BLKGd, source.k, visible(marks, source.marks))
+    for source in sources
+  ]
   # The scores are joined, not the keys: those of the cache are never copied.
-  weights = jax.nn.softmax(jnp.concatenate(scores, -1))
-  mixed, start = jnp.zeros_like(q_BLKGd), 0
+  weights = jax.nn.softmax(jnp.concatenate(scores, -1)).astype(query.dtype)
+  mixed, start = jnp.zeros(q_BLKGd.shape, jnp.float32), 0
   for source in sources:
     stop = start + source.k.shape[1]
-    part = weights[..., start:stop]
-    mixed += jnp.einsum("bkgls,bskd->blkgd", part, source.v)
+    mixed += jnp.einsum(
+      "bklgs,bskd->blkgd",
+      weights[..., start:stop],
+      source.v,
+      preferred_element_type=jnp.float32,
+    )
     start = stop
-  return jnp.einsum("blhk,hkd->bld", mixed.reshape(query.shape), params["out"])
+  return mixed.astype(query.dtype).reshape(query.shape)
 
 
-def rotate(
-  x: Float[Array, "B L H d"], positions: Int32[Array, "B L"], theta: float
+def _fused(
+  query: Float[Array, "B L H d"],
+  marks: Marks,
+  sources: Sequence[Source],
+  *,
+  cudnn: bool,
 ) -> Float[Array, "B L H d"]:
-  """Turns pair i by position * theta^(-2i/d) radians.
+  masks = [visible(marks, source.marks) for source in sources]
+  return jax.nn.dot_product_attention(
+    query,
+    jnp.concatenate([source.k for source in sources], 1),
+    jnp.concatenate([source.v for source in sources], 1),
+    mask=jnp.concatenate(masks, -1)[:, None],
+    implementation="cudnn" if cudnn else "xla",
+  )
 
-  A pair is (x[i], x[i + d/2]), as in Qwen's weights. Source: RoFormer, arXiv
-  2104.09864, eq. 34.
+
+def _on_each_device(
+  kernel: Callable[..., Array],
+  layout: sharding.Layout | None,
+  query: Float[Array, "B L H d"],
+  marks: Marks,
+  sources: Sequence[Source],
+) -> Float[Array, "B L H d"]:
+  """Runs a kernel on every device's own rows and heads: nothing is gathered.
+
+  An axis that its devices do not divide stays whole on all of them.
   """
-  half = x.shape[-1] // 2
-  frequency = theta ** (-jnp.arange(half) / half)
-  angle = positions[:, :, None, None] * frequency
-  cos, sin = jnp.cos(angle), jnp.sin(angle)
-  a, b = x[..., :half], x[..., half:]
-  return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
+  if layout is None or layout.mesh.size == 1:
+    return kernel(query, marks, sources)
+  rows, heads = _split(layout, query, sources[0])
+  wide = layout.spec(rows, None, heads, None)
+  args = (query, marks, tuple(sources))
+  mapped = jax.shard_map(
+    kernel,
+    mesh=layout.mesh,
+    in_specs=jax.tree.map(
+      lambda x: wide if x.ndim == 4 else layout.spec(rows), args
+    ),
+    out_specs=wide,
+    # Loops and kernels begin with zeros, which vary over no axis yet.
+    check_vma=False,
+  )
+  return mapped(*args)
 
 
-def _scores(
-  q_BLKGd: Float[Array, "B L K G d"], source: Source
-) -> Float[Array, "B K G L S"]:
-  scale = q_BLKGd.shape[-1] ** -0.5
-  scores = jnp.einsum("blkgd,bskd->bkgls", q_BLKGd * scale, source.k)
-  return jnp.where(source.mask[:, None, None], scores, -jnp.inf)
+def _split(
+  layout: sharding.Layout, query: Float[Array, "B L H d"], source: Source
+) -> tuple[str | None, str | None]:
+  """Returns the logical axes over which rows and heads can be split."""
+  rules = layout.rules
+  divides = source.k.shape[2] % layout.size("kv_heads") == 0
+  rows = "batch" if query.shape[0] % layout.size("batch") == 0 else None
+  same = rules.heads == rules.kv_heads
+  return rows, "heads" if same and divides else None
+
+
+def _case(
+  query: Float[Array, "B L H d"],
+  marks: Marks,
+  sources: Sequence[Source],
+  layout: sharding.Layout | None,
+) -> attention_form.Case:
+  batch, queries, heads, width = query.shape
+  if layout is not None:
+    rows, split = _split(layout, query, sources[0])
+    batch //= layout.size("batch") if rows else 1
+    heads //= layout.size("heads") if split else 1
+  arrays = [query, *(x for source in sources for x in (source.k, source.v))]
+  orders = [marks.order, *(source.marks.order for source in sources)]
+  return attention_form.Case(
+    batch=batch,
+    queries=queries,
+    keys=sum(source.k.shape[1] for source in sources),
+    heads=heads,
+    head_dim=width,
+    dtypes=frozenset(x.dtype.name for x in arrays),
+    sources=len(sources),
+    parents=marks.parents is not None,
+    in_order=all(order is None for order in orders),
+  )

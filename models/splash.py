@@ -1,0 +1,60 @@
+"""Attention by JAX's Splash kernel, for whole rows on TPU.
+
+It knows the index in the row and segments, and nothing else: no parents, no
+second source. Elsewhere than on TPU it is interpreted, for tests.
+
+Letters: B rows, L queries and keys, H heads, K kv heads, d head width.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas.ops.tpu import splash_attention
+from jaxtyping import Array, Float
+
+from models import visibility
+
+LANES = 128
+"""Rows are whole multiples of this: the width of a TPU's vector registers."""
+
+_NOBODY = int(jnp.iinfo(jnp.int32).min)
+
+
+def attend(
+  query: Float[Array, "B L H d"],
+  marks: visibility.Marks,
+  sources: Sequence[visibility.Source],
+  *,
+  interpret: bool,
+) -> Float[Array, "B L H d"]:
+  """Returns what `attention.attend` does; for what, see `attention_form`."""
+  (source,) = sources
+  length, heads, width = query.shape[1:]
+  # The largest tile that divides the row, and of which several fit in VMEM.
+  size = max(n for n in range(LANES, 512 + 1, LANES) if length % n == 0)
+  kernel = splash_attention.make_splash_mha(
+    splash_attention.MultiHeadMask(
+      [splash_attention.CausalMask((length, length))] * heads
+    ),
+    block_sizes=splash_attention.BlockSizes(
+      block_q=size,
+      block_kv=size,
+      block_q_dkv=size,
+      block_kv_dkv=size,
+      block_q_dq=size,
+      block_kv_dq=size,
+    ),
+    head_shards=1,
+    q_seq_shards=1,
+    interpret=interpret,
+  )
+  keys = source.marks.segments
+  segments = splash_attention.SegmentIds(
+    q=marks.segments, kv=jnp.where(keys < 0, _NOBODY, keys)
+  )
+  scaled = (query.astype(jnp.float32) * width**-0.5).astype(query.dtype)
+  by_head = (jnp.swapaxes(x, 1, 2) for x in (scaled, source.k, source.v))
+  mixed: Any = jax.vmap(kernel)(*by_head, segments)
+  return jnp.swapaxes(mixed, 1, 2).astype(query.dtype)

@@ -1,0 +1,367 @@
+"""Every form of attention against float64 softmaxes, and against each other."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models import attention, sharding, visibility
+
+FORMS = ("reference", "fused", "blockwise", "splash")
+ANY_TOKENS = ("reference", "fused", "blockwise")
+LENGTH = 128  # a row of splash
+# Segments of each row; 0 is padding. Tiles of 48 divide none of it.
+SEGMENTS = (((1, 40), (2, 71), (0, 17)), ((1, 5), (2, 100), (3, 23)))
+
+needs_devices = pytest.mark.skipif(
+  jax.device_count() < 8, reason="needs 8 devices"
+)
+
+
+def draw(*shape, seed=0, dtype=jnp.float32):
+  values = np.random.default_rng(seed).normal(size=shape)
+  return jnp.asarray(values, dtype)
+
+
+def tokens(batch, length, heads=4, kv_heads=2, width=8, **kwargs):
+  """Returns queries, keys and values."""
+  return tuple(
+    draw(batch, length, num, width, seed=seed, **kwargs)
+    for seed, num in enumerate((heads, kv_heads, kv_heads))
+  )
+
+
+def segment_ids(rows=SEGMENTS):
+  return jnp.array(
+    [[i for i, size in row for _ in range(size)] for row in rows], jnp.int32
+  )
+
+
+def whole(q, k, v, marks, form, **kwargs):
+  """Attention of rows to themselves, in tiles of 48."""
+  source = attention.Source(k, v, marks)
+  options = {"form": form, "block": 48} | kwargs
+  return attention.attend(q, marks, [source], **options)
+
+
+def softmax(q, k, v, sees):
+  """Float64, one query and head at a time; sees(row, query, key)."""
+  q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+  out, group = np.zeros_like(q), q.shape[2] // k.shape[2]
+  for b, t, h in np.ndindex(q.shape[:3]):
+    keys = [s for s in range(k.shape[1]) if sees(b, t, s)]
+    scores = k[b, keys, h // group] @ q[b, t, h] / np.sqrt(q.shape[-1])
+    weights = np.exp(scores - scores.max())
+    out[b, t, h] = weights / weights.sum() @ v[b, keys, h // group]
+  return out
+
+
+def gradients(attend, args, cotangent):
+  """Returns the result, and gradients of q, k and v; jitted as one."""
+
+  def both(*args):
+    out, pull = jax.vjp(attend, *args)
+    return out, *pull(cotangent)
+
+  return jax.jit(both)(*args)
+
+
+def assert_close(actual, expected, rtol):
+  """Within `rtol` of the largest value."""
+  actual, expected = np.asarray(actual), np.asarray(expected)
+  assert np.isfinite(actual).all()
+  bound = rtol * np.abs(expected).max()
+  np.testing.assert_allclose(actual, expected, rtol=0, atol=bound)
+
+
+@pytest.mark.parametrize("wrap", [jax.jit, lambda f: f], ids=["jit", "eager"])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_token_mixes_what_came_before_it_in_its_segment(form, wrap):
+  q, k, v = tokens(2, LENGTH)
+  segments = segment_ids()
+  ids = np.asarray(segments)
+  attend = wrap(
+    lambda q, k, v, segments: whole(
+      q, k, v, attention.packed_marks(segments), form
+    )
+  )
+  expected = softmax(q, k, v, lambda b, t, s: s <= t and ids[b, s] == ids[b, t])
+  assert_close(attend(q, k, v, segments), expected, 2e-6)
+
+
+@pytest.mark.parametrize("form", ["fused", "blockwise", "splash"])
+def test_gradients_are_those_of_the_reference(form):
+  args = tokens(2, LENGTH)
+  marks = attention.packed_marks(segment_ids())
+  cotangent = draw(*args[0].shape, seed=9)
+  actual, expected = (
+    gradients(functools.partial(whole, marks=marks, form=f), args, cotangent)
+    for f in (form, "reference")
+  )
+  for a, e in zip(actual, expected, strict=True):
+    assert_close(a, e, 1e-5)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_packed_row_is_its_segments_one_by_one(form):
+  args = tokens(1, LENGTH)
+  row = SEGMENTS[0]
+  marks = attention.packed_marks(segment_ids([row]))
+  cotangent = draw(*args[0].shape, seed=9)
+  packed = gradients(
+    functools.partial(whole, marks=marks, form=form), args, cotangent
+  )
+  start = 0
+  for _, size in row:
+    at = np.s_[:, start : start + size]
+    alone = attention.packed_marks(jnp.ones((1, size), jnp.int32))
+    expected = gradients(
+      functools.partial(whole, marks=alone, form="reference"),
+      [x[at] for x in args],
+      cotangent[at],
+    )
+    for a, e in zip(packed, expected, strict=True):
+      assert_close(a[at], e, 1e-5)
+    start += size
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_huge_values_of_other_segments_and_of_the_future_do_not_leak(form):
+  q, k, v = tokens(1, LENGTH)
+  segments = segment_ids([((1, 40), (2, 60), (0, 28))])
+  # The last token of segment 2, all of segment 1 and of padding.
+  at = np.r_[0:40, 99:128]
+  planted = (q, k.at[:, at].set(1e30), v.at[:, at].set(-1e30))
+  seen = np.s_[:, 40:99]
+  cotangent = jnp.zeros_like(q).at[seen].set(draw(1, 59, 4, 8, seed=9))
+  marks = attention.packed_marks(segments)
+  clean, dirty = (
+    gradients(functools.partial(whole, marks=marks, form=form), x, cotangent)
+    for x in ((q, k, v), planted)
+  )
+  for a, e in zip(dirty, clean, strict=True):
+    np.testing.assert_array_equal(a[seen], e[seen])
+
+
+@pytest.mark.parametrize("form", ANY_TOKENS)
+def test_members_that_share_a_prompt_are_as_with_a_prompt_each(form):
+  # Segment 1 is the prompt, 2 and 3 go on from it, 4 stands alone.
+  sizes, parents = (7, 9, 6, 5), (-1, 1, 1, -1)
+  numbers = np.repeat([1, 2, 3, 4], sizes)
+  args = tokens(1, numbers.size)
+  cotangent = draw(*args[0].shape, seed=9)
+  marks = attention.packed_marks(
+    jnp.array([numbers], jnp.int32),
+    jnp.array([np.repeat(parents, sizes)], jnp.int32),
+  )
+  shared = gradients(
+    functools.partial(whole, marks=marks, form=form, block=4), args, cotangent
+  )
+  total = [np.zeros_like(x) for x in shared]
+  for number, parent in zip((2, 3, 4), parents[1:], strict=True):
+    at = np.flatnonzero((numbers == number) | (numbers == parent))
+    alone = attention.packed_marks(jnp.ones((1, at.size), jnp.int32))
+    # The prompt's own output is asked for once, not by every member.
+    own = (numbers[at] == number) | (number == 2)
+    out, *grads = gradients(
+      functools.partial(whole, marks=alone, form="reference"),
+      [x[:, at] for x in args],
+      cotangent[:, at] * own[:, None, None],
+    )
+    total[0][:, at[own]] = out[:, own]
+    for summed, grad in zip(total[1:], grads, strict=True):
+      summed[:, at] += grad
+  for a, e in zip(shared, total, strict=True):
+    assert_close(a, e, 1e-5)
+
+
+@pytest.mark.parametrize("form", ANY_TOKENS)
+def test_a_cache_and_fresh_tokens_are_as_whole_rows(form):
+  q, k, v = tokens(2, 24)
+  cotangent = draw(*q.shape, seed=9)
+  marks = attention.packed_marks(jnp.ones((2, 24), jnp.int32))
+  expected = gradients(
+    functools.partial(whole, marks=marks, form="reference"),
+    (q, k, v),
+    cotangent,
+  )
+  # 17 tokens are in a cache of 20, the other 7 are fresh, in another order.
+  done, order = 17, np.array([3, 0, 6, 1, 5, 2, 4])
+  fresh = done + order
+  room = jnp.pad(jnp.ones((2, done), jnp.int32), ((0, 0), (0, 3)))
+  past = attention.Marks(
+    jnp.tile(jnp.arange(20, dtype=jnp.int32), (2, 1)), room - (room == 0)
+  )
+  new = attention.Marks(
+    jnp.tile(jnp.asarray(fresh, jnp.int32), (2, 1)),
+    jnp.ones((2, 7), jnp.int32),
+  )
+
+  def attend(q, k, v):
+    padded = [jnp.pad(x[:, :done], ((0, 0), (0, 3), (0, 0), (0, 0)))
+              for x in (k, v)]  # fmt: skip
+    sources = [
+      attention.Source(padded[0], padded[1], past),
+      attention.Source(k[:, fresh], v[:, fresh], new),
+    ]
+    return attention.attend(q[:, fresh], new, sources, form=form, block=6)
+
+  out, *grads = gradients(attend, (q, k, v), cotangent[:, fresh])
+  assert_close(out, expected[0][:, fresh], 1e-5)
+  # dq of the fresh; dk and dv miss what the old queries added.
+  assert_close(grads[0][:, fresh], expected[1][:, fresh], 1e-5)
+  assert_close(grads[1][:, fresh], expected[2][:, fresh], 1e-5)
+  assert_close(grads[2][:, fresh], expected[3][:, fresh], 1e-5)
+
+
+@pytest.mark.parametrize("form", ANY_TOKENS)
+def test_one_token_alone_gets_its_own_value(form):
+  q, k, v = tokens(3, 1)
+  marks = attention.packed_marks(jnp.ones((3, 1), jnp.int32))
+  out, dq, _, dv = gradients(
+    functools.partial(whole, marks=marks, form=form), (q, k, v), q
+  )
+  # Heads 0 and 1 read kv head 0, heads 2 and 3 read kv head 1.
+  np.testing.assert_allclose(out, np.repeat(v, 2, 2), rtol=1e-6)
+  np.testing.assert_allclose(dq, 0, atol=1e-6)
+  summed = np.asarray(q).reshape(3, 1, 2, 2, 8).sum(3)
+  np.testing.assert_allclose(dv, summed, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_bfloat16_errs_by_its_own_rounding_only(form):
+  args = tokens(2, LENGTH, dtype=jnp.bfloat16)
+  marks = attention.packed_marks(segment_ids())
+  cotangent = draw(*args[0].shape, seed=9, dtype=jnp.bfloat16)
+  actual = gradients(
+    functools.partial(whole, marks=marks, form=form), args, cotangent
+  )
+  expected = gradients(
+    functools.partial(whole, marks=marks, form="reference"),
+    [x.astype(jnp.float32) for x in args],
+    cotangent.astype(jnp.float32),
+  )
+  for a, e in zip(actual, expected, strict=True):
+    assert a.dtype == jnp.bfloat16
+    # A rounding of 2^-9 in each of a few steps; scores are float32.
+    assert_close(a.astype(jnp.float32), e, 0.01)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 4], ids=["one", "all"])
+@pytest.mark.parametrize("form", FORMS)
+def test_any_number_of_heads_shares_a_kv_head(form, kv_heads):
+  q, k, v = tokens(1, LENGTH, kv_heads=kv_heads)
+  marks = attention.packed_marks(jnp.ones((1, LENGTH), jnp.int32))
+  expected = softmax(q, k, v, lambda b, t, s: s <= t)
+  out = jax.jit(functools.partial(whole, marks=marks, form=form))(q, k, v)
+  assert_close(out, expected, 2e-6)
+
+
+def mesh_layout(data, expert, tensor, **rules):
+  devices = np.array(jax.devices()[: data * expert * tensor])
+  mesh = jax.sharding.Mesh(
+    devices.reshape(data, expert, tensor), sharding.MESH_AXES
+  )
+  return sharding.Layout(mesh, sharding.Rules(**rules))
+
+
+@needs_devices
+@pytest.mark.parametrize("form", FORMS)
+def test_a_mesh_gathers_nothing_and_changes_nothing(form):
+  layout = mesh_layout(2, 2, 2)
+  args = tokens(4, LENGTH)
+  segments = segment_ids(SEGMENTS + SEGMENTS)
+  cotangent = draw(*args[0].shape, seed=9)
+
+  def attend(q, k, v, segments, cotangent, layout):
+    marks = attention.packed_marks(segments)
+    out, pull = jax.vjp(
+      lambda q, k, v: whole(q, k, v, marks, form, layout=layout), q, k, v
+    )
+    return out, *pull(cotangent)
+
+  run = jax.jit(attend, static_argnames="layout")
+  expected = run(*args, segments, cotangent, layout=None)
+  wide = layout.sharding("batch", None, "heads", None)
+  placed = (
+    *jax.device_put(args, wide),
+    jax.device_put(segments, layout.sharding("batch")),
+    jax.device_put(cotangent, wide),
+  )
+  program = run.lower(*placed, layout=layout).compile()
+  for a, e in zip(program(*placed), expected, strict=True):
+    assert a.sharding.shard_shape(a.shape)[::2] == (1, a.shape[2] // 2)
+    assert_close(a, e, 1e-6)
+  text = program.as_text() or ""
+  assert "dot" in text
+  for collective in ("all-gather", "all-reduce", "all-to-all", "permute"):
+    assert f" {collective}" not in text
+
+
+@needs_devices
+@pytest.mark.parametrize(
+  "layout_args",
+  [((1, 1, 8), {}), ((8, 1, 1), {}), ((2, 1, 4), {"kv_heads": None})],
+  ids=["heads", "rows", "rules"],
+)
+def test_axes_that_the_mesh_does_not_divide_stay_whole(layout_args):
+  layout = mesh_layout(*layout_args[0], **layout_args[1])
+  args = tokens(3, 10)
+  marks = attention.packed_marks(jnp.ones((3, 10), jnp.int32))
+  attend = functools.partial(whole, marks=marks, form="blockwise", block=4)
+  expected = gradients(attend, args, args[0])
+  actual = gradients(functools.partial(attend, layout=layout), args, args[0])
+  for a, e in zip(actual, expected, strict=True):
+    assert_close(a, e, 1e-6)
+
+
+@pytest.mark.parametrize(
+  ("form", "platform"),
+  [("blockwise", "cuda"), ("blockwise", "tpu"), ("fused", "tpu")],
+)
+def test_a_form_lowers_for_accelerators(form, platform):
+  args = tokens(1, LENGTH, dtype=jnp.bfloat16)
+  marks = attention.packed_marks(jnp.ones((1, LENGTH), jnp.int32))
+  attend = functools.partial(whole, marks=marks, form=form)
+  loss = jax.jit(jax.grad(lambda *args: attend(*args).sum(), (0, 1, 2)))
+  text = loss.trace(*args).lower(lowering_platforms=(platform,)).as_text()
+  assert "dot_general" in text
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
+def test_cudnn_agrees_with_the_reference():
+  args = tokens(2, LENGTH, width=64, dtype=jnp.bfloat16)
+  marks = attention.packed_marks(segment_ids())
+  cotangent = draw(*args[0].shape, seed=9, dtype=jnp.bfloat16)
+  actual, expected = (
+    gradients(functools.partial(whole, marks=marks, form=f), args, cotangent)
+    for f in ("fused", "reference")
+  )
+  for a, e in zip(actual, expected, strict=True):
+    assert_close(a.astype(jnp.float32), e.astype(jnp.float32), 0.02)
+
+
+def test_a_form_that_cannot_is_refused_and_not_chosen():
+  q, k, v = tokens(1, LENGTH)
+  alone = jnp.ones((1, LENGTH), jnp.int32)
+  shared = attention.packed_marks(alone, alone * attention.NO_PARENT)
+  with pytest.raises(
+    ValueError, match=r"attention='splash' knows no shared prompts; use auto"
+  ):
+    whole(q, k, v, shared, "splash")
+  marks = attention.packed_marks(alone)
+  with pytest.raises(ValueError, match="needs one dtype and got bfloat16, f"):
+    whole(q.astype(jnp.bfloat16), k, v, marks, "fused")
+  with pytest.raises(ValueError, match="'flash' is unknown; use auto, refer"):
+    whole(q, k, v, marks, "flash")
+  ordered = marks._replace(order=visibility.order(marks))
+  with pytest.raises(ValueError, match="order of their indices"):
+    whole(q, k, v, ordered, "splash")
+  np.testing.assert_allclose(
+    whole(q, k, v, shared, "auto"),
+    whole(q, k, v, ordered, "reference"),
+    atol=1e-6,
+  )

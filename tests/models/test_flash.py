@@ -1,0 +1,137 @@
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models import attention, flash, visibility
+
+
+def draw(*shape, seed=0):
+  return jnp.asarray(np.random.default_rng(seed).normal(size=shape), "float32")
+
+
+def packed(batch, length, heads=4, kv_heads=2, width=4, segments=1):
+  """Returns queries, keys, values, and marks of segments of equal length."""
+  numbers = 1 + np.arange(length) * segments // length
+  marks = visibility.packed_marks(
+    jnp.asarray(np.tile(numbers, (batch, 1)), jnp.int32)
+  )
+  shapes = ((heads, 0), (kv_heads, 1), (kv_heads, 2))
+  arrays = (draw(batch, length, num, width, seed=seed) for num, seed in shapes)
+  return *arrays, marks
+
+
+def tiled(q, k, v, marks, block):
+  source = visibility.Source(k, v, marks)
+  return flash.attend(q, marks, [source], block=block)
+
+
+def gradient(q, k, v, marks, block):
+  def loss(q, k, v):
+    return jnp.sum(jnp.sin(tiled(q, k, v, marks, block)))
+
+  return jax.grad(loss, (0, 1, 2))(q, k, v)
+
+
+def random_marks(rng, length, first):
+  """Returns marks in no order at all, from place `first` on."""
+  order, segments, parents = (
+    jnp.asarray(rng.integers(low, high, (2, length)), jnp.int32)
+    for low, high in ((first, 20), (-1, 4), (-1, 4))
+  )
+  return visibility.Marks(order, segments, parents)
+
+
+@pytest.mark.parametrize("wrap", [jax.jit, lambda f: f], ids=["jit", "eager"])
+@pytest.mark.parametrize("block", [1, 4, 7, 100])
+def test_tiles_of_any_size_see_what_a_whole_matrix_sees(block, wrap):
+  rng = np.random.default_rng(block)
+  q, first, second = draw(2, 9, 4, 4), draw(2, 7, 2, 4), draw(2, 12, 2, 4)
+  marks = random_marks(rng, 9, first=9)
+  marks = marks._replace(segments=jnp.maximum(marks.segments, 1))
+  past = random_marks(rng, 7, first=0)
+  # Three first tokens, so that every query sees one.
+  new = visibility.Marks(
+    jnp.asarray(rng.integers(0, 20, (2, 12)), jnp.int32).at[:, :3].set(0),
+    jnp.tile(jnp.array([1, 2, 3, -1], jnp.int32), (2, 3)),
+  )
+
+  def mix(attend, q, first, second):
+    sources = [
+      visibility.Source(first, first + 1, past),
+      visibility.Source(second, second + 1, new),
+    ]
+    return attend(q, marks, sources)
+
+  def run(attend, *args):
+    out, pull = jax.vjp(functools.partial(mix, attend), *args)
+    return out, *pull(jnp.sin(out))
+
+  tiles = functools.partial(flash.attend, block=block)
+  whole = functools.partial(attention.attend, form="reference")
+  actual, expected = (
+    wrap(functools.partial(run, attend))(q, first, second)
+    for attend in (tiles, whole)
+  )
+  jax.tree.map(
+    lambda a, e: np.testing.assert_allclose(a, e, rtol=1e-5, atol=2e-6),
+    actual,
+    expected,
+  )
+
+
+def test_a_query_that_sees_nothing_gets_zeros_and_no_gradient():
+  q, k, v, marks = packed(1, 6)
+  hidden = marks._replace(segments=marks.segments.at[0, 2:4].set(-1))
+  out = tiled(q, k, v, hidden, 2)
+  np.testing.assert_array_equal(out[0, 2:4], 0)
+  assert np.abs(out[0, 4:]).min() > 0
+  for leaf in gradient(q, k, v, hidden, 2):
+    np.testing.assert_array_equal(leaf[0, 2:4], 0)
+    assert np.isfinite(leaf).all()
+
+
+def test_tiles_that_nobody_sees_are_not_read():
+  # Segments of 8 in tiles of 4: of the first and the last segment, nothing is
+  # touched on the way to the middle one.
+  q, k, v, marks = packed(1, 24, segments=3)
+  far = np.r_[0:8, 16:24]
+  planted = (q, k.at[:, far].set(jnp.nan), v.at[:, far].set(jnp.nan))
+  out = tiled(*planted, marks, 4)
+  np.testing.assert_array_equal(out[:, 8:16], tiled(q, k, v, marks, 4)[:, 8:16])
+  assert np.isnan(out[:, far]).all()
+
+
+def temp_bytes(length, function):
+  args = packed(1, length, heads=2, kv_heads=1)
+  run = jax.jit(function, static_argnums=4)
+  analysis = run.lower(*args, 64).compile().memory_analysis()
+  assert analysis is not None
+  return analysis.temp_size_in_bytes
+
+
+@pytest.mark.parametrize("function", [tiled, gradient])
+def test_memory_grows_with_the_length_and_not_with_its_square(function):
+  # Linear is 4, square is 16; one whole matrix of scores at 4096 is 128 MiB.
+  short, long = temp_bytes(1024, function), temp_bytes(4096, function)
+  assert long < 5 * short
+  assert long < 2**21
+
+
+def test_only_what_is_named_is_kept_for_the_backward_pass():
+  q, k, v, marks = packed(1, 64)
+  policy = jax.checkpoint_policies.save_only_these_names(*flash.SAVED)
+
+  def loops(policy):
+    attend = jax.checkpoint(
+      lambda q, k, v: tiled(q, k, v, marks, 16).sum(), policy=policy
+    )
+    text = str(jax.make_jaxpr(jax.grad(attend))(q, k, v))
+    return text.count(" while[")
+
+  # One over tiles of keys forward, one backward; without the names the forward
+  # pass is run a second time.
+  assert loops(policy) == 2
+  assert loops(None) == 3
