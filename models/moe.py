@@ -1,26 +1,35 @@
-"""Mixture of experts: dropless top-k routing as one grouped matmul.
+"""Mixture of experts: dropless top-k routing around one grouped matmul.
 
-  x[T] -> router -> k experts each: T*k assignments
-       -> slots: assignments side by side by expert, every expert's part
-          rounded up to whole blocks
-       -> SwiGLU of blocks[N, block] with the weights of each block's expert
-       -> every token takes its k results and sums them by gate
+  x[T] -> router -> k experts each: T * k assignments
+       -> on a mesh: tokens travel to the devices of their experts
+       -> slots: assignments side by side by expert, in whole blocks
+       -> SwiGLU of blocks with the weights of each block's expert, by gate
+       -> every token sums its k results
 
-The number of blocks is the worst case, so shapes are static and no token is
-ever dropped. Letters: T tokens, k experts of a token, E experts, D width,
-F hidden width, N blocks.
+No token is ever dropped. Letters: T tokens, k experts of a token, E experts, D
+width, F hidden width.
 
 Source: Qwen3, arXiv 2505.09388, section 2; blocks: MegaBlocks, 2211.15841.
 """
 
-from collections.abc import Mapping
-from typing import NamedTuple
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int32
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Float32, Int32
 
 from models import config as config_lib
+from models import (
+  expert_parallel,
+  grouped,
+  grouped_loop,
+  lora,
+  router,
+  sharding,
+)
 
 AXES = {
   "router": ("embed", "router"),
@@ -30,6 +39,8 @@ AXES = {
 }
 """Logical axes of the parameters."""
 
+_SAVED = ("expert_gate", "expert_up")
+
 
 class Aux(NamedTuple):
   """How the router did, on average over tokens that are not padding.
@@ -38,122 +49,276 @@ class Aux(NamedTuple):
     load_balance: E * sum_e f_e P_e, for the share f_e of the assignments and
       the mean probability P_e of expert e: 1 when perfectly balanced, E / k
       when k experts get all. Source: Switch, arXiv 2101.03961, eq. 4.
+    z_loss: mean squared logarithm of the sum of exp(logits). Source: ST-MoE,
+      arXiv 2202.08906, eq. 5.
     router_entropy: of the probabilities over all experts, in nats.
+    load: f_e, each expert's share of the assignments.
+    max_load: that of the busiest expert over an even share, the worst of all
+      layers: between 1 and E / k.
+    dropped: assignments for which no expert computed anything, counted from
+      the slots, over all layers. Always 0.
   """
 
-  load_balance: Float[Array, ""]
-  router_entropy: Float[Array, ""]
+  load_balance: Float32[Array, ""]
+  z_loss: Float32[Array, ""]
+  router_entropy: Float32[Array, ""]
+  load: Float32[Array, " E"]
+  max_load: Float32[Array, ""]
+  dropped: Float32[Array, ""]
 
 
 def apply(
-  params: Mapping[str, Array],
+  params: Mapping[str, Any],
   config: config_lib.ModelConfig,
   x: Float[Array, "T D"],
-  valid: Bool[Array, " T"],
-  mesh: jax.sharding.Mesh | None = None,
+  copies: Int32[Array, " T"],
+  layout: sharding.Layout | None = None,
+  chosen: Int32[Array, "T k"] | None = None,
 ) -> tuple[Float[Array, "T D"], Aux]:
   """Returns what the experts add to each token, and how the router did.
 
-  On CPU the bits of a token do not depend on the others or on its place when
-  T and `moe_block` are multiples of 16, so that XLA's loops have no tails.
+  On one CPU device the bits of a token do not depend on the others or on its
+  place when T and `moe_block` are multiples of 16, so that XLA's loops have no
+  tails.
 
   Args:
-    valid: False for padding, which no expert sees and which gets zeros.
-    mesh: splits tokens over "data" and experts over "expert"; see
-      `sharding.validate`.
+    params: may hold adapters of router and experts; see `models.lora`.
+    copies: how many tokens each stands for in Aux: 1, more for those of a
+      shared prompt, 0 for padding, which no expert sees and which gets zeros.
+    layout: where tokens and experts lie; None is one device.
+    chosen: experts that each token must take, -1 for the router's own choice.
   """
-  gates, experts, aux = _route(params["router"], config, x, valid)
-  weights = {name: params[name] for name in ("gate", "up", "down")}
-  if mesh is None or mesh.size == 1:
-    return _mix(weights, config.moe_block, x, gates, experts), aux
+  if layout is None or layout.mesh.size == 1:
+    gates, experts, sums = _router(config)(params, x, copies, chosen)
+    form = grouped.choose(config.compute.experts, _platform(layout))
+    y, placed = mix(
+      params, x, gates, experts, form=form, least=config.compute.moe_block
+    )
+    return y, _aux(sums, placed, config)
+  y, sums, placed = _on_mesh(params, config, x, copies, chosen, layout)
+  return y, _aux(sums, placed, config)
 
-  def local(weights, x, gates, experts):
-    first = jax.lax.axis_index("expert") * weights["gate"].shape[0]
-    mixed = _mix(weights, config.moe_block, x, gates, experts - first)
-    return jax.lax.psum(mixed, "expert")
 
-  data, expert = jax.P("data"), jax.P("expert")
-  mapped = jax.shard_map(
-    local, mesh=mesh, in_specs=(expert, data, data, data), out_specs=data
+def average(layers: Sequence[Aux], num_experts: int = 0) -> Aux:
+  """Returns the mean over layers with experts; zeros when there are none."""
+  if not layers:
+    zero = jnp.zeros(())
+    return Aux(zero, zero, zero, jnp.zeros(num_experts), zero, zero)
+  stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
+  mean = jax.tree.map(lambda leaf: jnp.mean(leaf, 0), stacked)
+  return mean._replace(
+    max_load=jnp.max(stacked.max_load), dropped=jnp.sum(stacked.dropped)
   )
-  return mapped(weights, x, gates, experts), aux
 
 
-def _route(
-  router: Float[Array, "D E"],
-  config: config_lib.ModelConfig,
-  x: Float[Array, "T D"],
-  valid: Bool[Array, " T"],
-) -> tuple[Float[Array, "T k"], Int32[Array, "T k"], Aux]:
-  """Returns gates that sum to 1, their experts (-1 for padding), and Aux."""
-  num_experts, k = config.num_experts, config.experts_per_token
-  logprobs = jax.nn.log_softmax((x @ router).astype(jnp.float32))
-  probs = jnp.exp(logprobs)
-  _, experts = jax.lax.top_k(jax.lax.stop_gradient(probs), k)
-  chosen = jax.nn.one_hot(experts, num_experts)
-  gates = jnp.sum(chosen * probs[:, None], -1)
-  gates = gates / jnp.sum(gates, -1, keepdims=True)
-
-  def mean(values):
-    total = jnp.sum(jnp.where(valid[:, None], values, 0), 0)
-    return total / jnp.maximum(jnp.sum(valid), 1)
-
-  share = mean(jnp.sum(chosen, 1)) / k
-  aux = Aux(
-    load_balance=num_experts * jnp.sum(share * mean(probs)),
-    router_entropy=-jnp.sum(mean(probs * logprobs)),
-  )
-  return gates, jnp.where(valid[:, None], experts, -1), aux
-
-
-def _mix(
-  weights: Mapping[str, Float[Array, "..."]],
-  block: int,
+def mix(
+  params: Mapping[str, Any],
   x: Float[Array, "T D"],
   gates: Float[Array, "T k"],
   experts: Int32[Array, "T k"],
-) -> Float[Array, "T D"]:
-  """Returns sum_k gate * expert(x); experts outside of [0, E) add nothing."""
-  num_experts = weights["gate"].shape[0]
-  # Every block copies its expert's weights, so the more tokens, the larger the
-  # blocks, as long as filling up the last of each expert costs below 1/8.
-  block *= max(1, experts.size // (8 * num_experts * block))
-  slots, owner = _place(experts, num_experts, block)
-  rows = jnp.zeros((len(owner) * block, x.shape[1]), x.dtype)
-  # No two assignments share a slot. An addition, because the derivative of
-  # an assignment by index looks for collisions first.
-  rows = rows.at[slots].add(x[:, None], mode="drop")
-  blocks = rows.reshape(len(owner), block, -1)
-  gate = jnp.einsum("nbd,ndf->nbf", blocks, weights["gate"][owner])
-  up = jnp.einsum("nbd,ndf->nbf", blocks, weights["up"][owner])
-  hidden = jax.nn.silu(gate) * up
-  blocks = jnp.einsum("nbf,nfd->nbd", hidden, weights["down"][owner])
-  results = blocks.reshape(rows.shape).at[slots].get(mode="fill", fill_value=0)
-  return jnp.sum(gates[..., None] * results, 1)
+  most: int | None = None,
+  *,
+  form: grouped.Form,
+  least: int,
+) -> tuple[Float[Array, "T D"], Int32[Array, ""]]:
+  """Returns sum_k gate * expert(x), and how many assignments had a slot.
 
+  For the backward pass the kernels keep what leaves the first two matmuls, and
+  compute rows and hidden values again; the loop over blocks keeps nothing.
 
-def _place(
-  experts: Int32[Array, "T k"], num_experts: int, block: int
-) -> tuple[Int32[Array, "T k"], Int32[Array, " N"]]:
-  """Sorts assignments by expert into blocks, by counting.
-
-  Returns:
-    The slot of each assignment, past the end for those that no expert here
-    takes, and the expert of each block.
+  Args:
+    experts: k different ones; those outside of `params` add nothing.
+    most: bound on the number of assignments; see `grouped.plan`.
+    form: of the grouped matmul.
+    least: fewest rows of a block.
   """
-  flat = experts.reshape(-1)
-  chosen = (flat[:, None] == jnp.arange(num_experts)).astype(jnp.int32)
-  seen = jnp.cumsum(chosen, 0)
-  # The k experts of a token differ: none gets more than T assignments.
-  num_blocks = min(
-    (flat.size + num_experts * (block - 1)) // block,
-    num_experts * -(-experts.shape[0] // block),
-    flat.size,
+  weights = _experts(params)
+  num_experts = weights["gate"].shape[0]
+  most = experts.size if most is None else most
+  block = grouped.block_rows(form, most, num_experts, least)
+  plan = grouped.plan(experts, num_experts, block, most)
+  if form.kernel == "blocks":
+    y = grouped_loop.over_blocks(_swiglu_of_blocks, weights, x, gates, plan)
+  else:
+    policy = jax.checkpoint_policies.save_only_these_names(*_SAVED)
+    kernels = functools.partial(_swiglu_by_kernels, form)
+    y = jax.checkpoint(kernels, policy=policy)(weights, x, gates, plan)
+  return y, grouped.num_placed(plan.places)
+
+
+def _experts(params: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns the weights of experts, and their adapters."""
+  names = ("gate", "up", "down")
+  adapters = params.get("lora", {})
+  return {name: params[name] for name in names} | {
+    "lora": {name: adapters[name] for name in names if name in adapters}
+  }
+
+
+def _swiglu(
+  matmul: Callable[[str, Array], Array],
+  rows: Float[Array, "*any D"],
+  scale: Float[Array, "*any"],
+) -> Float[Array, "*any D"]:
+  """Returns the hidden values times `scale`, projected back.
+
+  Scaled before the last product and not after it, whose results then need not
+  be kept for the gradient of the gates.
+  """
+  gate = checkpoint_name(matmul("gate", rows), _SAVED[0])
+  up = checkpoint_name(matmul("up", rows), _SAVED[1])
+  return matmul("down", jax.nn.silu(gate) * up * scale[..., None])
+
+
+def _adapted(
+  product: Callable[[Array, Array], Array],
+  weights: Mapping[str, Any],
+  name: str,
+  rows: Array,
+) -> Array:
+  """Returns rows times weights, and what their adapters add."""
+  y = product(rows, weights[name])
+  adapter = weights["lora"].get(name)
+  if adapter is None:
+    return y
+  return y + product(product(rows, adapter["a"]), adapter["b"])
+
+
+def _swiglu_of_blocks(
+  weights: Mapping[str, Any],
+  rows: Float[Array, "c b D"],
+  scale: Float[Array, "c b"],
+) -> Float[Array, "c b D"]:
+  """Returns each block times its own weights."""
+  return _swiglu(functools.partial(_adapted, jnp.matmul, weights), rows, scale)
+
+
+def _swiglu_by_kernels(
+  form: grouped.Form,
+  weights: Mapping[str, Any],
+  x: Float[Array, "T D"],
+  gates: Float[Array, "T k"],
+  plan: grouped.Plan,
+) -> Float[Array, "T D"]:
+  def product(rows, weights):
+    return grouped.matmul(rows, weights, plan, form)
+
+  matmul = functools.partial(_adapted, product, weights)
+  rows = grouped.spread(x, plan.places)
+  scale = grouped.spread_values(gates.astype(x.dtype), plan.places)
+  return grouped.collect(_swiglu(matmul, rows, scale), plan.places)
+
+
+def _router(config: config_lib.ModelConfig) -> Callable[..., Any]:
+  """Returns `router.route` of this model."""
+  return functools.partial(
+    router.route,
+    num_chosen=config.experts_per_token,
+    normalise=config.norm_topk_prob,
   )
-  ends = jnp.cumsum(-(-seen[-1] // block))
-  starts = jnp.concatenate([jnp.zeros(1, jnp.int32), ends[:-1]])
-  slots = jnp.sum(chosen * (starts * block + seen - 1), 1)
-  here = jnp.any(chosen, 1)
-  slots = jnp.where(here, slots, num_blocks * block).reshape(experts.shape)
-  owner = jnp.searchsorted(ends, jnp.arange(num_blocks), side="right")
-  return slots, jnp.minimum(owner, num_experts - 1)
+
+
+def _on_mesh(
+  params: Mapping[str, Any],
+  config: config_lib.ModelConfig,
+  x: Float[Array, "T D"],
+  copies: Int32[Array, " T"],
+  chosen: Int32[Array, "T k"] | None,
+  layout: sharding.Layout,
+) -> tuple[Float[Array, "T D"], router.Sums, Int32[Array, ""]]:
+  """Returns results, sums over all tokens, and assignments that had a slot."""
+  names = tuple(params.get("lora", {}))
+  adapters = lora.Lora(targets=names) if names else None
+  axes = lora.with_axes(AXES, adapters)
+  form = grouped.choose(config.compute.experts, layout.platform)
+  if form.interpret:
+    raise ValueError(
+      f"model.compute.experts={config.compute.experts} is interpreted on CPU, "
+      f"for tests on one device, and the mesh has {layout.mesh.size}; use auto"
+    )
+  everywhere = sharding.MESH_AXES
+  rows = everywhere[:2]
+
+  def local(params, x, copies, chosen):
+    params = _whole(params, axes, layout)
+    gates, experts, sums = _router(config)(params, x, copies, chosen)
+    # What is equal on several devices varies from here on, so that gradients
+    # are summed over them here and nowhere else.
+    params, x, gates, experts = expert_parallel.vary(
+      (params, x, gates, experts), everywhere
+    )
+    y, placed = expert_parallel.exchange(
+      functools.partial(mix, params, form=form, least=config.compute.moe_block),
+      x,
+      gates,
+      experts,
+      config.num_experts,
+      axis="expert",
+      agree=everywhere,
+    )
+    # Along "tensor" everyone has a part of each sum, and the same places.
+    y = jax.lax.psum(y, "tensor")
+    placed = jax.lax.pmax(jax.lax.psum(placed, rows), "tensor")
+    return y, jax.lax.psum(sums, rows), placed
+
+  tokens = len(x)
+  padding = -tokens % layout.num_batch
+  x, copies, chosen = jax.tree.map(
+    lambda leaf: jnp.pad(leaf, [(0, padding)] + [(0, 0)] * (leaf.ndim - 1)),
+    (x, copies, chosen),
+  )
+  mapped = jax.shard_map(
+    local,
+    mesh=layout.mesh,
+    in_specs=(_specs(axes, layout), *[jax.P(rows)] * 3),
+    out_specs=(jax.P(rows), jax.P(), jax.P()),
+  )
+  y, sums, placed = mapped(dict(params), x, copies, chosen)
+  return y[:tokens], sums, placed
+
+
+def _specs(axes: Any, layout: sharding.Layout) -> Any:
+  """Returns where parameters lie when the devices' programs start."""
+  split = {"experts": "expert", "mlp": "tensor"}
+  if layout.rules.of("embed") == ("data",):
+    split["embed"] = "data"
+
+  def spec(names):
+    if "experts" not in names:
+      return jax.P()
+    return jax.P(*(split.get(name) for name in names))
+
+  return jax.tree.map(spec, axes, is_leaf=sharding.is_axes)
+
+
+def _whole(params: Any, axes: Any, layout: sharding.Layout) -> Any:
+  """Gathers experts over "data", where their gradients are scattered."""
+
+  def gather(spec, leaf):
+    if "data" not in spec:
+      return leaf
+    return jax.lax.all_gather(leaf, "data", axis=spec.index("data"), tiled=True)
+
+  return jax.tree.map(gather, _specs(axes, layout), params)
+
+
+def _platform(layout: sharding.Layout | None) -> str:
+  return jax.default_backend() if layout is None else layout.platform
+
+
+def _aux(
+  sums: router.Sums,
+  placed: Int32[Array, ""],
+  config: config_lib.ModelConfig,
+) -> Aux:
+  num_experts, k = config.num_experts, config.experts_per_token
+  tokens = jnp.maximum(sums.tokens, 1)
+  load = sums.picked / (k * tokens)
+  return Aux(
+    load_balance=num_experts * jnp.sum(load * sums.probs / tokens),
+    z_loss=sums.square / tokens,
+    router_entropy=sums.entropy / tokens,
+    load=load,
+    max_load=num_experts * jnp.max(load),
+    dropped=(sums.assigned - placed).astype(jnp.float32),
+  )

@@ -14,39 +14,36 @@ def layer(params):
   return params["layers"][0]["moe"]
 
 
-def dense(layer, config, x):
-  """Every expert on every token; those not among the top k weigh nothing."""
+def dense(layer, config, x, experts=None):
+  """Every expert on every token; those that it does not take weigh nothing."""
   probs = jax.nn.softmax(x @ layer["router"])
-  kth = jnp.sort(probs, -1)[:, -config.experts_per_token, None]
-  gates = jnp.where(probs >= kth, probs, 0)
-  gates = gates / gates.sum(-1, keepdims=True)
+  if experts is None:
+    experts = jax.lax.top_k(probs, config.experts_per_token)[1]
+  gates = probs * jax.nn.one_hot(experts, config.num_experts).sum(1)
+  if config.norm_topk_prob:
+    gates = gates / gates.sum(-1, keepdims=True)
   up = jnp.einsum("td,edf->tef", x, layer["up"])
   gate = jnp.einsum("td,edf->tef", x, layer["gate"])
   hidden = jax.nn.silu(gate) * up
   return jnp.einsum("te,tef,efd->td", gates, hidden, layer["down"])
 
 
+def in_blocks(config, rows):
+  compute = dataclasses.replace(config.compute, moe_block=rows)
+  return dataclasses.replace(config, compute=compute)
+
+
+def ones(count):
+  return jnp.ones(count, jnp.int32)
+
+
 def some_tokens(count, config):
   return jax.random.normal(jax.random.key(2), (count, config.d_model))
 
 
-# 1 is below one block, 7 divides nothing, 200 makes blocks of 12 rows.
-@pytest.mark.parametrize(
-  ("count", "wrap"),
-  [(1, jax.jit), (7, jax.jit), (200, jax.jit), (7, lambda f: f)],
-  ids=["1-jit", "7-jit", "200-jit", "7-eager"],
-)
-def test_blocks_agree_with_all_experts_on_all_tokens(
-  layer, config, count, wrap
-):
-  x = some_tokens(count, config)
+def check_against_dense(layer, config, x, wrap, experts=None):
+  """Compares values and all gradients, to 1e-6."""
   target = x[::-1]
-
-  def grouped(layer, x):
-    return moe.apply(layer, config, x, jnp.ones(count, bool))[0]
-
-  def reference(layer, x):
-    return dense(layer, config, x)
 
   def run(mix, wrap):
     def loss(layer, x):
@@ -55,17 +52,48 @@ def test_blocks_agree_with_all_experts_on_all_tokens(
 
     return wrap(jax.grad(loss, (0, 1), has_aux=True))(layer, x)
 
+  got = run(
+    lambda layer, x: moe.apply(layer, config, x, ones(len(x)), None, experts)[
+      0
+    ],
+    wrap,
+  )
+  want = run(lambda layer, x: dense(layer, config, x, experts), jax.jit)
   jax.tree.map(
     lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6, rtol=1e-6),
-    run(grouped, wrap),
-    run(reference, jax.jit),
+    got,
+    want,
   )
+
+
+# 1 is below one block, 7 divides nothing, 200 makes blocks of 32 rows.
+@pytest.mark.parametrize("normed", [True, False], ids=["normed", "not-normed"])
+@pytest.mark.parametrize(
+  ("count", "wrap"),
+  [(1, jax.jit), (7, jax.jit), (200, jax.jit), (7, lambda f: f)],
+  ids=["1-jit", "7-jit", "200-jit", "7-eager"],
+)
+def test_blocks_agree_with_all_experts_on_all_tokens(
+  layer, config, count, wrap, normed
+):
+  config = dataclasses.replace(config, norm_topk_prob=normed)
+  check_against_dense(layer, config, some_tokens(count, config), wrap)
+
+
+def test_kernels_agree_with_all_experts_on_all_tokens(layer, config):
+  compute = dataclasses.replace(config.compute, experts="pallas")
+  config = dataclasses.replace(config, compute=compute)
+  check_against_dense(layer, config, some_tokens(40, config), jax.jit)
 
 
 def test_no_token_is_dropped_when_all_choose_the_same_experts(layer, config):
   x = jnp.tile(some_tokens(1, config), (33, 1))
-  y, _ = moe.apply(layer, config, x, jnp.ones(33, bool))
+  y, aux = moe.apply(layer, config, x, ones(33))
   np.testing.assert_allclose(y, dense(layer, config, x), atol=1e-6, rtol=1e-6)
+  # Two of four experts have half of all assignments each, twice their share.
+  assert aux.dropped == 0
+  assert aux.max_load == 2
+  assert sorted(aux.load.tolist()) == [0, 0, 0.5, 0.5]
 
 
 @pytest.mark.parametrize(
@@ -75,51 +103,235 @@ def test_no_token_is_dropped_when_all_choose_the_same_experts(layer, config):
 )
 def test_permuting_tokens_permutes_their_bits(layer, config, count, wrap):
   # Whole vectors only: the tail of one of XLA's loops may round differently.
-  config = dataclasses.replace(config, moe_block=16)
-  x, valid = some_tokens(count, config), jnp.ones(count, bool)
-  order = jax.random.permutation(jax.random.key(3), count)
-  mix = wrap(lambda x: moe.apply(layer, config, x, valid)[0])
+  config = in_blocks(config, 16)
+  x, order = some_tokens(count, config), np.random.default_rng(3)
+  order = order.permutation(count)
+  mix = wrap(lambda x: moe.apply(layer, config, x, ones(count))[0])
   np.testing.assert_array_equal(mix(x[order]), np.asarray(mix(x))[order])
 
 
 def test_a_token_does_not_depend_on_its_companions(layer, config):
-  config = dataclasses.replace(config, moe_block=16)
-  x, valid = some_tokens(64, config), jnp.ones(64, bool)
-  mix = jax.jit(lambda x: moe.apply(layer, config, x, valid)[0])
+  config = in_blocks(config, 16)
+  x = some_tokens(64, config)
+  mix = jax.jit(lambda x: moe.apply(layer, config, x, ones(64))[0])
   others = x.at[32:].set(-3 * x[32:])
   np.testing.assert_array_equal(mix(others)[:32], mix(x)[:32])
 
 
-def test_padding_gets_zeros_and_is_not_counted(layer, config):
-  x = some_tokens(9, config)
-  valid = jnp.arange(9) < 6
-  apply = jax.jit(moe.apply, static_argnames="config")
-  y, aux = apply(layer, config, x.at[6:].set(1e30), valid)
-  alone, aux_alone = apply(layer, config, x[:6], jnp.ones(6, bool))
+@pytest.mark.parametrize("planted", [1e30, np.inf, np.nan])
+def test_padding_gets_zeros_and_is_not_counted(layer, config, planted):
+  x, copies = some_tokens(9, config), (jnp.arange(9) < 6).astype(jnp.int32)
+
+  def loss(layer, x, copies):
+    y, aux = moe.apply(layer, config, x, copies)
+    total = jnp.sum(y**2) + aux.load_balance + aux.z_loss + aux.router_entropy
+    return total, (y, aux)
+
+  step = jax.jit(jax.grad(loss, (0, 1), has_aux=True))
+  (grads, dx), (y, aux) = step(layer, x.at[6:].set(planted), copies)
+  (alone, dx_alone), (y_alone, aux_alone) = step(layer, x[:6], ones(6))
   np.testing.assert_array_equal(y[6:], 0)
-  np.testing.assert_allclose(y[:6], alone, atol=1e-6)
-  np.testing.assert_allclose(aux, aux_alone, rtol=1e-6)
+  np.testing.assert_array_equal(dx[6:], 0)
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6, rtol=1e-5),
+    (grads, dx[:6], y[:6], aux),
+    (alone, dx_alone, y_alone, aux_alone),
+  )
 
 
-def test_a_batch_of_padding_has_finite_statistics(layer, config):
-  y, aux = moe.apply(layer, config, some_tokens(4, config), jnp.zeros(4, bool))
-  np.testing.assert_array_equal(y, 0)
-  np.testing.assert_array_equal(aux, 0)
+def test_a_batch_of_padding_has_finite_statistics_and_gradients(layer, config):
+  def loss(layer, x):
+    y, aux = moe.apply(layer, config, x, jnp.zeros(4, jnp.int32))
+    return jnp.sum(y) + sum(jnp.sum(value) for value in aux), (y, aux)
+
+  x = some_tokens(4, config)
+  grads, (y, aux) = jax.grad(loss, (0, 1), has_aux=True)(layer, x)
+  for leaf in jax.tree.leaves((grads, y, aux)):
+    np.testing.assert_array_equal(leaf, 0)
+
+
+def test_a_token_with_copies_counts_as_often(layer, config):
+  x = some_tokens(3, config)
+  copies = jnp.array([3, 1, 2], jnp.int32)
+  y, shared = moe.apply(layer, config, x, copies)
+  every = moe.apply(layer, config, jnp.repeat(x, copies, 0), ones(6))
+  np.testing.assert_allclose(jnp.repeat(y, copies, 0), every[0], atol=1e-6)
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), shared, every[1]
+  )
 
 
 def test_statistics_of_a_router_that_is_sure_and_of_one_that_is_not(
   layer, config
 ):
-  x, valid = jnp.ones((8, config.d_model)), jnp.ones(8, bool)
+  x = jnp.ones((8, config.d_model))
 
   def aux(router):
-    return moe.apply(layer | {"router": router}, config, x, valid)[1]
+    return moe.apply(layer | {"router": router}, config, x, ones(8))[1]
 
   # All probabilities 1/4, so the two experts taken do not matter:
-  # 4 * (1/2 * 1/4 + 1/2 * 1/4) = 1, and ln 4 nats.
+  # 4 * (1/2 * 1/4 + 1/2 * 1/4) = 1, and ln 4 nats; the logits sum to 4.
   even = aux(jnp.zeros((config.d_model, 4)))
-  np.testing.assert_allclose(even, (1, math.log(4)), rtol=1e-6)
+  np.testing.assert_allclose(even.load_balance, 1, rtol=1e-6)
+  np.testing.assert_allclose(even.router_entropy, math.log(4), rtol=1e-6)
+  np.testing.assert_allclose(even.z_loss, math.log(4) ** 2, rtol=1e-6)
+  np.testing.assert_allclose(even.max_load, 2)
   # Logits 16 * 10 for experts 0 and 1, and 0 for the others: P = 1/2, 1/2 and
-  # f = 1/2, 1/2, so 4 * (1/4 + 1/4) = 2, and ln 2 nats.
+  # f = 1/2, 1/2, so 4 * (1/4 + 1/4) = 2, and ln 2 nats; the logarithm of
+  # 2 exp(160) is 160 + ln 2.
   sure = aux(jnp.zeros((config.d_model, 4)).at[:, :2].set(10.0))
-  np.testing.assert_allclose(sure, (2, math.log(2)), rtol=1e-6)
+  np.testing.assert_allclose(sure.load_balance, 2, rtol=1e-6)
+  np.testing.assert_allclose(sure.router_entropy, math.log(2), rtol=1e-5)
+  np.testing.assert_allclose(sure.z_loss, (160 + math.log(2)) ** 2, rtol=1e-6)
+  np.testing.assert_allclose(sure.load, [0.5, 0.5, 0, 0])
+
+
+def test_layers_are_averaged_but_for_the_worst_load_and_what_is_dropped():
+  def aux(value):
+    value = jnp.float32(value)
+    load = jnp.stack([value, 1 - value])
+    return moe.Aux(value, value, value, load, value, value)
+
+  mean = moe.average([aux(0.25), aux(0.75)])
+  assert mean.load_balance == mean.z_loss == mean.router_entropy == 0.5
+  assert mean.load.tolist() == [0.5, 0.5]
+  assert mean.max_load == 0.75
+  assert mean.dropped == 1
+  none = moe.average([], num_experts=3)
+  assert none.load.tolist() == [0, 0, 0]
+  assert none.load_balance == none.max_load == none.dropped == 0
+
+
+def own_choice(layer, config, x):
+  probs = jax.nn.softmax(x @ layer["router"])
+  return jax.lax.top_k(probs, config.experts_per_token)[1].astype(jnp.int32)
+
+
+@pytest.mark.parametrize("wrap", [jax.jit, lambda f: f], ids=["jit", "eager"])
+def test_replaying_its_own_choice_changes_no_bit(layer, config, wrap):
+  x = some_tokens(32, config)
+  apply = wrap(
+    lambda chosen: moe.apply(layer, config, x, ones(32), None, chosen)
+  )
+  free, again = apply(None), apply(own_choice(layer, config, x))
+  jax.tree.map(np.testing.assert_array_equal, free, again)
+
+
+@pytest.mark.parametrize("normed", [True, False], ids=["normed", "not-normed"])
+def test_replay_takes_the_recorded_experts_and_no_others(layer, config, normed):
+  config = dataclasses.replace(config, norm_topk_prob=normed)
+  x = some_tokens(30, config)
+  order = np.random.default_rng(4).random((30, 4)).argsort(1)
+  recorded = jnp.asarray(order[:, :2], jnp.int32)
+  assert (recorded != own_choice(layer, config, x)).any()
+  check_against_dense(layer, config, x, jax.jit, recorded)
+  _, aux = moe.apply(layer, config, x, ones(30), None, recorded)
+  counts = np.bincount(np.asarray(recorded).ravel(), minlength=4)
+  np.testing.assert_allclose(aux.load, counts / 60, rtol=1e-6)
+
+
+def test_under_replay_the_router_learns_from_the_recorded_experts(
+  layer, config
+):
+  x, target = some_tokens(6, config), some_tokens(12, config)[6:]
+  # The worst two experts of each token: the router would never take them.
+  chosen = jnp.argsort(x @ layer["router"])[:, :2].astype(jnp.int32)
+
+  def mixed(router):
+    changed = layer | {"router": router}
+    return moe.apply(changed, config, x, ones(6), None, chosen)[0]
+
+  @jax.jit
+  def loss(router):
+    return jnp.sum(mixed(router) * target)
+
+  grad = jax.grad(loss)(layer["router"])
+  assert jnp.abs(grad).max() > 1e-3
+  direction = jnp.sign(grad)
+  step = 1e-2 * direction
+  slope = (loss(layer["router"] + step) - loss(layer["router"] - step)) / 0.02
+  # Central differences in float32: 1e-2^2 times the curvature.
+  np.testing.assert_allclose(slope, jnp.vdot(grad, direction), rtol=1e-2)
+
+
+def test_where_nothing_is_recorded_the_router_chooses(layer, config):
+  x = some_tokens(20, config)
+  own = own_choice(layer, config, x)
+  recorded = jnp.where(jnp.arange(20)[:, None] < 10, 3 - own, -1)
+  y, _ = moe.apply(layer, config, x, ones(20), None, recorded)
+  experts = jnp.where(recorded < 0, own, recorded)
+  np.testing.assert_allclose(
+    y, dense(layer, config, x, experts), atol=1e-6, rtol=1e-6
+  )
+
+
+def test_a_half_recorded_token_takes_the_best_of_the_other_experts(
+  layer, config
+):
+  x = some_tokens(20, config)
+  best = own_choice(layer, config, x)
+  # Its best expert is recorded, in the other place: the second best is free.
+  recorded = jnp.stack([jnp.full(20, -1, jnp.int32), best[:, 0]], 1)
+  y, aux = moe.apply(layer, config, x, ones(20), None, recorded)
+  np.testing.assert_allclose(y, dense(layer, config, x), atol=1e-6, rtol=1e-6)
+  assert aux.dropped == 0
+
+
+def test_a_recorded_expert_that_does_not_exist_shows_as_dropped(layer, config):
+  x = some_tokens(5, config)
+  recorded = own_choice(layer, config, x).at[2, 1].set(4)
+  y, aux = moe.apply(layer, config, x, ones(5), None, recorded)
+  assert aux.dropped == 1
+  assert jnp.isfinite(y).all()
+
+
+def test_adapters_compute_what_merged_weights_do(layer, config):
+  rng, x = np.random.default_rng(5), some_tokens(21, config)
+  layer = {name: layer[name] for name in moe.AXES}
+
+  def noise(*shape):
+    return jnp.asarray(0.3 * rng.normal(size=shape), jnp.float32)
+
+  adapters, merged = {}, {}
+  for name, weight in layer.items():
+    *stack, rows, columns = weight.shape
+    adapters[name] = {
+      "a": noise(*stack, rows, 3),
+      "b": noise(*stack, 3, columns),
+    }
+    merged[name] = weight + adapters[name]["a"] @ adapters[name]["b"]
+
+  def loss(layer, x):
+    y, aux = moe.apply(layer, config, x, ones(21))
+    return jnp.sum(y**2) + aux.load_balance, (y, aux)
+
+  step = jax.jit(jax.grad(loss, (0, 1), has_aux=True))
+  grads, (y, aux) = step(layer | {"lora": adapters}, x)
+  want, (y_merged, aux_merged) = step(merged, x)
+  close = lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5, rtol=1e-4)  # noqa: E731
+  jax.tree.map(close, (y, aux), (y_merged, aux_merged))
+  close(grads[1], want[1])
+  for name in moe.AXES:
+    # d/dA of a function of W + A B is its d/dW times B^T, and A^T for B.
+    a, b = adapters[name]["a"], adapters[name]["b"]
+    got, dw = grads[0]["lora"][name], want[0][name]
+    close(got["a"], dw @ jnp.swapaxes(b, -1, -2))
+    close(got["b"], jnp.swapaxes(a, -1, -2) @ dw)
+
+
+def test_the_backward_pass_keeps_no_hidden_values(layer, config):
+  # What is saved: inputs, and integers of 4 bytes for slots. Hidden values of
+  # one matmul alone would be 2 x 4096 x 64 floats.
+  config = dataclasses.replace(config, d_expert=64)
+  shapes = {"router": (16, 4), "gate": (4, 16, 64), "down": (4, 64, 16)}
+  shapes["up"] = shapes["gate"]
+  layer = {name: jnp.zeros(shape) for name, shape in shapes.items()}
+
+  def saved(x):
+    _, pull = jax.vjp(
+      lambda layer, x: moe.apply(layer, config, x, ones(4096))[0], layer, x
+    )
+    return pull
+
+  leaves = jax.tree.leaves(jax.eval_shape(saved, jnp.zeros((4096, 16))))
+  assert max(leaf.size for leaf in leaves) <= 4096 * 16

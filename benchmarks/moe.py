@@ -1,0 +1,216 @@
+"""A mixture of experts: time against their number, and against google-tunix.
+
+  python -m benchmarks.moe [--repeats=5] [--tunix_python=PATH]
+
+Qwen3-MoE of 4 layers, width 128, 512 words, 2 experts of width 256 a token; 64
+rows of 96 tokens, float32, no rematerialisation.
+
+1. Forward and backward pass with 8, 32 and 128 experts: the active size is the
+   same, so the time should be too.
+2. A train step, with Adam, of ours and of google-tunix 0.1.7's own Qwen3-MoE
+   model, when PATH is a Python that has it, or this one does. It runs in a
+   process of its own. The loss is the same policy gradient on all tokens.
+
+All sides take turns, and wait after every step. Printed and kept in
+benchmarks/results/moe.json: medians and (min, max) of wall and CPU seconds. CPU
+seconds depend less on what else the machine does.
+"""
+
+import contextlib
+import importlib.util
+import json
+import pathlib
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from absl import app, flags
+
+from benchmarks import machine
+from models import config as config_lib
+from models import transformer
+
+_REPEATS = flags.DEFINE_integer("repeats", 5, "Steps of each side.")
+_TUNIX = flags.DEFINE_string(
+  "tunix_python", None, "Python with google-tunix 0.1.7; this one by default."
+)
+
+_ROWS, _LENGTH = 64, 96
+
+Step = Callable[[], tuple[float, float]]
+"""Does one step; returns its wall and CPU seconds."""
+
+
+def _config(num_experts: int) -> config_lib.ModelConfig:
+  return config_lib.ModelConfig(
+    vocab_size=512,
+    d_expert=256,
+    num_experts=num_experts,
+    max_length=_LENGTH,
+    rope_theta=1e6,
+  )
+
+
+def _gradient(num_experts: int) -> tuple[transformer.Params, Callable]:
+  """Returns parameters, and the gradient of the loss of the fixed batch."""
+  config = _config(num_experts)
+  random = np.random.default_rng(0)
+  shape = (_ROWS, _LENGTH)
+  tokens = jnp.asarray(random.integers(0, 512, shape), jnp.int32)
+  advantages = jnp.asarray(random.normal(size=(_ROWS, 1)), jnp.float32)
+  positions = jnp.broadcast_to(jnp.arange(_LENGTH, dtype=jnp.int32), shape)
+  segments = jnp.ones(shape, jnp.int32)
+
+  def loss(params):
+    hidden, _ = transformer.hidden(params, config, tokens, positions, segments)
+    logits = transformer.head(params, config, hidden[:, :-1])
+    logprobs = jax.nn.log_softmax(logits)
+    scored = jnp.take_along_axis(logprobs, tokens[:, 1:, None], -1)[..., 0]
+    return -jnp.mean(advantages * scored)
+
+  params = jax.jit(lambda: transformer.init(jax.random.key(0), config))()
+  return params, jax.grad(loss)
+
+
+def _passes(num_experts: int) -> Step:
+  """Returns a forward and backward pass."""
+  params, gradient = _gradient(num_experts)
+  run = jax.jit(gradient)
+  jax.block_until_ready(run(params))
+  return lambda: _timed(lambda: run(params))
+
+
+def _train(num_experts: int) -> Step:
+  """Returns a step of training."""
+  params, gradient = _gradient(num_experts)
+  optimizer = optax.adam(3e-3)
+
+  def step(params, state):
+    changes, state = optimizer.update(gradient(params), state, params)
+    return optax.apply_updates(params, changes), state
+
+  run = jax.jit(step, donate_argnums=(0, 1))
+  carry = jax.block_until_ready(run(params, jax.jit(optimizer.init)(params)))
+
+  def again():
+    nonlocal carry
+    carry = run(*carry)
+    return carry
+
+  return lambda: _timed(again)
+
+
+def _timed(run: Callable) -> tuple[float, float]:
+  wall, cpu = time.monotonic(), time.process_time()
+  jax.block_until_ready(run())
+  return time.monotonic() - wall, time.process_time() - cpu
+
+
+@contextlib.contextmanager
+def _tunix(python: str, num_experts: int) -> Iterator[Step]:
+  """Yields a step of the other side, and ends its process."""
+  script = pathlib.Path(__file__).with_name("moe_tunix.py")
+  with subprocess.Popen(
+    [python, str(script), str(num_experts)],
+    stdin=subprocess.PIPE,
+    stdout=subprocess.PIPE,
+    text=True,
+  ) as process:
+    ask, answers = process.stdin, process.stdout
+    assert ask is not None and answers is not None  # noqa: PT018
+    if answers.readline().strip() != "ready":
+      raise RuntimeError(f"{python} could not run {script.name}; see above")
+
+    def step():
+      ask.write("step\n")
+      ask.flush()
+      wall, cpu, _ = json.loads(answers.readline())
+      return wall, cpu
+
+    yield step
+    ask.close()
+
+
+def _turns(sides: dict[str, Step], repeats: int) -> dict[str, dict]:
+  """Runs the sides in turn; returns wall and CPU seconds of each."""
+  times: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
+  for _ in range(repeats):
+    for name, step in sides.items():
+      times[name].append(step())
+  return {
+    name: {
+      kind: {
+        "median": statistics.median(values),
+        "min": min(values),
+        "max": max(values),
+      }
+      for kind, values in zip(
+        ("wall_s", "cpu_s"), zip(*taken, strict=True), strict=True
+      )
+    }
+    for name, taken in times.items()
+  }
+
+
+def _show(rows: dict[str, dict]) -> None:
+  for name, row in rows.items():
+    cells = (
+      f"{kind} {value['median']:.3f} ({value['min']:.3f}, {value['max']:.3f})"
+      for kind, value in row.items()
+    )
+    print(f"{name:32}", *cells, sep="  ")
+
+
+def _ratios(above: dict, below: dict) -> dict[str, float]:
+  return {kind: above[kind]["median"] / below[kind]["median"] for kind in above}
+
+
+def _growth(repeats: int) -> dict:
+  """Returns the times by number of experts, and 128 of them over 8."""
+  sides = {str(number): _passes(number) for number in (8, 32, 128)}
+  rows = _turns(sides, repeats)
+  return {"experts": rows, "128 over 8": _ratios(rows["128"], rows["8"])}
+
+
+def _against_tunix(python: str, repeats: int) -> dict:
+  """Returns the times of both sides, and tunix's over ours."""
+  result = {}
+  for number in (8, 32):
+    ours = _train(number)
+    with _tunix(python, number) as theirs:
+      rows = _turns({"ours": ours, "tunix": theirs}, repeats)
+    rows["tunix over ours"] = _ratios(rows["tunix"], rows["ours"])
+    result[str(number)] = rows
+  return result
+
+
+def main(argv: Sequence[str]) -> None:
+  """Measures, prints and keeps both comparisons."""
+  del argv
+  print(machine.describe())
+  result = {"forward and backward": _growth(_REPEATS.value)}
+  growth = result["forward and backward"]
+  _show({f"{n} experts, passes": r for n, r in growth["experts"].items()})
+  print("128 experts over 8:", growth["128 over 8"])
+  python = _TUNIX.value
+  if python is None and importlib.util.find_spec("tunix"):
+    python = sys.executable
+  if python is None:
+    print("google-tunix is not installed; see --tunix_python")
+  else:
+    steps = result["train step"] = _against_tunix(python, _REPEATS.value)
+    for number, rows in steps.items():
+      for side in ("ours", "tunix"):
+        _show({f"{number} experts, {side}": rows[side]})
+      print("tunix over ours:", rows["tunix over ours"])
+  machine.keep("moe", **result)
+
+
+if __name__ == "__main__":
+  app.run(main)

@@ -1,0 +1,223 @@
+import dataclasses
+import itertools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models import config as config_lib
+from models import expert_parallel, moe, sharding
+
+MESHES = [
+  (data, expert, 8 // data // expert)
+  for data, expert in itertools.product((1, 2, 4, 8), repeat=2)
+  if data * expert <= 8
+]
+TOKENS, WIDTH = 512, 16
+
+CONFIG = config_lib.tiny_moe(
+  d_model=WIDTH, d_expert=8, num_experts=8, experts_per_token=2
+)
+
+
+def noise(seed, *shape):
+  values = np.random.default_rng(seed).normal(size=shape)
+  return jnp.asarray(0.3 * values, jnp.float32)
+
+
+def weights(config):
+  experts, hidden = config.num_experts, config.d_expert
+  return {
+    "router": noise(0, WIDTH, experts),
+    "gate": noise(1, experts, WIDTH, hidden),
+    "up": noise(2, experts, WIDTH, hidden),
+    "down": noise(3, experts, hidden, WIDTH),
+  }
+
+
+def layout_of(sizes):
+  auto = (jax.sharding.AxisType.Auto,) * 3
+  mesh = jax.make_mesh(sizes, sharding.MESH_AXES, axis_types=auto)
+  return sharding.Layout(mesh)
+
+
+def stepper(config, layout):
+  """Returns a jitted (gradients, (results, aux)) of the layer."""
+
+  def loss(params, x, copies, chosen, target):
+    y, aux = moe.apply(params, config, x, copies, layout, chosen)
+    losses = aux.load_balance + aux.z_loss + aux.router_entropy
+    return jnp.vdot(y.astype(jnp.float32), target) + losses, (y, aux)
+
+  return jax.jit(jax.grad(loss, (0, 1), has_aux=True))
+
+
+def agree(got, want, tolerance=1e-5):
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(
+      np.asarray(a, np.float32),
+      np.asarray(b, np.float32),
+      atol=tolerance,
+      rtol=tolerance,
+    ),
+    got,
+    want,
+  )
+
+
+def batches():
+  """Yields (name, x, copies, chosen) of one shape, easy ones and others."""
+  x, ones = noise(5, TOKENS, WIDTH), jnp.ones(TOKENS, jnp.int32)
+  free = jnp.full((TOKENS, 2), -1, jnp.int32)
+  yield "spread", x, ones, free
+  # All on experts 0 and 1, which one device has wherever experts are split.
+  yield (
+    "same experts",
+    x,
+    ones,
+    jnp.tile(jnp.array([[1, 0]], jnp.int32), (TOKENS, 1)),
+  )
+  yield "same token", jnp.tile(x[:1], (TOKENS, 1)), ones, free
+  # Padding on whole devices, which may hold anything.
+  some = jnp.arange(TOKENS) < 100
+  padded = jnp.where(some[:, None], x, jnp.nan)
+  yield "padding", padded, 3 * some.astype(jnp.int32), free
+  yield "nothing", x, 0 * ones, free
+  recorded = jnp.asarray(
+    np.random.default_rng(6).random((TOKENS, 8)).argsort(1)[:, :2], jnp.int32
+  )
+  yield "replay", x, ones, jnp.where(some[:, None], recorded, -1)
+
+
+@pytest.fixture(scope="module")
+def wanted():
+  step = stepper(CONFIG, None)
+  target = noise(7, TOKENS, WIDTH)
+  return {
+    name: step(weights(CONFIG), x, copies, chosen, target)
+    for name, x, copies, chosen in batches()
+  }
+
+
+@pytest.mark.parametrize("sizes", MESHES, ids=str)
+def test_every_mesh_computes_what_one_device_does(sizes, wanted):
+  layout = layout_of(sizes)
+  params = jax.device_put(weights(CONFIG), layout.tree(moe.AXES))
+  step, target = stepper(CONFIG, layout), noise(7, TOKENS, WIDTH)
+  for name, x, copies, chosen in batches():
+    grads, (y, aux) = step(params, x, copies, chosen, target)
+    agree((grads, (y, aux)), wanted[name])
+    assert aux.dropped == 0, name
+
+
+def test_the_batches_take_both_ways_through_the_exchange():
+  # At 8 devices of one expert each: 64 tokens, of which a quarter goes to each,
+  # times 1.5; and 128 assignments, times 1.5. All of them want one device.
+  usual, worst = expert_parallel.rooms(64, 2, 8, 8)
+  assert usual == (24, 192, 1)
+  assert usual.rows < 64
+  # 192 assignments are 24 rows from each of 8: 3 rounds for 64 tokens.
+  assert worst == (24, 192, 3)
+  # Few tokens are not worth two ways.
+  few = expert_parallel.rooms(8, 2, 8, 8)
+  assert few == ((8, 64, 1), (8, 64, 1))
+
+
+@pytest.mark.parametrize("num_chosen", [1, 2, 8])
+@pytest.mark.parametrize("num_experts", [8, 64])
+def test_the_rounds_have_room_for_any_choice(num_experts, num_chosen):
+  for tokens, parts in itertools.product((1, 37, 4096), (2, 4, 8)):
+    usual, worst = expert_parallel.rooms(tokens, num_chosen, num_experts, parts)
+    most = min(num_chosen, num_experts // parts)
+    assert worst.rows * worst.rounds >= tokens
+    assert worst.assignments >= worst.rows * parts * most
+    assert worst.assignments <= usual.assignments
+    assert worst.rows <= usual.rows <= tokens
+
+
+def compiled(sizes, tokens):
+  layout = layout_of(sizes)
+  apply = jax.jit(
+    lambda params, x: moe.apply(
+      params, CONFIG, x, jnp.ones(tokens, jnp.int32), layout
+    )[0]
+  )
+  x = jax.device_put(noise(5, tokens, WIDTH), layout.sharding("batch"))
+  params = jax.device_put(weights(CONFIG), layout.tree(moe.AXES))
+  return str(apply.lower(params, x).compile().as_text())
+
+
+def test_tokens_are_exchanged_and_never_gathered():
+  text = compiled((2, 4, 1), 4096)
+  # 512 tokens of a device, of 8 experts 2 on each of 4: a token meets one with
+  # 1 - (6 * 5) / (8 * 7) = 0.464, so 1.5 * 0.464 * 512 rounds up to 360 rows.
+  assert re.search(r"f32\[1,360,16\].* all-to-all\(", text)
+  gathered = re.findall(r"= (\S+?)\{\S* all-gather\(", text)
+  assert set(gathered) == {"f32[16,8]", "f32[2,16,8]", "f32[2,8,16]"}
+  # And no array has all tokens.
+  assert "[4096," not in text
+
+
+@pytest.mark.parametrize("count", [1, 6])
+def test_a_few_tokens_need_not_divide_over_the_devices(count):
+  layout = layout_of((2, 2, 2))
+  x, ones = noise(5, count, WIDTH), jnp.ones(count, jnp.int32)
+  target = noise(7, count, WIDTH)
+  args = (weights(CONFIG), x, ones, None, target)
+  agree(stepper(CONFIG, layout)(*args), stepper(CONFIG, None)(*args))
+
+
+def test_bfloat16_agrees_up_to_its_rounding():
+  compute = config_lib.Compute(dtype="bfloat16")
+  config = dataclasses.replace(CONFIG, compute=compute)
+  params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), weights(config))
+  x = noise(5, TOKENS, WIDTH).astype(jnp.bfloat16)
+  ones, target = jnp.ones(TOKENS, jnp.int32), noise(7, TOKENS, WIDTH) / 20
+  args = (params, x, ones, None, target)
+  # Partial sums over devices are rounded to 8 bits each: 2^-8 of values and
+  # gradients of up to 4.
+  agree(
+    stepper(config, layout_of((2, 2, 2)))(*args),
+    stepper(config, None)(*args),
+    tolerance=0.02,
+  )
+
+
+@pytest.mark.parametrize("sizes", [(2, 2, 2), (1, 4, 2)], ids=str)
+def test_adapters_are_split_as_their_experts_are(sizes):
+  layout = layout_of(sizes)
+  adapters = {
+    "gate": {"a": noise(10, 8, WIDTH, 3), "b": noise(11, 8, 3, 8)},
+    "down": {"a": noise(12, 8, 8, 3), "b": noise(13, 8, 3, WIDTH)},
+    "router": {"a": noise(14, WIDTH, 3), "b": noise(15, 3, 8)},
+  }
+  params = weights(CONFIG) | {"lora": adapters}
+  x, ones = noise(5, TOKENS, WIDTH), jnp.ones(TOKENS, jnp.int32)
+  args = (params, x, ones, None, noise(7, TOKENS, WIDTH))
+  agree(stepper(CONFIG, layout)(*args), stepper(CONFIG, None)(*args))
+
+
+def test_other_rules_for_parameters_change_nothing(wanted):
+  layout = layout_of((2, 4, 1))
+  target = noise(7, TOKENS, WIDTH)
+  name, x, copies, chosen = next(batches())
+  for rules in (sharding.DECODE, sharding.Rules(experts=None, mlp=None)):
+    layout = dataclasses.replace(layout, rules=rules)
+    params = jax.device_put(weights(CONFIG), layout.tree(moe.AXES))
+    got = stepper(CONFIG, layout)(params, x, copies, chosen, target)
+    agree(got, wanted[name])
+
+
+def test_interpreted_kernels_are_refused_on_a_mesh():
+  compute = config_lib.Compute(experts="pallas")
+  config = dataclasses.replace(CONFIG, compute=compute)
+  with pytest.raises(ValueError, match=r"experts=pallas .* use auto"):
+    moe.apply(
+      weights(config),
+      config,
+      noise(5, 8, WIDTH),
+      jnp.ones(8, jnp.int32),
+      layout_of((8, 1, 1)),
+    )
