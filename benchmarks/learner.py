@@ -12,6 +12,7 @@ compared. Writes benchmarks/results/learner.json.
 """
 
 import asyncio
+import dataclasses
 import statistics
 import time
 
@@ -66,7 +67,7 @@ def _bare_step(parts: assemble.Parts):
       params,
       packed,
       config=experiment.model,
-      mesh=parts.learner_mesh,
+      layout=parts.learner_layout,
       temperature=experiment.rollout.temperature,
     )
     total, _ = jax.vmap(experiment.objective.loss)(
@@ -99,7 +100,7 @@ async def _measure(parts: assemble.Parts) -> dict[str, float]:
   step = _bare_step(parts)
 
   def pack():
-    return batch.pack(episodes, values, rows=shape.rows, length=shape.length)
+    return batch.pack(episodes, values, **dataclasses.asdict(shape))
 
   (packed,) = pack()
   bare_packed = parts.programs.place(packed)

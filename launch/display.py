@@ -82,7 +82,8 @@ class Display:
     Args:
       metrics: `round`, counted from 1, and any of success, reward_mean,
         entropy, decode_tokens_per_s, learner_tokens_per_s, overlap_share,
-        staleness_max, staleness_bound, zero_variance_groups and faults.
+        staleness_max, staleness_bound, zero_variance_groups and faults; with
+        experts also router_entropy, max_load and dropped_assignments.
     """
     is_due = bool(self._phase) or not self._is_soon()
     self._metrics, self._phase = dict(metrics), ""
@@ -174,6 +175,10 @@ class Display:
     rows.add_row("overlap", cells["overlap"], "staleness", cells["staleness"])
     rows.add_row("reward", cells["reward"], "entropy", cells["entropy"])
     rows.add_row("flat groups", cells["flat"], "faults", cells["faults"])
+    if "max_load" in self._metrics:
+      rows.add_row(
+        "router entropy", cells["router"], "busiest expert", cells["load"]
+      )
     return rich.console.Group(top, rows)
 
 
@@ -202,8 +207,16 @@ def _cells(metrics: Mapping[str, float]) -> dict[str, str]:
     "reward": _number(get("reward_mean"), ".3f"),
     "entropy": _number(get("entropy"), ".3f"),
     "flat": _number(get("zero_variance_groups"), ".0f"),
+    "router": _number(get("router_entropy"), ".3f"),
+    "load": f"{_number(get('max_load'), '.2f')}x{_dropped(metrics)}",
     "faults": _number(get("faults"), ".0f"),
   }
+
+
+def _dropped(metrics: Mapping[str, float]) -> str:
+  """Returns a complaint where experts left out what they were given."""
+  count = metrics.get("dropped_assignments", 0.0)
+  return f", {count:.0f} dropped" if count else ""
 
 
 def _can_draw(stream: TextIO, console: rich.console.Console) -> bool:

@@ -4,6 +4,9 @@
                  |        sums of gradients and counts     |
                  +-----------------------------------------+
 
+What is trained is all parameters or, where there are adapters, the adapters:
+gradients, moments and master copies exist for nothing else.
+
 Letters: B rows, L row length, V vocabulary.
 """
 
@@ -11,7 +14,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,62 +22,10 @@ import optax
 from jaxtyping import Array, Float
 
 from models import config as model_config
-from models import sharding, transformer
+from models import logprobs as logprobs_lib
+from models import lora, sharding, transformer
 from rl import batch as batch_lib
 from rl import losses
-
-
-@runtime_checkable
-class Optimizer(Protocol):
-  """Frozen callable that builds an optax transformation."""
-
-  def __call__(self) -> optax.GradientTransformation:
-    """Returns a fresh transformation."""
-    ...
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class AdamW:
-  """Adam with decoupled weight decay behind a clip of the global norm.
-
-  Attributes:
-    warmup_updates: the rate rises linearly over so many updates.
-
-  Source: arXiv 1711.05101.
-  """
-
-  learning_rate: float = 5e-4
-  warmup_updates: int = 0
-  b1: float = 0.9
-  b2: float = 0.99
-  weight_decay: float = 0.0
-  max_grad_norm: float = 1.0
-
-  def validate(self) -> None:
-    """Raises ValueError on a rate, decay or norm that cannot work."""
-    for name in ("learning_rate", "max_grad_norm"):
-      if not 0 < getattr(self, name) < math.inf:
-        raise ValueError(
-          f"AdamW.{name}={getattr(self, name)} is no number above 0"
-        )
-    for name in ("b1", "b2"):
-      if not 0 <= getattr(self, name) < 1:
-        raise ValueError(f"AdamW.{name}={getattr(self, name)} is not in [0, 1)")
-    for name in ("warmup_updates", "weight_decay"):
-      if not 0 <= getattr(self, name) < math.inf:
-        raise ValueError(f"AdamW.{name}={getattr(self, name)} is below 0")
-
-  def __call__(self) -> optax.GradientTransformation:
-    """Returns clip -> Adam -> decay, scaled by the (warmed-up) rate."""
-    rate = self.learning_rate
-    if self.warmup_updates:
-      # Not from 0: the first update would do nothing.
-      first, steps = rate / self.warmup_updates, self.warmup_updates - 1
-      rate = optax.linear_schedule(first, rate, steps)
-    return optax.chain(
-      optax.clip_by_global_norm(self.max_grad_norm),
-      optax.adamw(rate, b1=self.b1, b2=self.b2, weight_decay=self.weight_decay),
-    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -85,15 +36,18 @@ class Objective:
     entropy_bonus: weight of the policy's entropy, in nats a token.
     balance_weight: weight of the router's load-balance loss. It is not linear
       over micro-batches: each balances its own tokens.
+    z_weight: weight of the router's z-loss; 0.001 in its source, ST-MoE, arXiv
+      2202.08906, eq. 6. Both mean nothing to a model without experts.
   """
 
   loss: losses.Loss
   entropy_bonus: float = 0.0
   balance_weight: float = 0.01
+  z_weight: float = 0.0
 
   def validate(self) -> None:
     """Raises ValueError on a weight that is no finite number."""
-    for name in ("entropy_bonus", "balance_weight"):
+    for name in ("entropy_bonus", "balance_weight", "z_weight"):
       if not math.isfinite(getattr(self, name)):
         raise ValueError(f"objective.{name}={getattr(self, name)} is no number")
 
@@ -102,18 +56,26 @@ class TrainState(NamedTuple):
   """All that training changes; checkpointed whole.
 
   Attributes:
+    params: those that are published, in the dtype of the model.
+    opt_state: float32 moments of what is trained.
     updates: optimizer steps taken, i32 scalar.
+    master: what is trained, in float32, of which `params` are the rounded
+      copy: an update too small for bfloat16 must not vanish. None when
+      parameters are float32 anyway.
   """
 
   params: transformer.Params
   opt_state: optax.OptState
   updates: Array
+  master: transformer.Params | None = None
 
 
 class Sums(NamedTuple):
   """Sums over the sampled tokens of an update; divide by `tokens`.
 
-  `balance` and `router_entropy` are weighted by tokens, so they divide too.
+  Attributes:
+    router: Aux of each micro-batch, weighted by its tokens, so it divides
+      too, except for `dropped`, which is a count; None without experts.
   """
 
   tokens: Float[Array, ""]
@@ -121,12 +83,22 @@ class Sums(NamedTuple):
   clipped: Float[Array, ""]
   entropy: Float[Array, ""]
   behaviour_kl: Float[Array, ""]
-  balance: Float[Array, ""]
-  router_entropy: Float[Array, ""]
+  router: transformer.Aux | None
+
+
+METRICS: tuple[str, ...] = (
+  "tokens",
+  "grad_norm",
+  "loss",
+  "clipped",
+  "entropy",
+  "behaviour_kl",
+)
+"""What every update reports; a model with experts adds the fields of Aux."""
 
 
 class Accumulator(NamedTuple):
-  """Unnormalised gradient and sums over micro-batches."""
+  """Unnormalised float32 gradient and sums over micro-batches."""
 
   grads: transformer.Params
   sums: Sums
@@ -137,29 +109,44 @@ def token_logprobs(
   batch: batch_lib.Batch,
   *,
   config: model_config.ModelConfig,
-  mesh: jax.sharding.Mesh,
+  layout: sharding.Layout,
   temperature: float,
 ) -> tuple[Float[Array, "B L"], Float[Array, "B L"], transformer.Aux]:
   """Returns (log-probability of token t, entropy there, aux), in nats.
 
-  Entry t comes from the logits at t - 1, so the first entry of a row, and of
-  every segment, scores nothing: a trajectory starts with context.
+  Both are float32. Entry t comes from the hidden state of the token before
+  it, so the first entry of a row, and of every segment without a parent,
+  means nothing: a trajectory starts with context.
   """
   placed = _as_jax(batch)
-  logits, aux = transformer.apply(
+  prefix = placed.prefix
+  hidden, aux = transformer.hidden(
     params,
     config,
     placed.tokens,
     placed.positions,
     placed.segments,
-    mesh=mesh,
+    parents=prefix and prefix.parents,
+    copies=prefix and prefix.copies,
+    experts=placed.experts,
+    layout=layout,
   )
-  logprobs = jax.nn.log_softmax(logits[:, :-1] / temperature)
-  targets = placed.tokens[:, 1:, None]
-  scored = jnp.take_along_axis(logprobs, targets, axis=-1)[..., 0]
-  entropy = -(jnp.exp(logprobs) * logprobs).sum(-1)
-  first = ((0, 0), (1, 0))
-  return jnp.pad(scored, first), jnp.pad(entropy, first), aux
+  targets = placed.tokens
+  if prefix is not None:
+    hidden = jnp.take_along_axis(hidden, prefix.previous[..., None], 1)
+  else:
+    # Scores move, being smaller than hidden states.
+    targets = jnp.roll(targets, -1, axis=1)
+  scores = logprobs_lib.score(
+    logprobs_lib.terms(params, config, hidden),
+    targets,
+    temperature=temperature,
+    chunk=config.compute.logprob_chunk,
+    layout=layout,
+  )
+  if prefix is None:
+    scores = [jnp.roll(x, 1, axis=1) for x in scores]
+  return scores[0], scores[1], aux
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -168,13 +155,15 @@ class Learner:
 
   Attributes:
     init: key -> TrainState, born sharded.
-    wrap: parameters -> TrainState with a fresh optimizer.
+    wrap: parameters, placed as in `abstract` -> TrainState that holds them,
+      with a fresh optimizer.
     zero: () -> Accumulator.
     accumulate: (params, accumulator, placed batch) -> accumulator; donates
       the accumulator.
     update: (state, accumulator) -> (state, metrics); donates the optimizer's
-      state and the accumulator but not the parameters: published versions
-      stay readable.
+      state, the master copy and, where they can hold the new parameters, the
+      gradients, but no parameters: published versions stay readable. Frozen
+      parameters are the very same arrays again.
     score: (params, placed batch) -> log-probabilities [B, L].
     place: host batch -> batch on the mesh.
     abstract: shapes and shardings of the state, for restoring it.
@@ -192,7 +181,7 @@ class Learner:
 
 def build(
   config: model_config.ModelConfig,
-  mesh: jax.sharding.Mesh,
+  layout: sharding.Layout,
   objective: Objective,
   optimizer: optax.GradientTransformation,
   temperature: float = 1.0,
@@ -202,80 +191,153 @@ def build(
   Args:
     temperature: that of sampling, so that ratios start at 1.
   """
-  replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-  param_shardings = sharding.param_shardings(config, mesh)
-  state_shardings = _state_shardings(
-    config, param_shardings, optimizer, replicated
-  )
-  acc_shardings = Accumulator._make((param_shardings, replicated))
   score = functools.partial(
-    token_logprobs,
-    config=config,
-    mesh=mesh,
-    temperature=temperature,
+    token_logprobs, config=config, layout=layout, temperature=temperature
   )
-  gradient = jax.value_and_grad(
-    functools.partial(_objective, score=score, objective=objective),
-    has_aux=True,
+  total = functools.partial(
+    _objective, score=score, objective=objective, config=config
+  )
+  begin = functools.partial(_begin, config=config, optimizer=optimizer)
+  shardings = _shardings(config, layout, optimizer, begin)
+  trained = shardings._replace(params=lora.split(shardings.params)[0])
+  grads = Accumulator._make((trained.params, layout.sharding()))
+  is_f32 = shardings.master is None
+  start = jax.jit(begin, out_shardings=tuple(trained[1:]))
+  add = jax.jit(
+    functools.partial(_accumulate, gradient=jax.grad(total, has_aux=True)),
+    donate_argnums=2,
+    out_shardings=grads,
+  )
+  # Rounded parameters have no use for the memory of float32 gradients.
+  apply = jax.jit(
+    functools.partial(_update, optimizer=optimizer),
+    donate_argnums=(1, 3, 4) if is_f32 else (1, 3),
+    out_shardings=(trained, None),
   )
 
-  def wrap(params):
-    return TrainState(params, optimizer.init(params), jnp.zeros((), jnp.int32))
+  def init(key):
+    params = transformer.init(key, config)
+    return TrainState(params, *begin(lora.split(params)[0]))
 
-  def zero():
-    shapes = _param_shapes(config)
-    grads = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-    return Accumulator(grads, Sums(*(jnp.zeros(()) for _ in Sums._fields)))
+  def update(state, accumulator):
+    trainable, frozen = lora.split(state.params)
+    after, metrics = apply(trainable, *state[1:], *accumulator)
+    return after._replace(params=lora.join(after.params, frozen)), metrics
 
-  def accumulate(params, accumulator, batch):
-    (_, sums), grads = gradient(params, batch)
-    return jax.tree.map(jnp.add, accumulator, Accumulator(grads, sums))
-
-  def update(params, opt_state, updates, accumulator):
-    sums = accumulator.sums
-    tokens = jnp.maximum(sums.tokens, 1.0)
-    grads = jax.tree.map(lambda g: g / tokens, accumulator.grads)
-    changes, opt_state = optimizer.update(grads, opt_state, params)
-    metrics = {name: value / tokens for name, value in sums._asdict().items()}
-    metrics["tokens"] = sums.tokens
-    metrics["grad_norm"] = optax.tree.norm(grads)
-    params = optax.apply_updates(params, changes)
-    return TrainState._make((params, opt_state, updates + 1)), metrics
-
-  apply_update = jax.jit(
-    update, donate_argnums=(1, 3), out_shardings=(state_shardings, None)
-  )
   return Learner(
-    init=jax.jit(
-      lambda key: wrap(transformer.init(key, config)),
-      out_shardings=state_shardings,
+    init=jax.jit(init, out_shardings=shardings),
+    wrap=lambda params: TrainState(params, *start(lora.split(params)[0])),
+    zero=jax.jit(functools.partial(_zero, config=config), out_shardings=grads),
+    accumulate=lambda params, accumulator, batch: add(
+      *lora.split(params), accumulator, batch
     ),
-    wrap=jax.jit(wrap, out_shardings=state_shardings),
-    zero=jax.jit(zero, out_shardings=acc_shardings),
-    accumulate=jax.jit(
-      accumulate, donate_argnums=1, out_shardings=acc_shardings
-    ),
-    update=lambda state, acc: apply_update(*state, acc),
+    update=update,
     score=jax.jit(lambda params, batch: score(params, batch)[0]),
-    place=functools.partial(
-      jax.device_put, device=sharding.batch_sharding(mesh)
-    ),
-    abstract=jax.tree.map(
-      lambda x, placed: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed),
-      jax.eval_shape(wrap, _param_shapes(config)),
-      state_shardings,
-    ),
+    place=functools.partial(jax.device_put, device=layout.sharding("batch")),
+    abstract=_abstract(config, begin, shardings),
   )
+
+
+def _begin(
+  trainable: Any,
+  *,
+  config: model_config.ModelConfig,
+  optimizer: optax.GradientTransformation,
+) -> tuple[optax.OptState, Array, Any]:
+  """Returns the state of a fresh optimizer, no updates, and master copies."""
+  master = None
+  if config.compute.dtype != "float32":
+    master = jax.tree.map(lambda x: x.astype(jnp.float32), trainable)
+  opt_state = optimizer.init(trainable if master is None else master)
+  return opt_state, jnp.zeros((), jnp.int32), master
+
+
+def _abstract(
+  config: model_config.ModelConfig,
+  begin: Callable[..., tuple[optax.OptState, Array, Any]],
+  shardings: TrainState,
+) -> TrainState:
+  shapes = transformer.shapes(config)
+  state = TrainState(shapes, *jax.eval_shape(begin, lora.split(shapes)[0]))
+  return jax.tree.map(
+    lambda x, placed: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed),
+    state,
+    shardings,
+  )
+
+
+def _zero(*, config: model_config.ModelConfig) -> Accumulator:
+  trainable, _ = lora.split(transformer.shapes(config))
+  router = None
+  if config.num_sparse:
+    sizes = {"load": config.num_experts}
+    router = transformer.Aux(
+      *(jnp.zeros(sizes.get(name, ())) for name in transformer.Aux._fields)
+    )
+  return Accumulator(
+    jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), trainable),
+    Sums(*(jnp.zeros(()) for _ in Sums._fields[:-1]), router=router),
+  )
+
+
+def _accumulate(
+  trainable: Any,
+  frozen: Any,
+  accumulator: Accumulator,
+  batch: batch_lib.Batch,
+  *,
+  gradient: Callable[..., tuple[Any, Sums]],
+) -> Accumulator:
+  new = Accumulator(*gradient(trainable, frozen, batch))
+  return jax.tree.map(jnp.add, accumulator, new)
+
+
+def _update(
+  trainable: Any,
+  opt_state: optax.OptState,
+  updates: Array,
+  master: Any,
+  grads: Any,
+  sums: Sums,
+  *,
+  optimizer: optax.GradientTransformation,
+) -> tuple[TrainState, dict[str, Array]]:
+  tokens = jnp.maximum(sums.tokens, 1.0)
+  grads = jax.tree.map(lambda g: g / tokens, grads)
+  exact = trainable if master is None else master
+  changes, opt_state = optimizer.update(grads, opt_state, exact)
+  exact = optax.apply_updates(exact, changes)
+  metrics = _metrics(sums, tokens)
+  metrics["grad_norm"] = optax.tree.norm(grads)
+  rounded = jax.tree.map(lambda x, old: x.astype(old.dtype), exact, trainable)
+  master = exact if master is not None else None
+  return TrainState(rounded, opt_state, updates + 1, master), metrics
+
+
+def _metrics(sums: Sums, tokens: Array) -> dict[str, Array]:
+  """Returns scalars: means, and one for each entry of a vector."""
+  added = sums._asdict()
+  router = added.pop("router")
+  added |= router._asdict() if router else {}
+  # Counts, all others are means.
+  counts = {
+    name: added.pop(name) for name in ("tokens", "dropped") if name in added
+  }
+  means = {name: x / tokens for name, x in added.items()}
+  load = means.pop("load", ())
+  return counts | means | {f"load/{i}": x for i, x in enumerate(load)}
 
 
 def _objective(
-  params: transformer.Params,
+  trainable: Any,
+  frozen: Any,
   batch: batch_lib.Batch,
   *,
   score: Callable[..., tuple[Array, Array, transformer.Aux]],
   objective: Objective,
+  config: model_config.ModelConfig,
 ) -> tuple[Array, Sums]:
-  logprobs, entropy, aux = score(params, batch)
+  logprobs, entropy, aux = score(lora.join(trainable, frozen), batch)
   placed = _as_jax(batch)
   sampled = placed.sampled
   loss, clipped = jax.vmap(objective.loss)(
@@ -288,14 +350,14 @@ def _objective(
     clipped=clipped.sum(),
     entropy=jnp.where(sampled, entropy, 0.0).sum(),
     behaviour_kl=jnp.where(sampled, placed.behaviour - logprobs, 0.0).sum(),
-    balance=aux.load_balance * tokens,
-    router_entropy=aux.router_entropy * tokens,
+    router=None,
   )
-  total = (
-    sums.loss
-    - objective.entropy_bonus * sums.entropy
-    + objective.balance_weight * sums.balance
-  )
+  total = sums.loss - objective.entropy_bonus * sums.entropy
+  if config.num_sparse:
+    router = jax.tree.map(lambda x: x * tokens, aux)
+    total += objective.balance_weight * router.load_balance
+    total += objective.z_weight * router.z_loss
+    sums = sums._replace(router=router._replace(dropped=aux.dropped))
   return total, sums
 
 
@@ -304,25 +366,23 @@ def _as_jax(batch: batch_lib.Batch) -> Any:
   return jax.tree.map(jnp.asarray, batch)
 
 
-def _param_shapes(config: model_config.ModelConfig) -> Any:
-  return jax.eval_shape(
-    functools.partial(transformer.init, config=config), jax.random.key(0)
-  )
-
-
-def _state_shardings(
+def _shardings(
   config: model_config.ModelConfig,
-  param_shardings: Any,
+  layout: sharding.Layout,
   optimizer: optax.GradientTransformation,
-  replicated: jax.sharding.Sharding,
+  begin: Callable[..., tuple[optax.OptState, Array, Any]],
 ) -> TrainState:
-  """Moments are sharded as the parameters they belong to."""
-  params = _param_shapes(config)
-  opt_state = optax.tree.map_params(
+  """Moments and master copies lie where the parameters do that they are of."""
+  params = layout.tree(transformer.logical_axes(config))
+  trainable, _ = lora.split(params)
+  shapes, _ = lora.split(transformer.shapes(config))
+  opt_state, _, master = jax.eval_shape(begin, shapes)
+  placed = optax.tree.map_params(
     optimizer,
-    lambda _, placed: placed,
-    jax.eval_shape(optimizer.init, params),
-    param_shardings,
-    transform_non_params=lambda _: replicated,
+    lambda _, where: where,
+    opt_state,
+    trainable,
+    transform_non_params=lambda _: layout.sharding(),
   )
-  return TrainState._make((param_shardings, opt_state, replicated))
+  master = None if master is None else trainable
+  return TrainState._make((params, placed, layout.sharding(), master))

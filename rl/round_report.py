@@ -7,6 +7,9 @@ import numpy as np
 
 from rl import agreement, events, overlap, trace, trajectory
 
+_RENAMED = {"clipped": "clip_fraction"}
+_ADDED = {"tokens": "trained_tokens", "dropped": "dropped_assignments"}
+
 
 def of_groups(
   groups: Sequence[trajectory.Group],
@@ -51,21 +54,25 @@ def _no_variance(group: trajectory.Group) -> bool:
 
 
 def of_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
-  """Returns the learner's per-token means, averaged over a round's updates."""
-  names = {
-    "loss": "loss",
-    "entropy": "entropy",
-    "clipped": "clip_fraction",
-    "behaviour_kl": "behaviour_kl",
-    "balance": "load_balance",
-    "router_entropy": "router_entropy",
-    "grad_norm": "grad_norm",
-  }
+  """Returns the learner's per-token means, averaged over a round's updates.
+
+  Names are the learner's, whatever the model adds to those of every update;
+  an update without some of them does not count there.
+  """
+  names = dict.fromkeys(name for sums in updates for name in sums)
   means = {
-    name: float(np.mean([sums[key] for sums in updates]))
-    for key, name in names.items()
+    _RENAMED.get(name, name): float(
+      np.mean([sums[name] for sums in updates if name in sums])
+    )
+    for name in names
+    if name not in _ADDED
   }
-  return {**means, "trained_tokens": sum(sums["tokens"] for sums in updates)}
+  added = {
+    new: sum(sums[name] for sums in updates if name in sums)
+    for name, new in _ADDED.items()
+    if name in names
+  }
+  return means | added
 
 
 def of_schedule(schedule: overlap.Overlap) -> dict[str, float]:

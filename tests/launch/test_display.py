@@ -145,6 +145,30 @@ def test_a_terminal_gets_a_panel_with_everything(terminal):
     assert expected in text
 
 
+@pytest.mark.parametrize(
+  ("dropped", "shown_load"),
+  [(0.0, "1.38x"), (2.0, "1.38x, 2 dropped")],
+)
+def test_a_terminal_shows_how_the_router_does(terminal, dropped, shown_load):
+  router = {"router_entropy": 1.204, "max_load": 1.377}
+  shown = display.Display(300, terminal, Clock())
+  shown.start()
+  shown.update(
+    {"round": 1, **_METRICS, **router, "dropped_assignments": dropped}
+  )
+  shown.close()
+  assert "1.204" in terminal.getvalue()
+  assert shown_load in terminal.getvalue()
+
+
+def test_a_model_without_experts_shows_no_router(terminal):
+  shown = display.Display(300, terminal, Clock())
+  shown.start()
+  shown.update({"round": 1, **_METRICS})
+  shown.close()
+  assert "busiest expert" not in terminal.getvalue()
+
+
 def test_a_terminal_shows_the_phase_until_the_first_round(terminal):
   shown = display.Display(300, terminal)
   shown.phase("warm start 12/40")

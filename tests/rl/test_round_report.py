@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from rl import round_report, trace, trajectory
+from rl import learner, round_report, trace, trajectory
 
 OK = trajectory.Status.COMPLETED
 CUT = trajectory.Status.TRUNCATED
@@ -76,21 +76,23 @@ def test_a_round_without_rewards_has_no_success_rather_than_none():
 
 
 def test_every_sum_of_the_learner_has_a_metric():
-  names = ["tokens", "loss", "clipped", "entropy", "behaviour_kl", "balance"]
-  names += ["router_entropy", "grad_norm"]
+  names = [*learner.METRICS, "router_entropy", "dropped", "load/0"]
   sums = {name: float(i) for i, name in enumerate(names)}
   got = round_report.of_updates([sums])
   assert sorted(got.values()) == sorted(sums.values())
-  assert (got["trained_tokens"], got["clip_fraction"]) == (0, 2)
+  assert got["trained_tokens"] == sums["tokens"]
+  assert got["clip_fraction"] == sums["clipped"]
+  assert got["dropped_assignments"] == sums["dropped"]
 
 
 def test_updates_of_a_round_are_averaged_and_their_tokens_added():
-  names = ["loss", "clipped", "entropy", "behaviour_kl", "balance"]
-  names += ["router_entropy", "grad_norm"]
-  one = dict.fromkeys(names, 1.0) | {"tokens": 30.0}
-  two = dict.fromkeys(names, 2.0) | {"tokens": 10.0}
+  one = dict.fromkeys(learner.METRICS, 1.0) | {"tokens": 30.0, "max_load": 3.0}
+  two = dict.fromkeys(learner.METRICS, 2.0) | {"tokens": 10.0}
   got = round_report.of_updates([one, two])
   assert (got["loss"], got["trained_tokens"]) == (1.5, 40.0)
+  # An update that trained nothing says nothing about the router.
+  assert got["max_load"] == 3.0
+  assert "dropped_assignments" not in got
 
 
 def test_speed_counts_the_tokens_of_episodes_that_ended():

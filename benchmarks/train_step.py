@@ -1,0 +1,362 @@
+"""Training speed against a plain matmul's rate and a plainly written step.
+
+  python -m benchmarks.train_step [--repeats=5] [--steps=2] [--only=NAME]
+
+One optimizer step on one device: zero, accumulate one batch, update, as the
+coordinator calls the learner. Prints tokens a second, and model FLOP/s as a
+share of the best rate of a plain matmul of that dtype in the same run:
+
+  FLOPs a token = 6 (weights that a token is multiplied by) + 6 layers H d L
+
+The weights are active ones: of the experts those of the top k, and the output
+projection once. The second term is causal attention: two products with L / 2
+keys on average, forward once and backward twice. What remat computes again
+does not count.
+
+On CPU: the models of 4 layers and width 128 on 64 rows of 96 tokens, with
+`benchmarks/yardstick.py` in turn. On an accelerator: Qwen3-1.7B, and as many
+layers of Qwen3-30B-A3B as fit with their optimizer, random weights, bfloat16;
+XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 lets it have the whole device. Policies for
+remat are tried from the one that keeps most.
+Then the memory of log-probabilities over 151,936 words, in chunks and whole.
+Writes benchmarks/results/train_step.json, or train_step_<platform>.json.
+"""
+
+import dataclasses
+import functools
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import app
+from absl import flags as absl_flags
+
+from benchmarks import machine, yardstick
+from models import config as model_config
+from models import logprobs, transformer
+from rl import batch, learner, losses, optimizers, placement
+
+_REPEATS = absl_flags.DEFINE_integer("repeats", 5, "Of each side.")
+_STEPS = absl_flags.DEFINE_integer("steps", 2, "Of each repeat.")
+_ONLY = absl_flags.DEFINE_string("only", "", "Workloads whose name holds this.")
+
+_OBJECTIVE = learner.Objective(loss=losses.ClippedSurrogate())
+_BYTES_A_PARAMETER = 24
+"""bfloat16: old and new copy, gradient; float32: master copy, two moments,
+accumulated gradient; and what adding up the gradient takes."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Workload:
+  """A model, and rows of `length` tokens of which the first third is given.
+
+  Attributes:
+    plain: whether the yardstick takes turns; it needs much more memory, and
+      with many experts much more time.
+    remats: policies, of which the first that the memory is enough for is used.
+  """
+
+  name: str
+  config: model_config.ModelConfig
+  rows: int
+  length: int
+  plain: bool = False
+  remats: tuple[str, ...] = ("none",)
+
+
+def workloads(platform: str) -> list[Workload]:
+  """Returns those of a platform, with as many layers as its memory takes."""
+  return _small() if platform == "cpu" else _large()
+
+
+def _small() -> list[Workload]:
+  sizes: dict[str, Any] = {
+    "vocab_size": 512,
+    "d_ff": 512,
+    "d_expert": 256,
+    "max_length": 96,
+    "rope_theta": 1e6,
+    # Over few words all logits are small: nothing to compute again.
+    "compute": model_config.Compute(logprob_chunk=64 * 96),
+  }
+  configs = {
+    "dense": model_config.tiny(**sizes),
+    "8 experts": model_config.tiny_moe(num_experts=8, **sizes),
+    "32 experts": model_config.tiny_moe(num_experts=32, **sizes),
+  }
+  return [
+    Workload(
+      name=name,
+      config=config,
+      rows=64,
+      length=96,
+      plain=config.num_experts <= 8,
+    )
+    for name, config in configs.items()
+  ]
+
+
+def _large() -> list[Workload]:
+  stats = jax.devices()[0].memory_stats() or {}
+  # A quarter is for activations, and for what is not foreseen.
+  room = 0.75 * stats.get("bytes_limit", 16e9) / _BYTES_A_PARAMETER
+  compute = model_config.Compute(dtype="bfloat16")
+  found = []
+  for name, make in (
+    ("Qwen3-1.7B", functools.partial(model_config.qwen3, "1.7b")),
+    ("30B-A3B", functools.partial(model_config.qwen3_moe, "30b-a3b")),
+  ):
+    whole = make(compute=compute)
+    one, two = (
+      model_config.num_params(dataclasses.replace(whole, num_layers=layers))[0]
+      for layers in (1, 2)
+    )
+    layers = int(min(whole.num_layers, 1 + (room - one) // (two - one)))
+    if layers < 1:
+      raise ValueError(f"{name}: one layer needs {one * _BYTES_A_PARAMETER} B")
+    config = dataclasses.replace(whole, num_layers=layers)
+    label = f"{name}, {layers} of {whole.num_layers} layers"
+    found.append(
+      Workload(
+        name=label,
+        config=config,
+        rows=8,
+        length=2048,
+        remats=("none", "dots", "layer"),
+      )
+    )
+  return found
+
+
+def flops_a_token(config: model_config.ModelConfig, length: int) -> float:
+  """Returns model FLOPs of a train step; the formula is on top."""
+  _, active = model_config.num_params(config)
+  if not config.tie_embeddings:
+    # Looking a word up multiplies nothing.
+    active -= config.vocab_size * config.d_model
+  width = config.num_heads * config.head_dim
+  return 6.0 * active + 6.0 * config.num_layers * width * length
+
+
+def matmul_rate(dtype: str, platform: str) -> float:
+  """Returns the best FLOP/s of square products, of a few sizes."""
+  sizes = (512, 1024, 2048) if platform == "cpu" else (4096, 8192, 16384)
+  best = 0.0
+  product = jax.jit(jnp.matmul)
+  for size in sizes:
+    x = jnp.ones((size, size), dtype)
+    jax.block_until_ready(product(x, x))
+    count = max(1, int(2e10 if platform == "cpu" else 5e13) // (2 * size**3))
+    for _ in range(3):
+      start = time.monotonic()
+      # Each waits for the one before it: none runs beside another.
+      y = x
+      for _ in range(count):
+        y = product(x, y)
+      jax.block_until_ready(y)
+      seconds = time.monotonic() - start
+      best = max(best, 2.0 * size**3 * count / seconds)
+  return best
+
+
+def packed(work: Workload) -> batch.Batch:
+  """Returns whole rows with behaviour near that of random weights."""
+  rng = np.random.default_rng(0)
+  shape = (work.rows, work.length)
+  words = work.config.vocab_size
+  order = np.broadcast_to(np.arange(work.length, dtype=np.int32), shape)
+  noise = rng.normal(scale=0.1, size=shape)
+  return batch.empty(*shape)._replace(
+    tokens=rng.integers(words, size=shape, dtype=np.int32),
+    positions=order.copy(),
+    segments=np.ones(shape, np.int32),
+    sampled=order >= work.length // 3,
+    behaviour=(noise - np.log(words)).astype(np.float32),
+    advantages=rng.normal(size=shape).astype(np.float32),
+  )
+
+
+def _ours(work: Workload) -> Callable[[], float]:
+  """Returns a function that does a step and gives its loss."""
+  layout, _ = placement.Placement(colocated=True).layouts()
+  programs = learner.build(
+    work.config, layout, _OBJECTIVE, optimizers.AdamW()()
+  )
+  state = programs.init(jax.random.key(0))
+  placed = programs.place(packed(work))
+
+  def step() -> float:
+    nonlocal state
+    total = programs.accumulate(state.params, programs.zero(), placed)
+    state, metrics = programs.update(state, total)
+    return float(jax.block_until_ready(metrics)["loss"])
+
+  return step
+
+
+def _plain(work: Workload) -> Callable[[], float]:
+  optimizer = optimizers.AdamW()()
+  params = transformer.init(jax.random.key(0), work.config)
+  opt_state = optimizer.init(params)
+  run = yardstick.build(work.config, optimizer, _OBJECTIVE.balance_weight)
+  placed = jax.device_put(packed(work))
+
+  def step() -> float:
+    nonlocal params, opt_state
+    params, opt_state, loss = run(params, opt_state, placed)
+    return float(jax.block_until_ready(loss))
+
+  return step
+
+
+def _compare(work: Workload) -> dict[str, list[tuple[float, float]]]:
+  """Returns wall and CPU seconds a step of each side, which take turns.
+
+  Raises:
+    AssertionError: both do not train the same.
+  """
+  sides = {"ours": _ours(work)}
+  if work.plain:
+    sides["plain"] = _plain(work)
+  # Twice: the first step compiles, and the second sees what a jit returned.
+  for _ in range(2):
+    values = [step() for step in sides.values()]
+    np.testing.assert_allclose(values, values[0], rtol=1e-3, atol=1e-4)
+  seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
+  for _ in range(_REPEATS.value):
+    for name, step in sides.items():
+      wall, cpu = time.monotonic(), time.process_time()
+      for _ in range(_STEPS.value):
+        step()
+      wall, cpu = time.monotonic() - wall, time.process_time() - cpu
+      seconds[name].append((wall / _STEPS.value, cpu / _STEPS.value))
+  return seconds
+
+
+def _first_that_fits(
+  work: Workload,
+) -> tuple[Workload, dict[str, list[tuple[float, float]]]]:
+  """Returns what `_compare` does, with the policy for remat that it took."""
+  compute = work.config.compute
+  for remat in work.remats:
+    config = dataclasses.replace(
+      work.config, compute=dataclasses.replace(compute, remat=remat)
+    )
+    tried = dataclasses.replace(work, config=config)
+    try:
+      return tried, _compare(tried)
+    except jax.errors.JaxRuntimeError as error:
+      if "RESOURCE_EXHAUSTED" not in str(error) or remat == work.remats[-1]:
+        raise
+    jax.clear_caches()
+  raise ValueError(f"{work.name}: remats={work.remats} is empty; name some")
+
+
+def _row(work: Workload, rate: float) -> dict[str, Any]:
+  work, seconds = _first_that_fits(work)
+  tokens = work.rows * work.length
+  row: dict[str, Any] = {"name": work.name, "remat": work.config.compute.remat}
+  for side, times in seconds.items():
+    walls = [wall for wall, _ in times]
+    median = statistics.median(walls)
+    done = tokens * flops_a_token(work.config, work.length) / median
+    row[side] = {
+      "tokens/s": tokens / median,
+      "min": tokens / max(walls),
+      "max": tokens / min(walls),
+      "CPU s": statistics.median(cpu for _, cpu in times),
+      "FLOP/s": done,
+      "share of matmul": done / rate,
+    }
+  if "plain" in seconds:
+    pairs = list(zip(seconds["ours"], seconds["plain"], strict=True))
+    for place, name in enumerate(("wall", "CPU")):
+      ratios = [b[place] / a[place] for a, b in pairs]
+      row[f"ours / plain, {name}"] = {
+        "median": statistics.median(ratios),
+        "min": min(ratios),
+        "max": max(ratios),
+      }
+  return row
+
+
+def _print(row: dict[str, Any]) -> None:
+  for side in ("ours", "plain"):
+    if side not in row:
+      continue
+    cells = row[side]
+    line = (
+      f"{row['name'] + ', ' + side:32}{cells['tokens/s']:10.0f}"
+      f"{cells['CPU s']:8.2f}{cells['FLOP/s'] / 1e12:9.3f}"
+      f"{cells['share of matmul']:10.2f}"
+    )
+    if side == "ours" and "plain" in row:
+      for name in ("wall", "CPU"):
+        line += f"{row[f'ours / plain, {name}']['median']:7.2f}"
+    print(line, flush=True)
+
+
+def logprob_memory(chunk: int) -> dict[str, float]:
+  """Returns temporary MB of value and gradient, in chunks and whole."""
+  words, width, shape = 151_936, 64, (8, 1024)
+  hidden = jax.ShapeDtypeStruct((*shape, width), jnp.float32)
+  table = jax.ShapeDtypeStruct((words, width), jnp.float32)
+  ids = jax.ShapeDtypeStruct(shape, jnp.int32)
+
+  def total(hidden, table, ids, chunk):
+    scores, entropy = logprobs.score(
+      [logprobs.Term(hidden, table)], ids, temperature=1.0, chunk=chunk
+    )
+    return jnp.sum(scores * entropy)
+
+  def megabytes(chunk: int) -> float:
+    run = jax.jit(
+      jax.grad(functools.partial(total, chunk=chunk), argnums=(0, 1))
+    )
+    memory = run.lower(hidden, table, ids).compile().memory_analysis()
+    return memory.temp_size_in_bytes / 1e6 if memory else float("nan")
+
+  tokens = shape[0] * shape[1]
+  return {
+    "tokens": tokens,
+    "words": words,
+    "chunk": chunk,
+    "logits MB": tokens * words * 4 / 1e6,
+    "chunks MB": megabytes(chunk),
+    "whole MB": megabytes(tokens),
+  }
+
+
+def main(argv: list[str]) -> None:
+  """Measures each workload, prints a table and keeps it."""
+  del argv
+  platform = jax.default_backend()
+  chosen = [x for x in workloads(platform) if _ONLY.value in x.name]
+  dtypes = {work.config.compute.dtype for work in chosen}
+  rates = {dtype: matmul_rate(dtype, platform) for dtype in sorted(dtypes)}
+  print(machine.describe())
+  for dtype, rate in rates.items():
+    print(f"plain matmul, {dtype}: {rate / 1e12:.3f} TFLOP/s")
+  print(
+    f"{'':32}{'tokens/s':>10}{'CPU s':>8}{'TFLOP/s':>9}{'of matmul':>10}"
+    "  / plain: wall, CPU"
+  )
+  rows = []
+  for work in chosen:
+    rows.append(_row(work, rates[work.config.compute.dtype]))
+    _print(rows[-1])
+  memory = logprob_memory(chunk=1024)
+  print(" ".join(f"{name} {value:.0f}" for name, value in memory.items()))
+  if not _ONLY.value:
+    suffix = "" if platform == "cpu" else f"_{platform}"
+    machine.keep(
+      f"train_step{suffix}", matmul=rates, rows=rows, logprobs=memory
+    )
+
+
+if __name__ == "__main__":
+  app.run(main)
