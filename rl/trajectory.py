@@ -44,6 +44,13 @@ class Turn:
     versions: policy that sampled each token; never decreases.
     stop: why sampling ended.
     decode_s, env_s: seconds spent on the answer and on the reply to it.
+    experts: k experts that each of S sparse layers chose for every id, context
+      first, because replaying a token needs the routes of all before it. -1
+      where the engine kept none, as for an id that it never ran.
+
+  Raises:
+    ValueError: `experts` has another length than the ids, or chooses for a
+      token in part.
   """
 
   context: Int32[np.ndarray, " P"]
@@ -53,6 +60,23 @@ class Turn:
   stop: Stop
   decode_s: float = 0.0
   env_s: float = 0.0
+  experts: Int32[np.ndarray, "ids S k"] | None = None
+
+  def __post_init__(self):
+    if self.experts is None:
+      return
+    count = len(self.context) + len(self.tokens)
+    if self.experts.ndim != 3 or len(self.experts) != count:
+      raise ValueError(
+        f"experts of shape {self.experts.shape} for {len(self.context)} ids of "
+        f"context and {len(self.tokens)} sampled ones; use ({count}, layers "
+        "with experts, experts of a token), -1 where unknown"
+      )
+    known = self.experts >= 0
+    if (known.any(-1) != known.all(-1)).any():
+      raise ValueError(
+        "experts of a token are known in part; use -1 for all of a layer"
+      )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -91,6 +115,30 @@ class Trajectory:
       for x, own in ((turn.context, False), (turn.tokens, True))
     ]
     return np.concatenate(pieces) if pieces else np.zeros(0, bool)
+
+  @property
+  def experts(self) -> Int32[np.ndarray, "L S k"] | None:
+    """Those of every id, -1 where unknown; None when no turn has any.
+
+    Raises:
+      ValueError: turns differ in layers or in experts of a token.
+    """
+    known = [turn.experts for turn in self.turns if turn.experts is not None]
+    if not known:
+      return None
+    shapes = {x.shape[1:] for x in known}
+    if len(shapes) > 1:
+      raise ValueError(
+        f"turns of one trajectory have experts of shapes {sorted(shapes)} a "
+        "token; all must come from one model"
+      )
+    (shape,) = shapes
+    pieces = []
+    for turn in self.turns:
+      count = len(turn.context) + len(turn.tokens)
+      unknown = np.full((count, *shape), -1, np.int32)
+      pieces.append(unknown if turn.experts is None else turn.experts)
+    return np.concatenate(pieces)
 
   @property
   def num_sampled(self) -> int:
@@ -153,6 +201,7 @@ def trajectory_to_json(trajectory: Trajectory) -> dict[str, Any]:
       "stop": turn.stop,
       "decode_s": turn.decode_s,
       "env_s": turn.env_s,
+      "experts": None if turn.experts is None else turn.experts.tolist(),
     }
     for turn in trajectory.turns
   ]
@@ -179,6 +228,7 @@ def trajectory_from_json(data: Mapping[str, Any]) -> Trajectory:
       stop=turn["stop"],
       decode_s=turn["decode_s"],
       env_s=turn["env_s"],
+      experts=_experts_from_json(turn.get("experts")),
     )
     for turn in data["turns"]
   ]
@@ -192,6 +242,12 @@ def trajectory_from_json(data: Mapping[str, Any]) -> Trajectory:
     parts=data["parts"],
     fault=data["fault"],
   )
+
+
+def _experts_from_json(data: Any) -> Int32[np.ndarray, "L S k"] | None:
+  # Lists of nothing have lost their shape.
+  experts = np.asarray([] if data is None else data, np.int32)
+  return experts if experts.ndim == 3 else None
 
 
 def group_to_json(group: Group) -> dict[str, Any]:

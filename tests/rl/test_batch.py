@@ -1,18 +1,36 @@
 """Packing: every token once, where it belongs, whatever the order."""
 
+import itertools
+from typing import Any
+
+import jax
 import numpy as np
 import pytest
 
 from rl import batch, trajectory
 
+PLAIN = batch.Batch._fields[:7]
 
-def _episode(turns, first_id=0):
-  """Returns an episode of (context, sampled) lengths with unique ids."""
+
+def _episode(turns, first_id=0, *, group=0, prompt=None, experts=None):
+  """Returns an episode of (context, sampled) lengths.
+
+  Args:
+    first_id: ids count up from here.
+    prompt: ids in place of the first context.
+    experts: shape (S, k) of those that a token took: id, id + 1, ...
+  """
   records, at = [], first_id
-  for context, sampled in turns:
+  for number, (context, sampled) in enumerate(turns):
     ids = np.arange(at, at + context + sampled, dtype=np.int32)
     at += len(ids)
+    if prompt is not None and not number:
+      ids[:context] = prompt
     own = ids[context:]
+    chosen = None
+    if experts is not None:
+      steps = np.arange(np.prod(experts), dtype=np.int32).reshape(experts)
+      chosen = ids[:, None, None] + steps
     records.append(
       trajectory.Turn(
         context=ids[:context],
@@ -20,11 +38,12 @@ def _episode(turns, first_id=0):
         logprobs=(-own / 7).astype(np.float32),
         versions=own // 10,
         stop="stop",
+        experts=chosen,
       )
     )
   return trajectory.Trajectory(
     task_id="game/train/0",
-    group_id=0,
+    group_id=group,
     index=0,
     turns=records,
     status=trajectory.Status.COMPLETED,
@@ -32,23 +51,51 @@ def _episode(turns, first_id=0):
   )
 
 
-def _random_episodes(draws, count):
-  """Returns episodes of 1 to 4 turns, none longer than 24 ids."""
-  episodes, at = [], 1
-  for _ in range(count):
-    turns = draws.integers(1, 4, size=(draws.integers(1, 5), 2))
-    episodes.append(_episode(turns.tolist(), at))
-    at += len(episodes[-1].ids)
+def _random_groups(draws, groups=6, size=5):
+  """Returns groups of episodes of 1 to 4 turns, none longer than 24 ids.
+
+  Members share a prompt of 1 to 8 ids, but every fifth has its own; the last
+  id of an episode belongs to no other.
+  """
+  episodes, at = [], 10_000
+  for group in range(groups):
+    width = int(draws.integers(1, 9))
+    for _ in range(size):
+      prompt = np.arange(width) + 100 * group
+      prompt[-1] += 50 * (draws.random() < 0.2)
+      turns = draws.integers(1, 3, size=(draws.integers(1, 5), 2))
+      turns[0, 0] = width
+      episodes.append(_episode(turns.tolist(), at, group=group, prompt=prompt))
+      at += 100
   return episodes
 
 
-def _segments(batches):
-  """Yields the columns of each trajectory as it was packed."""
-  for packed in batches:
-    for row, segments in enumerate(packed.segments):
-      for segment in range(1, segments.max() + 1):
-        at = segments == segment
-        yield batch.Batch(*(column[row][at] for column in packed))
+def _share(episodes, values=None, *, rows, length) -> list[Any]:
+  """Returns batches with a prefix; advantages are 1 unless they matter."""
+  values = [1.0] * len(episodes) if values is None else values
+  return batch.pack(
+    episodes, values, rows=rows, length=length, share_prompts=True
+  )
+
+
+def _conversations(batches: list[Any]):
+  """Yields the columns of each conversation, found from its last token."""
+  rows = range(len(batches[0].tokens))
+  for packed, row in itertools.product(batches, rows):
+    segments, prefix = packed.segments[row], packed.prefix
+    owned = set(segments.tolist()) - {0}
+    if prefix is not None:
+      owned -= set(prefix.parents[row].tolist())
+    for segment in sorted(owned):
+      at = [int(np.flatnonzero(segments == segment)[-1])]
+      for _ in range(packed.positions[row, at[0]]):
+        here = at[-1]
+        at.append(here - 1 if prefix is None else prefix.previous[row, here])
+      yield jax.tree.map(lambda x, at=at[::-1], row=row: x[row, at], packed)
+
+
+def _num_rows(batches):
+  return sum(int(packed.segments.any(1).sum()) for packed in batches)
 
 
 def test_trajectories_lie_where_they_can_be_worked_out():
@@ -71,17 +118,112 @@ def test_trajectories_lie_where_they_can_be_worked_out():
   # The sampler's log-probability is -id / 7 here, on sampled ids alone.
   own = np.array([[0, 31, 0, 33, 0], [0, 0, 12, 0, 21]])
   np.testing.assert_allclose(packed.behaviour, -own / 7, rtol=1e-6)
+  assert packed.prefix is None
+  assert packed.experts is None
 
 
+def test_a_shared_prompt_lies_once_before_the_rests_of_its_group():
+  # Of group 1 remain 4 + 2 + 1 ids and the prompt 7 8 9: 3 + 7 of 12 places.
+  # Group 2, of one, fills the row; a prompt without company is no segment.
+  prompt = [7, 8, 9]
+  episodes = [
+    _episode([(3, 2)], 20, group=1, prompt=prompt),
+    _episode([(1, 1)], 60, group=2),
+    _episode([(3, 1)], 30, group=1, prompt=prompt),
+    _episode([(3, 2), (1, 1)], 40, group=1, prompt=prompt),
+  ]
+  values = [1.0, 2.0, 3.0, 4.0]
+  (packed,) = _share(episodes, values, rows=1, length=12)
+  rows = {
+    "tokens": [7, 8, 9, 43, 44, 45, 46, 23, 24, 33, 60, 61],
+    "segments": [1, 1, 1, 2, 2, 2, 2, 3, 3, 4, 5, 5],
+    "positions": [0, 1, 2, 3, 4, 5, 6, 3, 4, 3, 0, 1],
+    "sampled": [0, 0, 0, 1, 1, 0, 1, 1, 1, 1, 0, 1],
+    "advantages": [0, 0, 0, 4, 4, 0, 4, 1, 1, 3, 0, 2],
+    "versions": [0, 0, 0, 4, 4, 0, 4, 2, 2, 3, 0, 6],
+  }
+  for name, row in rows.items():
+    assert getattr(packed, name).astype(int).tolist() == [row], name
+  own = np.array([[0, 0, 0, 43, 44, 0, 46, 23, 24, 33, 0, 61]])
+  np.testing.assert_allclose(packed.behaviour, -own / 7, rtol=1e-6)
+  parents, previous, copies = (x[0].tolist() for x in packed.prefix)
+  assert parents == [-1, -1, -1, 1, 1, 1, 1, 1, 1, 1, -1, -1]
+  # The first token of every rest comes after the prompt's last, at index 2.
+  assert previous == [0, 0, 1, 2, 3, 4, 5, 2, 7, 2, 9, 10]
+  assert copies == [3, 3, 3, 1, 1, 1, 1, 1, 1, 1, 1, 1]
+
+
+def test_a_group_too_large_for_a_row_has_its_prompt_in_every_row_it_takes():
+  # Rows of 6 hold the prompt of 2 and rests of 2 + 2; five members take three
+  # rows, and the last has its prompt to itself.
+  episodes = [_episode([(2, 2)], 10 * i, prompt=[7, 8]) for i in range(1, 6)]
+  (packed,) = _share(episodes, rows=3, length=6)
+  assert packed.tokens.tolist() == [
+    [7, 8, 12, 13, 22, 23],
+    [7, 8, 32, 33, 42, 43],
+    [7, 8, 52, 53, 0, 0],
+  ]
+  assert packed.prefix.copies.tolist() == [
+    [2, 2, 1, 1, 1, 1],
+    [2, 2, 1, 1, 1, 1],
+    [1, 1, 1, 1, 0, 0],
+  ]
+  assert packed.segments[2].tolist() == [1, 1, 1, 1, 0, 0]
+
+
+def test_prompts_of_other_ids_or_other_groups_are_not_shared():
+  # Equal ids of another group, and a member whose environment said another
+  # word: both keep their own prompt.
+  episodes = [
+    _episode([(2, 1)], 10, group=1, prompt=[7, 8]),
+    _episode([(2, 1)], 20, group=2, prompt=[7, 8]),
+    _episode([(2, 1)], 30, group=1, prompt=[7, 9]),
+    _episode([(1, 2)], 40, group=1, prompt=[7]),
+  ]
+  (packed,) = _share(episodes, rows=1, length=12)
+  assert packed.tokens.tolist() == [[7, 8, 12, 7, 8, 22, 7, 9, 32, 7, 41, 42]]
+  assert (packed.prefix.parents == -1).all()
+  assert (packed.prefix.copies == 1).all()
+
+
+def test_a_member_that_said_nothing_shares_its_prompt_and_adds_no_segment():
+  # Aborted before its first token; unshared, its prompt would count as well.
+  episodes = [
+    _episode([(2, 2)], 10, prompt=[7, 8]),
+    _episode([(2, 0)], 20, prompt=[7, 8]),
+  ]
+  (packed,) = _share(episodes, rows=1, length=4)
+  assert packed.tokens.tolist() == [[7, 8, 12, 13]]
+  assert packed.segments.tolist() == [[1, 1, 2, 2]]
+  assert packed.prefix.copies.tolist() == [[2, 2, 1, 1]]
+
+
+def test_sharing_that_would_take_another_row_is_left():
+  # On their own 3 + 2 and 3 + 2 fill two rows of 5. The pair with one prompt
+  # would take 1 + 1 + 1 places of a row, which leave none for 3, nor 3 for 3.
+  episodes = [
+    _episode([(1, 1)], 10, group=1, prompt=[7]),
+    _episode([(1, 1)], 20, group=1, prompt=[7]),
+    _episode([(1, 2)], 30, group=2),
+    _episode([(1, 2)], 40, group=3),
+  ]
+  (packed,) = _share(episodes, rows=2, length=5)
+  assert packed.tokens.tolist() == [[30, 31, 32, 7, 11], [40, 41, 42, 7, 21]]
+  assert (packed.prefix.parents == -1).all()
+
+
+@pytest.mark.parametrize("share", [False, True], ids=["own", "shared"])
 @pytest.mark.parametrize("seed", range(20))
-def test_every_token_is_packed_once_with_all_that_belongs_to_it(seed):
+def test_every_token_is_packed_once_with_all_that_belongs_to_it(seed, share):
   draws = np.random.default_rng(seed)
-  episodes = _random_episodes(draws, count=30)
-  values = draws.normal(size=30).astype(np.float32).tolist()
-  batches = batch.pack(episodes, values, rows=4, length=25)
-  by_id = {int(e.ids[0]): (e, v) for e, v in zip(episodes, values, strict=True)}
-  for packed in _segments(batches):
-    episode, value = by_id.pop(int(packed.tokens[0]))
+  episodes = _random_groups(draws)
+  values = draws.normal(size=len(episodes)).astype(np.float32).tolist()
+  batches = batch.pack(episodes, values, rows=4, length=25, share_prompts=share)
+  by_id = {
+    int(e.ids[-1]): (e, v) for e, v in zip(episodes, values, strict=True)
+  }
+  for packed in _conversations(batches):
+    episode, value = by_id.pop(int(packed.tokens[-1]))
     turns = episode.turns
     assert packed.tokens.tolist() == episode.ids.tolist()
     assert packed.positions.tolist() == list(range(len(episode.ids)))
@@ -97,17 +239,76 @@ def test_every_token_is_packed_once_with_all_that_belongs_to_it(seed):
   assert not by_id
   for packed in batches:
     padding = packed.segments == 0
-    assert not any(column[padding].any() for column in packed)
+    assert not any(getattr(packed, name)[padding].any() for name in PLAIN)
+  sampled = sum(int(packed.sampled.sum()) for packed in batches)
+  assert sampled == sum(episode.num_sampled for episode in episodes)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_copies_count_every_token_as_often_as_it_was_played(seed):
+  draws = np.random.default_rng(seed)
+  episodes = _random_groups(draws)
+  own = batch.pack(episodes, [1.0] * len(episodes), rows=4, length=25)
+  shared = _share(episodes, rows=4, length=25)
+  copies = sum(int(packed.prefix.copies.sum()) for packed in shared)
+  assert copies == sum(len(episode.ids) for episode in episodes)
+  assert _num_rows(shared) <= _num_rows(own)
+  for packed in shared:
+    parents, previous, copies = packed.prefix
+    assert (packed.prefix.copies > 0).tolist() == (packed.segments > 0).tolist()
+    assert ((previous >= 0) & (previous < 25)).all()
+    # A prompt lies before all that see it, and is nobody's answer.
+    for row, at in np.argwhere(parents > 0):
+      prompt = packed.segments[row] == parents[row, at]
+      assert np.flatnonzero(prompt)[-1] < at
+      assert not packed.sampled[row, prompt].any()
+      assert (copies[row, prompt] > 1).all()
 
 
 def test_the_same_arguments_pack_the_same_rows():
-  episodes = _random_episodes(np.random.default_rng(0), count=30)
-  once, twice = (
-    batch.pack(episodes, [1.0] * 30, rows=4, length=25) for _ in range(2)
-  )
-  assert len(once) == len(twice)
-  for a, b in zip(once, twice, strict=True):
-    assert all((x == y).all() for x, y in zip(a, b, strict=True))
+  episodes = _random_groups(np.random.default_rng(0))
+  for share in (False, True):
+    once, twice = (
+      batch.pack(episodes, [1.0] * 30, rows=4, length=25, share_prompts=share)
+      for _ in range(2)
+    )
+    assert len(once) == len(twice)
+    assert jax.tree.all(jax.tree.map(np.array_equal, once, twice))
+
+
+def test_experts_follow_their_tokens():
+  # One of two sparse layers, two experts: token i took i, i + 1 and so on.
+  episodes = [
+    _episode([(2, 1)], 10, prompt=[7, 8], experts=(2, 2)),
+    _episode([(2, 1), (1, 1)], 20, prompt=[7, 8], experts=(2, 2)),
+    _episode([(1, 1)], 30, group=1),
+  ]
+  (packed,) = _share(episodes, rows=1, length=10)
+  assert packed.tokens.tolist() == [[7, 8, 22, 23, 24, 12, 30, 31, 0, 0]]
+  # -1 for the group that has none, and for padding.
+  first = [7, 8, 22, 23, 24, 12, -1, -1, -1, -1]
+  assert packed.experts.shape == (1, 10, 2, 2)
+  assert packed.experts[0, :, 0, 0].tolist() == first
+  last = [n + 3 if n >= 0 else -1 for n in first]
+  assert packed.experts[0, :, 1, 1].tolist() == last
+
+
+def test_a_shared_prompt_takes_the_experts_of_the_first_that_has_it():
+  # The longer one comes first; its prompt was routed to 5, the other's to 6.
+  episodes = [
+    _episode([(1, n)], 10 * n, prompt=[7], experts=(1, 1)) for n in (1, 2)
+  ]
+  for episode, expert in zip(episodes, (6, 5), strict=True):
+    chosen: Any = episode.turns[0].experts
+    chosen[0] = expert
+  (packed,) = _share(episodes, rows=1, length=4)
+  assert packed.experts[0, :, 0, 0].tolist() == [5, 21, 22, 11]
+
+
+def test_experts_of_two_models_are_refused():
+  episodes = [_episode([(1, 1)], experts=shape) for shape in ((1, 2), (3, 2))]
+  with pytest.raises(ValueError, match=r"\[\(1, 2\), \(3, 2\)\] a token"):
+    batch.pack(episodes, [1.0] * 2, rows=1, length=4)
 
 
 def test_rows_that_run_out_go_on_in_another_batch_of_the_same_shape():
@@ -125,21 +326,42 @@ def test_rows_that_run_out_go_on_in_another_batch_of_the_same_shape():
   assert batches[-1].segments.tolist() == [[1] * 4, [0] * 4]
 
 
-def test_a_trajectory_fills_a_row_to_its_last_place():
-  (packed,) = batch.pack([_episode([(1, 3)])], [1.0], rows=1, length=4)
+@pytest.mark.parametrize("share", [False, True], ids=["own", "shared"])
+def test_a_trajectory_fills_a_row_to_its_last_place(share):
+  (packed,) = batch.pack(
+    [_episode([(1, 3)])], [1.0], rows=1, length=4, share_prompts=share
+  )
   assert packed.segments.tolist() == [[1, 1, 1, 1]]
 
 
-def test_a_trajectory_longer_than_a_row_is_refused():
+@pytest.mark.parametrize("share", [False, True], ids=["own", "shared"])
+def test_a_trajectory_longer_than_a_row_is_refused(share):
+  episodes = [_episode([(2, n)]) for n in (1, 3)]
   with pytest.raises(ValueError, match=r"5 tokens .* batch\.length=4; raise"):
-    batch.pack([_episode([(1, 4)])], [1.0], rows=1, length=4)
+    batch.pack(episodes, [1.0] * 2, rows=1, length=4, share_prompts=share)
 
 
-def test_nothing_packs_into_no_batch():
-  assert batch.pack([], [], rows=2, length=4) == []
+@pytest.mark.parametrize("share", [False, True], ids=["own", "shared"])
+def test_nothing_packs_into_no_batch(share):
+  packed = batch.pack([], [], rows=2, length=4, share_prompts=share)
+  assert packed == []
+
+
+def test_an_episode_without_ids_takes_no_place():
+  episodes = [_episode([]), _episode([(1, 1)], 10)]
+  (packed,) = batch.pack(episodes, [1.0, 2.0], rows=1, length=3)
+  assert packed.tokens.tolist() == [[10, 11, 0]]
+  assert packed.advantages.tolist() == [[0, 2, 0]]
 
 
 def test_an_empty_batch_is_all_padding():
-  blank = batch.empty(2, 3)
-  assert all(column.shape == (2, 3) for column in blank)
-  assert not any(column.any() for column in blank)
+  blank: Any = batch.empty(2, 3, share_prompts=True, experts=(4, 2))
+  for name in PLAIN:
+    column = getattr(blank, name)
+    assert column.shape == (2, 3)
+    assert not column.any()
+  assert blank.prefix.previous.tolist() == [[0, 0, 1]] * 2
+  assert (blank.prefix.parents == -1).all()
+  assert not blank.prefix.copies.any()
+  assert blank.experts.shape == (2, 3, 4, 2)
+  assert (blank.experts == -1).all()

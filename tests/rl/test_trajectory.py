@@ -1,6 +1,7 @@
 """Tests of the records of a rollout and their JSON."""
 
 import json
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from rl import trajectory
 VERSION = trajectory.PolicyVersion
 
 
-def _turn(context, tokens, versions):
+def _turn(context, tokens, versions, experts=None):
   return trajectory.Turn(
     context=np.asarray(context, np.int32),
     tokens=np.asarray(tokens, np.int32),
@@ -18,6 +19,7 @@ def _turn(context, tokens, versions):
     versions=np.asarray(versions, np.int32),
     stop="stop",
     decode_s=0.25,
+    experts=None if experts is None else np.asarray(experts, np.int32),
   )
 
 
@@ -70,6 +72,58 @@ def test_a_group_without_tokens_is_as_old_as_its_admission():
 @pytest.mark.parametrize("status", trajectory.Status)
 def test_only_an_episode_without_a_fault_can_be_trained(status):
   assert status.trainable == (not status.value.endswith("fault"))
+
+
+def test_experts_of_a_trajectory_are_unknown_where_a_turn_has_none():
+  # One sparse layer, two experts a token: -1 for the second turn of two ids.
+  episode = _trajectory(
+    _turn([1], [2], [0], [[[0, 3]], [[-1, -1]]]),
+    _turn([3], [4], [0]),
+    _turn([], [5], [0], [[[2, 1]]]),
+  )
+  experts: Any = episode.experts
+  assert experts[:, 0].tolist() == [
+    [0, 3],
+    [-1, -1],
+    [-1, -1],
+    [-1, -1],
+    [2, 1],
+  ]
+  assert _trajectory(_turn([1], [2], [0])).experts is None
+  assert _trajectory().experts is None
+
+
+def test_experts_that_do_not_fit_their_turn_are_refused():
+  with pytest.raises(ValueError, match=r"shape \(1, 1, 2\) .* use \(2, layers"):
+    _turn([1], [2], [0], [[[0, 3]]])
+  with pytest.raises(ValueError, match="known in part; use -1 for all"):
+    _turn([1], [2], [0], [[[0, 3]], [[-1, 2]]])
+  of_two_models = _trajectory(
+    _turn([], [2], [0], [[[0, 3]]]), _turn([], [2], [0], [[[0]]])
+  )
+  with pytest.raises(ValueError, match="must come from one model"):
+    _ = of_two_models.experts
+
+
+@pytest.mark.parametrize("shape", [(3, 2, 2), (0, 2, 2), (3, 0, 2)])
+def test_json_keeps_the_experts_of_a_turn_unless_there_are_none(shape):
+  count, experts = shape[0], np.arange(np.prod(shape)).reshape(shape)
+  episode = _trajectory(_turn([1] * count, [], [], experts))
+  text = json.dumps(trajectory.trajectory_to_json(episode))
+  again: Any = (
+    trajectory.trajectory_from_json(json.loads(text)).turns[0].experts
+  )
+  if experts.size:
+    assert again.dtype == np.int32
+    assert again.tolist() == experts.tolist()
+  else:
+    assert again is None
+
+
+def test_turns_written_before_experts_were_kept_can_be_read():
+  data = trajectory.trajectory_to_json(_trajectory(_turn([1], [2], [0])))
+  del data["turns"][0]["experts"]
+  assert trajectory.trajectory_from_json(data).turns[0].experts is None
 
 
 def test_json_keeps_every_bit_of_a_group():

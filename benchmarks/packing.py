@@ -1,0 +1,221 @@
+"""What a group saves by having its prompt once in a row: tokens, rows, time.
+
+  python -m benchmarks.packing [--repeats=5]
+
+Four groups of eight play episodes of one or five turns. Answers and the replies
+to them have log-normal lengths. The same episodes are packed twice, each member
+with its own prompt and with shared ones, into rows of one length, and trained:
+every row is a micro-batch of a small model, and an update ends the step. The
+two sides take turns; medians of a step's seconds are compared, and the range of
+the speed-up is that of the single turns. The same for the process's CPU
+seconds, which on a CPU that others use too say more. Two of the cases save
+little: prompts that are short next to the answers, and rows too short for a
+second member.
+Writes benchmarks/results/packing.json.
+"""
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import jax
+import numpy as np
+from absl import app
+from absl import flags as absl_flags
+
+from benchmarks import machine
+from launch import devices
+from models import config as config_lib
+from rl import batch, learner, losses, optimizers, placement, trajectory
+
+_REPEATS = absl_flags.DEFINE_integer("repeats", 5, "Of each side.")
+
+_GROUPS, _GROUP_SIZE, _VOCAB, _SPREAD = 4, 8, 512, 0.6
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+  """One mix of lengths.
+
+  Attributes:
+    prompt: ids of the system prompt, the tools and the task.
+    turns: answers of an episode.
+    reply, answer: median ids of what the environment and the agent say.
+    length: of a row.
+  """
+
+  name: str
+  prompt: int
+  turns: int
+  reply: int
+  answer: int
+  length: int
+
+
+CASES = (
+  Case("prompt 64, 1 turn", 64, 1, 0, 64, 1024),
+  Case("prompt 64, 5 turns", 64, 5, 16, 24, 1024),
+  Case("prompt 512, 1 turn", 512, 1, 0, 64, 2048),
+  Case("prompt 512, 5 turns", 512, 5, 32, 32, 2048),
+  Case("prompt 512, 5 turns, short rows", 512, 5, 32, 32, 1024),
+  Case("prompt 16, long answers", 16, 1, 0, 256, 1024),
+)
+
+
+def _episodes(case: Case) -> list[trajectory.Trajectory]:
+  random = np.random.default_rng(0)
+
+  def ids(count: int) -> np.ndarray:
+    return random.integers(_VOCAB, size=count).astype(np.int32)
+
+  def about(median: int) -> int:
+    # Within the limits that a run sets to a turn.
+    drawn = median * random.lognormal(0, _SPREAD)
+    return int(np.clip(drawn, 1, 2 * median))
+
+  def turn(context: np.ndarray) -> trajectory.Turn:
+    tokens = ids(about(case.answer))
+    return trajectory.Turn(
+      context=context,
+      tokens=tokens,
+      logprobs=np.full(len(tokens), -6.0, np.float32),
+      versions=np.zeros(len(tokens), np.int32),
+      stop="stop",
+    )
+
+  episodes = []
+  for group in range(_GROUPS):
+    prompt = ids(case.prompt)
+    for index in range(_GROUP_SIZE):
+      turns = [turn(prompt)]
+      turns += [turn(ids(about(case.reply))) for _ in range(case.turns - 1)]
+      episodes.append(
+        trajectory.Trajectory(
+          task_id="benchmark",
+          group_id=group,
+          index=index,
+          turns=turns,
+          status=trajectory.Status.COMPLETED,
+          reward=0.0,
+        )
+      )
+  return episodes
+
+
+def _programs(length: int) -> learner.Learner:
+  config = config_lib.tiny(
+    vocab_size=_VOCAB,
+    num_layers=2,
+    d_model=64,
+    head_dim=16,
+    d_ff=192,
+    max_length=length,
+  )
+  layout, _ = placement.Placement(colocated=True).layouts()
+  objective = learner.Objective(loss=losses.ClippedSurrogate())
+  return learner.build(config, layout, objective, optimizers.AdamW()())
+
+
+def _step(
+  programs: learner.Learner, packed: list[batch.Batch]
+) -> Callable[[], None]:
+  """Returns a training step over all rows, which waits for its end."""
+  state = programs.init(jax.random.key(0))
+  placed = [programs.place(row) for row in packed]
+
+  def step() -> None:
+    nonlocal state
+    total = programs.zero()
+    for row in placed:
+      total = programs.accumulate(state.params, total, row)
+    state, _ = programs.update(state, total)
+    jax.block_until_ready(state)
+
+  return step
+
+
+def _seconds(step: Callable[[], None]) -> tuple[float, float]:
+  """Returns wall and CPU seconds."""
+  wall, cpu = time.monotonic(), time.process_time()
+  step()
+  return time.monotonic() - wall, time.process_time() - cpu
+
+
+def measure(case: Case, repeats: int) -> dict[str, str | float]:
+  """Returns tokens, rows and step seconds of both sides, and their ratios."""
+  episodes = _episodes(case)
+  values = np.random.default_rng(1).normal(size=len(episodes)).tolist()
+  own, shared = (
+    batch.pack(
+      episodes, values, rows=1, length=case.length, share_prompts=share
+    )
+    for share in (False, True)
+  )
+  programs = _programs(case.length)
+  steps = [_step(programs, packed) for packed in (own, shared)]
+  for step in steps:
+    step()  # Compiles.
+  seconds = [[_seconds(step) for step in steps] for _ in range(repeats)]
+  wall, cpu = (
+    [(before[clock], after[clock]) for before, after in seconds]
+    for clock in (0, 1)
+  )
+  return {
+    "case": case.name,
+    "row length": case.length,
+    "tokens": _tokens(own),
+    "tokens shared": _tokens(shared),
+    "rows": len(own),
+    "rows shared": len(shared),
+    **_compared("step", wall),
+    **_compared("cpu", cpu),
+  }
+
+
+def _compared(
+  name: str, pairs: Sequence[tuple[float, float]]
+) -> dict[str, float]:
+  before, after = map(statistics.median, zip(*pairs, strict=True))
+  ratios = [before / after for before, after in pairs]
+  return {
+    f"{name} s": before,
+    f"{name} s shared": after,
+    f"{name} speed-up": statistics.median(ratios),
+    f"{name} speed-up min": min(ratios),
+    f"{name} speed-up max": max(ratios),
+  }
+
+
+def _tokens(packed: list[batch.Batch]) -> int:
+  return sum(int((row.segments > 0).sum()) for row in packed)
+
+
+def main(argv: list[str]) -> None:
+  """Measures every case, prints the table and keeps it."""
+  del argv
+  devices.keep_compiled()
+  rows = [measure(case, _REPEATS.value) for case in CASES]
+  print(machine.describe())
+  print("| case | row | tokens | shared | rows | shared | step s | shared |"
+        " speed-up | CPU speed-up |")  # fmt: skip
+  print("|---|---|---|---|---|---|---|---|---|---|")
+  for row in rows:
+    print(
+      f"| {row['case']} | {row['row length']} | {row['tokens']} | "
+      f"{row['tokens shared']} | {row['rows']} | {row['rows shared']} | "
+      f"{row['step s']:.3f} | {row['step s shared']:.3f} | "
+      f"{_range(row, 'step')} | {_range(row, 'cpu')} |"
+    )
+  machine.keep("packing", rows=rows)
+
+
+def _range(row: Mapping[str, str | float], name: str) -> str:
+  middle, low, high = (
+    row[f"{name} speed-up{end}"] for end in ("", " min", " max")
+  )
+  return f"{middle:.2f} ({low:.2f} to {high:.2f})"
+
+
+if __name__ == "__main__":
+  app.run(main)
