@@ -87,11 +87,10 @@ class Checkpoints:
     """
     self.wait()
     self._tidy()
-    arrays = _by_name(state)
+    arrays, sums = _by_name(state), digests(state)
     with jax.transfer_guard("allow"):
-      digests = jax.device_get({k: _digest(x) for k, x in arrays.items()})
       leaves = {
-        name: {"like": _like(x), "digest": int(digests[name])}
+        name: {"like": _like(x), "digest": sums[name]}
         for name, x in arrays.items()
       }
       # Through JSON and back: the caller may change its data while orbax
@@ -176,9 +175,8 @@ class Checkpoints:
         )
       ),
     ).state
-    digests = jax.device_get({k: _digest(x) for k, x in arrays.items()})
-    for name, digest in digests.items():
-      if int(digest) != body["leaves"][name]["digest"]:
+    for name, digest in digests(arrays).items():
+      if digest != body["leaves"][name]["digest"]:
         raise ValueError(f"leaf {name} does not match its digest")
     tree = jax.tree.structure(abstract)
     return tree.unflatten([arrays[name] for name in wanted]), body["host"]
@@ -206,6 +204,25 @@ class Checkpoints:
         shutil.rmtree(aside)
       (self._directory / str(step)).rename(aside)
     self._damaged = []
+
+
+def digests(tree: PyTree) -> dict[str, int]:
+  """Returns the digest of each leaf by its path."""
+  with jax.transfer_guard("allow"):
+    sums = {name: _digest(leaf) for name, leaf in _by_name(tree).items()}
+    return {name: int(x) for name, x in jax.device_get(sums).items()}
+
+
+def check_same(saved: Mapping[str, int], found: Mapping[str, int]) -> None:
+  """Raises Mismatch naming the first leaf with another digest than saved."""
+  for name in [*found, *saved]:
+    if saved.get(name) != found.get(name):
+      raise Mismatch(
+        f"the checkpoint was trained on top of frozen parameters of which "
+        f"{name} has digest {saved.get(name, 'none')}, but here it has "
+        f"{found.get(name, 'none')}; use the weights that the run started "
+        "from, or another directory"
+      )
 
 
 @jax.jit

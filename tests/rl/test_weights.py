@@ -1,6 +1,7 @@
 """Publishing: the order of events, failures, and copies that share nothing."""
 
 import asyncio
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +47,8 @@ class Recorded(testing.FakeEngine):
 @pytest.fixture
 def meshes():
   spec = placement.MeshSpec(data=2)
-  return placement.Placement(learner=spec, decode=spec).meshes()
+  layouts = placement.Placement(learner=spec, decode=spec).layouts()
+  return tuple(layout.mesh for layout in layouts)
 
 
 def replicated(mesh):
@@ -81,6 +83,8 @@ def test_every_engine_is_paused_before_the_first_takes_the_weights(
     ("publish_start", 7),
     ("published", 7),
   ]
+  # Two engines, four numbers of four bytes each.
+  assert log.events[0]["moved_bytes"] == 2 * 4 * 4
   # The copies are made before anyone pauses.
   assert [span.name for span in spans.spans] == ["reshard"] * 2 + ["publish"]
   assert stall_s > 0
@@ -154,3 +158,76 @@ def test_a_copy_of_the_same_sharding_shares_no_buffer(thread, meshes):
     return {s.data.unsafe_buffer_pointer() for s in x.addressable_shards}
 
   assert not buffers(params) & buffers(copy)
+
+
+@pytest.fixture
+def publisher(thread, spans, meshes):
+  """Of one engine, which is open."""
+  log = events.EventLog()
+  engine = Recorded("a", [], log)
+  where = replicated(meshes[1])
+  return weights.WeightPublisher([(engine, where)], thread, log, spans)
+
+
+def two_leaves(meshes, base, adapter):
+  return jax.device_put(
+    {"base": jnp.full(100, base), "adapter": jnp.full(3, adapter)},
+    replicated(meshes[0]),
+  )
+
+
+def test_only_what_is_another_array_moves_again(publisher, spans, meshes):
+  first = two_leaves(meshes, 1.0, 2.0)
+  second = first | {"adapter": first["adapter"] + 1}
+
+  async def scenario():
+    start = await publisher.place(first)
+    await publisher.publish(VERSION, second, "drain")
+    return start
+
+  (copy, moved), engine = asyncio.run(scenario()), publisher._pools[0][0]
+  # 103 numbers of 4 bytes, and then 3 of them.
+  assert moved == 412
+  assert publisher._log.events[0]["moved_bytes"] == 12
+  assert spans.spans[-1].args["moved_bytes"] == 12
+  # The engine gets its own copy again, not one more.
+  assert engine.params["base"] is copy["base"]
+  assert engine.params["base"].sharding == replicated(meshes[1])
+  np.testing.assert_array_equal(engine.params["adapter"], [3, 3, 3])
+
+
+def test_equal_numbers_in_another_array_move(publisher, meshes):
+  async def scenario():
+    _, first = await publisher.place(two_leaves(meshes, 1.0, 2.0))
+    _, second = await publisher.place(two_leaves(meshes, 1.0, 2.0))
+    return first, second
+
+  assert asyncio.run(scenario()) == (412, 412)
+
+
+def test_neither_old_parameters_nor_old_copies_are_kept(
+  publisher, thread, meshes
+):
+  params = two_leaves(meshes, 1.0, 2.0)
+  copy, _ = asyncio.run(publisher.place(params))
+  leaf = weakref.ref(params["base"])
+  gone = weakref.ref(copy["base"])
+  thread.close()  # It has left its last job behind.
+  del params["base"], copy
+  assert leaf() is None
+  assert gone() is None
+
+
+def test_a_copy_that_the_engine_dropped_is_made_again(
+  publisher, thread, meshes
+):
+  params = two_leaves(meshes, 1.0, 2.0)
+
+  async def scenario():
+    await publisher.place(params)
+    await thread.run("another job", int)
+    return await publisher.place(params)
+
+  copy, moved = asyncio.run(scenario())
+  assert moved == 412
+  np.testing.assert_array_equal(copy["adapter"], [2, 2, 2])

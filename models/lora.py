@@ -1,0 +1,257 @@
+"""Low-rank adapters: a product x A B beside the product x W.
+
+A module's parameters may hold {"lora": {name: {"a", "b"}}} beside {name: W};
+whoever multiplies by W adds the product with its adapter. So adapters are
+leaves of the one tree of parameters, wherever it goes:
+
+  a [in..., r]      b [r, out...]        of W [in..., out...]
+  a [E, in, r]      b [E, r, out]        of experts W [E, in, out]
+
+The factor alpha / r is no part of `b`: `scaled` applies it where the model
+runs, and `merge` where the adapters end.
+
+Source: arXiv 2106.09685, section 4.1.
+"""
+
+import dataclasses
+import difflib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32
+
+Params = Mapping[str, Any]
+
+TARGETS = (
+  *("query", "key", "value", "out"),
+  *("gate", "up", "down"),
+  *("router", "embed", "head"),
+)
+"""What may be adapted: of attention, of MLPs and experts, and the others."""
+
+_KEY = "lora"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Lora:
+  """Which projections are adapted, and by how much. The rest is frozen.
+
+  Attributes:
+    rank: inner width r.
+    alpha: what the adapters add is multiplied by alpha / rank.
+    targets: names out of `TARGETS`; "gate", "up" and "down" are of dense MLPs
+      and of every expert alike.
+  """
+
+  rank: int = 8
+  alpha: float = 16.0
+  targets: tuple[str, ...] = TARGETS[:7]
+
+  @property
+  def scale(self) -> float:
+    """Factor of what the adapters add."""
+    return self.alpha / self.rank
+
+  def validate(self) -> None:
+    """Raises ValueError for a rank, factor or target that cannot work."""
+    if self.rank < 1:
+      raise ValueError(
+        f"model.lora.rank={self.rank} is below 1; use 1 or more, or "
+        "model.lora=None to train all parameters"
+      )
+    if not 0 < self.alpha < math.inf:
+      raise ValueError(
+        f"model.lora.alpha={self.alpha} is no number above 0; use {self.rank} "
+        "for a factor of 1"
+      )
+    if not self.targets:
+      raise ValueError(
+        "model.lora.targets is empty; name some of " + ", ".join(TARGETS)
+      )
+    for name in self.targets:
+      if name not in TARGETS:
+        near = difflib.get_close_matches(name, TARGETS, 1, 0)[0]
+        raise ValueError(
+          f"model.lora.targets names {name!r}; did you mean {near!r}?"
+        )
+      if self.targets.count(name) > 1:
+        raise ValueError(f"model.lora.targets names {name!r} twice; do it once")
+
+
+def with_axes(axes: Mapping[str, Any], settings: Lora | None) -> dict[str, Any]:
+  """Returns a module's logical axes, with those of its adapters."""
+  adapters = {}
+  for name in settings.targets if settings else ():
+    if name in axes:
+      # Leading axes: that of experts, and those that the product sums over.
+      stacked = axes[name][0] == "experts"
+      num_in = stacked + (2 if name == "out" else 1)
+      adapters[name] = {
+        "a": (*axes[name][:num_in], "rank"),
+        "b": (*axes[name][:stacked], "rank", *axes[name][num_in:]),
+      }
+  return {**axes, _KEY: adapters} if adapters else dict(axes)
+
+
+def init_std(name: str, shape: Sequence[int]) -> float:
+  """Returns the standard deviation of a fresh `a`; a fresh `b` is zeros.
+
+  That of Kaiming's uniform distribution with a slope of sqrt(5), as PEFT
+  draws it; rows of an embedding are looked up and not summed.
+  """
+  if name == "embed":
+    return 1.0
+  return (3 * math.prod(shape[-3 if name == "out" else -2 : -1])) ** -0.5
+
+
+def matmul(
+  params: Params, name: str, x: Float[Array, "..."], num_in: int = 1
+) -> Float[Array, "..."]:
+  """Returns x @ params[name], and what its adapter adds.
+
+  Args:
+    num_in: so many last axes of x are summed over the first of the weights.
+  """
+  y = jnp.tensordot(x, params[name], num_in)
+  adapter = params.get(_KEY, {}).get(name)
+  if adapter is None:
+    return y
+  return y + jnp.tensordot(
+    jnp.tensordot(x, adapter["a"], num_in), adapter["b"], 1
+  )
+
+
+def lookup(
+  params: Params, name: str, ids: Int32[Array, "..."]
+) -> Float[Array, "..."]:
+  """Returns params[name][ids], and what its adapter adds."""
+  x = params[name][ids]
+  adapter = params.get(_KEY, {}).get(name)
+  return x if adapter is None else x + adapter["a"][ids] @ adapter["b"]
+
+
+def scaled(params: Any, settings: Lora | None) -> Any:
+  """Returns parameters whose adapters hold the factor alpha / rank."""
+  if settings is None:
+    return params
+
+  def adapters(trees):
+    return {
+      name: {"a": tree["a"], "b": tree["b"] * settings.scale}
+      for name, tree in trees.items()
+    }
+
+  return _map_modules(
+    lambda module: {
+      name: adapters(node) if name == _KEY else node
+      for name, node in module.items()
+    },
+    params,
+  )
+
+
+def split(params: Any) -> tuple[Any, Any]:
+  """Returns (what is trained, what is frozen).
+
+  With adapters the first holds them and nothing else; without any it holds
+  everything and the second is None. Leaves may be anything but dicts, and
+  are passed on as they are.
+  """
+  adapters = _adapters(params)
+  if not jax.tree.leaves(adapters):
+    return params, None
+  return adapters, drop(params)
+
+
+def join(trainable: Any, frozen: Any) -> Any:
+  """Returns the parameters that `split` took apart."""
+  if frozen is None:
+    return trainable
+  if _is_layers(frozen):
+    pairs = zip(trainable, frozen, strict=True)
+    return tuple(join(layer, rest) for layer, rest in pairs)
+  joined = dict(frozen)
+  for name, node in trainable.items():
+    joined[name] = node if name == _KEY else join(node, frozen[name])
+  return joined
+
+
+def drop(params: Any) -> Any:
+  """Returns the parameters without their adapters."""
+  return _map_modules(
+    lambda module: {
+      name: node for name, node in module.items() if name != _KEY
+    },
+    params,
+  )
+
+
+def merge(params: Any, settings: Lora | None) -> Any:
+  """Returns parameters without adapters that compute the same.
+
+  W + alpha / r * A B is summed in float32 and rounded once to the dtype of W:
+  bfloat16 keeps what moves a weight by more than 1 / 256 of itself.
+  """
+  if settings is None:
+    return params
+
+  def module(node):
+    adapters = node.get(_KEY, {})
+    return {
+      name: _merged(leaf, adapters[name], settings.scale)
+      if name in adapters
+      else leaf
+      for name, leaf in node.items()
+      if name != _KEY
+    }
+
+  return _map_modules(module, params)
+
+
+def _merged(
+  weight: Float[Array, "..."], adapter: Params, scale: float
+) -> Float[Array, "..."]:
+  a, b = (adapter[name].astype(jnp.float32) for name in ("a", "b"))
+  # Accelerators round the factors of a float32 product unless told otherwise.
+  exact = jax.lax.Precision.HIGHEST
+  if a.ndim + b.ndim - 2 > weight.ndim:  # Each expert has one of its own.
+    change = jnp.matmul(a, b, precision=exact)
+  else:
+    change = jnp.tensordot(a, b, 1, precision=exact)
+  return (weight.astype(jnp.float32) + scale * change).astype(weight.dtype)
+
+
+def _adapters(node: Any) -> Any:
+  """Returns the tree with nothing but adapters in it."""
+  if _is_layers(node):
+    return tuple(map(_adapters, node))
+  kept = {}
+  for name, child in node.items():
+    if name == _KEY:
+      kept[name] = child
+    elif isinstance(child, Mapping) or _is_layers(child):
+      kept[name] = _adapters(child)
+  return kept
+
+
+def _map_modules(
+  function: Callable[[dict[str, Any]], dict[str, Any]], node: Any
+) -> Any:
+  """Returns the tree with `function` applied to every dict, inside first."""
+  if _is_layers(node):
+    return tuple(_map_modules(function, layer) for layer in node)
+  inner = {
+    name: _map_modules(function, child)
+    if name != _KEY and (isinstance(child, Mapping) or _is_layers(child))
+    else child
+    for name, child in node.items()
+  }
+  return function(inner)
+
+
+def _is_layers(node: Any) -> bool:
+  # A tuple of names, and the like, is a leaf.
+  return isinstance(node, tuple) and all(isinstance(x, Mapping) for x in node)

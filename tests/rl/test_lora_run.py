@@ -1,0 +1,261 @@
+"""A run that trains adapters: what changes, moves, is saved and comes back."""
+
+import asyncio
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from envs import rewards
+from models import config as model_config
+from models import export, lora, transformer
+from rl import (
+  assemble,
+  checkpoint,
+  config,
+  engine_plan,
+  learner,
+  optimizers,
+  overlap,
+  placement,
+  progress,
+  rollout,
+  settings,
+  testing,
+  trajectory,
+  warm_start,
+)
+
+
+def experiment(**changes):
+  base = config.Experiment(
+    environment=testing.Counting(turns=2),
+    reward=rewards.Outcome(),
+    model=model_config.tiny_moe(
+      vocab_size=8,
+      num_layers=1,
+      d_model=32,
+      max_length=16,
+      lora=lora.Lora(rank=2, targets=(*lora.TARGETS[:7], "router")),
+    ),
+    optimizer=optimizers.AdamW(learning_rate=0.01),
+    rollout=rollout.Rollout(group_size=4, max_tokens=16),
+    engine=engine_plan.EngineSettings(
+      slots=32, row_buckets=(32,), chunk_buckets=(4,)
+    ),
+    # Nothing is drawn or summed by the clock: two runs are equal bit for bit.
+    overlap=overlap.sync(4, 2),
+    batch=config.BatchShape(rows=8, length=16),
+    rounds=4,
+  )
+  return dataclasses.replace(base, **changes)
+
+
+class Saving:
+  """An observer that keeps metrics, and saves where a round is due."""
+
+  def __init__(self, checkpoints: checkpoint.Checkpoints | None, at=()):
+    self.rounds = []
+    self._checkpoints, self._at = checkpoints, at
+
+  async def on_round(self, metrics, groups, values):
+    self.rounds.append(metrics)
+
+  async def on_published(self, version):
+    pass
+
+  async def on_boundary(self, progress):
+    if self._checkpoints and progress.trained in self._at:
+      assemble.save(self._checkpoints, progress)
+
+
+@dataclasses.dataclass
+class Ran:
+  """What a run was, and what it has left."""
+
+  first: learner.TrainState
+  last: learner.TrainState
+  rounds: list
+  events: list
+  served: Any
+
+
+def run(settings, checkpoints=None, save_at=()):
+  """Runs to the end, from the newest checkpoint if there is one."""
+
+  async def all_of_it():
+    parts = assemble.build(settings)
+    try:
+      found = checkpoints and await assemble.restore(parts, checkpoints)
+      if found:
+        parts.tasks.seek(found.host["cursor"])
+        start = progress.from_host(found.state, found.host)
+      else:
+        state = await assemble.initial_state(parts)
+        start = progress.beginning(state, parts.tasks.cursor)
+      await parts.start(start.state, trajectory.PolicyVersion(start.trained))
+      saving = Saving(checkpoints, save_at)
+      last = await assemble.coordinate(parts, saving).run(start)
+      return Ran(
+        start.state,
+        last,
+        saving.rounds,
+        parts.log.events,
+        parts.engine._params,
+      )
+    finally:
+      await parts.close()
+
+  return asyncio.run(all_of_it())
+
+
+def begin(settings, first):
+  """Returns what `await first(parts)` does, of parts that never start."""
+
+  async def all_of_it():
+    parts = assemble.build(settings)
+    try:
+      return await first(parts)
+    finally:
+      await parts.close()
+
+  return asyncio.run(all_of_it())
+
+
+def leaves(tree):
+  return {
+    jax.tree_util.keystr(path): leaf
+    for path, leaf in jax.tree.leaves_with_path(tree)
+  }
+
+
+def bits(tree):
+  return {name: np.asarray(x).tobytes() for name, x in leaves(tree).items()}
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+  """Of `ran`: that of its second round."""
+  kept = checkpoint.Checkpoints(tmp_path_factory.mktemp("run"), keep=1)
+  yield kept
+  kept.close()
+
+
+@pytest.fixture(scope="module")
+def ran(checkpoints):
+  ran = run(experiment(), checkpoints, save_at=(2,))
+  checkpoints.wait()
+  return ran
+
+
+def test_adapters_change_and_nothing_else_does(ran):
+  before, after = (lora.split(s.params) for s in (ran.first, ran.last))
+  assert bits(before[1]) == bits(after[1])
+  # The very same arrays, which is what the publisher looks at.
+  for name, leaf in leaves(before[1]).items():
+    assert leaves(after[1])[name] is leaf, name
+  changed = {
+    name for name, old in bits(before[0]).items() if bits(after[0])[name] != old
+  }
+  assert changed == bits(before[0]).keys()
+
+
+def test_optimizer_and_gradients_are_of_adapters_alone(ran):
+  num = model_config.num_trainable(experiment().model)
+  moments = [x for x in jax.tree.leaves(ran.last.opt_state) if x.ndim]
+  # Two moments of Adam.
+  assert sum(x.size for x in moments) == 2 * num
+
+
+def test_the_engine_samples_with_the_learners_probabilities(ran):
+  assert len(ran.rounds) == 4
+  for metrics in ran.rounds:
+    assert metrics["logprob_gap_max"] < 1e-4
+    assert metrics["logprob_gap_tokens"] > 0
+
+
+def test_publishing_moves_adapters_alone(ran):
+  num_bytes = 4 * model_config.num_trainable(experiment().model)
+  moved = [
+    event["moved_bytes"]
+    for event in ran.events
+    if event["kind"] == "publish_start"
+  ]
+  assert moved == [num_bytes] * 4
+  # And the engine serves all of the last parameters all the same.
+  assert bits(ran.served) == bits(ran.last.params)
+
+
+def test_a_resumed_run_ends_bit_equal_to_one_that_was_not(ran, checkpoints):
+  resumed = run(experiment(), checkpoints)
+  assert [metrics["round"] for metrics in resumed.rounds] == [3, 4]
+  assert bits(resumed.last) == bits(ran.last)
+
+
+def test_a_checkpoint_holds_adapters_and_their_optimizer(ran, checkpoints):
+  adapters, base = lora.split(ran.last.params)
+  like = {"params": jax.tree.map(abstract, adapters)}
+  saved = checkpoints.restore(like)
+  # Of the same adapters, two rounds before; and no leaf of the base.
+  assert saved is not None
+  assert bits(saved.state["params"]).keys() == bits(adapters).keys()
+  assert bits(saved.state["params"]) != bits(adapters)
+  with pytest.raises(checkpoint.Mismatch, match="embed is absent"):
+    checkpoints.restore({"params": jax.tree.map(abstract, ran.last.params)})
+  assert len(saved.host["frozen"]) == len(jax.tree.leaves(base))
+
+
+def test_another_base_is_refused(ran, checkpoints):
+  with pytest.raises(checkpoint.Mismatch, match="frozen parameters of which"):
+    begin(
+      experiment(seed=1), lambda parts: assemble.restore(parts, checkpoints)
+    )
+
+
+def abstract(leaf):
+  return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+
+
+def test_a_warm_start_trains_adapters_alone(ran):
+  warm = warm_start.WarmStart(steps=2, episodes=8)
+  state = begin(experiment(warm_start=warm), assemble.initial_state)
+  (old, frozen), (new, base) = map(lora.split, (ran.first.params, state.params))
+  assert bits(frozen) == bits(base)
+  assert bits(old) != bits(new)
+
+
+def test_a_run_from_a_loaded_model_adds_fresh_adapters(ran, tmp_path):
+  settings = experiment(
+    initial=str(tmp_path / "base"),
+    placement=placement.Placement(learner=placement.MeshSpec(data=2, expert=2)),
+  )
+  bare = dataclasses.replace(settings.model, lora=None)
+  base = transformer.init(jax.random.key(7), bare)
+  export.export(tmp_path / "base", base, bare)
+  state = begin(settings, assemble.initial_state)
+  adapters, frozen = lora.split(state.params)
+  assert bits(frozen) == bits(base)
+  # Drawn from the seed of the run, as without a model to start from.
+  fresh, _ = lora.split(ran.first.params)
+  assert bits(adapters) == bits(fresh)
+  gate = adapters["layers"][0]["moe"]["lora"]["gate"]["b"]
+  assert gate.sharding.mesh.shape == {"data": 2, "expert": 2, "tensor": 1}
+
+
+def test_adapters_can_be_set_on_the_command_line():
+  bare = dataclasses.replace(experiment().model, lora=None)
+  start = experiment(model=bare)
+  changed = settings.override(
+    start, "model.lora", "models.lora.Lora(rank=2,targets=('query','out'))"
+  )
+  assert changed.model.lora == lora.Lora(rank=2, targets=("query", "out"))
+  assert settings.override(changed, "model.lora.alpha", "4").model.lora == (
+    lora.Lora(rank=2, alpha=4.0, targets=("query", "out"))
+  )
+  data = settings.to_json(changed.model)
+  assert settings.from_json(data) == changed.model
+  wrong = settings.override(changed, "model.lora.targets", "querry,")
+  with pytest.raises(ValueError, match="did you mean 'query'"):
+    wrong.validate()
