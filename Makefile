@@ -1,6 +1,6 @@
 # Needs a Python 3.11, 3.12 or 3.13 and the network once; `make help` says more.
 
-.PHONY: help setup train test lint lock clean
+.PHONY: help setup train test lint interop lock clean
 
 python = .venv/bin/python
 ARGS =
@@ -9,9 +9,10 @@ help:
 	@echo 'make train   train on guess-a-number; results in runs/guess_number_moe'
 	@echo 'make test    run the tests'
 	@echo 'make lint    check style and types'
+	@echo 'make interop load what we export in transformers, in an environment apart'
 	@echo 'make setup   make .venv; the commands above do so when needed'
 	@echo 'make lock    resolve setup.py again into requirements.lock'
-	@echo 'make clean   remove .venv and caches, keep runs/'
+	@echo 'make clean   remove environments and caches, keep runs/'
 	@echo
 	@echo 'ARGS is passed on:'
 	@echo '  make train ARGS="--config.rounds=5 --workdir=runs/short"'
@@ -36,6 +37,14 @@ lint: .venv/ready
 	@$(python) -m ruff format --check .
 	@$(python) -m pyright
 
+.venv-interop/ready: scripts/setup_interop.sh
+	@scripts/setup_interop.sh
+
+interop: .venv/ready .venv-interop/ready
+	@directory=$$(mktemp -d) && trap 'rm -rf "$$directory"' EXIT && \
+	  $(python) scripts/check_interop.py write "$$directory" && \
+	  .venv-interop/bin/python scripts/check_interop.py check "$$directory"
+
 lock: .venv/ready
 	@$(python) -m pip install --quiet --disable-pip-version-check uv
 	@$(python) -m uv pip compile --quiet setup.py --universal \
@@ -43,5 +52,5 @@ lock: .venv/ready
 	  --annotation-style line --custom-compile-command 'make lock' $(ARGS)
 
 clean:
-	@rm -rf .venv .pytest_cache .ruff_cache build dist *.egg-info
+	@rm -rf .venv .venv-interop .pytest_cache .ruff_cache build dist *.egg-info
 	@find . -name __pycache__ -prune -exec rm -rf {} +

@@ -30,6 +30,7 @@ setuptools.setup(
     "jaxtyping>=0.3.2",
     "rich>=13.7",
     "tensorboardX>=2.6.2",
+    "safetensors>=0.5",
   ],
   extras_require={
     "envs": ENVS,

@@ -1,5 +1,7 @@
 """The directory of a run: claimed by one process, for one config."""
 
+import dataclasses
+import difflib
 import fcntl
 import json
 import os
@@ -70,6 +72,10 @@ def read(path: str | os.PathLike) -> config.Experiment:
     SettingError: there is no run, or its config cannot be read.
   """
   file = pathlib.Path(path) / "config.json"
+  if not file.parent.is_dir():
+    raise settings.SettingError(
+      f"{file.parent} does not exist{_nearest(file.parent)}"
+    )
   try:
     data: Any = json.loads(file.read_text())
   except OSError as error:
@@ -79,6 +85,21 @@ def read(path: str | os.PathLike) -> config.Experiment:
   except ValueError as error:
     raise settings.SettingError(f"{file} is no JSON: {error}") from error
   return settings.from_json(data)
+
+
+def read_trained(path: str | os.PathLike) -> config.Experiment:
+  """Returns the settings of a run whose checkpoint is to be used.
+
+  The directory that it started from may be gone, unless the checkpoint holds
+  adapters only.
+
+  Raises:
+    SettingError: as `read`.
+  """
+  experiment = read(path)
+  if experiment.model.lora is not None:
+    return experiment
+  return dataclasses.replace(experiment, initial=None)
 
 
 def checkpoints(path: str | os.PathLike) -> list[str]:
@@ -133,6 +154,16 @@ def _check_same(directory: pathlib.Path, experiment: config.Experiment) -> None:
       f"go on with --config={directory}/config.json, or choose another "
       "directory"
     )
+
+
+def _nearest(missing: pathlib.Path) -> str:
+  """Returns "; did you mean ..?" with the runs beside a missing directory."""
+  runs = [file.parent for file in missing.parent.glob("*/config.json")]
+  names = {run.name: run for run in sorted(runs)}
+  near = difflib.get_close_matches(missing.name, names, 1) or list(names)[:10]
+  if not near:
+    return ""
+  return f"; did you mean {' or '.join(str(names[name]) for name in near)}?"
 
 
 def command() -> str:

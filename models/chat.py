@@ -87,12 +87,15 @@ class WordChat:
     return " ".join(self.token(int(i)) for i in ids if i >= len(_SPECIAL))
 
   def token(self, index: int) -> str:
-    """Returns one id as text, special or not."""
-    if not 0 <= index < self.vocab_size:
-      raise ValueError(
-        f"id {index} is not in [0, {self.vocab_size}); give the model "
-        f"vocab_size={self.vocab_size}"
-      )
+    """Returns one id as text, special or not.
+
+    A model may have more ids than there are words: id 42 is then "<id 42>",
+    which is never a word, for it holds a space.
+    """
+    if index < 0:
+      raise ValueError(f"id {index} is below 0")
+    if index >= self.vocab_size:
+      return f"<id {index}>"
     return (_SPECIAL + self.words)[index]
 
   def _encode(self, text: str) -> list[int]:

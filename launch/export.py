@@ -1,0 +1,119 @@
+"""Exports a run: python -m launch.export --workdir=DIR --directory=OUT.
+
+OUT is then a Hugging Face checkpoint: weights of the newest checkpoint of the
+run, config, tokenizer and chat template. Adapters are merged into the weights,
+or with --adapter are all that is written, as PEFT loads them.
+"""
+
+import asyncio
+import dataclasses
+import pathlib
+import sys
+
+from absl import app
+from absl import flags as absl_flags
+
+from launch import devices, flags, workdir
+from models import export, load, lora, peft
+from rl import assemble, checkpoint, config, settings
+
+_WORKDIR = absl_flags.DEFINE_string(
+  "workdir", None, "Directory of a run.", required=True
+)
+_DIRECTORY = absl_flags.DEFINE_string(
+  "directory", None, "Is made, and must not exist.", required=True
+)
+_TOKENIZER = absl_flags.DEFINE_string(
+  "tokenizer",
+  None,
+  "Directory whose tokenizer and chat template are copied. Default: those that"
+  " the run was trained with.",
+)
+_ADAPTER = absl_flags.DEFINE_bool(
+  "adapter",
+  False,
+  "Writes the adapters of a run with model.lora alone, for PEFT on top of the"
+  " model that the run started from.",
+)
+_PLATFORM = absl_flags.DEFINE_enum(
+  "platform",
+  None,
+  ["cpu", "gpu", "tpu"],
+  "Where the weights pass through. Default: as in the run.",
+)
+
+
+def main(argv: list[str]) -> None:
+  """Restores the newest checkpoint and writes it."""
+  if len(argv) > 1:
+    raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
+  target = pathlib.Path(_DIRECTORY.value)
+  with flags.exit_on_setting_error():
+    experiment = workdir.read_trained(_WORKDIR.value)
+    if _PLATFORM.value is not None:
+      placement = dataclasses.replace(
+        experiment.placement, platform=_PLATFORM.value
+      )
+      experiment = dataclasses.replace(experiment, placement=placement)
+    experiment.validate()
+    if target.exists():
+      raise settings.SettingError(
+        f"--directory={target} exists; remove it or choose another"
+      )
+    source = _TOKENIZER.value
+    if source is not None and not pathlib.Path(source).is_dir():
+      raise settings.SettingError(f"--tokenizer={source}: no such directory")
+    if _ADAPTER.value:
+      _check_adapter(experiment, source)
+    devices.prepare(experiment.placement)
+    experiment.placement.layouts()
+  run_dir = pathlib.Path(_WORKDIR.value)
+  try:
+    step = asyncio.run(_export(experiment, run_dir, target))
+  except (checkpoint.Mismatch, load.Unusable) as error:
+    sys.exit(f"error: {error}")
+  print(f"{target}: {experiment.environment.name} after {step} rounds")
+
+
+def _check_adapter(experiment: config.Experiment, source: str | None) -> None:
+  if experiment.model.lora is None:
+    raise settings.SettingError(
+      "--adapter: the run has no adapters, for its model.lora is none; leave "
+      "--adapter out to write its weights"
+    )
+  if source is not None:
+    raise settings.SettingError(
+      f"--tokenizer={source}: an adapter has none; leave one of --adapter and "
+      "--tokenizer out"
+    )
+
+
+async def _export(
+  experiment: config.Experiment, run_dir: pathlib.Path, target: pathlib.Path
+) -> int:
+  """Returns the rounds behind the weights that were written."""
+  parts = assemble.build(experiment)
+  saved = checkpoint.Checkpoints(run_dir / "checkpoints", keep=1)
+  try:
+    found = await assemble.restore(parts, saved)
+    if found is None:
+      sys.exit(f"error: {run_dir} has no checkpoint that can be read")
+    model, params = experiment.model, found.state.params
+    with flags.exit_on_setting_error():
+      if _ADAPTER.value:
+        peft.export(target, params, model, experiment.initial)
+      else:
+        export.export(
+          target,
+          lora.merge(params, model.lora),
+          dataclasses.replace(model, lora=None),
+          parts.chat if _TOKENIZER.value is None else _TOKENIZER.value,
+        )
+  finally:
+    await parts.close()
+    saved.close()
+  return found.step
+
+
+if __name__ == "__main__":
+  app.run(main, flags_parser=flags.parse)

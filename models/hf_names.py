@@ -1,0 +1,154 @@
+"""Where each of our parameters lies among the tensors of Hugging Face's Qwen3.
+
+A Linear is stored there as a matrix [out, in]; ours is [*in, *out], with heads
+and their width as axes of their own. Experts are a tensor each there, and
+stacked here.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+from models import config as config_lib
+from models import sharding, transformer
+
+EMBED = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+
+_TOP = {
+  "embed": (EMBED, 0),
+  "final_norm": ("model.norm.weight", 0),
+  "head": (HEAD, 1),
+}
+_LAYER = {
+  "attention_norm": ("input_layernorm", 0),
+  "attention.query": ("self_attn.q_proj", 1),
+  "attention.key": ("self_attn.k_proj", 1),
+  "attention.value": ("self_attn.v_proj", 1),
+  "attention.out": ("self_attn.o_proj", 2),
+  "attention.query_norm": ("self_attn.q_norm", 0),
+  "attention.key_norm": ("self_attn.k_norm", 0),
+  "mlp_norm": ("post_attention_layernorm", 0),
+  "mlp.gate": ("mlp.gate_proj", 1),
+  "mlp.up": ("mlp.up_proj", 1),
+  "mlp.down": ("mlp.down_proj", 1),
+  "moe.router": ("mlp.gate", 1),
+  "moe.gate": ("mlp.experts.{}.gate_proj", 1),
+  "moe.up": ("mlp.experts.{}.up_proj", 1),
+  "moe.down": ("mlp.experts.{}.down_proj", 1),
+}
+"""Ours -> (theirs, number of input axes); with 0 of those both are the same."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+  """One of our parameters among their tensors.
+
+  Attributes:
+    names: of the tensor, or of one for each expert.
+    axes: logical axes of ours, as in `transformer.logical_axes`.
+    shape: of ours.
+    num_in: input axes of a Linear, not counting experts; 0 for what is stored
+      as it is.
+  """
+
+  names: tuple[str, ...]
+  axes: tuple[str, ...]
+  shape: tuple[int, ...]
+  num_in: int
+
+  @property
+  def stacked(self) -> bool:
+    """Whether the first axis is of experts."""
+    return self.axes[0] == "experts"
+
+  @property
+  def groups(self) -> tuple[tuple[int, ...], ...]:
+    """Our axes in each axis of the tensor, experts stacked in front."""
+    first = int(self.stacked)
+    axes = tuple(range(len(self.shape)))
+    if not self.num_in:
+      return tuple((axis,) for axis in axes)
+    end = first + self.num_in
+    return (*((axis,) for axis in axes[:first]), axes[end:], axes[first:end])
+
+  @property
+  def stored_shape(self) -> tuple[int, ...]:
+    """Shape of the tensor, experts stacked in front."""
+    return tuple(
+      math.prod(self.shape[axis] for axis in group) for group in self.groups
+    )
+
+  @property
+  def tensor_shape(self) -> tuple[int, ...]:
+    """Shape of each tensor."""
+    return self.stored_shape[int(self.stacked) :]
+
+  def to_ours(self, stored: Any) -> Any:
+    """Returns an array [E?, out, in] as ours; numpy's or jax's."""
+    if self.num_in:
+      stored = stored.swapaxes(-1, -2)
+    return stored.reshape(self.shape)
+
+  def to_stored(self, ours: Any) -> Any:
+    """Returns our array as theirs, experts stacked; inverse of `to_ours`."""
+    if not self.num_in:
+      return ours
+    expert, out, inner = (1, *self.stored_shape)[-3:]
+    flat = ours.reshape(*((expert,) if self.stacked else ()), inner, out)
+    return flat.swapaxes(-1, -2)
+
+
+def entries(config: config_lib.ModelConfig) -> transformer.Params:
+  """Returns the tree of parameters with an Entry as each leaf; no adapters."""
+  config = dataclasses.replace(config, lora=None)
+  axes = transformer.logical_axes(config)
+  layers = axes.pop("layers")
+
+  def leaf(name: str, axes: tuple[str, ...]) -> Entry:
+    theirs, num_in = _TOP[name]
+    return Entry((theirs,), axes, _shape(config, name, axes), num_in)
+
+  return {name: leaf(name, value) for name, value in axes.items()} | {
+    "layers": tuple(
+      _layer(config, index, tree) for index, tree in enumerate(layers)
+    )
+  }
+
+
+def _layer(
+  config: config_lib.ModelConfig, index: int, tree: transformer.Params
+) -> transformer.Params:
+
+  def leaf(name: str, axes: tuple[str, ...]) -> Entry:
+    theirs, num_in = _LAYER[name]
+    full = f"model.layers.{index}.{theirs}.weight"
+    names = (full,)
+    if axes[0] == "experts":
+      names = tuple(full.format(e) for e in range(config.num_experts))
+    return Entry(names, axes, _shape(config, name, axes), num_in)
+
+  return {
+    name: leaf(name, node)
+    if sharding.is_axes(node)
+    else {inner: leaf(f"{name}.{inner}", axes) for inner, axes in node.items()}
+    for name, node in tree.items()
+  }
+
+
+def _shape(
+  config: config_lib.ModelConfig, name: str, axes: tuple[str, ...]
+) -> tuple[int, ...]:
+  heads = name in ("attention.query_norm", "attention.key_norm")
+  sizes = {
+    "vocab": config.vocab_size,
+    "embed": config.d_model,
+    "heads": config.num_heads,
+    "kv_heads": config.num_kv_heads,
+    "head_dim": config.head_dim,
+    "experts": config.num_experts,
+    "router": config.num_experts,
+    "mlp": config.d_expert if name.startswith("moe.") else config.d_ff,
+    "norm": config.head_dim if heads else config.d_model,
+  }
+  return tuple(sizes[axis] for axis in axes)

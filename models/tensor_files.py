@@ -1,0 +1,219 @@
+"""The tensors of a directory of safetensors files, read slice by slice.
+
+Opening reads headers only and raises nothing: what is wrong is collected in
+`problems`, so that all of it can be told at once.
+
+Source of the format: Hugging Face's safetensors, README, "Format".
+"""
+
+import contextlib
+import json
+import math
+import os
+import pathlib
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+import safetensors
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+_DTYPES = {
+  "F64": np.dtype(np.float64),
+  "F32": np.dtype(np.float32),
+  "F16": np.dtype(np.float16),
+  "BF16": np.dtype(jnp.bfloat16),
+}
+_SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
+
+
+class Stored(NamedTuple):
+  """What a header says of a tensor.
+
+  Attributes:
+    dtype: None for one that is not a float, which cannot be read.
+    code: the dtype in the format's own words, "BF16".
+  """
+
+  file: str
+  shape: tuple[int, ...]
+  dtype: np.dtype | None
+  code: str
+
+
+class TensorFiles:
+  """Open files of one directory; a context, or `close` it.
+
+  Attributes:
+    directory: of the files.
+    tensors: by name; of files that can be read.
+    unread: tensors that the index promises in a file that cannot be read.
+    problems: what is wrong with the files, a sentence each.
+    bytes_read: of all slices so far.
+  """
+
+  def __init__(
+    self,
+    directory: str | os.PathLike[str],
+    single: str = SINGLE,
+    index: str | None = INDEX,
+  ):
+    """Opens every file of the directory, or of its index.
+
+    Args:
+      single: one file that holds everything; it goes before an index.
+      index: JSON whose `weight_map` says which file holds which tensor.
+    """
+    self.directory = pathlib.Path(directory)
+    self._stack = contextlib.ExitStack()
+    self._handles: dict[str, Any] = {}
+    self.tensors: dict[str, Stored] = {}
+    self.unread: set[str] = set()
+    self.problems: list[str] = []
+    self.bytes_read = 0
+    if (self.directory / single).exists():
+      self._open(single)
+    elif index and (self.directory / index).exists():
+      self._open_indexed(index)
+    elif not self.directory.is_dir():
+      self.problems.append("there is no such directory")
+    else:
+      needed = " and no ".join(filter(None, (single, index)))
+      self.problems.append(f"it holds no {needed}")
+
+  def read(self, name: str, index: tuple[slice, ...] = ()) -> np.ndarray:
+    """Returns a slice of a tensor, in memory of its own.
+
+    Args:
+      index: contiguous slices, one an axis; none reads all.
+    """
+    file = self.tensors[name].file
+    piece = self._handles[file].get_slice(name)[index]
+    self.bytes_read += piece.nbytes
+    return piece
+
+  def close(self) -> None:
+    """Closes the files; safe to call again."""
+    self._handles.clear()
+    self._stack.close()
+
+  def __enter__(self) -> "TensorFiles":
+    return self
+
+  def __exit__(self, *_: object) -> None:
+    self.close()
+
+  def _open(self, file: str) -> list[str]:
+    """Opens a file and returns the names of its tensors; none if it cannot."""
+    path = self.directory / file
+    try:
+      handle = safetensors.safe_open(path, framework="numpy")
+      self._stack.enter_context(handle)
+      names = list(handle.keys())
+    except FileNotFoundError:
+      self.problems.append(f"{file} does not exist")
+      return []
+    except (safetensors.SafetensorError, OSError) as error:
+      size = path.stat().st_size if path.is_file() else 0
+      self.problems.append(
+        f"{file} ({size:,} bytes) is no whole safetensors file: {error}; "
+        "download or copy it again"
+      )
+      return []
+    self._handles[file] = handle
+    for name in names:
+      lazy = handle.get_slice(name)
+      code = lazy.get_dtype()
+      self.tensors[name] = Stored(
+        file, tuple(lazy.get_shape()), _DTYPES.get(code), code
+      )
+    return names
+
+  def _open_indexed(self, index: str) -> None:
+    try:
+      weight_map = _weight_map(self.directory / index)
+    except (OSError, ValueError) as error:
+      self.problems.append(f"{index}: {error}")
+      return
+    promised: dict[str, set[str]] = {}
+    for name, file in weight_map.items():
+      promised.setdefault(file, set()).add(name)
+    for file, names in sorted(promised.items()):
+      found = set(self._open(file))
+      if file not in self._handles:
+        self.unread |= names
+        continue
+      if lacking := names - found:
+        self.unread |= lacking
+        self.problems.append(
+          f"{index} promises {listing(lacking)} in {file}, which lacks "
+          f"{'it' if len(lacking) == 1 else 'them'}"
+        )
+      if surplus := found - names:
+        self.problems.append(
+          f"{file} holds {listing(surplus)}, which {index} does not place there"
+        )
+    for path in sorted(self.directory.iterdir()):
+      if _SHARD.fullmatch(path.name) and path.name not in promised:
+        self.problems.append(f"{path.name} is missing from {index}")
+
+
+def listing(names: set[str] | list[str], most: int = 10) -> str:
+  """Returns names in order, the first ones and how many more there are."""
+  ordered = sorted(names, key=_natural)
+  text = ", ".join(ordered[:most])
+  return text + f" and {len(ordered) - most} more" * (len(ordered) > most)
+
+
+def num_bytes(shape: tuple[int, ...], dtype: np.dtype) -> int:
+  """Returns the size of a tensor in a file."""
+  return math.prod(shape) * dtype.itemsize
+
+
+def header(
+  tensors: Mapping[str, tuple[tuple[int, ...], np.dtype]],
+) -> bytes:
+  """Returns what stands before the data of a file, which follows in order.
+
+  Args:
+    tensors: shape and dtype by name.
+  """
+  codes = {dtype: code for code, dtype in _DTYPES.items()}
+  # transformers refuses a file that does not name its framework.
+  fields: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+  start = 0
+  for name, (shape, dtype) in tensors.items():
+    end = start + num_bytes(shape, dtype)
+    fields[name] = {
+      "dtype": codes[dtype],
+      "shape": shape,
+      "data_offsets": (start, end),
+    }
+    start = end
+  text = json.dumps(fields, separators=(",", ":")).encode()
+  # Padded, so that the data is aligned.
+  text += b" " * (-len(text) % 8)
+  return len(text).to_bytes(8, "little") + text
+
+
+def _weight_map(path: pathlib.Path) -> dict[str, str]:
+  data = json.loads(path.read_text())
+  weight_map = data.get("weight_map") if isinstance(data, dict) else None
+  if not isinstance(weight_map, dict) or not weight_map:
+    raise ValueError("it has no weight_map")
+  for name, file in weight_map.items():
+    if not isinstance(file, str) or pathlib.PurePath(file).name != file:
+      raise ValueError(f"{name} lies in {file!r}, which is no file's name")
+  return weight_map
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+  """Sorts layer 2 before layer 10."""
+  return [
+    (int(part), "") if part.isdecimal() else (-1, part)
+    for part in re.split(r"(\d+)", name)
+  ]

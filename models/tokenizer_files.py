@@ -1,0 +1,178 @@
+"""The tokenizer and chat template of a model, as files of transformers.
+
+Our own tokenizers are written out so that AutoTokenizer gives the ids that
+`chat` gives; those of a checkpoint are copied as they are.
+"""
+
+import json
+import os
+import pathlib
+import shutil
+from typing import Any
+
+from models import chat as chat_lib
+
+_FILES = (
+  "tokenizer.json",
+  "tokenizer_config.json",
+  "special_tokens_map.json",
+  "added_tokens.json",
+  "vocab.json",
+  "merges.txt",
+  "tokenizer.model",
+  "chat_template.jinja",
+  "chat_template.json",
+  "generation_config.json",
+)
+_TREES = ("additional_chat_templates",)
+_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+# As WordChat's, special tokens are no words: text cannot end a turn.
+_TEMPLATE = """\
+{%- for message in messages -%}
+{%- for token in SPECIAL -%}
+{%- if token in message.content -%}
+{{- raise_exception('a message holds the special token ' ~ token) -}}
+{%- endif -%}
+{%- endfor -%}
+{%- if message.role == 'assistant' -%}
+{{- 'AGENT ' ~ message.content ~ ' END ' -}}
+{%- else -%}
+{{- message.content ~ ' ' -}}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+{{- 'AGENT' -}}
+{%- endif -%}
+"""
+
+
+def copy(
+  source: str | os.PathLike[str], directory: str | os.PathLike[str]
+) -> dict[str, Any]:
+  """Copies a checkpoint's tokenizer, chat template and generation settings.
+
+  Returns:
+    The special ids of its config.json, which belong into the copy's.
+
+  Raises:
+    ValueError: the source has no tokenizer.
+  """
+  found = [name for name in _FILES if pathlib.Path(source, name).is_file()]
+  if not set(_FILES[:5]) & set(found):
+    raise ValueError(
+      f"{source} holds no tokenizer; it has none of {', '.join(_FILES[:5])}"
+    )
+  for name in found:
+    shutil.copyfile(pathlib.Path(source, name), pathlib.Path(directory, name))
+  for name in _TREES:
+    tree = pathlib.Path(source, name)
+    if tree.is_dir():
+      shutil.copytree(tree, pathlib.Path(directory, name))
+  config = pathlib.Path(source, "config.json")
+  data = json.loads(config.read_text("utf-8")) if config.is_file() else {}
+  return {name: data[name] for name in _IDS if name in data}
+
+
+def num_ids(directory: str | os.PathLike[str]) -> int:
+  """Returns one more than the largest id of a tokenizer.json; 0 without one.
+
+  Raises:
+    ValueError: the file is no tokenizer.
+  """
+  path = pathlib.Path(directory, "tokenizer.json")
+  if not path.is_file():
+    return 0
+  try:
+    data = json.loads(path.read_text("utf-8"))
+    added = [token["id"] for token in data.get("added_tokens", ())]
+    vocab = data["model"]["vocab"]
+  except (ValueError, TypeError, KeyError, AttributeError) as error:
+    raise ValueError(f"{path} is no tokenizer: {error!r}") from error
+  ids = vocab.values() if isinstance(vocab, dict) else range(len(vocab))
+  return max([-1, *added, *ids]) + 1
+
+
+def write(
+  chat: chat_lib.WordChat, directory: str | os.PathLike[str]
+) -> dict[str, Any]:
+  """Writes files from which AutoTokenizer makes an equal tokenizer.
+
+  A conversation whose messages of the role "assistant" are the answers gets
+  the ids that `open`, `encode_answer` and `append` emit; the other roles
+  leave no trace there either. A word that is not in the list is an error there
+  too.
+
+  Returns:
+    The special ids for config.json.
+
+  Raises:
+    ValueError: a word holds a special token, which would be cut out of it.
+  """
+  special = [chat.token(i) for i in range(chat.vocab_size - len(chat.words))]
+  for word in chat.words:
+    inside = next((token for token in special if token in word), None)
+    if inside:
+      raise ValueError(
+        f"word {word!r} holds the special token {inside}; rename it"
+      )
+  pad, end, agent = (
+    chat.token(i) for i in (chat_lib.PAD, chat_lib.END, chat_lib.AGENT)
+  )
+  ids = {"eos_token_id": chat_lib.END, "pad_token_id": chat_lib.PAD}
+  names = {
+    "pad_token": pad,
+    "eos_token": end,
+    "additional_special_tokens": [agent],
+  }
+  template = (
+    _TEMPLATE.replace("SPECIAL", json.dumps(special))
+    .replace("AGENT", agent)
+    .replace("END", end)
+  )
+  files = {
+    "tokenizer.json": _word_level((*special, *chat.words), len(special)),
+    "tokenizer_config.json": {
+      "tokenizer_class": "PreTrainedTokenizerFast",
+      "clean_up_tokenization_spaces": False,
+      **names,
+    },
+    "special_tokens_map.json": names,
+    "generation_config.json": ids,
+  }
+  for name, data in files.items():
+    text = json.dumps(data, indent=2, ensure_ascii=False) + "\n"
+    pathlib.Path(directory, name).write_text(text, "utf-8")
+  path = pathlib.Path(directory, "chat_template.jinja")
+  path.write_text(template, "utf-8")
+  return ids
+
+
+def _word_level(tokens: tuple[str, ...], num_special: int) -> dict[str, Any]:
+  """Returns a tokenizer.json of words between white space."""
+  plain = {
+    "single_word": False,
+    "lstrip": False,
+    "rstrip": False,
+    "normalized": False,
+    "special": True,
+  }
+  return {
+    "version": "1.0",
+    "truncation": None,
+    "padding": None,
+    "added_tokens": [
+      {"id": i, "content": token, **plain}
+      for i, token in enumerate(tokens[:num_special])
+    ],
+    "normalizer": None,
+    "pre_tokenizer": {"type": "WhitespaceSplit"},
+    "post_processor": None,
+    "decoder": None,
+    "model": {
+      "type": "WordLevel",
+      "vocab": {token: i for i, token in enumerate(tokens)},
+      # No word has a space, so an unknown one is an error, as it is here.
+      "unk_token": "<unknown word>",
+    },
+  }

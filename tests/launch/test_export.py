@@ -1,0 +1,142 @@
+"""The command that turns a run into a Hugging Face directory."""
+
+import dataclasses
+import json
+import pathlib
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from launch import flags, workdir
+from models import config as model_config
+from models import export, load, lora, peft, transformer
+from rl import assemble, checkpoint, progress
+
+ROOT = pathlib.Path(__file__).parents[2]
+# The game has 29 ids; the vocabulary is padded to 32.
+CHANGES = {
+  "model.vocab_size": "32",
+  "model.num_layers": "1",
+  "model.d_model": "32",
+  "batch.rows": "8",
+}
+
+
+def experiment():
+  return flags.load(str(ROOT / "configs" / "guess_number_moe.py"), CHANGES)
+
+
+def saved_run(directory, settings, change=0.0):
+  """Leaves what a run leaves after 3 rounds; returns its parameters.
+
+  Args:
+    change: what training has added to every number that it trains.
+  """
+  workdir.claim(directory, settings).close()
+  parts = assemble.build(settings)
+  state = assemble.fresh_state(parts.programs, settings.seed)
+  trained, frozen = lora.split(state.params)
+  trained = jax.tree.map(lambda leaf: leaf + change, trained)
+  state = state._replace(params=lora.join(trained, frozen))
+  saved = checkpoint.Checkpoints(directory / "checkpoints", keep=1)
+  now = progress.beginning(state, parts.tasks.cursor)
+  assemble.save(saved, dataclasses.replace(now, trained=3))
+  saved.close()
+  return jax.device_get(state.params)
+
+
+def launch(*arguments):
+  return subprocess.run(
+    [sys.executable, "-m", "launch.export", *arguments],
+    cwd=ROOT,
+    capture_output=True,
+    text=True,
+    timeout=120,
+    stdin=subprocess.DEVNULL,
+    check=False,
+  )
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+  """A run, from a checkpoint that is no longer there."""
+  directory = tmp_path_factory.mktemp("runs")
+  source, settings = directory / "source", experiment()
+  params = transformer.init(jax.random.key(1), settings.model)
+  export.export(source, params, settings.model)
+  settings = dataclasses.replace(settings, initial=str(source))
+  params = saved_run(directory / "guesses", settings)
+  source.rename(directory / "elsewhere")
+  return directory / "guesses", params
+
+
+def test_the_newest_checkpoint_is_written(run, tmp_path):
+  directory, params = run
+  target = tmp_path / "hf"
+  result = launch(f"--workdir={directory}", f"--directory={target}")
+  assert result.returncode == 0, result.stderr
+  assert result.stdout == f"{target}: guess_number after 3 rounds\n"
+  model = model_config.ModelConfig.from_hf(target)
+  loaded = load.load(target, model)
+  assert jax.tree.all(jax.tree.map(np.array_equal, loaded, params))
+  vocab = json.loads((target / "tokenizer.json").read_text())["model"]["vocab"]
+  chat = experiment().chat()
+  assert {chat.token(i): i for i in range(chat.vocab_size)} == vocab
+
+
+@pytest.fixture(scope="module")
+def adapted(tmp_path_factory):
+  """A run that trains adapters."""
+  directory = tmp_path_factory.mktemp("runs") / "adapted"
+  settings = flags.load(
+    str(ROOT / "configs" / "guess_number_moe.py"),
+    CHANGES | {"model.lora": "models.lora.Lora(rank=2)"},
+  )
+  # Fresh ones add nothing, and so would look like none.
+  return directory, saved_run(directory, settings, 0.1), settings.model
+
+
+def test_adapters_are_merged_unless_they_are_asked_for(adapted, tmp_path):
+  directory, params, model = adapted
+  whole, adapter = tmp_path / "whole", tmp_path / "adapter"
+  for target, more in ((whole, []), (adapter, ["--adapter"])):
+    where = [f"--workdir={directory}", f"--directory={target}"]
+    result = launch(*where, *more)
+    assert result.returncode == 0, result.stderr
+  loaded = load.load(whole, model_config.ModelConfig.from_hf(whole))
+  merged = lora.merge(jax.device_put(params), model.lora)
+  assert jax.tree.all(jax.tree.map(np.array_equal, loaded, merged))
+  loaded = peft.load(adapter, model)
+  adapters, _ = lora.split(params)
+  assert jax.tree.all(jax.tree.map(np.array_equal, loaded, adapters))
+
+
+@pytest.mark.parametrize(
+  ("arguments", "message"),
+  [
+    (["--workdir={run}", "--directory={run}"], "exists; remove it or choose"),
+    (
+      ["--workdir={run}/../guesess", "--directory={run}/hf"],
+      "guesess does not exist; did you mean {run}/../guesses?",
+    ),
+    (
+      ["--workdir={run}", "--directory={run}/hf", "--tokenizer={run}/none"],
+      "none: no such directory",
+    ),
+    (
+      ["--workdir={run}", "--directory={run}/hf", "--adapter"],
+      "--adapter: the run has no adapters",
+    ),
+  ],
+  ids=["there already", "no such run", "no tokenizer", "no adapters"],
+)
+def test_what_cannot_be_exported_is_refused(run, arguments, message):
+  directory, _ = run
+  result = launch(*(text.format(run=directory) for text in arguments))
+  assert result.returncode != 0
+  assert message.format(run=directory) in result.stderr
+  assert "Traceback" not in result.stderr
+  assert not (directory / "hf").exists()

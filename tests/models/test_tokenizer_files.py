@@ -1,0 +1,75 @@
+"""A tokenizer as files; that transformers reads them is checked by interop."""
+
+import json
+
+import pytest
+
+from models import chat as chat_lib
+from models import tokenizer_files
+
+CHAT = chat_lib.WordChat(("guess", "2", "\u00fcber"))
+
+
+def read(directory, name):
+  return json.loads((directory / name).read_text("utf-8"))
+
+
+def test_every_id_of_the_words_is_in_the_file(tmp_path):
+  ids = tokenizer_files.write(CHAT, tmp_path)
+  data = read(tmp_path, "tokenizer.json")
+  expected = {CHAT.token(i): i for i in range(CHAT.vocab_size)}
+  assert data["model"]["vocab"] == expected
+  assert data["pre_tokenizer"] == {"type": "WhitespaceSplit"}
+  # No word has a space: what is not in the list stays without an id.
+  assert " " in data["model"]["unk_token"]
+  special = {token["content"]: token["id"] for token in data["added_tokens"]}
+  assert special == {CHAT.token(i): i for i in range(3)}
+  assert ids == read(tmp_path, "generation_config.json")
+  assert ids == {"eos_token_id": chat_lib.END, "pad_token_id": chat_lib.PAD}
+  names = read(tmp_path, "tokenizer_config.json")
+  assert (names["eos_token"], names["pad_token"]) == ("<end>", "<pad>")
+
+
+def test_ids_are_counted_whatever_kind_of_tokenizer_it_is(tmp_path):
+  assert tokenizer_files.num_ids(tmp_path) == 0
+  tokenizer_files.write(CHAT, tmp_path)
+  assert tokenizer_files.num_ids(tmp_path) == CHAT.vocab_size == 6
+  path = tmp_path / "tokenizer.json"
+  for model, added, expected in (
+    # Added tokens may leave a hole, or lie within the vocabulary.
+    ({"vocab": {"a": 0, "b": 1}}, [{"id": 7}], 8),
+    ({"vocab": {"a": 0, "b": 1}}, [{"id": 0}], 2),
+    # A list of pieces with their scores.
+    ({"vocab": [["a", -1.0], ["b", -2.0], ["c", -3.0]]}, [], 3),
+  ):
+    path.write_text(json.dumps({"model": model, "added_tokens": added}))
+    assert tokenizer_files.num_ids(tmp_path) == expected
+  for text in ("", "[]", "{}", '{"model": 3}'):
+    path.write_text(text)
+    with pytest.raises(ValueError, match="is no tokenizer"):
+      tokenizer_files.num_ids(tmp_path)
+
+
+def test_a_copy_returns_the_special_ids_of_the_config(tmp_path):
+  source, target = tmp_path / "source", tmp_path / "target"
+  source.mkdir()
+  target.mkdir()
+  with pytest.raises(ValueError, match="source holds no tokenizer"):
+    tokenizer_files.copy(source, target)
+  tokenizer_files.write(CHAT, source)
+  assert tokenizer_files.copy(source, target) == {}
+  config = {"eos_token_id": [5, 6], "pad_token_id": 5, "vocab_size": 9}
+  (source / "config.json").write_text(json.dumps(config))
+  ids = tokenizer_files.copy(source, target)
+  assert ids == {"eos_token_id": [5, 6], "pad_token_id": 5}
+  names = [path.name for path in source.iterdir()]
+  assert sorted(path.name for path in target.iterdir()) == sorted(
+    set(names) - {"config.json"}
+  )
+
+
+def test_a_word_that_holds_a_special_token_is_refused(tmp_path):
+  words = chat_lib.WordChat(("fine", "x<agent>"))
+  with pytest.raises(ValueError, match=r"'x<agent>' holds .*rename"):
+    tokenizer_files.write(words, tmp_path)
+  assert not list(tmp_path.iterdir())

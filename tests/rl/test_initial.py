@@ -1,0 +1,132 @@
+"""A run that starts from a Hugging Face checkpoint."""
+
+import asyncio
+import dataclasses
+import json
+import re
+
+import jax
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from envs import rewards
+from models import config as model_config
+from models import export, load, lora, transformer
+from rl import assemble, config, engine_plan, placement, rollout, testing
+
+# Counting has 7 ids; the vocabulary is padded to 8.
+MODEL = model_config.tiny_moe(
+  vocab_size=8, num_layers=1, d_model=32, max_length=16
+)
+
+
+@pytest.fixture(scope="module")
+def params():
+  return transformer.init(jax.random.key(7), MODEL)
+
+
+@pytest.fixture(scope="module")
+def directory(params, tmp_path_factory):
+  path = tmp_path_factory.mktemp("initial") / "hf"
+  export.export(path, params, MODEL)
+  return path
+
+
+def experiment(directory, model=MODEL, **changes):
+  return config.Experiment(
+    environment=testing.Counting(turns=2),
+    reward=rewards.Outcome(),
+    model=model,
+    rollout=rollout.Rollout(group_size=4, max_tokens=16),
+    engine=engine_plan.EngineSettings(
+      slots=32, row_buckets=(32,), chunk_buckets=(4,)
+    ),
+    batch=config.BatchShape(rows=8, length=16),
+    initial=str(directory),
+    **changes,
+  )
+
+
+def initial_params(settings):
+  async def started():
+    parts = assemble.build(settings)
+    try:
+      return (await assemble.initial_state(parts)).params, parts
+    finally:
+      await parts.close()
+
+  return asyncio.run(started())
+
+
+def assert_equal(one, other):
+  equal = jax.tree.map(np.array_equal, one, other)
+  assert jax.tree.all(equal), equal
+
+
+def test_a_run_starts_from_the_checkpoints_parameters(directory, params):
+  found, _ = initial_params(experiment(directory, seed=3))
+  assert_equal(found, params)
+
+
+def test_they_lie_on_the_learners_mesh(directory, params):
+  four = placement.MeshSpec(data=2, expert=2)
+  found, parts = initial_params(
+    experiment(directory, placement=placement.Placement(learner=four))
+  )
+  axes = transformer.logical_axes(MODEL)
+  wanted = parts.learner_layout.tree(axes)
+  assert jax.tree.map(lambda x: x.sharding, found) == wanted
+  assert_equal(found, params)
+
+
+def test_adapters_are_drawn_on_top_of_the_checkpoint(directory, params):
+  model = dataclasses.replace(MODEL, lora=lora.Lora(rank=2))
+  found, parts = initial_params(experiment(directory, model))
+  adapters, base = lora.split(found)
+  assert_equal(base, params)
+  # As a run without a checkpoint draws them.
+  fresh = assemble.fresh_state(parts.programs, 0).params
+  assert_equal(adapters, lora.split(fresh)[0])
+
+
+@pytest.mark.parametrize(
+  ("change", "reason"),
+  [
+    ({"d_model": 64}, "model.d_model=64, but config.json has 32"),
+    ({"max_length": 17}, "model.max_length=17 is above the 16 of config.json"),
+    ({"vocab_size": 9}, "model.vocab_size=9, but config.json has 8"),
+  ],
+)
+def test_a_checkpoint_of_another_model_is_refused_before_devices_are_touched(
+  directory, change, reason
+):
+  model = dataclasses.replace(MODEL, **change)
+  start = f"initial={directory} cannot be loaded:\n  "
+  with pytest.raises(ValueError, match=f"^{re.escape(start + reason)}"):
+    experiment(directory, model).validate()
+
+
+def test_a_directory_that_does_not_exist_is_refused(directory):
+  settings = experiment(directory.with_name("hff"))
+  with pytest.raises(ValueError, match=r"hff cannot .*\n.*no such dir"):
+    settings.validate()
+
+
+def test_weights_that_are_no_numbers_end_a_run_before_it_starts(
+  directory, tmp_path
+):
+  tensors = safetensors.numpy.load_file(directory / "model.safetensors")
+  tensors["model.norm.weight"][3] = np.nan
+  safetensors.numpy.save_file(tensors, tmp_path / "model.safetensors")
+  text = (directory / "config.json").read_text()
+  (tmp_path / "config.json").write_text(text)
+  with pytest.raises(load.Unusable, match=r"in 1 tensors: model\.norm\.weight"):
+    initial_params(experiment(tmp_path))
+
+
+def test_the_config_of_the_checkpoint_is_the_one_that_fits(directory):
+  model = model_config.ModelConfig.from_hf(directory)
+  experiment(directory, model).validate()
+  data = json.loads((directory / "config.json").read_text())
+  assert data["vocab_size"] == model.vocab_size == 8
