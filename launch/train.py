@@ -1,17 +1,28 @@
-"""Trains an agent: python -m launch.train --config=FILE --workdir=DIR."""
+"""Trains an agent: python -m launch.train --config=FILE --workdir=DIR.
+
+With --explain instead of --workdir it prints what would lie where, and stops.
+"""
 
 import sys
+from typing import TextIO
 
+import jax
 from absl import app
 from absl import flags as absl_flags
 
-from launch import devices, flags, local, workdir
+from launch import devices, explain, flags, local, workdir
+from rl import config, settings
 
 _WORKDIR = absl_flags.DEFINE_string(
   "workdir",
-  None,
+  "",
   "Directory of the run. The same command goes on where a run in it ended.",
-  required=True,
+)
+_EXPLAIN = absl_flags.DEFINE_bool(
+  "explain",
+  False,
+  "Prints every parameter with its place on both meshes, and the memory that"
+  " the run needs on each device; starts nothing, and needs no such device.",
 )
 
 
@@ -21,12 +32,27 @@ def main(argv: list[str]) -> None:
     raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
   with flags.exit_on_setting_error():
     experiment = flags.load_from_command_line()
-    devices.prepare(experiment.placement)
-    experiment.placement.meshes()
-    # Last: it writes, and clears what a run left that saved nothing.
-    lock = workdir.claim(_WORKDIR.value, experiment)
+    lock = None if _EXPLAIN.value else _claim(experiment)
+  if lock is None:
+    # Tracing shapes may ask jax for a device, if only for a zero.
+    jax.config.update("jax_platforms", "cpu")
+    explain.show(experiment, sys.stdout)
+    return
   with lock:
     sys.exit(local.train(experiment, _WORKDIR.value))
+
+
+def _claim(experiment: config.Experiment) -> TextIO:
+  """Returns the lock of the directory, after checking the devices."""
+  if not _WORKDIR.value:
+    raise settings.SettingError(
+      "--workdir is missing; name a directory, as in --workdir=runs/mine, or "
+      "ask for --explain"
+    )
+  devices.prepare(experiment.placement)
+  experiment.placement.layouts()
+  # Last: it writes, and clears what a run left that saved nothing.
+  return workdir.claim(_WORKDIR.value, experiment)
 
 
 if __name__ == "__main__":

@@ -1,86 +1,336 @@
-"""Which axis of the mesh each logical axis lies on.
+"""On which axis of the mesh each logical axis lies: sharding as data.
 
-A mesh has the axes ("data", "expert"): rows are split over the first, experts
-over the second, and everything else is on every device.
+A mesh has the axes ("data", "expert", "tensor"). Rows of a batch are split
+over the first two; parameters over all three, as the rules say. Splitting
+"embed" over "data" is what is called fully sharded data parallelism (FSDP).
 """
 
+import dataclasses
+import difflib
+import functools
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
 import jax
+from jaxtyping import Array
 
-from models import config as config_lib
-from models import transformer
+MESH_AXES = ("data", "expert", "tensor")
 
-MESH_AXES = ("data", "expert")
+# In the order in which an override is read: "none" is no axis.
+MeshAxes = None | tuple[str, ...] | str
 
-RULES: dict[str, str | None] = {
-  "batch": "data",
-  "experts": "expert",
-  "router": None,
-  "vocab": None,
-  "embed": None,
-  "mlp": None,
-  "heads": None,
-  "kv_heads": None,
-  "head_dim": None,
-}
-"""Logical axis -> mesh axis."""
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rules:
+  """Logical axis -> axis or axes of the mesh; None is on every device.
+
+  Attributes:
+    batch: rows of tokens, and of caches.
+    embed: the model's width, in parameters only; activations keep theirs whole.
+    norm: of a scale, as long as what it scales.
+    router: experts as outputs of the router.
+    rank: inner width of an adapter.
+  """
+
+  batch: MeshAxes = ("data", "expert")
+  vocab: MeshAxes = "tensor"
+  embed: MeshAxes = "data"
+  heads: MeshAxes = "tensor"
+  kv_heads: MeshAxes = "tensor"
+  head_dim: MeshAxes = None
+  mlp: MeshAxes = "tensor"
+  experts: MeshAxes = "expert"
+  router: MeshAxes = None
+  norm: MeshAxes = None
+  rank: MeshAxes = None
+
+  def of(self, axis: str | None) -> tuple[str, ...]:
+    """Returns the axes of the mesh that a logical axis is split over."""
+    return _names(axis and getattr(self, axis))
+
+  def validate(self, where: str = "rules") -> None:
+    """Raises ValueError for a rule that no mesh can follow."""
+    for field in dataclasses.fields(self):
+      names = self.of(field.name)
+      for name in names:
+        if name not in MESH_AXES:
+          near = difflib.get_close_matches(name, MESH_AXES, 1, 0)[0]
+          raise ValueError(
+            f"{where}.{field.name}={name}: a mesh has the axes "
+            f"{', '.join(MESH_AXES)}; did you mean {near}?"
+          )
+      if len(set(names)) < len(names):
+        raise ValueError(
+          f"{where}.{field.name}={','.join(names)} names an axis twice; use "
+          f"{','.join(dict.fromkeys(names))}"
+        )
+    # Experts exchange tokens over "expert" and add up over "tensor".
+    if self.of("batch") != MESH_AXES[:2]:
+      raise ValueError(
+        f"{where}.batch={','.join(self.of('batch')) or 'none'}: rows are split "
+        f"over {' and '.join(MESH_AXES[:2])}; use {','.join(MESH_AXES[:2])}"
+      )
+
+
+TRAIN = Rules()
+"""Parameters, gradients and optimizer state are split over every axis."""
+
+DECODE = Rules(embed=None)
+"""Every row of devices holds whole parameters: no gathering at each token."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+  """A mesh, and what lies where on it. Hashable: a static argument of jit.
+
+  With an AbstractMesh it describes devices that need not exist.
+  """
+
+  mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh
+  rules: Rules = TRAIN
+
+  @property
+  def devices(self) -> list[Any]:
+    """Its devices, which must exist, along "tensor" first."""
+    assert isinstance(self.mesh, jax.sharding.Mesh)
+    return list(self.mesh.devices.flat)
+
+  @property
+  def platform(self) -> str:
+    """Kind of its devices: "cpu", "gpu" or "tpu"."""
+    return self.devices[0].platform
+
+  def spec(self, *axes: str | None) -> jax.sharding.PartitionSpec:
+    """Returns the spec of an array with these logical axes."""
+    return jax.P(*(axis and getattr(self.rules, axis) for axis in axes))
+
+  def sharding(self, *axes: str | None) -> jax.sharding.NamedSharding:
+    """Returns the sharding of an array with these logical axes."""
+    return jax.sharding.NamedSharding(self.mesh, self.spec(*axes))
+
+  def whole(self, *axes: str | None) -> jax.sharding.NamedSharding:
+    """Returns that of a parameter in use: not split over the axes of rows.
+
+    Experts stay where they are: tokens come to them.
+    """
+    rows = self.rules.of("batch")
+
+    def kept(axis):
+      names = self.rules.of(axis)
+      here = names if axis == "experts" else set(names) - set(rows)
+      return tuple(name for name in names if name in here) or None
+
+    return jax.sharding.NamedSharding(self.mesh, jax.P(*map(kept, axes)))
+
+  def is_whole(self, shape: tuple[int, ...], *axes: str | None) -> bool:
+    """Whether a parameter lies as in use anyway, and is not gathered."""
+    used, kept = self.whole(*axes), self.sharding(*axes)
+    return used.shard_shape(shape) == kept.shard_shape(shape)
+
+  def tree(self, axes: Any) -> Any:
+    """Returns a tree of axis names with a sharding as each leaf."""
+    return jax.tree.map(
+      lambda leaf: self.sharding(*leaf), axes, is_leaf=is_axes
+    )
+
+  @property
+  def num_batch(self) -> int:
+    """Number of parts that rows are split into."""
+    return self.size("batch")
+
+  def size(self, axis: str) -> int:
+    """Returns the number of parts that a logical axis is split into."""
+    return math.prod(self.mesh.shape[name] for name in self.rules.of(axis))
+
+
+def constrain(layout: Layout | None, x: Array, *axes: str | None) -> Array:
+  """Returns `x`, laid out so inside of a jit; without a layout as it is."""
+  if layout is None or layout.mesh.size == 1:
+    return x
+  return jax.lax.with_sharding_constraint(x, layout.sharding(*axes))
+
+
+def gathered(layout: Layout | None, params: Any, axes: Any) -> Any:
+  """Returns parameters that are whole along the axes over which rows are split.
+
+  Rows and parameters may be split over the same axis of the mesh. Left alone,
+  XLA may then move the rows instead, or replicate them. Call it where the
+  parameters are used, inside of what is rematerialised: the copies then live
+  for one layer. Gradients are summed over the rows and lie as the parameters
+  do. Experts, which `models.moe` gathers itself, are passed on as they are.
+
+  Args:
+    axes: tree of logical axes, of the structure of `params`.
+  """
+  if layout is None or layout.mesh.size == 1:
+    return params
+
+  def gather(names, leaf):
+    if "experts" in names or layout.is_whole(leaf.shape, *names):
+      return leaf
+    return _gather(layout.sharding(*names), layout.whole(*names), leaf)
+
+  return jax.tree.map(gather, axes, params, is_leaf=is_axes)
+
+
+def is_axes(node: Any) -> bool:
+  """Whether a node of a tree of axis names is a leaf: a tuple of names."""
+  return isinstance(node, tuple) and isinstance(node[0], str)
 
 
 def validate(
-  config: config_lib.ModelConfig,
-  mesh: jax.sharding.Mesh,
+  config: Any,
+  axes: Any,
+  layout: Layout,
   *,
-  rows: int | None = None,
+  rows: Mapping[str, int] | None = None,
+  where: str = "mesh",
 ) -> None:
-  """Raises ValueError for a mesh that does not divide experts or `rows`."""
+  """Raises ValueError for a layout that does not fit the model or its rows.
+
+  Args:
+    config: `models.config.ModelConfig`.
+    axes: `models.transformer.logical_axes(config)`.
+    layout: of existing devices or of an AbstractMesh.
+    rows: setting -> number of rows that are split over the mesh.
+    where: setting that holds the mesh's sizes, and `rules`.
+  """
+  _validate_mesh(layout.mesh)
+  layout.rules.validate(f"{where}.rules")
+  for leaf in jax.tree.leaves(axes, is_leaf=is_axes):
+    _validate_once(leaf, layout.rules, where)
+  splits = list(_splits(config, layout.rules))
+  for axis, setting, size, names in splits:
+    parts = math.prod(layout.mesh.shape[name] for name in names)
+    if size % parts:
+      raise ValueError(
+        f"model.{setting}={size} does not divide over "
+        f"{_product(where, names, parts)}; use "
+        + _ways_out(axis, names, splits, layout.mesh.shape, where)
+        + (axis == "vocab") * f" or model.{setting}={-(-size // parts) * parts}"
+      )
+  parts = layout.num_batch
+  for setting, number in (rows or {}).items():
+    if number % parts:
+      raise ValueError(
+        f"{setting}={number} does not divide over "
+        f"{_product(where, layout.rules.of('batch'), parts)}; use "
+        f"{-(-number // parts) * parts}"
+      )
+
+
+def _validate_mesh(
+  mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
+) -> None:
   if mesh.axis_names != MESH_AXES:
     raise ValueError(f"the mesh has axes {mesh.axis_names}; use {MESH_AXES}")
-  # Below, XLA places what lies between the annotated arrays.
+  # XLA places what lies between the annotated arrays.
   if set(mesh.axis_types) != {jax.sharding.AxisType.Auto}:
     raise ValueError(
       f"the mesh has axis types {mesh.axis_types}; use "
-      "jax.sharding.AxisType.Auto for both"
-    )
-  data, expert = mesh.devices.shape
-  if config.num_experts % expert:
-    raise ValueError(
-      f"model.num_experts={config.num_experts} does not divide over "
-      f"expert={expert} devices; use expert="
-      f"{_divisor(config.num_experts, expert)}"
-    )
-  if rows is not None and rows % data:
-    raise ValueError(
-      f"rows={rows} do not divide over data={data} devices; use "
-      f"{-(-rows // data) * data} rows or data={_divisor(rows, data)}"
+      "jax.sharding.AxisType.Auto for all"
     )
 
 
-def param_shardings(
-  config: config_lib.ModelConfig, mesh: jax.sharding.Mesh
-) -> transformer.Params:
-  """Returns the tree of parameters with a NamedSharding as each leaf."""
-  return jax.tree.map(
-    lambda axes: _sharding(mesh, *axes),
-    transformer.logical_axes(config),
-    is_leaf=transformer.is_axes,
-  )
+def _validate_once(leaf: tuple[str, ...], rules: Rules, where: str) -> None:
+  """Raises ValueError when two axes of a parameter are split over the same."""
+  users: dict[str, str] = {}
+  for axis in leaf:
+    for name in rules.of(axis):
+      if name in users:
+        raise ValueError(
+          f"{where}.rules.{users[name]} and {where}.rules.{axis} are both "
+          f"{name}, but there are parameters of axes ({', '.join(leaf)}); set "
+          "one of the two to none"
+        )
+      users[name] = axis
 
 
-def batch_sharding(mesh: jax.sharding.Mesh) -> jax.sharding.NamedSharding:
-  """Returns the sharding of arrays whose first axis is rows."""
-  return _sharding(mesh, "batch")
+def _splits(
+  config: Any, rules: Rules
+) -> Iterator[tuple[str | None, str, int, tuple[str, ...]]]:
+  """Yields (logical axis, setting, its value, axes of the mesh it meets).
+
+  The logical axis is None where no rule decides.
+  """
+  sizes = {
+    "vocab": ["vocab_size"],
+    "embed": ["d_model"],
+    "heads": ["num_heads"],
+    "kv_heads": ["num_kv_heads"],
+    "head_dim": ["head_dim"],
+    "norm": ["d_model", "head_dim"],
+    "mlp": [],
+  }
+  if config.num_sparse < config.num_layers:
+    sizes["mlp"].append("d_ff")
+  if config.num_sparse:
+    sizes["mlp"].append("d_expert")
+    sizes |= {"experts": ["num_experts"], "router": ["num_experts"]}
+    # The exchange of tokens is written for these two axes.
+    yield None, "num_experts", config.num_experts, ("expert",)
+    yield None, "d_expert", config.d_expert, ("tensor",)
+  for axis, settings in sizes.items():
+    for setting in settings:
+      yield axis, setting, getattr(config, setting), rules.of(axis)
+  if config.lora is not None:
+    yield "rank", "lora.rank", config.lora.rank, rules.of("rank")
 
 
-def cache_sharding(mesh: jax.sharding.Mesh) -> jax.sharding.NamedSharding:
-  """Returns the sharding of every array of a Cache or a Fresh."""
-  return _sharding(mesh, "batch")
+def _ways_out(
+  axis: str | None,
+  names: tuple[str, ...],
+  splits: list[tuple[str | None, str, int, tuple[str, ...]]],
+  shape: Mapping[str, int],
+  where: str,
+) -> str:
+  """Returns the largest size of the mesh's axis that works, and the rule."""
+  ways = []
+  if len(names) == 1:
+    (name,) = names
+
+    def works(size):
+      return not any(
+        number % math.prod(({**shape, name: size})[other] for other in meets)
+        for _, _, number, meets in splits
+        if name in meets
+      )
+
+    largest = next(n for n in range(shape[name], 0, -1) if works(n) or n == 1)
+    ways.append(f"{where}.{name}={largest}")
+  if axis is not None:
+    ways.append(f"{where}.rules.{axis}=none")
+  return " or ".join(ways)
 
 
-def _sharding(
-  mesh: jax.sharding.Mesh, *axes: str
-) -> jax.sharding.NamedSharding:
-  return jax.sharding.NamedSharding(mesh, jax.P(*(RULES[a] for a in axes)))
+def _product(where: str, names: tuple[str, ...], parts: int) -> str:
+  equals = "=" if len(names) == 1 else " = "
+  return f"{where}.{' * '.join(names)}{equals}{parts}"
 
 
-def _divisor(number: int, bound: int) -> int:
-  """Returns the largest divisor of `number` that is at most `bound`."""
-  return next(d for d in range(bound, 0, -1) if number % d == 0)
+def _names(axes: MeshAxes) -> tuple[str, ...]:
+  return (axes,) if isinstance(axes, str) else axes or ()
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _gather(
+  split: jax.sharding.NamedSharding,
+  whole: jax.sharding.NamedSharding,
+  leaf: Array,
+) -> Array:
+  del split
+  return jax.lax.with_sharding_constraint(leaf, whole)
+
+
+def _gather_fwd(split, whole, leaf):
+  return _gather(split, whole, leaf), None
+
+
+def _gather_bwd(split, whole, _, gradient):
+  # First whole: the split would spread to what the gradient is a product of.
+  gradient = jax.lax.with_sharding_constraint(gradient, whole)
+  return (jax.lax.with_sharding_constraint(gradient, split),)
+
+
+_gather.defvjp(_gather_fwd, _gather_bwd)

@@ -8,7 +8,8 @@ from typing import Any
 from envs import base
 from models import chat as chat_lib
 from models import config as model_config
-from rl import advantages, engine_plan, learner, losses
+from models import load, sharding, transformer
+from rl import advantages, engine_plan, learner, losses, optimizers
 from rl import overlap as overlap_lib
 from rl import placement as placement_lib
 from rl import rollout as rollout_lib
@@ -22,10 +23,14 @@ class BatchShape:
   Attributes:
     rows: split over the learner's data axis.
     length: tokens of a row; the longest episode must fit.
+    share_prompts: the members of a group that begin with the same context have
+      it once in a row. Worth it when prompts are long next to what follows, as
+      `benchmarks/packing.py` shows; rows should then hold several members.
   """
 
   rows: int = 32
   length: int = 64
+  share_prompts: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,6 +73,8 @@ class Experiment:
   `advantage`, `objective.loss` and `optimizer`.
 
   Attributes:
+    initial: directory of a Hugging Face checkpoint with the parameters that
+      the run starts from; None draws them from the seed.
     seed: of parameters, task order and sampling noise.
     rounds: publishes until the end.
     warm_start: supervised steps before the first round, or None.
@@ -96,10 +103,11 @@ class Experiment:
   objective: learner.Objective = dataclasses.field(
     default_factory=lambda: learner.Objective(loss=losses.ClippedSurrogate())
   )
-  optimizer: learner.Optimizer = dataclasses.field(
-    default_factory=learner.AdamW
+  optimizer: optimizers.Optimizer = dataclasses.field(
+    default_factory=optimizers.AdamW
   )
   batch: BatchShape = dataclasses.field(default_factory=BatchShape)
+  initial: str | None = None
   warm_start: warm_start_lib.WarmStart | None = None
   evaluation: Evaluation = dataclasses.field(default_factory=Evaluation)
   keeping: Keeping = dataclasses.field(default_factory=Keeping)
@@ -120,6 +128,11 @@ class Experiment:
     self._validate_waits()
     self._validate_lengths()
     self._validate_divisions()
+    if self.initial is not None:
+      try:
+        load.check(self.initial, self.model)
+      except load.Unusable as error:
+        raise ValueError(f"initial={error}") from error
 
   def _validate_counts(self) -> None:
     for name, value, least in (
@@ -161,11 +174,10 @@ class Experiment:
 
   def _validate_lengths(self) -> None:
     words = self.chat().vocab_size
-    if self.model.vocab_size != words:
+    if self.model.vocab_size < words:
       raise ValueError(
-        f"model.vocab_size={self.model.vocab_size}, but the words of "
-        f"{self.environment.name} make {words} ids; use "
-        f"model.vocab_size={words}"
+        f"model.vocab_size={self.model.vocab_size} is below the {words} ids "
+        f"that the words of {self.environment.name} make; use {words} or more"
       )
     longest = self.rollout.max_tokens
     for name, room in (
@@ -179,27 +191,27 @@ class Experiment:
         )
 
   def _validate_divisions(self) -> None:
-    learner_mesh, decode = self.placement.learner, self.placement.decode
-    for name, mesh in (("learner", learner_mesh), ("decode", decode)):
-      if self.model.num_experts % mesh.expert:
-        raise ValueError(
-          f"placement.{name}.expert={mesh.expert} does not divide "
-          f"model.num_experts={self.model.num_experts}; use "
-          f"{math.gcd(mesh.expert, self.model.num_experts)}"
-        )
-    if self.batch.rows % learner_mesh.data:
-      raise ValueError(
-        f"batch.rows={self.batch.rows} does not divide over "
-        f"placement.learner.data={learner_mesh.data}; use "
-        f"{-(-self.batch.rows // learner_mesh.data) * learner_mesh.data}"
+    axes = transformer.logical_axes(self.model)
+    for name, rows in (
+      ("learner", {"batch.rows": self.batch.rows}),
+      ("decode", self._engine_rows()),
+    ):
+      sharding.validate(
+        self.model,
+        axes,
+        getattr(self.placement, name).plan,
+        rows=rows,
+        where=f"placement.{name}",
       )
-    for rows in self.engine.rows:
-      if rows % decode.data:
-        raise ValueError(
-          f"engine rows of {rows} do not divide over "
-          f"placement.decode.data={decode.data}; change engine.slots and "
-          "engine.row_buckets"
-        )
+
+  def _engine_rows(self) -> dict[str, int]:
+    """Returns the number of rows of every decoding program by its setting."""
+    used = {
+      f"engine.row_buckets[{place}]": rows
+      for place, rows in enumerate(self.engine.row_buckets)
+      if rows in self.engine.rows
+    }
+    return {"engine.slots": self.engine.slots} | used
 
 
 def _nodes(tree: Any) -> Iterator[Any]:

@@ -5,27 +5,46 @@ import dataclasses
 import jax
 import numpy as np
 
-AXES = ("data", "expert")
+from models import sharding
+
+_AXIS_TYPES = (jax.sharding.AxisType.Auto,) * len(sharding.MESH_AXES)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshSpec:
-  """A mesh of `data * expert` devices.
+  """A mesh of `data * expert * tensor` devices.
 
   Attributes:
-    data: rows of a batch, or of the cache, are split over this axis.
-    expert: experts are split over this axis.
+    data: rows of a batch, or of the cache, are split over this axis, and with
+      `sharding.TRAIN` every matrix of parameters.
+    expert: experts are split over this axis, and rows as well.
+    tensor: heads, MLPs and the vocabulary are split over this axis.
+    rules: which logical axis lies on which of these, such as
+      `--config.placement.learner.rules.embed=none`.
     first_device: index of its first device; None takes the next free ones.
   """
 
   data: int = 1
   expert: int = 1
+  tensor: int = 1
+  rules: sharding.Rules = sharding.TRAIN
   first_device: int | None = None
 
   @property
   def size(self) -> int:
     """Number of devices."""
-    return self.data * self.expert
+    return self.data * self.expert * self.tensor
+
+  @property
+  def plan(self) -> sharding.Layout:
+    """What lies where on such a mesh, of devices that need not exist."""
+    sizes = (self.data, self.expert, self.tensor)
+    return sharding.Layout(
+      jax.sharding.AbstractMesh(
+        sizes, sharding.MESH_AXES, axis_types=_AXIS_TYPES
+      ),
+      self.rules,
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,7 +58,9 @@ class Placement:
   """
 
   learner: MeshSpec = dataclasses.field(default_factory=MeshSpec)
-  decode: MeshSpec = dataclasses.field(default_factory=MeshSpec)
+  decode: MeshSpec = dataclasses.field(
+    default_factory=lambda: MeshSpec(rules=sharding.DECODE)
+  )
   platform: str | None = None
   colocated: bool = False
 
@@ -62,7 +83,7 @@ class Placement:
     """Raises ValueError on meshes that are empty or overlap undeclared."""
     for name in ("learner", "decode"):
       spec = getattr(self, name)
-      for axis in AXES:
+      for axis in sharding.MESH_AXES:
         if getattr(spec, axis) < 1:
           raise ValueError(
             f"placement.{name}.{axis}={getattr(spec, axis)} is below 1"
@@ -71,6 +92,7 @@ class Placement:
         raise ValueError(
           f"placement.{name}.first_device={spec.first_device} is below 0"
         )
+      spec.rules.validate(f"placement.{name}.rules")
     learner, decode = self.ranges
     shared = sorted(set(learner) & set(decode))
     if shared and not self.colocated:
@@ -79,8 +101,8 @@ class Placement:
         "move placement.decode.first_device or set placement.colocated=true"
       )
 
-  def meshes(self) -> tuple[jax.sharding.Mesh, jax.sharding.Mesh]:
-    """Returns the learner's mesh and the decode pool's.
+  def layouts(self) -> tuple[sharding.Layout, sharding.Layout]:
+    """Returns where things lie at the learner and at the decode pool.
 
     Raises:
       ValueError: there are fewer devices than the placement needs, or none
@@ -100,10 +122,12 @@ class Placement:
       )
     learner, decode = self.ranges
     return (
-      _mesh(self.learner, devices[list(learner)]),
-      _mesh(self.decode, devices[list(decode)]),
+      _layout(self.learner, devices[list(learner)]),
+      _layout(self.decode, devices[list(decode)]),
     )
 
 
-def _mesh(spec: MeshSpec, devices: np.ndarray) -> jax.sharding.Mesh:
-  return jax.sharding.Mesh(devices.reshape(spec.data, spec.expert), AXES)
+def _layout(spec: MeshSpec, devices: np.ndarray) -> sharding.Layout:
+  grid = devices.reshape(spec.data, spec.expert, spec.tensor)
+  mesh = jax.sharding.Mesh(grid, sharding.MESH_AXES, axis_types=_AXIS_TYPES)
+  return sharding.Layout(mesh, spec.rules)

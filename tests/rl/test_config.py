@@ -30,8 +30,13 @@ def _override(tree, overrides):
     {"warm_start": "none"},
     {"evaluation.every": "0", "evaluation.temperature": "0"},
     {"rollout.group_size": "1", "advantage": "rl.advantages.Reinforce()"},
-    # 22 rows over 11 devices, 4 experts over 2, and engine rows over 8.
-    {"placement.learner.data": "11", "placement.learner.expert": "2"},
+    # 22 rows over 11 * 2 devices, 4 experts over 2, and engine rows over 8.
+    {
+      "placement.learner.data": "11",
+      "placement.learner.expert": "2",
+      "placement.learner.rules.embed": "none",
+    },
+    {"placement.learner.tensor": "2", "placement.learner.rules.vocab": "none"},
     {"placement.decode.data": "8"},
     {"batch.length": "32", "rollout.max_tokens": "32"},
   ],
@@ -45,9 +50,9 @@ def test_settings_that_fit_together_are_accepted(experiment, overrides):
   [
     # 6 words of the game, 20 numbers and 3 special tokens are 29 ids.
     (
-      {"model.vocab_size": "30"},
-      "model.vocab_size=30, but the words of guess_number make 29 ids; use"
-      " model.vocab_size=29",
+      {"model.vocab_size": "28"},
+      "model.vocab_size=28 is below the 29 ids that the words of guess_number"
+      " make; use 29 or more",
     ),
     (
       {"rollout.group_size": "1"},
@@ -66,21 +71,52 @@ def test_settings_that_fit_together_are_accepted(experiment, overrides):
     ),
     (
       {"placement.learner.expert": "3"},
-      "placement.learner.expert=3 does not divide model.num_experts=4; use 1",
+      "model.num_experts=4 does not divide over placement.learner.expert=3;"
+      " use placement.learner.expert=2",
     ),
     (
       {"placement.decode.expert": "6"},
-      "placement.decode.expert=6 does not divide model.num_experts=4; use 2",
+      "model.num_experts=4 does not divide over placement.decode.expert=6; use"
+      " placement.decode.expert=4",
     ),
-    # The next multiple of 5 above 22 is 25.
     (
-      {"placement.learner.data": "5"},
-      "batch.rows=22 does not divide over placement.learner.data=5; use 25",
+      {"placement.learner.tensor": "2"},
+      "model.vocab_size=29 does not divide over placement.learner.tensor=2;"
+      " use placement.learner.tensor=1 or placement.learner.rules.vocab=none or"
+      " model.vocab_size=30",
     ),
+    (
+      {"placement.learner.data": "11"},
+      "model.d_model=128 does not divide over placement.learner.data=11; use"
+      " placement.learner.data=8 or placement.learner.rules.embed=none",
+    ),
+    # The next multiple of 4 above 22 is 24.
+    (
+      {"placement.learner.data": "2", "placement.learner.expert": "2"},
+      "batch.rows=22 does not divide over placement.learner.data * expert = 4;"
+      " use 24",
+    ),
+    # Rows of decoding are 32, 64, 128 and the 256 slots.
     (
       {"placement.decode.data": "3"},
-      "engine rows of 32 do not divide over placement.decode.data=3; change"
-      " engine.slots and engine.row_buckets",
+      "engine.slots=256 does not divide over placement.decode.data * expert ="
+      " 3; use 258",
+    ),
+    (
+      {"placement.decode.data": "3", "engine.slots": "96"},
+      "engine.row_buckets[0]=32 does not divide over placement.decode.data *"
+      " expert = 3; use 33",
+    ),
+    (
+      {"placement.decode.rules.mlp": "tensr"},
+      "placement.decode.rules.mlp=tensr: a mesh has the axes data, expert,"
+      " tensor; did you mean tensor?",
+    ),
+    (
+      {"placement.learner.rules.mlp": "data"},
+      "placement.learner.rules.mlp and placement.learner.rules.embed are both"
+      " data, but there are parameters of axes (experts, mlp, embed); set one"
+      " of the two to none",
     ),
     ({"rounds": "0"}, "rounds=0 is below 1"),
     ({"batch.rows": "0"}, "batch.rows=0 is below 1"),

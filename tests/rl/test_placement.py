@@ -5,7 +5,8 @@ import dataclasses
 import jax
 import pytest
 
-from rl import placement
+from models import sharding
+from rl import placement, settings
 
 MeshSpec, Placement = placement.MeshSpec, placement.Placement
 
@@ -69,8 +70,8 @@ def test_meshes_may_share_devices_when_it_is_declared():
     learner=OVERLAPPING.learner, decode=OVERLAPPING.decode, colocated=True
   )
   place.validate()
-  learner, decode = place.meshes()
-  assert len(set(learner.devices.flat) & set(decode.devices.flat)) == 2
+  learner, decode = (set(layout.devices) for layout in place.layouts())
+  assert len(learner & decode) == 2
 
 
 @pytest.mark.parametrize("name", ["learner", "decode"])
@@ -86,16 +87,57 @@ def test_a_mesh_without_devices_is_refused(name, fields):
 
 def test_meshes_are_disjoint_and_have_their_shape_and_axes():
   place = Placement(
-    learner=MeshSpec(data=2, expert=2), decode=MeshSpec(data=1, expert=4)
+    learner=MeshSpec(data=2, tensor=2), decode=MeshSpec(data=1, expert=4)
   )
-  learner, decode = place.meshes()
-  assert dict(learner.shape) == {"data": 2, "expert": 2}
-  assert dict(decode.shape) == {"data": 1, "expert": 4}
-  assert learner.axis_names == decode.axis_names == placement.AXES
-  assert [*learner.devices.flat, *decode.devices.flat] == jax.devices()[:8]
+  layouts = place.layouts()
+  learner, decode = (layout.mesh for layout in layouts)
+  assert dict(learner.shape) == {"data": 2, "expert": 1, "tensor": 2}
+  assert dict(decode.shape) == {"data": 1, "expert": 4, "tensor": 1}
+  assert learner.axis_names == decode.axis_names == sharding.MESH_AXES
+  assert [*layouts[0].devices, *layouts[1].devices] == jax.devices()[:8]
+
+
+def test_a_plan_is_the_layout_without_its_devices():
+  rules = sharding.Rules(vocab=None)
+  place = Placement(
+    learner=MeshSpec(data=2, expert=2, rules=rules), decode=MeshSpec(tensor=2)
+  )
+  pairs = zip((place.learner, place.decode), place.layouts(), strict=True)
+  for spec, layout in pairs:
+    assert spec.plan.rules == layout.rules == spec.rules
+    assert spec.plan.mesh.shape == layout.mesh.shape
+    assert spec.plan.mesh.axis_types == layout.mesh.axis_types
+  # 64 chips are more than there are.
+  far = MeshSpec(data=8, expert=4, tensor=2).plan
+  up = far.sharding("experts", "embed", "mlp")
+  assert up.shard_shape((128, 4096, 1536)) == (32, 512, 768)
+
+
+def test_rules_are_set_from_the_command_line():
+  place = Placement()
+  for path, text, expected in (
+    ("learner.rules.embed", "none", None),
+    ("learner.rules.vocab", "data,tensor", ("data", "tensor")),
+    ("learner.rules.mlp", '("data", "tensor")', ("data", "tensor")),
+    ("decode.rules.heads", "tensor", ("tensor",)),
+  ):
+    changed = settings.override(place, path, text)
+    pool, _, axis = path.split(".")
+    assert getattr(getattr(changed, pool).rules, axis) == expected
+    assert settings.from_json(settings.to_json(changed)) == changed
+
+
+@pytest.mark.parametrize("name", ["learner", "decode"])
+def test_a_rule_for_an_axis_that_no_mesh_has_is_refused(name):
+  spec = MeshSpec(rules=sharding.Rules(heads="tensors"))
+  message = (
+    rf"^placement\.{name}\.rules\.heads=tensors: .*; did you mean tensor\?$"
+  )
+  with pytest.raises(ValueError, match=message):
+    dataclasses.replace(Placement(), **{name: spec}).validate()
 
 
 def test_too_few_devices_are_refused_with_the_way_out():
   place = Placement(learner=MeshSpec(data=8), decode=MeshSpec(data=1))
   with pytest.raises(ValueError, match=r"needs 9 .* sees 8; .*colocated=true"):
-    place.meshes()
+    place.layouts()

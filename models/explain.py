@@ -1,0 +1,258 @@
+"""What lies where on a mesh, and how much memory that takes: arithmetic only.
+
+Nothing here touches a device, so a laptop can plan for a pod. Parameters, and
+whatever is laid out like them, are exact; activations are an estimate.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from models import attention_form, cache, lora, sharding, transformer
+from models import config as config_lib
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Parameter:
+  """One row of the table: a parameter, or the same one of several layers.
+
+  Attributes:
+    name: dotted path; "layers.0-27" and "layers.0,4-9" stand for several.
+    count: number of parameters that the row stands for.
+    device_bytes: of all of them on one device.
+  """
+
+  name: str
+  shape: tuple[int, ...]
+  axes: tuple[str, ...]
+  spec: jax.sharding.PartitionSpec
+  dtype: str
+  count: int
+  device_bytes: int
+
+
+def parameters(
+  config: config_lib.ModelConfig, layout: sharding.Layout
+) -> list[Parameter]:
+  """Returns every parameter once, layers of the same shape as one row.
+
+  Args:
+    layout: validated; of existing devices or of an AbstractMesh.
+  """
+  axes = transformer.logical_axes(config)
+  shapes = jax.tree.leaves(transformer.shapes(config))
+  leaves = jax.tree_util.tree_leaves_with_path(axes, is_leaf=sharding.is_axes)
+  found: dict[tuple, list[int]] = {}
+  for (path, names), leaf in zip(leaves, shapes, strict=True):
+    layer, name = _name(path)
+    key = (name, leaf.shape, names, str(leaf.dtype))
+    found.setdefault(key, []).append(layer)
+  rows = []
+  for (name, shape, names, dtype), layers in found.items():
+    prefix = "" if layers == [-1] else f"layers.{_ranges(layers)}."
+    sharded = layout.sharding(*names)
+    size = math.prod(sharded.shard_shape(shape)) * np.dtype(dtype).itemsize
+    rows.append(
+      Parameter(
+        name=prefix + name,
+        shape=shape,
+        axes=names,
+        spec=sharded.spec,
+        dtype=dtype,
+        count=len(layers),
+        device_bytes=size * len(layers),
+      )
+    )
+  # As they are used.
+  places = {"embed": 0, "final_norm": 2, "head": 3}
+  return sorted(rows, key=lambda row: places.get(row.name, 1))
+
+
+def placed(shapes: Any, shardings: Any) -> Any:
+  """Returns a tree of ShapeDtypeStruct with shardings, which need no device."""
+  return jax.tree.map(
+    lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
+    shapes,
+    shardings,
+  )
+
+
+def device_bytes(tree: Any) -> int:
+  """Returns bytes on one device of a tree of ShapeDtypeStruct with shardings.
+
+  A leaf without a sharding is taken as whole on every device.
+  """
+
+  def size(leaf):
+    place = leaf.sharding
+    shape = leaf.shape if place is None else place.shard_shape(leaf.shape)
+    return math.prod(shape) * leaf.dtype.itemsize
+
+  return sum(map(size, jax.tree.leaves(tree)))
+
+
+def cache_bytes(
+  config: config_lib.ModelConfig,
+  layout: sharding.Layout,
+  *,
+  rows: int,
+  length: int,
+) -> int:
+  """Returns bytes on one device of keys and values of so many tokens a row."""
+  shapes = jax.eval_shape(lambda: cache.init_cache(config, rows, length))
+  place = layout.sharding(*cache.AXES)
+  return device_bytes(placed(shapes, jax.tree.map(lambda _: place, shapes)))
+
+
+def activation_bytes(
+  config: config_lib.ModelConfig,
+  layout: sharding.Layout,
+  *,
+  rows: int,
+  length: int,
+  platform: str = "cpu",
+) -> int:
+  """Estimates what one micro-batch needs on one device beside the state.
+
+  With n tokens on the device, s bytes a number, and widths as split over the
+  mesh: D of the model, h of queries, k of keys, f of an MLP or, in a sparse
+  layer, 9/8 of k_e experts, whose last blocks are filled up:
+
+    inside     of a layer: n (8 D + 4 h + 6 k + 5 f) s, 2 n k_e D s when
+               sparse, and 8 bytes for each score of attention, unless it goes
+               by tiles
+    kept       of every layer for the backward pass, by `compute.remat`: all of
+               it with "none"; n (2 D + h + 2 k) s and, when dense, 2 n f s
+               with "dots"; n D s with "layer"
+    logits     12 bytes each, of `logprob_chunk` tokens
+    gathered   the largest layer's parameters and the tables, as they are used,
+               and their gradients; with "none" those of every layer
+    gradients  of this micro-batch, before they are added to the sum
+
+  and the estimate is the sum, with the inside of one layer. What XLA really
+  takes has been between half and twice of it.
+  """
+  compute = config.compute
+  scores = 0.0
+  if _has_scores(config, layout, rows, length, platform):
+    scores = length * config.num_heads / layout.size("heads")
+  itemsize = np.dtype(compute.dtype).itemsize
+  inside, kept = 0.0, 0.0
+  for index in range(config.num_layers):
+    sparse = config.is_sparse(index)
+    everything, dots = _widths(config, layout, sparse)
+    everything += 8 / itemsize * scores
+    inside = max(inside, everything)
+    by_policy = {"none": everything, "dots": dots, "layer": config.d_model}
+    kept += by_policy[compute.remat]
+  tokens = rows * length // layout.num_batch
+  words = config.vocab_size // layout.size("vocab")
+  return (
+    round(tokens * itemsize * (inside + kept))
+    + 12 * min(tokens, compute.logprob_chunk) * words
+    + 2 * _gathered_bytes(config, layout)
+    + _gradient_bytes(config, layout)
+  )
+
+
+def _widths(
+  config: config_lib.ModelConfig,
+  layout: sharding.Layout,
+  sparse: bool,
+) -> tuple[float, float]:
+  """Returns numbers a token inside of a layer, and kept with "dots"."""
+  width = config.d_model
+  queries = config.num_heads * config.head_dim / layout.size("heads")
+  keys = config.num_kv_heads * config.head_dim / layout.size("kv_heads")
+  if sparse:
+    num = config.experts_per_token
+    hidden = 9 / 8 * num * config.d_expert / layout.mesh.shape["tensor"]
+  else:
+    num = 0
+    hidden = config.d_ff / layout.size("mlp")
+  inside = 8 * width + 4 * queries + 6 * keys + 5 * hidden + 2 * num * width
+  dots = 2 * width + queries + 2 * keys + (0 if sparse else 2 * hidden)
+  return inside, dots
+
+
+def _gathered_bytes(
+  config: config_lib.ModelConfig, layout: sharding.Layout
+) -> int:
+  """Returns bytes of the copies that `sharding.gathered` makes."""
+
+  def size(names, leaf):
+    if layout.is_whole(leaf.shape, *names):
+      return 0
+    part = layout.whole(*names).shard_shape(leaf.shape)
+    return math.prod(part) * leaf.dtype.itemsize
+
+  def total(names, tree):
+    sizes = jax.tree.map(size, names, tree, is_leaf=sharding.is_axes)
+    return sum(jax.tree.leaves(sizes))
+
+  axes = transformer.logical_axes(config)
+  shapes = transformer.shapes(config)
+  layers = list(map(total, axes.pop("layers"), shapes.pop("layers")))
+  inside = sum(layers) if config.compute.remat == "none" else max(layers)
+  return inside + total(axes, shapes)
+
+
+def _gradient_bytes(
+  config: config_lib.ModelConfig, layout: sharding.Layout
+) -> int:
+  shapes, _ = lora.split(transformer.shapes(config))
+  axes, _ = lora.split(transformer.logical_axes(config))
+  return device_bytes(placed(shapes, layout.tree(axes)))
+
+
+def _name(path: tuple[Any, ...]) -> tuple[int, str]:
+  """Returns the layer, or -1, and the dotted path below it."""
+  keys = [getattr(key, "key", getattr(key, "idx", key)) for key in path]
+  if keys[0] == "layers":
+    return keys[1], ".".join(map(str, keys[2:]))
+  return -1, ".".join(map(str, keys))
+
+
+def _ranges(numbers: Iterable[int]) -> str:
+  """Returns "0-2,5" for 0, 1, 2, 5."""
+
+  def runs() -> Iterator[tuple[int, int]]:
+    first = last = None
+    for number in numbers:
+      if last is None or first is None or number != last + 1:
+        if first is not None and last is not None:
+          yield first, last
+        first = number
+      last = number
+    if first is not None and last is not None:
+      yield first, last
+
+  return ",".join(f"{a}-{b}" if b > a else f"{a}" for a, b in runs())
+
+
+def _has_scores(
+  config: config_lib.ModelConfig,
+  layout: sharding.Layout,
+  rows: int,
+  length: int,
+  platform: str,
+) -> bool:
+  """Whether all scores of a layer's attention exist at the same time."""
+  case = attention_form.Case(
+    batch=rows // layout.num_batch,
+    queries=length,
+    keys=length,
+    heads=config.num_heads // layout.size("heads"),
+    head_dim=config.head_dim,
+    dtypes=frozenset([config.compute.dtype]),
+  )
+  form = config.compute.attention
+  if form == "auto":
+    form = attention_form.choose(platform, case)
+  if form == "fused":
+    return not (platform == "gpu" and attention_form.cudnn_can(case))
+  return form == "reference"

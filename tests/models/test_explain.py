@@ -1,0 +1,177 @@
+"""Plans for meshes that need not exist, against those that do."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models import cache, explain, lora, sharding, transformer
+from models import config as config_lib
+
+AUTO = (jax.sharding.AxisType.Auto,) * 3
+
+
+def make_plan(data=1, expert=1, tensor=1, rules=sharding.TRAIN):
+  mesh = jax.sharding.AbstractMesh(
+    (data, expert, tensor), sharding.MESH_AXES, axis_types=AUTO
+  )
+  return sharding.Layout(mesh, rules)
+
+
+def by_name(config, layout):
+  return {row.name: row for row in explain.parameters(config, layout)}
+
+
+def test_layers_of_one_shape_are_one_row():
+  config = config_lib.tiny_moe(num_layers=5, dense_layers=(1, 2))
+  rows = by_name(config, make_plan())
+  names = list(rows)
+  assert names[0] == "embed"
+  assert names[-1] == "final_norm"
+  assert rows["layers.0-4.attention.query"].count == 5
+  assert rows["layers.1-2.mlp.gate"].count == 2
+  assert rows["layers.0,3-4.moe.gate"].count == 3
+  assert rows["embed"].count == 1
+
+
+def test_a_row_says_where_its_parameter_lies():
+  config = config_lib.qwen3_moe(
+    "235b-a22b", compute=config_lib.Compute(dtype="bfloat16")
+  )
+  row = by_name(config, make_plan(8, 4, 2))["layers.0-93.moe.up"]
+  assert row.shape == (128, 4096, 1536)
+  assert row.axes == ("experts", "embed", "mlp")
+  assert row.spec == jax.P("expert", "data", "tensor")
+  assert row.dtype == "bfloat16"
+  # 94 layers, 2 bytes, and a 64th of each.
+  assert row.device_bytes == 94 * 2 * 128 * 4096 * 1536 // 64
+  norm = by_name(config, make_plan(8, 4, 2))["final_norm"]
+  assert norm.device_bytes == 2 * 4096
+
+
+@pytest.mark.parametrize(
+  "config",
+  [
+    config_lib.tiny_moe(dense_layers=(0,), tie_embeddings=False),
+    config_lib.tiny(lora=lora.Lora(rank=4)),
+    config_lib.qwen3("0.6b"),
+    config_lib.qwen3_moe("30b-a3b"),
+  ],
+  ids=["sparse", "adapters", "0.6b", "30b"],
+)
+def test_the_rows_are_all_parameters(config):
+  rows = explain.parameters(config, make_plan())
+  total, _ = config_lib.num_params(config)
+  assert sum(row.device_bytes for row in rows) == 4 * total
+
+
+@pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
+def test_planned_bytes_are_those_of_arrays():
+  config = config_lib.tiny_moe(num_layers=1)
+  devices = np.array(jax.devices()[:8]).reshape(2, 2, 2)
+  layout = sharding.Layout(
+    jax.sharding.Mesh(devices, sharding.MESH_AXES, axis_types=AUTO)
+  )
+  plan = make_plan(2, 2, 2)
+  params = jax.device_put(
+    jax.tree.map(jnp.zeros_like, transformer.shapes(config)),
+    layout.tree(transformer.logical_axes(config)),
+  )
+  store = jax.device_put(
+    cache.init_cache(config, 4, 6), layout.sharding(*cache.AXES)
+  )
+
+  def held(tree):
+    shards = [leaf.addressable_shards[0] for leaf in jax.tree.leaves(tree)]
+    return sum(shard.data.nbytes for shard in shards)
+
+  rows = explain.parameters(config, plan)
+  assert sum(row.device_bytes for row in rows) == held(params)
+  places = plan.tree(transformer.logical_axes(config))
+  tree = explain.placed(transformer.shapes(config), places)
+  assert explain.device_bytes(tree) == held(params)
+  assert explain.cache_bytes(config, plan, rows=4, length=6) == held(store)
+
+
+def test_a_leaf_without_a_sharding_is_on_every_device():
+  assert explain.device_bytes(jax.ShapeDtypeStruct((3, 5), jnp.bfloat16)) == 30
+
+
+def temporary_bytes(config, layout, rows, length):
+  """Returns what XLA takes for a micro-batch's gradient beside its in- and
+  outputs.
+  """
+  places = layout.tree(transformer.logical_axes(config))
+  shapes = explain.placed(transformer.shapes(config), places)
+  tokens = jax.ShapeDtypeStruct(
+    (rows, length), jnp.int32, sharding=layout.sharding("batch")
+  )
+
+  def loss(params, tokens):
+    positions = jnp.broadcast_to(
+      jnp.arange(length, dtype=jnp.int32), tokens.shape
+    )
+    hidden, aux = transformer.hidden(
+      params, config, tokens, positions, jnp.ones_like(tokens), layout=layout
+    )
+    logits = transformer.head(params, config, hidden, layout=layout)
+    return jax.nn.logsumexp(logits, -1).sum() + aux.load_balance
+
+  def accumulate(params, sums, tokens):
+    gradient = jax.grad(loss)(params, tokens)
+    return jax.tree.map(jnp.add, sums, gradient)
+
+  run = jax.jit(accumulate, donate_argnums=1, out_shardings=places)
+  compiled = run.lower(shapes, shapes, tokens).compile()
+  analysis = compiled.memory_analysis()
+  assert analysis is not None
+  return analysis.temp_size_in_bytes
+
+
+@pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
+@pytest.mark.parametrize("num_experts", [0, 8], ids=["dense", "sparse"])
+@pytest.mark.parametrize("remat", ["none", "dots", "layer"])
+def test_estimated_activations_are_within_a_factor_of_two(remat, num_experts):
+  # Two factors: what XLA shares, and what its kernels need, is not modelled.
+  config = config_lib.tiny_moe(
+    vocab_size=512,
+    num_layers=3,
+    num_experts=num_experts,
+    num_heads=8,
+    num_kv_heads=4,
+    d_ff=384,
+    d_expert=192,
+    compute=config_lib.Compute(remat=remat),
+  )
+  devices = np.array(jax.devices()[:4]).reshape(2, 1, 2)
+  layout = sharding.Layout(
+    jax.sharding.Mesh(devices, sharding.MESH_AXES, axis_types=AUTO)
+  )
+  found = temporary_bytes(config, layout, 8, 128)
+  plan = make_plan(2, 1, 2)
+  planned = explain.activation_bytes(config, plan, rows=8, length=128)
+  assert found / 2 < planned < found * 2
+
+
+def test_activations_shrink_with_the_mesh_and_with_what_is_computed_again():
+  config = config_lib.qwen3("1.7b")
+
+  def estimate(remat, attention, **mesh):
+    compute = config_lib.Compute(remat=remat, attention=attention)
+    return explain.activation_bytes(
+      dataclasses.replace(config, compute=compute),
+      make_plan(**mesh),
+      rows=8,
+      length=4096,
+    )
+
+  tiled = functools.partial(estimate, attention="blockwise")
+  none, dots, layer = map(tiled, ("none", "dots", "layer"))
+  assert none > dots > layer
+  # 8 bytes for each of 8 * 16 * 4096^2 scores of each of 28 layers.
+  scores = estimate("none", "reference") - none
+  assert scores == 8 * 28 * (8 * 16 * 4096**2) + 8 * 8 * 16 * 4096**2
+  assert tiled("layer", tensor=8) < layer / 2
