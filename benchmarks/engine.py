@@ -25,7 +25,6 @@ from absl import flags as absl_flags
 from benchmarks import machine
 from launch import devices, flags
 from models import cache as cache_lib
-from models import sharding
 from rl import (
   assemble,
   decode_step,
@@ -69,23 +68,23 @@ def _bare_loop(parts: assemble.Parts, state: learner.TrainState):
   Each dispatch feeds a turn's context of 3 ids and samples a turn's 2 tokens
   on every row, at the lengths of a game, and waits for nothing.
   """
-  experiment, mesh = parts.experiment, parts.decode_mesh
+  experiment, layout = parts.experiment, parts.decode_layout
   slots = experiment.engine.slots
   program = jax.jit(
     functools.partial(
       decode_step.advance,
       config=experiment.model,
-      mesh=mesh,
+      layout=layout,
       max_steps=experiment.engine.steps_per_dispatch,
       whole=True,
     ),
     donate_argnums=1,
   )
-  rows = sharding.batch_sharding(mesh)
+  rows = layout.sharding("batch")
   params = jax.device_put(state.params, parts.engine_shardings)
   cache = jax.device_put(
     cache_lib.init_cache(experiment.model, slots, experiment.model.max_length),
-    sharding.cache_sharding(mesh),
+    layout.sharding(*cache_lib.AXES),
   )
   plans = []
   for turn in range(4):

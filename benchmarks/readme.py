@@ -14,6 +14,7 @@ import dataclasses
 import statistics
 import time
 
+import jax
 from absl import app
 from absl import flags as absl_flags
 
@@ -98,7 +99,9 @@ async def _compile_learner(
 ) -> None:
   """Compiles the training programs without training anything."""
   shape = parts.experiment.batch
-  packed = batch.empty(shape.rows, shape.length)
+  packed = batch.empty(
+    shape.rows, shape.length, share_prompts=shape.share_prompts
+  )
 
   def compile_all():
     programs = parts.programs
@@ -107,7 +110,7 @@ async def _compile_learner(
       copy.params, programs.zero(), programs.place(packed)
     )
     programs.update(copy, total)
-    probe = batch.Batch(*(x[:8] for x in packed))
+    probe = jax.tree.map(lambda x: x[:8], packed)
     return programs.score(state.params, programs.place(probe))
 
   await parts.learner_thread.run("warm up", compile_all)

@@ -14,6 +14,7 @@ from rl import (
   engine_plan,
   learner,
   losses,
+  optimizers,
   overlap,
   rollout,
   warm_start,
@@ -38,7 +39,7 @@ def get_config() -> config.Experiment:
     objective=learner.Objective(
       loss=losses.ClippedSurrogate(), entropy_bonus=0.003
     ),
-    optimizer=learner.AdamW(learning_rate=2e-4),
+    optimizer=optimizers.AdamW(learning_rate=2e-4),
     batch=config.BatchShape(rows=64, length=66),
     warm_start=warm_start.WarmStart(steps=100, episodes=64, exploration=0.4),
     evaluation=config.Evaluation(every=20, episodes=400),

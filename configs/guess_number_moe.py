@@ -12,6 +12,7 @@ from rl import (
   engine_plan,
   learner,
   losses,
+  optimizers,
   overlap,
   rollout,
   warm_start,
@@ -36,7 +37,7 @@ def get_config() -> config.Experiment:
     objective=learner.Objective(
       loss=losses.ClippedSurrogate(), entropy_bonus=0.003
     ),
-    optimizer=learner.AdamW(learning_rate=5e-4),
+    optimizer=optimizers.AdamW(learning_rate=5e-4),
     batch=config.BatchShape(rows=22, length=60),
     warm_start=warm_start.WarmStart(steps=60, episodes=64, exploration=0.7),
     rounds=1000,

@@ -10,6 +10,7 @@ from absl import app
 from absl import flags as absl_flags
 
 from launch import devices, flags, workdir
+from models import load
 from rl import assemble, checkpoint, config, evaluate, trajectory
 
 _RUN = absl_flags.DEFINE_string(
@@ -28,7 +29,7 @@ def main(argv: list[str]) -> None:
   if len(argv) > 1:
     raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
   with flags.exit_on_setting_error():
-    experiment = workdir.read(_RUN.value)
+    experiment = workdir.read_trained(_RUN.value)
     if _TEMPERATURE.value is not None:
       settings = dataclasses.replace(
         experiment.evaluation, temperature=_TEMPERATURE.value
@@ -36,10 +37,10 @@ def main(argv: list[str]) -> None:
       experiment = dataclasses.replace(experiment, evaluation=settings)
     experiment.validate()
     devices.prepare(experiment.placement)
-    experiment.placement.meshes()
+    experiment.placement.layouts()
   try:
     asyncio.run(_evaluate(experiment, pathlib.Path(_RUN.value)))
-  except checkpoint.Mismatch as error:
+  except (checkpoint.Mismatch, load.Unusable) as error:
     sys.exit(f"error: {error}")
 
 
@@ -49,7 +50,7 @@ async def _evaluate(
   parts = assemble.build(experiment)
   saved = checkpoint.Checkpoints(run_dir / "checkpoints", keep=1)
   try:
-    found = saved.restore(parts.programs.abstract)
+    found = await assemble.restore(parts, saved)
     if found is None:
       sys.exit(f"error: {run_dir} has no checkpoint that can be read")
     await parts.start(found.state, trajectory.PolicyVersion(found.step))

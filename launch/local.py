@@ -20,6 +20,7 @@ import numpy as np
 from jaxtyping import Float32
 
 from launch import display, report, workdir
+from models import load
 from rl import (
   assemble,
   checkpoint,
@@ -45,7 +46,7 @@ def train(experiment: config.Experiment, path: str | os.PathLike) -> int:
   """Runs an experiment in its claimed directory; returns the exit code.
 
   0: all rounds are done and every invariant held. 1: an invariant broke,
-  something stalled, or a checkpoint could not be written or read. 128 +
+  something stalled, or a checkpoint could not be written, read or loaded. 128 +
   signal: stopped; what was saved stays.
   """
   run_dir = pathlib.Path(path)
@@ -53,7 +54,12 @@ def train(experiment: config.Experiment, path: str | os.PathLike) -> int:
   screen.start()
   try:
     return asyncio.run(_Run(experiment, run_dir, screen).train())
-  except (watchdog.Stalled, checkpoint.Mismatch, Unsaved) as error:
+  except (
+    watchdog.Stalled,
+    checkpoint.Mismatch,
+    load.Unusable,
+    Unsaved,
+  ) as error:
     screen.note(f"error: {error}")
     return 1
   finally:
@@ -189,7 +195,7 @@ class _Run:
   async def _begin(self) -> progress_lib.Progress:
     parts = self._parts
     self._screen.phase("looking for a checkpoint")
-    found = self._checkpoints.restore(parts.programs.abstract)
+    found = await assemble.restore(parts, self._checkpoints)
     if found is None:
       self._check_none_damaged()
       state = await assemble.initial_state(parts, self._screen.phase)
@@ -251,7 +257,7 @@ class _Run:
       return
     with self._parts.spans.span("host", "checkpoint", round=trained):
       try:
-        self._checkpoints.save(trained, progress.state, progress.to_host())
+        assemble.save(self._checkpoints, progress)
       except Exception as error:  # Orbax raises all kinds.
         raise Unsaved(
           f"the checkpoint of round {trained}, or that before it, could not "

@@ -46,8 +46,8 @@ from rl import (
 )
 
 parts = assemble.build(experiment)
-print("learner:", parts.learner_mesh.devices.ravel())
-print("decode: ", parts.decode_mesh.devices.ravel())
+print("learner:", parts.learner_layout.devices)
+print("decode: ", parts.decode_layout.devices)
 
 # The parts live on one event loop; a thread of its own keeps it running here
 # and in Jupyter alike.
@@ -128,6 +128,7 @@ packed = batch.pack(
   values,
   rows=experiment.batch.rows,
   length=experiment.batch.length,
+  share_prompts=experiment.batch.share_prompts,
 )
 
 

@@ -36,11 +36,11 @@ async def measure(
     weights: version -> the learner's parameters of that version. Tokens of
       other versions are left out.
     batch: None, when a round had nothing to train, compares nothing.
-    rows: how many to score; a multiple of the mesh's data axis.
+    rows: how many to score; a multiple of the parts of a batch.
   """
   if batch is None:
     return Gap(max=float("nan"), mean=float("nan"), tokens=0)
-  probe = batch_lib.Batch(*(x[:rows] for x in batch))
+  probe = jax.tree.map(lambda x: x[:rows], batch)
   gaps = [np.zeros(0, np.float32)]
   for version in np.unique(probe.versions[probe.sampled]).tolist():
     if version not in weights:

@@ -3,12 +3,15 @@
 import dataclasses
 import pathlib
 from collections.abc import Callable
+from typing import Any
 
 import jax
 
 from models import chat as chat_lib
-from models import sharding
+from models import config as model_config
+from models import load, lora, sharding, transformer
 from rl import (
+  checkpoint,
   config,
   coordinator,
   dispatch,
@@ -27,6 +30,7 @@ from rl import (
 )
 
 _PROBE_ROWS = 8
+_FROZEN = "frozen"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -38,8 +42,8 @@ class Parts:
 
   experiment: config.Experiment
   chat: chat_lib.WordChat
-  learner_mesh: jax.sharding.Mesh
-  decode_mesh: jax.sharding.Mesh
+  learner_layout: sharding.Layout
+  decode_layout: sharding.Layout
   programs: learner.Learner
   learner_thread: dispatch.MeshThread
   decode_thread: dispatch.MeshThread
@@ -58,13 +62,13 @@ class Parts:
     report: Callable[[str], None] = lambda text: None,
   ) -> None:
     """Places the weights, compiles the engine and lets it serve."""
-    copy = await self.publisher.place(state.params, self.engine_shardings)
+    copy, _ = await self.publisher.place(state.params)
     await self.engine.start(copy, version, report)
 
   @property
   def engine_shardings(self):
     """Shardings of the parameters on the decode mesh."""
-    return sharding.param_shardings(self.experiment.model, self.decode_mesh)
+    return _shardings(self.experiment.model, self.decode_layout)
 
   async def close(self) -> None:
     """Ends the engine and the threads; safe when nothing was started."""
@@ -90,14 +94,14 @@ def build(
     ValueError: a setting cannot work, or devices are missing.
   """
   experiment.validate()
-  learner_mesh, decode_mesh = experiment.placement.meshes()
+  learner_layout, decode_layout = experiment.placement.layouts()
   spans = trace.Trace(run_dir / "spans.jsonl" if run_dir else None)
   log = events.EventLog(run_dir / "events.jsonl" if run_dir else None)
   chat = experiment.chat()
   learner_thread = dispatch.MeshThread("learner", spans)
   decode_thread = dispatch.MeshThread("decode", spans)
   engine = engine_jax.JaxEngine(
-    experiment.model, experiment.engine, decode_mesh, decode_thread
+    experiment.model, experiment.engine, decode_layout, decode_thread
   )
   dog = watchdog.Watchdog(report)
   if experiment.overlap.on_publish not in engine.capabilities:
@@ -105,15 +109,15 @@ def build(
       f"overlap.on_publish={experiment.overlap.on_publish}: the engine can "
       f"only {' or '.join(sorted(engine.capabilities))}"
     )
-  decode_shardings = sharding.param_shardings(experiment.model, decode_mesh)
+  decode_shardings = _shardings(experiment.model, decode_layout)
   return Parts(
     experiment=experiment,
     chat=chat,
-    learner_mesh=learner_mesh,
-    decode_mesh=decode_mesh,
+    learner_layout=learner_layout,
+    decode_layout=decode_layout,
     programs=learner.build(
       experiment.model,
-      learner_mesh,
+      learner_layout,
       experiment.objective,
       experiment.optimizer(),
       experiment.rollout.temperature,
@@ -143,17 +147,15 @@ def build(
 async def initial_state(
   parts: Parts, report: Callable[[str], None] = lambda text: None
 ) -> learner.TrainState:
-  """Returns fresh parameters, after the warm start if there is one."""
+  """Returns initial parameters, after the warm start if there is one."""
   experiment = parts.experiment
-  state = await parts.learner_thread.run(
-    "init", fresh_state, parts.programs, experiment.seed
-  )
+  state = await _first_state(parts)
   settings = experiment.warm_start
   if settings is None:
     return state
   imitation = learner.build(
     experiment.model,
-    parts.learner_mesh,
+    parts.learner_layout,
     learner.Objective(
       loss=losses.NegativeLogLikelihood(),
       balance_weight=experiment.objective.balance_weight,
@@ -179,10 +181,90 @@ async def initial_state(
   )
 
 
+async def _first_state(parts: Parts) -> learner.TrainState:
+  """Returns what a run starts from, before anything has been trained."""
+  experiment, run = parts.experiment, parts.learner_thread.run
+  if experiment.initial is None:
+    return await run("init", fresh_state, parts.programs, experiment.seed)
+  return await run(
+    "init",
+    loaded_state,
+    parts.programs,
+    experiment.model,
+    parts.learner_layout,
+    experiment.initial,
+    experiment.seed,
+  )
+
+
+async def restore(
+  parts: Parts, checkpoints: checkpoint.Checkpoints
+) -> checkpoint.Restored | None:
+  """Returns the newest checkpoint that is whole; None when there is none.
+
+  Frozen parameters are no part of it: they are made again as at the start of
+  the run.
+
+  Raises:
+    checkpoint.Mismatch: its state has another tree or shapes, or was trained
+      on top of other frozen parameters.
+  """
+  abstract, frozen = _without_frozen(parts.programs.abstract)
+  found = checkpoints.restore(abstract)
+  if found is None or frozen is None:
+    return found
+  _, frozen = _without_frozen(await _first_state(parts))
+  checkpoint.check_same(found.host[_FROZEN], checkpoint.digests(frozen))
+  params = lora.join(found.state.params, frozen)
+  state = found.state._replace(params=params)
+  return dataclasses.replace(found, state=state)
+
+
+def save(checkpoints: checkpoint.Checkpoints, now: progress.Progress) -> None:
+  """Starts a checkpoint that `restore` will find; see `Checkpoints.save`."""
+  state, frozen = _without_frozen(now.state)
+  host = now.to_host() | {_FROZEN: checkpoint.digests(frozen)}
+  checkpoints.save(now.trained, state, host)
+
+
+def _without_frozen(
+  state: learner.TrainState,
+) -> tuple[learner.TrainState, Any]:
+  """Returns what training changes, and the parameters that it does not."""
+  trainable, frozen = lora.split(state.params)
+  return state._replace(params=trainable), frozen
+
+
 def fresh_state(programs: learner.Learner, seed: int) -> learner.TrainState:
   """Returns random parameters and an optimizer that has seen nothing."""
   with jax.transfer_guard("allow"):
     return programs.init(jax.random.key(seed))
+
+
+def loaded_state(
+  programs: learner.Learner,
+  config: model_config.ModelConfig,
+  layout: sharding.Layout,
+  directory: str,
+  seed: int,
+) -> learner.TrainState:
+  """Returns the parameters of a Hugging Face checkpoint, as `fresh_state`.
+
+  Adapters, if the model has any, are drawn from the seed.
+
+  Raises:
+    load.Unusable: they cannot be loaded.
+  """
+  with jax.transfer_guard("allow"):
+    params = load.load(directory, config, layout)
+    if config.lora is not None:
+      places, _ = lora.split(_shardings(config, layout))
+      draw = jax.jit(
+        lambda key: lora.split(transformer.init(key, config))[0],
+        out_shardings=places,
+      )
+      params = lora.join(draw(jax.random.key(seed)), params)
+    return programs.wrap(params)
 
 
 def coordinate(
@@ -190,7 +272,7 @@ def coordinate(
 ) -> coordinator.Coordinator:
   """Returns the loop over started parts."""
   experiment = parts.experiment
-  data = experiment.placement.learner.data
+  data = parts.learner_layout.num_batch
   return coordinator.Coordinator(
     coordinator.Settings(
       schedule=experiment.overlap,
@@ -199,6 +281,7 @@ def coordinate(
       stall_s=experiment.stall_s,
       rows=experiment.batch.rows,
       length=experiment.batch.length,
+      share_prompts=experiment.batch.share_prompts,
       probe_rows=min(experiment.batch.rows, -(-_PROBE_ROWS // data) * data),
       success=experiment.evaluation.success,
     ),
@@ -213,3 +296,7 @@ def coordinate(
     dog=parts.dog,
     observer=observer,
   )
+
+
+def _shardings(config: model_config.ModelConfig, layout: sharding.Layout):
+  return layout.tree(transformer.logical_axes(config))

@@ -57,6 +57,7 @@ class Settings:
   stall_s: float
   rows: int
   length: int
+  share_prompts: bool
   probe_rows: int
   success: float
 
@@ -258,7 +259,7 @@ class Coordinator:
         self._log.emit("dequeued", group=group.group_id)
       total = await self._accumulate(this, groups, total)
     if not any(used.any() for used in this.trained[first:]):
-      sums = dict.fromkeys((*learner.Sums._fields, "grad_norm"), 0.0)
+      sums = dict.fromkeys(learner.METRICS, 0.0)
     else:
       self._state, sums = await self._device(
         "update", _update, self._programs, self._state, total
@@ -297,16 +298,13 @@ class Coordinator:
       weights_,
       rows=self._settings.rows,
       length=self._settings.length,
+      share_prompts=self._settings.share_prompts,
     )
     for packed in batches:
       this.probe = this.probe or packed
+      params = self._state.params
       total = await self._device(
-        "accumulate",
-        _accumulate,
-        self._programs,
-        self._state.params,
-        total,
-        packed,
+        "accumulate", _accumulate, self._programs, params, total, packed
       )
     return total
 

@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from models import cache as cache_lib
 from models import config as model_config
-from models import transformer
+from models import sharding, transformer
 
 MAX_STOP_IDS = 4
 
@@ -100,7 +100,7 @@ def advance(
   plan: Plan,
   *,
   config: model_config.ModelConfig,
-  mesh: jax.sharding.Mesh,
+  layout: sharding.Layout,
   max_steps: int,
   whole: bool,
 ) -> tuple[cache_lib.Cache, Sampled]:
@@ -119,11 +119,11 @@ def advance(
   num_rows, chunk_size = chunk.shape
   past_cache = cache if whole else cache_lib.take(cache, row)
   extend = functools.partial(
-    transformer.extend, params, config, past_cache, past, mesh=mesh
+    transformer.extend, params, config, past_cache, past, layout=layout
   )
 
   def pick(hidden, positions):
-    logits = transformer.head(params, config, hidden)
+    logits = transformer.head(params, config, hidden, layout=layout)
     return sample(logits, seed, positions, temperature)
 
   offsets = jnp.arange(chunk_size, dtype=jnp.int32)

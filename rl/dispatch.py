@@ -62,6 +62,7 @@ class MeshThread:
   def _work(self) -> None:
     while (job := self._jobs.get()) is not None:
       job()
+      del job  # Until the next one it would keep arguments and result alive.
 
   def _timed(self, name: str, function: Callable[..., Any], args: tuple) -> Any:
     start = time.monotonic()

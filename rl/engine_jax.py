@@ -47,13 +47,13 @@ class JaxEngine:
     self,
     config: model_config.ModelConfig,
     settings: engine_plan.EngineSettings,
-    mesh: jax.sharding.Mesh,
+    layout: sharding.Layout,
     thread: dispatch.MeshThread,
   ):
     settings.validate()
     self._config = config
     self._settings = settings
-    self._mesh = mesh
+    self._layout = layout
     self._thread = thread
     self._version = trajectory.PolicyVersion(-1)
     self._params: transformer.Params | None = None
@@ -75,14 +75,14 @@ class JaxEngine:
     self._build()
 
   def _build(self) -> None:
-    rows = sharding.batch_sharding(self._mesh)
-    cache = sharding.cache_sharding(self._mesh)
+    rows = self._layout.sharding("batch")
+    cache = self._layout.sharding(*cache_lib.AXES)
     programs = {
       whole: jax.jit(
         functools.partial(
           decode_step.advance,
           config=self._config,
-          mesh=self._mesh,
+          layout=self._layout,
           max_steps=self._settings.steps_per_dispatch,
           whole=whole,
         ),

@@ -11,7 +11,7 @@ Kinds of events and their fields, all with `t` seconds since the log began:
   restored       group, tokens, first_version      finished before a restart
   dequeued       group               the learner took it
   trained        group, version, first_version, tokens, masked
-  publish_start  version
+  publish_start  version, moved_bytes      the learner copied so much
   published      version             every engine serves it
 
 `versions` are run lengths, [[version, tokens], ...], in the order of sampling.

@@ -200,13 +200,13 @@ def fake_learner(step_s: float = 0.0) -> learner.Learner:
     return learner.Accumulator._make(({}, tokens))
 
   def update(state, total) -> tuple[learner.TrainState, dict[str, Any]]:
-    names = (*learner.Sums._fields, "grad_norm")
-    sums: dict[str, Any] = dict.fromkeys(names, 0.0) | {"tokens": total.sums}
+    sums: dict[str, Any] = dict.fromkeys(learner.METRICS, 0.0)
+    sums["tokens"] = total.sums
     count = state.updates + 1
-    after = learner.TrainState._make(({"updates": count}, (), count))
+    after = learner.TrainState._make(({"updates": count}, (), count, None))
     return after, sums
 
-  start = learner.TrainState._make(({"updates": 0}, (), 0))
+  start = learner.TrainState._make(({"updates": 0}, (), 0, None))
   return learner.Learner(
     init=lambda key: start,
     wrap=lambda params: start,

@@ -13,7 +13,7 @@ from jaxtyping import Int32
 
 from envs import base
 from rl import batch as batch_lib
-from rl import dispatch, engine, episode, learner, trajectory
+from rl import dispatch, engine, episode, learner, optimizers, trajectory
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,8 +30,8 @@ class WarmStart:
   steps: int = 60
   episodes: int = 64
   exploration: float = 0.7
-  optimizer: learner.Optimizer = dataclasses.field(
-    default_factory=lambda: learner.AdamW(learning_rate=1e-3)
+  optimizer: optimizers.Optimizer = dataclasses.field(
+    default_factory=lambda: optimizers.AdamW(learning_rate=1e-3)
   )
 
   def validate(self) -> None:

@@ -41,6 +41,7 @@ def test_every_command_of_the_readme_is_one_that_is_run():
     "launch.train",
     "launch.evaluate",
     "launch.report",
+    "launch.export",
   ]
   assert len(make) + len(python) == len(_commands())
 

@@ -22,7 +22,7 @@ TINY = {
   "rounds": "4",
   "model.num_layers": "2",
   "model.d_model": "32",
-  "model.d_ff": "32",
+  "model.d_expert": "32",
   "model.num_heads": "2",
   "model.head_dim": "16",
   "rollout.group_size": "4",
@@ -335,12 +335,12 @@ BAD = {
     ["rollout.group_size=1", "Grpo", "Reinforce"],
   ),
   "rows that do not divide": (
-    {"placement.learner.data": "3"},
-    ["batch.rows=8", "placement.learner.data=3", "use 9"],
+    {"placement.learner.data": "16"},
+    ["batch.rows=8", "placement.learner.data * expert = 16", "use 16"],
   ),
   "experts that do not divide": (
     {"placement.learner.expert": "3"},
-    ["placement.learner.expert=3", "num_experts=4"],
+    ["placement.learner.expert=3", "num_experts=4", "use placement"],
   ),
   "meshes that share devices": (
     {"placement.decode.first_device": "0"},

@@ -23,8 +23,9 @@ CONFIG = config_lib.tiny_moe(
   d_model=32,
   head_dim=8,
   d_ff=32,
+  d_expert=32,
   max_length=32,
-  moe_block=4,
+  compute=config_lib.Compute(moe_block=4),
 )
 SETTINGS = engine_plan.EngineSettings(
   slots=4,
@@ -50,10 +51,10 @@ def weights(seed: int) -> transformer.Params:
 @jax.jit
 def _forward(params, tokens):
   positions = jnp.arange(CONFIG.max_length)[None]
-  logits, _ = transformer.apply(
+  hidden, _ = transformer.hidden(
     params, CONFIG, tokens, positions, jnp.ones_like(tokens)
   )
-  return logits[0]
+  return transformer.head(params, CONFIG, hidden)[0]
 
 
 @dataclasses.dataclass
@@ -134,15 +135,16 @@ class Served:
 @contextlib.contextmanager
 def serve(data: int = 1, expert: int = 1, **changes: Any):
   """Starts an engine of its own; `changes` are to `SETTINGS`."""
-  spec = placement.MeshSpec(data=data, expert=expert)
-  mesh, _ = placement.Placement(learner=spec, colocated=True).meshes()
+  spec = placement.MeshSpec(data=data, expert=expert, rules=sharding.DECODE)
+  place = placement.Placement(decode=spec, colocated=True)
+  _, layout = place.layouts()
   thread = dispatch.MeshThread("decode", trace.Trace(None))
   settings = dataclasses.replace(SETTINGS, **changes)
   with asyncio.Runner() as runner:
     served = Served(
       runner,
-      engine_jax.JaxEngine(CONFIG, settings, mesh, thread),
-      sharding.param_shardings(CONFIG, mesh),
+      engine_jax.JaxEngine(CONFIG, settings, layout, thread),
+      layout.tree(transformer.logical_axes(CONFIG)),
     )
     start = served.engine.start(served.placed(0), trajectory.PolicyVersion(0))
     served.run(start)
@@ -184,7 +186,7 @@ def sharded():
 
 @pytest.fixture(scope="session")
 def one_device():
-  return placement.Placement(colocated=True).meshes()[0]
+  return placement.Placement(colocated=True).layouts()[1]
 
 
 @pytest.fixture

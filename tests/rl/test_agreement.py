@@ -7,13 +7,13 @@ import jax
 import numpy as np
 import pytest
 
-from rl import agreement, batch, dispatch, learner, losses, trace
+from rl import agreement, batch, dispatch, learner, losses, optimizers, trace
 
 
 @pytest.fixture(scope="module")
 def programs(config, one_device):
   objective = learner.Objective(loss=losses.NegativeLogLikelihood())
-  optimizer = learner.AdamW()()
+  optimizer = optimizers.AdamW()()
   return learner.build(config, one_device, objective, optimizer)
 
 

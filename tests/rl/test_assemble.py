@@ -147,8 +147,8 @@ def test_demonstrations_mix_in_as_many_random_answers_as_asked():
 
 def test_building_touches_no_more_devices_than_the_placement_names():
   parts = assemble.build(experiment())
-  assert parts.learner_mesh.devices.ravel().tolist() == [jax.devices()[0]]
-  assert parts.decode_mesh.devices.ravel().tolist() == [jax.devices()[1]]
+  assert parts.learner_layout.devices == [jax.devices()[0]]
+  assert parts.decode_layout.devices == [jax.devices()[1]]
   asyncio.run(parts.close())
 
 

@@ -64,7 +64,12 @@ class Run:
   learner_s: float = 0.0
   stall_s: float = 20.0
   step_s: float = 5.0
+  share_prompts: bool = False
   observer: Recorder = dataclasses.field(default_factory=Recorder)
+
+  def _place(self, packed):
+    self.batches.append(packed)
+    return packed
 
   def start(self, progress=None):
     self.log, self.spans = events.EventLog(), trace.Trace(None)
@@ -80,6 +85,8 @@ class Run:
       progress.trained if progress else 0
     )
     programs = testing.fake_learner(self.learner_s)
+    self.batches: list[Any] = []
+    programs = dataclasses.replace(programs, place=self._place)
     loop = coordinator.Coordinator(
       coordinator.Settings(
         schedule=self.schedule,
@@ -88,6 +95,7 @@ class Run:
         stall_s=self.stall_s,
         rows=8,
         length=32,
+        share_prompts=self.share_prompts,
         probe_rows=8,
         success=1.0,
       ),
@@ -214,6 +222,20 @@ def test_the_gate_opens_only_after_the_weights_are_served():
   order = run.kinds("submitted", "published")
   for i in range(1, 4):
     assert order.index(("submitted", i)) > order.index(("published", i))
+
+
+def test_members_of_a_group_share_their_prompt_when_they_are_asked_to():
+  packed = []
+  for share in (False, True):
+    run = Run(overlap.sync(4, 1, 4), rounds=1, share_prompts=share)
+    run.start()
+    packed.append(run.batches[0])
+  own, shared = packed
+  assert own.prefix is None
+  assert shared.prefix is not None
+  assert own.sampled.sum() == shared.sampled.sum()
+  # Four groups of two begin with "go" and <agent>: each saves these 2 ids once.
+  assert (own.segments > 0).sum() - (shared.segments > 0).sum() == 4 * 2
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

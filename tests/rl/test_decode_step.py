@@ -27,7 +27,7 @@ def advance(config, params, one_device):
         decode_step.advance,
         params,
         config=config,
-        mesh=one_device,
+        layout=one_device,
         max_steps=STEPS,
         whole=whole,
       )
@@ -44,7 +44,8 @@ def greedy(config, params):
   @jax.jit
   def forward(ids):
     at = jnp.arange(8)[None]
-    return transformer.apply(params, config, ids, at, jnp.ones_like(ids))[0]
+    hidden, _ = transformer.hidden(params, config, ids, at, jnp.ones_like(ids))
+    return transformer.head(params, config, hidden)
 
   def answer(ids, count):
     ids = list(ids)

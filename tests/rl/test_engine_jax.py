@@ -167,7 +167,7 @@ def test_logprobs_and_versions_are_the_learners(served, config, one_device):
 
   (packed,) = batch.pack(served.run(load()), [0.0] * 8, rows=8, length=24)
   score = functools.partial(
-    learner.token_logprobs, config=config, mesh=one_device, temperature=0.7
+    learner.token_logprobs, config=config, layout=one_device, temperature=0.7
   )
   scored, _, _ = jax.jit(score)(served.placed(served.version), packed)
   gap = np.abs(np.asarray(scored) - packed.behaviour)[packed.sampled]
