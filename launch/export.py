@@ -1,4 +1,4 @@
-"""Exports a run: python -m launch.export --workdir=DIR --directory=OUT.
+"""Exports a run: python -m launch.export --run=DIR --directory=OUT.
 
 OUT is then a Hugging Face checkpoint: weights of the newest checkpoint of the
 run, config, tokenizer and chat template. Adapters are merged into the weights,
@@ -17,8 +17,8 @@ from launch import devices, flags, workdir
 from models import export, load, lora, peft
 from rl import assemble, checkpoint, config, settings
 
-_WORKDIR = absl_flags.DEFINE_string(
-  "workdir", None, "Directory of a run.", required=True
+_RUN = absl_flags.DEFINE_string(
+  "run", None, "Directory of a run.", required=True
 )
 _DIRECTORY = absl_flags.DEFINE_string(
   "directory", None, "Is made, and must not exist.", required=True
@@ -49,7 +49,7 @@ def main(argv: list[str]) -> None:
     raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
   target = pathlib.Path(_DIRECTORY.value)
   with flags.exit_on_setting_error():
-    experiment = workdir.read_trained(_WORKDIR.value)
+    experiment = workdir.read_trained(_RUN.value)
     if _PLATFORM.value is not None:
       placement = dataclasses.replace(
         experiment.placement, platform=_PLATFORM.value
@@ -67,7 +67,7 @@ def main(argv: list[str]) -> None:
       _check_adapter(experiment, source)
     devices.prepare(experiment.placement)
     experiment.placement.layouts()
-  run_dir = pathlib.Path(_WORKDIR.value)
+  run_dir = pathlib.Path(_RUN.value)
   try:
     step = asyncio.run(_export(experiment, run_dir, target))
   except (checkpoint.Mismatch, load.Unusable) as error:

@@ -76,7 +76,7 @@ def run(tmp_path_factory):
 def test_the_newest_checkpoint_is_written(run, tmp_path):
   directory, params = run
   target = tmp_path / "hf"
-  result = launch(f"--workdir={directory}", f"--directory={target}")
+  result = launch(f"--run={directory}", f"--directory={target}")
   assert result.returncode == 0, result.stderr
   assert result.stdout == f"{target}: guess_number after 3 rounds\n"
   model = model_config.ModelConfig.from_hf(target)
@@ -103,7 +103,7 @@ def test_adapters_are_merged_unless_they_are_asked_for(adapted, tmp_path):
   directory, params, model = adapted
   whole, adapter = tmp_path / "whole", tmp_path / "adapter"
   for target, more in ((whole, []), (adapter, ["--adapter"])):
-    where = [f"--workdir={directory}", f"--directory={target}"]
+    where = [f"--run={directory}", f"--directory={target}"]
     result = launch(*where, *more)
     assert result.returncode == 0, result.stderr
   loaded = load.load(whole, model_config.ModelConfig.from_hf(whole))
@@ -117,17 +117,17 @@ def test_adapters_are_merged_unless_they_are_asked_for(adapted, tmp_path):
 @pytest.mark.parametrize(
   ("arguments", "message"),
   [
-    (["--workdir={run}", "--directory={run}"], "exists; remove it or choose"),
+    (["--run={run}", "--directory={run}"], "exists; remove it or choose"),
     (
-      ["--workdir={run}/../guesess", "--directory={run}/hf"],
+      ["--run={run}/../guesess", "--directory={run}/hf"],
       "guesess does not exist; did you mean {run}/../guesses?",
     ),
     (
-      ["--workdir={run}", "--directory={run}/hf", "--tokenizer={run}/none"],
+      ["--run={run}", "--directory={run}/hf", "--tokenizer={run}/none"],
       "none: no such directory",
     ),
     (
-      ["--workdir={run}", "--directory={run}/hf", "--adapter"],
+      ["--run={run}", "--directory={run}/hf", "--adapter"],
       "--adapter: the run has no adapters",
     ),
   ],
