@@ -206,7 +206,7 @@ def _split(
   rules = layout.rules
   divides = source.k.shape[2] % layout.size("kv_heads") == 0
   rows = "batch" if query.shape[0] % layout.size("batch") == 0 else None
-  same = rules.heads == rules.kv_heads
+  same = rules.of("heads") == rules.of("kv_heads")
   return rows, "heads" if same and divides else None
 
 

@@ -21,7 +21,9 @@ class Compute:
 
   Attributes:
     dtype: of parameters and activations. Norms, softmax, routing, rotary
-      angles and log-probabilities are float32 in any case.
+      angles and log-probabilities are float32 in any case. Accelerators
+      multiply float32 matrices in fewer bits unless jax is told otherwise:
+      JAX_DEFAULT_MATMUL_PRECISION=highest.
     attention: form of `attention.attend`; "auto" goes by platform and shape.
       "fused" and "splash" are for whole rows: on top of a cache, and so when
       decoding, they mean "auto".

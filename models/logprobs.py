@@ -32,7 +32,7 @@ class Term(NamedTuple):
     table: output projection, one word a row.
   """
 
-  hidden: Float[Array, "B L D"]
+  hidden: Float[Array, "*any D"]
   table: Float[Array, "V D"]
 
 
@@ -44,7 +44,7 @@ class _Settings(NamedTuple):
 def terms(
   params: dict[str, Any],
   config: config_lib.ModelConfig,
-  hidden: Float[Array, "B L D"],
+  hidden: Float[Array, "*any D"],
 ) -> tuple[Term, ...]:
   """Returns what the logits of `transformer.head` are the sum of."""
   if config.tie_embeddings:
@@ -54,6 +54,20 @@ def terms(
   if adapter is None:
     return (head,)
   return head, Term(hidden @ adapter["a"], adapter["b"].T)
+
+
+def logits(terms: Sequence[Term]) -> Float32[Array, "*any V"]:
+  """Returns the logits of few tokens whole, in float32 as `score` has them."""
+  first, *others = (
+    jnp.einsum(
+      "...d,vd->...v",
+      term.hidden,
+      term.table,
+      preferred_element_type=jnp.float32,
+    )
+    for term in terms
+  )
+  return sum(others, first)
 
 
 def score(

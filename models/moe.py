@@ -39,7 +39,8 @@ AXES = {
 }
 """Logical axes of the parameters."""
 
-_SAVED = ("expert_gate", "expert_up")
+SAVED = ("expert_gate", "expert_up")
+"""Names of what the backward pass of the experts needs."""
 
 
 class Aux(NamedTuple):
@@ -140,7 +141,7 @@ def mix(
   if form.kernel == "blocks":
     y = grouped_loop.over_blocks(_swiglu_of_blocks, weights, x, gates, plan)
   else:
-    policy = jax.checkpoint_policies.save_only_these_names(*_SAVED)
+    policy = jax.checkpoint_policies.save_only_these_names(*SAVED)
     kernels = functools.partial(_swiglu_by_kernels, form)
     y = jax.checkpoint(kernels, policy=policy)(weights, x, gates, plan)
   return y, grouped.num_placed(plan.places)
@@ -165,8 +166,8 @@ def _swiglu(
   Scaled before the last product and not after it, whose results then need not
   be kept for the gradient of the gates.
   """
-  gate = checkpoint_name(matmul("gate", rows), _SAVED[0])
-  up = checkpoint_name(matmul("up", rows), _SAVED[1])
+  gate = checkpoint_name(matmul("gate", rows), SAVED[0])
+  up = checkpoint_name(matmul("up", rows), SAVED[1])
   return matmul("down", jax.nn.silu(gate) * up * scale[..., None])
 
 

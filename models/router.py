@@ -97,13 +97,13 @@ def route(
 def _choose(
   probs: Float32[Array, "T E"], chosen: Int32[Array, "T k"] | None, k: int
 ) -> Int32[Array, "T k"]:
-  """Returns k different experts of each token: recorded ones, then the best."""
+  """Returns the experts of each token: recorded ones, where free the best."""
   scores = jax.lax.stop_gradient(probs)
   if chosen is None:
     return jax.lax.top_k(scores, k)[1].astype(jnp.int32)
-  # Above every probability, and in the order of the record.
-  order = 1.0 + jnp.arange(k, 0, -1)
-  recorded = jax.nn.one_hot(chosen, probs.shape[1]) * order[:, None]
-  scores = jnp.maximum(scores, jnp.max(recorded, 1))
-  experts = jax.lax.top_k(scores, k)[1].astype(jnp.int32)
-  return jnp.where(chosen >= probs.shape[1], chosen, experts)
+  recorded = jnp.max(jax.nn.one_hot(chosen, probs.shape[1]), 1)
+  others = jax.lax.top_k(scores - 2 * recorded, k)[1].astype(jnp.int32)
+  free = chosen < 0
+  rank = jnp.maximum(jnp.cumsum(free, 1) - 1, 0)
+  best = jnp.take_along_axis(others, rank, 1)
+  return jnp.where(free, best, chosen).astype(jnp.int32)

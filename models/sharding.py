@@ -65,6 +65,14 @@ class Rules:
           f"{where}.{field.name}={','.join(names)} names an axis twice; use "
           f"{','.join(dict.fromkeys(names))}"
         )
+    for field in ("vocab", "heads", "kv_heads"):
+      shared = set(self.of(field)) & set(self.of("batch"))
+      if shared:
+        raise ValueError(
+          f"{where}.{field}={','.join(self.of(field))}: rows are split over "
+          f"{' and '.join(sorted(shared))}, and so are activations that have "
+          "both; use tensor or none"
+        )
     # Experts exchange tokens over "expert" and add up over "tensor".
     if self.of("batch") != MESH_AXES[:2]:
       raise ValueError(

@@ -17,9 +17,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int32, PRNGKeyArray
+from jaxtyping import Array, Float, Float32, Int32, PRNGKeyArray
 
-from models import attention, attention_form, cache, lora, mlp, moe, sharding
+from models import (
+  attention,
+  attention_form,
+  cache,
+  flash,
+  logprobs,
+  lora,
+  mlp,
+  moe,
+  sharding,
+)
 from models import config as config_lib
 
 Params = dict[str, Any]
@@ -29,12 +39,15 @@ REMAT: dict[str, Callable[[Callable], Callable]] = {
   "none": lambda layer: layer,
   "dots": functools.partial(
     jax.checkpoint,
-    policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    policy=jax.checkpoint_policies.save_from_both_policies(
+      jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+      jax.checkpoint_policies.save_only_these_names(*flash.SAVED, *moe.SAVED),
+    ),
   ),
   "layer": jax.checkpoint,
 }
-"""What the backward pass computes again: nothing, all of a layer but its matrix
-products, or all of a layer."""
+"""What the backward pass computes again: nothing, what is cheap beside matrix
+products and tiled attention, or all of a layer."""
 
 _INIT_STD = 0.02
 
@@ -139,7 +152,8 @@ def hidden(
       layout=layout,
     )
 
-  return _layers(params, config, tokens, copies, attend, experts, layout)
+  remat = REMAT[config.compute.remat]
+  return _layers(params, config, tokens, copies, attend, experts, layout, remat)
 
 
 def extend(
@@ -194,7 +208,9 @@ def extend(
     )
 
   copies = (positions != cache.EMPTY).astype(jnp.int32)
-  x, _ = _layers(params, config, tokens, copies, attend, None, layout)
+  # Nothing is differentiated here, and `attend` writes to `keys`.
+  kept = REMAT["none"]
+  x, _ = _layers(params, config, tokens, copies, attend, None, layout, kept)
   return x, cache.Fresh(tuple(keys), tuple(values), seen)
 
 
@@ -204,12 +220,10 @@ def head(
   hidden: Float[Array, "*any D"],
   *,
   layout: sharding.Layout | None = None,
-) -> Float[Array, "*any V"]:
-  """Returns logits of final hidden states."""
+) -> Float32[Array, "*any V"]:
+  """Returns float32 logits of final hidden states, as training sees them."""
   params = _outside(params, logical_axes(config), layout)
-  if config.tie_embeddings:
-    return hidden @ params["embed"].T
-  return lora.matmul(lora.scaled(params, config.lora), "head", hidden)
+  return logprobs.logits(logprobs.terms(params, config, hidden))
 
 
 def _layers(
@@ -220,6 +234,7 @@ def _layers(
   attend: Callable[[int, Params, Array], Array],
   experts: Int32[Array, "B L S k"] | None,
   layout: sharding.Layout | None,
+  remat: Callable[[Callable], Callable],
 ) -> tuple[Float[Array, "B L D"], Aux]:
   """Returns hidden states after the final norm, and Aux.
 
@@ -229,7 +244,6 @@ def _layers(
   eps = config.norm_eps
   axes = logical_axes(config)
   place = functools.partial(sharding.constrain, layout)
-  remat = REMAT[config.compute.remat]
 
   def block(index, layer, x, chosen):
     layer = sharding.gathered(layout, layer, axes["layers"][index])

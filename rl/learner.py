@@ -46,10 +46,15 @@ class Objective:
   z_weight: float = 0.0
 
   def validate(self) -> None:
-    """Raises ValueError on a weight that is no finite number."""
+    """Raises ValueError on a weight that is no finite number, or reversed."""
+    least = {"balance_weight": 0.0, "z_weight": 0.0}
     for name in ("entropy_bonus", "balance_weight", "z_weight"):
-      if not math.isfinite(getattr(self, name)):
-        raise ValueError(f"objective.{name}={getattr(self, name)} is no number")
+      value = getattr(self, name)
+      if not math.isfinite(value) or value < least.get(name, value):
+        raise ValueError(
+          f"objective.{name}={value} is no number that weighs a loss; use 0 "
+          "to leave it out"
+        )
 
 
 class TrainState(NamedTuple):
@@ -98,7 +103,10 @@ METRICS: tuple[str, ...] = (
 
 
 class Accumulator(NamedTuple):
-  """Unnormalised float32 gradient and sums over micro-batches."""
+  """Unnormalised gradient and sums over micro-batches, added in float32.
+
+  The gradient of one micro-batch has the precision of the parameters.
+  """
 
   grads: transformer.Params
   sums: Sums

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from models import cache, transformer
 from models import config as config_lib
-from models import transformer
 
 CONFIGS = {
   "dense": config_lib.tiny(
@@ -68,3 +68,22 @@ def test_the_less_is_kept_the_less_memory_it_takes(kind):
   assert rooms == sorted(rooms)
   # Of three layers, one at a time.
   assert rooms[0] < 0.6 * rooms[-1]
+
+
+@pytest.mark.parametrize("remat", ["dots", "layer"])
+def test_decoding_has_nothing_to_compute_again(remat):
+  config = CONFIGS["sparse"]
+  params = transformer.init(jax.random.key(0), config)
+  past = cache.init_cache(config, 2, 8)
+  fresh = cache.init_fresh(config, 2, 3)
+  tokens = jnp.array([[1, 2, 3], [4, 5, 6]], jnp.int32)
+  positions = jnp.tile(jnp.arange(3, dtype=jnp.int32), (2, 1))
+  nothing = jnp.zeros(2, jnp.int32)
+  extend = jax.jit(transformer.extend, static_argnames="config")
+
+  def decode(config):
+    return extend(params, config, past, nothing, fresh, 0, tokens, positions)
+
+  compute = dataclasses.replace(config.compute, remat=remat)
+  found = decode(dataclasses.replace(config, compute=compute))
+  jax.tree.map(np.testing.assert_array_equal, found, decode(config))

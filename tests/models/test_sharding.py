@@ -185,7 +185,7 @@ def test_a_tied_table_serves_both_ends_of_the_model():
     {"kv_heads": None},
     {"embed": None, "vocab": None, "mlp": None, "experts": None},
     {"embed": ("data", "expert"), "experts": None},
-    {"embed": None, "vocab": "data", "norm": "data", "router": "tensor"},
+    {"embed": None, "vocab": None, "norm": "data", "router": "tensor"},
   ],
   ids=str,
 )
@@ -374,6 +374,8 @@ def test_rows_that_do_not_divide_are_refused_with_a_way_out():
       "rules.experts and mesh.rules.mlp are both expert, but there are "
       "parameters of axes (experts, mlp, embed); set one of the two to none",
     ),
+    # Logits would have rows and words on one axis.
+    ({"vocab": "data"}, "rules.vocab=data: rows are split over data, and so"),
     ({"batch": None}, "rules.batch=none: rows are split over data and expert"),
   ],
 )

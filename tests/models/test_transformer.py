@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import cache, hf_config, transformer
+from models import cache, hf_config, logprobs, transformer
+from models import config as config_lib
 from tests.models import reference
 
 HIDDEN = jax.jit(transformer.hidden, static_argnames="config")
@@ -148,3 +149,54 @@ def test_what_writes_into_the_residual_stream_starts_smaller(config):
   assert np.std(layer["moe"]["down"]) == pytest.approx(0.01, rel=0.15)
   assert np.std(layer["moe"]["up"]) == pytest.approx(0.02, rel=0.15)
   np.testing.assert_array_equal(layer["mlp_norm"], 1)
+
+
+def test_the_head_of_the_engine_is_as_exact_as_that_of_the_learner():
+  # Logits of 8 bits around 30 would be off by up to 30 / 2^9 = 0.06 nats.
+  rng = np.random.default_rng(0)
+  config = config_lib.tiny(
+    vocab_size=64, compute=config_lib.Compute(dtype="bfloat16")
+  )
+  table = rng.normal(size=(64, config.d_model))
+  params = {"embed": jnp.asarray(table, jnp.bfloat16)}
+  hidden = jnp.asarray(rng.normal(size=(2, 5, config.d_model)), jnp.bfloat16)
+  targets = jnp.asarray(rng.integers(64, size=(2, 5)), jnp.int32)
+  logits = transformer.head(params, config, hidden)
+  assert logits.dtype == jnp.float32
+  assert np.abs(logits).max() > 20
+  found = jax.nn.log_softmax(logits)
+  found = jnp.take_along_axis(found, targets[..., None], -1)[..., 0]
+  terms = logprobs.terms(params, config, hidden)
+  expected, _ = logprobs.score(terms, targets, temperature=1.0, chunk=4)
+  np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("remat", ["none", "layer"])
+def test_recorded_experts_reach_the_router_of_their_layer(remat):
+  config = config_lib.tiny_moe(
+    vocab_size=11,
+    num_layers=3,
+    d_model=16,
+    d_expert=8,
+    dense_layers=(1,),
+    compute=config_lib.Compute(remat=remat),
+  )
+  params = transformer.init(jax.random.key(0), config)
+  tokens, positions, segments = packed([(6, 4), (10,)])
+  # Layer 0 sends everything to experts 0 and 1, layer 2 to 1 and 3.
+  recorded = jnp.array([[0, 1], [3, 1]], jnp.int32)
+  recorded = jnp.broadcast_to(recorded, (2, 10, 2, 2))
+
+  def total(params):
+    hidden, aux = transformer.hidden(
+      params, config, tokens, positions, segments, experts=recorded
+    )
+    return jnp.sum(jnp.sin(hidden)), aux
+
+  gradient, aux = jax.jit(jax.grad(total, has_aux=True))(params)
+  np.testing.assert_allclose(aux.load, [0.25, 0.5, 0, 0.25], rtol=1e-6)
+  assert aux.dropped == 0
+  for layer in (0, 2):
+    assert np.abs(gradient["layers"][layer]["moe"]["router"]).max() > 0
+  np.testing.assert_array_equal(gradient["layers"][0]["moe"]["up"][2:], 0)
+  np.testing.assert_array_equal(gradient["layers"][2]["moe"]["up"][::2], 0)
