@@ -36,11 +36,16 @@ def main(argv: list[str]) -> None:
       )
       experiment = dataclasses.replace(experiment, evaluation=settings)
     experiment.validate()
+    experiment.validate_initial()
     devices.prepare(experiment.placement)
     experiment.placement.layouts()
   try:
     asyncio.run(_evaluate(experiment, pathlib.Path(_RUN.value)))
-  except (checkpoint.Mismatch, load.Unusable) as error:
+  except load.Unusable as error:
+    # Of frozen weights, which are read again.
+    print(f"error: initial={error}", file=sys.stderr)
+    sys.exit(2)
+  except checkpoint.Mismatch as error:
     sys.exit(f"error: {error}")
 
 

@@ -7,6 +7,7 @@ or with --adapter are all that is written, as PEFT loads them.
 
 import asyncio
 import dataclasses
+import os
 import pathlib
 import sys
 
@@ -56,7 +57,9 @@ def main(argv: list[str]) -> None:
       )
       experiment = dataclasses.replace(experiment, placement=placement)
     experiment.validate()
-    if target.exists():
+    experiment.validate_initial()
+    # False where it may not even be looked for, which ends up in writing.
+    if os.path.exists(target):
       raise settings.SettingError(
         f"--directory={target} exists; remove it or choose another"
       )
@@ -70,7 +73,11 @@ def main(argv: list[str]) -> None:
   run_dir = pathlib.Path(_RUN.value)
   try:
     step = asyncio.run(_export(experiment, run_dir, target))
-  except (checkpoint.Mismatch, load.Unusable) as error:
+  except load.Unusable as error:
+    # Of frozen weights, which are read again.
+    print(f"error: initial={error}", file=sys.stderr)
+    sys.exit(2)
+  except checkpoint.Mismatch as error:
     sys.exit(f"error: {error}")
   print(f"{target}: {experiment.environment.name} after {step} rounds")
 

@@ -20,7 +20,7 @@ import numpy as np
 from jaxtyping import Float32
 
 from launch import display, report, workdir
-from models import load
+from models import load, tokenizer_files
 from rl import (
   assemble,
   checkpoint,
@@ -46,20 +46,18 @@ def train(experiment: config.Experiment, path: str | os.PathLike) -> int:
   """Runs an experiment in its claimed directory; returns the exit code.
 
   0: all rounds are done and every invariant held. 1: an invariant broke,
-  something stalled, or a checkpoint could not be written, read or loaded. 128 +
-  signal: stopped; what was saved stays.
+  something stalled, or a checkpoint could not be written or read. 2: what
+  `initial` holds cannot be used. 128 + signal: stopped; what was saved stays.
   """
   run_dir = pathlib.Path(path)
   screen = display.Display(experiment.rounds, sys.stdout)
   screen.start()
   try:
     return asyncio.run(_Run(experiment, run_dir, screen).train())
-  except (
-    watchdog.Stalled,
-    checkpoint.Mismatch,
-    load.Unusable,
-    Unsaved,
-  ) as error:
+  except load.Unusable as error:
+    screen.note(f"error: initial={error}")
+    return 2
+  except (watchdog.Stalled, checkpoint.Mismatch, Unsaved) as error:
     screen.note(f"error: {error}")
     return 1
   finally:
@@ -198,6 +196,7 @@ class _Run:
     found = await assemble.restore(parts, self._checkpoints)
     if found is None:
       self._check_none_damaged()
+      self._note_tokenizer()
       state = await assemble.initial_state(parts, self._screen.phase)
       return progress_lib.beginning(state, parts.tasks.cursor)
     for name in found.skipped:
@@ -206,6 +205,16 @@ class _Run:
     self._saved = found.step
     parts.tasks.seek(found.host["cursor"])
     return progress_lib.from_host(found.state, found.host)
+
+  def _note_tokenizer(self) -> None:
+    """Says so when initial weights meet their words under other ids."""
+    source, chat = self._experiment.initial, self._parts.chat
+    if source is not None and tokenizer_files.is_other(chat, source):
+      self._screen.note(
+        f"initial={source}: its tokenizer is not used; the words of "
+        f"{self._experiment.environment.name} take the ids from "
+        f"{chat.vocab_size - len(chat.words)} on"
+      )
 
   def _check_none_damaged(self) -> None:
     """Raises when there are checkpoints: a run must not start over unasked."""

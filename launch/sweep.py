@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from absl import app
 from absl import flags as absl_flags
 
-from launch import flags
+from launch import flags, workdir
 from rl import settings
 
 _WORKDIR = absl_flags.DEFINE_string(
@@ -40,11 +40,10 @@ def main(argv: list[str]) -> None:
     runs = [{**given, **overrides} for overrides in swept]
     if not runs:
       raise settings.SettingError(f"{path} has no sweep() that lists runs")
-    for overrides in runs:
-      flags.load(path, overrides)
-  directories = [
-    pathlib.Path(_WORKDIR.value) / f"run_{i:03d}" for i in range(len(runs))
-  ]
+    root = pathlib.Path(_WORKDIR.value)
+    directories = [root / f"run_{i:03d}" for i in range(len(runs))]
+    for directory, overrides in zip(directories, runs, strict=True):
+      workdir.check_initial(directory, flags.load(path, overrides))
   with concurrent.futures.ThreadPoolExecutor(_PARALLEL.value) as pool:
     codes = list(pool.map(_run, [path] * len(runs), runs, directories))
   for directory, overrides, code in zip(directories, runs, codes, strict=True):

@@ -32,6 +32,7 @@ def main(argv: list[str]) -> None:
     raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
   with flags.exit_on_setting_error():
     experiment = flags.load_from_command_line()
+    workdir.check_initial(_WORKDIR.value, experiment)
     lock = None if _EXPLAIN.value else _claim(experiment)
   if lock is None:
     # Tracing shapes may ask jax for a device, if only for a zero.

@@ -102,6 +102,22 @@ def read_trained(path: str | os.PathLike) -> config.Experiment:
   return dataclasses.replace(experiment, initial=None)
 
 
+def check_initial(
+  path: str | os.PathLike, experiment: config.Experiment
+) -> None:
+  """Checks what a run starts from, unless its checkpoints hold all of it.
+
+  Args:
+    path: of the run; "" is none.
+
+  Raises:
+    ValueError: as `Experiment.validate_initial`.
+  """
+  is_needed = experiment.model.lora is not None
+  if is_needed or not path or not checkpoints(path):
+    experiment.validate_initial()
+
+
 def checkpoints(path: str | os.PathLike) -> list[str]:
   """Returns the names of a run's checkpoints: whole ones, and damaged ones.
 

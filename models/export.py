@@ -53,11 +53,11 @@ def export(
     max_file_bytes: of tensors in a file; one that is larger has its own.
 
   Raises:
-    ValueError: the directory exists, the parameters are not of `config`, or
-      the tokenizer has more ids than the model.
+    ValueError: the directory exists or cannot be written, the parameters are
+      not of `config`, or the tokenizer has more ids than the model.
   """
   target = pathlib.Path(directory)
-  if target.exists():
+  if os.path.exists(target):
     raise ValueError(f"{target} exists; remove it or choose another directory")
   entries = jax.tree.leaves(hf_names.entries(config))
   leaves = _checked(params, config)
@@ -85,12 +85,14 @@ def _write(
 ) -> None:
   partial = target.with_name(f".{target.name}.partial")
   shutil.rmtree(partial, ignore_errors=True)
-  partial.mkdir(parents=True)
   try:
+    partial.mkdir(parents=True)
     ids = _write_tokenizer(tokenizer, partial)
     _write_json(partial / "config.json", {**hf_config.to_hf(config), **ids})
     _write_tensors(partial, tensors, plan)
     partial.rename(target)
+  except OSError as error:
+    raise ValueError(tensor_files.unwritten(target, error)) from error
   finally:
     shutil.rmtree(partial, ignore_errors=True)
 

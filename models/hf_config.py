@@ -39,6 +39,8 @@ _EXPERT_SIZES = {
   "num_experts_per_tok": "experts_per_token",
   "norm_topk_prob": "norm_topk_prob",
 }
+# Lists are made of them, so that absurd ones would fill the memory first.
+_MOST = {"num_hidden_layers": 10_000, "num_experts": 10_000}
 # As in transformers. Of what is not here it has defaults too, but no
 # published checkpoint relies on them, and a guessed size helps nobody.
 _DEFAULTS = {
@@ -140,6 +142,11 @@ def _read(
       raise ValueError(f"{name} is missing; every published file has it")
     value = data.get(name, _DEFAULTS.get(name))
     fields[field] = _typed(name, value, kinds[field])
+    if name in _MOST and fields[field] > _MOST[name]:
+      raise ValueError(
+        f"{name}={fields[field]} is above {_MOST[name]}, so the file is "
+        "damaged; fetch it again"
+      )
   fields["rope_theta"], fields["rope_scaling"] = _read_rope(data)
   if sparse and fields["num_experts"]:
     fields["dense_layers"] = _read_dense(data, fields["num_layers"])

@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import os
 import pathlib
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -29,6 +30,8 @@ from models import (
 )
 
 _MOST = 10
+_ADAPTER = "adapter_config.json"
+_HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 # Buffers of old checkpoints; they follow from the config.
 _HARMLESS = "rotary_emb.inv_freq"
 
@@ -85,8 +88,8 @@ def _raise(files: tensor_files.TensorFiles, problems: list[str]) -> None:
 def _problems(
   files: tensor_files.TensorFiles, config: config_lib.ModelConfig
 ) -> list[str]:
-  if not files.directory.is_dir():
-    return files.problems
+  if problem := _place_problem(files):
+    return [problem]
   entries = jax.tree.leaves(hf_names.entries(config))
   problems = [
     *_config_problems(files.directory, config),
@@ -97,6 +100,27 @@ def _problems(
   if files.tensors:
     problems += tensor_problems(files, entries, config.tie_embeddings)
   return problems
+
+
+def _place_problem(files: tensor_files.TensorFiles) -> str | None:
+  """Returns why a path is no directory of weights, and what might be meant."""
+  path = files.directory
+  if path.is_file():
+    return f"it is a file; name the directory that holds it, {path.parent}"
+  if not path.is_dir():
+    problem = "there is no such directory"
+    if _HUB_NAME.fullmatch(str(path)):
+      problem += (
+        "; if this is the name of a published model, download it first and "
+        "name the directory where it lies"
+      )
+    return problem
+  if (path / _ADAPTER).is_file() and not files.tensors:
+    return (
+      f"it holds {_ADAPTER}, so an adapter alone; merge it into its model, as "
+      "launch.export does without --adapter, and name that directory"
+    )
+  return None
 
 
 def _tokenizer_problems(
@@ -237,7 +261,11 @@ def place(
   ]
   if bad:
     names = tensor_files.listing(bad)
-    _raise(files, [f"NaN or infinity in {len(bad)} tensors: {names}"])
+    problem = (
+      f"NaN or infinity in {len(bad)} tensors: {names}; copy the files again, "
+      "or use another checkpoint"
+    )
+    _raise(files, [problem])
   if config.tie_embeddings and hf_names.HEAD in files.tensors:
     equal = jax.jit(jnp.array_equal, out_shardings=layout and layout.sharding())
     entry = dataclasses.replace(entries["embed"], names=(hf_names.HEAD,))

@@ -109,10 +109,11 @@ def export(
     base: name or path of the model beneath, for whoever loads it.
 
   Raises:
-    ValueError: the directory exists, or there are no adapters of `config`.
+    ValueError: the directory exists or cannot be written, or there are no
+      adapters of `config`.
   """
   path = pathlib.Path(directory)
-  if path.exists():
+  if os.path.exists(path):
     raise ValueError(f"{path} exists; remove it or choose another directory")
   adapters, _ = lora.split(params)
   _check(adapters, config)
@@ -123,13 +124,15 @@ def export(
     return
   partial = path.with_name(f".{path.name}.partial")
   shutil.rmtree(partial, ignore_errors=True)
-  partial.mkdir(parents=True)
   try:
+    partial.mkdir(parents=True)
     text = json.dumps(_settings(config) | {"base_model_name_or_path": base})
     (partial / CONFIG).write_text(text + "\n", "utf-8")
     data = safetensors.numpy.save(tensors, {"format": "pt"})
     (partial / TENSORS).write_bytes(data)
     partial.rename(path)
+  except OSError as error:
+    raise ValueError(tensor_files.unwritten(path, error)) from error
   finally:
     shutil.rmtree(partial, ignore_errors=True)
 

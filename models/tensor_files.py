@@ -169,6 +169,11 @@ def listing(names: set[str] | list[str], most: int = 10) -> str:
   return text + f" and {len(ordered) - most} more" * (len(ordered) > most)
 
 
+def unwritten(directory: pathlib.Path, error: OSError) -> str:
+  """Returns what to say of a directory that could not be written."""
+  return f"{directory} cannot be written: {error}; choose another directory"
+
+
 def num_bytes(shape: tuple[int, ...], dtype: np.dtype) -> int:
   """Returns the size of a tensor in a file."""
   return math.prod(shape) * dtype.itemsize

@@ -24,6 +24,7 @@ _FILES = (
   "chat_template.json",
   "generation_config.json",
 )
+_KINDS = ("tokenizer.json", "vocab.json", "tokenizer.model")
 _TREES = ("additional_chat_templates",)
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -91,6 +92,21 @@ def num_ids(directory: str | os.PathLike[str]) -> int:
     raise ValueError(f"{path} is no tokenizer: {error!r}") from error
   ids = vocab.values() if isinstance(vocab, dict) else range(len(vocab))
   return max([-1, *added, *ids]) + 1
+
+
+def is_other(
+  chat: chat_lib.WordChat, directory: str | os.PathLike[str]
+) -> bool:
+  """Returns whether a directory has a tokenizer that gives other ids."""
+  if not any(pathlib.Path(directory, name).is_file() for name in _KINDS):
+    return False
+  try:
+    text = pathlib.Path(directory, "tokenizer.json").read_text("utf-8")
+    vocab = json.loads(text)["model"]["vocab"]
+  except (OSError, ValueError, TypeError, KeyError):
+    # One that cannot be read is not what `write` makes.
+    return True
+  return vocab != {chat.token(i): i for i in range(chat.vocab_size)}
 
 
 def write(

@@ -159,6 +159,7 @@ async def initial_state(
     learner.Objective(
       loss=losses.NegativeLogLikelihood(),
       balance_weight=experiment.objective.balance_weight,
+      z_weight=experiment.objective.z_weight,
     ),
     settings.optimizer(),
     experiment.rollout.temperature,

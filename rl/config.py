@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from envs import base
+from models import attention_form, load, sharding, transformer
 from models import chat as chat_lib
 from models import config as model_config
-from models import load, sharding, transformer
 from rl import advantages, engine_plan, learner, losses, optimizers
 from rl import overlap as overlap_lib
 from rl import placement as placement_lib
@@ -120,7 +120,11 @@ class Experiment:
     return chat_lib.WordChat(tuple(self.environment.words))
 
   def validate(self) -> None:
-    """Raises ValueError on a setting that cannot work; touches no device."""
+    """Raises ValueError on a setting that cannot work; touches no device.
+
+    What `initial` names is not looked at: `validate_initial` does, for only a
+    run that starts from it needs it.
+    """
     for node in _nodes(self):
       if hasattr(node, "validate"):
         node.validate()
@@ -128,11 +132,19 @@ class Experiment:
     self._validate_waits()
     self._validate_lengths()
     self._validate_divisions()
-    if self.initial is not None:
-      try:
-        load.check(self.initial, self.model)
-      except load.Unusable as error:
-        raise ValueError(f"initial={error}") from error
+    self._validate_attention()
+
+  def validate_initial(self) -> None:
+    """Raises ValueError when `initial` is no checkpoint of this model.
+
+    Reads headers and config.json only; touches no device.
+    """
+    if self.initial is None:
+      return
+    try:
+      load.check(self.initial, self.model)
+    except load.Unusable as error:
+      raise ValueError(f"initial={error}") from error
 
   def _validate_counts(self) -> None:
     for name, value, least in (
@@ -175,20 +187,33 @@ class Experiment:
   def _validate_lengths(self) -> None:
     words = self.chat().vocab_size
     if self.model.vocab_size < words:
+      out = f"use {words} or more"
+      if self.initial is not None:
+        out = (
+          f"initial={self.initial} has too few ids for them, so start from a "
+          "checkpoint with more, or take an environment of fewer words"
+        )
       raise ValueError(
         f"model.vocab_size={self.model.vocab_size} is below the {words} ids "
-        f"that the words of {self.environment.name} make; use {words} or more"
+        f"that the words of {self.environment.name} make; {out}"
       )
     longest = self.rollout.max_tokens
     for name, room in (
       ("model.max_length", self.model.max_length),
       ("batch.length", self.batch.length),
     ):
-      if room < longest:
-        raise ValueError(
-          f"{name}={room} is below rollout.max_tokens={longest}; an episode "
-          f"would not fit; use {longest} or more"
+      if room >= longest:
+        continue
+      out = f"use {longest} or more"
+      if name == "model.max_length" and self.initial is not None:
+        out = (
+          f"lower rollout.max_tokens to {room}, or use {longest} or more if "
+          f"config.json of initial={self.initial} allows it"
         )
+      raise ValueError(
+        f"{name}={room} is below rollout.max_tokens={longest}; an episode "
+        f"would not fit; {out}"
+      )
 
   def _validate_divisions(self) -> None:
     axes = transformer.logical_axes(self.model)
@@ -202,6 +227,26 @@ class Experiment:
         getattr(self.placement, name).plan,
         rows=rows,
         where=f"placement.{name}",
+      )
+
+  def _validate_attention(self) -> None:
+    """Raises when the form of attention that is forced cannot learn."""
+    form, batch = self.model.compute.attention, self.batch
+    if form == "auto":
+      return
+    case = attention_form.Case(
+      batch=batch.rows,
+      queries=batch.length,
+      keys=batch.length,
+      heads=self.model.num_heads,
+      head_dim=self.model.head_dim,
+      dtypes=frozenset({self.model.compute.dtype}),
+      parents=batch.share_prompts,
+    )
+    if reason := attention_form.refusal(form, case):
+      raise ValueError(
+        f"model.compute.attention={form} with batch.length={batch.length} and "
+        f"batch.share_prompts={str(batch.share_prompts).lower()} {reason}"
       )
 
   def _engine_rows(self) -> dict[str, int]:

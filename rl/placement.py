@@ -1,12 +1,16 @@
 """Which devices train and which decode."""
 
 import dataclasses
+import difflib
 
 import jax
 import numpy as np
 
 from models import sharding
 
+_PLATFORMS = ("cpu", "gpu", "tpu")
+# jax's own names of what runs on a GPU.
+_GPUS = ("cuda", "rocm")
 _AXIS_TYPES = (jax.sharding.AxisType.Auto,) * len(sharding.MESH_AXES)
 
 
@@ -80,7 +84,11 @@ class Placement:
     return max(r.stop for r in self.ranges)
 
   def validate(self) -> None:
-    """Raises ValueError on meshes that are empty or overlap undeclared."""
+    """Raises ValueError on an unknown platform, or meshes that cannot be.
+
+    Those are empty, or overlap undeclared.
+    """
+    self._validate_platform()
     for name in ("learner", "decode"):
       spec = getattr(self, name)
       for axis in sharding.MESH_AXES:
@@ -101,6 +109,18 @@ class Placement:
         "move placement.decode.first_device or set placement.colocated=true"
       )
 
+  def _validate_platform(self) -> None:
+    if self.platform is None or self.platform in _PLATFORMS:
+      return
+    name = self.platform.lower()
+    near = difflib.get_close_matches(name, _PLATFORMS, 1)
+    near = ["gpu"] if name in _GPUS else near
+    hint = f"; did you mean {near[0]}?" if near else ""
+    raise ValueError(
+      f"placement.platform={self.platform} is unknown; use "
+      f"{', '.join(_PLATFORMS)} or none{hint}"
+    )
+
   def layouts(self) -> tuple[sharding.Layout, sharding.Layout]:
     """Returns where things lie at the learner and at the decode pool.
 
@@ -112,7 +132,9 @@ class Placement:
       devices = np.array(jax.devices(self.platform))
     except RuntimeError as error:
       raise ValueError(
-        f"placement.platform={self.platform} is not to be had: {error}"
+        f"placement.platform={str(self.platform).lower()} is not to be had: "
+        f"{error}; use --config.placement.platform=cpu, or none for what jax "
+        "finds"
       ) from error
     if len(devices) < self.num_devices:
       raise ValueError(

@@ -130,13 +130,17 @@ def test_adapters_are_merged_unless_they_are_asked_for(adapted, tmp_path):
       ["--run={run}", "--directory={run}/hf", "--adapter"],
       "--adapter: the run has no adapters",
     ),
+    (
+      ["--run={run}", "--directory=/dev/null/hf"],
+      "error: /dev/null/hf cannot be written: [Errno 20] Not a directory",
+    ),
   ],
-  ids=["there already", "no such run", "no tokenizer", "no adapters"],
+  ids=["there already", "no such run", "no tokenizer", "no adapters", "a file"],
 )
 def test_what_cannot_be_exported_is_refused(run, arguments, message):
   directory, _ = run
   result = launch(*(text.format(run=directory) for text in arguments))
-  assert result.returncode != 0
+  assert result.returncode == 2
   assert message.format(run=directory) in result.stderr
   assert "Traceback" not in result.stderr
   assert not (directory / "hf").exists()

@@ -166,6 +166,9 @@ def test_nothing_is_written_when_something_does_not_fit(tmp_path):
   (tmp_path / "empty").mkdir()
   cases = [
     (dict(directory=tmp_path / "empty"), r"empty exists; remove it or choose"),
+    # Longer than any name of a file may be.
+    (dict(directory=tmp_path / ("x" * 300)), "x cannot be written: .*; choose"),
+    (dict(directory="/dev/null/hf"), "/dev/null/hf cannot be written: .*Not a"),
     (
       dict(config=dataclasses.replace(CONFIG, num_layers=3)),
       "the parameters are not of this model; merge adapters",

@@ -192,6 +192,8 @@ def test_what_would_change_the_result_is_refused(changes, message, tmp_path):
     ({"mlp_only_layers": 3}, "mlp_only_layers=3 is no list"),
     ({"mlp_only_layers": ["3"]}, 'mlp_only_layers="3" is no int'),
     ({"mlp_only_layers": [48]}, "names layer 48, but they are 0 to 47"),
+    ({"num_experts": 10**9}, "num_experts=1000000000 is above 10000, so the"),
+    ({"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000 is above"),
     ({"num_experts_per_tok": 129}, "model.experts_per_token=129 is above"),
   ],
 )

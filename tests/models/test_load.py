@@ -309,6 +309,28 @@ def test_a_directory_without_a_checkpoint_says_what_it_lacks(
   assert "it holds no config.json" in refusal(directory)
 
 
+def test_what_is_no_directory_of_weights_says_what_might_be_meant(
+  directory, tmp_path, monkeypatch
+):
+  file = directory / "config.json"
+  assert (
+    f"it is a file; name the directory that holds it, {directory}"
+  ) in refusal(file)
+  monkeypatch.chdir(tmp_path)
+  message = refusal("Qwen/Qwen3-0.6B")
+  assert "no such directory; if this is the name of a published" in message
+  assert "published" not in refusal(tmp_path / "Qwen" / "Qwen3-0.6B")
+  adapter = tmp_path / "adapter"
+  adapter.mkdir()
+  (adapter / "adapter_config.json").write_text("{}")
+  message = refusal(adapter)
+  assert "an adapter alone; merge it into its model" in message
+  assert "config.json\n" not in message
+  # Weights may well lie beside an adapter.
+  (directory / "adapter_config.json").write_text("{}")
+  load.check(directory, CONFIG)
+
+
 @pytest.mark.parametrize(
   ("change", "reason"),
   [

@@ -310,3 +310,5 @@ def test_exporting_refuses_what_is_no_adapter_of_the_config(tmp_path):
   (tmp_path / "there").mkdir()
   with pytest.raises(ValueError, match="there exists; remove it or choose"):
     peft.export(tmp_path / "there", noisy(config), config)
+  with pytest.raises(ValueError, match=r"cannot be written: .*; choose"):
+    peft.export("/dev/null/adapter", noisy(config), config)

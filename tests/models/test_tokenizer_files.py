@@ -50,6 +50,19 @@ def test_ids_are_counted_whatever_kind_of_tokenizer_it_is(tmp_path):
       tokenizer_files.num_ids(tmp_path)
 
 
+def test_a_tokenizer_is_another_one_unless_it_gives_the_same_ids(tmp_path):
+  # Without one there is nothing that could differ.
+  assert not tokenizer_files.is_other(CHAT, tmp_path)
+  tokenizer_files.write(CHAT, tmp_path)
+  assert not tokenizer_files.is_other(CHAT, tmp_path)
+  other = chat_lib.WordChat((*CHAT.words, "more"))
+  assert tokenizer_files.is_other(other, tmp_path)
+  (tmp_path / "tokenizer.json").write_text("{}")
+  assert tokenizer_files.is_other(CHAT, tmp_path)
+  (tmp_path / "tokenizer.json").rename(tmp_path / "vocab.json")
+  assert tokenizer_files.is_other(CHAT, tmp_path)
+
+
 def test_a_copy_returns_the_special_ids_of_the_config(tmp_path):
   source, target = tmp_path / "source", tmp_path / "target"
   source.mkdir()

@@ -39,6 +39,8 @@ def _override(tree, overrides):
     {"placement.learner.tensor": "2", "placement.learner.rules.vocab": "none"},
     {"placement.decode.data": "8"},
     {"batch.length": "32", "rollout.max_tokens": "32"},
+    {"model.compute.attention": "splash", "batch.length": "128"},
+    {"model.compute.attention": "blockwise", "batch.share_prompts": "true"},
   ],
 )
 def test_settings_that_fit_together_are_accepted(experiment, overrides):
@@ -117,6 +119,27 @@ def test_settings_that_fit_together_are_accepted(experiment, overrides):
       "placement.learner.rules.mlp and placement.learner.rules.embed are both"
       " data, but there are parameters of axes (experts, mlp, embed); set one"
       " of the two to none",
+    ),
+    # The kernel takes blocks of 128 tokens.
+    (
+      {"model.compute.attention": "splash", "batch.length": "60"},
+      "model.compute.attention=splash with batch.length=60 and"
+      " batch.share_prompts=false needs rows of 128 tokens, not 60; pad, or"
+      " use auto, reference or blockwise",
+    ),
+    (
+      {
+        "model.compute.attention": "splash",
+        "batch.length": "128",
+        "batch.share_prompts": "true",
+      },
+      "model.compute.attention=splash with batch.length=128 and"
+      " batch.share_prompts=true knows no shared prompts; use auto",
+    ),
+    (
+      {"placement.platform": "cuda"},
+      "placement.platform=cuda is unknown; use cpu, gpu, tpu or none; did you"
+      " mean gpu?",
     ),
     ({"rounds": "0"}, "rounds=0 is below 1"),
     ({"batch.rows": "0"}, "batch.rows=0 is below 1"),

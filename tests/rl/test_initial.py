@@ -104,13 +104,41 @@ def test_a_checkpoint_of_another_model_is_refused_before_devices_are_touched(
   model = dataclasses.replace(MODEL, **change)
   start = f"initial={directory} cannot be loaded:\n  "
   with pytest.raises(ValueError, match=f"^{re.escape(start + reason)}"):
-    experiment(directory, model).validate()
+    experiment(directory, model).validate_initial()
 
 
 def test_a_directory_that_does_not_exist_is_refused(directory):
   settings = experiment(directory.with_name("hff"))
   with pytest.raises(ValueError, match=r"hff cannot .*\n.*no such dir"):
-    settings.validate()
+    settings.validate_initial()
+
+
+def test_only_a_run_that_starts_from_a_directory_needs_it(directory):
+  experiment(directory.with_name("hff")).validate()
+
+
+@pytest.mark.parametrize(
+  ("change", "message"),
+  [
+    (
+      {"max_length": 15},
+      "model.max_length=15 is below rollout.max_tokens=16; an episode would"
+      " not fit; lower rollout.max_tokens to 15, or use 16 or more if",
+    ),
+    (
+      {"vocab_size": 6},
+      "model.vocab_size=6 is below the 7 ids that the words of counting make;"
+      " initial={directory} has too few ids for them, so start from a",
+    ),
+  ],
+)
+def test_the_way_out_keeps_to_what_the_checkpoint_has(
+  directory, change, message
+):
+  message = re.escape(message.format(directory=directory))
+  model = dataclasses.replace(MODEL, **change)
+  with pytest.raises(ValueError, match=f"^{message}"):
+    experiment(directory, model).validate()
 
 
 def test_weights_that_are_no_numbers_end_a_run_before_it_starts(
@@ -127,6 +155,6 @@ def test_weights_that_are_no_numbers_end_a_run_before_it_starts(
 
 def test_the_config_of_the_checkpoint_is_the_one_that_fits(directory):
   model = model_config.ModelConfig.from_hf(directory)
-  experiment(directory, model).validate()
+  experiment(directory, model).validate_initial()
   data = json.loads((directory / "config.json").read_text())
   assert data["vocab_size"] == model.vocab_size == 8
