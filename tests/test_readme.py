@@ -42,6 +42,7 @@ def test_every_command_of_the_readme_is_one_that_is_run():
     "launch.evaluate",
     "launch.report",
     "launch.export",
+    "launch.train",
   ]
   assert len(make) + len(python) == len(_commands())
 
