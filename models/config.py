@@ -251,6 +251,25 @@ def num_params(config: ModelConfig) -> tuple[int, int]:
   return total, active
 
 
+def axis_sizes(config: ModelConfig, *, sparse: bool) -> dict[str, int]:
+  """Returns the size of each logical axis, but of "norm", which has several.
+
+  Args:
+    sparse: in a layer with experts, whose "mlp" is that of one expert.
+  """
+  return {
+    "vocab": config.vocab_size,
+    "embed": config.d_model,
+    "heads": config.num_heads,
+    "kv_heads": config.num_kv_heads,
+    "head_dim": config.head_dim,
+    "experts": config.num_experts,
+    "router": config.num_experts,
+    "mlp": config.d_expert if sparse else config.d_ff,
+    "rank": config.lora.rank if config.lora else 0,
+  }
+
+
 def num_trainable(config: ModelConfig) -> int:
   """Returns how many parameters train: all of them, or the adapters."""
   return (_num_adapters(config) if config.lora else num_params(config))[0]

@@ -7,7 +7,6 @@ leaf by leaf: transposed on its devices -> gathered on the host -> appended
 import json
 import os
 import pathlib
-import shutil
 from collections.abc import Iterator
 from typing import Any
 
@@ -83,18 +82,10 @@ def _write(
   tensors: Iterator[np.ndarray],
   plan: list[dict[str, tuple[tuple[int, ...], np.dtype]]],
 ) -> None:
-  partial = target.with_name(f".{target.name}.partial")
-  shutil.rmtree(partial, ignore_errors=True)
-  try:
-    partial.mkdir(parents=True)
+  with tensor_files.whole_directory(target) as partial:
     ids = _write_tokenizer(tokenizer, partial)
     _write_json(partial / "config.json", {**hf_config.to_hf(config), **ids})
     _write_tensors(partial, tensors, plan)
-    partial.rename(target)
-  except OSError as error:
-    raise ValueError(tensor_files.unwritten(target, error)) from error
-  finally:
-    shutil.rmtree(partial, ignore_errors=True)
 
 
 def _checked(

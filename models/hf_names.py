@@ -140,15 +140,6 @@ def _shape(
   config: config_lib.ModelConfig, name: str, axes: tuple[str, ...]
 ) -> tuple[int, ...]:
   heads = name in ("attention.query_norm", "attention.key_norm")
-  sizes = {
-    "vocab": config.vocab_size,
-    "embed": config.d_model,
-    "heads": config.num_heads,
-    "kv_heads": config.num_kv_heads,
-    "head_dim": config.head_dim,
-    "experts": config.num_experts,
-    "router": config.num_experts,
-    "mlp": config.d_expert if name.startswith("moe.") else config.d_ff,
-    "norm": config.head_dim if heads else config.d_model,
-  }
+  sizes = config_lib.axis_sizes(config, sparse=name.startswith("moe."))
+  sizes["norm"] = config.head_dim if heads else config.d_model
   return tuple(sizes[axis] for axis in axes)

@@ -22,7 +22,6 @@ import functools
 import json
 import os
 import pathlib
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -122,19 +121,11 @@ def export(
   }
   if jax.process_index():
     return
-  partial = path.with_name(f".{path.name}.partial")
-  shutil.rmtree(partial, ignore_errors=True)
-  try:
-    partial.mkdir(parents=True)
+  with tensor_files.whole_directory(path) as partial:
     text = json.dumps(_settings(config) | {"base_model_name_or_path": base})
     (partial / CONFIG).write_text(text + "\n", "utf-8")
     data = safetensors.numpy.save(tensors, {"format": "pt"})
     (partial / TENSORS).write_bytes(data)
-    partial.rename(path)
-  except OSError as error:
-    raise ValueError(tensor_files.unwritten(path, error)) from error
-  finally:
-    shutil.rmtree(partial, ignore_errors=True)
 
 
 def load(

@@ -12,7 +12,8 @@ import math
 import os
 import pathlib
 import re
-from collections.abc import Mapping
+import shutil
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -169,9 +170,25 @@ def listing(names: set[str] | list[str], most: int = 10) -> str:
   return text + f" and {len(ordered) - most} more" * (len(ordered) > most)
 
 
-def unwritten(directory: pathlib.Path, error: OSError) -> str:
-  """Returns what to say of a directory that could not be written."""
-  return f"{directory} cannot be written: {error}; choose another directory"
+@contextlib.contextmanager
+def whole_directory(target: pathlib.Path) -> Iterator[pathlib.Path]:
+  """Gives a directory to fill, which appears under its name when it is whole.
+
+  Raises:
+    ValueError: it cannot be written; nothing is left of it.
+  """
+  partial = target.with_name(f".{target.name}.partial")
+  shutil.rmtree(partial, ignore_errors=True)
+  try:
+    partial.mkdir(parents=True)
+    yield partial
+    partial.rename(target)
+  except OSError as error:
+    raise ValueError(
+      f"{target} cannot be written: {error}; choose another directory"
+    ) from error
+  finally:
+    shutil.rmtree(partial, ignore_errors=True)
 
 
 def num_bytes(shape: tuple[int, ...], dtype: np.dtype) -> int:

@@ -291,18 +291,7 @@ def _draw(
   key: PRNGKeyArray, config: config_lib.ModelConfig, axes: Params
 ) -> Params:
   """Returns parameters with these axes, and 1 where the axis is of a norm."""
-  sparse = "moe" in axes
-  sizes = {
-    "vocab": config.vocab_size,
-    "embed": config.d_model,
-    "heads": config.num_heads,
-    "kv_heads": config.num_kv_heads,
-    "head_dim": config.head_dim,
-    "experts": config.num_experts,
-    "router": config.num_experts,
-    "mlp": config.d_expert if sparse else config.d_ff,
-    "rank": config.lora.rank if config.lora else 0,
-  }
+  sizes = config_lib.axis_sizes(config, sparse="moe" in axes)
 
   def leaf(path, axes):
     name = jax.tree_util.keystr(path)
