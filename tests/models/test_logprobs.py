@@ -84,6 +84,9 @@ def test_values_and_gradients_are_the_exact_ones(data, wrap, chunk):
   assert_close(grads, expected_grads)
 
 
+@pytest.mark.skipif(
+  jax.__version_info__ < (0, 9), reason="XLA of jax 0.8 rounds logits twice"
+)
 @both
 def test_a_certain_token_has_no_entropy_and_no_gradient(wrap):
   # One logit is 200 above the other: exp(-200) is 0 in float32.

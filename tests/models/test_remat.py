@@ -52,6 +52,9 @@ def test_gradients_are_equal(kind, remat):
     np.testing.assert_allclose(a, b, rtol=0, atol=1e-6 * np.abs(b).max())
 
 
+@pytest.mark.skipif(
+  jax.__version_info__ < (0, 9), reason="XLA of jax 0.8 undoes it on a CPU"
+)
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_the_less_is_kept_the_less_memory_it_takes(kind):
   config = CONFIGS[kind]
