@@ -35,12 +35,6 @@ AXES = {
 }
 """Logical axes of the parameters."""
 
-NO_PARENT = visibility.NO_PARENT
-Marks = visibility.Marks
-Source = visibility.Source
-packed_marks = visibility.packed_marks
-visible = visibility.visible
-
 
 def rms_norm(
   x: Float[Array, "*any D"], scale: Float[Array, " D"], eps: float
@@ -75,8 +69,8 @@ def project(
 
 def attend(
   query: Float[Array, "B L H d"],
-  marks: Marks,
-  sources: Sequence[Source],
+  marks: visibility.Marks,
+  sources: Sequence[visibility.Source],
   *,
   form: str = "auto",
   block: int = 256,
@@ -97,7 +91,7 @@ def attend(
     ValueError: the form that was asked for cannot do this.
   """
   asked = _case(query, marks, sources, layout)
-  platform = layout.platform if layout else jax.default_backend()
+  platform = sharding.platform(layout)
   if form == "auto":
     form = attention_form.choose(platform, asked)
   elif reason := attention_form.refusal(form, asked):
@@ -129,13 +123,15 @@ def merge(
 
 
 def _reference(
-  query: Float[Array, "B L H d"], marks: Marks, sources: Sequence[Source]
+  query: Float[Array, "B L H d"],
+  marks: visibility.Marks,
+  sources: Sequence[visibility.Source],
 ) -> Float[Array, "B L H d"]:
   batch, length, heads, width = query.shape
   kv_heads = sources[0].k.shape[2]
   q_BLKGd = query.reshape(batch, length, kv_heads, heads // kv_heads, width)
   scores = [
-    flash.scores(q_BLKGd, source.k, visible(marks, source.marks))
+    flash.scores(q_BLKGd, source.k, visibility.visible(marks, source.marks))
     for source in sources
   ]
   # The scores are joined, not the keys: those of the cache are never copied.
@@ -155,12 +151,12 @@ def _reference(
 
 def _fused(
   query: Float[Array, "B L H d"],
-  marks: Marks,
-  sources: Sequence[Source],
+  marks: visibility.Marks,
+  sources: Sequence[visibility.Source],
   *,
   cudnn: bool,
 ) -> Float[Array, "B L H d"]:
-  masks = [visible(marks, source.marks) for source in sources]
+  masks = [visibility.visible(marks, source.marks) for source in sources]
   return jax.nn.dot_product_attention(
     query,
     jnp.concatenate([source.k for source in sources], 1),
@@ -174,8 +170,8 @@ def _on_each_device(
   kernel: Callable[..., Array],
   layout: sharding.Layout | None,
   query: Float[Array, "B L H d"],
-  marks: Marks,
-  sources: Sequence[Source],
+  marks: visibility.Marks,
+  sources: Sequence[visibility.Source],
 ) -> Float[Array, "B L H d"]:
   """Runs a kernel on every device's own rows and heads: nothing is gathered.
 
@@ -200,7 +196,9 @@ def _on_each_device(
 
 
 def _split(
-  layout: sharding.Layout, query: Float[Array, "B L H d"], source: Source
+  layout: sharding.Layout,
+  query: Float[Array, "B L H d"],
+  source: visibility.Source,
 ) -> tuple[str | None, str | None]:
   """Returns the logical axes over which rows and heads can be split."""
   rules = layout.rules
@@ -212,8 +210,8 @@ def _split(
 
 def _case(
   query: Float[Array, "B L H d"],
-  marks: Marks,
-  sources: Sequence[Source],
+  marks: visibility.Marks,
+  sources: Sequence[visibility.Source],
   layout: sharding.Layout | None,
 ) -> attention_form.Case:
   batch, queries, heads, width = query.shape

@@ -1,9 +1,16 @@
-"""Keys and values of past tokens: a big cache and the few written since.
+"""Keys and values of past tokens: pages of a cache, and what is read of them.
 
-Decoding is write-behind: a loop of steps carries only the small `Fresh`, and
-`commit` moves it into the big `Cache` once at the end.
+A row of the batch names its pages in a table: position p lies in page
+table[p // page_size] at p % page_size. Decoding is write-behind:
 
-Letters: S slots, R rows, N fresh tokens, K kv heads, d head width.
+  pages - gather -> Past - feed -> Past - feed -> ... - take -> Fresh
+    ^                      (in place)                              |
+    +------------------------- commit -----------------------------+
+
+so that the pages are read and written once a dispatch, and a step reads every
+row in one piece and writes one token of it.
+
+Letters: R rows, W pages of a table, N new tokens, K kv heads, d head width.
 """
 
 from typing import NamedTuple
@@ -15,65 +22,111 @@ from jaxtyping import Array, Float, Int32
 
 from models import config as config_lib
 
-AXES = ("batch", None, "kv_heads", None)
-"""Logical axes of keys and values."""
+AXES = (None, None, "kv_heads", None)
+"""Logical axes of pages."""
+
+ROW_AXES = ("batch", None, "kv_heads", None)
+"""Logical axes of what was gathered."""
 
 EMPTY = int(np.iinfo(np.int32).max)
 """Position of a token that is padding."""
 
 
 class Cache(NamedTuple):
-  """Keys and values, one array a layer; index 1 is the position."""
+  """Pages of keys and values, one array a layer."""
 
-  k: tuple[Float[Array, "S length K d"], ...]
-  v: tuple[Float[Array, "S length K d"], ...]
+  k: tuple[Float[Array, "pages page_size K d"], ...]
+  v: tuple[Float[Array, "pages page_size K d"], ...]
+
+
+class Past(NamedTuple):
+  """Copy of the pages of rows, one array a layer; index 1 is the position."""
+
+  k: tuple[Float[Array, "R length K d"], ...]
+  v: tuple[Float[Array, "R length K d"], ...]
 
 
 class Fresh(NamedTuple):
-  """Tokens not in the cache yet; EMPTY positions hold nothing."""
+  """Tokens that the pages lack yet; EMPTY positions hold nothing."""
 
   k: tuple[Float[Array, "R N K d"], ...]
   v: tuple[Float[Array, "R N K d"], ...]
   positions: Int32[Array, "R N"]
 
 
-def init_cache(config: config_lib.ModelConfig, rows: int, length: int) -> Cache:
-  """Returns a cache of zeros for `length` tokens in each row."""
-  return Cache(_zeros(config, rows, length), _zeros(config, rows, length))
+def init_cache(
+  config: config_lib.ModelConfig, pages: int, page_size: int
+) -> Cache:
+  """Returns a cache of zeros."""
+  shape = (pages, page_size, config.num_kv_heads, config.head_dim)
+
+  def zeros():
+    return tuple(
+      jnp.zeros(shape, config.compute.dtype) for _ in range(config.num_layers)
+    )
+
+  return Cache(zeros(), zeros())
 
 
-def init_fresh(config: config_lib.ModelConfig, rows: int, size: int) -> Fresh:
-  """Returns room for `size` tokens in each row, all of it EMPTY."""
-  return Fresh(
-    _zeros(config, rows, size),
-    _zeros(config, rows, size),
-    jnp.full((rows, size), EMPTY, jnp.int32),
-  )
+def gather(cache: Cache, tables: Int32[Array, "R W"]) -> Past:
+  """Returns what the pages of each row hold; any page serves as padding."""
+
+  def read(pages):
+    rows = pages.at[tables].get(mode="clip")
+    return rows.reshape(len(tables), -1, *pages.shape[2:])
+
+  return Past(*jax.tree.map(read, tuple(cache)))
 
 
-def take(cache: Cache, rows: Int32[Array, " R"]) -> Cache:
-  """Returns R rows; an index past the end, as of padding, gives any row."""
-  return jax.tree.map(lambda x: x.at[rows].get(mode="clip"), cache)
+def take(past: Past, positions: Int32[Array, "R N"]) -> Fresh:
+  """Returns the tokens at N positions of each row; of EMPTY ones anything."""
+  rows = jnp.arange(len(positions), dtype=jnp.int32)[:, None]
+
+  def read(part):
+    return tuple(x.at[rows, positions].get(mode="clip") for x in part)
+
+  return Fresh(read(past.k), read(past.v), positions)
 
 
-def commit(cache: Cache, rows: Int32[Array, " R"], fresh: Fresh) -> Cache:
-  """Returns the cache with fresh row r written to row `rows[r]`.
+def commit(
+  cache: Cache, tables: Int32[Array, "R W"], fresh: list[tuple[Array, Fresh]]
+) -> Cache:
+  """Returns the cache with fresh tokens written to the pages of their rows.
 
-  EMPTY positions, and whatever lies past the end, are dropped. Donate the
-  cache, and the write happens in place.
+  EMPTY positions are dropped. Donate the cache, and the write is in place.
+
+  Args:
+    fresh: pieces, each with the row of the table that its rows belong to.
   """
-  at = (rows[:, None], fresh.positions)
+  num_pages, page_size = cache.k[0].shape[:2]
+  places, offsets = [], []
+  for rows, piece in fresh:
+    positions = piece.positions
+    # Of a padded token the page does not exist, so that it is dropped.
+    page = tables.at[rows[:, None], positions // page_size].get(
+      mode="fill", fill_value=num_pages
+    )
+    page = jnp.where(positions == EMPTY, num_pages, page)
+    places.append(page.reshape(-1))
+    offsets.append((positions % page_size).reshape(-1))
+  at = (jnp.concatenate(places), jnp.concatenate(offsets))
+
+  def write(old, *new):
+    flat = [x.reshape(-1, *x.shape[2:]) for x in new]
+    return old.at[at].set(jnp.concatenate(flat), mode="drop")
+
   return jax.tree.map(
-    lambda old, new: old.at[at].set(new, mode="drop"),
-    cache,
-    Cache(fresh.k, fresh.v),
+    write, cache, *(Cache(piece.k, piece.v) for _, piece in fresh)
   )
 
 
-def _zeros(
-  config: config_lib.ModelConfig, rows: int, length: int
-) -> tuple[Float[Array, "S length K d"], ...]:
-  shape = (rows, length, config.num_kv_heads, config.head_dim)
-  return tuple(
-    jnp.zeros(shape, config.compute.dtype) for _ in range(config.num_layers)
+def copy(
+  cache: Cache, sources: Int32[Array, " n"], targets: Int32[Array, " n"]
+) -> Cache:
+  """Returns the cache with pages copied; a target past the end is dropped."""
+  return jax.tree.map(
+    lambda pages: pages.at[targets].set(
+      pages.at[sources].get(mode="clip"), mode="drop"
+    ),
+    cache,
   )

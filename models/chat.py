@@ -71,11 +71,16 @@ class WordChat:
     said = [i for message in messages for i in self._encode(message.content)]
     return np.asarray([*said, AGENT], np.int32)
 
-  def append(self, messages: Iterable[Message]) -> Int32[np.ndarray, " P"]:
+  def append(
+    self, messages: Iterable[Message], answer_ended: bool = True
+  ) -> Int32[np.ndarray, " P"]:
     """Returns what follows the sampled ids, up to the next answer.
 
-    An answer that was cut off before <end> stays so: nothing is added to it.
+    Args:
+      answer_ended: changes nothing: an answer that was cut off before <end>
+        stays so.
     """
+    del answer_ended
     return self.open(messages)
 
   def encode_answer(self, text: str) -> Int32[np.ndarray, " T"]:

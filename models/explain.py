@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from models import attention_form, cache, lora, sharding, transformer
@@ -99,12 +100,35 @@ def cache_bytes(
   config: config_lib.ModelConfig,
   layout: sharding.Layout,
   *,
-  rows: int,
-  length: int,
+  pages: int,
+  page_size: int,
 ) -> int:
-  """Returns bytes on one device of keys and values of so many tokens a row."""
-  shapes = jax.eval_shape(lambda: cache.init_cache(config, rows, length))
+  """Returns bytes on one device of the pages of a KV cache."""
+  shapes = jax.eval_shape(lambda: cache.init_cache(config, pages, page_size))
   place = layout.sharding(*cache.AXES)
+  return device_bytes(placed(shapes, jax.tree.map(lambda _: place, shapes)))
+
+
+def past_bytes(
+  config: config_lib.ModelConfig,
+  layout: sharding.Layout,
+  *,
+  rows: int,
+  pages: int,
+  page_size: int,
+) -> int:
+  """Returns bytes on one device of what `cache.gather` copies.
+
+  Args:
+    pages: of each row.
+  """
+
+  def gather():
+    store = cache.init_cache(config, pages, page_size)
+    return cache.gather(store, jnp.zeros((rows, pages), jnp.int32))
+
+  shapes = jax.eval_shape(gather)
+  place = layout.sharding(*cache.ROW_AXES)
   return device_bytes(placed(shapes, jax.tree.map(lambda _: place, shapes)))
 
 

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
 from models import config as config_lib
-from models import lora, sharding
+from models import lora, quantize, sharding
 
 
 class Term(NamedTuple):
@@ -48,9 +48,11 @@ def terms(
 ) -> tuple[Term, ...]:
   """Returns what the logits of `transformer.head` are the sum of."""
   if config.tie_embeddings:
-    return (Term(hidden, params["embed"]),)
+    table = quantize.dequantize(params["embed"], hidden.dtype)
+    return (Term(hidden, table),)
   adapter = lora.scaled(params, config.lora).get("lora", {}).get("head")
-  head = Term(hidden, params["head"].T)
+  table = quantize.dequantize(params["head"], hidden.dtype)
+  head = Term(hidden, table.T)
   if adapter is None:
     return (head,)
   return head, Term(hidden @ adapter["a"], adapter["b"].T)
@@ -216,8 +218,7 @@ def _summary(
   top = jnp.max(logits, -1)
   below = logits - top[..., None]
   layout = settings.layout
-  platform = layout.platform if layout else jax.default_backend()
-  if platform == "cpu":
+  if sharding.platform(layout) == "cpu":
     # There what is summed over exists: once then, and not in three versions.
     below = jax.lax.optimization_barrier(below)
   weights = jnp.exp(below)

@@ -23,6 +23,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
+from models import quantize
+
 Params = Mapping[str, Any]
 
 TARGETS = (
@@ -115,7 +117,8 @@ def matmul(
   Args:
     num_in: so many last axes of x are summed over the first of the weights.
   """
-  y = jnp.tensordot(x, params[name], num_in)
+  weight = quantize.dequantize(params[name], x.dtype)
+  y = jnp.tensordot(x, weight, num_in)
   adapter = params.get(_KEY, {}).get(name)
   if adapter is None:
     return y
@@ -125,10 +128,18 @@ def matmul(
 
 
 def lookup(
-  params: Params, name: str, ids: Int32[Array, "..."]
+  params: Params,
+  name: str,
+  ids: Int32[Array, "..."],
+  dtype: jax.typing.DTypeLike = jnp.float32,
 ) -> Float[Array, "..."]:
-  """Returns params[name][ids], and what its adapter adds."""
-  x = params[name][ids]
+  """Returns params[name][ids], and what its adapter adds.
+
+  Args:
+    dtype: of the rows of a quantised table.
+  """
+  rows = jax.tree.map(lambda table: table[ids], params[name])
+  x = quantize.dequantize(rows, dtype)
   adapter = params.get(_KEY, {}).get(name)
   return x if adapter is None else x + adapter["a"][ids] @ adapter["b"]
 

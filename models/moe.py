@@ -27,6 +27,7 @@ from models import (
   grouped,
   grouped_loop,
   lora,
+  quantize,
   router,
   sharding,
 )
@@ -75,8 +76,9 @@ def apply(
   copies: Int32[Array, " T"],
   layout: sharding.Layout | None = None,
   chosen: Int32[Array, "T k"] | None = None,
-) -> tuple[Float[Array, "T D"], Aux]:
-  """Returns what the experts add to each token, and how the router did.
+) -> tuple[Float[Array, "T D"], Aux, Int32[Array, "T k"]]:
+  """Returns what the experts add to each token, how the router did, and whom
+  it took: -1 for padding.
 
   On one CPU device the bits of a token do not depend on the others or on its
   place when T and `moe_block` are multiples of 16, so that XLA's loops have no
@@ -91,13 +93,13 @@ def apply(
   """
   if layout is None or layout.mesh.size == 1:
     gates, experts, sums = _router(config)(params, x, copies, chosen)
-    form = grouped.choose(config.compute.experts, _platform(layout))
+    form = grouped.choose(config.compute.experts, sharding.platform(layout))
     y, placed = mix(
       params, x, gates, experts, form=form, least=config.compute.moe_block
     )
-    return y, _aux(sums, placed, config)
-  y, sums, placed = _on_mesh(params, config, x, copies, chosen, layout)
-  return y, _aux(sums, placed, config)
+    return y, _aux(sums, placed, config), experts
+  y, sums, placed, experts = _on_mesh(params, config, x, copies, chosen, layout)
+  return y, _aux(sums, placed, config), experts
 
 
 def average(layers: Sequence[Aux], num_experts: int = 0) -> Aux:
@@ -178,7 +180,7 @@ def _adapted(
   rows: Array,
 ) -> Array:
   """Returns rows times weights, and what their adapters add."""
-  y = product(rows, weights[name])
+  y = product(rows, quantize.dequantize(weights[name], rows.dtype))
   adapter = weights["lora"].get(name)
   if adapter is None:
     return y
@@ -226,11 +228,15 @@ def _on_mesh(
   copies: Int32[Array, " T"],
   chosen: Int32[Array, "T k"] | None,
   layout: sharding.Layout,
-) -> tuple[Float[Array, "T D"], router.Sums, Int32[Array, ""]]:
-  """Returns results, sums over all tokens, and assignments that had a slot."""
+) -> tuple[
+  Float[Array, "T D"], router.Sums, Int32[Array, ""], Int32[Array, "T k"]
+]:
+  """Returns results, sums over all tokens, assignments that had a slot, and
+  the experts of each token.
+  """
   names = tuple(params.get("lora", {}))
   adapters = lora.Lora(targets=names) if names else None
-  axes = lora.with_axes(AXES, adapters)
+  axes = sharding.follow(lora.with_axes(AXES, adapters), params)
   form = grouped.choose(config.compute.experts, layout.platform)
   if form.interpret:
     raise ValueError(
@@ -242,11 +248,11 @@ def _on_mesh(
 
   def local(params, x, copies, chosen):
     params = _whole(params, axes, layout)
-    gates, experts, sums = _router(config)(params, x, copies, chosen)
+    gates, taken, sums = _router(config)(params, x, copies, chosen)
     # What is equal on several devices varies from here on, so that gradients
     # are summed over them here and nowhere else.
     params, x, gates, experts = expert_parallel.vary(
-      (params, x, gates, experts), everywhere
+      (params, x, gates, taken), everywhere
     )
     y, placed = expert_parallel.exchange(
       functools.partial(mix, params, form=form, least=config.compute.moe_block),
@@ -260,7 +266,7 @@ def _on_mesh(
     # Along "tensor" everyone has a part of each sum, and the same places.
     y = jax.lax.psum(y, "tensor")
     placed = jax.lax.pmax(jax.lax.psum(placed, rows), "tensor")
-    return y, jax.lax.psum(sums, rows), placed
+    return y, jax.lax.psum(sums, rows), placed, taken
 
   tokens = len(x)
   padding = -tokens % layout.num_batch
@@ -272,10 +278,10 @@ def _on_mesh(
     local,
     mesh=layout.mesh,
     in_specs=(_specs(axes, layout), *[jax.P(rows)] * 3),
-    out_specs=(jax.P(rows), jax.P(), jax.P()),
+    out_specs=(jax.P(rows), jax.P(), jax.P(), jax.P(rows)),
   )
-  y, sums, placed = mapped(dict(params), x, copies, chosen)
-  return y[:tokens], sums, placed
+  y, sums, placed, taken = mapped(dict(params), x, copies, chosen)
+  return y[:tokens], sums, placed, taken[:tokens]
 
 
 def _specs(axes: Any, layout: sharding.Layout) -> Any:
@@ -301,10 +307,6 @@ def _whole(params: Any, axes: Any, layout: sharding.Layout) -> Any:
     return jax.lax.all_gather(leaf, "data", axis=spec.index("data"), tiled=True)
 
   return jax.tree.map(gather, _specs(axes, layout), params)
-
-
-def _platform(layout: sharding.Layout | None) -> str:
-  return jax.default_backend() if layout is None else layout.platform
 
 
 def _aux(

@@ -152,6 +152,11 @@ class Layout:
     return math.prod(self.mesh.shape[name] for name in self.rules.of(axis))
 
 
+def platform(layout: Layout | None) -> str:
+  """Returns the kind of devices of a layout; of none, that of jax's own."""
+  return jax.default_backend() if layout is None else layout.platform
+
+
 def constrain(layout: Layout | None, x: Array, *axes: str | None) -> Array:
   """Returns `x`, laid out so inside of a jit; without a layout as it is."""
   if layout is None or layout.mesh.size == 1:
@@ -179,12 +184,40 @@ def gathered(layout: Layout | None, params: Any, axes: Any) -> Any:
       return leaf
     return _gather(layout.sharding(*names), layout.whole(*names), leaf)
 
-  return jax.tree.map(gather, axes, params, is_leaf=is_axes)
+  return jax.tree.map(gather, follow(axes, params), params, is_leaf=is_axes)
+
+
+def follow(axes: Any, params: Any) -> Any:
+  """Returns a tree of axis names with one leaf for each array of `params`.
+
+  Where one is quantised, its values and its scale have the names that it has,
+  and None for an axis of length 1, which cannot be split.
+
+  Args:
+    axes: of the structure of parameters that are not quantised.
+  """
+
+  def leaf(names, node):
+    if not isinstance(node, tuple):
+      return names
+    return jax.tree.map(
+      lambda part: tuple(
+        name if size > 1 else None
+        for name, size in zip(names, part.shape, strict=True)
+      ),
+      node,
+    )
+
+  return jax.tree.map(leaf, axes, params, is_leaf=is_axes)
 
 
 def is_axes(node: Any) -> bool:
   """Whether a node of a tree of axis names is a leaf: a tuple of names."""
-  return isinstance(node, tuple) and isinstance(node[0], str)
+  return (
+    isinstance(node, tuple)
+    and bool(node)
+    and all(name is None or isinstance(name, str) for name in node)
+  )
 
 
 def validate(

@@ -1,19 +1,17 @@
 """The decoder: tokens -> layers of attention and experts -> hidden states.
 
   hidden   whole rows, several segments packed into one: training, scoring
-  extend   a few tokens on top of a cache: prefill in chunks, decoding
+  feed     new ids on top of a cache: chunks of some rows, one id of others
   head     logits of hidden states, where they are wanted
 
 Parameters are a plain tree: a dict, whose "layers" are a tuple of dicts.
-Letters: B rows, L row length, R decoded rows, Q new tokens, D width, V words,
-S sparse layers, k experts of a token.
+Letters: B rows, L row length, R rows of a cache, P of them with chunks of C
+ids, N new ids in all, D width, V words, S sparse layers, k experts of a token.
 """
 
 import functools
-import math
-import zlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,16 +22,20 @@ from models import (
   attention_form,
   cache,
   flash,
+  initial,
   logprobs,
   lora,
   mlp,
   moe,
   sharding,
+  visibility,
 )
 from models import config as config_lib
 
 Params = dict[str, Any]
 Aux = moe.Aux
+Experts = Int32[Array, "B L S k"] | None
+"""Those that each token took in every sparse layer, -1 of padding."""
 
 REMAT: dict[str, Callable[[Callable], Callable]] = {
   "none": lambda layer: layer,
@@ -48,8 +50,6 @@ REMAT: dict[str, Callable[[Callable], Callable]] = {
 }
 """What the backward pass computes again: nothing, what is cheap beside matrix
 products and tiled attention, or all of a layer."""
-
-_INIT_STD = 0.02
 
 
 def logical_axes(config: config_lib.ModelConfig) -> Params:
@@ -101,11 +101,13 @@ def init(key: PRNGKeyArray, config: config_lib.ModelConfig) -> Params:
     if not same:
       continue
     # One draw for all layers of a kind, so that XLA compiles it only once.
-    draw = jax.vmap(lambda key, at=same[0]: _draw(key, config, layer_axes[at]))
+    draw = jax.vmap(
+      lambda key, at=same[0]: initial.draw(key, config, layer_axes[at])
+    )
     stacked = draw(keys[1:][jnp.asarray(same)])
     for place, i in enumerate(same):
       layers[i] = jax.tree.map(lambda leaf, at=place: leaf[at], stacked)
-  return _draw(keys[0], config, axes) | {"layers": tuple(layers)}
+  return initial.draw(keys[0], config, axes) | {"layers": tuple(layers)}
 
 
 def hidden(
@@ -127,7 +129,7 @@ def hidden(
     segments: tokens attend within their own; 0 is padding, whose hidden
       states mean nothing.
     parents: another segment of the row, before this one, that a token attends
-      to as well, or `attention.NO_PARENT`.
+      to as well, or `visibility.NO_PARENT`.
     copies: how many tokens each stands for in Aux; None is 1 each.
     experts: those that the routers must choose, such as were chosen when the
       tokens were sampled; -1 leaves a choice to the router.
@@ -137,7 +139,7 @@ def hidden(
     The hidden state at index t is about the token at t + 1. Aux is averaged
     over layers with experts and over tokens that are not padding.
   """
-  marks = attention.packed_marks(segments, parents)
+  marks = visibility.packed_marks(segments, parents)
   if copies is None:
     copies = (segments > 0).astype(jnp.int32)
 
@@ -146,72 +148,80 @@ def hidden(
     return attention.attend(
       query,
       marks,
-      [attention.Source(k, v, marks)],
+      [visibility.Source(k, v, marks)],
       form=config.compute.attention,
       block=config.compute.attention_block,
       layout=layout,
     )
 
-  remat = REMAT[config.compute.remat]
-  return _layers(params, config, tokens, copies, attend, experts, layout, remat)
+  x, aux, _ = _layers(
+    params,
+    config,
+    tokens,
+    copies,
+    attend,
+    experts,
+    layout,
+    REMAT[config.compute.remat],
+  )
+  return x, aux
 
 
-def extend(
+def feed(
   params: Params,
   config: config_lib.ModelConfig,
-  past: cache.Cache,
-  past_lengths: Int32[Array, " R"],
-  fresh: cache.Fresh,
-  offset: int | Int32[Array, ""],
-  tokens: Int32[Array, "R Q"],
-  positions: Int32[Array, "R Q"],
+  past: cache.Past,
+  lengths: Int32[Array, " R"],
+  tokens: Int32[Array, " N"],
+  positions: Int32[Array, " N"],
+  chunks: tuple[int, int],
   *,
   layout: sharding.Layout | None = None,
-) -> tuple[Float[Array, "R Q D"], cache.Fresh]:
-  """Returns hidden states of new tokens, and `fresh` with their keys in it.
+) -> tuple[Float[Array, "N D"], cache.Past, cache.Fresh, Experts]:
+  """Returns hidden states of new ids, and where their keys and values are.
+
+  One pass over the weights for all rows: the first P have up to C new ids
+  each, the others one. N = P * C + R - P, in the order of the rows. A step of
+  a decoding loop has no chunks: (0, 1).
 
   Args:
-    past: only read; row r is valid below past_lengths[r].
-    fresh: tokens since then, of which those up to a query's position are seen.
-    offset: the new tokens go to fresh[:, offset:offset + Q].
+    past: keys and values of before; below `lengths` they are valid once the
+      new ones are written.
+    lengths: of each row, with its new ids.
     positions: cache.EMPTY marks padding: nobody sees it, its output means
       nothing.
+    chunks: (P, C).
+
+  Returns:
+    Hidden states; `past` with the new tokens in it, written in place where
+    nobody else holds it; these alone, in N rows of one; and the experts that
+    they took.
   """
-  seen = jax.lax.dynamic_update_slice(fresh.positions, positions, (0, offset))
-  rows, length = past.k[0].shape[:2]
-  order = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (rows, length))
-  written = jnp.where(order < past_lengths[:, None], 1, -1)
-  past_marks = attention.Marks(order, written)
-  # A padded query sees whatever fresh holds: its softmax is never empty.
-  fresh_marks = attention.Marks(seen, jnp.ones_like(seen))
-  marks = attention.Marks(positions, jnp.ones_like(positions))
-  keys, values = list(fresh.k), list(fresh.v)
-  form = config.compute.attention
-  form = form if form in attention_form.UNIVERSAL else "auto"
+  num_rows, length = past.k[0].shape[:2]
+  owners = _owners(num_rows, chunks)
+  parts = _parts(lengths, positions, chunks, length)
+  keys, values = list(past.k), list(past.v)
+  new_keys, new_values = [], []
 
   def attend(index, params, x):
-    query, k, v = attention.project(params, config, x, positions)
-    start = (0, offset, 0, 0)
-    keys[index] = jax.lax.dynamic_update_slice(keys[index], k, start)
-    values[index] = jax.lax.dynamic_update_slice(values[index], v, start)
-    sources = [
-      attention.Source(past.k[index], past.v[index], past_marks),
-      attention.Source(keys[index], values[index], fresh_marks),
-    ]
-    return attention.attend(
-      query,
-      marks,
-      sources,
-      form=form,
-      block=config.compute.attention_block,
-      layout=layout,
+    query, k, v = attention.project(params, config, x, positions[:, None])
+    new_keys.append(k)
+    new_values.append(v)
+    # EMPTY lies past the end: such writes are dropped.
+    at = (owners, positions)
+    keys[index] = keys[index].at[at].set(k[:, 0], mode="drop")
+    values[index] = values[index].at[at].set(v[:, 0], mode="drop")
+    past = keys[index], values[index]
+    return jnp.concatenate(
+      [_attend_past(config, layout, part, query, *past) for part in parts]
     )
 
-  copies = (positions != cache.EMPTY).astype(jnp.int32)
-  # Nothing is differentiated here, and `attend` writes to `keys`.
-  kept = REMAT["none"]
-  x, _ = _layers(params, config, tokens, copies, attend, None, layout, kept)
-  return x, cache.Fresh(tuple(keys), tuple(values), seen)
+  copies = (positions != cache.EMPTY).astype(jnp.int32)[:, None]
+  x, _, experts = _layers(
+    params, config, tokens[:, None], copies, attend, None, layout
+  )
+  fresh = cache.Fresh(tuple(new_keys), tuple(new_values), positions[:, None])
+  return x[:, 0], cache.Past(tuple(keys), tuple(values)), fresh, experts
 
 
 def head(
@@ -226,6 +236,81 @@ def head(
   return logprobs.logits(logprobs.terms(params, config, hidden))
 
 
+class _Part(NamedTuple):
+  """Rows that are fed equally many ids, and who of these sees which keys.
+
+  Attributes:
+    rows, ids: where they are among all R rows and all N ids.
+  """
+
+  rows: slice
+  ids: slice
+  queries: visibility.Marks
+  keys: visibility.Marks
+
+
+def _parts(
+  lengths: Int32[Array, " R"],
+  positions: Int32[Array, " N"],
+  chunks: tuple[int, int],
+  max_length: int,
+) -> list[_Part]:
+  """Returns the rows with chunks and those without, where there are any."""
+  (num_chunks, size), num_rows = chunks, len(lengths)
+  split = num_chunks * size
+  order = jnp.broadcast_to(
+    jnp.arange(max_length, dtype=jnp.int32), (num_rows, max_length)
+  )
+  # A row whose ids are all padding sees its first key: no softmax is empty.
+  written = jnp.where(order < jnp.maximum(lengths, 1)[:, None], 1, -1)
+
+  def part(rows: slice, ids: slice, width: int) -> _Part:
+    at = positions[ids].reshape(-1, width)
+    return _Part(
+      rows,
+      ids,
+      visibility.Marks(at, jnp.ones_like(at)),
+      visibility.Marks(order[rows], written[rows]),
+    )
+
+  parts = []
+  if num_chunks:
+    parts.append(part(slice(0, num_chunks), slice(0, split), size))
+  if num_chunks < num_rows:
+    parts.append(part(slice(num_chunks, None), slice(split, None), 1))
+  return parts
+
+
+def _owners(num_rows: int, chunks: tuple[int, int]) -> Int32[Array, " N"]:
+  """Returns the row of each new id."""
+  num_chunks, size = chunks
+  row = jnp.arange(num_rows, dtype=jnp.int32)
+  return jnp.concatenate([jnp.repeat(row[:num_chunks], size), row[num_chunks:]])
+
+
+def _attend_past(
+  config: config_lib.ModelConfig,
+  layout: sharding.Layout | None,
+  part: _Part,
+  query: Float[Array, "N 1 H d"],
+  k: Float[Array, "R length K d"],
+  v: Float[Array, "R length K d"],
+) -> Float[Array, "part_of_N 1 H d"]:
+  """Returns the mixed values of the ids of one part."""
+  heads = query.shape[2:]
+  form = config.compute.attention
+  mixed = attention.attend(
+    query[part.ids].reshape(*part.queries.segments.shape, *heads),
+    part.queries,
+    [visibility.Source(k[part.rows], v[part.rows], part.keys)],
+    # One that is meant for whole rows may not do here.
+    form=form if form in attention_form.UNIVERSAL else "auto",
+    block=config.compute.attention_block,
+    layout=layout,
+  )
+  return mixed.reshape(-1, 1, *heads)
+
+
 def _layers(
   params: Params,
   config: config_lib.ModelConfig,
@@ -234,9 +319,10 @@ def _layers(
   attend: Callable[[int, Params, Array], Array],
   experts: Int32[Array, "B L S k"] | None,
   layout: sharding.Layout | None,
-  remat: Callable[[Callable], Callable],
-) -> tuple[Float[Array, "B L D"], Aux]:
-  """Returns hidden states after the final norm, and Aux.
+  # With a cache nothing is differentiated, and `attend` has side effects.
+  remat: Callable[[Callable], Callable] = REMAT["none"],
+) -> tuple[Float[Array, "B L D"], Aux, Experts]:
+  """Returns hidden states after the final norm, Aux, and who was chosen.
 
   Args:
     attend: (index of the layer, its parameters, input) -> mixed values.
@@ -253,28 +339,31 @@ def _layers(
     x = place(x + out, "batch", None, None)
     normed = attention.rms_norm(x, layer["mlp_norm"], eps)
     if "mlp" in layer:
-      return place(
-        x + mlp.apply(layer["mlp"], normed), "batch", None, None
-      ), None
+      x = place(x + mlp.apply(layer["mlp"], normed), "batch", None, None)
+      return x, None
     flat = normed.reshape(-1, config.d_model)
-    y, aux = moe.apply(
+    y, aux, took = moe.apply(
       layer["moe"], config, flat, copies.reshape(-1), layout, chosen
     )
-    return place(x + y.reshape(x.shape), "batch", None, None), aux
+    x = place(x + y.reshape(x.shape), "batch", None, None)
+    return x, (aux, took.reshape(*x.shape[:2], -1))
 
   params = lora.scaled(params, config.lora)
   tables = _outside(params, axes, layout)
-  x = place(lora.lookup(tables, "embed", tokens), "batch", None, None)
-  stats = []
+  x = lora.lookup(tables, "embed", tokens, config.compute.dtype)
+  x = place(x, "batch", None, None)
+  stats, taken = [], []
   for index, layer in enumerate(params["layers"]):
     chosen = None
     if experts is not None and config.is_sparse(index):
       chosen = experts[:, :, len(stats)].reshape(-1, experts.shape[-1])
-    x, aux = remat(functools.partial(block, index))(layer, x, chosen)
-    if aux is not None:
-      stats.append(aux)
+    x, routed = remat(functools.partial(block, index))(layer, x, chosen)
+    if routed is not None:
+      stats.append(routed[0])
+      taken.append(routed[1])
   x = attention.rms_norm(x, params["final_norm"], eps)
-  return x, moe.average(stats, config.num_experts)
+  aux = moe.average(stats, config.num_experts)
+  return x, aux, jnp.stack(taken, 2) if taken else None
 
 
 def _outside(
@@ -285,29 +374,3 @@ def _outside(
   return sharding.gathered(
     layout, {n: params[n] for n in names}, {n: axes[n] for n in names}
   )
-
-
-def _draw(
-  key: PRNGKeyArray, config: config_lib.ModelConfig, axes: Params
-) -> Params:
-  """Returns parameters with these axes, and 1 where the axis is of a norm."""
-  sizes = config_lib.axis_sizes(config, sparse="moe" in axes)
-
-  def leaf(path, axes):
-    name = jax.tree_util.keystr(path)
-    if axes == ("norm",):
-      heads = name.endswith(("['query_norm']", "['key_norm']"))
-      width = config.head_dim if heads else config.d_model
-      return jnp.ones(width, config.compute.dtype)
-    shape = tuple(sizes[axis] for axis in axes)
-    if name.endswith("['b']"):
-      return jnp.zeros(shape, config.compute.dtype)
-    residual = name.endswith(("['out']", "['down']"))
-    std = _INIT_STD / math.sqrt(2 * config.num_layers if residual else 1)
-    if name.endswith("['a']"):
-      std = lora.init_std(path[-2].key, shape)
-    own = jax.random.fold_in(key, zlib.crc32(name.encode()))
-    noise = std * jax.random.normal(own, shape)
-    return noise.astype(config.compute.dtype)
-
-  return jax.tree_util.tree_map_with_path(leaf, axes, is_leaf=sharding.is_axes)

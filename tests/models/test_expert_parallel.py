@@ -44,12 +44,12 @@ def layout_of(sizes):
 
 
 def stepper(config, layout):
-  """Returns a jitted (gradients, (results, aux)) of the layer."""
+  """Returns a jitted (gradients, (results, aux, experts)) of the layer."""
 
   def loss(params, x, copies, chosen, target):
-    y, aux = moe.apply(params, config, x, copies, layout, chosen)
+    y, aux, took = moe.apply(params, config, x, copies, layout, chosen)
     losses = aux.load_balance + aux.z_loss + aux.router_entropy
-    return jnp.vdot(y.astype(jnp.float32), target) + losses, (y, aux)
+    return jnp.vdot(y.astype(jnp.float32), target) + losses, (y, aux, took)
 
   return jax.jit(jax.grad(loss, (0, 1), has_aux=True))
 
@@ -107,9 +107,11 @@ def test_every_mesh_computes_what_one_device_does(sizes, wanted):
   params = jax.device_put(weights(CONFIG), layout.tree(moe.AXES))
   step, target = stepper(CONFIG, layout), noise(7, TOKENS, WIDTH)
   for name, x, copies, chosen in batches():
-    grads, (y, aux) = step(params, x, copies, chosen, target)
-    agree((grads, (y, aux)), wanted[name])
+    found = step(params, x, copies, chosen, target)
+    agree(found, wanted[name])
+    _, (_, aux, took) = found
     assert aux.dropped == 0, name
+    np.testing.assert_array_equal((took < 0).all(1), copies == 0)
 
 
 def test_the_batches_take_both_ways_through_the_exchange():

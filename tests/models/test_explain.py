@@ -81,7 +81,11 @@ def test_planned_bytes_are_those_of_arrays():
     layout.tree(transformer.logical_axes(config)),
   )
   store = jax.device_put(
-    cache.init_cache(config, 4, 6), layout.sharding(*cache.AXES)
+    cache.init_cache(config, 5, 3), layout.sharding(*cache.AXES)
+  )
+  past = jax.device_put(
+    cache.gather(store, jnp.zeros((4, 2), jnp.int32)),
+    layout.sharding(*cache.ROW_AXES),
   )
 
   def held(tree):
@@ -93,7 +97,10 @@ def test_planned_bytes_are_those_of_arrays():
   places = plan.tree(transformer.logical_axes(config))
   tree = explain.placed(transformer.shapes(config), places)
   assert explain.device_bytes(tree) == held(params)
-  assert explain.cache_bytes(config, plan, rows=4, length=6) == held(store)
+  pages = explain.cache_bytes(config, plan, pages=5, page_size=3)
+  assert pages == held(store)
+  rows = explain.past_bytes(config, plan, rows=4, pages=2, page_size=3)
+  assert rows == held(past)
 
 
 def test_a_leaf_without_a_sharding_is_on_every_device():

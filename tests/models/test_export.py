@@ -12,20 +12,9 @@ import safetensors.numpy
 from models import chat as chat_lib
 from models import config as config_lib
 from models import export, load, lora, rope, sharding, transformer
+from tests.models import small
 
-CONFIG = config_lib.tiny_moe(
-  vocab_size=16,
-  num_layers=2,
-  d_model=8,
-  num_heads=4,
-  num_kv_heads=2,
-  head_dim=4,
-  d_ff=6,
-  d_expert=10,
-  dense_layers=(0,),
-  tie_embeddings=False,
-)
-CHAT = chat_lib.WordChat(("a", "b"))
+CONFIG, CHAT = small.CONFIG, small.CHAT
 
 
 def sizes(dtype: Any = "float32", **changes):

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from models import chat as chat_lib
 from models import config as config_lib
 from models import (
   export,
@@ -19,22 +18,10 @@ from models import (
   tokenizer_files,
   transformer,
 )
+from tests.models import small
 
-# Every axis divides over 2 x 2 x 2 devices.
-CONFIG = config_lib.tiny_moe(
-  vocab_size=16,
-  num_layers=2,
-  d_model=8,
-  num_heads=4,
-  num_kv_heads=2,
-  head_dim=4,
-  d_ff=6,
-  d_expert=10,
-  dense_layers=(0,),
-  tie_embeddings=False,
-)
+CONFIG, CHAT = small.CONFIG, small.CHAT
 TIED = dataclasses.replace(CONFIG, tie_embeddings=True)
-CHAT = chat_lib.WordChat(("a", "b"))
 
 
 def as_bfloat16(config):

@@ -246,25 +246,21 @@ def test_decoding_with_adapters_agrees_with_merged_rows():
   expected = logits(
     lora.merge(params, config.lora), plain(config), tokens, positions, segments
   )
-  past = cache.init_cache(config, 1, 4)
-  zero = jnp.zeros(1, jnp.int32)
+  tables = jnp.array([[1, 0]], jnp.int32)
+  past = cache.gather(cache.init_cache(config, 2, 2), tables)
 
   @jax.jit
-  def step(params, fresh, t, token, position):
-    hidden, fresh = transformer.extend(
-      params, config, past, zero, fresh, t, token, position
+  def step(params, past, token, position):
+    hidden, past, _, _ = transformer.feed(
+      params, config, past, position + 1, token, position, (0, 1)
     )
-    return transformer.head(params, config, hidden), fresh
+    return transformer.head(params, config, hidden), past
 
-  fresh = cache.init_fresh(config, 1, 4)
   got = []
   for t in range(4):
-    now = slice(t, t + 1)
-    out, fresh = step(
-      params, fresh, jnp.int32(t), tokens[:, now], positions[:, now]
-    )
+    out, past = step(params, past, tokens[:, t], positions[:, t])
     got.append(out)
-  np.testing.assert_allclose(np.concatenate(got, 1), expected, atol=1e-5)
+  np.testing.assert_allclose(np.stack(got, 1), expected, atol=1e-5)
 
 
 def test_adapters_on_eight_devices_agree_with_one():

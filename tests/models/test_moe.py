@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import moe
+from models import moe, router
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def test_kernels_agree_with_all_experts_on_all_tokens(layer, config):
 
 def test_no_token_is_dropped_when_all_choose_the_same_experts(layer, config):
   x = jnp.tile(some_tokens(1, config), (33, 1))
-  y, aux = moe.apply(layer, config, x, ones(33))
+  y, aux, _ = moe.apply(layer, config, x, ones(33))
   np.testing.assert_allclose(y, dense(layer, config, x), atol=1e-6, rtol=1e-6)
   # Two of four experts have half of all assignments each, twice their share.
   assert aux.dropped == 0
@@ -123,7 +123,7 @@ def test_padding_gets_zeros_and_is_not_counted(layer, config, planted):
   x, copies = some_tokens(9, config), (jnp.arange(9) < 6).astype(jnp.int32)
 
   def loss(layer, x, copies):
-    y, aux = moe.apply(layer, config, x, copies)
+    y, aux, _ = moe.apply(layer, config, x, copies)
     total = jnp.sum(y**2) + aux.load_balance + aux.z_loss + aux.router_entropy
     return total, (y, aux)
 
@@ -141,7 +141,7 @@ def test_padding_gets_zeros_and_is_not_counted(layer, config, planted):
 
 def test_a_batch_of_padding_has_finite_statistics_and_gradients(layer, config):
   def loss(layer, x):
-    y, aux = moe.apply(layer, config, x, jnp.zeros(4, jnp.int32))
+    y, aux, _ = moe.apply(layer, config, x, jnp.zeros(4, jnp.int32))
     return jnp.sum(y) + sum(jnp.sum(value) for value in aux), (y, aux)
 
   x = some_tokens(4, config)
@@ -153,7 +153,7 @@ def test_a_batch_of_padding_has_finite_statistics_and_gradients(layer, config):
 def test_a_token_with_copies_counts_as_often(layer, config):
   x = some_tokens(3, config)
   copies = jnp.array([3, 1, 2], jnp.int32)
-  y, shared = moe.apply(layer, config, x, copies)
+  y, shared, _ = moe.apply(layer, config, x, copies)
   every = moe.apply(layer, config, jnp.repeat(x, copies, 0), ones(6))
   np.testing.assert_allclose(jnp.repeat(y, copies, 0), every[0], atol=1e-6)
   jax.tree.map(
@@ -208,6 +208,28 @@ def own_choice(layer, config, x):
 
 
 @pytest.mark.parametrize("wrap", [jax.jit, lambda f: f], ids=["jit", "eager"])
+def test_it_tells_whom_the_router_chose_and_padding_took_nobody(
+  layer, config, wrap
+):
+  x, copies = some_tokens(21, config), jnp.arange(21, dtype=jnp.int32) % 3
+  apply = wrap(
+    lambda chosen: moe.apply(layer, config, x, copies, None, chosen)[2]
+  )
+  _, experts, _ = router.route(
+    layer, x, ones(21), num_chosen=2, normalise=config.norm_topk_prob
+  )
+  np.testing.assert_array_equal(experts, own_choice(layer, config, x))
+  padding = copies[:, None] == 0
+  expected = jnp.where(padding, -1, experts)
+  np.testing.assert_array_equal(apply(None), expected)
+  # What it was told to take, in that order, is what it took.
+  others = 3 - experts
+  found = apply(jnp.where(jnp.arange(21)[:, None] < 10, others, -1))
+  np.testing.assert_array_equal(found[10:], expected[10:])
+  np.testing.assert_array_equal(found[:10], jnp.where(padding, -1, others)[:10])
+
+
+@pytest.mark.parametrize("wrap", [jax.jit, lambda f: f], ids=["jit", "eager"])
 def test_replaying_its_own_choice_changes_no_bit(layer, config, wrap):
   x = some_tokens(32, config)
   apply = wrap(
@@ -225,7 +247,7 @@ def test_replay_takes_the_recorded_experts_and_no_others(layer, config, normed):
   recorded = jnp.asarray(order[:, :2], jnp.int32)
   assert (recorded != own_choice(layer, config, x)).any()
   check_against_dense(layer, config, x, jax.jit, recorded)
-  _, aux = moe.apply(layer, config, x, ones(30), None, recorded)
+  _, aux, _ = moe.apply(layer, config, x, ones(30), None, recorded)
   counts = np.bincount(np.asarray(recorded).ravel(), minlength=4)
   np.testing.assert_allclose(aux.load, counts / 60, rtol=1e-6)
 
@@ -258,7 +280,7 @@ def test_where_nothing_is_recorded_the_router_chooses(layer, config):
   x = some_tokens(20, config)
   own = own_choice(layer, config, x)
   recorded = jnp.where(jnp.arange(20)[:, None] < 10, 3 - own, -1)
-  y, _ = moe.apply(layer, config, x, ones(20), None, recorded)
+  y, _, _ = moe.apply(layer, config, x, ones(20), None, recorded)
   experts = jnp.where(recorded < 0, own, recorded)
   np.testing.assert_allclose(
     y, dense(layer, config, x, experts), atol=1e-6, rtol=1e-6
@@ -272,7 +294,7 @@ def test_a_half_recorded_token_takes_the_best_of_the_other_experts(
   best = own_choice(layer, config, x)
   # Its best expert is recorded, in the other place: the second best is free.
   recorded = jnp.stack([jnp.full(20, -1, jnp.int32), best[:, 0]], 1)
-  y, aux = moe.apply(layer, config, x, ones(20), None, recorded)
+  y, aux, _ = moe.apply(layer, config, x, ones(20), None, recorded)
   np.testing.assert_allclose(y, dense(layer, config, x), atol=1e-6, rtol=1e-6)
   assert aux.dropped == 0
 
@@ -280,7 +302,7 @@ def test_a_half_recorded_token_takes_the_best_of_the_other_experts(
 def test_a_recorded_expert_that_does_not_exist_shows_as_dropped(layer, config):
   x = some_tokens(5, config)
   recorded = own_choice(layer, config, x).at[2, 1].set(4)
-  y, aux = moe.apply(layer, config, x, ones(5), None, recorded)
+  y, aux, _ = moe.apply(layer, config, x, ones(5), None, recorded)
   assert aux.dropped == 1
   assert jnp.isfinite(y).all()
 
@@ -302,7 +324,7 @@ def test_adapters_compute_what_merged_weights_do(layer, config):
     merged[name] = weight + adapters[name]["a"] @ adapters[name]["b"]
 
   def loss(layer, x):
-    y, aux = moe.apply(layer, config, x, ones(21))
+    y, aux, _ = moe.apply(layer, config, x, ones(21))
     return jnp.sum(y**2) + aux.load_balance, (y, aux)
 
   step = jax.jit(jax.grad(loss, (0, 1), has_aux=True))

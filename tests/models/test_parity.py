@@ -26,7 +26,7 @@ ALONE = ((0,), (1,), (2,), (3,), (4,))
 PACKED = ((0, 1, 2), (3, 4))
 
 HIDDEN = jax.jit(transformer.hidden, static_argnames="config")
-EXTEND = jax.jit(transformer.extend, static_argnames="config")
+FEED = jax.jit(transformer.feed, static_argnames=("config", "chunks"))
 
 
 @pytest.fixture(params=MODELS)
@@ -93,35 +93,47 @@ def test_rows_have_the_logits_of_transformers(name, rows, hidden):
 
 
 @pytest.mark.parametrize(
-  ("sizes", "extend"),
+  ("dispatches", "feed"),
   [
-    ((5, 5, 5), EXTEND),
-    ((1,) * 14, EXTEND),
-    ((8, 6), transformer.extend),
+    (((5, 5), (2, 1, 1)), FEED),
+    (((1,) * 4, (1,) * 10), FEED),
+    (((8, 6),), transformer.feed),
   ],
   ids=["chunks", "one-by-one", "chunks-eager"],
 )
-def test_cached_decoding_has_the_logits_of_transformers(name, sizes, extend):
-  # Every second call starts with all that came before in the big cache.
+def test_cached_decoding_has_the_logits_of_transformers(name, dispatches, feed):
+  # Each dispatch feeds so many ids of every row at a time, and commits all to
+  # pages of 3, in any order, that held something else: the first as they were
+  # computed, the others as they lie in the past by then.
   config, params, expected = golden(name)
   tokens, _, segments, _, places = lay_out(expected, ALONE)
-  rows = jnp.arange(len(ALONE), dtype=jnp.int32)
-  store = cache.init_cache(config, len(ALONE), 16)
-  lengths = jnp.zeros(len(ALONE), jnp.int32)
-  fresh, states, done, offset = None, [], 0, 0
-  for number, size in enumerate(sizes):
-    if number % 2 == 0:
-      store = cache.commit(store, rows, fresh) if fresh else store
-      fresh, offset = cache.init_fresh(config, len(ALONE), 16), 0
-      lengths = jnp.minimum(done, jnp.asarray(expected["lengths"]))
-    at = slice(done, done + size)
-    positions = jnp.broadcast_to(jnp.arange(16, dtype=jnp.int32), (5, 16))
-    positions = jnp.where(segments > 0, positions, cache.EMPTY)[:, at]
-    state, fresh = extend(
-      params, config, store, lengths, fresh, offset, tokens[:, at], positions
-    )
-    states.append(state)
-    done, offset = done + size, offset + size
+  count = len(ALONE)
+  order = np.random.default_rng(0).permutation(40)
+  tables = jnp.asarray(order[: 6 * count].reshape(count, 6), jnp.int32)
+  store = jax.tree.map(lambda x: x + 9, cache.init_cache(config, 40, 3))
+  positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+  positions = jnp.where(segments > 0, positions, cache.EMPTY)
+  rows = jnp.arange(count, dtype=jnp.int32)
+  states, done = [], 0
+  for sizes in dispatches:
+    past, pieces = cache.gather(store, tables), []
+    start = done + sizes[0]
+    for size in sizes:
+      now = slice(done, done + size)
+      done += size
+      state, past, new, _ = feed(
+        params,
+        config,
+        past,
+        jnp.minimum(done, jnp.asarray(expected["lengths"], jnp.int32)),
+        tokens[:, now].reshape(-1),
+        positions[:, now].reshape(-1),
+        (count, size) if size > 1 else (0, 1),
+      )
+      states.append(state.reshape(count, size, -1))
+      pieces = pieces or [(jnp.repeat(rows, size), new)]
+    pieces.append((rows, cache.take(past, positions[:, start:done])))
+    store = cache.commit(store, tables, pieces)
   logits = transformer.head(params, config, jnp.concatenate(states, 1))
   for i, wanted in enumerate(sequences(expected, "logits")):
     np.testing.assert_allclose(logits[places[i]], wanted, 0, LOGITS)

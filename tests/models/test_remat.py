@@ -77,15 +77,15 @@ def test_the_less_is_kept_the_less_memory_it_takes(kind):
 def test_decoding_has_nothing_to_compute_again(remat):
   config = CONFIGS["sparse"]
   params = transformer.init(jax.random.key(0), config)
-  past = cache.init_cache(config, 2, 8)
-  fresh = cache.init_fresh(config, 2, 3)
-  tokens = jnp.array([[1, 2, 3], [4, 5, 6]], jnp.int32)
-  positions = jnp.tile(jnp.arange(3, dtype=jnp.int32), (2, 1))
-  nothing = jnp.zeros(2, jnp.int32)
-  extend = jax.jit(transformer.extend, static_argnames="config")
+  tables = jnp.array([[1, 3], [0, 2]], jnp.int32)
+  past = cache.gather(cache.init_cache(config, 4, 4), tables)
+  tokens = jnp.array([1, 2, 3, 4, 5, 6], jnp.int32)
+  positions = jnp.tile(jnp.arange(3, dtype=jnp.int32), 2)
+  lengths = jnp.full(2, 3, jnp.int32)
+  feed = jax.jit(transformer.feed, static_argnames=("config", "chunks"))
 
   def decode(config):
-    return extend(params, config, past, nothing, fresh, 0, tokens, positions)
+    return feed(params, config, past, lengths, tokens, positions, (2, 3))
 
   compute = dataclasses.replace(config.compute, remat=remat)
   found = decode(dataclasses.replace(config, compute=compute))

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import cache, lora, sharding, transformer
 from models import config as config_lib
+from models import lora, sharding, transformer
 
 needs_devices = pytest.mark.skipif(
   jax.device_count() < 8, reason="needs 8 devices"
@@ -196,55 +196,6 @@ def test_rules_change_where_things_lie_and_nothing_else(changes):
   sharding.validate(config, transformer.logical_axes(config), layout)
   actual, _ = on_mesh(config, layout)
   assert_equal(actual, on_one_device(config))
-
-
-@needs_devices
-@pytest.mark.parametrize("rules", ["DECODE", "TRAIN"])
-@pytest.mark.parametrize("shape", [(2, 2, 2), (1, 1, 8), (1, 8, 1)], ids=str)
-def test_decoding_is_that_of_one_device(shape, rules):
-  config = make_config()
-  layout = make_layout(*shape, rules=getattr(sharding, rules))
-  tokens, positions, segments = batch()
-  positions = jnp.where(segments > 0, positions, cache.EMPTY)
-  past = cache.init_cache(config, ROWS, 6)
-  fresh = cache.init_fresh(config, ROWS, 6)
-  lengths = jnp.zeros(ROWS, jnp.int32)
-
-  def run(params, past, lengths, fresh, tokens, positions, layout=None):
-    hidden, fresh = transformer.extend(
-      params,
-      config,
-      past,
-      lengths,
-      fresh,
-      0,
-      tokens,
-      positions,
-      layout=layout,
-    )
-    return transformer.head(params, config, hidden, layout=layout), fresh
-
-  arguments = (past, lengths, fresh, tokens, positions)
-  expected, _ = jax.jit(run)(make_params(config), *arguments)
-  places = layout.tree(transformer.logical_axes(config))
-  kept = layout.sharding(*cache.AXES)
-  by_row = layout.sharding("batch")
-  past = jax.device_put(past, kept)
-  fresh = cache.Fresh(
-    jax.device_put(fresh.k, kept),
-    jax.device_put(fresh.v, kept),
-    jax.device_put(fresh.positions, by_row),
-  )
-  rest = jax.device_put((lengths, tokens, positions), by_row)
-  actual, fresh = jax.jit(functools.partial(run, layout=layout))(
-    jax.device_put(make_params(config), places), past, rest[0], fresh, *rest[1:]
-  )
-  valid = np.asarray(segments) > 0
-  assert_equal(np.asarray(actual)[valid], np.asarray(expected)[valid])
-  k = fresh.k[0]
-  data, expert, tensor = shape
-  parts = (ROWS // data // expert, 6, 8 // tensor, 2)
-  assert k.sharding.shard_shape(k.shape) == parts
 
 
 def test_gathered_parameters_are_whole_where_rows_are_split():

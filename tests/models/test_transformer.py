@@ -10,7 +10,7 @@ from models import config as config_lib
 from tests.models import reference
 
 HIDDEN = jax.jit(transformer.hidden, static_argnames="config")
-EXTEND = jax.jit(transformer.extend, static_argnames="config")
+FEED = jax.jit(transformer.feed, static_argnames=("config", "chunks"))
 LENGTHS = ((5, 4), (9,), (2, 1))  # of the segments of each row of 10
 
 
@@ -84,62 +84,98 @@ def test_a_tied_head_is_the_embedding(params, config):
   np.testing.assert_allclose(logits, params["embed"].T, rtol=1e-6)
 
 
-def decode(params, config, tokens, dispatches, extend):
-  """Decodes 3 rows in dispatches of chunks; returns logits of every token.
+def decode(params, config, tokens, dispatches, feed):
+  """Feeds 3 rows in dispatches of chunks; returns logits of every token.
 
-  Rows live in slots 3, 0 and 4 of the cache, and row r begins r tokens late:
-  until then its chunks are padding.
+  Pages of 4 lie in any order, and row r begins r tokens late: until then its
+  chunks are padding. What is written to pages is all taken from the past.
   """
-  slots, late = jnp.array([3, 0, 4]), jnp.arange(3)[:, None]
-  store = cache.init_cache(config, 5, 16)
+  order = np.random.default_rng(1).permutation(20)
+  tables = jnp.asarray(order[:12].reshape(3, 4), jnp.int32)
+  rows = jnp.arange(3, dtype=jnp.int32)
+  positions = jnp.arange(12, dtype=jnp.int32) - rows[:, None]
+  tokens = jnp.take_along_axis(tokens, jnp.maximum(positions, 0), 1)
+  positions = jnp.where(positions < 0, cache.EMPTY, positions)
+  store = jax.tree.map(lambda x: x + 9, cache.init_cache(config, 20, 4))
   hidden, done = [], 0
-  for chunks in dispatches:
-    past = cache.take(store, slots)
-    lengths = jnp.maximum(done - late[:, 0], 0)
-    fresh, offset = cache.init_fresh(config, 3, 13), 0
-    for size in chunks:
-      positions = jnp.arange(done, done + size) - late
-      at = jnp.where(positions < 0, cache.EMPTY, positions)
-      new = jnp.take_along_axis(tokens, jnp.maximum(positions, 0), 1)
-      h, fresh = extend(params, config, past, lengths, fresh, offset, new, at)
-      hidden.append(h)
-      done, offset = done + size, offset + size
-    store = cache.commit(store, slots, fresh)
+  for sizes in dispatches:
+    past, before = cache.gather(store, tables), done
+    for size in sizes:
+      now = slice(done, done + size)
+      done += size
+      h, past, _, _ = feed(
+        params,
+        config,
+        past,
+        jnp.maximum(done - rows, 0),
+        tokens[:, now].reshape(-1),
+        positions[:, now].reshape(-1),
+        (3, size) if size > 1 else (0, 1),
+      )
+      hidden.append(h.reshape(3, size, -1))
+    fresh = cache.take(past, positions[:, before:done])
+    store = cache.commit(store, tables, [(rows, fresh)])
   logits = transformer.head(params, config, jnp.concatenate(hidden, 1))
   return [logits[row, row:] for row in range(3)]
 
 
 @pytest.mark.parametrize(
-  ("dispatches", "extend"),
+  ("dispatches", "feed"),
   [
-    ([(12,)], EXTEND),
-    ([(4, 1, 1), (1, 1, 4)], EXTEND),
-    ([(4, 4), (4,)], transformer.extend),
+    ([(12,)], FEED),
+    ([(4, 1, 1), (1, 1, 4)], FEED),
+    ([(4, 4), (4,)], transformer.feed),
   ],
   ids=["whole-jit", "chunks-jit", "chunks-eager"],
 )
 def test_decoding_in_any_chunks_agrees_with_whole_rows(
-  params, config, dispatches, extend
+  params, config, dispatches, feed
 ):
   tokens, positions, segments = packed([(12,)] * 3, width=12)
   expected, _ = apply(HIDDEN, params, config, tokens, positions, segments)
-  decoded = decode(params, config, tokens, dispatches, extend)
+  decoded = decode(params, config, tokens, dispatches, feed)
   for row, logits in enumerate(decoded):
     assert np.isfinite(logits).all()
     np.testing.assert_allclose(logits, expected[row, : 12 - row], atol=1e-5)
 
 
-def test_a_row_of_nothing_but_padding_stays_finite(params, config):
-  past = cache.init_cache(config, 1, 8)
-  fresh = cache.init_fresh(config, 1, 4)
-  empty = jnp.full((1, 2), cache.EMPTY, jnp.int32)
+@pytest.mark.parametrize("chunks", [(1, 2), (0, 1)], ids=["chunk", "one"])
+def test_a_row_of_nothing_but_padding_stays_finite(params, config, chunks):
+  store = cache.init_cache(config, 2, 4)
+  tables = jnp.array([[1, 0]], jnp.int32)
+  past = cache.gather(store, tables)
+  empty = jnp.full(chunks[1], cache.EMPTY, jnp.int32)
   nothing = jnp.zeros(1, jnp.int32)
-  hidden, fresh = EXTEND(
-    params, config, past, nothing, fresh, 0, jnp.zeros_like(empty), empty
+  hidden, past, fresh, experts = FEED(
+    params, config, past, nothing, jnp.zeros_like(empty), empty, chunks
   )
   assert all(np.isfinite(x).all() for x in jax.tree.leaves((hidden, fresh)))
-  committed = cache.commit(past, nothing, fresh)
-  assert not any(np.any(x) for x in jax.tree.leaves(committed))
+  np.testing.assert_array_equal(experts, -1)
+  owners = jnp.zeros_like(empty)
+  committed = cache.commit(store, tables, [(owners, fresh)])
+  assert not any(np.any(x) for x in jax.tree.leaves((past, committed)))
+
+
+@pytest.mark.parametrize("chunks", [(4, 2), (0, 1)], ids=["chunks", "step"])
+def test_a_past_is_written_in_place(config, chunks):
+  # Wide, so that keys outweigh the marks of who sees them.
+  config = dataclasses.replace(config, head_dim=64)
+  params = transformer.shapes(config)
+  tables = jax.ShapeDtypeStruct((4, 2**10), jnp.int32)
+  pages = jax.eval_shape(lambda: cache.init_cache(config, 4, 4))
+  past = jax.eval_shape(cache.gather, pages, tables)
+  ids = jax.ShapeDtypeStruct((4 * chunks[1],), jnp.int32)
+  lengths = jax.ShapeDtypeStruct((4,), jnp.int32)
+  feed = jax.jit(
+    transformer.feed, static_argnames=("config", "chunks"), donate_argnums=2
+  )
+  run = feed.lower(params, config, past, lengths, ids, ids, chunks).compile()
+  memory = run.memory_analysis()
+  assert memory is not None
+  layer = past.k[0].size * past.k[0].dtype.itemsize
+  assert memory.alias_size_in_bytes == 2 * config.num_layers * layer
+  # Not even one layer's keys are copied on the way.
+  assert memory.temp_size_in_bytes < layer / 10
 
 
 def test_what_writes_into_the_residual_stream_starts_smaller(config):

@@ -1,0 +1,352 @@
+"""The chat template of a model: messages -> text that no message can forge.
+
+  message --guard--> template --render--> text --split--> control token, text
+  <|im_start|>user ... <|im_start|>assistant ANSWER <|im_end|> ... assistant
+                                                   '---- after_answer ----
+
+Only the template may end a turn. Where a message spells a control token, say
+<|im_end|>, or its beginning at its very end, a mark is put in front: the
+template's own logic sees the same text, and `split` then takes for control
+tokens only those without a mark. The mark is a code point that no text may
+hold, and is not part of what is encoded.
+"""
+
+import dataclasses
+import datetime
+import functools
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NoReturn, Protocol, runtime_checkable
+
+import jinja2
+from jinja2 import ext, meta, nodes, parser, sandbox
+
+ROLES = ("system", "user", "assistant", "tool")
+MARK = "\ufdd0"  # Unicode keeps it free for use within a program.
+# Behind an odd number of backslashes it is no escape.
+_ESCAPED_MARK = re.compile(rf"(?<!\\)((?:\\\\)*)\\u{ord(MARK):04x}")
+
+_ANSWER = "\ufdd1"  # Stands for one in a render.
+
+
+@runtime_checkable
+class Message(Protocol):
+  """One message of a conversation.
+
+  It may have more: `name`, `tool_call_id`, `reasoning` (texts or None) and
+  `tool_calls`, each with `name`, `arguments` (JSON text) and perhaps `id`.
+  """
+
+  @property
+  def role(self) -> str:
+    """Who speaks: one of ROLES."""
+    ...
+
+  @property
+  def content(self) -> str | None:
+    """What is said; None is the empty text."""
+    ...
+
+
+@dataclasses.dataclass(frozen=True)
+class _Said:
+  role: str
+  content: str
+
+
+_QUESTION = _Said("user", "1")
+_TOOL = {
+  "type": "function",
+  "function": {
+    "name": "f",
+    "description": "",
+    "parameters": {"type": "object", "properties": {}},
+  },
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class ChatTemplate:
+  """A Jinja template in the sandbox, with what Hugging Face adds to it.
+
+  Attributes:
+    source: of the template, untrusted.
+    control: texts that only the template may write, none of them empty.
+    variables: names that the template knows besides the conversation.
+  """
+
+  source: str = dataclasses.field(repr=False)
+  control: tuple[str, ...]
+  variables: tuple[tuple[str, Any], ...] = ()
+
+  def __post_init__(self):
+    if not all(self.control) or not self.control:
+      raise ValueError(f"control={self.control} holds no token or an empty one")
+    try:
+      _compiled(self.source)
+    except jinja2.TemplateError as error:
+      raise ValueError(f"the chat template is no template: {error}") from error
+
+  def render(
+    self,
+    messages: Iterable[Message],
+    tools: Sequence[Mapping[str, Any]] = (),
+    *,
+    prompt: bool,
+  ) -> str:
+    """Returns the text of a conversation, with marks.
+
+    Args:
+      tools: JSON schemas of functions, as those of the OpenAI API.
+      prompt: whether the text ends where the next answer begins.
+
+    Raises:
+      ValueError: a message has no encoding, or the template refuses it.
+    """
+    if tools and not self.knows("tools"):
+      raise ValueError(
+        f"{len(tools)} tools, but the chat template shows none to the model; "
+        "use tools=() or another template"
+      )
+    try:
+      said = self._guard([_as_dict(message) for message in messages])
+      shown = self._guard(list(tools)) or None
+    except RecursionError as error:
+      raise ValueError("a message or tool is nested too deeply") from error
+    names: dict[str, Any] = dict(self.variables)
+    names |= {"messages": said, "tools": shown, "documents": None}
+    try:
+      return _compiled(self.source).render(names, add_generation_prompt=prompt)
+    except Exception as error:  # The template is foreign code.
+      raise ValueError(
+        f"the chat template refuses the messages: {error}"
+      ) from error
+
+  def after_answer(self, messages: Iterable[Message], *, prompt: bool) -> str:
+    """Returns the text behind an answer that messages follow, with marks.
+
+    It begins with `end_of_turn()`. Raises as `render`.
+    """
+    return self._after([_QUESTION], messages, prompt=prompt)
+
+  def prompt(self) -> str:
+    """Returns the text that asks for an answer, with marks."""
+    asked = self.render([_QUESTION], prompt=True)
+    return asked.removeprefix(self.render([_QUESTION], prompt=False))
+
+  def end_of_turn(self) -> str:
+    """Returns the control token that ends an answer.
+
+    Raises:
+      ValueError: there is none, or conversations do not only grow: what
+        follows an answer depends on more than the messages that follow it.
+    """
+    answer = _Said("assistant", _ANSWER)
+    asked = self.render([_QUESTION], prompt=False)
+    answered = self.render([_QUESTION, answer], prompt=False)
+    _check_kept(asked, answered, "an answer")
+    if answered.count(_ANSWER) != 1:
+      raise ValueError(
+        "the chat template does not only append: it writes an answer "
+        f"{answered.count(_ANSWER)} times"
+      )
+    for role in ("user", "tool") if "tool" in self.source else ("user",):
+      self._check_appends(_Said(role, "2"))
+    rest = self.after_answer([], prompt=False)
+    end = self._controls.match(rest)
+    if end is None:
+      raise ValueError(
+        f"the chat template ends an answer with {rest[:40]!r}, which is no "
+        "special token; nothing that is sampled would end it"
+      )
+    return end[0]
+
+  def _check_appends(self, new: Message) -> None:
+    """Raises ValueError unless only `new` decides what follows an answer."""
+    rest = self.after_answer([new], prompt=False)
+    _check_kept(self.after_answer([], prompt=False), rest, "a message")
+    asked = self.after_answer([new], prompt=True)
+    _check_kept(rest, asked, "the prompt for an answer")
+    if rest == asked:
+      raise ValueError("the chat template has no prompt for an answer")
+    later = [new, _Said("assistant", "3"), _QUESTION]
+    _check_kept(rest, self.after_answer(later, prompt=False), "later messages")
+    earlier = [_QUESTION, _Said("assistant", "3"), _QUESTION]
+    _check_kept(rest, self._after(earlier, [new]), "earlier messages")
+    if self.knows("tools"):
+      _check_kept(rest, self._after([_QUESTION], [new], (_TOOL,)), "tools")
+
+  def _after(
+    self,
+    before: Sequence[Message],
+    messages: Iterable[Message],
+    tools: Sequence[Mapping[str, Any]] = (),
+    *,
+    prompt: bool = False,
+  ) -> str:
+    said = [*before, _Said("assistant", _ANSWER), *messages]
+    return self.render(said, tools, prompt=prompt).partition(_ANSWER)[2]
+
+  def split(self, text: str) -> list[str]:
+    """Returns texts without marks; every second one is a control token."""
+    pieces = self._controls.split(text)
+    pieces[::2] = [piece.replace(MARK, "") for piece in pieces[::2]]
+    return pieces
+
+  def knows(self, variable: str) -> bool:
+    """Returns whether the template reads a variable."""
+    return variable in _undeclared(self.source)
+
+  def _guard(self, value: Any) -> Any:
+    """Returns a value of JSON with marks in all of its texts."""
+    if isinstance(value, str):
+      return self._guard_text(value)
+    if isinstance(value, Mapping):
+      return {self._guard(k): self._guard(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+      return [self._guard(item) for item in value]
+    return value
+
+  def _guard_text(self, text: str) -> str:
+    if MARK in text:
+      raise ValueError(
+        f"a message holds U+{ord(MARK):04X} at {text.index(MARK)}, which is "
+        "no character; remove it"
+      )
+    try:
+      text.encode()
+    except UnicodeEncodeError as error:
+      raise ValueError(
+        f"a message holds half a surrogate pair at {error.start}; remove it"
+      ) from error
+
+    def marked(first: re.Match[str]) -> str:
+      at = first.start()
+      # A slice that ends with the text may be the beginning of a token, of
+      # which the template might write the end.
+      inside = any(t.startswith(text[at : at + len(t)]) for t in self.control)
+      return MARK + first[0] if inside else first[0]
+
+    return self._firsts.sub(marked, text)
+
+  @functools.cached_property
+  def _firsts(self) -> re.Pattern[str]:
+    firsts = {token[0] for token in self.control}
+    return re.compile("|".join(re.escape(first) for first in sorted(firsts)))
+
+  @functools.cached_property
+  def _controls(self) -> re.Pattern[str]:
+    longest_first = sorted(self.control, key=len, reverse=True)
+    tokens = "|".join(re.escape(token) for token in longest_first)
+    return re.compile(f"(?<!{MARK})({tokens})")
+
+
+def _as_dict(message: Message) -> dict[str, Any]:
+  """Returns a message as templates expect it."""
+  if message.role not in ROLES:
+    raise ValueError(f"role {message.role!r} is not one of {', '.join(ROLES)}")
+  content = "" if message.content is None else message.content
+  if not isinstance(content, str):
+    raise ValueError(
+      f"content of type {type(content).__name__}; only text has an encoding"
+    )
+  data: dict[str, Any] = {"role": message.role, "content": content}
+  for ours, theirs in (
+    ("name", "name"),
+    ("tool_call_id", "tool_call_id"),
+    ("reasoning", "reasoning_content"),
+  ):
+    value = getattr(message, ours, None)
+    if value is not None:
+      data[theirs] = value
+  calls = getattr(message, "tool_calls", None)
+  if calls:
+    data["tool_calls"] = [_call_as_dict(call) for call in calls]
+  return data
+
+
+def _call_as_dict(call: Any) -> dict[str, Any]:
+  try:
+    # Templates write objects as JSON, and JSON text as a string in a string.
+    arguments = json.loads(call.arguments)
+  except (ValueError, TypeError, RecursionError):
+    arguments = call.arguments
+  function = {"name": call.name, "arguments": arguments}
+  name = getattr(call, "id", None)
+  named = {} if name is None else {"id": name}
+  return {**named, "type": "function", "function": function}
+
+
+def _check_kept(before: str, after: str, added: str) -> None:
+  """Raises ValueError unless a text goes on as it began."""
+  if after.startswith(before):
+    return
+  pairs = enumerate(zip(before, after, strict=False))
+  same = next((i for i, (a, b) in pairs if a != b), len(after))
+  raise ValueError(
+    f"the chat template does not only append: with {added} it writes "
+    f"{after[same : same + 40]!r} instead of {before[same : same + 40]!r}; "
+    "ids that were sampled cannot be rewritten, so use another template"
+  )
+
+
+class _Generation(ext.Extension):
+  """{% generation %}: what others train on; here it is what it holds."""
+
+  tags = {"generation"}  # noqa: RUF012
+
+  def parse(self, parser: parser.Parser) -> list[nodes.Node]:
+    next(parser.stream)
+    return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _refuse(message: str) -> NoReturn:
+  raise jinja2.TemplateError(message)
+
+
+def _tojson(
+  value: Any,
+  ensure_ascii: bool = False,
+  indent: int | None = None,
+  separators: tuple[str, str] | None = None,
+  sort_keys: bool = False,
+) -> str:
+  # Jinja's own escapes for HTML.
+  text = json.dumps(
+    value,
+    ensure_ascii=ensure_ascii,
+    indent=indent,
+    separators=separators,
+    sort_keys=sort_keys,
+  )
+  # An escaped mark would mark nothing.
+  return _ESCAPED_MARK.sub(rf"\1{MARK}", text) if ensure_ascii else text
+
+
+def _strftime_now(form: str) -> str:
+  return datetime.datetime.now().strftime(form)
+
+
+@functools.cache
+def _environment() -> sandbox.ImmutableSandboxedEnvironment:
+  environment = sandbox.ImmutableSandboxedEnvironment(
+    trim_blocks=True,
+    lstrip_blocks=True,
+    extensions=[ext.loopcontrols, _Generation],
+  )
+  environment.filters["tojson"] = _tojson
+  environment.globals["raise_exception"] = _refuse
+  environment.globals["strftime_now"] = _strftime_now
+  return environment
+
+
+@functools.lru_cache(maxsize=16)
+def _compiled(source: str) -> jinja2.Template:
+  return _environment().from_string(source)
+
+
+@functools.lru_cache(maxsize=16)
+def _undeclared(source: str) -> frozenset[str]:
+  found = meta.find_undeclared_variables(_environment().parse(source))
+  return frozenset(found)

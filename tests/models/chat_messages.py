@@ -1,0 +1,42 @@
+"""Messages of the tests, and those of the golden conversations."""
+
+import dataclasses
+import json
+import pathlib
+from typing import Any
+
+from models.tool_calls import ToolCall
+
+GOLDEN = pathlib.Path(__file__).parent / "golden" / "chat"
+EXPECTED = json.loads((GOLDEN / "expected.json").read_text("utf-8"))
+CASES: dict[str, dict[str, Any]] = EXPECTED["conversations"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Said:
+  """A message with all that one may have."""
+
+  role: str
+  content: str | None
+  tool_calls: tuple[ToolCall, ...] = ()
+  reasoning: str | None = None
+
+
+def messages_of(case: dict[str, Any]) -> list[Said]:
+  """Returns the messages that transformers got."""
+  return [
+    Said(
+      data["role"],
+      data["content"],
+      tuple(
+        ToolCall(
+          call["function"]["name"],
+          # Another spelling of the same: templates write it anew.
+          json.dumps(call["function"]["arguments"], separators=(",", ":")),
+        )
+        for call in data.get("tool_calls", ())
+      ),
+      data.get("reasoning_content"),
+    )
+    for data in case["messages"]
+  ]

@@ -1,0 +1,343 @@
+"""Ids of conversations, against those of transformers in golden files."""
+
+import json
+import pickle
+import random
+import shutil
+
+import numpy as np
+import pytest
+import tokenizers
+
+from models import hf_chat, tool_calls
+from tests.models import chat_messages
+from tests.models.chat_messages import GOLDEN, Said
+
+START, END, TEXT_END = 1, 2, 0
+CHAT = hf_chat.HfChat.load(GOLDEN)
+# Of which nothing is ours: it decodes, and takes no text for a special token.
+PLAIN = tokenizers.Tokenizer.from_file(str(GOLDEN / "tokenizer.json"))
+PLAIN.encode_special_tokens = True
+WORDS = "a<think>\u00e9\u6771\U0001f600\U0001f468\u200d\U0001f469\r\n  x\x00~"
+
+
+def text_ids(text):
+  return PLAIN.encode(text, add_special_tokens=False).ids
+
+
+def chat_of(case):
+  return hf_chat.HfChat.load(GOLDEN, case["variables"])
+
+
+def replay(case):
+  """Returns the ids of a conversation that grew, answer by answer."""
+  chat, messages = chat_of(case), chat_messages.messages_of(case)
+  answers = [i for i, said in enumerate(messages) if said.role == "assistant"]
+  edges = [*answers, len(messages)]
+  ids = [chat.open(messages[: edges[0]], case["tools"])]
+  for text, start, end in zip(case["answers"], edges, edges[1:], strict=False):
+    ids += [chat.encode_answer(text), chat.append(messages[start + 1 : end])]
+  return np.concatenate(ids).tolist()
+
+
+@pytest.fixture
+def directory(tmp_path):
+  """A copy to break."""
+  copy = tmp_path / "model"
+  shutil.copytree(GOLDEN, copy)
+  return copy
+
+
+def edit(path, **changes):
+  data = json.loads(path.read_text("utf-8")) if path.exists() else {}
+  path.write_text(json.dumps(data | changes), "utf-8")
+
+
+@pytest.mark.parametrize("name", chat_messages.CASES)
+def test_the_ids_are_those_of_transformers(name):
+  case = chat_messages.CASES[name]
+  ids = chat_of(case).open(chat_messages.messages_of(case), case["tools"])
+  assert ids.dtype == np.int32
+  assert ids.tolist() == case["ids"]
+
+
+@pytest.mark.parametrize("name", chat_messages.CASES)
+def test_a_conversation_that_grows_has_the_ids_of_one_rendered_whole(name):
+  # In "calls" two results follow one answer, in "thinking" a result follows
+  # thinking, which stays; "dropped" is told below.
+  assert replay(chat_messages.CASES[name]) == chat_messages.CASES[name]["ids"]
+
+
+def test_thinking_before_the_last_question_stays_as_it_was_sampled():
+  case = chat_messages.CASES["dropped"]
+  question, answer, more = chat_messages.messages_of(case)
+  assert answer.content
+  assert "</think>" in answer.content
+  assert "</think>" not in case["text"]
+  sampled = CHAT.encode_answer(answer.content)
+  ids = [*CHAT.open([question]), *sampled, *CHAT.append([more])]
+  # Only the thinking differs: that of the answer is <think>...</think>\n\n.
+  thought = text_ids(answer.content.removesuffix("21."))
+  at = len(CHAT.open([question]))
+  assert ids[at : at + len(thought)] == thought
+  assert ids[:at] + ids[at + len(thought) :] == case["ids"]
+
+
+def test_what_follows_an_answer_that_was_cut_off_ends_its_turn_first():
+  new = [Said("user", "And now?")]
+  whole, cut = CHAT.append(new), CHAT.append(new, answer_ended=False)
+  assert cut.tolist() == [END, *whole.tolist()]
+  assert whole.tolist() == [
+    *text_ids("\n"),
+    START,
+    *text_ids("user\nAnd now?"),
+    END,
+    *text_ids("\n"),
+    START,
+    *text_ids("assistant\n"),
+  ]
+  # Nothing to say: the next answer is asked for.
+  assert CHAT.append([]).tolist() == [
+    *text_ids("\n"),
+    START,
+    *text_ids("assistant\n"),
+  ]
+
+
+def test_text_that_spells_control_tokens_is_text():
+  spelled = chat_messages.EXPECTED["spelled"]
+  text, empty = spelled["text"], Said("user", "")
+  assert {START, END} < set(spelled["forged"])
+  for encode in (CHAT.open, CHAT.append):
+    expected = encode([empty]).tolist()
+    # The prompt's and the message's: <|im_start|>user\n HERE <|im_end|>.
+    at = expected.index(END)
+    expected[at:at] = spelled["ids"]
+    assert encode([Said("user", text)]).tolist() == expected
+  assert CHAT.encode_answer(text).tolist() == [*spelled["ids"], END]
+  for role in ("system", "assistant", "tool"):
+    ids = CHAT.open([Said("user", "?"), Said(role, text)]).tolist()
+    assert [ids.count(i) for i in (TEXT_END, START, END)] == [0, 3, 2]
+
+
+def test_an_answer_survives_the_round_trip():
+  for text in ("", " \n", "Z\u00fcrich", "<think>\n</think>", "<|im_end|>"):
+    assert CHAT.decode(CHAT.encode_answer(text)) == text
+  # The tokenizer composes characters, as transformers' does.
+  assert CHAT.decode(CHAT.encode_answer("e\u0301")) == "\u00e9"
+  with pytest.raises(ValueError, match="has no encoding"):
+    CHAT.encode_answer("\ud800")
+
+
+def random_ids(rng):
+  """Returns ids among which characters are cut and special tokens are."""
+  ids = text_ids("".join(rng.choices(WORDS, k=8)))
+  for _ in range(rng.randrange(4)):
+    ids[rng.randrange(len(ids))] = rng.randrange(CHAT.vocab_size)
+  return ids[rng.randrange(3) : len(ids) - rng.randrange(3)]
+
+
+def test_pieces_of_a_stream_are_the_text():
+  rng = random.Random(0)
+  lost = 0
+  for _ in range(300):
+    ids = random_ids(rng)
+    whole = CHAT.decode(ids)
+    assert whole == PLAIN.decode(ids, skip_special_tokens=True)
+    decoder, pieces, start = CHAT.decoder(), [], 0
+    while start < len(ids):
+      step = rng.randrange(4)
+      pieces.append(decoder.feed(ids[start : start + step]))
+      start += step
+    assert "".join([*pieces, decoder.end()]) == whole
+    lost += "\ufffd" in whole
+  assert 30 < lost < 270
+
+
+def test_half_a_character_waits_for_its_other_half():
+  ids = text_ids("\u6771\U0001f600!")
+  # Bytes: 3, 4 and 1, each a token, for the tokenizer learnt none of them.
+  assert len(ids) == 8
+  decoder = CHAT.decoder()
+  said = [decoder.feed([i]) for i in ids]
+  assert said == ["", "", "\u6771", "", "", "", "\U0001f600", "!"]
+  assert decoder.end() == ""
+  decoder = CHAT.decoder()
+  # A special token in between says nothing, and parts no character.
+  assert decoder.feed([ids[0], START, *ids[1:5]]) == "\u6771"
+  assert decoder.feed([]) == ""
+  assert decoder.end() == "\ufffd"
+
+
+def test_every_id_has_a_text():
+  assert CHAT.token(END) == "<|im_end|>"
+  assert CHAT.token(text_ids("<think>")[0]) == "<think>"
+  assert CHAT.token(text_ids("\u6771")[0]) == "\\xe6"
+  assert all(CHAT.token(i) for i in range(CHAT.vocab_size))
+  # A model of a padded vocabulary may sample more.
+  padded = CHAT.vocab_size
+  assert CHAT.token(padded) == f"<id {padded}>"
+  assert CHAT.decode([*text_ids("a"), padded, END]) == f"a<id {padded}>"
+  for fail in (CHAT.token, lambda i: CHAT.decode([i])):
+    with pytest.raises(ValueError, match="id -1 is below 0"):
+      fail(-1)
+
+
+def test_sampled_ids_are_parsed():
+  call = (
+    '<tool_call>\n{"name": "f", "arguments": {"x": "\u6771"}}\n</tool_call>'
+  )
+  ids = CHAT.encode_answer(f"<think>\nhm\n</think>\n\nSo.\n{call}")
+  assert CHAT.parse(ids) == tool_calls.Answer(
+    "So.", (tool_calls.ToolCall("f", '{"x": "\u6771"}'),), "hm"
+  )
+  # Cut within a character of the call: content, and no error.
+  cut = ids[: -len(text_ids('"}}\n</tool_call>')) - 2]
+  assert CHAT.parse(cut).tool_calls == ()
+  assert CHAT.parse(cut).content.endswith('"x": "\ufffd')
+
+
+def test_a_prompt_that_opens_the_thinking_is_known(directory):
+  assert not CHAT.thinks
+  path = directory / "chat_template.jinja"
+  source = path.read_text("utf-8")
+  prompt = "{{- '<|im_start|>assistant\\n' -}}\n{%- if enable"
+  assert source.count(prompt) == 1
+  path.write_text(
+    source.replace(prompt, prompt.replace("ant\\n", "ant\\n<think>\\n")),
+    "utf-8",
+  )
+  chat = hf_chat.HfChat.load(directory)
+  assert chat.thinks
+  assert chat.decode(chat.append([])).endswith("assistant\n<think>\n")
+  answer = chat.parse(chat.encode_answer("hm\n</think>\n\nYes."))
+  assert answer == tool_calls.Answer("Yes.", (), "hm")
+
+
+def test_stop_ids_begin_with_the_end_of_a_turn(directory):
+  assert CHAT.stop_ids == (END, TEXT_END)
+  edit(directory / "generation_config.json", eos_token_id=TEXT_END)
+  assert hf_chat.HfChat.load(directory).stop_ids == (END, TEXT_END)
+  (directory / "generation_config.json").unlink()
+  # That of tokenizer_config.json, which is the end of a turn.
+  assert hf_chat.HfChat.load(directory).stop_ids == (END,)
+  edit(directory / "config.json", eos_token_id=[END, TEXT_END])
+  assert hf_chat.HfChat.load(directory).stop_ids == (END, TEXT_END)
+  edit(directory / "config.json", eos_token_id=7)
+  with pytest.raises(ValueError, match=r"eos_token_id=7, but 7 is none of"):
+    hf_chat.HfChat.load(directory)
+
+
+def test_a_template_may_stand_in_the_settings(directory):
+  path = directory / "chat_template.jinja"
+  source, settings = (
+    path.read_text("utf-8"),
+    directory / "tokenizer_config.json",
+  )
+  path.unlink()
+  message = "model: no chat template: neither chat_template.jinja nor"
+  with pytest.raises(ValueError, match=message):
+    hf_chat.HfChat.load(directory)
+  edit(settings, chat_template=source)
+  assert hf_chat.HfChat.load(directory) == CHAT
+  edit(settings, chat_template=[{"name": "default", "template": source}])
+  assert hf_chat.HfChat.load(directory) == CHAT
+  edit(settings, chat_template=[{"name": "rag", "template": source}])
+  with pytest.raises(ValueError, match=message):
+    hf_chat.HfChat.load(directory)
+
+
+def test_templates_know_special_tokens_by_name(directory):
+  path = directory / "chat_template.jinja"
+  source = "{{ eos_token }}{{ pad_token }}{{ bos_token is defined }}"
+  path.write_text(source + path.read_text("utf-8"), "utf-8")
+  ids = hf_chat.HfChat.load(directory).open([Said("user", "?")]).tolist()
+  named = [END, TEXT_END, *text_ids("False")]
+  assert ids == named + CHAT.open([Said("user", "?")]).tolist()
+
+
+@pytest.mark.parametrize(
+  ("name", "text", "message"),
+  [
+    ("tokenizer.json", "{}", "model: tokenizer.json is no tokenizer"),
+    ("tokenizer_config.json", "{", "tokenizer_config.json is no JSON"),
+    ("generation_config.json", "[]", "generation_config.json holds no object"),
+    ("chat_template.jinja", "{% if %}", "the chat template is no template"),
+    ("chat_template.jinja", "{{ raise_exception('no') }}", "messages: no"),
+    ("chat_template.jinja", "x", "it writes an answer 0 times"),
+  ],
+)
+def test_a_broken_file_is_named(directory, name, text, message):
+  (directory / name).write_text(text)
+  with pytest.raises(ValueError, match=message):
+    hf_chat.HfChat.load(directory)
+
+
+def change(directory, **parts):
+  path = directory / "tokenizer.json"
+  data = json.loads(path.read_text("utf-8"))
+  for name, value in parts.items():
+    data[name] = value(data[name]) if callable(value) else value
+  path.write_text(json.dumps(data), "utf-8")
+
+
+@pytest.mark.parametrize(
+  ("parts", "message"),
+  [
+    ({"decoder": {"type": "Fuse"}}, "decodes with Fuse.*only a byte-level one"),
+    (
+      {"added_tokens": lambda all_: [{**all_[0], "rstrip": True}, *all_[1:]]},
+      "'<|endoftext|>' looks at the text around it",
+    ),
+    (
+      {"added_tokens": lambda all_: [{**x, "special": False} for x in all_]},
+      "has no special tokens",
+    ),
+  ],
+)
+def test_a_tokenizer_that_cannot_be_used_is_refused(directory, parts, message):
+  change(directory, **parts)
+  with pytest.raises(ValueError, match=message.replace("|", r"\|")):
+    hf_chat.HfChat.load(directory)
+
+
+def test_a_tokenizer_that_loses_bytes_is_refused(directory):
+  model = {"type": "BPE", "vocab": {"a": 0, "b": 1, "c": 2}, "merges": []}
+  change(directory, model=model)
+  # 253 of 256 bytes; the first that is printable and not among them is "!".
+  with pytest.raises(ValueError, match=r"no token for 253 of 256.*is 0x21"):
+    hf_chat.HfChat.load(directory)
+
+
+def test_settings_that_cut_texts_short_are_not_obeyed(directory):
+  cut = {
+    "direction": "Right",
+    "max_length": 2,
+    "strategy": "LongestFirst",
+    "stride": 0,
+  }
+  change(directory, truncation=cut)
+  question = [Said("user", "Weather in Ulm?")]
+  ids = hf_chat.HfChat.load(directory).open(question)
+  assert ids.tolist() == CHAT.open(question).tolist()
+
+
+def test_a_variable_that_no_template_reads_is_refused():
+  with pytest.raises(ValueError, match=r"does not read enable_thinkin$"):
+    hf_chat.HfChat.load(GOLDEN, {"enable_thinkin": False})
+
+
+def test_a_directory_without_a_tokenizer_is_refused(tmp_path):
+  with pytest.raises(ValueError, match=r"no tokenizer\.json"):
+    hf_chat.HfChat.load(tmp_path / "nowhere")
+
+
+def test_a_chat_is_a_value():
+  CHAT.open([Said("user", "?")])
+  copy = pickle.loads(pickle.dumps(CHAT))
+  assert copy == CHAT
+  assert hash(copy) == hash(CHAT)
+  assert len(repr(CHAT)) < 300
+  # Guards are part of it.
+  evil = [Said("user", "<|im_end|>")]
+  assert copy.open(evil).tolist() == CHAT.open(evil).tolist()

@@ -1,0 +1,106 @@
+import json
+
+import pytest
+
+from models import tool_calls
+
+
+def block(text):
+  return f"<tool_call>\n{text}\n</tool_call>"
+
+
+def call(name, **arguments):
+  return json.dumps({"name": name, "arguments": arguments})
+
+
+def test_an_answer_is_taken_apart():
+  answer = tool_calls.parse(
+    "<think>\nwarm?\n</think>\n\nBoth.\n"
+    + block(call("weather", city="Ulm"))
+    + "\n"
+    + block('{"arguments": {"x": [1, 2.5, null], "y": "\\u00e9"}, "name": "f"}')
+  )
+  assert answer.reasoning == "warm?"
+  assert answer.content == "Both."
+  # Arguments are JSON again, of the values that were read.
+  assert answer.tool_calls == (
+    tool_calls.ToolCall("weather", '{"city": "Ulm"}'),
+    tool_calls.ToolCall("f", '{"x": [1, 2.5, null], "y": "\u00e9"}'),
+  )
+  assert {found.id for found in answer.tool_calls} == {None}
+
+
+@pytest.mark.parametrize("text", ["", " plain\n", "a </think> b", "x<think>y"])
+def test_text_without_either_stays_byte_for_byte(text):
+  assert tool_calls.parse(text) == tool_calls.Answer(text)
+
+
+@pytest.mark.parametrize(
+  "inside",
+  [
+    "",
+    "{",
+    "[]",
+    "null",
+    '{"name": "f"}',
+    '{"arguments": {}}',
+    '{"name": "", "arguments": {}}',
+    '{"name": 3, "arguments": {}}',
+    '{"name": "f", "arguments": "{}"}',
+    '{"name": "f", "arguments": null}',
+    '{"name": "f", "arguments": {"x": NaN}}',
+    # A float of this size is infinite, which JSON cannot say.
+    '{"name": "f", "arguments": {"x": 1e999}}',
+    '{"name": "f", "arguments": {}} and more',
+    '{"name": "f", "arguments": {"x": "\\ud800"}}',
+    '{"name": "\\udfff", "arguments": {}}',
+    '{"name": "f", "arguments": {"x": %s}}' % ("9" * 5000),
+    "[" * 100_000,
+    '{"name": "f", "arguments": {"x": ' + "[" * 5000 + "]" * 5000 + "}}",
+  ],
+)
+def test_what_is_no_call_stays_content(inside):
+  text = f"before {block(inside)} after\n"
+  assert tool_calls.parse(text) == tool_calls.Answer(text)
+
+
+def test_a_call_that_was_cut_off_is_content_and_those_before_it_are_calls():
+  cut = "<tool_call>\n" + call("g")
+  answer = tool_calls.parse(block(call("f")) + cut)
+  assert [found.name for found in answer.tool_calls] == ["f"]
+  assert answer.content == cut
+
+
+def test_tags_within_a_string_end_nothing():
+  inner = block(call("inner"))
+  answer = tool_calls.parse("a" + block(call("outer", text=inner)) + "b")
+  assert [found.name for found in answer.tool_calls] == ["outer"]
+  assert json.loads(answer.tool_calls[0].arguments) == {"text": inner}
+  assert answer.content == "ab"
+
+
+def test_a_broken_block_does_not_hide_the_next():
+  answer = tool_calls.parse("<tool_call>oops " + block(call("f")))
+  assert answer.content == "<tool_call>oops"
+  assert [found.name for found in answer.tool_calls] == ["f"]
+
+
+def test_calls_that_are_only_thought_of_are_not_made():
+  thought = f"maybe {block(call('f'))}"
+  closed = tool_calls.parse(f"<think>{thought}</think>No.")
+  assert closed == tool_calls.Answer("No.", (), thought)
+  # Cut off while thinking: there is no answer yet.
+  cut = tool_calls.parse(f"\n<think>\n{thought}")
+  assert cut == tool_calls.Answer("", (), thought)
+
+
+def test_a_prompt_may_have_opened_the_thinking():
+  text = "so\n</think>\n\nYes."
+  assert tool_calls.parse(text, thinking=True) == tool_calls.Answer(
+    "Yes.", (), "so"
+  )
+  assert tool_calls.parse("so", thinking=True) == tool_calls.Answer(
+    "", (), "so"
+  )
+  # Opened once more by the model, it is open all the same.
+  assert tool_calls.parse(f"<think>{text}", thinking=True).reasoning == "so"
