@@ -1,4 +1,4 @@
-"""Publishing: the order of events, failures, and copies that share nothing."""
+"""Publishing: what moves, from where to where, and what a fault leaves."""
 
 import asyncio
 import weakref
@@ -8,13 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rl import (
-  events,
-  placement,
-  testing,
-  trajectory,
-  weights,
-)
+from models import quantize
+from rl import checksums, events, placement, testing, trajectory, weights
 
 VERSION = trajectory.PolicyVersion(7)
 
@@ -22,26 +17,26 @@ VERSION = trajectory.PolicyVersion(7)
 class Recorded(testing.FakeEngine):
   """Writes down what it is told, in a list that all engines share."""
 
-  def __init__(self, name, story, log, refuses=False):
-    super().__init__(answers=(1,), stop_id=2)
-    self.name, self.story, self.log = name, story, log
-    self.refuses = refuses
+  def __init__(self, name="a", story=None, fault=None, update_s=0.0):
+    super().__init__(answers=(1,), stop_id=2, update_s=update_s)
+    self.name, self.fault = name, fault
+    self.story = [] if story is None else story
 
-  async def pause(self, in_flight):
-    await super().pause(in_flight)
-    self.story.append(f"{self.name} pauses to {in_flight}")
+  async def update_weights(self, version, params, in_flight="recompute"):
+    if self.fault is not None:
+      raise self.fault
+    self.story.append((self.name, version, in_flight))
+    await super().update_weights(version, params, in_flight)
 
-  async def update_weights(self, version, params):
-    if self.refuses:
-      raise ValueError("another model's")
-    assert not self._open.is_set()
-    kinds = [event["kind"] for event in self.log.events]
-    self.story.append(f"{self.name} takes {version} after {kinds}")
-    await super().update_weights(version, params)
 
-  def resume(self):
-    self.story.append(f"{self.name} resumes")
-    super().resume()
+class Damaged(testing.FakeEngine):
+  """Flips one bit of what it is given."""
+
+  async def update_weights(self, version, params, in_flight="recompute"):
+    broken = np.asarray(params["adapter"]).copy()
+    broken.view(np.int8).reshape(-1)[0] ^= 1
+    params = params | {"adapter": jax.device_put(broken)}
+    await super().update_weights(version, params, in_flight)
 
 
 @pytest.fixture
@@ -51,77 +46,95 @@ def meshes():
   return tuple(layout.mesh for layout in layouts)
 
 
+@pytest.fixture
+def log():
+  return events.EventLog()
+
+
+@pytest.fixture
+def make(thread, spans, log):
+  """Returns a publisher to these engines, whose weights lie so."""
+
+  def make(engines, where, **publishing):
+    return weights.WeightPublisher(
+      [(engine, where) for engine in engines],
+      thread,
+      log,
+      spans,
+      weights.Publishing(**publishing),
+    )
+
+  return make
+
+
 def replicated(mesh):
   return jax.sharding.NamedSharding(mesh, jax.P())
 
 
-def test_every_engine_is_paused_before_the_first_takes_the_weights(
-  thread, spans, meshes
+@pytest.fixture
+def params(meshes):
+  leaves = {"base": jnp.full(100, 1.0), "adapter": jnp.full(3, 2.0)}
+  return jax.device_put(leaves, replicated(meshes[0]))
+
+
+@pytest.fixture
+def where(meshes):
+  """Of the engines' weights, unless a test says otherwise."""
+  return replicated(meshes[1])
+
+
+def test_every_copy_is_made_before_the_engines_take_theirs(
+  make, log, spans, meshes
 ):
-  learner_mesh, decode_mesh = meshes
-  params = {"w": jax.device_put(jnp.arange(4.0), replicated(learner_mesh))}
-  where = {"w": jax.sharding.NamedSharding(decode_mesh, jax.P("data"))}
-  story, log = [], events.EventLog()
+  params = {"w": jax.device_put(jnp.arange(4.0), replicated(meshes[0]))}
+  where = {"w": jax.sharding.NamedSharding(meshes[1], jax.P("data"))}
+  story = []
 
   async def scenario():
-    engines = [Recorded(name, story, log) for name in "ab"]
-    publisher = weights.WeightPublisher(
-      [(engine, where) for engine in engines], thread, log, spans
-    )
-    return engines, await publisher.publish(VERSION, params, "recompute")
+    engines = [Recorded(name, story) for name in "ab"]
+    await make(engines, where).publish(VERSION, params, "keep_kv")
+    return engines
 
-  engines, stall_s = asyncio.run(scenario())
-  assert story == [
-    "a pauses to recompute",
-    "b pauses to recompute",
-    "a takes 7 after ['publish_start']",
-    "b takes 7 after ['publish_start']",
-    "a resumes",
-    "b resumes",
-  ]
+  engines = asyncio.run(scenario())
+  assert story == [("a", 7, "keep_kv"), ("b", 7, "keep_kv")]
   assert [(e["kind"], e["version"]) for e in log.events] == [
     ("publish_start", 7),
     ("published", 7),
   ]
   # Two engines, four numbers of four bytes each.
   assert log.events[0]["moved_bytes"] == 2 * 4 * 4
-  # The copies are made before anyone pauses.
   assert [span.name for span in spans.spans] == ["reshard"] * 2 + ["publish"]
-  assert stall_s > 0
   for engine in engines:
     assert engine.params["w"].sharding == where["w"]
     np.testing.assert_array_equal(engine.params["w"], [0, 1, 2, 3])
 
 
-def test_an_engine_that_refuses_the_weights_keeps_all_paused(
-  thread, spans, meshes
+def test_the_stall_is_that_of_the_engine_that_stood_longest(
+  make, params, where
 ):
-  where = replicated(meshes[0])
-  params = jax.device_put(jnp.arange(4.0), where)
-  story, log = [], events.EventLog()
 
   async def scenario():
-    engines = [Recorded("a", story, log), Recorded("b", story, log, True)]
-    publisher = weights.WeightPublisher(
-      [(engine, where) for engine in engines], thread, log, spans
-    )
-    with pytest.raises(ValueError, match="another model's"):
-      await publisher.publish(VERSION, params, "drain")
+    engines = [Recorded(update_s=s) for s in (0.0, 0.06, 0.03)]
+    publisher = make(engines, where)
+    stalls = [
+      await publisher.publish(trajectory.PolicyVersion(n), params, "recompute")
+      for n in (1, 2)
+    ]
+    return stalls, [engine.stats().paused_s for engine in engines]
 
-  asyncio.run(scenario())
-  assert not [step for step in story if "resumes" in step]
-  assert [event["kind"] for event in log.events] == ["publish_start"]
+  stalls, stood = asyncio.run(scenario())
+  # Each is of its own publish; side by side they are no longer than the one.
+  assert sum(stalls) == pytest.approx(stood[1])
+  assert all(stall_s > 0.05 for stall_s in stalls)
 
 
-def test_decoding_goes_on_while_the_copy_is_made(thread, spans, meshes):
-  where = replicated(meshes[0])
-  params = jax.device_put(jnp.arange(4.0), where)
-  story, log = [], events.EventLog()
+def test_decoding_goes_on_while_the_copy_is_made(
+  make, thread, log, params, where
+):
+  story = []
 
   async def scenario():
-    publisher = weights.WeightPublisher(
-      [(Recorded("a", story, log), where)], thread, log, spans
-    )
+    publisher = make([Recorded("a", story)], where)
     go = asyncio.Event()
     loop = asyncio.get_running_loop()
     wait = asyncio.run_coroutine_threadsafe
@@ -135,7 +148,64 @@ def test_decoding_goes_on_while_the_copy_is_made(thread, spans, meshes):
     await asyncio.gather(busy, publish)
 
   asyncio.run(scenario())
-  assert story[-1] == "a resumes"
+  assert len(story) == 1
+
+
+def test_an_engine_that_fails_propagates_and_says_who_serves_what(
+  make, log, params, where
+):
+
+  async def scenario():
+    faults = [None, ValueError("another model's"), None]
+    engines = [Recorded(fault=fault) for fault in faults]
+    engines[2]._update_s = 30.0
+    publisher = make(engines, where)
+    with pytest.raises(ValueError, match="another model's") as caught:
+      await publisher.publish(VERSION, params, "recompute")
+    # The last one was still at it, and was cancelled.
+    assert [engine.version for engine in engines] == [7, 0, 0]
+    engines[1].fault, engines[2]._update_s = None, 0.0
+    await publisher.publish(trajectory.PolicyVersion(8), params, "recompute")
+    assert [engine.version for engine in engines] == [8, 8, 8]
+    return caught.value.__notes__
+
+  assert asyncio.run(scenario()) == [
+    "publishing version 7: engines [0] serve it, [1, 2] do not"
+  ]
+  kinds = [event["kind"] for event in log.events]
+  assert kinds == ["publish_start", "publish_start", "published"]
+
+
+@pytest.mark.parametrize(
+  ("dtype", "leaf"), [("same", "adapter"), ("bfloat16", "base")]
+)
+def test_a_copy_that_fails_leaves_every_engine_and_one_may_publish_again(
+  make, log, params, where, dtype, leaf
+):
+  second = params | {"adapter": params["adapter"] + 1}
+  gone = second | {leaf: params[leaf] + 2}
+  gone[leaf].delete()
+
+  async def scenario():
+    engines = [Recorded(), Recorded()]
+    publisher = make(engines, where, dtype=dtype)
+    await publisher.publish(VERSION, params, "drain")
+    served = [engine.params for engine in engines]
+    with pytest.raises(RuntimeError, match="deleted"):
+      await publisher.publish(trajectory.PolicyVersion(8), gone, "drain")
+    for engine, copy in zip(engines, served, strict=True):
+      assert (engine.version, engine.params) == (7, copy)
+    await publisher.publish(trajectory.PolicyVersion(8), second, "drain")
+    return engines, served
+
+  engines, served = asyncio.run(scenario())
+  for engine, before in zip(engines, served, strict=True):
+    np.testing.assert_array_equal(engine.params["adapter"], [3, 3, 3])
+    assert engine.params["base"] is before["base"]
+  # The copy that failed had not begun to be published.
+  assert [e["version"] for e in log.events] == [7, 7, 8, 8]
+  size = 4 if dtype == "same" else 2
+  assert log.events[2]["moved_bytes"] == 2 * 3 * size
 
 
 @pytest.mark.parametrize("axis", [None, "data"], ids=["same", "sharded"])
@@ -149,8 +219,7 @@ def test_a_copy_survives_the_donation_of_the_original(thread, meshes, axis):
   assert copy.sharding == where
 
 
-def test_a_copy_of_the_same_sharding_shares_no_buffer(thread, meshes):
-  where = replicated(meshes[0])
+def test_a_copy_of_the_same_sharding_shares_no_buffer(thread, where):
   params = jax.device_put(np.arange(4.0), where)
   copy = asyncio.run(thread.run("copy", weights.copy_to, params, where))
 
@@ -160,55 +229,33 @@ def test_a_copy_of_the_same_sharding_shares_no_buffer(thread, meshes):
   assert not buffers(params) & buffers(copy)
 
 
-@pytest.fixture
-def publisher(thread, spans, meshes):
-  """Of one engine, which is open."""
-  log = events.EventLog()
-  engine = Recorded("a", [], log)
-  where = replicated(meshes[1])
-  return weights.WeightPublisher([(engine, where)], thread, log, spans)
-
-
-def two_leaves(meshes, base, adapter):
-  return jax.device_put(
-    {"base": jnp.full(100, base), "adapter": jnp.full(3, adapter)},
-    replicated(meshes[0]),
-  )
-
-
-def test_only_what_is_another_array_moves_again(publisher, spans, meshes):
-  first = two_leaves(meshes, 1.0, 2.0)
-  second = first | {"adapter": first["adapter"] + 1}
+def test_only_what_is_another_array_moves_again(
+  make, log, spans, params, where
+):
+  second = params | {"adapter": params["adapter"] + 1}
 
   async def scenario():
-    start = await publisher.place(first)
+    engine = Recorded()
+    publisher = make([engine], where)
+    start = await publisher.place(params)
     await publisher.publish(VERSION, second, "drain")
-    return start
+    return start, engine
 
-  (copy, moved), engine = asyncio.run(scenario()), publisher._pools[0][0]
+  (copy, moved), engine = asyncio.run(scenario())
   # 103 numbers of 4 bytes, and then 3 of them.
   assert moved == 412
-  assert publisher._log.events[0]["moved_bytes"] == 12
+  assert log.events[0]["moved_bytes"] == 12
   assert spans.spans[-1].args["moved_bytes"] == 12
   # The engine gets its own copy again, not one more.
   assert engine.params["base"] is copy["base"]
-  assert engine.params["base"].sharding == replicated(meshes[1])
+  assert engine.params["base"].sharding == where
   np.testing.assert_array_equal(engine.params["adapter"], [3, 3, 3])
 
 
-def test_equal_numbers_in_another_array_move(publisher, meshes):
-  async def scenario():
-    _, first = await publisher.place(two_leaves(meshes, 1.0, 2.0))
-    _, second = await publisher.place(two_leaves(meshes, 1.0, 2.0))
-    return first, second
-
-  assert asyncio.run(scenario()) == (412, 412)
-
-
 def test_neither_old_parameters_nor_old_copies_are_kept(
-  publisher, thread, meshes
+  make, thread, params, where
 ):
-  params = two_leaves(meshes, 1.0, 2.0)
+  publisher = make([Recorded()], where, verify=True)
   copy, _ = asyncio.run(publisher.place(params))
   leaf = weakref.ref(params["base"])
   gone = weakref.ref(copy["base"])
@@ -218,16 +265,58 @@ def test_neither_old_parameters_nor_old_copies_are_kept(
   assert gone() is None
 
 
+@pytest.mark.parametrize("dtype", ["same", "int8"])
 def test_a_copy_that_the_engine_dropped_is_made_again(
-  publisher, thread, meshes
+  make, thread, meshes, where, dtype
 ):
-  params = two_leaves(meshes, 1.0, 2.0)
+  params = {"embed": jax.device_put(jnp.eye(4), replicated(meshes[0]))}
 
   async def scenario():
+    publisher = make([Recorded()], where, dtype=dtype)
     await publisher.place(params)
     await thread.run("another job", int)
     return await publisher.place(params)
 
   copy, moved = asyncio.run(scenario())
-  assert moved == 412
-  np.testing.assert_array_equal(copy["adapter"], [2, 2, 2])
+  # Of int8 16 values and 4 scales.
+  assert moved == (64 if dtype == "same" else 16 + 4 * 4)
+  back = quantize.dequantize(copy, jnp.float32)
+  np.testing.assert_allclose(back["embed"], np.eye(4), rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["same", "bfloat16", "int8"])
+def test_engines_tell_the_checksum_of_what_the_learner_sent(
+  make, params, where, spans, dtype
+):
+  params["embed"] = jax.device_put(jnp.eye(4), params["base"].sharding)
+
+  async def scenario():
+    engines = [Recorded(), Recorded()]
+    publisher = make(engines, where, dtype=dtype, verify=True)
+    await publisher.publish(VERSION, params, "drain")
+    after = params | {"adapter": params["adapter"] + 1}
+    first = len(spans.spans)
+    await publisher.publish(trajectory.PolicyVersion(8), after, "drain")
+    assert [span.name for span in spans.spans[first:]].count("checksum") == 1
+    return [await engine.checksum() for engine in engines], after
+
+  told, after = asyncio.run(scenario())
+  assert told == [(8, checksums.of(weights.cast(after, dtype)))] * 2
+
+
+def test_an_engine_that_serves_other_weights_is_named(make, params, where, log):
+
+  async def scenario():
+    engines = [Recorded(), Damaged(answers=(1,), stop_id=2)]
+    publisher = make(engines, where, verify=True)
+    with pytest.raises(RuntimeError) as caught:
+      await publisher.publish(VERSION, params, "drain")
+    return str(caught.value), [await engine.checksum() for engine in engines]
+
+  message, ((_, sent), (_, broken)) = asyncio.run(scenario())
+  assert "engine 1 serves version 7 with" in message
+  assert f"{broken:016x}" in message
+  assert f"the 2 arrays of version 7 that it was sent have {sent:016x}" in (
+    message
+  )
+  assert [event["kind"] for event in log.events] == ["publish_start"]
