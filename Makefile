@@ -1,6 +1,6 @@
 # Needs a Python 3.11, 3.12 or 3.13 and the network once; `make help` says more.
 
-.PHONY: help setup train test lint interop lock clean
+.PHONY: help setup train test lint interop sglang lock clean
 
 python = .venv/bin/python
 ARGS =
@@ -10,6 +10,7 @@ help:
 	@echo 'make test    run the tests'
 	@echo 'make lint    check style and types'
 	@echo 'make interop load what we export in transformers, in an environment apart'
+	@echo 'make sglang  run the tests of sglang-jax as an engine, in an environment apart'
 	@echo 'make setup   make .venv; the commands above do so when needed'
 	@echo 'make lock    resolve setup.py again into requirements.lock'
 	@echo 'make clean   remove environments and caches, keep runs/'
@@ -45,6 +46,16 @@ interop: .venv/ready .venv-interop/ready
 	  $(python) scripts/check_interop.py write "$$directory" && \
 	  .venv-interop/bin/python scripts/check_interop.py check "$$directory"
 
+.venv-sglang/ready: scripts/setup_sglang.sh setup.py
+	@scripts/setup_sglang.sh
+
+# A missing engine fails here, where the suite would otherwise skip it.
+sglang: .venv-sglang/ready
+	@TWINMESH_ENGINES=sglang .venv-sglang/bin/python -m pytest \
+	  tests/rl/engine_conformance_test.py \
+	  tests/rl/engine_updates_conformance_test.py \
+	  tests/rl/test_engine_sglang.py tests/rl/test_sglang_weights.py $(ARGS)
+
 lock: .venv/ready
 	@$(python) -m pip install --quiet --disable-pip-version-check uv
 	@$(python) -m uv pip compile --quiet setup.py --universal \
@@ -52,5 +63,5 @@ lock: .venv/ready
 	  --annotation-style line --custom-compile-command 'make lock' $(ARGS)
 
 clean:
-	@rm -rf .venv .venv-interop .pytest_cache .ruff_cache build dist *.egg-info
+	@rm -rf .venv .venv-interop .venv-sglang .pytest_cache .ruff_cache build dist *.egg-info
 	@find . -name __pycache__ -prune -exec rm -rf {} +

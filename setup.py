@@ -7,7 +7,17 @@ that file again. The ranges here are for projects that depend on this one.
 import setuptools
 
 ENVS = ["textarena>=0.7.3", "gymnasium>=1.0"]
-TEST = ["pytest>=8.0", "beartype>=0.19", *ENVS]
+# Tokenizers and chat templates of Hugging Face, and HTTP.
+SERVE = [
+  "tokenizers>=0.21",
+  "jinja2>=3.1.6",
+  "starlette>=0.40",
+  "uvicorn>=0.30",
+]
+TEST = ["pytest>=8.0", "beartype>=0.19", "openai>=1.60", *SERVE, *ENVS]
+# Of python 3.12 and jax 0.8 or 0.10: an environment of its own, which is why
+# it is no part of "all". scripts/setup_sglang.sh makes one.
+SGLANG = ["sglang-jax==0.0.2"]
 LINT = ["ruff>=0.12", "pyright[nodejs]>=1.1.400"]
 
 setuptools.setup(
@@ -34,6 +44,8 @@ setuptools.setup(
   ],
   extras_require={
     "envs": ENVS,
+    "serve": SERVE,
+    "sglang": SGLANG,
     "test": TEST,
     "lint": LINT,
     "all": [*TEST, *LINT],

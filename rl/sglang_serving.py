@@ -1,0 +1,385 @@
+"""A decode engine over sglang-jax's scheduler.
+
+  generate -> waiting --slots--> running ==jobs==> sglang-jax's scheduler,
+     ^                              ^                      | on its thread
+     +-- Completion <-- absorb <----+------- Output -------+
+
+Requests wait here, by priority, and not at the scheduler. An abort answers at
+once, and what the scheduler still samples for it is dropped. "recompute" is
+such an abort that the caller never sees: under the new weights the request
+goes on as one whose prompt ends with what was sampled.
+"""
+
+import asyncio
+import contextlib
+import functools
+import time
+from collections.abc import AsyncGenerator, Callable
+from typing import Any
+
+import jax
+
+from models import config as model_config
+from models import sharding, transformer
+from rl import (
+  checksums,
+  dispatch,
+  engine,
+  sglang_calls,
+  sglang_requests,
+  sglang_scheduler,
+  sglang_weights,
+  trajectory,
+)
+
+_CLOSE_S = 5.0
+_LOOK_S = 0.5
+
+
+class SglangEngine:
+  """`engine.DecodeEngine` over sglang-jax.
+
+  Life: `await start(params, version)` in the main thread, then the protocol,
+  then `await close()`. All on one event loop.
+
+  Args:
+    layout: its devices; heads, MLPs and words are split over all of them.
+    thread: converts weights; the caller closes it.
+    upstream: starts sglang-jax and makes what its scheduler reads.
+  """
+
+  def __init__(
+    self,
+    config: model_config.ModelConfig,
+    sizes: sglang_requests.Sizes,
+    layout: sharding.Layout,
+    thread: dispatch.MeshThread,
+    upstream: sglang_requests.Upstream,
+  ):
+    self._config = config
+    self._sizes = sizes
+    self._layout = layout
+    self._thread = thread
+    self._upstream = upstream
+    self._shapes: transformer.Params = {}
+    self._program = jax.jit(
+      functools.partial(sglang_weights.convert, config=config)
+    )
+    self._version = trajectory.PolicyVersion(-1)
+    self._checksum = 0
+    self._requests = sglang_requests.Requests(
+      sizes.slots, self._submit, self._abort
+    )
+    self._paused = self._swapping = False
+    self._updating = asyncio.Lock()
+    self._paused_s = 0.0
+    self._closed: engine.EngineClosed | None = None
+    self._bridge: sglang_scheduler.Bridge | None = None
+    self._watching: asyncio.Task[None] | None = None
+
+  @property
+  def capabilities(self) -> engine.Capabilities:
+    """What it can do."""
+    return engine.Capabilities(
+      in_flight=frozenset({"drain", "abort", "recompute", "keep_kv"}),
+      max_length=self._config.max_length,
+      vocab_size=self._config.vocab_size,
+      max_stop_ids=self._config.vocab_size,
+      seeds=True,
+      bias=False,
+      experts=False,
+    )
+
+  # Start and end.
+
+  async def start(
+    self,
+    params: transformer.Params,
+    version: trajectory.PolicyVersion,
+    report: Callable[[str], None] = lambda text: None,
+  ) -> None:
+    """Starts sglang-jax with these weights, and compiles every shape.
+
+    Raises:
+      RuntimeError: this is not the main thread, or sglang-jax did not start.
+    """
+    self._shapes = jax.tree.map(
+      lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params
+    )
+    report("starting sglang-jax")
+    loop = asyncio.get_running_loop()
+
+    def tell(function: Callable[..., None], *args: Any) -> None:
+      # The loop may have ended: then nobody waits any more.
+      with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(function, *args)
+
+    self._bridge = sglang_scheduler.Bridge(
+      deliver=functools.partial(tell, self._requests.absorb),
+      died=functools.partial(tell, self._died),
+      evicting=self._upstream.evicting,
+      replicated=self._layout.sharding(),
+    )
+    self._calls = sglang_calls.Calls(self._bridge)
+    self._upstream.start(self._bridge)
+    self._watching = asyncio.create_task(self._watch(), name="sglang watch")
+    leaves, checksum = await self._thread.run("convert", self._convert, params)
+    await self._swap(version, leaves, checksum, idle=True)
+    await self._compile(report)
+
+  async def _compile(self, report: Callable[[str], None]) -> None:
+    sizes, longest = self._sizes, self._config.max_length - 1
+    batches = [
+      (sizes.prompts(tokens, longest), 1) for tokens in sizes.token_buckets
+    ]
+    # The second token of a prompt is decoded.
+    batches += [([1] * rows, min(2, longest)) for rows in sizes.row_buckets]
+    for i, (lengths, count) in enumerate(batches):
+      report(f"compiling the engine {i + 1}/{len(batches)}")
+      await self.pause()  # So that they come as one batch.
+      tasks = [
+        asyncio.create_task(
+          self.generate(sglang_requests.of_length(f"{i}/{at}", length, count))
+        )
+        for at, length in enumerate(lengths)
+      ]
+      await asyncio.sleep(0)
+      self.resume()
+      await asyncio.gather(*tasks)
+      await self._calls.run(self._open_bridge.flush, idle=True)
+    self._requests.counts.clear()
+
+  async def close(self) -> None:
+    """Stops; requests in flight raise EngineClosed."""
+    self._fail(engine.EngineClosed("the engine was closed"))
+    if self._watching is not None:
+      self._watching.cancel()
+    if self._bridge is not None:
+      await asyncio.to_thread(self._bridge.close, _CLOSE_S)
+
+  # Requests.
+
+  async def generate(self, request: engine.DecodeRequest) -> engine.Completion:
+    """Samples one answer; see `engine.DecodeEngine.generate`."""
+    async with contextlib.aclosing(self._deltas(request, False)) as deltas:
+      last = await anext(deltas)
+    assert last.completion is not None
+    return last.completion
+
+  async def stream(
+    self, request: engine.DecodeRequest
+  ) -> AsyncGenerator[engine.Delta]:
+    """Yields an answer as it is sampled; see `engine.DecodeEngine.stream`."""
+    async with contextlib.aclosing(self._deltas(request, True)) as deltas:
+      async for delta in deltas:
+        yield delta
+
+  async def _deltas(
+    self, request: engine.DecodeRequest, streams: bool
+  ) -> AsyncGenerator[engine.Delta]:
+    """Yields deltas, or only the last; aborts what is not read to its end."""
+    self._check_open()
+    engine.check_request(request, self.capabilities)
+    record = self._requests.accept(request, streams)
+    try:
+      while True:
+        item = await record.news.get()
+        if isinstance(item, engine.EngineClosed):
+          raise item
+        yield item
+        if item.completion is not None:
+          return
+    finally:
+      self._requests.end(record, "abort")
+
+  def _submit(self, record: sglang_requests.Record) -> None:
+    self._send(self._upstream.request(record, int(self._version)))
+
+  def _abort(self, record: sglang_requests.Record) -> None:
+    self._send(self._upstream.abort(record.rid))
+
+  def _send(self, message: Any) -> None:
+    bridge = self._open_bridge
+    bridge.post(lambda: bridge.send(message))
+
+  def abort(self, request_id: str | None) -> None:
+    """Ends a request, or all, with what it has."""
+    requests = self._requests
+    if request_id is not None and request_id not in requests.all:
+      raise ValueError(f"request {request_id} is not in flight")
+    for name in list(requests.all) if request_id is None else [request_id]:
+      requests.end(requests.all[name], "abort")
+
+  # Weights.
+
+  async def pause(self) -> None:
+    """Suspends: returns when no device step runs."""
+    async with self._updating:
+      self._check_open()
+      self._paused, self._requests.admits = True, False
+      await self._calls.run(self._open_bridge.hold)
+
+  def resume(self) -> None:
+    """Goes on after `pause`."""
+    self._paused = False
+    self._admit_again()
+    if self._bridge is not None:
+      self._bridge.post(self._bridge.release)
+
+  def _admit_again(self) -> None:
+    self._requests.admits = not (self._paused or self._swapping)
+    self._requests.admit()
+
+  async def update_weights(
+    self,
+    version: trajectory.PolicyVersion,
+    params: transformer.Params,
+    in_flight: engine.InFlight = "recompute",
+  ) -> None:
+    """Serves `params` from now on; see `engine.DecodeEngine`."""
+    async with self._updating:
+      self._check_open()
+      engine.check_version(version, self._version)
+      if in_flight not in self.capabilities.in_flight:
+        raise ValueError(
+          f"in_flight={in_flight!r} is unknown; use one of "
+          f"{', '.join(sorted(self.capabilities.in_flight))}"
+        )
+      engine.check_same_tree(self._shapes, params)
+      leaves, checksum = await self._thread.run(
+        "convert", self._convert, params
+      )
+      await self._update(version, leaves, checksum, in_flight)
+
+  async def _update(
+    self,
+    version: trajectory.PolicyVersion,
+    leaves: list[Any],
+    checksum: int,
+    in_flight: engine.InFlight,
+  ) -> None:
+    start, requests = time.monotonic(), self._requests
+    self._swapping, requests.admits = True, False
+    running = list(requests.running.values())
+    try:
+      if in_flight == "drain":
+        await self._drained()
+        start = time.monotonic()
+      elif in_flight == "abort":
+        for record in running:
+          requests.end(record, "abort")
+      elif in_flight == "recompute":
+        for record in running:
+          requests.detach(record)
+      idle = in_flight != "keep_kv"
+      await self._swap(version, leaves, checksum, idle=idle)
+    finally:
+      self._paused_s += time.monotonic() - start
+      if in_flight == "recompute" and self._closed is None:
+        for record in running:
+          if not record.done:
+            requests.submit(record)
+      self._swapping = False
+      self._admit_again()
+
+  def _convert(self, params: transformer.Params) -> tuple[list[Any], int]:
+    converted = self._program(params)
+    paths, leaves = self._open_bridge.leaves
+    filled = sglang_weights.fill(converted, paths, leaves)
+    return filled, checksums.of(params)
+
+  async def _drained(self) -> None:
+    """Returns when nothing runs, although the engine may be paused."""
+    if not self._requests.running:
+      return
+    bridge = self._open_bridge
+    bridge.post(bridge.release)
+    try:
+      await self._requests.quiet.wait()
+    finally:
+      if self._paused:
+        bridge.post(bridge.hold)
+    self._check_open()
+
+  async def _swap(
+    self,
+    version: trajectory.PolicyVersion,
+    leaves: list[Any],
+    checksum: int,
+    *,
+    idle: bool,
+  ) -> None:
+    bridge = self._open_bridge
+
+    def swap() -> None:
+      bridge.swap(leaves, int(version))
+      bridge.flush()
+
+    await self._calls.run(swap, idle=idle)
+    self._version, self._checksum = version, checksum
+
+  async def checksum(self) -> tuple[trajectory.PolicyVersion, int]:
+    """Returns the served version and `checksums.of` its weights."""
+    self._check_open()
+    return self._version, self._checksum
+
+  async def flush_cache(self) -> None:
+    """Forgets every prefix that no running request uses."""
+    self._check_open()
+    await self._calls.run(self._open_bridge.flush)
+
+  def stats(self) -> engine.EngineStats:
+    """Returns the counters."""
+    bridge, counts = self._bridge, self._requests.counts
+    running = len(self._requests.running)
+    return engine.EngineStats(
+      version=int(self._version),
+      running=running,
+      waiting=len(self._requests.all) - running,
+      sampled_tokens=counts["sampled"],
+      prefilled_tokens=counts["prefilled"],
+      cached_tokens=counts["cached"],
+      dispatches=bridge.steps if bridge else 0,
+      compilations=bridge.compilations if bridge else 0,
+      preemptions=bridge.preemptions if bridge else 0,
+      pages=bridge.pages[0] if bridge else 0,
+      free_pages=bridge.pages[1] if bridge else 0,
+      paused_s=self._paused_s,
+    )
+
+  # The scheduler.
+
+  @property
+  def _open_bridge(self) -> sglang_scheduler.Bridge:
+    if self._bridge is None:
+      raise RuntimeError("the engine serves nothing before `start`")
+    return self._bridge
+
+  async def _watch(self) -> None:
+    """Ends the engine when no step ends for too long."""
+    while True:
+      await asyncio.sleep(_LOOK_S)
+      silent = time.monotonic() - self._open_bridge.seen
+      if silent > self._sizes.patience_s:
+        self._fail(
+          engine.EngineClosed(
+            f"sglang-jax took no step for {silent:.0f} s; if it compiles for "
+            f"so long, raise engine.patience_s={self._sizes.patience_s}"
+          )
+        )
+        return
+
+  def _died(self, error: BaseException) -> None:
+    self._fail(engine.EngineClosed(f"sglang-jax's scheduler raised {error!r}"))
+
+  def _check_open(self) -> None:
+    if self._closed is not None:
+      raise engine.EngineClosed(str(self._closed))
+
+  def _fail(self, error: engine.EngineClosed) -> None:
+    if self._closed is not None:
+      return
+    self._closed = error
+    self._requests.fail(error)
+    if self._bridge is not None:
+      self._calls.fail(error)
