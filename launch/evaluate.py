@@ -4,14 +4,12 @@ import asyncio
 import dataclasses
 import json
 import pathlib
-import sys
 
 from absl import app
 from absl import flags as absl_flags
 
-from launch import devices, flags, workdir
-from models import load
-from rl import assemble, checkpoint, config, evaluate, trajectory
+from launch import devices, flags, restored, workdir
+from rl import config, evaluate, trajectory
 
 _RUN = absl_flags.DEFINE_string(
   "run", None, "Directory of a run.", required=True
@@ -37,27 +35,16 @@ def main(argv: list[str]) -> None:
       experiment = dataclasses.replace(experiment, evaluation=settings)
     experiment.validate()
     experiment.validate_initial()
+    experiment.engine.validate_installed()
     devices.prepare(experiment.placement)
     experiment.placement.layouts()
-  try:
-    asyncio.run(_evaluate(experiment, pathlib.Path(_RUN.value)))
-  except load.Unusable as error:
-    # Of frozen weights, which are read again.
-    print(f"error: initial={error}", file=sys.stderr)
-    sys.exit(2)
-  except checkpoint.Mismatch as error:
-    sys.exit(f"error: {error}")
+  asyncio.run(_evaluate(experiment, pathlib.Path(_RUN.value)))
 
 
 async def _evaluate(
   experiment: config.Experiment, run_dir: pathlib.Path
 ) -> None:
-  parts = assemble.build(experiment)
-  saved = checkpoint.Checkpoints(run_dir / "checkpoints", keep=1)
-  try:
-    found = await assemble.restore(parts, saved)
-    if found is None:
-      sys.exit(f"error: {run_dir} has no checkpoint that can be read")
+  async with restored.restored(experiment, run_dir) as (parts, found):
     await parts.start(found.state, trajectory.PolicyVersion(found.step))
     settings = experiment.evaluation
     outcome, _ = await evaluate.evaluate(
@@ -67,9 +54,6 @@ async def _evaluate(
       success=settings.success,
       seed=experiment.seed,
     )
-  finally:
-    await parts.close()
-    saved.close()
   print(
     f"{experiment.environment.name} after {found.step} rounds: success "
     f"{outcome.success:.1%} [{outcome.low:.1%}, {outcome.high:.1%}] "

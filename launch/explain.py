@@ -1,5 +1,6 @@
 """What `launch.train --explain` prints: what lies where, and its memory."""
 
+import functools
 import shutil
 from collections.abc import Mapping
 from typing import TextIO
@@ -10,7 +11,7 @@ import rich.table
 
 from models import config as model_config
 from models import explain, lora, sharding, transformer
-from rl import config, learner, placement
+from rl import config, engine_settings, learner, placement, weights
 
 _LEAST_WIDTH = 100
 _SHORT = {"float32": "f32", "bfloat16": "bf16"}
@@ -38,8 +39,9 @@ def show(experiment: config.Experiment, stream: TextIO) -> None:
     ("decode", decode_bytes(experiment)),
   ):
     spec = getattr(experiment.placement, name)
-    console.print(f"\n{_title(name, spec)}\n")
-    console.print(_parameters(model, spec.plan))
+    console.print(f"\n{_title(name, spec)}{_pool(name, experiment)}\n")
+    dtype = experiment.publishing.dtype if name == "decode" else "same"
+    console.print(_parameters(weights.pool_model(model, dtype), spec.plan))
     console.print()
     console.print(_totals(lines))
 
@@ -76,28 +78,55 @@ def learner_bytes(experiment: config.Experiment) -> dict[str, int]:
 
 
 def decode_bytes(experiment: config.Experiment) -> dict[str, int]:
-  """Returns bytes on each device of the decode pool by what they are for."""
-  model, slots = experiment.model, experiment.engine.slots
+  """Returns bytes on each device of the decode pool by what they are for.
+
+  Of the engines only the built-in one lets its cache be known before it runs.
+  """
+  model, engine = experiment.model, experiment.engine
   layout = experiment.placement.decode.plan
-  places = layout.tree(transformer.logical_axes(model))
-  held = explain.placed(transformer.shapes(model), places)
+  dtype = experiment.publishing.dtype
+  model = weights.pool_model(model, dtype)
+  shapes = jax.eval_shape(
+    functools.partial(weights.cast, dtype=dtype),
+    transformer.shapes(experiment.model),
+  )
+  places = weights.pool_shardings(experiment.model, layout, dtype)
+  held = explain.placed(shapes, places)
   arriving, _ = lora.split(held)
-
-  def cache(rows):
-    return explain.cache_bytes(
-      model, layout, rows=rows, length=model.max_length
-    )
-
   lines = {
     "parameters": explain.device_bytes(held),
     "their next version, arriving": explain.device_bytes(arriving),
-    f"KV cache, {slots} x {model.max_length} tokens": cache(slots),
   }
-  smaller = [rows for rows in experiment.engine.rows if rows < slots]
-  if smaller:
-    # Fewer rows than the cache has are copied out of it for a dispatch.
-    lines[f"of it, {smaller[-1]} rows in a dispatch"] = cache(smaller[-1])
+  if isinstance(engine, engine_settings.EngineSettings):
+    lines |= _cache_lines(model, engine, layout)
   return lines
+
+
+def _cache_lines(
+  model: model_config.ModelConfig,
+  engine: engine_settings.EngineSettings,
+  layout: sharding.Layout,
+) -> dict[str, int]:
+  """Returns bytes of the pages, and of what the largest dispatch copies."""
+  pages, size = engine.num_pages(model.max_length), engine.page_size
+  width, rows = engine.width(model.max_length), engine.rows[-1]
+  held = explain.cache_bytes(model, layout, pages=pages, page_size=size)
+  copied = explain.past_bytes(
+    model, layout, rows=rows, pages=width, page_size=size
+  )
+  return {
+    f"KV cache, {pages * size:,} tokens in {_plural(pages, 'page')}": held,
+    f"copied of it, {rows} rows of {width * size:,} tokens": copied,
+  }
+
+
+def _pool(name: str, experiment: config.Experiment) -> str:
+  """Returns what the decode pool has beside its mesh, in words."""
+  if name != "decode":
+    return ""
+  replicas, dtype = experiment.placement.replicas, experiment.publishing.dtype
+  words = f", {replicas} replicas of it" if replicas > 1 else ""
+  return words + (", matrices in int8" if dtype == "int8" else "")
 
 
 def _title(name: str, spec: placement.MeshSpec) -> str:
@@ -161,4 +190,4 @@ def _count(number: int) -> str:
 
 
 def _plural(number: int, noun: str) -> str:
-  return f"{number} {noun}{'s' * (number != 1)}"
+  return f"{number:,} {noun}{'s' * (number != 1)}"

@@ -9,14 +9,13 @@ import asyncio
 import dataclasses
 import os
 import pathlib
-import sys
 
 from absl import app
 from absl import flags as absl_flags
 
-from launch import devices, flags, workdir
-from models import export, load, lora, peft
-from rl import assemble, checkpoint, config, settings
+from launch import devices, flags, restored, workdir
+from models import export, lora, peft
+from rl import config, settings
 
 _RUN = absl_flags.DEFINE_string(
   "run", None, "Directory of a run.", required=True
@@ -58,6 +57,7 @@ def main(argv: list[str]) -> None:
       experiment = dataclasses.replace(experiment, placement=placement)
     experiment.validate()
     experiment.validate_initial()
+    experiment.engine.validate_installed()
     # False where it may not even be looked for, which ends up in writing.
     if os.path.exists(target):
       raise settings.SettingError(
@@ -71,14 +71,7 @@ def main(argv: list[str]) -> None:
     devices.prepare(experiment.placement)
     experiment.placement.layouts()
   run_dir = pathlib.Path(_RUN.value)
-  try:
-    step = asyncio.run(_export(experiment, run_dir, target))
-  except load.Unusable as error:
-    # Of frozen weights, which are read again.
-    print(f"error: initial={error}", file=sys.stderr)
-    sys.exit(2)
-  except checkpoint.Mismatch as error:
-    sys.exit(f"error: {error}")
+  step = asyncio.run(_export(experiment, run_dir, target))
   print(f"{target}: {experiment.environment.name} after {step} rounds")
 
 
@@ -99,12 +92,7 @@ async def _export(
   experiment: config.Experiment, run_dir: pathlib.Path, target: pathlib.Path
 ) -> int:
   """Returns the rounds behind the weights that were written."""
-  parts = assemble.build(experiment)
-  saved = checkpoint.Checkpoints(run_dir / "checkpoints", keep=1)
-  try:
-    found = await assemble.restore(parts, saved)
-    if found is None:
-      sys.exit(f"error: {run_dir} has no checkpoint that can be read")
+  async with restored.restored(experiment, run_dir) as (parts, found):
     model, params = experiment.model, found.state.params
     with flags.exit_on_setting_error():
       if _ADAPTER.value:
@@ -116,9 +104,6 @@ async def _export(
           dataclasses.replace(model, lora=None),
           parts.chat if _TOKENIZER.value is None else _TOKENIZER.value,
         )
-  finally:
-    await parts.close()
-    saved.close()
   return found.step
 
 

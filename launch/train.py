@@ -50,6 +50,7 @@ def _claim(experiment: config.Experiment) -> TextIO:
       "--workdir is missing; name a directory, as in --workdir=runs/mine, or "
       "ask for --explain"
     )
+  experiment.engine.validate_installed()
   devices.prepare(experiment.placement)
   experiment.placement.layouts()
   # Last: it writes, and clears what a run left that saved nothing.

@@ -13,7 +13,14 @@ import pytest
 from launch import explain, flags
 from models import config as model_config
 from models import lora, sharding
-from rl import config, learner, placement
+from rl import (
+  config,
+  engine_settings,
+  engine_sglang,
+  learner,
+  placement,
+  weights,
+)
 
 ROOT = pathlib.Path(__file__).parents[2]
 CONFIG = "configs/guess_number_moe.py"
@@ -79,12 +86,38 @@ def test_bytes_of_the_learner_follow_from_the_number_of_parameters(big):
 def test_bytes_of_the_decode_pool_follow_from_its_rules(big):
   lines = explain.decode_bytes(big)
   # 94 layers of keys and values of 4 heads of 128 numbers of 2 bytes; heads
-  # over 4 devices, rows over 8.
+  # over 4 devices.
+  token = 94 * 2 * 4 * 128 * 2 // 4
+  # 256 slots of 40960 / 16 pages, and one; every row of devices has them all.
+  # Of what is copied it has an 8th of the rows.
   tokens = 256 * 40_960
-  cache = 94 * 2 * tokens * 4 * 128 * 2 // (4 * 8)
-  assert lines["KV cache, 256 x 40960 tokens"] == cache
-  assert lines["of it, 128 rows in a dispatch"] == cache // 2
+  pages = "KV cache, 10,485,776 tokens in 655,361 pages"
+  assert lines[pages] == (tokens + 16) * token
+  assert lines["copied of it, 256 rows of 40,960 tokens"] == tokens // 8 * token
   assert lines["their next version, arriving"] == lines["parameters"]
+
+
+def test_a_cache_has_as_many_pages_as_were_asked_for(experiment):
+  engine = engine_settings.EngineSettings(slots=6, pages=50, page_size=3)
+  changed = dataclasses.replace(
+    experiment,
+    engine=engine,
+    model=dataclasses.replace(experiment.model, max_length=100),
+  )
+  lines = explain.decode_bytes(changed)
+  # A row of 100 tokens has 34 pages, of 102.
+  assert "KV cache, 150 tokens in 50 pages" in lines
+  assert "copied of it, 6 rows of 102 tokens" in lines
+  assert "KV cache, 150 tokens in 50 pages" in printed(changed)
+
+
+def test_an_engine_that_sizes_its_own_cache_has_no_line_for_it(experiment):
+  other = dataclasses.replace(experiment, engine=engine_sglang.SglangSettings())
+  lines = explain.decode_bytes(other)
+  built_in = explain.decode_bytes(experiment)
+  assert list(lines) == ["parameters", "their next version, arriving"]
+  assert lines.items() < built_in.items()
+  assert "placement.decode" in printed(other)
 
 
 def test_of_adapters_alone_there_are_gradients(experiment):
@@ -165,3 +198,13 @@ def test_a_run_without_a_workdir_is_told_of_both():
   assert result.returncode == 2
   assert "--workdir is missing" in result.stderr
   assert "--explain" in result.stderr
+
+
+def test_a_pool_holds_what_is_published(experiment):
+  publishing = weights.Publishing(dtype="int8")
+  small = dataclasses.replace(experiment, publishing=publishing)
+  # A scale a channel and the norms stay float32: a bit above a quarter.
+  whole, quarter = (
+    explain.decode_bytes(one)["parameters"] for one in (experiment, small)
+  )
+  assert 0.25 < quarter / whole < 0.3

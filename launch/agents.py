@@ -1,0 +1,93 @@
+"""Agents written against the `openai` client, played and recorded.
+
+  async def agent(base_url, task):
+    client = openai.AsyncOpenAI(base_url=base_url, api_key="none")
+    ...
+    return reward
+
+  async with agents.serving(engine, chat) as players:
+    trajectories = await players.play(agent, episode, deadline_s=600)
+
+The agent knows nothing of training: the session is in its base_url.
+"""
+
+import contextlib
+import dataclasses
+import inspect
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+from envs import base, threads
+from launch import listening, openai_api
+from rl import answer_text, served_agent, sessions, trajectory, watchdog
+from rl import episode as episode_lib
+
+Agent = Callable[[str, base.Task], Any]
+"""(base_url, task) -> reward, or None when others grade; async or not."""
+
+_MAX_THREADS = 512
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Agents:
+  """Plays agents against one server.
+
+  Attributes:
+    address: of the server: "http://127.0.0.1:8000".
+    pool: threads of agents that are not async.
+  """
+
+  sessions: sessions.Sessions
+  address: str
+  pool: threads.Pool
+  dog: watchdog.Watchdog | None = None
+
+  async def play(
+    self, agent: Agent, episode: episode_lib.Episode, *, deadline_s: float
+  ) -> list[trajectory.Trajectory]:
+    """Lets an agent play once; see `served_agent.play`.
+
+    Args:
+      agent: one that is not async runs in a thread. It cannot be stopped, but
+        gets no more answers once the deadline has passed.
+    """
+
+    async def run(name: str) -> object:
+      base_url = f"{self.address}/sessions/{name}/v1"
+      if _is_async(agent):
+        return await agent(base_url, episode.task)
+      said = await self.pool.call(agent, base_url, episode.task)
+      return await said if isinstance(said, Awaitable) else said
+
+    return await served_agent.play(
+      self.sessions, episode, run, deadline_s=deadline_s, dog=self.dog
+    )
+
+
+@contextlib.asynccontextmanager
+async def serving(
+  engine: answer_text.Streamer,
+  chat: episode_lib.Chat,
+  how: openai_api.Serving | None = None,
+  *,
+  host: str = "127.0.0.1",
+  port: int = 0,
+  max_sessions: int = 4096,
+  dog: watchdog.Watchdog | None = None,
+) -> AsyncIterator[Agents]:
+  """Serves an engine on the running event loop while agents play.
+
+  Args:
+    max_sessions: agents that may play at a time.
+    port: 0 takes one that is free.
+  """
+  opened = sessions.Sessions(chat, max_sessions=max_sessions)
+  app = openai_api.app(engine, opened, how)
+  pool = threads.Pool(max_size=_MAX_THREADS)
+  async with listening.listening(app, listening.bind(host, port)) as address:
+    yield Agents(sessions=opened, address=address, pool=pool, dog=dog)
+
+
+def _is_async(agent: Agent) -> bool:
+  call = getattr(agent, "__call__", None)  # noqa: B004
+  return inspect.iscoroutinefunction(agent) or inspect.iscoroutinefunction(call)

@@ -1,0 +1,80 @@
+"""An ASGI application on a port, while the body of a `with` runs."""
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import uvicorn
+
+
+class _Server(uvicorn.Server):
+  """Says when it is ready, and leaves signals to whoever runs the loop."""
+
+  def __init__(self, settings: uvicorn.Config):
+    super().__init__(settings)
+    self.ready = asyncio.Event()
+
+  async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+    await super().startup(sockets)
+    self.ready.set()
+
+  @contextlib.contextmanager
+  def capture_signals(self) -> Iterator[None]:
+    yield
+
+
+def bind(host: str = "127.0.0.1", port: int = 0) -> socket.socket:
+  """Takes a port, on which nobody listens yet; 0 is one that is free.
+
+  Raises:
+    OSError: it is not to be had.
+  """
+  found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+  family, kind, protocol, _, address = found[0]
+  bound = socket.socket(family, kind, protocol)
+  try:
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    bound.bind(address)
+  except OSError:
+    bound.close()
+    raise
+  return bound
+
+
+@contextlib.asynccontextmanager
+async def listening(
+  app: Any, bound: socket.socket, grace_s: int = 5
+) -> AsyncIterator[str]:
+  """Serves an application, and gives its address, "http://127.0.0.1:8000".
+
+  Args:
+    bound: what `bind` returned; closed here.
+    grace_s: at the end, for answers that are under way.
+  """
+  host, port = bound.getsockname()[:2]
+  server = _Server(
+    uvicorn.Config(
+      app,
+      log_config=None,
+      log_level="warning",
+      access_log=False,
+      lifespan="off",
+      ws="none",
+      timeout_graceful_shutdown=grace_s,
+    )
+  )
+  serving = asyncio.create_task(server.serve([bound]))
+  ready = asyncio.create_task(server.ready.wait())
+  try:
+    # Either one: a server that fails to start ends.
+    await asyncio.wait((serving, ready), return_when=asyncio.FIRST_COMPLETED)
+    if serving.done():
+      serving.result()
+    yield f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+  finally:
+    ready.cancel()
+    server.should_exit = True
+    await serving
+    bound.close()

@@ -1,0 +1,330 @@
+"""The OpenAI API over a decode engine: an ASGI application.
+
+  POST [/sessions/ID]/v1/chat/completions, /v1/completions    GET /v1/models
+  GET /sessions/ID    POST /sessions/ID/finish                GET /health
+
+  body -> query -> session: ids -> engine -> text -> session: record -> reply
+
+Which session a request belongs to is said by its path, so that a client needs
+no more than another base_url, or by the header x-session-id; any other request
+has one of its own. A client that goes away aborts what it asked for.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import math
+import secrets
+from collections.abc import AsyncGenerator, Callable, Iterator
+from typing import Any
+
+import numpy as np
+from starlette import applications, exceptions, requests, responses, routing
+
+from launch import (
+  fields,
+  openai_answers,
+  openai_replies,
+  openai_requests,
+  until_gone,
+)
+from rl import answer_text, session_tree, trajectory
+from rl import engine as engine_lib
+from rl import sessions as sessions_lib
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Serving:
+  """How requests are served.
+
+  Attributes:
+    model: name in replies; requests may use any, so that an agent need not be
+      changed.
+    temperature: of requests that name none.
+    one_temperature: all others are sampled at `temperature` too, and replies
+      say so: a learner scores tokens at one temperature only.
+    record_experts: keep which experts the engine chose for every id.
+    answer_s: deadline of the answers to a request.
+    body_s: deadline of its body.
+    max_body: bytes of it.
+  """
+
+  model: str = "twinmesh"
+  temperature: float = 1.0
+  one_temperature: bool = False
+  record_experts: bool = False
+  answer_s: float = 600.0
+  body_s: float = 30.0
+  max_body: int = 16 << 20
+
+  def __post_init__(self):
+    if not 0 <= self.temperature < math.inf:
+      raise ValueError(f"temperature={self.temperature} is no number >= 0")
+    for name in ("answer_s", "body_s", "max_body"):
+      if not getattr(self, name) > 0:
+        raise ValueError(f"{name}={getattr(self, name)} is not above 0")
+
+
+def app(
+  engine: answer_text.Streamer,
+  sessions: sessions_lib.Sessions,
+  serving: Serving | None = None,
+) -> applications.Starlette:
+  """Returns the application; it owns neither the engine nor the sessions.
+
+  Raises:
+    ValueError: the engine cannot stop where answers of the chat end.
+  """
+  able = engine.capabilities
+  if len(sessions.chat.stop_ids) > able.max_stop_ids:
+    raise ValueError(
+      f"answers of this chat end with {len(sessions.chat.stop_ids)} ids; the "
+      f"engine takes {able.max_stop_ids} at most"
+    )
+  api = _Api(engine, sessions, serving or Serving())
+  post = [
+    routing.Route(f"{path}/v1/{name}", call, methods=["POST"])
+    for path in ("", "/sessions/{session}")
+    for name, call in (
+      ("chat/completions", api.chat),
+      ("completions", api.text),
+    )
+  ]
+  return applications.Starlette(
+    routes=[
+      *post,
+      routing.Route("/health", api.health),
+      *[
+        routing.Route(f"{path}/v1/models{rest}", api.models)
+        for path in ("", "/sessions/{session}")
+        for rest in ("", "/{model:path}")
+      ],
+      routing.Route("/sessions/{session}", api.session),
+      routing.Route("/sessions/{session}/finish", api.finish, methods=["POST"]),
+    ],
+    exception_handlers={
+      kind: _on_error
+      for kind in (
+        *_STATUS,
+        fields.Refused,
+        exceptions.HTTPException,
+        until_gone.ClientGone,
+        Exception,
+      )
+    },
+  )
+
+
+_STATUS: dict[type[Exception], tuple[int, str]] = {
+  engine_lib.EngineClosed: (503, "engine_closed"),
+  TimeoutError: (504, "timeout"),
+  sessions_lib.UnknownSession: (404, "unknown_session"),
+  sessions_lib.FinishedSession: (410, "finished_session"),
+  sessions_lib.TooManySessions: (503, "too_many_sessions"),
+}
+
+
+async def _on_error(
+  request: requests.Request, error: Exception
+) -> responses.Response:
+  if isinstance(error, until_gone.ClientGone):
+    return responses.Response(status_code=499)  # Nobody reads it.
+  if isinstance(error, fields.Refused):
+    body = openai_replies.error(str(error), param=error.param, code=error.code)
+    return responses.JSONResponse(body, error.status)
+  if isinstance(error, exceptions.HTTPException):
+    path = request.url.path
+    body = openai_replies.error(f"{request.method} {path}: {error.detail}")
+    return responses.JSONResponse(body, error.status_code, error.headers)
+  status, code = _STATUS.get(type(error), (500, "internal_error"))
+  kind = "invalid_request_error" if status < 500 else "server_error"
+  text = "the server failed" if status == 500 else str(error)
+  body = openai_replies.error(text, kind, code=code)
+  # Clients try 5xx again by themselves, which only helps where it is busy.
+  again = {} if code == "too_many_sessions" else {"x-should-retry": "false"}
+  return responses.JSONResponse(body, status, again)
+
+
+class _Api:
+  """The endpoints."""
+
+  def __init__(
+    self,
+    engine: answer_text.Streamer,
+    sessions: sessions_lib.Sessions,
+    serving: Serving,
+  ):
+    self._engine = engine
+    self._sessions = sessions
+    self._serving = serving
+
+  async def health(self, request: requests.Request) -> responses.Response:
+    """Says that the server is up, and which version it serves."""
+    version = self._engine.stats().version
+    return responses.JSONResponse({"status": "ok", "version": version})
+
+  async def models(self, request: requests.Request) -> responses.Response:
+    """Lists the only model, or describes it under any name."""
+    model = {
+      "id": request.path_params.get("model", self._serving.model),
+      "object": "model",
+      "created": 0,
+      "owned_by": "twinmesh",
+      "version": self._engine.stats().version,
+    }
+    if "model" in request.path_params:
+      return responses.JSONResponse(model)
+    return responses.JSONResponse({"object": "list", "data": [model]})
+
+  async def session(self, request: requests.Request) -> responses.Response:
+    """Tells what a session has so far."""
+    session = self._sessions.get(request.path_params["session"])
+    ending = session_tree.Ending(status=trajectory.Status.TRUNCATED)
+    left = session.trajectories(ending) if session.num_answers else []
+    return responses.JSONResponse(
+      {
+        "session": session.name,
+        "requests": session.number,
+        "running": session.running,
+        "trajectories": [trajectory.trajectory_to_json(t) for t in left],
+      }
+    )
+
+  async def finish(self, request: requests.Request) -> responses.Response:
+    """Ends a session; returns and records its trajectories."""
+    body = await self._body(request)
+    name = request.path_params["session"]
+    left = self._sessions.finish(name, openai_requests.ending(body))
+    lines = [trajectory.trajectory_to_json(t) for t in left]
+    return responses.JSONResponse({"session": name, "trajectories": lines})
+
+  async def chat(self, request: requests.Request) -> responses.Response:
+    """Goes on with a conversation."""
+    query = openai_requests.chat_query(await self._body(request))
+    session = self._open(request)
+    with _refused("messages"):
+      opening = session.begin(query.messages, query.tools)
+
+    def reader() -> answer_text.Reader:
+      return answer_text.Reader(
+        self._sessions.chat,
+        stops=query.sampling.stop,
+        calls=query.calls,
+        one_call=query.one_call,
+      )
+
+    return await self._answer(
+      request, session, opening, query.sampling, reader, chat=True
+    )
+
+  async def text(self, request: requests.Request) -> responses.Response:
+    """Goes on with a text, or with ids."""
+    query = openai_requests.text_query(await self._body(request))
+    session, chat = self._open(request), self._sessions.chat
+    with _refused("prompt"):
+      prompt = query.prompt
+      if isinstance(prompt, str):
+        prompt = chat.encode_answer(prompt).tolist()
+        while prompt and prompt[-1] in chat.stop_ids:
+          prompt.pop()
+      opening = session.begin_ids(np.asarray(prompt, np.int32))
+
+    def reader() -> answer_text.Reader:
+      return answer_text.Reader(chat, stops=query.sampling.stop, raw=True)
+
+    return await self._answer(
+      request, session, opening, query.sampling, reader, chat=False
+    )
+
+  async def _answer(
+    self,
+    request: requests.Request,
+    session: session_tree.Session,
+    opening: session_tree.Opening,
+    sampling: openai_requests.Sampling,
+    reader: Callable[[], answer_text.Reader],
+    *,
+    chat: bool,
+  ) -> responses.Response:
+    serving, temperature = self._serving, sampling.temperature
+    if temperature is None or serving.one_temperature:
+      temperature = serving.temperature
+    form = openai_replies.Form(
+      name=f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}",
+      chat=chat,
+      model=serving.model,
+      session=session.name,
+      prompt=opening.tokens,
+      temperature=temperature,
+      logprobs=sampling.logprobs,
+      codec=self._sessions.chat,
+    )
+    wanted = openai_answers.requests(
+      self._engine,
+      self._sessions.chat.stop_ids,
+      session,
+      opening,
+      sampling,
+      temperature,
+      serving.record_experts,
+    )
+    asked = openai_answers.Asked(
+      engine=self._engine,
+      sessions=self._sessions,
+      session=session,
+      opening=opening,
+      form=form,
+      requests=wanted,
+      readers=[reader() for _ in wanted],
+      answer_s=serving.answer_s,
+      include_usage=sampling.include_usage,
+    )
+    headers = {"x-session-id": session.name}
+    with contextlib.ExitStack() as running:
+      running.enter_context(session.asking())
+      if not sampling.stream:
+        work = asked.whole()
+        reply = await until_gone.unless_gone(request.receive, work)
+        return responses.JSONResponse(reply, headers=headers)
+      events = asked.events()
+      await until_gone.unless_gone(request.receive, _first(events))
+      return until_gone.Events(events, running.pop_all().close, headers)
+
+  def _open(self, request: requests.Request) -> session_tree.Session:
+    named = request.path_params.get("session")
+    header = request.headers.get("x-session-id")
+    if named and header and named != header:
+      raise fields.Refused(
+        f"the path names session {named}, and x-session-id {header}; send one"
+      )
+    with _refused():
+      return self._sessions.open(named or header)
+
+  async def _body(self, request: requests.Request) -> dict[str, Any]:
+    body, most = bytearray(), self._serving.max_body
+    try:
+      async with asyncio.timeout(self._serving.body_s):
+        async for chunk in request.stream():
+          body += chunk
+          if len(body) > most:
+            raise fields.Refused(f"the body is over {most} bytes")
+    except TimeoutError:
+      raise fields.Refused(
+        f"the body took over {self._serving.body_s:g} s", status=408
+      ) from None
+    except requests.ClientDisconnect:
+      raise until_gone.ClientGone from None
+    return fields.loads(bytes(body))
+
+
+async def _first(events: AsyncGenerator[bytes]) -> bytes:
+  return await anext(events)
+
+
+@contextlib.contextmanager
+def _refused(param: str | None = None) -> Iterator[None]:
+  """Turns what a session says of a request into an error of the API."""
+  try:
+    yield
+  except ValueError as error:
+    raise fields.Refused(str(error), param) from error

@@ -1,0 +1,36 @@
+"""A run whose newest checkpoint is used, and not trained any further."""
+
+import contextlib
+import pathlib
+import sys
+from collections.abc import AsyncIterator
+
+from models import load
+from rl import assemble, checkpoint, config
+
+
+@contextlib.asynccontextmanager
+async def restored(
+  experiment: config.Experiment, run_dir: pathlib.Path
+) -> AsyncIterator[tuple[assemble.Parts, checkpoint.Restored]]:
+  """Gives the parts of a run, which are not started, and its checkpoint.
+
+  Ends the process when there is none that can be read, or when the frozen
+  weights that it needs are gone, damaged or others.
+  """
+  parts = assemble.build(experiment)
+  saved = checkpoint.Checkpoints(run_dir / "checkpoints", keep=1)
+  try:
+    try:
+      found = await assemble.restore(parts, saved)
+    except load.Unusable as error:
+      print(f"error: initial={error}", file=sys.stderr)
+      sys.exit(2)
+    except checkpoint.Mismatch as error:
+      sys.exit(f"error: {error}")
+    if found is None:
+      sys.exit(f"error: {run_dir} has no checkpoint that can be read")
+    yield parts, found
+  finally:
+    await parts.close()
+    saved.close()

@@ -1,0 +1,169 @@
+"""What a server answers with: an engine that is up, its chat and a name."""
+
+import contextlib
+import dataclasses
+import os
+import pathlib
+from collections.abc import AsyncIterator, Callable, Mapping
+
+import jax
+
+from launch import devices, restored, workdir
+from models import config as model_config
+from models import load, sharding, transformer
+from rl import (
+  answer_text,
+  config,
+  dispatch,
+  engine_settings,
+  replicas,
+  settings,
+  trace,
+  trajectory,
+)
+from rl import episode as episode_lib
+from rl import placement as placement_lib
+
+_MAX_LENGTH = 4096
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Served:
+  """An engine that has weights.
+
+  Attributes:
+    name: of the model.
+    temperature: at which a learner would score what it samples.
+  """
+
+  engine: answer_text.Streamer
+  chat: episode_lib.Chat
+  name: str
+  temperature: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Hosting:
+  """How the model of a Hugging Face directory is decoded.
+
+  Attributes:
+    model: conversations of `max_length` ids at most; the cache has room for
+      `engine.slots` of them.
+    placement: of the decode pool; nothing learns.
+  """
+
+  model: model_config.ModelConfig
+  engine: engine_settings.Settings = dataclasses.field(
+    default_factory=lambda: engine_settings.EngineSettings(slots=16)
+  )
+  placement: placement_lib.Placement = dataclasses.field(
+    default_factory=lambda: placement_lib.Placement(colocated=True)
+  )
+
+  def validate(self) -> None:
+    """Raises ValueError on a setting that cannot work; touches no device."""
+    for node in (self.model, self.engine, self.placement):
+      node.validate()
+    self.engine.validate_model(self.model)
+    sharding.validate(
+      self.model,
+      transformer.logical_axes(self.model),
+      self.placement.decode.plan,
+      rows=self.engine.split_rows,
+      where="placement.decode",
+    )
+
+
+def read_run(
+  run_dir: str | os.PathLike[str], changes: Mapping[str, str]
+) -> config.Experiment:
+  """Returns the checked settings of a run, with changes by dotted path.
+
+  Raises:
+    ValueError: there is no such run, or it cannot be served so.
+  """
+  experiment = workdir.read_trained(run_dir)
+  for key, text in changes.items():
+    experiment = settings.override(experiment, key, text)
+  experiment.validate()
+  experiment.validate_initial()
+  experiment.engine.validate_installed()
+  devices.prepare(experiment.placement)
+  experiment.placement.layouts()
+  return experiment
+
+
+def read_directory(directory: str, changes: Mapping[str, str]) -> Hosting:
+  """Returns the checked settings of a Hugging Face checkpoint.
+
+  Conversations have up to 4096 ids, or `model.max_length` of `changes`.
+
+  Raises:
+    ValueError: there is no such checkpoint, or it cannot be served so.
+  """
+  model = model_config.ModelConfig.from_hf(directory)
+  length = min(model.max_length, _MAX_LENGTH)
+  hosting = Hosting(model=dataclasses.replace(model, max_length=length))
+  for key, text in changes.items():
+    hosting = settings.override(hosting, key, text)
+  hosting.validate()
+  load.check(directory, hosting.model)
+  devices.prepare(hosting.placement)
+  hosting.placement.layouts()
+  return hosting
+
+
+@contextlib.asynccontextmanager
+async def of_run(
+  experiment: config.Experiment,
+  run_dir: pathlib.Path,
+  report: Callable[[str], None],
+) -> AsyncIterator[Served]:
+  """Serves the newest checkpoint of a run; ends the process without one."""
+  async with restored.restored(experiment, run_dir) as (parts, found):
+    version = trajectory.PolicyVersion(found.step)
+    await parts.start(found.state, version, report)
+    yield Served(
+      engine=parts.pool,
+      chat=parts.chat,
+      name=run_dir.resolve().name,
+      temperature=experiment.rollout.temperature,
+    )
+
+
+@contextlib.asynccontextmanager
+async def of_directory(
+  hosting: Hosting,
+  directory: pathlib.Path,
+  chat: episode_lib.Chat,
+  report: Callable[[str], None],
+) -> AsyncIterator[Served]:
+  """Serves a Hugging Face checkpoint, as version 0."""
+  _, *layouts = hosting.placement.layouts()
+  spans = trace.Trace(None)
+  threads = [dispatch.MeshThread("decode", spans) for _ in layouts]
+  engines = [
+    hosting.engine.build(hosting.model, layout, thread)
+    for layout, thread in zip(layouts, threads, strict=True)
+  ]
+  pool = engines[0] if len(engines) == 1 else replicas.Replicas(engines)
+  try:
+    for engine, layout, thread in zip(engines, layouts, threads, strict=True):
+      report(f"loading {directory}")
+      params = await thread.run("load", _load, directory, hosting.model, layout)
+      await engine.start(params, trajectory.PolicyVersion(0), report)
+    yield Served(engine=pool, chat=chat, name=directory.resolve().name)
+  finally:
+    for engine in engines:
+      await engine.close()
+    for thread in threads:
+      thread.close()
+
+
+def _load(
+  directory: pathlib.Path,
+  model: model_config.ModelConfig,
+  layout: sharding.Layout,
+) -> transformer.Params:
+  with jax.transfer_guard("allow"):
+    return load.load(directory, model, layout)

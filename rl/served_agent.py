@@ -1,0 +1,83 @@
+"""One episode of an agent that calls from outside -> Trajectories.
+
+open a session -> the agent runs, and asks the server of it -> finish(reward)
+"""
+
+import re
+import secrets
+from collections.abc import Awaitable, Callable
+
+from rl import engine as engine_lib
+from rl import episode as episode_lib
+from rl import foreign, session_tree, sessions, trajectory, watchdog
+
+_NO_NAME = re.compile(r"[^\w.:~@=+-]", re.ASCII)
+
+
+async def play(
+  open_sessions: sessions.Sessions,
+  episode: episode_lib.Episode,
+  agent: Callable[[str], Awaitable[object]],
+  *,
+  deadline_s: float,
+  dog: watchdog.Watchdog | None = None,
+) -> list[trajectory.Trajectory]:
+  """Lets an agent play once, and returns what it left: one, or more.
+
+  An agent that changes its history, or leads several conversations, leaves a
+  trajectory for each of them, all with its reward.
+
+  Args:
+    agent: gets the name of the session, under which it asks for answers, and
+      returns the reward, or None when it is graded by others.
+    dog: its table names the agent while this waits for it.
+
+  Returns:
+    An agent that raises, overruns the deadline, returns no number or asks for
+    no answer ends with ENV_FAULT: a fault is data, and the batch masks it.
+
+  Raises:
+    EngineClosed: the engine stopped; the task may be replayed elsewhere.
+  """
+  name = f"{_NO_NAME.sub('.', episode.name)[:160]}.{secrets.token_hex(4)}"
+  session = open_sessions.open(
+    name, seed=episode.noise, priority=(episode.group_id, episode.index)
+  )
+  try:
+    with session.asking():
+      owner = f"episode {episode.name}"
+      reward = await foreign.guarded(
+        lambda: agent(name), deadline_s, "agent", dog, owner
+      )
+    reward = None if reward is None else foreign.checked_reward(reward)
+    ending = _ending(episode, trajectory.Status.COMPLETED, reward=reward)
+    if not session.num_answers:
+      silent = "the agent asked for no answer"
+      ending = _ending(episode, trajectory.Status.ENV_FAULT, silent)
+  except foreign.Fault as fault:
+    if session.engine_closed:
+      closed = trajectory.Status.ENGINE_FAULT
+      open_sessions.finish(name, _ending(episode, closed, "the engine closed"))
+      raise engine_lib.EngineClosed("while an agent played") from fault
+    ending = _ending(episode, trajectory.Status.ENV_FAULT, str(fault))
+  except BaseException:  # Cancelled: what was sampled is not lost.
+    lost = _ending(episode, trajectory.Status.ENGINE_FAULT, "cancelled")
+    open_sessions.finish(name, lost)
+    raise
+  return open_sessions.finish(name, ending)
+
+
+def _ending(
+  episode: episode_lib.Episode,
+  status: trajectory.Status,
+  fault: str = "",
+  reward: float | None = None,
+) -> session_tree.Ending:
+  return session_tree.Ending(
+    status=status,
+    reward=reward,
+    fault=fault,
+    task_id=episode.task.id,
+    group_id=episode.group_id,
+    index=episode.index,
+  )

@@ -1,0 +1,113 @@
+"""A real server of a scripted engine on a loopback port, and its clients."""
+
+import asyncio
+import contextlib
+import http.client
+import json
+import threading
+import time
+import urllib.parse
+from typing import Any
+
+import openai
+
+from launch import listening, openai_api
+from models import chat as chat_lib
+from models import hf_chat
+from rl import scripted, sessions
+from tests.models.chat_messages import GOLDEN
+
+HF = hf_chat.HfChat.load(GOLDEN)
+WORDS = chat_lib.WordChat(("go", "on", "yes", "no"))
+
+
+class Server:
+  """The server runs on an event loop in a thread; clients need not.
+
+  `text` is what the engine says next: text for the chat, or ids.
+  """
+
+  def __init__(self, chat, step_s=0.0, **how):
+    self.chat = chat
+    self.text: str | list[int] = "yes"
+    self.kept = []
+    self.engine = scripted.ScriptedEngine(self._say, step_s=step_s)
+    self.sessions = sessions.Sessions(
+      chat, keep=self.kept.extend, max_sessions=64
+    )
+    serving = openai_api.Serving(**{"model": "tiny", **how})
+    self.app = openai_api.app(self.engine, self.sessions, serving)
+    self.address = ""
+
+  def _say(self, request):
+    if isinstance(self.text, str):
+      return self.chat.encode_answer(self.text).tolist()
+    return self.text
+
+  def client(self, session="", kind: Any = openai.OpenAI, **settings) -> Any:
+    path = f"/sessions/{session}/v1" if session else "/v1"
+    return kind(
+      base_url=self.address + path,
+      api_key="none",
+      **{"max_retries": 0, "timeout": 20.0, **settings},
+    )
+
+  def ask(self, *said, client=None, **options) -> Any:
+    """Returns the reply to a conversation of the user's and our turns."""
+    roles = ("user", "assistant")
+    conversation = [
+      {"role": roles[i % 2], "content": text} if isinstance(text, str) else text
+      for i, text in enumerate(said)
+    ]
+    return (client or self.client()).chat.completions.create(
+      model="any", messages=conversation, **options
+    )
+
+  def connect(self):
+    """Returns a connection without the manners of a client."""
+    where = urllib.parse.urlsplit(self.address)
+    assert where.hostname
+    link = http.client.HTTPConnection(where.hostname, where.port, timeout=20)
+    return contextlib.closing(link)
+
+  def send(self, method, path, body: Any = b""):
+    """Returns (status, JSON) of a request as it is."""
+    body = body if isinstance(body, bytes) else json.dumps(body).encode()
+    with self.connect() as link:
+      link.request(method, path, body)
+      reply = link.getresponse()
+      return reply.status, json.loads(reply.read())
+
+  def until(self, condition):
+    """Waits, 10 s at most, until something is so."""
+    deadline = time.monotonic() + 10
+    while not condition():
+      assert time.monotonic() < deadline
+      time.sleep(0.005)
+
+
+@contextlib.contextmanager
+def serve(chat, **settings):
+  """Yields a `Server` that listens."""
+  server = Server(chat, **settings)
+  ready, stop = threading.Event(), asyncio.Event()
+  loop = asyncio.new_event_loop()
+
+  async def run():
+    async with listening.listening(
+      server.app, listening.bind(), grace_s=1
+    ) as address:
+      server.address = address
+      ready.set()
+      await stop.wait()
+
+  thread = threading.Thread(target=loop.run_until_complete, args=(run(),))
+  thread.start()
+  try:
+    assert ready.wait(10)
+    yield server
+  finally:
+    loop.call_soon_threadsafe(stop.set)
+    thread.join(20)
+    assert not thread.is_alive()
+    loop.close()

@@ -1,0 +1,298 @@
+"""The server as the real `openai` client sees it."""
+
+import asyncio
+import json
+
+import numpy as np
+import openai
+import pytest
+
+from rl import trajectory
+from tests.launch import openai_server
+from tests.launch.openai_server import HF, WORDS
+
+GO, ON, YES, NO = 3, 4, 5, 6
+END, AGENT = 1, 2
+ADD = {
+  "type": "function",
+  "function": {
+    "name": "add",
+    "description": "Adds two numbers.",
+    "parameters": {"type": "object", "properties": {}},
+  },
+}
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def words():
+  with openai_server.serve(WORDS) as server:
+    yield server
+
+
+@pytest.fixture(scope="module")
+def tools():
+  with openai_server.serve(HF) as server:
+    yield server
+
+
+@pytest.fixture(autouse=True)
+def fresh(request):
+  """Every test has the engine say "yes" unless it says otherwise."""
+  for name in ("words", "tools"):
+    if name in request.fixturenames:
+      request.getfixturevalue(name).text = "yes"
+
+
+def test_a_reply_has_the_ids_logprobs_and_versions_that_were_sampled(words):
+  words.engine.version = 7
+  reply = words.ask("go", client=words.client("plain"), logprobs=True)
+  words.engine.version = 0
+  assert reply.object == "chat.completion"
+  assert reply.model == "tiny"
+  assert reply.prompt_token_ids == [GO, AGENT]
+  assert (reply.session, reply.temperature) == ("plain", 1.0)
+  (choice,) = reply.choices
+  assert (choice.message.content, choice.finish_reason) == ("yes", "stop")
+  assert choice.token_ids == [YES, END]
+  assert choice.token_logprobs == [-0.125, -0.25]
+  assert choice.versions == [7, 7]
+  told = [(entry.token, entry.logprob) for entry in choice.logprobs.content]
+  assert told == [("yes", -0.125), ("<end>", -0.25)]
+  usage = reply.usage
+  assert (usage.prompt_tokens, usage.completion_tokens) == (2, 2)
+  assert words.ask("go").choices[0].logprobs is None
+
+
+def test_options_reach_the_engine(words):
+  words.ask(
+    *("go",),
+    temperature=0.5,
+    top_p=0.75,
+    max_completion_tokens=3,
+    max_tokens=4,
+    seed=-5,
+    logit_bias={"5": -100, "6": 2},
+    user="someone",
+    frequency_penalty=0.0,
+    extra_body={"top_k": 4, "min_p": 0.25},
+  )
+  request = words.engine.requests[-1]
+  assert (request.temperature, request.top_p) == (0.5, 0.75)
+  assert (request.top_k, request.min_p) == (4, 0.25)
+  assert (request.max_tokens, request.seed) == (3, -5)
+  assert request.bias is not None
+  assert np.flatnonzero(request.bias).tolist() == [5, 6]
+  assert request.bias[[5, 6]].tolist() == [-100.0, 2.0]
+  assert request.stop_ids == (END,)
+
+
+def test_without_options_a_request_gets_all_the_room_and_a_seed_of_its_own(
+  words,
+):
+  for _ in range(2):
+    words.ask("go")
+  one, two = words.engine.requests[-2:]
+  assert one.max_tokens == words.engine.capabilities.max_length - 2
+  assert one.seed != two.seed
+  assert one.session != two.session
+  assert one.bias is None
+
+
+def test_a_stream_says_the_same_as_a_whole_reply(words):
+  words.text = "yes no yes"
+  stream = words.ask(
+    *("go",),
+    client=words.client("streamed"),
+    stream=True,
+    logprobs=True,
+    stream_options={"include_usage": True},
+  )
+  *chunks, usage = list(stream)
+  text = "".join(c.choices[0].delta.content or "" for c in chunks)
+  assert text == "yes no yes"
+  assert chunks[0].choices[0].delta.role == "assistant"
+  last = chunks[-1]
+  assert last.choices[0].finish_reason == "stop"
+  assert last.choices[0].token_ids == [YES, NO, YES, END]
+  assert last.choices[0].versions == [0] * 4
+  assert last.prompt_token_ids == [GO, AGENT]
+  assert last.session == "streamed"
+  told = [
+    entry.logprob
+    for chunk in chunks
+    if chunk.choices[0].logprobs
+    for entry in chunk.choices[0].logprobs.content
+  ]
+  assert told == last.choices[0].token_logprobs == [-0.125, -0.25, -0.375, -0.5]
+  assert len({chunk.id for chunk in chunks}) == 1
+  assert usage.choices == []
+  assert usage.usage.completion_tokens == 4
+
+
+def test_choices_are_sampled_apart_and_are_branches_of_the_session(words):
+  client = words.client("choices")
+  reply = words.ask("go", client=client, n=3)
+  assert [choice.index for choice in reply.choices] == [0, 1, 2]
+  assert len({r.seed for r in words.engine.requests[-3:]}) == 3
+  assert reply.usage.completion_tokens == 6
+  chunks = list(words.ask("go", client=client, n=2, stream=True))
+  ends = [c.choices[0] for c in chunks if c.choices[0].finish_reason]
+  assert sorted(choice.index for choice in ends) == [0, 1]
+  _, told = words.send("GET", "/sessions/choices")
+  assert len(told["trajectories"]) == 5
+  assert (told["requests"], told["running"]) == (2, 0)
+
+
+def test_an_agent_goes_on_with_the_message_it_was_given(words):
+  client = words.client("turns")
+  history = [{"role": "user", "content": "go"}]
+  for _ in range(3):
+    message = words.ask(*history, client=client).choices[0].message
+    history += [message, {"role": "user", "content": "on"}]
+  ids = words.engine.requests[-1].tokens.tolist()
+  assert ids == [GO, AGENT, *[YES, END, ON, AGENT] * 2]
+  status, left = words.send(
+    "POST", "/sessions/turns/finish", {"reward": 0.5, "task_id": "t/1"}
+  )
+  assert status == 200
+  (told,) = left["trajectories"]
+  read = trajectory.trajectory_from_json(told)
+  assert read.ids.tolist() == [*ids, YES, END]
+  assert (read.reward, read.task_id, len(read.turns)) == (0.5, "t/1", 3)
+  assert words.kept[-1].ids.tolist() == read.ids.tolist()
+  with pytest.raises(openai.APIStatusError, match="finished") as error:
+    words.ask("go", client=client)
+  assert error.value.status_code == 410
+
+
+def test_a_header_names_the_session_too(words):
+  headers = {"x-session-id": "headed"}
+  for said in (("go",), ("go", "yes", "on")):
+    reply = words.ask(*said, extra_headers=headers)
+    assert reply.session == "headed"
+  assert reply.prompt_token_ids == [GO, AGENT, YES, END, ON, AGENT]
+  with pytest.raises(openai.BadRequestError, match="path names session other"):
+    words.ask("go", client=words.client("other"), extra_headers=headers)
+
+
+def test_stop_texts_cut_the_text_and_leave_the_ids_as_sampled(words):
+  words.text = "yes no yes"
+  client = words.client("stopped")
+  for stream in (False, True):
+    reply = words.ask("go", client=client, stop=["no"], stream=stream)
+    if stream:
+      chunks = [chunk.choices[0] for chunk in reply]
+      text = "".join(choice.delta.content or "" for choice in chunks)
+      choice = chunks[-1]
+    else:
+      (choice,) = reply.choices
+      text = choice.message.content
+    assert (text, choice.finish_reason) == ("yes ", "stop")
+    assert choice.token_ids == [YES, NO]
+  reply = words.ask("go", "yes ", "on", client=client)
+  assert reply.prompt_token_ids == [GO, AGENT, YES, NO, ON, AGENT]
+
+
+def test_a_length_that_is_reached_is_the_reason(words):
+  words.text = "yes no"
+  (choice,) = words.ask("go", max_tokens=1).choices
+  assert (choice.finish_reason, choice.token_ids) == ("length", [YES])
+
+
+def test_completions_go_on_with_text_or_ids(words):
+  client = words.client("texts")
+  create = client.completions.create
+  reply = create(model="any", prompt="go on", logprobs=0)
+  assert reply.object == "text_completion"
+  assert reply.prompt_token_ids == [GO, ON]
+  (choice,) = reply.choices
+  assert choice.text == "yes"
+  assert choice.logprobs.tokens == ["yes", "<end>"]
+  assert choice.logprobs.token_logprobs == [-0.125, -0.25]
+  ids = [*reply.prompt_token_ids, *choice.token_ids, GO]
+  again = create(model="any", prompt=ids)
+  assert again.prompt_token_ids == ids
+  chunks = list(create(model="any", prompt=[ids], stream=True))
+  assert "".join(chunk.choices[0].text for chunk in chunks) == "yes"
+  assert chunks[-1].choices[0].token_ids == [YES, END]
+  _, told = words.send("GET", "/sessions/texts")
+  first, second = told["trajectories"]
+  assert [turn["context"] for turn in first["turns"]] == [[GO, ON], [GO]]
+  assert len(second["turns"]) == 1
+
+
+def test_tools_are_shown_called_and_answered(tools):
+  client = tools.client("tools")
+  tools.text = f"<think>\nhm\n</think>\n\nwell {CALL}"
+  reply = tools.ask("1 + 1?", client=client, tools=[ADD])
+  (choice,) = reply.choices
+  assert "Adds two numbers" in HF.decode(reply.prompt_token_ids)
+  assert choice.finish_reason == "tool_calls"
+  message = choice.message
+  assert (message.content, message.reasoning_content) == ("well", "hm")
+  (call,) = message.tool_calls
+  assert (call.type, call.function.name) == ("function", "add")
+  assert json.loads(call.function.arguments) == {"a": 1}
+  result = {"role": "tool", "tool_call_id": call.id, "content": "2"}
+  history = ({"role": "user", "content": "1 + 1?"}, message, result)
+  tools.text = "two"
+  more = tools.ask(*history, client=client, tools=[ADD])
+  sampled = [*reply.prompt_token_ids, *choice.token_ids]
+  assert more.prompt_token_ids[: len(sampled)] == sampled
+  assert more.choices[0].message.content == "two"
+  assert more.choices[0].finish_reason == "stop"
+  _, told = tools.send("GET", "/sessions/tools")
+  assert [len(t["turns"]) for t in told["trajectories"]] == [2]
+
+
+def test_streamed_calls_are_those_of_a_whole_reply(tools):
+  tools.text = f"well {CALL}{CALL}"
+  chunks = list(tools.ask("go", tools=[ADD], stream=True))
+  text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+  assert text.strip() == "well"
+  last = chunks[-1].choices[0]
+  assert last.finish_reason == "tool_calls"
+  names = [(c.index, c.function.name) for c in last.delta.tool_calls]
+  assert names == [(0, "add"), (1, "add")]
+  assert len({call.id for call in last.delta.tool_calls}) == 2
+
+
+def test_tool_choice_and_parallel_calls(tools):
+  tools.text = f"{CALL}{CALL}"
+  none = tools.ask("go", tools=[ADD], tool_choice="none").choices[0]
+  assert none.message.tool_calls is None
+  assert none.message.content == tools.text
+  one = tools.ask("go", tools=[ADD], parallel_tool_calls=False).choices[0]
+  assert len(one.message.tool_calls) == 1
+  assert HF.decode(one.token_ids).endswith("</tool_call>")
+
+
+def test_the_async_client_serves_sessions_side_by_side(words):
+  async def talk(name):
+    client = words.client(name, openai.AsyncOpenAI)
+    async with client:
+      history, reply = [{"role": "user", "content": "go"}], None
+      for _ in range(3):
+        reply = await client.chat.completions.create(
+          model="any", messages=history, stream=False
+        )
+        history += [
+          reply.choices[0].message.model_dump(),
+          {"role": "user", "content": "on"},
+        ]
+      assert reply is not None
+      return reply.prompt_token_ids
+
+  async def all_of_them():
+    return await asyncio.gather(*(talk(f"side.{i}") for i in range(16)))
+
+  expected = [GO, AGENT, *[YES, END, ON, AGENT] * 2]
+  assert asyncio.run(all_of_them()) == [expected] * 16
+
+
+def test_the_model_and_the_health_can_be_asked_for(words):
+  client = words.client()
+  assert [model.id for model in client.models.list()] == ["tiny"]
+  assert client.models.retrieve("any/name").id == "any/name"
+  assert words.send("GET", "/health") == (200, {"status": "ok", "version": 0})

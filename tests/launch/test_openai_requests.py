@@ -1,0 +1,220 @@
+"""Bodies of requests: read in full, or refused by the name of the field."""
+
+import pytest
+
+from launch import fields, openai_requests
+from models import tool_calls
+from rl import messages, trajectory
+
+USER = {"role": "user", "content": "go"}
+ADD = {"type": "function", "function": {"name": "add"}}
+CALL = {
+  "id": "call_0",
+  "type": "function",
+  "function": {"name": "add", "arguments": "{}"},
+}
+
+
+def chat(**body):
+  return openai_requests.chat_query({"model": "m", "messages": [USER]} | body)
+
+
+def text(**body):
+  return openai_requests.text_query({"model": "m", "prompt": "go"} | body)
+
+
+def test_what_is_left_out_or_null_has_its_default():
+  every = chat(temperature=None, tools=None, stop=None, seed=None)
+  assert every == chat()
+  sampling = every.sampling
+  assert (sampling.temperature, sampling.max_tokens) == (None, None)
+  assert (sampling.top_p, sampling.top_k, sampling.min_p) == (1.0, 0, 0.0)
+  assert (sampling.choices, sampling.stop, sampling.seed) == (1, (), None)
+  flags = (sampling.stream, sampling.include_usage, sampling.logprobs)
+  assert not any((*flags, every.calls, every.one_call))
+
+
+def test_messages_keep_all_that_a_model_is_shown():
+  parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+  said = [
+    {"role": "developer", "content": "be kind"},
+    {"role": "user", "content": parts, "name": "ann"},
+    {
+      "role": "assistant",
+      "content": None,
+      "tool_calls": [CALL],
+      "refusal": None,
+      "annotations": [],
+      "reasoning_content": "hm",
+    },
+    {"role": "tool", "content": "2", "tool_call_id": "call_0"},
+  ]
+  call = tool_calls.ToolCall("add", "{}", "call_0")
+  assert chat(messages=said).messages == (
+    messages.Message("system", "be kind"),
+    messages.Message("user", "ab", name="ann"),
+    messages.Message("assistant", "", (call,), reasoning="hm"),
+    messages.Message("tool", "2", tool_call_id="call_0"),
+  )
+
+
+@pytest.mark.parametrize(
+  ("body", "read"),
+  [
+    ({"stop": "x"}, {"stop": ("x",)}),
+    ({"stop": ["x", "y"]}, {"stop": ("x", "y")}),
+    ({"temperature": 1}, {"temperature": 1.0}),
+    ({"logit_bias": {"7": -3, "0": 2.5}}, {"bias": {7: -3.0, 0: 2.5}}),
+    ({"max_tokens": 9, "max_completion_tokens": 4}, {"max_tokens": 4}),
+    ({"logprobs": True, "top_logprobs": 0}, {"logprobs": True}),
+    (
+      {"stream": True, "stream_options": {"include_usage": True}},
+      {"stream": True, "include_usage": True},
+    ),
+  ],
+)
+def test_options_are_read(body, read):
+  sampling = chat(**body).sampling
+  assert {name: getattr(sampling, name) for name in read} == read
+
+
+@pytest.mark.parametrize(
+  "harmless",
+  [
+    {"user": "u", "safety_identifier": "s"},
+    {"frequency_penalty": 0, "presence_penalty": 0.0},
+    {"response_format": {"type": "text"}, "modalities": ["text"]},
+    {"service_tier": "auto", "store": False},
+    {"stream": True, "stream_options": {"include_obfuscation": False}},
+    {"tool_choice": "auto", "parallel_tool_calls": True},
+  ],
+)
+def test_options_that_change_nothing_are_taken(harmless):
+  stream = harmless.get("stream", False)
+  assert chat(**harmless) == chat(stream=stream)
+
+
+@pytest.mark.parametrize(
+  ("body", "param", "words"),
+  [
+    ({"temprature": 1}, "temprature", "did you mean temperature?"),
+    ({"prompt": "go"}, "prompt", "no option"),
+    ({"frequency_penalty": 0.5}, "frequency_penalty", "not supported"),
+    ({"store": True}, "store", "not supported"),
+    ({"store": 0}, "store", "not supported"),
+    ({"best_of": True}, "best_of", "not supported"),
+    ({"metadata": {"a": "b"}}, "metadata", "no option"),
+    ({"functions": [ADD]}, "functions", "no option"),
+    ({"response_format": {"type": "json_object"}}, "response_format", "not"),
+    ({"model": 5}, "model", "any will do"),
+    ({"messages": []}, "messages", "empty"),
+    ({"messages": None}, "messages", "missing"),
+    ({"messages": "go"}, "messages", '"go" is no array'),
+    ({"messages": ["go"]}, "messages[0]", "JSON text"),
+    ({"messages": [{"role": "user"}]}, "messages[0].content", "missing"),
+    ({"messages": [{"role": "bot"}]}, "messages[0].role", "use system"),
+    ({"messages": [USER | {"tool_calls": [CALL]}]}, "messages[0]", "of user"),
+    ({"messages": [USER | {"audio": 1}]}, "messages[0].audio", "cannot be"),
+    (
+      {"messages": [USER | {"content": [{"type": "image_url"}]}]},
+      "messages[0].content",
+      '"image_url": only parts of text',
+    ),
+    ({"tools": [{"type": "custom"}]}, "tools[0]", "only functions"),
+    (
+      {"tools": [{"type": "function", "function": {}}]},
+      "tools[0].function.name",
+      "missing",
+    ),
+    (
+      {"tools": [ADD | {"function": {"name": "add", "strict": True}}]},
+      "tools[0].function.strict",
+      "held to a schema",
+    ),
+    ({"tool_choice": "required"}, "tool_choice", "cannot be forced"),
+    ({"tool_choice": ADD}, "tool_choice", "cannot be forced"),
+    ({"n": 0}, "n", "not in [1, 128]"),
+    ({"n": True}, "n", "true is no integer"),
+    ({"n": 1.0}, "n", "1.0 is no integer"),
+    ({"temperature": "hot"}, "temperature", "no number"),
+    ({"temperature": 2**53}, "temperature", "no number"),
+    ({"stop": 0}, "stop", "no text or array"),
+    ({"stop": ["a", ""]}, "stop", "none of them empty"),
+    ({"stop": ["a"] * 17}, "stop", "up to 16"),
+    ({"top_logprobs": 5}, "top_logprobs", "sampled tokens"),
+    ({"logprobs": 1}, "logprobs", "no boolean"),
+    ({"logit_bias": {"a": 1}}, "logit_bias", "map ids"),
+    ({"logit_bias": {"01": 1}}, "logit_bias", "map ids"),
+    ({"logit_bias": {"5": 101}}, "logit_bias", "[-100, 100]"),
+    ({"logit_bias": {"5": None}}, "logit_bias", "map ids"),
+    ({"stream_options": {"x": 1}}, "stream_options", "needs stream=true"),
+    (
+      {"stream": True, "stream_options": {"include_obfuscation": True}},
+      "stream_options.include_obfuscation",
+      "not to be had",
+    ),
+  ],
+)
+def test_what_is_wrong_or_not_to_be_had_is_refused_by_name(body, param, words):
+  with pytest.raises(fields.Refused) as error:
+    chat(**body)
+  assert error.value.param == param
+  assert words in str(error.value)
+
+
+@pytest.mark.parametrize(
+  ("prompt", "read"),
+  [
+    ("go", "go"),
+    (["go"], "go"),
+    ([3], (3,)),
+    ([3, 4], (3, 4)),
+    ([[3, 4]], (3, 4)),
+  ],
+)
+def test_a_prompt_is_one_text_or_the_ids_of_one(prompt, read):
+  assert text(prompt=prompt).prompt == read
+
+
+@pytest.mark.parametrize(
+  ("body", "param"),
+  [
+    ({"prompt": None}, "prompt"),
+    ({"prompt": []}, "prompt"),
+    ({"prompt": ["go", "on"]}, "prompt"),
+    ({"prompt": [[3], [4]]}, "prompt"),
+    ({"prompt": [True]}, "prompt"),
+    ({"prompt": [-1]}, "prompt"),
+    ({"prompt": [2**31]}, "prompt"),
+    ({"logprobs": 3}, "logprobs"),
+    ({"echo": True}, "echo"),
+    ({"suffix": "on"}, "suffix"),
+    ({"best_of": 2}, "best_of"),
+    ({"messages": [USER]}, "messages"),
+  ],
+)
+def test_a_completion_refuses_what_it_cannot_do(body, param):
+  with pytest.raises(fields.Refused) as error:
+    text(**body)
+  assert error.value.param == param
+
+
+def test_an_ending_is_that_of_a_trajectory():
+  ending = openai_requests.ending(
+    {"reward": 1, "parts": {"style": 0.5}, "task_id": "t", "index": 2}
+  )
+  assert (ending.reward, ending.parts) == (1.0, {"style": 0.5})
+  assert (ending.task_id, ending.group_id, ending.index) == ("t", 0, 2)
+  assert openai_requests.ending({}).status is trajectory.Status.COMPLETED
+  for body in ({"reward": 10**40}, {"parts": {"x": "y"}}, {"index": "1"}):
+    with pytest.raises(fields.Refused):
+      openai_requests.ending(body)
+
+
+def test_values_are_shown_in_short():
+  assert fields.shown("x" * 200) == f'"{"x" * 76}...'
+  deep = value = []
+  for _ in range(100_000):
+    value.append([])
+    value = value[0]
+  assert fields.shown(deep) == "a array of too many levels"

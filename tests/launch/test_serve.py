@@ -1,0 +1,225 @@
+"""The command that serves a run, or a Hugging Face directory."""
+
+import contextlib
+import dataclasses
+import json
+import os
+import pathlib
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from typing import Any
+
+import jax
+import openai
+import pytest
+
+from launch import flags, served_model, workdir
+from models import config as model_config
+from models import export, transformer
+from rl import assemble, checkpoint, progress, trajectory
+from tests.models.chat_messages import GOLDEN
+
+ROOT = pathlib.Path(__file__).parents[2]
+ENGINE = {
+  "engine.slots": "4",
+  "engine.row_buckets": "4,",
+  "engine.chunk_buckets": "8,",
+  "engine.length_buckets": "512,",
+}
+RUN = {
+  **ENGINE,
+  "model.vocab_size": "32",
+  "model.num_layers": "1",
+  "model.d_model": "32",
+  "batch.rows": "8",
+}
+SIZES = {
+  "vocab_size": 400,
+  "num_layers": 1,
+  "d_model": 16,
+  "num_heads": 2,
+  "num_kv_heads": 1,
+  "head_dim": 8,
+  "d_expert": 16,
+}
+
+
+def environment():
+  """As a user has it: the number of devices is for the launcher to set."""
+  return {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+
+
+class Command:
+  """`launch.serve` with some arguments, until the end of the `with`."""
+
+  def __init__(self, *arguments):
+    self.process = subprocess.Popen(
+      [sys.executable, "-m", "launch.serve", *arguments],
+      cwd=ROOT,
+      env=environment(),
+      stdin=subprocess.DEVNULL,
+      stdout=subprocess.PIPE,
+      stderr=subprocess.PIPE,
+      text=True,
+    )
+    self.out = self.err = ""
+    self.code = 0
+
+  def __enter__(self):
+    return self
+
+  def __exit__(self, *_):
+    self.process.kill()
+    self.process.communicate()
+
+  def address(self):
+    """Waits until it serves."""
+    killer = threading.Timer(100, self.process.kill)
+    killer.start()
+    assert self.process.stdout is not None
+    self.out = self.process.stdout.readline()
+    killer.cancel()
+    found = re.search(r"is served at (http://127\.0\.0\.1:\d+)/v1\n", self.out)
+    assert found, self.end()
+    return found[1]
+
+  def end(self, number=signal.SIGTERM):
+    """Sends a signal; returns standard error once it has ended."""
+    with contextlib.suppress(ProcessLookupError):
+      self.process.send_signal(number)
+    _, self.err = self.process.communicate(timeout=60)
+    self.code = self.process.returncode
+    return self.err
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+  """What a run leaves after 3 rounds."""
+  directory = tmp_path_factory.mktemp("runs") / "guesses"
+  config = str(ROOT / "configs" / "guess_number_moe.py")
+  settings = flags.load(config, RUN)
+  workdir.claim(directory, settings).close()
+  parts = assemble.build(settings)
+  state = assemble.fresh_state(parts.programs, settings.seed)
+  saved = checkpoint.Checkpoints(directory / "checkpoints", keep=1)
+  now = progress.beginning(state, parts.tasks.cursor)
+  assemble.save(saved, dataclasses.replace(now, trained=3))
+  saved.close()
+  return directory
+
+
+@pytest.fixture(scope="module")
+def hugging_face(tmp_path_factory):
+  """A tiny checkpoint with a tokenizer and a template that knows tools."""
+  directory = tmp_path_factory.mktemp("models") / "tiny"
+  config = model_config.tiny_moe(max_length=512, **SIZES)
+  params = transformer.init(jax.random.key(0), config)
+  export.export(directory, params, config, GOLDEN)
+  return directory
+
+
+def test_a_run_is_served_and_its_sessions_are_recorded(run, tmp_path):
+  record = tmp_path / "sessions.jsonl"
+  with Command(f"--run={run}", "--port=0", f"--record={record}") as command:
+    address = command.address()
+    assert "guesses, version 3, is served" in command.out
+    sampled = []
+    for name, reward in (("won", 1.0), ("open", None)):
+      url = f"{address}/sessions/{name}/v1"
+      client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
+      with client:
+        reply: Any = client.chat.completions.create(
+          model="any",
+          messages=[{"role": "user", "content": "guess"}],
+          max_tokens=4,
+        )
+        sampled.append(reply.choices[0].token_ids)
+        assert reply.choices[0].versions == [3] * len(sampled[-1])
+        if reward is not None:
+          client.post("../finish", cast_to=object, body={"reward": reward})
+    err = command.end()
+  assert (command.code, "Traceback" in err) == (0, False), err
+  assert "1 sessions were not finished" in err
+  left = [
+    trajectory.trajectory_from_json(json.loads(line))
+    for line in record.read_text().splitlines()
+  ]
+  assert [(one.task_id, one.reward) for one in left] == [
+    ("won", 1.0),
+    ("open", None),
+  ]
+  assert [one.status.value for one in left] == ["completed", "truncated"]
+  assert [one.turns[0].tokens.tolist() for one in left] == sampled
+
+
+def test_a_hugging_face_directory_is_served_with_its_tools(hugging_face):
+  changes = [f"--config.{key}={value}" for key, value in ENGINE.items()]
+  with Command(f"--model={hugging_face}", "--port=0", *changes) as command:
+    client = openai.OpenAI(
+      base_url=f"{command.address()}/v1", api_key="none", max_retries=0
+    )
+    with client:
+      assert client.models.list().data[0].id == "tiny"
+      stream = client.chat.completions.create(
+        model="tiny",
+        messages=[{"role": "user", "content": "What is 1 + 1?"}],
+        tools=[{"type": "function", "function": {"name": "add"}}],
+        max_tokens=8,
+        stream=True,
+      )
+      chunks = list(stream)
+    last: Any = chunks[-1].choices[0]
+    assert 1 <= len(last.token_ids) <= 8
+    assert last.finish_reason in ("stop", "length")
+    err = command.end(signal.SIGINT)
+  assert (command.code, "Traceback" in err) == (0, False), err
+
+
+@pytest.mark.parametrize(
+  ("read", "directory", "changes", "words"),
+  [
+    ("run", "nowhere", {}, "nowhere does not exist"),
+    ("directory", "nowhere", {}, r"config\.json cannot be read"),
+    ("run", "run", {"engine.slotz": "4"}, r"engine\.slots"),
+    ("directory", "hugging_face", {"engine.slotz": "4"}, r"engine\.slots"),
+    ("run", "run", {"engine.slots": "0"}, r"engine\.slots=0 is below 1"),
+    (
+      *("directory", "hugging_face"),
+      *({"model.max_length": "9999"}, "use 512 or less"),
+    ),
+    (
+      *("directory", "hugging_face"),
+      *({"placement.decode.data": "64"}, "64"),
+    ),
+  ],
+)
+def test_settings_that_cannot_work_are_refused_before_loading(
+  request, read, directory, changes, words
+):
+  if directory != "nowhere":
+    directory = request.getfixturevalue(directory)
+  with pytest.raises(ValueError, match=words):
+    getattr(served_model, f"read_{read}")(directory, changes)
+
+
+def test_flags_that_cannot_work_are_said_at_once():
+  with socket.create_server(("127.0.0.1", 0)) as taken:
+    port = taken.getsockname()[1]
+    cases = {
+      ("--port=0",): "name one of --run=DIR and --model=DIR",
+      ("--run=a", f"--port={port}"): "Address already in use",
+      ("--port=0", "--record=no/such/file"): "cannot be written",
+      ("--prot=0",): "Did you mean: port",
+    }
+    with contextlib.ExitStack() as running:
+      # Side by side: nearly all of their time is that of imports.
+      commands = [running.enter_context(Command(*given)) for given in cases]
+      for command, words in zip(commands, cases.values(), strict=True):
+        out, err = command.process.communicate(timeout=100)
+        assert command.process.returncode not in (0, None)
+        assert words in out + err
+        assert "Traceback" not in err

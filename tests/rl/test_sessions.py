@@ -1,0 +1,122 @@
+"""Sessions by name: opened, finished once, given up when there are too many."""
+
+import numpy as np
+import pytest
+
+from models import chat as chat_lib
+from rl import engine, messages, session_tree, sessions, trajectory
+
+CHAT = chat_lib.WordChat(("go", "yes"))
+DONE = session_tree.Ending(reward=1.0)
+
+
+def answer(session):
+  opening = session.begin([messages.Message("user", "go")])
+  completion = engine.Completion(
+    tokens=np.array([4, 1], np.int32),
+    logprobs=np.array([-0.5, 0.0], np.float32),
+    versions=np.array([2, 2], np.int32),
+    stop="stop",
+    cached_tokens=0,
+    decode_s=0.0,
+  )
+  session.record(opening, completion, messages.Message("assistant", "yes"))
+
+
+def opened(**settings):
+  """Returns sessions, and what they left as they ended."""
+  kept = []
+  return sessions.Sessions(CHAT, keep=kept.append, **settings), kept
+
+
+def test_a_name_stands_for_one_session_until_it_is_finished():
+  some, kept = opened()
+  first = some.open("a/b".replace("/", "."))
+  answer(first)
+  assert some.open("a.b") is first
+  assert some.get("a.b") is first
+  assert some.holds(first)
+  left = some.finish("a.b", DONE)
+  assert kept == [left]
+  assert [one.reward for one in left] == [1.0]
+  assert not some.holds(first)
+  for call in (lambda: some.open("a.b"), lambda: some.finish("a.b", DONE)):
+    with pytest.raises(sessions.FinishedSession, match=r"a\.b is finished"):
+      call()
+  with pytest.raises(sessions.UnknownSession, match=r"no session a\.b"):
+    some.get("a.b")
+  assert len(kept) == 1
+
+
+def test_sessions_without_a_name_have_names_and_seeds_of_their_own():
+  some, _ = opened()
+  two = [some.open(), some.open()]
+  assert two[0].name != two[1].name
+  seeds = [s.begin([messages.Message("user", "go")]).seed for s in two]
+  assert seeds[0] != seeds[1]
+  with pytest.raises(sessions.UnknownSession):
+    some.finish("never", DONE)
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "a b", "é", "a\n", "x" * 201])
+def test_names_that_no_path_can_hold_are_refused(name):
+  with pytest.raises(ValueError, match="use 1 to 200 letters"):
+    opened()[0].open(name)
+
+
+def test_one_session_too_many_ends_the_one_that_was_silent_longest():
+  some, kept = opened(max_sessions=2)
+  answer(some.open("a"))
+  answer(some.open("b"))
+  some.open("a")
+  some.open("c")
+  assert len(some) == 2
+  ((lost,),) = kept
+  assert lost.task_id == "b"
+  assert lost.status is trajectory.Status.TRUNCATED
+  assert lost.reward is None
+  with some.open("a").asking(), some.open("c").asking():
+    with pytest.raises(sessions.TooManySessions, match="max_sessions=2"):
+      some.open("d")
+    assert some.get("a").running == 1
+  some.open("d")
+  # "a" had an answer, and "c", which came after it, had none.
+  assert [left[0].task_id for left in kept] == ["b", "a"]
+  assert some.close() == 0
+
+
+def test_closing_keeps_what_was_not_finished():
+  some, kept = opened()
+  answer(some.open("a"))
+  some.open("b")
+  assert some.close() == 1
+  assert [left[0].task_id for left in kept] == ["a"]
+  assert len(some) == 0
+  assert some.close() == 0
+
+
+def test_a_session_without_answers_leaves_one_trajectory_without_turns():
+  some, kept = opened()
+  some.open("a")
+  fault = session_tree.Ending(
+    status=trajectory.Status.ENV_FAULT, fault="no game", task_id="t/1"
+  )
+  (left,) = some.finish("a", fault)
+  assert (list(left.turns), left.fault, left.task_id) == ([], "no game", "t/1")
+  assert kept == [[left]]
+
+
+def test_a_session_stays_open_when_what_it_left_cannot_be_kept():
+  def fail(left):
+    raise OSError("no space")
+
+  some = sessions.Sessions(CHAT, keep=fail)
+  answer(some.open("a"))
+  with pytest.raises(OSError, match="no space"):
+    some.finish("a", DONE)
+  assert some.get("a").num_answers == 1
+
+
+def test_there_must_be_room_for_a_session():
+  with pytest.raises(ValueError, match="max_sessions=0 is below 1"):
+    sessions.Sessions(CHAT, max_sessions=0)
