@@ -11,7 +11,7 @@ from envs import gymnasium, rewards
 from models import config as model_config
 from rl import (
   config,
-  engine_plan,
+  engine_settings,
   learner,
   losses,
   optimizers,
@@ -30,8 +30,11 @@ def get_config() -> config.Experiment:
     rollout=rollout.Rollout(
       group_size=8, max_turns=10, turn_tokens=2, max_tokens=66
     ),
-    engine=engine_plan.EngineSettings(
-      slots=256, chunk_buckets=(4, 20), steps_per_dispatch=2
+    engine=engine_settings.EngineSettings(
+      slots=256,
+      row_buckets=(32, 128),
+      chunk_buckets=(4, 20),
+      steps_per_dispatch=2,
     ),
     overlap=overlap.in_flight(
       groups_per_round=16, max_staleness=1, groups_per_microbatch=8

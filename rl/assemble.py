@@ -2,7 +2,7 @@
 
 import dataclasses
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -15,12 +15,13 @@ from rl import (
   config,
   coordinator,
   dispatch,
-  engine_jax,
+  engine_settings,
   events,
   learner,
   losses,
   progress,
   prompts,
+  replicas,
   rollout,
   trace,
   trajectory,
@@ -28,6 +29,7 @@ from rl import (
   watchdog,
   weights,
 )
+from rl import engine as engine_lib
 
 _PROBE_ROWS = 8
 _FROZEN = "frozen"
@@ -37,17 +39,21 @@ _FROZEN = "frozen"
 class Parts:
   """Everything that a run is made of, wired but not started.
 
+  `engines` are the replicas of the decode pool, each on its own mesh, and
+  `pool` is all of them as one.
+
   `start` and then `close` belong to whoever built it, on one event loop.
   """
 
   experiment: config.Experiment
   chat: chat_lib.WordChat
   learner_layout: sharding.Layout
-  decode_layout: sharding.Layout
+  decode_layouts: Sequence[sharding.Layout]
   programs: learner.Learner
   learner_thread: dispatch.MeshThread
-  decode_thread: dispatch.MeshThread
-  engine: engine_jax.JaxEngine
+  decode_threads: Sequence[dispatch.MeshThread]
+  engines: Sequence[engine_settings.Engine]
+  pool: engine_settings.Engine | replicas.Replicas
   publisher: weights.WeightPublisher
   player: rollout.Player
   tasks: prompts.Prompts
@@ -61,20 +67,16 @@ class Parts:
     version: trajectory.PolicyVersion,
     report: Callable[[str], None] = lambda text: None,
   ) -> None:
-    """Places the weights, compiles the engine and lets it serve."""
-    copy, _ = await self.publisher.place(state.params)
-    await self.engine.start(copy, version, report)
-
-  @property
-  def engine_shardings(self):
-    """Shardings of the parameters on the decode mesh."""
-    return _shardings(self.experiment.model, self.decode_layout)
+    """Places the weights, compiles the engines and lets them serve."""
+    for i, engine in enumerate(self.engines):
+      copy, _ = await self.publisher.place(state.params, i)
+      await engine.start(copy, version, report)
 
   async def close(self) -> None:
     """Ends the engine and the threads; safe when nothing was started."""
-    await self.engine.close()
-    self.decode_thread.close()
-    self.learner_thread.close()
+    await self.pool.close()
+    for thread in (*self.decode_threads, self.learner_thread):
+      thread.close()
     self.log.close()
     self.spans.flush()
 
@@ -94,27 +96,26 @@ def build(
     ValueError: a setting cannot work, or devices are missing.
   """
   experiment.validate()
-  learner_layout, decode_layout = experiment.placement.layouts()
+  learner_layout, *decode_layouts = experiment.placement.layouts()
   spans = trace.Trace(run_dir / "spans.jsonl" if run_dir else None)
   log = events.EventLog(run_dir / "events.jsonl" if run_dir else None)
   chat = experiment.chat()
-  learner_thread = dispatch.MeshThread("learner", spans)
-  decode_thread = dispatch.MeshThread("decode", spans)
-  engine = engine_jax.JaxEngine(
-    experiment.model, experiment.engine, decode_layout, decode_thread
-  )
   dog = watchdog.Watchdog(report)
-  if experiment.overlap.on_publish not in engine.capabilities:
-    raise ValueError(
-      f"overlap.on_publish={experiment.overlap.on_publish}: the engine can "
-      f"only {' or '.join(sorted(engine.capabilities))}"
-    )
-  decode_shardings = _shardings(experiment.model, decode_layout)
+  learner_thread = dispatch.MeshThread("learner", spans)
+  threads = [dispatch.MeshThread("decode", spans) for _ in decode_layouts]
+  dtype = experiment.publishing.dtype
+  model = weights.pool_model(experiment.model, dtype)
+  engines = [
+    experiment.engine.build(model, layout, thread)
+    for layout, thread in zip(decode_layouts, threads, strict=True)
+  ]
+  _check_able(engines[0].capabilities, experiment)
+  pool = engines[0] if len(engines) == 1 else replicas.Replicas(engines)
   return Parts(
     experiment=experiment,
     chat=chat,
     learner_layout=learner_layout,
-    decode_layout=decode_layout,
+    decode_layouts=decode_layouts,
     programs=learner.build(
       experiment.model,
       learner_layout,
@@ -123,14 +124,22 @@ def build(
       experiment.rollout.temperature,
     ),
     learner_thread=learner_thread,
-    decode_thread=decode_thread,
-    engine=engine,
+    decode_threads=threads,
+    engines=engines,
+    pool=pool,
     publisher=weights.WeightPublisher(
-      [(engine, decode_shardings)], learner_thread, log, spans
+      [
+        (engine, weights.pool_shardings(experiment.model, layout, dtype))
+        for engine, layout in zip(engines, decode_layouts, strict=True)
+      ],
+      learner_thread,
+      log,
+      spans,
+      experiment.publishing,
     ),
     player=rollout.Player(
       source=experiment.environment,
-      engine=rollout.Watched(engine, dog, experiment.stall_s),
+      engine=rollout.Watched(pool, dog, experiment.stall_s),
       chat=chat,
       reward=experiment.reward,
       limits=experiment.rollout,
@@ -142,6 +151,18 @@ def build(
     spans=spans,
     dog=dog,
   )
+
+
+def _check_able(
+  able: engine_lib.Capabilities, experiment: config.Experiment
+) -> None:
+  """Raises ValueError when the engine cannot do what the run asks of it."""
+  on_publish = experiment.overlap.on_publish
+  if on_publish not in able.in_flight:
+    raise ValueError(
+      f"overlap.on_publish={on_publish}: the engine can only "
+      + " or ".join(sorted(able.in_flight))
+    )
 
 
 async def initial_state(

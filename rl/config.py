@@ -9,7 +9,15 @@ from envs import base
 from models import attention_form, load, sharding, transformer
 from models import chat as chat_lib
 from models import config as model_config
-from rl import advantages, engine_plan, learner, losses, optimizers
+from rl import (
+  advantages,
+  engine_settings,
+  engine_sglang,
+  learner,
+  losses,
+  optimizers,
+  weights,
+)
 from rl import overlap as overlap_lib
 from rl import placement as placement_lib
 from rl import rollout as rollout_lib
@@ -88,8 +96,13 @@ class Experiment:
   rollout: rollout_lib.Rollout = dataclasses.field(
     default_factory=rollout_lib.Rollout
   )
-  engine: engine_plan.EngineSettings = dataclasses.field(
-    default_factory=engine_plan.EngineSettings
+  engine: (
+    engine_settings.EngineSettings
+    | engine_sglang.SglangSettings
+    | engine_settings.Settings
+  ) = dataclasses.field(default_factory=engine_settings.EngineSettings)
+  publishing: weights.Publishing = dataclasses.field(
+    default_factory=weights.Publishing
   )
   overlap: overlap_lib.Overlap = dataclasses.field(
     default_factory=overlap_lib.Overlap
@@ -133,6 +146,8 @@ class Experiment:
     self._validate_lengths()
     self._validate_divisions()
     self._validate_attention()
+    self.engine.validate_model(self.model)
+    self._validate_experts()
 
   def validate_initial(self) -> None:
     """Raises ValueError when `initial` is no checkpoint of this model.
@@ -145,6 +160,14 @@ class Experiment:
       load.check(self.initial, self.model)
     except load.Unusable as error:
       raise ValueError(f"initial={error}") from error
+
+  def _validate_experts(self) -> None:
+    recorded = getattr(self.engine, "record_experts", False)
+    if self.rollout.record_experts and not recorded:
+      raise ValueError(
+        "rollout.record_experts=true: the engine records none; use the built-in"
+        " engine with engine.record_experts=true"
+      )
 
   def _validate_counts(self) -> None:
     for name, value, least in (
@@ -219,7 +242,7 @@ class Experiment:
     axes = transformer.logical_axes(self.model)
     for name, rows in (
       ("learner", {"batch.rows": self.batch.rows}),
-      ("decode", self._engine_rows()),
+      ("decode", self.engine.split_rows),
     ):
       sharding.validate(
         self.model,
@@ -248,15 +271,6 @@ class Experiment:
         f"model.compute.attention={form} with batch.length={batch.length} and "
         f"batch.share_prompts={str(batch.share_prompts).lower()} {reason}"
       )
-
-  def _engine_rows(self) -> dict[str, int]:
-    """Returns the number of rows of every decoding program by its setting."""
-    used = {
-      f"engine.row_buckets[{place}]": rows
-      for place, rows in enumerate(self.engine.row_buckets)
-      if rows in self.engine.rows
-    }
-    return {"engine.slots": self.engine.slots} | used
 
 
 def _nodes(tree: Any) -> Iterator[Any]:

@@ -1,12 +1,16 @@
-"""The decode program: one chunk of context, then several sampled tokens.
+"""The decode program: new context of some rows, then sampled tokens of all.
 
-Letters: R rows of the dispatch, C chunk of new context, K tokens sampled at
-most, V vocabulary.
+Letters: R rows of the dispatch, P rows with chunks of C ids, N = P * C + R - P
+new ids, W pages of a table, K tokens sampled at most, S slots, V vocabulary.
 
-  plan ->  [ chunk of C ids ] -> sample -> feed -> sample -> ... (early exit)
-                 |                           |
-       past KV (read only)        fresh KV (small, carried by the loop)
-                 +---- one scatter at the end ----+
+  plan -> gather pages -> [ feed N ids ] -> sample -> [ feed R ids ] -> ...
+                |                 |                         |   (early exit)
+              past  ------------ + new --------------------- + new
+                                    one commit to the pages at the end
+
+A row goes on from the dispatch before it (`follow`) without the host having
+seen what that one sampled: the last id, its position and whether sampling has
+ended stay on the device, in the row's slot of `Carry`.
 """
 
 import functools
@@ -15,163 +19,309 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Float32, Int32
+from jaxtyping import Array, Bool, Float32, Int32
 
 from models import cache as cache_lib
 from models import config as model_config
 from models import sharding, transformer
+from rl import sampling
 
 MAX_STOP_IDS = 4
+
+SLOT, PAST, NEW, BUDGET, SEED, TOP_K, BIAS, FOLLOW, STEPS = range(9)
+_STOPS = STEPS + 1
+_TABLE = _STOPS + MAX_STOP_IDS
 
 
 class Plan(NamedTuple):
   """What every row of a dispatch does. Host arrays, one transfer each.
 
   Attributes:
-    integers: per row: cache row, past length, new ids, tokens to sample at
-      most, seed, then MAX_STOP_IDS stop ids (-1: none).
-    chunk: the new ids.
-    temperature: 0 takes the most probable token.
+    integers: per row: slot, cached length, new ids, tokens to sample at most,
+      seed, top k, row of the biases, whether it follows, steps of the
+      dispatch; then MAX_STOP_IDS stop ids (-1: none), then its pages. Of a row
+      that follows, the cached length is a bound: the device knows it.
+    ids: the new ones, up to C of each of the first P rows, one of each other.
+    floats: per row: temperature, top p, min p.
   """
 
-  integers: Int32[np.ndarray, "R 9"]
-  chunk: Int32[np.ndarray, "R C"]
-  temperature: Float32[np.ndarray, " R"]
+  integers: Int32[np.ndarray, "R columns"]
+  ids: Int32[np.ndarray, " N"]
+  floats: Float32[np.ndarray, "R 3"]
+
+  @property
+  def stop_ids(self) -> Int32[np.ndarray, "R stops"]:
+    """Stop ids of each row."""
+    return self.integers[:, _STOPS:_TABLE]
+
+  @property
+  def tables(self) -> Int32[np.ndarray, "R W"]:
+    """Pages of each row."""
+    return self.integers[:, _TABLE:]
+
+
+class Carry(NamedTuple):
+  """Where each slot stands, for a dispatch that follows on another."""
+
+  last: Int32[Array, " S"]
+  length: Int32[Array, " S"]
+  alive: Bool[Array, " S"]
 
 
 class Sampled(NamedTuple):
-  """What a dispatch sampled; entries from `counts` on are meaningless."""
+  """What a dispatch sampled; entries from `counts` on are meaningless.
+
+  Attributes:
+    fed, stepped: experts that the new ids took, and those that were sampled
+      and fed at once; None when they are not recorded.
+  """
 
   tokens: Int32[Array, "R K"]
-  logprobs: Float[Array, "R K"]
+  logprobs: Float32[Array, "R K"]
   counts: Int32[Array, " R"]
+  fed: Int32[Array, "N layers k"] | None = None
+  stepped: Int32[Array, "R steps layers k"] | None = None
 
 
-def empty_plan(rows: int, chunk: int, *, idle_row: int) -> Plan:
+def empty_plan(
+  rows: int, chunks: tuple[int, int], width: int, *, slots: int
+) -> Plan:
   """Returns a plan in which no row does anything.
 
   Args:
-    idle_row: a cache row past the end: writes to it vanish.
+    chunks: (P, C).
+    width: W.
+    slots: S, which is no slot: writes to it vanish.
   """
-  integers = np.zeros((rows, 5 + MAX_STOP_IDS), np.int32)
-  integers[:, 0] = idle_row
-  integers[:, 5:] = -1
+  integers = np.zeros((rows, _TABLE + width), np.int32)
+  integers[:, SLOT] = slots
+  integers[:, _STOPS:_TABLE] = -1
+  count, size = chunks
   return Plan(
-    integers, np.zeros((rows, chunk), np.int32), np.ones(rows, np.float32)
+    integers,
+    np.zeros(count * size + rows - count, np.int32),
+    np.tile(np.asarray([[1.0, 1.0, 0.0]], np.float32), (rows, 1)),
   )
 
 
-def sample(
-  logits: Float[Array, "R V"],
-  seeds: Int32[Array, " R"],
-  positions: Int32[Array, " R"],
-  temperature: Float[Array, " R"],
-) -> tuple[Int32[Array, " R"], Float[Array, " R"]]:
-  """Returns (tokens, log-probabilities at the temperature, in nats).
+def init_carry(slots: int) -> Carry:
+  """Returns the state of slots that nobody uses."""
+  zeros = jnp.zeros(slots, jnp.int32)
+  return Carry(zeros, jnp.zeros_like(zeros), jnp.zeros(slots, bool))
 
-  The noise of a token follows from its row's seed and its position alone.
+
+class _Rows(NamedTuple):
+  """A plan on the device; rows that follow start where their slot stands.
+
+  Attributes:
+    past, known: ids in the cache before and after the new ones are fed.
+    ids, positions, owners: of each new id, the last being its row.
+    newest: index of each row's last new id among them.
+    budget: tokens to sample at most; 0 while context is left to feed.
   """
-  greedy = temperature <= 0
-  scaled = logits / jnp.where(greedy, 1.0, temperature)[:, None]
-  logprobs = jax.nn.log_softmax(scaled.astype(jnp.float32))
 
-  def noise(seed, position):
-    key = jax.random.fold_in(jax.random.key(seed), position)
-    return jax.random.gumbel(key, (logits.shape[-1],), jnp.float32)
+  slot: Int32[Array, " R"]
+  known: Int32[Array, " R"]
+  budget: Int32[Array, " R"]
+  stop_ids: Int32[Array, "R stops"]
+  knobs: sampling.Knobs
+  ids: Int32[Array, " N"]
+  positions: Int32[Array, " N"]
+  owners: Int32[Array, " N"]
+  newest: Int32[Array, " R"]
 
-  perturbed = logprobs + jax.vmap(noise)(seeds, positions)
-  choice = jnp.where(
-    greedy, jnp.argmax(logprobs, -1), jnp.argmax(perturbed, -1)
-  ).astype(jnp.int32)
-  return choice, jnp.take_along_axis(logprobs, choice[:, None], 1)[:, 0]
+  def stopped(self, token: Int32[Array, " R"]) -> Bool[Array, " R"]:
+    """Returns which of the rows' tokens are stop ids."""
+    return (token[:, None] == self.stop_ids).any(1)
 
 
 class _Loop(NamedTuple):
   step: Int32[Array, ""]
   alive: Bool[Array, " R"]
   last: Int32[Array, " R"]
-  fresh: cache_lib.Fresh
+  past: cache_lib.Past
   sampled: Sampled
 
 
 def advance(
   params: transformer.Params,
   cache: cache_lib.Cache,
+  carry: Carry,
+  biases: Float32[Array, "biases V"],
   plan: Plan,
+  room: cache_lib.Past | None = None,
   *,
   config: model_config.ModelConfig,
   layout: sharding.Layout,
+  chunks: tuple[int, int],
   max_steps: int,
-  whole: bool,
-) -> tuple[cache_lib.Cache, Sampled]:
-  """Feeds each row its chunk and samples up to its budget.
+  record_experts: bool = False,
+) -> tuple[cache_lib.Cache, Carry, Sampled, cache_lib.Past | None]:
+  """Feeds each row its new ids and samples up to its budget.
 
   The key and value of the last sampled token are not in the cache yet: it is
-  the first new id of the row's next dispatch.
+  the first new id of the row's next dispatch. Sampling ends when half of the
+  rows that began have ended, so that those do not wait for the longest.
 
   Args:
+    room: memory for what is gathered, whatever it holds; the last result is
+      room for the next dispatch. Donate it where the memory of a program's
+      temporary values has to be cleared each time, as on a CPU.
+    chunks: (P, C).
     max_steps: K.
-    whole: the plan's rows are the cache's rows, in order.
   """
-  integers, chunk, temperature = (jnp.asarray(x) for x in plan)
-  row, past, num_new, budget, seed = (integers[:, i] for i in range(5))
-  stop_ids = integers[:, 5:]
-  num_rows, chunk_size = chunk.shape
-  past_cache = cache if whole else cache_lib.take(cache, row)
-  extend = functools.partial(
-    transformer.extend, params, config, past_cache, past, layout=layout
+  rows = _rows(plan, carry, chunks)
+  tables = jnp.asarray(plan.integers)[:, _TABLE:]
+  past = jax.tree.map(
+    lambda x: sharding.constrain(layout, x, *cache_lib.ROW_AXES),
+    cache_lib.gather(cache, tables),
+  )
+  feed = functools.partial(transformer.feed, params, config, layout=layout)
+  hidden, past, fed, experts = feed(
+    past, rows.known, rows.ids, rows.positions, chunks
   )
 
   def pick(hidden, positions):
     logits = transformer.head(params, config, hidden, layout=layout)
-    return sample(logits, seed, positions, temperature)
+    return sampling.sample(logits, positions, rows.knobs, biases)
 
-  offsets = jnp.arange(chunk_size, dtype=jnp.int32)
-  positions = jnp.where(
-    offsets < num_new[:, None], past[:, None] + offsets, cache_lib.EMPTY
-  )
-  fresh = cache_lib.init_fresh(config, num_rows, chunk_size + max_steps - 1)
-  hidden, fresh = extend(fresh, 0, chunk, positions)
-  newest = jnp.maximum(num_new - 1, 0)[:, None, None]
-  hidden = jnp.take_along_axis(hidden, newest, axis=1)[:, 0]
-  start = past + num_new
-  token, logprob = pick(hidden, start)
-
-  def record(sampled, step, alive, token, logprob):
-    return Sampled(
-      tokens=sampled.tokens.at[:, step].set(token),
-      logprobs=sampled.logprobs.at[:, step].set(logprob),
-      counts=sampled.counts + alive,
-    )
-
-  def still_alive(alive, token, count):
-    stopped = (token[:, None] == stop_ids).any(1)
-    return alive & ~stopped & (count < budget)
+  token, logprob = pick(hidden[rows.newest], rows.known)
+  started = rows.budget > 0
+  sampled = _room(len(tables), max_steps, experts if record_experts else None)
+  sampled = _record(sampled, 0, started, token, logprob)
 
   def body(loop: _Loop) -> _Loop:
-    positions = jnp.where(loop.alive, start + loop.step - 1, cache_lib.EMPTY)
-    hidden, fresh = extend(
-      loop.fresh,
-      chunk_size + loop.step - 1,
-      loop.last[:, None],
-      positions[:, None],
+    at = rows.known + loop.step - 1
+    positions = jnp.where(loop.alive, at, cache_lib.EMPTY)
+    hidden, past, _, experts = feed(
+      loop.past, at + 1, loop.last, positions, (0, 1)
     )
-    token, logprob = pick(hidden[:, 0], start + loop.step)
-    sampled = record(loop.sampled, loop.step, loop.alive, token, logprob)
-    alive = still_alive(loop.alive, token, sampled.counts)
-    return _Loop(loop.step + 1, alive, token, fresh, sampled)
+    token, logprob = pick(hidden, at + 1)
+    sampled = _record(loop.sampled, loop.step, loop.alive, token, logprob)
+    if sampled.stepped is not None and experts is not None:
+      stepped = sampled.stepped.at[:, loop.step - 1].set(experts[:, 0])
+      sampled = sampled._replace(stepped=stepped)
+    last = jnp.where(loop.alive, token, loop.last)
+    alive = _alive(loop.alive, rows, last, sampled)
+    return _Loop(loop.step + 1, alive, last, past, sampled)
 
-  alive = budget > 0
-  sampled = Sampled(
-    tokens=jnp.zeros((num_rows, max_steps), jnp.int32),
-    logprobs=jnp.zeros((num_rows, max_steps), jnp.float32),
-    counts=jnp.zeros(num_rows, jnp.int32),
-  )
-  sampled = record(sampled, 0, alive, token, logprob)
-  alive = still_alive(alive, token, sampled.counts)
+  steps = jnp.minimum(plan.integers[0, STEPS], max_steps)
+
+  def worthwhile(loop: _Loop) -> Bool[Array, ""]:
+    return (loop.step < steps) & (2 * loop.alive.sum() > started.sum())
+
+  alive = _alive(started, rows, token, sampled)
   loop = jax.lax.while_loop(
-    lambda loop: (loop.step < max_steps) & loop.alive.any(),
-    body,
-    _Loop(jnp.int32(1), alive, token, fresh, sampled),
+    worthwhile, body, _Loop(jnp.int32(1), alive, token, past, sampled)
   )
-  return cache_lib.commit(cache, row, loop.fresh), loop.sampled
+  # The last token that was sampled has not been fed.
+  step = jnp.arange(max_steps - 1, dtype=jnp.int32)
+  stepped = jnp.where(
+    step < loop.sampled.counts[:, None] - 1,
+    rows.known[:, None] + step,
+    cache_lib.EMPTY,
+  )
+  every = jnp.arange(len(tables), dtype=jnp.int32)
+  cache = cache_lib.commit(
+    cache,
+    tables,
+    [(rows.owners, fed), (every, cache_lib.take(loop.past, stepped))],
+  )
+  room = None if room is None else loop.past
+  return cache, _leave(carry, rows, loop), loop.sampled, room
+
+
+def _rows(plan: Plan, carry: Carry, chunks: tuple[int, int]) -> _Rows:
+  columns = jnp.asarray(plan.integers)
+  floats = jnp.asarray(plan.floats)
+  slot, past, new, budget, seed, top_k, bias, follow = (
+    columns[:, i] for i in range(STEPS)
+  )
+  follow = follow > 0
+  stood = jax.tree.map(lambda x: x.at[slot].get(mode="clip"), carry)
+  new = jnp.where(follow & ~stood.alive, 0, new)
+  past = jnp.where(follow, stood.length, past)
+  num_chunks, size = chunks
+  row = jnp.arange(len(columns), dtype=jnp.int32)
+  first = jnp.where(row < num_chunks, row * size, num_chunks * (size - 1) + row)
+  owners = jnp.concatenate(
+    [jnp.repeat(row[:num_chunks], size), row[num_chunks:]]
+  )
+  offset = jnp.arange(len(owners), dtype=jnp.int32) - first[owners]
+  positions = jnp.where(
+    offset < new[owners], past[owners] + offset, cache_lib.EMPTY
+  )
+  ids = jnp.asarray(plan.ids)
+  ids = ids.at[first].set(jnp.where(follow, stood.last, ids[first]))
+  return _Rows(
+    slot=slot,
+    known=past + new,
+    budget=jnp.where(new > 0, budget, 0),
+    stop_ids=columns[:, _STOPS:_TABLE],
+    knobs=sampling.Knobs(
+      temperature=floats[:, 0],
+      top_p=floats[:, 1],
+      min_p=floats[:, 2],
+      top_k=top_k,
+      seed=seed,
+      bias=bias,
+    ),
+    ids=ids,
+    positions=positions,
+    owners=owners,
+    newest=first + jnp.maximum(new - 1, 0),
+  )
+
+
+def _room(
+  rows: int, max_steps: int, experts: Int32[Array, "N 1 layers k"] | None
+) -> Sampled:
+  """Returns room for what a dispatch samples, with the fed ids' experts."""
+  stepped = None
+  if experts is not None:
+    shape = (rows, max(max_steps - 1, 1), *experts.shape[2:])
+    stepped = jnp.full(shape, -1, jnp.int32)
+  return Sampled(
+    tokens=jnp.zeros((rows, max_steps), jnp.int32),
+    logprobs=jnp.zeros((rows, max_steps), jnp.float32),
+    counts=jnp.zeros(rows, jnp.int32),
+    fed=None if experts is None else experts[:, 0],
+    stepped=stepped,
+  )
+
+
+def _record(
+  sampled: Sampled,
+  step: int | Int32[Array, ""],
+  alive: Bool[Array, " R"],
+  token: Int32[Array, " R"],
+  logprob: Float32[Array, " R"],
+) -> Sampled:
+  return sampled._replace(
+    tokens=sampled.tokens.at[:, step].set(token),
+    logprobs=sampled.logprobs.at[:, step].set(logprob),
+    counts=sampled.counts + alive,
+  )
+
+
+def _alive(
+  alive: Bool[Array, " R"],
+  rows: _Rows,
+  last: Int32[Array, " R"],
+  sampled: Sampled,
+) -> Bool[Array, " R"]:
+  """Returns which rows sample another token in this dispatch."""
+  return alive & ~rows.stopped(last) & (sampled.counts < rows.budget)
+
+
+def _leave(carry: Carry, rows: _Rows, loop: _Loop) -> Carry:
+  """Returns where the slots stand after the dispatch."""
+  counts = loop.sampled.counts
+  left = Carry(
+    last=loop.last,
+    length=rows.known + jnp.maximum(counts - 1, 0),
+    alive=(counts > 0) & ~rows.stopped(loop.last),
+  )
+  return jax.tree.map(
+    lambda old, new: old.at[rows.slot].set(new, mode="drop"), carry, left
+  )

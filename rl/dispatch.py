@@ -18,9 +18,9 @@ _CLOSE_S = 5.0
 class MeshThread:
   """Dispatches to one mesh, waits for the results and records busy spans.
 
-  The coordinator and the engine call `run` from the event loop; `close` is
-  called once by whoever built it. Implicit transfers inside are errors, so
-  everything that reaches the mesh is placed on purpose.
+  The coordinator calls `run` and the engine `submit` from the event loop;
+  `close` is called once by whoever built it. Implicit transfers inside are
+  errors, so everything that reaches the mesh is placed on purpose.
   """
 
   def __init__(self, track: str, spans: trace.Trace):
@@ -29,6 +29,7 @@ class MeshThread:
     self._jobs: queue.SimpleQueue[Callable[[], None] | None] = (
       queue.SimpleQueue()
     )
+    self._closed = False
     # A daemon: a program that hangs on the device must not hold up the exit.
     self._thread = threading.Thread(target=self._work, name=track, daemon=True)
     self._thread.start()
@@ -42,7 +43,13 @@ class MeshThread:
     Raises:
       RuntimeError: the thread was closed.
     """
-    if not self._thread.is_alive():
+    return await self.submit(name, function, *args)
+
+  def submit(
+    self, name: str, function: Callable[..., Any], *args
+  ) -> asyncio.Future[Any]:
+    """Queues a program behind those before it; see `run`."""
+    if self._closed or not self._thread.is_alive():
       raise RuntimeError(f"the {self._track} thread was closed")
     loop = asyncio.get_running_loop()
     done: asyncio.Future[Any] = loop.create_future()
@@ -57,7 +64,7 @@ class MeshThread:
         loop.call_soon_threadsafe(_deliver, done, result, error)
 
     self._jobs.put(job)
-    return await done
+    return done
 
   def _work(self) -> None:
     while (job := self._jobs.get()) is not None:
@@ -73,6 +80,7 @@ class MeshThread:
 
   def close(self) -> None:
     """Ends the thread after what is queued; leaves a hung one behind."""
+    self._closed = True
     self._jobs.put(None)
     self._thread.join(_CLOSE_S)
 

@@ -1,7 +1,13 @@
-"""The contract of a decode engine: token ids in, token ids out."""
+"""The contract of a decode engine: token ids in, token ids out.
+
+generate / stream --> waiting --> running --> Completion
+update_weights(version, params, in_flight): what becomes of those that run
+"""
 
 import dataclasses
+import itertools
 import math
+from collections.abc import AsyncGenerator
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import jax
@@ -10,11 +16,49 @@ from jaxtyping import Float32, Int32
 
 from rl import trajectory
 
-OnPublish = Literal["drain", "recompute"]
+InFlight = Literal["drain", "abort", "recompute", "keep_kv"]
+"""What becomes of requests in flight when weights arrive.
+
+drain: they finish first, under the old weights; new ones wait.
+abort: they end with what they have.
+recompute: they keep their tokens; keys and values are computed again.
+keep_kv: they keep both, so that what follows attends to keys and values of
+  older weights: faster, and no forward pass of any one version tells the
+  log-probabilities. `Completion.oldest_kv` says so.
+"""
+
+
+_COLDEST = 1e-6
+"""Over smaller temperatures float32 has no logits."""
+_MAX_BIAS = 1e6
+"""Beyond it, over a small temperature, float32 ends."""
 
 
 class EngineClosed(RuntimeError):
   """The engine stopped; the task may be replayed elsewhere."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Capabilities:
+  """What an engine can do; what it cannot is refused, never ignored.
+
+  Attributes:
+    in_flight: ways in which it takes new weights.
+    max_length: ids of a conversation, sampled ones included.
+    vocab_size: ids are below it.
+    max_stop_ids: of one request.
+    seeds: a request's seed decides its tokens, whatever else is decoded.
+    bias: it can forbid or favour ids.
+    experts: it can tell which experts were chosen.
+  """
+
+  in_flight: frozenset[InFlight]
+  max_length: int
+  vocab_size: int
+  max_stop_ids: int
+  seeds: bool
+  bias: bool
+  experts: bool
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -23,13 +67,22 @@ class DecodeRequest:
 
   Attributes:
     request_id: unique among requests in flight.
-    session: requests of one trajectory share it and so reuse its KV cache.
+    session: requests of one conversation share it, and so go to the replica
+      that has its keys and values.
     tokens: the whole conversation so far, N >= 1 ids.
     max_tokens: sampled at most, >= 1.
     temperature: 0 takes the most probable token.
+    top_k: chosen among the k most probable ids; 0 is all.
+    top_p: chosen among the most probable ids that together reach this
+      probability at the temperature; 1 is all.
+    min_p: chosen among ids at least this fraction as probable as the best, at
+      the temperature; 0 is all.
     stop_ids: sampling ends behind the first of them, which is kept.
     seed: 32 bits, signed; with the position it decides the noise of every
       token, so the result does not depend on what else is in the batch.
+    bias: added to the logits before an id is chosen, -inf forbids it; one
+      value for each id. Log-probabilities are those of the plain logits.
+    experts: whether the completion tells which experts were chosen.
     priority: requests that wait are served lowest first.
   """
 
@@ -38,8 +91,13 @@ class DecodeRequest:
   tokens: Int32[np.ndarray, " N"]
   max_tokens: int
   temperature: float = 1.0
+  top_k: int = 0
+  top_p: float = 1.0
+  min_p: float = 0.0
   stop_ids: tuple[int, ...] = ()
   seed: int = 0
+  bias: Float32[np.ndarray, " V"] | None = None
+  experts: bool = False
   priority: tuple[int, ...] = ()
 
 
@@ -50,11 +108,18 @@ class Completion:
   Attributes:
     tokens: T ids, stop token included.
     logprobs: log-softmax(logits / temperature) of each id in nats, over the
-      whole vocabulary.
-    versions: policy that sampled each id.
+      whole vocabulary: before filters and bias. At temperature 0 those of the
+      plain logits.
+    versions: policy that sampled each id; never decreases.
     stop: "abort" may come with tokens sampled until then.
-    cached_tokens: ids of the request that were not encoded again.
+    cached_tokens: ids of the request that were not encoded for it, because a
+      request before it had the same beginning.
     decode_s: seconds from acceptance to the last token.
+    oldest_kv: lowest version of the keys and values that the last id attended
+      to: its own, or an older one after `keep_kv`. -1 where the engine cannot
+      tell.
+    experts: of every id of the conversation, N + T; -1 where none is known, as
+      for the last id, which was never fed. None when not asked for.
   """
 
   tokens: Int32[np.ndarray, " T"]
@@ -63,58 +128,166 @@ class Completion:
   stop: trajectory.Stop
   cached_tokens: int
   decode_s: float
+  oldest_kv: int = -1
+  experts: Int32[np.ndarray, "ids S k"] | None = None
+
+  @property
+  def spans(self) -> list[tuple[int, int, int]]:
+    """(version, start, end) of each run of tokens of one version."""
+    if not len(self.versions):
+      return []
+    cuts = np.flatnonzero(np.diff(self.versions)) + 1
+    edges = [0, *cuts.tolist(), len(self.versions)]
+    return [
+      (int(self.versions[start]), start, end)
+      for start, end in itertools.pairwise(edges)
+    ]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Delta:
+  """What was sampled since the delta before; the last has it all as well."""
+
+  tokens: Int32[np.ndarray, " t"]
+  logprobs: Float32[np.ndarray, " t"]
+  versions: Int32[np.ndarray, " t"]
+  completion: Completion | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
-  """Counters since the engine was built."""
+  """Counters since the engine was built, and what it holds now.
+
+  Attributes:
+    version: of the weights that are served.
+    running, waiting: requests.
+    prefilled_tokens: ids of context that were encoded, again or for the first
+      time; `cached_tokens` did not have to be.
+    preemptions: requests that gave up their pages to others and went on later.
+    pages, free_pages: of the cache, and how many hold nothing.
+    paused_s: seconds in which decoding stood still for new weights.
+  """
 
   version: int
   running: int
   waiting: int
   sampled_tokens: int
   prefilled_tokens: int
-  dispatches: int
-  compilations: int
+  cached_tokens: int = 0
+  dispatches: int = 0
+  compilations: int = 0
+  preemptions: int = 0
+  pages: int = 0
+  free_pages: int = 0
+  paused_s: float = 0.0
 
 
-def check_request(
-  request: DecodeRequest,
-  *,
-  vocab_size: int,
-  max_length: int,
-  max_stop_ids: int,
-) -> None:
-  """Raises ValueError on a request that an engine of this size cannot serve."""
-  name, ids = (
-    f"request {request.request_id}",
-    np.asarray(request.tokens, np.int32),
+def check_request(request: DecodeRequest, able: Capabilities) -> None:
+  """Raises ValueError on a request that such an engine cannot serve."""
+  name = f"request {request.request_id}"
+  _check_types(name, request)
+  _check_ids(name, request, able)
+  _check_sampling(name, request, able)
+  bias = request.bias
+  if bias is not None:
+    if not able.bias:
+      raise ValueError(f"{name}: this engine takes no bias")
+    if bias.shape != (able.vocab_size,):
+      raise ValueError(
+        f"{name}: a bias of shape {bias.shape} for {able.vocab_size} ids"
+      )
+    if not (bias <= _MAX_BIAS).all():  # Nor nan.
+      raise ValueError(
+        f"{name}: a bias is at most {_MAX_BIAS:g}, or -inf to forbid an id"
+      )
+    if not (bias > -math.inf).any():
+      raise ValueError(f"{name}: its bias forbids every id")
+  if request.experts and not able.experts:
+    raise ValueError(
+      f"{name}: experts are not recorded; use engine.record_experts=true with "
+      "a model that has some"
+    )
+
+
+def _check_types(name: str, request: DecodeRequest) -> None:
+  tokens, bias = request.tokens, request.bias
+  if getattr(tokens, "dtype", None) != np.int32 or tokens.ndim != 1:
+    raise ValueError(
+      f"{name}: tokens are no int32[N]; use np.asarray(ids, np.int32)"
+    )
+  if bias is not None and getattr(bias, "dtype", None) != np.float32:
+    raise ValueError(f"{name}: its bias is no float32[V]")
+  whole = (
+    request.max_tokens,
+    request.top_k,
+    request.seed,
+    *request.stop_ids,
+    *request.priority,
   )
+  for value in whole:
+    if not isinstance(value, int | np.integer):
+      raise ValueError(
+        f"{name}: {value!r} is no whole number, as max_tokens, top_k, seed, "
+        "stop_ids and priority are"
+      )
+  for value in (request.temperature, request.top_p, request.min_p):
+    if not isinstance(value, int | float | np.integer | np.floating):
+      raise ValueError(
+        f"{name}: {value!r} is no number, as temperature, top_p and min_p are"
+      )
+
+
+def _check_ids(name: str, request: DecodeRequest, able: Capabilities) -> None:
+  ids = request.tokens
   if not len(ids):
     raise ValueError(f"{name}: no tokens")
-  if int(ids.view(np.uint32).max()) >= vocab_size:  # Negative ones are huge.
-    raise ValueError(f"{name}: an id is outside [0, {vocab_size})")
+  # Negative ones are huge when unsigned.
+  if int(ids.view(np.uint32).max()) >= able.vocab_size:
+    raise ValueError(f"{name}: an id is outside [0, {able.vocab_size})")
   if request.max_tokens < 1:
     raise ValueError(f"{name}: max_tokens={request.max_tokens} is below 1")
-  if len(ids) + request.max_tokens > max_length:
+  if len(ids) + request.max_tokens > able.max_length:
     raise ValueError(
       f"{name}: {len(ids)} tokens and max_tokens={request.max_tokens} do "
-      f"not fit model.max_length={max_length}"
+      f"not fit model.max_length={able.max_length}"
     )
-  if not 0 <= request.temperature < math.inf:
+  if len(request.stop_ids) > able.max_stop_ids:
     raise ValueError(
-      f"{name}: temperature={request.temperature} is not a number >= 0"
+      f"{name}: {len(request.stop_ids)} stop ids, at most {able.max_stop_ids}"
     )
-  if len(request.stop_ids) > max_stop_ids:
+  if any(not 0 <= id_ < able.vocab_size for id_ in request.stop_ids):
     raise ValueError(
-      f"{name}: {len(request.stop_ids)} stop ids, at most {max_stop_ids}"
+      f"{name}: stop_ids={request.stop_ids} leave [0, {able.vocab_size})"
     )
-  if any(not 0 <= id_ < vocab_size for id_ in request.stop_ids):
+
+
+def _check_sampling(
+  name: str, request: DecodeRequest, able: Capabilities
+) -> None:
+  warm = _COLDEST <= request.temperature <= 1 / _COLDEST
+  if not (warm or request.temperature == 0):
     raise ValueError(
-      f"{name}: stop_ids={request.stop_ids} leave [0, {vocab_size})"
+      f"{name}: temperature={request.temperature} is neither 0 nor in "
+      f"[{_COLDEST:g}, {1 / _COLDEST:g}]"
     )
+  if not 0 <= request.top_k < 2**31:
+    raise ValueError(f"{name}: top_k={request.top_k} is below 0; 0 is all")
+  if not 0 < request.top_p <= 1:
+    raise ValueError(f"{name}: top_p={request.top_p} is not in (0, 1]")
+  if not 0 <= request.min_p <= 1:
+    raise ValueError(f"{name}: min_p={request.min_p} is not in [0, 1]")
   if not -(2**31) <= request.seed < 2**31:
     raise ValueError(f"{name}: seed={request.seed} needs more than 32 bits")
+  if request.seed and not able.seeds:
+    raise ValueError(f"{name}: this engine knows no seeds; use seed=0")
+
+
+def check_version(
+  version: trajectory.PolicyVersion, served: trajectory.PolicyVersion
+) -> None:
+  """Raises ValueError unless a version is above the one that is served."""
+  if version <= served:
+    raise ValueError(f"version {version} is not above the served {served}")
 
 
 def check_same_tree(old: Any, new: Any) -> None:
@@ -122,7 +295,10 @@ def check_same_tree(old: Any, new: Any) -> None:
 
   def describe(tree: Any) -> dict[str, Any]:
     return {
-      jax.tree_util.keystr(path): (leaf.shape, leaf.dtype)
+      jax.tree_util.keystr(path): (
+        getattr(leaf, "shape", None),
+        getattr(leaf, "dtype", None),
+      )
       for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
     }
 
@@ -139,12 +315,12 @@ class DecodeEngine(Protocol):
   """Samples answers; all methods belong to one event loop."""
 
   @property
-  def capabilities(self) -> frozenset[OnPublish]:
-    """Ways in which `pause` can treat requests in flight."""
+  def capabilities(self) -> Capabilities:
+    """What it can do."""
     ...
 
   async def generate(self, request: DecodeRequest) -> Completion:
-    """Samples one answer.
+    """Samples one answer. Cancel it, and the request is aborted.
 
     Raises:
       ValueError: the request cannot be served; others go on.
@@ -152,41 +328,60 @@ class DecodeEngine(Protocol):
     """
     ...
 
-  def abort(self, request_id: str) -> None:
-    """Ends a request with what it has; unknown ids are ignored."""
-    ...
+  def stream(self, request: DecodeRequest) -> AsyncGenerator[Delta]:
+    """Yields an answer as it is sampled; the last delta is complete.
 
-  def release(self, session: str) -> None:
-    """Frees what a session holds and aborts its request; unknown: ignored."""
-    ...
-
-  async def pause(self, in_flight: OnPublish) -> None:
-    """Suspends; new requests queue until `resume`.
-
-    Args:
-      in_flight: with "drain" requests in flight finish first, with
-        "recompute" they keep the tokens they have and this returns as soon as
-        no device step runs.
+    Raises what `generate` does, at the first step of the iteration. Close the
+    iterator early, and the request is aborted.
     """
     ...
 
+  def abort(self, request_id: str | None) -> None:
+    """Ends a request with what it has; None ends all of them.
+
+    Raises:
+      ValueError: no such request is in flight.
+    """
+    ...
+
+  async def pause(self) -> None:
+    """Suspends: returns when no device step runs. Requests keep what they
+    have, and new ones queue until `resume`.
+    """
+    ...
+
+  def resume(self) -> None:
+    """Goes on after `pause`."""
+    ...
+
   async def update_weights(
-    self, version: trajectory.PolicyVersion, params: Any
+    self,
+    version: trajectory.PolicyVersion,
+    params: Any,
+    in_flight: InFlight = "recompute",
   ) -> None:
-    """Serves `params` from now on; every cached key and value is recomputed.
+    """Serves `params` from now on.
+
+    All or nothing: whatever fails, or is cancelled, leaves the old version
+    serving. An engine that was paused stays so, and "drain" lets it finish
+    what is in flight first.
 
     Args:
       version: must be higher than the served one.
       params: placed with the engine's shardings.
 
     Raises:
-      ValueError: the version is no higher, or the tree is another model's.
-      RuntimeError: the engine is not paused.
+      ValueError: the version is no higher, or the tree is another model's, or
+        the engine cannot do `in_flight`.
     """
     ...
 
-  def resume(self) -> None:
-    """Goes on after `pause`."""
+  async def checksum(self) -> tuple[trajectory.PolicyVersion, int]:
+    """Returns the served version and `checksums.of` its weights."""
+    ...
+
+  async def flush_cache(self) -> None:
+    """Forgets every prefix that no running request uses."""
     ...
 
   def stats(self) -> EngineStats:

@@ -1,100 +1,94 @@
-"""The built-in decode engine: continuous batching over cached sessions.
+"""The built-in decode engine: continuous batching over a paged cache.
 
-  generate -> waiting --admit--> running --(plan, dispatch, absorb)*--> result
-                (by priority)    owns a cache row until its session is released
+  generate -> waiting --admit--> running --(launch, flight, absorb)*--> result
+             (by priority) <--preempt-- (no pages left)
 
-A dispatch serves every running row whose new ids fit the same chunk: it feeds
-them and samples up to `steps_per_dispatch` tokens a row. Turn k + 1 of a
-session feeds only what turn k has not fed yet.
+A flight serves running requests: it feeds them ids that are not in the cache
+yet, chunks of new context among them, and samples several tokens of each. The
+next one is planned while it runs, and may go on with the same requests: what
+they sampled stays on the device until the host has time to look.
 """
 
 import asyncio
-import functools
-import heapq
-import itertools
+import collections
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import Any
 
-import jax
-import numpy as np
-
-from models import cache as cache_lib
 from models import config as model_config
 from models import sharding, transformer
-from rl import decode_step, dispatch, engine, engine_plan, slots, trajectory
+from rl import (
+  admission,
+  checksums,
+  decode_step,
+  decoder,
+  dispatch,
+  engine,
+  engine_plan,
+  engine_schedule,
+  engine_settings,
+  trajectory,
+)
 
 _CLOSE_S = 5.0
-
-
-# A dispatch that has run: its requests, its plan and what was sampled.
-_Done = tuple[list[engine_plan.Running], decode_step.Plan, decode_step.Sampled]
+_DEPTH = 2
+"""Flights at once: one runs, one waits behind it."""
 
 
 class JaxEngine:
   """`engine.DecodeEngine` over the models of this project.
 
-  Life: `await start(params)`, then the protocol, then `await close()`. All on
-  one event loop; device work happens on `thread`.
+  Life: `await start(params, version)`, then the protocol, then `await close()`.
+  All on one event loop; device work happens on `thread`.
 
   Args:
     thread: of the pool's mesh; the caller closes it.
   """
 
-  capabilities: frozenset[engine.OnPublish] = frozenset({"drain", "recompute"})
-
   def __init__(
     self,
     config: model_config.ModelConfig,
-    settings: engine_plan.EngineSettings,
+    settings: engine_settings.EngineSettings,
     layout: sharding.Layout,
     thread: dispatch.MeshThread,
   ):
     settings.validate()
-    self._config = config
+    settings.validate_model(config)
+    self.capabilities = engine.Capabilities(
+      in_flight=frozenset({"drain", "abort", "recompute", "keep_kv"}),
+      max_length=config.max_length,
+      vocab_size=config.vocab_size,
+      max_stop_ids=decode_step.MAX_STOP_IDS,
+      seeds=True,
+      bias=settings.bias_slots > 0,
+      experts=settings.record_experts,
+    )
     self._settings = settings
-    self._layout = layout
     self._thread = thread
+    self._decoder = decoder.Decoder(config, settings, layout)
+    self._batch = admission.Batch(config, settings)
+    self._schedule = engine_schedule.Schedule(
+      self._batch,
+      settings,
+      longest=config.max_length,
+      parts=layout.num_batch,
+      platform=layout.platform,
+    )
     self._version = trajectory.PolicyVersion(-1)
     self._params: transformer.Params | None = None
-    self._slots = slots.Slots(settings.slots)
-    self._ids = np.zeros((settings.slots, config.max_length), np.int32)
-    self._cached = np.zeros(settings.slots, np.int32)
-    self._waiting: list[tuple[tuple[int, ...], int, engine_plan.Running]] = []
-    self._arrivals = itertools.count()
-    self._running: dict[str, engine_plan.Running] = {}
-    self._requests: dict[str, engine_plan.Running] = {}
-    self._sessions: dict[str, engine_plan.Running] = {}
-    self._mode: Literal["open", "draining", "paused"] = "open"
+    self._flights: collections.deque[
+      tuple[engine_plan.Flight, asyncio.Future[decode_step.Sampled]]
+    ] = collections.deque()
+    self._paused = False
+    self._holding: engine.InFlight | None = None
+    self._updates = asyncio.Lock()
     self._wake = asyncio.Event()
-    self._quiet = asyncio.Event()
+    self._settled = asyncio.Event()
     self._closed: engine.EngineClosed | None = None
     self._server: asyncio.Task[None] | None = None
-    self._turn = 0
-    self._counts = dict.fromkeys(("sampled", "prefilled", "dispatches"), 0)
-    self._build()
-
-  def _build(self) -> None:
-    rows = self._layout.sharding("batch")
-    cache = self._layout.sharding(*cache_lib.AXES)
-    programs = {
-      whole: jax.jit(
-        functools.partial(
-          decode_step.advance,
-          config=self._config,
-          layout=self._layout,
-          max_steps=self._settings.steps_per_dispatch,
-          whole=whole,
-        ),
-        donate_argnums=1,
-        out_shardings=(cache, None),
-      )
-      for whole in (False, True)
-    }
-    # Any: `_cache_size` is the only count of compilations that jax has.
-    self._programs: dict[bool, Any] = programs
-    self._row_sharding = rows
-    self._cache_sharding = cache
+    self._dispatches = 0
+    self._landed = 0.0
+    self._paused_s = 0.0
 
   # Start and end.
 
@@ -107,28 +101,17 @@ class JaxEngine:
     """Takes the first weights, compiles every shape and begins to serve."""
     self._params = params
     self._version = version
-    self._cache = jax.jit(
-      functools.partial(
-        cache_lib.init_cache,
-        self._config,
-        self._settings.slots,
-        self._config.max_length,
-      ),
-      out_shardings=self._cache_sharding,
-    )()
-    shapes = list(
-      itertools.product(self._settings.rows, self._settings.chunk_buckets)
-    )
-    for i, (rows, chunk) in enumerate(shapes):
+    await self._thread.run("warm up", self._decoder.allocate)
+    shapes = self._decoder.shapes
+    for i, shape in enumerate(shapes):
       report(f"compiling the engine {i + 1}/{len(shapes)}")
-      plan = decode_step.empty_plan(rows, chunk, idle_row=self._settings.slots)
-      await self._thread.run("warm up", self._dispatch, plan)
+      await self._thread.run("warm up", self._decoder.warm_up, params, shape)
+    await self._thread.run("warm up", self._decoder.warm_up_rest)
     self._server = asyncio.create_task(self._serve(), name="engine")
 
   async def close(self) -> None:
     """Stops; requests in flight raise EngineClosed."""
     self._fail(engine.EngineClosed("the engine was closed"))
-    self._wake.set()
     if self._server is not None:
       # Cancelled on overrun: its device program may hang.
       await asyncio.wait([self._server], timeout=_CLOSE_S)
@@ -136,243 +119,261 @@ class JaxEngine:
 
   def _fail(self, reason: engine.EngineClosed) -> None:
     self._closed = self._closed or reason
-    for running in list(self._requests.values()):
-      if not running.future.done():
-        running.future.set_exception(engine.EngineClosed(str(self._closed)))
-    self._requests.clear()
-    self._running.clear()
-    self._waiting.clear()
+    for one in self._batch.clear():
+      one.fail(self._why_closed(self._closed))
+    self._wake.set()
+    self._settled.set()
 
-  # The protocol.
+  # Requests.
 
   async def generate(self, request: engine.DecodeRequest) -> engine.Completion:
     """Samples one answer; see `engine.DecodeEngine.generate`."""
-    self._check_open()
-    self._check(request)
-    loop = asyncio.get_running_loop()
-    running = engine_plan.Running(
-      request, loop.create_future(), time.monotonic()
-    )
-    self._requests[request.request_id] = running
-    self._sessions[request.session] = running
-    entry = (request.priority, next(self._arrivals), running)
-    heapq.heappush(self._waiting, entry)
-    self._wake.set()
+    running = self._accept(request)
     try:
       return await running.future
     except asyncio.CancelledError:
-      self.abort(request.request_id)
+      self._end(running)
       raise
 
-  def _check_open(self) -> None:
-    if self._closed is not None:
-      raise engine.EngineClosed(str(self._closed))
+  async def stream(
+    self, request: engine.DecodeRequest
+  ) -> AsyncGenerator[engine.Delta]:
+    """Yields an answer as it is sampled; see `engine.DecodeEngine.stream`."""
+    running = self._accept(request)
+    running.deltas = asyncio.Queue()
+    try:
+      while not (running.future.done() and running.deltas.empty()):
+        delta = await running.deltas.get()
+        if delta is None:
+          break
+        yield delta
+      await running.future  # Raises what went wrong.
+    finally:
+      self._end(running)
 
-  def _check(self, request: engine.DecodeRequest) -> None:
-    engine.check_request(
-      request,
-      vocab_size=self._config.vocab_size,
-      max_length=self._config.max_length,
-      max_stop_ids=decode_step.MAX_STOP_IDS,
-    )
-    if request.request_id in self._requests:
-      raise ValueError(f"request {request.request_id} is already in flight")
-    if request.session in self._sessions:
-      raise ValueError(f"session {request.session} already has a request")
+  def _accept(self, request: engine.DecodeRequest) -> engine_plan.Running:
+    self._check_open()
+    engine.check_request(request, self.capabilities)
+    future = asyncio.get_running_loop().create_future()
+    running = self._batch.accept(request, future)
+    self._wake.set()
+    return running
 
-  def abort(self, request_id: str) -> None:
-    """Ends a request with what it has; unknown ids are ignored."""
-    running = self._requests.get(request_id)
-    if running is not None:
-      self._finish(running, "abort")
+  def _end(self, running: engine_plan.Running) -> None:
+    """Aborts a request that nobody waits for, unless it has ended."""
+    name = running.request.request_id
+    if self._batch.requests.get(name) is running:
+      self._batch.finish(running, "abort")
+      self._wake.set()
 
-  def release(self, session: str) -> None:
-    """Frees the cache of a session that ended; unknown ones are ignored."""
-    running = self._sessions.get(session)
-    if running is not None:
-      self._finish(running, "abort")
-    # The device may still be writing to the row. Its next owner comes with
-    # `_admit`, which runs between dispatches only.
-    self._slots.release(session)
+  def abort(self, request_id: str | None) -> None:
+    """Ends a request with what it has; see `engine.DecodeEngine.abort`."""
+    requests = self._batch.requests
+    if request_id is not None and request_id not in requests:
+      raise ValueError(f"request {request_id} is not in flight")
+    for name in list(requests) if request_id is None else [request_id]:
+      self._batch.finish(requests[name], "abort")
     self._wake.set()
 
-  async def pause(self, in_flight: engine.OnPublish) -> None:
+  # Weights.
+
+  async def pause(self) -> None:
     """Suspends; see `engine.DecodeEngine.pause`."""
     self._check_open()
-    self._mode = "draining" if in_flight == "drain" else "paused"
-    if self._mode == "draining" and self._running:
-      self._quiet.clear()  # An earlier pause may have left them half done.
-    self._wake.set()
-    await self._quiet.wait()
-    self._mode = "paused"
-
-  async def update_weights(
-    self, version: trajectory.PolicyVersion, params: transformer.Params
-  ) -> None:
-    """Serves `params` from now on; see `engine.DecodeEngine`."""
-    self._check_open()
-    if self._mode != "paused" or not self._quiet.is_set():
-      raise RuntimeError("update_weights needs a paused engine: await pause()")
-    if version <= self._version:
-      raise ValueError(
-        f"version {version} is not above the served {self._version}"
-      )
-    engine.check_same_tree(self._params, params)
-    self._params = params
-    self._version = version
-    self._cached[:] = 0
+    self._paused = True
+    await self._until(lambda: not self._flights)
 
   def resume(self) -> None:
     """Goes on after `pause`."""
-    self._mode = "open"
+    self._paused = False
     self._wake.set()
+
+  async def update_weights(
+    self,
+    version: trajectory.PolicyVersion,
+    params: transformer.Params,
+    in_flight: engine.InFlight = "recompute",
+  ) -> None:
+    """Serves `params` from now on; see `engine.DecodeEngine`."""
+    self._check_open()
+    if in_flight not in self.capabilities.in_flight:
+      raise ValueError(
+        f"in_flight={in_flight!r}; use "
+        + " or ".join(sorted(self.capabilities.in_flight))
+      )
+    engine.check_same_tree(self._params, params)
+    async with self._updates:
+      engine.check_version(version, self._version)
+      self._holding, held = in_flight, time.monotonic()
+      try:
+        if in_flight == "drain":
+          await self._until(lambda: not self._batch.has_begun)
+        await self._until(lambda: not self._flights)
+        self._swap(version, params, in_flight)
+      finally:
+        self._holding = None
+        self._wake.set()
+      self._fill()
+      self._check_open()
+      self._paused_s += time.monotonic() - max(held, self._landed)
+
+  def _swap(
+    self,
+    version: trajectory.PolicyVersion,
+    params: transformer.Params,
+    in_flight: engine.InFlight,
+  ) -> None:
+    if in_flight == "abort":
+      for one in list(self._batch.requests.values()):
+        if one.slot >= 0 or one.num_sampled:
+          self._batch.finish(one, "abort")
+    if in_flight == "keep_kv":
+      # Only what is in flight keeps its own, and what it shares for as long as
+      # somebody uses it.
+      self._batch.paging.forget()
+    else:
+      self._batch.restart()
+    self._params, self._version = params, version
+
+  async def checksum(self) -> tuple[trajectory.PolicyVersion, int]:
+    """Returns the served version and `checksums.of` its weights."""
+    self._check_open()
+    version, params = self._version, self._params
+    return version, await self._thread.run("checksum", checksums.of, params)
+
+  async def flush_cache(self) -> None:
+    """Forgets every prefix that no running request uses."""
+    self._check_open()
+    self._batch.paging.forget()
+
+  async def _until(self, done: Callable[[], bool]) -> None:
+    """Returns when `done`; flights and requests end on the way.
+
+    Raises:
+      EngineClosed: the engine stopped.
+    """
+    self._check_open()
+    self._wake.set()
+    while not done():
+      self._settled.clear()
+      await self._settled.wait()
+      self._check_open()
+
+  def _check_open(self) -> None:
+    if self._closed is not None:
+      raise self._why_closed(self._closed)
+
+  def _why_closed(self, reason: engine.EngineClosed) -> engine.EngineClosed:
+    """Returns a copy for one of many that wait: raising changes it."""
+    copy = engine.EngineClosed(str(reason))
+    copy.__cause__ = reason.__cause__
+    return copy
 
   def stats(self) -> engine.EngineStats:
     """Returns the counters."""
+    batch = self._batch
     return engine.EngineStats(
       version=int(self._version),
-      running=len(self._running),
-      waiting=sum(not r.future.done() for _, _, r in self._waiting),
-      sampled_tokens=self._counts["sampled"],
-      prefilled_tokens=self._counts["prefilled"],
-      dispatches=self._counts["dispatches"],
-      compilations=sum(p._cache_size() for p in self._programs.values()),
+      running=len(batch.running),
+      waiting=batch.num_waiting,
+      sampled_tokens=batch.counts["sampled"],
+      prefilled_tokens=batch.counts["prefilled"],
+      cached_tokens=batch.counts["cached"],
+      dispatches=self._dispatches,
+      compilations=self._decoder.compilations,
+      preemptions=batch.preemptions,
+      pages=batch.paging.num_pages,
+      free_pages=batch.paging.num_free,
+      paused_s=self._paused_s,
     )
 
   # The loop.
 
   async def _serve(self) -> None:
-    """Dispatches while there is work; absorbs one dispatch during the next."""
-    done: _Done | None = None
+    """Launches while there is work; absorbs what has landed."""
     try:
       while self._closed is None:
-        ready = self._ready(done)
-        if done is not None and not self._settings.worthwhile(len(ready)):
-          self._absorb(*done)
-          done = None
-          ready = await self._linger()
-        if not ready:
-          self._quiet.set()
-          self._wake.clear()
-          if not self._ready(done):  # Nothing came while it was absorbed.
-            await self._wake.wait()
-          continue
-        self._quiet.clear()
-        chosen, plan = self._plan(ready)
-        step = asyncio.create_task(
-          self._thread.run("decode", self._dispatch, plan)
-        )
-        await asyncio.sleep(0)  # It starts; the device works from here on.
-        if done is not None:
-          self._absorb(*done)
-        done = (chosen, plan, await step)
+        self._wake.clear()
+        while self._flights and self._flights[0][1].done():
+          self._absorb(*self._flights.popleft())
+        self._fill()
+        self._settled.set()
+        await self._wake.wait()
     except Exception as error:  # A broken device program ends the engine.
-      self._fail(engine.EngineClosed(f"decoding raised {error!r}"))
-      raise
-    finally:
-      self._quiet.set()
+      self._break(error)
 
-  def _ready(self, done: _Done | None) -> list[engine_plan.Running]:
-    """Returns the requests whose next ids are known, in order of admission."""
-    self._admit()
-    if self._mode == "paused":
-      return []
-    busy = set(map(id, done[0])) if done else set()
-    return [one for one in self._running.values() if id(one) not in busy]
+  def _break(self, error: Exception) -> None:
+    reason = engine.EngineClosed(f"decoding raised {error!r}")
+    reason.__cause__ = error
+    self._fail(reason)
 
-  async def _linger(self) -> list[engine_plan.Running]:
-    """Returns `_ready` after sessions that come back at once had their time."""
-    deadline = time.monotonic() + self._settings.linger_s
-    while True:
-      ready = self._ready(None)
-      expected = self._settings.slots - self._slots.num_free
-      full = len(ready) >= min(expected, self._settings.rows[0])
-      late = time.monotonic() >= deadline
-      if full or late or self._mode != "open" or self._closed is not None:
-        return ready
-      await asyncio.sleep(self._settings.linger_s / 8)
-
-  def _admit(self) -> None:
-    while self._waiting and self._mode == "open":
-      _, _, running = self._waiting[0]
-      if running.future.done():
-        heapq.heappop(self._waiting)
-        continue
-      place = self._slots.acquire(running.request.session)
-      if place is None:
-        return
-      heapq.heappop(self._waiting)
-      self._place(running, *place)
-
-  def _place(self, running: engine_plan.Running, row: int, kept: bool) -> None:
-    tokens = running.request.tokens
-    running.row = row
-    running.known = len(tokens)
-    held = min(int(self._cached[row]) if kept else 0, len(tokens) - 1)
-    same = self._ids[row, :held] == tokens[:held]
-    held = held if same.all() else int(same.argmin())
-    self._cached[row] = running.cached_tokens = held
-    self._ids[row, : len(tokens)] = tokens
-    self._running[running.request.session] = running
-
-  def _plan(
-    self, ready: Sequence[engine_plan.Running]
-  ) -> tuple[list[engine_plan.Running], decode_step.Plan]:
-    self._turn += 1
-    return engine_plan.plan(
-      ready, self._ids, self._cached, self._settings, self._turn
-    )
-
-  def _dispatch(self, plan: decode_step.Plan) -> decode_step.Sampled:
-    whole = len(plan.chunk) == self._settings.slots
-    placed = jax.device_put(plan, self._row_sharding)
-    self._cache, sampled = self._programs[whole](
-      self._params, self._cache, placed
-    )
-    return jax.device_get(sampled)
+  def _fill(self) -> None:
+    """Launches what is worth it now."""
+    try:
+      while len(self._flights) < _DEPTH and self._launch():
+        pass
+    except Exception as error:  # Also when it is not the server that asks.
+      self._break(error)
 
   def _absorb(
     self,
-    chosen: Sequence[engine_plan.Running],
-    plan: decode_step.Plan,
-    sampled: decode_step.Sampled,
+    flight: engine_plan.Flight,
+    landed: asyncio.Future[decode_step.Sampled],
   ) -> None:
-    whole = len(plan.chunk) == self._settings.slots
-    # Lists: numpy's scalars cost more than the rest of this loop.
-    tokens, logprobs, counts = (x.tolist() for x in sampled)
-    fed = plan.integers[:, 2].tolist()
-    version = int(self._version)
-    self._counts["dispatches"] += 1
-    for i, running in enumerate(chosen):
-      if running.future.done():  # Aborted meanwhile.
-        continue
-      row = running.row
-      at = row if whole else i
-      count, known = counts[at], running.known
-      self._counts["prefilled"] += fed[at]
-      self._counts["sampled"] += count
-      self._cached[row] += fed[at] + max(count - 1, 0)
-      if not count:
-        continue
-      self._ids[row, known : known + count] = tokens[at][:count]
-      running.known = known + count
-      running.logprobs += logprobs[at][:count]
-      running.versions += [version] * count
-      stop = running.why_ended(tokens[at][count - 1])
-      if stop is not None:
-        self._finish(running, stop)
+    self._landed = time.monotonic()
+    survivors = self._batch.absorb(flight, landed.result())
+    self._schedule.landed(flight, survivors)
 
-  def _finish(
-    self, running: engine_plan.Running, stop: trajectory.Stop
-  ) -> None:
-    request = running.request
-    self._requests.pop(request.request_id, None)
-    self._sessions.pop(request.session, None)
-    tokens = np.zeros(0, np.int32)
-    if running.row >= 0:
-      start = len(request.tokens)
-      tokens = self._ids[running.row, start : running.known].copy()
-      self._running.pop(request.session, None)
-      self._slots.rest(request.session)
-    if not running.future.done():
-      running.future.set_result(running.completion(tokens, stop))
+  def _launch(self) -> bool:
+    """Starts a flight if one is worth it now; returns whether it did."""
+    if self._closed or (self._paused and self._holding != "drain"):
+      return False
+    if self._holding in (None, "drain"):
+      self._batch.admit(again_only=self._holding == "drain")
+    elif self._holding is not None:
+      return False
+    last = self._flights[-1][0] if self._flights else None
+    if last is None and self._lingers():
+      return False
+    choice = self._schedule.next(last)
+    if choice is None:
+      return False
+    flight = engine_plan.build(choice, self._settings, self._version)
+    copies, uploads = self._batch.take_errands()
+    self._dispatches += 1
+    landed = self._thread.submit(
+      "decode", self._fly, self._params, flight, copies, uploads
+    )
+    landed.add_done_callback(self._arrived)
+    self._flights.append((flight, landed))
+    return True
+
+  def _arrived(self, landed: asyncio.Future[decode_step.Sampled]) -> None:
+    # Of several that fail only the first is absorbed; none is left unseen.
+    landed.exception()
+    self._wake.set()
+
+  def _fly(
+    self,
+    params: transformer.Params,
+    flight: engine_plan.Flight,
+    copies: Sequence[tuple[int, int]],
+    uploads: Sequence[tuple[int, Any]],
+  ) -> decode_step.Sampled:
+    for row, bias in uploads:
+      self._decoder.set_bias(row, bias)
+    return self._decoder.advance(params, flight.plan, flight.chunks, copies)
+
+  def _lingers(self) -> bool:
+    """Whether to wait for sessions whose next turn may come at once."""
+    linger_s, ready = self._settings.linger_s, len(self._batch.running)
+    expected = self._batch.expected(linger_s)
+    if (
+      self._holding
+      or not ready
+      or ready >= 3 * expected
+      or ready >= self._settings.slots
+    ):
+      return False
+    asyncio.get_running_loop().call_later(linger_s / 8, self._wake.set)
+    return True

@@ -1,68 +1,29 @@
 """What the next dispatch of the built-in engine does. Pure bookkeeping.
 
-Letters: S slots (rows of the cache), L longest conversation.
+  running requests -> which rows, how many new ids of each, how many steps
+
+Letters: R rows, P rows with chunks of C ids, W pages of a table.
 """
 
 import asyncio
 import dataclasses
 import time
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Int32
 
-from rl import decode_step, engine, trajectory
+from rl import decode_step, engine, engine_settings, paging, trajectory
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class EngineSettings:
-  """Size of the built-in engine.
-
-  Attributes:
-    slots: rows of the KV cache, which bounds the requests decoded at once;
-      sessions beyond it wait, or take the row of one that idles.
-    row_buckets: compiled numbers of rows; `slots` is always one of them.
-    chunk_buckets: compiled numbers of new context ids a row and dispatch.
-    steps_per_dispatch: tokens sampled at most before the host looks again.
-    linger_s: how long a dispatch may wait to fill the smallest bucket.
-  """
-
-  slots: int = 256
-  row_buckets: tuple[int, ...] = (32, 64, 128, 256)
-  chunk_buckets: tuple[int, ...] = (4, 32)
-  steps_per_dispatch: int = 2
-  linger_s: float = 0.002
-
-  def validate(self) -> None:
-    """Raises ValueError on a size that cannot work."""
-    for name in ("slots", "steps_per_dispatch"):
-      if getattr(self, name) < 1:
-        raise ValueError(f"engine.{name}={getattr(self, name)} is below 1")
-    for name in ("row_buckets", "chunk_buckets"):
-      sizes = getattr(self, name)
-      if not sizes or min(sizes) < 1:
-        raise ValueError(f"engine.{name}={sizes} needs positive sizes")
-    if not 0 <= self.linger_s < 1:
-      raise ValueError(f"engine.linger_s={self.linger_s} is not in [0, 1)")
-
-  @property
-  def rows(self) -> tuple[int, ...]:
-    """The row buckets in use, ascending."""
-    smaller = sorted(r for r in set(self.row_buckets) if r < self.slots)
-    return (*smaller, self.slots)
-
-  def bucket(self, ready: int) -> int:
-    """Returns how many rows to dispatch when so many are ready.
-
-    The largest bucket that is nearly full: idle rows cost as much as others,
-    and what does not fit goes with the next dispatch.
-    """
-    full = [rows for rows in self.rows if self.worthwhile(ready, rows)]
-    return full[-1] if full else self.rows[0]
-
-  def worthwhile(self, ready: int, rows: int | None = None) -> bool:
-    """Whether a bucket, by default the smallest, is three quarters full."""
-    return 4 * ready >= 3 * (self.rows[0] if rows is None else rows)
+_MATMULS = 256
+_PATIENCE = 7
+"""Of so many dispatches one feeds new context, whatever that is worth: else
+one who comes alone would wait until others have ended. Lengths take turns as
+well, and there are fewer of them."""
+_DISPATCH = 1
+"""Steps that a dispatch costs beside its own: pages are gathered, the host
+looks."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -70,86 +31,325 @@ class Running:
   """A request inside the engine.
 
   Attributes:
+    order: requests that wait are served, and the context of those that run is
+      encoded, lowest first; the highest gives up its pages first.
+    turn: number of its last dispatch.
+    ids: the conversation, with room for all that may be sampled.
+    known: ids that are given or sampled.
     started: time.monotonic() of its arrival.
-    row: of the cache; -1 while it waits.
-    known: ids of the row that are the conversation: given and sampled.
-    cached_tokens: ids of the request that were not encoded again.
+    slot, lease, bias: what it holds while it runs.
+    fed, grown: what `lease.cached` and `known` will be after the dispatches in
+      flight, if they sample all that they may.
+    flights: dispatches in flight that hold it.
+    shared: its context is encoded, and known to others.
+    cached_tokens: ids that were in the cache when it was admitted first.
+    oldest_kv: lowest version that the last token sampled attended to.
     logprobs, versions: of the tokens sampled so far.
+    deltas: where a stream waits for them, None being the end; `told` of the
+      tokens are there.
   """
 
   request: engine.DecodeRequest
   future: asyncio.Future[engine.Completion]
-  started: float
-  row: int = -1
-  known: int = 0
-  cached_tokens: int = 0
+  order: tuple[tuple[int, ...], int]
+  ids: Int32[np.ndarray, " N"]
+  known: int
+  started: float = dataclasses.field(default_factory=time.monotonic)
+  slot: int = -1
+  lease: paging.Lease | None = None
+  bias: int = 0
+  fed: int = 0
+  grown: int = 0
+  flights: int = 0
+  turn: int = 0
+  shared: bool = False
+  cached_tokens: int | None = None
+  oldest_kv: int = -1
   logprobs: list[float] = dataclasses.field(default_factory=list)
   versions: list[int] = dataclasses.field(default_factory=list)
+  deltas: asyncio.Queue[engine.Delta | None] | None = None
+  told: int = 0
 
   @property
-  def sampled(self) -> int:
-    """Number of tokens sampled so far."""
+  def pending(self) -> int:
+    """Ids that the next dispatch may feed."""
+    return self.grown - self.fed
+
+  @property
+  def left(self) -> int:
+    """Tokens to sample after the dispatches in flight."""
+    given = len(self.request.tokens)
+    return self.request.max_tokens - (self.grown - given)
+
+  def settle(self) -> None:
+    """Takes what is absorbed for what will be: nothing is in flight."""
+    assert self.lease is not None
+    self.fed, self.grown = self.lease.cached, self.known
+
+  @property
+  def begun(self) -> bool:
+    """Whether it runs or has run."""
+    return self.cached_tokens is not None
+
+  @property
+  def num_sampled(self) -> int:
+    """Tokens sampled so far."""
     return len(self.versions)
 
-  def why_ended(self, newest: int) -> trajectory.Stop | None:
-    """Returns why sampling is over after the id `newest`, or None."""
-    if self.sampled and newest in self.request.stop_ids:
+  def why_ended(self) -> trajectory.Stop | None:
+    """Returns why sampling is over, or None."""
+    sampled = self.num_sampled
+    if sampled and int(self.ids[self.known - 1]) in self.request.stop_ids:
       return "stop"
-    return "length" if self.sampled >= self.request.max_tokens else None
+    return "length" if sampled >= self.request.max_tokens else None
 
-  def completion(
-    self, tokens: Int32[np.ndarray, " T"], stop: trajectory.Stop
-  ) -> engine.Completion:
-    """Returns the result of the request."""
-    return engine.Completion(
-      tokens=tokens,
-      logprobs=np.asarray(self.logprobs, np.float32),
-      versions=np.asarray(self.versions, np.int32),
-      stop=stop,
-      cached_tokens=self.cached_tokens,
-      decode_s=time.monotonic() - self.started,
+  def tell(self, completion: engine.Completion | None = None) -> None:
+    """Gives a stream what has been sampled since the last time."""
+    if self.deltas is None or (
+      self.told == self.num_sampled and not completion
+    ):
+      return
+    given = len(self.request.tokens)
+    delta = engine.Delta(
+      tokens=self.ids[given + self.told : self.known].copy(),
+      logprobs=np.asarray(self.logprobs[self.told :], np.float32),
+      versions=np.asarray(self.versions[self.told :], np.int32),
+      completion=completion,
+    )
+    self.told = self.num_sampled
+    self.deltas.put_nowait(delta)
+
+  def fail(self, error: Exception) -> None:
+    """Ends the request with an error."""
+    if not self.future.done():
+      self.future.set_exception(error)
+    if self.deltas is not None:
+      self.deltas.put_nowait(None)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Flight:
+  """One dispatch.
+
+  Attributes:
+    rows: its requests, in the order of its rows.
+    fed: new ids of each, and `starts` where they begin among all new ids.
+    chunks: (P, C).
+    could_go_on: rows whose requests will want more, unless a stop id comes.
+    version: of the weights.
+  """
+
+  rows: Sequence[Running]
+  fed: Sequence[int]
+  starts: Sequence[int]
+  chunks: tuple[int, int]
+  could_go_on: int
+  plan: decode_step.Plan
+  version: trajectory.PolicyVersion
+
+
+class Choice(NamedTuple):
+  """The rows of a dispatch and its shape.
+
+  Attributes:
+    rows: those with more than one new id come first.
+    chunks: (P, C).
+    num_rows: R.
+    length: bucket of the longest conversation.
+    steps: tokens that each row may sample.
+  """
+
+  rows: Sequence[Running]
+  chunks: tuple[int, int]
+  num_rows: int
+  length: int
+  steps: int
+
+  def need(self, one: Running) -> int:
+    """Returns how many positions a row of it must have pages for."""
+    return min(
+      one.fed + min(one.pending, self.chunks[1]) + self.steps, len(one.ids)
     )
 
 
-def plan(
-  running: Sequence[Running],
-  ids: Int32[np.ndarray, "S L"],
-  cached: Int32[np.ndarray, " S"],
-  settings: EngineSettings,
-  turn: int,
-) -> tuple[list[Running], decode_step.Plan]:
-  """Returns the requests of one dispatch, in the order of their plan.
-
-  Those whose new ids fit the same chunk go together; chunk sizes take turns,
-  so that none starves; the longest in the engine go first. A plan with as many
-  rows as the cache has is in the cache's order, and the others' rows are idle.
+def choose(
+  ready: Sequence[Running],
+  settings: engine_settings.EngineSettings,
+  *,
+  longest: int,
+  parts: int = 1,
+  fixed: int = 8,
+  turn: int = 0,
+) -> Choice:
+  """Returns the rows of the next dispatch, and its shape.
 
   Args:
-    running: in the order of admission.
-    ids, cached: what each row knows, and how much of it the cache holds.
-    turn: number of the dispatch.
+    ready: in order; at least one.
+    longest: conversation of the model.
+    parts: of the mesh over which rows are split.
+    fixed: see `EngineSettings.bucket`.
+    turn: number of the dispatch: lengths that go apart take turns.
   """
-  sizes = sorted(settings.chunk_buckets)
-  by_chunk: dict[int, list[Running]] = {}
-  for one in running:
-    new = one.known - int(cached[one.row])
-    chunk = next((c for c in sizes if c >= new), sizes[-1])
-    by_chunk.setdefault(chunk, []).append(one)
-  chunk = sorted(by_chunk)[turn % len(by_chunk)]
-  ready = by_chunk[chunk]
-  rows = settings.bucket(len(ready))
-  chosen = sorted(ready[:rows], key=lambda one: one.row)
-  result = decode_step.empty_plan(rows, chunk, idle_row=settings.slots)
-  for i, one in enumerate(chosen):
-    at = one.row if rows == settings.slots else i
-    past = int(cached[one.row])
-    new = min(one.known - past, chunk)
-    complete = past + new == one.known
-    left = one.request.max_tokens - one.sampled
-    budget = min(left, settings.steps_per_dispatch) if complete else 0
-    stop_ids = one.request.stop_ids
-    result.integers[at, :5] = (one.row, past, new, budget, one.request.seed)
-    result.integers[at, 5 : 5 + len(stop_ids)] = stop_ids
-    result.chunk[at, :new] = ids[one.row, past : past + new]
-    result.temperature[at] = one.request.temperature
-  return chosen, result
+  ready, length = _of_one_length(ready, settings, longest, fixed, turn)
+  context = [one for one in ready if one.pending > 1]
+  decoding = [one for one in ready if one.pending == 1]
+  num_rows, chunks = settings.bucket(len(ready), fixed), (0, 1)
+  if context:
+    pending = [one.pending for one in context]
+    none, *some = settings.chunks(num_rows, parts)
+    # What others sample beside it would make the shortest chunks look best.
+    forms, beside = [none, *some], len(decoding)
+    if turn % _PATIENCE == 0:
+      forms, beside = some, 0
+    chunks = max(
+      forms, key=lambda form: _worth(pending, beside, num_rows, form)
+    )
+  first = context[: chunks[0]]
+  fit = num_rows - len(first)
+  if fit < len(decoding):
+    # Else some would begin only when others have ended, and end alone.
+    decoding.sort(key=lambda one: (one.turn, -one.left))
+  rows = [*first, *decoding[:fit]]
+  num_rows = next(
+    size
+    for size in settings.rows
+    if size >= len(rows) and chunks in settings.chunks(size, parts)
+  )
+  lefts = [one.left for one in rows if one.pending <= chunks[1]]
+  steps = num_steps(lefts, settings.steps_per_dispatch)
+  return Choice(rows, chunks, num_rows, length, steps)
+
+
+def _worth(
+  pending: Sequence[int], decoding: int, rows: int, chunks: tuple[int, int]
+) -> float:
+  """Returns ids fed for what a dispatch costs.
+
+  Args:
+    pending: new ids of rows with context, in order.
+    decoding: number of rows with one.
+  """
+  count, size = chunks
+  context = sum(min(ids, size) for ids in pending[:count])
+  fed = context + min(decoding, rows - min(count, len(pending)))
+  # Reading the weights, and a row's keys and values, cost so many ids.
+  return fed / (count * (size - 1) + rows * 6 + 64)
+
+
+def num_steps(lefts: Sequence[int], most: int) -> int:
+  """Returns the steps that give the most tokens for what a dispatch costs.
+
+  Args:
+    lefts: tokens that each row still wants.
+    most: steps at most.
+  """
+  counts = [0] * (most + 1)
+  for left in lefts:
+    counts[min(left, most)] += 1
+  best, best_rate, tokens, going_on = 1, 0.0, 0, len(lefts) - counts[0]
+  for steps in range(1, most + 1):
+    if not going_on:
+      break
+    tokens += going_on
+    going_on -= counts[steps]
+    rate = tokens / (steps + _DISPATCH)
+    if rate >= best_rate:
+      best, best_rate = steps, rate
+  return best
+
+
+def _of_one_length(
+  ready: Sequence[Running],
+  settings: engine_settings.EngineSettings,
+  longest: int,
+  fixed: int,
+  turn: int,
+) -> tuple[Sequence[Running], int]:
+  """Returns the rows of one length bucket, and it.
+
+  Every row of a dispatch costs as much as the longest, so lengths go apart
+  unless few rows are left alone by that.
+  """
+  lengths = settings.lengths(longest)
+  if len(lengths) == 1:
+    return ready, lengths[0]
+  most = settings.steps_per_dispatch
+  classes: dict[int, list[Running]] = {}
+  for one in ready:
+    need = min(one.grown + most, longest)
+    length = next(size for size in lengths if size >= need)
+    classes.setdefault(length, []).append(one)
+
+  def cost(rows: Sequence[Running], length: int) -> int:
+    # A step's matmuls are worth the attention to some hundred positions.
+    return settings.bucket(len(rows), fixed) * (_MATMULS + length)
+
+  merged: list[tuple[int, list[Running]]] = []
+  for length in sorted(classes, reverse=True):
+    rows = classes[length]
+    if merged:
+      above, others = merged[-1]
+      apart = cost(others, above) + cost(rows, length)
+      if cost([*others, *rows], above) <= apart:
+        merged[-1] = (above, sorted([*others, *rows], key=by_order))
+        continue
+    merged.append((length, rows))
+  length, rows = merged[turn % len(merged)]
+  return rows, length
+
+
+def build(
+  choice: Choice,
+  settings: engine_settings.EngineSettings,
+  version: trajectory.PolicyVersion,
+) -> Flight:
+  """Returns the dispatch and moves its rows ahead by what it may do.
+
+  Every row has the pages that it needs.
+  """
+  plan = decode_step.empty_plan(
+    choice.num_rows,
+    choice.chunks,
+    settings.width(choice.length),
+    slots=settings.slots,
+  )
+  count, size = choice.chunks
+  plan.integers[:, decode_step.STEPS] = choice.steps
+  fed, starts = [], []
+  for i, one in enumerate(choice.rows):
+    assert one.lease is not None
+    new = min(one.pending, size if i < count else 1)
+    budget = min(one.left, choice.steps) if new == one.pending else 0
+    start = i * size if i < count else count * (size - 1) + i
+    # What it was last given is not known here yet, but on the device.
+    follow = one.flights > 0 and one.grown > one.known
+    request = one.request
+    plan.integers[i, : decode_step.FOLLOW + 1] = (
+      one.slot,
+      one.fed,
+      new,
+      budget,
+      request.seed,
+      request.top_k,
+      one.bias,
+      follow,
+    )
+    plan.stop_ids[i, : len(request.stop_ids)] = request.stop_ids
+    pages = one.lease.pages[: plan.tables.shape[1]]
+    plan.tables[i, : len(pages)] = pages
+    plan.floats[i] = (request.temperature, request.top_p, request.min_p)
+    plan.ids[start : start + new] = one.ids[one.fed : one.fed + new]
+    one.fed += new + max(budget - 1, 0)
+    one.grown += budget
+    one.flights += 1
+    fed.append(new)
+    starts.append(start)
+  could_go_on = sum(one.left > 0 for one in choice.rows)
+  return Flight(
+    choice.rows, fed, starts, choice.chunks, could_go_on, plan, version
+  )
+
+
+def by_order(one: Running) -> tuple[tuple[int, ...], int]:
+  """Returns its place among others, for sorting."""
+  return one.order

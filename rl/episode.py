@@ -5,6 +5,7 @@ build -> start -> [ context -> generate -> text -> step ]* -> close
 
 import contextlib
 import dataclasses
+import functools
 import time
 import zlib
 from collections.abc import Awaitable, Callable, Sequence
@@ -33,8 +34,14 @@ class Chat(Protocol):
     """Returns the ids of the first context."""
     ...
 
-  def append(self, messages: Sequence[base.Message]) -> Int32[np.ndarray, " P"]:
-    """Returns the ids that follow an answer."""
+  def append(
+    self, messages: Sequence[base.Message], answer_ended: bool = True
+  ) -> Int32[np.ndarray, " P"]:
+    """Returns the ids that follow an answer.
+
+    Args:
+      answer_ended: by a stop id, and not cut off before one.
+    """
     ...
 
   def decode(self, ids: Sequence[int]) -> str:
@@ -60,10 +67,6 @@ class Sampler(Protocol):
     """Samples one answer; see `engine.DecodeEngine`."""
     ...
 
-  def release(self, session: str) -> None:
-    """Frees what the engine holds for a session."""
-    ...
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Limits:
@@ -76,6 +79,8 @@ class Limits:
     temperature: of sampling; 0 takes the most probable token.
     step_s: deadline of one start, step or close of an environment. The first
       start of a process may import the environment's package.
+    record_experts: keep which experts the engine chose for every id, so that
+      the learner takes the same.
   """
 
   max_turns: int = 16
@@ -83,6 +88,7 @@ class Limits:
   max_tokens: int = 64
   temperature: float = 1.0
   step_s: float = 60.0
+  record_experts: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -143,6 +149,36 @@ class Record:
   messages: list[base.Message] = dataclasses.field(default_factory=list)
   rewards: list[float] = dataclasses.field(default_factory=list)
 
+  def add(
+    self,
+    context: Int32[np.ndarray, " P"],
+    completion: engine_lib.Completion,
+    env_s: float,
+  ) -> None:
+    """Appends a turn; `context` is what the turn before did not have.
+
+    The last id of a turn is fed with the context of the next: only then are
+    its experts known.
+    """
+    experts = completion.experts
+    if experts is not None:
+      # Of the whole conversation: the ids of this turn are its last.
+      first = len(experts) - len(context) - len(completion.tokens)
+      if self.turns:
+        self.turns[-1] = _fed(self.turns[-1], experts[first - 1])
+      experts = experts[first:].copy()
+    turn = trajectory.Turn(
+      context=context,
+      tokens=completion.tokens,
+      logprobs=completion.logprobs,
+      versions=completion.versions,
+      stop=completion.stop,
+      decode_s=completion.decode_s,
+      env_s=env_s,
+      experts=experts,
+    )
+    self.turns.append(turn)
+
   def end(
     self, status: trajectory.Status, fault: str = ""
   ) -> tuple[trajectory.Trajectory, base.Transcript]:
@@ -193,7 +229,6 @@ async def play(
   except foreign.Fault as fault:
     return record.end(trajectory.Status.ENV_FAULT, str(fault))
   finally:
-    engine.release(name)
     await environment.close()
 
 
@@ -232,13 +267,15 @@ async def _turns(
       step = await environment.step(answer)
     finally:
       # On every path: tokens that were sampled are never lost.
-      env_s = time.monotonic() - asked
-      record.turns.append(_turn(context, completion, env_s))
+      record.add(context, completion, time.monotonic() - asked)
     record.rewards.append(step.reward)
     record.messages.extend(step.messages)
     if step.done:
       return record.end(trajectory.Status.COMPLETED)
-    context = _encode(chat.append, step.messages)
+    append = functools.partial(
+      chat.append, answer_ended=completion.stop == "stop"
+    )
+    context = _encode(append, step.messages)
     ids = np.concatenate([ids, completion.tokens, context])
   return record.end(trajectory.Status.TRUNCATED)
 
@@ -261,26 +298,22 @@ def _requests(
       temperature=limits.temperature,
       stop_ids=stop_ids,
       seed=seed,
+      experts=limits.record_experts,
       priority=priority,
     )
 
   return request
 
 
-def _turn(
-  context: Int32[np.ndarray, " P"],
-  completion: engine_lib.Completion,
-  env_s: float,
+def _fed(
+  turn: trajectory.Turn, last: Int32[np.ndarray, "S k"]
 ) -> trajectory.Turn:
-  return trajectory.Turn(
-    context=context,
-    tokens=completion.tokens,
-    logprobs=completion.logprobs,
-    versions=completion.versions,
-    stop=completion.stop,
-    decode_s=completion.decode_s,
-    env_s=env_s,
-  )
+  """Returns the turn with the experts of its last id, where it had none."""
+  if turn.experts is None:
+    return turn
+  experts = turn.experts.copy()
+  experts[-1] = np.where(experts[-1] < 0, last, experts[-1])
+  return dataclasses.replace(turn, experts=experts)
 
 
 def _encode(

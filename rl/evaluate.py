@@ -41,7 +41,9 @@ async def evaluate(
     player: that of training; its log is left alone.
     success: an episode succeeds when its reward is at least this.
   """
-  limits = dataclasses.replace(player.limits, temperature=temperature)
+  limits = dataclasses.replace(
+    player.limits, temperature=temperature, record_experts=False
+  )
   quiet = dataclasses.replace(player, limits=limits, log=events.EventLog())
   played = await asyncio.gather(
     *(

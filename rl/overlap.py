@@ -24,7 +24,14 @@ class Overlap:
       synchronous system does; else as soon as a micro-batch is.
     max_staleness: eta, in rounds: T - F of every trained group is at most
       this, from the version of its first token to the one it trains at.
-    on_publish: what becomes of requests in flight when weights arrive.
+    on_publish: what becomes of requests in flight when weights arrive. With a
+      bound of 0 there are none. After "recompute" a token is sampled from keys
+      and values of its own version; after "keep_kv" from older ones as well:
+      publishing is cheaper, and no forward pass of one version gives its
+      log-probability again. What the engine recorded is still what the ratio
+      needs, but whether engine and learner agree can no longer be measured.
+
+  Source: keeping keys and values, PipelineRL, arXiv 2509.19128.
   """
 
   groups_per_round: int = 32
@@ -32,7 +39,7 @@ class Overlap:
   groups_per_microbatch: int = 8
   wait_for_round: bool = False
   max_staleness: int = 0
-  on_publish: engine.OnPublish = "drain"
+  on_publish: engine.InFlight = "drain"
 
   @property
   def groups_per_update(self) -> int:
@@ -74,11 +81,23 @@ class Overlap:
         f"max_staleness={self.max_staleness}: in flight, weights are "
         "published after every update; use updates_per_round=1"
       )
-    if self.max_staleness and self.on_publish != "recompute":
+    self._validate_on_publish()
+
+  def _validate_on_publish(self) -> None:
+    if self.on_publish == "abort":
       raise ValueError(
-        f"overlap.on_publish={self.on_publish!r} with max_staleness="
-        f"{self.max_staleness}: trajectories outlive a publish, so use "
-        "on_publish=recompute"
+        "overlap.on_publish='abort' would end episodes as faults of the "
+        "engine, with nothing to train on; use on_publish=recompute"
+      )
+    if self.max_staleness and self.on_publish == "drain":
+      raise ValueError(
+        f"overlap.on_publish='drain' with max_staleness={self.max_staleness}: "
+        "trajectories outlive a publish, so use on_publish=recompute or keep_kv"
+      )
+    if not self.max_staleness and self.on_publish == "keep_kv":
+      raise ValueError(
+        "overlap.on_publish='keep_kv' with max_staleness=0: nothing is in "
+        "flight, so all it could keep is stale prefixes; use on_publish=drain"
       )
 
 
@@ -123,19 +142,21 @@ def in_flight(
   groups_per_round: int,
   max_staleness: int = 1,
   groups_per_microbatch: int | None = None,
+  on_publish: engine.InFlight = "recompute",
 ) -> Overlap:
   """Returns rollout that never stops: weights arrive inside trajectories.
 
-  Cached keys and values are recomputed under the new weights and every token
-  carries the version that sampled it.
+  Every token carries the version that sampled it. Cached keys and values are
+  recomputed under the new weights, or with "keep_kv" left as they are.
 
-  Source: RollArt, arXiv 2512.22560, section 6.2; AReaL, 2505.24298.
+  Source: RollArt, arXiv 2512.22560, section 6.2; AReaL, 2505.24298; with
+  "keep_kv" PipelineRL, 2509.19128.
   """
   return Overlap(
     groups_per_round=groups_per_round,
     groups_per_microbatch=_microbatch(groups_per_round, groups_per_microbatch),
     max_staleness=max_staleness,
-    on_publish="recompute",
+    on_publish=on_publish,
   )
 
 

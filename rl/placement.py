@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import itertools
 
 import jax
 import numpy as np
@@ -11,6 +12,7 @@ from models import sharding
 _PLATFORMS = ("cpu", "gpu", "tpu")
 # jax's own names of what runs on a GPU.
 _GPUS = ("cuda", "rocm")
+_MAX_DEVICES = 2**20
 _AXIS_TYPES = (jax.sharding.AxisType.Auto,) * len(sharding.MESH_AXES)
 
 
@@ -56,6 +58,9 @@ class Placement:
   """The learner's mesh and the decode pool's.
 
   Attributes:
+    decode: the mesh of one replica; `decode.first_device` is the first of all.
+    replicas: engines of the decode pool, each with weights and a cache of its
+      own, on `decode.size` devices behind those of the one before.
     platform: "cpu", "gpu" or "tpu"; None takes what jax finds. On "cpu" the
       launcher makes as many virtual devices as the meshes need.
     colocated: the meshes may share devices.
@@ -65,23 +70,30 @@ class Placement:
   decode: MeshSpec = dataclasses.field(
     default_factory=lambda: MeshSpec(rules=sharding.DECODE)
   )
+  replicas: int = 1
   platform: str | None = None
   colocated: bool = False
 
   @property
-  def ranges(self) -> tuple[range, range]:
-    """Device indices of the learner and of the decode pool."""
+  def ranges(self) -> tuple[range, ...]:
+    """Device indices of the learner, and then of every replica."""
     start = self.learner.first_device or 0
     learner = range(start, start + self.learner.size)
     default = 0 if self.colocated else learner.stop
     start = self.decode.first_device
     start = default if start is None else start
-    return learner, range(start, start + self.decode.size)
+    size = self.decode.size
+    starts = [start + i * size for i in range(self.replicas)]
+    return learner, *(range(start, start + size) for start in starts)
 
   @property
   def num_devices(self) -> int:
     """Devices that must exist."""
-    return max(r.stop for r in self.ranges)
+    learner = (self.learner.first_device or 0) + self.learner.size
+    first = self.decode.first_device
+    if first is None:
+      first = 0 if self.colocated else learner
+    return max(learner, first + self.decode.size * self.replicas)
 
   def validate(self) -> None:
     """Raises ValueError on an unknown platform, or meshes that cannot be.
@@ -89,6 +101,10 @@ class Placement:
     Those are empty, or overlap undeclared.
     """
     self._validate_platform()
+    if self.replicas < 1:
+      raise ValueError(
+        f"placement.replicas={self.replicas} is below 1: nothing would decode"
+      )
     for name in ("learner", "decode"):
       spec = getattr(self, name)
       for axis in sharding.MESH_AXES:
@@ -101,12 +117,20 @@ class Placement:
           f"placement.{name}.first_device={spec.first_device} is below 0"
         )
       spec.rules.validate(f"placement.{name}.rules")
-    learner, decode = self.ranges
-    shared = sorted(set(learner) & set(decode))
-    if shared and not self.colocated:
+    if self.num_devices > _MAX_DEVICES:
       raise ValueError(
-        f"placement.learner and placement.decode share devices {shared}; "
-        "move placement.decode.first_device or set placement.colocated=true"
+        f"placement needs {self.num_devices} devices, {_MAX_DEVICES} at most; "
+        "lower placement.replicas or the sizes of its meshes"
+      )
+    learner, *replicas = self.ranges
+    decode = itertools.chain(*replicas)
+    shared = sorted(set(learner).intersection(decode))
+    if shared and not self.colocated:
+      times = f" x {self.replicas} replicas" if self.replicas > 1 else ""
+      raise ValueError(
+        f"placement.learner and placement.decode{times} share devices "
+        f"{shared}; move placement.decode.first_device or set "
+        "placement.colocated=true"
       )
 
   def _validate_platform(self) -> None:
@@ -121,8 +145,10 @@ class Placement:
       f"{', '.join(_PLATFORMS)} or none{hint}"
     )
 
-  def layouts(self) -> tuple[sharding.Layout, sharding.Layout]:
-    """Returns where things lie at the learner and at the decode pool.
+  def layouts(self) -> tuple[sharding.Layout, ...]:
+    """Returns where things lie at the learner, and then at every replica.
+
+    `learner, *replicas = place.layouts()`.
 
     Raises:
       ValueError: there are fewer devices than the placement needs, or none
@@ -137,15 +163,18 @@ class Placement:
         "finds"
       ) from error
     if len(devices) < self.num_devices:
+      fewer = (
+        f" or placement.replicas={self.replicas}" if self.replicas > 1 else ""
+      )
       raise ValueError(
         f"placement needs {self.num_devices} devices and jax sees "
-        f"{len(devices)}; lower placement.*.data, share them with "
+        f"{len(devices)}; lower placement.*.data{fewer}, share them with "
         "placement.colocated=true, or use placement.platform=cpu"
       )
-    learner, decode = self.ranges
-    return (
-      _layout(self.learner, devices[list(learner)]),
-      _layout(self.decode, devices[list(decode)]),
+    specs = [self.learner, *[self.decode] * self.replicas]
+    return tuple(
+      _layout(spec, devices[list(where)])
+      for spec, where in zip(specs, self.ranges, strict=True)
     )
 
 

@@ -32,10 +32,6 @@ class Watched:
     ):
       return await self.engine.generate(request)
 
-  def release(self, session: str) -> None:
-    """Frees what the engine holds for a session."""
-    self.engine.release(session)
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rollout(episode_lib.Limits):

@@ -5,6 +5,7 @@ object itself, so its class is written out where it has to be text:
 
   --config.rollout.group_size=8
   --config.loss=rl.losses.ClippedSurrogate(clip_high=0.3)
+  --config.engine=sglang            a class that has this as its short_name
   {"class": "rl.losses.ClippedSurrogate", "clip_low": 0.2, "clip_high": 0.3}
 """
 
@@ -255,13 +256,11 @@ def _read_choice(options: Mapping[str, Any], raw: Any) -> Any:
 
 
 def _integer(text: str) -> int:
-  try:
+  with contextlib.suppress(ValueError):
     return int(text)
-  except ValueError:
-    number = float(text)
-    if not number.is_integer():
-      raise
-    return int(number)
+  if not (number := float(text)).is_integer():
+    raise ValueError
+  return int(number)
 
 
 _BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
@@ -309,15 +308,15 @@ def _shape(raw: Any, where: str) -> Any:
 def _read_items(hint: Any, items: Any, where: str) -> Any:
   if not isinstance(items, list):
     raise _Mismatch
-  hints = _item_hints(hint, len(items))
-  values = [
-    _read(hints[i], item, f"{where}.{i}") for i, item in enumerate(items)
-  ]
+  pairs = enumerate(zip(_item_hints(hint, len(items)), items, strict=True))
+  values = [_read(child, item, f"{where}.{i}") for i, (child, item) in pairs]
   return values if _kind(hint) is list else tuple(values)
 
 
 def _read_object(kind: Any, data: Any, where: str) -> Any:
   """Builds {"class": path, field: raw value} and checks that it fits."""
+  if isinstance(data, _Text) and data.text == getattr(kind, "short_name", 0):
+    return kind()
   if not isinstance(data, dict) or not isinstance(data.get("class"), str):
     raise _Mismatch
   path = data["class"]
@@ -396,5 +395,5 @@ def _describe(hint: Any) -> str:
   if _is(kind, enum.Enum):
     return " | ".join(kind.__members__)
   if isinstance(hint, type) and not typing.get_args(hint):
-    return hint.__name__
+    return getattr(hint, "short_name", hint.__name__)
   return re.sub(r"(\w+\.)+(?=\w)", "", str(hint))

@@ -80,9 +80,6 @@ class _Demonstrator:
       decode_s=0.0,
     )
 
-  def release(self, session: str) -> None:
-    del session
-
 
 async def demonstrate(
   source: base.Source,

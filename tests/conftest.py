@@ -4,8 +4,11 @@ Eight CPU devices, because that is what shardings are tested on; and a
 compilation cache that outlives the run, because most of a test's time is XLA.
 """
 
+import gc
 import os
 import pathlib
+
+import pytest
 
 _DEVICES = "--xla_force_host_platform_device_count"
 
@@ -20,3 +23,16 @@ os.environ.setdefault(
   "JAX_COMPILATION_CACHE_DIR", str(pathlib.Path(_caches, "twinmesh", "xla"))
 )
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _programs():
+  """Lets go of a file's programs at its end.
+
+  Each maps memory, and a process may have 65,530 such maps: XLA dies of more.
+  """
+  yield
+  import jax
+
+  jax.clear_caches()
+  gc.collect()

@@ -4,7 +4,8 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Coroutine, Sequence
+import threading
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import jax
@@ -14,7 +15,14 @@ import pytest
 
 from models import config as config_lib
 from models import sharding, transformer
-from rl import dispatch, engine_jax, engine_plan, placement, trace, trajectory
+from rl import (
+  dispatch,
+  engine_jax,
+  engine_settings,
+  placement,
+  trace,
+  trajectory,
+)
 from rl import engine as engine_lib
 
 CONFIG = config_lib.tiny_moe(
@@ -27,34 +35,50 @@ CONFIG = config_lib.tiny_moe(
   max_length=32,
   compute=config_lib.Compute(moe_block=4),
 )
-SETTINGS = engine_plan.EngineSettings(
+DENSE = config_lib.tiny(
+  vocab_size=24,
+  num_layers=1,
+  d_model=16,
+  num_heads=2,
+  num_kv_heads=1,
+  head_dim=8,
+  d_ff=16,
+  max_length=32,
+)
+SETTINGS = engine_settings.EngineSettings(
   slots=4,
+  page_size=4,
+  least_copied=1,
   row_buckets=(2,),
   chunk_buckets=(2, 6),
+  prefill_tokens=8,
+  length_buckets=(32,),
   steps_per_dispatch=3,
   linger_s=0.004,
+  bias_slots=2,
 )
 
 
 @functools.cache
-def weights(seed: int) -> transformer.Params:
+def weights(seed: int, config: config_lib.ModelConfig) -> transformer.Params:
   """Large and without structure, so that answers vary."""
-  leaves, tree = jax.tree.flatten(transformer.init(jax.random.key(0), CONFIG))
+  leaves, tree = jax.tree.flatten(transformer.init(jax.random.key(0), config))
   rng = np.random.default_rng(seed)
   noisy = [
-    leaf + rng.normal(scale=0.4, size=leaf.shape).astype(np.float32)
+    leaf + rng.normal(scale=0.4, size=leaf.shape).astype(leaf.dtype)
     for leaf in leaves
   ]
   return jax.tree.unflatten(tree, noisy)
 
 
-@jax.jit
-def _forward(params, tokens):
-  positions = jnp.arange(CONFIG.max_length)[None]
+@functools.partial(jax.jit, static_argnums=0)
+def _best(config, params, tokens):
+  """The most probable next id at every position."""
+  positions = jnp.arange(config.max_length)[None]
   hidden, _ = transformer.hidden(
-    params, CONFIG, tokens, positions, jnp.ones_like(tokens)
+    params, config, tokens, positions, jnp.ones_like(tokens)
   )
-  return transformer.head(params, CONFIG, hidden)[0]
+  return transformer.head(params, config, hidden)[0].argmax(-1)
 
 
 @dataclasses.dataclass
@@ -66,8 +90,11 @@ class Served:
 
   runner: asyncio.Runner
   engine: engine_jax.JaxEngine
-  shardings: transformer.Params
+  config: config_lib.ModelConfig
+  layout: sharding.Layout
+  thread: dispatch.MeshThread
   names: int = 0
+  ready: dict[int, transformer.Params] = dataclasses.field(default_factory=dict)
 
   @property
   def version(self) -> int:
@@ -75,7 +102,7 @@ class Served:
 
   def run(self, scenario: Coroutine[Any, Any, Any]) -> Any:
     async def guarded():
-      async with asyncio.timeout(30):
+      async with asyncio.timeout(60):
         return await scenario
 
     return self.runner.run(guarded())
@@ -84,16 +111,32 @@ class Served:
     self.names += 1
     return f"name {self.names}"
 
+  def best(self, ids: Sequence[int], version: int | None = None) -> list[int]:
+    """The most probable id behind each, by one whole forward pass."""
+    version = self.version if version is None else version
+    padded = np.zeros((1, self.config.max_length), np.int32)
+    padded[0, : len(ids)] = ids
+    params = weights(version % 5, self.config)
+    return _best(self.config, params, padded)[: len(ids)].tolist()
+
   def greedy(
     self, prompt: Sequence[int], count: int, version: int | None = None
   ) -> list[int]:
     """The most probable answer by one whole forward pass a token."""
-    version = self.version if version is None else version
-    ids = np.zeros((1, CONFIG.max_length), np.int32)
-    ids[0, : len(prompt)] = prompt
-    for at in range(len(prompt), len(prompt) + count):
-      ids[0, at] = _forward(weights(version % 5), ids)[at - 1].argmax()
-    return ids[0, len(prompt) : len(prompt) + count].tolist()
+    ids = [*map(int, prompt)]
+    for _ in range(count):
+      ids.append(self.best(ids, version)[-1])
+    return ids[len(prompt) :]
+
+  def is_greedy(
+    self,
+    prompt: Sequence[int],
+    tokens: Sequence[int],
+    version: int | None = None,
+  ) -> bool:
+    """Whether `greedy` says the same: each id is the best of its place."""
+    ids = [*map(int, prompt), *map(int, tokens)]
+    return self.best(ids[:-1], version)[len(prompt) - 1 :] == ids[len(prompt) :]
 
   def request(
     self, prompt: Sequence[int], max_tokens: int, **kwargs: Any
@@ -116,75 +159,192 @@ class Served:
     request = self.request(*args, **kwargs)
     return request, asyncio.create_task(self.engine.generate(request))
 
+  async def until(self, done: Callable[[engine_lib.EngineStats], bool]) -> None:
+    while not done(self.engine.stats()):
+      await asyncio.sleep(0)
+
   async def begun(self, count: int) -> None:
     """Returns when `count` more tokens have been sampled."""
     goal = self.engine.stats().sampled_tokens + count
-    while self.engine.stats().sampled_tokens < goal:
-      await asyncio.sleep(0)
+    await self.until(lambda stats: stats.sampled_tokens >= goal)
+
+  @contextlib.asynccontextmanager
+  async def held(self, dispatches: int):
+    """Keeps the device busy; so many dispatches have queued up behind that."""
+    goal, go = self.engine.stats().dispatches + dispatches, threading.Event()
+    self.thread.submit("hold", go.wait, 60)
+    try:
+      await self.until(lambda stats: stats.dispatches >= goal)
+      yield
+    finally:
+      go.set()
 
   def placed(self, version: int) -> transformer.Params:
-    return jax.device_put(weights(version % 5), self.shardings)
+    """The weights of a version where the engine wants them."""
+    if version % 5 not in self.ready:
+      axes = transformer.logical_axes(self.config)
+      params = weights(version % 5, self.config)
+      self.ready[version % 5] = jax.device_put(params, self.layout.tree(axes))
+    return self.ready[version % 5]
 
-  async def publish(self, mode: engine_lib.OnPublish) -> None:
+  async def publish(self, mode: engine_lib.InFlight) -> None:
     version = trajectory.PolicyVersion(self.version + 1)
-    await self.engine.pause(mode)
-    await self.engine.update_weights(version, self.placed(version))
-    self.engine.resume()
+    await self.engine.update_weights(version, self.placed(version), mode)
+
+  def check(self) -> None:
+    """No page has two holders; when nothing is asked, nothing is held."""
+    batch, stats = self.engine._batch, self.engine.stats()
+    batch.check()
+    if not batch.requests:
+      assert (stats.running, stats.waiting) == (0, 0)
+      assert stats.free_pages + batch.paging.num_idle == stats.pages
+      assert len(batch._slots) == self.engine._settings.slots
+      assert not batch.biases._users.total()
 
 
 @contextlib.contextmanager
-def serve(data: int = 1, expert: int = 1, **changes: Any):
+def serve(
+  data: int = 1,
+  expert: int = 1,
+  tensor: int = 1,
+  config: config_lib.ModelConfig = CONFIG,
+  **changes: Any,
+):
   """Starts an engine of its own; `changes` are to `SETTINGS`."""
-  spec = placement.MeshSpec(data=data, expert=expert, rules=sharding.DECODE)
-  place = placement.Placement(decode=spec, colocated=True)
-  _, layout = place.layouts()
+  spec = placement.MeshSpec(
+    data=data, expert=expert, tensor=tensor, rules=sharding.DECODE
+  )
+  _, layout = placement.Placement(decode=spec, colocated=True).layouts()
   thread = dispatch.MeshThread("decode", trace.Trace(None))
   settings = dataclasses.replace(SETTINGS, **changes)
   with asyncio.Runner() as runner:
-    served = Served(
-      runner,
-      engine_jax.JaxEngine(CONFIG, settings, layout, thread),
-      layout.tree(transformer.logical_axes(CONFIG)),
-    )
-    start = served.engine.start(served.placed(0), trajectory.PolicyVersion(0))
-    served.run(start)
+    engine = settings.build(config, layout, thread)
+    served = Served(runner, engine, config, layout, thread)
+    served.run(engine.start(served.placed(0), trajectory.PolicyVersion(0)))
     yield served
-    served.run(served.engine.close())
+    served.run(engine.close())
   thread.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def config():
   return CONFIG
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def params():
-  return weights(0)
+  return weights(0, CONFIG)
 
 
-@pytest.fixture(scope="session")
-def served():
-  """Shared by tests, which leave it open and give new names to all."""
+@pytest.fixture(scope="module")
+def dense_config():
+  return DENSE
+
+
+@pytest.fixture(scope="module")
+def dense_params():
+  return weights(0, DENSE)
+
+
+@pytest.fixture(scope="module")
+def _served():
   with serve() as served:
+    yield served
+
+
+@pytest.fixture
+def served(_served):
+  """Shared by tests, which leave it open and idle and give new names to all."""
+  yield _served
+  _served.check()
+
+
+@pytest.fixture(scope="module")
+def _pressed():
+  with serve(
+    slots=6,
+    pages=10,
+    row_buckets=(6,),
+    chunk_buckets=(4,),
+    steps_per_dispatch=5,
+  ) as served:
+    yield served
+
+
+@pytest.fixture
+def pressed(_pressed):
+  """As `served`, with pages for little more than one whole conversation."""
+  yield _pressed
+  _pressed.check()
+
+
+@pytest.fixture(scope="module")
+def _dense():
+  with serve(
+    config=DENSE,
+    slots=16,
+    pages=24,
+    row_buckets=(16,),
+    chunk_buckets=(4,),
+    prefill_tokens=64,
+    length_buckets=(12,),
+    linger_s=0.0,
+  ) as served:
+    yield served
+
+
+@pytest.fixture
+def dense(_dense):
+  """As `served`, of a model without experts that costs next to nothing."""
+  yield _dense
+  _dense.check()
+
+
+@pytest.fixture(params=[(2, 2, 1), (1, 1, 2)], ids=["rows", "heads"])
+def meshed(request):
+  """On a mesh of several devices, with record of the experts."""
+  with serve(
+    *request.param,
+    row_buckets=(4,),
+    chunk_buckets=(4,),
+    record_experts=True,
+  ) as served:
+    yield served
+
+
+@pytest.fixture
+def bfloat16():
+  compute = config_lib.Compute(dtype="bfloat16")
+  config = dataclasses.replace(CONFIG, compute=compute)
+  with serve(config=config, row_buckets=(4,), chunk_buckets=(4,)) as served:
+    yield served
+
+
+@pytest.fixture
+def serving():
+  """Starts an engine of its own, of the model without experts."""
+  return functools.partial(serve, config=DENSE)
+
+
+@pytest.fixture
+def flying():
+  """For one test alone: nothing came before, so two dispatches queue up."""
+  with serve(
+    config=DENSE, row_buckets=(4,), chunk_buckets=(6,), linger_s=0.0
+  ) as served:
     yield served
 
 
 @pytest.fixture
 def breakable():
   """For one test alone; a single row, so that all but one request wait."""
-  with serve(slots=1, row_buckets=(1,), chunk_buckets=(4,)) as served:
+  with serve(
+    config=DENSE, slots=1, row_buckets=(1,), chunk_buckets=(4,)
+  ) as served:
     yield served
 
 
-@pytest.fixture
-def sharded():
-  """On a mesh of 2 by 2 devices."""
-  with serve(2, 2, row_buckets=(4,), chunk_buckets=(4,)) as served:
-    yield served
-
-
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def one_device():
   return placement.Placement(colocated=True).layouts()[1]
 

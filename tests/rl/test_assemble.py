@@ -13,7 +13,7 @@ from models import config as model_config
 from rl import (
   assemble,
   config,
-  engine_plan,
+  engine_settings,
   evaluate,
   events,
   overlap,
@@ -34,7 +34,7 @@ def experiment(**changes):
       vocab_size=7, num_layers=1, d_model=32, max_length=16
     ),
     rollout=rollout.Rollout(group_size=4, max_tokens=16),
-    engine=engine_plan.EngineSettings(
+    engine=engine_settings.EngineSettings(
       slots=32, row_buckets=(32,), chunk_buckets=(4,)
     ),
     overlap=overlap.in_flight(4, 1, 2),
@@ -148,7 +148,7 @@ def test_demonstrations_mix_in_as_many_random_answers_as_asked():
 def test_building_touches_no_more_devices_than_the_placement_names():
   parts = assemble.build(experiment())
   assert parts.learner_layout.devices == [jax.devices()[0]]
-  assert parts.decode_layout.devices == [jax.devices()[1]]
+  assert parts.decode_layouts[0].devices == [jax.devices()[1]]
   asyncio.run(parts.close())
 
 

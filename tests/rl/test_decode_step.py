@@ -11,177 +11,273 @@ from models import cache as cache_lib
 from models import transformer
 from rl import decode_step
 
-WRAPS = pytest.mark.parametrize(
-  "wrap", [jax.jit, lambda f: f], ids=["jit", "eager"]
-)
-PROMPTS = ([1, 2, 3], [4, 5], [6])
-SLOTS, STEPS = 4, 3
+PROMPTS = ([1, 2, 3, 7, 8], [4, 5], [6])
+# Pages of 4 positions: two for each of four rows.
+PAGES, WIDTH, SLOTS, STEPS = 8, 2, 4, 3
+CHUNKS = (2, 7)
 
 
-@pytest.fixture(scope="module")
-def advance(config, params, one_device):
-  """(cache, plan, whole) -> (cache, sampled)."""
-  programs = {
-    whole: jax.jit(
-      functools.partial(
-        decode_step.advance,
-        params,
-        config=config,
-        layout=one_device,
-        max_steps=STEPS,
-        whole=whole,
-      )
+def program(params, chunks, **kwargs):
+  return jax.jit(
+    functools.partial(
+      decode_step.advance, params, chunks=chunks, max_steps=STEPS, **kwargs
     )
-    for whole in (False, True)
-  }
-  return lambda cache, plan, whole: programs[whole](cache, plan)
+  )
 
 
 @pytest.fixture(scope="module")
-def greedy(config, params):
-  """(ids, count) -> the most probable answer of the plain model."""
+def advance(dense_config, dense_params, one_device):
+  """((cache, carry), plan, chunks, biases) -> (both again, sampled)."""
+  programs = {
+    chunks: program(
+      dense_params, chunks, config=dense_config, layout=one_device
+    )
+    for chunks in ((0, 1), CHUNKS)
+  }
+  none = np.zeros((2, 24), np.float32)
+
+  def run(state, plan, chunks=CHUNKS, biases=none):
+    cache, carry, sampled, _ = programs[chunks](*state, biases, plan)
+    return (cache, carry), sampled
+
+  return run
+
+
+@pytest.fixture(scope="module")
+def plain(dense_config, dense_params):
+  """ids -> logits of the plain model."""
 
   @jax.jit
   def forward(ids):
-    at = jnp.arange(8)[None]
-    hidden, _ = transformer.hidden(params, config, ids, at, jnp.ones_like(ids))
-    return transformer.head(params, config, hidden)
+    at = jnp.arange(ids.shape[1])[None]
+    hidden, _ = transformer.hidden(
+      dense_params, dense_config, ids, at, jnp.ones_like(ids)
+    )
+    return transformer.head(dense_params, dense_config, hidden)[0]
+
+  def logits(ids):
+    padded = np.zeros((1, 8), np.int32)
+    padded[0, : len(ids)] = ids
+    return forward(padded)[: len(ids)]
+
+  return logits
+
+
+@pytest.fixture(scope="module")
+def greedy(plain):
+  """(ids, count) -> the most probable answer of the plain model."""
 
   def answer(ids, count):
     ids = list(ids)
     for _ in range(count):
-      padded = np.zeros((1, 8), np.int32)
-      padded[0, : len(ids)] = ids
-      ids.append(int(forward(padded)[0, len(ids) - 1].argmax()))
+      ids.append(int(plain(ids)[-1].argmax()))
     return ids[-count:]
 
   return answer
 
 
-def marked(config):
-  """A cache full of sevens: what is overwritten can be told."""
-  return jax.tree.map(
-    lambda x: jnp.full_like(x, 7), cache_lib.init_cache(config, SLOTS, 8)
-  )
+def unused(config):
+  """A cache full of sevens: what is overwritten can be told. And a carry."""
+  cache = cache_lib.init_cache(config, PAGES, 4)
+  sevens = jax.tree.map(lambda x: jnp.full_like(x, 7), cache)
+  return sevens, decode_step.init_carry(SLOTS)
 
 
-def plan_of(rows, budgets, *, places, size, stops=()):
-  """Prompt i is fed to cache row `rows[i]` from place `places[i]`."""
-  plan = decode_step.empty_plan(size, 3, idle_row=SLOTS)
-  for place, row, ids, budget in zip(
-    places, rows, PROMPTS, budgets, strict=True
-  ):
-    plan.integers[place, :5] = (row, 0, len(ids), budget, 0)
-    plan.integers[place, 5 : 5 + len(stops)] = stops
-    plan.chunk[place, : len(ids)] = ids
-    plan.temperature[place] = 0
-  return plan
+@pytest.fixture
+def fresh(dense_config):
+  return unused(dense_config)
+
+
+def empty(chunks=CHUNKS):
+  return decode_step.empty_plan(SLOTS, chunks, WIDTH, slots=SLOTS)
+
+
+def set_row(
+  plan, row, slot, past, ids, budget, *, chunks=CHUNKS, steps=STEPS, **fields
+):
+  """Row `row` feeds ids behind `past` and samples; pages are the slot's."""
+  count, size = chunks
+  columns = plan.integers
+  columns[row, : decode_step.BUDGET + 1] = (slot, past, len(ids), budget)
+  columns[:, decode_step.STEPS] = steps
+  columns[row, decode_step.FOLLOW] = fields.get("follow", False)
+  columns[row, decode_step.BIAS] = fields.get("bias", 0)
+  stops = fields.get("stops", ())
+  plan.stop_ids[row, : len(stops)] = stops
+  plan.tables[row] = (2 * slot, 2 * slot + 1)
+  plan.floats[row, 0] = 0
+  start = row * size if row < count else count * (size - 1) + row
+  plan.ids[start : start + len(ids)] = ids
 
 
 def written(cache):
-  """Which positions of which rows are no longer sevens, in every layer."""
+  """Which positions of which pages are no longer sevens, in every layer."""
   changed = [np.any(np.asarray(x) != 7, (2, 3)) for x in (*cache.k, *cache.v)]
   for other in changed[1:]:
     np.testing.assert_array_equal(other, changed[0])
-  return [np.flatnonzero(row).tolist() for row in changed[0]]
+  return [np.flatnonzero(page).tolist() for page in changed[0]]
 
 
-@pytest.mark.parametrize("whole", [False, True])
+def told(sampled, row):
+  return sampled.tokens[row, : int(sampled.counts[row])].tolist()
+
+
 def test_rows_sample_up_to_their_budget_and_idle_rows_write_nothing(
-  advance, config, greedy, whole
+  advance, fresh, greedy
 ):
-  rows = (2, 0, 3)
-  plan = plan_of(
-    rows, (3, 1, 0), places=rows if whole else (0, 1, 2), size=SLOTS
-  )
-  cache, sampled = advance(marked(config), plan, whole)
-  places = rows if whole else (0, 1, 2)
-  counts = [int(sampled.counts[place]) for place in places]
-  assert counts == [3, 1, 0]
-  assert int(sampled.counts.sum()) == 4
-  for place, ids, count in zip(places, PROMPTS, counts, strict=True):
-    tokens = sampled.tokens[place, :count].tolist()
-    assert tokens == greedy(ids, 3)[:count]
-  # The last sampled token is never written: 3 + 2 in row 2, 2 in row 0, 1 in
-  # row 3 whose budget is 0, and nothing in row 1, which nobody owns.
-  assert written(cache) == [[0, 1], [], [0, 1, 2, 3, 4], [0]]
+  plan = empty()
+  set_row(plan, 0, 2, 0, PROMPTS[0], 3)
+  set_row(plan, 1, 0, 0, PROMPTS[1], 0)
+  set_row(plan, 2, 3, 0, PROMPTS[2], 3)
+  (cache, carry), sampled = advance(fresh, plan)
+  assert sampled.counts.tolist() == [3, 0, 3, 0]
+  assert told(sampled, 0) == greedy(PROMPTS[0], 3)
+  assert told(sampled, 2) == greedy(PROMPTS[2], 3)
+  # The last sampled token is never written: 5 + 2 of slot 2, and 1 + 2 of
+  # slot 3. Slot 0 has its context, and slot 1 is nobody's.
+  every = [0, 1, 2, 3]
+  assert written(cache) == [[0, 1], [], [], [], every, every[:3], every[:3], []]
+  assert carry.length.tolist() == [2, 0, 7, 3]
+  assert carry.alive.tolist() == [False, False, True, True]
+  assert int(carry.last[2]) == told(sampled, 0)[-1]
 
 
-def test_what_was_sampled_goes_on_in_the_next_dispatch(advance, config, greedy):
-  plan = plan_of((2, 0, 3), (3, 1, 2), places=(0, 1, 2), size=SLOTS)
-  cache, first = advance(marked(config), plan, False)
-  following = decode_step.empty_plan(SLOTS, 3, idle_row=SLOTS)
-  for place, row in enumerate((2, 0, 3)):
-    count = int(first.counts[place])
-    past = len(PROMPTS[place]) + count - 1
-    following.integers[place, :5] = (row, past, 1, 2, 0)
-    following.chunk[place, 0] = first.tokens[place, count - 1]
-    following.temperature[place] = 0
-  _, second = advance(cache, following, False)
-  for place, ids in enumerate(PROMPTS):
-    count = int(first.counts[place])
-    tokens = [*first.tokens[place, :count], *second.tokens[place, :2]]
-    assert list(map(int, tokens)) == greedy(ids, count + 2)
+@pytest.mark.parametrize("follow", [False, True])
+def test_a_row_goes_on_from_the_host_or_from_where_the_device_stands(
+  advance, fresh, greedy, follow
+):
+  plan = empty()
+  for row, (slot, budget) in enumerate(((2, 3), (0, 1), (3, 2))):
+    set_row(plan, row, slot, 0, PROMPTS[row], budget)
+  state, first = advance(fresh, plan)
+  # In another order of rows, and without chunks.
+  plan = empty((0, 1))
+  for row, (slot, at) in enumerate(((3, 2), (2, 0), (0, 1))):
+    last, past = told(first, at)[-1], len(PROMPTS[at]) + int(first.counts[at])
+    if follow:
+      # Of what the host says only the bounds are right.
+      last, past = 23, past + 2
+    set_row(plan, row, slot, past - 1, [last], 2, chunks=(0, 1), follow=follow)
+  _, second = advance(state, plan, (0, 1))
+  for row, at in enumerate((2, 0, 1)):
+    tokens = told(first, at) + told(second, row)
+    assert tokens == greedy(PROMPTS[at], len(tokens))
+    assert len(told(second, row)) == 2
 
 
-def test_a_stop_id_ends_its_row_and_no_other(advance, config, greedy):
+def test_context_is_fed_in_chunks_of_several_dispatches(advance, fresh, greedy):
+  state, tokens = fresh, []
+  for start, stop, budget in ((0, 2, 0), (2, 4, 0), (4, 5, 3)):
+    plan = empty()
+    set_row(plan, 1, 2, start, PROMPTS[0][start:stop], budget)
+    state, sampled = advance(state, plan)
+    tokens += told(sampled, 1)
+  assert tokens == greedy(PROMPTS[0], 3)
+
+
+def test_a_stop_id_ends_its_row_and_no_other(advance, fresh, greedy):
   answers = [greedy(ids, 3) for ids in PROMPTS]
   stop = answers[0][1]
   expected = [
     tokens.index(stop) + 1 if stop in tokens else 3 for tokens in answers
   ]
-  plan = plan_of(
-    (0, 1, 2), (3, 3, 3), places=(0, 1, 2), size=SLOTS, stops=(23, stop)
-  )
-  _, sampled = advance(marked(config), plan, True)
-  assert sampled.counts[:3].tolist() == expected
   assert min(expected) < max(expected)
+  plan = empty()
+  for row, ids in enumerate(PROMPTS):
+    set_row(plan, row, row, 0, ids, 3, stops=(23, stop))
+  (cache, carry), sampled = advance(fresh, plan)
+  assert sampled.counts[:3].tolist() == expected
+  assert carry.alive[:3].tolist() == [count == 3 for count in expected]
+  # One that follows a row that has stopped does nothing at all.
+  before = written(cache)
+  plan = empty((0, 1))
+  row = expected.index(min(expected))
+  set_row(plan, 0, row, 5, [1], 3, chunks=(0, 1), follow=True)
+  (cache, after), sampled = advance((cache, carry), plan, (0, 1))
+  assert not sampled.counts.any()
+  assert written(cache) == before
+  np.testing.assert_array_equal(after.length, carry.length)
+  np.testing.assert_array_equal(after.alive, carry.alive)
 
 
-def test_an_empty_plan_does_nothing(advance, config):
-  plan = decode_step.empty_plan(SLOTS, 3, idle_row=SLOTS)
-  for whole in (False, True):
-    cache, sampled = advance(marked(config), plan, whole)
-    assert written(cache) == [[]] * SLOTS
-    assert not sampled.counts.any()
-    assert np.isfinite(sampled.logprobs).all()
+def test_a_dispatch_ends_early_when_half_of_its_rows_have(
+  advance, fresh, greedy
+):
+  # Two of four have one token to sample: the others stop with them.
+  prompts = (*PROMPTS, [9])
+  plan = empty()
+  for row, ids in enumerate(prompts):
+    set_row(plan, row, row, 0, ids, 1 if row < 2 else 3)
+  state, first = advance(fresh, plan)
+  assert first.counts.tolist() == [1, 1, 1, 1]
+  # Behind them goes on who follows; of three only one ends now.
+  plan = empty((0, 1))
+  for row in range(1, 4):
+    most = 1 if row == 1 else 3
+    set_row(plan, row, row, 5, [0], most, chunks=(0, 1), follow=True)
+  _, second = advance(state, plan, (0, 1))
+  assert second.counts.tolist() == [0, 1, 3, 3]
+  for row in range(1, 4):
+    tokens = told(first, row) + told(second, row)
+    assert tokens == greedy(prompts[row], len(tokens))
 
 
-@WRAPS
-def test_sampled_logprobs_are_at_the_temperature(wrap):
-  # Temperature 2 turns logits [0, ln 4, ln 16] into weights 1 : 2 : 4; greedy
-  # takes the last and scores it at temperature 1, where it has 16 of 21.
-  logits = jnp.log(jnp.array([[1.0, 4.0, 16.0]] * 2))
-  token, logprob = wrap(decode_step.sample)(
-    logits, jnp.array([5, 5]), jnp.array([0, 0]), jnp.array([2.0, 0.0])
+def test_the_host_may_ask_for_fewer_steps_than_are_compiled(
+  advance, fresh, greedy
+):
+  plan = empty()
+  set_row(plan, 0, 0, 0, PROMPTS[0], 3, steps=2)
+  _, sampled = advance(fresh, plan)
+  assert told(sampled, 0) == greedy(PROMPTS[0], 2)
+
+
+@pytest.mark.parametrize("chunks", [(0, 1), CHUNKS])
+def test_an_empty_plan_does_nothing(advance, fresh, chunks):
+  (cache, carry), sampled = advance(fresh, empty(chunks), chunks)
+  assert written(cache) == [[]] * PAGES
+  assert not sampled.counts.any()
+  assert np.isfinite(sampled.logprobs).all()
+  assert not np.any(carry.length)
+
+
+def test_a_bias_forbids_at_every_step(advance, fresh, plain):
+  allowed = [3, 11]
+  biases = np.zeros((2, 24), np.float32)
+  biases[1] = -np.inf
+  biases[1, allowed] = 0
+  plan = empty()
+  set_row(plan, 0, 0, 0, PROMPTS[0], 3, bias=1)
+  set_row(plan, 1, 1, 0, PROMPTS[1], 3)
+  _, sampled = advance(fresh, plan, biases=biases)
+  ids = [*PROMPTS[0]]
+  for token, logprob in zip(told(sampled, 0), sampled.logprobs[0], strict=True):
+    logits = plain(ids)[-1]
+    assert token == allowed[int(logits[jnp.array(allowed)].argmax())]
+    # That of the plain distribution: 2e-6 is typical.
+    assert abs(float(jax.nn.log_softmax(logits)[token]) - logprob) < 1e-4
+    ids.append(token)
+  assert set(told(sampled, 1)) - set(allowed)
+
+
+def test_the_experts_of_all_that_was_fed_are_told(config, params, one_device):
+  advance = program(
+    params, CHUNKS, config=config, layout=one_device, record_experts=True
   )
-  share = np.array([1, 2, 4])[int(token[0])] / 7
-  assert int(token[1]) == 2
-  np.testing.assert_allclose(np.exp(logprob), [share, 16 / 21], rtol=1e-5)
-
-
-def test_samples_have_the_frequencies_of_the_distribution():
-  size = 4000
-  expected = np.array([0.1, 0.2, 0.7])
-  logits = jnp.tile(jnp.log(jnp.array(expected)), (size, 1))
-  for seeds, positions in (
-    (jnp.arange(size), jnp.zeros(size, jnp.int32)),
-    (jnp.zeros(size, jnp.int32), jnp.arange(size)),
-  ):
-    token, _ = decode_step.sample(logits, seeds, positions, jnp.ones(size))
-    share = np.bincount(token, minlength=3) / size
-    # Four standard errors: sqrt(.7 * .3 / 4000) = 0.0072.
-    np.testing.assert_allclose(share, expected, atol=0.029)
-
-
-def test_noise_follows_from_seed_and_position_alone():
-  logits = jnp.zeros((4, 1000))
-  seeds, positions = jnp.array([3, 3, 3, 4]), jnp.array([8, 8, 9, 8])
-  token, _ = decode_step.sample(logits, seeds, positions, jnp.ones(4))
-  flipped, _ = decode_step.sample(
-    logits, seeds[::-1], positions[::-1], jnp.ones(4)
-  )
-  np.testing.assert_array_equal(token, flipped[::-1])
-  assert token[0] == token[1]
-  # Of 1000 equal choices: another position or another seed differs.
-  assert len(set(token.tolist())) == 3
+  biases = np.zeros((2, 24), np.float32)
+  plan = empty()
+  set_row(plan, 0, 2, 0, PROMPTS[0], 3)
+  set_row(plan, 3, 0, 0, PROMPTS[2], 3)
+  *state, sampled, room = advance(*unused(config), biases, plan)
+  # Two chunks of 7, and one id of each other row.
+  assert sampled.fed.shape == (16, config.num_layers, 2)
+  assert sampled.stepped.shape == (SLOTS, STEPS - 1, config.num_layers, 2)
+  # Padding has none.
+  assert (sampled.fed[5:15] == -1).all()
+  # Sampled or fed as context, an id takes the same experts.
+  plan = empty()
+  ids = [*PROMPTS[0], *told(sampled, 0)[:2]]
+  set_row(plan, 1, 1, 0, ids, 0)
+  *_, again, room = advance(*state, biases, plan, room)
+  both = np.concatenate([sampled.fed[:5], sampled.stepped[0]])
+  np.testing.assert_array_equal(again.fed[7:14], both)
+  assert ((both >= 0) & (both < config.num_experts)).all()

@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from rl import dispatch
+
 
 def test_work_runs_in_order_on_one_thread_off_the_event_loop(thread, spans):
   order = []
@@ -85,3 +87,40 @@ def test_arrays_are_ready_when_run_returns(thread):
   product = jax.jit(lambda x: x @ x @ x)
   result = asyncio.run(thread.run("product", product, x))
   assert result.is_ready()
+
+
+def test_programs_are_queued_at_once_and_answer_in_order(thread):
+  go, order = threading.Event(), []
+
+  def work(i):
+    go.wait(10)
+    order.append(i)
+    return i
+
+  async def scenario():
+    futures = [thread.submit("work", work, i) for i in range(3)]
+    await asyncio.sleep(0.01)
+    assert not any(future.done() for future in futures)
+    # Who no longer waits for a result does not stop its program.
+    futures[1].cancel()
+    go.set()
+    return [await futures[0], await futures[2]]
+
+  assert asyncio.run(scenario()) == [0, 2]
+  assert order == [0, 1, 2]
+
+
+def test_a_closed_thread_refuses_work_after_what_is_queued(spans):
+  thread, order = dispatch.MeshThread("decode", spans), []
+
+  async def scenario():
+    queued = thread.submit("work", order.append, 1)
+    thread.close()
+    await queued
+    with pytest.raises(RuntimeError, match="the decode thread was closed"):
+      thread.submit("work", order.append, 2)
+    with pytest.raises(RuntimeError, match="the decode thread was closed"):
+      await thread.run("work", order.append, 3)
+
+  asyncio.run(scenario())
+  assert order == [1]

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from rl import dispatch, engine, engine_jax, engine_plan, trace, trajectory
+from rl import dispatch, engine, engine_jax, engine_settings, trace, trajectory
 
 
 def test_new_weights_go_on_in_the_middle_of_an_answer(served):
@@ -17,9 +17,10 @@ def test_new_weights_go_on_in_the_middle_of_an_answer(served):
     _, early = served.begin(prompts[0], 20)
     await served.begun(3)
     _, late = served.begin(prompts[1], 8)
-    await asyncio.sleep(0.003)
     old = served.version
-    await served.publish("recompute")
+    async with served.held(1):
+      publishing = asyncio.create_task(served.publish("recompute"))
+    await publishing
     answers = await asyncio.gather(early, late)
     for ids, answer in zip(prompts, answers, strict=True):
       tokens, versions = answer.tokens.tolist(), answer.versions.tolist()
@@ -28,9 +29,58 @@ def test_new_weights_go_on_in_the_middle_of_an_answer(served):
       assert tokens[:kept] == served.greedy(ids, kept, version=old)
       rest = len(tokens) - kept
       assert versions[kept:] == [old + 1] * rest
-      assert tokens[kept:] == served.greedy([*ids, *tokens[:kept]], rest)
+      # As a fresh run of the same beginning.
+      fresh = await served.answer([*ids, *tokens[:kept]], rest)
+      assert tokens[kept:] == fresh.tokens.tolist()
+      assert served.is_greedy([*ids, *tokens[:kept]], tokens[kept:])
+      assert answer.oldest_kv == old + 1
     assert [len(answer.tokens) for answer in answers] == [20, 8]
     assert set(answers[0].versions) == {old, old + 1}
+
+  served.run(scenario())
+
+
+def test_kept_keys_and_values_show_in_tokens_and_in_what_is_told(served):
+  async def scenario():
+    old, differ = served.version, 0
+    begun = [served.begin([i, 5, 7], 24) for i in range(4)]
+    await served.begun(12)
+    await served.publish("keep_kv")
+    for request, task in begun:
+      answer = await task
+      tokens, versions = answer.tokens.tolist(), answer.versions.tolist()
+      kept = versions.count(old)
+      assert 0 < kept < 24
+      assert versions == [old] * kept + [old + 1] * (24 - kept)
+      assert tokens[:kept] == served.greedy(request.tokens, kept, version=old)
+      ids = [*request.tokens, *tokens[:kept]]
+      differ += tokens[kept:] != served.greedy(ids, 24 - kept)
+      assert answer.oldest_kv == old
+      assert [span[0] for span in answer.spans] == [old, old + 1]
+    assert differ > 0
+    # With the next recomputed ones nothing old is left.
+    await served.publish("recompute")
+    ids = begun[0][0].tokens
+    fresh = await served.answer(ids, 8)
+    assert (fresh.cached_tokens, fresh.oldest_kv) == (0, old + 2)
+    assert served.is_greedy(ids, fresh.tokens)
+
+  served.run(scenario())
+
+
+def test_aborted_answers_keep_what_they_have_and_the_queue_goes_on(served):
+  async def scenario():
+    old = served.version
+    begun = [served.begin([i + 1], 20) for i in range(7)]
+    await served.begun(4)
+    await served.publish("abort")
+    answers = [await task for _, task in begun]
+    assert [a.stop for a in answers] == ["abort"] * 4 + ["length"] * 3
+    for (request, _), answer in zip(begun, answers, strict=True):
+      (version,) = set(answer.versions)
+      assert version == old + (answer.stop == "length")
+      assert served.is_greedy(request.tokens, answer.tokens, version=version)
+    assert all(0 < len(answer.tokens) < 20 for answer in answers[:4])
 
   served.run(scenario())
 
@@ -42,20 +92,25 @@ def test_what_idled_is_encoded_again_under_new_weights(served):
     await served.publish("recompute")
     answer = await served.answer(ids, 4, session=session)
     assert answer.cached_tokens == 0
-    assert answer.tokens.tolist() == served.greedy(ids, 4)
+    assert served.is_greedy(ids, answer.tokens)
 
   served.run(scenario())
 
 
-@pytest.mark.parametrize("first", [None, "recompute"])
-def test_drain_finishes_what_runs_and_keeps_the_queue(served, first):
+@pytest.mark.parametrize("paused", [False, True])
+def test_drain_finishes_what_runs_and_keeps_the_queue(served, paused):
   async def scenario():
     before = served.version
     tasks = [served.begin([i + 1], 20)[1] for i in range(7)]
     await served.begun(1)
-    if first:
-      await served.engine.pause(first)
+    if paused:
+      await served.engine.pause()
     await served.publish("drain")
+    if paused:
+      assert all(task.done() for task in tasks[:4])
+      await asyncio.sleep(0.02)
+      assert not any(task.done() for task in tasks[4:])
+      served.engine.resume()
     # Four rows ran under the old weights to their end; three had to wait.
     versions = [set((await task).versions) for task in tasks]
     assert versions == [{before}] * 4 + [{before + 1}] * 3
@@ -63,15 +118,58 @@ def test_drain_finishes_what_runs_and_keeps_the_queue(served, first):
   served.run(scenario())
 
 
+def test_drain_lets_the_preempted_finish_and_nobody_else(pressed):
+  async def scenario():
+    before = pressed.engine.stats()
+    begun = [pressed.begin([i, *range(9)], 21) for i in range(6)]
+    await pressed.until(lambda now: now.preemptions > before.preemptions)
+    run = [one.request for one in pressed.engine._batch.running]
+    draining = asyncio.create_task(pressed.publish("drain"))
+    await asyncio.sleep(0)
+    late = pressed.begin([7], 3, priority=(-1,))
+    await draining
+    assert pressed.version == before.version + 1
+    for request, task in begun:
+      answer = await task
+      assert pressed.is_greedy(
+        request.tokens, answer.tokens, version=answer.oldest_kv
+      )
+      assert len(set(answer.versions)) == 1
+      if request in run:
+        assert answer.oldest_kv == before.version
+    assert set((await late[1]).versions) == {before.version + 1}
+
+  pressed.run(scenario())
+
+
+@pytest.mark.parametrize("mode", ["recompute", "keep_kv", "abort"])
+def test_an_engine_that_was_paused_takes_weights_and_stays_so(served, mode):
+  async def scenario():
+    _, task = served.begin([1], 20)
+    await served.begun(1)
+    await served.engine.pause()
+    before = served.engine.stats()
+    await served.publish(mode)
+    await asyncio.sleep(0.02)
+    after = served.engine.stats()
+    assert after.version == before.version + 1
+    assert after.dispatches == before.dispatches
+    assert task.done() == (mode == "abort")
+    served.engine.resume()
+    assert (await task).stop == ("abort" if mode == "abort" else "length")
+
+  served.run(scenario())
+
+
 def test_requests_made_while_paused_wait_for_resume(served):
   async def scenario():
-    await served.engine.pause("drain")
+    await served.engine.pause()
     _, task = served.begin([1], 2)
     await asyncio.sleep(0.02)
     assert not task.done()
     assert served.engine.stats().waiting == 1
     served.engine.resume()
-    assert (await task).tokens.tolist() == served.greedy([1], 2)
+    assert served.is_greedy([1], (await task).tokens)
 
   served.run(scenario())
 
@@ -80,7 +178,7 @@ def test_abort_while_paused_answers_at_once(served):
   async def scenario():
     request, task = served.begin([3], 20)
     await served.begun(1)
-    await served.engine.pause("recompute")
+    await served.engine.pause()
     served.engine.abort(request.request_id)
     answer = await task
     served.engine.resume()
@@ -90,36 +188,100 @@ def test_abort_while_paused_answers_at_once(served):
   served.run(scenario())
 
 
-def test_200_updates_under_load_lose_and_repeat_nothing(served):
-  start, answers = served.engine.stats(), []
+def test_1000_updates_under_load_lose_and_repeat_nothing(dense):
+  start, answers = dense.engine.stats(), []
+  modes = ["recompute", "keep_kv", "recompute", "drain", "recompute"]
 
   async def client(seed, finished):
     rng = np.random.default_rng(seed)
     while not finished.is_set():
       prompt = rng.integers(24, size=rng.integers(1, 12))
       count = int(rng.integers(1, 9))
-      answer = await served.answer(prompt, count)
+      answer = await dense.answer(prompt, count)
       assert (answer.stop, len(answer.tokens)) == ("length", count)
       assert (np.diff(answer.versions) >= 0).all()
-      answers.append(answer)
+      assert answer.oldest_kv <= answer.versions[-1]
+      answers.append((prompt, answer))
 
   async def scenario():
     finished = asyncio.Event()
     async with asyncio.TaskGroup() as clients:
-      for seed in range(6):
+      for seed in range(5):
         clients.create_task(client(seed, finished))
-      for i in range(200):
-        await served.publish("recompute" if i % 10 else "drain")
-        await asyncio.sleep(0.002 * (i % 3))
+      for i in range(1000):
+        # At times half-way: then nothing has happened, and it comes again.
+        publishing = asyncio.create_task(dense.publish(modes[i % 5]))
+        await asyncio.sleep(0)
+        if i % 9 == 0 and not publishing.done():
+          publishing.cancel()
+          await asyncio.wait([publishing])
+          if publishing.cancelled():
+            await dense.publish(modes[i % 5])
+        await publishing if not publishing.done() else None
+        await asyncio.sleep(0 if i % 7 else 0.002)
       finished.set()
 
-  served.run(scenario())
-  stats = served.engine.stats()
-  assert stats.version == start.version + 200
-  delivered = sum(len(answer.tokens) for answer in answers)
+  dense.run(scenario())
+  stats = dense.engine.stats()
+  assert stats.version == start.version + 1000
+  delivered = sum(len(answer.tokens) for _, answer in answers)
   assert stats.sampled_tokens - start.sampled_tokens == delivered
-  assert any(len(set(answer.versions)) > 1 for answer in answers)
+  assert any(len(set(answer.versions)) > 1 for _, answer in answers)
   assert stats.compilations == start.compilations
+  # Of one version and none of it older: the plain model's.
+  whole = [
+    (prompt, answer)
+    for prompt, answer in answers
+    if len({answer.oldest_kv, *answer.versions}) == 1
+  ]
+  assert len(whole) > 100
+  for prompt, answer in whole[:200]:
+    assert dense.is_greedy(prompt, answer.tokens, version=answer.oldest_kv)
+
+
+def test_a_cancelled_update_leaves_the_old_weights_serving(served):
+  async def scenario():
+    old = served.version
+    for mode in ("drain", "recompute", "keep_kv", "abort"):
+      _, task = served.begin([2, 4], 20)
+      await served.begun(1)
+      async with served.held(1):
+        publishing = asyncio.create_task(served.publish(mode))
+        queued = asyncio.create_task(served.publish("recompute"))
+        await asyncio.sleep(0.005)
+        assert not publishing.done()
+        for update in (queued, publishing):
+          update.cancel()
+        await asyncio.wait([publishing, queued])
+        assert publishing.cancelled()
+        assert queued.cancelled()
+      answer = await task
+      assert (answer.stop, set(answer.versions)) == ("length", {old})
+      assert served.is_greedy([2, 4], answer.tokens)
+    await served.publish("recompute")
+    assert served.version == old + 1
+
+  served.run(scenario())
+
+
+def test_a_pause_during_an_update_holds_what_comes_after_it(served):
+  async def scenario():
+    _, task = served.begin([2, 4], 25)
+    await served.begun(1)
+    async with served.held(1):
+      publishing = asyncio.create_task(served.publish("recompute"))
+      pausing = asyncio.create_task(served.engine.pause())
+      await asyncio.sleep(0.005)
+      assert not publishing.done()
+      assert not pausing.done()
+    await asyncio.gather(publishing, pausing)
+    before = served.engine.stats().dispatches
+    await asyncio.sleep(0.02)
+    assert served.engine.stats().dispatches == before
+    served.engine.resume()
+    assert (await task).stop == "length"
+
+  served.run(scenario())
 
 
 def test_weights_that_cannot_be_served_are_refused(served):
@@ -128,19 +290,36 @@ def test_weights_that_cannot_be_served_are_refused(served):
     new = trajectory.PolicyVersion(old + 1)
     good = served.placed(new)
     update = served.engine.update_weights
-    with pytest.raises(RuntimeError, match="await pause"):
-      await update(new, good)
-    await served.engine.pause("recompute")
-    with pytest.raises(ValueError, match=f"not above the served {old}"):
-      await update(old, good)
+    _, running = served.begin([1, 2], 20)
+    for version in (old, trajectory.PolicyVersion(old - 1)):
+      with pytest.raises(ValueError, match=f"not above the served {old}"):
+        await update(version, good)
     with pytest.raises(ValueError, match=r"'embed'.*\(24, 32\).*\(23, 32\)"):
       await update(new, {**good, "embed": good["embed"][:-1]})
     with pytest.raises(ValueError, match=r"'head'.*expected None"):
       await update(new, {**good, "head": good["embed"]})
-    served.engine.resume()
+    less = {name: leaf for name, leaf in good.items() if name != "final_norm"}
+    with pytest.raises(ValueError, match=r"'final_norm'.*got None"):
+      await update(new, less)
+    with pytest.raises(ValueError, match="in_flight='wait'; use abort or"):
+      await update(new, good, "wait")
     assert served.version == old
-    answer = await served.answer([1, 2], 3)
-    assert answer.tokens.tolist() == served.greedy([1, 2], 3)
+    assert served.is_greedy([1, 2], (await running).tokens)
+
+  served.run(scenario())
+
+
+def test_the_checksum_is_of_the_served_weights(served):
+  async def scenario():
+    first = await served.engine.checksum()
+    await served.publish("recompute")
+    second = await served.engine.checksum()
+    assert (first[0] + 1, second[0]) == (second[0], served.version)
+    assert first[1] != second[1]
+    for _ in range(4):
+      await served.publish("recompute")
+    # Version v serves weights v % 5.
+    assert await served.engine.checksum() == (first[0] + 5, first[1])
 
   served.run(scenario())
 
@@ -151,23 +330,46 @@ def test_close_fails_what_is_in_flight_and_all_that_follows(breakable, paused):
     tasks = [breakable.begin([1], 20)[1] for _ in range(3)]
     await breakable.begun(1)
     if paused:
-      await breakable.engine.pause("recompute")
+      await breakable.engine.pause()
     await breakable.engine.close()
     for task in (
       *tasks,
       breakable.answer([1], 1),
-      breakable.engine.pause("drain"),
+      breakable.engine.pause(),
+      breakable.engine.checksum(),
+      breakable.engine.flush_cache(),
       breakable.engine.update_weights(1, breakable.placed(1)),
     ):
       with pytest.raises(engine.EngineClosed, match="was closed"):
         await task
+    await breakable.engine.close()
+
+  breakable.run(scenario())
+
+
+def test_close_ends_every_update_that_waits(breakable):
+  async def scenario():
+    _, task = breakable.begin([1], 20)
+    await breakable.begun(1)
+    async with breakable.held(1):
+      # The second waits for the first.
+      updates = [
+        asyncio.create_task(breakable.publish(mode))
+        for mode in ("drain", "recompute")
+      ]
+      pausing = asyncio.create_task(breakable.engine.pause())
+      await asyncio.sleep(0.005)
+      await breakable.engine.close()
+      for waiting in (*updates, pausing, task):
+        with pytest.raises(engine.EngineClosed, match="was closed"):
+          await waiting
 
   breakable.run(scenario())
 
 
 def test_close_before_the_start_returns(config, one_device):
   thread = dispatch.MeshThread("decode", trace.Trace(None))
-  settings = engine_plan.EngineSettings()
+  settings = engine_settings.EngineSettings()
   unborn = engine_jax.JaxEngine(config, settings, one_device, thread)
   asyncio.run(unborn.close())
   thread.close()
@@ -177,13 +379,18 @@ def test_a_device_program_that_fails_fails_the_requests(breakable):
   async def scenario():
     tasks = [breakable.begin([1], 20)[1] for _ in range(3)]
     await breakable.begun(1)
-    await breakable.engine.pause("recompute")
     # On another device than the cache: the next dispatch raises.
     elsewhere = jax.device_put(breakable.placed(1), jax.devices()[1])
     await breakable.engine.update_weights(1, elsewhere)
-    breakable.engine.resume()
-    for task in (*tasks, breakable.answer([1], 1)):
-      with pytest.raises(engine.EngineClosed, match="decoding raised Value"):
+    for task in (
+      *tasks,
+      breakable.answer([1], 1),
+      breakable.publish("recompute"),
+    ):
+      with pytest.raises(
+        engine.EngineClosed, match="decoding raised Value"
+      ) as raised:
         await task
+      assert isinstance(raised.value.__cause__, ValueError)
 
   breakable.run(scenario())

@@ -4,11 +4,12 @@ import asyncio
 import dataclasses
 from typing import Any, cast
 
+import numpy as np
 import pytest
 
 from envs import base
 from models import chat as chat_lib
-from rl import episode, testing, trajectory
+from rl import batch, episode, testing, trajectory
 
 CHAT = chat_lib.WordChat(("go", "on", "yes", "no"))
 
@@ -31,11 +32,11 @@ class Foreign(testing.Counting):
     return environment
 
 
-def play(source, **limits):
+def play(source, engine=None, **limits):
   """Plays one episode; 60 s of deadline are never waited for."""
   task = source.task(0, "train")
   record = episode.Record(episode.Episode(task, 3, 0, 0))
-  engine = testing.FakeEngine((5,), chat_lib.END)
+  engine = engine or testing.FakeEngine((5,), chat_lib.END)
   settings = episode.Limits(**limits)
   played, _ = asyncio.run(episode.play(source, engine, CHAT, settings, record))
   return played
@@ -122,3 +123,77 @@ def test_a_first_observation_without_room_for_an_answer_is_a_fault():
   assert member.status is trajectory.Status.ENV_FAULT
   assert "5 ids" in member.fault
   assert "rollout.max_tokens=5" in member.fault
+
+
+class Routed(testing.FakeEngine):
+  """Expert j of layer s is id + s + j, and one more for each answer before."""
+
+  def __init__(self, experts: tuple[int, int] | None = (2, 2)):
+    super().__init__((5,), chat_lib.END, experts=experts)
+
+  async def generate(self, request):
+    answer = await super().generate(request)
+    self.version = trajectory.PolicyVersion(self.version + 1)
+    return answer
+
+
+def test_experts_of_a_token_are_those_it_was_sampled_with():
+  member = play(testing.Counting(turns=2), Routed(), record_experts=True)
+  # go <agent> yes <end> | on <agent> yes <end>. The first <end> is fed by the
+  # second answer, whose routers are one on; the last <end> never is.
+  later = [0, 0, 0, 1, 1, 1, 1]
+  expected = [*(member.ids[:7] + later).tolist(), -1]
+  experts: Any = member.experts
+  assert experts.shape == (8, 2, 2)
+  assert experts[:, 0, 0].tolist() == expected
+  assert experts[:7, 1, 1].tolist() == (experts[:7, 0, 0] + 2).tolist()
+  assert (experts[7] == -1).all()
+
+
+def test_experts_that_were_recorded_are_kept():
+  class Knowing(Routed):
+    """Knows the first layer of an id that was never fed."""
+
+    async def generate(self, request):
+      answer = await super().generate(request)
+      experts: Any = answer.experts
+      experts[-1, 0] = 9
+      return answer
+
+  member = play(testing.Counting(turns=2), Knowing(), record_experts=True)
+  experts: Any = member.experts
+  fed = chat_lib.END + 1 + 1  # Layer 1, after one answer.
+  assert experts[3].tolist() == [[9, 9], [fed, fed + 1]]
+  assert experts[7].tolist() == [[9, 9], [-1, -1]]
+
+
+def test_a_batch_carries_the_experts_of_an_episode():
+  member = play(testing.Counting(turns=2), Routed(), record_experts=True)
+  (packed,) = batch.pack([member], [1.0], rows=1, length=10)
+  experts: Any = packed.experts
+  np.testing.assert_array_equal(experts[0, :8], member.experts)
+  assert (experts[0, 8:] == -1).all()
+
+
+def test_experts_are_recorded_when_asked_for_only():
+  member = play(testing.Counting(turns=2), Routed())
+  assert member.experts is None
+
+
+def test_an_engine_that_knows_no_experts_says_so():
+  member = play(testing.Counting(), Routed(None), record_experts=True)
+  assert member.status is trajectory.Status.ENGINE_FAULT
+  assert "experts are not recorded" in member.fault
+
+
+def test_an_answer_that_was_aborted_ends_the_episode_and_keeps_its_tokens():
+  class Aborting(testing.FakeEngine):
+    async def generate(self, request):
+      answer = asyncio.create_task(super().generate(request))
+      await asyncio.sleep(0)
+      self.abort(request.request_id)
+      return await answer
+
+  member = play(testing.Counting(), Aborting((5,), chat_lib.END))
+  assert member.status is trajectory.Status.ENGINE_FAULT
+  assert (member.fault, member.num_sampled) == ("aborted", 1)

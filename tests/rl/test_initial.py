@@ -13,7 +13,7 @@ import safetensors.numpy
 from envs import rewards
 from models import config as model_config
 from models import export, load, lora, transformer
-from rl import assemble, config, engine_plan, placement, rollout, testing
+from rl import assemble, config, engine_settings, placement, rollout, testing
 
 # Counting has 7 ids; the vocabulary is padded to 8.
 MODEL = model_config.tiny_moe(
@@ -39,7 +39,7 @@ def experiment(directory, model=MODEL, **changes):
     reward=rewards.Outcome(),
     model=model,
     rollout=rollout.Rollout(group_size=4, max_tokens=16),
-    engine=engine_plan.EngineSettings(
+    engine=engine_settings.EngineSettings(
       slots=32, row_buckets=(32,), chunk_buckets=(4,)
     ),
     batch=config.BatchShape(rows=8, length=16),

@@ -15,7 +15,8 @@ from rl import (
   assemble,
   checkpoint,
   config,
-  engine_plan,
+  engine_jax,
+  engine_settings,
   learner,
   optimizers,
   overlap,
@@ -42,7 +43,7 @@ def experiment(**changes):
     ),
     optimizer=optimizers.AdamW(learning_rate=0.01),
     rollout=rollout.Rollout(group_size=4, max_tokens=16),
-    engine=engine_plan.EngineSettings(
+    engine=engine_settings.EngineSettings(
       slots=32, row_buckets=(32,), chunk_buckets=(4,)
     ),
     # Nothing is drawn or summed by the clock: two runs are equal bit for bit.
@@ -98,12 +99,14 @@ def run(settings, checkpoints=None, save_at=()):
       await parts.start(start.state, trajectory.PolicyVersion(start.trained))
       saving = Saving(checkpoints, save_at)
       last = await assemble.coordinate(parts, saving).run(start)
+      (engine,) = parts.engines
+      assert isinstance(engine, engine_jax.JaxEngine)
       return Ran(
         start.state,
         last,
         saving.rounds,
         parts.log.events,
-        parts.engine._params,
+        engine._params,
       )
     finally:
       await parts.close()

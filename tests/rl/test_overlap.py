@@ -30,8 +30,17 @@ from rl import overlap
     (
       {"max_staleness": 1, "on_publish": "drain"},
       "on_publish='drain'",
+      "use on_publish=recompute or keep_kv",
+    ),
+    # Whatever the bound: it would make faults of what is in flight.
+    ({"on_publish": "abort"}, "on_publish='abort'", "use on_publish=recompute"),
+    (
+      {"max_staleness": 1, "on_publish": "abort"},
+      "on_publish='abort'",
       "use on_publish=recompute",
     ),
+    # A prefix that all share would be of the first weights for ever.
+    ({"on_publish": "keep_kv"}, "on_publish='keep_kv'", "use on_publish=drain"),
   ],
 )
 def test_a_schedule_that_cannot_run_names_its_value_and_the_way_out(
@@ -47,11 +56,22 @@ def test_the_default_schedule_can_run():
 
 
 @pytest.mark.parametrize(
+  ("max_staleness", "on_publish"),
+  [(0, "drain"), (0, "recompute"), (1, "recompute"), (1, "keep_kv")],
+)
+def test_what_loses_no_trajectory_and_keeps_the_bound_can_run(
+  max_staleness, on_publish
+):
+  overlap.Overlap(max_staleness=max_staleness, on_publish=on_publish).validate()
+
+
+@pytest.mark.parametrize(
   ("schedule", "waits", "bound", "on_publish"),
   [
     (overlap.sync(32, updates_per_round=4), True, 0, "drain"),
     (overlap.round_pipelined(32, updates_per_round=4), False, 0, "drain"),
     (overlap.in_flight(32, max_staleness=2), False, 2, "recompute"),
+    (overlap.in_flight(32, on_publish="keep_kv"), False, 1, "keep_kv"),
   ],
 )
 def test_a_preset_can_run_and_is_what_its_name_says(

@@ -14,17 +14,17 @@ MeshSpec, Placement = placement.MeshSpec, placement.Placement
 @pytest.mark.parametrize(
   ("place", "learner", "decode"),
   [
-    (Placement(), [0], [1]),
+    (Placement(), [0], [[1]]),
     # The decode pool follows the learner's 2 * 2 devices.
     (
       Placement(learner=MeshSpec(data=2, expert=2), decode=MeshSpec(data=4)),
       [0, 1, 2, 3],
-      [4, 5, 6, 7],
+      [[4, 5, 6, 7]],
     ),
     (
       Placement(learner=MeshSpec(first_device=3), decode=MeshSpec(expert=2)),
       [3],
-      [4, 5],
+      [[4, 5]],
     ),
     (
       Placement(
@@ -32,17 +32,33 @@ MeshSpec, Placement = placement.MeshSpec, placement.Placement
         decode=MeshSpec(first_device=0),
       ),
       [4, 5],
-      [0],
+      [[0]],
     ),
     (
       Placement(learner=MeshSpec(data=2), decode=MeshSpec(), colocated=True),
       [0, 1],
-      [0],
+      [[0]],
     ),
     (
       Placement(decode=MeshSpec(first_device=2), colocated=True),
       [0],
+      [[2]],
+    ),
+    # Replicas lie side by side, in front of the learner if it is told so.
+    (Placement(decode=MeshSpec(data=2), replicas=2), [0], [[1, 2], [3, 4]]),
+    (
+      Placement(
+        learner=MeshSpec(first_device=2),
+        decode=MeshSpec(first_device=0),
+        replicas=2,
+      ),
       [2],
+      [[0], [1]],
+    ),
+    (
+      Placement(learner=MeshSpec(data=2), replicas=3, colocated=True),
+      [0, 1],
+      [[0], [1], [2]],
     ),
   ],
 )
@@ -50,8 +66,10 @@ def test_devices_are_those_asked_for_or_the_next_free_ones(
   place, learner, decode
 ):
   place.validate()
-  assert [list(r) for r in place.ranges] == [learner, decode]
-  assert place.num_devices == max(learner + decode) + 1
+  assert [list(r) for r in place.ranges] == [learner, *decode]
+  assert place.num_devices == max(learner + decode[-1]) + 1
+  devices = [layout.devices for layout in place.layouts()]
+  assert [[d.id for d in part] for part in devices] == [learner, *decode]
 
 
 OVERLAPPING = Placement(
@@ -63,6 +81,23 @@ def test_meshes_that_share_devices_are_refused():
   # Devices 0 to 3 and 2 to 5.
   with pytest.raises(ValueError, match=r"share devices \[2, 3\]; .*colocated"):
     OVERLAPPING.validate()
+
+
+def test_a_replica_that_lies_on_the_learner_is_refused():
+  # The second one takes devices 2 and 3.
+  place = Placement(
+    learner=MeshSpec(first_device=3),
+    decode=MeshSpec(data=2, first_device=0),
+    replicas=2,
+  )
+  with pytest.raises(ValueError, match=r"decode x 2 replicas share .*\[3\]"):
+    place.validate()
+
+
+@pytest.mark.parametrize("replicas", [0, -1])
+def test_a_pool_without_replicas_is_refused(replicas):
+  with pytest.raises(ValueError, match=rf"placement\.replicas={replicas} is"):
+    Placement(replicas=replicas).validate()
 
 
 def test_meshes_may_share_devices_when_it_is_declared():
@@ -141,3 +176,14 @@ def test_too_few_devices_are_refused_with_the_way_out():
   place = Placement(learner=MeshSpec(data=8), decode=MeshSpec(data=1))
   with pytest.raises(ValueError, match=r"needs 9 .* sees 8; .*colocated=true"):
     place.layouts()
+  # 1 + 2 * 4 devices.
+  place = Placement(decode=MeshSpec(data=4), replicas=2)
+  with pytest.raises(ValueError, match=r"needs 9 .*or placement\.replicas=2"):
+    place.layouts()
+
+
+def test_more_devices_than_there_can_be_are_refused_at_once():
+  # A range of them must not be walked: that took all of the memory.
+  place = placement.Placement(replicas=10**10)
+  with pytest.raises(ValueError, match=r"needs 10000000001 devices, 1048576"):
+    place.validate()

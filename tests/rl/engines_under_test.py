@@ -1,0 +1,209 @@
+"""Every engine that is installed, and the plain model it must agree with."""
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+import importlib.util
+import os
+from collections.abc import Coroutine, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models import config as config_lib
+from models import sharding, transformer
+from rl import dispatch, engine_settings, placement, trace, trajectory
+from rl import engine as engine_lib
+from rl.engine_sglang import SglangSettings
+
+CONFIG = config_lib.tiny_moe(
+  vocab_size=24,
+  num_layers=2,
+  d_model=32,
+  head_dim=8,
+  d_ff=32,
+  d_expert=32,
+  max_length=96,
+  compute=config_lib.Compute(moe_block=4),
+)
+SETTINGS: dict[str, engine_settings.Settings] = {
+  "built_in": engine_settings.EngineSettings(
+    slots=4,
+    page_size=4,
+    row_buckets=(4,),
+    chunk_buckets=(8,),
+    prefill_tokens=32,
+    length_buckets=(96,),
+    steps_per_dispatch=2,
+  ),
+  "sglang": SglangSettings(slots=4, row_buckets=(4,), token_buckets=(32,)),
+}
+# Float32: sums in other orders differ by some 1e-6 in log-probabilities.
+CLOSE = 1e-4
+LONG = 60
+_WAIT_S = 120
+
+
+def check_shape(done: engine_lib.Completion, count: int) -> None:
+  """Asserts that there are so many tokens, and as much of the rest."""
+  lengths = {len(done.tokens), len(done.logprobs), len(done.versions)}
+  assert lengths == {count}
+
+
+def parameters() -> list[Any]:
+  """The engines to test, for a parametrised fixture.
+
+  TWINMESH_ENGINES names those that must be tested; without it one that is not
+  installed is skipped.
+  """
+  wanted = os.environ.get("TWINMESH_ENGINES", "").split()
+  installed = importlib.util.find_spec("sgl_jax") is not None
+  skip = pytest.mark.skipif(not (installed or wanted), reason="not installed")
+  marks = {"sglang": [skip]}
+  names = wanted or list(SETTINGS)
+  return [pytest.param(name, marks=marks.get(name, [])) for name in names]
+
+
+@functools.cache
+def weights(seed: int, config: config_lib.ModelConfig = CONFIG) -> Any:
+  """Large and without structure, so that answers vary."""
+  leaves, tree = jax.tree.flatten(transformer.init(jax.random.key(0), config))
+  rng = np.random.default_rng(seed)
+  noisy = [
+    leaf + rng.normal(scale=0.4, size=leaf.shape).astype(np.float32)
+    for leaf in leaves
+  ]
+  return jax.tree.unflatten(tree, noisy)
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _forward(params: Any, tokens: Any, config: config_lib.ModelConfig) -> Any:
+  positions = jnp.arange(tokens.shape[1])[None]
+  hidden, _ = transformer.hidden(
+    params, config, tokens, positions, jnp.ones_like(tokens)
+  )
+  return transformer.head(params, config, hidden)[0]
+
+
+@dataclasses.dataclass
+class Served:
+  """A running engine and the event loop on which it lives.
+
+  Version v serves `weights(v % 5)`.
+  """
+
+  name: str
+  runner: asyncio.Runner
+  engine: Any
+  shardings: Any
+  config: config_lib.ModelConfig
+  names: int = 0
+
+  @property
+  def version(self) -> int:
+    return self.engine.stats().version
+
+  def run(self, scenario: Coroutine[Any, Any, Any]) -> Any:
+    async def guarded():
+      async with asyncio.timeout(_WAIT_S):
+        return await scenario
+
+    return self.runner.run(guarded())
+
+  def logits(
+    self, ids: Sequence[int], version: int | None = None
+  ) -> np.ndarray:
+    """Those of a plain forward pass over whole conversations."""
+    version = self.version if version is None else version
+    padded = np.zeros((1, self.config.max_length), np.int32)
+    padded[0, : len(ids)] = ids
+    params = weights(version % 5, self.config)
+    return np.asarray(_forward(params, padded, self.config))[: len(ids)]
+
+  def greedy(
+    self, prompt: Sequence[int], count: int, version: int | None = None
+  ) -> list[int]:
+    """The most probable answer, by a forward pass for each token."""
+    ids = list(prompt)
+    for _ in range(count):
+      ids.append(int(self.logits(ids, version)[-1].argmax()))
+    return ids[len(prompt) :]
+
+  def logprobs(
+    self, prompt: Sequence[int], tokens: Sequence[int], temperature: float
+  ) -> np.ndarray:
+    """What a forward pass says of an answer; 0 is the plain distribution."""
+    ids = [*prompt, *tokens]
+    scaled = self.logits(ids) / (temperature or 1.0)
+    all_ = np.asarray(jax.nn.log_softmax(jnp.asarray(scaled)))
+    return all_[np.arange(len(prompt) - 1, len(ids) - 1), np.asarray(tokens)]
+
+  def request(
+    self, prompt: Sequence[int], max_tokens: int, **kwargs: Any
+  ) -> engine_lib.DecodeRequest:
+    """A greedy request under new names, unless `kwargs` say otherwise."""
+    self.names += 1
+    fields: dict[str, Any] = {
+      "request_id": f"request {self.names}",
+      "session": f"session {self.names}",
+      "temperature": 0.0,
+      **kwargs,
+    }
+    tokens = np.asarray(prompt, np.int32)
+    return engine_lib.DecodeRequest(
+      tokens=tokens, max_tokens=max_tokens, **fields
+    )
+
+  async def answer(self, *args: Any, **kwargs: Any) -> engine_lib.Completion:
+    return await self.engine.generate(self.request(*args, **kwargs))
+
+  def begin(
+    self, *args: Any, **kwargs: Any
+  ) -> tuple[engine_lib.DecodeRequest, asyncio.Task[engine_lib.Completion]]:
+    """A request and the task that waits for its answer."""
+    request = self.request(*args, **kwargs)
+    return request, asyncio.create_task(self.engine.generate(request))
+
+  async def begun(self, count: int) -> None:
+    """Returns when `count` more tokens have been sampled."""
+    goal = self.engine.stats().sampled_tokens + count
+    while self.engine.stats().sampled_tokens < goal:
+      await asyncio.sleep(0.001)
+
+  def placed(self, version: int) -> Any:
+    return jax.device_put(weights(version % 5, self.config), self.shardings)
+
+  async def publish(self, in_flight: engine_lib.InFlight = "recompute") -> int:
+    """Serves the next version; returns it."""
+    version = self.version + 1
+    await self.engine.update_weights(
+      trajectory.PolicyVersion(version), self.placed(version), in_flight
+    )
+    return version
+
+
+@contextlib.contextmanager
+def serve(
+  name: str,
+  config: config_lib.ModelConfig = CONFIG,
+  settings: engine_settings.Settings | None = None,
+  tensor: int = 1,
+):
+  """Starts an engine of its own, on devices behind the first."""
+  decode = placement.MeshSpec(tensor=tensor, rules=sharding.DECODE)
+  _, layout = placement.Placement(decode=decode).layouts()
+  thread = dispatch.MeshThread("decode", trace.Trace(None))
+  settings = settings or SETTINGS[name]
+  with asyncio.Runner() as runner:
+    engine_ = settings.build(config, layout, thread)
+    shardings = layout.tree(transformer.logical_axes(config))
+    served = Served(name, runner, engine_, shardings, config)
+    start = engine_.start(served.placed(0), trajectory.PolicyVersion(0))
+    served.run(start)
+    yield served
+    served.run(engine_.close())
+  thread.close()

@@ -1,0 +1,333 @@
+"""Pages of the cache: what is shared, copied, evicted, and given back."""
+
+import collections
+
+import numpy as np
+import pytest
+
+from rl import paging
+
+
+def _ids(text):
+  return np.array([ord(letter) for letter in text], np.int32)
+
+
+def _run(pages, text, *, version=0):
+  """Runs a request whose ids are all fed; returns what was known of it."""
+  lease, _ = pages.begin(_ids(text))
+  known = lease.cached
+  _feed(pages, lease, text, version=version)
+  pages.end(lease, _ids(text))
+  return known
+
+
+def _feed(pages, lease, text, *, version=0):
+  assert pages.grow(lease, len(text))
+  lease.cached = len(text)
+  if lease.oldest_kv is None:
+    lease.oldest_kv = version
+
+
+def test_whole_pages_are_shared_and_one_id_is_always_left_to_feed():
+  pages = paging.Paging(8, 4)
+  _run(pages, "abcdefgh")
+  one, copy = pages.begin(_ids("abcdefgh+"))
+  assert (one.cached, copy) == (8, None)
+  other, copy = pages.begin(_ids("abcdefgh-"))
+  assert (other.pages, copy) == (one.pages, None)
+  # 7 of 8: the second page is shared in part, so it is copied.
+  same, copy = pages.begin(_ids("abcdefgh"))
+  assert same.cached == 7
+  assert copy == (one.pages[1], same.pages[1])
+  assert same.pages[0] == one.pages[0]
+  pages.check([one, other, same])
+
+
+def test_the_end_of_a_conversation_goes_on_in_its_page():
+  pages = paging.Paging(8, 4)
+  _run(pages, "abcdef")
+  lease, copy = pages.begin(_ids("abcdefgh"))
+  assert (lease.cached, copy, len(lease.pages)) == (6, None, 2)
+  _feed(pages, lease, "abcdefgh")
+  pages.end(lease, _ids("abcdefgh"))
+  assert (pages.num_idle, pages.num_free) == (2, 6)
+  assert _run(pages, "abcdefghi") == 8
+
+
+def test_only_the_first_goes_on_in_a_page_and_others_get_a_copy():
+  pages = paging.Paging(8, 4)
+  _run(pages, "abcdef")
+  first, _ = pages.begin(_ids("abcdefX"))
+  second, copy = pages.begin(_ids("abcdefY"))
+  assert copy == (first.pages[1], second.pages[1])
+  assert first.pages[1] != second.pages[1]
+  assert second.cached == 6
+  _feed(pages, first, "abcdefX")
+  _feed(pages, second, "abcdefY")
+  pages.end(first, _ids("abcdefX"))
+  pages.end(second, _ids("abcdefY"))
+  # abcd, efX and efY; the page of "ef" is that of "efX".
+  assert pages.num_idle == 3
+  lease, copy = pages.begin(_ids("abcdeX"))
+  assert (lease.cached, copy is None) == (5, False)
+  pages.end(lease, _ids("abcdeX"))
+  assert _run(pages, "abcdefX+") == 7
+  assert _run(pages, "abcdefY+") == 7
+  pages.check([])
+
+
+def test_without_a_page_for_the_copy_whole_pages_are_all():
+  pages = paging.Paging(3, 4)
+  _run(pages, "abcdef")
+  first, _ = pages.begin(_ids("abcdefX"))
+  other, _ = pages.begin(_ids("x"))
+  assert pages.grow(other, 4)
+  second, copy = pages.begin(_ids("abcdefY"))
+  assert (second.cached, copy) == (4, None)
+  assert second.pages == first.pages[:1]
+  assert not pages.grow(second, 7)
+  pages.check([first, second, other])
+
+
+def test_the_last_page_that_can_go_is_used_in_place_of_its_copy():
+  pages = paging.Paging(2, 4)
+  _run(pages, "abcdefgh")
+  # The copy of "efgh" can only have the page of "efgh" itself.
+  lease, copy = pages.begin(_ids("abcdefX"))
+  assert (lease.cached, copy, len(lease.pages)) == (6, None, 2)
+  pages.check([lease])
+  pages.end(lease, _ids("abcdefX"))
+  assert _run(pages, "abcdefgh") == 6
+
+
+def test_a_group_shares_its_prompt_while_it_runs():
+  pages = paging.Paging(16, 4)
+  first, _ = pages.begin(_ids("abcdef"))
+  assert first.cached == 0
+  _feed(pages, first, "abcdef", version=3)
+  assert pages.begin(_ids("abcdef"))[0].cached == 0
+  pages.share(first, _ids("abcdef"))
+  pages.share(first, _ids("abcdef"))
+  second, copy = pages.begin(_ids("abcdef"))
+  assert (second.cached, second.oldest_kv) == (5, 3)
+  assert copy == (first.pages[1], second.pages[1])
+  # What the first writes behind its prompt belongs to it alone.
+  _feed(pages, first, "abcdefXYZ")
+  assert pages.begin(_ids("abcdefXYZ"))[0].cached == 6
+
+
+def test_of_two_leases_with_the_same_ids_the_tree_keeps_the_first():
+  pages = paging.Paging(8, 4)
+  first, _ = pages.begin(_ids("abcdefgh"))
+  second, _ = pages.begin(_ids("abcdefghijkl"))
+  _feed(pages, first, "abcdefgh")
+  _feed(pages, second, "abcdefghijkl")
+  pages.share(first, _ids("abcdefgh"))
+  # Its own third page is shared behind the two pages of the first.
+  pages.share(second, _ids("abcdefghijkl"))
+  third, _ = pages.begin(_ids("abcdefghijkl+"))
+  assert third.pages == [*first.pages, second.pages[2]]
+  pages.check([first, second, third])
+  pages.end(second, _ids("abcdefghijkl"))
+  assert pages.num_free == 8 - 3
+  pages.check([first, third])
+
+
+def test_pages_beyond_what_was_fed_are_free_at_the_end():
+  pages = paging.Paging(8, 4)
+  lease, _ = pages.begin(_ids("abc"))
+  assert pages.grow(lease, 30)
+  lease.cached, lease.oldest_kv = 2, 0
+  pages.end(lease, _ids("abc"))
+  assert (pages.num_free, pages.num_idle) == (7, 1)
+  assert _run(pages, "abc") == 2
+
+
+def test_growing_evicts_no_more_than_it_needs_or_nothing():
+  pages = paging.Paging(4, 4)
+  _run(pages, "aaaa")
+  _run(pages, "bbbb")
+  lease, _ = pages.begin(_ids("c"))
+  assert not pages.grow(lease, 17)
+  assert (pages.num_free, pages.num_idle, lease.pages) == (2, 2, [])
+  assert pages.grow(lease, 12)
+  assert (pages.num_free, pages.num_idle, len(lease.pages)) == (0, 1, 3)
+  assert pages.grow(lease, 1)
+  assert len(lease.pages) == 3
+  assert _known_of(pages, "aaaa+") == 0
+  assert _known_of(pages, "bbbb+") == 4
+
+
+def _known_of(pages, text):
+  lease, _ = pages.begin(_ids(text))
+  pages.end(lease, _ids(text))
+  return lease.cached
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_least_recently_used_goes_first(seed):
+  draws = np.random.default_rng(seed)
+  pages = paging.Paging(20, 4)
+  # (conversation, depth) of the pages of whole ids, as they were last used.
+  idle: collections.OrderedDict[tuple[str, int], None] = (
+    collections.OrderedDict()
+  )
+  evicted = 0
+  for _ in range(2000):
+    letter = "abcdefghij"[draws.integers(10)]
+    length = int(draws.integers(1, 6))
+    text = letter * (4 * length) + "+"
+    lease, _ = pages.begin(_ids(text))
+    had = next(d for d in range(6) if d == length or (letter, d) not in idle)
+    assert lease.cached == 4 * had
+    for depth in range(had):
+      del idle[letter, depth]
+    while len(idle) + length > 20:
+      idle.popitem(last=False)
+      evicted += 1
+    _feed(pages, lease, text[:-1])
+    pages.end(lease, _ids(text))
+    # A beginning goes after what follows it.
+    idle |= dict.fromkeys((letter, d) for d in reversed(range(length)))
+    assert pages.num_idle == len(idle)
+  assert evicted > 1000
+
+
+def test_what_is_copied_or_fed_again_counts_as_used():
+  pages = paging.Paging(5, 4)
+  again, _ = pages.begin(_ids("aaa"))
+  _feed(pages, again, "aaa")
+  for text in ("aaaa", "bbbb", "cccc"):
+    _run(pages, text)
+  assert pages.begin(_ids("bbX"))[1] is not None
+  # Its "aaa" is known from "aaaa".
+  pages.end(again, _ids("aaa"))
+  assert (pages.num_free, pages.num_idle) == (1, 3)
+  assert pages.grow(pages.begin(_ids("x"))[0], 8)
+  known = [_known_of(pages, text) for text in ("aaaa+", "bbbb+", "cccc+")]
+  assert known == [4, 4, 0]
+
+
+def test_forgetting_spares_what_a_lease_uses():
+  pages = paging.Paging(8, 4)
+  _run(pages, "abcdefgh")
+  _run(pages, "xyz")
+  lease, _ = pages.begin(_ids("abcd+"))
+  pages.forget()
+  assert (pages.num_free, pages.num_idle) == (7, 0)
+  assert _known_of(pages, "abcdefgh") == 4
+  assert _known_of(pages, "xyz+") == 0
+  pages.check([lease])
+
+
+def test_new_weights_empty_the_leases_and_the_tree():
+  pages = paging.Paging(8, 4)
+  _run(pages, "abcdefgh", version=1)
+  lease, _ = pages.begin(_ids("abcdefghi"))
+  assert lease.oldest_kv == 1
+  pages.restart([lease])
+  assert (lease.pages, lease.cached, lease.oldest_kv) == ([], 0, None)
+  assert (pages.num_free, pages.num_idle) == (8, 0)
+  assert _known_of(pages, "abcdefghi") == 0
+  _feed(pages, lease, "abcdefghi", version=2)
+  pages.end(lease, _ids("abcdefghi"))
+  lease, _ = pages.begin(_ids("abcdefghij"))
+  assert (lease.cached, lease.oldest_kv) == (9, 2)
+
+
+def test_kept_keys_and_values_tell_their_lowest_version():
+  pages = paging.Paging(16, 4)
+  _run(pages, "abcd", version=1)
+  lease, _ = pages.begin(_ids("abcdefgh"))
+  _feed(pages, lease, "abcdefgh", version=2)
+  pages.end(lease, _ids("abcdefgh"))
+  _run(pages, "xbcdefgh", version=2)
+  assert pages.begin(_ids("abcdefghi"))[0].oldest_kv == 1
+  assert pages.begin(_ids("xbcdefghi"))[0].oldest_kv == 2
+  assert pages.begin(_ids("other"))[0].oldest_kv is None
+
+
+def test_what_cannot_be_is_refused():
+  with pytest.raises(ValueError, match=">= 1"):
+    paging.Paging(0, 4)
+  pages = paging.Paging(4, 4)
+  with pytest.raises(ValueError, match="no ids"):
+    pages.begin(_ids(""))
+  lease, _ = pages.begin(_ids("abcde"))
+  lease.cached = 1
+  with pytest.raises(ValueError, match="at most 0"):
+    pages.share(lease, _ids("abcde"))
+  assert pages.grow(lease, 5)
+  with pytest.raises(ValueError, match="oldest_kv"):
+    pages.end(lease, _ids("abcde"))
+  with pytest.raises(ValueError, match="0 leases of 1"):
+    pages.restart([])
+  lease.oldest_kv = 0
+  pages.end(lease, _ids("abcde"))
+  with pytest.raises(RuntimeError, match="has ended"):
+    pages.end(lease, _ids("abcde"))
+
+
+@pytest.mark.parametrize(
+  "spoil",
+  [
+    lambda lease, other: lease.pages.append(other.pages[-1]),
+    lambda lease, other: lease.pages.pop(),
+    lambda lease, other: lease.pages.__setitem__(0, lease.pages[1]),
+    lambda lease, other: lease.pages.append(99),
+  ],
+)
+def test_pages_that_do_not_add_up_are_found(spoil):
+  pages = paging.Paging(8, 4)
+  _run(pages, "abcd")
+  lease, _ = pages.begin(_ids("abcdefgh"))
+  other, _ = pages.begin(_ids("x"))
+  _feed(pages, lease, "abcdefgh")
+  _feed(pages, other, "x")
+  pages.check([lease, other])
+  with pytest.raises(RuntimeError, match="1 leases of 2"):
+    pages.check([lease])
+  spoil(lease, other)
+  with pytest.raises(RuntimeError, match="page"):
+    pages.check([lease, other])
+
+
+def test_copies_in_order_are_the_same_made_at_once():
+  draws = np.random.default_rng(0)
+  for _ in range(200):
+    copies = [tuple(draws.permutation(6)[:2].tolist()) for _ in range(8)]
+    one_by_one = list(range(6))
+    for source, target in copies:
+      one_by_one[target] = one_by_one[source]
+    at_once = list(range(6))
+    for source, target in paging.at_once(copies):
+      at_once[target] = source
+    assert at_once == one_by_one
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_nothing_known_is_missed_while_there_is_room(seed):
+  draws = np.random.default_rng(seed)
+  pages = paging.Paging(4000, 4)
+  # Every beginning of what was ended or shared.
+  known = {""}
+  running = []
+  for _ in range(1500):
+    if draws.random() < 0.5 or not running:
+      text = "".join("abc"[i] for i in draws.integers(3, size=12))
+      lease, _ = pages.begin(_ids(text))
+      expected = max(n for n in range(len(text)) if text[:n] in known)
+      assert lease.cached == expected
+      running.append((lease, text))
+      continue
+    at = int(draws.integers(len(running)))
+    lease, text = running[at]
+    _feed(pages, lease, text[: draws.integers(lease.cached, len(text) + 1)])
+    known |= {text[:n] for n in range(lease.cached + 1)}
+    if draws.random() < 0.5:
+      pages.share(lease, _ids(text))
+    else:
+      pages.end(lease, _ids(text))
+      del running[at]
+  pages.check([lease for lease, _ in running])
+  assert pages.num_free > 0
