@@ -18,6 +18,7 @@ import statistics
 import time
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from absl import app
 from absl import flags as absl_flags
@@ -25,9 +26,11 @@ from absl import flags as absl_flags
 from benchmarks import machine
 from launch import devices, flags
 from models import cache as cache_lib
+from models import transformer
 from rl import (
   assemble,
   decode_step,
+  engine_settings,
   episode,
   learner,
   trace,
@@ -42,7 +45,7 @@ _GAMES = 8
 
 async def _play(parts: assemble.Parts, number: int) -> tuple[float, int, int]:
   """Returns (seconds, sampled tokens, turns) of the engine."""
-  slots = parts.experiment.engine.slots
+  slots = _EPISODES.value
 
   async def row(i: int) -> list[trajectory.Trajectory]:
     played = []
@@ -68,42 +71,54 @@ def _bare_loop(parts: assemble.Parts, state: learner.TrainState):
   Each dispatch feeds a turn's context of 3 ids and samples a turn's 2 tokens
   on every row, at the lengths of a game, and waits for nothing.
   """
-  experiment, layout = parts.experiment, parts.decode_layout
-  slots = experiment.engine.slots
+  experiment, (layout,) = parts.experiment, parts.decode_layouts
+  settings, model = experiment.engine, experiment.model
+  assert isinstance(settings, engine_settings.EngineSettings)
+  slots, width = settings.slots, settings.width(model.max_length)
+  chunks = (slots, min(settings.chunk_buckets))
   program = jax.jit(
     functools.partial(
       decode_step.advance,
-      config=experiment.model,
+      config=model,
       layout=layout,
-      max_steps=experiment.engine.steps_per_dispatch,
-      whole=True,
+      chunks=chunks,
+      max_steps=settings.steps_per_dispatch,
     ),
-    donate_argnums=1,
+    donate_argnums=(1, 2, 5),
+    keep_unused=True,
   )
-  rows = layout.sharding("batch")
-  params = jax.device_put(state.params, parts.engine_shardings)
-  cache = jax.device_put(
-    cache_lib.init_cache(experiment.model, slots, experiment.model.max_length),
-    layout.sharding(*cache_lib.AXES),
+  params = jax.device_put(
+    state.params, layout.tree(transformer.logical_axes(model))
+  )
+  whole = layout.sharding()
+  tables = np.arange(slots * width, dtype=np.int32).reshape(slots, width)
+  cache = cache_lib.init_cache(model, slots * width, settings.page_size)
+  room = cache_lib.gather(cache, jnp.asarray(tables))
+  biases = jnp.zeros((1, model.vocab_size))
+  cache, carry, biases, room = jax.device_put(
+    (cache, decode_step.init_carry(slots), biases, room), whole
   )
   plans = []
   for turn in range(4):
-    plan = decode_step.empty_plan(
-      slots, min(experiment.engine.chunk_buckets), idle_row=slots
-    )
-    plan.integers[:, 0] = np.arange(slots)
-    plan.integers[:, 1] = 4 * turn
-    plan.integers[:, 2] = 3
-    plan.integers[:, 3] = experiment.engine.steps_per_dispatch
-    plan.chunk[:, :3] = 4
-    plans.append(jax.device_put(plan, rows))
+    plan = decode_step.empty_plan(slots, chunks, width, slots=slots)
+    columns = plan.integers
+    columns[:, decode_step.SLOT] = np.arange(slots)
+    columns[:, decode_step.PAST] = 4 * turn
+    columns[:, decode_step.NEW] = 3
+    columns[:, decode_step.BUDGET] = settings.steps_per_dispatch
+    columns[:, decode_step.STEPS] = settings.steps_per_dispatch
+    plan.tables[:] = tables
+    plan.ids[:] = 4
+    plans.append(jax.device_put(plan, whole))
 
   def run(dispatches: int) -> tuple[float, int]:
-    nonlocal cache
+    nonlocal cache, carry, room
     start = time.monotonic()
     counts = []
     for i in range(dispatches):
-      cache, sampled = program(params, cache, plans[i % len(plans)])
+      cache, carry, sampled, room = program(
+        params, cache, carry, biases, plans[i % len(plans)], room
+      )
       counts.append(sampled.counts)
     tokens = int(sum(np.sum(count) for count in jax.device_get(counts)))
     return time.monotonic() - start, tokens

@@ -1,0 +1,114 @@
+"""One of our engines as a side of benchmarks/decode.py.
+
+  python -m benchmarks.decode_engine built_in|sglang
+
+Says "ready" and then answers every line KIND CONCURRENCY SEED with [wall s, CPU
+s, tokens] as JSON. In a process of its own, since sglang-jax needs other
+versions of packages; built_in takes the same way.
+"""
+
+import asyncio
+import json
+import sys
+import time
+from collections.abc import Awaitable, Callable
+
+import jax
+import numpy as np
+
+from benchmarks import decode_load
+from models import config as model_config
+from models import transformer
+from rl import dispatch, engine, engine_settings, placement, trace, trajectory
+
+MODEL = model_config.ModelConfig(
+  **decode_load.MODEL, max_length=decode_load.MAX_LENGTH
+)
+
+BUILT_IN = engine_settings.EngineSettings(
+  slots=64,
+  row_buckets=(1, 8, 32),
+  chunk_buckets=(12, 32),
+  prefill_tokens=1024,
+  length_buckets=(96,),
+  steps_per_dispatch=32,
+)
+
+Round = Callable[[str, int, int], Awaitable[tuple[float, float, int]]]
+
+
+async def converse(
+  served: engine.DecodeEngine, name: str, turns: list[decode_load.Turn]
+) -> int:
+  """Plays one conversation; returns how many tokens were sampled."""
+  ids: list[int] = []
+  sampled = 0
+  for number, turn in enumerate(turns):
+    ids += turn.context
+    done = await served.generate(
+      engine.DecodeRequest(
+        request_id=f"{name}/{number}",
+        session=name,
+        tokens=np.asarray(ids, np.int32),
+        max_tokens=turn.tokens,
+        seed=len(ids) if served.capabilities.seeds else 0,
+      )
+    )
+    ids += done.tokens.tolist()
+    sampled += len(done.tokens)
+  return sampled
+
+
+async def play(
+  served: engine.DecodeEngine, kind: str, concurrency: int, seed: int
+) -> tuple[float, float, int]:
+  """Decodes one load; returns wall and CPU seconds and tokens."""
+  load = decode_load.conversations(kind, concurrency, seed)
+  await served.flush_cache()
+  wall, cpu = time.monotonic(), time.process_time()
+  counts = await asyncio.gather(
+    *(
+      converse(served, f"{kind}/{concurrency}/{seed}/{i}", turns)
+      for i, turns in enumerate(load)
+    )
+  )
+  return time.monotonic() - wall, time.process_time() - cpu, sum(counts)
+
+
+async def start(
+  settings: engine_settings.Settings,
+) -> tuple[engine_settings.Engine, dispatch.MeshThread]:
+  """Returns an engine of random weights, and its thread."""
+  _, layout = placement.Placement(colocated=True).layouts()
+  thread = dispatch.MeshThread("decode", trace.Trace(None))
+  served = settings.build(MODEL, layout, thread)
+  params = jax.jit(
+    lambda: transformer.init(jax.random.key(0), MODEL),
+    out_shardings=layout.tree(transformer.logical_axes(MODEL)),
+  )()
+  await served.start(params, trajectory.PolicyVersion(0))
+  return served, thread
+
+
+def _settings(name: str) -> engine_settings.Settings:
+  if name == "built_in":
+    return BUILT_IN
+  from rl import engine_sglang
+
+  return engine_sglang.SglangSettings()
+
+
+async def _main() -> None:
+  served, thread = await start(_settings(sys.argv[1]))
+  print("ready", flush=True)
+  lines = asyncio.get_running_loop()
+  while line := await lines.run_in_executor(None, sys.stdin.readline):
+    kind, concurrency, seed = line.split()
+    took = await play(served, kind, int(concurrency), int(seed))
+    print(json.dumps(took), flush=True)
+  await served.close()
+  thread.close()
+
+
+if __name__ == "__main__":
+  asyncio.run(_main())

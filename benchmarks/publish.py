@@ -1,0 +1,311 @@
+"""Publishing under load: how long decoding stands still, and what moves.
+
+  python -m benchmarks.publish [--repeats=5] [--rows=16]
+
+A learner's device and a pool's. The pool's engine decodes `--rows` answers at
+once, all the time, while every weight of a model of 4 layers and width 256 is
+published again and again, with each way of treating requests in flight in turn.
+Of each publish are measured:
+
+  publish_s    from the call until the engine serves the new weights
+  transfer_s   of that, copying them; decoding goes on meanwhile
+  stall_s      what the engine says that decoding stood still
+  mesh_idle_s  longest time for which the pool's device had nothing to do
+  row_gap_s    median over rows of the longest time without a token
+
+and with it `step_s`, the time in which every row gets one token, and what the
+last two are for as long right before, when nothing is published. `stall ratio`
+is stall_s over step_s + transfer_s, and `idle ratio` mesh_idle_s over it, which
+also holds what the host does before the next program. With "drain" and "abort"
+requests end, so that rows wait for others, or for a new request.
+
+Then, with nothing else running, the bytes and seconds of one publish of all
+weights as float32, bfloat16 and int8, and of adapters alone. Medians, and
+ratios with smallest and largest. Writes benchmarks/results/publish.json.
+"""
+
+import asyncio
+import dataclasses
+import functools
+import itertools
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from absl import app
+from absl import flags as absl_flags
+
+from benchmarks import machine
+from launch import devices
+from models import config as model_config
+from models import lora, sharding, transformer
+from rl import (
+  dispatch,
+  engine,
+  engine_settings,
+  events,
+  placement,
+  testing,
+  trace,
+  trajectory,
+  weights,
+)
+
+_REPEATS = absl_flags.DEFINE_integer("repeats", 5, "Of each way.")
+_ROWS = absl_flags.DEFINE_integer("rows", 16, "Answers decoded at once.")
+
+_MODEL = model_config.tiny_moe(
+  vocab_size=512,
+  d_model=256,
+  head_dim=64,
+  d_ff=512,
+  d_expert=256,
+  num_experts=8,
+  max_length=128,
+)
+_WAYS: tuple[engine.InFlight, ...] = ("drain", "abort", "recompute", "keep_kv")
+_PROMPT, _ANSWER = 16, 64
+_WINDOW_S, _AFTER_S = 1.0, 0.4
+
+
+@dataclasses.dataclass(eq=False)
+class Load:
+  """Rows that ask for one answer after the other, until they are cancelled.
+
+  Attributes:
+    arrivals: when each row's tokens came, by time.monotonic().
+  """
+
+  served: engine.DecodeEngine
+  arrivals: list[list[float]]
+
+  async def row(self, number: int) -> None:
+    """Decodes for ever."""
+    rng = np.random.default_rng(number)
+    answer = 0
+    while True:
+      answer += 1
+      request = engine.DecodeRequest(
+        request_id=f"{number} {answer}",
+        session=f"{number} {answer}",
+        tokens=rng.integers(_MODEL.vocab_size, size=_PROMPT).astype(np.int32),
+        # Rows must not end all at the same time.
+        max_tokens=int(rng.integers(_ANSWER // 2, _ANSWER)),
+        seed=1000 * number + answer,
+      )
+      async for delta in self.served.stream(request):
+        self.arrivals[number] += [time.monotonic()] * len(delta.tokens)
+
+  def gap_s(self, start: float, end: float) -> float:
+    """Returns the median over rows of the longest time without a token."""
+    longest = []
+    for times in self.arrivals:
+      inside = [start, *(t for t in times if start < t < end), end]
+      longest.append(max(b - a for a, b in itertools.pairwise(inside)))
+    return statistics.median(longest)
+
+  def step_s(self, start: float, end: float) -> float:
+    """Returns the mean time in which every row gets a token."""
+    tokens = sum(start < t < end for times in self.arrivals for t in times)
+    return (end - start) * len(self.arrivals) / tokens
+
+
+def _idle_s(spans: trace.Trace, start: float, end: float) -> float:
+  """Returns the longest time for which the pool's device had no work."""
+  start, end = start - spans.origin, end - spans.origin
+  inside = [s for s in list(spans.spans) if s.end > start and s.start < end]
+  worked = trace.busy(inside, "decode")
+  edges = [start, *(t for span in worked for t in span), end]
+  return max(b - a for a, b in zip(edges[::2], edges[1::2], strict=True))
+
+
+def _transfer_s(spans: trace.Trace, start: float) -> float:
+  """Returns the seconds of what was copied since then."""
+  found = [
+    span.end - span.start
+    for span in list(spans.spans)
+    if span.name in ("cast", "reshard") and span.start > start - spans.origin
+  ]
+  return sum(found)
+
+
+def _versions(params: Any) -> Iterator[Any]:
+  """Yields the weights again and again, each time as other arrays."""
+  step = jax.jit(functools.partial(jax.tree.map, lambda leaf: leaf * 1.0001))
+  while True:
+    params = jax.block_until_ready(step(params))
+    yield params
+
+
+async def _one(
+  load: Load,
+  publisher: weights.WeightPublisher,
+  spans: trace.Trace,
+  version: int,
+  params: Any,
+  way: engine.InFlight,
+) -> dict[str, float]:
+  """Returns what one publish costs, and a window of the same length before."""
+  await asyncio.sleep(_WINDOW_S)
+  start = time.monotonic()
+  stall_s = await publisher.publish(
+    trajectory.PolicyVersion(version), params, way
+  )
+  publish_s = time.monotonic() - start
+  # What was encoded again, or had to wait, shows in the next tokens.
+  await asyncio.sleep(_AFTER_S)
+  end = time.monotonic()
+  transfer_s = _transfer_s(spans, start)
+  step_s = load.step_s(start - _WINDOW_S, start)
+  before = start - min(end - start, _WINDOW_S)
+  return {
+    "step_s": step_s,
+    "publish_s": publish_s,
+    "transfer_s": transfer_s,
+    "stall_s": stall_s,
+    "mesh_idle_s": _idle_s(spans, start, end),
+    "row_gap_s": load.gap_s(start, end),
+    "mesh_idle_s without": _idle_s(spans, before, start),
+    "row_gap_s without": load.gap_s(before, start),
+    "stall ratio": stall_s / (step_s + transfer_s),
+    "idle ratio": _idle_s(spans, start, end) / (step_s + transfer_s),
+  }
+
+
+async def _under_load(
+  layouts: Sequence[sharding.Layout], params: Any
+) -> dict[str, dict[str, float]]:
+  """Returns medians of what publishing costs, by way."""
+  spans = trace.Trace(None)
+  learner, decode = (
+    dispatch.MeshThread(n, spans) for n in ("learner", "decode")
+  )
+  settings = engine_settings.EngineSettings(
+    slots=_ROWS.value,
+    row_buckets=(_ROWS.value,),
+    chunk_buckets=(_PROMPT, _MODEL.max_length),
+    length_buckets=(_MODEL.max_length,),
+  )
+  served = settings.build(_MODEL, layouts[1], decode)
+  publisher = weights.WeightPublisher(
+    [(served, weights.pool_shardings(_MODEL, layouts[1], "same"))],
+    learner,
+    events.EventLog(),
+    spans,
+  )
+  copy, _ = await publisher.place(params)
+  await served.start(copy, trajectory.PolicyVersion(0), lambda text: None)
+  load = Load(served, [[] for _ in range(_ROWS.value)])
+  rows = [asyncio.create_task(load.row(i)) for i in range(_ROWS.value)]
+  found: dict[str, list[dict[str, float]]] = {way: [] for way in _WAYS}
+  fresh, version = _versions(params), 0
+  try:
+    for repeat in range(_REPEATS.value + 1):
+      for way in _WAYS:
+        version += 1
+        one = await _one(load, publisher, spans, version, next(fresh), way)
+        if repeat:  # The first is for whatever compiles late.
+          found[way].append(one)
+  finally:
+    for row in rows:
+      row.cancel()
+    await asyncio.gather(*rows, return_exceptions=True)
+    await served.close()
+    decode.close()
+    learner.close()
+  return {way: _summary(ones) for way, ones in found.items()}
+
+
+def _summary(ones: Sequence[Mapping[str, float]]) -> dict[str, float]:
+  row = {name: statistics.median(x[name] for x in ones) for name in ones[0]}
+  for name in ("stall ratio", "idle ratio"):
+    row[f"{name} min"] = min(one[name] for one in ones)
+    row[f"{name} max"] = max(one[name] for one in ones)
+  return row
+
+
+async def _moved(
+  layouts: Sequence[sharding.Layout],
+  config: model_config.ModelConfig,
+  dtype: weights.Dtype,
+) -> dict[str, float]:
+  """Returns bytes and median seconds of a publish of what a model trains."""
+  spans = trace.Trace(None)
+  learner = dispatch.MeshThread("learner", spans)
+  publisher = weights.WeightPublisher(
+    [
+      (
+        testing.FakeEngine(answers=(1,), stop_id=2),
+        weights.pool_shardings(config, layouts[1], dtype),
+      )
+    ],
+    learner,
+    events.EventLog(),
+    spans,
+    weights.Publishing(dtype=dtype),
+  )
+  params = _init(config, layouts[0])
+  trained, frozen = lora.split(params)
+  seconds, moved = [], 0
+  held, _ = await publisher.place(params)
+  versions = _versions(trained)
+  for repeat in range(_REPEATS.value + 1):
+    fresh = lora.join(next(versions), frozen)
+    start = time.monotonic()
+    held, moved = await publisher.place(fresh)
+    if repeat:  # The first compiles the cast.
+      seconds.append(time.monotonic() - start)
+  del held
+  learner.close()
+  return {"bytes": moved, "seconds": statistics.median(seconds)}
+
+
+def _init(config: model_config.ModelConfig, layout: sharding.Layout) -> Any:
+  places = layout.tree(transformer.logical_axes(config))
+  draw = functools.partial(transformer.init, config=config)
+  return jax.jit(draw, out_shardings=places)(jax.random.key(0))
+
+
+async def _run(layouts: Sequence[sharding.Layout]) -> dict[str, Any]:
+  ways = await _under_load(layouts, _init(_MODEL, layouts[0]))
+  adapted = dataclasses.replace(_MODEL, lora=lora.Lora())
+  moved = {
+    "float32": await _moved(layouts, _MODEL, "same"),
+    "bfloat16": await _moved(layouts, _MODEL, "bfloat16"),
+    "int8": await _moved(layouts, _MODEL, "int8"),
+    "adapters": await _moved(layouts, adapted, "same"),
+  }
+  whole = moved["float32"]["bytes"]
+  for row in moved.values():
+    row["share of float32"] = row["bytes"] / whole
+  return {"under load": ways, "moved": moved}
+
+
+def main(argv: list[str]) -> None:
+  """Measures and prints both tables, and keeps them."""
+  del argv
+  place = placement.Placement()
+  devices.prepare(place)
+  result = asyncio.run(_run(place.layouts()))
+  print(machine.describe())
+  for title, table in result.items():
+    print(title)
+    names = list(next(iter(table.values())))
+    for name in names:
+      cells = "".join(f"{row[name]:14.5g}" for row in table.values())
+      print(f"  {name:20}{cells}")
+    print(f"  {'':20}" + "".join(f"{name:>14}" for name in table))
+  machine.keep(
+    "publish",
+    rows=_ROWS.value,
+    repeats=_REPEATS.value,
+    params=model_config.num_params(_MODEL)[0],
+    **result,
+  )
+
+
+if __name__ == "__main__":
+  app.run(main)
