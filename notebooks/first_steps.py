@@ -47,7 +47,7 @@ from rl import (
 
 parts = assemble.build(experiment)
 print("learner:", parts.learner_layout.devices)
-print("decode: ", parts.decode_layout.devices)
+print("decode: ", parts.decode_layouts[0].devices)
 
 # The parts live on one event loop; a thread of its own keeps it running here
 # and in Jupyter alike.
@@ -67,7 +67,7 @@ def run(work):
 # %%
 state = run(assemble.initial_state(parts))
 run(parts.start(state, trajectory.PolicyVersion(0)))
-print(parts.engine.stats())
+print(parts.pool.stats())
 
 # %% [markdown]
 # ## Roll out two groups
@@ -155,7 +155,7 @@ run(
     trajectory.PolicyVersion(1), state.params, "recompute"
   )
 )
-print("served version:", parts.engine.stats().version)
+print("served version:", parts.pool.stats().version)
 again = run(roll_out(1))[0].trajectories[0]
 print("sampled by version", again.turns[0].versions.tolist())
 

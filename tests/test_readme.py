@@ -5,6 +5,7 @@ import re
 import shlex
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -42,6 +43,7 @@ def test_every_command_of_the_readme_is_one_that_is_run():
     "launch.evaluate",
     "launch.report",
     "launch.export",
+    "launch.serve",
     "launch.train",
   ]
   assert len(make) + len(python) == len(_commands())
@@ -54,6 +56,9 @@ def test_the_commands_of_the_readme_work(tmp_path):
     small = SMALL if command[2] == "launch.train" else []
     small = ["--episodes=8"] if command[2] == "launch.evaluate" else small
     arguments = [a.replace("runs/mine", str(tmp_path / "run")) for a in command]
+    if command[2] == "launch.serve":
+      _serves(arguments[1:], tmp_path)
+      continue
     result = subprocess.run(
       [sys.executable, *arguments[1:], *small],
       cwd=ROOT,
@@ -64,6 +69,26 @@ def test_the_commands_of_the_readme_work(tmp_path):
       check=False,
     )
     assert result.returncode == 0, (command, result.stderr)
+
+
+def _serves(arguments, tmp_path):
+  """Checks that the command serves, and ends when it is asked to."""
+  kept = [a.replace("=sessions", f"={tmp_path}/sessions") for a in arguments]
+  with subprocess.Popen(
+    [sys.executable, *kept, "--port=0"],
+    cwd=ROOT,
+    stdout=subprocess.PIPE,
+    text=True,
+    stdin=subprocess.DEVNULL,
+  ) as server:
+    killer = threading.Timer(200, server.kill)
+    killer.start()
+    assert server.stdout is not None
+    line = server.stdout.readline()
+    server.terminate()
+    assert server.wait(60) == 0
+    killer.cancel()
+  assert "is served at http://127.0.0.1:" in line
 
 
 @pytest.mark.parametrize(
