@@ -102,7 +102,7 @@ class Served:
 
   def run(self, scenario: Coroutine[Any, Any, Any]) -> Any:
     async def guarded():
-      async with asyncio.timeout(60):
+      async with asyncio.timeout(180):
         return await scenario
 
     return self.runner.run(guarded())
@@ -161,7 +161,7 @@ class Served:
 
   async def until(self, done: Callable[[engine_lib.EngineStats], bool]) -> None:
     while not done(self.engine.stats()):
-      await asyncio.sleep(0)
+      await asyncio.sleep(0.0005)  # 0 would starve the device's thread.
 
   async def begun(self, count: int) -> None:
     """Returns when `count` more tokens have been sampled."""
