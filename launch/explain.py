@@ -34,13 +34,16 @@ def show(experiment: config.Experiment, stream: TextIO) -> None:
     f"{_count(total)} parameters, of which a token uses {_count(active)} and "
     f"{'all' if trained == total else _count(trained)} train"
   )
-  for name, lines in (
-    ("learner", learner_bytes(experiment)),
-    ("decode", decode_bytes(experiment)),
+  pools = [None, *experiment.placement.pools]
+  for (name, spec), pool in zip(
+    experiment.placement.meshes.items(), pools, strict=True
   ):
-    spec = getattr(experiment.placement, name)
-    console.print(f"\n{_title(name, spec)}{_pool(name, experiment)}\n")
-    dtype = experiment.publishing.dtype if name == "decode" else "same"
+    lines = (
+      decode_bytes(experiment, spec) if pool else learner_bytes(experiment)
+    )
+    words = _pool(pool, experiment) if pool else ""
+    console.print(f"\n{_title(name, spec)}{words}\n")
+    dtype = experiment.publishing.dtype if pool else "same"
     console.print(_parameters(weights.pool_model(model, dtype), spec.plan))
     console.print()
     console.print(_totals(lines))
@@ -77,13 +80,18 @@ def learner_bytes(experiment: config.Experiment) -> dict[str, int]:
   }
 
 
-def decode_bytes(experiment: config.Experiment) -> dict[str, int]:
-  """Returns bytes on each device of the decode pool by what they are for.
+def decode_bytes(
+  experiment: config.Experiment, spec: placement.MeshSpec | None = None
+) -> dict[str, int]:
+  """Returns bytes on each device of a decode pool by what they are for.
 
   Of the engines only the built-in one lets its cache be known before it runs.
+
+  Args:
+    spec: mesh of the pool; that of the first one by default.
   """
   model, engine = experiment.model, experiment.engine
-  layout = experiment.placement.decode.plan
+  layout = (spec or experiment.placement.decode).plan
   dtype = experiment.publishing.dtype
   model = weights.pool_model(model, dtype)
   shapes = jax.eval_shape(
@@ -120,13 +128,13 @@ def _cache_lines(
   }
 
 
-def _pool(name: str, experiment: config.Experiment) -> str:
-  """Returns what the decode pool has beside its mesh, in words."""
-  if name != "decode":
-    return ""
-  replicas, dtype = experiment.placement.replicas, experiment.publishing.dtype
-  words = f", {replicas} replicas of it" if replicas > 1 else ""
-  return words + (", matrices in int8" if dtype == "int8" else "")
+def _pool(pool: placement.DecodePool, experiment: config.Experiment) -> str:
+  """Returns what a decode pool has beside its mesh, in words."""
+  words = "" if pool.name == "decode" else f", pool {pool.name}"
+  words += "" if pool.kind == "any" else f" for {pool.kind}"
+  words += f", {pool.replicas} replicas of it" if pool.replicas > 1 else ""
+  int8 = experiment.publishing.dtype == "int8"
+  return words + (", matrices in int8" if int8 else "")
 
 
 def _title(name: str, spec: placement.MeshSpec) -> str:

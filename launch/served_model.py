@@ -16,7 +16,7 @@ from rl import (
   config,
   dispatch,
   engine_settings,
-  replicas,
+  router,
   settings,
   trace,
   trajectory,
@@ -65,13 +65,15 @@ class Hosting:
     for node in (self.model, self.engine, self.placement):
       node.validate()
     self.engine.validate_model(self.model)
-    sharding.validate(
-      self.model,
-      transformer.logical_axes(self.model),
-      self.placement.decode.plan,
-      rows=self.engine.split_rows,
-      where="placement.decode",
-    )
+    for name, spec in self.placement.meshes.items():
+      if name != "learner":
+        sharding.validate(
+          self.model,
+          transformer.logical_axes(self.model),
+          spec.plan,
+          rows=self.engine.split_rows,
+          where=f"placement.{name}",
+        )
 
 
 def read_run(
@@ -124,7 +126,7 @@ async def of_run(
     version = trajectory.PolicyVersion(found.step)
     await parts.start(found.state, version, report)
     yield Served(
-      engine=parts.pool,
+      engine=parts.router,
       chat=parts.chat,
       name=run_dir.resolve().name,
       temperature=experiment.rollout.temperature,
@@ -146,13 +148,19 @@ async def of_directory(
     hosting.engine.build(hosting.model, layout, thread)
     for layout, thread in zip(layouts, threads, strict=True)
   ]
-  pool = engines[0] if len(engines) == 1 else replicas.Replicas(engines)
+  pools = hosting.placement.engines
+  members = [
+    router.Member(engine, pool.name, pool.kind, pool.cost)
+    for engine, pool in zip(engines, pools, strict=True)
+  ]
   try:
     for engine, layout, thread in zip(engines, layouts, threads, strict=True):
       report(f"loading {directory}")
       params = await thread.run("load", _load, directory, hosting.model, layout)
       await engine.start(params, trajectory.PolicyVersion(0), report)
-    yield Served(engine=pool, chat=chat, name=directory.resolve().name)
+    yield Served(
+      engine=router.Router(members), chat=chat, name=directory.resolve().name
+    )
   finally:
     for engine in engines:
       await engine.close()

@@ -3,6 +3,9 @@
 import dataclasses
 import difflib
 import itertools
+import math
+from collections.abc import Mapping
+from typing import Literal, get_args
 
 import jax
 import numpy as np
@@ -14,6 +17,18 @@ _PLATFORMS = ("cpu", "gpu", "tpu")
 _GPUS = ("cuda", "rocm")
 _MAX_DEVICES = 2**20
 _AXIS_TYPES = (jax.sharding.AxisType.Auto,) * len(sharding.MESH_AXES)
+
+Kind = Literal["compute", "bandwidth", "any"]
+"""What the devices of a pool are good at.
+
+compute: arithmetic, and so long prompts and many short turns.
+bandwidth: memory, and so long answers.
+any: neither above the other, or all pools alike.
+"""
+
+
+def _decode_mesh() -> "MeshSpec":
+  return MeshSpec(rules=sharding.DECODE)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,46 +69,101 @@ class MeshSpec:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Placement:
-  """The learner's mesh and the decode pool's.
+class DecodePool:
+  """Engines that are alike, on devices of one kind.
 
   Attributes:
-    decode: the mesh of one replica; `decode.first_device` is the first of all.
-    replicas: engines of the decode pool, each with weights and a cache of its
-      own, on `decode.size` devices behind those of the one before.
+    name: what `routing` and the metrics call it.
+    mesh: of one engine; `mesh.first_device` is the first of all.
+    replicas: engines, each with weights and a cache of its own, on `mesh.size`
+      devices behind those of the one before.
+    kind: what its devices are good at.
+    cost: of one engine for a second, in any unit that all pools share.
+  """
+
+  name: str
+  mesh: MeshSpec = dataclasses.field(default_factory=_decode_mesh)
+  replicas: int = 1
+  kind: Kind = "any"
+  cost: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Placement:
+  """The learner's mesh and those of the decode pools.
+
+  Attributes:
+    decode: the mesh of one engine of the first decode pool, which is named
+      "decode".
+    replicas, decode_kind, decode_cost: of that pool; see `DecodePool`.
+    more: pools beside the first one. Each lies behind all that stands before
+      it, unless its `mesh.first_device` says otherwise.
     platform: "cpu", "gpu" or "tpu"; None takes what jax finds. On "cpu" the
       launcher makes as many virtual devices as the meshes need.
     colocated: the meshes may share devices.
   """
 
   learner: MeshSpec = dataclasses.field(default_factory=MeshSpec)
-  decode: MeshSpec = dataclasses.field(
-    default_factory=lambda: MeshSpec(rules=sharding.DECODE)
-  )
+  decode: MeshSpec = dataclasses.field(default_factory=_decode_mesh)
   replicas: int = 1
+  decode_kind: Kind = "any"
+  decode_cost: float = 1.0
+  more: tuple[DecodePool, ...] = ()
   platform: str | None = None
   colocated: bool = False
 
   @property
+  def pools(self) -> tuple[DecodePool, ...]:
+    """All decode pools, the first one included."""
+    first = DecodePool(
+      name="decode",
+      mesh=self.decode,
+      replicas=self.replicas,
+      kind=self.decode_kind,
+      cost=self.decode_cost,
+    )
+    return first, *self.more
+
+  @property
+  def engines(self) -> tuple[DecodePool, ...]:
+    """The pool of every engine, in the order of `layouts`."""
+    return tuple(
+      itertools.chain(*([pool] * pool.replicas for pool in self.pools))
+    )
+
+  @property
+  def meshes(self) -> Mapping[str, MeshSpec]:
+    """Every mesh by the setting that says it: "learner", "more.0.mesh"."""
+    more = {f"more.{i}.mesh": pool.mesh for i, pool in enumerate(self.more)}
+    return {"learner": self.learner, "decode": self.decode, **more}
+
+  @property
   def ranges(self) -> tuple[range, ...]:
-    """Device indices of the learner, and then of every replica."""
-    start = self.learner.first_device or 0
-    learner = range(start, start + self.learner.size)
-    default = 0 if self.colocated else learner.stop
-    start = self.decode.first_device
-    start = default if start is None else start
-    size = self.decode.size
-    starts = [start + i * size for i in range(self.replicas)]
-    return learner, *(range(start, start + size) for start in starts)
+    """Device indices of the learner, and then of every engine."""
+    learner, *pools = self._spans()
+    sizes = [pool.mesh.size for pool in self.pools]
+    return learner, *(
+      range(start, start + size)
+      for span, size in zip(pools, sizes, strict=True)
+      for start in range(span.start, span.stop, size)
+    )
 
   @property
   def num_devices(self) -> int:
     """Devices that must exist."""
-    learner = (self.learner.first_device or 0) + self.learner.size
-    first = self.decode.first_device
-    if first is None:
-      first = 0 if self.colocated else learner
-    return max(learner, first + self.decode.size * self.replicas)
+    return max(span.stop for span in self._spans())
+
+  def _spans(self) -> list[range]:
+    """Returns device indices of the learner, and then of every pool."""
+    start = self.learner.first_device or 0
+    spans = [range(start, start + self.learner.size)]
+    free = 0 if self.colocated else spans[0].stop
+    for pool in self.pools:
+      start = pool.mesh.first_device
+      start = free if start is None else start
+      spans.append(range(start, start + pool.mesh.size * pool.replicas))
+      free = max(free, spans[-1].stop)
+    return spans
 
   def validate(self) -> None:
     """Raises ValueError on an unknown platform, or meshes that cannot be.
@@ -101,12 +171,8 @@ class Placement:
     Those are empty, or overlap undeclared.
     """
     self._validate_platform()
-    if self.replicas < 1:
-      raise ValueError(
-        f"placement.replicas={self.replicas} is below 1: nothing would decode"
-      )
-    for name in ("learner", "decode"):
-      spec = getattr(self, name)
+    self._validate_pools()
+    for name, spec in self.meshes.items():
       for axis in sharding.MESH_AXES:
         if getattr(spec, axis) < 1:
           raise ValueError(
@@ -120,18 +186,54 @@ class Placement:
     if self.num_devices > _MAX_DEVICES:
       raise ValueError(
         f"placement needs {self.num_devices} devices, {_MAX_DEVICES} at most; "
-        "lower placement.replicas or the sizes of its meshes"
+        f"lower {' or '.join(self._counts)} or the sizes of its meshes"
       )
-    learner, *replicas = self.ranges
-    decode = itertools.chain(*replicas)
-    shared = sorted(set(learner).intersection(decode))
-    if shared and not self.colocated:
-      times = f" x {self.replicas} replicas" if self.replicas > 1 else ""
-      raise ValueError(
-        f"placement.learner and placement.decode{times} share devices "
-        f"{shared}; move placement.decode.first_device or set "
-        "placement.colocated=true"
-      )
+    self._validate_disjoint()
+
+  @property
+  def _counts(self) -> Mapping[str, int]:
+    """Number of engines of each pool, by the setting that says it."""
+    more = {f"more.{i}.replicas": x.replicas for i, x in enumerate(self.more)}
+    counts = {"replicas": self.replicas, **more}
+    return {f"placement.{name}": count for name, count in counts.items()}
+
+  def _validate_pools(self) -> None:
+    for name, count in self._counts.items():
+      if count < 1:
+        raise ValueError(f"{name}={count} is below 1: nothing would decode")
+    names = [pool.name for pool in self.pools]
+    for i, pool in enumerate(self.pools):
+      prefix = f"more.{i - 1}." if i else "decode_"
+      if not 0 < pool.cost < math.inf:
+        raise ValueError(
+          f"placement.{prefix}cost={pool.cost} is not above 0 and finite"
+        )
+      if pool.kind not in get_args(Kind):
+        raise ValueError(
+          f"placement.{prefix}kind={pool.kind} is unknown; use "
+          + " or ".join(get_args(Kind))
+        )
+      if pool.name in (*names[:i], *get_args(Kind), "learner", ""):
+        raise ValueError(
+          f"placement.{prefix}name={pool.name!r} is taken, by another part or "
+          "by a kind; choose another name"
+        )
+
+  def _validate_disjoint(self) -> None:
+    if self.colocated:
+      return
+    named = [("placement.learner", "placement.learner.first_device")]
+    for name, pool in zip(list(self.meshes)[1:], self.pools, strict=True):
+      times = f" x {pool.replicas} replicas" if pool.replicas > 1 else ""
+      named.append((f"placement.{name}{times}", f"placement.{name}"))
+    pairs = itertools.combinations(zip(named, self._spans(), strict=True), 2)
+    for ((one, _), a), ((other, out), b) in pairs:
+      shared = range(max(a.start, b.start), min(a.stop, b.stop))
+      if shared:
+        raise ValueError(
+          f"{one} and {other} share devices {list(shared)}; move "
+          f"{out}.first_device or set placement.colocated=true"
+        )
 
   def _validate_platform(self) -> None:
     if self.platform is None or self.platform in _PLATFORMS:
@@ -146,9 +248,9 @@ class Placement:
     )
 
   def layouts(self) -> tuple[sharding.Layout, ...]:
-    """Returns where things lie at the learner, and then at every replica.
+    """Returns where things lie at the learner, and then at every engine.
 
-    `learner, *replicas = place.layouts()`.
+    `learner, *engines = place.layouts()`.
 
     Raises:
       ValueError: there are fewer devices than the placement needs, or none
@@ -163,15 +265,17 @@ class Placement:
         "finds"
       ) from error
     if len(devices) < self.num_devices:
-      fewer = (
-        f" or placement.replicas={self.replicas}" if self.replicas > 1 else ""
+      fewer = "".join(
+        f" or {name}={count}"
+        for name, count in self._counts.items()
+        if count > 1
       )
       raise ValueError(
         f"placement needs {self.num_devices} devices and jax sees "
         f"{len(devices)}; lower placement.*.data{fewer}, share them with "
         "placement.colocated=true, or use placement.platform=cpu"
       )
-    specs = [self.learner, *[self.decode] * self.replicas]
+    specs = [self.learner, *(pool.mesh for pool in self.engines)]
     return tuple(
       _layout(spec, devices[list(where)])
       for spec, where in zip(specs, self.ranges, strict=True)

@@ -1,6 +1,7 @@
 """Which devices a placement takes, on the eight virtual ones of the tests."""
 
 import dataclasses
+import itertools
 
 import jax
 import pytest
@@ -9,6 +10,7 @@ from models import sharding
 from rl import placement, settings
 
 MeshSpec, Placement = placement.MeshSpec, placement.Placement
+DecodePool = placement.DecodePool
 
 
 @pytest.mark.parametrize(
@@ -60,6 +62,33 @@ MeshSpec, Placement = placement.MeshSpec, placement.Placement
       [0, 1],
       [[0], [1], [2]],
     ),
+    # A further pool lies behind everything before it: 2 + 2 * 2 devices, ...
+    (
+      Placement(
+        learner=MeshSpec(data=2),
+        decode=MeshSpec(data=2),
+        replicas=2,
+        more=(DecodePool(name="far", replicas=2),),
+      ),
+      [0, 1],
+      [[2, 3], [4, 5], [6], [7]],
+    ),
+    # ... behind the learner too, if that stands behind the first pool, ...
+    (
+      Placement(
+        learner=MeshSpec(first_device=1),
+        decode=MeshSpec(first_device=0),
+        more=(DecodePool(name="far", mesh=MeshSpec(tensor=2)),),
+      ),
+      [1],
+      [[0], [2, 3]],
+    ),
+    # ... but behind pools only where the learner may be shared.
+    (
+      Placement(more=(DecodePool(name="far"),), colocated=True),
+      [0],
+      [[0], [1]],
+    ),
   ],
 )
 def test_devices_are_those_asked_for_or_the_next_free_ones(
@@ -67,7 +96,7 @@ def test_devices_are_those_asked_for_or_the_next_free_ones(
 ):
   place.validate()
   assert [list(r) for r in place.ranges] == [learner, *decode]
-  assert place.num_devices == max(learner + decode[-1]) + 1
+  assert place.num_devices == max(itertools.chain(learner, *decode)) + 1
   devices = [layout.devices for layout in place.layouts()]
   assert [[d.id for d in part] for part in devices] == [learner, *decode]
 
@@ -98,6 +127,74 @@ def test_a_replica_that_lies_on_the_learner_is_refused():
 def test_a_pool_without_replicas_is_refused(replicas):
   with pytest.raises(ValueError, match=rf"placement\.replicas={replicas} is"):
     Placement(replicas=replicas).validate()
+
+
+def test_two_decode_pools_that_share_devices_are_refused():
+  # The learner has device 0, the first pool 1 to 4, the other 3 to 4.
+  far = DecodePool(name="far", mesh=MeshSpec(data=2, first_device=3))
+  place = Placement(decode=MeshSpec(data=2), replicas=2, more=(far,))
+  message = (
+    r"^placement\.decode x 2 replicas and placement\.more\.0\.mesh share "
+    r"devices \[3, 4\]; move placement\.more\.0\.mesh\.first_device"
+  )
+  with pytest.raises(ValueError, match=message):
+    place.validate()
+  dataclasses.replace(place, colocated=True).validate()
+
+
+def test_every_engine_knows_its_pool_kind_and_cost():
+  far = DecodePool(name="far", replicas=2, kind="compute", cost=2.85)
+  place = Placement(decode_kind="bandwidth", decode_cost=0.5, more=(far,))
+  place.validate()
+  engines = [(pool.name, pool.kind, pool.cost) for pool in place.engines]
+  first = ("decode", "bandwidth", 0.5)
+  assert engines == [first, *[("far", "compute", 2.85)] * 2]
+  # One layout more, the learner's, with the rules for decoding everywhere.
+  _, *layouts = place.layouts()
+  assert [layout.rules for layout in layouts] == [sharding.DECODE] * 3
+
+
+@pytest.mark.parametrize(
+  ("fields", "message"),
+  [
+    ({"name": "decode"}, r"more\.0\.name='decode' is taken"),
+    ({"name": "compute"}, r"more\.0\.name='compute' is taken"),
+    ({"name": ""}, r"more\.0\.name='' is taken"),
+    ({"cost": 0.0}, r"more\.0\.cost=0\.0 is not above 0"),
+    ({"cost": float("nan")}, r"more\.0\.cost=nan is not above 0"),
+    ({"replicas": 0}, r"more\.0\.replicas=0 is below 1"),
+    ({"mesh": MeshSpec(data=0)}, r"more\.0\.mesh\.data=0 is below 1"),
+    (
+      {"mesh": MeshSpec(rules=sharding.Rules(heads="tensors"))},
+      r"more\.0\.mesh\.rules\.heads=tensors",
+    ),
+  ],
+)
+def test_a_pool_that_cannot_be_is_refused(fields, message):
+  far = DecodePool(**({"name": "far"} | fields))
+  with pytest.raises(ValueError, match=rf"^placement\.{message}"):
+    Placement(more=(far,)).validate()
+
+
+def test_two_pools_of_one_name_are_refused_and_the_first_has_a_cost_too():
+  twins = (DecodePool(name="far"), DecodePool(name="far"))
+  with pytest.raises(ValueError, match=r"more\.1\.name='far' is taken"):
+    Placement(more=twins).validate()
+  with pytest.raises(ValueError, match=r"placement\.decode_cost=-1\.0 is not"):
+    Placement(decode_cost=-1.0).validate()
+
+
+def test_pools_are_set_from_the_command_line():
+  text = 'rl.placement.DecodePool(name="far", kind="compute", cost=2.85)'
+  place = settings.override(Placement(), "more", text)
+  place = settings.override(place, "more.0.mesh.data", "2")
+  place = settings.override(place, "decode_kind", "bandwidth")
+  place.validate()
+  assert [(x.name, x.kind, x.mesh.data) for x in place.pools] == [
+    ("decode", "bandwidth", 1),
+    ("far", "compute", 2),
+  ]
+  assert settings.from_json(settings.to_json(place)) == place
 
 
 def test_meshes_may_share_devices_when_it_is_declared():

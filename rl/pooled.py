@@ -1,0 +1,56 @@
+"""Several engines as one: what all of them can do, what they did together."""
+
+import dataclasses
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from rl import engine
+
+
+def capabilities(engines: Sequence[engine.DecodeEngine]) -> engine.Capabilities:
+  """Returns what every engine can do.
+
+  Raises:
+    ValueError: there is none, or they serve different models.
+  """
+  if not engines:
+    raise ValueError("a pool of 0 engines serves nothing; use one or more")
+  able = [one.capabilities for one in engines]
+  vocabularies = {one.vocab_size for one in able}
+  if len(vocabularies) > 1:
+    raise ValueError(
+      f"engines of vocabularies {sorted(vocabularies)} in one pool; all must "
+      "serve one model"
+    )
+  return engine.Capabilities(
+    in_flight=frozenset.intersection(*(one.in_flight for one in able)),
+    max_length=min(one.max_length for one in able),
+    vocab_size=able[0].vocab_size,
+    max_stop_ids=min(one.max_stop_ids for one in able),
+    seeds=all(one.seeds for one in able),
+    bias=all(one.bias for one in able),
+    experts=all(one.experts for one in able),
+  )
+
+
+def stats(
+  engines: Sequence[engine.DecodeEngine], serving: Collection[int]
+) -> engine.EngineStats:
+  """Returns sums of the counters of all engines.
+
+  `version` is the lowest that a serving one has, and `paused_s` that of the
+  one that stood still longest.
+
+  Args:
+    serving: numbers of those that have not been lost; if all have, they count.
+  """
+  each = [one.stats() for one in engines]
+  names = [field.name for field in dataclasses.fields(engine.EngineStats)]
+  sums: dict[str, Any] = {
+    name: sum(getattr(one, name) for one in each) for name in names
+  }
+  sums["version"] = min(
+    one.version for i, one in enumerate(each) if i in serving or not serving
+  )
+  sums["paused_s"] = max(one.paused_s for one in each)
+  return engine.EngineStats(**sums)

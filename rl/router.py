@@ -1,0 +1,400 @@
+"""Several decode pools as one sampler: the shell around `routes`.
+
+                              +-> engine 0, open, 3 sessions
+  session --> Router.begin ---+-> engine 1, lost
+                 |            +-> engine 2, draining, 1 session
+                 +-- waits while no engine may take it
+
+  WeightPublisher --> Door i: drain (sessions end) -> new weights -> open
+
+A session that begins has one engine until it ends. What an engine that stops
+has not answered is sent to another.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Generator, Sequence
+from typing import Any, NamedTuple, cast
+
+from rl import affinity, events, placement, pooled, routes, trajectory
+from rl import engine as engine_lib
+
+_ALIKE = affinity.Routing()
+
+
+class Member(NamedTuple):
+  """An engine and the pool that it belongs to; see `placement.DecodePool`."""
+
+  engine: engine_lib.DecodeEngine
+  pool: str = "decode"
+  kind: placement.Kind = "any"
+  cost: float = 1.0
+
+
+class Router:
+  """The part of `engine.DecodeEngine` that those who sample need.
+
+  Whoever plays a conversation calls `begin` and `end` around it. A session
+  that never began gets an engine at its first request, and keeps it, but is
+  not waited for when weights arrive.
+
+  Args:
+    members: engines of the same model, each with its own cache. Nobody else
+      need send requests to them; what others send is not counted as load.
+    log: told of engines that are lost and come back, and of fallbacks.
+    max_sessions: see `routes.Routes`.
+
+  Attributes:
+    doors: one for each engine, through which it gets its weights.
+  """
+
+  def __init__(
+    self,
+    members: Sequence[Member],
+    routing: affinity.Routing = _ALIKE,
+    log: events.EventLog | None = None,
+    max_sessions: int = 65_536,
+  ):
+    self._engines = [one.engine for one in members]
+    pooled.capabilities(self._engines)  # Raises if they are not of one model.
+    self.doors = tuple(Door(self, i) for i in range(len(members)))
+    seats = [affinity.Seat(*one[1:]) for one in members]
+    self._routes = routes.Routes(seats, routing, max_sessions)
+    self._log = log
+    self._reason = ""
+    self._version = trajectory.PolicyVersion(0)  # The newest to be served.
+    self._opened, self._ended = _Signal(), _Signal()
+
+  @property
+  def engines(self) -> tuple[engine_lib.DecodeEngine, ...]:
+    """All of them, lost ones included."""
+    return tuple(self._engines)
+
+  @property
+  def counts(self) -> routes.Counts:
+    """What has been decided so far."""
+    return self._routes.counts
+
+  @property
+  def capabilities(self) -> engine_lib.Capabilities:
+    """What every engine can do."""
+    return pooled.capabilities(self._engines)
+
+  async def begin(self, session: str, domain: str) -> int:
+    """Returns the number of a session's engine, once one may take it.
+
+    Cancel it, and the session has not begun.
+
+    Args:
+      domain: the name of its task's source.
+
+    Raises:
+      EngineClosed: every engine has stopped.
+      ValueError: the session has begun and not ended.
+    """
+    while (choice := self._routes.assign(session, domain)) is None:
+      if not self._routes.serving:
+        raise engine_lib.EngineClosed(self._reason)
+      await self._opened.wait()
+    self._tell(session, choice)
+    return choice.engine
+
+  def serves(self, number: int) -> int:
+    """Returns the version that an engine serves."""
+    return int(self._engines[number].stats().version)
+
+  def end(self, session: str) -> None:
+    """The conversation is over; one that is already is no matter."""
+    self._routes.end(session)
+    self._ended.fire()
+
+  async def generate(
+    self, request: engine_lib.DecodeRequest
+  ) -> engine_lib.Completion:
+    """Samples one answer; see `engine.DecodeEngine`.
+
+    A request is whole in itself, so another engine begins it anew when its
+    own stops.
+
+    Raises:
+      EngineClosed: every engine has stopped.
+    """
+    while True:
+      await self._placed(request.session)
+      try:
+        with self._sent(request) as number:
+          completion = await self._engines[number].generate(request)
+          took = affinity.sample(request, completion)
+          self._routes.measure(request.session, number, took)
+          return completion
+      except engine_lib.EngineClosed:
+        if not self._routes.serving:
+          raise
+
+  async def stream(
+    self, request: engine_lib.DecodeRequest
+  ) -> AsyncGenerator[engine_lib.Delta]:
+    """Yields an answer as it is sampled; see `engine.DecodeEngine`.
+
+    Raises:
+      EngineClosed: every engine has stopped, or this one after its first
+        delta: another one's tokens need not follow those.
+    """
+    begun = False
+    while True:
+      await self._placed(request.session)
+      try:
+        with self._sent(request) as number:
+          deltas = cast(
+            AsyncGenerator[engine_lib.Delta],
+            self._engines[number].stream(request),
+          )
+          async with contextlib.aclosing(deltas):
+            async for delta in deltas:
+              begun = True
+              if (answer := delta.completion) is not None:
+                took = affinity.sample(request, answer)
+                self._routes.measure(request.session, number, took)
+              yield delta
+          return
+      except engine_lib.EngineClosed:
+        if begun or not self._routes.serving:
+          raise
+
+  async def _placed(self, session: str) -> None:
+    """Returns when a session that has lost its engine has another."""
+    while self._routes.homeless(session):
+      versions = [one.stats().version for one in self._engines]
+      if (choice := self._routes.move(session, versions)) is not None:
+        self._tell(session, choice)
+      elif not self._routes.serving:
+        raise engine_lib.EngineClosed(self._reason)
+      else:  # All are behind: new weights are on their way.
+        await self._opened.wait()
+
+  @contextlib.contextmanager
+  def _sent(self, request: engine_lib.DecodeRequest) -> Generator[int]:
+    """Yields the engine to ask, and keeps the books while it answers."""
+    choice = self._routes.send(request.request_id, request.session)
+    if choice is None:
+      raise engine_lib.EngineClosed(self._reason)
+    self._tell(request.session, choice)
+    try:
+      with self._watched(choice.engine):
+        yield choice.engine
+    finally:
+      self._routes.answered(request.request_id)
+
+  @contextlib.contextmanager
+  def _watched(self, number: int) -> Generator[None]:
+    """Loses the engine when it turns out to have stopped."""
+    asked = self._engines[number]
+    try:
+      yield
+    except engine_lib.EngineClosed as error:
+      if asked is self._engines[number]:  # Not one that took its place.
+        self._lose(number, str(error))
+      raise
+
+  def _lose(self, number: int, reason: str) -> None:
+    if number not in self._routes.serving:
+      return
+    self._routes.lose(number, self._engines[number].stats().version)
+    self._reason = (
+      f"all {len(self._engines)} engines have stopped, the last one because "
+      f"{reason}"
+    )
+    self._emit("engine_lost", engine=number, reason=reason)
+    self._opened.fire()
+    self._ended.fire()
+
+  def recover(self, number: int, engine: engine_lib.DecodeEngine) -> None:
+    """Takes an engine into use in the place of one that was lost.
+
+    Args:
+      engine: started, with the newest weights that any engine was sent: older
+        ones would break the bound on staleness, and no other engine could take
+        over from newer ones.
+
+    Raises:
+      ValueError: none was lost there, or this one cannot take its place.
+    """
+    served = (one.stats().version for one in self._engines)
+    newest = max([int(self._version), *served])
+    if (version := engine.stats().version) != newest:
+      raise ValueError(
+        f"engine {number} would come back with version {version}, but version "
+        f"{newest} is the newest; give it those weights first"
+      )
+    after = [engine if i == number else x for i, x in enumerate(self._engines)]
+    pooled.capabilities(after)
+    self._routes.recover(number)
+    self._engines = after
+    self._emit("engine_back", engine=number)
+    self._opened.fire()
+
+  def abort(self, request_id: str | None) -> None:
+    """Ends a request with what it has; None ends all of them.
+
+    Raises:
+      ValueError: no such request is in flight.
+    """
+    if request_id is None:
+      for number in self._routes.serving:
+        self._engines[number].abort(None)
+    else:
+      self._engines[self._routes.asked(request_id)].abort(request_id)
+
+  def begun(self, request_id: str) -> trajectory.PolicyVersion | None:
+    """Returns the version of a request's first token; None: none is sampled.
+
+    Raises:
+      ValueError: no such request is in flight.
+    """
+    return self._engines[self._routes.asked(request_id)].begun(request_id)
+
+  async def flush_cache(self) -> None:
+    """Forgets every prefix that no running request uses, on every engine.
+
+    Raises:
+      EngineClosed: every engine has stopped.
+    """
+
+    async def flush(number: int) -> None:
+      # One that has stopped has forgotten everything.
+      with (
+        contextlib.suppress(engine_lib.EngineClosed),
+        self._watched(number),
+      ):
+        await self._engines[number].flush_cache()
+
+    await asyncio.gather(*map(flush, self._routes.serving))
+    if not self._routes.serving:
+      raise engine_lib.EngineClosed(self._reason)
+
+  def stats(self) -> engine_lib.EngineStats:
+    """Returns the counters of all engines; see `pooled.stats`."""
+    return pooled.stats(self._engines, self._routes.serving)
+
+  def describe(self) -> dict[str, float]:
+    """Returns metrics; see `routes.Routes.describe`."""
+    return self._routes.describe()
+
+  async def close(self) -> None:
+    """Stops every engine; requests in flight raise EngineClosed.
+
+    Raises the first exception of those that did not close, after all others.
+    """
+    self._log = None  # That they are closed is no loss.
+    for number in self._routes.serving:  # So that nothing moves to the next.
+      self._lose(number, "the pool was closed")
+    ends = [one.close() for one in self._engines]
+    for end in await asyncio.gather(*ends, return_exceptions=True):
+      if isinstance(end, BaseException):
+        raise end
+
+  def _tell(self, session: str, choice: affinity.Choice) -> None:
+    if choice.wanted:
+      self._emit(
+        "fallback", session=session, wanted=choice.wanted, engine=choice.engine
+      )
+
+  def _emit(self, kind: str, **fields: Any) -> None:
+    if self._log is not None:
+      self._log.emit(kind, **fields)
+
+
+class Door:
+  """The way of the weights to one engine of a router, version by version."""
+
+  def __init__(self, router: Router, number: int):
+    self._router = router
+    self._number = number
+
+  @property
+  def _engine(self) -> engine_lib.DecodeEngine:
+    return self._router.engines[self._number]
+
+  @property
+  def lost(self) -> bool:
+    """Whether the engine has stopped."""
+    return self._number not in self._router._routes.serving
+
+  def stats(self) -> engine_lib.EngineStats:
+    """Returns the counters of the engine."""
+    return self._engine.stats()
+
+  async def checksum(self) -> tuple[trajectory.PolicyVersion, int]:
+    """Returns what the engine serves; see `engine.DecodeEngine`.
+
+    Raises:
+      EngineClosed: it has stopped.
+    """
+    with self._router._watched(self._number):
+      return await self._engine.checksum()
+
+  async def update_weights(
+    self,
+    version: trajectory.PolicyVersion,
+    params: Any,
+    in_flight: engine_lib.InFlight = "recompute",
+  ) -> None:
+    """Gives the engine its weights, one version after another.
+
+    With "drain" the sessions that have begun on it end first, and meanwhile
+    no other begins there: a conversation has one version. What fails or is
+    cancelled opens the engine again, under the version before. An engine that
+    is lost, now or meanwhile, takes none; see `Router.recover`.
+
+    Raises:
+      EngineClosed: every engine has stopped.
+      ValueError: see `engine.DecodeEngine`, or it drains already.
+    """
+    router, asked = self._router, self._engine
+    router._version = max(router._version, version)
+    async with contextlib.AsyncExitStack() as stack:
+      stack.callback(router._opened.fire)
+      if in_flight == "drain" and not self.lost:
+        await stack.enter_async_context(self._drained(asked))
+      if self._serves(asked):
+        with (
+          contextlib.suppress(engine_lib.EngineClosed),
+          router._watched(self._number),
+        ):
+          await asked.update_weights(version, params, in_flight)
+    if not router._routes.serving:
+      raise engine_lib.EngineClosed(router._reason)
+
+  @contextlib.asynccontextmanager
+  async def _drained(
+    self, asked: engine_lib.DecodeEngine
+  ) -> AsyncGenerator[None]:
+    """Holds new sessions off the engine, from when it has none."""
+    router, number = self._router, self._number
+    router._routes.drain(number)
+    try:
+      while self._serves(asked) and not router._routes.drained(number):
+        await router._ended.wait()
+      if self._serves(asked):
+        router._routes.update(number)
+      yield
+    finally:
+      router._routes.reopen(number)
+
+  def _serves(self, asked: engine_lib.DecodeEngine) -> bool:
+    # What took its place came with the weights that were on their way.
+    return asked is self._engine and not self.lost
+
+
+class _Signal:
+  """Wakes all who wait for it now; each looks again for itself."""
+
+  def __init__(self):
+    self._event = asyncio.Event()
+
+  async def wait(self) -> None:
+    await self._event.wait()
+
+  def fire(self) -> None:
+    self._event.set()
+    self._event = asyncio.Event()

@@ -1,0 +1,75 @@
+"""Routers over fake engines, and who plays on them, for tests."""
+
+import asyncio
+
+import numpy as np
+
+from models import chat as chat_lib
+from rl import affinity, engine, fake_engine, router, trajectory, virtual
+
+
+def members(engines, *seats):
+  """Returns engines with the pool, kind and cost of each, if any are told."""
+  seats = seats or [()] * len(engines)
+  pairs = zip(engines, seats, strict=True)
+  return [router.Member(one, *seat) for one, seat in pairs]
+
+
+def request(name="a", session=None, ids=(3, 1), **fields):
+  """Returns a request for two ids."""
+  return engine.DecodeRequest(
+    request_id=name,
+    session=session or name,
+    tokens=np.array(ids, np.int32),
+    max_tokens=2,
+    **fields,
+  )
+
+
+def pool(count=2, delay_s=0.0, *, log=None, routing=None, seats=()):
+  """Returns a router over engines that take `delay_s` for every answer."""
+  engines = [
+    fake_engine.FakeEngine((5, 6), chat_lib.END, lambda _: delay_s)
+    for _ in range(count)
+  ]
+  settings = affinity.Routing(**(routing or {}))
+  return router.Router(members(engines, *seats), settings, log), engines
+
+
+def run(scenario):
+  """Runs on a virtual clock: what waits for itself raises Deadlock."""
+  return virtual.run(scenario)
+
+
+async def begun(pooled, *args, **kwargs):
+  """Returns the task of a request that its engine has."""
+  answer = asyncio.create_task(pooled.generate(request(*args, **kwargs)))
+  await asyncio.sleep(0)
+  return answer
+
+
+def busy(engines):
+  """Returns how many requests each engine has."""
+  return [one.stats().running + one.stats().waiting for one in engines]
+
+
+async def episode(pooled, session, domain="", turns=3, thought_s=0.5):
+  """Plays a conversation; returns its engine and the versions of its ids."""
+  number, versions = await pooled.begin(session, domain), []
+  try:
+    for turn in range(turns):
+      answer = await pooled.generate(request(f"{session}/{turn}", session))
+      versions += answer.versions.tolist()
+      await asyncio.sleep(thought_s)
+  finally:
+    pooled.end(session)
+  return number, versions
+
+
+def publish(pooled, version, in_flight="drain"):
+  """Gives every engine a version, side by side, as the publisher does."""
+  gives = [
+    door.update_weights(trajectory.PolicyVersion(version), None, in_flight)
+    for door in pooled.doors
+  ]
+  return asyncio.gather(*gives)

@@ -1,0 +1,381 @@
+"""Tests of who is where: sessions stay, move, fall back and return."""
+
+import random
+
+import pytest
+
+from rl import affinity, routes
+
+FAST, WIDE = (
+  affinity.Seat("fast", "compute"),
+  affinity.Seat("wide", "bandwidth"),
+)
+MATH = affinity.Routing(prefer={"math": "wide"})
+
+
+def alike(count, max_sessions=100):
+  seats = [affinity.Seat("decode")] * count
+  return routes.Routes(seats, affinity.Routing(), max_sessions)
+
+
+class Asked:
+  """Sends requests that have names by themselves."""
+
+  def __init__(self, table):
+    self.table, self.names = table, []
+
+  def __call__(self, session):
+    name = f"r{len(self.names)}"
+    self.names.append(name)
+    choice = self.table.send(name, session)
+    return None if choice is None else choice.engine
+
+
+def test_a_session_stays_and_a_new_one_goes_where_the_least_is_to_do():
+  table = alike(3)
+  ask = Asked(table)
+  # The first of equals; then 2 requests at 0 and one at each other.
+  assert [ask(name) for name in "abcd"] == [0, 1, 2, 0]
+  table.answered("r1")
+  assert [ask(name) for name in "ae"] == [0, 1]
+  table.lose(1, 0)
+  assert [ask(name) for name in "bef"] == [2, 2, 0]
+  table.lose(0, 0)
+  table.lose(2, 0)
+  assert ask("a") is None
+  assert table.assign("g", "math") is None
+
+
+def test_the_session_not_seen_for_longest_is_forgotten():
+  table = alike(2, max_sessions=2)
+  ask = Asked(table)
+  # At 0, at 1, again at 0; "c" goes to 1, and "b" is the one to go.
+  assert [ask(name) for name in "abac"] == [0, 1, 0, 1]
+  table.answered("r0")
+  assert table.num_remembered == 2
+  assert ask("b") == 0
+
+
+def test_a_session_that_began_counts_once_whatever_it_asks():
+  table = alike(2)
+  ask = Asked(table)
+  assert table.assign("a", "") == (0, "")
+  assert [ask("a"), ask("a")] == [0, 0]
+  assert table.load == [1, 0]
+  with pytest.raises(ValueError, match="session a has begun already"):
+    table.assign("a", "")
+  table.end("a")
+  table.end("a")
+  table.answered("r0")
+  assert table.load == [0, 0]
+  assert table.bindings == {}
+  with pytest.raises(ValueError, match="request r0 is not in flight"):
+    table.asked("r0")
+  with pytest.raises(ValueError, match="request r1 is already in flight"):
+    table.send("r1", "b")
+
+
+def test_all_of_a_mapped_domain_land_on_its_pool_and_others_by_default():
+  routing = affinity.Routing(prefer={"math": "bandwidth"}, default="fast")
+  table = routes.Routes([FAST, WIDE, WIDE], routing)
+  for i in range(300):
+    domain = ("math", "chess", "")[i % 3]
+    choice = table.assign(f"s{i}", domain)
+    assert choice is not None
+    assert choice.wanted == ""
+    # Of two wide engines the emptier: one after the other.
+    assert choice.engine == (1 + (i // 3) % 2 if domain == "math" else 0)
+  assert table.counts.sessions == {
+    ("wide", "math"): 100,
+    ("fast", "chess"): 100,
+    ("fast", ""): 100,
+  }
+  assert table.counts.fallbacks == 0
+  # A session that never began is one of no domain.
+  assert table.send("r", "unheard") == (0, "")
+
+
+def test_a_pool_that_is_down_is_left_at_once_and_taken_again_when_it_is_back():
+  table = routes.Routes([FAST, WIDE, WIDE], MATH)
+  assert [table.assign(n, "math") for n in "ab"] == [(1, ""), (2, "")]
+  table.lose(1, 0)
+  assert table.bindings == {"b": 2}
+  assert table.assign("c", "math") == (2, "")
+  table.lose(2, 0)
+  assert table.assign("d", "math") == (0, "wide")
+  assert table.homeless("a")
+  assert table.move("a", [0, 0, 0]) == (0, "wide")
+  assert table.send("s", "a") == (0, "")
+  assert (table.counts.fallbacks, table.counts.moved) == (2, 1)
+  table.recover(2)
+  assert table.assign("e", "math") == (2, "")
+  # Who fell back stays where its keys and values are.
+  assert table.send("t", "d") == (0, "")
+  assert table.bindings == {"a": 0, "d": 0, "e": 2}
+  assert (table.counts.fallbacks, table.counts.returns) == (2, 1)
+  described = table.describe()
+  assert described["engines_lost"] == 1.0
+  assert described["route_fallbacks"] == 2.0
+  assert described["sessions/wide/math"] == 4.0
+  assert described["sessions/fast/math"] == 1.0
+
+
+def test_an_overloaded_pool_is_left_and_counted():
+  routing = affinity.Routing(prefer={"math": "wide"}, overload=2.0)
+  table = routes.Routes([FAST, WIDE], routing)
+  chosen = [table.assign(f"s{i}", "math") for i in range(7)]
+  # With it there would be 1, 2 | 3 against 1 | 3, 4 against 2 | 5 against 2.
+  away = [choice.engine == 0 for choice in chosen if choice is not None]
+  assert away == [False, False, True, False, False, True, False]
+  assert (table.counts.fallbacks, table.counts.returns) == (2, 2)
+
+
+def test_a_preferred_pool_that_drains_is_waited_for():
+  table = routes.Routes([FAST, WIDE], MATH)
+  table.drain(1)
+  assert table.assign("a", "math") is None
+  table.update(1)
+  assert table.assign("a", "math") is None
+  assert table.assign("b", "chess") == (0, "")
+  table.reopen(1)
+  assert table.assign("a", "math") == (1, "")
+  table.drain(1)
+  table.lose(1, 0)
+  assert table.assign("c", "math") == (0, "wide")
+  assert table.counts.fallbacks == 1
+
+
+def test_an_engine_drains_until_what_began_on_it_has_ended():
+  table = alike(2)
+  ask = Asked(table)
+  assert table.assign("a", "") == (0, "")
+  assert ask("unheard") == 1
+  for number in (0, 1):
+    table.drain(number)
+  assert [table.drained(number) for number in (0, 1)] == [False, True]
+  assert table.assign("b", "") is None
+  # Who is there goes on, and who never began is not held up.
+  assert [ask("a"), ask("unheard")] == [0, 1]
+  with pytest.raises(ValueError, match="engine 0 has sessions"):
+    table.update(0)
+  with pytest.raises(ValueError, match="engine 0 is draining, not open"):
+    table.drain(0)
+  table.end("a")
+  table.update(0)
+  assert table.assign("b", "") is None
+  table.reopen(0)
+  assert table.assign("b", "") == (0, "")
+  with pytest.raises(ValueError, match="engine 0 is open, not lost"):
+    table.recover(0)
+
+
+def test_who_loses_its_engine_goes_where_its_weights_still_are():
+  table = alike(3)
+  for name in "abc":
+    table.assign(name, "")
+  for number in (0, 1, 2):
+    table.drain(number)
+  table.end("a")
+  table.update(0)
+  table.reopen(0)
+  # 0 has the new weights and 1 the old ones, which "c" began with.
+  table.lose(2, 5)
+  with pytest.raises(ValueError, match="session c has lost its engine"):
+    table.send("r", "c")
+  assert table.move("c", [6, 5, 5]) == (1, "")
+  assert not table.drained(1)
+  table.lose(1, 5)
+  assert table.move("c", [6, 5, 5]) == (0, "")
+  assert table.counts.moved == 2
+
+
+def test_versions_of_a_session_never_fall_when_it_moves():
+  table = alike(3)
+  table.assign("a", "")
+  table.lose(0, 6)
+  # The others have not been given version 6 yet.
+  table.drain(1)
+  assert table.move("a", [6, 5, 5]) is None
+  assert table.homeless("a")
+  table.update(1)
+  # Rather one that serves than one at which it would wait ...
+  assert table.move("a", [6, 6, 7]) == (2, "")
+  table.lose(2, 7)
+  # ... but there rather than nowhere.
+  assert table.move("a", [6, 7, 7]) == (1, "")
+  assert not table.homeless("a")
+
+
+def test_what_a_session_took_counts_when_it_ends_where_it_was():
+  table = routes.Routes([FAST, WIDE], affinity.Routing(learn=True))
+  took = affinity.Sample(1.0, 10.0, 2.0, 5.0)
+  assert table.assign("a", "math") == (0, "")
+  table.measure("a", 0, took)
+  table.measure("a", 0, took)
+  table.measure("a", 1, took)
+  table.measure("unheard", 0, took)
+  assert table.seconds == {}
+  table.end("a")
+  # Two requests of 3 s.
+  assert table.seconds == {("math", "fast"): pytest.approx(6.0)}
+  assert table.assign("b", "math") == (1, "")
+  table.measure("b", 1, took)
+  table.lose(1, 0)
+  table.move("b", [0, 0])
+  table.end("b")
+  # What it took until then was elsewhere.
+  assert table.seconds == {("math", "fast"): pytest.approx(6.0)}
+  name = "session_s/fast/math"
+  assert table.describe()[name] == pytest.approx(6.0)
+
+
+@pytest.mark.parametrize("kind", ["any", "compute"])
+def test_pools_of_one_kind_are_shared_as_if_there_were_no_settings(kind):
+  routing = affinity.Routing(
+    learn=True, prefer={"a": "compute", "b": "bandwidth"}, overload=1.0
+  )
+  seats = [affinity.Seat(pool, kind) for pool in ("x", "y", "y")]
+  bare = [affinity.Seat("decode")] * 3
+  tables = (
+    routes.Routes(seats, routing),
+    routes.Routes(bare, affinity.Routing()),
+  )
+  chance, live = random.Random(0), []
+  for i in range(1000):
+    domain = chance.choice("abc")
+    if live and chance.random() < 0.5:
+      name = live.pop(chance.randrange(len(live)))
+      for table in tables:
+        # Seconds that differ from pool to pool must not matter.
+        engine = table.bindings[name]
+        took = affinity.Sample(0.0, 0.0, 1.0 + engine, 1.0)
+        table.measure(name, engine, took)
+        table.end(name)
+    else:
+      first, second = (table.assign(f"s{i}", domain) for table in tables)
+      assert first is not None
+      assert first == second
+      live.append(f"s{i}")
+
+
+class Oracle:
+  """Where sessions must be, kept another way: by what happened to each."""
+
+  def __init__(self, count):
+    self.where = {}
+    self.state = ["open"] * count
+    self.version = [0] * count
+    self.floor = {}
+    self.requests = {}
+
+  def held(self, engine):
+    return [name for name, at in self.where.items() if at == engine]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_sessions_stick_whatever_happens_to_engines_and_others(seed):
+  chance = random.Random(seed)
+  seats = [FAST, FAST, WIDE, WIDE]
+  table = routes.Routes(seats, MATH, max_sessions=5)
+  oracle = Oracle(len(seats))
+  names = [f"s{i}" for i in range(30)]
+
+  def step():
+    action = chance.choice(
+      ("begin",) * 4 + ("send",) * 6 + ("answer",) * 5 + ("end",) * 3
+      + ("lose", "recover", "recover", "drain", "update", "reopen")
+    )  # fmt: skip
+    name, engine = chance.choice(names), chance.randrange(len(seats))
+    if action == "begin" and name not in oracle.where:
+      begin(name, chance.choice(("math", "chess")))
+    elif action == "send":
+      send(name, f"r{len(table.counts.sessions)}-{chance.random()}")
+    elif action == "answer" and oracle.requests:
+      request = chance.choice(list(oracle.requests))
+      assert table.asked(request) == oracle.requests.pop(request)
+      table.answered(request)
+    elif action == "end":
+      table.end(name)
+      oracle.where.pop(name, None)
+    else:
+      change(action, engine)
+
+  def begin(name, domain):
+    choice = table.assign(name, domain)
+    free = [i for i, state in enumerate(oracle.state) if state == "open"]
+    wide = [i for i in free if i >= 2]
+    soon = {"draining", "updating"} & set(oracle.state[2:])
+    if not free or (domain == "math" and not wide and soon):
+      assert choice is None
+      return
+    assert choice is not None
+    assert choice.engine in ((wide or free) if domain == "math" else free)
+    assert bool(choice.wanted) == (domain == "math" and not wide)
+    oracle.where[name] = choice.engine
+
+  def send(name, request):
+    if oracle.where.get(name, -1) is None:
+      assert table.homeless(name)
+      move(name)
+    if oracle.where.get(name, -1) is None:
+      return
+    choice = table.send(request, name)
+    if set(oracle.state) == {"lost"}:
+      assert choice is None
+      return
+    assert choice is not None
+    assert oracle.state[choice.engine] != "lost"
+    assert choice.engine == oracle.where.get(name, choice.engine)
+    oracle.requests[request] = choice.engine
+
+  def move(name):
+    choice = table.move(name, oracle.version)
+    able = [
+      (state == "updating", version)
+      for state, version in zip(oracle.state, oracle.version, strict=True)
+      if state != "lost" and version >= oracle.floor[name]
+    ]
+    assert (choice is None) == (not able)
+    if choice is not None:
+      engine = oracle.where[name] = choice.engine
+      state, version = oracle.state[engine], oracle.version[engine]
+      assert (state == "updating", version) == min(able)
+
+  def change(action, engine):
+    state = oracle.state[engine]
+    if action == "lose" and state != "lost":
+      table.lose(engine, oracle.version[engine])
+      oracle.state[engine] = "lost"
+      oracle.floor |= dict.fromkeys(oracle.held(engine), oracle.version[engine])
+      oracle.where |= dict.fromkeys(oracle.held(engine))
+    elif action == "recover" and state == "lost":
+      table.recover(engine)
+      oracle.state[engine] = "open"
+      oracle.version[engine] = max(oracle.version)
+    elif action == "drain" and state == "open":
+      table.drain(engine)
+      oracle.state[engine] = "draining"
+    elif action == "update" and state == "draining":
+      assert table.drained(engine) == (not oracle.held(engine))
+      if table.drained(engine):
+        table.update(engine)
+        oracle.state[engine] = "updating"
+    elif action == "reopen" and state != "lost":
+      table.reopen(engine)
+      oracle.state[engine] = "open"
+      if state == "updating":
+        behind = min(oracle.version) < oracle.version[engine]
+        oracle.version[engine] = max(oracle.version) + (not behind)
+
+  for _ in range(3000):
+    step()
+    bound = {name: at for name, at in oracle.where.items() if at is not None}
+    assert table.bindings == bound
+    assert table.num_remembered <= 5
+  for request in oracle.requests:
+    table.answered(request)
+  for name in names:
+    table.end(name)
+  assert table.load == [0] * len(seats)
+  # Enough of everything has happened for this to mean something.
+  assert min(table.counts.moved, table.counts.fallbacks) > 5
