@@ -71,6 +71,10 @@ function drawHead() {
   if (data.notes.length)
     $("#notes").append(
       el("div", { class: "notes" }, ...data.notes.map((n) => el("p", {}, n))));
+  if (data.violations.length)
+    $("#violations").append(el("div", { class: "broken" },
+      el("p", {}, `${data.violations.length} broken promises; the first:`),
+      ...data.violations.slice(0, 10).map((line) => el("p", {}, line))));
   $("#tiles").append(...data.tiles.map(([label, value, note]) =>
     el("dl", { class: "tile" }, el("dt", {}, label),
       el("dd", {}, value, el("small", {}, note)))));
@@ -194,6 +198,7 @@ function options(select, values, texts = values) {
 function drawAll() {
   drawCurve();
   drawLags();
+  drawGroups();
   drawTimeline();
 }
 

@@ -1,15 +1,14 @@
 """Renders a run directory as one static page and one picture for a README.
 
   python -m launch.report --run=runs/first
+  python -m launch.report --check=runs/first      only checks the event log
 
 The page is one file that needs no network. It also renders a run that is still
 going on or that crashed: what is missing is named on top of the page.
 """
 
-import collections
 import dataclasses
 import html
-import itertools
 import json
 import pathlib
 import re
@@ -20,15 +19,11 @@ from typing import Any
 
 from absl import app, flags
 
-from launch import learning_curve
-from rl import events, trace
+from launch import check, learning_curve, run_files
+from rl import trace
 
 _HERE = pathlib.Path(__file__).parent
-_KEPT = ("index", "status", "reward", "parts", "fault", "advantage")
 _MAX_SPANS = 50_000
-_MAX_ROUNDS = 40
-_MAX_TRAJECTORIES = 400
-_MAX_TRAJECTORY_BYTES = 1_500_000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,8 +34,10 @@ class Run:
     metrics: one row a round, in order; a repeated round counts once. What
       was not finite is None, here and elsewhere.
     evaluations: one row each, in order, of those that graded an episode.
-    events: those that no resume superseded, see `events.surviving`.
-    trajectories: a sample, see `sample_trajectories`.
+    spans: of the whole run, or the middle of a long one.
+    num_spans: of the whole run.
+    verdict: on the event log; None without one.
+    trajectories: a sample, see `run_files.sample_trajectories`.
     notes: sentences about what is missing or unreadable.
   """
 
@@ -49,17 +46,22 @@ class Run:
   metrics: Sequence[Mapping[str, Any]]
   evaluations: Sequence[Mapping[str, Any]]
   spans: Sequence[trace.Span]
-  events: Sequence[events.Event]
+  num_spans: int
+  verdict: check.Verdict | None
   trajectories: Sequence[Mapping[str, Any]]
   notes: Sequence[str]
 
 
-def read(path: pathlib.Path) -> Run:
-  """Reads a run directory, whatever state it is in."""
+def read(path: pathlib.Path, verdict: check.Verdict | None = None) -> Run:
+  """Reads a run directory, whatever state it is in.
+
+  Args:
+    verdict: on its event log, when it is known: the log is not read again.
+  """
   notes: list[str] = []
 
   def rows(name: str) -> list[dict[str, Any]]:
-    return _read_lines(path / name, notes)
+    return list(run_files.lines(path / name, notes))
 
   try:
     text = (path / "config.json").read_text("utf-8")
@@ -74,34 +76,41 @@ def read(path: pathlib.Path) -> Run:
     for row in rows("evaluations.jsonl")
     if row["success"] is not None
   }
+  verdict = verdict or _verdict(path, config, notes)
+  if verdict and verdict.num_cut:
+    notes.append(f"events.jsonl: unreadable lines left out: {verdict.num_cut}.")
+  spans, num_spans = run_files.spans(path / "spans.jsonl", notes)
   return Run(
     path=path,
     config=config,
     metrics=[rounds[i] for i in sorted(rounds)],
     evaluations=[evaluations[i] for i in sorted(evaluations)],
-    spans=[trace.Span(**row) for row in rows("spans.jsonl")],
-    events=events.surviving(rows("events.jsonl")),
-    trajectories=sample_trajectories(path / "trajectories", notes),
+    spans=spans,
+    num_spans=num_spans,
+    verdict=verdict,
+    trajectories=run_files.sample_trajectories(path / "trajectories", notes),
     notes=notes,
   )
 
 
-def _read_lines(path: pathlib.Path, notes: list[str]) -> list[dict[str, Any]]:
-  """Returns the JSON lines of a file; adds to `notes` what it could not."""
-  if not path.exists():
-    notes.append(f"{path.name} is missing.")
-    return []
-  rows, unreadable = [], 0
-  for line in path.read_text("utf-8", "replace").split("\n"):
-    try:
-      if line:
-        # A browser cannot parse the NaN that Python writes.
-        rows.append(json.loads(line, parse_constant=lambda _: None))
-    except json.JSONDecodeError:
-      unreadable += 1
-  if unreadable:
-    notes.append(f"{path.name}: unreadable lines left out: {unreadable}.")
-  return rows
+def _verdict(
+  path: pathlib.Path, config: Mapping[str, Any], notes: list[str]
+) -> check.Verdict | None:
+  """Returns what the event log says; notes what cannot be told."""
+  log = path / "events.jsonl"
+  if not log.exists():
+    notes.append(f"{log.name} is missing.")
+    return None
+  schedule, group_size = None, 0
+  try:
+    schedule, group_size = check.schedule_of(config)
+  except (LookupError, ValueError, TypeError):
+    notes.append("config.json has no schedule to check the events against.")
+  try:
+    return check.read(log, schedule, group_size)
+  except check.Unreadable as error:
+    notes.append(f"{error}.")
+    return None
 
 
 def tiles(run: Run) -> list[tuple[str, str, str]]:
@@ -120,23 +129,13 @@ def tiles(run: Run) -> list[tuple[str, str, str]]:
     success = f"{first['success']:.0%} → {last['success']:.0%}"
     interval = f"held out; last {last['low']:.0%} to {last['high']:.0%}"
   wall, gaps = column("time_s"), column("logprob_gap_max")
-  lags, bound = events.staleness(run.events), _max_staleness(run)
   both = trace.overlap(run.spans)
   busy = f"learner {both.first_s:,.0f} s, decode {both.second_s:,.0f} s busy"
-  faults = collections.Counter(
-    event["status"] for event in events.of_kind(run.events, "fault")
-  )
-  kinds = ", ".join(f"{kind} {count}" for kind, count in faults.items())
   return [
     ("Success", success, interval),
-    ("Rounds", f"{len(run.metrics):,}", f"{len(lags):,} groups trained"),
+    ("Rounds", f"{len(run.metrics):,}", f"{_trained(run):,} groups trained"),
     ("Wall time", _duration(max(wall)) if wall else "–", "to the last round"),
     ("Overlap", f"{both.share:.0%}" if run.spans else "–", busy),
-    (
-      "Largest lag",
-      str(max(lags)) if lags else "–",
-      "rounds" if bound is None else f"rounds; the bound is {bound}",
-    ),
     ("Decode", median("decode_tokens_per_s"), "tokens/s, median"),
     ("Learner", median("learner_tokens_per_s"), "tokens/s, median"),
     (
@@ -144,12 +143,41 @@ def tiles(run: Run) -> list[tuple[str, str, str]]:
       f"{max(gaps):.2g}" if gaps else "–",
       "nats, largest, engine to learner",
     ),
-    ("Faults", f"{faults.total():,}" if run.events else "–", kinds),
+    *(_told(run.verdict) if run.verdict else _UNTOLD),
   ]
 
 
-def _max_staleness(run: Run) -> int | None:
-  return run.config.get("overlap", {}).get("max_staleness")
+_UNTOLD = [
+  (name, "–", "no event log")
+  for name in ("Largest lag", "Faults", "Useful tokens", "Invariants")
+]
+
+
+def _told(verdict: check.Verdict) -> list[tuple[str, str, str]]:
+  """Returns the outcomes that the event log tells."""
+  book, bound, broken = verdict.books, verdict.bound, verdict.violations
+  kinds = ", ".join(f"{kind} {n}" for kind, n in verdict.faults.items())
+  useful = f"{book.trained / book.sampled:.0%}" if book.sampled else "–"
+  dropped = ", ".join(f"{why} {n:,}" for why, n in book.dropped.items())
+  held = f"{len(verdict.checks)} checked" if verdict.checks else "not checked"
+  return [
+    (
+      "Largest lag",
+      str(max(verdict.lags)) if verdict.lags else "–",
+      "rounds" if bound is None else f"rounds; the bound is {bound}",
+    ),
+    ("Faults", f"{verdict.faults.total():,}", kinds),
+    (
+      "Useful tokens",
+      useful,
+      f"of {book.sampled:,}; dropped: {dropped or 'none'}",
+    ),
+    ("Invariants", f"{len(broken)} broken" if broken else "hold", held),
+  ]
+
+
+def _trained(run: Run) -> int:
+  return run.verdict.lags.total() if run.verdict else 0
 
 
 def _duration(seconds: float) -> str:
@@ -196,71 +224,14 @@ def _timeline(run: Run) -> dict[str, Any]:
     "tracks": tracks,
     "names": names,
     "rows": rows,
-    "total": len(spans),
+    "total": run.num_spans,
     "window": learning_curve.window(spans),
-  }
-
-
-def sample_trajectories(
-  directory: pathlib.Path, notes: list[str]
-) -> list[dict[str, Any]]:
-  """Returns whole groups, spread over the rounds, in the order of the run.
-
-  As many as fit a page: of 40 rounds, 400 trajectories, 1.5 MB.
-  """
-  files = sorted(directory.glob("round_*.jsonl"), reverse=True)
-  if not files:
-    notes.append("trajectories/ is missing or empty.")
-  picked = [files[i] for i in _spread(len(files))[:_MAX_ROUNDS]]
-  rounds = [_groups(path, notes) for path in picked]
-  chosen, size = [], 0
-  # One group of every round, then a second one: what fits is spread evenly.
-  for group in itertools.chain(*itertools.zip_longest(*rounds, fillvalue=[])):
-    cost = len(json.dumps(group))
-    fits = size + cost <= _MAX_TRAJECTORY_BYTES
-    if fits and len(chosen) + len(group) <= _MAX_TRAJECTORIES:
-      chosen += group
-      size += cost
-  return sorted(chosen, key=lambda t: (t["round"], t["group"], t["index"]))
-
-
-def _spread(count: int) -> list[int]:
-  """Returns range(count) so ordered that every prefix is evenly spread."""
-  steps = [1 << k for k in reversed(range(count.bit_length() + 1))]
-  return list(dict.fromkeys(i for step in steps for i in range(0, count, step)))
-
-
-def _groups(path: pathlib.Path, notes: list[str]) -> list[list[dict[str, Any]]]:
-  """Returns the groups of one round, with what the page shows of them."""
-  groups: dict[int, list[dict[str, Any]]] = collections.defaultdict(list)
-  for row in _read_lines(path, notes):
-    groups[row["group_id"]].append(
-      {
-        "round": int(path.stem.removeprefix("round_")),
-        "group": row["group_id"],
-        "task": row["task_id"],
-        "turns": [_turn(turn) for turn in row["turns"]],
-      }
-      | {key: row.get(key) for key in _KEPT}
-    )
-  return list(groups.values())
-
-
-def _turn(turn: Mapping[str, Any]) -> dict[str, Any]:
-  return {
-    "context": turn.get("context_words", turn["context"]),
-    "words": turn.get("words", turn["tokens"]),
-    "logprobs": [x and round(x, 3) for x in turn["logprobs"]],
-    "versions": turn["versions"],
-    "stop": turn["stop"],
-    "decode_s": round(turn["decode_s"], 4),
-    "env_s": round(turn["env_s"], 4),
   }
 
 
 def page(run: Run) -> str:
   """Returns the report as one HTML page that refers to nothing else."""
-  lags = collections.Counter(events.staleness(run.events))
+  verdict = run.verdict
   data = {
     "notes": run.notes,
     "tiles": tiles(run),
@@ -268,7 +239,12 @@ def page(run: Run) -> str:
     "metrics": _columns(run.metrics),
     "evaluations": run.evaluations,
     "timeline": _timeline(run),
-    "lags": {"counts": sorted(lags.items()), "bound": _max_staleness(run)},
+    "lags": {
+      "counts": sorted(verdict.lags.items()) if verdict else [],
+      "bound": verdict.bound if verdict else None,
+    },
+    "groups": verdict.groups if verdict else [],
+    "violations": verdict.violations if verdict else [],
     "trajectories": run.trajectories,
   }
   text = json.dumps(data, allow_nan=False, separators=(",", ":"))
@@ -282,15 +258,20 @@ def page(run: Run) -> str:
   return re.sub(r"{{([\w.]+)}}", lambda field: parts[field[1]], template)
 
 
-def write(run_dir: pathlib.Path) -> pathlib.Path:
+def write(
+  run_dir: pathlib.Path, verdict: check.Verdict | None = None
+) -> pathlib.Path:
   """Writes report.html and learning_curve.svg; returns the page's path.
+
+  Args:
+    verdict: on its event log, when it is known.
 
   Raises:
     FileNotFoundError: there is no such directory.
   """
   if not run_dir.is_dir():
     raise FileNotFoundError(f"{run_dir} is no directory of a run")
-  run = read(run_dir)
+  run = read(run_dir, verdict)
   picture = learning_curve.draw(run.metrics, run.evaluations, run.spans)
   (run_dir / "learning_curve.svg").write_text(picture, "utf-8")
   target = run_dir / "report.html"
@@ -298,17 +279,35 @@ def write(run_dir: pathlib.Path) -> pathlib.Path:
   return target
 
 
+def check_run(run_dir: pathlib.Path) -> int:
+  """Prints the ledger, the checks and what is broken; returns the exit code.
+
+  0: nothing is broken; 1: something is; 2: there is no run to check.
+  """
+  try:
+    verdict = check.of_run(run_dir)
+  except check.Unreadable as error:
+    print(f"error: {error}", file=sys.stderr)
+    return 2
+  print(verdict.text)
+  return 1 if verdict.violations else 0
+
+
 if __name__ == "__main__":
   # Not at import: training writes the report too and has flags of its own.
-  _RUN = flags.DEFINE_string(
-    "run", None, "Directory of the run.", required=True
+  _RUN = flags.DEFINE_string("run", None, "Directory of the run.")
+  _CHECK = flags.DEFINE_string(
+    "check", None, "Directory of a run whose event log is only checked."
   )
+  flags.mark_flags_as_mutual_exclusive(["run", "check"], required=True)
 
   def main(argv: list[str]) -> None:
-    """Writes the page and prints where it is."""
+    """Writes the page and prints where it is, or checks."""
     del argv
+    if _CHECK.value is not None:
+      sys.exit(check_run(pathlib.Path(_CHECK.value)))
     try:
-      print(write(pathlib.Path(_RUN.value)))
+      print(write(pathlib.Path(str(_RUN.value))))
     except OSError as error:
       sys.exit(f"error: {error}")
 

@@ -1,75 +1,139 @@
-"""The event log and what must hold of it: invariants as pure functions.
+"""The event log: every transition of a run, and what a restart leaves of it.
 
 Kinds of events and their fields, all with `t` seconds since the log began:
-  submitted      group, version      the gate let a group in
-  ended          group, index, status, turns, tokens, versions
-  cancelled      group, index, tokens, versions      the run stopped
-  reward         group, index, value
-  fault          group, index, status, what
-  ready          group, version      all members ended and graded
-  resumed        trained             a restart goes on after so many rounds
-  restored       group, tokens, first_version      finished before a restart
-  dequeued       group               the learner took it
-  trained        group, version, first_version, tokens, masked
-  publish_start  version, moved_bytes      the learner copied so much
-  published      version             every engine serves it
+  submitted    group, attempt, version, source, task      the gate let it in;
+               `replayed` when it was in flight before a restart
+  admitted     group, attempt, index, engine, version     a member has an engine
+  first_token  group, attempt, index, version             t: when it was sampled
+  turn         group, attempt, index, number, tokens, decode_s, env_s
+  ended        group, attempt, index, status, turns, tokens, length, versions
+  aborted      group, attempt, index, reason, turns, tokens, length, versions
+  grading      group, attempt, index                      its reward was called
+  reward       group, attempt, index, value
+  fault        group, attempt, index, status, what
+  ready        group, attempt, version, first_version     G members are graded
+  dropped      group, attempt, reason, version, tokens    it is not trained
+  dequeued     group, attempt, version                    the learner took it
+  trained      group, attempt, version, first_version, update, tokens, masked,
+               members                                    an update holds it
+  update       version, number, start, end                an optimizer step
+  publish_start  version, moved_bytes     the learner copied so much
+  published      version                  every engine serves it
+  engine_lost    engine, reason
+  engine_back    engine
+  fallback       session, wanted, engine  served by hardware of another kind
+  starved        source, task, attempts
+  resumed        trained, next_group      a restart goes on after so many rounds
+  restored       group, attempt, tokens, first_version    ready before a restart
 
-`versions` are run lengths, [[version, tokens], ...], in the order of sampling.
+A group is a place in the order of submission, and attempts at it follow one
+another. `version` is the newest that every engine serves or, of what the
+learner does, the number of rounds trained before. `tokens` were sampled,
+`length` counts all ids. `versions` are run lengths, [[version, tokens], ...],
+in the order of sampling; `members` the indices that make up the group.
 """
 
-import collections
 import contextlib
-import dataclasses
-import itertools
 import json
+import math
 import pathlib
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from rl import overlap as overlap_lib
-
 Event = dict[str, Any]
+Runs = Sequence[Sequence[int]]
+"""Run lengths [version, tokens] of what was sampled, in order."""
 
-_OF_PLAY = ("submitted", "ended", "reward", "fault", "ready")
+OF_MEMBER = (
+  "admitted",
+  "first_token",
+  "turn",
+  "ended",
+  "aborted",
+  "grading",
+  "reward",
+  "fault",
+)
+OF_ATTEMPT = (
+  "submitted",
+  *OF_MEMBER,
+  "ready",
+  "dropped",
+  "dequeued",
+  "trained",
+  "restored",
+)
+
 _OF_PUBLISH = ("publish_start", "published")
+_OF_LEARNER = ("dequeued", "trained", "update")
+
+# At 4 us each a flush keeps the event loop for no longer than 4 ms.
+_FLUSH_EVERY = 1000
+_BLOCK = 1 << 16
+# An event holds no event, so there is no circle to look for.
+_encode = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
 
 
 class EventLog:
-  """Appends events to memory and, buffered, to JSON lines on disk.
+  """Records events and appends them, buffered, to JSON lines on disk.
 
-  All methods belong to the event loop; `flush` is called once a round.
+  All methods belong to one event loop. Its owner calls `flush` once a round;
+  a long round is flushed on the way, so memory stays flat.
 
   Args:
     path: appended to, so a resumed run keeps its history, and its times go on
       behind the last of them; None: memory only.
+    clock: of the event loop, in seconds.
 
   Attributes:
-    events: of this process.
+    events: of this process; with a path only those since the last flush.
+    listeners: called with each event when it is emitted.
   """
 
-  def __init__(self, path: pathlib.Path | None = None):
+  def __init__(
+    self,
+    path: pathlib.Path | None = None,
+    clock: Callable[[], float] = time.monotonic,
+  ):
     self.events: list[Event] = []
-    self._origin = time.monotonic() - (_last_time(path) if path else 0.0)
-    self._file = path.open("a") if path else None
+    self.listeners: list[Callable[[Event], None]] = []
+    self._clock = clock
+    self._origin = clock() - (_last_time(path) if path else 0.0)
+    self._file = path.open("a", encoding="utf-8") if path else None
     if self._file and self._file.tell():
       # A crash may have cut the last line; the next one must stay whole.
       self._file.write("\n")
-    self._written = 0
 
-  def emit(self, kind: str, **fields: Any) -> None:
-    """Records one event now."""
-    now = round(time.monotonic() - self._origin, 6)
-    self.events.append({"t": now, "kind": kind, **fields})
+  def emit(self, kind: str, *, t: float | None = None, **fields: Any) -> None:
+    """Records one event.
+
+    Args:
+      t: when it happened, as `since` returns it; now by default.
+    """
+    if t is None:
+      t = self.since(self._clock())
+    event = {"t": t, "kind": kind, **fields}
+    self.events.append(event)
+    for listener in self.listeners:
+      listener(event)
+    if self._file is not None and len(self.events) >= _FLUSH_EVERY:
+      self.flush()
+
+  def since(self, reading: float) -> float:
+    """Returns a reading of the clock as seconds since the log began, to 1 us.
+
+    Every time in the log goes through here, so that they can be compared.
+    """
+    return round(reading - self._origin, 6)
 
   def flush(self) -> None:
-    """Writes what was recorded since the last flush."""
+    """Writes what was recorded since the last flush, and forgets it."""
     if self._file is None:
       return
-    news = self.events[self._written :]
-    self._file.writelines(json.dumps(event) + "\n" for event in news)
+    self._file.writelines(f"{_encode(event)}\n" for event in self.events)
     self._file.flush()
-    self._written = len(self.events)
+    self.events.clear()
 
   def close(self) -> None:
     """Flushes and closes the file."""
@@ -78,233 +142,206 @@ class EventLog:
       self._file.close()
 
 
+class File:
+  """The events of a log on disk, read anew by each iteration.
+
+  Memory is that of one line.
+
+  Attributes:
+    num_cut: lines that a crash has cut and the last iteration left out.
+  """
+
+  def __init__(self, path: pathlib.Path):
+    self._path = path
+    self.num_cut = 0
+
+  def __iter__(self) -> Iterator[Event]:
+    self.num_cut = 0
+    for line in self._lines():
+      try:
+        yield json.loads(line)
+      except json.JSONDecodeError:
+        self.num_cut += bool(line.strip())
+
+  def mentions(self, word: str) -> bool:
+    """Whether any line has this string, which costs less than to parse all."""
+    return any(f'"{word}"' in line for line in self._lines())
+
+  def _lines(self) -> Iterator[str]:
+    with self._path.open(encoding="utf-8", errors="replace") as file:
+      yield from file
+
+
 def _last_time(path: pathlib.Path) -> float:
-  """Returns `t` of the last whole line, 0 when there is none."""
-  text = path.read_text("utf-8", "replace") if path.exists() else ""
-  for line in reversed(text.split("\n")):
-    with contextlib.suppress(json.JSONDecodeError):
-      return float(json.loads(line)["t"])
+  """Returns `t` of the last whole event, 0 when there is none."""
+  if not path.exists():
+    return 0.0
+  tail = b""
+  with path.open("rb") as file:
+    for start in range(path.stat().st_size // _BLOCK, -1, -1):
+      file.seek(start * _BLOCK)
+      first, *lines = (file.read(_BLOCK) + tail).split(b"\n")
+      for line in reversed(lines if start else [first, *lines]):
+        with contextlib.suppress(json.JSONDecodeError):
+          return float(json.loads(line.decode("utf-8", "replace"))["t"])
+      # It goes on in the block before.
+      tail = b"\n".join([first, *lines])
   return 0.0
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Ledger:
-  """Where every sampled token went; the columns add up to `sampled`."""
-
-  sampled: int
-  trained: int
-  masked: int
-  untrained: int
-  cancelled: int
-
-  @property
-  def error(self) -> int:
-    """Tokens that are in no column or in two."""
-    booked = self.trained + self.masked + self.untrained + self.cancelled
-    return self.sampled - booked
-
-
-def of_kind(events: Sequence[Event], kind: str) -> Iterator[Event]:
+def of_kind(events: Iterable[Event], kind: str) -> Iterator[Event]:
   """Yields the events of one kind."""
   return (event for event in events if event["kind"] == kind)
 
 
-def surviving(events: Sequence[Event]) -> list[Event]:
-  """Returns the log as if its run had never been interrupted.
-
-  A resume after N rounds supersedes what is older and belongs to no trained
-  group of these rounds: it is played, trained and published again. Only the
-  play of a group that was finished and saved stays, and takes the place of
-  the event that restores it.
-  """
-  starts = [i for i, e in enumerate(events) if e["kind"] == "resumed"]
-  kept = list(events[: starts[0]] if starts else events)
-  for start, end in itertools.pairwise([*starts, len(events)]):
-    news = events[start + 1 : end]
-    restored = {event["group"] for event in of_kind(news, "restored")}
-    kept = _before_resume(kept, events[start]["trained"], restored)
-    ready = {event["group"] for event in of_kind(kept, "ready")}
-    kept += [
-      event
-      for event in news
-      if event["kind"] != "restored" or event["group"] not in ready
-    ]
-  return kept
-
-
-def _before_resume(
-  events: Sequence[Event], rounds: int, restored: Collection[int]
-) -> list[Event]:
-  """Returns what a resume after so many rounds leaves of an older log."""
-  trained = of_kind(events, "trained")
-  done = {event["group"] for event in trained if event["version"] < rounds}
-  ready = {event["group"] for event in of_kind(events, "ready")}
-  # A kill can fall between the two events of a publish.
-  published = {event["version"] for event in of_kind(events, "published")}
-
-  def stays(event: Event) -> bool:
-    if event["kind"] in _OF_PUBLISH:
-      return event["version"] <= rounds and event["version"] in published
-    group = event["group"]
-    played = event["kind"] in _OF_PLAY and group in restored and group in ready
-    return group in done or played
-
-  return [event for event in events if stays(event)]
-
-
-def ledger(events: Sequence[Event]) -> Ledger:
-  """Returns the balance of tokens of a log."""
-  sampled = _sampled(events)
-  cancelled = sum(event["tokens"] for event in of_kind(events, "cancelled"))
-  trained = list(of_kind(events, "trained"))
-  done = {event["group"] for event in trained}
-  return Ledger(
-    sampled=sum(sampled.values()) + cancelled,
-    cancelled=cancelled,
-    trained=sum(event["tokens"] for event in trained),
-    masked=sum(event["masked"] for event in trained),
-    untrained=sum(n for group, n in sampled.items() if group not in done),
-  )
-
-
-def _sampled(events: Sequence[Event]) -> collections.Counter[int]:
-  """Returns the number of tokens of each group's finished members."""
-  sampled: collections.Counter[int] = collections.Counter()
-  for kind in ("ended", "restored"):
-    for event in of_kind(events, kind):
-      sampled[event["group"]] += event["tokens"]
-  return sampled
-
-
-def staleness(events: Sequence[Event]) -> list[int]:
+def staleness(events: Iterable[Event]) -> list[int]:
   """Returns T - F of every trained group."""
   return [e["version"] - e["first_version"] for e in of_kind(events, "trained")]
 
 
-def violations(
-  events: Sequence[Event], schedule: overlap_lib.Overlap, group_size: int
-) -> list[str]:
-  """Returns every way in which a log breaks the promises of its schedule."""
-  return [
-    *_admission(events, schedule),
-    *_staleness(events, schedule),
-    *_whole_groups(events, group_size),
-    *_submission_order(events),
-    *_versions_rise(events),
-    *_publishes(events),
-    *_synchronous(events, schedule),
-    *_whole_rounds(events, schedule),
-    *_balance(events),
-  ]
+class _Stretch:
+  """What a log says between two restarts, of groups and (group, attempt)s.
+
+  Attributes:
+    rounds: trained when it began.
+    begun: first attempt at each group.
+    trained: version and attempt at which a group was trained.
+    dropped: when an attempt was; None unless its group was cancelled with it.
+  """
+
+  def __init__(self, rounds: int = 0):
+    self.rounds = rounds
+    self.begun: dict[int, int] = {}
+    self.ready: set[tuple[int, int]] = set()
+    self.restored: set[tuple[int, int]] = set()
+    self.trained: dict[int, tuple[int, int]] = {}
+    self.dropped: dict[tuple[int, int], int | None] = {}
+    self.published: set[int] = set()
+
+  def note(self, event: Event) -> None:
+    kind = event["kind"]
+    if kind == "published":
+      self.published.add(event["version"])
+    if kind not in OF_ATTEMPT:
+      return
+    group, attempt = event["group"], event["attempt"]
+    self.begun.setdefault(group, attempt)
+    if kind == "ready":
+      self.ready.add((group, attempt))
+    elif kind == "restored":
+      self.restored.add((group, attempt))
+    elif kind == "trained":
+      self.trained[group] = event["version"], attempt
+    elif kind == "dropped":
+      cancelled = event["reason"] == "surplus"
+      self.dropped[group, attempt] = event["version"] if cancelled else None
 
 
-def _admission(
-  events: Sequence[Event], schedule: overlap_lib.Overlap
-) -> Iterator[str]:
-  window = schedule.max_staleness + 1
-  for event in of_kind(events, "submitted"):
-    limit = (event["version"] + window) * schedule.groups_per_round
-    if event["group"] >= limit:
-      yield (
-        f"group {event['group']} was admitted at version {event['version']}; "
-        f"the gate ends at {limit}"
-      )
+def surviving(log: Iterable[Event]) -> Iterator[Event]:
+  """Yields the log as if its run had never been interrupted.
 
+  A resume after N rounds supersedes what is older and belongs to no trained
+  group of these rounds: it is played, trained and published again. What stays
+  beside them is the play of a group that was finished and saved, in the place
+  of the event that restores it, and attempts that were dropped for good.
 
-def _staleness(
-  events: Sequence[Event], schedule: overlap_lib.Overlap
-) -> Iterator[str]:
-  for event in of_kind(events, "trained"):
-    lag = event["version"] - event["first_version"]
-    if not 0 <= lag <= schedule.max_staleness:
-      yield (
-        f"group {event['group']} trained at version {event['version']} but"
-        f" began at {event['first_version']}; the bound is "
-        f"{schedule.max_staleness}"
-      )
-
-
-def _whole_groups(events: Sequence[Event], group_size: int) -> Iterator[str]:
-  ended = collections.defaultdict(list)
-  for event in of_kind(events, "ended"):
-    ended[event["group"]].append(event["index"])
-  restored = {event["group"] for event in of_kind(events, "restored")}
-  trained = collections.Counter(e["group"] for e in of_kind(events, "trained"))
-  for group, times in trained.items():
-    if times != 1:
-      yield f"group {group} was trained {times} times"
-    members = sorted(ended[group])
-    if group not in restored and members != list(range(group_size)):
-      yield f"group {group} was trained with members {members}"
-
-
-def _submission_order(events: Sequence[Event]) -> Iterator[str]:
-  order = [event["group"] for event in of_kind(events, "dequeued")]
-  for before, after in itertools.pairwise(order):
-    if after != before + 1:
-      yield f"group {after} was taken after group {before}"
-
-
-def _versions_rise(events: Sequence[Event]) -> Iterator[str]:
-  for event in events:
-    if event["kind"] in ("ended", "cancelled"):
-      versions = [version for version, _ in event["versions"]]
-      if versions != sorted(versions):
-        yield f"group {event['group']} member {event['index']}: versions fall"
-
-
-def _publishes(events: Sequence[Event]) -> Iterator[str]:
-  last, open_version = None, None
-  for event in events:
-    if event["kind"] == "publish_start":
-      if open_version is not None:
-        yield f"publishing {event['version']} began inside {open_version}"
-      open_version = event["version"]
-    elif event["kind"] == "published":
-      if event["version"] != open_version:
-        yield f"version {event['version']} was published but never begun"
-      if last is not None and event["version"] != last + 1:
-        yield f"version {event['version']} was published after {last}"
-      last, open_version = event["version"], None
-
-
-def _synchronous(
-  events: Sequence[Event], schedule: overlap_lib.Overlap
-) -> Iterator[str]:
-  """With a bound of 0 every token of round k has version k."""
-  if schedule.max_staleness:
+  Args:
+    log: is iterated over several times. Of one with a resume a few numbers
+      for each group are kept in memory, of others nothing.
+  """
+  if not _is_resumed(log):
+    yield from log
     return
-  for event in of_kind(events, "ended"):
-    round_ = event["group"] // schedule.groups_per_round
-    if any(version != round_ for version, _ in event["versions"]):
-      yield f"group {event['group']} of round {round_} mixes versions"
+  stretches = [_Stretch()]
+  for event in log:
+    if event["kind"] == "resumed":
+      stretches.append(_Stretch(event["trained"]))
+    else:
+      stretches[-1].note(event)
+  number, served = 0, 0
+  for event in log:
+    if event["kind"] == "resumed":
+      number += 1
+      version = min(stretch.rounds for stretch in stretches[number:])
+      if served < version == event["trained"]:
+        # Cut off before it was published, and served from the start.
+        yield {"t": event["t"], "kind": "publish_start", "version": version}
+        yield {"t": event["t"], "kind": "published", "version": version}
+        served = version
+    elif _stays(stretches, number, event):
+      if event["kind"] == "published":
+        served = event["version"]
+      yield event
 
 
-def _whole_rounds(
-  events: Sequence[Event], schedule: overlap_lib.Overlap
-) -> Iterator[str]:
-  """With `wait_for_round` a round is taken only when all of it is ready."""
-  if not schedule.wait_for_round:
-    return
-  ready: collections.Counter[int] = collections.Counter()
-  for event in events:
-    round_ = event.get("group", 0) // schedule.groups_per_round
-    if event["kind"] in ("ready", "restored"):
-      ready[round_] += 1
-    missing = schedule.groups_per_round - ready[round_]
-    if event["kind"] == "dequeued" and missing:
-      yield f"group {event['group']} was taken before its round was ready"
+def _is_resumed(log: Iterable[Event]) -> bool:
+  if isinstance(log, File) and not log.mentions("resumed"):
+    return False
+  return any(event["kind"] == "resumed" for event in log)
 
 
-def _balance(events: Sequence[Event]) -> Iterator[str]:
-  """Group by group, so that two errors cannot cancel out."""
-  sampled = _sampled(events)
-  booked: collections.Counter[int] = collections.Counter()
-  for event in of_kind(events, "trained"):
-    booked[event["group"]] += event["tokens"] + event["masked"]
-  for group, tokens in booked.items():
-    if tokens != sampled[group]:
-      yield (
-        f"group {group}: {sampled[group]} tokens were sampled, but {tokens} "
-        "are trained or masked"
-      )
+def _stays(stretches: Sequence[_Stretch], number: int, event: Event) -> bool:
+  """Whether an event of a stretch survives every later restart."""
+  later = stretches[number + 1 :]
+  floor = min((stretch.rounds for stretch in later), default=math.inf)
+  kind = event["kind"]
+  if kind in _OF_PUBLISH:
+    # A kill can fall between the two events of a publish.
+    done = not later or event["version"] in stretches[number].published
+    return event["version"] <= floor and done
+  if kind in _OF_LEARNER:
+    return event["version"] < floor
+  if kind not in OF_ATTEMPT:
+    return True
+  place = event["group"], event["attempt"]
+  if kind != "restored":
+    return _play_stays(stretches, number, place)
+  played = any(
+    place in stretches[i].ready
+    and _play_stays(stretches[: number + 1], i, place)
+    for i in range(number)
+  )
+  return not played and all(
+    _is_trained(stretches[number : i + 1], place)
+    for i in range(number + 1, len(stretches))
+  )
+
+
+def _play_stays(
+  stretches: Sequence[_Stretch], number: int, place: tuple[int, int]
+) -> bool:
+  """Whether what was played in a stretch counts after every later one."""
+  return all(
+    _is_trained(stretches[number : i + 1], place)
+    or _is_kept(stretches[number : i + 1], place)
+    for i in range(number + 1, len(stretches))
+  )
+
+
+def _is_trained(stretches: Sequence[_Stretch], place: tuple[int, int]) -> bool:
+  """Whether a group is trained when the last of these stretches begins.
+
+  It is whatever attempt came to be trained, this one or a later one.
+  """
+  group, attempt = place
+  for i, stretch in enumerate(stretches[:-1]):
+    version, last = stretch.trained.get(group, (math.inf, attempt))
+    floor = min(later.rounds for later in stretches[i + 1 :])
+    if version < floor and attempt <= last:
+      return True
+  return False
+
+
+def _is_kept(stretches: Sequence[_Stretch], place: tuple[int, int]) -> bool:
+  """Whether the last of these stretches goes on behind an attempt."""
+  group, attempt = place
+  *before, last = stretches
+  if place in last.restored:
+    return any(place in stretch.ready for stretch in before)
+  for stretch in before:
+    if place in stretch.dropped:
+      cancelled = stretch.dropped[place]
+      if cancelled is not None:
+        return cancelled < last.rounds
+      return attempt < last.begun.get(group, math.inf)
+  return False

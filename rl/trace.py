@@ -4,16 +4,21 @@ Tracks are "learner", "decode" and "host" (publishing, packing, checkpoints,
 evaluation). All times are seconds since the start of the trace.
 """
 
+import collections
 import contextlib
 import dataclasses
 import json
 import math
 import pathlib
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 Arg = int | float | str
 Interval = tuple[float, float]
+
+_FLUSH_EVERY = 1000
+_MAX_CHROME = 200_000
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -30,63 +35,95 @@ class Span:
 class Trace:
   """Collects the spans of a run and appends them to a file.
 
-  Any thread may add; one thread flushes, once a round: a crash costs at most
-  the spans since the last flush. A resumed run goes on behind the last span
-  of its file, so that the time in between takes no room.
+  Any thread may add. Its owner flushes once a round, and a long round is
+  flushed on the way: memory stays flat, and a crash costs at most the spans
+  since. A resumed run goes on behind the last span of its file, so that the
+  time in between takes no room.
 
   Attributes:
-    origin: time.monotonic() at which the trace starts.
-    spans: of the whole run, in the order in which they were added.
+    origin: reading of the clock at which the trace starts.
+    spans: in the order in which they were added; with a path only those since
+      the last flush.
+    listeners: called with each span, by the thread that adds it.
   """
 
-  def __init__(self, path: pathlib.Path | None):
+  def __init__(
+    self,
+    path: pathlib.Path | None,
+    clock: Callable[[], float] = time.monotonic,
+  ):
     """Goes on with the JSON lines of `path`; keeps no file when None."""
     self._path = path
+    self._clock = clock
+    self._writing = threading.Lock()
     self.spans: list[Span] = []
+    self.listeners: list[Callable[[Span], None]] = []
+    last = 0.0
     if path and path.exists():
-      self.spans = read(path)
+      last = max((span.end for span in File(path)), default=0.0)
       # A crash may have cut the last line; the next one must stay whole.
       with path.open("a") as file:
         file.write("\n")
-    self._num_written = len(self.spans)
-    last = max((span.end for span in self.spans), default=0.0)
-    self.origin = time.monotonic() - last
+    self.origin = clock() - last
 
   def add(
     self, track: str, name: str, start: float, end: float, **args: Arg
   ) -> None:
-    """Records work between two readings of time.monotonic()."""
+    """Records work between two readings of the clock."""
+    span = Span(track, name, start - self.origin, end - self.origin, args)
     # list.append is atomic, so device threads need no lock.
-    self.spans.append(
-      Span(track, name, start - self.origin, end - self.origin, args)
-    )
+    self.spans.append(span)
+    for listener in self.listeners:
+      listener(span)
+    if self._path and len(self.spans) >= _FLUSH_EVERY:
+      self.flush()
 
   @contextlib.contextmanager
   def span(self, track: str, name: str, **args: Arg) -> Iterator[None]:
     """Records the body of a `with`, also when it raises."""
-    start = time.monotonic()
+    start = self._clock()
     try:
       yield
     finally:
-      self.add(track, name, start, time.monotonic(), **args)
+      self.add(track, name, start, self._clock(), **args)
 
   def flush(self) -> None:
-    """Writes what was added since the last call."""
-    fresh = self.spans[self._num_written :]
-    if self._path and fresh:
-      lines = [json.dumps(dataclasses.asdict(span)) for span in fresh]
+    """Writes what was added since the last call, and forgets it."""
+    if not self._path:
+      return
+    with self._writing:
+      fresh = self.spans[:]
       with self._path.open("a") as file:
-        file.write("\n".join(lines) + "\n")
-    self._num_written += len(fresh)
+        file.writelines(f"{_line(span)}\n" for span in fresh)
+      # What other threads have added meanwhile is behind these.
+      del self.spans[: len(fresh)]
+
+
+def _line(span: Span) -> str:
+  # dataclasses.asdict copies deeply, which costs more than all the rest.
+  names = ("track", "name", "start", "end", "args")
+  return json.dumps({name: getattr(span, name) for name in names})
+
+
+@dataclasses.dataclass(frozen=True)
+class File:
+  """The spans of a file, read anew by each iteration, one at a time.
+
+  Lines that a crash has cut are left out.
+  """
+
+  path: pathlib.Path
+
+  def __iter__(self) -> Iterator[Span]:
+    with self.path.open(encoding="utf-8", errors="replace") as file:
+      for line in file:
+        with contextlib.suppress(json.JSONDecodeError):
+          yield Span(**json.loads(line))
 
 
 def read(path: pathlib.Path) -> list[Span]:
-  """Returns the spans of a file; lines cut by a crash are left out."""
-  spans = []
-  for line in path.read_text().split("\n"):
-    with contextlib.suppress(json.JSONDecodeError):
-      spans.append(Span(**json.loads(line)))
-  return spans
+  """Returns the spans of a file; see `File`."""
+  return list(File(path))
 
 
 def busy(spans: Sequence[Span], track: str) -> list[Interval]:
@@ -120,6 +157,13 @@ class Overlap:
   second_s: float
   both_s: float
 
+  def __add__(self, other: "Overlap") -> "Overlap":
+    return Overlap(
+      first_s=self.first_s + other.first_s,
+      second_s=self.second_s + other.second_s,
+      both_s=self.both_s + other.both_s,
+    )
+
   @property
   def share(self) -> float:
     """Part of the less busy track's work that the other one hides, 0 to 1."""
@@ -139,6 +183,36 @@ def overlap(
   )
 
 
+class Meter:
+  """Measures the overlap of two tracks from one `take` to the next.
+
+  Append `add` to the listeners of a trace; any thread may call it. A span
+  counts where it ends, so work across a `take` loses its overlap with what
+  came before.
+
+  Args:
+    names: of spans that count, by track; the first track is `first_s`.
+  """
+
+  def __init__(self, names: Mapping[str, Sequence[str]] | None = None):
+    self._names = names
+    self._first, self._second = names or ("learner", "decode")
+    self._spans: list[Span] = []
+
+  def add(self, span: Span) -> None:
+    """Counts a span of the tracks."""
+    if span.track not in (self._first, self._second):
+      return
+    if self._names is None or span.name in self._names[span.track]:
+      self._spans.append(span)
+
+  def take(self) -> Overlap:
+    """Returns the overlap since the last call, and forgets it."""
+    fresh = self._spans[:]
+    del self._spans[: len(fresh)]
+    return overlap(fresh, self._first, self._second)
+
+
 def lanes(spans: Sequence[Span]) -> list[int]:
   """Returns a lane for each span: within one, spans of a track never overlap.
 
@@ -155,8 +229,12 @@ def lanes(spans: Sequence[Span]) -> list[int]:
   return chosen
 
 
-def write_chrome(spans: Sequence[Span], path: pathlib.Path) -> None:
-  """Writes a file for ui.perfetto.dev: a process a track, a thread a lane."""
+def write_chrome(spans: Iterable[Span], path: pathlib.Path) -> None:
+  """Writes a file for ui.perfetto.dev: a process a track, a thread a lane.
+
+  Of more than 200,000 spans, which no viewer shows, the last ones.
+  """
+  spans = list(collections.deque(spans, _MAX_CHROME))
   tracks = list(dict.fromkeys(span.track for span in spans))
   rows = lanes(spans)
   work = [

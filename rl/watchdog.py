@@ -24,7 +24,7 @@ class Wait:
   Attributes:
     owner: who waits: "learner".
     what: what for: "groups 12..19".
-    since_s: when it began, on the monotonic clock.
+    since_s: when it began, on the clock of the loop.
     deadline_s: seconds it may take.
   """
 
@@ -55,13 +55,20 @@ class Watchdog:
   handler or another thread too.
   """
 
-  def __init__(self, report: Callable[[str], None] | None = None):
+  def __init__(
+    self,
+    report: Callable[[str], None] | None = None,
+    clock: Callable[[], float] = time.monotonic,
+  ):
     """Starts with no waits.
 
     Args:
       report: gets the text of every stall, besides the one who raises it. It
         may be called from another thread.
+      clock: of the loop, in seconds, also when its time is virtual. `guard`
+        keeps to real time.
     """
+    self._clock = clock
     self._report = report or (lambda text: None)
     self._waits: set[Wait] = set()
 
@@ -73,7 +80,7 @@ class Watchdog:
     Raises:
       Stalled: it took longer than `deadline_s`.
     """
-    since_s = time.monotonic()
+    since_s = self._clock()
     wait = Wait(owner=owner, what=what, since_s=since_s, deadline_s=deadline_s)
     timeout = asyncio.timeout(deadline_s)
     self._waits.add(wait)
@@ -96,7 +103,7 @@ class Watchdog:
 
     For the many waits that another, guarded wait depends on.
     """
-    since_s = time.monotonic()
+    since_s = self._clock()
     wait = Wait(owner=owner, what=what, since_s=since_s, deadline_s=deadline_s)
     self._waits.add(wait)
     try:
@@ -107,7 +114,7 @@ class Watchdog:
   def dump(self) -> str:
     """Returns a table of everyone who waits now."""
     # set.copy() is one step of the interpreter, so safe in another thread.
-    return table(self._waits.copy(), time.monotonic())
+    return table(self._waits.copy(), self._clock())
 
   @contextlib.contextmanager
   def guard(self, *, loop_lag_s: float) -> Iterator[None]:
@@ -163,7 +170,7 @@ class Watchdog:
 
   def _stalled(self, wait: Wait) -> Stalled:
     text = (
-      f"{wait.owner} waited {time.monotonic() - wait.since_s:.1f} s for"
+      f"{wait.owner} waited {self._clock() - wait.since_s:.1f} s for"
       f" {wait.what} (deadline {wait.deadline_s:.1f} s); waiting now:\n"
       f"{self.dump()}"
     )

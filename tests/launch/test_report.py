@@ -10,8 +10,9 @@ import xml.etree.ElementTree
 
 import pytest
 
-from launch import learning_curve, report
-from rl import trace
+from launch import report
+from rl import overlap, settings
+from tests.rl import event_logs
 
 _ROUNDS = 60
 _SVG = "{http://www.w3.org/2000/svg}"
@@ -69,22 +70,15 @@ def _spans(noise):
     yield "host", "publish", start + 2.35, start + 2.45
 
 
+SCHEDULE = overlap.in_flight(4, 1, 1)
+
+
 def _events():
-  for group in range(4 * _ROUNDS):
-    version = group // 4
-    # One group of four is trained one version late, those of round 0 cannot.
-    late = int(group % 4 == 3 and version > 0)
-    yield {
-      "t": group / 4,
-      "kind": "trained",
-      "group": group,
-      "version": version,
-      "first_version": version - late,
-      "tokens": 60,
-      "masked": 0,
-    }
-  fault = {"group": 28, "index": 1, "status": "env_fault", "what": "raised"}
-  yield {"t": 9.0, "kind": "fault", **fault}
+  """Four groups a round of one member; one engine fails one of them."""
+  log = event_logs.run(SCHEDULE, _ROUNDS)
+  i = event_logs.place(log, "reward", group=28, index=1)
+  fault = {"kind": "fault", "status": "env_fault", "what": "raised"}
+  return [*log[:i], log[i] | fault, *log[i + 1 :]]
 
 
 def _turn(noise, version, words, context):
@@ -131,7 +125,8 @@ def run_dir(tmp_path):
   path.mkdir()
   config = {
     "stall_s": math.inf,
-    "overlap": {"groups_per_round": 4, "max_staleness": 1},
+    "overlap": settings.to_json(SCHEDULE),
+    "rollout": {"group_size": event_logs.GROUP_SIZE},
   }
   (path / "config.json").write_text(json.dumps(config))
   _write_lines(path / "metrics.jsonl", _metrics(noise))
@@ -213,10 +208,15 @@ def test_the_page_draws_every_part_of_a_run(run_dir, browse):
   page = browse(report.write(run_dir))
   lines = [attrs for tag, attrs in page.elements if tag == "polyline"]
   assert [len(line["points"].split()) for line in lines] == [_ROUNDS, _ROUNDS]
-  # 4 evaluations are dots; lags 0 and 1 are bars; 9 outcomes are tiles.
+  # 4 evaluations are dots; lags 0 and 1 are bars with round corners; 11
+  # outcomes are tiles.
   assert len([tag for tag, _ in page.elements if tag == "circle"]) == 4
-  assert len([tag for tag, _ in page.elements if tag == "rect"]) == 2
-  assert len(page.having("class", "tile")) == 9
+  bars = [attrs for tag, attrs in page.elements if tag == "rect"]
+  assert len([bar for bar in bars if "rx" in bar]) == 2
+  assert len(page.having("class", "tile")) == 11
+  # Each of 240 groups has waited, played, queued and trained.
+  assert len([bar for bar in bars if "rx" not in bar]) == 240 * 4
+  assert not page.having("class", "broken")
   (canvas,) = [attrs for tag, attrs in page.elements if tag == "canvas"]
   # Four rounds of 5 learner, 30 decode and 2 host spans are in view.
   assert 4 * 37 <= int(canvas["data-drawn"]) <= 5 * 37
@@ -268,6 +268,7 @@ def test_an_empty_directory_renders_and_says_what_is_missing(tmp_path, browse):
 
 def test_cut_last_lines_are_left_out_and_said(run_dir, browse):
   names = ("metrics", "evaluations", "spans", "events")
+  # A cut log is that of a run that was killed: it breaks no promise.
   for path in [
     *(run_dir / f"{name}.jsonl" for name in names),
     *(run_dir / "trajectories").iterdir(),
@@ -321,38 +322,35 @@ def test_a_repeated_round_counts_once_and_a_number_that_is_none_is_left_out(
 
 
 def test_what_a_resume_superseded_is_not_counted(tmp_path):
-  # Trained at version 1, killed, trained again: 2 groups, not 3.
-  def trained(group):
-    fields = {"group": group, "version": group, "first_version": 0}
-    return {"kind": "trained", "tokens": 1, "masked": 0, **fields}
-
-  fault = {"kind": "fault", "group": 1, "index": 0, "status": "env_fault"}
-  resumed = {"kind": "resumed", "trained": 1}
-  rows = [trained(0), fault, trained(1), resumed, trained(1)]
+  # Round 1 of 4 groups is trained, killed and trained again: 8 groups, not 12.
+  log = event_logs.run(SCHEDULE, 2)
+  i = event_logs.place(log, "published") + 1
+  where = {"group": 5, "attempt": 0, "index": 0, "status": "env_fault"}
+  lost = [{"t": 0.0, "kind": "fault", **where}]
+  start = {"t": 0.0, "kind": "resumed", "trained": 1, "next_group": 8}
+  begun = [e for e in log[:i] if e.get("group", 0) >= 4]
+  rows = [*log[:i], *lost, *log[i:], start, *begun, *log[i:]]
   _write_lines(tmp_path / "events.jsonl", rows)
   found = {label: rest for label, *rest in report.tiles(report.read(tmp_path))}
-  assert found["Rounds"][1] == "2 groups trained"
+  assert found["Rounds"][1] == "8 groups trained"
   assert found["Faults"][0] == "0"
+  assert found["Invariants"] == ["hold", "not checked"]
 
 
-def test_a_sample_of_trajectories_is_whole_groups_spread_over_the_rounds(
-  tmp_path,
-):
-  # 100 rounds of 3 groups of 16 are too many. 40 rounds are read, and 400 / 16
-  # = 25 groups fit: one each of the first 25 rounds in spread order. With a
-  # step of 4 that order is through after 25: every fourth from the last.
-  noise = random.Random(0)
-  for i in range(100):
-    rows = [
-      dict(group_id=3 * i + k // 16, task_id="t", index=k % 16, turns=[])
-      for k in range(48)
-    ]
-    noise.shuffle(rows)
-    _write_lines(tmp_path / f"round_{i:06d}.jsonl", rows)
-  found = report.sample_trajectories(tmp_path, [])
-  assert len(found) == 400
-  assert sorted({row["round"] for row in found}) == list(range(3, 100, 4))
-  assert [row["index"] for row in found] == list(range(16)) * 25
+def test_a_log_of_another_program_is_named_and_left_out(tmp_path):
+  _write_lines(tmp_path / "events.jsonl", [{"t": 1.0, "kind": "trained"}])
+  run = report.read(tmp_path)
+  assert run.verdict is None
+  assert "events.jsonl: an event lacks 'group'." in run.notes
+
+
+def test_a_broken_promise_stands_on_the_page(run_dir, browse):
+  log = event_logs.change(_events(), "trained", where={"group": 9}, masked=3)
+  _write_lines(run_dir / "events.jsonl", log)
+  found = {label: v for label, v, _ in report.tiles(report.read(run_dir))}
+  assert found["Invariants"] == "2 broken"
+  page = browse(report.write(run_dir))
+  assert "2 broken promises; the first:" in page.text
 
 
 def test_the_picture_holds_curve_evaluations_and_publishes(run_dir):
@@ -364,32 +362,3 @@ def test_the_picture_holds_curve_evaluations_and_publishes(run_dir):
   # 2 dots of the legend, 4 evaluations, 1 dot of the strip's legend and its 5
   # publishes (four periods have five ends).
   assert len(root.findall(f"{_SVG}circle")) == 2 + 4 + 1 + 5
-
-
-def test_the_window_is_four_publishing_periods_of_the_middle():
-  # Publishes end at 1, 3, 5 ... 19; the middle one of ten is 11: [7, 15].
-  spans = [
-    trace.Span("host", "publish", 2.0 * i, 2.0 * i + 1) for i in range(10)
-  ]
-  assert learning_curve.window(spans) == (7.0, 15.0)
-  assert learning_curve.window(spans[:4]) == (0.0, 7.0)
-
-
-def test_smoothing_is_a_mean_over_a_twenty_fifth_of_the_run_each_way():
-  # Three values: one neighbour each way. (1+2)/2, (1+2+6)/3, (2+6)/2.
-  assert learning_curve.smooth([1.0, 2.0, 6.0]) == [1.5, 3.0, 4.0]
-
-
-def test_ticks_are_round_numbers_within_the_range():
-  # 50 / 7 = 7.1, so the step is 10, from 10 (5 is below) to 50.
-  assert learning_curve.ticks(5, 55) == [10, 20, 30, 40, 50]
-  assert learning_curve.ticks(0, 0.35) == [
-    0,
-    0.05,
-    0.1,
-    0.15,
-    0.2,
-    0.25,
-    0.3,
-    0.35,
-  ]

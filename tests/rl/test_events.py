@@ -1,373 +1,83 @@
-"""The log on disk, the token ledger, and every invariant kept and broken."""
+"""The log on disk, and what a restart leaves of it."""
 
 import json
 
 import pytest
 
-from rl import events, overlap
+from rl import events, invariants, ledger, overlap
+from tests.rl import event_logs as logs
 
-# Two rounds of two groups of two members. In flight, group 2 began under
-# version 0 and went on under version 1, which was published meanwhile.
-IN_FLIGHT = overlap.in_flight(2, max_staleness=1, groups_per_microbatch=1)
-PIPELINED = overlap.round_pipelined(2, groups_per_microbatch=1)
 SYNC = overlap.sync(2, groups_per_microbatch=1)
-GROUP_SIZE = 2
-
-
-def _event(kind, **fields):
-  return {"t": 0.0, "kind": kind, **fields}
-
-
-def _ended(group, index, first, last):
-  """Ten tokens, half of them sampled by each version."""
-  versions = [[first, 10]] if first == last else [[first, 5], [last, 5]]
-  return _event(
-    "ended",
-    group=group,
-    index=index,
-    status="completed",
-    turns=2,
-    tokens=10,
-    versions=versions,
-  )
-
-
-def _played(group, first, last):
-  """Two members: 2 * 10 = 20 tokens."""
-  log = [_event("submitted", group=group, version=first)]
-  for index in range(GROUP_SIZE):
-    log += [
-      _ended(group, index, first, last),
-      _event("reward", group=group, index=index, value=1.0),
-    ]
-  return [*log, _event("ready", group=group, version=last)]
-
-
-def _trained(group, version, first):
-  kept = {"tokens": 15, "masked": 5}
-  return _event(
-    "trained", group=group, version=version, first_version=first, **kept
-  )
-
-
-def _taken(*groups):
-  return [_event("dequeued", group=group) for group in groups]
-
-
-def _published(version):
-  return [
-    _event("publish_start", version=version),
-    _event("published", version=version),
-  ]
-
-
-def _in_flight():
-  return [
-    *_played(0, 0, 0),
-    *_played(1, 0, 0),
-    *_taken(0, 1),
-    _trained(0, 0, 0),
-    _trained(1, 0, 0),
-    *_published(1),
-    *_played(2, 0, 1),
-    *_played(3, 1, 1),
-    *_taken(2, 3),
-    _trained(2, 1, 0),
-    _trained(3, 1, 1),
-    *_published(2),
-  ]
-
-
-def _sync():
-  """The same run with every token of round 1 from version 1."""
-  log = _in_flight()
-  start = log.index(_played(2, 0, 1)[0])
-  end = start + len(_played(2, 0, 1))
-  log[start:end] = _played(2, 1, 1)
-  return _change(log, "trained", 2, first_version=1)
-
-
-def _change(log, kind, group, /, *, at=0, **fields):
-  """Returns the log with other fields in one event of a group."""
-  places = [
-    i for i, e in enumerate(log) if (e["kind"], e.get("group")) == (kind, group)
-  ]
-  place = places[at]
-  return [*log[:place], log[place] | fields, *log[place + 1 :]]
-
-
-def _without(log, kind, at=0):
-  place = [i for i, e in enumerate(log) if e["kind"] == kind][at]
-  return [*log[:place], *log[place + 1 :]]
-
-
-@pytest.mark.parametrize(
-  ("log", "schedule"),
-  [
-    (_in_flight(), IN_FLIGHT),
-    (_sync(), IN_FLIGHT),
-    (_sync(), PIPELINED),
-    (_sync(), SYNC),
-    ([], SYNC),
-  ],
+DROP = overlap.Overlap(
+  groups_per_round=2,
+  groups_per_microbatch=1,
+  max_staleness=1,
+  consume="drop",
+  on_publish="recompute",
 )
-def test_a_run_that_keeps_its_promises_has_no_violation(log, schedule):
-  assert events.violations(log, schedule, GROUP_SIZE) == []
-
-
-@pytest.mark.parametrize("length", range(0, len(_sync()), 5))
-def test_a_run_that_was_cut_off_has_no_violation(length):
-  assert events.violations(_sync()[:length], SYNC, GROUP_SIZE) == []
-
-
-def test_a_restored_group_needs_no_history():
-  # Groups 0 and 1 were finished before the restart, 20 tokens each.
-  restored = [
-    _event("restored", group=group, tokens=20, first_version=0)
-    for group in (0, 1)
-  ]
-  rest = _sync()[len(_played(0, 0, 0)) + len(_played(1, 0, 0)) :]
-  assert events.violations([*restored, *rest], SYNC, GROUP_SIZE) == []
-
-
-BROKEN = {
-  "a group staler than the bound": (
-    _change(_in_flight(), "trained", 2, version=2),
-    IN_FLIGHT,
-    ["group 2 trained at version 2 but began at 0; the bound is 1"],
-  ),
-  "a group from a version that does not exist yet": (
-    _change(_in_flight(), "trained", 0, first_version=1),
-    IN_FLIGHT,
-    ["group 0 trained at version 0 but began at 1; the bound is 1"],
-  ),
-  "a group trained twice": (
-    [*_in_flight(), _trained(3, 1, 1)],
-    IN_FLIGHT,
-    [
-      "group 3 was trained 2 times",
-      "group 3: 20 tokens were sampled, but 40 are trained or masked",
-    ],
-  ),
-  "a group without one of its members": (
-    _without(_in_flight(), "ended"),
-    IN_FLIGHT,
-    [
-      "group 0 was trained with members [1]",
-      "group 0: 10 tokens were sampled, but 20 are trained or masked",
-    ],
-  ),
-  "a group with the same member twice": (
-    _change(_in_flight(), "ended", 0, index=1),
-    IN_FLIGHT,
-    ["group 0 was trained with members [1, 1]"],
-  ),
-  "groups taken out of order": (
-    _change(
-      _change(_in_flight(), "dequeued", 0, group=1),
-      "dequeued",
-      1,
-      at=1,
-      group=0,
-    ),
-    IN_FLIGHT,
-    ["group 0 was taken after group 1", "group 2 was taken after group 0"],
-  ),
-  "versions that fall": (
-    _change(_in_flight(), "ended", 3, versions=[[1, 5], [0, 5]]),
-    IN_FLIGHT,
-    ["group 3 member 0: versions fall"],
-  ),
-  "a group admitted beyond the window": (
-    # At version 0 the window of a bound of 1 ends at (0 + 1 + 1) * 2 = 4.
-    [*_in_flight(), _event("submitted", group=4, version=0)],
-    IN_FLIGHT,
-    ["group 4 was admitted at version 0; the gate ends at 4"],
-  ),
-  "a version that is left out": (
-    [*_in_flight(), *_published(4)],
-    IN_FLIGHT,
-    ["version 4 was published after 2"],
-  ),
-  "a version that was never begun": (
-    _without(_in_flight(), "publish_start"),
-    IN_FLIGHT,
-    ["version 1 was published but never begun"],
-  ),
-  "a publish inside another": (
-    _without(_in_flight(), "published"),
-    IN_FLIGHT,
-    ["publishing 2 began inside 1"],
-  ),
-  "a synchronous round with tokens of two versions": (
-    _change(_sync(), "ended", 2, versions=[[0, 5], [1, 5]]),
-    PIPELINED,
-    ["group 2 of round 1 mixes versions"],
-  ),
-  "a synchronous round with tokens of the next version": (
-    _change(_sync(), "ended", 1, at=1, versions=[[0, 5], [1, 5]]),
-    PIPELINED,
-    ["group 1 of round 0 mixes versions"],
-  ),
-  "a round taken before all of it is ready": (
-    [*_without(_sync(), "ready"), _event("ready", group=0, version=0)],
-    SYNC,
-    [
-      "group 0 was taken before its round was ready",
-      "group 1 was taken before its round was ready",
-    ],
-  ),
-  "tokens that were lost": (
-    _change(_in_flight(), "trained", 0, masked=0),
-    IN_FLIGHT,
-    ["group 0: 20 tokens were sampled, but 15 are trained or masked"],
-  ),
-  "two errors that cancel out": (
-    _change(
-      _change(_in_flight(), "trained", 0, tokens=14), "trained", 1, tokens=16
-    ),
-    IN_FLIGHT,
-    [
-      "group 0: 20 tokens were sampled, but 19 are trained or masked",
-      "group 1: 20 tokens were sampled, but 21 are trained or masked",
-    ],
-  ),
-}
-
-
-@pytest.mark.parametrize("name", BROKEN)
-def test_a_broken_promise_is_found_and_named(name):
-  log, schedule, expected = BROKEN[name]
-  assert events.violations(log, schedule, GROUP_SIZE) == expected
-
-
-def test_only_a_schedule_that_waits_for_rounds_is_held_to_it():
-  log, _, _ = BROKEN["a round taken before all of it is ready"]
-  assert events.violations(log, PIPELINED, GROUP_SIZE) == []
-
-
-def test_the_ledger_puts_every_token_in_one_column():
-  # Four groups of 20, each 15 trained and 5 masked; a fifth of 20 waits, and
-  # one of 7 was restored.
-  log = [*_in_flight(), *_played(4, 2, 2)]
-  log.append(_event("restored", group=5, tokens=7, first_version=1))
-  # A member of group 6 had 4 when the run was stopped.
-  log.append(_event("cancelled", group=6, index=0, tokens=4, versions=[[2, 4]]))
-  book = events.ledger(log)
-  assert (book.sampled, book.trained, book.masked) == (111, 60, 20)
-  assert (book.untrained, book.cancelled) == (27, 4)
-  assert book.error == 0
-
-
-@pytest.mark.parametrize(("tokens", "error"), [(12, 3), (18, -3)])
-def test_the_error_of_the_ledger_is_what_no_column_or_two_hold(tokens, error):
-  # Of 15 tokens of group 0, 3 were lost or counted twice.
-  log = _change(_in_flight(), "trained", 0, tokens=tokens)
-  assert events.ledger(log).error == error
-
-
-def test_staleness_is_trained_version_minus_first_version():
-  assert events.staleness(_in_flight()) == [0, 0, 1, 0]
-
-
-def _resumed(rounds, *restored):
-  """A restart that finds these groups finished, of 20 tokens each."""
-  return [
-    _event("resumed", trained=rounds),
-    *(
-      _event("restored", group=group, tokens=20, first_version=1)
-      for group in restored
-    ),
-  ]
-
-
-_ROUND_1 = [
-  *_taken(2, 3),
-  _trained(2, 1, 1),
-  _trained(3, 1, 1),
-  *_published(2),
-]
-
-
-def _until_round_1():
-  log = _sync()
-  return log[: log.index(_taken(2)[0])]
-
-
-def test_of_a_log_without_a_resume_everything_survives():
-  assert events.surviving(_in_flight()) == _in_flight()
-  assert events.surviving([]) == []
-
-
-def test_a_round_trained_behind_the_checkpoint_counts_once():
-  # Saved after round 0, killed after round 1: groups 2 and 3 are played anew.
-  first = _sync()[: _sync().index(_played(2, 1, 1)[0])]
-  again = [*_played(2, 1, 1), *_played(3, 1, 1), *_ROUND_1]
-  log = [*_sync(), *_resumed(1), *again]
-  assert len(events.staleness(log)) == 6
-  assert events.surviving(log) == [*first, *again]
-  assert events.violations(events.surviving(log), SYNC, GROUP_SIZE) == []
-
-
-def test_a_restored_group_keeps_its_play_and_its_fault():
-  # Group 2 was finished and saved, group 3 was not; both had been trained.
-  fault = _event("fault", group=2, index=0, status="env_fault", what="x")
-  lost = _event("fault", group=3, index=0, status="env_fault", what="y")
-  log = [*_until_round_1(), fault, lost, *_ROUND_1]
-  log += [*_resumed(1, 2), *_played(3, 1, 1), *_ROUND_1]
-  kept = events.surviving(log)
-  assert list(events.of_kind(kept, "fault")) == [fault]
-  assert not list(events.of_kind(kept, "restored"))
-  assert events.violations(kept, SYNC, GROUP_SIZE) == []
-  # 4 groups of 20 tokens, each in one column: nothing is counted twice.
-  assert events.ledger(kept).sampled == 80
-
-
-def test_a_restored_group_whose_play_was_not_written_stays_restored():
-  start = _until_round_1()
-  start = start[: start.index(_played(2, 1, 1)[0])]
-  log = [*start, *_resumed(1, 2, 3), *_resumed(1, 2, 3), *_ROUND_1]
-  kept = events.surviving(log)
-  assert [e["group"] for e in events.of_kind(kept, "restored")] == [2, 3]
-  assert events.violations(kept, SYNC, GROUP_SIZE) == []
-
-
-def test_a_second_resume_that_goes_further_back_supersedes_the_first():
-  # The checkpoint of round 1 was damaged: all begins again after round 0.
-  log = [*_sync(), *_resumed(1), *_ROUND_1, *_resumed(0), *_sync()]
-  assert events.surviving(log) == _sync()
-
-
-def test_a_publish_that_a_kill_cut_off_does_not_survive():
-  log = [*_sync()[:-1], *_resumed(2)]
-  assert events.surviving(log) == _sync()[:-2]
-
-
-def test_the_time_of_a_resumed_log_goes_on_behind_a_cut_line(tmp_path):
-  path = tmp_path / "events.jsonl"
-  path.write_text('{"t": 40.5, "kind": "ready"}\n{"t": 41.0, "ki')
-  log = events.EventLog(path)
-  log.emit("resumed", trained=1)
-  log.close()
-  assert 40.5 <= log.events[0]["t"] < 100
 
 
 def _lines(path):
   return [json.loads(line) for line in path.read_text().split("\n") if line]
 
 
-def test_a_log_is_on_disk_up_to_the_last_flush(tmp_path):
+def test_a_log_is_on_disk_up_to_the_last_flush_and_the_rest_in_memory(tmp_path):
   path = tmp_path / "events.jsonl"
   log = events.EventLog(path)
   log.emit("ready", group=0, version=0)
+  first = log.events[:]
   log.flush()
   log.flush()
   log.emit("ready", group=1, version=0)
-  assert _lines(path) == log.events[:1]
+  assert _lines(path) == first
+  assert [e["group"] for e in log.events] == [1]
   log.close()
-  assert _lines(path) == log.events
-  assert [e["group"] for e in log.events] == [0, 1]
-  assert 0 <= log.events[0]["t"] <= log.events[1]["t"]
+  assert log.events == []
+  assert [e["group"] for e in events.File(path)] == [0, 1]
+
+
+def test_memory_is_flat_in_a_round_that_is_never_flushed(tmp_path):
+  log = events.EventLog(tmp_path / "events.jsonl")
+  most = 0
+  for group in range(3500):
+    log.emit("dequeued", group=group)
+    most = max(most, len(log.events))
+  assert most < 1000
+  log.close()
+  found = [e["group"] for e in events.File(tmp_path / "events.jsonl")]
+  assert found == list(range(3500))
+
+
+def test_a_log_without_a_file_stays_in_memory():
+  log = events.EventLog()
+  for group in range(3000):
+    log.emit("dequeued", group=group)
+  log.flush()
+  log.close()
+  assert len(list(events.of_kind(log.events, "dequeued"))) == 3000
+  assert not list(events.of_kind(log.events, "ready"))
+
+
+def test_times_count_from_the_first_reading_of_the_clock():
+  # The clock reads 10 s at first, then 12.5 s; an engine's token came at 11 s.
+  readings = iter([10.0, 12.5])
+  log = events.EventLog(clock=lambda: next(readings))
+  log.emit("ready", group=0)
+  log.emit("first_token", t=log.since(11.0), group=0)
+  assert [e["t"] for e in log.events] == [2.5, 1.0]
+
+
+def test_times_are_whole_microseconds_so_that_equal_ones_compare_equal():
+  log = events.EventLog(clock=lambda: 1 / 3)
+  assert log.since(1.0) == 0.666667
+
+
+def test_a_listener_hears_every_event_at_once():
+  log, heard = events.EventLog(), []
+  log.listeners.append(heard.append)
+  log.emit("dequeued", group=7)
+  assert heard == log.events
+  assert heard[0]["group"] == 7
 
 
 def test_a_resumed_log_keeps_its_history_and_survives_a_cut_line(tmp_path):
@@ -381,16 +91,199 @@ def test_a_resumed_log_keeps_its_history_and_survives_a_cut_line(tmp_path):
   second.emit("dequeued", group=1)
   second.close()
   kept, cut, new = [x for x in path.read_text().split("\n") if x]
-  assert json.loads(kept) == first.events[0]
   assert cut == '{"t": 1.0, "ki'
-  assert json.loads(new) == second.events[0]
+  assert [json.loads(x)["group"] for x in (kept, new)] == [0, 1]
+  assert [e["group"] for e in events.File(path)] == [0, 1]
 
 
-def test_a_log_without_a_file_stays_in_memory():
-  log = events.EventLog()
-  log.emit("dequeued", group=0)
-  log.flush()
-  log.close()
-  assert [e["kind"] for e in events.of_kind(log.events, "dequeued")] == [
-    "dequeued"
+@pytest.mark.parametrize("before", [0, 70_000, 140_000])
+@pytest.mark.parametrize("cut", [0, 100_000])
+def test_the_time_of_a_resumed_log_goes_on_behind_the_last_whole_line(
+  tmp_path, before, cut
+):
+  # The line, or what a kill has cut behind it, may be longer than a block.
+  path = tmp_path / "events.jsonl"
+  last = json.dumps({"t": 40.5, "kind": "fault", "what": "x" * before})
+  path.write_text(
+    f'{{"t": 3.0, "kind": "ready"}}\n{last}\n{{"t": 41' + " " * cut
+  )
+  log = events.EventLog(path, clock=lambda: 7.0)
+  log.emit("resumed", trained=1)
+  assert log.events[0]["t"] == 40.5
+
+
+def test_the_time_of_a_log_of_nothing_but_a_cut_line_begins_anew(tmp_path):
+  path = tmp_path / "events.jsonl"
+  path.write_text('{"t": 41.0, "ki')
+  log = events.EventLog(path, clock=lambda: 7.0)
+  log.emit("submitted", group=0)
+  assert log.events[0]["t"] == 0.0
+
+
+def test_staleness_is_trained_version_minus_first_version():
+  # In flight with a bound of 1: round 1 began under version 0.
+  log = logs.run(overlap.in_flight(2, 1))
+  assert events.staleness(log) == [0, 0, 1, 1]
+
+
+# What a restart leaves. Two rounds of two groups, killed, and resumed.
+
+
+def _surviving(log):
+  return list(events.surviving(log))
+
+
+def _served(version):
+  """What a restart adds when its weights had not been published."""
+  return [
+    {"t": 0.0, "kind": kind, "version": version}
+    for kind in ("publish_start", "published")
   ]
+
+
+def _resumed(rounds, *restored, attempt=0):
+  """A restart that finds these groups finished, of 20 tokens each."""
+  fields = {"attempt": attempt, "tokens": 20, "first_version": rounds}
+  return [
+    {"t": 0.0, "kind": "resumed", "trained": rounds, "next_group": 4},
+    *(
+      {"t": 0.0, "kind": "restored", "group": group, **fields}
+      for group in restored
+    ),
+  ]
+
+
+def _parts():
+  """The log of two synchronous rounds: round 0, play of 1, training of 1."""
+  log = logs.run(SYNC)
+  play = logs.place(log, "submitted", group=2)
+  train = logs.place(log, "dequeued", group=2)
+  return log[:play], log[play:train], log[train:]
+
+
+def _broken(log, schedule=SYNC):
+  # Times of the parts are from one run, so they repeat.
+  book = ledger.of(log)
+  assert book.error == 0
+  return [
+    line
+    for line in invariants.violations(log, schedule, logs.GROUP_SIZE)
+    if " s came after " not in line
+  ]
+
+
+def test_of_a_log_without_a_resume_everything_survives():
+  assert _surviving(logs.run(SYNC)) == logs.run(SYNC)
+  assert _surviving([]) == []
+
+
+def test_a_round_trained_behind_the_checkpoint_counts_once():
+  # Saved after round 0, killed after round 1: groups 2 and 3 are played anew.
+  first, play, train = _parts()
+  kept = _surviving([*first, *play, *train, *_resumed(1), *play, *train])
+  assert kept == [*first, *play, *train]
+  assert _broken(kept) == []
+
+
+def test_a_restored_group_keeps_its_play_and_its_fault():
+  # Group 2 was finished and saved, group 3 was not; both had been trained.
+  first, play, train = _parts()
+  again = play[logs.place(play, "submitted", group=3) :]
+  again = [e for e in again if e["group"] == 3]
+  lost = {"t": 0.0, "kind": "fault", "group": 3, "attempt": 0, "index": 0}
+  log = [*first, *play, lost, *train, *_resumed(1, 2), *again, *train]
+  kept = _surviving(log)
+  assert [e for e in kept if e["kind"] in ("fault", "restored")] == []
+  assert [e["group"] for e in events.of_kind(kept, "ready")] == [0, 1, 2, 3]
+  assert _broken(kept) == []
+  # 4 groups of 20 tokens, each in one column: nothing is counted twice.
+  assert ledger.of(kept).sampled == 80
+
+
+def test_a_restored_group_whose_play_was_not_written_stays_restored():
+  first, _, train = _parts()
+  kept = _surviving([*first, *_resumed(1, 2, 3), *_resumed(1, 2, 3), *train])
+  assert [e["group"] for e in events.of_kind(kept, "restored")] == [2, 3]
+  assert _broken(kept) == []
+
+
+def test_a_second_resume_that_goes_further_back_supersedes_the_first():
+  # The checkpoint of round 1 was damaged: all begins again after round 0.
+  first, play, train = _parts()
+  whole = [*first, *play, *train]
+  log = [*whole, *_resumed(1), *play, *train, *_resumed(0), *whole]
+  assert _surviving(log) == whole
+
+
+def test_a_restart_that_is_killed_before_it_plays_leaves_no_trace():
+  first, play, train = _parts()
+  log = [*first, *play, *_resumed(1), *_resumed(1), *play, *train]
+  assert _surviving(log) == [*first, *play, *train]
+
+
+def test_a_publish_that_a_kill_cut_off_does_not_survive():
+  # The restart serves these weights from its start, and says so.
+  log = logs.run(SYNC)
+  assert _surviving([*log[:-1], *_resumed(2)]) == [*log[:-2], *_served(2)]
+
+
+def _attempts():
+  """Group 0 is dropped as stale in its first attempt; then a whole run."""
+  run = logs.Run(DROP, 1)
+  run.begin(0)
+  run.begin(1)
+  run.drop(0, 0, "stale")
+  start = len(run.log)
+  run.begin(0, attempt=1)
+  run.finish(0, attempt=1)
+  run.finish(1)
+  ready = len(run.log)
+  run.train([1])
+  run.train([0], attempt=1)
+  return run.log, start, ready
+
+
+def test_attempts_that_were_dropped_before_the_one_that_trained_survive():
+  log, _, _ = _attempts()
+  assert _surviving([*log, *_resumed(1)]) == [*log, *_served(1)]
+
+
+@pytest.mark.parametrize("restarts", [1, 2])
+def test_an_attempt_behind_which_a_restart_goes_on_survives(restarts):
+  # Saved with attempt 1 in flight, which is played again.
+  log, start, _ = _attempts()
+  before = [e for e in log[:start] if (e["group"], e["attempt"]) == (0, 0)]
+  again = [*log, *(_resumed(0) * restarts), *log[start:]]
+  assert _surviving(again) == [*before, *log[start:]]
+
+
+def test_an_attempt_that_was_dropped_behind_the_checkpoint_does_not_survive():
+  # Saved with attempt 0 in flight: what was dropped meanwhile never was.
+  log, _, _ = _attempts()
+  assert _surviving([*log, *_resumed(0), *log]) == log
+
+
+def test_a_restored_attempt_leaves_those_before_it():
+  log, _, ready = _attempts()
+  again = [*log[:ready], *_resumed(0, 0, 1), *log[ready:]]
+  again[logs.place(again, "restored", group=0)]["attempt"] = 1
+  assert _surviving(again) == log
+
+
+def test_a_surplus_group_survives_with_the_round_that_cancelled_it():
+  run = logs.Run(SYNC, 2)
+  run.admit()
+  run.begin(2)
+  for group in (0, 1):
+    run.finish(group)
+  run.drop(2, 0, "surplus")
+  run.train([0, 1])
+  run.publish()
+  assert _surviving([*run.log, *_resumed(1)]) == run.log
+  kept = _surviving([*run.log, *_resumed(0)])
+  assert kept == []
+
+
+def test_what_happened_to_engines_survives():
+  lost = {"t": 0.0, "kind": "engine_lost", "engine": 1, "reason": "x"}
+  assert _surviving([lost, *_resumed(0)]) == [lost]

@@ -71,14 +71,72 @@ def test_a_body_that_raises_is_recorded_too():
   assert span.end - span.start >= 0.01
 
 
-def test_what_was_flushed_reads_back_and_the_rest_is_not_written(tmp_path):
+def test_what_was_flushed_reads_back_and_only_the_rest_is_in_memory(tmp_path):
   path = tmp_path / "spans.jsonl"
   recorder = trace.Trace(path)
   recorder.add("decode", "step", recorder.origin, recorder.origin + 1, rows=2)
+  first = recorder.spans[:]
   recorder.flush()
   recorder.flush()
   recorder.add("decode", "step", recorder.origin + 1, recorder.origin + 2)
-  assert trace.read(path) == recorder.spans[:1]
+  assert trace.read(path) == first
+  (rest,) = recorder.spans
+  assert (rest.start, rest.end) == pytest.approx((1.0, 2.0))
+
+
+def test_a_trace_without_a_file_keeps_all_of_its_spans():
+  recorder = trace.Trace(None)
+  for _ in range(3000):
+    recorder.add("decode", "step", 0.0, 1.0)
+  recorder.flush()
+  assert len(recorder.spans) == 3000
+
+
+def test_memory_is_flat_in_a_round_that_is_never_flushed(tmp_path):
+  recorder = trace.Trace(tmp_path / "spans.jsonl")
+  most = 0
+  for _ in range(3500):
+    recorder.add("decode", "step", 0.0, 1.0)
+    most = max(most, len(recorder.spans))
+  assert most < 1000
+  recorder.flush()
+  assert len(trace.read(tmp_path / "spans.jsonl")) == 3500
+
+
+def test_times_are_of_the_clock_that_was_given():
+  # The trace begins when its clock reads 5 s; the body takes 2 s of it.
+  readings = iter([5.0, 7.0, 9.0])
+  recorder = trace.Trace(None, clock=lambda: next(readings))
+  with recorder.span("host", "publish"):
+    pass
+  (span,) = recorder.spans
+  assert (span.start, span.end) == (2.0, 4.0)
+
+
+def test_a_listener_hears_every_span():
+  recorder, heard = trace.Trace(None), []
+  recorder.listeners.append(heard.append)
+  recorder.add("host", "pack", recorder.origin, recorder.origin + 1)
+  assert heard == recorder.spans
+
+
+def test_a_meter_measures_what_ended_since_it_was_last_asked():
+  meter = trace.Meter({"learner": ("update",), "decode": ("decode",)})
+  # 2 s of learner and 3 s of decode, together from 1 to 2 s; neither the
+  # learner's checks nor the host count.
+  for track, name, start, end in (
+    ("learner", "update", 0.0, 2.0),
+    ("learner", "checksum", 2.0, 9.0),
+    ("decode", "decode", 1.0, 4.0),
+    ("host", "update", 0.0, 9.0),
+  ):
+    meter.add(trace.Span(track, name, start, end))
+  first = meter.take()
+  assert (first.first_s, first.second_s, first.both_s) == (2, 3, 1)
+  assert meter.take().first_s == 0
+  meter.add(trace.Span("learner", "update", 10.0, 11.0))
+  total = first + meter.take()
+  assert (total.first_s, total.second_s, total.both_s) == (3, 3, 1)
 
 
 def test_a_resumed_trace_goes_on_behind_its_file_and_survives_a_cut_line(
@@ -96,7 +154,6 @@ def test_a_resumed_trace_goes_on_behind_its_file_and_survives_a_cut_line(
   second.add("decode", "step", now, now + 1)
   second.flush()
   spans = trace.read(path)
-  assert spans == second.spans
   assert [s.start for s in spans] == pytest.approx([0, 5], abs=0.1)
 
 
@@ -114,6 +171,7 @@ def test_device_threads_lose_no_span(tmp_path):
     recorder.flush()
   recorder.flush()
   assert len(trace.read(tmp_path / "spans.jsonl")) == 4 * 500
+  assert recorder.spans == []
 
 
 def test_chrome_trace_names_its_tracks_and_counts_in_microseconds(tmp_path):
@@ -134,3 +192,13 @@ def test_chrome_trace_names_its_tracks_and_counts_in_microseconds(tmp_path):
   # Publishing happens within packing: same process, another thread.
   assert (pack["pid"], pack["tid"]) == (1, 0)
   assert (publish["pid"], publish["tid"]) == (1, 1)
+
+
+def test_of_a_long_run_the_chrome_trace_holds_the_last_spans(
+  tmp_path, monkeypatch
+):
+  monkeypatch.setattr(trace, "_MAX_CHROME", 2)
+  spans = (trace.Span("decode", "step", float(i), i + 1.0) for i in range(5))
+  trace.write_chrome(spans, tmp_path / "trace.json")
+  events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+  assert [e["ts"] for e in events if e["ph"] == "X"] == [3_000_000, 4_000_000]

@@ -66,6 +66,15 @@ def test_a_stall_names_owner_what_and_everyone_who_waits():
   assert watch.dump() == "nobody waits"
 
 
+def test_seconds_are_those_of_the_clock_that_was_given():
+  now = [100.0]
+  watch = watchdog.Watchdog(clock=lambda: now[0])
+  with watch.noted(owner="episode 3", what="a step", deadline_s=60.0):
+    now[0] = 142.0
+    table = watch.dump().splitlines()
+  assert table[1] == "episode 3  a step  42.0 s    60.0 s"
+
+
 def test_the_awaitable_of_a_stalled_wait_is_cancelled():
   async def run():
     task = asyncio.create_task(asyncio.sleep(9))

@@ -1,0 +1,226 @@
+"""Whether the log of a run keeps the promises of its schedule.
+
+  python -m launch.report --check runs/first
+
+One pass over events.jsonl, in flat memory: it may be of millions of episodes,
+of a run that goes on, or of one that was killed.
+"""
+
+import collections
+import dataclasses
+import itertools
+import json
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rl import events, invariants, ledger, overlap, rollout, settings
+
+_MAX_ROWS = 120
+_Row = list[Any]
+
+
+class Unreadable(Exception):
+  """There is no run to check, or not enough of it."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Verdict:
+  """What the log of a run says.
+
+  Attributes:
+    bound: eta of the schedule; None when the settings are unknown.
+    checks: what was checked, a line each; empty without settings.
+    violations: a sentence for every way in which a promise was broken.
+    lags: trained groups by T - F.
+    faults: by status.
+    groups: some attempts, spread over the run: see `Ages`.
+    num_cut: lines of the log that a crash has cut; they were left out.
+  """
+
+  bound: int | None
+  checks: Sequence[str]
+  violations: Sequence[str]
+  books: ledger.Ledger
+  by_source: Mapping[str, ledger.Ledger]
+  selection: ledger.Selection
+  lags: collections.Counter[int]
+  faults: collections.Counter[str]
+  groups: Sequence[_Row]
+  num_cut: int
+
+  @property
+  def summary(self) -> str:
+    """One sentence for the end of a run."""
+    bound = "an unknown bound" if self.bound is None else str(self.bound)
+    return (
+      f"staleness: at most {max(self.lags, default=0)} of {bound} allowed, "
+      f"over {self.lags.total():,} groups; {self.books}"
+    )
+
+  @property
+  def text(self) -> str:
+    """All of it, for a terminal."""
+    chosen, launched = self.selection.trained, self.selection.launched
+    lines = [self.summary]
+    if len(self.by_source) > 1:
+      lines += [f"  {name}: {book}" for name, book in self.by_source.items()]
+    lines.append(
+      f"selection: {chosen.episodes:,} of {launched.episodes:,} episodes "
+      f"trained, {chosen.mean_length:,.1f} ids long where those launched have "
+      f"{launched.mean_length:,.1f}"
+    )
+    for source, share in launched.shares.items():
+      trained = chosen.shares.get(source, 0.0)
+      lines.append(f"  {source}: {share:.1%} launched, {trained:.1%} trained")
+    if self.num_cut:
+      lines.append(f"lines cut by a crash and left out: {self.num_cut}")
+    lines += [f"checked: {check}" for check in self.checks]
+    lines += [f"broken: {violation}" for violation in self.violations]
+    return "\n".join([*lines, f"{len(self.violations)} violations"])
+
+
+class Ages:
+  """How long attempts waited, played, queued and trained, of some of them.
+
+  Rows are [group, attempt, outcome, wait_s, play_s, queue_s, train_s]; what a
+  dropped attempt never reached is 0. Memory is flat: as the log grows, fewer
+  and fewer groups are kept, every second, every fourth and so on.
+  """
+
+  def __init__(self):
+    self.rows: list[_Row] = []
+    self._stride = 1
+    self._times: dict[tuple[int, int], list[float]] = {}
+
+  def feed(self, event: events.Event) -> None:
+    """Notes the time of one transition."""
+    kind = event["kind"]
+    if kind not in _SEEN or event["group"] % self._stride:
+      return
+    place = event["group"], event["attempt"]
+    if kind == "submitted":
+      self._times[place] = [event["t"]]
+    elif place in self._times:
+      times = self._times[place]
+      # An attempt is dropped in any phase; one that was left out took no time.
+      phase = _PHASES.get(kind, len(times))
+      if len(times) <= phase:
+        times += [times[-1]] * (phase - len(times)) + [event["t"]]
+      if kind in ("trained", "dropped"):
+        self._end(place, event.get("reason", "trained"))
+
+  def _end(self, place: tuple[int, int], outcome: str) -> None:
+    times = self._times.pop(place)
+    pairs = itertools.pairwise(times)
+    ages = [round(max(0.0, after - before), 3) for before, after in pairs]
+    self.rows.append([*place, outcome, *ages, *[0.0] * (4 - len(ages))])
+    if len(self.rows) > 2 * _MAX_ROWS:
+      self._stride *= 2
+      self.rows = [row for row in self.rows if row[0] % self._stride == 0]
+
+
+_BALANCE = "The token ledger balances."
+_PHASES = {
+  "submitted": 0,
+  "first_token": 1,
+  "ready": 2,
+  "dequeued": 3,
+  "trained": 4,
+}
+_SEEN = (*_PHASES, "dropped")
+
+
+def of_run(run_dir: pathlib.Path) -> Verdict:
+  """Returns the verdict on a run.
+
+  Raises:
+    Unreadable: it has no log, or no settings to hold it to.
+  """
+  if not (run_dir / "events.jsonl").is_file():
+    raise Unreadable(f"{run_dir}/events.jsonl: there is no such log of a run")
+  try:
+    text = (run_dir / "config.json").read_text("utf-8")
+    schedule, group_size = schedule_of(json.loads(text))
+  except (OSError, ValueError, LookupError, TypeError) as error:
+    raise Unreadable(
+      f"{run_dir}/config.json: it should hold the schedule: {error}"
+    ) from error
+  return read(run_dir / "events.jsonl", schedule, group_size)
+
+
+def schedule_of(config: Mapping[str, Any]) -> tuple[overlap.Overlap, int]:
+  """Returns the schedule and the group size in the settings of a run.
+
+  Raises:
+    LookupError: there is no schedule.
+    ValueError: a setting is unknown or does not fit.
+  """
+  data = {"class": "rl.overlap.Overlap", **config["overlap"]}
+  size = config.get("rollout", {}).get("group_size")
+  return (
+    settings.from_json(data),
+    rollout.Rollout().group_size if size is None else size,
+  )
+
+
+def read(
+  path: pathlib.Path,
+  schedule: overlap.Overlap | None = None,
+  group_size: int = 0,
+) -> Verdict:
+  """Returns what a log says; nothing is checked without a schedule.
+
+  Raises:
+    Unreadable: its events are of another program, or an older one.
+  """
+  reader, log = _Reader(schedule, group_size), events.File(path)
+  try:
+    for event in events.surviving(log):
+      reader.feed(event)
+  except (LookupError, TypeError) as error:
+    raise Unreadable(f"{path.name}: an event lacks {error}") from error
+  return reader.verdict(log.num_cut)
+
+
+class _Reader:
+  """Gives each event to all who want it."""
+
+  def __init__(self, schedule: overlap.Overlap | None, group_size: int):
+    self._bound = schedule.max_staleness if schedule else None
+    self._checker = (
+      invariants.Checker(schedule, group_size) if schedule else None
+    )
+    self._books, self._ages = ledger.Books(), Ages()
+    self._lags: collections.Counter[int] = collections.Counter()
+    self._faults: collections.Counter[str] = collections.Counter()
+
+  def feed(self, event: events.Event) -> None:
+    if self._checker:
+      self._checker.feed(event)
+    self._books.feed(event)
+    self._ages.feed(event)
+    if event["kind"] == "trained":
+      self._lags[event["version"] - event["first_version"]] += 1
+    elif event["kind"] == "fault":
+      self._faults[event["status"]] += 1
+
+  def verdict(self, num_cut: int) -> Verdict:
+    checks, violations, book = [], [], self._books.ledger()
+    if self._checker:
+      checks = [*self._checker.checks, _BALANCE]
+      violations = self._checker.finish()
+      if book.error:
+        violations.append(f"the ledger does not balance: {book}")
+    return Verdict(
+      bound=self._bound,
+      checks=checks,
+      violations=violations,
+      books=book,
+      by_source=self._books.by_source(),
+      selection=self._books.selection(),
+      lags=self._lags,
+      faults=self._faults,
+      groups=self._ages.rows,
+      num_cut=num_cut,
+    )

@@ -1,0 +1,99 @@
+"""What a page can show of the files of a run, whatever state they are in."""
+
+import collections
+import itertools
+import json
+import pathlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rl import trace
+
+_KEPT = ("index", "status", "reward", "parts", "fault", "advantage")
+_MAX_SPANS_READ = 500_000
+_MAX_ROUNDS = 40
+_MAX_TRAJECTORIES = 400
+_MAX_TRAJECTORY_BYTES = 1_500_000
+
+
+def lines(path: pathlib.Path, notes: list[str]) -> Iterator[dict[str, Any]]:
+  """Yields the JSON lines of a file, one in memory at a time."""
+  if not path.exists():
+    notes.append(f"{path.name} is missing.")
+    return
+  unreadable = 0
+  with path.open(encoding="utf-8", errors="replace") as file:
+    for line in file:
+      try:
+        if line.strip():
+          # A browser cannot parse the NaN that Python writes.
+          yield json.loads(line, parse_constant=lambda _: None)
+      except json.JSONDecodeError:
+        unreadable += 1
+  if unreadable:
+    notes.append(f"{path.name}: unreadable lines left out: {unreadable}.")
+
+
+def spans(path: pathlib.Path, notes: list[str]) -> tuple[list[trace.Span], int]:
+  """Returns the spans in the middle of a run, and how many there are."""
+  count = sum(1 for _ in lines(path, notes))
+  start = max(0, (count - _MAX_SPANS_READ) // 2)
+  middle = itertools.islice(lines(path, []), start, start + _MAX_SPANS_READ)
+  return [trace.Span(**row) for row in middle], count
+
+
+def sample_trajectories(
+  directory: pathlib.Path, notes: list[str]
+) -> list[dict[str, Any]]:
+  """Returns whole groups, spread over the rounds, in the order of the run.
+
+  As many as fit a page: of 40 rounds, 400 trajectories, 1.5 MB.
+  """
+  files = sorted(directory.glob("round_*.jsonl"), reverse=True)
+  if not files:
+    notes.append("trajectories/ is missing or empty.")
+  picked = [files[i] for i in _spread(len(files))[:_MAX_ROUNDS]]
+  rounds = [_groups(path, notes) for path in picked]
+  chosen, size = [], 0
+  # One group of every round, then a second one: what fits is spread evenly.
+  for group in itertools.chain(*itertools.zip_longest(*rounds, fillvalue=[])):
+    cost = len(json.dumps(group))
+    fits = size + cost <= _MAX_TRAJECTORY_BYTES
+    if fits and len(chosen) + len(group) <= _MAX_TRAJECTORIES:
+      chosen += group
+      size += cost
+  return sorted(chosen, key=lambda t: (t["round"], t["group"], t["index"]))
+
+
+def _spread(count: int) -> list[int]:
+  """Returns range(count) so ordered that every prefix is evenly spread."""
+  steps = [1 << k for k in reversed(range(count.bit_length() + 1))]
+  return list(dict.fromkeys(i for step in steps for i in range(0, count, step)))
+
+
+def _groups(path: pathlib.Path, notes: list[str]) -> list[list[dict[str, Any]]]:
+  """Returns the groups of one round, with what the page shows of them."""
+  groups: dict[int, list[dict[str, Any]]] = collections.defaultdict(list)
+  for row in lines(path, notes):
+    groups[row["group_id"]].append(
+      {
+        "round": int(path.stem.removeprefix("round_")),
+        "group": row["group_id"],
+        "task": row["task_id"],
+        "turns": [_turn(turn) for turn in row["turns"]],
+      }
+      | {key: row.get(key) for key in _KEPT}
+    )
+  return list(groups.values())
+
+
+def _turn(turn: Mapping[str, Any]) -> dict[str, Any]:
+  return {
+    "context": turn.get("context_words", turn["context"]),
+    "words": turn.get("words", turn["tokens"]),
+    "logprobs": [x and round(x, 3) for x in turn["logprobs"]],
+    "versions": turn["versions"],
+    "stop": turn["stop"],
+    "decode_s": round(turn["decode_s"], 4),
+    "env_s": round(turn["env_s"], 4),
+  }

@@ -1,0 +1,361 @@
+"""What a log says of the groups under way, and what may follow upon it.
+
+  member:   admitted -> first_token -> turn* -> ended -> grading -> reward
+            (until it has ended: -> aborted)           (or -> fault)
+  attempt:  submitted -> ready -> dequeued -> trained
+            (until it is dequeued: -> dropped)
+
+Members play at the same time. An attempt is forgotten when it was trained or
+dropped and all that was launched for it is over, so memory is that of the
+groups in flight, however long the log.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+from rl import events
+
+# Whoever was cancelled has had the time of two publishes to end.
+_PATIENCE = 2
+
+
+@dataclasses.dataclass(slots=True)
+class Member:
+  """One episode of an attempt.
+
+  Attributes:
+    number: of its last turn.
+    turn_tokens: sampled by whole turns.
+    tokens, length, versions, turns: as its end tells them.
+    reason: why it was aborted.
+    over: how it ended.
+  """
+
+  admitted_t: float | None = None
+  first_t: float | None = None
+  first_version: int | None = None
+  number: int | None = None
+  num_turns: int = 0
+  turn_tokens: int = 0
+  over: Literal["", "ended", "aborted"] = ""
+  reason: str = ""
+  turns: int = 0
+  tokens: int = 0
+  length: int = 0
+  versions: events.Runs = ()
+  grading: bool = False
+  outcome: Literal["", "reward", "fault"] = ""
+
+  @property
+  def sampled(self) -> int:
+    """Tokens that are known to be sampled."""
+    return self.tokens if self.over else self.turn_tokens
+
+
+@dataclasses.dataclass(slots=True)
+class Attempt:
+  """One attempt at a group.
+
+  Attributes:
+    launched: members that are played of each group.
+    replayed: from its beginning, after a restart.
+    graded: members that were done when it was ready.
+    ready, dequeued, trained, dropped, restored: the events, when they came.
+    overdue: members were still playing long after it was over.
+  """
+
+  group: int
+  number: int
+  launched: int
+  source: str = ""
+  replayed: bool = False
+  members: dict[int, Member] = dataclasses.field(default_factory=dict)
+  graded: frozenset[int] = frozenset()
+  ready: events.Event | None = None
+  dequeued: events.Event | None = None
+  trained: events.Event | None = None
+  dropped: events.Event | None = None
+  restored: events.Event | None = None
+  overdue: bool = False
+  over_at: int = 0
+
+  def __str__(self) -> str:
+    return name(self.group, self.number)
+
+  @property
+  def open(self) -> list[int]:
+    """Members that are still playing."""
+    return [i for i, member in self.members.items() if not member.over]
+
+  @property
+  def complete(self) -> bool:
+    """Whether no more can come of it."""
+    if self.open:
+      return False
+    whole = self.restored or len(self.members) >= self.launched
+    return bool(self.dropped or (self.trained and whole))
+
+  @property
+  def sampled(self) -> int:
+    """Tokens that its members are known to have sampled."""
+    if self.restored:
+      return self.restored["tokens"]
+    return sum(member.sampled for member in self.members.values())
+
+  @property
+  def used(self) -> int:
+    """Tokens of the members that make up the group that was trained."""
+    if self.restored or not self.trained:
+      return self.sampled
+    chosen = set(self.trained["members"])
+    return sum(m.sampled for i, m in self.members.items() if i in chosen)
+
+
+def name(group: int, attempt: int) -> str:
+  """Returns "group 3", or "group 3 attempt 1" of a later one."""
+  return f"group {group}" + (f" attempt {attempt}" if attempt else "")
+
+
+def late(attempt: Attempt, event: events.Event) -> str:
+  """Returns what an event comes too late for, or again; "" when it does not."""
+  kind = event["kind"]
+  if attempt.dropped and kind not in _ENDS:
+    return "after it was dropped"
+  if kind in events.OF_MEMBER:
+    return _late_of_member(attempt.members.get(event["index"], Member()), kind)
+  match kind:
+    case "ready" if not (attempt.ready or attempt.restored):
+      return ""
+    case "dropped":
+      return "after it was dequeued" if attempt.dequeued else ""
+    case "dequeued" if not attempt.dequeued:
+      return ""
+    case "trained" if not attempt.trained:
+      return ""
+  return "again"
+
+
+def _late_of_member(member: Member, kind: str) -> str:
+  if member.over and kind not in _OF_GRADING:
+    return "after it had " + _WORDS[member.over]
+  match kind:
+    case "admitted" if member.admitted_t is not None:
+      return "again"
+    case "first_token" if member.first_t is not None or member.num_turns:
+      return "after other tokens"
+    case "grading" if member.grading:
+      return "again"
+    case "reward" | "fault" if member.outcome:
+      return f"after its {member.outcome}"
+  return ""
+
+
+def early(attempt: Attempt, event: events.Event) -> str:
+  """Returns what is missing before an event; "" when nothing is."""
+  kind = event["kind"]
+  if kind in events.OF_MEMBER:
+    return _early_of_member(
+      attempt.members.get(event["index"], Member()), event
+    )
+  match kind:
+    case "dequeued" if not (attempt.ready or attempt.restored):
+      return "before it was ready"
+    case "trained" if not attempt.dequeued:
+      return "before it was dequeued"
+  return ""
+
+
+def _early_of_member(member: Member, event: events.Event) -> str:
+  match event["kind"]:
+    case "first_token":
+      if member.admitted_t is None or event["t"] < member.admitted_t:
+        return "before it was admitted"
+    case "turn":
+      if member.first_t is None and event["tokens"]:
+        return "before its first token"
+      if member.number is not None and event["number"] != member.number + 1:
+        return f"number {event['number']} after number {member.number}"
+      return _before_first(member, event)
+    case "ended" | "aborted":
+      if event["tokens"] and member.admitted_t is None:
+        return "with tokens but before it was admitted"
+      return _before_first(member, event)
+    case "grading" if member.over != "ended":
+      return "before it had ended"
+    case "reward" if not member.grading:
+      return "before it was graded"
+    case "fault" if not member.over:
+      return "before it had ended"
+  return ""
+
+
+def _before_first(member: Member, event: events.Event) -> str:
+  if member.first_t is not None and event["t"] < member.first_t:
+    return "before its first token was sampled"
+  return ""
+
+
+_ENDS = ("ended", "aborted")
+_OF_GRADING = ("grading", "reward", "fault")
+_WORDS = {"ended": "ended", "aborted": "been aborted"}
+
+
+class Misplaced(NamedTuple):
+  """What is wrong with the place of an event.
+
+  Attributes:
+    ignored: it came too late or again, and changes nothing.
+  """
+
+  says: str
+  ignored: bool
+
+
+class Attempts:
+  """Follows a log, event by event.
+
+  Args:
+    launched: members of a group that are played, surplus ones included.
+    settle: is given each attempt that is over.
+  """
+
+  def __init__(self, launched: int, settle: Callable[[Attempt], None]):
+    self._launched = launched
+    self._settle = settle
+    self._open: dict[tuple[int, int], Attempt] = {}
+    self._over: set[tuple[int, int]] = set()
+    self._published = 0
+
+  @property
+  def under_way(self) -> list[Attempt]:
+    """Attempts of which more may come."""
+    return list(self._open.values())
+
+  def feed(self, event: events.Event) -> Misplaced | None:
+    """Returns what is wrong with the place of an event, if anything is."""
+    kind = event["kind"]
+    if kind == "published":
+      self._published += 1
+      self._give_up()
+    if kind not in events.OF_ATTEMPT:
+      return None
+    place = event["group"], event["attempt"]
+    attempt = self._open.get(place)
+    if attempt is None:
+      return self._begin(place, event)
+    if wrong := late(attempt, event):
+      return Misplaced(_says(attempt, event, wrong), ignored=True)
+    wrong = early(attempt, event)
+    _APPLY[kind](attempt, event)
+    if attempt.trained or attempt.dropped:
+      self._close(place, attempt)
+    return Misplaced(_says(attempt, event, wrong), False) if wrong else None
+
+  def _begin(
+    self, place: tuple[int, int], event: events.Event
+  ) -> Misplaced | None:
+    kind = event["kind"]
+    if kind not in ("submitted", "restored"):
+      # Who waited for an engine when its attempt was dropped has no tokens.
+      if kind == "aborted" and not event["tokens"]:
+        return None
+      says = f"{name(*place)}: {kind}, but it is not under way"
+      return Misplaced(says, ignored=True)
+    self._open[place] = attempt = Attempt(*place, self._launched)
+    if kind == "submitted":
+      attempt.source = event["source"]
+      attempt.replayed = event.get("replayed", False)
+    else:
+      attempt.restored = event
+    return None
+
+  def _close(self, place: tuple[int, int], attempt: Attempt) -> None:
+    """Forgets an attempt when no more can come of it."""
+    if not attempt.complete:
+      if place not in self._over:
+        attempt.over_at = self._published
+        self._over.add(place)
+      return
+    self._over.discard(place)
+    del self._open[place]
+    self._settle(attempt)
+
+  def _give_up(self) -> None:
+    for place in list(self._over):
+      attempt = self._open[place]
+      if self._published - attempt.over_at >= _PATIENCE:
+        attempt.overdue = True
+        self._over.discard(place)
+        del self._open[place]
+        self._settle(attempt)
+
+
+def _says(attempt: Attempt, event: events.Event, wrong: str) -> str:
+  where = f" member {event['index']}" if "index" in event else ""
+  return f"{attempt}{where}: {event['kind']} {wrong}"
+
+
+def _member(attempt: Attempt, event: events.Event) -> Member:
+  return attempt.members.setdefault(event["index"], Member())
+
+
+def _apply_admitted(attempt: Attempt, event: events.Event) -> None:
+  _member(attempt, event).admitted_t = event["t"]
+
+
+def _apply_first_token(attempt: Attempt, event: events.Event) -> None:
+  member = _member(attempt, event)
+  member.first_t, member.first_version = event["t"], event["version"]
+
+
+def _apply_turn(attempt: Attempt, event: events.Event) -> None:
+  member = _member(attempt, event)
+  member.number = event["number"]
+  member.num_turns += 1
+  member.turn_tokens += event["tokens"]
+
+
+def _apply_end(attempt: Attempt, event: events.Event) -> None:
+  member = _member(attempt, event)
+  member.over = event["kind"]
+  member.reason = event.get("reason", "")
+  member.turns = event["turns"]
+  member.tokens = event["tokens"]
+  member.length = event["length"]
+  member.versions = event["versions"]
+
+
+def _apply_grading(attempt: Attempt, event: events.Event) -> None:
+  _member(attempt, event).grading = True
+
+
+def _apply_outcome(attempt: Attempt, event: events.Event) -> None:
+  _member(attempt, event).outcome = event["kind"]
+
+
+def _apply_ready(attempt: Attempt, event: events.Event) -> None:
+  attempt.ready = event
+  attempt.graded = frozenset(
+    i for i, m in attempt.members.items() if m.over == "ended" and m.outcome
+  )
+
+
+def _apply(attempt: Attempt, event: events.Event) -> None:
+  setattr(attempt, event["kind"], event)
+
+
+_APPLY: dict[str, Callable[[Attempt, events.Event], None]] = {
+  "admitted": _apply_admitted,
+  "first_token": _apply_first_token,
+  "turn": _apply_turn,
+  "ended": _apply_end,
+  "aborted": _apply_end,
+  "grading": _apply_grading,
+  "reward": _apply_outcome,
+  "fault": _apply_outcome,
+  "ready": _apply_ready,
+  "dropped": _apply,
+  "dequeued": _apply,
+  "trained": _apply,
+}

@@ -1,0 +1,150 @@
+"""What a terminal is told of the log of a run, and with which exit code."""
+
+import itertools
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from launch import check, report
+from rl import overlap, settings
+from tests.rl import event_logs
+
+ROOT = pathlib.Path(report.__file__).parents[1]
+SCHEDULE = overlap.in_flight(4, 1, 1)
+LOG = event_logs.run(SCHEDULE, 60)
+
+
+def _write(path, log):
+  path.write_text("".join(json.dumps(event) + "\n" for event in log))
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+  config = {
+    "overlap": settings.to_json(SCHEDULE),
+    "rollout": {"group_size": event_logs.GROUP_SIZE},
+  }
+  (tmp_path / "config.json").write_text(json.dumps(config))
+  _write(tmp_path / "events.jsonl", LOG)
+  return tmp_path
+
+
+def _check(*arguments):
+  command = [sys.executable, "-m", "launch.report", *arguments]
+  return subprocess.run(
+    command, capture_output=True, text=True, timeout=120, check=False, cwd=ROOT
+  )
+
+
+def test_a_run_that_keeps_its_promises_is_checked_with_exit_code_0(run_dir):
+  done = _check(f"--check={run_dir}")
+  assert done.returncode == 0, done.stderr
+  # 60 rounds of 4 groups of 2 members of 10 tokens, one of two masked.
+  assert "4,800 tokens sampled = 2,400 trained + 2,400 masked" in done.stdout
+  assert "at most 1 of 1 allowed, over 240 groups" in done.stdout
+  assert "checked: Time never falls" in done.stdout
+  assert done.stdout.endswith("\n0 violations\n")
+
+
+def test_a_run_that_breaks_one_ends_with_exit_code_1(run_dir, capsys):
+  log = event_logs.change(LOG, "trained", where={"group": 9}, masked=3)
+  _write(run_dir / "events.jsonl", log)
+  assert report.check_run(run_dir) == 1
+  text = capsys.readouterr().out
+  assert "broken: group 9: 20 tokens were sampled, but 13 are trained" in text
+  assert "error 7" in text
+
+
+def test_what_cannot_be_checked_ends_with_exit_code_2(run_dir, capsys):
+  assert report.check_run(run_dir / "none") == 2
+  assert "there is no such log of a run" in capsys.readouterr().err
+  (run_dir / "config.json").write_text('{"overlap": {"rounds": 3}}')
+  assert report.check_run(run_dir) == 2
+  assert "rounds" in capsys.readouterr().err
+
+
+def test_a_check_and_a_page_are_not_asked_for_at_once(run_dir):
+  done = _check(f"--check={run_dir}", f"--run={run_dir}")
+  assert done.returncode == 1
+  assert "Exactly one of (run, check)" in done.stderr
+
+
+def test_ages_are_those_of_the_phases_of_a_group():
+  # Group 0: submitted at 0, first token at 2 s, ready, taken and trained.
+  ages = check.Ages()
+  for event in LOG:
+    ages.feed(event)
+  times = [
+    LOG[event_logs.place(LOG, kind, group=0)]["t"]
+    for kind in ("submitted", "first_token", "ready", "dequeued", "trained")
+  ]
+  expected = [after - before for before, after in itertools.pairwise(times)]
+  assert ages.rows[0] == [0, 0, "trained", *expected]
+
+
+def test_a_dropped_attempt_has_no_age_beyond_the_phase_it_reached():
+  writer = event_logs.Run(SCHEDULE, 1)
+  writer.begin(0)
+  writer.drop(0, 0, "stale")
+  ages = check.Ages()
+  for event in writer.log:
+    ages.feed(event)
+  # First token at 2 s, dropped with the last event.
+  last = writer.log[-1]["t"]
+  assert ages.rows == [[0, 0, "stale", 2.0, last - 2.0, 0.0, 0.0]]
+
+
+def test_of_a_long_run_every_few_groups_are_kept():
+  ages = check.Ages()
+  for event in event_logs.run(overlap.sync(2), 500):
+    ages.feed(event)
+  # Of 1,000 groups every eighth: 125 rows; every fourth would be 250 > 240.
+  assert [row[0] for row in ages.rows] == list(range(0, 1000, 8))
+
+
+def test_a_run_says_in_one_sentence_how_old_and_where_its_tokens_were(run_dir):
+  assert check.of_run(run_dir).summary == (
+    "staleness: at most 1 of 1 allowed, over 240 groups; 4,800 tokens sampled"
+    " = 2,400 trained + 2,400 masked + 0 dropped + 0 in flight; error 0"
+  )
+
+
+def test_sources_are_told_apart_when_there_are_several(run_dir):
+  log = event_logs.change(LOG, "submitted", where={"group": 7}, source="chess")
+  _write(run_dir / "events.jsonl", log)
+  lines = check.of_run(run_dir).text.splitlines()
+  # 1 group of 240 is 0.4%.
+  assert "  chess: 0.4% launched, 0.4% trained" in lines
+  assert "  chess: 20 tokens sampled = 10 trained + 10 masked" in "\n".join(
+    lines
+  )
+
+
+def test_a_run_without_a_group_size_has_that_of_the_defaults(run_dir):
+  data = {"overlap": settings.to_json(SCHEDULE)}
+  assert check.schedule_of(data) == (SCHEDULE, 8)
+
+
+def test_a_log_without_a_schedule_is_read_but_not_checked(run_dir):
+  found = check.read(run_dir / "events.jsonl")
+  assert (found.checks, found.violations, found.bound) == ([], [], None)
+  assert found.lags == {0: 4, 1: 236}
+  assert "an unknown bound" in found.summary
+
+
+def test_a_line_that_a_crash_cut_is_left_out_and_said(run_dir):
+  log = run_dir / "events.jsonl"
+  log.write_text(log.read_text()[:-5])
+  found = check.of_run(run_dir)
+  assert (found.num_cut, found.violations) == (1, [])
+  assert "lines cut by a crash and left out: 1" in found.text
+
+
+def test_a_page_takes_a_verdict_that_is_known(run_dir):
+  known = check.of_run(run_dir)
+  (run_dir / "events.jsonl").unlink()
+  assert report.read(run_dir, known).verdict is known
+  assert report.write(run_dir, known).exists()

@@ -1,0 +1,153 @@
+"""Every promise about a group, broken by itself."""
+
+import pytest
+
+from tests.rl import event_logs as logs
+
+_PIPE, _ONE_STEP = logs.run(logs.PIPE), logs.run(logs.ONE_STEP)
+_IN_FLIGHT = logs.run(logs.IN_FLIGHT)
+_SURPLUS = logs.run(logs.SURPLUS, rounds=4)
+_SECOND = {"group": 2, "index": 0}
+
+BROKEN = {
+  "a group without one of its members": (
+    logs.change(_IN_FLIGHT, "trained", members=[1], tokens=0),
+    logs.IN_FLIGHT,
+    ["group 0: trained with members [1], not 2 of them"],
+  ),
+  "a group with the same member twice": (
+    logs.change(_IN_FLIGHT, "trained", members=[1, 1], tokens=0),
+    logs.IN_FLIGHT,
+    ["group 0: trained with members [1, 1], not 2 of them"],
+  ),
+  "a member that was never graded": (
+    logs.without(_IN_FLIGHT, "reward", group=1, index=1),
+    logs.IN_FLIGHT,
+    ["group 1: members [1] were not graded when it was ready"],
+  ),
+  "a member that was aborted": (
+    logs.change(_SURPLUS, "trained", members=[0, 2], masked=5),
+    logs.SURPLUS,
+    ["group 0: members [2] were not graded when it was ready"],
+  ),
+  "a member beyond those that are played": (
+    _SURPLUS,
+    logs.IN_FLIGHT,
+    [f"group {i}: members [2] beyond the 2 that are played" for i in range(8)],
+  ),
+  "a redundant member that never ended": (
+    logs.without(_SURPLUS, "aborted"),
+    logs.SURPLUS,
+    ["group 0: members [2] never ended"],
+  ),
+  "a redundant member that was never played": (
+    [e for e in _SURPLUS if (e.get("group"), e.get("index")) != (0, 2)],
+    logs.SURPLUS,
+    ["group 0: 2 of 3 members were played"],
+  ),
+  "tokens that were lost": (
+    logs.change(_IN_FLIGHT, "trained", masked=0),
+    logs.IN_FLIGHT,
+    ["group 0: 20 tokens were sampled, but 10 are trained or masked"],
+  ),
+  "two errors that cancel out": (
+    logs.change(
+      logs.change(_IN_FLIGHT, "trained", tokens=9), "trained", at=1, tokens=11
+    ),
+    logs.IN_FLIGHT,
+    [
+      "group 0: 20 tokens were sampled, but 19 are trained or masked",
+      "group 1: 20 tokens were sampled, but 21 are trained or masked",
+    ],
+  ),
+  "dropped tokens that were lost": (
+    logs.change(logs.retried(logs.DROP, "stale"), "dropped", tokens=5),
+    logs.DROP,
+    ["group 0: 10 tokens were sampled, but 5 dropped"],
+  ),
+  "tokens without a version": (
+    logs.change(_IN_FLIGHT, "ended", versions=[[0, 9]]),
+    logs.IN_FLIGHT,
+    ["group 0 member 0: 9 tokens have a version, of 10"],
+  ),
+  "turns of more tokens than the episode": (
+    logs.change(_IN_FLIGHT, "turn", tokens=6),
+    logs.IN_FLIGHT,
+    ["group 0 member 0: turns of 11 tokens, of 10"],
+  ),
+  "versions that fall": (
+    logs.change(
+      logs.sampled(_IN_FLIGHT, {"group": 3, "index": 0}, 1, 0),
+      "first_token",
+      where={"group": 3, "index": 0},
+      version=1,
+    ),
+    logs.IN_FLIGHT,
+    ["group 3 member 0: versions fall: [1, 0]"],
+  ),
+  "a first token of another version": (
+    logs.change(_IN_FLIGHT, "first_token", where=_SECOND, version=1),
+    logs.IN_FLIGHT,
+    [
+      "group 2 member 0: its first token was of version 1, its sequence begins"
+      " with 0"
+    ],
+  ),
+  "a group that is told to have begun later": (
+    logs.change(_IN_FLIGHT, "trained", where={"group": 2}, first_version=1),
+    logs.IN_FLIGHT,
+    ["group 2: trained as if begun at 1, but its first token is of version 0"],
+  ),
+  "a group staler than the bound": (
+    logs.began(logs.run(logs.IN_FLIGHT, rounds=3), 4, 0),
+    logs.IN_FLIGHT,
+    ["group 4: trained at version 2 but began at 0; the bound is 1"],
+  ),
+  "a group that is trained in another round than it was taken in": (
+    logs.change(_IN_FLIGHT, "dequeued", where={"group": 2}, version=0),
+    logs.IN_FLIGHT,
+    ["group 2: taken in round 0 but trained in round 1"],
+  ),
+  "a drained run with two versions in a sequence": (
+    logs.sampled(_ONE_STEP, _SECOND, 0, 1),
+    logs.ONE_STEP,
+    ["group 2 member 0: sampled by versions [0, 1]"],
+  ),
+  "a synchronous round with tokens of the round before": (
+    logs.change(
+      logs.sampled(_PIPE, {"group": 3, "index": 1}, 0),
+      "first_token",
+      where={"group": 3, "index": 1},
+      version=0,
+    ),
+    logs.PIPE,
+    [
+      "group 3: ready as if begun at 1, but its first token is of version 0",
+      "group 3: trained as if begun at 1, but its first token is of version 0",
+      "group 3 member 1 of round 1: tokens of [0]",
+    ],
+  ),
+  "one step off with a group that began a version later": (
+    logs.began(_ONE_STEP, 3, 1),
+    logs.ONE_STEP,
+    ["group 3: trained in round 1 with a lag of 0"],
+  ),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_promise_is_found_and_named(name):
+  log, schedule, expected = BROKEN[name]
+  assert logs.broken(log, schedule) == expected
+
+
+@pytest.mark.parametrize(
+  ("name", "schedule"),
+  [
+    ("one step off with a group that began a version later", logs.BOUNDED),
+    ("a drained run with two versions in a sequence", logs.IN_FLIGHT),
+  ],
+)
+def test_a_schedule_is_held_only_to_its_own_promises(name, schedule):
+  log, _, _ = BROKEN[name]
+  assert logs.broken(log, schedule) == []

@@ -1,0 +1,111 @@
+"""Logs that keep every promise, whole and cut off, and what a checker says.
+
+What is broken is in the tests of the files that hold the invariants.
+"""
+
+import gc
+import types
+
+import pytest
+
+from rl import invariants, ledger
+from tests.rl import event_logs as logs
+
+
+@pytest.mark.parametrize("name", logs.SCHEDULES)
+def test_a_run_that_keeps_its_promises_has_no_violation(name):
+  logs.SCHEDULES[name].validate()
+  log = logs.run(logs.SCHEDULES[name], rounds=4)
+  assert len(log) > 100
+  assert logs.broken(log, logs.SCHEDULES[name]) == []
+
+
+@pytest.mark.parametrize("name", logs.SCHEDULES)
+@pytest.mark.parametrize("share", range(0, 100, 7))
+def test_a_run_that_was_cut_off_has_no_violation(name, share):
+  log = logs.run(logs.SCHEDULES[name])
+  assert logs.broken(log[: len(log) * share // 100], logs.SCHEDULES[name]) == []
+
+
+def test_a_dropped_attempt_is_followed_by_another():
+  # Two updates of one group: the log is that of an unfinished round.
+  log = [e for e in logs.retried(logs.DROP, "stale") if e["kind"] != "update"]
+  assert logs.broken(log, logs.DROP) == []
+  assert (
+    logs.broken(
+      logs.retried(logs.RECYCLE, "stale", task="maze/0"), logs.RECYCLE
+    )
+    == []
+  )
+
+
+def test_a_cancelled_group_gives_its_place_back():
+  assert logs.broken(logs.cancelled(), logs.EXTRA) == []
+
+
+def test_a_restored_group_needs_no_history():
+  # Groups 0 and 1 were finished before the restart, 20 tokens each.
+  log = logs.run(logs.SYNC)
+  where = {"attempt": 0, "tokens": 20, "first_version": 0}
+  restored = [
+    {"t": 0.0, "kind": "restored", "group": group, **where} for group in (0, 1)
+  ]
+  rest = log[logs.place(log, "dequeued") :]
+  assert logs.broken([*restored, *rest], logs.SYNC) == []
+
+
+def test_an_event_between_two_others_may_tell_of_an_earlier_token():
+  log = logs.change(logs.run(logs.IN_FLIGHT), "first_token", t=1.5)
+  assert logs.broken(log, logs.IN_FLIGHT) == []
+
+
+def test_a_transition_out_of_its_place_is_named():
+  # All of them are in test_attempts.py.
+  log = logs.without(logs.run(logs.DROP), "dequeued")
+  assert logs.broken(log, logs.DROP) == [
+    "group 0: trained before it was dequeued"
+  ]
+
+
+def test_a_checker_names_what_it_checks():
+  checks = invariants.Checker(logs.SYNC, 2).checks
+  assert "Time never falls" in " ".join(checks)
+  assert all(line.endswith(".") for line in checks)
+  assert len(checks) > len(invariants.Checker(logs.READY, 2).checks)
+
+
+def test_of_very_many_violations_the_first_thousand_are_kept():
+  checker = invariants.Checker(logs.SYNC, 2)
+  for t in range(2000, 0, -1):
+    checker.feed({"t": float(t), "kind": "engine_back", "engine": 0})
+  found = checker.finish()
+  # 1999 times time has fallen.
+  assert len(found) == 1001
+  assert found[-1] == "and 999 more"
+
+
+def _reachable(*roots):
+  """The number of objects that some objects keep alive, code apart."""
+  seen, waiting = {}, list(roots)
+  while waiting:
+    found = waiting.pop()
+    code = isinstance(found, type | types.FunctionType | types.ModuleType)
+    if not code and id(found) not in seen:
+      seen[id(found)] = found
+      waiting += gc.get_referents(found)
+  return len(seen)
+
+
+@pytest.mark.parametrize("name", ["in flight", "redundant members", "sync"])
+def test_memory_does_not_grow_with_the_log(name):
+  log = logs.run(logs.SCHEDULES[name], rounds=40)
+  checker = invariants.Checker(logs.SCHEDULES[name], logs.GROUP_SIZE)
+  books = ledger.Books()
+  sizes = []
+  for event in log:
+    checker.feed(event)
+    books.feed(event)
+    if event["kind"] == "published":
+      sizes.append(_reachable(checker, books))
+  # 58 groups more leave nothing behind; numbers above 256 are new objects.
+  assert 100 < sizes[38] < sizes[9] + 10
