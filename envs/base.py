@@ -32,6 +32,11 @@ class Task:
   split: Split
   seed: int
 
+  @property
+  def source(self) -> str:
+    """Name of the source that made it: the first part of the id."""
+    return self.id.partition("/")[0]
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Step:

@@ -1,42 +1,224 @@
-"""The stream of tasks: seeded, infinite, with a cursor that is checkpointed."""
+"""The stream of tasks: seeded, in proportion, with a checkpointed cursor.
 
-from collections.abc import Mapping
-from typing import Any
+next -> whose turn it is -> its grain stream -> worth playing? -> Task
+"""
+
+import dataclasses
+import fractions
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import grain
 
 from envs import base
+from rl import curriculum as curriculum_lib
 
 _SPAN = 2**31 - 1
 
 
-class Prompts:
-  """A grain pipeline of training tasks in a seeded order.
+@runtime_checkable
+class Mixed(Protocol):
+  """A source made of others, such as `envs.mixture.Mixture`."""
 
-  The coordinator calls `next`; `cursor` and `seek` save and restore the place.
+  @property
+  def sources(self) -> Sequence[base.Source]:
+    """What the tasks come from; names differ."""
+    ...
+
+  @property
+  def weights(self) -> Sequence[float]:
+    """Of the sources, in the same order, above 0."""
+    ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TaskOrder:
+  """Which training tasks there are, and which of them are played.
+
+  Attributes:
+    pool: training tasks of each source. When all have come they come again, in
+      another order. None: there is no end, and no task comes twice.
+    curriculum: leaves out what is too easy or too hard, or None.
   """
 
-  def __init__(self, source: base.Source, seed: int):
-    pipeline = (
-      grain.MapDataset.range(_SPAN)
-      .seed(seed)
-      .shuffle()
-      .map(lambda index: source.task(int(index), "train"))
-      .repeat()
-    )
-    # No read threads: tasks are made on demand and the order is exact.
-    options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
-    self._stream = iter(pipeline.to_iter_dataset(options))
+  pool: int | None = None
+  curriculum: curriculum_lib.PassRate | None = None
 
-  def next(self) -> base.Task:
-    """Returns the next task."""
-    return next(self._stream)
+  def validate(self) -> None:
+    """Raises ValueError on an empty pool, or a curriculum without one."""
+    if self.pool is not None and not 1 <= self.pool <= _SPAN:
+      raise ValueError(
+        f"TaskOrder: pool={self.pool} is outside [1, {_SPAN}]; use none for "
+        "tasks without end"
+      )
+    if self.curriculum is not None and self.pool is None:
+      raise ValueError(
+        "TaskOrder: curriculum needs tasks that come again, and with pool=none "
+        "none does; give pool a number of tasks, or set curriculum=none"
+      )
+
+
+class Prompts:
+  """Training tasks of one source, or of several in proportion.
+
+  Each source has a stream of its own, whose order follows from the seed alone:
+  what is drawn from others does not change it.
+
+  The coordinator calls `next` for each slot; `next(source)` when it plays a
+  slot again, so that a slot keeps its source whatever becomes of its tasks;
+  `give_back` when a slot is gone; `learned` when a group was graded. So the
+  proportions hold among the slots that are trained, however slow a source is.
+  `cursor` and `seek` save and restore all of it.
+
+  Args:
+    pool, curriculum: see `TaskOrder`.
+  """
+
+  def __init__(
+    self,
+    source: base.Source,
+    seed: int,
+    *,
+    pool: int | None = None,
+    curriculum: curriculum_lib.PassRate | None = None,
+  ):
+    mixed = isinstance(source, Mixed)
+    sources = source.sources if mixed else (source,)
+    weights = source.weights if mixed else (1.0,)
+    exact = [fractions.Fraction(weight) for weight in weights]
+    total = sum(exact)
+    self._shares = [weight / total for weight in exact]
+    self._names = [source.name for source in sources]
+    self._streams = [_stream(source, seed, pool) for source in sources]
+    self._slots = [0] * len(sources)
+    self._curriculum = curriculum and curriculum_lib.Curriculum(curriculum)
+
+  def next(self, source: str | None = None) -> base.Task:
+    """Returns the next task.
+
+    Args:
+      source: whose; the draw is then not counted, as it is for a slot that was
+        counted before. None: whose turn it is.
+
+    Raises:
+      ValueError: there is no such source, or it makes tasks of another name.
+    """
+    if source is not None:
+      return self._draw(self._number(source))
+    number = turn(self._slots, self._shares)
+    task = self._draw(number)
+    self._slots[number] += 1
+    return task
+
+  def _draw(self, number: int) -> base.Task:
+    stream = self._streams[number]
+    if self._curriculum is None:
+      task = next(stream)
+    else:
+      task = self._curriculum.choose(lambda: next(stream))
+    if task.source != self._names[number]:
+      raise ValueError(
+        f"source {self._names[number]} made task {task.id}: ids must begin "
+        "with the source's name and a slash; wrap the parts of a mixture, not "
+        "the mixture"
+      )
+    return task
+
+  def _number(self, source: str) -> int:
+    if source not in self._names:
+      raise ValueError(f"no source is called {source}; there are {self._names}")
+    return self._names.index(source)
+
+  def give_back(self, task: base.Task) -> None:
+    """Notes that the slot of a task is gone: its source is owed another one.
+
+    Raises:
+      ValueError: no slot of its source is left.
+    """
+    number = self._number(task.source)
+    if not self._slots[number]:
+      raise ValueError(
+        f"task {task.id} was given back, but no slot of {self._names[number]} "
+        "is left"
+      )
+    self._slots[number] -= 1
+
+  def learned(self, task: base.Task, rewards: Sequence[float | None]) -> None:
+    """Tells the curriculum, if there is one, how a group of the task went.
+
+    Args:
+      rewards: of its members, as the environment gave them: before anything
+        was added for length; None of a faulty member.
+    """
+    if self._curriculum is not None:
+      self._curriculum.learned(task.id, rewards)
 
   @property
   def cursor(self) -> dict[str, Any]:
     """JSON data from which `seek` goes on."""
-    return dict(self._stream.get_state())
+    states = [dict(stream.get_state()) for stream in self._streams]
+    known = self._curriculum and self._curriculum.state
+    return {
+      "streams": dict(zip(self._names, states, strict=True)),
+      "slots": dict(zip(self._names, self._slots, strict=True)),
+      "curriculum": known,
+    }
 
   def seek(self, cursor: Mapping[str, Any]) -> None:
-    """Goes to a saved place."""
-    self._stream.set_state(dict(cursor))
+    """Goes to a saved place.
+
+    Raises:
+      ValueError: it is a place among other sources.
+    """
+    saved = cursor.get("streams", {})
+    if set(saved) != set(self._names):
+      raise ValueError(
+        f"the cursor is of sources {sorted(saved)}, but these are "
+        f"{sorted(self._names)}; go on with the same sources, or start a new "
+        "run from the weights"
+      )
+    for name, stream in zip(self._names, self._streams, strict=True):
+      stream.set_state(dict(saved[name]))
+    self._slots = [cursor["slots"][name] for name in self._names]
+    if self._curriculum is not None and cursor["curriculum"] is not None:
+      self._curriculum.restore(cursor["curriculum"])
+
+
+def turn(slots: Sequence[int], shares: Sequence[fractions.Fraction]) -> int:
+  """Returns which source gets the next slot, so that shares hold throughout.
+
+  Of the sources that are not ahead of their share the one whose next slot is
+  due first. If every slot was given out this way, each source has its share
+  of any number of them to within less than one.
+
+  Args:
+    slots: of each source so far.
+    shares: they add up to 1.
+
+  Source: Tijdeman, "The chairman assignment problem", 1980; as a schedule,
+  earliest deadline first over the windows of Baruah et al., "Proportionate
+  progress", 1996.
+  """
+  following = sum(slots) + 1
+
+  def due(i: int) -> tuple[int, fractions.Fraction]:
+    exact = (slots[i] + 1) / shares[i]
+    return math.ceil(exact), exact
+
+  behind = [i for i, n in enumerate(slots) if n < shares[i] * following]
+  return min(behind, key=due)
+
+
+def _stream(source: base.Source, seed: int, pool: int | None) -> Any:
+  """Returns an iterator with a state over a source's training tasks."""
+  pipeline = (
+    grain.MapDataset.range(pool or _SPAN)
+    .seed(seed)
+    .shuffle()
+    .map(lambda index: source.task(int(index), "train"))
+    .repeat()
+  )
+  # No read threads: tasks are made on demand and the order is exact.
+  options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
+  return iter(pipeline.to_iter_dataset(options))

@@ -1,14 +1,20 @@
-"""What one round was like, as flat numbers: metrics from groups and spans."""
+"""What one round was like, as flat numbers: metrics from groups and spans.
+
+Shares and means of nothing are nan.
+"""
 
 import collections
+import types
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
-from rl import agreement, events, overlap, trace, trajectory
+from rl import agreement, events, overlap, shaping, trace, trajectory
 
 _RENAMED = {"clipped": "clip_fraction"}
 _ADDED = {"tokens": "trained_tokens", "dropped": "dropped_assignments"}
+_CUT = (trajectory.Status.STALE, trajectory.Status.SURPLUS)
 
 
 def of_groups(
@@ -20,37 +26,200 @@ def of_groups(
   """Returns success, reward, lengths, staleness and faults of a round.
 
   Args:
-    success: an episode succeeds when its reward is at least this.
+    groups: may be none.
+    success: an episode succeeds when its reward is at least this, before
+      anything was taken from it for its length.
     trained_at: the version before the round's updates.
   """
   episodes = [t for group in groups for t in group.trajectories]
-  rewards = np.array([t.reward for t in episodes if t.reward is not None])
   lags = [trained_at - int(group.first_version) for group in groups]
   counts = collections.Counter(t.status for t in episodes)
   faults = {
     f"faults/{status.value}": float(counts[status])
     for status in trajectory.Status
-    if not status.trainable
+    if not status.trainable and status not in _CUT
   }
   return {
-    "success": float((rewards >= success).mean()) if len(rewards) else np.nan,
-    "reward_mean": float(rewards.mean()) if len(rewards) else np.nan,
+    **_scores(episodes, success),
     "groups": float(len(groups)),
     "zero_variance_groups": float(sum(map(_no_variance, groups))),
-    "turns_mean": float(np.mean([len(t.turns) for t in episodes])),
+    "turns_mean": _mean([len(t.turns) for t in episodes]),
     "sampled_tokens": float(sum(t.num_sampled for t in episodes)),
     "truncated": float(counts[trajectory.Status.TRUNCATED]),
-    "staleness_mean": float(np.mean(lags)),
-    "staleness_max": float(max(lags)),
+    "staleness_mean": _mean(lags),
+    "staleness_max": float(max(lags, default=np.nan)),
     "faults": sum(faults.values()),
     **faults,
   }
+
+
+def _scores(
+  episodes: Sequence[trajectory.Trajectory], success: float
+) -> dict[str, float]:
+  """Returns the share of successes and the mean reward, shaping included."""
+  graded = [t for t in episodes if t.reward is not None]
+  before = [shaping.unshaped(t) for t in graded]
+  return {
+    "success": _mean([b is not None and b >= success for b in before]),
+    "reward_mean": _mean([t.reward for t in graded]),
+  }
+
+
+def _mean(values: Sequence[Any]) -> float:
+  return float(np.mean(values)) if values else np.nan
 
 
 def _no_variance(group: trajectory.Group) -> bool:
   """Whether its rewards, two or more of them, are all equal."""
   rewards = [t.reward for t in group.trajectories if t.reward is not None]
   return len(rewards) > 1 and len(set(rewards)) == 1
+
+
+class Slots:
+  """Which source each slot plays, for logs that name only the slot.
+
+  The coordinator calls `follow` once a round. What was trained, or is gone, in
+  one round is forgotten in the next.
+  """
+
+  def __init__(self):
+    self._sources: dict[int, str] = {}
+    self._gone: set[int] = set()
+
+  def follow(self, news: Sequence[events.Event]) -> Mapping[int, str]:
+    """Returns the source of every slot that the events of a round name."""
+    for group in self._gone:
+      self._sources.pop(group, None)
+    self._sources |= _submitted(news)
+    trained = {event["group"] for event in events.of_kind(news, "trained")}
+    surplus = {
+      event["group"]
+      for event in events.of_kind(news, "dropped")
+      if event["reason"] == "surplus"
+    }
+    self._gone = trained | surplus
+    return dict(self._sources)
+
+
+def of_sources(
+  groups: Sequence[trajectory.Group],
+  news: Sequence[events.Event],
+  *,
+  success: float,
+  trained_at: int,
+  slots: Mapping[int, str] = types.MappingProxyType({}),
+) -> dict[str, float]:
+  """Returns what each source gave a round, as `source/<name>/...`.
+
+  `groups` and `share` are of the groups trained, and so are rewards, lengths
+  (in ids) and staleness. `episodes` are those that ended or were cut off
+  meanwhile; `fault_rate` and `abort_rate` are shares of them. `dropped` are
+  attempts.
+
+  Args:
+    groups: trained in this round.
+    news: events of the round.
+    slots: sources of slots that earlier rounds submitted; see `Slots`. Events
+      of slots of which nothing is known are left out.
+  """
+  trained = collections.defaultdict(list)
+  for group in groups:
+    trained[_source(group)].append(group)
+  known = {
+    **slots,
+    **{group.group_id: _source(group) for group in groups},
+    **_submitted(news),
+  }
+  counts = collections.defaultdict(collections.Counter)
+  for event in news:
+    if source := known.get(event.get("group", -1)):
+      counts[source][event["kind"]] += 1
+  report = {}
+  for name in sorted({*trained, *counts}):
+    share = len(trained[name]) / len(groups) if groups else np.nan
+    numbers = {
+      "share": share,
+      **_of_trained(trained[name], success, trained_at),
+      **_of_events(counts[name]),
+    }
+    report |= {f"source/{name}/{key}": numbers[key] for key in numbers}
+  return report
+
+
+def _submitted(news: Sequence[events.Event]) -> dict[int, str]:
+  """Returns the source of each slot that a log submits."""
+  submitted = events.of_kind(news, "submitted")
+  return {event["group"]: event["source"] for event in submitted}
+
+
+def _source(group: trajectory.Group) -> str:
+  """Returns who made its task: the first part of the task's id."""
+  return group.trajectories[0].task_id.partition("/")[0]
+
+
+def _of_trained(
+  groups: Sequence[trajectory.Group], success: float, trained_at: int
+) -> dict[str, float]:
+  episodes = [t for group in groups for t in group.trajectories]
+  return {
+    **_scores(episodes, success),
+    "groups": float(len(groups)),
+    "length_mean": _mean([_length(t) for t in episodes]),
+    "sampled_mean": _mean([t.num_sampled for t in episodes]),
+    "staleness_mean": _mean(
+      [trained_at - int(g.first_version) for g in groups]
+    ),
+  }
+
+
+def _of_events(counts: collections.Counter[str]) -> dict[str, float]:
+  episodes = counts["ended"] + counts["aborted"]
+  return {
+    "episodes": float(episodes),
+    "faults": float(counts["fault"]),
+    "aborted": float(counts["aborted"]),
+    "fault_rate": counts["fault"] / episodes if episodes else np.nan,
+    "abort_rate": counts["aborted"] / episodes if episodes else np.nan,
+    "dropped": float(counts["dropped"]),
+  }
+
+
+def _length(episode: trajectory.Trajectory) -> int:
+  """Returns the number of all its ids."""
+  return sum(len(turn.context) + len(turn.tokens) for turn in episode.turns)
+
+
+def of_selection(
+  groups: Sequence[trajectory.Group], news: Sequence[events.Event]
+) -> dict[str, float]:
+  """Returns how long what was trained is, next to what was launched, in ids.
+
+  A share below 1 over many rounds says that the schedule prefers short
+  episodes. Launched are those that ended or were cut off in the round, with
+  the length that they had then: what was cut off would have been longer.
+
+  Args:
+    groups: trained in this round.
+    news: events of the round.
+  """
+  trained = [
+    _length(t)
+    for group in groups
+    for t in group.trajectories
+    if t.status.trainable
+  ]
+  launched = [event["length"] for event in _finished(news)]
+  means = _mean(trained), _mean(launched)
+  return {
+    "length_trained_mean": means[0],
+    "length_launched_mean": means[1],
+    "length_trained_share": means[0] / means[1] if means[1] else np.nan,
+  }
+
+
+def _finished(news: Sequence[events.Event]) -> list[events.Event]:
+  """Returns the ends of episodes, of their own accord or not."""
+  return [event for event in news if event["kind"] in ("ended", "aborted")]
 
 
 def of_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -103,9 +272,9 @@ def of_speed(
   """Returns sampled tokens a second, as played and as trained.
 
   Args:
-    log: events of the round; an episode counts when it ends.
+    log: events of the round; an episode counts when it ends or is cut off.
   """
-  played = sum(event["tokens"] for event in events.of_kind(log, "ended"))
+  played = sum(event["tokens"] for event in _finished(log))
   trained = sum(sums["tokens"] for sums in updates)
   return {
     "decode_tokens_per_s": played / wall_s,
@@ -114,9 +283,8 @@ def of_speed(
   }
 
 
-def of_spans(spans: Sequence[trace.Span], wall_s: float) -> dict[str, float]:
+def of_spans(both: trace.Overlap, wall_s: float) -> dict[str, float]:
   """Returns how busy both meshes were over `wall_s` seconds, and at once."""
-  both = trace.overlap(spans)
   return {
     "learner_busy": both.first_s / wall_s,
     "decode_busy": both.second_s / wall_s,

@@ -129,6 +129,112 @@ def test_reinforce_trains_the_one_member_that_is_left():
   assert trained.tolist() == [False, True]
 
 
+def _sizes(*members):
+  """Returns a group of (reward, number of sampled tokens)."""
+  return _group(*[(OK, reward, tokens) for reward, tokens in members])
+
+
+def test_whitened_over_members_has_the_value_worked_out_by_hand():
+  groups = [
+    _sizes((1.0, 1), (0.0, 9), (0.0, 2), (0.0, 1)),
+    _sizes((1.0, 1), (1.0, 1), (0.0, 5), (0.0, 1)),
+  ]
+  got = advantages.of_groups(groups, advantages.Whitened(over="members"))
+  # Less the group's mean: 3/4, -1/4 three times and 1/2, 1/2, -1/2, -1/2. All
+  # have mean 0 and variance (9/16 + 3/16 + 4/4) / 8 = 7/32; over 0.467707:
+  expected = [
+    [1.603567, -0.534522, -0.534522, -0.534522],
+    [1.069045, 1.069045, -1.069045, -1.069045],
+  ]
+  np.testing.assert_allclose([v for v, _ in got], expected, atol=1e-5)
+  assert all(trained.all() for _, trained in got)
+
+
+def test_whitened_over_tokens_counts_each_member_by_its_length():
+  groups = [_sizes((1.0, 1), (0.0, 3)), _sizes((4.0, 2), (0.0, 2))]
+  got = advantages.of_groups(groups, advantages.Whitened())
+  # Less the group's mean: 0.5 once and -0.5 three times, 2 twice and -2 twice.
+  # Of 8 tokens the mean is -1/8, the mean square (4/4 + 16) / 8 = 17/8, and so
+  # the variance 17/8 - 1/64 = 135/64: 0.625, -0.375, 2.125 and -1.875 over
+  # 1.452369.
+  expected = [[0.430331, -0.258199], [1.463127, -1.290994]]
+  np.testing.assert_allclose([v for v, _ in got], expected, atol=1e-5)
+
+
+def test_whitened_tokens_have_mean_zero_and_deviation_one():
+  draw = np.random.default_rng(0)
+  members = [(draw.normal(), int(n)) for n in draw.integers(1, 50, size=24)]
+  groups = [_sizes(*members[i : i + 6]) for i in range(0, 24, 6)]
+  got = advantages.of_groups(groups, advantages.Whitened(eps=0.0))
+  values = np.concatenate([v for v, _ in got])
+  spread = np.repeat(values, [tokens for _, tokens in members])
+  assert spread.mean() == pytest.approx(0, abs=1e-6)
+  assert spread.std() == pytest.approx(1, abs=1e-6)
+
+
+def test_whitening_leaves_out_faults_and_groups_that_are_too_small():
+  whole = [_sizes((1.0, 1), (0.0, 3)), _sizes((4.0, 2), (0.0, 2))]
+  worse = [
+    whole[0],
+    _group((OK, 9.0, 4), (FAULT, None, 3)),
+    _group((FAULT, None, 5), (OK, 4.0, 2), (OK, 0.0, 2)),
+  ]
+  want = advantages.of_groups(whole, advantages.Whitened())
+  got = advantages.of_groups(worse, advantages.Whitened())
+  assert got[0][0].tolist() == want[0][0].tolist()
+  assert got[2][0].tolist() == [0.0, *want[1][0].tolist()]
+  assert not got[1][0].any()
+  assert [used.tolist() for _, used in got] == [
+    [True, True],
+    [False, False],
+    [False, True, True],
+  ]
+
+
+@pytest.mark.parametrize("reward", [0.0, 0.1, -3.5])
+def test_whitening_an_update_without_variance_is_exactly_zero(reward):
+  groups = [_sizes((reward, 3), (reward, 5)), _sizes((1.0, 2), (1.0, 2))]
+  got = advantages.of_groups(groups, advantages.Whitened(eps=0.0))
+  assert [v.tolist() for v, _ in got] == [[0.0, 0.0]] * 2
+
+
+@pytest.mark.parametrize("groups", [[], [_group((FAULT, None, 3))]])
+def test_an_update_of_nothing_has_no_advantage(groups):
+  got = advantages.of_groups(groups, advantages.Whitened())
+  assert [v.tolist() for v, _ in got] == [[0.0]] * len(groups)
+
+
+@pytest.mark.parametrize(
+  "estimator", [advantages.Grpo(), advantages.Reinforce(baseline=0.25)]
+)
+def test_of_scope_group_each_group_is_on_its_own(estimator):
+  groups = [_sizes((1.0, 3), (0.0, 3), (0.0, 1)), _sizes((2.0, 1), (5.0, 1))]
+  assert estimator.scope == "group"
+  for group, (values, used) in zip(
+    groups, advantages.of_groups(groups, estimator), strict=True
+  ):
+    alone, trained = advantages.of_group(group, estimator)
+    assert values.tolist() == alone.tolist()
+    assert used.tolist() == trained.tolist()
+
+
+def test_an_estimator_that_only_claims_a_batch_is_refused():
+  class Claims(advantages.Reinforce):
+    @property
+    def scope(self) -> advantages.Scope:
+      return "batch"
+
+  with pytest.raises(TypeError, match="Claims has scope batch"):
+    advantages.of_groups([_sizes((1.0, 1))], Claims())
+  assert advantages.Whitened().scope == "batch"
+
+
+@pytest.mark.parametrize("eps", [-1.0, float("nan"), float("inf")])
+def test_whitening_with_nonsense_is_refused(eps):
+  with pytest.raises(ValueError, match="Whitened: eps"):
+    advantages.Whitened(eps=eps).validate()
+
+
 @pytest.mark.parametrize("bad", [{"ddof": 8}, {"eps": float("nan")}])
 def test_an_estimator_with_nonsense_is_refused(bad):
   with pytest.raises(ValueError, match="Grpo: ddof"):

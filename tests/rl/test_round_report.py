@@ -1,11 +1,12 @@
 """The numbers of a round, each worked out from groups made by hand."""
 
+import dataclasses
 import math
 
 import numpy as np
 import pytest
 
-from rl import learner, round_report, trace, trajectory
+from rl import learner, round_report, shaping, trace, trajectory
 
 OK = trajectory.Status.COMPLETED
 CUT = trajectory.Status.TRUNCATED
@@ -34,9 +35,13 @@ def _member(status, reward, *versions):
   )
 
 
-def _group(*members, admitted=0):
+def _group(*members, admitted=0, group_id=0, source="game"):
+  members = [
+    dataclasses.replace(member, task_id=f"{source}/train/0")
+    for member in members
+  ]
   return trajectory.Group(
-    group_id=0,
+    group_id=group_id,
     trajectories=members,
     admitted=trajectory.PolicyVersion(admitted),
   )
@@ -75,6 +80,120 @@ def test_a_round_without_rewards_has_no_success_rather_than_none():
   assert (got["faults"], got["zero_variance_groups"]) == (1, 0)
 
 
+def test_what_was_cut_off_on_purpose_is_no_fault():
+  stale = _member(trajectory.Status.STALE, None, 3)
+  surplus = _member(trajectory.Status.SURPLUS, None, 3)
+  groups = [_group(stale, surplus, _member(FAULT, None))]
+  got = round_report.of_groups(groups, success=1.0, trained_at=4)
+  assert got["faults"] == 1
+  assert not {"faults/stale", "faults/surplus"} & set(got)
+
+
+def test_a_long_success_is_a_success_but_its_reward_is_lower():
+  penalty = shaping.Overlong(max_tokens=4, buffer=4)
+  # Two of four tokens cost a half, and none costs nothing.
+  long = shaping.apply(_member(OK, 1.0, 3), penalty)
+  groups = [_group(long, _member(OK, 1.0))]
+  got = round_report.of_groups(groups, success=1.0, trained_at=4)
+  assert (got["success"], got["reward_mean"]) == (1.0, 0.75)
+
+
+def test_a_round_of_no_groups_has_no_means():
+  got = round_report.of_groups([], success=1.0, trained_at=4)
+  assert (got["groups"], got["faults"], got["sampled_tokens"]) == (0, 0, 0)
+  nan = {name for name, value in got.items() if math.isnan(value)}
+  assert nan == {
+    "success",
+    "reward_mean",
+    "turns_mean",
+    "staleness_mean",
+    "staleness_max",
+  }
+  assert round_report.of_sources([], [], success=1.0, trained_at=4) == {}
+  assert all(map(math.isnan, round_report.of_selection([], []).values()))
+
+
+def _ended(group, kind="ended", length=3, **fields):
+  return {"kind": kind, "group": group, "index": 0, "length": length, **fields}
+
+
+def test_each_source_has_its_scores_and_its_share_of_the_groups():
+  groups = [
+    _group(_member(OK, 1.0, 3, 4), _member(OK, 0.0, 3), source="slow"),
+    _group(_member(OK, 1.0, 4), _member(FAULT, None), group_id=1),
+    _group(_member(OK, 0.5, 4), _member(OK, 0.0, 4), group_id=2),
+    _group(_member(OK, 0.0, 4), _member(OK, 0.0), group_id=3),
+  ]
+  got = round_report.of_sources(groups, [], success=1.0, trained_at=4)
+  assert (got["source/slow/groups"], got["source/slow/share"]) == (1, 0.25)
+  assert (got["source/game/groups"], got["source/game/share"]) == (3, 0.75)
+  assert got["source/slow/success"] == got["source/slow/reward_mean"] == 0.5
+  # Rewards 1, 0.5, 0, 0, 0.
+  assert got["source/game/success"] == pytest.approx(0.2)
+  assert got["source/game/reward_mean"] == pytest.approx(0.3)
+  # A turn has one id of context and two sampled: 6 and 3 ids, 4 and 2 sampled.
+  assert got["source/slow/length_mean"] == 4.5
+  assert got["source/slow/sampled_mean"] == 3
+  assert got["source/slow/staleness_mean"] == 1
+  assert got["source/game/staleness_mean"] == 0
+
+
+def test_faults_and_aborts_are_shares_of_the_episodes_of_their_source():
+  slots = {1: "slow", 2: "game"}
+  news = [
+    {"kind": "submitted", "group": 3, "source": "slow"},
+    _ended(1),
+    _ended(1, "aborted"),
+    _ended(3, "aborted"),
+    _ended(3),
+    {"kind": "fault", "group": 3, "index": 1},
+    {"kind": "dropped", "group": 3, "reason": "stale"},
+    _ended(2),
+    # Nobody knows who plays slot 9; and this event is of no slot.
+    _ended(9, "aborted"),
+    {"kind": "published", "version": 4},
+  ]
+  got = round_report.of_sources(
+    [], news, success=1.0, trained_at=4, slots=slots
+  )
+  assert got["source/slow/episodes"] == 4
+  assert (got["source/slow/faults"], got["source/slow/fault_rate"]) == (1, 0.25)
+  assert (got["source/slow/aborted"], got["source/slow/abort_rate"]) == (2, 0.5)
+  assert got["source/slow/dropped"] == 1
+  assert (got["source/game/episodes"], got["source/game/abort_rate"]) == (1, 0)
+  assert math.isnan(got["source/slow/share"])
+  assert math.isnan(got["source/slow/reward_mean"])
+
+
+def test_slots_are_known_from_submission_to_the_round_after_their_end():
+  slots = round_report.Slots()
+  first = [
+    {"kind": "submitted", "group": i, "source": name}
+    for i, name in enumerate(["a", "b", "a", "b"])
+  ]
+  assert slots.follow(first) == {0: "a", 1: "b", 2: "a", 3: "b"}
+  ends = [
+    {"kind": "trained", "group": 0},
+    {"kind": "dropped", "group": 1, "reason": "surplus"},
+    # This one is played again.
+    {"kind": "dropped", "group": 2, "reason": "stale"},
+  ]
+  assert slots.follow(ends) == {0: "a", 1: "b", 2: "a", 3: "b"}
+  assert slots.follow([]) == {2: "a", 3: "b"}
+
+
+def test_selection_compares_what_is_trained_with_what_was_launched():
+  groups = [_group(_member(OK, 1.0, 3), _member(FAULT, None, 3, 3, 3))]
+  news = [_ended(0, length=3), _ended(0, "aborted", 9), _ended(1, length=12)]
+  got = round_report.of_selection(groups, news)
+  # Three ids of the one that could be trained; 24 / 3 launched.
+  assert got == {
+    "length_trained_mean": 3,
+    "length_launched_mean": 8,
+    "length_trained_share": 0.375,
+  }
+
+
 def test_every_sum_of_the_learner_has_a_metric():
   names = [*learner.METRICS, "router_entropy", "dropped", "load/0"]
   sums = {name: float(i) for i, name in enumerate(names)}
@@ -95,12 +214,12 @@ def test_updates_of_a_round_are_averaged_and_their_tokens_added():
   assert "dropped_assignments" not in got
 
 
-def test_speed_counts_the_tokens_of_episodes_that_ended():
+def test_speed_counts_the_tokens_of_episodes_that_ended_or_were_cut_off():
   # 6 + 4 tokens played and 8 trained in 2 s.
   log = [
     {"kind": "ended", "tokens": 6},
-    {"kind": "cancelled", "tokens": 100},
-    {"kind": "ended", "tokens": 4},
+    {"kind": "turn", "tokens": 100},
+    {"kind": "aborted", "tokens": 4},
   ]
   got = round_report.of_speed(log, [{"tokens": 8.0}], wall_s=2.0)
   assert (got["decode_tokens_per_s"], got["learner_tokens_per_s"]) == (5, 4)

@@ -1,0 +1,90 @@
+"""Which finished groups are not worth training: dynamic sampling."""
+
+import dataclasses
+import math
+from typing import Literal, Protocol, runtime_checkable
+
+from rl import advantages, shaping, trajectory
+
+Reason = Literal["faults", "zero_variance"]
+
+
+@runtime_checkable
+class Unfit(Protocol):
+  """Says which groups to drop."""
+
+  def __call__(self, group: trajectory.Group) -> Reason | None:
+    """Returns why a group is dropped; None when it is to be trained."""
+    ...
+
+
+def take_all(group: trajectory.Group) -> None:
+  """Drops nothing."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DynamicSampling:
+  """Drops groups that teach nothing, so that others take their place.
+
+  Attributes:
+    max_refills: attempts at a group after the first; the last one is trained
+      whatever it is like, so that every round ends.
+    min_spread: rewards that differ by no more than this count as equal.
+
+  Source: DAPO, arXiv 2503.14476, section 3.2.
+  """
+
+  max_refills: int = 4
+  min_spread: float = 0.0
+
+  def validate(self) -> None:
+    """Raises ValueError on a number below its least."""
+    if self.max_refills < 1:
+      raise ValueError(
+        f"DynamicSampling: max_refills={self.max_refills} is below 1; to train "
+        "every group set it to none as a whole"
+      )
+    if not 0 <= self.min_spread < math.inf:
+      raise ValueError(
+        f"DynamicSampling: min_spread={self.min_spread} is no number >= 0"
+      )
+
+  def reason(
+    self, group: trajectory.Group, estimator: advantages.Estimator
+  ) -> Reason | None:
+    """Returns why a group should not be trained; None when it should.
+
+    Rewards count as they were graded, before shaping. An estimator that
+    compares no members learns from equal rewards too.
+    """
+    rewards = [
+      reward
+      for member, used in zip(
+        group.trajectories, advantages.usable(group), strict=True
+      )
+      if used and (reward := shaping.unshaped(member)) is not None
+    ]
+    least = estimator.min_group_size
+    if len(rewards) < max(least, 1):
+      return "faults"
+    spread = max(rewards) - min(rewards)
+    return "zero_variance" if least > 1 and spread <= self.min_spread else None
+
+
+def unfit(
+  sampling: DynamicSampling | None, estimator: advantages.Estimator
+) -> Unfit:
+  """Returns what drops a group as long as its place has attempts left.
+
+  Args:
+    sampling: None drops nothing.
+  """
+  if sampling is None:
+    return take_all
+
+  def reason(group: trajectory.Group) -> Reason | None:
+    if group.attempt >= sampling.max_refills:
+      return None
+    return sampling.reason(group, estimator)
+
+  return reason
