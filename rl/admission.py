@@ -150,6 +150,7 @@ class Batch:
       stop=stop,
       cached_tokens=one.cached_tokens or 0,
       decode_s=time.monotonic() - one.started,
+      first_token_s=one.first_token_s,
       oldest_kv=one.oldest_kv,
       experts=experts,
     )
@@ -322,10 +323,7 @@ class Batch:
       self.counts["prefilled"] += flight.fed[i] - own
       if count:
         one.oldest_kv = lease.oldest_kv
-        one.ids[one.known : one.known + count] = tokens[i][:count]
-        one.known += count
-        one.logprobs += logprobs[i][:count]
-        one.versions += [version] * count
+        one.take(tokens[i][:count], logprobs[i][:count], version)
         self.counts["sampled"] += count
       if not one.shared:
         self.paging.share(lease, one.ids[: one.known])

@@ -115,6 +115,8 @@ class Completion:
     cached_tokens: ids of the request that were not encoded for it, because a
       request before it had the same beginning.
     decode_s: seconds from acceptance to the last token.
+    first_token_s: seconds from acceptance to when the first token was on the
+      host; 0 when there is none.
     oldest_kv: lowest version of the keys and values that the last id attended
       to: its own, or an older one after `keep_kv`. -1 where the engine cannot
       tell.
@@ -128,16 +130,15 @@ class Completion:
   stop: trajectory.Stop
   cached_tokens: int
   decode_s: float
+  first_token_s: float = 0.0
   oldest_kv: int = -1
   experts: Int32[np.ndarray, "ids S k"] | None = None
 
   @property
   def spans(self) -> list[tuple[int, int, int]]:
     """(version, start, end) of each run of tokens of one version."""
-    if not len(self.versions):
-      return []
-    cuts = np.flatnonzero(np.diff(self.versions)) + 1
-    edges = [0, *cuts.tolist(), len(self.versions)]
+    starts = np.flatnonzero(np.diff(self.versions, prepend=-1))
+    edges = [*starts.tolist(), len(self.versions)]
     return [
       (int(self.versions[start]), start, end)
       for start, end in itertools.pairwise(edges)
@@ -217,24 +218,15 @@ def _check_types(name: str, request: DecodeRequest) -> None:
     )
   if bias is not None and getattr(bias, "dtype", None) != np.float32:
     raise ValueError(f"{name}: its bias is no float32[V]")
-  whole = (
-    request.max_tokens,
-    request.top_k,
-    request.seed,
-    *request.stop_ids,
-    *request.priority,
-  )
-  for value in whole:
+  whole = (request.max_tokens, request.top_k, request.seed)
+  for value in (*whole, *request.stop_ids, *request.priority):
     if not isinstance(value, int | np.integer):
-      raise ValueError(
-        f"{name}: {value!r} is no whole number, as max_tokens, top_k, seed, "
-        "stop_ids and priority are"
-      )
+      what = "max_tokens, top_k, seed, stop_ids and priority"
+      raise ValueError(f"{name}: {value!r} is no whole number, as {what} are")
   for value in (request.temperature, request.top_p, request.min_p):
     if not isinstance(value, int | float | np.integer | np.floating):
-      raise ValueError(
-        f"{name}: {value!r} is no number, as temperature, top_p and min_p are"
-      )
+      what = "temperature, top_p and min_p"
+      raise ValueError(f"{name}: {value!r} is no number, as {what} are")
 
 
 def _check_ids(name: str, request: DecodeRequest, able: Capabilities) -> None:
@@ -338,6 +330,16 @@ class DecodeEngine(Protocol):
 
   def abort(self, request_id: str | None) -> None:
     """Ends a request with what it has; None ends all of them.
+
+    Raises:
+      ValueError: no such request is in flight.
+    """
+    ...
+
+  def begun(self, request_id: str) -> trajectory.PolicyVersion | None:
+    """Returns the version of the first token of a request in flight.
+
+    None until it is sampled; new weights do not change it.
 
     Raises:
       ValueError: no such request is in flight.

@@ -175,6 +175,12 @@ class JaxEngine:
       self._batch.finish(requests[name], "abort")
     self._wake.set()
 
+  def begun(self, request_id: str) -> trajectory.PolicyVersion | None:
+    """Returns the version of a first token; see `engine.DecodeEngine`."""
+    if request_id not in self._batch.requests:
+      raise ValueError(f"request {request_id} is not in flight")
+    return self._batch.requests[request_id].first_version
+
   # Weights.
 
   async def pause(self) -> None:

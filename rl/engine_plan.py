@@ -44,6 +44,7 @@ class Running:
     shared: its context is encoded, and known to others.
     cached_tokens: ids that were in the cache when it was admitted first.
     oldest_kv: lowest version that the last token sampled attended to.
+    first_token_s: seconds from its arrival to its first token; 0 before.
     logprobs, versions: of the tokens sampled so far.
     deltas: where a stream waits for them, None being the end; `told` of the
       tokens are there.
@@ -65,6 +66,7 @@ class Running:
   shared: bool = False
   cached_tokens: int | None = None
   oldest_kv: int = -1
+  first_token_s: float = 0.0
   logprobs: list[float] = dataclasses.field(default_factory=list)
   versions: list[int] = dataclasses.field(default_factory=list)
   deltas: asyncio.Queue[engine.Delta | None] | None = None
@@ -95,6 +97,23 @@ class Running:
   def num_sampled(self) -> int:
     """Tokens sampled so far."""
     return len(self.versions)
+
+  @property
+  def first_version(self) -> trajectory.PolicyVersion | None:
+    """Version of its first token, if there is one."""
+    return trajectory.PolicyVersion(self.versions[0]) if self.versions else None
+
+  def take(
+    self, tokens: Sequence[int], logprobs: Sequence[float], version: int
+  ) -> None:
+    """Appends what one dispatch sampled: one token or more."""
+    if not self.versions:
+      self.first_token_s = time.monotonic() - self.started
+    count = len(tokens)
+    self.ids[self.known : self.known + count] = tokens
+    self.known += count
+    self.logprobs += logprobs
+    self.versions += [version] * count
 
   def why_ended(self) -> trajectory.Stop | None:
     """Returns why sampling is over, or None."""

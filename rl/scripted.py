@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 from collections.abc import AsyncGenerator, Callable, Sequence
 
 import numpy as np
@@ -17,6 +18,35 @@ _ABLE = engine.Capabilities(
   bias=True,
   experts=False,
 )
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Underway:
+  """A request that has not ended, and what it has; times are the loop's."""
+
+  accepted: float
+  ended: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
+  tokens: list[int] = dataclasses.field(default_factory=list)
+  versions: list[int] = dataclasses.field(default_factory=list)
+  first_token_s: float = 0.0
+
+  def say(self, token: int, version: int, now: float) -> None:
+    if not self.tokens:
+      self.first_token_s = now - self.accepted
+    self.tokens.append(token)
+    self.versions.append(version)
+
+  def completion(self, stop: trajectory.Stop, now: float) -> engine.Completion:
+    count = len(self.tokens)
+    return engine.Completion(
+      tokens=np.array(self.tokens, np.int32),
+      logprobs=-np.arange(1, count + 1, dtype=np.float32) / 8,
+      versions=np.array(self.versions, np.int32),
+      stop=stop,
+      cached_tokens=0,
+      decode_s=now - self.accepted,
+      first_token_s=self.first_token_s,
+    )
 
 
 class ScriptedEngine:
@@ -46,7 +76,7 @@ class ScriptedEngine:
     self.requests: list[engine.DecodeRequest] = []
     self._answer = answer
     self._step_s = step_s
-    self._running: dict[str, asyncio.Event] = {}
+    self._running: dict[str, _Underway] = {}
     self._sampled = 0
     self._closed = asyncio.Event()
 
@@ -66,24 +96,22 @@ class ScriptedEngine:
     engine.check_request(request, self.capabilities)
     if request.request_id in self._running:
       raise ValueError(f"request {request.request_id} is already in flight")
-    ended = self._running[request.request_id] = asyncio.Event()
+    time = asyncio.get_running_loop().time
+    mine = self._running[request.request_id] = _Underway(time())
     self.requests.append(request)
-    tokens: list[int] = []
-    versions: list[int] = []
     stop: trajectory.Stop | None = None
     try:
       for token in self._answer(request):
-        if await self._waits(ended):
+        if await self._waits(mine.ended):
           break
-        tokens.append(token)
-        versions.append(self.version)
+        mine.say(token, self.version, time())
         self._sampled += 1
-        if token in request.stop_ids or len(tokens) == request.max_tokens:
+        if token in request.stop_ids or len(mine.tokens) == request.max_tokens:
           stop = "stop" if token in request.stop_ids else "length"
           break
-        yield _delta(tokens, versions, len(tokens) - 1)
-      completion = _completion(tokens, versions, stop or "abort")
-      yield _delta(tokens, versions, len(tokens) - bool(stop), completion)
+        yield _last(mine.completion("stop", time()), 1)
+      completion = mine.completion(stop or "abort", time())
+      yield _last(completion, int(stop is not None), completion)
     finally:
       del self._running[request.request_id]
 
@@ -100,9 +128,16 @@ class ScriptedEngine:
     """Ends a request, or all of them, with what it has."""
     if request_id is not None and request_id not in self._running:
       raise ValueError(f"request {request_id} is not in flight")
-    for name, ended in self._running.items():
+    for name, mine in self._running.items():
       if request_id in (None, name):
-        ended.set()
+        mine.ended.set()
+
+  def begun(self, request_id: str) -> trajectory.PolicyVersion | None:
+    """Returns the version of a first token; see `engine.DecodeEngine`."""
+    if request_id not in self._running:
+      raise ValueError(f"request {request_id} is not in flight")
+    versions = self._running[request_id].versions
+    return trajectory.PolicyVersion(versions[0]) if versions else None
 
   def stats(self) -> engine.EngineStats:
     """Returns the counters; nothing is prefilled or cached."""
@@ -120,29 +155,16 @@ class ScriptedEngine:
     self.abort(None)
 
 
-def _delta(
-  tokens: Sequence[int],
-  versions: Sequence[int],
-  start: int,
+def _last(
+  so_far: engine.Completion,
+  count: int,
   completion: engine.Completion | None = None,
 ) -> engine.Delta:
-  every = _completion(tokens, versions, "stop")
+  """Returns the last tokens of an answer, none or one, as a delta."""
+  start = len(so_far.tokens) - count
   return engine.Delta(
-    tokens=every.tokens[start:],
-    logprobs=every.logprobs[start:],
-    versions=every.versions[start:],
+    tokens=so_far.tokens[start:],
+    logprobs=so_far.logprobs[start:],
+    versions=so_far.versions[start:],
     completion=completion,
-  )
-
-
-def _completion(
-  tokens: Sequence[int], versions: Sequence[int], stop: trajectory.Stop
-) -> engine.Completion:
-  return engine.Completion(
-    tokens=np.array(tokens, np.int32),
-    logprobs=-np.arange(1, len(tokens) + 1, dtype=np.float32) / 8,
-    versions=np.array(versions, np.int32),
-    stop=stop,
-    cached_tokens=0,
-    decode_s=0.0,
   )

@@ -57,6 +57,7 @@ class Record:
       as long, because the scheduler aborts by prefixes.
     submissions: at the scheduler.
     told: tokens that were in deltas.
+    first_token_s: seconds from its arrival to its first token; 0 before.
     oldest_kv: see `engine.Completion`.
   """
 
@@ -73,6 +74,7 @@ class Record:
   logprobs: list[float] = dataclasses.field(default_factory=list)
   versions: list[int] = dataclasses.field(default_factory=list)
   told: int = 0
+  first_token_s: float = 0.0
   cached: int = 0
   oldest_kv: int = -1
   _fresh: bool = False
@@ -82,6 +84,11 @@ class Record:
     self.rid = uuid.uuid4().hex
     self.submissions += 1
     self._fresh = True
+
+  @property
+  def first_version(self) -> trajectory.PolicyVersion | None:
+    """Version of its first token, if there is one."""
+    return trajectory.PolicyVersion(self.versions[0]) if self.versions else None
 
   @property
   def ids(self) -> list[int]:
@@ -109,6 +116,8 @@ class Record:
       # last flush.
       sure = not cached or output.flushed == output.version
       self.oldest_kv = output.version if sure else -1
+    if output.tokens and not self.tokens:
+      self.first_token_s = time.monotonic() - self.started
     self.tokens += output.tokens
     self.logprobs += output.logprobs
     self.versions += [output.version] * len(output.tokens)
@@ -136,6 +145,7 @@ class Record:
       stop=stop,
       cached_tokens=self.cached,
       decode_s=time.monotonic() - self.started,
+      first_token_s=self.first_token_s,
       oldest_kv=self.oldest_kv,
     )
     self.news.put_nowait(self.delta(completion))

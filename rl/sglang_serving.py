@@ -210,6 +210,12 @@ class SglangEngine:
     for name in list(requests.all) if request_id is None else [request_id]:
       requests.end(requests.all[name], "abort")
 
+  def begun(self, request_id: str) -> trajectory.PolicyVersion | None:
+    """Returns the version of a first token; see `engine.DecodeEngine`."""
+    if request_id not in self._requests.all:
+      raise ValueError(f"request {request_id} is not in flight")
+    return self._requests.all[request_id].first_version
+
   # Weights.
 
   async def pause(self) -> None:

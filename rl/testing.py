@@ -1,18 +1,16 @@
 """Fakes for tests of schedules and faults: no device, no third party."""
 
 import asyncio
-import contextlib
+import collections
 import dataclasses
 import time
-import typing
-from collections.abc import AsyncGenerator, Callable, Sequence
-from typing import Any, Literal
-
-import numpy as np
-from jaxtyping import Int32
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from envs import base
-from rl import checksums, engine, learner, trajectory
+from rl import fake_engine, learner
+
+FakeEngine = fake_engine.FakeEngine
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,16 +21,25 @@ class Counting:
 
   Attributes:
     delay_s: seconds of one step, by task index and step number.
-    fault: what goes wrong, in tasks whose index `faulty` accepts: "start" and
-      "step" raise, "hang" never returns from a step, "nan" and "text" are
-      rewards, "word" says what no tokenizer knows.
+    lag_s: seconds of each step beside those, by task index and member: the
+      environments of a task are numbered 0, 1, ... as they are built.
+    fault: what goes wrong, in tasks whose index `faulty` accepts and there for
+      members that `member` accepts: "start", "step" and "close" raise;
+      "hang_start", "hang" (in a step) and "hang_close" never return; "nan" and
+      "text" are rewards of a step, "word" says what no tokenizer knows.
+    built: how many environments each task had so far, by its id.
   """
 
   turns: int = 2
   delay_s: Callable[[int, int], float] = lambda index, step: 0.0
+  lag_s: Callable[[int, int], float] = lambda index, member: 0.0
   fault: str = ""
   faulty: Callable[[int], bool] = lambda index: True
+  member: Callable[[int], bool] = lambda member: True
   name: str = "counting"
+  built: collections.Counter[str] = dataclasses.field(
+    default_factory=collections.Counter, init=False, compare=False, repr=False
+  )
 
   @property
   def words(self) -> Sequence[str]:
@@ -46,8 +53,10 @@ class Counting:
 
   def __call__(self, task: base.Task) -> "_Counter":
     """Returns a fresh environment."""
-    fault = self.fault if self.faulty(task.index) else ""
-    return _Counter(self, task, fault)
+    member = self.built[task.id]
+    self.built[task.id] += 1
+    faulty = self.faulty(task.index) and self.member(member)
+    return _Counter(self, task, member, self.fault if faulty else "")
 
   def oracle(self, task: base.Task, messages: Sequence[base.Message]) -> str:
     """Returns "yes"."""
@@ -64,6 +73,7 @@ class Counting:
 class _Counter:
   source: Counting
   task: base.Task
+  member: int
   fault: str
   steps: int = 0
   closed: bool = False
@@ -71,10 +81,14 @@ class _Counter:
   async def start(self) -> Sequence[base.Message]:
     if self.fault == "start":
       raise OSError("no such game")
+    if self.fault == "hang_start":
+      await asyncio.Event().wait()
     return [base.Message("user", "unheard" if self.fault == "word" else "go")]
 
   async def step(self, answer: base.Message) -> base.Step:
-    await asyncio.sleep(self.source.delay_s(self.task.index, self.steps))
+    index = self.task.index
+    lag_s = self.source.lag_s(index, self.member)
+    await asyncio.sleep(self.source.delay_s(index, self.steps) + lag_s)
     self.steps += 1
     if self.fault == "step":
       raise OSError("the game broke")
@@ -87,282 +101,40 @@ class _Counter:
 
   async def close(self) -> None:
     self.closed = True
+    if self.fault == "close":
+      raise OSError("the game does not end")
+    if self.fault == "hang_close":
+      await asyncio.Event().wait()
 
 
-_Hold = Literal["", "drain", "update"]
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Judge:
+  """A reward that is what the environment gave, late or not at all.
 
-
-@dataclasses.dataclass(slots=True, eq=False)
-class _Underway:
-  """A request of the fake engine; it runs as soon as it has a token."""
-
-  request: engine.DecodeRequest
-  tokens: list[int] = dataclasses.field(default_factory=list)
-  versions: list[int] = dataclasses.field(default_factory=list)
-  cached: int = 0
-  oldest_kv: int = -1
-  ended: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
-
-  def since(
-    self, start: int, completion: engine.Completion | None = None
-  ) -> engine.Delta:
-    tokens = np.array(self.tokens[start:], np.int32)
-    return engine.Delta(
-      tokens=tokens,
-      logprobs=np.full(len(tokens), -0.5, np.float32),
-      versions=np.array(self.versions[start:], np.int32),
-      completion=completion,
-    )
-
-
-class FakeEngine:
-  """A decode engine without a model: answers "yes" or "no" by the seed.
-
-  The first id of an answer is sampled as soon as its request runs, the stop id
-  at its end. What a session has said is "cached" until it is flushed, or new
-  weights arrive.
-
-  Args:
-    answers: ids to choose from, each followed by `stop_id`.
-    delay_s: seconds of one answer, by priority of the request.
-    update_s: seconds for which decoding stands still when weights arrive.
-    experts: (S, k) to tell of: expert j of layer s for id i is i + s + j +
-      version; None is a model without experts.
+  Attributes:
+    delay_s: seconds of one call, by task index and call: those of a task are
+      numbered 0, 1, ... as they come.
+    fails: whether a call raises after that, by the same.
+    calls: how many came so far, by id of the task.
   """
 
-  def __init__(
-    self,
-    answers: Sequence[int],
-    stop_id: int,
-    delay_s: Callable[[tuple[int, ...]], float] = lambda priority: 0.0,
-    *,
-    update_s: float = 0.0,
-    experts: tuple[int, int] | None = None,
-  ):
-    self.capabilities = engine.Capabilities(
-      in_flight=frozenset(typing.get_args(engine.InFlight)),
-      max_length=1 << 20,
-      vocab_size=1 << 20,
-      max_stop_ids=16,
-      seeds=True,
-      bias=False,
-      experts=experts is not None,
-    )
-    self.version = trajectory.PolicyVersion(0)
-    self.params: Any = None
-    self._answers = answers
-    self._stop_id = stop_id
-    self._delay_s = delay_s
-    self._update_s = update_s
-    self._experts = experts
-    self._requests: dict[str, _Underway] = {}
-    self._cached: dict[str, int] = {}
-    self._sampled = self._prefilled = 0
-    self._closed = self._paused = False
-    self._hold: _Hold = ""
-    self._changed = asyncio.Event()
-    self._updates = asyncio.Lock()
-    self._stood_s, self._since = 0.0, 0.0
+  delay_s: Callable[[int, int], float] = lambda index, call: 0.0
+  fails: Callable[[int, int], bool] = lambda index, call: False
+  stateless: bool = True
+  calls: collections.Counter[str] = dataclasses.field(
+    default_factory=collections.Counter, init=False, compare=False, repr=False
+  )
 
-  async def generate(self, request: engine.DecodeRequest) -> engine.Completion:
-    """Returns one answer; see `engine.DecodeEngine`."""
-    return await self._answer(request, lambda delta: None)
-
-  async def stream(
-    self, request: engine.DecodeRequest
-  ) -> AsyncGenerator[engine.Delta]:
-    """Yields the two ids of an answer one by one."""
-    deltas: asyncio.Queue[engine.Delta | None] = asyncio.Queue()
-    # A task: that nobody takes the deltas must not hold up the engine.
-    answer = asyncio.create_task(self._answer(request, deltas.put_nowait))
-    answer.add_done_callback(lambda _: deltas.put_nowait(None))
-    try:
-      while (delta := await deltas.get()) is not None:
-        yield delta
-      await answer  # Raises what ended it.
-    finally:
-      answer.cancel()
-      await asyncio.wait([answer])
-
-  async def _answer(
-    self, request: engine.DecodeRequest, tell: Callable[[engine.Delta], None]
-  ) -> engine.Completion:
-    self._check_open()
-    engine.check_request(request, self.capabilities)
-    name, mine = request.request_id, _Underway(request)
-    if name in self._requests:
-      raise ValueError(f"request {name} is already in flight")
-    self._requests[name] = mine
-    pick = (request.seed + len(request.tokens)) % len(self._answers)
-    try:
-      await self._until(lambda: mine.ended.is_set() or self._admits())
-      if not mine.ended.is_set():
-        self._begin(mine)
-        self._sample(mine, self._answers[pick])
-        tell(mine.since(0))
-        with contextlib.suppress(TimeoutError):
-          async with asyncio.timeout(self._delay_s(request.priority)):
-            await mine.ended.wait()
-        await self._until(lambda: mine.ended.is_set() or self._samples())
-      start, completion = len(mine.tokens), self._finish(mine)
-      tell(mine.since(start, completion))
-      return completion
-    finally:
-      del self._requests[name]
-      self._changed.set()
-
-  def _check_open(self) -> None:
-    if self._closed:
-      raise engine.EngineClosed("the fake engine was closed")
-
-  async def _until(self, ready: Callable[[], bool]) -> None:
-    """Returns when it is so; looks again whenever something changes."""
-    self._check_open()
-    while not ready():
-      self._changed.clear()
-      await self._changed.wait()
-      self._check_open()
-
-  def _begin(self, mine: _Underway) -> None:
-    count = len(mine.request.tokens)
-    mine.oldest_kv = int(self.version)
-    mine.cached = min(self._cached.get(mine.request.session, 0), count - 1)
-    self._prefilled += count - mine.cached
-
-  def _sample(self, mine: _Underway, token: int) -> None:
-    mine.tokens.append(token)
-    mine.versions.append(int(self.version))
-    self._sampled += 1
-
-  def _finish(self, mine: _Underway) -> engine.Completion:
-    request = mine.request
-    stop: trajectory.Stop = "stop" if request.max_tokens > 1 else "length"
-    if mine.ended.is_set():
-      stop = "abort"
-    elif stop == "stop":
-      self._sample(mine, self._stop_id)
-    ids = np.concatenate([request.tokens, np.array(mine.tokens, np.int32)])
-    if mine.tokens:  # The last id is never fed.
-      self._cached[request.session] = len(ids) - 1
-    all_ = mine.since(0)
-    return engine.Completion(
-      tokens=all_.tokens,
-      logprobs=all_.logprobs,
-      versions=all_.versions,
-      stop=stop,
-      cached_tokens=mine.cached,
-      decode_s=0.0,
-      oldest_kv=mine.oldest_kv,
-      experts=self._routes(ids) if request.experts else None,
-    )
-
-  def _routes(
-    self, ids: Int32[np.ndarray, " ids"]
-  ) -> Int32[np.ndarray, "ids S k"]:
-    layers, count = self._experts or (0, 0)
-    offsets = np.arange(layers)[:, None] + np.arange(count) + int(self.version)
-    routes = (ids[:, None, None] + offsets).astype(np.int32)
-    routes[-1] = -1
-    return routes
-
-  def abort(self, request_id: str | None) -> None:
-    """Ends a request, or all of them, with what it has."""
-    if request_id is not None and request_id not in self._requests:
-      raise ValueError(f"request {request_id} is not in flight")
-    for name, mine in self._requests.items():
-      if request_id in (None, name):
-        mine.ended.set()
-    self._changed.set()
-
-  @property
-  def _running(self) -> list[_Underway]:
-    return [mine for mine in self._requests.values() if mine.versions]
-
-  def _admits(self) -> bool:
-    return not self._paused and not self._hold
-
-  def _samples(self) -> bool:
-    return self._admits() or self._hold == "drain"
-
-  def _turn(self, paused: bool, hold: _Hold = "") -> None:
-    """Changes what may go on, and adds up the time in which nothing may."""
-    before, now = self._samples(), time.monotonic()
-    self._paused, self._hold = paused, hold
-    if before and not self._samples():
-      self._since = now
-    elif self._samples() and not before:
-      self._stood_s += now - self._since
-    self._changed.set()
-
-  async def pause(self) -> None:
-    """Suspends at once; what is under way ends after `resume`."""
-    self._check_open()
-    self._turn(True, self._hold)
-
-  def resume(self) -> None:
-    """Goes on after `pause`."""
-    self._turn(False, self._hold)
-
-  async def update_weights(
-    self,
-    version: trajectory.PolicyVersion,
-    params: Any,
-    in_flight: engine.InFlight = "recompute",
-  ) -> None:
-    """Serves `params` after `update_s`; see `engine.DecodeEngine`."""
-    async with self._updates:
-      self._check_open()
-      engine.check_version(version, self.version)
-      if self.params is not None:  # Nothing is known of the first ones.
-        engine.check_same_tree(self.params, params)
-      able = sorted(self.capabilities.in_flight)
-      if in_flight not in able:
-        raise ValueError(f"in_flight={in_flight}: this engine can only {able}")
-      try:
-        if in_flight == "drain":
-          self._turn(self._paused, "drain")
-          await self._until(lambda: not self._running)
-        self._turn(self._paused, "update")
-        await asyncio.sleep(self._update_s)
-        self._check_open()
-        for mine in self._running:
-          if in_flight == "abort":
-            mine.ended.set()
-          elif in_flight == "recompute":
-            mine.oldest_kv = int(version)
-        self._cached.clear()
-        self.version, self.params = version, params
-      finally:
-        self._turn(self._paused)
-
-  async def checksum(self) -> tuple[trajectory.PolicyVersion, int]:
-    """Returns the served version and `checksums.of` its weights."""
-    self._check_open()
-    return self.version, checksums.of(self.params)
-
-  async def flush_cache(self) -> None:
-    """Forgets what sessions have said before the request that runs."""
-    self._check_open()
-    self._cached.clear()
-
-  def stats(self) -> engine.EngineStats:
-    """Returns the counters; nothing is dispatched or compiled."""
-    since = 0.0 if self._samples() else time.monotonic() - self._since
-    return engine.EngineStats(
-      version=int(self.version),
-      running=len(self._running),
-      waiting=len(self._requests) - len(self._running),
-      sampled_tokens=self._sampled,
-      prefilled_tokens=self._prefilled,
-      paused_s=self._stood_s + since,
-    )
-
-  async def close(self) -> None:
-    """Stops; requests in flight raise EngineClosed."""
-    self._closed = True
-    for mine in self._requests.values():
-      mine.ended.set()
-    self._changed.set()
+  async def __call__(
+    self, task: base.Task, transcripts: Sequence[base.Transcript]
+  ) -> Sequence[base.Grade]:
+    """Returns one grade for each transcript, in order."""
+    call = self.calls[task.id]
+    self.calls[task.id] += 1
+    await asyncio.sleep(self.delay_s(task.index, call))
+    if self.fails(task.index, call):
+      raise ConnectionError(f"call {call} of {task.id} fell on deaf ears")
+    return [base.Grade(float(sum(t.step_rewards)), {}) for t in transcripts]
 
 
 def fake_learner(step_s: float = 0.0) -> learner.Learner:

@@ -184,12 +184,13 @@ def test_aborting_one_leaves_the_others(served):
   async def scenario():
     request, task = served.begin([1, 2, 3], LONG)
     other = served.begin([4, 5], 20)[1]
-    await served.begun(4)
+    await served.first_token(request)
     served.engine.abort(request.request_id)
     return await task, await other
 
   done, other = served.run(scenario())
   assert done.stop == "abort"
+  assert 0 < len(done.tokens) < LONG
   check_shape(done, len(done.tokens))
   assert (
     done.tokens.tolist() == served.greedy([1, 2, 3], LONG)[: len(done.tokens)]
@@ -211,6 +212,97 @@ def test_aborting_one_that_waits_leaves_those_that_run(served):
   check_shape(waiting, 0)
   for i, one in enumerate(done):
     assert one.tokens.tolist() == served.greedy([i], 30)
+
+
+def test_every_token_that_was_sampled_is_in_an_answer_aborted_ones_too(served):
+  async def scenario():
+    before = served.engine.stats().sampled_tokens
+    begun = [served.begin([i, 2], LONG) for i in range(7)]
+    for request, _ in begun[:3]:
+      await served.first_token(request)
+      served.engine.abort(request.request_id)
+    await served.begun(10)
+    served.engine.abort(None)
+    ended = [await task for _, task in begun]
+    return ended, served.engine.stats().sampled_tokens - before
+
+  ended, sampled = served.run(scenario())
+  assert {done.stop for done in ended} == {"abort"}
+  assert all(len(done.tokens) for done in ended[:3])
+  assert sum(len(done.tokens) for done in ended) == sampled
+
+
+def test_an_aborted_stream_ends_with_all_that_it_has(served):
+  async def scenario():
+    request, deltas = served.request([4, 5], LONG), []
+    async for delta in served.engine.stream(request):
+      deltas.append(delta)
+      if len(deltas) == 2:
+        served.engine.abort(request.request_id)
+    return deltas
+
+  deltas = served.run(scenario())
+  done = deltas[-1].completion
+  assert done.stop == "abort"
+  assert 2 <= len(done.tokens) < LONG
+  tokens = np.concatenate([delta.tokens for delta in deltas])
+  assert tokens.tolist() == done.tokens.tolist()
+
+
+def test_a_request_has_begun_with_its_first_token(served):
+  async def scenario():
+    await served.engine.pause()
+    request, task = served.begin([1, 2, 3], LONG)
+    await asyncio.sleep(0)
+    before = served.engine.begun(request.request_id)
+    served.engine.resume()
+    version = await served.first_token(request)
+    served.engine.abort(request.request_id)
+    with pytest.raises(ValueError, match="is not in flight"):
+      served.engine.begun(request.request_id)
+    return before, version, await task
+
+  before, version, done = served.run(scenario())
+  assert (before, version) == (None, done.versions[0])
+
+
+def test_new_weights_do_not_change_what_a_request_has_begun_with(served):
+  async def scenario():
+    request, task = served.begin([1, 2, 3], LONG)
+    old = await served.first_token(request)
+    await served.engine.pause()
+    late, waiting = served.begin([5], 3)
+    new = await served.publish("recompute")
+    held = served.engine.begun(request.request_id)
+    served.engine.resume()
+    begun = await served.first_token(late)
+    ends = await waiting, await task
+    return old, new, held, begun, [done.versions.tolist() for done in ends]
+
+  old, new, held, begun, (waited, went_on) = served.run(scenario())
+  assert (held, begun) == (old, new)
+  assert set(waited) == {new}
+  assert (went_on[0], went_on[-1]) == (old, new)
+
+
+def test_the_first_token_comes_between_acceptance_and_the_last(served):
+  async def scenario():
+    asked = await asyncio.gather(
+      *(served.answer(p, LONG) for p in prompts(9)), served.answer([1], 1)
+    )
+    await served.engine.pause()
+    request, task = served.begin([1, 2, 3], LONG)
+    await asyncio.sleep(0)
+    served.engine.abort(request.request_id)
+    served.engine.resume()
+    return asked, await task
+
+  asked, none = served.run(scenario())
+  for done in asked:
+    assert 0 < done.first_token_s <= done.decode_s
+  # The first of 60 tokens comes dispatches before the last.
+  assert all(done.first_token_s < done.decode_s for done in asked[:-1])
+  assert (len(none.tokens), none.first_token_s) == (0, 0.0)
 
 
 def test_aborting_all_ends_all(served):

@@ -174,6 +174,13 @@ class Served:
     while self.engine.stats().sampled_tokens < goal:
       await asyncio.sleep(0.001)
 
+  async def first_token(self, request: engine_lib.DecodeRequest) -> int:
+    """Returns the version of a request's first token, once there is one."""
+    await asyncio.sleep(0)  # Until then its task has not asked the engine.
+    while (version := self.engine.begun(request.request_id)) is None:
+      await asyncio.sleep(0.001)
+    return int(version)
+
   def placed(self, version: int) -> Any:
     return jax.device_put(weights(version % 5, self.config), self.shardings)
 

@@ -262,15 +262,27 @@ def test_a_request_ends_behind_a_stop_id_or_at_its_limit(running):
   assert running(5, 4, 0, stop_ids=(4,)).why_ended() is None
 
 
+def test_the_first_token_tells_its_version_and_when_it_came(running):
+  one = running(5, 5)
+  one.started -= 30.0
+  assert (one.first_version, one.first_token_s) == (None, 0.0)
+  one.take([7, 6], [-1.0, -2.0], 3)
+  first_s = one.first_token_s
+  assert first_s >= 30.0
+  one.started -= 30.0
+  one.take([5], [-3.0], 4)
+  assert (one.first_version, one.first_token_s) == (3, first_s)
+  assert one.ids[: one.known].tolist() == [0, 1, 2, 3, 4, 7, 6, 5]
+  assert (one.versions, one.logprobs) == ([3, 3, 4], [-1.0, -2.0, -3.0])
+
+
 def test_a_stream_is_told_what_is_new_and_everything_at_the_end(running):
   one = running(5, 6, 2)
   one.tell()
   one.deltas = asyncio.Queue()
   one.tell()
   one.tell()
-  one.versions.append(3)
-  one.logprobs.append(-2.0)
-  one.known += 1
+  one.take([7], [-2.0], 3)
   one.tell()
   completion = engine.Completion(
     tokens=np.zeros(0, np.int32),

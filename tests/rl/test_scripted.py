@@ -5,7 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from rl import engine, scripted
+from rl import engine, scripted, virtual
 
 
 def request(name="a", **changes):
@@ -47,6 +47,31 @@ def test_deltas_add_up_to_the_answer(ids, max_tokens, tokens, stop):
   assert [d.completion is not None for d in deltas].index(True) == (
     len(deltas) - 1
   )
+
+
+def test_an_aborted_request_has_what_was_said_until_then():
+  async def scenario():
+    one = say(4, 5, 1, step_s=2.0)
+    with pytest.raises(ValueError, match="request a is not in flight"):
+      one.begun("a")
+    answers = [asyncio.create_task(one.generate(request(x))) for x in "ab"]
+    await asyncio.sleep(1)
+    assert one.begun("a") is None
+    one.abort("b")
+    await asyncio.sleep(2)
+    one.version = 7
+    assert one.begun("a") == 0
+    await asyncio.sleep(2)
+    one.abort("a")
+    return [await answer for answer in answers]
+
+  first, none = virtual.run(scenario())
+  assert first.tokens.tolist() == [4, 5]
+  assert first.versions.tolist() == [0, 7]
+  assert (first.stop, none.stop, len(none.tokens)) == ("abort", "abort", 0)
+  # An id every 2 s; one request is aborted after 5 s, the other after 1 s.
+  assert (first.first_token_s, first.decode_s) == (2.0, 5.0)
+  assert (none.first_token_s, none.decode_s) == (0.0, 1.0)
 
 
 def test_requests_end_by_an_abort_or_by_the_end_of_the_engine():

@@ -1,264 +1,117 @@
-"""Tests of the fake engine, where it keeps a contract of the real one."""
+"""The fake environments and rewards do what tests tell them to."""
 
 import asyncio
-import dataclasses
-import re
 
-import numpy as np
 import pytest
 
-from models import chat as chat_lib
-from rl import checksums, engine, testing, trajectory
+from envs import base
+from rl import testing, virtual
 
-FIRST = trajectory.PolicyVersion(1)
+YES = base.Message("assistant", "yes")
+NO = base.Message("assistant", "no")
 
 
-def request(name="a", **fields):
-  return engine.DecodeRequest(
-    **{
-      "request_id": name,
-      "session": name,
-      "tokens": np.array([3, 1], np.int32),
-      "max_tokens": 2,
-      **fields,
-    }
+def now():
+  return asyncio.get_running_loop().time()
+
+
+async def play(environment, answers=(YES, YES)):
+  """Returns the steps, and when the episode was over."""
+  await environment.start()
+  steps = [await environment.step(answer) for answer in answers]
+  return steps, now()
+
+
+def test_the_reward_is_the_share_of_answers_that_were_yes():
+  source = testing.Counting(turns=4)
+  task = source.task(3, "train")
+  steps, _ = virtual.run(play(source(task), (YES, NO, YES, YES)))
+  assert [step.reward for step in steps] == [0.25, 0, 0.25, 0.25]
+  assert [step.done for step in steps] == [False] * 3 + [True]
+
+
+def test_one_member_of_each_group_can_be_slow():
+  source = testing.Counting(
+    delay_s=lambda index, step: 1.0 + step,
+    lag_s=lambda index, member: 10.0 * (member == 2 and index == 1),
   )
 
+  async def scenario():
+    tasks = [source.task(index, "train") for index in (0, 1)]
+    plays = [play(source(task)) for task in tasks for _ in range(3)]
+    return [end for _, end in await asyncio.gather(*plays)]
 
-def slow(**kwargs):
-  """An engine whose answers end after 20 ms."""
-  return testing.FakeEngine((5,), chat_lib.END, lambda _: 0.02, **kwargs)
-
-
-def quick(**kwargs):
-  return testing.FakeEngine((5,), chat_lib.END, **kwargs)
-
-
-async def begun(fake, name="a", **fields):
-  """Returns the task of an answer whose first token has been sampled."""
-  answer = asyncio.create_task(fake.generate(request(name, **fields)))
-  await asyncio.sleep(0)
-  return answer
+  # Two steps of 1 s and 2 s; those of the third member of task 1 take 11, 12.
+  assert virtual.run(scenario()) == [3, 3, 3, 3, 3, 23]
 
 
-def run(scenario):
-  async def guarded():
-    async with asyncio.timeout(10):
-      return await scenario
-
-  return asyncio.run(guarded())
-
-
-def test_it_keeps_the_protocol():
-  assert isinstance(quick(), engine.DecodeEngine)
+def test_the_number_of_a_member_is_no_part_of_the_source():
+  source, same = testing.Counting(), testing.Counting()
+  source(source.task(0, "train"))
+  assert source.built == {"counting/train/0": 1}
+  assert source == same
+  assert hash(source) == hash(same)
 
 
 @pytest.mark.parametrize(
-  ("mode", "versions", "stop", "oldest_kv"),
+  ("fault", "method"),
   [
-    ("drain", [0, 0], "stop", 0),
-    ("abort", [0], "abort", 0),
-    ("recompute", [0, 1], "stop", 1),
-    ("keep_kv", [0, 1], "stop", 0),
+    ("start", "start"),
+    ("step", "step"),
+    ("close", "close"),
+    ("hang_start", "start"),
+    ("hang", "step"),
+    ("hang_close", "close"),
   ],
 )
-def test_answers_under_way_are_treated_as_told(mode, versions, stop, oldest_kv):
+def test_a_fault_breaks_one_method_of_the_chosen_members(fault, method):
+  source = testing.Counting(
+    fault=fault,
+    faulty=lambda index: index > 0,
+    member=lambda member: member == 1,
+  )
+
+  async def broken(environment):
+    calls = {
+      "start": environment.start,
+      "step": lambda: environment.step(YES),
+      "close": environment.close,
+    }
+    failed = {}
+    for name, call in calls.items():
+      try:
+        async with asyncio.timeout(5):
+          await call()
+      except (OSError, TimeoutError) as error:
+        failed[name] = isinstance(error, TimeoutError)
+    return failed
+
   async def scenario():
-    fake = slow(update_s=0.01)
-    answer = await begun(fake)
-    update = asyncio.create_task(fake.update_weights(FIRST, None, mode))
-    await asyncio.sleep(0)
-    later = await begun(fake, "b")
-    # One that comes meanwhile waits for the new weights.
-    assert (fake.stats().running, fake.stats().waiting) == (1, 1)
-    await update
-    return await answer, await later
+    tasks = [source.task(index, "train") for index in (0, 0, 1, 1, 1)]
+    return [await broken(source(task)) for task in tasks]
 
-  answer, later = run(scenario())
-  assert answer.versions.tolist() == versions
-  assert len(answer.tokens) == len(answer.logprobs) == len(versions)
-  assert (answer.stop, answer.oldest_kv) == (stop, oldest_kv)
-  assert later.versions.tolist() == [1, 1]
+  wrong = {method: fault.startswith("hang")}
+  assert virtual.run(scenario()) == [{}, {}, {}, wrong, {}]
 
 
-@pytest.mark.parametrize("mode", ["recompute", "drain"])
-def test_what_is_paused_stays_so_through_an_update(mode):
+def test_a_judge_sums_what_the_environment_gave_late_or_not_at_all():
+  judge = testing.Judge(
+    delay_s=lambda index, call: 2.0 + call,
+    fails=lambda index, call: (index, call) == (1, 0),
+  )
+  said = base.Transcript([YES], [0.25, 0.5])
+
   async def scenario():
-    fake = slow()
-    answer = await begun(fake)
-    await fake.pause()
-    later = await begun(fake, "b")
-    await asyncio.sleep(0.05)
-    assert not answer.done()
-    await fake.update_weights(FIRST, None, mode)
-    await asyncio.sleep(0.05)
-    # Draining lets it finish, and nothing else begin.
-    assert answer.done() == (mode == "drain")
-    assert fake.stats().waiting == 1
-    fake.resume()
-    return [(await task).versions.tolist() for task in (answer, later)]
+    story = []
+    for index in (0, 1, 1):
+      task = testing.Counting().task(index, "train")
+      try:
+        grades = await judge(task, [said])
+        story.append((grades[0].value, now()))
+      except ConnectionError:
+        story.append((None, now()))
+    return story
 
-  assert run(scenario()) == [[0, int(mode != "drain")], [1, 1]]
-
-
-def test_an_update_that_fails_or_is_cancelled_leaves_the_old_version_serving():
-  async def scenario():
-    fake = slow()
-    await fake.update_weights(FIRST, {"w": np.zeros(2)})
-    fake.capabilities = dataclasses.replace(
-      fake.capabilities, in_flight=frozenset({"drain"})
-    )
-    refused: list[tuple[int, int, engine.InFlight, str]] = [
-      (1, 2, "drain", "version 1 is not above the served 1"),
-      (2, 3, "drain", "expected"),
-      (2, 2, "keep_kv", "in_flight=keep_kv: this engine can only ['drain']"),
-    ]
-    for version, shape, mode, words in refused:
-      params = {"w": np.zeros(shape)}
-      above = trajectory.PolicyVersion(version)
-      with pytest.raises(ValueError, match=re.escape(words)):
-        await fake.update_weights(above, params, mode)
-    first = await begun(fake)
-    params = {"w": np.ones(2)}
-    draining = fake.update_weights(trajectory.PolicyVersion(2), params, "drain")
-    with pytest.raises(TimeoutError):
-      await asyncio.wait_for(draining, 0.001)
-    second = await begun(fake, "b")
-    return [(await task).versions.tolist() for task in (first, second)]
-
-  assert run(scenario()) == [[1, 1], [1, 1]]
-
-
-def test_the_time_in_which_decoding_stands_still_is_counted():
-  async def scenario():
-    fake = quick(update_s=0.05)
-    await fake.generate(request())
-    assert fake.stats().paused_s == 0
-    await fake.update_weights(FIRST, None)
-    once = fake.stats().paused_s
-    await fake.generate(request())
-    assert fake.stats().paused_s == once
-    return once
-
-  # A clock may be coarse; it never runs backwards.
-  assert run(scenario()) > 0.04
-
-
-def test_deltas_of_a_stream_make_up_its_completion():
-  async def scenario():
-    return [delta async for delta in quick().stream(request())]
-
-  deltas = run(scenario())
-  assert [delta.tokens.tolist() for delta in deltas] == [[5], [chat_lib.END]]
-  assert [delta.completion is None for delta in deltas] == [True, False]
-  whole = deltas[-1].completion
-  for name in ("tokens", "logprobs", "versions"):
-    parts = [getattr(delta, name) for delta in deltas]
-    np.testing.assert_array_equal(np.concatenate(parts), getattr(whole, name))
-
-
-def test_whoever_leaves_early_aborts_the_request():
-  async def scenario():
-    fake = slow()
-    stream = fake.stream(request())
-    await anext(stream)
-    assert fake.stats().running == 1
-    await stream.aclose()
-    assert fake.stats().sampled_tokens == 1
-    counts = [fake.stats().running]
-    answer = await begun(fake)
-    answer.cancel()
-    await asyncio.wait([answer])
-    with pytest.raises(ValueError, match="request a is not in flight"):
-      fake.abort("a")
-    return [*counts, fake.stats().running]
-
-  assert run(scenario()) == [0, 0]
-
-
-def test_an_abort_ends_one_or_all_with_what_they_have():
-  async def scenario():
-    fake = slow()
-    answers = [await begun(fake, name) for name in "abc"]
-    fake.abort("b")
-    assert len((await answers[1]).tokens) == 1
-    assert not answers[0].done()
-    await fake.pause()
-    waiting = await begun(fake, "d")
-    fake.abort(None)
-    return [await one for one in (*answers, waiting)]
-
-  answers = run(scenario())
-  assert [one.stop for one in answers] == ["abort"] * 4
-  assert [len(one.tokens) for one in answers] == [1, 1, 1, 0]
-
-
-@pytest.mark.parametrize(
-  ("fields", "words"),
-  [
-    ({"request_id": "b"}, "request b is already in flight"),
-    ({"max_tokens": 0}, "max_tokens=0 is below 1"),
-    ({"experts": True}, "experts are not recorded"),
-  ],
-)
-@pytest.mark.parametrize("streamed", [False, True])
-def test_a_request_that_cannot_be_served_is_refused(fields, words, streamed):
-  async def scenario():
-    fake = slow()
-    other = await begun(fake, "b")
-    mine = request(**fields)
-    ask = anext(fake.stream(mine)) if streamed else fake.generate(mine)
-    with pytest.raises(ValueError, match=words):
-      await ask
-    return (await other).stop
-
-  assert run(scenario()) == "stop"
-
-
-def test_an_engine_that_is_closed_fails_every_request():
-  async def scenario():
-    fake = slow()
-    answers = [await begun(fake)]
-    await fake.pause()
-    answers.append(await begun(fake, "b"))
-    await fake.close()
-    answers.append(await begun(fake, "c"))
-    done = await asyncio.gather(*answers, return_exceptions=True)
-    return [type(error) for error in done]
-
-  assert run(scenario()) == [engine.EngineClosed] * 3
-
-
-def test_what_a_session_has_said_is_cached_until_a_flush_or_an_update():
-  async def scenario():
-    fake = quick()
-    ids = np.array([3, 1, 5, chat_lib.END, 4, 1], np.int32)
-    cached = []
-    for tokens in (ids[:2], ids, ids):
-      answer = await fake.generate(request(tokens=tokens, max_tokens=1))
-      cached.append(answer.cached_tokens)
-    await fake.flush_cache()
-    cached.append((await fake.generate(request(tokens=ids))).cached_tokens)
-    await fake.update_weights(FIRST, None)
-    cached.append((await fake.generate(request(tokens=ids))).cached_tokens)
-    return cached, fake.stats().prefilled_tokens
-
-  # Of 2 ids and a third that was sampled and not fed, 2 are known; of 6 all
-  # but the last, which is always fed: 2 + 4 + 1 are encoded, and then 6 twice.
-  assert run(scenario()) == ([0, 2, 5, 0, 0], 19)
-
-
-def test_an_answer_of_one_token_ends_for_its_length():
-  answer = run(quick().generate(request(max_tokens=1)))
-  assert (answer.tokens.tolist(), answer.stop) == ([5], "length")
-
-
-def test_the_checksum_is_that_of_the_served_weights():
-  async def scenario():
-    fake = quick()
-    await fake.update_weights(FIRST, {"w": np.arange(3.0, dtype=np.float32)})
-    return await fake.checksum()
-
-  expected = checksums.of({"w": np.arange(3.0, dtype=np.float32)})
-  assert run(scenario()) == (1, expected)
-  assert expected != checksums.of({"w": np.zeros(3, np.float32)})
+  # The calls of a task take 2 s, 3 s, ...
+  assert virtual.run(scenario()) == [(0.75, 2.0), (None, 4.0), (0.75, 7.0)]
+  assert judge.calls == {"counting/train/0": 1, "counting/train/1": 2}

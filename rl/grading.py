@@ -1,0 +1,268 @@
+"""Grading: the reward of a trajectory, called when it ends, in nobody's way.
+
+grade -> a place -> call -> check --+--> the trajectory with its reward
+            ^                       |
+            +--- wait, ever longer -+    raised, late or nonsense
+                                    +--> REWARD_FAULT: it was the last attempt
+
+Its reward is called at least once, and a trajectory gets one grade at most:
+what comes after the deadline of its call is nobody's.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import math
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import Any, TypeVar
+
+from envs import base
+from rl import foreign, trajectory, watchdog
+
+_T = TypeVar("_T")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Retries:
+  """How often a reward that fails is called again, and when.
+
+  Attributes:
+    attempts: calls at most, the first included.
+    first_wait_s: between the first failure and the second call.
+    factor: each wait is so many times the one before.
+    max_wait_s: of one wait.
+    deadline_s: of one call.
+  """
+
+  attempts: int = 3
+  first_wait_s: float = 0.5
+  factor: float = 2.0
+  max_wait_s: float = 10.0
+  deadline_s: float = 30.0
+
+  def validate(self) -> None:
+    """Raises ValueError on what no call, or no wait, can be made of."""
+    if self.attempts < 1:
+      raise ValueError(
+        f"rollout.grading.attempts={self.attempts} is below 1; use 1 to call "
+        "once"
+      )
+    if not 0 < self.deadline_s < math.inf:
+      raise ValueError(
+        f"rollout.grading.deadline_s={self.deadline_s} is not above 0, or "
+        "never ends"
+      )
+    if not self.factor >= 1:
+      raise ValueError(
+        f"rollout.grading.factor={self.factor} is below 1; 1 is equal waits"
+      )
+    if not 0 <= self.first_wait_s <= self.max_wait_s < math.inf:
+      raise ValueError(
+        f"rollout.grading.first_wait_s={self.first_wait_s} is not in "
+        f"[0, rollout.grading.max_wait_s={self.max_wait_s}], or that never ends"
+      )
+
+  def wait_s(self, failures: int) -> float:
+    """Returns the seconds to wait after so many failures, 1 or more."""
+    wait_s = self.first_wait_s
+    for _ in range(failures - 1):  # A power of it might overflow.
+      wait_s = min(wait_s * self.factor, self.max_wait_s)
+    return wait_s
+
+  @property
+  def longest_s(self) -> float:
+    """Seconds of one grading at most, but for waits for a place."""
+    waits = sum(self.wait_s(failures) for failures in range(1, self.attempts))
+    return self.attempts * self.deadline_s + waits
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Stats:
+  """What graders have done since they were built, and what they do now.
+
+  Attributes:
+    calls: of the reward that began; `retries` of them were not the first.
+    faults: trajectories whose attempts were exhausted.
+    in_flight, waiting: calls, and those that wait for a place.
+    late: calls that were given up and have not ended.
+    busy_s, queue_s: sums over all calls that ended, and all that got a place.
+  """
+
+  calls: int = 0
+  retries: int = 0
+  faults: int = 0
+  in_flight: int = 0
+  waiting: int = 0
+  late: int = 0
+  busy_s: float = 0.0
+  queue_s: float = 0.0
+
+
+def refuse_stateful(reward: object) -> None:
+  """Raises ValueError on a reward that text alone is not enough for."""
+  name = type(reward).__name__
+  stateless = getattr(reward, "stateless", None)
+  if stateless is None:
+    raise ValueError(
+      f"reward {name} does not say whether it is stateless; give it the "
+      "attribute stateless=True if it may be called anywhere, and again after "
+      "a failure"
+    )
+  if not stateless:
+    raise ValueError(
+      f"reward {name} has stateless={stateless!r}: it needs the environment, "
+      "which is closed before anything is graded; let the environment give it "
+      "as the reward of a step (base.Step.reward) and use rewards.Outcome()"
+    )
+
+
+class Graders:
+  """Grades trajectories side by side; called from one event loop.
+
+  A reward runs on that loop: one that only looks at text may, one that
+  computes for milliseconds holds up everything else. Such work belongs in
+  `envs.threads.call`, whose deadline leaves the thread behind.
+
+  Args:
+    reward: stateless.
+    max_concurrent: calls at once; more wait, first come, first served.
+    dog: its table names what each trajectory waits for.
+
+  Raises:
+    ValueError: the reward is not stateless, or a setting allows no call.
+  """
+
+  def __init__(
+    self,
+    reward: base.Reward,
+    retries: Retries | None = None,
+    max_concurrent: int = 256,
+    dog: watchdog.Watchdog | None = None,
+  ):
+    refuse_stateful(reward)
+    if max_concurrent < 1:
+      raise ValueError(f"max_concurrent={max_concurrent} calls is below 1")
+    self._reward = reward
+    self._retries = retries or Retries()
+    self._retries.validate()
+    self._dog = dog
+    self._places = asyncio.Semaphore(max_concurrent)
+    self._late: set[asyncio.Future[Any]] = set()
+    self._stats = Stats()
+
+  def stats(self) -> Stats:
+    """Returns the counters."""
+    return dataclasses.replace(self._stats, late=len(self._late))
+
+  async def grade(
+    self,
+    record: trajectory.Trajectory,
+    transcript: base.Transcript,
+    task: base.Task,
+    called: Callable[[], None] = lambda: None,
+  ) -> trajectory.Trajectory:
+    """Returns the trajectory with its reward, or with REWARD_FAULT and none.
+
+    One that is not trainable comes back as it is. Cancel it, and the call is
+    given up and its place is free.
+
+    Args:
+      called: is told when the reward is called for the first time.
+    """
+    if not record.status.trainable:
+      return record
+    owner = f"episode {task.split}/{record.group_id}/{record.index}"
+    tries, what = self._retries.attempts, ""
+    for attempt in range(tries):
+      if attempt:
+        await asyncio.sleep(self._retries.wait_s(attempt))
+      async with self._place(owner):
+        self._count(calls=1, retries=int(attempt > 0))
+        if not attempt:
+          called()
+        try:
+          value, parts = await self._ask(transcript, task, owner)
+        except foreign.Fault as fault:
+          what = str(fault)
+        else:
+          return dataclasses.replace(record, reward=value, parts=parts)
+    self._count(faults=1)
+    return dataclasses.replace(
+      record,
+      status=trajectory.Status.REWARD_FAULT,
+      fault=what if tries == 1 else f"{what}; so ended {tries} attempts",
+    )
+
+  async def _ask(
+    self, transcript: base.Transcript, task: base.Task, owner: str
+  ) -> tuple[float, dict[str, float]]:
+    """Calls once; returns the value and its parts, or raises Fault."""
+    grades = await foreign.guarded(
+      lambda: self._detached(lambda: self._reward(task, [transcript])),
+      self._retries.deadline_s,
+      "reward",
+      self._dog,
+      owner,
+    )
+    try:
+      return foreign.checked_grade(grades)
+    except foreign.Fault:
+      raise
+    except Exception as error:  # Its lists and mappings are foreign code too.
+      raise foreign.Fault(
+        f"reward returned what raised {foreign.reason(error)}"
+      ) from error
+
+  async def _detached(self, call: Callable[[], Awaitable[_T]]) -> _T:
+    """Returns what a call returns; cancelled, it waits no longer.
+
+    Else a reward that catches its cancellation would have no deadline, and
+    what it returned then would count.
+    """
+    work = asyncio.ensure_future(call())
+    try:
+      return await asyncio.shield(work)
+    except asyncio.CancelledError:
+      if not work.done():
+        self._late.add(work)
+        work.add_done_callback(self._forget)
+        work.cancel()
+      raise
+
+  def _forget(self, work: asyncio.Future[Any]) -> None:
+    self._late.discard(work)
+    if not work.cancelled():
+      work.exception()  # Looked at, so that asyncio does not report it.
+
+  @contextlib.asynccontextmanager
+  async def _place(self, owner: str) -> AsyncGenerator[None]:
+    """Waits for one of the places and holds it in the body of a `with`."""
+    time = asyncio.get_running_loop().time
+    start = time()
+    self._count(waiting=1)
+    try:
+      with self._noted(owner):
+        await self._places.acquire()
+    finally:
+      self._count(waiting=-1)
+    begun = time()
+    self._count(in_flight=1, queue_s=begun - start)
+    try:
+      yield
+    finally:
+      self._count(in_flight=-1, busy_s=time() - begun)
+      self._places.release()
+
+  def _noted(self, owner: str) -> contextlib.AbstractContextManager[None]:
+    if self._dog is None:
+      return contextlib.nullcontext()
+    # Within that time every call that holds a place has ended.
+    return self._dog.noted(
+      owner=owner,
+      what="a place to be graded",
+      deadline_s=self._retries.deadline_s,
+    )
+
+  def _count(self, **more: int | float) -> None:
+    sums = {name: getattr(self._stats, name) + n for name, n in more.items()}
+    self._stats = dataclasses.replace(self._stats, **sums)

@@ -1,0 +1,399 @@
+"""Grading on a clock that jumps: every time below is exact."""
+
+import asyncio
+import dataclasses
+import math
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from envs import base, rewards, threads
+from rl import grading, testing, trajectory, virtual, watchdog
+
+TASK = testing.Counting().task(0, "train")
+SAID = base.Transcript([base.Message("assistant", "yes")], [0.25, 0.5])
+RETRIES = grading.Retries(first_wait_s=1.0, max_wait_s=3.0, deadline_s=20.0)
+
+
+def ended(index=0, status=trajectory.Status.COMPLETED):
+  return trajectory.Trajectory(
+    task_id=TASK.id, group_id=3, index=index, turns=[], status=status
+  )
+
+
+def now():
+  return asyncio.get_running_loop().time()
+
+
+@dataclasses.dataclass(eq=False)
+class Told:
+  """A reward that does what it is told for each call, and when it was called.
+
+  A number is the grade, an exception is raised, all else is called.
+  """
+
+  script: list[Any]
+  stateless: bool = True
+  times: list[float] = dataclasses.field(default_factory=list)
+
+  async def __call__(self, task, transcripts) -> Any:
+    self.times.append(now())
+    what = self.script[len(self.times) - 1]
+    if isinstance(what, BaseException):
+      raise what
+    if isinstance(what, Callable):
+      what = await what()
+    return [base.Grade(what, {"told": what})] if what is not None else None
+
+
+def forever():
+  return asyncio.Event().wait()
+
+
+async def graded(graders, index=0):
+  return await graders.grade(ended(index), SAID, TASK)
+
+
+def test_a_reward_that_answers_is_called_once():
+  reward = Told([0.75])
+  graders = grading.Graders(reward, RETRIES)
+  record = virtual.run(graded(graders))
+  assert (record.reward, record.parts) == (0.75, {"told": 0.75})
+  assert record.status is trajectory.Status.COMPLETED
+  assert graders.stats() == grading.Stats(calls=1)
+
+
+def test_a_trajectory_that_was_cut_off_is_graded_too():
+  record = ended(status=trajectory.Status.TRUNCATED)
+  grade = grading.Graders(rewards.Outcome()).grade
+  after = virtual.run(grade(record, SAID, TASK))
+  assert (after.reward, after.status) == (0.75, trajectory.Status.TRUNCATED)
+
+
+@pytest.mark.parametrize(
+  "status", [s for s in trajectory.Status if not s.trainable]
+)
+def test_what_is_not_trainable_comes_back_as_it_is(status):
+  record, reward = ended(status=status), Told([])
+  grade = grading.Graders(reward).grade
+  assert virtual.run(grade(record, SAID, TASK)) is record
+  assert not reward.times
+
+
+@pytest.mark.parametrize(
+  "failure",
+  [
+    OSError("down"),
+    asyncio.CancelledError(),  # It claims so: nobody cancels.
+    math.nan,
+    math.inf,
+    True,
+    None,
+    "much",
+    forever,
+  ],
+  ids=str,
+)
+def test_a_failure_is_followed_by_another_call(failure):
+  reward = Told([failure, 0.5])
+  graders = grading.Graders(reward, RETRIES)
+  record = virtual.run(graded(graders))
+  assert (record.reward, record.fault) == (0.5, "")
+  late_s = RETRIES.deadline_s * (failure is forever)
+  assert reward.times == [0.0, late_s + 1.0]
+  assert graders.stats() == grading.Stats(calls=2, retries=1, busy_s=late_s)
+
+
+def test_waits_grow_up_to_a_bound():
+  reward = Told([OSError("down")] * 4 + [1.0])
+  retries = dataclasses.replace(RETRIES, attempts=5)
+  assert virtual.run(graded(grading.Graders(reward, retries))).reward == 1.0
+  # 1 s, twice that, and then no more than 3 s.
+  assert reward.times == [0.0, 1.0, 3.0, 6.0, 9.0]
+  assert retries.wait_s(100_000) == 3.0
+
+
+def test_the_longest_grading_is_known():
+  reward = Told([forever] * 4)
+  retries = dataclasses.replace(RETRIES, attempts=4)
+
+  async def scenario():
+    await graded(grading.Graders(reward, retries))
+    return now()
+
+  # Four deadlines of 20 s and waits of 1 s, 2 s and 3 s.
+  assert virtual.run(scenario()) == retries.longest_s == 86.0
+
+
+def test_exhausted_is_a_fault_with_the_last_reason_and_never_a_reward():
+  reward = Told([OSError("first"), forever, OSError("last")])
+  graders = grading.Graders(reward, RETRIES)
+  record = virtual.run(graded(graders))
+  assert record.status is trajectory.Status.REWARD_FAULT
+  assert record.reward is None
+  assert not record.parts
+  assert record.fault == "reward raised OSError: last; so ended 3 attempts"
+  stats = graders.stats()
+  assert (stats.calls, stats.retries, stats.faults) == (3, 2, 1)
+
+
+def test_without_retries_the_fault_is_that_of_the_only_call():
+  reward = Told([forever])
+  retries = dataclasses.replace(RETRIES, attempts=1)
+  record = virtual.run(graded(grading.Graders(reward, retries)))
+  assert record.fault == "reward took over 20 s"
+
+
+def test_grading_begins_before_anything_else_that_is_ready():
+  order = []
+
+  async def noted():
+    order.append("reward")
+    return 1.0
+
+  async def member(graders, index):
+    order.append(f"end {index}")
+    if index:
+      await asyncio.sleep(0)  # Plays on, turn after turn.
+      order.append(f"next turn {index}")
+      return
+    await graded(graders)
+
+  async def scenario():
+    graders = grading.Graders(Told([noted]))
+    await asyncio.gather(*(member(graders, i) for i in range(3)))
+
+  virtual.run(scenario())
+  # What was ready before the end goes first, and then the reward.
+  assert order[:3] == ["end 0", "end 1", "end 2"]
+  assert order[3] == "reward"
+
+
+def test_the_call_is_told_once_and_when_it_is_made():
+  called = []
+
+  async def scenario():
+    reward = testing.Judge(
+      delay_s=lambda index, call: 4.0, fails=lambda index, call: call == 1
+    )
+    graders = grading.Graders(reward, RETRIES, max_concurrent=1)
+    ends = [
+      graders.grade(ended(i), SAID, TASK, lambda: called.append(now()))
+      for i in range(2)
+    ]
+    await asyncio.gather(*ends)
+    return reward.calls[TASK.id]
+
+  # The second waits for the place of the first; its first call fails at 8 s.
+  assert virtual.run(scenario()) == 3
+  assert called == [0.0, 4.0]
+
+
+def test_an_answer_after_the_deadline_is_nobodys():
+  async def stubborn():
+    try:
+      await asyncio.sleep(60)
+    except asyncio.CancelledError:
+      await asyncio.sleep(15)  # It answers at 35 s all the same.
+    return 0.1
+
+  async def slow():
+    await asyncio.sleep(18)
+    return 0.9
+
+  async def scenario():
+    reward = Told([stubborn, slow])
+    graders = grading.Graders(reward, RETRIES)
+    record = asyncio.create_task(graded(graders))
+    await asyncio.sleep(30)
+    late = graders.stats().late
+    record = await record
+    return reward.times, record.reward, late, graders.stats()
+
+  times, value, late, stats = virtual.run(scenario())
+  # The deadline of the first is 20 s, the second is called at 21 s and answers
+  # at 39 s; the answer of the first came while it was being asked.
+  assert (times, value) == ([0.0, 21.0], 0.9)
+  assert (late, stats.late) == (1, 0)
+  assert (stats.calls, stats.faults) == (2, 0)
+
+
+def test_what_a_late_call_raises_disturbs_nobody():
+  reports = []
+
+  async def stubborn():
+    try:
+      await asyncio.sleep(60)
+    except asyncio.CancelledError:
+      raise OSError("too late") from None
+
+  async def scenario():
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda loop, context: reports.append(context))
+    await graded(grading.Graders(Told([stubborn, 0.5]), RETRIES))
+
+  virtual.run(scenario())
+  assert not reports
+
+
+def test_calls_beyond_the_places_wait_and_the_waits_are_counted():
+  async def scenario():
+    reward = testing.Judge(delay_s=lambda index, call: 2.0)
+    graders = grading.Graders(reward, RETRIES, max_concurrent=2)
+    ends = [asyncio.create_task(graded(graders, i)) for i in range(5)]
+    await asyncio.sleep(1)
+    now = graders.stats()
+    await asyncio.gather(*ends)
+    return now, graders.stats()
+
+  during, after = virtual.run(scenario())
+  assert (during.in_flight, during.waiting) == (2, 3)
+  # Of five calls of 2 s two wait for 2 s and one for 4 s.
+  assert after == grading.Stats(calls=5, busy_s=10.0, queue_s=8.0)
+
+
+def test_who_waits_to_call_again_holds_no_place():
+  async def scenario():
+    reward = Told([OSError("down"), 0.25, 0.5])
+    graders = grading.Graders(reward, RETRIES, max_concurrent=1)
+    records = await asyncio.gather(graded(graders, 0), graded(graders, 1))
+    return [record.reward for record in records], reward.times
+
+  values, times = virtual.run(scenario())
+  assert values == [0.5, 0.25]
+  assert times == [0.0, 0.0, 1.0]
+
+
+@pytest.mark.parametrize("at_s", [1.0, 3.0])
+def test_cancelling_gives_up_the_call_or_the_wait_and_frees_the_place(at_s):
+  async def scenario():
+    # The first is asked until 2 s and waits until 3.5 s; cancelled at 1 s or 3.
+    reward = testing.Judge(
+      delay_s=lambda index, call: 2.0, fails=lambda index, call: call == 0
+    )
+    retries = dataclasses.replace(RETRIES, first_wait_s=1.5)
+    graders = grading.Graders(reward, retries, max_concurrent=1)
+    first = asyncio.create_task(graded(graders))
+    await asyncio.sleep(at_s)
+    first.cancel()
+    with pytest.raises(asyncio.CancelledError):
+      await first
+    record = await graded(graders, 1)
+    return record.reward, now(), graders.stats()
+
+  value, end_s, stats = virtual.run(scenario())
+  assert (value, end_s) == (0.75, at_s + 2.0)
+  assert (stats.calls, stats.in_flight, stats.waiting) == (2, 0, 0)
+  assert stats.late == stats.faults == 0
+
+
+@pytest.mark.parametrize(
+  "made", [lambda: [base.Grade(1.0, {})], lambda: 1 / 0], ids=["list", "raise"]
+)
+def test_a_reward_that_is_not_awaited_is_a_fault(made):
+  class Plain(Told):
+    def __call__(self, task, transcripts):
+      return made()
+
+  record = virtual.run(graded(grading.Graders(Plain([]), RETRIES)))
+  assert record.status is trajectory.Status.REWARD_FAULT
+  assert "reward raised" in record.fault
+
+
+def test_a_grade_whose_parts_cannot_be_read_is_a_fault():
+  class Torn(dict):
+    def items(self):
+      raise KeyError("page 7")
+
+  class Tearing(Told):
+    async def __call__(self, task, transcripts) -> Any:
+      return [base.Grade(1.0, Torn())]
+
+  record = virtual.run(graded(grading.Graders(Tearing([]), RETRIES)))
+  assert "reward returned what raised KeyError: 'page 7'" in record.fault
+
+
+def test_the_watchdog_names_the_call_and_the_wait_for_a_place():
+  dog = watchdog.Watchdog()
+
+  async def scenario():
+    reward = testing.Judge(delay_s=lambda index, call: 2.0)
+    graders = grading.Graders(reward, RETRIES, 1, dog)
+    ends = [asyncio.create_task(graded(graders, i)) for i in range(2)]
+    await asyncio.sleep(1)
+    lines = dog.dump().splitlines()[1:]
+    await asyncio.gather(*ends)
+    return sorted(line.rsplit("  ", 2)[0].split("  ")[:2] for line in lines)
+
+  assert virtual.run(scenario()) == [
+    ["episode train/3/0", "reward"],
+    ["episode train/3/1", "a place to be graded"],
+  ]
+  assert dog.dump() == "nobody waits"
+
+
+def test_work_in_a_thread_holds_up_no_other_grading():
+  # The first call ends only after the second, which a blocked loop could not
+  # even begin.
+  second = threading.Event()
+
+  class Heavy(Told):
+    async def __call__(self, task, transcripts) -> Any:
+      self.times.append(0.0)
+      if len(self.times) == 1:
+        await threads.call(second.wait, 10.0)
+      second.set()
+      return [base.Grade(1.0, {})]
+
+  async def scenario():
+    graders = grading.Graders(Heavy([]))
+    return await asyncio.gather(graded(graders, 0), graded(graders, 1))
+
+  assert [record.reward for record in asyncio.run(scenario())] == [1.0, 1.0]
+  assert second.is_set()
+
+
+@pytest.mark.parametrize(
+  ("reward", "words"),
+  [
+    (Told([], stateless=False), "Told has stateless=False: it needs the env"),
+    (object(), "object does not say whether it is stateless"),
+  ],
+)
+def test_a_reward_that_needs_the_environment_is_refused(reward, words):
+  with pytest.raises(ValueError, match=words):
+    grading.refuse_stateful(reward)
+
+
+@pytest.mark.parametrize(
+  ("fields", "words"),
+  [
+    ({"attempts": 0}, "grading.attempts=0 is below 1"),
+    ({"deadline_s": 0.0}, "grading.deadline_s=0.0 is not above 0"),
+    ({"deadline_s": math.inf}, "never ends"),
+    ({"deadline_s": math.nan}, "grading.deadline_s=nan"),
+    ({"factor": 0.5}, "grading.factor=0.5 is below 1"),
+    ({"first_wait_s": -1.0}, "grading.first_wait_s=-1.0"),
+    (
+      {"first_wait_s": 20.0},
+      r"is not in \[0, rollout.grading.max_wait_s=10.0\]",
+    ),
+    ({"max_wait_s": math.inf}, "never ends"),
+  ],
+  ids=str,
+)
+def test_settings_that_cannot_work_are_refused(fields, words):
+  retries = grading.Retries(**fields)
+  with pytest.raises(ValueError, match=words):
+    retries.validate()
+  with pytest.raises(ValueError, match=words):
+    grading.Graders(Told([]), retries)
+
+
+def test_graders_that_could_not_grade_are_refused():
+  with pytest.raises(ValueError, match="max_concurrent=0"):
+    grading.Graders(Told([]), RETRIES, 0)
+  with pytest.raises(ValueError, match="stateless=False"):
+    grading.Graders(Told([], stateless=False))
