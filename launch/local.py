@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from jaxtyping import Float32
 
-from launch import display, report, workdir
+from launch import check, display, report, workdir
 from models import load, tokenizer_files
 from rl import (
   assemble,
@@ -27,7 +27,6 @@ from rl import (
   config,
   coordinator,
   evaluate,
-  events,
   recorder,
   trace,
   trajectory,
@@ -88,7 +87,7 @@ class _Run:
     self._saved = -1
     self._evaluated = -1
     self._signal = 0
-    self._of_rounds: list[trace.Span] = []
+    self._meter = trace.Meter(_WORK)
 
   async def train(self) -> int:
     """Runs to the last round, or to a signal."""
@@ -123,8 +122,6 @@ class _Run:
     if progress.trained >= self._experiment.rounds:
       return await self._complete(progress)
     await self._open(progress)
-    if self._saved >= 0:
-      parts.log.emit("resumed", trained=progress.trained)
     await self._evaluate(progress.trained)
     await self._rounds(progress)
     if self._signal:
@@ -135,7 +132,7 @@ class _Run:
   async def _rounds(self, progress: progress_lib.Progress) -> None:
     """Returns after the last round, or where a signal stopped the loop."""
     parts = self._parts
-    first_span = len(parts.spans.spans)
+    parts.spans.listeners.append(self._meter.add)
     loop = assemble.coordinate(parts, self)
     cancel, self._stop = self._stop, loop.stop
     try:
@@ -145,7 +142,7 @@ class _Run:
       pass
     finally:
       self._stop = cancel
-      self._of_rounds = parts.spans.spans[first_span:]
+      parts.spans.listeners.remove(self._meter.add)
 
   async def _complete(self, progress: progress_lib.Progress) -> int:
     """Makes up for what a kill after the last checkpoint left undone."""
@@ -324,8 +321,6 @@ class _Run:
   def _finish(self) -> int:
     self._end_at_signals()
     self._wait_for_save()
-    if self._of_rounds:
-      self._summarize()
     return self._conclude()
 
   def _end_at_signals(self) -> None:
@@ -342,34 +337,22 @@ class _Run:
       loop.remove_signal_handler(number)
       signal.signal(number, interrupt)
 
-  def _summarize(self) -> None:
-    parts = self._parts
-    both = trace.overlap(
-      [s for s in self._of_rounds if s.name in _WORK.get(s.track, ())]
-    )
-    lags = events.staleness(parts.log.events)
-    bound = self._experiment.overlap.max_staleness
-    self._screen.note(
-      f"learner busy {both.first_s:.1f} s, decode busy {both.second_s:.1f} s,"
-      f" both at once {both.both_s:.1f} s ({both.share:.0%} of the shorter)"
-    )
-    self._screen.note(
-      f"staleness: at most {max(lags, default=0)} of {bound} allowed, over "
-      f"{len(lags)} groups; {events.ledger(parts.log.events)}"
-    )
-
   def _conclude(self) -> int:
     """Leaves trace and report; returns 1 when an invariant broke."""
     parts = self._parts
     parts.log.flush()
     parts.spans.flush()
-    trace.write_chrome(parts.spans.spans, self._dir / "trace.json")
-    self._screen.note(f"report: {report.write(self._dir)}")
-    broken = events.violations(
-      parts.log.events,
-      self._experiment.overlap,
-      self._experiment.rollout.group_size,
+    both = self._meter.take()
+    self._screen.note(
+      f"learner busy {both.first_s:.1f} s, decode busy {both.second_s:.1f} s,"
+      f" both at once {both.both_s:.1f} s ({both.share:.0%} of the shorter)"
     )
-    for line in broken:
+    trace.write_chrome(
+      trace.File(self._dir / "spans.jsonl"), self._dir / "trace.json"
+    )
+    verdict = check.of_run(self._dir)
+    self._screen.note(verdict.summary)
+    self._screen.note(f"report: {report.write(self._dir, verdict)}")
+    for line in verdict.violations:
       self._screen.note(f"error: {line}")
-    return 1 if broken else 0
+    return 1 if verdict.violations else 0

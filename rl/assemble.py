@@ -16,14 +16,19 @@ from rl import (
   coordinator,
   dispatch,
   engine_settings,
+  episode,
   events,
+  filters,
+  grading,
   learner,
   losses,
+  overlap,
   progress,
   prompts,
-  replicas,
   rollout,
+  router,
   trace,
+  training,
   trajectory,
   warm_start,
   watchdog,
@@ -39,8 +44,8 @@ _FROZEN = "frozen"
 class Parts:
   """Everything that a run is made of, wired but not started.
 
-  `engines` are the replicas of the decode pool, each on its own mesh, and
-  `pool` is all of them as one.
+  `engines` are those of all decode pools, each on its own mesh, and `router`
+  is all of them as one.
 
   `start` and then `close` belong to whoever built it, on one event loop.
   """
@@ -53,7 +58,7 @@ class Parts:
   learner_thread: dispatch.MeshThread
   decode_threads: Sequence[dispatch.MeshThread]
   engines: Sequence[engine_settings.Engine]
-  pool: engine_settings.Engine | replicas.Replicas
+  router: router.Router
   publisher: weights.WeightPublisher
   player: rollout.Player
   tasks: prompts.Prompts
@@ -74,7 +79,7 @@ class Parts:
 
   async def close(self) -> None:
     """Ends the engine and the threads; safe when nothing was started."""
-    await self.pool.close()
+    await self.router.close()
     for thread in (*self.decode_threads, self.learner_thread):
       thread.close()
     self.log.close()
@@ -110,7 +115,12 @@ def build(
     for layout, thread in zip(decode_layouts, threads, strict=True)
   ]
   _check_able(engines[0].capabilities, experiment)
-  pool = engines[0] if len(engines) == 1 else replicas.Replicas(engines)
+  members = [
+    router.Member(engine, pool.name, pool.kind, pool.cost)
+    for engine, pool in zip(engines, experiment.placement.engines, strict=True)
+  ]
+  serving = router.Router(members, experiment.routing, log)
+  order = experiment.tasks
   return Parts(
     experiment=experiment,
     chat=chat,
@@ -126,30 +136,50 @@ def build(
     learner_thread=learner_thread,
     decode_threads=threads,
     engines=engines,
-    pool=pool,
+    router=serving,
     publisher=weights.WeightPublisher(
       [
-        (engine, weights.pool_shardings(experiment.model, layout, dtype))
-        for engine, layout in zip(engines, decode_layouts, strict=True)
+        (door, weights.pool_shardings(experiment.model, layout, dtype))
+        for door, layout in zip(serving.doors, decode_layouts, strict=True)
       ],
       learner_thread,
       log,
       spans,
       experiment.publishing,
     ),
-    player=rollout.Player(
-      source=experiment.environment,
-      engine=rollout.Watched(pool, dog, experiment.stall_s),
-      chat=chat,
-      reward=experiment.reward,
-      limits=experiment.rollout,
-      log=log,
-      dog=dog,
+    player=player(experiment, serving, chat, log, dog),
+    tasks=prompts.Prompts(
+      experiment.environment,
+      experiment.seed,
+      pool=order.pool,
+      curriculum=order.curriculum,
     ),
-    tasks=prompts.Prompts(experiment.environment, experiment.seed),
     log=log,
     spans=spans,
     dog=dog,
+  )
+
+
+def player(
+  experiment: config.Experiment,
+  sessions: rollout.Sessions,
+  chat: episode.Chat,
+  log: events.EventLog,
+  dog: watchdog.Watchdog,
+) -> rollout.Player:
+  """Returns what plays the groups of an experiment."""
+  limits, schedule = experiment.rollout, experiment.overlap
+  return rollout.Player(
+    source=experiment.environment,
+    engine=sessions,
+    chat=chat,
+    graders=grading.Graders(experiment.reward, limits.grading, dog=dog),
+    limits=limits,
+    log=log,
+    dog=dog,
+    stall_s=experiment.stall_s,
+    priority=overlap.priority(schedule),
+    extra_members=schedule.redundancy.extra_members,
   )
 
 
@@ -294,29 +324,51 @@ def coordinate(
 ) -> coordinator.Coordinator:
   """Returns the loop over started parts."""
   experiment = parts.experiment
-  data = parts.learner_layout.num_batch
   return coordinator.Coordinator(
     coordinator.Settings(
       schedule=experiment.overlap,
       rounds=experiment.rounds,
       seed=experiment.seed,
       stall_s=experiment.stall_s,
-      rows=experiment.batch.rows,
-      length=experiment.batch.length,
-      share_prompts=experiment.batch.share_prompts,
-      probe_rows=min(experiment.batch.rows, -(-_PROBE_ROWS // data) * data),
       success=experiment.evaluation.success,
+      unfit=filters.unfit(experiment.sampling, experiment.advantage),
     ),
-    programs=parts.programs,
-    thread=parts.learner_thread,
+    trainer=_trainer(parts),
     publisher=parts.publisher,
     player=parts.player,
     tasks=parts.tasks,
-    estimator=experiment.advantage,
     log=parts.log,
     spans=parts.spans,
     dog=parts.dog,
     observer=observer,
+    gauges=lambda: _gauges(parts),
+  )
+
+
+def _gauges(parts: Parts) -> dict[str, float]:
+  """Returns counters of routing and of rewards, since the run began."""
+  rewards = dataclasses.asdict(parts.player.graders.stats())
+  return {
+    **parts.router.describe(),
+    **{f"rewards/{name}": float(value) for name, value in rewards.items()},
+  }
+
+
+def _trainer(parts: Parts) -> training.Training:
+  experiment, batch = parts.experiment, parts.experiment.batch
+  data = parts.learner_layout.num_batch
+  return training.Training(
+    training.Settings(
+      rows=batch.rows,
+      length=batch.length,
+      share_prompts=batch.share_prompts,
+      probe_rows=min(batch.rows, -(-_PROBE_ROWS // data) * data),
+      max_staleness=experiment.overlap.max_staleness,
+      old_logprob=experiment.overlap.old_logprob,
+    ),
+    parts.programs,
+    parts.learner_thread,
+    experiment.advantage,
   )
 
 

@@ -1,28 +1,42 @@
 """Groups between rollout and learner: in flight -> ready -> taken -> gone."""
 
+import dataclasses
 from collections.abc import Mapping
 
 from envs import base
 from rl import trajectory
 
 
-class GroupBuffer:
-  """Hands groups out in the order in which they were submitted.
+@dataclasses.dataclass(frozen=True, slots=True)
+class Attempt:
+  """What is played in the place of a group; `number` were dropped before."""
 
-  Pure bookkeeping: the producer calls `submit`, each rollout `put`, the
+  task: base.Task
+  number: int = 0
+
+
+class GroupBuffer:
+  """Hands groups out, in the order of submission or of completion.
+
+  Pure bookkeeping: the producer calls `submit`, `put` and `withdraw`, the
   learner's loop `take` and, once an optimizer step holds them, `commit`. What
   was taken but not committed is still here for a checkpoint.
+
+  Args:
+    next_group: first in the order of submission.
+    in_order: of submission.
   """
 
-  def __init__(self, next_group: int = 0):
+  def __init__(self, next_group: int = 0, *, in_order: bool = True):
     self._next = next_group
-    self._committed = next_group
-    self._tasks: dict[int, base.Task] = {}
+    self._in_order = in_order
+    self._attempts: dict[int, Attempt] = {}
     self._ready: dict[int, trajectory.Group] = {}
+    self._taken: dict[int, trajectory.Group] = {}
 
-  def submit(self, group_id: int, task: base.Task) -> None:
+  def submit(self, group_id: int, attempt: Attempt) -> None:
     """Notes a group whose rollout starts now."""
-    self._tasks[group_id] = task
+    self._attempts[group_id] = attempt
 
   def put(self, group: trajectory.Group) -> None:
     """Notes a finished group, rewards and all.
@@ -30,43 +44,63 @@ class GroupBuffer:
     Raises:
       RuntimeError: it was never submitted, or it was put before.
     """
-    if group.group_id not in self._tasks:
+    if group.group_id not in self._attempts:
       raise RuntimeError(f"group {group.group_id} is not in flight")
-    del self._tasks[group.group_id]
+    del self._attempts[group.group_id]
     self._ready[group.group_id] = group
 
   def restore(self, group: trajectory.Group) -> None:
     """Takes a group that was finished before a restart."""
     self._ready[group.group_id] = group
 
-  def has(self, count: int) -> bool:
-    """Whether the next `count` groups in order are all ready."""
+  def withdraw(self, group_id: int) -> None:
+    """Forgets a group that is in flight or ready: it will not be trained."""
+    self._attempts.pop(group_id, None)
+    self._ready.pop(group_id, None)
+
+  def _first(self, count: int) -> list[int]:
+    """Returns the ids of those ready ones that come next, up to `count`."""
+    if not self._in_order:
+      return list(self._ready)[:count]
     wanted = range(self._next, self._next + count)
-    return all(i in self._ready for i in wanted)
+    return [i for i in wanted if i in self._ready]
+
+  def has(self, count: int) -> bool:
+    """Whether the next `count` groups are all ready."""
+    return len(self._first(count)) == count
 
   def missing(self, count: int) -> list[int]:
-    """Ids of the next `count` groups that are not ready."""
+    """Ids of groups that the next `count` may still wait for."""
+    if not self._in_order:
+      return sorted(self._attempts)
     wanted = range(self._next, self._next + count)
     return [i for i in wanted if i not in self._ready]
 
   def take(self, count: int) -> list[trajectory.Group]:
     """Returns the next `count` groups, which must be ready."""
-    groups = [self._ready[self._next + i] for i in range(count)]
+    chosen = self._first(count)
+    if len(chosen) < count:
+      raise RuntimeError(f"of {count} groups only {chosen} are ready")
+    groups = [self._ready.pop(i) for i in chosen]
+    self._taken |= {group.group_id: group for group in groups}
     self._next += count
     return groups
 
   def commit(self) -> None:
     """Forgets the taken groups: an optimizer step holds them now."""
-    for i in range(self._committed, self._next):
-      del self._ready[i]
-    self._committed = self._next
+    self._taken.clear()
+
+  @property
+  def ready(self) -> Mapping[int, trajectory.Group]:
+    """Finished groups that were not taken, in the order of completion."""
+    return dict(self._ready)
 
   @property
   def untrained(self) -> Mapping[int, trajectory.Group]:
     """Finished groups that no optimizer step holds yet."""
-    return dict(self._ready)
+    return self._taken | self._ready
 
   @property
-  def in_flight(self) -> Mapping[int, base.Task]:
-    """Tasks of the groups whose rollout goes on."""
-    return dict(self._tasks)
+  def in_flight(self) -> Mapping[int, Attempt]:
+    """What is played."""
+    return dict(self._attempts)

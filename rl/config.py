@@ -11,11 +11,15 @@ from models import chat as chat_lib
 from models import config as model_config
 from rl import (
   advantages,
+  affinity,
   engine_settings,
   engine_sglang,
+  filters,
+  grading,
   learner,
   losses,
   optimizers,
+  prompts,
   weights,
 )
 from rl import overlap as overlap_lib
@@ -81,6 +85,9 @@ class Experiment:
   `advantage`, `objective.loss` and `optimizer`.
 
   Attributes:
+    tasks: which training tasks there are, and which are played.
+    sampling: drops groups that teach nothing and plays others, or None.
+    routing: which decode pool a conversation goes to.
     initial: directory of a Hugging Face checkpoint with the parameters that
       the run starts from; None draws them from the seed.
     seed: of parameters, task order and sampling noise.
@@ -110,6 +117,13 @@ class Experiment:
   placement: placement_lib.Placement = dataclasses.field(
     default_factory=placement_lib.Placement
   )
+  routing: affinity.Routing = dataclasses.field(
+    default_factory=affinity.Routing
+  )
+  tasks: prompts.TaskOrder = dataclasses.field(
+    default_factory=prompts.TaskOrder
+  )
+  sampling: filters.DynamicSampling | None = None
   advantage: advantages.Estimator = dataclasses.field(
     default_factory=advantages.Grpo
   )
@@ -141,7 +155,9 @@ class Experiment:
     for node in _nodes(self):
       if hasattr(node, "validate"):
         node.validate()
+    grading.refuse_stateful(self.reward)
     self._validate_counts()
+    self._validate_schedule()
     self._validate_waits()
     self._validate_lengths()
     self._validate_divisions()
@@ -197,14 +213,45 @@ class Experiment:
         "advantage=rl.advantages.Reinforce()"
       )
 
+  def _validate_schedule(self) -> None:
+    """Raises when parts of a run that are fine alone do not go together."""
+    if self.advantage.scope == "batch" and self.overlap.streams:
+      name = type(self.advantage).__name__
+      raise ValueError(
+        f"advantage={name} compares all groups of an update, but with "
+        f"overlap.groups_per_microbatch={self.overlap.groups_per_microbatch} "
+        "gradients accumulate before the last of them is ready; use "
+        f"groups_per_microbatch={self.overlap.groups_per_update}, or "
+        "wait_for_round=true"
+      )
+    if self.sampling is not None and self.advantage.min_group_size < 2:
+      raise ValueError(
+        f"sampling with advantage={type(self.advantage).__name__}: groups of "
+        "equal rewards teach it as much as others; use sampling=none"
+      )
+    pools = self.placement.pools
+    # A mixture of sources has a reward for each.
+    if (reward_of := getattr(self.reward, "reward_of", None)) is not None:
+      for source in getattr(self.environment, "sources", (self.environment,)):
+        reward_of(source.task(0, "train"))
+    overlong = self.rollout.overlong
+    if overlong is not None and overlong.max_tokens > self.rollout.max_tokens:
+      raise ValueError(
+        f"rollout.overlong.max_tokens={overlong.max_tokens} is above "
+        f"rollout.max_tokens={self.rollout.max_tokens}: no episode would ever "
+        "be that long; lower it"
+      )
+    self.routing.validate_pools({pool.name: pool.kind for pool in pools})
+
   def _validate_waits(self) -> None:
     limits = self.rollout
-    episode_s = (limits.max_turns + 1) * limits.step_s + limits.reward_s
+    episode_s = (limits.max_turns + 1) * limits.step_s
+    episode_s += limits.grading.longest_s
     if not self.stall_s >= episode_s:
       raise ValueError(
         f"stall_s={self.stall_s:g} is below the {episode_s:g} s that an "
-        "episode may take by rollout.max_turns, step_s and reward_s; raise it"
-        " or lower those"
+        "episode may take by rollout.max_turns, step_s and grading; raise it "
+        "or lower those"
       )
 
   def _validate_lengths(self) -> None:
@@ -240,15 +287,13 @@ class Experiment:
 
   def _validate_divisions(self) -> None:
     axes = transformer.logical_axes(self.model)
-    for name, rows in (
-      ("learner", {"batch.rows": self.batch.rows}),
-      ("decode", self.engine.split_rows),
-    ):
+    for name, mesh in self.placement.meshes.items():
+      rows = {"batch.rows": self.batch.rows}
       sharding.validate(
         self.model,
         axes,
-        getattr(self.placement, name).plan,
-        rows=rows,
+        mesh.plan,
+        rows=rows if name == "learner" else self.engine.split_rows,
         where=f"placement.{name}",
       )
 

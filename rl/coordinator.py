@@ -1,46 +1,42 @@
 """The loops that keep learner, engines and environments busy at once.
 
-  produce:  gate.admit -> prompts.next -> one task a group --+
-               ^                                             |
-               | gate.release(version)                       v
-            publish <- update <- accumulate* <- take <--- buffer.put
-               |          (train: one round)         (groups in order)
-               +-> suspend, update every engine, resume
+  producer:  admit -> play -> ready        (groups, see rl/producer.py)
+               ^                | take
+               |                v
+            release <- publish <- update <- accumulate*      (one round)
+                          |
+                          +-> suspend, update every engine, resume
 
 A round takes `groups_per_round` groups and ends with a publish. While the
 learner waits for the first groups of a round, and while it trains, decoding
-goes on; with a bound of 0 it is the gate that makes the next round wait.
+goes on; with a bound of 0 it is the gate that makes the next round wait. Where
+engines drain before they take weights, the next round trains meanwhile.
 """
 
 import asyncio
 import dataclasses
-import math
-import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, runtime_checkable
 
-import jax
 import numpy as np
 
 from rl import (
-  advantages,
-  agreement,
-  batch,
-  dispatch,
+  engine,
   events,
-  learner,
+  filters,
   overlap,
-  prompts,
+  producer,
   rollout,
   round_report,
-  staleness,
   trace,
+  training,
   trajectory,
   watchdog,
-  weights,
 )
-from rl import buffer as buffer_lib
 from rl import progress as progress_lib
+
+_GRACE_S = 10.0
+"""For what is played to end with all its tokens when a run stops."""
 
 
 class Stopped(Exception):
@@ -49,17 +45,32 @@ class Stopped(Exception):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Settings:
-  """The numbers of the loop; see `config.Experiment`."""
+  """The numbers of the loop; see `config.Experiment`.
+
+  Attributes:
+    unfit: why a group is not to be trained but played again, or nothing.
+  """
 
   schedule: overlap.Overlap
   rounds: int
   seed: int
   stall_s: float
-  rows: int
-  length: int
-  share_prompts: bool
-  probe_rows: int
   success: float
+  unfit: filters.Unfit
+
+
+@runtime_checkable
+class Publisher(Protocol):
+  """The way of the weights; `weights.WeightPublisher` is one."""
+
+  async def publish(
+    self,
+    version: trajectory.PolicyVersion,
+    params: Any,
+    in_flight: engine.InFlight,
+  ) -> float:
+    """Returns once every engine serves them; seconds that decoding stood."""
+    ...
 
 
 @dataclasses.dataclass(eq=False)
@@ -67,57 +78,80 @@ class _Round:
   """What accumulates while a round is trained."""
 
   groups: list[trajectory.Group] = dataclasses.field(default_factory=list)
-  values: list[np.ndarray] = dataclasses.field(default_factory=list)
-  trained: list[np.ndarray] = dataclasses.field(default_factory=list)
+  used: list[training.Used] = dataclasses.field(default_factory=list)
   updates: list[dict[str, float]] = dataclasses.field(default_factory=list)
-  probe: batch.Batch | None = None
 
 
 class Coordinator:
   """Runs the schedule from a `Progress` to the last round.
 
   `run` is called once; `stop` may be called at any time, from the event loop.
+
+  Args:
+    gauges: further metrics, read at the end of every round.
   """
 
   def __init__(
     self,
     settings: Settings,
     *,
-    programs: learner.Learner,
-    thread: dispatch.MeshThread,
-    publisher: weights.WeightPublisher,
+    trainer: training.Trainer,
+    publisher: Publisher,
     player: rollout.Player,
-    tasks: prompts.Prompts,
-    estimator: advantages.Estimator,
+    tasks: producer.Tasks,
     log: events.EventLog,
     spans: trace.Trace,
     dog: watchdog.Watchdog,
     observer: progress_lib.Observer,
+    gauges: Callable[[], Mapping[str, float]] = dict,
   ):
     self._settings = settings
     self._schedule = settings.schedule
-    self._programs = programs
-    self._thread = thread
+    self._trainer = trainer
     self._publisher = publisher
-    self._player = player
     self._tasks = tasks
-    self._estimator = estimator
     self._log = log
     self._spans = spans
     self._dog = dog
     self._observer = observer
-    self._news = asyncio.Event()
-    self._opened = asyncio.Event()
+    self._gauges = gauges
+    self._producer = producer.Producer(
+      settings.schedule,
+      rounds=settings.rounds,
+      seed=settings.seed,
+      player=player,
+      tasks=tasks,
+      unfit=settings.unfit,
+      log=log,
+    )
+    self._publishing: asyncio.Task[None] | None = None
+    self._stall_s = 0.0
     self._stopping = False
+    self._news: list[events.Event] = []
+    self._slots = round_report.Slots()
+    self._meter = trace.Meter()
 
-  async def run(self, progress: progress_lib.Progress) -> learner.TrainState:
-    """Returns the state after the last round.
+  async def run(self, progress: progress_lib.Progress) -> Any:
+    """Returns the trainer's state after the last round.
 
     Raises:
       Stopped: `stop` was called; the observer has seen the boundary.
       watchdog.Stalled: something waited longer than `stall_s`.
     """
-    self._restore(progress)
+    self._trained = progress.trained
+    self._trainer.restore(progress.state)
+    if progress.next_group:
+      self._log.emit(
+        "resumed", trained=progress.trained, next_group=progress.next_group
+      )
+    self._log.listeners.append(self._news.append)
+    self._spans.listeners.append(self._meter.add)
+    self._producer.restore(
+      progress.trained,
+      progress.next_group,
+      progress.untrained,
+      progress.in_flight,
+    )
     try:
       async with asyncio.TaskGroup() as tasks:
         return await self._run(tasks)
@@ -126,94 +160,45 @@ class Coordinator:
       while isinstance(cause, BaseExceptionGroup):
         cause = cause.exceptions[0]
       raise cause from None
+    finally:
+      self._log.listeners.remove(self._news.append)
+      self._spans.listeners.remove(self._meter.add)
 
-  async def _run(self, tasks: asyncio.TaskGroup) -> learner.TrainState:
+  async def _run(self, tasks: asyncio.TaskGroup) -> Any:
     # A round is measured from the end of the one before it.
-    self._mark = time.monotonic()
-    self._first_span = len(self._spans.spans)
-    self._first_event = len(self._log.events)
-    producer = tasks.create_task(self._produce(tasks), name="producer")
+    self._background = tasks
+    self._mark = asyncio.get_running_loop().time()
+    producing = tasks.create_task(self._producer.run(), name="producer")
     try:
       while self._trained < self._settings.rounds:
         if self._stopping:
           raise Stopped
         await self._round()
-      return self._state
+      await self._published()
+      return self._trainer.state
     except Stopped:
       await self._observer.on_boundary(self._progress())
       raise
     finally:
-      producer.cancel()
-      for play in self._plays:
-        play.cancel()
+      await self._producer.stop(_GRACE_S)
+      producing.cancel()
+      if self._publishing is not None:
+        self._publishing.cancel()
 
   def stop(self) -> None:
     """Ends the run at the next point from which it can go on."""
     self._stopping = True
-    self._news.set()
-
-  def _restore(self, progress: progress_lib.Progress) -> None:
-    self._state = progress.state
-    self._trained = progress.trained
-    self._served = {progress.trained: progress.state.params}
-    per_round = self._schedule.groups_per_round
-    first = progress.trained * per_round
-    waiting = {**progress.in_flight, **progress.untrained}
-    self._gate = staleness.StalenessGate(
-      self._schedule,
-      total=self._settings.rounds * per_round,
-      submitted=first + len(waiting),
-      version=progress.trained,
-    )
-    self._buffer = buffer_lib.GroupBuffer(first)
-    self._replayed = dict(progress.in_flight)
-    self._plays: set[asyncio.Task] = set()
-    for group_id, group in sorted(progress.untrained.items()):
-      self._buffer.restore(group)
-      self._log.emit(
-        "restored",
-        group=group_id,
-        tokens=group.num_sampled,
-        first_version=int(group.first_version),
-      )
+    self._producer.news.set()
 
   def _progress(self) -> progress_lib.Progress:
     return progress_lib.Progress(
-      state=self._state,
+      state=self._trainer.state,
       trained=self._trained,
       cursor=self._tasks.cursor,
-      untrained=self._buffer.untrained,
-      in_flight=self._buffer.in_flight,
+      untrained=self._producer.untrained,
+      in_flight=self._producer.in_flight,
+      next_group=self._producer.next_group,
     )
-
-  # Rollout.
-
-  async def _produce(self, tasks: asyncio.TaskGroup) -> None:
-    for group_id, task in sorted(self._replayed.items()):
-      self._start(tasks, group_id, task)
-    while True:
-      while self._gate.may_admit():
-        self._start(tasks, self._gate.admit(), self._tasks.next())
-      self._opened.clear()
-      await self._opened.wait()
-
-  def _start(self, tasks: asyncio.TaskGroup, group_id: int, task: Any) -> None:
-    self._buffer.submit(group_id, task)
-    version = self._gate.version
-    self._log.emit("submitted", group=group_id, version=int(version))
-    play = tasks.create_task(self._play(task, group_id, version))
-    self._plays.add(play)
-    play.add_done_callback(self._plays.discard)
-
-  async def _play(
-    self, task: Any, group_id: int, admitted: trajectory.PolicyVersion
-  ) -> None:
-    group = await self._player.group(
-      task, group_id, self._settings.seed, admitted
-    )
-    self._buffer.put(group)
-    self._log.emit("ready", group=group_id, version=int(self._gate.version))
-    self._news.set()
 
   # Training.
 
@@ -221,25 +206,26 @@ class Coordinator:
     this = _Round()
     if self._schedule.wait_for_round:
       await self._ready(self._schedule.groups_per_round, this)
+    await self._trainer.begin_round(self._trained)
     for _ in range(self._schedule.updates_per_round):
       await self._update(this)
     self._trained += 1
-    self._served[self._trained] = self._state.params
-    stall_s = await self._publish()
+    self._producer.advance(self._trained)
+    await self._publish()
     metrics = await self._describe(this)
-    metrics["publish_stall_s"] = stall_s
-    await self._observer.on_round(metrics, this.groups, this.values)
+    values = [values for values, _ in this.used]
+    await self._observer.on_round(metrics, this.groups, values)
     await self._observer.on_boundary(self._progress())
 
   async def _ready(self, count: int, this: _Round) -> None:
-    """Returns when the next `count` groups in order are ready."""
-    while not self._buffer.has(count):
+    """Returns when the next `count` groups are ready."""
+    while not self._producer.ready(count):
       self._stop_if_clean(this)
-      missing = self._buffer.missing(count)
-      self._news.clear()
+      missing = self._producer.missing(count)
+      self._producer.news.clear()
       await self._guarded(
-        self._news.wait(),
-        f"{len(missing)} groups, the first of them {missing[0]}",
+        self._producer.news.wait(),
+        f"{len(missing)} groups, the first of them {min(missing, default=0)}",
       )
     self._stop_if_clean(this)
 
@@ -250,120 +236,98 @@ class Coordinator:
 
   async def _update(self, this: _Round) -> None:
     per_batch = self._schedule.groups_per_microbatch
-    total = await self._device("zero", self._programs.zero)
-    first = len(this.groups)
+    if not self._schedule.streams:
+      per_batch = self._schedule.groups_per_update
+    first, start = len(this.groups), None
     for _ in range(self._schedule.groups_per_update // per_batch):
       await self._ready(per_batch, this)
-      groups = self._buffer.take(per_batch)
-      for group in groups:
-        self._log.emit("dequeued", group=group.group_id)
-      total = await self._accumulate(this, groups, total)
-    if not any(used.any() for used in this.trained[first:]):
-      sums = dict.fromkeys(learner.METRICS, 0.0)
-    else:
-      self._state, sums = await self._device(
-        "update", _update, self._programs, self._state, total
+      groups = self._producer.take(per_batch)
+      start = self._now() if start is None else start
+      this.groups += groups
+      this.used += await self._guarded(
+        self._trainer.accumulate(groups), "its mesh to accumulate"
       )
-    if not math.isfinite(sums["grad_norm"]):
-      raise FloatingPointError(
-        f"round {self._trained}: the gradient's norm is {sums['grad_norm']}; "
-        "go on from the last checkpoint with a lower learning rate"
-      )
+    sums = await self._guarded(self._trainer.update(), "its mesh to update")
     this.updates.append(sums)
-    self._buffer.commit()
-    for group, values in zip(
-      this.groups[first:], this.trained[first:], strict=True
-    ):
-      self._book(group, values)
-
-  async def _accumulate(
-    self,
-    this: _Round,
-    groups: Sequence[trajectory.Group],
-    total: learner.Accumulator,
-  ) -> learner.Accumulator:
-    members: list[trajectory.Trajectory] = []
-    weights_: list[float] = []
-    for group in groups:
-      self._gate.check(int(group.first_version), self._trained, group.group_id)
-      values, trained = advantages.of_group(group, self._estimator)
-      this.groups.append(group)
-      this.values.append(values)
-      this.trained.append(trained)
-      chosen = np.flatnonzero(trained).tolist()
-      members += [group.trajectories[i] for i in chosen]
-      weights_ += [float(values[i]) for i in chosen]
-    batches = batch.pack(
-      members,
-      weights_,
-      rows=self._settings.rows,
-      length=self._settings.length,
-      share_prompts=self._settings.share_prompts,
+    self._producer.commit()
+    number = len(this.updates) - 1
+    for group, used in zip(this.groups[first:], this.used[first:], strict=True):
+      self._book(group, used.trained, number)
+    self._log.emit(
+      "update",
+      version=self._trained,
+      number=number,
+      start=start,
+      end=self._now(),
     )
-    for packed in batches:
-      this.probe = this.probe or packed
-      params = self._state.params
-      total = await self._device(
-        "accumulate", _accumulate, self._programs, params, total, packed
-      )
-    return total
 
-  def _book(self, group: trajectory.Group, trained: np.ndarray) -> None:
-    tokens = [t.num_sampled for t in group.trajectories]
-    kept = sum(n for n, used in zip(tokens, trained, strict=True) if used)
+  def _now(self) -> float:
+    """Returns seconds since the log began."""
+    reading = asyncio.get_running_loop().time()
+    return round(self._log.since(reading), 6)
+
+  def _book(
+    self, group: trajectory.Group, trained: np.ndarray, number: int
+  ) -> None:
+    members = group.trajectories
+    kept = sum(
+      t.num_sampled for t, used in zip(members, trained, strict=True) if used
+    )
     self._log.emit(
       "trained",
       group=group.group_id,
+      attempt=group.attempt,
       version=self._trained,
       first_version=int(group.first_version),
+      update=number,
       tokens=kept,
-      masked=sum(tokens) - kept,
+      masked=sum(t.num_sampled for t in members) - kept,
+      members=[t.index for t in members],
     )
 
-  async def _publish(self) -> float:
-    """Returns the seconds for which decoding stood still."""
+  # Publishing.
+
+  async def _publish(self) -> None:
+    """Has the engines take the weights of now, one version after the other."""
+    await self._published()
     version = trajectory.PolicyVersion(self._trained)
-    stall_s = await self._guarded(
-      self._publisher.publish(
-        version, self._state.params, self._schedule.on_publish
-      ),
+    work = self._ship(version, self._trainer.params)
+    if self._schedule.drains:
+      self._publishing = self._background.create_task(work, name="publisher")
+    else:
+      await work
+
+  async def _published(self) -> None:
+    """Returns when nothing is being published."""
+    if self._publishing is not None:
+      await self._publishing
+      self._publishing = None
+
+  async def _ship(self, version: trajectory.PolicyVersion, params: Any) -> None:
+    self._stall_s = await self._guarded(
+      self._publisher.publish(version, params, self._schedule.on_publish),
       f"the engines to take version {version}",
     )
     # Before the gate opens, so that no new group shares the cache with it.
     await self._observer.on_published(version)
-    self._gate.release(version)
-    self._opened.set()
-    return stall_s
-
-  async def _device(self, name: str, function: Callable, *args: Any) -> Any:
-    work = self._thread.run(name, function, *args)
-    return await self._guarded(work, f"its mesh to {name}")
+    self._producer.release(version)
 
   async def _guarded(self, work: Any, what: str) -> Any:
     return await self._dog.wait(
       work, owner="learner", what=what, deadline_s=self._settings.stall_s
     )
 
+  # Metrics.
+
   async def _describe(self, this: _Round) -> dict[str, float]:
-    """Returns the metrics of a round; engine and learner are compared anew."""
-    now = time.monotonic()
-    wall_s, self._mark = now - self._mark, now
-    spans = self._spans.spans[self._first_span :]
-    news = self._log.events[self._first_event :]
-    self._first_span += len(spans)
-    self._first_event += len(news)
-    gap = await self._guarded(
-      agreement.measure(
-        self._programs,
-        self._thread,
-        self._served,
-        this.probe,
-        self._settings.probe_rows,
-      ),
-      "its mesh to score a sample",
+    """Returns the metrics of a round."""
+    more = await self._guarded(
+      self._trainer.describe(), "its mesh to score a sample"
     )
-    oldest = self._trained - self._schedule.max_staleness
-    self._served = {v: p for v, p in self._served.items() if v >= oldest}
+    now = asyncio.get_running_loop().time()
+    wall_s, self._mark = now - self._mark, now
+    news = list(self._news)
+    self._news.clear()
     return {
       "round": float(self._trained),
       **round_report.of_groups(
@@ -371,28 +335,19 @@ class Coordinator:
         success=self._settings.success,
         trained_at=self._trained - 1,
       ),
+      **round_report.of_sources(
+        this.groups,
+        news,
+        success=self._settings.success,
+        trained_at=self._trained - 1,
+        slots=self._slots.follow(news),
+      ),
+      **round_report.of_selection(this.groups, news),
       **round_report.of_updates(this.updates),
       **round_report.of_schedule(self._schedule),
-      **round_report.of_gap(gap),
-      **round_report.of_spans(spans, wall_s),
+      **more,
+      **round_report.of_spans(self._meter.take(), wall_s),
       **round_report.of_speed(news, this.updates, wall_s),
+      "publish_stall_s": self._stall_s,
+      **self._gauges(),
     }
-
-
-def _accumulate(
-  programs: learner.Learner,
-  params: Any,
-  total: learner.Accumulator,
-  packed: batch.Batch,
-) -> learner.Accumulator:
-  return programs.accumulate(params, total, programs.place(packed))
-
-
-def _update(
-  programs: learner.Learner,
-  state: learner.TrainState,
-  total: learner.Accumulator,
-) -> tuple[learner.TrainState, dict[str, float]]:
-  state, sums = programs.update(state, total)
-  sums = jax.device_get(sums)
-  return state, {name: float(value) for name, value in sums.items()}

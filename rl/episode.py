@@ -3,10 +3,10 @@
 build -> start -> [ context -> generate -> text -> step ]* -> close
 """
 
+import asyncio
 import contextlib
 import dataclasses
 import functools
-import time
 import zlib
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol, TypeVar, runtime_checkable
@@ -19,6 +19,10 @@ from rl import engine as engine_lib
 from rl import foreign, trajectory, watchdog
 
 _T = TypeVar("_T")
+_Requests = Callable[
+  [int, Int32[np.ndarray, " N"], int], engine_lib.DecodeRequest
+]
+"""(number of a turn, whole conversation, room) -> what the engine is asked."""
 
 
 @runtime_checkable
@@ -93,17 +97,18 @@ class Limits:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Episode:
-  """Which episode this is: the member `index` of a group."""
+  """Which episode this is: member `index` of an attempt at a group."""
 
   task: base.Task
   group_id: int
   index: int
   seed: int
+  attempt: int = 0
 
   @property
   def name(self) -> str:
     """Unique within a run: the engine's session."""
-    return f"{self.task.split}/{self.group_id}/{self.index}"
+    return f"{self.task.split}/{self.group_id}/{self.attempt}/{self.index}"
 
   @property
   def noise(self) -> int:
@@ -142,9 +147,16 @@ class _Guarded:
 
 @dataclasses.dataclass(slots=True)
 class Record:
-  """What has happened in one episode so far; `play` fills it."""
+  """What has happened in one episode so far; `play` fills it.
+
+  Attributes:
+    turned: told of every turn before it is added.
+    over: nothing more will happen but the close of the environment.
+  """
 
   episode: Episode
+  turned: Callable[[trajectory.Turn], None] = lambda turn: None
+  over: bool = False
   turns: list[trajectory.Turn] = dataclasses.field(default_factory=list)
   messages: list[base.Message] = dataclasses.field(default_factory=list)
   rewards: list[float] = dataclasses.field(default_factory=list)
@@ -177,12 +189,14 @@ class Record:
       env_s=env_s,
       experts=experts,
     )
+    self.turned(turn)
     self.turns.append(turn)
 
   def end(
     self, status: trajectory.Status, fault: str = ""
   ) -> tuple[trajectory.Trajectory, base.Transcript]:
     """Returns the trajectory without its reward, and its text."""
+    self.over = True
     record = trajectory.Trajectory(
       task_id=self.episode.task.id,
       group_id=self.episode.group_id,
@@ -201,6 +215,8 @@ async def play(
   limits: Limits,
   record: Record,
   dog: watchdog.Watchdog | None = None,
+  priority: tuple[int, ...] = (),
+  closing: set[asyncio.Task[None]] | None = None,
 ) -> tuple[trajectory.Trajectory, base.Transcript]:
   """Plays one environment to its end, keeping ids exactly as sampled.
 
@@ -208,6 +224,9 @@ async def play(
     source: builds the environment, which is closed here on every path.
     record: fresh; after an exception it holds what was sampled.
     dog: its table names the environment while this waits for it.
+    priority: of its requests.
+    closing: gets the task that closes the environment, until it is done; None
+      waits for it here. A slow one need not hold up the reward.
 
   Returns:
     The trajectory without its reward, and its text. An environment that
@@ -225,11 +244,17 @@ async def play(
     return record.end(trajectory.Status.ENV_FAULT, fault)
   environment = _Guarded(built, limits.step_s, dog, f"episode {name}")
   try:
-    return await _turns(record, environment, engine, chat, limits)
+    request = _requests(record.episode, chat, limits, priority)
+    return await _turns(record, environment, engine, chat, limits, request)
   except foreign.Fault as fault:
     return record.end(trajectory.Status.ENV_FAULT, str(fault))
   finally:
-    await environment.close()
+    if closing is None:
+      await environment.close()
+    else:
+      task = asyncio.create_task(environment.close())
+      closing.add(task)
+      task.add_done_callback(closing.discard)
 
 
 async def _turns(
@@ -238,12 +263,13 @@ async def _turns(
   engine: Sampler,
   chat: Chat,
   limits: Limits,
+  request: _Requests,
 ) -> tuple[trajectory.Trajectory, base.Transcript]:
+  loop = asyncio.get_running_loop()
   observation = await environment.start()
   record.messages.extend(observation)
   context = _encode(chat.open, observation)
   ids = context
-  request = _requests(record.episode, chat, limits)
   for number in range(limits.max_turns):
     room = limits.max_tokens - len(ids)
     if room < 1:
@@ -257,7 +283,7 @@ async def _turns(
       completion = await engine.generate(request(number, ids, room))
     except ValueError as error:
       return record.end(trajectory.Status.ENGINE_FAULT, str(error))
-    asked = time.monotonic()
+    asked = loop.time()
     try:
       if completion.stop == "abort":
         return record.end(trajectory.Status.ENGINE_FAULT, "aborted")
@@ -267,7 +293,7 @@ async def _turns(
       step = await environment.step(answer)
     finally:
       # On every path: tokens that were sampled are never lost.
-      record.add(context, completion, time.monotonic() - asked)
+      record.add(context, completion, loop.time() - asked)
     record.rewards.append(step.reward)
     record.messages.extend(step.messages)
     if step.done:
@@ -281,11 +307,10 @@ async def _turns(
 
 
 def _requests(
-  episode: Episode, chat: Chat, limits: Limits
-) -> Callable[[int, Int32[np.ndarray, " N"], int], engine_lib.DecodeRequest]:
+  episode: Episode, chat: Chat, limits: Limits, priority: tuple[int, ...]
+) -> _Requests:
   """Returns what builds a request; the parts that stay are made once."""
   name, seed, stop_ids = episode.name, episode.noise, chat.stop_ids
-  priority = (episode.group_id, episode.index)
 
   def request(
     number: int, ids: Int32[np.ndarray, " N"], room: int

@@ -42,9 +42,16 @@ async def evaluate(
     success: an episode succeeds when its reward is at least this.
   """
   limits = dataclasses.replace(
-    player.limits, temperature=temperature, record_experts=False
+    player.limits,
+    temperature=temperature,
+    record_experts=False,
+    overlong=None,
   )
-  quiet = dataclasses.replace(player, limits=limits, log=events.EventLog())
+  quiet = dataclasses.replace(
+    player,
+    limits=limits,
+    log=events.EventLog(clock=asyncio.get_running_loop().time),
+  )
   played = await asyncio.gather(
     *(
       quiet.member(episode.Episode(player.source.task(i, "eval"), i, 0, seed))

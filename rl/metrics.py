@@ -52,13 +52,15 @@ class MetricsWriter:
     """Appends the result of an evaluation made after `round`."""
     self._evaluations.write(_line(round, metrics))
     self._evaluations.flush()
-    for name, value in metrics.items():
-      self._board.add_scalar(f"evaluation/{name}", float(value), round)
+    self._scalars(
+      {f"evaluation/{name}": value for name, value in metrics.items()}, round
+    )
 
   def _scalars(self, row: Mapping[str, Any], round: int) -> None:
     for name, value in row.items():
-      number = math.nan if value is None else float(value)
-      self._board.add_scalar(name, number, round)
+      # TensorBoard draws no other number, and complains of each.
+      if value is not None and math.isfinite(value):
+        self._board.add_scalar(name, float(value), round)
 
   def close(self) -> None:
     """Flushes and closes all files."""

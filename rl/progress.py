@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Float32
 
 from envs import base
-from rl import learner, trajectory
+from rl import buffer, trajectory
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -19,14 +19,16 @@ class Progress:
     state: after `trained` rounds; valid until the next update.
     cursor: of the prompts.
     untrained: finished groups that no update holds.
-    in_flight: tasks of the groups to be played again.
+    in_flight: groups to be played again.
+    next_group: id of the next one to be admitted.
   """
 
-  state: learner.TrainState
+  state: Any
   trained: int
   cursor: Mapping[str, Any]
   untrained: Mapping[int, trajectory.Group]
-  in_flight: Mapping[int, base.Task]
+  in_flight: Mapping[int, buffer.Attempt]
+  next_group: int
 
   def to_host(self) -> dict[str, Any]:
     """Returns all but the state as JSON data."""
@@ -38,13 +40,14 @@ class Progress:
         for _, group in sorted(self.untrained.items())
       ],
       "in_flight": [
-        {"group_id": group_id, "task": dataclasses.asdict(task)}
-        for group_id, task in sorted(self.in_flight.items())
+        {"group_id": group_id, **dataclasses.asdict(attempt)}
+        for group_id, attempt in sorted(self.in_flight.items())
       ],
+      "next_group": self.next_group,
     }
 
 
-def from_host(state: learner.TrainState, host: Mapping[str, Any]) -> Progress:
+def from_host(state: Any, host: Mapping[str, Any]) -> Progress:
   """Returns the progress that `Progress.to_host` described."""
   groups = [trajectory.group_from_json(data) for data in host["untrained"]]
   return Progress(
@@ -53,16 +56,24 @@ def from_host(state: learner.TrainState, host: Mapping[str, Any]) -> Progress:
     cursor=host["cursor"],
     untrained={group.group_id: group for group in groups},
     in_flight={
-      entry["group_id"]: base.Task(**entry["task"])
+      entry["group_id"]: buffer.Attempt(
+        base.Task(**entry["task"]), entry["number"]
+      )
       for entry in host["in_flight"]
     },
+    next_group=host["next_group"],
   )
 
 
-def beginning(state: learner.TrainState, cursor: Mapping[str, Any]) -> Progress:
+def beginning(state: Any, cursor: Mapping[str, Any]) -> Progress:
   """Returns the progress of a run that has trained nothing yet."""
   return Progress(
-    state=state, trained=0, cursor=cursor, untrained={}, in_flight={}
+    state=state,
+    trained=0,
+    cursor=cursor,
+    untrained={},
+    in_flight={},
+    next_group=0,
   )
 
 

@@ -1,49 +1,70 @@
-"""Groups: G episodes of one task side by side, each graded as it ends."""
+"""Groups: G episodes of one task side by side, each graded as it ends.
+
+Player.play -> Play.run: member 0: begin -> play -> end -> grade --+-> Group
+                         member 1: begin -> play -> end -> grade --+
+                         ...  the surplus is aborted when G have ended
+"""
 
 import asyncio
+import contextlib
 import dataclasses
 import math
+from collections.abc import Callable
+from typing import Any, Protocol, runtime_checkable
 
 from envs import base
 from rl import engine as engine_lib
 from rl import episode as episode_lib
-from rl import events, foreign, trajectory, watchdog
+from rl import events, shaping, trajectory, watchdog
+from rl import grading as grading_lib
+
+_STATUS = {
+  "stale": trajectory.Status.STALE,
+  "surplus": trajectory.Status.SURPLUS,
+  "stopped": trajectory.Status.ENGINE_FAULT,
+}
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Watched:
-  """A sampler whose waits the watchdog can name.
+@runtime_checkable
+class Sessions(episode_lib.Sampler, Protocol):
+  """What serves whole conversations; `router.Router` does."""
 
-  The learner's wait for the group has the deadline; this says what held it up.
-  """
+  async def begin(self, session: str, domain: str) -> int:
+    """Returns the number of the engine, once one takes new sessions."""
+    ...
 
-  engine: episode_lib.Sampler
-  dog: watchdog.Watchdog
-  stall_s: float
+  def serves(self, number: int) -> int:
+    """Returns the version that an engine serves."""
+    ...
 
-  async def generate(
-    self, request: engine_lib.DecodeRequest
-  ) -> engine_lib.Completion:
-    """Samples one answer."""
-    with self.dog.noted(
-      owner=f"episode {request.session}",
-      what="an answer of the engine",
-      deadline_s=self.stall_s,
-    ):
-      return await self.engine.generate(request)
+  def end(self, session: str) -> None:
+    """The conversation is over."""
+    ...
+
+  def abort(self, request_id: str | None) -> None:
+    """Ends a request with what it has; see `engine.DecodeEngine`."""
+    ...
+
+  def begun(self, request_id: str) -> trajectory.PolicyVersion | None:
+    """Returns the version of a request's first token, if it has one."""
+    ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rollout(episode_lib.Limits):
-  """How groups are played: the limits of an episode, and two more.
+  """How groups are played: the limits of an episode, and what grades them.
 
   Attributes:
     group_size: G episodes of one task.
-    reward_s: deadline of one grading.
+    grading: deadline and repetition of a reward's calls.
+    overlong: takes from the reward of answers that are nearly too long.
   """
 
   group_size: int = 8
-  reward_s: float = 30.0
+  grading: grading_lib.Retries = dataclasses.field(
+    default_factory=grading_lib.Retries
+  )
+  overlong: shaping.Overlong | None = None
 
   def validate(self) -> None:
     """Raises ValueError on a limit that allows no episode."""
@@ -60,32 +81,8 @@ class Rollout(episode_lib.Limits):
         f"rollout.temperature={self.temperature} is not above 0: a greedy "
         "group has no variance"
       )
-    for name in ("step_s", "reward_s"):
-      if not getattr(self, name) > 0:
-        raise ValueError(f"rollout.{name}={getattr(self, name)} is not above 0")
-
-
-async def grade(
-  record: trajectory.Trajectory,
-  transcript: base.Transcript,
-  task: base.Task,
-  reward: base.Reward,
-  deadline_s: float,
-  dog: watchdog.Watchdog | None = None,
-) -> trajectory.Trajectory:
-  """Returns the trajectory with its reward, or with REWARD_FAULT."""
-  if not record.status.trainable:
-    return record
-  owner = f"episode {task.split}/{record.group_id}/{record.index}"
-  try:
-    grades = await foreign.guarded(
-      lambda: reward(task, [transcript]), deadline_s, "reward", dog, owner
-    )
-    value, parts = foreign.checked_grade(grades)
-  except Exception as fault:
-    status = trajectory.Status.REWARD_FAULT
-    return dataclasses.replace(record, status=status, fault=str(fault))
-  return dataclasses.replace(record, reward=value, parts=parts)
+    if not self.step_s > 0:
+      raise ValueError(f"rollout.step_s={self.step_s} is not above 0")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -93,71 +90,298 @@ class Player:
   """All that playing needs; the same for training and evaluation.
 
   Attributes:
+    priority: (group, index) -> of its requests: lowest first, equals as they
+      come.
+    extra_members: played beyond `limits.group_size`.
+    closing: environments of episodes that are over.
     dog: its table names what each episode waits for.
+    stall_s: deadline in that table; it is the learner's wait that enforces it.
   """
 
   source: base.Source
-  engine: episode_lib.Sampler
+  engine: Sessions
   chat: episode_lib.Chat
-  reward: base.Reward
+  graders: grading_lib.Graders
   limits: Rollout
   log: events.EventLog
   dog: watchdog.Watchdog | None = None
+  stall_s: float = math.inf
+  priority: Callable[[int, int], tuple[int, ...]] = lambda group, index: (
+    group,
+    index,
+  )
+  extra_members: int = 0
+  closing: set[asyncio.Task[None]] = dataclasses.field(default_factory=set)
 
-  async def member(self, episode: episode_lib.Episode) -> trajectory.Trajectory:
-    """Plays and grades one episode; grading starts the moment it ends."""
-    where = {"group": episode.group_id, "index": episode.index}
-    record = episode_lib.Record(episode)
-    try:
-      played, transcript = await episode_lib.play(
-        self.source, self.engine, self.chat, self.limits, record, self.dog
-      )
-    except BaseException:
-      # Cancelled, or the engine closed: the ledger still owns these tokens.
-      lost, _ = record.end(trajectory.Status.ENGINE_FAULT)
-      tokens, versions = lost.num_sampled, lost.versions
-      self.log.emit("cancelled", **where, tokens=tokens, versions=versions)
-      raise
-    self.log.emit(
-      "ended",
-      **where,
-      status=played.status.value,
-      turns=len(played.turns),
-      tokens=played.num_sampled,
-      versions=played.versions,
-    )
-    graded = await grade(
-      played,
-      transcript,
-      episode.task,
-      self.reward,
-      self.limits.reward_s,
-      self.dog,
-    )
-    if graded.fault:
-      status = graded.status.value
-      self.log.emit("fault", **where, status=status, what=graded.fault)
-    else:
-      self.log.emit("reward", **where, value=graded.reward)
-    return graded
-
-  async def group(
+  def play(
     self,
     task: base.Task,
     group_id: int,
     seed: int,
     admitted: trajectory.PolicyVersion,
-  ) -> trajectory.Group:
-    """Plays the G members of one task side by side."""
+    attempt: int = 0,
+  ) -> "Play":
+    """Returns one attempt at a group; `Play.run` plays it."""
+    return Play(self, task, group_id, seed, admitted, attempt)
+
+  async def member(self, episode: episode_lib.Episode) -> trajectory.Trajectory:
+    """Plays and grades one episode on its own."""
+    return await _Member(self, episode).run()
+
+
+class Play:
+  """One attempt at a group: `run` once, `abort` at any time meanwhile.
+
+  Attributes:
+    aborted: why, when it was.
+  """
+
+  def __init__(
+    self,
+    player: Player,
+    task: base.Task,
+    group_id: int,
+    seed: int,
+    admitted: trajectory.PolicyVersion,
+    attempt: int,
+  ):
+    self._player = player
+    self._admitted = admitted
+    self._group_size = player.limits.group_size
+    self._finished: list[int] = []
+    self.task = task
+    self.group_id = group_id
+    self.attempt = attempt
+    self.aborted = ""
+    self._members = [
+      _Member(
+        player,
+        episode_lib.Episode(task, group_id, i, seed, attempt),
+        self._ended,
+      )
+      for i in range(self._group_size + player.extra_members)
+    ]
+
+  async def run(self) -> trajectory.Group:
+    """Plays the members side by side and returns the group of G.
+
+    Those are the first G that ended without a fault; when fewer did, members
+    with faults fill it up.
+    """
     async with asyncio.TaskGroup() as members:
-      plays = [
-        members.create_task(
-          self.member(episode_lib.Episode(task, group_id, i, seed))
-        )
-        for i in range(self.limits.group_size)
-      ]
+      plays = [members.create_task(member.run()) for member in self._members]
+    every = [play.result() for play in plays]
+    rest = [t.index for t in every if t.index not in self._finished]
+    chosen = sorted([*self._finished, *rest][: self._group_size])
     return trajectory.Group(
-      group_id=group_id,
-      trajectories=[play.result() for play in plays],
-      admitted=admitted,
+      group_id=self.group_id,
+      trajectories=[every[i] for i in chosen],
+      admitted=self._admitted,
+      task=self.task,
+      attempt=self.attempt,
+      surplus_tokens=sum(t.num_sampled for t in every if t.index not in chosen),
+    )
+
+  def abort(self, reason: str) -> None:
+    """Ends every member now: its request, or its environment's step."""
+    self.aborted = self.aborted or reason
+    for member in self._members:
+      member.abort(reason)
+
+  @property
+  def first_version(self) -> int | None:
+    """Oldest first token of its members so far; None before the first."""
+    firsts = [member.first_version for member in self._members]
+    return min((v for v in firsts if v is not None), default=None)
+
+  def _ended(self, index: int) -> bool:
+    """A member has ended without a fault; returns whether it is needed."""
+    if len(self._finished) == self._group_size:
+      return False
+    self._finished.append(index)
+    if len(self._finished) == self._group_size:
+      for member in self._members:
+        member.abort("surplus")
+    return True
+
+
+class _Member:
+  """One episode, which can be aborted.
+
+  Its way to the engine goes through here, so that what it waits for is known.
+  """
+
+  def __init__(
+    self,
+    player: Player,
+    episode: episode_lib.Episode,
+    ended: Callable[[int], bool] = lambda index: True,
+  ):
+    self._player = player
+    self._episode = episode
+    self._tell = ended
+    self._where = {
+      "group": episode.group_id,
+      "attempt": episode.attempt,
+      "index": episode.index,
+    }
+    self._task: asyncio.Task[Any] | None = None
+    self._request = ""
+    self._first: int | None = None
+    self._reason = ""
+    self._record = episode_lib.Record(episode, self._turned)
+
+  @property
+  def first_version(self) -> int | None:
+    """Of its first token, which may have been sampled just now."""
+    if self._first is None and self._request:
+      with contextlib.suppress(ValueError):  # It has just ended.
+        begun = self._player.engine.begun(self._request)
+        return None if begun is None else int(begun)
+    return self._first
+
+  def abort(self, reason: str) -> None:
+    """Ends the episode, unless it has ended."""
+    if self._record.over or self._reason:
+      return
+    self._reason = reason
+    if self._request:
+      # It comes back with what it has, or is on its way: no token is lost.
+      with contextlib.suppress(ValueError):
+        self._player.engine.abort(self._request)
+      return
+    if self._task is not None:
+      self._task.cancel()
+
+  async def run(self) -> trajectory.Trajectory:
+    """Plays and grades; what was aborted is not graded."""
+    try:
+      played, transcript = await self._play()
+    except BaseException as error:
+      # The run stops, or the engine: the ledger still owns these tokens.
+      lost, _ = self._record.end(trajectory.Status.ENGINE_FAULT)
+      stopped = isinstance(error, asyncio.CancelledError)
+      self._log_end("aborted", lost, reason="stopped" if stopped else "error")
+      raise
+    if self._reason:
+      played = dataclasses.replace(
+        played, status=_STATUS[self._reason], fault=self._reason
+      )
+      self._log_end("aborted", played, reason=self._reason)
+      return played
+    self._log_end("ended", played, status=played.status.value)
+    if played.status.trainable and not self._tell(self._episode.index):
+      return played
+    return await self._grade(played, transcript)
+
+  async def _grade(
+    self, played: trajectory.Trajectory, transcript: base.Transcript
+  ) -> trajectory.Trajectory:
+    player, log = self._player, self._player.log
+    graded = await player.graders.grade(
+      played,
+      transcript,
+      self._episode.task,
+      lambda: log.emit("grading", **self._where),
+    )
+    if player.limits.overlong is not None:
+      graded = shaping.apply(graded, player.limits.overlong)
+    if graded.fault:
+      status = graded.status.value
+      log.emit("fault", **self._where, status=status, what=graded.fault)
+    else:
+      log.emit("reward", **self._where, value=graded.reward)
+    return graded
+
+  def _log_end(
+    self, kind: str, played: trajectory.Trajectory, **fields: Any
+  ) -> None:
+    self._player.log.emit(
+      kind,
+      **self._where,
+      **fields,
+      turns=len(played.turns),
+      tokens=played.num_sampled,
+      length=sum(len(t.context) + len(t.tokens) for t in played.turns),
+      versions=played.versions,
+    )
+
+  async def _play(self) -> tuple[trajectory.Trajectory, base.Transcript]:
+    """Plays to the end, or to where `abort` found it."""
+    # A task of its own: what `abort` cancels is not who waits for the group.
+    self._task = asyncio.create_task(self._session())
+    if self._reason:  # Before it was begun.
+      self._task.cancel()
+    try:
+      return await self._task
+    except asyncio.CancelledError:
+      current = asyncio.current_task()
+      if not self._reason or (current and current.cancelling()):
+        self._task.cancel()
+        await asyncio.wait([self._task])
+        raise
+      return self._record.end(trajectory.Status.ENGINE_FAULT, self._reason)
+
+  async def _session(self) -> tuple[trajectory.Trajectory, base.Transcript]:
+    player, episode = self._player, self._episode
+    try:
+      number = await player.engine.begin(episode.name, episode.task.source)
+      player.log.emit(
+        "admitted",
+        **self._where,
+        engine=number,
+        version=player.engine.serves(number),
+      )
+      return await episode_lib.play(
+        player.source,
+        self,
+        player.chat,
+        player.limits,
+        self._record,
+        player.dog,
+        priority=player.priority(episode.group_id, episode.index),
+        closing=player.closing,
+      )
+    finally:
+      player.engine.end(episode.name)
+
+  async def generate(
+    self, request: engine_lib.DecodeRequest
+  ) -> engine_lib.Completion:
+    """Samples one answer; the watchdog can name who waits for it."""
+    player, asked = self._player, asyncio.get_running_loop().time()
+    self._request = request.request_id
+    try:
+      with contextlib.ExitStack() as noted:
+        if player.dog is not None:
+          noted.enter_context(
+            player.dog.noted(
+              owner=f"episode {request.session}",
+              what="an answer of the engine",
+              deadline_s=player.stall_s,
+            )
+          )
+        completion = await player.engine.generate(request)
+    finally:
+      self._request = ""
+    if self._first is None and len(completion.versions):
+      self._first = int(completion.versions[0])
+      self._player.log.emit(
+        "first_token",
+        t=player.log.since(asked + completion.first_token_s),
+        **self._where,
+        version=self._first,
+      )
+    if self._reason:  # It may have ended by itself at the same moment.
+      completion = dataclasses.replace(completion, stop="abort")
+    return completion
+
+  def _turned(self, turn: trajectory.Turn) -> None:
+    self._player.log.emit(
+      "turn",
+      **self._where,
+      number=len(self._record.turns),
+      tokens=len(turn.tokens),
+      decode_s=round(turn.decode_s, 6),
+      env_s=round(turn.env_s, 6),
     )

@@ -5,41 +5,49 @@ from rl import trajectory
 
 
 class StalenessGate:
-  """Admits group i while i < (version + eta + 1) * R.
+  """Admits a group while fewer than (version + eta + 1) * R are admitted.
 
   With consumption in submission order group i trains at version i // R, so its
-  staleness never exceeds eta, however long it waits in a queue.
+  staleness never exceeds eta, however long it waits in a queue. A surplus of
+  `redundancy.extra_groups` comes on top; those that are cancelled no longer
+  count.
 
-  The producer calls `may_admit` and `admit`; the publisher's caller calls
+  The producer calls `may_admit`, `admit` and `cancel`; whoever publishes calls
   `release` once every engine serves the new version, and not before.
 
   Args:
-    total: groups of the whole run; none is admitted beyond them.
-    submitted, version: where a resumed run goes on.
+    total: groups of the whole run that will be trained.
+    admitted, next_group, version: where a resumed run goes on.
   """
 
   def __init__(
     self,
     schedule: overlap_lib.Overlap,
     total: int,
-    submitted: int = 0,
+    admitted: int = 0,
     version: int = 0,
+    next_group: int | None = None,
   ):
     self._round = schedule.groups_per_round
     self._eta = schedule.max_staleness
+    self._extra = schedule.redundancy.extra_groups
     self._total = total
-    self.submitted = submitted
+    self._cancelled = 0
+    self.admitted = admitted
+    self.next_group = admitted if next_group is None else next_group
     self.version = trajectory.PolicyVersion(version)
 
   @property
   def limit(self) -> int:
-    """Groups that may have been submitted by now."""
+    """Groups that may have been admitted by now, without the cancelled."""
+    if self.version * self._round >= self._total:
+      return self._total
     window = (self.version + self._eta + 1) * self._round
-    return min(window, self._total)
+    return min(window, self._total) + self._extra - self._cancelled
 
   def may_admit(self) -> bool:
     """Whether one more group keeps the bound."""
-    return self.submitted < self.limit
+    return self.admitted < self.limit
 
   def admit(self) -> int:
     """Returns the id of the next group.
@@ -49,10 +57,16 @@ class StalenessGate:
     """
     if not self.may_admit():
       raise RuntimeError(
-        f"group {self.submitted} is beyond the limit of {self.limit}"
+        f"group {self.next_group} is beyond the limit of {self.limit}"
       )
-    self.submitted += 1
-    return self.submitted - 1
+    self.admitted += 1
+    self.next_group += 1
+    return self.next_group - 1
+
+  def cancel(self) -> None:
+    """Forgets one admitted group: it was surplus to this version's needs."""
+    self.admitted -= 1
+    self._cancelled += 1
 
   def release(self, version: trajectory.PolicyVersion) -> None:
     """Opens the window for a version that every engine acknowledged."""
@@ -61,6 +75,11 @@ class StalenessGate:
         f"version {version} was released after version {self.version}"
       )
     self.version = version
+    self._cancelled = 0
+
+  def too_old(self, first_version: int, trained_version: int) -> bool:
+    """Whether what began then would break the bound if it trained now."""
+    return trained_version - first_version > self._eta
 
   def check(
     self, first_version: int, trained_version: int, group_id: int

@@ -8,6 +8,8 @@ from typing import Any, Literal, NewType
 import numpy as np
 from jaxtyping import Bool, Float32, Int32
 
+from envs import base
+
 PolicyVersion = NewType("PolicyVersion", int)
 """Rounds of training behind the weights: the only clock of the system.
 
@@ -26,6 +28,8 @@ class Status(enum.Enum):
   ENV_FAULT = "env_fault"
   REWARD_FAULT = "reward_fault"
   ENGINE_FAULT = "engine_fault"
+  STALE = "stale"
+  SURPLUS = "surplus"
 
   @property
   def trainable(self) -> bool:
@@ -79,12 +83,24 @@ class Turn:
       )
 
 
+def run_lengths(versions: Int32[np.ndarray, " T"]) -> list[tuple[int, int]]:
+  """Returns (version, tokens) of each run of equal versions."""
+  if not len(versions):
+    return []
+  first, last = int(versions[0]), int(versions[-1])
+  if first == last:  # As they never decrease.
+    return [(first, len(versions))]
+  starts = np.concatenate([[0], np.flatnonzero(np.diff(versions)) + 1])
+  counts = np.diff([*starts, len(versions)])
+  return list(zip(versions[starts].tolist(), counts.tolist(), strict=True))
+
+
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Trajectory:
   """One episode, token for token.
 
   Attributes:
-    group_id, index: its group and its place among the G members.
+    group_id, index: its group and its place among the members.
     turns: may be empty when the environment failed to start.
     reward: None unless `status.trainable`.
     parts: named parts of the reward.
@@ -150,11 +166,10 @@ class Trajectory:
     """Run lengths of the policies that sampled it: (version, tokens)."""
     runs: list[tuple[int, int]] = []
     for turn in self.turns:
-      for version in turn.versions.tolist():
+      for version, count in run_lengths(turn.versions):
         if runs and runs[-1][0] == version:
-          runs[-1] = (version, runs[-1][1] + 1)
-        else:
-          runs.append((version, 1))
+          count += runs.pop()[1]
+        runs.append((version, count))
     return runs
 
   @property
@@ -166,22 +181,33 @@ class Trajectory:
     return None
 
 
+NO_TASK = base.Task(id="", index=0, split="train", seed=0)
+"""Of a group that was not played."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Group:
   """G trajectories of one task: whole or not at all.
 
   Attributes:
-    admitted: newest published policy when the gate let the group in.
+    group_id: its place in the order of submission.
+    task: what all of them played.
+    admitted: newest published policy when its first member began.
+    attempt: how many groups were played in this place before and dropped.
+    surplus_tokens: sampled by members beyond the G.
   """
 
   group_id: int
   trajectories: Sequence[Trajectory]
   admitted: PolicyVersion
+  task: base.Task = NO_TASK
+  attempt: int = 0
+  surplus_tokens: int = 0
 
   @property
   def num_sampled(self) -> int:
-    """Number of sampled tokens of all members."""
-    return sum(t.num_sampled for t in self.trajectories)
+    """Number of sampled tokens of all members, the surplus included."""
+    return self.surplus_tokens + sum(t.num_sampled for t in self.trajectories)
 
   @property
   def first_version(self) -> PolicyVersion:
@@ -255,6 +281,9 @@ def group_to_json(group: Group) -> dict[str, Any]:
   return {
     "group_id": group.group_id,
     "admitted": int(group.admitted),
+    "task": dataclasses.asdict(group.task),
+    "attempt": group.attempt,
+    "surplus_tokens": group.surplus_tokens,
     "trajectories": [trajectory_to_json(t) for t in group.trajectories],
   }
 
@@ -265,4 +294,7 @@ def group_from_json(data: Mapping[str, Any]) -> Group:
     group_id=data["group_id"],
     trajectories=[trajectory_from_json(t) for t in data["trajectories"]],
     admitted=PolicyVersion(data["admitted"]),
+    task=base.Task(**data["task"]),
+    attempt=data["attempt"],
+    surplus_tokens=data["surplus_tokens"],
   )

@@ -14,7 +14,14 @@ import dataclasses
 import functools
 import weakref
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, get_args
+from typing import (
+  Any,
+  Literal,
+  NamedTuple,
+  Protocol,
+  get_args,
+  runtime_checkable,
+)
 
 import jax
 import jax.numpy as jnp
@@ -51,6 +58,28 @@ class Publishing:
       raise ValueError(
         f"publishing.dtype={self.dtype}; use {' or '.join(known)}"
       )
+
+
+@runtime_checkable
+class Served(Protocol):
+  """What takes weights: an engine, or its `router.Door`."""
+
+  async def update_weights(
+    self,
+    version: trajectory.PolicyVersion,
+    params: Any,
+    in_flight: engine.InFlight = "recompute",
+  ) -> None:
+    """Serves `params` from now on; see `engine.DecodeEngine`."""
+    ...
+
+  async def checksum(self) -> tuple[trajectory.PolicyVersion, int]:
+    """Returns the served version and `checksums.of` its weights."""
+    ...
+
+  def stats(self) -> engine.EngineStats:
+    """Returns the counters."""
+    ...
 
 
 _PLAIN = Publishing()
@@ -133,7 +162,7 @@ class WeightPublisher:
 
   def __init__(
     self,
-    pools: Sequence[tuple[engine.DecodeEngine, Any]],
+    pools: Sequence[tuple[Served, Any]],
     thread: dispatch.MeshThread,
     log: events.EventLog,
     spans: trace.Trace,
@@ -277,8 +306,15 @@ class WeightPublisher:
     for path, _ in jax.tree_util.tree_leaves_with_path(params):
       parts |= self._parts[jax.tree_util.keystr(path)]
     sent = int(version), checksums.combine(parts)
-    told = await asyncio.gather(*(x.checksum() for x, _ in self._pools))
-    for number, (serves, total) in enumerate(told):
+    told = await asyncio.gather(
+      *(x.checksum() for x, _ in self._pools), return_exceptions=True
+    )
+    for number, answer in enumerate(told):
+      if isinstance(answer, engine.EngineClosed):
+        continue  # What has stopped serves nothing.
+      if isinstance(answer, BaseException):
+        raise answer
+      serves, total = answer
       if (int(serves), total) != sent:
         raise RuntimeError(
           f"engine {number} serves version {int(serves)} with the checksum "

@@ -18,11 +18,15 @@ def _group(group_id):
   )
 
 
-def _filled(count, done=()):
+def _attempt(index):
+  return buffer.Attempt(_task(index))
+
+
+def _filled(count, done=(), in_order=True):
   """Returns a buffer of `count` submitted groups, some of them finished."""
-  groups = buffer.GroupBuffer()
+  groups = buffer.GroupBuffer(in_order=in_order)
   for i in range(count):
-    groups.submit(i, _task(i))
+    groups.submit(i, _attempt(i))
   for i in done:
     groups.put(_group(i))
   return groups
@@ -38,6 +42,25 @@ def test_groups_leave_in_the_order_of_submission_not_of_completion():
   assert _ids(groups.take(1)) == [3]
 
 
+def test_groups_leave_in_the_order_of_completion_when_they_may():
+  groups = _filled(4, done=[3, 1], in_order=False)
+  assert groups.missing(3) == [0, 2]
+  assert _ids(groups.take(1)) == [3]
+  groups.put(_group(0))
+  assert not groups.has(3)
+  assert _ids(groups.take(2)) == [1, 0]
+
+
+@pytest.mark.parametrize("group_id", [0, 1])
+def test_a_group_that_is_withdrawn_is_gone(group_id):
+  groups = _filled(2, done=[0], in_order=False)
+  groups.withdraw(group_id)
+  left = {**groups.ready, **groups.in_flight}
+  assert sorted(left) == [1 - group_id]
+  groups.submit(group_id, buffer.Attempt(_task(7), 1))
+  assert groups.in_flight[group_id].number == 1
+
+
 def test_a_straggler_holds_back_what_was_finished_after_it():
   groups = _filled(4, done=[0, 2, 3])
   assert groups.has(1)
@@ -50,7 +73,7 @@ def test_a_straggler_holds_back_what_was_finished_after_it():
 
 def test_taking_a_group_that_is_not_ready_takes_nothing():
   groups = _filled(2, done=[0])
-  with pytest.raises(KeyError):
+  with pytest.raises(RuntimeError, match="of 2 groups only \\[0\\]"):
     groups.take(2)
   assert _ids(groups.take(1)) == [0]
 
@@ -59,7 +82,7 @@ def test_what_was_taken_is_untrained_until_it_is_committed():
   groups = _filled(3, done=[0, 1])
   groups.take(1)
   assert sorted(groups.untrained) == [0, 1]
-  assert groups.in_flight == {2: _task(2)}
+  assert groups.in_flight == {2: _attempt(2)}
   groups.commit()
   assert sorted(groups.untrained) == [1]
 
@@ -90,8 +113,8 @@ def test_a_restart_goes_on_where_the_last_commit_was():
   after = buffer.GroupBuffer(min(before.untrained))
   for group in before.untrained.values():
     after.restore(group)
-  for group_id, task in before.in_flight.items():
-    after.submit(group_id, task)
+  for group_id, attempt in before.in_flight.items():
+    after.submit(group_id, attempt)
   assert after.missing(3) == [2]
   after.put(_group(2))
   assert _ids(after.take(3)) == [1, 2, 3]

@@ -27,11 +27,6 @@ from rl import overlap
       "updates_per_round=2",
       "use updates_per_round=1",
     ),
-    (
-      {"max_staleness": 1, "on_publish": "drain"},
-      "on_publish='drain'",
-      "use on_publish=recompute or keep_kv",
-    ),
     # Whatever the bound: it would make faults of what is in flight.
     ({"on_publish": "abort"}, "on_publish='abort'", "use on_publish=recompute"),
     (
@@ -41,6 +36,64 @@ from rl import overlap
     ),
     # A prefix that all share would be of the first weights for ever.
     ({"on_publish": "keep_kv"}, "on_publish='keep_kv'", "use on_publish=drain"),
+    # In the order of completion there is no bound but a checked one.
+    (
+      {"max_staleness": 1, "consume": "ready"},
+      "consume=ready",
+      "use consume=submit, or drop or recycle",
+    ),
+    ({"consume": "drop"}, "consume=drop", "use consume=ready or submit"),
+    ({"consume": "recycle"}, "consume=recycle", "use consume=ready or submit"),
+    (
+      {"max_staleness": 1, "wait_for_round": True},
+      "wait_for_round=true",
+      "use max_staleness=0",
+    ),
+    (
+      {"redundancy": overlap.Redundancy(extra_groups=1)},
+      "redundancy.extra_groups=1",
+      "use consume=ready",
+    ),
+    (
+      {"redundancy": overlap.Redundancy(extra_members=-1)},
+      "redundancy.extra_members=-1",
+      "below 0",
+    ),
+    (
+      {"admission": "hard_frontier"},
+      "frontier_groups=0",
+      "nothing would be played",
+    ),
+    (
+      {
+        "admission": "hard_frontier",
+        "frontier_groups": 8,
+        "consume": "ready",
+      },
+      "consume=ready",
+      "use consume=submit",
+    ),
+    # The anchor of the ratio must be the policy that sampled.
+    (
+      {"old_logprob": "recompute", "updates_per_round": 4},
+      "old_logprob=recompute",
+      "use old_logprob=snapshot or decode",
+    ),
+    (
+      {"old_logprob": "snapshot", "max_staleness": 1},
+      "old_logprob=snapshot",
+      "use old_logprob=decode",
+    ),
+    (
+      {
+        "old_logprob": "recompute",
+        "max_staleness": 1,
+        "on_publish": "keep_kv",
+      },
+      "old_logprob=recompute",
+      "mixed keys and values; use old_logprob=decode",
+    ),
+    ({"starved_after": 0}, "starved_after=0", "below 1"),
   ],
 )
 def test_a_schedule_that_cannot_run_names_its_value_and_the_way_out(
@@ -57,7 +110,13 @@ def test_the_default_schedule_can_run():
 
 @pytest.mark.parametrize(
   ("max_staleness", "on_publish"),
-  [(0, "drain"), (0, "recompute"), (1, "recompute"), (1, "keep_kv")],
+  [
+    (0, "drain"),
+    (0, "recompute"),
+    (1, "drain"),
+    (1, "recompute"),
+    (1, "keep_kv"),
+  ],
 )
 def test_what_loses_no_trajectory_and_keeps_the_bound_can_run(
   max_staleness, on_publish
@@ -69,7 +128,10 @@ def test_what_loses_no_trajectory_and_keeps_the_bound_can_run(
   ("schedule", "waits", "bound", "on_publish"),
   [
     (overlap.sync(32, updates_per_round=4), True, 0, "drain"),
-    (overlap.round_pipelined(32, updates_per_round=4), False, 0, "drain"),
+    (overlap.strict_pipeline(32), False, 0, "drain"),
+    (overlap.rollout_pipe(32, updates_per_round=4), False, 0, "drain"),
+    (overlap.one_step_off(32), False, 1, "drain"),
+    (overlap.bounded(32, 3), False, 3, "drain"),
     (overlap.in_flight(32, max_staleness=2), False, 2, "recompute"),
     (overlap.in_flight(32, on_publish="keep_kv"), False, 1, "keep_kv"),
   ],
@@ -87,7 +149,10 @@ def test_a_preset_can_run_and_is_what_its_name_says(
   ("preset", "fields"),
   [
     (overlap.sync, {"updates_per_round": 2}),
-    (overlap.round_pipelined, {"updates_per_round": 2}),
+    (overlap.strict_pipeline, {}),
+    (overlap.rollout_pipe, {"updates_per_round": 2, "frontier_groups": 5}),
+    (overlap.one_step_off, {}),
+    (overlap.bounded, {"max_staleness": 3}),
     (overlap.in_flight, {"max_staleness": 3}),
   ],
 )
@@ -100,3 +165,59 @@ def test_a_preset_passes_its_arguments_on(preset, fields):
 def test_an_update_sums_its_share_of_the_round():
   # 32 groups over 4 updates.
   assert overlap.sync(32, updates_per_round=4).groups_per_update == 8
+
+
+def test_one_step_off_is_a_drained_bound_of_one():
+  assert overlap.one_step_off(12) == overlap.bounded(12, 1)
+  assert overlap.one_step_off(12) == overlap.in_flight(12, on_publish="drain")
+
+
+@pytest.mark.parametrize("hard", [False, True])
+def test_a_frontier_is_that_of_one_update(hard):
+  schedule = overlap.rollout_pipe(32, updates_per_round=4, hard=hard)
+  schedule.validate()
+  assert schedule.frontier_groups == 8
+  assert (schedule.admission == "hard_frontier") == hard
+
+
+@pytest.mark.parametrize(
+  ("schedule", "streams", "checks", "drains"),
+  [
+    (overlap.sync(32), False, False, False),
+    (overlap.strict_pipeline(32), True, False, False),
+    (overlap.strict_pipeline(32, 32), False, False, False),
+    (overlap.bounded(32, 2), True, False, True),
+    (
+      dataclasses.replace(overlap.in_flight(32), consume="recycle"),
+      True,
+      True,
+      False,
+    ),
+  ],
+)
+def test_what_follows_from_a_schedule(schedule, streams, checks, drains):
+  assert schedule.streams == streams
+  assert schedule.checks_age == checks
+  assert schedule.drains == drains
+
+
+def test_requests_go_by_group_unless_they_go_as_they_come():
+  assert overlap.priority(overlap.sync(4))(3, 1) == (3, 1)
+  as_they_come = overlap.Overlap(admission="fifo")
+  assert overlap.priority(as_they_come)(3, 1) == ()
+
+
+@pytest.mark.parametrize(
+  ("name", "way_out"),
+  [
+    ("consume", "use submit or ready or drop or recycle"),
+    ("admission", "use fifo or frontier or hard_frontier"),
+    ("old_logprob", "use decode or snapshot or recompute"),
+  ],
+)
+def test_a_word_that_means_nothing_is_refused_with_those_that_do(name, way_out):
+  schedule = overlap.Overlap()
+  # Types are checked where this runs, but not where a user's config does.
+  object.__setattr__(schedule, name, "random")
+  with pytest.raises(ValueError, match=f"overlap.{name}=random; {way_out}"):
+    schedule.validate()

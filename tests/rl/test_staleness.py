@@ -6,12 +6,13 @@ import pytest
 from rl import overlap, staleness, trajectory
 
 
-def _gate(eta=2, per_round=4, total=10**9, **resumed):
+def _gate(eta=2, per_round=4, total=10**9, extra=0, **resumed):
   schedule = overlap.Overlap(
     groups_per_round=per_round,
     groups_per_microbatch=1,
     max_staleness=eta,
     on_publish="recompute",
+    redundancy=overlap.Redundancy(extra_groups=extra),
   )
   return staleness.StalenessGate(schedule, total, **resumed)
 
@@ -48,7 +49,7 @@ def test_admission_beyond_the_window_is_an_error():
   _fill(gate)
   with pytest.raises(RuntimeError, match="group 12 is beyond the limit of 12"):
     gate.admit()
-  assert gate.submitted == 12
+  assert gate.admitted == 12
 
 
 @pytest.mark.parametrize("version", [0, 2])
@@ -61,8 +62,32 @@ def test_versions_are_released_one_after_the_other(version):
 
 def test_a_resumed_gate_goes_on_with_ids_and_window():
   # Version 3 of R 4 and eta 2 admits 24; 20 were submitted before.
-  gate = _gate(submitted=20, version=3)
+  gate = _gate(admitted=20, version=3)
   assert _fill(gate) == [20, 21, 22, 23]
+
+
+def test_ids_go_on_where_cancelled_groups_left_off():
+  gate = _gate(admitted=20, next_group=23, version=3)
+  assert _fill(gate) == [23, 24, 25, 26]
+
+
+def test_a_surplus_is_admitted_once_a_version_and_makes_no_room_when_cancelled():
+  gate = _gate(eta=0, total=8, extra=2)
+  assert _fill(gate) == [0, 1, 2, 3, 4, 5]
+  gate.cancel()
+  gate.cancel()
+  assert _fill(gate) == []
+  gate.release(trajectory.PolicyVersion(1))
+  assert _fill(gate) == [6, 7, 8, 9, 10, 11]
+  gate.cancel()
+  gate.cancel()
+  gate.release(trajectory.PolicyVersion(2))
+  assert _fill(gate) == []
+
+
+@pytest.mark.parametrize(("first", "old"), [(3, False), (2, True)])
+def test_what_began_too_long_ago_can_no_longer_be_trained(first, old):
+  assert _gate().too_old(first, trained_version=5) == old
 
 
 @pytest.mark.parametrize("first", [3, 4, 5])

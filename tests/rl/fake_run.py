@@ -1,0 +1,222 @@
+"""The real coordinator over a fake engine, learner and environment."""
+
+import asyncio
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from envs import base, rewards
+from models import chat as chat_lib
+from rl import (
+  advantages,
+  affinity,
+  coordinator,
+  dispatch,
+  events,
+  filters,
+  grading,
+  invariants,
+  ledger,
+  overlap,
+  prompts,
+  rollout,
+  router,
+  testing,
+  trace,
+  training,
+  trajectory,
+  watchdog,
+  weights,
+)
+from rl import progress as progress_lib
+
+GROUP = 2
+CHAT = chat_lib.WordChat(("go", "on", "yes", "no"))
+
+SCHEDULES = {
+  "sync": overlap.sync(4, 2, 2),
+  "strict pipeline": overlap.strict_pipeline(4, 1),
+  "rollout pipe": overlap.rollout_pipe(4, 2, 1),
+  "hard frontier": overlap.rollout_pipe(4, 2, 1, hard=True),
+  "as completed": dataclasses.replace(
+    overlap.strict_pipeline(4, 1),
+    consume="ready",
+    redundancy=overlap.Redundancy(extra_groups=2, extra_members=1),
+  ),
+  "one step off": overlap.one_step_off(4, 2),
+  "bounded": overlap.bounded(4, 2, 2),
+  "in flight, 1": overlap.in_flight(4, 1, 2),
+  "in flight, 3": overlap.in_flight(4, 3, 1),
+  "keep kv": overlap.in_flight(4, 2, 2, on_publish="keep_kv"),
+  "drop": dataclasses.replace(overlap.in_flight(4, 1, 2), consume="drop"),
+  "recycle": dataclasses.replace(
+    overlap.in_flight(4, 1, 2),
+    consume="recycle",
+    redundancy=overlap.Redundancy(extra_members=1),
+  ),
+}
+"""One of each kind, four groups a round."""
+
+
+@dataclasses.dataclass(eq=False)
+class Recorder:
+  """An observer that keeps what it sees, and may stop the run."""
+
+  stop_at: int = -1
+  loop: Any = None
+  rounds: list = dataclasses.field(default_factory=list)
+  published: list = dataclasses.field(default_factory=list)
+  last: Any = None
+  groups: list = dataclasses.field(default_factory=list)
+
+  async def on_round(self, metrics, groups, values):
+    self.rounds.append(metrics)
+    self.groups += [group.group_id for group in groups]
+    if metrics["round"] == self.stop_at:
+      self.loop.stop()
+
+  async def on_published(self, version):
+    self.published.append(int(version))
+
+  async def on_boundary(self, progress):
+    self.last = progress
+
+
+@dataclasses.dataclass(eq=False)
+class Run:
+  """A coordinator over fakes, and everything that it touched.
+
+  `start` runs it to its end; `log`, `spans` and `engines` are of the last one.
+  """
+
+  schedule: overlap.Overlap
+  rounds: int = 4
+  source: base.Source = dataclasses.field(default_factory=testing.Counting)
+  reward: base.Reward = dataclasses.field(default_factory=rewards.Outcome)
+  retries: grading.Retries = dataclasses.field(default_factory=grading.Retries)
+  sampling: filters.DynamicSampling | None = None
+  decode_s: Callable[[tuple[int, ...]], float] = lambda priority: 0.0
+  learner_s: float = 0.0
+  update_s: float = 0.0
+  stall_s: float = 20.0
+  step_s: float = 5.0
+  num_engines: int = 1
+  group_size: int = GROUP
+  share_prompts: bool = False
+  observer: Recorder = dataclasses.field(default_factory=Recorder)
+
+  def _place(self, packed):
+    self.batches.append(packed)
+    return packed
+
+  def start(self, progress=None):
+    """Returns the state after the last round."""
+    return asyncio.run(self.play(progress))
+
+  async def play(self, progress=None):
+    """As `start`, on the running event loop."""
+    clock = asyncio.get_running_loop().time
+    self.log = events.EventLog(clock=clock)
+    self.spans = trace.Trace(None)
+    self.tasks = prompts.Prompts(self.source, 0)
+    if progress is not None:
+      self.tasks.seek(progress.cursor)
+    version = trajectory.PolicyVersion(progress.trained if progress else 0)
+    self.engines = [
+      testing.FakeEngine(
+        (5, 6), chat_lib.END, self.decode_s, update_s=self.update_s
+      )
+      for _ in range(self.num_engines)
+    ]
+    for engine in self.engines:
+      engine.version = version
+    thread = dispatch.MeshThread("learner", self.spans)
+    self.batches: list[Any] = []
+    programs = dataclasses.replace(
+      testing.fake_learner(self.learner_s), place=self._place
+    )
+    begin = progress or progress_lib.beginning(
+      programs.abstract, self.tasks.cursor
+    )
+    loop = self._coordinator(thread, programs)
+    self.observer.loop = loop
+    try:
+      return await loop.run(begin)
+    finally:
+      thread.close()
+
+  def _coordinator(self, thread, programs):
+    self.router = router.Router(
+      [router.Member(e, "decode", "any", 1.0) for e in self.engines],
+      affinity.Routing(),
+      self.log,
+    )
+    return coordinator.Coordinator(
+      coordinator.Settings(
+        schedule=self.schedule,
+        rounds=self.rounds,
+        seed=0,
+        stall_s=self.stall_s,
+        success=1.0,
+        unfit=filters.unfit(self.sampling, advantages.Grpo()),
+      ),
+      trainer=self._training(thread, programs),
+      publisher=weights.WeightPublisher(
+        [(door, None) for door in self.router.doors],
+        thread,
+        self.log,
+        self.spans,
+      ),
+      player=rollout.Player(
+        source=self.source,
+        engine=self.router,
+        chat=CHAT,
+        graders=grading.Graders(self.reward, self.retries),
+        limits=rollout.Rollout(group_size=self.group_size, step_s=self.step_s),
+        log=self.log,
+        priority=overlap.priority(self.schedule),
+        extra_members=self.schedule.redundancy.extra_members,
+      ),
+      tasks=self.tasks,
+      log=self.log,
+      spans=self.spans,
+      dog=watchdog.Watchdog(None),
+      observer=self.observer,
+    )
+
+  def _training(self, thread, programs):
+    return training.Training(
+      training.Settings(
+        rows=8,
+        length=32,
+        share_prompts=self.share_prompts,
+        probe_rows=8,
+        max_staleness=self.schedule.max_staleness,
+        old_logprob=self.schedule.old_logprob,
+      ),
+      programs,
+      thread,
+      advantages.Grpo(),
+    )
+
+  def violations(self):
+    """Returns every way in which the run broke its promises."""
+    return violations(self.log.events, self.schedule, self.group_size)
+
+  @property
+  def ledger(self):
+    """Returns where every sampled token went."""
+    return ledger.of(self.log.events)
+
+  def kinds(self, *wanted):
+    """Returns (kind, version) of the events of some kinds."""
+    return [
+      (e["kind"], e.get("version"))
+      for e in self.log.events
+      if e["kind"] in wanted
+    ]
+
+
+def violations(log, schedule, group_size=GROUP):
+  """Returns every way in which a log breaks the promises of its schedule."""
+  return invariants.violations(events.surviving(log), schedule, group_size)
