@@ -1,0 +1,141 @@
+"""Runs a schedule on a cluster that is not there, in virtual time.
+
+  python -m launch.simulate --config=configs/simulated_3000.py
+  python -m launch.simulate --config=FILE --config.overlap.max_staleness=2
+  python -m launch.simulate --config=FILE --timeline=DIR
+
+FILE has a get_config() that returns a `simulation.Simulation`. What is printed
+is explained in `rl.simulation_result`. Nothing touches a device.
+"""
+
+import pathlib
+import shutil
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TextIO
+
+from absl import app
+from absl import flags as absl_flags
+
+from launch import flags, plan, simulated_timeline
+from rl import settings, simulation, simulation_result, trace
+
+_TIMELINE = absl_flags.DEFINE_string(
+  "timeline",
+  None,
+  "Directory for timeline.json, to be opened with ui.perfetto.dev.",
+)
+_CAUSES = {
+  "publish": "new weights arrive",
+  "drain": "requests end before that",
+  "environments": "all sessions wait for theirs",
+  "gate": "no session: the bound on staleness holds the next back",
+  "data": "no groups are ready",
+}
+
+
+def main(argv: Sequence[str]) -> None:
+  """Simulates, prints the result and writes the timeline."""
+  del argv
+  if plan.wanted():
+    plan.main()
+    return
+  with flags.exit_on_setting_error():
+    chosen = flags.load_from_command_line(check)
+  record = simulation.simulate(chosen)
+  result = simulation_result.measure(record)
+  show(result, sys.stdout)
+  columns = shutil.get_terminal_size((100, 24)).columns
+  print(f"\n{simulated_timeline.text(record, columns)}")
+  if _TIMELINE.value is not None:
+    write(record, pathlib.Path(_TIMELINE.value))
+  if result.violations:
+    sys.exit(f"the schedule broke {len(result.violations)} promises")
+
+
+def check(chosen: Any) -> None:
+  """Raises SettingError on settings of anything but a simulation."""
+  if not isinstance(chosen, simulation.Simulation):
+    raise settings.SettingError(
+      f"--config: {type(chosen).__name__} is no rl.simulation.Simulation; "
+      "use a file such as configs/simulated_3000.py"
+    )
+
+
+def show(result: simulation_result.Result, stream: TextIO) -> None:
+  """Prints a result as a table of names and numbers."""
+  rows = [*lines(result)]
+  width = max(len(name) for name, _ in rows)
+  for name, value in rows:
+    print(f"{name:<{width}}  {value}" if value else name, file=stream)
+  for violation in result.violations:
+    print(f"violation: {violation}", file=stream)
+
+
+def lines(result: simulation_result.Result) -> Iterator[tuple[str, str]]:
+  """Yields (name, value) of each line; a heading has no value."""
+  yield (
+    f"{result.accelerators:,} accelerators, means of {result.rounds} rounds",
+    "",
+  )
+  yield "step time T", f"{result.step_s:,.1f} s"
+  yield "decode work D", f"{result.decode_s:,.1f} s"
+  yield "training work W", f"{result.train_s:,.1f} s"
+  yield (
+    "publish s",
+    f"{result.publish_s:,.1f} s, decoding blocked {result.blocked_s:,.1f} s",
+  )
+  yield "ideal T* = max(D, W) + s blocked", f"{result.ideal_s:,.1f} s"
+  yield "T* / T", f"{result.efficiency:.1%}"
+  if result.on_policy_s is not None:
+    yield "on-policy bound", f"{result.on_policy_s:,.1f} s"
+    yield "bound / T", f"{result.on_policy_efficiency:.1%}"
+  yield "tokens of trained groups", f"{result.tokens_per_s:,.0f} /s"
+  yield "decode slots in use", f"{result.decode_use:.1%}"
+  yield "overlap of decoding and training", f"{result.overlap:.1%}"
+  yield from _idle("decode", result.decode_idle)
+  yield from _idle("learner", result.learner_idle)
+  yield "staleness of groups", _lags(result.group_lags)
+  yield "staleness of tokens", _lags(result.token_lags)
+  yield "useful tokens", f"{result.useful:.1%} of those sampled"
+  yield "ledger", str(result.books)
+  yield (
+    "simulated",
+    f"{result.virtual_s:,.0f} s in {result.real_s:,.1f} s: "
+    f"{result.virtual_s / result.real_s:,.0f} times as fast",
+  )
+  yield (
+    "each second",
+    f"{result.events / result.real_s:,.0f} events, "
+    f"{result.turns / result.real_s:,.0f} turns, "
+    f"{result.jumps / result.real_s:,.0f} jumps of the clock",
+  )
+
+
+def write(record: simulation.Record, directory: pathlib.Path) -> None:
+  """Writes timeline.json into a directory, which is made if need be."""
+  directory.mkdir(parents=True, exist_ok=True)
+  path = directory / "timeline.json"
+  trace.write_chrome(simulated_timeline.spans(record), path)
+  print(f"\n{path}: open it with ui.perfetto.dev")
+
+
+def _idle(mesh: str, shares: Mapping[str, float]) -> Iterator[tuple[str, str]]:
+  yield f"{mesh} idle", f"{sum(shares.values()):.1%}"
+  for cause, share in shares.items():
+    yield f"  {cause}", f"{share:.1%}  {_CAUSES[cause]}"
+
+
+def _lags(lags: Mapping[int, int]) -> str:
+  """Returns "0: 25.0%, 1: 75.0%"."""
+  total = sum(lags.values()) or 1
+  return ", ".join(f"{lag}: {n / total:.1%}" for lag, n in lags.items())
+
+
+def run() -> None:
+  """Entry point of the command line."""
+  app.run(main, flags_parser=flags.parse)
+
+
+if __name__ == "__main__":
+  run()

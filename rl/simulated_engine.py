@@ -1,0 +1,320 @@
+"""A decode engine without a device: it takes virtual seconds, and no others.
+
+generate -> Processor (who decodes when) -> a timer for whatever is due next
+"""
+
+import asyncio
+import math
+import typing
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int32
+
+from rl import engine as engine_lib
+from rl import simulated_processor as processor_lib
+from rl import trajectory
+
+_LOGPROB = -0.5
+_IDS = 2**31 - 1
+
+
+class SimulatedEngine:
+  """Answers of a given length in the time that they would take.
+
+  Ids are 0 and log-probabilities constant. All methods belong to one event
+  loop, whose clock is the only one. See `engine.DecodeEngine`.
+
+  Args:
+    answer_tokens: how long an answer is, cut at the request's max_tokens.
+  """
+
+  def __init__(
+    self,
+    speed: processor_lib.Speed,
+    answer_tokens: Callable[[engine_lib.DecodeRequest], int],
+  ):
+    self.speed = speed
+    self.capabilities = engine_lib.Capabilities(
+      in_flight=frozenset(typing.get_args(engine_lib.InFlight)),
+      max_length=speed.kv_tokens,
+      vocab_size=_IDS,
+      max_stop_ids=16,
+      seeds=True,
+      bias=False,
+      experts=False,
+    )
+    self.params: Any = None
+    self._answer_tokens = answer_tokens
+    self._processor = processor_lib.Processor(speed)
+    self._jobs: dict[str, processor_lib.Job] = {}
+    self._closed = False
+    self._timer: asyncio.TimerHandle | None = None
+    self._changed = asyncio.Event()
+    self._updates = asyncio.Lock()
+
+  @property
+  def version(self) -> trajectory.PolicyVersion:
+    """Of the weights that are served."""
+    return trajectory.PolicyVersion(self._processor.version)
+
+  @property
+  def states(self) -> Sequence[tuple[float, processor_lib.State]]:
+    """(second, state) of each change up to now; the last one goes on."""
+    self._advance()
+    return self._processor.states
+
+  @property
+  def sequences(self) -> float:
+    """Mean number of sequences while any decodes."""
+    done = self._processor
+    return done.sequence_s / done.decode_s if done.decode_s else 0.0
+
+  # Requests.
+
+  async def generate(
+    self, request: engine_lib.DecodeRequest
+  ) -> engine_lib.Completion:
+    """Returns an answer when it would have been sampled."""
+    job = self._submit(request)
+    try:
+      return await job.tag
+    except asyncio.CancelledError:
+      if job.place != "ended":
+        self._advance()
+        self._end(job, "abort")
+        self._go_on()
+      raise
+
+  async def stream(
+    self, request: engine_lib.DecodeRequest
+  ) -> AsyncGenerator[engine_lib.Delta]:
+    """Yields the whole answer at its end."""
+    whole = await self.generate(request)
+    yield engine_lib.Delta(
+      tokens=whole.tokens,
+      logprobs=whole.logprobs,
+      versions=whole.versions,
+      completion=whole,
+    )
+
+  def abort(self, request_id: str | None) -> None:
+    """Ends a request, or all of them, with what it has."""
+    if request_id is not None:
+      self._asked(request_id)
+    names = list(self._jobs) if request_id is None else [request_id]
+    self._advance()
+    for name in names:
+      self._end(self._jobs[name], "abort")
+    self._go_on()
+
+  def begun(self, request_id: str) -> trajectory.PolicyVersion | None:
+    """Returns the version of the first token of a request in flight."""
+    job = self._asked(request_id)
+    if job.first_s is None:
+      return None
+    return trajectory.PolicyVersion(job.first_version)
+
+  def _asked(self, request_id: str) -> processor_lib.Job:
+    if request_id not in self._jobs:
+      raise ValueError(f"request {request_id} is not in flight")
+    return self._jobs[request_id]
+
+  def expect(self, sessions: int) -> None:
+    """Notes how many more sessions live here; idle time has its cause in it."""
+    self._advance()
+    self._processor.sessions += sessions
+
+  def _submit(self, request: engine_lib.DecodeRequest) -> processor_lib.Job:
+    self._check_open()
+    name, ids = request.request_id, len(request.tokens)
+    if name in self._jobs:
+      raise ValueError(f"request {name} is already in flight")
+    length = min(self._answer_tokens(request), request.max_tokens)
+    if ids + length > self.speed.kv_tokens:
+      raise ValueError(
+        f"request {name}: {ids} tokens and an answer of {length} do not fit "
+        f"kv_tokens={self.speed.kv_tokens}"
+      )
+    loop = asyncio.get_running_loop()
+    job = self._jobs[name] = processor_lib.Job(
+      request=request,
+      length=length,
+      arrived_s=loop.time(),
+      tag=loop.create_future(),
+      left=float(length),
+    )
+    self._advance()
+    self._processor.submit(job)
+    self._go_on()
+    return job
+
+  # Weights.
+
+  async def pause(self) -> None:
+    """Suspends everything at once."""
+    self._check_open()
+    self._advance()
+    self._processor.paused = True
+
+  def resume(self) -> None:
+    """Goes on after `pause`."""
+    self._advance()
+    self._processor.paused = False
+    self._go_on()
+
+  async def update_weights(
+    self,
+    version: trajectory.PolicyVersion,
+    params: Any,
+    in_flight: engine_lib.InFlight = "recompute",
+  ) -> None:
+    """Serves `params` after `Speed.update_s`; see `engine.DecodeEngine`."""
+    async with self._updates:
+      self._check_open()
+      engine_lib.check_version(version, self.version)
+      try:
+        if in_flight == "drain":
+          self._turn("drain")
+          while self._processor.running:
+            self._changed.clear()
+            await self._changed.wait()
+            self._check_open()
+        self._turn("publish")
+        await asyncio.sleep(self.speed.update_s)
+        self._check_open()
+        self._advance()
+        self._take(int(version), in_flight)
+        self.params = params
+      finally:
+        self._turn("")
+        if not self._closed:
+          self._go_on()
+
+  def _turn(self, hold: processor_lib.Hold) -> None:
+    self._advance()
+    self._processor.hold = hold
+
+  def _take(self, version: int, in_flight: engine_lib.InFlight) -> None:
+    """Does to requests in flight what the new weights ask for."""
+    begun = [job for job in self._jobs.values() if job.first_s is not None]
+    for job in begun:
+      self._processor.mark(job)
+      if in_flight == "abort":
+        self._end(job, "abort")
+    self._processor.version = version
+    if in_flight != "keep_kv":
+      jobs = [job for job in self._jobs.values() if job.place != "waiting"]
+      self._processor.encode_again(jobs)
+      self._processor.forget()
+
+  async def checksum(self) -> tuple[trajectory.PolicyVersion, int]:
+    """Returns the served version, and it again for want of weights."""
+    self._check_open()
+    return self.version, int(self.version)
+
+  async def flush_cache(self) -> None:
+    """Forgets what sessions have said before the request that runs."""
+    self._check_open()
+    self._processor.forget()
+
+  def stats(self) -> engine_lib.EngineStats:
+    """Returns the counters; `pages` are single ids of the cache."""
+    self._advance()
+    at = self._processor
+    return engine_lib.EngineStats(
+      version=at.version,
+      running=at.running,
+      waiting=len(self._jobs) - at.running,
+      sampled_tokens=at.sampled,
+      prefilled_tokens=at.prefilled,
+      cached_tokens=at.hits,
+      pages=self.speed.kv_tokens,
+      free_pages=max(at.free, 0),
+      paused_s=at.stood_s,
+    )
+
+  async def close(self) -> None:
+    """Stops; requests in flight raise EngineClosed."""
+    self._advance()
+    self._closed = True
+    if self._timer is not None:
+      self._timer.cancel()
+    for job in self._jobs.values():
+      job.place = "ended"
+      if not job.tag.done():
+        job.tag.set_exception(engine_lib.EngineClosed("it was closed"))
+    self._jobs.clear()
+    self._changed.set()
+
+  def _check_open(self) -> None:
+    if self._closed:
+      raise engine_lib.EngineClosed("the simulated engine was closed")
+
+  # Time.
+
+  def _advance(self) -> None:
+    self._processor.advance(asyncio.get_running_loop().time())
+
+  def _go_on(self) -> None:
+    """Ends what is due, lets others begin, and sets the timer."""
+    while done := self._processor.settle():
+      for job in done:
+        cut = job.length == job.request.max_tokens
+        self._end(job, "length" if cut else "stop")
+    self._arm(self._processor.now_s + self._processor.wait_s())
+
+  def _arm(self, when_s: float) -> None:
+    """Sets the timer, unless the one that is set comes early enough.
+
+    One that comes too early finds nothing due, and sets itself again.
+    """
+    if when_s == math.inf:
+      return
+    if self._timer is not None:
+      if self._timer.when() <= when_s:
+        return
+      self._timer.cancel()
+    loop = asyncio.get_running_loop()
+    self._timer = loop.call_at(when_s, self._wake)
+
+  def _wake(self) -> None:
+    self._timer = None
+    self._advance()
+    self._go_on()
+
+  def _end(self, job: processor_lib.Job, stop: trajectory.Stop) -> None:
+    count = self._processor.end(job)
+    del self._jobs[job.request.request_id]
+    if not job.tag.done():
+      job.tag.set_result(self._completion(job, count, stop))
+    self._changed.set()
+
+  def _completion(
+    self, job: processor_lib.Job, count: int, stop: trajectory.Stop
+  ) -> engine_lib.Completion:
+    now_s = self._processor.now_s
+    first_s = now_s if job.first_s is None else job.first_s
+    return engine_lib.Completion(
+      tokens=np.zeros(count, np.int32),
+      logprobs=np.full(count, _LOGPROB, np.float32),
+      versions=_versions(job.spans, count, int(self.version)),
+      stop=stop,
+      cached_tokens=job.cached,
+      decode_s=now_s - job.arrived_s,
+      first_token_s=first_s - job.arrived_s if count else 0.0,
+      oldest_kv=job.oldest_kv if count else -1,
+    )
+
+
+def _versions(
+  spans: Sequence[tuple[int, int]], count: int, last: int
+) -> Int32[np.ndarray, " T"]:
+  """Returns the version of each token; those beyond the spans are of `last`."""
+  versions = np.full(count, last, np.int32)
+  start = 0
+  for version, tokens in spans:
+    versions[start : start + tokens] = version
+    start += tokens
+  return versions

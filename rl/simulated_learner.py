@@ -1,0 +1,143 @@
+"""The learner and the way of the weights in a simulated run: seconds alone."""
+
+import asyncio
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from rl import engine as engine_lib
+from rl import events, router, trace, training, trajectory
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Learner:
+  """What the learner's mesh can do.
+
+  Attributes:
+    token_s: seconds of an id that is trained, context included.
+    update_s: seconds of an optimizer step.
+    accelerators: of its mesh.
+  """
+
+  token_s: float = 1e-4
+  update_s: float = 1.0
+  accelerators: int = 8
+
+  def validate(self) -> None:
+    """Raises ValueError on a learner that is faster than time."""
+    for name in ("token_s", "update_s"):
+      if not getattr(self, name) >= 0:
+        raise ValueError(
+          f"cluster.learner.{name}={getattr(self, name)} is below 0"
+        )
+    if self.accelerators < 1:
+      raise ValueError(
+        f"cluster.learner.accelerators={self.accelerators} is below 1"
+      )
+
+
+class SimulatedTrainer:
+  """Trains in virtual time; its weights are the number of updates.
+
+  The coordinator calls it; see `training.Trainer`.
+  """
+
+  def __init__(self, learner: Learner, spans: trace.Trace):
+    self._learner = learner
+    self._spans = spans
+    self.state = 0
+
+  def restore(self, state: int) -> None:
+    """Goes on after so many updates."""
+    self.state = state
+
+  @property
+  def params(self) -> int:
+    """The number of updates."""
+    return self.state
+
+  async def begin_round(self, version: int) -> None:
+    """Nothing is kept of a round."""
+
+  async def accumulate(
+    self, groups: Sequence[trajectory.Group]
+  ) -> Sequence[training.Used]:
+    """Takes the time of all ids of members without a fault."""
+    used = [_used(group) for group in groups]
+    ids = sum(
+      _length(member)
+      for group, one in zip(groups, used, strict=True)
+      for member, trained in zip(group.trajectories, one.trained, strict=True)
+      if trained
+    )
+    await self._work("accumulate", ids * self._learner.token_s, ids=ids)
+    return used
+
+  async def update(self) -> dict[str, float]:
+    """Takes the time of an optimizer step."""
+    await self._work("update", self._learner.update_s)
+    self.state += 1
+    return {"tokens": 0.0, "grad_norm": 0.0}
+
+  async def describe(self) -> dict[str, float]:
+    """Returns nothing: there is no gap to measure."""
+    return {}
+
+  async def _work(self, name: str, seconds: float, **args: int) -> None:
+    loop = asyncio.get_running_loop()
+    start = loop.time()
+    await asyncio.sleep(seconds)
+    self._spans.add("learner", name, start, loop.time(), **args)
+
+
+class SimulatedPublisher:
+  """Gives every engine its weights after the seconds of a transfer.
+
+  Args:
+    hidden_s: seconds of the transfer, in which decoding goes on.
+  """
+
+  def __init__(
+    self,
+    doors: Sequence[router.Door],
+    hidden_s: float,
+    log: events.EventLog,
+    spans: trace.Trace,
+  ):
+    self._doors = doors
+    self._hidden_s = hidden_s
+    self._log = log
+    self._spans = spans
+
+  async def publish(
+    self,
+    version: trajectory.PolicyVersion,
+    params: Any,
+    in_flight: engine_lib.InFlight,
+  ) -> float:
+    """Returns the longest time for which an engine stood still."""
+    loop = asyncio.get_running_loop()
+    start = loop.time()
+    await asyncio.sleep(self._hidden_s)
+    self._log.emit("publish_start", version=int(version), moved_bytes=0)
+    before = [door.stats().paused_s for door in self._doors]
+    async with asyncio.TaskGroup() as updates:
+      for door in self._doors:
+        updates.create_task(door.update_weights(version, params, in_flight))
+    self._log.emit("published", version=int(version))
+    self._spans.add("host", "publish", start, loop.time(), version=int(version))
+    return max(
+      door.stats().paused_s - stood
+      for door, stood in zip(self._doors, before, strict=True)
+    )
+
+
+def _used(group: trajectory.Group) -> training.Used:
+  trained = np.array([t.status.trainable for t in group.trajectories], bool)
+  return training.Used(np.zeros(len(trained), np.float32), trained)
+
+
+def _length(member: trajectory.Trajectory) -> int:
+  return sum(len(turn.context) + len(turn.tokens) for turn in member.turns)

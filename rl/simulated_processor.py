@@ -1,0 +1,311 @@
+"""What a simulated engine computes, and when: pure bookkeeping of its time.
+
+submit -> waiting --slot, KV--> prefill --ids / rate--> decode --> ended
+          (by priority)           (one by one)    (all at once, evenly)
+
+Decoding is processor sharing: with b sequences each token of each of them takes
+tau(b) = tau0 (1 + b / b0). A clock of service, in tokens a sequence, runs at
+1 / tau(b), and a sequence ends when that clock has gone on by its length. So
+an arrival or an end costs O(log n), and a token costs nothing.
+"""
+
+import collections
+import dataclasses
+import heapq
+import itertools
+import math
+from typing import Any, Literal
+
+from rl import engine as engine_lib
+
+# In tokens: more than what rounding of the loop's clock is worth.
+_CLOSE = 1e-4
+
+State = Literal["decode", "prefill", "publish", "drain", "environments", "gate"]
+"""What an engine does, or what it has nothing to do for.
+
+publish: weights arrive. drain: it waits for requests to end before they do.
+environments: all of its sessions wait for theirs. gate: it has no session.
+"""
+Hold = Literal["", "drain", "publish"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Speed:
+  """What an engine can do.
+
+  Attributes:
+    tau0_s: seconds of a token when nothing else decodes, nearly.
+    b0: sequences that double it.
+    prefill_per_s: ids of context encoded a second.
+    slots: sequences that decode at once.
+    kv_tokens: ids of context and answers for which there is room. An answer's
+      are set aside when it starts, so that nothing is ever preempted.
+    update_s: seconds for which decoding stands still when weights arrive.
+  """
+
+  tau0_s: float = 0.012
+  b0: float = 96.0
+  prefill_per_s: float = math.inf
+  slots: int = 64
+  kv_tokens: int = 1 << 22
+  update_s: float = 0.0
+
+  def validate(self, where: str) -> None:
+    """Raises ValueError, naming the setting below `where`, on no speed."""
+    for name in ("tau0_s", "b0", "prefill_per_s", "slots", "kv_tokens"):
+      value = getattr(self, name)
+      if not value > 0:
+        raise ValueError(f"{where}.{name}={value} is not above 0")
+    if not self.update_s >= 0:
+      raise ValueError(f"{where}.update_s={self.update_s} is below 0")
+
+  def tau_s(self, sequences: int) -> float:
+    """Returns seconds of a token when so many sequences decode."""
+    return self.tau0_s * (1.0 + sequences / self.b0)
+
+  @property
+  def tokens_per_s(self) -> float:
+    """Tokens sampled a second with every slot in use."""
+    return self.slots / self.tau_s(self.slots)
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Job:
+  """A request in flight.
+
+  Attributes:
+    length: tokens of its answer.
+    tag: whatever its owner keeps with it.
+    place: where it is.
+    left: tokens still to decode, as of when it last was not decoding.
+    target: reading of the service clock at which it ends.
+    first_s: when its first token was sampled; None: none is.
+    first_version: of that token.
+    oldest_kv: lowest version of its keys and values.
+    cached: ids that were not encoded for it.
+    spans: (version, tokens) of what older weights sampled.
+  """
+
+  request: engine_lib.DecodeRequest
+  length: int
+  arrived_s: float
+  tag: Any
+  left: float
+  place: Literal["waiting", "prefill", "decode", "ended"] = "waiting"
+  target: float = 0.0
+  first_s: float | None = None
+  first_version: int = 0
+  oldest_kv: int = 0
+  cached: int = 0
+  spans: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+
+  @property
+  def room(self) -> int:
+    """Ids of the cache that are set aside for it."""
+    return len(self.request.tokens) + self.length
+
+
+class Processor:
+  """The requests of one engine in their places, and its clock of service.
+
+  Its owner calls `advance` with the time before anything else, then changes
+  what it has to, then `settle`, and calls again `wait_s` later.
+
+  Attributes:
+    version: of the weights that sample.
+    hold: "drain" admits nothing; "publish" stops everything, as `paused` does.
+    sessions: that live here; idle time has its cause in it.
+    running, decoding: jobs with a slot, and those of them that decode.
+    states: (second, state) of each change; the last one goes on.
+    decode_s, sequence_s: seconds of decoding, and their sum over sequences.
+    stood_s: seconds of "publish".
+  """
+
+  def __init__(self, speed: Speed):
+    self.speed = speed
+    self.version = 0
+    self.hold: Hold = ""
+    self.paused = False
+    self.sessions = 0
+    self.running = self.decoding = 0
+    self.states: list[tuple[float, State]] = []
+    self.decode_s = self.sequence_s = self.stood_s = 0.0
+    self.sampled = self.prefilled = self.hits = 0
+    self.now_s = 0.0
+    self._numbers = itertools.count()
+    self._waiting: list[tuple[tuple[int, ...], int, Job]] = []
+    self._prefill: collections.deque[tuple[float, Job]] = collections.deque()
+    self._decode: list[tuple[float, int, Job]] = []
+    self._service = self._encoded = self._queued = 0.0
+    self._reserved = self._cached_tokens = 0
+    # Least recently used first.
+    self._cached: collections.OrderedDict[str, int] = collections.OrderedDict()
+
+  @property
+  def free(self) -> int:
+    """Ids for which there is room."""
+    return self.speed.kv_tokens - self._reserved - self._cached_tokens
+
+  def advance(self, now_s: float) -> None:
+    """Lets the time since the last call pass."""
+    passed_s = now_s - self.now_s
+    if passed_s <= 0:
+      return
+    state = self._state()
+    if not self.states or self.states[-1][1] != state:
+      self.states.append((self.now_s, state))
+    self.now_s = now_s
+    if state == "publish":
+      self.stood_s += passed_s
+      return
+    if self.decoding:
+      self._service += passed_s / self.speed.tau_s(self.decoding)
+      self.decode_s += passed_s
+      self.sequence_s += passed_s * self.decoding
+    if self._prefill:
+      self._encoded += passed_s * self.speed.prefill_per_s
+
+  def _state(self) -> State:
+    if self._stands:
+      return "publish"
+    if self.decoding:
+      return "decode"
+    if self._prefill:
+      return "prefill"
+    if self.hold == "drain":
+      return "drain"
+    return "environments" if self.sessions else "gate"
+
+  @property
+  def _stands(self) -> bool:
+    return self.paused or self.hold == "publish"
+
+  def submit(self, job: Job) -> None:
+    """Takes a request; it waits for a slot."""
+    entry = (job.request.priority, next(self._numbers), job)
+    heapq.heappush(self._waiting, entry)
+
+  def settle(self) -> list[Job]:
+    """Begins and admits what is due; returns those that have their length.
+
+    They are not ended yet: that is for `end`, and what comes after it for
+    another call.
+    """
+    if self._stands:
+      return []
+    done = []
+    while self._decode and self._decode[0][0] <= self._service + _CLOSE:
+      job = heapq.heappop(self._decode)[2]
+      if job.place == "decode":
+        done.append(job)
+    while self._prefill and self._prefill[0][0] <= self._encoded + _CLOSE:
+      self._begin(self._prefill.popleft()[1])
+    if not done:
+      self._admit()
+    return done
+
+  def wait_s(self) -> float:
+    """Returns the seconds until something is due, if nothing else happens."""
+    wait_s = math.inf
+    if self._stands:
+      return wait_s
+    if self._decode:
+      tokens = self._decode[0][0] - self._service
+      wait_s = tokens * self.speed.tau_s(self.decoding)
+    if self._prefill:
+      ids = self._prefill[0][0] - self._encoded
+      wait_s = min(wait_s, ids / self.speed.prefill_per_s)
+    return max(wait_s, 0.0)
+
+  def count(self, job: Job) -> int:
+    """Returns tokens sampled so far: each when its time begins."""
+    if job.first_s is None:
+      return 0
+    left = job.left if job.place != "decode" else job.target - self._service
+    return min(job.length, math.floor(job.length - left + _CLOSE) + 1)
+
+  def end(self, job: Job) -> int:
+    """Frees what a job holds; returns how many tokens it has."""
+    count, place = self.count(job), job.place
+    job.place = "ended"
+    self.decoding -= place == "decode"
+    if place != "waiting":
+      self.running -= 1
+      self._reserved -= job.room
+    if count:
+      # The last id was never fed.
+      known = len(job.request.tokens) + count - 1
+      self._cached_tokens += known - self._cached.get(job.request.session, 0)
+      self._cached[job.request.session] = known
+    self.sampled += count
+    return count
+
+  def mark(self, job: Job) -> None:
+    """Notes that what a job has sampled so far is of these weights."""
+    if fresh := self.count(job) - sum(count for _, count in job.spans):
+      job.spans.append((self.version, fresh))
+
+  def encode_again(self, jobs: list[Job]) -> None:
+    """Sends jobs with a slot, all of them, back to be encoded, in order."""
+    for job in jobs:
+      if job.place == "decode":
+        job.left = job.target - self._service
+    self._prefill.clear()
+    self._decode.clear()
+    self.decoding = 0
+    for job in sorted(jobs, key=lambda job: job.request.priority):
+      job.oldest_kv = self.version
+      self._enqueue(job, len(job.request.tokens) + self.count(job))
+
+  def forget(self) -> None:
+    """Empties the cache of what sessions have said before."""
+    self._cached.clear()
+    self._cached_tokens = 0
+
+  def _admit(self) -> None:
+    while self._waiting and not self.hold:
+      job = self._waiting[0][2]
+      if job.place != "ended":
+        full = self._reserved + job.room > self.speed.kv_tokens
+        if full or self.running == self.speed.slots:
+          return
+        self._start(job)
+      heapq.heappop(self._waiting)
+
+  def _start(self, job: Job) -> None:
+    """Gives a request its slot and its room, and encodes what is new."""
+    self.running += 1
+    self._reserved += job.room
+    known = self._cached.pop(job.request.session, 0)
+    self._cached_tokens -= known
+    # The last id is always fed.
+    job.cached = min(known, len(job.request.tokens) - 1)
+    job.oldest_kv = self.version
+    self.hits += job.cached
+    while self.free < 0:
+      _, ids = self._cached.popitem(last=False)
+      self._cached_tokens -= ids
+    self._enqueue(job, len(job.request.tokens) - job.cached)
+
+  def _enqueue(self, job: Job, ids: int) -> None:
+    self.prefilled += ids
+    if math.isinf(self.speed.prefill_per_s):
+      self._begin(job)
+      return
+    job.place = "prefill"
+    if not self._prefill:
+      self._encoded = self._queued = 0.0
+    self._queued += ids
+    self._prefill.append((self._queued, job))
+
+  def _begin(self, job: Job) -> None:
+    """Joins those that decode; the first token is sampled at once."""
+    if job.place == "ended":
+      return
+    job.place = "decode"
+    job.target = self._service + job.left
+    self.decoding += 1
+    if job.first_s is None:
+      job.first_s, job.first_version = self.now_s, self.version
+    heapq.heappush(self._decode, (job.target, next(self._numbers), job))

@@ -1,0 +1,215 @@
+"""Environments, chat and reward of a simulated run: they only take time.
+
+Words are numbers: a message says how many ids it is worth, and the first two
+ids of a conversation say which task it is, so that whoever sees a request knows
+how long its answers are.
+"""
+
+import asyncio
+import collections
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Int32
+
+from envs import base
+from rl import engine as engine_lib
+from rl import workload as workload_lib
+
+_STOP_ID = 1
+_MEMBERS = 1 << 20  # More than there are in an attempt.
+
+
+@dataclasses.dataclass(eq=False)
+class World:
+  """All sources of a simulated run as one; their rewards, answers and chat.
+
+  It is the source, the reward and the chat of a run, and says how long answers
+  are. Plays of a task draw differently, in the order in which they begin.
+
+  Args:
+    workloads: their names differ.
+  """
+
+  workloads: Sequence[workload_lib.Workload]
+  seed: int
+  name: str = "simulated"
+  stateless: bool = True
+  words: Sequence[str] = ()
+  stop_ids: tuple[int, ...] = (_STOP_ID,)
+
+  def __post_init__(self) -> None:
+    self.sources = tuple(
+      _Source(workload, number)
+      for number, workload in enumerate(self.workloads)
+    )
+    self.weights = tuple(workload.share for workload in self.workloads)
+    self._draws = [workload_lib.Draws(w, self.seed) for w in self.workloads]
+    self._numbers = {w.name: i for i, w in enumerate(self.workloads)}
+    self._built: collections.Counter[str] = collections.Counter()
+    self._graded: collections.Counter[str] = collections.Counter()
+
+  # The source.
+
+  def task(self, index: int, split: base.Split) -> base.Task:
+    """Returns a task of the sources in turn."""
+    source = self.sources[index % len(self.sources)]
+    return source.task(index // len(self.sources), split)
+
+  def __call__(self, task: base.Task) -> base.Environment:
+    """Returns a fresh environment of the task's source."""
+    number = self._built[task.id]
+    self._built[task.id] += 1
+    draws = self._draws[self._numbers[task.source]]
+    return _Environment(draws, task, workload_lib.Member(task.index, number))
+
+  def oracle(self, task: base.Task, messages: Sequence[base.Message]) -> str:
+    """Returns nothing: no answer is better than another."""
+    return ""
+
+  def explore(
+    self, task: base.Task, messages: Sequence[base.Message], seed: int
+  ) -> str:
+    """Returns nothing."""
+    return ""
+
+  # The reward.
+
+  async def grade(
+    self, task: base.Task, transcripts: Sequence[base.Transcript]
+  ) -> Sequence[base.Grade]:
+    """Returns 1 or 0 when the grading would have ended."""
+    member = workload_lib.Member(task.index, self._graded[task.id])
+    self._graded[task.id] += 1
+    draws = self._draws[self._numbers[task.source]]
+    await _wait(draws.of_turn("reward_s", member))
+    if draws.faulty("reward", member):
+      raise OSError("a simulated reward failed")
+    return [base.Grade(float(draws.succeeds(member)), {})]
+
+  # The engine's answers.
+
+  def answer_tokens(self, request: engine_lib.DecodeRequest) -> int:
+    """Returns how long an answer would be, were it not cut off."""
+    index, number = request.tokens[:2].tolist()
+    _, attempt, member, turn = request.request_id.rsplit("/", 3)
+    who = workload_lib.Member(index, int(attempt) * _MEMBERS + int(member))
+    return self._draws[number].count("answer_tokens", who, int(turn))
+
+  # The chat.
+
+  def open(self, messages: Sequence[base.Message]) -> Int32[np.ndarray, " P"]:
+    """Returns the first context: as long as the message says."""
+    return _ids(messages)
+
+  def append(
+    self, messages: Sequence[base.Message], answer_ended: bool = True
+  ) -> Int32[np.ndarray, " P"]:
+    """Returns as many ids as the messages are worth."""
+    return _ids(messages)
+
+  def decode(self, ids: Sequence[int]) -> str:
+    """Returns nothing: nobody reads answers."""
+    return ""
+
+  def encode_answer(self, text: str) -> Int32[np.ndarray, " T"]:
+    """Returns the end of an answer."""
+    return np.array([_STOP_ID], np.int32)
+
+  def token(self, index: int) -> str:
+    """Returns the number of the id."""
+    return str(index)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Reward:
+  """The rewards of a world."""
+
+  world: World
+  stateless: bool = True
+
+  async def __call__(
+    self, task: base.Task, transcripts: Sequence[base.Transcript]
+  ) -> Sequence[base.Grade]:
+    """Returns 1 or 0 when the grading would have ended."""
+    return await self.world.grade(task, transcripts)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Source:
+  """The tasks of one workload; the world has their environments."""
+
+  workload: workload_lib.Workload
+  number: int
+  words: Sequence[str] = ()
+
+  @property
+  def name(self) -> str:
+    return self.workload.name
+
+  def task(self, index: int, split: base.Split) -> base.Task:
+    name = f"{self.name}/{split}/{index}"
+    return base.Task(id=name, index=index, split=split, seed=self.number)
+
+  def __call__(self, task: base.Task) -> base.Environment:
+    raise TypeError(f"task {task.id}: environments come from the whole world")
+
+  def oracle(self, task: base.Task, messages: Sequence[base.Message]) -> str:
+    return ""
+
+  def explore(
+    self, task: base.Task, messages: Sequence[base.Message], seed: int
+  ) -> str:
+    return ""
+
+
+class _Environment:
+  """One episode: so many turns, each of which takes so long."""
+
+  def __init__(
+    self,
+    draws: workload_lib.Draws,
+    task: base.Task,
+    member: workload_lib.Member,
+  ):
+    self._draws = draws
+    self._task = task
+    self._member = member
+    self._left = draws.count("turns", member)
+    self._steps = 0
+
+  async def start(self) -> Sequence[base.Message]:
+    await _wait(self._draws.of_turn("start_s", self._member))
+    if self._draws.faulty("start", self._member):
+      raise OSError("a simulated environment did not start")
+    task = self._task
+    ids = max(2, round(self._draws.of_task("prompt_tokens", task.index)))
+    return [base.Message("user", f"{ids} {task.index} {task.seed}")]
+
+  async def step(self, answer: base.Message) -> base.Step:
+    turn, self._steps = self._steps, self._steps + 1
+    await _wait(self._draws.of_turn("step_s", self._member, turn))
+    if self._draws.faulty("step", self._member, turn):
+      raise OSError("a simulated environment broke")
+    if self._steps == self._left:
+      return base.Step([], 0.0, True)
+    ids = self._draws.count("reply_tokens", self._member, turn)
+    return base.Step([base.Message("user", f"{ids} 0 0")], 0.0, False)
+
+  async def close(self) -> None:
+    pass
+
+
+async def _wait(seconds: float) -> None:
+  if seconds > 0:
+    await asyncio.sleep(seconds)
+
+
+def _ids(messages: Sequence[base.Message]) -> Int32[np.ndarray, " P"]:
+  """Returns as many ids as the messages say; the first two name the task."""
+  words = [list(map(int, message.content.split())) for message in messages]
+  ids = np.zeros(sum(word[0] for word in words), np.int32)
+  if words:
+    ids[:2] = words[0][1:][: len(ids)]
+  return ids

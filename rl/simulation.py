@@ -1,0 +1,357 @@
+"""A run in virtual time: the coordinator is the real one, all else waits.
+
+  World (tasks, environments, rewards) --> Player --> Router --> engines
+                                             |                      ^
+               Coordinator (gate, buffer) <--+                      |
+                    |                                               |
+                    +--> SimulatedTrainer --> SimulatedPublisher ---+
+
+Coordinator, gate, buffer, player and router are those of a run, on an event
+loop whose clock jumps; engines, learner, environments, rewards and the transfer
+of weights take seconds of it.
+"""
+
+import asyncio
+import dataclasses
+import gc
+import time
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from jaxtyping import Float32
+
+from rl import (
+  affinity,
+  coordinator,
+  events,
+  filters,
+  grading,
+  placement,
+  prompts,
+  router,
+  simulated_engine,
+  simulated_learner,
+  simulated_processor,
+  simulated_source,
+  trace,
+  trajectory,
+  virtual,
+  watchdog,
+  workload,
+)
+from rl import overlap as overlap_lib
+from rl import progress as progress_lib
+from rl import rollout as rollout_lib
+
+_POOL_TASKS = 1 << 30
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pool:
+  """Engines that are alike.
+
+  Attributes:
+    engines: how many.
+    accelerators: of each engine.
+    cost: of an hour of one of its engines, in any unit.
+  """
+
+  name: str = "decode"
+  engines: int = 4
+  speed: simulated_processor.Speed = dataclasses.field(
+    default_factory=simulated_processor.Speed
+  )
+  kind: placement.Kind = "any"
+  cost: float = 1.0
+  accelerators: int = 1
+
+  def validate(self, where: str) -> None:
+    """Raises ValueError on a pool that cannot decode."""
+    for name in ("engines", "accelerators"):
+      if getattr(self, name) < 1:
+        raise ValueError(f"{where}.{name}={getattr(self, name)} is below 1")
+    if not self.cost > 0:
+      raise ValueError(f"{where}.cost={self.cost} is not above 0")
+    self.speed.validate(f"{where}.speed")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cluster:
+  """All hardware of a simulated run.
+
+  Attributes:
+    transfer_s: seconds in which new weights travel while decoding goes on;
+      `Speed.update_s` are those for which it then stands still.
+  """
+
+  learner: simulated_learner.Learner = dataclasses.field(
+    default_factory=simulated_learner.Learner
+  )
+  pools: tuple[Pool, ...] = (Pool(),)
+  transfer_s: float = 3.0
+
+  @property
+  def accelerators(self) -> int:
+    """Of the learner and all engines."""
+    decode = sum(pool.engines * pool.accelerators for pool in self.pools)
+    return self.learner.accelerators + decode
+
+  @property
+  def tokens_per_s(self) -> float:
+    """Tokens sampled a second when every slot of every engine is in use."""
+    return sum(p.engines * p.speed.tokens_per_s for p in self.pools)
+
+  @property
+  def update_s(self) -> float:
+    """Longest time for which an engine stands still for new weights."""
+    return max(pool.speed.update_s for pool in self.pools)
+
+  def validate(self) -> None:
+    """Raises ValueError on hardware that cannot run."""
+    self.learner.validate()
+    if not self.pools:
+      raise ValueError("cluster.pools=(): nothing decodes; give one or more")
+    for number, pool in enumerate(self.pools):
+      pool.validate(f"cluster.pools.{number}")
+    names = [pool.name for pool in self.pools]
+    if len(set(names)) < len(names):
+      raise ValueError(f"cluster.pools: {names} are not all different")
+    if not self.transfer_s >= 0:
+      raise ValueError(f"cluster.transfer_s={self.transfer_s} is below 0")
+
+
+_ROLLOUT = rollout_lib.Rollout(
+  group_size=8, max_turns=1, turn_tokens=16384, max_tokens=32768, step_s=600.0
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Simulation:
+  """The settings of a simulated run.
+
+  Attributes:
+    workloads: sources of tasks; their names differ.
+    rollout: limits of an episode. Longer answers are cut, later steps faults.
+    rounds: simulated in all.
+    warmup: rounds at the beginning that no statistic counts, besides those
+      that a bound on staleness lets run ahead.
+    stall_s: virtual seconds without progress after which it gives up.
+  """
+
+  cluster: Cluster = dataclasses.field(default_factory=Cluster)
+  workloads: tuple[workload.Workload, ...] = (workload.Workload(),)
+  overlap: overlap_lib.Overlap = dataclasses.field(
+    default_factory=overlap_lib.Overlap
+  )
+  rollout: rollout_lib.Rollout = _ROLLOUT
+  routing: affinity.Routing = dataclasses.field(
+    default_factory=affinity.Routing
+  )
+  rounds: int = 10
+  warmup: int = 1
+  seed: int = 0
+  stall_s: float = 1e6
+
+  @property
+  def counted(self) -> range:
+    """Rounds that count: at both ends the gate is open wider than it is long.
+
+    At the start it lets decoding run ahead, at the end nothing follows.
+    """
+    eta = self.overlap.max_staleness
+    return range(self.warmup + eta, self.rounds - eta)
+
+  def validate(self) -> None:
+    """Raises ValueError, with the bound and the way out."""
+    self.cluster.validate()
+    self.overlap.validate()
+    self.rollout.validate()
+    self.routing.validate()
+    kinds: dict[str, placement.Kind] = {
+      pool.name: pool.kind for pool in self.cluster.pools
+    }
+    self.routing.validate_pools(kinds)
+    names = [one.name for one in self.workloads]
+    if not names or len(set(names)) < len(names):
+      raise ValueError(f"workloads: {names} are not one or more names")
+    if self.warmup < 0 or not self.counted:
+      ahead = 2 * self.overlap.max_staleness
+      raise ValueError(
+        f"warmup={self.warmup} of rounds={self.rounds} leaves none to measure: "
+        f"overlap.max_staleness={self.overlap.max_staleness} takes {ahead} "
+        f"more; use rounds={max(self.warmup, 0) + ahead + 4}"
+      )
+    room = min(pool.speed.kv_tokens for pool in self.cluster.pools)
+    if self.rollout.max_tokens > room:
+      raise ValueError(
+        f"rollout.max_tokens={self.rollout.max_tokens} is above the "
+        f"kv_tokens={room} of a pool: an episode could never end there"
+      )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Record:
+  """All that a simulated run leaves behind, times in virtual seconds.
+
+  Attributes:
+    states: of every engine, (second, state) of each change.
+    sequences: mean of those that decode while an engine does, of each engine.
+    virtual_s, real_s: how long it took there and here.
+    jumps: of the virtual clock.
+  """
+
+  settings: Simulation
+  events: Sequence[events.Event]
+  spans: Sequence[trace.Span]
+  states: Sequence[Sequence[tuple[float, simulated_processor.State]]]
+  sequences: Sequence[float]
+  routes: Mapping[str, float]
+  virtual_s: float
+  real_s: float
+  jumps: int
+
+  @property
+  def engine_pools(self) -> list[Pool]:
+    """The pool of each engine."""
+    pools = self.settings.cluster.pools
+    return [pool for pool in pools for _ in range(pool.engines)]
+
+
+def simulate(settings: Simulation) -> Record:
+  """Returns what happened, from the first task to the last publish.
+
+  Raises:
+    ValueError: of `Simulation.validate`.
+    virtual.Deadlock: everything waits for something else.
+  """
+  settings.validate()
+  before = gc.get_threshold()
+  # A log of a million events is no garbage; looking at all of it takes a third
+  # of the time.
+  gc.set_threshold(100_000, 50, 100)
+  try:
+    return virtual.run(_simulate(settings))
+  finally:
+    gc.set_threshold(*before)
+
+
+async def _simulate(settings: Simulation) -> Record:
+  loop = asyncio.get_running_loop()
+  assert isinstance(loop, virtual.EventLoop)
+  start_s = time.perf_counter()
+  run = _Run(settings)
+  await run.coordinator.run(progress_lib.beginning(0, run.tasks.cursor))
+  return Record(
+    settings=settings,
+    events=run.log.events,
+    spans=run.spans.spans,
+    states=[engine.states for engine in run.engines],
+    sequences=[engine.sequences for engine in run.engines],
+    routes=run.router.describe(),
+    virtual_s=loop.time(),
+    real_s=time.perf_counter() - start_s,
+    jumps=loop.jumps,
+  )
+
+
+class _Run:
+  """The parts of one simulated run, wired as those of a real one."""
+
+  def __init__(self, settings: Simulation):
+    clock = asyncio.get_running_loop().time
+    self._settings = settings
+    self._homes: dict[tuple[int, int, int], int] = {}
+    self.log = events.EventLog(None, clock=clock)
+    self.log.listeners.append(self._listen)
+    self.spans = trace.Trace(None, clock=clock)
+    self.world = simulated_source.World(settings.workloads, settings.seed)
+    self.tasks = prompts.Prompts(self.world, settings.seed, pool=_POOL_TASKS)
+    pools = [
+      pool for pool in settings.cluster.pools for _ in range(pool.engines)
+    ]
+    self.engines = [
+      simulated_engine.SimulatedEngine(pool.speed, self.world.answer_tokens)
+      for pool in pools
+    ]
+    self.router = router.Router(
+      [
+        router.Member(engine, pool.name, pool.kind, pool.cost)
+        for engine, pool in zip(self.engines, pools, strict=True)
+      ],
+      settings.routing,
+      self.log,
+    )
+    self.coordinator = self._coordinator(watchdog.Watchdog())
+
+  def _coordinator(self, dog: watchdog.Watchdog) -> coordinator.Coordinator:
+    settings, schedule = self._settings, self._settings.overlap
+    graders = grading.Graders(
+      simulated_source.Reward(self.world),
+      settings.rollout.grading,
+      max_concurrent=1 << 20,
+    )
+    player = rollout_lib.Player(
+      source=self.world,
+      engine=self.router,
+      chat=self.world,
+      graders=graders,
+      limits=settings.rollout,
+      log=self.log,
+      priority=overlap_lib.priority(schedule),
+      extra_members=schedule.redundancy.extra_members,
+    )
+    return coordinator.Coordinator(
+      coordinator.Settings(
+        schedule=schedule,
+        rounds=settings.rounds,
+        seed=settings.seed,
+        stall_s=settings.stall_s,
+        success=1.0,
+        unfit=filters.take_all,
+      ),
+      trainer=simulated_learner.SimulatedTrainer(
+        settings.cluster.learner, self.spans
+      ),
+      publisher=simulated_learner.SimulatedPublisher(
+        self.router.doors, settings.cluster.transfer_s, self.log, self.spans
+      ),
+      player=player,
+      tasks=self.tasks,
+      log=self.log,
+      spans=self.spans,
+      dog=dog,
+      observer=_Nobody(),
+    )
+
+  def _listen(self, event: events.Event) -> None:
+    """Tells engines which sessions are theirs, for the causes of idle time."""
+    kind = event["kind"]
+    if kind == "admitted":
+      self._homes[_place(event)] = event["engine"]
+      self.engines[event["engine"]].expect(1)
+    elif kind in ("ended", "aborted"):
+      home = self._homes.pop(_place(event), None)
+      if home is not None:
+        self.engines[home].expect(-1)
+
+
+def _place(event: events.Event) -> tuple[int, int, int]:
+  return event["group"], event["attempt"], event["index"]
+
+
+class _Nobody:
+  """An observer who keeps nothing."""
+
+  async def on_round(
+    self,
+    metrics: Mapping[str, float],
+    groups: Sequence[trajectory.Group],
+    values: Sequence[Float32[np.ndarray, " G"]],
+  ) -> None:
+    pass
+
+  async def on_published(self, version: trajectory.PolicyVersion) -> None:
+    pass
+
+  async def on_boundary(self, progress: progress_lib.Progress) -> None:
+    pass

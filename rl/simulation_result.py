@@ -1,0 +1,279 @@
+"""What a simulated run was worth: its step time beside what was possible.
+
+D   decode work: tokens of a round / tokens a second with every slot in use
+W   training work: seconds a round for which the learner is busy
+s   seconds of a publish; decoding stands still for s_blk of them
+T*  = max(D, W) + s_blk: no schedule is faster
+on-policy bound  = max(T_roll + w_n, c_1 + W) + s: none of staleness 0 is,
+    where groups are ready after c_1 (the first batch) to T_roll (the last)
+    and the last batch takes w_n
+"""
+
+import collections
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+from rl import events as events_lib
+from rl import invariants, ledger, simulation, trace
+
+_IDLE = ("publish", "drain", "environments", "gate")
+_Lags = Mapping[int, int]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Result:
+  """Means over the rounds that count; seconds are virtual unless called real.
+
+  Attributes:
+    step_s: T, of a round.
+    decode_s, train_s: D and W.
+    blocked_s, publish_s: s_blk and s.
+    on_policy_s: its bound; None where staleness is allowed.
+    tokens: sampled of the groups that a round trained.
+    decode_use: tokens of all engines against every slot in use.
+    prefill: share of time in which engines encode context and decode nothing.
+    decode_idle: share of the engines' time by cause: "publish", "drain",
+      "environments" (all sessions wait for theirs) and "gate" (no session).
+    learner_idle: the same of the learner: "publish" and "data".
+    overlap: share of the less busy mesh's work that the other one hides.
+    group_lags, token_lags: trained groups and tokens by their staleness.
+    useful: trained by sampled tokens, of the whole run.
+    violations: promises of the schedule that the log breaks; must be none.
+    events, turns: of the whole run, like `virtual_s` and `real_s`.
+  """
+
+  rounds: int
+  step_s: float
+  decode_s: float
+  train_s: float
+  blocked_s: float
+  publish_s: float
+  on_policy_s: float | None
+  tokens: float
+  decode_use: float
+  prefill: float
+  decode_idle: Mapping[str, float]
+  learner_idle: Mapping[str, float]
+  overlap: float
+  group_lags: _Lags
+  token_lags: _Lags
+  books: ledger.Ledger
+  violations: Sequence[str]
+  accelerators: int
+  events: int
+  jumps: int
+  turns: int
+  virtual_s: float
+  real_s: float
+
+  @property
+  def ideal_s(self) -> float:
+    """T*, the step time of a perfect schedule."""
+    return max(self.decode_s, self.train_s) + self.blocked_s
+
+  @property
+  def efficiency(self) -> float:
+    """T* / T."""
+    return self.ideal_s / self.step_s
+
+  @property
+  def on_policy_efficiency(self) -> float | None:
+    """The on-policy bound by T; None where staleness is allowed."""
+    return None if self.on_policy_s is None else self.on_policy_s / self.step_s
+
+  @property
+  def useful(self) -> float:
+    """Trained tokens by sampled ones."""
+    return self.books.trained / max(self.books.sampled, 1)
+
+  @property
+  def tokens_per_s(self) -> float:
+    """Tokens of trained groups a second."""
+    return self.tokens / self.step_s
+
+
+def measure(record: simulation.Record) -> Result:
+  """Returns the result of a simulated run."""
+  settings, schedule = record.settings, record.settings.overlap
+  rounds = settings.counted
+  # From the end of one round's training to that of another's.
+  ends = [
+    0.0,
+    *{e["version"]: e["end"] for e in _of(record, "update")}.values(),
+  ]
+  window = ends[rounds.start], ends[rounds.stop]
+  seconds, count = window[1] - window[0], len(rounds)
+  trained = [e for e in _of(record, "trained") if e["version"] in rounds]
+  tokens = sum(e["tokens"] + e["masked"] for e in trained)
+  busy_s = sum(b - a for a, b in _clipped(_busy(record, "learner"), window))
+  publish = _clipped(_busy(record, "host"), window)
+  states = _states(record, window)
+  waits_s = 0.0 if schedule.drains else sum(b - a for a, b in publish)
+  idle = {"publish": waits_s / seconds}
+  idle["data"] = 1.0 - busy_s / seconds - idle["publish"]
+  return Result(
+    rounds=count,
+    step_s=seconds / count,
+    decode_s=tokens / count / settings.cluster.tokens_per_s,
+    train_s=busy_s / count,
+    blocked_s=settings.cluster.update_s,
+    publish_s=sum(b - a for a, b in publish) / count,
+    on_policy_s=None if schedule.max_staleness else _bound(record),
+    tokens=tokens / count,
+    decode_use=_use(record, states["decode"]),
+    prefill=states["prefill"],
+    decode_idle={cause: states[cause] for cause in _IDLE},
+    learner_idle=idle,
+    overlap=_overlap(record, window),
+    group_lags=_counted(
+      (e["version"] - e["first_version"], 1) for e in trained
+    ),
+    token_lags=_counted(_token_lags(record, trained)),
+    books=ledger.of(record.events),
+    violations=invariants.violations(
+      record.events, schedule, settings.rollout.group_size
+    ),
+    accelerators=settings.cluster.accelerators,
+    events=len(record.events),
+    jumps=record.jumps,
+    turns=sum(1 for _ in _of(record, "turn")),
+    virtual_s=record.virtual_s,
+    real_s=record.real_s,
+  )
+
+
+def _of(record: simulation.Record, kind: str) -> Iterator[events_lib.Event]:
+  return events_lib.of_kind(record.events, kind)
+
+
+def _busy(record: simulation.Record, track: str) -> list[trace.Interval]:
+  return trace.busy(record.spans, track)
+
+
+def _clipped(
+  intervals: Sequence[trace.Interval], window: trace.Interval
+) -> list[trace.Interval]:
+  """Returns what of the intervals is in the window."""
+  start, end = window
+  cut = ((max(a, start), min(b, end)) for a, b in intervals)
+  return [(a, b) for a, b in cut if a < b]
+
+
+def in_state(
+  states: Sequence[tuple[float, str]], end_s: float, state: str
+) -> list[trace.Interval]:
+  """Returns when an engine was in a state."""
+  edges = itertools.pairwise([*states, (end_s, "")])
+  return [(start, end) for (start, name), (end, _) in edges if name == state]
+
+
+def _states(
+  record: simulation.Record, window: trace.Interval
+) -> dict[str, float]:
+  """Returns the share of the engines' time in each state, by accelerators."""
+  shares: dict[str, float] = collections.defaultdict(float)
+  pools = record.engine_pools
+  whole = (window[1] - window[0]) * sum(pool.accelerators for pool in pools)
+  for pool, states in zip(pools, record.states, strict=True):
+    edges = itertools.pairwise([*states, (record.virtual_s, "")])
+    for (start, name), (end, _) in edges:
+      inside = min(end, window[1]) - max(start, window[0])
+      shares[name] += pool.accelerators * max(inside, 0.0) / whole
+  return {name: shares[name] for name in ("decode", "prefill", *_IDLE)}
+
+
+def _use(record: simulation.Record, decode: float) -> float:
+  """Returns tokens a second against those with every slot in use."""
+  speed = [pool.speed for pool in record.engine_pools]
+  most = sum(one.tokens_per_s for one in speed)
+  got = sum(
+    mean / one.tau_s(round(mean))
+    for one, mean in zip(speed, record.sequences, strict=True)
+  )
+  return decode * got / most
+
+
+def _overlap(record: simulation.Record, window: trace.Interval) -> float:
+  """Returns how much one mesh hides of the other, mean over engines."""
+  learner = _clipped(_busy(record, "learner"), window)
+  trained_s = sum(b - a for a, b in learner)
+  shares = []
+  for states in record.states:
+    decode = _clipped(in_state(states, record.virtual_s, "decode"), window)
+    shorter = min(trained_s, sum(b - a for a, b in decode))
+    both = trace.intersection(decode, learner)
+    shares.append(both / shorter if shorter else 0.0)
+  return math.fsum(shares) / len(shares)
+
+
+def _bound(record: simulation.Record) -> float:
+  """Returns the on-policy bound, mean over the rounds that count."""
+  settings = record.settings
+  ends = [0.0, *(e["t"] for e in _of(record, "published"))]
+  ready = {(e["group"], e["attempt"]): e["t"] for e in _of(record, "ready")}
+  taken: dict[int, list[float]] = collections.defaultdict(list)
+  for event in _of(record, "dequeued"):
+    place = event["group"], event["attempt"]
+    taken[event["version"]].append(ready[place])
+  learner = [span for span in record.spans if span.track == "learner"]
+  bounds = []
+  for number in settings.counted:
+    start, end = ends[number], ends[number + 1]
+    work = [
+      (span.name, span.end - span.start)
+      for span in learner
+      if start <= span.start < end
+    ]
+    ready_s = [at_s - start for at_s in taken[number]]
+    bounds.append(on_policy_s(ready_s, work, _per_batch(settings)))
+  publish_s = settings.cluster.transfer_s + settings.cluster.update_s
+  return math.fsum(bounds) / len(bounds) + publish_s
+
+
+def _per_batch(settings: simulation.Simulation) -> int:
+  schedule = settings.overlap
+  if schedule.streams:
+    return schedule.groups_per_microbatch
+  return schedule.groups_per_update
+
+
+def on_policy_s(
+  ready_s: Sequence[float],
+  work: Sequence[tuple[str, float]],
+  per_batch: int,
+) -> float:
+  """Returns the bound of one round without its publish.
+
+  Args:
+    ready_s: when its groups were ready, in the order of training.
+    work: (name, seconds) of what the learner did, in order.
+  """
+  last = max(i for i, (name, _) in enumerate(work) if name == "accumulate")
+  last_s = sum(seconds for _, seconds in work[last:])
+  whole_s = sum(seconds for _, seconds in work)
+  return max(max(ready_s) + last_s, max(ready_s[:per_batch]) + whole_s)
+
+
+def _token_lags(
+  record: simulation.Record, trained: Sequence[events_lib.Event]
+) -> Iterator[tuple[int, int]]:
+  """Yields (staleness, tokens) of every stretch of trained tokens."""
+  ended = {
+    (e["group"], e["attempt"], e["index"]): e["versions"]
+    for e in _of(record, "ended")
+  }
+  for event in trained:
+    for index in event["members"]:
+      place = event["group"], event["attempt"], index
+      for version, tokens in ended.get(place, ()):
+        yield event["version"] - version, tokens
+
+
+def _counted(pairs: Iterator[tuple[int, int]]) -> dict[int, int]:
+  """Returns sums by their key, in order."""
+  sums: collections.Counter[int] = collections.Counter()
+  for key, number in pairs:
+    sums[key] += number
+  return dict(sorted(sums.items()))

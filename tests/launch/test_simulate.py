@@ -1,0 +1,155 @@
+"""The simulator's command: its table, its timeline, its refusals."""
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from launch import flags, simulate, simulated_timeline
+from rl import settings, simulation, simulation_result, trace
+
+ROOT = pathlib.Path(__file__).parents[2]
+SMALL = '''
+"""Two engines, four groups of two."""
+from rl import distributions, overlap, rollout, simulated_engine
+from rl import simulation, workload
+
+
+def get_config():
+  """Returns a run of a second."""
+  return simulation.Simulation(
+    cluster=simulation.Cluster(pools=(simulation.Pool(engines=2),)),
+    workloads=(
+      workload.Workload(
+        answer_tokens=distributions.LogNormal(mean=200.0, sigma=0.5)
+      ),
+    ),
+    overlap=overlap.sync(4),
+    rollout=rollout.Rollout(
+      group_size=2, max_turns=1, turn_tokens=4000, max_tokens=8000, step_s=60.0
+    ),
+    rounds=4,
+  )
+'''
+
+
+@pytest.fixture
+def config(tmp_path):
+  file = tmp_path / "small.py"
+  file.write_text(SMALL)
+  return file
+
+
+@pytest.fixture
+def record(config):
+  return simulation.simulate(flags.load(str(config), check=simulate.check))
+
+
+def launched(*arguments):
+  return subprocess.run(
+    [sys.executable, "-m", "launch.simulate", *map(str, arguments)],
+    cwd=ROOT,
+    capture_output=True,
+    text=True,
+    timeout=120,
+    check=False,
+  )
+
+
+def test_the_command_prints_a_table_and_writes_a_timeline(config, tmp_path):
+  out = launched(
+    f"--config={config}",
+    "--config.cluster.learner.accelerators=6",
+    f"--timeline={tmp_path / 'out'}",
+  )
+  assert out.returncode == 0, out.stderr
+  for words in (
+    "8 accelerators",  # 6 of the learner and 2 engines.
+    "step time T",
+    "on-policy bound",
+    "staleness of groups",
+    "0: 100.0%",
+    "error 0",
+    "learner |",
+  ):
+    assert words in out.stdout
+  chrome = json.loads((tmp_path / "out" / "timeline.json").read_text())
+  names = {event["args"].get("name") for event in chrome["traceEvents"]}
+  assert {"learner", "host", "decode 0", "decode 1"} <= names
+
+
+def test_a_setting_that_cannot_work_ends_it_before_it_begins(config):
+  out = launched(f"--config={config}", "--config.rounds=1")
+  assert out.returncode == 2
+  assert "rounds=1 leaves none to measure" in out.stderr
+  assert "use rounds=5" in out.stderr
+  assert out.stdout == ""
+
+
+def test_settings_of_a_training_run_are_refused():
+  with pytest.raises(settings.SettingError, match=r"Experiment is no rl\.simu"):
+    flags.load(str(ROOT / "configs/guess_number_moe.py"), check=simulate.check)
+
+
+def test_the_cluster_of_3000_accelerators_is_one():
+  chosen = flags.load(
+    str(ROOT / "configs/simulated_3000.py"), check=simulate.check
+  )
+  assert chosen.cluster.accelerators == 3000
+  # One trains for five that decode.
+  assert 3000 / chosen.cluster.learner.accelerators == pytest.approx(
+    6, rel=0.01
+  )
+  assert chosen.overlap.max_staleness == 1
+
+
+def test_parts_of_a_cluster_are_overridden_by_their_path(config):
+  changes = {
+    "cluster.pools.0.engines": "3",
+    "workloads.0.answer_tokens": "rl.distributions.Constant(value=50)",
+    "overlap.max_staleness": "1",
+    "overlap.on_publish": "recompute",
+    "overlap.wait_for_round": "false",
+  }
+  chosen = flags.load(str(config), changes, simulate.check)
+  assert chosen.cluster.pools[0].engines == 3
+  assert chosen.workloads[0].answer_tokens.value == 50.0
+  assert settings.from_json(settings.to_json(chosen)) == chosen
+
+
+def test_the_table_has_every_cause_of_idle_time(record):
+  result = simulation_result.measure(record)
+  table = dict(simulate.lines(result))
+  for cause in (*result.decode_idle, *result.learner_idle):
+    assert f"  {cause}" in table
+  assert table["step time T"] == f"{result.step_s:,.1f} s"
+  assert table["T* / T"] == f"{result.efficiency:.1%}"
+
+
+def test_the_drawn_timeline_shows_who_worked_when(record):
+  rows = simulated_timeline.text(record, 60).splitlines()
+  assert [row.split("|")[0].strip() for row in rows[:-1]] == [
+    "learner",
+    "decode",
+    "publish",
+  ]
+  assert {len(row) for row in rows[:-1]} == {60}
+  learner, decode, publish = (row.split("|")[1] for row in rows[:-1])
+  # A synchronous run begins with decoding and ends with a publish.
+  assert decode[0] != " "
+  assert learner[0] == publish[0] == " "
+  assert publish[-1] != " "
+
+
+def test_spans_of_an_engine_add_up_to_its_work(record):
+  spans = simulated_timeline.spans(record)
+  states = [*record.states[0], (record.virtual_s, "end")]
+  decode = [
+    states[i + 1][0] - start
+    for i, (start, state) in enumerate(states)
+    if state == "decode"
+  ]
+  drawn = trace.busy([s for s in spans if s.name == "decode"], "decode 0")
+  assert sum(end - start for start, end in drawn) == pytest.approx(sum(decode))

@@ -1,0 +1,105 @@
+"""The simulated learner and publisher: what takes how long."""
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from rl import (
+  events,
+  router,
+  simulated_engine,
+  simulated_learner,
+  simulated_processor,
+  trace,
+  training,
+  trajectory,
+  virtual,
+)
+
+
+def member(index, tokens, status=trajectory.Status.COMPLETED):
+  """Returns a trajectory of 10 ids of context and so many tokens."""
+  turn = trajectory.Turn(
+    context=np.zeros(10, np.int32),
+    tokens=np.zeros(tokens, np.int32),
+    logprobs=np.zeros(tokens, np.float32),
+    versions=np.zeros(tokens, np.int32),
+    stop="stop",
+  )
+  return trajectory.Trajectory(
+    task_id="math/train/0",
+    group_id=0,
+    index=index,
+    turns=[turn],
+    status=status,
+  )
+
+
+def spans_of_now():
+  return trace.Trace(None, clock=asyncio.get_running_loop().time)
+
+
+def test_it_takes_the_seconds_of_all_ids_without_a_fault():
+  async def main():
+    spans = spans_of_now()
+    learner = simulated_learner.Learner(token_s=0.1, update_s=5.0)
+    trainer = simulated_learner.SimulatedTrainer(learner, spans)
+    group = trajectory.Group(
+      group_id=0,
+      trajectories=[
+        member(0, 20),
+        member(1, 1000, trajectory.Status.ENV_FAULT),
+      ],
+      admitted=trajectory.PolicyVersion(0),
+    )
+    (used,) = await trainer.accumulate([group])
+    accumulated_s = asyncio.get_running_loop().time()
+    await trainer.update()
+    return trainer, used, accumulated_s, spans.spans
+
+  trainer, used, accumulated_s, spans = virtual.run(main())
+  assert used.trained.tolist() == [True, False]
+  assert accumulated_s == pytest.approx(30 * 0.1)
+  assert [(s.name, s.end - s.start) for s in spans] == [
+    ("accumulate", pytest.approx(3.0)),
+    ("update", pytest.approx(5.0)),
+  ]
+  assert trainer.params == trainer.state == 1
+  assert isinstance(trainer, training.Trainer)
+
+
+def test_weights_travel_and_then_every_engine_stands_still():
+  async def main():
+    loop = asyncio.get_running_loop()
+    log, spans = events.EventLog(None, clock=loop.time), spans_of_now()
+    engines = [
+      simulated_engine.SimulatedEngine(
+        simulated_processor.Speed(update_s=update_s), lambda request: 1
+      )
+      for update_s in (1.0, 4.0)
+    ]
+    doors = router.Router([router.Member(engine) for engine in engines]).doors
+    publisher = simulated_learner.SimulatedPublisher(doors, 10.0, log, spans)
+    stood_s = await publisher.publish(
+      trajectory.PolicyVersion(1), "w", "recompute"
+    )
+    return stood_s, log.events, [engine.params for engine in engines]
+
+  stood_s, log, served = virtual.run(main())
+  assert stood_s == pytest.approx(4.0)
+  assert [(e["kind"], e["t"]) for e in log] == [
+    ("publish_start", pytest.approx(10.0)),
+    ("published", pytest.approx(14.0)),
+  ]
+  assert served == ["w", "w"]
+
+
+@pytest.mark.parametrize(
+  ("field", "value"),
+  [("token_s", -1.0), ("update_s", -0.5), ("accelerators", 0)],
+)
+def test_a_learner_faster_than_time_is_refused(field, value):
+  learner = simulated_learner.Learner(**{field: value})
+  with pytest.raises(ValueError, match=rf"cluster\.learner\.{field}={value}"):
+    learner.validate()

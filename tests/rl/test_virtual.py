@@ -1,0 +1,150 @@
+"""Virtual time: asyncio as it is, but nobody waits for it."""
+
+import asyncio
+import time
+
+import pytest
+
+from rl import virtual
+
+
+def now():
+  return asyncio.get_running_loop().time()
+
+
+def test_time_begins_at_0_and_jumps_to_the_next_timer():
+  async def main():
+    began = now()
+    await asyncio.sleep(3600.0)
+    return began, now()
+
+  real = time.monotonic()
+  assert virtual.run(main()) == (0.0, pytest.approx(3600.0, abs=1e-6))
+  assert time.monotonic() - real < 60.0
+
+
+def test_timers_fire_in_the_order_of_their_times():
+  order = []
+
+  async def main():
+    loop = asyncio.get_running_loop()
+    for delay in (3.0, 1.0, 2.0):
+      loop.call_later(delay, order.append, delay)
+    await asyncio.sleep(5.0)
+
+  virtual.run(main())
+  assert order == [1.0, 2.0, 3.0]
+
+
+def test_what_is_ready_runs_before_time_passes():
+  async def main():
+    times = []
+
+    async def step():
+      for _ in range(100):
+        await asyncio.sleep(0)
+      times.append(now())
+
+    async with asyncio.TaskGroup() as tasks:
+      tasks.create_task(asyncio.sleep(1e-3))
+      tasks.create_task(step())
+    return times
+
+  assert virtual.run(main()) == [0.0]
+
+
+def test_a_timeout_passes_in_virtual_time():
+  async def main():
+    with pytest.raises(TimeoutError):
+      async with asyncio.timeout(1000.0):
+        await asyncio.sleep(1001.0)
+    return now()
+
+  assert virtual.run(main()) == pytest.approx(1000.0, abs=1e-6)
+
+
+def test_events_queues_and_gathered_tasks_work():
+  async def main():
+    queue: asyncio.Queue[float] = asyncio.Queue()
+    gone = asyncio.Event()
+
+    async def produce(after):
+      await asyncio.sleep(after)
+      await queue.put(now())
+      await gone.wait()
+      return after
+
+    both = asyncio.gather(produce(2.0), produce(1.0))
+    got = [await queue.get(), await queue.get()]
+    gone.set()
+    return got, await both
+
+  got, results = virtual.run(main())
+  assert got == pytest.approx([1.0, 2.0], abs=1e-6)
+  assert results == [2.0, 1.0]
+
+
+def test_a_deadlock_is_an_error_that_names_who_waits():
+  async def hold(event):
+    await event.wait()
+
+  async def main():
+    async with asyncio.TaskGroup() as tasks:
+      tasks.create_task(hold(asyncio.Event()), name="the one that holds")
+      await asyncio.sleep(1.0)
+
+  with pytest.raises(virtual.Deadlock, match=r"holds: .*hold, line"):
+    virtual.run(main())
+
+
+def test_a_long_list_of_waiting_tasks_is_cut():
+  async def main():
+    waits = [asyncio.Event().wait() for _ in range(20)]
+    await asyncio.gather(*waits)
+
+  # 20 events and the one that gathers them; 8 are named.
+  with pytest.raises(virtual.Deadlock, match=r"^21 tasks(?s:.*)and 13 more$"):
+    virtual.run(main())
+
+
+def test_an_exception_comes_out_and_others_are_cancelled():
+  cancelled = []
+
+  async def patient():
+    try:
+      await asyncio.sleep(1e9)
+    except asyncio.CancelledError:
+      cancelled.append(now())
+      raise
+
+  async def main():
+    async with asyncio.TaskGroup() as tasks:
+      tasks.create_task(patient())
+      await asyncio.sleep(5.0)
+      raise KeyError("wrong")
+
+  with pytest.raises(ExceptionGroup):
+    virtual.run(main())
+  assert cancelled == pytest.approx([5.0], abs=1e-6)
+
+
+def test_timers_of_years_and_of_microseconds_go_together():
+  async def main():
+    await asyncio.sleep(1e8)  # Three years.
+    times = []
+    for _ in range(3):
+      before = now()
+      await asyncio.sleep(1e-5)
+      times.append(now() - before)
+    return times
+
+  # A float64 at 1e8 has steps of 1.5e-8.
+  assert virtual.run(main()) == pytest.approx([1e-5] * 3, abs=2e-7)
+
+
+def test_two_runs_do_not_share_a_clock():
+  async def main():
+    await asyncio.sleep(7.0)
+    return now()
+
+  assert virtual.run(main()) == virtual.run(main())
