@@ -1,0 +1,281 @@
+"""The real coordinator in virtual time: all that it waits for only waits.
+
+Gate, buffer, producer, player and router are those of a run. Engines answer
+from a list; the learner and the transfer of weights take virtual seconds.
+"""
+
+import asyncio
+import collections
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from envs import base, rewards
+from models import chat as chat_lib
+from rl import (
+  advantages,
+  affinity,
+  coordinator,
+  events,
+  filters,
+  grading,
+  invariants,
+  ledger,
+  overlap,
+  prompts,
+  rollout,
+  router,
+  simulated_learner,
+  testing,
+  trace,
+  trajectory,
+  virtual,
+  watchdog,
+)
+from rl import progress as progress_lib
+
+CHAT = chat_lib.WordChat(("go", "on", "yes", "no"))
+YES, NO = 5, 6
+
+
+@dataclasses.dataclass(frozen=True)
+class Watched:
+  """A source that keeps the environments that it built, by task.
+
+  Attributes:
+    close_s: seconds that closing one takes, by member: those of a task are
+      numbered as they are built.
+  """
+
+  source: Any
+  close_s: Callable[[int], float] = lambda member: 0.0
+  built: dict[str, list[Any]] = dataclasses.field(
+    default_factory=lambda: collections.defaultdict(list), compare=False
+  )
+
+  @property
+  def name(self) -> str:
+    return self.source.name
+
+  @property
+  def words(self) -> Sequence[str]:
+    return self.source.words
+
+  def task(self, index: int, split: base.Split) -> base.Task:
+    return self.source.task(index, split)
+
+  def __call__(self, task: base.Task) -> base.Environment:
+    close_s = self.close_s(len(self.built[task.id]))
+    environment = _Closing(self.source(task), close_s)
+    self.built[task.id].append(environment)
+    return environment
+
+  def oracle(self, task: base.Task, messages: Sequence[base.Message]) -> str:
+    return self.source.oracle(task, messages)
+
+  def explore(
+    self, task: base.Task, messages: Sequence[base.Message], seed: int
+  ) -> str:
+    return self.source.explore(task, messages, seed)
+
+
+@dataclasses.dataclass(eq=False)
+class _Closing:
+  """An environment that takes its time to close."""
+
+  environment: Any
+  close_s: float
+  closed: bool = False
+
+  async def start(self) -> Sequence[base.Message]:
+    return await self.environment.start()
+
+  async def step(self, answer: base.Message) -> base.Step:
+    return await self.environment.step(answer)
+
+  async def close(self) -> None:
+    await asyncio.sleep(self.close_s)
+    await self.environment.close()
+    self.closed = True
+
+
+@dataclasses.dataclass(eq=False)
+class Observer:
+  """Keeps the groups of each round and the versions; both may take time.
+
+  Attributes:
+    evaluate: awaited with every version that was published.
+  """
+
+  evaluate: Callable[[int], Any] | None = None
+  rounds: list[list[trajectory.Group]] = dataclasses.field(default_factory=list)
+  metrics: list[dict[str, float]] = dataclasses.field(default_factory=list)
+  published: list[int] = dataclasses.field(default_factory=list)
+  last: progress_lib.Progress | None = None
+
+  async def on_round(self, metrics, groups, values):
+    self.rounds.append(list(groups))
+    self.metrics.append(metrics)
+
+  async def on_published(self, version):
+    if self.evaluate is not None:
+      await self.evaluate(int(version))
+    self.published.append(int(version))
+
+  async def on_boundary(self, progress):
+    self.last = progress
+
+
+@dataclasses.dataclass(eq=False)
+class Run:
+  """A coordinator in virtual time, and everything that it touched.
+
+  Attributes:
+    delay_s: seconds of an answer, by (group, index) if requests have that
+      priority.
+    build: makes an engine; by default a fake one of these delays.
+    pool: how many tasks there are.
+    max_graders: calls of the reward at once.
+    seconds, sampled_by_engines: how long it took, and tokens, when it is over.
+    disturb: runs beside the coordinator and is given this.
+  """
+
+  schedule: overlap.Overlap
+  rounds: int = 4
+  source: Any = dataclasses.field(default_factory=testing.Counting)
+  reward: base.Reward = dataclasses.field(default_factory=rewards.Outcome)
+  retries: grading.Retries = dataclasses.field(default_factory=grading.Retries)
+  sampling: filters.DynamicSampling | None = None
+  delay_s: Callable[[tuple[int, ...]], float] = lambda priority: 1.0
+  learner: simulated_learner.Learner = dataclasses.field(
+    default_factory=lambda: simulated_learner.Learner(token_s=0.0)
+  )
+  answers: tuple[int, ...] = (YES, NO)
+  transfer_s: float = 0.0
+  update_s: float = 0.0
+  num_engines: int = 1
+  group_size: int = 2
+  step_s: float = 60.0
+  stall_s: float = 1e5
+  seed: int = 0
+  observer: Observer = dataclasses.field(default_factory=Observer)
+  build: Callable[[], Any] | None = None
+  pool: int | None = None
+  max_graders: int = 256
+  disturb: Callable[["Run"], Any] | None = None
+  listeners: tuple[Callable[[events.Event], None], ...] = ()
+
+  def start(self, progress: progress_lib.Progress | None = None) -> "Run":
+    """Runs to the last round, from there if it is given; returns itself.
+
+    Raises:
+      virtual.Deadlock: everything waits for something else.
+    """
+    virtual.run(self.play(progress))
+    return self
+
+  async def play(self, progress: progress_lib.Progress | None = None) -> None:
+    """As `start`, on the running loop."""
+    clock = asyncio.get_running_loop().time
+    self.log = events.EventLog(clock=clock)
+    self.log.listeners.extend(self.listeners)
+    self.spans = trace.Trace(None)
+    self.tasks = prompts.Prompts(self.source, self.seed, pool=self.pool)
+    version = trajectory.PolicyVersion(progress.trained if progress else 0)
+    self.engines = [self.engine(version) for _ in range(self.num_engines)]
+    self.router = router.Router(
+      [router.Member(e) for e in self.engines], affinity.Routing(), self.log
+    )
+    self.loop = self._coordinator()
+    begin = progress or progress_lib.beginning(0, self.tasks.cursor)
+    self.tasks.seek(begin.cursor)
+    beside = asyncio.create_task(self.disturb(self)) if self.disturb else None
+    try:
+      await self.loop.run(begin)
+    finally:
+      self.seconds = clock()
+      counts = [engine.stats().sampled_tokens for engine in self.engines]
+      self.sampled_by_engines = sum(counts)
+      if beside is not None:
+        beside.cancel()
+        await asyncio.wait([beside])
+    if beside is not None and not beside.cancelled():
+      await beside  # Raises what was wrong there.
+
+  def engine(self, version: trajectory.PolicyVersion) -> Any:
+    """Returns a fresh engine; one that the run did not build has a version."""
+    if self.build is not None:
+      return self.build()
+    engine = testing.FakeEngine(
+      self.answers, chat_lib.END, self.delay_s, update_s=self.update_s
+    )
+    engine.version = version
+    return engine
+
+  def _coordinator(self) -> coordinator.Coordinator:
+    return coordinator.Coordinator(
+      coordinator.Settings(
+        schedule=self.schedule,
+        rounds=self.rounds,
+        seed=self.seed,
+        stall_s=self.stall_s,
+        success=1.0,
+        unfit=filters.unfit(self.sampling, advantages.Grpo()),
+      ),
+      trainer=simulated_learner.SimulatedTrainer(self.learner, self.spans),
+      publisher=simulated_learner.SimulatedPublisher(
+        self.router.doors, self.transfer_s, self.log, self.spans
+      ),
+      player=self.player(),
+      tasks=self.tasks,
+      log=self.log,
+      spans=self.spans,
+      dog=watchdog.Watchdog(None),
+      observer=self.observer,
+    )
+
+  def player(self) -> rollout.Player:
+    """Returns what plays the groups of this run."""
+    return rollout.Player(
+      source=self.source,
+      engine=self.router,
+      chat=CHAT,
+      graders=grading.Graders(self.reward, self.retries, self.max_graders),
+      limits=rollout.Rollout(group_size=self.group_size, step_s=self.step_s),
+      log=self.log,
+      priority=overlap.priority(self.schedule),
+      extra_members=self.schedule.redundancy.extra_members,
+    )
+
+  @property
+  def groups(self) -> list[trajectory.Group]:
+    """Returns all groups that were trained, in order."""
+    return [group for round_ in self.observer.rounds for group in round_]
+
+  def violations(self) -> list[str]:
+    """Returns every way in which the run broke its promises."""
+    return invariants.violations(
+      self.log.events, self.schedule, self.group_size
+    )
+
+  @property
+  def ledger(self) -> ledger.Ledger:
+    """Returns where every sampled token went."""
+    return ledger.of(self.log.events)
+
+  def of(self, kind: str, **fields: Any) -> list[events.Event]:
+    """Returns the events of a kind with these values, in order."""
+    return [
+      event
+      for event in events.of_kind(self.log.events, kind)
+      if all(event[name] == value for name, value in fields.items())
+    ]
+
+  def environments(self, event: events.Event) -> list[Any]:
+    """Returns what a `Watched` source built for the attempt of an event."""
+    group, attempt = event["group"], event["attempt"]
+    (begun,) = self.of("submitted", group=group, attempt=attempt)
+    tries = self.of("submitted", group=group, task=begun["task"])
+    before = sum(one["attempt"] < attempt for one in tries)
+    size = self.group_size + self.schedule.redundancy.extra_members
+    return self.source.built[begun["task"]][before * size :][:size]
