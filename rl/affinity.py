@@ -112,8 +112,12 @@ class Sample(NamedTuple):
 
   def plus(self, other: "Sample", keep: float = 1.0) -> "Sample":
     """Returns the sum, in which what was before counts less."""
-    pairs = zip(self, other, strict=True)
-    return Sample(*(keep * mine + its for mine, its in pairs))
+    return Sample(
+      keep * self.prefill_s + other.prefill_s,
+      keep * self.encoded + other.encoded,
+      keep * self.decode_s + other.decode_s,
+      keep * self.sampled + other.sampled,
+    )
 
 
 def sample(request: engine.DecodeRequest, answer: engine.Completion) -> Sample:

@@ -1,5 +1,6 @@
 """All wiring, once, for every runtime: Experiment -> Parts."""
 
+import asyncio
 import dataclasses
 import pathlib
 from collections.abc import Callable, Sequence
@@ -79,6 +80,7 @@ class Parts:
 
   async def close(self) -> None:
     """Ends the engine and the threads; safe when nothing was started."""
+    await asyncio.gather(*self.player.closing)
     await self.router.close()
     for thread in (*self.decode_threads, self.learner_thread):
       thread.close()

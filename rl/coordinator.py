@@ -15,6 +15,7 @@ engines drain before they take weights, the next round trains meanwhile.
 
 import asyncio
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
@@ -325,7 +326,7 @@ class Coordinator:
       self._trainer.describe(), "its mesh to score a sample"
     )
     now = asyncio.get_running_loop().time()
-    wall_s, self._mark = now - self._mark, now
+    wall_s, self._mark = (now - self._mark) or math.nan, now
     news = list(self._news)
     self._news.clear()
     return {

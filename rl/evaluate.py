@@ -51,6 +51,7 @@ async def evaluate(
     player,
     limits=limits,
     log=events.EventLog(clock=asyncio.get_running_loop().time),
+    closing=set(),
   )
   played = await asyncio.gather(
     *(
@@ -58,6 +59,7 @@ async def evaluate(
       for i in range(episodes)
     )
   )
+  await asyncio.gather(*quiet.closing)
   return summarise(played, success), played
 
 

@@ -95,6 +95,8 @@ def checked_step(step: object) -> base.Step:
 
 def checked_reward(reward: object, what: str = "reward") -> float:
   """Returns a number that is finite as float32, and raises Fault else."""
+  if type(reward) is float and abs(reward) <= _MAX_REWARD:
+    return reward  # As nearly all are, and what follows takes longer.
   # numpy's numbers are Real too; bool is an int, but no reward.
   if isinstance(reward, numbers.Real) and not isinstance(reward, bool):
     # An int may be too large for float(), and a foreign class may do anything.

@@ -76,7 +76,7 @@ class Retries:
     return self.attempts * self.deadline_s + waits
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(slots=True, kw_only=True)
 class Stats:
   """What graders have done since they were built, and what they do now.
 
@@ -160,6 +160,7 @@ class Graders:
     transcript: base.Transcript,
     task: base.Task,
     called: Callable[[], None] = lambda: None,
+    name: str = "",
   ) -> trajectory.Trajectory:
     """Returns the trajectory with its reward, or with REWARD_FAULT and none.
 
@@ -168,10 +169,11 @@ class Graders:
 
     Args:
       called: is told when the reward is called for the first time.
+      name: of the episode, for those who look at who waits for what.
     """
     if not record.status.trainable:
       return record
-    owner = f"episode {task.split}/{record.group_id}/{record.index}"
+    owner = f"episode {name or record.task_id}"
     tries, what = self._retries.attempts, ""
     for attempt in range(tries):
       if attempt:
@@ -264,5 +266,5 @@ class Graders:
     )
 
   def _count(self, **more: int | float) -> None:
-    sums = {name: getattr(self._stats, name) + n for name, n in more.items()}
-    self._stats = dataclasses.replace(self._stats, **sums)
+    for name, count in more.items():
+      setattr(self._stats, name, getattr(self._stats, name) + count)

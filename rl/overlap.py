@@ -295,6 +295,7 @@ def strict_pipeline(
   return Overlap(
     groups_per_round=groups_per_round,
     groups_per_microbatch=_microbatch(groups_per_round, groups_per_microbatch),
+    consume="ready",
   )
 
 
@@ -322,6 +323,7 @@ def rollout_pipe(
     groups_per_round=groups_per_round,
     updates_per_round=updates_per_round,
     groups_per_microbatch=_microbatch(per_update, groups_per_microbatch),
+    consume="submit" if hard else "ready",
     admission="hard_frontier" if hard else "frontier",
     frontier_groups=per_update if frontier_groups is None else frontier_groups,
   )

@@ -325,7 +325,6 @@ class Producer:
   def advance(self, trained: int) -> None:
     """So many rounds are trained: what is too old for the next one goes."""
     self._trained = trained
-    self._got = 0
     if self._sheds:
       self._shed()
     for group in self._buffer.ready.values():
@@ -347,6 +346,7 @@ class Producer:
   def release(self, version: trajectory.PolicyVersion) -> None:
     """Every engine serves this version: more may be admitted."""
     self._gate.release(version)
+    self._got = 0
     self._room.set()
 
   async def stop(self, grace_s: float) -> None:

@@ -168,8 +168,11 @@ class Play:
     Those are the first G that ended without a fault; when fewer did, members
     with faults fill it up.
     """
-    async with asyncio.TaskGroup() as members:
-      plays = [members.create_task(member.run()) for member in self._members]
+    try:
+      async with asyncio.TaskGroup() as members:
+        plays = [members.create_task(member.run()) for member in self._members]
+    finally:
+      self._members = []  # They know this: a circle would keep every token.
     every = [play.result() for play in plays]
     rest = [t.index for t in every if t.index not in self._finished]
     chosen = sorted([*self._finished, *rest][: self._group_size])
@@ -283,6 +286,7 @@ class _Member:
       transcript,
       self._episode.task,
       lambda: log.emit("grading", **self._where),
+      self._episode.name,
     )
     if player.limits.overlong is not None:
       graded = shaping.apply(graded, player.limits.overlong)
@@ -305,6 +309,9 @@ class _Member:
       length=sum(len(t.context) + len(t.tokens) for t in played.turns),
       versions=played.versions,
     )
+    # It has ended. A circle of the two would keep its tokens until the garbage
+    # is collected.
+    self._record.turned = lambda turn: None
 
   async def _play(self) -> tuple[trajectory.Trajectory, base.Transcript]:
     """Plays to the end, or to where `abort` found it."""
@@ -352,15 +359,7 @@ class _Member:
     player, asked = self._player, asyncio.get_running_loop().time()
     self._request = request.request_id
     try:
-      with contextlib.ExitStack() as noted:
-        if player.dog is not None:
-          noted.enter_context(
-            player.dog.noted(
-              owner=f"episode {request.session}",
-              what="an answer of the engine",
-              deadline_s=player.stall_s,
-            )
-          )
+      with self._noted(request.session):
         completion = await player.engine.generate(request)
     finally:
       self._request = ""
@@ -375,6 +374,15 @@ class _Member:
     if self._reason:  # It may have ended by itself at the same moment.
       completion = dataclasses.replace(completion, stop="abort")
     return completion
+
+  def _noted(self, session: str) -> contextlib.AbstractContextManager[None]:
+    if self._player.dog is None:
+      return contextlib.nullcontext()
+    return self._player.dog.noted(
+      owner=f"episode {session}",
+      what="an answer of the engine",
+      deadline_s=self._player.stall_s,
+    )
 
   def _turned(self, turn: trajectory.Turn) -> None:
     self._player.log.emit(

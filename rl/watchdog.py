@@ -48,6 +48,22 @@ def table(waits: Iterable[Wait], now_s: float) -> str:
   )
 
 
+class _Noted:
+  """Lists a wait while its body runs; several a turn, so no generator."""
+
+  __slots__ = ("_wait", "_waits")
+
+  def __init__(self, waits: set[Wait], wait: Wait):
+    self._waits = waits
+    self._wait = wait
+
+  def __enter__(self) -> None:
+    self._waits.add(self._wait)
+
+  def __exit__(self, *error: object) -> None:
+    self._waits.discard(self._wait)
+
+
 class Watchdog:
   """The waits of one event loop.
 
@@ -95,21 +111,16 @@ class Watchdog:
     finally:
       self._waits.discard(wait)
 
-  @contextlib.contextmanager
   def noted(
     self, *, owner: str, what: str, deadline_s: float
-  ) -> Iterator[None]:
+  ) -> contextlib.AbstractContextManager[None]:
     """Lists the body of a `with` in `dump`, and enforces nothing.
 
     For the many waits that another, guarded wait depends on.
     """
     since_s = self._clock()
     wait = Wait(owner=owner, what=what, since_s=since_s, deadline_s=deadline_s)
-    self._waits.add(wait)
-    try:
-      yield
-    finally:
-      self._waits.discard(wait)
+    return _Noted(self._waits, wait)
 
   def dump(self) -> str:
     """Returns a table of everyone who waits now."""

@@ -52,8 +52,8 @@ def forever():
   return asyncio.Event().wait()
 
 
-async def graded(graders, index=0):
-  return await graders.grade(ended(index), SAID, TASK)
+async def graded(graders, index=0, name=""):
+  return await graders.grade(ended(index), SAID, TASK, name=name)
 
 
 def test_a_reward_that_answers_is_called_once():
@@ -321,15 +321,18 @@ def test_the_watchdog_names_the_call_and_the_wait_for_a_place():
   async def scenario():
     reward = testing.Judge(delay_s=lambda index, call: 2.0)
     graders = grading.Graders(reward, RETRIES, 1, dog)
-    ends = [asyncio.create_task(graded(graders, i)) for i in range(2)]
+    ends = [
+      asyncio.create_task(graded(graders, i, f"train/3/0/{i}"))
+      for i in range(2)
+    ]
     await asyncio.sleep(1)
     lines = dog.dump().splitlines()[1:]
     await asyncio.gather(*ends)
     return sorted(line.rsplit("  ", 2)[0].split("  ")[:2] for line in lines)
 
   assert virtual.run(scenario()) == [
-    ["episode train/3/0", "reward"],
-    ["episode train/3/1", "a place to be graded"],
+    ["episode train/3/0/0", "reward"],
+    ["episode train/3/0/1", "a place to be graded"],
   ]
   assert dog.dump() == "nobody waits"
 
