@@ -26,6 +26,7 @@ from rl import (
   batch,
   config,
   events,
+  invariants,
   learner,
   overlap,
   progress,
@@ -39,7 +40,7 @@ _GROUPS = 16
 
 SCHEDULES = {
   "sync": overlap.sync(_GROUPS, 1, 8),
-  "round pipelined": overlap.round_pipelined(_GROUPS, 1, 4),
+  "round pipelined": overlap.strict_pipeline(_GROUPS, 4),
   "in flight, eta=1": overlap.in_flight(_GROUPS, 1, 8),
 }
 
@@ -76,7 +77,7 @@ async def measure(experiment: config.Experiment) -> dict[str, float]:
     wall_s = time.monotonic() - start
   finally:
     await parts.close()
-  broken = events.violations(
+  broken = invariants.violations(
     parts.log.events, experiment.overlap, experiment.rollout.group_size
   )
   if broken:

@@ -67,7 +67,7 @@ def run(work):
 # %%
 state = run(assemble.initial_state(parts))
 run(parts.start(state, trajectory.PolicyVersion(0)))
-print(parts.pool.stats())
+print(parts.router.stats())
 
 # %% [markdown]
 # ## Roll out two groups
@@ -77,13 +77,13 @@ print(parts.pool.stats())
 # %%
 async def roll_out(count):
   """Plays `count` groups side by side."""
-  groups = (
-    parts.player.group(
+  plays = [
+    parts.player.play(
       parts.tasks.next(), i, experiment.seed, trajectory.PolicyVersion(0)
     )
     for i in range(count)
-  )
-  return await asyncio.gather(*groups)
+  ]
+  return await asyncio.gather(*(play.run() for play in plays))
 
 
 groups = run(roll_out(2))
@@ -155,7 +155,7 @@ run(
     trajectory.PolicyVersion(1), state.params, "recompute"
   )
 )
-print("served version:", parts.pool.stats().version)
+print("served version:", parts.router.stats().version)
 again = run(roll_out(1))[0].trajectories[0]
 print("sampled by version", again.turns[0].versions.tolist())
 

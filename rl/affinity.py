@@ -29,8 +29,8 @@ class Routing:
     default: the same for all domains that `prefer` does not name; None lets
       them go wherever the fewest sessions are.
     learn: domains that `prefer` does not name go where a session of theirs
-      costs least: seconds as measured, times the cost of the engine, times the
-      sessions that share it.
+      takes least: seconds as measured, times the sessions that share the
+      engine. What engines cost is paid whether they are used or not.
     explore_every: while learning, each so-many-th session of a domain goes to
       the pool that the domain has not used for longest; 0 never tries again.
     overload: a session leaves its preferred pool when that, with it, would
@@ -89,7 +89,11 @@ class Routing:
 
 
 class Seat(NamedTuple):
-  """What is known of an engine before it has served anything."""
+  """What is known of an engine before it has served anything.
+
+  Attributes:
+    cost: of a second, for who plans; who routes has paid already.
+  """
 
   pool: str
   kind: placement.Kind = "any"
@@ -290,8 +294,7 @@ class Affinity:
     seconds = {pool: self.estimates.of(domain, pool) for pool in pools}
     prices = {}
     for i in engines:
-      pool, _, cost = self._seats[i]
-      if (each := seconds[pool]) is None:
+      if (each := seconds[self._seats[i].pool]) is None:
         return alike  # It has been tried, and the answer is not there yet.
-      prices[i] = cost * each * (load[i] + 1)
+      prices[i] = each * (load[i] + 1)
     return prices

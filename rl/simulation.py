@@ -217,29 +217,38 @@ class Record:
     return [pool for pool in pools for _ in range(pool.engines)]
 
 
-def simulate(settings: Simulation) -> Record:
+def simulate(
+  settings: Simulation, world: simulated_source.World | None = None
+) -> Record:
   """Returns what happened, from the first task to the last publish.
+
+  Args:
+    world: what is played, if not just the workloads.
 
   Raises:
     ValueError: of `Simulation.validate`.
     virtual.Deadlock: everything waits for something else.
   """
   settings.validate()
+  if world is None:
+    world = simulated_source.World(settings.workloads, settings.seed)
   before = gc.get_threshold()
   # A log of a million events is no garbage; looking at all of it takes a third
   # of the time.
   gc.set_threshold(100_000, 50, 100)
   try:
-    return virtual.run(_simulate(settings))
+    return virtual.run(_simulate(settings, world))
   finally:
     gc.set_threshold(*before)
 
 
-async def _simulate(settings: Simulation) -> Record:
+async def _simulate(
+  settings: Simulation, world: simulated_source.World
+) -> Record:
   loop = asyncio.get_running_loop()
   assert isinstance(loop, virtual.EventLoop)
   start_s = time.perf_counter()
-  run = _Run(settings)
+  run = _Run(settings, world)
   await run.coordinator.run(progress_lib.beginning(0, run.tasks.cursor))
   return Record(
     settings=settings,
@@ -257,14 +266,14 @@ async def _simulate(settings: Simulation) -> Record:
 class _Run:
   """The parts of one simulated run, wired as those of a real one."""
 
-  def __init__(self, settings: Simulation):
+  def __init__(self, settings: Simulation, world: simulated_source.World):
     clock = asyncio.get_running_loop().time
     self._settings = settings
     self._homes: dict[tuple[int, int, int], int] = {}
     self.log = events.EventLog(None, clock=clock)
     self.log.listeners.append(self._listen)
     self.spans = trace.Trace(None, clock=clock)
-    self.world = simulated_source.World(settings.workloads, settings.seed)
+    self.world = world
     self.tasks = prompts.Prompts(self.world, settings.seed, pool=_POOL_TASKS)
     pools = [
       pool for pool in settings.cluster.pools for _ in range(pool.engines)

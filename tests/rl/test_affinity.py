@@ -168,12 +168,12 @@ def test_what_is_learned_finds_the_better_pool_and_notices_a_change():
   assert sum(chosen["math"][-64:]) == 4
 
 
-def test_what_is_learned_is_weighed_by_cost_and_by_load():
+def test_what_is_learned_is_weighed_by_load_and_not_by_what_is_paid_anyway():
   routing = affinity.Routing(learn=True, explore_every=0)
   dear = COMPUTE._replace(cost=3.0)
   for seat, load, engine in (
     (COMPUTE, [0, 0], 0),
-    (dear, [0, 0], 1),  # 3 * 1 s against 2 s
+    (dear, [0, 0], 0),  # 1 s against 2 s, whatever a second costs
     (COMPUTE, [1, 0], 1),  # 1 s * 2 against 2 s * 1: the emptier of equals
     (COMPUTE, [2, 0], 1),  # 1 s * 3 against 2 s * 1
     (COMPUTE, [4, 2], 0),  # 1 s * 5 against 2 s * 3

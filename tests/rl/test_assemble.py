@@ -16,14 +16,17 @@ from rl import (
   engine_settings,
   evaluate,
   events,
+  invariants,
   overlap,
   placement,
   progress,
   rollout,
   testing,
   trajectory,
+  virtual,
   warm_start,
 )
+from tests.rl import players_under_test as players
 
 
 def experiment(**changes):
@@ -95,7 +98,7 @@ def test_a_whole_run_keeps_its_promises_on_any_placement(where):
   settings = experiment(placement=where)
   rounds, _, log = run(settings)
   assert [m["round"] for m in rounds] == [1, 2, 3]
-  assert events.violations(log, settings.overlap, 4) == []
+  assert invariants.violations(events.surviving(log), settings.overlap, 4) == []
   for metrics in rounds:
     # Float32 on two meshes: the order of sums differs, nothing else.
     assert metrics["logprob_gap_max"] < 1e-4
@@ -150,6 +153,18 @@ def test_building_touches_no_more_devices_than_the_placement_names():
   assert parts.learner_layout.devices == [jax.devices()[0]]
   assert parts.decode_layouts[0].devices == [jax.devices()[1]]
   asyncio.run(parts.close())
+
+
+def test_an_evaluation_ends_when_its_environments_are_closed():
+  async def run():
+    playing = players.player(testing.Counting(fault="hang_close"))
+    outcome, _ = await evaluate.evaluate(
+      playing, episodes=3, temperature=0.0, success=1.0, seed=0
+    )
+    return outcome.success, asyncio.get_running_loop().time()
+
+  # Each has its deadline of 0.2 s to close; they close side by side.
+  assert virtual.run(run()) == (1.0, 0.2)
 
 
 def test_evaluation_leaves_faults_out_of_its_share():

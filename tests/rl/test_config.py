@@ -1,13 +1,23 @@
 """The settings of a run: a valid one, and each combination that is not."""
 
+import dataclasses
 import json
 import pathlib
 import re
 
 import pytest
 
+from envs import mixture, rewards
 from launch import flags
-from rl import config, settings
+from rl import (
+  advantages,
+  affinity,
+  config,
+  overlap,
+  placement,
+  settings,
+  testing,
+)
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -39,6 +49,14 @@ def _override(tree, overrides):
     {"placement.learner.tensor": "2", "placement.learner.rules.vocab": "none"},
     {"placement.decode.data": "8"},
     {"batch.length": "32", "rollout.max_tokens": "32"},
+    {"stall_s": "631.5"},
+    {
+      "advantage": "rl.advantages.Whitened()",
+      "overlap.groups_per_microbatch": "16",
+    },
+    {"sampling": "rl.filters.DynamicSampling()"},
+    {"rollout.overlong": "rl.shaping.Overlong(max_tokens=32, buffer=32)"},
+    {"routing.default": "decode"},
     {"model.compute.attention": "splash", "batch.length": "128"},
     {"model.compute.attention": "blockwise", "batch.share_prompts": "true"},
   ],
@@ -163,15 +181,53 @@ def test_settings_that_fit_together_are_accepted(experiment, overrides):
     ),
     ({"keeping.checkpoints": "0"}, "keeping.checkpoints=0 is below 1"),
     ({"keeping.episodes_every": "0"}, "keeping.episodes_every=0 is below 1"),
-    # An episode: 8 turns and a start of at most 60 s, and 30 s of grading.
+    # An episode: 8 turns and a start of at most 60 s; three calls of a reward,
+    # 30 s each, with waits of 0.5 and 1 s between them.
     (
-      {"stall_s": "569"},
-      "stall_s=569 is below the 570 s that an episode may take",
+      {"stall_s": "631"},
+      "stall_s=631 is below the 631.5 s that an episode may take",
     ),
-    ({"stall_s": "nan"}, "stall_s=nan is below the 570 s"),
+    ({"stall_s": "nan"}, "stall_s=nan is below the 631.5 s"),
     (
       {"rollout.step_s": "1000"},
-      "stall_s=1200 is below the 9030 s that an episode may take",
+      "stall_s=1200 is below the 9091.5 s that an episode may take",
+    ),
+    (
+      {"rollout.grading.attempts": "1", "stall_s": "569"},
+      "stall_s=569 is below the 570 s that an episode may take",
+    ),
+    # 16 groups a round in micro-batches of 8: the first trains too early.
+    (
+      {"advantage": "rl.advantages.Whitened()"},
+      "advantage=Whitened compares all groups of an update, but with"
+      " overlap.groups_per_microbatch=8 gradients accumulate before the last of"
+      " them is ready; use groups_per_microbatch=16, or wait_for_round=true",
+    ),
+    (
+      {
+        "advantage": "rl.advantages.Reinforce()",
+        "sampling": "rl.filters.DynamicSampling()",
+      },
+      "sampling with advantage=Reinforce: groups of equal rewards teach it as"
+      " much as others; use sampling=none",
+    ),
+    (
+      {"rollout.overlong": "rl.shaping.Overlong(max_tokens=33, buffer=4)"},
+      "rollout.overlong.max_tokens=33 is above rollout.max_tokens=32: no"
+      " episode would ever be that long; lower it",
+    ),
+    (
+      {"rollout.overlong": "rl.shaping.Overlong(max_tokens=32, buffer=33)"},
+      "Overlong: buffer=33 is outside [1, max_tokens=32]",
+    ),
+    (
+      {"routing.default": "bandwith", "placement.decode_kind": "bandwidth"},
+      "routing.default=bandwith is no pool and no kind of one; there are decode"
+      " (bandwidth); did you mean bandwidth?",
+    ),
+    (
+      {"rollout.grading.attempts": "0"},
+      "rollout.grading.attempts=0 is below 1; use 1 to call once",
     ),
   ],
 )
@@ -183,6 +239,91 @@ def test_settings_that_do_not_fit_together_say_what_would(
 
 
 @pytest.mark.parametrize(
+  "schedule",
+  [
+    overlap.sync(16),
+    overlap.sync(16, 4),
+    overlap.strict_pipeline(16),
+    overlap.rollout_pipe(16, 4),
+    overlap.rollout_pipe(16, 4, hard=True),
+    overlap.one_step_off(16),
+    overlap.bounded(16, 3),
+    overlap.in_flight(16),
+    overlap.in_flight(16, 3, on_publish="keep_kv"),
+  ],
+)
+def test_every_preset_is_a_schedule_that_runs_and_can_be_written(
+  experiment, schedule
+):
+  tree = dataclasses.replace(experiment, overlap=schedule)
+  tree.validate()
+  text = json.dumps(settings.to_json(tree))
+  assert settings.from_json(json.loads(text)).overlap == schedule
+
+
+@pytest.mark.parametrize(
+  "schedule", [overlap.sync(16), overlap.sync(16, 4), overlap.sync(16, 1, 4)]
+)
+def test_a_round_that_is_waited_for_can_be_compared_as_a_whole(
+  experiment, schedule
+):
+  estimator = advantages.Whitened()
+  dataclasses.replace(
+    experiment, overlap=schedule, advantage=estimator
+  ).validate()
+
+
+class Blunt(rewards.Outcome):
+  """A reward that would need the environment."""
+
+  @property
+  def stateless(self):
+    return False
+
+
+def test_a_reward_that_needs_the_environment_is_refused(experiment):
+  tree = dataclasses.replace(experiment, reward=Blunt())
+  with pytest.raises(ValueError, match=r"^reward Blunt has stateless=False"):
+    tree.validate()
+
+
+def test_a_source_that_no_reward_grades_is_refused(experiment):
+  games = [testing.Counting(name=name) for name in ("sums", "rhymes")]
+  rule = mixture.Rule("sums", rewards.Outcome())
+  tree = dataclasses.replace(
+    experiment,
+    environment=mixture.Mixture(tuple(mixture.Part(game) for game in games)),
+    reward=mixture.ByTask((rule,)),
+  )
+  with pytest.raises(
+    ValueError, match=r"^no reward grades task rhymes/train/0"
+  ):
+    tree.validate()
+  graded = mixture.ByTask((rule,), default=rewards.Outcome())
+  dataclasses.replace(tree, reward=graded).validate()
+  with pytest.raises(
+    ValueError, match=r"^no reward grades task rhymes/train/0"
+  ):
+    dataclasses.replace(tree, environment=games[1]).validate()
+
+
+def test_a_preference_for_a_pool_that_does_not_exist_is_refused(experiment):
+  second = placement.DecodePool(name="cheap", kind="bandwidth")
+  where = dataclasses.replace(experiment.placement, more=(second,))
+
+  def preferring(pool):
+    routing = affinity.Routing(prefer={"guess_number": pool})
+    return dataclasses.replace(experiment, placement=where, routing=routing)
+
+  for pool in ("cheap", "bandwidth", "decode", "any"):
+    preferring(pool).validate()
+  words = "routing.prefer.guess_number=cheep is no pool and no kind of one; "
+  words += "there are decode (any), cheap (bandwidth); did you mean cheap?"
+  with pytest.raises(ValueError, match=f"^{re.escape(words)}$"):
+    preferring("cheep").validate()
+
+
+@pytest.mark.parametrize(
   ("path", "text"),
   [
     ("model.num_layers", "0"),
@@ -190,6 +331,7 @@ def test_settings_that_do_not_fit_together_say_what_would(
     ("engine.slots", "0"),
     ("overlap.max_staleness", "-1"),
     ("overlap.groups_per_round", "0"),
+    ("overlap.redundancy.extra_members", "-1"),
     ("placement.learner.data", "0"),
     ("warm_start.steps", "0"),
   ],

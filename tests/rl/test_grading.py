@@ -379,10 +379,7 @@ def test_a_reward_that_needs_the_environment_is_refused(reward, words):
     ({"deadline_s": math.nan}, "grading.deadline_s=nan"),
     ({"factor": 0.5}, "grading.factor=0.5 is below 1"),
     ({"first_wait_s": -1.0}, "grading.first_wait_s=-1.0"),
-    (
-      {"first_wait_s": 20.0},
-      r"is not in \[0, rollout.grading.max_wait_s=10.0\]",
-    ),
+    ({"first_wait_s": 20.0}, r"not in \[0, rollout.grading.max_wait_s=10.0\]"),
     ({"max_wait_s": math.inf}, "never ends"),
   ],
   ids=str,

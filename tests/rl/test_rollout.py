@@ -1,60 +1,26 @@
-"""Tests of playing, grading and their faults."""
+"""Tests of playing groups and their faults."""
 
 import asyncio
 import dataclasses
 import itertools
 import math
-import time
 from typing import Any, cast
 
 import numpy as np
 import pytest
 
-from envs import base, rewards
+from envs import base
 from models import chat as chat_lib
-from rl import (
-  engine,
-  episode,
-  events,
-  rollout,
-  testing,
-  trajectory,
-  watchdog,
-)
-
-LIMITS = rollout.Rollout(
-  group_size=4, max_turns=4, turn_tokens=2, max_tokens=32, step_s=0.2
-)
-CHAT = chat_lib.WordChat(("go", "on", "yes", "no"))
-YES, NO = 5, 6
-
-
-def player(source, reward=None, limits=LIMITS, answers=(YES,), **kwargs):
-  return rollout.Player(
-    source=source,
-    engine=testing.FakeEngine(answers, chat_lib.END, **kwargs),
-    chat=CHAT,
-    reward=reward or rewards.Outcome(),
-    limits=limits,
-    log=events.EventLog(),
-  )
-
-
-def play_group(playing, index=0):
-  task = playing.source.task(index, "train")
-
-  async def run():
-    return await playing.group(task, 3, 0, trajectory.PolicyVersion(0))
-
-  return asyncio.run(run())
+from rl import engine, episode, shaping, testing, trajectory, virtual, watchdog
+from tests.rl import players_under_test as players
 
 
 def test_a_trajectory_holds_the_ids_exactly_as_sampled():
   # go <agent> | yes <end> | on <agent> | yes <end>
-  group = play_group(player(testing.Counting(turns=2)))
+  group = players.play_group(testing.Counting(turns=2))
   first = group.trajectories[0]
-  expected = [3, chat_lib.AGENT, YES, chat_lib.END]
-  expected += [4, chat_lib.AGENT, YES, chat_lib.END]
+  expected = [3, chat_lib.AGENT, players.YES, chat_lib.END]
+  expected += [4, chat_lib.AGENT, players.YES, chat_lib.END]
   assert first.ids.tolist() == expected
   assert first.sampled.tolist() == [False, False, True, True] * 2
   assert first.status is trajectory.Status.COMPLETED
@@ -70,15 +36,11 @@ def test_each_request_begins_with_every_id_before_it():
       seen.append(request.tokens.tolist())
       return await super().generate(request)
 
-  playing = dataclasses.replace(
-    player(testing.Counting(turns=3)),
-    engine=Recording((YES,), chat_lib.END),
-    limits=dataclasses.replace(LIMITS, group_size=1),
-  )
-  play_group(playing)
+  recording = Recording((players.YES,), chat_lib.END)
+  players.play_group(testing.Counting(turns=3), recording, limits=players.ONE)
   assert len(seen) == 3
   for before, after in itertools.pairwise(seen):
-    answered = [*before, YES, chat_lib.END]
+    answered = [*before, players.YES, chat_lib.END]
     assert after[: len(answered)] == answered
 
 
@@ -90,11 +52,14 @@ def test_members_of_a_group_have_noise_of_their_own_that_repeats():
   assert noise[0] != episode.Episode(task, 5, 0, 1).noise
   held_out = testing.Counting().task(0, "eval")
   assert noise[0] != episode.Episode(held_out, 5, 0, 0).noise
+  again = episode.Episode(task, 5, 0, 0, attempt=1)
+  assert again.name == "train/5/1/0"
+  assert again.noise not in noise
 
 
 def test_the_turn_limit_truncates_and_still_grades():
-  limits = dataclasses.replace(LIMITS, max_turns=2)
-  group = play_group(player(testing.Counting(turns=4), limits=limits))
+  limits = dataclasses.replace(players.LIMITS, max_turns=2)
+  group = players.play_group(testing.Counting(turns=4), limits=limits)
   ended = group.trajectories[0]
   assert ended.status is trajectory.Status.TRUNCATED
   assert len(ended.turns) == 2
@@ -103,11 +68,56 @@ def test_the_turn_limit_truncates_and_still_grades():
 
 def test_the_token_limit_truncates_before_it_is_passed():
   # Turns take 4 ids: two whole turns fit 9, the third has room for no answer.
-  limits = dataclasses.replace(LIMITS, max_tokens=9, max_turns=9)
-  group = play_group(player(testing.Counting(turns=9), limits=limits))
+  limits = dataclasses.replace(players.LIMITS, max_tokens=9, max_turns=9)
+  group = players.play_group(testing.Counting(turns=9), limits=limits)
   ended = group.trajectories[0]
   assert ended.status is trajectory.Status.TRUNCATED
   assert len(ended.ids) == 8
+
+
+def test_an_answer_that_is_nearly_too_long_is_worth_less():
+  # 4 sampled ids where 2 are free and 4 more are not: half the penalty of 1.
+  overlong = shaping.Overlong(max_tokens=6, buffer=4)
+  limits = dataclasses.replace(players.ONE, overlong=overlong)
+
+  async def run():
+    playing = players.player(testing.Counting(turns=2), limits=limits)
+    group = await players.begin(playing).run()
+    return group.trajectories[0].reward, players.of_kind(playing, "reward")
+
+  reward, (event,) = virtual.run(run())
+  assert reward == event["value"] == pytest.approx(0.5)
+
+
+def test_the_log_tells_the_way_of_a_member_and_when():
+  async def run():
+    served = players.fake(delay_s=lambda priority: 0.5)
+    playing = players.player(
+      testing.Counting(turns=1), served, limits=players.ONE
+    )
+    await served.pause()
+    play = asyncio.create_task(players.begin(playing).run())
+    await asyncio.sleep(2)
+    served.resume()
+    await play
+    return playing.log.events
+
+  log = virtual.run(run())
+  # It waits for 2 s until the engine goes on; an answer takes 0.5 s.
+  assert [(e["kind"], e["t"]) for e in log] == [
+    ("admitted", 0.0),
+    ("first_token", 2.0),
+    ("turn", 2.5),
+    ("ended", 2.5),
+    ("grading", 2.5),
+    ("reward", 2.5),
+  ]
+  for event in log:
+    assert (event["group"], event["attempt"], event["index"]) == (3, 0, 0)
+  turn, ended = log[2], log[3]
+  assert (turn["number"], turn["tokens"], turn["decode_s"]) == (0, 2, 2.5)
+  assert (ended["turns"], ended["tokens"], ended["length"]) == (1, 2, 4)
+  assert ended["versions"] == [(0, 2)]
 
 
 @pytest.mark.parametrize(
@@ -122,15 +132,11 @@ def test_the_token_limit_truncates_before_it_is_passed():
   ],
 )
 def test_a_fault_of_the_environment_is_data(fault, words):
-  group = play_group(player(testing.Counting(fault=fault)))
+  group = players.play_group(testing.Counting(fault=fault))
   for member in group.trajectories:
     assert member.status is trajectory.Status.ENV_FAULT
     assert words in member.fault
     assert member.reward is None
-
-
-def cancelled_events(playing):
-  return [e for e in playing.log.events if e["kind"] == "cancelled"]
 
 
 def test_an_engine_that_closes_leaves_the_sampled_tokens_in_the_log():
@@ -140,58 +146,62 @@ def test_an_engine_that_closes_leaves_the_sampled_tokens_in_the_log():
         raise engine.EngineClosed("stopped")
       return await super().generate(request)
 
-  playing = dataclasses.replace(
-    player(
-      testing.Counting(turns=3),
-      limits=dataclasses.replace(LIMITS, group_size=1),
-    ),
-    engine=Closing((YES,), chat_lib.END),
-  )
-  with pytest.raises(ExceptionGroup) as raised:
-    play_group(playing)
-  assert raised.group_contains(engine.EngineClosed)
-  (event,) = cancelled_events(playing)
-  assert (event["tokens"], event["versions"]) == (4, [(0, 4)])
-
-
-def test_a_cancelled_member_logs_the_answer_that_was_being_stepped():
-  playing = player(testing.Counting(fault="hang"))
-  task = playing.source.task(0, "train")
-
   async def run():
-    group = playing.group(task, 3, 0, trajectory.PolicyVersion(0))
-    await asyncio.wait_for(group, 0.05)
-
-  with pytest.raises(TimeoutError):
-    asyncio.run(run())
-  assert [e["tokens"] for e in cancelled_events(playing)] == [2] * 4
-
-
-def test_the_watchdog_names_the_environment_and_the_reward_waited_for():
-  dog = watchdog.Watchdog()
-
-  async def table(playing):
-    watched = dataclasses.replace(playing, dog=dog)
-    task = playing.source.task(0, "train")
-    play = asyncio.create_task(
-      watched.group(task, 3, 0, trajectory.PolicyVersion(0))
+    closing = Closing((players.YES,), chat_lib.END)
+    playing = players.player(
+      testing.Counting(turns=3), closing, limits=players.ONE
     )
-    await asyncio.sleep(0.05)
-    play.cancel()
-    lines = dog.dump().splitlines()[1:]
-    await asyncio.wait([play])
-    return sorted(lines)
+    with pytest.raises(ExceptionGroup) as raised:
+      await players.begin(playing).run()
+    assert raised.group_contains(engine.EngineClosed)
+    return players.of_kind(playing, "aborted")
 
-  hanging = testing.Counting(fault="hang")
-  for playing, what in [
-    (player(hanging), "step of the environment"),
-    (player(testing.Counting(), Broken("hang")), "reward"),
-  ]:
-    lines = asyncio.run(table(playing))
-    assert len(lines) == 4
-    for index, line in enumerate(lines):
-      assert line.startswith(f"episode train/3/{index}  {what}  ")
+  (event,) = virtual.run(run())
+  assert (event["tokens"], event["versions"]) == (4, [(0, 4)])
+  assert event["reason"] == "error"
+
+
+def test_a_member_cancelled_hard_logs_the_answer_that_was_being_stepped():
+  async def run():
+    source = players.Kept(fault="hang")
+    playing = players.player(source)
+    with pytest.raises(TimeoutError):
+      await asyncio.wait_for(players.begin(playing).run(), 0.05)
+    await players.closed(playing)
+    assert all(environment.closed for environment in source.kept)
+    return players.of_kind(playing, "aborted")
+
+  aborted = virtual.run(run())
+  assert [e["tokens"] for e in aborted] == [2] * 4
+  assert {e["reason"] for e in aborted} == {"stopped"}
+
+
+def test_the_watchdog_names_who_is_waited_for():
+  async def table(source, delay_s=0.0, reward=None):
+    dog = watchdog.Watchdog()
+    playing = players.player(
+      source, players.fake(delay_s=lambda _: delay_s), reward, dog
+    )
+    play = asyncio.create_task(players.begin(playing).run())
+    await asyncio.sleep(0.05)
+    lines = dog.dump().splitlines()[1:]
+    play.cancel()
+    await asyncio.wait([play])
     assert dog.dump() == "nobody waits"
+    return sorted(line.split("  ")[:2] for line in lines)
+
+  one = testing.Counting(turns=1)
+  hanging = table(testing.Counting(fault="hang"))
+  step = "step of the environment"
+  assert virtual.run(hanging) == [
+    [f"episode train/3/0/{i}", step] for i in range(4)
+  ]
+  assert virtual.run(table(one, 60.0)) == [
+    [f"episode train/3/0/{i}", "an answer of the engine"] for i in range(4)
+  ]
+  assert virtual.run(table(one, reward=Broken("hang"))) == [
+    [f"episode train/3/0/{i}", "reward"] for i in range(4)
+  ]
 
 
 def test_a_source_that_cannot_build_its_environment_is_data():
@@ -199,7 +209,7 @@ def test_a_source_that_cannot_build_its_environment_is_data():
     def __call__(self, task):
       raise KeyError("no such map")
 
-  group = play_group(player(Broken()))
+  group = players.play_group(Broken())
   assert all(
     t.status is trajectory.Status.ENV_FAULT and "no such map" in t.fault
     for t in group.trajectories
@@ -208,36 +218,33 @@ def test_a_source_that_cannot_build_its_environment_is_data():
 
 def test_one_hanging_environment_does_not_hold_up_the_others():
   source = testing.Counting(fault="hang", faulty=lambda index: index == 0)
-  playing = player(source, limits=dataclasses.replace(LIMITS, step_s=1.0))
   done: dict[int, float] = {}
 
-  async def one(index):
-    await playing.group(
-      source.task(index, "train"), index, 0, trajectory.PolicyVersion(0)
-    )
-    done[index] = time.monotonic()
-
   async def run():
+    playing = players.player(
+      source, limits=dataclasses.replace(players.LIMITS, step_s=1.0)
+    )
+
+    async def one(index):
+      task = source.task(index, "train")
+      version = trajectory.PolicyVersion(0)
+      await playing.play(task, index, 0, version).run()
+      done[index] = asyncio.get_running_loop().time()
+
     await asyncio.gather(*(one(i) for i in range(8)))
 
-  asyncio.run(run())
-  # The frozen one ends at its deadline of 1 s, all others long before.
-  assert min(done[0] - done[i] for i in range(1, 8)) > 0.5
+  virtual.run(run())
+  # The frozen one ends at its deadline of 1 s, all others at once.
+  assert done == pytest.approx({0: 1.0} | dict.fromkeys(range(1, 8), 0.0))
 
 
 def test_environments_are_closed_on_every_path():
   closed = []
-
-  class Closing(testing.Counting):
-    def __call__(self, task):
-      environment = super().__call__(task)
-      closed.append(environment)
-      return environment
-
   for fault in ("", "start", "step", "hang", "word"):
-    play_group(player(Closing(fault=fault)))
-  assert len(closed) == 20
-  assert all(environment.closed for environment in closed)
+    source = players.Kept(fault=fault)
+    players.play_group(source)
+    closed += [environment.closed for environment in source.kept]
+  assert closed == [True] * 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -282,8 +289,7 @@ class Broken:
   ],
 )
 def test_a_reward_that_fails_is_a_fault_and_never_zero(how, words):
-  limits = dataclasses.replace(LIMITS, reward_s=0.1)
-  group = play_group(player(testing.Counting(), Broken(how), limits))
+  group = players.play_group(testing.Counting(), reward=Broken(how))
   for member in group.trajectories:
     assert member.status is trajectory.Status.REWARD_FAULT
     assert member.reward is None
@@ -291,23 +297,14 @@ def test_a_reward_that_fails_is_a_fault_and_never_zero(how, words):
 
 
 def test_grading_starts_while_other_members_still_play():
-  source = testing.Counting(turns=1)
-  log = []
+  async def run():
+    # Member 3 answers after 0.5 s, the others at once.
+    served = players.fake(delay_s=lambda priority: 0.5 * (priority[1] == 3))
+    playing = players.player(testing.Counting(turns=1), served)
+    await players.begin(playing).run()
+    return [(e["index"], e["t"]) for e in players.of_kind(playing, "reward")]
 
-  @dataclasses.dataclass(frozen=True)
-  class Timed:
-    stateless: bool = True
-
-    async def __call__(self, task, transcripts):
-      log.append(time.monotonic())
-      return [base.Grade(1.0, {})]
-
-  # Member 3 answers after 0.5 s, the others at once.
-  playing = player(
-    source, Timed(), delay_s=lambda priority: 0.5 * (priority[1] == 3)
-  )
-  play_group(playing)
-  assert log[3] - log[2] > 0.4
+  assert virtual.run(run()) == [(0, 0.0), (1, 0.0), (2, 0.0), (3, 0.5)]
 
 
 def test_a_request_that_the_engine_refuses_is_an_engine_fault():
@@ -315,17 +312,20 @@ def test_a_request_that_the_engine_refuses_is_an_engine_fault():
     async def generate(self, request):
       raise ValueError("request does not fit")
 
-  playing = dataclasses.replace(
-    player(testing.Counting()), engine=Refusing((YES,), chat_lib.END)
+  group = players.play_group(
+    testing.Counting(), Refusing((players.YES,), chat_lib.END)
   )
-  member = play_group(playing).trajectories[0]
+  member = group.trajectories[0]
   assert member.status is trajectory.Status.ENGINE_FAULT
   assert "does not fit" in member.fault
 
 
 def test_json_keeps_a_trajectory_exactly():
-  group = play_group(player(testing.Counting(turns=3), answers=(YES, NO)))
+  group = players.play_group(
+    testing.Counting(turns=3), players.fake((players.YES, players.NO))
+  )
   again = trajectory.group_from_json(trajectory.group_to_json(group))
+  assert (again.task, again.attempt) == (group.task, group.attempt)
   for before, after in zip(group.trajectories, again.trajectories, strict=True):
     assert np.array_equal(before.ids, after.ids)
     for one, two in zip(before.turns, after.turns, strict=True):

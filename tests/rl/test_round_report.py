@@ -232,7 +232,7 @@ def test_busy_shares_are_of_the_wall_time_and_overlap_of_the_shorter():
     trace.Span("learner", "update", 0.0, 2.0),
     trace.Span("decode", "step", 1.0, 9.0),
   ]
-  got = round_report.of_spans(spans, wall_s=10.0)
+  got = round_report.of_spans(trace.overlap(spans), wall_s=10.0)
   assert got == {
     "learner_busy": 0.2,
     "decode_busy": 0.8,

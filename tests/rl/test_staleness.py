@@ -71,7 +71,7 @@ def test_ids_go_on_where_cancelled_groups_left_off():
   assert _fill(gate) == [23, 24, 25, 26]
 
 
-def test_a_surplus_is_admitted_once_a_version_and_makes_no_room_when_cancelled():
+def test_a_surplus_is_admitted_once_a_version_and_leaves_no_room():
   gate = _gate(eta=0, total=8, extra=2)
   assert _fill(gate) == [0, 1, 2, 3, 4, 5]
   gate.cancel()

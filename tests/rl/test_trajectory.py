@@ -1,11 +1,13 @@
 """Tests of the records of a rollout and their JSON."""
 
+import dataclasses
 import json
 from typing import Any
 
 import numpy as np
 import pytest
 
+from envs import base
 from rl import trajectory
 
 VERSION = trajectory.PolicyVersion
@@ -65,13 +67,31 @@ def test_a_group_is_as_old_as_the_oldest_first_token_of_its_members():
   assert group.num_sampled == 3
 
 
+def test_tokens_of_the_surplus_are_those_of_the_group_too():
+  group = _group(_trajectory(_turn([1], [2, 3], [6, 7])))
+  more = dataclasses.replace(group, surplus_tokens=5)
+  assert (group.num_sampled, more.num_sampled) == (2, 7)
+
+
+def test_versions_are_run_lengths_across_turns():
+  episode = _trajectory(
+    _turn([1], [2, 3], [4, 4]),
+    _turn([1], [], []),
+    _turn([1], [2, 3, 5], [4, 5, 7]),
+    _turn([1], [2], [7]),
+  )
+  assert episode.versions == [(4, 3), (5, 1), (7, 2)]
+  assert _trajectory().versions == []
+
+
 def test_a_group_without_tokens_is_as_old_as_its_admission():
   assert _group(_trajectory(), _trajectory(index=1)).first_version == 4
 
 
 @pytest.mark.parametrize("status", trajectory.Status)
 def test_only_an_episode_without_a_fault_can_be_trained(status):
-  assert status.trainable == (not status.value.endswith("fault"))
+  whole = (trajectory.Status.COMPLETED, trajectory.Status.TRUNCATED)
+  assert status.trainable == (status in whole)
 
 
 def test_experts_of_a_trajectory_are_unknown_where_a_turn_has_none():
@@ -140,10 +160,13 @@ def test_json_keeps_every_bit_of_a_group():
       fault="reward took over 30 s",
     ),
   )
+  task = base.Task("game/train/3", 3, "train", 11)
+  group = dataclasses.replace(group, task=task, attempt=2, surplus_tokens=9)
   data = trajectory.group_to_json(group)
   again = trajectory.group_from_json(json.loads(json.dumps(data)))
   assert trajectory.group_to_json(again) == data
   assert (again.group_id, again.admitted) == (7, 4)
+  assert (again.task, again.attempt, again.surplus_tokens) == (task, 2, 9)
   for old, new in zip(
     group.trajectories[0].turns, again.trajectories[0].turns, strict=True
   ):

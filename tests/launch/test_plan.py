@@ -1,0 +1,179 @@
+"""The plan as a command: its table, its errors, and the config it writes."""
+
+import dataclasses
+import io
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from configs import fleet_small, guess_number_moe
+from launch import flags, plan
+from rl import fleet, placement, planned, planner, planning
+from tests.rl import planned_fleets
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+BASE = ROOT / "configs" / "guess_number_moe.py"
+
+FLEET = '''"""Three devices for a short game."""
+import dataclasses
+
+from configs import guess_number_moe
+from rl import planning
+from tests.rl import planned_fleets
+
+
+def get_config():
+  return dataclasses.replace(
+    planned_fleets.question(),
+    workloads=(planned_fleets.GUESSES,),
+    rollout=guess_number_moe.get_config().rollout,
+    space=planning.Space(schedules=("sync", "in_flight"), max_staleness=1),
+  )
+'''
+
+
+def question():
+  """Returns what plans the number game on the small fleet."""
+  return dataclasses.replace(
+    planned_fleets.question(),
+    rollout=guess_number_moe.get_config().rollout,
+    workloads=(planned_fleets.GUESSES,),
+    space=planning.Space(schedules=("sync", "in_flight"), max_staleness=1),
+  )
+
+
+def command(*arguments):
+  return subprocess.run(
+    [sys.executable, "-m", "launch.simulate", "--plan", *arguments],
+    capture_output=True,
+    text=True,
+    cwd=ROOT,
+    check=False,
+  )
+
+
+def test_the_command_prints_a_plan_and_writes_a_config_that_trains(tmp_path):
+  (tmp_path / "fleet.py").write_text(FLEET)
+  out = tmp_path / "plans" / "best.py"
+  done = command(
+    f"--config={tmp_path / 'fleet.py'}", f"--base={BASE}", f"--out={out}"
+  )
+  assert done.returncode == 0, done.stderr
+  assert done.stdout.startswith("learner | engines")
+  assert "the bound of no other one is better" in done.stdout
+  planned_run = flags.load(str(out))
+  base = guess_number_moe.get_config()
+  assert planned_run.environment == base.environment
+  assert planned_run.overlap.groups_per_round == 4
+  assert f"plan: {out.read_text().split('plan: ')[1].splitlines()[0]}" in (
+    done.stdout
+  )
+
+
+def test_the_written_config_is_the_base_with_the_choice(tmp_path):
+  asked, base = question(), guess_number_moe.get_config()
+  for number, choice in enumerate(asked.choices()):
+    if planned.misfit(asked, choice, base):
+      continue
+    out = tmp_path / f"plan_{number}.py"
+    out.write_text(
+      planned.source(
+        asked,
+        choice,
+        base.placement,
+        name=out.name,
+        base_path=str(BASE),
+        summary="As a test.",
+      )
+    )
+    assert flags.load(str(out)) == planned.apply(asked, choice, base)
+
+
+def test_devices_of_a_kind_lie_side_by_side_its_learner_first():
+  asked = question()
+  choice = next(
+    c
+    for c in asked.choices()
+    if c.devices == 1 and c.engines == (("quick", 2), ("wide", 1))
+  )
+  place = planned.apply(asked, choice, guess_number_moe.get_config()).placement
+  assert place.ranges == (range(1), range(1, 2), range(2, 3), range(3, 4))
+  assert [pool.name for pool in place.pools] == ["decode", "wide"]
+  assert [pool.kind for pool in place.pools] == ["compute", "bandwidth"]
+  assert [pool.cost for pool in place.pools] == [3.0, 1.0]
+
+
+def test_a_device_kind_that_trains_may_come_after_one_that_decodes():
+  kinds = tuple(reversed(planned_fleets.small_fleet().kinds))
+  asked = dataclasses.replace(question(), fleet=fleet.Fleet(kinds=kinds))
+  choice = next(c for c in asked.choices() if c.engines == (("wide", 1),))
+  place = planned.apply(asked, choice, guess_number_moe.get_config()).placement
+  # The one wide device is number 0, the quick ones follow.
+  assert place.ranges == (range(1, 2), range(1))
+
+
+def test_meshes_keep_the_other_axes_of_the_base():
+  asked, base = question(), guess_number_moe.get_config()
+  split = dataclasses.replace(
+    base,
+    placement=placement.Placement(learner=placement.MeshSpec(expert=2)),
+  )
+  two = next(c for c in asked.choices() if c.devices == 2)
+  mesh = planned.apply(asked, two, split).placement.learner
+  assert (mesh.data, mesh.expert) == (1, 2)
+  one = next(c for c in asked.choices() if c.devices == 1)
+  assert "1 devices are not divided by" in str(
+    planned.misfit(asked, one, split)
+  )
+
+
+def test_a_plan_says_what_it_is_worth_and_what_was_not_met():
+  asked = dataclasses.replace(question(), goal=planning.Goal(max_step_s=0.1))
+  found = planner.search(dataclasses.replace(asked, max_simulations=3))
+  stream = io.StringIO()
+  plan.show(found, dataclasses.replace(asked, max_simulations=3), stream)
+  head, *rows = stream.getvalue().splitlines()
+  assert head.split()[:3] == ["learner", "|", "engines"]
+  assert rows[0].startswith(found.best.choice.split)
+  text = stream.getvalue()
+  assert "simulated 3 of" in text
+  assert "stopped there, at max_simulations=3" in text
+  assert "goal not met: max_step_s=0.1" in text
+
+
+@pytest.mark.parametrize(
+  ("arguments", "words"),
+  [
+    ([f"--config={BASE}"], "Experiment is no rl.planning.Planning"),
+    (
+      ["--config=configs/fleet_small.py", "--out=x.py"],
+      "--out=x.py without --base",
+    ),
+    (
+      ["--config=configs/fleet_small.py", f"--base={BASE}"],
+      "rollout.max_turns=16 is not what the base plays, 8; plan with",
+    ),
+    (
+      ["--config=configs/fleet_small.py", "--calibrate=nowhere"],
+      "--kind=None is no kind of the fleet",
+    ),
+    (
+      ["--config=configs/fleet_small.py", "--config.goal.minimise=tokens"],
+      "goal.minimise=tokens is unknown",
+    ),
+  ],
+)
+def test_what_cannot_be_planned_ends_with_one_line(arguments, words):
+  done = command(*arguments)
+  assert done.returncode == 2
+  assert words in done.stderr
+  assert "Traceback" not in done.stderr
+
+
+def test_the_example_can_be_planned():
+  asked = fleet_small.get_config()
+  choices, refused = planner.fitting(asked)
+  assert len(choices) > 100
+  assert not refused

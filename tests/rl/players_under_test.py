@@ -1,0 +1,84 @@
+"""Players over a fake engine, and what they leave in the log, for tests."""
+
+import asyncio
+import dataclasses
+
+from envs import rewards
+from models import chat as chat_lib
+from rl import (
+  events,
+  grading,
+  rollout,
+  router,
+  testing,
+  trajectory,
+  virtual,
+)
+
+LIMITS = rollout.Rollout(
+  group_size=4, max_turns=4, turn_tokens=2, max_tokens=32, step_s=0.2
+)
+ONE = dataclasses.replace(LIMITS, group_size=1)
+CHAT = chat_lib.WordChat(("go", "on", "yes", "no"))
+YES, NO = 5, 6
+
+_ONCE = grading.Retries(attempts=1, deadline_s=0.1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Kept(testing.Counting):
+  """A source that keeps the environments it built."""
+
+  kept: list = dataclasses.field(default_factory=list)
+
+  def __call__(self, task):
+    environment = super().__call__(task)
+    self.kept.append(environment)
+    return environment
+
+
+def fake(answers=(YES,), delay_s=lambda priority: 0.0):
+  return testing.FakeEngine(answers, chat_lib.END, delay_s)
+
+
+def player(source, served=None, reward=None, dog=None, **fields):
+  """Returns what plays on the running loop; its log has the loop's time."""
+  log = events.EventLog(clock=asyncio.get_running_loop().time)
+  fields = {"limits": LIMITS, **fields}
+  return rollout.Player(
+    source=source,
+    engine=router.Router([router.Member(served or fake())], log=log),
+    chat=CHAT,
+    graders=grading.Graders(reward or rewards.Outcome(), _ONCE, dog=dog),
+    log=log,
+    dog=dog,
+    **fields,
+  )
+
+
+def begin(playing, group_id=3):
+  """Returns a play of the first task that is still to be run."""
+  task = playing.source.task(0, "train")
+  return playing.play(task, group_id, 0, trajectory.PolicyVersion(0))
+
+
+def play_group(source, *args, **fields):
+  """Plays a group to its end, in virtual time."""
+
+  async def run():
+    playing = player(source, *args, **fields)
+    group = await begin(playing).run()
+    await closed(playing)
+    return group
+
+  return virtual.run(run())
+
+
+async def closed(playing):
+  """Returns when every environment has been closed, or had its time to."""
+  await asyncio.gather(*playing.closing)
+  return asyncio.get_running_loop().time()
+
+
+def of_kind(playing, kind):
+  return [e for e in playing.log.events if e["kind"] == kind]
