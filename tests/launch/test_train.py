@@ -43,8 +43,7 @@ SYNC = {
   "overlap.max_staleness": "0",
   "overlap.wait_for_round": "true",
   "overlap.on_publish": "drain",
-  # What the engine records may differ in its last bit with what shares a
-  # dispatch.
+  # The engine's own differ in their last bit with what shares a dispatch.
   "overlap.old_logprob": "snapshot",
 }
 
