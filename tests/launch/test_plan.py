@@ -67,9 +67,10 @@ def test_the_command_prints_a_plan_and_writes_a_config_that_trains(tmp_path):
   base = guess_number_moe.get_config()
   assert planned_run.environment == base.environment
   assert planned_run.overlap.groups_per_round == 4
-  assert f"plan: {out.read_text().split('plan: ')[1].splitlines()[0]}" in (
-    done.stdout
-  )
+  # The file says what is expected of it.
+  best = next(x for x in done.stdout.splitlines() if x.startswith("plan: "))
+  split, schedule = best.removeprefix("plan: ").split(", ")
+  assert out.read_text().startswith(f'"""A plan: {schedule}, {split}.')
 
 
 def test_the_written_config_is_the_base_with_the_choice(tmp_path):

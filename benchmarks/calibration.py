@@ -1,0 +1,388 @@
+"""What synchronous runs took, as the settings of a simulation.
+
+  turns      -> tau(b): seconds of a token when b answers are under way
+             -> environments: seconds of a step, a start, a grading
+  episodes   -> turns, ids, how much members of a group are alike
+  updates    -> seconds of a trained id, an optimizer step, a publish
+  beside     -> how much slower either mesh is while the other one works
+
+Nothing is fitted to the schedules that are predicted. Host time has no place of
+its own: what turns and steps wait for the event loop is part of what they took.
+The meshes of one machine share its cores. In a second run the learner works all
+the time, which says what that costs both.
+"""
+
+import collections
+import dataclasses
+import statistics
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from jaxtyping import Float64
+
+from benchmarks import one_engine
+from rl import (
+  distributions,
+  engine_settings,
+  events,
+  simulated_learner,
+  simulated_processor,
+  simulation,
+  trace,
+  workload,
+)
+
+_BINS = 60
+_BODY = 0.9
+_FAR = 5.0
+_Place = tuple[int, int, int]
+
+
+def of(run: one_engine.Run, rounds: int) -> simulation.Simulation:
+  """Returns the simulation of a synchronous run with one engine.
+
+  Args:
+    rounds: to be simulated.
+  """
+  run = settled(run)
+  experiment, log = run.experiment, run.events
+  cluster = simulation.Cluster(
+    learner=learner(run),
+    pools=(simulation.Pool(engines=1, speed=speed(run)),),
+    transfer_s=_publish_s(log),
+  )
+  return simulation.Simulation(
+    cluster=cluster,
+    workloads=(task(log),),
+    overlap=experiment.overlap,
+    rollout=experiment.rollout,
+    rounds=rounds,
+    seed=experiment.seed,
+  )
+
+
+def settled(run: one_engine.Run) -> one_engine.Run:
+  """Returns a synchronous run without its first round, which imports."""
+  first = next(events.of_kind(run.events, "published"))["t"]
+  log = [event for event in run.events if event["t"] > first]
+  return dataclasses.replace(run, events=log)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sharing:
+  """What it costs to work at the same time: 0 is nothing, 1 is twice as long.
+
+  Attributes:
+    learner: of its seconds while the engine has requests.
+    answers, host: of those of answers, and of environments and rewards, while
+      the learner works.
+  """
+
+  learner: float
+  answers: float
+  host: float
+
+
+def sharing(alone: one_engine.Run, beside: one_engine.Run) -> Sharing:
+  """Returns the cost of sharing a machine.
+
+  Args:
+    beside: the same run with the learner always at work.
+  """
+  alone, beside = settled(alone), settled(beside)
+  tau0_s, slope_s = line(*answers(alone.events))
+  under_way, token_s = answers(beside.events)
+  expected_s = tau0_s + slope_s * under_way
+  return Sharing(
+    learner=_learner_cost(beside),
+    answers=_cost(float(token_s.sum()), float(expected_s.sum())),
+    host=_cost(_step_s(beside.events), _step_s(alone.events)),
+  )
+
+
+def slowed(
+  settings: simulation.Simulation,
+  cost: Sharing,
+  learner_share: float,
+  answers_share: float,
+) -> simulation.Simulation:
+  """Returns a simulation in which both meshes work together for so long.
+
+  Args:
+    learner_share: of the learner's time, in which the engine has requests.
+    answers_share: of that time, in which the learner works.
+  """
+  cluster, tasks = settings.cluster, settings.workloads[0]
+  pool, trains = cluster.pools[0], cluster.learner
+  by_learner = 1.0 + cost.learner * learner_share
+  by_answers = 1.0 + cost.answers * answers_share
+  by_host = 1.0 + cost.host * answers_share
+  times = {
+    name: _times(getattr(tasks, name), by_host)
+    for name in ("start_s", "step_s", "reward_s")
+  }
+  return dataclasses.replace(
+    settings,
+    cluster=dataclasses.replace(
+      cluster,
+      learner=dataclasses.replace(
+        trains,
+        token_s=trains.token_s * by_learner,
+        update_s=trains.update_s * by_learner,
+      ),
+      pools=(
+        dataclasses.replace(
+          pool,
+          speed=dataclasses.replace(
+            pool.speed, tau0_s=pool.speed.tau0_s * by_answers
+          ),
+        ),
+      ),
+    ),
+    workloads=(dataclasses.replace(tasks, **times),),
+  )
+
+
+def _times(
+  distribution: distributions.Distribution, factor: float
+) -> distributions.Histogram:
+  assert isinstance(distribution, distributions.Histogram)
+  edges = tuple(factor * edge for edge in distribution.edges)
+  return dataclasses.replace(distribution, edges=edges)
+
+
+def _learner_cost(run: one_engine.Run) -> float:
+  """Returns how much longer work takes if the engine has requests all along."""
+  under_way = trace.busy([*answer_spans(run.events)], "answers")
+  work = [s for s in run.spans if s.name == one_engine.BESIDE]
+  took = np.array([span.end - span.start for span in work])
+  shared = np.array(
+    [trace.intersection([(s.start, s.end)], under_way) for s in work]
+  )
+  at_zero, slope = line(shared / took, took)
+  return slope / at_zero
+
+
+def _cost(together: float, alone: float) -> float:
+  return max(together / alone - 1.0, 0.0)
+
+
+def _step_s(log: Sequence[events.Event]) -> float:
+  return statistics.fmean(e["env_s"] for e in events.of_kind(log, "turn"))
+
+
+def answer_spans(log: Sequence[events.Event]) -> Iterator[trace.Span]:
+  """Yields when an engine had a request, on a track "answers"."""
+  for event in events.of_kind(log, "turn"):
+    end = event["t"] - event["env_s"]
+    yield trace.Span("answers", "answer", end - event["decode_s"], end)
+
+
+# Decoding.
+
+
+def speed(run: one_engine.Run) -> simulated_processor.Speed:
+  """Returns tau(b) through what answers took, encoding of context included."""
+  settings, model = run.experiment.engine, run.experiment.model
+  assert isinstance(settings, engine_settings.EngineSettings)
+  tau0_s, slope_s = line(*answers(run.events))
+  return simulated_processor.Speed(
+    tau0_s=tau0_s,
+    b0=tau0_s / slope_s,
+    slots=settings.slots,
+    kv_tokens=settings.slots * model.max_length,
+  )
+
+
+def answers(
+  log: Sequence[events.Event],
+) -> tuple[Float64[np.ndarray, " N"], Float64[np.ndarray, " N"]]:
+  """Returns for every answer how many were under way, and seconds a token.
+
+  The number is the mean over the time of the answer, itself included.
+  """
+  turns = [e for e in events.of_kind(log, "turn") if e["tokens"]]
+  ends = np.array([e["t"] - e["env_s"] for e in turns])
+  took = np.array([max(e["decode_s"], 1e-6) for e in turns])
+  tokens = np.array([e["tokens"] for e in turns], np.float64)
+  edges = np.concatenate([ends - took, ends])
+  order = np.argsort(edges, kind="stable")
+  times = edges[order]
+  change = np.concatenate([np.ones(len(took)), -np.ones(len(took))])[order]
+  under_way = np.cumsum(change)
+  # The integral of the number under way, at each edge.
+  area = np.concatenate([[0.0], np.cumsum(np.diff(times) * under_way[:-1])])
+  mean = np.interp(ends, times, area) - np.interp(ends - took, times, area)
+  return mean / took, took / tokens
+
+
+def line(
+  x: Float64[np.ndarray, " N"], y: Float64[np.ndarray, " N"]
+) -> tuple[float, float]:
+  """Returns intercept and slope, both above 0, that are closest to y."""
+  slope, at_zero = np.polyfit(x, y, 1)
+  least = 1e-3 * float(np.mean(y))
+  if at_zero < least:
+    slope, at_zero = float(np.sum(x * y) / np.sum(x * x)), least
+  if slope <= 0:
+    slope, at_zero = 1e-3 * least, float(np.mean(y))
+  return float(at_zero), float(slope)
+
+
+# Tasks.
+
+
+def task(log: Sequence[events.Event]) -> workload.Workload:
+  """Returns what episodes drew: turns, ids and seconds."""
+  turns = list(events.of_kind(log, "turn"))
+  ended = list(events.of_kind(log, "ended"))
+  prompt, reply = contexts(ended)
+  graded = _pairs(log, "grading", "reward")
+  return workload.Workload(
+    name="calibrated",
+    turns=_counts([e["turns"] for e in ended]),
+    prompt_tokens=distributions.Constant(max(prompt, 2.0)),
+    answer_tokens=_counts([e["tokens"] for e in turns if e["tokens"]]),
+    reply_tokens=distributions.Constant(reply),
+    start_s=_seconds(_usual([*_starts(log)])),
+    step_s=_seconds([e["env_s"] for e in turns]),
+    reward_s=_seconds(_usual([b["t"] - a["t"] for a, b in graded])),
+    correlation=likeness(log),
+    success=statistics.fmean(end["value"] >= 1.0 for _, end in graded),
+  )
+
+
+def contexts(ended: Sequence[events.Event]) -> tuple[float, float]:
+  """Returns ids of a first context, and of what follows an answer."""
+  after = np.array([e["turns"] - 1.0 for e in ended])
+  ids = np.array([float(e["length"] - e["tokens"]) for e in ended])
+  if np.ptp(after) == 0:
+    return float(np.mean(ids)), 1.0
+  reply, prompt = np.polyfit(after, ids, 1)
+  return float(prompt), max(float(reply), 1.0)
+
+
+def likeness(log: Sequence[events.Event]) -> float:
+  """Returns the correlation of draws with which episodes are alike as here.
+
+  That is in the seconds of their environments, which the engine has no part in.
+  The simulation draws the turns of a group around one factor, so sums are more
+  alike than single turns: k turns of correlation r give k r / (1 + (k - 1) r).
+  """
+  took: dict[_Place, float] = collections.defaultdict(float)
+  for event in events.of_kind(log, "turn"):
+    took[_place(event)] += event["env_s"]
+  rounds = {e["group"]: e["version"] for e in events.of_kind(log, "trained")}
+  # What a whole round has in common, the machine alone is the cause of.
+  usual: dict[int, list[float]] = collections.defaultdict(list)
+  for (group, _, _), seconds in took.items():
+    usual[rounds[group]].append(seconds)
+  groups: dict[int, list[float]] = collections.defaultdict(list)
+  for (group, _, _), seconds in took.items():
+    excess = seconds - statistics.fmean(usual[rounds[group]])
+    groups[group].append(excess)
+  alike = intraclass(list(groups.values()))
+  k = statistics.fmean(e["turns"] for e in events.of_kind(log, "ended"))
+  return alike / (k - (k - 1.0) * alike)
+
+
+def intraclass(groups: Sequence[Sequence[float]]) -> float:
+  """Returns the correlation within groups of one size, between 0 and 1.
+
+  Source: Shrout and Fleiss, 1979, ICC(1, 1).
+  """
+  values = np.array(groups, np.float64)
+  count, size = values.shape
+  if count < 2 or size < 2 or not np.ptp(values):
+    return 0.0
+  means = values.mean(axis=1)
+  between = size * means.var(ddof=1)
+  within = values.var(axis=1, ddof=1).mean()
+  share = (between - within) / (between + (size - 1) * within)
+  return float(min(max(share, 0.0), 1.0))
+
+
+def _starts(log: Sequence[events.Event]) -> Iterator[float]:
+  """Yields seconds from an engine to the first request."""
+  first = (e for e in events.of_kind(log, "turn") if e["number"] == 0)
+  begun = {_place(e): e["t"] - e["env_s"] - e["decode_s"] for e in first}
+  for event in events.of_kind(log, "admitted"):
+    if _place(event) in begun:
+      yield max(begun[_place(event)] - event["t"], 0.0)
+
+
+def _pairs(
+  log: Sequence[events.Event], first: str, then: str
+) -> list[tuple[events.Event, events.Event]]:
+  before = {_place(e): e for e in events.of_kind(log, first)}
+  return [(before[_place(e)], e) for e in events.of_kind(log, then)]
+
+
+def _place(event: events.Event) -> _Place:
+  return event["group"], event["attempt"], event["index"]
+
+
+def _usual(values: Sequence[float]) -> list[float]:
+  """Returns values without what is far beyond.
+
+  There the machine has stood still for all at once; drawn one by one it would
+  stand still in every round.
+  """
+  most = _FAR * statistics.median(values)
+  return [min(value, most) for value in values]
+
+
+def _seconds(values: Sequence[float]) -> distributions.Histogram:
+  """Returns what was measured, in bins of equal shares, finer in the tail."""
+  body = np.linspace(0.0, _BODY, _BINS)
+  last = min(1.0 / len(values), 1.0 - _BODY)
+  tail = 1.0 - np.geomspace(1.0 - _BODY, last, _BINS)
+  shares = np.unique(np.concatenate([body, tail, [1.0]]))
+  edges = np.maximum(np.quantile(values, shares), 0.0)
+  # What is equal would make bins of no width.
+  edges = np.maximum.accumulate(edges) + np.arange(len(edges)) * 1e-9
+  return distributions.Histogram(
+    edges=tuple(edges.tolist()), counts=tuple(np.diff(shares).tolist())
+  )
+
+
+def _counts(values: Sequence[int]) -> distributions.Histogram:
+  """Returns whole numbers as often as they were."""
+  counted = collections.Counter(values)
+  numbers = range(min(counted), max(counted) + 1)
+  edges = [number - 0.5 for number in (*numbers, numbers.stop)]
+  return distributions.Histogram(
+    edges=tuple(edges), counts=tuple(float(counted[n]) for n in numbers)
+  )
+
+
+# Training.
+
+
+def learner(run: one_engine.Run) -> simulated_learner.Learner:
+  """Returns what an id and an optimizer step cost, packing included."""
+  steps = [
+    span.end - span.start
+    for span in run.spans
+    if (span.track, span.name) == ("learner", "update")
+  ]
+  update_s = statistics.median(steps)
+  lengths: dict[tuple[int, int], int] = collections.Counter()
+  for event in events.of_kind(run.events, "ended"):
+    lengths[event["group"], event["attempt"]] += event["length"]
+  trained = events.of_kind(run.events, "trained")
+  ids = sum(lengths[e["group"], e["attempt"]] for e in trained)
+  took = [e["end"] - e["start"] for e in events.of_kind(run.events, "update")]
+  # The median round: others may have waited for the machine.
+  per_round = ids / len(took)
+  token_s = max(statistics.median(took) - update_s, 0.0) / per_round
+  return simulated_learner.Learner(
+    token_s=token_s, update_s=update_s, accelerators=1
+  )
+
+
+def _publish_s(log: Sequence[events.Event]) -> float:
+  """Returns seconds from an optimizer step to when its weights serve."""
+  ends = [e["end"] for e in events.of_kind(log, "update")]
+  served = [e["t"] for e in events.of_kind(log, "published")]
+  return statistics.median(b - a for a, b in zip(ends, served, strict=True))

@@ -1,0 +1,287 @@
+"""Runs one after another on one engine and one learner, compiled once.
+
+  Bench.play(experiment)  initial weights -> engine -> coordinator -> Run
+
+Between runs nothing but compiled programs remains: weights, optimizer, caches,
+tasks and noise begin anew, so that two runs of one seed see the same.
+"""
+
+import asyncio
+import collections
+import contextlib
+import dataclasses
+import time
+import typing
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Float32
+
+from models import transformer
+from rl import (
+  assemble,
+  batch,
+  config,
+  engine,
+  events,
+  invariants,
+  learner,
+  progress,
+  prompts,
+  router,
+  trace,
+  trajectory,
+  weights,
+)
+
+Trained = Sequence[tuple[trajectory.Group, Float32[np.ndarray, " G"]]]
+BESIDE = "beside"
+"""Name of the learner's spans that train for nothing."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Run:
+  """What one run leaves behind; all seconds are since its log began.
+
+  Attributes:
+    metrics: of each round.
+    trained: groups of the last round with their advantages.
+    cpu_s: of the whole process, while it ran.
+  """
+
+  experiment: config.Experiment
+  events: Sequence[events.Event]
+  spans: Sequence[trace.Span]
+  metrics: Sequence[Mapping[str, float]]
+  trained: Trained
+  wall_s: float
+  cpu_s: float
+
+
+class Bench:
+  """An engine and a learner that serve one run after another.
+
+  Args:
+    parts: of any of the runs, `assemble.build`; the caller closes them.
+  """
+
+  def __init__(self, parts: assemble.Parts):
+    self._parts = parts
+    self._params: Any = None
+
+  async def start(self) -> None:
+    """Compiles all programs, and trains what the runs start from."""
+    parts = self._parts
+    state = await assemble.initial_state(parts)
+    self._params = jax.device_get(state.params)
+    await parts.start(state, trajectory.PolicyVersion(0))
+    await parts.learner_thread.run("warm up", _compile, parts, state)
+
+  async def play(
+    self, experiment: config.Experiment, beside: Trained = ()
+  ) -> Run:
+    """Returns a run from the initial weights.
+
+    Args:
+      experiment: of the same model, engine, batch and placement.
+      beside: keeps the learner at work on these whenever it is free.
+
+    Raises:
+      RuntimeError: it broke a promise of its schedule.
+    """
+    state = await self._begin()
+    parts = self._rewired(experiment)
+    watcher, first = _Watcher(), len(parts.spans.spans)
+    start_s, start_cpu_s = time.monotonic(), time.process_time()
+    async with contextlib.AsyncExitStack() as stack:
+      if beside:
+        await stack.enter_async_context(self._at_work(beside))
+      await assemble.coordinate(parts, watcher).run(
+        progress.beginning(state, parts.tasks.cursor)
+      )
+    wall_s, cpu_s = time.monotonic(), time.process_time()
+    offset = parts.log.since(parts.spans.origin)
+    return Run(
+      experiment=experiment,
+      events=_checked(parts),
+      spans=[_later(s, offset) for s in parts.spans.spans[first:]],
+      metrics=watcher.metrics,
+      trained=watcher.trained,
+      wall_s=wall_s - start_s,
+      cpu_s=cpu_s - start_cpu_s,
+    )
+
+  @contextlib.asynccontextmanager
+  async def _at_work(self, trained: Trained) -> AsyncGenerator[None]:
+    """Has the learner train whenever it is free, for nothing."""
+    parts = self._parts
+    shape, run = parts.experiment.batch, parts.learner_thread.run
+    params = (await run("init", self._fresh)).params
+    packed, *_ = batch.pack(
+      [t for group, _ in trained for t in group.trajectories],
+      [float(value) for _, values in trained for value in values],
+      rows=shape.rows,
+      length=shape.length,
+      share_prompts=shape.share_prompts,
+    )
+
+    async def work() -> None:
+      while True:
+        await run(BESIDE, _train, parts.programs, params, packed)
+
+    working = asyncio.create_task(work())
+    try:
+      yield
+    finally:
+      working.cancel()
+      await asyncio.wait([working])
+
+  async def _begin(self) -> learner.TrainState:
+    """Returns the initial state, which the engines serve with empty caches."""
+    parts = self._parts
+    state = await parts.learner_thread.run("init", self._fresh)
+    for number, served in enumerate(parts.engines):
+      placed, _ = await parts.publisher.place(state.params, number)
+      version = trajectory.PolicyVersion(served.stats().version + 1)
+      await served.update_weights(version, placed, "abort")
+    return state
+
+  def _fresh(self) -> learner.TrainState:
+    parts = self._parts
+    places = parts.learner_layout.tree(
+      transformer.logical_axes(parts.experiment.model)
+    )
+    with jax.transfer_guard("allow"):
+      return parts.programs.wrap(jax.device_put(self._params, places))
+
+  def _rewired(self, experiment: config.Experiment) -> assemble.Parts:
+    """Returns the parts with everything new that a run changes."""
+    parts, log = self._parts, events.EventLog()
+    members = [
+      router.Member(typing.cast(engine.DecodeEngine, _Renewed(served)))
+      for served in parts.engines
+    ]
+    serving = router.Router(members, experiment.routing, log)
+    dtype = experiment.publishing.dtype
+    places = [
+      weights.pool_shardings(experiment.model, layout, dtype)
+      for layout in parts.decode_layouts
+    ]
+    return dataclasses.replace(
+      parts,
+      experiment=experiment,
+      log=log,
+      router=serving,
+      publisher=weights.WeightPublisher(
+        list(zip(serving.doors, places, strict=True)),
+        parts.learner_thread,
+        log,
+        parts.spans,
+        experiment.publishing,
+      ),
+      player=assemble.player(experiment, serving, parts.chat, log, parts.dog),
+      tasks=prompts.Prompts(experiment.environment, experiment.seed),
+    )
+
+
+class _Renewed:
+  """An engine that counts versions from those that it serves now."""
+
+  def __init__(self, served: engine.DecodeEngine):
+    self._served = served
+    self._before = served.stats().version
+
+  def __getattr__(self, name: str) -> Any:
+    return getattr(self._served, name)
+
+  async def generate(self, request: engine.DecodeRequest) -> engine.Completion:
+    """Samples one answer."""
+    answer = await self._served.generate(request)
+    return dataclasses.replace(
+      answer,
+      versions=answer.versions - np.int32(self._before),
+      oldest_kv=max(answer.oldest_kv - self._before, -1),
+    )
+
+  def begun(self, request_id: str) -> trajectory.PolicyVersion | None:
+    """Returns the version of a first token."""
+    version = self._served.begun(request_id)
+    if version is None:
+      return None
+    return trajectory.PolicyVersion(version - self._before)
+
+  def stats(self) -> engine.EngineStats:
+    """Returns the counters."""
+    stats = self._served.stats()
+    return dataclasses.replace(stats, version=stats.version - self._before)
+
+  async def update_weights(
+    self,
+    version: trajectory.PolicyVersion,
+    params: Any,
+    in_flight: engine.InFlight = "recompute",
+  ) -> None:
+    """Serves new weights."""
+    version = trajectory.PolicyVersion(version + self._before)
+    await self._served.update_weights(version, params, in_flight)
+
+
+class _Watcher:
+  """An observer that only keeps the metrics."""
+
+  def __init__(self):
+    self.metrics: list[Mapping[str, float]] = []
+    self.trained: Trained = ()
+
+  async def on_round(
+    self,
+    metrics: Mapping[str, float],
+    groups: Sequence[trajectory.Group],
+    values: Sequence[Float32[np.ndarray, " G"]],
+  ) -> None:
+    self.metrics.append(metrics)
+    self.trained = list(zip(groups, values, strict=True))
+
+  async def on_published(self, version: trajectory.PolicyVersion) -> None:
+    del version
+
+  async def on_boundary(self, progress: progress.Progress) -> None:
+    del progress
+
+
+def _compile(parts: assemble.Parts, state: learner.TrainState) -> None:
+  """Compiles the training programs without training anything."""
+  shape, programs = parts.experiment.batch, parts.programs
+  packed = batch.empty(
+    shape.rows, shape.length, share_prompts=shape.share_prompts
+  )
+  copy = programs.wrap(state.params)
+  total = programs.accumulate(
+    copy.params, programs.zero(), programs.place(packed)
+  )
+  programs.update(copy, total)
+  probe = jax.tree.map(lambda x: x[:8], packed)
+  programs.score(state.params, programs.place(probe))
+
+
+def _train(programs: learner.Learner, params: Any, packed: batch.Batch) -> Any:
+  return programs.accumulate(params, programs.zero(), programs.place(packed))
+
+
+def _later(span: trace.Span, seconds: float) -> trace.Span:
+  return dataclasses.replace(
+    span, start=span.start + seconds, end=span.end + seconds
+  )
+
+
+def _checked(parts: assemble.Parts) -> Sequence[events.Event]:
+  experiment, log = parts.experiment, parts.log.events
+  broken = invariants.violations(
+    log, experiment.overlap, experiment.rollout.group_size
+  )
+  if broken:
+    counts = collections.Counter(broken).most_common(3)
+    raise RuntimeError(f"a run broke its promises: {counts}")
+  return log

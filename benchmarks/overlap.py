@@ -1,0 +1,302 @@
+"""Every schedule on one task, as measured here and as simulated.
+
+  python -m benchmarks.overlap [--rounds=8] [--repeats=3] [--tasks=as_is,slow]
+
+Each schedule of configs/guess_number_schedules.py runs from the same weights,
+with the same seed, tasks and number of trained groups, on the same engine and
+learner: the task as it is, and with environment steps of a log-normal time,
+median 30 ms, sigma 1. Repeats take the schedules in turn, every other one
+backwards, and a row shows medians. Rounds in which the bound lets decoding run
+ahead, at the start, or in which nothing follows, at the end, do not count.
+
+The simulation is calibrated from two more runs of `sync`, for each task, and
+from nothing else, see calibration.py: all schedules are predictions. Prints
+both and writes benchmarks/results/overlap.json.
+"""
+
+import asyncio
+import dataclasses
+import math
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+from absl import app
+from absl import flags as absl_flags
+
+from benchmarks import calibration, machine, one_engine
+from configs import guess_number_schedules
+from envs import delayed
+from launch import devices, flags
+from rl import (
+  assemble,
+  config,
+  events,
+  ledger,
+  overlap,
+  simulation,
+  simulation_result,
+  trace,
+)
+
+_ROUNDS = absl_flags.DEFINE_integer("rounds", 8, "Rounds of each run.")
+_REPEATS = absl_flags.DEFINE_integer("repeats", 3, "Runs of each schedule.")
+_TASKS = absl_flags.DEFINE_list("tasks", ["as_is", "slow"], "Which tasks.")
+_SCHEDULES = absl_flags.DEFINE_list(
+  "schedules", list(guess_number_schedules.SCHEDULES), "Which schedules."
+)
+_SIMULATED = 16
+_MAX_PASSES = 4
+_SETTLED = 0.05
+_WARMUP = 1
+_Row = dict[str, float]
+
+
+def _slowed(experiment: config.Experiment) -> config.Experiment:
+  slow = delayed.Delayed(
+    source=experiment.environment, median_s=0.03, sigma=1.0
+  )
+  return dataclasses.replace(experiment, environment=slow)
+
+
+TASKS: Mapping[str, Callable[[config.Experiment], config.Experiment]] = {
+  "as_is": lambda experiment: experiment,
+  "slow": _slowed,
+}
+
+
+# What a run was worth, measured or simulated.
+
+
+def outcome(
+  log: Sequence[events.Event],
+  spans: Iterable[trace.Span],
+  schedule: overlap.Overlap,
+  rounds: int,
+) -> _Row:
+  """Returns means over the rounds that count, in seconds a round.
+
+  `answers_s` is the time in which the engine has a request, and `both_s` that
+  in which the learner works as well.
+
+  Args:
+    spans: of the learner.
+  """
+  eta = schedule.max_staleness
+  counted = range(_WARMUP + eta, rounds - eta)
+  ends = [0.0, *(e["t"] for e in events.of_kind(log, "published"))]
+  window = ends[counted.start], ends[counted.stop]
+  trained = [
+    e for e in events.of_kind(log, "trained") if e["version"] in counted
+  ]
+  lags = events.staleness(trained)
+  mine = [span for span in spans if span.track == "learner"]
+  work = _clipped([*mine, *calibration.answer_spans(log)], window)
+  both = trace.overlap(work, second="answers")
+  books = ledger.of(log)
+  each = {
+    "step_s": window[1] - window[0],
+    "learner_s": both.first_s,
+    "answers_s": both.second_s,
+    "both_s": both.both_s,
+  }
+  return {name: value / len(counted) for name, value in each.items()} | {
+    "lag": statistics.fmean(lags),
+    "max_lag": float(max(lags)),
+    "useful": books.trained / books.sampled,
+  }
+
+
+def _clipped(
+  spans: Iterable[trace.Span], window: trace.Interval
+) -> list[trace.Span]:
+  start, end = window
+  cut = [
+    dataclasses.replace(s, start=max(s.start, start), end=min(s.end, end))
+    for s in spans
+  ]
+  return [span for span in cut if span.start < span.end]
+
+
+def measured(run: one_engine.Run) -> _Row:
+  """Returns what a run was worth, beside what only a real one has."""
+  rounds = run.experiment.rounds
+  both = trace.overlap(run.spans)
+  last = run.metrics[-max(rounds // 2, 1) :]
+  return outcome(run.events, run.spans, run.experiment.overlap, rounds) | {
+    "wall_s": run.wall_s,
+    "cpu_s": run.cpu_s,
+    "learner_busy_s": both.first_s,
+    "decode_busy_s": both.second_s,
+    "both_busy_s": both.both_s,
+    "success": statistics.fmean(row["success"] for row in last),
+  }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Calibrated:
+  """What predicts the runs of a task."""
+
+  settings: simulation.Simulation
+  sharing: calibration.Sharing
+
+
+def simulated(calibrated: Calibrated, schedule: overlap.Overlap) -> _Row:
+  """Returns what the simulation predicts for a schedule.
+
+  How long the meshes work together follows from the simulation and slows it
+  down, so it is repeated until that changes little.
+  """
+  base = dataclasses.replace(calibrated.settings, overlap=schedule)
+  row, shares = _simulated(base), (0.0, 0.0)
+  for _ in range(_MAX_PASSES):
+    both_s, before = row["both_s"], shares
+    shares = both_s / row["learner_s"], both_s / row["answers_s"]
+    if math.dist(before, shares) < _SETTLED:
+      break
+    row = _simulated(calibration.slowed(base, calibrated.sharing, *shares))
+  return row
+
+
+def _simulated(settings: simulation.Simulation) -> _Row:
+  """Returns what a simulation was worth.
+
+  Raises:
+    RuntimeError: it broke a promise of the schedule.
+  """
+  record = simulation.simulate(settings)
+  if broken := simulation_result.measure(record).violations:
+    raise RuntimeError(f"the simulation broke its promises: {broken[:3]}")
+  return outcome(record.events, record.spans, settings.overlap, settings.rounds)
+
+
+# Running all of them.
+
+_Runs = Mapping[str, Sequence[_Row]]
+
+
+async def run_all(
+  base: config.Experiment,
+) -> tuple[dict[str, Calibrated], dict[str, _Runs]]:
+  """Returns for each task what calibrates it, and the runs by schedule."""
+  parts = assemble.build(base)
+  bench = one_engine.Bench(parts)
+  calibrated: dict[str, Calibrated] = {}
+  runs: dict[str, _Runs] = {}
+  try:
+    await bench.start()
+    for task in _TASKS.value:
+      experiment = TASKS[task](base)
+      calibrated[task] = await _calibrate(bench, experiment)
+      runs[task] = await _repeat(bench, experiment)
+  finally:
+    await parts.close()
+  return calibrated, runs
+
+
+async def _calibrate(
+  bench: one_engine.Bench, experiment: config.Experiment
+) -> Calibrated:
+  sync = dataclasses.replace(
+    experiment, overlap=guess_number_schedules.SCHEDULES["sync"]
+  )
+  alone = await bench.play(sync)
+  beside = await bench.play(sync, beside=alone.trained)
+  return Calibrated(
+    settings=calibration.of(alone, _SIMULATED),
+    sharing=calibration.sharing(alone, beside),
+  )
+
+
+async def _repeat(
+  bench: one_engine.Bench, experiment: config.Experiment
+) -> _Runs:
+  """Returns what every run of each schedule was worth."""
+  runs: dict[str, list[_Row]] = {name: [] for name in _SCHEDULES.value}
+  for number in range(_REPEATS.value):
+    for name in list(runs)[:: -1 if number % 2 else 1]:
+      schedule = guess_number_schedules.SCHEDULES[name]
+      one = dataclasses.replace(experiment, overlap=schedule)
+      runs[name].append(measured(await bench.play(one)))
+  return runs
+
+
+def compared(task: str, calibrated: Calibrated, runs: _Runs) -> Iterator[dict]:
+  """Yields a row for every schedule."""
+  for name, every in runs.items():
+    schedule = guess_number_schedules.SCHEDULES[name]
+    median = {
+      key: statistics.median(row[key] for row in every) for key in every[0]
+    }
+    steps = [row["step_s"] for row in every]
+    yield {
+      "task": task,
+      "schedule": name,
+      "measured": median,
+      "step_s_range": (min(steps), max(steps)),
+      "simulated": simulated(calibrated, schedule),
+    }
+
+
+def main(argv: list[str]) -> None:
+  """Measures, simulates, prints and keeps."""
+  del argv
+  base = flags.load(
+    "configs/guess_number_moe.py", {"rounds": str(_ROUNDS.value)}
+  )
+  devices.prepare(base.placement)
+  calibrated, runs = asyncio.run(run_all(base))
+  rows = [
+    row for task in runs for row in compared(task, calibrated[task], runs[task])
+  ]
+  print(machine.describe())
+  print(f"{_ROUNDS.value} rounds, medians of {_REPEATS.value} runs in turn")
+  _print_measured(rows)
+  _print_compared(rows)
+  machine.keep(
+    "overlap", rounds=_ROUNDS.value, repeats=_REPEATS.value, rows=rows
+  )
+
+
+def _print_measured(rows: Sequence[dict]) -> None:
+  """Prints the table of the README."""
+  print(
+    "\n| task | schedule | a round | speed-up | learner busy | decode busy |"
+    " both at once | lag, mean and largest | useful tokens | success |"
+  )
+  print("|---|---|---|---|---|---|---|---|---|---|")
+  sync = {
+    row["task"]: row["measured"]["step_s"]
+    for row in rows
+    if row["schedule"] == "sync"
+  }
+  for row in rows:
+    got, rounds = row["measured"], _ROUNDS.value
+    speed_up = sync.get(row["task"], float("nan")) / got["step_s"]
+    print(
+      f"| {row['task']} | {row['schedule']} | {1e3 * got['step_s']:.0f} ms |"
+      f" {speed_up:.2f}x | {1e3 * got['learner_busy_s'] / rounds:.0f} ms |"
+      f" {1e3 * got['decode_busy_s'] / rounds:.0f} ms |"
+      f" {1e3 * got['both_busy_s'] / rounds:.0f} ms |"
+      f" {got['lag']:.2f}, {got['max_lag']:.0f} | {got['useful']:.0%} |"
+      f" {got['success']:.1%} |"
+    )
+
+
+def _print_compared(rows: Sequence[dict]) -> None:
+  """Prints measured | simulated (ratio) of what both have."""
+  names = ("step_s", "learner_s", "answers_s", "both_s")
+  print(f"\n  {'':22}" + "".join(f"{name:>26}" for name in names))
+  for row in rows:
+    line = f"  {row['task']:6}{row['schedule']:16}"
+    for name in names:
+      real, said = row["measured"][name], row["simulated"][name]
+      ratio = f"{said / real:.2f}" if real > 1e-3 else "-"
+      line += f"{1e3 * real:9.0f} |{1e3 * said:6.0f} ({ratio:>5})"
+    for name in ("lag", "useful"):
+      real, said = row["measured"][name], row["simulated"][name]
+      line += f"   {name} {real:.2f} | {said:.2f}"
+    print(line)
+
+
+if __name__ == "__main__":
+  app.run(main, flags_parser=flags.parse)

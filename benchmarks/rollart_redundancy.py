@@ -1,0 +1,176 @@
+"""RollArt's redundancy grid: more groups and larger ones than a round needs.
+
+  python -m benchmarks.rollart_redundancy [--rounds=16]
+
+A round trains 32 groups of 8. 32, 34 or 36 groups of 8, 10 or 12 members are
+played; the first 8 members that end make up a group, the first 32 groups that
+are whole make up the round, and the rest is aborted. A cell is seconds of
+rollout without redundancy by those with it, as in RollArt (arXiv 2512.22560,
+7.4, figure 14b: GEM-math, 8B, 32k, 32 H800).
+
+Lengths are not published. Log-normal ones of a prompt (sigma 0.3), times those
+of a member (0.2), are assumed, and decoding that slows down mildly with load:
+nearly as load ** 0.2 between the 256 and 432 episodes of the grid's corners.
+Independent lengths are shown as well; they overstate larger groups. `aborted`
+is the share of sampled tokens that nothing is trained on, and `length` the mean
+length of trained answers by that of all: the price, and the bias.
+Writes benchmarks/results/rollart_redundancy.json.
+"""
+
+import math
+import statistics
+from typing import Any
+
+from absl import app
+
+from benchmarks import machine, simulated
+from rl import (
+  distributions,
+  events,
+  ledger,
+  overlap,
+  rollout,
+  simulated_learner,
+  simulated_processor,
+  simulation,
+  workload,
+)
+
+_ROUNDS = 16
+
+PUBLISHED = {
+  (8, 32): 1.00,
+  (8, 34): 1.16,
+  (8, 36): 1.30,
+  (10, 32): 1.11,
+  (10, 34): 1.38,
+  (10, 36): 1.52,
+  (12, 32): 1.24,
+  (12, 34): 1.51,
+  (12, 36): 1.62,
+}
+_GROUPS, _MEMBERS = 32, 8
+_PROMPT, _MEMBER = 0.3, 0.2
+_ENGINES = 8
+# tau(b) = 1 + b / b0 grows by (432 / 256) ** 0.2 from 256 to 432 episodes.
+_LOW, _HIGH, _EXPONENT = 256, 432, 0.2
+
+
+def load_b0(low: float, high: float, exponent: float) -> float:
+  """Returns b0 of an engine whose token time grows as load ** exponent."""
+  ratio = (high / low) ** exponent
+  return (high - ratio * low) / (ratio - 1.0)
+
+
+def settings(
+  size: int, groups: int, *, rounds: int, shared: bool = True
+) -> simulation.Simulation:
+  """Returns a run of one cell, in which only decoding takes time.
+
+  Args:
+    shared: lengths have a part that the members of a group have alike.
+  """
+  variance = _PROMPT**2 + _MEMBER**2
+  speed = simulated_processor.Speed(
+    b0=load_b0(_LOW, _HIGH, _EXPONENT) / _ENGINES, slots=1_000
+  )
+  schedule = overlap.Overlap(
+    groups_per_round=_GROUPS,
+    wait_for_round=True,
+    consume="ready",
+    redundancy=overlap.Redundancy(
+      extra_groups=groups - _GROUPS, extra_members=size - _MEMBERS
+    ),
+  )
+  return simulation.Simulation(
+    cluster=simulation.Cluster(
+      learner=simulated_learner.Learner(token_s=0.0, update_s=0.0),
+      pools=(simulation.Pool(engines=_ENGINES, speed=speed),),
+      transfer_s=0.0,
+    ),
+    workloads=(
+      workload.Workload(
+        answer_tokens=distributions.LogNormal(
+          mean=2000.0, sigma=math.sqrt(variance)
+        ),
+        correlation=_PROMPT**2 / variance if shared else 0.0,
+      ),
+    ),
+    overlap=schedule,
+    rollout=rollout.Rollout(
+      group_size=_MEMBERS, max_turns=1, turn_tokens=65_536, max_tokens=131_072
+    ),
+    rounds=rounds,
+    warmup=0,
+  )
+
+
+def play(chosen: simulation.Simulation) -> dict[str, float]:
+  """Returns seconds of a round, and what redundancy costs."""
+  record = simulated.checked(simulation.simulate(chosen))
+  books = ledger.of(record.events)
+  ended = {
+    (e["group"], e["attempt"], e["index"]): e["tokens"]
+    for e in events.of_kind(record.events, "ended")
+  }
+  trained = [
+    ended[e["group"], e["attempt"], index]
+    for e in events.of_kind(record.events, "trained")
+    for index in e["members"]
+  ]
+  return {
+    "rollout_s": statistics.mean(simulated.rounds_s(record)),
+    "aborted": 1.0 - books.trained / books.sampled,
+    "trained_length": statistics.mean(trained),
+  }
+
+
+def grid(rounds: int, shared: bool) -> list[dict[str, Any]]:
+  """Returns a row for each cell."""
+  cells = {
+    (size, groups): play(settings(size, groups, rounds=rounds, shared=shared))
+    for size, groups in PUBLISHED
+  }
+  need = cells[_MEMBERS, _GROUPS]
+  rows = []
+  for (size, groups), cell in cells.items():
+    speedup = need["rollout_s"] / cell["rollout_s"]
+    published = PUBLISHED[size, groups]
+    rows.append(
+      {
+        "group size": size,
+        "groups": groups,
+        "rollout_s": cell["rollout_s"],
+        "speedup": speedup,
+        "published": published,
+        "deviation": simulated.deviation(speedup, published),
+        "aborted": cell["aborted"],
+        "length": cell["trained_length"] / need["trained_length"],
+      }
+    )
+  return rows
+
+
+def main(argv: list[str]) -> None:
+  """Measures, prints and keeps both."""
+  del argv
+  rounds = simulated.ROUNDS.value or _ROUNDS
+  rows = grid(rounds, shared=True)
+  simulated.show("prompts share lengths", rows)
+  apart = grid(rounds, shared=False)
+  simulated.show("lengths are independent", apart)
+  worst = max(abs(row["deviation"]) for row in rows)
+  print(f"\nworst deviation {worst:.1%}")
+  machine.keep(
+    "rollart_redundancy",
+    groups=_GROUPS,
+    members=_MEMBERS,
+    rounds=rounds,
+    rows=rows,
+    independent=apart,
+    worst_deviation=worst,
+  )
+
+
+if __name__ == "__main__":
+  app.run(main)

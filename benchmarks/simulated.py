@@ -1,0 +1,173 @@
+"""What benchmarks on simulated hardware share: a world in lockstep, a table."""
+
+import asyncio
+import dataclasses
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from absl import flags as absl_flags
+
+from envs import base
+from rl import events, invariants, simulated_source, simulation
+
+ROUNDS = absl_flags.DEFINE_integer(
+  "rounds", 0, "Rounds of each row; 0: those that the benchmark says."
+)
+
+
+@dataclasses.dataclass(eq=False)
+class Lockstep(simulated_source.World):
+  """A world in which all episodes of a round wait for the slowest, each turn.
+
+  Environments step when all have their answers, and answers are sampled when
+  all have stepped: what systems do that hold a batch of environments.
+
+  Args:
+    episodes: of a round, all of which play at the same time.
+    graded_together: rewards begin when the last episode has ended.
+    graders: rewards that are computed at once; 0 is no limit.
+  """
+
+  episodes: int = 0
+  graded_together: bool = False
+  graders: int = 0
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    self._turns = Barrier(self.episodes)
+    self._ends = Barrier(self.episodes)
+    self._seats = asyncio.Semaphore(self.graders or 1 << 20)
+
+  def __call__(self, task: base.Task) -> base.Environment:
+    """Returns an environment that keeps step with all others."""
+    return _InStep(super().__call__(task), self._turns)
+
+  async def grade(
+    self, task: base.Task, transcripts: Sequence[base.Transcript]
+  ) -> Sequence[base.Grade]:
+    """Returns the grades, once there is a seat at a grader."""
+    if self.graded_together:
+      await self._ends.wait(leaves=True)
+    async with self._seats:
+      return await super().grade(task, transcripts)
+
+
+class Barrier:
+  """Lets nobody on before all who are left have come; then it begins anew.
+
+  Args:
+    parties: who come; when all have left, as many come again.
+  """
+
+  def __init__(self, parties: int):
+    self._parties = self._left = parties
+    self._waiting = self._leaving = 0
+    self._opened = asyncio.Event()
+
+  async def wait(self, leaves: bool = False) -> None:
+    """Returns when all have come.
+
+    Args:
+      leaves: this one will not come again.
+    """
+    self._waiting += 1
+    self._leaving += leaves
+    opened = self._opened
+    self._open_if_all()
+    await opened.wait()
+
+  def leave(self) -> None:
+    """Nobody waits for this one any more."""
+    self._left -= 1
+    self._open_if_all()
+
+  def _open_if_all(self) -> None:
+    if self._waiting < self._left:
+      return
+    self._left -= self._leaving
+    self._left = self._left or self._parties
+    self._waiting = self._leaving = 0
+    self._opened.set()
+    self._opened = asyncio.Event()
+
+
+class _InStep:
+  """An environment that waits for all others before and after a step."""
+
+  def __init__(self, inner: base.Environment, turns: Barrier):
+    self._inner = inner
+    self._turns = turns
+    self._left = False
+
+  async def start(self) -> Sequence[base.Message]:
+    said = await self._inner.start()
+    await self._turns.wait()
+    return said
+
+  async def step(self, answer: base.Message) -> base.Step:
+    await self._turns.wait()
+    step = await self._inner.step(answer)
+    if step.done:
+      await self._turns.wait(leaves=True)
+      self._left = True
+    else:
+      await self._turns.wait()
+    return step
+
+  async def close(self) -> None:
+    if not self._left:
+      self._left = True
+      self._turns.leave()
+    await self._inner.close()
+
+
+def rounds_s(record: simulation.Record) -> list[float]:
+  """Returns seconds from publish to publish, the first from the beginning."""
+  ends = [e["t"] for e in events.of_kind(record.events, "published")]
+  return [b - a for a, b in itertools.pairwise([0.0, *ends])]
+
+
+def checked(record: simulation.Record) -> simulation.Record:
+  """Returns the record of a run that kept every promise of its schedule.
+
+  Raises:
+    RuntimeError: it broke one.
+  """
+  broken = invariants.violations(
+    record.events,
+    record.settings.overlap,
+    record.settings.rollout.group_size,
+  )
+  if broken:
+    raise RuntimeError(f"{len(broken)} violations, such as {broken[0]}")
+  return record
+
+
+def deviation(ours: float, published: float) -> float:
+  """Returns how far ours is from what was published, as a share of that."""
+  return ours / published - 1.0
+
+
+def place(ours: float, low: float, high: float) -> str:
+  """Returns whether a number is in a published range, or how far outside."""
+  if low <= ours <= high:
+    return "in range"
+  edge = low if ours < low else high
+  return f"{deviation(ours, edge):+.1%} of {edge:g}"
+
+
+def show(title: str, rows: Iterable[Mapping[str, Any]]) -> None:
+  """Prints rows that have the same keys."""
+  print(f"\n{title}")
+  cells = [{k: _cell(v) for k, v in row.items()} for row in rows]
+  widths = {
+    key: max(len(key), *(len(row[key]) for row in cells)) for key in cells[0]
+  }
+  print("  " + "  ".join(f"{key:>{width}}" for key, width in widths.items()))
+  for row in cells:
+    print("  " + "  ".join(f"{row[k]:>{w}}" for k, w in widths.items()))
+
+
+def _cell(value: Any) -> str:
+  return f"{value:.3g}" if isinstance(value, float) else str(value)

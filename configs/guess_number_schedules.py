@@ -1,0 +1,57 @@
+"""The run of `guess_number_moe.py` under each schedule, by its name.
+
+python -m launch.train --config=configs/guess_number_schedules.py:sync \\
+    --workdir=DIR
+
+name            lag  rollout and training
+sync              0  one after the other
+strict_pipeline   0  gradients are summed while the tail of a round decodes
+rollout_pipe      0  two updates a round, the first while its tail decodes
+hard_frontier     0  the same; the groups of one update are played at a time
+one_step_off      1  the next round is played meanwhile; engines drain
+bounded           2  the same within two rounds
+in_flight         1  weights arrive inside trajectories; caches are recomputed
+keep_kv           1  the same; caches are kept
+drop              1  in flight, trained as completed; the stale is replaced
+recycle           1  in flight, trained as completed; the stale is replayed
+
+Hardware: two CPU cores, one virtual device for each mesh. `python -m
+benchmarks.overlap` runs them all side by side: how long a round of each takes,
+what it trains of what it samples, and how much of that a simulation predicts.
+"""
+
+import dataclasses
+
+from configs import guess_number_moe
+from rl import config, overlap
+
+_GROUPS = 16
+_FLYING = overlap.in_flight(_GROUPS, max_staleness=1)
+
+SCHEDULES = {
+  "sync": overlap.sync(_GROUPS),
+  "strict_pipeline": overlap.strict_pipeline(_GROUPS),
+  "rollout_pipe": overlap.rollout_pipe(_GROUPS, updates_per_round=2),
+  "hard_frontier": overlap.rollout_pipe(
+    _GROUPS, updates_per_round=2, hard=True
+  ),
+  "one_step_off": overlap.one_step_off(_GROUPS),
+  "bounded": overlap.bounded(_GROUPS, max_staleness=2),
+  "in_flight": _FLYING,
+  "keep_kv": overlap.in_flight(_GROUPS, on_publish="keep_kv"),
+  "drop": dataclasses.replace(_FLYING, consume="drop"),
+  "recycle": dataclasses.replace(_FLYING, consume="recycle"),
+}
+
+
+def get_config(schedule: str = "in_flight") -> config.Experiment:
+  """Returns the run under a schedule.
+
+  Raises:
+    ValueError: there is none of that name.
+  """
+  if schedule not in SCHEDULES:
+    raise ValueError(f"{schedule!r}: use " + " or ".join(SCHEDULES))
+  return dataclasses.replace(
+    guess_number_moe.get_config(), overlap=SCHEDULES[schedule]
+  )

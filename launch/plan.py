@@ -1,0 +1,222 @@
+"""Plans a run: what should train, what decode, and by which schedule.
+
+  python -m launch.simulate --plan --config=configs/fleet_small.py
+  python -m launch.simulate --plan --config=FILE --config.goal.max_lag=1
+  python -m launch.simulate --plan --config=FILE --base=configs/X.py --out=Y.py
+  python -m launch.simulate --plan --config=FILE --calibrate=RUN_DIRECTORY
+
+FILE has a get_config() that returns a `planning.Planning`. With --base and
+--out the plan becomes a config for `launch.train`: the base with the schedule,
+placement and routing of the best choice. With --calibrate speeds and tasks are
+those of an earlier run. Nothing touches a device.
+"""
+
+import itertools
+import os
+import pathlib
+import sys
+import textwrap
+from collections.abc import Iterator
+from typing import Any, TextIO
+
+from absl import flags as absl_flags
+
+from launch import flags
+from rl import calibration, config, planned, planner, planning, settings
+
+_PLAN = absl_flags.DEFINE_bool(
+  "plan", False, "Searches the best use of a fleet; see launch/plan.py."
+)
+_BASE = absl_flags.DEFINE_string(
+  "base", None, "Config of the run that is planned, for --plan."
+)
+_OUT = absl_flags.DEFINE_string(
+  "out", None, "Python file for the planned config; needs --base."
+)
+_CALIBRATE = absl_flags.DEFINE_string(
+  "calibrate", None, "Directory of a run whose speeds --plan should use."
+)
+_KIND = absl_flags.DEFINE_string(
+  "kind", None, "Kind of the fleet's devices that the run of --calibrate used."
+)
+_SHOWN = 8
+
+
+def wanted() -> bool:
+  """Whether the command line asks for a plan."""
+  return _PLAN.value
+
+
+def main() -> None:
+  """Loads the question, answers it, prints and writes the answer."""
+  with flags.exit_on_setting_error():
+    asked = flags.load_from_command_line(check)
+    if _CALIBRATE.value is not None:
+      run_dir = pathlib.Path(_CALIBRATE.value)
+      asked = calibration.apply(asked, run_dir, _KIND.value)
+    base = _load_base(asked)
+    # What cannot be planned is said before anything is simulated.
+    planner.fitting(asked, fits := _fits(asked, base))
+  plan = planner.search(asked, fits, told=_tell)
+  show(plan, asked, sys.stdout)
+  if base is not None and _OUT.value is not None:
+    write(plan, asked, base, _BASE.value or "", pathlib.Path(_OUT.value))
+  if not plan.met:
+    sys.exit("the goal is not met; the first line of the table is the nearest")
+
+
+def check(asked: Any) -> None:
+  """Raises SettingError on settings of anything but a plan."""
+  if not isinstance(asked, planning.Planning):
+    raise settings.SettingError(
+      f"--config: {type(asked).__name__} is no rl.planning.Planning; use a file"
+      " such as configs/fleet_small.py"
+    )
+
+
+def _load_base(asked: planning.Planning) -> config.Experiment | None:
+  if _BASE.value is None:
+    if _OUT.value is not None:
+      raise settings.SettingError(
+        f"--out={_OUT.value} without --base: name the config that the plan is "
+        "for, as in --base=configs/guess_number_moe.py"
+      )
+    return None
+  base = flags.load(_BASE.value, check=check_experiment)
+  planned.check_base(asked, base)
+  if _OUT.value is not None and not _OUT.value.endswith(".py"):
+    raise settings.SettingError(f"--out={_OUT.value}: expected a .py file")
+  return base
+
+
+def check_experiment(base: Any) -> None:
+  """Raises SettingError on settings that `launch.train` would not take."""
+  if not isinstance(base, config.Experiment):
+    raise settings.SettingError(
+      f"--base: {type(base).__name__} is no rl.config.Experiment; use a file "
+      "such as configs/guess_number_moe.py"
+    )
+
+
+def _fits(
+  asked: planning.Planning, base: config.Experiment | None
+) -> planner.Fits:
+  if base is None:
+    return lambda choice: None
+  return lambda choice: planned.misfit(asked, choice, base)
+
+
+def _tell(one: planner.Estimate) -> None:
+  print(
+    f"simulated {one.choice.split}, {one.choice.schedule}: "
+    f"{one.result.step_s:,.1f} s a step",
+    file=sys.stderr,
+  )
+
+
+def show(plan: planner.Plan, asked: planning.Planning, stream: TextIO) -> None:
+  """Prints the best choices as a table, and what is to be said of the first."""
+  rows = [_HEAD, *(_row(one) for one in plan.estimates[:_SHOWN])]
+  widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+  for row in rows:
+    first, second, *numbers = (
+      cell.rjust(width) if i > 1 else cell.ljust(width)
+      for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+    )
+    print("  ".join((first, second, *numbers)).rstrip(), file=stream)
+  print(file=stream)
+  for line in said(plan, asked):
+    print(line, file=stream)
+
+
+_HEAD = (
+  "learner | engines",
+  "schedule",
+  "step",
+  "bound",
+  "T*/T",
+  "lag",
+  "max",
+  "cost",
+  "per 1k ids",
+  "useful",
+  "bound by",
+)
+
+
+def _row(one: planner.Estimate) -> tuple[str, ...]:
+  return (
+    one.choice.split,
+    one.choice.schedule,
+    f"{one.result.step_s:,.1f} s",
+    f"{one.floor.step_s:,.1f} s",
+    f"{one.result.efficiency:.0%}",
+    f"{one.lag_mean:.2f}",
+    str(one.lag_max),
+    f"{one.cost:,.1f}",
+    f"{1000.0 * one.cost / one.tokens:,.3f}",
+    f"{one.result.useful:.1%}",
+    f"{one.bound_by} {one.share:.0%}",
+  )
+
+
+def said(plan: planner.Plan, asked: planning.Planning) -> Iterator[str]:
+  """Yields what the best choice is, and how sure that is."""
+  best = plan.best
+  yield f"plan: {best.choice.split}, {best.choice.schedule}"
+  yield (
+    f"a step takes {best.result.step_s:,.1f} s and costs {best.cost:,.1f}; "
+    f"{best.share:.0%} of it goes to the {best.bound_by}; no step of these "
+    f"devices takes less than {best.floor.step_s:,.1f} s"
+  )
+  number = len(plan.estimates)
+  if plan.complete:
+    yield (
+      f"simulated {number} of {plan.choices} choices; the bound of no other "
+      f"one is better by more than {asked.tolerance:.0%}"
+    )
+  else:
+    yield (
+      f"simulated {number} of {plan.choices} choices and stopped there, at "
+      f"max_simulations={asked.max_simulations}: others may be better"
+    )
+  if plan.refused:
+    reason = max(plan.refused, key=lambda why: plan.refused[why])
+    count = sum(plan.refused.values())
+    yield f"{count} more do not fit the base, such as: {reason}"
+  if not plan.met:
+    goal = asked.goal
+    yield (
+      f"goal not met: max_step_s={goal.max_step_s:g}, max_cost="
+      f"{goal.max_cost:g}; the nearest takes {best.result.step_s:,.1f} s and "
+      f"costs {best.cost:,.1f}"
+    )
+
+
+def write(
+  plan: planner.Plan,
+  asked: planning.Planning,
+  base: config.Experiment,
+  base_path: str,
+  out: pathlib.Path,
+) -> None:
+  """Writes a config of the best choice, and checks it as a run would.
+
+  Args:
+    base_path: of the base; the file names it relative to where it is itself.
+  """
+  out.parent.mkdir(parents=True, exist_ok=True)
+  lines = [textwrap.wrap(text, 78) for text in said(plan, asked)]
+  # The first says which choice it is, as the file's first line does.
+  summary = "\n".join(itertools.chain(*lines[1:]))
+  text = planned.source(
+    asked,
+    plan.best.choice,
+    base.placement,
+    name=out.name,
+    base_path=os.path.relpath(base_path, out.parent),
+    summary=summary,
+  )
+  out.write_text(text)
+  flags.load(str(out), check=check_experiment)
+  print(f"{out}: python -m launch.train --config={out} --workdir=DIR")

@@ -1,0 +1,404 @@
+"""What a run took, as the speeds and tasks of a question to the planner.
+
+events.jsonl  turns     -> tau(b): seconds of a token when b answers are under
+                           way on an engine; environments' seconds
+              episodes  -> turns, ids, how much members of a group are alike
+              publishes -> seconds of a transfer
+spans.jsonl   learner   -> seconds of a trained id, of an optimizer step
+metrics.jsonl           -> seconds for which decoding stood still
+
+A short run of any schedule will do: nothing is taken from how its parts waited
+for each other. Speeds are not those of the first round, in which programs are
+compiled, unless there is no other.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import json
+import math
+import pathlib
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Float64
+
+from rl import (
+  distributions,
+  events,
+  fleet,
+  placement,
+  planning,
+  settings,
+  trace,
+  workload,
+)
+
+_BINS = 60
+_BODY = 0.9
+_Place = tuple[int, int, int]
+
+
+class Rates(NamedTuple):
+  """What a run's hardware did.
+
+  Attributes:
+    tau0_s, b0: see `simulated_processor.Speed`.
+    token_s, update_s: of the whole learner's mesh, for an id and a step.
+    transfer_s: until new weights have travelled.
+    stand_s: for which decoding then stands still.
+  """
+
+  tau0_s: float
+  b0: float
+  token_s: float
+  update_s: float
+  transfer_s: float
+  stand_s: float
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Run:
+  """What is on disk of a run.
+
+  Attributes:
+    first: version from which on speeds count.
+    start_s: when that round begins.
+    stand_s: of every publish, as the metrics have it.
+    sources: of every attempt at a group.
+  """
+
+  path: pathlib.Path
+  log: Sequence[events.Event]
+  spans: Sequence[trace.Span]
+  first: int
+  start_s: float
+  stand_s: Sequence[float]
+  placement: placement.Placement
+  sources: Mapping[tuple[int, int], str]
+
+  def of(self, kind: str, source: str | None = None) -> list[events.Event]:
+    """Returns events of a kind, of one source or of all."""
+    found = events.of_kind(self.log, kind)
+    if source is None:
+      return list(found)
+    return [
+      e for e in found if self.sources[e["group"], e["attempt"]] == source
+    ]
+
+
+def read(path: pathlib.Path) -> Run:
+  """Returns a run from its directory.
+
+  Raises:
+    ValueError: it is no run, or has trained no round.
+  """
+  for name in ("config.json", "events.jsonl", "spans.jsonl"):
+    if not (path / name).is_file():
+      raise ValueError(
+        f"--calibrate={path}: there is no {name}; name the --workdir of a run"
+      )
+  log = list(events.File(path / "events.jsonl"))
+  ends = {e["version"]: e["end"] for e in events.of_kind(log, "update")}
+  if not ends:
+    raise ValueError(
+      f"--calibrate={path}: it has trained no round; let it run a few of them"
+    )
+  first, *others = sorted(ends)
+  metrics = path / "metrics.jsonl"
+  rows = list(_lines(metrics)) if metrics.is_file() else []
+  return Run(
+    path=path,
+    log=log,
+    spans=trace.read(path / "spans.jsonl"),
+    first=others[0] if others else first,
+    start_s=ends[first] if others else 0.0,
+    stand_s=[r["publish_stall_s"] for r in rows if "publish_stall_s" in r],
+    placement=settings.from_json(
+      json.loads((path / "config.json").read_text())
+    ).placement,
+    sources={
+      (e["group"], e["attempt"]): e["source"]
+      for e in log
+      if e["kind"] == "submitted"
+    },
+  )
+
+
+def _lines(path: pathlib.Path) -> Iterator[dict[str, Any]]:
+  """Yields what is on each line; a crash may have cut the last."""
+  for text in path.read_text(errors="replace").splitlines():
+    with contextlib.suppress(json.JSONDecodeError):
+      yield json.loads(text)
+
+
+def apply(
+  asked: planning.Planning, path: pathlib.Path, kind: str | None = None
+) -> planning.Planning:
+  """Returns a question with the speeds and tasks of a run.
+
+  Slots, room for ids, costs and all other kinds of devices stay as stated.
+  Seconds of a token include the encoding of its answer's context.
+
+  Args:
+    kind: of the devices that the run used; may be None if there is only one.
+
+  Raises:
+    ValueError: the run cannot tell, with the way out.
+  """
+  kinds = asked.fleet.by_name
+  if kind is None and len(kinds) == 1:
+    kind = next(iter(kinds))
+  if kind is None or kind not in kinds:
+    raise ValueError(
+      f"--calibrate={path}: --kind={kind} is no kind of the fleet; its devices "
+      f"are those of {' or '.join(kinds)}"
+    )
+  run = read(path)
+  found = rates(run)
+  measured = _measured(kinds[kind], run, found)
+  return dataclasses.replace(
+    asked,
+    fleet=dataclasses.replace(
+      asked.fleet,
+      kinds=tuple(measured if k.name == kind else k for k in kinds.values()),
+      transfer_s=found.transfer_s,
+    ),
+    workloads=tuple(tasks(run)),
+  )
+
+
+def _measured(
+  kind: fleet.DeviceKind, run: Run, found: Rates
+) -> fleet.DeviceKind:
+  """Returns a kind as fast as the run was."""
+  size, wanted = run.placement.decode.size, kind.engine_devices
+  if size != wanted:
+    raise ValueError(
+      f"--calibrate={run.path}: its engines have {size} devices, but those of "
+      f"{kind.name} have engine_devices={wanted}; use engine_devices={size}"
+    )
+  devices = run.placement.learner.size
+  # `DeviceKind.learner` divides by this again.
+  alone = found.token_s * devices * kind.scaling ** math.log2(devices)
+  return dataclasses.replace(
+    kind,
+    token_s=max(alone, 1e-12),
+    update_s=found.update_s,
+    speed=dataclasses.replace(
+      kind.speed,
+      tau0_s=found.tau0_s,
+      b0=found.b0,
+      prefill_per_s=math.inf,
+      update_s=found.stand_s,
+    ),
+  )
+
+
+def rates(run: Run) -> Rates:
+  """Returns how fast a run was."""
+  tau0_s, slope_s = line(*answers(run))
+  token_s, update_s = _learner(run)
+  ended = {e["version"] + 1: e["end"] for e in run.of("update")}
+  began = {e["version"]: e["t"] for e in run.of("publish_start")}
+  served = {e["version"]: e["t"] for e in run.of("published")}
+  travel = [began[v] - ended[v] for v in began if v in ended and v > run.first]
+  stand = [served[v] - began[v] for v in served if v in began]
+  return Rates(
+    tau0_s=tau0_s,
+    b0=tau0_s / slope_s,
+    token_s=token_s,
+    update_s=update_s,
+    transfer_s=max(statistics.median(travel), 0.0) if travel else 0.0,
+    # Engines that drain first stand still for less than a publish takes.
+    stand_s=statistics.median(run.stand_s or stand or [0.0]),
+  )
+
+
+def _learner(run: Run) -> tuple[float, float]:
+  """Returns seconds of a trained id and of an optimizer step."""
+  lengths = {_place(e): e["length"] for e in run.of("ended")}
+  ids = sum(
+    lengths.get((e["group"], e["attempt"], i), 0)
+    for e in run.of("trained")
+    if e["version"] >= run.first
+    for i in e["members"]
+  )
+  took: dict[str, list[float]] = collections.defaultdict(list)
+  for span in run.spans:
+    # Spans are not rounded as events are.
+    if span.track == "learner" and span.start >= run.start_s - 1e-5:
+      took[span.name].append(span.end - span.start)
+  if not ids or not took["update"]:
+    raise ValueError(
+      f"--calibrate={run.path}: no whole round was trained after the first; "
+      "let it run a few more"
+    )
+  return sum(took["accumulate"]) / ids, statistics.median(took["update"])
+
+
+# Decoding.
+
+
+def answers(
+  run: Run,
+) -> tuple[Float64[np.ndarray, " N"], Float64[np.ndarray, " N"]]:
+  """Returns for every answer how many were under way, and seconds a token.
+
+  The number is the mean over the time of the answer, itself included, on its
+  engine.
+  """
+  homes = {_place(e): e["engine"] for e in run.of("admitted")}
+  by_engine: dict[int, list[events.Event]] = collections.defaultdict(list)
+  for event in run.of("turn"):
+    asked_s = event["t"] - event["env_s"] - event["decode_s"]
+    if event["tokens"] and asked_s >= run.start_s:
+      by_engine[homes.get(_place(event), 0)].append(event)
+  if not by_engine:
+    raise ValueError(
+      f"--calibrate={run.path}: nothing was sampled after the first round; let "
+      "it run a few more"
+    )
+  parts = [_under_way(turns) for turns in by_engine.values()]
+  number, token_s = (np.concatenate(both) for both in zip(*parts, strict=True))
+  return number, token_s
+
+
+def _under_way(
+  turns: Sequence[events.Event],
+) -> tuple[Float64[np.ndarray, " N"], Float64[np.ndarray, " N"]]:
+  ends = np.array([e["t"] - e["env_s"] for e in turns])
+  took = np.array([max(e["decode_s"], 1e-6) for e in turns])
+  tokens = np.array([e["tokens"] for e in turns], np.float64)
+  edges = np.concatenate([ends - took, ends])
+  order = np.argsort(edges, kind="stable")
+  times = edges[order]
+  change = np.concatenate([np.ones(len(took)), -np.ones(len(took))])[order]
+  number = np.cumsum(change)
+  # The integral of the number under way, at each edge.
+  area = np.concatenate([[0.0], np.cumsum(np.diff(times) * number[:-1])])
+  mean = np.interp(ends, times, area) - np.interp(ends - took, times, area)
+  return mean / took, took / tokens
+
+
+def line(
+  x: Float64[np.ndarray, " N"], y: Float64[np.ndarray, " N"]
+) -> tuple[float, float]:
+  """Returns intercept and slope, both above 0, that are closest to y."""
+  least = 1e-3 * float(np.mean(y))
+  if np.ptp(x) < 1e-6:  # One concurrency cannot tell them apart.
+    return float(np.mean(y)), 1e-3 * least
+  slope, at_zero = np.polyfit(x, y, 1)
+  if at_zero < least:
+    slope, at_zero = float(np.sum(x * y) / np.sum(x * x)), least
+  if slope <= 0:
+    slope, at_zero = 1e-3 * least, float(np.mean(y))
+  return float(at_zero), float(slope)
+
+
+# Tasks.
+
+
+def tasks(run: Run) -> Iterator[workload.Workload]:
+  """Yields what the episodes of each source drew: turns, ids and seconds."""
+  ended = run.of("ended")
+  names = [run.sources[e["group"], e["attempt"]] for e in ended]
+  for name, count in sorted(collections.Counter(names).items()):
+    yield _task(run, name, count / len(names))
+
+
+def _task(run: Run, name: str, share: float) -> workload.Workload:
+  turns, ended = run.of("turn", name), run.of("ended", name)
+  prompt, reply = contexts(ended)
+  before = {_place(e): e["t"] for e in run.of("grading", name)}
+  rewards = [e for e in run.of("reward", name) if _place(e) in before]
+  graded = [e["t"] - before[_place(e)] for e in rewards]
+  return workload.Workload(
+    name=name,
+    share=share,
+    turns=_counts([max(e["turns"], 1) for e in ended]),
+    prompt_tokens=distributions.Constant(max(prompt, 2.0)),
+    answer_tokens=_counts([e["tokens"] for e in turns if e["tokens"]]),
+    reply_tokens=distributions.Constant(reply),
+    start_s=_seconds([*_starts(run, name)]),
+    step_s=_seconds([e["env_s"] for e in turns]),
+    reward_s=_seconds(graded),
+    correlation=likeness(ended),
+  )
+
+
+def contexts(ended: Sequence[events.Event]) -> tuple[float, float]:
+  """Returns ids of a first context, and of what follows an answer."""
+  after = np.array([e["turns"] - 1.0 for e in ended])
+  ids = np.array([float(e["length"] - e["tokens"]) for e in ended])
+  if np.ptp(after) == 0:
+    return float(np.mean(ids)), 1.0
+  reply, prompt = np.polyfit(after, ids, 1)
+  return float(prompt), max(float(reply), 1.0)
+
+
+def likeness(ended: Sequence[events.Event]) -> float:
+  """Returns the correlation of members of a group in the ids they sampled."""
+  groups: dict[tuple[int, int], list[float]] = collections.defaultdict(list)
+  for event in ended:
+    groups[event["group"], event["attempt"]].append(float(event["tokens"]))
+  size = max(map(len, groups.values()))
+  return intraclass([one for one in groups.values() if len(one) == size])
+
+
+def intraclass(groups: Sequence[Sequence[float]]) -> float:
+  """Returns the correlation within groups of one size, between 0 and 1.
+
+  Source: Shrout and Fleiss, 1979, ICC(1, 1).
+  """
+  values = np.array(groups, np.float64)
+  count, size = values.shape
+  if count < 2 or size < 2 or not np.ptp(values):
+    return 0.0
+  between = size * values.mean(axis=1).var(ddof=1)
+  within = values.var(axis=1, ddof=1).mean()
+  share = (between - within) / (between + (size - 1) * within)
+  return float(min(max(share, 0.0), 1.0))
+
+
+def _starts(run: Run, source: str) -> Iterator[float]:
+  """Yields seconds from an engine to the first request."""
+  begun: dict[_Place, float] = {}
+  for event in run.of("turn", source):
+    first_s = event["t"] - event["env_s"] - event["decode_s"]
+    begun[_place(event)] = min(begun.get(_place(event), math.inf), first_s)
+  for event in run.of("admitted", source):
+    if _place(event) in begun:
+      yield max(begun[_place(event)] - event["t"], 0.0)
+
+
+def _place(event: events.Event) -> _Place:
+  return event["group"], event["attempt"], event["index"]
+
+
+def _seconds(values: Sequence[float]) -> distributions.Distribution:
+  """Returns what was measured, in bins of equal shares, finer in the tail."""
+  if not values or max(values) <= 0:
+    return distributions.Constant(0.0)
+  body = np.linspace(0.0, _BODY, _BINS)
+  last = min(1.0 / len(values), 1.0 - _BODY)
+  tail = 1.0 - np.geomspace(1.0 - _BODY, last, _BINS)
+  shares = np.unique(np.concatenate([body, tail, [1.0]]))
+  edges = np.maximum(np.quantile(values, shares), 0.0)
+  # What is equal would make bins of no width.
+  edges = np.maximum.accumulate(edges) + np.arange(len(edges)) * 1e-9
+  return distributions.Histogram(
+    edges=tuple(edges.tolist()), counts=tuple(np.diff(shares).tolist())
+  )
+
+
+def _counts(values: Sequence[int]) -> distributions.Histogram:
+  """Returns whole numbers as often as they were."""
+  counted = collections.Counter(values)
+  numbers = range(min(counted), max(counted) + 1)
+  edges = [number - 0.5 for number in (*numbers, numbers.stop)]
+  return distributions.Histogram(
+    edges=tuple(edges), counts=tuple(float(counted[n]) for n in numbers)
+  )

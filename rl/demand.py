@@ -1,0 +1,115 @@
+"""What the tasks of a run ask for, whatever hardware it has.
+
+One simulated run in which nothing ever queues: what is left of time without
+decoding is the environments'. Draws depend on the seed and the task alone, so
+these are the tokens and waits of every other run of the same tasks.
+"""
+
+import dataclasses
+import functools
+
+import numpy as np
+from jaxtyping import Float64
+
+from rl import (
+  events,
+  overlap,
+  planning,
+  simulated_learner,
+  simulated_processor,
+  simulation,
+  trajectory,
+)
+
+# What a token takes however many decode; it is taken off again.
+_TOKEN_S = 0.01
+_NO_LIMIT = simulated_processor.Speed(
+  tau0_s=_TOKEN_S, b0=1e18, slots=1 << 40, kv_tokens=1 << 60
+)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Demand:
+  """Numbers of N groups in the order of submission, each of G members.
+
+  Attributes:
+    tokens: sampled.
+    context: ids that come from environments, each encoded once at least.
+    trained: ids that the learner computes; 0 of a member with a fault.
+    wait_s: from the first call to the end of the episode, without decoding.
+    reward_s: of the group's quickest grading.
+  """
+
+  tokens: Float64[np.ndarray, "N G"]
+  context: Float64[np.ndarray, "N G"]
+  trained: Float64[np.ndarray, "N G"]
+  wait_s: Float64[np.ndarray, "N G"]
+  reward_s: Float64[np.ndarray, " N"]
+
+
+class Demands:
+  """The demand of a question, for every redundancy that it allows.
+
+  Args:
+    asked: `Planning.window` says how many rounds there are.
+  """
+
+  def __init__(self, asked: planning.Planning):
+    self._asked = asked
+    self.of = functools.cache(self._of)
+
+  def _of(self, redundancy: overlap.Redundancy) -> Demand:
+    """Returns the demand of all groups until the last round that counts."""
+    asked = self._asked
+    groups = asked.groups_per_round + redundancy.extra_groups
+    members = asked.rollout.group_size + redundancy.extra_members
+    count = asked.window.stop * groups
+    run = simulation.Simulation(
+      cluster=simulation.Cluster(
+        learner=simulated_learner.Learner(token_s=0.0, update_s=0.0),
+        pools=(simulation.Pool(engines=1, speed=_NO_LIMIT),),
+        transfer_s=0.0,
+      ),
+      workloads=asked.workloads,
+      overlap=overlap.sync(count),
+      rollout=dataclasses.replace(asked.rollout, group_size=members),
+      rounds=1,
+      warmup=0,
+      seed=asked.seed,
+    )
+    return _measured(simulation.simulate(run), count, members)
+
+
+def _measured(record: simulation.Record, count: int, members: int) -> Demand:
+  tokens, context, trained, wait_s = np.zeros((4, count, members))
+  began = np.zeros(count)
+  grading = np.zeros((count, members))
+  reward_s = np.full((count, members), np.inf)
+  for event in record.events:
+    kind, where = event["kind"], (event.get("group"), event.get("index"))
+    if kind == "submitted":
+      began[where[0]] = event["t"]
+    elif kind == "ended":
+      tokens[where] = event["tokens"]
+      context[where] = event["length"] - event["tokens"]
+      status = trajectory.Status(event["status"])
+      trained[where] = event["length"] if status.trainable else 0.0
+      lasted_s = event["t"] - began[where[0]]
+      wait_s[where] = max(lasted_s - event["tokens"] * _TOKEN_S, 0.0)
+    elif kind == "grading":
+      grading[where] = event["t"]
+    elif kind == "reward":
+      reward_s[where] = event["t"] - grading[where]
+  quickest = reward_s.min(axis=1)
+  quickest[np.isinf(quickest)] = 0.0
+  return Demand(tokens, context, trained, wait_s, quickest)
+
+
+def num_tokens(record: simulation.Record) -> int:
+  """Returns tokens that were trained in the rounds that count."""
+  counted = record.settings.counted
+  return sum(
+    event["tokens"]
+    for event in events.of_kind(record.events, "trained")
+    if event["version"] in counted
+  )

@@ -1,0 +1,131 @@
+"""What there is to train and decode on: kinds of devices, their speed and cost.
+
+A kind has devices that are alike. Some of one kind make the learner's mesh,
+others, of any kinds, make engines of a fixed size.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+from rl import placement, simulated_learner, simulated_processor
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DeviceKind:
+  """Devices that are alike.
+
+  Attributes:
+    count: how many there are.
+    cost: of one device for a second, in any unit that all kinds share.
+    kind: what they are good at, for routing.
+    engine_devices: of one engine.
+    speed: of one engine.
+    learner_devices: sizes that a learner's mesh may have here; none: these
+      devices only decode.
+    token_s: seconds for an id that one device trains, context included.
+    scaling: share of its speed that a device keeps when the mesh doubles.
+    update_s: seconds of an optimizer step, on a mesh of any size.
+  """
+
+  name: str
+  count: int
+  cost: float = 1.0
+  kind: placement.Kind = "any"
+  engine_devices: int = 1
+  speed: simulated_processor.Speed = dataclasses.field(
+    default_factory=simulated_processor.Speed
+  )
+  learner_devices: tuple[int, ...] = ()
+  token_s: float = 1e-4
+  scaling: float = 1.0
+  update_s: float = 0.0
+
+  def learner(self, devices: int) -> simulated_learner.Learner:
+    """Returns a learner on so many devices."""
+    faster = devices * self.scaling ** math.log2(devices)
+    return simulated_learner.Learner(
+      token_s=self.token_s / faster,
+      update_s=self.update_s,
+      accelerators=devices,
+    )
+
+  def engines(self, taken: int = 0) -> int:
+    """Returns how many engines fit when so many devices are taken."""
+    return (self.count - taken) // self.engine_devices
+
+  def validate(self, where: str) -> None:
+    """Raises ValueError on devices that cannot be."""
+    for name in ("count", "engine_devices"):
+      if getattr(self, name) < 1:
+        raise ValueError(f"{where}.{name}={getattr(self, name)} is below 1")
+    for name in ("cost", "token_s"):
+      if not 0 < getattr(self, name) < math.inf:
+        raise ValueError(
+          f"{where}.{name}={getattr(self, name)} is not above 0 and finite"
+        )
+    if not self.update_s >= 0:
+      raise ValueError(f"{where}.update_s={self.update_s} is below 0")
+    if not 0.5 <= self.scaling <= 1:
+      raise ValueError(
+        f"{where}.scaling={self.scaling} is not in [0.5, 1]: below it more "
+        "devices would be slower"
+      )
+    for size in self.learner_devices:
+      if not 1 <= size <= self.count:
+        raise ValueError(
+          f"{where}.learner_devices={self.learner_devices}: {size} is not in "
+          f"1 to count={self.count}"
+        )
+    self.speed.validate(f"{where}.speed")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Fleet:
+  """All devices, in the order in which jax numbers them.
+
+  Attributes:
+    transfer_s: seconds in which new weights travel while decoding goes on.
+  """
+
+  kinds: tuple[DeviceKind, ...]
+  transfer_s: float = 1.0
+
+  @property
+  def by_name(self) -> Mapping[str, DeviceKind]:
+    """The kinds by their names."""
+    return {kind.name: kind for kind in self.kinds}
+
+  def first_device(self, name: str) -> int:
+    """Returns the index of the first device of a kind."""
+    names = [kind.name for kind in self.kinds]
+    return sum(kind.count for kind in self.kinds[: names.index(name)])
+
+  def validate(self) -> None:
+    """Raises ValueError on a fleet that cannot train, or not decode as well."""
+    names = [kind.name for kind in self.kinds]
+    if not names or len(set(names)) < len(names):
+      raise ValueError(f"fleet.kinds: {names} are not one or more names")
+    for number, kind in enumerate(self.kinds):
+      kind.validate(f"fleet.kinds.{number}")
+    if not self.transfer_s >= 0:
+      raise ValueError(f"fleet.transfer_s={self.transfer_s} is below 0")
+    sizes = [(k, n) for k in self.kinds for n in k.learner_devices]
+    if not sizes:
+      raise ValueError(
+        "fleet.kinds: none has learner_devices, so nothing trains; give the "
+        "sizes that a learner's mesh may have, such as learner_devices=(1,)"
+      )
+    if any(self._engines(kind, size) for kind, size in sizes):
+      return
+    kind, size = min(sizes, key=lambda pair: pair[1])
+    raise ValueError(
+      f"fleet.kinds: {size} devices of {kind.name} train, and what is left "
+      f"has no engine of engine_devices={kind.engine_devices}: nothing "
+      "decodes; raise count, or lower learner_devices or engine_devices"
+    )
+
+  def _engines(self, learner: DeviceKind, size: int) -> int:
+    """Returns how many engines there is room for beside a learner."""
+    taken = {learner.name: size}
+    return sum(kind.engines(taken.get(kind.name, 0)) for kind in self.kinds)

@@ -1,0 +1,240 @@
+"""A planned choice as settings of a run, and as the file that says them."""
+
+import dataclasses
+from typing import Any
+
+from rl import config, placement, planning
+
+_FIELDS = tuple(
+  field.name
+  for field in dataclasses.fields(planning.overlap_lib.Overlap)
+  if field.name not in ("old_logprob", "starved_after", "redundancy")
+)
+
+
+def overlap_fields(choice: planning.Choice) -> dict[str, Any]:
+  """Returns what a choice says of the schedule; the rest stays as it is."""
+  return {name: getattr(choice.overlap, name) for name in _FIELDS}
+
+
+def meshes(
+  asked: planning.Planning, choice: planning.Choice, base: placement.Placement
+) -> dict[str, tuple[int, int]]:
+  """Returns (data axis, first device) of the learner and of each pool.
+
+  Devices of a kind stand side by side, its learner before its engines. The
+  other axes of the base's meshes stay, so only `data` grows.
+
+  Raises:
+    ValueError: the other axes do not divide the devices.
+  """
+  kinds = asked.fleet.by_name
+  learner = base.learner.expert * base.learner.tensor
+  found = {
+    "learner": (
+      _over(choice.devices, learner, "placement.learner"),
+      asked.fleet.first_device(choice.learner),
+    )
+  }
+  for name, _ in choice.engines:
+    taken = choice.devices if name == choice.learner else 0
+    decode = base.decode.expert * base.decode.tensor
+    found[name] = (
+      _over(kinds[name].engine_devices, decode, "placement.decode"),
+      asked.fleet.first_device(name) + taken,
+    )
+  return found
+
+
+def _over(devices: int, others: int, where: str) -> int:
+  if devices % others:
+    raise ValueError(
+      f"{devices} devices are not divided by {where}.expert * tensor={others} "
+      "of the base"
+    )
+  return devices // others
+
+
+def apply(
+  asked: planning.Planning,
+  choice: planning.Choice,
+  base: config.Experiment,
+) -> config.Experiment:
+  """Returns the base with the schedule, placement and routing of a choice.
+
+  Raises:
+    ValueError: its meshes cannot be split so; nothing else is checked.
+  """
+  where, place = meshes(asked, choice, base.placement), base.placement
+  kinds, (first, *others) = asked.fleet.by_name, choice.engines
+  pools = [
+    placement.DecodePool(
+      name=name,
+      mesh=dataclasses.replace(
+        place.decode, data=where[name][0], first_device=where[name][1]
+      ),
+      replicas=count,
+      kind=kinds[name].kind,
+      cost=_cost(asked, name),
+    )
+    for name, count in (first, *others)
+  ]
+  data, device = where["learner"]
+  return dataclasses.replace(
+    base,
+    overlap=dataclasses.replace(
+      base.overlap,
+      **overlap_fields(choice),
+      redundancy=choice.overlap.redundancy,
+    ),
+    placement=dataclasses.replace(
+      place,
+      learner=dataclasses.replace(
+        place.learner, data=data, first_device=device
+      ),
+      decode=pools[0].mesh,
+      replicas=pools[0].replicas,
+      decode_kind=pools[0].kind,
+      decode_cost=pools[0].cost,
+      more=tuple(pools[1:]),
+      colocated=False,
+    ),
+    routing=asked.routing,
+  )
+
+
+def misfit(
+  asked: planning.Planning,
+  choice: planning.Choice,
+  base: config.Experiment,
+) -> str | None:
+  """Returns why the base cannot be run with a choice, or nothing."""
+  try:
+    apply(asked, choice, base).validate()
+  except ValueError as error:
+    return str(error)
+  return None
+
+
+def check_base(asked: planning.Planning, base: config.Experiment) -> None:
+  """Raises ValueError when the question is about other episodes."""
+  for name in ("group_size", "max_turns", "turn_tokens", "max_tokens"):
+    ours, theirs = getattr(asked.rollout, name), getattr(base.rollout, name)
+    if ours != theirs:
+      raise ValueError(
+        f"rollout.{name}={ours} is not what the base plays, {theirs}; plan "
+        f"with --config.rollout.{name}={theirs}"
+      )
+
+
+def _cost(asked: planning.Planning, name: str) -> float:
+  kind = asked.fleet.by_name[name]
+  return kind.cost * kind.engine_devices
+
+
+_FILE = '''"""{title}
+
+python -m launch.train --config={name} --workdir=DIR
+
+{summary}
+"""
+
+import dataclasses
+import pathlib
+
+from launch import flags
+from rl import affinity, config, overlap, placement
+
+_BASE = pathlib.Path(__file__).resolve().parent / {base!r}
+
+
+def get_config() -> config.Experiment:
+  """Returns the base with the schedule and placement of the plan."""
+  base = flags.load(str(_BASE))
+  place = base.placement
+  decode = place.decode
+  return dataclasses.replace(
+    base,
+    overlap=dataclasses.replace(
+      base.overlap,
+{overlap}
+      redundancy=overlap.{redundancy},
+    ),
+    placement=dataclasses.replace(
+      place,
+      learner=dataclasses.replace(
+        place.learner, data={data}, first_device={device}
+      ),
+      decode={first_mesh},
+      replicas={replicas},
+      decode_kind={kind!r},
+      decode_cost={cost!r},
+      more={more},
+      colocated=False,
+    ),
+    routing={routing},
+  )
+'''
+
+
+def source(
+  asked: planning.Planning,
+  choice: planning.Choice,
+  base: placement.Placement,
+  *,
+  name: str,
+  base_path: str,
+  summary: str,
+) -> str:
+  """Returns a Python file whose get_config() is `apply` of this choice.
+
+  Args:
+    base: the placement of the base.
+    name: of the file, for its first lines.
+    base_path: of the base, from where the file is.
+    summary: what is expected of it.
+  """
+  where = meshes(asked, choice, base)
+  (first, replicas), *others = choice.engines
+  data, device = where["learner"]
+  fields = overlap_fields(choice)
+  return _FILE.format(
+    title=f"A plan: {choice.schedule}, {choice.split}.",
+    name=name,
+    summary=summary,
+    base=base_path,
+    overlap="\n".join(f"      {k}={v!r}," for k, v in fields.items()),
+    redundancy=repr(choice.overlap.redundancy),
+    data=data,
+    device=device,
+    first_mesh=_mesh(where[first]),
+    replicas=replicas,
+    kind=asked.fleet.by_name[first].kind,
+    cost=_cost(asked, first),
+    more=_pools(asked, others, where),
+    routing=f"affinity.{asked.routing!r}",
+  )
+
+
+def _mesh(where: tuple[int, int]) -> str:
+  data, device = where
+  return f"dataclasses.replace(decode, data={data}, first_device={device})"
+
+
+def _pools(
+  asked: planning.Planning,
+  engines: list[tuple[str, int]],
+  where: dict[str, tuple[int, int]],
+) -> str:
+  pools = [
+    f"""
+        placement.DecodePool(
+          name={name!r},
+          mesh={_mesh(where[name])},
+          replicas={count},
+          kind={asked.fleet.by_name[name].kind!r},
+          cost={_cost(asked, name)!r},
+        ),"""
+    for name, count in engines
+  ]
+  return f"({''.join(pools)}\n      )" if pools else "()"

@@ -1,0 +1,264 @@
+"""Searches the best way to use a fleet: bounds first, then simulated runs.
+
+choices --floor--> sorted by their best case --simulate--> until none that is
+                                                           left can be better
+
+A choice whose lower bound is no better than the best run so far is never
+simulated, so the plan is that of simulating all of them.
+"""
+
+import collections
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from rl import demand, planning, simulation, simulation_result
+from rl import floor as floor_lib
+
+Fits = Callable[[planning.Choice], str | None]
+"""Returns why a choice cannot be used, or nothing."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Candidate:
+  """A choice and how good it could be.
+
+  Attributes:
+    key: of `Goal.key` at the lower bound.
+  """
+
+  choice: planning.Choice
+  floor: floor_lib.Floor
+  key: tuple[float, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Estimate:
+  """A choice that was simulated.
+
+  Attributes:
+    cost: of a step, on the devices that are used.
+    tokens: trained in a step.
+    bound_by: what most of a step's time goes to; see `binding`.
+    share: of a step's time that does.
+    key: of `Goal.key`.
+  """
+
+  choice: planning.Choice
+  floor: floor_lib.Floor
+  result: simulation_result.Result
+  cost: float
+  tokens: float
+  bound_by: str
+  share: float
+  key: tuple[float, ...]
+
+  @property
+  def lag_mean(self) -> float:
+    """Rounds from the first token of a group to its training."""
+    lags = self.result.group_lags
+    return sum(lag * n for lag, n in lags.items()) / sum(lags.values())
+
+  @property
+  def lag_max(self) -> int:
+    """The largest of these."""
+    return max(self.result.group_lags)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+  """An answer.
+
+  Attributes:
+    estimates: all that were simulated, the best first.
+    choices: how many there were.
+    refused: why choices did not fit, and how many for that reason.
+    complete: nothing that was not simulated can be better by more than
+      `Planning.tolerance`.
+  """
+
+  estimates: Sequence[Estimate]
+  choices: int
+  refused: Mapping[str, int]
+  complete: bool
+
+  @property
+  def best(self) -> Estimate:
+    """What to do."""
+    return self.estimates[0]
+
+  @property
+  def met(self) -> bool:
+    """Whether it keeps the bounds of the goal; else it is the nearest."""
+    return self.best.key[0] == 0.0
+
+
+def search(
+  asked: planning.Planning,
+  fits: Fits = lambda choice: None,
+  told: Callable[[Estimate], None] = lambda estimate: None,
+) -> Plan:
+  """Returns the best choice, having simulated what could be it.
+
+  Args:
+    fits: asked before anything is simulated.
+    told: of each run when it has ended.
+
+  Raises:
+    ValueError: the question has no answer; with the way out.
+  """
+  best: Estimate | None = None
+  estimates: list[Estimate] = []
+  waiting, refused = candidates(asked, fits)
+  complete = True
+  for candidate in waiting:
+    if best is not None and not _promising(candidate.key, best.key, asked):
+      break
+    if len(estimates) == asked.max_simulations:
+      complete = False
+      break
+    estimates.append(estimate(asked, candidate))
+    told(estimates[-1])
+    best = min(estimates, key=lambda one: _rank(asked, one))
+  return _plan(asked, estimates, waiting, refused, complete)
+
+
+def exhaustive(
+  asked: planning.Planning, fits: Fits = lambda choice: None
+) -> Plan:
+  """Returns the best choice, having simulated every one."""
+  waiting, refused = candidates(asked, fits)
+  estimates = [estimate(asked, candidate) for candidate in waiting]
+  return _plan(asked, estimates, waiting, refused, complete=True)
+
+
+def fitting(
+  asked: planning.Planning, fits: Fits = lambda choice: None
+) -> tuple[list[planning.Choice], dict[str, int]]:
+  """Returns choices that fit, and why how many others do not.
+
+  Raises:
+    ValueError: none fits, or the question cannot be asked.
+  """
+  asked.validate()
+  choices = asked.choices()
+  reasons = [fits(choice) for choice in choices]
+  refused = dict(collections.Counter(why for why in reasons if why))
+  fit = [one for one, why in zip(choices, reasons, strict=True) if not why]
+  if not fit:
+    reason = max(refused, key=lambda why: refused[why])
+    raise ValueError(
+      f"none of {len(choices)} choices fits, {refused[reason]} of them "
+      f"because {reason}"
+    )
+  return fit, refused
+
+
+def candidates(
+  asked: planning.Planning, fits: Fits = lambda choice: None
+) -> tuple[list[Candidate], dict[str, int]]:
+  """Returns choices that fit, the most promising first, and why others do not.
+
+  Raises:
+    ValueError: none fits, or the question cannot be asked.
+  """
+  fit, refused = fitting(asked, fits)
+  demands = demand.Demands(asked)
+  found = [_candidate(asked, choice, demands) for choice in fit]
+  # Of what may be equally good the cheapest is looked at first.
+  found.sort(key=lambda one: (one.key, asked.cost(one.choice)))
+  return found, refused
+
+
+def _candidate(
+  asked: planning.Planning, choice: planning.Choice, demands: demand.Demands
+) -> Candidate:
+  redundancy = choice.overlap.redundancy
+  needs = demands.of(redundancy)
+  if not needs.tokens.any():
+    raise ValueError(
+      f"workloads: nothing is sampled, for no prompt leaves room in rollout."
+      f"max_tokens={asked.rollout.max_tokens}; raise it"
+    )
+  bound = floor_lib.floor(
+    needs,
+    cluster := asked.cluster(choice),
+    choice.overlap,
+    asked.window,
+    asked.rollout.group_size,
+  )
+  if redundancy.extra_groups and len(asked.workloads) > 1:
+    # Which tasks are played depends on which came too late.
+    publish_s = floor_lib.publish_s(cluster)
+    bound = dataclasses.replace(bound, step_s=publish_s, tokens=float("inf"))
+  key = asked.goal.key(bound.step_s, asked.cost(choice), bound.tokens)
+  return Candidate(choice=choice, floor=bound, key=key)
+
+
+def estimate(asked: planning.Planning, candidate: Candidate) -> Estimate:
+  """Returns what a simulated run of a choice was worth."""
+  choice = candidate.choice
+  record = simulation.simulate(asked.simulated(choice))
+  result = simulation_result.measure(record)
+  cost = asked.cost(choice)
+  tokens = demand.num_tokens(record) / result.rounds
+  bound_by, share = binding(result, candidate.floor)
+  return Estimate(
+    choice=choice,
+    floor=candidate.floor,
+    result=result,
+    cost=cost * result.step_s,
+    tokens=tokens,
+    bound_by=bound_by,
+    share=share,
+    key=asked.goal.key(result.step_s, cost, tokens),
+  )
+
+
+def binding(
+  result: simulation_result.Result, bound: floor_lib.Floor
+) -> tuple[str, float]:
+  """Returns what most of the learner's time goes to, and that share of it.
+
+  "learner" trains and "publish" waits for weights to arrive. When it waits for
+  groups, that is for what takes longest to make them: "decode" (all engines in
+  full use), "prefill", "tail" (the longest answers, one after another) or
+  "environments".
+  """
+  waits = result.learner_idle
+  shares = {
+    "learner": result.train_s / result.step_s,
+    "publish": waits["publish"],
+  }
+  makers = ("decode", "prefill", "tail", "environments")
+  slowest = max(makers, key=lambda name: bound.parts[name])
+  shares[slowest] = waits["data"]
+  name = max(shares, key=lambda part: shares[part])
+  return name, shares[name]
+
+
+def _promising(
+  least: tuple[float, ...], best: tuple[float, ...], asked: planning.Planning
+) -> bool:
+  """Whether what is at least `least` could beat the best noticeably."""
+  if least[0] != best[0]:
+    return least[0] < best[0]
+  return least[1] < best[1] * (1.0 - asked.tolerance)
+
+
+def _rank(asked: planning.Planning, one: Estimate) -> tuple[float, ...]:
+  return (*one.key, asked.cost(one.choice))
+
+
+def _plan(
+  asked: planning.Planning,
+  estimates: Iterable[Estimate],
+  waiting: Sequence[Candidate],
+  refused: Mapping[str, int],
+  complete: bool,
+) -> Plan:
+  return Plan(
+    estimates=sorted(estimates, key=lambda one: _rank(asked, one)),
+    choices=len(waiting),
+    refused=refused,
+    complete=complete,
+  )

@@ -1,0 +1,327 @@
+"""What a planner is asked, and what it may answer.
+
+Planning (fleet, tasks, goal, space) --choices--> Choice --simulated--> run
+"""
+
+import dataclasses
+import difflib
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import get_args
+
+from rl import affinity, fleet, placement, rollout, simulation, workload
+from rl import overlap as overlap_lib
+
+SCHEDULES = (
+  "sync",
+  "strict_pipeline",
+  "rollout_pipe",
+  "one_step_off",
+  "bounded",
+  "in_flight",
+)
+"""The presets of `rl.overlap`."""
+
+OBJECTIVES = ("step_s", "cost", "cost_per_token")
+"""What can be least: seconds or cost of a step, or cost of a token that is
+trained, both of the devices that are used."""
+
+_FIRST_POOL = "decode"  # As `placement.Placement` calls it.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Goal:
+  """What is wanted.
+
+  Attributes:
+    minimise: which of `OBJECTIVES` should be least.
+    max_step_s, max_cost: of a step.
+    max_lag: rounds between the first token of a group and its training; a
+      promise of the schedule, not only what was seen. None is no bound.
+  """
+
+  minimise: str = "step_s"
+  max_step_s: float = math.inf
+  max_cost: float = math.inf
+  max_lag: int | None = None
+
+  def key(self, step_s: float, cost: float, tokens: float) -> tuple[float, ...]:
+    """Returns (how far from the bounds, what is minimised): less is better.
+
+    Neither falls when `step_s` rises, so the key of a lower bound is one.
+
+    Args:
+      cost: of a second.
+      tokens: trained in a step.
+    """
+    above = max(
+      step_s / self.max_step_s - 1.0, cost * step_s / self.max_cost - 1.0, 0.0
+    )
+    wanted = {
+      "step_s": step_s,
+      "cost": cost * step_s,
+      "cost_per_token": cost * step_s / tokens,
+    }
+    return above, wanted[self.minimise]
+
+  def validate(self) -> None:
+    """Raises ValueError on bounds that nothing could keep."""
+    _known("goal.minimise", self.minimise, OBJECTIVES)
+    for name in ("max_step_s", "max_cost"):
+      if not getattr(self, name) > 0:
+        raise ValueError(f"goal.{name}={getattr(self, name)} is not above 0")
+    if self.max_lag is not None and self.max_lag < 0:
+      raise ValueError(
+        f"goal.max_lag={self.max_lag} is below 0; 0 is on-policy"
+      )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Space:
+  """What may be chosen, besides which devices do what.
+
+  Attributes:
+    schedules: of `SCHEDULES`.
+    max_staleness: largest bound of "bounded" and "in_flight".
+    updates_per_round: of "rollout_pipe"; it must divide the groups of a round.
+    extra_groups, extra_members: each with each; groups only where nothing is
+      stale.
+    points: most numbers of engines of a kind that are tried, evenly spread.
+  """
+
+  schedules: tuple[str, ...] = SCHEDULES
+  max_staleness: int = 4
+  updates_per_round: int = 4
+  extra_groups: tuple[int, ...] = (0,)
+  extra_members: tuple[int, ...] = (0,)
+  points: int = 8
+
+  def overlaps(
+    self, groups_per_round: int
+  ) -> Iterator[tuple[str, overlap_lib.Overlap]]:
+    """Yields (name, schedule) of all, redundancy included."""
+    for groups, members in itertools.product(
+      self.extra_groups, self.extra_members
+    ):
+      more = overlap_lib.Redundancy(extra_groups=groups, extra_members=members)
+      for name, plain in self._presets(groups_per_round):
+        if groups and plain.max_staleness:
+          continue
+        consume = "ready" if groups else plain.consume
+        yield (
+          name
+          + f" +{groups} groups" * bool(groups)
+          + f" +{members} members" * bool(members),
+          dataclasses.replace(plain, redundancy=more, consume=consume),
+        )
+
+  def _presets(self, count: int) -> Iterator[tuple[str, overlap_lib.Overlap]]:
+    plain: Mapping[str, Callable[[], overlap_lib.Overlap]] = {
+      "sync": lambda: overlap_lib.sync(count),
+      "strict_pipeline": lambda: overlap_lib.strict_pipeline(count),
+      "rollout_pipe": lambda: overlap_lib.rollout_pipe(
+        count, self.updates_per_round
+      ),
+      "one_step_off": lambda: overlap_lib.one_step_off(count),
+    }
+    for name in self.schedules:
+      if name in plain:
+        yield name, plain[name]()
+        continue
+      # A bound of 1 without in-flight updates is one step off.
+      least = 2 if name == "bounded" and "one_step_off" in self.schedules else 1
+      make = {
+        "bounded": overlap_lib.bounded,
+        "in_flight": overlap_lib.in_flight,
+      }
+      for eta in range(least, self.max_staleness + 1):
+        yield f"{name}({eta})", make[name](count, eta)
+
+  def validate(self) -> None:
+    """Raises ValueError on a space that is empty or unknown."""
+    for name in self.schedules:
+      _known("space.schedules", name, SCHEDULES)
+    if self.points < 1 or self.max_staleness < 1:
+      raise ValueError(
+        f"space.points={self.points} and space.max_staleness="
+        f"{self.max_staleness} must be 1 or more; leave schedules out instead"
+      )
+    for name in ("schedules", "extra_groups", "extra_members"):
+      if not getattr(self, name):
+        raise ValueError(f"space.{name}=(): nothing to choose from; give one")
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+  """One way to use a fleet.
+
+  Attributes:
+    learner, devices: the kind that trains, and how many of it.
+    engines: (kind, how many) of all that decode.
+    schedule: its name; `overlap` says what it means.
+  """
+
+  learner: str
+  devices: int
+  engines: tuple[tuple[str, int], ...]
+  schedule: str
+  overlap: overlap_lib.Overlap
+
+  @property
+  def split(self) -> str:
+    """As in "4 h100 | 3 h100 + 2 h20": devices, then engines."""
+    engines = " + ".join(f"{count} {name}" for name, count in self.engines)
+    return f"{self.devices} {self.learner} | {engines}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Planning:
+  """A question to the planner.
+
+  Attributes:
+    workloads, rollout, groups_per_round: what a round has to do.
+    rounds: that count in each simulated run; all choices see the same tasks.
+    tolerance: the plan is at most this share worse than the best choice.
+    max_simulations: after so many the best so far is taken, and the plan says
+      so.
+  """
+
+  fleet: fleet.Fleet
+  workloads: tuple[workload.Workload, ...]
+  groups_per_round: int
+  rollout: rollout.Rollout
+  goal: Goal = dataclasses.field(default_factory=Goal)
+  space: Space = dataclasses.field(default_factory=Space)
+  routing: affinity.Routing = dataclasses.field(
+    default_factory=affinity.Routing
+  )
+  rounds: int = 8
+  tolerance: float = 0.01
+  max_simulations: int = 200
+  seed: int = 0
+
+  @property
+  def window(self) -> range:
+    """Rounds that count: the same for every choice."""
+    overlaps = self.space.overlaps(self.groups_per_round)
+    start = 1 + max(schedule.max_staleness for _, schedule in overlaps)
+    return range(start, start + self.rounds)
+
+  def validate(self) -> None:
+    """Raises ValueError, with the bound and the way out."""
+    for part in (self.fleet, self.goal, self.space, self.rollout, self.routing):
+      part.validate()
+    for name, least in (("rounds", 1), ("max_simulations", 1)):
+      if getattr(self, name) < least:
+        raise ValueError(f"{name}={getattr(self, name)} is below {least}")
+    if not 0 <= self.tolerance < 1:
+      raise ValueError(f"tolerance={self.tolerance} is not in [0, 1)")
+    for _, schedule in self.space.overlaps(self.groups_per_round):
+      schedule.validate()
+    kinds = get_args(placement.Kind)
+    for domain, kind in self.routing.prefer.items():
+      _known(f"routing.prefer.{domain}", kind, kinds)
+    room = min(kind.speed.kv_tokens for kind in self.fleet.kinds)
+    if self.rollout.max_tokens > room:
+      raise ValueError(
+        f"rollout.max_tokens={self.rollout.max_tokens} is above the "
+        f"speed.kv_tokens={room} of a kind: an episode could never end there"
+      )
+
+  def choices(self) -> list[Choice]:
+    """Returns all that may be chosen.
+
+    Raises:
+      ValueError: nothing keeps `goal.max_lag`.
+    """
+    most = self.goal.max_lag
+    overlaps = list(self.space.overlaps(self.groups_per_round))
+    kept = [
+      pair for pair in overlaps if most is None or pair[1].max_staleness <= most
+    ]
+    if not kept:
+      least = min(schedule.max_staleness for _, schedule in overlaps)
+      raise ValueError(
+        f"goal.max_lag={most} is below what every schedule of space.schedules="
+        f"{self.space.schedules} allows; the nearest is max_lag={least}"
+      )
+    return [
+      Choice(*split, *pair)
+      for split, pair in itertools.product(self._splits(), kept)
+    ]
+
+  def _splits(
+    self,
+  ) -> Iterator[tuple[str, int, tuple[tuple[str, int], ...]]]:
+    kinds = self.fleet.kinds
+    for learner in kinds:
+      for devices in learner.learner_devices:
+        counts = [
+          _spread(
+            kind.engines(devices if kind is learner else 0), self.space.points
+          )
+          for kind in kinds
+        ]
+        for numbers in itertools.product(*counts):
+          pairs = zip(kinds, numbers, strict=True)
+          engines = tuple((kind.name, n) for kind, n in pairs if n)
+          if engines:
+            yield learner.name, devices, engines
+
+  def cost(self, choice: Choice) -> float:
+    """Returns the cost of a second of the devices that are used."""
+    kinds = self.fleet.by_name
+    learner = choice.devices * kinds[choice.learner].cost
+    return learner + sum(
+      count * kinds[name].engine_devices * kinds[name].cost
+      for name, count in choice.engines
+    )
+
+  def cluster(self, choice: Choice) -> simulation.Cluster:
+    """Returns the hardware of a choice."""
+    kinds = self.fleet.by_name
+    pools = tuple(
+      simulation.Pool(
+        name=name if number else _FIRST_POOL,
+        engines=count,
+        speed=kinds[name].speed,
+        kind=kinds[name].kind,
+        cost=kinds[name].cost * kinds[name].engine_devices,
+        accelerators=kinds[name].engine_devices,
+      )
+      for number, (name, count) in enumerate(choice.engines)
+    )
+    return simulation.Cluster(
+      learner=kinds[choice.learner].learner(choice.devices),
+      pools=pools,
+      transfer_s=self.fleet.transfer_s,
+    )
+
+  def simulated(self, choice: Choice) -> simulation.Simulation:
+    """Returns the run that shows what a choice is worth."""
+    window, eta = self.window, choice.overlap.max_staleness
+    return simulation.Simulation(
+      cluster=self.cluster(choice),
+      workloads=self.workloads,
+      overlap=choice.overlap,
+      rollout=self.rollout,
+      routing=self.routing,
+      rounds=window.stop + eta,
+      warmup=window.start - eta,
+      seed=self.seed,
+    )
+
+
+def _spread(most: int, points: int) -> Sequence[int]:
+  """Returns 0 and up to `points` numbers up to `most`, evenly spread."""
+  steps = min(points, most)
+  return sorted({0, *(round(most * i / steps) for i in range(1, steps + 1))})
+
+
+def _known(where: str, name: str, names: Sequence[str]) -> None:
+  if name in names:
+    return
+  near = difflib.get_close_matches(name, names, 1)
+  hint = f"; did you mean {near[0]}?" if near else ""
+  raise ValueError(f"{where}={name} is unknown; use {', '.join(names)}{hint}")

@@ -1,0 +1,90 @@
+"""Small fleets and tasks that tests plan for."""
+
+import dataclasses
+
+from rl import (
+  affinity,
+  distributions,
+  fleet,
+  planning,
+  rollout,
+  simulated_processor,
+  workload,
+)
+
+QUICK = simulated_processor.Speed(
+  tau0_s=0.01, b0=8.0, prefill_per_s=5e3, slots=4, kv_tokens=4000, update_s=0.3
+)
+WIDE = dataclasses.replace(QUICK, tau0_s=0.015, b0=32.0, slots=8, update_s=0.1)
+MATH = workload.Workload(
+  prompt_tokens=distributions.Constant(20.0),
+  answer_tokens=distributions.LogNormal(mean=80.0, sigma=0.8, max_value=400.0),
+)
+GAME = workload.Workload(
+  name="game",
+  turns=distributions.LogNormal(mean=3.0, sigma=0.5, max_value=6.0),
+  prompt_tokens=distributions.Constant(40.0),
+  reply_tokens=distributions.Constant(10.0),
+  answer_tokens=distributions.LogNormal(mean=15.0, sigma=0.7),
+  start_s=distributions.LogNormal(mean=0.3, sigma=0.5),
+  step_s=distributions.LogNormal(mean=0.4, sigma=1.0, max_value=8.0),
+  reward_s=distributions.LogNormal(mean=0.1, sigma=0.5),
+  start_fault=0.02,
+  step_fault=0.02,
+)
+GUESSES = dataclasses.replace(
+  GAME,
+  name="guesses",
+  prompt_tokens=distributions.Constant(6.0),
+  reply_tokens=distributions.Constant(2.0),
+  answer_tokens=distributions.Constant(2.0),
+)
+
+
+def small_fleet(**changes) -> fleet.Fleet:
+  """Returns three devices that may train, and one that only decodes."""
+  return dataclasses.replace(
+    fleet.Fleet(
+      kinds=(
+        fleet.DeviceKind(
+          name="quick",
+          count=3,
+          cost=3.0,
+          kind="compute",
+          speed=QUICK,
+          learner_devices=(1, 2),
+          token_s=1.5e-3,
+          scaling=0.9,
+          update_s=0.2,
+        ),
+        fleet.DeviceKind(
+          name="wide", count=1, cost=1.0, kind="bandwidth", speed=WIDE
+        ),
+      ),
+      transfer_s=0.5,
+    ),
+    **changes,
+  )
+
+
+def question(**changes) -> planning.Planning:
+  """Returns a question about the small fleet and rounds of four groups."""
+  return dataclasses.replace(
+    planning.Planning(
+      fleet=small_fleet(),
+      workloads=(MATH, GAME),
+      groups_per_round=4,
+      rollout=rollout.Rollout(
+        group_size=2,
+        max_turns=6,
+        turn_tokens=400,
+        max_tokens=1200,
+        step_s=60.0,
+      ),
+      space=planning.Space(max_staleness=2, updates_per_round=2),
+      routing=affinity.Routing(prefer={"game": "compute"}),
+      rounds=4,
+      tolerance=0.0,
+    ),
+    **changes,
+  )

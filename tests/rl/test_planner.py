@@ -1,0 +1,261 @@
+"""The planner against simulating everything, and its bounds against runs."""
+
+import dataclasses
+
+import pytest
+
+from rl import (
+  demand,
+  distributions,
+  fleet,
+  overlap,
+  planner,
+  planning,
+  simulation,
+  simulation_result,
+  workload,
+)
+from rl import floor as floor_lib
+from tests.rl import planned_fleets
+
+question = planned_fleets.question
+
+
+@pytest.fixture(scope="module")
+def everything():
+  """All choices of the small fleet, simulated."""
+  return planner.exhaustive(question())
+
+
+def again(everything, asked):
+  """Returns the best of what was simulated, for another goal."""
+
+  def key(one):
+    cost = asked.cost(one.choice)
+    return asked.goal.key(one.result.step_s, cost, one.tokens)
+
+  return min(map(key, everything.estimates))
+
+
+GOALS = {
+  "quick": planning.Goal(),
+  "cheap": planning.Goal(minimise="cost"),
+  "cheap tokens": planning.Goal(minimise="cost_per_token"),
+  "cheap in time": planning.Goal(minimise="cost", max_step_s=2.2),
+  "quick for little": planning.Goal(max_cost=12.0),
+  "impossible": planning.Goal(max_step_s=1.0),
+}
+
+
+@pytest.mark.parametrize("name", GOALS)
+def test_the_plan_is_the_best_of_all_choices(everything, name):
+  asked = question(goal=GOALS[name])
+  plan = planner.search(asked)
+  assert plan.complete
+  assert plan.best.key == pytest.approx(again(everything, asked))
+  assert plan.met == (name != "impossible")
+
+
+def test_the_plan_is_found_with_far_fewer_runs(everything):
+  # 8 splits: with one device that trains 3 x 2 - 1 ways to decode, with two
+  # 2 x 2 - 1; and 7 schedules.
+  plan = planner.search(question())
+  assert plan.choices == len(everything.estimates) == 56
+  assert len(plan.estimates) < plan.choices / 2
+
+
+def test_a_tolerance_saves_runs_and_costs_no_more_than_it_says(everything):
+  exact = planner.search(question())
+  rough = planner.search(question(tolerance=0.1))
+  assert len(rough.estimates) < len(exact.estimates)
+  best = everything.best.result.step_s
+  assert best <= rough.best.result.step_s <= best / (1.0 - 0.1)
+
+
+def test_no_run_is_faster_than_its_bound(everything):
+  for one in everything.estimates:
+    assert one.floor.step_s <= one.result.step_s, one.choice
+    assert one.tokens <= one.floor.tokens
+    assert not one.result.violations
+
+
+LONG = workload.Workload(
+  name="long",
+  answer_tokens=distributions.LogNormal(mean=100.0, sigma=1.2, max_value=400.0),
+)
+MIXES = {
+  "long": (LONG,),
+  "games": (planned_fleets.GAME,),
+  "both": (LONG, dataclasses.replace(planned_fleets.GAME, share=2.0)),
+}
+REDUNDANT = planning.Space(
+  max_staleness=3,
+  updates_per_round=2,
+  extra_groups=(0, 1),
+  extra_members=(0, 1),
+)
+
+
+@pytest.mark.parametrize(
+  ("mix", "seed"), [("long", 1), ("games", 2), ("both", 3)]
+)
+def test_the_bound_holds_for_every_schedule_redundancy_and_mix(mix, seed):
+  asked = question(workloads=MIXES[mix], space=REDUNDANT, seed=seed, rounds=5)
+  waiting, _ = planner.candidates(asked)
+  for candidate in waiting[seed :: len(waiting) // 17]:
+    one = planner.estimate(asked, candidate)
+    assert one.floor.step_s <= one.result.step_s, candidate.choice
+    assert one.tokens <= one.floor.tokens
+
+
+def test_the_bound_is_exact_where_nothing_varies_or_queues():
+  # 4 groups of 2 answers of 100 tokens fill two engines of 4 slots: a token
+  # takes 0.01 (1 + 4 / 8) = 0.015 s, all of them 1.5 s. Training is 8 x 120
+  # ids of 1 ms and an update of 0.2 s, a publish 0.5 s and 0.3 s.
+  asked = question(
+    workloads=(
+      workload.Workload(
+        prompt_tokens=distributions.Constant(20.0),
+        answer_tokens=distributions.Constant(100.0),
+      ),
+    )
+  )
+  speed = dataclasses.replace(planned_fleets.QUICK, prefill_per_s=float("inf"))
+  cluster = simulation.Cluster(
+    learner=fleet.DeviceKind(
+      name="one", count=1, token_s=1e-3, update_s=0.2
+    ).learner(1),
+    pools=(simulation.Pool(engines=2, speed=speed),),
+    transfer_s=0.5,
+  )
+  needs = demand.Demands(asked).of(overlap.Redundancy())
+  bound = floor_lib.floor(
+    needs, cluster, overlap.sync(4), asked.window, group_size=2
+  )
+  assert bound.step_s == pytest.approx(1.5 + 0.96 + 0.2 + 0.8, rel=1e-4)
+  assert bound.parts["decode"] == pytest.approx(1.5)
+  assert bound.parts["learner"] == pytest.approx(1.16)
+  assert bound.tokens == 800
+  record = simulation.simulate(
+    simulation.Simulation(
+      cluster=cluster,
+      workloads=asked.workloads,
+      overlap=overlap.sync(4),
+      rollout=asked.rollout,
+      rounds=4,
+    )
+  )
+  result = simulation_result.measure(record)
+  assert result.step_s == pytest.approx(bound.step_s, rel=1e-4)
+
+
+def test_the_same_question_has_the_same_answer():
+  first, second = (planner.search(question()) for _ in range(2))
+  assert [e.choice for e in first.estimates] == [
+    e.choice for e in second.estimates
+  ]
+  assert [e.key for e in first.estimates] == [e.key for e in second.estimates]
+
+
+def test_what_binds_is_the_learner_when_it_is_slow_and_decoding_when_it_is():
+  slow, quick = (
+    dataclasses.replace(kind, token_s=token_s)
+    for kind, token_s in ((_learner(), 5e-2), (_learner(), 1e-5))
+  )
+  for kind, expected in ((slow, {"learner"}), (quick, {"decode", "tail"})):
+    asked = question(
+      fleet=planned_fleets.small_fleet(kinds=(kind,)),
+      workloads=(planned_fleets.MATH,),
+    )
+    assert planner.search(asked).best.bound_by in expected
+
+
+def _learner():
+  return planned_fleets.small_fleet().kinds[0]
+
+
+def test_the_largest_lag_that_is_allowed_decides_which_schedules_are_tried():
+  asked = question(goal=planning.Goal(max_lag=0))
+  plan = planner.search(asked)
+  assert plan.best.lag_max == 0
+  assert all(not c.overlap.max_staleness for c in asked.choices())
+
+
+def test_choices_that_do_not_fit_are_left_out_with_their_reason():
+  plan = planner.search(
+    question(), lambda choice: "two are too many" if choice.devices == 2 else ""
+  )
+  assert plan.refused["two are too many"] > 0
+  assert all(one.choice.devices == 1 for one in plan.estimates)
+  with pytest.raises(ValueError, match=r"none of \d+ choices fits.*no way"):
+    planner.search(question(), lambda choice: "no way")
+
+
+def test_a_search_that_is_cut_off_says_so():
+  plan = planner.search(question(max_simulations=1))
+  assert len(plan.estimates) == 1
+  assert not plan.complete
+
+
+def kind(**changes):
+  return dataclasses.replace(_learner(), **changes)
+
+
+@pytest.mark.parametrize(
+  ("changes", "words"),
+  [
+    (
+      {"fleet": fleet.Fleet(kinds=(kind(count=1, learner_devices=(1,)),))},
+      "1 devices of quick train.* nothing decodes; raise count",
+    ),
+    (
+      {"fleet": fleet.Fleet(kinds=(kind(learner_devices=()),))},
+      "none has learner_devices, so nothing trains",
+    ),
+    (
+      {"fleet": fleet.Fleet(kinds=(kind(learner_devices=(4,)),))},
+      r"learner_devices=\(4,\): 4 is not in 1 to count=3",
+    ),
+    ({"fleet": fleet.Fleet(kinds=())}, r"fleet.kinds: \[\] are not one"),
+    (
+      {"fleet": fleet.Fleet(kinds=(kind(cost=0.0),))},
+      r"fleet.kinds.0.cost=0.0 is not above 0",
+    ),
+    (
+      {"space": planning.Space(schedules=("in_fligth",))},
+      "space.schedules=in_fligth is unknown.* did you mean in_flight",
+    ),
+    (
+      {"goal": planning.Goal(minimise="time")},
+      "goal.minimise=time is unknown; use step_s, cost",
+    ),
+    (
+      {
+        "goal": planning.Goal(max_lag=0),
+        "space": planning.Space(schedules=("in_flight",)),
+      },
+      "goal.max_lag=0 is below what every schedule.* nearest is max_lag=1",
+    ),
+    (
+      {"space": planning.Space(updates_per_round=3)},
+      "updates_per_round=3 does not divide groups_per_round=4",
+    ),
+    ({"rounds": 0}, "rounds=0 is below 1"),
+    ({"tolerance": 1.0}, r"tolerance=1.0 is not in \[0, 1\)"),
+    (
+      {"routing": planning.affinity.Routing(prefer={"game": "quick"})},
+      "routing.prefer.game=quick is unknown; use compute",
+    ),
+  ],
+)
+def test_what_cannot_be_planned_is_refused_before_anything_runs(changes, words):
+  with pytest.raises(ValueError, match=words):
+    planner.fitting(question(**changes))
+
+
+def test_tasks_without_room_for_an_answer_are_refused():
+  endless = dataclasses.replace(
+    planned_fleets.MATH, prompt_tokens=distributions.Constant(1200.0)
+  )
+  with pytest.raises(ValueError, match=r"nothing is sampled.*max_tokens=1200"):
+    planner.search(question(workloads=(endless,)))

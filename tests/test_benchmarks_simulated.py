@@ -1,0 +1,85 @@
+"""The benchmarks on simulated hardware, as small as they can be."""
+
+import asyncio
+
+import pytest
+
+from benchmarks import (
+  rollart_affinity,
+  rollart_ladder,
+  rollart_redundancy,
+  rollart_trajectories,
+  rollout_pipe,
+  simulated,
+)
+from rl import distributions
+
+
+def test_a_barrier_opens_when_all_who_are_left_have_come():
+  async def play() -> list[str]:
+    barrier, seen = simulated.Barrier(3), []
+
+    async def one(name: str, turns: int) -> None:
+      for turn in range(turns):
+        await barrier.wait(leaves=turn == turns - 1)
+        seen.append(f"{name}{turn}")
+
+    async with asyncio.TaskGroup() as tasks:
+      for name, turns in (("a", 1), ("b", 2), ("c", 2)):
+        tasks.create_task(one(name, turns))
+    return seen
+
+  seen = asyncio.run(play())
+  assert sorted(seen[:3]) == ["a0", "b0", "c0"]
+  assert sorted(seen[3:]) == ["b1", "c1"]
+
+
+def test_episodes_in_lockstep_wait_for_the_slowest_of_each_turn():
+  latency = distributions.Gaussian(mean=10.0, sigma=3.0)
+  chosen = rollart_trajectories.settings(latency, rounds=1, turns=3, groups=2)
+  together, alone = rollart_trajectories.compare(chosen)
+  # 16 episodes of 3 turns of 10 s: the slowest of each turn cannot be faster
+  # than the slowest sum.
+  assert 30.0 < alone < together < 60.0
+
+
+def test_without_noise_lockstep_costs_nothing():
+  latency = distributions.Constant(10.0)
+  chosen = rollart_trajectories.settings(latency, rounds=1, turns=3, groups=2)
+  together, alone = rollart_trajectories.compare(chosen)
+  assert together == pytest.approx(alone, rel=1e-3)
+
+
+def test_load_slows_decoding_by_the_power_at_both_ends():
+  b0 = rollart_redundancy.load_b0(256, 432, 0.2)
+  assert (1 + 432 / b0) / (1 + 256 / b0) == pytest.approx((432 / 256) ** 0.2)
+
+
+def test_two_h800_and_six_h20_relate_as_they_were_measured():
+  # 3.1: H800 time is 0.53 of H20's in FrozenLake, with 82 % of context.
+  ratio = rollart_affinity.slowdown(0.82) * 2 / 6
+  assert 1 / ratio == pytest.approx(0.53, abs=0.01)
+
+
+def test_the_limit_of_a_mixed_pool_lies_between_its_parts():
+  for one in ("72 H800", "208 H20"):
+    assert 1.0 < rollart_affinity.limit(rollart_affinity.MIDDLE, one) < 2.0
+
+
+def test_ours_costs_as_much_less_as_was_published():
+  # 96 H800 and 32 H20 by 128 H800: (96 * 2.85 + 32) / (128 * 2.85) = 0.838.
+  ours, other = rollart_ladder.RUNGS["ours"], rollart_ladder.RUNGS["sync"]
+  model = rollart_ladder.MODELS["8B"]
+  assert rollart_ladder.cost(ours, model) == pytest.approx(0.838, abs=1e-3)
+  assert rollart_ladder.cost(other, model) == pytest.approx(1.0)
+
+
+def test_pipelining_ends_a_round_earlier_than_the_serial_schedule():
+  rates = rollout_pipe.Rates(tau0_s=0.01, token_s=2e-4)
+  schedules = rollout_pipe.schedules(4)
+  serial, piped = (
+    rollout_pipe.play(schedules[name], rates, rounds=1)
+    for name in ("serial", "CGP + FGD")
+  )
+  assert piped["T"] < serial["T"]
+  assert piped["first"] < serial["first"]
