@@ -129,6 +129,7 @@ def slowed(
         trains,
         token_s=trains.token_s * by_learner,
         update_s=trains.update_s * by_learner,
+        describe_s=trains.describe_s * by_learner,
       ),
       pools=(
         dataclasses.replace(
@@ -361,12 +362,11 @@ def _counts(values: Sequence[int]) -> distributions.Histogram:
 
 def learner(run: one_engine.Run) -> simulated_learner.Learner:
   """Returns what an id and an optimizer step cost, packing included."""
-  steps = [
-    span.end - span.start
-    for span in run.spans
-    if (span.track, span.name) == ("learner", "update")
-  ]
-  update_s = statistics.median(steps)
+  spans: dict[str, list[float]] = collections.defaultdict(list)
+  for span in run.spans:
+    if span.track == "learner":
+      spans[span.name].append(span.end - span.start)
+  update_s = statistics.median(spans["update"])
   lengths: dict[tuple[int, int], int] = collections.Counter()
   for event in events.of_kind(run.events, "ended"):
     lengths[event["group"], event["attempt"]] += event["length"]
@@ -377,7 +377,10 @@ def learner(run: one_engine.Run) -> simulated_learner.Learner:
   per_round = ids / len(took)
   token_s = max(statistics.median(took) - update_s, 0.0) / per_round
   return simulated_learner.Learner(
-    token_s=token_s, update_s=update_s, accelerators=1
+    token_s=token_s,
+    update_s=update_s,
+    describe_s=statistics.median(spans["score"] or [0.0]),
+    accelerators=1,
   )
 
 

@@ -109,7 +109,7 @@ def _fits(
 def _tell(one: planner.Estimate) -> None:
   print(
     f"simulated {one.choice.split}, {one.choice.schedule}: "
-    f"{one.result.step_s:,.1f} s a step",
+    f"{_short(one.result.step_s)} s a step",
     file=sys.stderr,
   )
 
@@ -148,16 +148,21 @@ def _row(one: planner.Estimate) -> tuple[str, ...]:
   return (
     one.choice.split,
     one.choice.schedule,
-    f"{one.result.step_s:,.1f} s",
-    f"{one.floor.step_s:,.1f} s",
+    _short(one.result.step_s) + " s",
+    _short(one.floor.step_s) + " s",
     f"{one.result.efficiency:.0%}",
     f"{one.lag_mean:.2f}",
     str(one.lag_max),
-    f"{one.cost:,.1f}",
-    f"{1000.0 * one.cost / one.tokens:,.3f}",
+    _short(one.cost),
+    _short(1000.0 * one.cost / one.tokens),
     f"{one.result.useful:.1%}",
     f"{one.bound_by} {one.share:.0%}",
   )
+
+
+def _short(number: float) -> str:
+  """Returns three digits, or all before the point."""
+  return f"{number:,.0f}" if number >= 1000 else f"{number:.3g}"
 
 
 def said(plan: planner.Plan, asked: planning.Planning) -> Iterator[str]:
@@ -165,9 +170,10 @@ def said(plan: planner.Plan, asked: planning.Planning) -> Iterator[str]:
   best = plan.best
   yield f"plan: {best.choice.split}, {best.choice.schedule}"
   yield (
-    f"a step takes {best.result.step_s:,.1f} s and costs {best.cost:,.1f}; "
-    f"{best.share:.0%} of it goes to the {best.bound_by}; no step of these "
-    f"devices takes less than {best.floor.step_s:,.1f} s"
+    f"a step takes {_short(best.result.step_s)} s and costs "
+    f"{_short(best.cost)}; {best.share:.0%} of it goes to the "
+    f"{best.bound_by}; no step of these devices takes less than "
+    f"{_short(best.floor.step_s)} s"
   )
   number = len(plan.estimates)
   if plan.complete:
@@ -188,8 +194,8 @@ def said(plan: planner.Plan, asked: planning.Planning) -> Iterator[str]:
     goal = asked.goal
     yield (
       f"goal not met: max_step_s={goal.max_step_s:g}, max_cost="
-      f"{goal.max_cost:g}; the nearest takes {best.result.step_s:,.1f} s and "
-      f"costs {best.cost:,.1f}"
+      f"{goal.max_cost:g}; the nearest takes {_short(best.result.step_s)} s "
+      f"and costs {_short(best.cost)}"
     )
 
 
@@ -213,7 +219,7 @@ def write(
     asked,
     plan.best.choice,
     base.placement,
-    name=out.name,
+    name=str(out),
     base_path=os.path.relpath(base_path, out.parent),
     summary=summary,
   )

@@ -3,6 +3,7 @@
   python -m launch.simulate --config=configs/simulated_3000.py
   python -m launch.simulate --config=FILE --config.overlap.max_staleness=2
   python -m launch.simulate --config=FILE --timeline=DIR
+  python -m launch.simulate --plan --config=FILE      see launch/plan.py
 
 FILE has a get_config() that returns a `simulation.Simulation`. What is printed
 is explained in `rl.simulation_result`. Nothing touches a device.

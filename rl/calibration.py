@@ -38,6 +38,7 @@ from rl import (
 
 _BINS = 60
 _BODY = 0.9
+_MORE = "let it run for a few rounds"
 _Place = tuple[int, int, int]
 
 
@@ -103,9 +104,7 @@ def read(path: pathlib.Path) -> Run:
   log = list(events.File(path / "events.jsonl"))
   ends = {e["version"]: e["end"] for e in events.of_kind(log, "update")}
   if not ends:
-    raise ValueError(
-      f"--calibrate={path}: it has trained no round; let it run a few of them"
-    )
+    raise ValueError(f"--calibrate={path}: it has trained no round; {_MORE}")
   first, *others = sorted(ends)
   metrics = path / "metrics.jsonl"
   rows = list(_lines(metrics)) if metrics.is_file() else []
@@ -174,11 +173,11 @@ def _measured(
   kind: fleet.DeviceKind, run: Run, found: Rates
 ) -> fleet.DeviceKind:
   """Returns a kind as fast as the run was."""
-  size, wanted = run.placement.decode.size, kind.engine_devices
-  if size != wanted:
+  size = run.placement.decode.size
+  if size != kind.engine_devices:
     raise ValueError(
-      f"--calibrate={run.path}: its engines have {size} devices, but those of "
-      f"{kind.name} have engine_devices={wanted}; use engine_devices={size}"
+      f"--calibrate={run.path}: its engines have {size} devices, and not "
+      f"{kind.name}.engine_devices={kind.engine_devices}; use {size}"
     )
   devices = run.placement.learner.size
   # `DeviceKind.learner` divides by this again.
@@ -220,10 +219,10 @@ def rates(run: Run) -> Rates:
 def _learner(run: Run) -> tuple[float, float]:
   """Returns seconds of a trained id and of an optimizer step."""
   lengths = {_place(e): e["length"] for e in run.of("ended")}
+  trained = [e for e in run.of("trained") if e["version"] >= run.first]
   ids = sum(
     lengths.get((e["group"], e["attempt"], i), 0)
-    for e in run.of("trained")
-    if e["version"] >= run.first
+    for e in trained
     for i in e["members"]
   )
   took: dict[str, list[float]] = collections.defaultdict(list)
@@ -232,10 +231,7 @@ def _learner(run: Run) -> tuple[float, float]:
     if span.track == "learner" and span.start >= run.start_s - 1e-5:
       took[span.name].append(span.end - span.start)
   if not ids or not took["update"]:
-    raise ValueError(
-      f"--calibrate={run.path}: no whole round was trained after the first; "
-      "let it run a few more"
-    )
+    raise ValueError(f"--calibrate={run.path}: nothing was trained; {_MORE}")
   return sum(took["accumulate"]) / ids, statistics.median(took["update"])
 
 
@@ -257,10 +253,7 @@ def answers(
     if event["tokens"] and asked_s >= run.start_s:
       by_engine[homes.get(_place(event), 0)].append(event)
   if not by_engine:
-    raise ValueError(
-      f"--calibrate={run.path}: nothing was sampled after the first round; let "
-      "it run a few more"
-    )
+    raise ValueError(f"--calibrate={run.path}: nothing was sampled; {_MORE}")
   parts = [_under_way(turns) for turns in by_engine.values()]
   number, token_s = (np.concatenate(both) for both in zip(*parts, strict=True))
   return number, token_s
@@ -387,8 +380,7 @@ def _seconds(values: Sequence[float]) -> distributions.Distribution:
   tail = 1.0 - np.geomspace(1.0 - _BODY, last, _BINS)
   shares = np.unique(np.concatenate([body, tail, [1.0]]))
   edges = np.maximum(np.quantile(values, shares), 0.0)
-  # What is equal would make bins of no width.
-  edges = np.maximum.accumulate(edges) + np.arange(len(edges)) * 1e-9
+  edges += np.arange(len(edges)) * 1e-9  # What is equal would be no bin.
   return distributions.Histogram(
     edges=tuple(edges.tolist()), counts=tuple(np.diff(shares).tolist())
   )

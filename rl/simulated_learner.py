@@ -18,16 +18,19 @@ class Learner:
   Attributes:
     token_s: seconds of an id that is trained, context included.
     update_s: seconds of an optimizer step.
+    describe_s: seconds after each publish in which what the engine recorded
+      is compared with what its weights give.
     accelerators: of its mesh.
   """
 
   token_s: float = 1e-4
   update_s: float = 1.0
+  describe_s: float = 0.0
   accelerators: int = 8
 
   def validate(self) -> None:
     """Raises ValueError on a learner that is faster than time."""
-    for name in ("token_s", "update_s"):
+    for name in ("token_s", "update_s", "describe_s"):
       if not getattr(self, name) >= 0:
         raise ValueError(
           f"cluster.learner.{name}={getattr(self, name)} is below 0"
@@ -82,7 +85,9 @@ class SimulatedTrainer:
     return {"tokens": 0.0, "grad_norm": 0.0}
 
   async def describe(self) -> dict[str, float]:
-    """Returns nothing: there is no gap to measure."""
+    """Takes the time of the comparison; there is no gap to measure."""
+    if self._learner.describe_s:
+      await self._work("score", self._learner.describe_s)
     return {}
 
   async def _work(self, name: str, seconds: float, **args: int) -> None:

@@ -22,6 +22,13 @@ SMALL = [
   "--config.warm_start=none",
   "--config.evaluation.episodes=8",
 ]
+SMALL_CLUSTER = [
+  "--config.rounds=7",
+  "--config.warmup=1",
+  "--config.overlap.groups_per_round=8",
+  "--config.overlap.groups_per_microbatch=8",
+]
+SMALL_PLAN = ["--config.max_simulations=2", "--config.rounds=2"]
 
 
 def _commands():
@@ -42,8 +49,11 @@ def test_every_command_of_the_readme_is_one_that_is_run():
     "launch.train",
     "launch.evaluate",
     "launch.report",
+    "launch.report",
     "launch.export",
     "launch.serve",
+    "launch.simulate",
+    "launch.simulate",
     "launch.train",
   ]
   assert len(make) + len(python) == len(_commands())
@@ -53,8 +63,11 @@ def test_the_commands_of_the_readme_work(tmp_path):
   for command in _commands():
     if command[0] != "python":
       continue
-    small = SMALL if command[2] == "launch.train" else []
-    small = ["--episodes=8"] if command[2] == "launch.evaluate" else small
+    small = {
+      "launch.train": SMALL,
+      "launch.evaluate": ["--episodes=8"],
+      "launch.simulate": SMALL_PLAN if "--plan" in command else SMALL_CLUSTER,
+    }.get(command[2], [])
     arguments = [a.replace("runs/mine", str(tmp_path / "run")) for a in command]
     if command[2] == "launch.serve":
       _serves(arguments[1:], tmp_path)

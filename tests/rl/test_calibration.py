@@ -162,7 +162,7 @@ def test_what_cannot_calibrate_is_refused_with_the_way_out(tmp_path):
   with pytest.raises(ValueError, match=r"there is no config.json; name the"):
     calibration.apply(asked, tmp_path, "quick")
   write(tmp_path, overlap.sync(16), size=2)
-  with pytest.raises(ValueError, match=r"engines have 2 devices.*_devices=2"):
+  with pytest.raises(ValueError, match=r"engines have 2 devices.*; use 2"):
     calibration.apply(asked, tmp_path, "quick")
   (tmp_path / "events.jsonl").write_text("")
   with pytest.raises(ValueError, match="it has trained no round; let it run"):
