@@ -1,0 +1,357 @@
+"""What the coordinator itself costs, on one core: turns a second, and memory.
+
+  python -m benchmarks.coordinator [--turns=100000] [--trajectories=1000000]
+
+The coordinator, producer, player, router, graders, prompts and event log of a
+run, over an engine and environments that answer at once: all that is left is
+the work of the event loop. The trainer takes no time and the log goes to a
+file. Episodes have 8 turns, groups 8 members, rounds 16 groups. Cases:
+
+  sync        one round after the other
+  in flight   eta = 1
+  yielding    the same, but each answer comes after a turn of the event loop
+  checked     the same, while the log is checked and the tokens are booked
+  packed      the same, and the groups that are trained become packed rows
+
+Rates are over CPU seconds of the process, which has one busy thread. Where they
+go is sampled every millisecond of CPU time: a sample counts for the innermost
+file of ours on the stack, and without one for the event loop. Then
+`--trajectories` of one turn are played, and the memory that is resident is read
+after every round. Writes benchmarks/results/coordinator.json.
+"""
+
+import asyncio
+import collections
+import contextlib
+import dataclasses
+import gc
+import os
+import pathlib
+import resource
+import signal
+import statistics
+import tempfile
+import time
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from absl import app
+from absl import flags as absl_flags
+from jaxtyping import Float32
+
+from benchmarks import at_once, machine
+from envs import rewards
+from rl import (
+  advantages,
+  coordinator,
+  dispatch,
+  engine,
+  events,
+  filters,
+  grading,
+  invariants,
+  ledger,
+  overlap,
+  prompts,
+  rollout,
+  router,
+  simulated_learner,
+  testing,
+  trace,
+  training,
+  trajectory,
+  watchdog,
+)
+from rl import progress as progress_lib
+
+_TURNS = absl_flags.DEFINE_integer("turns", 100_000, "Played in each case.")
+_REPEATS = absl_flags.DEFINE_integer("repeats", 3, "Of each case.")
+_TRAJECTORIES = absl_flags.DEFINE_integer(
+  "trajectories", 1_000_000, "Played for the memory; 0 leaves it out."
+)
+
+_GROUPS, _MEMBERS, _EPISODE = 16, 8, 8
+_SAMPLE_S = 0.001
+_ROOT = str(pathlib.Path(__file__).parents[1]) + os.sep
+_OURS = ("rl", "models", "envs", "benchmarks")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+  """How one run is measured.
+
+  Attributes:
+    turns: of an episode.
+    yields: answers of engine and environment come in a later turn of the loop.
+    checked: the invariants and the ledger listen to the log.
+    packed: groups are packed into rows, as for a learner.
+  """
+
+  schedule: overlap.Overlap
+  turns: int = _EPISODE
+  yields: bool = False
+  checked: bool = False
+  packed: bool = False
+
+
+_FLYING = overlap.in_flight(_GROUPS, 1)
+CASES = {
+  "sync": Case(schedule=overlap.sync(_GROUPS)),
+  "in flight": Case(schedule=_FLYING),
+  "yielding": Case(schedule=_FLYING, yields=True),
+  "checked": Case(schedule=_FLYING, yields=True, checked=True),
+  "packed": Case(schedule=_FLYING, yields=True, packed=True),
+}
+
+
+class _Watcher:
+  """An observer that keeps counts, and the memory after each round."""
+
+  def __init__(self):
+    self.turns = self.trajectories = 0
+    self.memory: list[tuple[int, int]] = []
+
+  async def on_round(
+    self,
+    metrics: Mapping[str, float],
+    groups: Sequence[trajectory.Group],
+    values: Sequence[Float32[np.ndarray, " G"]],
+  ) -> None:
+    del metrics, values
+    members = [t for group in groups for t in group.trajectories]
+    self.trajectories += len(members)
+    self.turns += sum(len(t.turns) for t in members)
+    self.memory.append((self.trajectories, _resident()))
+
+  async def on_published(self, version: trajectory.PolicyVersion) -> None:
+    del version
+
+  async def on_boundary(self, progress: progress_lib.Progress) -> None:
+    del progress
+
+
+def _resident() -> int:
+  """Returns the bytes of memory that this process holds now."""
+  pages = int(pathlib.Path("/proc/self/statm").read_text().split()[1])
+  return pages * resource.getpagesize()
+
+
+class _Run:
+  """The parts of a run, wired as `assemble` does."""
+
+  def __init__(self, case: Case, rounds: int, path: pathlib.Path):
+    clock = asyncio.get_running_loop().time
+    self._case, self._rounds = case, rounds
+    self._spans = trace.Trace(None)
+    self._dog = watchdog.Watchdog()
+    self._source = at_once.Games(case.turns, case.yields)
+    self._tasks = prompts.Prompts(self._source, 0)
+    self._thread: dispatch.MeshThread | None = None
+    self.watcher = _Watcher()
+    self.log = events.EventLog(path, clock=clock)
+    self.checker = invariants.Checker(case.schedule, _MEMBERS)
+    self.books = ledger.Books()
+    if case.checked:
+      self.log.listeners += [self.checker.feed, self.books.feed]
+    # An engine of which nothing else is asked.
+    served = typing.cast(engine.DecodeEngine, at_once.Engine(case.yields))
+    self._router = router.Router([router.Member(served)], log=self.log)
+
+  async def play(self) -> None:
+    """Plays all rounds."""
+    trainer, state = self._trainer()
+    loop = coordinator.Coordinator(
+      coordinator.Settings(
+        schedule=self._case.schedule,
+        rounds=self._rounds,
+        seed=0,
+        stall_s=60.0,
+        success=1.0,
+        unfit=filters.take_all,
+      ),
+      trainer=trainer,
+      publisher=simulated_learner.SimulatedPublisher(
+        self._router.doors, 0.0, self.log, self._spans
+      ),
+      player=self._player(),
+      tasks=self._tasks,
+      log=self.log,
+      spans=self._spans,
+      dog=self._dog,
+      observer=self.watcher,
+    )
+    try:
+      await loop.run(progress_lib.beginning(state, self._tasks.cursor))
+    finally:
+      self.log.close()
+      if self._thread is not None:
+        self._thread.close()
+
+  def _player(self) -> rollout.Player:
+    return rollout.Player(
+      source=self._source,
+      engine=self._router,
+      chat=at_once.CHAT,
+      graders=grading.Graders(rewards.Outcome(), dog=self._dog),
+      limits=rollout.Rollout(
+        group_size=_MEMBERS, max_turns=self._case.turns + 1, max_tokens=256
+      ),
+      log=self.log,
+      dog=self._dog,
+      stall_s=60.0,
+      priority=overlap.priority(self._case.schedule),
+    )
+
+  def _trainer(self) -> tuple[training.Trainer, Any]:
+    """Returns a trainer and the state that it begins with."""
+    if not self._case.packed:
+      free = simulated_learner.Learner(token_s=0.0, update_s=0.0)
+      return simulated_learner.SimulatedTrainer(free, self._spans), 0
+    self._thread = dispatch.MeshThread("learner", self._spans)
+    programs = testing.fake_learner()
+    settings = training.Settings(
+      rows=16,
+      length=256,
+      share_prompts=False,
+      probe_rows=0,
+      max_staleness=self._case.schedule.max_staleness,
+      old_logprob=self._case.schedule.old_logprob,
+    )
+    trainer = training.Training(
+      settings, programs, self._thread, advantages.Grpo()
+    )
+    return trainer, programs.abstract
+
+
+async def _play(
+  case: Case, rounds: int, samples: collections.Counter[str] | None = None
+) -> tuple[_Run, float]:
+  """Returns a run and its CPU seconds; where they went is added to samples."""
+  with tempfile.TemporaryDirectory() as folder:
+    run = _Run(case, rounds, pathlib.Path(folder) / "events.jsonl")
+    start = time.process_time()
+    with _sampled(samples):
+      await run.play()
+    return run, time.process_time() - start
+
+
+@contextlib.contextmanager
+def _sampled(samples: collections.Counter[str] | None) -> Iterator[None]:
+  """Counts the rooms in which the body of a `with` spends CPU time."""
+  if samples is None:
+    yield
+    return
+
+  def look(number: int, frame: Any) -> None:
+    del number
+    samples[_room(frame)] += 1
+
+  before = signal.signal(signal.SIGPROF, look)
+  signal.setitimer(signal.ITIMER_PROF, _SAMPLE_S, _SAMPLE_S)
+  try:
+    yield
+  finally:
+    signal.setitimer(signal.ITIMER_PROF, 0.0)
+    signal.signal(signal.SIGPROF, before)
+
+
+def _room(frame: Any) -> str:
+  """Returns the innermost of our files on a stack."""
+  # Below that is who called asyncio.run: a file of ours too.
+  while frame is not None and frame.f_code.co_name != "run_forever":
+    path = frame.f_code.co_filename.removeprefix(_ROOT)
+    if path.partition(os.sep)[0] in _OURS:
+      return path.removesuffix(".py")
+    frame = frame.f_back
+  return "event loop"
+
+
+def _measure(case: Case) -> dict[str, Any]:
+  """Returns the rates of a case, and microseconds of a turn by room."""
+  rounds = max(2, _TURNS.value // (_GROUPS * _MEMBERS * case.turns))
+  asyncio.run(_play(case, 2))  # Imports what is imported late.
+  seconds, run = [], None
+  for _ in range(_REPEATS.value):
+    gc.collect()
+    run, one = asyncio.run(_play(case, rounds))
+    seconds.append(one)
+  assert run is not None
+  if case.checked and (found := run.checker.finish()):
+    raise RuntimeError(f"the run broke its promises: {found[:3]}")
+  each = statistics.median(seconds) / run.watcher.turns
+  samples: collections.Counter[str] = collections.Counter()
+  asyncio.run(_play(case, rounds, samples))
+  return {
+    "turns_per_s": 1 / each,
+    "trajectories_per_s": 1 / each / case.turns,
+    "turns_per_s_worst": run.watcher.turns / max(seconds),
+    "us_per_turn": 1e6 * each,
+    "turns": run.watcher.turns,
+    "us_per_turn_by_room": {
+      room: 1e6 * each * count / samples.total()
+      for room, count in samples.most_common()
+    },
+  }
+
+
+def _remember(trajectories: int) -> dict[str, Any]:
+  """Returns how much memory a long run holds, and how fast that grows."""
+  rounds = trajectories // (_GROUPS * _MEMBERS)
+  case = Case(schedule=_FLYING, turns=1, yields=True)
+  asyncio.run(_play(case, 20))
+  gc.collect()
+  run, seconds = asyncio.run(_play(case, rounds))
+  counts, held = np.array(run.watcher.memory, np.float64).T
+  half = len(counts) // 2
+  marks = {"1%": 0.01, "10%": 0.1, "50%": 0.5, "100%": 1.0}
+  return {
+    "trajectories": int(counts[-1]),
+    "trajectories_per_s": float(counts[-1]) / seconds,
+    "resident_mib": {
+      name: float(held[round(share * (len(held) - 1))]) / 2**20
+      for name, share in marks.items()
+    },
+    "bytes_per_trajectory": {
+      "10% to 100%": _slope(counts[len(counts) // 10 :], held),
+      "50% to 100%": _slope(counts[half:], held),
+    },
+  }
+
+
+def _slope(x: np.ndarray, y: np.ndarray) -> float:
+  """Returns the slope of a line through the last values of y."""
+  return float(np.polyfit(x, y[-len(x) :], 1)[0])
+
+
+def main(argv: list[str]) -> None:
+  """Measures, prints and keeps both."""
+  del argv
+  print(machine.describe())
+  # First, while the process has held nothing else.
+  memory = _remember(_TRAJECTORIES.value) if _TRAJECTORIES.value else {}
+  for name, value in memory.items():
+    print(f"  {name:24}{value}", flush=True)
+  cases = {name: _measure(case) for name, case in CASES.items()}
+  print(f"  {'':24}" + "".join(f"{name:>11}" for name in cases))
+  for name in ("turns_per_s", "trajectories_per_s", "us_per_turn"):
+    cells = "".join(f"{row[name]:11,.1f}" for row in cases.values())
+    print(f"  {name:24}{cells}")
+  rooms = collections.Counter[str]()
+  for row in cases.values():
+    rooms.update(row["us_per_turn_by_room"])
+  for room, _ in rooms.most_common(20):
+    each = [row["us_per_turn_by_room"].get(room, 0.0) for row in cases.values()]
+    print(f"  {room:24}" + "".join(f"{value:11.2f}" for value in each))
+  machine.keep(
+    "coordinator",
+    groups=_GROUPS,
+    members=_MEMBERS,
+    cases=cases,
+    memory=memory,
+  )
+
+
+if __name__ == "__main__":
+  app.run(main)
