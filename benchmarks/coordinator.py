@@ -4,8 +4,8 @@
 
 The coordinator, producer, player, router, graders, prompts and event log of a
 run, over an engine and environments that answer at once: all that is left is
-the work of the event loop. The trainer takes no time and the log goes to a
-file. Episodes have 8 turns, groups 8 members, rounds 16 groups. Cases:
+the work of the event loop. The trainer takes no time; events and spans go to
+files. Episodes have 8 turns, groups 8 members, rounds 16 groups. Cases:
 
   sync        one round after the other
   in flight   eta = 1
@@ -141,16 +141,16 @@ def _resident() -> int:
 class _Run:
   """The parts of a run, wired as `assemble` does."""
 
-  def __init__(self, case: Case, rounds: int, path: pathlib.Path):
+  def __init__(self, case: Case, rounds: int, folder: pathlib.Path):
     clock = asyncio.get_running_loop().time
     self._case, self._rounds = case, rounds
-    self._spans = trace.Trace(None)
+    self._spans = trace.Trace(folder / "spans.jsonl")
     self._dog = watchdog.Watchdog()
     self._source = at_once.Games(case.turns, case.yields)
     self._tasks = prompts.Prompts(self._source, 0)
     self._thread: dispatch.MeshThread | None = None
     self.watcher = _Watcher()
-    self.log = events.EventLog(path, clock=clock)
+    self.log = events.EventLog(folder / "events.jsonl", clock=clock)
     self.checker = invariants.Checker(case.schedule, _MEMBERS)
     self.books = ledger.Books()
     if case.checked:
@@ -230,7 +230,7 @@ async def _play(
 ) -> tuple[_Run, float]:
   """Returns a run and its CPU seconds; where they went is added to samples."""
   with tempfile.TemporaryDirectory() as folder:
-    run = _Run(case, rounds, pathlib.Path(folder) / "events.jsonl")
+    run = _Run(case, rounds, pathlib.Path(folder))
     start = time.process_time()
     with _sampled(samples):
       await run.play()
