@@ -168,7 +168,9 @@ def bits(tree: Any) -> dict[str, bytes]:
 
 
 def sampled(groups: Sequence[trajectory.Group]) -> list[list[list[int]]]:
-  return [[t.ids.tolist() for t in group.trajectories] for group in groups]
+  """Returns all ids, in the order of submission."""
+  ordered = sorted(groups, key=lambda group: group.group_id)
+  return [[t.ids.tolist() for t in group.trajectories] for group in ordered]
 
 
 def relative(one: Any, other: Any) -> list[float]:
