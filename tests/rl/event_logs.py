@@ -22,12 +22,12 @@ IN_FLIGHT = overlap.in_flight(2, 1, 1)
 KEEP_KV = overlap.in_flight(2, 2, 1, on_publish="keep_kv")
 DROP = dataclasses.replace(IN_FLIGHT, consume="drop")
 RECYCLE = dataclasses.replace(IN_FLIGHT, consume="recycle")
-READY = dataclasses.replace(STRICT, consume="ready")
+IN_ORDER = dataclasses.replace(STRICT, consume="submit")
 SURPLUS = dataclasses.replace(
   IN_FLIGHT, redundancy=overlap.Redundancy(extra_members=1)
 )
 EXTRA = dataclasses.replace(
-  READY, redundancy=overlap.Redundancy(extra_groups=1)
+  STRICT, redundancy=overlap.Redundancy(extra_groups=1)
 )
 SCHEDULES = {
   "sync": SYNC,
@@ -41,7 +41,7 @@ SCHEDULES = {
   "keep kv": KEEP_KV,
   "drop": DROP,
   "recycle": RECYCLE,
-  "ready": READY,
+  "submitted": IN_ORDER,
   "redundant members": SURPLUS,
   "redundant groups": EXTRA,
 }

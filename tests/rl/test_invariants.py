@@ -71,7 +71,7 @@ def test_a_checker_names_what_it_checks():
   checks = invariants.Checker(logs.SYNC, 2).checks
   assert "Time never falls" in " ".join(checks)
   assert all(line.endswith(".") for line in checks)
-  assert len(checks) > len(invariants.Checker(logs.READY, 2).checks)
+  assert len(checks) > len(invariants.Checker(logs.STRICT, 2).checks)
 
 
 def test_of_very_many_violations_the_first_thousand_are_kept():
