@@ -18,13 +18,13 @@ import statistics
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-from jaxtyping import Float64
 
 from benchmarks import one_engine
 from rl import (
   distributions,
   engine_settings,
   events,
+  measured,
   simulated_learner,
   simulated_processor,
   simulation,
@@ -32,10 +32,7 @@ from rl import (
   workload,
 )
 
-_BINS = 60
-_BODY = 0.9
 _FAR = 5.0
-_Place = tuple[int, int, int]
 
 
 def of(run: one_engine.Run, rounds: int) -> simulation.Simulation:
@@ -90,7 +87,7 @@ def sharing(alone: one_engine.Run, beside: one_engine.Run) -> Sharing:
     beside: the same run with the learner always at work.
   """
   alone, beside = settled(alone), settled(beside)
-  tau0_s, slope_s = line(*answers(alone.events))
+  tau0_s, slope_s = measured.line(*answers(alone.events))
   under_way, token_s = answers(beside.events)
   expected_s = tau0_s + slope_s * under_way
   return Sharing(
@@ -146,7 +143,9 @@ def slowed(
 
 def _times(
   distribution: distributions.Distribution, factor: float
-) -> distributions.Histogram:
+) -> distributions.Distribution:
+  if isinstance(distribution, distributions.Constant):
+    return distributions.Constant(factor * distribution.value)
   assert isinstance(distribution, distributions.Histogram)
   edges = tuple(factor * edge for edge in distribution.edges)
   return dataclasses.replace(distribution, edges=edges)
@@ -160,7 +159,7 @@ def _learner_cost(run: one_engine.Run) -> float:
   shared = np.array(
     [trace.intersection([(s.start, s.end)], under_way) for s in work]
   )
-  at_zero, slope = line(shared / took, took)
+  at_zero, slope = measured.line(shared / took, took)
   return slope / at_zero
 
 
@@ -186,7 +185,7 @@ def speed(run: one_engine.Run) -> simulated_processor.Speed:
   """Returns tau(b) through what answers took, encoding of context included."""
   settings, model = run.experiment.engine, run.experiment.model
   assert isinstance(settings, engine_settings.EngineSettings)
-  tau0_s, slope_s = line(*answers(run.events))
+  tau0_s, slope_s = measured.line(*answers(run.events))
   return simulated_processor.Speed(
     tau0_s=tau0_s,
     b0=tau0_s / slope_s,
@@ -197,37 +196,9 @@ def speed(run: one_engine.Run) -> simulated_processor.Speed:
 
 def answers(
   log: Sequence[events.Event],
-) -> tuple[Float64[np.ndarray, " N"], Float64[np.ndarray, " N"]]:
-  """Returns for every answer how many were under way, and seconds a token.
-
-  The number is the mean over the time of the answer, itself included.
-  """
-  turns = [e for e in events.of_kind(log, "turn") if e["tokens"]]
-  ends = np.array([e["t"] - e["env_s"] for e in turns])
-  took = np.array([max(e["decode_s"], 1e-6) for e in turns])
-  tokens = np.array([e["tokens"] for e in turns], np.float64)
-  edges = np.concatenate([ends - took, ends])
-  order = np.argsort(edges, kind="stable")
-  times = edges[order]
-  change = np.concatenate([np.ones(len(took)), -np.ones(len(took))])[order]
-  under_way = np.cumsum(change)
-  # The integral of the number under way, at each edge.
-  area = np.concatenate([[0.0], np.cumsum(np.diff(times) * under_way[:-1])])
-  mean = np.interp(ends, times, area) - np.interp(ends - took, times, area)
-  return mean / took, took / tokens
-
-
-def line(
-  x: Float64[np.ndarray, " N"], y: Float64[np.ndarray, " N"]
-) -> tuple[float, float]:
-  """Returns intercept and slope, both above 0, that are closest to y."""
-  slope, at_zero = np.polyfit(x, y, 1)
-  least = 1e-3 * float(np.mean(y))
-  if at_zero < least:
-    slope, at_zero = float(np.sum(x * y) / np.sum(x * x)), least
-  if slope <= 0:
-    slope, at_zero = 1e-3 * least, float(np.mean(y))
-  return float(at_zero), float(slope)
+) -> tuple[measured.Samples, measured.Samples]:
+  """Returns what `measured.answers` does, of the only engine."""
+  return measured.answers(e for e in events.of_kind(log, "turn") if e["tokens"])
 
 
 # Tasks.
@@ -237,30 +208,22 @@ def task(log: Sequence[events.Event]) -> workload.Workload:
   """Returns what episodes drew: turns, ids and seconds."""
   turns = list(events.of_kind(log, "turn"))
   ended = list(events.of_kind(log, "ended"))
-  prompt, reply = contexts(ended)
+  prompt, reply = measured.contexts(ended)
   graded = _pairs(log, "grading", "reward")
   return workload.Workload(
     name="calibrated",
-    turns=_counts([e["turns"] for e in ended]),
+    turns=measured.counts([e["turns"] for e in ended]),
     prompt_tokens=distributions.Constant(max(prompt, 2.0)),
-    answer_tokens=_counts([e["tokens"] for e in turns if e["tokens"]]),
+    answer_tokens=measured.counts([e["tokens"] for e in turns if e["tokens"]]),
     reply_tokens=distributions.Constant(reply),
-    start_s=_seconds(_usual([*_starts(log)])),
-    step_s=_seconds([e["env_s"] for e in turns]),
-    reward_s=_seconds(_usual([b["t"] - a["t"] for a, b in graded])),
+    start_s=measured.seconds(
+      _usual([*measured.starts_s(events.of_kind(log, "admitted"), turns)])
+    ),
+    step_s=measured.seconds([e["env_s"] for e in turns]),
+    reward_s=measured.seconds(_usual([b["t"] - a["t"] for a, b in graded])),
     correlation=likeness(log),
     success=statistics.fmean(end["value"] >= 1.0 for _, end in graded),
   )
-
-
-def contexts(ended: Sequence[events.Event]) -> tuple[float, float]:
-  """Returns ids of a first context, and of what follows an answer."""
-  after = np.array([e["turns"] - 1.0 for e in ended])
-  ids = np.array([float(e["length"] - e["tokens"]) for e in ended])
-  if np.ptp(after) == 0:
-    return float(np.mean(ids)), 1.0
-  reply, prompt = np.polyfit(after, ids, 1)
-  return float(prompt), max(float(reply), 1.0)
 
 
 def likeness(log: Sequence[events.Event]) -> float:
@@ -270,9 +233,9 @@ def likeness(log: Sequence[events.Event]) -> float:
   The simulation draws the turns of a group around one factor, so sums are more
   alike than single turns: k turns of correlation r give k r / (1 + (k - 1) r).
   """
-  took: dict[_Place, float] = collections.defaultdict(float)
+  took: dict[measured.Place, float] = collections.defaultdict(float)
   for event in events.of_kind(log, "turn"):
-    took[_place(event)] += event["env_s"]
+    took[measured.place(event)] += event["env_s"]
   rounds = {e["group"]: e["version"] for e in events.of_kind(log, "trained")}
   # What a whole round has in common, the machine alone is the cause of.
   usual: dict[int, list[float]] = collections.defaultdict(list)
@@ -282,45 +245,16 @@ def likeness(log: Sequence[events.Event]) -> float:
   for (group, _, _), seconds in took.items():
     excess = seconds - statistics.fmean(usual[rounds[group]])
     groups[group].append(excess)
-  alike = intraclass(list(groups.values()))
+  alike = measured.intraclass(list(groups.values()))
   k = statistics.fmean(e["turns"] for e in events.of_kind(log, "ended"))
   return alike / (k - (k - 1.0) * alike)
-
-
-def intraclass(groups: Sequence[Sequence[float]]) -> float:
-  """Returns the correlation within groups of one size, between 0 and 1.
-
-  Source: Shrout and Fleiss, 1979, ICC(1, 1).
-  """
-  values = np.array(groups, np.float64)
-  count, size = values.shape
-  if count < 2 or size < 2 or not np.ptp(values):
-    return 0.0
-  means = values.mean(axis=1)
-  between = size * means.var(ddof=1)
-  within = values.var(axis=1, ddof=1).mean()
-  share = (between - within) / (between + (size - 1) * within)
-  return float(min(max(share, 0.0), 1.0))
-
-
-def _starts(log: Sequence[events.Event]) -> Iterator[float]:
-  """Yields seconds from an engine to the first request."""
-  first = (e for e in events.of_kind(log, "turn") if e["number"] == 0)
-  begun = {_place(e): e["t"] - e["env_s"] - e["decode_s"] for e in first}
-  for event in events.of_kind(log, "admitted"):
-    if _place(event) in begun:
-      yield max(begun[_place(event)] - event["t"], 0.0)
 
 
 def _pairs(
   log: Sequence[events.Event], first: str, then: str
 ) -> list[tuple[events.Event, events.Event]]:
-  before = {_place(e): e for e in events.of_kind(log, first)}
-  return [(before[_place(e)], e) for e in events.of_kind(log, then)]
-
-
-def _place(event: events.Event) -> _Place:
-  return event["group"], event["attempt"], event["index"]
+  before = {measured.place(e): e for e in events.of_kind(log, first)}
+  return [(before[measured.place(e)], e) for e in events.of_kind(log, then)]
 
 
 def _usual(values: Sequence[float]) -> list[float]:
@@ -331,30 +265,6 @@ def _usual(values: Sequence[float]) -> list[float]:
   """
   most = _FAR * statistics.median(values)
   return [min(value, most) for value in values]
-
-
-def _seconds(values: Sequence[float]) -> distributions.Histogram:
-  """Returns what was measured, in bins of equal shares, finer in the tail."""
-  body = np.linspace(0.0, _BODY, _BINS)
-  last = min(1.0 / len(values), 1.0 - _BODY)
-  tail = 1.0 - np.geomspace(1.0 - _BODY, last, _BINS)
-  shares = np.unique(np.concatenate([body, tail, [1.0]]))
-  edges = np.maximum(np.quantile(values, shares), 0.0)
-  # What is equal would make bins of no width.
-  edges = np.maximum.accumulate(edges) + np.arange(len(edges)) * 1e-9
-  return distributions.Histogram(
-    edges=tuple(edges.tolist()), counts=tuple(np.diff(shares).tolist())
-  )
-
-
-def _counts(values: Sequence[int]) -> distributions.Histogram:
-  """Returns whole numbers as often as they were."""
-  counted = collections.Counter(values)
-  numbers = range(min(counted), max(counted) + 1)
-  edges = [number - 0.5 for number in (*numbers, numbers.stop)]
-  return distributions.Histogram(
-    edges=tuple(edges), counts=tuple(float(counted[n]) for n in numbers)
-  )
 
 
 # Training.

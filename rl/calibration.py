@@ -23,12 +23,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Float64
 
 from rl import (
   distributions,
   events,
   fleet,
+  measured,
   placement,
   planning,
   settings,
@@ -36,10 +36,7 @@ from rl import (
   workload,
 )
 
-_BINS = 60
-_BODY = 0.9
 _MORE = "let it run for a few rounds"
-_Place = tuple[int, int, int]
 
 
 class Rates(NamedTuple):
@@ -157,12 +154,12 @@ def apply(
     )
   run = read(path)
   found = rates(run)
-  measured = _measured(kinds[kind], run, found)
+  known = _measured(kinds[kind], run, found)
   return dataclasses.replace(
     asked,
     fleet=dataclasses.replace(
       asked.fleet,
-      kinds=tuple(measured if k.name == kind else k for k in kinds.values()),
+      kinds=tuple(known if k.name == kind else k for k in kinds.values()),
       transfer_s=found.transfer_s,
     ),
     workloads=tuple(tasks(run)),
@@ -198,7 +195,7 @@ def _measured(
 
 def rates(run: Run) -> Rates:
   """Returns how fast a run was."""
-  tau0_s, slope_s = line(*answers(run))
+  tau0_s, slope_s = measured.line(*answers(run))
   token_s, update_s = _learner(run)
   ended = {e["version"] + 1: e["end"] for e in run.of("update")}
   began = {e["version"]: e["t"] for e in run.of("publish_start")}
@@ -218,7 +215,7 @@ def rates(run: Run) -> Rates:
 
 def _learner(run: Run) -> tuple[float, float]:
   """Returns seconds of a trained id and of an optimizer step."""
-  lengths = {_place(e): e["length"] for e in run.of("ended")}
+  lengths = {measured.place(e): e["length"] for e in run.of("ended")}
   trained = [e for e in run.of("trained") if e["version"] >= run.first]
   ids = sum(
     lengths.get((e["group"], e["attempt"], i), 0)
@@ -238,57 +235,22 @@ def _learner(run: Run) -> tuple[float, float]:
 # Decoding.
 
 
-def answers(
-  run: Run,
-) -> tuple[Float64[np.ndarray, " N"], Float64[np.ndarray, " N"]]:
+def answers(run: Run) -> tuple[measured.Samples, measured.Samples]:
   """Returns for every answer how many were under way, and seconds a token.
 
   The number is the mean over the time of the answer, itself included, on its
   engine.
   """
-  homes = {_place(e): e["engine"] for e in run.of("admitted")}
+  homes = {measured.place(e): e["engine"] for e in run.of("admitted")}
   by_engine: dict[int, list[events.Event]] = collections.defaultdict(list)
   for event in run.of("turn"):
-    asked_s = event["t"] - event["env_s"] - event["decode_s"]
-    if event["tokens"] and asked_s >= run.start_s:
-      by_engine[homes.get(_place(event), 0)].append(event)
+    if event["tokens"] and measured.asked_s(event) >= run.start_s:
+      by_engine[homes.get(measured.place(event), 0)].append(event)
   if not by_engine:
     raise ValueError(f"--calibrate={run.path}: nothing was sampled; {_MORE}")
-  parts = [_under_way(turns) for turns in by_engine.values()]
+  parts = [measured.answers(turns) for turns in by_engine.values()]
   number, token_s = (np.concatenate(both) for both in zip(*parts, strict=True))
   return number, token_s
-
-
-def _under_way(
-  turns: Sequence[events.Event],
-) -> tuple[Float64[np.ndarray, " N"], Float64[np.ndarray, " N"]]:
-  ends = np.array([e["t"] - e["env_s"] for e in turns])
-  took = np.array([max(e["decode_s"], 1e-6) for e in turns])
-  tokens = np.array([e["tokens"] for e in turns], np.float64)
-  edges = np.concatenate([ends - took, ends])
-  order = np.argsort(edges, kind="stable")
-  times = edges[order]
-  change = np.concatenate([np.ones(len(took)), -np.ones(len(took))])[order]
-  number = np.cumsum(change)
-  # The integral of the number under way, at each edge.
-  area = np.concatenate([[0.0], np.cumsum(np.diff(times) * number[:-1])])
-  mean = np.interp(ends, times, area) - np.interp(ends - took, times, area)
-  return mean / took, took / tokens
-
-
-def line(
-  x: Float64[np.ndarray, " N"], y: Float64[np.ndarray, " N"]
-) -> tuple[float, float]:
-  """Returns intercept and slope, both above 0, that are closest to y."""
-  least = 1e-3 * float(np.mean(y))
-  if np.ptp(x) < 1e-6:  # One concurrency cannot tell them apart.
-    return float(np.mean(y)), 1e-3 * least
-  slope, at_zero = np.polyfit(x, y, 1)
-  if at_zero < least:
-    slope, at_zero = float(np.sum(x * y) / np.sum(x * x)), least
-  if slope <= 0:
-    slope, at_zero = 1e-3 * least, float(np.mean(y))
-  return float(at_zero), float(slope)
 
 
 # Tasks.
@@ -304,32 +266,24 @@ def tasks(run: Run) -> Iterator[workload.Workload]:
 
 def _task(run: Run, name: str, share: float) -> workload.Workload:
   turns, ended = run.of("turn", name), run.of("ended", name)
-  prompt, reply = contexts(ended)
-  before = {_place(e): e["t"] for e in run.of("grading", name)}
-  rewards = [e for e in run.of("reward", name) if _place(e) in before]
-  graded = [e["t"] - before[_place(e)] for e in rewards]
+  prompt, reply = measured.contexts(ended)
+  before = {measured.place(e): e["t"] for e in run.of("grading", name)}
+  rewards = [e for e in run.of("reward", name) if measured.place(e) in before]
+  graded = [e["t"] - before[measured.place(e)] for e in rewards]
   return workload.Workload(
     name=name,
     share=share,
-    turns=_counts([max(e["turns"], 1) for e in ended]),
+    turns=measured.counts([max(e["turns"], 1) for e in ended]),
     prompt_tokens=distributions.Constant(max(prompt, 2.0)),
-    answer_tokens=_counts([e["tokens"] for e in turns if e["tokens"]]),
+    answer_tokens=measured.counts([e["tokens"] for e in turns if e["tokens"]]),
     reply_tokens=distributions.Constant(reply),
-    start_s=_seconds([*_starts(run, name)]),
-    step_s=_seconds([e["env_s"] for e in turns]),
-    reward_s=_seconds(graded),
+    start_s=measured.seconds(
+      [*measured.starts_s(run.of("admitted", name), turns)]
+    ),
+    step_s=measured.seconds([e["env_s"] for e in turns]),
+    reward_s=measured.seconds(graded),
     correlation=likeness(ended),
   )
-
-
-def contexts(ended: Sequence[events.Event]) -> tuple[float, float]:
-  """Returns ids of a first context, and of what follows an answer."""
-  after = np.array([e["turns"] - 1.0 for e in ended])
-  ids = np.array([float(e["length"] - e["tokens"]) for e in ended])
-  if np.ptp(after) == 0:
-    return float(np.mean(ids)), 1.0
-  reply, prompt = np.polyfit(after, ids, 1)
-  return float(prompt), max(float(reply), 1.0)
 
 
 def likeness(ended: Sequence[events.Event]) -> float:
@@ -338,59 +292,6 @@ def likeness(ended: Sequence[events.Event]) -> float:
   for event in ended:
     groups[event["group"], event["attempt"]].append(float(event["tokens"]))
   size = max(map(len, groups.values()))
-  return intraclass([one for one in groups.values() if len(one) == size])
-
-
-def intraclass(groups: Sequence[Sequence[float]]) -> float:
-  """Returns the correlation within groups of one size, between 0 and 1.
-
-  Source: Shrout and Fleiss, 1979, ICC(1, 1).
-  """
-  values = np.array(groups, np.float64)
-  count, size = values.shape
-  if count < 2 or size < 2 or not np.ptp(values):
-    return 0.0
-  between = size * values.mean(axis=1).var(ddof=1)
-  within = values.var(axis=1, ddof=1).mean()
-  share = (between - within) / (between + (size - 1) * within)
-  return float(min(max(share, 0.0), 1.0))
-
-
-def _starts(run: Run, source: str) -> Iterator[float]:
-  """Yields seconds from an engine to the first request."""
-  begun: dict[_Place, float] = {}
-  for event in run.of("turn", source):
-    first_s = event["t"] - event["env_s"] - event["decode_s"]
-    begun[_place(event)] = min(begun.get(_place(event), math.inf), first_s)
-  for event in run.of("admitted", source):
-    if _place(event) in begun:
-      yield max(begun[_place(event)] - event["t"], 0.0)
-
-
-def _place(event: events.Event) -> _Place:
-  return event["group"], event["attempt"], event["index"]
-
-
-def _seconds(values: Sequence[float]) -> distributions.Distribution:
-  """Returns what was measured, in bins of equal shares, finer in the tail."""
-  if not values or max(values) <= 0:
-    return distributions.Constant(0.0)
-  body = np.linspace(0.0, _BODY, _BINS)
-  last = min(1.0 / len(values), 1.0 - _BODY)
-  tail = 1.0 - np.geomspace(1.0 - _BODY, last, _BINS)
-  shares = np.unique(np.concatenate([body, tail, [1.0]]))
-  edges = np.maximum(np.quantile(values, shares), 0.0)
-  edges += np.arange(len(edges)) * 1e-9  # What is equal would be no bin.
-  return distributions.Histogram(
-    edges=tuple(edges.tolist()), counts=tuple(np.diff(shares).tolist())
-  )
-
-
-def _counts(values: Sequence[int]) -> distributions.Histogram:
-  """Returns whole numbers as often as they were."""
-  counted = collections.Counter(values)
-  numbers = range(min(counted), max(counted) + 1)
-  edges = [number - 0.5 for number in (*numbers, numbers.stop)]
-  return distributions.Histogram(
-    edges=tuple(edges), counts=tuple(float(counted[n]) for n in numbers)
+  return measured.intraclass(
+    [one for one in groups.values() if len(one) == size]
   )

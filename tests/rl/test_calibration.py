@@ -10,6 +10,7 @@ from configs import guess_number_moe
 from rl import (
   calibration,
   distributions,
+  measured,
   overlap,
   placement,
   settings,
@@ -140,15 +141,15 @@ def test_correlation_within_groups_is_that_of_the_numbers():
   draws = np.random.default_rng(0).normal(size=(400, 5))
   shared = np.random.default_rng(1).normal(size=(400, 1))
   alike = np.sqrt(0.3) * shared + np.sqrt(0.7) * draws
-  assert calibration.intraclass(alike.tolist()) == pytest.approx(0.3, abs=0.07)
-  assert calibration.intraclass([[1.0, 1.0], [1.0, 1.0]]) == 0.0
+  assert measured.intraclass(alike.tolist()) == pytest.approx(0.3, abs=0.07)
+  assert measured.intraclass([[1.0, 1.0], [1.0, 1.0]]) == 0.0
 
 
 def test_a_line_never_falls_and_never_starts_below_zero():
   x = np.array([1.0, 2.0, 3.0, 4.0])
-  assert calibration.line(x, 2.0 + 3.0 * x) == pytest.approx((2.0, 3.0))
+  assert measured.line(x, 2.0 + 3.0 * x) == pytest.approx((2.0, 3.0))
   for y in (5.0 - x, 4.0 * x - 3.0, np.full(4, 2.0)):
-    at_zero, slope = calibration.line(x, y)
+    at_zero, slope = measured.line(x, y)
     assert at_zero > 0
     assert slope > 0
 
