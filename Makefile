@@ -30,8 +30,9 @@ train: .venv/ready
 	@$(python) -m launch.train --config=configs/guess_number_moe.py \
 	  --workdir=runs/guess_number_moe $(ARGS)
 
+# Two at a time, a file in one piece: its tests share compiled programs.
 test: .venv/ready
-	@$(python) -m pytest $(ARGS)
+	@$(python) -m pytest --numprocesses=2 --dist=loadfile $(ARGS)
 
 lint: .venv/ready
 	@$(python) -m ruff check .

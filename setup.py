@@ -14,7 +14,14 @@ SERVE = [
   "starlette>=0.40",
   "uvicorn>=0.30",
 ]
-TEST = ["pytest>=8.0", "beartype>=0.19", "openai>=1.60", *SERVE, *ENVS]
+TEST = [
+  "pytest>=8.0",
+  "pytest-xdist>=3.6",
+  "beartype>=0.19",
+  "openai>=1.60",
+  *SERVE,
+  *ENVS,
+]
 # Of python 3.12 and jax 0.8 or 0.10: an environment of its own, which is why
 # it is no part of "all". scripts/setup_sglang.sh makes one.
 SGLANG = ["sglang-jax==0.0.2"]
