@@ -9,10 +9,18 @@ from rl import trajectory
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Attempt:
-  """What is played in the place of a group; `number` were dropped before."""
+  """What is played in the place of a group.
+
+  Attributes:
+    number: attempts that were dropped there before.
+    stale: of them the last ones in a row that were too old.
+    refills: of them those that were not worth training.
+  """
 
   task: base.Task
   number: int = 0
+  stale: int = 0
+  refills: int = 0
 
 
 class GroupBuffer:

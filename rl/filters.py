@@ -13,12 +13,16 @@ Reason = Literal["faults", "zero_variance"]
 class Unfit(Protocol):
   """Says which groups to drop."""
 
-  def __call__(self, group: trajectory.Group) -> Reason | None:
-    """Returns why a group is dropped; None when it is to be trained."""
+  def __call__(self, group: trajectory.Group, refills: int) -> Reason | None:
+    """Returns why a group is dropped; None when it is to be trained.
+
+    Args:
+      refills: attempts in its place that were dropped so before.
+    """
     ...
 
 
-def take_all(group: trajectory.Group) -> None:
+def take_all(group: trajectory.Group, refills: int) -> None:
   """Drops nothing."""
 
 
@@ -27,8 +31,9 @@ class DynamicSampling:
   """Drops groups that teach nothing, so that others take their place.
 
   Attributes:
-    max_refills: attempts at a group after the first; the last one is trained
-      whatever it is like, so that every round ends.
+    max_refills: how often a place is filled again; what comes then is trained
+      whatever it is like, so that every round ends. What was too old for the
+      bound does not count.
     min_spread: rewards that differ by no more than this count as equal.
 
   Source: DAPO, arXiv 2503.14476, section 3.2.
@@ -74,7 +79,7 @@ class DynamicSampling:
 def unfit(
   sampling: DynamicSampling | None, estimator: advantages.Estimator
 ) -> Unfit:
-  """Returns what drops a group as long as its place has attempts left.
+  """Returns what drops a group as long as its place has refills left.
 
   Args:
     sampling: None drops nothing.
@@ -82,8 +87,8 @@ def unfit(
   if sampling is None:
     return take_all
 
-  def reason(group: trajectory.Group) -> Reason | None:
-    if group.attempt >= sampling.max_refills:
+  def reason(group: trajectory.Group, refills: int) -> Reason | None:
+    if refills >= sampling.max_refills:
       return None
     return sampling.reason(group, estimator)
 

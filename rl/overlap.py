@@ -39,7 +39,9 @@ class Redundancy:
   """What is played beyond need, so that the slowest need not be waited for.
 
   Attributes:
-    extra_groups: of a round; when it has its groups the rest is aborted.
+    extra_groups: of a round. With a bound of 0 the rest is aborted as soon as
+      the round has its groups. Else it goes on: the next round trains what
+      this one did not need, and the slowest of it grows too old and is dropped.
     extra_members: of a group; the first `group_size` that end make it up.
 
   Source: RollArt, arXiv 2512.22560, section 6.3.
@@ -88,8 +90,9 @@ class Overlap:
     frontier_groups: F unfinished groups of a hard frontier.
     old_logprob: what the ratio compares with.
     redundancy: what is played beyond need.
-    starved_after: attempts at one task after which it counts as starved: it
-      is too slow for the bound.
+    starved_after: attempts in a row, in the place of one group, that grew too
+      old, after which their source counts as starved there: it is too slow for
+      the bound, and any source may take the place.
 
   Source: keeping keys and values, PipelineRL, arXiv 2509.19128; frontier,
   RolloutPipe, 2606.26997.
@@ -136,6 +139,7 @@ class Overlap:
     self._validate_counts()
     for name, kind in (
       ("consume", Consume),
+      ("on_publish", engine.InFlight),
       ("admission", Admission),
       ("old_logprob", OldLogprob),
     ):
@@ -178,6 +182,10 @@ class Overlap:
         f"overlap.groups_per_microbatch={self.groups_per_microbatch} does "
         f"not divide the {self.groups_per_update} groups of an update; use "
         f"{math.gcd(self.groups_per_microbatch, self.groups_per_update)}"
+      )
+    if self.frontier_groups < 0:
+      raise ValueError(
+        f"overlap.frontier_groups={self.frontier_groups} is below 0; 0 is none"
       )
     if self.max_staleness < 0:
       raise ValueError(

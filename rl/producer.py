@@ -80,9 +80,9 @@ class Producer:
     self._unfit = unfit
     self._log = log
     self._plays: dict[int, rollout.Play] = {}
-    self._stale: dict[int, int] = {}
     self._trained = 0
     self._got = 0
+    self._shed_at = 0
     self._stopping = False
     self._room = asyncio.Event()
     self.news = asyncio.Event()
@@ -131,6 +131,7 @@ class Producer:
     async with asyncio.TaskGroup() as plays:
       self._group = plays
       for group_id, attempt in sorted(self._again.items()):
+        del self._again[group_id]
         self._submit(plays, group_id, attempt, replayed=True)
       if self._full:
         self._shed()
@@ -159,7 +160,7 @@ class Producer:
     **fields: bool,
   ) -> None:
     play = self._prepare(group_id, attempt, **fields)
-    plays.create_task(self._play(play), name=f"group {group_id}")
+    plays.create_task(self._play(play, attempt), name=f"group {group_id}")
 
   def _prepare(
     self, group_id: int, attempt: buffer_lib.Attempt, **fields: bool
@@ -180,7 +181,9 @@ class Producer:
     )
     return play
 
-  async def _play(self, play: rollout.Play) -> None:
+  async def _play(
+    self, play: rollout.Play, attempt: buffer_lib.Attempt
+  ) -> None:
     """Plays in one place until there is a group that may be trained."""
     group_id = play.group_id
     try:
@@ -188,7 +191,7 @@ class Producer:
         group = await play.run()
         if play.aborted == "stopped":
           return
-        reason = self._why_not(play, group)
+        reason = self._why_not(play, group, attempt.refills)
         if not play.aborted:
           rewards = [shaping.unshaped(t) for t in group.trajectories]
           self._tasks.learned(play.task, rewards)
@@ -200,18 +203,20 @@ class Producer:
           return
         if self._stopping:
           return
-        attempt = buffer_lib.Attempt(play.task, play.attempt)
-        play = self._prepare(group_id, self._another(group_id, attempt, reason))
+        attempt = self._another(group_id, attempt, reason)
+        play = self._prepare(group_id, attempt)
     finally:
       del self._plays[group_id]
       self._room.set()
     self._put(group)
 
-  def _why_not(self, play: rollout.Play, group: trajectory.Group) -> str:
+  def _why_not(
+    self, play: rollout.Play, group: trajectory.Group, refills: int
+  ) -> str:
     """Returns why a group will not be trained; nothing when it may be."""
     if play.aborted:
       return play.aborted
-    return self._too_old(group) or self._unfit(group) or ""
+    return self._too_old(group) or self._unfit(group, refills) or ""
 
   def _too_old(self, group: trajectory.Group) -> str:
     checked = self._schedule.checks_age
@@ -231,7 +236,7 @@ class Producer:
 
   def _give_up(self, group_id: int, task: base.Task) -> None:
     self._buffer.withdraw(group_id)
-    self._gate.cancel()
+    self._gate.cancel(self._shed_at)
     self._tasks.give_back(task)
 
   def _another(
@@ -243,7 +248,10 @@ class Producer:
     has been too slow for the bound too often.
     """
     task, number = before.task, before.number + 1
-    stale = self._stale.pop(group_id, 0) + 1 if reason == "stale" else 0
+    if reason != "stale":
+      again = self._tasks.next(task.source)
+      return buffer_lib.Attempt(again, number, refills=before.refills + 1)
+    stale = before.stale + 1
     if stale >= self._schedule.starved_after:
       self._log.emit(
         "starved",
@@ -253,18 +261,15 @@ class Producer:
         task=task.id,
         attempts=stale,
       )
-      return buffer_lib.Attempt(self._tasks.next(), number)
-    if stale:
-      self._stale[group_id] = stale
-      if self._schedule.consume == "recycle":
-        return buffer_lib.Attempt(task, number)
-    return buffer_lib.Attempt(self._tasks.next(task.source), number)
+      task, stale = self._tasks.next(), 0
+    elif self._schedule.consume == "drop":
+      task = self._tasks.next(task.source)
+    return buffer_lib.Attempt(task, number, stale, before.refills)
 
   # Handing over.
 
   def _put(self, group: trajectory.Group) -> None:
     self._buffer.put(group)
-    self._stale.pop(group.group_id, None)
     self._log.emit(
       "ready",
       group=group.group_id,
@@ -289,6 +294,7 @@ class Producer:
     return self._sheds and self._got >= self._schedule.groups_per_round
 
   def _shed(self) -> None:
+    self._shed_at = self._gate.version
     for play in self._plays.values():
       play.abort("surplus")
 
@@ -368,8 +374,8 @@ class Producer:
 
   @property
   def in_flight(self) -> Mapping[int, buffer_lib.Attempt]:
-    """What is played."""
-    return self._buffer.in_flight
+    """What is played, or is about to be."""
+    return {**self._again, **self._buffer.in_flight}
 
   @property
   def next_group(self) -> int:

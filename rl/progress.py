@@ -56,13 +56,19 @@ def from_host(state: Any, host: Mapping[str, Any]) -> Progress:
     cursor=host["cursor"],
     untrained={group.group_id: group for group in groups},
     in_flight={
-      entry["group_id"]: buffer.Attempt(
-        base.Task(**entry["task"]), entry["number"]
-      )
-      for entry in host["in_flight"]
+      group_id: buffer.Attempt(base.Task(**task), **counts)
+      for group_id, task, counts in map(_split, host["in_flight"])
     },
     next_group=host["next_group"],
   )
+
+
+def _split(
+  entry: Mapping[str, Any],
+) -> tuple[int, Mapping[str, Any], Mapping[str, int]]:
+  """Returns group, task and counts of an attempt."""
+  counts = dict(entry)
+  return counts.pop("group_id"), counts.pop("task"), counts
 
 
 def beginning(state: Any, cursor: Mapping[str, Any]) -> Progress:

@@ -114,7 +114,8 @@ def of_sources(
   `groups` and `share` are of the groups trained, and so are rewards, lengths
   (in ids) and staleness. `episodes` are those that ended or were cut off
   meanwhile; `fault_rate` and `abort_rate` are shares of them. `dropped` are
-  attempts.
+  attempts, `starved` the times that a place gave up on the source because it
+  is too slow for the bound: its share of what is trained falls.
 
   Args:
     groups: trained in this round.
@@ -181,6 +182,7 @@ def _of_events(counts: collections.Counter[str]) -> dict[str, float]:
     "fault_rate": counts["fault"] / episodes if episodes else np.nan,
     "abort_rate": counts["aborted"] / episodes if episodes else np.nan,
     "dropped": float(counts["dropped"]),
+    "starved": float(counts["starved"]),
   }
 
 

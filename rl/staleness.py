@@ -63,10 +63,14 @@ class StalenessGate:
     self.next_group += 1
     return self.next_group - 1
 
-  def cancel(self) -> None:
-    """Forgets one admitted group: it was surplus to this version's needs."""
+  def cancel(self, version: int) -> None:
+    """Forgets one admitted group: it was surplus to a version's needs.
+
+    None takes its place while that version lasts.
+    """
     self.admitted -= 1
-    self._cancelled += 1
+    if version == self.version:
+      self._cancelled += 1
 
   def release(self, version: trajectory.PolicyVersion) -> None:
     """Opens the window for a version that every engine acknowledged."""

@@ -91,13 +91,13 @@ def test_an_estimator_that_compares_nobody_learns_from_equal_rewards():
 def test_the_last_attempt_is_trained_whatever_it_is_like():
   sampling = filters.DynamicSampling(max_refills=2)
   unfit = filters.unfit(sampling, advantages.Grpo())
-  got = [unfit(_group((1.0, 2), (1.0, 2), attempt=i)) for i in range(4)]
+  got = [unfit(_group((1.0, 2), (1.0, 2)), i) for i in range(4)]
   assert got == ["zero_variance", "zero_variance", None, None]
 
 
 def test_without_dynamic_sampling_every_group_is_trained():
   unfit = filters.unfit(None, advantages.Grpo())
-  assert unfit(_group((None, 0))) is None
+  assert unfit(_group((None, 0)), 0) is None
 
 
 @pytest.mark.parametrize(

@@ -94,6 +94,7 @@ from rl import overlap
       "mixed keys and values; use old_logprob=decode",
     ),
     ({"starved_after": 0}, "starved_after=0", "below 1"),
+    ({"frontier_groups": -1}, "frontier_groups=-1", "below 0"),
   ],
 )
 def test_a_schedule_that_cannot_run_names_its_value_and_the_way_out(
@@ -211,6 +212,7 @@ def test_requests_go_by_group_unless_they_go_as_they_come():
   ("name", "way_out"),
   [
     ("consume", "use submit or ready or drop or recycle"),
+    ("on_publish", "use drain or abort or recompute or keep_kv"),
     ("admission", "use fifo or frontier or hard_frontier"),
     ("old_logprob", "use decode or snapshot or recompute"),
   ],

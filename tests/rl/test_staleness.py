@@ -74,15 +74,26 @@ def test_ids_go_on_where_cancelled_groups_left_off():
 def test_a_surplus_is_admitted_once_a_version_and_leaves_no_room():
   gate = _gate(eta=0, total=8, extra=2)
   assert _fill(gate) == [0, 1, 2, 3, 4, 5]
-  gate.cancel()
-  gate.cancel()
+  gate.cancel(0)
+  gate.cancel(0)
   assert _fill(gate) == []
   gate.release(trajectory.PolicyVersion(1))
   assert _fill(gate) == [6, 7, 8, 9, 10, 11]
-  gate.cancel()
-  gate.cancel()
+  gate.cancel(1)
+  gate.cancel(1)
   gate.release(trajectory.PolicyVersion(2))
   assert _fill(gate) == []
+
+
+def test_a_surplus_that_ends_late_costs_the_next_version_nothing():
+  gate = _gate(eta=0, total=8, extra=2)
+  _fill(gate)
+  gate.release(trajectory.PolicyVersion(1))
+  # Two of version 0 are still under way, and so there is room for four.
+  assert _fill(gate) == [6, 7, 8, 9]
+  gate.cancel(0)
+  gate.cancel(0)
+  assert _fill(gate) == [10, 11]
 
 
 @pytest.mark.parametrize(("first", "old"), [(3, False), (2, True)])
