@@ -9,7 +9,7 @@ import collections
 import dataclasses
 import difflib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple, get_args
 
 from rl import engine, placement
@@ -63,6 +63,22 @@ class Routing:
       raise ValueError(
         f"routing.default={self.default} leaves nothing to routing.learn=true;"
         " use one of them"
+      )
+
+  def validate_domains(self, names: Collection[str]) -> None:
+    """Raises ValueError on a preference of a domain that does not exist.
+
+    Args:
+      names: of all sources of tasks.
+    """
+    for name in self.prefer:
+      if name in names:
+        continue
+      near = difflib.get_close_matches(name, names, 1)
+      hint = f"; did you mean {near[0]}?" if near else ""
+      raise ValueError(
+        f"routing.prefer.{name}: no task is of that source; there are "
+        f"{', '.join(sorted(names))}{hint}"
       )
 
   def validate_pools(self, kinds: Mapping[str, placement.Kind]) -> None:

@@ -230,9 +230,10 @@ class Experiment:
         "equal rewards teach it as much as others; use sampling=none"
       )
     pools = self.placement.pools
+    sources = getattr(self.environment, "sources", (self.environment,))
     # A mixture of sources has a reward for each.
     if (reward_of := getattr(self.reward, "reward_of", None)) is not None:
-      for source in getattr(self.environment, "sources", (self.environment,)):
+      for source in sources:
         reward_of(source.task(0, "train"))
     overlong = self.rollout.overlong
     if overlong is not None and overlong.max_tokens > self.rollout.max_tokens:
@@ -241,6 +242,7 @@ class Experiment:
         f"rollout.max_tokens={self.rollout.max_tokens}: no episode would ever "
         "be that long; lower it"
       )
+    self.routing.validate_domains([source.name for source in sources])
     self.routing.validate_pools({pool.name: pool.kind for pool in pools})
 
   def _validate_waits(self) -> None:
