@@ -309,6 +309,14 @@ def slower(rows: Sequence[dict[str, Any]]) -> list[str]:
   ]
 
 
+def holds(rows: Sequence[dict[str, Any]]) -> dict[str, bool]:
+  """Returns for each model whether no published rung is slower than before."""
+  kept = dict.fromkeys(MODELS, True)
+  for row in rows:
+    kept[row["model"]] &= row["rung"] not in PUBLISHED or row["over"] >= 1.0
+  return kept
+
+
 def main(argv: list[str]) -> None:
   """Measures, prints and keeps both."""
   del argv
@@ -316,9 +324,14 @@ def main(argv: list[str]) -> None:
   tables = {}
   for latency in LATENCIES:
     rows = [row for name in MODELS for row in climb(name, rounds, latency)]
-    tables[latency] = {"rows": rows, "slower": slower(rows)}
+    tables[latency] = {
+      "rows": rows,
+      "slower": slower(rows),
+      "holds": holds(rows),
+    }
     simulated.show(f"each rung over the one before, {latency}", rows)
     print(f"\nslower than the rung before: {slower(rows) or 'none'}")
+    print(f"the published ladder holds: {holds(rows)}")
   print(f"published over sync: {OVER_SYNC}")
   machine.keep(
     "rollart_ladder",

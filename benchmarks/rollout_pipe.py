@@ -76,8 +76,8 @@ class Rates:
 def schedules(groups: int) -> dict[str, overlap.Overlap]:
   """Returns the schedule of each row."""
   updates = groups // _U
-  in_order = overlap.rollout_pipe(groups, updates)
-  frontier = dataclasses.replace(in_order, consume="ready")
+  frontier = overlap.rollout_pipe(groups, updates)
+  in_order = dataclasses.replace(frontier, consume="submit")
   return {
     "serial": overlap.sync(groups, updates),
     "CGP": dataclasses.replace(frontier, admission="fifo"),
