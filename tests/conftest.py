@@ -1,7 +1,9 @@
 """Set before jax is imported, also for the processes that tests start.
 
-Eight CPU devices, because that is what shardings are tested on; and a
-compilation cache that outlives the run, because most of a test's time is XLA.
+Eight CPU devices, because that is what shardings are tested on; a compilation
+cache that outlives the run, because most of a test's time is XLA; and machine
+code as it comes, because a program runs only a few times here and to optimise
+it took longer than all the rest. XLA's own passes run as ever.
 """
 
 import gc
@@ -10,13 +12,15 @@ import pathlib
 
 import pytest
 
-_DEVICES = "--xla_force_host_platform_device_count"
+_FLAGS = (
+  "--xla_force_host_platform_device_count=8",
+  "--xla_backend_optimization_level=0",
+)
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-if _DEVICES not in os.environ.get("XLA_FLAGS", ""):
-  os.environ["XLA_FLAGS"] = (
-    f"{os.environ.get('XLA_FLAGS', '')} {_DEVICES}=8".strip()
-  )
+_given = os.environ.get("XLA_FLAGS", "")
+_missing = [flag for flag in _FLAGS if flag.partition("=")[0] not in _given]
+os.environ["XLA_FLAGS"] = " ".join([_given, *_missing]).strip()
 
 _caches = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
 os.environ.setdefault(
