@@ -44,8 +44,8 @@ function drawList() {
   const rounds = new Set(data.trajectories.map((one) => one.round)).size;
   $("#shown").textContent = data.trajectories.length
     ? `${found.length} of the ${data.trajectories.length} trajectories on ` +
-      `this page: whole groups of ${rounds} rounds, spread over the run. All ` +
-      "that were recorded are in trajectories/."
+      `this page: whole groups of ${rounds} round${rounds > 1 ? "s" : ""}, ` +
+      "spread over the run. All that were recorded are in trajectories/."
     : "No trajectory on this page.";
   const groups = new Map();
   for (const one of found) {

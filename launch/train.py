@@ -31,7 +31,7 @@ def main(argv: list[str]) -> None:
   if len(argv) > 1:
     raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
   with flags.exit_on_setting_error():
-    experiment = flags.load_from_command_line()
+    experiment = flags.load_from_command_line(config.check_experiment)
     workdir.check_initial(_WORKDIR.value, experiment)
     lock = None if _EXPLAIN.value else _claim(experiment)
   if lock is None:

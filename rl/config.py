@@ -20,6 +20,7 @@ from rl import (
   losses,
   optimizers,
   prompts,
+  settings,
   weights,
 )
 from rl import overlap as overlap_lib
@@ -327,3 +328,12 @@ def _nodes(tree: Any) -> Iterator[Any]:
     if dataclasses.is_dataclass(value):
       yield value
       yield from _nodes(value)
+
+
+def check_experiment(tree: object) -> None:
+  """Raises SettingError on settings of something else than a training run."""
+  if not isinstance(tree, Experiment):
+    raise settings.SettingError(
+      f"{type(tree).__name__} is no rl.config.Experiment, which a training run "
+      "takes; use a file such as configs/guess_number_moe.py"
+    )
