@@ -352,6 +352,7 @@ def _gauges(parts: Parts) -> dict[str, float]:
   rewards = dataclasses.asdict(parts.player.graders.stats())
   return {
     **parts.router.describe(),
+    "environments_late": float(len(parts.player.late)),
     **{f"rewards/{name}": float(value) for name, value in rewards.items()},
   }
 

@@ -118,29 +118,61 @@ class Episode:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class _Guarded:
-  """An environment that keeps to its contract in time, or raises Fault."""
+  """An environment that keeps to its contract in time, or raises Fault.
+
+  Attributes:
+    late: gets what ends it, when that takes too long.
+    calls: that were given up and have not ended.
+  """
 
   environment: Any  # What the source built; it may be nonsense too.
   step_s: float
   dog: watchdog.Watchdog | None
   owner: str
+  late: set[asyncio.Task[None]]
+  calls: set[asyncio.Task[Any]] = dataclasses.field(default_factory=set)
 
   async def start(self) -> list[base.Message]:
     said = await self._ask(lambda: self.environment.start(), "start")
-    return foreign.checked_messages(said, "start")
+    return foreign.contained(
+      lambda: foreign.checked_messages(said, "start"), "start returned what"
+    )
 
   async def step(self, answer: base.Message) -> base.Step:
     step = await self._ask(lambda: self.environment.step(answer), "step")
-    return foreign.checked_step(step)
+    return foreign.contained(
+      lambda: foreign.checked_step(step), "step returned what"
+    )
 
   async def close(self) -> None:
+    """Closes it, and waits for that no longer than `step_s`."""
+    ending = asyncio.create_task(self._end())
+    try:
+      await asyncio.wait([ending], timeout=self.step_s)
+    finally:
+      if not ending.done():
+        self.late.add(ending)
+        ending.add_done_callback(self.late.discard)
+
+  async def _end(self) -> None:
+    """Closes it when its last call has ended: one at a time is its contract."""
+    if self.calls:
+      await asyncio.wait(self.calls)
     # The episode is over; what it was worth is already known.
     with contextlib.suppress(foreign.Fault):
       await self._ask(lambda: self.environment.close(), "close")
+    if self.calls:
+      await asyncio.wait(self.calls)
 
   async def _ask(self, call: Callable[[], Awaitable[_T]], what: str) -> _T:
     return await foreign.guarded(
-      call, self.step_s, what, self.dog, self.owner, " of the environment"
+      call,
+      self.step_s,
+      what,
+      self.dog,
+      self.owner,
+      " of the environment",
+      late=self.calls,
     )
 
 
@@ -216,6 +248,7 @@ async def play(
   dog: watchdog.Watchdog | None = None,
   priority: tuple[int, ...] = (),
   closing: set[asyncio.Task[None]] | None = None,
+  late: set[asyncio.Task[None]] | None = None,
 ) -> tuple[trajectory.Trajectory, base.Transcript]:
   """Plays one environment to its end, keeping ids exactly as sampled.
 
@@ -226,6 +259,8 @@ async def play(
     priority: of its requests.
     closing: gets the task that closes the environment, until it is done; None
       waits for it here. A slow one need not hold up the reward.
+    late: gets what is left of an environment that did not end in time, until
+      it does; it is closed as soon as its last call has ended.
 
   Returns:
     The trajectory without its reward, and its text. An environment that
@@ -235,15 +270,15 @@ async def play(
   Raises:
     EngineClosed: the engine stopped; the task may be replayed elsewhere.
   """
-  name = record.episode.name
+  episode, owner = record.episode, f"episode {record.episode.name}"
   try:
-    built = source(record.episode.task)
-  except Exception as error:
-    fault = f"building it raised {foreign.reason(error)}"
-    return record.end(trajectory.Status.ENV_FAULT, fault)
-  environment = _Guarded(built, limits.step_s, dog, f"episode {name}")
+    built = foreign.contained(lambda: source(episode.task), "building it")
+  except foreign.Fault as fault:
+    return record.end(trajectory.Status.ENV_FAULT, str(fault))
+  left = set() if late is None else late
+  environment = _Guarded(built, limits.step_s, dog, owner, left)
   try:
-    request = _request(record.episode, chat, limits, priority)
+    request = _request(episode, chat, limits, priority)
     return await _turns(record, environment, engine, chat, limits, request)
   except foreign.Fault as fault:
     return record.end(trajectory.Status.ENV_FAULT, str(fault))

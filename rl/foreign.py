@@ -1,14 +1,22 @@
 """Foreign code: a call of it ends in time, with a value as promised or a Fault.
 
-call -> awaitable -> [ waits, under a deadline ]* -> check -> value
+call -> its own task -> [ waits, under a deadline ]* -> check -> value
+                              |
+                              +-- too late -> cancelled and left behind
 """
 
 import asyncio
 import contextlib
+import ctypes
 import numbers
 import reprlib
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import TypeVar, get_args
+from collections.abc import (
+  Awaitable,
+  Callable,
+  Mapping,
+  Sequence,
+)
+from typing import Any, TypeVar, cast, get_args
 
 import numpy as np
 
@@ -33,44 +41,81 @@ async def guarded(
   dog: watchdog.Watchdog | None = None,
   owner: str = "",
   of: str = "",
+  late: set[asyncio.Task[Any]] | None = None,
 ) -> _T:
   """Returns what foreign code returns in time, and raises Fault else.
+
+  The call has a task of its own. When it is late, or nobody waits for it any
+  more, it is cancelled and left behind: one that catches its cancellation
+  would have no deadline else, and what it returned then would count.
 
   Args:
     call: makes the awaitable; it may raise or return nonsense too.
     what: a word for the call: "step".
     dog: its table says that `owner` waits for `what` + `of`.
+    late: has the call while it is left behind, until it ends.
   """
-  deadline = asyncio.timeout(deadline_s)
   noted = contextlib.nullcontext()
   if dog is not None:
     noted = dog.noted(owner=owner, what=what + of, deadline_s=deadline_s)
-  try:
-    with noted:
-      async with deadline:
-        return await call()
-  except (Exception, asyncio.CancelledError) as error:
-    if isinstance(error, asyncio.CancelledError) and _cancelled():
-      raise
-    if isinstance(error, TimeoutError) and deadline.expired():
-      raise Fault(f"{what} took over {deadline_s:g} s") from None
+  with noted:
+    work = asyncio.create_task(_outcome(call))
+    try:
+      await asyncio.wait([work], timeout=deadline_s)
+    finally:
+      if not work.done():
+        _leave(work, set() if late is None else late)
+  if not work.done():
+    raise Fault(f"{what} took over {deadline_s:g} s")
+  value, error = work.result()
+  if error is not None:
     raise Fault(f"{what} raised {reason(error)}") from error
+  return cast(_T, value)
 
 
-def _cancelled() -> bool:
-  """Whether somebody cancels this task: foreign code may only claim it."""
-  task = asyncio.current_task()
-  return task is None or task.cancelling() > 0
+async def _outcome(
+  call: Callable[[], Awaitable[_T]],
+) -> tuple[_T | None, BaseException | None]:
+  """Returns what a call returns, or what it raises.
+
+  Caught here, since asyncio ends the loop when a task raises SystemExit.
+  """
+  try:
+    return await call(), None
+  except KeyboardInterrupt:
+    raise
+  except BaseException as error:
+    return None, error
+
+
+def _leave(work: asyncio.Task[Any], late: set[asyncio.Task[Any]]) -> None:
+  """Cancels a call for which nobody waits any more."""
+  late.add(work)
+  work.add_done_callback(late.discard)
+  work.cancel()
+  # It may catch whatever would end it: asyncio.run, which waits for every task
+  # that it knows, would never end, nor the process, which collects the rest.
+  asyncio.tasks._unregister_task(work)
+  held = ctypes.py_object(work)
+  ctypes.pythonapi.Py_IncRef(held)
+  work.add_done_callback(lambda _: ctypes.pythonapi.Py_DecRef(held))
+
+
+def contained(call: Callable[[], _T], what: str) -> _T:
+  """Returns what foreign code returns, and raises Fault when it raises."""
+  try:
+    return call()
+  except (KeyboardInterrupt, Fault):
+    raise
+  except BaseException as error:
+    raise Fault(f"{what} raised {reason(error)}") from error
 
 
 def checked_messages(messages: object, what: str) -> list[base.Message]:
   """Returns messages that are what they claim, and raises Fault else."""
   if not isinstance(messages, Sequence):
     raise Fault(f"{what} returned {_kind(messages)}, not a list of messages")
-  try:
-    said = list(messages)
-  except Exception as error:
-    raise Fault(f"{what} returned messages: {reason(error)}") from error
+  said = contained(lambda: list(messages), f"{what} returned messages, which")
   for message in said:
     if not isinstance(message, base.Message):
       raise Fault(f"{what} returned {_kind(message)} in place of a Message")
@@ -127,7 +172,7 @@ def reason(error: BaseException) -> str:
   """Returns "OSError: no such game", even of an error that cannot be shown."""
   try:
     return f"{type(error).__name__}: {error}"
-  except Exception:
+  except (Exception, SystemExit):
     return type(error).__name__
 
 
@@ -139,5 +184,5 @@ def _shown(value: object) -> str:
   """Returns a short repr, or the type of what has none."""
   try:
     return reprlib.repr(value)
-  except Exception:
+  except (Exception, SystemExit):
     return _kind(value)

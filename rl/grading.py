@@ -13,13 +13,11 @@ import asyncio
 import contextlib
 import dataclasses
 import math
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from typing import Any, TypeVar
+from collections.abc import AsyncGenerator, Callable
+from typing import Any
 
 from envs import base
 from rl import foreign, trajectory, watchdog
-
-_T = TypeVar("_T")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -147,7 +145,7 @@ class Graders:
     self._retries.validate()
     self._dog = dog
     self._places = asyncio.Semaphore(max_concurrent)
-    self._late: set[asyncio.Future[Any]] = set()
+    self._late: set[asyncio.Task[Any]] = set()
     self._stats = Stats()
 
   def stats(self) -> Stats:
@@ -199,42 +197,19 @@ class Graders:
     self, transcript: base.Transcript, task: base.Task, owner: str
   ) -> tuple[float, dict[str, float]]:
     """Calls once; returns the value and its parts, or raises Fault."""
+
     grades = await foreign.guarded(
-      lambda: self._detached(lambda: self._reward(task, [transcript])),
+      lambda: self._reward(task, [transcript]),
       self._retries.deadline_s,
       "reward",
       self._dog,
       owner,
+      late=self._late,
     )
-    try:
-      return foreign.checked_grade(grades)
-    except foreign.Fault:
-      raise
-    except Exception as error:  # Its lists and mappings are foreign code too.
-      raise foreign.Fault(
-        f"reward returned what raised {foreign.reason(error)}"
-      ) from error
-
-  async def _detached(self, call: Callable[[], Awaitable[_T]]) -> _T:
-    """Returns what a call returns; cancelled, it waits no longer.
-
-    Else a reward that catches its cancellation would have no deadline, and
-    what it returned then would count.
-    """
-    work = asyncio.ensure_future(call())
-    try:
-      return await asyncio.shield(work)
-    except asyncio.CancelledError:
-      if not work.done():
-        self._late.add(work)
-        work.add_done_callback(self._forget)
-        work.cancel()
-      raise
-
-  def _forget(self, work: asyncio.Future[Any]) -> None:
-    self._late.discard(work)
-    if not work.cancelled():
-      work.exception()  # Looked at, so that asyncio does not report it.
+    # Its lists and mappings are foreign code too.
+    return foreign.contained(
+      lambda: foreign.checked_grade(grades), "reward returned what"
+    )
 
   @contextlib.asynccontextmanager
   async def _place(self, owner: str) -> AsyncGenerator[None]:

@@ -1,5 +1,6 @@
 """Several engines as one: what all of them can do, what they did together."""
 
+import asyncio
 import dataclasses
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -54,3 +55,33 @@ def stats(
   )
   sums["paused_s"] = max(one.paused_s for one in each)
   return engine.EngineStats(**sums)
+
+
+def check_newest(
+  back: engine.DecodeEngine,
+  number: int,
+  engines: Sequence[engine.DecodeEngine],
+  sent: int,
+) -> None:
+  """Raises ValueError unless an engine that comes back has the newest weights.
+
+  Args:
+    sent: newest version that any engine was sent.
+  """
+  newest = max([int(sent), *(one.stats().version for one in engines)])
+  if (version := back.stats().version) != newest:
+    raise ValueError(
+      f"engine {number} would come back with version {version}, but version "
+      f"{newest} is the newest; give it those weights first"
+    )
+
+
+async def close(engines: Sequence[engine.DecodeEngine]) -> None:
+  """Stops every engine.
+
+  Raises the first exception of those that did not close, after all others.
+  """
+  ends = [one.close() for one in engines]
+  for end in await asyncio.gather(*ends, return_exceptions=True):
+    if isinstance(end, BaseException):
+      raise end

@@ -13,9 +13,9 @@ from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
 from envs import base
+from rl import cancellable, events, shaping, trajectory, watchdog
 from rl import engine as engine_lib
 from rl import episode as episode_lib
-from rl import events, shaping, trajectory, watchdog
 from rl import grading as grading_lib
 
 _STATUS = {
@@ -94,6 +94,7 @@ class Player:
       come.
     extra_members: played beyond `limits.group_size`.
     closing: environments of episodes that are over.
+    late: what is left of those that did not end in time.
     dog: its table names what each episode waits for.
     stall_s: deadline in that table; it is the learner's wait that enforces it.
   """
@@ -112,6 +113,7 @@ class Player:
   )
   extra_members: int = 0
   closing: set[asyncio.Task[None]] = dataclasses.field(default_factory=set)
+  late: set[asyncio.Task[None]] = dataclasses.field(default_factory=set)
 
   def play(
     self,
@@ -186,7 +188,7 @@ class Play:
     )
 
   def abort(self, reason: str) -> None:
-    """Ends every member now: its request, or its environment's step."""
+    """Ends every member now: its request, its step or its grading."""
     self.aborted = self.aborted or reason
     for member in self._members:
       member.abort(reason)
@@ -203,8 +205,9 @@ class Play:
       return False
     self._finished.append(index)
     if len(self._finished) == self._group_size:
-      for member in self._members:
-        member.abort("surplus")
+      for number, member in enumerate(self._members):
+        if number not in self._finished:
+          member.abort("surplus")
     return True
 
 
@@ -228,7 +231,7 @@ class _Member:
       "attempt": episode.attempt,
       "index": episode.index,
     }
-    self._task: asyncio.Task[Any] | None = None
+    self._work = cancellable.Cancellable()
     self._request = ""
     self._first: int | None = None
     self._reason = ""
@@ -244,17 +247,17 @@ class _Member:
     return self._first
 
   def abort(self, reason: str) -> None:
-    """Ends the episode, unless it has ended."""
-    if self._record.over or self._reason:
+    """Ends the episode, or its grading when it has ended."""
+    if self._reason:
       return
-    self._reason = reason
+    if not self._record.over:
+      self._reason = reason
     if self._request:
       # It comes back with what it has, or is on its way: no token is lost.
       with contextlib.suppress(ValueError):
         self._player.engine.abort(self._request)
-      return
-    if self._task is not None:
-      self._task.cancel()
+    else:
+      self._work.cancel()
 
   async def run(self) -> trajectory.Trajectory:
     """Plays and grades; what was aborted is not graded."""
@@ -281,13 +284,19 @@ class _Member:
     self, played: trajectory.Trajectory, transcript: base.Transcript
   ) -> trajectory.Trajectory:
     player, log = self._player, self._player.log
-    graded = await player.graders.grade(
-      played,
-      transcript,
-      self._episode.task,
-      lambda: log.emit("grading", **self._where),
-      self._episode.name,
-    )
+    graded = played
+    if played.status.trainable:
+      graded = await self._work.run(
+        player.graders.grade(
+          played,
+          transcript,
+          self._episode.task,
+          lambda: log.emit("grading", **self._where),
+          self._episode.name,
+        )
+      )
+    if graded is None:  # Aborted: its group is not wanted.
+      return played
     if player.limits.overlong is not None:
       graded = shaping.apply(graded, player.limits.overlong)
     if graded.fault:
@@ -315,19 +324,12 @@ class _Member:
 
   async def _play(self) -> tuple[trajectory.Trajectory, base.Transcript]:
     """Plays to the end, or to where `abort` found it."""
-    # A task of its own: what `abort` cancels is not who waits for the group.
-    self._task = asyncio.create_task(self._session())
-    if self._reason:  # Before it was begun.
-      self._task.cancel()
-    try:
-      return await self._task
-    except asyncio.CancelledError:
-      current = asyncio.current_task()
-      if not self._reason or (current and current.cancelling()):
-        self._task.cancel()
-        await asyncio.wait([self._task])
-        raise
-      return self._record.end(trajectory.Status.ENGINE_FAULT, self._reason)
+    played = await self._work.run(self._session())
+    if played is None:
+      # Environments cannot do that, so without a reason it was an engine.
+      fault = self._reason or "the engine cancelled its answer"
+      return self._record.end(trajectory.Status.ENGINE_FAULT, fault)
+    return played
 
   async def _session(self) -> tuple[trajectory.Trajectory, base.Transcript]:
     player, episode = self._player, self._episode
@@ -348,6 +350,7 @@ class _Member:
         player.dog,
         priority=player.priority(episode.group_id, episode.index),
         closing=player.closing,
+        late=player.late,
       )
     finally:
       player.engine.end(episode.name)
@@ -356,6 +359,8 @@ class _Member:
     self, request: engine_lib.DecodeRequest
   ) -> engine_lib.Completion:
     """Samples one answer; the watchdog can name who waits for it."""
+    if self._reason:  # Whatever the environment made of that.
+      raise asyncio.CancelledError
     player, asked = self._player, asyncio.get_running_loop().time()
     self._request = request.request_id
     try:

@@ -14,9 +14,18 @@ has not answered is sent to another.
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Generator, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
-from rl import affinity, events, placement, pooled, routes, trajectory
+from rl import (
+  aborts,
+  affinity,
+  events,
+  placement,
+  pooled,
+  routes,
+  trajectory,
+  wakeup,
+)
 from rl import engine as engine_lib
 
 _ALIKE = affinity.Routing()
@@ -63,7 +72,8 @@ class Router:
     self._log = log
     self._reason = ""
     self._version = trajectory.PolicyVersion(0)  # The newest to be served.
-    self._opened, self._ended = _Signal(), _Signal()
+    self._aborts = aborts.Aborts()
+    self._opened, self._ended = wakeup.Signal(), wakeup.Signal()
 
   @property
   def engines(self) -> tuple[engine_lib.DecodeEngine, ...]:
@@ -118,18 +128,20 @@ class Router:
 
     Raises:
       EngineClosed: every engine has stopped.
+      ValueError: no engine has the weights that its conversation keeps to.
     """
-    while True:
-      await self._placed(request.session)
-      try:
-        with self._sent(request) as number:
-          completion = await self._engines[number].generate(request)
-          took = affinity.sample(request, completion)
-          self._routes.measure(request.session, number, took)
-          return completion
-      except engine_lib.EngineClosed:
-        if not self._routes.serving:
-          raise
+    asked = asyncio.get_running_loop().time()
+    with self._aborts.asking(request.request_id):
+      while await self._placed(request):
+        try:
+          with self._sent(request) as number:
+            answer = await self._engines[number].generate(request)
+            self._measure(request, number, answer)
+            return answer
+        except engine_lib.EngineClosed:
+          if not self._routes.serving:
+            raise
+    return aborts.unsent(asked)
 
   async def stream(
     self, request: engine_lib.DecodeRequest
@@ -139,38 +151,50 @@ class Router:
     Raises:
       EngineClosed: every engine has stopped, or this one after its first
         delta: another one's tokens need not follow those.
+      ValueError: as `generate`.
     """
-    begun = False
-    while True:
-      await self._placed(request.session)
-      try:
-        with self._sent(request) as number:
-          deltas = cast(
-            AsyncGenerator[engine_lib.Delta],
-            self._engines[number].stream(request),
-          )
-          async with contextlib.aclosing(deltas):
-            async for delta in deltas:
-              begun = True
-              if (answer := delta.completion) is not None:
-                took = affinity.sample(request, answer)
-                self._routes.measure(request.session, number, took)
-              yield delta
-          return
-      except engine_lib.EngineClosed:
-        if begun or not self._routes.serving:
-          raise
+    begun, asked = False, asyncio.get_running_loop().time()
+    with self._aborts.asking(request.request_id):
+      while await self._placed(request):
+        try:
+          with self._sent(request) as number:
+            deltas: Any = self._engines[number].stream(request)
+            async with contextlib.aclosing(deltas):
+              async for delta in deltas:
+                begun = True
+                if delta.completion is not None:
+                  self._measure(request, number, delta.completion)
+                yield delta
+            return
+        except engine_lib.EngineClosed:
+          if begun or not self._routes.serving:
+            raise
+    yield aborts.last(aborts.unsent(asked))
 
-  async def _placed(self, session: str) -> None:
-    """Returns when a session that has lost its engine has another."""
-    while self._routes.homeless(session):
+  def _measure(
+    self,
+    request: engine_lib.DecodeRequest,
+    number: int,
+    answer: engine_lib.Completion,
+  ) -> None:
+    took = affinity.sample(request, answer)
+    last = max(answer.versions.tolist(), default=-1)
+    self._routes.measure(request.session, number, took, last)
+
+  async def _placed(self, request: engine_lib.DecodeRequest) -> bool:
+    """Returns when a session has an engine; False: there is nothing to send."""
+    while not self._aborts.aborted(request.request_id):
+      if not self._routes.homeless(request.session):
+        return True
       versions = [one.stats().version for one in self._engines]
-      if (choice := self._routes.move(session, versions)) is not None:
-        self._tell(session, choice)
+      choice = self._routes.move(request.session, versions)
+      if choice is not None:
+        self._tell(request.session, choice)
       elif not self._routes.serving:
         raise engine_lib.EngineClosed(self._reason)
-      else:  # All are behind: new weights are on their way.
+      else:  # New weights are on their way, here or there.
         await self._opened.wait()
+    return False
 
   @contextlib.contextmanager
   def _sent(self, request: engine_lib.DecodeRequest) -> Generator[int]:
@@ -186,15 +210,16 @@ class Router:
       self._routes.answered(request.request_id)
 
   @contextlib.contextmanager
-  def _watched(self, number: int) -> Generator[None]:
-    """Loses the engine when it turns out to have stopped."""
+  def _watched(self, number: int, quiet: bool = False) -> Generator[None]:
+    """Loses the engine when it turns out to have stopped; may say nothing."""
     asked = self._engines[number]
     try:
       yield
     except engine_lib.EngineClosed as error:
       if asked is self._engines[number]:  # Not one that took its place.
         self._lose(number, str(error))
-      raise
+      if not quiet:
+        raise
 
   def _lose(self, number: int, reason: str) -> None:
     if number not in self._routes.serving:
@@ -219,13 +244,7 @@ class Router:
     Raises:
       ValueError: none was lost there, or this one cannot take its place.
     """
-    served = (one.stats().version for one in self._engines)
-    newest = max([int(self._version), *served])
-    if (version := engine.stats().version) != newest:
-      raise ValueError(
-        f"engine {number} would come back with version {version}, but version "
-        f"{newest} is the newest; give it those weights first"
-      )
+    pooled.check_newest(engine, number, self._engines, self._version)
     after = [engine if i == number else x for i, x in enumerate(self._engines)]
     pooled.capabilities(after)
     self._routes.recover(number)
@@ -239,10 +258,14 @@ class Router:
     Raises:
       ValueError: no such request is in flight.
     """
+    self._aborts.abort(request_id)
+    self._opened.fire()
     if request_id is None:
       for number in self._routes.serving:
         self._engines[number].abort(None)
-    else:
+      return
+    # It may just have ended there, or be on its way to another engine.
+    with contextlib.suppress(ValueError):
       self._engines[self._routes.asked(request_id)].abort(request_id)
 
   def begun(self, request_id: str) -> trajectory.PolicyVersion | None:
@@ -262,10 +285,7 @@ class Router:
 
     async def flush(number: int) -> None:
       # One that has stopped has forgotten everything.
-      with (
-        contextlib.suppress(engine_lib.EngineClosed),
-        self._watched(number),
-      ):
+      with self._watched(number, quiet=True):
         await self._engines[number].flush_cache()
 
     await asyncio.gather(*map(flush, self._routes.serving))
@@ -281,17 +301,11 @@ class Router:
     return self._routes.describe()
 
   async def close(self) -> None:
-    """Stops every engine; requests in flight raise EngineClosed.
-
-    Raises the first exception of those that did not close, after all others.
-    """
+    """Stops every engine, as `pooled.close`; requests raise EngineClosed."""
     self._log = None  # That they are closed is no loss.
     for number in self._routes.serving:  # So that nothing moves to the next.
       self._lose(number, "the pool was closed")
-    ends = [one.close() for one in self._engines]
-    for end in await asyncio.gather(*ends, return_exceptions=True):
-      if isinstance(end, BaseException):
-        raise end
+    await pooled.close(self._engines)
 
   def _tell(self, session: str, choice: affinity.Choice) -> None:
     if choice.wanted:
@@ -352,15 +366,13 @@ class Door:
     """
     router, asked = self._router, self._engine
     router._version = max(router._version, version)
+    router._routes.one_version = in_flight == "drain"
     async with contextlib.AsyncExitStack() as stack:
       stack.callback(router._opened.fire)
       if in_flight == "drain" and not self.lost:
         await stack.enter_async_context(self._drained(asked))
       if self._serves(asked):
-        with (
-          contextlib.suppress(engine_lib.EngineClosed),
-          router._watched(self._number),
-        ):
+        with router._watched(self._number, quiet=True):
           await asked.update_weights(version, params, in_flight)
     if not router._routes.serving:
       raise engine_lib.EngineClosed(router._reason)
@@ -384,17 +396,3 @@ class Door:
   def _serves(self, asked: engine_lib.DecodeEngine) -> bool:
     # What took its place came with the weights that were on their way.
     return asked is self._engine and not self.lost
-
-
-class _Signal:
-  """Wakes all who wait for it now; each looks again for itself."""
-
-  def __init__(self):
-    self._event = asyncio.Event()
-
-  async def wait(self) -> None:
-    await self._event.wait()
-
-  def fire(self) -> None:
-    self._event.set()
-    self._event = asyncio.Event()

@@ -36,11 +36,13 @@ class _Session:
   Attributes:
     engine: None when it was lost.
     version: of the last engine that was lost.
+    sampled: version of its last token; -1 before the first.
   """
 
   domain: str
   engine: int | None
   version: int = -1
+  sampled: int = -1
   sample: affinity.Sample = dataclasses.field(default_factory=affinity.Sample)
 
 
@@ -76,6 +78,8 @@ class Routes:
 
   Attributes:
     counts: what has been decided so far.
+    one_version: engines drain before they take weights, so that all tokens of
+      a conversation are of one version.
   """
 
   def __init__(
@@ -85,6 +89,7 @@ class Routes:
     max_sessions: int = 65_536,
   ):
     self.counts = Counts()
+    self.one_version = False
     self._seats = tuple(seats)
     self._affinity = affinity.Affinity(seats, routing)
     # Sessions of each engine; requests of sessions that were never assigned.
@@ -235,9 +240,14 @@ class Routes:
 
     Args:
       versions: that each engine serves.
+
+    Raises:
+      ValueError: with `one_version`, none will serve that of its tokens.
     """
     mine = self._sessions[session]
     able = [i for i in self.serving if versions[i] >= mine.version]
+    if self.one_version:
+      able = self._alike(session, versions, able)
     if not able:
       return None
 
@@ -251,6 +261,24 @@ class Routes:
     self._held[choice.engine] += 1
     self.counts.moved += 1
     return self._counted(mine.domain, choice)
+
+  def _alike(
+    self, session: str, versions: Sequence[int], able: Sequence[int]
+  ) -> list[int]:
+    """Returns the engines on which a session will have one version."""
+    version = self._sessions[session].sampled
+    # One that takes its weights waits for no session that comes now.
+    able = [i for i in able if self._states[i] != "updating"]
+    if version < 0:
+      return able
+    behind = [i for i in self.serving if versions[i] < version]
+    able = [i for i in able if versions[i] == version]
+    if self.serving and not able and not behind:
+      raise ValueError(
+        f"session {session} has tokens of version {version}, which no engine "
+        "that is left serves"
+      )
+    return able
 
   def _home(self, session: str) -> affinity.Choice | None:
     """Returns the engine of a session that was never assigned."""
@@ -282,10 +310,19 @@ class Routes:
       raise ValueError(f"request {request} is not in flight")
     return self._requests[request][0]
 
-  def measure(self, session: str, engine: int, sample: affinity.Sample) -> None:
-    """Notes what a request of a session took; it counts when that ends."""
+  def measure(
+    self, session: str, engine: int, sample: affinity.Sample, version: int = -1
+  ) -> None:
+    """Notes what a request of a session took; it counts when that ends.
+
+    Args:
+      version: of the last token that it was answered; -1 when there is none.
+    """
     mine = self._sessions.get(session)
-    if mine is not None and mine.engine == engine:
+    if mine is None:
+      return
+    mine.sampled = max(mine.sampled, version)
+    if mine.engine == engine:
       mine.sample = mine.sample.plus(sample)
 
   def lose(self, engine: int, version: int) -> None:

@@ -66,6 +66,20 @@ def test_a_run_that_cannot_work_is_found_before_any_starts(tmp_path):
   assert not (tmp_path / "out").exists()
 
 
+def test_settings_of_something_else_are_refused(tmp_path):
+  config = "--config=configs/fleet_small.py"
+  result = subprocess.run(
+    [sys.executable, "-m", "launch.sweep", config, f"--workdir={tmp_path}"],
+    cwd=ROOT,
+    capture_output=True,
+    text=True,
+    timeout=60,
+    check=False,
+  )
+  assert result.returncode == 2
+  assert "Planning is no rl.config.Experiment" in result.stderr
+
+
 def test_a_config_without_variations_says_so(tmp_path):
   result = launch(tmp_path, [])
   assert result.returncode == 2

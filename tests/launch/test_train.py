@@ -376,15 +376,6 @@ def test_a_missing_config_file_names_the_nearest(tmp_path):
   assert "Traceback" not in result.stderr
 
 
-def test_settings_of_something_else_are_refused(tmp_path):
-  run = tmp_path / "run"
-  result = launch(command(run, {}, config="configs/fleet_small.py"))
-  assert result.returncode == 2, result.stderr
-  assert "Planning is no rl.config.Experiment" in result.stderr
-  assert "Traceback" not in result.stderr
-  assert not run.exists()
-
-
 def test_a_platform_that_is_not_there_is_named(tmp_path):
   settings = TINY | {"placement.platform": "tpu"}
   result = launch(command(tmp_path, settings))

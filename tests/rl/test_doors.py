@@ -273,7 +273,7 @@ def test_who_waits_for_an_engine_is_told_when_none_is_left():
 @pytest.mark.parametrize("mode", ["drain", "recompute"])
 @pytest.mark.parametrize("seed", range(8))
 def test_engines_that_come_and_go_between_publishes_stop_nobody(seed, mode):
-  chance, sent = random.Random(seed), [0]
+  chance, sent, ends = random.Random(seed), [0], []
 
   async def scenario():
     log = events.EventLog()
@@ -282,7 +282,11 @@ def test_engines_that_come_and_go_between_publishes_stop_nobody(seed, mode):
     async def play(number):
       await asyncio.sleep(20 * chance.random())
       turns = chance.randrange(1, 5)
-      return await pools.episode(pooled, f"s{number}", turns=turns)
+      try:
+        return await pools.episode(pooled, f"s{number}", turns=turns)
+      except ValueError as error:  # No engine has its version any more.
+        ends.append(str(error))
+        return number, []
 
     async def fail():
       for _ in range(4):
@@ -304,12 +308,13 @@ def test_engines_that_come_and_go_between_publishes_stop_nobody(seed, mode):
     plays = [asyncio.create_task(play(i)) for i in range(40)]
     await asyncio.gather(fail(), update())
     played = await asyncio.gather(*plays)
-    return played, pooled.describe(), log.events
+    return played, log.events
 
-  played, described, told = pools.run(scenario())
+  played, told = pools.run(scenario())
   assert len(played) == 40
   assert all(versions == sorted(versions) for _, versions in played)
-  # Without a loss an episode that is waited for has one version.
   mixed = sum(len(set(versions)) > 1 for _, versions in played)
-  assert mode != "drain" or mixed <= described["sessions_moved"]
+  assert mode != "drain" or not mixed
+  assert mode == "drain" or not ends
+  assert all("which no engine that is left serves" in end for end in ends)
   assert any(event["kind"] == "engine_back" for event in told)

@@ -56,6 +56,13 @@ def raising(error):
   return call
 
 
+class Leaving(list):
+  """A list that ends the process when it is read."""
+
+  def __iter__(self):
+    raise SystemExit
+
+
 @pytest.mark.parametrize(
   ("start", "words"),
   [
@@ -66,6 +73,8 @@ def raising(error):
     (returning([base.Message("user", cast(Any, None))]), "content is None"),
     (returning([base.Message(cast(Any, "bot"), "go")]), "of role 'bot'"),
     (raising(OSError("no game")), "start raised OSError: no game"),
+    (raising(SystemExit("quit")), "start raised SystemExit: quit"),
+    (returning(Leaving()), "start returned messages, which raised SystemExit"),
     (lambda: 5, "start raised TypeError"),
     (cast(Any, 5), "start raised TypeError"),
   ],
@@ -93,6 +102,7 @@ def test_a_start_that_returns_nonsense_is_a_fault(start, words):
     (returning(base.Step(SAID, 1.0, cast(Any, "no"))), "done=str, not a bool"),
     (raising(OSError("no game")), "step raised OSError: no game"),
     (raising(asyncio.CancelledError()), "step raised CancelledError"),
+    (raising(SystemExit("quit")), "step raised SystemExit: quit"),
     (lambda answer: 5, "step raised TypeError"),
   ],
 )

@@ -2,31 +2,138 @@
 
 import asyncio
 import collections
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 
 from envs import base
-from rl import foreign
+from rl import foreign, virtual
 
 SAID = [base.Message("user", "on")]
 
 
 def test_a_deadline_lets_the_late_code_clean_up():
-  done = []
+  done, late = [], set()
 
-  async def late():
+  async def slow():
     try:
       await asyncio.sleep(60)
     finally:
       # Two waits while it is being cancelled.
       await asyncio.sleep(0)
-      await asyncio.sleep(0.01)
+      await asyncio.sleep(0.5)
       done.append(True)
 
-  with pytest.raises(foreign.Fault, match=r"step took over 0\.02 s"):
-    asyncio.run(foreign.guarded(late, 0.02, "step"))
-  assert done == [True]
+  async def run():
+    with pytest.raises(foreign.Fault, match=r"step took over 2 s"):
+      await foreign.guarded(slow, 2.0, "step", late=late)
+    assert (len(late), done) == (1, [])
+    await asyncio.wait(late)
+    return asyncio.get_running_loop().time()
+
+  assert virtual.run(run()) == 2.5
+  assert (late, done) == (set(), [True])
+
+
+class Stubborn:
+  """Catches each cancellation for a while, and goes on waiting."""
+
+  def __init__(self, times):
+    self.caught, self.times, self.ended = 0, times, False
+
+  async def __call__(self):
+    while self.caught < self.times:
+      try:
+        await asyncio.sleep(100)
+      except asyncio.CancelledError:
+        self.caught += 1
+    self.ended = True
+
+
+def test_who_catches_its_cancellation_has_a_deadline_all_the_same():
+  stubborn, late = Stubborn(9), set()
+
+  async def run():
+    with pytest.raises(foreign.Fault, match="step took over 2 s"):
+      await foreign.guarded(stubborn, 2.0, "step", late=late)
+    assert asyncio.get_running_loop().time() == 2.0
+    await asyncio.sleep(1)
+    return len(late)
+
+  assert virtual.run(run()) == 1
+  # Nor has the end of the loop waited for it, which cancels who is left.
+  assert (stubborn.caught, stubborn.ended) == (1, False)
+
+
+def test_the_process_ends_although_a_call_catches_whatever_would_end_it():
+  code = """
+import asyncio
+from rl import foreign
+
+async def step():
+  while True:
+    try:
+      await asyncio.sleep(60)
+    except:  # Its own end as well.
+      pass
+
+try:
+  asyncio.run(foreign.guarded(step, 0.01, "step"))
+except foreign.Fault as fault:
+  print(fault)
+"""
+  command = [sys.executable, "-c", code]
+  done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+  assert (done.returncode, done.stderr) == (0, "")
+  assert done.stdout == "step took over 0.01 s\n"
+
+
+def test_who_is_cancelled_does_not_wait_for_a_call_that_goes_on():
+  stubborn, late = Stubborn(2), set()
+
+  async def run():
+    call = foreign.guarded(stubborn, 50.0, "step", late=late)
+    work = asyncio.create_task(call)
+    await asyncio.sleep(1)
+    work.cancel()
+    await asyncio.wait([work])
+    assert (asyncio.get_running_loop().time(), len(late)) == (1.0, 1)
+    for left in late:
+      left.cancel()
+    await asyncio.wait(late)
+    return work.cancelled()
+
+  assert virtual.run(run())
+  assert (late, stubborn.ended) == (set(), True)
+
+
+def test_an_exit_is_a_fault_and_does_not_end_the_loop():
+  async def leave():
+    raise SystemExit("quit()")
+
+  async def run():
+    with pytest.raises(foreign.Fault, match=r"step raised SystemExit: quit()"):
+      await foreign.guarded(leave, 1.0, "step")
+    with pytest.raises(foreign.Fault, match="making it raised SystemExit: 3"):
+      foreign.contained(lambda: sys.exit(3), "making it")
+    return True
+
+  assert virtual.run(run())
+
+
+def test_an_interrupt_of_the_user_is_no_fault():
+  async def interrupted():
+    raise KeyboardInterrupt
+
+  def interrupt():
+    raise KeyboardInterrupt
+
+  with pytest.raises(KeyboardInterrupt):
+    virtual.run(foreign.guarded(interrupted, 1.0, "step"))
+  with pytest.raises(KeyboardInterrupt):
+    foreign.contained(interrupt, "making it")
 
 
 def test_a_timeout_of_its_own_is_what_it_raised_and_no_deadline():

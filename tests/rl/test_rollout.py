@@ -204,10 +204,11 @@ def test_the_watchdog_names_who_is_waited_for():
   ]
 
 
-def test_a_source_that_cannot_build_its_environment_is_data():
+@pytest.mark.parametrize("error", [KeyError, SystemExit])
+def test_a_source_that_cannot_build_its_environment_is_data(error):
   class Broken(testing.Counting):
     def __call__(self, task):
-      raise KeyError("no such map")
+      raise error("no such map")
 
   group = players.play_group(Broken())
   assert all(
@@ -264,6 +265,8 @@ class Broken:
       raise ConnectionError("judge is down")
     if self.how == "cancel":
       raise asyncio.CancelledError
+    if self.how == "exit":
+      raise SystemExit(2)
     if self.how == "hang":
       await asyncio.sleep(60)
     if self.how == "inf":
@@ -279,6 +282,7 @@ class Broken:
     ("inf", "reward inf is not a finite number"),
     ("sync", "reward raised OSError: no such judge"),
     ("cancel", "reward raised CancelledError"),
+    ("exit", "reward raised SystemExit: 2"),
     ([base.Grade(1.0, {})] * 2, "not a list of one Grade"),
     ([1.0], "reward returned float in place of a Grade"),
     (1.0, "reward returned 1.0, not a list of one Grade"),

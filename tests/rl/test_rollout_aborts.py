@@ -210,19 +210,36 @@ def test_to_abort_what_has_ended_changes_nothing():
   assert [t.reward for t in group.trajectories] == [1.0] * 4
 
 
-def test_a_member_that_is_graded_keeps_its_grade_when_others_are_aborted():
+def test_a_member_that_is_graded_keeps_its_grade_when_the_surplus_goes():
   async def run():
-    # Member 0 is graded from 0 s to 0.08 s; the others would decode until 9 s.
-    served = players.fake(delay_s=slow(9.0, 1, 2, 3))
+    # All are graded from 0 s to 0.08 s but member 1, which decodes until 9 s.
+    served = players.fake(delay_s=slow(9.0, 1))
     judge = testing.Judge(delay_s=lambda index, call: 0.08)
-    playing = players.player(testing.Counting(turns=1), served, judge)
-    group, _ = await aborted(players.begin(playing), 0.04)
+    source = testing.Counting(turns=1)
+    playing = players.player(source, served, judge, extra_members=1)
+    group = await players.begin(playing).run()
     return group, booked(playing, "index"), players.of_kind(playing, "reward")
 
   group, told, rewards = virtual.run(run())
-  assert told == [(1,), (2,), (3,)]
-  assert [e["index"] for e in rewards] == [0]
-  assert [t.reward for t in group.trajectories] == [1.0, None, None, None]
+  assert told == [(1,)]
+  assert [e["index"] for e in rewards] == [0, 2, 3, 4]
+  assert [t.reward for t in group.trajectories] == [1.0] * 4
+
+
+def test_an_abort_ends_the_grading_and_books_what_was_sampled_once():
+  async def run():
+    judge = testing.Judge(delay_s=lambda index, call: 0.08)
+    playing = players.player(testing.Counting(turns=1), reward=judge)
+    group, end = await aborted(players.begin(playing), 0.04, "surplus")
+    ended = [e["tokens"] for e in players.of_kind(playing, "ended")]
+    assert playing.graders.stats().in_flight == 0
+    return group, end, ended, booked(playing, "index"), playing.log.events
+
+  group, end, ended, told, log = virtual.run(run())
+  assert (end, ended, told) == (0.04, [2] * 4, [])
+  assert group.num_sampled == sum(ended)
+  assert [t.reward for t in group.trajectories] == [None] * 4
+  assert {e["kind"] for e in log}.isdisjoint(("reward", "fault"))
 
 
 def test_an_environment_that_is_only_closed_belongs_to_a_whole_episode():
@@ -230,7 +247,8 @@ def test_an_environment_that_is_only_closed_belongs_to_a_whole_episode():
     source = testing.Counting(turns=1, fault="hang_close")
     judge = testing.Judge(delay_s=lambda index, call: 0.05)
     playing = players.player(source, reward=judge, limits=players.ONE)
-    group, end = await aborted(players.begin(playing), 0.04)
+    group = await players.begin(playing).run()
+    end = asyncio.get_running_loop().time()
     closed = await players.closed(playing)
     return group.trajectories[0], end, closed, booked(playing, "index")
 
@@ -262,7 +280,8 @@ def test_an_episode_that_is_over_is_whole_before_anybody_has_looked():
     return group.trajectories[0], plays[0].aborted, booked(playing, "index")
 
   member, reason, told = virtual.run(run())
-  assert (member.status, member.reward) == (STATUS.COMPLETED, 1.0)
+  # Only its grading is given up: nobody wants its group.
+  assert (member.status, member.reward) == (STATUS.COMPLETED, None)
   assert (reason, told) == ("stale", [])
 
 
@@ -363,24 +382,3 @@ def test_how_old_a_group_is_can_be_told_while_it_decodes():
 
   # Nothing is sampled yet, then a first answer is, then the second.
   assert virtual.run(run()) == [None, 3, 3]
-
-
-def test_an_abort_reaches_a_request_whose_engine_was_lost():
-  async def run():
-    engines = [players.fake(delay_s=lambda _: 10.0) for _ in range(2)]
-    playing = players.player(testing.Counting(), limits=players.ONE)
-    pool = router.Router([router.Member(one) for one in engines])
-    playing = dataclasses.replace(playing, engine=pool)
-    play = players.begin(playing)
-    running = asyncio.create_task(play.run())
-    await asyncio.sleep(4)
-    await engines[0].close()
-    await asyncio.sleep(4)
-    play.abort("stale")
-    group = await running
-    return group, asyncio.get_running_loop().time(), booked(playing, "tokens")
-
-  group, end, told = virtual.run(run())
-  # The other engine has begun it anew, at 4 s.
-  assert (end, told) == (8.0, [(1,)])
-  assert group.trajectories[0].status is STATUS.STALE

@@ -140,6 +140,67 @@ def test_an_abort_and_a_look_reach_the_engine_of_their_request():
   assert pools.run(scenario()) == ["abort"] * 3
 
 
+@pytest.mark.parametrize("streamed", [False, True])
+def test_an_abort_reaches_a_request_that_waits_for_an_engine(streamed):
+  async def ask(pooled):
+    again = pools.request("again", "a")
+    if not streamed:
+      return await pooled.generate(again)
+    return [delta async for delta in pooled.stream(again)][-1].completion
+
+  async def scenario():
+    pooled, engines = pools.pool()
+    await pooled.begin("a", "")
+    engines[0].version = trajectory.PolicyVersion(1)
+    await pooled.generate(pools.request("a"))
+    await engines[0].close()
+    # The other has not been given that version yet.
+    waiting = asyncio.create_task(ask(pooled))
+    await asyncio.sleep(4)
+    assert not waiting.done()
+    pooled.abort("again")
+    answer = await waiting
+    assert pools.busy(engines) == [0, 0]
+    with pytest.raises(ValueError, match="request again is not in flight"):
+      pooled.abort("again")
+    return answer.stop, len(answer.tokens), answer.decode_s
+
+  assert pools.run(scenario()) == ("abort", 0, 4.0)
+
+
+def test_an_abort_of_all_reaches_what_is_between_two_engines():
+  async def scenario():
+    pooled, engines = pools.pool(delay_s=5.0)
+    answers = [await pools.begun(pooled, name) for name in "ab"]
+    await engines[0].close()
+    pooled.abort(None)
+    return [((await one).stop, len((await one).tokens)) for one in answers]
+
+  # Of "b" an engine knew, and it had begun.
+  assert pools.run(scenario()) == [("abort", 0), ("abort", 1)]
+
+
+def test_a_conversation_ends_when_nobody_has_its_version_any_more():
+  async def scenario():
+    pooled, engines = pools.pool(delay_s=1.0)
+    held = asyncio.create_task(pools.episode(pooled, "a", turns=1))
+    long = asyncio.create_task(pools.episode(pooled, "b", turns=4))
+    await asyncio.sleep(0.1)
+    published = asyncio.ensure_future(pools.publish(pooled, 1))
+    assert await held == (0, [0, 0])
+    await asyncio.sleep(0.1)
+    assert [one.version for one in engines] == [1, 0]
+    await engines[1].close()
+    with pytest.raises(ValueError, match="session b has tokens of version 0"):
+      await long
+    await published
+    # Nobody waits for what has ended.
+    await pools.publish(pooled, 2)
+    return await pools.episode(pooled, "c", turns=1)
+
+  assert pools.run(scenario()) == (0, [2, 2])
+
+
 def test_what_is_flushed_is_flushed_everywhere():
   async def scenario():
     pooled, engines = pools.pool(3)
