@@ -24,6 +24,25 @@ class Unreadable(Exception):
   """There is no run to check, or not enough of it."""
 
 
+@dataclasses.dataclass(kw_only=True)
+class Source:
+  """How many groups a source of tasks was given, and what became of them.
+
+  Attributes:
+    submitted: places in the order of submission. They are given by the weights
+      of the sources, so this is the mix that was asked for; the place of a
+      surplus is given again, and counts once.
+    trained: groups of its tasks.
+    starved: places that it lost, because it was too slow for the bound.
+    attempts: that these had taken.
+  """
+
+  submitted: int = 0
+  trained: int = 0
+  starved: int = 0
+  attempts: int = 0
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Verdict:
   """What the log of a run says.
@@ -34,6 +53,8 @@ class Verdict:
     violations: a sentence for every way in which a promise was broken.
     lags: trained groups by T - F.
     faults: by status.
+    sources: by name.
+    rounds: that were trained, in whole or in part.
     groups: some attempts, spread over the run: see `Ages`.
     num_cut: lines of the log that a crash has cut; they were left out.
   """
@@ -46,6 +67,8 @@ class Verdict:
   selection: ledger.Selection
   lags: collections.Counter[int]
   faults: collections.Counter[str]
+  sources: Mapping[str, Source]
+  rounds: int
   groups: Sequence[_Row]
   num_cut: int
 
@@ -55,8 +78,18 @@ class Verdict:
     bound = "an unknown bound" if self.bound is None else str(self.bound)
     return (
       f"staleness: at most {max(self.lags, default=0)} of {bound} allowed, "
-      f"over {self.lags.total():,} groups; {self.books}"
+      f"over {self.lags.total():,} groups; {self.books}{self._starved}"
     )
+
+  @property
+  def _starved(self) -> str:
+    starved = [
+      f"{name} in {source.starved:,} of {source.submitted:,} places, after "
+      f"{source.attempts:,} attempts"
+      for name, source in self.sources.items()
+      if source.starved
+    ]
+    return f"; too slow for the bound: {', '.join(starved)}" if starved else ""
 
   @property
   def text(self) -> str:
@@ -73,11 +106,74 @@ class Verdict:
     for source, share in launched.shares.items():
       trained = chosen.shares.get(source, 0.0)
       lines.append(f"  {source}: {share:.1%} launched, {trained:.1%} trained")
+    lines += self._mix
     if self.num_cut:
       lines.append(f"lines cut by a crash and left out: {self.num_cut}")
     lines += [f"checked: {check}" for check in self.checks]
     lines += [f"broken: {violation}" for violation in self.violations]
     return "\n".join([*lines, f"{len(self.violations)} violations"])
+
+  @property
+  def _mix(self) -> list[str]:
+    """A line for each source, when there are several or one starved."""
+    told = self.sources.values()
+    if len(told) < 2 and not any(source.starved for source in told):
+      return []
+    submitted = sum(source.submitted for source in told)
+    trained = sum(source.trained for source in told)
+    return [
+      f"groups of {name}: {_share(source.submitted, submitted)} of those "
+      f"submitted, {_share(source.trained, trained)} of those trained; "
+      f"{source.starved:,} starved, after {source.attempts:,} attempts"
+      for name, source in self.sources.items()
+    ]
+
+
+def _share(part: int, whole: int) -> str:
+  return f"{part / whole:.1%}" if whole else "none"
+
+
+class Mix:
+  """Counts the groups of each source; memory is that of those under way."""
+
+  def __init__(self):
+    self.sources: collections.defaultdict[str, Source] = (
+      collections.defaultdict(Source)
+    )
+    # Of the first attempt at a group, and of the last.
+    self._first: dict[int, str] = {}
+    self._last: dict[int, str] = {}
+
+  def feed(self, event: events.Event) -> None:
+    """Counts one event."""
+    match event["kind"]:
+      case "submitted":
+        self._begin(event["group"], event["source"])
+      case "restored":
+        known = self._last.get(event["group"], ledger.UNKNOWN)
+        self._begin(event["group"], known)
+      case "starved":
+        source = self.sources[event["source"]]
+        source.starved += 1
+        source.attempts += event["attempts"]
+      case "trained" if event["group"] in self._last:
+        self.sources[self._last[event["group"]]].trained += 1
+        self._end(event["group"])
+      case "dropped" if self._is_surplus(event):
+        self.sources[self._first[event["group"]]].submitted -= 1
+        self._end(event["group"])
+
+  def _is_surplus(self, event: events.Event) -> bool:
+    return event["reason"] == "surplus" and event["group"] in self._first
+
+  def _begin(self, group: int, source: str) -> None:
+    self._last[group] = source
+    if group not in self._first:
+      self._first[group] = source
+      self.sources[source].submitted += 1
+
+  def _end(self, group: int) -> None:
+    del self._first[group], self._last[group]
 
 
 class Ages:
@@ -146,7 +242,27 @@ def of_run(run_dir: pathlib.Path) -> Verdict:
     raise Unreadable(
       f"{run_dir}/config.json: it should hold the schedule: {error}"
     ) from error
-  return read(run_dir / "events.jsonl", schedule, group_size)
+  verdict = read(run_dir / "events.jsonl", schedule, group_size)
+  missing = _missing(run_dir / "metrics.jsonl", verdict.rounds)
+  return dataclasses.replace(
+    verdict, violations=[*verdict.violations, *missing]
+  )
+
+
+def _missing(metrics: pathlib.Path, rounds: int) -> list[str]:
+  """Returns what to say when the metrics go on where the log ends.
+
+  They are written a moment before the events of the same round.
+  """
+  if not metrics.is_file():
+    return []
+  told = metrics.read_bytes().count(b"\n")
+  if told <= rounds + 1:
+    return []
+  return [
+    f"the log ends in round {rounds}, but {metrics.name} has {told}: lines are "
+    "missing at its end"
+  ]
 
 
 def schedule_of(config: Mapping[str, Any]) -> tuple[overlap.Overlap, int]:
@@ -180,7 +296,7 @@ def read(
       reader.feed(event)
   except (LookupError, TypeError) as error:
     raise Unreadable(f"{path.name}: an event lacks {error}") from error
-  return reader.verdict(log.num_cut)
+  return reader.verdict(log)
 
 
 class _Reader:
@@ -191,27 +307,34 @@ class _Reader:
     self._checker = (
       invariants.Checker(schedule, group_size) if schedule else None
     )
-    self._books, self._ages = ledger.Books(), Ages()
+    self._books, self._ages, self._mix = ledger.Books(), Ages(), Mix()
     self._lags: collections.Counter[int] = collections.Counter()
     self._faults: collections.Counter[str] = collections.Counter()
+    self._rounds = 0
 
   def feed(self, event: events.Event) -> None:
     if self._checker:
       self._checker.feed(event)
     self._books.feed(event)
     self._ages.feed(event)
+    self._mix.feed(event)
     if event["kind"] == "trained":
       self._lags[event["version"] - event["first_version"]] += 1
+      self._rounds = max(self._rounds, event["version"] + 1)
     elif event["kind"] == "fault":
       self._faults[event["status"]] += 1
 
-  def verdict(self, num_cut: int) -> Verdict:
+  def verdict(self, log: events.File) -> Verdict:
     checks, violations, book = [], [], self._books.ledger()
     if self._checker:
       checks = [*self._checker.checks, _BALANCE]
       violations = self._checker.finish()
       if book.error:
         violations.append(f"the ledger does not balance: {book}")
+    if log.num_garbled:
+      violations.append(
+        f"{log.num_garbled} lines in the middle of the log are no events"
+      )
     return Verdict(
       bound=self._bound,
       checks=checks,
@@ -221,6 +344,8 @@ class _Reader:
       selection=self._books.selection(),
       lags=self._lags,
       faults=self._faults,
+      sources=dict(sorted(self._mix.sources.items())),
+      rounds=self._rounds,
       groups=self._ages.rows,
-      num_cut=num_cut,
+      num_cut=log.num_cut,
     )

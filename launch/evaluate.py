@@ -47,12 +47,18 @@ async def _evaluate(
   async with restored.restored(experiment, run_dir) as (parts, found):
     await parts.start(found.state, trajectory.PolicyVersion(found.step))
     settings = experiment.evaluation
-    outcome, _ = await evaluate.evaluate(
-      parts.player,
-      episodes=_EPISODES.value,
-      temperature=settings.temperature,
-      success=settings.success,
-      seed=experiment.seed,
+    outcome, _ = await parts.dog.wait(
+      evaluate.evaluate(
+        parts.player,
+        episodes=_EPISODES.value,
+        temperature=settings.temperature,
+        success=settings.success,
+        seed=experiment.seed,
+      ),
+      owner="the run",
+      what="the evaluation",
+      deadline_s=experiment.stall_s,
+      in_steps=True,
     )
   print(
     f"{experiment.environment.name} after {found.step} rounds: success "

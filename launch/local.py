@@ -3,6 +3,8 @@
 restore or start afresh -> engine up -> evaluate -> rounds -> evaluate
                                           |  (metrics, checkpoints)
                           Ctrl-C, SIGTERM -+-> save, say how to go on
+
+However it ends, what its log shows is said.
 """
 
 import asyncio
@@ -15,7 +17,7 @@ import pathlib
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 from jaxtyping import Float32
@@ -38,8 +40,6 @@ from rl import progress as progress_lib
 
 _EPISODES_KEPT = 4
 _LOOP_LAG_S = 30.0
-# Of the loop itself: checks on the learner's mesh and copies are not counted.
-_WORK = {"learner": ("accumulate", "update"), "decode": ("decode",)}
 
 
 def train(experiment: config.Experiment, path: str | os.PathLike) -> int:
@@ -88,7 +88,7 @@ class _Run:
     self._saved = -1
     self._evaluated = -1
     self._signal = 0
-    self._meter = trace.Meter(_WORK)
+    self._meter = trace.Meter()
 
   async def train(self) -> int:
     """Runs to the last round, or to a signal."""
@@ -120,15 +120,16 @@ class _Run:
 
   async def _train(self, parts: assemble.Parts) -> int:
     progress = await self._begin()
-    if progress.trained >= self._experiment.rounds:
-      return await self._complete(progress)
-    await self._open(progress)
-    await self._evaluate(progress.trained)
-    await self._rounds(progress)
-    if self._signal:
-      return self._stopped()
-    await self._evaluate(self._experiment.rounds)
-    return self._finish()
+    with self._checked_on_failure():
+      if progress.trained >= self._experiment.rounds:
+        return await self._complete(progress)
+      await self._open(progress)
+      await self._evaluate_apart(progress.trained)
+      await self._rounds(progress)
+      if self._signal:
+        return self._stopped()
+      await self._evaluate_apart(self._experiment.rounds)
+      return self._finish()
 
   async def _rounds(self, progress: progress_lib.Progress) -> None:
     """Returns after the last round, or where a signal stopped the loop."""
@@ -154,7 +155,7 @@ class _Run:
     code = 0
     if not self._is_evaluated(progress.trained):
       await self._open(progress)
-      await self._evaluate(progress.trained)
+      await self._evaluate_apart(progress.trained)
       code = self._finish()
     elif not self._is_reported(progress.trained):
       code = self._finish()
@@ -276,6 +277,16 @@ class _Run:
         ) from error
     self._saved = trained
 
+  async def _evaluate_apart(self, version: int) -> None:
+    """As `_evaluate`, outside of the rounds, where nobody else waits for it."""
+    await self._parts.dog.wait(
+      self._evaluate(version),
+      owner="the run",
+      what=f"the evaluation of version {version}",
+      deadline_s=self._experiment.stall_s,
+      in_steps=True,
+    )
+
   async def _evaluate(self, version: int) -> None:
     settings = self._experiment.evaluation
     if not settings.episodes or version == self._evaluated:
@@ -342,6 +353,26 @@ class _Run:
       loop.remove_signal_handler(number)
       signal.signal(number, interrupt)
 
+  @contextlib.contextmanager
+  def _checked_on_failure(self) -> Iterator[None]:
+    """Says what the log shows before an exception of the body goes on."""
+    try:
+      yield
+    except Exception:
+      try:
+        self._parts.log.flush()
+        self._tell(check.of_run(self._dir))
+      except (OSError, check.Unreadable) as error:  # Not what ended the run.
+        self._screen.note(f"the log was not checked: {error}")
+      raise
+
+  def _tell(self, verdict: check.Verdict) -> int:
+    """Says what the log shows; returns 1 when an invariant broke."""
+    self._screen.note(verdict.summary)
+    for line in verdict.violations:
+      self._screen.note(f"error: {line}")
+    return 1 if verdict.violations else 0
+
   def _conclude(self) -> int:
     """Leaves trace and report; returns 1 when an invariant broke."""
     parts = self._parts
@@ -356,8 +387,5 @@ class _Run:
       trace.File(self._dir / "spans.jsonl"), self._dir / "trace.json"
     )
     verdict = check.of_run(self._dir)
-    self._screen.note(verdict.summary)
     self._screen.note(f"report: {report.write(self._dir, verdict)}")
-    for line in verdict.violations:
-      self._screen.note(f"error: {line}")
-    return 1 if verdict.violations else 0
+    return self._tell(verdict)

@@ -129,7 +129,7 @@ def tiles(run: Run) -> list[tuple[str, str, str]]:
     success = f"{first['success']:.0%} → {last['success']:.0%}"
     interval = f"held out; last {last['low']:.0%} to {last['high']:.0%}"
   wall, gaps = column("time_s"), column("logprob_gap_max")
-  both = trace.overlap(run.spans)
+  both = trace.overlap([s for s in run.spans if trace.is_work(s)])
   busy = f"learner {both.first_s:,.0f} s, decode {both.second_s:,.0f} s busy"
   return [
     ("Success", success, interval),

@@ -11,7 +11,7 @@ groups in flight, however long the log.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 from rl import events
@@ -59,6 +59,10 @@ class Attempt:
 
   Attributes:
     launched: members that are played of each group.
+    begun_at: version that was served when it was submitted, or restored.
+    ended_at: version that was served when a member last ended.
+    open_at: newest version that was served while it was neither trained nor
+      dropped.
     replayed: from its beginning, after a restart.
     graded: members that were done when it was ready.
     ready, dequeued, trained, dropped, restored: the events, when they came.
@@ -68,6 +72,9 @@ class Attempt:
   group: int
   number: int
   launched: int
+  begun_at: int = 0
+  ended_at: int = 0
+  open_at: int = 0
   source: str = ""
   replayed: bool = False
   members: dict[int, Member] = dataclasses.field(default_factory=dict)
@@ -104,12 +111,23 @@ class Attempt:
     return sum(member.sampled for member in self.members.values())
 
   @property
-  def used(self) -> int:
+  def chosen(self) -> int:
     """Tokens of the members that make up the group that was trained."""
     if self.restored or not self.trained:
       return self.sampled
-    chosen = set(self.trained["members"])
-    return sum(m.sampled for i, m in self.members.items() if i in chosen)
+    return self.sampled_by(self.trained["members"])
+
+  @property
+  def used(self) -> list[int]:
+    """Members that were trained: not those that only make up the group."""
+    if not self.trained:
+      return []
+    # Older logs do not tell them apart.
+    return self.trained.get("used", self.trained["members"])
+
+  def sampled_by(self, members: Sequence[int]) -> int:
+    """Returns the tokens that some members are known to have sampled."""
+    return sum(m.sampled for i, m in self.members.items() if i in members)
 
 
 def name(group: int, attempt: int) -> str:
@@ -174,6 +192,8 @@ def _early_of_member(member: Member, event: events.Event) -> str:
     case "turn":
       if member.first_t is None and event["tokens"]:
         return "before its first token"
+      if member.number is None and event["number"]:
+        return f"number {event['number']} is its first"
       if member.number is not None and event["number"] != member.number + 1:
         return f"number {event['number']} after number {member.number}"
       return _before_first(member, event)
@@ -226,6 +246,7 @@ class Attempts:
     self._open: dict[tuple[int, int], Attempt] = {}
     self._over: set[tuple[int, int]] = set()
     self._published = 0
+    self._version = 0
 
   @property
   def under_way(self) -> list[Attempt]:
@@ -236,8 +257,7 @@ class Attempts:
     """Returns what is wrong with the place of an event, if anything is."""
     kind = event["kind"]
     if kind == "published":
-      self._published += 1
-      self._give_up()
+      self._publish(event["version"])
     if kind not in events.OF_ATTEMPT:
       return None
     place = event["group"], event["attempt"]
@@ -248,6 +268,8 @@ class Attempts:
       return Misplaced(_says(attempt, event, wrong), ignored=True)
     wrong = early(attempt, event)
     _APPLY[kind](attempt, event)
+    if kind in _ENDS:
+      attempt.ended_at = self._version
     if attempt.trained or attempt.dropped:
       self._close(place, attempt)
     return Misplaced(_says(attempt, event, wrong), False) if wrong else None
@@ -262,7 +284,10 @@ class Attempts:
         return None
       says = f"{name(*place)}: {kind}, but it is not under way"
       return Misplaced(says, ignored=True)
-    self._open[place] = attempt = Attempt(*place, self._launched)
+    now = event.get("version", self._version)
+    self._open[place] = attempt = Attempt(
+      *place, self._launched, begun_at=now, open_at=now
+    )
     if kind == "submitted":
       attempt.source = event["source"]
       attempt.replayed = event.get("replayed", False)
@@ -280,6 +305,14 @@ class Attempts:
     self._over.discard(place)
     del self._open[place]
     self._settle(attempt)
+
+  def _publish(self, version: int) -> None:
+    self._version = version
+    self._published += 1
+    self._give_up()
+    for attempt in self._open.values():
+      if not (attempt.trained or attempt.dropped):
+        attempt.open_at = version
 
   def _give_up(self) -> None:
     for place in list(self._over):

@@ -95,7 +95,8 @@ class Experiment:
     rounds: publishes until the end.
     warm_start: supervised steps before the first round, or None.
     stall_s: a wait inside the loop that lasts longer ends the run and names
-      who waits for what.
+      who waits for what. Of an evaluation it is the longest time in which no
+      episode ends.
   """
 
   environment: base.Source

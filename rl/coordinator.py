@@ -17,7 +17,7 @@ import asyncio
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -81,6 +81,17 @@ class _Round:
   groups: list[trajectory.Group] = dataclasses.field(default_factory=list)
   used: list[training.Used] = dataclasses.field(default_factory=list)
   updates: list[dict[str, float]] = dataclasses.field(default_factory=list)
+
+
+class _Interval(NamedTuple):
+  """What happened from the end of training in one round to that in the next.
+
+  The next round is played already while this one is described.
+  """
+
+  wall_s: float
+  news: list[events.Event]
+  work: trace.Overlap
 
 
 class Coordinator:
@@ -166,7 +177,7 @@ class Coordinator:
       self._spans.listeners.remove(self._meter.add)
 
   async def _run(self, tasks: asyncio.TaskGroup) -> Any:
-    # A round is measured from the end of the one before it.
+    # A round is measured from the end of training in the one before it.
     self._background = tasks
     self._mark = asyncio.get_running_loop().time()
     producing = tasks.create_task(self._producer.run(), name="producer")
@@ -211,9 +222,10 @@ class Coordinator:
     for _ in range(self._schedule.updates_per_round):
       await self._update(this)
     self._trained += 1
+    interval = self._interval()
     self._producer.advance(self._trained)
     await self._publish()
-    metrics = await self._describe(this)
+    metrics = await self._describe(this, interval)
     values = [values for values, _ in this.used]
     await self._observer.on_round(metrics, this.groups, values)
     await self._observer.on_boundary(self._progress())
@@ -271,9 +283,8 @@ class Coordinator:
     self, group: trajectory.Group, trained: np.ndarray, number: int
   ) -> None:
     members = group.trajectories
-    kept = sum(
-      t.num_sampled for t, used in zip(members, trained, strict=True) if used
-    )
+    used = [t for t, is_used in zip(members, trained, strict=True) if is_used]
+    kept = sum(t.num_sampled for t in used)
     self._log.emit(
       "trained",
       group=group.group_id,
@@ -284,6 +295,7 @@ class Coordinator:
       tokens=kept,
       masked=sum(t.num_sampled for t in members) - kept,
       members=[t.index for t in members],
+      used=[t.index for t in used],
     )
 
   # Publishing.
@@ -301,7 +313,13 @@ class Coordinator:
   async def _published(self) -> None:
     """Returns when nothing is being published."""
     if self._publishing is not None:
-      await self._publishing
+      # What it waits for itself has deadlines, so this wait ends.
+      with self._dog.noted(
+        owner="learner",
+        what="the version before to be served",
+        deadline_s=self._settings.stall_s,
+      ):
+        await self._publishing
       self._publishing = None
 
   async def _ship(self, version: trajectory.PolicyVersion, params: Any) -> None:
@@ -310,25 +328,42 @@ class Coordinator:
       f"the engines to take version {version}",
     )
     # Before the gate opens, so that no new group shares the cache with it.
-    await self._observer.on_published(version)
+    await self._guarded(
+      self._observer.on_published(version),
+      f"the evaluation of version {version}",
+      in_steps=True,
+    )
     self._producer.release(version)
 
-  async def _guarded(self, work: Any, what: str) -> Any:
+  async def _guarded(
+    self, work: Any, what: str, *, in_steps: bool = False
+  ) -> Any:
     return await self._dog.wait(
-      work, owner="learner", what=what, deadline_s=self._settings.stall_s
+      work,
+      owner="learner",
+      what=what,
+      deadline_s=self._settings.stall_s,
+      in_steps=in_steps,
     )
 
   # Metrics.
 
-  async def _describe(self, this: _Round) -> dict[str, float]:
-    """Returns the metrics of a round."""
-    more = await self._guarded(
-      self._trainer.describe(), "its mesh to score a sample"
-    )
+  def _interval(self) -> _Interval:
+    """Returns what happened since the last call."""
     now = asyncio.get_running_loop().time()
     wall_s, self._mark = (now - self._mark) or math.nan, now
     news = list(self._news)
     self._news.clear()
+    return _Interval(wall_s, news, self._meter.take())
+
+  async def _describe(
+    self, this: _Round, interval: _Interval
+  ) -> dict[str, float]:
+    """Returns the metrics of a round."""
+    more = await self._guarded(
+      self._trainer.describe(), "its mesh to score a sample"
+    )
+    wall_s, news, work = interval
     return {
       "round": float(self._trained),
       **round_report.of_groups(
@@ -347,7 +382,7 @@ class Coordinator:
       **round_report.of_updates(this.updates),
       **round_report.of_schedule(self._schedule),
       **more,
-      **round_report.of_spans(self._meter.take(), wall_s),
+      **round_report.of_spans(work, wall_s),
       **round_report.of_speed(news, this.updates, wall_s),
       "publish_stall_s": self._stall_s,
       **self._gauges(),

@@ -37,6 +37,9 @@ async def evaluate(
 ) -> tuple[Outcome, list[trajectory.Trajectory]]:
   """Plays the first `episodes` tasks of the held-out split, one episode each.
 
+  Its watchdog hears of every episode that is over: how long all of them take
+  depends on how many there are, so the deadline is that of one.
+
   Args:
     player: that of training; its log is left alone.
     success: an episode succeeds when its reward is at least this.
@@ -55,12 +58,21 @@ async def evaluate(
   )
   played = await asyncio.gather(
     *(
-      quiet.member(episode.Episode(player.source.task(i, "eval"), i, 0, seed))
+      _play(quiet, episode.Episode(player.source.task(i, "eval"), i, 0, seed))
       for i in range(episodes)
     )
   )
   await asyncio.gather(*quiet.closing)
   return summarise(played, success), played
+
+
+async def _play(
+  player: rollout.Player, one: episode.Episode
+) -> trajectory.Trajectory:
+  played = await player.member(one)
+  if player.dog is not None:
+    player.dog.got_on()
+  return played
 
 
 def summarise(played: list[trajectory.Trajectory], success: float) -> Outcome:

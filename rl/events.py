@@ -15,14 +15,14 @@ Kinds of events and their fields, all with `t` seconds since the log began:
   dropped      group, attempt, reason, version, tokens    it is not trained
   dequeued     group, attempt, version                    the learner took it
   trained      group, attempt, version, first_version, update, tokens, masked,
-               members                                    an update holds it
+               members, used                              an update holds it
   update       version, number, start, end                an optimizer step
   publish_start  version, moved_bytes     the learner copied so much
   published      version                  every engine serves it
   engine_lost    engine, reason
   engine_back    engine
   fallback       session, wanted, engine  served by hardware of another kind
-  starved        source, task, attempts
+  starved      group, attempt, source, task, attempts     too slow for the bound
   resumed        trained, next_group      a restart goes on after so many rounds
   restored       group, attempt, tokens, first_version    ready before a restart
 
@@ -30,7 +30,8 @@ A group is a place in the order of submission, and attempts at it follow one
 another. `version` is the newest that every engine serves or, of what the
 learner does, the number of rounds trained before. `tokens` were sampled,
 `length` counts all ids. `versions` are run lengths, [[version, tokens], ...],
-in the order of sampling; `members` the indices that make up the group.
+in the order of sampling; `members` the indices that make up the group, `used`
+those of them that are trained: their tokens are `tokens`, the rest's `masked`.
 """
 
 import contextlib
@@ -65,8 +66,20 @@ OF_ATTEMPT = (
   "restored",
 )
 
+KINDS = frozenset(OF_ATTEMPT) | {
+  "update",
+  "publish_start",
+  "published",
+  "engine_lost",
+  "engine_back",
+  "fallback",
+  "starved",
+  "resumed",
+}
+
 _OF_PUBLISH = ("publish_start", "published")
 _OF_LEARNER = ("dequeued", "trained", "update")
+_OF_DROP = ("dropped", "starved")
 
 # At 4 us each a flush keeps the event loop for no longer than 4 ms.
 _FLUSH_EVERY = 1000
@@ -148,20 +161,29 @@ class File:
   Memory is that of one line.
 
   Attributes:
-    num_cut: lines that a crash has cut and the last iteration left out.
+    num_cut: lines that the last iteration left out: no JSON, as a crash leaves
+      the last one.
+    num_garbled: of them those that no crash has cut, because the log goes on
+      behind them without a restart.
   """
 
   def __init__(self, path: pathlib.Path):
     self._path = path
-    self.num_cut = 0
+    self.num_cut = self.num_garbled = 0
 
   def __iter__(self) -> Iterator[Event]:
-    self.num_cut = 0
+    self.num_cut = self.num_garbled = 0
+    waiting = 0
     for line in self._lines():
       try:
-        yield json.loads(line)
+        event = json.loads(line)
       except json.JSONDecodeError:
+        waiting += bool(line.strip())
         self.num_cut += bool(line.strip())
+        continue
+      self.num_garbled += waiting * (event["kind"] != "resumed")
+      waiting = 0
+      yield event
 
   def mentions(self, word: str) -> bool:
     """Whether any line has this string, which costs less than to parse all."""
@@ -173,20 +195,30 @@ class File:
 
 
 def _last_time(path: pathlib.Path) -> float:
-  """Returns `t` of the last whole event, 0 when there is none."""
+  """Returns the time at which a log ends, 0 when it is empty.
+
+  A first token is told later than it was sampled, so its `t` says nothing.
+  """
   if not path.exists():
     return 0.0
-  tail = b""
+  for line in _backwards(path):
+    with contextlib.suppress(json.JSONDecodeError):
+      event = json.loads(line.decode("utf-8", "replace"))
+      if event["kind"] != "first_token":
+        return float(event["t"])
+  return 0.0
+
+
+def _backwards(path: pathlib.Path) -> Iterator[bytes]:
+  """Yields the lines of a file, the last one first."""
+  rest = b""
   with path.open("rb") as file:
     for start in range(path.stat().st_size // _BLOCK, -1, -1):
       file.seek(start * _BLOCK)
-      first, *lines = (file.read(_BLOCK) + tail).split(b"\n")
-      for line in reversed(lines if start else [first, *lines]):
-        with contextlib.suppress(json.JSONDecodeError):
-          return float(json.loads(line.decode("utf-8", "replace"))["t"])
-      # It goes on in the block before.
-      tail = b"\n".join([first, *lines])
-  return 0.0
+      # The first line may begin in the block before.
+      rest, *lines = (file.read(_BLOCK) + rest).split(b"\n")
+      yield from reversed(lines)
+  yield rest
 
 
 def of_kind(events: Iterable[Event], kind: str) -> Iterator[Event]:
@@ -291,9 +323,12 @@ def _stays(stretches: Sequence[_Stretch], number: int, event: Event) -> bool:
     return event["version"] <= floor and done
   if kind in _OF_LEARNER:
     return event["version"] < floor
-  if kind not in OF_ATTEMPT:
+  if kind not in (*OF_ATTEMPT, "starved"):
     return True
   place = event["group"], event["attempt"]
+  if kind in _OF_DROP and any(place in stretch.restored for stretch in later):
+    # Dropped behind the checkpoint that held it: what is restored never was.
+    return False
   if kind != "restored":
     return _play_stays(stretches, number, place)
   played = any(

@@ -56,11 +56,18 @@ def balanced(
   """What was sampled is trained, masked or dropped, to the token."""
   del schedule, group_size
   if attempt.trained:
-    booked = attempt.trained["tokens"] + attempt.trained["masked"]
-    if booked != attempt.used:
+    trained = attempt.trained["tokens"]
+    booked = trained + attempt.trained["masked"]
+    used = attempt.sampled_by(attempt.used)
+    if booked != attempt.chosen:
       yield (
-        f"{attempt}: {attempt.used} tokens were sampled, but {booked} are "
+        f"{attempt}: {attempt.chosen} tokens were sampled, but {booked} are "
         "trained or masked"
+      )
+    elif "used" in attempt.trained and not attempt.restored and trained != used:
+      yield (
+        f"{attempt}: {trained} tokens are trained, but members {attempt.used} "
+        f"sampled {used}"
       )
   elif attempt.dropped and not attempt.open:
     booked = attempt.dropped["tokens"]
@@ -74,7 +81,10 @@ def balanced(
 def counted(
   attempt: attempts.Attempt, schedule: overlap.Overlap, group_size: int
 ) -> Iterator[str]:
-  """A member's turns and versions hold the tokens that its end tells."""
+  """A member's turns and versions hold all tokens that its end tells.
+
+  An answer that was cut off is a turn too, and one of no tokens is one.
+  """
   del schedule, group_size
   for i, member in attempt.members.items():
     tokens = sum(count for _, count in member.versions)
@@ -83,11 +93,58 @@ def counted(
         f"{attempt} member {i}: {tokens} tokens have a version, of "
         f"{member.tokens}"
       )
-    if member.over and member.turn_tokens > member.tokens:
+    if not member.over:
+      continue
+    if member.turn_tokens != member.tokens:
       yield (
         f"{attempt} member {i}: turns of {member.turn_tokens} tokens, of "
         f"{member.tokens}"
       )
+    if member.num_turns != member.turns:
+      yield (
+        f"{attempt} member {i}: {member.num_turns} turns were told, of "
+        f"{member.turns}"
+      )
+
+
+def ends_in_time(
+  attempt: attempts.Attempt, schedule: overlap.Overlap, group_size: int
+) -> Iterator[str]:
+  """No attempt is lost: it is trained or dropped in time.
+
+  In the order of submission, and in any with a bound of 0, what is admitted at
+  version v is of round v + eta at the latest, or surplus then. None is open any
+  more at version v + eta + 2: a surplus has one round to come to its end.
+
+  In the order of completion with a bound above 0, with redundant groups or
+  without, others may overtake an attempt as long as it has no token. From its
+  first on, of version F, the bound holds: it is too old after round F + eta,
+  and over before version F + eta + 2. While no member has an engine, and when
+  none plays any more, there is nothing to wait for but as many publishes.
+  """
+  del group_size
+  since = _bound_since(attempt) if schedule.checks_age else attempt.begun_at
+  if since is None:
+    return
+  if attempt.open_at >= since + schedule.max_staleness + 2:
+    yield (
+      f"{attempt}: neither trained nor dropped by version {attempt.open_at}, "
+      f"though under way since version {since}"
+    )
+
+
+def _bound_since(attempt: attempts.Attempt) -> int | None:
+  """Returns the version from which on no other may overtake an attempt."""
+  if attempt.restored:
+    return attempt.restored["first_version"]
+  members = attempt.members.values()
+  firsts = [m.first_version for m in members if m.first_version is not None]
+  if firsts:
+    return min(firsts)
+  if not members:
+    return attempt.begun_at
+  played = len(members) >= attempt.launched and not attempt.open
+  return attempt.ended_at if played else None
 
 
 def versions_rise(
@@ -219,6 +276,7 @@ RULES = (
   Rule(_always, launched),
   Rule(_always, balanced),
   Rule(_always, counted),
+  Rule(_always, ends_in_time),
   Rule(_always, versions_rise),
   Rule(_always, first_version),
   Rule(_always, bounded),

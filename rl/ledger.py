@@ -93,6 +93,7 @@ class Selection:
   """How what is trained differs from what was launched.
 
   A schedule that prefers quick groups trains shorter episodes than it plays.
+  Members that are masked, as those with a fault, are launched but not trained.
   Aborted episodes count with the length that they had, so `launched` is a
   lower bound.
   """
@@ -177,10 +178,9 @@ class Books:
   def _settle(self, attempt: attempts.Attempt) -> None:
     source = attempt.source or UNKNOWN
     self._add(source, of_attempt(attempt))
-    chosen = set(attempt.trained["members"]) if attempt.trained else set()
     for i, member in attempt.members.items():
       self._launched.add(source, member.length)
-      if i in chosen:
+      if i in attempt.used:
         self._trained.add(source, member.length)
 
 

@@ -48,7 +48,7 @@ class MetricsWriter:
     self._metrics.flush()
     self._scalars(metrics, round)
 
-  def evaluation(self, round: int, metrics: Mapping[str, float]) -> None:
+  def evaluation(self, round: int, metrics: Mapping[str, int | float]) -> None:
     """Appends the result of an evaluation made after `round`."""
     self._evaluations.write(_line(round, metrics))
     self._evaluations.flush()

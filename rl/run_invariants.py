@@ -10,7 +10,9 @@ import collections
 import dataclasses
 from collections.abc import Iterator
 
-from rl import attempts, events, invariant, overlap
+from rl import attempts, events, invariant, overlap, trajectory
+
+_STATUSES = frozenset(status.value for status in trajectory.Status)
 
 
 class Time(invariant.Invariant):
@@ -54,6 +56,28 @@ class Publishes(invariant.Invariant):
     self._last, self._open = version, None
 
 
+class KnownWords(invariant.Invariant):
+  """Every event is of a kind, and every end of a status, that there is."""
+
+  def __init__(self, schedule: overlap.Overlap):
+    del schedule
+
+  def every(self, event: events.Event) -> Iterator[str]:
+    """Looks at the kind."""
+    if event["kind"] not in events.KINDS:
+      yield f"an event of kind {event['kind']!r}, which there is not"
+
+  def ended(self, event: events.Event) -> Iterator[str]:
+    """Looks at the status."""
+    if event["status"] not in _STATUSES:
+      yield (
+        f"{_name(event)} member {event['index']}: ended with status "
+        f"{event['status']!r}, which there is not"
+      )
+
+  fault = ended
+
+
 class KnownVersions(invariant.Invariant):
   """Nothing is sampled by, or admitted at, a version that is not there yet."""
 
@@ -70,8 +94,18 @@ class KnownVersions(invariant.Invariant):
     """Looks at the gate's version."""
     if event["version"] > self._newest:
       yield (
-        f"{_name(event)}: submitted at version {event['version']}, which is "
-        f"not published; {self._newest} is"
+        f"{_name(event)}: {event['kind']} at version {event['version']}, which "
+        f"is not published; {self._newest} is"
+      )
+
+  ready = dropped = submitted
+
+  def admitted(self, event: events.Event) -> Iterator[str]:
+    """Looks at the engine's version."""
+    if event["version"] > self._newest:
+      yield (
+        f"{_name(event)} member {event['index']}: admitted at version "
+        f"{event['version']}, which is not published; {self._newest} is"
       )
 
   def ended(self, event: events.Event) -> Iterator[str]:
@@ -196,4 +230,4 @@ class TrainingApart(invariant.Invariant):
       )
 
 
-INVARIANTS = (Time, Publishes, KnownVersions, Rounds, TrainingApart)
+INVARIANTS = (KnownWords, Time, Publishes, KnownVersions, Rounds, TrainingApart)

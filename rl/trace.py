@@ -183,34 +183,39 @@ def overlap(
   )
 
 
+WORK = {"learner": ("accumulate", "update"), "decode": ("decode",)}
+"""Spans that count as work of both meshes, by track.
+
+Checks on the learner's mesh, copies, compilation and a warm start do not.
+"""
+
+
+def is_work(span: Span) -> bool:
+  """Whether a span is work of the learner or of an engine."""
+  return span.name in WORK.get(span.track, ())
+
+
 class Meter:
-  """Measures the overlap of two tracks from one `take` to the next.
+  """Measures the overlap of work from one `take` to the next.
 
   Append `add` to the listeners of a trace; any thread may call it. A span
   counts where it ends, so work across a `take` loses its overlap with what
   came before.
-
-  Args:
-    names: of spans that count, by track; the first track is `first_s`.
   """
 
-  def __init__(self, names: Mapping[str, Sequence[str]] | None = None):
-    self._names = names
-    self._first, self._second = names or ("learner", "decode")
+  def __init__(self):
     self._spans: list[Span] = []
 
   def add(self, span: Span) -> None:
-    """Counts a span of the tracks."""
-    if span.track not in (self._first, self._second):
-      return
-    if self._names is None or span.name in self._names[span.track]:
+    """Counts a span of work."""
+    if is_work(span):
       self._spans.append(span)
 
   def take(self) -> Overlap:
     """Returns the overlap since the last call, and forgets it."""
     fresh = self._spans[:]
     del self._spans[: len(fresh)]
-    return overlap(fresh, self._first, self._second)
+    return overlap(fresh)
 
 
 def lanes(spans: Sequence[Span]) -> list[int]:

@@ -3,12 +3,13 @@
 import asyncio
 import contextlib
 import dataclasses
+import math
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Iterable, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 _T = TypeVar("_T")
 
@@ -17,14 +18,14 @@ class Stalled(TimeoutError):
   """A wait passed its deadline; the message holds everyone who waited."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclasses.dataclass(slots=True, kw_only=True, eq=False)
 class Wait:
   """One wait in progress.
 
   Attributes:
     owner: who waits: "learner".
     what: what for: "groups 12..19".
-    since_s: when it began, on the clock of the loop.
+    since_s: when it began or last got on, on the clock of the loop.
     deadline_s: seconds it may take.
   """
 
@@ -64,11 +65,54 @@ class _Noted:
     self._waits.discard(self._wait)
 
 
+class _Deadline:
+  """Of one wait; entered, it cancels what it holds when it has passed.
+
+  Attributes:
+    stalled: how things stood when it passed.
+  """
+
+  def __init__(self, wait: Wait, describe: Callable[[Wait], str]):
+    self.wait = wait
+    self.stalled: str | None = None
+    self._describe = describe
+    self._timeout = asyncio.timeout(None)
+
+  async def __aenter__(self) -> None:
+    await self._timeout.__aenter__()
+    self._begin()
+
+  async def __aexit__(self, *error: Any) -> bool | None:
+    self._timer.cancel()
+    return await self._timeout.__aexit__(*error)
+
+  @property
+  def expired(self) -> bool:
+    """Whether it was this that ended the body."""
+    return self._timeout.expired()
+
+  def renew(self, now_s: float) -> None:
+    """Begins anew, unless it has passed."""
+    if self.stalled is None:
+      self.wait.since_s = now_s
+      self._timer.cancel()
+      self._begin()
+
+  def _begin(self) -> None:
+    loop = asyncio.get_running_loop()
+    self._timer = loop.call_later(self.wait.deadline_s, self._pass)
+
+  def _pass(self) -> None:
+    # Before anything is cancelled: what hangs is still in the table.
+    self.stalled = self._describe(self.wait)
+    self._timeout.reschedule(-math.inf)
+
+
 class Watchdog:
   """The waits of one event loop.
 
-  `wait` and `guard` are called on the loop; `dump` anywhere, in a signal
-  handler or another thread too.
+  `wait`, `got_on` and `guard` are called on the loop; `dump` anywhere, in a
+  signal handler or another thread too.
   """
 
   def __init__(
@@ -87,29 +131,49 @@ class Watchdog:
     self._clock = clock
     self._report = report or (lambda text: None)
     self._waits: set[Wait] = set()
+    self._in_steps: set[_Deadline] = set()
 
   async def wait(
-    self, awaitable: Awaitable[_T], *, owner: str, what: str, deadline_s: float
+    self,
+    awaitable: Awaitable[_T],
+    *,
+    owner: str,
+    what: str,
+    deadline_s: float,
+    in_steps: bool = False,
   ) -> _T:
     """Returns the result of `awaitable`, which is cancelled on overrun.
+
+    Args:
+      in_steps: each call of `got_on` meanwhile is a step, and the deadline is
+        that of one step.
 
     Raises:
       Stalled: it took longer than `deadline_s`.
     """
     since_s = self._clock()
     wait = Wait(owner=owner, what=what, since_s=since_s, deadline_s=deadline_s)
-    timeout = asyncio.timeout(deadline_s)
+    deadline = _Deadline(wait, self._stalled)
     self._waits.add(wait)
     try:
-      async with timeout:
+      async with deadline:
+        if in_steps:
+          self._in_steps.add(deadline)
         return await awaitable
     except TimeoutError as error:
       # Another TimeoutError is a result of the awaitable, like any exception.
-      if not timeout.expired():
+      if deadline.stalled is None or not deadline.expired:
         raise
-      raise self._stalled(wait) from error
+      self._report(deadline.stalled)
+      raise Stalled(deadline.stalled) from error
     finally:
       self._waits.discard(wait)
+      self._in_steps.discard(deadline)
+
+  def got_on(self) -> None:
+    """Begins the deadlines of all waits in steps anew."""
+    for deadline in self._in_steps:
+      deadline.renew(self._clock())
 
   def noted(
     self, *, owner: str, what: str, deadline_s: float
@@ -179,11 +243,9 @@ class Watchdog:
       f"{stack}waiting meanwhile:\n{self.dump()}"
     )
 
-  def _stalled(self, wait: Wait) -> Stalled:
-    text = (
+  def _stalled(self, wait: Wait) -> str:
+    return (
       f"{wait.owner} waited {self._clock() - wait.since_s:.1f} s for"
       f" {wait.what} (deadline {wait.deadline_s:.1f} s); waiting now:\n"
       f"{self.dump()}"
     )
-    self._report(text)
-    return Stalled(text)

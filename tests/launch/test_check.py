@@ -123,6 +123,74 @@ def test_sources_are_told_apart_when_there_are_several(run_dir):
   )
 
 
+def _mixed(*, replaced):
+  """Groups 0 and 2 are of the maze and 1 of chess, which is too slow.
+
+  Its place is left to another maze if it is `replaced`, else to more chess.
+  Group 2 is surplus.
+  """
+  writer = event_logs.Run(SCHEDULE, 1)
+  for group in range(3):
+    writer.begin(group)
+  writer.finish(0)
+  writer.drop(1, 0, "stale")
+  if replaced:
+    where = {"group": 1, "attempt": 0, "source": "chess", "task": "chess/1"}
+    writer.emit("starved", **where, attempts=4)
+  writer.begin(1, attempt=1)
+  writer.finish(1, attempt=1)
+  writer.drop(2, 0, "surplus")
+  writer.train([0])
+  writer.train([1], attempt=1)
+  log = writer.log
+  for attempt in (0,) if replaced else (0, 1):
+    where = {"group": 1, "attempt": attempt}
+    log = event_logs.change(log, "submitted", where=where, source="chess")
+  return log
+
+
+def test_each_source_is_told_with_what_it_was_given_and_what_it_trained(
+  run_dir,
+):
+  # The surplus is given back: one place was of each source, and both trained.
+  _write(run_dir / "events.jsonl", _mixed(replaced=False))
+  found = check.of_run(run_dir)
+  assert found.sources == {
+    "chess": check.Source(submitted=1, trained=1),
+    "maze": check.Source(submitted=1, trained=1),
+  }
+  told = (
+    "groups of chess: 50.0% of those submitted, 50.0% of those trained; 0 "
+    "starved, after 0 attempts"
+  )
+  assert told in found.text.splitlines()
+  assert "too slow" not in found.summary
+
+
+def test_a_source_that_starved_is_named_with_its_places_and_attempts(run_dir):
+  _write(run_dir / "events.jsonl", _mixed(replaced=True))
+  found = check.of_run(run_dir)
+  assert found.sources == {
+    "chess": check.Source(submitted=1, starved=1, attempts=4),
+    "maze": check.Source(submitted=1, trained=2),
+  }
+  told = (
+    "groups of chess: 50.0% of those submitted, 0.0% of those trained; 1 "
+    "starved, after 4 attempts"
+  )
+  assert told in found.text.splitlines()
+  assert found.summary.endswith(
+    "; too slow for the bound: chess in 1 of 1 places, after 4 attempts"
+  )
+
+
+def test_a_restored_group_without_its_history_is_of_no_known_source():
+  mix = check.Mix()
+  mix.feed({"kind": "restored", "group": 3, "attempt": 0})
+  mix.feed({"kind": "trained", "group": 3, "attempt": 0})
+  assert mix.sources == {"unknown": check.Source(submitted=1, trained=1)}
+
+
 def test_a_run_without_a_group_size_has_that_of_the_defaults(run_dir):
   data = {"overlap": settings.to_json(SCHEDULE)}
   assert check.schedule_of(data) == (SCHEDULE, 8)
@@ -141,6 +209,26 @@ def test_a_line_that_a_crash_cut_is_left_out_and_said(run_dir):
   found = check.of_run(run_dir)
   assert (found.num_cut, found.violations) == (1, [])
   assert "lines cut by a crash and left out: 1" in found.text
+
+
+def test_a_line_that_no_crash_has_cut_is_a_violation(run_dir):
+  log = run_dir / "events.jsonl"
+  lines = log.read_text().splitlines(keepends=True)
+  log.write_text("".join([*lines[:50], '{"t": 3, "ki\n', *lines[50:]]))
+  found = check.of_run(run_dir)
+  words = "1 lines in the middle of the log are no events"
+  assert (found.num_cut, found.violations) == (1, [words])
+
+
+@pytest.mark.parametrize("kept", [0, 0.5])
+def test_a_log_that_ends_before_the_metrics_do_is_a_violation(run_dir, kept):
+  (run_dir / "metrics.jsonl").write_text("{}\n" * 60)
+  assert check.of_run(run_dir).violations == []
+  log = run_dir / "events.jsonl"
+  lines = log.read_text().splitlines(keepends=True)
+  log.write_text("".join(lines[: int(kept * len(lines))]))
+  (said,) = check.of_run(run_dir).violations
+  assert "but metrics.jsonl has 60: lines are missing at its end" in said
 
 
 def test_a_page_takes_a_verdict_that_is_known(run_dir):

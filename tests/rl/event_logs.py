@@ -128,7 +128,7 @@ class Run:
     for group in groups:
       where = {"group": group, "attempt": attempt, "version": self.version}
       began = {"first_version": self._began[group], "update": number}
-      used = {"tokens": 10, "masked": 10, "members": [0, 1]}
+      used = {"tokens": 10, "masked": 10, "members": [0, 1], "used": [0]}
       self.emit("trained", **where, **began, **used)
 
   def publish(self) -> None:

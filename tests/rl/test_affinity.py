@@ -55,7 +55,9 @@ def test_a_pool_that_does_not_exist_is_refused(routing, message):
 def test_a_domain_that_does_not_exist_is_refused():
   routing = affinity.Routing(prefer={"maths": "compute"})
   routing.validate_domains(["maths", "code"])
-  with pytest.raises(ValueError, match=r"prefer\.maths: .* code, math; did you"):
+  with pytest.raises(
+    ValueError, match=r"prefer\.maths: .* code, math; did you"
+  ):
     routing.validate_domains(["math", "code"])
 
 

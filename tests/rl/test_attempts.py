@@ -76,6 +76,10 @@ MISPLACED = {
     logs.change(_LOG, "first_token", t=3.5),
     ["group 0 member 0: turn before its first token was sampled"],
   ),
+  "a turn left out at the start": (
+    logs.without(_LOG, "turn", group=0, index=0, number=0),
+    ["group 0 member 0: turn number 1 is its first"],
+  ),
   "a turn left out": (
     logs.change(_LOG, "turn", where=_SECOND_TURN, number=2),
     ["group 0 member 0: turn number 2 after number 0"],

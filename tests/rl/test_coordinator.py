@@ -1,9 +1,11 @@
 """Tests of the schedules with a fake engine, learner and environment."""
 
+import asyncio
+
 import pytest
 
-from rl import coordinator, events, overlap, testing, watchdog
-from tests.rl import fake_run
+from rl import coordinator, events, ledger, overlap, testing, watchdog
+from tests.rl import fake_run, virtual_run
 
 
 def later(event):
@@ -166,6 +168,21 @@ def test_faulty_environments_cost_their_tokens_and_nothing_else(fault):
   assert run.violations() == []
 
 
+def test_the_log_says_which_members_of_a_group_were_trained():
+  # Odd members fail in their first step; the others play 3 turns of 4 ids.
+  source = testing.Counting(turns=3, fault="step", member=lambda m: m % 2 == 1)
+  run = virtual_run.Run(
+    overlap.in_flight(4, 1, 1), source=source, group_size=4
+  ).start()
+  assert all(e["members"] == [0, 1, 2, 3] for e in run.of("trained"))
+  assert all(e["used"] == [0, 2] for e in run.of("trained"))
+  found = ledger.selection(run.log.events)
+  assert (found.trained.episodes, found.trained.mean_length) == (32, 12.0)
+  # (3 + 1) / 2 turns of 4 ids: half of the launched ones have one turn.
+  assert found.launched.mean_length == 8.0
+  assert run.violations() == []
+
+
 def test_groups_that_are_all_faults_do_not_stop_the_run():
   run = fake_run.Run(
     overlap.sync(2, 1, 1), source=testing.Counting(fault="step")
@@ -181,6 +198,38 @@ def test_a_dead_wait_is_named():
   run = fake_run.Run(overlap.sync(4, 1, 2), decode_s=forever, stall_s=0.3)
   with pytest.raises(watchdog.Stalled, match=r"learner.*1 groups.*them 1"):
     run.start()
+
+
+async def _never(version):
+  """An evaluation whose requests nobody answers."""
+  await asyncio.get_running_loop().create_future()
+
+
+@pytest.mark.parametrize("name", ["sync", "in flight, 1", "bounded"])
+def test_an_evaluation_that_never_ends_ends_the_run_instead(name):
+  # The engines that drain are evaluated while the next round trains.
+  run = virtual_run.Run(
+    fake_run.SCHEDULES[name],
+    observer=virtual_run.Observer(_never),
+    stall_s=100.0,
+  )
+  found = "learner waited .* for the evaluation of version 1 "
+  with pytest.raises(watchdog.Stalled, match=found) as stalled:
+    run.start()
+  waits_too = "the version before to be served" in str(stalled.value)
+  assert waits_too == (name == "bounded")
+  # What it leaves open breaks nothing.
+  assert len(run.of("trained")) >= 4
+  assert (run.violations(), run.ledger.error) == ([], 0)
+
+
+def test_engines_that_never_take_weights_end_the_run():
+  run = virtual_run.Run(
+    fake_run.SCHEDULES["bounded"], update_s=1e6, stall_s=100.0
+  )
+  with pytest.raises(watchdog.Stalled, match="engines to take version 1"):
+    run.start()
+  assert (run.violations(), run.ledger.error) == ([], 0)
 
 
 def test_an_engine_that_dies_ends_the_run_with_its_reason():

@@ -112,6 +112,16 @@ def test_the_time_of_a_resumed_log_goes_on_behind_the_last_whole_line(
   assert log.events[0]["t"] == 40.5
 
 
+def test_a_first_token_told_last_does_not_turn_back_the_time(tmp_path):
+  # Its answer came at 60 s or later, but it was sampled at 15 s.
+  path = tmp_path / "events.jsonl"
+  told = [{"t": 60.0, "kind": "published"}, {"t": 15.0, "kind": "first_token"}]
+  path.write_text("".join(json.dumps(event) + "\n" for event in told))
+  log = events.EventLog(path, clock=lambda: 7.0)
+  log.emit("resumed", trained=1)
+  assert log.events[0]["t"] == 60.0
+
+
 def test_the_time_of_a_log_of_nothing_but_a_cut_line_begins_anew(tmp_path):
   path = tmp_path / "events.jsonl"
   path.write_text('{"t": 41.0, "ki')
@@ -268,6 +278,40 @@ def test_a_restored_attempt_leaves_those_before_it():
   again = [*log[:ready], *_resumed(0, 0, 1), *log[ready:]]
   again[logs.place(again, "restored", group=0)]["attempt"] = 1
   assert _surviving(again) == log
+
+
+@pytest.mark.parametrize("reason", ["stale", "surplus"])
+def test_a_ready_group_dropped_behind_its_checkpoint_never_was(reason):
+  # Saved with both groups ready. Group 0 is dropped, and begun again, before
+  # the kill; the restart has it ready as if nothing had happened.
+  run = logs.Run(DROP, 1)
+  for group in (0, 1):
+    run.begin(group)
+    run.finish(group)
+  saved = len(run.log)
+  where = {"group": 0, "attempt": 0}
+  run.emit("dropped", **where, reason=reason, version=0, tokens=20)
+  run.emit("starved", **where, source="maze", task="maze/0", attempts=1)
+  run.begin(0, attempt=1)
+  killed = len(run.log)
+  run.train([0, 1])
+  log = [*run.log[:killed], *_resumed(0, 0, 1), *run.log[killed:]]
+  kept = _surviving(log)
+  assert kept == [*run.log[:saved], *run.log[killed:]]
+  assert _broken(kept, DROP) == []
+
+
+def test_a_restored_group_that_is_dropped_after_all_is_dropped_once():
+  # Both before and after the restart it grew too old.
+  run = logs.Run(DROP, 1)
+  run.begin(0)
+  run.finish(0)
+  played = run.log[:]
+  drop = {"group": 0, "attempt": 0, "reason": "stale", "tokens": 20}
+  run.emit("dropped", **drop, version=0)
+  kept = _surviving([*run.log, *_resumed(0, 0), run.log[-1]])
+  assert kept == [*played, run.log[-1]]
+  assert _broken(kept, DROP) == []
 
 
 def test_a_surplus_group_survives_with_the_round_that_cancelled_it():

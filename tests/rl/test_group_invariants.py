@@ -1,7 +1,10 @@
 """Every promise about a group, broken by itself."""
 
+import dataclasses
+
 import pytest
 
+from rl import overlap
 from tests.rl import event_logs as logs
 
 _PIPE, _ONE_STEP = logs.run(logs.PIPE), logs.run(logs.ONE_STEP)
@@ -11,12 +14,12 @@ _SECOND = {"group": 2, "index": 0}
 
 BROKEN = {
   "a group without one of its members": (
-    logs.change(_IN_FLIGHT, "trained", members=[1], tokens=0),
+    logs.change(_IN_FLIGHT, "trained", members=[1], used=[], tokens=0),
     logs.IN_FLIGHT,
     ["group 0: trained with members [1], not 2 of them"],
   ),
   "a group with the same member twice": (
-    logs.change(_IN_FLIGHT, "trained", members=[1, 1], tokens=0),
+    logs.change(_IN_FLIGHT, "trained", members=[1, 1], used=[], tokens=0),
     logs.IN_FLIGHT,
     ["group 0: trained with members [1, 1], not 2 of them"],
   ),
@@ -74,6 +77,19 @@ BROKEN = {
     logs.change(_IN_FLIGHT, "turn", tokens=6),
     logs.IN_FLIGHT,
     ["group 0 member 0: turns of 11 tokens, of 10"],
+  ),
+  "a turn that was lost": (
+    logs.without(_IN_FLIGHT, "turn", group=0, index=0, number=1),
+    logs.IN_FLIGHT,
+    [
+      "group 0 member 0: turns of 5 tokens, of 10",
+      "group 0 member 0: 1 turns were told, of 2",
+    ],
+  ),
+  "tokens of a masked member that are trained": (
+    logs.change(_IN_FLIGHT, "trained", used=[0, 1]),
+    logs.IN_FLIGHT,
+    ["group 0: 10 tokens are trained, but members [0, 1] sampled 20"],
   ),
   "versions that fall": (
     logs.change(
@@ -139,6 +155,73 @@ BROKEN = {
 def test_a_broken_promise_is_found_and_named(name):
   log, schedule, expected = BROKEN[name]
   assert logs.broken(log, schedule) == expected
+
+
+# Beside whole rounds group 50 is submitted at version 0, and never comes to an
+# end. With a bound of eta it may be open until version eta + 2.
+
+_ONE_MORE = overlap.Redundancy(extra_groups=1)
+_DROP = dataclasses.replace(logs.DROP, redundancy=_ONE_MORE)
+
+
+def _lost(schedule, rounds, *kinds):
+  """A log with the events of these kinds of such a group."""
+  run = logs.Run(schedule, rounds)
+  run.begin(50)
+  run.log[:] = [e | {"t": 0.0} for e in run.log if e["kind"] in kinds]
+  for _ in range(rounds):
+    run.admit()
+    run.round()
+  return run.log
+
+
+def _says(version, since=0):
+  return [
+    f"group 50: neither trained nor dropped by version {version}, though under "
+    f"way since version {since}"
+  ]
+
+
+_SUBMITTED = ("submitted",)
+_WAITING = (*_SUBMITTED, "admitted")
+_PLAYING = (*_WAITING, "first_token", "turn")
+
+
+@pytest.mark.parametrize("kinds", [_SUBMITTED, _WAITING, _PLAYING])
+def test_at_a_bound_of_0_a_group_is_over_a_round_after_its_own(kinds):
+  assert logs.broken(_lost(logs.EXTRA, 1, *kinds), logs.EXTRA) == []
+  assert logs.broken(_lost(logs.EXTRA, 2, *kinds), logs.EXTRA) == _says(2)
+
+
+@pytest.mark.parametrize("kinds", [_SUBMITTED, _PLAYING])
+def test_a_group_that_began_and_was_lost_is_found(kinds):
+  assert logs.broken(_lost(_DROP, 2, *kinds), _DROP) == []
+  assert logs.broken(_lost(_DROP, 3, *kinds), _DROP) == _says(3)
+
+
+def test_who_has_no_token_may_be_overtaken_for_as_long_as_it_takes():
+  assert logs.broken(_lost(_DROP, 9, *_WAITING), _DROP) == []
+
+
+@pytest.mark.parametrize(("rounds", "found"), [(3, []), (4, _says(4, 1))])
+def test_a_group_without_a_token_whose_members_are_over_is_lost(rounds, found):
+  # They are aborted after the first publish, while version 1 is served.
+  log = _lost(_DROP, rounds, *_WAITING)
+  i = logs.place(log, "published") + 1
+  where = {"t": log[i - 1]["t"], "kind": "aborted", "group": 50, "attempt": 0}
+  counts = {"turns": 0, "tokens": 0, "length": 0, "versions": []}
+  ends = [
+    {**where, "index": index, "reason": "stopped", **counts}
+    for index in range(logs.GROUP_SIZE)
+  ]
+  assert logs.broken([*log[:i], *ends, *log[i:]], _DROP) == found
+
+
+@pytest.mark.parametrize(("rounds", "found"), [(2, []), (3, _says(3))])
+def test_a_restored_group_that_is_never_taken_is_lost(rounds, found):
+  where = {"group": 50, "attempt": 0, "tokens": 20, "first_version": 0}
+  restored = {"t": 0.0, "kind": "restored", **where}
+  assert logs.broken([restored, *_lost(_DROP, rounds)], _DROP) == found
 
 
 @pytest.mark.parametrize(

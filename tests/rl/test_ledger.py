@@ -116,8 +116,8 @@ def test_the_ledger_reads_as_a_sum():
 
 
 def test_selection_tells_how_trained_episodes_differ_from_launched_ones():
-  # Group 0 of the maze is trained: 2 members of 30 ids. Group 1, of chess, is
-  # stale: 2 members of 20 ids so far.
+  # Of group 0 of the maze member 0 of 30 ids is trained, and member 1 masked.
+  # Group 1, of chess, is stale: 2 members of 20 ids so far.
   writer = logs.Run(IN_FLIGHT, 1)
   writer.begin(0)
   writer.begin(1)
@@ -127,10 +127,30 @@ def test_selection_tells_how_trained_episodes_differ_from_launched_ones():
   log = logs.change(writer.log, "submitted", where={"group": 1}, source="chess")
   found = ledger.selection(log)
   assert (found.launched.episodes, found.launched.mean_length) == (4, 25.0)
-  assert (found.trained.episodes, found.trained.mean_length) == (2, 30.0)
+  assert (found.trained.episodes, found.trained.mean_length) == (1, 30.0)
   assert found.length_ratio == 1.2
   assert found.launched.shares == {"chess": 0.5, "maze": 0.5}
   assert found.trained.shares == {"maze": 1.0}
+
+
+def test_masked_members_are_not_among_those_that_are_selected():
+  # Each of 4 groups trains member 0, of 30 ids, and masks member 1, of 60.
+  log = [
+    e | {"length": 60} if e["kind"] == "ended" and e["index"] == 1 else e
+    for e in logs.run(IN_FLIGHT)
+  ]
+  found = ledger.selection(log)
+  assert (found.trained.episodes, found.trained.mean_length) == (4, 30.0)
+  assert (found.launched.episodes, found.launched.mean_length) == (8, 45.0)
+  assert found.length_ratio == 30 / 45
+  assert found.trained.by_source == {"maze": 4}
+
+
+def test_of_an_older_log_all_members_of_a_group_count_as_trained():
+  log = [
+    {k: v for k, v in e.items() if k != "used"} for e in logs.run(IN_FLIGHT)
+  ]
+  assert ledger.selection(log).trained.episodes == 8
 
 
 def test_of_a_run_that_trained_nothing_no_selection_can_be_told():

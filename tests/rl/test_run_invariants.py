@@ -107,6 +107,28 @@ BROKEN = {
     logs.IN_FLIGHT,
     ["group 0 member 0: sampled by version 1, which is not published; 0 is"],
   ),
+  "a member admitted at a version that is not published": (
+    logs.change(_IN_FLIGHT, "admitted", version=9),
+    logs.IN_FLIGHT,
+    [
+      "group 0 member 0: admitted at version 9, which is not published; 0 is",
+    ],
+  ),
+  "a group that is ready at a version that is not published": (
+    logs.change(_IN_FLIGHT, "ready", version=9),
+    logs.IN_FLIGHT,
+    ["group 0: ready at version 9, which is not published; 0 is"],
+  ),
+  "an event of a kind that there is not": (
+    [*_IN_FLIGHT, {"t": 1e3, "kind": "zzz"}],
+    logs.IN_FLIGHT,
+    ["an event of kind 'zzz', which there is not"],
+  ),
+  "an end of a status that there is not": (
+    logs.change(_IN_FLIGHT, "ended", status="zzz"),
+    logs.IN_FLIGHT,
+    ["group 0 member 0: ended with status 'zzz', which there is not"],
+  ),
   "a group admitted at a version that is not published": (
     logs.change(_IN_FLIGHT, "submitted", version=1),
     logs.IN_FLIGHT,

@@ -121,7 +121,7 @@ def test_a_listener_hears_every_span():
 
 
 def test_a_meter_measures_what_ended_since_it_was_last_asked():
-  meter = trace.Meter({"learner": ("update",), "decode": ("decode",)})
+  meter = trace.Meter()
   # 2 s of learner and 3 s of decode, together from 1 to 2 s; neither the
   # learner's checks nor the host count.
   for track, name, start, end in (

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from rl import watchdog
+from rl import virtual, watchdog
 
 
 async def _return(value: int) -> int:
@@ -64,6 +64,63 @@ def test_a_stall_names_owner_what_and_everyone_who_waits():
   )
   assert reports == [text]
   assert watch.dump() == "nobody waits"
+
+
+async def _steps(watch, seconds, *, in_steps):
+  """Work in steps of so many seconds, under a deadline of 2 s."""
+
+  async def work():
+    for step_s in seconds:
+      await asyncio.sleep(step_s)
+      watch.got_on()
+    return len(seconds)
+
+  return await watch.wait(
+    work(), owner="run", what="all", deadline_s=2.0, in_steps=in_steps
+  )
+
+
+def _in_virtual_time(work, *args, **fields):
+  """Returns the result and the seconds that it took."""
+
+  async def main():
+    clock = asyncio.get_running_loop().time
+    watch = watchdog.Watchdog(clock=clock)
+    try:
+      return await work(watch, *args, **fields), clock()
+    except watchdog.Stalled as stalled:
+      return str(stalled), clock()
+
+  return virtual.run(main())
+
+
+def test_the_deadline_of_a_wait_in_steps_is_that_of_one_step():
+  # 4 steps of 1.5 s take 6 s, but none takes 2 s.
+  seconds = [1.5] * 4
+  done = _in_virtual_time(_steps, seconds, in_steps=True)
+  assert done == (4, pytest.approx(6.0))
+  text, at = _in_virtual_time(_steps, [1.5, 1.5, 9.0], in_steps=True)
+  assert text.startswith("run waited 2.0 s for all (deadline 2.0 s)")
+  assert at == pytest.approx(5.0)
+
+
+def test_a_wait_that_is_not_in_steps_has_one_deadline():
+  text, at = _in_virtual_time(_steps, [1.5] * 4, in_steps=False)
+  assert text.startswith("run waited 2.0 s")
+  assert at == pytest.approx(2.0)
+
+
+def test_the_table_of_a_stall_shows_what_hung_before_it_is_cancelled():
+  async def work(watch) -> str:
+    async def hang():
+      with watch.noted(owner="episode 3", what="an answer", deadline_s=9.0):
+        await asyncio.sleep(60.0)
+
+    await _wait(watch, hang(), 2.0)
+    return "it ended"
+
+  text, _ = _in_virtual_time(work)
+  assert "episode 3  an answer   2.0 s     9.0 s" in text.splitlines()
 
 
 def test_seconds_are_those_of_the_clock_that_was_given():

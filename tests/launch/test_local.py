@@ -1,0 +1,123 @@
+"""How a run in one process ends when something in it goes wrong."""
+
+import asyncio
+import dataclasses
+import json
+import signal
+
+import pytest
+
+from envs import rewards
+from launch import local
+from models import config as model_config
+from rl import (
+  config,
+  engine_jax,
+  engine_settings,
+  optimizers,
+  overlap,
+  rollout,
+  settings,
+  testing,
+)
+
+SCHEDULE = overlap.in_flight(4, 1, 2)
+LIMITS = rollout.Rollout(group_size=4, max_tokens=16)
+
+
+class _Silent(engine_jax.JaxEngine):
+  """Answers no request of an evaluation, as a device that hangs."""
+
+  async def generate(self, request):
+    if request.session.startswith("eval/"):
+      await asyncio.get_running_loop().create_future()
+    return await super().generate(request)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SilentSettings(engine_settings.EngineSettings):
+  """Those of an engine that leaves evaluations without an answer."""
+
+  def build(self, config, layout, thread):
+    return _Silent(config, self, layout, thread)
+
+
+def experiment(engine=engine_settings.EngineSettings, episodes=0, **changes):
+  base = config.Experiment(
+    environment=testing.Counting(turns=2),
+    reward=rewards.Outcome(),
+    model=model_config.tiny_moe(
+      vocab_size=7, num_layers=1, d_model=32, max_length=16
+    ),
+    rollout=LIMITS,
+    engine=engine(slots=32, row_buckets=(32,), chunk_buckets=(4,)),
+    overlap=SCHEDULE,
+    batch=config.BatchShape(rows=8, length=16),
+    evaluation=config.Evaluation(episodes=episodes),
+    rounds=4,
+  )
+  return dataclasses.replace(base, **changes)
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+  """The directory of a run; the test fails when it takes for ever."""
+  data = {
+    "overlap": settings.to_json(SCHEDULE),
+    "rollout": {"group_size": LIMITS.group_size},
+  }
+  (tmp_path / "config.json").write_text(json.dumps(data))
+
+  def hangs(number, frame):
+    raise TimeoutError("the run does not end")
+
+  before = signal.signal(signal.SIGALRM, hangs)
+  signal.alarm(120)
+  yield tmp_path
+  signal.alarm(0)
+  signal.signal(signal.SIGALRM, before)
+
+
+def test_an_evaluation_without_an_answer_ends_the_run(run_dir, capsys):
+  # Of an episode of 1 turn of at most 0.1 s; nothing has been trained yet.
+  quick = dataclasses.replace(LIMITS, max_turns=1, step_s=0.1)
+  quick = dataclasses.replace(
+    quick,
+    grading=dataclasses.replace(quick.grading, attempts=1, deadline_s=0.5),
+  )
+  silent = experiment(SilentSettings, 4, rollout=quick, stall_s=1.0)
+  assert local.train(silent, run_dir) == 1
+  told = capsys.readouterr().out
+  assert "for the evaluation of version 0 (deadline 1.0 s)" in told
+  assert "episode eval/0/0/0  an answer of the engine" in told
+  assert "over 0 groups" in told
+
+
+def test_the_log_of_a_run_that_fails_is_checked_and_told(run_dir, capsys):
+  # Steps of this size leave no finite number in the second round.
+  wild = optimizers.AdamW(learning_rate=1e30)
+  with pytest.raises(FloatingPointError, match="the gradient's norm is nan"):
+    local.train(experiment(optimizer=wild), run_dir)
+  told = capsys.readouterr().out
+  # What was taken, played or ready when it failed is in flight.
+  assert "staleness: at most" in told
+  assert "error 0" in told
+  assert "error: " not in told
+
+
+def test_what_a_failed_run_broke_is_told_before_its_error(run_dir, capsys):
+  stray = {"t": 0.0, "kind": "published", "version": 1}
+  (run_dir / "events.jsonl").write_text(json.dumps(stray) + "\n")
+  wild = optimizers.AdamW(learning_rate=1e30)
+  with pytest.raises(FloatingPointError):
+    local.train(experiment(optimizer=wild), run_dir)
+  told = capsys.readouterr().out
+  assert "error: version 1 was published but never begun" in told
+
+
+def test_a_log_that_cannot_be_checked_does_not_hide_the_error(run_dir, capsys):
+  (run_dir / "config.json").unlink()
+  wild = optimizers.AdamW(learning_rate=1e30)
+  with pytest.raises(FloatingPointError):
+    local.train(experiment(optimizer=wild), run_dir)
+  assert "the log was not checked" in capsys.readouterr().out

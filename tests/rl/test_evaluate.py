@@ -1,0 +1,48 @@
+"""Evaluations: how long they may take, and what they count."""
+
+import asyncio
+
+import pytest
+
+from rl import evaluate, testing, virtual, watchdog
+from tests.rl import players_under_test as players
+
+
+async def _evaluated(answer_s, deadline_s):
+  """Evaluates 6 episodes of one turn under a deadline in steps."""
+  clock = asyncio.get_running_loop().time
+  dog = watchdog.Watchdog(clock=clock)
+  playing = players.player(
+    testing.Counting(turns=1),
+    players.fake(delay_s=lambda priority: answer_s(priority[0])),
+    dog=dog,
+  )
+  outcome, _ = await dog.wait(
+    evaluate.evaluate(
+      playing, episodes=6, temperature=1.0, success=1.0, seed=0
+    ),
+    owner="the run",
+    what="the evaluation",
+    deadline_s=deadline_s,
+    in_steps=True,
+  )
+  return outcome, clock(), playing.log.events
+
+
+def test_an_evaluation_may_take_long_as_long_as_its_episodes_end():
+  # Episode i ends after i + 1 s: 6 s in all, at most 1 s without an end.
+  outcome, seconds, log = virtual.run(_evaluated(lambda i: i + 1.0, 1.5))
+  assert (outcome.episodes, outcome.success, outcome.faults) == (6, 1.0, 0)
+  assert seconds == pytest.approx(6.0, abs=0.1)
+  assert log == []
+
+
+def test_an_evaluation_without_answers_stalls():
+  # Episodes 0 to 2 have ended after 3 s; the next never does.
+  answers = _evaluated(lambda i: i + 1.0 if i < 3 else 1e6, 2.0)
+  with pytest.raises(watchdog.Stalled) as stalled:
+    virtual.run(answers)
+  text = str(stalled.value)
+  assert text.startswith("the run waited 2.0 s for the evaluation")
+  assert "episode eval/3/0/0  an answer of the engine" in text
+  assert "episode eval/2/0/0" not in text
