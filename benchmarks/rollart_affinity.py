@@ -20,8 +20,6 @@ encodes in the time of a sampled one. Cached prefixes outlive a publish.
                 pool has fewer sessions an engine (overload=1)
   strict        declared, and nothing ever leaves its pool
   learned       routing.learn, with the same tasks and no declaration
-  learned, paid the same, and an engine of either kind costs the router 1: those
-                that are there are paid for, so only their time is scarce
 
 `limit` is the gain of the mixed pool if no engine were ever idle and H20 had
 the tasks that suit them best. Homogeneous pools with and without routing must
@@ -64,13 +62,11 @@ _DECLARED = affinity.Routing(
   },
   overload=1.0,
 )
-_LEARNED = affinity.Routing(learn=True, explore_every=64)
 ROUTINGS = {
   "blind": affinity.Routing(),
   "declared": _DECLARED,
   "strict": dataclasses.replace(_DECLARED, overload=None),
-  "learned": _LEARNED,
-  "learned, paid": _LEARNED,
+  "learned": affinity.Routing(learn=True, explore_every=64),
 }
 
 
@@ -202,8 +198,6 @@ def gains(
   rows = []
   for name in routings:
     pools = POOLS["64 H800 + 24 H20"]
-    if name == "learned, paid":
-      pools = tuple(dataclasses.replace(one, cost=1.0) for one in pools)
     step_s, _ = play(pools, ROUTINGS[name], shares, rounds=rounds)
     over = {one: seconds / step_s for one, seconds in single.items()}
     rows.append(
@@ -246,7 +240,7 @@ def main(argv: list[str]) -> None:
     for row in gains(
       {**MIDDLE, "math": math_share, "game": game},
       4,
-      ["declared", "learned, paid"],
+      ["declared", "learned"],
     )
   ]
   simulated.show("other shares of context", sweep)
