@@ -94,7 +94,7 @@ def test_what_is_not_trainable_comes_back_as_it_is(status):
     "much",
     forever,
   ],
-  ids=str,
+  ids=lambda failure: getattr(failure, "__name__", str(failure)),
 )
 def test_a_failure_is_followed_by_another_call(failure):
   reward = Told([failure, 0.5])
