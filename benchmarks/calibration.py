@@ -230,24 +230,19 @@ def likeness(log: Sequence[events.Event]) -> float:
   """Returns the correlation of draws with which episodes are alike as here.
 
   That is in the seconds of their environments, which the engine has no part in.
-  The simulation draws the turns of a group around one factor, so sums are more
-  alike than single turns: k turns of correlation r give k r / (1 + (k - 1) r).
   """
-  took: dict[measured.Place, float] = collections.defaultdict(float)
-  for event in events.of_kind(log, "turn"):
-    took[measured.place(event)] += event["env_s"]
   rounds = {e["group"]: e["version"] for e in events.of_kind(log, "trained")}
+  turns = list(events.of_kind(log, "turn"))
   # What a whole round has in common, the machine alone is the cause of.
-  usual: dict[int, list[float]] = collections.defaultdict(list)
-  for (group, _, _), seconds in took.items():
-    usual[rounds[group]].append(seconds)
-  groups: dict[int, list[float]] = collections.defaultdict(list)
-  for (group, _, _), seconds in took.items():
-    excess = seconds - statistics.fmean(usual[rounds[group]])
-    groups[group].append(excess)
-  alike = measured.intraclass(list(groups.values()))
-  k = statistics.fmean(e["turns"] for e in events.of_kind(log, "ended"))
-  return alike / (k - (k - 1.0) * alike)
+  round_s: dict[int, list[float]] = collections.defaultdict(list)
+  for event in turns:
+    round_s[rounds[event["group"]]].append(event["env_s"])
+  usual_s = {version: statistics.fmean(s) for version, s in round_s.items()}
+  excess_s: dict[measured.Place, list[float]] = collections.defaultdict(list)
+  for event in turns:
+    seconds = event["env_s"] - usual_s[rounds[event["group"]]]
+    excess_s[measured.place(event)].append(seconds)
+  return measured.likeness(excess_s)
 
 
 def _pairs(

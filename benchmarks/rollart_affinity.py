@@ -1,6 +1,6 @@
 """RollArt's affinity: two kinds of accelerators against one, at equal cost.
 
-  python -m benchmarks.rollart_affinity [--rounds=6]
+  python -m benchmarks.rollart_affinity [--rounds=7]
 
 Rollout on 64 H800 and 24 H20 (cost 206), on 208 H20 (208) or on 72 H800 (205),
 as in RollArt (arXiv 2512.22560, 7.3); training takes no time. Half of the tasks
@@ -46,7 +46,7 @@ from rl import (
   workload,
 )
 
-_ROUNDS = 6
+_ROUNDS = 7
 
 OVER_BANDWIDTH, OVER_COMPUTE = (1.30, 1.68), (1.12, 1.37)
 COMPUTE_RATIO, BANDWIDTH_RATIO = 148.0 / 989.5, 4.0 / 3.35

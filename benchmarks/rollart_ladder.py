@@ -1,6 +1,6 @@
 """RollArt's ladder: five schedules on one trace, each rung on the one before.
 
-  python -m benchmarks.rollart_ladder [--rounds=3]
+  python -m benchmarks.rollart_ladder [--rounds=7]
 
   sync          rollout, then training; environments wait for the slowest of
                 each turn, rewards for the last episode, at 16 local graders
@@ -53,7 +53,7 @@ from rl import (
   workload,
 )
 
-_ROUNDS = 3
+_ROUNDS = 7
 
 # Of each rung over the one before, 8B to 32B.
 PUBLISHED = {

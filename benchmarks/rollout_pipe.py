@@ -1,6 +1,6 @@
 """RolloutPipe: rollout to the end of training, serial and pipelined.
 
-  python -m benchmarks.rollout_pipe [--rounds=3]
+  python -m benchmarks.rollout_pipe [--rounds=7]
 
 R = 32, 64 or 96 groups of 8 a round, 2 groups an update, weights published when
 all are trained, as in RolloutPipe (arXiv 2606.26997): Qwen3-1.7B, 8 cards that
@@ -48,7 +48,7 @@ from rl import (
   workload,
 )
 
-_ROUNDS = 3
+_ROUNDS = 7
 
 SERIAL_S = {32: 363.0, 96: 1098.0}
 PIPED_S = {32: 251.0, 96: 647.0}

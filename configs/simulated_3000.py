@@ -8,7 +8,7 @@ and 1 to 48 turns on average, on two kinds of decode pools, with a staleness of
 they are published. Speeds are those of a mixture of experts of some 200 billion
 parameters; latencies of environments have a body and a Pareto tail.
 
-Takes about a minute for more than an hour of the cluster.
+10,000 seconds of the cluster take about 70 s on one core.
 """
 
 from rl import (

@@ -15,6 +15,7 @@ import itertools
 import os
 import pathlib
 import sys
+import tempfile
 import textwrap
 from collections.abc import Iterator
 from typing import Any, TextIO
@@ -55,9 +56,8 @@ def main() -> None:
       run_dir = pathlib.Path(_CALIBRATE.value)
       asked = calibration.apply(asked, run_dir, _KIND.value)
     base = _load_base(asked)
-    # What cannot be planned is said before anything is simulated.
-    planner.fitting(asked, fits := _fits(asked, base))
-  plan = planner.search(asked, fits, told=_tell)
+    waiting, refused = planner.candidates(asked, _fits(asked, base))
+  plan = planner.best_of(asked, waiting, refused, _tell)
   show(plan, asked, sys.stdout)
   if base is not None and _OUT.value is not None:
     write(plan, asked, base, _BASE.value or "", pathlib.Path(_OUT.value))
@@ -84,9 +84,35 @@ def _load_base(asked: planning.Planning) -> config.Experiment | None:
     return None
   base = flags.load(_BASE.value, check=check_experiment)
   planned.check_base(asked, base)
-  if _OUT.value is not None and not _OUT.value.endswith(".py"):
-    raise settings.SettingError(f"--out={_OUT.value}: expected a .py file")
+  if _OUT.value is not None:
+    _check_out(pathlib.Path(_OUT.value))
   return base
+
+
+def _check_out(out: pathlib.Path) -> None:
+  if out.suffix != ".py" or out.is_dir():
+    raise settings.SettingError(f"--out={out}: expected a .py file")
+  make_directory(out.parent, f"--out={out}")
+
+
+def make_directory(path: pathlib.Path, setting: str) -> None:
+  """Makes a directory, if need be, for what is to be written there later.
+
+  Raises:
+    SettingError: it cannot be, or nothing can be written there.
+  """
+  try:
+    path.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=path):
+      pass
+  except FileExistsError as error:
+    raise settings.SettingError(
+      f"{setting} cannot be written: {path} is a file"
+    ) from error
+  except OSError as error:
+    raise settings.SettingError(
+      f"{setting} cannot be written: {error.strerror or error}"
+    ) from error
 
 
 def check_experiment(base: Any) -> None:
@@ -210,8 +236,8 @@ def write(
 
   Args:
     base_path: of the base; the file names it relative to where it is itself.
+    out: in a directory that is there.
   """
-  out.parent.mkdir(parents=True, exist_ok=True)
   lines = [textwrap.wrap(text, 78) for text in said(plan, asked)]
   # The first says which choice it is, as the file's first line does.
   summary = "\n".join(itertools.chain(*lines[1:]))

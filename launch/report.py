@@ -303,7 +303,8 @@ if __name__ == "__main__":
 
   def main(argv: list[str]) -> None:
     """Writes the page and prints where it is, or checks."""
-    del argv
+    if len(argv) > 1:
+      raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
     if _CHECK.value is not None:
       sys.exit(check_run(pathlib.Path(_CHECK.value)))
     try:

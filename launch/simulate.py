@@ -19,7 +19,7 @@ from absl import app
 from absl import flags as absl_flags
 
 from launch import flags, plan, simulated_timeline
-from rl import settings, simulation, simulation_result, trace
+from rl import settings, simulation, simulation_result, trace, watchdog
 
 _TIMELINE = absl_flags.DEFINE_string(
   "timeline",
@@ -30,6 +30,7 @@ _CAUSES = {
   "publish": "new weights arrive",
   "drain": "requests end before that",
   "environments": "all sessions wait for theirs",
+  "rewards": "all sessions have ended, and some are being graded",
   "gate": "no session: the bound on staleness holds the next back",
   "data": "no groups are ready",
 }
@@ -43,7 +44,13 @@ def main(argv: Sequence[str]) -> None:
     return
   with flags.exit_on_setting_error():
     chosen = flags.load_from_command_line(check)
-  record = simulation.simulate(chosen)
+    if _TIMELINE.value is not None:
+      directory = pathlib.Path(_TIMELINE.value)
+      plan.make_directory(directory, f"--timeline={directory}")
+  try:
+    record = simulation.simulate(chosen)
+  except watchdog.Stalled as stalled:
+    sys.exit(f"stall_s={chosen.stall_s:g}: {stalled}")
   result = simulation_result.measure(record)
   show(result, sys.stdout)
   columns = shutil.get_terminal_size((100, 24)).columns
@@ -114,8 +121,7 @@ def lines(result: simulation_result.Result) -> Iterator[tuple[str, str]]:
 
 
 def write(record: simulation.Record, directory: pathlib.Path) -> None:
-  """Writes timeline.json into a directory, which is made if need be."""
-  directory.mkdir(parents=True, exist_ok=True)
+  """Writes timeline.json into a directory."""
   path = directory / "timeline.json"
   trace.write_chrome(simulated_timeline.spans(record), path)
   print(f"\n{path}: open it with ui.perfetto.dev")

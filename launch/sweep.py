@@ -24,6 +24,8 @@ _WORKDIR = absl_flags.DEFINE_string(
 _PARALLEL = absl_flags.DEFINE_integer(
   "parallel", 1, "Runs at the same time.", lower_bound=1
 )
+# So that --help tells of --config too.
+absl_flags.adopt_module_key_flags(flags)
 
 
 def main(argv: list[str]) -> None:

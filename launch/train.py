@@ -24,6 +24,8 @@ _EXPLAIN = absl_flags.DEFINE_bool(
   "Prints every parameter with its place on both meshes, and the memory that"
   " the run needs on each device; starts nothing, and needs no such device.",
 )
+# So that --help tells of --config too.
+absl_flags.adopt_module_key_flags(flags)
 
 
 def main(argv: list[str]) -> None:

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rl import (
+  config,
   distributions,
   events,
   fleet,
@@ -37,6 +38,20 @@ from rl import (
 )
 
 _MORE = "let it run for a few rounds"
+_PLACE = ("group", "attempt", "index")
+# What is looked at of each kind of event; see `rl.events`.
+_FIELDS: Mapping[str, Sequence[str]] = {
+  "submitted": ("group", "attempt", "source"),
+  "admitted": (*_PLACE, "engine"),
+  "turn": (*_PLACE, "number", "tokens", "decode_s", "env_s"),
+  "ended": (*_PLACE, "turns", "tokens", "length"),
+  "grading": _PLACE,
+  "reward": _PLACE,
+  "trained": ("group", "attempt", "version", "members"),
+  "update": ("version", "end"),
+  "publish_start": ("version",),
+  "published": ("version",),
+}
 
 
 class Rates(NamedTuple):
@@ -45,6 +60,7 @@ class Rates(NamedTuple):
   Attributes:
     tau0_s, b0: see `simulated_processor.Speed`.
     token_s, update_s: of the whole learner's mesh, for an id and a step.
+    describe_s: in which a sample is scored after each publish.
     transfer_s: until new weights have travelled.
     stand_s: for which decoding then stands still.
   """
@@ -53,6 +69,7 @@ class Rates(NamedTuple):
   b0: float
   token_s: float
   update_s: float
+  describe_s: float
   transfer_s: float
   stand_s: float
 
@@ -91,30 +108,29 @@ def read(path: pathlib.Path) -> Run:
   """Returns a run from its directory.
 
   Raises:
-    ValueError: it is no run, or has trained no round.
+    ValueError: it is no run, has trained no round, or a line of its records
+      lacks what should be there.
   """
   for name in ("config.json", "events.jsonl", "spans.jsonl"):
     if not (path / name).is_file():
       raise ValueError(
         f"--calibrate={path}: there is no {name}; name the --workdir of a run"
       )
-  log = list(events.File(path / "events.jsonl"))
+  log = _log(path)
   ends = {e["version"]: e["end"] for e in events.of_kind(log, "update")}
   if not ends:
     raise ValueError(f"--calibrate={path}: it has trained no round; {_MORE}")
   first, *others = sorted(ends)
   metrics = path / "metrics.jsonl"
-  rows = list(_lines(metrics)) if metrics.is_file() else []
+  rows = _lines(metrics) if metrics.is_file() else []
   return Run(
     path=path,
     log=log,
-    spans=trace.read(path / "spans.jsonl"),
+    spans=_spans(path),
     first=others[0] if others else first,
     start_s=ends[first] if others else 0.0,
     stand_s=[r["publish_stall_s"] for r in rows if "publish_stall_s" in r],
-    placement=settings.from_json(
-      json.loads((path / "config.json").read_text())
-    ).placement,
+    placement=_placement(path),
     sources={
       (e["group"], e["attempt"]): e["source"]
       for e in log
@@ -123,11 +139,52 @@ def read(path: pathlib.Path) -> Run:
   )
 
 
+def _log(path: pathlib.Path) -> list[events.Event]:
+  """Returns events that have all the fields that their kinds should have."""
+  try:
+    log = list(events.File(path / "events.jsonl"))
+  except (KeyError, TypeError) as error:  # It looks at their kinds.
+    raise ValueError(
+      f"--calibrate={path}: events.jsonl has a line that is no event of a kind"
+    ) from error
+  for event in log:
+    expected = ("t", *_FIELDS.get(event["kind"], ()))
+    if missing := [name for name in expected if name not in event]:
+      raise ValueError(
+        f"--calibrate={path}: events.jsonl has a line without "
+        f"{', '.join(missing)}: {json.dumps(event)[:80]}"
+      )
+  return log
+
+
+def _spans(path: pathlib.Path) -> list[trace.Span]:
+  try:
+    return trace.read(path / "spans.jsonl")
+  except TypeError as error:
+    raise ValueError(
+      f"--calibrate={path}: spans.jsonl has a line that is no span: {error}"
+    ) from error
+
+
+def _placement(path: pathlib.Path) -> placement.Placement:
+  try:
+    found = settings.from_json(json.loads((path / "config.json").read_text()))
+  except ValueError as error:
+    raise ValueError(f"--calibrate={path}: config.json: {error}") from error
+  if not isinstance(found, config.Experiment):
+    raise ValueError(
+      f"--calibrate={path}: config.json holds no rl.config.Experiment; name "
+      "the --workdir of a run"
+    )
+  return found.placement
+
+
 def _lines(path: pathlib.Path) -> Iterator[dict[str, Any]]:
   """Yields what is on each line; a crash may have cut the last."""
   for text in path.read_text(errors="replace").splitlines():
     with contextlib.suppress(json.JSONDecodeError):
-      yield json.loads(text)
+      if isinstance(row := json.loads(text), dict):
+        yield row
 
 
 def apply(
@@ -183,6 +240,7 @@ def _measured(
     kind,
     token_s=max(alone, 1e-12),
     update_s=found.update_s,
+    describe_s=found.describe_s,
     speed=dataclasses.replace(
       kind.speed,
       tau0_s=found.tau0_s,
@@ -194,9 +252,19 @@ def _measured(
 
 
 def rates(run: Run) -> Rates:
-  """Returns how fast a run was."""
+  """Returns how fast a run was.
+
+  Raises:
+    ValueError: nothing was sampled or trained, or engines differ.
+  """
+  if run.placement.more:
+    names = " and ".join(pool.name for pool in run.placement.pools)
+    raise ValueError(
+      f"--calibrate={run.path}: its pools {names} may differ in speed, and a "
+      "kind has one; name a run that decodes on one pool"
+    )
   tau0_s, slope_s = measured.line(*answers(run))
-  token_s, update_s = _learner(run)
+  token_s, update_s, describe_s = _learner(run)
   ended = {e["version"] + 1: e["end"] for e in run.of("update")}
   began = {e["version"]: e["t"] for e in run.of("publish_start")}
   served = {e["version"]: e["t"] for e in run.of("published")}
@@ -207,14 +275,15 @@ def rates(run: Run) -> Rates:
     b0=tau0_s / slope_s,
     token_s=token_s,
     update_s=update_s,
+    describe_s=describe_s,
     transfer_s=max(statistics.median(travel), 0.0) if travel else 0.0,
     # Engines that drain first stand still for less than a publish takes.
     stand_s=statistics.median(run.stand_s or stand or [0.0]),
   )
 
 
-def _learner(run: Run) -> tuple[float, float]:
-  """Returns seconds of a trained id and of an optimizer step."""
+def _learner(run: Run) -> tuple[float, float, float]:
+  """Returns seconds of a trained id, an optimizer step, a scored sample."""
   lengths = {measured.place(e): e["length"] for e in run.of("ended")}
   trained = [e for e in run.of("trained") if e["version"] >= run.first]
   ids = sum(
@@ -229,7 +298,11 @@ def _learner(run: Run) -> tuple[float, float]:
       took[span.name].append(span.end - span.start)
   if not ids or not took["update"]:
     raise ValueError(f"--calibrate={run.path}: nothing was trained; {_MORE}")
-  return sum(took["accumulate"]) / ids, statistics.median(took["update"])
+  return (
+    sum(took["accumulate"]) / ids,
+    statistics.median(took["update"]),
+    statistics.median(took["score"] or [0.0]),
+  )
 
 
 # Decoding.
@@ -282,16 +355,26 @@ def _task(run: Run, name: str, share: float) -> workload.Workload:
     ),
     step_s=measured.seconds([e["env_s"] for e in turns]),
     reward_s=measured.seconds(graded),
-    correlation=likeness(ended),
+    correlation=likeness(turns, ended),
   )
 
 
-def likeness(ended: Sequence[events.Event]) -> float:
-  """Returns the correlation of members of a group in the ids they sampled."""
-  groups: dict[tuple[int, int], list[float]] = collections.defaultdict(list)
-  for event in ended:
-    groups[event["group"], event["attempt"]].append(float(event["tokens"]))
-  size = max(map(len, groups.values()))
-  return measured.intraclass(
-    [one for one in groups.values() if len(one) == size]
-  )
+def likeness(
+  turns: Sequence[events.Event], ended: Sequence[events.Event]
+) -> float:
+  """Returns the correlation of what members of a group draw.
+
+  A workload has one for all: this is the mean of that of the turns and that of
+  the tokens of an answer, or of the one that varies.
+  """
+  lengths: dict[measured.Place, list[float]] = collections.defaultdict(list)
+  for event in turns:
+    if event["tokens"]:
+      lengths[measured.place(event)].append(float(event["tokens"]))
+  counts = {measured.place(e): [float(e["turns"])] for e in ended}
+  found = [
+    measured.likeness(draws)
+    for draws in (lengths, counts)
+    if len({one for own in draws.values() for one in own}) > 1
+  ]
+  return statistics.fmean(found or [0.0])

@@ -1,15 +1,16 @@
 """What the tasks of a run ask for, whatever hardware it has.
 
 One simulated run in which nothing ever queues: what is left of time without
-decoding is the environments'. Draws depend on the seed and the task alone, so
-these are the tokens and waits of every other run of the same tasks.
+decoding is that of environments and rewards. Draws depend on the seed and the
+play of a task alone, so these are the tokens and waits of every other run of
+the same tasks, but for which member of a group has which of its plays.
 """
 
 import dataclasses
 import functools
 
 import numpy as np
-from jaxtyping import Float64
+from jaxtyping import Bool, Float64
 
 from rl import (
   events,
@@ -36,15 +37,18 @@ class Demand:
     tokens: sampled.
     context: ids that come from environments, each encoded once at least.
     trained: ids that the learner computes; 0 of a member with a fault.
+    broken: a fault ended the episode, which is then part of a group only for
+      want of others; where only the reward failed it is like any other.
     wait_s: from the first call to the end of the episode, without decoding.
-    reward_s: of the group's quickest grading.
+    reward_s: of all calls of the reward, until one succeeds or none is left.
   """
 
   tokens: Float64[np.ndarray, "N G"]
   context: Float64[np.ndarray, "N G"]
   trained: Float64[np.ndarray, "N G"]
+  broken: Bool[np.ndarray, "N G"]
   wait_s: Float64[np.ndarray, "N G"]
-  reward_s: Float64[np.ndarray, " N"]
+  reward_s: Float64[np.ndarray, "N G"]
 
 
 class Demands:
@@ -81,28 +85,31 @@ class Demands:
 
 
 def _measured(record: simulation.Record, count: int, members: int) -> Demand:
-  tokens, context, trained, wait_s = np.zeros((4, count, members))
+  tokens, context, trained, wait_s, reward_s = np.zeros((5, count, members))
+  broken = np.ones((count, members), bool)
   began = np.zeros(count)
-  grading = np.zeros((count, members))
-  reward_s = np.full((count, members), np.inf)
+  grading: dict[tuple[int, int], float] = {}
   for event in record.events:
-    kind, where = event["kind"], (event.get("group"), event.get("index"))
+    kind = event["kind"]
     if kind == "submitted":
-      began[where[0]] = event["t"]
-    elif kind == "ended":
+      began[event["group"]] = event["t"]
+    if kind not in ("ended", "grading", "reward", "fault"):
+      continue
+    where = event["group"], event["index"]
+    if kind == "ended":
       tokens[where] = event["tokens"]
       context[where] = event["length"] - event["tokens"]
       status = trajectory.Status(event["status"])
+      broken[where] = not status.trainable
       trained[where] = event["length"] if status.trainable else 0.0
       lasted_s = event["t"] - began[where[0]]
       wait_s[where] = max(lasted_s - event["tokens"] * _TOKEN_S, 0.0)
     elif kind == "grading":
       grading[where] = event["t"]
-    elif kind == "reward":
+    elif where in grading:
       reward_s[where] = event["t"] - grading[where]
-  quickest = reward_s.min(axis=1)
-  quickest[np.isinf(quickest)] = 0.0
-  return Demand(tokens, context, trained, wait_s, quickest)
+      trained[where] *= kind == "reward"
+  return Demand(tokens, context, trained, broken, wait_s, reward_s)
 
 
 def num_tokens(record: simulation.Record) -> int:

@@ -26,6 +26,8 @@ class DeviceKind:
     token_s: seconds for an id that one device trains, context included.
     scaling: share of its speed that a device keeps when the mesh doubles.
     update_s: seconds of an optimizer step, on a mesh of any size.
+    describe_s: seconds after each publish in which what the engines recorded
+      is compared, the same.
   """
 
   name: str
@@ -40,6 +42,7 @@ class DeviceKind:
   token_s: float = 1e-4
   scaling: float = 1.0
   update_s: float = 0.0
+  describe_s: float = 0.0
 
   def learner(self, devices: int) -> simulated_learner.Learner:
     """Returns a learner on so many devices."""
@@ -47,6 +50,7 @@ class DeviceKind:
     return simulated_learner.Learner(
       token_s=self.token_s / faster,
       update_s=self.update_s,
+      describe_s=self.describe_s,
       accelerators=devices,
     )
 
@@ -64,8 +68,11 @@ class DeviceKind:
         raise ValueError(
           f"{where}.{name}={getattr(self, name)} is not above 0 and finite"
         )
-    if not self.update_s >= 0:
-      raise ValueError(f"{where}.update_s={self.update_s} is below 0")
+    for name in ("update_s", "describe_s"):
+      if not 0 <= getattr(self, name) < math.inf:
+        raise ValueError(
+          f"{where}.{name}={getattr(self, name)} is below 0, or never ends"
+        )
     if not 0.5 <= self.scaling <= 1:
       raise ValueError(
         f"{where}.scaling={self.scaling} is not in [0.5, 1]: below it more "
@@ -108,8 +115,10 @@ class Fleet:
       raise ValueError(f"fleet.kinds: {names} are not one or more names")
     for number, kind in enumerate(self.kinds):
       kind.validate(f"fleet.kinds.{number}")
-    if not self.transfer_s >= 0:
-      raise ValueError(f"fleet.transfer_s={self.transfer_s} is below 0")
+    if not 0 <= self.transfer_s < math.inf:
+      raise ValueError(
+        f"fleet.transfer_s={self.transfer_s} is below 0, or never ends"
+      )
     sizes = [(k, n) for k in self.kinds for n in k.learner_devices]
     if not sizes:
       raise ValueError(

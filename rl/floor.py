@@ -1,8 +1,9 @@
 """How fast a choice could be at best: a bound that no simulated run breaks.
 
 A round v has W of training, w of which is its last batch, a publish of s, and
-groups that take R = max(path, D, P) at least: the longest of them alone, and
-all tokens and contexts at the rate of all engines in full use. Let e(v) be when
+groups that take R = max(path, D, P) at least: the longest of them alone, its
+grading included, and all tokens and contexts at the rate of all engines in full
+use. Let e(v) be when
 round v - 1 is trained and p(v) when version v serves, which admits what round
 v + eta trains. Then
 
@@ -41,8 +42,8 @@ class Floor:
     tokens: most that a step can train.
     parts: seconds of a step that one thing alone takes: "decode", "prefill",
       "learner", "publish" (new weights), "tail" (decoding of the longest
-      episode) and "environments" (their part in it), the last two divided by
-      the rounds over which they may spread.
+      episode) and "environments" (their part in it, and that of rewards), the
+      last two divided by the rounds over which they may spread.
   """
 
   step_s: float
@@ -57,8 +58,8 @@ class _Rounds:
   Attributes:
     decode, prefill: with all engines in full use.
     path, first: until the last group, or the first batch, can be ready.
-    episode: until the last episode can end; its group is still to be graded.
-    wait: of the environments in `path`.
+    episode: until the last episode can end; it is still to be graded.
+    wait: of the environments and rewards in `path`.
     train, last: of all groups and of the last batch, updates included.
   """
 
@@ -154,11 +155,7 @@ def _work(
   stop: int,
 ) -> Iterator[_Link]:
   """Yields the links of engines in full use, from one version on."""
-  eta = schedule.max_staleness
-  pauses_s = [
-    p.engines * p.speed.tokens_per_s * p.speed.update_s for p in cluster.pools
-  ]
-  pause_s = sum(pauses_s) / cluster.tokens_per_s
+  eta, pause_s = schedule.max_staleness, cluster.blocked_s
   for end in range(v + eta + 2, stop + 1):
     inside = slice(v + eta, end)
     # Versions that must serve before the last of these groups is admitted, or
@@ -199,8 +196,9 @@ def _rounds(
   prefill = sum(p.engines * p.speed.prefill_per_s for p in cluster.pools)
   alone_s = needs.wait_s + needs.tokens * token_s + needs.context * encode_s
   episode = _kth(alone_s, size)
-  path = episode + needs.reward_s
-  wait = np.minimum(_kth(needs.wait_s, size) + needs.reward_s, path)
+  # Whichever members make the group, one of them is graded no earlier.
+  path = _kth(alone_s + needs.reward_s, size)
+  wait = _kth(needs.wait_s + needs.reward_s, size)
   ids = _by_round(_least_trained(needs, size), stop)
   learner, total = cluster.learner, schedule.groups_per_round
   batch = _per_batch(schedule)
@@ -259,10 +257,10 @@ def _kth(
 def _least_trained(
   needs: demand.Demand, size: int
 ) -> Float64[np.ndarray, " N"]:
-  """Returns ids of the shortest members without a fault, as far as there are.
+  """Returns ids of the members that give the learner the least to do.
 
-  Those with one, of 0 ids, are only part of a group that lacks others.
+  One that broke gives it nothing, but takes the place of no other.
   """
-  ordered = np.sort(np.where(needs.trained > 0, needs.trained, np.inf), 1)
+  ordered = np.sort(np.where(needs.broken, np.inf, needs.trained), 1)
   ordered = ordered[:, :size]
   return np.where(np.isinf(ordered), 0.0, ordered).sum(1)

@@ -9,7 +9,8 @@ Both kinds of calibration are made of it: of a run's directory, for the planner
 """
 
 import collections
-from collections.abc import Iterable, Iterator, Sequence
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 from jaxtyping import Float64
@@ -18,6 +19,7 @@ from rl import distributions, events
 
 _BINS = 60
 _BODY = 0.9
+_NORMAL = statistics.NormalDist()
 Place = tuple[int, int, int]
 Samples = Float64[np.ndarray, " N"]
 
@@ -92,6 +94,38 @@ def contexts(ended: Sequence[events.Event]) -> tuple[float, float]:
     return float(np.mean(ids)), 1.0
   reply, prompt = np.polyfit(after, ids, 1)
   return float(prompt), max(float(reply), 1.0)
+
+
+def likeness(draws: Mapping[Place, Sequence[float]]) -> float:
+  """Returns the correlation of the draws of a group's members, 0 to 1.
+
+  It is that of normal variables of the same ranks, as `workload.correlated`
+  mixes them. Every draw shares the one factor of its group, so means of k draws
+  are more alike than draws are: those of r give k r / (1 + (k - 1) r), where k
+  is the harmonic mean if members differ in it.
+
+  Args:
+    draws: one or more of each member.
+  """
+  ranked = iter(scores([one for own in draws.values() for one in own]).tolist())
+  groups: dict[tuple[int, int], list[list[float]]] = {}
+  for (group, attempt, _), own in draws.items():
+    mine = [next(ranked) for _ in own]
+    groups.setdefault((group, attempt), []).append(mine)
+  size = max(map(len, groups.values()), default=0)
+  whole = [group for group in groups.values() if len(group) == size]
+  if not whole:
+    return 0.0
+  alike = intraclass([[statistics.fmean(o) for o in group] for group in whole])
+  k = statistics.harmonic_mean([len(own) for group in whole for own in group])
+  return alike / (k - (k - 1.0) * alike)
+
+
+def scores(values: Sequence[float]) -> Samples:
+  """Returns standard normal values of the same ranks; equals stay equal."""
+  _, place, counts = np.unique(values, return_inverse=True, return_counts=True)
+  middle = (np.cumsum(counts) - counts / 2.0) / max(len(values), 1)
+  return np.array([_NORMAL.inv_cdf(p) for p in middle.tolist()])[place]
 
 
 def intraclass(groups: Sequence[Sequence[float]]) -> float:

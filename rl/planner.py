@@ -16,6 +16,8 @@ from rl import floor as floor_lib
 
 Fits = Callable[[planning.Choice], str | None]
 """Returns why a choice cannot be used, or nothing."""
+Estimated = Callable[[planning.Planning, "Candidate"], "Estimate"]
+"""Returns what a choice is worth, as `estimate` does."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -106,9 +108,24 @@ def search(
   Raises:
     ValueError: the question has no answer; with the way out.
   """
+  return best_of(asked, *candidates(asked, fits), told)
+
+
+def best_of(
+  asked: planning.Planning,
+  waiting: Sequence[Candidate],
+  refused: Mapping[str, int],
+  told: Callable[[Estimate], None] = lambda estimate: None,
+  estimated: Estimated | None = None,
+) -> Plan:
+  """Returns the best of all candidates, having simulated what could be it.
+
+  Args:
+    waiting, refused: see `candidates`.
+    estimated: simulates; `estimate` if nothing else does.
+  """
   best: Estimate | None = None
   estimates: list[Estimate] = []
-  waiting, refused = candidates(asked, fits)
   complete = True
   for candidate in waiting:
     if best is not None and not _promising(candidate.key, best.key, asked):
@@ -116,7 +133,7 @@ def search(
     if len(estimates) == asked.max_simulations:
       complete = False
       break
-    estimates.append(estimate(asked, candidate))
+    estimates.append((estimated or estimate)(asked, candidate))
     told(estimates[-1])
     best = min(estimates, key=lambda one: _rank(asked, one))
   return _plan(asked, estimates, waiting, refused, complete)

@@ -66,10 +66,9 @@ class SimulatedEngine:
     return self._processor.states
 
   @property
-  def sequences(self) -> float:
-    """Mean number of sequences while any decodes."""
-    done = self._processor
-    return done.sequence_s / done.decode_s if done.decode_s else 0.0
+  def served(self) -> float:
+    """Tokens that were sampled up to now, also of what has not ended."""
+    return self._processor.served_by(asyncio.get_running_loop().time())
 
   # Requests.
 
@@ -121,10 +120,11 @@ class SimulatedEngine:
       raise ValueError(f"request {request_id} is not in flight")
     return self._jobs[request_id]
 
-  def expect(self, sessions: int) -> None:
-    """Notes how many more sessions live here; idle time has its cause in it."""
+  def expect(self, sessions: int = 0, graded: int = 0) -> None:
+    """Notes how many more live here, or are graded, for causes of idle time."""
     self._advance()
     self._processor.sessions += sessions
+    self._processor.graded += graded
 
   def _submit(self, request: engine_lib.DecodeRequest) -> processor_lib.Job:
     self._check_open()

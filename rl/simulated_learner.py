@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,9 +32,10 @@ class Learner:
   def validate(self) -> None:
     """Raises ValueError on a learner that is faster than time."""
     for name in ("token_s", "update_s", "describe_s"):
-      if not getattr(self, name) >= 0:
+      if not 0 <= getattr(self, name) < math.inf:
         raise ValueError(
-          f"cluster.learner.{name}={getattr(self, name)} is below 0"
+          f"cluster.learner.{name}={getattr(self, name)} is below 0, or never "
+          "ends"
         )
     if self.accelerators < 1:
       raise ValueError(
@@ -50,6 +52,7 @@ class SimulatedTrainer:
   def __init__(self, learner: Learner, spans: trace.Trace):
     self._learner = learner
     self._spans = spans
+    self._version = 0
     self.state = 0
 
   def restore(self, state: int) -> None:
@@ -62,7 +65,8 @@ class SimulatedTrainer:
     return self.state
 
   async def begin_round(self, version: int) -> None:
-    """Nothing is kept of a round."""
+    """Spans from here on are of this round."""
+    self._version = version
 
   async def accumulate(
     self, groups: Sequence[trajectory.Group]
@@ -94,7 +98,8 @@ class SimulatedTrainer:
     loop = asyncio.get_running_loop()
     start = loop.time()
     await asyncio.sleep(seconds)
-    self._spans.add("learner", name, start, loop.time(), **args)
+    end, version = loop.time(), self._version
+    self._spans.add("learner", name, start, end, version=version, **args)
 
 
 class SimulatedPublisher:

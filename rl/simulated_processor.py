@@ -21,11 +21,14 @@ from rl import engine as engine_lib
 # In tokens: more than what rounding of the loop's clock is worth.
 _CLOSE = 1e-4
 
-State = Literal["decode", "prefill", "publish", "drain", "environments", "gate"]
+State = Literal[
+  "decode", "prefill", "publish", "drain", "environments", "rewards", "gate"
+]
 """What an engine does, or what it has nothing to do for.
 
 publish: weights arrive. drain: it waits for requests to end before they do.
-environments: all of its sessions wait for theirs. gate: it has no session.
+environments: all of its sessions wait for theirs. rewards: all of its sessions
+have ended, and some are being graded. gate: it has no session.
 """
 Hold = Literal["", "drain", "publish"]
 
@@ -57,8 +60,12 @@ class Speed:
       value = getattr(self, name)
       if not value > 0:
         raise ValueError(f"{where}.{name}={value} is not above 0")
-    if not self.update_s >= 0:
-      raise ValueError(f"{where}.update_s={self.update_s} is below 0")
+    if self.tau0_s == math.inf:
+      raise ValueError(f"{where}.tau0_s=inf: no token would ever end")
+    if not 0 <= self.update_s < math.inf:
+      raise ValueError(
+        f"{where}.update_s={self.update_s} is below 0, or never ends"
+      )
 
   def tau_s(self, sequences: int) -> float:
     """Returns seconds of a token when so many sequences decode."""
@@ -115,10 +122,11 @@ class Processor:
   Attributes:
     version: of the weights that sample.
     hold: "drain" admits nothing; "publish" stops everything, as `paused` does.
-    sessions: that live here; idle time has its cause in it.
+    sessions, graded: that live here, and whose episodes are being graded; idle
+      time has its cause in them.
     running, decoding: jobs with a slot, and those of them that decode.
     states: (second, state) of each change; the last one goes on.
-    decode_s, sequence_s: seconds of decoding, and their sum over sequences.
+    served: tokens of all sequences by now, fractions included.
     stood_s: seconds of "publish".
   """
 
@@ -127,10 +135,10 @@ class Processor:
     self.version = 0
     self.hold: Hold = ""
     self.paused = False
-    self.sessions = 0
+    self.sessions = self.graded = 0
     self.running = self.decoding = 0
     self.states: list[tuple[float, State]] = []
-    self.decode_s = self.sequence_s = self.stood_s = 0.0
+    self.served = self.stood_s = 0.0
     self.sampled = self.prefilled = self.hits = 0
     self.now_s = 0.0
     self._numbers = itertools.count()
@@ -160,11 +168,18 @@ class Processor:
       self.stood_s += passed_s
       return
     if self.decoding:
-      self._service += passed_s / self.speed.tau_s(self.decoding)
-      self.decode_s += passed_s
-      self.sequence_s += passed_s * self.decoding
+      tokens = passed_s / self.speed.tau_s(self.decoding)
+      self._service += tokens
+      self.served += tokens * self.decoding
     if self._prefill:
       self._encoded += passed_s * self.speed.prefill_per_s
+
+  def served_by(self, now_s: float) -> float:
+    """Returns what `served` will be if nothing changes; changes nothing."""
+    if self._stands or not self.decoding:
+      return self.served
+    tokens = (now_s - self.now_s) / self.speed.tau_s(self.decoding)
+    return self.served + tokens * self.decoding
 
   def _state(self) -> State:
     if self._stands:
@@ -175,7 +190,9 @@ class Processor:
       return "prefill"
     if self.hold == "drain":
       return "drain"
-    return "environments" if self.sessions else "gate"
+    if self.sessions:
+      return "environments"
+    return "rewards" if self.graded else "gate"
 
   @property
   def _stands(self) -> bool:
@@ -228,6 +245,8 @@ class Processor:
   def end(self, job: Job) -> int:
     """Frees what a job holds; returns how many tokens it has."""
     count, place = self.count(job), job.place
+    if place == "prefill":
+      self._leave(job)
     job.place = "ended"
     self.decoding -= place == "decode"
     if place != "waiting":
@@ -240,6 +259,20 @@ class Processor:
       self._cached[job.request.session] = known
     self.sampled += count
     return count
+
+  def _leave(self, job: Job) -> None:
+    """Takes what is not encoded yet of a job out of the way of the others."""
+    before, left = self._encoded, 0.0
+    queue = list(self._prefill)
+    self._prefill.clear()
+    for target, other in queue:
+      if other is job:
+        left = target - before
+      else:
+        self._prefill.append((target - left, other))
+      before = target
+    self._queued -= left
+    self.prefilled -= math.floor(left + _CLOSE)
 
   def mark(self, job: Job) -> None:
     """Notes that what a job has sampled so far is of these weights."""
@@ -301,8 +334,6 @@ class Processor:
 
   def _begin(self, job: Job) -> None:
     """Joins those that decode; the first token is sampled at once."""
-    if job.place == "ended":
-      return
     job.place = "decode"
     job.target = self._service + job.left
     self.decoding += 1

@@ -1,8 +1,9 @@
 """Environments, chat and reward of a simulated run: they only take time.
 
 Words are numbers: a message says how many ids it is worth, and the first two
-ids of a conversation say which task it is, so that whoever sees a request knows
-how long its answers are.
+ids of a conversation say which play of which task it is. So whoever sees a
+request, or a transcript, knows what the environment knows: turns, answers and
+gradings of a play are drawn together, whatever the order of events.
 """
 
 import asyncio
@@ -18,7 +19,8 @@ from rl import engine as engine_lib
 from rl import workload as workload_lib
 
 _STOP_ID = 1
-_MEMBERS = 1 << 20  # More than there are in an attempt.
+_Play = tuple[int, workload_lib.Member]
+"""Number of the source, and who plays."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -26,7 +28,7 @@ class World:
   """All sources of a simulated run as one; their rewards, answers and chat.
 
   It is the source, the reward and the chat of a run, and says how long answers
-  are. Plays of a task draw differently, in the order in which they begin.
+  are. Plays of a task draw differently: the first that begins, the second ...
 
   Args:
     workloads: their names differ.
@@ -48,7 +50,7 @@ class World:
     self._draws = [workload_lib.Draws(w, self.seed) for w in self.workloads]
     self._numbers = {w.name: i for i, w in enumerate(self.workloads)}
     self._built: collections.Counter[str] = collections.Counter()
-    self._graded: collections.Counter[str] = collections.Counter()
+    self._graded: collections.Counter[_Play] = collections.Counter()
 
   # The source.
 
@@ -61,8 +63,12 @@ class World:
     """Returns a fresh environment of the task's source."""
     number = self._built[task.id]
     self._built[task.id] += 1
-    draws = self._draws[self._numbers[task.source]]
-    return _Environment(draws, task, workload_lib.Member(task.index, number))
+    source = self._numbers[task.source]
+    return _Environment(
+      self._draws[source],
+      workload_lib.Member(task.index, number),
+      source + len(self.workloads) * number,
+    )
 
   def oracle(self, task: base.Task, messages: Sequence[base.Message]) -> str:
     """Returns nothing: no answer is better than another."""
@@ -79,12 +85,19 @@ class World:
   async def grade(
     self, task: base.Task, transcripts: Sequence[base.Transcript]
   ) -> Sequence[base.Grade]:
-    """Returns 1 or 0 when the grading would have ended."""
-    member = workload_lib.Member(task.index, self._graded[task.id])
-    self._graded[task.id] += 1
-    draws = self._draws[self._numbers[task.source]]
-    await _wait(draws.of_turn("reward_s", member))
-    if draws.faulty("reward", member):
+    """Returns 1 or 0 when the grading would have ended.
+
+    Args:
+      transcripts: of one play; grading it again takes other seconds.
+    """
+    (transcript,) = transcripts
+    _, *play = _numbers(transcript.messages[0])
+    source, member = self._play(*play)
+    call = self._graded[source, member]
+    self._graded[source, member] += 1
+    draws = self._draws[source]
+    await _wait(draws.of_turn("reward_s", member, call))
+    if draws.faulty("reward", member, call):
       raise OSError("a simulated reward failed")
     return [base.Grade(float(draws.succeeds(member)), {})]
 
@@ -92,10 +105,14 @@ class World:
 
   def answer_tokens(self, request: engine_lib.DecodeRequest) -> int:
     """Returns how long an answer would be, were it not cut off."""
-    index, number = request.tokens[:2].tolist()
-    _, attempt, member, turn = request.request_id.rsplit("/", 3)
-    who = workload_lib.Member(index, int(attempt) * _MEMBERS + int(member))
-    return self._draws[number].count("answer_tokens", who, int(turn))
+    source, member = self._play(*request.tokens[:2].tolist())
+    turn = int(request.request_id.rpartition("/")[2])
+    return self._draws[source].count("answer_tokens", member, turn)
+
+  def _play(self, index: int, code: int) -> _Play:
+    """Returns whose play the first two ids of a conversation name."""
+    number, source = divmod(code, len(self.workloads))
+    return source, workload_lib.Member(index, number)
 
   # The chat.
 
@@ -165,17 +182,18 @@ class _Source:
 
 
 class _Environment:
-  """One episode: so many turns, each of which takes so long."""
+  """One episode: so many turns, each of which takes so long.
+
+  Args:
+    code: of its play, for the second id of the conversation.
+  """
 
   def __init__(
-    self,
-    draws: workload_lib.Draws,
-    task: base.Task,
-    member: workload_lib.Member,
+    self, draws: workload_lib.Draws, member: workload_lib.Member, code: int
   ):
     self._draws = draws
-    self._task = task
     self._member = member
+    self._code = code
     self._left = draws.count("turns", member)
     self._steps = 0
 
@@ -183,9 +201,9 @@ class _Environment:
     await _wait(self._draws.of_turn("start_s", self._member))
     if self._draws.faulty("start", self._member):
       raise OSError("a simulated environment did not start")
-    task = self._task
-    ids = max(2, round(self._draws.of_task("prompt_tokens", task.index)))
-    return [base.Message("user", f"{ids} {task.index} {task.seed}")]
+    index = self._member.task
+    ids = max(2, round(self._draws.of_task("prompt_tokens", index)))
+    return [base.Message("user", f"{ids} {index} {self._code}")]
 
   async def step(self, answer: base.Message) -> base.Step:
     turn, self._steps = self._steps, self._steps + 1
@@ -206,9 +224,14 @@ async def _wait(seconds: float) -> None:
     await asyncio.sleep(seconds)
 
 
+def _numbers(message: base.Message) -> list[int]:
+  """Returns how many ids a message is worth, and the first two of them."""
+  return list(map(int, message.content.split()))
+
+
 def _ids(messages: Sequence[base.Message]) -> Int32[np.ndarray, " P"]:
-  """Returns as many ids as the messages say; the first two name the task."""
-  words = [list(map(int, message.content.split())) for message in messages]
+  """Returns as many ids as the messages say; the first two name the play."""
+  words = [_numbers(message) for message in messages]
   ids = np.zeros(sum(word[0] for word in words), np.int32)
   if words:
     ids[:2] = words[0][1:][: len(ids)]

@@ -14,6 +14,7 @@ of weights take seconds of it.
 import asyncio
 import dataclasses
 import gc
+import math
 import time
 from collections.abc import Mapping, Sequence
 
@@ -44,6 +45,7 @@ from rl import progress as progress_lib
 from rl import rollout as rollout_lib
 
 _POOL_TASKS = 1 << 30
+_Place = tuple[int, int, int]  # Group, attempt and index of a member.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -106,6 +108,14 @@ class Cluster:
     """Longest time for which an engine stands still for new weights."""
     return max(pool.speed.update_s for pool in self.pools)
 
+  @property
+  def blocked_s(self) -> float:
+    """Seconds of all engines in full use that one publish costs decoding."""
+    lost = (
+      p.engines * p.speed.tokens_per_s * p.speed.update_s for p in self.pools
+    )
+    return sum(lost) / self.tokens_per_s
+
   def validate(self) -> None:
     """Raises ValueError on hardware that cannot run."""
     self.learner.validate()
@@ -116,8 +126,10 @@ class Cluster:
     names = [pool.name for pool in self.pools]
     if len(set(names)) < len(names):
       raise ValueError(f"cluster.pools: {names} are not all different")
-    if not self.transfer_s >= 0:
-      raise ValueError(f"cluster.transfer_s={self.transfer_s} is below 0")
+    if not 0 <= self.transfer_s < math.inf:
+      raise ValueError(
+        f"cluster.transfer_s={self.transfer_s} is below 0, or never ends"
+      )
 
 
 _ROLLOUT = rollout_lib.Rollout(
@@ -171,6 +183,8 @@ class Simulation:
       pool.name: pool.kind for pool in self.cluster.pools
     }
     self.routing.validate_pools(kinds)
+    if not self.stall_s > 0:
+      raise ValueError(f"stall_s={self.stall_s} is not above 0")
     names = [one.name for one in self.workloads]
     if not names or len(set(names)) < len(names):
       raise ValueError(f"workloads: {names} are not one or more names")
@@ -195,7 +209,8 @@ class Record:
 
   Attributes:
     states: of every engine, (second, state) of each change.
-    sequences: mean of those that decode while an engine does, of each engine.
+    served: tokens that each engine had sampled when a version's training
+      ended, answers under way included.
     virtual_s, real_s: how long it took there and here.
     jumps: of the virtual clock.
   """
@@ -204,7 +219,7 @@ class Record:
   events: Sequence[events.Event]
   spans: Sequence[trace.Span]
   states: Sequence[Sequence[tuple[float, simulated_processor.State]]]
-  sequences: Sequence[float]
+  served: Mapping[int, Sequence[float]]
   routes: Mapping[str, float]
   virtual_s: float
   real_s: float
@@ -255,7 +270,7 @@ async def _simulate(
     events=run.log.events,
     spans=run.spans.spans,
     states=[engine.states for engine in run.engines],
-    sequences=[engine.sequences for engine in run.engines],
+    served=run.served,
     routes=run.router.describe(),
     virtual_s=loop.time(),
     real_s=time.perf_counter() - start_s,
@@ -269,7 +284,8 @@ class _Run:
   def __init__(self, settings: Simulation, world: simulated_source.World):
     clock = asyncio.get_running_loop().time
     self._settings = settings
-    self._homes: dict[tuple[int, int, int], int] = {}
+    self._homes: dict[_Place, int] = {}
+    self._graded: set[_Place] = set()
     self.log = events.EventLog(None, clock=clock)
     self.log.listeners.append(self._listen)
     self.spans = trace.Trace(None, clock=clock)
@@ -290,7 +306,8 @@ class _Run:
       settings.routing,
       self.log,
     )
-    self.coordinator = self._coordinator(watchdog.Watchdog())
+    self.served: dict[int, list[float]] = {}
+    self.coordinator = self._coordinator(watchdog.Watchdog(clock=clock))
 
   def _coordinator(self, dog: watchdog.Watchdog) -> coordinator.Coordinator:
     settings, schedule = self._settings, self._settings.overlap
@@ -335,16 +352,23 @@ class _Run:
   def _listen(self, event: events.Event) -> None:
     """Tells engines which sessions are theirs, for the causes of idle time."""
     kind = event["kind"]
-    if kind == "admitted":
+    if kind == "update":
+      self.served[event["version"]] = [e.served for e in self.engines]
+    elif kind == "admitted":
       self._homes[_place(event)] = event["engine"]
-      self.engines[event["engine"]].expect(1)
+      self.engines[event["engine"]].expect(sessions=1)
     elif kind in ("ended", "aborted"):
-      home = self._homes.pop(_place(event), None)
-      if home is not None:
-        self.engines[home].expect(-1)
+      if (place := _place(event)) in self._homes:
+        self.engines[self._homes[place]].expect(sessions=-1)
+    elif kind == "grading":
+      self._graded.add(place := _place(event))
+      self.engines[self._homes[place]].expect(graded=1)
+    elif kind in ("reward", "fault") and _place(event) in self._graded:
+      self._graded.remove(place := _place(event))
+      self.engines[self._homes[place]].expect(graded=-1)
 
 
-def _place(event: events.Event) -> tuple[int, int, int]:
+def _place(event: events.Event) -> _Place:
   return event["group"], event["attempt"], event["index"]
 
 

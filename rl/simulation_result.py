@@ -3,10 +3,15 @@
 D   decode work: tokens of a round / tokens a second with every slot in use
 W   training work: seconds a round for which the learner is busy
 s   seconds of a publish; decoding stands still for s_blk of them
-T*  = max(D, W) + s_blk: no schedule is faster
+T*  = max(D, W) + s_blk, for the learner waits for new weights to be served; if
+    engines drain it does not, and T* = max(D + s_blk, W). Over many rounds no
+    schedule with the same way to publish is faster: decoding at its best and
+    learner both work all the time. Over few, groups may have been decoded in
+    part before the first that counts, and T can be that much less.
 on-policy bound  = max(T_roll + w_n, c_1 + W) + s: none of staleness 0 is,
     where groups are ready after c_1 (the first batch) to T_roll (the last)
-    and the last batch takes w_n
+    and the last batch takes w_n; the learner may still be describing the round
+    before when the first is ready, which c_1 includes and W here does not
 """
 
 import collections
@@ -18,7 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from rl import events as events_lib
 from rl import invariants, ledger, simulation, trace
 
-_IDLE = ("publish", "drain", "environments", "gate")
+_IDLE = ("publish", "drain", "environments", "rewards", "gate")
 _Lags = Mapping[int, int]
 
 
@@ -29,13 +34,16 @@ class Result:
   Attributes:
     step_s: T, of a round.
     decode_s, train_s: D and W.
-    blocked_s, publish_s: s_blk and s.
+    blocked_s, publish_s: s_blk, of all engines in full use, and s.
+    ideal_s: T*, the step time of a perfect schedule.
     on_policy_s: its bound; None where staleness is allowed.
     tokens: sampled of the groups that a round trained.
-    decode_use: tokens of all engines against every slot in use.
+    decode_use: tokens that all engines sampled, answers that ended later or
+      were never trained included, against every slot in use.
     prefill: share of time in which engines encode context and decode nothing.
     decode_idle: share of the engines' time by cause: "publish", "drain",
-      "environments" (all sessions wait for theirs) and "gate" (no session).
+      "environments" (all sessions wait for theirs), "rewards" (of sessions
+      that have ended, and there is no other) and "gate" (no session).
     learner_idle: the same of the learner: "publish" and "data".
     overlap: share of the less busy mesh's work that the other one hides.
     group_lags, token_lags: trained groups and tokens by their staleness.
@@ -50,6 +58,7 @@ class Result:
   train_s: float
   blocked_s: float
   publish_s: float
+  ideal_s: float
   on_policy_s: float | None
   tokens: float
   decode_use: float
@@ -67,11 +76,6 @@ class Result:
   turns: int
   virtual_s: float
   real_s: float
-
-  @property
-  def ideal_s(self) -> float:
-    """T*, the step time of a perfect schedule."""
-    return max(self.decode_s, self.train_s) + self.blocked_s
 
   @property
   def efficiency(self) -> float:
@@ -113,16 +117,19 @@ def measure(record: simulation.Record) -> Result:
   waits_s = 0.0 if schedule.drains else sum(b - a for a, b in publish)
   idle = {"publish": waits_s / seconds}
   idle["data"] = 1.0 - busy_s / seconds - idle["publish"]
+  decode_s = tokens / count / settings.cluster.tokens_per_s
+  blocked_s = settings.cluster.blocked_s
   return Result(
     rounds=count,
     step_s=seconds / count,
-    decode_s=tokens / count / settings.cluster.tokens_per_s,
+    decode_s=decode_s,
     train_s=busy_s / count,
-    blocked_s=settings.cluster.update_s,
+    blocked_s=blocked_s,
+    ideal_s=_ideal_s(decode_s, busy_s / count, blocked_s, schedule.drains),
     publish_s=sum(b - a for a, b in publish) / count,
     on_policy_s=None if schedule.max_staleness else _bound(record),
     tokens=tokens / count,
-    decode_use=_use(record, states["decode"]),
+    decode_use=_use(record, seconds),
     prefill=states["prefill"],
     decode_idle={cause: states[cause] for cause in _IDLE},
     learner_idle=idle,
@@ -142,6 +149,14 @@ def measure(record: simulation.Record) -> Result:
     virtual_s=record.virtual_s,
     real_s=record.real_s,
   )
+
+
+def _ideal_s(
+  decode_s: float, train_s: float, blocked_s: float, drains: bool
+) -> float:
+  if drains:
+    return max(decode_s + blocked_s, train_s)
+  return max(decode_s, train_s) + blocked_s
 
 
 def _of(record: simulation.Record, kind: str) -> Iterator[events_lib.Event]:
@@ -184,15 +199,14 @@ def _states(
   return {name: shares[name] for name in ("decode", "prefill", *_IDLE)}
 
 
-def _use(record: simulation.Record, decode: float) -> float:
-  """Returns tokens a second against those with every slot in use."""
-  speed = [pool.speed for pool in record.engine_pools]
-  most = sum(one.tokens_per_s for one in speed)
-  got = sum(
-    mean / one.tau_s(round(mean))
-    for one, mean in zip(speed, record.sequences, strict=True)
+def _use(record: simulation.Record, seconds: float) -> float:
+  """Returns tokens of the rounds that count against every slot in use."""
+  settings = record.settings
+  before, after = (
+    math.fsum(record.served.get(version, ()))
+    for version in (settings.counted.start - 1, settings.counted.stop - 1)
   )
-  return decode * got / most
+  return (after - before) / (seconds * settings.cluster.tokens_per_s)
 
 
 def _overlap(record: simulation.Record, window: trace.Interval) -> float:
@@ -217,19 +231,38 @@ def _bound(record: simulation.Record) -> float:
   for event in _of(record, "dequeued"):
     place = event["group"], event["attempt"]
     taken[event["version"]].append(ready[place])
-  learner = [span for span in record.spans if span.track == "learner"]
+  work, described_s = _work(record.spans)
   bounds = []
   for number in settings.counted:
-    start, end = ends[number], ends[number + 1]
-    work = [
-      (span.name, span.end - span.start)
-      for span in learner
-      if start <= span.start < end
-    ]
-    ready_s = [at_s - start for at_s in taken[number]]
-    bounds.append(on_policy_s(ready_s, work, _per_batch(settings)))
+    ready_s = [at_s - ends[number] for at_s in taken[number]]
+    before_s = described_s.get(number - 1, 0.0)
+    bounds.append(
+      on_policy_s(ready_s, work[number], _per_batch(settings), before_s)
+    )
   publish_s = settings.cluster.transfer_s + settings.cluster.update_s
   return math.fsum(bounds) / len(bounds) + publish_s
+
+
+_Work = Sequence[tuple[str, float]]
+"""(name, seconds) of what the learner did, in order."""
+
+
+def _work(
+  spans: Sequence[trace.Span],
+) -> tuple[Mapping[int, _Work], Mapping[int, float]]:
+  """Returns the learner's work on each version, and how it was described."""
+  # Not by their times: those of events are rounded, those of spans are not.
+  work: dict[int, list[tuple[str, float]]] = collections.defaultdict(list)
+  described_s: dict[int, float] = {}
+  for span in spans:
+    if span.track != "learner":
+      continue
+    version, seconds = int(span.args["version"]), span.end - span.start
+    if span.name == "score":
+      described_s[version] = seconds
+    else:
+      work[version].append((span.name, seconds))
+  return work, described_s
 
 
 def _per_batch(settings: simulation.Simulation) -> int:
@@ -241,19 +274,21 @@ def _per_batch(settings: simulation.Simulation) -> int:
 
 def on_policy_s(
   ready_s: Sequence[float],
-  work: Sequence[tuple[str, float]],
+  work: _Work,
   per_batch: int,
+  before_s: float = 0.0,
 ) -> float:
   """Returns the bound of one round without its publish.
 
   Args:
     ready_s: when its groups were ready, in the order of training.
-    work: (name, seconds) of what the learner did, in order.
+    before_s: for which the learner still describes the round before.
   """
   last = max(i for i, (name, _) in enumerate(work) if name == "accumulate")
   last_s = sum(seconds for _, seconds in work[last:])
   whole_s = sum(seconds for _, seconds in work)
-  return max(max(ready_s) + last_s, max(ready_s[:per_batch]) + whole_s)
+  first_s = max(before_s, *ready_s[:per_batch])
+  return max(max(ready_s) + last_s, first_s + whole_s)
 
 
 def _token_lags(

@@ -84,7 +84,8 @@ class Workload:
     reply_tokens: context that the environment adds after a turn.
     start_s, step_s, reward_s: seconds of a start, a step and a grading.
     correlation: 0 to 1, of members of a group, in each of the above.
-    start_fault, step_fault, reward_fault: share of calls that raise.
+    start_fault, step_fault, reward_fault: share of calls that raise; a reward
+      is called again, as often as the rollout says.
     success: share of episodes whose reward is 1; the others' is 0.
   """
 
@@ -104,8 +105,15 @@ class Workload:
   success: float = 0.5
 
   def __post_init__(self) -> None:
-    if not self.share > 0:
-      raise ValueError(f"{self.name}: share={self.share} is not above 0")
+    if not self.name or "/" in self.name:
+      raise ValueError(
+        f"name={self.name!r} is empty or has a slash: it is the first part of "
+        "the ids of tasks, and the slash ends it"
+      )
+    if not 0 < self.share < math.inf:
+      raise ValueError(
+        f"{self.name}: share={self.share} is not above 0 and finite"
+      )
     for name in _SHARES:
       if not 0 <= getattr(self, name) <= 1:
         raise ValueError(
@@ -119,7 +127,7 @@ class Member:
 
   Attributes:
     task: index in its source.
-    number: differs between the members and attempts of a group.
+    number: of the task's plays, in all attempts at its group.
   """
 
   task: int

@@ -7,41 +7,29 @@ import subprocess
 import sys
 
 import pytest
+from absl.testing import flagsaver
 
 from configs import fleet_small, guess_number_moe
-from launch import flags, plan
+from launch import flags, plan, simulate
 from rl import fleet, placement, planned, planner, planning
 from tests.rl import planned_fleets
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BASE = ROOT / "configs" / "guess_number_moe.py"
 
-FLEET = '''"""Three devices for a short game."""
-import dataclasses
-
-from configs import guess_number_moe
-from rl import planning
+FLEET = '''"""Four devices for a short game."""
 from tests.rl import planned_fleets
 
-
-def get_config():
-  return dataclasses.replace(
-    planned_fleets.question(),
-    workloads=(planned_fleets.GUESSES,),
-    rollout=guess_number_moe.get_config().rollout,
-    space=planning.Space(schedules=("sync", "in_flight"), max_staleness=1),
-  )
+get_config = planned_fleets.guessing
 '''
+question = planned_fleets.guessing
 
 
-def question():
-  """Returns what plans the number game on the small fleet."""
-  return dataclasses.replace(
-    planned_fleets.question(),
-    rollout=guess_number_moe.get_config().rollout,
-    workloads=(planned_fleets.GUESSES,),
-    space=planning.Space(schedules=("sync", "in_flight"), max_staleness=1),
-  )
+@pytest.fixture
+def fleet_file(tmp_path):
+  file = tmp_path / "fleet.py"
+  file.write_text(FLEET)
+  return file
 
 
 def command(*arguments):
@@ -54,12 +42,24 @@ def command(*arguments):
   )
 
 
-def test_the_command_prints_a_plan_and_writes_a_config_that_trains(tmp_path):
-  (tmp_path / "fleet.py").write_text(FLEET)
+def refused(capsys, *arguments):
+  """Returns what the command says before it ends without a plan."""
+  with flagsaver.flagsaver():
+    flags.parse(["simulate", "--plan", *map(str, arguments)])
+    with pytest.raises(SystemExit) as ended:
+      simulate.main([])
+  said = capsys.readouterr()
+  assert ended.value.code == 2
+  assert said.out == ""
+  assert said.err.count("\n") == 1
+  return said.err
+
+
+def test_the_command_prints_a_plan_and_writes_a_config_that_trains(
+  tmp_path, fleet_file
+):
   out = tmp_path / "plans" / "best.py"
-  done = command(
-    f"--config={tmp_path / 'fleet.py'}", f"--base={BASE}", f"--out={out}"
-  )
+  done = command(f"--config={fleet_file}", f"--base={BASE}", f"--out={out}")
   assert done.returncode == 0, done.stderr
   assert done.stdout.startswith("learner | engines")
   assert "the bound of no other one is better" in done.stdout
@@ -131,16 +131,18 @@ def test_meshes_keep_the_other_axes_of_the_base():
 
 
 def test_a_plan_says_what_it_is_worth_and_what_was_not_met():
-  asked = dataclasses.replace(question(), goal=planning.Goal(max_step_s=0.1))
-  found = planner.search(dataclasses.replace(asked, max_simulations=3))
+  asked = planned_fleets.question(
+    goal=planning.Goal(max_step_s=0.1), max_simulations=1
+  )
+  found = planner.search(asked)
   stream = io.StringIO()
-  plan.show(found, dataclasses.replace(asked, max_simulations=3), stream)
+  plan.show(found, asked, stream)
   head, *rows = stream.getvalue().splitlines()
   assert head.split()[:3] == ["learner", "|", "engines"]
   assert rows[0].startswith(found.best.choice.split)
   text = stream.getvalue()
-  assert "simulated 3 of" in text
-  assert "stopped there, at max_simulations=3" in text
+  assert "simulated 1 of" in text
+  assert "stopped there, at max_simulations=1" in text
   assert "goal not met: max_step_s=0.1" in text
 
 
@@ -164,13 +166,51 @@ def test_a_plan_says_what_it_is_worth_and_what_was_not_met():
       ["--config=configs/fleet_small.py", "--config.goal.minimise=tokens"],
       "goal.minimise=tokens is unknown",
     ),
+    (
+      [
+        "--config=configs/fleet_small.py",
+        "--config.rollout.max_tokens=90",
+        "--config.rollout.turn_tokens=50",
+        # So that there is little to find that out with.
+        "--config.rounds=1",
+        "--config.groups_per_round=4",
+        "--config.space.max_staleness=1",
+      ],
+      "nothing is sampled, for no prompt leaves room in rollout.max_tokens=90",
+    ),
+    (
+      ["--config=configs/fleet_small.py", "--config.workloads.0.name=a/b"],
+      "--config.workloads.0.name=a/b: name='a/b' is empty or has a slash",
+    ),
   ],
 )
-def test_what_cannot_be_planned_ends_with_one_line(arguments, words):
-  done = command(*arguments)
-  assert done.returncode == 2
-  assert words in done.stderr
-  assert "Traceback" not in done.stderr
+def test_what_cannot_be_planned_ends_with_one_line(capsys, arguments, words):
+  assert words in refused(capsys, *arguments)
+
+
+@pytest.mark.parametrize(
+  ("out", "words"),
+  [
+    ("fleet.py/best.py", "fleet.py is a file"),
+    ("fleet.py/deep/best.py", "cannot be written: Not a directory"),
+    ("best.txt", "best.txt: expected a .py file"),
+    (".py", "expected a .py file"),
+  ],
+)
+def test_a_plan_that_could_not_be_written_is_not_searched(
+  capsys, fleet_file, out, words
+):
+  path = fleet_file.parent / out
+  said = refused(
+    capsys, f"--config={fleet_file}", f"--base={BASE}", f"--out={path}"
+  )
+  assert said.startswith(f"error: --out={path}")
+  assert words in said
+
+
+def test_the_directory_of_a_plan_is_made(tmp_path):
+  plan.make_directory(tmp_path / "a" / "b", "--out=x")
+  assert list((tmp_path / "a" / "b").iterdir()) == []
 
 
 def test_the_example_can_be_planned():

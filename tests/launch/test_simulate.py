@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from absl.testing import flagsaver
 
 from launch import flags, simulate, simulated_timeline
 from rl import settings, simulation, simulation_result, trace
@@ -86,6 +87,36 @@ def test_a_setting_that_cannot_work_ends_it_before_it_begins(config):
   assert "rounds=1 leaves none to measure" in out.stderr
   assert "use rounds=5" in out.stderr
   assert out.stdout == ""
+
+
+@pytest.mark.parametrize(
+  ("arguments", "code", "words"),
+  [
+    (["--timeline={config}"], 2, "error: --timeline={config} cannot be wri"),
+    (["--timeline={config}/deep"], 2, "cannot be written: Not a directory"),
+    (["--config.stall_s=0"], 2, "error: stall_s=0.0 is not above 0"),
+    (
+      ["--config.stall_s=0.5"],
+      "stall_s=0.5: learner waited 0.5 s for 4 groups, the first of them 0",
+      "",
+    ),
+  ],
+)
+def test_what_cannot_end_well_ends_with_its_reason(
+  capsys, config, arguments, code, words
+):
+  with flagsaver.flagsaver():
+    given = [argument.format(config=config) for argument in arguments]
+    flags.parse(["simulate", f"--config={config}", *given])
+    with pytest.raises(SystemExit) as ended:
+      simulate.main([])
+  if isinstance(code, int):
+    assert ended.value.code == code
+  else:
+    assert str(ended.value.code).startswith(code)
+  said = capsys.readouterr()
+  assert words.format(config=config) in said.err
+  assert said.out == ""
 
 
 def test_settings_of_a_training_run_are_refused():

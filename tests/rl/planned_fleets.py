@@ -1,7 +1,10 @@
-"""Small fleets and tasks that tests plan for."""
+"""Small fleets and tasks that tests plan for, and where they are simulated."""
 
+import concurrent.futures
 import dataclasses
+import multiprocessing
 
+from configs import guess_number_moe
 from rl import (
   affinity,
   distributions,
@@ -31,10 +34,12 @@ GAME = workload.Workload(
   reward_s=distributions.LogNormal(mean=0.1, sigma=0.5),
   start_fault=0.02,
   step_fault=0.02,
+  # Of 3 calls: one in 8 is never graded.
+  reward_fault=0.5,
 )
 GUESSES = dataclasses.replace(
   GAME,
-  name="guesses",
+  name="guess_number",
   prompt_tokens=distributions.Constant(6.0),
   reply_tokens=distributions.Constant(2.0),
   answer_tokens=distributions.Constant(2.0),
@@ -87,4 +92,24 @@ def question(**changes) -> planning.Planning:
       tolerance=0.0,
     ),
     **changes,
+  )
+
+
+def guessing() -> planning.Planning:
+  """Returns what plans `configs/guess_number_moe.py` on the small fleet."""
+  return question(
+    workloads=(GUESSES,),
+    rollout=guess_number_moe.get_config().rollout,
+    space=planning.Space(schedules=("sync", "in_flight"), max_staleness=1),
+    routing=affinity.Routing(prefer={GUESSES.name: "compute"}),
+  )
+
+
+def untyped_process() -> concurrent.futures.Executor:
+  """Returns a process that checks no types, to be used in a `with`.
+
+  There a run takes a tenth of the time; other tests simulate with checks.
+  """
+  return concurrent.futures.ProcessPoolExecutor(
+    1, multiprocessing.get_context("spawn")
   )

@@ -1,6 +1,7 @@
 """Calibration on directories of simulated runs, whose rates are known."""
 
 import dataclasses
+import itertools
 import json
 
 import numpy as np
@@ -46,23 +47,42 @@ TASKS = (
 )
 
 
-def write(directory, schedule, engines=2, learner=4, size=1):
-  """Writes what a run with known rates leaves in its directory."""
-  record = simulation.simulate(
-    simulation.Simulation(
-      cluster=simulation.Cluster(
-        learner=simulated_learner.Learner(token_s=1e-3, update_s=0.3),
-        pools=(simulation.Pool(engines=engines, speed=SPEED),),
-        transfer_s=0.7,
+SCHEDULES = {
+  "sync": overlap.sync(16),
+  "in_flight": overlap.in_flight(16, 1),
+  "bounded": overlap.bounded(16, 1),
+}
+
+
+def played(schedule):
+  """Returns what a run with known rates looks like."""
+  return simulation.Simulation(
+    cluster=simulation.Cluster(
+      learner=simulated_learner.Learner(
+        token_s=1e-3, update_s=0.3, describe_s=0.2
       ),
-      workloads=TASKS,
-      overlap=schedule,
-      rollout=dataclasses.replace(
-        planned_fleets.question().rollout, max_turns=12, max_tokens=2000
-      ),
-      rounds=7,
-    )
+      pools=(simulation.Pool(engines=2, speed=SPEED),),
+      transfer_s=0.7,
+    ),
+    workloads=TASKS,
+    overlap=schedule,
+    rollout=dataclasses.replace(
+      planned_fleets.question().rollout, max_turns=12, max_tokens=2000
+    ),
+    rounds=7,
   )
+
+
+@pytest.fixture(scope="module")
+def records():
+  """One run of each schedule."""
+  with planned_fleets.untyped_process() as process:
+    runs = process.map(simulation.simulate, map(played, SCHEDULES.values()))
+    return dict(zip(SCHEDULES, runs, strict=True))
+
+
+def write(directory, record, size=1, more=()):
+  """Writes what a run leaves in its directory; it trained on 4 devices."""
   lines = [json.dumps(event) for event in record.events]
   # What a crash leaves of the last line.
   (directory / "events.jsonl").write_text("\n".join([*lines, '{"t": 1.0, "ki']))
@@ -71,9 +91,10 @@ def write(directory, schedule, engines=2, learner=4, size=1):
   experiment = dataclasses.replace(
     guess_number_moe.get_config(),
     placement=placement.Placement(
-      learner=placement.MeshSpec(data=learner),
+      learner=placement.MeshSpec(data=4),
       decode=placement.MeshSpec(data=size),
-      replicas=engines,
+      replicas=2,
+      more=more,
     ),
   )
   data = json.dumps(settings.to_json(experiment))
@@ -81,33 +102,32 @@ def write(directory, schedule, engines=2, learner=4, size=1):
   return directory
 
 
-@pytest.mark.parametrize(
-  "schedule",
-  [overlap.sync(16), overlap.in_flight(16, 1), overlap.bounded(16, 1)],
-  ids=["sync", "in_flight", "bounded"],
-)
-def test_rates_are_found_whatever_the_schedule(tmp_path, schedule):
-  rates = calibration.rates(calibration.read(write(tmp_path, schedule)))
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_rates_are_found_whatever_the_schedule(tmp_path, records, name):
+  rates = calibration.rates(calibration.read(write(tmp_path, records[name])))
   assert rates.token_s == pytest.approx(1e-3, rel=0.01)
   assert rates.update_s == pytest.approx(0.3)
+  assert rates.describe_s == pytest.approx(0.2)
   assert rates.transfer_s == pytest.approx(0.7, abs=0.01)
   # At 8 sequences an engine, in the middle of what was seen.
   tau_s = rates.tau0_s * (1.0 + 8.0 / rates.b0)
   assert tau_s == pytest.approx(SPEED.tau_s(8), rel=0.1)
-  if not schedule.drains:
+  if not SCHEDULES[name].drains:
     assert rates.stand_s == pytest.approx(0.4, abs=0.01)
 
 
-def test_decoding_stands_still_for_as_long_as_the_metrics_say(tmp_path):
-  write(tmp_path, overlap.bounded(16, 1))
+def test_decoding_stands_still_for_as_long_as_the_metrics_say(
+  tmp_path, records
+):
+  write(tmp_path, records["bounded"])
   rows = [{"round": r, "publish_stall_s": s} for r, s in ((1, 0.4), (2, 0.4))]
   text = "\n".join(json.dumps(row) for row in rows)
   (tmp_path / "metrics.jsonl").write_text(text)
   assert calibration.rates(calibration.read(tmp_path)).stand_s == 0.4
 
 
-def test_tasks_draw_what_was_played(tmp_path):
-  run = calibration.read(write(tmp_path, overlap.sync(16)))
+def test_tasks_draw_what_was_played(tmp_path, records):
+  run = calibration.read(write(tmp_path, records["sync"]))
   many, one = calibration.tasks(run)
   assert (many.name, one.name) == ("many", "one")
   assert one.share / many.share == pytest.approx(3.0)
@@ -120,11 +140,57 @@ def test_tasks_draw_what_was_played(tmp_path):
   assert distributions.mean(one.reward_s) == pytest.approx(0.25, abs=1e-3)
   assert distributions.mean(many.prompt_tokens) == pytest.approx(12.0, abs=0.5)
   assert distributions.mean(many.reply_tokens) == pytest.approx(7.0, abs=0.2)
-  assert 0.2 < one.correlation < 0.8
+  # Of 84 groups of 2: a standard error of (1 - 0.5 ** 2) / sqrt(84) = 0.08.
+  assert one.correlation == pytest.approx(0.5, abs=0.2)
 
 
-def test_a_question_gets_the_speeds_of_its_kind_and_keeps_the_rest(tmp_path):
-  write(tmp_path, overlap.sync(16), learner=4)
+def events_of(source, size=8, groups=200):
+  """Returns the turns and ends of groups that are drawn as the source says."""
+  draws = workload.Draws(source, 0)
+  turns, ended = [], []
+  for group, index in itertools.product(range(groups), range(size)):
+    member = workload.Member(group, index)
+    place = {"group": group, "attempt": 0, "index": index}
+    count = draws.count("turns", member)
+    ended.append({**place, "turns": count})
+    turns += [
+      {**place, "tokens": draws.count("answer_tokens", member, turn)}
+      for turn in range(count)
+    ]
+  return turns, ended
+
+
+ONE = distributions.Constant(1.0)
+EIGHT = distributions.Constant(8.0)
+SOME = distributions.LogNormal(mean=6.0, sigma=0.6)
+LONG = distributions.LogNormal(mean=200.0, sigma=1.2)
+
+
+@pytest.mark.parametrize("correlation", [0.1, 0.6])
+@pytest.mark.parametrize(
+  ("turns", "tokens"),
+  [(ONE, LONG), (EIGHT, LONG), (SOME, LONG), (SOME, EIGHT)],
+  ids=["one turn", "eight turns", "some turns", "turns alone"],
+)
+def test_members_are_as_alike_as_they_were_drawn(turns, tokens, correlation):
+  source = workload.Workload(
+    turns=turns, answer_tokens=tokens, correlation=correlation
+  )
+  found = calibration.likeness(*events_of(source))
+  # Of 200 groups of 8 the standard error of an intraclass correlation r is
+  # sqrt(2 / 200) (1 - r) (1 + 7 r) / sqrt(56): 0.03 at 0.6, where it is most.
+  assert found == pytest.approx(correlation, abs=0.06)
+
+
+def test_what_never_varies_is_alike_in_nothing():
+  source = workload.Workload(answer_tokens=EIGHT)
+  assert calibration.likeness(*events_of(source, groups=3)) == 0.0
+
+
+def test_a_question_gets_the_speeds_of_its_kind_and_keeps_the_rest(
+  tmp_path, records
+):
+  write(tmp_path, records["sync"])
   asked = planned_fleets.question()
   found = calibration.apply(asked, tmp_path, "quick")
   quick, wide = found.fleet.kinds
@@ -134,6 +200,7 @@ def test_a_question_gets_the_speeds_of_its_kind_and_keeps_the_rest(tmp_path):
   assert quick.speed.slots == asked.fleet.kinds[0].speed.slots
   # The run trained on 4 devices: as fast again on 4 of this kind.
   assert quick.learner(4).token_s == pytest.approx(1e-3, rel=0.01)
+  assert quick.learner(4).describe_s == pytest.approx(0.2)
   found.validate()
 
 
@@ -154,7 +221,55 @@ def test_a_line_never_falls_and_never_starts_below_zero():
     assert slope > 0
 
 
-def test_what_cannot_calibrate_is_refused_with_the_way_out(tmp_path):
+def test_ranks_become_normal_and_equals_stay_equal():
+  # Ranks 1/8, 3/8, 3/4 and 3/4 of four values.
+  found = measured.scores([2.0, 5.0, 9.0, 9.0])
+  assert found.tolist() == pytest.approx(
+    [-1.1503, -0.3186, 0.6745, 0.6745], 1e-3
+  )
+
+
+def test_engines_that_may_differ_are_not_taken_for_one_kind(tmp_path, records):
+  pool = placement.DecodePool(
+    name="slow", mesh=placement.MeshSpec(data=1, first_device=6)
+  )
+  write(tmp_path, records["sync"], more=(pool,))
+  words = "its pools decode and slow may differ in speed.*decodes on one pool"
+  with pytest.raises(ValueError, match=words):
+    calibration.apply(planned_fleets.question(), tmp_path, "quick")
+
+
+OTHER = json.dumps(settings.to_json(placement.Placement()))
+
+
+@pytest.mark.parametrize(
+  ("file", "line", "words"),
+  [
+    ("events.jsonl", '{"t": 1.0}', "events.jsonl has .* no event of a kind"),
+    ("events.jsonl", "[1]", "events.jsonl has a line that is no event"),
+    ("events.jsonl", '{"kind": "turn"}', "without t, group, attempt, index"),
+    (
+      "events.jsonl",
+      '{"t": 1.0, "kind": "update", "version": 3}',
+      "events.jsonl has a line without end",
+    ),
+    ("spans.jsonl", '{"track": "learner"}', "spans.jsonl has .* no span"),
+    ("config.json", OTHER, "config.json holds no rl.config.Experiment"),
+    ("config.json", "{}", "config.json: config={}: expected object"),
+    ("config.json", "{", "config.json: Expecting"),
+  ],
+)
+def test_records_that_lack_something_are_refused(
+  tmp_path, records, file, line, words
+):
+  write(tmp_path, records["sync"])
+  text = (tmp_path / file).read_text() if file.endswith("l") else ""
+  (tmp_path / file).write_text(f"{line}\n{text}")
+  with pytest.raises(ValueError, match=f"--calibrate=.*{words}"):
+    calibration.read(tmp_path)
+
+
+def test_what_cannot_calibrate_is_refused_with_the_way_out(tmp_path, records):
   asked = planned_fleets.question()
   with pytest.raises(
     ValueError, match=r"--kind=None is no kind.*quick or wide"
@@ -162,7 +277,7 @@ def test_what_cannot_calibrate_is_refused_with_the_way_out(tmp_path):
     calibration.apply(asked, tmp_path)
   with pytest.raises(ValueError, match=r"there is no config.json; name the"):
     calibration.apply(asked, tmp_path, "quick")
-  write(tmp_path, overlap.sync(16), size=2)
+  write(tmp_path, records["sync"], size=2)
   with pytest.raises(ValueError, match=r"engines have 2 devices.*; use 2"):
     calibration.apply(asked, tmp_path, "quick")
   (tmp_path / "events.jsonl").write_text("")

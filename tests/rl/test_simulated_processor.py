@@ -71,10 +71,68 @@ def test_every_second_is_counted_once():
   ends = run_all(processor, [job(100), job(200)])
   processor.advance(10.0)
   assert ends[200] == pytest.approx(1.2 + 1.1)
-  assert processor.decode_s == pytest.approx(ends[200], abs=1e-5)
-  # Both for 100 tokens at 0.012 s, one for 100 at 0.011 s.
-  assert processor.sequence_s == pytest.approx(2 * 1.2 + 1.1, abs=1e-5)
   assert [state for _, state in processor.states] == ["decode", "gate"]
+
+
+def test_tokens_are_counted_as_they_are_served():
+  processor = simulated_processor.Processor(SPEED)
+  for one in (job(100), job(200)):
+    processor.submit(one)
+  processor.settle()
+  # Two sequences at 0.012 s a token: 50 tokens of each by then.
+  assert processor.served_by(0.6) == pytest.approx(100.0)
+  assert processor.served == 0.0
+  processor.advance(0.6)
+  assert processor.served == pytest.approx(100.0)
+  processor.hold = "publish"
+  assert processor.served_by(5.0) == processor.served
+  processor.advance(5.0)
+  assert processor.served == pytest.approx(100.0)
+
+
+def test_what_has_ended_was_served():
+  processor = simulated_processor.Processor(SPEED)
+  run_all(processor, [job(n, session=str(n)) for n in range(1, 40)])
+  # A token may end 1e-4 of its time early.
+  assert processor.served == pytest.approx(sum(range(1, 40)), rel=1e-4)
+
+
+def ends_behind(gone, encoded):
+  """Returns when c, behind a and b in the queue, decodes if one is ended."""
+  speed = dataclasses.replace(SPEED, prefill_per_s=100.0)
+  processor = simulated_processor.Processor(speed)
+  jobs = {name: job(1, tokens=100, session=name) for name in "abc"}
+  for one in jobs.values():
+    processor.submit(one)
+  processor.settle()
+  processor.advance(encoded / 100.0)
+  processor.settle()
+  processor.end(jobs[gone])
+  now_s = processor.now_s
+  while jobs["c"].first_s is None:
+    processor.advance(now_s)
+    for one in processor.settle():
+      processor.end(one)
+    now_s += processor.wait_s()
+  return jobs["c"].first_s, processor.prefilled
+
+
+@pytest.mark.parametrize(
+  ("gone", "encoded", "seconds", "ids"),
+  [
+    # Of each 100 ids, at 100 a second: 0.3 s of a are spent, 0.7 s are not.
+    ("a", 30, 3.0 - 0.7, 230),
+    ("b", 30, 3.0 - 1.0, 200),
+    # b has begun, behind a.
+    ("b", 140, 3.0 - 0.6, 240),
+  ],
+)
+def test_what_is_ended_while_it_is_encoded_takes_no_more_time(
+  gone, encoded, seconds, ids
+):
+  first_s, prefilled = ends_behind(gone, encoded)
+  assert first_s == pytest.approx(seconds, abs=1e-5)
+  assert prefilled == ids
 
 
 def test_all_room_is_given_back():
@@ -106,7 +164,14 @@ def test_an_engine_without_speed_is_refused(field):
     speed.validate("pools.0.speed")
 
 
-def test_a_pause_below_0_is_refused():
-  speed = simulated_processor.Speed(update_s=-1.0)
-  with pytest.raises(ValueError, match=r"x\.update_s=-1.0 is below 0"):
+@pytest.mark.parametrize("update_s", [-1.0, math.inf, math.nan])
+def test_a_pause_below_0_or_without_an_end_is_refused(update_s):
+  speed = simulated_processor.Speed(update_s=update_s)
+  words = rf"x\.update_s={update_s} is below 0, or never ends"
+  with pytest.raises(ValueError, match=words):
     speed.validate("x")
+
+
+def test_tokens_that_never_end_are_refused():
+  with pytest.raises(ValueError, match=r"x\.tau0_s=inf: no token"):
+    simulated_processor.Speed(tau0_s=math.inf).validate("x")

@@ -39,14 +39,24 @@ def world():
   return simulated_source.World((MATH, GAME), 0)
 
 
-def request(world, task, name, turn=0):
-  observed = virtual.run(world(task).start())
+def opening(world, task):
+  """Returns the first message of a play that begins now."""
+  (message,) = virtual.run(world(task).start())
+  return message
+
+
+def request(world, message, turn=0, name="0/0/0"):
   return engine.DecodeRequest(
     request_id=f"train/{name}/{turn}",
     session=f"train/{name}",
-    tokens=world.open(observed),
+    tokens=world.open([message]),
     max_tokens=1000,
   )
+
+
+def answer(world, task, turn=0):
+  """Returns how long an answer in a play that begins now is."""
+  return world.answer_tokens(request(world, opening(world, task), turn))
 
 
 @pytest.mark.parametrize("contract", [base.Source, prompts.Mixed, episode.Chat])
@@ -77,39 +87,79 @@ def test_an_episode_takes_its_turns_and_their_seconds(world):
 
 
 def test_a_context_tells_the_engine_which_task_it_is_of(world):
-  lengths = [
-    world.answer_tokens(
-      request(world, world.sources[1].task(i, "train"), "0/0/0")
-    )
-    for i in range(3)
-  ]
-  assert lengths == [9, 9, 9]
-  tasks = [world.sources[0].task(i, "train") for i in (3, 3, 4)]
-  same = [world.answer_tokens(request(world, task, "0/0/0")) for task in tasks]
-  assert same[0] == same[1] != same[2]
+  games = [world.sources[1].task(i, "train") for i in range(3)]
+  assert [answer(world, task) for task in games] == [9, 9, 9]
+  third, fourth = (world.sources[0].task(i, "train") for i in (3, 4))
+  length = answer(world, third)
+  assert answer(simulated_source.World((MATH, GAME), 0), third) == length
+  assert answer(world, fourth) != length
 
 
-@pytest.mark.parametrize("name", ["0/0/1", "0/1/0"], ids=["member", "attempt"])
-def test_members_and_attempts_answer_differently(world, name):
+def test_plays_and_turns_of_a_task_answer_differently(world):
   task = world.sources[0].task(3, "train")
-  first = world.answer_tokens(request(world, task, "0/0/0"))
-  assert world.answer_tokens(request(world, task, name)) != first
-  assert world.answer_tokens(request(world, task, "0/0/0", turn=1)) != first
+  lengths = [answer(world, task) for _ in range(4)]
+  assert len(set(lengths)) > 2
+  again = simulated_source.World((MATH, GAME), 0)
+  assert [answer(again, task, turn=1) for _ in range(4)] != lengths
+
+
+def test_an_answer_belongs_to_its_play_whoever_asks_for_it(world):
+  message = opening(world, world.sources[0].task(3, "train"))
+  lengths = {
+    world.answer_tokens(request(world, message, name=name))
+    for name in ("0/0/0", "0/0/5", "7/1/0")
+  }
+  assert len(lengths) == 1
 
 
 def test_a_reward_takes_its_seconds_and_is_0_or_1(world):
   async def grade():
-    task = world.sources[1].task(0, "train")
     reward = simulated_source.Reward(world)
-    grades = [
-      (await reward(task, [base.Transcript([], [])]))[0].value
-      for _ in range(40)
-    ]
+    grades = [(await reward(task, [play]))[0].value for play in plays]
     return grades, asyncio.get_running_loop().time()
 
+  task = world.sources[1].task(0, "train")
+  plays = [base.Transcript([opening(world, task)], []) for _ in range(40)]
   grades, seconds = virtual.run(grade())
   assert set(grades) == {0.0, 1.0}
   assert seconds == pytest.approx(40.0)
+
+
+def test_a_play_is_graded_alike_whatever_the_order():
+  shaky = workload.Workload(
+    reward_s=distributions.LogNormal(mean=1.0, sigma=1.0), reward_fault=0.5
+  )
+
+  async def grade(world, play):
+    start = asyncio.get_running_loop().time()
+    try:
+      (said,) = await world.grade(world.task(0, "train"), [play])
+    except OSError:
+      said = None
+    return asyncio.get_running_loop().time() - start, said
+
+  async def grade_all(order):
+    world = simulated_source.World((shaky,), 0)
+    task = world.task(0, "train")
+    plays = [
+      base.Transcript(await world(task).start(), []) for _ in range(len(order))
+    ]
+    # Each is graded twice, in the order that is given.
+    return {
+      (play, call): await grade(world, plays[play])
+      for call in range(2)
+      for play in order
+    }
+
+  first = virtual.run(grade_all(range(8)))
+  other = virtual.run(grade_all([5, 3, 7, 1, 6, 0, 4, 2]))
+  for where, (seconds, said) in first.items():
+    assert other[where] == (pytest.approx(seconds), said)
+  # What failed may be graded when it is called again.
+  assert any(
+    first[play, 0][1] is None and first[play, 1][1] is not None
+    for play in range(8)
+  )
 
 
 @pytest.mark.parametrize("call", ["start", "step", "reward"])
@@ -121,7 +171,8 @@ def test_a_fault_is_an_exception(call):
     task = world.task(0, "train")
     environment = world(task)
     if call == "reward":
-      await world.grade(task, [base.Transcript([], [])])
+      messages = await environment.start()
+      await world.grade(task, [base.Transcript(messages, [])])
     elif call == "step":
       await environment.step(base.Message("assistant", ""))
     else:

@@ -1,75 +1,27 @@
 """Simulated runs: by hand where everything is constant, by order else."""
 
 import dataclasses
+import math
 
 import pytest
 
 from rl import (
   distributions,
   overlap,
-  rollout,
   simulated_learner,
   simulated_processor,
   simulation,
-  simulation_result,
-  workload,
+  watchdog,
 )
+from tests.rl import simulated_runs
 
-# A token of 8 sequences takes 0.01 (1 + 8 / 8) = 0.02 s.
-SPEED = simulated_processor.Speed(
-  tau0_s=0.01, b0=8.0, slots=8, kv_tokens=1 << 16, update_s=2.0
+CONSTANT, HEAVY, AGENT = (
+  simulated_runs.CONSTANT,
+  simulated_runs.HEAVY,
+  simulated_runs.AGENT,
 )
-CONSTANT = workload.Workload(
-  prompt_tokens=distributions.Constant(2.0),
-  answer_tokens=distributions.Constant(100.0),
-)
-HEAVY = workload.Workload(
-  prompt_tokens=distributions.Constant(2.0),
-  answer_tokens=distributions.LogNormal(mean=100.0, sigma=0.9, max_value=800.0),
-)
-AGENT = workload.Workload(
-  name="agent",
-  turns=distributions.LogNormal(mean=3.0, sigma=0.5),
-  answer_tokens=distributions.LogNormal(mean=30.0, sigma=0.9),
-  step_s=distributions.LogNormal(mean=0.5, sigma=1.0, tail_share=0.05),
-  start_s=distributions.Gaussian(mean=1.0, sigma=0.5),
-  reward_s=distributions.LogNormal(mean=0.2, sigma=0.5),
-  step_fault=0.01,
-  reward_fault=0.02,
-)
-
-
-def settings(schedule, *workloads, engines=1, size=2, **changes):
-  """Returns a run whose learner needs 1 ms an id and 1 s an update."""
-  return dataclasses.replace(
-    simulation.Simulation(
-      cluster=simulation.Cluster(
-        learner=simulated_learner.Learner(token_s=1e-3, update_s=1.0),
-        pools=(simulation.Pool(engines=engines, speed=SPEED),),
-        transfer_s=3.0,
-      ),
-      workloads=workloads or (CONSTANT,),
-      overlap=schedule,
-      rollout=rollout.Rollout(
-        group_size=size,
-        max_turns=8,
-        turn_tokens=1000,
-        max_tokens=10_000,
-        step_s=600.0,
-      ),
-      rounds=6,
-    ),
-    **changes,
-  )
-
-
-def run(schedule, *workloads, **changes):
-  simulated = settings(schedule, *workloads, **changes)
-  return simulation_result.measure(simulation.simulate(simulated))
-
-
-def close(number):
-  return pytest.approx(number, abs=1e-4)
+SPEED, close = simulated_runs.SPEED, simulated_runs.close
+settings, run = simulated_runs.settings, simulated_runs.run
 
 
 def test_a_synchronous_round_is_the_sum_of_its_parts():
@@ -212,6 +164,12 @@ def test_a_pipeline_is_near_its_on_policy_bound(ladder):
   assert ladder["eta 1"].on_policy_efficiency is None
 
 
+def test_a_run_that_stalls_says_how_long_it_waited():
+  simulated = settings(overlap.sync(4), stall_s=1.5)
+  with pytest.raises(watchdog.Stalled, match=r"learner waited 1\.5 s for 4 gr"):
+    simulation.simulate(simulated)
+
+
 def test_overlap_grows_with_what_may_run_at_once(ladder):
   assert ladder["sync"].overlap == 0.0
   assert 0.0 < ladder["pipe"].overlap < ladder["eta 4"].overlap
@@ -259,7 +217,20 @@ def test_sessions_go_where_the_routing_says():
     ({"rounds": 2}, r"rounds=2 leaves none to measure.* use rounds=7"),
     ({"workloads": ()}, r"workloads: \[\] are not"),
     ({"workloads": (HEAVY, HEAVY)}, "are not one or more names"),
+    ({"stall_s": 0.0}, "stall_s=0.0 is not above 0"),
     ({"cluster": simulation.Cluster(pools=())}, "nothing decodes"),
+    (
+      {"cluster": simulation.Cluster(transfer_s=math.inf)},
+      r"cluster.transfer_s=inf is below 0, or never ends",
+    ),
+    (
+      {
+        "cluster": simulation.Cluster(
+          learner=simulated_learner.Learner(token_s=math.inf)
+        )
+      },
+      r"cluster.learner.token_s=inf is below 0, or never ends",
+    ),
     (
       {"cluster": simulation.Cluster(transfer_s=-1.0)},
       r"cluster.transfer_s=-1.0 is below 0",

@@ -1,8 +1,21 @@
 """Parts of a result, worked out by hand."""
 
+import dataclasses
+
 import pytest
 
-from rl import simulation_result
+from rl import (
+  distributions,
+  overlap,
+  simulated_learner,
+  simulation,
+  simulation_result,
+)
+from tests.rl import simulated_runs
+
+CONSTANT, HEAVY = simulated_runs.CONSTANT, simulated_runs.HEAVY
+SPEED, close = simulated_runs.SPEED, simulated_runs.close
+run = simulated_runs.run
 
 
 def test_the_on_policy_bound_is_the_tail_and_the_last_batch():
@@ -19,6 +32,13 @@ def test_the_on_policy_bound_is_the_first_batch_and_all_work():
   assert bound == pytest.approx(2.0 + 82.0)
 
 
+def test_what_is_described_before_may_hold_up_the_first_batch_alone():
+  work = [("accumulate", 4.0), ("update", 1.0)]
+  ready = [1.0, 2.0]
+  assert simulation_result.on_policy_s(ready, work, 2, 1.5) == 2.0 + 5.0
+  assert simulation_result.on_policy_s(ready, work, 2, 30.0) == 30.0 + 5.0
+
+
 def test_an_engine_is_in_a_state_until_the_next_or_the_end():
   states = [(0.0, "gate"), (1.0, "decode"), (3.0, "gate"), (4.0, "decode")]
   assert simulation_result.in_state(states, 9.0, "decode") == [
@@ -26,3 +46,106 @@ def test_an_engine_is_in_a_state_until_the_next_or_the_end():
     (4.0, 9.0),
   ]
   assert simulation_result.in_state(states, 9.0, "publish") == []
+
+
+def test_decoding_is_used_as_far_as_tokens_are_sampled():
+  # Nothing is sampled in one round and trained in another, so this is D / T,
+  # however few of the slots are in use at the end of a round.
+  result = run(overlap.sync(4), HEAVY)
+  assert result.decode_use == close(result.decode_s / result.step_s)
+  assert result.decode_use < 0.5
+
+
+def test_slots_that_are_always_in_use_are_all_of_decoding():
+  # A learner that takes no time, and four rounds of groups to decode at once.
+  result = run(
+    overlap.in_flight(4, 4),
+    rounds=14,
+    cluster=simulation.Cluster(
+      learner=simulated_learner.Learner(token_s=0.0, update_s=0.0),
+      pools=(
+        simulation.Pool(
+          engines=1, speed=dataclasses.replace(SPEED, update_s=0.0)
+        ),
+      ),
+      transfer_s=0.0,
+    ),
+  )
+  assert result.decode_use == close(1.0)
+
+
+def test_idle_time_while_rewards_are_called_is_theirs():
+  slow = dataclasses.replace(CONSTANT, reward_s=distributions.Constant(20.0))
+  result = run(overlap.sync(4), slow)
+  step_s = 8.816 + 20.0
+  assert result.step_s == close(step_s)
+  assert result.decode_idle["rewards"] == close(20.0 / step_s)
+  assert result.decode_idle["gate"] == close((1.816 + 3.0) / step_s)
+
+
+def test_idle_time_while_a_reward_is_called_again_is_its_too():
+  broken = dataclasses.replace(
+    CONSTANT, reward_s=distributions.Constant(1.0), reward_fault=1.0
+  )
+  result = run(overlap.sync(4), broken)
+  # Three calls, and 0.5 and 1 s between them; nothing is left to train.
+  step_s = 2.0 + 4.5 + 1.0 + 5.0
+  assert result.step_s == close(step_s)
+  assert result.decode_idle["rewards"] == close(4.5 / step_s)
+
+
+@pytest.mark.parametrize("eta", [1, 3])
+def test_publishing_beside_training_hides_it_from_the_ideal_as_well(eta):
+  # A learner of 10 s hides 1 s of decoding and 5 s in which nothing decodes.
+  schedule = overlap.bounded(4, eta)
+  result = run(
+    schedule,
+    rounds=12,
+    cluster=simulation.Cluster(
+      learner=simulated_learner.Learner(token_s=0.0, update_s=10.0),
+      pools=(
+        simulation.Pool(
+          engines=1, speed=dataclasses.replace(SPEED, update_s=5.0)
+        ),
+      ),
+      transfer_s=0.0,
+    ),
+  )
+  assert result.step_s == close(10.0)
+  assert result.ideal_s == close(10.0)
+  assert result.blocked_s == 5.0
+
+
+def test_decoding_is_blocked_for_as_long_as_its_engines_are_on_average():
+  # One samples 400 a second and stands for 2 s; two more, of a slot each, 8 s.
+  slow = dataclasses.replace(SPEED, slots=1, update_s=8.0)
+  cluster = simulation.Cluster(
+    pools=(
+      simulation.Pool(name="a", engines=1, speed=SPEED),
+      simulation.Pool(name="b", engines=2, speed=slow),
+    )
+  )
+  one = 1 / (0.01 * (1 + 1 / 8))
+  assert cluster.blocked_s == close((400 * 2 + 2 * one * 8) / (400 + 2 * one))
+
+
+@pytest.mark.parametrize("describe_s", [0.0, 1.0, 30.0])
+@pytest.mark.parametrize("name", ["sync", "pipe"])
+def test_nothing_on_policy_is_faster_than_its_bound(name, describe_s):
+  # Groups whose environments do not start are ready when weights arrive, and
+  # 8/3 s are no whole microseconds: neither may book work in another round.
+  schedule = overlap.sync(4) if name == "sync" else overlap.rollout_pipe(4, 2)
+  result = run(
+    schedule,
+    dataclasses.replace(HEAVY, start_fault=0.6),
+    seed=3,
+    cluster=simulation.Cluster(
+      learner=simulated_learner.Learner(
+        token_s=1e-3, update_s=8 / 3, describe_s=describe_s
+      ),
+      pools=(simulation.Pool(engines=1, speed=SPEED),),
+      transfer_s=0.0,
+    ),
+  )
+  assert result.on_policy_efficiency is not None
+  assert 0.9 < result.on_policy_efficiency <= 1.0 + 1e-6

@@ -120,6 +120,7 @@ def test_faults_and_successes_come_in_their_share(source):
   ("field", "value"),
   [
     ("share", 0.0),
+    ("share", math.inf),
     ("correlation", 1.5),
     ("step_fault", -0.1),
     ("success", 2.0),
@@ -128,3 +129,11 @@ def test_faults_and_successes_come_in_their_share(source):
 def test_what_is_no_share_is_refused(field, value):
   with pytest.raises(ValueError, match=rf"math: {field}={value} is not"):
     workload.Workload(**{field: value})
+
+
+@pytest.mark.parametrize("name", ["", "a/b"])
+def test_a_name_that_no_task_could_have_is_refused(name):
+  with pytest.raises(
+    ValueError, match=f"name='{name}' is empty or has a slash"
+  ):
+    workload.Workload(name=name)
