@@ -40,11 +40,19 @@ _CALIBRATE = absl_flags.DEFINE_string(
 _KIND = absl_flags.DEFINE_string(
   "kind", None, "Kind of the fleet's devices that the run of --calibrate used."
 )
+absl_flags.adopt_module_key_flags(flags)
 _SHOWN = 8
 
 
 def wanted() -> bool:
-  """Whether the command line asks for a plan."""
+  """Whether the command line asks for a plan.
+
+  Raises:
+    SettingError: it does not, but says how to.
+  """
+  for flag in (_BASE, _OUT, _CALIBRATE, _KIND):
+    if flag.value is not None and not _PLAN.value:
+      raise settings.SettingError(f"--{flag.name} is of use only with --plan")
   return _PLAN.value
 
 
@@ -82,7 +90,7 @@ def _load_base(asked: planning.Planning) -> config.Experiment | None:
         "for, as in --base=configs/guess_number_moe.py"
       )
     return None
-  base = flags.load(_BASE.value, check=check_experiment)
+  base = flags.load(_BASE.value, check=config.check_experiment)
   planned.check_base(asked, base)
   if _OUT.value is not None:
     _check_out(pathlib.Path(_OUT.value))
@@ -113,15 +121,6 @@ def make_directory(path: pathlib.Path, setting: str) -> None:
     raise settings.SettingError(
       f"{setting} cannot be written: {error.strerror or error}"
     ) from error
-
-
-def check_experiment(base: Any) -> None:
-  """Raises SettingError on settings that `launch.train` would not take."""
-  if not isinstance(base, config.Experiment):
-    raise settings.SettingError(
-      f"--base: {type(base).__name__} is no rl.config.Experiment; use a file "
-      "such as configs/guess_number_moe.py"
-    )
 
 
 def _fits(
@@ -156,7 +155,7 @@ def show(plan: planner.Plan, asked: planning.Planning, stream: TextIO) -> None:
 
 
 _HEAD = (
-  "learner | engines",
+  "devices that train | engines",
   "schedule",
   "step",
   "bound",
@@ -244,11 +243,15 @@ def write(
   text = planned.source(
     asked,
     plan.best.choice,
-    base.placement,
+    base,
     name=str(out),
     base_path=os.path.relpath(base_path, out.parent),
     summary=summary,
   )
   out.write_text(text)
-  flags.load(str(out), check=check_experiment)
+  flags.load(str(out), check=config.check_experiment)
   print(f"{out}: python -m launch.train --config={out} --workdir=DIR")
+
+
+if __name__ == "__main__":
+  sys.exit("use python -m launch.simulate --plan --config=FILE")

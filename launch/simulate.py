@@ -11,6 +11,7 @@ is explained in `rl.simulation_result`. Nothing touches a device.
 
 import pathlib
 import shutil
+import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TextIO
@@ -26,6 +27,7 @@ _TIMELINE = absl_flags.DEFINE_string(
   None,
   "Directory for timeline.json, to be opened with ui.perfetto.dev.",
 )
+absl_flags.adopt_module_key_flags(plan)
 _CAUSES = {
   "publish": "new weights arrive",
   "drain": "requests end before that",
@@ -38,10 +40,18 @@ _CAUSES = {
 
 def main(argv: Sequence[str]) -> None:
   """Simulates, prints the result and writes the timeline."""
-  del argv
-  if plan.wanted():
-    plan.main()
-    return
+  if len(argv) > 1:
+    raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
+  with flags.exit_on_setting_error():
+    planned = plan.wanted()
+  try:
+    plan.main() if planned else _simulate()
+  except KeyboardInterrupt:
+    print("interrupted", file=sys.stderr)
+    sys.exit(128 + signal.SIGINT)
+
+
+def _simulate() -> None:
   with flags.exit_on_setting_error():
     chosen = flags.load_from_command_line(check)
     if _TIMELINE.value is not None:
@@ -83,7 +93,8 @@ def show(result: simulation_result.Result, stream: TextIO) -> None:
 def lines(result: simulation_result.Result) -> Iterator[tuple[str, str]]:
   """Yields (name, value) of each line; a heading has no value."""
   yield (
-    f"{result.accelerators:,} accelerators, means of {result.rounds} rounds",
+    f"{result.accelerators:,} accelerators, means of {result.rounds} rounds, "
+    "without those at both ends",
     "",
   )
   yield "step time T", f"{result.step_s:,.1f} s"
@@ -93,7 +104,7 @@ def lines(result: simulation_result.Result) -> Iterator[tuple[str, str]]:
     "publish s",
     f"{result.publish_s:,.1f} s, decoding blocked {result.blocked_s:,.1f} s",
   )
-  yield "ideal T* = max(D, W) + s blocked", f"{result.ideal_s:,.1f} s"
+  yield "ideal T*", f"{result.ideal_s:,.1f} s"
   yield "T* / T", f"{result.efficiency:.1%}"
   if result.on_policy_s is not None:
     yield "on-policy bound", f"{result.on_policy_s:,.1f} s"
@@ -106,6 +117,8 @@ def lines(result: simulation_result.Result) -> Iterator[tuple[str, str]]:
   yield "staleness of groups", _lags(result.group_lags)
   yield "staleness of tokens", _lags(result.token_lags)
   yield "useful tokens", f"{result.useful:.1%} of those sampled"
+  told = ", ".join(f"{kind} {n:,}" for kind, n in result.faults.items())
+  yield "faults", f"{told or 'none'}, of {result.episodes:,} episodes"
   yield "ledger", str(result.books)
   yield (
     "simulated",

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from envs import base
@@ -148,6 +148,11 @@ class Experiment:
     """Returns the tokenizer and template over the environment's words."""
     return chat_lib.WordChat(tuple(self.environment.words))
 
+  @property
+  def sources(self) -> Sequence[base.Source]:
+    """What the tasks come from: the parts of a mixture, or one."""
+    return getattr(self.environment, "sources", (self.environment,))
+
   def validate(self) -> None:
     """Raises ValueError on a setting that cannot work; touches no device.
 
@@ -232,7 +237,7 @@ class Experiment:
         "equal rewards teach it as much as others; use sampling=none"
       )
     pools = self.placement.pools
-    sources = getattr(self.environment, "sources", (self.environment,))
+    sources = self.sources
     # A mixture of sources has a reward for each.
     if (reward_of := getattr(self.reward, "reward_of", None)) is not None:
       for source in sources:

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from rl import config, placement, planning
+from rl import affinity, config, placement, planning
 
 _FIELDS = tuple(
   field.name
@@ -99,8 +99,17 @@ def apply(
       more=tuple(pools[1:]),
       colocated=False,
     ),
-    routing=asked.routing,
+    routing=routing(asked, base),
   )
+
+
+def routing(
+  asked: planning.Planning, base: config.Experiment
+) -> affinity.Routing:
+  """Returns what the tasks of the base prefer; those planned may be others."""
+  names = {source.name for source in base.sources}
+  prefer = {k: v for k, v in asked.routing.prefer.items() if k in names}
+  return dataclasses.replace(asked.routing, prefer=prefer)
 
 
 def misfit(
@@ -180,7 +189,7 @@ def get_config() -> config.Experiment:
 def source(
   asked: planning.Planning,
   choice: planning.Choice,
-  base: placement.Placement,
+  base: config.Experiment,
   *,
   name: str,
   base_path: str,
@@ -189,12 +198,11 @@ def source(
   """Returns a Python file whose get_config() is `apply` of this choice.
 
   Args:
-    base: the placement of the base.
     name: of the file, for its first lines.
     base_path: of the base, from where the file is.
     summary: what is expected of it.
   """
-  where = meshes(asked, choice, base)
+  where = meshes(asked, choice, base.placement)
   (first, replicas), *others = choice.engines
   data, device = where["learner"]
   fields = overlap_fields(choice)
@@ -212,7 +220,7 @@ def source(
     kind=asked.fleet.by_name[first].kind,
     cost=_cost(asked, first),
     more=_pools(asked, others, where),
-    routing=f"affinity.{asked.routing!r}",
+    routing=f"affinity.{routing(asked, base)!r}",
   )
 
 

@@ -219,6 +219,7 @@ class Planning:
       raise ValueError(f"tolerance={self.tolerance} is not in [0, 1)")
     for _, schedule in self.space.overlaps(self.groups_per_round):
       schedule.validate()
+    self.routing.validate_domains([one.name for one in self.workloads])
     kinds = get_args(placement.Kind)
     for domain, kind in self.routing.prefer.items():
       _known(f"routing.prefer.{domain}", kind, kinds)

@@ -188,6 +188,7 @@ class Simulation:
     names = [one.name for one in self.workloads]
     if not names or len(set(names)) < len(names):
       raise ValueError(f"workloads: {names} are not one or more names")
+    self.routing.validate_domains(names)
     if self.warmup < 0 or not self.counted:
       ahead = 2 * self.overlap.max_staleness
       raise ValueError(

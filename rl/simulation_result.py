@@ -48,6 +48,7 @@ class Result:
     overlap: share of the less busy mesh's work that the other one hides.
     group_lags, token_lags: trained groups and tokens by their staleness.
     useful: trained by sampled tokens, of the whole run.
+    episodes, faults: of the whole run; faults by status.
     violations: promises of the schedule that the log breaks; must be none.
     events, turns: of the whole run, like `virtual_s` and `real_s`.
   """
@@ -69,6 +70,8 @@ class Result:
   group_lags: _Lags
   token_lags: _Lags
   books: ledger.Ledger
+  episodes: int
+  faults: Mapping[str, int]
   violations: Sequence[str]
   accelerators: int
   events: int
@@ -139,6 +142,10 @@ def measure(record: simulation.Record) -> Result:
     ),
     token_lags=_counted(_token_lags(record, trained)),
     books=ledger.of(record.events),
+    episodes=sum(1 for _ in events_lib.of_kind(record.events, "ended")),
+    faults=collections.Counter(
+      e["status"] for e in events_lib.of_kind(record.events, "fault")
+    ),
     violations=invariants.violations(
       record.events, schedule, settings.rollout.group_size
     ),

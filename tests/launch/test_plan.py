@@ -61,7 +61,7 @@ def test_the_command_prints_a_plan_and_writes_a_config_that_trains(
   out = tmp_path / "plans" / "best.py"
   done = command(f"--config={fleet_file}", f"--base={BASE}", f"--out={out}")
   assert done.returncode == 0, done.stderr
-  assert done.stdout.startswith("learner | engines")
+  assert done.stdout.startswith("devices that train | engines")
   assert "the bound of no other one is better" in done.stdout
   planned_run = flags.load(str(out))
   base = guess_number_moe.get_config()
@@ -83,13 +83,21 @@ def test_the_written_config_is_the_base_with_the_choice(tmp_path):
       planned.source(
         asked,
         choice,
-        base.placement,
+        base,
         name=out.name,
         base_path=str(BASE),
         summary="As a test.",
       )
     )
     assert flags.load(str(out)) == planned.apply(asked, choice, base)
+
+
+def test_preferences_of_tasks_that_the_base_has_not_are_left_out():
+  base, asked = guess_number_moe.get_config(), planned_fleets.question()
+  guessing = {planned_fleets.GUESSES.name: "compute"}
+  both = dataclasses.replace(asked.routing, prefer={"game": "any", **guessing})
+  asked = dataclasses.replace(asked, routing=both)
+  assert planned.routing(asked, base).prefer == guessing
 
 
 def test_devices_of_a_kind_lie_side_by_side_its_learner_first():
@@ -138,7 +146,7 @@ def test_a_plan_says_what_it_is_worth_and_what_was_not_met():
   stream = io.StringIO()
   plan.show(found, asked, stream)
   head, *rows = stream.getvalue().splitlines()
-  assert head.split()[:3] == ["learner", "|", "engines"]
+  assert head.startswith("devices that train | engines")
   assert rows[0].startswith(found.best.choice.split)
   text = stream.getvalue()
   assert "simulated 1 of" in text

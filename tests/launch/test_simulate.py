@@ -9,7 +9,7 @@ import pytest
 from absl.testing import flagsaver
 
 from launch import flags, simulate, simulated_timeline
-from rl import settings, simulation, simulation_result, trace
+from rl import settings, simulation, simulation_result, trace, workload
 
 ROOT = pathlib.Path(__file__).parents[2]
 SMALL = '''
@@ -117,6 +117,52 @@ def test_what_cannot_end_well_ends_with_its_reason(
   said = capsys.readouterr()
   assert words.format(config=config) in said.err
   assert said.out == ""
+
+
+@pytest.mark.parametrize("flag", ["base", "out", "calibrate", "kind"])
+def test_a_flag_of_a_plan_is_refused_without_one(config, flag, capsys):
+  with flagsaver.flagsaver():
+    flags.parse(["simulate", f"--config={config}", f"--{flag}=x"])
+    with pytest.raises(SystemExit) as ended:
+      simulate.main(["simulate"])
+  assert ended.value.code == 2
+  said = capsys.readouterr()
+  assert said.err == f"error: --{flag} is of use only with --plan\n"
+  assert said.out == ""
+
+
+def test_an_interrupted_simulation_ends_with_a_word(
+  config, monkeypatch, capsys
+):
+  def interrupt(chosen):
+    raise KeyboardInterrupt
+
+  monkeypatch.setattr(simulation, "simulate", interrupt)
+  with flagsaver.flagsaver():
+    flags.parse(["simulate", f"--config={config}"])
+    with pytest.raises(SystemExit) as ended:
+      simulate.main(["simulate"])
+  assert ended.value.code == 130
+  assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_faults_are_told_by_their_status():
+  task = workload.Workload(start_fault=1.0)
+  record = simulation.simulate(simulation.Simulation(workloads=(task,)))
+  result = simulation_result.measure(record)
+  assert result.faults == {"env_fault": result.episodes}
+  (said,) = (
+    value for name, value in simulate.lines(result) if name == "faults"
+  )
+  assert (
+    said == f"env_fault {result.episodes:,}, of {result.episodes:,} episodes"
+  )
+
+
+def test_preferences_of_tasks_that_do_not_exist_are_refused(config):
+  prefer = '{"maths": "compute"}'
+  with pytest.raises(ValueError, match=r"prefer\.maths: no task is of that"):
+    flags.load(str(config), {"routing.prefer": prefer})
 
 
 def test_settings_of_a_training_run_are_refused():

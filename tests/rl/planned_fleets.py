@@ -74,10 +74,13 @@ def small_fleet(**changes) -> fleet.Fleet:
 
 def question(**changes) -> planning.Planning:
   """Returns a question about the small fleet and rounds of four groups."""
+  workloads = changes.setdefault("workloads", (MATH, GAME))
+  names = [task.name for task in workloads]
+  prefer = {GAME.name: "compute"} if GAME.name in names else {}
   return dataclasses.replace(
     planning.Planning(
       fleet=small_fleet(),
-      workloads=(MATH, GAME),
+      workloads=workloads,
       groups_per_round=4,
       rollout=rollout.Rollout(
         group_size=2,
@@ -87,7 +90,7 @@ def question(**changes) -> planning.Planning:
         step_s=60.0,
       ),
       space=planning.Space(max_staleness=2, updates_per_round=2),
-      routing=affinity.Routing(prefer={"game": "compute"}),
+      routing=affinity.Routing(prefer=prefer),
       rounds=4,
       tolerance=0.0,
     ),
