@@ -10,6 +10,7 @@ import asyncio
 import collections
 import contextlib
 import dataclasses
+import gc
 import time
 import typing
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -94,6 +95,9 @@ class Bench:
     state = await self._begin()
     parts = self._rewired(experiment)
     watcher, first = _Watcher(), len(parts.spans.spans)
+    # As launch.local does: what is there stays, and what was left goes now.
+    gc.collect()
+    gc.freeze()
     start_s, start_cpu_s = time.monotonic(), time.process_time()
     async with contextlib.AsyncExitStack() as stack:
       if beside:
