@@ -81,6 +81,11 @@ class Routing:
         f"{', '.join(sorted(names))}{hint}"
       )
 
+  def of(self, names: Collection[str]) -> "Routing":
+    """Returns the same without preferences of other sources than these."""
+    prefer = {name: self.prefer[name] for name in self.prefer if name in names}
+    return dataclasses.replace(self, prefer=prefer)
+
   def validate_pools(self, kinds: Mapping[str, placement.Kind]) -> None:
     """Raises ValueError on a preference for a pool that does not exist.
 

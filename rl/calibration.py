@@ -212,6 +212,7 @@ def apply(
   run = read(path)
   found = rates(run)
   known = _measured(kinds[kind], run, found)
+  found_tasks = tuple(tasks(run))
   return dataclasses.replace(
     asked,
     fleet=dataclasses.replace(
@@ -219,7 +220,8 @@ def apply(
       kinds=tuple(known if k.name == kind else k for k in kinds.values()),
       transfer_s=found.transfer_s,
     ),
-    workloads=tuple(tasks(run)),
+    workloads=found_tasks,
+    routing=asked.routing.of([one.name for one in found_tasks]),
   )
 
 

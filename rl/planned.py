@@ -107,9 +107,7 @@ def routing(
   asked: planning.Planning, base: config.Experiment
 ) -> affinity.Routing:
   """Returns what the tasks of the base prefer; those planned may be others."""
-  names = {source.name for source in base.sources}
-  prefer = {k: v for k, v in asked.routing.prefer.items() if k in names}
-  return dataclasses.replace(asked.routing, prefer=prefer)
+  return asked.routing.of([source.name for source in base.sources])
 
 
 def misfit(

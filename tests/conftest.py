@@ -12,15 +12,14 @@ import pathlib
 
 import pytest
 
-_FLAGS = (
-  "--xla_force_host_platform_device_count=8",
-  "--xla_backend_optimization_level=0",
-)
+_DEVICES = "--xla_force_host_platform_device_count"
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-_given = os.environ.get("XLA_FLAGS", "")
-_missing = [flag for flag in _FLAGS if flag.partition("=")[0] not in _given]
-os.environ["XLA_FLAGS"] = " ".join([_given, *_missing]).strip()
+if _DEVICES not in os.environ.get("XLA_FLAGS", ""):
+  os.environ["XLA_FLAGS"] = (
+    f"{os.environ.get('XLA_FLAGS', '')} {_DEVICES}=8".strip()
+  )
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
 _caches = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
 os.environ.setdefault(

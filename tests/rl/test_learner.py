@@ -49,6 +49,16 @@ def build(config, data=1, expert=1, tensor=1, **changes):
   return learner.build(config, layout, objective, optimizer, TEMPERATURE)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _optimised():
+  """Sums over meshes are compared to 1e-5: with the code that users run."""
+  name = "jax_disable_most_optimizations"
+  before = jax.config.values[name]
+  jax.config.update(name, False)
+  yield
+  jax.config.update(name, before)
+
+
 @pytest.fixture(scope="module")
 def programs(config):
   return build(config)
