@@ -1,6 +1,6 @@
 """RollArt's redundancy grid: more groups and larger ones than a round needs.
 
-  python -m benchmarks.rollart_redundancy [--rounds=16]
+  python -m benchmarks.rollart_redundancy [--rounds=7]
 
 A round trains 32 groups of 8. 32, 34 or 36 groups of 8, 10 or 12 members are
 played; the first 8 members that end make up a group, the first 32 groups that
@@ -36,7 +36,7 @@ from rl import (
   workload,
 )
 
-_ROUNDS = 16
+_ROUNDS = 7
 
 PUBLISHED = {
   (8, 32): 1.00,

@@ -1,6 +1,6 @@
 """RollArt's R2: trajectory-level against batched environment interaction.
 
-  python -m benchmarks.rollart_trajectories [--rounds=10]
+  python -m benchmarks.rollart_trajectories [--rounds=7]
 
 256 environments (32 groups of 8), 20 turns, step latency Gaussian(10 s, sigma),
 answers that take next to no time; weights and training take none. In "batch"
@@ -34,7 +34,7 @@ from rl import (
   workload,
 )
 
-_ROUNDS = 10
+_ROUNDS = 7
 
 PUBLISHED = {1: 1.23, 3: 1.51, 5: 1.69, 7: 2.18, 10: 2.27}
 _GROUPS, _MEMBERS, _TURNS, _MEAN_S = 32, 8, 20, 10.0
