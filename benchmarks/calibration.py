@@ -241,15 +241,15 @@ def likeness(log: Sequence[events.Event]) -> float:
   excess_s: dict[measured.Place, list[float]] = collections.defaultdict(list)
   for event in turns:
     seconds = event["env_s"] - usual_s[rounds[event["group"]]]
-    excess_s[measured.place(event)].append(seconds)
+    excess_s[events.member(event)].append(seconds)
   return measured.likeness(excess_s)
 
 
 def _pairs(
   log: Sequence[events.Event], first: str, then: str
 ) -> list[tuple[events.Event, events.Event]]:
-  before = {measured.place(e): e for e in events.of_kind(log, first)}
-  return [(before[measured.place(e)], e) for e in events.of_kind(log, then)]
+  before = {events.member(e): e for e in events.of_kind(log, first)}
+  return [(before[events.member(e)], e) for e in events.of_kind(log, then)]
 
 
 def _usual(values: Sequence[float]) -> list[float]:

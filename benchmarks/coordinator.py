@@ -106,7 +106,7 @@ CASES = {
 }
 
 
-class _Watcher:
+class _Watcher(progress_lib.Unobserved):
   """An observer that keeps counts, and the memory after each round."""
 
   def __init__(self):
@@ -124,12 +124,6 @@ class _Watcher:
     self.trajectories += len(members)
     self.turns += sum(len(t.turns) for t in members)
     self.memory.append((self.trajectories, _resident()))
-
-  async def on_published(self, version: trajectory.PolicyVersion) -> None:
-    del version
-
-  async def on_boundary(self, progress: progress_lib.Progress) -> None:
-    del progress
 
 
 def _resident() -> int:

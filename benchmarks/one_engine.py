@@ -30,11 +30,9 @@ from rl import (
   invariants,
   learner,
   progress,
-  prompts,
   router,
   trace,
   trajectory,
-  weights,
 )
 
 Trained = Sequence[tuple[trajectory.Group, Float32[np.ndarray, " G"]]]
@@ -168,25 +166,21 @@ class Bench:
       for served in parts.engines
     ]
     serving = router.Router(members, experiment.routing, log)
-    dtype = experiment.publishing.dtype
-    places = [
-      weights.pool_shardings(experiment.model, layout, dtype)
-      for layout in parts.decode_layouts
-    ]
     return dataclasses.replace(
       parts,
       experiment=experiment,
       log=log,
       router=serving,
-      publisher=weights.WeightPublisher(
-        list(zip(serving.doors, places, strict=True)),
+      publisher=assemble.publisher(
+        experiment,
+        serving,
+        parts.decode_layouts,
         parts.learner_thread,
         log,
         parts.spans,
-        experiment.publishing,
       ),
       player=assemble.player(experiment, serving, parts.chat, log, parts.dog),
-      tasks=prompts.Prompts(experiment.environment, experiment.seed),
+      tasks=assemble.tasks(experiment),
     )
 
 
@@ -232,7 +226,7 @@ class _Renewed:
     await self._served.update_weights(version, params, in_flight)
 
 
-class _Watcher:
+class _Watcher(progress.Unobserved):
   """An observer that only keeps the metrics."""
 
   def __init__(self):
@@ -247,12 +241,6 @@ class _Watcher:
   ) -> None:
     self.metrics.append(metrics)
     self.trained = list(zip(groups, values, strict=True))
-
-  async def on_published(self, version: trajectory.PolicyVersion) -> None:
-    del version
-
-  async def on_boundary(self, progress: progress.Progress) -> None:
-    del progress
 
 
 def _compile(parts: assemble.Parts, state: learner.TrainState) -> None:

@@ -46,8 +46,6 @@ from rl import (
   workload,
 )
 
-_ROUNDS = 7
-
 OVER_BANDWIDTH, OVER_COMPUTE = (1.30, 1.68), (1.12, 1.37)
 COMPUTE_RATIO, BANDWIDTH_RATIO = 148.0 / 989.5, 4.0 / 3.35
 _PER_ENGINE, _PER_S, _COST = 4, 1_000.0, 2.85
@@ -231,7 +229,7 @@ def alike(rounds: int) -> list[dict[str, Any]]:
 def main(argv: list[str]) -> None:
   """Measures, prints and keeps both."""
   del argv
-  rounds = simulated.ROUNDS.value or _ROUNDS
+  rounds = simulated.ROUNDS.value
   rows = gains(MIDDLE, rounds)
   simulated.show("mixed against single pools at equal cost", rows)
   sweep = [

@@ -53,8 +53,6 @@ from rl import (
   workload,
 )
 
-_ROUNDS = 7
-
 # Of each rung over the one before, 8B to 32B.
 PUBLISHED = {
   "sync+": (1.40, 2.40),
@@ -320,7 +318,7 @@ def holds(rows: Sequence[dict[str, Any]]) -> dict[str, bool]:
 def main(argv: list[str]) -> None:
   """Measures, prints and keeps both."""
   del argv
-  rounds = simulated.ROUNDS.value or _ROUNDS
+  rounds = simulated.ROUNDS.value
   tables = {}
   for latency in LATENCIES:
     rows = [row for name in MODELS for row in climb(name, rounds, latency)]

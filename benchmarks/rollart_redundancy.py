@@ -36,8 +36,6 @@ from rl import (
   workload,
 )
 
-_ROUNDS = 7
-
 PUBLISHED = {
   (8, 32): 1.00,
   (8, 34): 1.16,
@@ -110,7 +108,7 @@ def play(chosen: simulation.Simulation) -> dict[str, float]:
   record = simulated.checked(simulation.simulate(chosen))
   books = ledger.of(record.events)
   ended = {
-    (e["group"], e["attempt"], e["index"]): e["tokens"]
+    events.member(e): e["tokens"]
     for e in events.of_kind(record.events, "ended")
   }
   trained = [
@@ -154,7 +152,7 @@ def grid(rounds: int, shared: bool) -> list[dict[str, Any]]:
 def main(argv: list[str]) -> None:
   """Measures, prints and keeps both."""
   del argv
-  rounds = simulated.ROUNDS.value or _ROUNDS
+  rounds = simulated.ROUNDS.value
   rows = grid(rounds, shared=True)
   simulated.show("prompts share lengths", rows)
   apart = grid(rounds, shared=False)

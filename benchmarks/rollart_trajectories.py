@@ -34,8 +34,6 @@ from rl import (
   workload,
 )
 
-_ROUNDS = 7
-
 PUBLISHED = {1: 1.23, 3: 1.51, 5: 1.69, 7: 2.18, 10: 2.27}
 _GROUPS, _MEMBERS, _TURNS, _MEAN_S = 32, 8, 20, 10.0
 _ANSWER = 100
@@ -163,7 +161,7 @@ def _sweep(rounds: int) -> list[dict[str, Any]]:
 def main(argv: list[str]) -> None:
   """Measures, prints and keeps both."""
   del argv
-  rounds = simulated.ROUNDS.value or _ROUNDS
+  rounds = simulated.ROUNDS.value
   rows = [_row(sigma, rounds) for sigma in PUBLISHED]
   simulated.show("trajectories against batches", rows)
   sweep = _sweep(1)

@@ -48,8 +48,6 @@ from rl import (
   workload,
 )
 
-_ROUNDS = 7
-
 SERIAL_S = {32: 363.0, 96: 1098.0}
 PIPED_S = {32: 251.0, 96: 647.0}
 TRAIN_S = {32: 195.0, 96: 587.4}
@@ -237,7 +235,7 @@ def _sweep(rounds: int) -> list[dict[str, Any]]:
 def main(argv: list[str]) -> None:
   """Measures, prints and keeps both."""
   del argv
-  rounds = simulated.ROUNDS.value or _ROUNDS
+  rounds = simulated.ROUNDS.value
   rates = fit(_SLOTS, rounds)
   table = [
     row for groups in (32, 64, 96) for row in rows(groups, rates, rounds)

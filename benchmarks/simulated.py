@@ -11,9 +11,7 @@ from absl import flags as absl_flags
 from envs import base
 from rl import events, invariants, simulated_source, simulation
 
-ROUNDS = absl_flags.DEFINE_integer(
-  "rounds", 0, "Rounds of each row; 0: those that the benchmark says."
-)
+ROUNDS = absl_flags.DEFINE_integer("rounds", 7, "Rounds of each row.")
 
 
 @dataclasses.dataclass(eq=False)

@@ -5,7 +5,6 @@ request is never answered as something that it is not.
 """
 
 import dataclasses
-import difflib
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 from launch import fields
 from models import tool_calls
 from rl import messages as messages_lib
-from rl import session_tree, trajectory
+from rl import session_tree, trajectory, wording
 
 MAX_CHOICES = 128
 MAX_STOPS = 16
@@ -373,8 +372,7 @@ def _refuse_others(body: Mapping[str, Any], known: set[str]) -> None:
 
 
 def _unknown(name: str, known: Iterable[str]) -> fields.Refused:
-  near = difflib.get_close_matches(name, sorted(known), 1)
-  hint = f"; did you mean {near[0]}?" if near else ""
+  hint = wording.nearest(name, list(known))
   return fields.Refused(
     f"{name} is no option of this server{hint}", name, "unknown_parameter"
   )

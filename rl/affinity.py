@@ -7,12 +7,11 @@ domain --prefer--> a pool by name or kind --+
 
 import collections
 import dataclasses
-import difflib
 import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple, get_args
 
-from rl import engine, placement
+from rl import engine, placement, wording
 
 _MEMORY = 32
 """Sessions after which what one has told counts for 1 / e."""
@@ -74,11 +73,9 @@ class Routing:
     for name in self.prefer:
       if name in names:
         continue
-      near = difflib.get_close_matches(name, names, 1)
-      hint = f"; did you mean {near[0]}?" if near else ""
       raise ValueError(
         f"routing.prefer.{name}: no task is of that source; there are "
-        f"{', '.join(sorted(names))}{hint}"
+        f"{', '.join(sorted(names))}{wording.nearest(name, names)}"
       )
 
   def of(self, names: Collection[str]) -> "Routing":
@@ -100,9 +97,7 @@ class Routing:
       alike = len(set(kinds.values())) == 1 and name in get_args(placement.Kind)
       if name in (*kinds, *kinds.values(), "any") or alike:
         continue
-      known = (*kinds, *kinds.values())
-      near = difflib.get_close_matches(name, known, 1)
-      hint = f"; did you mean {near[0]}?" if near else ""
+      hint = wording.nearest(name, (*kinds, *kinds.values()))
       raise ValueError(
         f"routing.{key}={name} is no pool and no kind of one; there are "
         f"{pools}{hint}"

@@ -110,8 +110,7 @@ def build(
   dog = watchdog.Watchdog(report)
   learner_thread = dispatch.MeshThread("learner", spans)
   threads = [dispatch.MeshThread("decode", spans) for _ in decode_layouts]
-  dtype = experiment.publishing.dtype
-  model = weights.pool_model(experiment.model, dtype)
+  model = weights.pool_model(experiment.model, experiment.publishing.dtype)
   engines = [
     experiment.engine.build(model, layout, thread)
     for layout, thread in zip(decode_layouts, threads, strict=True)
@@ -122,7 +121,6 @@ def build(
     for engine, pool in zip(engines, experiment.placement.engines, strict=True)
   ]
   serving = router.Router(members, experiment.routing, log)
-  order = experiment.tasks
   return Parts(
     experiment=experiment,
     chat=chat,
@@ -139,26 +137,47 @@ def build(
     decode_threads=threads,
     engines=engines,
     router=serving,
-    publisher=weights.WeightPublisher(
-      [
-        (door, weights.pool_shardings(experiment.model, layout, dtype))
-        for door, layout in zip(serving.doors, decode_layouts, strict=True)
-      ],
-      learner_thread,
-      log,
-      spans,
-      experiment.publishing,
+    publisher=publisher(
+      experiment, serving, decode_layouts, learner_thread, log, spans
     ),
     player=player(experiment, serving, chat, log, dog),
-    tasks=prompts.Prompts(
-      experiment.environment,
-      experiment.seed,
-      pool=order.pool,
-      curriculum=order.curriculum,
-    ),
+    tasks=tasks(experiment),
     log=log,
     spans=spans,
     dog=dog,
+  )
+
+
+def publisher(
+  experiment: config.Experiment,
+  serving: router.Router,
+  decode_layouts: Sequence[sharding.Layout],
+  learner_thread: dispatch.MeshThread,
+  log: events.EventLog,
+  spans: trace.Trace,
+) -> weights.WeightPublisher:
+  """Returns the way of the weights to every engine, each with its layout."""
+  dtype = experiment.publishing.dtype
+  return weights.WeightPublisher(
+    [
+      (door, weights.pool_shardings(experiment.model, layout, dtype))
+      for door, layout in zip(serving.doors, decode_layouts, strict=True)
+    ],
+    learner_thread,
+    log,
+    spans,
+    experiment.publishing,
+  )
+
+
+def tasks(experiment: config.Experiment) -> prompts.Prompts:
+  """Returns the tasks of an experiment, from the first on."""
+  order = experiment.tasks
+  return prompts.Prompts(
+    experiment.environment,
+    experiment.seed,
+    pool=order.pool,
+    curriculum=order.curriculum,
   )
 
 

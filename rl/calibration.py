@@ -286,7 +286,7 @@ def rates(run: Run) -> Rates:
 
 def _learner(run: Run) -> tuple[float, float, float]:
   """Returns seconds of a trained id, an optimizer step, a scored sample."""
-  lengths = {measured.place(e): e["length"] for e in run.of("ended")}
+  lengths = {events.member(e): e["length"] for e in run.of("ended")}
   trained = [e for e in run.of("trained") if e["version"] >= run.first]
   ids = sum(
     lengths.get((e["group"], e["attempt"], i), 0)
@@ -316,11 +316,11 @@ def answers(run: Run) -> tuple[measured.Samples, measured.Samples]:
   The number is the mean over the time of the answer, itself included, on its
   engine.
   """
-  homes = {measured.place(e): e["engine"] for e in run.of("admitted")}
+  homes = {events.member(e): e["engine"] for e in run.of("admitted")}
   by_engine: dict[int, list[events.Event]] = collections.defaultdict(list)
   for event in run.of("turn"):
     if event["tokens"] and measured.asked_s(event) >= run.start_s:
-      by_engine[homes.get(measured.place(event), 0)].append(event)
+      by_engine[homes.get(events.member(event), 0)].append(event)
   if not by_engine:
     raise ValueError(f"--calibrate={run.path}: nothing was sampled; {_MORE}")
   parts = [measured.answers(turns) for turns in by_engine.values()]
@@ -342,9 +342,9 @@ def tasks(run: Run) -> Iterator[workload.Workload]:
 def _task(run: Run, name: str, share: float) -> workload.Workload:
   turns, ended = run.of("turn", name), run.of("ended", name)
   prompt, reply = measured.contexts(ended)
-  before = {measured.place(e): e["t"] for e in run.of("grading", name)}
-  rewards = [e for e in run.of("reward", name) if measured.place(e) in before]
-  graded = [e["t"] - before[measured.place(e)] for e in rewards]
+  before = {events.member(e): e["t"] for e in run.of("grading", name)}
+  rewards = [e for e in run.of("reward", name) if events.member(e) in before]
+  graded = [e["t"] - before[events.member(e)] for e in rewards]
   return workload.Workload(
     name=name,
     share=share,
@@ -372,8 +372,8 @@ def likeness(
   lengths: dict[measured.Place, list[float]] = collections.defaultdict(list)
   for event in turns:
     if event["tokens"]:
-      lengths[measured.place(event)].append(float(event["tokens"]))
-  counts = {measured.place(e): [float(e["turns"])] for e in ended}
+      lengths[events.member(event)].append(float(event["tokens"]))
+  counts = {events.member(e): [float(e["turns"])] for e in ended}
   found = [
     measured.likeness(draws)
     for draws in (lengths, counts)

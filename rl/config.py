@@ -151,7 +151,7 @@ class Experiment:
   @property
   def sources(self) -> Sequence[base.Source]:
     """What the tasks come from: the parts of a mixture, or one."""
-    return getattr(self.environment, "sources", (self.environment,))
+    return prompts.sources_of(self.environment)
 
   def validate(self) -> None:
     """Raises ValueError on a setting that cannot work; touches no device.

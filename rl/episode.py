@@ -133,15 +133,15 @@ class _Guarded:
   calls: set[asyncio.Task[Any]] = dataclasses.field(default_factory=set)
 
   async def start(self) -> list[base.Message]:
-    said = await self._ask(lambda: self.environment.start(), "start")
-    return foreign.contained(
-      lambda: foreign.checked_messages(said, "start"), "start returned what"
+    return await self._ask(
+      lambda: self.environment.start(),
+      "start",
+      lambda said: foreign.checked_messages(said, "start"),
     )
 
   async def step(self, answer: base.Message) -> base.Step:
-    step = await self._ask(lambda: self.environment.step(answer), "step")
-    return foreign.contained(
-      lambda: foreign.checked_step(step), "step returned what"
+    return await self._ask(
+      lambda: self.environment.step(answer), "step", foreign.checked_step
     )
 
   async def close(self) -> None:
@@ -160,11 +160,16 @@ class _Guarded:
       await asyncio.wait(self.calls)
     # The episode is over; what it was worth is already known.
     with contextlib.suppress(foreign.Fault):
-      await self._ask(lambda: self.environment.close(), "close")
+      await self._ask(lambda: self.environment.close(), "close", _ignored)
     if self.calls:
       await asyncio.wait(self.calls)
 
-  async def _ask(self, call: Callable[[], Awaitable[_T]], what: str) -> _T:
+  async def _ask(
+    self,
+    call: Callable[[], Awaitable[Any]],
+    what: str,
+    check: Callable[[Any], _T],
+  ) -> _T:
     return await foreign.guarded(
       call,
       self.step_s,
@@ -173,7 +178,12 @@ class _Guarded:
       self.owner,
       " of the environment",
       late=self.calls,
+      check=check,
     )
+
+
+def _ignored(value: object) -> None:
+  """Whatever a close returns."""
 
 
 @dataclasses.dataclass(slots=True)

@@ -221,6 +221,11 @@ def _backwards(path: pathlib.Path) -> Iterator[bytes]:
   yield rest
 
 
+def member(event: Event) -> tuple[int, int, int]:
+  """Returns whose an event is: (group, attempt, index)."""
+  return event["group"], event["attempt"], event["index"]
+
+
 def of_kind(events: Iterable[Event], kind: str) -> Iterator[Event]:
   """Yields the events of one kind."""
   return (event for event in events if event["kind"] == kind)

@@ -8,7 +8,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
-from rl import placement, simulated_learner, simulated_processor
+from rl import placement, simulated_learner, simulated_processor, wording
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,10 +69,7 @@ class DeviceKind:
           f"{where}.{name}={getattr(self, name)} is not above 0 and finite"
         )
     for name in ("update_s", "describe_s"):
-      if not 0 <= getattr(self, name) < math.inf:
-        raise ValueError(
-          f"{where}.{name}={getattr(self, name)} is below 0, or never ends"
-        )
+      wording.check_seconds(f"{where}.{name}", getattr(self, name))
     if not 0.5 <= self.scaling <= 1:
       raise ValueError(
         f"{where}.scaling={self.scaling} is not in [0.5, 1]: below it more "
@@ -115,10 +112,7 @@ class Fleet:
       raise ValueError(f"fleet.kinds: {names} are not one or more names")
     for number, kind in enumerate(self.kinds):
       kind.validate(f"fleet.kinds.{number}")
-    if not 0 <= self.transfer_s < math.inf:
-      raise ValueError(
-        f"fleet.transfer_s={self.transfer_s} is below 0, or never ends"
-      )
+    wording.check_seconds("fleet.transfer_s", self.transfer_s)
     sizes = [(k, n) for k in self.kinds for n in k.learner_devices]
     if not sizes:
       raise ValueError(

@@ -16,7 +16,7 @@ from collections.abc import (
   Mapping,
   Sequence,
 )
-from typing import Any, TypeVar, cast, get_args
+from typing import Any, TypeVar, get_args
 
 import numpy as np
 
@@ -35,13 +35,14 @@ class Fault(Exception):
 
 
 async def guarded(
-  call: Callable[[], Awaitable[_T]],
+  call: Callable[[], Awaitable[Any]],
   deadline_s: float,
   what: str,
   dog: watchdog.Watchdog | None = None,
   owner: str = "",
   of: str = "",
   late: set[asyncio.Task[Any]] | None = None,
+  check: Callable[[Any], _T] = lambda value: value,
 ) -> _T:
   """Returns what foreign code returns in time, and raises Fault else.
 
@@ -54,6 +55,8 @@ async def guarded(
     what: a word for the call: "step".
     dog: its table says that `owner` waits for `what` + `of`.
     late: has the call while it is left behind, until it ends.
+    check: returns what the value should be, or raises Fault; what it looks at
+      is foreign code too.
   """
   noted = contextlib.nullcontext()
   if dog is not None:
@@ -70,7 +73,7 @@ async def guarded(
   value, error = work.result()
   if error is not None:
     raise Fault(f"{what} raised {reason(error)}") from error
-  return cast(_T, value)
+  return contained(lambda: check(value), f"{what} returned what")
 
 
 async def _outcome(

@@ -197,18 +197,14 @@ class Graders:
     self, transcript: base.Transcript, task: base.Task, owner: str
   ) -> tuple[float, dict[str, float]]:
     """Calls once; returns the value and its parts, or raises Fault."""
-
-    grades = await foreign.guarded(
+    return await foreign.guarded(
       lambda: self._reward(task, [transcript]),
       self._retries.deadline_s,
       "reward",
       self._dog,
       owner,
       late=self._late,
-    )
-    # Its lists and mappings are foreign code too.
-    return foreign.contained(
-      lambda: foreign.checked_grade(grades), "reward returned what"
+      check=foreign.checked_grade,
     )
 
   @contextlib.asynccontextmanager

@@ -24,11 +24,6 @@ Place = tuple[int, int, int]
 Samples = Float64[np.ndarray, " N"]
 
 
-def place(event: events.Event) -> Place:
-  """Returns group, attempt and index of a member."""
-  return event["group"], event["attempt"], event["index"]
-
-
 # Speeds.
 
 
@@ -77,10 +72,10 @@ def starts_s(
   admitted: Iterable[events.Event], turns: Iterable[events.Event]
 ) -> Iterator[float]:
   """Yields seconds from an engine to the first request."""
-  begun = {place(e): asked_s(e) for e in turns if e["number"] == 0}
+  begun = {events.member(e): asked_s(e) for e in turns if e["number"] == 0}
   for event in admitted:
-    if place(event) in begun:
-      yield max(begun[place(event)] - event["t"], 0.0)
+    if events.member(event) in begun:
+      yield max(begun[events.member(event)] - event["t"], 0.0)
 
 
 # Tasks.

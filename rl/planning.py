@@ -4,13 +4,20 @@ Planning (fleet, tasks, goal, space) --choices--> Choice --simulated--> run
 """
 
 import dataclasses
-import difflib
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import get_args
 
-from rl import affinity, fleet, placement, rollout, simulation, workload
+from rl import (
+  affinity,
+  fleet,
+  placement,
+  rollout,
+  simulation,
+  wording,
+  workload,
+)
 from rl import overlap as overlap_lib
 
 SCHEDULES = (
@@ -323,6 +330,5 @@ def _spread(most: int, points: int) -> Sequence[int]:
 def _known(where: str, name: str, names: Sequence[str]) -> None:
   if name in names:
     return
-  near = difflib.get_close_matches(name, names, 1)
-  hint = f"; did you mean {near[0]}?" if near else ""
+  hint = wording.nearest(name, names)
   raise ValueError(f"{where}={name} is unknown; use {', '.join(names)}{hint}")

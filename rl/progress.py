@@ -103,3 +103,21 @@ class Observer(Protocol):
   async def on_boundary(self, progress: Progress) -> None:
     """The run may be saved as it is now."""
     ...
+
+
+class Unobserved:
+  """An observer who keeps nothing; derive from it to keep some of it."""
+
+  async def on_round(
+    self,
+    metrics: Mapping[str, float],
+    groups: Sequence[trajectory.Group],
+    values: Sequence[Float32[np.ndarray, " G"]],
+  ) -> None:
+    """Does nothing."""
+
+  async def on_published(self, version: trajectory.PolicyVersion) -> None:
+    """Does nothing."""
+
+  async def on_boundary(self, progress: Progress) -> None:
+    """Does nothing."""

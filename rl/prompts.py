@@ -59,6 +59,11 @@ class TaskOrder:
       )
 
 
+def sources_of(source: base.Source) -> Sequence[base.Source]:
+  """Returns what tasks come from: the parts of a mixture, or the one."""
+  return source.sources if isinstance(source, Mixed) else (source,)
+
+
 class Prompts:
   """Training tasks of one source, or of several in proportion.
 
@@ -83,9 +88,8 @@ class Prompts:
     pool: int | None = None,
     curriculum: curriculum_lib.PassRate | None = None,
   ):
-    mixed = isinstance(source, Mixed)
-    sources = source.sources if mixed else (source,)
-    weights = source.weights if mixed else (1.0,)
+    sources = sources_of(source)
+    weights = source.weights if isinstance(source, Mixed) else (1.0,)
     exact = [fractions.Fraction(weight) for weight in weights]
     total = sum(exact)
     self._shares = [weight / total for weight in exact]

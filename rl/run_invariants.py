@@ -71,7 +71,7 @@ class KnownWords(invariant.Invariant):
     """Looks at the status."""
     if event["status"] not in _STATUSES:
       yield (
-        f"{_name(event)} member {event['index']}: ended with status "
+        f"{_member(event)}: ended with status "
         f"{event['status']!r}, which there is not"
       )
 
@@ -92,32 +92,32 @@ class KnownVersions(invariant.Invariant):
 
   def submitted(self, event: events.Event) -> Iterator[str]:
     """Looks at the gate's version."""
-    if event["version"] > self._newest:
-      yield (
-        f"{_name(event)}: {event['kind']} at version {event['version']}, which "
-        f"is not published; {self._newest} is"
-      )
+    yield from self._early(
+      f"{_name(event)}: {event['kind']} at", event["version"]
+    )
 
   ready = dropped = submitted
 
   def admitted(self, event: events.Event) -> Iterator[str]:
     """Looks at the engine's version."""
-    if event["version"] > self._newest:
-      yield (
-        f"{_name(event)} member {event['index']}: admitted at version "
-        f"{event['version']}, which is not published; {self._newest} is"
-      )
+    yield from self._early(f"{_member(event)}: admitted at", event["version"])
 
   def ended(self, event: events.Event) -> Iterator[str]:
     """Looks at the version of each token."""
     last = max((version for version, _ in event["versions"]), default=0)
-    if last > self._newest:
-      yield (
-        f"{_name(event)} member {event['index']}: sampled by version {last}, "
-        f"which is not published; {self._newest} is"
-      )
+    yield from self._early(f"{_member(event)}: sampled by", last)
 
   aborted = ended
+
+  def _early(self, what: str, version: int) -> Iterator[str]:
+    if version > self._newest:
+      yield (
+        f"{what} version {version}, which is not published; {self._newest} is"
+      )
+
+
+def _member(event: events.Event) -> str:
+  return f"{_name(event)} member {event['index']}"
 
 
 def _name(event: events.Event) -> str:

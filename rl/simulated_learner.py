@@ -2,14 +2,13 @@
 
 import asyncio
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from rl import engine as engine_lib
-from rl import events, router, trace, training, trajectory
+from rl import events, router, trace, training, trajectory, wording
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,11 +31,7 @@ class Learner:
   def validate(self) -> None:
     """Raises ValueError on a learner that is faster than time."""
     for name in ("token_s", "update_s", "describe_s"):
-      if not 0 <= getattr(self, name) < math.inf:
-        raise ValueError(
-          f"cluster.learner.{name}={getattr(self, name)} is below 0, or never "
-          "ends"
-        )
+      wording.check_seconds(f"cluster.learner.{name}", getattr(self, name))
     if self.accelerators < 1:
       raise ValueError(
         f"cluster.learner.accelerators={self.accelerators} is below 1"

@@ -17,6 +17,7 @@ import math
 from typing import Any, Literal
 
 from rl import engine as engine_lib
+from rl import wording
 
 # In tokens: more than what rounding of the loop's clock is worth.
 _CLOSE = 1e-4
@@ -62,10 +63,7 @@ class Speed:
         raise ValueError(f"{where}.{name}={value} is not above 0")
     if self.tau0_s == math.inf:
       raise ValueError(f"{where}.tau0_s=inf: no token would ever end")
-    if not 0 <= self.update_s < math.inf:
-      raise ValueError(
-        f"{where}.update_s={self.update_s} is below 0, or never ends"
-      )
+    wording.check_seconds(f"{where}.update_s", self.update_s)
 
   def tau_s(self, sequences: int) -> float:
     """Returns seconds of a token when so many sequences decode."""

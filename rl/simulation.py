@@ -14,12 +14,8 @@ of weights take seconds of it.
 import asyncio
 import dataclasses
 import gc
-import math
 import time
 from collections.abc import Mapping, Sequence
-
-import numpy as np
-from jaxtyping import Float32
 
 from rl import (
   affinity,
@@ -35,9 +31,9 @@ from rl import (
   simulated_processor,
   simulated_source,
   trace,
-  trajectory,
   virtual,
   watchdog,
+  wording,
   workload,
 )
 from rl import overlap as overlap_lib
@@ -126,10 +122,7 @@ class Cluster:
     names = [pool.name for pool in self.pools]
     if len(set(names)) < len(names):
       raise ValueError(f"cluster.pools: {names} are not all different")
-    if not 0 <= self.transfer_s < math.inf:
-      raise ValueError(
-        f"cluster.transfer_s={self.transfer_s} is below 0, or never ends"
-      )
+    wording.check_seconds("cluster.transfer_s", self.transfer_s)
 
 
 _ROLLOUT = rollout_lib.Rollout(
@@ -347,7 +340,7 @@ class _Run:
       log=self.log,
       spans=self.spans,
       dog=dog,
-      observer=_Nobody(),
+      observer=progress_lib.Unobserved(),
     )
 
   def _listen(self, event: events.Event) -> None:
@@ -356,36 +349,14 @@ class _Run:
     if kind == "update":
       self.served[event["version"]] = [e.served for e in self.engines]
     elif kind == "admitted":
-      self._homes[_place(event)] = event["engine"]
+      self._homes[events.member(event)] = event["engine"]
       self.engines[event["engine"]].expect(sessions=1)
     elif kind in ("ended", "aborted"):
-      if (place := _place(event)) in self._homes:
+      if (place := events.member(event)) in self._homes:
         self.engines[self._homes[place]].expect(sessions=-1)
     elif kind == "grading":
-      self._graded.add(place := _place(event))
+      self._graded.add(place := events.member(event))
       self.engines[self._homes[place]].expect(graded=1)
-    elif kind in ("reward", "fault") and _place(event) in self._graded:
-      self._graded.remove(place := _place(event))
+    elif kind in ("reward", "fault") and events.member(event) in self._graded:
+      self._graded.remove(place := events.member(event))
       self.engines[self._homes[place]].expect(graded=-1)
-
-
-def _place(event: events.Event) -> _Place:
-  return event["group"], event["attempt"], event["index"]
-
-
-class _Nobody:
-  """An observer who keeps nothing."""
-
-  async def on_round(
-    self,
-    metrics: Mapping[str, float],
-    groups: Sequence[trajectory.Group],
-    values: Sequence[Float32[np.ndarray, " G"]],
-  ) -> None:
-    pass
-
-  async def on_published(self, version: trajectory.PolicyVersion) -> None:
-    pass
-
-  async def on_boundary(self, progress: progress_lib.Progress) -> None:
-    pass

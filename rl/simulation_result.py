@@ -302,10 +302,7 @@ def _token_lags(
   record: simulation.Record, trained: Sequence[events_lib.Event]
 ) -> Iterator[tuple[int, int]]:
   """Yields (staleness, tokens) of every stretch of trained tokens."""
-  ended = {
-    (e["group"], e["attempt"], e["index"]): e["versions"]
-    for e in _of(record, "ended")
-  }
+  ended = {events_lib.member(e): e["versions"] for e in _of(record, "ended")}
   for event in trained:
     for index in event["members"]:
       place = event["group"], event["attempt"], index
