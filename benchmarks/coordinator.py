@@ -45,6 +45,7 @@ from benchmarks import at_once, machine
 from envs import rewards
 from rl import (
   advantages,
+  algorithms,
   coordinator,
   dispatch,
   engine,
@@ -214,7 +215,11 @@ class _Run:
       old_logprob=self._case.schedule.old_logprob,
     )
     trainer = training.Training(
-      settings, programs, self._thread, advantages.Grpo()
+      settings,
+      programs,
+      self._thread,
+      estimator=advantages.Grpo(),
+      objective=algorithms.Grpo(),
     )
     return trainer, programs.abstract
 

@@ -32,8 +32,8 @@ from rl import (
   decode_step,
   engine_settings,
   episode,
-  learner,
   trace,
+  train_state,
   trajectory,
 )
 
@@ -65,7 +65,7 @@ async def _play(parts: assemble.Parts, number: int) -> tuple[float, int, int]:
   return seconds, tokens, sum(len(one.turns) for one in episodes)
 
 
-def _bare_loop(parts: assemble.Parts, state: learner.TrainState):
+def _bare_loop(parts: assemble.Parts, state: train_state.TrainState):
   """Returns a function that runs the decode program alone.
 
   Each dispatch feeds a turn's context of 3 ids and samples a turn's 2 tokens

@@ -25,7 +25,13 @@ from absl import flags as absl_flags
 
 from benchmarks import machine
 from launch import devices, flags
-from rl import assemble, batch, learner, trajectory
+from rl import (
+  assemble,
+  batch,
+  learner,
+  row,
+  trajectory,
+)
 
 _REPEATS = absl_flags.DEFINE_integer("repeats", 5, "Of each side.")
 _STEPS = absl_flags.DEFINE_integer("steps", 20, "Of each repeat.")
@@ -63,22 +69,30 @@ def _bare_step(parts: assemble.Parts):
   optimizer = experiment.optimizer()
 
   def loss(params, packed):
-    logprobs, entropy, aux = learner.token_logprobs(
+    scored = learner.score_tokens(
       params,
+      None,
       packed,
       config=experiment.model,
       layout=parts.learner_layout,
       temperature=experiment.rollout.temperature,
     )
-    total, _ = jax.vmap(experiment.objective.loss)(
-      logprobs, packed.behaviour, packed.advantages, packed.sampled
+    algorithm = experiment.algorithm
+    rows = row.Row(
+      logprobs=scored.logprobs,
+      old=packed.behaviour,
+      behaviour=packed.behaviour,
+      advantages=packed.advantages,
+      sampled=packed.sampled,
+      segments=packed.segments,
     )
+    total = jax.vmap(algorithm.loss)(rows).loss
     tokens = packed.sampled.sum()
-    bonus = jnp.where(packed.sampled, entropy, 0).sum()
+    bonus = jnp.where(packed.sampled, scored.entropy, 0).sum()
     return (
       total.sum()
-      - experiment.objective.entropy_bonus * bonus
-      + experiment.objective.balance_weight * aux.load_balance * tokens
+      - algorithm.entropy_bonus * bonus
+      + algorithm.balance_weight * scored.aux.load_balance * tokens
     ) / tokens
 
   @jax.jit
@@ -93,14 +107,19 @@ def _bare_step(parts: assemble.Parts):
 async def _measure(parts: assemble.Parts) -> dict[str, float]:
   shape = parts.experiment.batch
   episodes = _episodes(shape.rows * (shape.length // 20))
-  values = np.random.default_rng(1).normal(size=len(episodes)).tolist()
+  draws = np.random.default_rng(1).normal(size=len(episodes))
+  values = [
+    np.full(one.num_sampled, value, np.float32)
+    for one, value in zip(episodes, draws, strict=True)
+  ]
   state = await parts.learner_thread.run(
     "init", assemble.fresh_state, parts.programs, 0
   )
   step = _bare_step(parts)
 
   def pack():
-    return batch.pack(episodes, values, **dataclasses.asdict(shape))
+    packed = batch.pack(episodes, **dataclasses.asdict(shape), version=0)
+    return batch.with_column(packed, "advantages", values).batches
 
   (packed,) = pack()
   bare_packed = parts.programs.place(packed)

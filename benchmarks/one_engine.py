@@ -32,6 +32,7 @@ from rl import (
   progress,
   router,
   trace,
+  train_state,
   trajectory,
 )
 
@@ -121,13 +122,14 @@ class Bench:
     parts = self._parts
     shape, run = parts.experiment.batch, parts.learner_thread.run
     params = (await run("init", self._fresh)).params
+    groups = [group for group, _ in trained]
     packed, *_ = batch.pack(
-      [t for group, _ in trained for t in group.trajectories],
-      [float(value) for _, values in trained for value in values],
+      [t for group in groups for t in group.trajectories],
       rows=shape.rows,
       length=shape.length,
+      version=0,
       share_prompts=shape.share_prompts,
-    )
+    ).batches
 
     async def work() -> None:
       while True:
@@ -140,7 +142,7 @@ class Bench:
       working.cancel()
       await asyncio.wait([working])
 
-  async def _begin(self) -> learner.TrainState:
+  async def _begin(self) -> train_state.TrainState:
     """Returns the initial state, which the engines serve with empty caches."""
     parts = self._parts
     state = await parts.learner_thread.run("init", self._fresh)
@@ -150,7 +152,7 @@ class Bench:
       await served.update_weights(version, placed, "abort")
     return state
 
-  def _fresh(self) -> learner.TrainState:
+  def _fresh(self) -> train_state.TrainState:
     parts = self._parts
     places = parts.learner_layout.tree(
       transformer.logical_axes(parts.experiment.model)
@@ -243,7 +245,7 @@ class _Watcher(progress.Unobserved):
     self.trained = list(zip(groups, values, strict=True))
 
 
-def _compile(parts: assemble.Parts, state: learner.TrainState) -> None:
+def _compile(parts: assemble.Parts, state: train_state.TrainState) -> None:
   """Compiles the training programs without training anything."""
   shape, programs = parts.experiment.batch, parts.programs
   packed = batch.empty(

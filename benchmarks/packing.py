@@ -27,7 +27,15 @@ from absl import flags as absl_flags
 from benchmarks import machine
 from launch import devices
 from models import config as config_lib
-from rl import batch, learner, losses, optimizers, placement, trajectory
+from rl import (
+  batch,
+  learner,
+  losses,
+  objective,
+  optimizers,
+  placement,
+  trajectory,
+)
 
 _REPEATS = absl_flags.DEFINE_integer("repeats", 5, "Of each side.")
 
@@ -113,8 +121,8 @@ def _programs(length: int) -> learner.Learner:
     max_length=length,
   )
   layout, _ = placement.Placement(colocated=True).layouts()
-  objective = learner.Objective(loss=losses.ClippedSurrogate())
-  return learner.build(config, layout, objective, optimizers.AdamW()())
+  minimised = objective.Objective(loss=losses.ClippedSurrogate())
+  return learner.build(config, layout, minimised, optimizers.AdamW()())
 
 
 def _step(
@@ -142,16 +150,25 @@ def _seconds(step: Callable[[], None]) -> tuple[float, float]:
   return time.monotonic() - wall, time.process_time() - cpu
 
 
+def _packed(
+  case: Case, episodes: Sequence[trajectory.Trajectory], share: bool
+) -> list[batch.Batch]:
+  """Returns rows, each a batch; every episode has an advantage of its own."""
+  packed = batch.pack(
+    episodes, rows=1, length=case.length, version=0, share_prompts=share
+  )
+  draws = np.random.default_rng(1).normal(size=len(episodes))
+  values = [
+    np.full(episode.num_sampled, value, np.float32)
+    for episode, value in zip(episodes, draws, strict=True)
+  ]
+  return batch.with_column(packed, "advantages", values).batches
+
+
 def measure(case: Case, repeats: int) -> dict[str, str | float]:
   """Returns tokens, rows and step seconds of both sides, and their ratios."""
   episodes = _episodes(case)
-  values = np.random.default_rng(1).normal(size=len(episodes)).tolist()
-  own, shared = (
-    batch.pack(
-      episodes, values, rows=1, length=case.length, share_prompts=share
-    )
-    for share in (False, True)
-  )
+  own, shared = (_packed(case, episodes, share) for share in (False, True))
   programs = _programs(case.length)
   steps = [_step(programs, packed) for packed in (own, shared)]
   for step in steps:

@@ -38,13 +38,20 @@ from absl import flags as absl_flags
 from benchmarks import machine, yardstick
 from models import config as model_config
 from models import logprobs, transformer
-from rl import batch, learner, losses, optimizers, placement
+from rl import (
+  batch,
+  learner,
+  losses,
+  objective,
+  optimizers,
+  placement,
+)
 
 _REPEATS = absl_flags.DEFINE_integer("repeats", 5, "Of each side.")
 _STEPS = absl_flags.DEFINE_integer("steps", 2, "Of each repeat.")
 _ONLY = absl_flags.DEFINE_string("only", "", "Workloads whose name holds this.")
 
-_OBJECTIVE = learner.Objective(loss=losses.ClippedSurrogate())
+_OBJECTIVE = objective.Objective(loss=losses.ClippedSurrogate())
 _BYTES_A_PARAMETER = 24
 """bfloat16: old and new copy, gradient; float32: master copy, two moments,
 accumulated gradient; and what adding up the gradient takes."""

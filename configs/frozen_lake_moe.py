@@ -10,10 +10,9 @@ minutes. Expected: success on unseen maps from about 0.3 after the warm start to
 from envs import gymnasium, rewards
 from models import config as model_config
 from rl import (
+  algorithms,
   config,
   engine_settings,
-  learner,
-  losses,
   optimizers,
   overlap,
   rollout,
@@ -39,9 +38,7 @@ def get_config() -> config.Experiment:
     overlap=overlap.in_flight(
       groups_per_round=16, max_staleness=1, groups_per_microbatch=8
     ),
-    objective=learner.Objective(
-      loss=losses.ClippedSurrogate(), entropy_bonus=0.003
-    ),
+    algorithm=algorithms.Grpo(entropy_bonus=0.003),
     optimizer=optimizers.AdamW(learning_rate=2e-4),
     batch=config.BatchShape(rows=64, length=66),
     warm_start=warm_start.WarmStart(steps=100, episodes=64, exploration=0.4),

@@ -8,10 +8,9 @@ from collections.abc import Iterator
 from envs import rewards, textarena
 from models import config as model_config
 from rl import (
+  algorithms,
   config,
   engine_settings,
-  learner,
-  losses,
   optimizers,
   overlap,
   rollout,
@@ -37,9 +36,7 @@ def get_config() -> config.Experiment:
     overlap=overlap.in_flight(
       groups_per_round=16, max_staleness=1, groups_per_microbatch=8
     ),
-    objective=learner.Objective(
-      loss=losses.ClippedSurrogate(), entropy_bonus=0.003
-    ),
+    algorithm=algorithms.Grpo(entropy_bonus=0.003),
     optimizer=optimizers.AdamW(learning_rate=5e-4),
     batch=config.BatchShape(rows=22, length=60),
     warm_start=warm_start.WarmStart(steps=60, episodes=64, exploration=0.7),

@@ -11,7 +11,14 @@ import rich.table
 
 from models import config as model_config
 from models import explain, lora, sharding, transformer
-from rl import config, engine_settings, learner, placement, weights
+from rl import (
+  assemble_trainer,
+  config,
+  engine_settings,
+  placement,
+  train_state,
+  weights,
+)
 
 _LEAST_WIDTH = 100
 _SHORT = {"float32": "f32", "bfloat16": "bf16"}
@@ -52,16 +59,10 @@ def show(experiment: config.Experiment, stream: TextIO) -> None:
 def learner_bytes(experiment: config.Experiment) -> dict[str, int]:
   """Returns bytes on each device of the learner by what they are for."""
   spec, batch = experiment.placement.learner, experiment.batch
-  programs = learner.build(
-    experiment.model,
-    spec.plan,
-    experiment.objective,
-    experiment.optimizer(),
-    experiment.rollout.temperature,
-  )
+  programs = assemble_trainer.programs(experiment, spec.plan)
   state = programs.abstract
   sums = jax.eval_shape(programs.zero)
-  trained, _ = lora.split(state.params)
+  trained, _ = train_state.split(state.params, state.critic)
   sums = explain.placed(sums.grads, jax.tree.map(lambda x: x.sharding, trained))
   kept = (state.opt_state, state.master)
   label = "optimizer state, master copy" if state.master else "optimizer state"

@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import dataclasses
 import gc
-import json
 import os
 import pathlib
 import signal
@@ -22,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 from jaxtyping import Float32
 
-from launch import check, display, report, workdir
+from launch import check, display, report, run_files, workdir
 from models import load, tokenizer_files
 from rl import (
   assemble,
@@ -30,6 +29,7 @@ from rl import (
   config,
   coordinator,
   evaluate,
+  quarantine,
   recorder,
   trace,
   trajectory,
@@ -46,8 +46,9 @@ def train(experiment: config.Experiment, path: str | os.PathLike) -> int:
   """Runs an experiment in its claimed directory; returns the exit code.
 
   0: all rounds are done and every invariant held. 1: an invariant broke,
-  something stalled, or a checkpoint could not be written or read. 2: what
-  `initial` holds cannot be used. 128 + signal: stopped; what was saved stays.
+  something stalled, gradients were no longer finite, or a checkpoint could not
+  be written or read. 2: what `initial` holds cannot be used. 128 + signal:
+  stopped; what was saved stays.
   """
   run_dir = pathlib.Path(path)
   screen = display.Display(experiment.rounds, sys.stdout)
@@ -59,6 +60,11 @@ def train(experiment: config.Experiment, path: str | os.PathLike) -> int:
     return 2
   except (watchdog.Stalled, checkpoint.Mismatch, Unsaved) as error:
     screen.note(f"error: {error}")
+    return 1
+  except FloatingPointError as error:
+    screen.note(f"error: {error}")
+    for path in quarantine.kept(run_dir / "skipped")[-1:]:
+      screen.note(f"what is wrong with it:\n  python -m launch.replay {path}")
     return 1
   finally:
     screen.close()
@@ -151,8 +157,12 @@ class _Run:
       parts.spans.listeners.remove(self._meter.add)
 
   async def _complete(self, progress: progress_lib.Progress) -> int:
-    """Makes up for what a kill after the last checkpoint left undone."""
+    """Makes up for what a kill after the last checkpoint left undone.
+
+    Of a run of no rounds that is all there is after its warm start.
+    """
     code = 0
+    await self.on_boundary(progress)
     if not self._is_evaluated(progress.trained):
       await self._open(progress)
       await self._evaluate_apart(progress.trained)
@@ -168,13 +178,8 @@ class _Run:
   def _is_evaluated(self, trained: int) -> bool:
     if not self._experiment.evaluation.episodes:
       return True
-    file = self._dir / "evaluations.jsonl"
-    text = file.read_text() if file.exists() else ""
-    rounds = []
-    for line in text.splitlines():
-      with contextlib.suppress(json.JSONDecodeError):  # Cut by a kill.
-        rounds.append(json.loads(line)["round"])
-    return trained in rounds
+    rows = run_files.lines(self._dir / "evaluations.jsonl", [])
+    return trained in [row["round"] for row in rows]
 
   def _is_reported(self, trained: int) -> bool:
     page = self._dir / "report.html"
@@ -243,10 +248,12 @@ class _Run:
     self._metrics.write(int(metrics["round"]), metrics)
     self._screen.update(metrics)
     every = self._experiment.keeping.episodes_every
-    if int(metrics["round"]) % every == 1 % every:
+    if (number := int(metrics["round"])) % every == 1 % every:
+      if (gap := self._parts.trainer.gap) is not None:
+        recorder.write_gap(self._dir, number, gap)
       recorder.write(
         self._dir,
-        int(metrics["round"]),
+        number,
         groups[:_EPISODES_KEPT],
         values[:_EPISODES_KEPT],
         self._parts.chat,

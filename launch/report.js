@@ -200,6 +200,7 @@ function drawAll() {
   drawLags();
   drawGroups();
   drawTimeline();
+  drawGap();
 }
 
 drawHead();
@@ -208,6 +209,7 @@ options($("#metric"), keys);
 $("#metric").addEventListener("change", drawCurve);
 startTimeline();
 startBrowser();
+startGap();
 drawAll();
 addEventListener("resize", drawAll);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);

@@ -38,6 +38,7 @@ class Run:
     num_spans: of the whole run.
     verdict: on the event log; None without one.
     trajectories: a sample, see `run_files.sample_trajectories`.
+    gaps: a sample of comparisons, see `run_files.sample_gaps`.
     notes: sentences about what is missing or unreadable.
   """
 
@@ -49,6 +50,7 @@ class Run:
   num_spans: int
   verdict: check.Verdict | None
   trajectories: Sequence[Mapping[str, Any]]
+  gaps: Sequence[Mapping[str, Any]]
   notes: Sequence[str]
 
 
@@ -89,6 +91,9 @@ def read(path: pathlib.Path, verdict: check.Verdict | None = None) -> Run:
     num_spans=num_spans,
     verdict=verdict,
     trajectories=run_files.sample_trajectories(path / "trajectories", notes),
+    gaps=run_files.sample_gaps(
+      path / "logprob_gap.jsonl", rounds.keys(), notes
+    ),
     notes=notes,
   )
 
@@ -246,6 +251,7 @@ def page(run: Run) -> str:
     "groups": verdict.groups if verdict else [],
     "violations": verdict.violations if verdict else [],
     "trajectories": run.trajectories,
+    "gaps": run.gaps,
   }
   text = json.dumps(data, allow_nan=False, separators=(",", ":"))
   parts = {

@@ -4,7 +4,7 @@ import collections
 import itertools
 import json
 import pathlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
 from rl import trace
@@ -12,6 +12,7 @@ from rl import trace
 _KEPT = ("index", "status", "reward", "parts", "fault", "advantage")
 _MAX_SPANS_READ = 500_000
 _MAX_ROUNDS = 40
+_MAX_GAPS = 8
 _MAX_TRAJECTORIES = 400
 _MAX_TRAJECTORY_BYTES = 1_500_000
 
@@ -63,6 +64,26 @@ def sample_trajectories(
       chosen += group
       size += cost
   return sorted(chosen, key=lambda t: (t["round"], t["group"], t["index"]))
+
+
+def sample_gaps(
+  path: pathlib.Path, rounds: Set[int], notes: list[str]
+) -> list[dict[str, Any]]:
+  """Returns comparisons of engine and learner; see `recorder.write_gap`.
+
+  As many as fit a page: of 8 rounds, the last of them and others spread over
+  the run, in its order. A run that compared nothing is not worth a note.
+
+  Args:
+    rounds: that there are. Others were superseded when the run was resumed.
+  """
+  if not path.exists():
+    return []
+  # Of a round that was repeated the last line counts.
+  found = {row["round"]: row for row in lines(path, notes)}
+  known = sorted(rounds & found.keys(), reverse=True)
+  picked = [known[i] for i in _spread(len(known))[:_MAX_GAPS]]
+  return [found[i] for i in sorted(picked)]
 
 
 def _spread(count: int) -> list[int]:

@@ -19,8 +19,9 @@ _RECORDS = (
   "spans.jsonl",
   "metrics.jsonl",
   "evaluations.jsonl",
+  "logprob_gap.jsonl",
 )
-_TREES = ("trajectories", "tensorboard")
+_TREES = ("trajectories", "tensorboard", "skipped")
 _MAY_CHANGE = ("rounds", "stall_s", "evaluation.", "keeping.")
 
 

@@ -40,8 +40,9 @@ from rl import (
   advantages,
   assemble,
   batch,
-  learner,
+  estimation,
   recorder,
+  train_state,
   trajectory,
 )
 
@@ -114,28 +115,23 @@ print(member.status, member.reward)
 # accumulates a gradient and applies it once.
 
 # %%
-episodes, values = [], []
-for group in groups:
-  estimate, trained = advantages.of_group(group, experiment.advantage)
-  for one, value, used in zip(
-    group.trajectories, estimate, trained, strict=True
-  ):
-    if used:
-      episodes.append(one)
-      values.append(float(value))
+estimator = experiment.algorithm.advantage
+chosen = estimation.trained(groups, estimator)
 packed = batch.pack(
-  episodes,
-  values,
+  estimation.members(groups, chosen),
   rows=experiment.batch.rows,
   length=experiment.batch.length,
+  version=0,
   share_prompts=experiment.batch.share_prompts,
 )
+estimate = estimation.of_groups(groups, chosen, estimator)
+packed = batch.with_column(packed, "advantages", estimate.advantages)
 
 
-def train(state: learner.TrainState):
+def train(state: train_state.TrainState):
   """Returns the state after one update, and its metrics."""
   total = parts.programs.zero()
-  for rows in packed:
+  for rows in packed.batches:
     total = parts.programs.accumulate(
       state.params, total, parts.programs.place(rows)
     )

@@ -1,66 +1,130 @@
-"""How much better each member of a group did: rewards -> advantages."""
+"""How much better each member of a group did: rewards -> advantages.
+
+The estimators here give all tokens of a member one advantage; those that tell
+its turns or tokens apart are in `credit`. `estimation` calls both.
+
+What is said of bias holds on policy and for losses that add up tokens over a
+constant (`aggregates.Constant`): then the mean over members of the sum of
+A_t grad log pi_t estimates the gradient of the expected reward, times the
+factor named. What is biased has a part aside of that gradient besides, here as
+`benchmarks/estimator_bias.py` measures it on a small task with a known one.
+
+Letters: G members, T sampled tokens.
+"""
 
 import dataclasses
+import math
 from collections.abc import Sequence
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
-from jaxtyping import Bool, Float32, Int
+from jaxtyping import Float, Float64
 
-from rl import trajectory
+from rl import returns as returns_lib
 
 Scope = Literal["group", "batch"]
+Pool = Literal["group", "task"]
+
+
+class Estimate(NamedTuple):
+  """What some members are to learn from their T sampled tokens.
+
+  Attributes:
+    advantages: one array a member.
+    returns: targets of the critic, likewise; None without a critic.
+  """
+
+  advantages: list[Float[np.ndarray, " _"]]
+  returns: list[Float[np.ndarray, " _"]] | None = None
 
 
 @runtime_checkable
 class Estimator(Protocol):
-  """Frozen callable from the rewards of a group to advantages.
+  """Frozen callable from members that are compared to their advantages.
 
-  One of scope "batch" is `Batchwise` as well.
+  What it does not say otherwise is as below: groups of at least two, each on
+  its own, by their rewards alone.
   """
 
   @property
   def scope(self) -> Scope:
-    """What is compared: a group, or all groups of an update.
+    """What is needed at once: a group, or all groups of an update.
 
     The advantages of scope "batch" are unknown until the last group of the
     update is there, so no gradient can be accumulated before.
     """
-    ...
+    return "group"
+
+  @property
+  def pool(self) -> Pool:
+    """Who is compared: a group, or, of scope "batch", all of one task."""
+    return "group"
 
   @property
   def min_group_size(self) -> int:
-    """Fewest members for which the estimate means anything."""
+    """Fewest members for which the estimate means anything, at least 1."""
+    return 2
+
+  @property
+  def needs_values(self) -> bool:
+    """Whether `Played.values` must be there."""
+    return False
+
+  def validate(self) -> None:
+    """Raises ValueError on settings that cannot work."""
+
+  def flat(self, members: Sequence[returns_lib.Played]) -> bool:
+    """Whether nothing can be learned from them: they did equally well."""
+    return returns_lib.same(np.array([m.reward for m in members], np.float64))
+
+  def __call__(self, members: Sequence[returns_lib.Played]) -> Estimate:
+    """Returns the estimate for all that are compared, in float64."""
     ...
-
-  def __call__(
-    self, rewards: Float32[np.ndarray, " G"]
-  ) -> Float32[np.ndarray, " G"]:
-    """Returns one advantage a member."""
-    ...
-
-
-@runtime_checkable
-class Batchwise(Estimator, Protocol):
-  """An estimator that goes on from what it made of each group."""
 
   def over_batch(
-    self, values: Float32[np.ndarray, " N"], tokens: Int[np.ndarray, " N"]
-  ) -> Float32[np.ndarray, " N"]:
-    """Returns the advantages of all trained members of an update.
+    self, advantages: Sequence[Float[np.ndarray, " _"]]
+  ) -> list[Float[np.ndarray, " _"]]:
+    """Returns those of all members of an update, whitened if it does that."""
+    return list(advantages)
 
-    Args:
-      values: what calling the estimator gave, group after group.
-      tokens: sampled by each of them, at least 1.
-    """
-    ...
+
+class _Outcome(Estimator):
+  """One advantage a member, from the rewards of all."""
+
+  def of_rewards(
+    self, rewards: Float64[np.ndarray, " G"]
+  ) -> Float64[np.ndarray, " G"]:
+    """Returns one advantage a member."""
+    raise NotImplementedError
+
+  def __call__(self, members: Sequence[returns_lib.Played]) -> Estimate:
+    """Returns what `of_rewards` says of the rewards, less their penalties."""
+    rewards = np.array([returns_lib.total(m) for m in members], np.float64)
+    values = self.of_rewards(rewards)
+    return Estimate(
+      [
+        np.full(len(member.turns), value)
+        for member, value in zip(members, values, strict=True)
+      ]
+    )
+
+
+def centred(
+  rewards: Float64[np.ndarray, " G"],
+) -> Float64[np.ndarray, " G"]:
+  """Returns rewards less their mean: exactly 0 where all are the same."""
+  if returns_lib.same(rewards):
+    return np.zeros_like(rewards)
+  return rewards - rewards.mean()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Grpo:
+class Grpo(_Outcome):
   """Reward minus the group's mean, over the group's standard deviation.
 
-  A group whose rewards are all equal gets advantages of exactly 0.
+  Biased, as each task is weighted by one over its deviation. Bias: 7 % aside of
+  the gradient on policy. A penalty in the reward is divided by the deviation
+  too, however small the rest of the spread.
 
   Attributes:
     ddof: 1 divides the variance by G - 1, as most implementations do.
@@ -74,175 +138,143 @@ class Grpo:
 
   def validate(self) -> None:
     """Raises ValueError unless ddof is 0 or 1 and eps is a number >= 0."""
-    if self.ddof not in (0, 1) or not 0 <= self.eps < np.inf:
+    if self.ddof not in (0, 1) or not 0 <= self.eps < math.inf:
       raise ValueError(
         f"Grpo: ddof={self.ddof} must be 0 or 1 and eps={self.eps} at least 0"
       )
 
-  @property
-  def scope(self) -> Scope:
-    """A group is compared with itself alone."""
-    return "group"
-
-  @property
-  def min_group_size(self) -> int:
-    """Two: a single reward has no deviation."""
-    return 2
-
-  def __call__(
-    self, rewards: Float32[np.ndarray, " G"]
-  ) -> Float32[np.ndarray, " G"]:
+  def of_rewards(
+    self, rewards: Float64[np.ndarray, " G"]
+  ) -> Float64[np.ndarray, " G"]:
     """Returns (r - mean) / (std + eps)."""
-    if np.all(rewards == rewards[0]):
-      return np.zeros_like(rewards)
-    wide = rewards.astype(np.float64)
-    centred = wide - wide.mean()
-    scaled = centred / (wide.std(ddof=self.ddof) + self.eps)
-    return scaled.astype(np.float32)
+    values = centred(rewards)
+    if not values.any():
+      return values
+    return values / (rewards.std(ddof=self.ddof) + self.eps)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Reinforce:
+class DrGrpo(_Outcome):
+  """Reward minus the group's mean.
+
+  Unbiased times (G - 1) / G, as a member's own reward is in the mean.
+
+  Source: Understanding R1-Zero-like training, arXiv 2503.20783, section 3.2.
+  """
+
+  def of_rewards(
+    self, rewards: Float64[np.ndarray, " G"]
+  ) -> Float64[np.ndarray, " G"]:
+    """Returns r - mean."""
+    return centred(rewards)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rloo(_Outcome):
+  """Reward minus the mean of the others' rewards: leave one out.
+
+  Unbiased.
+
+  Attributes:
+    others: those of its "group", or all that played the same "task" in this
+      update, in whatever group: more of them where the prompts repeat a task.
+
+  Source: arXiv 2402.14740, section 3.3; Kool et al. 2019.
+  """
+
+  others: Pool = "group"
+
+  @property
+  def scope(self) -> Scope:
+    """The groups of one task may lie anywhere in an update."""
+    return "batch" if self.others == "task" else "group"
+
+  @property
+  def pool(self) -> Pool:
+    """As set."""
+    return self.others
+
+  def of_rewards(
+    self, rewards: Float64[np.ndarray, " G"]
+  ) -> Float64[np.ndarray, " G"]:
+    """Returns r - mean of the others; 0 for one that is alone."""
+    return centred(rewards) * (len(rewards) / max(len(rewards) - 1, 1))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Reinforce(_Outcome):
   """Reward minus a constant: needs no group, and has more variance.
+
+  Unbiased.
 
   Source: Williams 1992, with a fixed baseline.
   """
 
   baseline: float = 0.0
 
-  @property
-  def scope(self) -> Scope:
-    """Nothing is compared, so a group is enough."""
-    return "group"
+  def validate(self) -> None:
+    """Raises ValueError unless the baseline is a number."""
+    if not math.isfinite(self.baseline):
+      raise ValueError(f"Reinforce: baseline={self.baseline} must be finite")
 
   @property
   def min_group_size(self) -> int:
     """One: members are not compared."""
     return 1
 
-  def __call__(
-    self, rewards: Float32[np.ndarray, " G"]
-  ) -> Float32[np.ndarray, " G"]:
+  def flat(self, members: Sequence[returns_lib.Played]) -> bool:
+    """Never: equal rewards teach as much as others."""
+    return False
+
+  def of_rewards(
+    self, rewards: Float64[np.ndarray, " G"]
+  ) -> Float64[np.ndarray, " G"]:
     """Returns r - baseline."""
-    return (rewards - np.float32(self.baseline)).astype(np.float32)
+    return rewards - self.baseline
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Whitened:
-  """Reward minus the group's mean, whitened over all groups of an update.
+class PassAtK(_Outcome):
+  """What a member adds to the best of k: trains pass@k instead of pass@1.
 
-  A group that varies little stays small, as no deviation of its own divides
-  it. An update in which nothing varies gets advantages of exactly 0.
+  k times the mean, over all sets of k members with it, of how much their best
+  reward falls without it. The worst member gets 0 and nobody less. For k = 1,
+  where nothing is left without it, that is `Rloo`.
+
+  Unbiased for the gradient of the expected best reward of k episodes.
 
   Attributes:
-    over: mean and variance are over sampled "tokens", each with the value of
-      its member, or over "members".
-    eps: added to the standard deviation.
+    k: from 1 to the size of a group; a group in which faults leave fewer is
+      not trained.
 
-  Source: REINFORCE++ with baseline, arXiv 2501.03262.
+  Source: PKPO, arXiv 2505.15201, eq. 33, times G.
   """
 
-  over: Literal["tokens", "members"] = "tokens"
-  eps: float = 1e-8
+  k: int
 
   def validate(self) -> None:
-    """Raises ValueError unless eps is a number >= 0."""
-    if not 0 <= self.eps < np.inf:
-      raise ValueError(f"Whitened: eps={self.eps} must be at least 0")
-
-  @property
-  def scope(self) -> Scope:
-    """All groups of an update have one mean and one deviation."""
-    return "batch"
+    """Raises ValueError unless k is at least 1."""
+    if self.k < 1:
+      raise ValueError(f"PassAtK: k={self.k} must be at least 1")
 
   @property
   def min_group_size(self) -> int:
-    """Two: a single reward is its own mean."""
-    return 2
+    """The k of a set, and two to compare."""
+    return max(self.k, 2)
 
-  def __call__(
-    self, rewards: Float32[np.ndarray, " G"]
-  ) -> Float32[np.ndarray, " G"]:
-    """Returns r - mean."""
-    if np.all(rewards == rewards[0]):
-      return np.zeros_like(rewards)
-    wide = rewards.astype(np.float64)
-    return (wide - wide.mean()).astype(np.float32)
-
-  def over_batch(
-    self, values: Float32[np.ndarray, " N"], tokens: Int[np.ndarray, " N"]
-  ) -> Float32[np.ndarray, " N"]:
-    """Returns (x - mean) / (std + eps), with mean and std of the update."""
-    if np.all(values == values[0]):
-      return np.zeros_like(values)
-    weights = tokens if self.over == "tokens" else None
-    wide = values.astype(np.float64)
-    centred = wide - np.average(wide, weights=weights)
-    std = np.sqrt(np.average(centred**2, weights=weights))
-    return (centred / (std + self.eps)).astype(np.float32)
-
-
-def usable(group: trajectory.Group) -> Bool[np.ndarray, " G"]:
-  """Returns which members have a reward to compare and a token to train."""
-  return np.array(
-    [
-      t.status.trainable and t.reward is not None and t.num_sampled > 0
-      for t in group.trajectories
-    ],
-    bool,
-  )
-
-
-def of_groups(
-  groups: Sequence[trajectory.Group], estimator: Estimator
-) -> list[tuple[Float32[np.ndarray, " _"], Bool[np.ndarray, " _"]]]:
-  """Returns (advantages, trained) of each group of an update.
-
-  Args:
-    groups: all of the update if the estimator's scope is "batch"; else it does
-      not matter how many.
-
-  Raises:
-    TypeError: the scope is "batch", but the estimator is not `Batchwise`.
-  """
-  pairs = [of_group(group, estimator) for group in groups]
-  if estimator.scope == "group":
-    return pairs
-  if not isinstance(estimator, Batchwise):
-    raise TypeError(
-      f"{type(estimator).__name__} has scope batch, but no method over_batch"
-    )
-  if not any(trained.any() for _, trained in pairs):
-    return pairs
-  sampled = [[t.num_sampled for t in g.trajectories] for g in groups]
-  trained = np.concatenate([trained for _, trained in pairs])
-  values = np.concatenate([values for values, _ in pairs])
-  values[trained] = estimator.over_batch(
-    values[trained], np.concatenate(sampled)[trained]
-  )
-  ends = np.cumsum([len(group.trajectories) for group in groups])[:-1]
-  wholes = np.split(values, ends)
-  return [(whole, used) for whole, (_, used) in zip(wholes, pairs, strict=True)]
-
-
-def of_group(
-  group: trajectory.Group, estimator: Estimator
-) -> tuple[Float32[np.ndarray, " G"], Bool[np.ndarray, " G"]]:
-  """Returns (advantages, trained) of a group's members.
-
-  A member that ended in a fault has no reward: it counts in no mean and is not
-  trained. When fewer than `min_group_size` members are left none is.
-
-  What an estimator of scope "batch" gives here is not final: see `of_groups`.
-  """
-  trained = usable(group)
-  advantages = np.zeros(len(trained), np.float32)
-  if trained.sum() < estimator.min_group_size:
-    return advantages, np.zeros_like(trained)
-  rewards = [
-    member.reward
-    for member, used in zip(group.trajectories, trained, strict=True)
-    if used
-  ]
-  advantages[trained] = estimator(np.asarray(rewards, np.float32))
-  return advantages, trained
+  def of_rewards(
+    self, rewards: Float64[np.ndarray, " G"]
+  ) -> Float64[np.ndarray, " G"]:
+    """Returns the closed form, from rewards in ascending order."""
+    if self.k == 1:
+      return Rloo().of_rewards(rewards)
+    count, order = len(rewards), np.argsort(rewards)
+    ascending = rewards[order]
+    # Without the best of a set, its second is the one at place j; the k - 2
+    # others come from the j below. A member that is not best changes nothing.
+    sets = math.comb(count - 1, self.k - 1)
+    weights = [math.comb(j, self.k - 2) / sets for j in range(count)]
+    above = np.tril(ascending[:, None] - ascending[None, :])
+    gains = np.empty_like(rewards)
+    gains[order] = self.k * (above @ np.array(weights))
+    return gains

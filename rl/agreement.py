@@ -1,23 +1,66 @@
 """Do engine and learner agree on the log-probability of what was sampled?"""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
+from jaxtyping import Float32, Int32
 
 from rl import batch as batch_lib
 from rl import dispatch, learner
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Gap:
-  """|learner - engine| in nats over the tokens that could be compared."""
+  """What was compared, token by token; log-probabilities in nats.
 
-  max: float
-  mean: float
-  tokens: int
+  Attributes:
+    engine: as recorded when the token was sampled.
+    learner: under the same weights.
+    lags: versions between these weights and those that are trained.
+  """
+
+  engine: Float32[np.ndarray, " N"]
+  learner: Float32[np.ndarray, " N"]
+  lags: Int32[np.ndarray, " N"]
+
+  @property
+  def tokens(self) -> int:
+    """How many were compared."""
+    return len(self.engine)
+
+  @property
+  def sizes(self) -> Float32[np.ndarray, " N"]:
+    """Returns |learner - engine| of each."""
+    return np.abs(self.learner - self.engine)
+
+  @property
+  def max(self) -> float:
+    """Returns the largest; nan when nothing was compared."""
+    return float(self.sizes.max()) if self.tokens else float("nan")
+
+  @property
+  def mean(self) -> float:
+    """Returns the mean; nan when nothing was compared."""
+    return float(self.sizes.mean()) if self.tokens else float("nan")
+
+  def sample(self, most: int) -> "Gap":
+    """Returns at most so many tokens, evenly spread.
+
+    What is largest, or no number, is always among them.
+    """
+    if self.tokens <= most:
+      return self
+    spread = np.linspace(0, self.tokens - 1, most).astype(int)
+    worst = int(np.argmax(self.sizes))  # Of nan, too, argmax takes the first.
+    spread[np.argmin(np.abs(spread - worst))] = worst
+    return Gap(
+      engine=self.engine[spread],
+      learner=self.learner[spread],
+      lags=self.lags[spread],
+    )
 
 
 async def measure(
@@ -39,9 +82,9 @@ async def measure(
     rows: how many to score; a multiple of the parts of a batch.
   """
   if batch is None:
-    return Gap(max=float("nan"), mean=float("nan"), tokens=0)
+    return _gap([])
   probe = jax.tree.map(lambda x: x[:rows], batch)
-  gaps = [np.zeros(0, np.float32)]
+  compared = []
   for version in np.unique(probe.versions[probe.sampled]).tolist():
     if version not in weights:
       continue
@@ -49,11 +92,16 @@ async def measure(
       "score", _score, programs, weights[version], probe
     )
     chosen = probe.sampled & (probe.versions == version)
-    gaps.append(np.abs(scored - probe.behaviour)[chosen])
-  gap = np.concatenate(gaps)
-  if not gap.size:
-    return Gap(max=float("nan"), mean=float("nan"), tokens=0)
-  return Gap(max=float(gap.max()), mean=float(gap.mean()), tokens=gap.size)
+    columns = (probe.behaviour, scored, probe.lags)
+    compared.append([column[chosen] for column in columns])
+  return _gap(compared)
+
+
+def _gap(parts: Sequence[Sequence[np.ndarray]]) -> Gap:
+  """Joins (engine, learner, lags) of several versions."""
+  nothing = [np.zeros(0, np.float32)] * 2 + [np.zeros(0, np.int32)]
+  engine, learner, lags = map(np.concatenate, zip(nothing, *parts, strict=True))
+  return Gap(engine=engine, learner=learner, lags=lags)
 
 
 def _score(

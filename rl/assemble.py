@@ -12,6 +12,7 @@ from models import chat as chat_lib
 from models import config as model_config
 from models import load, lora, sharding, transformer
 from rl import (
+  assemble_trainer,
   checkpoint,
   config,
   coordinator,
@@ -23,12 +24,15 @@ from rl import (
   grading,
   learner,
   losses,
+  objective,
   overlap,
   progress,
   prompts,
+  quarantine,
   rollout,
   router,
   trace,
+  train_state,
   training,
   trajectory,
   warm_start,
@@ -37,7 +41,6 @@ from rl import (
 )
 from rl import engine as engine_lib
 
-_PROBE_ROWS = 8
 _FROZEN = "frozen"
 
 
@@ -66,10 +69,11 @@ class Parts:
   log: events.EventLog
   spans: trace.Trace
   dog: watchdog.Watchdog
+  trainer: training.Training
 
   async def start(
     self,
-    state: learner.TrainState,
+    state: train_state.TrainState,
     version: trajectory.PolicyVersion,
     report: Callable[[str], None] = lambda text: None,
   ) -> None:
@@ -121,18 +125,13 @@ def build(
     for engine, pool in zip(engines, experiment.placement.engines, strict=True)
   ]
   serving = router.Router(members, experiment.routing, log)
+  programs = assemble_trainer.programs(experiment, learner_layout)
   return Parts(
     experiment=experiment,
     chat=chat,
     learner_layout=learner_layout,
     decode_layouts=decode_layouts,
-    programs=learner.build(
-      experiment.model,
-      learner_layout,
-      experiment.objective,
-      experiment.optimizer(),
-      experiment.rollout.temperature,
-    ),
+    programs=programs,
     learner_thread=learner_thread,
     decode_threads=threads,
     engines=engines,
@@ -145,6 +144,13 @@ def build(
     log=log,
     spans=spans,
     dog=dog,
+    trainer=assemble_trainer.trainer(
+      experiment,
+      learner_layout,
+      programs,
+      learner_thread,
+      quarantine.Quarantine(run_dir / "skipped") if run_dir else None,
+    ),
   )
 
 
@@ -218,7 +224,7 @@ def _check_able(
 
 async def initial_state(
   parts: Parts, report: Callable[[str], None] = lambda text: None
-) -> learner.TrainState:
+) -> train_state.TrainState:
   """Returns initial parameters, after the warm start if there is one."""
   experiment = parts.experiment
   state = await _first_state(parts)
@@ -228,10 +234,10 @@ async def initial_state(
   imitation = learner.build(
     experiment.model,
     parts.learner_layout,
-    learner.Objective(
+    objective.Objective(
       loss=losses.NegativeLogLikelihood(),
-      balance_weight=experiment.objective.balance_weight,
-      z_weight=experiment.objective.z_weight,
+      balance_weight=experiment.algorithm.balance_weight,
+      z_weight=experiment.algorithm.z_weight,
     ),
     settings.optimizer(),
     experiment.rollout.temperature,
@@ -254,7 +260,7 @@ async def initial_state(
   )
 
 
-async def _first_state(parts: Parts) -> learner.TrainState:
+async def _first_state(parts: Parts) -> train_state.TrainState:
   """Returns what a run starts from, before anything has been trained."""
   experiment, run = parts.experiment, parts.learner_thread.run
   if experiment.initial is None:
@@ -301,14 +307,14 @@ def save(checkpoints: checkpoint.Checkpoints, now: progress.Progress) -> None:
 
 
 def _without_frozen(
-  state: learner.TrainState,
-) -> tuple[learner.TrainState, Any]:
+  state: train_state.TrainState,
+) -> tuple[train_state.TrainState, Any]:
   """Returns what training changes, and the parameters that it does not."""
   trainable, frozen = lora.split(state.params)
   return state._replace(params=trainable), frozen
 
 
-def fresh_state(programs: learner.Learner, seed: int) -> learner.TrainState:
+def fresh_state(programs: learner.Learner, seed: int) -> train_state.TrainState:
   """Returns random parameters and an optimizer that has seen nothing."""
   with jax.transfer_guard("allow"):
     return programs.init(jax.random.key(seed))
@@ -320,7 +326,7 @@ def loaded_state(
   layout: sharding.Layout,
   directory: str,
   seed: int,
-) -> learner.TrainState:
+) -> train_state.TrainState:
   """Returns the parameters of a Hugging Face checkpoint, as `fresh_state`.
 
   Adapters, if the model has any, are drawn from the seed.
@@ -352,9 +358,11 @@ def coordinate(
       seed=experiment.seed,
       stall_s=experiment.stall_s,
       success=experiment.evaluation.success,
-      unfit=filters.unfit(experiment.sampling, experiment.advantage),
+      unfit=filters.unfit(
+        experiment.algorithm.sampling, experiment.algorithm.advantage
+      ),
     ),
-    trainer=_trainer(parts),
+    trainer=parts.trainer,
     publisher=parts.publisher,
     player=parts.player,
     tasks=parts.tasks,
@@ -374,24 +382,6 @@ def _gauges(parts: Parts) -> dict[str, float]:
     "environments_late": float(len(parts.player.late)),
     **{f"rewards/{name}": float(value) for name, value in rewards.items()},
   }
-
-
-def _trainer(parts: Parts) -> training.Training:
-  experiment, batch = parts.experiment, parts.experiment.batch
-  data = parts.learner_layout.num_batch
-  return training.Training(
-    training.Settings(
-      rows=batch.rows,
-      length=batch.length,
-      share_prompts=batch.share_prompts,
-      probe_rows=min(batch.rows, -(-_PROBE_ROWS // data) * data),
-      max_staleness=experiment.overlap.max_staleness,
-      old_logprob=experiment.overlap.old_logprob,
-    ),
-    parts.programs,
-    parts.learner_thread,
-    experiment.advantage,
-  )
 
 
 def _shardings(config: model_config.ModelConfig, layout: sharding.Layout):

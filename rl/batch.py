@@ -12,14 +12,15 @@ Letters: B rows, L row length, S layers with experts, k experts of a token.
 Index t scores token t.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float32, Int32
 
 from models import visibility
-from rl import trajectory
+from rl import packing, trajectory
 
 
 class Prefix(NamedTuple):
@@ -38,6 +39,10 @@ class Prefix(NamedTuple):
   copies: Int32[np.ndarray, "B L"]
 
 
+Column = Literal["advantages", "old", "reference", "values", "returns"]
+"""What is known of a sampled token only after packing."""
+
+
 class Batch(NamedTuple):
   """One micro-batch; also what the learner puts on its mesh.
 
@@ -47,11 +52,18 @@ class Batch(NamedTuple):
     versions: policy that sampled the token, where `sampled`.
     sampled: True on the tokens of the policy and nowhere else.
     behaviour: log-probability under the policy that sampled it, in nats.
-    advantages: of the token's trajectory.
+    advantages: 0 where not sampled; what a token is worth may differ by token.
+    lags: version it is trained at, minus `versions`; 0 where not sampled.
     prefix: None when rows never share a prompt.
     experts: those that the engine chose for the token, or -1 where the
       routers are free; None when they are everywhere. Of a shared prompt:
       those of the first trajectory that has it in the row.
+    old, reference: log-probability under the policy that a ratio is against,
+      and under the one to stay close to, in nats.
+    values: that a critic gave before the token.
+    returns: that the critic shall learn.
+
+  The last four are None when a run does not need them.
   """
 
   tokens: Int32[np.ndarray, "B L"]
@@ -61,8 +73,13 @@ class Batch(NamedTuple):
   sampled: Bool[np.ndarray, "B L"]
   behaviour: Float32[np.ndarray, "B L"]
   advantages: Float32[np.ndarray, "B L"]
+  lags: Int32[np.ndarray, "B L"]
   prefix: Prefix | None = None
   experts: Int32[np.ndarray, "B L S k"] | None = None
+  old: Float32[np.ndarray, "B L"] | None = None
+  reference: Float32[np.ndarray, "B L"] | None = None
+  values: Float32[np.ndarray, "B L"] | None = None
+  returns: Float32[np.ndarray, "B L"] | None = None
 
 
 def empty(
@@ -95,140 +112,182 @@ def empty(
     sampled=np.zeros(shape, bool),
     behaviour=np.zeros(shape, np.float32),
     advantages=np.zeros(shape, np.float32),
+    lags=np.zeros(shape, np.int32),
     prefix=prefix,
     experts=None if experts is None else np.full(shape + experts, -1, np.int32),
   )
 
 
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Place:
+  """Where the T sampled tokens of a trajectory lie, in order."""
+
+  batch: int
+  row: int
+  index: Int32[np.ndarray, " T"]
+
+
+class Packed(NamedTuple):
+  """Trajectories in micro-batches.
+
+  Attributes:
+    places: of each trajectory; None for one without ids or left out.
+  """
+
+  batches: list[Batch]
+  places: list[Place | None]
+
+
 def pack(
   trajectories: Sequence[trajectory.Trajectory],
-  advantages: Sequence[float],
   *,
   rows: int,
   length: int,
+  version: int,
   share_prompts: bool = False,
-) -> list[Batch]:
+  shards: int = 1,
+  tail_rows: int | None = None,
+  only_full: bool = False,
+) -> Packed:
   """Packs whole trajectories into batches of shape [rows, length].
 
-  Longest first into the first row with room; the order depends on nothing but
-  the arguments. One without ids takes no place.
+  See `packing.plan` for which lies where. Advantages are 0 until `with_column`
+  writes them.
 
   Args:
+    version: that the tokens are trained at; `lags` count from it.
     share_prompts: whether trajectories of one group whose first contexts are
-      equal share it within a row: they go, group by group, to rows that hold
-      it already, as long as that takes no more rows than not sharing. Batches
-      then always have a `prefix`, so that all of them are one program.
+      equal share it within a row. Batches then always have a `prefix`, so that
+      all of them are one program.
+    shards: contiguous blocks of rows that lie on different devices, between
+      which the cost of attention is balanced.
+    tail_rows: of the last, smaller batches; see `packing.heights`. None: all
+      batches have one shape.
+    only_full: leaves out what does not fill a batch. It has no place, and is
+      to be packed with what comes later.
 
   Raises:
-    ValueError: a trajectory is longer than a row, or they carry experts of
-      different models.
+    ValueError: a trajectory is longer than a row, they carry experts of
+      different models, or rows do not divide over the shards.
   """
-  sizes = [len(t.ids) for t in trajectories]
-  if sizes and max(sizes) > length:
-    raise ValueError(
-      f"a trajectory of {max(sizes)} tokens does not fit batch.length="
-      f"{length}; raise it or lower rollout.max_tokens"
-    )
-  plan = _first_fit(
-    [_Shared([i], 0) for i, n in enumerate(sizes) if n], sizes, length
+  plan = packing.plan(
+    [len(t.ids) for t in trajectories],
+    _by_prompt(trajectories) if share_prompts else (),
+    rows=rows,
+    length=length,
+    shards=shards,
+    tail_rows=tail_rows,
+    only_full=only_full,
   )
-  if share_prompts:
-    shared = _first_fit(_by_prompt(trajectories), sizes, length)
-    # First fit has bad days: with short prompts the order may cost a row.
-    plan = min(shared, plan, key=len)
   experts = _experts_of_a_token(trajectories)
-  batches = [
-    empty(rows, length, share_prompts=share_prompts, experts=experts)
-    for _ in range(-(-len(plan) // rows))
-  ]
-  for number, parts in enumerate(plan):
-    batch = batches[number // rows]
-    _fill(batch, number % rows, parts, trajectories, advantages)
-  return batches
+  batches: list[Batch] = []
+  places: list[Place | None] = [None] * len(trajectories)
+  for number, planned in enumerate(plan):
+    batch = empty(
+      len(planned), length, share_prompts=share_prompts, experts=experts
+    )
+    for row, parts in enumerate(planned):
+      for member, segment in _fill(batch, row, parts, trajectories, version):
+        own = batch.sampled[row] & (batch.segments[row] == segment)
+        index = np.flatnonzero(own).astype(np.int32)
+        places[member] = Place(number, row, index)
+    batches.append(batch)
+  return Packed(batches, places)
 
 
-class _Shared(NamedTuple):
-  """Trajectories that begin with the same `prompt` ids.
+def with_column(
+  packed: Packed, name: Column, values: Sequence[Float32[np.ndarray, " _T"]]
+) -> Packed:
+  """Returns the same with a column that holds these values.
 
-  Attributes:
-    members: their indices.
+  Args:
+    values: by trajectory, one for each of its sampled tokens. The column is 0
+      wherever nothing was sampled.
+
+  Raises:
+    ValueError: a trajectory has another number of sampled tokens.
   """
+  columns = [np.zeros(b.tokens.shape, np.float32) for b in packed.batches]
+  for i, (place, own) in enumerate(zip(packed.places, values, strict=True)):
+    size = 0 if place is None else len(place.index)
+    if len(own) != size:
+      raise ValueError(
+        f"{len(own)} {name} for the {size} sampled tokens of trajectory {i}; "
+        "give one for each"
+      )
+    if place is not None:
+      columns[place.batch][place.row, place.index] = own
+  batches = [
+    batch._replace(**{name: column})
+    for batch, column in zip(packed.batches, columns, strict=True)
+  ]
+  return packed._replace(batches=batches)
 
-  members: list[int]
-  prompt: int
+
+def collect(
+  packed: Packed, scores: Sequence[Float32[np.ndarray, "B L"]]
+) -> list[Float32[np.ndarray, " _T"]]:
+  """Returns by trajectory what its sampled tokens have in `scores`.
+
+  Args:
+    scores: of each batch, on the host.
+  """
+  return [
+    np.zeros(0, np.float32)
+    if place is None
+    else scores[place.batch][place.row, place.index]
+    for place in packed.places
+  ]
 
 
 def _by_prompt(
   trajectories: Sequence[trajectory.Trajectory],
-) -> list[_Shared]:
+) -> list[packing.Part]:
   """Returns all trajectories with ids, put together where they may share."""
-  found: dict[tuple[int, bytes], _Shared] = {}
+  found: dict[tuple[int, bytes], packing.Part] = {}
   for i, episode in enumerate(trajectories):
     if len(episode.ids):
       prompt = episode.turns[0].context
+      part = packing.Part([], len(prompt))
       key = (episode.group_id, prompt.tobytes())
-      found.setdefault(key, _Shared([], len(prompt))).members.append(i)
+      found.setdefault(key, part).members.append(i)
   return list(found.values())
-
-
-def _first_fit(
-  groups: Sequence[_Shared], sizes: Sequence[int], length: int
-) -> list[list[_Shared]]:
-  """Returns, row by row, what lies in it, with as many rows as it takes."""
-  rows: list[list[_Shared]] = []
-  room: list[int] = []
-
-  def total(group: _Shared) -> int:
-    return group.prompt + sum(sizes[i] - group.prompt for i in group.members)
-
-  for members, prompt in sorted(groups, key=total, reverse=True):
-    parts: dict[int, _Shared] = {}
-    for i in sorted(members, key=lambda i: -sizes[i]):
-      rest = sizes[i] - prompt
-      row = next((r for r in parts if room[r] >= rest), None)
-      if row is None:
-        row = next((r for r, n in enumerate(room) if n >= sizes[i]), len(rows))
-        if row == len(rows):
-          rows.append([])
-          room.append(length)
-        parts[row] = _Shared([], prompt)
-        rows[row].append(parts[row])
-        room[row] -= prompt
-      parts[row].members.append(i)
-      room[row] -= rest
-  return rows
 
 
 def _fill(
   batch: Batch,
   row: int,
-  parts: Sequence[_Shared],
+  parts: Sequence[packing.Part],
   trajectories: Sequence[trajectory.Trajectory],
-  advantages: Sequence[float],
-) -> None:
-  """Lays parts side by side, each with its prompt first."""
+  version: int,
+) -> Iterator[tuple[int, int]]:
+  """Lays parts side by side, each with its prompt first.
+
+  Yields:
+    Each member and its segment: 0 for one that has nothing but the prompt.
+  """
   for members, prompt in parts:
-    columns = [_columns(trajectories[i], advantages[i]) for i in members]
+    columns = [_columns(trajectories[i], version) for i in members]
     if len(members) == 1 or not prompt:
-      for own in columns:
-        _append(batch, row, own)
+      for member, own in zip(members, columns, strict=True):
+        yield member, _append(batch, row, own)
       continue
     first = {name: column[:prompt] for name, column in columns[0].items()}
     parent = _append(batch, row, first, copies=len(members))
-    for own in columns:
+    for member, own in zip(members, columns, strict=True):
       rest = {name: column[prompt:] for name, column in own.items()}
-      if len(rest["tokens"]):
-        _append(batch, row, rest, parent=parent)
+      has_own = len(rest["tokens"]) > 0
+      yield member, _append(batch, row, rest, parent=parent) if has_own else 0
 
 
 def _columns(
-  episode: trajectory.Trajectory, advantage: float
+  episode: trajectory.Trajectory, version: int
 ) -> dict[str, np.ndarray]:
   """Returns what a batch says of each of its ids, by field of the batch."""
   ids, sampled = episode.ids, episode.sampled
   versions = np.zeros(len(ids), np.int32)
-  versions[sampled] = np.concatenate([t.versions for t in episode.turns])
   behaviour = np.zeros(len(ids), np.float32)
+  versions[sampled] = np.concatenate([t.versions for t in episode.turns])
   behaviour[sampled] = np.concatenate([t.logprobs for t in episode.turns])
   columns = {
     "tokens": ids,
@@ -236,7 +295,7 @@ def _columns(
     "versions": versions,
     "sampled": sampled,
     "behaviour": behaviour,
-    "advantages": np.where(sampled, np.float32(advantage), 0),
+    "lags": np.where(sampled, version - versions, 0),
   }
   experts = episode.experts
   return columns if experts is None else columns | {"experts": experts}

@@ -211,7 +211,10 @@ def digests(tree: PyTree) -> dict[str, int]:
   with jax.transfer_guard("allow"):
     # One at a time: programs that sum over many virtual devices, dispatched
     # together, can wait for each other's threads on the CPU of jax 0.8.
-    return {name: int(_digest(leaf)) for name, leaf in _by_name(tree).items()}
+    return {
+      name: int(_digest(_on_device(leaf)))
+      for name, leaf in _by_name(tree).items()
+    }
 
 
 def check_same(saved: Mapping[str, int], found: Mapping[str, int]) -> None:
@@ -224,6 +227,11 @@ def check_same(saved: Mapping[str, int], found: Mapping[str, int]) -> None:
         f"{found.get(name, 'none')}; use the weights that the run started "
         "from, or another directory"
       )
+
+
+def _on_device(leaf: Any) -> Any:
+  """Returns a leaf that lies in the memory of a host where programs reach."""
+  return jax.device_put(leaf, leaf.sharding.with_memory_kind("device"))
 
 
 @jax.jit

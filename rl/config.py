@@ -10,16 +10,14 @@ from models import attention_form, load, sharding, transformer
 from models import chat as chat_lib
 from models import config as model_config
 from rl import (
-  advantages,
   affinity,
+  algorithms,
   engine_settings,
   engine_sglang,
-  filters,
   grading,
-  learner,
-  losses,
   optimizers,
   prompts,
+  references,
   settings,
   weights,
 )
@@ -35,6 +33,8 @@ class BatchShape:
 
   Attributes:
     rows: split over the learner's data axis.
+    tail_rows: of the last batch of an update, where that leaves less empty;
+      another program. None gives all batches the same shape.
     length: tokens of a row; the longest episode must fit.
     share_prompts: the members of a group that begin with the same context have
       it once in a row. Worth it when prompts are long next to what follows, as
@@ -43,6 +43,7 @@ class BatchShape:
 
   rows: int = 32
   length: int = 64
+  tail_rows: int | None = None
   share_prompts: bool = False
 
 
@@ -83,16 +84,19 @@ class Experiment:
   """Everything that decides a run.
 
   The polymorphic parts are the callables themselves: `environment`, `reward`,
-  `advantage`, `objective.loss` and `optimizer`.
+  `algorithm` with its `advantage` and `loss`, and `optimizer`.
 
   Attributes:
     tasks: which training tasks there are, and which are played.
-    sampling: drops groups that teach nothing and plays others, or None.
+    algorithm: what is learned from an episode; a preset, or parts of one.
+    max_skipped: updates in a row that are skipped because a loss or gradient
+      is not finite; one more ends the run. Their batches stay in `skipped/`
+      of the run, for `launch.replay`.
     routing: which decode pool a conversation goes to.
     initial: directory of a Hugging Face checkpoint with the parameters that
       the run starts from; None draws them from the seed.
     seed: of parameters, task order and sampling noise.
-    rounds: publishes until the end.
+    rounds: publishes until the end; 0 is the warm start alone.
     warm_start: supervised steps before the first round, or None.
     stall_s: a wait inside the loop that lasts longer ends the run and names
       who waits for what. Of an evaluation it is the longest time in which no
@@ -125,12 +129,8 @@ class Experiment:
   tasks: prompts.TaskOrder = dataclasses.field(
     default_factory=prompts.TaskOrder
   )
-  sampling: filters.DynamicSampling | None = None
-  advantage: advantages.Estimator = dataclasses.field(
-    default_factory=advantages.Grpo
-  )
-  objective: learner.Objective = dataclasses.field(
-    default_factory=lambda: learner.Objective(loss=losses.ClippedSurrogate())
+  algorithm: algorithms.Named = dataclasses.field(
+    default_factory=algorithms.Grpo
   )
   optimizer: optimizers.Optimizer = dataclasses.field(
     default_factory=optimizers.AdamW
@@ -142,6 +142,7 @@ class Experiment:
   keeping: Keeping = dataclasses.field(default_factory=Keeping)
   seed: int = 0
   rounds: int = 100
+  max_skipped: int = 2
   stall_s: float = 1200.0
 
   def chat(self) -> chat_lib.WordChat:
@@ -156,8 +157,8 @@ class Experiment:
   def validate(self) -> None:
     """Raises ValueError on a setting that cannot work; touches no device.
 
-    What `initial` names is not looked at: `validate_initial` does, for only a
-    run that starts from it needs it.
+    What `initial` and a teacher name is not looked at: `validate_initial` does,
+    for only a run that trains needs it.
     """
     for node in _nodes(self):
       if hasattr(node, "validate"):
@@ -173,10 +174,12 @@ class Experiment:
     self._validate_experts()
 
   def validate_initial(self) -> None:
-    """Raises ValueError when `initial` is no checkpoint of this model.
+    """Raises ValueError when weights of others that it names cannot be used.
 
     Reads headers and config.json only; touches no device.
     """
+    if isinstance(self.algorithm.reference, references.Teacher):
+      self.algorithm.reference.check()
     if self.initial is None:
       return
     try:
@@ -194,9 +197,11 @@ class Experiment:
 
   def _validate_counts(self) -> None:
     for name, value, least in (
-      ("rounds", self.rounds, 1),
+      ("rounds", self.rounds, 0 if self.warm_start else 1),
       ("seed", self.seed, 0),
+      ("max_skipped", self.max_skipped, 0),
       ("batch.rows", self.batch.rows, 1),
+      ("batch.tail_rows", self.batch.tail_rows or 1, 1),
       ("evaluation.every", self.evaluation.every, 0),
       ("evaluation.episodes", self.evaluation.episodes, 0),
       ("keeping.checkpoint_every", self.keeping.checkpoint_every, 1),
@@ -212,30 +217,19 @@ class Experiment:
       )
     if math.isnan(self.evaluation.success):
       raise ValueError("evaluation.success=nan is no reward to compare with")
-    least = self.advantage.min_group_size
+    advantage = self.algorithm.advantage
+    least = advantage.min_group_size
     if self.rollout.group_size < least:
       raise ValueError(
         f"rollout.group_size={self.rollout.group_size} is below the {least} "
-        f"that {type(self.advantage).__name__} compares; raise it or use "
-        "advantage=rl.advantages.Reinforce()"
+        f"that {type(advantage).__name__} compares; raise it or use "
+        "algorithm.advantage=rl.advantages.Reinforce()"
       )
 
   def _validate_schedule(self) -> None:
     """Raises when parts of a run that are fine alone do not go together."""
-    if self.advantage.scope == "batch" and self.overlap.streams:
-      name = type(self.advantage).__name__
-      raise ValueError(
-        f"advantage={name} compares all groups of an update, but with "
-        f"overlap.groups_per_microbatch={self.overlap.groups_per_microbatch} "
-        "gradients accumulate before the last of them is ready; use "
-        f"groups_per_microbatch={self.overlap.groups_per_update}, or "
-        "wait_for_round=true"
-      )
-    if self.sampling is not None and self.advantage.min_group_size < 2:
-      raise ValueError(
-        f"sampling with advantage={type(self.advantage).__name__}: groups of "
-        "equal rewards teach it as much as others; use sampling=none"
-      )
+    self.algorithm.validate_schedule(self.overlap)
+    self.algorithm.validate_model(self.model)
     pools = self.placement.pools
     sources = self.sources
     # A mixture of sources has a reward for each.
@@ -298,6 +292,8 @@ class Experiment:
     axes = transformer.logical_axes(self.model)
     for name, mesh in self.placement.meshes.items():
       rows = {"batch.rows": self.batch.rows}
+      if self.batch.tail_rows is not None:
+        rows["batch.tail_rows"] = self.batch.tail_rows
       sharding.validate(
         self.model,
         axes,

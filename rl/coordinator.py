@@ -264,8 +264,9 @@ class Coordinator:
     this.updates.append(sums)
     self._producer.commit()
     number = len(this.updates) - 1
+    counts = not sums.get("skipped")
     for group, used in zip(this.groups[first:], this.used[first:], strict=True):
-      self._book(group, used.trained, number)
+      self._book(group, used.trained & counts, number)
     self._log.emit(
       "update",
       version=self._trained,

@@ -207,6 +207,7 @@ class Record:
     context: Int32[np.ndarray, " P"],
     completion: engine_lib.Completion,
     env_s: float,
+    reward: float,
   ) -> None:
     """Appends a turn; `context` is what the turn before did not have.
 
@@ -228,6 +229,7 @@ class Record:
       stop=completion.stop,
       decode_s=completion.decode_s,
       env_s=env_s,
+      reward=reward,
       experts=experts,
     )
     self.turned(turn)
@@ -333,7 +335,7 @@ async def _turns(
       )
     except ValueError as error:
       return record.end(trajectory.Status.ENGINE_FAULT, str(error))
-    asked = loop.time()
+    asked, reward = loop.time(), 0.0
     try:
       if completion.stop == "abort":
         return record.end(trajectory.Status.ENGINE_FAULT, "aborted")
@@ -341,9 +343,10 @@ async def _turns(
       answer = base.Message("assistant", text)
       record.messages.append(answer)
       step = await environment.step(answer)
+      reward = float(step.reward)
     finally:
       # On every path: tokens that were sampled are never lost.
-      record.add(context, completion, loop.time() - asked)
+      record.add(context, completion, loop.time() - asked, reward)
     record.rewards.append(step.reward)
     record.messages.extend(step.messages)
     if step.done:

@@ -4,7 +4,7 @@ import dataclasses
 import math
 from typing import Literal, Protocol, runtime_checkable
 
-from rl import advantages, shaping, trajectory
+from rl import advantages, estimation, shaping, trajectory
 
 Reason = Literal["faults", "zero_variance"]
 
@@ -65,7 +65,7 @@ class DynamicSampling:
     rewards = [
       reward
       for member, used in zip(
-        group.trajectories, advantages.usable(group), strict=True
+        group.trajectories, estimation.usable(group), strict=True
       )
       if used and (reward := shaping.unshaped(member)) is not None
     ]

@@ -1,10 +1,21 @@
-"""Optimizers: frozen callables that build an optax transformation."""
+"""Optimizers: frozen callables that build an optax transformation.
 
+  gradient -> clip of the global norm -> rule -> * rate of the update -> change
+
+What is before and after the rule is `Descent`, once for all.
+"""
+
+import abc
 import dataclasses
 import math
 from typing import Protocol, runtime_checkable
 
+import jax
+import jax.numpy as jnp
 import optax
+from optax import contrib
+
+from rl import learning_rates, matrices
 
 
 @runtime_checkable
@@ -17,44 +28,180 @@ class Optimizer(Protocol):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AdamW:
-  """Adam with decoupled weight decay behind a clip of the global norm.
+class Descent(abc.ABC):
+  """What all optimizers have in common.
 
   Attributes:
-    warmup_updates: the rate rises linearly over so many updates.
+    learning_rate: the highest.
+    schedule: what it is multiplied by in each update.
+    max_grad_norm: gradients of a larger norm, over all parameters, are scaled
+      down to it.
+    weight_decay: share of a parameter, norms included, that is taken from it
+      in each update, times the rate of the update.
+  """
 
-  Source: arXiv 1711.05101.
+  learning_rate: float
+  schedule: learning_rates.Schedule = dataclasses.field(
+    default_factory=learning_rates.Constant
+  )
+  max_grad_norm: float = 1.0
+  weight_decay: float = 0.0
+
+  def validate(self) -> None:
+    """Raises ValueError on a rate, schedule, norm or decay that cannot work."""
+    self._above_0("learning_rate", "max_grad_norm")
+    if not 0 <= self.weight_decay < math.inf:
+      raise ValueError(
+        f"{self._name}.weight_decay={self.weight_decay} is no number of at "
+        "least 0; use 0 for none"
+      )
+    self.schedule.validate()
+
+  def __call__(self) -> optax.GradientTransformation:
+    """Returns clip -> rule -> decay, scaled by the rate of the update."""
+    return optax.chain(
+      optax.clip_by_global_norm(self.max_grad_norm),
+      self._rule(),
+      optax.add_decayed_weights(self.weight_decay),
+      # A function even where it is constant: the state has one structure.
+      optax.scale_by_learning_rate(self._rate),
+    )
+
+  def _rate(self, updates: jax.typing.ArrayLike) -> jax.Array:
+    return self.learning_rate * self.schedule(jnp.asarray(updates))
+
+  @abc.abstractmethod
+  def _rule(self) -> optax.GradientTransformation:
+    """Returns gradient -> step at a rate of 1, uphill."""
+
+  @property
+  def _name(self) -> str:
+    return type(self).__name__
+
+  def _above_0(self, *names: str) -> None:
+    for name in names:
+      if not 0 < getattr(self, name) < math.inf:
+        raise ValueError(
+          f"{self._name}.{name}={getattr(self, name)} is no number above 0"
+        )
+
+  def _below_1(self, *names: str) -> None:
+    for name in names:
+      if not 0 <= getattr(self, name) < 1:
+        raise ValueError(
+          f"{self._name}.{name}={getattr(self, name)} is not in [0, 1)"
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AdamW(Descent):
+  """Adam with decoupled weight decay.
+
+  Attributes:
+    b1, b2: what remains of the means of gradients and of their squares.
+
+  Source: arXiv 1711.05101, algorithm 2.
   """
 
   learning_rate: float = 5e-4
-  warmup_updates: int = 0
   b1: float = 0.9
   b2: float = 0.99
-  weight_decay: float = 0.0
-  max_grad_norm: float = 1.0
 
   def validate(self) -> None:
-    """Raises ValueError on a rate, decay or norm that cannot work."""
-    for name in ("learning_rate", "max_grad_norm"):
-      if not 0 < getattr(self, name) < math.inf:
-        raise ValueError(
-          f"AdamW.{name}={getattr(self, name)} is no number above 0"
-        )
-    for name in ("b1", "b2"):
-      if not 0 <= getattr(self, name) < 1:
-        raise ValueError(f"AdamW.{name}={getattr(self, name)} is not in [0, 1)")
-    for name in ("warmup_updates", "weight_decay"):
-      if not 0 <= getattr(self, name) < math.inf:
-        raise ValueError(f"AdamW.{name}={getattr(self, name)} is below 0")
+    """Raises ValueError on a setting that cannot work."""
+    super().validate()
+    self._below_1("b1", "b2")
 
-  def __call__(self) -> optax.GradientTransformation:
-    """Returns clip -> Adam -> decay, scaled by the (warmed-up) rate."""
-    rate = self.learning_rate
-    if self.warmup_updates:
-      # Not from 0: the first update would do nothing.
-      first, steps = rate / self.warmup_updates, self.warmup_updates - 1
-      rate = optax.linear_schedule(first, rate, steps)
+  def _rule(self) -> optax.GradientTransformation:
+    return optax.scale_by_adam(self.b1, self.b2)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Adafactor(Descent):
+  """Second moments of a matrix as a row and a column; no first moments.
+
+  A step is relative to the root mean square of the parameter, so the rate has
+  another scale than Adam's. Of a parameter with more axes the two longest are
+  factored.
+
+  Attributes:
+    decay_exponent: update t keeps 1 - t^-exponent of the second moments.
+    max_step_rms: the step of a parameter is scaled down to this root mean
+      square, before it is made relative.
+    least_factored: a parameter with fewer than two axes of this length keeps
+      all its second moments.
+
+  Source: arXiv 1804.04235, algorithms 4 and 5; defaults of section 9.
+  """
+
+  learning_rate: float = 1e-2
+  decay_exponent: float = 0.8
+  max_step_rms: float = 1.0
+  least_factored: int = 128
+
+  def validate(self) -> None:
+    """Raises ValueError on a setting that cannot work."""
+    super().validate()
+    self._above_0("decay_exponent", "max_step_rms")
+    if self.least_factored < 1:
+      raise ValueError(
+        f"Adafactor.least_factored={self.least_factored} is below 1; use 1 to "
+        "factor every matrix"
+      )
+
+  def _rule(self) -> optax.GradientTransformation:
     return optax.chain(
-      optax.clip_by_global_norm(self.max_grad_norm),
-      optax.adamw(rate, b1=self.b1, b2=self.b2, weight_decay=self.weight_decay),
+      optax.scale_by_factored_rms(
+        decay_rate=self.decay_exponent,
+        min_dim_size_to_factor=self.least_factored,
+      ),
+      optax.clip_by_block_rms(self.max_step_rms),
+      optax.scale_by_param_block_rms(),
     )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Muon(Descent):
+  """Momentum whose singular values are all made about 1, matrix by matrix.
+
+  Which parameters are matrices says `matrices.numbers`; all others are trained
+  by Adam. Steps of a matrix are scaled to a root mean square of `step_rms`,
+  which is about that of Adam, so both share one rate.
+
+  Attributes:
+    momentum: what remains of the mean of gradients (Nesterov's).
+    iterations: of Newton and Schulz. Five bring every singular value that is
+      at least 0.002 of the gradient's norm to between 0.68 and 1.21.
+    b1, b2: those of Adam.
+
+  Source: Keller Jordan, Muon, 2024; scale: arXiv 2502.16982, section 2.2.
+  """
+
+  learning_rate: float = 5e-4
+  momentum: float = 0.95
+  iterations: int = 5
+  step_rms: float = 0.2
+  b1: float = 0.9
+  b2: float = 0.99
+
+  def validate(self) -> None:
+    """Raises ValueError on a setting that cannot work."""
+    super().validate()
+    self._above_0("step_rms")
+    self._below_1("momentum", "b1", "b2")
+    if self.iterations < 1:
+      raise ValueError(
+        f"Muon.iterations={self.iterations} is below 1; use 5, or AdamW"
+      )
+
+  def _rule(self) -> optax.GradientTransformation:
+    muon = optax.chain(
+      contrib.scale_by_muon(
+        ns_steps=self.iterations,
+        beta=self.momentum,
+        weight_dimension_numbers=matrices.numbers,
+      ),
+      matrices.scale_to_rms(self.step_rms),
+    )
+    adam = optax.scale_by_adam(self.b1, self.b2)
+    return optax.partition({"muon": muon, "adam": adam}, matrices.labels)

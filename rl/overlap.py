@@ -88,7 +88,11 @@ class Overlap:
       whether engine and learner agree can no longer be measured.
     admission: which groups decode first.
     frontier_groups: F unfinished groups of a hard frontier.
-    old_logprob: what the ratio compares with.
+    old_logprob: the policy that the ratio of a loss is against. "decode": the
+      one that sampled, token by token, as the engine recorded it. "snapshot":
+      the weights at the beginning of the round; "recompute": those at the time
+      of training. What lies between either and the engine is for
+      `algorithm.correction` to weigh.
     redundancy: what is played beyond need.
     starved_after: attempts in a row, in the place of one group, that grew too
       old, after which their source counts as starved there: it is too slow for
@@ -157,7 +161,6 @@ class Overlap:
       )
     self._validate_on_publish()
     self._validate_order()
-    self._validate_old_logprob()
 
   def _validate_counts(self) -> None:
     for name in (
@@ -241,28 +244,6 @@ class Overlap:
       raise ValueError(
         f"overlap.consume={self.consume} with admission=hard_frontier: a "
         "frontier is the groups submitted first; use consume=submit"
-      )
-
-  def _validate_old_logprob(self) -> None:
-    old = self.old_logprob
-    if self.on_publish == "keep_kv" and old != "decode":
-      raise ValueError(
-        f"overlap.old_logprob={old} with on_publish=keep_kv: no weights give "
-        "the log-probabilities of tokens sampled from mixed keys and values; "
-        "use old_logprob=decode"
-      )
-    if old != "decode" and self.max_staleness:
-      raise ValueError(
-        f"overlap.old_logprob={old} with max_staleness={self.max_staleness}: "
-        "the ratio would forget which policy sampled the tokens; use "
-        "old_logprob=decode"
-      )
-    if old == "recompute" and self.updates_per_round > 1:
-      raise ValueError(
-        "overlap.old_logprob=recompute with updates_per_round="
-        f"{self.updates_per_round}: a group that comes late would be compared "
-        "with weights that its round has already trained; use "
-        "old_logprob=snapshot or decode"
       )
 
 

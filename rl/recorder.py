@@ -1,6 +1,7 @@
-"""Samples of trajectories on disk: one readable JSON line each."""
+"""Samples of what was played and compared, on disk, as JSON lines."""
 
 import json
+import math
 import pathlib
 from collections.abc import Sequence
 from typing import Any
@@ -8,7 +9,9 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float32
 
-from rl import episode, trajectory
+from rl import agreement, episode, trajectory
+
+_TOKENS_KEPT = 512
 
 
 def write(
@@ -41,3 +44,33 @@ def readable(
     turn["context_words"] = [chat.token(i) for i in turn["context"]]
     turn["words"] = [chat.token(i) for i in turn["tokens"]]
   return data
+
+
+def write_gap(
+  run_dir: pathlib.Path, round_: int, gap: agreement.Gap
+) -> pathlib.Path:
+  """Appends a round's comparison to logprob_gap.jsonl.
+
+  A line holds the round, how many tokens were compared with `mean` and `max`
+  of their gaps in nats, and of at most 512 of them `engine`, `learner` and
+  `lags`; see `agreement.Gap.sample`. What is not finite is null. A round that
+  is played again has another line: the last one counts.
+  """
+  sample = gap.sample(_TOKENS_KEPT)
+  row = {
+    "round": round_,
+    "tokens": gap.tokens,
+    "mean": _finite(gap.mean),
+    "max": _finite(gap.max),
+    "engine": [_finite(x) for x in sample.engine.tolist()],
+    "learner": [_finite(x) for x in sample.learner.tolist()],
+    "lags": sample.lags.tolist(),
+  }
+  path = run_dir / "logprob_gap.jsonl"
+  with path.open("a") as file:
+    file.write(json.dumps(row) + "\n")
+  return path
+
+
+def _finite(value: float) -> float | None:
+  return float(f"{value:.7g}") if math.isfinite(value) else None

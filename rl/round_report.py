@@ -13,7 +13,13 @@ import numpy as np
 from rl import agreement, events, overlap, shaping, trace, trajectory
 
 _RENAMED = {"clipped": "clip_fraction"}
-_ADDED = {"tokens": "trained_tokens", "dropped": "dropped_assignments"}
+_ADDED = {
+  "tokens": "trained_tokens",
+  "dropped": "dropped_assignments",
+  "flat_groups": "flat_groups",
+  "lone_groups": "lone_groups",
+  "skipped": "skipped_updates",
+}
 _CUT = (trajectory.Status.STALE, trajectory.Status.SURPLUS)
 
 
@@ -230,20 +236,29 @@ def of_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
   Names are the learner's, whatever the model adds to those of every update;
   an update without some of them does not count there.
   """
-  names = dict.fromkeys(name for sums in updates for name in sums)
-  means = {
-    _RENAMED.get(name, name): float(
-      np.mean([sums[name] for sums in updates if name in sums])
-    )
-    for name in names
-    if name not in _ADDED
-  }
+  found = means(updates)
   added = {
     new: sum(sums[name] for sums in updates if name in sums)
     for name, new in _ADDED.items()
-    if name in names
+    if name in found
   }
-  return means | added
+  return added | {
+    _RENAMED.get(name, name): mean
+    for name, mean in found.items()
+    if name not in _ADDED
+  }
+
+
+def means(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
+  """Returns the mean of each number over the rows that know it.
+
+  One that is nan, as the mean of nothing is, is not known.
+  """
+  known: dict[str, list[float]] = {}
+  for row in rows:
+    for name, value in row.items():
+      known.setdefault(name, []).extend([] if np.isnan(value) else [value])
+  return {name: _mean(values) for name, values in known.items()}
 
 
 def of_schedule(schedule: overlap.Overlap) -> dict[str, float]:

@@ -327,4 +327,4 @@ def _turns(record: episode_lib.Record, branch: Sequence[_Answer]) -> None:
     env_s = 0.0
     if answer.children:
       env_s = max(answer.children[0].asked_s - answer.answered_s, 0.0)
-    record.add(context, answer.completion, env_s)
+    record.add(context, answer.completion, env_s, 0.0)

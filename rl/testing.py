@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from envs import base
-from rl import fake_engine, learner
+from rl import fake_engine, learner, train_state
 
 FakeEngine = fake_engine.FakeEngine
 
@@ -147,19 +147,22 @@ def fake_learner(step_s: float = 0.0) -> learner.Learner:
   def zero() -> learner.Accumulator:
     return learner.Accumulator._make(({}, 0.0))
 
-  def accumulate(params, total, batch) -> learner.Accumulator:
+  def accumulate(params, total, batch, critic=None) -> learner.Accumulator:
     time.sleep(step_s)
     tokens = total.sums + float(batch.sampled.sum())
     return learner.Accumulator._make(({}, tokens))
 
-  def update(state, total) -> tuple[learner.TrainState, dict[str, Any]]:
+  def update(
+    state, total, count=0.0
+  ) -> tuple[train_state.TrainState, dict[str, Any]]:
     sums: dict[str, Any] = dict.fromkeys(learner.METRICS, 0.0)
     sums["tokens"] = total.sums
-    count = state.updates + 1
-    after = learner.TrainState._make(({"updates": count}, (), count, None))
-    return after, sums
+    return made(state.updates + 1), sums
 
-  start = learner.TrainState._make(({"updates": 0}, (), 0, None))
+  def made(updates: Any) -> train_state.TrainState:
+    return train_state.TrainState({"updates": updates}, (), updates)
+
+  start = made(0)
   return learner.Learner(
     init=lambda key: start,
     wrap=lambda params: start,
@@ -167,6 +170,8 @@ def fake_learner(step_s: float = 0.0) -> learner.Learner:
     accumulate=accumulate,
     update=update,
     score=lambda params, batch: batch.behaviour,
+    score_base=lambda params, batch: batch.behaviour,
+    values=lambda params, critic, batch: 0 * batch.behaviour,
     place=lambda batch: batch,
     abstract=start,
   )

@@ -1,31 +1,41 @@
 """From groups to weights: what an optimizer step rests on.
 
-groups -> advantages -> packed rows -> accumulate (sums on the mesh) -> update
+groups -> who is trained -> scores of their tokens -> advantages -> packed rows
+  -> accumulate (sums on the mesh) -> update, once an epoch
 """
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-import jax
 import numpy as np
 from jaxtyping import Bool, Float32
 
 from rl import (
+  accumulation,
   advantages,
   agreement,
   batch,
   dispatch,
+  estimation,
   learner,
   overlap,
+  quarantine,
+  references,
   round_report,
+  scoring,
+  train_state,
   trajectory,
 )
+from rl import objective as objective_lib
 
 
 class Used(NamedTuple):
-  """What became of the G members of a group."""
+  """What became of the G members of a group.
+
+  Attributes:
+    values: mean advantage of its tokens; 0 for one that is not trained.
+  """
 
   values: Float32[np.ndarray, " G"]
   trained: Bool[np.ndarray, " G"]
@@ -64,7 +74,10 @@ class Trainer(Protocol):
     ...
 
   async def update(self) -> dict[str, float]:
-    """Takes one optimizer step; returns its metrics."""
+    """Takes one optimizer step, or one an epoch; returns their metrics.
+
+    `skipped` above 0 says that nothing was trained.
+    """
     ...
 
   async def describe(self) -> dict[str, float]:
@@ -74,11 +87,16 @@ class Trainer(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-  """How groups become batches; see `config.BatchShape`.
+  """How groups become batches and these become steps.
 
   Attributes:
-    max_staleness: rounds for which old weights are kept, to compare them.
+    rows, length, tail_rows, share_prompts: see `config.BatchShape`.
+    shards: blocks of rows that lie on different devices.
     probe_rows: rows in which engine and learner are compared each round.
+    max_staleness: rounds for which old weights are kept, to compare them.
+    epochs: optimizer steps on the same groups.
+    max_skipped: updates in a row that may be skipped for numbers that are not
+      finite; one more ends the run.
   """
 
   rows: int
@@ -87,6 +105,22 @@ class Settings:
   probe_rows: int
   max_staleness: int
   old_logprob: overlap.OldLogprob
+  tail_rows: int | None = None
+  shards: int = 1
+  epochs: int = 1
+  max_skipped: int = 2
+
+
+class _Groups(NamedTuple):
+  """Groups of an update that teach nothing; see `estimation.Trained`.
+
+  Attributes:
+    divisor: what they add to what the loss is divided by.
+  """
+
+  flat: int = 0
+  lone: int = 0
+  divisor: float = 0.0
 
 
 class Training:
@@ -97,26 +131,49 @@ class Training:
     settings: Settings,
     programs: learner.Learner,
     thread: dispatch.MeshThread,
+    *,
     estimator: advantages.Estimator,
+    objective: objective_lib.Objective,
+    reference: references.Score | None = None,
+    kept: quarantine.Quarantine | None = None,
   ):
+    """Does nothing yet.
+
+    Args:
+      programs: built with the same objective.
+      reference: scores batches under the reference; None when there is none.
+      kept: gets the batches of skipped updates; None forgets them.
+    """
     self._settings = settings
     self._programs = programs
     self._thread = thread
     self._estimator = estimator
-    self._state: learner.TrainState | None = None
+    self._objective = objective
+    self._scorer = scoring.Scorer(
+      programs,
+      thread,
+      self._pack,
+      reference,
+      has_critic=estimator.needs_values,
+    )
+    self._quarantine = kept
+    self._state: train_state.TrainState | None = None
     self._served: dict[int, Any] = {}
     self._version = 0
-    self._total: learner.Accumulator | None = None
-    self._trained = False
+    self._update: accumulation.Accumulation | None = None
+    self._masked = _Groups()
+    self._number = 0
+    self._skipped = 0
     self._probe: batch.Batch | None = None
+    self._gap: agreement.Gap | None = None
 
-  def restore(self, state: learner.TrainState) -> None:
+  def restore(self, state: train_state.TrainState) -> None:
     """Goes on from a restored or fresh state."""
     self._state = state
     self._served = {}
 
   @property
-  def state(self) -> learner.TrainState:
+  def state(self) -> train_state.TrainState:
     """Valid until the next update."""
     if self._state is None:
       raise RuntimeError("a trainer without a state; call `restore` first")
@@ -129,7 +186,7 @@ class Training:
 
   async def begin_round(self, version: int) -> None:
     """Keeps the weights of this version as long as groups may have begun so."""
-    self._version = version
+    self._version, self._number = version, 0
     oldest = version - self._settings.max_staleness
     self._served = {v: p for v, p in self._served.items() if v >= oldest}
     self._served[version] = self.state.params
@@ -139,36 +196,79 @@ class Training:
     self, groups: Sequence[trajectory.Group]
   ) -> Sequence[Used]:
     """Adds the gradient of whole groups; says what was used of each."""
-    used = [
-      Used(*pair) for pair in advantages.of_groups(groups, self._estimator)
-    ]
-    members: list[trajectory.Trajectory] = []
-    weights: list[float] = []
-    for group, (values, trained) in zip(groups, used, strict=True):
-      chosen = np.flatnonzero(trained).tolist()
-      members += [group.trajectories[i] for i in chosen]
-      weights += [float(values[i]) for i in chosen]
-    if self._total is None:
-      self._total = await self._thread.run("zero", self._programs.zero)
-    for packed in batch.pack(
-      members,
-      weights,
-      rows=self._settings.rows,
-      length=self._settings.length,
-      share_prompts=self._settings.share_prompts,
-    ):
-      self._trained = True
-      self._probe = self._probe or packed
-      self._total = await self._thread.run(
-        "accumulate",
-        _accumulate,
-        self._programs,
-        self.state.params,
-        self._old(),
-        self._total,
-        packed,
+    if self._update is None:
+      self._update = accumulation.Accumulation(
+        self._programs, self._thread, self._pack
       )
-    return used
+    penalty = self._objective.kl
+    chosen = estimation.trained(
+      groups,
+      self._estimator,
+      penalised=penalty is not None and penalty.where == "reward",
+      keep_flat=self._objective.regularised,
+    )
+    self._masked = self._counted(groups, chosen)
+    members = estimation.members(groups, chosen)
+    scores = await self._scorer.score(members, self.state, self._old())
+    found = estimation.of_groups(
+      groups,
+      chosen,
+      self._estimator,
+      penalties=scoring.penalties(penalty, members, scores),
+      values=scores.values,
+    )
+    columns: dict[batch.Column, scoring.Tokens] = {
+      "advantages": found.advantages,
+      **scores.columns,
+    }
+    if found.returns is not None:
+      columns["returns"] = found.returns
+    await self._update.add(self.state, members, columns)
+    # The first batch of a round is a sample as good as any.
+    self._probe = self._probe or next(iter(self._update.batches), None)
+    means = estimation.by_member(chosen, found)
+    return [
+      Used(values, used)
+      for values, (used, _) in zip(means, chosen, strict=True)
+    ]
+
+  def _counted(
+    self,
+    groups: Sequence[trajectory.Group],
+    chosen: Sequence[estimation.Trained],
+  ) -> _Groups:
+    """Returns what of this update teaches nothing, these groups included.
+
+    Where the loss of flat ones is 0 whatever the weights they are not computed;
+    but they stand in the divisor, as if they had been.
+    """
+    flat, lone, divisor = self._masked
+    for group, (used, reason) in zip(groups, chosen, strict=True):
+      lone += reason == "lone"
+      flat += reason == "flat"
+      if reason == "flat" and not used.any():
+        left_out = np.flatnonzero(estimation.usable(group)).tolist()
+        sizes = [group.trajectories[i].num_sampled for i in left_out]
+        divisor += self._objective.loss.aggregate.count(sizes)
+    return _Groups(flat, lone, divisor)
+
+  def _pack(
+    self,
+    members: Sequence[trajectory.Trajectory],
+    *,
+    only_full: bool = False,
+  ) -> batch.Packed:
+    settings = self._settings
+    return batch.pack(
+      members,
+      rows=settings.rows,
+      length=settings.length,
+      version=self._version,
+      share_prompts=settings.share_prompts,
+      shards=settings.shards,
+      tail_rows=settings.tail_rows,
+      only_full=only_full,
+    )
 
   def _old(self) -> Any | None:
     """Returns the weights that the ratio compares with; None: the engine's."""
@@ -181,55 +281,88 @@ class Training:
         return self.state.params
 
   async def update(self) -> dict[str, float]:
-    """Takes one optimizer step; of nothing at all it takes none.
+    """Takes a step an epoch; of nothing at all it takes none.
+
+    A loss or gradient that is not finite changes nothing: the update is
+    skipped with its remaining epochs, and its batches are kept.
 
     Raises:
-      FloatingPointError: the gradient is not finite.
+      FloatingPointError: that has happened too often in a row.
     """
-    total, self._total = self._total, None
-    trained, self._trained = self._trained, False
-    if total is None or not trained:
-      return dict.fromkeys(learner.METRICS, 0.0)
-    self._state, sums = await self._thread.run(
-      "update", _update, self._programs, self.state, total
-    )
-    if not math.isfinite(sums["grad_norm"]):
-      raise FloatingPointError(
-        f"round {self._version}: the gradient's norm is {sums['grad_norm']}; "
-        "go on from the last checkpoint with a lower learning rate"
+    this, self._update = self._update, None
+    masked, self._masked = self._masked, _Groups()
+    number, self._number = self._number, self._number + 1
+    groups = {
+      "flat_groups": float(masked.flat),
+      "lone_groups": float(masked.lone),
+    }
+    if this is not None:
+      await this.flush(self.state)
+    if this is None or not this.batches:
+      return dict.fromkeys(learner.METRICS, 0.0) | groups
+    self._probe = self._probe or this.batches[0]
+    steps: list[dict[str, float]] = []
+    for epoch in range(self._settings.epochs):
+      if epoch:
+        await this.repeat(self.state)
+      self._state, sums = await this.step(self.state, masked.divisor)
+      steps.append(sums)
+      if sums["skipped"]:
+        await self._keep(this.batches, number, masked.divisor, sums)
+        break
+      self._skipped = 0
+    return _over_epochs(steps) | groups
+
+  async def _keep(
+    self,
+    batches: Sequence[batch.Batch],
+    number: int,
+    masked: float,
+    sums: dict[str, float],
+  ) -> None:
+    """Puts a skipped update away; raises when it was one too many."""
+    self._skipped += 1
+    where = "nobody kept its batches"
+    if self._quarantine is not None:
+      directory = await self._thread.run(
+        "quarantine",
+        self._quarantine.keep,
+        self.state,
+        batches,
+        self._version,
+        number,
+        masked,
       )
-    return sums
+      where = f"its batches are in {directory}"
+    if self._skipped > self._settings.max_skipped:
+      raise FloatingPointError(
+        f"round {self._version}: updates in a row whose loss or gradient is "
+        f"not finite: {self._skipped}; the last has loss {sums['loss']} and "
+        f"gradient norm {sums['grad_norm']}; {where}"
+      )
 
   async def describe(self) -> dict[str, float]:
     """Compares what the engine recorded with what its weights give."""
-    gap = await agreement.measure(
+    self._gap = await agreement.measure(
       self._programs,
       self._thread,
       self._served,
       self._probe,
       self._settings.probe_rows,
     )
-    return round_report.of_gap(gap)
+    return round_report.of_gap(self._gap)
+
+  @property
+  def gap(self) -> agreement.Gap | None:
+    """What `describe` last compared."""
+    return self._gap
 
 
-def _accumulate(
-  programs: learner.Learner,
-  params: Any,
-  old: Any | None,
-  total: learner.Accumulator,
-  packed: batch.Batch,
-) -> learner.Accumulator:
-  placed = programs.place(packed)
-  if old is not None:
-    placed = placed._replace(behaviour=programs.score(old, placed))
-  return programs.accumulate(params, total, placed)
-
-
-def _update(
-  programs: learner.Learner,
-  state: learner.TrainState,
-  total: learner.Accumulator,
-) -> tuple[learner.TrainState, dict[str, float]]:
-  state, sums = programs.update(state, total)
-  sums = jax.device_get(sums)
-  return state, {name: float(value) for name, value in sums.items()}
+def _over_epochs(steps: Sequence[dict[str, float]]) -> dict[str, float]:
+  """Returns means over the steps of an update; its tokens count once."""
+  means = round_report.means(steps)
+  # Skipped as a whole only if the first step was: else something was trained.
+  return means | {
+    "tokens": steps[0]["tokens"],
+    "skipped": steps[0]["skipped"],
+  }

@@ -48,6 +48,8 @@ class Turn:
     versions: policy that sampled each token; never decreases.
     stop: why sampling ended.
     decode_s, env_s: seconds spent on the answer and on the reply to it.
+    reward: the environment's for this answer; 0 when it did not get so far.
+      What a trajectory is worth is its own `reward`, as graded.
     experts: k experts that each of S sparse layers chose for every id, context
       first, because replaying a token needs the routes of all before it. -1
       where the engine kept none, as for an id that it never ran.
@@ -64,6 +66,7 @@ class Turn:
   stop: Stop
   decode_s: float = 0.0
   env_s: float = 0.0
+  reward: float = 0.0
   experts: Int32[np.ndarray, "ids S k"] | None = None
 
   def __post_init__(self):
@@ -227,6 +230,7 @@ def trajectory_to_json(trajectory: Trajectory) -> dict[str, Any]:
       "stop": turn.stop,
       "decode_s": turn.decode_s,
       "env_s": turn.env_s,
+      "reward": turn.reward,
       "experts": None if turn.experts is None else turn.experts.tolist(),
     }
     for turn in trajectory.turns
@@ -254,6 +258,7 @@ def trajectory_from_json(data: Mapping[str, Any]) -> Trajectory:
       stop=turn["stop"],
       decode_s=turn["decode_s"],
       env_s=turn["env_s"],
+      reward=turn.get("reward", 0.0),
       experts=_experts_from_json(turn.get("experts")),
     )
     for turn in data["turns"]

@@ -5,15 +5,25 @@ oracle -> environment -> Trajectory -> packed rows -> the same learner jits
 
 import asyncio
 import dataclasses
+import math
 import zlib
 from collections.abc import Callable, Sequence
 
+import jax
 import numpy as np
 from jaxtyping import Int32
 
 from envs import base
 from rl import batch as batch_lib
-from rl import dispatch, engine, episode, learner, optimizers, trajectory
+from rl import (
+  dispatch,
+  engine,
+  episode,
+  learner,
+  optimizers,
+  train_state,
+  trajectory,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -101,7 +111,7 @@ async def demonstrate(
 async def run(
   settings: WarmStart,
   programs: learner.Learner,
-  state: learner.TrainState,
+  state: train_state.TrainState,
   thread: dispatch.MeshThread,
   *,
   source: base.Source,
@@ -111,7 +121,7 @@ async def run(
   length: int,
   seed: int,
   report: Callable[[str], None] = lambda text: None,
-) -> learner.TrainState:
+) -> train_state.TrainState:
   """Returns the state after `settings.steps` of imitation.
 
   Args:
@@ -119,6 +129,7 @@ async def run(
       `settings`.
     rows, length: shape of the packed batches.
   """
+  loss = math.nan
   for step in range(settings.steps):
     report(f"warm start {step + 1}/{settings.steps}")
     first = step * settings.episodes
@@ -140,20 +151,22 @@ async def run(
       raise RuntimeError(
         f"no demonstration of {source.name} succeeded: {episodes[0].fault}"
       )
-    batches = batch_lib.pack(
-      usable, [0.0] * len(usable), rows=rows, length=length
+    packed = batch_lib.pack(usable, rows=rows, length=length, version=0)
+    state, loss = await thread.run(
+      "warm start", _step, programs, state, packed.batches
     )
-    state = await thread.run("warm start", _step, programs, state, batches)
+  report(f"warm start done: loss {loss:.3f} nats a token")
   return state
 
 
 def _step(
   programs: learner.Learner,
-  state: learner.TrainState,
+  state: train_state.TrainState,
   batches: Sequence[batch_lib.Batch],
-) -> learner.TrainState:
+) -> tuple[train_state.TrainState, float]:
+  """Returns the state after a step, and the loss of a token before it."""
   total = programs.zero()
   for batch in batches:
     total = programs.accumulate(state.params, total, programs.place(batch))
-  state, _ = programs.update(state, total)
-  return state
+  state, metrics = programs.update(state, total)
+  return state, float(jax.device_get(metrics["loss"]))

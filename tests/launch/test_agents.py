@@ -107,16 +107,16 @@ def test_an_unchanged_agent_leaves_what_the_engine_sampled_and_can_be_trained(
       at += len(turn.tokens)
     assert len(member.turns) == 3
   # A fresh forward pass of the learner agrees with what was recorded.
-  (packed,) = batch.pack(members, [1.0] * 6, rows=6, length=32)
+  (packed,) = batch.pack(members, rows=6, length=32, version=0).batches
   assert packed.sampled.sum() == sum(len(d.tokens) for _, d in completions)
   _, layout = placement.Placement(colocated=True).layouts()
   score = functools.partial(
-    learner.token_logprobs,
+    learner.score_tokens,
     config=tiny.CONFIG,
     layout=layout,
     temperature=TEMPERATURE,
   )
-  scored, *_ = jax.jit(score)(served.placed(0), packed)
+  scored, *_ = jax.jit(score)(served.placed(0), None, packed)
   gap = np.abs(np.asarray(scored) - packed.behaviour)[packed.sampled]
   assert gap.max() < 1e-4  # 1e-5 is typical.
 

@@ -144,7 +144,7 @@ def test_planned_bytes_are_those_of_the_state_that_training_makes(experiment):
     dataclasses.replace(experiment, model=model, placement=place)
   )
   programs = learner.build(
-    model, place.layouts()[0], experiment.objective, experiment.optimizer()
+    model, place.layouts()[0], experiment.algorithm, experiment.optimizer()
   )
   state = programs.init(jax.random.key(0))
 

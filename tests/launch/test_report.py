@@ -1,11 +1,8 @@
 """Tests of launch/report.py: numbers by hand, the page in a real browser."""
 
-import html.parser
 import json
 import math
 import random
-import shutil
-import subprocess
 import xml.etree.ElementTree
 
 import pytest
@@ -118,6 +115,21 @@ def _trajectories(noise, number):
     }
 
 
+def _gaps(noise):
+  """3 of 40 tokens of every tenth round; one of round 20 is no number."""
+  for i in range(0, _ROUNDS, 10):
+    engine = [-2 * noise.random() for _ in range(3)]
+    yield {
+      "round": i,
+      "tokens": 40,
+      "mean": 0.0005,
+      "max": 0.25 if i == 20 else 0.001,
+      "engine": engine,
+      "learner": [None if i == 20 else engine[0], engine[1], engine[2] - 0.25],
+      "lags": [0, 1, 1],
+    }
+
+
 @pytest.fixture
 def run_dir(tmp_path):
   noise = random.Random(0)
@@ -137,80 +149,22 @@ def run_dir(tmp_path):
   ]
   _write_lines(path / "spans.jsonl", spans)
   _write_lines(path / "events.jsonl", _events())
+  _write_lines(path / "logprob_gap.jsonl", _gaps(noise))
   for i in range(0, _ROUNDS, 10):
     name = f"trajectories/round_{i:06d}.jsonl"
     _write_lines(path / name, _trajectories(noise, i))
   return path
 
 
-class _Page(html.parser.HTMLParser):
-  """Elements and text of a page as a browser left it, without scripts."""
-
-  def __init__(self, text):
-    super().__init__()
-    self.elements, self.text = [], []
-    self.feed(text)
-
-  def handle_starttag(self, tag, attrs):
-    self.elements.append((tag, dict(attrs)))
-
-  def handle_data(self, data):
-    if self.elements[-1:] and self.elements[-1][0] not in ("script", "style"):
-      self.text.append(data)
-
-  def having(self, attribute, *words):
-    """Attributes of the elements whose `attribute` holds all the words."""
-    return [
-      attrs
-      for _, attrs in self.elements
-      if attribute in attrs and {*words} <= {*attrs[attribute].split()}
-    ]
-
-  @property
-  def body(self):
-    return next(attrs for tag, attrs in self.elements if tag == "body")
-
-
-@pytest.fixture
-def browse(tmp_path):
-  """Opens a page in a browser, runs a script at its end, returns the result."""
-  names = ("chromium", "chromium-browser", "google-chrome")
-  browser = next(filter(None, map(shutil.which, names)), None)
-  if browser is None:
-    pytest.skip(f"no browser on PATH: {', '.join(names)}")
-
-  def run(page, script=""):
-    opened = page.with_name("opened.html")
-    opened.write_text(page.read_text() + f"<script>{script}</script>")
-    flags = (
-      "headless no-sandbox disable-gpu disable-quic no-first-run "
-      "disable-background-networking disable-component-update disable-sync "
-      f"user-data-dir={tmp_path}/browser virtual-time-budget=2000 "
-      "window-size=1280,2000 dump-dom"
-    )
-    command = [browser, *(f"--{flag}" for flag in flags.split())]
-    done = subprocess.run(
-      [*command, f"file://{opened}"],
-      capture_output=True,
-      text=True,
-      timeout=60,
-      check=True,
-    )
-    result = _Page(done.stdout)
-    assert "data-error" not in result.body, result.body["data-error"]
-    assert result.body["data-ready"] == "true"
-    return result
-
-  return run
-
-
 def test_the_page_draws_every_part_of_a_run(run_dir, browse):
   page = browse(report.write(run_dir))
   lines = [attrs for tag, attrs in page.elements if tag == "polyline"]
   assert [len(line["points"].split()) for line in lines] == [_ROUNDS, _ROUNDS]
-  # 4 evaluations are dots; lags 0 and 1 are bars with round corners; 11
-  # outcomes are tiles.
-  assert len([tag for tag, _ in page.elements if tag == "circle"]) == 4
+  # 4 evaluations are dots, and so are 6 * 3 - 1 tokens that were compared;
+  # lags 0 and 1 are bars with round corners; 11 outcomes are tiles.
+  dots = [attrs for tag, attrs in page.elements if tag == "circle"]
+  assert len([dot for dot in dots if dot.get("class") != "gap"]) == 4
+  assert len([dot for dot in dots if dot.get("class") == "gap"]) == 17
   bars = [attrs for tag, attrs in page.elements if tag == "rect"]
   assert len([bar for bar in bars if "rx" in bar]) == 2
   assert len(page.having("class", "tile")) == 11
@@ -255,6 +209,39 @@ def test_clicks_zoom_choose_a_metric_filter_and_open_a_trajectory(
   ]
 
 
+def test_tokens_without_a_gap_lie_on_the_line_and_others_off_it(
+  run_dir, browse
+):
+  page = browse(report.write(run_dir))
+  (line,) = page.having("class", "identity")
+  x1, y1, x2, y2 = (float(line[key]) for key in ("x1", "y1", "x2", "y2"))
+  # What is 0.25 nats lower for the learner lies below: 1 of 3 tokens a round.
+  below = [
+    float(dot["cy"]) - (y1 + (float(dot["cx"]) - x1) * (y2 - y1) / (x2 - x1))
+    for dot in page.having("class", "gap")
+  ]
+  assert sum(distance > 5 for distance in below) == 6
+  assert sum(abs(distance) < 0.2 for distance in below) == 11
+  text = " ".join(page.text)
+  assert "17 of 240 tokens compared" in text
+  assert "for lack of a finite number: 1." in text
+
+
+def test_one_round_of_comparisons_can_be_chosen(run_dir, browse):
+  page = browse(
+    report.write(run_dir),
+    """
+      const select = document.querySelector("#gap-round");
+      select.value = "20";
+      select.dispatchEvent(new Event("change"));
+      """,
+  )
+  assert len(page.having("class", "gap")) == 2
+  # The table shows its largest gap.
+  assert "0.25" in page.text
+  assert "2 of 40 tokens compared" in " ".join(page.text)
+
+
 def test_an_empty_directory_renders_and_says_what_is_missing(tmp_path, browse):
   page = browse(report.write(tmp_path))
   text = " ".join(page.text)
@@ -263,6 +250,7 @@ def test_an_empty_directory_renders_and_says_what_is_missing(tmp_path, browse):
   for name in ("spans.jsonl", "events.jsonl", "trajectories/"):
     assert f"{name} is missing" in text
   assert "No span recorded." in text
+  assert "No comparison recorded." in text
   xml.etree.ElementTree.parse(tmp_path / "learning_curve.svg")
 
 

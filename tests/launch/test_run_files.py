@@ -42,3 +42,33 @@ def test_of_many_spans_the_middle_is_read(tmp_path, monkeypatch):
   notes = []
   spans, count = run_files.spans(tmp_path / "spans.jsonl", notes)
   assert (count, [span.start for span in spans], notes) == (9, [3, 4, 5], [])
+
+
+def _gap(round_, size=0.5):
+  return {"round": round_, "tokens": 1, "max": size}
+
+
+def test_of_many_comparisons_the_last_and_others_spread_are_shown(tmp_path):
+  path = tmp_path / "logprob_gap.jsonl"
+  _write_lines(path, [_gap(i) for i in range(100)])
+  found = run_files.sample_gaps(path, {*range(100)}, [])
+  # Steps of 64, 32 and 16 backwards from 99 give 7; 91 comes after them.
+  rounds = [3, 19, 35, 51, 67, 83, 91, 99]
+  assert [row["round"] for row in found] == rounds
+
+
+def test_comparisons_that_a_resume_superseded_are_left_out(tmp_path):
+  path = tmp_path / "logprob_gap.jsonl"
+  _write_lines(path, [_gap(1), _gap(11), _gap(21), _gap(11, 0.25)])
+  with path.open("a") as file:
+    file.write('{"round": 31, "tok')
+  notes = []
+  found = run_files.sample_gaps(path, {1, 11}, notes)
+  assert [(row["round"], row["max"]) for row in found] == [(1, 0.5), (11, 0.25)]
+  assert notes == ["logprob_gap.jsonl: unreadable lines left out: 1."]
+
+
+def test_a_run_without_comparisons_is_not_worth_a_note(tmp_path):
+  notes = []
+  assert run_files.sample_gaps(tmp_path / "none.jsonl", {1}, notes) == []
+  assert notes == []

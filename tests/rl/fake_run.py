@@ -10,6 +10,7 @@ from models import chat as chat_lib
 from rl import (
   advantages,
   affinity,
+  algorithms,
   coordinator,
   dispatch,
   events,
@@ -103,6 +104,9 @@ class Run:
   num_engines: int = 1
   group_size: int = GROUP
   share_prompts: bool = False
+  estimator: advantages.Estimator = dataclasses.field(
+    default_factory=advantages.Reinforce
+  )
   observer: Recorder = dataclasses.field(default_factory=Recorder)
 
   def _place(self, packed):
@@ -196,7 +200,8 @@ class Run:
       ),
       programs,
       thread,
-      advantages.Grpo(),
+      estimator=self.estimator,
+      objective=algorithms.Grpo(),
     )
 
   def violations(self):

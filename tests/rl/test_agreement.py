@@ -7,14 +7,23 @@ import jax
 import numpy as np
 import pytest
 
-from rl import agreement, batch, dispatch, learner, losses, optimizers, trace
+from rl import (
+  agreement,
+  batch,
+  dispatch,
+  learner,
+  losses,
+  objective,
+  optimizers,
+  trace,
+)
 
 
 @pytest.fixture(scope="module")
 def programs(config, one_device):
-  objective = learner.Objective(loss=losses.NegativeLogLikelihood())
+  goal = objective.Objective(loss=losses.NegativeLogLikelihood())
   optimizer = optimizers.AdamW()()
-  return learner.build(config, one_device, objective, optimizer)
+  return learner.build(config, one_device, goal, optimizer)
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +55,7 @@ def packed(programs, weights):
   data.segments[:] = 1
   data.sampled[:, 2:] = True
   data.versions[:, 2:5], data.versions[:, 5:] = 3, 4
+  data.lags[:, 2:5] = 1
   for version, params in weights.items():
     scored = programs.score(params, programs.place(data))
     at = data.versions == version
@@ -84,3 +94,35 @@ def test_nothing_to_compare_is_no_gap(measure, weights, packed, case):
   assert gap.tokens == 0
   assert math.isnan(gap.max)
   assert math.isnan(gap.mean)
+
+
+def test_the_tokens_themselves_can_be_told_apart(measure, weights, packed):
+  gap = measure(weights, packed, 4)
+  # Those of version 3 are first, and one version late: place 1 is [0, 3].
+  assert gap.lags.tolist() == [1] * 12 + [0] * 12
+  assert gap.engine[1] - gap.learner[1] == pytest.approx(0.25, abs=1e-5)
+  at = packed.versions == 3
+  np.testing.assert_array_equal(gap.engine[:12], packed.behaviour[at])
+
+
+def _gap(differences):
+  learner = np.array(differences, np.float32)
+  lags = np.arange(len(learner), dtype=np.int32)
+  return agreement.Gap(engine=0 * lags.astype("f4"), learner=learner, lags=lags)
+
+
+@pytest.mark.parametrize("worst", [0, 1, 57, 98, 99])
+@pytest.mark.parametrize("size", [-3.0, math.nan, math.inf])
+def test_a_sample_is_spread_and_holds_the_worst(worst, size):
+  gap = _gap([0.5] * worst + [size] + [0.5] * (99 - worst))
+  lags = gap.sample(10).lags.tolist()
+  # 0, 11, 22, ... 99, with the nearest of them moved to the worst.
+  assert worst in lags
+  assert len(lags) == 10
+  assert lags == sorted(set(lags))
+  assert len({*lags} & {*range(0, 100, 11)}) >= 9
+
+
+def test_a_sample_of_few_is_all_of_them():
+  gap = _gap([0.5, 0.25])
+  assert gap.sample(2) is gap

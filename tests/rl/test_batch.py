@@ -7,75 +7,21 @@ import jax
 import numpy as np
 import pytest
 
-from rl import batch, trajectory
+from rl import batch
+from tests.rl import drawn_episodes as drawn
 
-PLAIN = batch.Batch._fields[:7]
-
-
-def _episode(turns, first_id=0, *, group=0, prompt=None, experts=None):
-  """Returns an episode of (context, sampled) lengths.
-
-  Args:
-    first_id: ids count up from here.
-    prompt: ids in place of the first context.
-    experts: shape (S, k) of those that a token took: id, id + 1, ...
-  """
-  records, at = [], first_id
-  for number, (context, sampled) in enumerate(turns):
-    ids = np.arange(at, at + context + sampled, dtype=np.int32)
-    at += len(ids)
-    if prompt is not None and not number:
-      ids[:context] = prompt
-    own = ids[context:]
-    chosen = None
-    if experts is not None:
-      steps = np.arange(np.prod(experts), dtype=np.int32).reshape(experts)
-      chosen = ids[:, None, None] + steps
-    records.append(
-      trajectory.Turn(
-        context=ids[:context],
-        tokens=own,
-        logprobs=(-own / 7).astype(np.float32),
-        versions=own // 10,
-        stop="stop",
-        experts=chosen,
-      )
-    )
-  return trajectory.Trajectory(
-    task_id="game/train/0",
-    group_id=group,
-    index=0,
-    turns=records,
-    status=trajectory.Status.COMPLETED,
-    reward=0.0,
-  )
+PLAIN = batch.Batch._fields[:8]
 
 
-def _random_groups(draws, groups=6, size=5):
-  """Returns groups of episodes of 1 to 4 turns, none longer than 24 ids.
-
-  Members share a prompt of 1 to 8 ids, but every fifth has its own; the last
-  id of an episode belongs to no other.
-  """
-  episodes, at = [], 10_000
-  for group in range(groups):
-    width = int(draws.integers(1, 9))
-    for _ in range(size):
-      prompt = np.arange(width) + 100 * group
-      prompt[-1] += 50 * (draws.random() < 0.2)
-      turns = draws.integers(1, 3, size=(draws.integers(1, 5), 2))
-      turns[0, 0] = width
-      episodes.append(_episode(turns.tolist(), at, group=group, prompt=prompt))
-      at += 100
-  return episodes
-
-
-def _share(episodes, values=None, *, rows, length) -> list[Any]:
-  """Returns batches with a prefix; advantages are 1 unless they matter."""
+def _pack(episodes, values=None, *, share=False, **shape) -> list[Any]:
+  """Returns batches, each token with the value of its episode; 1 by default."""
   values = [1.0] * len(episodes) if values is None else values
-  return batch.pack(
-    episodes, values, rows=rows, length=length, share_prompts=True
-  )
+  packed = batch.pack(episodes, version=9, share_prompts=share, **shape)
+  columns = [
+    np.full(episode.num_sampled, value, np.float32)
+    for episode, value in zip(episodes, values, strict=True)
+  ]
+  return batch.with_column(packed, "advantages", columns).batches
 
 
 def _conversations(batches: list[Any]):
@@ -100,9 +46,9 @@ def _num_rows(batches):
 
 def test_trajectories_lie_where_they_can_be_worked_out():
   # Lengths 3, 2, 4 in rows of 5: 4 opens row 0, 3 opens row 1, 2 joins it.
-  episodes = [_episode([(2, 1)], 10), _episode([(1, 1)], 20)]
-  episodes.append(_episode([(1, 1), (1, 1)], 30))
-  (packed,) = batch.pack(episodes, [0.5, -1.0, 2.0], rows=2, length=5)
+  episodes = [drawn.episode([(2, 1)], 10), drawn.episode([(1, 1)], 20)]
+  episodes.append(drawn.episode([(1, 1), (1, 1)], 30))
+  (packed,) = _pack(episodes, [0.5, -1.0, 2.0], rows=2, length=5)
   assert packed.tokens.tolist() == [
     [30, 31, 32, 33, 0],
     [10, 11, 12, 20, 21],
@@ -115,11 +61,12 @@ def test_trajectories_lie_where_they_can_be_worked_out():
   ]
   assert packed.advantages.tolist() == [[0, 2, 0, 2, 0], [0, 0, 0.5, 0, -1]]
   assert packed.versions.tolist() == [[0, 3, 0, 3, 0], [0, 0, 1, 0, 2]]
+  assert packed.lags.tolist() == [[0, 6, 0, 6, 0], [0, 0, 8, 0, 7]]
   # The sampler's log-probability is -id / 7 here, on sampled ids alone.
   own = np.array([[0, 31, 0, 33, 0], [0, 0, 12, 0, 21]])
   np.testing.assert_allclose(packed.behaviour, -own / 7, rtol=1e-6)
-  assert packed.prefix is None
-  assert packed.experts is None
+  optional = packed[len(PLAIN) :]
+  assert optional == (None,) * 6
 
 
 def test_a_shared_prompt_lies_once_before_the_rests_of_its_group():
@@ -127,13 +74,13 @@ def test_a_shared_prompt_lies_once_before_the_rests_of_its_group():
   # Group 2, of one, fills the row; a prompt without company is no segment.
   prompt = [7, 8, 9]
   episodes = [
-    _episode([(3, 2)], 20, group=1, prompt=prompt),
-    _episode([(1, 1)], 60, group=2),
-    _episode([(3, 1)], 30, group=1, prompt=prompt),
-    _episode([(3, 2), (1, 1)], 40, group=1, prompt=prompt),
+    drawn.episode([(3, 2)], 20, group=1, prompt=prompt),
+    drawn.episode([(1, 1)], 60, group=2),
+    drawn.episode([(3, 1)], 30, group=1, prompt=prompt),
+    drawn.episode([(3, 2), (1, 1)], 40, group=1, prompt=prompt),
   ]
   values = [1.0, 2.0, 3.0, 4.0]
-  (packed,) = _share(episodes, values, rows=1, length=12)
+  (packed,) = _pack(episodes, values, share=True, rows=1, length=12)
   rows = {
     "tokens": [7, 8, 9, 43, 44, 45, 46, 23, 24, 33, 60, 61],
     "segments": [1, 1, 1, 2, 2, 2, 2, 3, 3, 4, 5, 5],
@@ -156,8 +103,10 @@ def test_a_shared_prompt_lies_once_before_the_rests_of_its_group():
 def test_a_group_too_large_for_a_row_has_its_prompt_in_every_row_it_takes():
   # Rows of 6 hold the prompt of 2 and rests of 2 + 2; five members take three
   # rows, and the last has its prompt to itself.
-  episodes = [_episode([(2, 2)], 10 * i, prompt=[7, 8]) for i in range(1, 6)]
-  (packed,) = _share(episodes, rows=3, length=6)
+  episodes = [
+    drawn.episode([(2, 2)], 10 * i, prompt=[7, 8]) for i in range(1, 6)
+  ]
+  (packed,) = _pack(episodes, share=True, rows=3, length=6)
   assert packed.tokens.tolist() == [
     [7, 8, 12, 13, 22, 23],
     [7, 8, 32, 33, 42, 43],
@@ -175,12 +124,12 @@ def test_prompts_of_other_ids_or_other_groups_are_not_shared():
   # Equal ids of another group, and a member whose environment said another
   # word: both keep their own prompt.
   episodes = [
-    _episode([(2, 1)], 10, group=1, prompt=[7, 8]),
-    _episode([(2, 1)], 20, group=2, prompt=[7, 8]),
-    _episode([(2, 1)], 30, group=1, prompt=[7, 9]),
-    _episode([(1, 2)], 40, group=1, prompt=[7]),
+    drawn.episode([(2, 1)], 10, group=1, prompt=[7, 8]),
+    drawn.episode([(2, 1)], 20, group=2, prompt=[7, 8]),
+    drawn.episode([(2, 1)], 30, group=1, prompt=[7, 9]),
+    drawn.episode([(1, 2)], 40, group=1, prompt=[7]),
   ]
-  (packed,) = _share(episodes, rows=1, length=12)
+  (packed,) = _pack(episodes, share=True, rows=1, length=12)
   assert packed.tokens.tolist() == [[7, 8, 12, 7, 8, 22, 7, 9, 32, 7, 41, 42]]
   assert (packed.prefix.parents == -1).all()
   assert (packed.prefix.copies == 1).all()
@@ -189,10 +138,10 @@ def test_prompts_of_other_ids_or_other_groups_are_not_shared():
 def test_a_member_that_said_nothing_shares_its_prompt_and_adds_no_segment():
   # Aborted before its first token; unshared, its prompt would count as well.
   episodes = [
-    _episode([(2, 2)], 10, prompt=[7, 8]),
-    _episode([(2, 0)], 20, prompt=[7, 8]),
+    drawn.episode([(2, 2)], 10, prompt=[7, 8]),
+    drawn.episode([(2, 0)], 20, prompt=[7, 8]),
   ]
-  (packed,) = _share(episodes, rows=1, length=4)
+  (packed,) = _pack(episodes, share=True, rows=1, length=4)
   assert packed.tokens.tolist() == [[7, 8, 12, 13]]
   assert packed.segments.tolist() == [[1, 1, 2, 2]]
   assert packed.prefix.copies.tolist() == [[2, 2, 1, 1]]
@@ -202,12 +151,12 @@ def test_sharing_that_would_take_another_row_is_left():
   # On their own 3 + 2 and 3 + 2 fill two rows of 5. The pair with one prompt
   # would take 1 + 1 + 1 places of a row, which leave none for 3, nor 3 for 3.
   episodes = [
-    _episode([(1, 1)], 10, group=1, prompt=[7]),
-    _episode([(1, 1)], 20, group=1, prompt=[7]),
-    _episode([(1, 2)], 30, group=2),
-    _episode([(1, 2)], 40, group=3),
+    drawn.episode([(1, 1)], 10, group=1, prompt=[7]),
+    drawn.episode([(1, 1)], 20, group=1, prompt=[7]),
+    drawn.episode([(1, 2)], 30, group=2),
+    drawn.episode([(1, 2)], 40, group=3),
   ]
-  (packed,) = _share(episodes, rows=2, length=5)
+  (packed,) = _pack(episodes, share=True, rows=2, length=5)
   assert packed.tokens.tolist() == [[30, 31, 32, 7, 11], [40, 41, 42, 7, 21]]
   assert (packed.prefix.parents == -1).all()
 
@@ -216,9 +165,9 @@ def test_sharing_that_would_take_another_row_is_left():
 @pytest.mark.parametrize("seed", range(20))
 def test_every_token_is_packed_once_with_all_that_belongs_to_it(seed, share):
   draws = np.random.default_rng(seed)
-  episodes = _random_groups(draws)
+  episodes = drawn.random_groups(draws)
   values = draws.normal(size=len(episodes)).astype(np.float32).tolist()
-  batches = batch.pack(episodes, values, rows=4, length=25, share_prompts=share)
+  batches = _pack(episodes, values, rows=4, length=25, share=share)
   by_id = {
     int(e.ids[-1]): (e, v) for e, v in zip(episodes, values, strict=True)
   }
@@ -236,6 +185,9 @@ def test_every_token_is_packed_once_with_all_that_belongs_to_it(seed, share):
     assert packed.advantages[own].tolist() == [value] * own.sum()
     assert not packed.advantages[~own].any()
     assert not packed.behaviour[~own].any()
+    assert (
+      packed.lags.tolist() == np.where(own, 9 - packed.versions, 0).tolist()
+    )
   assert not by_id
   for packed in batches:
     padding = packed.segments == 0
@@ -247,9 +199,9 @@ def test_every_token_is_packed_once_with_all_that_belongs_to_it(seed, share):
 @pytest.mark.parametrize("seed", range(20))
 def test_copies_count_every_token_as_often_as_it_was_played(seed):
   draws = np.random.default_rng(seed)
-  episodes = _random_groups(draws)
-  own = batch.pack(episodes, [1.0] * len(episodes), rows=4, length=25)
-  shared = _share(episodes, rows=4, length=25)
+  episodes = drawn.random_groups(draws)
+  own = _pack(episodes, rows=4, length=25)
+  shared = _pack(episodes, share=True, rows=4, length=25)
   copies = sum(int(packed.prefix.copies.sum()) for packed in shared)
   assert copies == sum(len(episode.ids) for episode in episodes)
   assert _num_rows(shared) <= _num_rows(own)
@@ -266,11 +218,10 @@ def test_copies_count_every_token_as_often_as_it_was_played(seed):
 
 
 def test_the_same_arguments_pack_the_same_rows():
-  episodes = _random_groups(np.random.default_rng(0))
+  episodes = drawn.random_groups(np.random.default_rng(0))
   for share in (False, True):
     once, twice = (
-      batch.pack(episodes, [1.0] * 30, rows=4, length=25, share_prompts=share)
-      for _ in range(2)
+      _pack(episodes, rows=4, length=25, share=share) for _ in range(2)
     )
     assert len(once) == len(twice)
     assert jax.tree.all(jax.tree.map(np.array_equal, once, twice))
@@ -279,11 +230,11 @@ def test_the_same_arguments_pack_the_same_rows():
 def test_experts_follow_their_tokens():
   # One of two sparse layers, two experts: token i took i, i + 1 and so on.
   episodes = [
-    _episode([(2, 1)], 10, prompt=[7, 8], experts=(2, 2)),
-    _episode([(2, 1), (1, 1)], 20, prompt=[7, 8], experts=(2, 2)),
-    _episode([(1, 1)], 30, group=1),
+    drawn.episode([(2, 1)], 10, prompt=[7, 8], experts=(2, 2)),
+    drawn.episode([(2, 1), (1, 1)], 20, prompt=[7, 8], experts=(2, 2)),
+    drawn.episode([(1, 1)], 30, group=1),
   ]
-  (packed,) = _share(episodes, rows=1, length=10)
+  (packed,) = _pack(episodes, share=True, rows=1, length=10)
   assert packed.tokens.tolist() == [[7, 8, 22, 23, 24, 12, 30, 31, 0, 0]]
   # -1 for the group that has none, and for padding.
   first = [7, 8, 22, 23, 24, 12, -1, -1, -1, -1]
@@ -296,25 +247,27 @@ def test_experts_follow_their_tokens():
 def test_a_shared_prompt_takes_the_experts_of_the_first_that_has_it():
   # The longer one comes first; its prompt was routed to 5, the other's to 6.
   episodes = [
-    _episode([(1, n)], 10 * n, prompt=[7], experts=(1, 1)) for n in (1, 2)
+    drawn.episode([(1, n)], 10 * n, prompt=[7], experts=(1, 1)) for n in (1, 2)
   ]
   for episode, expert in zip(episodes, (6, 5), strict=True):
     chosen: Any = episode.turns[0].experts
     chosen[0] = expert
-  (packed,) = _share(episodes, rows=1, length=4)
+  (packed,) = _pack(episodes, share=True, rows=1, length=4)
   assert packed.experts[0, :, 0, 0].tolist() == [5, 21, 22, 11]
 
 
 def test_experts_of_two_models_are_refused():
-  episodes = [_episode([(1, 1)], experts=shape) for shape in ((1, 2), (3, 2))]
+  episodes = [
+    drawn.episode([(1, 1)], experts=shape) for shape in ((1, 2), (3, 2))
+  ]
   with pytest.raises(ValueError, match=r"\[\(1, 2\), \(3, 2\)\] a token"):
-    batch.pack(episodes, [1.0] * 2, rows=1, length=4)
+    _pack(episodes, rows=1, length=4)
 
 
 def test_rows_that_run_out_go_on_in_another_batch_of_the_same_shape():
   # Five episodes of 4 ids fill five rows of 4: two batches of 2 and one row.
-  episodes = [_episode([(1, 3)], 10 * i) for i in range(5)]
-  batches = batch.pack(episodes, [1.0] * 5, rows=2, length=4)
+  episodes = [drawn.episode([(1, 3)], 10 * i) for i in range(5)]
+  batches = _pack(episodes, rows=2, length=4)
   assert [b.tokens.shape for b in batches] == [(2, 4)] * 3
   assert [int(b.sampled.sum()) for b in batches] == [6, 6, 3]
   # Of equal length, they keep their order.
@@ -328,28 +281,27 @@ def test_rows_that_run_out_go_on_in_another_batch_of_the_same_shape():
 
 @pytest.mark.parametrize("share", [False, True], ids=["own", "shared"])
 def test_a_trajectory_fills_a_row_to_its_last_place(share):
-  (packed,) = batch.pack(
-    [_episode([(1, 3)])], [1.0], rows=1, length=4, share_prompts=share
-  )
+  (packed,) = _pack([drawn.episode([(1, 3)])], rows=1, length=4, share=share)
   assert packed.segments.tolist() == [[1, 1, 1, 1]]
 
 
 @pytest.mark.parametrize("share", [False, True], ids=["own", "shared"])
 def test_a_trajectory_longer_than_a_row_is_refused(share):
-  episodes = [_episode([(2, n)]) for n in (1, 3)]
+  episodes = [drawn.episode([(2, n)]) for n in (1, 3)]
   with pytest.raises(ValueError, match=r"5 tokens .* batch\.length=4; raise"):
-    batch.pack(episodes, [1.0] * 2, rows=1, length=4, share_prompts=share)
+    _pack(episodes, rows=1, length=4, share=share)
 
 
 @pytest.mark.parametrize("share", [False, True], ids=["own", "shared"])
 def test_nothing_packs_into_no_batch(share):
-  packed = batch.pack([], [], rows=2, length=4, share_prompts=share)
-  assert packed == []
+  packed = batch.pack([], rows=2, length=4, version=0, share_prompts=share)
+  assert packed == batch.Packed([], [])
+  assert batch.collect(batch.with_column(packed, "values", []), []) == []
 
 
 def test_an_episode_without_ids_takes_no_place():
-  episodes = [_episode([]), _episode([(1, 1)], 10)]
-  (packed,) = batch.pack(episodes, [1.0, 2.0], rows=1, length=3)
+  episodes = [drawn.episode([]), drawn.episode([(1, 1)], 10)]
+  (packed,) = _pack(episodes, [1.0, 2.0], rows=1, length=3)
   assert packed.tokens.tolist() == [[10, 11, 0]]
   assert packed.advantages.tolist() == [[0, 2, 0]]
 

@@ -10,9 +10,10 @@ import pytest
 from envs import mixture, rewards
 from launch import flags
 from rl import (
-  advantages,
   affinity,
+  algorithms,
   config,
+  credit,
   overlap,
   placement,
   settings,
@@ -39,7 +40,10 @@ def _override(tree, overrides):
     {},
     {"warm_start": "none"},
     {"evaluation.every": "0", "evaluation.temperature": "0"},
-    {"rollout.group_size": "1", "advantage": "rl.advantages.Reinforce()"},
+    {
+      "rollout.group_size": "1",
+      "algorithm.advantage": "rl.advantages.Reinforce()",
+    },
     # 22 rows over 11 * 2 devices, 4 experts over 2, and engine rows over 8.
     {
       "placement.learner.data": "11",
@@ -51,10 +55,10 @@ def _override(tree, overrides):
     {"batch.length": "32", "rollout.max_tokens": "32"},
     {"stall_s": "631.5"},
     {
-      "advantage": "rl.advantages.Whitened()",
+      "algorithm.advantage": "rl.credit.ReinforcePlusPlus(baseline=group)",
       "overlap.groups_per_microbatch": "16",
     },
-    {"sampling": "rl.filters.DynamicSampling()"},
+    {"algorithm.sampling": "rl.filters.DynamicSampling()"},
     {"rollout.overlong": "rl.shaping.Overlong(max_tokens=32, buffer=32)"},
     {"routing.default": "decode"},
     {"model.compute.attention": "splash", "batch.length": "128"},
@@ -77,7 +81,7 @@ def test_settings_that_fit_together_are_accepted(experiment, overrides):
     (
       {"rollout.group_size": "1"},
       "rollout.group_size=1 is below the 2 that Grpo compares; raise it or"
-      " use advantage=rl.advantages.Reinforce()",
+      " use algorithm.advantage=rl.advantages.Reinforce()",
     ),
     (
       {"batch.length": "31"},
@@ -169,11 +173,14 @@ def test_settings_that_fit_together_are_accepted(experiment, overrides):
     ({"evaluation.success": "nan"}, "evaluation.success=nan is no reward"),
     ({"seed": "-1"}, "seed=-1 is below 0"),
     ({"optimizer.learning_rate": "-1"}, "AdamW.learning_rate=-1.0 is no"),
-    ({"optimizer.warmup_updates": "-4"}, "AdamW.warmup_updates=-4 is below"),
+    (
+      {"optimizer.schedule.warmup_updates": "-4"},
+      "Constant.warmup_updates=-4 is below",
+    ),
     ({"warm_start.optimizer.b1": "1"}, "AdamW.b1=1.0 is not in [0, 1)"),
-    ({"objective.loss.clip_low": "-3"}, "ClippedSurrogate: clip_low=-3.0"),
-    ({"objective.entropy_bonus": "nan"}, "objective.entropy_bonus=nan is no"),
-    ({"advantage.ddof": "8"}, "Grpo: ddof=8 must be 0 or 1"),
+    ({"algorithm.loss.clip_low": "-3"}, "ClippedSurrogate: clip_low=-3.0"),
+    ({"algorithm.entropy_bonus": "nan"}, "entropy_bonus=nan is no"),
+    ({"algorithm.advantage.ddof": "8"}, "Grpo: ddof=8 must be 0 or 1"),
     ({"engine.linger_s": "nan"}, "engine.linger_s=nan is not in [0, 1)"),
     (
       {"keeping.checkpoint_every": "0"},
@@ -198,15 +205,16 @@ def test_settings_that_fit_together_are_accepted(experiment, overrides):
     ),
     # 16 groups a round in micro-batches of 8: the first trains too early.
     (
-      {"advantage": "rl.advantages.Whitened()"},
-      "advantage=Whitened compares all groups of an update, but with"
-      " overlap.groups_per_microbatch=8 gradients accumulate before the last of"
-      " them is ready; use groups_per_microbatch=16, or wait_for_round=true",
+      {"algorithm.advantage": "rl.credit.ReinforcePlusPlus()"},
+      "algorithm.advantage=ReinforcePlusPlus compares all groups of an update,"
+      " but with overlap.groups_per_microbatch=8 gradients accumulate before"
+      " the last of them is ready; use groups_per_microbatch=16, or"
+      " wait_for_round=true",
     ),
     (
       {
-        "advantage": "rl.advantages.Reinforce()",
-        "sampling": "rl.filters.DynamicSampling()",
+        "algorithm.advantage": "rl.advantages.Reinforce()",
+        "algorithm.sampling": "rl.filters.DynamicSampling()",
       },
       "sampling with advantage=Reinforce: groups of equal rewards teach it as"
       " much as others; use sampling=none",
@@ -267,9 +275,9 @@ def test_every_preset_is_a_schedule_that_runs_and_can_be_written(
 def test_a_round_that_is_waited_for_can_be_compared_as_a_whole(
   experiment, schedule
 ):
-  estimator = advantages.Whitened()
+  algorithm = algorithms.Grpo(advantage=credit.ReinforcePlusPlus())
   dataclasses.replace(
-    experiment, overlap=schedule, advantage=estimator
+    experiment, overlap=schedule, algorithm=algorithm
   ).validate()
 
 
@@ -343,7 +351,7 @@ def test_every_part_of_the_tree_is_checked_and_named(experiment, path, text):
 
 def test_json_makes_an_equal_experiment(experiment):
   changed = _override(
-    experiment, {"advantage": "rl.advantages.Reinforce(baseline=0.5)"}
+    experiment, {"algorithm.advantage": "rl.advantages.Reinforce(baseline=0.5)"}
   )
   for tree in (experiment, changed):
     text = json.dumps(settings.to_json(tree))

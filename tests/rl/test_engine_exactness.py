@@ -194,14 +194,14 @@ def gaps(served, layout, requests):
   """How far log-probabilities are from the learner's, of every token."""
   answers = served.run(sampled(served, requests))
   turns = list(map(as_trajectory, requests, answers))
-  (packed,) = batch.pack(turns, [0.0] * len(turns), rows=len(turns), length=32)
+  packed, *_ = batch.pack(turns, rows=len(turns), length=32, version=0).batches
   score = functools.partial(
-    learner.token_logprobs,
+    learner.score_tokens,
     config=served.config,
     layout=layout,
     temperature=requests[0].temperature,
   )
-  scored, _, _ = jax.jit(score)(served.placed(served.version), packed)
+  scored, *_ = jax.jit(score)(served.placed(served.version), None, packed)
   assert set(packed.versions[packed.sampled]) == {served.version}
   return np.abs(np.asarray(scored) - packed.behaviour)[packed.sampled]
 

@@ -179,7 +179,7 @@ def test_experts_that_were_recorded_are_kept():
 
 def test_a_batch_carries_the_experts_of_an_episode():
   member = play(testing.Counting(turns=2), Routed(), record_experts=True)
-  (packed,) = batch.pack([member], [1.0], rows=1, length=10)
+  (packed,) = batch.pack([member], rows=1, length=10, version=0).batches
   experts: Any = packed.experts
   np.testing.assert_array_equal(experts[0, :8], member.experts)
   assert (experts[0, 8:] == -1).all()

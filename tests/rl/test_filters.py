@@ -3,7 +3,13 @@
 import numpy as np
 import pytest
 
-from rl import advantages, filters, shaping, trajectory
+from rl import (
+  advantages,
+  estimation,
+  filters,
+  shaping,
+  trajectory,
+)
 
 OK = trajectory.Status.COMPLETED
 FAULT = trajectory.Status.ENV_FAULT
@@ -56,7 +62,7 @@ def test_what_an_estimator_cannot_learn_from_has_a_reason(members, expected):
   got = filters.DynamicSampling().reason(group, advantages.Grpo())
   assert got == expected
   # The estimator agrees: no advantage, or nobody trained.
-  values, _ = advantages.of_group(group, advantages.Grpo())
+  values, _ = estimation.of_group(group, advantages.Grpo())
   assert bool(values.any()) == (expected is None)
 
 

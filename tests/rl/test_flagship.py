@@ -15,13 +15,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float
 
 from envs import rewards
 from models import config as model_config
 from rl import (
+  aggregates,
+  algorithms,
   assemble,
   config,
   engine_settings,
@@ -34,6 +34,7 @@ from rl import (
   progress,
   rollout,
   testing,
+  train_state,
   trajectory,
 )
 
@@ -42,23 +43,10 @@ DEADLINE_S = 300.0
 SYNC = dataclasses.replace(overlap.sync(R), old_logprob="snapshot")
 
 
-@dataclasses.dataclass(frozen=True)
-class Score:
-  """The score function alone: what was sampled counts, not how probably."""
-
-  def __call__(
-    self,
-    logprobs: Float[Array, " L"],
-    behaviour: Float[Array, " L"],
-    advantages: Float[Array, " L"],
-    sampled: Bool[Array, " L"],
-  ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    gain = jnp.where(sampled, logprobs * advantages, 0.0)
-    return -gain.sum(), jnp.zeros(())
-
-
 def experiment(schedule: overlap.Overlap, rounds: int = ROUNDS):
-  loss = Score() if schedule.max_staleness else losses.ClippedSurrogate()
+  # The score function alone: what was sampled counts, not how probably.
+  score = losses.Reinforce(aggregate=aggregates.TokenMean())
+  loss = score if schedule.max_staleness else losses.ClippedSurrogate()
   return config.Experiment(
     # With lags the order in which groups finish is not that of submission.
     environment=testing.Counting(
@@ -75,7 +63,7 @@ def experiment(schedule: overlap.Overlap, rounds: int = ROUNDS):
       d_ff=16,
       max_length=16,
     ),
-    objective=learner.Objective(loss=loss),
+    algorithm=algorithms.Grpo(loss=loss),
     optimizer=optimizers.AdamW(learning_rate=0.02),
     rollout=rollout.Rollout(group_size=GROUP, max_tokens=16),
     engine=engine_settings.EngineSettings(
@@ -121,10 +109,10 @@ class Seen:
   def record(self, programs: learner.Learner) -> learner.Learner:
     """Returns the programs, which now keep what `update` is given."""
 
-    def update(state, total):
+    def update(state, total, count):
       self.params.append(jax.device_get(state.params))
       self.gradients.append(jax.device_get(total))
-      return programs.update(state, total)
+      return programs.update(state, total, count)
 
     return dataclasses.replace(programs, update=update)
 
@@ -153,7 +141,7 @@ def run(schedule: overlap.Overlap, first: Any = None, rounds: int = ROUNDS):
   return asyncio.run(all_of_it())
 
 
-def trainer(parts: assemble.Parts, state: learner.TrainState):
+def trainer(parts: assemble.Parts, state: train_state.TrainState):
   """Returns the trainer that a coordinator would have, at this state."""
   training = assemble.coordinate(parts, Seen())._trainer
   training.restore(state)
@@ -273,7 +261,10 @@ def test_a_bound_of_0_equals_the_synchronous_run_bit_for_bit():
   seen = run(zero)
   for one, other in zip(seen.rounds, synchronous().rounds, strict=True):
     assert sampled(one) == sampled(other)
-  assert bits(seen.gradients) == bits(synchronous().gradients)
+  # All that trains; how far the engine's record is off is no part of that.
+  for one, other in zip(seen.gradients, synchronous().gradients, strict=True):
+    assert bits(one.grads) == bits(other.grads)
+    assert bits(one.sums.loss) == bits(other.sums.loss)
   assert bits(seen.last) == bits(synchronous().last)
 
 

@@ -17,12 +17,14 @@ from rl import (
   dispatch,
   learner,
   losses,
+  objective,
   optimizers,
   placement,
   trace,
+  train_state,
 )
 
-OBJECTIVE = learner.Objective(
+OBJECTIVE = objective.Objective(
   loss=losses.ClippedSurrogate(clip_low=0.2, clip_high=0.28),
   entropy_bonus=0.1,
   balance_weight=0.0,  # It is not linear over micro-batches.
@@ -227,7 +229,7 @@ def test_update_divides_by_the_tokens_of_all_micro_batches_once(
   state, metrics = on_mesh(step, sgd, fresh(sgd, params), rows)
   tokens = packed.sampled.sum()
   expected = jax.tree.map(
-    lambda p, g: p - 0.5 * g / tokens, params, total.grads
+    lambda p, g: p - 0.5 * g / tokens, params, total.grads.policy
   )
   assert_close(state.params, expected, rtol=1e-6)
   assert metrics["tokens"] == tokens
@@ -277,8 +279,10 @@ def test_meshes_agree_with_one_device(
     placed = jax.tree.map(
       lambda x: x.sharding, optax.tree.get(state.opt_state, name)
     )
-    assert placed == shardings
-  moment = optax.tree.get(state.opt_state, "mu")["layers"][0]["moe"]["gate"]
+    assert placed == train_state.Trainable(shardings, None)
+  moment = optax.tree.get(state.opt_state, "mu").policy["layers"][0]["moe"][
+    "gate"
+  ]
   assert moment.addressable_shards[0].data.shape[0] == 4 // expert
   restored = saved_and_restored(tmp_path, state, mesh_programs.abstract)
   jax.tree.map(np.testing.assert_array_equal, restored, state)
@@ -326,7 +330,9 @@ def test_the_balance_of_the_router_is_part_of_what_is_minimised(
 ):
   balanced = build(config, balance_weight=0.5)
   sums = on_mesh(accumulate, balanced, params, [packed])
-  routers = [x.grads["layers"][0]["moe"]["router"] for x in (sums, total)]
+  routers = [
+    x.grads.policy["layers"][0]["moe"]["router"] for x in (sums, total)
+  ]
   assert np.abs(routers[0] - routers[1]).max() > 1e-3
   assert sums.sums.router.load_balance == total.sums.router.load_balance
 
@@ -339,7 +345,7 @@ def test_the_z_loss_of_the_router_adds_to_the_gradient_in_proportion(
     for weight in (0.5, 1.0)
   )
   added = jax.tree.map(np.subtract, once.grads, total.grads)
-  assert np.abs(added["layers"][0]["moe"]["router"]).max() > 1e-3
+  assert np.abs(added.policy["layers"][0]["moe"]["router"]).max() > 1e-3
   # Weights 0, 1/2 and 1 are on a line.
   expected = jax.tree.map(lambda x, y: x + y, once.grads, added)
   assert_close(twice.grads, expected, rtol=1e-5)
@@ -360,4 +366,5 @@ def test_metrics_say_how_the_router_did(config, programs, params, packed):
   assert metrics["dropped"] == 0
   others = {"load_balance", "router_entropy", "z_loss", "max_load", "dropped"}
   names = {name for name in metrics if not name.startswith("load/")}
-  assert names == {*learner.METRICS, *others}
+  lags = {"lag_share/0", "behaviour_kl/lag_0"}
+  assert names == {*learner.METRICS, *others, *lags}

@@ -17,7 +17,6 @@ from rl import (
   config,
   engine_jax,
   engine_settings,
-  learner,
   optimizers,
   overlap,
   placement,
@@ -25,6 +24,7 @@ from rl import (
   rollout,
   settings,
   testing,
+  train_state,
   trajectory,
   warm_start,
 )
@@ -77,8 +77,8 @@ class Saving:
 class Ran:
   """What a run was, and what it has left."""
 
-  first: learner.TrainState
-  last: learner.TrainState
+  first: train_state.TrainState
+  last: train_state.TrainState
   rounds: list
   events: list
   served: Any

@@ -73,26 +73,6 @@ from rl import overlap
       "consume=ready",
       "use consume=submit",
     ),
-    # The anchor of the ratio must be the policy that sampled.
-    (
-      {"old_logprob": "recompute", "updates_per_round": 4},
-      "old_logprob=recompute",
-      "use old_logprob=snapshot or decode",
-    ),
-    (
-      {"old_logprob": "snapshot", "max_staleness": 1},
-      "old_logprob=snapshot",
-      "use old_logprob=decode",
-    ),
-    (
-      {
-        "old_logprob": "recompute",
-        "max_staleness": 1,
-        "on_publish": "keep_kv",
-      },
-      "old_logprob=recompute",
-      "mixed keys and values; use old_logprob=decode",
-    ),
     ({"starved_after": 0}, "starved_after=0", "below 1"),
     ({"frontier_groups": -1}, "frontier_groups=-1", "below 0"),
   ],

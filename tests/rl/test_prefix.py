@@ -11,11 +11,18 @@ import pytest
 
 from models import config as config_lib
 from models import transformer
-from rl import batch, learner, losses, placement, trajectory
+from rl import (
+  batch,
+  learner,
+  losses,
+  objective,
+  placement,
+  trajectory,
+)
 
 ROWS, LENGTH, VOCAB = 8, 32, 24
 TEMPERATURE = 0.7
-OBJECTIVE = learner.Objective(
+OBJECTIVE = objective.Objective(
   loss=losses.ClippedSurrogate(), entropy_bonus=0.1, balance_weight=0.5
 )
 MODELS = {
@@ -119,15 +126,19 @@ def episodes_of(case):
           reward=0.0,
         )
       )
-  return episodes, rng.normal(size=len(episodes)).tolist()
+  values = [
+    np.full(one.num_sampled, rng.normal(), np.float32) for one in episodes
+  ]
+  return episodes, values
 
 
 def pack(case, share):
   episodes, values = episodes_of(case)
-  (packed,) = batch.pack(
-    episodes, values, rows=ROWS, length=LENGTH, share_prompts=share
+  packed = batch.pack(
+    episodes, rows=ROWS, length=LENGTH, version=0, share_prompts=share
   )
-  return packed
+  (whole,) = batch.with_column(packed, "advantages", values).batches
+  return whole
 
 
 def accumulate(programs, params, packed):
@@ -190,18 +201,18 @@ def test_packed_rows_score_as_if_every_row_held_one_trajectory(
 ):
   score = wrap(
     functools.partial(
-      learner.token_logprobs,
+      learner.score_tokens,
       config=config_of(model),
       layout=layout_of(1, 1),
       temperature=TEMPERATURE,
     )
   )
-  episodes, values = episodes_of("several groups in a row")
+  episodes, _ = episodes_of("several groups in a row")
   alone = jax.tree.map(
     lambda *rows: np.concatenate(rows),
     *(
-      batch.pack([episode], [value], rows=1, length=LENGTH)[0]
-      for episode, value in zip(episodes, values, strict=True)
+      batch.pack([episode], rows=1, length=LENGTH, version=0).batches[0]
+      for episode in episodes
     ),
   )
   packed = pack("several groups in a row", share)
@@ -210,7 +221,7 @@ def test_packed_rows_score_as_if_every_row_held_one_trajectory(
   def scores(rows):
     """Log-probability and entropy of the sampled tokens, in their order."""
     by_number = np.argsort(rows.versions[rows.sampled])
-    logprobs, entropy, _ = score(params_of(model), rows)
+    logprobs, entropy, *_ = score(params_of(model), None, rows)
     found = np.stack([logprobs, entropy])[:, rows.sampled]
     return found[:, by_number]
 

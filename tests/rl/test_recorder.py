@@ -5,7 +5,7 @@ import json
 import numpy as np
 
 from models import chat as chat_lib
-from rl import recorder, trajectory
+from rl import agreement, recorder, trajectory
 
 CHAT = chat_lib.WordChat(("go", "on", "yes"))
 GO, ON, YES = 3, 4, 5
@@ -84,3 +84,37 @@ def test_a_round_that_is_repeated_replaces_its_file(tmp_path):
   path = recorder.write(tmp_path, 0, [_group(1)], values, CHAT)
   lines = [json.loads(line) for line in path.read_text().splitlines()]
   assert [line["group_id"] for line in lines] == [1, 1]
+
+
+def _gap(engine, learner):
+  return agreement.Gap(
+    engine=np.array(engine, np.float32),
+    learner=np.array(learner, np.float32),
+    lags=np.arange(len(engine), dtype=np.int32) % 3,
+  )
+
+
+def test_a_comparison_is_a_line_and_what_is_no_number_is_null(tmp_path):
+  recorder.write_gap(tmp_path, 1, _gap([-1.0, -2.0], [-1.5, -2.25]))
+  path = recorder.write_gap(tmp_path, 11, _gap([-1.0], [np.nan]))
+  first, second = map(json.loads, path.read_text().splitlines())
+  assert first == {
+    "round": 1,
+    "tokens": 2,
+    "mean": 0.375,
+    "max": 0.5,
+    "engine": [-1.0, -2.0],
+    "learner": [-1.5, -2.25],
+    "lags": [0, 1],
+  }
+  assert (second["max"], second["learner"]) == (None, [None])
+
+
+def test_of_a_large_comparison_512_tokens_are_written(tmp_path):
+  gap = _gap([-1.0] * 5000, [-1.0] * 4321 + [-3.0] + [-1.0] * 678)
+  path = recorder.write_gap(tmp_path, 1, gap)
+  row = json.loads(path.read_text())
+  assert (row["tokens"], row["max"]) == (5000, 2.0)
+  assert [len(row[key]) for key in ("engine", "learner", "lags")] == [512] * 3
+  # The largest is among them.
+  assert row["learner"].count(-3.0) == 1

@@ -6,7 +6,14 @@ import dataclasses
 import numpy as np
 import pytest
 
-from rl import advantages, coordinator, overlap, simulated_learner, testing
+from rl import (
+  advantages,
+  coordinator,
+  estimation,
+  overlap,
+  simulated_learner,
+  testing,
+)
 from tests.rl import fake_run, virtual_run
 
 GROUP = 3
@@ -113,6 +120,7 @@ def test_advantages_are_over_exactly_the_g_that_make_up_the_group():
     rounds=4,
     group_size=GROUP,
     observer=Values(),
+    estimator=advantages.Grpo(),
     source=testing.Counting(turns=1),
     decode_s=lambda priority: 0.2 * (priority[1] not in FIRST),
   )
@@ -156,7 +164,7 @@ def test_with_more_faults_than_redundancy_they_fill_the_group_up():
     trainable = [t.index for t in group.trajectories if t.status.trainable]
     assert trainable == [2]
     assert len(group.trajectories) == GROUP
-    values, trained = advantages.of_group(group, advantages.Grpo())
+    values, trained = estimation.of_group(group, advantages.Grpo())
     assert not values.any()
     assert not trained.any()
   assert run.ledger.error == 0

@@ -246,7 +246,7 @@ def test_what_is_left_packs_and_survives_json():
   talk.ask([user("go")], said("yes"), YES, END, version=3)
   talk.ask([user("go"), said("yes"), user("on")], said("no"), NO, version=4)
   left = talk.session.trajectories(DONE)
-  (packed,) = batch.pack(left, [1.0], rows=1, length=8)
+  (packed,) = batch.pack(left, rows=1, length=8, version=4).batches
   assert packed.sampled[0].sum() == 3
   assert packed.versions[0][packed.sampled[0]].tolist() == [3, 3, 4]
   text = json.dumps(trajectory.trajectory_to_json(left[0]))

@@ -10,115 +10,28 @@ import pytest
 
 from rl import (
   advantages,
+  algorithms,
+  corrections,
+  credit,
   dispatch,
   learner,
-  losses,
   optimizers,
   overlap,
   placement,
   testing,
   trace,
   training,
-  trajectory,
+)
+from tests.rl.counting_trainer import (
+  GRPO,
+  NOTHING,
+  SETTINGS,
+  Programs,
+  group,
+  trained,
 )
 
-STATUS = trajectory.Status
-SETTINGS = training.Settings(
-  rows=4,
-  length=8,
-  share_prompts=False,
-  probe_rows=4,
-  max_staleness=0,
-  old_logprob="decode",
-)
-
-
-def member(reward, index=0, versions=(0, 0), status=STATUS.COMPLETED):
-  """Returns a context of two ids and an answer of some, all of -0.5 nats."""
-  count = len(versions)
-  turn = trajectory.Turn(
-    context=np.array([3, 1], np.int32),
-    tokens=np.arange(5, 5 + count, dtype=np.int32),
-    logprobs=np.full(count, -0.5, np.float32),
-    versions=np.array(versions, np.int32),
-    stop="stop",
-  )
-  return trajectory.Trajectory("t", 0, index, [turn], status, reward)
-
-
-def group(*rewards, **fields):
-  """Returns a group of such members; a reward of None is a fault."""
-  members = [
-    member(
-      reward,
-      index,
-      **fields,
-      **({"status": STATUS.ENV_FAULT} if reward is None else {}),
-    )
-    for index, reward in enumerate(rewards)
-  ]
-  return trajectory.Group(
-    group_id=0, trajectories=members, admitted=trajectory.PolicyVersion(0)
-  )
-
-
-@dataclasses.dataclass(eq=False)
-class Programs:
-  """A learner that counts updates and keeps what it is called with.
-
-  It scores every token with -0.5 - updates / 4 nats, `updates` being those of
-  the weights it is given.
-  """
-
-  grad_norm: float = 1.0
-  batches: list = dataclasses.field(default_factory=list)
-  weights: list = dataclasses.field(default_factory=list)
-
-  def build(self):
-    fake = testing.fake_learner()
-
-    def accumulate(params, total, packed):
-      self.weights.append(params["updates"])
-      self.batches.append(packed)
-      return fake.accumulate(params, total, packed)
-
-    def update(state, total):
-      state, sums = fake.update(state, total)
-      return state, {**sums, "grad_norm": self.grad_norm}
-
-    def score(params, packed):
-      nats = -0.5 - params["updates"] / 4
-      return np.full_like(packed.behaviour, nats)
-
-    return dataclasses.replace(
-      fake, accumulate=accumulate, update=update, score=score
-    )
-
-  @property
-  def compared_with(self):
-    """The one log-probability that the tokens of each batch have."""
-    return [
-      float(value)
-      for packed in self.batches
-      for value in np.unique(packed.behaviour[packed.sampled])
-    ]
-
-
-def trained(scenario, programs=None, estimator=None, **changes):
-  """Runs a scenario on a trainer of fake programs that starts afresh."""
-  thread = dispatch.MeshThread("learner", trace.Trace(None))
-  built = (programs or Programs()).build()
-  trainer = training.Training(
-    dataclasses.replace(SETTINGS, **changes),
-    built,
-    thread,
-    estimator or advantages.Grpo(),
-  )
-  trainer.restore(built.abstract)
-  try:
-    return asyncio.run(scenario(trainer))
-  finally:
-    thread.close()
+CORRECTED = algorithms.Grpo(correction=corrections.TokenTruncated())
 
 
 @pytest.mark.parametrize(
@@ -166,23 +79,29 @@ def test_a_snapshot_outlives_the_updates_of_its_round_only():
 
 def test_an_estimator_of_the_batch_compares_all_groups_of_an_update():
   programs = Programs()
-  groups = [group(1.0, 0.0), group(1.0, 1.0)]
+  groups = [group(1.0, 0.0), group(2.0, 0.0)]
 
   async def scenario(trainer):
     await trainer.begin_round(0)
-    return await trainer.accumulate(groups)
+    used = await trainer.accumulate(groups)
+    await trainer.update()
+    return used
 
-  used = trained(scenario, programs, advantages.Whitened())
-  # Less its group's mean: 0.5, -0.5, 0, 0. Their mean is 0 and their variance
-  # (0.25 + 0.25) / 4; alone the first group would have had 1 and -1.
-  spread = math.sqrt(2)
+  used = trained(
+    scenario,
+    programs,
+    credit.ReinforcePlusPlus(baseline="group", over="members"),
+  )
+  # Less their means: 0.5, -0.5 and 1, -1, of mean 0 and variance 2.5 / 4;
+  # alone the first group would have had 1 and -1.
+  std = math.sqrt(2.5) / 2
   values = [one.values.tolist() for one in used]
-  assert values[0] == pytest.approx([spread, -spread])
-  assert values[1] == pytest.approx([0.0, 0.0])
+  assert values[0] == pytest.approx([0.5 / std, -0.5 / std])
+  assert values[1] == pytest.approx([1 / std, -1 / std])
   assert all(one.trained.all() for one in used)
   (packed,) = programs.batches
   trained_with = np.unique(packed.advantages[packed.sampled])
-  assert trained_with == pytest.approx([-spread, 0.0, spread])
+  assert trained_with == pytest.approx(np.array([-1, -0.5, 0.5, 1]) / std)
 
 
 def test_members_with_a_fault_are_not_trained():
@@ -246,7 +165,7 @@ def test_an_update_of_nothing_takes_no_step(groups):
 
   used, sums, same, later = trained(scenario, programs)
   assert same
-  assert sums == dict.fromkeys(learner.METRICS, 0.0)
+  assert {name: sums[name] for name in learner.METRICS} == NOTHING
   assert not any(one.trained.any() for one in used)
   # The next one is whole, and nothing of this is in it.
   assert (len(programs.batches), later) == (1, 4.0)
@@ -260,18 +179,7 @@ def test_an_update_before_anything_was_accumulated_takes_no_step():
 
   updates, sums = trained(scenario)
   assert updates == 0
-  assert sums == dict.fromkeys(learner.METRICS, 0.0)
-
-
-@pytest.mark.parametrize("norm", [math.nan, math.inf])
-def test_a_gradient_that_is_not_finite_ends_the_run(norm):
-  async def scenario(trainer):
-    await trainer.begin_round(5)
-    await trainer.accumulate([group(1.0, 0.0)])
-    await trainer.update()
-
-  with pytest.raises(FloatingPointError, match=f"round 5: .* norm is {norm}"):
-    trained(scenario, Programs(grad_norm=norm))
+  assert {name: sums[name] for name in learner.METRICS} == NOTHING
 
 
 def test_engine_and_learner_are_compared_under_weights_that_are_kept():
@@ -300,6 +208,7 @@ def test_a_round_of_nothing_compares_nothing():
   async def scenario(trainer):
     await trainer.begin_round(0)
     await trainer.accumulate([group(1.0, 0.0)])
+    await trainer.update()
     first = await trainer.describe()
     await trainer.begin_round(1)
     return first, await trainer.describe()
@@ -313,7 +222,9 @@ def test_a_round_of_nothing_compares_nothing():
 def test_a_trainer_without_a_state_says_what_it_needs():
   thread = dispatch.MeshThread("learner", trace.Trace(None))
   programs = testing.fake_learner()
-  trainer = training.Training(SETTINGS, programs, thread, advantages.Grpo())
+  trainer = training.Training(
+    SETTINGS, programs, thread, estimator=advantages.Grpo(), objective=GRPO
+  )
   with pytest.raises(RuntimeError, match="call `restore` first"):
     _ = trainer.params
   thread.close()
@@ -324,36 +235,46 @@ def meshed(dense_config):
   """The real programs, over two devices."""
   spec = placement.MeshSpec(data=2)
   layout, _ = placement.Placement(learner=spec, colocated=True).layouts()
-  objective = learner.Objective(loss=losses.ClippedSurrogate())
   return learner.build(
-    dense_config, layout, objective, optimizers.AdamW(learning_rate=0.1)()
+    dense_config, layout, CORRECTED, optimizers.AdamW(learning_rate=0.1)()
   )
 
 
 @pytest.mark.parametrize(
-  ("old_logprob", "ratios"),
-  [("decode", (0, 0)), ("snapshot", (1, 0)), ("recompute", (1, 1))],
+  ("old_logprob", "changes"),
+  [("decode", False), ("snapshot", False), ("recompute", True)],
 )
 def test_a_mesh_compares_with_its_own_weights(
-  meshed, old_logprob: overlap.OldLogprob, ratios
+  meshed, old_logprob: overlap.OldLogprob, changes
 ):
-  """The engine's -0.5 nats are wrong, so only own scores give a ratio of 1."""
+  """The weights old / behaviour say which policy was scored."""
   settings = dataclasses.replace(
     SETTINGS, share_prompts=True, old_logprob=old_logprob
   )
   thread = dispatch.MeshThread("learner", trace.Trace(None))
-  trainer = training.Training(settings, meshed, thread, advantages.Grpo())
+  trainer = training.Training(
+    settings,
+    meshed,
+    thread,
+    estimator=advantages.Grpo(),
+    objective=CORRECTED,
+  )
 
   async def scenario():
     trainer.restore(meshed.init(jax.random.key(0)))
     await trainer.begin_round(0)
-    gaps = []
+    found = []
     for _ in range(2):
       await trainer.accumulate([group(1.0, 0.0)])
-      gaps.append((await trainer.update())["behaviour_kl"])
-    return gaps
+      found.append(await trainer.update())
+    return found
 
-  gaps = asyncio.run(scenario())
+  first, second = asyncio.run(scenario())
   thread.close()
-  # Float32 scores of the same weights: ratios of 1, but for rounding.
-  assert [abs(gap) < 1e-6 for gap in gaps] == [bool(same) for same in ratios]
+  weight, again = first["correction/weight"], second["correction/weight"]
+  if old_logprob == "decode":
+    assert (weight, again) == (1.0, 1.0)
+    return
+  # Of one version: log(old / -0.5 nats) is what the policy was off by.
+  assert weight < 0.5
+  assert math.isclose(weight, again, rel_tol=1e-5) != changes

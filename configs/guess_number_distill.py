@@ -1,0 +1,47 @@
+"""A small student learns to guess numbers from a larger policy's say.
+
+python -m launch.train --config=configs/guess_number_distill.py:teacher \\
+    --workdir=runs/teacher
+python -m launch.export --run=runs/teacher --directory=runs/teacher-hf
+python -m launch.train --config=configs/guess_number_distill.py \\
+    --workdir=DIR
+
+The student plays, the teacher scores each token that it said, and how much
+likelier the teacher thinks it than the student does is its advantage. No reward
+is used: success is only measured. The teacher, 1 M parameters with experts, is
+trained by reinforcement learning; the student has a tenth of that and none.
+
+Hardware: two CPU cores. Duration: EXPECTED
+"""
+
+import dataclasses
+
+from configs import guess_number_moe
+from models import config as model_config
+from rl import algorithms, config, optimizers, references
+
+_TEACHER = "runs/teacher-hf"
+
+
+def get_config(role: str = "student") -> config.Experiment:
+  """Returns the run of the "student", or that of its "teacher".
+
+  Raises:
+    ValueError: any other role.
+  """
+  teacher = guess_number_moe.get_config()
+  if role == "teacher":
+    return teacher
+  if role != "student":
+    raise ValueError(f"{role!r}: use student or teacher")
+  return dataclasses.replace(
+    teacher,
+    model=model_config.tiny(
+      vocab_size=29, max_length=32, num_layers=2, d_model=64, d_ff=192
+    ),
+    algorithm=algorithms.Distill(
+      reference=references.Teacher(model=teacher.model, directory=_TEACHER)
+    ),
+    optimizer=optimizers.AdamW(learning_rate=1e-3),
+    rounds=200,
+  )

@@ -1,0 +1,37 @@
+"""Guess a number, learned from an oracle alone: supervised, no reward.
+
+python -m launch.train --config=configs/guess_number_sft.py --workdir=DIR
+python -m launch.export --run=DIR --directory=DIR-hf
+
+The oracle of the environment plays binary search; the policy imitates what it
+says, in the learner and with the batches of every other run. What comes out is
+a checkpoint like any other: a run with `--config.initial=DIR-hf` goes on from
+it by reinforcement learning.
+
+Hardware: two CPU cores. Duration: under a minute. Expected: success of 95 % or
+more on held-out seeds.
+"""
+
+import dataclasses
+
+from configs import guess_number_moe
+from rl import config, learning_rates, optimizers, warm_start
+
+
+def get_config() -> config.Experiment:
+  """Returns a run that ends with its warm start."""
+  return dataclasses.replace(
+    guess_number_moe.get_config(),
+    warm_start=warm_start.WarmStart(
+      steps=250,
+      episodes=64,
+      exploration=0.0,
+      optimizer=optimizers.AdamW(
+        learning_rate=1e-3,
+        schedule=learning_rates.Cosine(
+          warmup_updates=10, decay_updates=240, end=0.1
+        ),
+      ),
+    ),
+    rounds=0,
+  )

@@ -1,0 +1,253 @@
+"""Looks into an update that was skipped: python -m launch.replay BATCH.
+
+BATCH is a directory such as runs/first/skipped/round_000012_update_0, which a
+run leaves when a loss or gradient is not finite. It runs the gradient again
+and names what is not finite: micro-batches, rows and trajectories, each of
+them alone, columns, parameters. --where also names the operation.
+
+The exit code is 0 when all is finite now, 1 when it is not, and 2 when there
+is nothing to replay.
+"""
+
+import difflib
+import math
+import pathlib
+import sys
+from collections.abc import Callable, Iterable, Iterator
+
+from absl import app
+from absl import flags as absl_flags
+
+from launch import devices, flags, workdir
+from rl import (
+  assemble_trainer,
+  checkpoint,
+  config,
+  learner,
+  post_mortem,
+  quarantine,
+  settings,
+)
+
+_WHERE = absl_flags.DEFINE_bool(
+  "where", False, "Names the operation that makes the first nan; slow."
+)
+_MAX_ROWS = 16
+_MAX_LEAVES = 8
+
+
+def main(argv: list[str]) -> None:
+  """Reads what was put away and the settings of its run; replays it."""
+  with flags.exit_on_setting_error():
+    if len(argv) != 2:
+      raise settings.SettingError(
+        "name one skipped update, as RUN/skipped/round_000012_update_0"
+      )
+    path = named(argv[1])
+    experiment = workdir.read(path.resolve().parents[1])
+    devices.prepare(experiment.placement)
+    programs, kept = read(path, experiment)
+  sys.exit(replay(programs, kept, print, where=_WHERE.value))
+
+
+def named(argument: str) -> pathlib.Path:
+  """Returns the directory of a skipped update.
+
+  Raises:
+    SettingError: there is none; it names the nearest.
+  """
+  path = pathlib.Path(argument)
+  if (path / quarantine.BATCHES).is_file():
+    return path
+  for directory in (path, path / "skipped", path.parent):
+    if found := {x.name: x for x in quarantine.kept(directory)}:
+      near = difflib.get_close_matches(path.name, found, 1) or list(found)[-3:]
+      choice = " or ".join(str(found[name]) for name in near)
+      raise settings.SettingError(
+        f"{path} is no skipped update; did you mean {choice}?"
+      )
+  raise settings.SettingError(
+    f"{path} is no skipped update{_nearest(path)}; name a directory such as "
+    "RUN/skipped/round_000012_update_0"
+  )
+
+
+def _nearest(path: pathlib.Path) -> str:
+  """Returns what is wrong with a path, when it is a mistyped directory."""
+  way = [*reversed(path.parents), path]
+  missing = next((part for part in way if not part.exists()), None)
+  if missing is None:
+    return ""
+  names = sorted(x.name for x in missing.parent.glob("*"))
+  near = difflib.get_close_matches(missing.name, names, 1)
+  choice = f"; did you mean {missing.parent / near[0]}?" if near else ""
+  return f": {missing} does not exist{choice}"
+
+
+def read(
+  path: pathlib.Path, experiment: config.Experiment
+) -> tuple[learner.Learner, quarantine.Kept]:
+  """Returns the programs of the run and what it has put away.
+
+  Raises:
+    SettingError: that cannot be read, or is of another model.
+  """
+  layout = experiment.placement.layouts()[0]
+  programs = assemble_trainer.programs(experiment, layout)
+  try:
+    return programs, quarantine.read(path, programs.abstract)
+  except (quarantine.Unreadable, checkpoint.Mismatch) as error:
+    raise settings.SettingError(str(error)) from error
+
+
+def replay(
+  programs: learner.Learner,
+  kept: quarantine.Kept,
+  say: Callable[[str], None],
+  *,
+  where: bool = False,
+) -> int:
+  """Says what of an update is not finite; returns the exit code.
+
+  Args:
+    where: also looks for the operation that makes the first nan.
+  """
+  _tell_input(programs, kept, say)
+  total = post_mortem.outcome(programs, kept, kept.batches)
+  say(f"update: {_numbers(total)}")
+  if total.is_finite:
+    return 0
+  if total.leaves:
+    say(f"parameters without a finite gradient: {_listed(total.leaves)}")
+  elif math.isinf(total.norm):
+    say("the gradient of every parameter is finite; their norm overflows")
+  place = _search(programs, kept, say)
+  if where:
+    _tell_where(programs, kept, place, say)
+  return 1
+
+
+def _tell_input(
+  programs: learner.Learner,
+  kept: quarantine.Kept,
+  say: Callable[[str], None],
+) -> None:
+  height, length = kept.batches[0].tokens.shape
+  sampled = sum(int(packed.sampled.sum()) for packed in kept.batches)
+  say(
+    f"version {kept.version}, update {kept.number}: {sampled} sampled tokens, "
+    f"micro-batches of up to {height} x {length}: {len(kept.batches)}"
+  )
+  bad, (size, leaf) = post_mortem.parameters(kept)
+  wrong = f"not finite: {_listed(bad)}" if bad else "finite"
+  say(f"parameters: {wrong}; the largest is {size:.4g}, in {leaf}")
+  for column in post_mortem.columns(programs, kept):
+    line = f"  {column.name:10}  {column.low:.4g} to {column.high:.4g}"
+    if column.first is not None:
+      place, index = column.first
+      line += f"; not finite: {column.bad}, first {_at(place)} index {index}"
+    say(line)
+
+
+def _search(
+  programs: learner.Learner,
+  kept: quarantine.Kept,
+  say: Callable[[str], None],
+) -> post_mortem.Place | None:
+  """Says which parts are not finite alone; returns the first smallest."""
+  found, looked = None, 0
+  for number, packed in enumerate(kept.batches):
+    outcome = post_mortem.outcome(programs, kept, [packed])
+    say(f"micro-batch {number}: {_numbers(outcome)}")
+    if outcome.is_finite:
+      continue
+    for row, outcome in _bad(programs, kept, post_mortem.rows(kept, number)):
+      say(f"  row {row.row}: {_numbers(outcome)}")
+      looked += 1
+      smallest = row
+      if looked <= _MAX_ROWS:
+        smallest = _take_apart(programs, kept, row, say) or row
+      found = found or smallest
+  if looked > _MAX_ROWS:
+    say(f"only the first {_MAX_ROWS} of {looked} such rows were taken apart")
+  if found is None:
+    say("alone each part is finite: only together they are not")
+  return found
+
+
+def _bad(
+  programs: learner.Learner,
+  kept: quarantine.Kept,
+  places: Iterable[post_mortem.Place],
+) -> Iterator[tuple[post_mortem.Place, post_mortem.Outcome]]:
+  """Yields the parts that are not finite when they run alone."""
+  for place in places:
+    part = post_mortem.alone(kept.batches[place.batch], place)
+    outcome = post_mortem.outcome(programs, kept, [part])
+    if not outcome.is_finite:
+      yield place, outcome
+
+
+def _take_apart(
+  programs: learner.Learner,
+  kept: quarantine.Kept,
+  row: post_mortem.Place,
+  say: Callable[[str], None],
+) -> post_mortem.Place | None:
+  """Says which trajectories of a row are not finite; returns the first."""
+  packed, parts = kept.batches[row.batch], post_mortem.trajectories(kept, row)
+  parts = list(parts)
+  bad = list(_bad(programs, kept, parts))
+  if len(bad) == len(parts) > 1:
+    say(f"    nor is any of its {len(parts)} trajectories")
+  else:
+    for place, outcome in bad:
+      first, last, count = post_mortem.span(packed, place)
+      own = slice(first, last + 1)
+      versions = packed.versions[row.row, own][packed.sampled[row.row, own]]
+      say(
+        f"    segment {place.segment}: {_numbers(outcome)}; {count} tokens "
+        f"from index {first} to {last}, of versions {versions.min()} to "
+        f"{versions.max()}"
+      )
+  return bad[0][0] if bad else None
+
+
+def _tell_where(
+  programs: learner.Learner,
+  kept: quarantine.Kept,
+  place: post_mortem.Place | None,
+  say: Callable[[str], None],
+) -> None:
+  batches = kept.batches
+  if place is not None:
+    batches = [post_mortem.alone(batches[place.batch], place)]
+  for packed in batches:
+    placed = programs.place(packed)
+    found = post_mortem.first_nan(
+      programs.accumulate, kept.params, programs.zero(), placed, kept.critic
+    )
+    if found is not None:
+      say(f"first operation with a nan: {found}")
+      return
+  say("no operation makes a nan: something is infinite")
+
+
+def _numbers(outcome: post_mortem.Outcome) -> str:
+  verdict = "finite" if outcome.is_finite else "NOT FINITE"
+  numbers = f"loss {outcome.loss:.4g}, gradient norm {outcome.norm:.4g}"
+  return f"{numbers}: {verdict}"
+
+
+def _at(place: post_mortem.Place) -> str:
+  return f"in micro-batch {place.batch} row {place.row} segment {place.segment}"
+
+
+def _listed(names: tuple[str, ...]) -> str:
+  more = len(names) - _MAX_LEAVES
+  listing = ", ".join(names[:_MAX_LEAVES])
+  return f"{listing} and {more} more" if more > 0 else listing
+
+
+if __name__ == "__main__":
+  app.run(main, flags_parser=flags.parse)

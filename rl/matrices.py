@@ -1,0 +1,91 @@
+"""Which parameters are matrices, and along which axes: what Muon asks.
+
+Projections of attention, all heads in one, of MLPs, of each expert, and their
+adapters. Not embeddings, heads and routers, whose rows are looked up or
+compared one by one, nor norms and a critic, which are vectors.
+"""
+
+import itertools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import optax
+from optax import contrib
+
+from models import attention, lora, mlp, moe
+
+_MODULES = {
+  "attention": lora.with_axes(attention.AXES, lora.Lora()),
+  "mlp": lora.with_axes(mlp.AXES, lora.Lora()),
+  "moe": lora.with_axes(moe.AXES, lora.Lora()),
+}
+
+
+def labels(params: Any) -> Any:
+  """Returns "muon" for every matrix and "adam" for all else."""
+  return jax.tree.map_with_path(
+    lambda path, _: "adam" if _sides(path) is None else "muon", params
+  )
+
+
+def numbers(matrices: Any) -> Any:
+  """Returns contrib.MuonDimensionNumbers for each of a tree of matrices.
+
+  Parameters that are none are `optax.MaskedNode`, and stay it.
+  """
+  return jax.tree.map_with_path(
+    lambda path, _: contrib.MuonDimensionNumbers(*_of_matrix(path)), matrices
+  )
+
+
+def scale_to_rms(rms: float) -> optax.GradientTransformation:
+  """Scales matrices with singular values of 1 to this root mean square.
+
+  The squares of such an [m, n] add up to min(m, n).
+  """
+
+  def scale(path: tuple[Any, ...], step: jax.Array) -> jax.Array:
+    sides = _of_matrix(path)
+    longer = max(math.prod(step.shape[i] for i in side) for side in sides)
+    return rms * math.sqrt(longer) * step
+
+  return optax.stateless(
+    lambda updates, _: jax.tree.map_with_path(scale, updates)
+  )
+
+
+class _Sides(NamedTuple):
+  """Axes that a matrix sums over, and those of what it gives.
+
+  Further axes, those of experts, are one matrix each.
+  """
+
+  summed: tuple[int, ...]
+  given: tuple[int, ...]
+
+
+def _of_matrix(path: tuple[Any, ...]) -> _Sides:
+  sides = _sides(path)
+  assert sides is not None, jax.tree_util.keystr(path)
+  return sides
+
+
+def _sides(path: tuple[Any, ...]) -> _Sides | None:
+  """Returns the sides of a parameter, or None where it is no matrix."""
+  names = _axes(path)
+  if not names or "norm" in names or "router" in names:
+    return None
+  inner = tuple(range(names[0] == "experts", len(names)))
+  # One side of every matrix is a single axis: the model's width, or a rank.
+  split = 1 if names[inner[0]] in ("embed", "rank") else len(inner) - 1
+  return _Sides(inner[:split], inner[split:])
+
+
+def _axes(path: tuple[Any, ...]) -> tuple[str, ...]:
+  """Returns the logical axes of a parameter; none outside of the modules."""
+  keys = [k.key for k in path if isinstance(k, jax.tree_util.DictKey)]
+  node: Any = _MODULES
+  for key in itertools.dropwhile(lambda key: key not in _MODULES, keys):
+    node = node.get(key, {})
+  return node if isinstance(node, tuple) else ()

@@ -1,0 +1,285 @@
+"""Which batch, row and trajectory make a gradient that is not finite.
+
+  update -> micro-batches -> rows, each alone -> trajectories, each alone
+
+Alone is a batch of the same shape in which all else is padding, so that one
+program does for all of them.
+
+Letters: B rows, L row length.
+"""
+
+import itertools
+import math
+import pathlib
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array, Bool, PyTree
+
+from models import visibility
+from rl import batch as batch_lib
+from rl import learner, quarantine
+
+_ROOT = pathlib.Path(__file__).resolve().parents[1]
+_LIBRARIES = "site-packages"
+_COLUMNS = (
+  "behaviour",
+  "old",
+  "reference",
+  "values",
+  "returns",
+  "advantages",
+)
+
+
+class Outcome(NamedTuple):
+  """What came of one or more micro-batches.
+
+  Attributes:
+    loss: of the policy, as the update reports it.
+    norm: of the gradient.
+    leaves: parameters whose gradient is not finite, by their paths.
+  """
+
+  loss: float
+  norm: float
+  leaves: tuple[str, ...]
+
+  @property
+  def is_finite(self) -> bool:
+    """Whether the update would be taken."""
+    return math.isfinite(self.loss) and math.isfinite(self.norm)
+
+
+class Place(NamedTuple):
+  """Of a row, or of a trajectory within it.
+
+  Attributes:
+    segment: None is the whole row.
+  """
+
+  batch: int
+  row: int
+  segment: int | None = None
+
+
+class Extremes(NamedTuple):
+  """The sampled tokens of one column.
+
+  Attributes:
+    low, high: of those that are finite; nan when none is.
+    bad: how many are not.
+    first: the first of them, and its index in the row.
+  """
+
+  name: str
+  low: float
+  high: float
+  bad: int
+  first: tuple[Place, int] | None
+
+
+class Parameters(NamedTuple):
+  """What the batches met.
+
+  Attributes:
+    bad: those that are not finite, by their paths.
+    largest: magnitude of a finite entry, and whose it is.
+  """
+
+  bad: tuple[str, ...]
+  largest: tuple[float, str]
+
+
+def outcome(
+  programs: learner.Learner,
+  kept: quarantine.Kept,
+  batches: Sequence[batch_lib.Batch],
+) -> Outcome:
+  """Accumulates micro-batches and returns what the update would see."""
+  total = programs.zero()
+  for packed in batches:
+    placed = programs.place(packed)
+    total = programs.accumulate(kept.params, total, placed, kept.critic)
+  loss, norm, finite = jax.device_get(_summary(total, kept.masked))
+  return Outcome(float(loss), float(norm), _paths(finite, which=False))
+
+
+def _summary(
+  total: learner.Accumulator, masked: float
+) -> tuple[Array, Array, PyTree]:
+  """Returns loss, norm and whether each leaf is finite, as `update` has them.
+
+  See `learner._update`.
+  """
+  divisor = jnp.maximum(total.sums.divisor + masked, 1.0)
+  means: Any = jax.tree.map(lambda g: g / divisor, total.grads)
+  finite = jax.tree.map(lambda g: jnp.isfinite(g).all(), total.grads)
+  return total.sums.loss / divisor, optax.tree.norm(means), finite
+
+
+def _paths(flags: PyTree, *, which: bool) -> tuple[str, ...]:
+  """Returns the paths of the leaves that are this."""
+  return tuple(
+    jax.tree_util.keystr(path, simple=True, separator="/")
+    for path, flag in jax.tree_util.tree_leaves_with_path(flags)
+    if bool(flag) == which
+  )
+
+
+def rows(kept: quarantine.Kept, number: int) -> Iterator[Place]:
+  """Yields the rows of a micro-batch in which something was sampled."""
+  for row in np.flatnonzero(kept.batches[number].sampled.any(1)).tolist():
+    yield Place(number, row)
+
+
+def trajectories(kept: quarantine.Kept, row: Place) -> Iterator[Place]:
+  """Yields the trajectories of a row that have a sampled token."""
+  packed = kept.batches[row.batch]
+  own = packed.segments[row.row][packed.sampled[row.row]]
+  for segment in np.unique(own).tolist():
+    yield row._replace(segment=segment)
+
+
+def alone(packed: batch_lib.Batch, place: Place) -> batch_lib.Batch:
+  """Returns a batch of the same shape with nothing but this in it.
+
+  A trajectory has the prompt along that it shares with others.
+  """
+  keep = _tokens(packed, place)
+  height, length = packed.tokens.shape
+  experts = None if packed.experts is None else packed.experts.shape[2:]
+  padding = batch_lib.empty(
+    height, length, share_prompts=packed.prefix is not None, experts=experts
+  )
+  # Those that an empty batch lacks are 0 where nothing was sampled.
+  padding = padding._replace(
+    **{
+      name: np.zeros_like(column)
+      for name, column in packed._asdict().items()
+      if column is not None and getattr(padding, name) is None
+    }
+  )
+
+  def cut(column, blank):
+    where = keep.reshape(keep.shape + (1,) * (column.ndim - 2))
+    return np.where(where, column, blank)
+
+  return jax.tree.map(cut, packed, padding)
+
+
+def _tokens(packed: batch_lib.Batch, place: Place) -> Bool[np.ndarray, "B L"]:
+  keep = np.zeros(packed.tokens.shape, bool)
+  own = packed.segments[place.row]
+  if place.segment is None:
+    keep[place.row] = own > 0
+    return keep
+  keep[place.row] = own == place.segment
+  if packed.prefix is not None:
+    parents = packed.prefix.parents[place.row][keep[place.row]]
+    known = np.setdiff1d(parents, [visibility.NO_PARENT])
+    keep[place.row] |= np.isin(own, known)
+  return keep
+
+
+def span(packed: batch_lib.Batch, place: Place) -> tuple[int, int, int]:
+  """Returns first index, last index and number of its sampled tokens."""
+  found = np.flatnonzero(
+    _tokens(packed, place)[place.row] & packed.sampled[place.row]
+  )
+  return int(found[0]), int(found[-1]), len(found)
+
+
+def parameters(kept: quarantine.Kept) -> Parameters:
+  """Returns what of the parameters is not finite, and how large they are."""
+  tree = {"policy": kept.params, "critic": kept.critic}
+  finite, sizes = jax.device_get(_sizes(tree))
+  paths = _paths(jax.tree.map(lambda _: True, finite), which=True)
+  largest = max(zip(map(float, jax.tree.leaves(sizes)), paths, strict=True))
+  return Parameters(_paths(finite, which=False), largest)
+
+
+def _sizes(tree: PyTree) -> tuple[PyTree, PyTree]:
+  def largest(x):
+    return jnp.where(jnp.isfinite(x), jnp.abs(x), 0).max()
+
+  finite = jax.tree.map(lambda x: jnp.isfinite(x).all(), tree)
+  return finite, jax.tree.map(largest, tree)
+
+
+def columns(programs: learner.Learner, kept: quarantine.Kept) -> list[Extremes]:
+  """Returns the extremes of what a loss is made of.
+
+  `logprobs` and `log ratio` are of these parameters, the ratio over `old`, or
+  over `behaviour` where that was not scored again.
+  """
+  found: dict[str, list[np.ndarray]] = {name: [] for name in _COLUMNS}
+  found |= {"logprobs": [], "log ratio": []}
+  for packed in kept.batches:
+    for name in _COLUMNS:
+      column = getattr(packed, name)
+      if column is not None:
+        found[name].append(column)
+    placed = programs.place(packed)
+    scored = np.asarray(jax.device_get(programs.score(kept.params, placed)))
+    old = packed.behaviour if packed.old is None else packed.old
+    found["logprobs"].append(scored)
+    with np.errstate(invalid="ignore"):  # inf - inf is one to be found.
+      found["log ratio"].append(scored - old)
+  return [_extremes(kept, name, x) for name, x in found.items() if x]
+
+
+def _extremes(
+  kept: quarantine.Kept, name: str, column: Sequence[np.ndarray]
+) -> Extremes:
+  good, bad, first = [np.zeros(0, np.float32)], 0, None
+  for i, (packed, values) in enumerate(zip(kept.batches, column, strict=True)):
+    finite = np.isfinite(values)
+    good.append(values[packed.sampled & finite])
+    wrong = np.argwhere(packed.sampled & ~finite)
+    bad += len(wrong)
+    if first is None and len(wrong):
+      row, index = wrong[0].tolist()
+      first = Place(i, row, int(packed.segments[row, index])), index
+  joined = np.concatenate(good)
+  low, high = math.nan, math.nan
+  if len(joined):
+    low, high = float(joined.min()), float(joined.max())
+  return Extremes(name, low, high, bad, first)
+
+
+def first_nan(function: Callable[..., Any], *args: Any) -> str | None:
+  """Runs a program operation by operation until one makes a nan.
+
+  It is slow: nothing is compiled as a whole. One that makes infinities only
+  runs to its end, and so does one that is finite.
+
+  Returns:
+    The operation and the line of this project that asks for it, of a gradient
+    the line whose gradient it is; None when there is no nan.
+  """
+  try:
+    with jax.debug_nans(True), jax.disable_jit():
+      jax.block_until_ready(function(*args))
+  except FloatingPointError as error:
+    return f"{error.args[0]}{_line(error)}"
+  return None
+
+
+def _line(error: BaseException) -> str:
+  """Returns " at FILE:LINE in FUNCTION", of the innermost frame of ours."""
+  # A backward pass has as its cause where the forward one was traced.
+  causes = itertools.chain([error.__cause__], [error])
+  for one in causes:
+    frames = [] if one is None else traceback.extract_tb(one.__traceback__)
+    for frame in reversed(frames):
+      path = pathlib.Path(frame.filename)
+      if path.is_relative_to(_ROOT) and _LIBRARIES not in path.parts:
+        at = f"{path.relative_to(_ROOT)}:{frame.lineno}"
+        return f" at {at} in {frame.name}: {frame.line}"
+  return ""

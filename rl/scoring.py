@@ -1,0 +1,146 @@
+"""What is known of the tokens of some trajectories before their gradient.
+
+  trajectories -> packed rows -> scores on the mesh -> arrays by trajectory
+
+Letters: T sampled tokens of a trajectory.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float32
+
+from rl import batch as batch_lib
+from rl import dispatch, kl, learner, references, train_state, trajectory
+
+Tokens = Sequence[Float32[np.ndarray, " _"]]
+"""An array for each trajectory, with an entry for each of its T tokens."""
+
+
+class Scores(NamedTuple):
+  """By trajectory; None where nobody asks for it.
+
+  Attributes:
+    old: log-probabilities under the policy that ratios are against, in nats;
+      None when that is the one that sampled.
+    reference: the same under the policy to stay close to.
+    values: the critic's, of the state before each token.
+  """
+
+  old: Tokens | None = None
+  reference: Tokens | None = None
+  values: Tokens | None = None
+
+  @property
+  def columns(self) -> dict[batch_lib.Column, Tokens]:
+    """Returns those that are there, as columns of a batch."""
+    named: dict[batch_lib.Column, Tokens | None] = {
+      "old": self.old,
+      "reference": self.reference,
+      "values": self.values,
+    }
+    return {name: own for name, own in named.items() if own is not None}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Scorer:
+  """Runs the programs that score, on the thread of their mesh.
+
+  Attributes:
+    pack: lays trajectories into rows; see `batch.pack`.
+    reference: scores under the reference; None when there is none.
+  """
+
+  programs: learner.Learner
+  thread: dispatch.MeshThread
+  pack: Callable[[Sequence[trajectory.Trajectory]], batch_lib.Packed]
+  reference: references.Score | None
+  has_critic: bool
+
+  async def score(
+    self,
+    trajectories: Sequence[trajectory.Trajectory],
+    state: train_state.TrainState,
+    old: Any | None,
+  ) -> Scores:
+    """Returns what is known of every trajectory.
+
+    Args:
+      old: parameters of the policy that ratios are against, or None.
+    """
+    if old is None and self.reference is None and not self.has_critic:
+      return Scores()
+    packed = self.pack(trajectories)
+    return Scores(
+      old=await self._collect(
+        packed, old is not None, lambda b: self.programs.score(old, b)
+      ),
+      reference=await self._collect(
+        packed, self.reference is not None, lambda b: self._refer(state, b)
+      ),
+      values=await self._collect(
+        packed,
+        self.has_critic,
+        lambda b: self.programs.values(state.params, state.critic, b),
+      ),
+    )
+
+  def _refer(self, state: train_state.TrainState, placed: Any) -> jax.Array:
+    assert self.reference is not None
+    return self.reference(state, placed)
+
+  async def _collect(
+    self,
+    packed: batch_lib.Packed,
+    wanted: bool,
+    score: Callable[[Any], jax.Array],
+  ) -> Tokens | None:
+    if not wanted:
+      return None
+    found = [
+      await self.thread.run("score", self._score, score, batch)
+      for batch in packed.batches
+    ]
+    return batch_lib.collect(packed, found)
+
+  def _score(
+    self, score: Callable[[Any], jax.Array], batch: batch_lib.Batch
+  ) -> np.ndarray:
+    return jax.device_get(score(self.programs.place(batch)))
+
+
+def penalties(
+  penalty: kl.KlPenalty | None,
+  trajectories: Sequence[trajectory.Trajectory],
+  scores: Scores,
+) -> Tokens | None:
+  """Returns what a KL takes from the reward of each token; None without one.
+
+  It is of the policy that ratios are against, to the reference.
+  """
+  if penalty is None or penalty.where != "reward":
+    return None
+  if scores.reference is None:
+    raise ValueError("a KL penalty without log-probabilities of a reference")
+  old = scores.old if scores.old is not None else behaviour(trajectories)
+  if not old:
+    return []
+  gap = np.concatenate(old) - np.concatenate(scores.reference)
+  # Each size is a program of its own, so there shall be few.
+  padded = np.zeros(1 << len(gap).bit_length(), np.float32)
+  padded[: len(gap)] = gap
+  nats = np.asarray(kl.estimate(penalty.estimator, jnp.asarray(padded)))
+  ends = np.cumsum([len(own) for own in old])[:-1]
+  return np.split(np.float32(penalty.weight) * nats[: len(gap)], ends)
+
+
+def behaviour(trajectories: Sequence[trajectory.Trajectory]) -> Tokens:
+  """Returns the log-probabilities that the engine recorded."""
+  return [
+    np.concatenate([turn.logprobs for turn in member.turns])
+    for member in trajectories
+  ]

@@ -1,0 +1,244 @@
+"""A run whose gradients are no numbers, and what is said of it afterwards."""
+
+import dataclasses
+import json
+import pathlib
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from launch import flags, local, replay, workdir
+from rl import assemble_trainer, quarantine, settings
+
+ROOT = pathlib.Path(__file__).parents[2]
+EXPERIMENT = flags.load(
+  f"{ROOT}/configs/guess_number_moe.py",
+  {
+    "rounds": "12",
+    "model.num_layers": "1",
+    "model.d_model": "16",
+    "model.d_expert": "16",
+    "model.num_heads": "2",
+    "model.head_dim": "8",
+    "rollout.group_size": "4",
+    "engine.slots": "16",
+    "engine.row_buckets": "16,",
+    "engine.chunk_buckets": "8,",
+    "overlap.groups_per_round": "4",
+    "overlap.groups_per_microbatch": "2",
+    "batch.rows": "8",
+    "warm_start": "none",
+    "evaluation.episodes": "0",
+    "keeping.checkpoint_every": "1",
+    # The first step is taken; what it leaves gives no number any more.
+    "optimizer.learning_rate": "1e30",
+  },
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Run:
+  path: pathlib.Path
+  code: int
+  told: str
+  code_again: int
+  told_again: str
+
+
+@pytest.fixture(scope="module")
+def wild(tmp_path_factory):
+  """A run with steps of 1e30 that was started, and then started again."""
+  path = tmp_path_factory.mktemp("runs") / "wild"
+  told = path.with_name("told.txt")
+
+  def train():
+    with told.open("w") as file, pytest.MonkeyPatch.context() as patched:
+      patched.setattr(sys, "stdout", file)
+      with workdir.claim(path, EXPERIMENT):
+        code = local.train(EXPERIMENT, path)
+    return code, told.read_text()
+
+  code, first = train()
+  again, second = train()
+  return _Run(
+    path=path, code=code, told=first, code_again=again, told_again=second
+  )
+
+
+def test_a_run_without_finite_gradients_ends_with_a_line(wild):
+  assert wild.code == 1
+  last = quarantine.kept(wild.path / "skipped")[-1]
+  assert "not finite: 3" in wild.told
+  assert "Traceback" not in wild.told
+  assert f"python -m launch.replay {last.parent}/round_" in wild.told
+  # Tokens of skipped updates are masked, and nothing is lost.
+  assert "error 0" in wild.told
+  log = (wild.path / "events.jsonl").read_text().splitlines()
+  events = [json.loads(line) for line in log if line]
+  trained = [event for event in events if event["kind"] == "trained"]
+  skipped = [event for event in trained if not event["tokens"]]
+  assert skipped
+  assert all(event["masked"] > 0 for event in skipped)
+  assert all(event["used"] == [] for event in skipped)
+
+
+def test_a_run_without_finite_gradients_can_be_gone_on_with(wild):
+  assert "going on after" in wild.told_again
+  # Its weights are what they were.
+  assert wild.code_again == 1
+  assert "not finite: 3" in wild.told_again
+
+
+def _replay(*arguments):
+  return subprocess.run(
+    [sys.executable, "-m", "launch.replay", *map(str, arguments)],
+    capture_output=True,
+    text=True,
+    timeout=300,
+  )
+
+
+def test_a_skipped_update_is_replayed_from_the_command_line(wild):
+  path = quarantine.kept(wild.path / "skipped")[-1]
+  done = _replay(path, "--where")
+  assert done.returncode == 1, done.stderr
+  lines = done.stdout.splitlines()
+  assert any(x.startswith("parameters: ") for x in lines)
+  assert any(x.startswith("update: ") and "NOT FINITE" in x for x in lines)
+  # It is the weights: no trajectory comes to a finite gradient.
+  assert sum("    nor is any of its " in x for x in lines) >= 2
+  assert "first operation with a nan: " in lines[-1]
+  assert "models/" in lines[-1]
+
+
+def test_a_mistyped_update_is_answered_with_the_nearest(wild):
+  path = quarantine.kept(wild.path / "skipped")[-1]
+  done = _replay(str(path)[:-1] + "7")
+  assert done.returncode == 2
+  assert "is no skipped update; did you mean" in done.stderr
+  assert str(path) in done.stderr
+  assert "Traceback" not in done.stderr
+
+
+def test_a_run_in_place_of_an_update_is_answered_with_what_it_has(wild):
+  path = quarantine.kept(wild.path / "skipped")[-1]
+  for wrong in (wild.path, wild.path / "skipped"):
+    with pytest.raises(settings.SettingError, match=f"did you mean .*{path}"):
+      replay.named(str(wrong))
+
+
+def test_a_mistyped_directory_on_the_way_is_named(wild):
+  path = str(quarantine.kept(wild.path / "skipped")[-1])
+  for part, wrong in (("/skipped/", "/skiped/"), ("/wild/", "/wlid/")):
+    right = path.partition(part)[0] + part[:-1]
+    with pytest.raises(settings.SettingError, match=f"did you mean {right}\\?"):
+      replay.named(path.replace(part, wrong))
+
+
+def test_where_there_is_no_update_at_all_its_form_is_told(tmp_path):
+  with pytest.raises(settings.SettingError, match="RUN/skipped/round_0000"):
+    replay.named(str(tmp_path / "nowhere" / "at_all"))
+
+
+def test_an_update_that_cannot_be_read_is_refused(wild, tmp_path):
+  (tmp_path / quarantine.BATCHES).write_bytes(b"cut")
+  with pytest.raises(settings.SettingError, match="cannot be read"):
+    replay.read(tmp_path, EXPERIMENT)
+
+
+# What follows plants numbers in an update of a sound run.
+
+
+@pytest.fixture(scope="module")
+def programs():
+  layout = EXPERIMENT.placement.layouts()[0]
+  return assemble_trainer.programs(EXPERIMENT, layout)
+
+
+@pytest.fixture
+def sound(wild, programs):
+  """Micro-batches of the run with weights and columns that are numbers."""
+  path = quarantine.kept(wild.path / "skipped")[0]
+  _, kept = replay.read(path, EXPERIMENT)
+  batches = [
+    packed._replace(
+      behaviour=np.where(packed.sampled, -1.5, 0).astype(np.float32),
+      advantages=np.where(packed.sampled, 0.5, 0).astype(np.float32),
+      old=None,
+    )
+    for packed in kept.batches
+  ]
+  params = programs.init(jax.random.key(0)).params
+  return kept._replace(batches=batches, params=params)
+
+
+def _told(programs, kept, **options):
+  lines = []
+  return replay.replay(programs, kept, lines.append, **options), lines
+
+
+def test_an_update_that_is_finite_by_now_is_said_to_be(programs, sound):
+  code, lines = _told(programs, sound, where=True)
+  assert code == 0
+  assert lines[-1].startswith("update: ")
+  assert lines[-1].endswith(": finite")
+
+
+def test_row_and_trajectory_of_a_planted_number_are_named(programs, sound):
+  packed = sound.batches[0]
+  row, index = np.argwhere(packed.sampled)[-1].tolist()
+  segment = int(packed.segments[row, index])
+  packed.advantages[row, index] = np.nan
+  code, lines = _told(programs, sound)
+  assert code == 1
+  found = [x for x in lines if x.startswith(("  row ", "    segment "))]
+  assert len(found) == 2
+  assert found[0].startswith(f"  row {row}: ")
+  assert found[1].startswith(f"    segment {segment}: ")
+  at = f"in micro-batch 0 row {row} segment {segment} index {index}"
+  assert sum(f"not finite: 1, first {at}" in x for x in lines) == 1
+
+
+def test_parameters_that_are_no_numbers_are_named(programs, sound):
+  params = {**sound.params}
+  params["final_norm"] = params["final_norm"].at[0].set(np.nan)
+  code, lines = _told(programs, sound._replace(params=params))
+  assert code == 1
+  assert "parameters: not finite: policy/final_norm; " in lines[1]
+
+
+def test_a_norm_that_overflows_is_told_from_a_gradient_that_does(
+  programs, sound
+):
+  # 1e25 squared is beyond float32.
+  packed = sound.batches[0]
+  advantages = np.where(packed.sampled, 1e25, 0).astype(np.float32)
+  batches = [packed._replace(advantages=advantages)]
+  code, lines = _told(programs, sound._replace(batches=batches))
+  assert code == 1
+  assert any("their norm overflows" in x for x in lines)
+
+
+def test_batches_that_overflow_only_together_are_told(programs, sound):
+  packed = sound.batches[0]
+  row, index = np.argwhere(packed.sampled)[0].tolist()
+  at = np.zeros(packed.sampled.shape, bool)
+  at[row, index] = True
+  # A clipped ratio of 0.8: the loss of one is 1.6e38, and that of three is
+  # beyond float32, while the gradient is 0.
+  advantages = np.where(at, -2e38, 0).astype(np.float32)
+  one = packed._replace(advantages=advantages)
+  code, lines = _told(programs, sound._replace(batches=[one, one, one]))
+  assert code == 1
+  assert any("update: loss inf, gradient norm 0" in x for x in lines)
+  assert sum(x.startswith("micro-batch ") for x in lines) == 3
+  assert "only together they are not" in lines[-1]
+
+
+def test_the_config_of_a_run_is_that_of_its_skipped_updates(wild):
+  path = quarantine.kept(wild.path / "skipped")[0]
+  stored = json.loads((path.parents[1] / "config.json").read_text())
+  assert settings.from_json(stored).max_skipped == EXPERIMENT.max_skipped

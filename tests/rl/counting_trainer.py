@@ -1,0 +1,127 @@
+"""A trainer over programs that only count, and groups for it."""
+
+import asyncio
+import dataclasses
+import math
+
+import numpy as np
+
+from rl import (
+  advantages,
+  algorithms,
+  dispatch,
+  learner,
+  testing,
+  trace,
+  training,
+  trajectory,
+)
+
+STATUS = trajectory.Status
+GRPO = algorithms.Grpo()
+NOTHING = dict.fromkeys(learner.METRICS, 0.0)
+SETTINGS = training.Settings(
+  rows=4,
+  length=8,
+  share_prompts=False,
+  probe_rows=4,
+  max_staleness=0,
+  old_logprob="decode",
+)
+
+
+def member(reward, index=0, versions=(0, 0), status=STATUS.COMPLETED):
+  """Returns a context of two ids and an answer of some, all of -0.5 nats."""
+  count = len(versions)
+  turn = trajectory.Turn(
+    context=np.array([3, 1], np.int32),
+    tokens=np.arange(5, 5 + count, dtype=np.int32),
+    logprobs=np.full(count, -0.5, np.float32),
+    versions=np.array(versions, np.int32),
+    stop="stop",
+  )
+  return trajectory.Trajectory("t", 0, index, [turn], status, reward)
+
+
+def group(*rewards, **fields):
+  """Returns a group of such members; a reward of None is a fault."""
+  members = [
+    member(
+      reward,
+      index,
+      **fields,
+      **({"status": STATUS.ENV_FAULT} if reward is None else {}),
+    )
+    for index, reward in enumerate(rewards)
+  ]
+  return trajectory.Group(
+    group_id=0, trajectories=members, admitted=trajectory.PolicyVersion(0)
+  )
+
+
+@dataclasses.dataclass(eq=False)
+class Programs:
+  """A learner that counts updates and keeps what it is called with.
+
+  It scores every token with -0.5 - updates / 4 nats, `updates` being those of
+  the weights it is given.
+  """
+
+  grad_norm: float = 1.0
+  batches: list = dataclasses.field(default_factory=list)
+  weights: list = dataclasses.field(default_factory=list)
+  masked: list = dataclasses.field(default_factory=list)
+
+  def build(self):
+    fake = testing.fake_learner()
+
+    def accumulate(params, total, packed, critic):
+      self.weights.append(params["updates"])
+      self.batches.append(packed)
+      return fake.accumulate(params, total, packed, critic)
+
+    def update(state, total, masked):
+      after, sums = fake.update(state, total, masked)
+      self.masked.append(masked)
+      if not math.isfinite(self.grad_norm):
+        return state, {**sums, "grad_norm": self.grad_norm, "skipped": 1.0}
+      return after, {**sums, "grad_norm": self.grad_norm}
+
+    def score(params, packed):
+      nats = -0.5 - params["updates"] / 4
+      return np.full_like(packed.behaviour, nats)
+
+    return dataclasses.replace(
+      fake, accumulate=accumulate, update=update, score=score
+    )
+
+  @property
+  def compared_with(self):
+    """The one log-probability that the tokens of each batch have."""
+    return [
+      float(value)
+      for packed in self.batches
+      for value in np.unique(_old(packed)[packed.sampled])
+    ]
+
+
+def _old(packed):
+  return packed.behaviour if packed.old is None else packed.old
+
+
+def trained(scenario, programs=None, estimator=None, objective=GRPO, **changes):
+  """Runs a scenario on a trainer of fake programs that starts afresh."""
+  thread = dispatch.MeshThread("learner", trace.Trace(None))
+  built = (programs or Programs()).build()
+  trainer = training.Training(
+    dataclasses.replace(SETTINGS, **changes),
+    built,
+    thread,
+    estimator=estimator or advantages.Grpo(),
+    objective=objective,
+  )
+  trainer.restore(built.abstract)
+  try:
+    return asyncio.run(scenario(trainer))
+  finally:
+    thread.close()

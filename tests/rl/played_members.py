@@ -1,0 +1,89 @@
+"""Members of groups with chosen rewards, turns and scores."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from envs import base
+from rl import returns, trajectory
+
+OK = trajectory.Status.COMPLETED
+FAULT = trajectory.Status.ENV_FAULT
+
+
+def played(
+  reward: float,
+  lengths: Sequence[int] = (3,),
+  *,
+  earned: ArrayLike | None = None,
+  seen: Sequence[str] | None = None,
+  penalties: ArrayLike | None = None,
+  values: ArrayLike | None = None,
+) -> returns.Played:
+  """Returns what an estimator sees of a member.
+
+  Args:
+    lengths: sampled tokens of each turn.
+    earned: the environment's reward of each turn; 0 by default.
+    seen: what came before each turn; by default no two turns are alike.
+  """
+  count = len(lengths)
+  return returns.Played(
+    reward=float(reward),
+    turns=np.repeat(np.arange(count), lengths),
+    turn_rewards=np.array([0.0] * count if earned is None else earned, "f4"),
+    observations=[
+      word.encode() for word in (seen or [f"turn {i}" for i in range(count)])
+    ],
+    penalties=None if penalties is None else np.array(penalties, "f4"),
+    values=None if values is None else np.array(values, "f4"),
+  )
+
+
+def rewards(*values: float) -> list[returns.Played]:
+  """Returns one member of one turn for each reward."""
+  return [played(value) for value in values]
+
+
+def group(
+  *members: tuple[trajectory.Status, float | None, Sequence[int]],
+  task: str = "game/train/0",
+  earned: Sequence[Sequence[float]] = (),
+) -> trajectory.Group:
+  """Returns a group of (status, reward, sampled tokens of each turn).
+
+  Args:
+    earned: of each member the environment's reward of each turn; 0 by default.
+  """
+  rewards = earned or [[0.0] * len(lengths) for _, _, lengths in members]
+  return trajectory.Group(
+    group_id=0,
+    trajectories=[
+      trajectory.Trajectory(
+        task_id=task,
+        group_id=0,
+        index=index,
+        turns=[
+          _turn(place, length, rewards[index][place])
+          for place, length in enumerate(lengths)
+        ],
+        status=status,
+        reward=reward,
+      )
+      for index, (status, reward, lengths) in enumerate(members)
+    ],
+    admitted=trajectory.PolicyVersion(0),
+    task=base.Task(id=task, index=0, split="train", seed=0),
+  )
+
+
+def _turn(place: int, length: int, reward: float) -> trajectory.Turn:
+  return trajectory.Turn(
+    context=np.full(2, place, np.int32),
+    tokens=np.zeros(length, np.int32),
+    logprobs=np.zeros(length, np.float32),
+    versions=np.zeros(length, np.int32),
+    stop="stop",
+    reward=reward,
+  )

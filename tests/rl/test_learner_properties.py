@@ -1,0 +1,255 @@
+"""One gradient, however its trajectories are packed, split and sharded.
+
+With a network in float32, all parts of an objective at once and a critic. For
+the objective alone, over all losses and corrections, see `test_objective`.
+"""
+
+import asyncio
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from models import config as config_lib
+from models import transformer
+from rl import (
+  batch,
+  corrections,
+  dispatch,
+  kl,
+  learner,
+  losses,
+  objective,
+  placement,
+  trace,
+)
+from tests.rl import scored_episodes
+
+CONFIG = config_lib.tiny_moe(
+  vocab_size=24,
+  num_layers=1,
+  d_model=16,
+  head_dim=8,
+  d_ff=16,
+  d_expert=16,
+  max_length=32,
+  compute=config_lib.Compute(moe_block=4),
+)
+ROWS, LENGTH = 4, 32
+OBJECTIVE = objective.Objective(
+  loss=losses.ClippedSurrogate(dual_clip=3.0),
+  correction=corrections.TokenTruncated(),
+  kl=kl.KlPenalty(estimator="k3+", weight=0.2),
+  value=objective.ValueLoss(weight=0.5, clip=0.5),
+  entropy_bonus=0.1,
+  balance_weight=0.0,  # It is not linear over micro-batches.
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _optimised():
+  """Sums are compared to their last digits: with the code that users run."""
+  name = "jax_disable_most_optimizations"
+  before = jax.config.values[name]
+  jax.config.update(name, False)
+  yield
+  jax.config.update(name, before)
+
+
+@functools.cache
+def build(
+  data: int = 1,
+  expert: int = 1,
+  tensor: int = 1,
+  *,
+  through_body: bool = True,
+  critic: bool = True,
+) -> learner.Learner:
+  spec = placement.MeshSpec(data=data, expert=expert, tensor=tensor)
+  layout, _ = placement.Placement(learner=spec, colocated=True).layouts()
+  value = dataclasses.replace(OBJECTIVE.value, through_body=through_body)
+  return learner.build(
+    CONFIG,
+    layout,
+    dataclasses.replace(OBJECTIVE, value=value),
+    optax.sgd(0.1),
+    critic=critic,
+    num_lags=scored_episodes.MAX_LAG + 1,
+  )
+
+
+def on_mesh(function, *args):
+  """As in a run: on the thread of a mesh, without implicit transfers."""
+  thread = dispatch.MeshThread("learner", trace.Trace(None))
+  try:
+    return asyncio.run(thread.run("work", function, *args))
+  finally:
+    thread.close()
+
+
+@functools.cache
+def weights() -> tuple[transformer.Params, Any]:
+  """Large and without structure, so that nothing is nearly 0."""
+  draws = np.random.default_rng(5)
+  with jax.transfer_guard("allow"):
+    params = transformer.init(jax.random.key(0), CONFIG)
+  params = jax.tree.map(
+    lambda x: (
+      np.asarray(x) + draws.normal(scale=0.2, size=x.shape).astype("f4")
+    ),
+    params,
+  )
+  critic = {
+    "kernel": draws.normal(size=CONFIG.d_model).astype(np.float32) / 4,
+    "bias": np.float32(0.3),
+  }
+  return params, critic
+
+
+def placed(programs: learner.Learner) -> tuple[Any, Any]:
+  where = jax.tree.map(lambda x: x.sharding, programs.abstract)
+  params, critic = weights()
+  return (
+    jax.device_put(params, where.params),
+    where.critic and jax.device_put(critic, where.critic),
+  )
+
+
+def accumulate(programs: learner.Learner, batches) -> learner.Accumulator:
+  params, critic = placed(programs)
+  total = programs.zero()
+  for data in batches:
+    total = programs.accumulate(params, total, programs.place(data), critic)
+  return jax.device_get(total)
+
+
+@functools.cache
+def episodes() -> scored_episodes.Episodes:
+  """Old policies, and the critic's targets, are near this one."""
+  drawn = scored_episodes.draw(1)
+  laid = scored_episodes.pack(drawn, rows=ROWS, length=LENGTH)
+
+  def score(programs):
+    params, critic = placed(programs)
+    data = [programs.place(b) for b in laid.batches]
+    scores = [programs.score(params, b) for b in data]
+    values = [programs.values(params, critic, b) for b in data]
+    return jax.device_get((scores, values))
+
+  scores, values = on_mesh(score, build())
+  near = scored_episodes.about(
+    drawn.members, batch.collect(laid, scores), seed=1
+  )
+  critics = batch.collect(laid, values)
+  noise = np.random.default_rng(2)
+  near.columns["values"] = [
+    (own + noise.normal(scale=0.5, size=own.shape)).astype(np.float32)
+    for own in critics
+  ]
+  return near
+
+
+def packed(**changes) -> batch.Packed:
+  settings: dict[str, Any] = {"rows": ROWS, "length": LENGTH, **changes}
+  return scored_episodes.pack(episodes(), **settings)
+
+
+@functools.cache
+def total() -> learner.Accumulator:
+  return on_mesh(accumulate, build(), packed().batches)
+
+
+def assert_same(found: learner.Accumulator, expected: learner.Accumulator):
+  """Gradients to 1e-5 of the largest entry of each leaf, and means to 1e-5.
+
+  What a network computes in float32 is no better: in matrix products of other
+  shapes sums are taken in another order, and 2e-6 to 5e-6 were measured. The
+  objective itself is held to 1e-6 in `test_objective`.
+  """
+  for leaf, other in zip(
+    jax.tree.leaves(found.grads),
+    jax.tree.leaves(expected.grads),
+    strict=True,
+  ):
+    assert scored_episodes.difference(leaf, other) < 1e-5
+  # The router balances padding as well, so how it did is left out.
+  sums, wanted = (
+    jax.tree.leaves(x.sums._replace(router=None)) for x in (found, expected)
+  )
+  assert len(sums) == len(wanted) > 10
+  atol = 1e-5 * float(expected.sums.divisor)
+  for leaf, other in zip(sums, wanted, strict=True):
+    np.testing.assert_allclose(leaf, other, rtol=1e-5, atol=atol)
+
+
+def test_every_part_of_the_objective_is_at_work():
+  sums = total().sums
+  assert sums.tokens == sum(episodes().sizes) > 100
+  assert 0 < sums.clipped < sums.tokens
+  assert sums.correction is not None
+  assert 0 < sums.correction.truncated < sums.tokens
+  assert all(0 < x < sums.tokens for x in sums.lag_tokens)
+  for added in (sums.kl, sums.value_loss, sums.entropy):
+    assert added is not None
+    assert added > 1
+  for leaf in jax.tree.leaves(total().grads):
+    assert np.abs(leaf).max() > 0.01
+
+
+@pytest.mark.parametrize(
+  ("num_batches", "layout"),
+  [
+    # One trajectory a row; a smaller batch at the end; a prompt for several.
+    (4, lambda: scored_episodes.alone(episodes(), rows=ROWS, length=LENGTH)),
+    (2, lambda: packed(tail_rows=2)),
+    (2, lambda: packed(share_prompts=True)),
+  ],
+  ids=["unpacked", "unequal", "shared"],
+)
+def test_how_trajectories_are_packed_changes_nothing(num_batches, layout):
+  batches = layout().batches
+  assert len(batches) == num_batches
+  assert_same(on_mesh(accumulate, build(), batches), total())
+
+
+def test_members_of_a_group_do_share_their_prompt():
+  shared = packed(share_prompts=True).batches
+  assert max(b.prefix.copies.max() for b in shared if b.prefix) > 2
+  used = [
+    sum((b.segments > 0).sum() for b in x) for x in (shared, packed().batches)
+  ]
+  assert used[0] < used[1]
+
+
+def test_eight_devices_have_the_gradient_of_one():
+  assert_same(on_mesh(accumulate, build(2, 2, 2), packed().batches), total())
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf], ids=str)
+def test_nothing_that_stands_in_padding_leaks(poison):
+  """Not one bit, whatever the column."""
+  planted = [scored_episodes.poisoned(b, poison) for b in packed().batches]
+  found = on_mesh(accumulate, build(), planted)
+  expected = on_mesh(accumulate, build(), packed().batches)
+  jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+def test_a_head_of_its_own_leaves_the_body_alone():
+  """Without a way through, policies learn as if there were no critic."""
+  values, none = (
+    on_mesh(accumulate, build(**kind), packed().batches).grads
+    for kind in ({"through_body": False}, {"critic": False})
+  )
+  assert none.critic is None
+  pairs = zip(*map(jax.tree.leaves, (values.policy, none.policy)), strict=True)
+  assert max(scored_episodes.difference(a, b) for a, b in pairs) < 1e-6
+  # The head learns the same either way, but there is more in the body.
+  head, body = total().grads.critic, total().grads.policy
+  pairs = zip(*map(jax.tree.leaves, (values.critic, head)), strict=True)
+  assert max(scored_episodes.difference(a, b) for a, b in pairs) < 1e-6
+  assert scored_episodes.difference(body["embed"], none.policy["embed"]) > 0.01

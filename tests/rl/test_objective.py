@@ -1,0 +1,396 @@
+"""The whole objective over packed rows, without a model.
+
+What a model would say of a token is itself the parameter here, so that
+gradients are compared token by token and rounding is that of the objective
+alone.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rl import batch, corrections, kl, losses, objective, placement
+from tests.rl import packed_rows, scored_episodes
+
+ROWS, LENGTH = 8, 32
+NUM_LAGS = 3
+EPISODES = scored_episodes.draw(0)
+NUM_TOKENS = sum(EPISODES.sizes)
+
+
+class Said(NamedTuple):
+  """What the model says of each token; the last entry is of padding."""
+
+  logprobs: jax.Array
+  entropy: jax.Array
+  values: jax.Array
+
+
+def say(padding: float) -> Said:
+  draws = np.random.default_rng(3)
+  near = np.concatenate(EPISODES.columns["old"])
+  entries = (
+    near + draws.uniform(-0.5, 0.5, NUM_TOKENS),
+    draws.uniform(0, 3, NUM_TOKENS),
+    draws.normal(size=NUM_TOKENS),
+  )
+  return Said(
+    *(jnp.asarray(np.append(x, padding), jnp.float32) for x in entries)
+  )
+
+
+def whole(loss: Any, correction: Any) -> objective.Objective:
+  """An objective in which every part counts."""
+  return objective.Objective(
+    loss=loss,
+    correction=correction,
+    kl=kl.KlPenalty(estimator="k3+", weight=0.3),
+    value=objective.ValueLoss(weight=0.7, clip=0.4),
+    entropy_bonus=0.2,
+  )
+
+
+def every() -> list[objective.Objective]:
+  """All losses by all aggregates, and every correction at least twice."""
+  chosen = itertools.cycle(packed_rows.CORRECTIONS)
+  return [
+    whole(dataclasses.replace(loss, aggregate=aggregate), next(chosen))
+    for loss in packed_rows.LOSSES
+    for aggregate in packed_rows.AGGREGATES
+  ]
+
+
+def index_of(packed: batch.Packed) -> list[np.ndarray]:
+  """The number of the token at each place; padding has the last one."""
+  found = [
+    np.full(b.tokens.shape, NUM_TOKENS, np.int32) for b in packed.batches
+  ]
+  ends = np.cumsum(EPISODES.sizes)
+  for end, place in zip(ends.tolist(), packed.places, strict=True):
+    assert place is not None
+    start = end - len(place.index)
+    found[place.batch][place.row, place.index] = np.arange(start, end)
+  return found
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _gradient(what: objective.Objective, said: Said, data: Any, index: Any):
+  def total(said):
+    scored = objective.Scored(*(x[index] for x in said), aux=None)
+    return objective.of_batch(what, scored, data, num_lags=NUM_LAGS)
+
+  return jax.grad(total, has_aux=True)(said)
+
+
+def summed(what: objective.Objective, packed: batch.Packed, said: Said, place):
+  """Gradient and sums over all batches."""
+  total = None
+  for data, index in zip(packed.batches, index_of(packed), strict=True):
+    data = data._replace(prefix=None)
+    found = _gradient(what, said, *place((data, index)))
+    total = found if total is None else jax.tree.map(jnp.add, total, found)
+  return jax.device_get(total)
+
+
+def as_is(tree):
+  return tree
+
+
+@functools.cache
+def on_mesh():
+  spec = placement.MeshSpec(data=2, expert=2, tensor=2)
+  layout, _ = placement.Placement(learner=spec, colocated=True).layouts()
+  return functools.partial(jax.device_put, device=layout.sharding("batch"))
+
+
+@functools.cache
+def layouts() -> dict[str, batch.Packed]:
+  """The same episodes, laid out in several ways, all in batches of `ROWS`."""
+  parts = scored_episodes.pack(EPISODES, rows=3, length=LENGTH, tail_rows=1)
+  heights = [len(b.tokens) for b in parts.batches]
+  assert set(heights) == {1, 3}
+  return {
+    "packed": packed(),
+    "unpacked": scored_episodes.alone(EPISODES, rows=ROWS, length=LENGTH),
+    "accumulated": parts._replace(
+      batches=[scored_episodes.stacked([b], ROWS) for b in parts.batches]
+    ),
+    "shared": scored_episodes.pack(
+      EPISODES, rows=ROWS, length=LENGTH, share_prompts=True
+    ),
+  }
+
+
+@functools.cache
+def packed() -> batch.Packed:
+  found = scored_episodes.pack(EPISODES, rows=ROWS, length=LENGTH)
+  (data,) = found.batches
+  assert (data.segments > 1).any()
+  return found
+
+
+@functools.cache
+def expected(number: int):
+  return summed(every()[number], packed(), say(0.0), as_is)
+
+
+def assert_same(found, expected):
+  """Gradients to 1e-6 of the largest entry, and means to 1e-6.
+
+  Float32 has 1e-7; sums of a hundred tokens are taken in another order. Terms
+  of both signs cancel in a mean, which is then held against 1.
+  """
+  for leaf, other in zip(found[0], expected[0], strict=True):
+    assert scored_episodes.difference(leaf, other) < 1e-6
+  sums, wanted = jax.tree.leaves(found[1]), jax.tree.leaves(expected[1])
+  assert len(sums) == len(wanted) > 10
+  divisor = expected[1].divisor
+  for leaf, other in zip(sums, wanted, strict=True):
+    np.testing.assert_allclose(leaf, other, rtol=1e-6, atol=1e-6 * divisor)
+
+
+NUMBERS = range(len(packed_rows.LOSSES) * len(packed_rows.AGGREGATES))
+# Each loss once; which aggregate and which correction goes round.
+SOME = [3 * i + i % 3 for i in range(len(packed_rows.LOSSES))]
+
+
+def test_every_loss_aggregate_and_correction_is_compared():
+  objectives = every()
+  assert {type(x.loss) for x in objectives} == packed_rows.frozen_callables(
+    losses
+  )
+  assert {
+    type(x.correction) for x in objectives
+  } == packed_rows.frozen_callables(corrections)
+  assert len({(x.loss, x.loss.aggregate) for x in objectives}) == len(NUMBERS)
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+@pytest.mark.parametrize("layout", ["unpacked", "accumulated", "shared"])
+def test_how_trajectories_are_laid_out_changes_nothing(number, layout):
+  found = summed(every()[number], layouts()[layout], say(0.0), as_is)
+  assert_same(found, expected(number))
+  gradient, sums = found
+  assert sums.tokens == NUM_TOKENS
+  assert np.abs(gradient.logprobs).max() > 1e-3
+
+
+@pytest.mark.parametrize("number", SOME)
+def test_how_rows_lie_on_a_mesh_changes_nothing(number):
+  found = summed(every()[number], packed(), say(0.0), on_mesh())
+  assert_same(found, expected(number))
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_nothing_that_stands_in_padding_leaks(number):
+  """Not one bit, be it in a column or in what the model says there."""
+  (data,) = packed().batches
+  for poison in (math.nan, math.inf, -math.inf):
+    planted = packed()._replace(
+      batches=[scored_episodes.poisoned(data, poison)]
+    )
+    found = summed(every()[number], planted, say(poison), as_is)
+    jax.tree.map(np.testing.assert_array_equal, found, expected(number))
+    # The last entry is what the model says of padding.
+    assert all(part[-1] == 0 for part in found[0])
+
+
+# The critic.
+
+
+def test_a_value_loss_is_half_the_square_or_that_of_the_clipped_value():
+  loss = objective.ValueLoss(clip=0.2)
+  values = jnp.array([1.0, 1.0, -1.0, 0.1])
+  old, returns = jnp.zeros(4), jnp.array([2.0, 0.5, 1.0, 0.3])
+  # Clipped to 0.2, 0.2, -0.2 and 0.1: (1.8, 0.3, 1.2, 0.2) from the returns,
+  # against (1.0, 0.5, 2.0, 0.2); the larger error counts.
+  expected = [1.62, 0.125, 2.0, 0.02]
+  assert loss(values, old, returns).tolist() == pytest.approx(expected)
+  plain = objective.ValueLoss(clip=None)(values, old, returns)
+  assert plain.tolist() == pytest.approx([0.5, 0.125, 2.0, 0.02])
+
+
+def test_a_value_that_went_far_enough_is_taken_no_further():
+  loss = objective.ValueLoss(clip=0.2)
+  values = jnp.array([1.0, 1.0, -1.0, 0.1])
+  old, returns = jnp.zeros(4), jnp.array([2.0, 0.5, 1.0, 0.3])
+  gradient = jax.grad(lambda x: loss(x, old, returns).sum())(values)
+  # The first is on its way to 2 and has gone further than 0.2; the others come
+  # back, or have hardly moved.
+  assert gradient.tolist() == pytest.approx([0.0, 0.5, -2.0, -0.2])
+
+
+@pytest.mark.parametrize(
+  ("setting", "message"),
+  [
+    ({"weight": 0.0}, "ValueLoss: weight=0.0 is no number above 0"),
+    ({"clip": -1.0}, "ValueLoss: clip=-1.0 is no number above 0"),
+    ({"clip": math.nan}, "ValueLoss: clip=nan is no number above 0"),
+  ],
+)
+def test_a_value_loss_that_means_nothing_is_refused(setting, message):
+  with pytest.raises(ValueError, match=message):
+    objective.ValueLoss(**setting).validate()
+  objective.ValueLoss(clip=None).validate()
+
+
+def row(said, data, what, num_lags=1):
+  """Sums of one row, of numpy arrays by name."""
+  length = len(data["behaviour"])
+  full = {"segments": np.ones(length), "advantages": np.zeros(length)}
+  kinds = {"segments": np.int32, "sampled": bool, "lags": np.int32}
+  fields = {
+    name: np.asarray([values], kinds.get(name, np.float32))
+    for name, values in {**full, **data}.items()
+  }
+  logprobs, entropy, values = said
+  scored = objective.Scored(
+    jnp.asarray([logprobs]),
+    jnp.asarray([entropy]),
+    None if values is None else jnp.asarray([values]),
+    aux=None,
+  )
+  filled: Any = batch.empty(1, length)._replace(**fields)
+  filled = jax.tree.map(jnp.asarray, filled)
+  _, sums = objective.of_batch(what, scored, filled, num_lags=num_lags)
+  return sums
+
+
+PLAIN = objective.Objective(loss=losses.Reinforce())
+
+
+def test_the_critic_learns_nothing_from_what_the_environment_said():
+  data = {
+    "behaviour": [0.0] * 3,
+    "sampled": [False, True, True],
+    "values": [5.0, 1.0, 2.0],
+    "returns": [-5.0, 2.0, 2.0],
+  }
+  said = ([0.0] * 3, [0.0] * 3, [100.0, 1.0, 3.0])
+  what = dataclasses.replace(PLAIN, value=objective.ValueLoss(clip=None))
+  # 1/2 (1 - 2)^2 + 1/2 (3 - 2)^2
+  assert row(said, data, what).value_loss == pytest.approx(1.0)
+
+
+def test_a_batch_without_the_columns_that_are_asked_for_is_refused():
+  data = {"behaviour": [0.0], "sampled": [True]}
+  said = ([0.0], [0.0], [0.0])
+  with pytest.raises(ValueError, match="without values and returns"):
+    row(said, data, PLAIN)
+  penalised = dataclasses.replace(PLAIN, kl=kl.KlPenalty())
+  with pytest.raises(ValueError, match="without log-probabilities of the ref"):
+    row((*said[:2], None), data, penalised)
+
+
+# Metrics.
+
+
+def metrics(sums):
+  found = objective.metrics(sums, jnp.maximum(sums.divisor, 1.0))
+  return {name: float(value) for name, value in found.items()}
+
+
+def test_the_effective_sample_size_is_that_of_verl():
+  """Ratios .4, .8 and 6 within .5 to 5 weigh 0, .8 and 0."""
+  old = np.log([0.4, 0.8, 6.0])
+  what = dataclasses.replace(
+    PLAIN, correction=corrections.IcePop(low=0.5, high=5.0)
+  )
+  data = {"behaviour": [0.0] * 3, "old": old, "sampled": [True] * 3}
+  found = metrics(row((old, [0.0] * 3, None), data, what))
+  # verl, test_rollout_corr.py::test_mask_mode.
+  assert found["correction/ess"] == pytest.approx(1 / 3)
+  assert found["correction/masked"] == pytest.approx(2 / 3)
+  assert found["correction/weight"] == pytest.approx(0.8 / 3)
+  assert found["correction/truncated"] == 0
+
+
+def test_truncated_weights_are_counted_and_padding_is_not():
+  old = np.log([4.0, 1.0, 9.0, 1.0])
+  what = dataclasses.replace(PLAIN, correction=corrections.TokenTruncated())
+  data = {
+    "behaviour": [0.0] * 4,
+    "old": old,
+    "sampled": [True, True, False, True],
+  }
+  found = metrics(row((old, [0.0] * 4, None), data, what))
+  # Weights 2, 1 and 1: 16 / (3 * 6).
+  assert found["correction/ess"] == pytest.approx(16 / 18)
+  assert found["correction/truncated"] == pytest.approx(1 / 3)
+  assert found["correction/weight"] == pytest.approx(4 / 3)
+
+
+def test_lags_have_their_share_and_their_distance():
+  gaps = [0.5, -0.5, 1.0, 0.25, 9.0]
+  data = {
+    "behaviour": [-1.0] * 5,
+    "sampled": [True] * 4 + [False],
+    # The last entry is of all that are later still.
+    "lags": [0, 1, 4, 1, 1],
+  }
+  said = ([-1 + gap for gap in gaps], [0.0] * 5, None)
+  found = metrics(row(said, data, PLAIN, num_lags=4))
+  shares = [found[f"lag_share/{i}"] for i in range(4)]
+  assert shares == [0.25, 0.5, 0.0, 0.25]
+  # k3 of KL(behaviour, policy): e^gap - 1 - gap.
+  k3 = [math.expm1(gap) - gap for gap in gaps]
+  assert found["behaviour_kl/lag_0"] == pytest.approx(k3[0], rel=1e-5)
+  mean = (k3[1] + k3[3]) / 2
+  assert found["behaviour_kl/lag_1"] == pytest.approx(mean, rel=1e-5)
+  assert math.isnan(found["behaviour_kl/lag_2"])
+  assert found["behaviour_kl/lag_3"] == pytest.approx(k3[2], rel=1e-5)
+  assert found["behaviour_kl"] == pytest.approx(-1.25 / 4)
+
+
+def test_of_weights_that_are_all_0_there_is_no_sample_size():
+  what = dataclasses.replace(PLAIN, correction=corrections.IcePop())
+  data = {"behaviour": [0.0], "old": [9.0], "sampled": [True]}
+  found = metrics(row(([0.0], [0.0], None), data, what))
+  assert math.isnan(found["correction/ess"])
+  assert found["correction/masked"] == 1
+
+
+def test_sums_of_nothing_are_those_of_a_batch_of_padding():
+  what = whole(losses.Reinforce(), corrections.TokenTruncated())
+  data = {"behaviour": [0.0], "sampled": [False]}
+  data |= {name: [0.0] for name in ("reference", "values", "returns")}
+  found = row(([0.0], [0.0], [0.0]), data, what, num_lags=2)
+  nothing = objective.zero(what, num_lags=2, critic=True, num_experts=0)
+  jax.tree.map(np.testing.assert_array_equal, found, nothing)
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(
+  "name", ["entropy_bonus", "balance_weight", "z_weight"]
+)
+def test_weights_that_are_no_numbers_are_refused(name):
+  for value in (math.nan, math.inf):
+    with pytest.raises(ValueError, match=f"{name}={value} is no .* use 0"):
+      dataclasses.replace(PLAIN, **{name: value}).validate()
+  backward = dataclasses.replace(PLAIN, **{name: -0.1})
+  if name == "entropy_bonus":
+    backward.validate()
+  else:
+    with pytest.raises(ValueError, match=f"{name}=-0.1 is no number that"):
+      backward.validate()
+
+
+@pytest.mark.parametrize("loss", packed_rows.LOSSES, ids=repr)
+def test_a_loss_with_a_weight_of_its_own_takes_masks_alone(loss):
+  for correction in packed_rows.CORRECTIONS:
+    what = objective.Objective(loss=loss, correction=correction)
+    if loss.own_weight and correction.weighs:
+      name = type(correction).__name__
+      with pytest.raises(ValueError, match=f"={name} .* use correction=none"):
+        what.validate()
+    else:
+      what.validate()

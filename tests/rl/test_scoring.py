@@ -1,0 +1,408 @@
+"""What is known of tokens before their gradient, and what follows from it."""
+
+import asyncio
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models import transformer
+from rl import (
+  algorithms,
+  batch,
+  corrections,
+  credit,
+  dispatch,
+  kl,
+  learner,
+  optimizers,
+  placement,
+  scoring,
+  testing,
+  trace,
+  training,
+  trajectory,
+)
+
+SETTINGS = training.Settings(
+  rows=4,
+  length=12,
+  share_prompts=False,
+  probe_rows=4,
+  max_staleness=0,
+  old_logprob="decode",
+)
+PENALTY = kl.KlPenalty(estimator="k1", weight=0.1, where="reward")
+FAULT = trajectory.Status.ENV_FAULT
+
+
+def member(reward, turns: Sequence[int] = (2,), index=0, first=5):
+  """Answers of so many tokens, with ids that count up from `first`.
+
+  The engine gave token `id` a log-probability of -id / 10.
+  """
+  records, at = [], first
+  for count in turns:
+    ids = np.arange(at, at + count, dtype=np.int32)
+    at += count
+    records.append(
+      trajectory.Turn(
+        context=np.array([3, 1], np.int32),
+        tokens=ids,
+        logprobs=(-ids / 10).astype(np.float32),
+        versions=np.zeros(count, np.int32),
+        stop="stop",
+      )
+    )
+  status = trajectory.Status.COMPLETED if reward is not None else FAULT
+  return trajectory.Trajectory("t", 0, index, records, status, reward)
+
+
+def group(*members):
+  return trajectory.Group(
+    group_id=0,
+    trajectories=[
+      dataclasses.replace(m, index=i) for i, m in enumerate(members)
+    ],
+    admitted=trajectory.PolicyVersion(0),
+  )
+
+
+@dataclasses.dataclass(eq=False)
+class Programs:
+  """A learner of few words.
+
+  Under weights of n updates token `id` has -id / 10 - n / 4 nats, and before
+  it the critic says (id - 5) / 2.
+  """
+
+  batches: list[batch.Batch] = dataclasses.field(default_factory=list)
+  scored: int = 0
+
+  def build(self) -> learner.Learner:
+    fake = testing.fake_learner()
+
+    def accumulate(params, total, packed, critic):
+      self.batches.append(packed)
+      return fake.accumulate(params, total, packed, critic)
+
+    def score(params, packed):
+      self.scored += 1
+      nats = -packed.tokens / 10 - params["updates"] / 4
+      return nats.astype(np.float32)
+
+    return dataclasses.replace(
+      fake,
+      accumulate=accumulate,
+      score=score,
+      values=lambda params, critic, packed: (
+        (packed.tokens - 5).astype(np.float32) / 2
+      ),
+    )
+
+  def column(self, name) -> dict[int, float]:
+    """What each id that was sampled has there; all have one value each."""
+    return {
+      int(token): float(value)
+      for b in self.batches
+      for token, value in zip(
+        b.tokens[b.sampled], getattr(b, name)[b.sampled], strict=True
+      )
+    }
+
+
+def half_as_likely(state, placed):
+  """A reference that finds every token less likely, by id / 20 nats."""
+  return jax.device_put((-0.15 * placed.tokens).astype(np.float32))
+
+
+def trained(scenario, programs, algorithm, reference=None, **changes):
+  """Runs a scenario on a trainer of fake programs that starts afresh."""
+  thread = dispatch.MeshThread("learner", trace.Trace(None))
+  built = programs.build()
+  trainer = training.Training(
+    dataclasses.replace(SETTINGS, **changes),
+    built,
+    thread,
+    estimator=algorithm.advantage,
+    objective=algorithm,
+    reference=reference,
+  )
+  trainer.restore(built.abstract)
+  try:
+    return asyncio.run(scenario(trainer))
+  finally:
+    thread.close()
+
+
+def once(*groups):
+  async def scenario(trainer):
+    await trainer.begin_round(0)
+    used = await trainer.accumulate(groups)
+    await trainer.update()
+    return used
+
+  return scenario
+
+
+# A penalty in the reward.
+
+
+def scores(old, reference):
+  arrays = ([np.array(x, "f4") for x in own] for own in (old, reference))
+  return scoring.Scores(*arrays)
+
+
+def test_a_penalty_is_of_the_old_policy_to_the_reference():
+  found = scoring.penalties(
+    PENALTY,
+    [member(0.0), member(0.0, [1])],
+    scores([[-1.0, -2.0], [-3.0]], [[-1.5, -1.0], [-3.0]]),
+  )
+  assert found is not None
+  expected = [[0.05, -0.1], [0.0]]
+  assert [x.tolist() for x in found] == [pytest.approx(x) for x in expected]
+  assert all(x.dtype == np.float32 for x in found)
+
+
+@pytest.mark.parametrize(
+  ("estimator", "nats"),
+  # overlap.md: k1, k2 and k3 at a gap of 0.5.
+  [("k1", 0.5), ("k2", 0.125), ("k3", 0.10653), ("k3+", 0.10653)],
+)
+def test_every_estimator_has_its_value(estimator, nats):
+  penalty = dataclasses.replace(PENALTY, estimator=estimator, weight=2.0)
+  found = scoring.penalties(penalty, [member(0.0)], scores([[-1.0]], [[-1.5]]))
+  assert found is not None
+  assert found[0] == pytest.approx([2 * nats], abs=1e-5)
+
+
+def test_without_old_log_probabilities_those_of_the_engine_count():
+  found = scoring.penalties(
+    PENALTY,
+    [member(0.0)],
+    scoring.Scores(reference=[np.array([-1.0, -1.0], "f4")]),
+  )
+  assert found is not None
+  assert found[0] == pytest.approx([0.05, 0.04])
+
+
+def test_a_penalty_of_nobody_is_no_error():
+  assert scoring.penalties(PENALTY, [], scores([], [])) == []
+
+
+def test_only_a_penalty_in_the_reward_is_taken_from_it():
+  loss = kl.KlPenalty(estimator="k2", where="loss")
+  for penalty in (None, loss):
+    assert scoring.penalties(penalty, [], scoring.Scores()) is None
+  with pytest.raises(ValueError, match="without log-probabilities of a ref"):
+    scoring.penalties(PENALTY, [member(0.0)], scoring.Scores())
+
+
+def test_reinforce_plus_plus_whitens_returns_less_their_penalties():
+  programs = Programs()
+  algorithm = algorithms.ReinforcePlusPlus(kl=PENALTY)
+  trained(
+    once(group(member(1.0), member(0.0, first=8))),
+    programs,
+    algorithm,
+    half_as_likely,
+  )
+  # Token `id` costs 0.1 * id / 20, and returns are what comes from it on.
+  returns = np.array([1 - 0.025 - 0.03, 1 - 0.03, 0 - 0.04 - 0.045, 0 - 0.045])
+  white = (returns - returns.mean()) / returns.std()
+  found = programs.column("advantages")
+  assert list(found) == [5, 6, 8, 9]
+  assert list(found.values()) == pytest.approx(white, rel=1e-5)
+  reference = programs.column("reference")
+  assert reference[9] == pytest.approx(-1.35)
+
+
+def test_members_of_equal_reward_differ_by_their_penalties():
+  programs = Programs()
+  algorithm = algorithms.ReinforcePlusPlus(kl=PENALTY)
+  groups = group(member(1.0), member(1.0, first=8))
+  (used,) = trained(once(groups), programs, algorithm, half_as_likely)
+  assert used.trained.all()
+  found = programs.column("advantages")
+  assert found[5] > found[8]
+
+
+def test_a_round_of_faults_has_no_penalties_and_ends_nothing():
+  programs = Programs()
+  algorithm = algorithms.ReinforcePlusPlus(kl=PENALTY)
+  groups = group(member(None), member(None))
+  (used,) = trained(once(groups), programs, algorithm, half_as_likely)
+  assert not used.trained.any()
+  assert programs.batches == []
+
+
+# A critic.
+
+
+def test_gae_learns_from_the_values_of_the_critic():
+  programs = Programs()
+  gae = credit.Gae(discount=0.9, lambda_=0.5)
+  # Two turns with an observation between them, which is no step.
+  trained(
+    once(group(member(1.0, [2, 1]))), programs, algorithms.Ppo(advantage=gae)
+  )
+  # Values 0, 0.5 and 1; the reward comes at the end.
+  delta = [0.9 * 0.5 - 0.0, 0.9 * 1.0 - 0.5, 1.0 - 1.0]
+  last = delta[2]
+  middle = delta[1] + 0.45 * last
+  first = delta[0] + 0.45 * middle
+  found = programs.column("advantages")
+  assert found == pytest.approx({5: first, 6: middle, 7: last})
+  assert programs.column("values") == {5: 0.0, 6: 0.5, 7: 1.0}
+  returns = {5: first, 6: middle + 0.5, 7: last + 1.0}
+  assert programs.column("returns") == pytest.approx(returns)
+
+
+def test_without_a_critic_a_reference_or_a_second_policy_nothing_is_scored():
+  programs = Programs()
+  trained(once(group(member(1.0), member(0.0))), programs, algorithms.Grpo())
+  (packed,) = programs.batches
+  assert programs.scored == 0
+  for name in ("old", "reference", "values", "returns"):
+    assert getattr(packed, name) is None
+
+
+# Whose scores, and when.
+
+
+def several_updates(trainer):
+  async def scenario():
+    await trainer.begin_round(0)
+    for first in (5, 9):
+      await trainer.accumulate(
+        [group(member(1.0, first=first), member(0.0, first=first + 2))]
+      )
+      await trainer.update()
+
+  return scenario()
+
+
+@pytest.mark.parametrize(
+  ("old_logprob", "updates"), [("snapshot", 0), ("recompute", 1)]
+)
+def test_a_second_minibatch_is_held_against_what_was_asked_for(
+  old_logprob, updates
+):
+  programs = Programs()
+  trained(several_updates, programs, algorithms.Grpo(), old_logprob=old_logprob)
+  old = programs.column("old")
+  assert old[5] == pytest.approx(-0.5)
+  # The round began with the weights of no updates; one was taken since.
+  assert old[9] == pytest.approx(-0.9 - updates / 4)
+
+
+def test_epochs_keep_the_old_policy_and_the_advantages():
+  programs = Programs()
+  algorithm = algorithms.Grpo(correction=corrections.TokenTruncated())
+  trained(
+    once(group(member(1.0), member(0.0))),
+    programs,
+    algorithm,
+    old_logprob="recompute",
+    epochs=3,
+  )
+  assert len(programs.batches) == 3
+  assert programs.scored == 1
+  for name in ("old", "advantages", "behaviour"):
+    first, *others = (getattr(b, name) for b in programs.batches)
+    for other in others:
+      np.testing.assert_array_equal(other, first)
+
+
+# The real programs.
+
+
+@pytest.fixture(scope="module")
+def real(dense_config):
+  layout, _ = placement.Placement(colocated=True).layouts()
+  return learner.build(
+    dense_config,
+    layout,
+    algorithms.Ppo(),
+    optimizers.AdamW(learning_rate=0.1)(),
+    critic=True,
+  )
+
+
+@pytest.mark.parametrize("share_prompts", [False, True], ids=["own", "shared"])
+def test_scores_are_those_of_each_trajectory_on_its_own(
+  real, dense_config, share_prompts
+):
+  members = [member(1.0, [2, 3]), member(0.0, [4]), member(0.0, [1], first=9)]
+  state = real.init(jax.random.key(1))
+  critic = {
+    "kernel": np.linspace(-1, 1, dense_config.d_model, dtype=np.float32),
+    "bias": np.float32(0.5),
+  }
+  where = jax.tree.map(lambda x: x.sharding, state.critic)
+  state = state._replace(critic=jax.device_put(critic, where))
+  thread = dispatch.MeshThread("learner", trace.Trace(None))
+  scorer = scoring.Scorer(
+    real,
+    thread,
+    lambda members: batch.pack(
+      members, rows=2, length=16, version=0, share_prompts=share_prompts
+    ),
+    lambda state, placed: real.score(state.params, placed),
+    has_critic=True,
+  )
+  try:
+    found = asyncio.run(scorer.score(members, state, state.params))
+  finally:
+    thread.close()
+  assert found.old is not None
+  assert found.reference is not None
+  assert found.values is not None
+  for i, own in enumerate(members):
+    ids, at = own.ids, np.flatnonzero(own.sampled)
+    hidden, _ = transformer.hidden(
+      state.params,
+      dense_config,
+      jnp.asarray(ids)[None],
+      jnp.arange(len(ids))[None],
+      jnp.ones((1, len(ids)), np.int32),
+    )
+    logits = transformer.head(state.params, dense_config, hidden[0])
+    logprobs = np.asarray(jax.nn.log_softmax(logits))[at - 1, ids[at]]
+    values = np.asarray(hidden[0] @ critic["kernel"])[at - 1] + 0.5
+    np.testing.assert_allclose(found.old[i], logprobs, atol=1e-5)
+    np.testing.assert_array_equal(found.reference[i], found.old[i])
+    np.testing.assert_allclose(found.values[i], values, atol=1e-5)
+
+
+def test_a_critic_comes_to_know_what_episodes_earn(real):
+  thread = dispatch.MeshThread("learner", trace.Trace(None))
+  algorithm = algorithms.Ppo()
+  trainer = training.Training(
+    dataclasses.replace(SETTINGS, epochs=4),
+    real,
+    thread,
+    estimator=algorithm.advantage,
+    objective=algorithm,
+  )
+
+  async def scenario():
+    trainer.restore(real.init(jax.random.key(0)))
+    losses = []
+    for version in range(6):
+      await trainer.begin_round(version)
+      await trainer.accumulate([group(member(1.0), member(1.0, first=8))])
+      losses.append((await trainer.update())["value_loss"])
+    return losses
+
+  try:
+    losses = asyncio.run(scenario())
+  finally:
+    thread.close()
+  # It begins with 0 where 1 is earned, and is clipped on its way.
+  assert losses[0] > 0.1
+  assert losses[-1] < losses[0] / 4

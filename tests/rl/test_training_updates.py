@@ -1,0 +1,90 @@
+"""What an update is of: epochs, groups that teach nothing, bad numbers."""
+
+import math
+
+import pytest
+
+from rl import algorithms
+from tests.rl.counting_trainer import Programs, group, trained
+
+
+@pytest.mark.parametrize("norm", [math.nan, math.inf])
+def test_updates_that_are_not_finite_are_skipped_and_too_many_end_the_run(norm):
+  programs, skipped = Programs(grad_norm=norm), []
+
+  async def scenario(trainer):
+    await trainer.begin_round(5)
+    for _ in range(3):
+      await trainer.accumulate([group(1.0, 0.0)])
+      skipped.append((await trainer.update())["skipped"])
+
+  message = f"round 5: .* not finite: 3; .* norm {norm}; nobody kept"
+  with pytest.raises(FloatingPointError, match=message):
+    trained(scenario, programs, max_skipped=2)
+  assert skipped == [1.0, 1.0]
+  assert programs.weights == [0, 0, 0]
+
+
+def test_skipped_updates_count_only_in_a_row():
+  programs = Programs()
+
+  async def scenario(trainer):
+    await trainer.begin_round(0)
+    for norm in (math.nan, 1.0, math.nan, 1.0):
+      programs.grad_norm = norm
+      await trainer.accumulate([group(1.0, 0.0)])
+      await trainer.update()
+    return trainer.state.updates
+
+  assert trained(scenario, programs, max_skipped=1) == 2
+
+
+def test_every_epoch_is_a_step_on_the_same_groups_and_the_same_old_policy():
+  programs = Programs()
+
+  async def scenario(trainer):
+    await trainer.begin_round(0)
+    for _ in range(2):
+      await trainer.accumulate([group(1.0, 0.0)] * 4)
+    sums = await trainer.update()
+    return trainer.state.updates, sums["tokens"]
+
+  found = trained(scenario, programs, epochs=3, old_logprob="recompute")
+  # Two full batches three times; tokens are those of one epoch.
+  assert found == (3, 32.0)
+  assert programs.weights == [0, 0, 1, 1, 2, 2]
+  assert programs.compared_with == [-0.5] * 6
+
+
+def test_a_group_that_teaches_nothing_is_masked_and_stays_in_the_divisor():
+  programs = Programs()
+
+  async def scenario(trainer):
+    await trainer.begin_round(0)
+    used = await trainer.accumulate(
+      [group(1.0, 0.0), group(1.0, 1.0, None), group(1.0, None)]
+    )
+    return used, await trainer.update()
+
+  used, sums = trained(scenario, programs)
+  assert [one.trained.any() for one in used] == [True, False, False]
+  assert (sums["flat_groups"], sums["lone_groups"]) == (1, 1)
+  # Two members of two tokens; those of a fault, or alone, are nowhere.
+  assert programs.masked == [4.0]
+  assert sum(packed.sampled.sum() for packed in programs.batches) == 4
+
+
+def test_a_group_without_an_advantage_is_trained_where_entropy_counts():
+  programs = Programs()
+
+  async def scenario(trainer):
+    await trainer.begin_round(0)
+    used = await trainer.accumulate([group(1.0, 1.0)])
+    return used, await trainer.update()
+
+  (used,), sums = trained(
+    scenario, programs, objective=algorithms.Grpo(entropy_bonus=0.01)
+  )
+  assert used.trained.all()
+  assert not used.values.any()
+  assert (sums["flat_groups"], programs.masked) == (1, [0.0])
