@@ -40,7 +40,7 @@ def get_config() -> config.Experiment:
     ),
     algorithm=algorithms.Grpo(entropy_bonus=0.003),
     optimizer=optimizers.AdamW(learning_rate=2e-4),
-    batch=config.BatchShape(rows=64, length=66),
+    batch=config.BatchShape(rows=16, length=132, tail_rows=4),
     warm_start=warm_start.WarmStart(steps=100, episodes=64, exploration=0.4),
     evaluation=config.Evaluation(every=20, episodes=400),
     rounds=160,

@@ -38,7 +38,7 @@ def get_config() -> config.Experiment:
     ),
     algorithm=algorithms.Grpo(entropy_bonus=0.003),
     optimizer=optimizers.AdamW(learning_rate=5e-4),
-    batch=config.BatchShape(rows=22, length=60),
+    batch=config.BatchShape(rows=10, length=72, tail_rows=2),
     warm_start=warm_start.WarmStart(steps=60, episodes=64, exploration=0.7),
     rounds=1000,
   )

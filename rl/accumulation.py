@@ -52,6 +52,14 @@ class Accumulation:
     self._waiting: list[_Waiting] = []
     self._total: learner.Accumulator | None = None
 
+  @property
+  def fill(self) -> float:
+    """Share of the places in all batches that hold a token."""
+    places = sum(packed.segments.size for packed in self.batches)
+    return sum(
+      np.count_nonzero(packed.segments) for packed in self.batches
+    ) / max(places, 1)
+
   async def add(
     self,
     state: train_state.TrainState,

@@ -196,12 +196,13 @@ class Experiment:
       )
 
   def _validate_counts(self) -> None:
+    tail = 1 if self.batch.tail_rows is None else self.batch.tail_rows
     for name, value, least in (
       ("rounds", self.rounds, 0 if self.warm_start else 1),
       ("seed", self.seed, 0),
       ("max_skipped", self.max_skipped, 0),
       ("batch.rows", self.batch.rows, 1),
-      ("batch.tail_rows", self.batch.tail_rows or 1, 1),
+      ("batch.tail_rows", tail, 1),
       ("evaluation.every", self.evaluation.every, 0),
       ("evaluation.episodes", self.evaluation.episodes, 0),
       ("keeping.checkpoint_every", self.keeping.checkpoint_every, 1),
@@ -210,6 +211,11 @@ class Experiment:
     ):
       if value < least:
         raise ValueError(f"{name}={value} is below {least}")
+    if self.batch.tail_rows is not None and tail >= self.batch.rows:
+      raise ValueError(
+        f"batch.tail_rows={tail} is not below batch.rows={self.batch.rows}; "
+        "use fewer, or none"
+      )
     if not 0 <= self.evaluation.temperature < math.inf:
       raise ValueError(
         f"evaluation.temperature={self.evaluation.temperature} is no number "

@@ -154,8 +154,7 @@ class Sums(NamedTuple):
     kl: to the reference, by the penalty's estimator, without its weight.
     value_loss: of the critic, without its weight.
     router: Aux of each micro-batch, weighted by its divisor, so it divides
-      too,
-      except for `dropped`, which is a count; None without experts.
+      too, except for `dropped`, which is a count; None without experts.
   """
 
   tokens: Float[Array, ""]
@@ -209,8 +208,8 @@ def zero(
 def metrics(sums: Sums, divisor: Float[Array, ""]) -> dict[str, Array]:
   """Returns scalars: means, and one for each entry of a vector.
 
-  `ess` is the effective sample size, (sum w)^2 / (n sum w^2), of n tokens.
-  Means of nothing are nan.
+  `ess` is the effective sample size, (sum w)^2 / (n sum w^2), of n tokens; of
+  weights that are all 0 it is nan, as is the KL of a lag that no token has.
 
   Args:
     divisor: what the gradient was divided by.

@@ -162,6 +162,7 @@ class Training:
     self._version = 0
     self._update: accumulation.Accumulation | None = None
     self._masked = _Groups()
+    self._penalties: list[Float32[np.ndarray, " _"]] = []
     self._number = 0
     self._skipped = 0
     self._probe: batch.Batch | None = None
@@ -210,11 +211,13 @@ class Training:
     self._masked = self._counted(groups, chosen)
     members = estimation.members(groups, chosen)
     scores = await self._scorer.score(members, self.state, self._old())
+    penalties = scoring.penalties(penalty, members, scores)
+    self._penalties += penalties or []
     found = estimation.of_groups(
       groups,
       chosen,
       self._estimator,
-      penalties=scoring.penalties(penalty, members, scores),
+      penalties=penalties,
       values=scores.values,
     )
     columns: dict[batch.Column, scoring.Tokens] = {
@@ -292,14 +295,18 @@ class Training:
     this, self._update = self._update, None
     masked, self._masked = self._masked, _Groups()
     number, self._number = self._number, self._number + 1
-    groups = {
+    penalties, self._penalties = self._penalties, []
+    more = {
       "flat_groups": float(masked.flat),
       "lone_groups": float(masked.lone),
     }
+    if penalties and self._objective.kl is not None:
+      mean = np.concatenate(penalties).mean(dtype=np.float64)
+      more["kl"] = float(mean) / self._objective.kl.weight
     if this is not None:
       await this.flush(self.state)
     if this is None or not this.batches:
-      return dict.fromkeys(learner.METRICS, 0.0) | groups
+      return dict.fromkeys(learner.METRICS, 0.0) | more
     self._probe = self._probe or this.batches[0]
     steps: list[dict[str, float]] = []
     for epoch in range(self._settings.epochs):
@@ -311,7 +318,7 @@ class Training:
         await self._keep(this.batches, number, masked.divisor, sums)
         break
       self._skipped = 0
-    return _over_epochs(steps) | groups
+    return _over_epochs(steps) | more | {"fill": this.fill}
 
   async def _keep(
     self,

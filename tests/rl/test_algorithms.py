@@ -128,13 +128,6 @@ def test_any_part_of_a_preset_can_be_replaced(path, text, value):
   assert tree == value
 
 
-def test_dapo_is_grpo_with_a_higher_clip_that_drops_what_teaches_nothing():
-  dapo, grpo = algorithms.Dapo(), algorithms.Grpo()
-  assert dapo.loss == losses.ClippedSurrogate(clip_low=0.2, clip_high=0.28)
-  assert dapo.sampling == filters.DynamicSampling()
-  assert dapo.advantage == grpo.advantage
-
-
 # What does not go together.
 
 
@@ -384,19 +377,16 @@ def test_every_preset_trains_a_real_policy_and_loses_no_token(name, schedule):
     assert metrics["trained_tokens"] > 0
   # Adam's first step is its rate for whatever has a gradient.
   assert ran.moved > 0.01
-  log = events.surviving(ran.log)
-  assert invariants.violations(log, schedule, GROUP) == []
-  booked = ledger.of(log)
+  assert invariants.violations(ran.log, schedule, GROUP) == []
+  booked = ledger.of(ran.log)
   assert booked.error == 0
   assert booked.trained > 0
 
 
-@pytest.mark.parametrize("name", ["rloo", "ppo"])
-def test_the_reward_goes_up(name):
-  """From "yes" as one of eight words, to more often than not."""
-  tree = named(
-    name, rounds=15, rollout=rollout.Rollout(group_size=8, max_tokens=16)
-  )
-  rewards_of = [metrics["reward_mean"] for metrics in run(tree).rounds]
-  assert np.mean(rewards_of[:3]) < 0.3
-  assert np.mean(rewards_of[-3:]) > 0.5
+def test_the_reward_goes_up():
+  """From one word of eight to half of the answers right."""
+  larger = rollout.Rollout(group_size=8, max_tokens=16)
+  ran = run(named("rloo", rounds=15, rollout=larger))
+  earned = [metrics["reward_mean"] for metrics in ran.rounds]
+  assert np.mean(earned[:3]) < 0.2
+  assert np.mean(earned[-3:]) > 0.4

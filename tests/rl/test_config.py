@@ -44,9 +44,10 @@ def _override(tree, overrides):
       "rollout.group_size": "1",
       "algorithm.advantage": "rl.advantages.Reinforce()",
     },
-    # 22 rows over 11 * 2 devices, 4 experts over 2, and engine rows over 8.
+    # 10 rows over 5 * 2 devices, 4 experts over 2, and engine rows over 8.
     {
-      "placement.learner.data": "11",
+      "batch.tail_rows": "none",
+      "placement.learner.data": "5",
       "placement.learner.expert": "2",
       "placement.learner.rules.embed": "none",
     },
@@ -114,12 +115,19 @@ def test_settings_that_fit_together_are_accepted(experiment, overrides):
       "model.d_model=128 does not divide over placement.learner.data=11; use"
       " placement.learner.data=8 or placement.learner.rules.embed=none",
     ),
-    # The next multiple of 4 above 22 is 24.
+    # The next multiple of 4 above 10 is 12.
     (
       {"placement.learner.data": "2", "placement.learner.expert": "2"},
-      "batch.rows=22 does not divide over placement.learner.data * expert = 4;"
-      " use 24",
+      "batch.rows=10 does not divide over placement.learner.data * expert = 4;"
+      " use 12",
     ),
+    (
+      {"placement.learner.expert": "2", "batch.tail_rows": "5"},
+      "batch.tail_rows=5 does not divide over placement.learner.data * expert ="
+      " 2; use 6",
+    ),
+    ({"batch.tail_rows": "0"}, "batch.tail_rows=0 is below 1"),
+    ({"batch.tail_rows": "10"}, "batch.tail_rows=10 is not below batch.rows"),
     # Rows of decoding are 32, 64, 128 and the 256 slots.
     (
       {"placement.decode.data": "3"},
@@ -163,7 +171,8 @@ def test_settings_that_fit_together_are_accepted(experiment, overrides):
       "placement.platform=cuda is unknown; use cpu, gpu, tpu or none; did you"
       " mean gpu?",
     ),
-    ({"rounds": "0"}, "rounds=0 is below 1"),
+    ({"rounds": "0", "warm_start": "none"}, "rounds=0 is below 1"),
+    ({"rounds": "-1"}, "rounds=-1 is below 0"),
     ({"batch.rows": "0"}, "batch.rows=0 is below 1"),
     ({"evaluation.every": "-1"}, "evaluation.every=-1 is below 0"),
     ({"evaluation.episodes": "-1"}, "evaluation.episodes=-1 is below 0"),

@@ -226,5 +226,7 @@ def test_a_teacher_that_is_not_there_is_refused(tmp_path):
 def test_a_teacher_of_another_size_than_its_checkpoint_is_refused(taught):
   _, directory = taught
   teacher = references.Teacher(model=CONFIG, directory=str(directory))
-  with pytest.raises(ValueError, match=r"(?s)reference\.directory=.*model\.d_model=16"):
+  with pytest.raises(
+    ValueError, match=r"(?s)reference\.directory=.*model\.d_model=16"
+  ):
     teacher.check()

@@ -1,0 +1,165 @@
+"""What lag costs an algorithm in reward, and what a correction wins back.
+
+  python -m benchmarks.learning [--seeds=0,1,2] [--workers=2] [--only=grpo/*]
+  python -m benchmarks.learning --rates=3e-4,5e-4,1e-3,2e-3
+  python -m benchmarks.learning --render
+
+Six algorithms on five schedules, each with two or three answers to the lag, as
+docs/learning.md says, which this writes. What has run is a line in --out, so
+that the same command goes on after a kill; lines of other settings belong
+elsewhere. --rates adds the runs that the learning rate was chosen by. At the
+end all lines become benchmarks/results/learning.json, and that becomes
+docs/learning.md and docs/learning.svg, with --render without running anything.
+
+On two cores a run takes about 20 s, and all of them about 45 minutes.
+"""
+
+import asyncio
+import fnmatch
+import itertools
+import json
+import multiprocessing
+import pathlib
+from collections.abc import Iterable, Sequence
+
+from absl import app, flags
+
+from benchmarks import (
+  learning_picture,
+  learning_runs,
+  learning_summary,
+  machine,
+)
+from launch import devices
+
+_SEEDS = flags.DEFINE_list("seeds", ["0", "1", "2"], "One run of all each.")
+_WORKERS = flags.DEFINE_integer("workers", 2, "Processes side by side.")
+_ONLY = flags.DEFINE_string(
+  "only", "*", "Pattern of the runs: algorithm/schedule/arm/seed/rate."
+)
+_RATES = flags.DEFINE_list(
+  "rates", [], "Only GRPO in sync, once with each learning rate."
+)
+_OUT = flags.DEFINE_string("out", "runs/learning", "Directory of the lines.")
+_RENDER = flags.DEFINE_bool("render", False, "Only write table and picture.")
+_ROOT = pathlib.Path(__file__).parents[1]
+_RESULT = _ROOT / "benchmarks" / "results" / "learning.json"
+
+
+def finished(directory: pathlib.Path) -> list[learning_runs.Row]:
+  """Returns all runs of a directory, by name and each once.
+
+  A line that a kill has cut off is left out.
+  """
+  rows = {}
+  for file in sorted(directory.glob("*.jsonl")):
+    for line in file.read_text().splitlines(keepends=True):
+      if line.endswith("\n"):
+        row = json.loads(line)
+        rows[learning_runs.case_of(row).name] = row
+  return [row for _, row in sorted(rows.items())]
+
+
+def shares(
+  cases: Iterable[learning_runs.Case], workers: int
+) -> list[list[learning_runs.Case]]:
+  """Returns what each worker runs: runs of the same programs stay together."""
+
+  def programs(case: learning_runs.Case) -> tuple:
+    return case.algorithm, case.arm, case.learning_rate
+
+  parts: list[list[learning_runs.Case]] = [[] for _ in range(workers)]
+  blocks = [list(block) for _, block in itertools.groupby(cases, programs)]
+  for block in sorted(blocks, key=len, reverse=True):
+    min(parts, key=len).extend(block)
+  return [part for part in parts if part]
+
+
+def work(cases: Sequence[learning_runs.Case], file: pathlib.Path) -> None:
+  """Plays runs one after another and appends a line for each."""
+  devices.prepare(learning_runs.experiment(cases[0]).placement)
+
+  async def play() -> None:
+    bench = learning_runs.Bench()
+    for case in cases:
+      row = await bench.play(case)
+      with file.open("a") as out:
+        out.write(json.dumps(row) + "\n")
+      print(
+        f"{case.name}: {row['curve'][0]:.1%} -> {row['curve'][-1]:.1%},"
+        f" {row['late']:.2f} updates late, {row['wall_s']} s",
+        flush=True,
+      )
+
+  asyncio.run(play())
+
+
+def run_all(
+  cases: Sequence[learning_runs.Case], directory: pathlib.Path, workers: int
+) -> None:
+  """Runs what is missing, in processes side by side.
+
+  Raises:
+    RuntimeError: one of them failed; what has run stays.
+  """
+  directory.mkdir(parents=True, exist_ok=True)
+  seal(directory)
+  done = {learning_runs.case_of(row) for row in finished(directory)}
+  missing = [case for case in cases if case not in done]
+  print(f"{len(missing)} runs of {len(cases)} are missing", flush=True)
+  # Spawned: jax has threads, which a fork would not have.
+  context = multiprocessing.get_context("spawn")
+  processes = [
+    context.Process(target=work, args=(part, directory / f"{number}.jsonl"))
+    for number, part in enumerate(shares(missing, workers))
+  ]
+  for process in processes:
+    process.start()
+  for process in processes:
+    process.join()
+  if any(process.exitcode for process in processes):
+    raise RuntimeError("a worker failed; the same command runs the rest")
+
+
+def seal(directory: pathlib.Path) -> None:
+  """Cuts off half a line that a kill has left, so that others may follow."""
+  for file in directory.glob("*.jsonl"):
+    text = file.read_text()
+    file.write_text(text[: text.rfind("\n") + 1])
+
+
+def keep(rows: Sequence[learning_runs.Row], file: pathlib.Path) -> None:
+  """Writes all runs and the machine, a line each."""
+  lines = ",\n".join(json.dumps(row) for row in rows)
+  described = json.dumps(machine.describe())
+  file.write_text(f'{{"machine": {described}, "rows": [\n{lines}\n]}}\n')
+
+
+def render() -> None:
+  """Writes table and picture from the kept result."""
+  result = json.loads(_RESULT.read_text())
+  table = learning_summary.Table(result["rows"])
+  docs = _ROOT / "docs"
+  (docs / "learning.md").write_text(
+    learning_summary.page(table, result["machine"])
+  )
+  (docs / "learning.svg").write_text(learning_picture.draw(table))
+
+
+def main(argv: list[str]) -> None:
+  """Runs what is missing and renders."""
+  del argv
+  if not _RENDER.value:
+    seeds, rates = [*map(int, _SEEDS.value)], [*map(float, _RATES.value)]
+    cases = learning_runs.grid(seeds)
+    if rates:
+      cases = learning_runs.tuning(seeds, rates)
+    chosen = [c for c in cases if fnmatch.fnmatch(c.name, _ONLY.value)]
+    directory = pathlib.Path(_OUT.value)
+    run_all(chosen, directory, _WORKERS.value)
+    keep(finished(directory), _RESULT)
+  render()
+
+
+if __name__ == "__main__":
+  app.run(main)

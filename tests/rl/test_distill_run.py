@@ -1,0 +1,139 @@
+"""A student learns from a teacher's say; a policy learns from an oracle's."""
+
+import asyncio
+import dataclasses
+
+import jax
+import pytest
+
+from envs import rewards
+from models import config as model_config
+from models import export, transformer
+from rl import (
+  algorithms,
+  assemble,
+  config,
+  engine_settings,
+  optimizers,
+  overlap,
+  progress,
+  references,
+  rollout,
+  testing,
+  trajectory,
+  warm_start,
+)
+
+SIZES = {
+  "vocab_size": 8,
+  "num_heads": 2,
+  "num_kv_heads": 1,
+  "head_dim": 8,
+  "max_length": 16,
+}
+TEACHER = model_config.tiny(num_layers=2, d_model=32, d_ff=32, **SIZES)
+STUDENT = model_config.tiny(num_layers=1, d_model=16, d_ff=16, **SIZES)
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory):
+  """A checkpoint with a strong opinion on every token."""
+  directory = tmp_path_factory.mktemp("teacher") / "hf"
+  params = transformer.init(jax.random.key(5), TEACHER)
+  params["embed"] = 20 * params["embed"]
+  export.export(directory, params, TEACHER)
+  return references.Teacher(model=TEACHER, directory=str(directory))
+
+
+def experiment(**changes):
+  base = config.Experiment(
+    environment=testing.Counting(turns=2),
+    reward=rewards.Outcome(),
+    model=STUDENT,
+    optimizer=optimizers.AdamW(learning_rate=0.02),
+    rollout=rollout.Rollout(group_size=4, max_tokens=16),
+    engine=engine_settings.EngineSettings(
+      slots=32,
+      row_buckets=(32,),
+      chunk_buckets=(4,),
+      length_buckets=(16,),
+      steps_per_dispatch=1,
+    ),
+    overlap=overlap.sync(8),
+    batch=config.BatchShape(rows=8, length=32),
+    rounds=30,
+    seed=3,
+  )
+  return dataclasses.replace(base, **changes)
+
+
+class Watching(progress.Unobserved):
+  """Keeps the metrics of every round."""
+
+  def __init__(self):
+    self.rounds = []
+
+  async def on_round(self, metrics, groups, values):
+    self.rounds.append(metrics)
+
+
+def run(tree):
+  """Returns the metrics of all rounds, and the state after the last."""
+
+  async def all_of_it():
+    watching, parts = Watching(), assemble.build(tree)
+    try:
+      async with asyncio.timeout(300):
+        state = await assemble.initial_state(parts)
+        await parts.start(state, trajectory.PolicyVersion(0))
+        start = progress.beginning(state, parts.tasks.cursor)
+        await assemble.coordinate(parts, watching).run(start)
+    finally:
+      await parts.close()
+    return watching.rounds
+
+  return asyncio.run(all_of_it())
+
+
+def test_a_student_comes_closer_to_its_teacher_without_a_reward(teacher):
+  found = run(experiment(algorithm=algorithms.Distill(reference=teacher)))
+  # The mean of log student - log teacher over what the student says.
+  gaps = [metrics["kl"] for metrics in found]
+  assert gaps[0] > 0.3
+  assert gaps[-1] < 0.2 * gaps[0]
+
+
+def test_a_teacher_on_the_host_says_the_same(teacher):
+  on_host = dataclasses.replace(teacher, memory="host")
+  device, host = (
+    run(experiment(algorithm=algorithms.Distill(reference=one), rounds=2))
+    for one in (teacher, on_host)
+  )
+  assert host[1]["kl"] == pytest.approx(device[1]["kl"], rel=1e-6)
+
+
+def test_a_warm_start_alone_learns_what_an_oracle_says():
+  said = []
+  tree = experiment(
+    warm_start=warm_start.WarmStart(
+      steps=40,
+      episodes=8,
+      exploration=0.0,
+      optimizer=optimizers.AdamW(learning_rate=0.02),
+    ),
+    rounds=0,
+  )
+  tree.validate()
+
+  async def start():
+    parts = assemble.build(tree)
+    try:
+      return await assemble.initial_state(parts, said.append)
+    finally:
+      await parts.close()
+
+  state = asyncio.run(start())
+  assert int(state.updates) == 0  # The run's own optimizer begins afresh.
+  # "warm start done: loss 0.012 nats a token": the oracle always says "yes".
+  loss = float(said[-1].split("loss ")[1].split()[0])
+  assert loss < 0.1
