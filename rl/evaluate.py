@@ -49,6 +49,7 @@ async def evaluate(
     temperature=temperature,
     record_experts=False,
     overlong=None,
+    repetition=None,
   )
   quiet = dataclasses.replace(
     player,

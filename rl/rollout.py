@@ -57,7 +57,7 @@ class Rollout(episode_lib.Limits):
   Attributes:
     group_size: G episodes of one task.
     grading: deadline and repetition of a reward's calls.
-    overlong: takes from the reward of answers that are nearly too long.
+    overlong, repetition: penalties for answers nearly too long, or repetitive.
   """
 
   group_size: int = 8
@@ -65,6 +65,7 @@ class Rollout(episode_lib.Limits):
     default_factory=grading_lib.Retries
   )
   overlong: shaping.Overlong | None = None
+  repetition: shaping.Repetition | None = None
 
   def validate(self) -> None:
     """Raises ValueError on a limit that allows no episode."""
@@ -90,8 +91,7 @@ class Player:
   """All that playing needs; the same for training and evaluation.
 
   Attributes:
-    priority: (group, index) -> of its requests: lowest first, equals as they
-      come.
+    priority: (group, index) -> that of its requests; the lowest goes first.
     extra_members: played beyond `limits.group_size`.
     closing: environments of episodes that are over.
     late: what is left of those that did not end in time.
@@ -297,8 +297,8 @@ class _Member:
       )
     if graded is None:  # Aborted: its group is not wanted.
       return played
-    if player.limits.overlong is not None:
-      graded = shaping.apply(graded, player.limits.overlong)
+    rules = player.limits
+    graded = shaping.apply(graded, rules.overlong, rules.repetition)
     if graded.fault:
       status = graded.status.value
       log.emit("fault", **self._where, status=status, what=graded.fault)

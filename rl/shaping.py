@@ -1,11 +1,13 @@
-"""What is added to a reward before it is compared: a penalty for length."""
+"""What is taken from a reward before it is compared: length, repetition."""
 
 import dataclasses
 import math
+from typing import ClassVar
+
+import numpy as np
 
 from rl import trajectory as trajectory_lib
 
-_PART = "overlong"
 _BEFORE = "unshaped"
 
 
@@ -26,6 +28,7 @@ class Overlong:
   max_tokens: int
   buffer: int
   penalty: float = 1.0
+  part: ClassVar[str] = "overlong"
 
   def validate(self) -> None:
     """Raises ValueError on a buffer or a penalty that cannot work."""
@@ -47,20 +50,59 @@ class Overlong:
     return -self.penalty * share if share else 0.0
 
 
-def apply(
-  trajectory: trajectory_lib.Trajectory, shaping: Overlong
-) -> trajectory_lib.Trajectory:
-  """Returns the trajectory with the penalty in its reward and as a part.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Repetition:
+  """A penalty for answers that say the same again.
 
-  A faulty one, which has no reward, is returned as it is. To shape what was
-  shaped before replaces the penalty and does not add a second.
+  `penalty` times the share of n-grams that their own answer has had before.
+  None lies across two answers: to act alike in two turns is no repetition.
+
+  Attributes:
+    size: n, in tokens.
+
+  Source: arXiv 2502.03373, appendix C, as TRL's reward of n-grams has it.
   """
-  before = unshaped(trajectory)
-  if before is None:
+
+  size: int = 2
+  penalty: float = 1.0
+  part: ClassVar[str] = "repetition"
+
+  def validate(self) -> None:
+    """Raises ValueError on a size or a penalty that cannot work."""
+    if self.size < 1:
+      raise ValueError(f"Repetition: size={self.size} is below 1")
+    if not 0 < self.penalty < math.inf:
+      raise ValueError(
+        f"Repetition: penalty={self.penalty} is no number above 0; for none "
+        "set the shaping to none"
+      )
+
+  def __call__(self, trajectory: trajectory_lib.Trajectory) -> float:
+    """Returns what to add to the reward: from -penalty to 0."""
+    total = distinct = 0
+    for turn in trajectory.turns:
+      if len(turn.tokens) >= self.size:
+        grams = np.lib.stride_tricks.sliding_window_view(turn.tokens, self.size)
+        total += len(grams)
+        distinct += len(np.unique(grams, axis=0))
+    return -self.penalty * (1 - distinct / total) if distinct < total else 0.0
+
+
+def apply(
+  trajectory: trajectory_lib.Trajectory, *shapings: Overlong | Repetition | None
+) -> trajectory_lib.Trajectory:
+  """Returns the trajectory with each penalty in its reward and as a part.
+
+  A faulty one, which has no reward, is returned as it is, and so is any
+  without a shaping. To shape what was shaped before replaces the penalties.
+  """
+  before, wanted = unshaped(trajectory), [s for s in shapings if s is not None]
+  if before is None or not wanted:
     return trajectory
-  penalty = shaping(trajectory)
-  parts = {**trajectory.parts, _PART: penalty, _BEFORE: before}
-  return dataclasses.replace(trajectory, reward=before + penalty, parts=parts)
+  penalties = {shaping.part: shaping(trajectory) for shaping in wanted}
+  parts = {**trajectory.parts, **penalties, _BEFORE: before}
+  reward = before + sum(penalties.values())
+  return dataclasses.replace(trajectory, reward=reward, parts=parts)
 
 
 def unshaped(trajectory: trajectory_lib.Trajectory) -> float | None:

@@ -18,6 +18,7 @@ import pytest
 from models import config as config_lib
 from models import transformer
 from rl import (
+  algorithms,
   batch,
   corrections,
   dispatch,
@@ -27,8 +28,10 @@ from rl import (
   objective,
   placement,
   trace,
+  training,
+  trajectory,
 )
-from tests.rl import scored_episodes
+from tests.rl import packed_rows, scored_episodes
 
 CONFIG = config_lib.tiny_moe(
   vocab_size=24,
@@ -253,3 +256,86 @@ def test_a_head_of_its_own_leaves_the_body_alone():
   pairs = zip(*map(jax.tree.leaves, (values.critic, head)), strict=True)
   assert max(scored_episodes.difference(a, b) for a, b in pairs) < 1e-6
   assert scored_episodes.difference(body["embed"], none.policy["embed"]) > 0.01
+
+
+DENSE = config_lib.tiny(
+  vocab_size=24,
+  num_layers=1,
+  d_model=16,
+  num_heads=2,
+  head_dim=8,
+  d_ff=16,
+  max_length=32,
+)
+
+
+def graded() -> list[trajectory.Group]:
+  """Four groups of different rewards, and two in which all are the same."""
+  draws = np.random.default_rng(8)
+  members = scored_episodes.draw(6, groups=6).members
+  groups = []
+  for number in range(6):
+    own = [
+      dataclasses.replace(m, reward=1.0 if number in (1, 4) else draws.random())
+      for m in members
+      if m.group_id == number
+    ]
+    groups.append(
+      trajectory.Group(
+        group_id=number, trajectories=own, admitted=trajectory.PolicyVersion(0)
+      )
+    )
+  return groups
+
+
+@pytest.mark.parametrize("aggregate", packed_rows.AGGREGATES, ids=repr)
+def test_groups_that_come_one_by_one_are_an_update_of_all_at_once(aggregate):
+  """And what flat ones would have added is what leaving them out does."""
+  layout, _ = placement.Placement(colocated=True).layouts()
+  plain = algorithms.Grpo(loss=losses.ClippedSurrogate(aggregate=aggregate))
+  # Next to nothing, but then flat groups are computed as well.
+  whole = dataclasses.replace(plain, entropy_bonus=1e-30)
+  # Steps far above the parameters have all digits of the gradient.
+  programs = learner.build(DENSE, layout, whole, optax.sgd(1e4))
+
+  def trained(algorithm, step) -> Any:
+    thread = dispatch.MeshThread("learner", trace.Trace(None))
+    trainer = training.Training(
+      training.Settings(
+        rows=ROWS,
+        length=LENGTH,
+        tail_rows=2,
+        share_prompts=False,
+        probe_rows=ROWS,
+        max_staleness=scored_episodes.MAX_LAG,
+        old_logprob="decode",
+      ),
+      programs,
+      thread,
+      estimator=algorithm.advantage,
+      objective=algorithm,
+    )
+
+    async def scenario():
+      trainer.restore(programs.init(jax.random.key(0)))
+      await trainer.begin_round(scored_episodes.VERSION)
+      groups = graded()
+      for start in range(0, len(groups), step):
+        await trainer.accumulate(groups[start : start + step])
+      return await trainer.update()
+
+    try:
+      sums = asyncio.run(scenario())
+    finally:
+      thread.close()
+    return jax.device_get(trainer.params), sums
+
+  (computed, all_of), (left_out, some) = trained(whole, 6), trained(plain, 1)
+  assert all_of["flat_groups"] == some["flat_groups"] == 2
+  assert some["tokens"] < all_of["tokens"]
+  first = programs.init(jax.random.key(0)).params
+  for leaf, other, start in zip(
+    *map(jax.tree.leaves, (left_out, computed, first)), strict=True
+  ):
+    steps = leaf - start, other - start
+    assert scored_episodes.difference(*steps) < 1e-5

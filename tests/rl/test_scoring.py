@@ -221,16 +221,6 @@ def test_reinforce_plus_plus_whitens_returns_less_their_penalties():
   assert reference[9] == pytest.approx(-1.35)
 
 
-def test_members_of_equal_reward_differ_by_their_penalties():
-  programs = Programs()
-  algorithm = algorithms.ReinforcePlusPlus(kl=PENALTY)
-  groups = group(member(1.0), member(1.0, first=8))
-  (used,) = trained(once(groups), programs, algorithm, half_as_likely)
-  assert used.trained.all()
-  found = programs.column("advantages")
-  assert found[5] > found[8]
-
-
 def test_a_round_of_faults_has_no_penalties_and_ends_nothing():
   programs = Programs()
   algorithm = algorithms.ReinforcePlusPlus(kl=PENALTY)

@@ -1,5 +1,7 @@
 """The penalty for length against published values."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -92,6 +94,57 @@ def test_a_fault_gets_no_reward_by_being_long():
   fault = _episode(200, None, trajectory.Status.ENV_FAULT)
   assert shaping.apply(fault, penalty) is fault
   assert shaping.unshaped(fault) is None
+
+
+def _says(*answers):
+  """Returns an episode whose turns sampled these tokens."""
+  episode = _episode(sum(map(len, answers)), turns=len(answers))
+  turns = [
+    dataclasses.replace(turn, tokens=np.array(answer, np.int32))
+    for turn, answer in zip(episode.turns, answers, strict=True)
+  ]
+  return dataclasses.replace(episode, turns=turns)
+
+
+@pytest.mark.parametrize(
+  ("answers", "size", "expected"),
+  [
+    # TRL, trl/rewards: 4 bigrams of one kind, 1 - 1 / 4.
+    ([[5, 5, 5, 5, 5]], 2, -0.75),
+    ([[1, 2, 3, 4]], 2, 0.0),
+    # 1 2, 2 1, 1 2: one of three was there before.
+    ([[1, 2, 1, 2]], 2, -1 / 3),
+    ([[1, 2, 1, 2]], 3, 0.0),
+    # What two answers have in common, or would have across them, is fine.
+    ([[1, 2], [1, 2], [1, 2]], 2, 0.0),
+    ([[1, 1, 1], [2, 3]], 2, -1 / 3),
+    ([[1]], 2, 0.0),
+    ([[]], 1, 0.0),
+  ],
+)
+def test_repetition_is_the_share_of_n_grams_said_before(
+  answers, size, expected
+):
+  got = shaping.Repetition(size=size)(_says(*answers))
+  assert got == pytest.approx(expected)
+
+
+def test_both_penalties_are_taken_and_told_apart():
+  episode = _says([5] * 90)
+  length = shaping.Overlong(max_tokens=100, buffer=20)
+  got = shaping.apply(episode, length, None, shaping.Repetition(penalty=0.5))
+  # 89 bigrams of one kind.
+  again = -0.5 * 88 / 89
+  assert got.parts["repetition"] == pytest.approx(again)
+  assert got.reward == pytest.approx(1.0 - 0.5 + again)
+  assert shaping.unshaped(got) == 1.0
+  assert shaping.apply(episode, None) is episode
+
+
+@pytest.mark.parametrize("bad", [{"size": 0}, {"penalty": float("inf")}])
+def test_a_repetition_with_nonsense_is_refused(bad):
+  with pytest.raises(ValueError, match="Repetition: "):
+    shaping.Repetition(**bad).validate()
 
 
 @pytest.mark.parametrize(
