@@ -89,7 +89,7 @@ def wilson(successes: int, trials: int, z: float = 1.96) -> tuple[float, float]:
   return max(0.0, low), min(1.0, high)
 
 
-def _line(round: int, metrics: Mapping[str, float]) -> str:
+def _line(round: int, metrics: Mapping[str, int | float]) -> str:
   # JSON has no nan and no inf; readers of other languages refuse them.
   values = {name: float(value) for name, value in metrics.items()}
   finite = {k: v if math.isfinite(v) else None for k, v in values.items()}

@@ -62,6 +62,8 @@ class Teacher:
 
 
 Reference = Initial | Base | Teacher
+"""Where the engine's choices of experts are replayed, the first two take them
+as well, so that a policy that has not moved is at no distance."""
 Score = Callable[[train_state.TrainState, batch_lib.Batch], Array]
 """(state, placed batch) -> log-probabilities [B, L], on the learner's mesh."""
 

@@ -11,14 +11,18 @@ from envs import rewards
 from launch import local
 from models import config as model_config
 from rl import (
+  algorithms,
   config,
   engine_jax,
   engine_settings,
+  kl,
   optimizers,
   overlap,
+  references,
   rollout,
   settings,
   testing,
+  warm_start,
 )
 
 SCHEDULE = overlap.in_flight(4, 1, 2)
@@ -124,6 +128,50 @@ def test_what_engine_and_learner_say_of_the_same_tokens_is_kept(run_dir):
     assert 0 < row["max"] < 1e-4
     assert len(row["engine"]) == len(row["learner"]) == row["tokens"] > 0
     assert set(row["lags"]) <= {0, 1}
+
+
+def test_a_run_of_no_rounds_is_its_warm_start_and_is_saved(run_dir, capsys):
+  tree = experiment(
+    warm_start=warm_start.WarmStart(steps=20, episodes=4, exploration=0.0),
+    rounds=0,
+    episodes=4,
+  )
+  assert local.train(tree, run_dir) == 0
+  assert (run_dir / "checkpoints" / "0").exists()
+  assert "evaluation: success" in capsys.readouterr().out
+  (row,) = (run_dir / "evaluations.jsonl").read_text().splitlines()
+  assert json.loads(row)["version"] == 0
+  # The same command finds everything done.
+  assert local.train(tree, run_dir) == 0
+  assert "going on after 0 rounds" in capsys.readouterr().out
+
+
+def test_critic_and_reference_outlive_a_stop(run_dir, tmp_path_factory):
+  whole = tmp_path_factory.mktemp("whole")
+  (whole / "config.json").write_text((run_dir / "config.json").read_text())
+  tree = experiment(
+    algorithm=algorithms.Ppo(
+      kl=kl.KlPenalty(weight=0.1),
+      reference=references.Initial(memory="host"),
+      epochs=2,
+    ),
+    overlap=overlap.sync(4),
+    optimizer=optimizers.AdamW(learning_rate=0.02),
+  )
+  assert local.train(tree, whole) == 0
+  assert local.train(dataclasses.replace(tree, rounds=2), run_dir) == 0
+  assert local.train(tree, run_dir) == 0
+  rows = [
+    [json.loads(line) for line in (each / "metrics.jsonl").open()]
+    for each in (whole, run_dir)
+  ]
+  for one, other in zip(*rows, strict=True):
+    for name in ("kl", "value_loss", "loss", "grad_norm"):
+      # But for the engine's last bits: which rows share a dispatch varies.
+      assert other[name] == pytest.approx(one[name], rel=1e-3, abs=1e-6)
+  # The policy has moved away from where it began, and the critic has learned.
+  assert 0 < rows[1][0]["kl"] < 0.5 * rows[1][-1]["kl"]
+  assert rows[1][-1]["value_loss"] < rows[1][0]["value_loss"]
 
 
 def test_a_log_that_cannot_be_checked_does_not_hide_the_error(run_dir, capsys):
