@@ -87,12 +87,14 @@ def _bare_step(parts: assemble.Parts):
       segments=packed.segments,
     )
     total = jax.vmap(algorithm.loss)(rows).loss
+    aux = scored.aux
+    assert aux is not None  # The model has experts.
     tokens = packed.sampled.sum()
     bonus = jnp.where(packed.sampled, scored.entropy, 0).sum()
     return (
       total.sum()
       - algorithm.entropy_bonus * bonus
-      + algorithm.balance_weight * scored.aux.load_balance * tokens
+      + algorithm.balance_weight * aux.load_balance * tokens
     ) / tokens
 
   @jax.jit
