@@ -15,11 +15,13 @@ On two cores a run takes about 20 s, and all of them about 45 minutes.
 """
 
 import asyncio
+import concurrent.futures
 import fnmatch
 import itertools
 import json
 import multiprocessing
 import pathlib
+import re
 from collections.abc import Iterable, Sequence
 
 from absl import app, flags
@@ -42,6 +44,7 @@ _RATES = flags.DEFINE_list(
 )
 _OUT = flags.DEFINE_string("out", "runs/learning", "Directory of the lines.")
 _RENDER = flags.DEFINE_bool("render", False, "Only write table and picture.")
+_MOST = 15
 _ROOT = pathlib.Path(__file__).parents[1]
 _RESULT = _ROOT / "benchmarks" / "results" / "learning.json"
 
@@ -60,19 +63,22 @@ def finished(directory: pathlib.Path) -> list[learning_runs.Row]:
   return [row for _, row in sorted(rows.items())]
 
 
-def shares(
-  cases: Iterable[learning_runs.Case], workers: int
+def blocks(
+  cases: Iterable[learning_runs.Case],
 ) -> list[list[learning_runs.Case]]:
-  """Returns what each worker runs: runs of the same programs stay together."""
+  """Returns what one process runs: the runs that share programs, at most 15.
+
+  More would be too much compiled code for the memory maps of a process.
+  """
 
   def programs(case: learning_runs.Case) -> tuple:
     return case.algorithm, case.arm, case.learning_rate
 
-  parts: list[list[learning_runs.Case]] = [[] for _ in range(workers)]
-  blocks = [list(block) for _, block in itertools.groupby(cases, programs)]
-  for block in sorted(blocks, key=len, reverse=True):
-    min(parts, key=len).extend(block)
-  return [part for part in parts if part]
+  parts = []
+  for _, block in itertools.groupby(cases, programs):
+    same = list(block)
+    parts += [same[i : i + _MOST] for i in range(0, len(same), _MOST)]
+  return parts
 
 
 def work(cases: Sequence[learning_runs.Case], file: pathlib.Path) -> None:
@@ -100,7 +106,7 @@ def run_all(
   """Runs what is missing, in processes side by side.
 
   Raises:
-    RuntimeError: one of them failed; what has run stays.
+    Exception: whatever one of them failed with; what has run stays.
   """
   directory.mkdir(parents=True, exist_ok=True)
   seal(directory)
@@ -108,17 +114,22 @@ def run_all(
   missing = [case for case in cases if case not in done]
   print(f"{len(missing)} runs of {len(cases)} are missing", flush=True)
   # Spawned: jax has threads, which a fork would not have.
-  context = multiprocessing.get_context("spawn")
-  processes = [
-    context.Process(target=work, args=(part, directory / f"{number}.jsonl"))
-    for number, part in enumerate(shares(missing, workers))
-  ]
-  for process in processes:
-    process.start()
-  for process in processes:
-    process.join()
-  if any(process.exitcode for process in processes):
-    raise RuntimeError("a worker failed; the same command runs the rest")
+  with concurrent.futures.ProcessPoolExecutor(
+    workers,
+    mp_context=multiprocessing.get_context("spawn"),
+    max_tasks_per_child=1,
+  ) as processes:
+    jobs = [
+      processes.submit(work, part, directory / f"{_stem(part[0])}.jsonl")
+      for part in blocks(missing)
+    ]
+    for job in concurrent.futures.as_completed(jobs):
+      job.result()
+
+
+def _stem(case: learning_runs.Case) -> str:
+  """Returns a name for the file of a block, which no other process writes."""
+  return re.sub(r"\W+", "-", case.name)
 
 
 def seal(directory: pathlib.Path) -> None:

@@ -148,19 +148,15 @@ def test_a_round_counts_by_its_tokens():
 # Running them.
 
 
-def test_workers_share_all_runs_and_each_has_whole_blocks_of_them():
-  parts = learning.shares(CASES, 2)
-  assert sorted(c.name for part in parts for c in part) == sorted(
-    case.name for case in CASES
-  )
-  blocks = [{(c.algorithm, c.arm) for c in part} for part in parts]
-  assert not blocks[0] & blocks[1]
-  # The largest block has 8 runs.
-  assert abs(len(parts[0]) - len(parts[1])) <= 8
-
-
-def test_a_worker_without_work_is_left_out():
-  assert learning.shares([CASES[0]], 3) == [[CASES[0]]]
+def test_a_process_has_runs_of_the_same_programs_and_not_too_many():
+  blocks = learning.blocks(CASES)
+  assert [case for block in blocks for case in block] == CASES
+  for block in blocks:
+    assert len({(c.algorithm, c.arm, c.learning_rate) for c in block}) == 1
+    assert 1 <= len(block) <= 15
+  # No file is written by two processes.
+  names = [learning._stem(block[0]) for block in blocks]
+  assert len(set(names)) == len(names)
 
 
 def test_a_line_that_was_cut_off_is_left_out_and_may_be_followed(tmp_path):
