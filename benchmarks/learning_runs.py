@@ -62,7 +62,7 @@ class Untouched:
   compares: corrections.Compares = dataclasses.field(
     default="old", init=False, repr=False
   )
-  weighs = False
+  weighs = True
 
   def __call__(self, row: row_lib.Row) -> corrections.Weights:
     """Returns 1 everywhere."""

@@ -43,5 +43,6 @@ def get_config(role: str = "student") -> config.Experiment:
       reference=references.Teacher(model=teacher.model, directory=_TEACHER)
     ),
     optimizer=optimizers.AdamW(learning_rate=1e-3),
-    rounds=200,
+    warm_start=None,
+    rounds=300,
   )

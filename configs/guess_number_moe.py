@@ -11,6 +11,7 @@ from rl import (
   algorithms,
   config,
   engine_settings,
+  losses,
   optimizers,
   overlap,
   rollout,
@@ -36,7 +37,9 @@ def get_config() -> config.Experiment:
     overlap=overlap.in_flight(
       groups_per_round=16, max_staleness=1, groups_per_microbatch=8
     ),
-    algorithm=algorithms.Grpo(entropy_bonus=0.003),
+    algorithm=algorithms.Grpo(
+      loss=losses.ClippedSurrogate(), entropy_bonus=0.003
+    ),
     optimizer=optimizers.AdamW(learning_rate=5e-4),
     batch=config.BatchShape(rows=10, length=72, tail_rows=2),
     warm_start=warm_start.WarmStart(steps=60, episodes=64, exploration=0.7),

@@ -54,17 +54,52 @@ class Algorithm(objective.Objective):
     if self.kl is not None and self.reference is None:
       raise ValueError(
         "algorithm.kl without a reference to stay close to; use algorithm."
-        "reference=initial, or kl=none"
+        "reference=initial, a rl.references.Teacher(model=..., directory=...), "
+        "or kl=none"
       )
     if self.kl is None and self.reference is not None:
       raise ValueError(
         f"algorithm.reference={self.reference.short_name} without a kl is "
         "scored for nothing; use reference=none, or kl=rl.kl.KlPenalty()"
       )
+    if isinstance(self.advantage, credit.Distillation):
+      self._validate_distillation()
+    self._validate_loss()
     if self.sampling is not None and self.advantage.min_group_size < 2:
       raise ValueError(
         f"sampling with advantage={type(self.advantage).__name__}: groups of "
         "equal rewards teach it as much as others; use sampling=none"
+      )
+
+  def _validate_distillation(self) -> None:
+    """Raises when there is nobody to learn from, or nothing to learn."""
+    kl = self.kl
+    if kl is None or (kl.where, kl.estimator) != ("reward", "k1"):
+      raise ValueError(
+        "algorithm.advantage=Distillation learns from the penalty of each token"
+        " alone; use algorithm.kl=rl.kl.KlPenalty(estimator=k1, weight=1.0, "
+        "where=reward)"
+      )
+    if isinstance(self.reference, references.Initial):
+      raise ValueError(
+        "algorithm.advantage=Distillation with reference=initial: the policy "
+        "would be its own teacher; use rl.references.Teacher(model=..., "
+        "directory=...)"
+      )
+
+  def _validate_loss(self) -> None:
+    """Raises when the loss is for another purpose."""
+    name = type(self.loss).__name__
+    if isinstance(self.loss, losses.NegativeLogLikelihood):
+      raise ValueError(
+        f"algorithm.loss={name} imitates whatever was sampled, good or bad; "
+        "use losses.Reinforce(), or a warm_start to imitate an oracle"
+      )
+    if isinstance(self.loss, losses.Reinforce) and self.epochs > 1:
+      raise ValueError(
+        f"algorithm.epochs={self.epochs} with loss={name}, which has no ratio: "
+        "a second epoch would take the tokens of another policy for its own; "
+        "use epochs=1, or losses.Cispo()"
       )
 
   def validate_schedule(self, schedule: overlap.Overlap) -> None:
@@ -75,18 +110,26 @@ class Algorithm(objective.Objective):
         f"algorithm.advantage={name} compares all groups of an update, but with"
         f" overlap.groups_per_microbatch={schedule.groups_per_microbatch} "
         "gradients accumulate before the last of them is ready; use "
-        f"groups_per_microbatch={schedule.groups_per_update}, or "
-        "wait_for_round=true"
+        f"groups_per_microbatch={schedule.groups_per_update}"
+        + ("" if schedule.max_staleness else ", or wait_for_round=true")
       )
-    corrects = self.correction is not None and self.correction.compares == "old"
-    if corrects and schedule.old_logprob == "decode":
+    correction = self.correction
+    compares_old = correction is not None and correction.compares == "old"
+    if compares_old and schedule.old_logprob == "decode":
       raise ValueError(
         f"algorithm.correction={type(self.correction).__name__} with overlap."
         "old_logprob=decode: it compares the old policy with the one that "
         "sampled, which then are the same, and the ratio of the loss corrects "
         "already; use old_logprob=recompute, or correction=none"
       )
-    if not corrects:
+    if self.loss.own_weight and schedule.old_logprob != "decode":
+      raise ValueError(
+        f"overlap.old_logprob={schedule.old_logprob} with algorithm.loss="
+        f"{type(self.loss).__name__}, which compares with the policy that "
+        "sampled: it is scored for nothing; use old_logprob=decode"
+      )
+    # A mask alone does not say how much likelier a token has become.
+    if correction is None or not (compares_old and correction.weighs):
       self._validate_old(schedule)
 
   def _validate_old(self, schedule: overlap.Overlap) -> None:
@@ -145,13 +188,17 @@ class Algorithm(objective.Objective):
 class Grpo(Algorithm):
   """Group-relative advantages over their deviation, clipped ratios.
 
-  As is common today it has no KL and divides by tokens. The paper's has
-  `kl=kl.KlPenalty(estimator="k3", weight=0.04)`, `reference=initial`,
-  `loss.clip_high=0.2` and `loss.aggregate=aggregates.SequenceMean()`.
+  The paper's KL, which needs a second copy of the weights, is left out:
+  `kl=kl.KlPenalty(estimator="k3", weight=0.04)` with `reference=initial`.
 
   Source: arXiv 2402.03300, eq. 3.
   """
 
+  loss: losses.Loss = dataclasses.field(
+    default_factory=lambda: losses.ClippedSurrogate(
+      clip_high=0.2, aggregate=aggregates.SequenceMean()
+    )
+  )
   short_name = "grpo"
 
 
@@ -159,8 +206,10 @@ class Grpo(Algorithm):
 class DrGrpo(Algorithm):
   """GRPO without what favours long answers and extreme tasks.
 
-  The paper's `loss.aggregate.length` is the longest answer allowed; as it only
-  scales all gradients it is 1 here, whatever the task.
+  The paper's `loss.aggregate.length` is the longest answer allowed. It is 1
+  here, whatever the task: the gradient of the expected return, a sum over
+  tokens. Adam does not mind the scale; a clip of the gradient's norm and the
+  losses of a router, which are not divided by it, do.
 
   Source: arXiv 2503.20783, section 3.2.
   """
@@ -179,6 +228,9 @@ class DrGrpo(Algorithm):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Dapo(Algorithm):
   """Higher upper clip, means of tokens, groups that teach nothing replaced.
+
+  Tokens are averaged over the update, as most implementations do, and not over
+  each group first.
 
   Its penalty for long answers is `rollout.overlong`, which knows their limit.
 
@@ -281,6 +333,9 @@ class Gigpo(Algorithm):
 
   advantage: advantages.Estimator = dataclasses.field(
     default_factory=credit.StepGroups
+  )
+  loss: losses.Loss = dataclasses.field(
+    default_factory=lambda: losses.ClippedSurrogate(clip_high=0.2)
   )
   short_name = "gigpo"
 

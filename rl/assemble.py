@@ -149,9 +149,17 @@ def build(
       learner_layout,
       programs,
       learner_thread,
-      quarantine.Quarantine(run_dir / "skipped") if run_dir else None,
+      _quarantine(experiment, run_dir),
     ),
   )
+
+
+def _quarantine(
+  experiment: config.Experiment, run_dir: pathlib.Path | None
+) -> quarantine.Quarantine | None:
+  if run_dir is None:
+    return None
+  return quarantine.Quarantine(run_dir / "skipped", experiment.keeping.skipped)
 
 
 def publisher(
@@ -253,6 +261,7 @@ async def initial_state(
     rows=experiment.batch.rows,
     length=experiment.batch.length,
     seed=experiment.seed,
+    max_skipped=experiment.max_skipped,
     report=report,
   )
   return await parts.learner_thread.run(

@@ -49,6 +49,7 @@ def trainer(
       max_staleness=experiment.overlap.max_staleness,
       old_logprob=experiment.overlap.old_logprob,
       epochs=algorithm.epochs,
+      has_routers=experiment.model.num_sparse > 0,
       max_skipped=experiment.max_skipped,
     ),
     programs,

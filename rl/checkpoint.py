@@ -278,8 +278,8 @@ def _check_same_model(
     if has.get(name) != wants.get(name):
       raise Mismatch(
         f"{path}: leaf {name} is {has.get(name, 'absent')}, but the state"
-        f" to restore has {wants.get(name, 'no such leaf')}; use the model"
-        " and optimizer of that run, or another directory"
+        f" to restore has {wants.get(name, 'no such leaf')}; use the model,"
+        " algorithm and optimizer of that run, or another directory"
       )
 
 

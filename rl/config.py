@@ -72,11 +72,14 @@ class Keeping:
     checkpoint_every: rounds between checkpoints.
     checkpoints: how many are kept.
     episodes_every: rounds between samples of trajectories.
+    skipped: updates that were skipped, as their loss or gradient is not finite,
+      each with a copy of the parameters; the newest stay.
   """
 
   checkpoint_every: int = 25
   checkpoints: int = 2
   episodes_every: int = 10
+  skipped: int = 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -208,6 +211,7 @@ class Experiment:
       ("keeping.checkpoint_every", self.keeping.checkpoint_every, 1),
       ("keeping.checkpoints", self.keeping.checkpoints, 1),
       ("keeping.episodes_every", self.keeping.episodes_every, 1),
+      ("keeping.skipped", self.keeping.skipped, 1),
     ):
       if value < least:
         raise ValueError(f"{name}={value} is below {least}")
@@ -225,7 +229,7 @@ class Experiment:
       raise ValueError("evaluation.success=nan is no reward to compare with")
     advantage = self.algorithm.advantage
     least = advantage.min_group_size
-    if self.rollout.group_size < least:
+    if self.rollout.group_size < least and advantage.pool == "group":
       raise ValueError(
         f"rollout.group_size={self.rollout.group_size} is below the {least} "
         f"that {type(advantage).__name__} compares; raise it or use "
@@ -307,26 +311,39 @@ class Experiment:
         rows=rows if name == "learner" else self.engine.split_rows,
         where=f"placement.{name}",
       )
+    # A teacher scores where the learner learns.
+    if isinstance(reference := self.algorithm.reference, references.Teacher):
+      sharding.validate(
+        reference.model,
+        transformer.logical_axes(reference.model),
+        self.placement.learner.plan,
+        rows={},
+        where="algorithm.reference on placement.learner",
+      )
 
   def _validate_attention(self) -> None:
     """Raises when the form of attention that is forced cannot learn."""
-    form, batch = self.model.compute.attention, self.batch
-    if form == "auto":
-      return
-    case = attention_form.Case(
-      batch=batch.rows,
-      queries=batch.length,
-      keys=batch.length,
-      heads=self.model.num_heads,
-      head_dim=self.model.head_dim,
-      dtypes=frozenset({self.model.compute.dtype}),
-      parents=batch.share_prompts,
-    )
-    if reason := attention_form.refusal(form, case):
-      raise ValueError(
-        f"model.compute.attention={form} with batch.length={batch.length} and "
-        f"batch.share_prompts={str(batch.share_prompts).lower()} {reason}"
+    models = {"model": self.model}
+    if isinstance(reference := self.algorithm.reference, references.Teacher):
+      models["algorithm.reference.model"] = reference.model
+    for name, model in models.items():
+      form, batch = model.compute.attention, self.batch
+      if form == "auto":
+        continue
+      case = attention_form.Case(
+        batch=batch.rows,
+        queries=batch.length,
+        keys=batch.length,
+        heads=model.num_heads,
+        head_dim=model.head_dim,
+        dtypes=frozenset({model.compute.dtype}),
+        parents=batch.share_prompts,
       )
+      if reason := attention_form.refusal(form, case):
+        raise ValueError(
+          f"{name}.compute.attention={form} with batch.length={batch.length} "
+          f"and batch.share_prompts={str(batch.share_prompts).lower()} {reason}"
+        )
 
 
 def _nodes(tree: Any) -> Iterator[Any]:

@@ -264,7 +264,7 @@ class Coordinator:
     this.updates.append(sums)
     self._producer.commit()
     number = len(this.updates) - 1
-    counts = not sums.get("skipped")
+    counts = sums.get("skipped", 0.0) < 1  # Else no step was taken at all.
     for group, used in zip(this.groups[first:], this.used[first:], strict=True):
       self._book(group, used.trained & counts, number)
     self._log.emit(

@@ -270,16 +270,19 @@ class _Turns(advantages_lib.Estimator):
 class StepGroups(_Turns):
   """The episode's advantage, plus that of each turn among its likes (GiGPO).
 
-  Turns of the group's members, at whatever place, are alike when the
-  environment wrote the same ids before them: there the same was to be decided.
-  What was earned from there on is compared. A turn without its like has only
+  What was earned from turns on is compared where these are alike, at whatever
+  place and of whatever member of the group. A turn without its like has only
   the episode's advantage.
 
   Biased, even by means alone and without a discount: a turn's own return is in
   the mean of its step group, whose size depends on what was done before.
-  Bias: 14 % aside of the gradient on policy.
+  Bias: 14 % aside of the gradient on policy. With a KL in the reward members
+  that did equally well are told apart by that alone, as in `Grpo`.
 
   Attributes:
+    alike: turns before which the environment wrote the same ids, its last
+      "observation"; right where that says all about its state. Else turns
+      before which everything was the same, the whole "history".
     weight: of the steps' part.
     discount: a turn, of the steps' part.
     normalise: over the "std" too (of ddof 1), or by the "mean" alone.
@@ -288,6 +291,7 @@ class StepGroups(_Turns):
   Source: GiGPO, arXiv 2505.10978, eq. 3, 6, 7 and 8.
   """
 
+  alike: Literal["observation", "history"] = "observation"
   weight: float = 1.0
   discount: float = 0.95
   normalise: Literal["std", "mean"] = "std"
@@ -308,10 +312,15 @@ class StepGroups(_Turns):
     lengths = [len(m.turn_rewards) for m in members]
     sums = np.repeat(self._compare(totals), lengths)
     earned = np.concatenate(_earned(members, self.discount))
-    keys = [key for member in members for key in member.observations]
+    keys = [key for member in members for key in self._keys(member)]
     for alike in _alike(keys):
       sums[alike] += self.weight * self._compare(earned[alike])
     return np.split(sums, np.cumsum(lengths)[:-1])
+
+  def _keys(self, member: returns_lib.Played) -> Sequence[bytes]:
+    if self.alike == "history":
+      return member.histories
+    return member.observations
 
   def _compare(
     self, rewards: Float64[np.ndarray, " n"]

@@ -5,6 +5,7 @@
 Letters: G members of a group, T sampled tokens.
 """
 
+import hashlib
 import math
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
@@ -198,7 +199,18 @@ def _played(
     observations=[t.context.tobytes() for t in member.turns],
     penalties=penalties,
     values=values,
+    histories=_histories(member),
   )
+
+
+def _histories(member: trajectory.Trajectory) -> list[bytes]:
+  """Returns a digest of all ids before the answer of each turn."""
+  keys, ids = [], hashlib.blake2b(digest_size=16)
+  for turn in member.turns:
+    ids.update(turn.context.tobytes())
+    keys.append(ids.digest())
+    ids.update(turn.tokens.tobytes())
+  return keys
 
 
 def _in_order(

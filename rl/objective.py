@@ -108,13 +108,12 @@ class Objective:
         "correction=none"
       )
 
-  @property
-  def regularised(self) -> bool:
-    """Whether a token without an advantage has a gradient all the same.
-
-    That of the router is left out: it balances whatever tokens there are.
-    """
-    return bool(self.entropy_bonus) or in_loss(self)
+  def regularises(self, *, has_routers: bool) -> bool:
+    """Whether a token without an advantage has a gradient all the same."""
+    of_routers = bool(self.balance_weight) or bool(self.z_weight)
+    return (
+      bool(self.entropy_bonus) or in_loss(self) or (has_routers and of_routers)
+    )
 
 
 class Scored(NamedTuple):

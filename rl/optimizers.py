@@ -35,7 +35,7 @@ class Descent(abc.ABC):
     learning_rate: the highest.
     schedule: what it is multiplied by in each update.
     max_grad_norm: gradients of a larger norm, over all parameters, are scaled
-      down to it.
+      down to it; inf scales none.
     weight_decay: share of a parameter, norms included, that is taken from it
       in each update, times the rate of the update.
   """
@@ -49,7 +49,12 @@ class Descent(abc.ABC):
 
   def validate(self) -> None:
     """Raises ValueError on a rate, schedule, norm or decay that cannot work."""
-    self._above_0("learning_rate", "max_grad_norm")
+    self._above_0("learning_rate")
+    if not self.max_grad_norm > 0:
+      raise ValueError(
+        f"{self._name}.max_grad_norm={self.max_grad_norm} is no number above 0;"
+        " use inf to scale nothing"
+      )
     if not 0 <= self.weight_decay < math.inf:
       raise ValueError(
         f"{self._name}.weight_decay={self.weight_decay} is no number of at "

@@ -57,7 +57,7 @@ class Quarantine:
   """
 
   directory: pathlib.Path
-  most: int = 8
+  most: int = 2
 
   def __post_init__(self):
     """Raises ValueError when nothing could be kept."""

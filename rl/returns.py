@@ -20,6 +20,7 @@ class Played(NamedTuple):
       addition to it: the rest, `reward - sum(turn_rewards)`, is earned by the
       end of the last turn.
     observations: what was appended before each turn, as K keys.
+    histories: all that came before each turn, as K keys.
     penalties: what to subtract from the reward of each token, its weight
       included: a KL in the reward.
     values: the critic's, of the state before each sampled token.
@@ -31,6 +32,7 @@ class Played(NamedTuple):
   observations: Sequence[bytes]
   penalties: Float[np.ndarray, " T"] | None = None
   values: Float[np.ndarray, " T"] | None = None
+  histories: Sequence[bytes] = ()
 
 
 def same(values: Float64[np.ndarray, " n"]) -> bool:

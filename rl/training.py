@@ -76,7 +76,7 @@ class Trainer(Protocol):
   async def update(self) -> dict[str, float]:
     """Takes one optimizer step, or one an epoch; returns their metrics.
 
-    `skipped` above 0 says that nothing was trained.
+    `skipped` is the share of them that changed nothing.
     """
     ...
 
@@ -95,6 +95,7 @@ class Settings:
     probe_rows: rows in which engine and learner are compared each round.
     max_staleness: rounds for which old weights are kept, to compare them.
     epochs: optimizer steps on the same groups.
+    has_routers: whether the model has experts to balance.
     max_skipped: updates in a row that may be skipped for numbers that are not
       finite; one more ends the run.
   """
@@ -108,6 +109,7 @@ class Settings:
   tail_rows: int | None = None
   shards: int = 1
   epochs: int = 1
+  has_routers: bool = False
   max_skipped: int = 2
 
 
@@ -149,6 +151,7 @@ class Training:
     self._thread = thread
     self._estimator = estimator
     self._objective = objective
+    self._keep_flat = objective.regularises(has_routers=settings.has_routers)
     self._scorer = scoring.Scorer(
       programs,
       thread,
@@ -206,7 +209,7 @@ class Training:
       groups,
       self._estimator,
       penalised=penalty is not None and penalty.where == "reward",
-      keep_flat=self._objective.regularised,
+      keep_flat=self._keep_flat,
     )
     self._masked = self._counted(groups, chosen)
     members = estimation.members(groups, chosen)
@@ -317,6 +320,7 @@ class Training:
       if sums["skipped"]:
         await self._keep(this.batches, number, masked.divisor, sums)
         break
+    else:
       self._skipped = 0
     return _over_epochs(steps) | more | {"fill": this.fill}
 
@@ -368,8 +372,4 @@ class Training:
 def _over_epochs(steps: Sequence[dict[str, float]]) -> dict[str, float]:
   """Returns means over the steps of an update; its tokens count once."""
   means = round_report.means(steps)
-  # Skipped as a whole only if the first step was: else something was trained.
-  return means | {
-    "tokens": steps[0]["tokens"],
-    "skipped": steps[0]["skipped"],
-  }
+  return means | {"tokens": steps[0]["tokens"]}

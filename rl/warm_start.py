@@ -120,16 +120,24 @@ async def run(
   rows: int,
   length: int,
   seed: int,
+  max_skipped: int,
   report: Callable[[str], None] = lambda text: None,
 ) -> train_state.TrainState:
   """Returns the state after `settings.steps` of imitation.
+
+  A step whose loss or gradient is not finite changes nothing.
 
   Args:
     programs: built with `losses.NegativeLogLikelihood` and the optimizer of
       `settings`.
     rows, length: shape of the packed batches.
+    max_skipped: steps in a row that may be skipped.
+
+  Raises:
+    FloatingPointError: more were.
+    RuntimeError: no demonstration could be played.
   """
-  loss = math.nan
+  loss, skipped = math.nan, 0
   for step in range(settings.steps):
     report(f"warm start {step + 1}/{settings.steps}")
     first = step * settings.episodes
@@ -152,9 +160,18 @@ async def run(
         f"no demonstration of {source.name} succeeded: {episodes[0].fault}"
       )
     packed = batch_lib.pack(usable, rows=rows, length=length, version=0)
-    state, loss = await thread.run(
+    state, metrics = await thread.run(
       "warm start", _step, programs, state, packed.batches
     )
+    loss = metrics["loss"]
+    skipped = skipped + 1 if metrics["skipped"] else 0
+    if skipped > max_skipped:
+      raise FloatingPointError(
+        f"warm_start: steps in a row whose loss or gradient is not finite: "
+        f"{skipped}; the last, step {step + 1}, has loss {loss} and gradient "
+        f"norm {metrics['grad_norm']}. Use a lower warm_start.optimizer."
+        "learning_rate"
+      )
   report(f"warm start done: loss {loss:.3f} nats a token")
   return state
 
@@ -163,10 +180,9 @@ def _step(
   programs: learner.Learner,
   state: train_state.TrainState,
   batches: Sequence[batch_lib.Batch],
-) -> tuple[train_state.TrainState, float]:
-  """Returns the state after a step, and the loss of a token before it."""
+) -> tuple[train_state.TrainState, dict[str, float]]:
   total = programs.zero()
   for batch in batches:
     total = programs.accumulate(state.params, total, programs.place(batch))
   state, metrics = programs.update(state, total)
-  return state, float(jax.device_get(metrics["loss"]))
+  return state, {k: float(x) for k, x in jax.device_get(metrics).items()}

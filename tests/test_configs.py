@@ -9,6 +9,7 @@ import pytest
 
 from configs import guess_number_moe, guess_number_schedules
 from launch import flags
+from models import config as model_config
 from rl import overlap, settings
 
 _CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
@@ -64,3 +65,32 @@ def test_the_base_run_is_one_of_them():
 def test_an_unknown_schedule_is_told_the_others():
   with pytest.raises(settings.SettingError, match="sync or strict_pipeline"):
     flags.load(f"{_ONE}:synchronous")
+
+
+def test_the_student_is_much_smaller_than_the_teacher_that_it_names(
+  monkeypatch, tmp_path
+):
+  monkeypatch.chdir(tmp_path)
+  file = _CONFIGS / "guess_number_distill.py"
+  student, teacher = (flags.load(f"{file}:{r}") for r in ("student", "teacher"))
+  own, theirs = (
+    model_config.num_params(each.model)[0] for each in (student, teacher)
+  )
+  assert theirs > 5 * own
+  assert student.algorithm.reference.model == teacher.model
+  # Its words are the teacher's ids.
+  assert student.environment == teacher.environment
+  with pytest.raises(ValueError, match=r"reference\.directory=.*teacher-hf"):
+    student.validate_initial()
+
+
+def test_an_unknown_role_is_told_the_others():
+  with pytest.raises(settings.SettingError, match="student or teacher"):
+    flags.load(f"{_CONFIGS / 'guess_number_distill.py'}:pupil")
+
+
+def test_the_supervised_run_ends_with_its_warm_start():
+  run = flags.load(str(_CONFIGS / "guess_number_sft.py"))
+  assert run.rounds == 0
+  assert run.warm_start is not None
+  assert run.warm_start.exploration == 0  # The oracle's answers alone.

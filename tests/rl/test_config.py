@@ -217,8 +217,7 @@ def test_settings_that_fit_together_are_accepted(experiment, overrides):
       {"algorithm.advantage": "rl.credit.ReinforcePlusPlus()"},
       "algorithm.advantage=ReinforcePlusPlus compares all groups of an update,"
       " but with overlap.groups_per_microbatch=8 gradients accumulate before"
-      " the last of them is ready; use groups_per_microbatch=16, or"
-      " wait_for_round=true",
+      " the last of them is ready; use groups_per_microbatch=16",
     ),
     (
       {

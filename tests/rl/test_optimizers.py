@@ -223,7 +223,7 @@ def test_defaults_can_work(kind):
   ("optimizer", "message"),
   [
     (AdamW(learning_rate=-1.0), r"AdamW\.learning_rate=-1\.0 is no number abo"),
-    (Muon(max_grad_norm=float("inf")), r"Muon\.max_grad_norm=inf is no number"),
+    (Muon(max_grad_norm=float("nan")), r"Muon\.max_grad_norm=nan is no number"),
     (Adafactor(weight_decay=-0.1), r"Adafactor\.weight_decay=-0\.1 is no numb"),
     (AdamW(b2=1.0), r"AdamW\.b2=1\.0 is not in \[0, 1\)"),
     (Muon(momentum=-0.1), r"Muon\.momentum=-0\.1 is not in"),

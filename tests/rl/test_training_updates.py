@@ -69,8 +69,8 @@ def test_a_group_that_teaches_nothing_is_masked_and_stays_in_the_divisor():
   used, sums = trained(scenario, programs)
   assert [one.trained.any() for one in used] == [True, False, False]
   assert (sums["flat_groups"], sums["lone_groups"]) == (1, 1)
-  # Two members of two tokens; those of a fault, or alone, are nowhere.
-  assert programs.masked == [4.0]
+  # Two trajectories; those of a fault, or alone, are nowhere.
+  assert programs.masked == [2.0]
   assert sum(packed.sampled.sum() for packed in programs.batches) == 4
 
 
