@@ -8,10 +8,13 @@ python -m launch.train --config=configs/guess_number_distill.py \\
 
 The student plays, the teacher scores each token that it said, and how much
 likelier the teacher thinks it than the student does is its advantage. No reward
-is used: success is only measured. The teacher, 1 M parameters with experts, is
-trained by reinforcement learning; the student has a tenth of that and none.
+is used, and no oracle: success is only measured. The teacher, 1 M parameters
+with experts, is trained by reinforcement learning; the student has a tenth of
+that, no experts, and random weights.
 
-Hardware: two CPU cores. Duration: EXPECTED
+Hardware: two CPU cores. Duration: the teacher as guess_number_moe, the student
+about two minutes. Expected: nearly the success of the teacher on held-out
+seeds; 62 % of a teacher that had 66 % after 400 rounds.
 """
 
 import dataclasses

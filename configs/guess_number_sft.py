@@ -8,8 +8,8 @@ says, in the learner and with the batches of every other run. What comes out is
 a checkpoint like any other: a run with `--config.initial=DIR-hf` goes on from
 it by reinforcement learning.
 
-Hardware: two CPU cores. Duration: under a minute. Expected: success of 95 % or
-more on held-out seeds.
+Hardware: two CPU cores. Duration: about a minute. Expected: success of 95 % or
+more on held-out seeds (98 % with the seed 0).
 """
 
 import dataclasses
