@@ -300,6 +300,12 @@ class Experiment:
 
   def _validate_divisions(self) -> None:
     axes = transformer.logical_axes(self.model)
+    rows, parts = self.batch.rows, self.placement.learner.plan.num_batch
+    if self.batch.tail_rows is not None and rows == parts:
+      raise ValueError(
+        f"batch.tail_rows={self.batch.tail_rows}: no number below "
+        f"batch.rows={rows} divides over placement.learner.data * expert = {parts}; use none"
+      )
     for name, mesh in self.placement.meshes.items():
       rows = {"batch.rows": self.batch.rows}
       if self.batch.tail_rows is not None:

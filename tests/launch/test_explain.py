@@ -176,6 +176,7 @@ def test_the_command_prints_both_pools_and_starts_nothing(tmp_path):
     "--config.placement.platform=tpu",
     "--config.placement.learner.data=64",
     "--config.batch.rows=64",
+    "--config.batch.tail_rows=none",
   )
   assert result.returncode == 0, result.stderr
   assert "placement.learner: 64 devices" in result.stdout

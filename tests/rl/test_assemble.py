@@ -8,18 +8,23 @@ import jax
 import numpy as np
 import pytest
 
-from envs import rewards
+from envs import base, rewards
 from models import config as model_config
 from rl import (
+  algorithms,
   assemble,
   config,
   engine_settings,
   evaluate,
   events,
   invariants,
+  kl,
+  ledger,
+  optimizers,
   overlap,
   placement,
   progress,
+  references,
   rollout,
   testing,
   trajectory,
@@ -30,7 +35,7 @@ from tests.rl import players_under_test as players
 
 
 def experiment(**changes):
-  base = config.Experiment(
+  plain = config.Experiment(
     environment=testing.Counting(turns=2),
     reward=rewards.Outcome(),
     model=model_config.tiny_moe(
@@ -44,7 +49,7 @@ def experiment(**changes):
     batch=config.BatchShape(rows=8, length=16),
     rounds=3,
   )
-  return dataclasses.replace(base, **changes)
+  return dataclasses.replace(plain, **changes)
 
 
 class Watching:
@@ -115,6 +120,87 @@ def test_a_warm_start_teaches_the_oracles_answer():
   _, outcome, _ = run(settings)
   assert outcome.success == 1.0
   assert outcome.episodes == 16
+
+
+def started(settings, report=lambda text: None):
+  """Returns random weights, and the state that the run begins with."""
+
+  async def all_of_it():
+    parts = assemble.build(settings)
+    try:
+      first = assemble.fresh_state(parts.programs, settings.seed)
+      state = await assemble.initial_state(parts, report)
+      return jax.device_get((first.params, state))
+    finally:
+      await parts.close()
+
+  return asyncio.run(all_of_it())
+
+
+def test_the_reference_is_the_policy_after_its_warm_start():
+  random, state = started(
+    experiment(
+      algorithm=algorithms.Grpo(
+        kl=kl.KlPenalty(), reference=references.Initial()
+      ),
+      warm_start=warm_start.WarmStart(steps=2, episodes=4),
+    )
+  )
+  jax.tree.map(np.testing.assert_array_equal, state.reference, state.params)
+  moved = jax.tree.map(lambda a, b: (a != b).any(), state.reference, random)
+  assert all(jax.tree.leaves(moved))
+
+
+@pytest.mark.parametrize("max_skipped", [0, 2])
+def test_a_warm_start_that_blows_up_the_weights_ends_and_says_why(max_skipped):
+  said = []
+  settings = experiment(
+    warm_start=warm_start.WarmStart(
+      steps=9, episodes=4, optimizer=optimizers.AdamW(learning_rate=1e30)
+    ),
+    max_skipped=max_skipped,
+  )
+  # After the first step nothing is finite any more.
+  number = max_skipped + 1
+  message = f"warm_start: .* finite: {number}; the last, step {number + 1}, .*"
+  with pytest.raises(FloatingPointError, match=message) as error:
+    started(settings, said.append)
+  assert "lower warm_start.optimizer.learning_rate" in str(error.value)
+  assert said[-1] == f"warm start {number + 1}/9"
+
+
+@dataclasses.dataclass(frozen=True)
+class Alike:
+  """All do equally well."""
+
+  stateless: bool = True
+
+  async def __call__(self, task, transcripts):
+    return [base.Grade(0.5, {}) for _ in transcripts]
+
+
+@pytest.mark.parametrize(
+  ("model", "is_trained"),
+  [
+    (experiment().model, True),
+    (
+      model_config.tiny(
+        vocab_size=7, num_layers=1, d_model=32, d_ff=32, max_length=16
+      ),
+      False,
+    ),
+  ],
+  ids=["experts", "dense"],
+)
+def test_equal_rewards_train_the_routers_of_a_model_with_experts_alone(
+  model, is_trained
+):
+  rounds, _, log = run(experiment(model=model, reward=Alike(), rounds=1))
+  booked = ledger.of(log)
+  assert booked.error == 0
+  assert rounds[0]["flat_groups"] == 4
+  assert (booked.trained > 0, booked.masked > 0) == (is_trained, not is_trained)
+  assert (rounds[0]["grad_norm"] > 0) == is_trained
 
 
 def test_demonstrations_mix_in_as_many_random_answers_as_asked():

@@ -126,6 +126,11 @@ def test_settings_that_fit_together_are_accepted(experiment, overrides):
       "batch.tail_rows=5 does not divide over placement.learner.data * expert ="
       " 2; use 6",
     ),
+    (
+      {"placement.learner.data": "5", "placement.learner.expert": "2"},
+      "batch.tail_rows=2: no number below batch.rows=10 divides over "
+      "placement.learner.data * expert = 10; use none",
+    ),
     ({"batch.tail_rows": "0"}, "batch.tail_rows=0 is below 1"),
     ({"batch.tail_rows": "10"}, "batch.tail_rows=10 is not below batch.rows"),
     # Rows of decoding are 32, 64, 128 and the 256 slots.

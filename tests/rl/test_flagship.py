@@ -23,6 +23,7 @@ from rl import (
   aggregates,
   algorithms,
   assemble,
+  assemble_trainer,
   config,
   engine_settings,
   events,
@@ -123,7 +124,14 @@ def run(schedule: overlap.Overlap, first: Any = None, rounds: int = ROUNDS):
   async def all_of_it():
     seen = Seen()
     built = assemble.build(experiment(schedule, rounds))
-    parts = dataclasses.replace(built, programs=seen.record(built.programs))
+    recording = assemble_trainer.trainer(
+      built.experiment,
+      built.learner_layout,
+      seen.record(built.programs),
+      built.learner_thread,
+      kept=None,
+    )
+    parts = dataclasses.replace(built, trainer=recording)
     try:
       async with asyncio.timeout(DEADLINE_S):
         state = await assemble.initial_state(parts)
@@ -143,9 +151,8 @@ def run(schedule: overlap.Overlap, first: Any = None, rounds: int = ROUNDS):
 
 def trainer(parts: assemble.Parts, state: train_state.TrainState):
   """Returns the trainer that a coordinator would have, at this state."""
-  training = assemble.coordinate(parts, Seen())._trainer
-  training.restore(state)
-  return training
+  parts.trainer.restore(state)
+  return parts.trainer
 
 
 def bits(tree: Any) -> dict[str, bytes]:

@@ -44,6 +44,8 @@ CONFIG = config_lib.tiny_moe(
   compute=config_lib.Compute(moe_block=4),
 )
 ROWS, LENGTH = 4, 32
+WHOLE = {"rows": 16, "length": LENGTH}
+"""One micro-batch holds everything, as it does in 8 rows, with padding."""
 OBJECTIVE = objective.Objective(
   loss=losses.ClippedSurrogate(dual_clip=3.0),
   correction=corrections.TokenTruncated(),
@@ -72,14 +74,16 @@ def build(
   *,
   through_body: bool = True,
   critic: bool = True,
+  balanced: bool = False,
 ) -> learner.Learner:
   spec = placement.MeshSpec(data=data, expert=expert, tensor=tensor)
   layout, _ = placement.Placement(learner=spec, colocated=True).layouts()
   value = dataclasses.replace(OBJECTIVE.value, through_body=through_body)
+  weights = {"balance_weight": 1.0, "z_weight": 0.1} if balanced else {}
   return learner.build(
     CONFIG,
     layout,
-    dataclasses.replace(OBJECTIVE, value=value),
+    dataclasses.replace(OBJECTIVE, value=value, **weights),
     optax.sgd(0.1),
     critic=critic,
     num_lags=scored_episodes.MAX_LAG + 1,
@@ -180,7 +184,7 @@ def assert_same(found: learner.Accumulator, expected: learner.Accumulator):
     strict=True,
   ):
     assert scored_episodes.difference(leaf, other) < 1e-5
-  # The router balances padding as well, so how it did is left out.
+  # Each micro-batch balances its own tokens: for the router see below.
   sums, wanted = (
     jax.tree.leaves(x.sums._replace(router=None)) for x in (found, expected)
   )
@@ -218,6 +222,32 @@ def test_how_trajectories_are_packed_changes_nothing(num_batches, layout):
   batches = layout().batches
   assert len(batches) == num_batches
   assert_same(on_mesh(accumulate, build(), batches), total())
+
+
+@pytest.mark.parametrize(
+  ("mesh", "layout"),
+  [
+    ((1, 1, 1), lambda: scored_episodes.alone(episodes(), **WHOLE)),
+    ((1, 1, 1), lambda: packed(**WHOLE, share_prompts=True)),
+    ((2, 2, 2), lambda: packed(**WHOLE)),
+  ],
+  ids=["unpacked", "shared", "eight devices"],
+)
+def test_the_router_of_all_tokens_at_once_is_balanced_alike(mesh, layout):
+  """Padding has no weight, and a shared prompt that of its copies."""
+  found, expected = (
+    on_mesh(accumulate, build(*where, balanced=True), laid.batches)
+    for where, laid in ((mesh, layout()), ((1, 1, 1), packed(rows=8)))
+  )
+  assert_same(found, expected)
+  assert expected.sums.router.dropped == 0
+  for leaf, other in zip(found.sums.router, expected.sums.router, strict=True):
+    np.testing.assert_allclose(leaf, other, rtol=1e-5)
+  # Its losses do weigh: without them its gradient is another.
+  gradients = (
+    x.grads.policy["layers"][0]["moe"]["router"] for x in (expected, total())
+  )
+  assert scored_episodes.difference(*gradients) > 0.01
 
 
 def test_members_of_a_group_do_share_their_prompt():
@@ -288,54 +318,83 @@ def graded() -> list[trajectory.Group]:
   return groups
 
 
+def trained(
+  model: config_lib.ModelConfig,
+  algorithm: algorithms.Algorithm,
+  *,
+  at_once: int,
+  shape: tuple[int, int | None] = (ROWS, 2),
+) -> tuple[Any, dict[str, float]]:
+  """Returns how far one update of `graded` takes the parameters; metrics.
+
+  Steps are far above the parameters, and so have all digits of the gradient.
+  `shape` is of rows: those of a batch, and of the last one.
+  """
+  layout, _ = placement.Placement(colocated=True).layouts()
+  programs = learner.build(model, layout, algorithm, optax.sgd(1e4))
+  thread = dispatch.MeshThread("learner", trace.Trace(None))
+  trainer = training.Training(
+    training.Settings(
+      rows=shape[0],
+      length=LENGTH,
+      tail_rows=shape[1],
+      share_prompts=False,
+      probe_rows=ROWS,
+      max_staleness=scored_episodes.MAX_LAG,
+      old_logprob="decode",
+      has_routers=model.num_sparse > 0,
+    ),
+    programs,
+    thread,
+    estimator=algorithm.advantage,
+    objective=algorithm,
+  )
+
+  async def scenario():
+    trainer.restore(programs.init(jax.random.key(0)))
+    await trainer.begin_round(scored_episodes.VERSION)
+    first, groups = jax.device_get(trainer.params), graded()
+    for start in range(0, len(groups), at_once):
+      await trainer.accumulate(groups[start : start + at_once])
+    sums = await trainer.update()
+    last = jax.device_get(trainer.params)
+    return jax.tree.map(lambda after, before: after - before, last, first), sums
+
+  try:
+    return asyncio.run(scenario())
+  finally:
+    thread.close()
+
+
+def assert_same_steps(steps: Any, expected: Any) -> None:
+  pairs = zip(*map(jax.tree.leaves, (steps, expected)), strict=True)
+  assert max(scored_episodes.difference(*pair) for pair in pairs) < 1e-5
+
+
 @pytest.mark.parametrize("aggregate", packed_rows.AGGREGATES, ids=repr)
 def test_groups_that_come_one_by_one_are_an_update_of_all_at_once(aggregate):
   """And what flat ones would have added is what leaving them out does."""
-  layout, _ = placement.Placement(colocated=True).layouts()
   plain = algorithms.Grpo(loss=losses.ClippedSurrogate(aggregate=aggregate))
   # Next to nothing, but then flat groups are computed as well.
   whole = dataclasses.replace(plain, entropy_bonus=1e-30)
-  # Steps far above the parameters have all digits of the gradient.
-  programs = learner.build(DENSE, layout, whole, optax.sgd(1e4))
-
-  def trained(algorithm, step) -> Any:
-    thread = dispatch.MeshThread("learner", trace.Trace(None))
-    trainer = training.Training(
-      training.Settings(
-        rows=ROWS,
-        length=LENGTH,
-        tail_rows=2,
-        share_prompts=False,
-        probe_rows=ROWS,
-        max_staleness=scored_episodes.MAX_LAG,
-        old_logprob="decode",
-      ),
-      programs,
-      thread,
-      estimator=algorithm.advantage,
-      objective=algorithm,
-    )
-
-    async def scenario():
-      trainer.restore(programs.init(jax.random.key(0)))
-      await trainer.begin_round(scored_episodes.VERSION)
-      groups = graded()
-      for start in range(0, len(groups), step):
-        await trainer.accumulate(groups[start : start + step])
-      return await trainer.update()
-
-    try:
-      sums = asyncio.run(scenario())
-    finally:
-      thread.close()
-    return jax.device_get(trainer.params), sums
-
-  (computed, all_of), (left_out, some) = trained(whole, 6), trained(plain, 1)
+  computed, all_of = trained(DENSE, whole, at_once=6)
+  left_out, some = trained(DENSE, plain, at_once=1)
   assert all_of["flat_groups"] == some["flat_groups"] == 2
   assert some["tokens"] < all_of["tokens"]
-  first = programs.init(jax.random.key(0)).params
-  for leaf, other, start in zip(
-    *map(jax.tree.leaves, (left_out, computed, first)), strict=True
-  ):
-    steps = leaf - start, other - start
-    assert scored_episodes.difference(*steps) < 1e-5
+  assert_same_steps(left_out, computed)
+
+
+def test_a_router_is_balanced_over_all_tokens_those_of_flat_groups_too():
+  free = algorithms.Grpo(balance_weight=0.0, z_weight=0.0)
+  balanced = dataclasses.replace(free, balance_weight=1.0, z_weight=0.1)
+  computed = dataclasses.replace(balanced, entropy_bonus=1e-30)
+  # One micro-batch holds them all, for balance is not linear over several.
+  (steps, sums), (expected, all_of), (left_out, some) = (
+    trained(CONFIG, algorithm, at_once=6, shape=(16, None))
+    for algorithm in (balanced, computed, free)
+  )
+  assert sums["flat_groups"] == some["flat_groups"] == 2
+  assert some["tokens"] < sums["tokens"] == all_of["tokens"]
+  assert_same_steps(steps, expected)
+  routers = (x["layers"][0]["moe"]["router"] for x in (left_out, expected))
+  assert scored_episodes.difference(*routers) > 0.01

@@ -1,5 +1,6 @@
 """What an update is of: epochs, groups that teach nothing, bad numbers."""
 
+import dataclasses
 import math
 
 import pytest
@@ -39,6 +40,51 @@ def test_skipped_updates_count_only_in_a_row():
   assert trained(scenario, programs, max_skipped=1) == 2
 
 
+@dataclasses.dataclass(eq=False)
+class Later(Programs):
+  """Programs of which every second step is not finite."""
+
+  steps: int = 0
+
+  def build(self):
+    built = super().build()
+
+    def update(state, total, masked):
+      self.steps += 1
+      self.grad_norm = 1.0 if self.steps % 2 else math.nan
+      return built.update(state, total, masked)
+
+    return dataclasses.replace(built, update=update)
+
+
+def test_a_later_epoch_that_is_not_finite_ends_an_update_that_counts():
+  programs = Later()
+
+  async def scenario(trainer):
+    await trainer.begin_round(0)
+    await trainer.accumulate([group(1.0, 0.0)])
+    return await trainer.update(), trainer.state.updates
+
+  sums, updates = trained(scenario, programs, epochs=3)
+  # One step of two; the third epoch is not even tried.
+  assert (programs.steps, updates, sums["skipped"]) == (2, 1, 0.5)
+  assert sums["tokens"] == 4.0
+
+
+def test_updates_whose_later_epochs_are_not_finite_count_in_a_row():
+  programs, skipped = Later(), []
+
+  async def scenario(trainer):
+    await trainer.begin_round(0)
+    for _ in range(6):
+      await trainer.accumulate([group(1.0, 0.0)])
+      skipped.append((await trainer.update())["skipped"])
+
+  with pytest.raises(FloatingPointError, match=r"not finite: 3; .* norm nan"):
+    trained(scenario, programs, epochs=2, max_skipped=2)
+  assert skipped == [0.5, 0.5]
+
+
 def test_every_epoch_is_a_step_on_the_same_groups_and_the_same_old_policy():
   programs = Programs()
 
@@ -74,6 +120,20 @@ def test_a_group_that_teaches_nothing_is_masked_and_stays_in_the_divisor():
   assert sum(packed.sampled.sum() for packed in programs.batches) == 4
 
 
+def test_groups_that_are_not_computed_stay_in_the_divisor_of_every_epoch():
+  programs = Programs()
+
+  async def scenario(trainer):
+    await trainer.begin_round(0)
+    for _ in range(2):
+      await trainer.accumulate([group(1.0, 0.0), group(1.0, 1.0)])
+      await trainer.update()
+
+  trained(scenario, programs, epochs=3)
+  # Two trajectories of a flat group, and in the next update no more.
+  assert programs.masked == [2.0] * 6
+
+
 def test_a_group_without_an_advantage_is_trained_where_entropy_counts():
   programs = Programs()
 
@@ -88,3 +148,25 @@ def test_a_group_without_an_advantage_is_trained_where_entropy_counts():
   assert used.trained.all()
   assert not used.values.any()
   assert (sums["flat_groups"], programs.masked) == (1, [0.0])
+
+
+@pytest.mark.parametrize("weight", ["balance_weight", "z_weight"])
+def test_a_group_without_an_advantage_is_trained_where_routers_are_balanced(
+  weight,
+):
+  none = algorithms.Grpo(balance_weight=0.0, z_weight=0.0)
+  objective = dataclasses.replace(none, **{weight: 0.1})
+
+  async def scenario(trainer):
+    await trainer.begin_round(0)
+    (used,) = await trainer.accumulate([group(1.0, 1.0)])
+    await trainer.update()
+    return used.trained.all()
+
+  for value, has_routers, is_trained in (
+    (objective, True, True),
+    (objective, False, False),
+    (none, True, False),
+  ):
+    found = trained(scenario, objective=value, has_routers=has_routers)
+    assert found == is_trained

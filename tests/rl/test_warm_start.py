@@ -1,12 +1,14 @@
-"""Tests of demonstrations; what imitating them is worth is a run's to show."""
+"""Demonstrations, and steps that fail; what they teach is a run's to show."""
 
 import asyncio
+import dataclasses
 import itertools
+import math
 
 import pytest
 
 from models import chat as chat_lib
-from rl import episode, testing, trajectory, warm_start
+from rl import dispatch, episode, testing, trace, trajectory, warm_start
 
 CHAT = chat_lib.WordChat(("go", "on", "yes", "no"))
 LIMITS = episode.Limits(record_experts=True)
@@ -59,3 +61,69 @@ def test_exploring_mixes_in_random_answers_that_repeat():
 def test_a_warm_start_that_cannot_run_is_refused(fields, words):
   with pytest.raises(ValueError, match=words):
     warm_start.WarmStart(**fields).validate()
+
+
+def imitated(norms, max_skipped):
+  """Returns how many of some steps were taken, and the last report.
+
+  Args:
+    norms: of the gradient of each step; one that is not finite is skipped.
+  """
+  fake, left, said = testing.fake_learner(), iter(norms), []
+
+  def update(state, total):
+    after, sums = fake.update(state, total)
+    sums |= {"grad_norm": next(left), "loss": 0.25}
+    if math.isfinite(sums["grad_norm"]):
+      return after, sums
+    return state, sums | {"skipped": 1.0, "loss": math.nan}
+
+  thread = dispatch.MeshThread("learner", trace.Trace(None))
+  try:
+    state = asyncio.run(
+      warm_start.run(
+        warm_start.WarmStart(steps=len(norms), episodes=2),
+        dataclasses.replace(fake, update=update),
+        fake.abstract,
+        thread,
+        source=testing.Counting(turns=2),
+        chat=CHAT,
+        limits=LIMITS,
+        rows=2,
+        length=16,
+        seed=0,
+        max_skipped=max_skipped,
+        report=said.append,
+      )
+    )
+  finally:
+    thread.close()
+  return state.updates, said[-1]
+
+
+def test_steps_that_are_not_finite_are_skipped_and_counted_only_in_a_row():
+  norms = [1.0, math.nan, math.inf, 1.0, math.nan, math.nan, 1.0]
+  taken, said = imitated(norms, max_skipped=2)
+  assert taken == 3
+  assert said == "warm start done: loss 0.250 nats a token"
+
+
+@pytest.mark.parametrize(("max_skipped", "last"), [(0, 2), (1, 5), (2, 6)])
+def test_more_of_them_in_a_row_than_allowed_end_it(max_skipped, last):
+  norms = [1.0, math.inf, 1.0, math.inf, math.inf, math.inf, 1.0]
+  # Of the runs of 1 and 3, the first that is longer than allowed ends it.
+  number = max_skipped + 1
+  with pytest.raises(FloatingPointError) as error:
+    imitated(norms, max_skipped)
+  for words in (
+    "warm_start: steps in a row",
+    f"loss or gradient is not finite: {number};",
+    f"the last, step {last}, has loss nan and gradient norm inf",
+    "lower warm_start.optimizer.learning_rate",
+  ):
+    assert words in str(error.value)
+
+
+def test_as_many_in_a_row_as_allowed_do_not_end_it():
+  taken, _ = imitated([math.nan] * 3 + [1.0], max_skipped=3)
+  assert taken == 1
