@@ -5,8 +5,8 @@
   python -m benchmarks.learning --render
 
 Six algorithms on five schedules, each with two or three answers to the lag, as
-docs/learning.md says, which this writes. What has run is a line in --out, so
-that the same command goes on after a kill; lines of other settings belong
+docs/learning.md says, which this writes. What has run is a line in --lines,
+so that the same command goes on after a kill; lines of other settings belong
 elsewhere. --rates adds the runs that the learning rate was chosen by. At the
 end all lines become benchmarks/results/learning.json, and that becomes
 docs/learning.md and docs/learning.svg, with --render without running anything.
@@ -42,7 +42,7 @@ _ONLY = flags.DEFINE_string(
 _RATES = flags.DEFINE_list(
   "rates", [], "Only GRPO in sync, once with each learning rate."
 )
-_OUT = flags.DEFINE_string("out", "runs/learning", "Directory of the lines.")
+_OUT = flags.DEFINE_string("lines", "runs/learning", "Where lines go.")
 _RENDER = flags.DEFINE_bool("render", False, "Only write table and picture.")
 _MOST = 15
 _ROOT = pathlib.Path(__file__).parents[1]
