@@ -37,7 +37,7 @@ devices.prepare(experiment.placement)
 
 # %%
 from rl import (
-  advantages,
+  algorithms,
   assemble,
   batch,
   estimation,
@@ -166,6 +166,6 @@ run(parts.close())
 # %%
 print(
   dataclasses.replace(
-    experiment, advantage=advantages.Reinforce(baseline=0.5)
-  ).advantage
+    experiment, algorithm=algorithms.Rloo(entropy_bonus=0.01)
+  ).algorithm
 )
