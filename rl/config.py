@@ -304,7 +304,8 @@ class Experiment:
     if self.batch.tail_rows is not None and rows == parts:
       raise ValueError(
         f"batch.tail_rows={self.batch.tail_rows}: no number below "
-        f"batch.rows={rows} divides over placement.learner.data * expert = {parts}; use none"
+        f"batch.rows={rows} divides over placement.learner.data * expert = "
+        f"{parts}; use none"
       )
     for name, mesh in self.placement.meshes.items():
       rows = {"batch.rows": self.batch.rows}
