@@ -89,13 +89,13 @@ class Table:
     """Returns the share of successes before the first update."""
     return spread([row["curve"][0] for row in self._rows])
 
-  def late(self, schedule: str) -> list[Row]:
+  def of_schedule(self, schedule: str) -> list[Row]:
     """Returns all runs of a schedule."""
     return [
       row
-      for algorithm in NAMES
-      for arm in LATE
-      for row in self.runs(algorithm, schedule, arm)
+      for row in self._rows
+      if row["schedule"] == schedule
+      and row["learning_rate"] == learning_runs.LEARNING_RATE
     ]
 
   def rates(self) -> dict[float, list[Row]]:
@@ -212,7 +212,7 @@ def lags(table: Table) -> str:
   """Returns how late samples were on each schedule, over all its runs."""
   rows = []
   for schedule in LABELS:
-    runs = table.late(schedule)
+    runs = table.of_schedule(schedule)
     rows.append(
       [
         LABELS[schedule],
@@ -340,4 +340,6 @@ each lag in rounds; the share of tokens that a bound clips; effective sample
 size of the weights as a share of tokens; entropy in nats a token; games played
 for each that is trained."""
 _RATES = """One for all, chosen by GRPO in sync alone: the one that learned
-most over the run."""
+most over the run. Others might have done better with their own: Dr.GRPO and
+RLOO sum over the tokens of a game where others average, and a clip of the
+gradient's norm at 1 then acts more often."""
