@@ -124,7 +124,8 @@ class Grpo(_Outcome):
 
   Biased, as each task is weighted by one over its deviation. Bias: 7 % aside of
   the gradient on policy. A penalty in the reward is divided by the deviation
-  too, however small the rest of the spread.
+  too, however small the rest of the spread. A lone member is masked, where verl
+  takes its reward for the advantage.
 
   Attributes:
     ddof: 1 divides the variance by G - 1, as most implementations do.

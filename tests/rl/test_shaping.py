@@ -39,8 +39,9 @@ def _episode(
 @pytest.mark.parametrize(
   ("num_tokens", "max_tokens", "buffer", "expected"),
   [
+    # TRL, the docstring of its soft overlong punishment.
     (90, 100, 20, -0.5),
-    # (20480 - 4096 - 18000) / 4096.
+    # DAPO's lengths, arXiv 2503.14476: (20480 - 4096 - 18000) / 4096.
     (18000, 20480, 4096, -0.39453125),
     (80, 100, 20, 0.0),
     (81, 100, 20, -0.05),

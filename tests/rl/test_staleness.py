@@ -25,12 +25,20 @@ def _fill(gate):
   return ids
 
 
-# (v + eta + 1) R with eta 2 and R 4: (0 + 3) 4 = 12 and (5 + 3) 4 = 32.
+# AReaL, tests/test_staleness_manager.py: (v + eta + 1) R with eta 2 and R 4,
+# (0 + 3) 4 = 12 and (5 + 3) 4 = 32.
 @pytest.mark.parametrize(("version", "limit"), [(0, 12), (5, 32)])
 def test_the_window_has_the_published_size(version, limit):
   gate = _gate(version=version)
   assert gate.limit == limit
   assert _fill(gate) == list(range(limit))
+
+
+def test_what_is_admitted_takes_its_place_in_the_window():
+  # AReaL, the same file: 5 of 12 are accepted, so 7 are left.
+  gate = _gate()
+  assert [gate.admit() for _ in range(5)] == [0, 1, 2, 3, 4]
+  assert len(_fill(gate)) == 7
 
 
 def test_without_staleness_a_round_waits_for_its_weights():
