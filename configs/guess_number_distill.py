@@ -18,12 +18,29 @@ seeds; 62 % of a teacher that had 66 % after 400 rounds.
 """
 
 import dataclasses
+import pathlib
 
 from configs import guess_number_moe
 from models import config as model_config
 from rl import algorithms, config, optimizers, references
 
-_TEACHER = "runs/teacher-hf"
+_RUN, _TEACHER = "runs/teacher", "runs/teacher-hf"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OwnTeacher(references.Teacher):
+  """The teacher of this file, which knows how it is made."""
+
+  def check(self) -> None:
+    """Raises ValueError when no checkpoint of the model is there."""
+    if self.directory == _TEACHER and not pathlib.Path(_TEACHER).exists():
+      raise ValueError(
+        f"algorithm.reference.directory={_TEACHER}: the teacher is not trained "
+        "yet; run python -m launch.train "
+        f"--config=configs/guess_number_distill.py:teacher --workdir={_RUN} && "
+        f"python -m launch.export --run={_RUN} --directory={_TEACHER}"
+      )
+    super().check()
 
 
 def get_config(role: str = "student") -> config.Experiment:
@@ -43,7 +60,7 @@ def get_config(role: str = "student") -> config.Experiment:
       vocab_size=29, max_length=32, num_layers=2, d_model=64, d_ff=192
     ),
     algorithm=algorithms.Distill(
-      reference=references.Teacher(model=teacher.model, directory=_TEACHER)
+      reference=OwnTeacher(model=teacher.model, directory=_TEACHER)
     ),
     optimizer=optimizers.AdamW(learning_rate=1e-3),
     warm_start=None,

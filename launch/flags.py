@@ -8,19 +8,16 @@ A program that takes it is `app.run(main, flags_parser=flags.parse)`, with
 
 import contextlib
 import difflib
-import importlib.util
-import json
 import pathlib
 import re
 import sys
-import traceback
-import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from absl import app, logging
 from absl import flags as absl_flags
 
+from launch import config_file
 from rl import settings
 
 _CONFIG = absl_flags.DEFINE_string(
@@ -28,12 +25,13 @@ _CONFIG = absl_flags.DEFINE_string(
   None,
   "Settings of the run: a Python file with get_config(), FILE.py:ARGUMENT for"
   " get_config(ARGUMENT), or a JSON file of an earlier run. --config.a.b=VALUE"
-  " replaces one setting, and --noconfig.a.b turns one off.",
+  " replaces one setting, and --noconfig.a.b turns one off: false, or none."
+  " Parts come before what lies in them, in whatever order they are given, so"
+  " --config.a.b=VALUE holds beside --config.a=rl.module.Class().",
 )
-_ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 # absl has no flag whose name is open-ended, so parse() leaves them here.
-_overrides: dict[str, str] = {}
+_overrides: dict[str, str | None] = {}
 
 
 def parse(argv: Sequence[str]) -> list[str]:
@@ -53,7 +51,7 @@ def parse(argv: Sequence[str]) -> list[str]:
       remaining += [argument, *rest]
       break
     if match := re.fullmatch(r"--?noconfig\.([^=]+)", argument):
-      path, text = match[1], "false"
+      path, text = match[1], None
     elif match := re.fullmatch(r"(?s)--?config\.([^=]+)(?:=(.*))?", argument):
       path, text = match.groups()
       if text is None:
@@ -63,8 +61,6 @@ def parse(argv: Sequence[str]) -> list[str]:
     else:
       remaining.append(argument)
       continue
-    # Popped first: the order is that of the last mention of each.
-    _overrides.pop(path, None)
     _overrides[path] = text
   rest = app.parse_flags_with_usage(remaining)
   # Libraries narrate at INFO, absl's default once an app runs.
@@ -73,9 +69,17 @@ def parse(argv: Sequence[str]) -> list[str]:
   return rest
 
 
-def overrides() -> dict[str, str]:
-  """Returns the text of every --config.a.b=VALUE of the command line."""
+def overrides() -> dict[str, str | None]:
+  """Returns what is overridden by path; None is --noconfig.a.b."""
   return dict(_overrides)
+
+
+def arguments(changes: Mapping[str, str | None]) -> list[str]:
+  """Returns the arguments that give a program these overrides."""
+  return [
+    f"--noconfig.{path}" if text is None else f"--config.{path}={text}"
+    for path, text in changes.items()
+  ]
 
 
 def load_from_command_line(
@@ -91,14 +95,15 @@ def load_from_command_line(
 
 def load(
   path: str,
-  changes: Mapping[str, str] | None = None,
+  changes: Mapping[str, str | None] | None = None,
   check: Callable[[Any], None] | None = None,
 ) -> Any:
   """Returns the settings of a file; no device is touched.
 
   Args:
     path: `x.py`, `x.py:argument`, or a `.json` written by `to_json`.
-    changes: text by dotted path, {"rollout.group_size": "2"}; in order.
+    changes: text by dotted path, {"rollout.group_size": "2"}; None turns a
+      setting off. See `settings.apply` for their order.
     check: called last, after the tree's own validate() if it has one.
 
   Raises:
@@ -107,11 +112,10 @@ def load(
   """
   file, argument = _split(path)
   if file.suffix == ".json":
-    tree = _read_json(file)
+    tree = config_file.read_json(file)
   else:
     tree = _get_config(file, argument)
-  for key, text in (changes or {}).items():
-    tree = settings.override(tree, key, text)
+  tree = settings.apply(tree, changes or {})
   if hasattr(tree, "validate"):
     tree.validate()
   if check is not None:
@@ -124,10 +128,10 @@ def sweep(path: str) -> list[dict[str, str]]:
   file, _ = _split(path)
   if file.suffix == ".json":
     return []
-  module = _import(file)
+  module = config_file.load(file)
   if not hasattr(module, "sweep"):
     return []
-  with _blame(file):
+  with config_file.blame(file):
     return [
       {key: str(value) for key, value in run.items()} for run in module.sweep()
     ]
@@ -176,23 +180,13 @@ def _missing(file: pathlib.Path) -> str:
   return f"{start}; did you mean {found}?"
 
 
-def _read_json(file: pathlib.Path) -> Any:
-  _put_root_on_path()
-  try:
-    return settings.from_json(json.loads(file.read_text()))
-  except settings.SettingError as error:
-    raise settings.SettingError(f"{file}: {error}") from error
-  except ValueError as error:
-    raise settings.SettingError(f"{file} is not JSON: {error}") from error
-
-
 def _get_config(file: pathlib.Path, argument: str | None) -> Any:
-  module = _import(file)
+  module = config_file.load(file)
   get_config = getattr(module, "get_config", None)
   if get_config is None:
     raise settings.SettingError(f"{file}: has no get_config()")
   arguments = [] if argument is None else [argument]
-  with _blame(file):
+  with config_file.blame(file):
     tree = get_config(*arguments)
   if not settings.is_setting(type(tree)):
     raise settings.SettingError(
@@ -200,47 +194,3 @@ def _get_config(file: pathlib.Path, argument: str | None) -> Any:
       " dataclass such as rl.config.Experiment"
     )
   return tree
-
-
-def _import(file: pathlib.Path) -> types.ModuleType:
-  """Runs a file as a module that no import statement can name by chance."""
-  _put_root_on_path()
-  name = f"_config_{file.stem}"
-  spec = importlib.util.spec_from_file_location(name, file.resolve())
-  assert spec is not None
-  assert spec.loader is not None
-  module = importlib.util.module_from_spec(spec)
-  # Dataclasses of the file look their module up, and so does JSON.
-  sys.modules[name] = module
-  with _blame(file):
-    spec.loader.exec_module(module)
-  return module
-
-
-def _put_root_on_path() -> None:
-  if str(_ROOT) not in sys.path:
-    sys.path.append(str(_ROOT))
-
-
-@contextlib.contextmanager
-def _blame(file: pathlib.Path) -> Iterator[None]:
-  """Turns an exception of the user's file into its line of that file."""
-  try:
-    yield
-  # Whatever the file does is its author's to correct.
-  except Exception as error:
-    reason = f"{type(error).__name__}: {error}".splitlines()[0]
-    place, line = _place(file, error)
-    raise settings.SettingError(f"{place}: {reason}{line}") from error
-
-
-def _place(file: pathlib.Path, error: Exception) -> tuple[str, str]:
-  """Returns `file:line` of the last frame in the file, and its source."""
-  if isinstance(error, SyntaxError) and error.filename:
-    source = (error.text or "").strip()
-    return f"{error.filename}:{error.lineno}", f"\n  {source}"
-  frames = traceback.extract_tb(error.__traceback__)
-  own = [f for f in frames if f.filename == str(file.resolve())]
-  if not own:
-    return str(file), ""
-  return f"{file}:{own[-1].lineno}", f"\n  {own[-1].line}"

@@ -77,7 +77,7 @@ class Hosting:
 
 
 def read_run(
-  run_dir: str | os.PathLike[str], changes: Mapping[str, str]
+  run_dir: str | os.PathLike[str], changes: Mapping[str, str | None]
 ) -> config.Experiment:
   """Returns the checked settings of a run, with changes by dotted path.
 
@@ -85,8 +85,7 @@ def read_run(
     ValueError: there is no such run, or it cannot be served so.
   """
   experiment = workdir.read_trained(run_dir)
-  for key, text in changes.items():
-    experiment = settings.override(experiment, key, text)
+  experiment = settings.apply(experiment, changes)
   experiment.validate()
   experiment.validate_initial()
   experiment.engine.validate_installed()
@@ -95,7 +94,9 @@ def read_run(
   return experiment
 
 
-def read_directory(directory: str, changes: Mapping[str, str]) -> Hosting:
+def read_directory(
+  directory: str, changes: Mapping[str, str | None]
+) -> Hosting:
   """Returns the checked settings of a Hugging Face checkpoint.
 
   Conversations have up to 4096 ids, or `model.max_length` of `changes`.
@@ -106,8 +107,7 @@ def read_directory(directory: str, changes: Mapping[str, str]) -> Hosting:
   model = model_config.ModelConfig.from_hf(directory)
   length = min(model.max_length, _MAX_LENGTH)
   hosting = Hosting(model=dataclasses.replace(model, max_length=length))
-  for key, text in changes.items():
-    hosting = settings.override(hosting, key, text)
+  hosting = settings.apply(hosting, changes)
   hosting.validate()
   load.check(directory, hosting.model)
   devices.prepare(hosting.placement)

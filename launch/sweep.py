@@ -54,25 +54,23 @@ def main(argv: list[str]) -> None:
 
 
 def _check_apart(
-  given: Mapping[str, str], overrides: Mapping[str, str]
+  given: Mapping[str, str | None], overrides: Mapping[str, str | None]
 ) -> None:
   """Raises when a run would undo what the command line asks for."""
-  for key, text in given.items():
-    undone = [k for k in overrides if f"{key}.".startswith(f"{k}.")]
-    if undone:
-      raise settings.SettingError(
-        f"--config.{key}={text} is given, but sweep() sets {undone[0]} too; "
-        "leave it out of one of them"
-      )
+  for key in given.keys() & overrides.keys():
+    argument, *_ = flags.arguments({key: given[key]})
+    raise settings.SettingError(
+      f"{argument} is given, but sweep() sets {key} too; leave it out of one of"
+      " them"
+    )
 
 
 def _run(
-  path: str, overrides: Mapping[str, str], directory: pathlib.Path
+  path: str, overrides: Mapping[str, str | None], directory: pathlib.Path
 ) -> int:
   directory.mkdir(parents=True, exist_ok=True)
   command = [sys.executable, "-m", "launch.train", f"--config={path}"]
-  command += [f"--config.{key}={value}" for key, value in overrides.items()]
-  command += [f"--workdir={directory}"]
+  command += [*flags.arguments(overrides), f"--workdir={directory}"]
   print(f"{directory}: {_text(overrides)}", flush=True)
   with (directory / "log.txt").open("a") as log:
     return subprocess.run(
@@ -94,7 +92,7 @@ def _outcome(directory: pathlib.Path, code: int) -> str:
   return f"success {json.loads(lines[-1])['success']:.1%}"
 
 
-def _text(overrides: Mapping[str, str]) -> str:
+def _text(overrides: Mapping[str, str | None]) -> str:
   return " ".join(f"{key}={value}" for key, value in overrides.items())
 
 

@@ -11,8 +11,12 @@ import shutil
 import sys
 from typing import Any, TextIO
 
-from rl import config, settings
+from launch import config_file
+from rl import checkpoint, config, settings
 
+CHECKPOINTS = "checkpoints"
+WARM_START = "warm_start"
+WARM_START_LINES = "warm_start.jsonl"
 _DAMAGED = ".damaged"
 _RECORDS = (
   "events.jsonl",
@@ -20,9 +24,16 @@ _RECORDS = (
   "metrics.jsonl",
   "evaluations.jsonl",
   "logprob_gap.jsonl",
+  WARM_START_LINES,
 )
-_TREES = ("trajectories", "tensorboard", "skipped")
-_MAY_CHANGE = ("rounds", "stall_s", "evaluation.", "keeping.")
+_TREES = ("trajectories", "tensorboard", "skipped", WARM_START)
+_MAY_CHANGE = (
+  "rounds",
+  "stall_s",
+  "evaluation.",
+  "keeping.",
+  "warm_start.checkpoint_every",
+)
 
 
 def claim(path: str | os.PathLike, experiment: config.Experiment) -> TextIO:
@@ -55,19 +66,22 @@ def claim(path: str | os.PathLike, experiment: config.Experiment) -> TextIO:
       f"--workdir={directory} is in use by another process; wait for it or "
       "choose another directory"
     ) from None
-  if checkpoints(directory):
+  if has_saved(directory):
     _check_same(directory, experiment)
   else:
     _clear(directory)
-  text = json.dumps(settings.to_json(experiment), indent=2) + "\n"
+  text = json.dumps(config_file.to_json(experiment), indent=2) + "\n"
   partial = directory / "config.json.partial"
   partial.write_text(text)
   partial.replace(directory / "config.json")
   return lock
 
 
-def read(path: str | os.PathLike) -> config.Experiment:
+def read(path: str | os.PathLike, *, as_kept: bool = True) -> config.Experiment:
   """Returns the settings of a run directory.
+
+  Args:
+    as_kept: see `config_file.read_json`.
 
   Raises:
     SettingError: there is no run, or its config cannot be read.
@@ -78,14 +92,11 @@ def read(path: str | os.PathLike) -> config.Experiment:
       f"{file.parent} does not exist{_nearest(file.parent)}"
     )
   try:
-    data: Any = json.loads(file.read_text())
+    return config_file.read_json(file, as_kept=as_kept)
   except OSError as error:
     raise settings.SettingError(
       f"{file.parent} holds no run: {file.name}: {error.strerror}"
     ) from error
-  except ValueError as error:
-    raise settings.SettingError(f"{file} is no JSON: {error}") from error
-  return settings.from_json(data)
 
 
 def read_trained(path: str | os.PathLike) -> config.Experiment:
@@ -115,21 +126,43 @@ def check_initial(
     ValueError: as `Experiment.validate_initial`.
   """
   is_needed = experiment.model.lora is not None
-  if is_needed or not path or not checkpoints(path):
+  if is_needed or not path or not has_saved(path):
     experiment.validate_initial()
 
 
-def checkpoints(path: str | os.PathLike) -> list[str]:
+def checkpoints(path: str | os.PathLike, of: str = CHECKPOINTS) -> list[str]:
   """Returns the names of a run's checkpoints: whole ones, and damaged ones.
 
   What a save left that was cut off is none.
+
+  Args:
+    of: CHECKPOINTS or WARM_START.
   """
-  directory = pathlib.Path(path) / "checkpoints"
   return sorted(
     path.name
-    for path in directory.glob("*")
+    for path in (pathlib.Path(path) / of).glob("*")
     if path.name.removesuffix(_DAMAGED).isdecimal()
   )
+
+
+def check_none_damaged(path: str | os.PathLike, of: str = CHECKPOINTS) -> None:
+  """Checks that a run of which nothing can be read has saved nothing.
+
+  Raises:
+    checkpoint.Unsaved: it has: it must not start over unasked.
+  """
+  names = checkpoints(path, of)
+  if names:
+    raise checkpoint.Unsaved(
+      f"no checkpoint in {path}/{of} can be read; all are damaged: "
+      f"{', '.join(names)}. Put a copy of one back, or move that directory "
+      "away to start over"
+    )
+
+
+def has_saved(path: str | os.PathLike) -> bool:
+  """Returns whether a run has a checkpoint, of its warm start at least."""
+  return bool(checkpoints(path) or checkpoints(path, WARM_START))
 
 
 def _check_ours(directory: pathlib.Path) -> None:
@@ -162,7 +195,9 @@ def _clear(directory: pathlib.Path) -> None:
 
 
 def _check_same(directory: pathlib.Path, experiment: config.Experiment) -> None:
-  changes = settings.difference(read(directory), experiment)
+  # The code may have changed, as all of the program may; settings may not.
+  before = read(directory, as_kept=False)
+  changes = settings.difference(before, experiment)
   changes = [line for line in changes if not line.startswith(_MAY_CHANGE)]
   if changes:
     listing = "\n  ".join(changes)

@@ -21,6 +21,7 @@ class Rollout:
   group_size: int = 8
   greedy: bool = False
   offset: int = 0
+  limit: int | None = 7
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
@@ -96,7 +97,7 @@ def test_command_line_sets_settings_in_every_form(launch):
   assert done.returncode == 0, done.stderr
   # The later group size counts, and -1 is a value although it has a dash.
   assert done.stdout == (
-    "Rollout(group_size=4, greedy=True, offset=-1) out ['left']\n"
+    "Rollout(group_size=4, greedy=True, offset=-1, limit=7) out ['left']\n"
   )
 
 
@@ -111,6 +112,10 @@ def test_command_line_sets_settings_in_every_form(launch):
     (
       ["--config=small.py", "--config.rollout.group_size=1"],
       "error: group_size=1 is below 2\n",
+    ),
+    (
+      ["--config=small.py", "--noconfig.name"],
+      "error: --noconfig.name: str cannot be turned off; give it a value\n",
     ),
     (
       [],
@@ -133,6 +138,8 @@ def test_unknown_flag_and_help_are_those_of_absl(launch):
   assert "Did you mean: workdir" in unknown.stderr
   assert launch("--config=small.py", "--x=1", "--undefok=x").returncode == 0
   assert "Where to write." in launch("--config=small.py", "--help").stdout
+  told = launch("--config=small.py", "--helpfull").stdout
+  assert "Parts come before what lies in them" in " ".join(told.split())
 
 
 SIZE = "--config.rollout.group_size"
@@ -143,14 +150,16 @@ ROLLOUT = "--config.rollout=_config_small.Rollout"
   ("arguments", "size", "offset"),
   [
     ([f"{SIZE}=3", f"{SIZE}=4"], 4, 0),
-    # An object replaces what was set in it before, not what is set after.
-    ([f"{SIZE}=3", f"{ROLLOUT}(offset=1)"], 8, 1),
+    # An object comes before what lies in it, wherever it stands.
+    ([f"{SIZE}=3", f"{ROLLOUT}(offset=1)"], 3, 1),
     ([f"{ROLLOUT}(offset=1)", f"{SIZE}=3"], 3, 1),
-    # Given twice, the object has its last place: behind the size.
-    ([f"{ROLLOUT}()", f"{SIZE}=3", f"{ROLLOUT}(offset=1)"], 8, 1),
+    # Of an object given twice the later counts.
+    ([f"{ROLLOUT}(offset=2)", f"{SIZE}=3", f"{ROLLOUT}(offset=1)"], 3, 1),
   ],
 )
-def test_overrides_apply_in_order(config, arguments, size, offset):
+def test_an_object_does_not_undo_what_is_set_in_it(
+  config, arguments, size, offset
+):
   with flagsaver.flagsaver():
     flags.parse(["program", f"--config={config}", *arguments])
     tree = flags.load_from_command_line()
@@ -186,6 +195,17 @@ def test_value_may_stand_apart_or_be_left_out(
     tree = flags.load_from_command_line()
   assert (tree.name, tree.rollout.greedy) == (name, greedy)
   assert rest == ["program", *left]
+
+
+def test_a_setting_is_turned_off_by_false_or_none(config):
+  off = ["--noconfig.rollout.greedy", "--noconfig.rollout.limit"]
+  with flagsaver.flagsaver():
+    flags.parse(["program", f"--config={config}", *off])
+    tree = flags.load_from_command_line()
+    given = flags.overrides()
+  assert (tree.rollout.greedy, tree.rollout.limit) == (False, None)
+  # As a sweep hands them on.
+  assert flags.arguments({**given, "name": "b"}) == [*off, "--config.name=b"]
 
 
 def test_notebook_loads_with_overrides_and_an_argument(config):

@@ -1,0 +1,210 @@
+"""A config file as a module, and kept with the settings that need it.
+
+A file may define a loss or an environment of its own. config.json then names
+a class of it, so it keeps the file as well:
+
+  {"class": .., "algorithm": {"loss": {"class": "_config_mine.Spo"}},
+   "config_files": {"_config_mine": {"path": "mine.py", "lines": [..]}}}
+
+`read_json` runs what is kept, whatever has become of the file since: like any
+program, the directory of a run should come from somebody you trust.
+"""
+
+import contextlib
+import dataclasses
+import importlib.util
+import json
+import linecache
+import pathlib
+import re
+import sys
+import traceback
+import types
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rl import settings
+
+_KEPT = "config_files"
+_PREFIX = "_config_"
+_LINES = "__config_lines__"
+_ROOT = pathlib.Path(__file__).resolve().parents[1]
+
+
+def load(file: pathlib.Path) -> types.ModuleType:
+  """Runs a file as a module that no import statement can name by chance.
+
+  The later of two files of one name takes the place of the earlier.
+
+  Raises:
+    SettingError: the file fails, with its line.
+  """
+  with blame(file):
+    text = importlib.util.decode_source(file.read_bytes())
+  name = _PREFIX + re.sub(r"\W", "_", file.stem)
+  path = str(file.resolve())
+  with blame(file):
+    return _run(name, path, text.splitlines(), path)
+
+
+def to_json(tree: Any) -> dict[str, Any]:
+  """Returns plain JSON data, with the config files whose classes are in it.
+
+  Raises:
+    SettingError: a value that is no setting, or whose class cannot be found
+      again: it is inside a function, or of a file that was loaded once more.
+  """
+  kept = {}
+  for cls in _classes(tree):
+    if cls.__module__.startswith(_PREFIX):
+      module = _module_of(cls)
+      kept[module.__name__] = {
+        "path": module.__file__,
+        "lines": getattr(module, _LINES),
+      }
+  return settings.to_json(tree) | ({_KEPT: kept} if kept else {})
+
+
+def read_json(file: pathlib.Path, *, as_kept: bool = True) -> Any:
+  """Returns the settings of a JSON file, with the classes that it keeps.
+
+  Args:
+    as_kept: if false, a config file of the same name that this process has
+      loaded is taken for the one that is kept.
+
+  Raises:
+    SettingError: it is no such file, or does not fit the settings of today.
+    OSError: it cannot be read.
+  """
+  put_root_on_path()
+  try:
+    data = json.loads(file.read_text())
+    kept = data.pop(_KEPT, {}) if isinstance(data, dict) else {}
+    for name, (path, lines) in _checked(kept).items():
+      if as_kept or name not in sys.modules:
+        _restore(file, name, path, lines)
+    return settings.from_json(data)
+  except settings.SettingError as error:
+    raise settings.SettingError(f"{file}: {error}") from error
+  except ValueError as error:
+    raise settings.SettingError(f"{file} is not JSON: {error}") from error
+
+
+def put_root_on_path() -> None:
+  """Lets what a config names be imported, wherever the program was started."""
+  if str(_ROOT) not in sys.path:
+    sys.path.append(str(_ROOT))
+
+
+@contextlib.contextmanager
+def blame(file: pathlib.Path, source: str | None = None) -> Iterator[None]:
+  """Turns an exception of the user's file into its line of that file.
+
+  Args:
+    source: what its code is called in a traceback; None is its path.
+  """
+  try:
+    yield
+  # Whatever the file does is its author's to correct.
+  except Exception as error:
+    reason = f"{type(error).__name__}: {error}".splitlines()[0]
+    place, line = _place(file, source or str(file.resolve()), error)
+    raise settings.SettingError(f"{place}: {reason}{line}") from error
+
+
+def _place(
+  file: pathlib.Path, source: str, error: Exception
+) -> tuple[str, str]:
+  """Returns `file:line` of the last frame in the file, and its source."""
+  if isinstance(error, SyntaxError) and error.filename:
+    text = (error.text or "").strip()
+    return f"{error.filename}:{error.lineno}", f"\n  {text}"
+  frames = traceback.extract_tb(error.__traceback__)
+  own = [f for f in frames if f.filename == source]
+  if not own:
+    return str(file), ""
+  return f"{file}:{own[-1].lineno}", f"\n  {own[-1].line}"
+
+
+def _run(
+  name: str, path: str, lines: list[str], source: str
+) -> types.ModuleType:
+  """Returns a module of some lines, which believes to be the file at `path`.
+
+  Args:
+    source: what the lines are called in a traceback.
+  """
+  put_root_on_path()
+  module = types.ModuleType(name)
+  module.__file__ = path
+  setattr(module, _LINES, lines)
+  code = compile("\n".join([*lines, ""]), source, "exec", dont_inherit=True)
+  # Dataclasses of the file look their module up, and so does JSON.
+  sys.modules[name] = module
+  exec(code, vars(module))
+  return module
+
+
+def _checked(kept: Any) -> dict[str, tuple[str, list[str]]]:
+  """Returns path and lines of each module that JSON keeps."""
+  try:
+    return {
+      name: (str(entry["path"]), [str(line) for line in entry["lines"]])
+      for name, entry in kept.items()
+    }
+  except (AttributeError, KeyError, TypeError):
+    raise settings.SettingError(
+      f"{_KEPT}: expected path and lines of each file; put the config.json of "
+      "the run back"
+    ) from None
+
+
+def _restore(
+  file: pathlib.Path, name: str, path: str, lines: list[str]
+) -> None:
+  """Makes a config file that was kept the module that its classes name."""
+  if getattr(sys.modules.get(name), _LINES, None) == lines:
+    return
+  source = f"{path} as kept in {file}"
+  # Tracebacks show these lines, whatever the file holds by now.
+  numbered = [f"{line}\n" for line in lines]
+  linecache.cache[source] = (len(lines), None, numbered, source)
+  with blame(pathlib.Path(path), source):
+    _run(name, path, lines, source)
+
+
+def _module_of(cls: type) -> types.ModuleType:
+  """Returns the config file in which a class will be looked for.
+
+  Raises:
+    SettingError: it cannot be found.
+  """
+  module: Any = sys.modules[cls.__module__]
+  if "<locals>" in cls.__qualname__:
+    raise settings.SettingError(
+      f"{module.__file__}: {cls.__name__} is defined inside a function; define "
+      "it at the top of the file, so that the run can be read again"
+    )
+  found = module
+  for part in cls.__qualname__.split("."):
+    found = getattr(found, part, None)
+  if found is not cls:
+    raise settings.SettingError(
+      f"{module.__file__} was loaded again after these settings, which hold its"
+      f" {cls.__name__}; load them again as well"
+    )
+  return module
+
+
+def _classes(node: Any) -> Iterator[type]:
+  """Yields the class of every object in a tree of settings."""
+  if settings.is_setting(type(node)):
+    yield type(node)
+    for field in dataclasses.fields(node):
+      yield from _classes(getattr(node, field.name))
+  elif isinstance(node, tuple | list):
+    for item in node:
+      yield from _classes(item)
+  elif isinstance(node, Mapping):
+    for item in node.values():
+      yield from _classes(item)

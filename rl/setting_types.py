@@ -1,0 +1,138 @@
+"""What the annotation of a setting asks for, and what it is called in words."""
+
+import dataclasses
+import enum
+import inspect
+import re
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+SCALARS = (bool, int, float, str, types.NoneType)
+_MANY = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+class SettingError(ValueError):
+  """A setting that does not exist or a value that does not fit it."""
+
+
+def is_setting(cls: Any) -> bool:
+  """Whether a class may be part of the tree: a frozen dataclass."""
+  params = getattr(cls, "__dataclass_params__", None)
+  return isinstance(cls, type) and params is not None and params.frozen
+
+
+def hints(cls: Any) -> dict[str, Any]:
+  """Returns the annotation of each field that can be given, by its name."""
+  found = typing.get_type_hints(cls)
+  return {f.name: found[f.name] for f in dataclasses.fields(cls) if f.init}
+
+
+def made(maker: Any) -> Any:
+  """Returns a class itself, or the class that a function says it returns."""
+  if isinstance(maker, type):
+    return maker
+  try:
+    return typing.get_type_hints(maker).get("return")
+  except (TypeError, NameError):
+    return None
+
+
+def parameters(maker: Any) -> dict[str, Any]:
+  """Returns the annotation of all that a class or a function can be given.
+
+  A function with `**overrides` takes the fields of what it returns.
+  """
+  if isinstance(maker, type):
+    return hints(maker)
+  found = typing.get_type_hints(maker)
+  own = inspect.signature(maker).parameters.values()
+  given = {p.name: found[p.name] for p in own if p.kind not in _MANY}
+  if any(p.kind is p.VAR_KEYWORD for p in own):
+    given = hints(made(maker)) | given
+  return given
+
+
+def required(maker: Any) -> list[str]:
+  """Returns the parameters of a class or a function without a default."""
+  if isinstance(maker, type):
+    missing = dataclasses.MISSING
+    return [
+      f.name
+      for f in dataclasses.fields(maker)
+      if f.init and f.default is missing and f.default_factory is missing
+    ]
+  own = inspect.signature(maker).parameters.values()
+  return [p.name for p in own if p.default is p.empty and p.kind not in _MANY]
+
+
+def kind(hint: Any) -> Any:
+  """Returns the class behind `Mapping[str, int]` or a NewType."""
+  hint = getattr(hint, "__supertype__", hint)
+  return typing.get_origin(hint) or hint
+
+
+def is_a(cls: Any, base: Any) -> bool:
+  """Whether it is a class, and below another."""
+  return isinstance(cls, type) and issubclass(cls, base)
+
+
+def members(hint: Any) -> list[Any]:
+  """Returns the members of a union; str, which takes any text, is last."""
+  if kind(hint) in (typing.Union, types.UnionType):
+    return sorted(typing.get_args(hint), key=lambda member: member is str)
+  return [hint]
+
+
+def is_object(member: Any) -> bool:
+  """Whether a value is an object, told by its class: no number, no tuple."""
+  own = kind(member)
+  if own in SCALARS or own is Literal or is_a(own, enum.Enum):
+    return False
+  return not (is_a(own, Mapping) or is_a(own, Sequence))
+
+
+def item_hints(hint: Any, length: int) -> list[Any] | None:
+  """Returns the annotation of each item of a tuple, list or Sequence.
+
+  None when a tuple of so many items does not fit.
+  """
+  for member in members(hint):
+    arguments = typing.get_args(member)
+    if is_a(kind(member), Sequence) and arguments:
+      fixed = kind(member) is tuple and arguments[-1] is not Ellipsis
+      if fixed and len(arguments) != length:
+        return None
+      return list(arguments) if fixed else [arguments[0]] * length
+  return [Any] * length
+
+
+def fits(own: Any, value: Any) -> bool:
+  """Whether an object is of a class, or has all that a protocol names."""
+  # A Protocol that is not runtime_checkable refuses isinstance().
+  if getattr(own, "_is_protocol", False):
+    return public(own) <= {*dir(value)}
+  return own is Any or is_a(type(value), own)
+
+
+def public(protocol: Any) -> set[str]:
+  """Returns what an object must have to fit a protocol."""
+  names = [*dir(protocol), *typing.get_type_hints(protocol)]
+  return {n for n in names if n == "__call__" or not n.startswith("_")}
+
+
+def describe(hint: Any) -> str:
+  """Returns an annotation in the words of the command line."""
+  own = kind(hint)
+  if len(parts := members(hint)) > 1:
+    return " | ".join(map(describe, parts))
+  if own is types.NoneType:
+    return "none"
+  if own is Literal:
+    return " | ".join(map(str, typing.get_args(hint)))
+  if is_a(own, enum.Enum):
+    return " | ".join(own.__members__)
+  if isinstance(hint, type) and not typing.get_args(hint):
+    return getattr(hint, "short_name", hint.__name__)
+  return re.sub(r"(\w+\.)+(?=\w)", "", str(hint))

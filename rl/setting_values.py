@@ -1,0 +1,243 @@
+"""Raw values, typed or of JSON, read as what an annotation asks for."""
+
+import contextlib
+import difflib
+import enum
+import pkgutil
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from rl import setting_choices, setting_text, setting_types
+
+Text = setting_text.Text
+SettingError = setting_types.SettingError
+_MAX_SHOWN = 80
+
+
+class _Mismatch(Exception):
+  """A raw value does not fit; whoever knows the key words the error.
+
+  Its text, if any, is a reason that the words alone give.
+  """
+
+
+def read_field(
+  hint: Any, raw: Any, where: str, parts: Mapping[str, Any] | None = None
+) -> Any:
+  """Returns a raw value as its annotation has it.
+
+  Args:
+    raw: a `Text`, or plain data of JSON.
+    where: the key, for errors.
+    parts: annotations of what may be set below instead.
+
+  Raises:
+    SettingError: it does not fit; names what does, the nearest first.
+  """
+  try:
+    return _read(hint, raw, where)
+  except _Mismatch as error:
+    reason = str(error)
+  wrong, words = f"{where}={_shown(raw)}", setting_types.describe(hint)
+  if reason:
+    raise SettingError(f"{wrong}: {reason}; expected {words}")
+  message = f"{wrong}: expected {words}"
+  meant = None
+  if isinstance(raw, Text):
+    message += setting_choices.advice(hint, raw.text, fields=not parts)
+    meant = setting_choices.near(hint, raw.text)
+  if parts and meant is None:
+    below = (
+      f"{where}.{name} ({setting_types.describe(part)})"
+      for name, part in parts.items()
+    )
+    message += ", or set a part of it: " + ", ".join(below)
+  raise SettingError(message)
+
+
+def turned_off(hint: Any, where: str) -> bool | None:
+  """Returns what turns a setting off: False, or None.
+
+  Raises:
+    SettingError: it takes neither.
+  """
+  members = setting_types.members(hint)
+  if bool in members:
+    return False
+  if types.NoneType in members:
+    return None
+  words = setting_types.describe(hint)
+  raise SettingError(f"{where}: {words} cannot be turned off; give it a value")
+
+
+def _shown(raw: Any) -> str:
+  text = repr(raw)
+  return text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN - 3]}..."
+
+
+def _read(hint: Any, raw: Any, where: str) -> Any:
+  """Returns the typed value; `where` is the key for errors further below."""
+  if len(setting_types.members(hint)) > 1:
+    return _read_union(hint, raw, where)
+  kind, arguments = setting_types.kind(hint), typing.get_args(hint)
+  if kind in setting_types.SCALARS:
+    return _read_scalar(kind, raw)
+  if kind is Literal:
+    return _read_choice({str(option): option for option in arguments}, raw)
+  if setting_types.is_a(kind, enum.Enum):
+    by_value = {str(member.value): member for member in kind}
+    return _read_choice(by_value | dict(kind.__members__), raw)
+  shape = _shape(raw)
+  if setting_types.is_a(kind, Mapping) and isinstance(shape, dict):
+    key_hint, item_hint = arguments or (Any, Any)
+    return {
+      _read(key_hint, Text(k), where): _read(item_hint, v, f"{where}.{k}")
+      for k, v in shape.items()
+    }
+  if setting_types.is_a(kind, Sequence):
+    if isinstance(raw, Text) and not isinstance(shape, list):
+      # A lone `2` is a tuple of one; shape is `2` without quotes, if any.
+      shape = [shape if isinstance(shape, Text) else raw]
+    return _read_items(hint, shape, where)
+  return _read_object(hint, shape, where)
+
+
+def _read_union(hint: Any, raw: Any, where: str) -> Any:
+  members, reason = setting_types.members(hint), ""
+  if any(map(setting_types.is_object, members)):
+    try:
+      return _read_object(hint, _shape(raw), where)
+    except _Mismatch as error:
+      reason = str(error)
+  for member in members:
+    if not setting_types.is_object(member):
+      with contextlib.suppress(_Mismatch):
+        return _read(member, raw, where)
+  raise _Mismatch(reason)
+
+
+def _read_scalar(kind: Any, raw: Any) -> Any:
+  if isinstance(raw, Text):
+    try:
+      return _PARSERS[kind](raw.text)
+    except (ValueError, KeyError) as error:
+      raise _Mismatch from error
+  if kind is float and type(raw) is int:
+    return float(raw)
+  if type(raw) is not kind:
+    raise _Mismatch
+  return raw
+
+
+def _read_choice(options: Mapping[str, Any], raw: Any) -> Any:
+  if str(raw) not in options:
+    raise _Mismatch
+  return options[str(raw)]
+
+
+def _integer(text: str) -> int:
+  with contextlib.suppress(ValueError):
+    return int(text)
+  if not (number := float(text)).is_integer():
+    raise ValueError
+  return int(number)
+
+
+_BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
+_PARSERS = {
+  bool: lambda text: _BOOLEANS[text.lower()],
+  int: _integer,
+  float: float,
+  str: str,
+  types.NoneType: lambda text: {"none": None}[text.lower()],
+}
+
+
+def _shape(raw: Any) -> Any:
+  """Returns text as JSON of the same shape, its leaves still text."""
+  if not isinstance(raw, Text):
+    return raw
+  try:
+    return setting_text.take_apart(raw.text)
+  except ValueError as error:
+    raise _Mismatch(str(error)) from error
+
+
+def _read_items(hint: Any, items: Any, where: str) -> Any:
+  if not isinstance(items, list):
+    raise _Mismatch
+  hints = setting_types.item_hints(hint, len(items))
+  if hints is None:
+    raise _Mismatch
+  pairs = enumerate(zip(hints, items, strict=True))
+  values = [_read(child, item, f"{where}.{i}") for i, (child, item) in pairs]
+  return values if setting_types.kind(hint) is list else tuple(values)
+
+
+def _read_object(hint: Any, data: Any, where: str) -> Any:
+  """Returns what {"class": path, field: raw value} says, if it fits."""
+  objects = filter(setting_types.is_object, setting_types.members(hint))
+  kinds = [setting_types.kind(member) for member in objects]
+  if isinstance(data, Text):
+    for kind in kinds:
+      if data.text == getattr(kind, "short_name", None):
+        return _make(kind, {}, where)
+  if not isinstance(data, dict) or not isinstance(data.get("class"), str):
+    raise _Mismatch
+  maker = _resolve(data["class"], hint, kinds, where)
+  fields = {key: raw for key, raw in data.items() if key != "class"}
+  value = _make(maker, fields, where)
+  if not any(setting_types.fits(kind, value) for kind in kinds):
+    raise _Mismatch
+  return value
+
+
+def _resolve(path: str, hint: Any, kinds: Sequence[Any], where: str) -> Any:
+  """Returns a class of settings, or a function that returns such an object.
+
+  `losses.Gspo` is found in the package of what is asked for.
+  """
+  packages = {getattr(k, "__module__", "").partition(".")[0] for k in kinds}
+  errors: list[Exception] = []
+  for name in (path, *(f"{package}.{path}" for package in packages)):
+    try:
+      maker = pkgutil.resolve_name(name)
+    except (ImportError, AttributeError, ValueError) as error:
+      errors.append(error)
+      continue
+    if setting_types.is_setting(setting_types.made(maker)):
+      return maker
+    raise SettingError(
+      f"{where}: {path} is no frozen dataclass, nor a function that says it "
+      "returns one"
+    )
+  advice = setting_choices.advice(hint, path)
+  raise SettingError(f"{where}: cannot import {path}: {errors[0]}{advice}")
+
+
+def _make(maker: Any, fields: Mapping[str, Any], where: str) -> Any:
+  """Returns what a class or a function makes of raw values by name."""
+  hints = setting_types.parameters(maker)
+  for name in fields:
+    if name not in hints:
+      near = difflib.get_close_matches(name, hints, 1) or list(hints)
+      path = f"{maker.__module__}.{maker.__qualname__}"
+      raise SettingError(
+        f"{where}.{name}: {path} has no such field; did you mean"
+        f" {' or '.join(near)}?"
+      )
+  if missing := [n for n in setting_types.required(maker) if n not in fields]:
+    raise SettingError(
+      f"{where}: needs {', '.join(missing)}, as in "
+      f"{setting_choices.form(maker)}"
+    )
+  values = {
+    name: read_field(hints[name], raw, f"{where}.{name}")
+    for name, raw in fields.items()
+  }
+  try:
+    return maker(**values)
+  except (TypeError, ValueError) as error:
+    raise SettingError(f"{where}: {error}") from error

@@ -1,0 +1,266 @@
+"""Classes of a config file outlive the file: its run can be read again."""
+
+import dataclasses
+import json
+import pathlib
+import shutil
+import subprocess
+import sys
+import typing
+
+import pytest
+
+from launch import config_file, flags, workdir
+from rl import settings
+
+ROOT = pathlib.Path(__file__).parents[2]
+OWN = """
+import dataclasses
+
+import jax.numpy as jnp
+
+from configs import guess_number_moe
+from envs import textarena
+from rl import advantages, aggregates, losses
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Spo:
+  scale: float = 1.0
+  aggregate: aggregates.Aggregate = aggregates.TokenMean()
+  own_weight = False
+  has_ratio = True
+
+  def __call__(self, row):
+    # Not finite, so that there is something to replay.
+    loss = jnp.where(row.sampled, row.logprobs * jnp.nan, 0.0)
+    return losses.Terms(loss, jnp.zeros_like(row.sampled))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Better(advantages.Grpo):
+  pass
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Guess(textarena.GuessTheNumber):
+  pass
+
+
+def get_config():
+  run = guess_number_moe.get_config()
+  return dataclasses.replace(
+    run,
+    environment=Guess(low=1, high=20, turns=5),
+    algorithm=dataclasses.replace(
+      run.algorithm, loss=Spo(), advantage=Better()
+    ),
+  )
+"""
+TINY = {
+  "rounds": "1",
+  "model.vocab_size": "32",
+  "model.num_layers": "1",
+  "model.d_model": "32",
+  "engine.slots": "32",
+  "engine.row_buckets": "32,",
+  "engine.chunk_buckets": "8,",
+  "overlap.groups_per_round": "2",
+  "overlap.groups_per_microbatch": "2",
+  "batch.rows": "8",
+  "warm_start": "none",
+  "evaluation.episodes": "0",
+}
+
+
+def launch(module, *arguments):
+  return subprocess.run(
+    [sys.executable, "-m", module, *map(str, arguments)],
+    cwd=ROOT,
+    capture_output=True,
+    text=True,
+    timeout=240,
+    stdin=subprocess.DEVNULL,
+    check=False,
+  )
+
+
+@pytest.fixture
+def file(tmp_path):
+  path = tmp_path / "my-own.py"
+  path.write_text(OWN)
+  yield path
+  # Its loss is no choice for the tests that follow.
+  sys.modules.pop("_config_my_own", None)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+  """A run of classes of a file that is gone by now, with a skipped update."""
+  directory = tmp_path_factory.mktemp("runs")
+  path = directory / "my-own.py"
+  path.write_text(OWN)
+  done = launch(
+    "launch.train",
+    f"--config={path}",
+    *flags.arguments(TINY),
+    f"--workdir={directory / 'own'}",
+  )
+  assert done.returncode == 0, done.stdout + done.stderr
+  path.unlink()
+  return directory / "own"
+
+
+@pytest.mark.parametrize(
+  ("module", "arguments", "code", "told"),
+  [
+    ("launch.evaluate", "--run={run} --episodes=4", 0, "on 4 held-out"),
+    ("launch.export", "--run={run} --directory={new}", 0, "after 1 rounds"),
+    ("launch.replay", "{skipped}", 1, "loss nan"),
+    ("launch.report", "--check {run}", 0, "0 violations"),
+    (
+      "launch.train",
+      "--config={run}/config.json --workdir={run}",
+      0,
+      "has all its 1 rounds",
+    ),
+    ("launch.train", "--config={run}/config.json --explain", 0, "decode"),
+  ],
+)
+def test_a_launcher_reads_the_run(run, tmp_path, module, arguments, code, told):
+  (skipped,) = (run / "skipped").iterdir()
+  words = arguments.format(run=run, skipped=skipped, new=tmp_path / "hf")
+  done = launch(module, *words.split())
+  assert done.returncode == code, done.stderr
+  assert told in done.stdout
+
+
+def test_the_server_reads_the_run(run):
+  # It ends before it loads: the flags are those of a run that it has read.
+  done = launch(
+    "launch.serve", f"--run={run}", "--port=0", "--config.algorithm.loss.scal=2"
+  )
+  assert done.returncode == 2
+  assert "did you mean --config.algorithm.loss.scale (float)?" in done.stderr
+
+
+def test_a_run_goes_on_with_the_file_wherever_it_lies_and_whatever_it_says(
+  run, tmp_path
+):
+  run = shutil.copytree(run, tmp_path / "run")
+  path = tmp_path / "my-own.py"
+  path.write_text(OWN.replace("jnp.nan", "1.0").replace("# Not", "# No more"))
+  arguments = [f"--config={path}", *flags.arguments(TINY | {"rounds": "2"})]
+  done = launch("launch.train", *arguments, f"--workdir={run}")
+  assert done.returncode == 0, done.stderr
+  assert "going on after 1 rounds" in done.stdout
+  assert "skipped" not in done.stdout
+  # What runs now is what is kept from now on.
+  kept = json.loads((run / "config.json").read_text())["config_files"]
+  entry = kept["_config_my_own"]
+  assert entry["path"] == str(path)
+  assert entry["lines"] == path.read_text().splitlines()
+
+
+def test_what_is_read_is_equal_to_what_was_written(file, tmp_path):
+  tree = flags.load(str(file))
+  workdir.claim(tmp_path / "run", tree).close()
+  assert workdir.read(tmp_path / "run") == tree
+  # A copy of config.json is enough, of another process or another day.
+  sys.modules.pop("_config_my_own")
+  copy = tmp_path / "copy.json"
+  copy.write_bytes((tmp_path / "run" / "config.json").read_bytes())
+  again = flags.load(str(copy), {"algorithm.loss.scale": "2"})
+  assert type(again.algorithm.loss).__module__ == "_config_my_own"
+  assert again.algorithm.loss.scale == 2.0
+  assert again.environment.turns == 5
+
+
+def test_later_edits_do_not_change_what_a_run_was(file, tmp_path):
+  workdir.claim(tmp_path / "run", flags.load(str(file))).close()
+  file.write_text(OWN.replace("float = 1.0", "float = 7.0"))
+  assert flags.load(str(file)).algorithm.loss.scale == 7.0
+  loss: typing.Any = workdir.read(tmp_path / "run").algorithm.loss
+  assert (loss.scale, type(loss)().scale) == (1.0, 1.0)
+
+
+def test_a_class_of_the_file_can_be_typed_and_is_offered(file):
+  tree = flags.load(str(file))
+  text = "_config_my_own.Spo(scale=2)"
+  again = settings.override(tree, "algorithm.loss", text)
+  assert again == settings.override(tree, "algorithm.loss.scale", "2")
+  with pytest.raises(settings.SettingError) as error:
+    settings.override(tree, "algorithm.loss", "sppo")
+  assert "; did you mean _config_my_own.Spo()? There" in str(error.value)
+
+
+@pytest.mark.parametrize("kept", [3, {"_config_x": 3}, {"_config_x": {}}])
+def test_what_is_kept_must_be_whole(tmp_path, kept):
+  file = tmp_path / "config.json"
+  file.write_text(json.dumps({"class": "x.Y", "config_files": kept}))
+  with pytest.raises(settings.SettingError) as error:
+    config_file.read_json(file)
+  assert str(error.value).startswith(f"{file}: config_files: expected path and")
+
+
+def test_a_config_without_classes_of_its_own_keeps_no_file():
+  tree = flags.load(str(ROOT / "configs" / "guess_number_moe.py"))
+  assert config_file.to_json(tree) == settings.to_json(tree)
+
+
+def test_a_run_with_other_settings_of_an_own_class_is_told_apart(
+  file, tmp_path
+):
+  tree = flags.load(str(file))
+  workdir.claim(tmp_path / "run", tree).close()
+  (tmp_path / "run" / "checkpoints" / "25").mkdir(parents=True)
+  other = settings.override(tree, "algorithm.loss.scale", "2")
+  with pytest.raises(settings.SettingError) as error:
+    workdir.claim(tmp_path / "run", other)
+  assert "\n  algorithm.loss.scale: 1.0 -> 2.0\n" in str(error.value)
+
+
+def test_settings_of_a_file_that_was_loaded_again_cannot_be_kept(file):
+  tree = flags.load(str(file))
+  flags.load(str(file))
+  with pytest.raises(settings.SettingError, match="py was loaded again after"):
+    config_file.to_json(tree)
+
+
+def test_a_class_inside_a_function_cannot_be_kept(file):
+  file.write_text(
+    "import dataclasses\n"
+    "def get_config():\n"
+    "  @dataclasses.dataclass(frozen=True)\n"
+    "  class Run:\n"
+    "    x: int = 1\n"
+    "  return Run()\n"
+  )
+  tree = flags.load(str(file))
+  assert dataclasses.is_dataclass(tree)
+  with pytest.raises(settings.SettingError, match="Run is defined inside a"):
+    config_file.to_json(tree)
+
+
+def test_a_kept_file_that_fails_names_its_line_and_where_it_is_kept(
+  file, tmp_path
+):
+  helper = tmp_path / "own_helper.py"
+  helper.write_text("SCALE = 2.0\n")
+  file.write_text(
+    f"import sys\nsys.path.append({str(tmp_path)!r})\n"
+    "import own_helper\n" + OWN.replace("1.0", "own_helper.SCALE", 1)
+  )
+  workdir.claim(tmp_path / "run", flags.load(str(file))).close()
+  sys.path.remove(str(tmp_path))
+  for name in ("own_helper", "_config_my_own"):
+    sys.modules.pop(name)
+  helper.unlink()
+  file.write_text("\n")
+  with pytest.raises(settings.SettingError) as error:
+    workdir.read(tmp_path / "run")
+  sys.path.remove(str(tmp_path))
+  assert str(error.value) == (
+    f"{tmp_path}/run/config.json: {file}:3: ModuleNotFoundError: No module "
+    "named 'own_helper'\n  import own_helper"
+  )

@@ -1,0 +1,190 @@
+"""What is typed on the command line, read as the type of its field."""
+
+import dataclasses
+
+import pytest
+
+from rl import settings
+from tests.rl import setting_tree
+from tests.rl.setting_tree import (
+  Clipped,
+  Color,
+  Kinds,
+  Plain,
+  Pool,
+  Tree,
+)
+
+HERE = setting_tree.__name__
+
+
+@pytest.mark.parametrize(
+  ("field", "text", "value"),
+  [
+    ("flag", "true", True),
+    ("flag", "False", False),
+    ("flag", "1", True),
+    ("count", "1_000", 1000),
+    ("count", "1e3", 1000),
+    # 2**53 + 1 has no float: it must not pass through one.
+    ("count", "9007199254740993", 9007199254740993),
+    ("steps", "3", 3),
+    ("rate", "3", 3.0),
+    ("rate", "1e-5", 1e-5),
+    ("word", "a, (b", "a, (b"),
+    ("word", "", ""),
+    ("color", "rot", Color.RED),
+    ("color", "BLUE", Color.BLUE),
+    ("color", "2", Color.BLUE),
+    ("mode", "recompute", "recompute"),
+    ("mode", "3", 3),
+    ("limit", "none", None),
+    ("limit", "9", 9),
+    ("late", "None", None),
+    ("late", "b", "b"),
+    ("mixed", "2", 2),
+    ("mixed", "2.5", 2.5),
+    ("mixed", "two", "two"),
+    ("numbers", "2,4", (2, 4)),
+    ("numbers", "(2, 1e3)", (2, 1000)),
+    ("numbers", "[2]", (2,)),
+    ("numbers", "2", (2,)),
+    ("numbers", "()", ()),
+    ("pair", "3,b", (3, "b")),
+    ("pair", "(3, 'b, c')", (3, "b, c")),
+    ("names", '"2x2"', ("2x2",)),
+    ("names", "a.b", ("a.b",)),
+    ("names", "a.b,c-d", ("a.b", "c-d")),
+    ("names", "2x2,/a b", ("2x2", "/a b")),
+    ("nested", "((1,2),(3,))", ((1, 2), (3,))),
+    ("listed", "[1,2]", [1, 2]),
+    ("mesh", '{"data":2}', {"data": 2}),
+    ("mesh", "{data: 2, model: 4}", {"data": 2, "model": 4}),
+    ("mesh", "{}", {}),
+    ("by_color", "{BLUE: (1, 2)}", {Color.BLUE: (1, 2)}),
+  ],
+)
+def test_text_is_read_as_the_type_of_the_field(field, text, value):
+  tree = settings.override(Tree(), f"kinds.{field}", text)
+  read = getattr(tree.kinds, field)
+  assert read == value
+  assert type(read) is type(value)
+  # The rest of the tree is as it was.
+  assert tree == Tree(kinds=dataclasses.replace(Kinds(), **{field: value}))
+
+
+@pytest.mark.parametrize(
+  ("field", "text", "expected"),
+  [
+    ("flag", "yes", "bool"),
+    ("count", "1.5", "int"),
+    ("count", "inf", "int"),
+    ("rate", "abc", "float"),
+    ("color", "green", "RED | BLUE"),
+    ("mode", "keep", "drain | recompute | 3"),
+    ("mode", "dran", "drain | recompute | 3; did you mean drain?"),
+    ("color", "blu", "RED | BLUE; did you mean BLUE?"),
+    ("names", "", "a value is missing; expected Sequence[str]"),
+    ("numbers", "2,,4", "a value is missing; expected tuple[int, ...]"),
+    (
+      "mesh",
+      "{**x}",
+      "'**x' lacks a name; write NAME:VALUE; expected Mapping[str, int]",
+    ),
+    ("limit", "", "int | none"),
+    ("numbers", "2,x", "tuple[int, ...]"),
+    ("pair", "1,b,c", "tuple[int, str]"),
+    ("mesh", "data", "Mapping[str, int]"),
+    ("mesh", "{data: x}", "Mapping[str, int]"),
+  ],
+)
+def test_text_of_another_type_is_refused_with_key_and_type(
+  field, text, expected
+):
+  with pytest.raises(settings.SettingError) as error:
+    settings.override(Tree(), f"kinds.{field}", text)
+  if "; expected" not in expected:
+    expected = f"expected {expected}"
+  assert str(error.value) == f"--config.kinds.{field}={text}: {expected}"
+
+
+@pytest.mark.parametrize(
+  ("path", "text", "value"),
+  [
+    ("loss", "Clipped", Clipped()),
+    (
+      "loss",
+      "Clipped(scale=2, bounds=(0.1, 1))",
+      Clipped(scale=2.0, bounds=(0.1, 1.0)),
+    ),
+    ("loss", "Plain(scale=1e-3)", Plain(scale=1e-3)),
+    ("call", "Clipped()", Clipped()),
+    ("either", "Clipped()", Clipped()),
+    ("rate", "Clipped()", Clipped()),
+    ("pool", "Pool(name='big one')", Pool(name="big one")),
+    ("pool", "pool_of(kind=v5p, chips=2)", Pool(chips=2, name="v5p")),
+    ("pools", "Pool(chips=3)", (Pool(chips=3),)),
+    ("pools.1", "Pool(chips=3)", Pool(chips=3)),
+  ],
+)
+def test_object_is_replaced_by_its_class_and_arguments(path, text, value):
+  tree = settings.override(Tree(), path, f"{HERE}.{text}")
+  if path == "pools.1":
+    assert tree == Tree(pools=(Pool(), value))
+  else:
+    assert tree == dataclasses.replace(Tree(), **{path: value})
+
+
+@pytest.mark.parametrize(
+  ("path", "text", "reason"),
+  [
+    (
+      "loss",
+      "3",
+      ", or set a part of it: --config.loss.scale (float),"
+      " --config.loss.bounds (tuple[float, float])",
+    ),
+    ("loss", "3", "--config.loss=3: expected Loss, such as @"),
+    (
+      "pool",
+      "3",
+      "--config.pool=3: expected Pool | none, such as @Pool(), "
+      "@pool_of(kind=v5e)",
+    ),
+    ("loss", "@Thawed", "--config.loss: @Thawed is no frozen dataclass"),
+    ("loss", "os.getcwd()", "--config.loss: os.getcwd is no frozen dataclass"),
+    ("loss", "@Nope()", "--config.loss: cannot import @Nope: module"),
+    ("loss", "nope.Nope()", "--config.loss: cannot import nope.Nope: No mod"),
+    ("loss", "@Uncallable()", "expected Loss"),
+    ("call", "@Uncallable()", "expected Callable[[float], float]"),
+    ("either", "@Plain(scale=1)", "expected Clipped | Pool"),
+    (
+      "loss",
+      "@Clipped(2)",
+      "Clipped(2): '2' lacks a name; write NAME=VALUE; expected Loss",
+    ),
+    ("loss", "@Clipped(**x)", "'**x' lacks a name; write NAME=VALUE"),
+    ("loss", "@Clipped(scale=2", "'(' is not closed; expected Loss"),
+    ("loss", "Clipped()", "cannot import Clipped: No module named"),
+    ("loss", "clippd", "expected Loss; did you mean @Clipped()? There are"),
+    ("loss", "@Cliped()", "; did you mean @Clipped()? There are also @"),
+    ("pool", "@pool_of()", "--config.pool: needs kind, as in @pool_of(kind="),
+    ("pool", "@pool_of(kind=x)", "--config.pool.kind=x: expected v5e | v5p"),
+    ("pool", "@pool_of(kind=v5e,chip=1)", "pool_of has no such field; did you"),
+    ("pool", "@pool_of(kind=v5e,chips=3)", "config.pool: chips=3 make no pool"),
+    ("pool", "@number_of()", "nor a function that says it returns one"),
+    ("loss", "@Clipped(scale=x)", "--config.loss.scale=x: expected float"),
+    ("loss", "@Clipped(scael=2)", "no such field; did you mean scale?"),
+    ("loss", "@Plain()", "--config.loss: needs scale, as in @Plain(scale=0.1)"),
+    (
+      "loss",
+      "@Clipped(scale=0)",
+      "--config.loss: scale=0.0 must be positive",
+    ),
+    ("loss.scale", "-1", "--config.loss.scale=-1: scale=-1.0 must be positive"),
+  ],
+)
+def test_object_that_cannot_be_built_is_refused(path, text, reason):
+  with pytest.raises(settings.SettingError) as error:
+    settings.override(Tree(), path, text.replace("@", f"{HERE}."))
+  assert reason.replace("@", f"{HERE}.") in str(error.value)
