@@ -118,9 +118,9 @@ class _Watcher(progress_lib.Unobserved):
     self,
     metrics: Mapping[str, float],
     groups: Sequence[trajectory.Group],
-    values: Sequence[Float32[np.ndarray, " G"]],
+    advantages: Sequence[Float32[np.ndarray, " G"]],
   ) -> None:
-    del metrics, values
+    del metrics, advantages
     members = [t for group in groups for t in group.trajectories]
     self.trajectories += len(members)
     self.turns += sum(len(t.turns) for t in members)

@@ -42,7 +42,7 @@ _GROUP_SIZE, _GROUPS_PER_UPDATE, _EPISODES = 8, 4, 100_000
 
 
 def _corrected(correction: corrections.Correction) -> Rule:
-  if correction.compares == "old":
+  if correction.compares_old:
     return Rule(loss=losses.Reinforce(), correction=correction, old=0)
   return Rule(loss=_UNCLIPPED, correction=correction)
 
@@ -203,16 +203,21 @@ def measure_aggregate(aggregate: aggregates.Aggregate) -> Direction:
   return _direction(tabular_estimates.exact(rule, lags, better))
 
 
-def measure_kl(estimator: kl_lib.Estimator) -> tuple[float, float]:
-  """Returns (bias, cosine) of a KL loss on policy; the reference is of lag 4.
+def measure_kl(
+  estimator: kl_lib.Estimator,
+) -> dict[str, tuple[float, float]]:
+  """Returns lag -> (bias, cosine) of a KL loss; the reference is of lag 4.
 
   The oracle is the gradient of KL(policy, reference) in the states visited.
   """
   oracle, _ = tabular_estimates.kl_gradients(reference=4)
-  found = tabular_estimates.kl_loss_gradient(
-    kl_lib.KlPenalty(estimator=estimator), reference=4
-  )
-  return tabular_estimates.bias(found, oracle)
+  penalty = kl_lib.KlPenalty(estimator=estimator)
+  return {
+    f"lag {lag}": tabular_estimates.bias(
+      tabular_estimates.kl_loss_gradient(penalty, reference=4, lag=lag), oracle
+    )
+    for lag in (0, 1, 2, 4)
+  }
 
 
 def main(argv: list[str]) -> None:
@@ -235,8 +240,9 @@ def main(argv: list[str]) -> None:
     error = f" ± {100 * found.error:.1f}" if found.error else ""
     print(f"| {name} | {100 * found.aside:.1f}{error} % | {found.factor:.3f} |")
   kl = {name: measure_kl(name) for name in ("k2", "k3", "k3+")}
-  for name, (off, cosine) in kl.items():
-    print(f"{name} as a loss: bias {100 * off:.1f} %, cosine {cosine:.3f}")
+  for name, by_lag in kl.items():
+    cells = [f"{lag} {100 * off:.1f} %" for lag, (off, _) in by_lag.items()]
+    print(f"{name} as a loss, bias: {', '.join(cells)}")
   machine.keep(
     "estimator_bias",
     columns=["bias", "cosine"],

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from envs import rewards, textarena
 from models import config as model_config
+from rl import algorithm as algorithm_lib
 from rl import (
   algorithms,
   assemble,
@@ -28,7 +29,6 @@ from rl import (
   events,
   invariants,
   learner,
-  losses,
   optimizers,
   overlap,
   progress,
@@ -59,9 +59,7 @@ class Untouched:
   would forget who sampled. This is that mistake, made on purpose.
   """
 
-  compares: corrections.Compares = dataclasses.field(
-    default="old", init=False, repr=False
-  )
+  compares_old = True
   weighs = True
 
   def __call__(self, row: row_lib.Row) -> corrections.Weights:
@@ -78,7 +76,7 @@ class Arm:
   correction: corrections.Correction | None = None
 
 
-ALGORITHMS: Mapping[str, algorithms.Algorithm] = {
+ALGORITHMS: Mapping[str, algorithm_lib.Algorithm] = {
   each.short_name: each
   for each in (
     algorithms.Grpo(),
@@ -137,10 +135,9 @@ def grid(seeds: Sequence[int]) -> Iterator[Case]:
   """
   for name, algorithm in ALGORITHMS.items():
     for arm, schedule, seed in itertools.product(ARMS, SCHEDULES, seeds):
-      has_ratio = not isinstance(algorithm.loss, losses.Reinforce)
       if (arm == ON_POLICY) != (schedule == "sync"):
         continue
-      if arm != "ratio" or has_ratio:
+      if arm != "ratio" or algorithm.loss.has_ratio:
         yield Case(algorithm=name, schedule=schedule, arm=arm, seed=seed)
 
 
@@ -268,7 +265,7 @@ class _Watcher(progress.Unobserved):
     self.metrics: list[Mapping[str, float]] = []
 
   async def on_round(
-    self, metrics: Mapping[str, float], groups: Any, values: Any
+    self, metrics: Mapping[str, float], groups: Any, advantages: Any
   ) -> None:
     self.metrics.append(metrics)
 

@@ -239,10 +239,10 @@ class _Watcher(progress.Unobserved):
     self,
     metrics: Mapping[str, float],
     groups: Sequence[trajectory.Group],
-    values: Sequence[Float32[np.ndarray, " G"]],
+    advantages: Sequence[Float32[np.ndarray, " G"]],
   ) -> None:
     self.metrics.append(metrics)
-    self.trained = list(zip(groups, values, strict=True))
+    self.trained = list(zip(groups, advantages, strict=True))
 
 
 def _compile(parts: assemble.Parts, state: train_state.TrainState) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Float32
 
 from rl import batch as batch_lib
-from rl import dispatch, learner, scoring, train_state, trajectory
+from rl import dispatch, learner, owners, scoring, train_state, trajectory
 
 _Values = Float32[np.ndarray, " _"]
 
@@ -32,6 +32,7 @@ class Accumulation:
 
   Attributes:
     batches: what was accumulated.
+    owners: whose the segments of these batches are.
   """
 
   def __init__(
@@ -46,6 +47,7 @@ class Accumulation:
       pack: (trajectories, only_full=) -> rows; see `batch.pack`.
     """
     self.batches: list[batch_lib.Batch] = []
+    self.owners: list[owners.Owner] = []
     self._programs = programs
     self._thread = thread
     self._pack = pack
@@ -84,22 +86,23 @@ class Accumulation:
     await self._accumulate(state, self.batches)
 
   async def step(
-    self, state: train_state.TrainState, masked: float
+    self, state: train_state.TrainState, flat_count: float
   ) -> tuple[train_state.TrainState, dict[str, float]]:
     """Returns the state after an optimizer step, and its metrics.
 
     Args:
-      masked: what groups that were not accumulated add to the divisor.
+      flat_count: what groups that were not accumulated add to the divisor.
     """
     return await self._thread.run(
-      "update", _step, self._programs, state, self._total, masked
+      "update", _step, self._programs, state, self._total, flat_count
     )
 
   async def _train(
     self, state: train_state.TrainState, *, only_full: bool
   ) -> None:
     waiting = self._waiting
-    packed = self._pack([w.member for w in waiting], only_full=only_full)
+    members = [w.member for w in waiting]
+    packed = self._pack(members, only_full=only_full)
     for name in waiting[0].columns if waiting else ():
       packed = batch_lib.with_column(
         packed,
@@ -114,6 +117,7 @@ class Accumulation:
       for w, place in zip(waiting, packed.places, strict=True)
       if place is None
     ]
+    self.owners += owners.of(packed, members, first=len(self.batches))
     self.batches += packed.batches
     await self._accumulate(state, packed.batches)
 
@@ -144,8 +148,8 @@ def _step(
   programs: learner.Learner,
   state: train_state.TrainState,
   total: learner.Accumulator,
-  masked: float,
+  flat_count: float,
 ) -> tuple[train_state.TrainState, dict[str, float]]:
-  state, sums = programs.update(state, total, masked)
+  state, sums = programs.update(state, total, flat_count)
   sums = jax.device_get(sums)
   return state, {name: float(value) for name, value in sums.items()}

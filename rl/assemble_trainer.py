@@ -56,7 +56,7 @@ def trainer(
     thread,
     estimator=algorithm.advantage,
     objective=algorithm,
-    reference=references.scorer(
+    reference=references.program(
       algorithm.reference, programs, layout, experiment.rollout.temperature
     ),
     kept=kept,

@@ -73,13 +73,14 @@ class Keeping:
     checkpoints: how many are kept.
     episodes_every: rounds between samples of trajectories.
     skipped: updates that were skipped, as their loss or gradient is not finite,
-      each with a copy of the parameters; the newest stay.
+      each with a copy of the parameters; the newest stay. By default all that
+      end a run.
   """
 
   checkpoint_every: int = 25
   checkpoints: int = 2
   episodes_every: int = 10
-  skipped: int = 2
+  skipped: int = 3
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -93,8 +94,9 @@ class Experiment:
     tasks: which training tasks there are, and which are played.
     algorithm: what is learned from an episode; a preset, or parts of one.
     max_skipped: updates in a row that are skipped because a loss or gradient
-      is not finite; one more ends the run. Their batches stay in `skipped/`
-      of the run, for `launch.replay`.
+      is not finite; one more ends the run, as so many rounds do that train
+      nothing because of faults. Batches of such updates stay in `skipped/` of
+      the run, for `launch.replay`.
     routing: which decode pool a conversation goes to.
     initial: directory of a Hugging Face checkpoint with the parameters that
       the run starts from; None draws them from the seed.

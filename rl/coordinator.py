@@ -226,8 +226,8 @@ class Coordinator:
     self._producer.advance(self._trained)
     await self._publish()
     metrics = await self._describe(this, interval)
-    values = [values for values, _ in this.used]
-    await self._observer.on_round(metrics, this.groups, values)
+    advantages = [used.advantages for used in this.used]
+    await self._observer.on_round(metrics, this.groups, advantages)
     await self._observer.on_boundary(self._progress())
 
   async def _ready(self, count: int, this: _Round) -> None:
@@ -264,9 +264,9 @@ class Coordinator:
     this.updates.append(sums)
     self._producer.commit()
     number = len(this.updates) - 1
-    counts = sums.get("skipped", 0.0) < 1  # Else no step was taken at all.
+    skipped = sums.get("skipped", 0.0) >= 1  # No step was taken at all.
     for group, used in zip(this.groups[first:], this.used[first:], strict=True):
-      self._book(group, used.trained & counts, number)
+      self._book(group, used.trained & (not skipped), number, skipped)
     self._log.emit(
       "update",
       version=self._trained,
@@ -281,7 +281,11 @@ class Coordinator:
     return round(self._log.since(reading), 6)
 
   def _book(
-    self, group: trajectory.Group, trained: np.ndarray, number: int
+    self,
+    group: trajectory.Group,
+    trained: np.ndarray,
+    number: int,
+    skipped: bool,
   ) -> None:
     members = group.trajectories
     used = [t for t, is_used in zip(members, trained, strict=True) if is_used]
@@ -297,6 +301,7 @@ class Coordinator:
       masked=sum(t.num_sampled for t in members) - kept,
       members=[t.index for t in members],
       used=[t.index for t in used],
+      **({"skipped": True} if skipped else {}),
     )
 
   # Publishing.

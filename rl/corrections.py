@@ -5,11 +5,11 @@ precision and, where rollout overlaps training, other weights. A correction
 multiplies the loss of each token; it has no gradient. What it masks keeps its
 place in every denominator: the loss is not scaled up for what is left out.
 
-rho = old / mu. In bypass mode old is mu and rho is 1, so what "compares" old
-does nothing there, and a ratio in the loss is not multiplied twice.
+rho = old / mu. In bypass mode old is mu and rho is 1, so what compares old does
+nothing there, and a ratio in the loss is not multiplied twice.
 
 Bias is what they leave of that of `losses.Reinforce`, old scored again by the
-policy that is trained, or, for those that compare "current", of token ratios
+policy that is trained, or, for those that do not compare old, of token ratios
 that nothing clips; as `losses` defines it. `SequenceTruncated(cap=inf)` and
 `SequenceMasked(low=0, high=inf)` leave none, at any lag and in any mixture.
 
@@ -18,15 +18,13 @@ Letters: L row length.
 
 import dataclasses
 import math
-from typing import Literal, NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from rl import row as row_lib
-
-Compares = Literal["old", "current"]
 
 
 class Weights(NamedTuple):
@@ -48,11 +46,11 @@ class Correction(Protocol):
   """Frozen callable over one row; on policy its weights are exactly 1."""
 
   @property
-  def compares(self) -> Compares:
-    """Which policy it holds against the one that sampled.
+  def compares_old(self) -> bool:
+    """Whether it holds `Row.old` against the policy that sampled.
 
-    "old" is `Row.old`, so in bypass mode there is nothing to correct;
-    "current" is `Row.logprobs`, the policy of this very update.
+    Then there is nothing to correct in bypass mode. Else it holds
+    `Row.logprobs` against it, the policy of this very update.
     """
     ...
 
@@ -80,7 +78,7 @@ class TokenTruncated:
   """
 
   cap: float = 2.0
-  compares: Compares = dataclasses.field(default="old", init=False, repr=False)
+  compares_old = True
   weighs = True
 
   def validate(self) -> None:
@@ -105,7 +103,7 @@ class SequenceTruncated:
   """
 
   cap: float = 2.0
-  compares: Compares = dataclasses.field(default="old", init=False, repr=False)
+  compares_old = True
   weighs = True
 
   def validate(self) -> None:
@@ -133,7 +131,7 @@ class IcePop:
 
   low: float = 0.5
   high: float = 5.0
-  compares: Compares = dataclasses.field(default="old", init=False, repr=False)
+  compares_old = True
   weighs = True
 
   def validate(self) -> None:
@@ -160,7 +158,7 @@ class SequenceMasked:
 
   low: float = 0.5
   high: float = 2.0
-  compares: Compares = dataclasses.field(default="old", init=False, repr=False)
+  compares_old = True
   weighs = True
 
   def validate(self) -> None:
@@ -186,7 +184,7 @@ class GeometricRejection:
 
   low: float = 0.999
   high: float = 1.001
-  compares: Compares = dataclasses.field(default="old", init=False, repr=False)
+  compares_old = True
   weighs = False
 
   def validate(self) -> None:
@@ -212,7 +210,7 @@ class Veto:
   """
 
   least: float = 1e-4
-  compares: Compares = dataclasses.field(default="old", init=False, repr=False)
+  compares_old = True
   weighs = False
 
   def validate(self) -> None:
@@ -245,9 +243,7 @@ class OffPolicySequenceMask:
   """
 
   delta: float
-  compares: Compares = dataclasses.field(
-    default="current", init=False, repr=False
-  )
+  compares_old = False
   weighs = False
 
   def validate(self) -> None:
@@ -282,9 +278,7 @@ class DppoMask:
   """
 
   bound: float = 0.2
-  compares: Compares = dataclasses.field(
-    default="current", init=False, repr=False
-  )
+  compares_old = False
   weighs = False
 
   def validate(self) -> None:
@@ -314,10 +308,9 @@ class Both:
   second: Correction
 
   @property
-  def compares(self) -> Compares:
-    """Returns "old" if either part does, for that part needs it scored."""
-    parts = (self.first.compares, self.second.compares)
-    return "old" if "old" in parts else "current"
+  def compares_old(self) -> bool:
+    """Whether either part does, for that part needs it scored."""
+    return self.first.compares_old or self.second.compares_old
 
   @property
   def weighs(self) -> bool:

@@ -26,6 +26,7 @@ def whiten(
 
   Args:
     advantages: of the tokens of each member. All 0 comes out if all are equal.
+      The deviation has no degree of freedom taken off.
     over: whether each of the "tokens" counts the same, or each of the
       "members", however long it is.
   """
@@ -120,7 +121,7 @@ class ReinforcePlusPlus(advantages_lib.Estimator):
     self, advantages: Sequence[Float[np.ndarray, " _"]]
   ) -> list[Float[np.ndarray, " _"]]:
     """Returns them whitened."""
-    return [*whiten(advantages, over=self.over, eps=self.eps)]
+    return whiten(advantages, over=self.over, eps=self.eps)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -201,7 +202,7 @@ class Gae(advantages_lib.Estimator):
 
   @property
   def needs_values(self) -> bool:
-    """It is what they are for."""
+    """Always: advantages are rewards less these values."""
     return True
 
   def flat(self, members: Sequence[returns_lib.Played]) -> bool:
@@ -238,7 +239,7 @@ class Gae(advantages_lib.Estimator):
     self, advantages: Sequence[Float[np.ndarray, " _"]]
   ) -> list[Float[np.ndarray, " _"]]:
     """Returns them whitened."""
-    return [*whiten(advantages, over="tokens", eps=self.eps)]
+    return whiten(advantages, over="tokens", eps=self.eps)
 
 
 class _Turns(advantages_lib.Estimator):

@@ -69,11 +69,13 @@ def trained(
   found = [usable(group) for group in groups]
   chosen = [Trained(used, None) for used in found]
   for indices in _pools(groups, estimator.pool):
-    played = [_played(t) for i in indices for t in _chosen(groups[i], found[i])]
+    compared = [
+      played(t) for i in indices for t in _chosen(groups[i], found[i])
+    ]
     reason: Reason | None = None
-    if len(played) < estimator.min_group_size:
+    if len(compared) < estimator.min_group_size:
       reason = "lone"
-    elif not penalised and estimator.flat(played):
+    elif not penalised and estimator.flat(compared):
       reason = "flat"
     if reason is not None:
       kept = keep_flat and reason == "flat"
@@ -114,8 +116,8 @@ def of_groups(
   """
   chosen_members = members(groups, chosen)
   nothing = [None] * len(chosen_members)
-  played = [
-    _played(member, penalty, value)
+  taken = [
+    played(member, penalty, value)
     for member, penalty, value in zip(
       chosen_members,
       nothing if penalties is None else penalties,
@@ -129,7 +131,7 @@ def of_groups(
   for indices in _pools(groups, estimator.pool):
     places = [p for i in indices for p in range(ends[i], ends[i + 1])]
     if places:
-      own = estimator([played[place] for place in places])
+      own = estimator([taken[place] for place in places])
       order += places
       found.advantages.extend(own.advantages)
       if found.returns is not None and own.returns is not None:
@@ -157,15 +159,6 @@ def by_member(
   ]
 
 
-def of_group(
-  group: trajectory.Group, estimator: advantages.Estimator
-) -> tuple[Float32[np.ndarray, " G"], Bool[np.ndarray, " G"]]:
-  """Returns (mean advantages, trained) of a group that is all of an update."""
-  chosen = trained([group], estimator)
-  (means,) = by_member(chosen, of_groups([group], chosen, estimator))
-  return means, chosen[0].members
-
-
 def _chosen(
   group: trajectory.Group, used: Bool[np.ndarray, " G"]
 ) -> list[trajectory.Trajectory]:
@@ -184,11 +177,12 @@ def _pools(
   return list(found.values())
 
 
-def _played(
+def played(
   member: trajectory.Trajectory,
   penalties: Float[np.ndarray, " T"] | None = None,
   values: Float[np.ndarray, " T"] | None = None,
 ) -> returns.Played:
+  """Returns what an estimator is told of a member, which has to be usable."""
   assert member.reward is not None  # As it is usable.
   return returns.Played(
     reward=float(member.reward),
@@ -197,9 +191,9 @@ def _played(
     ),
     turn_rewards=np.array([t.reward for t in member.turns], np.float32),
     observations=[t.context.tobytes() for t in member.turns],
+    histories=_histories(member),
     penalties=penalties,
     values=values,
-    histories=_histories(member),
   )
 
 

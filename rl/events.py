@@ -32,6 +32,7 @@ learner does, the number of rounds trained before. `tokens` were sampled,
 `length` counts all ids. `versions` are run lengths, [[version, tokens], ...],
 in the order of sampling; `members` the indices that make up the group, `used`
 those of them that are trained: their tokens are `tokens`, the rest's `masked`.
+It is `skipped` when the numbers of its update were not finite: nobody is.
 """
 
 import contextlib

@@ -59,21 +59,23 @@ class DynamicSampling:
   ) -> Reason | None:
     """Returns why a group should not be trained; None when it should.
 
-    Rewards count as they were graded, before shaping. An estimator that
-    compares no members learns from equal rewards too.
+    Rewards count as they were graded, before shaping. What an estimator learns
+    from equal rewards too, as from turns, is asked of it.
     """
-    rewards = [
-      reward
+    graded = [
+      (estimation.played(member), reward)
       for member, used in zip(
         group.trajectories, estimation.usable(group), strict=True
       )
       if used and (reward := shaping.unshaped(member)) is not None
     ]
-    least = estimator.min_group_size
-    if len(rewards) < max(least, 1):
+    if len(graded) < max(estimator.min_group_size, 1):
       return "faults"
-    spread = max(rewards) - min(rewards)
-    return "zero_variance" if least > 1 and spread <= self.min_spread else None
+    rewards = [reward for _, reward in graded]
+    if max(rewards) - min(rewards) > self.min_spread:
+      return None
+    equal = [member._replace(reward=rewards[0]) for member, _ in graded]
+    return "zero_variance" if estimator.flat(equal) else None
 
 
 def unfit(

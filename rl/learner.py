@@ -36,6 +36,7 @@ METRICS: tuple[str, ...] = (
   "clipped",
   "entropy",
   "behaviour_kl",
+  "behaviour_ess",
   "skipped",
 )
 """What every update reports; see `objective.metrics` for what comes on top."""
@@ -129,11 +130,11 @@ class Learner:
     zero: () -> Accumulator.
     accumulate: (params, accumulator, placed batch, critic) -> accumulator;
       donates the accumulator. Without a critic the last is left out.
-    update: (state, accumulator, count) -> (state, metrics); donates the
+    update: (state, accumulator, flat_count) -> (state, metrics); donates the
       optimizer's state, the master copy and, where they can hold the new
       parameters, the gradients, but no parameters: published versions stay
-      readable. Frozen parameters are the very same arrays again. `count` is
-      added to what the loss is divided by, 0.0 by default. Where loss or
+      readable. Frozen parameters are the very same arrays again. `flat_count`
+      is added to what the loss is divided by, 0.0 by default. Where loss or
       gradient is not finite nothing changes, and the metric `skipped` is 1.
     score: (params, placed batch) -> log-probabilities [B, L].
     score_base: the same without adapters.
@@ -211,7 +212,7 @@ def build(
   )
   init, wrap = _starting(config, begin, shapes, shardings)
   base = dataclasses.replace(config, lora=None)
-  below = scoring(base, layout, temperature)
+  below = score_program(base, layout, temperature)
   return Learner(
     init=init,
     wrap=wrap,
@@ -222,7 +223,7 @@ def build(
       *train_state.split(params, critic), accumulator, batch
     ),
     update=_updating(layout, shardings, optimizer),
-    score=scoring(config, layout, temperature),
+    score=score_program(config, layout, temperature),
     score_base=lambda params, batch: below(lora.drop(params), batch),
     values=jax.jit(lambda *args: score(*args).values),
     place=functools.partial(jax.device_put, device=layout.sharding("batch")),
@@ -230,7 +231,7 @@ def build(
   )
 
 
-def scoring(
+def score_program(
   config: model_config.ModelConfig,
   layout: sharding.Layout,
   temperature: float,
@@ -294,11 +295,11 @@ def _updating(
     out_shardings=(trained, *shardings[1:4], None),
   )
 
-  def update(state, accumulator, count=0.0):
+  def update(state, accumulator, flat_count=0.0):
     trainable, frozen = train_state.split(state.params, state.critic)
-    count = jax.device_put(np.float32(count), layout.sharding())
+    flat_count = jax.device_put(np.float32(flat_count), layout.sharding())
     new, opt_state, updates, master, metrics = apply(
-      trainable, *state[1:4], *accumulator, count
+      trainable, *state[1:4], *accumulator, flat_count
     )
     after = state._replace(
       params=lora.join(new.policy, frozen),
@@ -357,13 +358,12 @@ def _update(
   master: train_state.Trainable | None,
   grads: train_state.Trainable,
   sums: objective_lib.Sums,
-  count: Array,
+  flat_count: Array,
   *,
   optimizer: optax.GradientTransformation,
 ) -> tuple[train_state.Trainable, optax.OptState, Array, Any, dict[str, Array]]:
-  divisor = jnp.maximum(sums.divisor + count, 1.0)
-  means: Any = jax.tree.map(lambda g: g / divisor, grads)
-  norm = optax.tree.norm(means)
+  means: Any
+  means, norm, divisor = mean_gradient(Accumulator(grads, sums), flat_count)
   is_finite = jnp.isfinite(norm) & jnp.isfinite(sums.loss)
   exact: Any = trainable if master is None else master
   changes: Any
@@ -381,6 +381,15 @@ def _update(
     None if master is None else exact,
     metrics,
   )
+
+
+def mean_gradient(
+  total: Accumulator, flat_count: float | Array
+) -> tuple[train_state.Trainable, Array, Array]:
+  """Returns the gradient of an update, its norm, and what divided it."""
+  divisor = jnp.maximum(total.sums.divisor + flat_count, 1.0)
+  means: Any = jax.tree.map(lambda g: g / divisor, total.grads)
+  return means, optax.tree.norm(means), divisor
 
 
 def _as_jax(batch: batch_lib.Batch) -> Any:

@@ -54,16 +54,24 @@ class Decay(Constant):
   """Falls from the peak to a share of it, and stays there.
 
   Attributes:
+    hold_updates: so many more have the peak before it falls: warm-up, stable,
+      decay.
     decay_updates: from the last update at the peak to the first at the end.
     end: share of the peak.
   """
 
+  hold_updates: int = 0
   decay_updates: int
   end: float = 0.1
 
   def validate(self) -> None:
     """Raises ValueError on a time or an end that cannot work."""
     super().validate()
+    if self.hold_updates < 0:
+      raise ValueError(
+        f"{type(self).__name__}.hold_updates={self.hold_updates} is below 0; "
+        "use 0 to fall at once"
+      )
     if self.decay_updates < 1:
       raise ValueError(
         f"{type(self).__name__}.decay_updates={self.decay_updates} is below 1; "
@@ -77,7 +85,7 @@ class Decay(Constant):
 
   def _progress(self, updates: Int[Array, ""]) -> Float[Array, ""]:
     """Returns the share of the decay that is done."""
-    peak = max(self.warmup_updates - 1, 0)
+    peak = max(self.warmup_updates - 1, 0) + self.hold_updates
     return jnp.clip((updates - peak) / self.decay_updates, 0.0, 1.0)
 
 

@@ -22,7 +22,9 @@ class Ledger:
   """Where sampled tokens went.
 
   Attributes:
-    masked: of members of trained groups that had a fault or no advantage.
+    masked: of members of trained groups that are not trained.
+    causes: of what is masked: "not finite" is a skipped update, "no advantage"
+      a group that is flat or of one, "unknown" what was restored.
     dropped: by reason; "surplus" holds the redundant members of trained
       groups too.
     in_flight: of attempts that are neither trained nor dropped.
@@ -31,6 +33,7 @@ class Ledger:
   sampled: int = 0
   trained: int = 0
   masked: int = 0
+  causes: Mapping[str, int] = dataclasses.field(default_factory=dict)
   dropped: Mapping[str, int] = dataclasses.field(default_factory=dict)
   in_flight: int = 0
 
@@ -41,24 +44,33 @@ class Ledger:
     return self.sampled - booked - self.in_flight
 
   def __add__(self, other: "Ledger") -> "Ledger":
+    causes = collections.Counter(self.causes)
+    causes.update(other.causes)
     dropped = collections.Counter(self.dropped)
     dropped.update(other.dropped)
     return Ledger(
       sampled=self.sampled + other.sampled,
       trained=self.trained + other.trained,
       masked=self.masked + other.masked,
+      causes=dict(causes),
       dropped=dict(dropped),
       in_flight=self.in_flight + other.in_flight,
     )
 
   def __str__(self) -> str:
-    reasons = ", ".join(f"{n:,} {why}" for why, n in self.dropped.items() if n)
+    dropped = sum(self.dropped.values())
     return (
       f"{self.sampled:,} tokens sampled = {self.trained:,} trained"
-      f" + {self.masked:,} masked + {sum(self.dropped.values()):,} dropped"
-      + (f" ({reasons})" if reasons else "")
-      + f" + {self.in_flight:,} in flight; error {self.error:,}"
+      f" + {self.masked:,} masked{_split(self.causes)}"
+      f" + {dropped:,} dropped{_split(self.dropped)}"
+      f" + {self.in_flight:,} in flight; error {self.error:,}"
     )
+
+
+def _split(parts: Mapping[str, int]) -> str:
+  """Returns " (3 of this, 4 of that)", or nothing."""
+  told = ", ".join(f"{n:,} {why}" for why, n in parts.items() if n)
+  return f" ({told})" if told else ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -130,9 +142,25 @@ def of_attempt(attempt: attempts.Attempt) -> Ledger:
     sampled=sampled,
     trained=attempt.trained["tokens"],
     masked=attempt.trained["masked"],
+    causes=_causes(attempt, attempt.trained),
     dropped=dict(dropped),
     in_flight=in_flight,
   )
+
+
+def _causes(attempt: attempts.Attempt, trained: events.Event) -> dict[str, int]:
+  """Returns why members of a trained group are masked, in tokens."""
+  if attempt.restored:
+    return {"unknown": trained["masked"]}
+  causes: collections.Counter[str] = collections.Counter()
+  for i in set(trained["members"]) - set(attempt.used):
+    member = attempt.members.get(i, attempts.Member())
+    if member.outcome == "fault":
+      cause = "faults"
+    else:
+      cause = "not finite" if trained.get("skipped") else "no advantage"
+    causes[cause] += member.sampled
+  return dict(causes)
 
 
 class Books:
@@ -211,7 +239,10 @@ def _stray(event: events.Event) -> Ledger:
   if event["kind"] == "dropped":
     return Ledger(dropped={event["reason"]: event["tokens"]})
   if event["kind"] == "trained":
-    return Ledger(trained=event["tokens"], masked=event["masked"])
+    causes = {"unknown": event["masked"]}
+    return Ledger(
+      trained=event["tokens"], masked=event["masked"], causes=causes
+    )
   return Ledger(sampled=event["tokens"])
 
 

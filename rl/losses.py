@@ -48,8 +48,16 @@ class Loss(Protocol):
     ...
 
   @property
+  def has_ratio(self) -> bool:
+    """Whether it holds pi against an older policy.
+
+    If not, whatever it is given counts as sampled by pi itself.
+    """
+    ...
+
+  @property
   def aggregate(self) -> aggregates.Aggregate:
-    """What makes one number of it."""
+    """How its tokens become one number; see `aggregates`."""
     ...
 
   def __call__(self, row: row_lib.Row) -> Terms:
@@ -64,8 +72,8 @@ class ClippedSurrogate:
   With `SequenceMean` it is GRPO's, with `Constant` Dr.GRPO's, as it stands
   DAPO's. Decoupled PPO (arXiv 2110.00641; AReaL, 2505.24298, section 5.2) is
   this with old scored again, which makes it the proximal policy, and the
-  correction `TokenTruncated(cap=inf)`, which weighs by old / mu. Bounds 1 and
-  inf clip nothing.
+  correction `TokenTruncated(cap=inf)`, which weighs by old / mu; with one step
+  a batch old is pi, and nothing is clipped. Bounds 1 and inf clip nothing.
   Bias: 16 % at lag 1, 79 % at lag 4, 56 % mixed.
 
   Attributes:
@@ -84,6 +92,7 @@ class ClippedSurrogate:
     default_factory=aggregates.TokenMean
   )
   own_weight = False
+  has_ratio = True
 
   def validate(self) -> None:
     """Raises ValueError on bounds that clip a ratio of 1, or no number."""
@@ -110,7 +119,8 @@ class ClippedSurrogate:
 class Gspo:
   """-min(s A, clip(s) A) with one ratio s = exp(mean log r) a trajectory.
 
-  A is the mean over the trajectory, should its tokens differ.
+  A is the mean over the trajectory, should its tokens differ. A correction that
+  weighs by token weighs the one ratio by their mean.
   Bias: 80 % at lag 1, 98 % at lag 4, 94 % mixed.
 
   Attributes:
@@ -125,6 +135,7 @@ class Gspo:
     default_factory=aggregates.SequenceMean
   )
   own_weight = False
+  has_ratio = True
 
   def validate(self) -> None:
     """Raises ValueError on bounds that clip a ratio of 1, or no number."""
@@ -139,29 +150,15 @@ class Gspo:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GspoToken:
+class GspoToken(Gspo):
   """GSPO with an advantage for each token: s_t = sg(s) pi_t / sg(pi_t).
 
   Where all advantages of a trajectory are the same, value and gradient are
   those of `Gspo`.
   Bias: 80 % at lag 1, 98 % at lag 4, 94 % mixed.
 
-  Attributes:
-    clip_low, clip_high: the ratio stays in [1 - clip_low, 1 + clip_high].
-
   Source: GSPO, arXiv 2507.18071, section 4.3.
   """
-
-  clip_low: float = 3e-4
-  clip_high: float = 4e-4
-  aggregate: aggregates.Aggregate = dataclasses.field(
-    default_factory=aggregates.SequenceMean
-  )
-  own_weight = False
-
-  def validate(self) -> None:
-    """Raises ValueError on bounds that clip a ratio of 1, or no number."""
-    _validate_bounds(self, self.clip_low, self.clip_high)
 
   def __call__(self, row: row_lib.Row) -> Terms:
     """Returns the loss; clipped are tokens without a gradient."""
@@ -197,6 +194,7 @@ class Cispo:
     default_factory=aggregates.TokenMean
   )
   own_weight = False
+  has_ratio = True
 
   def validate(self) -> None:
     """Raises ValueError on bounds that clip a ratio of 1, or no number."""
@@ -227,6 +225,7 @@ class Reinforce:
     default_factory=lambda: aggregates.Constant(length=1.0)
   )
   own_weight = False
+  has_ratio = False
 
   def __call__(self, row: row_lib.Row) -> Terms:
     """Returns the loss; nothing is clipped."""
@@ -252,6 +251,7 @@ class Aipo:
     default_factory=lambda: aggregates.Constant(length=1.0)
   )
   own_weight = True
+  has_ratio = True
 
   def validate(self) -> None:
     """Raises ValueError on a cap that cuts a ratio of 1, or no number."""
@@ -282,6 +282,7 @@ class Topr:
     default_factory=lambda: aggregates.Constant(length=1.0)
   )
   own_weight = True
+  has_ratio = True
 
   def __call__(self, row: row_lib.Row) -> Terms:
     """Returns the loss; clipped are bad tokens of a ratio above 1."""
@@ -311,6 +312,7 @@ class Sapo:
     default_factory=aggregates.SequenceMean
   )
   own_weight = False
+  has_ratio = True
 
   def validate(self) -> None:
     """Raises ValueError on a temperature that is no number above 0."""
@@ -335,6 +337,7 @@ class NegativeLogLikelihood:
     default_factory=aggregates.TokenMean
   )
   own_weight = False
+  has_ratio = False
 
   def __call__(self, row: row_lib.Row) -> Terms:
     """Returns the loss in nats; nothing is clipped."""

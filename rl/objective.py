@@ -19,50 +19,10 @@ from jaxtyping import Array, Bool, Float
 from models import transformer
 from rl import batch as batch_lib
 from rl import corrections as corrections_lib
+from rl import critic as critic_lib
 from rl import kl as kl_lib
 from rl import losses
 from rl import row as row_lib
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ValueLoss:
-  """Half the squared error of the critic, clipped around its old values.
-
-  0.5 * max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2): a value
-  that has moved further than `clip` gets no gradient that takes it on.
-
-  Attributes:
-    weight: of this loss beside that of the policy.
-    clip: None clips nothing.
-    through_body: whether its gradient reaches the policy's layers, or the
-      head alone.
-
-  Source: PPO, arXiv 1707.06347, eq. 9; clipping: OpenAI baselines, ppo2.
-  """
-
-  weight: float = 0.5
-  clip: float | None = 0.2
-  through_body: bool = True
-
-  def validate(self) -> None:
-    """Raises ValueError on a weight or a clip that is no number above 0."""
-    for name in ("weight", "clip"):
-      value = getattr(self, name)
-      if value is not None and not 0 < value < math.inf:
-        raise ValueError(f"ValueLoss: {name}={value} is no number above 0")
-
-  def __call__(
-    self,
-    values: Float[Array, "*any"],
-    old: Float[Array, "*any"],
-    returns: Float[Array, "*any"],
-  ) -> Float[Array, "*any"]:
-    """Returns the loss of each token, without the weight."""
-    error = jnp.square(values - returns)
-    if self.clip is not None:
-      near = old + jnp.clip(values - old, -self.clip, self.clip)
-      error = jnp.maximum(error, jnp.square(near - returns))
-    return 0.5 * error
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,17 +44,23 @@ class Objective:
   loss: losses.Loss
   correction: corrections_lib.Correction | None = None
   kl: kl_lib.KlPenalty | None = None
-  value: ValueLoss = dataclasses.field(default_factory=ValueLoss)
+  value: critic_lib.ValueLoss = dataclasses.field(
+    default_factory=critic_lib.ValueLoss
+  )
   entropy_bonus: float = 0.0
   balance_weight: float = 0.01
   z_weight: float = 0.0
 
   def validate(self) -> None:
-    """Raises ValueError on a weight that is no finite number, or reversed."""
-    least = {"balance_weight": 0.0, "z_weight": 0.0}
+    """Raises ValueError on weights that mean nothing or count twice.
+
+    Those are no finite numbers, below 0 for a router, or a correction's beside
+    those of the loss itself.
+    """
     for name in ("entropy_bonus", "balance_weight", "z_weight"):
       value = getattr(self, name)
-      if not math.isfinite(value) or value < least.get(name, value):
+      is_reversed = value < 0 and name != "entropy_bonus"
+      if not math.isfinite(value) or is_reversed:
         raise ValueError(
           f"{name}={value} is no number that weighs a loss; use 0 to leave it "
           "out"
@@ -108,11 +74,23 @@ class Objective:
         "correction=none"
       )
 
+  @property
+  def loss_kl(self) -> kl_lib.KlPenalty | None:
+    """The penalty where it is part of the loss."""
+    return self.kl if self.kl is not None and self.kl.where == "loss" else None
+
+  @property
+  def reward_kl(self) -> kl_lib.KlPenalty | None:
+    """The penalty where it is part of the rewards."""
+    return self.kl if self.loss_kl is None else None
+
   def regularises(self, *, has_routers: bool) -> bool:
     """Whether a token without an advantage has a gradient all the same."""
     of_routers = bool(self.balance_weight) or bool(self.z_weight)
     return (
-      bool(self.entropy_bonus) or in_loss(self) or (has_routers and of_routers)
+      bool(self.entropy_bonus)
+      or self.loss_kl is not None
+      or (has_routers and of_routers)
     )
 
 
@@ -146,12 +124,13 @@ class Sums(NamedTuple):
     tokens: that the policy sampled.
     divisor: what the aggregated loss is divided by; see `aggregates`.
     loss: of the policy, correction included, as aggregated.
-    behaviour_kl: log behaviour - log policy.
+    ratio, ratio_squared: policy / behaviour of each token, within the bounds
+      of `row.MAX_LOG_RATIO`.
     lag_tokens, lag_kl: tokens by how many versions they are late, and
       KL(behaviour, policy) of each as k3 has it; the last entry is of all that
       are later.
     kl: to the reference, by the penalty's estimator, without its weight.
-    value_loss: of the critic, without its weight.
+    critic: without the weight of its loss; None without one.
     router: Aux of each micro-batch, weighted by its divisor, so it divides
       too, except for `dropped`, which is a count; None without experts.
   """
@@ -161,12 +140,13 @@ class Sums(NamedTuple):
   loss: Float[Array, ""]
   clipped: Float[Array, ""]
   entropy: Float[Array, ""]
-  behaviour_kl: Float[Array, ""]
+  ratio: Float[Array, ""]
+  ratio_squared: Float[Array, ""]
   lag_tokens: Float[Array, " K"]
   lag_kl: Float[Array, " K"]
   correction: CorrectionSums | None
   kl: Float[Array, ""] | None
-  value_loss: Float[Array, ""] | None
+  critic: critic_lib.Sums | None
   router: transformer.Aux | None
 
 
@@ -194,12 +174,13 @@ def zero(
     loss=scalar,
     clipped=scalar,
     entropy=scalar,
-    behaviour_kl=scalar,
+    ratio=scalar,
+    ratio_squared=scalar,
     lag_tokens=lags,
     lag_kl=lags,
     correction=correction,
-    kl=scalar if in_loss(objective) else None,
-    value_loss=scalar if critic else None,
+    kl=None if objective.loss_kl is None else scalar,
+    critic=critic_lib.zero() if critic else None,
     router=router,
   )
 
@@ -207,8 +188,9 @@ def zero(
 def metrics(sums: Sums, divisor: Float[Array, ""]) -> dict[str, Array]:
   """Returns scalars: means, and one for each entry of a vector.
 
-  `ess` is the effective sample size, (sum w)^2 / (n sum w^2), of n tokens; of
-  weights that are all 0 it is nan, as is the KL of a lag that no token has.
+  `ess` is the effective sample size, (sum w)^2 / (n sum w^2), of n tokens, with
+  the weights of the correction or, as `behaviour_ess`, with policy / behaviour;
+  of weights that are all 0 it is nan, as is the KL of a lag that no token has.
 
   Args:
     divisor: what the gradient was divided by.
@@ -218,9 +200,11 @@ def metrics(sums: Sums, divisor: Float[Array, ""]) -> dict[str, Array]:
     "tokens": sums.tokens,
     "loss": sums.loss / divisor,
   }
-  for name in ("clipped", "entropy", "behaviour_kl", "kl", "value_loss"):
+  for name in ("clipped", "entropy", "kl"):
     if (added := getattr(sums, name)) is not None:
       found[name] = added / tokens
+  found["behaviour_kl"] = sums.lag_kl.sum() / tokens
+  found["behaviour_ess"] = sums.ratio**2 / (tokens * sums.ratio_squared)
   for i in range(len(sums.lag_tokens)):
     found[f"lag_share/{i}"] = sums.lag_tokens[i] / tokens
     found[f"behaviour_kl/lag_{i}"] = sums.lag_kl[i] / sums.lag_tokens[i]
@@ -231,6 +215,8 @@ def metrics(sums: Sums, divisor: Float[Array, ""]) -> dict[str, Array]:
       "correction/truncated": weights.truncated / tokens,
       "correction/masked": weights.masked / tokens,
     }
+  if sums.critic is not None:
+    found |= critic_lib.metrics(sums.critic, tokens)
   if sums.router is not None:
     router = sums.router._asdict()
     found["dropped"] = router.pop("dropped")
@@ -240,11 +226,6 @@ def metrics(sums: Sums, divisor: Float[Array, ""]) -> dict[str, Array]:
     load = means.pop("load")
     found |= means | {f"load/{i}": x for i, x in enumerate(load)}
   return found
-
-
-def in_loss(objective: Objective) -> bool:
-  """Whether the loss itself compares the policy with a reference."""
-  return objective.kl is not None and objective.kl.where == "loss"
 
 
 def of_batch(
@@ -274,26 +255,30 @@ def of_batch(
   loss, count = _aggregate(objective, weighed, rows)
   entropy = jnp.where(sampled, scored.entropy, 0.0)
   more = -objective.entropy_bonus * entropy
-  kl = value_loss = None
-  if objective.kl is not None and in_loss(objective):
-    kl = _kl(objective.kl, scored.logprobs, batch)
-    more += objective.kl.weight * kl
+  kl = critic = None
+  if (penalty := objective.loss_kl) is not None:
+    kl = _kl(penalty, scored.logprobs, batch)
+    more += penalty.weight * kl
   if scored.values is not None:
-    value_loss = _value_loss(objective.value, scored.values, batch)
+    value_loss, critic = critic_lib.of_batch(
+      objective.value, scored.values, batch
+    )
     more += objective.value.weight * value_loss
   total = loss + _aggregate(objective, more, rows)[0]
   gap = jnp.where(sampled, scored.logprobs - behaviour, 0.0)
+  ratio = jnp.where(sampled, row_lib.bounded_exp(gap), 0.0)
   sums = Sums(
     tokens=sampled.sum().astype(jnp.float32),
     divisor=count,
     loss=loss,
     clipped=_count(terms.clipped),
     entropy=entropy.sum(),
-    behaviour_kl=-gap.sum(),
+    ratio=ratio.sum(),
+    ratio_squared=jnp.square(ratio).sum(),
     **_by_lag(gap, batch, num_lags),
     correction=correction,
     kl=None if kl is None else kl.sum(),
-    value_loss=None if value_loss is None else value_loss.sum(),
+    critic=critic,
     router=None,
   )
   if scored.aux is None:
@@ -338,25 +323,13 @@ def _kl(
   return penalty(logprobs, batch.reference, batch.sampled)
 
 
-def _value_loss(
-  loss: ValueLoss, values: Float[Array, "B L"], batch: batch_lib.Batch
-) -> Float[Array, "B L"]:
-  if batch.values is None or batch.returns is None:
-    raise ValueError("a batch without values and returns for the critic")
-  values, old, returns = (
-    jnp.where(batch.sampled, x, 0.0)
-    for x in (values, batch.values, batch.returns)
-  )
-  return loss(values, old, returns)
-
-
 def _by_lag(
   gap: Float[Array, "B L"], batch: batch_lib.Batch, num_lags: int
 ) -> dict[str, Float[Array, " K"]]:
   """Returns `lag_tokens` and `lag_kl` of `Sums`."""
   late = jax.nn.one_hot(jnp.minimum(batch.lags, num_lags - 1), num_lags)
   late = jnp.where(batch.sampled[..., None], late, 0.0)
-  kl = jnp.expm1(gap) - gap
+  kl = kl_lib.estimate("k3", -gap)
   return {
     "lag_tokens": late.sum((0, 1)),
     "lag_kl": jnp.einsum("blk,bl->k", late, kl),

@@ -136,7 +136,8 @@ class Adafactor(Descent):
     least_factored: a parameter with fewer than two axes of this length keeps
       all its second moments.
 
-  Source: arXiv 1804.04235, algorithms 4 and 5; defaults of section 9.
+  Source: arXiv 1804.04235, algorithms 4 and 5; defaults of section 9, where the
+  rate also falls with the root of the updates.
   """
 
   learning_rate: float = 1e-2

@@ -1,4 +1,4 @@
-"""Which batch, row and trajectory make a gradient that is not finite.
+"""What makes a gradient that is not finite: batch, row, trajectory, operation.
 
   update -> micro-batches -> rows, each alone -> trajectories, each alone
 
@@ -18,15 +18,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jaxtyping import Array, Bool, PyTree
 
 from models import visibility
 from rl import batch as batch_lib
-from rl import learner, quarantine
+from rl import learner, owners, quarantine
 
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
 _LIBRARIES = "site-packages"
+_ABSURD = 1e6
+"""No parameter, log-probability or advantage of a sound run is so large."""
 _COLUMNS = (
   "behaviour",
   "old",
@@ -98,29 +99,28 @@ class Parameters(NamedTuple):
 
 def outcome(
   programs: learner.Learner,
-  kept: quarantine.Kept,
+  skipped: quarantine.SkippedUpdate,
   batches: Sequence[batch_lib.Batch],
 ) -> Outcome:
   """Accumulates micro-batches and returns what the update would see."""
   total = programs.zero()
   for packed in batches:
     placed = programs.place(packed)
-    total = programs.accumulate(kept.params, total, placed, kept.critic)
-  loss, norm, finite = jax.device_get(_summary(total, kept.masked))
+    total = programs.accumulate(skipped.params, total, placed, skipped.critic)
+  loss, norm, finite = jax.device_get(_summary(total, skipped.flat_count))
   return Outcome(float(loss), float(norm), _paths(finite, which=False))
 
 
 def _summary(
-  total: learner.Accumulator, masked: float
+  total: learner.Accumulator, flat_count: float
 ) -> tuple[Array, Array, PyTree]:
   """Returns loss, norm and whether each leaf is finite, as `update` has them.
 
-  See `learner._update`.
+  See `learner.Learner.update`.
   """
-  divisor = jnp.maximum(total.sums.divisor + masked, 1.0)
-  means: Any = jax.tree.map(lambda g: g / divisor, total.grads)
+  _, norm, divisor = learner.mean_gradient(total, flat_count)
   finite = jax.tree.map(lambda g: jnp.isfinite(g).all(), total.grads)
-  return total.sums.loss / divisor, optax.tree.norm(means), finite
+  return total.sums.loss / divisor, norm, finite
 
 
 def _paths(flags: PyTree, *, which: bool) -> tuple[str, ...]:
@@ -132,15 +132,17 @@ def _paths(flags: PyTree, *, which: bool) -> tuple[str, ...]:
   )
 
 
-def rows(kept: quarantine.Kept, number: int) -> Iterator[Place]:
+def rows(skipped: quarantine.SkippedUpdate, number: int) -> Iterator[Place]:
   """Yields the rows of a micro-batch in which something was sampled."""
-  for row in np.flatnonzero(kept.batches[number].sampled.any(1)).tolist():
+  for row in np.flatnonzero(skipped.batches[number].sampled.any(1)).tolist():
     yield Place(number, row)
 
 
-def trajectories(kept: quarantine.Kept, row: Place) -> Iterator[Place]:
+def trajectories(
+  skipped: quarantine.SkippedUpdate, row: Place
+) -> Iterator[Place]:
   """Yields the trajectories of a row that have a sampled token."""
-  packed = kept.batches[row.batch]
+  packed = skipped.batches[row.batch]
   own = packed.segments[row.row][packed.sampled[row.row]]
   for segment in np.unique(own).tolist():
     yield row._replace(segment=segment)
@@ -195,9 +197,16 @@ def span(packed: batch_lib.Batch, place: Place) -> tuple[int, int, int]:
   return int(found[0]), int(found[-1]), len(found)
 
 
-def parameters(kept: quarantine.Kept) -> Parameters:
+def owner(
+  skipped: quarantine.SkippedUpdate, place: Place
+) -> owners.Owner | None:
+  """Returns whose a segment is; None when that was not written down."""
+  return next((x for x in skipped.owners if x[:3] == place), None)
+
+
+def parameters(skipped: quarantine.SkippedUpdate) -> Parameters:
   """Returns what of the parameters is not finite, and how large they are."""
-  tree = {"policy": kept.params, "critic": kept.critic}
+  tree = {"policy": skipped.params, "critic": skipped.critic}
   finite, sizes = jax.device_get(_sizes(tree))
   paths = _paths(jax.tree.map(lambda _: True, finite), which=True)
   largest = max(zip(map(float, jax.tree.leaves(sizes)), paths, strict=True))
@@ -212,7 +221,9 @@ def _sizes(tree: PyTree) -> tuple[PyTree, PyTree]:
   return finite, jax.tree.map(largest, tree)
 
 
-def columns(programs: learner.Learner, kept: quarantine.Kept) -> list[Extremes]:
+def columns(
+  programs: learner.Learner, skipped: quarantine.SkippedUpdate
+) -> list[Extremes]:
   """Returns the extremes of what a loss is made of.
 
   `logprobs` and `log ratio` are of these parameters, the ratio over `old`, or
@@ -220,25 +231,27 @@ def columns(programs: learner.Learner, kept: quarantine.Kept) -> list[Extremes]:
   """
   found: dict[str, list[np.ndarray]] = {name: [] for name in _COLUMNS}
   found |= {"logprobs": [], "log ratio": []}
-  for packed in kept.batches:
+  for packed in skipped.batches:
     for name in _COLUMNS:
       column = getattr(packed, name)
       if column is not None:
         found[name].append(column)
     placed = programs.place(packed)
-    scored = np.asarray(jax.device_get(programs.score(kept.params, placed)))
+    scored = np.asarray(jax.device_get(programs.score(skipped.params, placed)))
     old = packed.behaviour if packed.old is None else packed.old
     found["logprobs"].append(scored)
     with np.errstate(invalid="ignore"):  # inf - inf is one to be found.
       found["log ratio"].append(scored - old)
-  return [_extremes(kept, name, x) for name, x in found.items() if x]
+  return [_extremes(skipped, name, x) for name, x in found.items() if x]
 
 
 def _extremes(
-  kept: quarantine.Kept, name: str, column: Sequence[np.ndarray]
+  skipped: quarantine.SkippedUpdate, name: str, column: Sequence[np.ndarray]
 ) -> Extremes:
   good, bad, first = [np.zeros(0, np.float32)], 0, None
-  for i, (packed, values) in enumerate(zip(kept.batches, column, strict=True)):
+  for i, (packed, values) in enumerate(
+    zip(skipped.batches, column, strict=True)
+  ):
     finite = np.isfinite(values)
     good.append(values[packed.sampled & finite])
     wrong = np.argwhere(packed.sampled & ~finite)
@@ -251,6 +264,25 @@ def _extremes(
   if len(joined):
     low, high = float(joined.min()), float(joined.max())
   return Extremes(name, low, high, bad, first)
+
+
+def suspect(found: Parameters, told: Sequence[Extremes]) -> str:
+  """Returns where to look when every row fails, each on its own.
+
+  Args:
+    told: from `columns`; what these parameters make of the data is left out.
+  """
+  if found.bad or found.largest[0] > _ABSURD:
+    return "the parameters, not the data"
+  odd = [
+    column.name
+    for column in told
+    if column.name in _COLUMNS
+    and (column.bad or max(-column.low, column.high) > _ABSURD)
+  ]
+  if odd:
+    return f"what the data has as {' and '.join(odd)}, not the parameters"
+  return "the parameters and the loss, not the data"
 
 
 def first_nan(function: Callable[..., Any], *args: Any) -> str | None:

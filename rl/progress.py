@@ -91,9 +91,9 @@ class Observer(Protocol):
     self,
     metrics: Mapping[str, float],
     groups: Sequence[trajectory.Group],
-    values: Sequence[Float32[np.ndarray, " G"]],
+    advantages: Sequence[Float32[np.ndarray, " G"]],
   ) -> None:
-    """A round was trained; `values` are the advantages of its groups."""
+    """A round was trained; `advantages` are `training.Used.advantages`."""
     ...
 
   async def on_published(self, version: trajectory.PolicyVersion) -> None:
@@ -112,7 +112,7 @@ class Unobserved:
     self,
     metrics: Mapping[str, float],
     groups: Sequence[trajectory.Group],
-    values: Sequence[Float32[np.ndarray, " G"]],
+    advantages: Sequence[Float32[np.ndarray, " G"]],
   ) -> None:
     """Does nothing."""
 

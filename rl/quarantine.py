@@ -2,9 +2,12 @@
 
 run/skipped/round_000012_update_0/
   batches.npz   every micro-batch of the update, column by column
+  owners.json   whose their segments are
   state/        the parameters that it met, as a checkpoint
 
-`launch.replay` reads them.
+`launch.replay` reads them. Rounds count from 1, as in metrics.jsonl and on the
+screen: round 12 trains version 11. Updates count from 0 within their round, as
+in events.jsonl.
 """
 
 import dataclasses
@@ -19,9 +22,11 @@ import numpy as np
 
 from rl import batch as batch_lib
 from rl import checkpoint, train_state
+from rl import owners as owners_lib
 
 BATCHES = "batches.npz"
 """Whoever has it has all of an update: it appears whole, by a rename."""
+_OWNERS = "owners.json"
 _STATE = "state"
 _UNFINISHED = "unfinished"
 
@@ -30,14 +35,16 @@ class Unreadable(Exception):
   """No whole skipped update lies there."""
 
 
-class Kept(NamedTuple):
-  """What was put away.
+class SkippedUpdate(NamedTuple):
+  """One update that changed nothing, and what it met.
 
   Attributes:
     params, critic: those that the batches met, as a `TrainState` has them.
     version: that they were trained at.
     number: of the update within its round.
-    masked: what groups that teach nothing add to what the loss is divided by.
+    flat_count: what groups that teach nothing add to what the loss is divided
+      by.
+    owners: of the segments; of older runs they are not known.
   """
 
   batches: list[batch_lib.Batch]
@@ -45,7 +52,13 @@ class Kept(NamedTuple):
   critic: Any
   version: int
   number: int
-  masked: float
+  flat_count: float
+  owners: Sequence[owners_lib.Owner] = ()
+
+  @property
+  def round(self) -> int:
+    """The round of the update, counted from 1."""
+    return self.version + 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +83,8 @@ class Quarantine:
     batches: Sequence[batch_lib.Batch],
     version: int,
     number: int,
-    masked: float = 0.0,
+    flat_count: float = 0.0,
+    owners: Sequence[owners_lib.Owner] = (),
   ) -> pathlib.Path:
     """Writes a skipped update; returns where.
 
@@ -80,9 +94,10 @@ class Quarantine:
     Args:
       state: an update that is skipped has left it as it was.
       batches: one or more.
-      masked: see `Kept`.
+      version: that they were trained at; `number` of the update in its round.
+      flat_count, owners: see `SkippedUpdate`.
     """
-    path = self.directory / f"round_{version:06}_update_{number}"
+    path = self.directory / name(version + 1, number)
     unfinished = self.directory / _UNFINISHED
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
@@ -92,27 +107,40 @@ class Quarantine:
       for name, column in _columns(packed)
     }
     np.savez_compressed(unfinished / BATCHES, allow_pickle=False, **columns)
+    owners_lib.write(unfinished / _OWNERS, owners)
     saved = checkpoint.Checkpoints(unfinished / _STATE, keep=1)
     try:
-      host = {"version": version, "number": number, "masked": masked}
+      host = {"version": version, "number": number, "flat_count": flat_count}
       saved.save(0, _policy(state), host)
     finally:
       saved.close()
     shutil.rmtree(path, ignore_errors=True)
     unfinished.rename(path)
-    for old in kept(self.directory)[: -self.most]:
+    for old in updates(self.directory)[: -self.most]:
       shutil.rmtree(old)
     return path
 
 
-def kept(directory: pathlib.Path) -> list[pathlib.Path]:
+def name(round_: int, number: int) -> str:
+  """Returns the name of the directory of an update."""
+  return f"round_{round_:06}_update_{number}"
+
+
+def of_round(directory: pathlib.Path, round_: int) -> list[pathlib.Path]:
+  """Returns the skipped updates of one round that are still kept, in order."""
+  start = name(round_, 0).removesuffix("0")
+  found = [x for x in updates(directory) if x.name.startswith(start)]
+  return sorted(found, key=lambda path: int(path.name.removeprefix(start)))
+
+
+def updates(directory: pathlib.Path) -> list[pathlib.Path]:
   """Returns the skipped updates of a directory, oldest first."""
   files = directory.glob(f"round_*/{BATCHES}")
   # Not by round: a run may have gone on from an earlier one.
   return [x.parent for x in sorted(files, key=lambda x: x.stat().st_mtime_ns)]
 
 
-def read(path: pathlib.Path, abstract: train_state.TrainState) -> Kept:
+def read(path: pathlib.Path, abstract: train_state.TrainState) -> SkippedUpdate:
   """Returns a skipped update.
 
   Args:
@@ -123,6 +151,10 @@ def read(path: pathlib.Path, abstract: train_state.TrainState) -> Kept:
     checkpoint.Mismatch: it is of another model.
   """
   batches = _batches(path / BATCHES)
+  try:
+    owners = owners_lib.read(path / _OWNERS)
+  except (OSError, ValueError) as error:
+    raise Unreadable(f"{path / _OWNERS} cannot be read: {error}") from error
   saved = checkpoint.Checkpoints(path / _STATE, keep=1)
   try:
     found = saved.restore(_policy(abstract))
@@ -130,8 +162,12 @@ def read(path: pathlib.Path, abstract: train_state.TrainState) -> Kept:
     saved.close()
   if found is None:
     raise Unreadable(f"{path / _STATE} holds no parameters that can be read")
-  return Kept(
-    batches, found.state["params"], found.state["critic"], **found.host
+  return SkippedUpdate(
+    batches,
+    found.state["params"],
+    found.state["critic"],
+    **found.host,
+    owners=owners,
   )
 
 

@@ -64,7 +64,7 @@ class Teacher:
 Reference = Initial | Base | Teacher
 """Where the engine's choices of experts are replayed, the first two take them
 as well, so that a policy that has not moved is at no distance."""
-Score = Callable[[train_state.TrainState, batch_lib.Batch], Array]
+Program = Callable[[train_state.TrainState, batch_lib.Batch], Array]
 """(state, placed batch) -> log-probabilities [B, L], on the learner's mesh."""
 
 
@@ -73,12 +73,12 @@ def memory(reference: Reference | None) -> train_state.Memory | None:
   return reference.memory if isinstance(reference, Initial) else None
 
 
-def scorer(
+def program(
   reference: Reference | None,
   programs: learner.Learner,
   layout: sharding.Layout,
   temperature: float,
-) -> Score | None:
+) -> Program | None:
   """Returns what scores batches under the reference.
 
   Args:
@@ -107,7 +107,7 @@ class _Taught:
   ):
     self._teacher = teacher
     self._layout = layout
-    self._score = learner.scoring(teacher.model, layout, temperature)
+    self._score = learner.score_program(teacher.model, layout, temperature)
     self._where = layout.tree(transformer.logical_axes(teacher.model))
     self._params: Any = None
 

@@ -30,9 +30,9 @@ class Played(NamedTuple):
   turns: Int[np.ndarray, " T"]
   turn_rewards: Float32[np.ndarray, " K"]
   observations: Sequence[bytes]
+  histories: Sequence[bytes]
   penalties: Float[np.ndarray, " T"] | None = None
   values: Float[np.ndarray, " T"] | None = None
-  histories: Sequence[bytes] = ()
 
 
 def same(values: Float64[np.ndarray, " n"]) -> bool:

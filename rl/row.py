@@ -46,7 +46,9 @@ def log_ratio(
   return jnp.where(row.sampled, over - under, 0.0)
 
 
-def bounded_exp(log_ratios: Float[Array, " L"]) -> Float[Array, " L"]:
+def bounded_exp(
+  log_ratios: Float[Array, "*shape"],
+) -> Float[Array, "*shape"]:
   """Returns e to the power of that, within `MAX_LOG_RATIO`."""
   return jnp.exp(jnp.clip(log_ratios, -MAX_LOG_RATIO, MAX_LOG_RATIO))
 

@@ -58,21 +58,22 @@ class Scorer:
   programs: learner.Learner
   thread: dispatch.MeshThread
   pack: Callable[[Sequence[trajectory.Trajectory]], batch_lib.Packed]
-  reference: references.Score | None
-  has_critic: bool
+  reference: references.Program | None
 
   async def score(
     self,
     trajectories: Sequence[trajectory.Trajectory],
     state: train_state.TrainState,
     old: Any | None,
+    critic: tuple[Any, Any] | None = None,
   ) -> Scores:
     """Returns what is known of every trajectory.
 
     Args:
       old: parameters of the policy that ratios are against, or None.
+      critic: the parameters and the head that give values, or None.
     """
-    if old is None and self.reference is None and not self.has_critic:
+    if old is None and self.reference is None and critic is None:
       return Scores()
     packed = self.pack(trajectories)
     return Scores(
@@ -84,8 +85,8 @@ class Scorer:
       ),
       values=await self._collect(
         packed,
-        self.has_critic,
-        lambda b: self.programs.values(state.params, state.critic, b),
+        critic is not None,
+        lambda b: self.programs.values(*(critic or ()), b),
       ),
     )
 
@@ -122,7 +123,7 @@ def penalties(
 
   It is of the policy that ratios are against, to the reference.
   """
-  if penalty is None or penalty.where != "reward":
+  if penalty is None:
     return None
   if scores.reference is None:
     raise ValueError("a KL penalty without log-probabilities of a reference")

@@ -34,10 +34,10 @@ class Used(NamedTuple):
   """What became of the G members of a group.
 
   Attributes:
-    values: mean advantage of its tokens; 0 for one that is not trained.
+    advantages: means over the tokens of each; 0 for one that is not trained.
   """
 
-  values: Float32[np.ndarray, " G"]
+  advantages: Float32[np.ndarray, " G"]
   trained: Bool[np.ndarray, " G"]
 
 
@@ -136,7 +136,7 @@ class Training:
     *,
     estimator: advantages.Estimator,
     objective: objective_lib.Objective,
-    reference: references.Score | None = None,
+    reference: references.Program | None = None,
     kept: quarantine.Quarantine | None = None,
   ):
     """Does nothing yet.
@@ -152,19 +152,14 @@ class Training:
     self._estimator = estimator
     self._objective = objective
     self._keep_flat = objective.regularises(has_routers=settings.has_routers)
-    self._scorer = scoring.Scorer(
-      programs,
-      thread,
-      self._pack,
-      reference,
-      has_critic=estimator.needs_values,
-    )
+    self._scorer = scoring.Scorer(programs, thread, self._pack, reference)
     self._quarantine = kept
     self._state: train_state.TrainState | None = None
     self._served: dict[int, Any] = {}
+    self._critic: tuple[Any, Any] | None = None
     self._version = 0
-    self._update: accumulation.Accumulation | None = None
-    self._masked = _Groups()
+    self._accumulation: accumulation.Accumulation | None = None
+    self._flat = _Groups()
     self._penalties: list[Float32[np.ndarray, " _"]] = []
     self._number = 0
     self._skipped = 0
@@ -189,32 +184,38 @@ class Training:
     return self.state.params
 
   async def begin_round(self, version: int) -> None:
-    """Keeps the weights of this version as long as groups may have begun so."""
+    """Keeps the weights of this version as long as groups may have begun so.
+
+    The critic of now says the values of all groups of the round.
+    """
     self._version, self._number = version, 0
     oldest = version - self._settings.max_staleness
     self._served = {v: p for v, p in self._served.items() if v >= oldest}
     self._served[version] = self.state.params
+    if self._estimator.needs_values:
+      self._critic = self.state.params, self.state.critic
     self._probe = None
 
   async def accumulate(
     self, groups: Sequence[trajectory.Group]
   ) -> Sequence[Used]:
     """Adds the gradient of whole groups; says what was used of each."""
-    if self._update is None:
-      self._update = accumulation.Accumulation(
+    if self._accumulation is None:
+      self._accumulation = accumulation.Accumulation(
         self._programs, self._thread, self._pack
       )
-    penalty = self._objective.kl
     chosen = estimation.trained(
       groups,
       self._estimator,
-      penalised=penalty is not None and penalty.where == "reward",
+      penalised=self._objective.reward_kl is not None,
       keep_flat=self._keep_flat,
     )
-    self._masked = self._counted(groups, chosen)
+    self._flat = self._counted(groups, chosen)
     members = estimation.members(groups, chosen)
-    scores = await self._scorer.score(members, self.state, self._old())
-    penalties = scoring.penalties(penalty, members, scores)
+    scores = await self._scorer.score(
+      members, self.state, self._old(), self._critic
+    )
+    penalties = scoring.penalties(self._objective.reward_kl, members, scores)
     self._penalties += penalties or []
     found = estimation.of_groups(
       groups,
@@ -229,9 +230,9 @@ class Training:
     }
     if found.returns is not None:
       columns["returns"] = found.returns
-    await self._update.add(self.state, members, columns)
+    await self._accumulation.add(self.state, members, columns)
     # The first batch of a round is a sample as good as any.
-    self._probe = self._probe or next(iter(self._update.batches), None)
+    self._probe = self._probe or next(iter(self._accumulation.batches), None)
     means = estimation.by_member(chosen, found)
     return [
       Used(values, used)
@@ -248,7 +249,7 @@ class Training:
     Where the loss of flat ones is 0 whatever the weights they are not computed;
     but they stand in the divisor, as if they had been.
     """
-    flat, lone, divisor = self._masked
+    flat, lone, divisor = self._flat
     for group, (used, reason) in zip(groups, chosen, strict=True):
       lone += reason == "lone"
       flat += reason == "flat"
@@ -295,17 +296,17 @@ class Training:
     Raises:
       FloatingPointError: that has happened too often in a row.
     """
-    this, self._update = self._update, None
-    masked, self._masked = self._masked, _Groups()
+    this, self._accumulation = self._accumulation, None
+    flat, self._flat = self._flat, _Groups()
     number, self._number = self._number, self._number + 1
     penalties, self._penalties = self._penalties, []
     more = {
-      "flat_groups": float(masked.flat),
-      "lone_groups": float(masked.lone),
+      "flat_groups": float(flat.flat),
+      "lone_groups": float(flat.lone),
     }
-    if penalties and self._objective.kl is not None:
+    if penalties and (penalty := self._objective.reward_kl) is not None:
       mean = np.concatenate(penalties).mean(dtype=np.float64)
-      more["kl"] = float(mean) / self._objective.kl.weight
+      more["kl"] = float(mean) / penalty.weight
     if this is not None:
       await this.flush(self.state)
     if this is None or not this.batches:
@@ -315,10 +316,10 @@ class Training:
     for epoch in range(self._settings.epochs):
       if epoch:
         await this.repeat(self.state)
-      self._state, sums = await this.step(self.state, masked.divisor)
+      self._state, sums = await this.step(self.state, flat.divisor)
       steps.append(sums)
       if sums["skipped"]:
-        await self._keep(this.batches, number, masked.divisor, sums)
+        await self._keep(this, number, flat.divisor, sums)
         break
     else:
       self._skipped = 0
@@ -326,9 +327,9 @@ class Training:
 
   async def _keep(
     self,
-    batches: Sequence[batch.Batch],
+    this: accumulation.Accumulation,
     number: int,
-    masked: float,
+    flat_count: float,
     sums: dict[str, float],
   ) -> None:
     """Puts a skipped update away; raises when it was one too many."""
@@ -339,17 +340,21 @@ class Training:
         "quarantine",
         self._quarantine.keep,
         self.state,
-        batches,
+        this.batches,
         self._version,
         number,
-        masked,
+        flat_count,
+        this.owners,
       )
       where = f"its batches are in {directory}"
     if self._skipped > self._settings.max_skipped:
       raise FloatingPointError(
-        f"round {self._version}: updates in a row whose loss or gradient is "
-        f"not finite: {self._skipped}; the last has loss {sums['loss']} and "
-        f"gradient norm {sums['grad_norm']}; {where}"
+        f"round {self._version + 1}: updates in a row whose loss or gradient "
+        f"is not finite: {self._skipped}, and max_skipped="
+        f"{self._settings.max_skipped} allows no more; the last has loss "
+        f"{sums['loss']} and gradient norm {sums['grad_norm']}; {where}. "
+        "Lower optimizer.learning_rate or optimizer.max_grad_norm in a new "
+        "run, or mend the data that launch.replay names"
       )
 
   async def describe(self) -> dict[str, float]:

@@ -5,12 +5,16 @@ import pathlib
 import re
 import typing
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from configs import guess_number_moe, guess_number_schedules
 from launch import flags
 from models import config as model_config
 from rl import overlap, settings
+from tests.rl import packed_rows, played_members
 
 _CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
 _FILES = sorted(p for p in _CONFIGS.glob("*.py") if p.stem != "__init__")
@@ -80,8 +84,17 @@ def test_the_student_is_much_smaller_than_the_teacher_that_it_names(
   assert student.algorithm.reference.model == teacher.model
   # Its words are the teacher's ids.
   assert student.environment == teacher.environment
-  with pytest.raises(ValueError, match=r"reference\.directory=.*teacher-hf"):
+  with pytest.raises(ValueError, match=r"reference\.directory=.*hf:") as error:
     student.validate_initial()
+  # It names the commands that the file does, in one line.
+  text = file.read_text().replace("\\\\\n    ", "")
+  commands = re.findall(r"^python -m .*teacher.*$", text, re.MULTILINE)
+  assert len(commands) == 2
+  assert str(error.value).endswith("; run " + " && ".join(commands))
+  # Another directory is told of as ever.
+  other = settings.override(student, "algorithm.reference.directory", "no")
+  with pytest.raises(ValueError, match="no such directory"):
+    other.validate_initial()
 
 
 def test_an_unknown_role_is_told_the_others():
@@ -94,3 +107,32 @@ def test_the_supervised_run_ends_with_its_warm_start():
   assert run.rounds == 0
   assert run.warm_start is not None
   assert run.warm_start.exploration == 0  # The oracle's answers alone.
+
+
+def test_a_loss_of_ones_own_pulls_back_beyond_its_bound():
+  run = flags.load(str(_CONFIGS / "guess_number_own.py"))
+
+  def total(ratio, gain):
+    row = packed_rows.make(
+      jnp.stack([jnp.nan, jnp.log(ratio)]),
+      old=[0.0, 0.0],
+      advantages=[np.nan, gain],
+      sampled=[False, True],
+    )
+    return run.algorithm.loss(row).loss.sum()
+
+  slopes = [jax.grad(total)(1.0 + x, 2.0) for x in (0.0, 0.1, 0.2, 0.3)]
+  # In units of -A: as without a bound, half of it, nothing, and back.
+  assert slopes == pytest.approx([-2.0, -1.0, 0.0, 1.0], abs=1e-5)
+
+
+def test_an_advantage_of_ones_own_compares_ranks():
+  run = flags.load(str(_CONFIGS / "guess_number_own.py"))
+  members = [played_members.played(x, (1, 1)) for x in (0.0, 1.0, 1.0, 99.0)]
+  found = run.algorithm.advantage(members).advantages
+  assert [own.tolist() for own in found] == [
+    [-0.75, -0.75],
+    [0.0, 0.0],
+    [0.0, 0.0],
+    [0.75, 0.75],
+  ]

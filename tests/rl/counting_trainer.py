@@ -16,6 +16,7 @@ from rl import (
   training,
   trajectory,
 )
+from rl import objective as objective_lib
 
 STATUS = trajectory.Status
 GRPO = algorithms.Grpo()
@@ -63,8 +64,8 @@ def group(*rewards, **fields):
 class Programs:
   """A learner that counts updates and keeps what it is called with.
 
-  It scores every token with -0.5 - updates / 4 nats, `updates` being those of
-  the weights it is given.
+  It scores every token with -0.5 - updates / 4 nats and a value of `updates`,
+  these being those of the weights it is given.
   """
 
   grad_norm: float = 1.0
@@ -91,8 +92,12 @@ class Programs:
       nats = -0.5 - params["updates"] / 4
       return np.full_like(packed.behaviour, nats)
 
+    def values(params, critic, packed):
+      del critic
+      return np.full_like(packed.behaviour, params["updates"])
+
     return dataclasses.replace(
-      fake, accumulate=accumulate, update=update, score=score
+      fake, accumulate=accumulate, update=update, score=score, values=values
     )
 
   @property
@@ -109,7 +114,13 @@ def _old(packed):
   return packed.behaviour if packed.old is None else packed.old
 
 
-def trained(scenario, programs=None, estimator=None, objective=GRPO, **changes):
+def trained(
+  scenario,
+  programs=None,
+  estimator=None,
+  objective: objective_lib.Objective = GRPO,
+  **changes,
+):
   """Runs a scenario on a trainer of fake programs that starts afresh."""
   thread = dispatch.MeshThread("learner", trace.Trace(None))
   built = (programs or Programs()).build()

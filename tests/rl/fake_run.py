@@ -70,7 +70,7 @@ class Recorder:
   last: Any = None
   groups: list = dataclasses.field(default_factory=list)
 
-  async def on_round(self, metrics, groups, values):
+  async def on_round(self, metrics, groups, advantages):
     self.rounds.append(metrics)
     self.groups += [group.group_id for group in groups]
     if metrics["round"] == self.stop_at:

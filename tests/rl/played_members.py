@@ -3,10 +3,11 @@
 from collections.abc import Sequence
 
 import numpy as np
+from jaxtyping import Bool, Float32
 from numpy.typing import ArrayLike
 
 from envs import base
-from rl import returns, trajectory
+from rl import advantages, estimation, returns, trajectory
 
 OK = trajectory.Status.COMPLETED
 FAULT = trajectory.Status.ENV_FAULT
@@ -26,16 +27,18 @@ def played(
   Args:
     lengths: sampled tokens of each turn.
     earned: the environment's reward of each turn; 0 by default.
-    seen: what came before each turn; by default no two turns are alike.
+    seen: what the environment wrote before each turn; by default no two turns
+      are alike. Histories are of that alone, as if all had answered the same.
   """
   count = len(lengths)
+  words = seen or [f"turn {i}" for i in range(count)]
+  histories = ["/".join(words[: i + 1]) for i in range(count)]
   return returns.Played(
     reward=float(reward),
     turns=np.repeat(np.arange(count), lengths),
     turn_rewards=np.array([0.0] * count if earned is None else earned, "f4"),
-    observations=[
-      word.encode() for word in (seen or [f"turn {i}" for i in range(count)])
-    ],
+    observations=[word.encode() for word in words],
+    histories=[word.encode() for word in histories],
     penalties=None if penalties is None else np.array(penalties, "f4"),
     values=None if values is None else np.array(values, "f4"),
   )
@@ -76,6 +79,16 @@ def group(
     admitted=trajectory.PolicyVersion(0),
     task=base.Task(id=task, index=0, split="train", seed=0),
   )
+
+
+def of_group(
+  group: trajectory.Group, estimator: advantages.Estimator
+) -> tuple[Float32[np.ndarray, " G"], Bool[np.ndarray, " G"]]:
+  """Returns (mean advantages, trained) of a group that is all of an update."""
+  chosen = estimation.trained([group], estimator)
+  found = estimation.of_groups([group], chosen, estimator)
+  (means,) = estimation.by_member(chosen, found)
+  return means, chosen[0].members
 
 
 def _turn(place: int, length: int, reward: float) -> trajectory.Turn:

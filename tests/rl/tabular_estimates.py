@@ -44,6 +44,7 @@ def members(
   found = []
   for path, sampled in enumerate(every.sampled):
     states = every.states[path, sampled]
+    steps = np.stack([states, every.tokens[path, sampled]], 1)
     turns, firsts = np.unique(tabular.TURN[states], return_index=True)
     found.append(
       returns_lib.Played(
@@ -51,6 +52,9 @@ def members(
         turns=tabular.TURN[states],
         turn_rewards=every.turn_rewards[path, turns].astype(np.float32),
         observations=[states[first].tobytes() for first in firsts],
+        histories=[
+          steps[:first].tobytes() + states[first].tobytes() for first in firsts
+        ],
         penalties=None if penalties is None else penalties[path, sampled],
         values=None if values is None else values[path, sampled],
       )
@@ -241,11 +245,15 @@ def kl_gradients(
 
 
 def kl_loss_gradient(
-  penalty: kl_lib.KlPenalty, reference: int
+  penalty: kl_lib.KlPenalty, reference: int, lag: int = 0
 ) -> Float64[np.ndarray, "S A"]:
   """Returns the mean gradient of a penalty as a loss, weight left out.
 
-  It is a sum over all paths; the reference is the version of that lag.
+  It is a sum over all paths.
+
+  Args:
+    reference: the version of that lag.
+    lag: of the version that samples.
   """
   now, other = (
     jnp.asarray(tabular.logprobs(tabular.old(lag))[0], jnp.float32)
@@ -253,9 +261,11 @@ def kl_loss_gradient(
   )
   sampled = jnp.asarray(tabular.paths().sampled)
   slopes = jax.grad(lambda own: penalty(own, other, sampled).sum())(now)
-  table = tabular.TABLES[0]
-  weights = tabular.chances_under(table)[:, None] * np.asarray(slopes)
-  return tabular.along(table, np.arange(len(weights)), weights).sum(0)
+  chances = tabular.chances_under(tabular.TABLES[lag])
+  weights = chances[:, None] * np.asarray(slopes)
+  return tabular.along(tabular.TABLES[0], np.arange(len(weights)), weights).sum(
+    0
+  )
 
 
 def controlled(

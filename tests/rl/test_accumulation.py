@@ -101,6 +101,29 @@ def test_every_token_is_accumulated_once_with_all_that_is_known_of_it(
   assert [id(b) for b in batches] == [id(b) for b in kept.batches]
 
 
+@pytest.mark.parametrize("share_prompts", [False, True])
+def test_every_trajectory_owns_the_segment_in_which_its_tokens_lie(
+  share_prompts,
+):
+  async def scenario(this, state):
+    for start in range(len(EPISODES.members)):
+      await this.add(state, *part(start, start + 1))
+    await this.flush(state)
+    return this
+
+  this, _ = run(scenario, share_prompts=share_prompts)
+  found = {(owner.group, owner.member): owner for owner in this.owners}
+  assert len(found) == len(this.owners) == len(EPISODES.members)
+  for member in EPISODES.members:
+    owner = found[member.group_id, member.index]
+    packed = this.batches[owner.batch]
+    own = packed.sampled[owner.row]
+    own = own & (packed.segments[owner.row] == owner.segment)
+    np.testing.assert_array_equal(
+      packed.tokens[owner.row][own], member.ids[member.sampled]
+    )
+
+
 def test_what_fills_no_batch_waits_for_others():
   async def scenario(this, state):
     counts = []

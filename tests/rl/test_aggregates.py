@@ -1,4 +1,4 @@
-"""Sums and counts, and what is counted of a row."""
+"""Sums and counts of rows, on the device and on the host."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from rl import aggregates
-from rl import row as row_lib
 from tests.rl import packed_rows
 
 WRAPS = pytest.mark.parametrize(
@@ -77,14 +76,3 @@ def test_every_aggregate_is_looked_at_here():
 def test_a_length_that_divides_nothing_is_refused(length):
   with pytest.raises(ValueError, match=f"length={length}"):
     aggregates.Constant(length=length).validate()
-
-
-@WRAPS
-def test_sums_and_means_are_of_a_tokens_trajectory_wherever_it_lies(wrap):
-  # Trajectory 2 is in two pieces, and 0 and L = 5 are numbers like others.
-  row = packed_rows.make([0.0] * 5, segments=[2, 0, 2, 5, 5])
-  values = jnp.asarray([1.0, 2.0, 4.0, 8.0, 16.0])
-  assert wrap(row_lib.totals)(values, row).tolist() == [5, 2, 5, 24, 24]
-  assert wrap(row_lib.means)(values, row).tolist() == [2.5, 2, 2.5, 12, 12]
-  assert wrap(row_lib.sizes)(row).tolist() == [2, 1, 2, 2, 2]
-  assert wrap(row_lib.num_trajectories)(row) == 3

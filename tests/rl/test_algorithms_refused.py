@@ -23,6 +23,7 @@ from rl import (
   rollout,
   testing,
 )
+from rl import algorithm as algorithm_lib
 
 MODEL = model_config.tiny(
   vocab_size=8,
@@ -53,8 +54,8 @@ def experiment(**changes) -> config.Experiment:
   return dataclasses.replace(base, **changes)
 
 
-def free(**parts) -> algorithms.Algorithm:
-  return algorithms.Algorithm(**parts)
+def free(**parts) -> algorithm_lib.Algorithm:
+  return algorithm_lib.Algorithm(**parts)
 
 
 def taught(**changes) -> references.Teacher:
@@ -68,7 +69,11 @@ def taught(**changes) -> references.Teacher:
   [
     (free(epochs=0), "algorithm.epochs=0", "is below 1"),
     (free(kl=kl.KlPenalty()), "algorithm.kl without a ref", "kl=none"),
-    (algorithms.Distill(), "algorithm.kl without a reference", "reference="),
+    (
+      algorithms.Distill(),
+      "algorithm.advantage=Distillation with reference=none",
+      "use algorithm.reference=rl.references.Teacher(model=",
+    ),
     (
       free(reference=references.Initial()),
       "algorithm.reference=initial without a kl",
@@ -76,8 +81,18 @@ def taught(**changes) -> references.Teacher:
     ),
     (
       algorithms.Ppo(sampling=filters.DynamicSampling()),
-      "sampling with advantage=Gae",
-      "use sampling=none",
+      "sampling drops .* advantage=Gae compares no members",
+      "use algorithm.sampling=none",
+    ),
+    (
+      algorithms.Dapo(advantage=advantages.Rloo(others="task")),
+      "sampling drops .* advantage=Rloo compares groups of one task",
+      "use algorithm.sampling=none",
+    ),
+    (
+      algorithms.Dapo(kl=PENALTY, reference=references.Initial()),
+      "sampling drops .* a kl in the rewards makes members differ",
+      "use algorithm.sampling=none",
     ),
     (
       free(loss=losses.Aipo(), correction=CORRECTION),
@@ -92,12 +107,12 @@ def taught(**changes) -> references.Teacher:
     (
       free(loss=losses.Reinforce(), epochs=4),
       "algorithm.epochs=4 with loss=Reinforce, which has no ratio",
-      "use epochs=1, or losses.Cispo()",
+      "use epochs=1, or rl.losses.Cispo()",
     ),
     (
       free(loss=losses.NegativeLogLikelihood()),
       "algorithm.loss=NegativeLogLikelihood imitates",
-      "use losses.Reinforce(), or a warm_start",
+      "use rl.losses.Reinforce(), or a warm_start",
     ),
   ],
 )
@@ -133,11 +148,11 @@ def test_a_student_learns_from_the_log_ratio_in_the_reward_alone(penalty):
   distilled(kl=PENALTY).validate()
 
 
-def test_nobody_is_a_teacher_of_its_own():
-  with pytest.raises(ValueError, match="be its own teacher") as error:
-    distilled(reference=references.Initial()).validate()
-  assert "use rl.references.Teacher(model=" in str(error.value)
-  distilled(reference=references.Base()).validate()
+@pytest.mark.parametrize("own", [references.Initial(), references.Base()])
+def test_nobody_is_a_teacher_of_its_own(own):
+  with pytest.raises(ValueError, match="no teacher but the policy") as error:
+    distilled(reference=own).validate()
+  assert "use algorithm.reference=rl.references.Teacher(" in str(error.value)
 
 
 def test_a_loss_with_a_ratio_takes_several_epochs_and_one_without_takes_one():
@@ -247,9 +262,36 @@ def test_nothing_is_weighed_twice_where_the_engine_is_the_old_policy(schedule):
     with pytest.raises(ValueError, match="old_logprob=decode") as error:
       free(correction=correction).validate_schedule(schedule)
     assert f"={type(correction).__name__} " in str(error.value)
-    assert "use old_logprob=recompute, or correction" in str(error.value)
+    assert "use old_logprob=recompute" in str(error.value)
+    assert "or correction=none" in str(error.value)
   mask = corrections.OffPolicySequenceMask(delta=0.1)
   free(correction=mask).validate_schedule(schedule)
+
+
+def test_a_mask_of_late_tokens_is_told_of_weights_to_go_with():
+  veto = corrections.Veto()
+  with pytest.raises(
+    ValueError, match=r"second=rl\.corrections\.Veto"
+  ) as error:
+    free(correction=veto).validate_schedule(IN_FLIGHT)
+  assert "Both(first=rl.corrections.TokenTruncated()" in str(error.value)
+  both = corrections.Both(first=corrections.TokenTruncated(), second=veto)
+  recomputed = dataclasses.replace(IN_FLIGHT, old_logprob="recompute")
+  free(correction=both).validate_schedule(recomputed)
+
+
+@pytest.mark.parametrize("correction", [None, corrections.DppoMask()])
+def test_a_loss_without_a_ratio_needs_weights_for_late_tokens(correction):
+  plain = free(loss=losses.Reinforce(), correction=correction)
+  with pytest.raises(ValueError, match=r"loss=Reinforce .* no ratio") as error:
+    plain.validate_schedule(IN_FLIGHT)
+  assert "correction=rl.corrections.TokenTruncated()" in str(error.value)
+  plain.validate_schedule(overlap.sync(4))
+  free(loss=losses.Aipo()).validate_schedule(IN_FLIGHT)
+  weighed = free(loss=losses.Reinforce(), correction=CORRECTION)
+  weighed.validate_schedule(
+    dataclasses.replace(IN_FLIGHT, old_logprob="recompute")
+  )
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ class Watching:
   def __init__(self):
     self.rounds = []
 
-  async def on_round(self, metrics, groups, values):
+  async def on_round(self, metrics, groups, advantages):
     self.rounds.append(metrics)
 
   async def on_published(self, version):

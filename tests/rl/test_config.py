@@ -229,8 +229,9 @@ def test_settings_that_fit_together_are_accepted(experiment, overrides):
         "algorithm.advantage": "rl.advantages.Reinforce()",
         "algorithm.sampling": "rl.filters.DynamicSampling()",
       },
-      "sampling with advantage=Reinforce: groups of equal rewards teach it as"
-      " much as others; use sampling=none",
+      "algorithm.sampling drops groups of equal rewards, but advantage="
+      "Reinforce compares no members, so they teach as others do; use "
+      "algorithm.sampling=none",
     ),
     (
       {"rollout.overlong": "rl.shaping.Overlong(max_tokens=33, buffer=4)"},

@@ -73,7 +73,7 @@ class Watching(progress.Unobserved):
   def __init__(self):
     self.rounds = []
 
-  async def on_round(self, metrics, groups, values):
+  async def on_round(self, metrics, groups, advantages):
     self.rounds.append(metrics)
 
 

@@ -34,7 +34,7 @@ def test_a_faulted_member_is_in_no_mean_and_not_trained():
   group = played.group(
     (OK, 1.0, [3]), (FAULT, None, [3]), (OK, 0.0, [3]), (OK, 0.0, [3])
   )
-  values, trained = estimation.of_group(group, advantages.Grpo())
+  values, trained = played.of_group(group, advantages.Grpo())
   np.testing.assert_allclose(values, [1.1547, 0, -0.57735, -0.57735], atol=5e-5)
   assert trained.tolist() == [True, False, True, True]
   assert values.dtype == np.float32
@@ -59,7 +59,7 @@ def test_a_truncated_member_is_trained():
 )
 def test_a_member_without_reward_or_tokens_is_in_no_mean(unusable):
   group = played.group((OK, 1.0, [3]), (OK, 0.0, [1, 2]), unusable)
-  values, trained = estimation.of_group(group, advantages.Rloo())
+  values, trained = played.of_group(group, advantages.Rloo())
   assert values.tolist() == [1.0, -1.0, 0.0]
   assert trained.tolist() == [True, True, False]
 
@@ -80,7 +80,7 @@ def test_a_member_without_reward_or_tokens_is_in_no_mean(unusable):
 def test_of_a_group_with_too_few_left_nobody_is_trained(estimator, members):
   group = played.group(*members)
   assert _reasons([group], estimator) == ["lone"]
-  values, trained = estimation.of_group(group, estimator)
+  values, trained = played.of_group(group, estimator)
   assert not trained.any()
   assert values.tolist() == [0.0] * len(members)
 
@@ -199,6 +199,31 @@ def test_turns_with_the_same_context_are_alike():
   assert [own.tolist() for own in found.advantages] == [[5.5] * 2, [-5.5] * 2]
 
 
+def test_turns_are_alike_by_history_only_after_the_same_answers():
+  # Both see the same before turn 1, but have answered 0 and 1 before it.
+  group = played.group((OK, 1.0, [1, 1]), (OK, 0.0, [1, 1]))
+  group.trajectories[1].turns[0].tokens[:] = 1
+  found = {}
+  for alike in ("observation", "history"):
+    estimator = credit.StepGroups(alike=alike, normalise="mean", discount=1.0)
+    chosen = estimation.trained([group], estimator)
+    own = estimation.of_groups([group], chosen, estimator).advantages
+    found[alike] = [values.tolist() for values in own]
+  # Episodes +- 1/2; at the start +- 1/2 more; at turn 1 only where alike.
+  assert found["observation"] == [[1.0, 1.0], [-1.0, -1.0]]
+  assert found["history"] == [[1.0, 0.5], [-1.0, -0.5]]
+
+
+def test_turns_that_saw_the_same_after_another_context_have_no_history_alike():
+  group = played.group((OK, 1.0, [1, 1]), (OK, 0.0, [1, 1]))
+  group.trajectories[1].turns[0].context[:] = 7
+  estimator = credit.StepGroups(alike="history", normalise="mean", discount=1.0)
+  chosen = estimation.trained([group], estimator)
+  found = estimation.of_groups([group], chosen, estimator)
+  # Nothing is alike from the start on: episodes alone.
+  assert [own.tolist() for own in found.advantages] == [[0.5] * 2, [-0.5] * 2]
+
+
 def test_whitening_leaves_out_faults_and_groups_that_are_not_trained():
   whole = [_group((1.0, 1), (0.0, 3)), _group((4.0, 2), (0.0, 2))]
   worse = [
@@ -250,7 +275,7 @@ def test_of_scope_group_each_group_is_on_its_own(estimator):
   assert estimator.scope == "group"
   means, trained = _update(groups, estimator)
   for i, group in enumerate(groups):
-    alone, used = estimation.of_group(group, estimator)
+    alone, used = played.of_group(group, estimator)
     assert means[i].tolist() == alone.tolist()
     assert trained[i] == used.tolist()
 
@@ -287,6 +312,6 @@ def test_per_task_a_member_that_is_alone_in_its_group_is_not_lone():
 def test_the_mean_of_a_member_is_over_its_tokens():
   group = played.group((OK, 1.0, [1, 1]), (OK, 0.0, [1]))
   estimator = credit.StepGroups(normalise="mean", weight=1.0, discount=0.5)
-  values, _ = estimation.of_group(group, estimator)
+  values, _ = played.of_group(group, estimator)
   # Episodes +- 1/2; at the start 1/2 and 0, so +- 1/4; nobody else at turn 1.
   assert values.tolist() == [(0.75 + 0.5) / 2, -0.75]

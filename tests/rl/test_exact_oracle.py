@@ -155,7 +155,7 @@ def test_bands_without_bounds_correct_any_lag(lag):
 
 
 @pytest.mark.parametrize(
-  "correction", [c for c in CORRECTIONS if c.compares == "old"], ids=name
+  "correction", [c for c in CORRECTIONS if c.compares_old], ids=name
 )
 def test_in_bypass_mode_no_ratio_is_multiplied_twice(correction):
   # Old is what sampled: the loss has the ratio already, the correction none.

@@ -5,11 +5,11 @@ import pytest
 
 from rl import (
   advantages,
-  estimation,
   filters,
   shaping,
   trajectory,
 )
+from tests.rl import played_members
 
 OK = trajectory.Status.COMPLETED
 FAULT = trajectory.Status.ENV_FAULT
@@ -62,7 +62,7 @@ def test_what_an_estimator_cannot_learn_from_has_a_reason(members, expected):
   got = filters.DynamicSampling().reason(group, advantages.Grpo())
   assert got == expected
   # The estimator agrees: no advantage, or nobody trained.
-  values, _ = estimation.of_group(group, advantages.Grpo())
+  values, _ = played_members.of_group(group, advantages.Grpo())
   assert bool(values.any()) == (expected is None)
 
 

@@ -44,9 +44,18 @@ DEADLINE_S = 300.0
 SYNC = dataclasses.replace(overlap.sync(R), old_logprob="snapshot")
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Score(losses.Reinforce):
+  """The score function alone: what was sampled counts, not how probably.
+
+  Of late tokens it is biased, so a run refuses it: it claims to know better.
+  """
+
+  has_ratio = True
+
+
 def experiment(schedule: overlap.Overlap, rounds: int = ROUNDS):
-  # The score function alone: what was sampled counts, not how probably.
-  score = losses.Reinforce(aggregate=aggregates.TokenMean())
+  score = Score(aggregate=aggregates.TokenMean())
   loss = score if schedule.max_staleness else losses.ClippedSurrogate()
   return config.Experiment(
     # With lags the order in which groups finish is not that of submission.
@@ -98,7 +107,7 @@ class Seen:
   log: list[events.Event] = dataclasses.field(default_factory=list)
   last: Any = None
 
-  async def on_round(self, metrics, groups, values):
+  async def on_round(self, metrics, groups, advantages):
     self.rounds.append(groups)
 
   async def on_published(self, version):

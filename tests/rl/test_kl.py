@@ -92,6 +92,8 @@ def test_a_gap_of_80_nats_has_a_finite_value_and_gradient(estimator, gap):
   value, gradient = run(jnp.asarray([gap]))
   assert math.isfinite(value)
   assert np.isfinite(gradient).all()
+  # It pulls the policy back, or lets it be; k1 does neither.
+  assert estimator == "k1" or (gradient * gap >= 0).all()
 
 
 @WRAPS
@@ -119,21 +121,6 @@ def test_padding_leaks_into_neither_value_nor_gradient(wrap, estimator, poison):
     found, again = run(*dirty)
     assert found.tolist() == gradient.tolist()
     assert again.tolist() == values.tolist()
-
-
-@WRAPS
-@EACH
-def test_a_penalty_on_the_reward_has_no_gradient(wrap, estimator):
-  logprobs, reference = jnp.asarray([-1.0]), jnp.asarray([-1.5])
-  reward = kl.KlPenalty(estimator=estimator, where="reward")
-  loss = kl.KlPenalty(estimator=estimator, where="loss")
-  assert wrap(reward)(logprobs, reference) == wrap(loss)(logprobs, reference)
-
-  def slope(penalty):
-    return wrap(jax.grad(lambda x: penalty(x, reference).sum()))(logprobs)
-
-  assert slope(reward) == 0
-  assert slope(loss) != 0
 
 
 @EACH

@@ -1,6 +1,5 @@
 """Gradients against a plainly written loss, on one device and on meshes."""
 
-import asyncio
 import dataclasses
 import functools
 
@@ -13,16 +12,18 @@ import pytest
 from models import transformer
 from rl import (
   batch,
-  checkpoint,
-  dispatch,
   learner,
   losses,
   objective,
   optimizers,
   placement,
-  trace,
   train_state,
 )
+from tests.rl import real_programs
+from tests.rl.real_programs import on_mesh
+
+# Sums over meshes are compared to 1e-5.
+optimised = real_programs.optimised
 
 OBJECTIVE = objective.Objective(
   loss=losses.ClippedSurrogate(clip_low=0.2, clip_high=0.28),
@@ -34,31 +35,12 @@ SEGMENTS = ((6, 6), (12,), (6,), (6, 6))
 ADVANTAGES = (1.0, -0.5, 2.0, -1.5, 0.25, 1.0)
 
 
-def on_mesh(function, *args):
-  """As in a run: on the thread of a mesh, without implicit transfers."""
-  thread = dispatch.MeshThread("learner", trace.Trace(None))
-  try:
-    return asyncio.run(thread.run("work", function, *args))
-  finally:
-    thread.close()
-
-
 def build(config, data=1, expert=1, tensor=1, **changes):
   spec = placement.MeshSpec(data=data, expert=expert, tensor=tensor)
   layout, _ = placement.Placement(learner=spec, colocated=True).layouts()
   optimizer = changes.pop("optimizer", optimizers.AdamW(learning_rate=0.01)())
   objective = dataclasses.replace(OBJECTIVE, **changes)
   return learner.build(config, layout, objective, optimizer, TEMPERATURE)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _optimised():
-  """Sums over meshes are compared to 1e-5: with the code that users run."""
-  name = "jax_disable_most_optimizations"
-  before = jax.config.values[name]
-  jax.config.update(name, False)
-  yield
-  jax.config.update(name, before)
 
 
 @pytest.fixture(scope="module")
@@ -186,14 +168,15 @@ def test_sums_count_clipped_tokens_and_the_distance_to_behaviour(
   )
   assert 3 < clipped.sum() < len(clipped) - 3
   assert total.sums.clipped == clipped.sum()
-  assert total.sums.behaviour_kl == pytest.approx(-gap.sum(), rel=1e-4)
+  late = (np.expm1(gap) - gap).sum()
+  assert total.sums.lag_kl.sum() == pytest.approx(late, rel=1e-4)
 
 
 def test_micro_batches_add_up_to_the_whole(programs, params, packed, total):
   rows = [only_row(packed, row) for row in range(4)]
   parts = on_mesh(accumulate, programs, params, rows)
   assert_close(parts.grads, total.grads, rtol=1e-6)
-  for name in ("tokens", "loss", "clipped", "entropy", "behaviour_kl"):
+  for name in ("tokens", "loss", "clipped", "entropy", "ratio"):
     whole = getattr(total.sums, name)
     assert getattr(parts.sums, name) == pytest.approx(whole, rel=1e-5)
 
@@ -284,21 +267,13 @@ def test_meshes_agree_with_one_device(
     "gate"
   ]
   assert moment.addressable_shards[0].data.shape[0] == 4 // expert
-  restored = saved_and_restored(tmp_path, state, mesh_programs.abstract)
+  restored = real_programs.saved_and_restored(
+    tmp_path, state, mesh_programs.abstract
+  )
   jax.tree.map(np.testing.assert_array_equal, restored, state)
   assert jax.tree.map(lambda x: x.sharding, restored) == jax.tree.map(
     lambda x: x.sharding, state
   )
-
-
-def saved_and_restored(path, state, abstract):
-  checkpoints = checkpoint.Checkpoints(path, keep=1)
-  checkpoints.save(1, state, {})
-  checkpoints.wait()
-  restored = checkpoints.restore(abstract)
-  checkpoints.close()
-  assert restored is not None
-  return restored.state
 
 
 def test_init_has_the_shapes_and_shardings_of_abstract(programs):

@@ -17,6 +17,7 @@ import pytest
 
 from models import config as config_lib
 from models import transformer
+from rl import algorithm as algorithm_lib
 from rl import (
   algorithms,
   batch,
@@ -31,7 +32,11 @@ from rl import (
   training,
   trajectory,
 )
-from tests.rl import packed_rows, scored_episodes
+from rl import critic as critic_lib
+from tests.rl import packed_rows, real_programs, scored_episodes
+from tests.rl.real_programs import on_mesh
+
+optimised = real_programs.optimised
 
 CONFIG = config_lib.tiny_moe(
   vocab_size=24,
@@ -50,20 +55,10 @@ OBJECTIVE = objective.Objective(
   loss=losses.ClippedSurrogate(dual_clip=3.0),
   correction=corrections.TokenTruncated(),
   kl=kl.KlPenalty(estimator="k3+", weight=0.2),
-  value=objective.ValueLoss(weight=0.5, clip=0.5),
+  value=critic_lib.ValueLoss(weight=0.5, clip=0.5),
   entropy_bonus=0.1,
   balance_weight=0.0,  # It is not linear over micro-batches.
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _optimised():
-  """Sums are compared to their last digits: with the code that users run."""
-  name = "jax_disable_most_optimizations"
-  before = jax.config.values[name]
-  jax.config.update(name, False)
-  yield
-  jax.config.update(name, before)
 
 
 @functools.cache
@@ -88,15 +83,6 @@ def build(
     critic=critic,
     num_lags=scored_episodes.MAX_LAG + 1,
   )
-
-
-def on_mesh(function, *args):
-  """As in a run: on the thread of a mesh, without implicit transfers."""
-  thread = dispatch.MeshThread("learner", trace.Trace(None))
-  try:
-    return asyncio.run(thread.run("work", function, *args))
-  finally:
-    thread.close()
 
 
 @functools.cache
@@ -201,7 +187,8 @@ def test_every_part_of_the_objective_is_at_work():
   assert sums.correction is not None
   assert 0 < sums.correction.truncated < sums.tokens
   assert all(0 < x < sums.tokens for x in sums.lag_tokens)
-  for added in (sums.kl, sums.value_loss, sums.entropy):
+  assert sums.critic is not None
+  for added in (sums.kl, sums.critic.loss, sums.entropy):
     assert added is not None
     assert added > 1
   for leaf in jax.tree.leaves(total().grads):
@@ -320,7 +307,7 @@ def graded() -> list[trajectory.Group]:
 
 def trained(
   model: config_lib.ModelConfig,
-  algorithm: algorithms.Algorithm,
+  algorithm: algorithm_lib.Algorithm,
   *,
   at_once: int,
   shape: tuple[int, int | None] = (ROWS, 2),

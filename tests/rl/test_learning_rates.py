@@ -27,6 +27,11 @@ HALF = 0.5**0.5
       Linear(warmup_updates=2, decay_updates=4, end=0.0),
       [0.5, 1, 0.75, 0.5, 0.25, 0, 0],
     ),
+    # The second and two more have it, and two later it is at the end.
+    (
+      Linear(warmup_updates=2, hold_updates=2, decay_updates=2, end=0.0),
+      [0.5, 1, 1, 1, 0.5, 0, 0],
+    ),
     # (1 + cos(0, 45, 90, 135 and 180 degrees)) / 2.
     (
       Cosine(decay_updates=4, end=0.0),
@@ -53,6 +58,10 @@ def test_the_rate_is_this_share_of_the_highest(wrap, schedule, expected):
     (
       Linear(decay_updates=0),
       r"Linear\.decay_updates=0 is below 1; use the upd",
+    ),
+    (
+      Linear(hold_updates=-1, decay_updates=1),
+      r"Linear\.hold_updates=-1 is below 0; use 0",
     ),
     (
       Cosine(decay_updates=1, end=1.5),

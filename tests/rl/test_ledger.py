@@ -110,9 +110,41 @@ def test_each_source_has_a_ledger_and_together_they_are_the_whole():
 
 def test_the_ledger_reads_as_a_sum():
   assert str(ledger.of(logs.run(SURPLUS))) == (
-    "100 tokens sampled = 40 trained + 40 masked + 20 dropped (20 surplus)"
+    "100 tokens sampled = 40 trained + 40 masked (40 no advantage)"
+    " + 20 dropped (20 surplus)"
     " + 0 in flight; error 0"
   )
+
+
+def test_what_is_masked_is_told_by_its_cause():
+  # Of 4 groups member 1 is masked. Of group 0 it has a fault, group 1 is of a
+  # skipped update in which nobody is trained, and the others have no advantage.
+  log = logs.run(IN_FLIGHT)
+  i = logs.place(log, "reward", group=0, index=1)
+  fault = {"kind": "fault", "status": "env_fault", "what": "raised"}
+  log = [*log[:i], log[i] | fault, *log[i + 1 :]]
+  nobody = {"tokens": 0, "masked": 20, "used": [], "skipped": True}
+  log = logs.change(log, "trained", where={"group": 1}, **nobody)
+  book = ledger.of(log)
+  assert dict(book.causes) == {
+    "faults": 10,
+    "not finite": 20,
+    "no advantage": 20,
+  }
+  assert (book.masked, book.error) == (50, 0)
+  assert "50 masked (10 faults, 20 not finite, 20 no advantage)" in str(book)
+
+
+def test_why_a_restored_group_is_masked_is_not_known():
+  where = {"t": 0.0, "group": 0, "attempt": 0}
+  log = [
+    where | {"kind": "restored", "tokens": 9, "first_version": 0},
+    where | {"kind": "dequeued", "version": 0},
+    where
+    | {"kind": "trained", "version": 0, "first_version": 0, "update": 0}
+    | {"tokens": 4, "masked": 5, "members": [0, 1], "used": [0]},
+  ]
+  assert dict(ledger.of(log).causes) == {"unknown": 5}
 
 
 def test_selection_tells_how_trained_episodes_differ_from_launched_ones():

@@ -62,7 +62,7 @@ class Saving:
     self.rounds = []
     self._checkpoints, self._at = checkpoints, at
 
-  async def on_round(self, metrics, groups, values):
+  async def on_round(self, metrics, groups, advantages):
     self.rounds.append(metrics)
 
   async def on_published(self, version):

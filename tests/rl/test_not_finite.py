@@ -26,18 +26,10 @@ from rl import (
   placement,
   training,
 )
+from tests.rl import conftest as tiny
 from tests.rl import counting_trainer, fake_run, scored_episodes
 
-CONFIG = model_config.tiny(
-  vocab_size=24,
-  num_layers=1,
-  d_model=16,
-  num_heads=2,
-  num_kv_heads=1,
-  head_dim=8,
-  d_ff=16,
-  max_length=32,
-)
+CONFIG = tiny.DENSE
 Dtype = Literal["float32", "bfloat16"]
 KINDS = [
   pytest.param(dtype, critic, id=f"{dtype}{'-critic' * critic}")
@@ -239,3 +231,4 @@ def test_tokens_of_which_one_step_was_taken_are_booked_as_trained(
   # turns: all of it was trained, or none.
   counts = (booked.trained, booked.masked)
   assert counts == ((0, 32) if share == 1 else (32, 0))
+  assert dict(booked.causes) == ({"not finite": 32} if share == 1 else {})

@@ -16,13 +16,24 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rl import batch, corrections, kl, losses, objective, placement
+from models import moe
+from rl import (
+  aggregates,
+  batch,
+  corrections,
+  kl,
+  losses,
+  objective,
+  placement,
+)
+from rl import critic as critic_lib
 from tests.rl import packed_rows, scored_episodes
 
 ROWS, LENGTH = 8, 32
 NUM_LAGS = 3
 EPISODES = scored_episodes.draw(0)
 NUM_TOKENS = sum(EPISODES.sizes)
+PLAIN = objective.Objective(loss=losses.Reinforce())
 
 
 class Said(NamedTuple):
@@ -52,7 +63,7 @@ def whole(loss: Any, correction: Any) -> objective.Objective:
     loss=loss,
     correction=correction,
     kl=kl.KlPenalty(estimator="k3+", weight=0.3),
-    value=objective.ValueLoss(weight=0.7, clip=0.4),
+    value=critic_lib.ValueLoss(weight=0.7, clip=0.4),
     entropy_bonus=0.2,
   )
 
@@ -202,168 +213,78 @@ def test_nothing_that_stands_in_padding_leaks(number):
     assert all(part[-1] == 0 for part in found[0])
 
 
-# The critic.
+# Every part of it.
 
 
-def test_a_value_loss_is_half_the_square_or_that_of_the_clipped_value():
-  loss = objective.ValueLoss(clip=0.2)
-  values = jnp.array([1.0, 1.0, -1.0, 0.1])
-  old, returns = jnp.zeros(4), jnp.array([2.0, 0.5, 1.0, 0.3])
-  # Clipped to 0.2, 0.2, -0.2 and 0.1: (1.8, 0.3, 1.2, 0.2) from the returns,
-  # against (1.0, 0.5, 2.0, 0.2); the larger error counts.
-  expected = [1.62, 0.125, 2.0, 0.02]
-  assert loss(values, old, returns).tolist() == pytest.approx(expected)
-  plain = objective.ValueLoss(clip=None)(values, old, returns)
-  assert plain.tolist() == pytest.approx([0.5, 0.125, 2.0, 0.02])
-
-
-def test_a_value_that_went_far_enough_is_taken_no_further():
-  loss = objective.ValueLoss(clip=0.2)
-  values = jnp.array([1.0, 1.0, -1.0, 0.1])
-  old, returns = jnp.zeros(4), jnp.array([2.0, 0.5, 1.0, 0.3])
-  gradient = jax.grad(lambda x: loss(x, old, returns).sum())(values)
-  # The first is on its way to 2 and has gone further than 0.2; the others come
-  # back, or have hardly moved.
-  assert gradient.tolist() == pytest.approx([0.0, 0.5, -2.0, -0.2])
-
-
-@pytest.mark.parametrize(
-  ("setting", "message"),
-  [
-    ({"weight": 0.0}, "ValueLoss: weight=0.0 is no number above 0"),
-    ({"clip": -1.0}, "ValueLoss: clip=-1.0 is no number above 0"),
-    ({"clip": math.nan}, "ValueLoss: clip=nan is no number above 0"),
-  ],
-)
-def test_a_value_loss_that_means_nothing_is_refused(setting, message):
-  with pytest.raises(ValueError, match=message):
-    objective.ValueLoss(**setting).validate()
-  objective.ValueLoss(clip=None).validate()
-
-
-def row(said, data, what, num_lags=1):
-  """Sums of one row, of numpy arrays by name."""
-  length = len(data["behaviour"])
-  full = {"segments": np.ones(length), "advantages": np.zeros(length)}
-  kinds = {"segments": np.int32, "sampled": bool, "lags": np.int32}
-  fields = {
-    name: np.asarray([values], kinds.get(name, np.float32))
-    for name, values in {**full, **data}.items()
-  }
-  logprobs, entropy, values = said
-  scored = objective.Scored(
-    jnp.asarray([logprobs]),
-    jnp.asarray([entropy]),
-    None if values is None else jnp.asarray([values]),
-    aux=None,
+def alike(**columns: float) -> Any:
+  """Two trajectories of two tokens, each in a row, and all tokens alike."""
+  data: Any = batch.empty(2, 2)._replace(
+    sampled=np.ones((2, 2), bool),
+    segments=np.ones((2, 2), np.int32),
+    **{name: np.full((2, 2), x, "f4") for name, x in columns.items()},
   )
-  filled: Any = batch.empty(1, length)._replace(**fields)
-  filled = jax.tree.map(jnp.asarray, filled)
-  _, sums = objective.of_batch(what, scored, filled, num_lags=num_lags)
-  return sums
+  return jax.tree.map(jnp.asarray, data)
 
 
-PLAIN = objective.Objective(loss=losses.Reinforce())
+def routed(load_balance: jax.Array, z_loss: jax.Array) -> moe.Aux:
+  """What one router of one expert says."""
+  zero = jnp.zeros(())
+  return moe.Aux(load_balance, z_loss, zero, jnp.zeros(1), zero, zero)
 
 
-def test_the_critic_learns_nothing_from_what_the_environment_said():
-  data = {
-    "behaviour": [0.0] * 3,
-    "sampled": [False, True, True],
-    "values": [5.0, 1.0, 2.0],
-    "returns": [-5.0, 2.0, 2.0],
-  }
-  said = ([0.0] * 3, [0.0] * 3, [100.0, 1.0, 3.0])
-  what = dataclasses.replace(PLAIN, value=objective.ValueLoss(clip=None))
-  # 1/2 (1 - 2)^2 + 1/2 (3 - 2)^2
-  assert row(said, data, what).value_loss == pytest.approx(1.0)
-
-
-def test_a_batch_without_the_columns_that_are_asked_for_is_refused():
-  data = {"behaviour": [0.0], "sampled": [True]}
-  said = ([0.0], [0.0], [0.0])
-  with pytest.raises(ValueError, match="without values and returns"):
-    row(said, data, PLAIN)
-  penalised = dataclasses.replace(PLAIN, kl=kl.KlPenalty())
-  with pytest.raises(ValueError, match="without log-probabilities of the ref"):
-    row((*said[:2], None), data, penalised)
-
-
-# Metrics.
-
-
-def metrics(sums):
-  found = objective.metrics(sums, jnp.maximum(sums.divisor, 1.0))
-  return {name: float(value) for name, value in found.items()}
-
-
-def test_the_effective_sample_size_is_that_of_verl():
-  """Ratios .4, .8 and 6 within .5 to 5 weigh 0, .8 and 0."""
-  old = np.log([0.4, 0.8, 6.0])
-  what = dataclasses.replace(
-    PLAIN, correction=corrections.IcePop(low=0.5, high=5.0)
+@pytest.mark.parametrize("wrap", [jax.jit, lambda f: f], ids=["jit", "eager"])
+def test_every_part_counts_with_its_sign_and_its_weight(wrap):
+  what = objective.Objective(
+    loss=losses.Reinforce(aggregate=aggregates.SequenceMean()),
+    correction=corrections.TokenTruncated(cap=2.0),
+    kl=kl.KlPenalty(estimator="k2", weight=0.5),
+    value=critic_lib.ValueLoss(weight=0.25, clip=None),
+    entropy_bonus=0.1,
+    balance_weight=0.2,
+    z_weight=0.01,
   )
-  data = {"behaviour": [0.0] * 3, "old": old, "sampled": [True] * 3}
-  found = metrics(row((old, [0.0] * 3, None), data, what))
-  # verl, test_rollout_corr.py::test_mask_mode.
-  assert found["correction/ess"] == pytest.approx(1 / 3)
-  assert found["correction/masked"] == pytest.approx(2 / 3)
-  assert found["correction/weight"] == pytest.approx(0.8 / 3)
-  assert found["correction/truncated"] == 0
+  data = alike(
+    old=-1.0,
+    behaviour=-1.0 - math.log(4),
+    advantages=3.0,
+    reference=-3.0,
+    values=9.0,
+    returns=3.0,
+  )
+
+  def total(said, load_balance, z_loss):
+    scored = objective.Scored(*said, aux=routed(load_balance, z_loss))
+    return objective.of_batch(what, scored, data, num_lags=1)
+
+  said = [jnp.full((2, 2), x) for x in (-1.0, 0.7, 1.0)]
+  run = wrap(jax.value_and_grad(total, argnums=(0, 1, 2), has_aux=True))
+  (value, sums), slopes = run(said, jnp.float32(1.5), jnp.float32(7.0))
+  # Of a token: -3 x -1 nats, twice, as 4 is cut to 2; half of 2^2 / 2 for the
+  # KL; a quarter of (1 - 3)^2 / 2 for the value; less a tenth of the entropy.
+  each = 2 * 3 + 0.5 * 2 + 0.25 * 2 - 0.1 * 0.7
+  # Each trajectory has the mean of its own, and each the losses of the router.
+  assert value == pytest.approx(2 * (each + 0.2 * 1.5 + 0.01 * 7))
+  # Half a token's 2 x -3 + 0.5 x 2, -0.1 and 0.25 x (1 - 3).
+  for slope, expected in zip(slopes[0], (-2.5, -0.05, -0.25), strict=True):
+    np.testing.assert_allclose(slope, np.full((2, 2), expected), rtol=1e-6)
+  assert slopes[1:] == pytest.approx((2 * 0.2, 2 * 0.01))
+  # What is told has no weight; all but the loss is summed by token.
+  assert (sums.loss, sums.divisor, sums.tokens) == pytest.approx((12, 2, 4))
+  assert sums.critic is not None
+  told = (sums.entropy, sums.lag_kl[0], sums.kl, sums.critic.loss)
+  late = 4 - 1 - math.log(4)
+  assert told == pytest.approx((4 * 0.7, 4 * late, 4 * 2, 4 * 2))
+  assert (sums.ratio, sums.ratio_squared) == pytest.approx((4 * 4, 4 * 16))
 
 
-def test_truncated_weights_are_counted_and_padding_is_not():
-  old = np.log([4.0, 1.0, 9.0, 1.0])
-  what = dataclasses.replace(PLAIN, correction=corrections.TokenTruncated())
-  data = {
-    "behaviour": [0.0] * 4,
-    "old": old,
-    "sampled": [True, True, False, True],
-  }
-  found = metrics(row((old, [0.0] * 4, None), data, what))
-  # Weights 2, 1 and 1: 16 / (3 * 6).
-  assert found["correction/ess"] == pytest.approx(16 / 18)
-  assert found["correction/truncated"] == pytest.approx(1 / 3)
-  assert found["correction/weight"] == pytest.approx(4 / 3)
-
-
-def test_lags_have_their_share_and_their_distance():
-  gaps = [0.5, -0.5, 1.0, 0.25, 9.0]
-  data = {
-    "behaviour": [-1.0] * 5,
-    "sampled": [True] * 4 + [False],
-    # The last entry is of all that are later still.
-    "lags": [0, 1, 4, 1, 1],
-  }
-  said = ([-1 + gap for gap in gaps], [0.0] * 5, None)
-  found = metrics(row(said, data, PLAIN, num_lags=4))
-  shares = [found[f"lag_share/{i}"] for i in range(4)]
-  assert shares == [0.25, 0.5, 0.0, 0.25]
-  # k3 of KL(behaviour, policy): e^gap - 1 - gap.
-  k3 = [math.expm1(gap) - gap for gap in gaps]
-  assert found["behaviour_kl/lag_0"] == pytest.approx(k3[0], rel=1e-5)
-  mean = (k3[1] + k3[3]) / 2
-  assert found["behaviour_kl/lag_1"] == pytest.approx(mean, rel=1e-5)
-  assert math.isnan(found["behaviour_kl/lag_2"])
-  assert found["behaviour_kl/lag_3"] == pytest.approx(k3[2], rel=1e-5)
-  assert found["behaviour_kl"] == pytest.approx(-1.25 / 4)
-
-
-def test_of_weights_that_are_all_0_there_is_no_sample_size():
-  what = dataclasses.replace(PLAIN, correction=corrections.IcePop())
-  data = {"behaviour": [0.0], "old": [9.0], "sampled": [True]}
-  found = metrics(row(([0.0], [0.0], None), data, what))
-  assert math.isnan(found["correction/ess"])
-  assert found["correction/masked"] == 1
-
-
-def test_sums_of_nothing_are_those_of_a_batch_of_padding():
-  what = whole(losses.Reinforce(), corrections.TokenTruncated())
-  data = {"behaviour": [0.0], "sampled": [False]}
-  data |= {name: [0.0] for name in ("reference", "values", "returns")}
-  found = row(([0.0], [0.0], [0.0]), data, what, num_lags=2)
-  nothing = objective.zero(what, num_lags=2, critic=True, num_experts=0)
-  jax.tree.map(np.testing.assert_array_equal, found, nothing)
+@pytest.mark.parametrize("where", ["loss", "reward"])
+def test_a_penalty_is_in_the_loss_or_in_the_rewards(where):
+  penalty = kl.KlPenalty(where=where)
+  what = dataclasses.replace(PLAIN, kl=penalty)
+  assert getattr(what, f"{where}_kl") == penalty
+  assert {what.loss_kl, what.reward_kl} == {penalty, None}
+  assert what.regularises(has_routers=False) == (where == "loss")
+  assert (PLAIN.loss_kl, PLAIN.reward_kl) == (None, None)
 
 
 # What is refused.

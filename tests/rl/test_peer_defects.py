@@ -12,7 +12,6 @@ import pytest
 from rl import (
   advantages,
   episode,
-  estimation,
   filters,
   overlap,
   simulated_engine,
@@ -21,7 +20,7 @@ from rl import (
   testing,
   trajectory,
 )
-from tests.rl import fake_run, virtual_run
+from tests.rl import fake_run, played_members, virtual_run
 
 ASYNCHRONOUS = {
   "drain": overlap.bounded(4, 2, 1),
@@ -99,7 +98,7 @@ def test_an_environment_that_raises_or_hangs_neither_ends_nor_holds_a_run(
   faults = [t.fault for g in run.groups for t in g.trajectories if t.fault]
   assert len(faults) == (0 if fault == "hang_close" else 16)
   for group in run.groups:
-    values, trained = estimation.of_group(group, advantages.Reinforce())
+    values, trained = played_members.of_group(group, advantages.Reinforce())
     assert trained.sum() == 3 - (fault != "hang_close")
     assert not values[~trained].any()
   assert run.ledger.error == 0
@@ -201,7 +200,7 @@ def test_a_group_of_equal_answers_teaches_nothing_and_is_seen_to(name):
   for metrics in run.observer.metrics:
     assert metrics["zero_variance_groups"] == 4
   for group in run.groups:
-    values, _ = estimation.of_group(group, advantages.Grpo())
+    values, _ = played_members.of_group(group, advantages.Grpo())
     assert np.array_equal(values, np.zeros(4, np.float32))
   assert run.ledger.error == 0
   assert run.violations() == []

@@ -16,6 +16,7 @@ from rl import (
   post_mortem,
   quarantine,
 )
+from rl import critic as critic_lib
 
 GOAL = objective.Objective(loss=losses.ClippedSurrogate())
 BAD = post_mortem.Place(1, 2, 2)
@@ -52,36 +53,36 @@ def _packed(seed):
 
 
 @pytest.fixture
-def kept(params):
+def skipped(params):
   batches = [_packed(0), _packed(1)]
-  return quarantine.Kept(batches, params, None, 5, 0, 0.0)
+  return quarantine.SkippedUpdate(batches, params, None, 5, 0, 0.0)
 
 
-def _found(programs, kept):
+def _found(programs, skipped):
   """Micro-batches, rows and trajectories that are not finite."""
   found = []
-  for i, packed in enumerate(kept.batches):
-    rows = [*post_mortem.rows(kept, i)]
-    parts = [x for row in rows for x in post_mortem.trajectories(kept, row)]
+  for i, packed in enumerate(skipped.batches):
+    rows = [*post_mortem.rows(skipped, i)]
+    parts = [x for row in rows for x in post_mortem.trajectories(skipped, row)]
     for place in [*rows, *parts]:
       one = [post_mortem.alone(packed, place)]
-      if not post_mortem.outcome(programs, kept, one).is_finite:
+      if not post_mortem.outcome(programs, skipped, one).is_finite:
         found.append(place)
   return found
 
 
-def test_a_finite_update_is_finite_in_all_of_its_parts(programs, kept):
-  assert post_mortem.outcome(programs, kept, kept.batches).is_finite
-  assert _found(programs, kept) == []
+def test_a_finite_update_is_finite_in_all_of_its_parts(programs, skipped):
+  assert post_mortem.outcome(programs, skipped, skipped.batches).is_finite
+  assert _found(programs, skipped) == []
 
 
-def test_loss_and_norm_are_those_of_the_update(programs, kept):
-  kept = kept._replace(masked=3.0)
+def test_loss_and_norm_are_those_of_the_update(programs, skipped):
+  skipped = skipped._replace(flat_count=3.0)
   total, state = programs.zero(), programs.init(jax.random.key(0))
-  for packed in kept.batches:
+  for packed in skipped.batches:
     total = programs.accumulate(state.params, total, programs.place(packed))
   _, metrics = programs.update(state, total, 3.0)
-  ours = post_mortem.outcome(programs, kept, kept.batches)
+  ours = post_mortem.outcome(programs, skipped, skipped.batches)
   assert ours.loss == pytest.approx(float(metrics["loss"]), rel=1e-6)
   assert ours.norm == pytest.approx(float(metrics["grad_norm"]), rel=1e-5)
 
@@ -89,51 +90,83 @@ def test_loss_and_norm_are_those_of_the_update(programs, kept):
 @pytest.mark.parametrize("name", ["advantages", "behaviour"])
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_a_number_in_a_column_is_traced_to_its_trajectory(
-  programs, kept, name, value
+  programs, skipped, name, value
 ):
-  getattr(kept.batches[1], name)[2, 8] = value
+  getattr(skipped.batches[1], name)[2, 8] = value
   if name == "behaviour" and value == np.inf:
     # A ratio of exp(-inf) is bounded: not every infinity does harm.
-    assert _found(programs, kept) == []
+    assert _found(programs, skipped) == []
   else:
-    assert _found(programs, kept) == [BAD._replace(segment=None), BAD]
-  columns = {x.name: x for x in post_mortem.columns(programs, kept)}
+    assert _found(programs, skipped) == [BAD._replace(segment=None), BAD]
+  columns = {x.name: x for x in post_mortem.columns(programs, skipped)}
   assert columns[name].bad == 1
   assert columns[name].first == (BAD, 8)
   others = {"advantages", "behaviour"} - {name}
   assert [columns[x].bad for x in others] == [0]
 
 
-def test_a_parameter_is_traced_to_who_uses_it(programs, kept):
+def test_a_parameter_is_traced_to_who_uses_it(programs, skipped):
   # Id 21 is in the context of one trajectory, and nowhere else.
-  kept.batches[1].tokens[2, 6] = 21
-  embed = kept.params["embed"].at[21].set(jnp.nan)
-  kept = kept._replace(params={**kept.params, "embed": embed})
-  assert _found(programs, kept) == [BAD._replace(segment=None), BAD]
-  assert post_mortem.parameters(kept).bad == ("policy/embed",)
-  leaves = post_mortem.outcome(programs, kept, kept.batches).leaves
+  skipped.batches[1].tokens[2, 6] = 21
+  embed = skipped.params["embed"].at[21].set(jnp.nan)
+  skipped = skipped._replace(params={**skipped.params, "embed": embed})
+  assert _found(programs, skipped) == [BAD._replace(segment=None), BAD]
+  assert post_mortem.parameters(skipped).bad == ("policy/embed",)
+  leaves = post_mortem.outcome(programs, skipped, skipped.batches).leaves
   assert "policy/embed" in leaves
 
 
-def test_the_largest_parameter_is_named(kept):
-  norm = kept.params["final_norm"].at[3].set(-70.0)
-  kept = kept._replace(params={**kept.params, "final_norm": norm})
-  found = post_mortem.parameters(kept)
+def test_the_largest_parameter_is_named(skipped):
+  norm = skipped.params["final_norm"].at[3].set(-70.0)
+  skipped = skipped._replace(params={**skipped.params, "final_norm": norm})
+  found = post_mortem.parameters(skipped)
   assert found == ((), (70.0, "policy/final_norm"))
 
 
-def test_padding_that_is_not_finite_is_not_counted(programs, kept):
+def _extremes(name, low, high, bad=0):
+  return post_mortem.Extremes(name, low, high, bad, None)
+
+
+@pytest.mark.parametrize(
+  ("bad", "largest", "advantages", "where"),
+  [
+    (("policy/embed",), 1.0, (-1.0, 1.0, 0), "the parameters, not the data"),
+    ((), 1e30, (-1.0, 1.0, 0), "the parameters, not the data"),
+    ((), 3.0, (-1e25, 1.0, 0), "advantages, not the parameters"),
+    ((), 3.0, (-1.0, 1.0, 4), "advantages, not the parameters"),
+    ((), 3.0, (-1.0, 1.0, 0), "the parameters and the loss, not the data"),
+  ],
+)
+def test_where_every_row_fails_the_odd_one_is_suspected(
+  bad, largest, advantages, where
+):
+  found = post_mortem.Parameters(bad, (largest, "policy/embed"))
+  told = [
+    _extremes("advantages", *advantages),
+    # Of these parameters, and so no fault of the data.
+    _extremes("log ratio", -1e30, 1e30, 7),
+  ]
+  assert post_mortem.suspect(found, told).endswith(where)
+
+
+def test_a_column_without_a_finite_number_is_suspected():
+  found = post_mortem.Parameters((), (3.0, "policy/embed"))
+  told = [_extremes("old", np.nan, np.nan, 9)]
+  assert "data has as old, not" in post_mortem.suspect(found, told)
+
+
+def test_padding_that_is_not_finite_is_not_counted(programs, skipped):
   for name in ("advantages", "behaviour"):
-    getattr(kept.batches[0], name)[0, 0] = np.nan
-  assert {x.bad for x in post_mortem.columns(programs, kept)} == {0}
+    getattr(skipped.batches[0], name)[0, 0] = np.nan
+  assert {x.bad for x in post_mortem.columns(programs, skipped)} == {0}
 
 
 def test_extremes_are_of_what_is_finite_and_of_all_micro_batches(
-  programs, kept
+  programs, skipped
 ):
-  kept.batches[0].advantages[0, 2] = 40.0
-  kept.batches[1].advantages[0, 2:4] = -50.0, -np.inf
-  columns = {x.name: x for x in post_mortem.columns(programs, kept)}
+  skipped.batches[0].advantages[0, 2] = 40.0
+  skipped.batches[1].advantages[0, 2:4] = -50.0, -np.inf
+  columns = {x.name: x for x in post_mortem.columns(programs, skipped)}
   assert (columns["advantages"].low, columns["advantages"].high) == (-50, 40)
   ratio, scored = columns["log ratio"], columns["logprobs"]
   # Every behaviour is -2.5.
@@ -141,7 +174,7 @@ def test_extremes_are_of_what_is_finite_and_of_all_micro_batches(
   assert {"old", "values"}.isdisjoint(columns)
 
 
-def test_a_trajectory_alone_has_its_shared_prompt_and_no_other(kept):
+def test_a_trajectory_alone_has_its_shared_prompt_and_no_other(skipped):
   packed = batch.empty(2, 8, share_prompts=True, experts=(1, 2))
   packed = packed._replace(old=np.full((2, 8), 3.0, np.float32))
   assert packed.prefix is not None
@@ -163,9 +196,9 @@ def test_a_trajectory_alone_has_its_shared_prompt_and_no_other(kept):
   assert alone.old.tolist() == [[0] * 8, [3, 3, 0, 0, 3, 3, 0, 0]]
 
 
-def test_a_span_is_of_sampled_tokens(kept):
-  assert post_mortem.span(kept.batches[1], BAD) == (7, 9, 3)
-  assert post_mortem.span(kept.batches[1], BAD._replace(segment=None)) == (
+def test_a_span_is_of_sampled_tokens(skipped):
+  assert post_mortem.span(skipped.batches[1], BAD) == (7, 9, 3)
+  assert post_mortem.span(skipped.batches[1], BAD._replace(segment=None)) == (
     2,
     9,
     6,
@@ -194,13 +227,13 @@ def test_the_first_operation_with_a_nan_is_named(function, operation, line):
 
 
 @pytest.mark.parametrize("planted", [False, True])
-def test_the_learners_own_program_is_looked_into(programs, kept, planted):
-  packed = kept.batches[1]
+def test_the_learners_own_program_is_looked_into(programs, skipped, planted):
+  packed = skipped.batches[1]
   if planted:
     packed.advantages[2, 8] = np.nan
   placed = programs.place(packed)
   found = post_mortem.first_nan(
-    programs.accumulate, kept.params, programs.zero(), placed
+    programs.accumulate, skipped.params, programs.zero(), placed
   )
   if planted:
     assert found is not None
@@ -214,19 +247,23 @@ def test_an_infinity_is_no_nan():
   assert post_mortem.first_nan(jnp.log, jnp.zeros(())) is None
 
 
-def test_what_a_critic_cannot_learn_is_traced_as_well(kept, untied, one_device):
+def test_what_a_critic_cannot_learn_is_traced_as_well(
+  skipped, untied, one_device
+):
   with_critic = learner.build(
     untied,
     one_device,
-    dataclasses.replace(GOAL, value=objective.ValueLoss(clip=None)),
+    dataclasses.replace(GOAL, value=critic_lib.ValueLoss(clip=None)),
     optimizers.AdamW()(),
     critic=True,
   )
   state = with_critic.init(jax.random.key(0))
   blank = np.zeros((3, 10), np.float32)
-  batches = [b._replace(values=blank, returns=blank + 1) for b in kept.batches]
+  batches = [
+    b._replace(values=blank, returns=blank + 1) for b in skipped.batches
+  ]
   batches[1].returns[2, 8] = np.nan
-  kept = kept._replace(batches=batches, critic=state.critic)
-  assert _found(with_critic, kept) == [BAD._replace(segment=None), BAD]
-  whole = post_mortem.outcome(with_critic, kept, kept.batches)
+  skipped = skipped._replace(batches=batches, critic=state.critic)
+  assert _found(with_critic, skipped) == [BAD._replace(segment=None), BAD]
+  whole = post_mortem.outcome(with_critic, skipped, skipped.batches)
   assert "critic/kernel" in whole.leaves

@@ -13,6 +13,7 @@ from rl import (
   losses,
   objective,
   optimizers,
+  owners,
   quarantine,
 )
 
@@ -64,10 +65,13 @@ SOME = PLAIN._replace(old=PLAIN.behaviour)
 def test_every_column_comes_back_bit_by_bit(tmp_path, programs, state, packed):
   batches = [_random(packed, 0), _random(packed, 1)]
   kept = quarantine.Quarantine(tmp_path)
-  path = kept.keep(state, batches, 12, 3, 2.5)
+  whose = [owners.Owner(1, 0, 2, "game/train/7", 5, 3)]
+  path = kept.keep(state, batches, 11, 3, 2.5, whose)
   assert path == tmp_path / "round_000012_update_3"
   found = quarantine.read(path, programs.abstract)
-  assert (found.version, found.number, found.masked) == (12, 3, 2.5)
+  assert (found.version, found.number, found.flat_count) == (11, 3, 2.5)
+  # Version 11 is what round 12 trains.
+  assert (found.round, found.owners) == (12, whose)
   assert jax.tree.structure(found.batches) == jax.tree.structure(batches)
   for ours, theirs in zip(
     jax.tree.leaves(found.batches), jax.tree.leaves(batches), strict=True
@@ -97,7 +101,7 @@ def test_the_newest_updates_are_kept(tmp_path, state):
   kept = quarantine.Quarantine(tmp_path, most=2)
   paths = [kept.keep(state, [PLAIN], version, 0) for version in (7, 8, 3)]
   # 3 is the newest though not the latest round: a run went on from before it.
-  assert quarantine.kept(tmp_path) == paths[1:]
+  assert quarantine.updates(tmp_path) == paths[1:]
   assert sorted(tmp_path.iterdir()) == sorted(paths[1:])
 
 
@@ -107,7 +111,7 @@ def test_an_update_that_is_met_again_takes_the_place_of_the_first(
   kept = quarantine.Quarantine(tmp_path)
   kept.keep(state, [PLAIN, PLAIN], 5, 1)
   path = kept.keep(state, [_random(PLAIN, 4)], 5, 1)
-  assert quarantine.kept(tmp_path) == [path]
+  assert quarantine.updates(tmp_path) == [path]
   (found,) = quarantine.read(path, programs.abstract).batches
   np.testing.assert_array_equal(found.behaviour, _random(PLAIN, 4).behaviour)
 
@@ -124,14 +128,16 @@ def test_a_crash_on_the_way_leaves_nothing_that_looks_like_an_update(
     patched.setattr(checkpoint.Checkpoints, "save", dies)
     with pytest.raises(KeyboardInterrupt):
       kept.keep(state, [PLAIN], 5, 1)
-  assert quarantine.kept(tmp_path) == []
+  assert quarantine.updates(tmp_path) == []
   assert not [*tmp_path.glob("round_*")]
   path = kept.keep(state, [PLAIN], 6, 0)
   assert [*tmp_path.iterdir()] == [path]
   assert len(quarantine.read(path, programs.abstract).batches) == 1
 
 
-@pytest.mark.parametrize("damage", ["gone", "empty", "cut", "no parameters"])
+@pytest.mark.parametrize(
+  "damage", ["gone", "empty", "cut", "no parameters", "owners"]
+)
 def test_what_is_damaged_is_named(tmp_path, programs, state, damage):
   path = quarantine.Quarantine(tmp_path).keep(state, [PLAIN], 5, 1)
   file, name = path / quarantine.BATCHES, quarantine.BATCHES
@@ -142,6 +148,9 @@ def test_what_is_damaged_is_named(tmp_path, programs, state, damage):
       file.write_bytes(b"")
     case "cut":
       file.write_bytes(file.read_bytes()[:-40])
+    case "owners":
+      name = "owners.json"
+      (path / name).write_text("[[1, 2]]")
     case "no parameters":
       name = "state"
       for part in (path / name).rglob("*"):
@@ -163,3 +172,21 @@ def test_an_update_of_another_model_is_refused(
 def test_a_quarantine_that_keeps_nothing_is_refused(tmp_path):
   with pytest.raises(ValueError, match="most=0 keeps no update; use 1"):
     quarantine.Quarantine(tmp_path, most=0)
+
+
+def test_an_update_of_an_older_run_has_no_owners(tmp_path, programs, state):
+  path = quarantine.Quarantine(tmp_path).keep(state, [PLAIN], 5, 1)
+  (path / "owners.json").unlink()
+  assert list(quarantine.read(path, programs.abstract).owners) == []
+
+
+def test_the_updates_of_one_round_are_found_in_their_order(tmp_path, state):
+  kept = quarantine.Quarantine(tmp_path, most=9)
+  for version, number in ((4, 10), (4, 2), (40, 2), (5, 0)):
+    kept.keep(state, [PLAIN], version, number)
+  found = quarantine.of_round(tmp_path, 5)
+  assert [x.name for x in found] == [
+    "round_000005_update_2",
+    "round_000005_update_10",
+  ]
+  assert quarantine.of_round(tmp_path, 7) == []

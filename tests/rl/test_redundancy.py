@@ -9,12 +9,11 @@ import pytest
 from rl import (
   advantages,
   coordinator,
-  estimation,
   overlap,
   simulated_learner,
   testing,
 )
-from tests.rl import fake_run, virtual_run
+from tests.rl import fake_run, played_members, virtual_run
 
 GROUP = 3
 DELAYS_S = (1.0, 50.0, 2.0, 40.0, 3.0)
@@ -111,8 +110,8 @@ def test_advantages_are_over_exactly_the_g_that_make_up_the_group():
   seen = []
 
   class Values(fake_run.Recorder):
-    async def on_round(self, metrics, groups, values):
-      seen.extend(zip(groups, values, strict=True))
+    async def on_round(self, metrics, groups, advantages):
+      seen.extend(zip(groups, advantages, strict=True))
 
   schedule = members(extra=2)
   run = fake_run.Run(
@@ -164,7 +163,7 @@ def test_with_more_faults_than_redundancy_they_fill_the_group_up():
     trainable = [t.index for t in group.trajectories if t.status.trainable]
     assert trainable == [2]
     assert len(group.trajectories) == GROUP
-    values, trained = estimation.of_group(group, advantages.Grpo())
+    values, trained = played_members.of_group(group, advantages.Grpo())
     assert not values.any()
     assert not trained.any()
   assert run.ledger.error == 0

@@ -1,10 +1,8 @@
 """Who a policy is held against stays what it was, wherever it is kept."""
 
-import asyncio
 import dataclasses
 import functools
 import os
-from typing import Any
 
 import jax
 import numpy as np
@@ -13,8 +11,6 @@ import pytest
 from models import config as model_config
 from models import export, lora, transformer
 from rl import (
-  checkpoint,
-  dispatch,
   kl,
   learner,
   losses,
@@ -22,21 +18,13 @@ from rl import (
   optimizers,
   placement,
   references,
-  trace,
   train_state,
 )
-from tests.rl import scored_episodes
+from tests.rl import conftest as tiny
+from tests.rl import real_programs, scored_episodes
+from tests.rl.real_programs import on_mesh
 
-CONFIG = model_config.tiny(
-  vocab_size=24,
-  num_layers=1,
-  d_model=16,
-  num_heads=2,
-  num_kv_heads=1,
-  head_dim=8,
-  d_ff=16,
-  max_length=32,
-)
+CONFIG = tiny.DENSE
 TEACHER = dataclasses.replace(
   CONFIG, vocab_size=32, num_layers=2, d_model=24, d_ff=32
 )
@@ -74,15 +62,6 @@ def data():
   return packed
 
 
-def on_mesh(function, *args) -> Any:
-  """As in a run: on the thread of a mesh, without implicit transfers."""
-  thread = dispatch.MeshThread("learner", trace.Trace(None))
-  try:
-    return asyncio.run(thread.run("work", function, *args))
-  finally:
-    thread.close()
-
-
 def start(programs: learner.Learner) -> train_state.TrainState:
   return programs.init(jax.random.key(0))
 
@@ -97,7 +76,7 @@ def updated(programs, state, count=3):
 
 
 def scored(reference, programs, state):
-  score = references.scorer(reference, programs, layout(), TEMPERATURE)
+  score = references.program(reference, programs, layout(), TEMPERATURE)
   assert score is not None
   found = on_mesh(lambda: score(state, programs.place(data())))
   return np.asarray(found)[data().sampled]
@@ -123,7 +102,7 @@ def test_the_first_weights_are_kept_through_updates_and_a_checkpoint(
   state = on_mesh(updated, programs, state)
   assert np.abs(policy(programs, state.params) - first).max() > 0.1
   np.testing.assert_array_equal(scored(reference, programs, state), first)
-  again = saved_and_restored(tmp_path, state, programs.abstract)
+  again = real_programs.saved_and_restored(tmp_path, state, programs.abstract)
   jax.tree.map(np.testing.assert_array_equal, again, state)
   kinds = {x.sharding.memory_kind for x in jax.tree.leaves(again.reference)}
   assert kinds == {train_state.MEMORY_KINDS[memory]}
@@ -131,21 +110,11 @@ def test_the_first_weights_are_kept_through_updates_and_a_checkpoint(
   np.testing.assert_array_equal(scored(reference, programs, again), first)
 
 
-def saved_and_restored(path, state, abstract):
-  checkpoints = checkpoint.Checkpoints(path, keep=1)
-  checkpoints.save(1, state, {})
-  checkpoints.wait()
-  restored = checkpoints.restore(abstract)
-  checkpoints.close()
-  assert restored is not None
-  return restored.state
-
-
 def test_nobody_keeps_what_nobody_asks_for():
   assert start(build(CONFIG)).reference is None
   for reference in (None, references.Base()):
     assert references.memory(reference) is None
-  assert references.scorer(None, build(CONFIG), layout(), 1.0) is None
+  assert references.program(None, build(CONFIG), layout(), 1.0) is None
 
 
 def test_the_base_is_the_policy_with_adapters_at_zero():
@@ -200,7 +169,7 @@ def test_a_teacher_is_read_once_and_takes_routes_of_its_own(taught, tmp_path):
   _, directory = taught
   teacher = references.Teacher(model=TEACHER, directory=str(directory))
   programs = build(CONFIG)
-  score = references.scorer(teacher, programs, layout(), TEMPERATURE)
+  score = references.program(teacher, programs, layout(), TEMPERATURE)
   assert score is not None
   state = start(programs)
   # Of a model without routers; the policy's would not even fit.

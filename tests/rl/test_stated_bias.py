@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks import estimator_bias
-from rl import aggregates
+from rl import aggregates, kl
 
 
 def words(subject: object) -> str:
@@ -35,3 +35,12 @@ def test_sequence_mean_states_its_bias_on_policy():
   measured = estimator_bias.measure_aggregate(aggregates.SequenceMean())
   stated = estimator_bias.sentence_on_policy(measured)
   assert stated in words(aggregates.SequenceMean())
+
+
+@pytest.mark.parametrize("estimator", ["k2", "k3+"])
+def test_a_penalty_states_its_bias_as_a_loss_of_late_tokens(estimator):
+  measured = estimator_bias.measure_kl(estimator)
+  assert measured["lag 0"][0] < 1e-6
+  first, last = (measured[lag][0] for lag in ("lag 1", "lag 4"))
+  stated = f"by {first:.0%} at lag 1 and {last:.0%} at lag 4"
+  assert stated.replace("%", " %") in words(kl.KlPenalty())

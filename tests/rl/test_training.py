@@ -95,13 +95,30 @@ def test_an_estimator_of_the_batch_compares_all_groups_of_an_update():
   # Less their means: 0.5, -0.5 and 1, -1, of mean 0 and variance 2.5 / 4;
   # alone the first group would have had 1 and -1.
   std = math.sqrt(2.5) / 2
-  values = [one.values.tolist() for one in used]
+  values = [one.advantages.tolist() for one in used]
   assert values[0] == pytest.approx([0.5 / std, -0.5 / std])
   assert values[1] == pytest.approx([1 / std, -1 / std])
   assert all(one.trained.all() for one in used)
   (packed,) = programs.batches
   trained_with = np.unique(packed.advantages[packed.sampled])
   assert trained_with == pytest.approx(np.array([-1, -0.5, 0.5, 1]) / std)
+
+
+def test_the_critic_of_a_rounds_start_says_the_values_of_all_its_updates():
+  programs = Programs()
+
+  async def scenario(trainer):
+    for version in range(2):
+      await trainer.begin_round(version)
+      for _ in range(2):
+        await trainer.accumulate([group(1.0, 0.0)])
+        await trainer.update()
+
+  algorithm = algorithms.Ppo()
+  trained(scenario, programs, algorithm.advantage, objective=algorithm)
+  said = [set(b.values[b.sampled].tolist()) for b in programs.batches]
+  # By the number of updates of the weights that said it.
+  assert said == [{0.0}, {0.0}, {2.0}, {2.0}]
 
 
 def test_members_with_a_fault_are_not_trained():
@@ -114,7 +131,7 @@ def test_members_with_a_fault_are_not_trained():
 
   (used,), sums = trained(scenario, programs)
   assert used.trained.tolist() == [True, False, True]
-  assert used.values[1] == 0
+  assert used.advantages[1] == 0
   # Two members of two tokens each.
   (packed,) = programs.batches
   assert packed.sampled.sum() == sums["tokens"] == 4

@@ -1,12 +1,14 @@
 """What an update is of: epochs, groups that teach nothing, bad numbers."""
 
+import asyncio
 import dataclasses
 import math
 
+import jax.numpy as jnp
 import pytest
 
-from rl import algorithms
-from tests.rl.counting_trainer import Programs, group, trained
+from rl import algorithms, dispatch, owners, quarantine, trace, training
+from tests.rl.counting_trainer import GRPO, SETTINGS, Programs, group, trained
 
 
 @pytest.mark.parametrize("norm", [math.nan, math.inf])
@@ -19,11 +21,49 @@ def test_updates_that_are_not_finite_are_skipped_and_too_many_end_the_run(norm):
       await trainer.accumulate([group(1.0, 0.0)])
       skipped.append((await trainer.update())["skipped"])
 
-  message = f"round 5: .* not finite: 3; .* norm {norm}; nobody kept"
+  message = (
+    f"round 6: .* not finite: 3, and max_skipped=2 allows .* norm {norm}; "
+    "nobody kept .* Lower optimizer.learning_rate or .* launch.replay"
+  )
   with pytest.raises(FloatingPointError, match=message):
     trained(scenario, programs, max_skipped=2)
   assert skipped == [1.0, 1.0]
   assert programs.weights == [0, 0, 0]
+
+
+def test_what_is_skipped_lies_under_its_round_and_its_place_there(tmp_path):
+  built = Programs(grad_norm=math.nan).build()
+  thread = dispatch.MeshThread("learner", trace.Trace(None))
+  trainer = training.Training(
+    dataclasses.replace(SETTINGS, max_skipped=2),
+    built,
+    thread,
+    estimator=GRPO.advantage,
+    objective=GRPO,
+    kept=quarantine.Quarantine(tmp_path, most=9),
+  )
+
+  async def scenario():
+    # What is put away lies on a device.
+    trainer.restore(built.abstract._replace(params={"updates": jnp.int32(0)}))
+    for version, count in ((5, 2), (6, 1)):
+      await trainer.begin_round(version)
+      for _ in range(count):
+        await trainer.accumulate([group(1.0, 0.0)])
+        await trainer.update()
+
+  # Version 5 is trained in round 6, as in metrics.jsonl.
+  ends = ("6_update_0", "6_update_1", "7_update_0")
+  names = [f"round_00000{end}" for end in ends]
+  try:
+    with pytest.raises(FloatingPointError, match=names[-1]):
+      asyncio.run(scenario())
+  finally:
+    thread.close()
+  assert sorted(x.name for x in tmp_path.iterdir()) == names
+  # Both members of the group, in the order in which they were packed.
+  found = owners.read(tmp_path / names[-1] / "owners.json")
+  assert [x[3:] for x in found] == [("t", 0, 0), ("t", 0, 1)]
 
 
 def test_skipped_updates_count_only_in_a_row():
@@ -80,7 +120,7 @@ def test_updates_whose_later_epochs_are_not_finite_count_in_a_row():
       await trainer.accumulate([group(1.0, 0.0)])
       skipped.append((await trainer.update())["skipped"])
 
-  with pytest.raises(FloatingPointError, match=r"not finite: 3; .* norm nan"):
+  with pytest.raises(FloatingPointError, match=r"not finite: 3, .* norm nan"):
     trained(scenario, programs, epochs=2, max_skipped=2)
   assert skipped == [0.5, 0.5]
 
@@ -146,7 +186,7 @@ def test_a_group_without_an_advantage_is_trained_where_entropy_counts():
     scenario, programs, objective=algorithms.Grpo(entropy_bonus=0.01)
   )
   assert used.trained.all()
-  assert not used.values.any()
+  assert not used.advantages.any()
   assert (sums["flat_groups"], programs.masked) == (1, [0.0])
 
 

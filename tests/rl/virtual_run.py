@@ -113,7 +113,7 @@ class Observer:
   published: list[int] = dataclasses.field(default_factory=list)
   last: progress_lib.Progress | None = None
 
-  async def on_round(self, metrics, groups, values):
+  async def on_round(self, metrics, groups, advantages):
     self.rounds.append(list(groups))
     self.metrics.append(metrics)
 

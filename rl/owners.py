@@ -1,0 +1,72 @@
+"""Whose the segments of packed rows are: which task, group and member."""
+
+import json
+import pathlib
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from rl import batch as batch_lib
+from rl import trajectory
+
+
+class Owner(NamedTuple):
+  """The trajectory of one segment.
+
+  Attributes:
+    batch: of the update.
+    task, group, member: see `trajectory.Trajectory`.
+  """
+
+  batch: int
+  row: int
+  segment: int
+  task: str
+  group: int
+  member: int
+
+  def __str__(self) -> str:
+    return f"group {self.group} member {self.member} of {self.task}"
+
+
+def of(
+  packed: batch_lib.Packed,
+  members: Sequence[trajectory.Trajectory],
+  *,
+  first: int = 0,
+) -> Iterator[Owner]:
+  """Yields the owner of every segment in which something was sampled.
+
+  Args:
+    members: those that were packed, in their order.
+    first: number of the first of these batches within the update.
+  """
+  for place, member in zip(packed.places, members, strict=True):
+    if place is not None and len(place.index):
+      segments = packed.batches[place.batch].segments
+      yield Owner(
+        first + place.batch,
+        place.row,
+        int(segments[place.row, place.index[0]]),
+        member.task_id,
+        member.group_id,
+        member.index,
+      )
+
+
+def write(file: pathlib.Path, owners: Sequence[Owner]) -> None:
+  """Writes them as JSON, a list for each."""
+  file.write_text(json.dumps([list(owner) for owner in owners]))
+
+
+def read(file: pathlib.Path) -> list[Owner]:
+  """Returns what `write` wrote; nothing where there is no such file.
+
+  Raises:
+    ValueError: that is no such list.
+  """
+  if not file.exists():
+    return []
+  try:
+    return [Owner(*row) for row in json.loads(file.read_text())]
+  except (TypeError, ValueError) as error:
+    raise ValueError(f"{file} holds no owners: {error}") from error
