@@ -6,7 +6,10 @@ python -m launch.export --run=DIR --directory=DIR-hf
 The oracle of the environment plays binary search; the policy imitates what it
 says, in the learner and with the batches of every other run. What comes out is
 a checkpoint like any other: a run with `--config.initial=DIR-hf` goes on from
-it by reinforcement learning.
+it by reinforcement learning. So does this run with a larger `--config.rounds`.
+
+Loss and gradient of each step are lines of DIR/warm_start.jsonl. The same
+command goes on where a run was stopped or killed.
 
 Hardware: two CPU cores. Duration: about a minute. Expected: success of 95 % or
 more on held-out seeds (98 % with the seed 0).

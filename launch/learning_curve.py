@@ -70,8 +70,8 @@ def _curve(
   played = [row for row in metrics if row.get("success") is not None]
   rounds = [row["round"] for row in [*played, *evaluations]]
   low, high = min(rounds, default=0), max(rounds, default=1)
-  x = _scale(low, high, _LEFT, _RIGHT)
-  y = _scale(0, 1, _CURVE_BOTTOM, _CURVE_TOP)
+  x = scale(low, high, _LEFT, _RIGHT)
+  y = scale(0, 1, _CURVE_BOTTOM, _CURVE_TOP)
   parts = [_text(28, 42, "Success rate", 'font-size="19" font-weight="600"')]
   parts += _key(28, 66, "learner", "training rollouts, raw and smoothed")
   if evaluations:
@@ -105,7 +105,7 @@ def _curve(
 
 def _strip(spans: Sequence[trace.Span]) -> list[str]:
   start, end = window(spans)
-  x = _scale(start, end, _LEFT, _RIGHT)
+  x = scale(start, end, _LEFT, _RIGHT)
   share = trace.overlap(spans).share
   title = f"Both meshes in mid-run; overlap of the whole run: {share:.0%}"
   parts = [_text(28, _STRIP_TOP - 20, title, 'font-weight="600"')]
@@ -152,7 +152,7 @@ def ticks(low: float, high: float) -> list[float]:
   return [round(i * step, 9) for i in range(first, last + 1)]
 
 
-def _scale(
+def scale(
   low: float, high: float, start: float, end: float
 ) -> Callable[[float], float]:
   """Returns the map of [low, high] onto pixels from `start` to `end`."""

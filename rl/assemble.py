@@ -13,6 +13,7 @@ from models import config as model_config
 from models import load, lora, sharding, transformer
 from rl import (
   assemble_trainer,
+  assemble_warm_start,
   checkpoint,
   config,
   coordinator,
@@ -23,8 +24,6 @@ from rl import (
   filters,
   grading,
   learner,
-  losses,
-  objective,
   overlap,
   progress,
   prompts,
@@ -231,42 +230,36 @@ def _check_able(
 
 
 async def initial_state(
-  parts: Parts, report: Callable[[str], None] = lambda text: None
+  parts: Parts,
+  report: Callable[[str], None] = lambda text: None,
+  observer: warm_start.Observer = warm_start.UNOBSERVED,
 ) -> train_state.TrainState:
-  """Returns initial parameters, after the warm start if there is one."""
-  experiment = parts.experiment
-  state = await _first_state(parts)
+  """Returns initial parameters, after the warm start if there is one.
+
+  Raises:
+    checkpoint.Mismatch: the warm start has one that does not fit; see
+      `restore`.
+  """
+  experiment, thread = parts.experiment, parts.learner_thread
   settings = experiment.warm_start
   if settings is None:
-    return state
-  imitation = learner.build(
-    experiment.model,
-    parts.learner_layout,
-    objective.Objective(
-      loss=losses.NegativeLogLikelihood(),
-      balance_weight=experiment.algorithm.balance_weight,
-      z_weight=experiment.algorithm.z_weight,
-    ),
-    settings.optimizer(),
-    experiment.rollout.temperature,
+    return await _first_state(parts)
+  programs = assemble_warm_start.programs(
+    experiment, settings, parts.learner_layout
   )
-  warm = await warm_start.run(
-    settings,
-    imitation,
-    await parts.learner_thread.run("init", imitation.wrap, state.params),
-    parts.learner_thread,
-    source=experiment.environment,
-    chat=parts.chat,
-    limits=experiment.rollout,
-    rows=experiment.batch.rows,
-    length=experiment.batch.length,
-    seed=experiment.seed,
-    max_skipped=experiment.max_skipped,
-    report=report,
+  found = None
+  if observer.checkpoints is not None:
+    found = await restore(parts, observer.checkpoints, programs.abstract)
+  observer.on_begin(found)
+  if found is not None:
+    now = warm_start.from_host(found.state, found.host)
+  else:
+    params = (await _first_state(parts)).params
+    now = warm_start.Imitation(await thread.run("init", programs.wrap, params))
+  state = await assemble_warm_start.imitate(
+    experiment, settings, programs, now, thread, parts.chat, observer, report
   )
-  return await parts.learner_thread.run(
-    "init", parts.programs.wrap, warm.params
-  )
+  return await thread.run("init", parts.programs.wrap, state.params)
 
 
 async def _first_state(parts: Parts) -> train_state.TrainState:
@@ -286,30 +279,37 @@ async def _first_state(parts: Parts) -> train_state.TrainState:
 
 
 async def restore(
-  parts: Parts, checkpoints: checkpoint.Checkpoints
+  parts: Parts,
+  checkpoints: checkpoint.Checkpoints,
+  abstract: train_state.TrainState | None = None,
 ) -> checkpoint.Restored | None:
   """Returns the newest checkpoint that is whole; None when there is none.
 
   Frozen parameters are no part of it: they are made again as at the start of
   the run.
 
+  Args:
+    abstract: of the state, where it is not that of the rounds.
+
   Raises:
     checkpoint.Mismatch: its state has another tree or shapes, or was trained
       on top of other frozen parameters.
   """
-  abstract, frozen = _without_frozen(parts.programs.abstract)
-  found = checkpoints.restore(abstract)
+  wanted, frozen = _without_frozen(abstract or parts.programs.abstract)
+  found = checkpoints.restore(wanted)
   if found is None or frozen is None:
     return found
   _, frozen = _without_frozen(await _first_state(parts))
   checkpoint.check_same(found.host[_FROZEN], checkpoint.digests(frozen))
   params = lora.join(found.state.params, frozen)
-  state = found.state._replace(params=params)
-  return dataclasses.replace(found, state=state)
+  return dataclasses.replace(found, state=found.state._replace(params=params))
 
 
-def save(checkpoints: checkpoint.Checkpoints, now: progress.Progress) -> None:
-  """Starts a checkpoint that `restore` will find; see `Checkpoints.save`."""
+def save(
+  checkpoints: checkpoint.Checkpoints,
+  now: progress.Progress | warm_start.Imitation,
+) -> None:
+  """Starts a checkpoint that can be restored; see `Checkpoints.save`."""
   state, frozen = _without_frozen(now.state)
   host = now.to_host() | {_FROZEN: checkpoint.digests(frozen)}
   checkpoints.save(now.trained, state, host)

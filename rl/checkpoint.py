@@ -27,6 +27,10 @@ class Mismatch(Exception):
   """The checkpoint is sound, but its state has another tree or shapes."""
 
 
+class Unsaved(Exception):
+  """A checkpoint could not be written, or none of those there can be read."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Restored:
   """What `Checkpoints.restore` found.

@@ -30,8 +30,8 @@ class MetricsWriter:
     run_dir = pathlib.Path(run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
     last = first_round - 1
-    rows = _drop_from(run_dir / "metrics.jsonl", first_round)
-    _drop_from(run_dir / "evaluations.jsonl", last)
+    rows = cut_back(run_dir / "metrics.jsonl", first_round)
+    cut_back(run_dir / "evaluations.jsonl", last)
     self._metrics = (run_dir / "metrics.jsonl").open("a")
     self._evaluations = (run_dir / "evaluations.jsonl").open("a")
     self._board = tensorboardX.SummaryWriter(
@@ -44,13 +44,13 @@ class MetricsWriter:
 
   def write(self, round: int, metrics: Mapping[str, float]) -> None:
     """Appends the metrics of a finished round."""
-    self._metrics.write(_line(round, metrics))
+    self._metrics.write(json_line(round, metrics))
     self._metrics.flush()
     self._scalars(metrics, round)
 
   def evaluation(self, round: int, metrics: Mapping[str, int | float]) -> None:
     """Appends the result of an evaluation made after `round`."""
-    self._evaluations.write(_line(round, metrics))
+    self._evaluations.write(json_line(round, metrics))
     self._evaluations.flush()
     self._scalars(
       {f"evaluation/{name}": value for name, value in metrics.items()}, round
@@ -89,31 +89,40 @@ def wilson(successes: int, trials: int, z: float = 1.96) -> tuple[float, float]:
   return max(0.0, low), min(1.0, high)
 
 
-def _line(round: int, metrics: Mapping[str, int | float]) -> str:
+def json_line(
+  number: int, metrics: Mapping[str, int | float], key: str = "round"
+) -> str:
+  """Returns a line of JSON; what is not finite is null.
+
+  Args:
+    key: of the number.
+  """
   # JSON has no nan and no inf; readers of other languages refuse them.
   values = {name: float(value) for name, value in metrics.items()}
   finite = {k: v if math.isfinite(v) else None for k, v in values.items()}
-  return json.dumps({"round": round} | finite | {"round": round}) + "\n"
+  return json.dumps({key: number} | finite | {key: number}) + "\n"
 
 
-def _drop_from(path: pathlib.Path, first_round: int) -> list[dict[str, Any]]:
-  """Keeps the whole lines of earlier rounds; at any kill, all or the rest.
+def cut_back(
+  path: pathlib.Path, first: int, key: str = "round"
+) -> list[dict[str, Any]]:
+  """Keeps the whole lines before a number; at any kill, all or the rest.
 
   Returns:
-    The rows that are kept.
+    The rows that are kept; none where there is no file.
   """
   if not path.exists():
     return []
   lines = path.read_text().splitlines(keepends=True)
-  kept = [line for line in lines if _is_before(line, first_round)]
+  kept = [line for line in lines if _is_before(line, first, key)]
   rewritten = path.with_suffix(".tmp")
   rewritten.write_text("".join(kept))
   os.replace(rewritten, path)
   return [json.loads(line) for line in kept]
 
 
-def _is_before(line: str, first_round: int) -> bool:
+def _is_before(line: str, first: int, key: str) -> bool:
   try:
-    return json.loads(line)["round"] < first_round
+    return json.loads(line)[key] < first
   except json.JSONDecodeError:  # A kill cut the line short.
     return False

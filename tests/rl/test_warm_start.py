@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import itertools
+import json
 import math
 
 import pytest
@@ -54,6 +55,7 @@ def test_exploring_mixes_in_random_answers_that_repeat():
   [
     ({"steps": 0}, r"warm_start\.steps=0 is below 1; .*warm_start=none"),
     ({"episodes": -1}, r"warm_start\.episodes=-1 is below 1"),
+    ({"checkpoint_every": 0}, r"warm_start\.checkpoint_every=0 is below 1"),
     ({"exploration": 1.5}, r"warm_start\.exploration=1\.5 is outside"),
     ({"exploration": float("nan")}, r"warm_start\.exploration=nan is outside"),
   ],
@@ -63,11 +65,25 @@ def test_a_warm_start_that_cannot_run_is_refused(fields, words):
     warm_start.WarmStart(**fields).validate()
 
 
-def imitated(norms, max_skipped):
+class Watching(warm_start.Unobserved):
+  """Keeps what it is told of: the number of each step, how far it was."""
+
+  def __init__(self):
+    self.steps, self.boundaries = [], []
+
+  def on_step(self, number, metrics):
+    self.steps.append(number)
+
+  def on_boundary(self, now):
+    self.boundaries.append((now.trained, now.skipped))
+
+
+def imitated(norms, max_skipped, behind=(), watching=warm_start.UNOBSERVED):
   """Returns how many of some steps were taken, and the last report.
 
   Args:
     norms: of the gradient of each step; one that is not finite is skipped.
+    behind: steps that were taken before, and how many were skipped at last.
   """
   fake, left, said = testing.fake_learner(), iter(norms), []
 
@@ -82,9 +98,9 @@ def imitated(norms, max_skipped):
   try:
     state = asyncio.run(
       warm_start.run(
-        warm_start.WarmStart(steps=len(norms), episodes=2),
+        warm_start.WarmStart(steps=len(norms) + sum(behind[:1]), episodes=2),
         dataclasses.replace(fake, update=update),
-        fake.abstract,
+        warm_start.Imitation(fake.abstract, *behind),
         thread,
         source=testing.Counting(turns=2),
         chat=CHAT,
@@ -93,6 +109,7 @@ def imitated(norms, max_skipped):
         length=16,
         seed=0,
         max_skipped=max_skipped,
+        observer=watching,
         report=said.append,
       )
     )
@@ -127,3 +144,26 @@ def test_more_of_them_in_a_row_than_allowed_end_it(max_skipped, last):
 def test_as_many_in_a_row_as_allowed_do_not_end_it():
   taken, _ = imitated([math.nan] * 3 + [1.0], max_skipped=3)
   assert taken == 1
+
+
+def test_those_before_a_resume_count_as_in_a_row():
+  with pytest.raises(FloatingPointError, match=r"finite: 3; the last, step 6"):
+    imitated([math.nan, 1.0], max_skipped=2, behind=(5, 2))
+  assert imitated([math.nan, 1.0], max_skipped=2, behind=(5, 1))[0] == 1
+
+
+def test_the_step_that_ends_it_is_told_of_but_never_a_boundary():
+  watching = Watching()
+  with pytest.raises(FloatingPointError):
+    imitated([1.0, math.inf, 1.0, math.inf, math.inf], 1, watching=watching)
+  assert watching.steps == [1, 2, 3, 4, 5]
+  assert watching.boundaries == [(1, 0), (2, 1), (3, 0), (4, 1)]
+
+
+@pytest.mark.parametrize("loss", [0.5, math.nan])
+def test_how_far_it_is_survives_json(loss):
+  before = warm_start.Imitation(testing.fake_learner().abstract, 7, 2, loss)
+  data = json.loads(json.dumps(before.to_host(), allow_nan=False))
+  after = warm_start.from_host(before.state, data)
+  assert (after.trained, after.skipped) == (7, 2)
+  assert after.loss == pytest.approx(loss, nan_ok=True)

@@ -1,0 +1,99 @@
+"""The warm start in a report: its loss by step, and what it came to."""
+
+import math
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from launch import learning_curve, run_files, workdir
+
+_WIDTH, _HEIGHT = 1040, 260
+_LEFT, _RIGHT, _TOP, _BOTTOM = 52, _WIDTH - 12, 12, _HEIGHT - 34
+
+Rows = Sequence[Mapping[str, Any]]
+"""The lines of warm_start.jsonl; what was not finite is None."""
+
+
+def read(run_dir: pathlib.Path, notes: list[str]) -> Rows:
+  """Returns the steps in order; none of a run without a warm start.
+
+  Args:
+    notes: is told of lines that cannot be read.
+  """
+  path = run_dir / workdir.WARM_START_LINES
+  if not path.exists():
+    return []
+  found = {row["step"]: row for row in run_files.lines(path, notes)}
+  return [found[step] for step in sorted(found)]
+
+
+def tiles(rows: Rows) -> list[tuple[str, str, str]]:
+  """Returns (label, value, note) of the outcome; empty without steps."""
+  losses = [row["loss"] for row in rows if row["loss"] is not None]
+  if not rows:
+    return []
+  value = f"{losses[0]:.3g} → {losses[-1]:.3g}" if losses else "–"
+  return [("Warm start", value, f"nats a token, {_steps(rows)}")]
+
+
+def section(rows: Rows) -> str:
+  """Returns the section of the page, as HTML; "" without steps."""
+  if not rows:
+    return ""
+  known = [row for row in rows if row["loss"] is not None]
+  tokens, seconds = (
+    math.fsum(row[key] for row in rows) for key in ("tokens", "step_s")
+  )
+  caption = (
+    f"Loss in nats a token, by step; thin: each step, bold: mean of its "
+    f"neighbours. {_steps(rows)}, {tokens:,.0f} tokens in {seconds:,.0f} s."
+  )
+  return (
+    '<section id="warm-start"><div class="bar"><h2>Warm start</h2></div>'
+    f"<figure>{_curve(known) if known else ''}"
+    f"<figcaption>{caption}</figcaption></figure></section>"
+  )
+
+
+def _steps(rows: Rows) -> str:
+  skipped = sum(1 for row in rows if row["skipped"])
+  words = f"{len(rows):,} steps"
+  return f"{words}, {skipped:,} skipped as not finite" if skipped else words
+
+
+def _curve(rows: Rows) -> str:
+  """Returns an SVG in the colours of the page."""
+  steps = [row["step"] for row in rows]
+  losses = [row["loss"] for row in rows]
+  low, high = min(0.0, *losses), max(losses)
+  x = learning_curve.scale(steps[0], steps[-1], _LEFT, _RIGHT)
+  y = learning_curve.scale(low, high, _BOTTOM, _TOP)
+  parts = [
+    f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" '
+    'aria-label="Loss of the warm start by step">'
+  ]
+  for tick in learning_curve.ticks(low, high):
+    parts.append(
+      f'<line x1="{_LEFT}" x2="{_RIGHT}" y1="{y(tick):.1f}" '
+      f'y2="{y(tick):.1f}" stroke="var(--rule)"/>'
+      f'<text x="{_LEFT - 8}" y="{y(tick) + 4:.1f}" text-anchor="end">'
+      f"{tick:g}</text>"
+    )
+  for tick in learning_curve.ticks(steps[0], steps[-1]):
+    parts.append(
+      f'<text x="{x(tick):.1f}" y="{_HEIGHT - 12}" text-anchor="middle">'
+      f"{tick:,g}</text>"
+    )
+  for values, style in (
+    (losses, 'opacity="0.35"'),
+    (learning_curve.smooth(losses), 'stroke-width="2.5"'),
+  ):
+    points = " ".join(
+      f"{x(step):.1f},{y(value):.1f}"
+      for step, value in zip(steps, values, strict=True)
+    )
+    parts.append(
+      f'<polyline points="{points}" fill="none" stroke="var(--learner)" '
+      f'stroke-linejoin="round" {style}/>'
+    )
+  return "".join((*parts, "</svg>"))

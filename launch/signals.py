@@ -1,0 +1,60 @@
+"""Ctrl-C and SIGTERM: the first asks a run to stop, the second ends it."""
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import Callable, Iterator
+
+_NUMBERS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Signals:
+  """What the user has asked for; one for each run, on its event loop.
+
+  Attributes:
+    number: of the first signal; 0 before it.
+  """
+
+  def __init__(self, stop: Callable[[], object], note: Callable[[str], None]):
+    """Listens from now on.
+
+    Args:
+      stop: what the first signal calls.
+      note: is told what the signal does.
+    """
+    self.number = 0
+    self._stop = stop
+    self._note = note
+    self._loop = asyncio.get_running_loop()
+    for number in _NUMBERS:
+      self._loop.add_signal_handler(number, self._on_signal, number)
+
+  def _on_signal(self, number: int) -> None:
+    if self.number:  # The user insists.
+      signal.signal(number, signal.SIG_DFL)
+      os.kill(os.getpid(), number)
+    self.number = number
+    self._note("stopping at the next safe point; again to end at once")
+    self._stop()
+
+  @contextlib.contextmanager
+  def calling(self, stop: Callable[[], object]) -> Iterator[None]:
+    """Has the first signal call something else in the body of a `with`."""
+    before, self._stop = self._stop, stop
+    try:
+      yield
+    finally:
+      self._stop = before
+
+  def interrupt(self) -> None:
+    """Lets a signal raise KeyboardInterrupt in code that does not await."""
+    for number in _NUMBERS:
+      self._loop.remove_signal_handler(number)
+      signal.signal(number, self._raise)
+
+  def _raise(self, number: int, frame: object) -> None:
+    del frame
+    signal.signal(number, signal.SIG_DFL)
+    self.number = number
+    raise KeyboardInterrupt

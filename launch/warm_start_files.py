@@ -1,0 +1,133 @@
+"""What a warm start leaves in the directory of its run, and where it stops.
+
+warm_start.jsonl   a line a step
+warm_start/N       checkpoints after N steps, until the run has one of its own
+"""
+
+import pathlib
+import shutil
+import time
+from collections.abc import Callable, Mapping
+
+from launch import workdir
+from rl import assemble, checkpoint, config, trace, warm_start
+from rl import metrics as metrics_lib
+
+_COLUMNS = ("loss", "grad_norm", "tokens", "entropy", "skipped")
+
+
+class Stopped(Exception):
+  """The warm start was asked to stop; the message says what is saved."""
+
+
+class WarmStartFiles:
+  """The observer of a warm start, and the only writer of its files.
+
+  `assemble.initial_state` calls the `on_` methods. A line has `step` (counted
+  from 1), `loss` in nats a token, `grad_norm`, sampled `tokens`, `entropy` in
+  nats, whether it was `skipped`, `step_s` since the line before, and `time_s`
+  since the run began.
+  The file has each step once: what a kill left behind the checkpoint is cut.
+
+  Attributes:
+    checkpoints: of the warm start.
+  """
+
+  checkpoints: checkpoint.Checkpoints | None
+
+  def __init__(
+    self,
+    run_dir: pathlib.Path,
+    experiment: config.Experiment,
+    spans: trace.Trace,
+    note: Callable[[str], None],
+  ):
+    """Opens the checkpoints, and nothing else yet.
+
+    Args:
+      experiment: has a warm start.
+      note: is told what the user has to know.
+    """
+    assert experiment.warm_start is not None
+    self.checkpoints = self._saved = checkpoint.Checkpoints(
+      run_dir / workdir.WARM_START, experiment.keeping.checkpoints
+    )
+    self._dir, self._settings = run_dir, experiment.warm_start
+    self._spans, self._note = spans, note
+    self._stopping = False
+    self._lines = None
+
+  def stop(self) -> None:
+    """Ends the warm start after the step that is being taken."""
+    self._stopping = True
+
+  def close(self) -> None:
+    """Closes what is open; checkpoints and lines stay."""
+    if self._lines is not None:
+      self._lines.close()
+    self._saved.close()
+
+  def on_begin(self, found: checkpoint.Restored | None) -> None:
+    """Cuts the lines back to where the warm start goes on.
+
+    Raises:
+      checkpoint.Unsaved: there are checkpoints, but all are damaged.
+    """
+    taken = 0
+    if found is None:
+      workdir.check_none_damaged(self._dir, workdir.WARM_START)
+    else:
+      taken = found.step
+      for name in found.skipped:
+        self._note(f"warm start: checkpoint {name} is damaged and was left out")
+      self._note(f"going on after {self._of(taken)}")
+    path = self._dir / workdir.WARM_START_LINES
+    metrics_lib.cut_back(path, taken + 1, "step")
+    self._lines = path.open("a")
+    self._mark_s = time.monotonic()
+
+  def on_step(self, number: int, metrics: Mapping[str, float]) -> None:
+    """Writes the line of a step."""
+    assert self._lines is not None
+    before_s, self._mark_s = self._mark_s, time.monotonic()
+    row = {name: metrics[name] for name in _COLUMNS} | {
+      "step_s": self._mark_s - before_s,
+      "time_s": self._mark_s - self._spans.origin,
+    }
+    self._lines.write(metrics_lib.json_line(number, row, "step"))
+    self._lines.flush()
+
+  def on_boundary(self, now: warm_start.Imitation) -> None:
+    """Saves every few steps, and when asked to stop.
+
+    After the last step the run saves one of its own.
+
+    Raises:
+      Stopped: it was asked to.
+      checkpoint.Unsaved: it could not be saved.
+    """
+    settings = self._settings
+    due = now.trained % settings.checkpoint_every == 0
+    due = due and now.trained < settings.steps
+    if not (due or self._stopping):
+      return
+    try:
+      with self._spans.span("host", "checkpoint", step=now.trained):
+        assemble.save(self._saved, now)
+        if self._stopping:
+          self._saved.wait()
+    except Exception as error:  # Orbax raises all kinds.
+      raise checkpoint.Unsaved(
+        f"the checkpoint after {self._of(now.trained)}, or that before it, "
+        f"could not be saved: {error!r}"
+      ) from error
+    if self._stopping:
+      raise Stopped(f"saved after {self._of(now.trained)}")
+
+  def _of(self, taken: int) -> str:
+    return f"{taken} of {self._settings.steps} steps of the warm start"
+
+
+def forget(run_dir: pathlib.Path) -> None:
+  """Removes the checkpoints of the warm start, if any: the run has its own."""
+  shutil.rmtree(run_dir / workdir.WARM_START, ignore_errors=True)

@@ -1,0 +1,95 @@
+"""The first signal asks, the second ends; what is asked may change."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from launch import signals
+
+
+@pytest.fixture(autouse=True)
+def handlers():
+  """Leaves the handlers of this process as they were."""
+  numbers = (signal.SIGINT, signal.SIGTERM)
+  before = [signal.getsignal(number) for number in numbers]
+  yield
+  for number, handler in zip(numbers, before, strict=True):
+    signal.signal(number, handler)
+
+
+async def send(number):
+  os.kill(os.getpid(), number)
+  await asyncio.sleep(0.05)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_asks_to_stop(number):
+  told = []
+
+  async def run():
+    asked = signals.Signals(lambda: told.append("stop"), told.append)
+    assert asked.number == 0
+    await send(number)
+    assert asked.number == number
+
+  asyncio.run(run())
+  assert told == [
+    "stopping at the next safe point; again to end at once",
+    "stop",
+  ]
+
+
+@pytest.mark.parametrize("when", ["inside", "behind"])
+def test_it_calls_what_is_in_charge_when_it_comes(when):
+  called = []
+
+  async def run():
+    asked = signals.Signals(lambda: called.append("behind"), lambda text: None)
+    with asked.calling(lambda: called.append("inside")):
+      if when == "inside":
+        await send(signal.SIGTERM)
+    if when == "behind":
+      await send(signal.SIGTERM)
+
+  asyncio.run(run())
+  assert called == [when]
+
+
+def test_code_that_does_not_await_can_be_interrupted():
+  async def run():
+    asked = signals.Signals(lambda: None, lambda text: None)
+    asked.interrupt()
+    with pytest.raises(KeyboardInterrupt):
+      os.kill(os.getpid(), signal.SIGTERM)
+    return asked.number
+
+  assert asyncio.run(run()) == signal.SIGTERM
+
+
+def test_the_second_signal_ends_the_process():
+  program = """
+import asyncio, os, signal
+from launch import signals
+
+async def run():
+  signals.Signals(lambda: print("asked", flush=True), lambda text: None)
+  for _ in range(2):
+    os.kill(os.getpid(), signal.SIGTERM)
+    await asyncio.sleep(0.05)
+  print("still here")
+
+asyncio.run(run())
+"""
+  ended = subprocess.run(
+    [sys.executable, "-c", program],
+    capture_output=True,
+    text=True,
+    timeout=60,
+    check=False,
+  )
+  assert ended.returncode == -signal.SIGTERM, ended.stderr
+  assert ended.stdout == "asked\n"

@@ -1,0 +1,399 @@
+"""A warm start that is recorded, stopped, killed, damaged, and goes on."""
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+from envs import rewards
+from launch import flags, local, warm_start_files, workdir
+from models import config as model_config
+from models import lora
+from rl import (
+  assemble,
+  checkpoint,
+  config,
+  engine_settings,
+  optimizers,
+  overlap,
+  rollout,
+  settings,
+  testing,
+  warm_start,
+)
+
+ROOT = pathlib.Path(__file__).parents[2]
+STEPS = 12
+DENSE = model_config.tiny(vocab_size=7, num_layers=1, d_model=32, max_length=16)
+MODELS = {
+  "dense": DENSE,
+  "experts": dataclasses.replace(DENSE, num_experts=4),
+  "adapters": dataclasses.replace(DENSE, lora=lora.Lora(rank=2)),
+}
+
+
+def experiment(model=DENSE, every=4, **changes):
+  base = config.Experiment(
+    environment=testing.Counting(turns=2),
+    reward=rewards.Outcome(),
+    model=model,
+    rollout=rollout.Rollout(group_size=4, max_tokens=16),
+    engine=engine_settings.EngineSettings(
+      slots=32, row_buckets=(32,), chunk_buckets=(4,)
+    ),
+    overlap=overlap.sync(4),
+    batch=config.BatchShape(rows=4, length=16),
+    evaluation=config.Evaluation(episodes=4),
+    warm_start=warm_start.WarmStart(
+      steps=STEPS,
+      episodes=4,
+      exploration=0.5,
+      optimizer=optimizers.AdamW(learning_rate=0.01),
+      checkpoint_every=every,
+    ),
+    rounds=0,
+  )
+  return dataclasses.replace(base, **changes)
+
+
+def imitate(run_dir, tree, stop_after=0, during=lambda files: None):
+  """Runs a warm start in a directory, stopped after so many steps if any.
+
+  Returns:
+    (state or None, what was noted). `during` is called before the last step.
+  """
+  said = []
+  run_dir.mkdir(exist_ok=True)
+
+  async def start():
+    parts = assemble.build(tree)
+    files = warm_start_files.WarmStartFiles(
+      run_dir, tree, parts.spans, said.append
+    )
+
+    def report(text):
+      if text == f"warm start {stop_after}/{STEPS}":
+        files.stop()
+      if text == f"warm start {STEPS}/{STEPS}":
+        during(files)
+
+    with contextlib.closing(files):
+      try:
+        return await assemble.initial_state(parts, report, files)
+      except warm_start_files.Stopped as stopped:
+        said.append(str(stopped))
+        return None
+      finally:
+        await parts.close()
+
+  return asyncio.run(start()), said
+
+
+def as_bytes(state):
+  return [np.asarray(x).tobytes() for x in jax.tree.leaves(state.params)]
+
+
+def lines(run_dir):
+  text = (run_dir / "warm_start.jsonl").read_text()
+  return [json.loads(line) for line in text.splitlines()]
+
+
+def learned(run_dir):
+  """Returns what of the lines does not tell the time."""
+  return [
+    {k: v for k, v in row.items() if "_s" not in k} for row in lines(run_dir)
+  ]
+
+
+def damage(run_dir, step):
+  """Cuts the largest file of a checkpoint in half."""
+  files = (run_dir / "warm_start" / str(step)).rglob("*")
+  data = max((p for p in files if p.is_file()), key=lambda p: p.stat().st_size)
+  os.truncate(data, data.stat().st_size // 2)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+  """Directory and parameters of a warm start that nobody stopped."""
+  run_dir = tmp_path_factory.mktemp("whole")
+  state, _ = imitate(run_dir, experiment())
+  return run_dir, as_bytes(state)
+
+
+@pytest.fixture(scope="module")
+def stopped_at_10(tmp_path_factory):
+  """The directory of one that has checkpoints after 8 and 10 steps."""
+  run_dir = tmp_path_factory.mktemp("stopped")
+  state, said = imitate(run_dir, experiment(), stop_after=10)
+  assert state is None
+  assert said == [f"saved after 10 of {STEPS} steps of the warm start"]
+  assert workdir.checkpoints(run_dir, workdir.WARM_START) == ["10", "8"]
+  return run_dir
+
+
+@pytest.fixture
+def stopped(stopped_at_10, tmp_path):
+  return pathlib.Path(shutil.copytree(stopped_at_10, tmp_path / "stopped"))
+
+
+def test_each_step_has_a_line(whole):
+  rows = lines(whole[0])
+  assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+  for row in rows:
+    # Two turns of an episode, each a word and the end of the answer.
+    assert row["tokens"] == 4 * 2 * 2
+    assert row["skipped"] == 0
+    assert row["grad_norm"] > 0
+    assert row["step_s"] > 0
+  # Seven words of which none is likelier: ln 7. It learns what comes often.
+  assert rows[0]["loss"] == pytest.approx(math.log(7), abs=0.3)
+  assert rows[-1]["loss"] < 0.8 * rows[0]["loss"]
+  times = [row["time_s"] for row in rows]
+  assert times == sorted(times)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_one_that_was_stopped_goes_on_bit_equal(name, tmp_path):
+  tree = experiment(MODELS[name])
+  state, _ = imitate(tmp_path / "whole", tree)
+  assert imitate(tmp_path / "stopped", tree, stop_after=6)[0] is None
+  again, said = imitate(tmp_path / "stopped", tree)
+  assert said == [f"going on after 6 of {STEPS} steps of the warm start"]
+  assert as_bytes(again) == as_bytes(state)
+  assert learned(tmp_path / "stopped") == learned(tmp_path / "whole")
+
+
+def test_a_line_that_a_kill_cut_is_written_again(stopped, whole):
+  with (stopped / "warm_start.jsonl").open("a") as file:
+    file.write('{"step": 11, "loss": 1.5}\n{"step": 12, "lo')
+  state, _ = imitate(stopped, experiment())
+  assert as_bytes(state) == whole[1]
+  assert learned(stopped) == learned(whole[0])
+
+
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(stopped, whole):
+  damage(stopped, 10)
+  state, said = imitate(stopped, experiment())
+  assert "checkpoint 10 (" in said[0]
+  assert "is damaged and was left out" in said[0]
+  assert said[1] == f"going on after 8 of {STEPS} steps of the warm start"
+  assert as_bytes(state) == whole[1]
+  assert learned(stopped) == learned(whole[0])
+
+
+def test_checkpoints_that_are_all_damaged_end_it(stopped):
+  for step in (8, 10):
+    damage(stopped, step)
+  before = lines(stopped)
+  with pytest.raises(checkpoint.Unsaved, match=r"all are damaged: 10, 8\."):
+    imitate(stopped, experiment())
+  assert lines(stopped) == before
+
+
+def test_a_checkpoint_of_another_model_is_refused(stopped):
+  wide = dataclasses.replace(DENSE, d_model=64)
+  with pytest.raises(checkpoint.Mismatch, match="leaf"):
+    imitate(stopped, experiment(wide))
+
+
+def test_other_settings_are_refused_before_anything_is_cleared(stopped):
+  tree = flags.load(str(ROOT / "configs/guess_number_sft.py"))
+
+  def claim(**changes):
+    changed = dataclasses.replace(tree.warm_start, **changes)
+    workdir.claim(
+      stopped, dataclasses.replace(tree, warm_start=changed)
+    ).close()
+
+  with contextlib.closing(workdir.claim(stopped.parent / "new", tree)):
+    shutil.copy(stopped.parent / "new" / "config.json", stopped)
+  with pytest.raises(ValueError, match=r"warm_start\.steps: 250 -> 251"):
+    claim(steps=251)
+  claim(checkpoint_every=5)
+  assert len(lines(stopped)) == 10
+  assert workdir.checkpoints(stopped, workdir.WARM_START) == ["10", "8"]
+
+
+def test_one_that_was_stopped_in_its_last_step_trains_no_more(tmp_path, whole):
+  _, said = imitate(tmp_path, experiment(), stop_after=STEPS)
+  assert said == [f"saved after {STEPS} of {STEPS} steps of the warm start"]
+  state, _ = imitate(tmp_path, experiment())
+  assert as_bytes(state) == whole[1]
+  assert learned(tmp_path) == learned(whole[0])
+
+
+def test_a_checkpoint_that_cannot_be_saved_ends_it(tmp_path):
+  def occupy(files):
+    (tmp_path / "warm_start" / "12").mkdir()
+    files.stop()
+
+  with pytest.raises(
+    checkpoint.Unsaved, match=r"after 12 of 12 .* not be saved"
+  ):
+    imitate(tmp_path, experiment(), during=occupy)
+
+
+# Whole runs.
+
+
+def train(run_dir, tree):
+  data = {
+    "overlap": settings.to_json(tree.overlap),
+    "rollout": {"group_size": tree.rollout.group_size},
+  }
+  (run_dir / "config.json").write_text(json.dumps(data))
+  return local.train(tree, run_dir)
+
+
+def test_a_run_of_no_rounds_says_what_is_done_and_what_goes_on(
+  tmp_path, capsys
+):
+  assert train(tmp_path, experiment()) == 0
+  done = f"{tmp_path} has no rounds, and its warm start is done; raise"
+  assert done in capsys.readouterr().out
+  assert not (tmp_path / "warm_start").exists()
+  before = lines(tmp_path)
+  assert train(tmp_path, experiment()) == 0
+  told = capsys.readouterr().out
+  assert "going on after the warm start" in told
+  assert done in told
+  # More rounds follow upon it, and do not repeat it.
+  assert train(tmp_path, experiment(rounds=1)) == 0
+  assert "warm start 1/" not in capsys.readouterr().out
+  assert lines(tmp_path) == before
+  assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 1
+
+
+def test_a_run_that_ends_before_its_first_checkpoint_keeps_its_warm_start(
+  tmp_path, capsys
+):
+  # Steps of this size leave no finite number in the second round.
+  wild = optimizers.AdamW(learning_rate=1e30)
+  tree = experiment(optimizer=wild, rounds=4, max_skipped=0)
+  assert train(tmp_path, tree) == 1
+  assert workdir.checkpoints(tmp_path) == ["0"]
+  capsys.readouterr()
+  assert train(tmp_path, tree) == 1
+  told = capsys.readouterr().out
+  assert "going on after the warm start" in told
+  assert "warm start 1/" not in told
+  # The round that was cut off and the one in its place are one in the log.
+  kinds = [
+    json.loads(line)["kind"]
+    for line in (tmp_path / "events.jsonl").read_text().splitlines()
+    if line
+  ]
+  assert kinds.count("resumed") == 1
+  assert told.count("error: ") == 1
+  assert "gradient norm" in told
+
+
+# Real processes.
+
+OVERRIDES = {
+  "warm_start.steps": "120",
+  "warm_start.episodes": "4",
+  "warm_start.checkpoint_every": "8",
+  "warm_start.optimizer.schedule.decay_updates": "110",
+  "model.num_experts": "0",
+  "model.num_layers": "1",
+  "model.d_model": "32",
+  "batch.rows": "8",
+  "engine.slots": "32",
+  "engine.row_buckets": "32,",
+  "engine.chunk_buckets": "8,",
+  "evaluation.episodes": "4",
+}
+
+
+def start(run_dir):
+  environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+  return subprocess.Popen(
+    [
+      *(sys.executable, "-m", "launch.train"),
+      *("--config=configs/guess_number_sft.py", f"--workdir={run_dir}"),
+      *(f"--config.{key}={value}" for key, value in OVERRIDES.items()),
+    ],
+    cwd=ROOT,
+    env=environment,
+    stdout=subprocess.PIPE,
+    stderr=subprocess.STDOUT,
+    stdin=subprocess.DEVNULL,
+    text=True,
+  )
+
+
+def finish(process):
+  output, _ = process.communicate(timeout=240)
+  return process.returncode, output
+
+
+def wait_for_steps(run_dir, count, process, deadline_s=200):
+  deadline = time.monotonic() + deadline_s
+  path = run_dir / "warm_start.jsonl"
+  while time.monotonic() < deadline and process.poll() is None:
+    if path.exists() and len(path.read_text().splitlines()) >= count:
+      return
+    time.sleep(0.01)
+  process.kill()
+  raise AssertionError(f"no {count} steps: {process.communicate()[0]}")
+
+
+def saved(run_dir):
+  like = ocp.PyTreeCheckpointer().restore(
+    run_dir / "checkpoints" / "0" / "state"
+  )
+  return {name: np.asarray(leaf).tobytes() for name, leaf in like.items()}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+  run_dir = tmp_path_factory.mktemp("finished")
+  code, output = finish(start(run_dir))
+  assert code == 0, output
+  return run_dir
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_the_same_command_ends_bit_equal_after_a_signal(
+  number, finished, tmp_path
+):
+  process = start(tmp_path)
+  wait_for_steps(tmp_path, 20, process)
+  process.send_signal(number)
+  code, output = finish(process)
+  if number == signal.SIGKILL:
+    assert code == -number
+    # Those after 8 and 16 steps; one may have been on its way.
+    assert workdir.checkpoints(tmp_path, workdir.WARM_START)
+  else:
+    assert code == 128 + number, output
+    assert "of 120 steps of the warm start; to go on:\n" in output
+    assert "-m launch.train" in output
+  assert not (tmp_path / "checkpoints" / "0").exists()
+  code, output = finish(start(tmp_path))
+  assert code == 0, output
+  assert "of 120 steps of the warm start\n" in output
+  assert "warm start 1/120" not in output
+  assert learned(tmp_path) == learned(finished)
+  assert saved(tmp_path) == saved(finished)
+  assert len(saved(finished)) > 20
+  rows = [
+    json.loads((run_dir / "evaluations.jsonl").read_text())
+    for run_dir in (tmp_path, finished)
+  ]
+  assert rows[0]["success"] == rows[1]["success"]
+  assert not (tmp_path / "warm_start").exists()
