@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TextIO
@@ -13,6 +14,7 @@ import rich.table
 
 _SPARKS = "▁▂▃▄▅▆▇█"
 _LINE_EVERY_S = 2.0
+_MAX_FAULT = 72
 
 
 class Display:
@@ -42,6 +44,7 @@ class Display:
     self._metrics: Mapping[str, float] = {}
     self._evaluation: tuple[float, float, float] | None = None
     self._phase = "starting"
+    self._fault = ""
     self._successes: list[float] = []
     # Rounds that were done at the first update, and when that was.
     self._first: tuple[int, float] | None = None
@@ -51,7 +54,10 @@ class Display:
     if _can_draw(stream, self._console):
       # Last: it asks for the panel at once.
       self._live = rich.live.Live(
-        console=self._console, get_renderable=self._panel
+        console=self._console,
+        get_renderable=self._panel,
+        # What goes elsewhere is none of the panel's business.
+        redirect_stderr=sys.stderr.isatty(),
       )
 
   def start(self) -> None:
@@ -76,17 +82,19 @@ class Display:
     if not self._live and not (is_same and self._is_soon()):
       self._print(name)
 
-  def update(self, metrics: Mapping[str, float]) -> None:
+  def update(self, metrics: Mapping[str, float], fault: str = "") -> None:
     """Shows the metrics of a finished round.
 
     Args:
       metrics: `round`, counted from 1, and any of success, reward_mean,
         entropy, decode_tokens_per_s, learner_tokens_per_s, overlap_share,
-        staleness_max, staleness_bound, zero_variance_groups and faults; with
-        experts also router_entropy, max_load and dropped_assignments.
+        staleness_max, staleness_bound, zero_variance_groups, faults and
+        skipped_updates; with experts also router_entropy, max_load and
+        dropped_assignments.
+      fault: kind and message of the most frequent one.
     """
     is_due = bool(self._phase) or not self._is_soon()
-    self._metrics, self._phase = dict(metrics), ""
+    self._metrics, self._phase, self._fault = dict(metrics), "", fault
     self._first = self._first or (self._done, self._clock())
     success = metrics.get("success", math.nan)
     if math.isfinite(success):
@@ -103,8 +111,17 @@ class Display:
       self._console.print(f"evaluation: success {self._evaluation_text()}")
 
   def note(self, text: str) -> None:
-    """Shows a notice, above the panel where there is one."""
+    """Shows a notice, above the panel where there is one.
+
+    The round before it is shown first.
+    """
+    if self._waiting_line and not self._live:
+      self._print_round()
     self._console.print(text, soft_wrap=True)
+
+  def warn(self, text: str) -> None:
+    """Prints a warning on stderr; a panel stays below it."""
+    print(f"warning: {text}", file=sys.stderr, flush=True)
 
   @property
   def _done(self) -> int:
@@ -139,15 +156,18 @@ class Display:
     cells = _cells(self._metrics)
     width = len(str(self._total_rounds))
     evaluated = _percent(self._evaluation[0] if self._evaluation else None)
-    faults = (
-      f"  faults {cells['faults']}" if self._metrics.get("faults") else ""
-    )
+    wrong = ""
+    if self._metrics.get("skipped_updates"):
+      wrong += f"  skipped {cells['skipped']}"
+    if self._metrics.get("faults"):
+      wrong += f"  faults {cells['faults']}"
+      wrong += f" ({_short(self._fault)})" if self._fault else ""
     return (
       f"round {self._done:>{width}}/{self._total_rounds}"
       f"  success {cells['success']:>4}  eval {evaluated:>4}"
       f"  decode {cells['decode']:>5}/s  learner {cells['learner']:>5}/s"
       f"  overlap {cells['overlap']:>4}  stale {cells['staleness']}"
-      f"  left {self._left()}{faults}"
+      f"  left {self._left()}{wrong}"
     )
 
   def _panel(self) -> rich.console.RenderableType:
@@ -179,7 +199,11 @@ class Display:
       rows.add_row(
         "router entropy", cells["router"], "busiest expert", cells["load"]
       )
-    return rich.console.Group(top, rows)
+    if self._metrics.get("skipped_updates"):
+      rows.add_row("skipped updates", cells["skipped"], "", "")
+    if not self._fault:
+      return rich.console.Group(top, rows)
+    return rich.console.Group(top, rows, f"fault: {_short(self._fault)}")
 
 
 def sparkline(values: Sequence[float], width: int = 24) -> str:
@@ -210,6 +234,7 @@ def _cells(metrics: Mapping[str, float]) -> dict[str, str]:
     "router": _number(get("router_entropy"), ".3f"),
     "load": f"{_number(get('max_load'), '.2f')}x{_dropped(metrics)}",
     "faults": _number(get("faults"), ".0f"),
+    "skipped": _number(get("skipped_updates"), ".3g"),
   }
 
 
@@ -217,6 +242,10 @@ def _dropped(metrics: Mapping[str, float]) -> str:
   """Returns a complaint where experts left out what they were given."""
   count = metrics.get("dropped_assignments", 0.0)
   return f", {count:.0f} dropped" if count else ""
+
+
+def _short(text: str) -> str:
+  return text if len(text) <= _MAX_FAULT else f"{text[: _MAX_FAULT - 3]}..."
 
 
 def _can_draw(stream: TextIO, console: rich.console.Console) -> bool:

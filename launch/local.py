@@ -1,8 +1,8 @@
 """One process: every role a task on one event loop.
 
-restore or start afresh -> engine up -> evaluate -> rounds -> evaluate
-                                          |  (metrics, checkpoints)
-                          Ctrl-C, SIGTERM -+-> save, say how to go on
+restore, or warm start -> engine up -> evaluate -> rounds -> evaluate
+              | (a line a step, checkpoints)         | (metrics, checkpoints)
+              +-- Ctrl-C, SIGTERM -------------------+-> save, say how to go on
 
 However it ends, what its log shows is said.
 """
@@ -13,15 +13,22 @@ import dataclasses
 import gc
 import os
 import pathlib
-import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from jaxtyping import Float32
 
-from launch import check, display, report, run_files, workdir
+from launch import (
+  conclusion,
+  display,
+  round_warnings,
+  run_files,
+  signals,
+  warm_start_files,
+  workdir,
+)
 from models import load, tokenizer_files
 from rl import (
   assemble,
@@ -46,9 +53,9 @@ def train(experiment: config.Experiment, path: str | os.PathLike) -> int:
   """Runs an experiment in its claimed directory; returns the exit code.
 
   0: all rounds are done and every invariant held. 1: an invariant broke,
-  something stalled, gradients were no longer finite, or a checkpoint could not
-  be written or read. 2: what `initial` holds cannot be used. 128 + signal:
-  stopped; what was saved stays.
+  something stalled, gradients were no longer finite, faults left nothing to
+  train, or a checkpoint could not be written or read. 2: what `initial` holds
+  cannot be used. 128 + signal: stopped; what was saved stays.
   """
   run_dir = pathlib.Path(path)
   screen = display.Display(experiment.rounds, sys.stdout)
@@ -58,20 +65,21 @@ def train(experiment: config.Experiment, path: str | os.PathLike) -> int:
   except load.Unusable as error:
     screen.note(f"error: initial={error}")
     return 2
-  except (watchdog.Stalled, checkpoint.Mismatch, Unsaved) as error:
+  except (
+    watchdog.Stalled,
+    checkpoint.Mismatch,
+    checkpoint.Unsaved,
+    round_warnings.NothingTrained,
+  ) as error:
     screen.note(f"error: {error}")
     return 1
   except FloatingPointError as error:
     screen.note(f"error: {error}")
-    for path in quarantine.kept(run_dir / "skipped")[-1:]:
+    for path in quarantine.updates(run_dir / "skipped")[-1:]:
       screen.note(f"what is wrong with it:\n  python -m launch.replay {path}")
     return 1
   finally:
     screen.close()
-
-
-class Unsaved(Exception):
-  """A checkpoint could not be written, or none of those there can be read."""
 
 
 class _Run:
@@ -93,46 +101,40 @@ class _Run:
     self._closing = contextlib.ExitStack()
     self._saved = -1
     self._evaluated = -1
-    self._signal = 0
     self._meter = trace.Meter()
+    self._warnings = round_warnings.RoundWarnings(
+      run_dir, experiment.max_skipped
+    )
 
   async def train(self) -> int:
     """Runs to the last round, or to a signal."""
     parts = self._parts
-    loop = asyncio.get_running_loop()
     current = asyncio.current_task()
     assert current is not None
-    self._stop = current.cancel
-    for number in (signal.SIGINT, signal.SIGTERM):
-      loop.add_signal_handler(number, self._on_signal, number)
+    self._signals = signals.Signals(current.cancel, self._screen.note)
     try:
       return await self._train(parts)
     except (asyncio.CancelledError, KeyboardInterrupt):
-      if not self._signal:
+      if not self._signals.number:
         raise
       return self._cut_off()
+    except warm_start_files.Stopped as stopped:
+      self._screen.note(f"{stopped}; to go on:\n  {workdir.command()}")
+      return 128 + self._signals.number
     finally:
       await parts.close()
       self._closing.close()
       self._checkpoints.close()
 
-  def _on_signal(self, number: int) -> None:
-    if self._signal:  # The user insists.
-      signal.signal(number, signal.SIG_DFL)
-      os.kill(os.getpid(), number)
-    self._signal = number
-    self._screen.note("stopping at the next safe point; again to end at once")
-    self._stop()
-
   async def _train(self, parts: assemble.Parts) -> int:
     progress = await self._begin()
-    with self._checked_on_failure():
+    with conclusion.told_on_failure(self._dir, self._flush, self._screen.note):
       if progress.trained >= self._experiment.rounds:
         return await self._complete(progress)
       await self._open(progress)
       await self._evaluate_apart(progress.trained)
       await self._rounds(progress)
-      if self._signal:
+      if self._signals.number:
         return self._stopped()
       await self._evaluate_apart(self._experiment.rounds)
       return self._finish()
@@ -142,18 +144,19 @@ class _Run:
     parts = self._parts
     parts.spans.listeners.append(self._meter.add)
     loop = assemble.coordinate(parts, self)
-    cancel, self._stop = self._stop, loop.stop
     # What lives as long as the run need not be looked at again: the event loop
     # would stand still for 0.1 s each time.
     gc.collect()
     gc.freeze()
     try:
-      with parts.dog.guard(loop_lag_s=_LOOP_LAG_S):
+      with (
+        self._signals.calling(loop.stop),
+        parts.dog.guard(loop_lag_s=_LOOP_LAG_S),
+      ):
         await loop.run(progress)
     except coordinator.Stopped:
       pass
     finally:
-      self._stop = cancel
       parts.spans.listeners.remove(self._meter.add)
 
   async def _complete(self, progress: progress_lib.Progress) -> int:
@@ -169,10 +172,10 @@ class _Run:
       code = self._finish()
     elif not self._is_reported(progress.trained):
       code = self._finish()
-    self._screen.note(
-      f"{self._dir} has all its {progress.trained} rounds; raise "
-      "--config.rounds to go on"
-    )
+    done = f"all its {progress.trained} rounds"
+    if not self._experiment.rounds:
+      done = "no rounds, and its warm start is done"
+    self._screen.note(f"{self._dir} has {done}; raise --config.rounds to go on")
     return code
 
   def _is_evaluated(self, trained: int) -> bool:
@@ -203,16 +206,22 @@ class _Run:
     self._screen.phase("looking for a checkpoint")
     found = await assemble.restore(parts, self._checkpoints)
     if found is None:
-      self._check_none_damaged()
+      workdir.check_none_damaged(self._dir)
       self._note_tokenizer()
-      state = await assemble.initial_state(parts, self._screen.phase)
-      return progress_lib.beginning(state, parts.tasks.cursor)
+      return await self._start()
+    warm_start_files.forget(self._dir)
     for name in found.skipped:
       self._screen.note(f"checkpoint {name} is damaged and was left out")
-    self._screen.note(f"going on after {found.step} rounds")
+    done = f"{found.step} rounds" if found.step else self._of(0)
+    self._screen.note(f"going on after {done}")
     self._saved = found.step
     parts.tasks.seek(found.host["cursor"])
-    return progress_lib.from_host(found.state, found.host)
+    progress = progress_lib.from_host(found.state, found.host)
+    if not progress.next_group and (self._dir / "events.jsonl").stat().st_size:
+      # The coordinator, to whom this is a beginning, cannot know of a round
+      # that a kill cut off.
+      parts.log.emit("resumed", trained=progress.trained, next_group=0)
+    return progress
 
   def _note_tokenizer(self) -> None:
     """Says so when initial weights meet their words under other ids."""
@@ -224,15 +233,30 @@ class _Run:
         f"{chat.vocab_size - len(chat.words)} on"
       )
 
-  def _check_none_damaged(self) -> None:
-    """Raises when there are checkpoints: a run must not start over unasked."""
-    names = workdir.checkpoints(self._dir)
-    if names:
-      raise Unsaved(
-        f"no checkpoint in {self._dir}/checkpoints can be read; all are "
-        f"damaged: {', '.join(names)}. Put a copy of one back, or move that "
-        "directory away to start over"
-      )
+  async def _start(self) -> progress_lib.Progress:
+    """Returns a run before its first round; saves what a warm start gave."""
+    parts, experiment = self._parts, self._experiment
+    if experiment.warm_start is None:
+      state = await assemble.initial_state(parts, self._screen.phase)
+      return progress_lib.beginning(state, parts.tasks.cursor)
+    files = warm_start_files.WarmStartFiles(
+      self._dir, experiment, parts.spans, self._screen.note
+    )
+    with contextlib.closing(files), self._signals.calling(files.stop):
+      state = await assemble.initial_state(parts, self._screen.phase, files)
+    progress = progress_lib.beginning(state, parts.tasks.cursor)
+    await self.on_boundary(progress)
+    self._wait_for_save()
+    warm_start_files.forget(self._dir)
+    if self._signals.number:  # It came behind the last step.
+      raise asyncio.CancelledError
+    return progress
+
+  def _of(self, trained: int) -> str:
+    """Returns what a checkpoint is of, in words."""
+    if trained or self._experiment.warm_start is None:
+      return f"round {trained}"
+    return "the warm start"
 
   # The observer.
 
@@ -240,13 +264,15 @@ class _Run:
     self,
     metrics: Mapping[str, float],
     groups: Sequence[trajectory.Group],
-    values: Sequence[Float32[np.ndarray, " G"]],
+    advantages: Sequence[Float32[np.ndarray, " G"]],
   ) -> None:
     """Writes and shows the numbers of a round and a few of its episodes."""
     time_s = time.monotonic() - self._parts.spans.origin
     metrics = {**metrics, "time_s": time_s}
     self._metrics.write(int(metrics["round"]), metrics)
-    self._screen.update(metrics)
+    self._screen.update(metrics, str(round_warnings.worst(groups) or ""))
+    for line in self._warnings.after(metrics, groups):
+      self._screen.warn(line)
     every = self._experiment.keeping.episodes_every
     if (number := int(metrics["round"])) % every == 1 % every:
       if (gap := self._parts.trainer.gap) is not None:
@@ -255,9 +281,12 @@ class _Run:
         self._dir,
         number,
         groups[:_EPISODES_KEPT],
-        values[:_EPISODES_KEPT],
+        advantages[:_EPISODES_KEPT],
         self._parts.chat,
       )
+    self._flush()
+
+  def _flush(self) -> None:
     self._parts.log.flush()
     self._parts.spans.flush()
 
@@ -268,19 +297,31 @@ class _Run:
       await self._evaluate(int(version))
 
   async def on_boundary(self, progress: progress_lib.Progress) -> None:
-    """Saves every few rounds, at the end and when asked to stop."""
-    trained = progress.trained
+    """Saves every few rounds, at the end and when asked to stop.
+
+    Raises:
+      round_warnings.NothingTrained: in too many rounds; this one is saved.
+    """
+    trained, hopeless = progress.trained, self._warnings.hopeless
     due = trained % self._experiment.keeping.checkpoint_every == 0
     last = trained == self._experiment.rounds
-    if trained == self._saved or not (due or last or self._signal):
+    if due or last or self._signals.number or hopeless:
+      self._save(progress)
+    if hopeless:
+      raise round_warnings.NothingTrained(hopeless)
+
+  def _save(self, progress: progress_lib.Progress) -> None:
+    """Starts a checkpoint, unless there is that of this round already."""
+    trained = progress.trained
+    if trained == self._saved:
       return
     with self._parts.spans.span("host", "checkpoint", round=trained):
       try:
         assemble.save(self._checkpoints, progress)
       except Exception as error:  # Orbax raises all kinds.
-        raise Unsaved(
-          f"the checkpoint of round {trained}, or that before it, could not "
-          f"be saved: {error!r}"
+        raise checkpoint.Unsaved(
+          f"the checkpoint of {self._of(trained)}, or that before it, "
+          f"could not be saved: {error!r}"
         ) from error
     self._saved = trained
 
@@ -316,83 +357,39 @@ class _Run:
     try:
       self._checkpoints.wait()
     except Exception as error:  # Orbax raises all kinds.
-      raise Unsaved(
-        f"the checkpoint of round {self._saved} could not be saved: {error!r}"
+      raise checkpoint.Unsaved(
+        f"the checkpoint of {self._of(self._saved)} could not be saved: "
+        f"{error!r}"
       ) from error
 
   def _cut_off(self) -> int:
     """Ends a run that a signal cancelled outside of its rounds."""
     self._wait_for_save()
-    if self._saved < 0:
+    if not workdir.has_saved(self._dir):
       self._screen.note("stopped before the first round: nothing to save")
     else:
+      saved = self._of(max(0, self._saved))
       self._screen.note(
-        f"stopped: the checkpoint of round {self._saved} stays; to go on:\n"
+        f"stopped: the checkpoint of {saved} stays; to go on:\n"
         f"  {workdir.command()}"
       )
-    return 128 + self._signal
+    return 128 + self._signals.number
 
   def _stopped(self) -> int:
     """Ends a run that a signal stopped between rounds, where it can go on."""
-    self._end_at_signals()
+    self._signals.interrupt()
     self._wait_for_save()
     self._screen.note(
       f"saved after {self._saved} rounds; to go on:\n  {workdir.command()}"
     )
-    return self._conclude() or 128 + self._signal
+    return self._conclude() or 128 + self._signals.number
 
   def _finish(self) -> int:
-    self._end_at_signals()
+    self._signals.interrupt()
     self._wait_for_save()
     return self._conclude()
 
-  def _end_at_signals(self) -> None:
-    """Lets a signal interrupt code that does not await, as it comes."""
-
-    def interrupt(number: int, frame: object) -> None:
-      del frame
-      signal.signal(number, signal.SIG_DFL)
-      self._signal = number
-      raise KeyboardInterrupt
-
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-      loop.remove_signal_handler(number)
-      signal.signal(number, interrupt)
-
-  @contextlib.contextmanager
-  def _checked_on_failure(self) -> Iterator[None]:
-    """Says what the log shows before an exception of the body goes on."""
-    try:
-      yield
-    except Exception:
-      try:
-        self._parts.log.flush()
-        self._tell(check.of_run(self._dir))
-      except (OSError, check.Unreadable) as error:  # Not what ended the run.
-        self._screen.note(f"the log was not checked: {error}")
-      raise
-
-  def _tell(self, verdict: check.Verdict) -> int:
-    """Says what the log shows; returns 1 when an invariant broke."""
-    self._screen.note(verdict.summary)
-    for line in verdict.violations:
-      self._screen.note(f"error: {line}")
-    return 1 if verdict.violations else 0
-
   def _conclude(self) -> int:
     """Leaves trace and report; returns 1 when an invariant broke."""
-    parts = self._parts
-    parts.log.flush()
-    parts.spans.flush()
-    both = self._meter.take()
-    self._screen.note(
-      f"learner busy {both.first_s:.1f} s, decode busy {both.second_s:.1f} s,"
-      f" both at once {both.both_s:.1f} s ({both.share:.0%} of the shorter)"
-    )
-    trace.write_chrome(
-      trace.File(self._dir / "spans.jsonl"), self._dir / "trace.json"
-    )
-    verdict = check.of_run(self._dir)
-    self._screen.note(f"report: {report.write(self._dir, verdict)}")
-    return self._tell(verdict)
+    self._flush()
+    return conclusion.leave(self._dir, self._meter.take(), self._screen.note)

@@ -3,13 +3,15 @@
 BATCH is a directory such as runs/first/skipped/round_000012_update_0, which a
 run leaves when a loss or gradient is not finite. It runs the gradient again
 and names what is not finite: micro-batches, rows and trajectories, each of
-them alone, columns, parameters. --where also names the operation.
+them alone, columns, parameters. Where none of the first rows is finite it says
+where to look, and stops. --where also names the operation.
 
 The exit code is 0 when all is finite now, 1 when it is not, and 2 when there
 is nothing to replay.
 """
 
 import difflib
+import itertools
 import math
 import pathlib
 import sys
@@ -33,6 +35,7 @@ _WHERE = absl_flags.DEFINE_bool(
   "where", False, "Names the operation that makes the first nan; slow."
 )
 _MAX_ROWS = 16
+_FIRST_ROWS = 8
 _MAX_LEAVES = 8
 
 
@@ -46,8 +49,8 @@ def main(argv: list[str]) -> None:
     path = named(argv[1])
     experiment = workdir.read(path.resolve().parents[1])
     devices.prepare(experiment.placement)
-    programs, kept = read(path, experiment)
-  sys.exit(replay(programs, kept, print, where=_WHERE.value))
+    programs, skipped = read(path, experiment)
+  sys.exit(replay(programs, skipped, print, where=_WHERE.value))
 
 
 def named(argument: str) -> pathlib.Path:
@@ -60,7 +63,7 @@ def named(argument: str) -> pathlib.Path:
   if (path / quarantine.BATCHES).is_file():
     return path
   for directory in (path, path / "skipped", path.parent):
-    if found := {x.name: x for x in quarantine.kept(directory)}:
+    if found := {x.name: x for x in quarantine.updates(directory)}:
       near = difflib.get_close_matches(path.name, found, 1) or list(found)[-3:]
       choice = " or ".join(str(found[name]) for name in near)
       raise settings.SettingError(
@@ -86,7 +89,7 @@ def _nearest(path: pathlib.Path) -> str:
 
 def read(
   path: pathlib.Path, experiment: config.Experiment
-) -> tuple[learner.Learner, quarantine.Kept]:
+) -> tuple[learner.Learner, quarantine.SkippedUpdate]:
   """Returns the programs of the run and what it has put away.
 
   Raises:
@@ -102,7 +105,7 @@ def read(
 
 def replay(
   programs: learner.Learner,
-  kept: quarantine.Kept,
+  skipped: quarantine.SkippedUpdate,
   say: Callable[[str], None],
   *,
   where: bool = False,
@@ -112,8 +115,8 @@ def replay(
   Args:
     where: also looks for the operation that makes the first nan.
   """
-  _tell_input(programs, kept, say)
-  total = post_mortem.outcome(programs, kept, kept.batches)
+  suspect = _tell_input(programs, skipped, say)
+  total = post_mortem.outcome(programs, skipped, skipped.batches)
   say(f"update: {_numbers(total)}")
   if total.is_finite:
     return 0
@@ -121,52 +124,83 @@ def replay(
     say(f"parameters without a finite gradient: {_listed(total.leaves)}")
   elif math.isinf(total.norm):
     say("the gradient of every parameter is finite; their norm overflows")
-  place = _search(programs, kept, say)
+  place = _first_if_all(programs, skipped)
+  if place is not None:
+    say(f"every row: look at {suspect}")
+  else:
+    place = _search(programs, skipped, say)
   if where:
-    _tell_where(programs, kept, place, say)
+    _tell_where(programs, skipped, place, say)
   return 1
 
 
 def _tell_input(
   programs: learner.Learner,
-  kept: quarantine.Kept,
+  skipped: quarantine.SkippedUpdate,
   say: Callable[[str], None],
-) -> None:
-  height, length = kept.batches[0].tokens.shape
-  sampled = sum(int(packed.sampled.sum()) for packed in kept.batches)
+) -> str:
+  """Says what the update met; returns where to look if every row fails."""
+  height, length = skipped.batches[0].tokens.shape
+  sampled = sum(int(packed.sampled.sum()) for packed in skipped.batches)
   say(
-    f"version {kept.version}, update {kept.number}: {sampled} sampled tokens, "
-    f"micro-batches of up to {height} x {length}: {len(kept.batches)}"
+    f"round {skipped.round}, update {skipped.number}, at version "
+    f"{skipped.version}: {sampled} sampled tokens, micro-batches of up to "
+    f"{height} x {length}: {len(skipped.batches)}"
   )
-  bad, (size, leaf) = post_mortem.parameters(kept)
+  parameters = post_mortem.parameters(skipped)
+  bad, (size, leaf) = parameters
   wrong = f"not finite: {_listed(bad)}" if bad else "finite"
   say(f"parameters: {wrong}; the largest is {size:.4g}, in {leaf}")
-  for column in post_mortem.columns(programs, kept):
+  columns = post_mortem.columns(programs, skipped)
+  for column in columns:
     line = f"  {column.name:10}  {column.low:.4g} to {column.high:.4g}"
     if column.first is not None:
       place, index = column.first
       line += f"; not finite: {column.bad}, first {_at(place)} index {index}"
     say(line)
+  return post_mortem.suspect(parameters, columns)
+
+
+def _first_if_all(
+  programs: learner.Learner, skipped: quarantine.SkippedUpdate
+) -> post_mortem.Place | None:
+  """Returns the first row, if it and those after it all fail, each alone.
+
+  None when one of the first is finite, or when there is one row alone.
+  """
+  every = itertools.chain.from_iterable(
+    post_mortem.rows(skipped, i) for i in range(len(skipped.batches))
+  )
+  rows = list(itertools.islice(every, _FIRST_ROWS))
+  if len(rows) < 2:
+    return None
+  bad = (place for place, _ in _bad(programs, skipped, rows))
+  # A finite one comes early, if it comes at all.
+  if all(found == row for found, row in itertools.zip_longest(bad, rows)):
+    return rows[0]
+  return None
 
 
 def _search(
   programs: learner.Learner,
-  kept: quarantine.Kept,
+  skipped: quarantine.SkippedUpdate,
   say: Callable[[str], None],
 ) -> post_mortem.Place | None:
   """Says which parts are not finite alone; returns the first smallest."""
   found, looked = None, 0
-  for number, packed in enumerate(kept.batches):
-    outcome = post_mortem.outcome(programs, kept, [packed])
+  for number, packed in enumerate(skipped.batches):
+    outcome = post_mortem.outcome(programs, skipped, [packed])
     say(f"micro-batch {number}: {_numbers(outcome)}")
     if outcome.is_finite:
       continue
-    for row, outcome in _bad(programs, kept, post_mortem.rows(kept, number)):
+    for row, outcome in _bad(
+      programs, skipped, post_mortem.rows(skipped, number)
+    ):
       say(f"  row {row.row}: {_numbers(outcome)}")
       looked += 1
       smallest = row
       if looked <= _MAX_ROWS:
-        smallest = _take_apart(programs, kept, row, say) or row
+        smallest = _take_apart(programs, skipped, row, say) or row
       found = found or smallest
   if looked > _MAX_ROWS:
     say(f"only the first {_MAX_ROWS} of {looked} such rows were taken apart")
@@ -177,27 +211,30 @@ def _search(
 
 def _bad(
   programs: learner.Learner,
-  kept: quarantine.Kept,
+  skipped: quarantine.SkippedUpdate,
   places: Iterable[post_mortem.Place],
 ) -> Iterator[tuple[post_mortem.Place, post_mortem.Outcome]]:
   """Yields the parts that are not finite when they run alone."""
   for place in places:
-    part = post_mortem.alone(kept.batches[place.batch], place)
-    outcome = post_mortem.outcome(programs, kept, [part])
+    part = post_mortem.alone(skipped.batches[place.batch], place)
+    outcome = post_mortem.outcome(programs, skipped, [part])
     if not outcome.is_finite:
       yield place, outcome
 
 
 def _take_apart(
   programs: learner.Learner,
-  kept: quarantine.Kept,
+  skipped: quarantine.SkippedUpdate,
   row: post_mortem.Place,
   say: Callable[[str], None],
 ) -> post_mortem.Place | None:
   """Says which trajectories of a row are not finite; returns the first."""
-  packed, parts = kept.batches[row.batch], post_mortem.trajectories(kept, row)
+  packed, parts = (
+    skipped.batches[row.batch],
+    post_mortem.trajectories(skipped, row),
+  )
   parts = list(parts)
-  bad = list(_bad(programs, kept, parts))
+  bad = list(_bad(programs, skipped, parts))
   if len(bad) == len(parts) > 1:
     say(f"    nor is any of its {len(parts)} trajectories")
   else:
@@ -206,26 +243,30 @@ def _take_apart(
       own = slice(first, last + 1)
       versions = packed.versions[row.row, own][packed.sampled[row.row, own]]
       say(
-        f"    segment {place.segment}: {_numbers(outcome)}; {count} tokens "
-        f"from index {first} to {last}, of versions {versions.min()} to "
-        f"{versions.max()}"
+        f"    segment {place.segment}{_whose(skipped, place)}: "
+        f"{_numbers(outcome)}; {count} tokens from index {first} to {last}, "
+        f"of versions {versions.min()} to {versions.max()}"
       )
   return bad[0][0] if bad else None
 
 
 def _tell_where(
   programs: learner.Learner,
-  kept: quarantine.Kept,
+  skipped: quarantine.SkippedUpdate,
   place: post_mortem.Place | None,
   say: Callable[[str], None],
 ) -> None:
-  batches = kept.batches
+  batches = skipped.batches
   if place is not None:
     batches = [post_mortem.alone(batches[place.batch], place)]
   for packed in batches:
     placed = programs.place(packed)
     found = post_mortem.first_nan(
-      programs.accumulate, kept.params, programs.zero(), placed, kept.critic
+      programs.accumulate,
+      skipped.params,
+      programs.zero(),
+      placed,
+      skipped.critic,
     )
     if found is not None:
       say(f"first operation with a nan: {found}")
@@ -241,6 +282,12 @@ def _numbers(outcome: post_mortem.Outcome) -> str:
 
 def _at(place: post_mortem.Place) -> str:
   return f"in micro-batch {place.batch} row {place.row} segment {place.segment}"
+
+
+def _whose(skipped: quarantine.SkippedUpdate, place: post_mortem.Place) -> str:
+  """Returns " (group 3 member 1 of game/train/7)", where that is known."""
+  owner = post_mortem.owner(skipped, place)
+  return "" if owner is None else f" ({owner})"
 
 
 def _listed(names: tuple[str, ...]) -> str:

@@ -93,6 +93,7 @@ function smooth(values) {
 
 function drawCurve() {
   const key = $("#metric").value;
+  $("#meaning").textContent = data.meanings[key] || "";
   const points = data.metrics.round
     .map((round, i) => [round, data.metrics[key][i]])
     .filter(([, value]) => value != null);

@@ -19,7 +19,14 @@ from typing import Any
 
 from absl import app, flags
 
-from launch import check, learning_curve, run_files
+from launch import (
+  check,
+  glossary,
+  learning_curve,
+  report_learning,
+  report_warm_start,
+  run_files,
+)
 from rl import trace
 
 _HERE = pathlib.Path(__file__).parent
@@ -39,7 +46,8 @@ class Run:
     verdict: on the event log; None without one.
     trajectories: a sample, see `run_files.sample_trajectories`.
     gaps: a sample of comparisons, see `run_files.sample_gaps`.
-    notes: sentences about what is missing or unreadable.
+    warm_start: one row a step, in order.
+    notes: sentences about what is missing, unreadable or went wrong.
   """
 
   path: pathlib.Path
@@ -51,6 +59,7 @@ class Run:
   verdict: check.Verdict | None
   trajectories: Sequence[Mapping[str, Any]]
   gaps: Sequence[Mapping[str, Any]]
+  warm_start: report_warm_start.Rows
   notes: Sequence[str]
 
 
@@ -82,18 +91,25 @@ def read(path: pathlib.Path, verdict: check.Verdict | None = None) -> Run:
   if verdict and verdict.num_cut:
     notes.append(f"events.jsonl: unreadable lines left out: {verdict.num_cut}.")
   spans, num_spans = run_files.spans(path / "spans.jsonl", notes)
+  metrics = [rounds[i] for i in sorted(rounds)]
+  notes += report_learning.complaints(metrics, path)
   return Run(
     path=path,
     config=config,
-    metrics=[rounds[i] for i in sorted(rounds)],
+    metrics=metrics,
     evaluations=[evaluations[i] for i in sorted(evaluations)],
     spans=spans,
     num_spans=num_spans,
     verdict=verdict,
-    trajectories=run_files.sample_trajectories(path / "trajectories", notes),
+    trajectories=run_files.sample_trajectories(
+      # A run of no rounds plays nothing that it could miss.
+      path / "trajectories",
+      [] if config.get("rounds") == 0 else notes,
+    ),
     gaps=run_files.sample_gaps(
       path / "logprob_gap.jsonl", rounds.keys(), notes
     ),
+    warm_start=report_warm_start.read(path, notes),
     notes=notes,
   )
 
@@ -131,13 +147,17 @@ def tiles(run: Run) -> list[tuple[str, str, str]]:
   success, interval = "–", "no evaluation"
   if run.evaluations:
     first, last = run.evaluations[0], run.evaluations[-1]
-    success = f"{first['success']:.0%} → {last['success']:.0%}"
+    success = f"{last['success']:.0%}"
+    if first is not last:
+      success = f"{first['success']:.0%} → {success}"
     interval = f"held out; last {last['low']:.0%} to {last['high']:.0%}"
   wall, gaps = column("time_s"), column("logprob_gap_max")
   both = trace.overlap([s for s in run.spans if trace.is_work(s)])
   busy = f"learner {both.first_s:,.0f} s, decode {both.second_s:,.0f} s busy"
   return [
     ("Success", success, interval),
+    *report_warm_start.tiles(run.warm_start),
+    *report_learning.tiles(run.metrics),
     ("Rounds", f"{len(run.metrics):,}", f"{_trained(run):,} groups trained"),
     ("Wall time", _duration(max(wall)) if wall else "–", "to the last round"),
     ("Overlap", f"{both.share:.0%}" if run.spans else "–", busy),
@@ -163,7 +183,10 @@ def _told(verdict: check.Verdict) -> list[tuple[str, str, str]]:
   book, bound, broken = verdict.books, verdict.bound, verdict.violations
   kinds = ", ".join(f"{kind} {n}" for kind, n in verdict.faults.items())
   useful = f"{book.trained / book.sampled:.0%}" if book.sampled else "–"
-  dropped = ", ".join(f"{why} {n:,}" for why, n in book.dropped.items())
+  masked, dropped = (
+    ", ".join(f"{why} {n:,}" for why, n in parts.items() if n)
+    for parts in (book.causes, book.dropped)
+  )
   held = f"{len(verdict.checks)} checked" if verdict.checks else "not checked"
   return [
     (
@@ -175,7 +198,8 @@ def _told(verdict: check.Verdict) -> list[tuple[str, str, str]]:
     (
       "Useful tokens",
       useful,
-      f"of {book.sampled:,}; dropped: {dropped or 'none'}",
+      f"of {book.sampled:,}; masked: {masked or 'none'}; "
+      f"dropped: {dropped or 'none'}",
     ),
     ("Invariants", f"{len(broken)} broken" if broken else "hold", held),
   ]
@@ -236,12 +260,13 @@ def _timeline(run: Run) -> dict[str, Any]:
 
 def page(run: Run) -> str:
   """Returns the report as one HTML page that refers to nothing else."""
-  verdict = run.verdict
+  verdict, columns = run.verdict, _columns(run.metrics)
   data = {
     "notes": run.notes,
     "tiles": tiles(run),
     "config": run.config,
-    "metrics": _columns(run.metrics),
+    "metrics": columns,
+    "meanings": glossary.explain(list(columns)),
     "evaluations": run.evaluations,
     "timeline": _timeline(run),
     "lags": {
@@ -256,6 +281,7 @@ def page(run: Run) -> str:
   text = json.dumps(data, allow_nan=False, separators=(",", ":"))
   parts = {
     "title": html.escape(run.path.resolve().name),
+    "warm_start": report_warm_start.section(run.warm_start),
     # JSON may hold "</script>" only inside strings, where "<" can be escaped.
     "data": text.replace("<", "\\u003c"),
   } | {path.name: path.read_text("utf-8") for path in _HERE.glob("*.js")}

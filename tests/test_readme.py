@@ -51,6 +51,7 @@ def test_every_command_of_the_readme_is_one_that_is_run():
     "launch.report",
     "launch.report",
     "launch.export",
+    "launch.train",
     "launch.serve",
     "launch.simulate",
     "launch.simulate",

@@ -108,7 +108,8 @@ def test_of_a_long_run_every_few_groups_are_kept():
 def test_a_run_says_in_one_sentence_how_old_and_where_its_tokens_were(run_dir):
   assert check.of_run(run_dir).summary == (
     "staleness: at most 1 of 1 allowed, over 240 groups; 4,800 tokens sampled"
-    " = 2,400 trained + 2,400 masked + 0 dropped + 0 in flight; error 0"
+    " = 2,400 trained + 2,400 masked (2,400 no advantage) + 0 dropped"
+    " + 0 in flight; error 0"
   )
 
 

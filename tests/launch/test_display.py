@@ -55,6 +55,27 @@ def test_a_line_shows_a_round():
   ]
 
 
+def test_a_line_tells_the_kind_of_fault_and_skipped_updates():
+  shown, stream, _ = _plain(9)
+  fault = "reward_fault: Outcome returned nan"
+  metrics = {"round": 1, "faults": 128.0, "skipped_updates": 1.0}
+  shown.update(metrics, fault)
+  assert stream.getvalue().endswith(f"  skipped 1  faults 128 ({fault})\n")
+
+
+def test_a_long_fault_is_cut():
+  shown, stream, _ = _plain(9)
+  shown.update({"round": 1, "faults": 2.0}, "env_fault: " + "x" * 200)
+  assert stream.getvalue().endswith(f"({'env_fault: ' + 'x' * 58}...)\n")
+
+
+def test_a_warning_goes_to_stderr_and_not_among_the_lines(capsys):
+  shown, stream, _ = _plain(9)
+  shown.warn("round 2: an update was skipped")
+  assert capsys.readouterr().err == "warning: round 2: an update was skipped\n"
+  assert stream.getvalue() == ""
+
+
 def test_missing_and_infinite_metrics_are_dashes():
   shown, stream, _ = _plain(9)
   shown.update({"round": 1, "success": math.nan})
@@ -143,6 +164,18 @@ def test_a_terminal_gets_a_panel_with_everything(terminal):
     "left 0:00",
   ):
     assert expected in text
+
+
+def test_a_terminal_shows_the_fault_and_what_was_skipped(terminal):
+  shown = display.Display(300, terminal, Clock())
+  shown.start()
+  shown.update(
+    {"round": 1, **_METRICS, "faults": 4, "skipped_updates": 2.0},
+    "env_fault: [raised] :warning:",
+  )
+  shown.close()
+  assert "fault: env_fault: [raised] :warning:" in terminal.getvalue()
+  assert "skipped updates" in terminal.getvalue()
 
 
 @pytest.mark.parametrize(

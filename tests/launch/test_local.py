@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from envs import rewards
+from envs import base, rewards
 from launch import local
 from models import config as model_config
 from rl import (
@@ -109,6 +109,41 @@ def test_the_log_of_a_run_that_fails_is_checked_and_told(run_dir, capsys):
   assert told.count("error: ") == 1
 
 
+@dataclasses.dataclass(frozen=True)
+class Broken:
+  """A reward that is no number, or raises."""
+
+  raises: bool
+  stateless: bool = True
+
+  async def __call__(self, task, transcripts):
+    if self.raises:
+      raise KeyError("answer")
+    return [base.Grade(float("nan"), {}) for _ in transcripts]
+
+
+@pytest.mark.parametrize(
+  ("raises", "says"), [(False, "nan"), (True, "raised KeyError")]
+)
+def test_a_reward_that_never_works_ends_the_run_and_is_named(
+  run_dir, capsys, raises, says
+):
+  tree = experiment(reward=Broken(raises), rounds=9)
+  assert local.train(tree, run_dir) == 1
+  told = capsys.readouterr()
+  warned = told.err.splitlines()
+  starts = [f"warning: round {i} trained nothing: 16 of 16" for i in (1, 2, 3)]
+  assert [line[: len(starts[0])] for line in warned] == starts
+  assert all("reward_fault: " in line and says in line for line in warned)
+  assert "faults 16 (reward_fault: reward" in told.out
+  assert "error: rounds in a row that trained nothing" in told.out
+  assert "3, and max_skipped=2 allows no more" in told.out
+  assert " faults) + 0 dropped" in told.out
+  # What it has come to is saved, and has a report.
+  assert (run_dir / "checkpoints" / "3").exists()
+  assert "Faults left nothing to train" in (run_dir / "report.html").read_text()
+
+
 def test_what_a_failed_run_broke_is_told_before_its_error(run_dir, capsys):
   stray = {"t": 0.0, "kind": "published", "version": 1}
   (run_dir / "events.jsonl").write_text(json.dumps(stray) + "\n")
@@ -143,7 +178,7 @@ def test_a_run_of_no_rounds_is_its_warm_start_and_is_saved(run_dir, capsys):
   assert json.loads(row)["version"] == 0
   # The same command finds everything done.
   assert local.train(tree, run_dir) == 0
-  assert "going on after 0 rounds" in capsys.readouterr().out
+  assert "going on after the warm start" in capsys.readouterr().out
 
 
 def test_critic_and_reference_outlive_a_stop(run_dir, tmp_path_factory):

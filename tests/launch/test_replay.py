@@ -44,6 +44,7 @@ class _Run:
   path: pathlib.Path
   code: int
   told: str
+  warned: str
   code_again: int
   told_again: str
 
@@ -52,26 +53,38 @@ class _Run:
 def wild(tmp_path_factory):
   """A run with steps of 1e30 that was started, and then started again."""
   path = tmp_path_factory.mktemp("runs") / "wild"
-  told = path.with_name("told.txt")
+  told, warned = path.with_name("told.txt"), path.with_name("warned.txt")
 
   def train():
-    with told.open("w") as file, pytest.MonkeyPatch.context() as patched:
+    with (
+      told.open("w") as file,
+      warned.open("w") as errors,
+      pytest.MonkeyPatch.context() as patched,
+    ):
       patched.setattr(sys, "stdout", file)
+      patched.setattr(sys, "stderr", errors)
       with workdir.claim(path, EXPERIMENT):
         code = local.train(EXPERIMENT, path)
     return code, told.read_text()
 
   code, first = train()
+  complaints = warned.read_text()
   again, second = train()
   return _Run(
-    path=path, code=code, told=first, code_again=again, told_again=second
+    path=path,
+    code=code,
+    told=first,
+    warned=complaints,
+    code_again=again,
+    told_again=second,
   )
 
 
 def test_a_run_without_finite_gradients_ends_with_a_line(wild):
   assert wild.code == 1
-  last = quarantine.kept(wild.path / "skipped")[-1]
-  assert "not finite: 3" in wild.told
+  last = quarantine.updates(wild.path / "skipped")[-1]
+  assert "round 4: updates in a row" in wild.told
+  assert "not finite: 3, and max_skipped=2 allows no more" in wild.told
   assert "Traceback" not in wild.told
   assert f"python -m launch.replay {last.parent}/round_" in wild.told
   # Tokens of skipped updates are masked, and nothing is lost.
@@ -83,6 +96,40 @@ def test_a_run_without_finite_gradients_ends_with_a_line(wild):
   assert skipped
   assert all(event["masked"] > 0 for event in skipped)
   assert all(event["used"] == [] for event in skipped)
+  assert all(event["skipped"] for event in skipped)
+  assert not any(event.get("skipped") for event in trained if event["tokens"])
+
+
+def test_each_skipped_update_is_warned_of_as_it_happens(wild):
+  lines = wild.warned.splitlines()
+  skipped = wild.path / "skipped"
+  assert [line[: len("warning: round 2: ")] for line in lines] == [
+    "warning: round 2: ",
+    "warning: round 3: ",
+  ]
+  for number, line in zip((2, 3), lines, strict=True):
+    command = f"python -m launch.replay {skipped}/round_00000{number}_update_0"
+    assert line.endswith(command)
+
+
+def test_metrics_directories_and_messages_number_rounds_alike(wild):
+  rows = (wild.path / "metrics.jsonl").read_text().splitlines()
+  found = [json.loads(row) for row in rows]
+  skipped = [x["round"] for x in found if x["skipped_updates"]]
+  # It was gone on with after round 3, and ended in round 6 again.
+  assert skipped == [2, 3, 4, 5]
+  names = [x.name for x in quarantine.updates(wild.path / "skipped")]
+  assert names == ["round_000005_update_0", "round_000006_update_0"]
+  assert "round 6: updates in a row" in wild.told_again
+  assert "round  3/12" in wild.told
+
+
+def test_the_ledger_and_the_report_tell_what_was_skipped(wild):
+  assert " not finite) + " in wild.told
+  assert f"report: {wild.path}/report.html" in wild.told
+  page = (wild.path / "report.html").read_text()
+  assert "Updates were skipped" in page
+  assert "python -m launch.replay" in page
 
 
 def test_a_run_without_finite_gradients_can_be_gone_on_with(wild):
@@ -102,20 +149,21 @@ def _replay(*arguments):
 
 
 def test_a_skipped_update_is_replayed_from_the_command_line(wild):
-  path = quarantine.kept(wild.path / "skipped")[-1]
+  path = quarantine.updates(wild.path / "skipped")[-1]
   done = _replay(path, "--where")
   assert done.returncode == 1, done.stderr
   lines = done.stdout.splitlines()
   assert any(x.startswith("parameters: ") for x in lines)
   assert any(x.startswith("update: ") and "NOT FINITE" in x for x in lines)
-  # It is the weights: no trajectory comes to a finite gradient.
-  assert sum("    nor is any of its " in x for x in lines) >= 2
+  # It is the weights: not one row has a finite gradient.
+  assert "every row: look at the parameters, not the data" in lines
+  assert len(lines) < 16
   assert "first operation with a nan: " in lines[-1]
   assert "models/" in lines[-1]
 
 
 def test_a_mistyped_update_is_answered_with_the_nearest(wild):
-  path = quarantine.kept(wild.path / "skipped")[-1]
+  path = quarantine.updates(wild.path / "skipped")[-1]
   done = _replay(str(path)[:-1] + "7")
   assert done.returncode == 2
   assert "is no skipped update; did you mean" in done.stderr
@@ -124,14 +172,14 @@ def test_a_mistyped_update_is_answered_with_the_nearest(wild):
 
 
 def test_a_run_in_place_of_an_update_is_answered_with_what_it_has(wild):
-  path = quarantine.kept(wild.path / "skipped")[-1]
+  path = quarantine.updates(wild.path / "skipped")[-1]
   for wrong in (wild.path, wild.path / "skipped"):
     with pytest.raises(settings.SettingError, match=f"did you mean .*{path}"):
       replay.named(str(wrong))
 
 
 def test_a_mistyped_directory_on_the_way_is_named(wild):
-  path = str(quarantine.kept(wild.path / "skipped")[-1])
+  path = str(quarantine.updates(wild.path / "skipped")[-1])
   for part, wrong in (("/skipped/", "/skiped/"), ("/wild/", "/wlid/")):
     right = path.partition(part)[0] + part[:-1]
     with pytest.raises(settings.SettingError, match=f"did you mean {right}\\?"):
@@ -161,7 +209,7 @@ def programs():
 @pytest.fixture
 def sound(wild, programs):
   """Micro-batches of the run with weights and columns that are numbers."""
-  path = quarantine.kept(wild.path / "skipped")[0]
+  path = quarantine.updates(wild.path / "skipped")[0]
   _, kept = replay.read(path, EXPERIMENT)
   batches = [
     packed._replace(
@@ -197,9 +245,22 @@ def test_row_and_trajectory_of_a_planted_number_are_named(programs, sound):
   found = [x for x in lines if x.startswith(("  row ", "    segment "))]
   assert len(found) == 2
   assert found[0].startswith(f"  row {row}: ")
-  assert found[1].startswith(f"    segment {segment}: ")
+  assert found[1].startswith(f"    segment {segment} (group ")
+  (owner,) = [x for x in sound.owners if x[:3] == (0, row, segment)]
+  member = f"group {owner.group} member {owner.member}"
+  assert f"({member} of guess_number/train/" in found[1]
   at = f"in micro-batch 0 row {row} segment {segment} index {index}"
   assert sum(f"not finite: 1, first {at}" in x for x in lines) == 1
+
+
+def test_rows_that_fail_beside_finite_ones_are_all_named(programs, sound):
+  good = sound.batches[0]
+  bad = good._replace(advantages=np.full_like(good.advantages, np.nan))
+  code, lines = _told(programs, sound._replace(batches=[good, bad]))
+  assert code == 1
+  rows = int(bad.sampled.any(1).sum())
+  assert sum(x.startswith("  row ") for x in lines) == rows > 1
+  assert not any(x.startswith("every row") for x in lines)
 
 
 def test_parameters_that_are_no_numbers_are_named(programs, sound):
@@ -220,6 +281,10 @@ def test_a_norm_that_overflows_is_told_from_a_gradient_that_does(
   code, lines = _told(programs, sound._replace(batches=batches))
   assert code == 1
   assert any("their norm overflows" in x for x in lines)
+  # Every row does, by itself: no need to take them apart.
+  assert lines[-1] == (
+    "every row: look at what the data has as advantages, not the parameters"
+  )
 
 
 def test_batches_that_overflow_only_together_are_told(programs, sound):
@@ -239,6 +304,6 @@ def test_batches_that_overflow_only_together_are_told(programs, sound):
 
 
 def test_the_config_of_a_run_is_that_of_its_skipped_updates(wild):
-  path = quarantine.kept(wild.path / "skipped")[0]
+  path = quarantine.updates(wild.path / "skipped")[0]
   stored = json.loads((path.parents[1] / "config.json").read_text())
   assert settings.from_json(stored).max_skipped == EXPERIMENT.max_skipped

@@ -7,7 +7,7 @@ import xml.etree.ElementTree
 
 import pytest
 
-from launch import report
+from launch import glossary, report
 from rl import overlap, settings
 from tests.rl import event_logs
 
@@ -35,6 +35,7 @@ def _metrics(noise):
       "staleness_max": min(i, 1),
       "decode_tokens_per_s": 9000 + i,
       "learner_tokens_per_s": 4000,
+      "skipped_updates": 0,
       "faults/env": int(i == 7),
       "grad_norm": math.nan if i == 3 else 0.5,
     }
@@ -161,13 +162,14 @@ def test_the_page_draws_every_part_of_a_run(run_dir, browse):
   lines = [attrs for tag, attrs in page.elements if tag == "polyline"]
   assert [len(line["points"].split()) for line in lines] == [_ROUNDS, _ROUNDS]
   # 4 evaluations are dots, and so are 6 * 3 - 1 tokens that were compared;
-  # lags 0 and 1 are bars with round corners; 11 outcomes are tiles.
+  # lags 0 and 1 are bars with round corners; 11 outcomes are tiles, and three
+  # that learning came to: success, entropy, skipped updates.
   dots = [attrs for tag, attrs in page.elements if tag == "circle"]
   assert len([dot for dot in dots if dot.get("class") != "gap"]) == 4
   assert len([dot for dot in dots if dot.get("class") == "gap"]) == 17
   bars = [attrs for tag, attrs in page.elements if tag == "rect"]
   assert len([bar for bar in bars if "rx" in bar]) == 2
-  assert len(page.having("class", "tile")) == 11
+  assert len(page.having("class", "tile")) == 14
   # Each of 240 groups has waited, played, queued and trained.
   assert len([bar for bar in bars if "rx" not in bar]) == 240 * 4
   assert not page.having("class", "broken")
@@ -284,6 +286,33 @@ def test_the_page_refers_to_nothing_else(run_dir):
     assert word not in text
 
 
+def test_what_a_metric_means_stands_beside_its_curve(run_dir, browse):
+  page = browse(
+    report.write(run_dir),
+    """
+      const select = document.querySelector("#metric");
+      select.value = "entropy";
+      select.dispatchEvent(new Event("change"));
+      """,
+  )
+  text = " ".join(page.text)
+  (entry,) = [x for x in glossary.entries() if x.name == "entropy"]
+  assert str(entry) in text
+  # It has taken the place of that of the first metric.
+  assert "Training episodes that succeeded" not in text
+
+
+def test_skipped_updates_stand_on_top_of_the_page(run_dir, browse):
+  rows = [{"round": i, "skipped_updates": float(i > 1)} for i in (1, 2, 3)]
+  _write_lines(run_dir / "metrics.jsonl", rows)
+  (run_dir / "skipped" / "round_000003_update_0").mkdir(parents=True)
+  page = browse(report.write(run_dir))
+  assert page.having("class", "notes")
+  text = " ".join(page.text)
+  assert "not finite, in rounds 2, 3. Look into one: python -m launch" in text
+  assert f"{run_dir}/skipped/round_000003_update_0" in text
+
+
 def test_tiles_hold_the_outcome(run_dir):
   found = {label: (v, n) for label, v, n in report.tiles(report.read(run_dir))}
   assert found["Success"] == ("10% → 94%", "held out; last 88% to 98%")
@@ -294,6 +323,14 @@ def test_tiles_hold_the_outcome(run_dir):
   assert found["Decode"][0] == "9,030"
   assert found["Log-prob gap"][0] == "0.013"
   assert found["Faults"] == ("1", "env_fault 1")
+  # 240 groups of 20 tokens; of each the second member is masked, and for one
+  # of them that is because of its fault.
+  assert found["Useful tokens"] == (
+    "50%",
+    "of 4,800; masked: no advantage 2,390, faults 10; dropped: none",
+  )
+  # Entropy falls by 1/60 a round, from 1.6; means over the first and last 6.
+  assert found["Entropy"][0] == "1.56 → 0.658"
 
 
 def test_a_repeated_round_counts_once_and_a_number_that_is_none_is_left_out(

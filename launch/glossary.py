@@ -1,0 +1,76 @@
+"""What the names of metrics mean: the tables of docs/metrics.md, read."""
+
+import pathlib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+PAGE = pathlib.Path(__file__).parents[1] / "docs" / "metrics.md"
+_HEAD = ("name", "unit", "formula", "meaning", "worse")
+_NUMBER = "k"
+
+
+class Entry(NamedTuple):
+  """One row of a table.
+
+  Attributes:
+    name: of a metric, or of many: `<k>` is a number, `<other>` anything.
+    worse: an arrow; "–" where neither direction is.
+  """
+
+  name: str
+  unit: str
+  formula: str
+  meaning: str
+  worse: str
+
+  def matches(self, metric: str) -> bool:
+    """Whether it explains this metric."""
+    return re.fullmatch(_pattern(self.name), metric) is not None
+
+  def __str__(self) -> str:
+    said = {
+      "Formula": self.formula,
+      "Unit": self.unit,
+      "Worse": self.worse,
+    }
+    known = [f" {name}: {x}." for name, x in said.items() if x != "–"]
+    meaning = self.meaning[0].upper() + self.meaning[1:]
+    return f"{meaning}.{''.join(known)}".replace("`", "")
+
+
+def _pattern(name: str) -> str:
+  parts = re.split(r"<(\w+)>", name)
+  return "".join(
+    re.escape(part) if i % 2 == 0 else (r"\d+" if part == _NUMBER else r"[^/]+")
+    for i, part in enumerate(parts)
+  )
+
+
+def entries(page: pathlib.Path = PAGE) -> list[Entry]:
+  """Returns what the page says; nothing where it is not installed."""
+  if not page.is_file():
+    return []
+  return list(_rows(page.read_text("utf-8").splitlines()))
+
+
+def _rows(lines: Sequence[str]) -> Iterator[Entry]:
+  is_ours = False
+  for line in lines:
+    cells = tuple(x.strip() for x in line.strip().strip("|").split("|"))
+    if not line.startswith("|"):
+      is_ours = False
+    elif cells == _HEAD:
+      is_ours = True
+    elif is_ours and not set(line) <= set("|- "):
+      name, *rest = cells
+      yield Entry(name.strip("`"), *rest)
+
+
+def explain(
+  metrics: Sequence[str], page: pathlib.Path = PAGE
+) -> Mapping[str, str]:
+  """Returns a sentence or two for each metric that the page explains."""
+  told = entries(page)
+  found = ((name, [x for x in told if x.matches(name)]) for name in metrics)
+  return {name: str(own[0]) for name, own in found if own}

@@ -1,0 +1,137 @@
+"""What learning came to, on top of a report: tiles and sentences.
+
+Whatever the run has not recorded is left out. What it began and ended with is
+the mean of its first and its last rounds, a tenth of all on either side.
+"""
+
+import pathlib
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+Rows = Sequence[Mapping[str, Any]]
+"""The lines of metrics.jsonl; what was not finite is None."""
+
+Tile = tuple[str, str, str]
+"""Label, value, note."""
+
+_BY_LAG = re.compile(r"behaviour_kl/lag_(\d+)")
+
+
+def tiles(rows: Rows) -> list[Tile]:
+  """Returns those of rewards, policy and updates."""
+  found = [
+    _course(rows, "success", "Success in training", "{:.0%}", "episodes won"),
+    _course(rows, "reward_mean", "Reward", "{:.3g}", "mean of an episode"),
+    _course(rows, "entropy", "Entropy", "{:.3g}", "nats a token"),
+    _largest(rows, "clip_fraction", "Clipped", "{:.1%}", "of the tokens"),
+    _kl_to_sampler(rows),
+    _share(rows, "flat_groups", "groups", "Flat groups", "taught nothing"),
+    _skipped(rows),
+  ]
+  return [tile for tile in found if tile is not None]
+
+
+def complaints(rows: Rows, run_dir: pathlib.Path) -> list[str]:
+  """Returns a sentence for what went wrong with updates, and where to look.
+
+  Args:
+    run_dir: for the commands.
+  """
+  found = []
+  if skipped := [row["round"] for row in rows if row.get("skipped_updates")]:
+    kept = sorted((run_dir / "skipped").glob("round_*"))
+    look = f" Look into one: python -m launch.replay {kept[-1]}" if kept else ""
+    found.append(
+      "Updates were skipped, as their loss or gradient was not finite, in "
+      f"{_rounds(skipped)}.{look}"
+    )
+  empty = [
+    row["round"]
+    for row in rows
+    if row.get("trained_tokens") == 0
+    and row.get("faults")
+    and not row.get("flat_groups")
+  ]
+  if empty:
+    found.append(
+      f"Faults left nothing to train in {_rounds(empty)}; what they said is "
+      "with the trajectories."
+    )
+  return found
+
+
+def _rounds(numbers: Sequence[float], most: int = 8) -> str:
+  listed = ", ".join(f"{n:.0f}" for n in numbers[:most])
+  more = f" and {len(numbers) - most} more" if len(numbers) > most else ""
+  return f"{'rounds' if len(numbers) > 1 else 'round'} {listed}{more}"
+
+
+def _column(rows: Rows, key: str) -> list[float]:
+  return [x for row in rows if (x := row.get(key)) is not None]
+
+
+def _course(
+  rows: Rows, key: str, label: str, form: str, what: str
+) -> Tile | None:
+  """Returns what a metric began and ended with."""
+  values = _column(rows, key)
+  if not values:
+    return None
+  many = max(1, len(values) // 10)
+  first, last = values[:many], values[-many:]
+  value = " → ".join(form.format(sum(x) / many) for x in (first, last))
+  span = f"{many} rounds" if many > 1 else "round"
+  return label, value, f"{what}; first and last {span}"
+
+
+def _largest(
+  rows: Rows, key: str, label: str, form: str, what: str
+) -> Tile | None:
+  """Returns the mean of a metric, and its largest."""
+  values = _column(rows, key)
+  if not values:
+    return None
+  mean = form.format(sum(values) / len(values))
+  return label, mean, f"{what}; in a round at most {form.format(max(values))}"
+
+
+def _kl_to_sampler(rows: Rows) -> Tile | None:
+  """Returns how far the policy was from what sampled its latest tokens."""
+  lags = {
+    int(found[1])
+    for row in rows
+    for key in row
+    if (found := _BY_LAG.fullmatch(key)) and row[key] is not None
+  }
+  if not lags:
+    return _largest(
+      rows, "behaviour_kl", "KL to the sampler", "{:.2g}", "nats a token"
+    )
+  last = max(lags)
+  what = (
+    f"nats a token, {last} version{'s' * (last > 1)} late"
+    if last
+    else "nats a token"
+  )
+  key = f"behaviour_kl/lag_{last}"
+  return _largest(rows, key, "KL to the sampler", "{:.2g}", what)
+
+
+def _share(
+  rows: Rows, key: str, whole: str, label: str, what: str
+) -> Tile | None:
+  parts, all_ = _column(rows, key), sum(_column(rows, whole))
+  if not parts or not all_:
+    return None
+  share = f"{sum(parts) / all_:.0%}"
+  return label, share, f"{sum(parts):,.0f} of {all_:,.0f} groups {what}"
+
+
+def _skipped(rows: Rows) -> Tile | None:
+  values = _column(rows, "skipped_updates")
+  if not values:
+    return None
+  hit = sum(1 for x in values if x)
+  note = f"in {hit:,} of {len(values):,} rounds" if hit else "all were finite"
+  return "Skipped updates", f"{sum(values):,.3g}", note

@@ -1,0 +1,136 @@
+"""What a user is warned of after a round: skipped updates, nothing to learn.
+
+A round whose episodes all ended in faults trains nothing, and so would the
+next one: after a few in a row there is no hope.
+"""
+
+import collections
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from rl import quarantine, trajectory
+
+_FAULTS = (
+  trajectory.Status.ENV_FAULT,
+  trajectory.Status.REWARD_FAULT,
+  trajectory.Status.ENGINE_FAULT,
+)
+_MAX_MESSAGE = 160
+
+
+class NothingTrained(Exception):
+  """Faults left nothing to train, round after round."""
+
+
+class Fault(NamedTuple):
+  """The most frequent fault of a round.
+
+  Attributes:
+    status: as in `faults/<status>` of the metrics.
+    episodes: that ended so.
+    message: what most of them said, in one line of ASCII.
+  """
+
+  status: str
+  episodes: int
+  message: str
+
+  def __str__(self) -> str:
+    return f"{self.status}: {self.message}" if self.message else self.status
+
+
+def worst(groups: Sequence[trajectory.Group]) -> Fault | None:
+  """Returns the most frequent fault; None when there was none."""
+  messages: collections.defaultdict[str, list[str]] = collections.defaultdict(
+    list
+  )
+  for group in groups:
+    for member in group.trajectories:
+      if member.status in _FAULTS:
+        messages[member.status.value].append(member.fault)
+  if not messages:
+    return None
+  status, told = max(messages.items(), key=lambda item: len(item[1]))
+  ((message, _),) = collections.Counter(told).most_common(1)
+  return Fault(status, len(told), _one_line(message))
+
+
+def _one_line(message: str) -> str:
+  line = " ".join(message.split()).encode("ascii", "backslashreplace").decode()
+  return line if len(line) <= _MAX_MESSAGE else f"{line[: _MAX_MESSAGE - 3]}..."
+
+
+class RoundWarnings:
+  """What is to be said after each round of a run; `after` is called for each.
+
+  Attributes:
+    hopeless: why the run should end, when it should; else "".
+  """
+
+  def __init__(self, run_dir: pathlib.Path, max_in_a_row: int):
+    """Has seen nothing yet.
+
+    Args:
+      run_dir: as the user typed it.
+      max_in_a_row: so many rounds may train nothing because of faults.
+    """
+    self._run_dir = run_dir
+    self._max_in_a_row = max_in_a_row
+    self._in_a_row = 0
+    self._was_empty = False
+    self.hopeless = ""
+
+  def after(
+    self, metrics: Mapping[str, float], groups: Sequence[trajectory.Group]
+  ) -> list[str]:
+    """Returns a line for each warning.
+
+    Args:
+      metrics: of the round, as in metrics.jsonl.
+      groups: that it took.
+    """
+    lines = self._skipped(metrics)
+    is_empty = metrics.get("trained_tokens") == 0
+    fault = worst(groups) if is_empty and not metrics["flat_groups"] else None
+    self._in_a_row = self._in_a_row + 1 if fault else 0
+    start = f"round {metrics['round']:.0f} trained nothing"
+    if fault is not None:
+      episodes = sum(len(group.trajectories) for group in groups)
+      lines.append(
+        f"{start}: {fault.episodes} of {episodes} episodes ended with {fault}"
+      )
+    elif is_empty and not self._was_empty:
+      # Of a task that is solved, or too hard, every round is so.
+      lines.append(f"{start}: {_why_empty(metrics)}")
+    if fault is not None and self._in_a_row > self._max_in_a_row:
+      self.hopeless = (
+        f"rounds in a row that trained nothing because of faults: "
+        f"{self._in_a_row}, and max_skipped={self._max_in_a_row} allows no "
+        f"more; most episodes ended with {fault}. Mend the environment or the "
+        "reward; the same command goes on from here"
+      )
+    self._was_empty = is_empty
+    return lines
+
+  def _skipped(self, metrics: Mapping[str, float]) -> list[str]:
+    if not metrics.get("skipped_updates"):
+      return []
+    number = int(metrics["round"])
+    kept = quarantine.of_round(self._run_dir / "skipped", number)
+    start = (
+      f"round {number}: an update was skipped, as its loss or gradient is not "
+      "finite"
+    )
+    return [
+      f"{start}; look into it: python -m launch.replay {path}" for path in kept
+    ] or [start]
+
+
+def _why_empty(metrics: Mapping[str, float]) -> str:
+  if metrics.get("flat_groups"):
+    return (
+      f"in {metrics['flat_groups']:.0f} of {metrics['groups']:.0f} groups all "
+      "members did equally well; told again only after a round that trains"
+    )
+  return "no group has members with tokens and rewards to compare"

@@ -1,0 +1,134 @@
+"""docs/metrics.md explains what runs write: all of it, and nothing else."""
+
+import dataclasses
+import json
+
+import pytest
+
+from envs import rewards
+from launch import glossary, local
+from models import config as model_config
+from rl import (
+  algorithms,
+  config,
+  corrections,
+  engine_settings,
+  kl,
+  overlap,
+  references,
+  rollout,
+  settings,
+  testing,
+)
+
+PAGE = """
+| name | unit | formula | meaning | worse |
+|---|---|---|---|---|
+| `loss` | – | sum / count | what is minimised | – |
+| `lag_share/<k>` | share | late / all | how old tokens are | ↑ |
+| `source/<source>/groups` | groups | count | groups of its own | – |
+
+| name | other |
+|---|---|
+| `no_metric` | of another table |
+"""
+
+
+@pytest.fixture
+def page(tmp_path):
+  path = tmp_path / "metrics.md"
+  path.write_text(PAGE)
+  return path
+
+
+def test_rows_of_its_tables_and_of_no_others_are_read(page):
+  found = glossary.entries(page)
+  assert [x.name for x in found] == [
+    "loss",
+    "lag_share/<k>",
+    "source/<source>/groups",
+  ]
+  assert found[1].worse == "↑"
+
+
+def test_families_match_numbers_or_names(page):
+  names = ["lag_share/12", "lag_share/x", "source/game/groups", "source/a/b"]
+  found = glossary.explain([*names, "loss", "no_metric"], page)
+  assert list(found) == ["lag_share/12", "source/game/groups", "loss"]
+  assert found["lag_share/12"] == (
+    "How old tokens are. Formula: late / all. Unit: share. Worse: ↑."
+  )
+  assert found["loss"] == "What is minimised. Formula: sum / count."
+
+
+def test_without_the_page_nothing_is_explained(tmp_path):
+  assert glossary.explain(["loss"], tmp_path / "metrics.md") == {}
+
+
+# As much as one run can have: a critic, a KL, a correction, experts, late
+# tokens, evaluations.
+EVERYTHING = config.Experiment(
+  environment=testing.Counting(turns=2),
+  reward=rewards.Outcome(),
+  model=model_config.tiny_moe(
+    vocab_size=7, num_layers=1, d_model=32, max_length=16
+  ),
+  rollout=rollout.Rollout(group_size=4, max_tokens=16),
+  engine=engine_settings.EngineSettings(
+    slots=32, row_buckets=(32,), chunk_buckets=(4,)
+  ),
+  overlap=dataclasses.replace(
+    overlap.in_flight(4, 1, 2), old_logprob="recompute"
+  ),
+  batch=config.BatchShape(rows=8, length=16),
+  algorithm=algorithms.Ppo(
+    kl=kl.KlPenalty(weight=0.1),
+    reference=references.Initial(),
+    correction=corrections.TokenTruncated(),
+  ),
+  evaluation=config.Evaluation(episodes=4),
+  rounds=3,
+)
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+  """Every name that runs have written, evaluations with their prefix."""
+  found = set()
+  plain = dataclasses.replace(
+    EVERYTHING, algorithm=algorithms.Grpo(), overlap=overlap.sync(4)
+  )
+  for tree in (EVERYTHING, plain):
+    path = tmp_path_factory.mktemp("run")
+    data = {
+      "overlap": settings.to_json(tree.overlap),
+      "rollout": {"group_size": tree.rollout.group_size},
+    }
+    (path / "config.json").write_text(json.dumps(data))
+    assert local.train(tree, path) == 0
+    for file, start in (("metrics", ""), ("evaluations", "evaluation/")):
+      for line in (path / f"{file}.jsonl").read_text().splitlines():
+        found |= {start + name for name in json.loads(line)}
+  return found - {"evaluation/round"}
+
+
+def test_every_name_that_a_run_writes_is_explained_once(written):
+  told = glossary.entries()
+  counts = {name: [x.name for x in told if x.matches(name)] for name in written}
+  assert {n: found for n, found in counts.items() if len(found) != 1} == {}
+
+
+def test_nothing_is_explained_that_no_run_writes(written):
+  told = glossary.entries()
+  assert len(told) > 80
+  unknown = [
+    x.name for x in told if not any(x.matches(name) for name in written)
+  ]
+  assert unknown == []
+
+
+def test_every_row_says_all_there_is_to_say():
+  for entry in glossary.entries():
+    assert entry.meaning
+    assert entry.formula
+    assert entry.worse in ("↑", "↓", "↕", "–")

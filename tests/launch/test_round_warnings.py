@@ -1,0 +1,131 @@
+"""What is said after a round, worked out from metrics and groups by hand."""
+
+import pathlib
+
+import numpy as np
+import pytest
+
+from launch import round_warnings
+from rl import trajectory
+
+STATUS = trajectory.Status
+
+
+def _member(index, status, fault=""):
+  turn = trajectory.Turn(
+    context=np.zeros(1, np.int32),
+    tokens=np.zeros(2, np.int32),
+    logprobs=np.zeros(2, np.float32),
+    versions=np.zeros(2, np.int32),
+    stop="stop",
+  )
+  reward = 1.0 if status.trainable else None
+  return trajectory.Trajectory(
+    "game/train/0", 0, index, [turn], status, reward, fault=fault
+  )
+
+
+def _group(*ends):
+  members = [_member(i, *end) for i, end in enumerate(ends)]
+  return trajectory.Group(
+    group_id=0, trajectories=members, admitted=trajectory.PolicyVersion(0)
+  )
+
+
+NAN = (STATUS.REWARD_FAULT, "Outcome returned nan")
+LATE = (STATUS.ENV_FAULT, "step took over 10 s")
+OK = (STATUS.COMPLETED,)
+
+
+def _metrics(number, **changes):
+  base = {"trained_tokens": 0.0, "flat_groups": 0.0, "groups": 1.0}
+  return {"round": float(number), "skipped_updates": 0.0, **base, **changes}
+
+
+@pytest.fixture
+def warnings(tmp_path):
+  return round_warnings.RoundWarnings(tmp_path / "run", 2)
+
+
+def test_the_most_frequent_fault_has_its_most_frequent_message():
+  other = (STATUS.REWARD_FAULT, "reward raised KeyError('x')")
+  found = round_warnings.worst([_group(NAN, LATE, OK), _group(other, NAN)])
+  assert found == ("reward_fault", 3, "Outcome returned nan")
+  assert str(found) == "reward_fault: Outcome returned nan"
+
+
+def test_what_was_cut_off_is_no_fault():
+  cut = [(STATUS.STALE, "too old"), (STATUS.SURPLUS, "")]
+  assert round_warnings.worst([_group(OK, *cut)]) is None
+  assert round_warnings.worst([]) is None
+
+
+def test_a_message_is_one_short_line_of_ascii():
+  long = (STATUS.ENV_FAULT, "step raised\n  E\u00df: " + "x" * 500)
+  found = round_warnings.worst([_group(long)])
+  assert found is not None
+  assert found.message.startswith(r"step raised E\xdf: xx")
+  assert len(found.message) == 160
+  assert found.message.endswith("...")
+
+
+def test_a_round_that_faults_left_empty_names_kind_and_message(warnings):
+  lines = warnings.after(_metrics(1), [_group(NAN, NAN, NAN, LATE)])
+  assert lines == [
+    "round 1 trained nothing: 3 of 4 episodes ended with reward_fault: Outcome "
+    "returned nan"
+  ]
+
+
+def test_a_few_such_rounds_in_a_row_are_hopeless(warnings):
+  for number in (1, 2):
+    assert warnings.after(_metrics(number), [_group(NAN)])
+  assert warnings.hopeless == ""
+  # One that trains begins anew.
+  assert warnings.after(_metrics(3, trained_tokens=8.0), [_group(NAN)]) == []
+  for number in (4, 5):
+    warnings.after(_metrics(number), [_group(NAN)])
+    assert warnings.hopeless == ""
+  warnings.after(_metrics(6), [_group(NAN)])
+  assert "because of faults: 3, and max_skipped=2" in warnings.hopeless
+  assert "reward_fault: Outcome returned nan" in warnings.hopeless
+
+
+def test_flat_groups_are_told_once_and_are_never_hopeless(warnings):
+  flat = {"flat_groups": 1.0}
+  first = warnings.after(_metrics(1, **flat), [_group(OK, OK, NAN)])
+  assert first[0].startswith("round 1 trained nothing: in 1 of 1 groups all ")
+  for number in range(2, 9):
+    assert warnings.after(_metrics(number, **flat), [_group(OK, OK)]) == []
+  assert warnings.hopeless == ""
+  warnings.after(_metrics(9, trained_tokens=8.0), [_group(OK, OK)])
+  assert warnings.after(_metrics(10, **flat), [_group(OK, OK)])
+
+
+def test_each_skipped_update_has_the_command_that_looks_into_it(
+  tmp_path, monkeypatch
+):
+  monkeypatch.chdir(tmp_path)
+  # As the user has typed it: relative.
+  run_dir = pathlib.Path("runs/wild")
+  names = ["round_000002_update_0", "round_000003_update_0"]
+  names += ["round_000003_update_1"]
+  for name in names:
+    path = run_dir / "skipped" / name
+    path.mkdir(parents=True)
+    (path / "batches.npz").touch()
+  warnings = round_warnings.RoundWarnings(run_dir, 2)
+  metrics = _metrics(3, skipped_updates=2.0, trained_tokens=8.0)
+  lines = warnings.after(metrics, [_group(OK, OK)])
+  assert [line.rpartition(" ")[2] for line in lines] == [
+    f"runs/wild/skipped/{name}" for name in names[1:]
+  ]
+  for line in lines:
+    assert line.startswith("round 3: an update was skipped, as its loss or ")
+    assert "python -m launch.replay " in line
+
+
+def test_a_skipped_update_that_nobody_kept_is_told_all_the_same(warnings):
+  metrics = _metrics(3, skipped_updates=1.0, trained_tokens=8.0)
+  (line,) = warnings.after(metrics, [])
+  assert line.endswith("its loss or gradient is not finite")
