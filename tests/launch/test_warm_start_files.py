@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import gc
 import json
 import math
 import os
@@ -35,6 +36,10 @@ from rl import (
   warm_start,
 )
 
+# See test_checkpoint: orbax drops its other reads when one fails.
+pytestmark = pytest.mark.filterwarnings(
+  "ignore::pytest.PytestUnraisableExceptionWarning"
+)
 ROOT = pathlib.Path(__file__).parents[2]
 STEPS = 12
 DENSE = model_config.tiny(vocab_size=7, num_layers=1, d_model=32, max_length=16)
@@ -135,7 +140,6 @@ def whole(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def stopped_at_10(tmp_path_factory):
-  """The directory of one that has checkpoints after 8 and 10 steps."""
   run_dir = tmp_path_factory.mktemp("stopped")
   state, said = imitate(run_dir, experiment(), stop_after=10)
   assert state is None
@@ -146,7 +150,8 @@ def stopped_at_10(tmp_path_factory):
 
 @pytest.fixture
 def stopped(stopped_at_10, tmp_path):
-  return pathlib.Path(shutil.copytree(stopped_at_10, tmp_path / "stopped"))
+  yield pathlib.Path(shutil.copytree(stopped_at_10, tmp_path / "stopped"))
+  gc.collect()  # Or what orbax dropped surfaces in another file.
 
 
 def test_each_step_has_a_line(whole):
@@ -154,10 +159,8 @@ def test_each_step_has_a_line(whole):
   assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
   for row in rows:
     # Two turns of an episode, each a word and the end of the answer.
-    assert row["tokens"] == 4 * 2 * 2
-    assert row["skipped"] == 0
-    assert row["grad_norm"] > 0
-    assert row["step_s"] > 0
+    assert (row["tokens"], row["skipped"]) == (4 * 2 * 2, 0)
+    assert min(row["grad_norm"], row["step_s"]) > 0
   # Seven words of which none is likelier: ln 7. It learns what comes often.
   assert rows[0]["loss"] == pytest.approx(math.log(7), abs=0.3)
   assert rows[-1]["loss"] < 0.8 * rows[0]["loss"]
@@ -184,8 +187,6 @@ def test_a_line_that_a_kill_cut_is_written_again(stopped, whole):
   assert learned(stopped) == learned(whole[0])
 
 
-# Orbax leaves its other reads where they are.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(stopped, whole):
   damage(stopped, 10)
   state, said = imitate(stopped, experiment())
@@ -355,9 +356,7 @@ def wait_for_steps(run_dir, count, process, deadline_s=200):
 
 
 def saved(run_dir):
-  like = ocp.PyTreeCheckpointer().restore(
-    run_dir / "checkpoints" / "0" / "state"
-  )
+  like = ocp.PyTreeCheckpointer().restore(run_dir / "checkpoints/0/state")
   return {name: np.asarray(leaf).tobytes() for name, leaf in like.items()}
 
 
