@@ -45,7 +45,6 @@ STEPS = 12
 DENSE = model_config.tiny(vocab_size=7, num_layers=1, d_model=32, max_length=16)
 MODELS = {
   "dense": DENSE,
-  "experts": dataclasses.replace(DENSE, num_experts=4),
   "adapters": dataclasses.replace(DENSE, lora=lora.Lora(rank=2)),
 }
 
