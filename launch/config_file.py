@@ -23,10 +23,9 @@ import types
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rl import settings
+from rl import setting_choices, settings
 
 _KEPT = "config_files"
-_PREFIX = "_config_"
 _LINES = "__config_lines__"
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
 
@@ -41,7 +40,7 @@ def load(file: pathlib.Path) -> types.ModuleType:
   """
   with blame(file):
     text = importlib.util.decode_source(file.read_bytes())
-  name = _PREFIX + re.sub(r"\W", "_", file.stem)
+  name = setting_choices.CONFIG_FILE + re.sub(r"\W", "_", file.stem)
   path = str(file.resolve())
   with blame(file):
     return _run(name, path, text.splitlines(), path)
@@ -56,7 +55,7 @@ def to_json(tree: Any) -> dict[str, Any]:
   """
   kept = {}
   for cls in _classes(tree):
-    if cls.__module__.startswith(_PREFIX):
+    if cls.__module__.startswith(setting_choices.CONFIG_FILE):
       module = _module_of(cls)
       kept[module.__name__] = {
         "path": module.__file__,

@@ -76,10 +76,7 @@ def overrides() -> dict[str, str | None]:
 
 def arguments(changes: Mapping[str, str | None]) -> list[str]:
   """Returns the arguments that give a program these overrides."""
-  return [
-    f"--noconfig.{path}" if text is None else f"--config.{path}={text}"
-    for path, text in changes.items()
-  ]
+  return [settings.argument(path, text) for path, text in changes.items()]
 
 
 def load_from_command_line(

@@ -83,23 +83,42 @@ def _curve(
   for tick in ticks(low, high):
     parts.append(_label(x(tick), _CURVE_BOTTOM + 22, f"{tick:,g}"))
   parts.append(_label(_RIGHT, _CURVE_BOTTOM + 40, "rounds", "end"))
-  raw = [row["success"] for row in played]
-  for values, style in (
-    (raw, 'stroke-width="1" opacity="0.35"'),
-    (smooth(raw), 'stroke-width="2.5"'),
-  ):
-    line = " ".join(
-      f"{x(row['round']):.1f},{y(value):.1f}"
-      for row, value in zip(played, values, strict=True)
-    )
-    parts.append(
-      f'<polyline points="{line}" fill="none" stroke-linejoin="round" '
-      f'stroke="{_COLOURS["learner"]}" {style}/>'
-    )
+  parts += trend(
+    [x(row["round"]) for row in played],
+    [row["success"] for row in played],
+    y,
+    _COLOURS["learner"],
+  )
   for row in evaluations:
     at, colour = x(row["round"]), _COLOURS["decode"]
     parts.append(_line(at, y(row["low"]), at, y(row["high"]), colour, 2))
     parts.append(_dot(at, y(row["success"]), colour))
+  return parts
+
+
+def trend(
+  at: Sequence[float],
+  values: Sequence[float],
+  y: Callable[[float], float],
+  colour: str,
+) -> list[str]:
+  """Returns a curve, thin, and the means of its neighbours, bold.
+
+  Args:
+    at: where on the page each value lies.
+  """
+  parts = []
+  for line, style in (
+    (values, 'stroke-width="1" opacity="0.35"'),
+    (smooth(values), 'stroke-width="2.5"'),
+  ):
+    points = " ".join(
+      f"{x:.1f},{y(value):.1f}" for x, value in zip(at, line, strict=True)
+    )
+    parts.append(
+      f'<polyline points="{points}" fill="none" stroke-linejoin="round" '
+      f'stroke="{colour}" {style}/>'
+    )
   return parts
 
 

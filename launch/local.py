@@ -315,14 +315,12 @@ class _Run:
     trained = progress.trained
     if trained == self._saved:
       return
-    with self._parts.spans.span("host", "checkpoint", round=trained):
-      try:
-        assemble.save(self._checkpoints, progress)
-      except Exception as error:  # Orbax raises all kinds.
-        raise checkpoint.Unsaved(
-          f"the checkpoint of {self._of(trained)}, or that before it, "
-          f"could not be saved: {error!r}"
-        ) from error
+    what = f"the checkpoint of {self._of(trained)}, or that before it,"
+    with (
+      self._parts.spans.span("host", "checkpoint", round=trained),
+      checkpoint.saving(what),
+    ):
+      assemble.save(self._checkpoints, progress)
     self._saved = trained
 
   async def _evaluate_apart(self, version: int) -> None:
@@ -354,13 +352,8 @@ class _Run:
     self._screen.evaluation(outcome.success, outcome.low, outcome.high)
 
   def _wait_for_save(self) -> None:
-    try:
+    with checkpoint.saving(f"the checkpoint of {self._of(self._saved)}"):
       self._checkpoints.wait()
-    except Exception as error:  # Orbax raises all kinds.
-      raise checkpoint.Unsaved(
-        f"the checkpoint of {self._of(self._saved)} could not be saved: "
-        f"{error!r}"
-      ) from error
 
   def _cut_off(self) -> int:
     """Ends a run that a signal cancelled outside of its rounds."""

@@ -9,6 +9,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rl import quarantine
+
 Rows = Sequence[Mapping[str, Any]]
 """The lines of metrics.jsonl; what was not finite is None."""
 
@@ -40,7 +42,7 @@ def complaints(rows: Rows, run_dir: pathlib.Path) -> list[str]:
   """
   found = []
   if skipped := [row["round"] for row in rows if row.get("skipped_updates")]:
-    kept = sorted((run_dir / "skipped").glob("round_*"))
+    kept = quarantine.updates(run_dir / "skipped")
     look = f" Look into one: python -m launch.replay {kept[-1]}" if kept else ""
     found.append(
       "Updates were skipped, as their loss or gradient was not finite, in "

@@ -84,16 +84,6 @@ def _curve(rows: Rows) -> str:
       f'<text x="{x(tick):.1f}" y="{_HEIGHT - 12}" text-anchor="middle">'
       f"{tick:,g}</text>"
     )
-  for values, style in (
-    (losses, 'opacity="0.35"'),
-    (learning_curve.smooth(losses), 'stroke-width="2.5"'),
-  ):
-    points = " ".join(
-      f"{x(step):.1f},{y(value):.1f}"
-      for step, value in zip(steps, values, strict=True)
-    )
-    parts.append(
-      f'<polyline points="{points}" fill="none" stroke="var(--learner)" '
-      f'stroke-linejoin="round" {style}/>'
-    )
+  at = [x(step) for step in steps]
+  parts += learning_curve.trend(at, losses, y, "var(--learner)")
   return "".join((*parts, "</svg>"))

@@ -11,11 +11,6 @@ from typing import NamedTuple
 
 from rl import quarantine, trajectory
 
-_FAULTS = (
-  trajectory.Status.ENV_FAULT,
-  trajectory.Status.REWARD_FAULT,
-  trajectory.Status.ENGINE_FAULT,
-)
 _MAX_MESSAGE = 160
 
 
@@ -47,7 +42,7 @@ def worst(groups: Sequence[trajectory.Group]) -> Fault | None:
   )
   for group in groups:
     for member in group.trajectories:
-      if member.status in _FAULTS:
+      if member.status.is_fault:
         messages[member.status.value].append(member.fault)
   if not messages:
     return None

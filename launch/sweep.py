@@ -58,10 +58,9 @@ def _check_apart(
 ) -> None:
   """Raises when a run would undo what the command line asks for."""
   for key in given.keys() & overrides.keys():
-    argument, *_ = flags.arguments({key: given[key]})
     raise settings.SettingError(
-      f"{argument} is given, but sweep() sets {key} too; leave it out of one of"
-      " them"
+      f"{settings.argument(key, given[key])} is given, but sweep() sets "
+      f"{key} too; leave it out of one of them"
     )
 
 

@@ -111,16 +111,14 @@ class WarmStartFiles:
     due = due and now.trained < settings.steps
     if not (due or self._stopping):
       return
-    try:
-      with self._spans.span("host", "checkpoint", step=now.trained):
-        assemble.save(self._saved, now)
-        if self._stopping:
-          self._saved.wait()
-    except Exception as error:  # Orbax raises all kinds.
-      raise checkpoint.Unsaved(
-        f"the checkpoint after {self._of(now.trained)}, or that before it, "
-        f"could not be saved: {error!r}"
-      ) from error
+    what = f"the checkpoint after {self._of(now.trained)}, or that before it,"
+    with (
+      checkpoint.saving(what),
+      self._spans.span("host", "checkpoint", step=now.trained),
+    ):
+      assemble.save(self._saved, now)
+      if self._stopping:
+        self._saved.wait()
     if self._stopping:
       raise Stopped(f"saved after {self._of(now.trained)}")
 

@@ -94,7 +94,7 @@ class Accumulation:
       flat_count: what groups that were not accumulated add to the divisor.
     """
     return await self._thread.run(
-      "update", _step, self._programs, state, self._total, flat_count
+      "update", step, self._programs, state, self._total, flat_count
     )
 
   async def _train(
@@ -130,26 +130,28 @@ class Accumulation:
       self._total = await self._thread.run("zero", self._programs.zero)
     for packed in batches:
       self._total = await self._thread.run(
-        "accumulate", _accumulate, self._programs, state, self._total, packed
+        "accumulate", accumulate, self._programs, state, self._total, packed
       )
 
 
-def _accumulate(
+def accumulate(
   programs: learner.Learner,
   state: train_state.TrainState,
   total: learner.Accumulator,
   packed: batch_lib.Batch,
 ) -> learner.Accumulator:
+  """Returns the sums with one more batch in them; on the mesh's thread."""
   placed = programs.place(packed)
   return programs.accumulate(state.params, total, placed, state.critic)
 
 
-def _step(
+def step(
   programs: learner.Learner,
   state: train_state.TrainState,
   total: learner.Accumulator,
-  flat_count: float,
+  flat_count: float = 0.0,
 ) -> tuple[train_state.TrainState, dict[str, float]]:
+  """Returns the state after an optimizer step, and its metrics; likewise."""
   state, sums = programs.update(state, total, flat_count)
   sums = jax.device_get(sums)
   return state, {name: float(value) for name, value in sums.items()}

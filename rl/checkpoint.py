@@ -1,12 +1,13 @@
 """Checkpoints of a run: whole or not at all, and verified when read."""
 
+import contextlib
 import dataclasses
 import json
 import logging as python_logging
 import pathlib
 import shutil
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -29,6 +30,19 @@ class Mismatch(Exception):
 
 class Unsaved(Exception):
   """A checkpoint could not be written, or none of those there can be read."""
+
+
+@contextlib.contextmanager
+def saving(what: str) -> Iterator[None]:
+  """Says what could not be saved, whatever Orbax raises in the body.
+
+  Raises:
+    Unsaved: it raised something.
+  """
+  try:
+    yield
+  except Exception as error:  # Orbax raises all kinds.
+    raise Unsaved(f"{what} could not be saved: {error!r}") from error
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -136,8 +136,9 @@ def of_round(directory: pathlib.Path, round_: int) -> list[pathlib.Path]:
 def updates(directory: pathlib.Path) -> list[pathlib.Path]:
   """Returns the skipped updates of a directory, oldest first."""
   files = directory.glob(f"round_*/{BATCHES}")
-  # Not by round: a run may have gone on from an earlier one.
-  return [x.parent for x in sorted(files, key=lambda x: x.stat().st_mtime_ns)]
+  found = [(file.stat().st_mtime_ns, file.parent) for file in files]
+  # Not by round alone: a run may have gone on from an earlier one.
+  return [path for _, path in sorted(found)]
 
 
 def read(path: pathlib.Path, abstract: train_state.TrainState) -> SkippedUpdate:

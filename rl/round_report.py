@@ -20,7 +20,6 @@ _ADDED = {
   "lone_groups": "lone_groups",
   "skipped": "skipped_updates",
 }
-_CUT = (trajectory.Status.STALE, trajectory.Status.SURPLUS)
 
 
 def of_groups(
@@ -43,7 +42,7 @@ def of_groups(
   faults = {
     f"faults/{status.value}": float(counts[status])
     for status in trajectory.Status
-    if not status.trainable and status not in _CUT
+    if status.is_fault
   }
   return {
     **_scores(episodes, success),

@@ -14,8 +14,8 @@ from typing import Any, Literal
 from rl import setting_types
 
 _EXAMPLES = {bool: "true", int: "4", float: "0.1", str: "NAME"}
-# How the names of modules begin that are config files.
-_CONFIG_FILE = "_config_"
+CONFIG_FILE = "_config_"
+"""How the names of modules begin that are config files."""
 
 
 def form(maker: Any, depth: int = 3) -> str:
@@ -122,7 +122,7 @@ def _classes(own: type) -> Iterator[type]:
   """
   package = own.__module__.partition(".")[0]
   for name, module in list(sys.modules.items()):
-    if name.partition(".")[0] == package or name.startswith(_CONFIG_FILE):
+    if name.partition(".")[0] == package or name.startswith(CONFIG_FILE):
       for value in list(vars(module).values()):
         # A class is imported into others too.
         if getattr(value, "__module__", "") == name and _stands_for(value, own):

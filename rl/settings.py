@@ -63,17 +63,18 @@ def override(tree: _Tree, path: str, text: str | None) -> _Tree:
     for name, node in zip(reversed(names), reversed(nodes), strict=True):
       value = _replace(node, name, value)
   except ValueError as error:
-    raise SettingError(f"{_typed(path, text)}: {error}") from error
+    raise SettingError(f"{argument(path, text)}: {error}") from error
   return typing.cast(_Tree, value)
 
 
-def _typed(path: str, text: str | None) -> str:
+def argument(path: str, text: str | None) -> str:
+  """Returns an override as it is typed; None turns the setting off."""
   return f"--noconfig.{path}" if text is None else f"--config.{path}={text}"
 
 
 def _read(hint: Any, text: str | None, path: str, old: Any) -> Any:
   if text is None:
-    return setting_values.turned_off(hint, _typed(path, None))
+    return setting_values.turned_off(hint, argument(path, None))
   parts = {name: part for name, (part, _) in _children(old, hint).items()}
   typed = setting_text.Text(text)
   return setting_values.read_field(hint, typed, f"--config.{path}", parts)

@@ -36,6 +36,15 @@ class Status(enum.Enum):
     """Whether the reward can be trusted, so that the tokens may be trained."""
     return self in (Status.COMPLETED, Status.TRUNCATED)
 
+  @property
+  def is_fault(self) -> bool:
+    """Whether something broke; else it has ended, or nobody wants it."""
+    return self in (
+      Status.ENV_FAULT,
+      Status.REWARD_FAULT,
+      Status.ENGINE_FAULT,
+    )
+
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Turn:

@@ -13,13 +13,12 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-import jax
 import numpy as np
 from jaxtyping import Int32
 
 from envs import base
-from rl import batch as batch_lib
 from rl import (
+  accumulation,
   checkpoint,
   dispatch,
   engine,
@@ -29,6 +28,7 @@ from rl import (
   train_state,
   trajectory,
 )
+from rl import batch as batch_lib
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -280,6 +280,5 @@ def _step(
 ) -> tuple[train_state.TrainState, dict[str, float]]:
   total = programs.zero()
   for batch in batches:
-    total = programs.accumulate(state.params, total, programs.place(batch))
-  state, metrics = programs.update(state, total)
-  return state, {k: float(x) for k, x in jax.device_get(metrics).items()}
+    total = accumulation.accumulate(programs, state, total, batch)
+  return accumulation.step(programs, state, total)

@@ -305,7 +305,9 @@ def test_what_a_metric_means_stands_beside_its_curve(run_dir, browse):
 def test_skipped_updates_stand_on_top_of_the_page(run_dir, browse):
   rows = [{"round": i, "skipped_updates": float(i > 1)} for i in (1, 2, 3)]
   _write_lines(run_dir / "metrics.jsonl", rows)
-  (run_dir / "skipped" / "round_000003_update_0").mkdir(parents=True)
+  kept = run_dir / "skipped" / "round_000003_update_0"
+  kept.mkdir(parents=True)
+  (kept / "batches.npz").touch()
   page = browse(report.write(run_dir))
   assert page.having("class", "notes")
   text = " ".join(page.text)

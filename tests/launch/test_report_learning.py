@@ -60,7 +60,9 @@ def test_the_distance_to_the_sampler_is_that_of_the_latest_tokens():
 def test_skipped_updates_are_complained_of_with_a_command(tmp_path):
   rows = [{"round": i, "skipped_updates": float(i > 1)} for i in (1, 2, 3)]
   for number in (2, 3):
-    (tmp_path / f"skipped/round_00000{number}_update_0").mkdir(parents=True)
+    kept = tmp_path / f"skipped/round_00000{number}_update_0"
+    kept.mkdir(parents=True)
+    (kept / "batches.npz").touch()
   (line,) = report_learning.complaints(rows, tmp_path)
   assert "not finite, in rounds 2, 3. Look into one: python -m launch.r" in line
   assert line.endswith(f"{tmp_path}/skipped/round_000003_update_0")

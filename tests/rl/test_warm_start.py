@@ -87,8 +87,8 @@ def imitated(norms, max_skipped, behind=(), watching=warm_start.UNOBSERVED):
   """
   fake, left, said = testing.fake_learner(), iter(norms), []
 
-  def update(state, total):
-    after, sums = fake.update(state, total)
+  def update(state, total, flat_count):
+    after, sums = fake.update(state, total, flat_count)
     sums |= {"grad_norm": next(left), "loss": 0.25}
     if math.isfinite(sums["grad_norm"]):
       return after, sums
