@@ -6,7 +6,7 @@ Every shape has 4096 tokens, 8 heads, 4 kv heads and a head width of 64; rows
 are one segment each, or packed with 8. Decoding is one new token for each of 16
 rows, forward only, on caches that are full or filled to an eighth. Forms take
 turns; medians of wall time are kept. Memory is what XLA allocates beside
-arguments and results. "auto" names what `attention_form.choose` takes. Writes
+arguments and results. "auto" names what `backend.choose` takes. Writes
 benchmarks/results/attention.json.
 """
 
@@ -22,7 +22,7 @@ from absl import app
 from absl import flags as absl_flags
 
 from benchmarks import machine
-from models import attention, attention_form, visibility
+from models.attention import attention, backend, mask
 
 _REPEATS = absl_flags.DEFINE_integer("repeats", 5, "Of each form.")
 _DTYPE = absl_flags.DEFINE_enum(
@@ -50,10 +50,10 @@ def _rows(form: str, length: int, segments: int) -> tuple[Callable, list[Any]]:
   ids = jnp.asarray(np.tile(ids, (batch, 1)), jnp.int32)
 
   def step(q, k, v, cotangent, ids):
-    marks = visibility.packed_marks(ids)
+    marks = mask.packed_marks(ids)
 
     def attend(q, k, v):
-      source = visibility.Source(k, v, marks)
+      source = mask.Source(k, v, marks)
       return attention.attend(q, marks, [source], form=form)
 
     out, pull = jax.vjp(attend, q, k, v)
@@ -72,11 +72,11 @@ def _decode(form: str, length: int, written: int) -> tuple[Callable, list[Any]]:
 
   def step(q, k, v, new_k, new_v, filled):
     order = jnp.tile(jnp.arange(length, dtype=jnp.int32), (rows, 1))
-    past = visibility.Marks(order, jnp.where(order < filled, 1, -1))
-    marks = visibility.Marks(filled, jnp.ones_like(filled))
+    past = mask.Marks(order, jnp.where(order < filled, 1, -1))
+    marks = mask.Marks(filled, jnp.ones_like(filled))
     sources = [
-      visibility.Source(k, v, past),
-      visibility.Source(new_k, new_v, marks),
+      mask.Source(k, v, past),
+      mask.Source(new_k, new_v, marks),
     ]
     return attention.attend(q, marks, sources, form=form)
 
@@ -113,7 +113,7 @@ def _temp_bytes(program: jax.stages.Compiled) -> int:
 
 
 def _auto(batch: int, queries: int, keys: int, sources: int) -> str:
-  case = attention_form.Case(
+  case = backend.Case(
     batch=batch,
     queries=queries,
     keys=keys,
@@ -123,7 +123,7 @@ def _auto(batch: int, queries: int, keys: int, sources: int) -> str:
     sources=sources,
     in_order=sources == 1,
   )
-  return attention_form.choose(jax.default_backend(), case)
+  return backend.choose(jax.default_backend(), case)
 
 
 def main(argv: list[str]) -> None:

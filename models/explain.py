@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models import attention_form, cache, lora, sharding, transformer
+from models import cache, lora, sharding, transformer
 from models import config as config_lib
+from models.attention import backend
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -266,7 +267,7 @@ def _has_scores(
   platform: str,
 ) -> bool:
   """Whether all scores of a layer's attention exist at the same time."""
-  case = attention_form.Case(
+  case = backend.Case(
     batch=rows // layout.num_batch,
     queries=length,
     keys=length,
@@ -276,7 +277,7 @@ def _has_scores(
   )
   form = config.compute.attention
   if form == "auto":
-    form = attention_form.choose(platform, case)
+    form = backend.choose(platform, case)
   if form == "fused":
-    return not (platform == "gpu" and attention_form.cudnn_can(case))
+    return not (platform == "gpu" and backend.cudnn_can(case))
   return form == "reference"

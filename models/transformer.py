@@ -17,20 +17,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32, PRNGKeyArray
 
-from models import (
-  attention,
-  attention_form,
-  cache,
-  flash,
-  initial,
-  logprobs,
-  lora,
-  mlp,
-  moe,
-  sharding,
-  visibility,
-)
+from models import cache, initial, logprobs, lora, mlp, moe, sharding
 from models import config as config_lib
+from models.attention import attention, backend, blockwise, mask
 
 Params = dict[str, Any]
 Aux = moe.Aux
@@ -43,7 +32,9 @@ REMAT: dict[str, Callable[[Callable], Callable]] = {
     jax.checkpoint,
     policy=jax.checkpoint_policies.save_from_both_policies(
       jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-      jax.checkpoint_policies.save_only_these_names(*flash.SAVED, *moe.SAVED),
+      jax.checkpoint_policies.save_only_these_names(
+        *blockwise.SAVED, *moe.SAVED
+      ),
     ),
   ),
   "layer": jax.checkpoint,
@@ -129,7 +120,7 @@ def hidden(
     segments: tokens attend within their own; 0 is padding, whose hidden
       states mean nothing.
     parents: another segment of the row, before this one, that a token attends
-      to as well, or `visibility.NO_PARENT`.
+      to as well, or `mask.NO_PARENT`.
     copies: how many tokens each stands for in Aux; None is 1 each.
     experts: those that the routers must choose, such as were chosen when the
       tokens were sampled; -1 leaves a choice to the router.
@@ -139,7 +130,7 @@ def hidden(
     The hidden state at index t is about the token at t + 1. Aux is averaged
     over layers with experts and over tokens that are not padding.
   """
-  marks = visibility.packed_marks(segments, parents)
+  marks = mask.packed_marks(segments, parents)
   if copies is None:
     copies = (segments > 0).astype(jnp.int32)
 
@@ -148,7 +139,7 @@ def hidden(
     return attention.attend(
       query,
       marks,
-      [visibility.Source(k, v, marks)],
+      [mask.Source(k, v, marks)],
       form=config.compute.attention,
       block=config.compute.attention_block,
       layout=layout,
@@ -245,8 +236,8 @@ class _Part(NamedTuple):
 
   rows: slice
   ids: slice
-  queries: visibility.Marks
-  keys: visibility.Marks
+  queries: mask.Marks
+  keys: mask.Marks
 
 
 def _parts(
@@ -269,8 +260,8 @@ def _parts(
     return _Part(
       rows,
       ids,
-      visibility.Marks(at, jnp.ones_like(at)),
-      visibility.Marks(order[rows], written[rows]),
+      mask.Marks(at, jnp.ones_like(at)),
+      mask.Marks(order[rows], written[rows]),
     )
 
   parts = []
@@ -302,9 +293,9 @@ def _attend_past(
   mixed = attention.attend(
     query[part.ids].reshape(*part.queries.segments.shape, *heads),
     part.queries,
-    [visibility.Source(k[part.rows], v[part.rows], part.keys)],
+    [mask.Source(k[part.rows], v[part.rows], part.keys)],
     # One that is meant for whole rows may not do here.
-    form=form if form in attention_form.UNIVERSAL else "auto",
+    form=form if form in backend.UNIVERSAL else "auto",
     block=config.compute.attention_block,
     layout=layout,
   )

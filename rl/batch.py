@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from jaxtyping import Bool, Float32, Int32
 
-from models import visibility
+from models.attention import mask
 from rl import packing, trajectory
 
 
@@ -28,7 +28,7 @@ class Prefix(NamedTuple):
 
   Attributes:
     parents: segment of the prompt that the token's conversation began with,
-      or -1; see `models.visibility.Marks`.
+      or -1; see `models.attention.mask.Marks`.
     previous: index in the row of the token before this one; any index where
       there is none.
     copies: trajectories that the token belongs to; 0 is padding.
@@ -100,7 +100,7 @@ def empty(
   if share_prompts:
     before = np.maximum(np.arange(length, dtype=np.int32) - 1, 0)
     prefix = Prefix(
-      parents=np.full(shape, visibility.NO_PARENT, np.int32),
+      parents=np.full(shape, mask.NO_PARENT, np.int32),
       previous=np.tile(before, (rows, 1)),
       copies=np.zeros(shape, np.int32),
     )
@@ -306,7 +306,7 @@ def _append(
   row: int,
   columns: Mapping[str, np.ndarray],
   *,
-  parent: int = visibility.NO_PARENT,
+  parent: int = mask.NO_PARENT,
   copies: int = 1,
 ) -> int:
   """Writes a segment behind what lies in the row; returns its number."""
@@ -319,7 +319,7 @@ def _append(
   if batch.prefix is not None:
     batch.prefix.parents[row, at] = parent
     batch.prefix.copies[row, at] = copies
-    if parent != visibility.NO_PARENT:
+    if parent != mask.NO_PARENT:
       batch.prefix.previous[row, start] = np.flatnonzero(segments == parent)[-1]
   return segment
 

@@ -6,9 +6,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from envs import base
-from models import attention_form, load, sharding, transformer
 from models import chat as chat_lib
 from models import config as model_config
+from models import load, sharding, transformer
+from models.attention import backend
 from rl import (
   affinity,
   algorithms,
@@ -339,7 +340,7 @@ class Experiment:
       form, batch = model.compute.attention, self.batch
       if form == "auto":
         continue
-      case = attention_form.Case(
+      case = backend.Case(
         batch=batch.rows,
         queries=batch.length,
         keys=batch.length,
@@ -348,7 +349,7 @@ class Experiment:
         dtypes=frozenset({model.compute.dtype}),
         parents=batch.share_prompts,
       )
-      if reason := attention_form.refusal(form, case):
+      if reason := backend.refusal(form, case):
         raise ValueError(
           f"{name}.compute.attention={form} with batch.length={batch.length} "
           f"and batch.share_prompts={str(batch.share_prompts).lower()} {reason}"

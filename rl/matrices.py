@@ -13,7 +13,8 @@ import jax
 import optax
 from optax import contrib
 
-from models import attention, lora, mlp, moe
+from models import lora, mlp, moe
+from models.attention import attention
 
 _MODULES = {
   "attention": lora.with_axes(attention.AXES, lora.Lora()),

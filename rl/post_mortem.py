@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, PyTree
 
-from models import visibility
+from models.attention import mask
 from rl import batch as batch_lib
 from rl import learner, owners, quarantine
 
@@ -184,7 +184,7 @@ def _tokens(packed: batch_lib.Batch, place: Place) -> Bool[np.ndarray, "B L"]:
   keep[place.row] = own == place.segment
   if packed.prefix is not None:
     parents = packed.prefix.parents[place.row][keep[place.row]]
-    known = np.setdiff1d(parents, [visibility.NO_PARENT])
+    known = np.setdiff1d(parents, [mask.NO_PARENT])
     keep[place.row] |= np.isin(own, known)
   return keep
 

@@ -9,17 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import (
-  attention,
-  cache,
-  mlp,
-  moe,
-  router,
-  sharding,
-  transformer,
-  visibility,
-)
+from models import cache, mlp, moe, router, sharding, transformer
 from models import config as config_lib
+from models.attention import attention, mask
 
 # Every axis divides over 8 devices; two layers of experts, one without.
 CONFIG = config_lib.tiny_moe(
@@ -81,14 +73,14 @@ def whole_rows():
 
 
 def by_layers(params, ids, positions):
-  marks = visibility.packed_marks(jnp.ones_like(ids))
+  marks = mask.packed_marks(jnp.ones_like(ids))
   copies, eps = jnp.ones(ids.size, jnp.int32), CONFIG.norm_eps
   x, taken = params["embed"][ids], []
   for layer in params["layers"]:
     normed = attention.rms_norm(x, layer["attention_norm"], eps)
     weights = layer["attention"]
     query, k, v = attention.project(weights, CONFIG, normed, positions)
-    sources = [visibility.Source(k, v, marks)]
+    sources = [mask.Source(k, v, marks)]
     mixed = attention.attend(query, marks, sources, form="reference")
     x += attention.merge(weights, mixed)
     normed = attention.rms_norm(x, layer["mlp_norm"], eps)

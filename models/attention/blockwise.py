@@ -28,7 +28,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from models import visibility
+from models.attention import mask as mask_lib
 
 SAVED = ("attention_out", "attention_norms")
 """Names, for a policy of `jax.checkpoint`, of what spares the backward pass the
@@ -51,14 +51,14 @@ class _Ask(NamedTuple):
   row: Int32[Array, ""]
   number: Int32[Array, ""]
   start: Int32[Array, ""]
-  marks: visibility.Marks
+  marks: mask_lib.Marks
   q: Float[Array, "1 q K G d"]
 
 
 def attend(
   query: Float[Array, "B L H d"],
-  marks: visibility.Marks,
-  sources: Sequence[visibility.Source],
+  marks: mask_lib.Marks,
+  sources: Sequence[mask_lib.Source],
   *,
   block: int,
 ) -> Float[Array, "B L H d"]:
@@ -89,8 +89,8 @@ def scores(
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _attend(
   query: Float[Array, "B L H d"],
-  marks: visibility.Marks,
-  sources: tuple[visibility.Source, ...],
+  marks: mask_lib.Marks,
+  sources: tuple[mask_lib.Source, ...],
   block: int,
 ) -> Float[Array, "B L H d"]:
   return _forward(query, marks, sources, block)[0]
@@ -98,8 +98,8 @@ def _attend(
 
 def _forward(
   query: Float[Array, "B L H d"],
-  marks: visibility.Marks,
-  sources: tuple[visibility.Source, ...],
+  marks: mask_lib.Marks,
+  sources: tuple[mask_lib.Source, ...],
   block: int,
 ) -> tuple[Float[Array, "B L H d"], Any]:
   """Returns the result, and what the backward pass needs."""
@@ -123,7 +123,7 @@ def _forward(
 
 def _softmax(
   ask: _Ask,
-  sources: Sequence[visibility.Source],
+  sources: Sequence[mask_lib.Source],
   plans: Sequence[_Plan],
   block: int,
 ) -> tuple[Float32[Array, "1 q K G d"], Float32[Array, "1 q K G"]]:
@@ -162,7 +162,7 @@ def _softmax(
 
 def _backward(
   block: int, saved: Any, d_out: Float[Array, "B L H d"]
-) -> tuple[Float[Array, "B L H d"], None, tuple[visibility.Source, ...]]:
+) -> tuple[Float[Array, "B L H d"], None, tuple[mask_lib.Source, ...]]:
   query, marks, sources, plans, out, norms = saved
   grouped, d_grouped = _grouped(query, sources), _grouped(d_out, sources)
   # Of every query: the sum over keys of weight * d_weight.
@@ -199,7 +199,7 @@ _attend.defvjp(_forward, _backward)
 def _gradients(
   ask: _Ask,
   given: tuple[Array, Array, Array],
-  sources: Sequence[visibility.Source],
+  sources: Sequence[mask_lib.Source],
   plans: Sequence[_Plan],
   d_sources: Any,
   block: int,
@@ -235,9 +235,7 @@ def _gradients(
   return jnp.moveaxis(dq, 2, 1), added
 
 
-def _plan(
-  queries: visibility.Marks, keys: visibility.Marks, block: int
-) -> _Plan:
+def _plan(queries: mask_lib.Marks, keys: mask_lib.Marks, block: int) -> _Plan:
   """Returns which tiles see each other, as far as their extremes tell."""
 
   def tiles(x):
@@ -267,7 +265,7 @@ def _plan(
 
 def _ask(
   grouped: Float[Array, "B L K G d"],
-  marks: visibility.Marks,
+  marks: mask_lib.Marks,
   number: Int32[Array, ""],
   block: int,
 ) -> _Ask:
@@ -281,7 +279,7 @@ def _ask(
 
 def _keys(
   ask: _Ask,
-  source: visibility.Source,
+  source: mask_lib.Source,
   plan: _Plan,
   step: Int32[Array, ""],
   block: int,
@@ -297,7 +295,7 @@ def _keys(
   cut = functools.partial(_take, row=ask.row, start=start, size=block)
   k, v, marks = jax.tree.map(cut, source)
   fresh = start + jnp.arange(k.shape[1]) >= index * block
-  return k, v, visibility.visible(ask.marks, marks) & fresh, start
+  return k, v, mask_lib.visible(ask.marks, marks) & fresh, start
 
 
 def _starts(length: int, block: int) -> np.ndarray:
@@ -326,12 +324,12 @@ def _product(spec: str, a: Array, b: Array) -> Float32[Array, "..."]:
 
 
 def _grouped(
-  x: Float[Array, "B L H d"], sources: Sequence[visibility.Source]
+  x: Float[Array, "B L H d"], sources: Sequence[mask_lib.Source]
 ) -> Float[Array, "B L K G d"]:
   batch, length, heads, width = x.shape
   kv_heads = sources[0].k.shape[2]
   return x.reshape(batch, length, kv_heads, heads // kv_heads, width)
 
 
-def _ordered(marks: visibility.Marks) -> visibility.Marks:
-  return marks._replace(order=visibility.order(marks))
+def _ordered(marks: mask_lib.Marks) -> mask_lib.Marks:
+  return marks._replace(order=mask_lib.order(marks))

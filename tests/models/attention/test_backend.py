@@ -3,10 +3,10 @@ import re
 
 import pytest
 
-from models import attention_form
+from models.attention import backend
 
 # A device's part of training rows of Qwen3-1.7B.
-TRAIN = attention_form.Case(
+TRAIN = backend.Case(
   batch=2,
   queries=4096,
   keys=4096,
@@ -24,12 +24,12 @@ DECODE = dataclasses.replace(
   [("cpu", "blockwise"), ("gpu", "fused"), ("tpu", "splash")],
 )
 def test_long_rows_take_the_kernel_of_their_platform(platform, form):
-  assert attention_form.choose(platform, TRAIN) == form
+  assert backend.choose(platform, TRAIN) == form
 
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
 def test_decoding_on_a_short_cache_takes_the_reference(platform):
-  assert attention_form.choose(platform, DECODE) == "reference"
+  assert backend.choose(platform, DECODE) == "reference"
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_decoding_on_a_short_cache_takes_the_reference(platform):
 )
 def test_on_a_cpu_tiles_are_for_many_scores(queries, keys, form):
   case = dataclasses.replace(TRAIN, queries=queries, keys=keys)
-  assert attention_form.choose("cpu", case) == form
+  assert backend.choose("cpu", case) == form
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_on_a_cpu_tiles_are_for_many_scores(queries, keys, form):
 )
 def test_what_a_kernel_cannot_do_goes_by_its_memory(platform, change, form):
   case = dataclasses.replace(TRAIN, **change)
-  assert attention_form.choose(platform, case) == form
+  assert backend.choose(platform, case) == form
 
 
 @pytest.mark.parametrize(
@@ -91,12 +91,12 @@ def test_what_a_kernel_cannot_do_goes_by_its_memory(platform, change, form):
   ],
 )
 def test_a_refusal_says_why_and_the_way_out(form, change, message):
-  reason = attention_form.refusal(form, dataclasses.replace(TRAIN, **change))
+  reason = backend.refusal(form, dataclasses.replace(TRAIN, **change))
   assert reason is not None
   assert re.search(message, reason)
 
 
-@pytest.mark.parametrize("form", ["fused", *attention_form.UNIVERSAL])
+@pytest.mark.parametrize("form", ["fused", *backend.UNIVERSAL])
 def test_forms_in_plain_jnp_refuse_nothing(form):
   case = dataclasses.replace(DECODE, parents=True, queries=7)
-  assert attention_form.refusal(form, case) is None
+  assert backend.refusal(form, case) is None

@@ -14,16 +14,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from models import (
-  attention_form,
-  flash,
-  lora,
-  rope,
-  sharding,
-  splash,
-  visibility,
-)
 from models import config as config_lib
+from models import lora, rope, sharding
+from models.attention import backend, blockwise, mask, splash
 
 AXES = {
   "query": ("embed", "heads", "head_dim"),
@@ -69,8 +62,8 @@ def project(
 
 def attend(
   query: Float[Array, "B L H d"],
-  marks: visibility.Marks,
-  sources: Sequence[visibility.Source],
+  marks: mask.Marks,
+  sources: Sequence[mask.Source],
   *,
   form: str = "auto",
   block: int = 256,
@@ -83,7 +76,7 @@ def attend(
 
   Args:
     form: "reference", "fused", "blockwise", "splash", or "auto" for what
-      `attention_form.choose` takes.
+      `backend.choose` takes.
     block: queries and keys of a tile of the blockwise form.
     layout: where rows and heads lie; None is one device.
 
@@ -93,17 +86,17 @@ def attend(
   asked = _case(query, marks, sources, layout)
   platform = sharding.platform(layout)
   if form == "auto":
-    form = attention_form.choose(platform, asked)
-  elif reason := attention_form.refusal(form, asked):
+    form = backend.choose(platform, asked)
+  elif reason := backend.refusal(form, asked):
     raise ValueError(f"attention={form!r} {reason}")
   match form:
     case "reference":
       # Left whole: XLA splits it as it splits what is around it.
       return _reference(query, marks, sources)
     case "blockwise":
-      kernel = functools.partial(flash.attend, block=block)
+      kernel = functools.partial(blockwise.attend, block=block)
     case "fused":
-      cudnn = platform == "gpu" and attention_form.cudnn_can(asked)
+      cudnn = platform == "gpu" and backend.cudnn_can(asked)
       kernel = functools.partial(_fused, cudnn=cudnn)
     case "splash":
       kernel = functools.partial(splash.attend, interpret=platform != "tpu")
@@ -124,14 +117,14 @@ def merge(
 
 def _reference(
   query: Float[Array, "B L H d"],
-  marks: visibility.Marks,
-  sources: Sequence[visibility.Source],
+  marks: mask.Marks,
+  sources: Sequence[mask.Source],
 ) -> Float[Array, "B L H d"]:
   batch, length, heads, width = query.shape
   kv_heads = sources[0].k.shape[2]
   q_BLKGd = query.reshape(batch, length, kv_heads, heads // kv_heads, width)
   scores = [
-    flash.scores(q_BLKGd, source.k, visibility.visible(marks, source.marks))
+    blockwise.scores(q_BLKGd, source.k, mask.visible(marks, source.marks))
     for source in sources
   ]
   # The scores are joined, not the keys: those of the cache are never copied.
@@ -151,12 +144,12 @@ def _reference(
 
 def _fused(
   query: Float[Array, "B L H d"],
-  marks: visibility.Marks,
-  sources: Sequence[visibility.Source],
+  marks: mask.Marks,
+  sources: Sequence[mask.Source],
   *,
   cudnn: bool,
 ) -> Float[Array, "B L H d"]:
-  masks = [visibility.visible(marks, source.marks) for source in sources]
+  masks = [mask.visible(marks, source.marks) for source in sources]
   return jax.nn.dot_product_attention(
     query,
     jnp.concatenate([source.k for source in sources], 1),
@@ -170,8 +163,8 @@ def _on_each_device(
   kernel: Callable[..., Array],
   layout: sharding.Layout | None,
   query: Float[Array, "B L H d"],
-  marks: visibility.Marks,
-  sources: Sequence[visibility.Source],
+  marks: mask.Marks,
+  sources: Sequence[mask.Source],
 ) -> Float[Array, "B L H d"]:
   """Runs a kernel on every device's own rows and heads: nothing is gathered.
 
@@ -198,7 +191,7 @@ def _on_each_device(
 def _split(
   layout: sharding.Layout,
   query: Float[Array, "B L H d"],
-  source: visibility.Source,
+  source: mask.Source,
 ) -> tuple[str | None, str | None]:
   """Returns the logical axes over which rows and heads can be split."""
   rules = layout.rules
@@ -210,10 +203,10 @@ def _split(
 
 def _case(
   query: Float[Array, "B L H d"],
-  marks: visibility.Marks,
-  sources: Sequence[visibility.Source],
+  marks: mask.Marks,
+  sources: Sequence[mask.Source],
   layout: sharding.Layout | None,
-) -> attention_form.Case:
+) -> backend.Case:
   batch, queries, heads, width = query.shape
   if layout is not None:
     rows, split = _split(layout, query, sources[0])
@@ -221,7 +214,7 @@ def _case(
     heads //= layout.size("heads") if split else 1
   arrays = [query, *(x for source in sources for x in (source.k, source.v))]
   orders = [marks.order, *(source.marks.order for source in sources)]
-  return attention_form.Case(
+  return backend.Case(
     batch=batch,
     queries=queries,
     keys=sum(source.k.shape[1] for source in sources),

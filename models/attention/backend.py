@@ -8,7 +8,7 @@ splash      a TPU kernel, see `splash`
 
 import dataclasses
 
-from models import splash
+from models.attention import splash
 
 UNIVERSAL = ("reference", "blockwise")
 """Forms that take any tokens, also on top of a cache."""

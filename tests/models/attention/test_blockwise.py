@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import attention, flash, visibility
+from models.attention import attention, blockwise, mask
 
 
 def draw(*shape, seed=0):
@@ -15,7 +15,7 @@ def draw(*shape, seed=0):
 def packed(batch, length, heads=4, kv_heads=2, width=4, segments=1):
   """Returns queries, keys, values, and marks of segments of equal length."""
   numbers = 1 + np.arange(length) * segments // length
-  marks = visibility.packed_marks(
+  marks = mask.packed_marks(
     jnp.asarray(np.tile(numbers, (batch, 1)), jnp.int32)
   )
   shapes = ((heads, 0), (kv_heads, 1), (kv_heads, 2))
@@ -24,8 +24,8 @@ def packed(batch, length, heads=4, kv_heads=2, width=4, segments=1):
 
 
 def tiled(q, k, v, marks, block):
-  source = visibility.Source(k, v, marks)
-  return flash.attend(q, marks, [source], block=block)
+  source = mask.Source(k, v, marks)
+  return blockwise.attend(q, marks, [source], block=block)
 
 
 def gradient(q, k, v, marks, block):
@@ -41,7 +41,7 @@ def random_marks(rng, length, first):
     jnp.asarray(rng.integers(low, high, (2, length)), jnp.int32)
     for low, high in ((first, 20), (-1, 4), (-1, 4))
   )
-  return visibility.Marks(order, segments, parents)
+  return mask.Marks(order, segments, parents)
 
 
 @pytest.mark.parametrize("wrap", [jax.jit, lambda f: f], ids=["jit", "eager"])
@@ -53,15 +53,15 @@ def test_tiles_of_any_size_see_what_a_whole_matrix_sees(block, wrap):
   marks = marks._replace(segments=jnp.maximum(marks.segments, 1))
   past = random_marks(rng, 7, first=0)
   # Three first tokens, so that every query sees one.
-  new = visibility.Marks(
+  new = mask.Marks(
     jnp.asarray(rng.integers(0, 20, (2, 12)), jnp.int32).at[:, :3].set(0),
     jnp.tile(jnp.array([1, 2, 3, -1], jnp.int32), (2, 3)),
   )
 
   def mix(attend, q, first, second):
     sources = [
-      visibility.Source(first, first + 1, past),
-      visibility.Source(second, second + 1, new),
+      mask.Source(first, first + 1, past),
+      mask.Source(second, second + 1, new),
     ]
     return attend(q, marks, sources)
 
@@ -69,7 +69,7 @@ def test_tiles_of_any_size_see_what_a_whole_matrix_sees(block, wrap):
     out, pull = jax.vjp(functools.partial(mix, attend), *args)
     return out, *pull(jnp.sin(out))
 
-  tiles = functools.partial(flash.attend, block=block)
+  tiles = functools.partial(blockwise.attend, block=block)
   whole = functools.partial(attention.attend, form="reference")
   actual, expected = (
     wrap(functools.partial(run, attend))(q, first, second)
@@ -122,7 +122,7 @@ def test_memory_grows_with_the_length_and_not_with_its_square(function):
 
 def test_only_what_is_named_is_kept_for_the_backward_pass():
   q, k, v, marks = packed(1, 64)
-  policy = jax.checkpoint_policies.save_only_these_names(*flash.SAVED)
+  policy = jax.checkpoint_policies.save_only_these_names(*blockwise.SAVED)
 
   def loops(policy):
     attend = jax.checkpoint(

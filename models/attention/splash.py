@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu import splash_attention
 from jaxtyping import Array, Float
 
-from models import visibility
+from models.attention import mask
 
 LANES = 128
 """Rows are whole multiples of this: the width of a TPU's vector registers."""
@@ -24,8 +24,8 @@ _NOBODY = int(jnp.iinfo(jnp.int32).min)
 
 def attend(
   query: Float[Array, "B L H d"],
-  marks: visibility.Marks,
-  sources: Sequence[visibility.Source],
+  marks: mask.Marks,
+  sources: Sequence[mask.Source],
   *,
   interpret: bool,
 ) -> Float[Array, "B L H d"]:

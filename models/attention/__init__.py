@@ -1,0 +1,1 @@
+"""Attention: masks and interchangeable backends."""
