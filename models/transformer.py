@@ -17,12 +17,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32, PRNGKeyArray
 
-from models import cache, initial, logprobs, lora, mlp, moe, sharding
+from models import cache, initial, logprobs, lora, mlp, sharding
 from models import config as config_lib
 from models.attention import attention, backend, blockwise, mask
+from models.moe import layer as moe_layer
 
 Params = dict[str, Any]
-Aux = moe.Aux
+Aux = moe_layer.Aux
 Experts = Int32[Array, "B L S k"] | None
 """Those that each token took in every sparse layer, -1 of padding."""
 
@@ -33,7 +34,7 @@ REMAT: dict[str, Callable[[Callable], Callable]] = {
     policy=jax.checkpoint_policies.save_from_both_policies(
       jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
       jax.checkpoint_policies.save_only_these_names(
-        *blockwise.SAVED, *moe.SAVED
+        *blockwise.SAVED, *moe_layer.SAVED
       ),
     ),
   ),
@@ -53,7 +54,7 @@ def logical_axes(config: config_lib.ModelConfig) -> Params:
       "attention": lora.with_axes(attention.AXES, config.lora),
       "mlp_norm": ("norm",),
       "moe" if sparse else "mlp": lora.with_axes(
-        moe.AXES if sparse else mlp.AXES, config.lora
+        moe_layer.AXES if sparse else mlp.AXES, config.lora
       ),
     }
 
@@ -333,7 +334,7 @@ def _layers(
       x = place(x + mlp.apply(layer["mlp"], normed), "batch", None, None)
       return x, None
     flat = normed.reshape(-1, config.d_model)
-    y, aux, took = moe.apply(
+    y, aux, took = moe_layer.apply(
       layer["moe"], config, flat, copies.reshape(-1), layout, chosen
     )
     x = place(x + y.reshape(x.shape), "batch", None, None)
@@ -353,7 +354,7 @@ def _layers(
       stats.append(routed[0])
       taken.append(routed[1])
   x = attention.rms_norm(x, params["final_norm"], eps)
-  aux = moe.average(stats, config.num_experts)
+  aux = moe_layer.average(stats, config.num_experts)
   return x, aux, jnp.stack(taken, 2) if taken else None
 
 

@@ -13,13 +13,14 @@ import jax
 import optax
 from optax import contrib
 
-from models import lora, mlp, moe
+from models import lora, mlp
 from models.attention import attention
+from models.moe import layer as moe_layer
 
 _MODULES = {
   "attention": lora.with_axes(attention.AXES, lora.Lora()),
   "mlp": lora.with_axes(mlp.AXES, lora.Lora()),
-  "moe": lora.with_axes(moe.AXES, lora.Lora()),
+  "moe": lora.with_axes(moe_layer.AXES, lora.Lora()),
 }
 
 

@@ -9,9 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import cache, mlp, moe, router, sharding, transformer
+from models import cache, mlp, sharding, transformer
 from models import config as config_lib
 from models.attention import attention, mask
+from models.moe import layer as moe_layer
+from models.moe import router
 
 # Every axis divides over 8 devices; two layers of experts, one without.
 CONFIG = config_lib.tiny_moe(
@@ -95,7 +97,7 @@ def by_layers(params, ids, positions):
       num_chosen=CONFIG.experts_per_token,
       normalise=CONFIG.norm_topk_prob,
     )
-    y, _, _ = moe.apply(layer["moe"], CONFIG, flat, copies)
+    y, _, _ = moe_layer.apply(layer["moe"], CONFIG, flat, copies)
     x += y.reshape(x.shape)
     taken.append(experts.reshape(*ids.shape, -1))
   return attention.rms_norm(x, params["final_norm"], eps), jnp.stack(taken, 2)

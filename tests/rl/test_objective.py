@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import moe
+from models.moe import layer as moe_layer
 from rl import (
   aggregates,
   batch,
@@ -226,10 +226,10 @@ def alike(**columns: float) -> Any:
   return jax.tree.map(jnp.asarray, data)
 
 
-def routed(load_balance: jax.Array, z_loss: jax.Array) -> moe.Aux:
+def routed(load_balance: jax.Array, z_loss: jax.Array) -> moe_layer.Aux:
   """What one router of one expert says."""
   zero = jnp.zeros(())
-  return moe.Aux(load_balance, z_loss, zero, jnp.zeros(1), zero, zero)
+  return moe_layer.Aux(load_balance, z_loss, zero, jnp.zeros(1), zero, zero)
 
 
 @pytest.mark.parametrize("wrap", [jax.jit, lambda f: f], ids=["jit", "eager"])

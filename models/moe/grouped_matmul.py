@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from models import grouped_pallas
+from models.moe import grouped_matmul_pallas
 
 _CHUNK_BLOCKS = 8
 _CHUNK_ROWS = 512
@@ -241,7 +241,7 @@ def _matmul_forward(rows, weights, plan, form):
 def _matmul_backward(form, saved, dy):
   rows, weights, plan = saved
   drows = _product(dy, weights, plan, form, transpose=True)
-  outer = getattr(grouped_pallas, f"outer_{form.kernel}")
+  outer = getattr(grouped_matmul_pallas, f"outer_{form.kernel}")
   dw = outer(
     _blocks(rows, plan),
     _blocks(dy, plan),
@@ -264,7 +264,7 @@ def _product(
   transpose: bool,
 ) -> Float[Array, "S O"]:
   """Returns rows @ weights[owner], or by the transpose of the weights."""
-  product = getattr(grouped_pallas, f"product_{form.kernel}")
+  product = getattr(grouped_matmul_pallas, f"product_{form.kernel}")
   out = product(
     _blocks(rows, plan),
     weights,

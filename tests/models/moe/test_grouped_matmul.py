@@ -5,12 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import grouped, moe
+from models.moe import grouped_matmul
+from models.moe import layer as moe_layer
 
-BLOCKS = grouped.Form("blocks")
+BLOCKS = grouped_matmul.Form("blocks")
 KERNELS = [
-  grouped.Form("mosaic", interpret=True),
-  grouped.Form("triton", interpret=True),
+  grouped_matmul.Form("mosaic", interpret=True),
+  grouped_matmul.Form("triton", interpret=True),
 ]
 NAMES = [form.kernel for form in KERNELS]
 
@@ -31,7 +32,7 @@ def some_experts(num_tokens=50, num_experts=5, k=2):
 
 def test_a_plan_sorts_by_expert_and_rounds_up_to_blocks():
   experts = jnp.array([[2, 0], [-1, -1], [0, 5], [2, 0]])
-  plan = grouped.plan(experts, 3, 2)
+  plan = grouped_matmul.plan(experts, 3, 2)
   # Assignments of expert 0: numbers 1, 4, 7; of 1 none; of 2: 0 and 6. So
   # 2 + 0 + 1 blocks of 2, and 8 stands for an empty slot.
   assert plan.starts.tolist() == [0, 2, 2, 3]
@@ -45,7 +46,7 @@ def test_a_plan_sorts_by_expert_and_rounds_up_to_blocks():
     [1, nowhere],
     [5, 2],
   ]
-  assert grouped.num_placed(plan.places) == 5
+  assert grouped_matmul.num_placed(plan.places) == 5
 
 
 @pytest.mark.parametrize("block", [1, 3, 16])
@@ -55,37 +56,37 @@ def test_there_is_always_room_for_the_bound(block):
     for used in (2, num_experts):
       first = jnp.arange(40, dtype=jnp.int32) % used
       experts = jnp.stack([first, (first + 1) % used], 1)
-      plan = grouped.plan(experts, num_experts, block)
-      assert grouped.num_placed(plan.places) == 80
+      plan = grouped_matmul.plan(experts, num_experts, block)
+      assert grouped_matmul.num_placed(plan.places) == 80
       assert plan.starts[-1] <= len(plan.owner)
   half = experts.at[20:].set(-1)
-  plan = grouped.plan(half, 8, block, most=40)
-  assert grouped.num_placed(plan.places) == 40
+  plan = grouped_matmul.plan(half, 8, block, most=40)
+  assert grouped_matmul.num_placed(plan.places) == 40
 
 
 def test_what_a_bound_leaves_out_has_no_slot():
   experts = jnp.zeros((8, 1), jnp.int32)
-  plan = grouped.plan(experts, 1, 2, most=6)
-  assert grouped.num_placed(plan.places) == 6
+  plan = grouped_matmul.plan(experts, 1, 2, most=6)
+  assert grouped_matmul.num_placed(plan.places) == 6
   assert int((plan.places.slots < 6).sum()) == 6
 
 
 def test_spreading_and_collecting_are_each_others_transpose():
   experts = some_experts()
-  plan = grouped.plan(experts, 5, 4)
+  plan = grouped_matmul.plan(experts, 5, 4)
   x = noise(1, 50, 3)
   rows = noise(2, len(plan.places.source), 3)
-  y, pull = jax.vjp(lambda x: grouped.spread(x, plan.places), x)
+  y, pull = jax.vjp(lambda x: grouped_matmul.spread(x, plan.places), x)
   np.testing.assert_allclose(
     jnp.vdot(y, rows), jnp.vdot(x, pull(rows)[0]), rtol=1e-5
   )
   np.testing.assert_array_equal(
-    pull(rows)[0], grouped.collect(rows, plan.places)
+    pull(rows)[0], grouped_matmul.collect(rows, plan.places)
   )
   # Every token comes back once for each of its assignments.
   times = (experts >= 0).sum(1)
   np.testing.assert_allclose(
-    grouped.collect(y, plan.places), x * times[:, None], rtol=1e-6
+    grouped_matmul.collect(y, plan.places), x * times[:, None], rtol=1e-6
   )
 
 
@@ -99,10 +100,10 @@ def test_kernels_agree_with_a_loop_over_tokens_in_values_and_gradients(
   x, w, dy = noise(1, 50, 40), noise(2, 5, 40, 24), noise(3, 50, 24)
 
   def kernel(x, w):
-    plan = grouped.plan(experts, 5, 16)
-    rows = grouped.spread(x, plan.places)
-    y = grouped.matmul(rows, w, plan, form)
-    return jnp.vdot(grouped.collect(y, plan.places), dy)
+    plan = grouped_matmul.plan(experts, 5, 16)
+    rows = grouped_matmul.spread(x, plan.places)
+    y = grouped_matmul.matmul(rows, w, plan, form)
+    return jnp.vdot(grouped_matmul.collect(y, plan.places), dy)
 
   def reference(x, w):
     picked = jax.nn.one_hot(experts, 5).sum(1)
@@ -124,17 +125,17 @@ def test_kernels_sum_bfloat16_in_float32(form):
   # 257 ones: bfloat16 would stop adding at 256, and rounds 257 to 256 at the
   # end; 260 is a number it has.
   experts = jnp.zeros((1, 1), jnp.int32)
-  plan = grouped.plan(experts, 1, 16)
+  plan = grouped_matmul.plan(experts, 1, 16)
   ones = jnp.ones((1, 260), jnp.bfloat16)
-  rows = grouped.spread(ones, plan.places)
+  rows = grouped_matmul.spread(ones, plan.places)
   w = jnp.ones((1, 260, 8), jnp.bfloat16)
-  y = grouped.matmul(rows, w, plan, form)
+  y = grouped_matmul.matmul(rows, w, plan, form)
   assert y.dtype == jnp.bfloat16
   np.testing.assert_array_equal(y[0].astype(jnp.float32), 260)
 
 
 def mix(params, x, gates, experts, form):
-  y, placed = moe.mix(params, x, gates, experts, form=form, least=4)
+  y, placed = moe_layer.mix(params, x, gates, experts, form=form, least=4)
   return y.astype(jnp.float32), placed
 
 
@@ -185,7 +186,7 @@ def test_kernels_compile_for_their_platform_without_a_device(
       "down": (4, hidden, width),
     }
     params = {n: jnp.zeros(shape, dtype) for n, shape in shapes.items()}
-    form = grouped.Form(kernel)
+    form = grouped_matmul.Form(kernel)
 
     def loss(params, x, form=form):
       experts = jnp.zeros((64, 2), jnp.int32)
@@ -213,30 +214,30 @@ def _described(platform):
 
 
 def test_the_form_goes_by_platform_unless_it_is_forced():
-  assert grouped.choose("auto", "cpu") == BLOCKS
-  assert grouped.choose("auto", "gpu") == grouped.Form("triton")
-  assert grouped.choose("auto", "tpu") == grouped.Form("mosaic")
-  assert grouped.choose("blocks", "tpu") == BLOCKS
-  assert grouped.choose("pallas", "gpu") == grouped.Form("triton")
-  assert grouped.choose("pallas", "cpu").interpret
+  assert grouped_matmul.choose("auto", "cpu") == BLOCKS
+  assert grouped_matmul.choose("auto", "gpu") == grouped_matmul.Form("triton")
+  assert grouped_matmul.choose("auto", "tpu") == grouped_matmul.Form("mosaic")
+  assert grouped_matmul.choose("blocks", "tpu") == BLOCKS
+  assert grouped_matmul.choose("pallas", "gpu") == grouped_matmul.Form("triton")
+  assert grouped_matmul.choose("pallas", "cpu").interpret
 
 
 def test_blocks_grow_with_the_rows_of_an_expert():
   # 12,288 assignments: 1,536 an expert are above 3 * 64, the largest; 96 make
   # room for 32, and 2 experts of 3 rows for no more than the least.
-  assert grouped.block_rows(BLOCKS, 12288, 8, 16) == 64
-  assert grouped.block_rows(BLOCKS, 12288, 128, 16) == 32
-  assert grouped.block_rows(BLOCKS, 6, 2, 4) == 4
-  triton = grouped.Form("triton")
-  assert grouped.block_rows(triton, 12288, 8, 12) == 128
-  assert grouped.block_rows(triton, 6, 2, 4) == 16
+  assert grouped_matmul.block_rows(BLOCKS, 12288, 8, 16) == 64
+  assert grouped_matmul.block_rows(BLOCKS, 12288, 128, 16) == 32
+  assert grouped_matmul.block_rows(BLOCKS, 6, 2, 4) == 4
+  triton = grouped_matmul.Form("triton")
+  assert grouped_matmul.block_rows(triton, 12288, 8, 12) == 128
+  assert grouped_matmul.block_rows(triton, 6, 2, 4) == 16
 
 
 def test_the_work_of_the_loop_does_not_grow_with_the_number_of_experts():
   def slots_in_use(num_experts):
-    rows = grouped.block_rows(BLOCKS, 4096, num_experts, 16)
+    rows = grouped_matmul.block_rows(BLOCKS, 4096, num_experts, 16)
     experts = jnp.arange(4096, dtype=jnp.int32).reshape(-1, 2) % num_experts
-    plan = grouped.plan(experts, num_experts, rows)
+    plan = grouped_matmul.plan(experts, num_experts, rows)
     return int(plan.starts[-1]) * rows
 
   # 4,096 assignments, evenly spread, fill 4,096 slots in either case.

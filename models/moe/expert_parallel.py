@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32, Shaped
 
-from models import grouped
+from models.moe import grouped_matmul
 
 SLACK = 1.5
 """Room for tokens in the usual case, relative to an even spread."""
@@ -154,12 +154,12 @@ def _rounds(
 ) -> tuple[Float[Array, "t D"], Int32[Array, ""]]:
   """Exchanges in as many rounds as there are."""
   parts = jax.lax.axis_size(axis)
-  order, firsts = grouped.by_group(_leaders(targets).reshape(-1), parts)
+  order, firsts = grouped_matmul.by_group(_leaders(targets).reshape(-1), parts)
   counts = jnp.diff(firsts)[:, None]
 
   def one(number: Array | int):
     rank = number * room.rows + jnp.arange(room.rows, dtype=jnp.int32)
-    places = grouped.place(
+    places = grouped_matmul.place(
       order, firsts[:-1, None] + rank, rank < counts, experts.shape
     )
     return _round(compute, here, axis, room, x, gates, experts, places)
@@ -186,13 +186,13 @@ def _round(
   x: Float[Array, "t D"],
   gates: Float[Array, "t k"],
   experts: Int32[Array, "t k"],
-  places: grouped.Places,
+  places: grouped_matmul.Places,
 ) -> tuple[Float[Array, "t D"], Int32[Array, ""]]:
   """Exchanges the tokens that have a place."""
   parts = jax.lax.axis_size(axis)
   swap = functools.partial(_swap, axis=axis, parts=parts)
-  rows = swap(grouped.spread(x, places))
-  row_gates = swap(grouped.spread(gates, places))
+  rows = swap(grouped_matmul.spread(x, places))
+  row_gates = swap(grouped_matmul.spread(gates, places))
   token = places.source // experts.shape[1]
   row_experts = experts.at[token].get(mode="fill", fill_value=-1)
   # Of the experts that a row names, only those of its target are meant.
@@ -201,7 +201,7 @@ def _round(
     row_experts < 0, -1, row_experts - here * jax.lax.axis_index(axis)
   )
   y, placed = compute(rows, row_gates, row_experts, room.assignments)
-  return grouped.collect(swap(y), places), placed
+  return grouped_matmul.collect(swap(y), places), placed
 
 
 def _swap(rows: Shaped[Array, "R D"], axis: str, parts: int) -> Array:

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from models import config as config_lib
-from models import expert_parallel, moe, sharding
+from models import sharding
+from models.moe import expert_parallel
+from models.moe import layer as moe_layer
 
 MESHES = [
   (data, expert, 8 // data // expert)
@@ -47,7 +49,7 @@ def stepper(config, layout):
   """Returns a jitted (gradients, (results, aux, experts)) of the layer."""
 
   def loss(params, x, copies, chosen, target):
-    y, aux, took = moe.apply(params, config, x, copies, layout, chosen)
+    y, aux, took = moe_layer.apply(params, config, x, copies, layout, chosen)
     losses = aux.load_balance + aux.z_loss + aux.router_entropy
     return jnp.vdot(y.astype(jnp.float32), target) + losses, (y, aux, took)
 
@@ -104,7 +106,7 @@ def wanted():
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
 def test_every_mesh_computes_what_one_device_does(sizes, wanted):
   layout = layout_of(sizes)
-  params = jax.device_put(weights(CONFIG), layout.tree(moe.AXES))
+  params = jax.device_put(weights(CONFIG), layout.tree(moe_layer.AXES))
   step, target = stepper(CONFIG, layout), noise(7, TOKENS, WIDTH)
   for name, x, copies, chosen in batches():
     found = step(params, x, copies, chosen, target)
@@ -142,12 +144,12 @@ def test_the_rounds_have_room_for_any_choice(num_experts, num_chosen):
 def compiled(sizes, tokens):
   layout = layout_of(sizes)
   apply = jax.jit(
-    lambda params, x: moe.apply(
+    lambda params, x: moe_layer.apply(
       params, CONFIG, x, jnp.ones(tokens, jnp.int32), layout
     )[0]
   )
   x = jax.device_put(noise(5, tokens, WIDTH), layout.sharding("batch"))
-  params = jax.device_put(weights(CONFIG), layout.tree(moe.AXES))
+  params = jax.device_put(weights(CONFIG), layout.tree(moe_layer.AXES))
   return str(apply.lower(params, x).compile().as_text())
 
 
@@ -207,7 +209,7 @@ def test_other_rules_for_parameters_change_nothing(wanted):
   name, x, copies, chosen = next(batches())
   for rules in (sharding.DECODE, sharding.Rules(experts=None, mlp=None)):
     layout = dataclasses.replace(layout, rules=rules)
-    params = jax.device_put(weights(CONFIG), layout.tree(moe.AXES))
+    params = jax.device_put(weights(CONFIG), layout.tree(moe_layer.AXES))
     got = stepper(CONFIG, layout)(params, x, copies, chosen, target)
     agree(got, wanted[name])
 
@@ -216,7 +218,7 @@ def test_interpreted_kernels_are_refused_on_a_mesh():
   compute = config_lib.Compute(experts="pallas")
   config = dataclasses.replace(CONFIG, compute=compute)
   with pytest.raises(ValueError, match=r"experts=pallas .* use auto"):
-    moe.apply(
+    moe_layer.apply(
       weights(config),
       config,
       noise(5, 8, WIDTH),

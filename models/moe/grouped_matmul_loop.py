@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from models import grouped
+from models.moe import grouped_matmul
 
 _MOST_WEIGHTS = 2**19
 
@@ -30,7 +30,7 @@ def over_blocks(
   weights: Any,
   x: Float[Array, "T D"],
   values: Float[Array, "T k"],
-  plan: grouped.Plan,
+  plan: grouped_matmul.Plan,
 ) -> Float[Array, "T O"]:
   """Returns each token's sum over its slots of a function of blocks.
 
@@ -55,7 +55,7 @@ def over_blocks(
   )
   out = _zeros((len(plan.owner), *piece.shape[1:]), x.dtype, plan)
   out = jax.lax.fori_loop(0, turns, body, out)
-  return grouped.collect(out.reshape(-1, out.shape[-1]), plan.places)
+  return grouped_matmul.collect(out.reshape(-1, out.shape[-1]), plan.places)
 
 
 def _over_blocks_forward(function, weights, x, values, plan):
@@ -99,7 +99,7 @@ def _over_blocks_backward(function, saved, dy):
     ),
   )
   dw = jax.tree.map(lambda d, leaf: d.astype(leaf.dtype), dw, weights)
-  dx = grouped.collect(drows.reshape(-1, x.shape[1]), plan.places)
+  dx = grouped_matmul.collect(drows.reshape(-1, x.shape[1]), plan.places)
   dvalues = dvalues.reshape(-1).at[plan.places.slots]
   dvalues = dvalues.get(mode="fill", fill_value=0)
   return dw, dx.astype(x.dtype), dvalues.astype(values.dtype), None
@@ -108,7 +108,9 @@ def _over_blocks_backward(function, saved, dy):
 over_blocks.defvjp(_over_blocks_forward, _over_blocks_backward)
 
 
-def _turns(weights: Any, plan: grouped.Plan) -> tuple[int, Int32[Array, ""]]:
+def _turns(
+  weights: Any, plan: grouped_matmul.Plan
+) -> tuple[int, Int32[Array, ""]]:
   """Returns how many blocks one turn of the loop takes, and its turns.
 
   A divisor of all blocks, and so few that their weights stay in the cache.
@@ -116,13 +118,15 @@ def _turns(weights: Any, plan: grouped.Plan) -> tuple[int, Int32[Array, ""]]:
   num_blocks = len(plan.owner)
   rows = plan.places.source.size // num_blocks
   sizes = [leaf[0].size for leaf in jax.tree.leaves(weights)]
-  most = min(grouped.chunk_blocks(rows), max(1, _MOST_WEIGHTS // max(sizes)))
+  most = min(
+    grouped_matmul.chunk_blocks(rows), max(1, _MOST_WEIGHTS // max(sizes))
+  )
   chunk = next(c for c in range(most, 0, -1) if num_blocks % c == 0)
   return chunk, (plan.starts[-1] + chunk - 1) // chunk
 
 
 def _piece(
-  weights: Any, x: Array, values: Array, plan: grouped.Plan, i: Array
+  weights: Any, x: Array, values: Array, plan: grouped_matmul.Plan, i: Array
 ) -> tuple[Any, Array, Array]:
   """Returns weights, rows and values of the blocks of turn i, in float32."""
   chunk, _ = _turns(weights, plan)
@@ -136,19 +140,21 @@ def _piece(
   return jax.tree.map(of_owners, weights), _rows(x, plan, i, chunk), scale
 
 
-def _rows(x: Array, plan: grouped.Plan, i: Array, chunk: int) -> Array:
+def _rows(x: Array, plan: grouped_matmul.Plan, i: Array, chunk: int) -> Array:
   """Returns the tokens in the blocks of turn i, in float32."""
   token = _sources(plan, i, chunk) // plan.places.slots.shape[1]
   return x.at[token].get(mode="fill", fill_value=0).astype(jnp.float32)
 
 
-def _sources(plan: grouped.Plan, i: Array, chunk: int) -> Int32[Array, "c b"]:
+def _sources(
+  plan: grouped_matmul.Plan, i: Array, chunk: int
+) -> Int32[Array, "c b"]:
   source = plan.places.source.reshape(len(plan.owner), -1)
   return jax.lax.dynamic_slice_in_dim(source, i * chunk, chunk)
 
 
 def _zeros(
-  shape: tuple[int, ...], dtype: jax.typing.DTypeLike, plan: grouped.Plan
+  shape: tuple[int, ...], dtype: jax.typing.DTypeLike, plan: grouped_matmul.Plan
 ) -> Array:
   """Returns zeros that vary over the axes of a shard_map as the plan does."""
   return jnp.zeros(shape, dtype) + (plan.starts[0] * 0).astype(dtype)

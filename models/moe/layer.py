@@ -22,14 +22,12 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Float32, Int32
 
 from models import config as config_lib
-from models import (
+from models import lora, quantize, sharding
+from models.moe import (
   expert_parallel,
-  grouped,
-  grouped_loop,
-  lora,
-  quantize,
+  grouped_matmul,
+  grouped_matmul_loop,
   router,
-  sharding,
 )
 
 AXES = {
@@ -93,7 +91,9 @@ def apply(
   """
   if layout is None or layout.mesh.size == 1:
     gates, experts, sums = _router(config)(params, x, copies, chosen)
-    form = grouped.choose(config.compute.experts, sharding.platform(layout))
+    form = grouped_matmul.choose(
+      config.compute.experts, sharding.platform(layout)
+    )
     y, placed = mix(
       params, x, gates, experts, form=form, least=config.compute.moe_block
     )
@@ -121,7 +121,7 @@ def mix(
   experts: Int32[Array, "T k"],
   most: int | None = None,
   *,
-  form: grouped.Form,
+  form: grouped_matmul.Form,
   least: int,
 ) -> tuple[Float[Array, "T D"], Int32[Array, ""]]:
   """Returns sum_k gate * expert(x), and how many assignments had a slot.
@@ -131,22 +131,24 @@ def mix(
 
   Args:
     experts: k different ones; those outside of `params` add nothing.
-    most: bound on the number of assignments; see `grouped.plan`.
+    most: bound on the number of assignments; see `grouped_matmul.plan`.
     form: of the grouped matmul.
     least: fewest rows of a block.
   """
   weights = _experts(params)
   num_experts = weights["gate"].shape[0]
   most = experts.size if most is None else most
-  block = grouped.block_rows(form, most, num_experts, least)
-  plan = grouped.plan(experts, num_experts, block, most)
+  block = grouped_matmul.block_rows(form, most, num_experts, least)
+  plan = grouped_matmul.plan(experts, num_experts, block, most)
   if form.kernel == "blocks":
-    y = grouped_loop.over_blocks(_swiglu_of_blocks, weights, x, gates, plan)
+    y = grouped_matmul_loop.over_blocks(
+      _swiglu_of_blocks, weights, x, gates, plan
+    )
   else:
     policy = jax.checkpoint_policies.save_only_these_names(*SAVED)
     kernels = functools.partial(_swiglu_by_kernels, form)
     y = jax.checkpoint(kernels, policy=policy)(weights, x, gates, plan)
-  return y, grouped.num_placed(plan.places)
+  return y, grouped_matmul.num_placed(plan.places)
 
 
 def _experts(params: Mapping[str, Any]) -> dict[str, Any]:
@@ -197,19 +199,19 @@ def _swiglu_of_blocks(
 
 
 def _swiglu_by_kernels(
-  form: grouped.Form,
+  form: grouped_matmul.Form,
   weights: Mapping[str, Any],
   x: Float[Array, "T D"],
   gates: Float[Array, "T k"],
-  plan: grouped.Plan,
+  plan: grouped_matmul.Plan,
 ) -> Float[Array, "T D"]:
   def product(rows, weights):
-    return grouped.matmul(rows, weights, plan, form)
+    return grouped_matmul.matmul(rows, weights, plan, form)
 
   matmul = functools.partial(_adapted, product, weights)
-  rows = grouped.spread(x, plan.places)
-  scale = grouped.spread_values(gates.astype(x.dtype), plan.places)
-  return grouped.collect(_swiglu(matmul, rows, scale), plan.places)
+  rows = grouped_matmul.spread(x, plan.places)
+  scale = grouped_matmul.spread_values(gates.astype(x.dtype), plan.places)
+  return grouped_matmul.collect(_swiglu(matmul, rows, scale), plan.places)
 
 
 def _router(config: config_lib.ModelConfig) -> Callable[..., Any]:
@@ -237,7 +239,7 @@ def _on_mesh(
   names = tuple(params.get("lora", {}))
   adapters = lora.Lora(targets=names) if names else None
   axes = sharding.follow(lora.with_axes(AXES, adapters), params)
-  form = grouped.choose(config.compute.experts, layout.platform)
+  form = grouped_matmul.choose(config.compute.experts, layout.platform)
   if form.interpret:
     raise ValueError(
       f"model.compute.experts={config.compute.experts} is interpreted on CPU, "
