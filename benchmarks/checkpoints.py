@@ -24,7 +24,8 @@ from absl import app
 
 from benchmarks import machine
 from models import config as config_lib
-from models import export, load, sharding, transformer
+from models import sharding, transformer
+from models.hf import export, load
 from rl import placement
 
 CONFIG = config_lib.tiny_moe(

@@ -14,7 +14,8 @@ from absl import app
 from absl import flags as absl_flags
 
 from launch import devices, flags, restored, workdir
-from models import export, lora, peft
+from models import lora
+from models.hf import export, peft
 from rl import config, settings
 
 _RUN = absl_flags.DEFINE_string(

@@ -29,7 +29,7 @@ from launch import (
   warm_start_files,
   workdir,
 )
-from models import load, tokenizer_files
+from models.hf import load, tokenizer_files
 from rl import (
   assemble,
   checkpoint,

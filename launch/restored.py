@@ -5,7 +5,7 @@ import pathlib
 import sys
 from collections.abc import AsyncIterator
 
-from models import load
+from models.hf import load
 from rl import assemble, checkpoint, config
 
 

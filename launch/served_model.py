@@ -10,7 +10,8 @@ import jax
 
 from launch import devices, restored, workdir
 from models import config as model_config
-from models import load, sharding, transformer
+from models import sharding, transformer
+from models.hf import load
 from rl import (
   answer_text,
   config,

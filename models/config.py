@@ -110,7 +110,7 @@ class ModelConfig:
         its value, and the way out.
     """
     # Not on top: hf_config imports this module.
-    from models import hf_config
+    from models.hf import config as hf_config
 
     return hf_config.from_hf(directory, compute)
 

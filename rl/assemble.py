@@ -10,7 +10,8 @@ import jax
 
 from models import chat as chat_lib
 from models import config as model_config
-from models import load, lora, sharding, transformer
+from models import lora, sharding, transformer
+from models.hf import load
 from rl import (
   assemble_trainer,
   assemble_warm_start,

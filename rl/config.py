@@ -8,8 +8,9 @@ from typing import Any
 from envs import base
 from models import chat as chat_lib
 from models import config as model_config
-from models import load, sharding, transformer
+from models import sharding, transformer
 from models.attention import backend
+from models.hf import load
 from rl import (
   affinity,
   algorithms,

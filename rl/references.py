@@ -8,7 +8,8 @@ import jax
 from jaxtyping import Array
 
 from models import config as model_config
-from models import load, sharding, transformer
+from models import sharding, transformer
+from models.hf import load
 from rl import batch as batch_lib
 from rl import learner, train_state
 

@@ -26,7 +26,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from models import config as config_lib
-from models import hf_config, lora, quantize, transformer
+from models import lora, quantize, transformer
+from models.hf import config as hf_config
 
 HEAD_DIM = 128
 """Width of the heads that sglang-jax serves."""

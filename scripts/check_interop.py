@@ -30,7 +30,8 @@ CONVERSATION = (
 def write(directory: pathlib.Path) -> None:
   """Exports every model, beside what it must compute."""
   sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
-  from models import chat, export
+  from models import chat
+  from models.hf import export
 
   words = chat.WordChat(WORDS)
   tokens = np.random.default_rng(0).integers(0, 24, (3, 40), np.int32)
@@ -80,7 +81,8 @@ def write_adapters(directory: pathlib.Path, tokens) -> None:
   """Exports adapters of some of the models, beside what both compute."""
   import dataclasses
 
-  from models import lora, peft, transformer
+  from models import lora, transformer
+  from models.hf import peft
 
   directory.mkdir()
   for name, (base, targets) in adapted().items():

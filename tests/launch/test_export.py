@@ -12,7 +12,8 @@ import pytest
 
 from launch import flags, workdir
 from models import config as model_config
-from models import export, load, lora, peft, transformer
+from models import lora, transformer
+from models.hf import export, load, peft
 from rl import assemble, checkpoint, progress
 
 ROOT = pathlib.Path(__file__).parents[2]

@@ -12,7 +12,8 @@ import safetensors.numpy
 
 from launch import flags, workdir
 from models import chat as chat_lib
-from models import export, lora, transformer
+from models import lora, transformer
+from models.hf import export
 
 ROOT = pathlib.Path(__file__).parents[2]
 CONFIG = "configs/guess_number_moe.py"

@@ -19,7 +19,8 @@ import pytest
 
 from launch import flags, served_model, workdir
 from models import config as model_config
-from models import export, transformer
+from models import transformer
+from models.hf import export
 from rl import assemble, checkpoint, progress, trajectory
 from tests.models.chat_messages import GOLDEN
 

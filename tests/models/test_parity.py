@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 from safetensors import numpy as safetensors
 
-from models import cache, load, transformer
+from models import cache, transformer
 from models import config as config_lib
+from models.hf import load
 from tests.models import reference
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"

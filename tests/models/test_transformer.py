@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import cache, hf_config, logprobs, transformer
+from models import cache, logprobs, transformer
 from models import config as config_lib
+from models.hf import config as hf_config
 from tests.models import reference
 
 HIDDEN = jax.jit(transformer.hidden, static_argnames="config")

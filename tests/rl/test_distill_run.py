@@ -8,7 +8,8 @@ import pytest
 
 from envs import rewards
 from models import config as model_config
-from models import export, transformer
+from models import transformer
+from models.hf import export
 from rl import (
   algorithms,
   assemble,

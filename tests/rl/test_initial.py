@@ -12,7 +12,8 @@ import safetensors.numpy
 
 from envs import rewards
 from models import config as model_config
-from models import export, load, lora, transformer
+from models import lora, transformer
+from models.hf import export, load
 from rl import assemble, config, engine_settings, placement, rollout, testing
 
 # Counting has 7 ids; the vocabulary is padded to 8.

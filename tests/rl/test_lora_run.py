@@ -10,7 +10,8 @@ import pytest
 
 from envs import rewards
 from models import config as model_config
-from models import export, lora, transformer
+from models import lora, transformer
+from models.hf import export
 from rl import (
   assemble,
   checkpoint,

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from models import config as model_config
-from models import export, lora, transformer
+from models import lora, transformer
+from models.hf import export
 from rl import (
   kl,
   learner,

@@ -32,8 +32,9 @@ import safetensors.numpy
 from jax.experimental import multihost_utils
 
 from models import config as config_lib
-from models import hf_names, lora, sharding, tensor_files, transformer
-from models import load as load_lib
+from models import lora, sharding, transformer
+from models.hf import load as load_lib
+from models.hf import parameter_names, safetensors_io
 
 CONFIG = "adapter_config.json"
 TENSORS = "adapter_model.safetensors"
@@ -121,7 +122,7 @@ def export(
   }
   if jax.process_index():
     return
-  with tensor_files.whole_directory(path) as partial:
+  with safetensors_io.whole_directory(path) as partial:
     text = json.dumps(_settings(config) | {"base_model_name_or_path": base})
     (partial / CONFIG).write_text(text + "\n", "utf-8")
     data = safetensors.numpy.save(tensors, {"format": "pt"})
@@ -164,7 +165,7 @@ def load(
 
 def _targets(config: config_lib.ModelConfig) -> Iterator[_Target]:
   """Yields the adapters that PEFT has for a model, in a fixed order."""
-  entries = hf_names.entries(config)
+  entries = parameter_names.entries(config)
   adapters, _ = lora.split(transformer.logical_axes(config))
   modules: list[tuple[str | int, ...]] = [()]
   for index, layer in enumerate(adapters["layers"]):
@@ -191,7 +192,7 @@ def _at(tree: Any, path: Sequence[str | int]) -> Any:
 
 
 def _of_experts(
-  theirs: Mapping[str, hf_names.Entry],
+  theirs: Mapping[str, parameter_names.Entry],
   path: tuple[str | int, ...],
   names: Sequence[str],
 ) -> Iterator[_Target]:
@@ -330,16 +331,16 @@ def _read(
   wanted = jax.eval_shape(lambda tree: _tensors(tree, config), shapes)
   # Both axes are as they are stored.
   entries = [
-    hf_names.Entry((name,), ("rank", "rank"), leaf.shape, 0)
+    parameter_names.Entry((name,), ("rank", "rank"), leaf.shape, 0)
     for name, leaf in wanted.items()
   ]
-  with tensor_files.TensorFiles(path, TENSORS, None) as files:
+  with safetensors_io.TensorFiles(path, TENSORS, None) as files:
     problems = load_lib.tensor_problems(files, entries, tied=False)
     _raise(path, [*files.problems, *problems])
     tensors = {name: files.read(name) for name in wanted}
   bad = [name for name, x in tensors.items() if not np.isfinite(x).all()]
   if bad:
-    _raise(path, [f"NaN or infinity in {tensor_files.listing(bad)}"])
+    _raise(path, [f"NaN or infinity in {safetensors_io.listing(bad)}"])
   dtype = jnp.dtype(config.compute.dtype)
   return {name: tensor.astype(dtype) for name, tensor in tensors.items()}
 
@@ -357,7 +358,7 @@ def _shared(
     return []
   return [
     "gate and up share factors, which ours do not: "
-    f"{tensor_files.listing(names)} is not zero off its two blocks"
+    f"{safetensors_io.listing(names)} is not zero off its two blocks"
   ]
 
 

@@ -11,7 +11,8 @@ import safetensors.numpy
 
 from models import chat as chat_lib
 from models import config as config_lib
-from models import export, load, lora, rope, sharding, transformer
+from models import lora, rope, sharding, transformer
+from models.hf import export, load
 from tests.models import small
 
 CONFIG, CHAT = small.CONFIG, small.CHAT

@@ -21,13 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from models import config as config_lib
-from models import (
-  hf_names,
-  sharding,
-  tensor_files,
-  tokenizer_files,
-  transformer,
-)
+from models import sharding, transformer
+from models.hf import parameter_names, safetensors_io, tokenizer_files
 
 _MOST = 10
 _ADAPTER = "adapter_config.json"
@@ -60,7 +55,7 @@ def load(
     Unusable: everything that `check` finds, or the tensors that hold NaN or
       infinity.
   """
-  with tensor_files.TensorFiles(directory) as files:
+  with safetensors_io.TensorFiles(directory) as files:
     _raise(files, _problems(files, config))
     return place(files, config, layout)
 
@@ -75,22 +70,22 @@ def check(
       tensors that are missing, unknown, of another shape or no floats, and
       what config.json says otherwise.
   """
-  with tensor_files.TensorFiles(directory) as files:
+  with safetensors_io.TensorFiles(directory) as files:
     _raise(files, _problems(files, config))
 
 
-def _raise(files: tensor_files.TensorFiles, problems: list[str]) -> None:
+def _raise(files: safetensors_io.TensorFiles, problems: list[str]) -> None:
   if problems:
     listing = "\n  ".join(problems)
     raise Unusable(f"{files.directory} cannot be loaded:\n  {listing}")
 
 
 def _problems(
-  files: tensor_files.TensorFiles, config: config_lib.ModelConfig
+  files: safetensors_io.TensorFiles, config: config_lib.ModelConfig
 ) -> list[str]:
   if problem := _place_problem(files):
     return [problem]
-  entries = jax.tree.leaves(hf_names.entries(config))
+  entries = jax.tree.leaves(parameter_names.entries(config))
   problems = [
     *_config_problems(files.directory, config),
     *_tokenizer_problems(files.directory, config),
@@ -102,7 +97,7 @@ def _problems(
   return problems
 
 
-def _place_problem(files: tensor_files.TensorFiles) -> str | None:
+def _place_problem(files: safetensors_io.TensorFiles) -> str | None:
   """Returns why a path is no directory of weights, and what might be meant."""
   path = files.directory
   if path.is_file():
@@ -178,7 +173,9 @@ def _irrelevant(*configs: config_lib.ModelConfig) -> set[str]:
 
 
 def tensor_problems(
-  files: tensor_files.TensorFiles, entries: list[hf_names.Entry], tied: bool
+  files: safetensors_io.TensorFiles,
+  entries: list[parameter_names.Entry],
+  tied: bool,
 ) -> list[str]:
   """Returns what is wrong with the tensors for these entries, a line a kind.
 
@@ -187,19 +184,19 @@ def tensor_problems(
   """
   wanted = {name: entry for entry in entries for name in entry.names}
   found = dict(files.tensors)
-  if tied and hf_names.HEAD in found:
-    wanted[hf_names.HEAD] = wanted[hf_names.EMBED]
+  if tied and parameter_names.HEAD in found:
+    wanted[parameter_names.HEAD] = wanted[parameter_names.EMBED]
   missing = wanted.keys() - found.keys() - files.unread
   extra = found.keys() - wanted.keys()
   extra = {name for name in extra if not name.endswith(_HARMLESS)}
   problems = []
   if missing:
     problems.append(
-      f"missing tensors ({len(missing)}): {tensor_files.listing(missing)}"
+      f"missing tensors ({len(missing)}): {safetensors_io.listing(missing)}"
     )
   if extra:
     problems.append(
-      f"extra tensors ({len(extra)}): {tensor_files.listing(extra)}"
+      f"extra tensors ({len(extra)}): {safetensors_io.listing(extra)}"
     )
   known = sorted(wanted.keys() & found.keys())
   shapes = [
@@ -223,7 +220,7 @@ def tensor_problems(
 
 
 def place(
-  files: tensor_files.TensorFiles,
+  files: safetensors_io.TensorFiles,
   config: config_lib.ModelConfig,
   layout: sharding.Layout | None = None,
 ) -> transformer.Params:
@@ -242,13 +239,13 @@ def place(
   )
   finite: dict[str, jax.Array] = {}
 
-  def leaf(entry: hf_names.Entry) -> jax.Array:
+  def leaf(entry: parameter_names.Entry) -> jax.Array:
     convert = converter(dataclasses.replace(entry, names=()))
     ours, finite[entry.names[0]] = convert(_stored(entry, layout, files))
     # Transfers run behind: without this, host copies would pile up.
     return jax.block_until_ready(ours)
 
-  entries = hf_names.entries(config)
+  entries = parameter_names.entries(config)
   params = jax.tree.map(leaf, entries)
   good = jax.device_get(finite)
   bad = [
@@ -260,18 +257,18 @@ def place(
     if not fine
   ]
   if bad:
-    names = tensor_files.listing(bad)
+    names = safetensors_io.listing(bad)
     problem = (
       f"NaN or infinity in {len(bad)} tensors: {names}; copy the files again, "
       "or use another checkpoint"
     )
     _raise(files, [problem])
-  if config.tie_embeddings and hf_names.HEAD in files.tensors:
+  if config.tie_embeddings and parameter_names.HEAD in files.tensors:
     equal = jax.jit(jnp.array_equal, out_shardings=layout and layout.sharding())
-    entry = dataclasses.replace(entries["embed"], names=(hf_names.HEAD,))
+    entry = dataclasses.replace(entries["embed"], names=(parameter_names.HEAD,))
     if not jax.device_get(equal(leaf(entry), params["embed"])):
       problem = (
-        f"{hf_names.HEAD} differs from {hf_names.EMBED}; tie_embeddings=false, "
+        f"{parameter_names.HEAD} differs from {parameter_names.EMBED}; tie_embeddings=false, "
         "here and in config.json, uses both"
       )
       _raise(files, [problem])
@@ -279,7 +276,7 @@ def place(
 
 
 def _converter(
-  dtype: str, layout: sharding.Layout | None, entry: hf_names.Entry
+  dtype: str, layout: sharding.Layout | None, entry: parameter_names.Entry
 ) -> Callable[[jax.Array], tuple[jax.Array, jax.Array]]:
   """Returns stored -> (ours, whether each tensor of it is finite)."""
 
@@ -295,9 +292,9 @@ def _converter(
 
 
 def _stored(
-  entry: hf_names.Entry,
+  entry: parameter_names.Entry,
   layout: sharding.Layout | None,
-  files: tensor_files.TensorFiles,
+  files: safetensors_io.TensorFiles,
 ) -> jax.Array:
   """Returns [E?, out, in] as stored, split over devices as ours will be."""
   shape = entry.stored_shape
@@ -326,8 +323,8 @@ def _stored(
 
 
 def _read(
-  entry: hf_names.Entry,
-  files: tensor_files.TensorFiles,
+  entry: parameter_names.Entry,
+  files: safetensors_io.TensorFiles,
   index: tuple[slice, ...],
 ) -> np.ndarray:
   """Returns a slice of [E?, out, in], experts stacked."""

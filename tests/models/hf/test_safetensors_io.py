@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from models import tensor_files
+from models.hf import safetensors_io
 
-SINGLE, INDEX = tensor_files.SINGLE, tensor_files.INDEX
+SINGLE, INDEX = safetensors_io.SINGLE, safetensors_io.INDEX
 ONE, TWO = (f"model-0000{i}-of-00002.safetensors" for i in (1, 2))
 
 
@@ -46,12 +46,12 @@ def place(directory, weight_map):
 
 
 def problems(directory):
-  with tensor_files.TensorFiles(directory) as files:
+  with safetensors_io.TensorFiles(directory) as files:
     return files.problems
 
 
 def test_slices_are_read_and_counted(single):
-  with tensor_files.TensorFiles(single) as files:
+  with safetensors_io.TensorFiles(single) as files:
     assert not files.problems
     # Opening reads no tensor.
     assert files.bytes_read == 0
@@ -65,7 +65,7 @@ def test_slices_are_read_and_counted(single):
 
 
 def test_headers_say_what_is_there(single):
-  with tensor_files.TensorFiles(single) as files:
+  with safetensors_io.TensorFiles(single) as files:
     assert files.tensors["wide"] == (SINGLE, (3, 4), np.float32, "F32")
     assert files.tensors["half"].dtype == ml_dtypes.bfloat16
     assert files.tensors["quantised"].dtype is None
@@ -75,7 +75,7 @@ def test_headers_say_what_is_there(single):
 def test_a_header_and_the_data_after_it_are_a_file(tmp_path):
   a = np.arange(3, dtype=ml_dtypes.bfloat16)
   b = np.arange(4, dtype=np.float32).reshape(2, 2)
-  header = tensor_files.header(
+  header = safetensors_io.header(
     {"a": (a.shape, a.dtype), "b": (b.shape, b.dtype)}
   )
   # The data starts at a multiple of 8 bytes.
@@ -88,7 +88,7 @@ def test_a_header_and_the_data_after_it_are_a_file(tmp_path):
 
 
 def test_files_of_an_index_are_one(several):
-  with tensor_files.TensorFiles(several) as files:
+  with safetensors_io.TensorFiles(several) as files:
     assert not files.problems
     assert {name: x.file for name, x in files.tensors.items()} == {
       "a": ONE,
@@ -100,7 +100,7 @@ def test_files_of_an_index_are_one(several):
 
 def test_a_single_file_goes_before_an_index_as_in_transformers(several):
   write(several / SINGLE, d=np.zeros(1, np.float32))
-  with tensor_files.TensorFiles(several) as files:
+  with safetensors_io.TensorFiles(several) as files:
     assert list(files.tensors) == ["d"]
 
 
@@ -128,7 +128,7 @@ def test_a_damaged_file_is_named_with_its_size(single, change):
 
 def test_a_file_that_is_not_there_is_named_and_its_tensors_known(several):
   (several / ONE).unlink()
-  with tensor_files.TensorFiles(several) as files:
+  with safetensors_io.TensorFiles(several) as files:
     assert files.problems == [f"{ONE} does not exist"]
     assert files.unread == {"a", "b"}
     assert set(files.tensors) == {"c"}
@@ -170,5 +170,5 @@ def test_a_directory_without_files_says_what_it_lacks(tmp_path):
 
 def test_names_are_listed_in_the_order_of_layers_and_counted():
   names = [f"layers.{i}.x" for i in (10, 2, 1)]
-  assert tensor_files.listing(names) == "layers.1.x, layers.2.x, layers.10.x"
-  assert tensor_files.listing(names, 2) == "layers.1.x, layers.2.x and 1 more"
+  assert safetensors_io.listing(names) == "layers.1.x, layers.2.x, layers.10.x"
+  assert safetensors_io.listing(names, 2) == "layers.1.x, layers.2.x and 1 more"

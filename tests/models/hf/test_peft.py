@@ -12,7 +12,8 @@ import pytest
 import safetensors.numpy
 
 from models import config as config_lib
-from models import load, lora, peft, sharding, transformer
+from models import lora, sharding, transformer
+from models.hf import load, peft
 
 LINEAR = lora.Lora(
   rank=2, alpha=3.0, targets=(*lora.TARGETS[:7], "embed", "head")

@@ -6,7 +6,8 @@ import re
 import pytest
 
 from models import config as config_lib
-from models import hf_config, rope
+from models import rope
+from models.hf import config as hf_config
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 # As published, by transformers 4.51: Qwen/Qwen3-0.6B and Qwen/Qwen3-30B-A3B.

@@ -10,14 +10,8 @@ import pytest
 import safetensors.numpy
 
 from models import config as config_lib
-from models import (
-  export,
-  load,
-  sharding,
-  tensor_files,
-  tokenizer_files,
-  transformer,
-)
+from models import sharding, transformer
+from models.hf import export, load, safetensors_io, tokenizer_files
 from tests.models import small
 
 CONFIG, CHAT = small.CONFIG, small.CHAT
@@ -155,7 +149,7 @@ def test_one_host_reads_every_byte_once_however_many_devices_keep_it(
   several, rules
 ):
   total = sum(x.nbytes for x in jax.tree.leaves(random_params(CONFIG)))
-  with tensor_files.TensorFiles(several) as files:
+  with safetensors_io.TensorFiles(several) as files:
     load.place(files, CONFIG, sharding.Layout(mesh(), rules))
     assert files.bytes_read == total
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from models import chat as chat_lib
-from models import tokenizer_files
+from models.hf import tokenizer_files
 
 CHAT = chat_lib.WordChat(("guess", "2", "\u00fcber"))
 

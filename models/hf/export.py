@@ -16,13 +16,9 @@ from jax.experimental import multihost_utils
 
 from models import chat as chat_lib
 from models import config as config_lib
-from models import (
-  hf_config,
-  hf_names,
-  tensor_files,
-  tokenizer_files,
-  transformer,
-)
+from models import transformer
+from models.hf import config as hf_config
+from models.hf import parameter_names, safetensors_io, tokenizer_files
 
 _Leaf = jax.Array | np.ndarray
 Tokenizer = chat_lib.WordChat | str | os.PathLike[str] | None
@@ -58,7 +54,7 @@ def export(
   target = pathlib.Path(directory)
   if os.path.exists(target):
     raise ValueError(f"{target} exists; remove it or choose another directory")
-  entries = jax.tree.leaves(hf_names.entries(config))
+  entries = jax.tree.leaves(parameter_names.entries(config))
   leaves = _checked(params, config)
   _check_vocabulary(config, tokenizer)
   hosts = jax.process_count()
@@ -82,7 +78,7 @@ def _write(
   tensors: Iterator[np.ndarray],
   plan: list[dict[str, tuple[tuple[int, ...], np.dtype]]],
 ) -> None:
-  with tensor_files.whole_directory(target) as partial:
+  with safetensors_io.whole_directory(target) as partial:
     ids = _write_tokenizer(tokenizer, partial)
     _write_json(partial / "config.json", {**hf_config.to_hf(config), **ids})
     _write_tensors(partial, tensors, plan)
@@ -92,7 +88,7 @@ def _checked(
   params: transformer.Params, config: config_lib.ModelConfig
 ) -> list[_Leaf]:
   """Returns the leaves, which are those of the config."""
-  entries = hf_names.entries(config)
+  entries = parameter_names.entries(config)
   if jax.tree.structure(params) != jax.tree.structure(entries):
     raise ValueError(
       "the parameters are not of this model; merge adapters with "
@@ -130,11 +126,11 @@ def _check_vocabulary(
 
 
 def _gathered(
-  entries: list[hf_names.Entry], leaves: list[_Leaf]
+  entries: list[parameter_names.Entry], leaves: list[_Leaf]
 ) -> Iterator[np.ndarray]:
   """Yields every tensor on the host, in the order of `_plan`."""
   for entry, leaf in zip(entries, leaves, strict=True):
-    like = hf_names.Entry((), entry.axes, entry.shape, entry.num_in)
+    like = parameter_names.Entry((), entry.axes, entry.shape, entry.num_in)
     stored = _to_stored(leaf, like)
     if stored.is_fully_addressable:
       host = jax.device_get(stored)
@@ -144,13 +140,13 @@ def _gathered(
 
 
 def _plan(
-  entries: list[hf_names.Entry], leaves: list[_Leaf], max_bytes: int
+  entries: list[parameter_names.Entry], leaves: list[_Leaf], max_bytes: int
 ) -> list[dict[str, tuple[tuple[int, ...], np.dtype]]]:
   """Returns shape and dtype of the tensors of each file, in order."""
   plan, used = [{}], 0
   for entry, leaf in zip(entries, leaves, strict=True):
     dtype = np.dtype(leaf.dtype)
-    size = tensor_files.num_bytes(entry.tensor_shape, dtype)
+    size = safetensors_io.num_bytes(entry.tensor_shape, dtype)
     for name in entry.names:
       if plan[-1] and used + size > max_bytes:
         plan.append({})
@@ -171,9 +167,9 @@ def _write_tensors(
   total = 0
   for number, content in enumerate(plan, 1):
     name = f"model-{number:05}-of-{num:05}.safetensors"
-    name = name if num > 1 else tensor_files.SINGLE
+    name = name if num > 1 else safetensors_io.SINGLE
     with (directory / name).open("wb") as file:
-      file.write(tensor_files.header(content))
+      file.write(safetensors_io.header(content))
       for tensor in content:
         # bfloat16 has no buffers of its own.
         data = np.ascontiguousarray(next(tensors)).reshape(-1).view(np.uint8)
@@ -183,7 +179,7 @@ def _write_tensors(
   assert next(tensors, None) is None
   if num > 1:
     index = {"metadata": {"total_size": total}, "weight_map": places}
-    _write_json(directory / tensor_files.INDEX, index)
+    _write_json(directory / safetensors_io.INDEX, index)
 
 
 def _write_tokenizer(

@@ -11,7 +11,8 @@ import numpy as np
 import safetensors.numpy
 
 from models import config as config_lib
-from models import export, transformer
+from models import transformer
+from models.hf import export
 
 _HOST = """
 import sys
@@ -52,7 +53,7 @@ def test_each_of_two_hosts_reads_its_part_and_the_first_one_exports(tmp_path):
         *(sys.executable, "-c", _HOST, str(process), address),
         *(str(several), str(tmp_path / "again")),
       ],
-      cwd=pathlib.Path(__file__).parents[2],
+      cwd=pathlib.Path(__file__).parents[3],
       env={
         **os.environ,
         "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
