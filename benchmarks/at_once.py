@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from envs import base
-from models import chat as chat_lib
+from models.chat import word_chat
 from rl import engine, trajectory
 
-CHAT = chat_lib.WordChat(("go", "on", "yes", "no"))
+CHAT = word_chat.WordChat(("go", "on", "yes", "no"))
 _ANSWER = np.asarray([*CHAT.encode_answer("yes")], np.int32)
 _LOGPROBS = np.full(len(_ANSWER), -0.5, np.float32)
 

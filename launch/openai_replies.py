@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float32, Int32
 
-from models import tool_calls
+from models.chat import tool_calls
 from rl import answer_text
 from rl import engine as engine_lib
 from rl import episode as episode_lib

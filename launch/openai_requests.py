@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from launch import fields
-from models import tool_calls
+from models.chat import tool_calls
 from rl import messages as messages_lib
 from rl import session_tree, trajectory, wording
 

@@ -25,7 +25,7 @@ from absl import app
 from absl import flags as absl_flags
 
 from launch import flags, listening, openai_api, served_model
-from models import hf_chat
+from models.chat import hf_chat
 from rl import sessions, settings, trajectory
 
 _RUN = absl_flags.DEFINE_string(

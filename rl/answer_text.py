@@ -14,7 +14,7 @@ from typing import Protocol, cast, runtime_checkable
 import numpy as np
 from jaxtyping import Float32, Int32
 
-from models import tool_calls
+from models.chat import tool_calls
 from rl import engine as engine_lib
 from rl import episode as episode_lib
 from rl import messages

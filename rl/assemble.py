@@ -8,9 +8,9 @@ from typing import Any
 
 import jax
 
-from models import chat as chat_lib
 from models import config as model_config
 from models import lora, sharding, transformer
+from models.chat import word_chat
 from models.hf import load
 from rl import (
   assemble_trainer,
@@ -55,7 +55,7 @@ class Parts:
   """
 
   experiment: config.Experiment
-  chat: chat_lib.WordChat
+  chat: word_chat.WordChat
   learner_layout: sharding.Layout
   decode_layouts: Sequence[sharding.Layout]
   programs: learner.Learner

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from envs import base
-from models import chat as chat_lib
 from models import config as model_config
 from models import sharding, transformer
 from models.attention import backend
+from models.chat import word_chat
 from models.hf import load
 from rl import (
   affinity,
@@ -152,9 +152,9 @@ class Experiment:
   max_skipped: int = 2
   stall_s: float = 1200.0
 
-  def chat(self) -> chat_lib.WordChat:
+  def chat(self) -> word_chat.WordChat:
     """Returns the tokenizer and template over the environment's words."""
-    return chat_lib.WordChat(tuple(self.environment.words))
+    return word_chat.WordChat(tuple(self.environment.words))
 
   @property
   def sources(self) -> Sequence[base.Source]:

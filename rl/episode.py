@@ -25,7 +25,7 @@ _Request = Callable[..., engine_lib.DecodeRequest]
 
 @runtime_checkable
 class Chat(Protocol):
-  """Messages <-> ids, append-only; `models.chat` has one."""
+  """Messages <-> ids, append-only; `models.chat.word_chat` has one."""
 
   @property
   def stop_ids(self) -> tuple[int, ...]:

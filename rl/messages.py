@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Int32
 
 from envs import base
-from models import tool_calls as tool_calls_lib
+from models.chat import tool_calls as tool_calls_lib
 from rl import episode as episode_lib
 
 
@@ -37,7 +37,7 @@ class Message(base.Message):
 
 @runtime_checkable
 class ToolChat(episode_lib.Chat, Protocol):
-  """A chat whose template shows tools and answers; `models.hf_chat` has one."""
+  """A chat whose template shows tools and answers; `models.chat.hf_chat` has one."""
 
   def open(
     self,

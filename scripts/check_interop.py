@@ -30,10 +30,10 @@ CONVERSATION = (
 def write(directory: pathlib.Path) -> None:
   """Exports every model, beside what it must compute."""
   sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
-  from models import chat
+  from models.chat import word_chat
   from models.hf import export
 
-  words = chat.WordChat(WORDS)
+  words = word_chat.WordChat(WORDS)
   tokens = np.random.default_rng(0).integers(0, 24, (3, 40), np.int32)
   for name, config in configs().items():
     params = random_params(config)

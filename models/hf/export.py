@@ -14,14 +14,14 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from models import chat as chat_lib
 from models import config as config_lib
 from models import transformer
+from models.chat import word_chat
 from models.hf import config as hf_config
 from models.hf import parameter_names, safetensors_io, tokenizer_files
 
 _Leaf = jax.Array | np.ndarray
-Tokenizer = chat_lib.WordChat | str | os.PathLike[str] | None
+Tokenizer = word_chat.WordChat | str | os.PathLike[str] | None
 
 _to_stored = jax.jit(
   lambda leaf, entry: entry.to_stored(leaf), static_argnums=1
@@ -114,7 +114,7 @@ def _check_vocabulary(
 ) -> None:
   if tokenizer is None:
     return
-  if isinstance(tokenizer, chat_lib.WordChat):
+  if isinstance(tokenizer, word_chat.WordChat):
     ids = tokenizer.vocab_size
   else:
     ids = tokenizer_files.num_ids(tokenizer)
@@ -188,7 +188,7 @@ def _write_tokenizer(
   """Returns the special ids for config.json."""
   if tokenizer is None:
     return {}
-  if isinstance(tokenizer, chat_lib.WordChat):
+  if isinstance(tokenizer, word_chat.WordChat):
     return tokenizer_files.write(tokenizer, directory)
   return tokenizer_files.copy(tokenizer, directory)
 

@@ -10,7 +10,7 @@ import pathlib
 import shutil
 from typing import Any
 
-from models import chat as chat_lib
+from models.chat import word_chat
 
 _FILES = (
   "tokenizer.json",
@@ -95,7 +95,7 @@ def num_ids(directory: str | os.PathLike[str]) -> int:
 
 
 def is_other(
-  chat: chat_lib.WordChat, directory: str | os.PathLike[str]
+  chat: word_chat.WordChat, directory: str | os.PathLike[str]
 ) -> bool:
   """Returns whether a directory has a tokenizer that gives other ids."""
   if not any(pathlib.Path(directory, name).is_file() for name in _KINDS):
@@ -110,7 +110,7 @@ def is_other(
 
 
 def write(
-  chat: chat_lib.WordChat, directory: str | os.PathLike[str]
+  chat: word_chat.WordChat, directory: str | os.PathLike[str]
 ) -> dict[str, Any]:
   """Writes files from which AutoTokenizer makes an equal tokenizer.
 
@@ -133,9 +133,9 @@ def write(
         f"word {word!r} holds the special token {inside}; rename it"
       )
   pad, end, agent = (
-    chat.token(i) for i in (chat_lib.PAD, chat_lib.END, chat_lib.AGENT)
+    chat.token(i) for i in (word_chat.PAD, word_chat.END, word_chat.AGENT)
   )
-  ids = {"eos_token_id": chat_lib.END, "pad_token_id": chat_lib.PAD}
+  ids = {"eos_token_id": word_chat.END, "pad_token_id": word_chat.PAD}
   names = {
     "pad_token": pad,
     "eos_token": end,

@@ -12,13 +12,12 @@ from typing import Any
 import openai
 
 from launch import listening, openai_api
-from models import chat as chat_lib
-from models import hf_chat
+from models.chat import hf_chat, word_chat
 from rl import scripted, sessions
 from tests.models.chat_messages import GOLDEN
 
 HF = hf_chat.HfChat.load(GOLDEN)
-WORDS = chat_lib.WordChat(("go", "on", "yes", "no"))
+WORDS = word_chat.WordChat(("go", "on", "yes", "no"))
 
 
 class Server:

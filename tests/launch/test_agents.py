@@ -16,12 +16,12 @@ import pytest
 
 from envs import base
 from launch import agents, openai_api
-from models import chat as chat_lib
+from models.chat import word_chat
 from rl import batch, episode, learner, placement, scripted, trajectory
 from tests.rl import conftest as tiny
 
 # 21 words and 3 special ids: all 24 of the tiny model are something to say.
-CHAT = chat_lib.WordChat(tuple("abcdefghijklmnopqrstu"))
+CHAT = word_chat.WordChat(tuple("abcdefghijklmnopqrstu"))
 TEMPERATURE = 0.7
 
 

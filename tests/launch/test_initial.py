@@ -11,8 +11,8 @@ import pytest
 import safetensors.numpy
 
 from launch import flags, workdir
-from models import chat as chat_lib
 from models import lora, transformer
+from models.chat import word_chat
 from models.hf import export
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -45,7 +45,7 @@ def source(tmp_path):
   """A checkpoint with a tokenizer of words that the game does not have."""
   model = flags.load(str(ROOT / CONFIG), TINY).model
   params = transformer.init(jax.random.key(1), model)
-  words = chat_lib.WordChat(("other", "words"))
+  words = word_chat.WordChat(("other", "words"))
   export.export(tmp_path / "source", params, model, words)
   return tmp_path / "source"
 

@@ -3,7 +3,7 @@
 import pytest
 
 from launch import fields, openai_requests
-from models import tool_calls
+from models.chat import tool_calls
 from rl import messages, trajectory
 
 USER = {"role": "user", "content": "go"}

@@ -5,7 +5,7 @@ import json
 import pathlib
 from typing import Any
 
-from models.tool_calls import ToolCall
+from models.chat.tool_calls import ToolCall
 
 GOLDEN = pathlib.Path(__file__).parent / "golden" / "chat"
 EXPECTED = json.loads((GOLDEN / "expected.json").read_text("utf-8"))

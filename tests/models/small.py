@@ -1,7 +1,7 @@
 """A model for the tests of files: every kind of parameter, few of each."""
 
-from models import chat as chat_lib
 from models import config as config_lib
+from models.chat import word_chat
 
 # Every axis divides over 2 x 2 x 2 devices.
 CONFIG = config_lib.tiny_moe(
@@ -16,4 +16,4 @@ CONFIG = config_lib.tiny_moe(
   dense_layers=(0,),
   tie_embeddings=False,
 )
-CHAT = chat_lib.WordChat(("a", "b"))
+CHAT = word_chat.WordChat(("a", "b"))

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from envs import base, rewards
-from models import chat as chat_lib
+from models.chat import word_chat
 from rl import (
   advantages,
   affinity,
@@ -32,7 +32,7 @@ from rl import (
 from rl import progress as progress_lib
 
 GROUP = 2
-CHAT = chat_lib.WordChat(("go", "on", "yes", "no"))
+CHAT = word_chat.WordChat(("go", "on", "yes", "no"))
 
 SCHEDULES = {
   "sync": overlap.sync(4, 2, 2),
@@ -128,7 +128,7 @@ class Run:
     version = trajectory.PolicyVersion(progress.trained if progress else 0)
     self.engines = [
       testing.FakeEngine(
-        (5, 6), chat_lib.END, self.decode_s, update_s=self.update_s
+        (5, 6), word_chat.END, self.decode_s, update_s=self.update_s
       )
       for _ in range(self.num_engines)
     ]

@@ -4,7 +4,7 @@ import asyncio
 import dataclasses
 
 from envs import rewards
-from models import chat as chat_lib
+from models.chat import word_chat
 from rl import (
   events,
   grading,
@@ -19,7 +19,7 @@ LIMITS = rollout.Rollout(
   group_size=4, max_turns=4, turn_tokens=2, max_tokens=32, step_s=0.2
 )
 ONE = dataclasses.replace(LIMITS, group_size=1)
-CHAT = chat_lib.WordChat(("go", "on", "yes", "no"))
+CHAT = word_chat.WordChat(("go", "on", "yes", "no"))
 YES, NO = 5, 6
 
 _ONCE = grading.Retries(attempts=1, deadline_s=0.1)
@@ -38,7 +38,7 @@ class Kept(testing.Counting):
 
 
 def fake(answers=(YES,), delay_s=lambda priority: 0.0):
-  return testing.FakeEngine(answers, chat_lib.END, delay_s)
+  return testing.FakeEngine(answers, word_chat.END, delay_s)
 
 
 def player(source, served=None, reward=None, dog=None, **fields):

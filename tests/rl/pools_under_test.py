@@ -4,7 +4,7 @@ import asyncio
 
 import numpy as np
 
-from models import chat as chat_lib
+from models.chat import word_chat
 from rl import affinity, engine, fake_engine, router, trajectory, virtual
 
 
@@ -29,7 +29,7 @@ def request(name="a", session=None, ids=(3, 1), **fields):
 def pool(count=2, delay_s=0.0, *, log=None, routing=None, seats=()):
   """Returns a router over engines that take `delay_s` for every answer."""
   engines = [
-    fake_engine.FakeEngine((5, 6), chat_lib.END, lambda _: delay_s)
+    fake_engine.FakeEngine((5, 6), word_chat.END, lambda _: delay_s)
     for _ in range(count)
   ]
   settings = affinity.Routing(**(routing or {}))

@@ -7,13 +7,12 @@ import random
 import numpy as np
 import pytest
 
-from models import chat as chat_lib
-from models import hf_chat, tool_calls
+from models.chat import hf_chat, tool_calls, word_chat
 from rl import answer_text, engine, episode, scripted
 from tests.models.chat_messages import GOLDEN
 
 HF = hf_chat.HfChat.load(GOLDEN)
-WORDS = chat_lib.WordChat(("go", "on", "yes", "no"))
+WORDS = word_chat.WordChat(("go", "on", "yes", "no"))
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 CALLED = (tool_calls.ToolCall("add", '{"a": 1}'),)
 

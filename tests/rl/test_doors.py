@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from models import chat as chat_lib
+from models.chat import word_chat
 from rl import engine, events, fake_engine, router, trajectory
 from tests.rl import pools_under_test as pools
 
@@ -26,7 +26,7 @@ class Narrow(fake_engine.FakeEngine):
 def test_drains_end_with_more_episodes_in_flight_than_can_run(count):
   async def scenario():
     engines = [
-      Narrow((5, 6), chat_lib.END, lambda _: 1.0, update_s=2.0)
+      Narrow((5, 6), word_chat.END, lambda _: 1.0, update_s=2.0)
       for _ in range(count)
     ]
     pooled = router.Router(pools.members(engines))
@@ -108,7 +108,7 @@ def test_an_engine_opens_again_when_its_update_fails_or_is_cancelled():
       raise ValueError("another model's")
 
   async def scenario():
-    pooled = router.Router(pools.members([Broken((5, 6), chat_lib.END)]))
+    pooled = router.Router(pools.members([Broken((5, 6), word_chat.END)]))
     await pooled.begin("a", "")
     failing = asyncio.ensure_future(pools.publish(pooled, 1))
     later = asyncio.create_task(pooled.begin("b", ""))
@@ -199,7 +199,7 @@ def test_who_loses_the_newest_weights_waits_until_another_has_them():
 def test_an_engine_lost_while_it_takes_weights_is_left_without():
   async def scenario():
     engines = [
-      fake_engine.FakeEngine((5,), chat_lib.END, update_s=1.0) for _ in "ab"
+      fake_engine.FakeEngine((5,), word_chat.END, update_s=1.0) for _ in "ab"
     ]
     pooled = router.Router(pools.members(engines))
     published = asyncio.ensure_future(pools.publish(pooled, 1))
@@ -220,7 +220,7 @@ def test_an_engine_that_comes_back_while_its_door_drains_needs_no_weights():
     published = asyncio.ensure_future(pools.publish(pooled, 1))
     await asyncio.sleep(0.1)
     await engines[1].close()
-    back = fake_engine.FakeEngine((5,), chat_lib.END)
+    back = fake_engine.FakeEngine((5,), word_chat.END)
     await back.update_weights(trajectory.PolicyVersion(1), None)
     # Both at once, so that its door sees only that it is another.
     pooled._lose(1, "it was closed")
@@ -295,7 +295,7 @@ def test_engines_that_come_and_go_between_publishes_stop_nobody(seed, mode):
         await pooled.engines[number].close()
         await asyncio.sleep(3 * chance.random())
         if pooled.doors[number].lost:
-          back = fake_engine.FakeEngine((5, 6), chat_lib.END, lambda _: 1.0)
+          back = fake_engine.FakeEngine((5, 6), word_chat.END, lambda _: 1.0)
           back.version = trajectory.PolicyVersion(sent[-1])
           pooled.recover(number, back)
 

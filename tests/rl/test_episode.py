@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from envs import base
-from models import chat as chat_lib
+from models.chat import word_chat
 from rl import batch, episode, testing, trajectory
 
-CHAT = chat_lib.WordChat(("go", "on", "yes", "no"))
+CHAT = word_chat.WordChat(("go", "on", "yes", "no"))
 
 
 SAID = [base.Message("user", "on")]
@@ -36,7 +36,7 @@ def play(source, engine=None, **limits):
   """Plays one episode; 60 s of deadline are never waited for."""
   task = source.task(0, "train")
   record = episode.Record(episode.Episode(task, 3, 0, 0))
-  engine = engine or testing.FakeEngine((5,), chat_lib.END)
+  engine = engine or testing.FakeEngine((5,), word_chat.END)
   settings = episode.Limits(**limits)
   played, _ = asyncio.run(episode.play(source, engine, CHAT, settings, record))
   return played
@@ -139,7 +139,7 @@ class Routed(testing.FakeEngine):
   """Expert j of layer s is id + s + j, and one more for each answer before."""
 
   def __init__(self, experts: tuple[int, int] | None = (2, 2)):
-    super().__init__((5,), chat_lib.END, experts=experts)
+    super().__init__((5,), word_chat.END, experts=experts)
 
   async def generate(self, request):
     answer = await super().generate(request)
@@ -172,7 +172,7 @@ def test_experts_that_were_recorded_are_kept():
 
   member = play(testing.Counting(turns=2), Knowing(), record_experts=True)
   experts: Any = member.experts
-  fed = chat_lib.END + 1 + 1  # Layer 1, after one answer.
+  fed = word_chat.END + 1 + 1  # Layer 1, after one answer.
   assert experts[3].tolist() == [[9, 9], [fed, fed + 1]]
   assert experts[7].tolist() == [[9, 9], [-1, -1]]
 
@@ -204,6 +204,6 @@ def test_an_answer_that_was_aborted_ends_the_episode_and_keeps_its_tokens():
       self.abort(request.request_id)
       return await answer
 
-  member = play(testing.Counting(), Aborting((5,), chat_lib.END))
+  member = play(testing.Counting(), Aborting((5,), word_chat.END))
   assert member.status is trajectory.Status.ENGINE_FAULT
   assert (member.fault, member.num_sampled) == ("aborted", 1)

@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 
-from models import chat as chat_lib
+from models.chat import word_chat
 from rl import checksums, engine, fake_engine, trajectory, virtual
 
 FIRST = trajectory.PolicyVersion(1)
@@ -27,11 +27,11 @@ def request(name="a", **fields):
 
 def slow(**kwargs):
   """An engine whose answers end after 20 ms."""
-  return fake_engine.FakeEngine((5,), chat_lib.END, lambda _: 0.02, **kwargs)
+  return fake_engine.FakeEngine((5,), word_chat.END, lambda _: 0.02, **kwargs)
 
 
 def quick(**kwargs):
-  return fake_engine.FakeEngine((5,), chat_lib.END, **kwargs)
+  return fake_engine.FakeEngine((5,), word_chat.END, **kwargs)
 
 
 async def begun(fake, name="a", **fields):
@@ -83,7 +83,7 @@ def test_answers_under_way_are_treated_as_told(mode, versions, stop, oldest_kv):
 
 def test_times_are_those_of_the_loop():
   async def scenario():
-    fake = fake_engine.FakeEngine((5,), chat_lib.END, lambda _: 2.0)
+    fake = fake_engine.FakeEngine((5,), word_chat.END, lambda _: 2.0)
     await fake.pause()
     waiting = asyncio.create_task(fake.generate(request()))
     await asyncio.sleep(3)
@@ -189,7 +189,7 @@ def test_deltas_of_a_stream_make_up_its_completion():
     return [delta async for delta in quick().stream(request())]
 
   deltas = run(scenario())
-  assert [delta.tokens.tolist() for delta in deltas] == [[5], [chat_lib.END]]
+  assert [delta.tokens.tolist() for delta in deltas] == [[5], [word_chat.END]]
   assert [delta.completion is None for delta in deltas] == [True, False]
   whole = deltas[-1].completion
   for name in ("tokens", "logprobs", "versions"):
@@ -272,7 +272,7 @@ def test_an_engine_that_is_closed_fails_every_request():
 def test_what_a_session_has_said_is_cached_until_a_flush_or_an_update():
   async def scenario():
     fake = quick()
-    ids = np.array([3, 1, 5, chat_lib.END, 4, 1], np.int32)
+    ids = np.array([3, 1, 5, word_chat.END, 4, 1], np.int32)
     cached = []
     for tokens in (ids[:2], ids, ids):
       answer = await fake.generate(request(tokens=tokens, max_tokens=1))

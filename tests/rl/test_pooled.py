@@ -5,7 +5,7 @@ import dataclasses
 
 import pytest
 
-from models import chat as chat_lib
+from models.chat import word_chat
 from rl import fake_engine, pooled, trajectory
 from tests.rl import pools_under_test as pools
 
@@ -14,7 +14,7 @@ def test_counters_are_sums_and_the_version_is_the_lowest_that_serves():
   async def scenario():
     engines = [
       fake_engine.FakeEngine(
-        (5, 6), chat_lib.END, lambda _: 1.0, update_s=update_s
+        (5, 6), word_chat.END, lambda _: 1.0, update_s=update_s
       )
       for update_s in (2.0, 0.0)
     ]

@@ -4,10 +4,10 @@ import json
 
 import numpy as np
 
-from models import chat as chat_lib
+from models.chat import word_chat
 from rl import agreement, recorder, trajectory
 
-CHAT = chat_lib.WordChat(("go", "on", "yes"))
+CHAT = word_chat.WordChat(("go", "on", "yes"))
 GO, ON, YES = 3, 4, 5
 
 
@@ -28,8 +28,8 @@ def _group(group_id, size=2):
       group_id=group_id,
       index=index,
       turns=[
-        _turn([GO, chat_lib.AGENT], [YES, chat_lib.END]),
-        _turn([ON, chat_lib.AGENT], [YES]),
+        _turn([GO, word_chat.AGENT], [YES, word_chat.END]),
+        _turn([ON, word_chat.AGENT], [YES]),
       ],
       status=trajectory.Status.COMPLETED,
       reward=1.0,

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from envs import base
-from models import chat as chat_lib
+from models.chat import word_chat
 from rl import engine, episode, shaping, testing, trajectory, virtual, watchdog
 from tests.rl import players_under_test as players
 
@@ -19,8 +19,8 @@ def test_a_trajectory_holds_the_ids_exactly_as_sampled():
   # go <agent> | yes <end> | on <agent> | yes <end>
   group = players.play_group(testing.Counting(turns=2))
   first = group.trajectories[0]
-  expected = [3, chat_lib.AGENT, players.YES, chat_lib.END]
-  expected += [4, chat_lib.AGENT, players.YES, chat_lib.END]
+  expected = [3, word_chat.AGENT, players.YES, word_chat.END]
+  expected += [4, word_chat.AGENT, players.YES, word_chat.END]
   assert first.ids.tolist() == expected
   assert first.sampled.tolist() == [False, False, True, True] * 2
   assert first.status is trajectory.Status.COMPLETED
@@ -36,11 +36,11 @@ def test_each_request_begins_with_every_id_before_it():
       seen.append(request.tokens.tolist())
       return await super().generate(request)
 
-  recording = Recording((players.YES,), chat_lib.END)
+  recording = Recording((players.YES,), word_chat.END)
   players.play_group(testing.Counting(turns=3), recording, limits=players.ONE)
   assert len(seen) == 3
   for before, after in itertools.pairwise(seen):
-    answered = [*before, players.YES, chat_lib.END]
+    answered = [*before, players.YES, word_chat.END]
     assert after[: len(answered)] == answered
 
 
@@ -147,7 +147,7 @@ def test_an_engine_that_closes_leaves_the_sampled_tokens_in_the_log():
       return await super().generate(request)
 
   async def run():
-    closing = Closing((players.YES,), chat_lib.END)
+    closing = Closing((players.YES,), word_chat.END)
     playing = players.player(
       testing.Counting(turns=3), closing, limits=players.ONE
     )
@@ -317,7 +317,7 @@ def test_a_request_that_the_engine_refuses_is_an_engine_fault():
       raise ValueError("request does not fit")
 
   group = players.play_group(
-    testing.Counting(), Refusing((players.YES,), chat_lib.END)
+    testing.Counting(), Refusing((players.YES,), word_chat.END)
   )
   member = group.trajectories[0]
   assert member.status is trajectory.Status.ENGINE_FAULT

@@ -5,7 +5,7 @@ import dataclasses
 
 import pytest
 
-from models import chat as chat_lib
+from models.chat import word_chat
 from rl import events, router, testing, trajectory, virtual
 from tests.rl import players_under_test as players
 
@@ -60,7 +60,7 @@ def test_an_answer_that_ends_at_the_moment_of_the_abort_is_not_stepped():
       pass
 
   async def run():
-    served = Last((players.YES,), chat_lib.END, lambda _: 10.0)
+    served = Last((players.YES,), word_chat.END, lambda _: 10.0)
     source = players.Kept()
     playing = players.player(source, served, limits=players.ONE)
     group, end = await aborted(players.begin(playing), 5.0)
@@ -83,7 +83,7 @@ def test_an_answer_that_is_on_its_way_to_the_member_is_booked():
       return answer
 
   async def run():
-    far = Far((players.YES,), chat_lib.END)
+    far = Far((players.YES,), word_chat.END)
     playing = players.player(testing.Counting(), far, limits=players.ONE)
     group, end = await aborted(players.begin(playing), 0.5)
     assert far.stats().sampled_tokens == group.num_sampled

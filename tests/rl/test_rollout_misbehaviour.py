@@ -6,7 +6,7 @@ import dataclasses
 import pytest
 
 from envs import base
-from models import chat as chat_lib
+from models.chat import word_chat
 from rl import overlap, router, testing, trajectory, virtual
 from tests.rl import players_under_test as players
 from tests.rl import virtual_run
@@ -152,7 +152,7 @@ def test_an_engine_that_cancels_by_itself_loses_no_group():
       return await super().generate(request)
 
   async def run():
-    served = Cancelling((players.YES,), chat_lib.END)
+    served = Cancelling((players.YES,), word_chat.END)
     playing = players.player(testing.Counting(), served)
     group = await players.begin(playing).run()
     return group, players.of_kind(playing, "fault")

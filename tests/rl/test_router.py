@@ -5,7 +5,7 @@ import dataclasses
 
 import pytest
 
-from models import chat as chat_lib
+from models.chat import word_chat
 from rl import affinity, engine, events, fake_engine, router, trajectory
 from tests.rl import pools_under_test as pools
 
@@ -26,7 +26,7 @@ def test_requests_spread_and_come_back_to_what_is_cached(streamed):
     assert pools.busy(engines) == [2, 2, 2]
     await asyncio.gather(*first)
     again = [
-      await ask(pooled, "next", name, (3, 1, 5, chat_lib.END, 4, 1))
+      await ask(pooled, "next", name, (3, 1, 5, word_chat.END, 4, 1))
       for name in reversed(names)
     ]
     assert pooled.describe()["engines_lost"] == 0.0
@@ -44,7 +44,7 @@ def test_requests_of_an_engine_that_stops_are_answered_by_another():
     await engines[0].close()
     later = await pools.begun(pooled, "d")
     assert pools.busy(engines) == [0, 4]
-    alone = fake_engine.FakeEngine((5, 6), chat_lib.END)
+    alone = fake_engine.FakeEngine((5, 6), word_chat.END)
     expected = (await alone.generate(pools.request(seed=1))).tokens.tolist()
     assert (await later).stop == "stop"
     return [(await one).tokens.tolist() == expected for one in answers]
@@ -86,7 +86,7 @@ def test_a_stream_moves_before_its_first_delta_and_ends_behind_it():
     await engines[1].close()
     with pytest.raises(engine.EngineClosed, match="was closed"):
       await anext(waiting)
-    third = fake_engine.FakeEngine((5,), chat_lib.END, lambda _: 0.05)
+    third = fake_engine.FakeEngine((5,), word_chat.END, lambda _: 0.05)
     pooled = router.Router(
       pools.members([third, fake_engine.FakeEngine((5,), 1)])
     )
@@ -209,7 +209,7 @@ def test_what_is_flushed_is_flushed_everywhere():
     await asyncio.sleep(0.01)
     await engines[1].close()
     await pooled.flush_cache()
-    longer = (3, 1, 5, chat_lib.END, 4)
+    longer = (3, 1, 5, word_chat.END, 4)
     answers = [
       await pooled.generate(pools.request(n, ids=longer)) for n in "abc"
     ]
@@ -229,8 +229,8 @@ def test_all_are_closed_even_when_one_cannot_be():
       await super().close()
 
   async def scenario():
-    other = Slow((5,), chat_lib.END, lambda _: 5.0)
-    pooled = router.Router(pools.members([other, Stuck((5,), chat_lib.END)]))
+    other = Slow((5,), word_chat.END, lambda _: 5.0)
+    pooled = router.Router(pools.members([other, Stuck((5,), word_chat.END)]))
     answer = await pools.begun(pooled)
     with pytest.raises(OSError, match="the device hangs"):
       await pooled.close()
@@ -260,8 +260,8 @@ def test_a_mapped_domain_falls_back_within_a_dispatch_and_returns():
     assert (number, versions) == (1, [0] * 6)
     assert await pooled.begin("b", "math") == 0
     with pytest.raises(ValueError, match="engine 0 is open, not lost"):
-      pooled.recover(0, fake_engine.FakeEngine((5,), chat_lib.END))
-    pooled.recover(1, fake_engine.FakeEngine((5,), chat_lib.END))
+      pooled.recover(0, fake_engine.FakeEngine((5,), word_chat.END))
+    pooled.recover(1, fake_engine.FakeEngine((5,), word_chat.END))
     assert await pooled.begin("c", "math") == 1
     assert (await pooled.generate(pools.request("r", "c"))).tokens[0] == 5
     return log.events, pooled.describe()
@@ -289,11 +289,11 @@ def test_an_engine_comes_back_with_the_newest_weights_or_not_at_all():
     await engines[1].close()
     await pooled.flush_cache()  # So that the router knows.
     await pools.publish(pooled, 3)
-    back = fake_engine.FakeEngine((5,), chat_lib.END)
+    back = fake_engine.FakeEngine((5,), word_chat.END)
     with pytest.raises(ValueError, match=r"with version 0, but version 3 is"):
       pooled.recover(1, back)
     await back.update_weights(trajectory.PolicyVersion(3), None)
-    other = fake_engine.FakeEngine((5,), chat_lib.END)
+    other = fake_engine.FakeEngine((5,), word_chat.END)
     other.version = trajectory.PolicyVersion(3)
     other.capabilities = dataclasses.replace(other.capabilities, vocab_size=8)
     with pytest.raises(ValueError, match="vocabularies"):
@@ -315,7 +315,7 @@ def test_what_is_measured_moves_each_domain_to_its_better_pool():
 
     def __init__(self, swift):
       self.swift = swift
-      super().__init__((5, 6), chat_lib.END, self.seconds)
+      super().__init__((5, 6), word_chat.END, self.seconds)
 
     def seconds(self, priority):
       return 1.0 if priority == (self.swift,) else 3.0

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from envs import base
-from models import chat as chat_lib
+from models.chat import word_chat
 from rl import (
   answer_text,
   engine,
@@ -17,7 +17,7 @@ from rl import (
   trajectory,
 )
 
-CHAT = chat_lib.WordChat(("go", "yes"))
+CHAT = word_chat.WordChat(("go", "yes"))
 TASK = base.Task("game/train/4", 4, "train", 4)
 EPISODE = episode.Episode(TASK, group_id=9, index=3, seed=1)
 

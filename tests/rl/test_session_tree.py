@@ -6,14 +6,13 @@ import json
 import numpy as np
 import pytest
 
-from models import chat as chat_lib
-from models import hf_chat, tool_calls
+from models.chat import hf_chat, tool_calls, word_chat
 from rl import batch, engine, episode, messages, session_tree, trajectory
 from tests.models.chat_messages import GOLDEN
 
-WORDS = chat_lib.WordChat(("go", "on", "yes", "no"))
+WORDS = word_chat.WordChat(("go", "on", "yes", "no"))
 GO, ON, YES, NO = 3, 4, 5, 6
-END, AGENT = chat_lib.END, chat_lib.AGENT
+END, AGENT = word_chat.END, word_chat.AGENT
 HF = hf_chat.HfChat.load(GOLDEN)
 DONE = session_tree.Ending(reward=0.5, group_id=7, index=2)
 ADD = {"type": "function", "function": {"name": "add", "parameters": {}}}

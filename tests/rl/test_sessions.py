@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from models import chat as chat_lib
+from models.chat import word_chat
 from rl import engine, messages, session_tree, sessions, trajectory
 
-CHAT = chat_lib.WordChat(("go", "yes"))
+CHAT = word_chat.WordChat(("go", "yes"))
 DONE = session_tree.Ending(reward=1.0)
 
 

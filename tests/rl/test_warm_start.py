@@ -8,10 +8,10 @@ import math
 
 import pytest
 
-from models import chat as chat_lib
+from models.chat import word_chat
 from rl import dispatch, episode, testing, trace, trajectory, warm_start
 
-CHAT = chat_lib.WordChat(("go", "on", "yes", "no"))
+CHAT = word_chat.WordChat(("go", "on", "yes", "no"))
 LIMITS = episode.Limits(record_experts=True)
 
 

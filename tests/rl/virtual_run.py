@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from envs import base, rewards
-from models import chat as chat_lib
+from models.chat import word_chat
 from rl import (
   advantages,
   affinity,
@@ -34,7 +34,7 @@ from rl import (
 )
 from rl import progress as progress_lib
 
-CHAT = chat_lib.WordChat(("go", "on", "yes", "no"))
+CHAT = word_chat.WordChat(("go", "on", "yes", "no"))
 YES, NO = 5, 6
 
 
@@ -207,7 +207,7 @@ class Run:
     if self.build is not None:
       return self.build()
     engine = testing.FakeEngine(
-      self.answers, chat_lib.END, self.delay_s, update_s=self.update_s
+      self.answers, word_chat.END, self.delay_s, update_s=self.update_s
     )
     engine.version = version
     return engine

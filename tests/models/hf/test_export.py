@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from models import chat as chat_lib
 from models import config as config_lib
 from models import lora, rope, sharding, transformer
+from models.chat import word_chat
 from models.hf import export, load
 from tests.models import small
 
@@ -178,12 +178,12 @@ def test_nothing_is_written_when_something_does_not_fit(tmp_path):
     ),
     # 3 special tokens and 14 words.
     (
-      dict(tokenizer=chat_lib.WordChat(tuple("abcdefghijklmn"))),
+      dict(tokenizer=word_chat.WordChat(tuple("abcdefghijklmn"))),
       "model.vocab_size=16 is below the 17 ids of the tokenizer",
     ),
     (dict(tokenizer=tmp_path / "empty"), "empty holds no tokenizer; it has"),
     (
-      dict(tokenizer=chat_lib.WordChat(("a<end>",))),
+      dict(tokenizer=word_chat.WordChat(("a<end>",))),
       "word 'a<end>' holds the special token <end>; rename it",
     ),
   ]

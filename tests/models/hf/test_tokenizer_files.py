@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from models import chat as chat_lib
+from models.chat import word_chat
 from models.hf import tokenizer_files
 
-CHAT = chat_lib.WordChat(("guess", "2", "\u00fcber"))
+CHAT = word_chat.WordChat(("guess", "2", "\u00fcber"))
 
 
 def read(directory, name):
@@ -25,7 +25,7 @@ def test_every_id_of_the_words_is_in_the_file(tmp_path):
   special = {token["content"]: token["id"] for token in data["added_tokens"]}
   assert special == {CHAT.token(i): i for i in range(3)}
   assert ids == read(tmp_path, "generation_config.json")
-  assert ids == {"eos_token_id": chat_lib.END, "pad_token_id": chat_lib.PAD}
+  assert ids == {"eos_token_id": word_chat.END, "pad_token_id": word_chat.PAD}
   names = read(tmp_path, "tokenizer_config.json")
   assert (names["eos_token"], names["pad_token"]) == ("<end>", "<pad>")
 
@@ -55,7 +55,7 @@ def test_a_tokenizer_is_another_one_unless_it_gives_the_same_ids(tmp_path):
   assert not tokenizer_files.is_other(CHAT, tmp_path)
   tokenizer_files.write(CHAT, tmp_path)
   assert not tokenizer_files.is_other(CHAT, tmp_path)
-  other = chat_lib.WordChat((*CHAT.words, "more"))
+  other = word_chat.WordChat((*CHAT.words, "more"))
   assert tokenizer_files.is_other(other, tmp_path)
   (tmp_path / "tokenizer.json").write_text("{}")
   assert tokenizer_files.is_other(CHAT, tmp_path)
@@ -82,7 +82,7 @@ def test_a_copy_returns_the_special_ids_of_the_config(tmp_path):
 
 
 def test_a_word_that_holds_a_special_token_is_refused(tmp_path):
-  words = chat_lib.WordChat(("fine", "x<agent>"))
+  words = word_chat.WordChat(("fine", "x<agent>"))
   with pytest.raises(ValueError, match=r"'x<agent>' holds .*rename"):
     tokenizer_files.write(words, tmp_path)
   assert not list(tmp_path.iterdir())

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tokenizers
 
-from models import hf_chat, tool_calls
+from models.chat import hf_chat, tool_calls
 from tests.models import chat_messages
 from tests.models.chat_messages import GOLDEN, Said
 

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from models import tool_calls
+from models.chat import tool_calls
 
 
 def block(text):

@@ -29,8 +29,9 @@ import tokenizers
 from jaxtyping import Int32
 from tokenizers import decoders
 
-from models import chat_template, tool_calls
-from models.chat_template import Message
+from models.chat import template as template_lib
+from models.chat import tool_calls
+from models.chat.template import Message
 
 _NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
 
@@ -46,7 +47,7 @@ class HfChat:
   """
 
   tokenizer: str = dataclasses.field(repr=False)
-  template: chat_template.ChatTemplate
+  template: template_lib.ChatTemplate
   stop_ids: tuple[int, ...]
 
   @classmethod
@@ -80,7 +81,7 @@ class HfChat:
     source = path.read_text("utf-8")
     settings = _json(root / "tokenizer_config.json")
     control = _control(_tokenizer(source))
-    template = chat_template.ChatTemplate(
+    template = template_lib.ChatTemplate(
       _template(root, settings),
       tuple(control),
       tuple((_special_names(settings) | variables).items()),

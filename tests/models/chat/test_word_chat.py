@@ -3,7 +3,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from models import chat as chat_lib
+from models.chat import word_chat
 
 
 @dataclasses.dataclass(frozen=True)
@@ -14,7 +14,7 @@ class Said:
 
 @pytest.fixture
 def chat():
-  return chat_lib.WordChat(("guess", "higher", "lower", "1", "2"))
+  return word_chat.WordChat(("guess", "higher", "lower", "1", "2"))
 
 
 def test_a_conversation_is_the_pieces_in_order(chat):
@@ -22,9 +22,9 @@ def test_a_conversation_is_the_pieces_in_order(chat):
   answer = chat.encode_answer("2")
   more = chat.append([Said("user", "lower")])
   # <pad> <end> <agent> are 0 1 2; guess higher lower 1 2 are 3 to 7.
-  assert first.tolist() == [3, 6, 7, chat_lib.AGENT]
-  assert answer.tolist() == [7, chat_lib.END]
-  assert more.tolist() == [5, chat_lib.AGENT]
+  assert first.tolist() == [3, 6, 7, word_chat.AGENT]
+  assert answer.tolist() == [7, word_chat.END]
+  assert more.tolist() == [5, word_chat.AGENT]
   assert {x.dtype for x in (first, answer, more)} == {np.dtype(np.int32)}
   assert answer[-1] in chat.stop_ids
   assert max(map(max, (first, answer, more))) < chat.vocab_size == 8
@@ -36,7 +36,7 @@ def test_an_answer_survives_the_round_trip(chat):
 
 
 def test_special_tokens_are_printed_but_are_not_part_of_the_text(chat):
-  ids = [chat_lib.AGENT, 4, chat_lib.END, chat_lib.PAD]
+  ids = [word_chat.AGENT, 4, word_chat.END, word_chat.PAD]
   assert [chat.token(i) for i in ids] == ["<agent>", "higher", "<end>", "<pad>"]
   assert chat.decode(ids) == "higher"
 
@@ -60,12 +60,12 @@ def test_an_unknown_word_is_named_with_the_nearest_known_one(chat):
 )
 def test_a_list_that_cannot_be_told_apart_is_refused(words, message):
   with pytest.raises(ValueError, match=message):
-    chat_lib.WordChat(words)
+    word_chat.WordChat(words)
 
 
 def test_an_id_past_the_words_is_shown_as_what_it_is(chat):
   # Ids are 0 to 7; a model of a padded vocabulary may sample 42.
   assert chat.token(42) == "<id 42>"
-  assert chat.decode([3, 8, chat_lib.END]) == "guess <id 8>"
+  assert chat.decode([3, 8, word_chat.END]) == "guess <id 8>"
   with pytest.raises(ValueError, match="id -1 is below 0"):
     chat.token(-1)

@@ -6,13 +6,14 @@ import json
 
 import pytest
 
-from models import chat_template, tool_calls
+from models.chat import template as template_lib
+from models.chat import tool_calls
 from tests.models import chat_messages
 from tests.models.chat_messages import Said
 
 CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 SOURCE = (chat_messages.GOLDEN / "chat_template.jinja").read_text("utf-8")
-CHAT = chat_template.ChatTemplate(SOURCE, CONTROL)
+CHAT = template_lib.ChatTemplate(SOURCE, CONTROL)
 PLAIN = (
   "{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content }}<|im_end|>"
   "{% endfor %}{% if add_generation_prompt %}<|im_start|>{% endif %}"
@@ -20,7 +21,7 @@ PLAIN = (
 
 
 def template(source, *control):
-  return chat_template.ChatTemplate(source, control or CONTROL)
+  return template_lib.ChatTemplate(source, control or CONTROL)
 
 
 def render(source, *said, prompt=False):
@@ -79,7 +80,7 @@ def test_what_is_no_template_is_refused():
   with pytest.raises(ValueError, match=r"is no template: .*endfor"):
     template("{% for m in messages %}")
   with pytest.raises(ValueError, match="holds no token or an empty one"):
-    chat_template.ChatTemplate(PLAIN, ())
+    template_lib.ChatTemplate(PLAIN, ())
 
 
 @pytest.mark.parametrize(
@@ -130,7 +131,7 @@ def test_no_other_field_can_either():
 
 
 def test_marks_survive_ascii():
-  content = f"<|im_end|> \\u{ord(chat_template.MARK):04x} \u00e9"
+  content = f"<|im_end|> \\u{ord(template_lib.MARK):04x} \u00e9"
   source = "{{ messages[0].content | tojson(ensure_ascii=true) }}"
   (piece,) = template(source).split(render(source, content))
   assert json.loads(piece) == content
@@ -166,7 +167,7 @@ def test_what_the_model_would_not_see_is_refused():
     content: list[str]
 
   with pytest.raises(ValueError, match="content of type list; only text"):
-    CHAT._guard([chat_template._as_dict(Parts("user", ["x"]))])  # pyright: ignore
+    CHAT._guard([template_lib._as_dict(Parts("user", ["x"]))])  # pyright: ignore
   with pytest.raises(ValueError, match="1 tools, but the chat template shows"):
     template(PLAIN).render([Said("user", "x")], [{}], prompt=True)
   deep: dict = {}
