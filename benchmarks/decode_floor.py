@@ -18,9 +18,8 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks import decode_load
-from models import cache as cache_lib
 from models import config as model_config
-from models import transformer
+from models import kv_cache, transformer
 
 
 def floor(
@@ -60,7 +59,7 @@ def floor(
     wall, cpu = time.monotonic(), time.process_time()
     # Rounded up, so that loads have few lengths.
     length = -(-(sum(contexts) + steps) // 16) * 16
-    past = cache_lib.Past(*cache_lib.init_cache(config, rows, length))
+    past = kv_cache.Past(*kv_cache.init_cache(config, rows, length))
     at, results = 0, []
     for i, size in enumerate(contexts):
       # The first token of a turn comes with its context.

@@ -25,8 +25,7 @@ from absl import flags as absl_flags
 
 from benchmarks import machine
 from launch import devices, flags
-from models import cache as cache_lib
-from models import transformer
+from models import kv_cache, transformer
 from rl import (
   assemble,
   decode_step,
@@ -92,8 +91,8 @@ def _bare_loop(parts: assemble.Parts, state: train_state.TrainState):
   )
   whole = layout.sharding()
   tables = np.arange(slots * width, dtype=np.int32).reshape(slots, width)
-  cache = cache_lib.init_cache(model, slots * width, settings.page_size)
-  room = cache_lib.gather(cache, jnp.asarray(tables))
+  cache = kv_cache.init_cache(model, slots * width, settings.page_size)
+  room = kv_cache.gather(cache, jnp.asarray(tables))
   biases = jnp.zeros((1, model.vocab_size))
   cache, carry, biases, room = jax.device_put(
     (cache, decode_step.init_carry(slots), biases, room), whole

@@ -10,7 +10,7 @@ import rich.console
 import rich.table
 
 from models import config as model_config
-from models import explain, lora, sharding, transformer
+from models import lora, memory_report, sharding, transformer
 from rl import (
   assemble_trainer,
   config,
@@ -63,10 +63,12 @@ def learner_bytes(experiment: config.Experiment) -> dict[str, int]:
   state = programs.abstract
   sums = jax.eval_shape(programs.zero)
   trained, _ = train_state.split(state.params, state.critic)
-  sums = explain.placed(sums.grads, jax.tree.map(lambda x: x.sharding, trained))
+  sums = memory_report.placed(
+    sums.grads, jax.tree.map(lambda x: x.sharding, trained)
+  )
   kept = (state.opt_state, state.master)
   label = "optimizer state, master copy" if state.master else "optimizer state"
-  activations = explain.activation_bytes(
+  activations = memory_report.activation_bytes(
     experiment.model,
     spec.plan,
     rows=batch.rows,
@@ -74,9 +76,9 @@ def learner_bytes(experiment: config.Experiment) -> dict[str, int]:
     platform=experiment.placement.platform or "cpu",
   )
   return {
-    "parameters": explain.device_bytes(state.params),
-    "gradients, summed": explain.device_bytes(sums),
-    label: explain.device_bytes(kept),
+    "parameters": memory_report.device_bytes(state.params),
+    "gradients, summed": memory_report.device_bytes(sums),
+    label: memory_report.device_bytes(kept),
     f"activations, about, {batch.rows} x {batch.length} tokens": activations,
   }
 
@@ -100,11 +102,11 @@ def decode_bytes(
     transformer.shapes(experiment.model),
   )
   places = weights.pool_shardings(experiment.model, layout, dtype)
-  held = explain.placed(shapes, places)
+  held = memory_report.placed(shapes, places)
   arriving, _ = lora.split(held)
   lines = {
-    "parameters": explain.device_bytes(held),
-    "their next version, arriving": explain.device_bytes(arriving),
+    "parameters": memory_report.device_bytes(held),
+    "their next version, arriving": memory_report.device_bytes(arriving),
   }
   if isinstance(engine, engine_settings.EngineSettings):
     lines |= _cache_lines(model, engine, layout)
@@ -119,8 +121,8 @@ def _cache_lines(
   """Returns bytes of the pages, and of what the largest dispatch copies."""
   pages, size = engine.num_pages(model.max_length), engine.page_size
   width, rows = engine.width(model.max_length), engine.rows[-1]
-  held = explain.cache_bytes(model, layout, pages=pages, page_size=size)
-  copied = explain.past_bytes(
+  held = memory_report.cache_bytes(model, layout, pages=pages, page_size=size)
+  copied = memory_report.past_bytes(
     model, layout, rows=rows, pages=width, page_size=size
   )
   return {
@@ -149,7 +151,7 @@ def _parameters(
   model: model_config.ModelConfig, layout: sharding.Layout
 ) -> rich.table.Table:
   table = _table("parameter", "shape", "axes:mesh", "dtype", "per device")
-  for row in explain.parameters(model, layout):
+  for row in memory_report.parameters(model, layout):
     table.add_row(
       row.name,
       "x".join(map(str, row.shape)),

@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32, PRNGKeyArray
 
-from models import cache, initial, logprobs, lora, mlp, sharding
 from models import config as config_lib
+from models import initializers, kv_cache, logprobs, lora, mlp, sharding
 from models.attention import attention, backend, blockwise, mask
 from models.moe import layer as moe_layer
 
@@ -94,12 +94,12 @@ def init(key: PRNGKeyArray, config: config_lib.ModelConfig) -> Params:
       continue
     # One draw for all layers of a kind, so that XLA compiles it only once.
     draw = jax.vmap(
-      lambda key, at=same[0]: initial.draw(key, config, layer_axes[at])
+      lambda key, at=same[0]: initializers.draw(key, config, layer_axes[at])
     )
     stacked = draw(keys[1:][jnp.asarray(same)])
     for place, i in enumerate(same):
       layers[i] = jax.tree.map(lambda leaf, at=place: leaf[at], stacked)
-  return initial.draw(keys[0], config, axes) | {"layers": tuple(layers)}
+  return initializers.draw(keys[0], config, axes) | {"layers": tuple(layers)}
 
 
 def hidden(
@@ -162,14 +162,14 @@ def hidden(
 def feed(
   params: Params,
   config: config_lib.ModelConfig,
-  past: cache.Past,
+  past: kv_cache.Past,
   lengths: Int32[Array, " R"],
   tokens: Int32[Array, " N"],
   positions: Int32[Array, " N"],
   chunks: tuple[int, int],
   *,
   layout: sharding.Layout | None = None,
-) -> tuple[Float[Array, "N D"], cache.Past, cache.Fresh, Experts]:
+) -> tuple[Float[Array, "N D"], kv_cache.Past, kv_cache.Fresh, Experts]:
   """Returns hidden states of new ids, and where their keys and values are.
 
   One pass over the weights for all rows: the first P have up to C new ids
@@ -208,12 +208,12 @@ def feed(
       [_attend_past(config, layout, part, query, *past) for part in parts]
     )
 
-  copies = (positions != cache.EMPTY).astype(jnp.int32)[:, None]
+  copies = (positions != kv_cache.EMPTY).astype(jnp.int32)[:, None]
   x, _, experts = _layers(
     params, config, tokens[:, None], copies, attend, None, layout
   )
-  fresh = cache.Fresh(tuple(new_keys), tuple(new_values), positions[:, None])
-  return x[:, 0], cache.Past(tuple(keys), tuple(values)), fresh, experts
+  fresh = kv_cache.Fresh(tuple(new_keys), tuple(new_values), positions[:, None])
+  return x[:, 0], kv_cache.Past(tuple(keys), tuple(values)), fresh, experts
 
 
 def head(

@@ -21,9 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float32, Int32
 
-from models import cache as cache_lib
 from models import config as model_config
-from models import sharding, transformer
+from models import kv_cache, sharding, transformer
 from rl import sampling
 
 MAX_STOP_IDS = 4
@@ -139,24 +138,24 @@ class _Loop(NamedTuple):
   step: Int32[Array, ""]
   alive: Bool[Array, " R"]
   last: Int32[Array, " R"]
-  past: cache_lib.Past
+  past: kv_cache.Past
   sampled: Sampled
 
 
 def advance(
   params: transformer.Params,
-  cache: cache_lib.Cache,
+  cache: kv_cache.Cache,
   carry: Carry,
   biases: Float32[Array, "biases V"],
   plan: Plan,
-  room: cache_lib.Past | None = None,
+  room: kv_cache.Past | None = None,
   *,
   config: model_config.ModelConfig,
   layout: sharding.Layout,
   chunks: tuple[int, int],
   max_steps: int,
   record_experts: bool = False,
-) -> tuple[cache_lib.Cache, Carry, Sampled, cache_lib.Past | None]:
+) -> tuple[kv_cache.Cache, Carry, Sampled, kv_cache.Past | None]:
   """Feeds each row its new ids and samples up to its budget.
 
   The key and value of the last sampled token are not in the cache yet: it is
@@ -173,8 +172,8 @@ def advance(
   rows = _rows(plan, carry, chunks)
   tables = jnp.asarray(plan.integers)[:, _TABLE:]
   past = jax.tree.map(
-    lambda x: sharding.constrain(layout, x, *cache_lib.ROW_AXES),
-    cache_lib.gather(cache, tables),
+    lambda x: sharding.constrain(layout, x, *kv_cache.ROW_AXES),
+    kv_cache.gather(cache, tables),
   )
   feed = functools.partial(transformer.feed, params, config, layout=layout)
   hidden, past, fed, experts = feed(
@@ -192,7 +191,7 @@ def advance(
 
   def body(loop: _Loop) -> _Loop:
     at = rows.known + loop.step - 1
-    positions = jnp.where(loop.alive, at, cache_lib.EMPTY)
+    positions = jnp.where(loop.alive, at, kv_cache.EMPTY)
     hidden, past, _, experts = feed(
       loop.past, at + 1, loop.last, positions, (0, 1)
     )
@@ -219,13 +218,13 @@ def advance(
   stepped = jnp.where(
     step < loop.sampled.counts[:, None] - 1,
     rows.known[:, None] + step,
-    cache_lib.EMPTY,
+    kv_cache.EMPTY,
   )
   every = jnp.arange(len(tables), dtype=jnp.int32)
-  cache = cache_lib.commit(
+  cache = kv_cache.commit(
     cache,
     tables,
-    [(rows.owners, fed), (every, cache_lib.take(loop.past, stepped))],
+    [(rows.owners, fed), (every, kv_cache.take(loop.past, stepped))],
   )
   room = None if room is None else loop.past
   return cache, _leave(carry, rows, loop), loop.sampled, room
@@ -249,7 +248,7 @@ def _rows(plan: Plan, carry: Carry, chunks: tuple[int, int]) -> _Rows:
   )
   offset = jnp.arange(len(owners), dtype=jnp.int32) - first[owners]
   positions = jnp.where(
-    offset < new[owners], past[owners] + offset, cache_lib.EMPTY
+    offset < new[owners], past[owners] + offset, kv_cache.EMPTY
   )
   ids = jnp.asarray(plan.ids)
   ids = ids.at[first].set(jnp.where(follow, stood.last, ids[first]))

@@ -14,9 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float32
 
-from models import cache as cache_lib
 from models import config as model_config
-from models import sharding, transformer
+from models import kv_cache, sharding, transformer
 from rl import decode_step, engine_settings, paging
 
 _COPIES = 8
@@ -43,10 +42,10 @@ class Decoder:
     self._config = config
     self._settings = settings
     self._whole = layout.sharding()
-    self._pages = layout.sharding(*cache_lib.AXES)
-    self._rows = layout.sharding(*cache_lib.ROW_AXES)
+    self._pages = layout.sharding(*kv_cache.AXES)
+    self._rows = layout.sharding(*kv_cache.ROW_AXES)
     # By the shape of the tables; None where memory needs no clearing.
-    self._room: dict[tuple[int, int], cache_lib.Past] | None = (
+    self._room: dict[tuple[int, int], kv_cache.Past] | None = (
       {} if layout.platform == "cpu" else None
     )
     forms = {
@@ -74,7 +73,7 @@ class Decoder:
     }
     # Its own function, or all engines would share one count of compilations.
     self._copy: Any = jax.jit(
-      functools.partial(cache_lib.copy),
+      functools.partial(kv_cache.copy),
       donate_argnums=0,
       out_shardings=self._pages,
     )
@@ -103,7 +102,7 @@ class Decoder:
     num_pages = settings.num_pages(config.max_length)
 
     def cache():
-      return cache_lib.init_cache(config, num_pages, settings.page_size)
+      return kv_cache.init_cache(config, num_pages, settings.page_size)
 
     def rest():
       biases = jnp.zeros((settings.bias_slots + 1, config.vocab_size))
@@ -115,7 +114,7 @@ class Decoder:
         width = settings.width(length)
         tables = np.zeros((rows, width), np.int32)
         self._room[rows, width] = jax.jit(
-          cache_lib.gather, out_shardings=self._rows
+          kv_cache.gather, out_shardings=self._rows
         )(self._cache, jax.device_put(tables, self._whole))
     self._carry, self._biases = jax.jit(rest, out_shardings=self._whole)()
 

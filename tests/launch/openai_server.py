@@ -14,7 +14,7 @@ import openai
 from launch import listening, openai_api
 from models.chat import hf_chat, word_chat
 from rl import scripted, sessions
-from tests.models.chat_messages import GOLDEN
+from tests.helpers.chat_messages import GOLDEN
 
 HF = hf_chat.HfChat.load(GOLDEN)
 WORDS = word_chat.WordChat(("go", "on", "yes", "no"))

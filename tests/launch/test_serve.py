@@ -22,7 +22,7 @@ from models import config as model_config
 from models import transformer
 from models.hf import export
 from rl import assemble, checkpoint, progress, trajectory
-from tests.models.chat_messages import GOLDEN
+from tests.helpers.chat_messages import GOLDEN
 
 ROOT = pathlib.Path(__file__).parents[2]
 ENGINE = {

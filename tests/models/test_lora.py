@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import cache, lora, sharding, transformer
 from models import config as config_lib
+from models import kv_cache, lora, sharding, transformer
 
 EVERYWHERE = lora.Lora(rank=2, alpha=3.0, targets=lora.TARGETS)
 
@@ -247,7 +247,7 @@ def test_decoding_with_adapters_agrees_with_merged_rows():
     lora.merge(params, config.lora), plain(config), tokens, positions, segments
   )
   tables = jnp.array([[1, 0]], jnp.int32)
-  past = cache.gather(cache.init_cache(config, 2, 2), tables)
+  past = kv_cache.gather(kv_cache.init_cache(config, 2, 2), tables)
 
   @jax.jit
   def step(params, past, token, position):

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from safetensors import numpy as safetensors
 
-from models import cache, transformer
 from models import config as config_lib
+from models import kv_cache, transformer
 from models.hf import load
-from tests.models import reference
+from tests.helpers import numpy_decoder
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 MODELS = ("qwen3", "qwen3_tied_yarn", "qwen3_moe", "qwen3_moe_unnormed")
@@ -111,13 +111,13 @@ def test_cached_decoding_has_the_logits_of_transformers(name, dispatches, feed):
   count = len(ALONE)
   order = np.random.default_rng(0).permutation(40)
   tables = jnp.asarray(order[: 6 * count].reshape(count, 6), jnp.int32)
-  store = jax.tree.map(lambda x: x + 9, cache.init_cache(config, 40, 3))
+  store = jax.tree.map(lambda x: x + 9, kv_cache.init_cache(config, 40, 3))
   positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)
-  positions = jnp.where(segments > 0, positions, cache.EMPTY)
+  positions = jnp.where(segments > 0, positions, kv_cache.EMPTY)
   rows = jnp.arange(count, dtype=jnp.int32)
   states, done = [], 0
   for sizes in dispatches:
-    past, pieces = cache.gather(store, tables), []
+    past, pieces = kv_cache.gather(store, tables), []
     start = done + sizes[0]
     for size in sizes:
       now = slice(done, done + size)
@@ -133,8 +133,8 @@ def test_cached_decoding_has_the_logits_of_transformers(name, dispatches, feed):
       )
       states.append(state.reshape(count, size, -1))
       pieces = pieces or [(jnp.repeat(rows, size), new)]
-    pieces.append((rows, cache.take(past, positions[:, start:done])))
-    store = cache.commit(store, tables, pieces)
+    pieces.append((rows, kv_cache.take(past, positions[:, start:done])))
+    store = kv_cache.commit(store, tables, pieces)
   logits = transformer.head(params, config, jnp.concatenate(states, 1))
   for i, wanted in enumerate(sequences(expected, "logits")):
     np.testing.assert_allclose(logits[places[i]], wanted, 0, LOGITS)
@@ -158,7 +158,9 @@ def loss(params, config, tokens, positions, segments, targets):
 def test_gradients_are_those_of_transformers(name, wrap):
   config, params, expected = golden(name)
   *arrays, _ = lay_out(expected, PACKED)
-  found = reference.checkpoint(wrap(jax.grad(loss))(params, config, *arrays))
+  found = numpy_decoder.checkpoint(
+    wrap(jax.grad(loss))(params, config, *arrays)
+  )
   wanted = {k: v for k, v in expected.items() if k.startswith("gradient/")}
   assert {f"gradient/{key}" for key in found} == wanted.keys()
   for key, gradient in found.items():
@@ -173,7 +175,7 @@ def test_gradients_are_those_of_transformers(name, wrap):
 def test_parameters_are_the_tensors_of_the_checkpoint(name):
   _, params, _ = golden(name)
   tensors, _ = stored(name)
-  named = reference.checkpoint(params)
+  named = numpy_decoder.checkpoint(params)
   assert named.keys() == tensors.keys()
   for key, tensor in tensors.items():
     np.testing.assert_array_equal(named[key], tensor)
@@ -185,7 +187,7 @@ def test_the_golden_logits_are_those_of_the_papers_formulas(name):
   for tokens, wanted in zip(
     sequences(expected, "tokens"), sequences(expected, "logits"), strict=True
   ):
-    logits = reference.forward(tensors, config, tokens)
+    logits = numpy_decoder.forward(tensors, config, tokens)
     np.testing.assert_allclose(wanted, logits, 0, LOGITS)
 
 
@@ -204,10 +206,10 @@ def test_the_golden_gradients_are_the_slope_of_the_papers_formulas(name):
     for tokens, targets in zip(
       sequences(expected, "tokens"), sequences(expected, "targets"), strict=True
     ):
-      logits = reference.forward(moved, config, tokens)
+      logits = numpy_decoder.forward(moved, config, tokens)
       for row, target in zip(logits, targets, strict=True):
         if target >= 0:
-          total -= np.log(reference.softmax(row)[target])
+          total -= np.log(numpy_decoder.softmax(row)[target])
           count += 1
     return total / count
 

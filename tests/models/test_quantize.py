@@ -10,11 +10,11 @@ import pytest
 
 from models import config as config_lib
 from models import lora, quantize, sharding, transformer
-from tests.models import small
+from tests.helpers import small_models
 
 AUTO = (jax.sharding.AxisType.Auto,) * 3
 CONFIG = dataclasses.replace(
-  small.CONFIG, compute=config_lib.Compute(moe_block=4)
+  small_models.CONFIG, compute=config_lib.Compute(moe_block=4)
 )
 TIED = dataclasses.replace(
   CONFIG,

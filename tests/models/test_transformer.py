@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import cache, logprobs, transformer
 from models import config as config_lib
+from models import kv_cache, logprobs, transformer
 from models.hf import config as hf_config
-from tests.models import reference
+from tests.helpers import numpy_decoder
 
 HIDDEN = jax.jit(transformer.hidden, static_argnames="config")
 FEED = jax.jit(transformer.feed, static_argnames=("config", "chunks"))
@@ -42,12 +42,12 @@ def test_packed_rows_agree_with_a_float64_model_of_each_segment(
 ):
   tokens, positions, segments = packed(LENGTHS)
   logits, _ = apply(hidden, params, config, tokens, positions, segments)
-  tensors, sizes = reference.checkpoint(params), hf_config.to_hf(config)
+  tensors, sizes = numpy_decoder.checkpoint(params), hf_config.to_hf(config)
   for row, parts in enumerate(LENGTHS):
     for number in range(1, len(parts) + 1):
       own = np.asarray(segments[row] == number)
       ids = np.asarray(tokens[row])[own]
-      expected = reference.forward(tensors, sizes, ids)
+      expected = numpy_decoder.forward(tensors, sizes, ids)
       np.testing.assert_allclose(logits[row][own], expected, atol=1e-5)
 
 
@@ -96,11 +96,11 @@ def decode(params, config, tokens, dispatches, feed):
   rows = jnp.arange(3, dtype=jnp.int32)
   positions = jnp.arange(12, dtype=jnp.int32) - rows[:, None]
   tokens = jnp.take_along_axis(tokens, jnp.maximum(positions, 0), 1)
-  positions = jnp.where(positions < 0, cache.EMPTY, positions)
-  store = jax.tree.map(lambda x: x + 9, cache.init_cache(config, 20, 4))
+  positions = jnp.where(positions < 0, kv_cache.EMPTY, positions)
+  store = jax.tree.map(lambda x: x + 9, kv_cache.init_cache(config, 20, 4))
   hidden, done = [], 0
   for sizes in dispatches:
-    past, before = cache.gather(store, tables), done
+    past, before = kv_cache.gather(store, tables), done
     for size in sizes:
       now = slice(done, done + size)
       done += size
@@ -114,8 +114,8 @@ def decode(params, config, tokens, dispatches, feed):
         (3, size) if size > 1 else (0, 1),
       )
       hidden.append(h.reshape(3, size, -1))
-    fresh = cache.take(past, positions[:, before:done])
-    store = cache.commit(store, tables, [(rows, fresh)])
+    fresh = kv_cache.take(past, positions[:, before:done])
+    store = kv_cache.commit(store, tables, [(rows, fresh)])
   logits = transformer.head(params, config, jnp.concatenate(hidden, 1))
   return [logits[row, row:] for row in range(3)]
 
@@ -142,10 +142,10 @@ def test_decoding_in_any_chunks_agrees_with_whole_rows(
 
 @pytest.mark.parametrize("chunks", [(1, 2), (0, 1)], ids=["chunk", "one"])
 def test_a_row_of_nothing_but_padding_stays_finite(params, config, chunks):
-  store = cache.init_cache(config, 2, 4)
+  store = kv_cache.init_cache(config, 2, 4)
   tables = jnp.array([[1, 0]], jnp.int32)
-  past = cache.gather(store, tables)
-  empty = jnp.full(chunks[1], cache.EMPTY, jnp.int32)
+  past = kv_cache.gather(store, tables)
+  empty = jnp.full(chunks[1], kv_cache.EMPTY, jnp.int32)
   nothing = jnp.zeros(1, jnp.int32)
   hidden, past, fresh, experts = FEED(
     params, config, past, nothing, jnp.zeros_like(empty), empty, chunks
@@ -153,7 +153,7 @@ def test_a_row_of_nothing_but_padding_stays_finite(params, config, chunks):
   assert all(np.isfinite(x).all() for x in jax.tree.leaves((hidden, fresh)))
   np.testing.assert_array_equal(experts, -1)
   owners = jnp.zeros_like(empty)
-  committed = cache.commit(store, tables, [(owners, fresh)])
+  committed = kv_cache.commit(store, tables, [(owners, fresh)])
   assert not any(np.any(x) for x in jax.tree.leaves((past, committed)))
 
 
@@ -163,8 +163,8 @@ def test_a_past_is_written_in_place(config, chunks):
   config = dataclasses.replace(config, head_dim=64)
   params = transformer.shapes(config)
   tables = jax.ShapeDtypeStruct((4, 2**10), jnp.int32)
-  pages = jax.eval_shape(lambda: cache.init_cache(config, 4, 4))
-  past = jax.eval_shape(cache.gather, pages, tables)
+  pages = jax.eval_shape(lambda: kv_cache.init_cache(config, 4, 4))
+  past = jax.eval_shape(kv_cache.gather, pages, tables)
   ids = jax.ShapeDtypeStruct((4 * chunks[1],), jnp.int32)
   lengths = jax.ShapeDtypeStruct((4,), jnp.int32)
   feed = jax.jit(

@@ -9,7 +9,7 @@ import pytest
 
 from models.chat import hf_chat, tool_calls, word_chat
 from rl import answer_text, engine, episode, scripted
-from tests.models.chat_messages import GOLDEN
+from tests.helpers.chat_messages import GOLDEN
 
 HF = hf_chat.HfChat.load(GOLDEN)
 WORDS = word_chat.WordChat(("go", "on", "yes", "no"))

@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import cache as cache_lib
-from models import transformer
+from models import kv_cache, transformer
 from rl import decode_step
 
 PROMPTS = ([1, 2, 3, 7, 8], [4, 5], [6])
@@ -78,7 +77,7 @@ def greedy(plain):
 
 def unused(config):
   """A cache full of sevens: what is overwritten can be told. And a carry."""
-  cache = cache_lib.init_cache(config, PAGES, 4)
+  cache = kv_cache.init_cache(config, PAGES, 4)
   sevens = jax.tree.map(lambda x: jnp.full_like(x, 7), cache)
   return sevens, decode_step.init_carry(SLOTS)
 

@@ -20,10 +20,10 @@ from rl import (
   trajectory,
   weights,
 )
-from tests.models import small
+from tests.helpers import small_models
 
 AUTO = (jax.sharding.AxisType.Auto,) * 3
-CONFIG = dataclasses.replace(small.CONFIG, lora=lora.Lora(rank=2))
+CONFIG = dataclasses.replace(small_models.CONFIG, lora=lora.Lora(rank=2))
 DTYPES = ("same", "bfloat16", "int8")
 MESHES = list(itertools.product((1, 2), repeat=3))
 

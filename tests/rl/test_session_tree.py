@@ -8,7 +8,7 @@ import pytest
 
 from models.chat import hf_chat, tool_calls, word_chat
 from rl import batch, engine, episode, messages, session_tree, trajectory
-from tests.models.chat_messages import GOLDEN
+from tests.helpers.chat_messages import GOLDEN
 
 WORDS = word_chat.WordChat(("go", "on", "yes", "no"))
 GO, ON, YES, NO = 3, 4, 5, 6

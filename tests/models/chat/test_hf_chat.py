@@ -10,8 +10,8 @@ import pytest
 import tokenizers
 
 from models.chat import hf_chat, tool_calls
-from tests.models import chat_messages
-from tests.models.chat_messages import GOLDEN, Said
+from tests.helpers import chat_messages
+from tests.helpers.chat_messages import GOLDEN, Said
 
 START, END, TEXT_END = 1, 2, 0
 CHAT = hf_chat.HfChat.load(GOLDEN)

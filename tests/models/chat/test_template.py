@@ -8,8 +8,8 @@ import pytest
 
 from models.chat import template as template_lib
 from models.chat import tool_calls
-from tests.models import chat_messages
-from tests.models.chat_messages import Said
+from tests.helpers import chat_messages
+from tests.helpers.chat_messages import Said
 
 CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 SOURCE = (chat_messages.GOLDEN / "chat_template.jinja").read_text("utf-8")

@@ -13,9 +13,9 @@ from models import config as config_lib
 from models import lora, rope, sharding, transformer
 from models.chat import word_chat
 from models.hf import export, load
-from tests.models import small
+from tests.helpers import small_models
 
-CONFIG, CHAT = small.CONFIG, small.CHAT
+CONFIG, CHAT = small_models.CONFIG, small_models.CHAT
 
 
 def sizes(dtype: Any = "float32", **changes):

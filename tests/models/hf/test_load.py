@@ -12,9 +12,9 @@ import safetensors.numpy
 from models import config as config_lib
 from models import sharding, transformer
 from models.hf import export, load, safetensors_io, tokenizer_files
-from tests.models import small
+from tests.helpers import small_models
 
-CONFIG, CHAT = small.CONFIG, small.CHAT
+CONFIG, CHAT = small_models.CONFIG, small_models.CHAT
 TIED = dataclasses.replace(CONFIG, tie_embeddings=True)
 
 

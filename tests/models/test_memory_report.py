@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import cache, explain, lora, sharding, transformer
 from models import config as config_lib
+from models import kv_cache, lora, memory_report, sharding, transformer
 
 AUTO = (jax.sharding.AxisType.Auto,) * 3
 
@@ -22,7 +22,7 @@ def make_plan(data=1, expert=1, tensor=1, rules=sharding.TRAIN):
 
 
 def by_name(config, layout):
-  return {row.name: row for row in explain.parameters(config, layout)}
+  return {row.name: row for row in memory_report.parameters(config, layout)}
 
 
 def test_layers_of_one_shape_are_one_row():
@@ -63,7 +63,7 @@ def test_a_row_says_where_its_parameter_lies():
   ids=["sparse", "adapters", "0.6b", "30b"],
 )
 def test_the_rows_are_all_parameters(config):
-  rows = explain.parameters(config, make_plan())
+  rows = memory_report.parameters(config, make_plan())
   total, _ = config_lib.num_params(config)
   assert sum(row.device_bytes for row in rows) == 4 * total
 
@@ -81,30 +81,32 @@ def test_planned_bytes_are_those_of_arrays():
     layout.tree(transformer.logical_axes(config)),
   )
   store = jax.device_put(
-    cache.init_cache(config, 5, 3), layout.sharding(*cache.AXES)
+    kv_cache.init_cache(config, 5, 3), layout.sharding(*kv_cache.AXES)
   )
   past = jax.device_put(
-    cache.gather(store, jnp.zeros((4, 2), jnp.int32)),
-    layout.sharding(*cache.ROW_AXES),
+    kv_cache.gather(store, jnp.zeros((4, 2), jnp.int32)),
+    layout.sharding(*kv_cache.ROW_AXES),
   )
 
   def held(tree):
     shards = [leaf.addressable_shards[0] for leaf in jax.tree.leaves(tree)]
     return sum(shard.data.nbytes for shard in shards)
 
-  rows = explain.parameters(config, plan)
+  rows = memory_report.parameters(config, plan)
   assert sum(row.device_bytes for row in rows) == held(params)
   places = plan.tree(transformer.logical_axes(config))
-  tree = explain.placed(transformer.shapes(config), places)
-  assert explain.device_bytes(tree) == held(params)
-  pages = explain.cache_bytes(config, plan, pages=5, page_size=3)
+  tree = memory_report.placed(transformer.shapes(config), places)
+  assert memory_report.device_bytes(tree) == held(params)
+  pages = memory_report.cache_bytes(config, plan, pages=5, page_size=3)
   assert pages == held(store)
-  rows = explain.past_bytes(config, plan, rows=4, pages=2, page_size=3)
+  rows = memory_report.past_bytes(config, plan, rows=4, pages=2, page_size=3)
   assert rows == held(past)
 
 
 def test_a_leaf_without_a_sharding_is_on_every_device():
-  assert explain.device_bytes(jax.ShapeDtypeStruct((3, 5), jnp.bfloat16)) == 30
+  assert (
+    memory_report.device_bytes(jax.ShapeDtypeStruct((3, 5), jnp.bfloat16)) == 30
+  )
 
 
 def temporary_bytes(config, layout, rows, length):
@@ -112,7 +114,7 @@ def temporary_bytes(config, layout, rows, length):
   outputs.
   """
   places = layout.tree(transformer.logical_axes(config))
-  shapes = explain.placed(transformer.shapes(config), places)
+  shapes = memory_report.placed(transformer.shapes(config), places)
   tokens = jax.ShapeDtypeStruct(
     (rows, length), jnp.int32, sharding=layout.sharding("batch")
   )
@@ -159,7 +161,7 @@ def test_estimated_activations_are_within_a_factor_of_two(remat, num_experts):
   )
   found = temporary_bytes(config, layout, 8, 128)
   plan = make_plan(2, 1, 2)
-  planned = explain.activation_bytes(config, plan, rows=8, length=128)
+  planned = memory_report.activation_bytes(config, plan, rows=8, length=128)
   assert found / 2 < planned < found * 2
 
 
@@ -168,7 +170,7 @@ def test_activations_shrink_with_the_mesh_and_with_what_is_computed_again():
 
   def estimate(remat, attention, **mesh):
     compute = config_lib.Compute(remat=remat, attention=attention)
-    return explain.activation_bytes(
+    return memory_report.activation_bytes(
       dataclasses.replace(config, compute=compute),
       make_plan(**mesh),
       rows=8,

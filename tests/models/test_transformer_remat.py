@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import cache, transformer
 from models import config as config_lib
+from models import kv_cache, transformer
 
 CONFIGS = {
   "dense": config_lib.tiny(
@@ -78,7 +78,7 @@ def test_decoding_has_nothing_to_compute_again(remat):
   config = CONFIGS["sparse"]
   params = transformer.init(jax.random.key(0), config)
   tables = jnp.array([[1, 3], [0, 2]], jnp.int32)
-  past = cache.gather(cache.init_cache(config, 4, 4), tables)
+  past = kv_cache.gather(kv_cache.init_cache(config, 4, 4), tables)
   tokens = jnp.array([1, 2, 3, 4, 5, 6], jnp.int32)
   positions = jnp.tile(jnp.arange(3, dtype=jnp.int32), 2)
   lengths = jnp.full(2, 3, jnp.int32)

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models import cache, lora, sharding, transformer
 from models import config as config_lib
+from models import kv_cache, lora, sharding, transformer
 from models.attention import backend
 
 
@@ -105,8 +105,8 @@ def cache_bytes(
   page_size: int,
 ) -> int:
   """Returns bytes on one device of the pages of a KV cache."""
-  shapes = jax.eval_shape(lambda: cache.init_cache(config, pages, page_size))
-  place = layout.sharding(*cache.AXES)
+  shapes = jax.eval_shape(lambda: kv_cache.init_cache(config, pages, page_size))
+  place = layout.sharding(*kv_cache.AXES)
   return device_bytes(placed(shapes, jax.tree.map(lambda _: place, shapes)))
 
 
@@ -118,18 +118,18 @@ def past_bytes(
   pages: int,
   page_size: int,
 ) -> int:
-  """Returns bytes on one device of what `cache.gather` copies.
+  """Returns bytes on one device of what `kv_cache.gather` copies.
 
   Args:
     pages: of each row.
   """
 
   def gather():
-    store = cache.init_cache(config, pages, page_size)
-    return cache.gather(store, jnp.zeros((rows, pages), jnp.int32))
+    store = kv_cache.init_cache(config, pages, page_size)
+    return kv_cache.gather(store, jnp.zeros((rows, pages), jnp.int32))
 
   shapes = jax.eval_shape(gather)
-  place = layout.sharding(*cache.ROW_AXES)
+  place = layout.sharding(*kv_cache.ROW_AXES)
   return device_bytes(placed(shapes, jax.tree.map(lambda _: place, shapes)))
 
 

@@ -5,11 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import cache
 from models import config as config_lib
+from models import kv_cache
 
 CONFIG = config_lib.tiny(num_layers=2, d_model=8, num_kv_heads=2, head_dim=4)
-EMPTY = cache.EMPTY
+EMPTY = kv_cache.EMPTY
 NUM_PAGES = 12
 wraps = pytest.mark.parametrize(
   "wrap", [jax.jit, lambda f: f], ids=["jit", "eager"]
@@ -30,7 +30,7 @@ def piece_of_ones(positions):
   """Returns a token of each position: ones everywhere."""
   positions = jnp.asarray(positions, jnp.int32)
   ones = (jnp.ones((*positions.shape, 2, 4)),) * CONFIG.num_layers
-  return cache.Fresh(ones, ones, positions)
+  return kv_cache.Fresh(ones, ones, positions)
 
 
 def draw_piece(rng, rows, length):
@@ -59,9 +59,9 @@ def written(pages, tables, pieces):
 def test_tokens_are_written_to_the_pages_of_their_rows_and_read_from_there(
   wrap, page_size
 ):
-  commit, gather = wrap(cache.commit), wrap(cache.gather)
+  commit, gather = wrap(kv_cache.commit), wrap(kv_cache.gather)
   rng = np.random.default_rng(page_size)
-  store = noise(rng, cache.init_cache(CONFIG, NUM_PAGES, page_size))
+  store = noise(rng, kv_cache.init_cache(CONFIG, NUM_PAGES, page_size))
   for _ in range(5):
     # Three rows of four pages: nobody shares one.
     tables = rng.permutation(NUM_PAGES).reshape(3, 4)
@@ -93,28 +93,28 @@ def test_tokens_are_written_to_the_pages_of_their_rows_and_read_from_there(
 def test_what_has_no_page_is_dropped(wrap):
   # Of two pages of 4: padding, the first position past the table, and a row
   # whose table names a page past the end.
-  store = cache.init_cache(CONFIG, 3, 4)
+  store = kv_cache.init_cache(CONFIG, 3, 4)
   tables = jnp.array([[2, 0], [3, 9]], jnp.int32)
   fresh = piece_of_ones([[EMPTY, 8, 5], [0, 7, EMPTY]])
   rows = jnp.arange(2, dtype=jnp.int32)
-  store = wrap(cache.commit)(store, tables, [(rows, fresh)])
+  store = wrap(kv_cache.commit)(store, tables, [(rows, fresh)])
   # Position 5 of row 0 alone: its second page is page 0.
   expected = np.zeros((3, 4, 2, 4))
   expected[0, 1] = 1
   for pages in jax.tree.leaves(store):
     np.testing.assert_array_equal(pages, expected)
   # Such pages may be read: they hold what some page does, never nan.
-  past = wrap(cache.gather)(store, tables)
+  past = wrap(kv_cache.gather)(store, tables)
   assert all(np.isfinite(x).all() for x in jax.tree.leaves(past))
 
 
 @wraps
 def test_tokens_are_taken_from_their_positions_alone(wrap):
   rng = np.random.default_rng(0)
-  past = noise(rng, cache.Past(*2 * [2 * (jnp.zeros((3, 5, 2, 4)),)]))
+  past = noise(rng, kv_cache.Past(*2 * [2 * (jnp.zeros((3, 5, 2, 4)),)]))
   # Backwards, the same one twice, and padding.
   positions = np.array([[4, 0, 1], [2, 2, EMPTY], [EMPTY, 3, EMPTY]])
-  fresh = wrap(cache.take)(past, jnp.asarray(positions, jnp.int32))
+  fresh = wrap(kv_cache.take)(past, jnp.asarray(positions, jnp.int32))
   np.testing.assert_array_equal(fresh.positions, positions)
   row, at = np.nonzero(positions != EMPTY)
   for taken, whole in zip(
@@ -131,11 +131,11 @@ def test_tokens_are_taken_from_their_positions_alone(wrap):
 @wraps
 def test_pages_are_copied_all_at_once(wrap):
   rng = np.random.default_rng(0)
-  store = noise(rng, cache.init_cache(CONFIG, 5, 2))
+  store = noise(rng, kv_cache.init_cache(CONFIG, 5, 2))
   # 0 and 1 change places; a target past the end is dropped.
   sources = jnp.array([0, 1, 4, 2], jnp.int32)
   targets = jnp.array([1, 0, 3, 5], jnp.int32)
-  copied = wrap(cache.copy)(store, sources, targets)
+  copied = wrap(kv_cache.copy)(store, sources, targets)
   for old, new in zip(
     jax.tree.leaves(store), jax.tree.leaves(copied), strict=True
   ):
@@ -144,18 +144,20 @@ def test_pages_are_copied_all_at_once(wrap):
 
 def turn(store, tables, positions):
   """Reads pages, then writes one more there: a dispatch without its model."""
-  past = jax.tree.map(lambda x: x + 1, cache.gather(store, tables))
+  past = jax.tree.map(lambda x: x + 1, kv_cache.gather(store, tables))
   rows = jnp.arange(len(tables), dtype=jnp.int32)
-  return cache.commit(store, tables, [(rows, cache.take(past, positions))])
+  return kv_cache.commit(
+    store, tables, [(rows, kv_cache.take(past, positions))]
+  )
 
 
 def test_a_donated_cache_is_written_in_place():
   tables = jnp.array([[3, 1], [0, 2]], jnp.int32)
   positions = jnp.array([[2, 3, EMPTY], [0, EMPTY, 1]], jnp.int32)
-  store = cache.init_cache(CONFIG, 4096, 4)
+  store = kv_cache.init_cache(CONFIG, 4096, 4)
   steps = {
     "turn": (turn, (tables, positions)),
-    "copy": (cache.copy, (jnp.array([0, 3]), jnp.array([1, 0]))),
+    "copy": (kv_cache.copy, (jnp.array([0, 3]), jnp.array([1, 0]))),
   }
   for name, (step, arguments) in steps.items():
     step = jax.jit(step, donate_argnums=0)

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import cache, mlp, sharding, transformer
 from models import config as config_lib
+from models import kv_cache, mlp, sharding, transformer
 from models.attention import attention, mask
 from models.moe import layer as moe_layer
 from models.moe import router
@@ -129,9 +129,9 @@ def draw_plan(rng, chunks, max_steps, tables, done):
   new = np.minimum(rng.integers(0, np.where(row < count, size, 1) + 1), left)
   steps = np.minimum(rng.integers(0, max_steps + 1, ROWS), left - new)
   steps *= new > 0
-  fed = np.where(offset < new[owners], start[owners] + offset, cache.EMPTY)
+  fed = np.where(offset < new[owners], start[owners] + offset, kv_cache.EMPTY)
   then = (start + new)[:, None] + np.arange(max_steps)
-  then[np.arange(max_steps) >= steps[:, None]] = cache.EMPTY
+  then[np.arange(max_steps) >= steps[:, None]] = kv_cache.EMPTY
   done[talks] += new + steps
   used = np.arange(WIDTH) * PAGE < done[talks, None]
   last = ids.shape[1] - 1
@@ -150,8 +150,8 @@ def draw_plan(rng, chunks, max_steps, tables, done):
 def advance(params, store, plan, *, chunks, layout=None):
   """Feeds, steps and commits; returns the pages, and what both passes gave."""
   past = jax.tree.map(
-    lambda x: sharding.constrain(layout, x, *cache.ROW_AXES),
-    cache.gather(store, plan.tables),
+    lambda x: sharding.constrain(layout, x, *kv_cache.ROW_AXES),
+    kv_cache.gather(store, plan.tables),
   )
   hidden, past, fed, experts = transformer.feed(
     params,
@@ -180,16 +180,16 @@ def advance(params, store, plan, *, chunks, layout=None):
     order = jnp.arange(max_steps, dtype=jnp.int32)
     columns = order, plan.next_ids.T, plan.next_positions.T
     past, stepped = jax.lax.scan(step, past, columns)
-    fresh = cache.take(past, plan.next_positions)
+    fresh = kv_cache.take(past, plan.next_positions)
     pieces.append((jnp.arange(ROWS, dtype=jnp.int32), fresh))
-  store = cache.commit(store, plan.tables, pieces)
+  store = kv_cache.commit(store, plan.tables, pieces)
   return store, (hidden, experts[:, 0]), stepped
 
 
 def full_pages():
   """Returns pages that hold what somebody else left there."""
   return jax.tree.map(
-    lambda x: x + 7, cache.init_cache(CONFIG, NUM_PAGES, PAGE)
+    lambda x: x + 7, kv_cache.init_cache(CONFIG, NUM_PAGES, PAGE)
   )
 
 
@@ -209,7 +209,7 @@ def check(run, params, store, chunks, max_steps=2):
       )
     for owners, at, hidden, taken in passes:
       at, hidden, taken = jax.device_get((at, hidden, taken))
-      real = at != cache.EMPTY
+      real = at != kv_cache.EMPTY
       where = (owners[real], at[real])
       seen[where] += 1
       np.testing.assert_allclose(
@@ -242,7 +242,7 @@ def on_mesh(shape, rules, chunks):
   auto = (jax.sharding.AxisType.Auto,) * 3
   mesh = jax.make_mesh(shape, sharding.MESH_AXES, axis_types=auto)
   layout = sharding.Layout(mesh, rules)
-  pages = layout.sharding(*cache.AXES)
+  pages = layout.sharding(*kv_cache.AXES)
   run = jax.jit(
     functools.partial(advance, chunks=chunks, layout=layout),
     donate_argnums=1,
