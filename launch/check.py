@@ -14,7 +14,8 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rl import events, invariants, ledger, overlap, rollout, settings
+from rl import events, invariants, ledger, overlap, rollout
+from rl.settings import overrides
 
 _MAX_ROWS = 120
 _Row = list[Any]
@@ -275,7 +276,7 @@ def schedule_of(config: Mapping[str, Any]) -> tuple[overlap.Overlap, int]:
   data = {"class": "rl.overlap.Overlap", **config["overlap"]}
   size = config.get("rollout", {}).get("group_size")
   return (
-    settings.from_json(data),
+    overrides.from_json(data),
     rollout.Rollout().group_size if size is None else size,
   )
 

@@ -23,7 +23,7 @@ import types
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rl import setting_choices, settings
+from rl.settings import overrides, suggestions
 
 _KEPT = "config_files"
 _LINES = "__config_lines__"
@@ -40,7 +40,7 @@ def load(file: pathlib.Path) -> types.ModuleType:
   """
   with blame(file):
     text = importlib.util.decode_source(file.read_bytes())
-  name = setting_choices.CONFIG_FILE + re.sub(r"\W", "_", file.stem)
+  name = suggestions.CONFIG_FILE + re.sub(r"\W", "_", file.stem)
   path = str(file.resolve())
   with blame(file):
     return _run(name, path, text.splitlines(), path)
@@ -55,13 +55,13 @@ def to_json(tree: Any) -> dict[str, Any]:
   """
   kept = {}
   for cls in _classes(tree):
-    if cls.__module__.startswith(setting_choices.CONFIG_FILE):
+    if cls.__module__.startswith(suggestions.CONFIG_FILE):
       module = _module_of(cls)
       kept[module.__name__] = {
         "path": module.__file__,
         "lines": getattr(module, _LINES),
       }
-  return settings.to_json(tree) | ({_KEPT: kept} if kept else {})
+  return overrides.to_json(tree) | ({_KEPT: kept} if kept else {})
 
 
 def read_json(file: pathlib.Path, *, as_kept: bool = True) -> Any:
@@ -82,11 +82,11 @@ def read_json(file: pathlib.Path, *, as_kept: bool = True) -> Any:
     for name, (path, lines) in _checked(kept).items():
       if as_kept or name not in sys.modules:
         _restore(file, name, path, lines)
-    return settings.from_json(data)
-  except settings.SettingError as error:
-    raise settings.SettingError(f"{file}: {error}") from error
+    return overrides.from_json(data)
+  except overrides.SettingError as error:
+    raise overrides.SettingError(f"{file}: {error}") from error
   except ValueError as error:
-    raise settings.SettingError(f"{file} is not JSON: {error}") from error
+    raise overrides.SettingError(f"{file} is not JSON: {error}") from error
 
 
 def put_root_on_path() -> None:
@@ -108,7 +108,7 @@ def blame(file: pathlib.Path, source: str | None = None) -> Iterator[None]:
   except Exception as error:
     reason = f"{type(error).__name__}: {error}".splitlines()[0]
     place, line = _place(file, source or str(file.resolve()), error)
-    raise settings.SettingError(f"{place}: {reason}{line}") from error
+    raise overrides.SettingError(f"{place}: {reason}{line}") from error
 
 
 def _place(
@@ -152,7 +152,7 @@ def _checked(kept: Any) -> dict[str, tuple[str, list[str]]]:
       for name, entry in kept.items()
     }
   except (AttributeError, KeyError, TypeError):
-    raise settings.SettingError(
+    raise overrides.SettingError(
       f"{_KEPT}: expected path and lines of each file; put the config.json of "
       "the run back"
     ) from None
@@ -180,7 +180,7 @@ def _module_of(cls: type) -> types.ModuleType:
   """
   module: Any = sys.modules[cls.__module__]
   if "<locals>" in cls.__qualname__:
-    raise settings.SettingError(
+    raise overrides.SettingError(
       f"{module.__file__}: {cls.__name__} is defined inside a function; define "
       "it at the top of the file, so that the run can be read again"
     )
@@ -188,7 +188,7 @@ def _module_of(cls: type) -> types.ModuleType:
   for part in cls.__qualname__.split("."):
     found = getattr(found, part, None)
   if found is not cls:
-    raise settings.SettingError(
+    raise overrides.SettingError(
       f"{module.__file__} was loaded again after these settings, which hold its"
       f" {cls.__name__}; load them again as well"
     )
@@ -197,7 +197,7 @@ def _module_of(cls: type) -> types.ModuleType:
 
 def _classes(node: Any) -> Iterator[type]:
   """Yields the class of every object in a tree of settings."""
-  if settings.is_setting(type(node)):
+  if overrides.is_setting(type(node)):
     yield type(node)
     for field in dataclasses.fields(node):
       yield from _classes(getattr(node, field.name))

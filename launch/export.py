@@ -16,7 +16,8 @@ from absl import flags as absl_flags
 from launch import devices, flags, restored, workdir
 from models import lora
 from models.hf import export, peft
-from rl import config, settings
+from rl import config
+from rl.settings import overrides
 
 _RUN = absl_flags.DEFINE_string(
   "run", None, "Directory of a run.", required=True
@@ -61,12 +62,12 @@ def main(argv: list[str]) -> None:
     experiment.engine.validate_installed()
     # False where it may not even be looked for, which ends up in writing.
     if os.path.exists(target):
-      raise settings.SettingError(
+      raise overrides.SettingError(
         f"--directory={target} exists; remove it or choose another"
       )
     source = _TOKENIZER.value
     if source is not None and not pathlib.Path(source).is_dir():
-      raise settings.SettingError(f"--tokenizer={source}: no such directory")
+      raise overrides.SettingError(f"--tokenizer={source}: no such directory")
     if _ADAPTER.value:
       _check_adapter(experiment, source)
     devices.prepare(experiment.placement)
@@ -78,12 +79,12 @@ def main(argv: list[str]) -> None:
 
 def _check_adapter(experiment: config.Experiment, source: str | None) -> None:
   if experiment.model.lora is None:
-    raise settings.SettingError(
+    raise overrides.SettingError(
       "--adapter: the run has no adapters, for its model.lora is none; leave "
       "--adapter out to write its weights"
     )
   if source is not None:
-    raise settings.SettingError(
+    raise overrides.SettingError(
       f"--tokenizer={source}: an adapter has none; leave one of --adapter and "
       "--tokenizer out"
     )

@@ -18,7 +18,7 @@ from absl import app, logging
 from absl import flags as absl_flags
 
 from launch import config_file
-from rl import settings
+from rl.settings import overrides as overrides_lib
 
 _CONFIG = absl_flags.DEFINE_string(
   "config",
@@ -76,7 +76,7 @@ def overrides() -> dict[str, str | None]:
 
 def arguments(changes: Mapping[str, str | None]) -> list[str]:
   """Returns the arguments that give a program these overrides."""
-  return [settings.argument(path, text) for path, text in changes.items()]
+  return [overrides_lib.argument(path, text) for path, text in changes.items()]
 
 
 def load_from_command_line(
@@ -84,7 +84,7 @@ def load_from_command_line(
 ) -> Any:
   """Returns `load` of --config and the overrides that stood beside it."""
   if _CONFIG.value is None:
-    raise settings.SettingError(
+    raise overrides_lib.SettingError(
       "--config is missing; name a file, as in --config=configs/NAME.py"
     )
   return load(_CONFIG.value, _overrides, check)
@@ -100,7 +100,7 @@ def load(
   Args:
     path: `x.py`, `x.py:argument`, or a `.json` written by `to_json`.
     changes: text by dotted path, {"rollout.group_size": "2"}; None turns a
-      setting off. See `settings.apply` for their order.
+      setting off. See `overrides.apply` for their order.
     check: called last, after the tree's own validate() if it has one.
 
   Raises:
@@ -112,7 +112,7 @@ def load(
     tree = config_file.read_json(file)
   else:
     tree = _get_config(file, argument)
-  tree = settings.apply(tree, changes or {})
+  tree = overrides_lib.apply(tree, changes or {})
   if hasattr(tree, "validate"):
     tree.validate()
   if check is not None:
@@ -153,9 +153,9 @@ def _split(path: str) -> tuple[pathlib.Path, str | None]:
   head, separator, argument = path.partition(".py:")
   file = pathlib.Path(f"{head}.py" if separator else path)
   if not file.is_file():
-    raise settings.SettingError(_missing(file))
+    raise overrides_lib.SettingError(_missing(file))
   if file.suffix not in (".py", ".json"):
-    raise settings.SettingError(
+    raise overrides_lib.SettingError(
       f"--config={path}: expected a .py or .json file"
     )
   return file, argument if separator else None
@@ -181,12 +181,12 @@ def _get_config(file: pathlib.Path, argument: str | None) -> Any:
   module = config_file.load(file)
   get_config = getattr(module, "get_config", None)
   if get_config is None:
-    raise settings.SettingError(f"{file}: has no get_config()")
+    raise overrides_lib.SettingError(f"{file}: has no get_config()")
   arguments = [] if argument is None else [argument]
   with config_file.blame(file):
     tree = get_config(*arguments)
-  if not settings.is_setting(type(tree)):
-    raise settings.SettingError(
+  if not overrides_lib.is_setting(type(tree)):
+    raise overrides_lib.SettingError(
       f"{file}: get_config() returned {type(tree).__name__}; expected a frozen"
       " dataclass such as rl.config.Experiment"
     )

@@ -12,7 +12,8 @@ from typing import Any
 from launch import fields
 from models.chat import tool_calls
 from rl import messages as messages_lib
-from rl import session_tree, trajectory, wording
+from rl import session_tree, trajectory
+from rl.settings import checks
 
 MAX_CHOICES = 128
 MAX_STOPS = 16
@@ -372,7 +373,7 @@ def _refuse_others(body: Mapping[str, Any], known: set[str]) -> None:
 
 
 def _unknown(name: str, known: Iterable[str]) -> fields.Refused:
-  hint = wording.nearest(name, list(known))
+  hint = checks.nearest(name, list(known))
   return fields.Refused(
     f"{name} is no option of this server{hint}", name, "unknown_parameter"
   )

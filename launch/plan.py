@@ -23,7 +23,8 @@ from typing import Any, TextIO
 from absl import flags as absl_flags
 
 from launch import flags
-from rl import calibration, config, planned, planner, planning, settings
+from rl import calibration, config, planned, planner, planning
+from rl.settings import overrides
 
 _PLAN = absl_flags.DEFINE_bool(
   "plan", False, "Searches the best use of a fleet; see launch/plan.py."
@@ -52,7 +53,7 @@ def wanted() -> bool:
   """
   for flag in (_BASE, _OUT, _CALIBRATE, _KIND):
     if flag.value is not None and not _PLAN.value:
-      raise settings.SettingError(f"--{flag.name} is of use only with --plan")
+      raise overrides.SettingError(f"--{flag.name} is of use only with --plan")
   return _PLAN.value
 
 
@@ -76,7 +77,7 @@ def main() -> None:
 def check(asked: Any) -> None:
   """Raises SettingError on settings of anything but a plan."""
   if not isinstance(asked, planning.Planning):
-    raise settings.SettingError(
+    raise overrides.SettingError(
       f"--config: {type(asked).__name__} is no rl.planning.Planning; use a file"
       " such as configs/fleet_small.py"
     )
@@ -85,7 +86,7 @@ def check(asked: Any) -> None:
 def _load_base(asked: planning.Planning) -> config.Experiment | None:
   if _BASE.value is None:
     if _OUT.value is not None:
-      raise settings.SettingError(
+      raise overrides.SettingError(
         f"--out={_OUT.value} without --base: name the config that the plan is "
         "for, as in --base=configs/guess_number_moe.py"
       )
@@ -99,7 +100,7 @@ def _load_base(asked: planning.Planning) -> config.Experiment | None:
 
 def _check_out(out: pathlib.Path) -> None:
   if out.suffix != ".py" or out.is_dir():
-    raise settings.SettingError(f"--out={out}: expected a .py file")
+    raise overrides.SettingError(f"--out={out}: expected a .py file")
   make_directory(out.parent, f"--out={out}")
 
 
@@ -114,11 +115,11 @@ def make_directory(path: pathlib.Path, setting: str) -> None:
     with tempfile.TemporaryFile(dir=path):
       pass
   except FileExistsError as error:
-    raise settings.SettingError(
+    raise overrides.SettingError(
       f"{setting} cannot be written: {path} is a file"
     ) from error
   except OSError as error:
-    raise settings.SettingError(
+    raise overrides.SettingError(
       f"{setting} cannot be written: {error.strerror or error}"
     ) from error
 

@@ -28,8 +28,8 @@ from rl import (
   learner,
   post_mortem,
   quarantine,
-  settings,
 )
+from rl.settings import overrides
 
 _WHERE = absl_flags.DEFINE_bool(
   "where", False, "Names the operation that makes the first nan; slow."
@@ -43,7 +43,7 @@ def main(argv: list[str]) -> None:
   """Reads what was put away and the settings of its run; replays it."""
   with flags.exit_on_setting_error():
     if len(argv) != 2:
-      raise settings.SettingError(
+      raise overrides.SettingError(
         "name one skipped update, as RUN/skipped/round_000012_update_0"
       )
     path = named(argv[1])
@@ -66,10 +66,10 @@ def named(argument: str) -> pathlib.Path:
     if found := {x.name: x for x in quarantine.updates(directory)}:
       near = difflib.get_close_matches(path.name, found, 1) or list(found)[-3:]
       choice = " or ".join(str(found[name]) for name in near)
-      raise settings.SettingError(
+      raise overrides.SettingError(
         f"{path} is no skipped update; did you mean {choice}?"
       )
-  raise settings.SettingError(
+  raise overrides.SettingError(
     f"{path} is no skipped update{_nearest(path)}; name a directory such as "
     "RUN/skipped/round_000012_update_0"
   )
@@ -100,7 +100,7 @@ def read(
   try:
     return programs, quarantine.read(path, programs.abstract)
   except (quarantine.Unreadable, checkpoint.Mismatch) as error:
-    raise settings.SettingError(str(error)) from error
+    raise overrides.SettingError(str(error)) from error
 
 
 def replay(

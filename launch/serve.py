@@ -26,7 +26,8 @@ from absl import flags as absl_flags
 
 from launch import flags, listening, openai_api, served_model
 from models.chat import hf_chat
-from rl import sessions, settings, trajectory
+from rl import sessions, trajectory
+from rl.settings import overrides
 
 _RUN = absl_flags.DEFINE_string(
   "run", None, "Directory of a run, whose newest checkpoint is served."
@@ -79,7 +80,7 @@ def main(argv: list[str]) -> None:
 def _served() -> contextlib.AbstractAsyncContextManager[served_model.Served]:
   """Returns what is to be served, checked and not loaded."""
   if absl_flags.FLAGS["config"].present:
-    raise settings.SettingError(
+    raise overrides.SettingError(
       "--config: name a run with --run=DIR, which has its settings; "
       "--config.engine.slots=8 and the like change them"
     )
@@ -92,14 +93,14 @@ def _served() -> contextlib.AbstractAsyncContextManager[served_model.Served]:
     chat = hf_chat.HfChat.load(model)
     directory = pathlib.Path(model)
     return served_model.of_directory(hosting, directory, chat, _progress)
-  raise settings.SettingError("name one of --run=DIR and --model=DIR")
+  raise overrides.SettingError("name one of --run=DIR and --model=DIR")
 
 
 def _bind() -> socket.socket:
   try:
     return listening.bind(_HOST.value, _PORT.value)
   except OSError as error:
-    raise settings.SettingError(
+    raise overrides.SettingError(
       f"--host={_HOST.value} --port={_PORT.value} is not to be had: "
       f"{error.strerror}; use --port=0 for one that is free"
     ) from error
@@ -109,7 +110,7 @@ def _open_record(path: str | None) -> TextIO:
   try:
     return pathlib.Path(path or os.devnull).open("a", encoding="utf-8")
   except OSError as error:
-    raise settings.SettingError(
+    raise overrides.SettingError(
       f"--record={path} cannot be written: {error.strerror}"
     ) from error
 

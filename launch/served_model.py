@@ -18,12 +18,12 @@ from rl import (
   dispatch,
   engine_settings,
   router,
-  settings,
   trace,
   trajectory,
 )
 from rl import episode as episode_lib
 from rl import placement as placement_lib
+from rl.settings import overrides
 
 _MAX_LENGTH = 4096
 
@@ -86,7 +86,7 @@ def read_run(
     ValueError: there is no such run, or it cannot be served so.
   """
   experiment = workdir.read_trained(run_dir)
-  experiment = settings.apply(experiment, changes)
+  experiment = overrides.apply(experiment, changes)
   experiment.validate()
   experiment.validate_initial()
   experiment.engine.validate_installed()
@@ -108,7 +108,7 @@ def read_directory(
   model = model_config.ModelConfig.from_hf(directory)
   length = min(model.max_length, _MAX_LENGTH)
   hosting = Hosting(model=dataclasses.replace(model, max_length=length))
-  hosting = settings.apply(hosting, changes)
+  hosting = overrides.apply(hosting, changes)
   hosting.validate()
   load.check(directory, hosting.model)
   devices.prepare(hosting.placement)

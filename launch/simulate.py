@@ -20,7 +20,8 @@ from absl import app
 from absl import flags as absl_flags
 
 from launch import flags, plan, simulated_timeline
-from rl import settings, simulation, simulation_result, trace, watchdog
+from rl import simulation, simulation_result, trace, watchdog
+from rl.settings import overrides
 
 _TIMELINE = absl_flags.DEFINE_string(
   "timeline",
@@ -74,7 +75,7 @@ def _simulate() -> None:
 def check(chosen: Any) -> None:
   """Raises SettingError on settings of anything but a simulation."""
   if not isinstance(chosen, simulation.Simulation):
-    raise settings.SettingError(
+    raise overrides.SettingError(
       f"--config: {type(chosen).__name__} is no rl.simulation.Simulation; "
       "use a file such as configs/simulated_3000.py"
     )

@@ -16,7 +16,8 @@ from absl import app
 from absl import flags as absl_flags
 
 from launch import flags, workdir
-from rl import config, settings
+from rl import config
+from rl.settings import overrides as overrides_lib
 
 _WORKDIR = absl_flags.DEFINE_string(
   "workdir", None, "Directory above those of the runs.", required=True
@@ -41,7 +42,7 @@ def main(argv: list[str]) -> None:
       _check_apart(given, overrides)
     runs = [{**given, **overrides} for overrides in swept]
     if not runs:
-      raise settings.SettingError(f"{path} has no sweep() that lists runs")
+      raise overrides_lib.SettingError(f"{path} has no sweep() that lists runs")
     root = pathlib.Path(_WORKDIR.value)
     directories = [root / f"run_{i:03d}" for i in range(len(runs))]
     for directory, overrides in zip(directories, runs, strict=True):
@@ -58,8 +59,8 @@ def _check_apart(
 ) -> None:
   """Raises when a run would undo what the command line asks for."""
   for key in given.keys() & overrides.keys():
-    raise settings.SettingError(
-      f"{settings.argument(key, given[key])} is given, but sweep() sets "
+    raise overrides_lib.SettingError(
+      f"{overrides_lib.argument(key, given[key])} is given, but sweep() sets "
       f"{key} too; leave it out of one of them"
     )
 

@@ -11,7 +11,8 @@ from absl import app
 from absl import flags as absl_flags
 
 from launch import devices, explain, flags, local, workdir
-from rl import config, settings
+from rl import config
+from rl.settings import overrides
 
 _WORKDIR = absl_flags.DEFINE_string(
   "workdir",
@@ -48,7 +49,7 @@ def main(argv: list[str]) -> None:
 def _claim(experiment: config.Experiment) -> TextIO:
   """Returns the lock of the directory, after checking the devices."""
   if not _WORKDIR.value:
-    raise settings.SettingError(
+    raise overrides.SettingError(
       "--workdir is missing; name a directory, as in --workdir=runs/mine, or "
       "ask for --explain"
     )

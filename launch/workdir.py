@@ -12,7 +12,8 @@ import sys
 from typing import Any, TextIO
 
 from launch import config_file
-from rl import checkpoint, config, settings
+from rl import checkpoint, config
+from rl.settings import overrides
 
 CHECKPOINTS = "checkpoints"
 WARM_START = "warm_start"
@@ -55,14 +56,14 @@ def claim(path: str | os.PathLike, experiment: config.Experiment) -> TextIO:
     directory.mkdir(parents=True, exist_ok=True)
     lock = (directory / ".lock").open("a")
   except OSError as error:
-    raise settings.SettingError(
+    raise overrides.SettingError(
       f"--workdir={directory} cannot be written: {error.strerror}"
     ) from error
   try:
     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
   except OSError:
     lock.close()
-    raise settings.SettingError(
+    raise overrides.SettingError(
       f"--workdir={directory} is in use by another process; wait for it or "
       "choose another directory"
     ) from None
@@ -88,13 +89,13 @@ def read(path: str | os.PathLike, *, as_kept: bool = True) -> config.Experiment:
   """
   file = pathlib.Path(path) / "config.json"
   if not file.parent.is_dir():
-    raise settings.SettingError(
+    raise overrides.SettingError(
       f"{file.parent} does not exist{_nearest(file.parent)}"
     )
   try:
     return config_file.read_json(file, as_kept=as_kept)
   except OSError as error:
-    raise settings.SettingError(
+    raise overrides.SettingError(
       f"{file.parent} holds no run: {file.name}: {error.strerror}"
     ) from error
 
@@ -174,14 +175,14 @@ def _check_ours(directory: pathlib.Path) -> None:
     except (OSError, ValueError):
       data = None
     if not isinstance(data, dict) or "class" not in data:
-      raise settings.SettingError(
+      raise overrides.SettingError(
         f"--workdir={directory}: its config.json is not that of a run; choose "
         "another directory"
       )
     return
   names = [n for n in (*_RECORDS, *_TREES) if (directory / n).exists()]
   if names:
-    raise settings.SettingError(
+    raise overrides.SettingError(
       f"--workdir={directory} holds {', '.join(names)}, but no config.json of "
       "the run that wrote them; choose another directory, or move them away"
     )
@@ -197,11 +198,11 @@ def _clear(directory: pathlib.Path) -> None:
 def _check_same(directory: pathlib.Path, experiment: config.Experiment) -> None:
   # The code may have changed, as all of the program may; settings may not.
   before = read(directory, as_kept=False)
-  changes = settings.difference(before, experiment)
+  changes = overrides.difference(before, experiment)
   changes = [line for line in changes if not line.startswith(_MAY_CHANGE)]
   if changes:
     listing = "\n  ".join(changes)
-    raise settings.SettingError(
+    raise overrides.SettingError(
       f"--workdir={directory} holds a run with other settings:\n  {listing}\n"
       f"go on with --config={directory}/config.json, or choose another "
       "directory"

@@ -11,7 +11,8 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple, get_args
 
-from rl import engine, placement, wording
+from rl import engine, placement
+from rl.settings import checks
 
 _MEMORY = 32
 """Sessions after which what one has told counts for 1 / e."""
@@ -75,7 +76,7 @@ class Routing:
         continue
       raise ValueError(
         f"routing.prefer.{name}: no task is of that source; there are "
-        f"{', '.join(sorted(names))}{wording.nearest(name, names)}"
+        f"{', '.join(sorted(names))}{checks.nearest(name, names)}"
       )
 
   def of(self, names: Collection[str]) -> "Routing":
@@ -97,7 +98,7 @@ class Routing:
       alike = len(set(kinds.values())) == 1 and name in get_args(placement.Kind)
       if name in (*kinds, *kinds.values(), "any") or alike:
         continue
-      hint = wording.nearest(name, (*kinds, *kinds.values()))
+      hint = checks.nearest(name, (*kinds, *kinds.values()))
       raise ValueError(
         f"routing.{key}={name} is no pool and no kind of one; there are "
         f"{pools}{hint}"

@@ -32,10 +32,10 @@ from rl import (
   measured,
   placement,
   planning,
-  settings,
   trace,
   workload,
 )
+from rl.settings import overrides
 
 _MORE = "let it run for a few rounds"
 _PLACE = ("group", "attempt", "index")
@@ -168,7 +168,7 @@ def _spans(path: pathlib.Path) -> list[trace.Span]:
 
 def _placement(path: pathlib.Path) -> placement.Placement:
   try:
-    found = settings.from_json(json.loads((path / "config.json").read_text()))
+    found = overrides.from_json(json.loads((path / "config.json").read_text()))
   except ValueError as error:
     raise ValueError(f"--calibrate={path}: config.json: {error}") from error
   if not isinstance(found, config.Experiment):

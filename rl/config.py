@@ -20,13 +20,13 @@ from rl import (
   optimizers,
   prompts,
   references,
-  settings,
   weights,
 )
 from rl import overlap as overlap_lib
 from rl import placement as placement_lib
 from rl import rollout as rollout_lib
 from rl import warm_start as warm_start_lib
+from rl.settings import overrides
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -369,7 +369,7 @@ def _nodes(tree: Any) -> Iterator[Any]:
 def check_experiment(tree: object) -> None:
   """Raises SettingError on settings of something else than a training run."""
   if not isinstance(tree, Experiment):
-    raise settings.SettingError(
+    raise overrides.SettingError(
       f"{type(tree).__name__} is no rl.config.Experiment, which a training run "
       "takes; use a file such as configs/guess_number_moe.py"
     )

@@ -8,7 +8,8 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
-from rl import placement, simulated_learner, simulated_processor, wording
+from rl import placement, simulated_learner, simulated_processor
+from rl.settings import checks
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,7 +70,7 @@ class DeviceKind:
           f"{where}.{name}={getattr(self, name)} is not above 0 and finite"
         )
     for name in ("update_s", "describe_s"):
-      wording.check_seconds(f"{where}.{name}", getattr(self, name))
+      checks.check_seconds(f"{where}.{name}", getattr(self, name))
     if not 0.5 <= self.scaling <= 1:
       raise ValueError(
         f"{where}.scaling={self.scaling} is not in [0.5, 1]: below it more "
@@ -112,7 +113,7 @@ class Fleet:
       raise ValueError(f"fleet.kinds: {names} are not one or more names")
     for number, kind in enumerate(self.kinds):
       kind.validate(f"fleet.kinds.{number}")
-    wording.check_seconds("fleet.transfer_s", self.transfer_s)
+    checks.check_seconds("fleet.transfer_s", self.transfer_s)
     sizes = [(k, n) for k in self.kinds for n in k.learner_devices]
     if not sizes:
       raise ValueError(

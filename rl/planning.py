@@ -9,16 +9,9 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import get_args
 
-from rl import (
-  affinity,
-  fleet,
-  placement,
-  rollout,
-  simulation,
-  wording,
-  workload,
-)
+from rl import affinity, fleet, placement, rollout, simulation, workload
 from rl import overlap as overlap_lib
+from rl.settings import checks
 
 SCHEDULES = (
   "sync",
@@ -330,5 +323,5 @@ def _spread(most: int, points: int) -> Sequence[int]:
 def _known(where: str, name: str, names: Sequence[str]) -> None:
   if name in names:
     return
-  hint = wording.nearest(name, names)
+  hint = checks.nearest(name, names)
   raise ValueError(f"{where}={name} is unknown; use {', '.join(names)}{hint}")

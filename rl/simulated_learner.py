@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from rl import engine as engine_lib
-from rl import events, router, trace, training, trajectory, wording
+from rl import events, router, trace, training, trajectory
+from rl.settings import checks
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,7 +32,7 @@ class Learner:
   def validate(self) -> None:
     """Raises ValueError on a learner that is faster than time."""
     for name in ("token_s", "update_s", "describe_s"):
-      wording.check_seconds(f"cluster.learner.{name}", getattr(self, name))
+      checks.check_seconds(f"cluster.learner.{name}", getattr(self, name))
     if self.accelerators < 1:
       raise ValueError(
         f"cluster.learner.accelerators={self.accelerators} is below 1"

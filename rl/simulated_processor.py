@@ -17,7 +17,7 @@ import math
 from typing import Any, Literal
 
 from rl import engine as engine_lib
-from rl import wording
+from rl.settings import checks
 
 # In tokens: more than what rounding of the loop's clock is worth.
 _CLOSE = 1e-4
@@ -63,7 +63,7 @@ class Speed:
         raise ValueError(f"{where}.{name}={value} is not above 0")
     if self.tau0_s == math.inf:
       raise ValueError(f"{where}.tau0_s=inf: no token would ever end")
-    wording.check_seconds(f"{where}.update_s", self.update_s)
+    checks.check_seconds(f"{where}.update_s", self.update_s)
 
   def tau_s(self, sequences: int) -> float:
     """Returns seconds of a token when so many sequences decode."""

@@ -33,12 +33,12 @@ from rl import (
   trace,
   virtual,
   watchdog,
-  wording,
   workload,
 )
 from rl import overlap as overlap_lib
 from rl import progress as progress_lib
 from rl import rollout as rollout_lib
+from rl.settings import checks
 
 _POOL_TASKS = 1 << 30
 _Place = tuple[int, int, int]  # Group, attempt and index of a member.
@@ -122,7 +122,7 @@ class Cluster:
     names = [pool.name for pool in self.pools]
     if len(set(names)) < len(names):
       raise ValueError(f"cluster.pools: {names} are not all different")
-    wording.check_seconds("cluster.transfer_s", self.transfer_s)
+    checks.check_seconds("cluster.transfer_s", self.transfer_s)
 
 
 _ROLLOUT = rollout_lib.Rollout(

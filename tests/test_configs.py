@@ -13,7 +13,8 @@ import pytest
 from configs import guess_number_moe, guess_number_schedules
 from launch import flags
 from models import config as model_config
-from rl import overlap, settings
+from rl import overlap
+from rl.settings import overrides
 from tests.rl import packed_rows, played_members
 
 _CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
@@ -25,7 +26,7 @@ _ONE = f"{_CONFIGS / 'guess_number_schedules.py'}"
 @pytest.mark.parametrize("file", _FILES, ids=lambda file: file.stem)
 def test_a_config_is_valid(file):
   tree = flags.load(str(file))
-  assert settings.is_setting(type(tree))
+  assert overrides.is_setting(type(tree))
   # Nothing is checked behind the back of `load`.
   tree.validate()
 
@@ -67,7 +68,7 @@ def test_the_base_run_is_one_of_them():
 
 
 def test_an_unknown_schedule_is_told_the_others():
-  with pytest.raises(settings.SettingError, match="sync or strict_pipeline"):
+  with pytest.raises(overrides.SettingError, match="sync or strict_pipeline"):
     flags.load(f"{_ONE}:synchronous")
 
 
@@ -92,13 +93,13 @@ def test_the_student_is_much_smaller_than_the_teacher_that_it_names(
   assert len(commands) == 2
   assert str(error.value).endswith("; run " + " && ".join(commands))
   # Another directory is told of as ever.
-  other = settings.override(student, "algorithm.reference.directory", "no")
+  other = overrides.override(student, "algorithm.reference.directory", "no")
   with pytest.raises(ValueError, match="no such directory"):
     other.validate_initial()
 
 
 def test_an_unknown_role_is_told_the_others():
-  with pytest.raises(settings.SettingError, match="student or teacher"):
+  with pytest.raises(overrides.SettingError, match="student or teacher"):
     flags.load(f"{_CONFIGS / 'guess_number_distill.py'}:pupil")
 
 

@@ -9,7 +9,8 @@ import sys
 import pytest
 
 from launch import check, report
-from rl import overlap, settings
+from rl import overlap
+from rl.settings import overrides
 from tests.rl import event_logs
 
 ROOT = pathlib.Path(report.__file__).parents[1]
@@ -24,7 +25,7 @@ def _write(path, log):
 @pytest.fixture
 def run_dir(tmp_path):
   config = {
-    "overlap": settings.to_json(SCHEDULE),
+    "overlap": overrides.to_json(SCHEDULE),
     "rollout": {"group_size": event_logs.GROUP_SIZE},
   }
   (tmp_path / "config.json").write_text(json.dumps(config))
@@ -193,7 +194,7 @@ def test_a_restored_group_without_its_history_is_of_no_known_source():
 
 
 def test_a_run_without_a_group_size_has_that_of_the_defaults(run_dir):
-  data = {"overlap": settings.to_json(SCHEDULE)}
+  data = {"overlap": overrides.to_json(SCHEDULE)}
   assert check.schedule_of(data) == (SCHEDULE, 8)
 
 

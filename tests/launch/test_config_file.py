@@ -11,7 +11,7 @@ import typing
 import pytest
 
 from launch import config_file, flags, workdir
-from rl import settings
+from rl.settings import overrides
 
 ROOT = pathlib.Path(__file__).parents[2]
 OWN = """
@@ -187,10 +187,10 @@ def test_later_edits_do_not_change_what_a_run_was(file, tmp_path):
 def test_a_class_of_the_file_can_be_typed_and_is_offered(file):
   tree = flags.load(str(file))
   text = "_config_my_own.Spo(scale=2)"
-  again = settings.override(tree, "algorithm.loss", text)
-  assert again == settings.override(tree, "algorithm.loss.scale", "2")
-  with pytest.raises(settings.SettingError) as error:
-    settings.override(tree, "algorithm.loss", "sppo")
+  again = overrides.override(tree, "algorithm.loss", text)
+  assert again == overrides.override(tree, "algorithm.loss.scale", "2")
+  with pytest.raises(overrides.SettingError) as error:
+    overrides.override(tree, "algorithm.loss", "sppo")
   assert "; did you mean _config_my_own.Spo()? There" in str(error.value)
 
 
@@ -198,14 +198,14 @@ def test_a_class_of_the_file_can_be_typed_and_is_offered(file):
 def test_what_is_kept_must_be_whole(tmp_path, kept):
   file = tmp_path / "config.json"
   file.write_text(json.dumps({"class": "x.Y", "config_files": kept}))
-  with pytest.raises(settings.SettingError) as error:
+  with pytest.raises(overrides.SettingError) as error:
     config_file.read_json(file)
   assert str(error.value).startswith(f"{file}: config_files: expected path and")
 
 
 def test_a_config_without_classes_of_its_own_keeps_no_file():
   tree = flags.load(str(ROOT / "configs" / "guess_number_moe.py"))
-  assert config_file.to_json(tree) == settings.to_json(tree)
+  assert config_file.to_json(tree) == overrides.to_json(tree)
 
 
 def test_a_run_with_other_settings_of_an_own_class_is_told_apart(
@@ -214,8 +214,8 @@ def test_a_run_with_other_settings_of_an_own_class_is_told_apart(
   tree = flags.load(str(file))
   workdir.claim(tmp_path / "run", tree).close()
   (tmp_path / "run" / "checkpoints" / "25").mkdir(parents=True)
-  other = settings.override(tree, "algorithm.loss.scale", "2")
-  with pytest.raises(settings.SettingError) as error:
+  other = overrides.override(tree, "algorithm.loss.scale", "2")
+  with pytest.raises(overrides.SettingError) as error:
     workdir.claim(tmp_path / "run", other)
   assert "\n  algorithm.loss.scale: 1.0 -> 2.0\n" in str(error.value)
 
@@ -223,7 +223,7 @@ def test_a_run_with_other_settings_of_an_own_class_is_told_apart(
 def test_settings_of_a_file_that_was_loaded_again_cannot_be_kept(file):
   tree = flags.load(str(file))
   flags.load(str(file))
-  with pytest.raises(settings.SettingError, match="py was loaded again after"):
+  with pytest.raises(overrides.SettingError, match="py was loaded again after"):
     config_file.to_json(tree)
 
 
@@ -238,7 +238,7 @@ def test_a_class_inside_a_function_cannot_be_kept(file):
   )
   tree = flags.load(str(file))
   assert dataclasses.is_dataclass(tree)
-  with pytest.raises(settings.SettingError, match="Run is defined inside a"):
+  with pytest.raises(overrides.SettingError, match="Run is defined inside a"):
     config_file.to_json(tree)
 
 
@@ -257,7 +257,7 @@ def test_a_kept_file_that_fails_names_its_line_and_where_it_is_kept(
     sys.modules.pop(name)
   helper.unlink()
   file.write_text("\n")
-  with pytest.raises(settings.SettingError) as error:
+  with pytest.raises(overrides.SettingError) as error:
     workdir.read(tmp_path / "run")
   sys.path.remove(str(tmp_path))
   assert str(error.value) == (

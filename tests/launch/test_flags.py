@@ -9,7 +9,7 @@ import pytest
 from absl.testing import flagsaver
 
 from launch import flags
-from rl import settings
+from rl.settings import overrides
 
 ROOT = pathlib.Path(flags.__file__).parents[1]
 
@@ -216,7 +216,7 @@ def test_notebook_loads_with_overrides_and_an_argument(config):
 def test_json_of_a_run_is_loaded_with_overrides(config, tmp_path):
   tree = flags.load(config, {"name": "b"})
   file = tmp_path / "config.json"
-  file.write_text(json.dumps(settings.to_json(tree)))
+  file.write_text(json.dumps(overrides.to_json(tree)))
   assert flags.load(str(file)) == tree
   assert flags.load(str(file), {"name": "c"}).name == "c"
 
@@ -267,7 +267,7 @@ def test_sweep_yields_overrides_that_load_takes(config, tmp_path):
 def test_broken_file_names_its_own_line(tmp_path, text, message):
   file = tmp_path / "broken.py"
   file.write_text(text)
-  with pytest.raises(settings.SettingError) as error:
+  with pytest.raises(overrides.SettingError) as error:
     flags.load(str(file))
   assert str(error.value).startswith(message.replace("FILE", str(file)))
 
@@ -284,7 +284,7 @@ def test_broken_file_names_its_own_line(tmp_path, text, message):
 def test_wrong_path_names_what_is_there(config, tmp_path, name, message):
   assert pathlib.Path(config).parent == tmp_path
   (tmp_path / "notes.txt").touch()
-  with pytest.raises(settings.SettingError) as error:
+  with pytest.raises(overrides.SettingError) as error:
     flags.load(str(tmp_path / name))
   assert str(error.value).endswith(message.replace("DIR", str(tmp_path)))
 
@@ -300,7 +300,7 @@ def test_wrong_path_names_what_is_there(config, tmp_path, name, message):
 def test_broken_json_names_the_file(tmp_path, text, message):
   file = tmp_path / "config.json"
   file.write_text(text)
-  with pytest.raises(settings.SettingError) as error:
+  with pytest.raises(overrides.SettingError) as error:
     flags.load(str(file))
   assert str(error.value).startswith(message.replace("FILE", str(file)))
 

@@ -17,9 +17,9 @@ from rl import (
   overlap,
   references,
   rollout,
-  settings,
   testing,
 )
+from rl.settings import overrides
 
 PAGE = """
 | name | unit | formula | meaning | worse |
@@ -101,7 +101,7 @@ def written(tmp_path_factory):
   for tree in (EVERYTHING, plain):
     path = tmp_path_factory.mktemp("run")
     data = {
-      "overlap": settings.to_json(tree.overlap),
+      "overlap": overrides.to_json(tree.overlap),
       "rollout": {"group_size": tree.rollout.group_size},
     }
     (path / "config.json").write_text(json.dumps(data))

@@ -20,10 +20,10 @@ from rl import (
   overlap,
   references,
   rollout,
-  settings,
   testing,
   warm_start,
 )
+from rl.settings import overrides
 
 SCHEDULE = overlap.in_flight(4, 1, 2)
 LIMITS = rollout.Rollout(group_size=4, max_tokens=16)
@@ -67,7 +67,7 @@ def experiment(engine=engine_settings.EngineSettings, episodes=0, **changes):
 def run_dir(tmp_path):
   """The directory of a run; the test fails when it takes for ever."""
   data = {
-    "overlap": settings.to_json(SCHEDULE),
+    "overlap": overrides.to_json(SCHEDULE),
     "rollout": {"group_size": LIMITS.group_size},
   }
   (tmp_path / "config.json").write_text(json.dumps(data))

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from launch import flags, local, replay, workdir
-from rl import assemble_trainer, quarantine, settings
+from rl import assemble_trainer, quarantine
+from rl.settings import overrides
 
 ROOT = pathlib.Path(__file__).parents[2]
 EXPERIMENT = flags.load(
@@ -175,7 +176,7 @@ def test_a_mistyped_update_is_answered_with_the_nearest(wild):
 def test_a_run_in_place_of_an_update_is_answered_with_what_it_has(wild):
   path = quarantine.updates(wild.path / "skipped")[-1]
   for wrong in (wild.path, wild.path / "skipped"):
-    with pytest.raises(settings.SettingError, match=f"did you mean .*{path}"):
+    with pytest.raises(overrides.SettingError, match=f"did you mean .*{path}"):
       replay.named(str(wrong))
 
 
@@ -183,18 +184,20 @@ def test_a_mistyped_directory_on_the_way_is_named(wild):
   path = str(quarantine.updates(wild.path / "skipped")[-1])
   for part, wrong in (("/skipped/", "/skiped/"), ("/wild/", "/wlid/")):
     right = path.partition(part)[0] + part[:-1]
-    with pytest.raises(settings.SettingError, match=f"did you mean {right}\\?"):
+    with pytest.raises(
+      overrides.SettingError, match=f"did you mean {right}\\?"
+    ):
       replay.named(path.replace(part, wrong))
 
 
 def test_where_there_is_no_update_at_all_its_form_is_told(tmp_path):
-  with pytest.raises(settings.SettingError, match="RUN/skipped/round_0000"):
+  with pytest.raises(overrides.SettingError, match="RUN/skipped/round_0000"):
     replay.named(str(tmp_path / "nowhere" / "at_all"))
 
 
 def test_an_update_that_cannot_be_read_is_refused(wild, tmp_path):
   (tmp_path / quarantine.BATCHES).write_bytes(b"cut")
-  with pytest.raises(settings.SettingError, match="cannot be read"):
+  with pytest.raises(overrides.SettingError, match="cannot be read"):
     replay.read(tmp_path, EXPERIMENT)
 
 
@@ -307,4 +310,4 @@ def test_batches_that_overflow_only_together_are_told(programs, sound):
 def test_the_config_of_a_run_is_that_of_its_skipped_updates(wild):
   path = quarantine.updates(wild.path / "skipped")[0]
   stored = json.loads((path.parents[1] / "config.json").read_text())
-  assert settings.from_json(stored).max_skipped == EXPERIMENT.max_skipped
+  assert overrides.from_json(stored).max_skipped == EXPERIMENT.max_skipped

@@ -8,7 +8,8 @@ import xml.etree.ElementTree
 import pytest
 
 from launch import glossary, report
-from rl import overlap, settings
+from rl import overlap
+from rl.settings import overrides
 from tests.rl import event_logs
 
 _ROUNDS = 60
@@ -138,7 +139,7 @@ def run_dir(tmp_path):
   path.mkdir()
   config = {
     "stall_s": math.inf,
-    "overlap": settings.to_json(SCHEDULE),
+    "overlap": overrides.to_json(SCHEDULE),
     "rollout": {"group_size": event_logs.GROUP_SIZE},
   }
   (path / "config.json").write_text(json.dumps(config))

@@ -9,7 +9,8 @@ import pytest
 from absl.testing import flagsaver
 
 from launch import flags, simulate, simulated_timeline
-from rl import settings, simulation, simulation_result, trace, workload
+from rl import simulation, simulation_result, trace, workload
+from rl.settings import overrides
 
 ROOT = pathlib.Path(__file__).parents[2]
 SMALL = '''
@@ -166,7 +167,9 @@ def test_preferences_of_tasks_that_do_not_exist_are_refused(config):
 
 
 def test_settings_of_a_training_run_are_refused():
-  with pytest.raises(settings.SettingError, match=r"Experiment is no rl\.simu"):
+  with pytest.raises(
+    overrides.SettingError, match=r"Experiment is no rl\.simu"
+  ):
     flags.load(str(ROOT / "configs/guess_number_moe.py"), check=simulate.check)
 
 
@@ -193,7 +196,7 @@ def test_parts_of_a_cluster_are_overridden_by_their_path(config):
   chosen = flags.load(str(config), changes, simulate.check)
   assert chosen.cluster.pools[0].engines == 3
   assert chosen.workloads[0].answer_tokens.value == 50.0
-  assert settings.from_json(settings.to_json(chosen)) == chosen
+  assert overrides.from_json(overrides.to_json(chosen)) == chosen
 
 
 def test_the_table_has_every_cause_of_idle_time(record):

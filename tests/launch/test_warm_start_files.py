@@ -31,10 +31,10 @@ from rl import (
   optimizers,
   overlap,
   rollout,
-  settings,
   testing,
   warm_start,
 )
+from rl.settings import overrides
 
 # See test_checkpoint: orbax drops its other reads when one fails.
 pytestmark = pytest.mark.filterwarnings(
@@ -253,7 +253,7 @@ def test_a_checkpoint_that_cannot_be_saved_ends_it(tmp_path):
 
 def train(run_dir, tree):
   data = {
-    "overlap": settings.to_json(tree.overlap),
+    "overlap": overrides.to_json(tree.overlap),
     "rollout": {"group_size": tree.rollout.group_size},
   }
   (run_dir / "config.json").write_text(json.dumps(data))

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from launch import flags, workdir
-from rl import settings
+from rl.settings import overrides
 
 CONFIG = pathlib.Path(__file__).parents[2] / "configs/guess_number_moe.py"
 
@@ -31,7 +31,7 @@ def test_records_without_a_config_are_refused_and_kept(
   place = tmp_path / name / "log" if "." not in name else tmp_path / name
   place.parent.mkdir(exist_ok=True)
   place.write_text("of another program")
-  with pytest.raises(settings.SettingError, match=f"holds {name}"):
+  with pytest.raises(overrides.SettingError, match=f"holds {name}"):
     workdir.claim(tmp_path, experiment)
   assert place.read_text() == "of another program"
   assert [path.name for path in tmp_path.iterdir()] == [name]
@@ -40,7 +40,7 @@ def test_records_without_a_config_are_refused_and_kept(
 def test_a_config_of_something_else_is_refused_and_kept(tmp_path, experiment):
   (tmp_path / "config.json").write_text('{"model_type": "llama"}')
   (tmp_path / "tensorboard").mkdir()
-  with pytest.raises(settings.SettingError, match="not that of a run"):
+  with pytest.raises(overrides.SettingError, match="not that of a run"):
     workdir.claim(tmp_path, experiment)
   assert len(list(tmp_path.iterdir())) == 2
 
@@ -74,7 +74,7 @@ def test_a_checkpoint_whole_or_damaged_keeps_the_records(
   (tmp_path / "checkpoints" / name).mkdir(parents=True)
   (tmp_path / "metrics.jsonl").write_text("{}")
   workdir.claim(tmp_path, experiment).close()
-  with pytest.raises(settings.SettingError, match="other settings:\n  seed"):
+  with pytest.raises(overrides.SettingError, match="other settings:\n  seed"):
     workdir.claim(tmp_path, other(experiment))
   assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {}
   assert workdir.checkpoints(tmp_path) == [name]

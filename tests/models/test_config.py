@@ -7,7 +7,7 @@ import pytest
 
 from models import config as config_lib
 from models import rope, transformer
-from rl import settings
+from rl.settings import overrides as overrides_lib
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_an_unknown_size_is_answered_with_the_known_ones(preset, size, message):
 
 
 def test_a_scaling_can_be_set_from_the_command_line():
-  config = settings.override(
+  config = overrides_lib.override(
     config_lib.tiny(),
     "rope_scaling",
     "models.rope.Yarn(factor=4,original_max_length=32,truncate=false)",
@@ -150,4 +150,4 @@ def test_a_scaling_can_be_set_from_the_command_line():
   assert config.rope_scaling == rope.Yarn(
     factor=4.0, original_max_length=32, truncate=False
   )
-  assert settings.from_json(settings.to_json(config)) == config
+  assert overrides_lib.from_json(overrides_lib.to_json(config)) == config

@@ -5,7 +5,8 @@ import itertools
 import numpy as np
 import pytest
 
-from rl import advantages, credit, settings
+from rl import advantages, credit
+from rl.settings import overrides
 from tests.rl import played_members as members
 
 COMPARING = [
@@ -314,6 +315,6 @@ def test_an_estimator_with_nonsense_is_refused(estimator, message):
 )
 def test_every_estimator_is_a_setting_whose_defaults_are_fine(estimator):
   assert isinstance(estimator, advantages.Estimator)
-  assert settings.from_json(settings.to_json(estimator)) == estimator
+  assert overrides.from_json(overrides.to_json(estimator)) == estimator
   estimator.validate()
   assert estimator.needs_values == isinstance(estimator, credit.Gae)

@@ -5,7 +5,8 @@ import math
 
 import pytest
 
-from rl import affinity, settings
+from rl import affinity
+from rl.settings import overrides
 
 COMPUTE = affinity.Seat("fast", "compute")
 BANDWIDTH = affinity.Seat("wide", "bandwidth")
@@ -76,13 +77,13 @@ def test_a_setting_that_cannot_work_is_refused(routing, message):
 
 
 def test_preferences_are_set_from_the_command_line():
-  routing = settings.override(
+  routing = overrides.override(
     affinity.Routing(), "prefer", '{"math": "wide", "frozen_lake": "compute"}'
   )
-  routing = settings.override(routing, "overload", "4")
+  routing = overrides.override(routing, "overload", "4")
   assert routing.prefer == {"math": "wide", "frozen_lake": "compute"}
   assert routing.overload == 4.0
-  assert settings.from_json(settings.to_json(routing)) == routing
+  assert overrides.from_json(overrides.to_json(routing)) == routing
 
 
 def test_a_preferred_pool_is_left_when_it_has_too_many_sessions():

@@ -38,10 +38,10 @@ from rl import (
   progress,
   references,
   rollout,
-  settings,
   testing,
   trajectory,
 )
+from rl.settings import overrides
 
 PRESETS = {kind.short_name: kind for kind in typing.get_args(algorithms.Named)}
 MODEL = model_config.tiny(
@@ -89,7 +89,7 @@ def named(name: str, teacher: str = "", **changes) -> config.Experiment:
   Args:
     teacher: directory of one, for the preset that has none of its own.
   """
-  tree = settings.override(experiment(**changes), "algorithm", name)
+  tree = overrides.override(experiment(**changes), "algorithm", name)
   if PRESETS[name] is algorithms.Distill:
     reference = references.Teacher(model=TEACHER, directory=teacher)
     algorithm = dataclasses.replace(tree.algorithm, reference=reference)
@@ -115,13 +115,13 @@ def test_every_preset_has_a_name_is_valid_and_can_be_written(name):
   tree = named(name)
   assert type(tree.algorithm) is PRESETS[name]
   tree.validate()
-  text = json.dumps(settings.to_json(tree.algorithm))
-  assert settings.from_json(json.loads(text)) == tree.algorithm
+  text = json.dumps(overrides.to_json(tree.algorithm))
+  assert overrides.from_json(json.loads(text)) == tree.algorithm
 
 
 def test_a_preset_that_is_misspelt_is_told_its_likes():
-  with pytest.raises(settings.SettingError) as error:
-    settings.override(experiment(), "algorithm", "grpoo")
+  with pytest.raises(overrides.SettingError) as error:
+    overrides.override(experiment(), "algorithm", "grpoo")
   for name in PRESETS:
     assert name in str(error.value)
 
@@ -141,7 +141,7 @@ def test_a_preset_that_is_misspelt_is_told_its_likes():
   ],
 )
 def test_any_part_of_a_preset_can_be_replaced(path, text, value):
-  tree: typing.Any = settings.override(named("dapo"), path, text)
+  tree: typing.Any = overrides.override(named("dapo"), path, text)
   for name in path.split("."):
     tree = getattr(tree, name)
   assert tree == value
@@ -303,7 +303,7 @@ def test_every_preset_trains_a_real_policy_and_loses_no_token(
   tree = named(name, teacher, overlap=schedule)
   if schedule.max_staleness and not tree.algorithm.loss.has_ratio:
     # What is late needs one.
-    tree = settings.override(tree, "algorithm.loss", "rl.losses.Aipo()")
+    tree = overrides.override(tree, "algorithm.loss", "rl.losses.Aipo()")
   ran = run(tree)
   assert len(ran.rounds) == 2
   for metrics in ran.rounds:

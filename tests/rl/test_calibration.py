@@ -14,12 +14,12 @@ from rl import (
   measured,
   overlap,
   placement,
-  settings,
   simulated_learner,
   simulated_processor,
   simulation,
   workload,
 )
+from rl.settings import overrides
 from tests.rl import planned_fleets
 
 SPEED = simulated_processor.Speed(
@@ -97,7 +97,7 @@ def write(directory, record, size=1, more=()):
       more=more,
     ),
   )
-  data = json.dumps(settings.to_json(experiment))
+  data = json.dumps(overrides.to_json(experiment))
   (directory / "config.json").write_text(data)
   return directory
 
@@ -241,7 +241,7 @@ def test_engines_that_may_differ_are_not_taken_for_one_kind(tmp_path, records):
     calibration.apply(planned_fleets.question(), tmp_path, "quick")
 
 
-OTHER = json.dumps(settings.to_json(placement.Placement()))
+OTHER = json.dumps(overrides.to_json(placement.Placement()))
 
 
 @pytest.mark.parametrize(

@@ -9,16 +9,8 @@ import pytest
 
 from envs import mixture, rewards
 from launch import flags
-from rl import (
-  affinity,
-  algorithms,
-  config,
-  credit,
-  overlap,
-  placement,
-  settings,
-  testing,
-)
+from rl import affinity, algorithms, config, credit, overlap, placement, testing
+from rl.settings import overrides as overrides_lib
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -30,7 +22,7 @@ def experiment() -> config.Experiment:
 
 def _override(tree, overrides):
   for path, text in overrides.items():
-    tree = settings.override(tree, path, text)
+    tree = overrides_lib.override(tree, path, text)
   return tree
 
 
@@ -279,8 +271,8 @@ def test_every_preset_is_a_schedule_that_runs_and_can_be_written(
 ):
   tree = dataclasses.replace(experiment, overlap=schedule)
   tree.validate()
-  text = json.dumps(settings.to_json(tree))
-  assert settings.from_json(json.loads(text)).overlap == schedule
+  text = json.dumps(overrides_lib.to_json(tree))
+  assert overrides_lib.from_json(json.loads(text)).overlap == schedule
 
 
 @pytest.mark.parametrize(
@@ -368,8 +360,8 @@ def test_json_makes_an_equal_experiment(experiment):
     experiment, {"algorithm.advantage": "rl.advantages.Reinforce(baseline=0.5)"}
   )
   for tree in (experiment, changed):
-    text = json.dumps(settings.to_json(tree))
-    assert settings.from_json(json.loads(text)) == tree
+    text = json.dumps(overrides_lib.to_json(tree))
+    assert overrides_lib.from_json(json.loads(text)) == tree
   assert changed != experiment
 
 

@@ -23,12 +23,12 @@ from rl import (
   placement,
   progress,
   rollout,
-  settings,
   testing,
   train_state,
   trajectory,
   warm_start,
 )
+from rl.settings import overrides
 
 
 def experiment(**changes):
@@ -252,15 +252,15 @@ def test_a_run_from_a_loaded_model_adds_fresh_adapters(ran, tmp_path):
 def test_adapters_can_be_set_on_the_command_line():
   bare = dataclasses.replace(experiment().model, lora=None)
   start = experiment(model=bare)
-  changed = settings.override(
+  changed = overrides.override(
     start, "model.lora", "models.lora.Lora(rank=2,targets=('query','out'))"
   )
   assert changed.model.lora == lora.Lora(rank=2, targets=("query", "out"))
-  assert settings.override(changed, "model.lora.alpha", "4").model.lora == (
+  assert overrides.override(changed, "model.lora.alpha", "4").model.lora == (
     lora.Lora(rank=2, alpha=4.0, targets=("query", "out"))
   )
-  data = settings.to_json(changed.model)
-  assert settings.from_json(data) == changed.model
-  wrong = settings.override(changed, "model.lora.targets", "querry,")
+  data = overrides.to_json(changed.model)
+  assert overrides.from_json(data) == changed.model
+  wrong = overrides.override(changed, "model.lora.targets", "querry,")
   with pytest.raises(ValueError, match="did you mean 'query'"):
     wrong.validate()

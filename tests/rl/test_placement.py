@@ -7,7 +7,8 @@ import jax
 import pytest
 
 from models import sharding
-from rl import placement, settings
+from rl import placement
+from rl.settings import overrides
 
 MeshSpec, Placement = placement.MeshSpec, placement.Placement
 DecodePool = placement.DecodePool
@@ -186,15 +187,15 @@ def test_two_pools_of_one_name_are_refused_and_the_first_has_a_cost_too():
 
 def test_pools_are_set_from_the_command_line():
   text = 'rl.placement.DecodePool(name="far", kind="compute", cost=2.85)'
-  place = settings.override(Placement(), "more", text)
-  place = settings.override(place, "more.0.mesh.data", "2")
-  place = settings.override(place, "decode_kind", "bandwidth")
+  place = overrides.override(Placement(), "more", text)
+  place = overrides.override(place, "more.0.mesh.data", "2")
+  place = overrides.override(place, "decode_kind", "bandwidth")
   place.validate()
   assert [(x.name, x.kind, x.mesh.data) for x in place.pools] == [
     ("decode", "bandwidth", 1),
     ("far", "compute", 2),
   ]
-  assert settings.from_json(settings.to_json(place)) == place
+  assert overrides.from_json(overrides.to_json(place)) == place
 
 
 def test_meshes_may_share_devices_when_it_is_declared():
@@ -253,10 +254,10 @@ def test_rules_are_set_from_the_command_line():
     ("learner.rules.mlp", '("data", "tensor")', ("data", "tensor")),
     ("decode.rules.heads", "tensor", ("tensor",)),
   ):
-    changed = settings.override(place, path, text)
+    changed = overrides.override(place, path, text)
     pool, _, axis = path.split(".")
     assert getattr(getattr(changed, pool).rules, axis) == expected
-    assert settings.from_json(settings.to_json(changed)) == changed
+    assert overrides.from_json(overrides.to_json(changed)) == changed
 
 
 @pytest.mark.parametrize("name", ["learner", "decode"])

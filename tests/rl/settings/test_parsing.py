@@ -4,16 +4,9 @@ import dataclasses
 
 import pytest
 
-from rl import settings
-from tests.rl import setting_tree
-from tests.rl.setting_tree import (
-  Clipped,
-  Color,
-  Kinds,
-  Plain,
-  Pool,
-  Tree,
-)
+from rl.settings import overrides
+from tests.helpers import setting_tree
+from tests.helpers.setting_tree import Clipped, Color, Kinds, Plain, Pool, Tree
 
 HERE = setting_tree.__name__
 
@@ -65,7 +58,7 @@ HERE = setting_tree.__name__
   ],
 )
 def test_text_is_read_as_the_type_of_the_field(field, text, value):
-  tree = settings.override(Tree(), f"kinds.{field}", text)
+  tree = overrides.override(Tree(), f"kinds.{field}", text)
   read = getattr(tree.kinds, field)
   assert read == value
   assert type(read) is type(value)
@@ -101,8 +94,8 @@ def test_text_is_read_as_the_type_of_the_field(field, text, value):
 def test_text_of_another_type_is_refused_with_key_and_type(
   field, text, expected
 ):
-  with pytest.raises(settings.SettingError) as error:
-    settings.override(Tree(), f"kinds.{field}", text)
+  with pytest.raises(overrides.SettingError) as error:
+    overrides.override(Tree(), f"kinds.{field}", text)
   if "; expected" not in expected:
     expected = f"expected {expected}"
   assert str(error.value) == f"--config.kinds.{field}={text}: {expected}"
@@ -128,7 +121,7 @@ def test_text_of_another_type_is_refused_with_key_and_type(
   ],
 )
 def test_object_is_replaced_by_its_class_and_arguments(path, text, value):
-  tree = settings.override(Tree(), path, f"{HERE}.{text}")
+  tree = overrides.override(Tree(), path, f"{HERE}.{text}")
   if path == "pools.1":
     assert tree == Tree(pools=(Pool(), value))
   else:
@@ -185,6 +178,6 @@ def test_object_is_replaced_by_its_class_and_arguments(path, text, value):
   ],
 )
 def test_object_that_cannot_be_built_is_refused(path, text, reason):
-  with pytest.raises(settings.SettingError) as error:
-    settings.override(Tree(), path, text.replace("@", f"{HERE}."))
+  with pytest.raises(overrides.SettingError) as error:
+    overrides.override(Tree(), path, text.replace("@", f"{HERE}."))
   assert reason.replace("@", f"{HERE}.") in str(error.value)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rl import setting_text
+from rl.settings import setting_text
 
 
 @pytest.mark.parametrize(

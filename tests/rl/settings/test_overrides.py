@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
-from rl import settings
-from tests.rl import setting_tree
-from tests.rl.setting_tree import Clipped, Color, Kinds, Plain, Pool, Tree
+from rl.settings import overrides
+from tests.helpers import setting_tree
+from tests.helpers.setting_tree import Clipped, Color, Kinds, Plain, Pool, Tree
 
 HERE = setting_tree.__name__
 
@@ -26,8 +26,8 @@ HERE = setting_tree.__name__
   ],
 )
 def test_unknown_key_names_the_nearest_of_the_whole_tree(path, near):
-  with pytest.raises(settings.SettingError) as error:
-    settings.override(Tree(), path, "1")
+  with pytest.raises(overrides.SettingError) as error:
+    overrides.override(Tree(), path, "1")
   assert str(error.value) == (
     f"--config.{path}: no such setting; did you mean --config.{near}?"
   )
@@ -46,13 +46,13 @@ def test_unknown_key_names_the_nearest_of_the_whole_tree(path, near):
   ],
 )
 def test_path_that_leads_nowhere_says_why(path, reason):
-  with pytest.raises(settings.SettingError) as error:
-    settings.override(Tree(), path, "1")
+  with pytest.raises(overrides.SettingError) as error:
+    overrides.override(Tree(), path, "1")
   assert str(error.value).startswith(f"--config.{path}: {reason}")
 
 
 def test_optional_part_can_be_made_none():
-  tree = settings.override(Tree(pool=Pool()), "pool", "none")
+  tree = overrides.override(Tree(pool=Pool()), "pool", "none")
   assert tree.pool is None
 
 
@@ -68,7 +68,7 @@ def test_optional_part_can_be_made_none():
 )
 def test_a_setting_is_turned_off_by_false_or_none(path, tree):
   on = Tree(kinds=Kinds(flag=True), pool=Pool())
-  assert settings.override(on, path, None) == tree
+  assert overrides.override(on, path, None) == tree
 
 
 @pytest.mark.parametrize(
@@ -76,8 +76,8 @@ def test_a_setting_is_turned_off_by_false_or_none(path, tree):
   [("kinds.word", "str"), ("kinds.count", "int"), ("loss", "Loss")],
 )
 def test_a_setting_that_is_neither_cannot_be_turned_off(path, words):
-  with pytest.raises(settings.SettingError) as error:
-    settings.override(Tree(), path, None)
+  with pytest.raises(overrides.SettingError) as error:
+    overrides.override(Tree(), path, None)
   assert str(error.value) == (
     f"--noconfig.{path}: {words} cannot be turned off; give it a value"
   )
@@ -93,17 +93,17 @@ def test_parts_come_before_what_lies_in_them(order):
     "pool": None,
   }
   changes = dict(list(changes.items())[::order])
-  tree = settings.apply(Tree(pool=Pool()), changes)
+  tree = overrides.apply(Tree(pool=Pool()), changes)
   assert tree == Tree(loss=Plain(scale=3.0), pools=(Pool(chips=2, name="a"),))
 
 
 def test_item_of_a_tuple_is_reached_by_its_number():
-  tree = settings.override(Tree(), "pools.1.chips", "2")
+  tree = overrides.override(Tree(), "pools.1.chips", "2")
   assert tree.pools == (Pool(), Pool(chips=2, name="v5p"))
 
 
 def test_leaves_have_type_and_value_by_path():
-  leaves = settings.leaves(Tree())
+  leaves = overrides.leaves(Tree())
   assert leaves["kinds.limit"] == ("int | none", 7)
   assert leaves["loss.bounds"] == ("tuple[float, float]", (0.2, 0.28))
   assert leaves["pools.1.name"] == ("str", "v5p")
@@ -130,9 +130,9 @@ def test_json_makes_an_equal_tree():
     rate=Clipped(scale=2.0),
     pool=Pool(),
   )
-  data = settings.to_json(tree)
+  data = overrides.to_json(tree)
   assert data["loss"] == {"class": f"{HERE}.Plain", "scale": 3.0}
-  again = settings.from_json(json.loads(json.dumps(data)))
+  again = overrides.from_json(json.loads(json.dumps(data)))
   assert again == tree
   # "2" equals no int: the string came back as a string.
   assert again.kinds.mixed == "2"
@@ -161,26 +161,26 @@ def test_json_makes_an_equal_tree():
   ],
 )
 def test_json_that_does_not_fit_names_the_field(change, reason):
-  data = settings.to_json(Tree()) | change
+  data = overrides.to_json(Tree()) | change
   data = json.loads(json.dumps(data).replace("@", f"{HERE}."))
-  with pytest.raises(settings.SettingError) as error:
-    settings.from_json(data)
+  with pytest.raises(overrides.SettingError) as error:
+    overrides.from_json(data)
   assert reason.replace("@", f"{HERE}.") in str(error.value)
 
 
 @pytest.mark.parametrize("data", [[1], {"a": 1}, 3, None])
 def test_json_without_a_class_is_refused(data):
-  with pytest.raises(settings.SettingError, match=r"^config=.*: expected obj"):
-    settings.from_json(data)
+  with pytest.raises(overrides.SettingError, match=r"^config=.*: expected obj"):
+    overrides.from_json(data)
 
 
 def test_fields_missing_in_json_take_their_defaults():
-  assert settings.from_json({"class": f"{HERE}.Tree"}) == Tree()
+  assert overrides.from_json({"class": f"{HERE}.Tree"}) == Tree()
 
 
 def test_function_is_refused_as_a_setting():
-  with pytest.raises(settings.SettingError, match=r"^config.call: <built-in"):
-    settings.to_json(Tree(call=abs))
+  with pytest.raises(overrides.SettingError, match=r"^config.call: <built-in"):
+    overrides.to_json(Tree(call=abs))
 
 
 def test_difference_has_a_line_for_each_changed_setting():
@@ -190,21 +190,21 @@ def test_difference_has_a_line_for_each_changed_setting():
     loss=Plain(scale=1.0),
     pools=(Pool(chips=2), Pool(chips=4, name="v5p")),
   )
-  assert settings.difference(Tree(), after) == [
+  assert overrides.difference(Tree(), after) == [
     "kinds.word: 'a' -> 'b'",
     "loss: Clipped(scale=1.0, bounds=(0.2, 0.28)) -> Plain(scale=1.0)",
     "pools.0.chips: 1 -> 2",
     "group_size: 8 -> 16",
   ]
-  assert settings.difference(after, after) == []
+  assert overrides.difference(after, after) == []
 
 
 def test_number_of_items_is_one_difference():
-  lines = settings.difference(Tree(), Tree(pools=()))
+  lines = overrides.difference(Tree(), Tree(pools=()))
   assert len(lines) == 1
   assert lines[0].startswith("pools: (Pool(")
 
 
 def test_settings_are_read_without_jax():
-  code = "import sys, rl.settings; assert 'jax' not in sys.modules"
+  code = "import sys, rl.settings.overrides; assert 'jax' not in sys.modules"
   subprocess.run([sys.executable, "-c", code], check=True)

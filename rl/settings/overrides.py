@@ -17,11 +17,11 @@ import typing
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
-from rl import setting_choices, setting_text, setting_types, setting_values
+from rl.settings import annotations, parsing, setting_text, suggestions
 
 _Tree = TypeVar("_Tree")
-SettingError = setting_types.SettingError
-is_setting = setting_types.is_setting
+SettingError = annotations.SettingError
+is_setting = annotations.is_setting
 
 
 def apply(tree: _Tree, changes: Mapping[str, str | None]) -> _Tree:
@@ -74,16 +74,16 @@ def argument(path: str, text: str | None) -> str:
 
 def _read(hint: Any, text: str | None, path: str, old: Any) -> Any:
   if text is None:
-    return setting_values.turned_off(hint, argument(path, None))
+    return parsing.turned_off(hint, argument(path, None))
   parts = {name: part for name, (part, _) in _children(old, hint).items()}
   typed = setting_text.Text(text)
-  return setting_values.read_field(hint, typed, f"--config.{path}", parts)
+  return parsing.read_field(hint, typed, f"--config.{path}", parts)
 
 
 def leaves(tree: Any) -> dict[str, tuple[str, Any]]:
   """Returns the type, in words, and the value of every setting by its path."""
   return {
-    path: (setting_types.describe(hint), value)
+    path: (annotations.describe(hint), value)
     for path, hint, value in _walk(tree, type(tree))
     if not _children(value, hint)
   }
@@ -114,16 +114,16 @@ def from_json(data: Any) -> Any:
   Raises:
     SettingError: names the path, what was expected, and the nearest field.
   """
-  return setting_values.read_field(object, data, "config")
+  return parsing.read_field(object, data, "config")
 
 
 def _children(node: Any, hint: Any) -> dict[str, tuple[Any, Any]]:
   """Returns (annotation, value) of what lies below; nothing below a leaf."""
   if is_setting(type(node)):
-    hints = setting_types.hints(type(node))
+    hints = annotations.hints(type(node))
     return {name: (hints[name], getattr(node, name)) for name in hints}
   if isinstance(node, tuple) and any(is_setting(type(x)) for x in node):
-    hints = setting_types.item_hints(hint, len(node)) or [Any] * len(node)
+    hints = annotations.item_hints(hint, len(node)) or [Any] * len(node)
     return {str(i): (hints[i], item) for i, item in enumerate(node)}
   return {}
 
@@ -145,14 +145,14 @@ def _no_such(tree: Any, path: str, above: str, hint: Any, node: Any) -> str:
   """Returns why `path` leads nowhere below `above`, the part that exists."""
   start = f"--config.{path}: "
   if node is None:
-    form, *_ = [*setting_choices.forms(hint), "CLASS(...)"]
+    form, *_ = [*suggestions.forms(hint), "CLASS(...)"]
     return start + (
       f"--config.{above} is none, so nothing below it can be set; make it"
       f" an object in the file or with --config.{above}={form}"
     )
   if not (children := _children(node, hint)):
     return (
-      start + f"--config.{above} is one value ({setting_types.describe(hint)})"
+      start + f"--config.{above} is one value ({annotations.describe(hint)})"
     )
 
   def likeness(other: str) -> float:
@@ -160,7 +160,7 @@ def _no_such(tree: Any, path: str, above: str, hint: Any, node: Any) -> str:
     pairs = [(path, other), (path.split(".")[-1], other.split(".")[-1])]
     return sum(difflib.SequenceMatcher(None, *p).ratio() for p in pairs)
 
-  known = {p: setting_types.describe(h) for p, h, _ in _walk(tree, type(tree))}
+  known = {p: annotations.describe(h) for p, h, _ in _walk(tree, type(tree))}
   best = max(known, key=likeness)
   if likeness(best) < 1.2:
     return f"{start}no such setting; there are {', '.join(children)}"

@@ -7,26 +7,26 @@ import pytest
 
 from configs import guess_number_moe
 from envs import delayed, mixture
-from rl import setting_choices, setting_types, settings
+from rl.settings import annotations, overrides, suggestions
 
 RUN = guess_number_moe.get_config()
 TEACHER = "rl.references.Teacher(model=models.config.ModelConfig()"
 
 
 def refused(path, text, run=RUN):
-  with pytest.raises(settings.SettingError) as error:
-    settings.override(run, path, text)
+  with pytest.raises(overrides.SettingError) as error:
+    overrides.override(run, path, text)
   assert "\n" not in str(error.value)
   return str(error.value)
 
 
 def places(node, path=""):
   """Yields (path, annotation) of every object in a tree that can be given."""
-  for name, hint in setting_types.hints(type(node)).items():
+  for name, hint in annotations.hints(type(node)).items():
     child = getattr(node, name)
-    if any(map(setting_types.is_object, setting_types.members(hint))):
+    if any(map(annotations.is_object, annotations.members(hint))):
       yield path + name, hint
-    if settings.is_setting(type(child)):
+    if overrides.is_setting(type(child)):
       yield from places(child, f"{path}{name}.")
 
 
@@ -38,17 +38,17 @@ MORE = (delayed.Delayed, mixture.Mixture, mixture.ByTask)
 @pytest.mark.parametrize("path", PLACES)
 def test_everything_on_offer_is_taken_as_it_is_typed(path):
   hint = PLACES[path]
-  offered = setting_choices.forms(hint)
+  offered = suggestions.forms(hint)
   # Names of sizes are for who types them to choose.
   offered = [text for text in offered if "NAME" not in text]
   # The engine's two have a short name, and so have all algorithms.
   assert offered or path in ("engine", "algorithm", "algorithm.reference")
   for text in offered:
-    tree: typing.Any = settings.override(RUN, path, text)
+    tree: typing.Any = overrides.override(RUN, path, text)
     for name in path.split("."):
       tree = getattr(tree, name)
     maker = pkgutil.resolve_name(text.partition("(")[0])
-    assert type(tree) is setting_types.made(maker)
+    assert type(tree) is annotations.made(maker)
 
 
 @pytest.mark.parametrize(
@@ -103,8 +103,8 @@ def test_the_nearest_is_named_and_then_the_others(path, text, meant, others):
 
 def test_an_object_that_needs_others_is_offered_with_some():
   offered = [
-    *setting_choices.forms(PLACES["environment"]),
-    *setting_choices.forms(PLACES["reward"]),
+    *suggestions.forms(PLACES["environment"]),
+    *suggestions.forms(PLACES["reward"]),
   ]
   names = [text.partition("(")[0] for text in offered]
   assert {f"{cls.__module__}.{cls.__name__}" for cls in MORE} < {*names}
@@ -113,12 +113,12 @@ def test_an_object_that_needs_others_is_offered_with_some():
 
 def test_all_losses_are_offered_and_nothing_else():
   # Both are calls of one argument; only what they return tells them apart.
-  losses = setting_choices.forms(PLACES["algorithm.loss"])
+  losses = suggestions.forms(PLACES["algorithm.loss"])
   assert {"rl.losses.Cispo()", "rl.losses.Gspo()"} < {*losses}
   # Files of configs/ may have been loaded, with losses of their own.
   places = ("rl.losses.", "_config_")
   assert not [text for text in losses if not text.startswith(places)]
-  optimizers = setting_choices.forms(PLACES["optimizer"])
+  optimizers = suggestions.forms(PLACES["optimizer"])
   others = [t for t in optimizers if not t.startswith("rl.optimizers.")]
   assert not others
 
@@ -169,7 +169,7 @@ def test_a_teacher_can_be_typed():
     "rl.references.Teacher(directory=/no-such/place, "
     "model=models.config.tiny_moe(vocab_size=29,max_length=32))"
   )
-  run = settings.apply(
+  run = overrides.apply(
     RUN, {"algorithm": "distill", "algorithm.reference": text}
   )
   reference: typing.Any = run.algorithm.reference
@@ -185,6 +185,6 @@ def test_a_teacher_can_be_typed():
 
 def test_modules_need_no_package_and_words_no_quotes():
   text = "kl.KlPenalty(estimator=k3+, weight=3e-4)"
-  assert settings.override(RUN, "algorithm.kl", text) == settings.override(
+  assert overrides.override(RUN, "algorithm.kl", text) == overrides.override(
     RUN, "algorithm.kl", "rl.kl.KlPenalty(estimator='k3+', weight=0.0003)"
   )

@@ -11,7 +11,7 @@ import typing
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from rl import setting_types
+from rl.settings import annotations
 
 _EXAMPLES = {bool: "true", int: "4", float: "0.1", str: "NAME"}
 CONFIG_FILE = "_config_"
@@ -24,7 +24,7 @@ def form(maker: Any, depth: int = 3) -> str:
   Args:
     depth: of objects in each other; what lies deeper is "...".
   """
-  own, needed = setting_types.parameters(maker), setting_types.required(maker)
+  own, needed = annotations.parameters(maker), annotations.required(maker)
   fields = ", ".join(f"{n}={_example(own[n], depth - 1)}" for n in needed)
   return f"{maker.__module__}.{maker.__qualname__}({fields})"
 
@@ -46,10 +46,10 @@ def forms(hint: Any, word: str = "") -> list[str]:
 def near(hint: Any, word: str) -> str | None:
   """Returns what may have been meant by a word that does not fit, or None."""
   options = {maker.__name__.lower(): form(maker) for maker in _makers(hint)}
-  for member in setting_types.members(hint):
+  for member in annotations.members(hint):
     if (name := _short(member)) is not None:
-      maker = setting_types.kind(member)
-      text = form(maker) if setting_types.required(maker) else name
+      maker = annotations.kind(member)
+      text = form(maker) if annotations.required(maker) else name
       options |= {name: text, maker.__name__.lower(): text}
     options |= {choice.lower(): choice for choice in _choices(member)}
   found = difflib.get_close_matches(_last(word), options, 1)
@@ -79,8 +79,8 @@ def advice(hint: Any, word: str, *, fields: bool = False) -> str:
 
 def _fields(maker: Any) -> str:
   described = {
-    name: setting_types.describe(hint)
-    for name, hint in setting_types.parameters(maker).items()
+    name: annotations.describe(hint)
+    for name, hint in annotations.parameters(maker).items()
   }
   return ", ".join(f"{name} ({words})" for name, words in described.items())
 
@@ -91,15 +91,15 @@ def _last(word: str) -> str:
 
 
 def _short(member: Any) -> str | None:
-  is_object = setting_types.is_object(member)
+  is_object = annotations.is_object(member)
   return getattr(member, "short_name", None) if is_object else None
 
 
 def _choices(member: Any) -> list[str]:
   """Returns the words of a Literal or an enum."""
-  own = setting_types.kind(member)
-  if own is Literal or setting_types.is_a(own, enum.Enum):
-    return setting_types.describe(member).split(" | ")
+  own = annotations.kind(member)
+  if own is Literal or annotations.is_a(own, enum.Enum):
+    return annotations.describe(member).split(" | ")
   return []
 
 
@@ -108,9 +108,9 @@ def _makers(hint: Any) -> Iterator[Any]:
 
   Those with a short name, by which they are typed, are left out.
   """
-  for member in setting_types.members(hint):
-    own = setting_types.kind(member)
-    if setting_types.is_object(member) and isinstance(own, type):
+  for member in annotations.members(hint):
+    own = annotations.kind(member)
+    if annotations.is_object(member) and isinstance(own, type):
       found = [] if _short(member) else [*_classes(own), *_functions(own)]
       yield from (maker for maker in found if not _short(maker))
 
@@ -130,14 +130,14 @@ def _classes(own: type) -> Iterator[type]:
 
 
 def _stands_for(value: Any, own: type) -> bool:
-  if not setting_types.is_setting(value) or inspect.isabstract(value):
+  if not annotations.is_setting(value) or inspect.isabstract(value):
     return False
   if value.__name__.startswith("_"):
     return False
-  names = {*dir(value), *setting_types.hints(value)}
+  names = {*dir(value), *annotations.hints(value)}
   if not _is_below(value, own, names):
     return False
-  mine, asked = (setting_types.made(cls.__call__) for cls in (value, own))
+  mine, asked = (annotations.made(cls.__call__) for cls in (value, own))
   # Many protocols are no more than a call. Shapes are equal by their words.
   known = None not in (mine, asked) and str(mine) != str(asked)
   return not known or _is_below(mine, asked, {*dir(mine)})
@@ -146,35 +146,35 @@ def _stands_for(value: Any, own: type) -> bool:
 def _is_below(value: Any, own: Any, names: set[str]) -> bool:
   """Whether a class, with instances of such names, is or fits another."""
   if getattr(own, "_is_protocol", False):
-    return setting_types.public(own) <= names
-  return setting_types.is_a(value, own)
+    return annotations.public(own) <= names
+  return annotations.is_a(value, own)
 
 
 def _functions(own: type) -> Iterator[Any]:
   """Yields the functions beside a class of settings that return one."""
-  if not setting_types.is_setting(own):
+  if not annotations.is_setting(own):
     return
   for name, value in list(vars(sys.modules[own.__module__]).items()):
     is_own = inspect.isfunction(value) and value.__module__ == own.__module__
-    if is_own and name[0] != "_" and setting_types.made(value) is own:
+    if is_own and name[0] != "_" and annotations.made(value) is own:
       yield value
 
 
 def _example(hint: Any, depth: int) -> str:
   """Returns a value of a hint as it may be typed, or "..."."""
-  first = setting_types.members(hint)[0]
-  own = setting_types.kind(first)
+  first = annotations.members(hint)[0]
+  own = annotations.kind(first)
   if own in _EXAMPLES:
     return _EXAMPLES[own]
-  if setting_types.is_a(own, Sequence):
+  if annotations.is_a(own, Sequence):
     items = typing.get_args(first)
     each = [_example(item, depth) for item in items if item is not Ellipsis]
     return f"({', '.join(each)},)" if each else "..."
-  if setting_types.is_a(own, Mapping):
+  if annotations.is_a(own, Mapping):
     return "{}"
   if choices := _choices(first):
     return choices[0]
   makers = list(_makers(first)) if depth else []
   if not makers:
     return "..."
-  return form(min(makers, key=lambda m: len(setting_types.required(m))), depth)
+  return form(min(makers, key=lambda m: len(annotations.required(m))), depth)

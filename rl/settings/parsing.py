@@ -9,10 +9,10 @@ import typing
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from rl import setting_choices, setting_text, setting_types
+from rl.settings import annotations, setting_text, suggestions
 
 Text = setting_text.Text
-SettingError = setting_types.SettingError
+SettingError = annotations.SettingError
 _MAX_SHOWN = 80
 
 
@@ -40,17 +40,17 @@ def read_field(
     return _read(hint, raw, where)
   except _Mismatch as error:
     reason = str(error)
-  wrong, words = f"{where}={_shown(raw)}", setting_types.describe(hint)
+  wrong, words = f"{where}={_shown(raw)}", annotations.describe(hint)
   if reason:
     raise SettingError(f"{wrong}: {reason}; expected {words}")
   message = f"{wrong}: expected {words}"
   meant = None
   if isinstance(raw, Text):
-    message += setting_choices.advice(hint, raw.text, fields=not parts)
-    meant = setting_choices.near(hint, raw.text)
+    message += suggestions.advice(hint, raw.text, fields=not parts)
+    meant = suggestions.near(hint, raw.text)
   if parts and meant is None:
     below = (
-      f"{where}.{name} ({setting_types.describe(part)})"
+      f"{where}.{name} ({annotations.describe(part)})"
       for name, part in parts.items()
     )
     message += ", or set a part of it: " + ", ".join(below)
@@ -63,12 +63,12 @@ def turned_off(hint: Any, where: str) -> bool | None:
   Raises:
     SettingError: it takes neither.
   """
-  members = setting_types.members(hint)
+  members = annotations.members(hint)
   if bool in members:
     return False
   if types.NoneType in members:
     return None
-  words = setting_types.describe(hint)
+  words = annotations.describe(hint)
   raise SettingError(f"{where}: {words} cannot be turned off; give it a value")
 
 
@@ -79,24 +79,24 @@ def _shown(raw: Any) -> str:
 
 def _read(hint: Any, raw: Any, where: str) -> Any:
   """Returns the typed value; `where` is the key for errors further below."""
-  if len(setting_types.members(hint)) > 1:
+  if len(annotations.members(hint)) > 1:
     return _read_union(hint, raw, where)
-  kind, arguments = setting_types.kind(hint), typing.get_args(hint)
-  if kind in setting_types.SCALARS:
+  kind, arguments = annotations.kind(hint), typing.get_args(hint)
+  if kind in annotations.SCALARS:
     return _read_scalar(kind, raw)
   if kind is Literal:
     return _read_choice({str(option): option for option in arguments}, raw)
-  if setting_types.is_a(kind, enum.Enum):
+  if annotations.is_a(kind, enum.Enum):
     by_value = {str(member.value): member for member in kind}
     return _read_choice(by_value | dict(kind.__members__), raw)
   shape = _shape(raw)
-  if setting_types.is_a(kind, Mapping) and isinstance(shape, dict):
+  if annotations.is_a(kind, Mapping) and isinstance(shape, dict):
     key_hint, item_hint = arguments or (Any, Any)
     return {
       _read(key_hint, Text(k), where): _read(item_hint, v, f"{where}.{k}")
       for k, v in shape.items()
     }
-  if setting_types.is_a(kind, Sequence):
+  if annotations.is_a(kind, Sequence):
     if isinstance(raw, Text) and not isinstance(shape, list):
       # A lone `2` is a tuple of one; shape is `2` without quotes, if any.
       shape = [shape if isinstance(shape, Text) else raw]
@@ -105,14 +105,14 @@ def _read(hint: Any, raw: Any, where: str) -> Any:
 
 
 def _read_union(hint: Any, raw: Any, where: str) -> Any:
-  members, reason = setting_types.members(hint), ""
-  if any(map(setting_types.is_object, members)):
+  members, reason = annotations.members(hint), ""
+  if any(map(annotations.is_object, members)):
     try:
       return _read_object(hint, _shape(raw), where)
     except _Mismatch as error:
       reason = str(error)
   for member in members:
-    if not setting_types.is_object(member):
+    if not annotations.is_object(member):
       with contextlib.suppress(_Mismatch):
         return _read(member, raw, where)
   raise _Mismatch(reason)
@@ -168,18 +168,18 @@ def _shape(raw: Any) -> Any:
 def _read_items(hint: Any, items: Any, where: str) -> Any:
   if not isinstance(items, list):
     raise _Mismatch
-  hints = setting_types.item_hints(hint, len(items))
+  hints = annotations.item_hints(hint, len(items))
   if hints is None:
     raise _Mismatch
   pairs = enumerate(zip(hints, items, strict=True))
   values = [_read(child, item, f"{where}.{i}") for i, (child, item) in pairs]
-  return values if setting_types.kind(hint) is list else tuple(values)
+  return values if annotations.kind(hint) is list else tuple(values)
 
 
 def _read_object(hint: Any, data: Any, where: str) -> Any:
   """Returns what {"class": path, field: raw value} says, if it fits."""
-  objects = filter(setting_types.is_object, setting_types.members(hint))
-  kinds = [setting_types.kind(member) for member in objects]
+  objects = filter(annotations.is_object, annotations.members(hint))
+  kinds = [annotations.kind(member) for member in objects]
   if isinstance(data, Text):
     for kind in kinds:
       if data.text == getattr(kind, "short_name", None):
@@ -189,7 +189,7 @@ def _read_object(hint: Any, data: Any, where: str) -> Any:
   maker = _resolve(data["class"], hint, kinds, where)
   fields = {key: raw for key, raw in data.items() if key != "class"}
   value = _make(maker, fields, where)
-  if not any(setting_types.fits(kind, value) for kind in kinds):
+  if not any(annotations.fits(kind, value) for kind in kinds):
     raise _Mismatch
   return value
 
@@ -207,19 +207,19 @@ def _resolve(path: str, hint: Any, kinds: Sequence[Any], where: str) -> Any:
     except (ImportError, AttributeError, ValueError) as error:
       errors.append(error)
       continue
-    if setting_types.is_setting(setting_types.made(maker)):
+    if annotations.is_setting(annotations.made(maker)):
       return maker
     raise SettingError(
       f"{where}: {path} is no frozen dataclass, nor a function that says it "
       "returns one"
     )
-  advice = setting_choices.advice(hint, path)
+  advice = suggestions.advice(hint, path)
   raise SettingError(f"{where}: cannot import {path}: {errors[0]}{advice}")
 
 
 def _make(maker: Any, fields: Mapping[str, Any], where: str) -> Any:
   """Returns what a class or a function makes of raw values by name."""
-  hints = setting_types.parameters(maker)
+  hints = annotations.parameters(maker)
   for name in fields:
     if name not in hints:
       near = difflib.get_close_matches(name, hints, 1) or list(hints)
@@ -228,10 +228,9 @@ def _make(maker: Any, fields: Mapping[str, Any], where: str) -> Any:
         f"{where}.{name}: {path} has no such field; did you mean"
         f" {' or '.join(near)}?"
       )
-  if missing := [n for n in setting_types.required(maker) if n not in fields]:
+  if missing := [n for n in annotations.required(maker) if n not in fields]:
     raise SettingError(
-      f"{where}: needs {', '.join(missing)}, as in "
-      f"{setting_choices.form(maker)}"
+      f"{where}: needs {', '.join(missing)}, as in {suggestions.form(maker)}"
     )
   values = {
     name: read_field(hints[name], raw, f"{where}.{name}")

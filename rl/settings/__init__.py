@@ -1,0 +1,1 @@
+"""Typed settings: overrides, JSON, suggestions and shared checks."""
