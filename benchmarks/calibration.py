@@ -28,9 +28,9 @@ from rl import (
   simulated_learner,
   simulated_processor,
   simulation,
-  trace,
   workload,
 )
+from rl.runtime import trace
 
 _FAR = 5.0
 

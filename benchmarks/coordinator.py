@@ -47,7 +47,6 @@ from rl import (
   advantages,
   algorithms,
   coordinator,
-  dispatch,
   engine,
   events,
   filters,
@@ -60,12 +59,11 @@ from rl import (
   router,
   simulated_learner,
   testing,
-  trace,
   training,
   trajectory,
-  watchdog,
 )
 from rl import progress as progress_lib
+from rl.runtime import mesh_thread, trace, watchdog
 
 _TURNS = absl_flags.DEFINE_integer("turns", 100_000, "Played in each case.")
 _REPEATS = absl_flags.DEFINE_integer("repeats", 3, "Of each case.")
@@ -143,7 +141,7 @@ class _Run:
     self._dog = watchdog.Watchdog()
     self._source = at_once.Games(case.turns, case.yields)
     self._tasks = prompts.Prompts(self._source, 0)
-    self._thread: dispatch.MeshThread | None = None
+    self._thread: mesh_thread.MeshThread | None = None
     self.watcher = _Watcher()
     self.log = events.EventLog(folder / "events.jsonl", clock=clock)
     self.checker = invariants.Checker(case.schedule, _MEMBERS)
@@ -204,7 +202,7 @@ class _Run:
     if not self._case.packed:
       free = simulated_learner.Learner(token_s=0.0, update_s=0.0)
       return simulated_learner.SimulatedTrainer(free, self._spans), 0
-    self._thread = dispatch.MeshThread("learner", self._spans)
+    self._thread = mesh_thread.MeshThread("learner", self._spans)
     programs = testing.fake_learner()
     settings = training.Settings(
       rows=16,

@@ -19,7 +19,8 @@ import numpy as np
 from benchmarks import decode_load
 from models import config as model_config
 from models import transformer
-from rl import dispatch, engine, engine_settings, placement, trace, trajectory
+from rl import engine, engine_settings, placement, trajectory
+from rl.runtime import mesh_thread, trace
 
 MODEL = model_config.ModelConfig(
   **decode_load.MODEL, max_length=decode_load.MAX_LENGTH
@@ -77,10 +78,10 @@ async def play(
 
 async def start(
   settings: engine_settings.Settings,
-) -> tuple[engine_settings.Engine, dispatch.MeshThread]:
+) -> tuple[engine_settings.Engine, mesh_thread.MeshThread]:
   """Returns an engine of random weights, and its thread."""
   _, layout = placement.Placement(colocated=True).layouts()
-  thread = dispatch.MeshThread("decode", trace.Trace(None))
+  thread = mesh_thread.MeshThread("decode", trace.Trace(None))
   served = settings.build(MODEL, layout, thread)
   params = jax.jit(
     lambda: transformer.init(jax.random.key(0), MODEL),

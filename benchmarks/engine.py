@@ -31,10 +31,10 @@ from rl import (
   decode_step,
   engine_settings,
   episode,
-  trace,
   train_state,
   trajectory,
 )
+from rl.runtime import trace
 
 _EPISODES = absl_flags.DEFINE_integer("episodes", 64, "Concurrent episodes.")
 _REPEATS = absl_flags.DEFINE_integer("repeats", 5, "Of each side.")

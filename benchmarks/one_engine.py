@@ -31,10 +31,10 @@ from rl import (
   learner,
   progress,
   router,
-  trace,
   train_state,
   trajectory,
 )
+from rl.runtime import trace
 
 Trained = Sequence[tuple[trajectory.Group, Float32[np.ndarray, " G"]]]
 BESIDE = "beside"

@@ -38,8 +38,8 @@ from rl import (
   overlap,
   simulation,
   simulation_result,
-  trace,
 )
+from rl.runtime import trace
 
 _ROUNDS = absl_flags.DEFINE_integer("rounds", 8, "Rounds of each run.")
 _REPEATS = absl_flags.DEFINE_integer("repeats", 3, "Runs of each schedule.")

@@ -43,16 +43,15 @@ from launch import devices
 from models import config as model_config
 from models import lora, sharding, transformer
 from rl import (
-  dispatch,
   engine,
   engine_settings,
   events,
   placement,
   testing,
-  trace,
   trajectory,
   weights,
 )
+from rl.runtime import mesh_thread, trace
 
 _REPEATS = absl_flags.DEFINE_integer("repeats", 5, "Of each way.")
 _ROWS = absl_flags.DEFINE_integer("rows", 16, "Answers decoded at once.")
@@ -181,7 +180,7 @@ async def _under_load(
   """Returns medians of what publishing costs, by way."""
   spans = trace.Trace(None)
   learner, decode = (
-    dispatch.MeshThread(n, spans) for n in ("learner", "decode")
+    mesh_thread.MeshThread(n, spans) for n in ("learner", "decode")
   )
   settings = engine_settings.EngineSettings(
     slots=_ROWS.value,
@@ -234,7 +233,7 @@ async def _moved(
 ) -> dict[str, float]:
   """Returns bytes and median seconds of a publish of what a model trains."""
   spans = trace.Trace(None)
-  learner = dispatch.MeshThread("learner", spans)
+  learner = mesh_thread.MeshThread("learner", spans)
   publisher = weights.WeightPublisher(
     [
       (

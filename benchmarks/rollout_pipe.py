@@ -44,9 +44,9 @@ from rl import (
   simulated_processor,
   simulation,
   simulation_result,
-  trace,
   workload,
 )
+from rl.runtime import trace
 
 SERIAL_S = {32: 363.0, 96: 1098.0}
 PIPED_S = {32: 251.0, 96: 647.0}

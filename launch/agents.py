@@ -19,8 +19,9 @@ from typing import Any
 
 from envs import base, threads
 from launch import listening, openai_api
-from rl import answer_text, served_agent, sessions, trajectory, watchdog
+from rl import answer_text, served_agent, sessions, trajectory
 from rl import episode as episode_lib
+from rl.runtime import watchdog
 
 Agent = Callable[[str, base.Task], Any]
 """(base_url, task) -> reward, or None when others grade; async or not."""

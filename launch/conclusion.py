@@ -5,7 +5,7 @@ import pathlib
 from collections.abc import Callable, Iterator
 
 from launch import check, report
-from rl import trace
+from rl.runtime import trace
 
 Say = Callable[[str], None]
 

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rl import trace
+from rl.runtime import trace
 
 _WIDTH, _LEFT, _RIGHT = 880, 76, 848
 _CURVE_TOP, _CURVE_BOTTOM, _STRIP_TOP = 92, 292, 392

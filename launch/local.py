@@ -32,18 +32,16 @@ from launch import (
 from models.hf import load, tokenizer_files
 from rl import (
   assemble,
-  checkpoint,
   config,
   coordinator,
   evaluate,
   quarantine,
   recorder,
-  trace,
   trajectory,
-  watchdog,
 )
 from rl import metrics as metrics_lib
 from rl import progress as progress_lib
+from rl.runtime import checkpoint, trace, watchdog
 
 _EPISODES_KEPT = 4
 _LOOP_LAG_S = 30.0

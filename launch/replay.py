@@ -21,14 +21,8 @@ from absl import app
 from absl import flags as absl_flags
 
 from launch import devices, flags, workdir
-from rl import (
-  assemble_trainer,
-  checkpoint,
-  config,
-  learner,
-  post_mortem,
-  quarantine,
-)
+from rl import assemble_trainer, config, learner, post_mortem, quarantine
+from rl.runtime import checkpoint
 from rl.settings import overrides
 
 _WHERE = absl_flags.DEFINE_bool(

@@ -27,7 +27,7 @@ from launch import (
   report_warm_start,
   run_files,
 )
-from rl import trace
+from rl.runtime import trace
 
 _HERE = pathlib.Path(__file__).parent
 _MAX_SPANS = 50_000

@@ -6,7 +6,8 @@ import sys
 from collections.abc import AsyncIterator
 
 from models.hf import load
-from rl import assemble, checkpoint, config
+from rl import assemble, config
+from rl.runtime import checkpoint
 
 
 @contextlib.asynccontextmanager

@@ -7,7 +7,7 @@ import pathlib
 from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
-from rl import trace
+from rl.runtime import trace
 
 _KEPT = ("index", "status", "reward", "parts", "fault", "advantage")
 _MAX_SPANS_READ = 500_000

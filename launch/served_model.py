@@ -12,17 +12,10 @@ from launch import devices, restored, workdir
 from models import config as model_config
 from models import sharding, transformer
 from models.hf import load
-from rl import (
-  answer_text,
-  config,
-  dispatch,
-  engine_settings,
-  router,
-  trace,
-  trajectory,
-)
+from rl import answer_text, config, engine_settings, router, trajectory
 from rl import episode as episode_lib
 from rl import placement as placement_lib
+from rl.runtime import mesh_thread, trace
 from rl.settings import overrides
 
 _MAX_LENGTH = 4096
@@ -144,7 +137,7 @@ async def of_directory(
   """Serves a Hugging Face checkpoint, as version 0."""
   _, *layouts = hosting.placement.layouts()
   spans = trace.Trace(None)
-  threads = [dispatch.MeshThread("decode", spans) for _ in layouts]
+  threads = [mesh_thread.MeshThread("decode", spans) for _ in layouts]
   engines = [
     hosting.engine.build(hosting.model, layout, thread)
     for layout, thread in zip(layouts, threads, strict=True)

@@ -20,7 +20,8 @@ from absl import app
 from absl import flags as absl_flags
 
 from launch import flags, plan, simulated_timeline
-from rl import simulation, simulation_result, trace, watchdog
+from rl import simulation, simulation_result
+from rl.runtime import trace, watchdog
 from rl.settings import overrides
 
 _TIMELINE = absl_flags.DEFINE_string(

@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 
-from rl import simulation, simulation_result, trace
+from rl import simulation, simulation_result
+from rl.runtime import trace
 
 _SHADES = " ▁▂▃▄▅▆▇█"
 

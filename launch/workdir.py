@@ -12,7 +12,8 @@ import sys
 from typing import Any, TextIO
 
 from launch import config_file
-from rl import checkpoint, config
+from rl import config
+from rl.runtime import checkpoint
 from rl.settings import overrides
 
 CHECKPOINTS = "checkpoints"

@@ -14,7 +14,8 @@ import numpy as np
 from jaxtyping import Float32
 
 from rl import batch as batch_lib
-from rl import dispatch, learner, owners, scoring, train_state, trajectory
+from rl import learner, owners, scoring, train_state, trajectory
+from rl.runtime import mesh_thread
 
 _Values = Float32[np.ndarray, " _"]
 
@@ -38,7 +39,7 @@ class Accumulation:
   def __init__(
     self,
     programs: learner.Learner,
-    thread: dispatch.MeshThread,
+    thread: mesh_thread.MeshThread,
     pack: Callable[..., batch_lib.Packed],
   ):
     """Does nothing yet.

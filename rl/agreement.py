@@ -9,7 +9,8 @@ import numpy as np
 from jaxtyping import Float32, Int32
 
 from rl import batch as batch_lib
-from rl import dispatch, learner
+from rl import learner
+from rl.runtime import mesh_thread
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -65,7 +66,7 @@ class Gap:
 
 async def measure(
   programs: learner.Learner,
-  thread: dispatch.MeshThread,
+  thread: mesh_thread.MeshThread,
   weights: Mapping[int, Any],
   batch: batch_lib.Batch | None,
   rows: int,

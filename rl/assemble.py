@@ -15,10 +15,8 @@ from models.hf import load
 from rl import (
   assemble_trainer,
   assemble_warm_start,
-  checkpoint,
   config,
   coordinator,
-  dispatch,
   engine_settings,
   episode,
   events,
@@ -31,15 +29,14 @@ from rl import (
   quarantine,
   rollout,
   router,
-  trace,
   train_state,
   training,
   trajectory,
   warm_start,
-  watchdog,
   weights,
 )
 from rl import engine as engine_lib
+from rl.runtime import checkpoint, mesh_thread, trace, watchdog
 
 _FROZEN = "frozen"
 
@@ -59,8 +56,8 @@ class Parts:
   learner_layout: sharding.Layout
   decode_layouts: Sequence[sharding.Layout]
   programs: learner.Learner
-  learner_thread: dispatch.MeshThread
-  decode_threads: Sequence[dispatch.MeshThread]
+  learner_thread: mesh_thread.MeshThread
+  decode_threads: Sequence[mesh_thread.MeshThread]
   engines: Sequence[engine_settings.Engine]
   router: router.Router
   publisher: weights.WeightPublisher
@@ -112,8 +109,8 @@ def build(
   log = events.EventLog(run_dir / "events.jsonl" if run_dir else None)
   chat = experiment.chat()
   dog = watchdog.Watchdog(report)
-  learner_thread = dispatch.MeshThread("learner", spans)
-  threads = [dispatch.MeshThread("decode", spans) for _ in decode_layouts]
+  learner_thread = mesh_thread.MeshThread("learner", spans)
+  threads = [mesh_thread.MeshThread("decode", spans) for _ in decode_layouts]
   model = weights.pool_model(experiment.model, experiment.publishing.dtype)
   engines = [
     experiment.engine.build(model, layout, thread)
@@ -166,7 +163,7 @@ def publisher(
   experiment: config.Experiment,
   serving: router.Router,
   decode_layouts: Sequence[sharding.Layout],
-  learner_thread: dispatch.MeshThread,
+  learner_thread: mesh_thread.MeshThread,
   log: events.EventLog,
   spans: trace.Trace,
 ) -> weights.WeightPublisher:

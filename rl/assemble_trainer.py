@@ -1,7 +1,8 @@
 """The wiring of what trains: Experiment -> programs, trainer."""
 
 from models import sharding
-from rl import config, dispatch, learner, quarantine, references, training
+from rl import config, learner, quarantine, references, training
+from rl.runtime import mesh_thread
 
 _PROBE_ROWS = 8
 _MAX_LAGS = 8
@@ -28,7 +29,7 @@ def trainer(
   experiment: config.Experiment,
   layout: sharding.Layout,
   programs: learner.Learner,
-  thread: dispatch.MeshThread,
+  thread: mesh_thread.MeshThread,
   kept: quarantine.Quarantine | None,
 ) -> training.Training:
   """Returns what turns groups into weights.

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from models import sharding
 from rl import (
   config,
-  dispatch,
   episode,
   learner,
   losses,
@@ -13,6 +12,7 @@ from rl import (
   train_state,
   warm_start,
 )
+from rl.runtime import mesh_thread
 
 
 def programs(
@@ -39,7 +39,7 @@ async def imitate(
   settings: warm_start.WarmStart,
   programs: learner.Learner,
   now: warm_start.Imitation,
-  thread: dispatch.MeshThread,
+  thread: mesh_thread.MeshThread,
   chat: episode.Chat,
   observer: warm_start.Observer,
   report: Callable[[str], None],

@@ -32,9 +32,9 @@ from rl import (
   measured,
   placement,
   planning,
-  trace,
   workload,
 )
+from rl.runtime import trace
 from rl.settings import overrides
 
 _MORE = "let it run for a few rounds"

@@ -29,12 +29,11 @@ from rl import (
   producer,
   rollout,
   round_report,
-  trace,
   training,
   trajectory,
-  watchdog,
 )
 from rl import progress as progress_lib
+from rl.runtime import trace, watchdog
 
 _GRACE_S = 10.0
 """For what is played to end with all its tokens when a run stops."""

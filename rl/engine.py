@@ -379,7 +379,7 @@ class DecodeEngine(Protocol):
     ...
 
   async def checksum(self) -> tuple[trajectory.PolicyVersion, int]:
-    """Returns the served version and `checksums.of` its weights."""
+    """Returns the served version and `checksum.of` its weights."""
     ...
 
   async def flush_cache(self) -> None:

@@ -19,16 +19,16 @@ from models import config as model_config
 from models import sharding, transformer
 from rl import (
   admission,
-  checksums,
   decode_step,
   decoder,
-  dispatch,
   engine,
   engine_plan,
   engine_schedule,
   engine_settings,
   trajectory,
 )
+from rl.runtime import checksum as checksum_lib
+from rl.runtime import mesh_thread
 
 _CLOSE_S = 5.0
 _DEPTH = 2
@@ -50,7 +50,7 @@ class JaxEngine:
     config: model_config.ModelConfig,
     settings: engine_settings.EngineSettings,
     layout: sharding.Layout,
-    thread: dispatch.MeshThread,
+    thread: mesh_thread.MeshThread,
   ):
     settings.validate()
     settings.validate_model(config)
@@ -242,10 +242,10 @@ class JaxEngine:
     self._params, self._version = params, version
 
   async def checksum(self) -> tuple[trajectory.PolicyVersion, int]:
-    """Returns the served version and `checksums.of` its weights."""
+    """Returns the served version and `checksum.of` its weights."""
     self._check_open()
     version, params = self._version, self._params
-    return version, await self._thread.run("checksum", checksums.of, params)
+    return version, await self._thread.run("checksum", checksum_lib.of, params)
 
   async def flush_cache(self) -> None:
     """Forgets every prefix that no running request uses."""

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 from models import config as model_config
 from models import sharding
-from rl import dispatch, engine, trajectory
+from rl import engine, trajectory
+from rl.runtime import mesh_thread
 
 if TYPE_CHECKING:
   from rl import engine_jax
@@ -61,7 +62,7 @@ class Settings(Protocol):
     self,
     config: model_config.ModelConfig,
     layout: sharding.Layout,
-    thread: dispatch.MeshThread,
+    thread: mesh_thread.MeshThread,
   ) -> Engine:
     """Returns an engine, not started.
 
@@ -220,7 +221,7 @@ class EngineSettings:
     self,
     config: model_config.ModelConfig,
     layout: sharding.Layout,
-    thread: dispatch.MeshThread,
+    thread: mesh_thread.MeshThread,
   ) -> "engine_jax.JaxEngine":
     """Returns an engine of this size, not started."""
     # The engine reads these settings, so it cannot be imported before them.

@@ -23,7 +23,6 @@ import jax
 from models import config as model_config
 from models import sharding
 from rl import (
-  dispatch,
   sglang_fixes,
   sglang_process,
   sglang_requests,
@@ -31,6 +30,7 @@ from rl import (
   sglang_serving,
   sglang_weights,
 )
+from rl.runtime import mesh_thread
 
 # Positions that its checks of lengths keep free behind a conversation.
 _SPARE = 8
@@ -153,7 +153,7 @@ class SglangSettings:
     self,
     config: model_config.ModelConfig,
     layout: sharding.Layout,
-    thread: dispatch.MeshThread,
+    thread: mesh_thread.MeshThread,
   ) -> sglang_serving.SglangEngine:
     """Returns an engine that `start` will start.
 

@@ -16,7 +16,8 @@ from jaxtyping import Int32
 
 from envs import base
 from rl import engine as engine_lib
-from rl import foreign, trajectory, watchdog
+from rl import trajectory
+from rl.runtime import isolation, watchdog
 
 _T = TypeVar("_T")
 _Request = Callable[..., engine_lib.DecodeRequest]
@@ -136,12 +137,12 @@ class _Guarded:
     return await self._ask(
       lambda: self.environment.start(),
       "start",
-      lambda said: foreign.checked_messages(said, "start"),
+      lambda said: isolation.checked_messages(said, "start"),
     )
 
   async def step(self, answer: base.Message) -> base.Step:
     return await self._ask(
-      lambda: self.environment.step(answer), "step", foreign.checked_step
+      lambda: self.environment.step(answer), "step", isolation.checked_step
     )
 
   async def close(self) -> None:
@@ -159,7 +160,7 @@ class _Guarded:
     if self.calls:
       await asyncio.wait(self.calls)
     # The episode is over; what it was worth is already known.
-    with contextlib.suppress(foreign.Fault):
+    with contextlib.suppress(isolation.Fault):
       await self._ask(lambda: self.environment.close(), "close", _ignored)
     if self.calls:
       await asyncio.wait(self.calls)
@@ -170,7 +171,7 @@ class _Guarded:
     what: str,
     check: Callable[[Any], _T],
   ) -> _T:
-    return await foreign.guarded(
+    return await isolation.guarded(
       call,
       self.step_s,
       what,
@@ -284,15 +285,15 @@ async def play(
   """
   episode, owner = record.episode, f"episode {record.episode.name}"
   try:
-    built = foreign.contained(lambda: source(episode.task), "building it")
-  except foreign.Fault as fault:
+    built = isolation.contained(lambda: source(episode.task), "building it")
+  except isolation.Fault as fault:
     return record.end(trajectory.Status.ENV_FAULT, str(fault))
   left = set() if late is None else late
   environment = _Guarded(built, limits.step_s, dog, owner, left)
   try:
     request = _request(episode, chat, limits, priority)
     return await _turns(record, environment, engine, chat, limits, request)
-  except foreign.Fault as fault:
+  except isolation.Fault as fault:
     return record.end(trajectory.Status.ENV_FAULT, str(fault))
   finally:
     if closing is None:
@@ -320,7 +321,7 @@ async def _turns(
     room = limits.max_tokens - len(ids)
     if room < 1:
       if not record.turns:
-        raise foreign.Fault(
+        raise isolation.Fault(
           f"a context of {len(ids)} ids leaves no room for an answer in "
           f"rollout.max_tokens={limits.max_tokens}"
         )
@@ -394,6 +395,6 @@ def _encode(
   try:
     return np.asarray(encode(messages), np.int32)
   except Exception as error:  # What the environment said has no encoding.
-    raise foreign.Fault(
-      f"its message cannot be read: {foreign.reason(error)}"
+    raise isolation.Fault(
+      f"its message cannot be read: {isolation.reason(error)}"
     ) from error

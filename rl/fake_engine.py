@@ -13,7 +13,8 @@ from typing import Any, Literal
 import numpy as np
 from jaxtyping import Int32
 
-from rl import checksums, engine, trajectory
+from rl import engine, trajectory
+from rl.runtime import checksum as checksum_lib
 
 _Hold = Literal["", "drain", "update"]
 
@@ -274,9 +275,9 @@ class FakeEngine:
         self._turn(self._paused)
 
   async def checksum(self) -> tuple[trajectory.PolicyVersion, int]:
-    """Returns the served version and `checksums.of` its weights."""
+    """Returns the served version and `checksum.of` its weights."""
     self._check_open()
-    return self.version, checksums.of(self.params)
+    return self.version, checksum_lib.of(self.params)
 
   async def flush_cache(self) -> None:
     """Forgets what sessions have said before the request that runs."""

@@ -17,7 +17,8 @@ from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 from envs import base
-from rl import foreign, trajectory, watchdog
+from rl import trajectory
+from rl.runtime import isolation, watchdog
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -182,7 +183,7 @@ class Graders:
           called()
         try:
           value, parts = await self._ask(transcript, task, owner)
-        except foreign.Fault as fault:
+        except isolation.Fault as fault:
           what = str(fault)
         else:
           return dataclasses.replace(record, reward=value, parts=parts)
@@ -197,14 +198,14 @@ class Graders:
     self, transcript: base.Transcript, task: base.Task, owner: str
   ) -> tuple[float, dict[str, float]]:
     """Calls once; returns the value and its parts, or raises Fault."""
-    return await foreign.guarded(
+    return await isolation.guarded(
       lambda: self._reward(task, [transcript]),
       self._retries.deadline_s,
       "reward",
       self._dog,
       owner,
       late=self._late,
-      check=foreign.checked_grade,
+      check=isolation.checked_grade,
     )
 
   @contextlib.asynccontextmanager

@@ -21,8 +21,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rl import batch as batch_lib
-from rl import checkpoint, train_state
 from rl import owners as owners_lib
+from rl import train_state
+from rl.runtime import checkpoint
 
 BATCHES = "batches.npz"
 """Whoever has it has all of an update: it appears whole, by a rename."""

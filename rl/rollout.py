@@ -13,10 +13,11 @@ from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
 from envs import base
-from rl import cancellable, events, shaping, trajectory, watchdog
 from rl import engine as engine_lib
 from rl import episode as episode_lib
+from rl import events, shaping, trajectory
 from rl import grading as grading_lib
+from rl.runtime import cancellable, watchdog
 
 _STATUS = {
   "stale": trajectory.Status.STALE,

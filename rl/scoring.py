@@ -15,7 +15,8 @@ import numpy as np
 from jaxtyping import Float32
 
 from rl import batch as batch_lib
-from rl import dispatch, kl, learner, references, train_state, trajectory
+from rl import kl, learner, references, train_state, trajectory
+from rl.runtime import mesh_thread
 
 Tokens = Sequence[Float32[np.ndarray, " _"]]
 """An array for each trajectory, with an entry for each of its T tokens."""
@@ -56,7 +57,7 @@ class Scorer:
   """
 
   programs: learner.Learner
-  thread: dispatch.MeshThread
+  thread: mesh_thread.MeshThread
   pack: Callable[[Sequence[trajectory.Trajectory]], batch_lib.Packed]
   reference: references.Program | None
 

@@ -9,7 +9,8 @@ from collections.abc import Awaitable, Callable
 
 from rl import engine as engine_lib
 from rl import episode as episode_lib
-from rl import foreign, session_tree, sessions, trajectory, watchdog
+from rl import session_tree, sessions, trajectory
+from rl.runtime import isolation, watchdog
 
 _NO_NAME = re.compile(r"[^\w.:~@=+-]", re.ASCII)
 
@@ -46,15 +47,15 @@ async def play(
   try:
     with session.asking():
       owner = f"episode {episode.name}"
-      reward = await foreign.guarded(
+      reward = await isolation.guarded(
         lambda: agent(name), deadline_s, "agent", dog, owner
       )
-    reward = None if reward is None else foreign.checked_reward(reward)
+    reward = None if reward is None else isolation.checked_reward(reward)
     ending = _ending(episode, trajectory.Status.COMPLETED, reward=reward)
     if not session.num_answers:
       silent = "the agent asked for no answer"
       ending = _ending(episode, trajectory.Status.ENV_FAULT, silent)
-  except foreign.Fault as fault:
+  except isolation.Fault as fault:
     if session.engine_closed:
       closed = trajectory.Status.ENGINE_FAULT
       open_sessions.finish(name, _ending(episode, closed, "the engine closed"))

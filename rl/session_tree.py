@@ -24,8 +24,9 @@ from jaxtyping import Int32
 from envs import base
 from rl import engine as engine_lib
 from rl import episode as episode_lib
-from rl import foreign, trajectory
 from rl import messages as messages_lib
+from rl import trajectory
+from rl.runtime import isolation
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,10 +50,10 @@ class Ending:
   def __post_init__(self):
     try:
       if self.reward is not None:
-        foreign.checked_reward(self.reward)
+        isolation.checked_reward(self.reward)
       for name, part in self.parts.items():
-        foreign.checked_reward(part, f"part {name} of the reward")
-    except foreign.Fault as error:
+        isolation.checked_reward(part, f"part {name} of the reward")
+    except isolation.Fault as error:
       raise ValueError(str(error)) from None
     if self.reward is not None and not self.status.trainable:
       raise ValueError(
@@ -174,7 +175,7 @@ class Session:
       raise
     except Exception as error:  # Templates and tokenizers raise all kinds.
       raise ValueError(
-        f"the messages cannot be encoded: {foreign.reason(error)}"
+        f"the messages cannot be encoded: {isolation.reason(error)}"
       ) from error
 
   def _begin(

@@ -22,8 +22,6 @@ import jax
 from models import config as model_config
 from models import sharding, transformer
 from rl import (
-  checksums,
-  dispatch,
   engine,
   sglang_calls,
   sglang_requests,
@@ -31,6 +29,8 @@ from rl import (
   sglang_weights,
   trajectory,
 )
+from rl.runtime import checksum as checksum_lib
+from rl.runtime import mesh_thread
 
 _CLOSE_S = 5.0
 _LOOK_S = 0.5
@@ -53,7 +53,7 @@ class SglangEngine:
     config: model_config.ModelConfig,
     sizes: sglang_requests.Sizes,
     layout: sharding.Layout,
-    thread: dispatch.MeshThread,
+    thread: mesh_thread.MeshThread,
     upstream: sglang_requests.Upstream,
   ):
     self._config = config
@@ -292,7 +292,7 @@ class SglangEngine:
     converted = self._program(params)
     paths, leaves = self._open_bridge.leaves
     filled = sglang_weights.fill(converted, paths, leaves)
-    return filled, checksums.of(params)
+    return filled, checksum_lib.of(params)
 
   async def _drained(self) -> None:
     """Returns when nothing runs, although the engine may be paused."""
@@ -325,7 +325,7 @@ class SglangEngine:
     self._version, self._checksum = version, checksum
 
   async def checksum(self) -> tuple[trajectory.PolicyVersion, int]:
-    """Returns the served version and `checksums.of` its weights."""
+    """Returns the served version and `checksum.of` its weights."""
     self._check_open()
     return self._version, self._checksum
 

@@ -30,14 +30,12 @@ from rl import (
   simulated_learner,
   simulated_processor,
   simulated_source,
-  trace,
-  virtual,
-  watchdog,
   workload,
 )
 from rl import overlap as overlap_lib
 from rl import progress as progress_lib
 from rl import rollout as rollout_lib
+from rl.runtime import trace, virtual_clock, watchdog
 from rl.settings import checks
 
 _POOL_TASKS = 1 << 30
@@ -246,7 +244,7 @@ def simulate(
   # of the time.
   gc.set_threshold(100_000, 50, 100)
   try:
-    return virtual.run(_simulate(settings, world))
+    return virtual_clock.run(_simulate(settings, world))
   finally:
     gc.set_threshold(*before)
 
@@ -255,7 +253,7 @@ async def _simulate(
   settings: Simulation, world: simulated_source.World
 ) -> Record:
   loop = asyncio.get_running_loop()
-  assert isinstance(loop, virtual.EventLoop)
+  assert isinstance(loop, virtual_clock.EventLoop)
   start_s = time.perf_counter()
   run = _Run(settings, world)
   await run.coordinator.run(progress_lib.beginning(0, run.tasks.cursor))

@@ -21,7 +21,8 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from rl import events as events_lib
-from rl import invariants, ledger, simulation, trace
+from rl import invariants, ledger, simulation
+from rl.runtime import trace
 
 _IDLE = ("publish", "drain", "environments", "rewards", "gate")
 _Lags = Mapping[int, int]

@@ -16,7 +16,6 @@ from rl import (
   advantages,
   agreement,
   batch,
-  dispatch,
   estimation,
   learner,
   overlap,
@@ -28,6 +27,7 @@ from rl import (
   trajectory,
 )
 from rl import objective as objective_lib
+from rl.runtime import mesh_thread
 
 
 class Used(NamedTuple):
@@ -132,7 +132,7 @@ class Training:
     self,
     settings: Settings,
     programs: learner.Learner,
-    thread: dispatch.MeshThread,
+    thread: mesh_thread.MeshThread,
     *,
     estimator: advantages.Estimator,
     objective: objective_lib.Objective,

@@ -19,8 +19,6 @@ from jaxtyping import Int32
 from envs import base
 from rl import (
   accumulation,
-  checkpoint,
-  dispatch,
   engine,
   episode,
   learner,
@@ -29,6 +27,7 @@ from rl import (
   trajectory,
 )
 from rl import batch as batch_lib
+from rl.runtime import checkpoint, mesh_thread
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -193,7 +192,7 @@ async def run(
   settings: WarmStart,
   programs: learner.Learner,
   now: Imitation,
-  thread: dispatch.MeshThread,
+  thread: mesh_thread.MeshThread,
   *,
   source: base.Source,
   chat: episode.Chat,

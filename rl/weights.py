@@ -28,7 +28,9 @@ import jax.numpy as jnp
 
 from models import config as model_config
 from models import quantize, sharding, transformer
-from rl import checksums, dispatch, engine, events, trace, trajectory
+from rl import engine, events, trajectory
+from rl.runtime import checksum as checksum_lib
+from rl.runtime import mesh_thread, trace
 
 Dtype = Literal["same", "bfloat16", "int8"]
 """Of weights in a pool.
@@ -74,7 +76,7 @@ class Served(Protocol):
     ...
 
   async def checksum(self) -> tuple[trajectory.PolicyVersion, int]:
-    """Returns the served version and `checksums.of` its weights."""
+    """Returns the served version and `checksum.of` its weights."""
     ...
 
   def stats(self) -> engine.EngineStats:
@@ -163,7 +165,7 @@ class WeightPublisher:
   def __init__(
     self,
     pools: Sequence[tuple[Served, Any]],
-    thread: dispatch.MeshThread,
+    thread: mesh_thread.MeshThread,
     log: events.EventLog,
     spans: trace.Trace,
     publishing: Publishing = _PLAIN,
@@ -263,7 +265,7 @@ class WeightPublisher:
   ) -> None:
     """Keeps what leaves contribute to the checksum that engines must tell."""
     found = await self._thread.run(
-      "checksum", lambda: {i: checksums.parts(x) for i, x in ready.items()}
+      "checksum", lambda: {i: checksum_lib.parts(x) for i, x in ready.items()}
     )
     for i, parts in found.items():
       name = jax.tree_util.keystr(named[i][0])
@@ -305,7 +307,7 @@ class WeightPublisher:
     parts: dict[str, str] = {}
     for path, _ in jax.tree_util.tree_leaves_with_path(params):
       parts |= self._parts[jax.tree_util.keystr(path)]
-    sent = int(version), checksums.combine(parts)
+    sent = int(version), checksum_lib.combine(parts)
     told = await asyncio.gather(
       *(x.checksum() for x, _ in self._pools), return_exceptions=True
     )

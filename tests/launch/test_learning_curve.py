@@ -1,7 +1,7 @@
 """The numbers behind the picture of a run, by hand."""
 
 from launch import learning_curve
-from rl import trace
+from rl.runtime import trace
 
 
 def test_the_window_is_four_publishing_periods_of_the_middle():

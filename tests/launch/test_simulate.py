@@ -9,7 +9,8 @@ import pytest
 from absl.testing import flagsaver
 
 from launch import flags, simulate, simulated_timeline
-from rl import simulation, simulation_result, trace, workload
+from rl import simulation, simulation_result, workload
+from rl.runtime import trace
 from rl.settings import overrides
 
 ROOT = pathlib.Path(__file__).parents[2]

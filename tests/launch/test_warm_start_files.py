@@ -25,7 +25,6 @@ from models import config as model_config
 from models import lora
 from rl import (
   assemble,
-  checkpoint,
   config,
   engine_settings,
   optimizers,
@@ -34,6 +33,7 @@ from rl import (
   testing,
   warm_start,
 )
+from rl.runtime import checkpoint
 from rl.settings import overrides
 
 # See test_checkpoint: orbax drops its other reads when one fails.

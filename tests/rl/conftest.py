@@ -15,15 +15,9 @@ import pytest
 
 from models import config as config_lib
 from models import sharding, transformer
-from rl import (
-  dispatch,
-  engine_jax,
-  engine_settings,
-  placement,
-  trace,
-  trajectory,
-)
 from rl import engine as engine_lib
+from rl import engine_jax, engine_settings, placement, trajectory
+from rl.runtime import mesh_thread, trace
 
 CONFIG = config_lib.tiny_moe(
   vocab_size=24,
@@ -92,7 +86,7 @@ class Served:
   engine: engine_jax.JaxEngine
   config: config_lib.ModelConfig
   layout: sharding.Layout
-  thread: dispatch.MeshThread
+  thread: mesh_thread.MeshThread
   names: int = 0
   ready: dict[int, transformer.Params] = dataclasses.field(default_factory=dict)
 
@@ -215,7 +209,7 @@ def serve(
     data=data, expert=expert, tensor=tensor, rules=sharding.DECODE
   )
   _, layout = placement.Placement(decode=spec, colocated=True).layouts()
-  thread = dispatch.MeshThread("decode", trace.Trace(None))
+  thread = mesh_thread.MeshThread("decode", trace.Trace(None))
   settings = dataclasses.replace(SETTINGS, **changes)
   with asyncio.Runner() as runner:
     engine = settings.build(config, layout, thread)
@@ -356,6 +350,6 @@ def spans():
 
 @pytest.fixture
 def thread(spans):
-  thread = dispatch.MeshThread("learner", spans)
+  thread = mesh_thread.MeshThread("learner", spans)
   yield thread
   thread.close()

@@ -6,17 +6,9 @@ import math
 
 import numpy as np
 
-from rl import (
-  advantages,
-  algorithms,
-  dispatch,
-  learner,
-  testing,
-  trace,
-  training,
-  trajectory,
-)
+from rl import advantages, algorithms, learner, testing, training, trajectory
 from rl import objective as objective_lib
+from rl.runtime import mesh_thread, trace
 
 STATUS = trajectory.Status
 GRPO = algorithms.Grpo()
@@ -122,7 +114,7 @@ def trained(
   **changes,
 ):
   """Runs a scenario on a trainer of fake programs that starts afresh."""
-  thread = dispatch.MeshThread("learner", trace.Trace(None))
+  thread = mesh_thread.MeshThread("learner", trace.Trace(None))
   built = (programs or Programs()).build()
   trainer = training.Training(
     dataclasses.replace(SETTINGS, **changes),

@@ -5,7 +5,8 @@ import asyncio
 import numpy as np
 import pytest
 
-from rl import checksums, trajectory
+from rl import trajectory
+from rl.runtime import checksum
 from tests.rl import engines_under_test
 from tests.rl.engines_under_test import CLOSE, LONG, check_shape
 
@@ -147,7 +148,7 @@ def test_the_checksum_is_that_of_the_weights(served):
   version, number = served.run(served.engine.checksum())
   assert (version, number) == (
     served.version,
-    checksums.of(engines_under_test.weights(version % 5)),
+    checksum.of(engines_under_test.weights(version % 5)),
   )
 
 

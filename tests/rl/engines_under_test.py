@@ -16,9 +16,10 @@ import pytest
 
 from models import config as config_lib
 from models import sharding, transformer
-from rl import dispatch, engine_settings, placement, trace, trajectory
 from rl import engine as engine_lib
+from rl import engine_settings, placement, trajectory
 from rl.engine_sglang import SglangSettings
+from rl.runtime import mesh_thread, trace
 
 CONFIG = config_lib.tiny_moe(
   vocab_size=24,
@@ -203,7 +204,7 @@ def serve(
   """Starts an engine of its own, on devices behind the first."""
   decode = placement.MeshSpec(tensor=tensor, rules=sharding.DECODE)
   _, layout = placement.Placement(decode=decode).layouts()
-  thread = dispatch.MeshThread("decode", trace.Trace(None))
+  thread = mesh_thread.MeshThread("decode", trace.Trace(None))
   settings = settings or SETTINGS[name]
   with asyncio.Runner() as runner:
     engine_ = settings.build(config, layout, thread)

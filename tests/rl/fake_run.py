@@ -12,7 +12,6 @@ from rl import (
   affinity,
   algorithms,
   coordinator,
-  dispatch,
   events,
   filters,
   grading,
@@ -23,13 +22,12 @@ from rl import (
   rollout,
   router,
   testing,
-  trace,
   training,
   trajectory,
-  watchdog,
   weights,
 )
 from rl import progress as progress_lib
+from rl.runtime import mesh_thread, trace, watchdog
 
 GROUP = 2
 CHAT = word_chat.WordChat(("go", "on", "yes", "no"))
@@ -134,7 +132,7 @@ class Run:
     ]
     for engine in self.engines:
       engine.version = version
-    thread = dispatch.MeshThread("learner", self.spans)
+    thread = mesh_thread.MeshThread("learner", self.spans)
     self.batches: list[Any] = []
     programs = dataclasses.replace(
       testing.fake_learner(self.learner_s), place=self._place

@@ -5,15 +5,8 @@ import dataclasses
 
 from envs import rewards
 from models.chat import word_chat
-from rl import (
-  events,
-  grading,
-  rollout,
-  router,
-  testing,
-  trajectory,
-  virtual,
-)
+from rl import events, grading, rollout, router, testing, trajectory
+from rl.runtime import virtual_clock
 
 LIMITS = rollout.Rollout(
   group_size=4, max_turns=4, turn_tokens=2, max_tokens=32, step_s=0.2
@@ -71,7 +64,7 @@ def play_group(source, *args, **fields):
     await closed(playing)
     return group
 
-  return virtual.run(run())
+  return virtual_clock.run(run())
 
 
 async def closed(playing):

@@ -5,7 +5,8 @@ import asyncio
 import numpy as np
 
 from models.chat import word_chat
-from rl import affinity, engine, fake_engine, router, trajectory, virtual
+from rl import affinity, engine, fake_engine, router, trajectory
+from rl.runtime import virtual_clock
 
 
 def members(engines, *seats):
@@ -38,7 +39,7 @@ def pool(count=2, delay_s=0.0, *, log=None, routing=None, seats=()):
 
 def run(scenario):
   """Runs on a virtual clock: what waits for itself raises Deadlock."""
-  return virtual.run(scenario)
+  return virtual_clock.run(scenario)
 
 
 async def begun(pooled, *args, **kwargs):

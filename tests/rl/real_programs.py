@@ -6,12 +6,12 @@ from typing import Any
 import jax
 import pytest
 
-from rl import checkpoint, dispatch, trace
+from rl.runtime import checkpoint, mesh_thread, trace
 
 
 def on_mesh(function, *args) -> Any:
   """As in a run: on the thread of a mesh, without implicit transfers."""
-  thread = dispatch.MeshThread("learner", trace.Trace(None))
+  thread = mesh_thread.MeshThread("learner", trace.Trace(None))
   try:
     return asyncio.run(thread.run("work", function, *args))
   finally:

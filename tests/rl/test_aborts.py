@@ -4,7 +4,8 @@ import asyncio
 
 import pytest
 
-from rl import aborts, virtual
+from rl import aborts
+from rl.runtime import virtual_clock
 
 
 def test_an_abort_is_remembered_until_its_request_is_answered():
@@ -44,7 +45,7 @@ def test_the_answer_to_what_was_never_sent_has_no_token():
     await asyncio.sleep(7)
     return aborts.unsent(4.0)
 
-  answer = virtual.run(run())
+  answer = virtual_clock.run(run())
   assert (answer.stop, answer.decode_s) == ("abort", 3.0)
   delta = aborts.last(answer)
   assert delta.completion is answer

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rl import accumulation, batch, dispatch, scoring, testing, trace
+from rl import accumulation, batch, scoring, testing
+from rl.runtime import mesh_thread, trace
 from tests.rl import scored_episodes
 
 EPISODES = scored_episodes.draw(4)
@@ -42,7 +43,7 @@ def run(scenario, *, share_prompts=False, tail_rows=None):
   """Returns what the scenario does, and what the learner was told."""
   kept = Programs()
   programs = kept.build()
-  thread = dispatch.MeshThread("learner", trace.Trace(None))
+  thread = mesh_thread.MeshThread("learner", trace.Trace(None))
 
   def pack(members, *, only_full=False):
     return batch.pack(

@@ -7,16 +7,8 @@ import jax
 import numpy as np
 import pytest
 
-from rl import (
-  agreement,
-  batch,
-  dispatch,
-  learner,
-  losses,
-  objective,
-  optimizers,
-  trace,
-)
+from rl import agreement, batch, learner, losses, objective, optimizers
+from rl.runtime import mesh_thread, trace
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +20,7 @@ def programs(config, one_device):
 
 @pytest.fixture(scope="module")
 def measure(programs):
-  thread = dispatch.MeshThread("learner", trace.Trace(None))
+  thread = mesh_thread.MeshThread("learner", trace.Trace(None))
   yield lambda *args: asyncio.run(agreement.measure(programs, thread, *args))
   thread.close()
 

@@ -28,9 +28,9 @@ from rl import (
   rollout,
   testing,
   trajectory,
-  virtual,
   warm_start,
 )
+from rl.runtime import virtual_clock
 from tests.rl import players_under_test as players
 
 
@@ -250,7 +250,7 @@ def test_an_evaluation_ends_when_its_environments_are_closed():
     return outcome.success, asyncio.get_running_loop().time()
 
   # Each has its deadline of 0.2 s to close; they close side by side.
-  assert virtual.run(run()) == (1.0, 0.2)
+  assert virtual_clock.run(run()) == (1.0, 0.2)
 
 
 def test_evaluation_leaves_faults_out_of_its_share():

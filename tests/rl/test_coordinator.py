@@ -4,7 +4,8 @@ import asyncio
 
 import pytest
 
-from rl import coordinator, events, ledger, overlap, testing, watchdog
+from rl import coordinator, events, ledger, overlap, testing
+from rl.runtime import watchdog
 from tests.rl import fake_run, virtual_run
 
 

@@ -5,7 +5,8 @@ import math
 import pytest
 
 from models import config as model_config
-from rl import dispatch, engine_jax, engine_settings
+from rl import engine_jax, engine_settings
+from rl.runtime import mesh_thread
 
 SETTINGS = engine_settings.EngineSettings(
   slots=24,
@@ -144,7 +145,7 @@ def test_experts_of_a_model_without_are_not_recorded():
 
 
 def test_settings_build_the_engine_that_they_describe(spans, one_device):
-  thread = dispatch.MeshThread("decode", spans)
+  thread = mesh_thread.MeshThread("decode", spans)
   built = engine_settings.EngineSettings(bias_slots=0).build(
     model_config.tiny(max_length=48), one_device, thread
   )

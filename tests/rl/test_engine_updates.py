@@ -6,7 +6,8 @@ import jax
 import numpy as np
 import pytest
 
-from rl import dispatch, engine, engine_jax, engine_settings, trace, trajectory
+from rl import engine, engine_jax, engine_settings, trajectory
+from rl.runtime import mesh_thread, trace
 
 
 def test_new_weights_go_on_in_the_middle_of_an_answer(served):
@@ -368,7 +369,7 @@ def test_close_ends_every_update_that_waits(breakable):
 
 
 def test_close_before_the_start_returns(config, one_device):
-  thread = dispatch.MeshThread("decode", trace.Trace(None))
+  thread = mesh_thread.MeshThread("decode", trace.Trace(None))
   settings = engine_settings.EngineSettings()
   unborn = engine_jax.JaxEngine(config, settings, one_device, thread)
   asyncio.run(unborn.close())

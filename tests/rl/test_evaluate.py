@@ -4,7 +4,8 @@ import asyncio
 
 import pytest
 
-from rl import evaluate, testing, virtual, watchdog
+from rl import evaluate, testing
+from rl.runtime import virtual_clock, watchdog
 from tests.rl import players_under_test as players
 
 
@@ -31,7 +32,7 @@ async def _evaluated(answer_s, deadline_s):
 
 def test_an_evaluation_may_take_long_as_long_as_its_episodes_end():
   # Episode i ends after i + 1 s: 6 s in all, at most 1 s without an end.
-  outcome, seconds, log = virtual.run(_evaluated(lambda i: i + 1.0, 1.5))
+  outcome, seconds, log = virtual_clock.run(_evaluated(lambda i: i + 1.0, 1.5))
   assert (outcome.episodes, outcome.success, outcome.faults) == (6, 1.0, 0)
   assert seconds == pytest.approx(6.0, abs=0.1)
   assert log == []
@@ -41,7 +42,7 @@ def test_an_evaluation_without_answers_stalls():
   # Episodes 0 to 2 have ended after 3 s; the next never does.
   answers = _evaluated(lambda i: i + 1.0 if i < 3 else 1e6, 2.0)
   with pytest.raises(watchdog.Stalled) as stalled:
-    virtual.run(answers)
+    virtual_clock.run(answers)
   text = str(stalled.value)
   assert text.startswith("the run waited 2.0 s for the evaluation")
   assert "episode eval/3/0/0  an answer of the engine" in text

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from models.chat import word_chat
-from rl import checksums, engine, fake_engine, trajectory, virtual
+from rl import engine, fake_engine, trajectory
+from rl.runtime import checksum, virtual_clock
 
 FIRST = trajectory.PolicyVersion(1)
 
@@ -98,7 +99,10 @@ def test_times_are_those_of_the_loop():
     return [(one.first_token_s, one.decode_s) for one in ends], paused_s
 
   # It waits for 3 s and is decoded for 2 s; the others are aborted after 1 s.
-  assert virtual.run(scenario()) == ([(3.0, 5.0), (0.0, 1.0), (0.0, 1.0)], 4.0)
+  assert virtual_clock.run(scenario()) == (
+    [(3.0, 5.0), (0.0, 1.0), (0.0, 1.0)],
+    4.0,
+  )
 
 
 def test_a_request_has_begun_with_its_first_token():
@@ -299,6 +303,6 @@ def test_the_checksum_is_that_of_the_served_weights():
     await fake.update_weights(FIRST, {"w": np.arange(3.0, dtype=np.float32)})
     return await fake.checksum()
 
-  expected = checksums.of({"w": np.arange(3.0, dtype=np.float32)})
+  expected = checksum.of({"w": np.arange(3.0, dtype=np.float32)})
   assert run(scenario()) == (1, expected)
-  assert expected != checksums.of({"w": np.zeros(3, np.float32)})
+  assert expected != checksum.of({"w": np.zeros(3, np.float32)})

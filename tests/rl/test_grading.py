@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from envs import base, rewards, threads
-from rl import grading, testing, trajectory, virtual, watchdog
+from rl import grading, testing, trajectory
+from rl.runtime import virtual_clock, watchdog
 
 TASK = testing.Counting().task(0, "train")
 SAID = base.Transcript([base.Message("assistant", "yes")], [0.25, 0.5])
@@ -59,7 +60,7 @@ async def graded(graders, index=0, name=""):
 def test_a_reward_that_answers_is_called_once():
   reward = Told([0.75])
   graders = grading.Graders(reward, RETRIES)
-  record = virtual.run(graded(graders))
+  record = virtual_clock.run(graded(graders))
   assert (record.reward, record.parts) == (0.75, {"told": 0.75})
   assert record.status is trajectory.Status.COMPLETED
   assert graders.stats() == grading.Stats(calls=1)
@@ -68,7 +69,7 @@ def test_a_reward_that_answers_is_called_once():
 def test_a_trajectory_that_was_cut_off_is_graded_too():
   record = ended(status=trajectory.Status.TRUNCATED)
   grade = grading.Graders(rewards.Outcome()).grade
-  after = virtual.run(grade(record, SAID, TASK))
+  after = virtual_clock.run(grade(record, SAID, TASK))
   assert (after.reward, after.status) == (0.75, trajectory.Status.TRUNCATED)
 
 
@@ -78,7 +79,7 @@ def test_a_trajectory_that_was_cut_off_is_graded_too():
 def test_what_is_not_trainable_comes_back_as_it_is(status):
   record, reward = ended(status=status), Told([])
   grade = grading.Graders(reward).grade
-  assert virtual.run(grade(record, SAID, TASK)) is record
+  assert virtual_clock.run(grade(record, SAID, TASK)) is record
   assert not reward.times
 
 
@@ -99,7 +100,7 @@ def test_what_is_not_trainable_comes_back_as_it_is(status):
 def test_a_failure_is_followed_by_another_call(failure):
   reward = Told([failure, 0.5])
   graders = grading.Graders(reward, RETRIES)
-  record = virtual.run(graded(graders))
+  record = virtual_clock.run(graded(graders))
   assert (record.reward, record.fault) == (0.5, "")
   late_s = RETRIES.deadline_s * (failure is forever)
   assert reward.times == [0.0, late_s + 1.0]
@@ -109,7 +110,9 @@ def test_a_failure_is_followed_by_another_call(failure):
 def test_waits_grow_up_to_a_bound():
   reward = Told([OSError("down")] * 4 + [1.0])
   retries = dataclasses.replace(RETRIES, attempts=5)
-  assert virtual.run(graded(grading.Graders(reward, retries))).reward == 1.0
+  assert (
+    virtual_clock.run(graded(grading.Graders(reward, retries))).reward == 1.0
+  )
   # 1 s, twice that, and then no more than 3 s.
   assert reward.times == [0.0, 1.0, 3.0, 6.0, 9.0]
   assert retries.wait_s(100_000) == 3.0
@@ -124,13 +127,13 @@ def test_the_longest_grading_is_known():
     return now()
 
   # Four deadlines of 20 s and waits of 1 s, 2 s and 3 s.
-  assert virtual.run(scenario()) == retries.longest_s == 86.0
+  assert virtual_clock.run(scenario()) == retries.longest_s == 86.0
 
 
 def test_exhausted_is_a_fault_with_the_last_reason_and_never_a_reward():
   reward = Told([OSError("first"), forever, OSError("last")])
   graders = grading.Graders(reward, RETRIES)
-  record = virtual.run(graded(graders))
+  record = virtual_clock.run(graded(graders))
   assert record.status is trajectory.Status.REWARD_FAULT
   assert record.reward is None
   assert not record.parts
@@ -142,7 +145,7 @@ def test_exhausted_is_a_fault_with_the_last_reason_and_never_a_reward():
 def test_without_retries_the_fault_is_that_of_the_only_call():
   reward = Told([forever])
   retries = dataclasses.replace(RETRIES, attempts=1)
-  record = virtual.run(graded(grading.Graders(reward, retries)))
+  record = virtual_clock.run(graded(grading.Graders(reward, retries)))
   assert record.fault == "reward took over 20 s"
 
 
@@ -165,7 +168,7 @@ def test_grading_begins_before_anything_else_that_is_ready():
     graders = grading.Graders(Told([noted]))
     await asyncio.gather(*(member(graders, i) for i in range(3)))
 
-  virtual.run(scenario())
+  virtual_clock.run(scenario())
   # What was ready before the end goes first, and then the reward.
   assert order[:3] == ["end 0", "end 1", "end 2"]
   assert order[3] == "reward"
@@ -187,7 +190,7 @@ def test_the_call_is_told_once_and_when_it_is_made():
     return reward.calls[TASK.id]
 
   # The second waits for the place of the first; its first call fails at 8 s.
-  assert virtual.run(scenario()) == 3
+  assert virtual_clock.run(scenario()) == 3
   assert called == [0.0, 4.0]
 
 
@@ -212,7 +215,7 @@ def test_an_answer_after_the_deadline_is_nobodys():
     record = await record
     return reward.times, record.reward, late, graders.stats()
 
-  times, value, late, stats = virtual.run(scenario())
+  times, value, late, stats = virtual_clock.run(scenario())
   # The deadline of the first is 20 s, the second is called at 21 s and answers
   # at 39 s; the answer of the first came while it was being asked.
   assert (times, value) == ([0.0, 21.0], 0.9)
@@ -234,7 +237,7 @@ def test_what_a_late_call_raises_disturbs_nobody():
     loop.set_exception_handler(lambda loop, context: reports.append(context))
     await graded(grading.Graders(Told([stubborn, 0.5]), RETRIES))
 
-  virtual.run(scenario())
+  virtual_clock.run(scenario())
   assert not reports
 
 
@@ -248,7 +251,7 @@ def test_calls_beyond_the_places_wait_and_the_waits_are_counted():
     await asyncio.gather(*ends)
     return now, graders.stats()
 
-  during, after = virtual.run(scenario())
+  during, after = virtual_clock.run(scenario())
   assert (during.in_flight, during.waiting) == (2, 3)
   # Of five calls of 2 s two wait for 2 s and one for 4 s.
   assert after == grading.Stats(calls=5, busy_s=10.0, queue_s=8.0)
@@ -261,7 +264,7 @@ def test_who_waits_to_call_again_holds_no_place():
     records = await asyncio.gather(graded(graders, 0), graded(graders, 1))
     return [record.reward for record in records], reward.times
 
-  values, times = virtual.run(scenario())
+  values, times = virtual_clock.run(scenario())
   assert values == [0.5, 0.25]
   assert times == [0.0, 0.0, 1.0]
 
@@ -283,7 +286,7 @@ def test_cancelling_gives_up_the_call_or_the_wait_and_frees_the_place(at_s):
     record = await graded(graders, 1)
     return record.reward, now(), graders.stats()
 
-  value, end_s, stats = virtual.run(scenario())
+  value, end_s, stats = virtual_clock.run(scenario())
   assert (value, end_s) == (0.75, at_s + 2.0)
   assert (stats.calls, stats.in_flight, stats.waiting) == (2, 0, 0)
   assert stats.late == stats.faults == 0
@@ -297,7 +300,7 @@ def test_a_reward_that_is_not_awaited_is_a_fault(made):
     def __call__(self, task, transcripts):
       return made()
 
-  record = virtual.run(graded(grading.Graders(Plain([]), RETRIES)))
+  record = virtual_clock.run(graded(grading.Graders(Plain([]), RETRIES)))
   assert record.status is trajectory.Status.REWARD_FAULT
   assert "reward raised" in record.fault
 
@@ -311,7 +314,7 @@ def test_a_grade_whose_parts_cannot_be_read_is_a_fault():
     async def __call__(self, task, transcripts) -> Any:
       return [base.Grade(1.0, Torn())]
 
-  record = virtual.run(graded(grading.Graders(Tearing([]), RETRIES)))
+  record = virtual_clock.run(graded(grading.Graders(Tearing([]), RETRIES)))
   assert "reward returned what raised KeyError: 'page 7'" in record.fault
 
 
@@ -330,7 +333,7 @@ def test_the_watchdog_names_the_call_and_the_wait_for_a_place():
     await asyncio.gather(*ends)
     return sorted(line.rsplit("  ", 2)[0].split("  ")[:2] for line in lines)
 
-  assert virtual.run(scenario()) == [
+  assert virtual_clock.run(scenario()) == [
     ["episode train/3/0/0", "reward"],
     ["episode train/3/0/1", "a place to be graded"],
   ]

@@ -22,17 +22,16 @@ from rl import (
   algorithms,
   batch,
   corrections,
-  dispatch,
   kl,
   learner,
   losses,
   objective,
   placement,
-  trace,
   training,
   trajectory,
 )
 from rl import critic as critic_lib
+from rl.runtime import mesh_thread, trace
 from tests.rl import packed_rows, scored_episodes
 from tests.rl.real_programs import on_mesh
 
@@ -317,7 +316,7 @@ def trained(
   """
   layout, _ = placement.Placement(colocated=True).layouts()
   programs = learner.build(model, layout, algorithm, optax.sgd(1e4))
-  thread = dispatch.MeshThread("learner", trace.Trace(None))
+  thread = mesh_thread.MeshThread("learner", trace.Trace(None))
   trainer = training.Training(
     training.Settings(
       rows=shape[0],

@@ -14,7 +14,6 @@ from models import lora, transformer
 from models.hf import export
 from rl import (
   assemble,
-  checkpoint,
   config,
   engine_jax,
   engine_settings,
@@ -28,6 +27,7 @@ from rl import (
   trajectory,
   warm_start,
 )
+from rl.runtime import checkpoint
 from rl.settings import overrides
 
 

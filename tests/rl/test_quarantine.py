@@ -6,16 +6,8 @@ import jax
 import numpy as np
 import pytest
 
-from rl import (
-  batch,
-  checkpoint,
-  learner,
-  losses,
-  objective,
-  optimizers,
-  owners,
-  quarantine,
-)
+from rl import batch, learner, losses, objective, optimizers, owners, quarantine
+from rl.runtime import checkpoint
 
 
 def _programs(config, layout, critic=False):

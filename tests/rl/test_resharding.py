@@ -11,15 +11,8 @@ import numpy as np
 import pytest
 
 from models import lora, quantize, sharding, transformer
-from rl import (
-  dispatch,
-  engine,
-  engine_settings,
-  events,
-  testing,
-  trajectory,
-  weights,
-)
+from rl import engine, engine_settings, events, testing, trajectory, weights
+from rl.runtime import mesh_thread
 from tests.helpers import small_models
 
 AUTO = (jax.sharding.AxisType.Auto,) * 3
@@ -139,7 +132,7 @@ def test_an_engine_decodes_what_int8_stands_for_on_a_mesh(
   settings = engine_settings.EngineSettings(
     slots=2, row_buckets=(2,), chunk_buckets=(6,), length_buckets=(64,)
   )
-  decode = dispatch.MeshThread("decode", spans)
+  decode = mesh_thread.MeshThread("decode", spans)
 
   async def scenario():
     pool = layout((2, 1, 2), sharding.DECODE)

@@ -11,7 +11,8 @@ import pytest
 
 from envs import base
 from models.chat import word_chat
-from rl import engine, episode, shaping, testing, trajectory, virtual, watchdog
+from rl import engine, episode, shaping, testing, trajectory
+from rl.runtime import virtual_clock, watchdog
 from tests.rl import players_under_test as players
 
 
@@ -85,7 +86,7 @@ def test_an_answer_that_is_nearly_too_long_is_worth_less():
     group = await players.begin(playing).run()
     return group.trajectories[0].reward, players.of_kind(playing, "reward")
 
-  reward, (event,) = virtual.run(run())
+  reward, (event,) = virtual_clock.run(run())
   assert reward == event["value"] == pytest.approx(0.5)
 
 
@@ -102,7 +103,7 @@ def test_the_log_tells_the_way_of_a_member_and_when():
     await play
     return playing.log.events
 
-  log = virtual.run(run())
+  log = virtual_clock.run(run())
   # It waits for 2 s until the engine goes on; an answer takes 0.5 s.
   assert [(e["kind"], e["t"]) for e in log] == [
     ("admitted", 0.0),
@@ -156,7 +157,7 @@ def test_an_engine_that_closes_leaves_the_sampled_tokens_in_the_log():
     assert raised.group_contains(engine.EngineClosed)
     return players.of_kind(playing, "aborted")
 
-  (event,) = virtual.run(run())
+  (event,) = virtual_clock.run(run())
   assert (event["tokens"], event["versions"]) == (4, [(0, 4)])
   assert event["reason"] == "error"
 
@@ -171,7 +172,7 @@ def test_a_member_cancelled_hard_logs_the_answer_that_was_being_stepped():
     assert all(environment.closed for environment in source.kept)
     return players.of_kind(playing, "aborted")
 
-  aborted = virtual.run(run())
+  aborted = virtual_clock.run(run())
   assert [e["tokens"] for e in aborted] == [2] * 4
   assert {e["reason"] for e in aborted} == {"stopped"}
 
@@ -193,13 +194,13 @@ def test_the_watchdog_names_who_is_waited_for():
   one = testing.Counting(turns=1)
   hanging = table(testing.Counting(fault="hang"))
   step = "step of the environment"
-  assert virtual.run(hanging) == [
+  assert virtual_clock.run(hanging) == [
     [f"episode train/3/0/{i}", step] for i in range(4)
   ]
-  assert virtual.run(table(one, 60.0)) == [
+  assert virtual_clock.run(table(one, 60.0)) == [
     [f"episode train/3/0/{i}", "an answer of the engine"] for i in range(4)
   ]
-  assert virtual.run(table(one, reward=Broken("hang"))) == [
+  assert virtual_clock.run(table(one, reward=Broken("hang"))) == [
     [f"episode train/3/0/{i}", "reward"] for i in range(4)
   ]
 
@@ -234,7 +235,7 @@ def test_one_hanging_environment_does_not_hold_up_the_others():
 
     await asyncio.gather(*(one(i) for i in range(8)))
 
-  virtual.run(run())
+  virtual_clock.run(run())
   # The frozen one ends at its deadline of 1 s, all others at once.
   assert done == pytest.approx({0: 1.0} | dict.fromkeys(range(1, 8), 0.0))
 
@@ -308,7 +309,7 @@ def test_grading_starts_while_other_members_still_play():
     await players.begin(playing).run()
     return [(e["index"], e["t"]) for e in players.of_kind(playing, "reward")]
 
-  assert virtual.run(run()) == [(0, 0.0), (1, 0.0), (2, 0.0), (3, 0.5)]
+  assert virtual_clock.run(run()) == [(0, 0.0), (1, 0.0), (2, 0.0), (3, 0.5)]
 
 
 def test_a_request_that_the_engine_refuses_is_an_engine_fault():

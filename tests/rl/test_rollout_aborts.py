@@ -6,7 +6,8 @@ import dataclasses
 import pytest
 
 from models.chat import word_chat
-from rl import events, router, testing, trajectory, virtual
+from rl import events, router, testing, trajectory
+from rl.runtime import virtual_clock
 from tests.rl import players_under_test as players
 
 STATUS = trajectory.Status
@@ -41,7 +42,7 @@ def test_a_member_that_decodes_comes_back_with_what_it_has():
     assert served.stats().sampled_tokens == group.num_sampled
     return group, end, booked(playing, "reason", "turns", "tokens", "versions")
 
-  group, end, told = virtual.run(run())
+  group, end, told = virtual_clock.run(run())
   assert end == 15.0
   assert told == [("stale", 2, 3, [(0, 3)])] * 4
   for member in group.trajectories:
@@ -67,7 +68,7 @@ def test_an_answer_that_ends_at_the_moment_of_the_abort_is_not_stepped():
     (environment,) = source.kept
     return group.trajectories[0], end, environment, booked(playing, "tokens")
 
-  member, end, environment, told = virtual.run(run())
+  member, end, environment, told = virtual_clock.run(run())
   assert (member.status, end) == (STATUS.STALE, 10.0)
   assert (environment.steps, environment.closed) == (0, True)
   assert told == [(member.num_sampled,)] == [(2,)]
@@ -89,7 +90,7 @@ def test_an_answer_that_is_on_its_way_to_the_member_is_booked():
     assert far.stats().sampled_tokens == group.num_sampled
     return group.trajectories[0].status, end, booked(playing, "tokens")
 
-  assert virtual.run(run()) == (STATUS.STALE, 1.0, [(2,)])
+  assert virtual_clock.run(run()) == (STATUS.STALE, 1.0, [(2,)])
 
 
 def test_a_step_of_an_environment_is_cancelled_and_the_environment_closed():
@@ -105,7 +106,7 @@ def test_a_step_of_an_environment_is_cancelled_and_the_environment_closed():
       booked(playing, "reason", "turns", "tokens"),
     )
 
-  member, end, closed, told = virtual.run(run())
+  member, end, closed, told = virtual_clock.run(run())
   # Not at 0.2 s, where the step would have been late.
   assert (member.status, end, closed) == (STATUS.SURPLUS, 0.1, True)
   assert told == [("surplus", 1, 2)]
@@ -131,7 +132,7 @@ def test_neither_a_start_nor_a_close_that_hangs_holds_up_an_abort(
 
   # A start is cancelled; a close has its deadline of 20 s, and nobody waits.
   expected = STATUS.STALE, 1.0, closed_s, [("stale",)]
-  assert virtual.run(run()) == expected
+  assert virtual_clock.run(run()) == expected
 
 
 def test_who_waits_for_an_engine_that_drains_waits_no_longer():
@@ -153,7 +154,7 @@ def test_who_waits_for_an_engine_that_drains_waits_no_longer():
     after = await players.begin(playing, 5).run()
     return group, (end, updated), await first, after, playing.log.events
 
-  group, times, first, after, log = virtual.run(run())
+  group, times, first, after, log = virtual_clock.run(run())
   # Two steps of 4 s make an episode.
   assert times == (2.0, 8.0)
   assert [t.status for t in group.trajectories] == [STATUS.STALE] * 2
@@ -176,7 +177,7 @@ def test_a_play_that_is_aborted_before_it_is_run_samples_nothing():
     assert not source.kept
     return group, booked(playing, "reason", "tokens")
 
-  group, told = virtual.run(run())
+  group, told = virtual_clock.run(run())
   assert (group.num_sampled, told) == (0, [("stopped", 0)] * 4)
   assert {t.status for t in group.trajectories} == {STATUS.ENGINE_FAULT}
 
@@ -192,7 +193,7 @@ def test_the_first_reason_is_the_one_that_counts():
     await running
     return play.aborted, booked(playing, "reason")
 
-  assert virtual.run(run()) == ("stale", [("stale",)] * 4)
+  assert virtual_clock.run(run()) == ("stale", [("stale",)] * 4)
 
 
 def test_to_abort_what_has_ended_changes_nothing():
@@ -204,7 +205,7 @@ def test_to_abort_what_has_ended_changes_nothing():
     assert playing.log.events == before
     return group, booked(playing, "index")
 
-  group, told = virtual.run(run())
+  group, told = virtual_clock.run(run())
   assert told == []
   assert {t.status for t in group.trajectories} == {STATUS.COMPLETED}
   assert [t.reward for t in group.trajectories] == [1.0] * 4
@@ -220,7 +221,7 @@ def test_a_member_that_is_graded_keeps_its_grade_when_the_surplus_goes():
     group = await players.begin(playing).run()
     return group, booked(playing, "index"), players.of_kind(playing, "reward")
 
-  group, told, rewards = virtual.run(run())
+  group, told, rewards = virtual_clock.run(run())
   assert told == [(1,)]
   assert [e["index"] for e in rewards] == [0, 2, 3, 4]
   assert [t.reward for t in group.trajectories] == [1.0] * 4
@@ -235,7 +236,7 @@ def test_an_abort_ends_the_grading_and_books_what_was_sampled_once():
     assert playing.graders.stats().in_flight == 0
     return group, end, ended, booked(playing, "index"), playing.log.events
 
-  group, end, ended, told, log = virtual.run(run())
+  group, end, ended, told, log = virtual_clock.run(run())
   assert (end, ended, told) == (0.04, [2] * 4, [])
   assert group.num_sampled == sum(ended)
   assert [t.reward for t in group.trajectories] == [None] * 4
@@ -252,7 +253,7 @@ def test_an_environment_that_is_only_closed_belongs_to_a_whole_episode():
     closed = await players.closed(playing)
     return group.trajectories[0], end, closed, booked(playing, "index")
 
-  member, end, closed, told = virtual.run(run())
+  member, end, closed, told = virtual_clock.run(run())
   # It has its 0.2 s to close; the reward was called meanwhile.
   assert (end, closed) == (pytest.approx(0.05), 0.2)
   assert (member.status, member.reward, told) == (STATUS.COMPLETED, 1.0, [])
@@ -279,7 +280,7 @@ def test_an_episode_that_is_over_is_whole_before_anybody_has_looked():
     group = await plays[0].run()
     return group.trajectories[0], plays[0].aborted, booked(playing, "index")
 
-  member, reason, told = virtual.run(run())
+  member, reason, told = virtual_clock.run(run())
   # Only its grading is given up: nobody wants its group.
   assert (member.status, member.reward) == (STATUS.COMPLETED, None)
   assert (reason, told) == ("stale", [])
@@ -297,7 +298,7 @@ def test_the_surplus_is_aborted_when_as_many_as_needed_have_ended():
       served.stats().sampled_tokens,
     )
 
-  group, end, told, sampled = virtual.run(run())
+  group, end, told, sampled = virtual_clock.run(run())
   assert end == 0.0
   assert [t.index for t in group.trajectories] == [0, 2, 4, 5]
   assert {t.status for t in group.trajectories} == {STATUS.COMPLETED}
@@ -314,7 +315,7 @@ def test_a_group_without_surplus_ends_with_its_slowest_member():
     group = await players.begin(playing).run()
     return group, asyncio.get_running_loop().time(), booked(playing, "index")
 
-  group, end, told = virtual.run(run())
+  group, end, told = virtual_clock.run(run())
   assert (end, told, group.surplus_tokens) == (9.0, [], 0)
   assert [t.index for t in group.trajectories] == [0, 1, 2, 3]
 
@@ -326,7 +327,7 @@ def test_a_member_with_a_fault_makes_room_for_one_of_the_surplus():
     group = await players.begin(playing).run()
     return group, booked(playing, "index")
 
-  group, told = virtual.run(run())
+  group, told = virtual_clock.run(run())
   assert [t.index for t in group.trajectories] == [1, 2, 3, 4]
   assert {t.status for t in group.trajectories} == {STATUS.COMPLETED}
   # It had sampled an answer before its environment broke.
@@ -339,7 +340,7 @@ def test_members_with_faults_fill_a_group_that_has_too_few_without():
     playing = players.player(source, extra_members=1)
     return await players.begin(playing).run()
 
-  group = virtual.run(run())
+  group = virtual_clock.run(run())
   assert [t.index for t in group.trajectories] == [0, 1, 3, 4]
   faults = [t.status is STATUS.ENV_FAULT for t in group.trajectories]
   assert faults == [True, True, False, False]
@@ -353,7 +354,7 @@ def test_what_ends_after_its_group_is_whole_is_not_graded():
     kinds = events.of_kind(playing.log.events, "grading")
     return group, [e["index"] for e in kinds], playing.log.events
 
-  group, graded, log = virtual.run(run())
+  group, graded, log = virtual_clock.run(run())
   assert [t.index for t in group.trajectories] == graded == [0, 1, 2, 3]
   assert group.surplus_tokens > 0
   last = [e for e in log if e.get("index") == 4][-1]
@@ -381,4 +382,4 @@ def test_how_old_a_group_is_can_be_told_while_it_decodes():
     return told
 
   # Nothing is sampled yet, then a first answer is, then the second.
-  assert virtual.run(run()) == [None, 3, 3]
+  assert virtual_clock.run(run()) == [None, 3, 3]

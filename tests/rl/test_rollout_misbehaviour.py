@@ -7,7 +7,8 @@ import pytest
 
 from envs import base
 from models.chat import word_chat
-from rl import overlap, router, testing, trajectory, virtual
+from rl import overlap, router, testing, trajectory
+from rl.runtime import virtual_clock
 from tests.rl import players_under_test as players
 from tests.rl import virtual_run
 
@@ -56,7 +57,7 @@ def test_a_step_that_catches_its_cancellation_is_left_behind(abort_s, status):
     assert environment.steps == 1
     return group.trajectories[0], end_s, seen
 
-  member, end_s, seen = virtual.run(run())
+  member, end_s, seen = virtual_clock.run(run())
   # A step may take 0.2 s, and so may what comes behind it.
   assert (member.status, end_s) == (status, abort_s or 0.2)
   assert member.num_sampled == 2
@@ -135,7 +136,7 @@ def test_what_is_aborted_between_two_answers_asks_for_no_other():
     group = await play.run()
     return group, served.stats().sampled_tokens
 
-  group, sampled = virtual.run(run())
+  group, sampled = virtual_clock.run(run())
   assert group.num_sampled == sampled == 2
   assert group.trajectories[0].status is STATUS.STALE
 
@@ -157,7 +158,7 @@ def test_an_engine_that_cancels_by_itself_loses_no_group():
     group = await players.begin(playing).run()
     return group, players.of_kind(playing, "fault")
 
-  group, (fault,) = virtual.run(run())
+  group, (fault,) = virtual_clock.run(run())
   statuses = [t.status for t in group.trajectories]
   assert (
     statuses == [STATUS.COMPLETED, STATUS.ENGINE_FAULT] + [STATUS.COMPLETED] * 2
@@ -181,7 +182,7 @@ def test_an_abort_reaches_a_request_whose_engine_was_lost():
     group = await running
     return group, asyncio.get_running_loop().time()
 
-  group, end_s = virtual.run(run())
+  group, end_s = virtual_clock.run(run())
   # The other engine has begun it anew, at 4 s, and sampled a first token.
   assert (end_s, group.num_sampled) == (8.0, 1)
   assert group.trajectories[0].status is STATUS.STALE
@@ -202,7 +203,7 @@ def test_an_abort_reaches_a_request_whose_engine_dies_at_the_same_moment():
     group = await running
     return group, loop.time(), engines[1].stats().sampled_tokens
 
-  group, end_s, sampled_anew = virtual.run(run())
+  group, end_s, sampled_anew = virtual_clock.run(run())
   assert (end_s, sampled_anew) == (4.0, 0)
   assert group.trajectories[0].status is STATUS.STALE
 

@@ -6,7 +6,8 @@ import math
 import numpy as np
 import pytest
 
-from rl import learner, round_report, shaping, trace, trajectory
+from rl import learner, round_report, shaping, trajectory
+from rl.runtime import trace
 
 OK = trajectory.Status.COMPLETED
 CUT = trajectory.Status.TRUNCATED

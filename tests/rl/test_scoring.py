@@ -15,17 +15,16 @@ from rl import (
   batch,
   corrections,
   credit,
-  dispatch,
   kl,
   learner,
   optimizers,
   placement,
   scoring,
   testing,
-  trace,
   training,
   trajectory,
 )
+from rl.runtime import mesh_thread, trace
 
 SETTINGS = training.Settings(
   rows=4,
@@ -121,7 +120,7 @@ def half_as_likely(state, placed):
 
 def trained(scenario, programs, algorithm, reference=None, **changes):
   """Runs a scenario on a trainer of fake programs that starts afresh."""
-  thread = dispatch.MeshThread("learner", trace.Trace(None))
+  thread = mesh_thread.MeshThread("learner", trace.Trace(None))
   built = programs.build()
   trainer = training.Training(
     dataclasses.replace(SETTINGS, **changes),
@@ -335,7 +334,7 @@ def test_scores_are_those_of_each_trajectory_on_its_own(
   }
   where = jax.tree.map(lambda x: x.sharding, state.critic)
   state = state._replace(critic=jax.device_put(critic, where))
-  thread = dispatch.MeshThread("learner", trace.Trace(None))
+  thread = mesh_thread.MeshThread("learner", trace.Trace(None))
   scorer = scoring.Scorer(
     real,
     thread,
@@ -371,7 +370,7 @@ def test_scores_are_those_of_each_trajectory_on_its_own(
 
 
 def test_a_critic_comes_to_know_what_episodes_earn(real):
-  thread = dispatch.MeshThread("learner", trace.Trace(None))
+  thread = mesh_thread.MeshThread("learner", trace.Trace(None))
   algorithm = algorithms.Ppo()
   trainer = training.Training(
     dataclasses.replace(SETTINGS, epochs=4),

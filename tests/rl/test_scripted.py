@@ -5,7 +5,8 @@ import asyncio
 import numpy as np
 import pytest
 
-from rl import engine, scripted, virtual
+from rl import engine, scripted
+from rl.runtime import virtual_clock
 
 
 def request(name="a", **changes):
@@ -65,7 +66,7 @@ def test_an_aborted_request_has_what_was_said_until_then():
     one.abort("a")
     return [await answer for answer in answers]
 
-  first, none = virtual.run(scenario())
+  first, none = virtual_clock.run(scenario())
   assert first.tokens.tolist() == [4, 5]
   assert first.versions.tolist() == [0, 7]
   assert (first.stop, none.stop, len(none.tokens)) == ("abort", "abort", 0)

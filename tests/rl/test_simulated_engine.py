@@ -8,13 +8,8 @@ import asyncio
 import numpy as np
 import pytest
 
-from rl import (
-  engine,
-  simulated_engine,
-  simulated_processor,
-  trajectory,
-  virtual,
-)
+from rl import engine, simulated_engine, simulated_processor, trajectory
+from rl.runtime import virtual_clock
 
 
 def speed(**fields):
@@ -59,7 +54,7 @@ def test_one_sequence_takes_tau_of_1_a_token():
   async def main():
     return await ended(simulated(), request("a/100"))
 
-  completion, at_s = virtual.run(main())
+  completion, at_s = virtual_clock.run(main())
   assert at_s == close(100 * 0.011)
   assert len(completion.tokens) == 100
   assert completion.stop == "stop"
@@ -74,7 +69,7 @@ def test_sequences_share_the_processor():
     both = await asyncio.gather(*(ended(served, x) for x in asked))
     return both, served.served, served.stats()
 
-  ((_, first_s), (_, second_s)), served, stats = virtual.run(main())
+  ((_, first_s), (_, second_s)), served, stats = virtual_clock.run(main())
   # 100 tokens of both at 0.012 s, then 100 of the second at 0.011 s.
   assert first_s == close(1.2)
   assert second_s == close(1.2 + 1.1)
@@ -90,7 +85,7 @@ def test_who_comes_later_slows_down_who_is_there():
     second = asyncio.create_task(ended(served, request("b/10")))
     return (await first)[1], (await second)[1]
 
-  first_s, second_s = virtual.run(main())
+  first_s, second_s = virtual_clock.run(main())
   assert second_s == close(0.55 + 10 * 0.012)
   assert first_s == close(0.55 + 10 * 0.012 + 40 * 0.011)
 
@@ -113,7 +108,7 @@ def test_more_than_the_slots_wait_and_go_by_priority():
       assert (stats.running, stats.waiting) == (1, 3)
     return order, now()
 
-  order, at_s = virtual.run(main())
+  order, at_s = virtual_clock.run(main())
   assert order == ["a/10", "c/10", "d/10", "b/10"]
   assert at_s == close(4 * 10 * 0.011)
 
@@ -125,7 +120,7 @@ def test_a_request_waits_until_there_is_room_for_all_its_ids():
     asked = [request("a/100"), request("b/100")]
     return await asyncio.gather(*(ended(served, x) for x in asked))
 
-  (_, first_s), (completion, second_s) = virtual.run(main())
+  (_, first_s), (completion, second_s) = virtual_clock.run(main())
   assert (first_s, second_s) == (close(1.1), close(2.2))
   assert completion.first_token_s == close(1.1)
 
@@ -137,14 +132,14 @@ def test_what_never_fits_is_refused_and_others_go_on():
       await served.generate(request("a/200"))
     return (await served.generate(request("b/20"))).stop
 
-  assert virtual.run(main()) == "stop"
+  assert virtual_clock.run(main()) == "stop"
 
 
 def test_an_answer_is_cut_at_max_tokens():
   async def main():
     return await ended(simulated(), request("a/100", max_tokens=30))
 
-  completion, at_s = virtual.run(main())
+  completion, at_s = virtual_clock.run(main())
   assert (len(completion.tokens), completion.stop) == (30, "length")
   assert at_s == close(30 * 0.011)
 
@@ -155,7 +150,7 @@ def test_context_is_encoded_first_and_one_request_at_a_time():
     asked = [request("a/10", tokens=50), request("b/10", tokens=100)]
     return await asyncio.gather(*(ended(served, x) for x in asked))
 
-  (first, first_s), (second, second_s) = virtual.run(main())
+  (first, first_s), (second, second_s) = virtual_clock.run(main())
   # Encoded at 0.5 and 1.5 s; each then decodes alone.
   assert first.first_token_s == close(0.5)
   assert second.first_token_s == close(1.5)
@@ -170,7 +165,7 @@ def test_a_session_encodes_only_what_is_new():
     again = request("b/10", tokens=80, session="s")
     return await served.generate(again), now() - start, served.stats()
 
-  completion, seconds, stats = virtual.run(main())
+  completion, seconds, stats = virtual_clock.run(main())
   # 50 + 10 ids were known but for the last, which was never fed: 21 are new.
   assert completion.cached_tokens == 59
   assert seconds == close(0.21 + 0.11)
@@ -185,7 +180,7 @@ def test_what_nobody_uses_is_forgotten_for_who_comes():
     again = await served.generate(request("c/10", tokens=70, session="s"))
     return again.cached_tokens
 
-  assert virtual.run(main()) == 0
+  assert virtual_clock.run(main()) == 0
 
 
 def test_an_aborted_request_keeps_what_it_has():
@@ -197,7 +192,7 @@ def test_an_aborted_request_keeps_what_it_has():
     served.abort("a/100")
     return await first, await second
 
-  (aborted, at_s), (whole, second_s) = virtual.run(main())
+  (aborted, at_s), (whole, second_s) = virtual_clock.run(main())
   assert (aborted.stop, len(aborted.tokens)) == ("abort", 51)
   assert at_s == close(0.6)
   assert len(whole.tokens) == 100
@@ -213,7 +208,7 @@ def test_aborting_all_ends_those_that_wait_without_tokens():
     served.abort(None)
     return await both, served.stats()
 
-  (first, second), stats = virtual.run(main())
+  (first, second), stats = virtual_clock.run(main())
   assert (first.stop, second.stop) == ("abort", "abort")
   assert (len(first.tokens), len(second.tokens)) == (10, 0)
   assert (stats.running, stats.waiting) == (0, 0)
@@ -228,7 +223,7 @@ def test_a_cancelled_request_leaves_its_slot():
     _, at_s = await ended(served, request("b/10"))
     return at_s, first.cancelled()
 
-  assert virtual.run(main()) == (close(0.5 + 0.11), True)
+  assert virtual_clock.run(main()) == (close(0.5 + 0.11), True)
 
 
 def test_begun_tells_the_version_of_the_first_token():
@@ -245,7 +240,7 @@ def test_begun_tells_the_version_of_the_first_token():
       served.begun("a/100")
     return before, after
 
-  assert virtual.run(main()) == ((0, None), 0)
+  assert virtual_clock.run(main()) == ((0, None), 0)
 
 
 def test_versions_change_in_the_middle_of_an_answer():
@@ -256,7 +251,7 @@ def test_versions_change_in_the_middle_of_an_answer():
     await served.update_weights(trajectory.PolicyVersion(1), None, "keep_kv")
     return *(await answer), served.stats()
 
-  completion, at_s, stats = virtual.run(main())
+  completion, at_s, stats = virtual_clock.run(main())
   assert completion.spans == [(0, 0, 41), (1, 41, 100)]
   assert completion.oldest_kv == 0
   assert at_s == close(1.1 + 2.0)
@@ -271,7 +266,7 @@ def test_recomputing_encodes_all_that_is_in_flight_again():
     await served.update_weights(trajectory.PolicyVersion(1), None, "recompute")
     return await answer
 
-  completion, at_s = virtual.run(main())
+  completion, at_s = virtual_clock.run(main())
   assert completion.spans == [(0, 0, 41), (1, 41, 100)]
   assert completion.oldest_kv == 1
   # Once 50 ids, and then these and 41 tokens.
@@ -291,7 +286,7 @@ def test_draining_lets_running_requests_end_and_others_wait():
     await update
     return await first, await second
 
-  (old, old_s), (new, new_s) = virtual.run(main())
+  (old, old_s), (new, new_s) = virtual_clock.run(main())
   assert (old.spans, old_s) == ([(0, 0, 100)], close(1.1))
   assert (new.spans, new_s) == ([(1, 0, 100)], close(1.1 + 1.0 + 1.1))
 
@@ -304,7 +299,7 @@ def test_weights_that_abort_end_what_runs():
     await served.update_weights(trajectory.PolicyVersion(1), None, "abort")
     return await answer
 
-  completion = virtual.run(main())
+  completion = virtual_clock.run(main())
   assert (completion.stop, completion.spans) == ("abort", [(0, 0, 11)])
 
 
@@ -316,7 +311,7 @@ def test_a_version_that_is_not_newer_is_refused():
       await served.update_weights(trajectory.PolicyVersion(2), "x")
     return served.params, await served.checksum()
 
-  assert virtual.run(main()) == ("w", (2, 2))
+  assert virtual_clock.run(main()) == ("w", (2, 2))
 
 
 def test_nothing_decodes_while_paused():
@@ -329,7 +324,7 @@ def test_nothing_decodes_while_paused():
     served.resume()
     return (await answer)[1]
 
-  assert virtual.run(main()) == close(11.1)
+  assert virtual_clock.run(main()) == close(11.1)
 
 
 def test_a_closed_engine_ends_requests_and_takes_none():
@@ -344,14 +339,14 @@ def test_a_closed_engine_ends_requests_and_takes_none():
       await served.generate(request("b/100"))
     return True
 
-  assert virtual.run(main())
+  assert virtual_clock.run(main())
 
 
 def test_a_stream_has_the_whole_answer_in_its_last_delta():
   async def main():
     return [delta async for delta in simulated().stream(request("a/5"))]
 
-  (delta,) = virtual.run(main())
+  (delta,) = virtual_clock.run(main())
   assert delta.completion is not None
   assert delta.tokens is delta.completion.tokens
 
@@ -368,7 +363,7 @@ def test_states_say_what_each_second_went_to():
     return served.states
 
   # No session for 1 s, 2 s of context, 1.1 s of tokens, 2 s elsewhere.
-  assert virtual.run(main()) == [
+  assert virtual_clock.run(main()) == [
     (0.0, "gate"),
     (close(1.0), "prefill"),
     (close(3.0), "decode"),
@@ -389,5 +384,5 @@ def test_a_busy_engine_samples_what_its_speed_says():
     return now()
 
   # 64 answers of 1000 tokens on 8 slots at 0.018 s: 8 waves of 18 s.
-  assert virtual.run(main()) == pytest.approx(8 * 18.0)
+  assert virtual_clock.run(main()) == pytest.approx(8 * 18.0)
   assert speed().tokens_per_s == pytest.approx(8 / 0.018)

@@ -11,11 +11,10 @@ from rl import (
   simulated_engine,
   simulated_learner,
   simulated_processor,
-  trace,
   training,
   trajectory,
-  virtual,
 )
+from rl.runtime import trace, virtual_clock
 
 
 def member(index, tokens, status=trajectory.Status.COMPLETED):
@@ -58,7 +57,7 @@ def test_it_takes_the_seconds_of_all_ids_without_a_fault():
     await trainer.update()
     return trainer, used, accumulated_s, spans.spans
 
-  trainer, used, accumulated_s, spans = virtual.run(main())
+  trainer, used, accumulated_s, spans = virtual_clock.run(main())
   assert used.trained.tolist() == [True, False]
   assert accumulated_s == pytest.approx(30 * 0.1)
   assert [(s.name, s.end - s.start) for s in spans] == [
@@ -86,7 +85,7 @@ def test_weights_travel_and_then_every_engine_stands_still():
     )
     return stood_s, log.events, [engine.params for engine in engines]
 
-  stood_s, log, served = virtual.run(main())
+  stood_s, log, served = virtual_clock.run(main())
   assert stood_s == pytest.approx(4.0)
   assert [(e["kind"], e["t"]) for e in log] == [
     ("publish_start", pytest.approx(10.0)),

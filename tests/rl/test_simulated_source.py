@@ -13,9 +13,9 @@ from rl import (
   episode,
   prompts,
   simulated_source,
-  virtual,
   workload,
 )
+from rl.runtime import virtual_clock
 
 MATH = workload.Workload(
   name="math",
@@ -41,7 +41,7 @@ def world():
 
 def opening(world, task):
   """Returns the first message of a play that begins now."""
-  (message,) = virtual.run(world(task).start())
+  (message,) = virtual_clock.run(world(task).start())
   return message
 
 
@@ -79,7 +79,7 @@ def test_an_episode_takes_its_turns_and_their_seconds(world):
     await environment.close()
     return first, step, last, asyncio.get_running_loop().time()
 
-  first, step, last, seconds = virtual.run(play())
+  first, step, last, seconds = virtual_clock.run(play())
   assert seconds == pytest.approx(5.0 + 2 * 2.0)
   assert len(world.open(first)) == 100  # What a workload has by default.
   assert len(world.append(step.messages)) == 7
@@ -120,7 +120,7 @@ def test_a_reward_takes_its_seconds_and_is_0_or_1(world):
 
   task = world.sources[1].task(0, "train")
   plays = [base.Transcript([opening(world, task)], []) for _ in range(40)]
-  grades, seconds = virtual.run(grade())
+  grades, seconds = virtual_clock.run(grade())
   assert set(grades) == {0.0, 1.0}
   assert seconds == pytest.approx(40.0)
 
@@ -151,8 +151,8 @@ def test_a_play_is_graded_alike_whatever_the_order():
       for play in order
     }
 
-  first = virtual.run(grade_all(range(8)))
-  other = virtual.run(grade_all([5, 3, 7, 1, 6, 0, 4, 2]))
+  first = virtual_clock.run(grade_all(range(8)))
+  other = virtual_clock.run(grade_all([5, 3, 7, 1, 6, 0, 4, 2]))
   for where, (seconds, said) in first.items():
     assert other[where] == (pytest.approx(seconds), said)
   # What failed may be graded when it is called again.
@@ -179,7 +179,7 @@ def test_a_fault_is_an_exception(call):
       await environment.start()
 
   with pytest.raises(OSError, match="simulated"):
-    virtual.run(ask())
+    virtual_clock.run(ask())
 
 
 def test_the_chat_is_of_zeros_behind_the_name_of_the_task(world):

@@ -11,8 +11,8 @@ from rl import (
   simulated_learner,
   simulated_processor,
   simulation,
-  watchdog,
 )
+from rl.runtime import watchdog
 from tests.rl import simulated_runs
 
 CONSTANT, HEAVY, AGENT = (

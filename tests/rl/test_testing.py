@@ -5,7 +5,8 @@ import asyncio
 import pytest
 
 from envs import base
-from rl import testing, virtual
+from rl import testing
+from rl.runtime import virtual_clock
 
 YES = base.Message("assistant", "yes")
 NO = base.Message("assistant", "no")
@@ -25,7 +26,7 @@ async def play(environment, answers=(YES, YES)):
 def test_the_reward_is_the_share_of_answers_that_were_yes():
   source = testing.Counting(turns=4)
   task = source.task(3, "train")
-  steps, _ = virtual.run(play(source(task), (YES, NO, YES, YES)))
+  steps, _ = virtual_clock.run(play(source(task), (YES, NO, YES, YES)))
   assert [step.reward for step in steps] == [0.25, 0, 0.25, 0.25]
   assert [step.done for step in steps] == [False] * 3 + [True]
 
@@ -42,7 +43,7 @@ def test_one_member_of_each_group_can_be_slow():
     return [end for _, end in await asyncio.gather(*plays)]
 
   # Two steps of 1 s and 2 s; those of the third member of task 1 take 11, 12.
-  assert virtual.run(scenario()) == [3, 3, 3, 3, 3, 23]
+  assert virtual_clock.run(scenario()) == [3, 3, 3, 3, 3, 23]
 
 
 def test_the_number_of_a_member_is_no_part_of_the_source():
@@ -91,7 +92,7 @@ def test_a_fault_breaks_one_method_of_the_chosen_members(fault, method):
     return [await broken(source(task)) for task in tasks]
 
   wrong = {method: fault.startswith("hang")}
-  assert virtual.run(scenario()) == [{}, {}, {}, wrong, {}]
+  assert virtual_clock.run(scenario()) == [{}, {}, {}, wrong, {}]
 
 
 def test_a_judge_sums_what_the_environment_gave_late_or_not_at_all():
@@ -113,5 +114,9 @@ def test_a_judge_sums_what_the_environment_gave_late_or_not_at_all():
     return story
 
   # The calls of a task take 2 s, 3 s, ...
-  assert virtual.run(scenario()) == [(0.75, 2.0), (None, 4.0), (0.75, 7.0)]
+  assert virtual_clock.run(scenario()) == [
+    (0.75, 2.0),
+    (None, 4.0),
+    (0.75, 7.0),
+  ]
   assert judge.calls == {"counting/train/0": 1, "counting/train/1": 2}

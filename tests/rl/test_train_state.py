@@ -12,7 +12,6 @@ from models import config as config_lib
 from models import lora
 from rl import (
   batch,
-  checkpoint,
   learner,
   losses,
   objective,
@@ -20,6 +19,7 @@ from rl import (
   placement,
   train_state,
 )
+from rl.runtime import checkpoint
 
 OBJECTIVE = objective.Objective(loss=losses.ClippedSurrogate())
 F32 = config_lib.tiny(

@@ -13,15 +13,14 @@ from rl import (
   algorithms,
   corrections,
   credit,
-  dispatch,
   learner,
   optimizers,
   overlap,
   placement,
   testing,
-  trace,
   training,
 )
+from rl.runtime import mesh_thread, trace
 from tests.rl.counting_trainer import (
   GRPO,
   NOTHING,
@@ -237,7 +236,7 @@ def test_a_round_of_nothing_compares_nothing():
 
 
 def test_a_trainer_without_a_state_says_what_it_needs():
-  thread = dispatch.MeshThread("learner", trace.Trace(None))
+  thread = mesh_thread.MeshThread("learner", trace.Trace(None))
   programs = testing.fake_learner()
   trainer = training.Training(
     SETTINGS, programs, thread, estimator=advantages.Grpo(), objective=GRPO
@@ -268,7 +267,7 @@ def test_a_mesh_compares_with_its_own_weights(
   settings = dataclasses.replace(
     SETTINGS, share_prompts=True, old_logprob=old_logprob
   )
-  thread = dispatch.MeshThread("learner", trace.Trace(None))
+  thread = mesh_thread.MeshThread("learner", trace.Trace(None))
   trainer = training.Training(
     settings,
     meshed,

@@ -7,7 +7,8 @@ import math
 import jax.numpy as jnp
 import pytest
 
-from rl import algorithms, dispatch, owners, quarantine, trace, training
+from rl import algorithms, owners, quarantine, training
+from rl.runtime import mesh_thread, trace
 from tests.rl.counting_trainer import GRPO, SETTINGS, Programs, group, trained
 
 
@@ -33,7 +34,7 @@ def test_updates_that_are_not_finite_are_skipped_and_too_many_end_the_run(norm):
 
 def test_what_is_skipped_lies_under_its_round_and_its_place_there(tmp_path):
   built = Programs(grad_norm=math.nan).build()
-  thread = dispatch.MeshThread("learner", trace.Trace(None))
+  thread = mesh_thread.MeshThread("learner", trace.Trace(None))
   trainer = training.Training(
     dataclasses.replace(SETTINGS, max_skipped=2),
     built,

@@ -2,7 +2,8 @@
 
 import asyncio
 
-from rl import virtual, wakeup
+from rl import wakeup
+from rl.runtime import virtual_clock
 
 
 def test_a_signal_wakes_all_who_wait_and_nobody_who_comes_later():
@@ -20,4 +21,4 @@ def test_a_signal_wakes_all_who_wait_and_nobody_who_comes_later():
     await later
     return done
 
-  assert virtual.run(run()) == [True, True, True, False]
+  assert virtual_clock.run(run()) == [True, True, True, False]

@@ -9,7 +9,8 @@ import math
 import pytest
 
 from models.chat import word_chat
-from rl import dispatch, episode, testing, trace, trajectory, warm_start
+from rl import episode, testing, trajectory, warm_start
+from rl.runtime import mesh_thread, trace
 
 CHAT = word_chat.WordChat(("go", "on", "yes", "no"))
 LIMITS = episode.Limits(record_experts=True)
@@ -94,7 +95,7 @@ def imitated(norms, max_skipped, behind=(), watching=warm_start.UNOBSERVED):
       return after, sums
     return state, sums | {"skipped": 1.0, "loss": math.nan}
 
-  thread = dispatch.MeshThread("learner", trace.Trace(None))
+  thread = mesh_thread.MeshThread("learner", trace.Trace(None))
   try:
     state = asyncio.run(
       warm_start.run(

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from models import quantize
-from rl import checksums, events, placement, testing, trajectory, weights
+from rl import events, placement, testing, trajectory, weights
+from rl.runtime import checksum
 
 VERSION = trajectory.PolicyVersion(7)
 
@@ -301,7 +302,7 @@ def test_engines_tell_the_checksum_of_what_the_learner_sent(
     return [await engine.checksum() for engine in engines], after
 
   told, after = asyncio.run(scenario())
-  assert told == [(8, checksums.of(weights.cast(after, dtype)))] * 2
+  assert told == [(8, checksum.of(weights.cast(after, dtype)))] * 2
 
 
 def test_an_engine_that_serves_other_weights_is_named(make, params, where, log):

@@ -27,12 +27,10 @@ from rl import (
   router,
   simulated_learner,
   testing,
-  trace,
   trajectory,
-  virtual,
-  watchdog,
 )
 from rl import progress as progress_lib
+from rl.runtime import trace, virtual_clock, watchdog
 
 CHAT = word_chat.WordChat(("go", "on", "yes", "no"))
 YES, NO = 5, 6
@@ -171,7 +169,7 @@ class Run:
     Raises:
       virtual.Deadlock: everything waits for something else.
     """
-    virtual.run(self.play(progress))
+    virtual_clock.run(self.play(progress))
     return self
 
   async def play(self, progress: progress_lib.Progress | None = None) -> None:

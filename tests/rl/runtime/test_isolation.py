@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from envs import base
-from rl import foreign, virtual
+from rl.runtime import isolation, virtual_clock
 
 SAID = [base.Message("user", "on")]
 
@@ -27,13 +27,13 @@ def test_a_deadline_lets_the_late_code_clean_up():
       done.append(True)
 
   async def run():
-    with pytest.raises(foreign.Fault, match=r"step took over 2 s"):
-      await foreign.guarded(slow, 2.0, "step", late=late)
+    with pytest.raises(isolation.Fault, match=r"step took over 2 s"):
+      await isolation.guarded(slow, 2.0, "step", late=late)
     assert (len(late), done) == (1, [])
     await asyncio.wait(late)
     return asyncio.get_running_loop().time()
 
-  assert virtual.run(run()) == 2.5
+  assert virtual_clock.run(run()) == 2.5
   assert (late, done) == (set(), [True])
 
 
@@ -56,13 +56,13 @@ def test_who_catches_its_cancellation_has_a_deadline_all_the_same():
   stubborn, late = Stubborn(9), set()
 
   async def run():
-    with pytest.raises(foreign.Fault, match="step took over 2 s"):
-      await foreign.guarded(stubborn, 2.0, "step", late=late)
+    with pytest.raises(isolation.Fault, match="step took over 2 s"):
+      await isolation.guarded(stubborn, 2.0, "step", late=late)
     assert asyncio.get_running_loop().time() == 2.0
     await asyncio.sleep(1)
     return len(late)
 
-  assert virtual.run(run()) == 1
+  assert virtual_clock.run(run()) == 1
   # Nor has the end of the loop waited for it, which cancels who is left.
   assert (stubborn.caught, stubborn.ended) == (1, False)
 
@@ -94,7 +94,7 @@ def test_who_is_cancelled_does_not_wait_for_a_call_that_goes_on():
   stubborn, late = Stubborn(2), set()
 
   async def run():
-    call = foreign.guarded(stubborn, 50.0, "step", late=late)
+    call = isolation.guarded(stubborn, 50.0, "step", late=late)
     work = asyncio.create_task(call)
     await asyncio.sleep(1)
     work.cancel()
@@ -105,7 +105,7 @@ def test_who_is_cancelled_does_not_wait_for_a_call_that_goes_on():
     await asyncio.wait(late)
     return work.cancelled()
 
-  assert virtual.run(run())
+  assert virtual_clock.run(run())
   assert (late, stubborn.ended) == (set(), True)
 
 
@@ -114,13 +114,15 @@ def test_an_exit_is_a_fault_and_does_not_end_the_loop():
     raise SystemExit("quit()")
 
   async def run():
-    with pytest.raises(foreign.Fault, match=r"step raised SystemExit: quit()"):
-      await foreign.guarded(leave, 1.0, "step")
-    with pytest.raises(foreign.Fault, match="making it raised SystemExit: 3"):
-      foreign.contained(lambda: sys.exit(3), "making it")
+    with pytest.raises(
+      isolation.Fault, match=r"step raised SystemExit: quit()"
+    ):
+      await isolation.guarded(leave, 1.0, "step")
+    with pytest.raises(isolation.Fault, match="making it raised SystemExit: 3"):
+      isolation.contained(lambda: sys.exit(3), "making it")
     return True
 
-  assert virtual.run(run())
+  assert virtual_clock.run(run())
 
 
 def test_an_interrupt_of_the_user_is_no_fault():
@@ -131,9 +133,9 @@ def test_an_interrupt_of_the_user_is_no_fault():
     raise KeyboardInterrupt
 
   with pytest.raises(KeyboardInterrupt):
-    virtual.run(foreign.guarded(interrupted, 1.0, "step"))
+    virtual_clock.run(isolation.guarded(interrupted, 1.0, "step"))
   with pytest.raises(KeyboardInterrupt):
-    foreign.contained(interrupt, "making it")
+    isolation.contained(interrupt, "making it")
 
 
 def test_a_timeout_of_its_own_is_what_it_raised_and_no_deadline():
@@ -141,14 +143,14 @@ def test_a_timeout_of_its_own_is_what_it_raised_and_no_deadline():
     async with asyncio.timeout(0.01):
       await asyncio.sleep(60)
 
-  with pytest.raises(foreign.Fault, match="step raised TimeoutError"):
-    asyncio.run(foreign.guarded(impatient, 5.0, "step"))
+  with pytest.raises(isolation.Fault, match="step raised TimeoutError"):
+    asyncio.run(isolation.guarded(impatient, 5.0, "step"))
 
 
 def test_a_real_cancellation_passes_through():
   async def run():
     work = asyncio.create_task(
-      foreign.guarded(lambda: asyncio.sleep(60), 5.0, "step")
+      isolation.guarded(lambda: asyncio.sleep(60), 5.0, "step")
     )
     await asyncio.sleep(0.01)
     work.cancel()
@@ -166,21 +168,21 @@ def test_an_error_that_cannot_be_shown_is_named():
   async def fail():
     raise Mute
 
-  with pytest.raises(foreign.Fault, match=r"^step raised Mute$"):
-    asyncio.run(foreign.guarded(fail, 1.0, "step"))
+  with pytest.raises(isolation.Fault, match=r"^step raised Mute$"):
+    asyncio.run(isolation.guarded(fail, 1.0, "step"))
 
 
 def test_numbers_of_numpy_are_rewards_and_any_sequence_holds_messages():
   messages = collections.deque(SAID)
   step = base.Step(messages, np.float32(0.5), np.bool_(True))  # pyright: ignore
-  assert foreign.checked_step(step) == base.Step(SAID, 0.5, True)
+  assert isolation.checked_step(step) == base.Step(SAID, 0.5, True)
 
 
 # float32 ends at 3.4028235e38.
 @pytest.mark.parametrize("reward", [3.4e38, -3.4e38, 0, np.int64(3)])
 def test_a_reward_that_float32_can_hold_is_kept(reward):
-  assert foreign.checked_reward(reward) == reward
-  assert np.isfinite(np.float32(foreign.checked_reward(reward)))
+  assert isolation.checked_reward(reward) == reward
+  assert np.isfinite(np.float32(isolation.checked_reward(reward)))
 
 
 @pytest.mark.parametrize(
@@ -189,5 +191,5 @@ def test_a_reward_that_float32_can_hold_is_kept(reward):
   ids=["over", "under", "nan", "inf", "no float", "bool", "text"],
 )
 def test_a_reward_that_float32_cannot_hold_is_a_fault(reward):
-  with pytest.raises(foreign.Fault, match="is not a finite number"):
-    foreign.checked_reward(reward)
+  with pytest.raises(isolation.Fault, match="is not a finite number"):
+    isolation.checked_reward(reward)

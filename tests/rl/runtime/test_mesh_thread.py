@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rl import dispatch
+from rl.runtime import mesh_thread
 
 
 def test_work_runs_in_order_on_one_thread_off_the_event_loop(thread, spans):
@@ -111,7 +111,7 @@ def test_programs_are_queued_at_once_and_answer_in_order(thread):
 
 
 def test_a_closed_thread_refuses_work_after_what_is_queued(spans):
-  thread, order = dispatch.MeshThread("decode", spans), []
+  thread, order = mesh_thread.MeshThread("decode", spans), []
 
   async def scenario():
     queued = thread.submit("work", order.append, 1)

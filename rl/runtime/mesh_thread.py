@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from rl import trace
+from rl.runtime import trace
 
 _CLOSE_S = 5.0
 

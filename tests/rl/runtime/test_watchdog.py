@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from rl import virtual, watchdog
+from rl.runtime import virtual_clock, watchdog
 
 
 async def _return(value: int) -> int:
@@ -91,7 +91,7 @@ def _in_virtual_time(work, *args, **fields):
     except watchdog.Stalled as stalled:
       return str(stalled), clock()
 
-  return virtual.run(main())
+  return virtual_clock.run(main())
 
 
 def test_the_deadline_of_a_wait_in_steps_is_that_of_one_step():

@@ -21,7 +21,7 @@ from typing import Any, TypeVar, get_args
 import numpy as np
 
 from envs import base
-from rl import watchdog
+from rl.runtime import watchdog
 
 _T = TypeVar("_T")
 

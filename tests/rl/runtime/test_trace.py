@@ -1,4 +1,4 @@
-"""Tests of rl/trace.py; every expected second is worked out by hand."""
+"""Tests of rl/runtime/trace.py; every expected second is worked out by hand."""
 
 import contextlib
 import json
@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from rl import trace
+from rl.runtime import trace
 
 
 def _spans(track, *intervals):

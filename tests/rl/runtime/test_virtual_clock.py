@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from rl import virtual
+from rl.runtime import virtual_clock
 
 
 def now():
@@ -19,7 +19,7 @@ def test_time_begins_at_0_and_jumps_to_the_next_timer():
     return began, now()
 
   real = time.monotonic()
-  assert virtual.run(main()) == (0.0, pytest.approx(3600.0, abs=1e-6))
+  assert virtual_clock.run(main()) == (0.0, pytest.approx(3600.0, abs=1e-6))
   assert time.monotonic() - real < 60.0
 
 
@@ -32,7 +32,7 @@ def test_timers_fire_in_the_order_of_their_times():
       loop.call_later(delay, order.append, delay)
     await asyncio.sleep(5.0)
 
-  virtual.run(main())
+  virtual_clock.run(main())
   assert order == [1.0, 2.0, 3.0]
 
 
@@ -50,7 +50,7 @@ def test_what_is_ready_runs_before_time_passes():
       tasks.create_task(step())
     return times
 
-  assert virtual.run(main()) == [0.0]
+  assert virtual_clock.run(main()) == [0.0]
 
 
 def test_a_timeout_passes_in_virtual_time():
@@ -60,7 +60,7 @@ def test_a_timeout_passes_in_virtual_time():
         await asyncio.sleep(1001.0)
     return now()
 
-  assert virtual.run(main()) == pytest.approx(1000.0, abs=1e-6)
+  assert virtual_clock.run(main()) == pytest.approx(1000.0, abs=1e-6)
 
 
 def test_events_queues_and_gathered_tasks_work():
@@ -79,7 +79,7 @@ def test_events_queues_and_gathered_tasks_work():
     gone.set()
     return got, await both
 
-  got, results = virtual.run(main())
+  got, results = virtual_clock.run(main())
   assert got == pytest.approx([1.0, 2.0], abs=1e-6)
   assert results == [2.0, 1.0]
 
@@ -93,8 +93,8 @@ def test_a_deadlock_is_an_error_that_names_who_waits():
       tasks.create_task(hold(asyncio.Event()), name="the one that holds")
       await asyncio.sleep(1.0)
 
-  with pytest.raises(virtual.Deadlock, match=r"holds: .*hold, line"):
-    virtual.run(main())
+  with pytest.raises(virtual_clock.Deadlock, match=r"holds: .*hold, line"):
+    virtual_clock.run(main())
 
 
 def test_a_long_list_of_waiting_tasks_is_cut():
@@ -103,8 +103,10 @@ def test_a_long_list_of_waiting_tasks_is_cut():
     await asyncio.gather(*waits)
 
   # 20 events and the one that gathers them; 8 are named.
-  with pytest.raises(virtual.Deadlock, match=r"^21 tasks(?s:.*)and 13 more$"):
-    virtual.run(main())
+  with pytest.raises(
+    virtual_clock.Deadlock, match=r"^21 tasks(?s:.*)and 13 more$"
+  ):
+    virtual_clock.run(main())
 
 
 def test_an_exception_comes_out_and_others_are_cancelled():
@@ -124,7 +126,7 @@ def test_an_exception_comes_out_and_others_are_cancelled():
       raise KeyError("wrong")
 
   with pytest.raises(ExceptionGroup):
-    virtual.run(main())
+    virtual_clock.run(main())
   assert cancelled == pytest.approx([5.0], abs=1e-6)
 
 
@@ -139,7 +141,7 @@ def test_timers_of_years_and_of_microseconds_go_together():
     return times
 
   # A float64 at 1e8 has steps of 1.5e-8.
-  assert virtual.run(main()) == pytest.approx([1e-5] * 3, abs=2e-7)
+  assert virtual_clock.run(main()) == pytest.approx([1e-5] * 3, abs=2e-7)
 
 
 def test_two_runs_do_not_share_a_clock():
@@ -147,4 +149,4 @@ def test_two_runs_do_not_share_a_clock():
     await asyncio.sleep(7.0)
     return now()
 
-  assert virtual.run(main()) == virtual.run(main())
+  assert virtual_clock.run(main()) == virtual_clock.run(main())

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from rl import cancellable, virtual
+from rl.runtime import cancellable, virtual_clock
 
 
 async def slow(ended):
@@ -31,7 +31,7 @@ def test_who_waits_goes_on_when_work_is_cancelled(cancel_s, result, end_s):
     assert ended == [loop.time()]
     return ended
 
-  assert virtual.run(run()) == [end_s]
+  assert virtual_clock.run(run()) == [end_s]
 
 
 def test_what_would_be_run_after_a_cancellation_is_not():
@@ -41,14 +41,14 @@ def test_what_would_be_run_after_a_cancellation_is_not():
     assert await work.run(slow(ended)) is None
     return ended
 
-  assert virtual.run(run()) == []
+  assert virtual_clock.run(run()) == []
 
 
 def test_work_that_cancels_itself_leaves_its_waiter_alone():
   async def quitting():
     raise asyncio.CancelledError
 
-  assert virtual.run(cancellable.Cancellable().run(quitting())) is None
+  assert virtual_clock.run(cancellable.Cancellable().run(quitting())) is None
 
 
 def test_work_ends_before_a_waiter_that_is_cancelled():
@@ -62,7 +62,7 @@ def test_work_ends_before_a_waiter_that_is_cancelled():
     assert ended == [loop.time()]
     return ended
 
-  assert virtual.run(run()) == [3.0]
+  assert virtual_clock.run(run()) == [3.0]
 
 
 def test_an_error_of_the_work_is_raised():
@@ -70,4 +70,4 @@ def test_an_error_of_the_work_is_raised():
     raise KeyError("no such work")
 
   with pytest.raises(KeyError, match="no such work"):
-    virtual.run(cancellable.Cancellable().run(broken()))
+    virtual_clock.run(cancellable.Cancellable().run(broken()))

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from rl import checkpoint
+from rl.runtime import checkpoint
 
 # When one read or write of orbax fails, it drops the others mid-way, and their
 # exceptions surface wherever the garbage collector happens to run.
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.filterwarnings(
   "ignore::pytest.PytestUnraisableExceptionWarning"
 )
 
-_ROOT = pathlib.Path(__file__).parents[2]
+_ROOT = pathlib.Path(__file__).parents[3]
 
 
 class State(NamedTuple):

@@ -1,0 +1,1 @@
+"""Threads, deadlines, checkpoints, traces and the virtual clock."""
