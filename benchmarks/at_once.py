@@ -10,7 +10,8 @@ import numpy as np
 
 from envs import base
 from models.chat import word_chat
-from rl import engine, trajectory
+from rl import engine
+from rl.data import trajectory
 
 CHAT = word_chat.WordChat(("go", "on", "yes", "no"))
 _ANSWER = np.asarray([*CHAT.encode_answer("yes")], np.int32)

@@ -60,9 +60,9 @@ from rl import (
   simulated_learner,
   testing,
   training,
-  trajectory,
 )
 from rl import progress as progress_lib
+from rl.data import trajectory
 from rl.runtime import mesh_thread, trace, watchdog
 
 _TURNS = absl_flags.DEFINE_integer("turns", 100_000, "Played in each case.")

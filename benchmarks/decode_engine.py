@@ -19,7 +19,8 @@ import numpy as np
 from benchmarks import decode_load
 from models import config as model_config
 from models import transformer
-from rl import engine, engine_settings, placement, trajectory
+from rl import engine, engine_settings, placement
+from rl.data import trajectory
 from rl.runtime import mesh_thread, trace
 
 MODEL = model_config.ModelConfig(

@@ -27,7 +27,7 @@ from absl import app
 from absl import flags as absl_flags
 
 from benchmarks import machine
-from rl import packing
+from rl.data import packing
 
 _RUN = absl_flags.DEFINE_string("run", "", "Directory of a run to read.")
 

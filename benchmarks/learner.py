@@ -25,13 +25,8 @@ from absl import flags as absl_flags
 
 from benchmarks import machine
 from launch import devices, flags
-from rl import (
-  assemble,
-  batch,
-  learner,
-  row,
-  trajectory,
-)
+from rl import assemble, learner, row
+from rl.data import batch, trajectory
 
 _REPEATS = absl_flags.DEFINE_integer("repeats", 5, "Of each side.")
 _STEPS = absl_flags.DEFINE_integer("steps", 20, "Of each repeat.")

@@ -33,10 +33,10 @@ from rl import (
   overlap,
   progress,
   rollout,
-  trajectory,
   warm_start,
 )
 from rl import row as row_lib
+from rl.data import trajectory
 
 GROUPS, MEMBERS = 8, 8
 """Of an update, and of a group."""

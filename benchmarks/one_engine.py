@@ -23,7 +23,6 @@ from jaxtyping import Float32
 from models import transformer
 from rl import (
   assemble,
-  batch,
   config,
   engine,
   events,
@@ -32,8 +31,8 @@ from rl import (
   progress,
   router,
   train_state,
-  trajectory,
 )
+from rl.data import batch, trajectory
 from rl.runtime import trace
 
 Trained = Sequence[tuple[trajectory.Group, Float32[np.ndarray, " G"]]]

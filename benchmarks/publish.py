@@ -42,15 +42,8 @@ from benchmarks import machine
 from launch import devices
 from models import config as model_config
 from models import lora, sharding, transformer
-from rl import (
-  engine,
-  engine_settings,
-  events,
-  placement,
-  testing,
-  trajectory,
-  weights,
-)
+from rl import engine, engine_settings, events, placement, testing, weights
+from rl.data import trajectory
 from rl.runtime import mesh_thread, trace
 
 _REPEATS = absl_flags.DEFINE_integer("repeats", 5, "Of each way.")

@@ -17,7 +17,7 @@ import optax
 
 from models import config as model_config
 from models import transformer
-from rl import batch as batch_lib
+from rl.data import batch as batch_lib
 
 Step = Callable[..., tuple[transformer.Params, optax.OptState, jax.Array]]
 

@@ -19,8 +19,9 @@ from typing import Any
 
 from envs import base, threads
 from launch import listening, openai_api
-from rl import answer_text, served_agent, sessions, trajectory
+from rl import answer_text, served_agent, sessions
 from rl import episode as episode_lib
+from rl.data import trajectory
 from rl.runtime import watchdog
 
 Agent = Callable[[str, base.Task], Any]

@@ -9,7 +9,8 @@ from absl import app
 from absl import flags as absl_flags
 
 from launch import devices, flags, restored, workdir
-from rl import config, evaluate, trajectory
+from rl import config, evaluate
+from rl.data import trajectory
 
 _RUN = absl_flags.DEFINE_string(
   "run", None, "Directory of a run.", required=True

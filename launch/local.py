@@ -30,17 +30,10 @@ from launch import (
   workdir,
 )
 from models.hf import load, tokenizer_files
-from rl import (
-  assemble,
-  config,
-  coordinator,
-  evaluate,
-  quarantine,
-  recorder,
-  trajectory,
-)
+from rl import assemble, config, coordinator, evaluate, quarantine, recorder
 from rl import metrics as metrics_lib
 from rl import progress as progress_lib
+from rl.data import trajectory
 from rl.runtime import checkpoint, trace, watchdog
 
 _EPISODES_KEPT = 4

@@ -28,9 +28,10 @@ from launch import (
   openai_requests,
   until_gone,
 )
-from rl import answer_text, session_tree, trajectory
+from rl import answer_text, session_tree
 from rl import engine as engine_lib
 from rl import sessions as sessions_lib
+from rl.data import trajectory
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,8 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from rl import quarantine, trajectory
+from rl import quarantine
+from rl.data import trajectory
 
 _MAX_MESSAGE = 160
 

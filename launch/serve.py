@@ -26,7 +26,8 @@ from absl import flags as absl_flags
 
 from launch import flags, listening, openai_api, served_model
 from models.chat import hf_chat
-from rl import sessions, trajectory
+from rl import sessions
+from rl.data import trajectory
 from rl.settings import overrides
 
 _RUN = absl_flags.DEFINE_string(

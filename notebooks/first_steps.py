@@ -36,15 +36,8 @@ devices.prepare(experiment.placement)
 # their own: on a laptop those are two virtual devices of the CPU.
 
 # %%
-from rl import (
-  algorithms,
-  assemble,
-  batch,
-  estimation,
-  recorder,
-  train_state,
-  trajectory,
-)
+from rl import algorithms, assemble, estimation, recorder, train_state
+from rl.data import batch, trajectory
 
 parts = assemble.build(experiment)
 print("learner:", parts.learner_layout.devices)

@@ -13,8 +13,9 @@ import jax
 import numpy as np
 from jaxtyping import Float32
 
-from rl import batch as batch_lib
-from rl import learner, owners, scoring, train_state, trajectory
+from rl import learner, scoring, train_state
+from rl.data import batch as batch_lib
+from rl.data import segment_index, trajectory
 from rl.runtime import mesh_thread
 
 _Values = Float32[np.ndarray, " _"]
@@ -48,7 +49,7 @@ class Accumulation:
       pack: (trajectories, only_full=) -> rows; see `batch.pack`.
     """
     self.batches: list[batch_lib.Batch] = []
-    self.owners: list[owners.Owner] = []
+    self.owners: list[segment_index.Owner] = []
     self._programs = programs
     self._thread = thread
     self._pack = pack
@@ -118,7 +119,7 @@ class Accumulation:
       for w, place in zip(waiting, packed.places, strict=True)
       if place is None
     ]
-    self.owners += owners.of(packed, members, first=len(self.batches))
+    self.owners += segment_index.of(packed, members, first=len(self.batches))
     self.batches += packed.batches
     await self._accumulate(state, packed.batches)
 

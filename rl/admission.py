@@ -16,14 +16,8 @@ import numpy as np
 from jaxtyping import Float32, Int32
 
 from models import config as model_config
-from rl import (
-  decode_step,
-  engine,
-  engine_plan,
-  engine_settings,
-  paging,
-  trajectory,
-)
+from rl import decode_step, engine, engine_plan, engine_settings, paging
+from rl.data import trajectory
 
 
 class Biases:

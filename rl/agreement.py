@@ -8,8 +8,8 @@ import jax
 import numpy as np
 from jaxtyping import Float32, Int32
 
-from rl import batch as batch_lib
 from rl import learner
+from rl.data import batch as batch_lib
 from rl.runtime import mesh_thread
 
 

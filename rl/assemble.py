@@ -31,11 +31,11 @@ from rl import (
   router,
   train_state,
   training,
-  trajectory,
   warm_start,
   weights,
 )
 from rl import engine as engine_lib
+from rl.data import trajectory
 from rl.runtime import checkpoint, mesh_thread, trace, watchdog
 
 _FROZEN = "frozen"

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from envs import base
-from rl import trajectory
+from rl.data import trajectory
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

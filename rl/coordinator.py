@@ -30,9 +30,9 @@ from rl import (
   rollout,
   round_report,
   training,
-  trajectory,
 )
 from rl import progress as progress_lib
+from rl.data import trajectory
 from rl.runtime import trace, watchdog
 
 _GRACE_S = 10.0

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from rl import batch as batch_lib
+from rl.data import batch as batch_lib
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -19,8 +19,8 @@ from rl import (
   simulated_learner,
   simulated_processor,
   simulation,
-  trajectory,
 )
+from rl.data import trajectory
 
 # What a token takes however many decode; it is taken off again.
 _TOKEN_S = 0.01

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jaxtyping import Float32, Int32
 
-from rl import trajectory
+from rl.data import trajectory
 
 InFlight = Literal["drain", "abort", "recompute", "keep_kv"]
 """What becomes of requests in flight when weights arrive.

@@ -25,8 +25,8 @@ from rl import (
   engine_plan,
   engine_schedule,
   engine_settings,
-  trajectory,
 )
+from rl.data import trajectory
 from rl.runtime import checksum as checksum_lib
 from rl.runtime import mesh_thread
 

@@ -14,7 +14,8 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int32
 
-from rl import decode_step, engine, engine_settings, paging, trajectory
+from rl import decode_step, engine, engine_settings, paging
+from rl.data import trajectory
 
 _MATMULS = 256
 _PATIENCE = 7

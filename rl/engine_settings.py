@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 from models import config as model_config
 from models import sharding
-from rl import engine, trajectory
+from rl import engine
+from rl.data import trajectory
 from rl.runtime import mesh_thread
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from jaxtyping import Int32
 
 from envs import base
 from rl import engine as engine_lib
-from rl import trajectory
+from rl.data import trajectory
 from rl.runtime import isolation, watchdog
 
 _T = TypeVar("_T")

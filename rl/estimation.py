@@ -13,7 +13,8 @@ from typing import Literal, NamedTuple
 import numpy as np
 from jaxtyping import Bool, Float, Float32
 
-from rl import advantages, returns, trajectory
+from rl import advantages, returns
+from rl.data import trajectory
 
 Reason = Literal["lone", "flat"]
 

@@ -4,7 +4,8 @@ import asyncio
 import dataclasses
 import math
 
-from rl import episode, events, metrics, rollout, trajectory
+from rl import episode, events, metrics, rollout
+from rl.data import trajectory
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

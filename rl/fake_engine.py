@@ -13,7 +13,8 @@ from typing import Any, Literal
 import numpy as np
 from jaxtyping import Int32
 
-from rl import engine, trajectory
+from rl import engine
+from rl.data import trajectory
 from rl.runtime import checksum as checksum_lib
 
 _Hold = Literal["", "drain", "update"]

@@ -4,7 +4,8 @@ import dataclasses
 import math
 from typing import Literal, Protocol, runtime_checkable
 
-from rl import advantages, estimation, shaping, trajectory
+from rl import advantages, estimation, shaping
+from rl.data import trajectory
 
 Reason = Literal["faults", "zero_variance"]
 

@@ -17,7 +17,7 @@ from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 from envs import base
-from rl import trajectory
+from rl.data import trajectory
 from rl.runtime import isolation, watchdog
 
 

@@ -25,9 +25,9 @@ from jaxtyping import Array, Float, Float32
 from models import config as model_config
 from models import logprobs as logprobs_lib
 from models import lora, sharding, transformer
-from rl import batch as batch_lib
 from rl import objective as objective_lib
 from rl import train_state
+from rl.data import batch as batch_lib
 
 METRICS: tuple[str, ...] = (
   "tokens",

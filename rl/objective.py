@@ -17,12 +17,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from models import transformer
-from rl import batch as batch_lib
 from rl import corrections as corrections_lib
 from rl import critic as critic_lib
 from rl import kl as kl_lib
 from rl import losses
 from rl import row as row_lib
+from rl.data import batch as batch_lib
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -21,8 +21,9 @@ import numpy as np
 from jaxtyping import Array, Bool, PyTree
 
 from models.attention import mask
-from rl import batch as batch_lib
-from rl import learner, owners, quarantine
+from rl import learner, quarantine
+from rl.data import batch as batch_lib
+from rl.data import segment_index
 
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
 _LIBRARIES = "site-packages"
@@ -199,7 +200,7 @@ def span(packed: batch_lib.Batch, place: Place) -> tuple[int, int, int]:
 
 def owner(
   skipped: quarantine.SkippedUpdate, place: Place
-) -> owners.Owner | None:
+) -> segment_index.Owner | None:
   """Returns whose a segment is; None when that was not written down."""
   return next((x for x in skipped.owners if x[:3] == place), None)
 

@@ -17,15 +17,8 @@ from typing import Any, Protocol, runtime_checkable
 
 from envs import base
 from rl import buffer as buffer_lib
-from rl import (
-  events,
-  filters,
-  overlap,
-  rollout,
-  shaping,
-  staleness,
-  trajectory,
-)
+from rl import events, filters, overlap, rollout, shaping, staleness
+from rl.data import trajectory
 
 
 @runtime_checkable

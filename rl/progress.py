@@ -8,7 +8,8 @@ import numpy as np
 from jaxtyping import Float32
 
 from envs import base
-from rl import buffer, trajectory
+from rl import buffer
+from rl.data import trajectory
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

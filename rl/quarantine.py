@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rl import batch as batch_lib
-from rl import owners as owners_lib
 from rl import train_state
+from rl.data import batch as batch_lib
+from rl.data import segment_index
 from rl.runtime import checkpoint
 
 BATCHES = "batches.npz"
@@ -54,7 +54,7 @@ class SkippedUpdate(NamedTuple):
   version: int
   number: int
   flat_count: float
-  owners: Sequence[owners_lib.Owner] = ()
+  owners: Sequence[segment_index.Owner] = ()
 
   @property
   def round(self) -> int:
@@ -85,7 +85,7 @@ class Quarantine:
     version: int,
     number: int,
     flat_count: float = 0.0,
-    owners: Sequence[owners_lib.Owner] = (),
+    owners: Sequence[segment_index.Owner] = (),
   ) -> pathlib.Path:
     """Writes a skipped update; returns where.
 
@@ -108,7 +108,7 @@ class Quarantine:
       for name, column in _columns(packed)
     }
     np.savez_compressed(unfinished / BATCHES, allow_pickle=False, **columns)
-    owners_lib.write(unfinished / _OWNERS, owners)
+    segment_index.write(unfinished / _OWNERS, owners)
     saved = checkpoint.Checkpoints(unfinished / _STATE, keep=1)
     try:
       host = {"version": version, "number": number, "flat_count": flat_count}
@@ -154,7 +154,7 @@ def read(path: pathlib.Path, abstract: train_state.TrainState) -> SkippedUpdate:
   """
   batches = _batches(path / BATCHES)
   try:
-    owners = owners_lib.read(path / _OWNERS)
+    owners = segment_index.read(path / _OWNERS)
   except (OSError, ValueError) as error:
     raise Unreadable(f"{path / _OWNERS} cannot be read: {error}") from error
   saved = checkpoint.Checkpoints(path / _STATE, keep=1)

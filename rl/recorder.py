@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float32
 
-from rl import agreement, episode, trajectory
+from rl import agreement, episode
+from rl.data import trajectory
 
 _TOKENS_KEPT = 512
 

@@ -15,8 +15,9 @@ from typing import Any, Protocol, runtime_checkable
 from envs import base
 from rl import engine as engine_lib
 from rl import episode as episode_lib
-from rl import events, shaping, trajectory
+from rl import events, shaping
 from rl import grading as grading_lib
+from rl.data import trajectory
 from rl.runtime import cancellable, watchdog
 
 _STATUS = {

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from rl import agreement, events, overlap, shaping, trajectory
+from rl import agreement, events, overlap, shaping
+from rl.data import trajectory
 from rl.runtime import trace
 
 _RENAMED = {"clipped": "clip_fraction"}

@@ -16,17 +16,9 @@ import contextlib
 from collections.abc import AsyncGenerator, Generator, Sequence
 from typing import Any, NamedTuple
 
-from rl import (
-  aborts,
-  affinity,
-  events,
-  placement,
-  pooled,
-  routes,
-  trajectory,
-  wakeup,
-)
+from rl import aborts, affinity, events, placement, pooled, routes, wakeup
 from rl import engine as engine_lib
+from rl.data import trajectory
 
 _ALIKE = affinity.Routing()
 

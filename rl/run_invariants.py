@@ -10,7 +10,8 @@ import collections
 import dataclasses
 from collections.abc import Iterator
 
-from rl import attempts, events, invariant, overlap, trajectory
+from rl import attempts, events, invariant, overlap
+from rl.data import trajectory
 
 _STATUSES = frozenset(status.value for status in trajectory.Status)
 

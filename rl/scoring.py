@@ -14,8 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float32
 
-from rl import batch as batch_lib
-from rl import kl, learner, references, train_state, trajectory
+from rl import kl, learner, references, train_state
+from rl.data import batch as batch_lib
+from rl.data import trajectory
 from rl.runtime import mesh_thread
 
 Tokens = Sequence[Float32[np.ndarray, " _"]]

@@ -7,7 +7,8 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 
 import numpy as np
 
-from rl import engine, trajectory
+from rl import engine
+from rl.data import trajectory
 
 _ABLE = engine.Capabilities(
   in_flight=frozenset(),

@@ -9,7 +9,8 @@ from collections.abc import Awaitable, Callable
 
 from rl import engine as engine_lib
 from rl import episode as episode_lib
-from rl import session_tree, sessions, trajectory
+from rl import session_tree, sessions
+from rl.data import trajectory
 from rl.runtime import isolation, watchdog
 
 _NO_NAME = re.compile(r"[^\w.:~@=+-]", re.ASCII)

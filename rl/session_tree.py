@@ -25,7 +25,7 @@ from envs import base
 from rl import engine as engine_lib
 from rl import episode as episode_lib
 from rl import messages as messages_lib
-from rl import trajectory
+from rl.data import trajectory
 from rl.runtime import isolation
 
 

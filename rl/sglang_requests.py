@@ -17,7 +17,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from rl import engine, sglang_scheduler, trajectory
+from rl import engine, sglang_scheduler
+from rl.data import trajectory
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -27,8 +27,8 @@ from rl import (
   sglang_requests,
   sglang_scheduler,
   sglang_weights,
-  trajectory,
 )
+from rl.data import trajectory
 from rl.runtime import checksum as checksum_lib
 from rl.runtime import mesh_thread
 

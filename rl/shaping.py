@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from rl import trajectory as trajectory_lib
+from rl.data import trajectory as trajectory_lib
 
 _BEFORE = "unshaped"
 

@@ -14,7 +14,7 @@ from jaxtyping import Int32
 
 from rl import engine as engine_lib
 from rl import simulated_processor as processor_lib
-from rl import trajectory
+from rl.data import trajectory
 
 _LOGPROB = -0.5
 _IDS = 2**31 - 1

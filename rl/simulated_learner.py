@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from rl import engine as engine_lib
-from rl import events, router, training, trajectory
+from rl import events, router, training
+from rl.data import trajectory
 from rl.runtime import trace
 from rl.settings import checks
 

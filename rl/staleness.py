@@ -1,7 +1,7 @@
 """How many groups may be under way: pure accounting, no clock, no task."""
 
 from rl import overlap as overlap_lib
-from rl import trajectory
+from rl.data import trajectory
 
 
 class StalenessGate:

@@ -15,7 +15,6 @@ from rl import (
   accumulation,
   advantages,
   agreement,
-  batch,
   estimation,
   learner,
   overlap,
@@ -24,9 +23,9 @@ from rl import (
   round_report,
   scoring,
   train_state,
-  trajectory,
 )
 from rl import objective as objective_lib
+from rl.data import batch, trajectory
 from rl.runtime import mesh_thread
 
 

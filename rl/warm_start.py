@@ -17,16 +17,9 @@ import numpy as np
 from jaxtyping import Int32
 
 from envs import base
-from rl import (
-  accumulation,
-  engine,
-  episode,
-  learner,
-  optimizers,
-  train_state,
-  trajectory,
-)
-from rl import batch as batch_lib
+from rl import accumulation, engine, episode, learner, optimizers, train_state
+from rl.data import batch as batch_lib
+from rl.data import trajectory
 from rl.runtime import checkpoint, mesh_thread
 
 

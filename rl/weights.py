@@ -28,7 +28,8 @@ import jax.numpy as jnp
 
 from models import config as model_config
 from models import quantize, sharding, transformer
-from rl import engine, events, trajectory
+from rl import engine, events
+from rl.data import trajectory
 from rl.runtime import checksum as checksum_lib
 from rl.runtime import mesh_thread, trace
 

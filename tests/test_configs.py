@@ -15,7 +15,7 @@ from launch import flags
 from models import config as model_config
 from rl import overlap
 from rl.settings import overrides
-from tests.rl import packed_rows, played_members
+from tests.helpers import packed_rows, played_members
 
 _CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
 _FILES = sorted(p for p in _CONFIGS.glob("*.py") if p.stem != "__init__")

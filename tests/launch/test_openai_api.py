@@ -7,7 +7,7 @@ import numpy as np
 import openai
 import pytest
 
-from rl import trajectory
+from rl.data import trajectory
 from tests.launch import openai_server
 from tests.launch.openai_server import HF, WORDS
 

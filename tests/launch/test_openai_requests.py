@@ -4,7 +4,8 @@ import pytest
 
 from launch import fields, openai_requests
 from models.chat import tool_calls
-from rl import messages, trajectory
+from rl import messages
+from rl.data import trajectory
 
 USER = {"role": "user", "content": "go"}
 ADD = {"type": "function", "function": {"name": "add"}}

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from launch import round_warnings
-from rl import trajectory
+from rl.data import trajectory
 
 STATUS = trajectory.Status
 

@@ -16,7 +16,8 @@ import pytest
 from models import config as config_lib
 from models import sharding, transformer
 from rl import engine as engine_lib
-from rl import engine_jax, engine_settings, placement, trajectory
+from rl import engine_jax, engine_settings, placement
+from rl.data import trajectory
 from rl.runtime import mesh_thread, trace
 
 CONFIG = config_lib.tiny_moe(

@@ -6,8 +6,9 @@ import math
 
 import numpy as np
 
-from rl import advantages, algorithms, learner, testing, training, trajectory
+from rl import advantages, algorithms, learner, testing, training
 from rl import objective as objective_lib
+from rl.data import trajectory
 from rl.runtime import mesh_thread, trace
 
 STATUS = trajectory.Status

@@ -5,7 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from rl import trajectory
+from rl.data import trajectory
 from rl.runtime import checksum
 from tests.rl import engines_under_test
 from tests.rl.engines_under_test import CLOSE, LONG, check_shape

@@ -17,7 +17,8 @@ import pytest
 from models import config as config_lib
 from models import sharding, transformer
 from rl import engine as engine_lib
-from rl import engine_settings, placement, trajectory
+from rl import engine_settings, placement
+from rl.data import trajectory
 from rl.engine_sglang import SglangSettings
 from rl.runtime import mesh_thread, trace
 

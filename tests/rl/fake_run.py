@@ -23,10 +23,10 @@ from rl import (
   router,
   testing,
   training,
-  trajectory,
   weights,
 )
 from rl import progress as progress_lib
+from rl.data import trajectory
 from rl.runtime import mesh_thread, trace, watchdog
 
 GROUP = 2

@@ -5,7 +5,8 @@ import dataclasses
 
 from envs import rewards
 from models.chat import word_chat
-from rl import events, grading, rollout, router, testing, trajectory
+from rl import events, grading, rollout, router, testing
+from rl.data import trajectory
 from rl.runtime import virtual_clock
 
 LIMITS = rollout.Rollout(

@@ -5,7 +5,8 @@ import asyncio
 import numpy as np
 
 from models.chat import word_chat
-from rl import affinity, engine, fake_engine, router, trajectory
+from rl import affinity, engine, fake_engine, router
+from rl.data import trajectory
 from rl.runtime import virtual_clock
 
 

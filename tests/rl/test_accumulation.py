@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rl import accumulation, batch, scoring, testing
+from rl import accumulation, scoring, testing
+from rl.data import batch
 from rl.runtime import mesh_thread, trace
-from tests.rl import scored_episodes
+from tests.helpers import scored_episodes
 
 EPISODES = scored_episodes.draw(4)
 ROWS, LENGTH = 2, 20

@@ -8,14 +8,8 @@ import numpy as np
 import pytest
 
 from models import config as model_config
-from rl import (
-  admission,
-  decode_step,
-  engine,
-  engine_plan,
-  engine_settings,
-  trajectory,
-)
+from rl import admission, decode_step, engine, engine_plan, engine_settings
+from rl.data import trajectory
 
 CONFIG = model_config.tiny(vocab_size=8, max_length=32)
 SETTINGS = engine_settings.EngineSettings(

@@ -7,7 +7,7 @@ import pytest
 
 from rl import advantages, credit
 from rl.settings import overrides
-from tests.rl import played_members as members
+from tests.helpers import played_members as members
 
 COMPARING = [
   advantages.Grpo(),

@@ -39,8 +39,8 @@ from rl import (
   references,
   rollout,
   testing,
-  trajectory,
 )
+from rl.data import trajectory
 from rl.settings import overrides
 
 PRESETS = {kind.short_name: kind for kind in typing.get_args(algorithms.Named)}

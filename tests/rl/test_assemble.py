@@ -27,9 +27,9 @@ from rl import (
   references,
   rollout,
   testing,
-  trajectory,
   warm_start,
 )
+from rl.data import trajectory
 from rl.runtime import virtual_clock
 from tests.rl import players_under_test as players
 

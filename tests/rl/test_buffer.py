@@ -3,7 +3,8 @@
 import pytest
 
 from envs import base
-from rl import buffer, trajectory
+from rl import buffer
+from rl.data import trajectory
 
 
 def _task(index):

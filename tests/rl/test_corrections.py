@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from rl import corrections, losses
-from tests.rl import packed_rows
-from tests.rl.packed_rows import make
+from tests.helpers import packed_rows
+from tests.helpers.packed_rows import make
 
 WRAPS = pytest.mark.parametrize(
   "wrap", [jax.jit, lambda f: f], ids=["jit", "eager"]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rl import advantages, credit
-from tests.rl import played_members as members
+from tests.helpers import played_members as members
 
 
 def _whole(estimator, groups):

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rl import batch, critic
+from rl import critic
+from rl.data import batch
 
 
 def test_a_value_loss_is_half_the_square_or_that_of_the_clipped_value():

@@ -21,9 +21,9 @@ from rl import (
   references,
   rollout,
   testing,
-  trajectory,
   warm_start,
 )
+from rl.data import trajectory
 
 SIZES = {
   "vocab_size": 8,

@@ -6,7 +6,8 @@ import random
 import pytest
 
 from models.chat import word_chat
-from rl import engine, events, fake_engine, router, trajectory
+from rl import engine, events, fake_engine, router
+from rl.data import trajectory
 from tests.rl import pools_under_test as pools
 
 

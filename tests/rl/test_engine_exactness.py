@@ -16,7 +16,8 @@ import pytest
 
 from models import config as config_lib
 from models import transformer
-from rl import batch, learner, trajectory
+from rl import learner
+from rl.data import batch, trajectory
 
 
 def some_ids(rng, low, high):

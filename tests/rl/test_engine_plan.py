@@ -5,14 +5,8 @@ import asyncio
 import numpy as np
 import pytest
 
-from rl import (
-  decode_step,
-  engine,
-  engine_plan,
-  engine_settings,
-  paging,
-  trajectory,
-)
+from rl import decode_step, engine, engine_plan, engine_settings, paging
+from rl.data import trajectory
 
 SETTINGS = engine_settings.EngineSettings(
   slots=8,

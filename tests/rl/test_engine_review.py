@@ -16,8 +16,8 @@ from rl import (
   engine_plan,
   engine_schedule,
   engine_settings,
-  trajectory,
 )
+from rl.data import trajectory
 
 SAMPLED = 7
 

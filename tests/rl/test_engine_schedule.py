@@ -7,14 +7,8 @@ import numpy as np
 import pytest
 
 from models import config as model_config
-from rl import (
-  admission,
-  engine,
-  engine_plan,
-  engine_schedule,
-  engine_settings,
-  trajectory,
-)
+from rl import admission, engine, engine_plan, engine_schedule, engine_settings
+from rl.data import trajectory
 
 CONFIG = model_config.tiny(vocab_size=8, max_length=64)
 SETTINGS = engine_settings.EngineSettings(

@@ -6,7 +6,8 @@ import jax
 import numpy as np
 import pytest
 
-from rl import engine, engine_jax, engine_settings, trajectory
+from rl import engine, engine_jax, engine_settings
+from rl.data import trajectory
 from rl.runtime import mesh_thread, trace
 
 

@@ -9,7 +9,8 @@ import pytest
 
 from envs import base
 from models.chat import word_chat
-from rl import batch, episode, testing, trajectory
+from rl import episode, testing
+from rl.data import batch, trajectory
 
 CHAT = word_chat.WordChat(("go", "on", "yes", "no"))
 

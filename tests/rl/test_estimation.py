@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
-from rl import advantages, credit, estimation, trajectory
-from tests.rl import played_members as played
+from rl import advantages, credit, estimation
+from rl.data import trajectory
+from tests.helpers import played_members as played
 
 OK, FAULT = played.OK, played.FAULT
 WHITENED = credit.ReinforcePlusPlus(baseline="group")

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from models.chat import word_chat
-from rl import engine, fake_engine, trajectory
+from rl import engine, fake_engine
+from rl.data import trajectory
 from rl.runtime import checksum, virtual_clock
 
 FIRST = trajectory.PolicyVersion(1)

@@ -3,13 +3,9 @@
 import numpy as np
 import pytest
 
-from rl import (
-  advantages,
-  filters,
-  shaping,
-  trajectory,
-)
-from tests.rl import played_members
+from rl import advantages, filters, shaping
+from rl.data import trajectory
+from tests.helpers import played_members
 
 OK = trajectory.Status.COMPLETED
 FAULT = trajectory.Status.ENV_FAULT

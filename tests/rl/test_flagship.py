@@ -36,8 +36,8 @@ from rl import (
   rollout,
   testing,
   train_state,
-  trajectory,
 )
+from rl.data import trajectory
 
 R, GROUP, ROUNDS = 4, 4, 3
 DEADLINE_S = 300.0

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from envs import base, rewards, threads
-from rl import grading, testing, trajectory
+from rl import grading, testing
+from rl.data import trajectory
 from rl.runtime import virtual_clock, watchdog
 
 TASK = testing.Counting().task(0, "train")

@@ -20,7 +20,6 @@ from models import transformer
 from rl import algorithm as algorithm_lib
 from rl import (
   algorithms,
-  batch,
   corrections,
   kl,
   learner,
@@ -28,11 +27,11 @@ from rl import (
   objective,
   placement,
   training,
-  trajectory,
 )
 from rl import critic as critic_lib
+from rl.data import batch, trajectory
 from rl.runtime import mesh_thread, trace
-from tests.rl import packed_rows, scored_episodes
+from tests.helpers import packed_rows, scored_episodes
 from tests.rl.real_programs import on_mesh
 
 CONFIG = config_lib.tiny_moe(

@@ -24,9 +24,9 @@ from rl import (
   rollout,
   testing,
   train_state,
-  trajectory,
   warm_start,
 )
+from rl.data import trajectory
 from rl.runtime import checkpoint
 from rl.settings import overrides
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from rl import aggregates, losses
-from tests.rl import packed_rows
-from tests.rl.packed_rows import make, of_ratios
+from tests.helpers import packed_rows
+from tests.helpers.packed_rows import make, of_ratios
 
 WRAPS = pytest.mark.parametrize(
   "wrap", [jax.jit, lambda f: f], ids=["jit", "eager"]

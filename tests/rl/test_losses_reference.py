@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from rl import losses
-from tests.rl import packed_rows
+from tests.helpers import packed_rows
 
 EACH = pytest.mark.parametrize("loss", packed_rows.LOSSES, ids=str)
 

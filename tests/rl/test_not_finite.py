@@ -16,7 +16,6 @@ from models import config as model_config
 from rl import (
   advantages,
   algorithms,
-  batch,
   learner,
   ledger,
   losses,
@@ -26,8 +25,10 @@ from rl import (
   placement,
   training,
 )
+from rl.data import batch
+from tests.helpers import scored_episodes
 from tests.rl import conftest as tiny
-from tests.rl import counting_trainer, fake_run, scored_episodes
+from tests.rl import counting_trainer, fake_run
 
 CONFIG = tiny.DENSE
 Dtype = Literal["float32", "bfloat16"]

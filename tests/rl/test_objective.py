@@ -17,17 +17,10 @@ import numpy as np
 import pytest
 
 from models.moe import layer as moe_layer
-from rl import (
-  aggregates,
-  batch,
-  corrections,
-  kl,
-  losses,
-  objective,
-  placement,
-)
+from rl import aggregates, corrections, kl, losses, objective, placement
 from rl import critic as critic_lib
-from tests.rl import packed_rows, scored_episodes
+from rl.data import batch
+from tests.helpers import packed_rows, scored_episodes
 
 ROWS, LENGTH = 8, 32
 NUM_LAGS = 3

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rl import batch, corrections, kl, losses, objective
+from rl import corrections, kl, losses, objective
+from rl.data import batch
 
 PLAIN = objective.Objective(loss=losses.Reinforce())
 

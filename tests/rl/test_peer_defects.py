@@ -18,9 +18,10 @@ from rl import (
   simulated_learner,
   simulated_processor,
   testing,
-  trajectory,
 )
-from tests.rl import fake_run, played_members, virtual_run
+from rl.data import trajectory
+from tests.helpers import played_members
+from tests.rl import fake_run, virtual_run
 
 ASYNCHRONOUS = {
   "drain": overlap.bounded(4, 2, 1),

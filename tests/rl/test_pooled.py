@@ -6,7 +6,8 @@ import dataclasses
 import pytest
 
 from models.chat import word_chat
-from rl import fake_engine, pooled, trajectory
+from rl import fake_engine, pooled
+from rl.data import trajectory
 from tests.rl import pools_under_test as pools
 
 

@@ -7,16 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rl import (
-  batch,
-  learner,
-  losses,
-  objective,
-  optimizers,
-  post_mortem,
-  quarantine,
-)
 from rl import critic as critic_lib
+from rl import learner, losses, objective, optimizers, post_mortem, quarantine
+from rl.data import batch
 
 GOAL = objective.Objective(loss=losses.ClippedSurrogate())
 BAD = post_mortem.Place(1, 2, 2)

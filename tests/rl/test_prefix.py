@@ -11,14 +11,8 @@ import pytest
 
 from models import config as config_lib
 from models import transformer
-from rl import (
-  batch,
-  learner,
-  losses,
-  objective,
-  placement,
-  trajectory,
-)
+from rl import learner, losses, objective, placement
+from rl.data import batch, trajectory
 
 ROWS, LENGTH, VOCAB = 8, 32, 24
 TEMPERATURE = 0.7

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from rl import aggregates, corrections, kl, losses
-from tests.rl.packed_rows import make, of_ratios
+from tests.helpers.packed_rows import make, of_ratios
 
 pytestmark = pytest.mark.parametrize(
   "wrap", [jax.jit, lambda f: f], ids=["jit", "eager"]

@@ -6,7 +6,8 @@ import jax
 import numpy as np
 import pytest
 
-from rl import batch, learner, losses, objective, optimizers, owners, quarantine
+from rl import learner, losses, objective, optimizers, quarantine
+from rl.data import batch, segment_index
 from rl.runtime import checkpoint
 
 
@@ -57,7 +58,7 @@ SOME = PLAIN._replace(old=PLAIN.behaviour)
 def test_every_column_comes_back_bit_by_bit(tmp_path, programs, state, packed):
   batches = [_random(packed, 0), _random(packed, 1)]
   kept = quarantine.Quarantine(tmp_path)
-  whose = [owners.Owner(1, 0, 2, "game/train/7", 5, 3)]
+  whose = [segment_index.Owner(1, 0, 2, "game/train/7", 5, 3)]
   path = kept.keep(state, batches, 11, 3, 2.5, whose)
   assert path == tmp_path / "round_000012_update_3"
   found = quarantine.read(path, programs.abstract)

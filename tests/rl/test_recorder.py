@@ -5,7 +5,8 @@ import json
 import numpy as np
 
 from models.chat import word_chat
-from rl import agreement, recorder, trajectory
+from rl import agreement, recorder
+from rl.data import trajectory
 
 CHAT = word_chat.WordChat(("go", "on", "yes"))
 GO, ON, YES = 3, 4, 5

@@ -13,7 +13,8 @@ from rl import (
   simulated_learner,
   testing,
 )
-from tests.rl import fake_run, played_members, virtual_run
+from tests.helpers import played_members
+from tests.rl import fake_run, virtual_run
 
 GROUP = 3
 DELAYS_S = (1.0, 50.0, 2.0, 40.0, 3.0)

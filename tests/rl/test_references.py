@@ -21,8 +21,9 @@ from rl import (
   references,
   train_state,
 )
+from tests.helpers import scored_episodes
 from tests.rl import conftest as tiny
-from tests.rl import real_programs, scored_episodes
+from tests.rl import real_programs
 from tests.rl.real_programs import on_mesh
 
 CONFIG = tiny.DENSE

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from models import lora, quantize, sharding, transformer
-from rl import engine, engine_settings, events, testing, trajectory, weights
+from rl import engine, engine_settings, events, testing, weights
+from rl.data import trajectory
 from rl.runtime import mesh_thread
 from tests.helpers import small_models
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from rl import returns
-from tests.rl import played_members as members
+from tests.helpers import played_members as members
 
 
 def test_the_rest_of_the_reward_is_earned_by_the_end_of_the_last_turn():

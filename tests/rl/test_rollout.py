@@ -11,7 +11,8 @@ import pytest
 
 from envs import base
 from models.chat import word_chat
-from rl import engine, episode, shaping, testing, trajectory
+from rl import engine, episode, shaping, testing
+from rl.data import trajectory
 from rl.runtime import virtual_clock, watchdog
 from tests.rl import players_under_test as players
 

@@ -6,7 +6,8 @@ import dataclasses
 import pytest
 
 from models.chat import word_chat
-from rl import events, router, testing, trajectory
+from rl import events, router, testing
+from rl.data import trajectory
 from rl.runtime import virtual_clock
 from tests.rl import players_under_test as players
 

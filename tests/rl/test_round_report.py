@@ -6,7 +6,8 @@ import math
 import numpy as np
 import pytest
 
-from rl import learner, round_report, shaping, trajectory
+from rl import learner, round_report, shaping
+from rl.data import trajectory
 from rl.runtime import trace
 
 OK = trajectory.Status.COMPLETED

@@ -6,7 +6,8 @@ import dataclasses
 import pytest
 
 from models.chat import word_chat
-from rl import affinity, engine, events, fake_engine, router, trajectory
+from rl import affinity, engine, events, fake_engine, router
+from rl.data import trajectory
 from tests.rl import pools_under_test as pools
 
 

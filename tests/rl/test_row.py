@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rl import row as row_lib
-from tests.rl import packed_rows
+from tests.helpers import packed_rows
 
 WRAPS = pytest.mark.parametrize(
   "wrap", [jax.jit, lambda f: f], ids=["jit", "eager"]

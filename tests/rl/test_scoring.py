@@ -12,7 +12,6 @@ import pytest
 from models import transformer
 from rl import (
   algorithms,
-  batch,
   corrections,
   credit,
   kl,
@@ -22,8 +21,8 @@ from rl import (
   scoring,
   testing,
   training,
-  trajectory,
 )
+from rl.data import batch, trajectory
 from rl.runtime import mesh_thread, trace
 
 SETTINGS = training.Settings(

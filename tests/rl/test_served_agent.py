@@ -14,8 +14,8 @@ from rl import (
   scripted,
   served_agent,
   sessions,
-  trajectory,
 )
+from rl.data import trajectory
 
 CHAT = word_chat.WordChat(("go", "yes"))
 TASK = base.Task("game/train/4", 4, "train", 4)

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from models.chat import hf_chat, tool_calls, word_chat
-from rl import batch, engine, episode, messages, session_tree, trajectory
+from rl import engine, episode, messages, session_tree
+from rl.data import batch, trajectory
 from tests.helpers.chat_messages import GOLDEN
 
 WORDS = word_chat.WordChat(("go", "on", "yes", "no"))

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from models.chat import word_chat
-from rl import engine, messages, session_tree, sessions, trajectory
+from rl import engine, messages, session_tree, sessions
+from rl.data import trajectory
 
 CHAT = word_chat.WordChat(("go", "yes"))
 DONE = session_tree.Ending(reward=1.0)

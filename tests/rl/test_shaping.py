@@ -5,7 +5,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from rl import shaping, trajectory
+from rl import shaping
+from rl.data import trajectory
 
 OK = trajectory.Status.COMPLETED
 

@@ -8,7 +8,8 @@ import asyncio
 import numpy as np
 import pytest
 
-from rl import engine, simulated_engine, simulated_processor, trajectory
+from rl import engine, simulated_engine, simulated_processor
+from rl.data import trajectory
 from rl.runtime import virtual_clock
 
 

@@ -12,8 +12,8 @@ from rl import (
   simulated_learner,
   simulated_processor,
   training,
-  trajectory,
 )
+from rl.data import trajectory
 from rl.runtime import trace, virtual_clock
 
 

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from rl import overlap, staleness, trajectory
+from rl import overlap, staleness
+from rl.data import trajectory
 
 
 def _gate(eta=2, per_round=4, total=10**9, extra=0, **resumed):

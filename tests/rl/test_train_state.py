@@ -10,15 +10,8 @@ import pytest
 
 from models import config as config_lib
 from models import lora
-from rl import (
-  batch,
-  learner,
-  losses,
-  objective,
-  optimizers,
-  placement,
-  train_state,
-)
+from rl import learner, losses, objective, optimizers, placement, train_state
+from rl.data import batch
 from rl.runtime import checkpoint
 
 OBJECTIVE = objective.Objective(loss=losses.ClippedSurrogate())

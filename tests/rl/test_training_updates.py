@@ -7,7 +7,8 @@ import math
 import jax.numpy as jnp
 import pytest
 
-from rl import algorithms, owners, quarantine, training
+from rl import algorithms, quarantine, training
+from rl.data import segment_index
 from rl.runtime import mesh_thread, trace
 from tests.rl.counting_trainer import GRPO, SETTINGS, Programs, group, trained
 
@@ -63,7 +64,7 @@ def test_what_is_skipped_lies_under_its_round_and_its_place_there(tmp_path):
     thread.close()
   assert sorted(x.name for x in tmp_path.iterdir()) == names
   # Both members of the group, in the order in which they were packed.
-  found = owners.read(tmp_path / names[-1] / "owners.json")
+  found = segment_index.read(tmp_path / names[-1] / "owners.json")
   assert [x[3:] for x in found] == [("t", 0, 0), ("t", 0, 1)]
 
 

@@ -9,7 +9,8 @@ import math
 import pytest
 
 from models.chat import word_chat
-from rl import episode, testing, trajectory, warm_start
+from rl import episode, testing, warm_start
+from rl.data import trajectory
 from rl.runtime import mesh_thread, trace
 
 CHAT = word_chat.WordChat(("go", "on", "yes", "no"))

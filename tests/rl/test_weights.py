@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from models import quantize
-from rl import events, placement, testing, trajectory, weights
+from rl import events, placement, testing, weights
+from rl.data import trajectory
 from rl.runtime import checksum
 
 VERSION = trajectory.PolicyVersion(7)

@@ -27,9 +27,9 @@ from rl import (
   router,
   simulated_learner,
   testing,
-  trajectory,
 )
 from rl import progress as progress_lib
+from rl.data import trajectory
 from rl.runtime import trace, virtual_clock, watchdog
 
 CHAT = word_chat.WordChat(("go", "on", "yes", "no"))

@@ -5,8 +5,8 @@ import pathlib
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from rl import batch as batch_lib
-from rl import trajectory
+from rl.data import batch as batch_lib
+from rl.data import trajectory
 
 
 class Owner(NamedTuple):

@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rl import batch, scoring, trajectory
+from rl import scoring
+from rl.data import batch, trajectory
 
 VERSION = 7
 """At which they are trained."""

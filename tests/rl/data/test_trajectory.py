@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from envs import base
-from rl import trajectory
+from rl.data import trajectory
 
 VERSION = trajectory.PolicyVersion
 

@@ -7,7 +7,8 @@ from jaxtyping import Bool, Float32
 from numpy.typing import ArrayLike
 
 from envs import base
-from rl import advantages, estimation, returns, trajectory
+from rl import advantages, estimation, returns
+from rl.data import trajectory
 
 OK = trajectory.Status.COMPLETED
 FAULT = trajectory.Status.ENV_FAULT

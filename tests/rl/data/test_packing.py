@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from rl import packing
+from rl.data import packing
 
 Part = packing.Part
 

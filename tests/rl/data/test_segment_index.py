@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from rl import batch, owners, trajectory
+from rl.data import batch, segment_index, trajectory
 
 
 def _member(group, index, context, tokens):
@@ -29,7 +29,7 @@ def test_members_of_a_group_own_what_is_theirs_and_not_their_prompt():
   members = [_member(7, i, [1, 2], [3 + i, 5]) for i in range(2)]
   members.append(_member(8, 0, [1, 2, 3], []))
   packed = batch.pack(members, rows=2, length=8, version=0, share_prompts=True)
-  found = list(owners.of(packed, members, first=4))
+  found = list(segment_index.of(packed, members, first=4))
   assert [x[3:] for x in found] == [
     ("game/train/7", 7, 0),
     ("game/train/7", 7, 1),
@@ -42,15 +42,15 @@ def test_members_of_a_group_own_what_is_theirs_and_not_their_prompt():
 
 
 def test_what_is_written_is_read(tmp_path):
-  kept = [owners.Owner(0, 1, 2, "game/train/\u00df", 7, 3)]
-  owners.write(tmp_path / "owners.json", kept)
-  assert owners.read(tmp_path / "owners.json") == kept
+  kept = [segment_index.Owner(0, 1, 2, "game/train/\u00df", 7, 3)]
+  segment_index.write(tmp_path / "owners.json", kept)
+  assert segment_index.read(tmp_path / "owners.json") == kept
   assert str(kept[0]) == "group 7 member 3 of game/train/\u00df"
-  assert owners.read(tmp_path / "nothing.json") == []
+  assert segment_index.read(tmp_path / "nothing.json") == []
 
 
 @pytest.mark.parametrize("text", ["[[1, 2]]", "7", "[[1"])
 def test_what_holds_no_owners_is_refused(tmp_path, text):
   (tmp_path / "owners.json").write_text(text)
   with pytest.raises(ValueError, match="holds no owners: "):
-    owners.read(tmp_path / "owners.json")
+    segment_index.read(tmp_path / "owners.json")

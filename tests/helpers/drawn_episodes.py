@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from rl import trajectory
+from rl.data import trajectory
 
 
 def episode(turns, first_id=0, *, group=0, prompt=None, experts=None):

@@ -7,8 +7,8 @@ import jax
 import numpy as np
 import pytest
 
-from rl import batch
-from tests.rl import drawn_episodes as drawn
+from rl.data import batch
+from tests.helpers import drawn_episodes as drawn
 
 PLAIN = batch.Batch._fields[:8]
 

@@ -20,7 +20,7 @@ import numpy as np
 from jaxtyping import Bool, Float32, Int32
 
 from models.attention import mask
-from rl import packing, trajectory
+from rl.data import packing, trajectory
 
 
 class Prefix(NamedTuple):

@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rl import batch
-from tests.rl import drawn_episodes as drawn
+from rl.data import batch
+from tests.helpers import drawn_episodes as drawn
 
 
 @pytest.mark.parametrize("share", [False, True], ids=["own", "shared"])

@@ -1,0 +1,1 @@
+"""Trajectories, packed batches and where each segment comes from."""
