@@ -53,8 +53,8 @@ interop: .venv/ready .venv-interop/ready
 # A missing engine fails here, where the suite would otherwise skip it.
 sglang: .venv-sglang/ready
 	@TWINMESH_ENGINES=sglang .venv-sglang/bin/python -m pytest \
-	  tests/rl/engine_conformance_test.py \
-	  tests/rl/engine_updates_conformance_test.py \
+	  tests/rl/engine/test_contract.py \
+	  tests/rl/engine/test_contract_updates.py \
 	  tests/rl/test_engine_sglang.py tests/rl/test_sglang_weights.py $(ARGS)
 
 lock: .venv/ready

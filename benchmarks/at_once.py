@@ -10,8 +10,8 @@ import numpy as np
 
 from envs import base
 from models.chat import word_chat
-from rl import engine
 from rl.data import trajectory
+from rl.engine import contract
 
 CHAT = word_chat.WordChat(("go", "on", "yes", "no"))
 _ANSWER = np.asarray([*CHAT.encode_answer("yes")], np.int32)
@@ -22,8 +22,8 @@ class Engine:
   """Says "yes" to everything, at once."""
 
   def __init__(self, yields: bool):
-    self.capabilities = engine.Capabilities(
-      in_flight=frozenset(typing.get_args(engine.InFlight)),
+    self.capabilities = contract.Capabilities(
+      in_flight=frozenset(typing.get_args(contract.InFlight)),
       max_length=1 << 20,
       vocab_size=CHAT.vocab_size,
       max_stop_ids=16,
@@ -39,12 +39,14 @@ class Engine:
     self._version = version
     self._versions = np.full(len(_ANSWER), version, np.int32)
 
-  async def generate(self, request: engine.DecodeRequest) -> engine.Completion:
+  async def generate(
+    self, request: contract.DecodeRequest
+  ) -> contract.Completion:
     """Says yes."""
     if self._yields:
       await asyncio.sleep(0)
     self._answered += 1
-    return engine.Completion(
+    return contract.Completion(
       tokens=_ANSWER,
       logprobs=_LOGPROBS,
       versions=self._versions,
@@ -57,7 +59,7 @@ class Engine:
     self,
     version: trajectory.PolicyVersion,
     params: Any,
-    in_flight: engine.InFlight = "recompute",
+    in_flight: contract.InFlight = "recompute",
   ) -> None:
     """Serves the version at once."""
     del params, in_flight
@@ -72,9 +74,9 @@ class Engine:
     del request_id
     return None
 
-  def stats(self) -> engine.EngineStats:
+  def stats(self) -> contract.EngineStats:
     """Returns the counters."""
-    return engine.EngineStats(
+    return contract.EngineStats(
       version=self._version,
       running=0,
       waiting=0,

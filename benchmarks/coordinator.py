@@ -47,7 +47,6 @@ from rl import (
   advantages,
   algorithms,
   coordinator,
-  engine,
   events,
   filters,
   grading,
@@ -63,6 +62,7 @@ from rl import (
 )
 from rl import progress as progress_lib
 from rl.data import trajectory
+from rl.engine import contract
 from rl.runtime import mesh_thread, trace, watchdog
 
 _TURNS = absl_flags.DEFINE_integer("turns", 100_000, "Played in each case.")
@@ -149,7 +149,7 @@ class _Run:
     if case.checked:
       self.log.listeners += [self.checker.feed, self.books.feed]
     # An engine of which nothing else is asked.
-    served = typing.cast(engine.DecodeEngine, at_once.Engine(case.yields))
+    served = typing.cast(contract.DecodeEngine, at_once.Engine(case.yields))
     self._router = router.Router([router.Member(served)], log=self.log)
 
   async def play(self) -> None:

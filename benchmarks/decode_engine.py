@@ -19,8 +19,9 @@ import numpy as np
 from benchmarks import decode_load
 from models import config as model_config
 from models import transformer
-from rl import engine, engine_settings, placement
+from rl import engine_settings, placement
 from rl.data import trajectory
+from rl.engine import contract
 from rl.runtime import mesh_thread, trace
 
 MODEL = model_config.ModelConfig(
@@ -40,7 +41,7 @@ Round = Callable[[str, int, int], Awaitable[tuple[float, float, int]]]
 
 
 async def converse(
-  served: engine.DecodeEngine, name: str, turns: list[decode_load.Turn]
+  served: contract.DecodeEngine, name: str, turns: list[decode_load.Turn]
 ) -> int:
   """Plays one conversation; returns how many tokens were sampled."""
   ids: list[int] = []
@@ -48,7 +49,7 @@ async def converse(
   for number, turn in enumerate(turns):
     ids += turn.context
     done = await served.generate(
-      engine.DecodeRequest(
+      contract.DecodeRequest(
         request_id=f"{name}/{number}",
         session=name,
         tokens=np.asarray(ids, np.int32),
@@ -62,7 +63,7 @@ async def converse(
 
 
 async def play(
-  served: engine.DecodeEngine, kind: str, concurrency: int, seed: int
+  served: contract.DecodeEngine, kind: str, concurrency: int, seed: int
 ) -> tuple[float, float, int]:
   """Decodes one load; returns wall and CPU seconds and tokens."""
   load = decode_load.conversations(kind, concurrency, seed)

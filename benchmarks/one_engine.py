@@ -24,7 +24,6 @@ from models import transformer
 from rl import (
   assemble,
   config,
-  engine,
   events,
   invariants,
   learner,
@@ -33,6 +32,7 @@ from rl import (
   train_state,
 )
 from rl.data import batch, trajectory
+from rl.engine import contract
 from rl.runtime import trace
 
 Trained = Sequence[tuple[trajectory.Group, Float32[np.ndarray, " G"]]]
@@ -163,7 +163,7 @@ class Bench:
     """Returns the parts with everything new that a run changes."""
     parts, log = self._parts, events.EventLog()
     members = [
-      router.Member(typing.cast(engine.DecodeEngine, _Renewed(served)))
+      router.Member(typing.cast(contract.DecodeEngine, _Renewed(served)))
       for served in parts.engines
     ]
     serving = router.Router(members, experiment.routing, log)
@@ -188,14 +188,16 @@ class Bench:
 class _Renewed:
   """An engine that counts versions from those that it serves now."""
 
-  def __init__(self, served: engine.DecodeEngine):
+  def __init__(self, served: contract.DecodeEngine):
     self._served = served
     self._before = served.stats().version
 
   def __getattr__(self, name: str) -> Any:
     return getattr(self._served, name)
 
-  async def generate(self, request: engine.DecodeRequest) -> engine.Completion:
+  async def generate(
+    self, request: contract.DecodeRequest
+  ) -> contract.Completion:
     """Samples one answer."""
     answer = await self._served.generate(request)
     return dataclasses.replace(
@@ -211,7 +213,7 @@ class _Renewed:
       return None
     return trajectory.PolicyVersion(version - self._before)
 
-  def stats(self) -> engine.EngineStats:
+  def stats(self) -> contract.EngineStats:
     """Returns the counters."""
     stats = self._served.stats()
     return dataclasses.replace(stats, version=stats.version - self._before)
@@ -220,7 +222,7 @@ class _Renewed:
     self,
     version: trajectory.PolicyVersion,
     params: Any,
-    in_flight: engine.InFlight = "recompute",
+    in_flight: contract.InFlight = "recompute",
   ) -> None:
     """Serves new weights."""
     version = trajectory.PolicyVersion(version + self._before)

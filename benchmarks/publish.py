@@ -42,8 +42,9 @@ from benchmarks import machine
 from launch import devices
 from models import config as model_config
 from models import lora, sharding, transformer
-from rl import engine, engine_settings, events, placement, testing, weights
+from rl import engine_settings, events, placement, testing, weights
 from rl.data import trajectory
+from rl.engine import contract
 from rl.runtime import mesh_thread, trace
 
 _REPEATS = absl_flags.DEFINE_integer("repeats", 5, "Of each way.")
@@ -58,7 +59,12 @@ _MODEL = model_config.tiny_moe(
   num_experts=8,
   max_length=128,
 )
-_WAYS: tuple[engine.InFlight, ...] = ("drain", "abort", "recompute", "keep_kv")
+_WAYS: tuple[contract.InFlight, ...] = (
+  "drain",
+  "abort",
+  "recompute",
+  "keep_kv",
+)
 _PROMPT, _ANSWER = 16, 64
 _WINDOW_S, _AFTER_S = 1.0, 0.4
 
@@ -71,7 +77,7 @@ class Load:
     arrivals: when each row's tokens came, by time.monotonic().
   """
 
-  served: engine.DecodeEngine
+  served: contract.DecodeEngine
   arrivals: list[list[float]]
 
   async def row(self, number: int) -> None:
@@ -80,7 +86,7 @@ class Load:
     answer = 0
     while True:
       answer += 1
-      request = engine.DecodeRequest(
+      request = contract.DecodeRequest(
         request_id=f"{number} {answer}",
         session=f"{number} {answer}",
         tokens=rng.integers(_MODEL.vocab_size, size=_PROMPT).astype(np.int32),
@@ -138,7 +144,7 @@ async def _one(
   spans: trace.Trace,
   version: int,
   params: Any,
-  way: engine.InFlight,
+  way: contract.InFlight,
 ) -> dict[str, float]:
   """Returns what one publish costs, and a window of the same length before."""
   await asyncio.sleep(_WINDOW_S)

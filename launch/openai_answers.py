@@ -17,9 +17,9 @@ from jaxtyping import Float32
 
 from launch import fields, openai_replies, openai_requests
 from rl import answer_text, session_tree
-from rl import engine as engine_lib
 from rl import messages as messages_lib
 from rl import sessions as sessions_lib
+from rl.engine import contract
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -37,7 +37,7 @@ class Asked:
   session: session_tree.Session
   opening: session_tree.Opening
   form: openai_replies.Form
-  requests: Sequence[engine_lib.DecodeRequest]
+  requests: Sequence[contract.DecodeRequest]
   readers: Sequence[answer_text.Reader]
   answer_s: float
   include_usage: bool
@@ -88,7 +88,7 @@ class Asked:
             yield event
       except (
         fields.Refused,
-        engine_lib.EngineClosed,
+        contract.EngineClosed,
         sessions_lib.FinishedSession,
         TimeoutError,
       ) as error:
@@ -101,7 +101,7 @@ class Asked:
     first: tuple[int, answer_text.Piece],
     rest: AsyncGenerator[tuple[int, answer_text.Piece]],
   ) -> AsyncGenerator[bytes]:
-    done: list[engine_lib.Completion] = []
+    done: list[contract.Completion] = []
     if self.form.chat:
       for index in range(len(self.requests)):
         yield self.form.begin(index)
@@ -120,7 +120,7 @@ class Asked:
       yield self.form.counts(done)
 
   def _record(
-    self, index: int, completion: engine_lib.Completion
+    self, index: int, completion: contract.Completion
   ) -> openai_replies.Choice:
     if not self.sessions.holds(self.session):
       raise sessions_lib.FinishedSession(
@@ -150,7 +150,7 @@ class Asked:
       raise fields.Refused(str(error)) from error
     except TimeoutError:
       raise TimeoutError(f"the answer took over {self.answer_s:g} s") from None
-    except engine_lib.EngineClosed:
+    except contract.EngineClosed:
       self.session.engine_closed = True
       raise
 
@@ -163,7 +163,7 @@ def requests(
   sampling: openai_requests.Sampling,
   temperature: float,
   experts: bool,
-) -> list[engine_lib.DecodeRequest]:
+) -> list[contract.DecodeRequest]:
   """Returns what to ask the engine for, one request for each choice.
 
   Raises:
@@ -185,7 +185,7 @@ def requests(
     raise fields.Refused(f"seed={sampling.seed} is not of 32 bits", "seed")
   bias = _bias(sampling, able)
   return [
-    engine_lib.DecodeRequest(
+    contract.DecodeRequest(
       request_id=f"{session.name}/{session.number}/{index}",
       session=session.name,
       tokens=opening.tokens,
@@ -217,7 +217,7 @@ def _seed(
 
 
 def _bias(
-  sampling: openai_requests.Sampling, able: engine_lib.Capabilities
+  sampling: openai_requests.Sampling, able: contract.Capabilities
 ) -> Float32[np.ndarray, " V"] | None:
   if not sampling.bias:
     return None

@@ -29,9 +29,9 @@ from launch import (
   until_gone,
 )
 from rl import answer_text, session_tree
-from rl import engine as engine_lib
 from rl import sessions as sessions_lib
 from rl.data import trajectory
+from rl.engine import contract
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -117,7 +117,7 @@ def app(
 
 
 _STATUS: dict[type[Exception], tuple[int, str]] = {
-  engine_lib.EngineClosed: (503, "engine_closed"),
+  contract.EngineClosed: (503, "engine_closed"),
   TimeoutError: (504, "timeout"),
   sessions_lib.UnknownSession: (404, "unknown_session"),
   sessions_lib.FinishedSession: (410, "finished_session"),

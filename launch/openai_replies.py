@@ -17,8 +17,8 @@ from jaxtyping import Float32, Int32
 
 from models.chat import tool_calls
 from rl import answer_text
-from rl import engine as engine_lib
 from rl import episode as episode_lib
+from rl.engine import contract
 
 DONE = b"data: [DONE]\n\n"
 
@@ -27,7 +27,7 @@ DONE = b"data: [DONE]\n\n"
 class Choice:
   """One answer: what was sampled, and what its text says."""
 
-  completion: engine_lib.Completion
+  completion: contract.Completion
   answer: tool_calls.Answer
 
   @property
@@ -91,14 +91,12 @@ class Form:
     more = {**_sampled(choice.completion), "finish_reason": finish}
     return self._chunk(index, delta, None, more, self._more())
 
-  def counts(self, completions: Sequence[engine_lib.Completion]) -> bytes:
+  def counts(self, completions: Sequence[contract.Completion]) -> bytes:
     """Returns the event that a stream with include_usage has last."""
     head = self._head(stream=True)
     return _event({**head, "choices": [], "usage": self.usage(completions)})
 
-  def usage(
-    self, completions: Sequence[engine_lib.Completion]
-  ) -> dict[str, Any]:
+  def usage(self, completions: Sequence[contract.Completion]) -> dict[str, Any]:
     """Returns the numbers of tokens; those of the prompt count once."""
     sampled = sum(len(completion.tokens) for completion in completions)
     cached = completions[0].cached_tokens if completions else 0
@@ -200,7 +198,7 @@ def _event(data: dict[str, Any]) -> bytes:
   return f"data: {text}\n\n".encode()
 
 
-def _sampled(completion: engine_lib.Completion) -> dict[str, Any]:
+def _sampled(completion: contract.Completion) -> dict[str, Any]:
   return {
     "token_ids": completion.tokens.tolist(),
     "token_logprobs": completion.logprobs.tolist(),

@@ -43,7 +43,7 @@ class Hosting:
 
   Attributes:
     model: conversations of `max_length` ids at most; the cache has room for
-      `engine.slots` of them.
+      `contract.slots` of them.
     placement: of the decode pool; nothing learns.
   """
 

@@ -10,7 +10,7 @@ from collections.abc import Generator
 
 import numpy as np
 
-from rl import engine
+from rl.engine import contract
 
 
 class Aborts:
@@ -50,13 +50,13 @@ class Aborts:
     return self._aborted[request_id]
 
 
-def unsent(since_s: float) -> engine.Completion:
+def unsent(since_s: float) -> contract.Completion:
   """Returns the answer to a request that was aborted before it was sent.
 
   Args:
     since_s: when it was asked, on the clock of the loop.
   """
-  return engine.Completion(
+  return contract.Completion(
     tokens=np.zeros(0, np.int32),
     logprobs=np.zeros(0, np.float32),
     versions=np.zeros(0, np.int32),
@@ -66,9 +66,9 @@ def unsent(since_s: float) -> engine.Completion:
   )
 
 
-def last(answer: engine.Completion) -> engine.Delta:
+def last(answer: contract.Completion) -> contract.Delta:
   """Returns the delta of an answer that has come whole."""
-  return engine.Delta(
+  return contract.Delta(
     tokens=answer.tokens,
     logprobs=answer.logprobs,
     versions=answer.versions,

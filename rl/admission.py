@@ -16,8 +16,9 @@ import numpy as np
 from jaxtyping import Float32, Int32
 
 from models import config as model_config
-from rl import decode_step, engine, engine_plan, engine_settings, paging
+from rl import decode_step, engine_plan, engine_settings, paging
 from rl.data import trajectory
+from rl.engine import contract
 
 
 class Biases:
@@ -97,8 +98,8 @@ class Batch:
 
   def accept(
     self,
-    request: engine.DecodeRequest,
-    future: asyncio.Future[engine.Completion],
+    request: contract.DecodeRequest,
+    future: asyncio.Future[contract.Completion],
   ) -> engine_plan.Running:
     """Queues a request that an engine of this size can serve.
 
@@ -133,11 +134,11 @@ class Batch:
 
   def _completion(
     self, one: engine_plan.Running, stop: trajectory.Stop
-  ) -> engine.Completion:
+  ) -> contract.Completion:
     experts = None
     if one.request.experts and self._experts is not None:
       experts = self._recorded(one)
-    return engine.Completion(
+    return contract.Completion(
       tokens=one.ids[len(one.request.tokens) : one.known].copy(),
       logprobs=np.asarray(one.logprobs, np.float32),
       versions=np.asarray(one.versions, np.int32),

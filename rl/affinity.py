@@ -11,7 +11,8 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple, get_args
 
-from rl import engine, placement
+from rl import placement
+from rl.engine import contract
 from rl.settings import checks
 
 _MEMORY = 32
@@ -141,7 +142,9 @@ class Sample(NamedTuple):
     )
 
 
-def sample(request: engine.DecodeRequest, answer: engine.Completion) -> Sample:
+def sample(
+  request: contract.DecodeRequest, answer: contract.Completion
+) -> Sample:
   """Returns what one request took."""
   if not len(answer.tokens):
     return Sample()

@@ -15,9 +15,9 @@ import numpy as np
 from jaxtyping import Float32, Int32
 
 from models.chat import tool_calls
-from rl import engine as engine_lib
 from rl import episode as episode_lib
 from rl import messages
+from rl.engine import contract
 
 _THINK, _THOUGHT, _CALL = "<think>", "</think>", "<tool_call>"
 _CALLED = "</tool_call>"
@@ -36,7 +36,7 @@ class Piece:
   reasoning: str
   tokens: Int32[np.ndarray, " t"]
   logprobs: Float32[np.ndarray, " t"]
-  completion: engine_lib.Completion | None = None
+  completion: contract.Completion | None = None
 
 
 @runtime_checkable
@@ -44,27 +44,27 @@ class Streamer(Protocol):
   """The part of a decode engine, or of a pool of them, that serving needs."""
 
   @property
-  def capabilities(self) -> engine_lib.Capabilities:
+  def capabilities(self) -> contract.Capabilities:
     """What it can do."""
     ...
 
   async def generate(
-    self, request: engine_lib.DecodeRequest
-  ) -> engine_lib.Completion:
-    """Samples one answer; see `engine.DecodeEngine`."""
+    self, request: contract.DecodeRequest
+  ) -> contract.Completion:
+    """Samples one answer; see `contract.DecodeEngine`."""
     ...
 
   def stream(
-    self, request: engine_lib.DecodeRequest
-  ) -> AsyncIterator[engine_lib.Delta]:
-    """Yields an answer as it is sampled; see `engine.DecodeEngine`."""
+    self, request: contract.DecodeRequest
+  ) -> AsyncIterator[contract.Delta]:
+    """Yields an answer as it is sampled; see `contract.DecodeEngine`."""
     ...
 
   def abort(self, request_id: str | None) -> None:
     """Ends a request with what it has."""
     ...
 
-  def stats(self) -> engine_lib.EngineStats:
+  def stats(self) -> contract.EngineStats:
     """Returns the counters."""
     ...
 
@@ -202,8 +202,8 @@ def _overlap(text: str, mark: str) -> int:
 
 
 def cut(
-  completion: engine_lib.Completion, num_tokens: int
-) -> engine_lib.Completion:
+  completion: contract.Completion, num_tokens: int
+) -> contract.Completion:
   """Returns a completion whose text ended it behind some of its tokens."""
   experts, beyond = completion.experts, len(completion.tokens) - num_tokens
   if experts is not None:
@@ -220,7 +220,7 @@ def cut(
 
 async def sample(
   engine: Streamer,
-  request: engine_lib.DecodeRequest,
+  request: contract.DecodeRequest,
   reader: Reader,
 ) -> AsyncGenerator[Piece]:
   """Yields an answer as it is sampled, up to where its text ends it.
@@ -232,7 +232,7 @@ async def sample(
     ValueError, EngineClosed: as `DecodeEngine.stream`.
   """
   # The protocol says that it can be closed; its type says less.
-  deltas = cast(AsyncGenerator[engine_lib.Delta], engine.stream(request))
+  deltas = cast(AsyncGenerator[contract.Delta], engine.stream(request))
   async with contextlib.aclosing(deltas):
     async for delta in deltas:
       before, over = reader.num_tokens, reader.stopped
@@ -257,9 +257,9 @@ async def sample(
 
 async def sample_whole(
   engine: Streamer,
-  request: engine_lib.DecodeRequest,
+  request: contract.DecodeRequest,
   reader: Reader,
-) -> engine_lib.Completion:
+) -> contract.Completion:
   """Returns an answer up to where its text ends it; `reader` has the text.
 
   Raises:

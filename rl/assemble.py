@@ -34,8 +34,8 @@ from rl import (
   warm_start,
   weights,
 )
-from rl import engine as engine_lib
 from rl.data import trajectory
+from rl.engine import contract
 from rl.runtime import checkpoint, mesh_thread, trace, watchdog
 
 _FROZEN = "frozen"
@@ -216,7 +216,7 @@ def player(
 
 
 def _check_able(
-  able: engine_lib.Capabilities, experiment: config.Experiment
+  able: contract.Capabilities, experiment: config.Experiment
 ) -> None:
   """Raises ValueError when the engine cannot do what the run asks of it."""
   on_publish = experiment.overlap.on_publish

@@ -22,7 +22,6 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 
 from rl import (
-  engine,
   events,
   filters,
   overlap,
@@ -33,6 +32,7 @@ from rl import (
 )
 from rl import progress as progress_lib
 from rl.data import trajectory
+from rl.engine import contract
 from rl.runtime import trace, watchdog
 
 _GRACE_S = 10.0
@@ -67,7 +67,7 @@ class Publisher(Protocol):
     self,
     version: trajectory.PolicyVersion,
     params: Any,
-    in_flight: engine.InFlight,
+    in_flight: contract.InFlight,
   ) -> float:
     """Returns once every engine serves them; seconds that decoding stood."""
     ...

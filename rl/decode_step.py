@@ -23,7 +23,7 @@ from jaxtyping import Array, Bool, Float32, Int32
 
 from models import config as model_config
 from models import kv_cache, sharding, transformer
-from rl import sampling
+from rl.engine import sampling
 
 MAX_STOP_IDS = 4
 

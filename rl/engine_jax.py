@@ -21,12 +21,12 @@ from rl import (
   admission,
   decode_step,
   decoder,
-  engine,
   engine_plan,
   engine_schedule,
   engine_settings,
 )
 from rl.data import trajectory
+from rl.engine import contract
 from rl.runtime import checksum as checksum_lib
 from rl.runtime import mesh_thread
 
@@ -36,7 +36,7 @@ _DEPTH = 2
 
 
 class JaxEngine:
-  """`engine.DecodeEngine` over the models of this project.
+  """`contract.DecodeEngine` over the models of this project.
 
   Life: `await start(params, version)`, then the protocol, then `await close()`.
   All on one event loop; device work happens on `thread`.
@@ -54,7 +54,7 @@ class JaxEngine:
   ):
     settings.validate()
     settings.validate_model(config)
-    self.capabilities = engine.Capabilities(
+    self.capabilities = contract.Capabilities(
       in_flight=frozenset({"drain", "abort", "recompute", "keep_kv"}),
       max_length=config.max_length,
       vocab_size=config.vocab_size,
@@ -80,11 +80,11 @@ class JaxEngine:
       tuple[engine_plan.Flight, asyncio.Future[decode_step.Sampled]]
     ] = collections.deque()
     self._paused = False
-    self._holding: engine.InFlight | None = None
+    self._holding: contract.InFlight | None = None
     self._updates = asyncio.Lock()
     self._wake = asyncio.Event()
     self._settled = asyncio.Event()
-    self._closed: engine.EngineClosed | None = None
+    self._closed: contract.EngineClosed | None = None
     self._server: asyncio.Task[None] | None = None
     self._dispatches = 0
     self._landed = 0.0
@@ -111,13 +111,13 @@ class JaxEngine:
 
   async def close(self) -> None:
     """Stops; requests in flight raise EngineClosed."""
-    self._fail(engine.EngineClosed("the engine was closed"))
+    self._fail(contract.EngineClosed("the engine was closed"))
     if self._server is not None:
       # Cancelled on overrun: its device program may hang.
       await asyncio.wait([self._server], timeout=_CLOSE_S)
       self._server.cancel()
 
-  def _fail(self, reason: engine.EngineClosed) -> None:
+  def _fail(self, reason: contract.EngineClosed) -> None:
     self._closed = self._closed or reason
     for one in self._batch.clear():
       one.fail(self._why_closed(self._closed))
@@ -126,8 +126,10 @@ class JaxEngine:
 
   # Requests.
 
-  async def generate(self, request: engine.DecodeRequest) -> engine.Completion:
-    """Samples one answer; see `engine.DecodeEngine.generate`."""
+  async def generate(
+    self, request: contract.DecodeRequest
+  ) -> contract.Completion:
+    """Samples one answer; see `contract.DecodeEngine.generate`."""
     running = self._accept(request)
     try:
       return await running.future
@@ -136,9 +138,9 @@ class JaxEngine:
       raise
 
   async def stream(
-    self, request: engine.DecodeRequest
-  ) -> AsyncGenerator[engine.Delta]:
-    """Yields an answer as it is sampled; see `engine.DecodeEngine.stream`."""
+    self, request: contract.DecodeRequest
+  ) -> AsyncGenerator[contract.Delta]:
+    """Yields an answer as it is sampled; see `contract.DecodeEngine.stream`."""
     running = self._accept(request)
     running.deltas = asyncio.Queue()
     try:
@@ -151,9 +153,9 @@ class JaxEngine:
     finally:
       self._end(running)
 
-  def _accept(self, request: engine.DecodeRequest) -> engine_plan.Running:
+  def _accept(self, request: contract.DecodeRequest) -> engine_plan.Running:
     self._check_open()
-    engine.check_request(request, self.capabilities)
+    contract.check_request(request, self.capabilities)
     future = asyncio.get_running_loop().create_future()
     running = self._batch.accept(request, future)
     self._wake.set()
@@ -167,7 +169,7 @@ class JaxEngine:
       self._wake.set()
 
   def abort(self, request_id: str | None) -> None:
-    """Ends a request with what it has; see `engine.DecodeEngine.abort`."""
+    """Ends a request with what it has; see `contract.DecodeEngine.abort`."""
     requests = self._batch.requests
     if request_id is not None and request_id not in requests:
       raise ValueError(f"request {request_id} is not in flight")
@@ -176,7 +178,7 @@ class JaxEngine:
     self._wake.set()
 
   def begun(self, request_id: str) -> trajectory.PolicyVersion | None:
-    """Returns the version of a first token; see `engine.DecodeEngine`."""
+    """Returns the version of a first token; see `contract.DecodeEngine`."""
     if request_id not in self._batch.requests:
       raise ValueError(f"request {request_id} is not in flight")
     return self._batch.requests[request_id].first_version
@@ -184,7 +186,7 @@ class JaxEngine:
   # Weights.
 
   async def pause(self) -> None:
-    """Suspends; see `engine.DecodeEngine.pause`."""
+    """Suspends; see `contract.DecodeEngine.pause`."""
     self._check_open()
     self._paused = True
     await self._until(lambda: not self._flights)
@@ -198,18 +200,18 @@ class JaxEngine:
     self,
     version: trajectory.PolicyVersion,
     params: transformer.Params,
-    in_flight: engine.InFlight = "recompute",
+    in_flight: contract.InFlight = "recompute",
   ) -> None:
-    """Serves `params` from now on; see `engine.DecodeEngine`."""
+    """Serves `params` from now on; see `contract.DecodeEngine`."""
     self._check_open()
     if in_flight not in self.capabilities.in_flight:
       raise ValueError(
         f"in_flight={in_flight!r}; use "
         + " or ".join(sorted(self.capabilities.in_flight))
       )
-    engine.check_same_tree(self._params, params)
+    contract.check_same_tree(self._params, params)
     async with self._updates:
-      engine.check_version(version, self._version)
+      contract.check_version(version, self._version)
       self._holding, held = in_flight, time.monotonic()
       try:
         if in_flight == "drain":
@@ -227,7 +229,7 @@ class JaxEngine:
     self,
     version: trajectory.PolicyVersion,
     params: transformer.Params,
-    in_flight: engine.InFlight,
+    in_flight: contract.InFlight,
   ) -> None:
     if in_flight == "abort":
       for one in list(self._batch.requests.values()):
@@ -269,16 +271,16 @@ class JaxEngine:
     if self._closed is not None:
       raise self._why_closed(self._closed)
 
-  def _why_closed(self, reason: engine.EngineClosed) -> engine.EngineClosed:
+  def _why_closed(self, reason: contract.EngineClosed) -> contract.EngineClosed:
     """Returns a copy for one of many that wait: raising changes it."""
-    copy = engine.EngineClosed(str(reason))
+    copy = contract.EngineClosed(str(reason))
     copy.__cause__ = reason.__cause__
     return copy
 
-  def stats(self) -> engine.EngineStats:
+  def stats(self) -> contract.EngineStats:
     """Returns the counters."""
     batch = self._batch
-    return engine.EngineStats(
+    return contract.EngineStats(
       version=int(self._version),
       running=len(batch.running),
       waiting=batch.num_waiting,
@@ -309,7 +311,7 @@ class JaxEngine:
       self._break(error)
 
   def _break(self, error: Exception) -> None:
-    reason = engine.EngineClosed(f"decoding raised {error!r}")
+    reason = contract.EngineClosed(f"decoding raised {error!r}")
     reason.__cause__ = error
     self._fail(reason)
 

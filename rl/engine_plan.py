@@ -14,8 +14,9 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int32
 
-from rl import decode_step, engine, engine_settings, paging
+from rl import decode_step, engine_settings, paging
 from rl.data import trajectory
+from rl.engine import contract
 
 _MATMULS = 256
 _PATIENCE = 7
@@ -51,8 +52,8 @@ class Running:
       tokens are there.
   """
 
-  request: engine.DecodeRequest
-  future: asyncio.Future[engine.Completion]
+  request: contract.DecodeRequest
+  future: asyncio.Future[contract.Completion]
   order: tuple[tuple[int, ...], int]
   ids: Int32[np.ndarray, " N"]
   known: int
@@ -70,7 +71,7 @@ class Running:
   first_token_s: float = 0.0
   logprobs: list[float] = dataclasses.field(default_factory=list)
   versions: list[int] = dataclasses.field(default_factory=list)
-  deltas: asyncio.Queue[engine.Delta | None] | None = None
+  deltas: asyncio.Queue[contract.Delta | None] | None = None
   told: int = 0
 
   @property
@@ -123,14 +124,14 @@ class Running:
       return "stop"
     return "length" if sampled >= self.request.max_tokens else None
 
-  def tell(self, completion: engine.Completion | None = None) -> None:
+  def tell(self, completion: contract.Completion | None = None) -> None:
     """Gives a stream what has been sampled since the last time."""
     if self.deltas is None or (
       self.told == self.num_sampled and not completion
     ):
       return
     given = len(self.request.tokens)
-    delta = engine.Delta(
+    delta = contract.Delta(
       tokens=self.ids[given + self.told : self.known].copy(),
       logprobs=np.asarray(self.logprobs[self.told :], np.float32),
       versions=np.asarray(self.versions[self.told :], np.int32),

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 from models import config as model_config
 from models import sharding
-from rl import engine
 from rl.data import trajectory
+from rl.engine import contract
 from rl.runtime import mesh_thread
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ _WASTE = 256
 
 
 @runtime_checkable
-class Engine(engine.DecodeEngine, Protocol):
+class Engine(contract.DecodeEngine, Protocol):
   """An engine that a run starts itself."""
 
   async def start(

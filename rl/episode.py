@@ -15,12 +15,12 @@ import numpy as np
 from jaxtyping import Int32
 
 from envs import base
-from rl import engine as engine_lib
 from rl.data import trajectory
+from rl.engine import contract
 from rl.runtime import isolation, watchdog
 
 _T = TypeVar("_T")
-_Request = Callable[..., engine_lib.DecodeRequest]
+_Request = Callable[..., contract.DecodeRequest]
 """A request of an episode without what differs from turn to turn."""
 
 
@@ -65,9 +65,9 @@ class Sampler(Protocol):
   """The part of a decode engine that playing needs."""
 
   async def generate(
-    self, request: engine_lib.DecodeRequest
-  ) -> engine_lib.Completion:
-    """Samples one answer; see `engine.DecodeEngine`."""
+    self, request: contract.DecodeRequest
+  ) -> contract.Completion:
+    """Samples one answer; see `contract.DecodeEngine`."""
     ...
 
 
@@ -206,7 +206,7 @@ class Record:
   def add(
     self,
     context: Int32[np.ndarray, " P"],
-    completion: engine_lib.Completion,
+    completion: contract.Completion,
     env_s: float,
     reward: float,
   ) -> None:
@@ -367,7 +367,7 @@ def _request(
   # No function of our own: its annotations would make a new type of array,
   # at 30 us and in need of the garbage collector, in every episode.
   return functools.partial(
-    engine_lib.DecodeRequest,
+    contract.DecodeRequest,
     session=episode.name,
     temperature=limits.temperature,
     stop_ids=chat.stop_ids,

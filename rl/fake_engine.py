@@ -13,8 +13,8 @@ from typing import Any, Literal
 import numpy as np
 from jaxtyping import Int32
 
-from rl import engine
 from rl.data import trajectory
+from rl.engine import contract
 from rl.runtime import checksum as checksum_lib
 
 _Hold = Literal["", "drain", "update"]
@@ -24,7 +24,7 @@ _Hold = Literal["", "drain", "update"]
 class _Underway:
   """A request of the fake engine; it runs as soon as it has a token."""
 
-  request: engine.DecodeRequest
+  request: contract.DecodeRequest
   accepted: float
   first_token_s: float = 0.0
   tokens: list[int] = dataclasses.field(default_factory=list)
@@ -34,10 +34,10 @@ class _Underway:
   ended: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
 
   def since(
-    self, start: int, completion: engine.Completion | None = None
-  ) -> engine.Delta:
+    self, start: int, completion: contract.Completion | None = None
+  ) -> contract.Delta:
     tokens = np.array(self.tokens[start:], np.int32)
-    return engine.Delta(
+    return contract.Delta(
       tokens=tokens,
       logprobs=np.full(len(tokens), -0.5, np.float32),
       versions=np.array(self.versions[start:], np.int32),
@@ -70,8 +70,8 @@ class FakeEngine:
     update_s: float = 0.0,
     experts: tuple[int, int] | None = None,
   ):
-    self.capabilities = engine.Capabilities(
-      in_flight=frozenset(typing.get_args(engine.InFlight)),
+    self.capabilities = contract.Capabilities(
+      in_flight=frozenset(typing.get_args(contract.InFlight)),
       max_length=1 << 20,
       vocab_size=1 << 20,
       max_stop_ids=16,
@@ -95,15 +95,17 @@ class FakeEngine:
     self._updates = asyncio.Lock()
     self._stood_s, self._since = 0.0, 0.0
 
-  async def generate(self, request: engine.DecodeRequest) -> engine.Completion:
-    """Returns one answer; see `engine.DecodeEngine`."""
+  async def generate(
+    self, request: contract.DecodeRequest
+  ) -> contract.Completion:
+    """Returns one answer; see `contract.DecodeEngine`."""
     return await self._answer(request, lambda delta: None)
 
   async def stream(
-    self, request: engine.DecodeRequest
-  ) -> AsyncGenerator[engine.Delta]:
+    self, request: contract.DecodeRequest
+  ) -> AsyncGenerator[contract.Delta]:
     """Yields the two ids of an answer one by one."""
-    deltas: asyncio.Queue[engine.Delta | None] = asyncio.Queue()
+    deltas: asyncio.Queue[contract.Delta | None] = asyncio.Queue()
     # A task: that nobody takes the deltas must not hold up the engine.
     answer = asyncio.create_task(self._answer(request, deltas.put_nowait))
     answer.add_done_callback(lambda _: deltas.put_nowait(None))
@@ -116,10 +118,12 @@ class FakeEngine:
       await asyncio.wait([answer])
 
   async def _answer(
-    self, request: engine.DecodeRequest, tell: Callable[[engine.Delta], None]
-  ) -> engine.Completion:
+    self,
+    request: contract.DecodeRequest,
+    tell: Callable[[contract.Delta], None],
+  ) -> contract.Completion:
     self._check_open()
-    engine.check_request(request, self.capabilities)
+    contract.check_request(request, self.capabilities)
     name, mine = request.request_id, _Underway(request, _now())
     if name in self._requests:
       raise ValueError(f"request {name} is already in flight")
@@ -144,7 +148,7 @@ class FakeEngine:
 
   def _check_open(self) -> None:
     if self._closed:
-      raise engine.EngineClosed("the fake engine was closed")
+      raise contract.EngineClosed("the fake engine was closed")
 
   async def _until(self, ready: Callable[[], bool]) -> None:
     """Returns when it is so; looks again whenever something changes."""
@@ -166,7 +170,7 @@ class FakeEngine:
     mine.versions.append(int(self.version))
     self._sampled += 1
 
-  def _finish(self, mine: _Underway) -> engine.Completion:
+  def _finish(self, mine: _Underway) -> contract.Completion:
     request = mine.request
     stop: trajectory.Stop = "stop" if request.max_tokens > 1 else "length"
     if mine.ended.is_set():
@@ -177,7 +181,7 @@ class FakeEngine:
     if mine.tokens:  # The last id is never fed.
       self._cached[request.session] = len(ids) - 1
     all_ = mine.since(0)
-    return engine.Completion(
+    return contract.Completion(
       tokens=all_.tokens,
       logprobs=all_.logprobs,
       versions=all_.versions,
@@ -208,7 +212,7 @@ class FakeEngine:
     self._changed.set()
 
   def begun(self, request_id: str) -> trajectory.PolicyVersion | None:
-    """Returns the version of a first token; see `engine.DecodeEngine`."""
+    """Returns the version of a first token; see `contract.DecodeEngine`."""
     if request_id not in self._requests:
       raise ValueError(f"request {request_id} is not in flight")
     versions = self._requests[request_id].versions
@@ -247,14 +251,14 @@ class FakeEngine:
     self,
     version: trajectory.PolicyVersion,
     params: Any,
-    in_flight: engine.InFlight = "recompute",
+    in_flight: contract.InFlight = "recompute",
   ) -> None:
-    """Serves `params` after `update_s`; see `engine.DecodeEngine`."""
+    """Serves `params` after `update_s`; see `contract.DecodeEngine`."""
     async with self._updates:
       self._check_open()
-      engine.check_version(version, self.version)
+      contract.check_version(version, self.version)
       if self.params is not None:  # Nothing is known of the first ones.
-        engine.check_same_tree(self.params, params)
+        contract.check_same_tree(self.params, params)
       able = sorted(self.capabilities.in_flight)
       if in_flight not in able:
         raise ValueError(f"in_flight={in_flight}: this engine can only {able}")
@@ -285,10 +289,10 @@ class FakeEngine:
     self._check_open()
     self._cached.clear()
 
-  def stats(self) -> engine.EngineStats:
+  def stats(self) -> contract.EngineStats:
     """Returns the counters; nothing is dispatched or compiled."""
     since = 0.0 if self._samples() else _now() - self._since
-    return engine.EngineStats(
+    return contract.EngineStats(
       version=int(self.version),
       running=len(self._running),
       waiting=len(self._requests) - len(self._running),

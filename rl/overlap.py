@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable
 from typing import Literal, get_args
 
-from rl import engine
+from rl.engine import contract
 
 Consume = Literal["submit", "ready", "drop", "recycle"]
 """In which order groups are trained.
@@ -108,7 +108,7 @@ class Overlap:
   wait_for_round: bool = False
   max_staleness: int = 0
   consume: Consume = "submit"
-  on_publish: engine.InFlight = "drain"
+  on_publish: contract.InFlight = "drain"
   admission: Admission = "frontier"
   frontier_groups: int = 0
   old_logprob: OldLogprob = "decode"
@@ -143,7 +143,7 @@ class Overlap:
     self._validate_counts()
     for name, kind in (
       ("consume", Consume),
-      ("on_publish", engine.InFlight),
+      ("on_publish", contract.InFlight),
       ("admission", Admission),
       ("old_logprob", OldLogprob),
     ):
@@ -354,7 +354,7 @@ def in_flight(
   groups_per_round: int,
   max_staleness: int = 1,
   groups_per_microbatch: int | None = None,
-  on_publish: engine.InFlight = "recompute",
+  on_publish: contract.InFlight = "recompute",
 ) -> Overlap:
   """Returns rollout that never stops: weights arrive inside trajectories.
 

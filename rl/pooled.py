@@ -5,10 +5,12 @@ import dataclasses
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from rl import engine
+from rl.engine import contract
 
 
-def capabilities(engines: Sequence[engine.DecodeEngine]) -> engine.Capabilities:
+def capabilities(
+  engines: Sequence[contract.DecodeEngine],
+) -> contract.Capabilities:
   """Returns what every engine can do.
 
   Raises:
@@ -23,7 +25,7 @@ def capabilities(engines: Sequence[engine.DecodeEngine]) -> engine.Capabilities:
       f"engines of vocabularies {sorted(vocabularies)} in one pool; all must "
       "serve one model"
     )
-  return engine.Capabilities(
+  return contract.Capabilities(
     in_flight=frozenset.intersection(*(one.in_flight for one in able)),
     max_length=min(one.max_length for one in able),
     vocab_size=able[0].vocab_size,
@@ -35,8 +37,8 @@ def capabilities(engines: Sequence[engine.DecodeEngine]) -> engine.Capabilities:
 
 
 def stats(
-  engines: Sequence[engine.DecodeEngine], serving: Collection[int]
-) -> engine.EngineStats:
+  engines: Sequence[contract.DecodeEngine], serving: Collection[int]
+) -> contract.EngineStats:
   """Returns sums of the counters of all engines.
 
   `version` is the lowest that a serving one has, and `paused_s` that of the
@@ -46,7 +48,7 @@ def stats(
     serving: numbers of those that have not been lost; if all have, they count.
   """
   each = [one.stats() for one in engines]
-  names = [field.name for field in dataclasses.fields(engine.EngineStats)]
+  names = [field.name for field in dataclasses.fields(contract.EngineStats)]
   sums: dict[str, Any] = {
     name: sum(getattr(one, name) for one in each) for name in names
   }
@@ -54,13 +56,13 @@ def stats(
     one.version for i, one in enumerate(each) if i in serving or not serving
   )
   sums["paused_s"] = max(one.paused_s for one in each)
-  return engine.EngineStats(**sums)
+  return contract.EngineStats(**sums)
 
 
 def check_newest(
-  back: engine.DecodeEngine,
+  back: contract.DecodeEngine,
   number: int,
-  engines: Sequence[engine.DecodeEngine],
+  engines: Sequence[contract.DecodeEngine],
   sent: int,
 ) -> None:
   """Raises ValueError unless an engine that comes back has the newest weights.
@@ -76,7 +78,7 @@ def check_newest(
     )
 
 
-async def close(engines: Sequence[engine.DecodeEngine]) -> None:
+async def close(engines: Sequence[contract.DecodeEngine]) -> None:
   """Stops every engine.
 
   Raises the first exception of those that did not close, after all others.

@@ -13,11 +13,11 @@ from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
 from envs import base
-from rl import engine as engine_lib
 from rl import episode as episode_lib
 from rl import events, shaping
 from rl import grading as grading_lib
 from rl.data import trajectory
+from rl.engine import contract
 from rl.runtime import cancellable, watchdog
 
 _STATUS = {
@@ -44,7 +44,7 @@ class Sessions(episode_lib.Sampler, Protocol):
     ...
 
   def abort(self, request_id: str | None) -> None:
-    """Ends a request with what it has; see `engine.DecodeEngine`."""
+    """Ends a request with what it has; see `contract.DecodeEngine`."""
     ...
 
   def begun(self, request_id: str) -> trajectory.PolicyVersion | None:
@@ -358,8 +358,8 @@ class _Member:
       player.engine.end(episode.name)
 
   async def generate(
-    self, request: engine_lib.DecodeRequest
-  ) -> engine_lib.Completion:
+    self, request: contract.DecodeRequest
+  ) -> contract.Completion:
     """Samples one answer; the watchdog can name who waits for it."""
     if self._reason:  # Whatever the environment made of that.
       raise asyncio.CancelledError

@@ -17,8 +17,8 @@ from collections.abc import AsyncGenerator, Generator, Sequence
 from typing import Any, NamedTuple
 
 from rl import aborts, affinity, events, placement, pooled, routes, wakeup
-from rl import engine as engine_lib
 from rl.data import trajectory
+from rl.engine import contract
 
 _ALIKE = affinity.Routing()
 
@@ -26,14 +26,14 @@ _ALIKE = affinity.Routing()
 class Member(NamedTuple):
   """An engine and the pool that it belongs to; see `placement.DecodePool`."""
 
-  engine: engine_lib.DecodeEngine
+  engine: contract.DecodeEngine
   pool: str = "decode"
   kind: placement.Kind = "any"
   cost: float = 1.0
 
 
 class Router:
-  """The part of `engine.DecodeEngine` that those who sample need.
+  """The part of `contract.DecodeEngine` that those who sample need.
 
   Whoever plays a conversation calls `begin` and `end` around it. A session
   that never began gets an engine at its first request, and keeps it, but is
@@ -68,7 +68,7 @@ class Router:
     self._opened, self._ended = wakeup.Signal(), wakeup.Signal()
 
   @property
-  def engines(self) -> tuple[engine_lib.DecodeEngine, ...]:
+  def engines(self) -> tuple[contract.DecodeEngine, ...]:
     """All of them, lost ones included."""
     return tuple(self._engines)
 
@@ -78,7 +78,7 @@ class Router:
     return self._routes.counts
 
   @property
-  def capabilities(self) -> engine_lib.Capabilities:
+  def capabilities(self) -> contract.Capabilities:
     """What every engine can do."""
     return pooled.capabilities(self._engines)
 
@@ -96,7 +96,7 @@ class Router:
     """
     while (choice := self._routes.assign(session, domain)) is None:
       if not self._routes.serving:
-        raise engine_lib.EngineClosed(self._reason)
+        raise contract.EngineClosed(self._reason)
       await self._opened.wait()
     self._tell(session, choice)
     return choice.engine
@@ -111,9 +111,9 @@ class Router:
     self._ended.fire()
 
   async def generate(
-    self, request: engine_lib.DecodeRequest
-  ) -> engine_lib.Completion:
-    """Samples one answer; see `engine.DecodeEngine`.
+    self, request: contract.DecodeRequest
+  ) -> contract.Completion:
+    """Samples one answer; see `contract.DecodeEngine`.
 
     A request is whole in itself, so another engine begins it anew when its
     own stops.
@@ -130,15 +130,15 @@ class Router:
             answer = await self._engines[number].generate(request)
             self._measure(request, number, answer)
             return answer
-        except engine_lib.EngineClosed:
+        except contract.EngineClosed:
           if not self._routes.serving:
             raise
     return aborts.unsent(asked)
 
   async def stream(
-    self, request: engine_lib.DecodeRequest
-  ) -> AsyncGenerator[engine_lib.Delta]:
-    """Yields an answer as it is sampled; see `engine.DecodeEngine`.
+    self, request: contract.DecodeRequest
+  ) -> AsyncGenerator[contract.Delta]:
+    """Yields an answer as it is sampled; see `contract.DecodeEngine`.
 
     Raises:
       EngineClosed: every engine has stopped, or this one after its first
@@ -158,22 +158,22 @@ class Router:
                   self._measure(request, number, delta.completion)
                 yield delta
             return
-        except engine_lib.EngineClosed:
+        except contract.EngineClosed:
           if begun or not self._routes.serving:
             raise
     yield aborts.last(aborts.unsent(asked))
 
   def _measure(
     self,
-    request: engine_lib.DecodeRequest,
+    request: contract.DecodeRequest,
     number: int,
-    answer: engine_lib.Completion,
+    answer: contract.Completion,
   ) -> None:
     took = affinity.sample(request, answer)
     last = max(answer.versions.tolist(), default=-1)
     self._routes.measure(request.session, number, took, last)
 
-  async def _placed(self, request: engine_lib.DecodeRequest) -> bool:
+  async def _placed(self, request: contract.DecodeRequest) -> bool:
     """Returns when a session has an engine; False: there is nothing to send."""
     while not self._aborts.aborted(request.request_id):
       if not self._routes.homeless(request.session):
@@ -183,17 +183,17 @@ class Router:
       if choice is not None:
         self._tell(request.session, choice)
       elif not self._routes.serving:
-        raise engine_lib.EngineClosed(self._reason)
+        raise contract.EngineClosed(self._reason)
       else:  # New weights are on their way, here or there.
         await self._opened.wait()
     return False
 
   @contextlib.contextmanager
-  def _sent(self, request: engine_lib.DecodeRequest) -> Generator[int]:
+  def _sent(self, request: contract.DecodeRequest) -> Generator[int]:
     """Yields the engine to ask, and keeps the books while it answers."""
     choice = self._routes.send(request.request_id, request.session)
     if choice is None:
-      raise engine_lib.EngineClosed(self._reason)
+      raise contract.EngineClosed(self._reason)
     self._tell(request.session, choice)
     try:
       with self._watched(choice.engine):
@@ -207,7 +207,7 @@ class Router:
     asked = self._engines[number]
     try:
       yield
-    except engine_lib.EngineClosed as error:
+    except contract.EngineClosed as error:
       if asked is self._engines[number]:  # Not one that took its place.
         self._lose(number, str(error))
       if not quiet:
@@ -225,7 +225,7 @@ class Router:
     self._opened.fire()
     self._ended.fire()
 
-  def recover(self, number: int, engine: engine_lib.DecodeEngine) -> None:
+  def recover(self, number: int, engine: contract.DecodeEngine) -> None:
     """Takes an engine into use in the place of one that was lost.
 
     Args:
@@ -282,9 +282,9 @@ class Router:
 
     await asyncio.gather(*map(flush, self._routes.serving))
     if not self._routes.serving:
-      raise engine_lib.EngineClosed(self._reason)
+      raise contract.EngineClosed(self._reason)
 
-  def stats(self) -> engine_lib.EngineStats:
+  def stats(self) -> contract.EngineStats:
     """Returns the counters of all engines; see `pooled.stats`."""
     return pooled.stats(self._engines, self._routes.serving)
 
@@ -318,7 +318,7 @@ class Door:
     self._number = number
 
   @property
-  def _engine(self) -> engine_lib.DecodeEngine:
+  def _engine(self) -> contract.DecodeEngine:
     return self._router.engines[self._number]
 
   @property
@@ -326,12 +326,12 @@ class Door:
     """Whether the engine has stopped."""
     return self._number not in self._router._routes.serving
 
-  def stats(self) -> engine_lib.EngineStats:
+  def stats(self) -> contract.EngineStats:
     """Returns the counters of the engine."""
     return self._engine.stats()
 
   async def checksum(self) -> tuple[trajectory.PolicyVersion, int]:
-    """Returns what the engine serves; see `engine.DecodeEngine`.
+    """Returns what the engine serves; see `contract.DecodeEngine`.
 
     Raises:
       EngineClosed: it has stopped.
@@ -343,7 +343,7 @@ class Door:
     self,
     version: trajectory.PolicyVersion,
     params: Any,
-    in_flight: engine_lib.InFlight = "recompute",
+    in_flight: contract.InFlight = "recompute",
   ) -> None:
     """Gives the engine its weights, one version after another.
 
@@ -354,7 +354,7 @@ class Door:
 
     Raises:
       EngineClosed: every engine has stopped.
-      ValueError: see `engine.DecodeEngine`, or it drains already.
+      ValueError: see `contract.DecodeEngine`, or it drains already.
     """
     router, asked = self._router, self._engine
     router._version = max(router._version, version)
@@ -367,11 +367,11 @@ class Door:
         with router._watched(self._number, quiet=True):
           await asked.update_weights(version, params, in_flight)
     if not router._routes.serving:
-      raise engine_lib.EngineClosed(router._reason)
+      raise contract.EngineClosed(router._reason)
 
   @contextlib.asynccontextmanager
   async def _drained(
-    self, asked: engine_lib.DecodeEngine
+    self, asked: contract.DecodeEngine
   ) -> AsyncGenerator[None]:
     """Holds new sessions off the engine, from when it has none."""
     router, number = self._router, self._number
@@ -385,6 +385,6 @@ class Door:
     finally:
       router._routes.reopen(number)
 
-  def _serves(self, asked: engine_lib.DecodeEngine) -> bool:
+  def _serves(self, asked: contract.DecodeEngine) -> bool:
     # What took its place came with the weights that were on their way.
     return asked is self._engine and not self.lost

@@ -7,10 +7,10 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 
 import numpy as np
 
-from rl import engine
 from rl.data import trajectory
+from rl.engine import contract
 
-_ABLE = engine.Capabilities(
+_ABLE = contract.Capabilities(
   in_flight=frozenset(),
   max_length=1 << 16,
   vocab_size=1 << 18,
@@ -37,9 +37,11 @@ class _Underway:
     self.tokens.append(token)
     self.versions.append(version)
 
-  def completion(self, stop: trajectory.Stop, now: float) -> engine.Completion:
+  def completion(
+    self, stop: trajectory.Stop, now: float
+  ) -> contract.Completion:
     count = len(self.tokens)
-    return engine.Completion(
+    return contract.Completion(
       tokens=np.array(self.tokens, np.int32),
       logprobs=-np.arange(1, count + 1, dtype=np.float32) / 8,
       versions=np.array(self.versions, np.int32),
@@ -60,10 +62,10 @@ class ScriptedEngine:
 
   def __init__(
     self,
-    answer: Callable[[engine.DecodeRequest], Sequence[int]],
+    answer: Callable[[contract.DecodeRequest], Sequence[int]],
     *,
     step_s: float = 0.0,
-    capabilities: engine.Capabilities = _ABLE,
+    capabilities: contract.Capabilities = _ABLE,
   ):
     """Takes the script.
 
@@ -74,27 +76,29 @@ class ScriptedEngine:
     """
     self.capabilities = capabilities
     self.version = 0
-    self.requests: list[engine.DecodeRequest] = []
+    self.requests: list[contract.DecodeRequest] = []
     self._answer = answer
     self._step_s = step_s
     self._running: dict[str, _Underway] = {}
     self._sampled = 0
     self._closed = asyncio.Event()
 
-  async def generate(self, request: engine.DecodeRequest) -> engine.Completion:
-    """Returns the answer; see `engine.DecodeEngine`."""
+  async def generate(
+    self, request: contract.DecodeRequest
+  ) -> contract.Completion:
+    """Returns the answer; see `contract.DecodeEngine`."""
     async with contextlib.aclosing(self.stream(request)) as deltas:
       last = [delta.completion async for delta in deltas][-1]
     assert last is not None
     return last
 
   async def stream(
-    self, request: engine.DecodeRequest
-  ) -> AsyncGenerator[engine.Delta]:
-    """Yields the answer id by id; see `engine.DecodeEngine`."""
+    self, request: contract.DecodeRequest
+  ) -> AsyncGenerator[contract.Delta]:
+    """Yields the answer id by id; see `contract.DecodeEngine`."""
     if self._closed.is_set():
-      raise engine.EngineClosed("the scripted engine was closed")
-    engine.check_request(request, self.capabilities)
+      raise contract.EngineClosed("the scripted engine was closed")
+    contract.check_request(request, self.capabilities)
     if request.request_id in self._running:
       raise ValueError(f"request {request.request_id} is already in flight")
     time = asyncio.get_running_loop().time
@@ -122,7 +126,7 @@ class ScriptedEngine:
       async with asyncio.timeout(self._step_s):
         await ended.wait()
     if self._closed.is_set():
-      raise engine.EngineClosed("the scripted engine was closed")
+      raise contract.EngineClosed("the scripted engine was closed")
     return ended.is_set()
 
   def abort(self, request_id: str | None) -> None:
@@ -134,15 +138,15 @@ class ScriptedEngine:
         mine.ended.set()
 
   def begun(self, request_id: str) -> trajectory.PolicyVersion | None:
-    """Returns the version of a first token; see `engine.DecodeEngine`."""
+    """Returns the version of a first token; see `contract.DecodeEngine`."""
     if request_id not in self._running:
       raise ValueError(f"request {request_id} is not in flight")
     versions = self._running[request_id].versions
     return trajectory.PolicyVersion(versions[0]) if versions else None
 
-  def stats(self) -> engine.EngineStats:
+  def stats(self) -> contract.EngineStats:
     """Returns the counters; nothing is prefilled or cached."""
-    return engine.EngineStats(
+    return contract.EngineStats(
       version=self.version,
       running=len(self._running),
       waiting=0,
@@ -157,13 +161,13 @@ class ScriptedEngine:
 
 
 def _last(
-  so_far: engine.Completion,
+  so_far: contract.Completion,
   count: int,
-  completion: engine.Completion | None = None,
-) -> engine.Delta:
+  completion: contract.Completion | None = None,
+) -> contract.Delta:
   """Returns the last tokens of an answer, none or one, as a delta."""
   start = len(so_far.tokens) - count
-  return engine.Delta(
+  return contract.Delta(
     tokens=so_far.tokens[start:],
     logprobs=so_far.logprobs[start:],
     versions=so_far.versions[start:],

@@ -7,10 +7,10 @@ import re
 import secrets
 from collections.abc import Awaitable, Callable
 
-from rl import engine as engine_lib
 from rl import episode as episode_lib
 from rl import session_tree, sessions
 from rl.data import trajectory
+from rl.engine import contract
 from rl.runtime import isolation, watchdog
 
 _NO_NAME = re.compile(r"[^\w.:~@=+-]", re.ASCII)
@@ -60,7 +60,7 @@ async def play(
     if session.engine_closed:
       closed = trajectory.Status.ENGINE_FAULT
       open_sessions.finish(name, _ending(episode, closed, "the engine closed"))
-      raise engine_lib.EngineClosed("while an agent played") from fault
+      raise contract.EngineClosed("while an agent played") from fault
     ending = _ending(episode, trajectory.Status.ENV_FAULT, str(fault))
   except BaseException:  # Cancelled: what was sampled is not lost.
     lost = _ending(episode, trajectory.Status.ENGINE_FAULT, "cancelled")

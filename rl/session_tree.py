@@ -22,10 +22,10 @@ import numpy as np
 from jaxtyping import Int32
 
 from envs import base
-from rl import engine as engine_lib
 from rl import episode as episode_lib
 from rl import messages as messages_lib
 from rl.data import trajectory
+from rl.engine import contract
 from rl.runtime import isolation
 
 
@@ -75,7 +75,7 @@ class _Answer:
   answer: Any
   tools: str
   context: Int32[np.ndarray, " P"]
-  completion: engine_lib.Completion
+  completion: contract.Completion
   asked_s: float
   answered_s: float
   children: "list[_Answer]" = dataclasses.field(default_factory=list)
@@ -221,7 +221,7 @@ class Session:
   def record(
     self,
     opening: Opening,
-    completion: engine_lib.Completion,
+    completion: contract.Completion,
     answer: messages_lib.Message | None,
   ) -> None:
     """Keeps an answer.

@@ -5,7 +5,8 @@ import contextlib
 import threading
 from collections.abc import Callable
 
-from rl import engine, sglang_scheduler
+from rl import sglang_scheduler
+from rl.engine import contract
 
 
 class Calls:
@@ -50,8 +51,8 @@ class Calls:
     finally:
       self._pending.discard(done)
 
-  def fail(self, error: engine.EngineClosed) -> None:
+  def fail(self, error: contract.EngineClosed) -> None:
     """Lets all who wait raise."""
     for done in self._pending:
       if not done.done():
-        done.set_exception(engine.EngineClosed(str(error)))
+        done.set_exception(contract.EngineClosed(str(error)))

@@ -17,8 +17,9 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from rl import engine, sglang_scheduler
+from rl import sglang_scheduler
 from rl.data import trajectory
+from rl.engine import contract
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,12 +60,12 @@ class Record:
     submissions: at the scheduler.
     told: tokens that were in deltas.
     first_token_s: seconds from its arrival to its first token; 0 before.
-    oldest_kv: see `engine.Completion`.
+    oldest_kv: see `contract.Completion`.
   """
 
-  request: engine.DecodeRequest
-  news: asyncio.Queue[engine.Delta | engine.EngineClosed] = dataclasses.field(
-    default_factory=asyncio.Queue
+  request: contract.DecodeRequest
+  news: asyncio.Queue[contract.Delta | contract.EngineClosed] = (
+    dataclasses.field(default_factory=asyncio.Queue)
   )
   streams: bool = False
   done: bool = False
@@ -124,10 +125,12 @@ class Record:
     self.versions += [output.version] * len(output.tokens)
     return encoded, cached
 
-  def delta(self, completion: engine.Completion | None = None) -> engine.Delta:
+  def delta(
+    self, completion: contract.Completion | None = None
+  ) -> contract.Delta:
     """Returns what was sampled since the delta before."""
     start, self.told = self.told, len(self.tokens)
-    return engine.Delta(
+    return contract.Delta(
       tokens=np.asarray(self.tokens[start:], np.int32),
       logprobs=np.asarray(self.logprobs[start:], np.float32),
       versions=np.asarray(self.versions[start:], np.int32),
@@ -139,7 +142,7 @@ class Record:
     if self.done:
       return
     self.done = True
-    completion = engine.Completion(
+    completion = contract.Completion(
       tokens=np.asarray(self.tokens, np.int32),
       logprobs=np.asarray(self.logprobs, np.float32),
       versions=np.asarray(self.versions, np.int32),
@@ -151,7 +154,7 @@ class Record:
     )
     self.news.put_nowait(self.delta(completion))
 
-  def fail(self, error: engine.EngineClosed) -> None:
+  def fail(self, error: contract.EngineClosed) -> None:
     """Lets whoever waits raise."""
     if not self.done:
       self.done = True
@@ -211,7 +214,7 @@ class Requests:
     self.quiet = asyncio.Event()
     self.counts = collections.Counter[str]()
 
-  def accept(self, request: engine.DecodeRequest, streams: bool) -> Record:
+  def accept(self, request: contract.DecodeRequest, streams: bool) -> Record:
     """Queues a request that the engine can serve.
 
     Raises:
@@ -272,7 +275,7 @@ class Requests:
     record.finish(stop)
     self.admit()
 
-  def fail(self, error: engine.EngineClosed) -> None:
+  def fail(self, error: contract.EngineClosed) -> None:
     """Ends all requests with an error."""
     records = list(self.all.values())
     self.all.clear()
@@ -283,9 +286,11 @@ class Requests:
     self.quiet.set()
 
 
-def of_length(name: str, length: int, max_tokens: int) -> engine.DecodeRequest:
+def of_length(
+  name: str, length: int, max_tokens: int
+) -> contract.DecodeRequest:
   """Returns a greedy request of so many ids."""
-  return engine.DecodeRequest(
+  return contract.DecodeRequest(
     request_id=f"compiling {name}",
     session=f"compiling {name}",
     tokens=np.zeros(length, np.int32),

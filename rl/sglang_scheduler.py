@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int32
 
-from rl import sampling
+from rl.engine import sampling
 
 _LOOK_S = 1.0
 _END: dict[str, Literal["stop", "length", "abort"]] = {

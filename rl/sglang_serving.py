@@ -21,14 +21,9 @@ import jax
 
 from models import config as model_config
 from models import sharding, transformer
-from rl import (
-  engine,
-  sglang_calls,
-  sglang_requests,
-  sglang_scheduler,
-  sglang_weights,
-)
+from rl import sglang_calls, sglang_requests, sglang_scheduler, sglang_weights
 from rl.data import trajectory
+from rl.engine import contract
 from rl.runtime import checksum as checksum_lib
 from rl.runtime import mesh_thread
 
@@ -37,7 +32,7 @@ _LOOK_S = 0.5
 
 
 class SglangEngine:
-  """`engine.DecodeEngine` over sglang-jax.
+  """`contract.DecodeEngine` over sglang-jax.
 
   Life: `await start(params, version)` in the main thread, then the protocol,
   then `await close()`. All on one event loop.
@@ -73,14 +68,14 @@ class SglangEngine:
     self._paused = self._swapping = False
     self._updating = asyncio.Lock()
     self._paused_s = 0.0
-    self._closed: engine.EngineClosed | None = None
+    self._closed: contract.EngineClosed | None = None
     self._bridge: sglang_scheduler.Bridge | None = None
     self._watching: asyncio.Task[None] | None = None
 
   @property
-  def capabilities(self) -> engine.Capabilities:
+  def capabilities(self) -> contract.Capabilities:
     """What it can do."""
-    return engine.Capabilities(
+    return contract.Capabilities(
       in_flight=frozenset({"drain", "abort", "recompute", "keep_kv"}),
       max_length=self._config.max_length,
       vocab_size=self._config.vocab_size,
@@ -151,7 +146,7 @@ class SglangEngine:
 
   async def close(self) -> None:
     """Stops; requests in flight raise EngineClosed."""
-    self._fail(engine.EngineClosed("the engine was closed"))
+    self._fail(contract.EngineClosed("the engine was closed"))
     if self._watching is not None:
       self._watching.cancel()
     if self._bridge is not None:
@@ -159,32 +154,34 @@ class SglangEngine:
 
   # Requests.
 
-  async def generate(self, request: engine.DecodeRequest) -> engine.Completion:
-    """Samples one answer; see `engine.DecodeEngine.generate`."""
+  async def generate(
+    self, request: contract.DecodeRequest
+  ) -> contract.Completion:
+    """Samples one answer; see `contract.DecodeEngine.generate`."""
     async with contextlib.aclosing(self._deltas(request, False)) as deltas:
       last = await anext(deltas)
     assert last.completion is not None
     return last.completion
 
   async def stream(
-    self, request: engine.DecodeRequest
-  ) -> AsyncGenerator[engine.Delta]:
-    """Yields an answer as it is sampled; see `engine.DecodeEngine.stream`."""
+    self, request: contract.DecodeRequest
+  ) -> AsyncGenerator[contract.Delta]:
+    """Yields an answer as it is sampled; see `contract.DecodeEngine.stream`."""
     async with contextlib.aclosing(self._deltas(request, True)) as deltas:
       async for delta in deltas:
         yield delta
 
   async def _deltas(
-    self, request: engine.DecodeRequest, streams: bool
-  ) -> AsyncGenerator[engine.Delta]:
+    self, request: contract.DecodeRequest, streams: bool
+  ) -> AsyncGenerator[contract.Delta]:
     """Yields deltas, or only the last; aborts what is not read to its end."""
     self._check_open()
-    engine.check_request(request, self.capabilities)
+    contract.check_request(request, self.capabilities)
     record = self._requests.accept(request, streams)
     try:
       while True:
         item = await record.news.get()
-        if isinstance(item, engine.EngineClosed):
+        if isinstance(item, contract.EngineClosed):
           raise item
         yield item
         if item.completion is not None:
@@ -211,7 +208,7 @@ class SglangEngine:
       requests.end(requests.all[name], "abort")
 
   def begun(self, request_id: str) -> trajectory.PolicyVersion | None:
-    """Returns the version of a first token; see `engine.DecodeEngine`."""
+    """Returns the version of a first token; see `contract.DecodeEngine`."""
     if request_id not in self._requests.all:
       raise ValueError(f"request {request_id} is not in flight")
     return self._requests.all[request_id].first_version
@@ -240,18 +237,18 @@ class SglangEngine:
     self,
     version: trajectory.PolicyVersion,
     params: transformer.Params,
-    in_flight: engine.InFlight = "recompute",
+    in_flight: contract.InFlight = "recompute",
   ) -> None:
-    """Serves `params` from now on; see `engine.DecodeEngine`."""
+    """Serves `params` from now on; see `contract.DecodeEngine`."""
     async with self._updating:
       self._check_open()
-      engine.check_version(version, self._version)
+      contract.check_version(version, self._version)
       if in_flight not in self.capabilities.in_flight:
         raise ValueError(
           f"in_flight={in_flight!r} is unknown; use one of "
           f"{', '.join(sorted(self.capabilities.in_flight))}"
         )
-      engine.check_same_tree(self._shapes, params)
+      contract.check_same_tree(self._shapes, params)
       leaves, checksum = await self._thread.run(
         "convert", self._convert, params
       )
@@ -262,7 +259,7 @@ class SglangEngine:
     version: trajectory.PolicyVersion,
     leaves: list[Any],
     checksum: int,
-    in_flight: engine.InFlight,
+    in_flight: contract.InFlight,
   ) -> None:
     start, requests = time.monotonic(), self._requests
     self._swapping, requests.admits = True, False
@@ -334,11 +331,11 @@ class SglangEngine:
     self._check_open()
     await self._calls.run(self._open_bridge.flush)
 
-  def stats(self) -> engine.EngineStats:
+  def stats(self) -> contract.EngineStats:
     """Returns the counters."""
     bridge, counts = self._bridge, self._requests.counts
     running = len(self._requests.running)
-    return engine.EngineStats(
+    return contract.EngineStats(
       version=int(self._version),
       running=running,
       waiting=len(self._requests.all) - running,
@@ -368,7 +365,7 @@ class SglangEngine:
       silent = time.monotonic() - self._open_bridge.seen
       if silent > self._sizes.patience_s:
         self._fail(
-          engine.EngineClosed(
+          contract.EngineClosed(
             f"sglang-jax took no step for {silent:.0f} s; if it compiles for "
             f"so long, raise engine.patience_s={self._sizes.patience_s}"
           )
@@ -376,13 +373,15 @@ class SglangEngine:
         return
 
   def _died(self, error: BaseException) -> None:
-    self._fail(engine.EngineClosed(f"sglang-jax's scheduler raised {error!r}"))
+    self._fail(
+      contract.EngineClosed(f"sglang-jax's scheduler raised {error!r}")
+    )
 
   def _check_open(self) -> None:
     if self._closed is not None:
-      raise engine.EngineClosed(str(self._closed))
+      raise contract.EngineClosed(str(self._closed))
 
-  def _fail(self, error: engine.EngineClosed) -> None:
+  def _fail(self, error: contract.EngineClosed) -> None:
     if self._closed is not None:
       return
     self._closed = error

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int32
 
-from rl import engine as engine_lib
 from rl import simulated_processor as processor_lib
 from rl.data import trajectory
+from rl.engine import contract
 
 _LOGPROB = -0.5
 _IDS = 2**31 - 1
@@ -24,7 +24,7 @@ class SimulatedEngine:
   """Answers of a given length in the time that they would take.
 
   Ids are 0 and log-probabilities constant. All methods belong to one event
-  loop, whose clock is the only one. See `engine.DecodeEngine`.
+  loop, whose clock is the only one. See `contract.DecodeEngine`.
 
   Args:
     answer_tokens: how long an answer is, cut at the request's max_tokens.
@@ -33,11 +33,11 @@ class SimulatedEngine:
   def __init__(
     self,
     speed: processor_lib.Speed,
-    answer_tokens: Callable[[engine_lib.DecodeRequest], int],
+    answer_tokens: Callable[[contract.DecodeRequest], int],
   ):
     self.speed = speed
-    self.capabilities = engine_lib.Capabilities(
-      in_flight=frozenset(typing.get_args(engine_lib.InFlight)),
+    self.capabilities = contract.Capabilities(
+      in_flight=frozenset(typing.get_args(contract.InFlight)),
       max_length=speed.kv_tokens,
       vocab_size=_IDS,
       max_stop_ids=16,
@@ -73,8 +73,8 @@ class SimulatedEngine:
   # Requests.
 
   async def generate(
-    self, request: engine_lib.DecodeRequest
-  ) -> engine_lib.Completion:
+    self, request: contract.DecodeRequest
+  ) -> contract.Completion:
     """Returns an answer when it would have been sampled."""
     job = self._submit(request)
     try:
@@ -87,11 +87,11 @@ class SimulatedEngine:
       raise
 
   async def stream(
-    self, request: engine_lib.DecodeRequest
-  ) -> AsyncGenerator[engine_lib.Delta]:
+    self, request: contract.DecodeRequest
+  ) -> AsyncGenerator[contract.Delta]:
     """Yields the whole answer at its end."""
     whole = await self.generate(request)
-    yield engine_lib.Delta(
+    yield contract.Delta(
       tokens=whole.tokens,
       logprobs=whole.logprobs,
       versions=whole.versions,
@@ -126,7 +126,7 @@ class SimulatedEngine:
     self._processor.sessions += sessions
     self._processor.graded += graded
 
-  def _submit(self, request: engine_lib.DecodeRequest) -> processor_lib.Job:
+  def _submit(self, request: contract.DecodeRequest) -> processor_lib.Job:
     self._check_open()
     name, ids = request.request_id, len(request.tokens)
     if name in self._jobs:
@@ -168,12 +168,12 @@ class SimulatedEngine:
     self,
     version: trajectory.PolicyVersion,
     params: Any,
-    in_flight: engine_lib.InFlight = "recompute",
+    in_flight: contract.InFlight = "recompute",
   ) -> None:
-    """Serves `params` after `Speed.update_s`; see `engine.DecodeEngine`."""
+    """Serves `params` after `Speed.update_s`; see `contract.DecodeEngine`."""
     async with self._updates:
       self._check_open()
-      engine_lib.check_version(version, self.version)
+      contract.check_version(version, self.version)
       try:
         if in_flight == "drain":
           self._turn("drain")
@@ -196,7 +196,7 @@ class SimulatedEngine:
     self._advance()
     self._processor.hold = hold
 
-  def _take(self, version: int, in_flight: engine_lib.InFlight) -> None:
+  def _take(self, version: int, in_flight: contract.InFlight) -> None:
     """Does to requests in flight what the new weights ask for."""
     begun = [job for job in self._jobs.values() if job.first_s is not None]
     for job in begun:
@@ -219,11 +219,11 @@ class SimulatedEngine:
     self._check_open()
     self._processor.forget()
 
-  def stats(self) -> engine_lib.EngineStats:
+  def stats(self) -> contract.EngineStats:
     """Returns the counters; `pages` are single ids of the cache."""
     self._advance()
     at = self._processor
-    return engine_lib.EngineStats(
+    return contract.EngineStats(
       version=at.version,
       running=at.running,
       waiting=len(self._jobs) - at.running,
@@ -244,13 +244,13 @@ class SimulatedEngine:
     for job in self._jobs.values():
       job.place = "ended"
       if not job.tag.done():
-        job.tag.set_exception(engine_lib.EngineClosed("it was closed"))
+        job.tag.set_exception(contract.EngineClosed("it was closed"))
     self._jobs.clear()
     self._changed.set()
 
   def _check_open(self) -> None:
     if self._closed:
-      raise engine_lib.EngineClosed("the simulated engine was closed")
+      raise contract.EngineClosed("the simulated engine was closed")
 
   # Time.
 
@@ -293,10 +293,10 @@ class SimulatedEngine:
 
   def _completion(
     self, job: processor_lib.Job, count: int, stop: trajectory.Stop
-  ) -> engine_lib.Completion:
+  ) -> contract.Completion:
     now_s = self._processor.now_s
     first_s = now_s if job.first_s is None else job.first_s
-    return engine_lib.Completion(
+    return contract.Completion(
       tokens=np.zeros(count, np.int32),
       logprobs=np.full(count, _LOGPROB, np.float32),
       versions=_versions(job.spans, count, int(self.version)),

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from rl import engine as engine_lib
 from rl import events, router, training
 from rl.data import trajectory
+from rl.engine import contract
 from rl.runtime import trace
 from rl.settings import checks
 
@@ -123,7 +123,7 @@ class SimulatedPublisher:
     self,
     version: trajectory.PolicyVersion,
     params: Any,
-    in_flight: engine_lib.InFlight,
+    in_flight: contract.InFlight,
   ) -> float:
     """Returns the longest time for which an engine stood still."""
     loop = asyncio.get_running_loop()

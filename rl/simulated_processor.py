@@ -16,7 +16,7 @@ import itertools
 import math
 from typing import Any, Literal
 
-from rl import engine as engine_lib
+from rl.engine import contract
 from rl.settings import checks
 
 # In tokens: more than what rounding of the loop's clock is worth.
@@ -92,7 +92,7 @@ class Job:
     spans: (version, tokens) of what older weights sampled.
   """
 
-  request: engine_lib.DecodeRequest
+  request: contract.DecodeRequest
   length: int
   arrived_s: float
   tag: Any

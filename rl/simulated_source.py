@@ -15,8 +15,8 @@ import numpy as np
 from jaxtyping import Int32
 
 from envs import base
-from rl import engine as engine_lib
 from rl import workload as workload_lib
+from rl.engine import contract
 
 _STOP_ID = 1
 _Play = tuple[int, workload_lib.Member]
@@ -103,7 +103,7 @@ class World:
 
   # The engine's answers.
 
-  def answer_tokens(self, request: engine_lib.DecodeRequest) -> int:
+  def answer_tokens(self, request: contract.DecodeRequest) -> int:
     """Returns how long an answer would be, were it not cut off."""
     source, member = self._play(*request.tokens[:2].tolist())
     turn = int(request.request_id.rpartition("/")[2])

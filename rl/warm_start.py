@@ -17,9 +17,10 @@ import numpy as np
 from jaxtyping import Int32
 
 from envs import base
-from rl import accumulation, engine, episode, learner, optimizers, train_state
+from rl import accumulation, episode, learner, optimizers, train_state
 from rl.data import batch as batch_lib
 from rl.data import trajectory
+from rl.engine import contract
 from rl.runtime import checkpoint, mesh_thread
 
 
@@ -147,14 +148,16 @@ class _Demonstrator:
   encode: Callable[[str], Int32[np.ndarray, " T"]]
   messages: list[base.Message]
 
-  async def generate(self, request: engine.DecodeRequest) -> engine.Completion:
+  async def generate(
+    self, request: contract.DecodeRequest
+  ) -> contract.Completion:
     seed = zlib.crc32(request.tokens.tobytes(), request.seed)
     if np.random.default_rng(seed).random() < self.exploration:
       text = self.source.explore(self.task, self.messages, seed)
     else:
       text = self.source.oracle(self.task, self.messages)
     tokens = np.asarray(self.encode(text), np.int32)
-    return engine.Completion(
+    return contract.Completion(
       tokens=tokens,
       logprobs=np.zeros(len(tokens), np.float32),
       versions=np.zeros(len(tokens), np.int32),

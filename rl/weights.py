@@ -28,8 +28,9 @@ import jax.numpy as jnp
 
 from models import config as model_config
 from models import quantize, sharding, transformer
-from rl import engine, events
+from rl import events
 from rl.data import trajectory
+from rl.engine import contract
 from rl.runtime import checksum as checksum_lib
 from rl.runtime import mesh_thread, trace
 
@@ -71,16 +72,16 @@ class Served(Protocol):
     self,
     version: trajectory.PolicyVersion,
     params: Any,
-    in_flight: engine.InFlight = "recompute",
+    in_flight: contract.InFlight = "recompute",
   ) -> None:
-    """Serves `params` from now on; see `engine.DecodeEngine`."""
+    """Serves `params` from now on; see `contract.DecodeEngine`."""
     ...
 
   async def checksum(self) -> tuple[trajectory.PolicyVersion, int]:
     """Returns the served version and `checksum.of` its weights."""
     ...
 
-  def stats(self) -> engine.EngineStats:
+  def stats(self) -> contract.EngineStats:
     """Returns the counters."""
     ...
 
@@ -192,7 +193,7 @@ class WeightPublisher:
     self,
     version: trajectory.PolicyVersion,
     params: Any,
-    in_flight: engine.InFlight,
+    in_flight: contract.InFlight,
   ) -> float:
     """Returns when every engine serves `version`, with the seconds of stall.
 
@@ -276,7 +277,7 @@ class WeightPublisher:
     self,
     version: trajectory.PolicyVersion,
     copies: Sequence[Any],
-    in_flight: engine.InFlight,
+    in_flight: contract.InFlight,
   ) -> None:
     """Gives every engine its copy, side by side; the first fault ends all."""
     took: list[int] = []
@@ -313,7 +314,7 @@ class WeightPublisher:
       *(x.checksum() for x, _ in self._pools), return_exceptions=True
     )
     for number, answer in enumerate(told):
-      if isinstance(answer, engine.EngineClosed):
+      if isinstance(answer, contract.EngineClosed):
         continue  # What has stopped serves nothing.
       if isinstance(answer, BaseException):
         raise answer

@@ -103,7 +103,11 @@ def test_imports_point_one_way(package):
     ("rl", "from envs import base\nfrom rl import losses", []),
     ("rl", "from envs import base, textarena", ["envs.textarena"]),
     ("rl", "def f():\n  import launch.train", ["launch.train"]),
-    ("models", "import numpy as np\nfrom rl.engine import x", ["rl.engine.x"]),
+    (
+      "models",
+      "import numpy as np\nfrom rl.engine.contract import x",
+      ["rl.engine.contract.x"],
+    ),
     ("envs", "import envs.base\nimport envs_of_others", []),
     ("configs", "from launch import flags", ["launch.flags"]),
     ("envs", "from .base import Task", [".base.Task"]),

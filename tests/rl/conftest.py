@@ -15,9 +15,9 @@ import pytest
 
 from models import config as config_lib
 from models import sharding, transformer
-from rl import engine as engine_lib
 from rl import engine_jax, engine_settings, placement
 from rl.data import trajectory
+from rl.engine import contract
 from rl.runtime import mesh_thread, trace
 
 CONFIG = config_lib.tiny_moe(
@@ -135,26 +135,26 @@ class Served:
 
   def request(
     self, prompt: Sequence[int], max_tokens: int, **kwargs: Any
-  ) -> engine_lib.DecodeRequest:
+  ) -> contract.DecodeRequest:
     """A greedy request under new names, unless `kwargs` say otherwise."""
     names = {"request_id": self.name(), "session": self.name()}
-    return engine_lib.DecodeRequest(
+    return contract.DecodeRequest(
       tokens=np.asarray(prompt, np.int32),
       max_tokens=max_tokens,
       **{**names, "temperature": 0.0, **kwargs},
     )
 
-  async def answer(self, *args: Any, **kwargs: Any) -> engine_lib.Completion:
+  async def answer(self, *args: Any, **kwargs: Any) -> contract.Completion:
     return await self.engine.generate(self.request(*args, **kwargs))
 
   def begin(
     self, *args: Any, **kwargs: Any
-  ) -> tuple[engine_lib.DecodeRequest, asyncio.Task[engine_lib.Completion]]:
+  ) -> tuple[contract.DecodeRequest, asyncio.Task[contract.Completion]]:
     """A request and the task that waits for its answer."""
     request = self.request(*args, **kwargs)
     return request, asyncio.create_task(self.engine.generate(request))
 
-  async def until(self, done: Callable[[engine_lib.EngineStats], bool]) -> None:
+  async def until(self, done: Callable[[contract.EngineStats], bool]) -> None:
     while not done(self.engine.stats()):
       await asyncio.sleep(0.0005)  # 0 would starve the device's thread.
 
@@ -182,7 +182,7 @@ class Served:
       self.ready[version % 5] = jax.device_put(params, self.layout.tree(axes))
     return self.ready[version % 5]
 
-  async def publish(self, mode: engine_lib.InFlight) -> None:
+  async def publish(self, mode: contract.InFlight) -> None:
     version = trajectory.PolicyVersion(self.version + 1)
     await self.engine.update_weights(version, self.placed(version), mode)
 

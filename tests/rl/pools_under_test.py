@@ -5,8 +5,9 @@ import asyncio
 import numpy as np
 
 from models.chat import word_chat
-from rl import affinity, engine, fake_engine, router
+from rl import affinity, fake_engine, router
 from rl.data import trajectory
+from rl.engine import contract
 from rl.runtime import virtual_clock
 
 
@@ -19,7 +20,7 @@ def members(engines, *seats):
 
 def request(name="a", session=None, ids=(3, 1), **fields):
   """Returns a request for two ids."""
-  return engine.DecodeRequest(
+  return contract.DecodeRequest(
     request_id=name,
     session=session or name,
     tokens=np.array(ids, np.int32),

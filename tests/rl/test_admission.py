@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from models import config as model_config
-from rl import admission, decode_step, engine, engine_plan, engine_settings
+from rl import admission, decode_step, engine_plan, engine_settings
 from rl.data import trajectory
+from rl.engine import contract
 
 CONFIG = model_config.tiny(vocab_size=8, max_length=32)
 SETTINGS = engine_settings.EngineSettings(
@@ -33,7 +34,7 @@ class Desk:
   loop: asyncio.AbstractEventLoop
 
   def ask(self, text, most=8, **fields):
-    request = engine.DecodeRequest(
+    request = contract.DecodeRequest(
       **{
         "request_id": f"{text} {self.loop.time()}",
         "session": text,

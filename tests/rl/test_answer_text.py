@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from models.chat import hf_chat, tool_calls, word_chat
-from rl import answer_text, engine, episode, scripted
+from rl import answer_text, episode, scripted
+from rl.engine import contract
 from tests.helpers.chat_messages import GOLDEN
 
 HF = hf_chat.HfChat.load(GOLDEN)
@@ -152,7 +153,7 @@ def request(**changes):
     "max_tokens": 64,
     "stop_ids": HF.stop_ids,
   }
-  return engine.DecodeRequest(**{**fields, **changes})
+  return contract.DecodeRequest(**{**fields, **changes})
 
 
 @pytest.mark.parametrize("whole", [True, False])
@@ -185,7 +186,7 @@ def test_the_engine_stops_where_the_text_does(whole):
 
 def test_experts_are_cut_with_the_tokens():
   experts = np.arange(6 * 2, dtype=np.int32).reshape(6, 1, 2)
-  done = engine.Completion(
+  done = contract.Completion(
     tokens=np.array([4, 5, 6], np.int32),
     logprobs=np.zeros(3, np.float32),
     versions=np.zeros(3, np.int32),

@@ -6,8 +6,9 @@ import random
 import pytest
 
 from models.chat import word_chat
-from rl import engine, events, fake_engine, router
+from rl import events, fake_engine, router
 from rl.data import trajectory
+from rl.engine import contract
 from tests.rl import pools_under_test as pools
 
 
@@ -159,11 +160,13 @@ def test_an_engine_lost_while_it_drains_holds_up_nobody():
     # The door of what is lost stays passable, ...
     await pools.publish(pooled, 2)
     assert engines[0].version == 2
-    with pytest.raises(engine.EngineClosed):
+    with pytest.raises(contract.EngineClosed):
       await pooled.doors[1].checksum()
     # ... until nothing is left to serve.
     await engines[0].close()
-    with pytest.raises(engine.EngineClosed, match="all 2 engines have stopped"):
+    with pytest.raises(
+      contract.EngineClosed, match="all 2 engines have stopped"
+    ):
       await pools.publish(pooled, 3)
     return await asyncio.gather(*plays), log.events
 
@@ -265,7 +268,7 @@ def test_who_waits_for_an_engine_is_told_when_none_is_left():
     await asyncio.sleep(1)
     await pooled.close()
     for waiter in (late, published):
-      with pytest.raises(engine.EngineClosed, match="the pool was closed"):
+      with pytest.raises(contract.EngineClosed, match="the pool was closed"):
         await waiter
 
   pools.run(scenario())

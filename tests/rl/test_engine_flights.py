@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from rl import engine
+from rl.engine import contract
 
 
 def test_the_next_dispatch_is_planned_while_one_flies(flying):
@@ -86,7 +86,7 @@ def test_closing_with_flights_in_the_air_fails_who_waits(flying):
     async with flying.held(2):
       await flying.engine.close()
       for task in tasks:
-        with pytest.raises(engine.EngineClosed, match="was closed"):
+        with pytest.raises(contract.EngineClosed, match="was closed"):
           await task
 
   flying.run(scenario())

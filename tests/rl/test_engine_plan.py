@@ -5,8 +5,9 @@ import asyncio
 import numpy as np
 import pytest
 
-from rl import decode_step, engine, engine_plan, engine_settings, paging
+from rl import decode_step, engine_plan, engine_settings, paging
 from rl.data import trajectory
+from rl.engine import contract
 
 SETTINGS = engine_settings.EngineSettings(
   slots=8,
@@ -34,7 +35,7 @@ def running(loop):
 
   def make(given, cached, sampled=0, most=50, **fields):
     at = next(arrivals)
-    request = engine.DecodeRequest(
+    request = contract.DecodeRequest(
       request_id=str(at),
       session=str(at),
       tokens=np.arange(given, dtype=np.int32),
@@ -278,7 +279,7 @@ def test_a_stream_is_told_what_is_new_and_everything_at_the_end(running):
   one.tell()
   one.take([7], [-2.0], 3)
   one.tell()
-  completion = engine.Completion(
+  completion = contract.Completion(
     tokens=np.zeros(0, np.int32),
     logprobs=np.zeros(0, np.float32),
     versions=np.zeros(0, np.int32),
@@ -303,7 +304,7 @@ def test_a_stream_is_told_what_is_new_and_everything_at_the_end(running):
 def test_an_error_reaches_who_waits_and_ends_the_stream(running):
   one = running(5, 5)
   one.deltas = asyncio.Queue()
-  one.fail(engine.EngineClosed("closed"))
-  one.fail(engine.EngineClosed("again"))
+  one.fail(contract.EngineClosed("closed"))
+  one.fail(contract.EngineClosed("again"))
   assert str(one.future.exception()) == "closed"
   assert one.deltas.get_nowait() is None

@@ -12,12 +12,12 @@ from models import config as model_config
 from rl import (
   admission,
   decode_step,
-  engine,
   engine_plan,
   engine_schedule,
   engine_settings,
 )
 from rl.data import trajectory
+from rl.engine import contract
 
 SAMPLED = 7
 
@@ -39,7 +39,7 @@ class Flown:
   def ask(self, ids, most, **fields):
     self.names += 1
     name = f"name {self.names}"
-    request = engine.DecodeRequest(
+    request = contract.DecodeRequest(
       **{
         "request_id": name,
         "session": name,
@@ -171,9 +171,9 @@ def test_an_update_after_which_nothing_can_fly_ends_the_engine(breakable):
     breakable.engine.resume()
     breakable.thread.close()
     # The update is the first that wants to fly.
-    with pytest.raises(engine.EngineClosed, match="thread was closed"):
+    with pytest.raises(contract.EngineClosed, match="thread was closed"):
       await breakable.publish("recompute")
-    with pytest.raises(engine.EngineClosed, match="thread was closed"):
+    with pytest.raises(contract.EngineClosed, match="thread was closed"):
       await asyncio.wait_for(task, 10)
 
   breakable.run(scenario())

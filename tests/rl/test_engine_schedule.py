@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from models import config as model_config
-from rl import admission, engine, engine_plan, engine_schedule, engine_settings
+from rl import admission, engine_plan, engine_schedule, engine_settings
 from rl.data import trajectory
+from rl.engine import contract
 
 CONFIG = model_config.tiny(vocab_size=8, max_length=64)
 SETTINGS = engine_settings.EngineSettings(
@@ -31,7 +32,7 @@ class Case:
 
   def ask(self, count, most=16, length=2):
     for number in range(count):
-      request = engine.DecodeRequest(
+      request = contract.DecodeRequest(
         request_id=str(len(self.batch.requests)),
         session="",
         tokens=np.full(length, number % 8, np.int32),

@@ -19,14 +19,14 @@ import pytest
 from models import config as config_lib
 from models import rope
 from rl import (
-  engine,
   engine_settings,
   sglang_process,
   sglang_requests,
   sglang_scheduler,
 )
+from rl.engine import contract
 from rl.engine_sglang import SglangSettings
-from tests.rl import engines_under_test
+from tests.helpers import engines_under_test
 
 INSTALLED = importlib.util.find_spec("sgl_jax") is not None
 needs_sglang = pytest.mark.skipif(not INSTALLED, reason="not installed")
@@ -130,7 +130,7 @@ def test_a_request_goes_on_behind_what_it_has():
   assert one.add(output([9], version=4, flushed=4)) == (7, 0)
   one.finish("length")
   last = one.news.get_nowait()
-  assert isinstance(last, engine.Delta)
+  assert isinstance(last, contract.Delta)
   assert last.completion is not None
   done = last.completion
   assert done.tokens.tolist() == [7, 8, 9]
@@ -259,11 +259,11 @@ def test_a_failing_step_ends_the_engine_and_nothing_else(served):
     return await asyncio.gather(task, late, return_exceptions=True)
 
   ended = served.run(scenario())
-  assert [type(one) for one in ended] == [engine.EngineClosed] * 2
+  assert [type(one) for one in ended] == [contract.EngineClosed] * 2
   assert "scheduler raised" in str(ended[0])
-  with pytest.raises(engine.EngineClosed):
+  with pytest.raises(contract.EngineClosed):
     served.run(served.engine.update_weights(1, served.placed(1)))
-  with pytest.raises(engine.EngineClosed):
+  with pytest.raises(contract.EngineClosed):
     served.run(served.engine.pause())
 
 
@@ -284,7 +284,7 @@ def test_a_step_that_hangs_ends_the_engine():
       _, task = served.begin([1, 2], 60)
       await served.begun(3)
       served.engine._bridge.post(hang)
-      with pytest.raises(engine.EngineClosed, match="patience_s"):
+      with pytest.raises(contract.EngineClosed, match="patience_s"):
         await task
 
     served.run(scenario())

@@ -6,8 +6,9 @@ import jax
 import numpy as np
 import pytest
 
-from rl import engine, engine_jax, engine_settings
+from rl import engine_jax, engine_settings
 from rl.data import trajectory
+from rl.engine import contract
 from rl.runtime import mesh_thread, trace
 
 
@@ -342,7 +343,7 @@ def test_close_fails_what_is_in_flight_and_all_that_follows(breakable, paused):
       breakable.engine.flush_cache(),
       breakable.engine.update_weights(1, breakable.placed(1)),
     ):
-      with pytest.raises(engine.EngineClosed, match="was closed"):
+      with pytest.raises(contract.EngineClosed, match="was closed"):
         await task
     await breakable.engine.close()
 
@@ -363,7 +364,7 @@ def test_close_ends_every_update_that_waits(breakable):
       await asyncio.sleep(0.005)
       await breakable.engine.close()
       for waiting in (*updates, pausing, task):
-        with pytest.raises(engine.EngineClosed, match="was closed"):
+        with pytest.raises(contract.EngineClosed, match="was closed"):
           await waiting
 
   breakable.run(scenario())
@@ -390,7 +391,7 @@ def test_a_device_program_that_fails_fails_the_requests(breakable):
       breakable.publish("recompute"),
     ):
       with pytest.raises(
-        engine.EngineClosed, match="decoding raised Value"
+        contract.EngineClosed, match="decoding raised Value"
       ) as raised:
         await task
       assert isinstance(raised.value.__cause__, ValueError)

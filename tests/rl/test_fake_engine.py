@@ -8,15 +8,16 @@ import numpy as np
 import pytest
 
 from models.chat import word_chat
-from rl import engine, fake_engine
+from rl import fake_engine
 from rl.data import trajectory
+from rl.engine import contract
 from rl.runtime import checksum, virtual_clock
 
 FIRST = trajectory.PolicyVersion(1)
 
 
 def request(name="a", **fields):
-  return engine.DecodeRequest(
+  return contract.DecodeRequest(
     **{
       "request_id": name,
       "session": name,
@@ -52,7 +53,7 @@ def run(scenario):
 
 
 def test_it_keeps_the_protocol():
-  assert isinstance(quick(), engine.DecodeEngine)
+  assert isinstance(quick(), contract.DecodeEngine)
 
 
 @pytest.mark.parametrize(
@@ -153,7 +154,7 @@ def test_an_update_that_fails_or_is_cancelled_leaves_the_old_version_serving():
     fake.capabilities = dataclasses.replace(
       fake.capabilities, in_flight=frozenset({"drain"})
     )
-    refused: list[tuple[int, int, engine.InFlight, str]] = [
+    refused: list[tuple[int, int, contract.InFlight, str]] = [
       (1, 2, "drain", "version 1 is not above the served 1"),
       (2, 3, "drain", "expected"),
       (2, 2, "keep_kv", "in_flight=keep_kv: this engine can only ['drain']"),
@@ -271,7 +272,7 @@ def test_an_engine_that_is_closed_fails_every_request():
     done = await asyncio.gather(*answers, return_exceptions=True)
     return [type(error) for error in done]
 
-  assert run(scenario()) == [engine.EngineClosed] * 3
+  assert run(scenario()) == [contract.EngineClosed] * 3
 
 
 def test_what_a_session_has_said_is_cached_until_a_flush_or_an_update():

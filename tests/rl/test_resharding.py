@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from models import lora, quantize, sharding, transformer
-from rl import engine, engine_settings, events, testing, weights
+from rl import engine_settings, events, testing, weights
 from rl.data import trajectory
+from rl.engine import contract
 from rl.runtime import mesh_thread
 from tests.helpers import small_models
 
@@ -127,7 +128,7 @@ def test_an_engine_decodes_what_int8_stands_for_on_a_mesh(
 ):
   places = pool_shardings((2, 1, 2), "int8")
   prompt = np.arange(1, 7, dtype=np.int32)
-  request = engine.DecodeRequest(
+  request = contract.DecodeRequest(
     request_id="a", session="a", tokens=prompt, max_tokens=6, temperature=0.0
   )
   settings = engine_settings.EngineSettings(

@@ -11,8 +11,9 @@ import pytest
 
 from envs import base
 from models.chat import word_chat
-from rl import engine, episode, shaping, testing
+from rl import episode, shaping, testing
 from rl.data import trajectory
+from rl.engine import contract
 from rl.runtime import virtual_clock, watchdog
 from tests.rl import players_under_test as players
 
@@ -145,7 +146,7 @@ def test_an_engine_that_closes_leaves_the_sampled_tokens_in_the_log():
   class Closing(testing.FakeEngine):
     async def generate(self, request):
       if request.request_id.endswith("/2"):
-        raise engine.EngineClosed("stopped")
+        raise contract.EngineClosed("stopped")
       return await super().generate(request)
 
   async def run():
@@ -155,7 +156,7 @@ def test_an_engine_that_closes_leaves_the_sampled_tokens_in_the_log():
     )
     with pytest.raises(ExceptionGroup) as raised:
       await players.begin(playing).run()
-    assert raised.group_contains(engine.EngineClosed)
+    assert raised.group_contains(contract.EngineClosed)
     return players.of_kind(playing, "aborted")
 
   (event,) = virtual_clock.run(run())

@@ -6,8 +6,9 @@ import dataclasses
 import pytest
 
 from models.chat import word_chat
-from rl import affinity, engine, events, fake_engine, router
+from rl import affinity, events, fake_engine, router
 from rl.data import trajectory
+from rl.engine import contract
 from tests.rl import pools_under_test as pools
 
 
@@ -60,14 +61,16 @@ def test_when_all_have_stopped_the_pool_has():
     for one in engines:
       await one.close()
     for answer in answers:
-      with pytest.raises(engine.EngineClosed):
+      with pytest.raises(contract.EngineClosed):
         await answer
     for ask in (
       pooled.generate(pools.request()),
       anext(pooled.stream(pools.request())),
       pooled.flush_cache(),
     ):
-      with pytest.raises(engine.EngineClosed, match="all 2 engines have stop"):
+      with pytest.raises(
+        contract.EngineClosed, match="all 2 engines have stop"
+      ):
         await ask
 
   pools.run(scenario())
@@ -85,7 +88,7 @@ def test_a_stream_moves_before_its_first_delta_and_ends_behind_it():
     assert (await first).completion is None
     assert pools.busy(engines) == [0, 1]
     await engines[1].close()
-    with pytest.raises(engine.EngineClosed, match="was closed"):
+    with pytest.raises(contract.EngineClosed, match="was closed"):
       await anext(waiting)
     third = fake_engine.FakeEngine((5,), word_chat.END, lambda _: 0.05)
     pooled = router.Router(
@@ -95,7 +98,7 @@ def test_a_stream_moves_before_its_first_delta_and_ends_behind_it():
     await anext(begun)
     await third.close()
     # Its tokens are told already: the other engine is not asked.
-    with pytest.raises(engine.EngineClosed, match="was closed"):
+    with pytest.raises(contract.EngineClosed, match="was closed"):
       await anext(begun)
 
   pools.run(scenario())
@@ -237,9 +240,9 @@ def test_all_are_closed_even_when_one_cannot_be():
       await pooled.close()
     assert other._closed
     # It does not move to the one that is not closed.
-    with pytest.raises(engine.EngineClosed):
+    with pytest.raises(contract.EngineClosed):
       await answer
-    with pytest.raises(engine.EngineClosed, match="pool was closed"):
+    with pytest.raises(contract.EngineClosed, match="pool was closed"):
       await pooled.generate(pools.request("b"))
 
   pools.run(scenario())

@@ -5,7 +5,8 @@ import asyncio
 import numpy as np
 import pytest
 
-from rl import engine, scripted
+from rl import scripted
+from rl.engine import contract
 from rl.runtime import virtual_clock
 
 
@@ -17,7 +18,7 @@ def request(name="a", **changes):
     "max_tokens": 8,
     "stop_ids": (1,),
   }
-  return engine.DecodeRequest(**{**fields, **changes})
+  return contract.DecodeRequest(**{**fields, **changes})
 
 
 def say(*ids, **settings):
@@ -92,7 +93,7 @@ def test_requests_end_by_an_abort_or_by_the_end_of_the_engine():
       one.abort("b")
     await one.close()
     for answer in (answers[2], one.generate(request("d"))):
-      with pytest.raises(engine.EngineClosed):
+      with pytest.raises(contract.EngineClosed):
         await answer
 
   asyncio.run(scenario())

@@ -6,16 +6,9 @@ import pytest
 
 from envs import base
 from models.chat import word_chat
-from rl import (
-  answer_text,
-  engine,
-  episode,
-  messages,
-  scripted,
-  served_agent,
-  sessions,
-)
+from rl import answer_text, episode, messages, scripted, served_agent, sessions
 from rl.data import trajectory
+from rl.engine import contract
 
 CHAT = word_chat.WordChat(("go", "yes"))
 TASK = base.Task("game/train/4", 4, "train", 4)
@@ -33,7 +26,7 @@ class Server:
   async def ask(self, name):
     session = self.sessions.open(name)
     opening = session.begin([messages.Message("user", "go")])
-    request = engine.DecodeRequest(
+    request = contract.DecodeRequest(
       request_id=f"{name}/{session.number}",
       session=name,
       tokens=opening.tokens,
@@ -45,7 +38,7 @@ class Server:
     reader = answer_text.Reader(CHAT)
     try:
       done = await answer_text.sample_whole(self.engine, request, reader)
-    except engine.EngineClosed:
+    except contract.EngineClosed:
       session.engine_closed = True
       raise
     text = messages.Message("assistant", reader.answer().content)
@@ -149,7 +142,7 @@ def test_an_engine_that_closes_is_no_fault_of_the_agent():
     await server.engine.close()
     await server.ask(name)
 
-  with pytest.raises(engine.EngineClosed):
+  with pytest.raises(contract.EngineClosed):
     server.play(agent)
   ((left,),) = server.kept
   assert left.status is trajectory.Status.ENGINE_FAULT

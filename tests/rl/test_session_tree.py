@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from models.chat import hf_chat, tool_calls, word_chat
-from rl import engine, episode, messages, session_tree
+from rl import episode, messages, session_tree
 from rl.data import batch, trajectory
+from rl.engine import contract
 from tests.helpers.chat_messages import GOLDEN
 
 WORDS = word_chat.WordChat(("go", "on", "yes", "no"))
@@ -36,7 +37,7 @@ def completion(*tokens, stop="stop", version=0, **changes):
     "cached_tokens": 0,
     "decode_s": 0.25,
   }
-  return engine.Completion(**{**fields, **changes})
+  return contract.Completion(**{**fields, **changes})
 
 
 class Talk:

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 from models.chat import word_chat
-from rl import engine, messages, session_tree, sessions
+from rl import messages, session_tree, sessions
 from rl.data import trajectory
+from rl.engine import contract
 
 CHAT = word_chat.WordChat(("go", "yes"))
 DONE = session_tree.Ending(reward=1.0)
@@ -13,7 +14,7 @@ DONE = session_tree.Ending(reward=1.0)
 
 def answer(session):
   opening = session.begin([messages.Message("user", "go")])
-  completion = engine.Completion(
+  completion = contract.Completion(
     tokens=np.array([4, 1], np.int32),
     logprobs=np.array([-0.5, 0.0], np.float32),
     versions=np.array([2, 2], np.int32),

@@ -8,8 +8,9 @@ import asyncio
 import numpy as np
 import pytest
 
-from rl import engine, simulated_engine, simulated_processor
+from rl import simulated_engine, simulated_processor
 from rl.data import trajectory
+from rl.engine import contract
 from rl.runtime import virtual_clock
 
 
@@ -21,7 +22,7 @@ def speed(**fields):
 
 def request(name, tokens=10, max_tokens=1 << 15, session="", priority=()):
   """Returns a request whose answer is as long as the number in its name."""
-  return engine.DecodeRequest(
+  return contract.DecodeRequest(
     request_id=name,
     session=session or name,
     tokens=np.zeros(tokens, np.int32),
@@ -334,9 +335,9 @@ def test_a_closed_engine_ends_requests_and_takes_none():
     answer = asyncio.create_task(served.generate(request("a/100")))
     await asyncio.sleep(0.1)
     await served.close()
-    with pytest.raises(engine.EngineClosed):
+    with pytest.raises(contract.EngineClosed):
       await answer
-    with pytest.raises(engine.EngineClosed):
+    with pytest.raises(contract.EngineClosed):
       await served.generate(request("b/100"))
     return True
 
@@ -374,7 +375,7 @@ def test_states_say_what_each_second_went_to():
 
 
 def test_it_keeps_the_contract_of_an_engine():
-  assert isinstance(simulated(), engine.DecodeEngine)
+  assert isinstance(simulated(), contract.DecodeEngine)
 
 
 def test_a_busy_engine_samples_what_its_speed_says():

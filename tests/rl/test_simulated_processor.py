@@ -6,7 +6,8 @@ import math
 import numpy as np
 import pytest
 
-from rl import engine, simulated_processor
+from rl import simulated_processor
+from rl.engine import contract
 
 SPEED = simulated_processor.Speed(
   tau0_s=0.01, b0=10.0, slots=8, kv_tokens=100_000
@@ -15,7 +16,7 @@ SPEED = simulated_processor.Speed(
 
 def job(length, tokens=10, session="s"):
   return simulated_processor.Job(
-    request=engine.DecodeRequest(
+    request=contract.DecodeRequest(
       request_id=f"{session}/{length}",
       session=f"{session}/{length}",
       tokens=np.zeros(tokens, np.int32),

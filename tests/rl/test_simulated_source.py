@@ -7,14 +7,8 @@ import numpy as np
 import pytest
 
 from envs import base
-from rl import (
-  distributions,
-  engine,
-  episode,
-  prompts,
-  simulated_source,
-  workload,
-)
+from rl import distributions, episode, prompts, simulated_source, workload
+from rl.engine import contract as contract_lib
 from rl.runtime import virtual_clock
 
 MATH = workload.Workload(
@@ -46,7 +40,7 @@ def opening(world, task):
 
 
 def request(world, message, turn=0, name="0/0/0"):
-  return engine.DecodeRequest(
+  return contract_lib.DecodeRequest(
     request_id=f"train/{name}/{turn}",
     session=f"train/{name}",
     tokens=world.open([message]),

@@ -7,8 +7,8 @@ import pytest
 
 from rl.data import trajectory
 from rl.runtime import checksum
-from tests.rl import engines_under_test
-from tests.rl.engines_under_test import CLOSE, LONG, check_shape
+from tests.helpers import engines_under_test
+from tests.helpers.engines_under_test import CLOSE, LONG, check_shape
 
 
 @pytest.fixture(scope="module", params=engines_under_test.parameters())

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 
 
 class Knobs(NamedTuple):
-  """How each row samples; see `engine.DecodeRequest`.
+  """How each row samples; see `contract.DecodeRequest`.
 
   Attributes:
     seed: with the position it decides the noise.

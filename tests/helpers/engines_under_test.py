@@ -16,9 +16,9 @@ import pytest
 
 from models import config as config_lib
 from models import sharding, transformer
-from rl import engine as engine_lib
 from rl import engine_settings, placement
 from rl.data import trajectory
+from rl.engine import contract
 from rl.engine_sglang import SglangSettings
 from rl.runtime import mesh_thread, trace
 
@@ -50,7 +50,7 @@ LONG = 60
 _WAIT_S = 120
 
 
-def check_shape(done: engine_lib.Completion, count: int) -> None:
+def check_shape(done: contract.Completion, count: int) -> None:
   """Asserts that there are so many tokens, and as much of the rest."""
   lengths = {len(done.tokens), len(done.logprobs), len(done.versions)}
   assert lengths == {count}
@@ -146,7 +146,7 @@ class Served:
 
   def request(
     self, prompt: Sequence[int], max_tokens: int, **kwargs: Any
-  ) -> engine_lib.DecodeRequest:
+  ) -> contract.DecodeRequest:
     """A greedy request under new names, unless `kwargs` say otherwise."""
     self.names += 1
     fields: dict[str, Any] = {
@@ -156,16 +156,16 @@ class Served:
       **kwargs,
     }
     tokens = np.asarray(prompt, np.int32)
-    return engine_lib.DecodeRequest(
+    return contract.DecodeRequest(
       tokens=tokens, max_tokens=max_tokens, **fields
     )
 
-  async def answer(self, *args: Any, **kwargs: Any) -> engine_lib.Completion:
+  async def answer(self, *args: Any, **kwargs: Any) -> contract.Completion:
     return await self.engine.generate(self.request(*args, **kwargs))
 
   def begin(
     self, *args: Any, **kwargs: Any
-  ) -> tuple[engine_lib.DecodeRequest, asyncio.Task[engine_lib.Completion]]:
+  ) -> tuple[contract.DecodeRequest, asyncio.Task[contract.Completion]]:
     """A request and the task that waits for its answer."""
     request = self.request(*args, **kwargs)
     return request, asyncio.create_task(self.engine.generate(request))
@@ -176,7 +176,7 @@ class Served:
     while self.engine.stats().sampled_tokens < goal:
       await asyncio.sleep(0.001)
 
-  async def first_token(self, request: engine_lib.DecodeRequest) -> int:
+  async def first_token(self, request: contract.DecodeRequest) -> int:
     """Returns the version of a request's first token, once there is one."""
     await asyncio.sleep(0)  # Until then its task has not asked the engine.
     while (version := self.engine.begun(request.request_id)) is None:
@@ -186,7 +186,7 @@ class Served:
   def placed(self, version: int) -> Any:
     return jax.device_put(weights(version % 5, self.config), self.shardings)
 
-  async def publish(self, in_flight: engine_lib.InFlight = "recompute") -> int:
+  async def publish(self, in_flight: contract.InFlight = "recompute") -> int:
     """Serves the next version; returns it."""
     version = self.version + 1
     await self.engine.update_weights(

@@ -8,9 +8,9 @@ import math
 import numpy as np
 import pytest
 
-from rl import engine
-from tests.rl import engines_under_test
-from tests.rl.engines_under_test import CLOSE, LONG, check_shape
+from rl.engine import contract
+from tests.helpers import engines_under_test
+from tests.helpers.engines_under_test import CLOSE, LONG, check_shape
 
 
 @pytest.fixture(scope="module", params=engines_under_test.parameters())
@@ -392,9 +392,9 @@ def test_closing_ends_what_is_in_flight(breakable):
     await breakable.begun(3)
     await breakable.engine.close()
     ended = await asyncio.gather(*tasks, return_exceptions=True)
-    with contextlib.suppress(engine.EngineClosed):
+    with contextlib.suppress(contract.EngineClosed):
       ended.append(await breakable.answer([1], 1))
     return ended
 
   ended = breakable.run(scenario())
-  assert [type(one) for one in ended] == [engine.EngineClosed] * 6
+  assert [type(one) for one in ended] == [contract.EngineClosed] * 6

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rl import sampling
+from rl.engine import sampling
 
 WRAPS = pytest.mark.parametrize(
   "wrap", [jax.jit, lambda f: f], ids=["jit", "eager"]

@@ -1,0 +1,1 @@
+"""Decode engines: the contract and its implementations."""
