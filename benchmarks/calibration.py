@@ -22,7 +22,6 @@ import numpy as np
 from benchmarks import one_engine
 from rl import (
   distributions,
-  engine_settings,
   events,
   measured,
   simulated_learner,
@@ -30,6 +29,7 @@ from rl import (
   simulation,
   workload,
 )
+from rl.engine.builtin import settings as engine_settings
 from rl.runtime import trace
 
 _FAR = 5.0

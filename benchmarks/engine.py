@@ -26,8 +26,10 @@ from absl import flags as absl_flags
 from benchmarks import machine
 from launch import devices, flags
 from models import kv_cache, transformer
-from rl import assemble, decode_step, engine_settings, episode, train_state
+from rl import assemble, episode, train_state
 from rl.data import trajectory
+from rl.engine.builtin import decode_step
+from rl.engine.builtin import settings as engine_settings
 from rl.runtime import trace
 
 _EPISODES = absl_flags.DEFINE_integer("episodes", 64, "Concurrent episodes.")

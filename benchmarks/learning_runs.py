@@ -24,7 +24,6 @@ from rl import (
   assemble_trainer,
   config,
   corrections,
-  engine_settings,
   evaluate,
   events,
   invariants,
@@ -37,6 +36,7 @@ from rl import (
 )
 from rl import row as row_lib
 from rl.data import trajectory
+from rl.engine.builtin import settings as engine_settings
 
 GROUPS, MEMBERS = 8, 8
 """Of an update, and of a group."""

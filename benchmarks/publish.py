@@ -42,9 +42,10 @@ from benchmarks import machine
 from launch import devices
 from models import config as model_config
 from models import lora, sharding, transformer
-from rl import engine_settings, events, placement, testing, weights
+from rl import events, placement, testing, weights
 from rl.data import trajectory
 from rl.engine import contract
+from rl.engine.builtin import settings as engine_settings
 from rl.runtime import mesh_thread, trace
 
 _REPEATS = absl_flags.DEFINE_integer("repeats", 5, "Of each way.")

@@ -12,13 +12,13 @@ from models import config as model_config
 from rl import (
   algorithms,
   config,
-  engine_settings,
   losses,
   optimizers,
   overlap,
   rollout,
   warm_start,
 )
+from rl.engine.builtin import settings as engine_settings
 
 
 def get_config() -> config.Experiment:

@@ -17,7 +17,6 @@ from rl import (
   assemble_warm_start,
   config,
   coordinator,
-  engine_settings,
   episode,
   events,
   filters,
@@ -36,6 +35,7 @@ from rl import (
 )
 from rl.data import trajectory
 from rl.engine import contract
+from rl.engine.builtin import settings as engine_settings
 from rl.runtime import checkpoint, mesh_thread, trace, watchdog
 
 _FROZEN = "frozen"

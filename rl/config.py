@@ -14,7 +14,6 @@ from models.hf import load
 from rl import (
   affinity,
   algorithms,
-  engine_settings,
   engine_sglang,
   grading,
   optimizers,
@@ -26,6 +25,7 @@ from rl import overlap as overlap_lib
 from rl import placement as placement_lib
 from rl import rollout as rollout_lib
 from rl import warm_start as warm_start_lib
+from rl.engine.builtin import settings as engine_settings
 from rl.settings import overrides
 
 

@@ -16,9 +16,10 @@ import pytest
 
 from models import config as config_lib
 from models import sharding, transformer
-from rl import engine_settings, placement
+from rl import placement
 from rl.data import trajectory
 from rl.engine import contract
+from rl.engine.builtin import settings as engine_settings
 from rl.engine_sglang import SglangSettings
 from rl.runtime import mesh_thread, trace
 

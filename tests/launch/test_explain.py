@@ -13,14 +13,8 @@ import pytest
 from launch import explain, flags
 from models import config as model_config
 from models import lora, sharding
-from rl import (
-  config,
-  engine_settings,
-  engine_sglang,
-  learner,
-  placement,
-  weights,
-)
+from rl import config, engine_sglang, learner, placement, weights
+from rl.engine.builtin import settings as engine_settings
 
 ROOT = pathlib.Path(__file__).parents[2]
 CONFIG = "configs/guess_number_moe.py"

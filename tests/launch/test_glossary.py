@@ -12,13 +12,13 @@ from rl import (
   algorithms,
   config,
   corrections,
-  engine_settings,
   kl,
   overlap,
   references,
   rollout,
   testing,
 )
+from rl.engine.builtin import settings as engine_settings
 from rl.settings import overrides
 
 PAGE = """

@@ -13,8 +13,6 @@ from models import config as model_config
 from rl import (
   algorithms,
   config,
-  engine_jax,
-  engine_settings,
   kl,
   optimizers,
   overlap,
@@ -23,13 +21,15 @@ from rl import (
   testing,
   warm_start,
 )
+from rl.engine.builtin import engine as builtin_engine
+from rl.engine.builtin import settings as engine_settings
 from rl.settings import overrides
 
 SCHEDULE = overlap.in_flight(4, 1, 2)
 LIMITS = rollout.Rollout(group_size=4, max_tokens=16)
 
 
-class _Silent(engine_jax.JaxEngine):
+class _Silent(builtin_engine.JaxEngine):
   """Answers no request of an evaluation, as a device that hangs."""
 
   async def generate(self, request):

@@ -26,13 +26,13 @@ from models import lora
 from rl import (
   assemble,
   config,
-  engine_settings,
   optimizers,
   overlap,
   rollout,
   testing,
   warm_start,
 )
+from rl.engine.builtin import settings as engine_settings
 from rl.runtime import checkpoint
 from rl.settings import overrides
 

@@ -15,9 +15,11 @@ import pytest
 
 from models import config as config_lib
 from models import sharding, transformer
-from rl import engine_jax, engine_settings, placement
+from rl import placement
 from rl.data import trajectory
 from rl.engine import contract
+from rl.engine.builtin import engine as builtin_engine
+from rl.engine.builtin import settings as engine_settings
 from rl.runtime import mesh_thread, trace
 
 CONFIG = config_lib.tiny_moe(
@@ -84,7 +86,7 @@ class Served:
   """
 
   runner: asyncio.Runner
-  engine: engine_jax.JaxEngine
+  engine: builtin_engine.JaxEngine
   config: config_lib.ModelConfig
   layout: sharding.Layout
   thread: mesh_thread.MeshThread

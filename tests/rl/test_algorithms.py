@@ -26,7 +26,6 @@ from rl import (
   corrections,
   credit,
   critic,
-  engine_settings,
   events,
   filters,
   invariants,
@@ -41,6 +40,7 @@ from rl import (
   testing,
 )
 from rl.data import trajectory
+from rl.engine.builtin import settings as engine_settings
 from rl.settings import overrides
 
 PRESETS = {kind.short_name: kind for kind in typing.get_args(algorithms.Named)}

@@ -13,7 +13,6 @@ from rl import (
   config,
   corrections,
   credit,
-  engine_settings,
   filters,
   kl,
   losses,
@@ -24,6 +23,7 @@ from rl import (
   testing,
 )
 from rl import algorithm as algorithm_lib
+from rl.engine.builtin import settings as engine_settings
 
 MODEL = model_config.tiny(
   vocab_size=8,

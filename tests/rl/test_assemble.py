@@ -14,7 +14,6 @@ from rl import (
   algorithms,
   assemble,
   config,
-  engine_settings,
   evaluate,
   events,
   invariants,
@@ -30,6 +29,7 @@ from rl import (
   warm_start,
 )
 from rl.data import trajectory
+from rl.engine.builtin import settings as engine_settings
 from rl.runtime import virtual_clock
 from tests.rl import players_under_test as players
 

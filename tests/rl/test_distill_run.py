@@ -14,7 +14,6 @@ from rl import (
   algorithms,
   assemble,
   config,
-  engine_settings,
   optimizers,
   overlap,
   progress,
@@ -24,6 +23,7 @@ from rl import (
   warm_start,
 )
 from rl.data import trajectory
+from rl.engine.builtin import settings as engine_settings
 
 SIZES = {
   "vocab_size": 8,

@@ -18,13 +18,9 @@ import pytest
 
 from models import config as config_lib
 from models import rope
-from rl import (
-  engine_settings,
-  sglang_process,
-  sglang_requests,
-  sglang_scheduler,
-)
+from rl import sglang_process, sglang_requests, sglang_scheduler
 from rl.engine import contract
+from rl.engine.builtin import settings as engine_settings
 from rl.engine_sglang import SglangSettings
 from tests.helpers import engines_under_test
 

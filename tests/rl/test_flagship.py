@@ -25,7 +25,6 @@ from rl import (
   assemble,
   assemble_trainer,
   config,
-  engine_settings,
   events,
   invariants,
   learner,
@@ -38,6 +37,7 @@ from rl import (
   train_state,
 )
 from rl.data import trajectory
+from rl.engine.builtin import settings as engine_settings
 
 R, GROUP, ROUNDS = 4, 4, 3
 DEADLINE_S = 300.0

@@ -14,7 +14,8 @@ from envs import rewards
 from models import config as model_config
 from models import lora, transformer
 from models.hf import export, load
-from rl import assemble, config, engine_settings, placement, rollout, testing
+from rl import assemble, config, placement, rollout, testing
+from rl.engine.builtin import settings as engine_settings
 
 # Counting has 7 ids; the vocabulary is padded to 8.
 MODEL = model_config.tiny_moe(

@@ -15,8 +15,6 @@ from models.hf import export
 from rl import (
   assemble,
   config,
-  engine_jax,
-  engine_settings,
   optimizers,
   overlap,
   placement,
@@ -27,6 +25,8 @@ from rl import (
   warm_start,
 )
 from rl.data import trajectory
+from rl.engine.builtin import engine as builtin_engine
+from rl.engine.builtin import settings as engine_settings
 from rl.runtime import checkpoint
 from rl.settings import overrides
 
@@ -102,7 +102,7 @@ def run(settings, checkpoints=None, save_at=()):
       saving = Saving(checkpoints, save_at)
       last = await assemble.coordinate(parts, saving).run(start)
       (engine,) = parts.engines
-      assert isinstance(engine, engine_jax.JaxEngine)
+      assert isinstance(engine, builtin_engine.JaxEngine)
       return Ran(
         start.state,
         last,

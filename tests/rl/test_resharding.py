@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from models import lora, quantize, sharding, transformer
-from rl import engine_settings, events, testing, weights
+from rl import events, testing, weights
 from rl.data import trajectory
 from rl.engine import contract
+from rl.engine.builtin import settings as engine_settings
 from rl.runtime import mesh_thread
 from tests.helpers import small_models
 

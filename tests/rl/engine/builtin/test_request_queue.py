@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from models import config as model_config
-from rl import admission, decode_step, engine_plan, engine_settings
 from rl.data import trajectory
 from rl.engine import contract
+from rl.engine.builtin import decode_step, dispatch_plan, request_queue
+from rl.engine.builtin import settings as engine_settings
 
 CONFIG = model_config.tiny(vocab_size=8, max_length=32)
 SETTINGS = engine_settings.EngineSettings(
@@ -30,7 +31,7 @@ def ids(text):
 class Desk:
   """A batch, and dispatches that do what they are told at once."""
 
-  batch: admission.Batch
+  batch: request_queue.Batch
   loop: asyncio.AbstractEventLoop
 
   def ask(self, text, most=8, **fields):
@@ -55,7 +56,7 @@ class Desk:
     """Feeds `feed` ids, or all; then these tokens come. Returns who goes on."""
     new = one.pending if feed is None else feed
     assert self.batch.make_room(one, one.fed + new + len(sampled), [])
-    flight = engine_plan.Flight(
+    flight = dispatch_plan.Flight(
       [one],
       [new],
       [0],
@@ -86,7 +87,7 @@ class Desk:
 @pytest.fixture
 def desk():
   loop = asyncio.new_event_loop()
-  yield Desk(admission.Batch(CONFIG, SETTINGS), loop)
+  yield Desk(request_queue.Batch(CONFIG, SETTINGS), loop)
   loop.close()
 
 
@@ -95,7 +96,7 @@ def tight():
   """With pages for 8 + 1 * 4 positions only."""
   settings = dataclasses.replace(SETTINGS, pages=9)
   loop = asyncio.new_event_loop()
-  yield Desk(admission.Batch(CONFIG, settings), loop)
+  yield Desk(request_queue.Batch(CONFIG, settings), loop)
   loop.close()
 
 
@@ -356,7 +357,7 @@ def test_what_lands_for_a_request_that_ended_is_nobodys(desk, how):
   one = desk.ask("abcdefgh", most=8)
   desk.admit()
   desk.fly(one, feed=4)
-  flight = engine_plan.Flight(
+  flight = dispatch_plan.Flight(
     [one],
     [4],
     [0],

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from rl import prefix_tree
+from rl.engine.builtin import prefix_cache
 
 
 def _ids(*ids: int) -> bytes:
@@ -19,7 +19,7 @@ def _idle(tree, parent, ids, page):
 
 
 def test_whole_pages_are_followed_as_far_as_all_their_ids_agree():
-  tree = prefix_tree.PrefixTree(2)
+  tree = prefix_cache.PrefixTree(2)
   one = _idle(tree, tree.root, _ids(1, 2), 10)
   two = _idle(tree, one, _ids(3, 4), 11)
   assert tree.whole_pages(_ids(1, 2, 3, 4, 5)) == ([10, 11], two)
@@ -33,7 +33,7 @@ def test_whole_pages_are_followed_as_far_as_all_their_ids_agree():
 def test_the_nearest_child_has_the_longest_common_beginning(seed):
   draws = np.random.default_rng(seed)
   some = np.array([0, 1, 256, 65537, 2**31 - 1], np.int32)
-  tree = prefix_tree.PrefixTree(4)
+  tree = prefix_cache.PrefixTree(4)
   children = {
     tuple(some[draws.integers(5, size=draws.integers(1, 5))].tolist())
     for _ in range(30)
@@ -64,7 +64,7 @@ def _common(one, other):
 
 
 def test_part_of_a_page_is_known_when_a_longer_one_is():
-  tree = prefix_tree.PrefixTree(4)
+  tree = prefix_cache.PrefixTree(4)
   child = _idle(tree, tree.root, _ids(1, 2, 3), 7)
   assert tree.known(tree.root, _ids(1, 2)) is child
   assert tree.known(tree.root, _ids(1, 2, 3)) is child
@@ -74,7 +74,7 @@ def test_part_of_a_page_is_known_when_a_longer_one_is():
 
 
 def test_a_node_inherits_the_lowest_version_before_it():
-  tree = prefix_tree.PrefixTree(1)
+  tree = prefix_cache.PrefixTree(1)
   versions = []
   node = tree.root
   tree.use(node)
@@ -85,7 +85,7 @@ def test_a_node_inherits_the_lowest_version_before_it():
 
 
 def test_a_user_keeps_all_pages_before_its_own():
-  tree = prefix_tree.PrefixTree(1)
+  tree = prefix_cache.PrefixTree(1)
   a = _idle(tree, tree.root, _ids(1), 0)
   b = _idle(tree, a, _ids(2), 1)
   _idle(tree, b, _ids(3), 2)
@@ -100,7 +100,7 @@ def test_a_user_keeps_all_pages_before_its_own():
 
 
 def test_a_page_goes_after_its_children_and_counts_as_used_with_them():
-  tree = prefix_tree.PrefixTree(1)
+  tree = prefix_cache.PrefixTree(1)
   head = _idle(tree, tree.root, _ids(1), 0)
   _idle(tree, head, _ids(2), 1)
   _idle(tree, tree.root, _ids(9), 2)
@@ -110,7 +110,7 @@ def test_a_page_goes_after_its_children_and_counts_as_used_with_them():
 
 
 def test_users_move_down_and_up_again():
-  tree = prefix_tree.PrefixTree(2)
+  tree = prefix_cache.PrefixTree(2)
   child = _idle(tree, tree.root, _ids(1), 0)
   tree.use(tree.root)
   tree.descend(child)
@@ -132,7 +132,7 @@ def test_users_move_down_and_up_again():
   ],
 )
 def test_a_broken_tree_is_found(spoil, message):
-  tree = prefix_tree.PrefixTree(2)
+  tree = prefix_cache.PrefixTree(2)
   node = _idle(tree, tree.root, _ids(1, 2), 0)
   _idle(tree, node, _ids(3), 1)
   tree.check([])

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from rl import paging
+from rl.engine.builtin import block_manager
 
 
 def _ids(text):
@@ -15,7 +15,7 @@ def _ids(text):
 @dataclasses.dataclass
 class _Request:
   text: str
-  lease: paging.Lease
+  lease: block_manager.Lease
 
 
 class _Device:
@@ -25,7 +25,7 @@ class _Device:
   """
 
   def __init__(self, num_pages, page_size, draws):
-    self.paging = paging.Paging(num_pages, page_size)
+    self.paging = block_manager.Paging(num_pages, page_size)
     self.page_size = page_size
     self.cells = {}
     self.copies = []
@@ -71,7 +71,7 @@ class _Device:
 
   def after_copies(self):
     cells = dict(self.cells)
-    for source, target in paging.at_once(self.copies):
+    for source, target in block_manager.at_once(self.copies):
       for at in range(self.page_size):
         cells[target, at] = self.cells.get((source, at))
     return cells

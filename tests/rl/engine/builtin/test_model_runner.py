@@ -4,7 +4,8 @@ import jax
 import numpy as np
 import pytest
 
-from rl import decode_step, decoder, engine_settings
+from rl.engine.builtin import decode_step, model_runner
+from rl.engine.builtin import settings as engine_settings
 
 SETTINGS = engine_settings.EngineSettings(
   slots=4,
@@ -20,7 +21,7 @@ SETTINGS = engine_settings.EngineSettings(
 
 @pytest.fixture
 def fresh(dense_config, one_device):
-  fresh = decoder.Decoder(dense_config, SETTINGS, one_device)
+  fresh = model_runner.Decoder(dense_config, SETTINGS, one_device)
   fresh.allocate()
   return fresh
 
@@ -39,7 +40,7 @@ def test_every_form_of_every_number_of_rows_and_length_is_a_shape(fresh):
 def test_compilations_are_those_of_this_engine(
   fresh, dense_config, dense_params, one_device
 ):
-  other = decoder.Decoder(dense_config, SETTINGS, one_device)
+  other = model_runner.Decoder(dense_config, SETTINGS, one_device)
   other.allocate()
   other.warm_up_rest()
   assert (other.compilations, fresh.compilations) == (2, 0)

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 from models import config as model_config
-from rl import admission, engine_plan, engine_schedule, engine_settings
 from rl.data import trajectory
 from rl.engine import contract
+from rl.engine.builtin import dispatch_plan, request_queue, scheduler
+from rl.engine.builtin import settings as engine_settings
 
 CONFIG = model_config.tiny(vocab_size=8, max_length=64)
 SETTINGS = engine_settings.EngineSettings(
@@ -26,8 +27,8 @@ VERSION = trajectory.PolicyVersion(0)
 class Case:
   """A schedule over requests that run, in order of their numbers."""
 
-  batch: admission.Batch
-  schedule: engine_schedule.Schedule
+  batch: request_queue.Batch
+  schedule: scheduler.Schedule
   loop: asyncio.AbstractEventLoop
 
   def ask(self, count, most=16, length=2):
@@ -46,7 +47,7 @@ class Case:
     choice = self.schedule.next(last)
     if choice is None:
       return None
-    return engine_plan.build(choice, SETTINGS, VERSION)
+    return dispatch_plan.build(choice, SETTINGS, VERSION)
 
 
 def names(flight):
@@ -56,8 +57,8 @@ def names(flight):
 @pytest.fixture
 def case():
   loop = asyncio.new_event_loop()
-  batch = admission.Batch(CONFIG, SETTINGS)
-  schedule = engine_schedule.Schedule(
+  batch = request_queue.Batch(CONFIG, SETTINGS)
+  schedule = scheduler.Schedule(
     batch, SETTINGS, longest=64, parts=1, platform="cpu"
   )
   yield Case(batch, schedule, loop)

@@ -5,7 +5,8 @@ import math
 import pytest
 
 from models import config as model_config
-from rl import engine_jax, engine_settings
+from rl.engine.builtin import engine as builtin_engine
+from rl.engine.builtin import settings as engine_settings
 from rl.runtime import mesh_thread
 
 SETTINGS = engine_settings.EngineSettings(
@@ -149,7 +150,7 @@ def test_settings_build_the_engine_that_they_describe(spans, one_device):
   built = engine_settings.EngineSettings(bias_slots=0).build(
     model_config.tiny(max_length=48), one_device, thread
   )
-  assert isinstance(built, engine_jax.JaxEngine)
+  assert isinstance(built, builtin_engine.JaxEngine)
   able = built.capabilities
   assert (able.max_length, able.bias, able.experts) == (48, False, False)
   with pytest.raises(ValueError, match="slots=0"):

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import numpy as np
 from jaxtyping import Int32
 
-from rl import prefix_tree
+from rl.engine.builtin import prefix_cache
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -30,7 +30,7 @@ class Lease:
   pages: list[int]
   cached: int
   oldest_kv: int | None
-  node: prefix_tree.Node | None = dataclasses.field(default=None, repr=False)
+  node: prefix_cache.Node | None = dataclasses.field(default=None, repr=False)
   spare: list[int] = dataclasses.field(default_factory=list, repr=False)
 
 
@@ -55,8 +55,8 @@ class Paging:
     self.num_pages = num_pages
     self._page_size = page_size
     self._least_copied = least_copied
-    self._page_bytes = prefix_tree.ID_BYTES * page_size
-    self._tree = prefix_tree.PrefixTree(page_size)
+    self._page_bytes = prefix_cache.ID_BYTES * page_size
+    self._tree = prefix_cache.PrefixTree(page_size)
     self._free = list(range(num_pages - 1, -1, -1))
     self._num_leases = 0
 
@@ -97,13 +97,13 @@ class Paging:
     return lease, self._begin_page(lease, node, rest) if rest else None
 
   def _begin_page(
-    self, lease: Lease, node: prefix_tree.Node, rest: bytes
+    self, lease: Lease, node: prefix_cache.Node, rest: bytes
   ) -> tuple[int, int] | None:
     found = self._tree.nearest(node, rest)
     if found is None:
       return None
     source, common = found
-    if not source.users and common * prefix_tree.ID_BYTES == len(source.ids):
+    if not source.users and common * prefix_cache.ID_BYTES == len(source.ids):
       self._tree.descend(source)
       lease.node = source
       page = source.page
@@ -205,7 +205,7 @@ class Paging:
       raise ValueError(
         f"{len(leases)} leases of {self._num_leases}; pass all that run"
       )
-    self._tree = prefix_tree.PrefixTree(self._page_size)
+    self._tree = prefix_cache.PrefixTree(self._page_size)
     self._free = list(range(self.num_pages - 1, -1, -1))
     for lease in leases:
       self._tree.use(self._tree.root)
@@ -250,7 +250,7 @@ def at_once(copies: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
   return [(source, target) for target, source in origin.items()]
 
 
-def _running(lease: Lease) -> prefix_tree.Node:
+def _running(lease: Lease) -> prefix_cache.Node:
   if lease.node is None:
     raise RuntimeError(f"{lease} has ended")
   return lease.node

@@ -16,9 +16,10 @@ import numpy as np
 from jaxtyping import Float32, Int32
 
 from models import config as model_config
-from rl import decode_step, engine_plan, engine_settings, paging
 from rl.data import trajectory
 from rl.engine import contract
+from rl.engine.builtin import block_manager, decode_step, dispatch_plan
+from rl.engine.builtin import settings as engine_settings
 
 
 class Biases:
@@ -74,17 +75,17 @@ class Batch:
   ):
     self._settings = settings
     self._num_pages = settings.num_pages(config.max_length)
-    self.paging = paging.Paging(
+    self.paging = block_manager.Paging(
       self._num_pages, settings.page_size, settings.least_copied
     )
-    self.requests: dict[str, engine_plan.Running] = {}
-    self.running: list[engine_plan.Running] = []
+    self.requests: dict[str, dispatch_plan.Running] = {}
+    self.running: list[dispatch_plan.Running] = []
     self.copies: list[tuple[int, int]] = []
     self.biases = Biases(settings.bias_slots)
     self.preemptions = 0
     self.counts = collections.Counter[str]()
     self._slots = list(range(settings.slots - 1, -1, -1))
-    self._waiting: list[tuple[tuple, engine_plan.Running]] = []
+    self._waiting: list[tuple[tuple, dispatch_plan.Running]] = []
     self._arrivals = itertools.count()
     self._left: collections.OrderedDict[str, float] = collections.OrderedDict()
     self._experts: Int32[np.ndarray, "pages page_size S k"] | None = None
@@ -100,7 +101,7 @@ class Batch:
     self,
     request: contract.DecodeRequest,
     future: asyncio.Future[contract.Completion],
-  ) -> engine_plan.Running:
+  ) -> dispatch_plan.Running:
     """Queues a request that an engine of this size can serve.
 
     Raises:
@@ -112,13 +113,13 @@ class Batch:
     ids = np.empty(given + request.max_tokens, np.int32)
     ids[:given] = request.tokens
     order = (request.priority, next(self._arrivals))
-    one = engine_plan.Running(request, future, order, ids, given)
+    one = dispatch_plan.Running(request, future, order, ids, given)
     self.requests[request.request_id] = one
     self._left.pop(request.session, None)
     heapq.heappush(self._waiting, (order, one))
     return one
 
-  def finish(self, one: engine_plan.Running, stop: trajectory.Stop) -> None:
+  def finish(self, one: dispatch_plan.Running, stop: trajectory.Stop) -> None:
     """Ends a request with what it has, and gives back what it holds."""
     completion = self._completion(one, stop)
     del self.requests[one.request.request_id]
@@ -133,7 +134,7 @@ class Batch:
       heapq.heapify(self._waiting)
 
   def _completion(
-    self, one: engine_plan.Running, stop: trajectory.Stop
+    self, one: dispatch_plan.Running, stop: trajectory.Stop
   ) -> contract.Completion:
     experts = None
     if one.request.experts and self._experts is not None:
@@ -150,7 +151,7 @@ class Batch:
       experts=experts,
     )
 
-  def clear(self) -> list[engine_plan.Running]:
+  def clear(self) -> list[dispatch_plan.Running]:
     """Forgets every request and returns them; nothing is given back."""
     ended = list(self.requests.values())
     self.requests.clear()
@@ -203,7 +204,7 @@ class Batch:
     for entry in later:
       heapq.heappush(self._waiting, entry)
 
-  def _begin(self, one: engine_plan.Running, bias: int) -> bool:
+  def _begin(self, one: dispatch_plan.Running, bias: int) -> bool:
     lease, copy = self.paging.begin(one.ids[: one.known])
     pages = self._settings.width(one.known + 1) - len(lease.pages)
     # Each that runs may soon need one more.
@@ -224,7 +225,7 @@ class Batch:
     self.running.append(one)
     return True
 
-  def _follows(self, one: engine_plan.Running) -> bool:
+  def _follows(self, one: dispatch_plan.Running) -> bool:
     """Whether someone is encoding the beginning of this request right now."""
     page = self._settings.page_size
     for other in self.running:
@@ -241,9 +242,9 @@ class Batch:
 
   def make_room(
     self,
-    one: engine_plan.Running,
+    one: dispatch_plan.Running,
     length: int,
-    kept: Collection[engine_plan.Running],
+    kept: Collection[dispatch_plan.Running],
   ) -> bool:
     """Gives a request pages for so many positions, from others if need be.
 
@@ -261,16 +262,16 @@ class Batch:
       ]
       if not victims:
         return False
-      self.preempt(max(victims, key=engine_plan.by_order))
+      self.preempt(max(victims, key=dispatch_plan.by_order))
       self.preemptions += 1
     return True
 
-  def preempt(self, one: engine_plan.Running) -> None:
+  def preempt(self, one: dispatch_plan.Running) -> None:
     """Lets a running request wait again; it keeps its tokens."""
     self._leave(one)
     heapq.heappush(self._waiting, (one.order, one))
 
-  def _leave(self, one: engine_plan.Running) -> None:
+  def _leave(self, one: dispatch_plan.Running) -> None:
     """Takes back what a request holds, if it runs."""
     if one.lease is None:
       return
@@ -293,7 +294,7 @@ class Batch:
   # What a flight brings.
 
   def absorb(
-    self, flight: engine_plan.Flight, sampled: decode_step.Sampled
+    self, flight: dispatch_plan.Flight, sampled: decode_step.Sampled
   ) -> int:
     """Takes what a flight did; returns how many of its rows sampled on.
 
@@ -335,9 +336,9 @@ class Batch:
 
   def _record(
     self,
-    lease: paging.Lease,
+    lease: block_manager.Lease,
     start: int,
-    flight: engine_plan.Flight,
+    flight: dispatch_plan.Flight,
     sampled: decode_step.Sampled,
     row: int,
     count: int,
@@ -357,14 +358,16 @@ class Batch:
     self._experts[places] = taken
 
   def _places(
-    self, lease: paging.Lease, start: int, stop: int
+    self, lease: block_manager.Lease, start: int, stop: int
   ) -> tuple[Int32[np.ndarray, " n"], Int32[np.ndarray, " n"]]:
     size = self._settings.page_size
     positions = np.arange(start, stop, dtype=np.int32)
     pages = np.asarray(lease.pages, np.int32)
     return pages[positions // size], positions % size
 
-  def _recorded(self, one: engine_plan.Running) -> Int32[np.ndarray, "ids S k"]:
+  def _recorded(
+    self, one: dispatch_plan.Running
+  ) -> Int32[np.ndarray, "ids S k"]:
     """Returns the experts of every id, -1 where none are known."""
     assert self._experts is not None
     experts = np.full((one.known, *self._experts.shape[2:]), -1, np.int32)
@@ -389,5 +392,5 @@ class Batch:
     """Raises RuntimeError unless every page has one holder, or is free."""
     self.paging.check(self._leases())
 
-  def _leases(self) -> Iterable[paging.Lease]:
+  def _leases(self) -> Iterable[block_manager.Lease]:
     return [one.lease for one in self.running if one.lease is not None]

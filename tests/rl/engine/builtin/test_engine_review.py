@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 
 from models import config as model_config
-from rl import (
-  admission,
-  decode_step,
-  engine_plan,
-  engine_schedule,
-  engine_settings,
-)
 from rl.data import trajectory
 from rl.engine import contract
+from rl.engine.builtin import (
+  decode_step,
+  dispatch_plan,
+  request_queue,
+  scheduler,
+)
+from rl.engine.builtin import settings as engine_settings
 
 SAMPLED = 7
 
@@ -28,12 +28,12 @@ class Flown:
   def __init__(self, loop, settings, longest):
     config = model_config.tiny(vocab_size=8, max_length=longest)
     self.loop = loop
-    self.batch = admission.Batch(config, settings)
-    self.schedule = engine_schedule.Schedule(
+    self.batch = request_queue.Batch(config, settings)
+    self.schedule = scheduler.Schedule(
       self.batch, settings, longest=longest, parts=1, platform="cpu"
     )
     self.settings = settings
-    self.air = collections.deque[engine_plan.Flight]()
+    self.air = collections.deque[dispatch_plan.Flight]()
     self.flights = self.names = 0
 
   def ask(self, ids, most, **fields):
@@ -58,7 +58,7 @@ class Flown:
       if choice is None:
         break
       version = trajectory.PolicyVersion(0)
-      self.air.append(engine_plan.build(choice, self.settings, version))
+      self.air.append(dispatch_plan.build(choice, self.settings, version))
       self.batch.take_errands()
       self.flights += 1
     if not self.air:

@@ -6,9 +6,10 @@ import jax
 import numpy as np
 import pytest
 
-from rl import engine_jax, engine_settings
 from rl.data import trajectory
 from rl.engine import contract
+from rl.engine.builtin import engine as builtin_engine
+from rl.engine.builtin import settings as engine_settings
 from rl.runtime import mesh_thread, trace
 
 
@@ -373,7 +374,7 @@ def test_close_ends_every_update_that_waits(breakable):
 def test_close_before_the_start_returns(config, one_device):
   thread = mesh_thread.MeshThread("decode", trace.Trace(None))
   settings = engine_settings.EngineSettings()
-  unborn = engine_jax.JaxEngine(config, settings, one_device, thread)
+  unborn = builtin_engine.JaxEngine(config, settings, one_device, thread)
   asyncio.run(unborn.close())
   thread.close()
 

@@ -12,7 +12,7 @@ from rl.engine import contract
 from rl.runtime import mesh_thread
 
 if TYPE_CHECKING:
-  from rl import engine_jax
+  pass
 
 
 _WHOLE = 16
@@ -226,9 +226,9 @@ class EngineSettings:
   ) -> "engine_jax.JaxEngine":
     """Returns an engine of this size, not started."""
     # The engine reads these settings, so it cannot be imported before them.
-    from rl import engine_jax
+    from rl.engine.builtin import engine as builtin_engine
 
-    return engine_jax.JaxEngine(config, self, layout, thread)
+    return builtin_engine.JaxEngine(config, self, layout, thread)
 
 
 def _within(sizes: Sequence[int], largest: int) -> tuple[int, ...]:

@@ -14,9 +14,10 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int32
 
-from rl import decode_step, engine_settings, paging
 from rl.data import trajectory
 from rl.engine import contract
+from rl.engine.builtin import block_manager, decode_step
+from rl.engine.builtin import settings as engine_settings
 
 _MATMULS = 256
 _PATIENCE = 7
@@ -59,7 +60,7 @@ class Running:
   known: int
   started: float = dataclasses.field(default_factory=time.monotonic)
   slot: int = -1
-  lease: paging.Lease | None = None
+  lease: block_manager.Lease | None = None
   bias: int = 0
   fed: int = 0
   grown: int = 0

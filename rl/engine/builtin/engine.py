@@ -17,16 +17,16 @@ from typing import Any
 
 from models import config as model_config
 from models import sharding, transformer
-from rl import (
-  admission,
-  decode_step,
-  decoder,
-  engine_plan,
-  engine_schedule,
-  engine_settings,
-)
 from rl.data import trajectory
 from rl.engine import contract
+from rl.engine.builtin import (
+  decode_step,
+  dispatch_plan,
+  model_runner,
+  request_queue,
+  scheduler,
+)
+from rl.engine.builtin import settings as engine_settings
 from rl.runtime import checksum as checksum_lib
 from rl.runtime import mesh_thread
 
@@ -65,9 +65,9 @@ class JaxEngine:
     )
     self._settings = settings
     self._thread = thread
-    self._decoder = decoder.Decoder(config, settings, layout)
-    self._batch = admission.Batch(config, settings)
-    self._schedule = engine_schedule.Schedule(
+    self._decoder = model_runner.Decoder(config, settings, layout)
+    self._batch = request_queue.Batch(config, settings)
+    self._schedule = scheduler.Schedule(
       self._batch,
       settings,
       longest=config.max_length,
@@ -77,7 +77,7 @@ class JaxEngine:
     self._version = trajectory.PolicyVersion(-1)
     self._params: transformer.Params | None = None
     self._flights: collections.deque[
-      tuple[engine_plan.Flight, asyncio.Future[decode_step.Sampled]]
+      tuple[dispatch_plan.Flight, asyncio.Future[decode_step.Sampled]]
     ] = collections.deque()
     self._paused = False
     self._holding: contract.InFlight | None = None
@@ -153,7 +153,7 @@ class JaxEngine:
     finally:
       self._end(running)
 
-  def _accept(self, request: contract.DecodeRequest) -> engine_plan.Running:
+  def _accept(self, request: contract.DecodeRequest) -> dispatch_plan.Running:
     self._check_open()
     contract.check_request(request, self.capabilities)
     future = asyncio.get_running_loop().create_future()
@@ -161,7 +161,7 @@ class JaxEngine:
     self._wake.set()
     return running
 
-  def _end(self, running: engine_plan.Running) -> None:
+  def _end(self, running: dispatch_plan.Running) -> None:
     """Aborts a request that nobody waits for, unless it has ended."""
     name = running.request.request_id
     if self._batch.requests.get(name) is running:
@@ -325,7 +325,7 @@ class JaxEngine:
 
   def _absorb(
     self,
-    flight: engine_plan.Flight,
+    flight: dispatch_plan.Flight,
     landed: asyncio.Future[decode_step.Sampled],
   ) -> None:
     self._landed = time.monotonic()
@@ -346,7 +346,7 @@ class JaxEngine:
     choice = self._schedule.next(last)
     if choice is None:
       return False
-    flight = engine_plan.build(choice, self._settings, self._version)
+    flight = dispatch_plan.build(choice, self._settings, self._version)
     copies, uploads = self._batch.take_errands()
     self._dispatches += 1
     landed = self._thread.submit(
@@ -364,7 +364,7 @@ class JaxEngine:
   def _fly(
     self,
     params: transformer.Params,
-    flight: engine_plan.Flight,
+    flight: dispatch_plan.Flight,
     copies: Sequence[tuple[int, int]],
     uploads: Sequence[tuple[int, Any]],
   ) -> decode_step.Sampled:

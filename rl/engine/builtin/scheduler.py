@@ -6,7 +6,8 @@ running --(not in flight)--> ready --+--> choose --> pages --> Choice
 
 from collections.abc import Sequence
 
-from rl import admission, engine_plan, engine_settings
+from rl.engine.builtin import dispatch_plan, request_queue
+from rl.engine.builtin import settings as engine_settings
 
 _FIXED_ROWS = {"cpu": 8, "gpu": 512, "tpu": 512}
 """Rows that cost as much as a step costs anyway. Measured on a CPU; on others
@@ -25,7 +26,7 @@ class Schedule:
 
   def __init__(
     self,
-    batch: admission.Batch,
+    batch: request_queue.Batch,
     settings: engine_settings.EngineSettings,
     *,
     longest: int,
@@ -40,13 +41,15 @@ class Schedule:
     self._turn = 0
     self._survival = 1.0
 
-  def landed(self, flight: engine_plan.Flight, survivors: int) -> None:
+  def landed(self, flight: dispatch_plan.Flight, survivors: int) -> None:
     """Learns how many rows of a flight have not ended."""
     if flight.could_go_on:
       share = min(1.0, survivors / flight.could_go_on)
       self._survival += 0.1 * (share - self._survival)
 
-  def next(self, last: engine_plan.Flight | None) -> engine_plan.Choice | None:
+  def next(
+    self, last: dispatch_plan.Flight | None
+  ) -> dispatch_plan.Choice | None:
     """Returns what flies next, with pages for all that it may do.
 
     None: nothing is ready, or it is better to wait for the flight before.
@@ -87,8 +90,8 @@ class Schedule:
     return choice
 
   def _candidates(
-    self, last: engine_plan.Flight | None
-  ) -> list[engine_plan.Running]:
+    self, last: dispatch_plan.Flight | None
+  ) -> list[dispatch_plan.Running]:
     """Returns the requests that may fly now, in order; none to wait.
 
     While a flight is on its way, the next is worth planning when others fill
@@ -96,7 +99,7 @@ class Schedule:
     """
     running = self._batch.running
     ready = sorted(
-      (one for one in running if not one.flights), key=engine_plan.by_order
+      (one for one in running if not one.flights), key=dispatch_plan.by_order
     )
     if last is None:
       return ready
@@ -110,12 +113,12 @@ class Schedule:
     going_on = [one for one in last.rows if one.lease and one.left > 0]
     if 4 * len(going_on) * self._survival < 3 * len(last.rows):
       return []
-    return sorted([*going_on, *ready], key=engine_plan.by_order)
+    return sorted([*going_on, *ready], key=dispatch_plan.by_order)
 
   def _with_pages(
-    self, ready: Sequence[engine_plan.Running]
-  ) -> engine_plan.Choice:
-    choice = engine_plan.choose(
+    self, ready: Sequence[dispatch_plan.Running]
+  ) -> dispatch_plan.Choice:
+    choice = dispatch_plan.choose(
       ready,
       self._settings,
       longest=self._longest,
@@ -123,7 +126,7 @@ class Schedule:
       fixed=self._fixed,
       turn=self._turn,
     )
-    rows: list[engine_plan.Running] = []
+    rows: list[dispatch_plan.Running] = []
     for one in choice.rows:
       # Not if another of these has just taken its pages.
       if one.lease and self._batch.make_room(one, choice.need(one), rows):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from models import kv_cache, transformer
-from rl import decode_step
+from rl.engine.builtin import decode_step
 
 PROMPTS = ([1, 2, 3, 7, 8], [4, 5], [6])
 # Pages of 4 positions: two for each of four rows.

@@ -16,7 +16,8 @@ from jaxtyping import Float32
 
 from models import config as model_config
 from models import kv_cache, sharding, transformer
-from rl import decode_step, engine_settings, paging
+from rl.engine.builtin import block_manager, decode_step
+from rl.engine.builtin import settings as engine_settings
 
 _COPIES = 8
 """Pages copied by one program."""
@@ -158,7 +159,7 @@ class Decoder:
 
   def copy(self, copies: Sequence[tuple[int, int]]) -> None:
     """Copies pages, as if one after the other."""
-    copies = paging.at_once(copies)
+    copies = block_manager.at_once(copies)
     past_end = self._settings.num_pages(self._config.max_length)
     for start in range(0, len(copies), _COPIES):
       some = copies[start : start + _COPIES]

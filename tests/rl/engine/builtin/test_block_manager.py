@@ -5,7 +5,7 @@ import collections
 import numpy as np
 import pytest
 
-from rl import paging
+from rl.engine.builtin import block_manager
 
 
 def _ids(text):
@@ -29,7 +29,7 @@ def _feed(pages, lease, text, *, version=0):
 
 
 def test_whole_pages_are_shared_and_one_id_is_always_left_to_feed():
-  pages = paging.Paging(8, 4)
+  pages = block_manager.Paging(8, 4)
   _run(pages, "abcdefgh")
   one, copy = pages.begin(_ids("abcdefgh+"))
   assert (one.cached, copy) == (8, None)
@@ -44,7 +44,7 @@ def test_whole_pages_are_shared_and_one_id_is_always_left_to_feed():
 
 
 def test_the_end_of_a_conversation_goes_on_in_its_page():
-  pages = paging.Paging(8, 4)
+  pages = block_manager.Paging(8, 4)
   _run(pages, "abcdef")
   lease, copy = pages.begin(_ids("abcdefgh"))
   assert (lease.cached, copy, len(lease.pages)) == (6, None, 2)
@@ -55,7 +55,7 @@ def test_the_end_of_a_conversation_goes_on_in_its_page():
 
 
 def test_only_the_first_goes_on_in_a_page_and_others_get_a_copy():
-  pages = paging.Paging(8, 4)
+  pages = block_manager.Paging(8, 4)
   _run(pages, "abcdef")
   first, _ = pages.begin(_ids("abcdefX"))
   second, copy = pages.begin(_ids("abcdefY"))
@@ -77,7 +77,7 @@ def test_only_the_first_goes_on_in_a_page_and_others_get_a_copy():
 
 
 def test_without_a_page_for_the_copy_whole_pages_are_all():
-  pages = paging.Paging(3, 4)
+  pages = block_manager.Paging(3, 4)
   _run(pages, "abcdef")
   first, _ = pages.begin(_ids("abcdefX"))
   other, _ = pages.begin(_ids("x"))
@@ -90,7 +90,7 @@ def test_without_a_page_for_the_copy_whole_pages_are_all():
 
 
 def test_the_last_page_that_can_go_is_used_in_place_of_its_copy():
-  pages = paging.Paging(2, 4)
+  pages = block_manager.Paging(2, 4)
   _run(pages, "abcdefgh")
   # The copy of "efgh" can only have the page of "efgh" itself.
   lease, copy = pages.begin(_ids("abcdefX"))
@@ -101,7 +101,7 @@ def test_the_last_page_that_can_go_is_used_in_place_of_its_copy():
 
 
 def test_a_group_shares_its_prompt_while_it_runs():
-  pages = paging.Paging(16, 4)
+  pages = block_manager.Paging(16, 4)
   first, _ = pages.begin(_ids("abcdef"))
   assert first.cached == 0
   _feed(pages, first, "abcdef", version=3)
@@ -117,7 +117,7 @@ def test_a_group_shares_its_prompt_while_it_runs():
 
 
 def test_of_two_leases_with_the_same_ids_the_tree_keeps_the_first():
-  pages = paging.Paging(8, 4)
+  pages = block_manager.Paging(8, 4)
   first, _ = pages.begin(_ids("abcdefgh"))
   second, _ = pages.begin(_ids("abcdefghijkl"))
   _feed(pages, first, "abcdefgh")
@@ -134,7 +134,7 @@ def test_of_two_leases_with_the_same_ids_the_tree_keeps_the_first():
 
 
 def test_pages_beyond_what_was_fed_are_free_at_the_end():
-  pages = paging.Paging(8, 4)
+  pages = block_manager.Paging(8, 4)
   lease, _ = pages.begin(_ids("abc"))
   assert pages.grow(lease, 30)
   lease.cached, lease.oldest_kv = 2, 0
@@ -144,7 +144,7 @@ def test_pages_beyond_what_was_fed_are_free_at_the_end():
 
 
 def test_growing_evicts_no_more_than_it_needs_or_nothing():
-  pages = paging.Paging(4, 4)
+  pages = block_manager.Paging(4, 4)
   _run(pages, "aaaa")
   _run(pages, "bbbb")
   lease, _ = pages.begin(_ids("c"))
@@ -167,7 +167,7 @@ def _known_of(pages, text):
 @pytest.mark.parametrize("seed", range(3))
 def test_the_least_recently_used_goes_first(seed):
   draws = np.random.default_rng(seed)
-  pages = paging.Paging(20, 4)
+  pages = block_manager.Paging(20, 4)
   # (conversation, depth) of the pages of whole ids, as they were last used.
   idle: collections.OrderedDict[tuple[str, int], None] = (
     collections.OrderedDict()
@@ -194,7 +194,7 @@ def test_the_least_recently_used_goes_first(seed):
 
 
 def test_what_is_copied_or_fed_again_counts_as_used():
-  pages = paging.Paging(5, 4)
+  pages = block_manager.Paging(5, 4)
   again, _ = pages.begin(_ids("aaa"))
   _feed(pages, again, "aaa")
   for text in ("aaaa", "bbbb", "cccc"):
@@ -209,7 +209,7 @@ def test_what_is_copied_or_fed_again_counts_as_used():
 
 
 def test_forgetting_spares_what_a_lease_uses():
-  pages = paging.Paging(8, 4)
+  pages = block_manager.Paging(8, 4)
   _run(pages, "abcdefgh")
   _run(pages, "xyz")
   lease, _ = pages.begin(_ids("abcd+"))
@@ -221,7 +221,7 @@ def test_forgetting_spares_what_a_lease_uses():
 
 
 def test_new_weights_empty_the_leases_and_the_tree():
-  pages = paging.Paging(8, 4)
+  pages = block_manager.Paging(8, 4)
   _run(pages, "abcdefgh", version=1)
   lease, _ = pages.begin(_ids("abcdefghi"))
   assert lease.oldest_kv == 1
@@ -236,7 +236,7 @@ def test_new_weights_empty_the_leases_and_the_tree():
 
 
 def test_kept_keys_and_values_tell_their_lowest_version():
-  pages = paging.Paging(16, 4)
+  pages = block_manager.Paging(16, 4)
   _run(pages, "abcd", version=1)
   lease, _ = pages.begin(_ids("abcdefgh"))
   _feed(pages, lease, "abcdefgh", version=2)
@@ -249,8 +249,8 @@ def test_kept_keys_and_values_tell_their_lowest_version():
 
 def test_what_cannot_be_is_refused():
   with pytest.raises(ValueError, match=">= 1"):
-    paging.Paging(0, 4)
-  pages = paging.Paging(4, 4)
+    block_manager.Paging(0, 4)
+  pages = block_manager.Paging(4, 4)
   with pytest.raises(ValueError, match="no ids"):
     pages.begin(_ids(""))
   lease, _ = pages.begin(_ids("abcde"))
@@ -278,7 +278,7 @@ def test_what_cannot_be_is_refused():
   ],
 )
 def test_pages_that_do_not_add_up_are_found(spoil):
-  pages = paging.Paging(8, 4)
+  pages = block_manager.Paging(8, 4)
   _run(pages, "abcd")
   lease, _ = pages.begin(_ids("abcdefgh"))
   other, _ = pages.begin(_ids("x"))
@@ -300,7 +300,7 @@ def test_copies_in_order_are_the_same_made_at_once():
     for source, target in copies:
       one_by_one[target] = one_by_one[source]
     at_once = list(range(6))
-    for source, target in paging.at_once(copies):
+    for source, target in block_manager.at_once(copies):
       at_once[target] = source
     assert at_once == one_by_one
 
@@ -308,7 +308,7 @@ def test_copies_in_order_are_the_same_made_at_once():
 @pytest.mark.parametrize("seed", range(3))
 def test_nothing_known_is_missed_while_there_is_room(seed):
   draws = np.random.default_rng(seed)
-  pages = paging.Paging(4000, 4)
+  pages = block_manager.Paging(4000, 4)
   # Every beginning of what was ended or shared.
   known = {""}
   running = []

@@ -5,9 +5,10 @@ import asyncio
 import numpy as np
 import pytest
 
-from rl import decode_step, engine_plan, engine_settings, paging
 from rl.data import trajectory
 from rl.engine import contract
+from rl.engine.builtin import block_manager, decode_step, dispatch_plan
+from rl.engine.builtin import settings as engine_settings
 
 SETTINGS = engine_settings.EngineSettings(
   slots=8,
@@ -42,7 +43,7 @@ def running(loop):
       max_tokens=most,
       **fields,
     )
-    one = engine_plan.Running(
+    one = dispatch_plan.Running(
       request,
       loop.create_future(),
       ((), at),
@@ -50,7 +51,7 @@ def running(loop):
       given + sampled,
     )
     pages = [10 * at + i for i in range(-(-(given + most) // 4))]
-    one.slot, one.lease = at, paging.Lease(pages, cached, 0)
+    one.slot, one.lease = at, block_manager.Lease(pages, cached, 0)
     one.versions = [0] * sampled
     one.logprobs = [-1.0] * sampled
     one.settle()
@@ -60,7 +61,7 @@ def running(loop):
 
 
 def choose(ready, **kwargs):
-  return engine_plan.choose(ready, SETTINGS, longest=LONGEST, **kwargs)
+  return dispatch_plan.choose(ready, SETTINGS, longest=LONGEST, **kwargs)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +83,7 @@ def choose(ready, **kwargs):
   ],
 )
 def test_steps_give_most_tokens_for_what_a_dispatch_costs(lefts, most, steps):
-  assert engine_plan.num_steps(lefts, most) == steps
+  assert dispatch_plan.num_steps(lefts, most) == steps
 
 
 def test_rows_that_decode_need_no_chunks(running):
@@ -119,14 +120,15 @@ def test_context_that_is_worth_little_waits_but_not_for_long(running):
   late = running(300, 0)
   ready = [*(running(290, 290, 1) for _ in range(40)), late]
   turns = [
-    late in engine_plan.choose(ready, settings, longest=LONGEST, turn=turn).rows
+    late
+    in dispatch_plan.choose(ready, settings, longest=LONGEST, turn=turn).rows
     for turn in range(14)
   ]
   # Beside 40 that decode a chunk is not worth its cost.
   assert turns == [turn % 7 == 0 for turn in range(14)]
   # Many are, at any time.
   ready += [running(300, 0) for _ in range(8)]
-  choice = engine_plan.choose(ready, settings, longest=LONGEST, turn=1)
+  choice = dispatch_plan.choose(ready, settings, longest=LONGEST, turn=1)
   assert choice.rows[0] is late
 
 
@@ -165,7 +167,7 @@ def test_the_length_has_room_for_what_is_sampled(running):
 
 
 def test_pages_are_needed_for_all_that_a_row_may_do(running):
-  choice = engine_plan.Choice([], (2, 8), 4, 1000, 3)
+  choice = dispatch_plan.Choice([], (2, 8), 4, 1000, 3)
   assert choice.need(running(30, 4)) == 4 + 8 + 3
   assert choice.need(running(7, 7, 1)) == 7 + 1 + 3
   # No more than the request may ever have.
@@ -179,10 +181,10 @@ def test_a_dispatch_says_what_every_row_does(running):
   ending = running(6, 3, most=1, stop_ids=(7, 8))
   decoding = running(5, 6, 2, most=9)
   decoding.bias = 2
-  choice = engine_plan.Choice(
+  choice = dispatch_plan.Choice(
     [context, ending, decoding], (2, 8), 4, 1000, steps=3
   )
-  flight = engine_plan.build(choice, SETTINGS, trajectory.PolicyVersion(4))
+  flight = dispatch_plan.build(choice, SETTINGS, trajectory.PolicyVersion(4))
   # Slot, cached, new, budget, seed, top k, bias, follow, steps.
   assert flight.plan.integers[:, : decode_step.STEPS + 1].tolist() == [
     [0, 4, 8, 0, -3, 5, 0, 0, 3],
@@ -228,9 +230,9 @@ def test_a_dispatch_says_what_every_row_does(running):
 
 def test_a_row_that_samples_follows_and_one_that_is_fed_does_not(running):
   context, decoding = running(30, 4), running(5, 5, 1)
-  choice = engine_plan.Choice([context, decoding], (2, 8), 2, 1000, steps=2)
+  choice = dispatch_plan.Choice([context, decoding], (2, 8), 2, 1000, steps=2)
   first, second, third, fourth = (
-    engine_plan.build(choice, SETTINGS, trajectory.PolicyVersion(0))
+    dispatch_plan.build(choice, SETTINGS, trajectory.PolicyVersion(0))
     for _ in range(4)
   )
   columns = slice(decode_step.PAST, decode_step.BUDGET + 1)

@@ -1,0 +1,1 @@
+"""The built-in engine: continuous batching over a paged KV cache."""
