@@ -55,7 +55,7 @@ sglang: .venv-sglang/ready
 	@TWINMESH_ENGINES=sglang .venv-sglang/bin/python -m pytest \
 	  tests/rl/engine/test_contract.py \
 	  tests/rl/engine/test_contract_updates.py \
-	  tests/rl/test_engine_sglang.py tests/rl/test_sglang_weights.py $(ARGS)
+	  tests/rl/engine/sglang/test_engine.py tests/rl/engine/sglang/test_weights.py $(ARGS)
 
 lock: .venv/ready
 	@$(python) -m pip install --quiet --disable-pip-version-check uv

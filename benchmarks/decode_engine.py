@@ -97,9 +97,9 @@ async def start(
 def _settings(name: str) -> engine_settings.Settings:
   if name == "built_in":
     return BUILT_IN
-  from rl import engine_sglang
+  from rl.engine.sglang import settings as sglang_settings
 
-  return engine_sglang.SglangSettings()
+  return sglang_settings.SglangSettings()
 
 
 async def _main() -> None:

@@ -14,7 +14,6 @@ from models.hf import load
 from rl import (
   affinity,
   algorithms,
-  engine_sglang,
   grading,
   optimizers,
   prompts,
@@ -26,6 +25,7 @@ from rl import placement as placement_lib
 from rl import rollout as rollout_lib
 from rl import warm_start as warm_start_lib
 from rl.engine.builtin import settings as engine_settings
+from rl.engine.sglang import settings as sglang_settings
 from rl.settings import overrides
 
 
@@ -118,7 +118,7 @@ class Experiment:
   )
   engine: (
     engine_settings.EngineSettings
-    | engine_sglang.SglangSettings
+    | sglang_settings.SglangSettings
     | engine_settings.Settings
   ) = dataclasses.field(default_factory=engine_settings.EngineSettings)
   publishing: weights.Publishing = dataclasses.field(

@@ -20,7 +20,7 @@ from rl import placement
 from rl.data import trajectory
 from rl.engine import contract
 from rl.engine.builtin import settings as engine_settings
-from rl.engine_sglang import SglangSettings
+from rl.engine.sglang.settings import SglangSettings
 from rl.runtime import mesh_thread, trace
 
 CONFIG = config_lib.tiny_moe(

@@ -13,8 +13,9 @@ import pytest
 from launch import explain, flags
 from models import config as model_config
 from models import lora, sharding
-from rl import config, engine_sglang, learner, placement, weights
+from rl import config, learner, placement, weights
 from rl.engine.builtin import settings as engine_settings
+from rl.engine.sglang import settings as sglang_settings
 
 ROOT = pathlib.Path(__file__).parents[2]
 CONFIG = "configs/guess_number_moe.py"
@@ -106,7 +107,9 @@ def test_a_cache_has_as_many_pages_as_were_asked_for(experiment):
 
 
 def test_an_engine_that_sizes_its_own_cache_has_no_line_for_it(experiment):
-  other = dataclasses.replace(experiment, engine=engine_sglang.SglangSettings())
+  other = dataclasses.replace(
+    experiment, engine=sglang_settings.SglangSettings()
+  )
   lines = explain.decode_bytes(other)
   built_in = explain.decode_bytes(experiment)
   assert list(lines) == ["parameters", "their next version, arriving"]

@@ -4,7 +4,7 @@ Each function names its defect. All of it is for exactly 0.0.2, which computes
 no log-probabilities, cannot start on a CPU and takes no new weights as
 released; the next release makes this file superfluous.
 
-sgl_jax is imported by `_module` only, here and in rl/engine_sglang.py.
+sgl_jax is imported by `_module` only, here and in rl/engine/sglang/settings.py.
 """
 
 import contextlib

@@ -17,14 +17,14 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from rl import sglang_scheduler
 from rl.data import trajectory
 from rl.engine import contract
+from rl.engine.sglang import scheduler_thread
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sizes:
-  """What `engine_sglang.SglangSettings` come to for a model on a platform.
+  """What `settings.SglangSettings` come to for a model on a platform.
 
   Attributes:
     row_buckets, token_buckets: ascending; the last are `slots` and the most
@@ -102,7 +102,7 @@ class Record:
     """Tokens that may still be sampled."""
     return self.request.max_tokens - len(self.tokens)
 
-  def add(self, output: sglang_scheduler.Output) -> tuple[int, int]:
+  def add(self, output: scheduler_thread.Output) -> tuple[int, int]:
     """Takes sampled tokens; returns ids that were encoded and that were cached.
 
     Both are 0 but for the first output of a submission.
@@ -165,7 +165,7 @@ class Record:
 class Upstream(Protocol):
   """What the engine needs of sgl_jax, without importing it."""
 
-  def start(self, bridge: sglang_scheduler.Bridge) -> None:
+  def start(self, bridge: scheduler_thread.Bridge) -> None:
     """Starts sglang-jax, whose scheduler the bridge then drives."""
     ...
 
@@ -250,7 +250,7 @@ class Requests:
     if not self.running:
       self.quiet.set()
 
-  def absorb(self, outputs: Sequence[sglang_scheduler.Output]) -> None:
+  def absorb(self, outputs: Sequence[scheduler_thread.Output]) -> None:
     """Takes what one step sampled."""
     for output in outputs:
       record = self.running.get(output.rid)

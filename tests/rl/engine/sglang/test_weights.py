@@ -10,7 +10,7 @@ import pytest
 
 from models import config as config_lib
 from models import lora, quantize, rope, transformer
-from rl import sglang_weights
+from rl.engine.sglang import weights as sglang_weights
 
 SMALL = config_lib.tiny(
   vocab_size=11,

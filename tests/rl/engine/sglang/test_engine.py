@@ -18,10 +18,11 @@ import pytest
 
 from models import config as config_lib
 from models import rope
-from rl import sglang_process, sglang_requests, sglang_scheduler
 from rl.engine import contract
 from rl.engine.builtin import settings as engine_settings
-from rl.engine_sglang import SglangSettings
+from rl.engine.sglang import process_isolation, scheduler_thread
+from rl.engine.sglang import requests as sglang_requests
+from rl.engine.sglang.settings import SglangSettings
 from tests.helpers import engines_under_test
 
 INSTALLED = importlib.util.find_spec("sgl_jax") is not None
@@ -96,7 +97,7 @@ def test_prompts_fill_a_bucket(tokens, longest, lengths):
 
 
 def output(tokens, version=3, flushed=3, cached=0):
-  return sglang_scheduler.Output(
+  return scheduler_thread.Output(
     rid="",
     tokens=tokens,
     logprobs=[-1.0] * len(tokens),
@@ -172,13 +173,13 @@ def test_what_it_changes_in_the_process_is_put_back():
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 77.0)
 
   before = state()
-  with sglang_process.contained("anything"):
+  with process_isolation.contained("anything"):
     assert os.environ["JAX_PLATFORMS"] == "anything"
     act()
   assert state() == before
 
   def fail():
-    with sglang_process.contained("anything"):
+    with process_isolation.contained("anything"):
       act()
       raise KeyError
 
@@ -192,7 +193,7 @@ def test_it_starts_in_the_main_thread_only():
 
   def start():
     try:
-      with sglang_process.contained("cpu"):
+      with process_isolation.contained("cpu"):
         pass
     except RuntimeError as error:
       errors.append(str(error))

@@ -21,9 +21,12 @@ import jax
 
 from models import config as model_config
 from models import sharding, transformer
-from rl import sglang_calls, sglang_requests, sglang_scheduler, sglang_weights
 from rl.data import trajectory
 from rl.engine import contract
+from rl.engine.sglang import calls as sglang_calls
+from rl.engine.sglang import requests as sglang_requests
+from rl.engine.sglang import scheduler_thread
+from rl.engine.sglang import weights as sglang_weights
 from rl.runtime import checksum as checksum_lib
 from rl.runtime import mesh_thread
 
@@ -69,7 +72,7 @@ class SglangEngine:
     self._updating = asyncio.Lock()
     self._paused_s = 0.0
     self._closed: contract.EngineClosed | None = None
-    self._bridge: sglang_scheduler.Bridge | None = None
+    self._bridge: scheduler_thread.Bridge | None = None
     self._watching: asyncio.Task[None] | None = None
 
   @property
@@ -109,7 +112,7 @@ class SglangEngine:
       with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(function, *args)
 
-    self._bridge = sglang_scheduler.Bridge(
+    self._bridge = scheduler_thread.Bridge(
       deliver=functools.partial(tell, self._requests.absorb),
       died=functools.partial(tell, self._died),
       evicting=self._upstream.evicting,
@@ -353,7 +356,7 @@ class SglangEngine:
   # The scheduler.
 
   @property
-  def _open_bridge(self) -> sglang_scheduler.Bridge:
+  def _open_bridge(self) -> scheduler_thread.Bridge:
     if self._bridge is None:
       raise RuntimeError("the engine serves nothing before `start`")
     return self._bridge

@@ -5,14 +5,14 @@ import contextlib
 import threading
 from collections.abc import Callable
 
-from rl import sglang_scheduler
 from rl.engine import contract
+from rl.engine.sglang import scheduler_thread
 
 
 class Calls:
   """Runs jobs on the scheduler's thread, until the engine ends."""
 
-  def __init__(self, bridge: sglang_scheduler.Bridge):
+  def __init__(self, bridge: scheduler_thread.Bridge):
     self._bridge = bridge
     self._pending: set[asyncio.Future[None]] = set()
 
@@ -20,7 +20,7 @@ class Calls:
     """Returns when a job has run; when cancelled before, it never does.
 
     Args:
-      idle: see `sglang_scheduler.Bridge.post`.
+      idle: see `scheduler_thread.Bridge.post`.
 
     Raises:
       EngineClosed: the engine ended first.

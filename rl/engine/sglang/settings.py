@@ -3,7 +3,7 @@
   SglangSettings.build -> SglangEngine --start--> sglang-jax's Engine
 
 Its primary target is sglang-jax's main; of the releases it takes 0.0.2, by
-`rl.sglang_fixes`. Needs `pip install twinmesh[sglang]`.
+`rl.engine.sglang.compat_0_0_2`. Needs `pip install twinmesh[sglang]`.
 """
 
 import dataclasses
@@ -22,14 +22,11 @@ import jax
 
 from models import config as model_config
 from models import sharding
-from rl import (
-  sglang_fixes,
-  sglang_process,
-  sglang_requests,
-  sglang_scheduler,
-  sglang_serving,
-  sglang_weights,
-)
+from rl.engine.sglang import compat_0_0_2 as compat
+from rl.engine.sglang import engine as sglang_engine
+from rl.engine.sglang import process_isolation, scheduler_thread
+from rl.engine.sglang import requests as sglang_requests
+from rl.engine.sglang import weights as sglang_weights
 from rl.runtime import mesh_thread
 
 # Positions that its checks of lengths keep free behind a conversation.
@@ -154,7 +151,7 @@ class SglangSettings:
     config: model_config.ModelConfig,
     layout: sharding.Layout,
     thread: mesh_thread.MeshThread,
-  ) -> sglang_serving.SglangEngine:
+  ) -> sglang_engine.SglangEngine:
     """Returns an engine that `start` will start.
 
     Raises:
@@ -164,12 +161,12 @@ class SglangSettings:
     self.validate_installed()
     self.validate_model(config)
     sglang_weights.check_split(config, layout.mesh.size)
-    released = importlib.metadata.version("sglang-jax") == sglang_fixes.RELEASE
+    released = importlib.metadata.version("sglang-jax") == compat.RELEASE
     if released:
       _check_released(config, layout)
     sizes = self.sizes(config, layout.platform)
     upstream = _Upstream(config, sizes, layout, released)
-    return sglang_serving.SglangEngine(config, sizes, layout, thread, upstream)
+    return sglang_engine.SglangEngine(config, sizes, layout, thread, upstream)
 
 
 def _check_released(
@@ -178,13 +175,13 @@ def _check_released(
   """Raises ValueError for what release 0.0.2 cannot do."""
   if config.num_sparse and layout.mesh.size > 1:
     raise ValueError(
-      f"sglang-jax {sglang_fixes.RELEASE} serves experts on one device only; "
+      f"sglang-jax {compat.RELEASE} serves experts on one device only; "
       "use its main"
     )
 
 
 class _Upstream:
-  """`sglang_serving.Upstream` with the installed sgl_jax."""
+  """`engine.Upstream` with the installed sgl_jax."""
 
   def __init__(
     self,
@@ -198,11 +195,11 @@ class _Upstream:
     self._layout = layout
     self._released = released
 
-  def start(self, bridge: sglang_scheduler.Bridge) -> None:
+  def start(self, bridge: scheduler_thread.Bridge) -> None:
     """Starts sglang-jax, whose scheduler the bridge then drives."""
-    with sglang_process.contained(self._layout.platform):
+    with process_isolation.contained(self._layout.platform):
       if self._released:
-        sglang_fixes.apply()
+        compat.apply()
       # It warns of what we do on purpose.
       logging.getLogger("sgl_jax").setLevel(logging.ERROR)
       nnx = importlib.import_module("flax.nnx")
@@ -216,7 +213,7 @@ class _Upstream:
       def serve(args: Any, ports: Any) -> dict[str, Any]:
         # Upstream's own thread kills the process when a step fails.
         scheduler = self._scheduler(args, ports)
-        sglang_process.close_sockets(scheduler, zmq.Socket)
+        process_isolation.close_sockets(scheduler, zmq.Socket)
         bridge.serve(scheduler, nnx.split)
         return {
           "status": "ready",
@@ -230,13 +227,13 @@ class _Upstream:
       with tempfile.TemporaryDirectory() as directory:
         args = self._arguments(directory)
         if self._released:
-          with sglang_fixes.building(self._layout.devices):
+          with compat.building(self._layout.devices):
             self._engine = entry.Engine(**args)
         else:
           self._engine = entry.Engine(**args)
-      sglang_process.stays_alive(self._engine)
+      process_isolation.stays_alive(self._engine)
       for owner in (self._engine, self._engine.tokenizer_manager):
-        sglang_process.close_sockets(owner, zmq.Socket)
+        process_isolation.close_sockets(owner, zmq.Socket)
     held = self._engine.scheduler_info["max_total_num_tokens"]
     if held < self._sizes.least_tokens:
       raise RuntimeError(

@@ -1,0 +1,1 @@
+"""sglang-jax as a decode engine."""
