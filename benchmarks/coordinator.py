@@ -52,7 +52,6 @@ from rl import (
   grading,
   invariants,
   ledger,
-  overlap,
   prompts,
   rollout,
   router,
@@ -64,6 +63,7 @@ from rl import progress as progress_lib
 from rl.data import trajectory
 from rl.engine import contract
 from rl.runtime import mesh_thread, trace, watchdog
+from rl.schedule import overlap
 
 _TURNS = absl_flags.DEFINE_integer("turns", 100_000, "Played in each case.")
 _REPEATS = absl_flags.DEFINE_integer("repeats", 3, "Of each case.")

@@ -29,7 +29,6 @@ from rl import (
   invariants,
   learner,
   optimizers,
-  overlap,
   progress,
   rollout,
   warm_start,
@@ -37,6 +36,7 @@ from rl import (
 from rl import row as row_lib
 from rl.data import trajectory
 from rl.engine.builtin import settings as engine_settings
+from rl.schedule import overlap
 
 GROUPS, MEMBERS = 8, 8
 """Of an update, and of a group."""

@@ -30,16 +30,9 @@ from benchmarks import calibration, machine, one_engine
 from configs import guess_number_schedules
 from envs import delayed
 from launch import devices, flags
-from rl import (
-  assemble,
-  config,
-  events,
-  ledger,
-  overlap,
-  simulation,
-  simulation_result,
-)
+from rl import assemble, config, events, ledger, simulation, simulation_result
 from rl.runtime import trace
+from rl.schedule import overlap
 
 _ROUNDS = absl_flags.DEFINE_integer("rounds", 8, "Rounds of each run.")
 _REPEATS = absl_flags.DEFINE_integer("repeats", 3, "Runs of each schedule.")

@@ -38,13 +38,13 @@ from rl import (
   affinity,
   distributions,
   events,
-  overlap,
   rollout,
   simulated_learner,
   simulated_processor,
   simulation,
   workload,
 )
+from rl.schedule import overlap
 
 OVER_BANDWIDTH, OVER_COMPUTE = (1.30, 1.68), (1.12, 1.37)
 COMPUTE_RATIO, BANDWIDTH_RATIO = 148.0 / 989.5, 4.0 / 3.35

@@ -44,7 +44,6 @@ from rl import (
   affinity,
   distributions,
   grading,
-  overlap,
   rollout,
   simulated_learner,
   simulated_processor,
@@ -52,6 +51,7 @@ from rl import (
   simulation_result,
   workload,
 )
+from rl.schedule import overlap
 
 # Of each rung over the one before, 8B to 32B.
 PUBLISHED = {

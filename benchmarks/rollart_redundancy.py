@@ -28,13 +28,13 @@ from rl import (
   distributions,
   events,
   ledger,
-  overlap,
   rollout,
   simulated_learner,
   simulated_processor,
   simulation,
   workload,
 )
+from rl.schedule import overlap
 
 PUBLISHED = {
   (8, 32): 1.00,

@@ -26,13 +26,13 @@ from absl import app
 from benchmarks import machine, simulated
 from rl import (
   distributions,
-  overlap,
   rollout,
   simulated_learner,
   simulated_processor,
   simulation,
   workload,
 )
+from rl.schedule import overlap
 
 PUBLISHED = {1: 1.23, 3: 1.51, 5: 1.69, 7: 2.18, 10: 2.27}
 _GROUPS, _MEMBERS, _TURNS, _MEAN_S = 32, 8, 20, 10.0

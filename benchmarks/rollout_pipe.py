@@ -38,7 +38,6 @@ from benchmarks import machine, simulated
 from rl import (
   distributions,
   events,
-  overlap,
   rollout,
   simulated_learner,
   simulated_processor,
@@ -47,6 +46,7 @@ from rl import (
   workload,
 )
 from rl.runtime import trace
+from rl.schedule import overlap
 
 SERIAL_S = {32: 363.0, 96: 1098.0}
 PIPED_S = {32: 251.0, 96: 647.0}

@@ -9,16 +9,9 @@ minutes. Expected: success on unseen maps from about 0.3 after the warm start to
 
 from envs import gymnasium, rewards
 from models import config as model_config
-from rl import (
-  algorithms,
-  config,
-  losses,
-  optimizers,
-  overlap,
-  rollout,
-  warm_start,
-)
+from rl import algorithms, config, losses, optimizers, rollout, warm_start
 from rl.engine.builtin import settings as engine_settings
+from rl.schedule import overlap
 
 
 def get_config() -> config.Experiment:

@@ -7,16 +7,9 @@ from collections.abc import Iterator
 
 from envs import rewards, textarena
 from models import config as model_config
-from rl import (
-  algorithms,
-  config,
-  losses,
-  optimizers,
-  overlap,
-  rollout,
-  warm_start,
-)
+from rl import algorithms, config, losses, optimizers, rollout, warm_start
 from rl.engine.builtin import settings as engine_settings
+from rl.schedule import overlap
 
 
 def get_config() -> config.Experiment:

@@ -26,7 +26,8 @@ to 0.40 s, and all but the lag is alike; where steps of the game take time, from
 import dataclasses
 
 from configs import guess_number_moe
-from rl import config, overlap
+from rl import config
+from rl.schedule import overlap
 
 _GROUPS = 16
 _FLYING = overlap.in_flight(_GROUPS, max_staleness=1)

@@ -14,13 +14,13 @@ parameters; latencies of environments have a body and a Pareto tail.
 from rl import (
   affinity,
   distributions,
-  overlap,
   rollout,
   simulated_learner,
   simulated_processor,
   simulation,
   workload,
 )
+from rl.schedule import overlap
 
 
 def get_config() -> simulation.Simulation:

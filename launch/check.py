@@ -14,7 +14,8 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rl import events, invariants, ledger, overlap, rollout
+from rl import events, invariants, ledger, rollout
+from rl.schedule import overlap
 from rl.settings import overrides
 
 _MAX_ROWS = 120
@@ -273,7 +274,7 @@ def schedule_of(config: Mapping[str, Any]) -> tuple[overlap.Overlap, int]:
     LookupError: there is no schedule.
     ValueError: a setting is unknown or does not fit.
   """
-  data = {"class": "rl.overlap.Overlap", **config["overlap"]}
+  data = {"class": "rl.schedule.overlap.Overlap", **config["overlap"]}
   size = config.get("rollout", {}).get("group_size")
   return (
     overrides.from_json(data),

@@ -16,11 +16,11 @@ from rl import (
   filters,
   losses,
   objective,
-  overlap,
   references,
   returns,
 )
 from rl import row as row_lib
+from rl.schedule import overlap
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

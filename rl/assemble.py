@@ -22,7 +22,6 @@ from rl import (
   filters,
   grading,
   learner,
-  overlap,
   progress,
   prompts,
   quarantine,
@@ -37,6 +36,7 @@ from rl.data import trajectory
 from rl.engine import contract
 from rl.engine.builtin import settings as engine_settings
 from rl.runtime import checkpoint, mesh_thread, trace, watchdog
+from rl.schedule import overlap
 
 _FROZEN = "frozen"
 

@@ -20,12 +20,12 @@ from rl import (
   references,
   weights,
 )
-from rl import overlap as overlap_lib
 from rl import placement as placement_lib
 from rl import rollout as rollout_lib
 from rl import warm_start as warm_start_lib
 from rl.engine.builtin import settings as engine_settings
 from rl.engine.sglang import settings as sglang_settings
+from rl.schedule import overlap as overlap_lib
 from rl.settings import overrides
 
 

@@ -21,19 +21,12 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
-from rl import (
-  events,
-  filters,
-  overlap,
-  producer,
-  rollout,
-  round_report,
-  training,
-)
+from rl import events, filters, producer, rollout, round_report, training
 from rl import progress as progress_lib
 from rl.data import trajectory
 from rl.engine import contract
 from rl.runtime import trace, watchdog
+from rl.schedule import overlap
 
 _GRACE_S = 10.0
 """For what is played to end with all its tokens when a run stops."""

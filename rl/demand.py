@@ -14,13 +14,13 @@ from jaxtyping import Bool, Float64
 
 from rl import (
   events,
-  overlap,
   planning,
   simulated_learner,
   simulated_processor,
   simulation,
 )
 from rl.data import trajectory
+from rl.schedule import overlap
 
 # What a token takes however many decode; it is taken off again.
 _TOKEN_S = 0.01

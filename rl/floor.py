@@ -27,7 +27,7 @@ import numpy as np
 from jaxtyping import Float64
 
 from rl import demand, simulation
-from rl import overlap as overlap_lib
+from rl.schedule import overlap as overlap_lib
 
 # Of the simulated engine: a token may end this much earlier, as may a timer.
 _SLACK = 1e-5

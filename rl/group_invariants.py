@@ -9,7 +9,8 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from rl import attempts, overlap
+from rl import attempts
+from rl.schedule import overlap
 
 Check = Callable[[attempts.Attempt, overlap.Overlap, int], Iterator[str]]
 

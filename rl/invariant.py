@@ -1,6 +1,6 @@
 """The protocol of an invariant that watches a whole run."""
 
-from rl import overlap
+from rl.schedule import overlap
 
 
 class Invariant:

@@ -15,10 +15,10 @@ from rl import (
   events,
   group_invariants,
   invariant,
-  overlap,
   queue_invariants,
   run_invariants,
 )
+from rl.schedule import overlap
 
 _MOST = 1000
 _WATCHERS: tuple[type[invariant.Invariant], ...] = (

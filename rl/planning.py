@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import get_args
 
 from rl import affinity, fleet, placement, rollout, simulation, workload
-from rl import overlap as overlap_lib
+from rl.schedule import overlap as overlap_lib
 from rl.settings import checks
 
 SCHEDULES = (
@@ -21,7 +21,7 @@ SCHEDULES = (
   "bounded",
   "in_flight",
 )
-"""The presets of `rl.overlap`."""
+"""The presets of `rl.schedule.overlap`."""
 
 OBJECTIVES = ("step_s", "cost", "cost_per_token")
 """What can be least: seconds or cost of a step, or cost of a token that is

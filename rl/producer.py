@@ -16,9 +16,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from envs import base
-from rl import buffer as buffer_lib
-from rl import events, filters, overlap, rollout, shaping, staleness
+from rl import events, filters, rollout, shaping
 from rl.data import trajectory
+from rl.schedule import group_buffer, overlap, staleness_gate
 
 
 @runtime_checkable
@@ -87,19 +87,19 @@ class Producer:
     trained: int,
     next_group: int,
     untrained: Mapping[int, trajectory.Group],
-    in_flight: Mapping[int, buffer_lib.Attempt],
+    in_flight: Mapping[int, group_buffer.Attempt],
   ) -> None:
     """Goes on where a run was saved after so many rounds."""
     per_round = self._schedule.groups_per_round
     self._trained = trained
-    self._gate = staleness.StalenessGate(
+    self._gate = staleness_gate.StalenessGate(
       self._schedule,
       total=self._rounds * per_round,
       admitted=trained * per_round + len(untrained) + len(in_flight),
       version=trained,
       next_group=next_group,
     )
-    self._buffer = buffer_lib.GroupBuffer(
+    self._buffer = group_buffer.GroupBuffer(
       trained * per_round, in_order=self._schedule.consume == "submit"
     )
     self._again = dict(in_flight)
@@ -131,7 +131,7 @@ class Producer:
       while True:
         self._room.clear()
         while self._may_admit:
-          attempt = buffer_lib.Attempt(self._tasks.next())
+          attempt = group_buffer.Attempt(self._tasks.next())
           self._submit(plays, self._gate.admit(), attempt)
         await self._room.wait()
 
@@ -149,14 +149,14 @@ class Producer:
     self,
     plays: asyncio.TaskGroup,
     group_id: int,
-    attempt: buffer_lib.Attempt,
+    attempt: group_buffer.Attempt,
     **fields: bool,
   ) -> None:
     play = self._prepare(group_id, attempt, **fields)
     plays.create_task(self._play(play, attempt), name=f"group {group_id}")
 
   def _prepare(
-    self, group_id: int, attempt: buffer_lib.Attempt, **fields: bool
+    self, group_id: int, attempt: group_buffer.Attempt, **fields: bool
   ) -> rollout.Play:
     self._buffer.submit(group_id, attempt)
     version = self._gate.version
@@ -175,7 +175,7 @@ class Producer:
     return play
 
   async def _play(
-    self, play: rollout.Play, attempt: buffer_lib.Attempt
+    self, play: rollout.Play, attempt: group_buffer.Attempt
   ) -> None:
     """Plays in one place until there is a group that may be trained."""
     group_id = play.group_id
@@ -233,8 +233,8 @@ class Producer:
     self._tasks.give_back(task)
 
   def _another(
-    self, group_id: int, before: buffer_lib.Attempt, reason: str
-  ) -> buffer_lib.Attempt:
+    self, group_id: int, before: group_buffer.Attempt, reason: str
+  ) -> group_buffer.Attempt:
     """Returns what is played where an attempt was dropped.
 
     Of the same source, so that the mix holds in what is trained; unless that
@@ -243,7 +243,7 @@ class Producer:
     task, number = before.task, before.number + 1
     if reason != "stale":
       again = self._tasks.next(task.source)
-      return buffer_lib.Attempt(again, number, refills=before.refills + 1)
+      return group_buffer.Attempt(again, number, refills=before.refills + 1)
     stale = before.stale + 1
     if stale >= self._schedule.starved_after:
       self._log.emit(
@@ -257,7 +257,7 @@ class Producer:
       task, stale = self._tasks.next(), 0
     elif self._schedule.consume == "drop":
       task = self._tasks.next(task.source)
-    return buffer_lib.Attempt(task, number, stale, before.refills)
+    return group_buffer.Attempt(task, number, stale, before.refills)
 
   # Handing over.
 
@@ -333,7 +333,7 @@ class Producer:
       elif reason := self._too_old(group):
         self._drop(group, reason)
         self._buffer.withdraw(group.group_id)
-        before = buffer_lib.Attempt(group.task, group.attempt)
+        before = group_buffer.Attempt(group.task, group.attempt)
         again = self._another(group.group_id, before, reason)
         self._submit(self._group, group.group_id, again)
     if self._schedule.checks_age:
@@ -366,7 +366,7 @@ class Producer:
     return self._buffer.untrained
 
   @property
-  def in_flight(self) -> Mapping[int, buffer_lib.Attempt]:
+  def in_flight(self) -> Mapping[int, group_buffer.Attempt]:
     """What is played, or is about to be."""
     return {**self._again, **self._buffer.in_flight}
 

@@ -8,8 +8,8 @@ import numpy as np
 from jaxtyping import Float32
 
 from envs import base
-from rl import buffer
 from rl.data import trajectory
+from rl.schedule import group_buffer
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -28,7 +28,7 @@ class Progress:
   trained: int
   cursor: Mapping[str, Any]
   untrained: Mapping[int, trajectory.Group]
-  in_flight: Mapping[int, buffer.Attempt]
+  in_flight: Mapping[int, group_buffer.Attempt]
   next_group: int
 
   def to_host(self) -> dict[str, Any]:
@@ -57,7 +57,7 @@ def from_host(state: Any, host: Mapping[str, Any]) -> Progress:
     cursor=host["cursor"],
     untrained={group.group_id: group for group in groups},
     in_flight={
-      group_id: buffer.Attempt(base.Task(**task), **counts)
+      group_id: group_buffer.Attempt(base.Task(**task), **counts)
       for group_id, task, counts in map(_split, host["in_flight"])
     },
     next_group=host["next_group"],

@@ -5,7 +5,8 @@ The classes are as those of `run_invariants`.
 
 from collections.abc import Iterator
 
-from rl import attempts, events, invariant, overlap
+from rl import attempts, events, invariant
+from rl.schedule import overlap
 
 
 class Slots(invariant.Invariant):

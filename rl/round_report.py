@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from rl import agreement, events, overlap, shaping
+from rl import agreement, events, shaping
 from rl.data import trajectory
 from rl.runtime import trace
+from rl.schedule import overlap
 
 _RENAMED = {"clipped": "clip_fraction"}
 _ADDED = {

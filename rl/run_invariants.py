@@ -10,8 +10,9 @@ import collections
 import dataclasses
 from collections.abc import Iterator
 
-from rl import attempts, events, invariant, overlap
+from rl import attempts, events, invariant
 from rl.data import trajectory
+from rl.schedule import overlap
 
 _STATUSES = frozenset(status.value for status in trajectory.Status)
 

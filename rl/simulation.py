@@ -32,10 +32,10 @@ from rl import (
   simulated_source,
   workload,
 )
-from rl import overlap as overlap_lib
 from rl import progress as progress_lib
 from rl import rollout as rollout_lib
 from rl.runtime import trace, virtual_clock, watchdog
+from rl.schedule import overlap as overlap_lib
 from rl.settings import checks
 
 _POOL_TASKS = 1 << 30

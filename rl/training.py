@@ -17,7 +17,6 @@ from rl import (
   agreement,
   estimation,
   learner,
-  overlap,
   quarantine,
   references,
   round_report,
@@ -27,6 +26,7 @@ from rl import (
 from rl import objective as objective_lib
 from rl.data import batch, trajectory
 from rl.runtime import mesh_thread
+from rl.schedule import overlap
 
 
 class Used(NamedTuple):

@@ -13,7 +13,7 @@ import pytest
 from configs import guess_number_moe, guess_number_schedules
 from launch import flags
 from models import config as model_config
-from rl import overlap
+from rl.schedule import overlap
 from rl.settings import overrides
 from tests.helpers import packed_rows, played_members
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from launch import check, report
-from rl import overlap
+from rl.schedule import overlap
 from rl.settings import overrides
 from tests.rl import event_logs
 

@@ -8,17 +8,9 @@ import pytest
 from envs import rewards
 from launch import glossary, local
 from models import config as model_config
-from rl import (
-  algorithms,
-  config,
-  corrections,
-  kl,
-  overlap,
-  references,
-  rollout,
-  testing,
-)
+from rl import algorithms, config, corrections, kl, references, rollout, testing
 from rl.engine.builtin import settings as engine_settings
+from rl.schedule import overlap
 from rl.settings import overrides
 
 PAGE = """

@@ -15,7 +15,6 @@ from rl import (
   config,
   kl,
   optimizers,
-  overlap,
   references,
   rollout,
   testing,
@@ -23,6 +22,7 @@ from rl import (
 )
 from rl.engine.builtin import engine as builtin_engine
 from rl.engine.builtin import settings as engine_settings
+from rl.schedule import overlap
 from rl.settings import overrides
 
 SCHEDULE = overlap.in_flight(4, 1, 2)

@@ -8,7 +8,7 @@ import xml.etree.ElementTree
 import pytest
 
 from launch import glossary, report
-from rl import overlap
+from rl.schedule import overlap
 from rl.settings import overrides
 from tests.rl import event_logs
 

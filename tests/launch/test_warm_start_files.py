@@ -23,17 +23,10 @@ from envs import rewards
 from launch import flags, local, warm_start_files, workdir
 from models import config as model_config
 from models import lora
-from rl import (
-  assemble,
-  config,
-  optimizers,
-  overlap,
-  rollout,
-  testing,
-  warm_start,
-)
+from rl import assemble, config, optimizers, rollout, testing, warm_start
 from rl.engine.builtin import settings as engine_settings
 from rl.runtime import checkpoint
+from rl.schedule import overlap
 from rl.settings import overrides
 
 # See test_checkpoint: orbax drops its other reads when one fails.

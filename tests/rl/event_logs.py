@@ -7,7 +7,8 @@ samples ten tokens in two turns. The first member is trained, the second masked.
 import dataclasses
 from collections.abc import Sequence
 
-from rl import events, invariants, overlap
+from rl import events, invariants
+from rl.schedule import overlap
 
 GROUP_SIZE = 2
 

@@ -17,7 +17,6 @@ from rl import (
   grading,
   invariants,
   ledger,
-  overlap,
   prompts,
   rollout,
   router,
@@ -28,6 +27,7 @@ from rl import (
 from rl import progress as progress_lib
 from rl.data import trajectory
 from rl.runtime import mesh_thread, trace, watchdog
+from rl.schedule import overlap
 
 GROUP = 2
 CHAT = word_chat.WordChat(("go", "on", "yes", "no"))

@@ -22,10 +22,10 @@ from rl import (
   grading,
   invariants,
   ledger,
-  overlap,
   simulated_learner,
   testing,
 )
+from rl.schedule import overlap
 from tests.rl import virtual_run
 
 _FAULTS = (

@@ -33,7 +33,6 @@ from rl import (
   ledger,
   losses,
   optimizers,
-  overlap,
   progress,
   references,
   rollout,
@@ -41,6 +40,7 @@ from rl import (
 )
 from rl.data import trajectory
 from rl.engine.builtin import settings as engine_settings
+from rl.schedule import overlap
 from rl.settings import overrides
 
 PRESETS = {kind.short_name: kind for kind in typing.get_args(algorithms.Named)}

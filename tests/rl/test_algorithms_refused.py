@@ -16,7 +16,6 @@ from rl import (
   filters,
   kl,
   losses,
-  overlap,
   placement,
   references,
   rollout,
@@ -24,6 +23,7 @@ from rl import (
 )
 from rl import algorithm as algorithm_lib
 from rl.engine.builtin import settings as engine_settings
+from rl.schedule import overlap
 
 MODEL = model_config.tiny(
   vocab_size=8,

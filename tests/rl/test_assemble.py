@@ -20,7 +20,6 @@ from rl import (
   kl,
   ledger,
   optimizers,
-  overlap,
   placement,
   progress,
   references,
@@ -31,6 +30,7 @@ from rl import (
 from rl.data import trajectory
 from rl.engine.builtin import settings as engine_settings
 from rl.runtime import virtual_clock
+from rl.schedule import overlap
 from tests.rl import players_under_test as players
 
 

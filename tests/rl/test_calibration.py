@@ -12,13 +12,13 @@ from rl import (
   calibration,
   distributions,
   measured,
-  overlap,
   placement,
   simulated_learner,
   simulated_processor,
   simulation,
   workload,
 )
+from rl.schedule import overlap
 from rl.settings import overrides
 from tests.rl import planned_fleets
 

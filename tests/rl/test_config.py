@@ -9,7 +9,8 @@ import pytest
 
 from envs import mixture, rewards
 from launch import flags
-from rl import affinity, algorithms, config, credit, overlap, placement, testing
+from rl import affinity, algorithms, config, credit, placement, testing
+from rl.schedule import overlap
 from rl.settings import overrides as overrides_lib
 
 ROOT = pathlib.Path(__file__).parents[2]

@@ -4,8 +4,9 @@ import asyncio
 
 import pytest
 
-from rl import coordinator, events, ledger, overlap, testing
+from rl import coordinator, events, ledger, testing
 from rl.runtime import watchdog
+from rl.schedule import overlap
 from tests.rl import fake_run, virtual_run
 
 

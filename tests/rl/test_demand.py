@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from rl import demand, distributions, overlap, workload
+from rl import demand, distributions, workload
+from rl.schedule import overlap
 from tests.rl import planned_fleets
 
 PLAIN = overlap.Redundancy()

@@ -15,7 +15,6 @@ from rl import (
   assemble,
   config,
   optimizers,
-  overlap,
   progress,
   references,
   rollout,
@@ -24,6 +23,7 @@ from rl import (
 )
 from rl.data import trajectory
 from rl.engine.builtin import settings as engine_settings
+from rl.schedule import overlap
 
 SIZES = {
   "vocab_size": 8,

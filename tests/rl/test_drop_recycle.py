@@ -9,11 +9,11 @@ from envs import mixture
 from rl import (
   coordinator,
   events,
-  overlap,
   simulated_engine,
   simulated_processor,
   testing,
 )
+from rl.schedule import overlap
 from tests.rl import virtual_run
 
 DROP = dataclasses.replace(overlap.in_flight(4, 1, 1), consume="drop")

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from rl import events, invariants, ledger, overlap
+from rl import events, invariants, ledger
+from rl.schedule import overlap
 from tests.rl import event_logs as logs
 
 SYNC = overlap.sync(2, groups_per_microbatch=1)

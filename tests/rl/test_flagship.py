@@ -30,7 +30,6 @@ from rl import (
   learner,
   losses,
   optimizers,
-  overlap,
   progress,
   rollout,
   testing,
@@ -38,6 +37,7 @@ from rl import (
 )
 from rl.data import trajectory
 from rl.engine.builtin import settings as engine_settings
+from rl.schedule import overlap
 
 R, GROUP, ROUNDS = 4, 4, 3
 DEADLINE_S = 300.0

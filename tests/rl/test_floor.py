@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from rl import demand, floor, overlap, simulated_learner, simulation
+from rl import demand, floor, simulated_learner, simulation
+from rl.schedule import overlap
 
 CLUSTER = simulation.Cluster(
   learner=simulated_learner.Learner(token_s=0.01, update_s=0.0),

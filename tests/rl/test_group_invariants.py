@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from rl import overlap
+from rl.schedule import overlap
 from tests.rl import event_logs as logs
 
 _PIPE, _ONE_STEP = logs.run(logs.PIPE), logs.run(logs.ONE_STEP)

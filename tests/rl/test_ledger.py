@@ -4,7 +4,8 @@ import dataclasses
 
 import pytest
 
-from rl import ledger, overlap
+from rl import ledger
+from rl.schedule import overlap
 from tests.rl import event_logs as logs
 
 IN_FLIGHT = overlap.in_flight(2, 1)

@@ -16,7 +16,6 @@ from rl import (
   assemble,
   config,
   optimizers,
-  overlap,
   placement,
   progress,
   rollout,
@@ -28,6 +27,7 @@ from rl.data import trajectory
 from rl.engine.builtin import engine as builtin_engine
 from rl.engine.builtin import settings as engine_settings
 from rl.runtime import checkpoint
+from rl.schedule import overlap
 from rl.settings import overrides
 
 

@@ -21,11 +21,11 @@ from rl import (
   losses,
   objective,
   optimizers,
-  overlap,
   placement,
   training,
 )
 from rl.data import batch
+from rl.schedule import overlap
 from tests.helpers import scored_episodes
 from tests.rl import conftest as tiny
 from tests.rl import counting_trainer, fake_run

@@ -13,13 +13,13 @@ from rl import (
   advantages,
   episode,
   filters,
-  overlap,
   simulated_engine,
   simulated_learner,
   simulated_processor,
   testing,
 )
 from rl.data import trajectory
+from rl.schedule import overlap
 from tests.helpers import played_members
 from tests.rl import fake_run, virtual_run
 

@@ -9,7 +9,6 @@ from rl import (
   demand,
   distributions,
   fleet,
-  overlap,
   planner,
   planning,
   simulation,
@@ -17,6 +16,7 @@ from rl import (
   workload,
 )
 from rl import floor as floor_lib
+from rl.schedule import overlap
 from tests.rl import planned_fleets
 
 question = planned_fleets.question

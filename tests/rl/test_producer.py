@@ -6,14 +6,8 @@ import json
 
 import pytest
 
-from rl import (
-  coordinator,
-  filters,
-  overlap,
-  progress,
-  simulated_learner,
-  testing,
-)
+from rl import coordinator, filters, progress, simulated_learner, testing
+from rl.schedule import overlap
 from tests.rl import virtual_run
 
 DROP = dataclasses.replace(

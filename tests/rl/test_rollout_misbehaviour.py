@@ -7,9 +7,10 @@ import pytest
 
 from envs import base
 from models.chat import word_chat
-from rl import overlap, router, testing
+from rl import router, testing
 from rl.data import trajectory
 from rl.runtime import virtual_clock
+from rl.schedule import overlap
 from tests.rl import players_under_test as players
 from tests.rl import virtual_run
 

@@ -11,7 +11,8 @@ import sys
 
 import pytest
 
-from rl import invariants, overlap, staleness
+from rl import invariants
+from rl.schedule import overlap, staleness_gate
 from tests.rl import schedule_load, virtual_run
 
 _TRAJECTORIES = 51_000
@@ -115,10 +116,12 @@ def test_a_run_of_another_schedule_breaks_the_promises_of_a_mode(mode):
 
 @pytest.mark.parametrize("mode", schedule_load.MODES)
 def test_a_gate_that_admits_one_too_many_is_seen(mode, monkeypatch):
-  right = staleness.StalenessGate.limit.fget
+  right = staleness_gate.StalenessGate.limit.fget
   assert right is not None
   monkeypatch.setattr(
-    staleness.StalenessGate, "limit", property(lambda gate: right(gate) + 1)
+    staleness_gate.StalenessGate,
+    "limit",
+    property(lambda gate: right(gate) + 1),
   )
   schedule = schedule_load.schedule(mode, random.Random(1))
   if mode == "hard frontier":  # It must not be the frontier that holds back.

@@ -5,14 +5,9 @@ import math
 
 import pytest
 
-from rl import (
-  distributions,
-  overlap,
-  simulated_learner,
-  simulated_processor,
-  simulation,
-)
+from rl import distributions, simulated_learner, simulated_processor, simulation
 from rl.runtime import watchdog
+from rl.schedule import overlap
 from tests.rl import simulated_runs
 
 CONSTANT, HEAVY, AGENT = (

@@ -4,13 +4,8 @@ import dataclasses
 
 import pytest
 
-from rl import (
-  distributions,
-  overlap,
-  simulated_learner,
-  simulation,
-  simulation_result,
-)
+from rl import distributions, simulated_learner, simulation, simulation_result
+from rl.schedule import overlap
 from tests.rl import simulated_runs
 
 CONSTANT, HEAVY = simulated_runs.CONSTANT, simulated_runs.HEAVY

@@ -15,12 +15,12 @@ from rl import (
   credit,
   learner,
   optimizers,
-  overlap,
   placement,
   testing,
   training,
 )
 from rl.runtime import mesh_thread, trace
+from rl.schedule import overlap
 from tests.rl.counting_trainer import (
   GRPO,
   NOTHING,

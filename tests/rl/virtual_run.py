@@ -21,7 +21,6 @@ from rl import (
   grading,
   invariants,
   ledger,
-  overlap,
   prompts,
   rollout,
   router,
@@ -31,6 +30,7 @@ from rl import (
 from rl import progress as progress_lib
 from rl.data import trajectory
 from rl.runtime import trace, virtual_clock, watchdog
+from rl.schedule import overlap
 
 CHAT = word_chat.WordChat(("go", "on", "yes", "no"))
 YES, NO = 5, 6

@@ -79,7 +79,12 @@ def test_everything_on_offer_is_taken_as_it_is_typed(path):
     ),
     ("optimizer", "muon", "rl.optimizers.Muon()", "rl.optimizers.AdamW()"),
     ("model", "tiny", "models.config.tiny()", "models.config.ModelConfig()"),
-    ("overlap", "sync", "rl.overlap.sync(groups_per_round=4)", "rl.overlap."),
+    (
+      "overlap",
+      "sync",
+      "rl.schedule.overlap.sync(groups_per_round=4)",
+      "rl.schedule.overlap.",
+    ),
     ("algorithm", "grop", "grpo", ""),
     ("engine", "sglan", "sglang", ""),
     ("algorithm.reference", "initail", "initial", ""),

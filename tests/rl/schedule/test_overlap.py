@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from rl import overlap
+from rl.schedule import overlap
 
 
 @pytest.mark.parametrize(

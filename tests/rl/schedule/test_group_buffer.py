@@ -3,8 +3,8 @@
 import pytest
 
 from envs import base
-from rl import buffer
 from rl.data import trajectory
+from rl.schedule import group_buffer
 
 
 def _task(index):
@@ -20,12 +20,12 @@ def _group(group_id):
 
 
 def _attempt(index):
-  return buffer.Attempt(_task(index))
+  return group_buffer.Attempt(_task(index))
 
 
 def _filled(count, done=(), in_order=True):
   """Returns a buffer of `count` submitted groups, some of them finished."""
-  groups = buffer.GroupBuffer(in_order=in_order)
+  groups = group_buffer.GroupBuffer(in_order=in_order)
   for i in range(count):
     groups.submit(i, _attempt(i))
   for i in done:
@@ -58,7 +58,7 @@ def test_a_group_that_is_withdrawn_is_gone(group_id):
   groups.withdraw(group_id)
   left = {**groups.ready, **groups.in_flight}
   assert sorted(left) == [1 - group_id]
-  groups.submit(group_id, buffer.Attempt(_task(7), 1))
+  groups.submit(group_id, group_buffer.Attempt(_task(7), 1))
   assert groups.in_flight[group_id].number == 1
 
 
@@ -111,7 +111,7 @@ def test_a_restart_goes_on_where_the_last_commit_was():
   before.commit()
   before.take(1)
   # Group 1 was taken and never trained, so it comes back; 2 is played again.
-  after = buffer.GroupBuffer(min(before.untrained))
+  after = group_buffer.GroupBuffer(min(before.untrained))
   for group in before.untrained.values():
     after.restore(group)
   for group_id, attempt in before.in_flight.items():

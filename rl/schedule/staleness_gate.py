@@ -1,7 +1,7 @@
 """How many groups may be under way: pure accounting, no clock, no task."""
 
-from rl import overlap as overlap_lib
 from rl.data import trajectory
+from rl.schedule import overlap as overlap_lib
 
 
 class StalenessGate:

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from rl import overlap, staleness
 from rl.data import trajectory
+from rl.schedule import overlap, staleness_gate
 
 
 def _gate(eta=2, per_round=4, total=10**9, extra=0, **resumed):
@@ -15,7 +15,7 @@ def _gate(eta=2, per_round=4, total=10**9, extra=0, **resumed):
     on_publish="recompute",
     redundancy=overlap.Redundancy(extra_groups=extra),
   )
-  return staleness.StalenessGate(schedule, total, **resumed)
+  return staleness_gate.StalenessGate(schedule, total, **resumed)
 
 
 def _fill(gate):

@@ -1,0 +1,1 @@
+"""Pure scheduling decisions: overlap, staleness gate, group buffer."""
