@@ -22,13 +22,13 @@ import numpy as np
 from benchmarks import one_engine
 from rl import (
   distributions,
-  events,
   measured,
   simulated_learner,
   simulated_processor,
   simulation,
   workload,
 )
+from rl.audit import event_log
 from rl.engine.builtin import settings as engine_settings
 from rl.runtime import trace
 
@@ -60,7 +60,7 @@ def of(run: one_engine.Run, rounds: int) -> simulation.Simulation:
 
 def settled(run: one_engine.Run) -> one_engine.Run:
   """Returns a synchronous run without its first round, which imports."""
-  first = next(events.of_kind(run.events, "published"))["t"]
+  first = next(event_log.of_kind(run.events, "published"))["t"]
   log = [event for event in run.events if event["t"] > first]
   return dataclasses.replace(run, events=log)
 
@@ -167,13 +167,13 @@ def _cost(together: float, alone: float) -> float:
   return max(together / alone - 1.0, 0.0)
 
 
-def _step_s(log: Sequence[events.Event]) -> float:
-  return statistics.fmean(e["env_s"] for e in events.of_kind(log, "turn"))
+def _step_s(log: Sequence[event_log.Event]) -> float:
+  return statistics.fmean(e["env_s"] for e in event_log.of_kind(log, "turn"))
 
 
-def answer_spans(log: Sequence[events.Event]) -> Iterator[trace.Span]:
+def answer_spans(log: Sequence[event_log.Event]) -> Iterator[trace.Span]:
   """Yields when an engine had a request, on a track "answers"."""
-  for event in events.of_kind(log, "turn"):
+  for event in event_log.of_kind(log, "turn"):
     end = event["t"] - event["env_s"]
     yield trace.Span("answers", "answer", end - event["decode_s"], end)
 
@@ -195,19 +195,21 @@ def speed(run: one_engine.Run) -> simulated_processor.Speed:
 
 
 def answers(
-  log: Sequence[events.Event],
+  log: Sequence[event_log.Event],
 ) -> tuple[measured.Samples, measured.Samples]:
   """Returns what `measured.answers` does, of the only engine."""
-  return measured.answers(e for e in events.of_kind(log, "turn") if e["tokens"])
+  return measured.answers(
+    e for e in event_log.of_kind(log, "turn") if e["tokens"]
+  )
 
 
 # Tasks.
 
 
-def task(log: Sequence[events.Event]) -> workload.Workload:
+def task(log: Sequence[event_log.Event]) -> workload.Workload:
   """Returns what episodes drew: turns, ids and seconds."""
-  turns = list(events.of_kind(log, "turn"))
-  ended = list(events.of_kind(log, "ended"))
+  turns = list(event_log.of_kind(log, "turn"))
+  ended = list(event_log.of_kind(log, "ended"))
   prompt, reply = measured.contexts(ended)
   graded = _pairs(log, "grading", "reward")
   return workload.Workload(
@@ -217,7 +219,7 @@ def task(log: Sequence[events.Event]) -> workload.Workload:
     answer_tokens=measured.counts([e["tokens"] for e in turns if e["tokens"]]),
     reply_tokens=distributions.Constant(reply),
     start_s=measured.seconds(
-      _usual([*measured.starts_s(events.of_kind(log, "admitted"), turns)])
+      _usual([*measured.starts_s(event_log.of_kind(log, "admitted"), turns)])
     ),
     step_s=measured.seconds([e["env_s"] for e in turns]),
     reward_s=measured.seconds(_usual([b["t"] - a["t"] for a, b in graded])),
@@ -226,13 +228,13 @@ def task(log: Sequence[events.Event]) -> workload.Workload:
   )
 
 
-def likeness(log: Sequence[events.Event]) -> float:
+def likeness(log: Sequence[event_log.Event]) -> float:
   """Returns the correlation of draws with which episodes are alike as here.
 
   That is in the seconds of their environments, which the engine has no part in.
   """
-  rounds = {e["group"]: e["version"] for e in events.of_kind(log, "trained")}
-  turns = list(events.of_kind(log, "turn"))
+  rounds = {e["group"]: e["version"] for e in event_log.of_kind(log, "trained")}
+  turns = list(event_log.of_kind(log, "turn"))
   # What a whole round has in common, the machine alone is the cause of.
   round_s: dict[int, list[float]] = collections.defaultdict(list)
   for event in turns:
@@ -241,15 +243,17 @@ def likeness(log: Sequence[events.Event]) -> float:
   excess_s: dict[measured.Place, list[float]] = collections.defaultdict(list)
   for event in turns:
     seconds = event["env_s"] - usual_s[rounds[event["group"]]]
-    excess_s[events.member(event)].append(seconds)
+    excess_s[event_log.member(event)].append(seconds)
   return measured.likeness(excess_s)
 
 
 def _pairs(
-  log: Sequence[events.Event], first: str, then: str
-) -> list[tuple[events.Event, events.Event]]:
-  before = {events.member(e): e for e in events.of_kind(log, first)}
-  return [(before[events.member(e)], e) for e in events.of_kind(log, then)]
+  log: Sequence[event_log.Event], first: str, then: str
+) -> list[tuple[event_log.Event, event_log.Event]]:
+  before = {event_log.member(e): e for e in event_log.of_kind(log, first)}
+  return [
+    (before[event_log.member(e)], e) for e in event_log.of_kind(log, then)
+  ]
 
 
 def _usual(values: Sequence[float]) -> list[float]:
@@ -273,11 +277,13 @@ def learner(run: one_engine.Run) -> simulated_learner.Learner:
       spans[span.name].append(span.end - span.start)
   update_s = statistics.median(spans["update"])
   lengths: dict[tuple[int, int], int] = collections.Counter()
-  for event in events.of_kind(run.events, "ended"):
+  for event in event_log.of_kind(run.events, "ended"):
     lengths[event["group"], event["attempt"]] += event["length"]
-  trained = events.of_kind(run.events, "trained")
+  trained = event_log.of_kind(run.events, "trained")
   ids = sum(lengths[e["group"], e["attempt"]] for e in trained)
-  took = [e["end"] - e["start"] for e in events.of_kind(run.events, "update")]
+  took = [
+    e["end"] - e["start"] for e in event_log.of_kind(run.events, "update")
+  ]
   # The median round: others may have waited for the machine.
   per_round = ids / len(took)
   token_s = max(statistics.median(took) - update_s, 0.0) / per_round
@@ -289,8 +295,8 @@ def learner(run: one_engine.Run) -> simulated_learner.Learner:
   )
 
 
-def _publish_s(log: Sequence[events.Event]) -> float:
+def _publish_s(log: Sequence[event_log.Event]) -> float:
   """Returns seconds from an optimizer step to when its weights serve."""
-  ends = [e["end"] for e in events.of_kind(log, "update")]
-  served = [e["t"] for e in events.of_kind(log, "published")]
+  ends = [e["end"] for e in event_log.of_kind(log, "update")]
+  served = [e["t"] for e in event_log.of_kind(log, "published")]
   return statistics.median(b - a for a, b in zip(ends, served, strict=True))

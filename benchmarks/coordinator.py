@@ -47,11 +47,8 @@ from rl import (
   advantages,
   algorithms,
   coordinator,
-  events,
   filters,
   grading,
-  invariants,
-  ledger,
   prompts,
   rollout,
   router,
@@ -60,6 +57,7 @@ from rl import (
   training,
 )
 from rl import progress as progress_lib
+from rl.audit import checker, event_log, token_ledger
 from rl.data import trajectory
 from rl.engine import contract
 from rl.runtime import mesh_thread, trace, watchdog
@@ -143,9 +141,9 @@ class _Run:
     self._tasks = prompts.Prompts(self._source, 0)
     self._thread: mesh_thread.MeshThread | None = None
     self.watcher = _Watcher()
-    self.log = events.EventLog(folder / "events.jsonl", clock=clock)
-    self.checker = invariants.Checker(case.schedule, _MEMBERS)
-    self.books = ledger.Books()
+    self.log = event_log.EventLog(folder / "events.jsonl", clock=clock)
+    self.checker = checker.Checker(case.schedule, _MEMBERS)
+    self.books = token_ledger.Books()
     if case.checked:
       self.log.listeners += [self.checker.feed, self.books.feed]
     # An engine of which nothing else is asked.

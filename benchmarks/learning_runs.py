@@ -25,8 +25,6 @@ from rl import (
   config,
   corrections,
   evaluate,
-  events,
-  invariants,
   learner,
   optimizers,
   progress,
@@ -34,6 +32,7 @@ from rl import (
   warm_start,
 )
 from rl import row as row_lib
+from rl.audit import checker, event_log
 from rl.data import trajectory
 from rl.engine.builtin import settings as engine_settings
 from rl.schedule import overlap
@@ -227,7 +226,7 @@ class Bench:
       **dataclasses.asdict(case),
       "updates": UPDATES,
       "curve": watcher.curve,
-      "played": len(list(events.of_kind(parts.log.events, "ended"))),
+      "played": len(list(event_log.of_kind(parts.log.events, "ended"))),
       "trained": UPDATES * SAMPLES,
       **described(watcher.metrics),
       "wall_s": round(time.monotonic() - start_s, 1),
@@ -334,7 +333,7 @@ def _mean(
 
 def _check(parts: assemble.Parts) -> None:
   one = parts.experiment
-  broken = invariants.violations(
+  broken = checker.violations(
     parts.log.events, one.overlap, one.rollout.group_size
   )
   if broken:

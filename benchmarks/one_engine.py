@@ -21,16 +21,8 @@ import numpy as np
 from jaxtyping import Float32
 
 from models import transformer
-from rl import (
-  assemble,
-  config,
-  events,
-  invariants,
-  learner,
-  progress,
-  router,
-  train_state,
-)
+from rl import assemble, config, learner, progress, router, train_state
+from rl.audit import checker, event_log
 from rl.data import batch, trajectory
 from rl.engine import contract
 from rl.runtime import trace
@@ -161,7 +153,7 @@ class Bench:
 
   def _rewired(self, experiment: config.Experiment) -> assemble.Parts:
     """Returns the parts with everything new that a run changes."""
-    parts, log = self._parts, events.EventLog()
+    parts, log = self._parts, event_log.EventLog()
     members = [
       router.Member(typing.cast(contract.DecodeEngine, _Renewed(served)))
       for served in parts.engines
@@ -271,9 +263,9 @@ def _later(span: trace.Span, seconds: float) -> trace.Span:
   )
 
 
-def _checked(parts: assemble.Parts) -> Sequence[events.Event]:
+def _checked(parts: assemble.Parts) -> Sequence[event_log.Event]:
   experiment, log = parts.experiment, parts.log.events
-  broken = invariants.violations(
+  broken = checker.violations(
     log, experiment.overlap, experiment.rollout.group_size
   )
   if broken:

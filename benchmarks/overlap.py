@@ -30,7 +30,8 @@ from benchmarks import calibration, machine, one_engine
 from configs import guess_number_schedules
 from envs import delayed
 from launch import devices, flags
-from rl import assemble, config, events, ledger, simulation, simulation_result
+from rl import assemble, config, simulation, simulation_result
+from rl.audit import event_log, token_ledger
 from rl.runtime import trace
 from rl.schedule import overlap
 
@@ -65,7 +66,7 @@ TASKS: Mapping[str, Callable[[config.Experiment], config.Experiment]] = {
 
 
 def outcome(
-  log: Sequence[events.Event],
+  log: Sequence[event_log.Event],
   spans: Iterable[trace.Span],
   schedule: overlap.Overlap,
   rounds: int,
@@ -80,16 +81,16 @@ def outcome(
   """
   eta = schedule.max_staleness
   counted = range(_WARMUP + eta, rounds - eta)
-  ends = [0.0, *(e["t"] for e in events.of_kind(log, "published"))]
+  ends = [0.0, *(e["t"] for e in event_log.of_kind(log, "published"))]
   window = ends[counted.start], ends[counted.stop]
   trained = [
-    e for e in events.of_kind(log, "trained") if e["version"] in counted
+    e for e in event_log.of_kind(log, "trained") if e["version"] in counted
   ]
-  lags = events.staleness(trained)
+  lags = event_log.staleness(trained)
   mine = [span for span in spans if span.track == "learner"]
   work = _clipped([*mine, *calibration.answer_spans(log)], window)
   both = trace.overlap(work, second="answers")
-  books = ledger.of(log)
+  books = token_ledger.of(log)
   each = {
     "step_s": window[1] - window[0],
     "learner_s": both.first_s,

@@ -42,7 +42,8 @@ from benchmarks import machine
 from launch import devices
 from models import config as model_config
 from models import lora, sharding, transformer
-from rl import events, placement, testing, weights
+from rl import placement, testing, weights
+from rl.audit import event_log
 from rl.data import trajectory
 from rl.engine import contract
 from rl.engine.builtin import settings as engine_settings
@@ -192,7 +193,7 @@ async def _under_load(
   publisher = weights.WeightPublisher(
     [(served, weights.pool_shardings(_MODEL, layouts[1], "same"))],
     learner,
-    events.EventLog(),
+    event_log.EventLog(),
     spans,
   )
   copy, _ = await publisher.place(params)
@@ -242,7 +243,7 @@ async def _moved(
       )
     ],
     learner,
-    events.EventLog(),
+    event_log.EventLog(),
     spans,
     weights.Publishing(dtype=dtype),
   )

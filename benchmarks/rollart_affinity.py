@@ -37,13 +37,13 @@ from benchmarks import machine, simulated
 from rl import (
   affinity,
   distributions,
-  events,
   rollout,
   simulated_learner,
   simulated_processor,
   simulation,
   workload,
 )
+from rl.audit import event_log
 from rl.schedule import overlap
 
 OVER_BANDWIDTH, OVER_COMPUTE = (1.30, 1.68), (1.12, 1.37)
@@ -153,15 +153,16 @@ def _sessions_per_s(record: simulation.Record) -> float:
   Work that later rounds will train counts when it is done: from publish to
   publish nearly a round more or less of it may have been.
   """
-  ends = [e["t"] for e in events.of_kind(record.events, "published")]
+  ends = [e["t"] for e in event_log.of_kind(record.events, "published")]
   counted = record.settings.counted
   start, end = ends[counted.start - 1], ends[counted.stop - 1]
   sources = {
-    e["group"]: e["source"] for e in events.of_kind(record.events, "submitted")
+    e["group"]: e["source"]
+    for e in event_log.of_kind(record.events, "submitted")
   }
   done = sum(
     1.0 / _TURNS[sources[e["group"]]]
-    for e in events.of_kind(record.events, "turn")
+    for e in event_log.of_kind(record.events, "turn")
     if start < e["t"] <= end
   )
   return done / (end - start)

@@ -26,14 +26,13 @@ from absl import app
 from benchmarks import machine, simulated
 from rl import (
   distributions,
-  events,
-  ledger,
   rollout,
   simulated_learner,
   simulated_processor,
   simulation,
   workload,
 )
+from rl.audit import event_log, token_ledger
 from rl.schedule import overlap
 
 PUBLISHED = {
@@ -106,14 +105,14 @@ def settings(
 def play(chosen: simulation.Simulation) -> dict[str, float]:
   """Returns seconds of a round, and what redundancy costs."""
   record = simulated.checked(simulation.simulate(chosen))
-  books = ledger.of(record.events)
+  books = token_ledger.of(record.events)
   ended = {
-    events.member(e): e["tokens"]
-    for e in events.of_kind(record.events, "ended")
+    event_log.member(e): e["tokens"]
+    for e in event_log.of_kind(record.events, "ended")
   }
   trained = [
     ended[e["group"], e["attempt"], index]
-    for e in events.of_kind(record.events, "trained")
+    for e in event_log.of_kind(record.events, "trained")
     for index in e["members"]
   ]
   return {

@@ -37,7 +37,6 @@ from absl import app
 from benchmarks import machine, simulated
 from rl import (
   distributions,
-  events,
   rollout,
   simulated_learner,
   simulated_processor,
@@ -45,6 +44,7 @@ from rl import (
   simulation_result,
   workload,
 )
+from rl.audit import event_log
 from rl.runtime import trace
 from rl.schedule import overlap
 
@@ -101,7 +101,7 @@ def play(
   total_s = statistics.mean(simulated.rounds_s(record)[1:])
   busy = trace.busy(record.spans, "learner")
   train_s = sum(end - start for start, end in busy if end > start)
-  trained = list(events.of_kind(record.events, "trained"))
+  trained = list(event_log.of_kind(record.events, "trained"))
   row = {
     "T": total_s,
     "W": train_s / (rounds + 1),
@@ -117,9 +117,9 @@ def play(
 def _first_s(record: simulation.Record) -> float:
   """Returns when training begins, mean over the rounds that count."""
   dequeued: dict[int, float] = {}
-  for event in events.of_kind(record.events, "dequeued"):
+  for event in event_log.of_kind(record.events, "dequeued"):
     dequeued.setdefault(event["version"], event["t"])
-  ends = [e["t"] for e in events.of_kind(record.events, "published")]
+  ends = [e["t"] for e in event_log.of_kind(record.events, "published")]
   return statistics.mean(
     dequeued[number] - ends[number - 1] for number in range(1, len(ends))
   )

@@ -9,7 +9,8 @@ from typing import Any
 from absl import flags as absl_flags
 
 from envs import base
-from rl import events, invariants, simulated_source, simulation
+from rl import simulated_source, simulation
+from rl.audit import checker, event_log
 
 ROUNDS = absl_flags.DEFINE_integer("rounds", 7, "Rounds of each row.")
 
@@ -122,7 +123,7 @@ class _InStep:
 
 def rounds_s(record: simulation.Record) -> list[float]:
   """Returns seconds from publish to publish, the first from the beginning."""
-  ends = [e["t"] for e in events.of_kind(record.events, "published")]
+  ends = [e["t"] for e in event_log.of_kind(record.events, "published")]
   return [b - a for a, b in itertools.pairwise([0.0, *ends])]
 
 
@@ -132,7 +133,7 @@ def checked(record: simulation.Record) -> simulation.Record:
   Raises:
     RuntimeError: it broke one.
   """
-  broken = invariants.violations(
+  broken = checker.violations(
     record.events,
     record.settings.overlap,
     record.settings.rollout.group_size,

@@ -14,7 +14,8 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rl import events, invariants, ledger, rollout
+from rl import rollout
+from rl.audit import checker, event_log, token_ledger
 from rl.schedule import overlap
 from rl.settings import overrides
 
@@ -64,9 +65,9 @@ class Verdict:
   bound: int | None
   checks: Sequence[str]
   violations: Sequence[str]
-  books: ledger.Ledger
-  by_source: Mapping[str, ledger.Ledger]
-  selection: ledger.Selection
+  books: token_ledger.Ledger
+  by_source: Mapping[str, token_ledger.Ledger]
+  selection: token_ledger.Selection
   lags: collections.Counter[int]
   faults: collections.Counter[str]
   sources: Mapping[str, Source]
@@ -146,13 +147,13 @@ class Mix:
     self._first: dict[int, str] = {}
     self._last: dict[int, str] = {}
 
-  def feed(self, event: events.Event) -> None:
+  def feed(self, event: event_log.Event) -> None:
     """Counts one event."""
     match event["kind"]:
       case "submitted":
         self._begin(event["group"], event["source"])
       case "restored":
-        known = self._last.get(event["group"], ledger.UNKNOWN)
+        known = self._last.get(event["group"], token_ledger.UNKNOWN)
         self._begin(event["group"], known)
       case "starved":
         source = self.sources[event["source"]]
@@ -165,7 +166,7 @@ class Mix:
         self.sources[self._first[event["group"]]].submitted -= 1
         self._end(event["group"])
 
-  def _is_surplus(self, event: events.Event) -> bool:
+  def _is_surplus(self, event: event_log.Event) -> bool:
     return event["reason"] == "surplus" and event["group"] in self._first
 
   def _begin(self, group: int, source: str) -> None:
@@ -191,7 +192,7 @@ class Ages:
     self._stride = 1
     self._times: dict[tuple[int, int], list[float]] = {}
 
-  def feed(self, event: events.Event) -> None:
+  def feed(self, event: event_log.Event) -> None:
     """Notes the time of one transition."""
     kind = event["kind"]
     if kind not in _SEEN or event["group"] % self._stride:
@@ -292,9 +293,9 @@ def read(
   Raises:
     Unreadable: its events are of another program, or an older one.
   """
-  reader, log = _Reader(schedule, group_size), events.File(path)
+  reader, log = _Reader(schedule, group_size), event_log.File(path)
   try:
-    for event in events.surviving(log):
+    for event in event_log.surviving(log):
       reader.feed(event)
   except (LookupError, TypeError) as error:
     raise Unreadable(f"{path.name}: an event lacks {error}") from error
@@ -306,15 +307,13 @@ class _Reader:
 
   def __init__(self, schedule: overlap.Overlap | None, group_size: int):
     self._bound = schedule.max_staleness if schedule else None
-    self._checker = (
-      invariants.Checker(schedule, group_size) if schedule else None
-    )
-    self._books, self._ages, self._mix = ledger.Books(), Ages(), Mix()
+    self._checker = checker.Checker(schedule, group_size) if schedule else None
+    self._books, self._ages, self._mix = token_ledger.Books(), Ages(), Mix()
     self._lags: collections.Counter[int] = collections.Counter()
     self._faults: collections.Counter[str] = collections.Counter()
     self._rounds = 0
 
-  def feed(self, event: events.Event) -> None:
+  def feed(self, event: event_log.Event) -> None:
     if self._checker:
       self._checker.feed(event)
     self._books.feed(event)
@@ -326,7 +325,7 @@ class _Reader:
     elif event["kind"] == "fault":
       self._faults[event["status"]] += 1
 
-  def verdict(self, log: events.File) -> Verdict:
+  def verdict(self, log: event_log.File) -> Verdict:
     checks, violations, book = [], [], self._books.ledger()
     if self._checker:
       checks = [*self._checker.checks, _BALANCE]

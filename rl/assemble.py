@@ -18,7 +18,6 @@ from rl import (
   config,
   coordinator,
   episode,
-  events,
   filters,
   grading,
   learner,
@@ -32,6 +31,7 @@ from rl import (
   warm_start,
   weights,
 )
+from rl.audit import event_log
 from rl.data import trajectory
 from rl.engine import contract
 from rl.engine.builtin import settings as engine_settings
@@ -63,7 +63,7 @@ class Parts:
   publisher: weights.WeightPublisher
   player: rollout.Player
   tasks: prompts.Prompts
-  log: events.EventLog
+  log: event_log.EventLog
   spans: trace.Trace
   dog: watchdog.Watchdog
   trainer: training.Training
@@ -106,7 +106,7 @@ def build(
   experiment.validate()
   learner_layout, *decode_layouts = experiment.placement.layouts()
   spans = trace.Trace(run_dir / "spans.jsonl" if run_dir else None)
-  log = events.EventLog(run_dir / "events.jsonl" if run_dir else None)
+  log = event_log.EventLog(run_dir / "events.jsonl" if run_dir else None)
   chat = experiment.chat()
   dog = watchdog.Watchdog(report)
   learner_thread = mesh_thread.MeshThread("learner", spans)
@@ -164,7 +164,7 @@ def publisher(
   serving: router.Router,
   decode_layouts: Sequence[sharding.Layout],
   learner_thread: mesh_thread.MeshThread,
-  log: events.EventLog,
+  log: event_log.EventLog,
   spans: trace.Trace,
 ) -> weights.WeightPublisher:
   """Returns the way of the weights to every engine, each with its layout."""
@@ -196,7 +196,7 @@ def player(
   experiment: config.Experiment,
   sessions: rollout.Sessions,
   chat: episode.Chat,
-  log: events.EventLog,
+  log: event_log.EventLog,
   dog: watchdog.Watchdog,
 ) -> rollout.Player:
   """Returns what plays the groups of an experiment."""

@@ -27,19 +27,19 @@ import numpy as np
 from rl import (
   config,
   distributions,
-  events,
   fleet,
   measured,
   placement,
   planning,
   workload,
 )
+from rl.audit import event_log
 from rl.runtime import trace
 from rl.settings import overrides
 
 _MORE = "let it run for a few rounds"
 _PLACE = ("group", "attempt", "index")
-# What is looked at of each kind of event; see `rl.events`.
+# What is looked at of each kind of event; see `rl.audit.event_log`.
 _FIELDS: Mapping[str, Sequence[str]] = {
   "submitted": ("group", "attempt", "source"),
   "admitted": (*_PLACE, "engine"),
@@ -86,7 +86,7 @@ class Run:
   """
 
   path: pathlib.Path
-  log: Sequence[events.Event]
+  log: Sequence[event_log.Event]
   spans: Sequence[trace.Span]
   first: int
   start_s: float
@@ -94,9 +94,9 @@ class Run:
   placement: placement.Placement
   sources: Mapping[tuple[int, int], str]
 
-  def of(self, kind: str, source: str | None = None) -> list[events.Event]:
+  def of(self, kind: str, source: str | None = None) -> list[event_log.Event]:
     """Returns events of a kind, of one source or of all."""
-    found = events.of_kind(self.log, kind)
+    found = event_log.of_kind(self.log, kind)
     if source is None:
       return list(found)
     return [
@@ -117,7 +117,7 @@ def read(path: pathlib.Path) -> Run:
         f"--calibrate={path}: there is no {name}; name the --workdir of a run"
       )
   log = _log(path)
-  ends = {e["version"]: e["end"] for e in events.of_kind(log, "update")}
+  ends = {e["version"]: e["end"] for e in event_log.of_kind(log, "update")}
   if not ends:
     raise ValueError(f"--calibrate={path}: it has trained no round; {_MORE}")
   first, *others = sorted(ends)
@@ -139,10 +139,10 @@ def read(path: pathlib.Path) -> Run:
   )
 
 
-def _log(path: pathlib.Path) -> list[events.Event]:
+def _log(path: pathlib.Path) -> list[event_log.Event]:
   """Returns events that have all the fields that their kinds should have."""
   try:
-    log = list(events.File(path / "events.jsonl"))
+    log = list(event_log.File(path / "events.jsonl"))
   except (KeyError, TypeError) as error:  # It looks at their kinds.
     raise ValueError(
       f"--calibrate={path}: events.jsonl has a line that is no event of a kind"
@@ -286,7 +286,7 @@ def rates(run: Run) -> Rates:
 
 def _learner(run: Run) -> tuple[float, float, float]:
   """Returns seconds of a trained id, an optimizer step, a scored sample."""
-  lengths = {events.member(e): e["length"] for e in run.of("ended")}
+  lengths = {event_log.member(e): e["length"] for e in run.of("ended")}
   trained = [e for e in run.of("trained") if e["version"] >= run.first]
   ids = sum(
     lengths.get((e["group"], e["attempt"], i), 0)
@@ -316,11 +316,11 @@ def answers(run: Run) -> tuple[measured.Samples, measured.Samples]:
   The number is the mean over the time of the answer, itself included, on its
   engine.
   """
-  homes = {events.member(e): e["engine"] for e in run.of("admitted")}
-  by_engine: dict[int, list[events.Event]] = collections.defaultdict(list)
+  homes = {event_log.member(e): e["engine"] for e in run.of("admitted")}
+  by_engine: dict[int, list[event_log.Event]] = collections.defaultdict(list)
   for event in run.of("turn"):
     if event["tokens"] and measured.asked_s(event) >= run.start_s:
-      by_engine[homes.get(events.member(event), 0)].append(event)
+      by_engine[homes.get(event_log.member(event), 0)].append(event)
   if not by_engine:
     raise ValueError(f"--calibrate={run.path}: nothing was sampled; {_MORE}")
   parts = [measured.answers(turns) for turns in by_engine.values()]
@@ -342,9 +342,9 @@ def tasks(run: Run) -> Iterator[workload.Workload]:
 def _task(run: Run, name: str, share: float) -> workload.Workload:
   turns, ended = run.of("turn", name), run.of("ended", name)
   prompt, reply = measured.contexts(ended)
-  before = {events.member(e): e["t"] for e in run.of("grading", name)}
-  rewards = [e for e in run.of("reward", name) if events.member(e) in before]
-  graded = [e["t"] - before[events.member(e)] for e in rewards]
+  before = {event_log.member(e): e["t"] for e in run.of("grading", name)}
+  rewards = [e for e in run.of("reward", name) if event_log.member(e) in before]
+  graded = [e["t"] - before[event_log.member(e)] for e in rewards]
   return workload.Workload(
     name=name,
     share=share,
@@ -362,7 +362,7 @@ def _task(run: Run, name: str, share: float) -> workload.Workload:
 
 
 def likeness(
-  turns: Sequence[events.Event], ended: Sequence[events.Event]
+  turns: Sequence[event_log.Event], ended: Sequence[event_log.Event]
 ) -> float:
   """Returns the correlation of what members of a group draw.
 
@@ -372,8 +372,8 @@ def likeness(
   lengths: dict[measured.Place, list[float]] = collections.defaultdict(list)
   for event in turns:
     if event["tokens"]:
-      lengths[events.member(event)].append(float(event["tokens"]))
-  counts = {events.member(e): [float(e["turns"])] for e in ended}
+      lengths[event_log.member(event)].append(float(event["tokens"]))
+  counts = {event_log.member(e): [float(e["turns"])] for e in ended}
   found = [
     measured.likeness(draws)
     for draws in (lengths, counts)

@@ -21,8 +21,9 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
-from rl import events, filters, producer, rollout, round_report, training
+from rl import filters, producer, rollout, round_report, training
 from rl import progress as progress_lib
+from rl.audit import event_log
 from rl.data import trajectory
 from rl.engine import contract
 from rl.runtime import trace, watchdog
@@ -82,7 +83,7 @@ class _Interval(NamedTuple):
   """
 
   wall_s: float
-  news: list[events.Event]
+  news: list[event_log.Event]
   work: trace.Overlap
 
 
@@ -103,7 +104,7 @@ class Coordinator:
     publisher: Publisher,
     player: rollout.Player,
     tasks: producer.Tasks,
-    log: events.EventLog,
+    log: event_log.EventLog,
     spans: trace.Trace,
     dog: watchdog.Watchdog,
     observer: progress_lib.Observer,
@@ -131,7 +132,7 @@ class Coordinator:
     self._publishing: asyncio.Task[None] | None = None
     self._stall_s = 0.0
     self._stopping = False
-    self._news: list[events.Event] = []
+    self._news: list[event_log.Event] = []
     self._slots = round_report.Slots()
     self._meter = trace.Meter()
 

@@ -12,13 +12,8 @@ import functools
 import numpy as np
 from jaxtyping import Bool, Float64
 
-from rl import (
-  events,
-  planning,
-  simulated_learner,
-  simulated_processor,
-  simulation,
-)
+from rl import planning, simulated_learner, simulated_processor, simulation
+from rl.audit import event_log
 from rl.data import trajectory
 from rl.schedule import overlap
 
@@ -117,6 +112,6 @@ def num_tokens(record: simulation.Record) -> int:
   counted = record.settings.counted
   return sum(
     event["tokens"]
-    for event in events.of_kind(record.events, "trained")
+    for event in event_log.of_kind(record.events, "trained")
     if event["version"] in counted
   )

@@ -4,7 +4,8 @@ import asyncio
 import dataclasses
 import math
 
-from rl import episode, events, metrics, rollout
+from rl import episode, metrics, rollout
+from rl.audit import event_log
 from rl.data import trajectory
 
 
@@ -55,7 +56,7 @@ async def evaluate(
   quiet = dataclasses.replace(
     player,
     limits=limits,
-    log=events.EventLog(clock=asyncio.get_running_loop().time),
+    log=event_log.EventLog(clock=asyncio.get_running_loop().time),
     closing=set(),
   )
   played = await asyncio.gather(

@@ -15,7 +15,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import numpy as np
 from jaxtyping import Float64
 
-from rl import distributions, events
+from rl import distributions
+from rl.audit import event_log
 
 _BINS = 60
 _BODY = 0.9
@@ -27,12 +28,12 @@ Samples = Float64[np.ndarray, " N"]
 # Speeds.
 
 
-def asked_s(turn: events.Event) -> float:
+def asked_s(turn: event_log.Event) -> float:
   """Returns when a turn's answer was asked for."""
   return turn["t"] - turn["env_s"] - turn["decode_s"]
 
 
-def answers(turns: Iterable[events.Event]) -> tuple[Samples, Samples]:
+def answers(turns: Iterable[event_log.Event]) -> tuple[Samples, Samples]:
   """Returns for every answer how many were under way, and seconds a token.
 
   The number is the mean over the time of the answer, itself included.
@@ -69,19 +70,19 @@ def line(x: Samples, y: Samples) -> tuple[float, float]:
 
 
 def starts_s(
-  admitted: Iterable[events.Event], turns: Iterable[events.Event]
+  admitted: Iterable[event_log.Event], turns: Iterable[event_log.Event]
 ) -> Iterator[float]:
   """Yields seconds from an engine to the first request."""
-  begun = {events.member(e): asked_s(e) for e in turns if e["number"] == 0}
+  begun = {event_log.member(e): asked_s(e) for e in turns if e["number"] == 0}
   for event in admitted:
-    if events.member(event) in begun:
-      yield max(begun[events.member(event)] - event["t"], 0.0)
+    if event_log.member(event) in begun:
+      yield max(begun[event_log.member(event)] - event["t"], 0.0)
 
 
 # Tasks.
 
 
-def contexts(ended: Sequence[events.Event]) -> tuple[float, float]:
+def contexts(ended: Sequence[event_log.Event]) -> tuple[float, float]:
   """Returns ids of a first context, and of what follows an answer."""
   after = np.array([e["turns"] - 1.0 for e in ended])
   ids = np.array([float(e["length"] - e["tokens"]) for e in ended])

@@ -16,7 +16,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from envs import base
-from rl import events, filters, rollout, shaping
+from rl import filters, rollout, shaping
+from rl.audit import event_log
 from rl.data import trajectory
 from rl.schedule import group_buffer, overlap, staleness_gate
 
@@ -63,7 +64,7 @@ class Producer:
     player: rollout.Player,
     tasks: Tasks,
     unfit: filters.Unfit,
-    log: events.EventLog,
+    log: event_log.EventLog,
   ):
     self._schedule = schedule
     self._rounds = rounds

@@ -14,8 +14,9 @@ from typing import Any, Protocol, runtime_checkable
 
 from envs import base
 from rl import episode as episode_lib
-from rl import events, shaping
 from rl import grading as grading_lib
+from rl import shaping
+from rl.audit import event_log
 from rl.data import trajectory
 from rl.engine import contract
 from rl.runtime import cancellable, watchdog
@@ -106,7 +107,7 @@ class Player:
   chat: episode_lib.Chat
   graders: grading_lib.Graders
   limits: Rollout
-  log: events.EventLog
+  log: event_log.EventLog
   dog: watchdog.Watchdog | None = None
   stall_s: float = math.inf
   priority: Callable[[int, int], tuple[int, ...]] = lambda group, index: (

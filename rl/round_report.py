@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from rl import agreement, events, shaping
+from rl import agreement, shaping
+from rl.audit import event_log
 from rl.data import trajectory
 from rl.runtime import trace
 from rl.schedule import overlap
@@ -94,15 +95,15 @@ class Slots:
     self._sources: dict[int, str] = {}
     self._gone: set[int] = set()
 
-  def follow(self, news: Sequence[events.Event]) -> Mapping[int, str]:
+  def follow(self, news: Sequence[event_log.Event]) -> Mapping[int, str]:
     """Returns the source of every slot that the events of a round name."""
     for group in self._gone:
       self._sources.pop(group, None)
     self._sources |= _submitted(news)
-    trained = {event["group"] for event in events.of_kind(news, "trained")}
+    trained = {event["group"] for event in event_log.of_kind(news, "trained")}
     surplus = {
       event["group"]
-      for event in events.of_kind(news, "dropped")
+      for event in event_log.of_kind(news, "dropped")
       if event["reason"] == "surplus"
     }
     self._gone = trained | surplus
@@ -111,7 +112,7 @@ class Slots:
 
 def of_sources(
   groups: Sequence[trajectory.Group],
-  news: Sequence[events.Event],
+  news: Sequence[event_log.Event],
   *,
   success: float,
   trained_at: int,
@@ -155,9 +156,9 @@ def of_sources(
   return report
 
 
-def _submitted(news: Sequence[events.Event]) -> dict[int, str]:
+def _submitted(news: Sequence[event_log.Event]) -> dict[int, str]:
   """Returns the source of each slot that a log submits."""
-  submitted = events.of_kind(news, "submitted")
+  submitted = event_log.of_kind(news, "submitted")
   return {event["group"]: event["source"] for event in submitted}
 
 
@@ -200,7 +201,7 @@ def _length(episode: trajectory.Trajectory) -> int:
 
 
 def of_selection(
-  groups: Sequence[trajectory.Group], news: Sequence[events.Event]
+  groups: Sequence[trajectory.Group], news: Sequence[event_log.Event]
 ) -> dict[str, float]:
   """Returns how long what was trained is, next to what was launched, in ids.
 
@@ -227,7 +228,7 @@ def of_selection(
   }
 
 
-def _finished(news: Sequence[events.Event]) -> list[events.Event]:
+def _finished(news: Sequence[event_log.Event]) -> list[event_log.Event]:
   """Returns the ends of episodes, of their own accord or not."""
   return [event for event in news if event["kind"] in ("ended", "aborted")]
 
@@ -284,7 +285,7 @@ def of_gap(gap: agreement.Gap) -> dict[str, float]:
 
 
 def of_speed(
-  log: Sequence[events.Event],
+  log: Sequence[event_log.Event],
   updates: Sequence[Mapping[str, float]],
   wall_s: float,
 ) -> dict[str, float]:

@@ -16,7 +16,8 @@ import contextlib
 from collections.abc import AsyncGenerator, Generator, Sequence
 from typing import Any, NamedTuple
 
-from rl import aborts, affinity, events, placement, pooled, routes, wakeup
+from rl import aborts, affinity, placement, pooled, routes, wakeup
+from rl.audit import event_log
 from rl.data import trajectory
 from rl.engine import contract
 
@@ -53,7 +54,7 @@ class Router:
     self,
     members: Sequence[Member],
     routing: affinity.Routing = _ALIKE,
-    log: events.EventLog | None = None,
+    log: event_log.EventLog | None = None,
     max_sessions: int = 65_536,
   ):
     self._engines = [one.engine for one in members]

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from rl import events, router, training
+from rl import router, training
+from rl.audit import event_log
 from rl.data import trajectory
 from rl.engine import contract
 from rl.runtime import trace
@@ -111,7 +112,7 @@ class SimulatedPublisher:
     self,
     doors: Sequence[router.Door],
     hidden_s: float,
-    log: events.EventLog,
+    log: event_log.EventLog,
     spans: trace.Trace,
   ):
     self._doors = doors

@@ -20,7 +20,6 @@ from collections.abc import Mapping, Sequence
 from rl import (
   affinity,
   coordinator,
-  events,
   filters,
   grading,
   placement,
@@ -34,6 +33,7 @@ from rl import (
 )
 from rl import progress as progress_lib
 from rl import rollout as rollout_lib
+from rl.audit import event_log
 from rl.runtime import trace, virtual_clock, watchdog
 from rl.schedule import overlap as overlap_lib
 from rl.settings import checks
@@ -278,7 +278,7 @@ class _Run:
     self._settings = settings
     self._homes: dict[_Place, int] = {}
     self._graded: set[_Place] = set()
-    self.log = events.EventLog(None, clock=clock)
+    self.log = event_log.EventLog(None, clock=clock)
     self.log.listeners.append(self._listen)
     self.spans = trace.Trace(None, clock=clock)
     self.world = world
@@ -341,20 +341,22 @@ class _Run:
       observer=progress_lib.Unobserved(),
     )
 
-  def _listen(self, event: events.Event) -> None:
+  def _listen(self, event: event_log.Event) -> None:
     """Tells engines which sessions are theirs, for the causes of idle time."""
     kind = event["kind"]
     if kind == "update":
       self.served[event["version"]] = [e.served for e in self.engines]
     elif kind == "admitted":
-      self._homes[events.member(event)] = event["engine"]
+      self._homes[event_log.member(event)] = event["engine"]
       self.engines[event["engine"]].expect(sessions=1)
     elif kind in ("ended", "aborted"):
-      if (place := events.member(event)) in self._homes:
+      if (place := event_log.member(event)) in self._homes:
         self.engines[self._homes[place]].expect(sessions=-1)
     elif kind == "grading":
-      self._graded.add(place := events.member(event))
+      self._graded.add(place := event_log.member(event))
       self.engines[self._homes[place]].expect(graded=1)
-    elif kind in ("reward", "fault") and events.member(event) in self._graded:
-      self._graded.remove(place := events.member(event))
+    elif (
+      kind in ("reward", "fault") and event_log.member(event) in self._graded
+    ):
+      self._graded.remove(place := event_log.member(event))
       self.engines[self._homes[place]].expect(graded=-1)

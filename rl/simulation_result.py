@@ -20,8 +20,8 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
-from rl import events as events_lib
-from rl import invariants, ledger, simulation
+from rl import simulation
+from rl.audit import checker, event_log, token_ledger
 from rl.runtime import trace
 
 _IDLE = ("publish", "drain", "environments", "rewards", "gate")
@@ -70,7 +70,7 @@ class Result:
   overlap: float
   group_lags: _Lags
   token_lags: _Lags
-  books: ledger.Ledger
+  books: token_ledger.Ledger
   episodes: int
   faults: Mapping[str, int]
   violations: Sequence[str]
@@ -142,12 +142,12 @@ def measure(record: simulation.Record) -> Result:
       (e["version"] - e["first_version"], 1) for e in trained
     ),
     token_lags=_counted(_token_lags(record, trained)),
-    books=ledger.of(record.events),
-    episodes=sum(1 for _ in events_lib.of_kind(record.events, "ended")),
+    books=token_ledger.of(record.events),
+    episodes=sum(1 for _ in event_log.of_kind(record.events, "ended")),
     faults=collections.Counter(
-      e["status"] for e in events_lib.of_kind(record.events, "fault")
+      e["status"] for e in event_log.of_kind(record.events, "fault")
     ),
-    violations=invariants.violations(
+    violations=checker.violations(
       record.events, schedule, settings.rollout.group_size
     ),
     accelerators=settings.cluster.accelerators,
@@ -167,8 +167,8 @@ def _ideal_s(
   return max(decode_s, train_s) + blocked_s
 
 
-def _of(record: simulation.Record, kind: str) -> Iterator[events_lib.Event]:
-  return events_lib.of_kind(record.events, kind)
+def _of(record: simulation.Record, kind: str) -> Iterator[event_log.Event]:
+  return event_log.of_kind(record.events, kind)
 
 
 def _busy(record: simulation.Record, track: str) -> list[trace.Interval]:
@@ -300,10 +300,10 @@ def on_policy_s(
 
 
 def _token_lags(
-  record: simulation.Record, trained: Sequence[events_lib.Event]
+  record: simulation.Record, trained: Sequence[event_log.Event]
 ) -> Iterator[tuple[int, int]]:
   """Yields (staleness, tokens) of every stretch of trained tokens."""
-  ended = {events_lib.member(e): e["versions"] for e in _of(record, "ended")}
+  ended = {event_log.member(e): e["versions"] for e in _of(record, "ended")}
   for event in trained:
     for index in event["members"]:
       place = event["group"], event["attempt"], index

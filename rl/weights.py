@@ -28,7 +28,7 @@ import jax.numpy as jnp
 
 from models import config as model_config
 from models import quantize, sharding, transformer
-from rl import events
+from rl.audit import event_log
 from rl.data import trajectory
 from rl.engine import contract
 from rl.runtime import checksum as checksum_lib
@@ -168,7 +168,7 @@ class WeightPublisher:
     self,
     pools: Sequence[tuple[Served, Any]],
     thread: mesh_thread.MeshThread,
-    log: events.EventLog,
+    log: event_log.EventLog,
     spans: trace.Trace,
     publishing: Publishing = _PLAIN,
   ):

@@ -11,7 +11,7 @@ import pytest
 from launch import check, report
 from rl.schedule import overlap
 from rl.settings import overrides
-from tests.rl import event_logs
+from tests.helpers import event_logs
 
 ROOT = pathlib.Path(report.__file__).parents[1]
 SCHEDULE = overlap.in_flight(4, 1, 1)

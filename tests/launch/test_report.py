@@ -10,7 +10,7 @@ import pytest
 from launch import glossary, report
 from rl.schedule import overlap
 from rl.settings import overrides
-from tests.rl import event_logs
+from tests.helpers import event_logs
 
 _ROUNDS = 60
 _SVG = "{http://www.w3.org/2000/svg}"

@@ -15,7 +15,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 from launch import check
-from rl import events
+from rl.audit import event_log
 
 ROOT = pathlib.Path(__file__).parents[2]
 CONFIG = "configs/guess_number_moe.py"
@@ -217,7 +217,7 @@ def test_a_stopped_run_saves_and_the_same_command_goes_on(number, tmp_path):
   log = lines(tmp_path / "events.jsonl")
   assert [e["kind"] for e in log].count("resumed") == 1
   # Groups of 40 rounds of 4, each trained once.
-  trained = list(events.of_kind(events.surviving(log), "trained"))
+  trained = list(event_log.of_kind(event_log.surviving(log), "trained"))
   assert sorted(e["group"] for e in trained) == list(range(160))
   assert check.of_run(tmp_path).violations == []
   # Time never falls; a first token is told of only when its answer is whole.

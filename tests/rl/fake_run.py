@@ -12,11 +12,8 @@ from rl import (
   affinity,
   algorithms,
   coordinator,
-  events,
   filters,
   grading,
-  invariants,
-  ledger,
   prompts,
   rollout,
   router,
@@ -25,6 +22,7 @@ from rl import (
   weights,
 )
 from rl import progress as progress_lib
+from rl.audit import checker, event_log, token_ledger
 from rl.data import trajectory
 from rl.runtime import mesh_thread, trace, watchdog
 from rl.schedule import overlap
@@ -118,7 +116,7 @@ class Run:
   async def play(self, progress=None):
     """As `start`, on the running event loop."""
     clock = asyncio.get_running_loop().time
-    self.log = events.EventLog(clock=clock)
+    self.log = event_log.EventLog(clock=clock)
     self.spans = trace.Trace(None)
     self.tasks = prompts.Prompts(self.source, 0)
     if progress is not None:
@@ -209,7 +207,7 @@ class Run:
   @property
   def ledger(self):
     """Returns where every sampled token went."""
-    return ledger.of(self.log.events)
+    return token_ledger.of(self.log.events)
 
   def kinds(self, *wanted):
     """Returns (kind, version) of the events of some kinds."""
@@ -222,4 +220,4 @@ class Run:
 
 def violations(log, schedule, group_size=GROUP):
   """Returns every way in which a log breaks the promises of its schedule."""
-  return invariants.violations(events.surviving(log), schedule, group_size)
+  return checker.violations(event_log.surviving(log), schedule, group_size)

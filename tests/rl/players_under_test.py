@@ -5,7 +5,8 @@ import dataclasses
 
 from envs import rewards
 from models.chat import word_chat
-from rl import events, grading, rollout, router, testing
+from rl import grading, rollout, router, testing
+from rl.audit import event_log
 from rl.data import trajectory
 from rl.runtime import virtual_clock
 
@@ -37,7 +38,7 @@ def fake(answers=(YES,), delay_s=lambda priority: 0.0):
 
 def player(source, served=None, reward=None, dog=None, **fields):
   """Returns what plays on the running loop; its log has the loop's time."""
-  log = events.EventLog(clock=asyncio.get_running_loop().time)
+  log = event_log.EventLog(clock=asyncio.get_running_loop().time)
   fields = {"limits": LIMITS, **fields}
   return rollout.Player(
     source=source,

@@ -16,15 +16,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from envs import base, mixture
-from rl import (
-  events,
-  filters,
-  grading,
-  invariants,
-  ledger,
-  simulated_learner,
-  testing,
-)
+from rl import filters, grading, simulated_learner, testing
+from rl.audit import checker as checker_lib
+from rl.audit import event_log, token_ledger
 from rl.schedule import overlap
 from tests.rl import virtual_run
 
@@ -204,8 +198,8 @@ def _aborts(draw: random.Random) -> Callable[[virtual_run.Run], Any]:
 
 def broken(run: virtual_run.Run) -> Iterator[str]:
   """Starts a run and yields what it broke."""
-  checker = invariants.Checker(run.schedule, run.group_size)
-  books = ledger.Books()
+  checker = checker_lib.Checker(run.schedule, run.group_size)
+  books = token_ledger.Books()
   run.listeners = (checker.feed, books.feed)
   try:
     run.start()
@@ -244,7 +238,7 @@ def load(seed: int, trajectories: int) -> dict[str, Any]:
   return {"played": played, "runs": number, "broken": found[:_MOST]}
 
 
-def _ends(event: events.Event) -> bool:
+def _ends(event: event_log.Event) -> bool:
   return event["kind"] in ("ended", "aborted")
 
 

@@ -26,11 +26,8 @@ from rl import (
   corrections,
   credit,
   critic,
-  events,
   filters,
-  invariants,
   kl,
-  ledger,
   losses,
   optimizers,
   progress,
@@ -38,6 +35,7 @@ from rl import (
   rollout,
   testing,
 )
+from rl.audit import checker, event_log, token_ledger
 from rl.data import trajectory
 from rl.engine.builtin import settings as engine_settings
 from rl.schedule import overlap
@@ -241,7 +239,7 @@ class Ran:
   """A run that has ended; what it told an observer."""
 
   rounds: list[dict[str, float]] = dataclasses.field(default_factory=list)
-  log: list[events.Event] = dataclasses.field(default_factory=list)
+  log: list[event_log.Event] = dataclasses.field(default_factory=list)
   moved: float = 0.0
 
   async def on_round(self, metrics, groups, advantages):
@@ -313,8 +311,8 @@ def test_every_preset_trains_a_real_policy_and_loses_no_token(
     assert metrics["trained_tokens"] > 0
   # Adam's first step is its rate for whatever has a gradient.
   assert ran.moved > 0.01
-  assert invariants.violations(ran.log, schedule, GROUP) == []
-  booked = ledger.of(ran.log)
+  assert checker.violations(ran.log, schedule, GROUP) == []
+  booked = token_ledger.of(ran.log)
   assert booked.error == 0
   assert booked.trained > 0
 

@@ -15,10 +15,7 @@ from rl import (
   assemble,
   config,
   evaluate,
-  events,
-  invariants,
   kl,
-  ledger,
   optimizers,
   placement,
   progress,
@@ -27,6 +24,7 @@ from rl import (
   testing,
   warm_start,
 )
+from rl.audit import checker, event_log, token_ledger
 from rl.data import trajectory
 from rl.engine.builtin import settings as engine_settings
 from rl.runtime import virtual_clock
@@ -103,7 +101,7 @@ def test_a_whole_run_keeps_its_promises_on_any_placement(where):
   settings = experiment(placement=where)
   rounds, _, log = run(settings)
   assert [m["round"] for m in rounds] == [1, 2, 3]
-  assert invariants.violations(events.surviving(log), settings.overlap, 4) == []
+  assert checker.violations(event_log.surviving(log), settings.overlap, 4) == []
   for metrics in rounds:
     # Float32 on two meshes: the order of sums differs, nothing else.
     assert metrics["logprob_gap_max"] < 1e-4
@@ -196,7 +194,7 @@ def test_equal_rewards_train_the_routers_of_a_model_with_experts_alone(
   model, is_trained
 ):
   rounds, _, log = run(experiment(model=model, reward=Alike(), rounds=1))
-  booked = ledger.of(log)
+  booked = token_ledger.of(log)
   assert booked.error == 0
   assert rounds[0]["flat_groups"] == 4
   assert (booked.trained > 0, booked.masked > 0) == (is_trained, not is_trained)

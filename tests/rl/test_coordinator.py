@@ -4,7 +4,8 @@ import asyncio
 
 import pytest
 
-from rl import coordinator, events, ledger, testing
+from rl import coordinator, testing
+from rl.audit import event_log, token_ledger
 from rl.runtime import watchdog
 from rl.schedule import overlap
 from tests.rl import fake_run, virtual_run
@@ -42,7 +43,7 @@ def test_staleness_reaches_the_bound_and_never_passes_it(eta):
   # The learner is far slower than rollout, so the window is always full.
   run = fake_run.Run(schedule, rounds=8, learner_s=0.03)
   run.start()
-  lags = events.staleness(run.log.events)
+  lags = event_log.staleness(run.log.events)
   assert max(lags) == eta
   assert min(lags) >= 0
 
@@ -95,7 +96,7 @@ def test_weights_go_out_as_soon_as_a_round_is_trained():
 def test_the_gate_opens_only_after_the_weights_are_served():
   run = fake_run.Run(overlap.sync(4, 1, 2))
   run.start()
-  for event in events.of_kind(run.log.events, "submitted"):
+  for event in event_log.of_kind(run.log.events, "submitted"):
     assert event["version"] == event["group"] // 4
   order = run.kinds("submitted", "published")
   for i in range(1, 4):
@@ -178,7 +179,7 @@ def test_the_log_says_which_members_of_a_group_were_trained():
   ).start()
   assert all(e["members"] == [0, 1, 2, 3] for e in run.of("trained"))
   assert all(e["used"] == [0, 2] for e in run.of("trained"))
-  found = ledger.selection(run.log.events)
+  found = token_ledger.selection(run.log.events)
   assert (found.trained.episodes, found.trained.mean_length) == (32, 12.0)
   # (3 + 1) / 2 turns of 4 ids: half of the launched ones have one turn.
   assert found.launched.mean_length == 8.0

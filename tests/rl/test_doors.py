@@ -6,7 +6,8 @@ import random
 import pytest
 
 from models.chat import word_chat
-from rl import events, fake_engine, router
+from rl import fake_engine, router
+from rl.audit import event_log
 from rl.data import trajectory
 from rl.engine import contract
 from tests.rl import pools_under_test as pools
@@ -145,7 +146,7 @@ def test_one_update_at_a_time_drains_an_engine():
 
 def test_an_engine_lost_while_it_drains_holds_up_nobody():
   async def scenario():
-    log = events.EventLog()
+    log = event_log.EventLog()
     pooled, engines = pools.pool(delay_s=1.0, log=log)
     plays = [
       asyncio.create_task(pools.episode(pooled, name, turns=2)) for name in "ab"
@@ -280,7 +281,7 @@ def test_engines_that_come_and_go_between_publishes_stop_nobody(seed, mode):
   chance, sent, ends = random.Random(seed), [0], []
 
   async def scenario():
-    log = events.EventLog()
+    log = event_log.EventLog()
     pooled, _ = pools.pool(3, 1.0, log=log)
 
     async def play(number):

@@ -6,13 +6,8 @@ import dataclasses
 import pytest
 
 from envs import mixture
-from rl import (
-  coordinator,
-  events,
-  simulated_engine,
-  simulated_processor,
-  testing,
-)
+from rl import coordinator, simulated_engine, simulated_processor, testing
+from rl.audit import event_log
 from rl.schedule import overlap
 from tests.rl import virtual_run
 
@@ -172,7 +167,7 @@ def test_the_bound_holds_at_every_turn_of_what_is_trained(
       for member in group.trajectories:
         for turn in member.turns:
           assert number - eta <= turn.versions.min() <= number
-  assert max(events.staleness(this.log.events)) <= eta
+  assert max(event_log.staleness(this.log.events)) <= eta
   assert this.violations() == []
   assert this.ledger.error == 0
 

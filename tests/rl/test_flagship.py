@@ -25,8 +25,6 @@ from rl import (
   assemble,
   assemble_trainer,
   config,
-  events,
-  invariants,
   learner,
   losses,
   optimizers,
@@ -35,6 +33,7 @@ from rl import (
   testing,
   train_state,
 )
+from rl.audit import checker, event_log
 from rl.data import trajectory
 from rl.engine.builtin import settings as engine_settings
 from rl.schedule import overlap
@@ -104,7 +103,7 @@ class Seen:
   )
   gradients: list[learner.Accumulator] = dataclasses.field(default_factory=list)
   params: list[Any] = dataclasses.field(default_factory=list)
-  log: list[events.Event] = dataclasses.field(default_factory=list)
+  log: list[event_log.Event] = dataclasses.field(default_factory=list)
   last: Any = None
 
   async def on_round(self, metrics, groups, advantages):
@@ -305,7 +304,7 @@ def test_one_step_off_lags_by_1_and_publishes_into_no_session():
   seen = one_step_off()
   lags = [
     (e["version"], e["version"] - e["first_version"])
-    for e in events.of_kind(seen.log, "trained")
+    for e in event_log.of_kind(seen.log, "trained")
   ]
   assert lags == [(v, min(v, 1)) for v in range(5) for _ in range(R)]
   live = set()
@@ -319,7 +318,7 @@ def test_one_step_off_lags_by_1_and_publishes_into_no_session():
       # The weights are in: nothing has begun since they were let in.
       assert not live
   schedule = overlap.one_step_off(R, 2)
-  assert invariants.violations(seen.log, schedule, GROUP) == []
+  assert checker.violations(seen.log, schedule, GROUP) == []
 
 
 def test_one_step_off_equals_a_loop_that_is_written_by_hand():

@@ -17,13 +17,13 @@ from rl import (
   advantages,
   algorithms,
   learner,
-  ledger,
   losses,
   objective,
   optimizers,
   placement,
   training,
 )
+from rl.audit import token_ledger
 from rl.data import batch
 from rl.schedule import overlap
 from tests.helpers import scored_episodes
@@ -226,7 +226,7 @@ def test_tokens_of_which_one_step_was_taken_are_booked_as_trained(
   state = run.start()
   assert state.updates == updates
   assert [m["skipped_updates"] for m in run.observer.rounds] == [share]
-  booked = ledger.of(run.log.events)
+  booked = token_ledger.of(run.log.events)
   assert booked.error == 0
   # Four groups of two, whose members say a word and its end in each of two
   # turns: all of it was trained, or none.

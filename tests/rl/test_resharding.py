@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from models import lora, quantize, sharding, transformer
-from rl import events, testing, weights
+from rl import testing, weights
+from rl.audit import event_log
 from rl.data import trajectory
 from rl.engine import contract
 from rl.engine.builtin import settings as engine_settings
@@ -26,7 +27,7 @@ MESHES = list(itertools.product((1, 2), repeat=3))
 
 @pytest.fixture
 def log():
-  return events.EventLog()
+  return event_log.EventLog()
 
 
 @pytest.fixture

@@ -6,7 +6,8 @@ import dataclasses
 import pytest
 
 from models.chat import word_chat
-from rl import events, router, testing
+from rl import router, testing
+from rl.audit import event_log
 from rl.data import trajectory
 from rl.runtime import virtual_clock
 from tests.rl import players_under_test as players
@@ -352,7 +353,7 @@ def test_what_ends_after_its_group_is_whole_is_not_graded():
     # All five end at once: whoever is the last is not needed.
     playing = players.player(testing.Counting(), extra_members=1)
     group = await players.begin(playing).run()
-    kinds = events.of_kind(playing.log.events, "grading")
+    kinds = event_log.of_kind(playing.log.events, "grading")
     return group, [e["index"] for e in kinds], playing.log.events
 
   group, graded, log = virtual_clock.run(run())

@@ -6,7 +6,8 @@ import dataclasses
 import pytest
 
 from models.chat import word_chat
-from rl import affinity, events, fake_engine, router
+from rl import affinity, fake_engine, router
+from rl.audit import event_log
 from rl.data import trajectory
 from rl.engine import contract
 from tests.rl import pools_under_test as pools
@@ -250,7 +251,7 @@ def test_all_are_closed_even_when_one_cannot_be():
 
 def test_a_mapped_domain_falls_back_within_a_dispatch_and_returns():
   async def scenario():
-    log = events.EventLog()
+    log = event_log.EventLog()
     pooled, engines = pools.pool(
       delay_s=1.0,
       log=log,

@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from rl import invariants
+from rl.audit import checker
 from rl.schedule import overlap, staleness_gate
 from tests.rl import schedule_load, virtual_run
 
@@ -103,7 +103,7 @@ BREAKS: dict[str, tuple[overlap.Overlap, overlap.Overlap, str]] = {
 
 
 def found(run: virtual_run.Run, promised: overlap.Overlap) -> list[str]:
-  return invariants.violations(run.log.events, promised, run.group_size)
+  return checker.violations(run.log.events, promised, run.group_size)
 
 
 @pytest.mark.parametrize("mode", BREAKS)

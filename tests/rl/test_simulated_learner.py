@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from rl import (
-  events,
   router,
   simulated_engine,
   simulated_learner,
   simulated_processor,
   training,
 )
+from rl.audit import event_log
 from rl.data import trajectory
 from rl.runtime import trace, virtual_clock
 
@@ -71,7 +71,7 @@ def test_it_takes_the_seconds_of_all_ids_without_a_fault():
 def test_weights_travel_and_then_every_engine_stands_still():
   async def main():
     loop = asyncio.get_running_loop()
-    log, spans = events.EventLog(None, clock=loop.time), spans_of_now()
+    log, spans = event_log.EventLog(None, clock=loop.time), spans_of_now()
     engines = [
       simulated_engine.SimulatedEngine(
         simulated_processor.Speed(update_s=update_s), lambda request: 1

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from models import quantize
-from rl import events, placement, testing, weights
+from rl import placement, testing, weights
+from rl.audit import event_log
 from rl.data import trajectory
 from rl.runtime import checksum
 
@@ -50,7 +51,7 @@ def meshes():
 
 @pytest.fixture
 def log():
-  return events.EventLog()
+  return event_log.EventLog()
 
 
 @pytest.fixture

@@ -16,11 +16,8 @@ from rl import (
   advantages,
   affinity,
   coordinator,
-  events,
   filters,
   grading,
-  invariants,
-  ledger,
   prompts,
   rollout,
   router,
@@ -28,6 +25,7 @@ from rl import (
   testing,
 )
 from rl import progress as progress_lib
+from rl.audit import checker, event_log, token_ledger
 from rl.data import trajectory
 from rl.runtime import trace, virtual_clock, watchdog
 from rl.schedule import overlap
@@ -161,7 +159,7 @@ class Run:
   pool: int | None = None
   max_graders: int = 256
   disturb: Callable[["Run"], Any] | None = None
-  listeners: tuple[Callable[[events.Event], None], ...] = ()
+  listeners: tuple[Callable[[event_log.Event], None], ...] = ()
 
   def start(self, progress: progress_lib.Progress | None = None) -> "Run":
     """Runs to the last round, from there if it is given; returns itself.
@@ -175,7 +173,7 @@ class Run:
   async def play(self, progress: progress_lib.Progress | None = None) -> None:
     """As `start`, on the running loop."""
     clock = asyncio.get_running_loop().time
-    self.log = events.EventLog(clock=clock)
+    self.log = event_log.EventLog(clock=clock)
     self.log.listeners.extend(self.listeners)
     self.spans = trace.Trace(None)
     self.tasks = prompts.Prompts(self.source, self.seed, pool=self.pool)
@@ -252,24 +250,22 @@ class Run:
 
   def violations(self) -> list[str]:
     """Returns every way in which the run broke its promises."""
-    return invariants.violations(
-      self.log.events, self.schedule, self.group_size
-    )
+    return checker.violations(self.log.events, self.schedule, self.group_size)
 
   @property
   def ledger(self) -> ledger.Ledger:
     """Returns where every sampled token went."""
-    return ledger.of(self.log.events)
+    return token_ledger.of(self.log.events)
 
-  def of(self, kind: str, **fields: Any) -> list[events.Event]:
+  def of(self, kind: str, **fields: Any) -> list[event_log.Event]:
     """Returns the events of a kind with these values, in order."""
     return [
       event
-      for event in events.of_kind(self.log.events, kind)
+      for event in event_log.of_kind(self.log.events, kind)
       if all(event[name] == value for name, value in fields.items())
     ]
 
-  def environments(self, event: events.Event) -> list[Any]:
+  def environments(self, event: event_log.Event) -> list[Any]:
     """Returns what a `Watched` source built for the attempt of an event."""
     group, attempt = event["group"], event["attempt"]
     (begun,) = self.of("submitted", group=group, attempt=attempt)

@@ -9,10 +9,10 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from rl import attempts
+from rl.audit import lifecycle
 from rl.schedule import overlap
 
-Check = Callable[[attempts.Attempt, overlap.Overlap, int], Iterator[str]]
+Check = Callable[[lifecycle.Attempt, overlap.Overlap, int], Iterator[str]]
 
 
 class Rule(NamedTuple):
@@ -23,7 +23,7 @@ class Rule(NamedTuple):
 
 
 def whole(
-  attempt: attempts.Attempt, schedule: overlap.Overlap, group_size: int
+  attempt: lifecycle.Attempt, schedule: overlap.Overlap, group_size: int
 ) -> Iterator[str]:
   """G different members, all graded when it was ready, form the group."""
   del schedule
@@ -38,7 +38,7 @@ def whole(
 
 
 def launched(
-  attempt: attempts.Attempt, schedule: overlap.Overlap, group_size: int
+  attempt: lifecycle.Attempt, schedule: overlap.Overlap, group_size: int
 ) -> Iterator[str]:
   """G and the redundant members are played, and all of them come to an end."""
   wanted = group_size + schedule.redundancy.extra_members
@@ -52,7 +52,7 @@ def launched(
 
 
 def balanced(
-  attempt: attempts.Attempt, schedule: overlap.Overlap, group_size: int
+  attempt: lifecycle.Attempt, schedule: overlap.Overlap, group_size: int
 ) -> Iterator[str]:
   """What was sampled is trained, masked or dropped, to the token."""
   del schedule, group_size
@@ -80,7 +80,7 @@ def balanced(
 
 
 def counted(
-  attempt: attempts.Attempt, schedule: overlap.Overlap, group_size: int
+  attempt: lifecycle.Attempt, schedule: overlap.Overlap, group_size: int
 ) -> Iterator[str]:
   """A member's turns and versions hold all tokens that its end tells.
 
@@ -109,7 +109,7 @@ def counted(
 
 
 def ends_in_time(
-  attempt: attempts.Attempt, schedule: overlap.Overlap, group_size: int
+  attempt: lifecycle.Attempt, schedule: overlap.Overlap, group_size: int
 ) -> Iterator[str]:
   """No attempt is lost: it is trained or dropped in time.
 
@@ -134,7 +134,7 @@ def ends_in_time(
     )
 
 
-def _bound_since(attempt: attempts.Attempt) -> int | None:
+def _bound_since(attempt: lifecycle.Attempt) -> int | None:
   """Returns the version from which on no other may overtake an attempt."""
   if attempt.restored:
     return attempt.restored["first_version"]
@@ -149,7 +149,7 @@ def _bound_since(attempt: attempts.Attempt) -> int | None:
 
 
 def versions_rise(
-  attempt: attempts.Attempt, schedule: overlap.Overlap, group_size: int
+  attempt: lifecycle.Attempt, schedule: overlap.Overlap, group_size: int
 ) -> Iterator[str]:
   """Versions never fall along a sequence."""
   del schedule, group_size
@@ -160,7 +160,7 @@ def versions_rise(
 
 
 def first_version(
-  attempt: attempts.Attempt, schedule: overlap.Overlap, group_size: int
+  attempt: lifecycle.Attempt, schedule: overlap.Overlap, group_size: int
 ) -> Iterator[str]:
   """F is the oldest first token of the members that make up the group."""
   del schedule, group_size
@@ -184,12 +184,12 @@ def first_version(
       )
 
 
-def _first(member: attempts.Member) -> int | None:
+def _first(member: lifecycle.Member) -> int | None:
   return member.versions[0][0] if member.versions else None
 
 
 def bounded(
-  attempt: attempts.Attempt, schedule: overlap.Overlap, group_size: int
+  attempt: lifecycle.Attempt, schedule: overlap.Overlap, group_size: int
 ) -> Iterator[str]:
   """T - F is at most eta, and never below 0."""
   del group_size
@@ -204,7 +204,7 @@ def bounded(
 
 
 def taken_in_its_round(
-  attempt: attempts.Attempt, schedule: overlap.Overlap, group_size: int
+  attempt: lifecycle.Attempt, schedule: overlap.Overlap, group_size: int
 ) -> Iterator[str]:
   """A group is trained in the round that took it."""
   del schedule, group_size
@@ -216,7 +216,7 @@ def taken_in_its_round(
 
 
 def one_version(
-  attempt: attempts.Attempt, schedule: overlap.Overlap, group_size: int
+  attempt: lifecycle.Attempt, schedule: overlap.Overlap, group_size: int
 ) -> Iterator[str]:
   """A sequence has one version: weights change only between sequences."""
   del schedule, group_size
@@ -227,7 +227,7 @@ def one_version(
 
 
 def on_policy(
-  attempt: attempts.Attempt, schedule: overlap.Overlap, group_size: int
+  attempt: lifecycle.Attempt, schedule: overlap.Overlap, group_size: int
 ) -> Iterator[str]:
   """With a bound of 0 every token of round k has version k."""
   del schedule, group_size
@@ -242,7 +242,7 @@ def on_policy(
 
 
 def one_step_off(
-  attempt: attempts.Attempt, schedule: overlap.Overlap, group_size: int
+  attempt: lifecycle.Attempt, schedule: overlap.Overlap, group_size: int
 ) -> Iterator[str]:
   """The lag is exactly 1; in the first round, which nothing precedes, 0.
 

@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 
-from rl import attempts
+from rl.audit import lifecycle
 from rl.schedule import overlap
-from tests.rl import event_logs as logs
+from tests.helpers import event_logs as logs
 
 IN_FLIGHT = overlap.in_flight(2, 1)
 SURPLUS = dataclasses.replace(
@@ -17,7 +17,7 @@ SURPLUS = dataclasses.replace(
 def follow(log, launched=logs.GROUP_SIZE):
   """Returns what is misplaced, what is under way and what is over."""
   over = []
-  found = attempts.Attempts(launched, over.append)
+  found = lifecycle.Attempts(launched, over.append)
   misplaced = [wrong.says for e in log if (wrong := found.feed(e))]
   return misplaced, found.under_way, over
 
@@ -187,7 +187,7 @@ def test_a_run_in_order_has_nothing_out_of_place(log):
 def test_memory_is_that_of_the_groups_in_flight():
   # A bound of 1 and rounds of 2: 4 groups at most, of 200.
   most = 0
-  found = attempts.Attempts(2, lambda attempt: None)
+  found = lifecycle.Attempts(2, lambda attempt: None)
   for event in logs.run(IN_FLIGHT, rounds=100):
     found.feed(event)
     most = max(most, len(found.under_way))
@@ -245,5 +245,5 @@ def test_an_environment_that_fails_at_once_ends_before_an_engine():
 
 
 def test_a_later_attempt_is_named_with_its_number():
-  assert attempts.name(3, 0) == "group 3"
-  assert attempts.name(3, 2) == "group 3 attempt 2"
+  assert lifecycle.name(3, 0) == "group 3"
+  assert lifecycle.name(3, 2) == "group 3 attempt 2"

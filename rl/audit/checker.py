@@ -10,20 +10,20 @@ A log may end anywhere: what is unfinished breaks nothing.
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 
-from rl import (
-  attempts,
-  events,
+from rl.audit import (
+  event_log,
   group_invariants,
   invariant,
+  lifecycle,
   queue_invariants,
-  run_invariants,
+  round_invariants,
 )
 from rl.schedule import overlap
 
 _MOST = 1000
 _WATCHERS: tuple[type[invariant.Invariant], ...] = (
   *queue_invariants.INVARIANTS,
-  *run_invariants.INVARIANTS,
+  *round_invariants.INVARIANTS,
 )
 _ORDER = "Transitions come in their order, and none twice."
 
@@ -43,7 +43,7 @@ class Checker:
   def __init__(self, schedule: overlap.Overlap, group_size: int):
     self._schedule = schedule
     self._group_size = group_size
-    self._attempts = attempts.Attempts(
+    self._attempts = lifecycle.Attempts(
       group_size + schedule.redundancy.extra_members, self._settle
     )
     self._rules = [r for r in group_invariants.RULES if r.binds(schedule)]
@@ -60,7 +60,7 @@ class Checker:
     ]
     return [_ORDER, *((x.__doc__ or "").split("\n")[0] for x in documented)]
 
-  def feed(self, event: events.Event) -> None:
+  def feed(self, event: event_log.Event) -> None:
     """Checks one event."""
     if misplaced := self._attempts.feed(event):
       self._note([misplaced.says])
@@ -77,7 +77,7 @@ class Checker:
     more = self._num_found - len(self._found)
     return self._found + [f"and {more:,} more"] * (more > 0)
 
-  def _settle(self, attempt: attempts.Attempt) -> None:
+  def _settle(self, attempt: lifecycle.Attempt) -> None:
     for rule in self._rules:
       self._note(rule.broken(attempt, self._schedule, self._group_size))
 
@@ -88,7 +88,7 @@ class Checker:
         self._found.append(violation)
 
 
-_Watch = Callable[[events.Event], Iterator[str]]
+_Watch = Callable[[event_log.Event], Iterator[str]]
 
 
 def _watches(watchers: Iterable[object], kind: str) -> Iterator[_Watch]:
@@ -98,12 +98,12 @@ def _watches(watchers: Iterable[object], kind: str) -> Iterator[_Watch]:
 
 
 def violations(
-  log: Iterable[events.Event], schedule: overlap.Overlap, group_size: int
+  log: Iterable[event_log.Event], schedule: overlap.Overlap, group_size: int
 ) -> list[str]:
   """Returns every way in which a log breaks the promises of its schedule.
 
   Args:
-    log: without what a restart supersedes: `events.surviving`.
+    log: without what a restart supersedes: `event_log.surviving`.
   """
   checker = Checker(schedule, group_size)
   for event in log:

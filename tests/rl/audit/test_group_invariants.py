@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from rl.schedule import overlap
-from tests.rl import event_logs as logs
+from tests.helpers import event_logs as logs
 
 _PIPE, _ONE_STEP = logs.run(logs.PIPE), logs.run(logs.ONE_STEP)
 _IN_FLIGHT = logs.run(logs.IN_FLIGHT)

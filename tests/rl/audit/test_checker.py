@@ -8,8 +8,9 @@ import types
 
 import pytest
 
-from rl import invariants, ledger
-from tests.rl import event_logs as logs
+from rl.audit import checker as checker_lib
+from rl.audit import token_ledger
+from tests.helpers import event_logs as logs
 
 
 @pytest.mark.parametrize("name", logs.SCHEDULES)
@@ -68,14 +69,14 @@ def test_a_transition_out_of_its_place_is_named():
 
 
 def test_a_checker_names_what_it_checks():
-  checks = invariants.Checker(logs.SYNC, 2).checks
+  checks = checker_lib.Checker(logs.SYNC, 2).checks
   assert "Time never falls" in " ".join(checks)
   assert all(line.endswith(".") for line in checks)
-  assert len(checks) > len(invariants.Checker(logs.STRICT, 2).checks)
+  assert len(checks) > len(checker_lib.Checker(logs.STRICT, 2).checks)
 
 
 def test_of_very_many_violations_the_first_thousand_are_kept():
-  checker = invariants.Checker(logs.SYNC, 2)
+  checker = checker_lib.Checker(logs.SYNC, 2)
   for t in range(2000, 0, -1):
     checker.feed({"t": float(t), "kind": "engine_back", "engine": 0})
   found = checker.finish()
@@ -99,8 +100,8 @@ def _reachable(*roots):
 @pytest.mark.parametrize("name", ["in flight", "redundant members", "sync"])
 def test_memory_does_not_grow_with_the_log(name):
   log = logs.run(logs.SCHEDULES[name], rounds=40)
-  checker = invariants.Checker(logs.SCHEDULES[name], logs.GROUP_SIZE)
-  books = ledger.Books()
+  checker = checker_lib.Checker(logs.SCHEDULES[name], logs.GROUP_SIZE)
+  books = token_ledger.Books()
   sizes = []
   for event in log:
     checker.feed(event)

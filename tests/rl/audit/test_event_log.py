@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from rl import events, invariants, ledger
+from rl.audit import checker, event_log, token_ledger
 from rl.schedule import overlap
-from tests.rl import event_logs as logs
+from tests.helpers import event_logs as logs
 
 SYNC = overlap.sync(2, groups_per_microbatch=1)
 DROP = overlap.Overlap(
@@ -24,7 +24,7 @@ def _lines(path):
 
 def test_a_log_is_on_disk_up_to_the_last_flush_and_the_rest_in_memory(tmp_path):
   path = tmp_path / "events.jsonl"
-  log = events.EventLog(path)
+  log = event_log.EventLog(path)
   log.emit("ready", group=0, version=0)
   first = log.events[:]
   log.flush()
@@ -34,47 +34,47 @@ def test_a_log_is_on_disk_up_to_the_last_flush_and_the_rest_in_memory(tmp_path):
   assert [e["group"] for e in log.events] == [1]
   log.close()
   assert log.events == []
-  assert [e["group"] for e in events.File(path)] == [0, 1]
+  assert [e["group"] for e in event_log.File(path)] == [0, 1]
 
 
 def test_memory_is_flat_in_a_round_that_is_never_flushed(tmp_path):
-  log = events.EventLog(tmp_path / "events.jsonl")
+  log = event_log.EventLog(tmp_path / "events.jsonl")
   most = 0
   for group in range(3500):
     log.emit("dequeued", group=group)
     most = max(most, len(log.events))
   assert most < 1000
   log.close()
-  found = [e["group"] for e in events.File(tmp_path / "events.jsonl")]
+  found = [e["group"] for e in event_log.File(tmp_path / "events.jsonl")]
   assert found == list(range(3500))
 
 
 def test_a_log_without_a_file_stays_in_memory():
-  log = events.EventLog()
+  log = event_log.EventLog()
   for group in range(3000):
     log.emit("dequeued", group=group)
   log.flush()
   log.close()
-  assert len(list(events.of_kind(log.events, "dequeued"))) == 3000
-  assert not list(events.of_kind(log.events, "ready"))
+  assert len(list(event_log.of_kind(log.events, "dequeued"))) == 3000
+  assert not list(event_log.of_kind(log.events, "ready"))
 
 
 def test_times_count_from_the_first_reading_of_the_clock():
   # The clock reads 10 s at first, then 12.5 s; an engine's token came at 11 s.
   readings = iter([10.0, 12.5])
-  log = events.EventLog(clock=lambda: next(readings))
+  log = event_log.EventLog(clock=lambda: next(readings))
   log.emit("ready", group=0)
   log.emit("first_token", t=log.since(11.0), group=0)
   assert [e["t"] for e in log.events] == [2.5, 1.0]
 
 
 def test_times_are_whole_microseconds_so_that_equal_ones_compare_equal():
-  log = events.EventLog(clock=lambda: 1 / 3)
+  log = event_log.EventLog(clock=lambda: 1 / 3)
   assert log.since(1.0) == 0.666667
 
 
 def test_a_listener_hears_every_event_at_once():
-  log, heard = events.EventLog(), []
+  log, heard = event_log.EventLog(), []
   log.listeners.append(heard.append)
   log.emit("dequeued", group=7)
   assert heard == log.events
@@ -83,18 +83,18 @@ def test_a_listener_hears_every_event_at_once():
 
 def test_a_resumed_log_keeps_its_history_and_survives_a_cut_line(tmp_path):
   path = tmp_path / "events.jsonl"
-  first = events.EventLog(path)
+  first = event_log.EventLog(path)
   first.emit("dequeued", group=0)
   first.close()
   with path.open("a") as file:
     file.write('{"t": 1.0, "ki')
-  second = events.EventLog(path)
+  second = event_log.EventLog(path)
   second.emit("dequeued", group=1)
   second.close()
   kept, cut, new = [x for x in path.read_text().split("\n") if x]
   assert cut == '{"t": 1.0, "ki'
   assert [json.loads(x)["group"] for x in (kept, new)] == [0, 1]
-  assert [e["group"] for e in events.File(path)] == [0, 1]
+  assert [e["group"] for e in event_log.File(path)] == [0, 1]
 
 
 @pytest.mark.parametrize("before", [0, 70_000, 140_000])
@@ -108,7 +108,7 @@ def test_the_time_of_a_resumed_log_goes_on_behind_the_last_whole_line(
   path.write_text(
     f'{{"t": 3.0, "kind": "ready"}}\n{last}\n{{"t": 41' + " " * cut
   )
-  log = events.EventLog(path, clock=lambda: 7.0)
+  log = event_log.EventLog(path, clock=lambda: 7.0)
   log.emit("resumed", trained=1)
   assert log.events[0]["t"] == 40.5
 
@@ -118,7 +118,7 @@ def test_a_first_token_told_last_does_not_turn_back_the_time(tmp_path):
   path = tmp_path / "events.jsonl"
   told = [{"t": 60.0, "kind": "published"}, {"t": 15.0, "kind": "first_token"}]
   path.write_text("".join(json.dumps(event) + "\n" for event in told))
-  log = events.EventLog(path, clock=lambda: 7.0)
+  log = event_log.EventLog(path, clock=lambda: 7.0)
   log.emit("resumed", trained=1)
   assert log.events[0]["t"] == 60.0
 
@@ -126,7 +126,7 @@ def test_a_first_token_told_last_does_not_turn_back_the_time(tmp_path):
 def test_the_time_of_a_log_of_nothing_but_a_cut_line_begins_anew(tmp_path):
   path = tmp_path / "events.jsonl"
   path.write_text('{"t": 41.0, "ki')
-  log = events.EventLog(path, clock=lambda: 7.0)
+  log = event_log.EventLog(path, clock=lambda: 7.0)
   log.emit("submitted", group=0)
   assert log.events[0]["t"] == 0.0
 
@@ -134,14 +134,14 @@ def test_the_time_of_a_log_of_nothing_but_a_cut_line_begins_anew(tmp_path):
 def test_staleness_is_trained_version_minus_first_version():
   # In flight with a bound of 1: round 1 began under version 0.
   log = logs.run(overlap.in_flight(2, 1))
-  assert events.staleness(log) == [0, 0, 1, 1]
+  assert event_log.staleness(log) == [0, 0, 1, 1]
 
 
 # What a restart leaves. Two rounds of two groups, killed, and resumed.
 
 
 def _surviving(log):
-  return list(events.surviving(log))
+  return list(event_log.surviving(log))
 
 
 def _served(version):
@@ -174,11 +174,11 @@ def _parts():
 
 def _broken(log, schedule=SYNC):
   # Times of the parts are from one run, so they repeat.
-  book = ledger.of(log)
+  book = token_ledger.of(log)
   assert book.error == 0
   return [
     line
-    for line in invariants.violations(log, schedule, logs.GROUP_SIZE)
+    for line in checker.violations(log, schedule, logs.GROUP_SIZE)
     if " s came after " not in line
   ]
 
@@ -205,16 +205,16 @@ def test_a_restored_group_keeps_its_play_and_its_fault():
   log = [*first, *play, lost, *train, *_resumed(1, 2), *again, *train]
   kept = _surviving(log)
   assert [e for e in kept if e["kind"] in ("fault", "restored")] == []
-  assert [e["group"] for e in events.of_kind(kept, "ready")] == [0, 1, 2, 3]
+  assert [e["group"] for e in event_log.of_kind(kept, "ready")] == [0, 1, 2, 3]
   assert _broken(kept) == []
   # 4 groups of 20 tokens, each in one column: nothing is counted twice.
-  assert ledger.of(kept).sampled == 80
+  assert token_ledger.of(kept).sampled == 80
 
 
 def test_a_restored_group_whose_play_was_not_written_stays_restored():
   first, _, train = _parts()
   kept = _surviving([*first, *_resumed(1, 2, 3), *_resumed(1, 2, 3), *train])
-  assert [e["group"] for e in events.of_kind(kept, "restored")] == [2, 3]
+  assert [e["group"] for e in event_log.of_kind(kept, "restored")] == [2, 3]
   assert _broken(kept) == []
 
 

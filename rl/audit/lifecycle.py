@@ -14,7 +14,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
-from rl import events
+from rl.audit import event_log
 
 # Whoever was cancelled has had the time of two publishes to end.
 _PATIENCE = 2
@@ -43,7 +43,7 @@ class Member:
   turns: int = 0
   tokens: int = 0
   length: int = 0
-  versions: events.Runs = ()
+  versions: event_log.Runs = ()
   grading: bool = False
   outcome: Literal["", "reward", "fault"] = ""
 
@@ -79,11 +79,11 @@ class Attempt:
   replayed: bool = False
   members: dict[int, Member] = dataclasses.field(default_factory=dict)
   graded: frozenset[int] = frozenset()
-  ready: events.Event | None = None
-  dequeued: events.Event | None = None
-  trained: events.Event | None = None
-  dropped: events.Event | None = None
-  restored: events.Event | None = None
+  ready: event_log.Event | None = None
+  dequeued: event_log.Event | None = None
+  trained: event_log.Event | None = None
+  dropped: event_log.Event | None = None
+  restored: event_log.Event | None = None
   overdue: bool = False
   over_at: int = 0
 
@@ -135,12 +135,12 @@ def name(group: int, attempt: int) -> str:
   return f"group {group}" + (f" attempt {attempt}" if attempt else "")
 
 
-def late(attempt: Attempt, event: events.Event) -> str:
+def late(attempt: Attempt, event: event_log.Event) -> str:
   """Returns what an event comes too late for, or again; "" when it does not."""
   kind = event["kind"]
   if attempt.dropped and kind not in _ENDS:
     return "after it was dropped"
-  if kind in events.OF_MEMBER:
+  if kind in event_log.OF_MEMBER:
     return _late_of_member(attempt.members.get(event["index"], Member()), kind)
   match kind:
     case "ready" if not (attempt.ready or attempt.restored):
@@ -169,10 +169,10 @@ def _late_of_member(member: Member, kind: str) -> str:
   return ""
 
 
-def early(attempt: Attempt, event: events.Event) -> str:
+def early(attempt: Attempt, event: event_log.Event) -> str:
   """Returns what is missing before an event; "" when nothing is."""
   kind = event["kind"]
-  if kind in events.OF_MEMBER:
+  if kind in event_log.OF_MEMBER:
     return _early_of_member(
       attempt.members.get(event["index"], Member()), event
     )
@@ -184,7 +184,7 @@ def early(attempt: Attempt, event: events.Event) -> str:
   return ""
 
 
-def _early_of_member(member: Member, event: events.Event) -> str:
+def _early_of_member(member: Member, event: event_log.Event) -> str:
   match event["kind"]:
     case "first_token":
       if member.admitted_t is None or event["t"] < member.admitted_t:
@@ -210,7 +210,7 @@ def _early_of_member(member: Member, event: events.Event) -> str:
   return ""
 
 
-def _before_first(member: Member, event: events.Event) -> str:
+def _before_first(member: Member, event: event_log.Event) -> str:
   if member.first_t is not None and event["t"] < member.first_t:
     return "before its first token was sampled"
   return ""
@@ -253,12 +253,12 @@ class Attempts:
     """Attempts of which more may come."""
     return list(self._open.values())
 
-  def feed(self, event: events.Event) -> Misplaced | None:
+  def feed(self, event: event_log.Event) -> Misplaced | None:
     """Returns what is wrong with the place of an event, if anything is."""
     kind = event["kind"]
     if kind == "published":
       self._publish(event["version"])
-    if kind not in events.OF_ATTEMPT:
+    if kind not in event_log.OF_ATTEMPT:
       return None
     place = event["group"], event["attempt"]
     attempt = self._open.get(place)
@@ -275,7 +275,7 @@ class Attempts:
     return Misplaced(_says(attempt, event, wrong), False) if wrong else None
 
   def _begin(
-    self, place: tuple[int, int], event: events.Event
+    self, place: tuple[int, int], event: event_log.Event
   ) -> Misplaced | None:
     kind = event["kind"]
     if kind not in ("submitted", "restored"):
@@ -324,32 +324,32 @@ class Attempts:
         self._settle(attempt)
 
 
-def _says(attempt: Attempt, event: events.Event, wrong: str) -> str:
+def _says(attempt: Attempt, event: event_log.Event, wrong: str) -> str:
   where = f" member {event['index']}" if "index" in event else ""
   return f"{attempt}{where}: {event['kind']} {wrong}"
 
 
-def _member(attempt: Attempt, event: events.Event) -> Member:
+def _member(attempt: Attempt, event: event_log.Event) -> Member:
   return attempt.members.setdefault(event["index"], Member())
 
 
-def _apply_admitted(attempt: Attempt, event: events.Event) -> None:
+def _apply_admitted(attempt: Attempt, event: event_log.Event) -> None:
   _member(attempt, event).admitted_t = event["t"]
 
 
-def _apply_first_token(attempt: Attempt, event: events.Event) -> None:
+def _apply_first_token(attempt: Attempt, event: event_log.Event) -> None:
   member = _member(attempt, event)
   member.first_t, member.first_version = event["t"], event["version"]
 
 
-def _apply_turn(attempt: Attempt, event: events.Event) -> None:
+def _apply_turn(attempt: Attempt, event: event_log.Event) -> None:
   member = _member(attempt, event)
   member.number = event["number"]
   member.num_turns += 1
   member.turn_tokens += event["tokens"]
 
 
-def _apply_end(attempt: Attempt, event: events.Event) -> None:
+def _apply_end(attempt: Attempt, event: event_log.Event) -> None:
   member = _member(attempt, event)
   member.over = event["kind"]
   member.reason = event.get("reason", "")
@@ -359,26 +359,26 @@ def _apply_end(attempt: Attempt, event: events.Event) -> None:
   member.versions = event["versions"]
 
 
-def _apply_grading(attempt: Attempt, event: events.Event) -> None:
+def _apply_grading(attempt: Attempt, event: event_log.Event) -> None:
   _member(attempt, event).grading = True
 
 
-def _apply_outcome(attempt: Attempt, event: events.Event) -> None:
+def _apply_outcome(attempt: Attempt, event: event_log.Event) -> None:
   _member(attempt, event).outcome = event["kind"]
 
 
-def _apply_ready(attempt: Attempt, event: events.Event) -> None:
+def _apply_ready(attempt: Attempt, event: event_log.Event) -> None:
   attempt.ready = event
   attempt.graded = frozenset(
     i for i, m in attempt.members.items() if m.over == "ended" and m.outcome
   )
 
 
-def _apply(attempt: Attempt, event: events.Event) -> None:
+def _apply(attempt: Attempt, event: event_log.Event) -> None:
   setattr(attempt, event["kind"], event)
 
 
-_APPLY: dict[str, Callable[[Attempt, events.Event], None]] = {
+_APPLY: dict[str, Callable[[Attempt, event_log.Event], None]] = {
   "admitted": _apply_admitted,
   "first_token": _apply_first_token,
   "turn": _apply_turn,

@@ -7,7 +7,7 @@ samples ten tokens in two turns. The first member is trained, the second masked.
 import dataclasses
 from collections.abc import Sequence
 
-from rl import events, invariants
+from rl.audit import checker, event_log
 from rl.schedule import overlap
 
 GROUP_SIZE = 2
@@ -54,7 +54,7 @@ class Run:
   def __init__(self, schedule: overlap.Overlap, rounds: int):
     self.schedule = schedule
     self.rounds = rounds
-    self.log: list[events.Event] = []
+    self.log: list[event_log.Event] = []
     self.version = 0
     self.next_group = 0
     self._began: dict[int, int] = {}
@@ -158,7 +158,7 @@ class Run:
     self.publish()
 
 
-def run(schedule: overlap.Overlap, rounds: int = 2) -> list[events.Event]:
+def run(schedule: overlap.Overlap, rounds: int = 2) -> list[event_log.Event]:
   """Returns the log of a whole run."""
   writer = Run(schedule, rounds)
   for _ in range(rounds):
@@ -167,7 +167,9 @@ def run(schedule: overlap.Overlap, rounds: int = 2) -> list[events.Event]:
   return writer.log
 
 
-def place(log: Sequence[events.Event], kind: str, at: int = 0, **fields) -> int:
+def place(
+  log: Sequence[event_log.Event], kind: str, at: int = 0, **fields
+) -> int:
   """Returns where the event number `at` of those with these fields is."""
   wanted = {"kind": kind, **fields}.items()
   places = [i for i, event in enumerate(log) if wanted <= event.items()]
@@ -198,7 +200,7 @@ def moved(log, kind, to, at=0, **where):
 
 
 def broken(log, schedule):
-  return invariants.violations(log, schedule, GROUP_SIZE)
+  return checker.violations(log, schedule, GROUP_SIZE)
 
 
 def retried(schedule, reason, **submitted):

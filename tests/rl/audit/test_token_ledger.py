@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 
-from rl import ledger
+from rl.audit import token_ledger
 from rl.schedule import overlap
-from tests.rl import event_logs as logs
+from tests.helpers import event_logs as logs
 
 IN_FLIGHT = overlap.in_flight(2, 1)
 SURPLUS = dataclasses.replace(
@@ -16,14 +16,14 @@ SURPLUS = dataclasses.replace(
 
 def test_a_whole_run_is_trained_and_masked():
   # 2 rounds of 2 groups of 2 members of 10 tokens; one of two is masked.
-  book = ledger.of(logs.run(IN_FLIGHT))
+  book = token_ledger.of(logs.run(IN_FLIGHT))
   assert (book.sampled, book.trained, book.masked) == (80, 40, 40)
   assert (dict(book.dropped), book.in_flight, book.error) == ({}, 0, 0)
 
 
 @pytest.mark.parametrize("length", range(0, 78, 7))
 def test_the_ledger_balances_wherever_a_log_is_cut(length):
-  book = ledger.of(logs.run(IN_FLIGHT)[:length])
+  book = token_ledger.of(logs.run(IN_FLIGHT)[:length])
   assert book.error == 0
   assert book.sampled >= book.trained
 
@@ -32,15 +32,15 @@ def test_tokens_of_turns_are_in_flight_until_the_group_is_trained():
   # Four groups of two members have played one turn of 5 tokens each.
   writer = logs.Run(IN_FLIGHT, 2)
   writer.admit()
-  assert ledger.of(writer.log).in_flight == 40
+  assert token_ledger.of(writer.log).in_flight == 40
   writer.finish(0)
   # Group 0 has 20 tokens now, and no member is counted twice.
-  assert ledger.of(writer.log).in_flight == 50
+  assert token_ledger.of(writer.log).in_flight == 50
 
 
 def test_redundant_members_are_dropped_as_surplus():
   # Of each of 4 groups the third member is aborted with 5 tokens.
-  book = ledger.of(logs.run(SURPLUS))
+  book = token_ledger.of(logs.run(SURPLUS))
   assert (book.sampled, dict(book.dropped)) == (100, {"surplus": 20})
   assert book.error == 0
 
@@ -48,7 +48,7 @@ def test_redundant_members_are_dropped_as_surplus():
 def test_a_redundant_member_that_plays_on_is_in_flight():
   log = logs.run(SURPLUS)
   i = logs.place(log, "aborted", group=0)
-  book = ledger.of([*log[:i], *log[i + 1 :]])
+  book = token_ledger.of([*log[:i], *log[i + 1 :]])
   assert (book.in_flight, dict(book.dropped)) == (5, {"surplus": 15})
   assert book.error == 0
 
@@ -58,7 +58,7 @@ def test_dropped_attempts_are_booked_by_reason():
   for group, reason in enumerate(("stale", "zero_variance", "stale")):
     writer.begin(group)
     writer.drop(group, 0, reason)
-  book = ledger.of(writer.log)
+  book = token_ledger.of(writer.log)
   # Two members of 5 tokens each.
   assert dict(book.dropped) == {"stale": 20, "zero_variance": 10}
   assert (book.sampled, book.error) == (30, 0)
@@ -66,7 +66,7 @@ def test_dropped_attempts_are_booked_by_reason():
 
 def test_a_restored_group_counts_what_it_was_restored_with():
   restored = {"group": 0, "attempt": 0, "tokens": 7, "first_version": 1}
-  book = ledger.of([{"t": 0.0, "kind": "restored", **restored}])
+  book = token_ledger.of([{"t": 0.0, "kind": "restored", **restored}])
   assert (book.sampled, book.in_flight, book.error) == (7, 7, 0)
 
 
@@ -74,19 +74,19 @@ def test_a_restored_group_counts_what_it_was_restored_with():
 def test_the_error_is_what_no_column_or_two_hold(tokens, error):
   # 10 tokens of group 0 were trained; 3 were lost, or 4 counted twice.
   log = logs.change(logs.run(IN_FLIGHT), "trained", tokens=tokens)
-  assert ledger.of(log).error == error
+  assert token_ledger.of(log).error == error
 
 
 def test_a_group_that_is_trained_twice_is_an_error():
   log = logs.run(IN_FLIGHT)
   again = log[logs.place(log, "trained")]
-  assert ledger.of([*log, again]).error == -20
+  assert token_ledger.of([*log, again]).error == -20
 
 
 def test_tokens_that_no_attempt_owns_are_an_error():
   log = logs.run(IN_FLIGHT)
   stray = log[logs.place(log, "ended")]
-  assert ledger.of([*log, stray]).error == 10
+  assert token_ledger.of([*log, stray]).error == 10
 
 
 def test_a_drop_that_tells_other_tokens_than_its_members_is_an_error():
@@ -95,22 +95,22 @@ def test_a_drop_that_tells_other_tokens_than_its_members_is_an_error():
   writer.drop(0, 0, "faults")
   log = logs.change(writer.log, "dropped", tokens=8)
   # 10 were sampled, 8 are booked.
-  assert ledger.of(log).error == 2
+  assert token_ledger.of(log).error == 2
 
 
 def test_each_source_has_a_ledger_and_together_they_are_the_whole():
   log = logs.run(IN_FLIGHT)
   log = logs.change(log, "submitted", where={"group": 3}, source="chess")
-  found = ledger.books(log).by_source()
+  found = token_ledger.books(log).by_source()
   assert {name: book.sampled for name, book in found.items()} == {
     "maze": 60,
     "chess": 20,
   }
-  assert sum(found.values(), ledger.Ledger()) == ledger.of(log)
+  assert sum(found.values(), token_ledger.Ledger()) == token_ledger.of(log)
 
 
 def test_the_ledger_reads_as_a_sum():
-  assert str(ledger.of(logs.run(SURPLUS))) == (
+  assert str(token_ledger.of(logs.run(SURPLUS))) == (
     "100 tokens sampled = 40 trained + 40 masked (40 no advantage)"
     " + 20 dropped (20 surplus)"
     " + 0 in flight; error 0"
@@ -126,7 +126,7 @@ def test_what_is_masked_is_told_by_its_cause():
   log = [*log[:i], log[i] | fault, *log[i + 1 :]]
   nobody = {"tokens": 0, "masked": 20, "used": [], "skipped": True}
   log = logs.change(log, "trained", where={"group": 1}, **nobody)
-  book = ledger.of(log)
+  book = token_ledger.of(log)
   assert dict(book.causes) == {
     "faults": 10,
     "not finite": 20,
@@ -145,7 +145,7 @@ def test_why_a_restored_group_is_masked_is_not_known():
     | {"kind": "trained", "version": 0, "first_version": 0, "update": 0}
     | {"tokens": 4, "masked": 5, "members": [0, 1], "used": [0]},
   ]
-  assert dict(ledger.of(log).causes) == {"unknown": 5}
+  assert dict(token_ledger.of(log).causes) == {"unknown": 5}
 
 
 def test_selection_tells_how_trained_episodes_differ_from_launched_ones():
@@ -158,7 +158,7 @@ def test_selection_tells_how_trained_episodes_differ_from_launched_ones():
   writer.train([0])
   writer.drop(1, 0, "stale")
   log = logs.change(writer.log, "submitted", where={"group": 1}, source="chess")
-  found = ledger.selection(log)
+  found = token_ledger.selection(log)
   assert (found.launched.episodes, found.launched.mean_length) == (4, 25.0)
   assert (found.trained.episodes, found.trained.mean_length) == (1, 30.0)
   assert found.length_ratio == 1.2
@@ -172,7 +172,7 @@ def test_masked_members_are_not_among_those_that_are_selected():
     e | {"length": 60} if e["kind"] == "ended" and e["index"] == 1 else e
     for e in logs.run(IN_FLIGHT)
   ]
-  found = ledger.selection(log)
+  found = token_ledger.selection(log)
   assert (found.trained.episodes, found.trained.mean_length) == (4, 30.0)
   assert (found.launched.episodes, found.launched.mean_length) == (8, 45.0)
   assert found.length_ratio == 30 / 45
@@ -183,10 +183,10 @@ def test_of_an_older_log_all_members_of_a_group_count_as_trained():
   log = [
     {k: v for k, v in e.items() if k != "used"} for e in logs.run(IN_FLIGHT)
   ]
-  assert ledger.selection(log).trained.episodes == 8
+  assert token_ledger.selection(log).trained.episodes == 8
 
 
 def test_of_a_run_that_trained_nothing_no_selection_can_be_told():
-  found = ledger.selection([])
+  found = token_ledger.selection([])
   assert (found.trained.mean_length, found.length_ratio) == (0.0, 1.0)
   assert found.trained.shares == {}

@@ -5,7 +5,7 @@ The classes are as those of `run_invariants`.
 
 from collections.abc import Iterator
 
-from rl import attempts, events, invariant
+from rl.audit import event_log, invariant, lifecycle
 from rl.schedule import overlap
 
 
@@ -18,16 +18,16 @@ class Slots(invariant.Invariant):
 
   def __init__(self, schedule: overlap.Overlap):
     self._recycles = schedule.consume == "recycle"
-    self._begun: dict[int, events.Event] = {}
-    self._dropped: dict[int, events.Event] = {}
+    self._begun: dict[int, event_log.Event] = {}
+    self._dropped: dict[int, event_log.Event] = {}
     self._starved: set[str] = set()
     self._over = _Ids()
 
-  def submitted(self, event: events.Event) -> Iterator[str]:
+  def submitted(self, event: event_log.Event) -> Iterator[str]:
     """Compares with the attempt before."""
     group = event["group"]
     before = self._begun.get(group)
-    where = attempts.name(group, event["attempt"])
+    where = lifecycle.name(group, event["attempt"])
     if group in self._over:
       yield f"{where}: submitted although the group is trained or cancelled"
     elif before is None:
@@ -38,13 +38,13 @@ class Slots(invariant.Invariant):
     self._begun[group] = event
     self._dropped.pop(group, None)
 
-  def starved(self, event: events.Event) -> Iterator[str]:
+  def starved(self, event: event_log.Event) -> Iterator[str]:
     """What follows on this task is another one."""
     self._starved.add(event["task"])
     yield from ()
 
   def _follows(
-    self, before: events.Event, event: events.Event, where: str
+    self, before: event_log.Event, event: event_log.Event, where: str
   ) -> Iterator[str]:
     dropped = self._dropped.get(event["group"])
     if event["attempt"] != before["attempt"] + 1:
@@ -61,24 +61,24 @@ class Slots(invariant.Invariant):
     elif self._recycles and dropped["reason"] == "stale":
       yield from _same_task(before, event, where)
 
-  def restored(self, event: events.Event) -> Iterator[str]:
+  def restored(self, event: event_log.Event) -> Iterator[str]:
     """An attempt whose beginning is not in the log."""
     self._begun[event["group"]] = event
     self._dropped.pop(event["group"], None)
     yield from ()
 
-  def dropped(self, event: events.Event) -> Iterator[str]:
+  def dropped(self, event: event_log.Event) -> Iterator[str]:
     """A surplus group is not played again."""
     self._dropped[event["group"]] = event
     if event["reason"] == "surplus":
       self._end(event["group"])
     yield from ()
 
-  def trained(self, event: events.Event) -> Iterator[str]:
+  def trained(self, event: event_log.Event) -> Iterator[str]:
     """A group is trained once, whatever the attempt."""
     group = event["group"]
     if group in self._over:
-      yield f"{attempts.name(group, event['attempt'])}: trained once more"
+      yield f"{lifecycle.name(group, event['attempt'])}: trained once more"
     self._end(group)
 
   def _end(self, group: int) -> None:
@@ -88,7 +88,7 @@ class Slots(invariant.Invariant):
 
 
 def _same_task(
-  before: events.Event, event: events.Event, where: str
+  before: event_log.Event, event: event_log.Event, where: str
 ) -> Iterator[str]:
   if event["task"] != before.get("task", event["task"]):
     yield (
@@ -127,7 +127,7 @@ class Admission(invariant.Invariant):
     self._under_way: set[int] = set()
     self._admitted = 0
 
-  def submitted(self, event: events.Event) -> Iterator[str]:
+  def submitted(self, event: event_log.Event) -> Iterator[str]:
     """Compares a new group with the gate."""
     group, version = event["group"], event["version"]
     if group in self._under_way:
@@ -140,7 +140,7 @@ class Admission(invariant.Invariant):
       )
     self._admit(group)
 
-  def restored(self, event: events.Event) -> Iterator[str]:
+  def restored(self, event: event_log.Event) -> Iterator[str]:
     """It was admitted before the restart."""
     if event["group"] not in self._under_way:
       self._admit(event["group"])
@@ -150,14 +150,14 @@ class Admission(invariant.Invariant):
     self._under_way.add(group)
     self._admitted += 1
 
-  def dropped(self, event: events.Event) -> Iterator[str]:
+  def dropped(self, event: event_log.Event) -> Iterator[str]:
     """A cancelled group gives its place back."""
     if event["reason"] == "surplus" and event["group"] in self._under_way:
       self._under_way.remove(event["group"])
       self._admitted -= 1
     yield from ()
 
-  def trained(self, event: events.Event) -> Iterator[str]:
+  def trained(self, event: event_log.Event) -> Iterator[str]:
     """It keeps its place and is followed no longer."""
     self._under_way.discard(event["group"])
     yield from ()
@@ -175,7 +175,7 @@ class HardFrontier(invariant.Invariant):
     """Those with a hard frontier."""
     return schedule.admission == "hard_frontier"
 
-  def admitted(self, event: events.Event) -> Iterator[str]:
+  def admitted(self, event: event_log.Event) -> Iterator[str]:
     """A member plays, and so its group does."""
     group = event["group"]
     if group in self._playing:
@@ -187,7 +187,7 @@ class HardFrontier(invariant.Invariant):
         f"frontier holds {self._most}"
       )
 
-  def ready(self, event: events.Event) -> Iterator[str]:
+  def ready(self, event: event_log.Event) -> Iterator[str]:
     """It is finished."""
     self._playing.discard(event["group"])
     yield from ()
@@ -211,13 +211,13 @@ class SubmitOrder(invariant.Invariant):
     """Those that consume in this order."""
     return schedule.consume == "submit"
 
-  def dropped(self, event: events.Event) -> Iterator[str]:
+  def dropped(self, event: event_log.Event) -> Iterator[str]:
     """A cancelled group is passed over."""
     if event["reason"] == "surplus":
       self._cancelled.add(event["group"])
     yield from ()
 
-  def dequeued(self, event: events.Event) -> Iterator[str]:
+  def dequeued(self, event: event_log.Event) -> Iterator[str]:
     """Compares with the next group that was not cancelled."""
     while self._next in self._cancelled:
       self._cancelled.remove(self._next)
@@ -240,19 +240,19 @@ class WholeRounds(invariant.Invariant):
     """Those that wait for a round."""
     return schedule.wait_for_round
 
-  def ready(self, event: events.Event) -> Iterator[str]:
+  def ready(self, event: event_log.Event) -> Iterator[str]:
     """One more waits."""
     self._waiting.add(event["group"])
     yield from ()
 
   restored = ready
 
-  def dropped(self, event: events.Event) -> Iterator[str]:
+  def dropped(self, event: event_log.Event) -> Iterator[str]:
     """One less waits."""
     self._waiting.discard(event["group"])
     yield from ()
 
-  def dequeued(self, event: events.Event) -> Iterator[str]:
+  def dequeued(self, event: event_log.Event) -> Iterator[str]:
     """Looks at what the round still needs."""
     missing = self._size - self._taken % self._size
     if len(self._waiting) < missing:

@@ -10,7 +10,7 @@ import collections
 import dataclasses
 from collections.abc import Iterator
 
-from rl import attempts, events, invariant
+from rl.audit import event_log, invariant, lifecycle
 from rl.data import trajectory
 from rl.schedule import overlap
 
@@ -24,7 +24,7 @@ class Time(invariant.Invariant):
     del schedule
     self._last = 0.0
 
-  def every(self, event: events.Event) -> Iterator[str]:
+  def every(self, event: event_log.Event) -> Iterator[str]:
     """Compares with the event before."""
     if event["kind"] == "first_token":
       return
@@ -41,14 +41,14 @@ class Publishes(invariant.Invariant):
     self._open: int | None = None
     self._last = 0
 
-  def publish_start(self, event: events.Event) -> Iterator[str]:
+  def publish_start(self, event: event_log.Event) -> Iterator[str]:
     """Compares with the publish before."""
     version = event["version"]
     if self._open is not None:
       yield f"publishing {version} began inside {self._open}"
     self._open = version
 
-  def published(self, event: events.Event) -> Iterator[str]:
+  def published(self, event: event_log.Event) -> Iterator[str]:
     """Compares with what was begun."""
     version = event["version"]
     if version != self._open:
@@ -64,12 +64,12 @@ class KnownWords(invariant.Invariant):
   def __init__(self, schedule: overlap.Overlap):
     del schedule
 
-  def every(self, event: events.Event) -> Iterator[str]:
+  def every(self, event: event_log.Event) -> Iterator[str]:
     """Looks at the kind."""
-    if event["kind"] not in events.KINDS:
+    if event["kind"] not in event_log.KINDS:
       yield f"an event of kind {event['kind']!r}, which there is not"
 
-  def ended(self, event: events.Event) -> Iterator[str]:
+  def ended(self, event: event_log.Event) -> Iterator[str]:
     """Looks at the status."""
     if event["status"] not in _STATUSES:
       yield (
@@ -87,12 +87,12 @@ class KnownVersions(invariant.Invariant):
     del schedule
     self._newest = 0
 
-  def publish_start(self, event: events.Event) -> Iterator[str]:
+  def publish_start(self, event: event_log.Event) -> Iterator[str]:
     """From here on the first engines may serve it."""
     self._newest = max(self._newest, event["version"])
     yield from ()
 
-  def submitted(self, event: events.Event) -> Iterator[str]:
+  def submitted(self, event: event_log.Event) -> Iterator[str]:
     """Looks at the gate's version."""
     yield from self._early(
       f"{_name(event)}: {event['kind']} at", event["version"]
@@ -100,11 +100,11 @@ class KnownVersions(invariant.Invariant):
 
   ready = dropped = submitted
 
-  def admitted(self, event: events.Event) -> Iterator[str]:
+  def admitted(self, event: event_log.Event) -> Iterator[str]:
     """Looks at the engine's version."""
     yield from self._early(f"{_member(event)}: admitted at", event["version"])
 
-  def ended(self, event: events.Event) -> Iterator[str]:
+  def ended(self, event: event_log.Event) -> Iterator[str]:
     """Looks at the version of each token."""
     last = max((version for version, _ in event["versions"]), default=0)
     yield from self._early(f"{_member(event)}: sampled by", last)
@@ -118,12 +118,12 @@ class KnownVersions(invariant.Invariant):
       )
 
 
-def _member(event: events.Event) -> str:
+def _member(event: event_log.Event) -> str:
   return f"{_name(event)} member {event['index']}"
 
 
-def _name(event: events.Event) -> str:
-  return attempts.name(event["group"], event["attempt"])
+def _name(event: event_log.Event) -> str:
+  return lifecycle.name(event["group"], event["attempt"])
 
 
 @dataclasses.dataclass
@@ -152,12 +152,12 @@ class Rounds(invariant.Invariant):
     self._rounds: dict[int, _Round] = collections.defaultdict(_Round)
     self._end = 0.0
 
-  def trained(self, event: events.Event) -> Iterator[str]:
+  def trained(self, event: event_log.Event) -> Iterator[str]:
     """Counts the groups of an update."""
     self._rounds[event["version"]].groups[event["update"]] += 1
     yield from ()
 
-  def update(self, event: events.Event) -> Iterator[str]:
+  def update(self, event: event_log.Event) -> Iterator[str]:
     """Compares with the update before."""
     this = self._rounds[event["version"]]
     this.updates.append(event["number"])
@@ -169,7 +169,7 @@ class Rounds(invariant.Invariant):
       yield f"{which} began inside the one before"
     self._end = max(self._end, event["end"])
 
-  def publish_start(self, event: events.Event) -> Iterator[str]:
+  def publish_start(self, event: event_log.Event) -> Iterator[str]:
     """Looks at the round that the version rests on."""
     version = event["version"]
     this = self._rounds.pop(version - 1, _Round())
@@ -199,30 +199,30 @@ class TrainingApart(invariant.Invariant):
     """Those that wait for a round."""
     return schedule.wait_for_round
 
-  def ready(self, event: events.Event) -> Iterator[str]:
+  def ready(self, event: event_log.Event) -> Iterator[str]:
     """It plays no longer."""
     self._ready[event["group"]] = event["t"]
     yield from ()
 
-  def dropped(self, event: events.Event) -> Iterator[str]:
+  def dropped(self, event: event_log.Event) -> Iterator[str]:
     """It is of no round."""
     self._ready.pop(event["group"], None)
     yield from ()
 
-  def trained(self, event: events.Event) -> Iterator[str]:
+  def trained(self, event: event_log.Event) -> Iterator[str]:
     """It is of this round."""
     this = self._rounds[event["version"]]
     this.ready_t = max(this.ready_t, self._ready.pop(event["group"], 0.0))
     yield from ()
 
-  def update(self, event: events.Event) -> Iterator[str]:
+  def update(self, event: event_log.Event) -> Iterator[str]:
     """The first one begins the training of a round."""
     this = self._rounds[event["version"]]
     if this.start is None or event["start"] < this.start:
       this.start = event["start"]
     yield from ()
 
-  def publish_start(self, event: events.Event) -> Iterator[str]:
+  def publish_start(self, event: event_log.Event) -> Iterator[str]:
     """Compares both ends of the round."""
     this = self._rounds.pop(event["version"] - 1, _Round())
     if this.start is not None and this.start < this.ready_t:

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from tests.rl import event_logs as logs
+from tests.helpers import event_logs as logs
 
 _SYNC, _IN_FLIGHT = logs.run(logs.SYNC), logs.run(logs.IN_FLIGHT)
 

@@ -11,7 +11,7 @@ import collections
 import dataclasses
 from collections.abc import Iterable, Mapping
 
-from rl import attempts, events
+from rl.audit import event_log, lifecycle
 
 UNKNOWN = "unknown"
 """Source of what was restored without its history."""
@@ -121,7 +121,7 @@ class Selection:
     return self.trained.mean_length / self.launched.mean_length
 
 
-def of_attempt(attempt: attempts.Attempt) -> Ledger:
+def of_attempt(attempt: lifecycle.Attempt) -> Ledger:
   """Returns where the tokens of one attempt went so far."""
   sampled = attempt.sampled
   if attempt.dropped:
@@ -148,13 +148,15 @@ def of_attempt(attempt: attempts.Attempt) -> Ledger:
   )
 
 
-def _causes(attempt: attempts.Attempt, trained: events.Event) -> dict[str, int]:
+def _causes(
+  attempt: lifecycle.Attempt, trained: event_log.Event
+) -> dict[str, int]:
   """Returns why members of a trained group are masked, in tokens."""
   if attempt.restored:
     return {"unknown": trained["masked"]}
   causes: collections.Counter[str] = collections.Counter()
   for i in set(trained["members"]) - set(attempt.used):
-    member = attempt.members.get(i, attempts.Member())
+    member = attempt.members.get(i, lifecycle.Member())
     if member.outcome == "fault":
       cause = "faults"
     else:
@@ -171,12 +173,12 @@ class Books:
 
   def __init__(self):
     # It waits for no member that never began: that has no tokens.
-    self._attempts = attempts.Attempts(0, self._settle)
+    self._attempts = lifecycle.Attempts(0, self._settle)
     self._of: dict[str, Ledger] = {}
     self._launched = _Tally()
     self._trained = _Tally()
 
-  def feed(self, event: events.Event) -> None:
+  def feed(self, event: event_log.Event) -> None:
     """Books one event."""
     misplaced = self._attempts.feed(event)
     if misplaced and misplaced.ignored and event["kind"] in _MOVES:
@@ -203,7 +205,7 @@ class Books:
   def _add(self, source: str, ledger: Ledger) -> None:
     self._of[source] = self._of.get(source, Ledger()) + ledger
 
-  def _settle(self, attempt: attempts.Attempt) -> None:
+  def _settle(self, attempt: lifecycle.Attempt) -> None:
     source = attempt.source or UNKNOWN
     self._add(source, of_attempt(attempt))
     for i, member in attempt.members.items():
@@ -234,7 +236,7 @@ class _Tally:
 _MOVES = ("ended", "aborted", "dropped", "trained")
 
 
-def _stray(event: events.Event) -> Ledger:
+def _stray(event: event_log.Event) -> Ledger:
   """Returns what an event out of its place adds to one side only."""
   if event["kind"] == "dropped":
     return Ledger(dropped={event["reason"]: event["tokens"]})
@@ -246,19 +248,19 @@ def _stray(event: events.Event) -> Ledger:
   return Ledger(sampled=event["tokens"])
 
 
-def books(log: Iterable[events.Event]) -> Books:
-  """Returns the books of a whole log; see `events.surviving`."""
+def books(log: Iterable[event_log.Event]) -> Books:
+  """Returns the books of a whole log; see `event_log.surviving`."""
   kept = Books()
   for event in log:
     kept.feed(event)
   return kept
 
 
-def of(log: Iterable[events.Event]) -> Ledger:
+def of(log: Iterable[event_log.Event]) -> Ledger:
   """Returns the ledger of a whole log."""
   return books(log).ledger()
 
 
-def selection(log: Iterable[events.Event]) -> Selection:
+def selection(log: Iterable[event_log.Event]) -> Selection:
   """Returns what a log trained beside what it launched."""
   return books(log).selection()

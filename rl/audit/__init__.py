@@ -1,0 +1,1 @@
+"""The event log, the token ledger and every invariant over them."""
