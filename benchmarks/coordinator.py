@@ -44,10 +44,7 @@ from jaxtyping import Float32
 from benchmarks import at_once, machine
 from envs import rewards
 from rl import (
-  advantages,
-  algorithms,
   coordinator,
-  filters,
   grading,
   prompts,
   rollout,
@@ -57,6 +54,7 @@ from rl import (
   training,
 )
 from rl import progress as progress_lib
+from rl.algorithms import advantages, dynamic_sampling, presets
 from rl.audit import checker, event_log, token_ledger
 from rl.data import trajectory
 from rl.engine import contract
@@ -160,7 +158,7 @@ class _Run:
         seed=0,
         stall_s=60.0,
         success=1.0,
-        unfit=filters.take_all,
+        unfit=dynamic_sampling.take_all,
       ),
       trainer=trainer,
       publisher=simulated_learner.SimulatedPublisher(
@@ -215,7 +213,7 @@ class _Run:
       programs,
       self._thread,
       estimator=advantages.Grpo(),
-      objective=algorithms.Grpo(),
+      objective=presets.Grpo(),
     )
     return trainer, programs.abstract
 

@@ -16,7 +16,7 @@ On the task of `tests/rl/tabular.py`, whose policy gradient is known. Bias is
   Estimators have groups of 8 and updates of 4 groups; their numbers are of 1e5
   episodes, with `Rloo` as a control variate, and have a standard error.
 
-Docstrings of `rl` state what is measured here; tests/rl/test_exact_oracle.py
+Docstrings of `rl` state what is measured here; tests/rl/algorithms/test_exact_oracle.py
 reads them. Writes benchmarks/results/estimator_bias.json.
 """
 
@@ -29,10 +29,17 @@ import numpy as np
 from absl import app
 
 from benchmarks import machine
-from rl import advantages, aggregates, corrections, credit, losses
-from rl import kl as kl_lib
-from tests.rl import tabular, tabular_estimates
-from tests.rl.tabular_estimates import Rule
+from rl.algorithms import (
+  advantages,
+  corrections,
+  loss_aggregation,
+  losses,
+  token_advantages,
+)
+from rl.algorithms import kl as kl_lib
+from tests.helpers import tabular_estimates
+from tests.helpers.tabular_estimates import Rule
+from tests.rl import tabular
 
 LAGS = {f"lag {lag}": tabular.old(lag) for lag in range(5)}
 LAGS["mixed"] = tabular.MIXED
@@ -91,16 +98,16 @@ STATED = {
   type(estimator).__name__: estimator
   for estimator in (
     advantages.Grpo(),
-    credit.ReinforcePlusPlus(),
-    credit.StepGroups(),
+    token_advantages.ReinforcePlusPlus(),
+    token_advantages.StepGroups(),
   )
 }
 ESTIMATORS = {
   **STATED,
-  "StepGroups by means, discount 1": credit.StepGroups(
+  "StepGroups by means, discount 1": token_advantages.StepGroups(
     normalise="mean", discount=1.0
   ),
-  "TurnReturns, discount 0.9": credit.TurnReturns(discount=0.9),
+  "TurnReturns, discount 0.9": token_advantages.TurnReturns(discount=0.9),
 }
 
 
@@ -188,13 +195,15 @@ def measure_critic(lambda_: float) -> Direction:
   zeros = np.zeros(tabular.paths().states.shape)
   alone = np.arange(len(zeros))[:, None]
   better = tabular_estimates.advantages_of(
-    credit.Gae(lambda_=lambda_), alone, tabular_estimates.members(values=zeros)
+    token_advantages.Gae(lambda_=lambda_),
+    alone,
+    tabular_estimates.members(values=zeros),
   )
   rule = Rule(loss=losses.Reinforce())
   return _direction(tabular_estimates.exact(rule, LAGS["lag 0"], better[:, 0]))
 
 
-def measure_aggregate(aggregate: aggregates.Aggregate) -> Direction:
+def measure_aggregate(aggregate: loss_aggregation.Aggregate) -> Direction:
   """Returns how an aggregate differs in an update of many trajectories."""
   lags, rewards = LAGS["lag 0"], tabular.paths().rewards
   mean = tabular.probabilities(lags)[0] @ rewards
@@ -233,7 +242,10 @@ def main(argv: list[str]) -> None:
     print(f"| {name} | {' | '.join(cells)} |", flush=True)
   directions = {n: measure_estimator(e) for n, e in ESTIMATORS.items()}
   directions["Gae, lambda 0.95, no critic yet"] = measure_critic(0.95)
-  for aggregate in (aggregates.TokenMean(), aggregates.SequenceMean()):
+  for aggregate in (
+    loss_aggregation.TokenMean(),
+    loss_aggregation.SequenceMean(),
+  ):
     directions[type(aggregate).__name__] = measure_aggregate(aggregate)
   print("\n| on policy | aside | factor |\n|---|---|---|")
   for name, found in directions.items():

@@ -25,7 +25,8 @@ from absl import flags as absl_flags
 
 from benchmarks import machine
 from launch import devices, flags
-from rl import assemble, learner, row
+from rl import assemble, learner
+from rl.algorithms import packed_row
 from rl.data import batch, trajectory
 
 _REPEATS = absl_flags.DEFINE_integer("repeats", 5, "Of each side.")
@@ -73,7 +74,7 @@ def _bare_step(parts: assemble.Parts):
       temperature=experiment.rollout.temperature,
     )
     algorithm = experiment.algorithm
-    rows = row.Row(
+    rows = packed_row.Row(
       logprobs=scored.logprobs,
       old=packed.behaviour,
       behaviour=packed.behaviour,

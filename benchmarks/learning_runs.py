@@ -17,13 +17,10 @@ import jax.numpy as jnp
 
 from envs import rewards, textarena
 from models import config as model_config
-from rl import algorithm as algorithm_lib
 from rl import (
-  algorithms,
   assemble,
   assemble_trainer,
   config,
-  corrections,
   evaluate,
   learner,
   optimizers,
@@ -31,7 +28,8 @@ from rl import (
   rollout,
   warm_start,
 )
-from rl import row as row_lib
+from rl.algorithms import algorithm as algorithm_lib
+from rl.algorithms import corrections, packed_row, presets
 from rl.audit import checker, event_log
 from rl.data import trajectory
 from rl.engine.builtin import settings as engine_settings
@@ -61,7 +59,7 @@ class Untouched:
   compares_old = True
   weighs = True
 
-  def __call__(self, row: row_lib.Row) -> corrections.Weights:
+  def __call__(self, row: packed_row.Row) -> corrections.Weights:
     """Returns 1 everywhere."""
     nowhere = jnp.zeros(row.sampled.shape, bool)
     return corrections.Weights(jnp.ones_like(row.logprobs), nowhere, nowhere)
@@ -78,12 +76,12 @@ class Arm:
 ALGORITHMS: Mapping[str, algorithm_lib.Algorithm] = {
   each.short_name: each
   for each in (
-    algorithms.Grpo(),
-    algorithms.DrGrpo(),
-    algorithms.Dapo(),
-    algorithms.Rloo(),
-    algorithms.Gspo(),
-    algorithms.Cispo(),
+    presets.Grpo(),
+    presets.DrGrpo(),
+    presets.Dapo(),
+    presets.Rloo(),
+    presets.Gspo(),
+    presets.Cispo(),
   )
 }
 SCHEDULES: Mapping[str, overlap.Overlap] = {

@@ -27,7 +27,8 @@ from absl import flags as absl_flags
 from benchmarks import machine
 from launch import devices
 from models import config as config_lib
-from rl import learner, losses, objective, optimizers, placement
+from rl import learner, optimizers, placement
+from rl.algorithms import losses, objective
 from rl.data import batch, trajectory
 
 _REPEATS = absl_flags.DEFINE_integer("repeats", 5, "Of each side.")

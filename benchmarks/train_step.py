@@ -38,7 +38,8 @@ from absl import flags as absl_flags
 from benchmarks import machine, yardstick
 from models import config as model_config
 from models import logprobs, transformer
-from rl import learner, losses, objective, optimizers, placement
+from rl import learner, optimizers, placement
+from rl.algorithms import losses, objective
 from rl.data import batch
 
 _REPEATS = absl_flags.DEFINE_integer("repeats", 5, "Of each side.")

@@ -9,7 +9,8 @@ minutes. Expected: success on unseen maps from about 0.3 after the warm start to
 
 from envs import gymnasium, rewards
 from models import config as model_config
-from rl import algorithms, config, losses, optimizers, rollout, warm_start
+from rl import config, optimizers, rollout, warm_start
+from rl.algorithms import losses, presets
 from rl.engine.builtin import settings as engine_settings
 from rl.schedule import overlap
 
@@ -32,9 +33,7 @@ def get_config() -> config.Experiment:
     overlap=overlap.in_flight(
       groups_per_round=16, max_staleness=1, groups_per_microbatch=8
     ),
-    algorithm=algorithms.Grpo(
-      loss=losses.ClippedSurrogate(), entropy_bonus=0.003
-    ),
+    algorithm=presets.Grpo(loss=losses.ClippedSurrogate(), entropy_bonus=0.003),
     optimizer=optimizers.AdamW(learning_rate=2e-4),
     batch=config.BatchShape(rows=16, length=132, tail_rows=4),
     warm_start=warm_start.WarmStart(steps=100, episodes=64, exploration=0.4),

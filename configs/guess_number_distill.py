@@ -22,7 +22,8 @@ import pathlib
 
 from configs import guess_number_moe
 from models import config as model_config
-from rl import algorithms, config, optimizers, references
+from rl import config, optimizers
+from rl.algorithms import presets, references
 
 _RUN, _TEACHER = "runs/teacher", "runs/teacher-hf"
 
@@ -59,7 +60,7 @@ def get_config(role: str = "student") -> config.Experiment:
     model=model_config.tiny(
       vocab_size=29, max_length=32, num_layers=2, d_model=64, d_ff=192
     ),
-    algorithm=algorithms.Distill(
+    algorithm=presets.Distill(
       reference=OwnTeacher(model=teacher.model, directory=_TEACHER)
     ),
     optimizer=optimizers.AdamW(learning_rate=1e-3),

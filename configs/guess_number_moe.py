@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 from envs import rewards, textarena
 from models import config as model_config
-from rl import algorithms, config, losses, optimizers, rollout, warm_start
+from rl import config, optimizers, rollout, warm_start
+from rl.algorithms import losses, presets
 from rl.engine.builtin import settings as engine_settings
 from rl.schedule import overlap
 
@@ -30,9 +31,7 @@ def get_config() -> config.Experiment:
     overlap=overlap.in_flight(
       groups_per_round=16, max_staleness=1, groups_per_microbatch=8
     ),
-    algorithm=algorithms.Grpo(
-      loss=losses.ClippedSurrogate(), entropy_bonus=0.003
-    ),
+    algorithm=presets.Grpo(loss=losses.ClippedSurrogate(), entropy_bonus=0.003),
     optimizer=optimizers.AdamW(learning_rate=5e-4),
     batch=config.BatchShape(rows=10, length=72, tail_rows=2),
     warm_start=warm_start.WarmStart(steps=60, episodes=64, exploration=0.7),

@@ -13,8 +13,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from configs import guess_number_moe
-from rl import advantages, aggregates, algorithm, config, losses, returns
-from rl import row as row_lib
+from rl import config
+from rl.algorithms import (
+  advantages,
+  algorithm,
+  loss_aggregation,
+  losses,
+  packed_row,
+  returns,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,10 +35,10 @@ class Spo:
   """
 
   bound: float = 0.2
-  aggregate: aggregates.Aggregate = dataclasses.field(
-    default_factory=aggregates.TokenMean
+  aggregate: loss_aggregation.Aggregate = dataclasses.field(
+    default_factory=loss_aggregation.TokenMean
   )
-  # The ratio is against `row.old`, and no weight of its own corrects the rest.
+  # The ratio is against `packed_row.old`, and no weight of its own corrects the rest.
   has_ratio = True
   own_weight = False
 
@@ -40,9 +47,11 @@ class Spo:
     if not self.bound > 0:
       raise ValueError(f"Spo: bound={self.bound} must be above 0")
 
-  def __call__(self, row: row_lib.Row) -> losses.Terms:
+  def __call__(self, row: packed_row.Row) -> losses.Terms:
     """Returns the loss; clipped are tokens that are pulled back."""
-    ratio = row_lib.bounded_exp(row_lib.log_ratio(row.logprobs, row.old, row))
+    ratio = packed_row.bounded_exp(
+      packed_row.log_ratio(row.logprobs, row.old, row)
+    )
     # Whatever stands where nothing was sampled, even nan, must not count.
     gain = jnp.where(row.sampled, row.advantages, 0.0)
     price = jnp.abs(gain) * (ratio - 1) ** 2 / (2 * self.bound)

@@ -36,7 +36,8 @@ devices.prepare(experiment.placement)
 # their own: on a laptop those are two virtual devices of the CPU.
 
 # %%
-from rl import algorithms, assemble, estimation, recorder, train_state
+from rl import assemble, recorder, train_state
+from rl.algorithms import advantage_estimation, presets
 from rl.data import batch, trajectory
 
 parts = assemble.build(experiment)
@@ -109,15 +110,15 @@ print(member.status, member.reward)
 
 # %%
 estimator = experiment.algorithm.advantage
-chosen = estimation.trained(groups, estimator)
+chosen = advantage_estimation.trained(groups, estimator)
 packed = batch.pack(
-  estimation.members(groups, chosen),
+  advantage_estimation.members(groups, chosen),
   rows=experiment.batch.rows,
   length=experiment.batch.length,
   version=0,
   share_prompts=experiment.batch.share_prompts,
 )
-estimate = estimation.of_groups(groups, chosen, estimator)
+estimate = advantage_estimation.of_groups(groups, chosen, estimator)
 packed = batch.with_column(packed, "advantages", estimate.advantages)
 
 
@@ -159,6 +160,6 @@ run(parts.close())
 # %%
 print(
   dataclasses.replace(
-    experiment, algorithm=algorithms.Rloo(entropy_bonus=0.01)
+    experiment, algorithm=presets.Rloo(entropy_bonus=0.01)
   ).algorithm
 )

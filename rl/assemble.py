@@ -18,7 +18,6 @@ from rl import (
   config,
   coordinator,
   episode,
-  filters,
   grading,
   learner,
   progress,
@@ -31,6 +30,7 @@ from rl import (
   warm_start,
   weights,
 )
+from rl.algorithms import dynamic_sampling
 from rl.audit import event_log
 from rl.data import trajectory
 from rl.engine import contract
@@ -365,7 +365,7 @@ def coordinate(
       seed=experiment.seed,
       stall_s=experiment.stall_s,
       success=experiment.evaluation.success,
-      unfit=filters.unfit(
+      unfit=dynamic_sampling.unfit(
         experiment.algorithm.sampling, experiment.algorithm.advantage
       ),
     ),

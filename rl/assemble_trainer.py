@@ -1,7 +1,8 @@
 """The wiring of what trains: Experiment -> programs, trainer."""
 
 from models import sharding
-from rl import config, learner, quarantine, references, training
+from rl import config, learner, quarantine, training
+from rl.algorithms import references
 from rl.runtime import mesh_thread
 
 _PROBE_ROWS = 8

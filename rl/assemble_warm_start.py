@@ -3,15 +3,8 @@
 from collections.abc import Callable
 
 from models import sharding
-from rl import (
-  config,
-  episode,
-  learner,
-  losses,
-  objective,
-  train_state,
-  warm_start,
-)
+from rl import config, episode, learner, train_state, warm_start
+from rl.algorithms import losses, objective
 from rl.runtime import mesh_thread
 
 

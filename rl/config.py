@@ -11,18 +11,11 @@ from models import sharding, transformer
 from models.attention import backend
 from models.chat import word_chat
 from models.hf import load
-from rl import (
-  affinity,
-  algorithms,
-  grading,
-  optimizers,
-  prompts,
-  references,
-  weights,
-)
+from rl import affinity, grading, optimizers, prompts, weights
 from rl import placement as placement_lib
 from rl import rollout as rollout_lib
 from rl import warm_start as warm_start_lib
+from rl.algorithms import presets, references
 from rl.engine.builtin import settings as engine_settings
 from rl.engine.sglang import settings as sglang_settings
 from rl.schedule import overlap as overlap_lib
@@ -136,9 +129,7 @@ class Experiment:
   tasks: prompts.TaskOrder = dataclasses.field(
     default_factory=prompts.TaskOrder
   )
-  algorithm: algorithms.Named = dataclasses.field(
-    default_factory=algorithms.Grpo
-  )
+  algorithm: presets.Named = dataclasses.field(default_factory=presets.Grpo)
   optimizer: optimizers.Optimizer = dataclasses.field(
     default_factory=optimizers.AdamW
   )
@@ -237,7 +228,7 @@ class Experiment:
       raise ValueError(
         f"rollout.group_size={self.rollout.group_size} is below the {least} "
         f"that {type(advantage).__name__} compares; raise it or use "
-        "algorithm.advantage=rl.advantages.Reinforce()"
+        "algorithm.advantage=rl.algorithms.advantages.Reinforce()"
       )
 
   def _validate_schedule(self) -> None:

@@ -21,8 +21,9 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
-from rl import filters, producer, rollout, round_report, training
+from rl import producer, rollout, round_report, training
 from rl import progress as progress_lib
+from rl.algorithms import dynamic_sampling
 from rl.audit import event_log
 from rl.data import trajectory
 from rl.engine import contract
@@ -50,7 +51,7 @@ class Settings:
   seed: int
   stall_s: float
   success: float
-  unfit: filters.Unfit
+  unfit: dynamic_sampling.Unfit
 
 
 @runtime_checkable

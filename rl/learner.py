@@ -25,8 +25,8 @@ from jaxtyping import Array, Float, Float32
 from models import config as model_config
 from models import logprobs as logprobs_lib
 from models import lora, sharding, transformer
-from rl import objective as objective_lib
 from rl import train_state
+from rl.algorithms import objective as objective_lib
 from rl.data import batch as batch_lib
 
 METRICS: tuple[str, ...] = (

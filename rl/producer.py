@@ -16,7 +16,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from envs import base
-from rl import filters, rollout, shaping
+from rl import rollout
+from rl.algorithms import dynamic_sampling, reward_shaping
 from rl.audit import event_log
 from rl.data import trajectory
 from rl.schedule import group_buffer, overlap, staleness_gate
@@ -63,7 +64,7 @@ class Producer:
     seed: int,
     player: rollout.Player,
     tasks: Tasks,
-    unfit: filters.Unfit,
+    unfit: dynamic_sampling.Unfit,
     log: event_log.EventLog,
   ):
     self._schedule = schedule
@@ -187,7 +188,7 @@ class Producer:
           return
         reason = self._why_not(play, group, attempt.refills)
         if not play.aborted:
-          rewards = [shaping.unshaped(t) for t in group.trajectories]
+          rewards = [reward_shaping.unshaped(t) for t in group.trajectories]
           self._tasks.learned(play.task, rewards)
         if not reason:
           break

@@ -15,7 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 from envs import base
 from rl import episode as episode_lib
 from rl import grading as grading_lib
-from rl import shaping
+from rl.algorithms import reward_shaping
 from rl.audit import event_log
 from rl.data import trajectory
 from rl.engine import contract
@@ -67,8 +67,8 @@ class Rollout(episode_lib.Limits):
   grading: grading_lib.Retries = dataclasses.field(
     default_factory=grading_lib.Retries
   )
-  overlong: shaping.Overlong | None = None
-  repetition: shaping.Repetition | None = None
+  overlong: reward_shaping.Overlong | None = None
+  repetition: reward_shaping.Repetition | None = None
 
   def validate(self) -> None:
     """Raises ValueError on a limit that allows no episode."""
@@ -301,7 +301,7 @@ class _Member:
     if graded is None:  # Aborted: its group is not wanted.
       return played
     rules = player.limits
-    graded = shaping.apply(graded, rules.overlong, rules.repetition)
+    graded = reward_shaping.apply(graded, rules.overlong, rules.repetition)
     if graded.fault:
       status = graded.status.value
       log.emit("fault", **self._where, status=status, what=graded.fault)

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from rl import agreement, shaping
+from rl import agreement
+from rl.algorithms import reward_shaping
 from rl.audit import event_log
 from rl.data import trajectory
 from rl.runtime import trace
@@ -67,7 +68,7 @@ def _scores(
 ) -> dict[str, float]:
   """Returns the share of successes and the mean reward, shaping included."""
   graded = [t for t in episodes if t.reward is not None]
-  before = [shaping.unshaped(t) for t in graded]
+  before = [reward_shaping.unshaped(t) for t in graded]
   return {
     "success": _mean([b is not None and b >= success for b in before]),
     "reward_mean": _mean([t.reward for t in graded]),

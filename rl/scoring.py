@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float32
 
-from rl import kl, learner, references, train_state
+from rl import learner, train_state
+from rl.algorithms import kl, references
 from rl.data import batch as batch_lib
 from rl.data import trajectory
 from rl.runtime import mesh_thread

@@ -20,7 +20,6 @@ from collections.abc import Mapping, Sequence
 from rl import (
   affinity,
   coordinator,
-  filters,
   grading,
   placement,
   prompts,
@@ -33,6 +32,7 @@ from rl import (
 )
 from rl import progress as progress_lib
 from rl import rollout as rollout_lib
+from rl.algorithms import dynamic_sampling
 from rl.audit import event_log
 from rl.runtime import trace, virtual_clock, watchdog
 from rl.schedule import overlap as overlap_lib
@@ -325,7 +325,7 @@ class _Run:
         seed=settings.seed,
         stall_s=settings.stall_s,
         success=1.0,
-        unfit=filters.take_all,
+        unfit=dynamic_sampling.take_all,
       ),
       trainer=simulated_learner.SimulatedTrainer(
         settings.cluster.learner, self.spans

@@ -13,17 +13,15 @@ from jaxtyping import Bool, Float32
 
 from rl import (
   accumulation,
-  advantages,
   agreement,
-  estimation,
   learner,
   quarantine,
-  references,
   round_report,
   scoring,
   train_state,
 )
-from rl import objective as objective_lib
+from rl.algorithms import advantage_estimation, advantages, references
+from rl.algorithms import objective as objective_lib
 from rl.data import batch, trajectory
 from rl.runtime import mesh_thread
 from rl.schedule import overlap
@@ -113,7 +111,7 @@ class Settings:
 
 
 class _Groups(NamedTuple):
-  """Groups of an update that teach nothing; see `estimation.Trained`.
+  """Groups of an update that teach nothing; see `advantage_estimation.Trained`.
 
   Attributes:
     divisor: what they add to what the loss is divided by.
@@ -203,20 +201,20 @@ class Training:
       self._accumulation = accumulation.Accumulation(
         self._programs, self._thread, self._pack
       )
-    chosen = estimation.trained(
+    chosen = advantage_estimation.trained(
       groups,
       self._estimator,
       penalised=self._objective.reward_kl is not None,
       keep_flat=self._keep_flat,
     )
     self._flat = self._counted(groups, chosen)
-    members = estimation.members(groups, chosen)
+    members = advantage_estimation.members(groups, chosen)
     scores = await self._scorer.score(
       members, self.state, self._old(), self._critic
     )
     penalties = scoring.penalties(self._objective.reward_kl, members, scores)
     self._penalties += penalties or []
-    found = estimation.of_groups(
+    found = advantage_estimation.of_groups(
       groups,
       chosen,
       self._estimator,
@@ -232,7 +230,7 @@ class Training:
     await self._accumulation.add(self.state, members, columns)
     # The first batch of a round is a sample as good as any.
     self._probe = self._probe or next(iter(self._accumulation.batches), None)
-    means = estimation.by_member(chosen, found)
+    means = advantage_estimation.by_member(chosen, found)
     return [
       Used(values, used)
       for values, (used, _) in zip(means, chosen, strict=True)
@@ -241,7 +239,7 @@ class Training:
   def _counted(
     self,
     groups: Sequence[trajectory.Group],
-    chosen: Sequence[estimation.Trained],
+    chosen: Sequence[advantage_estimation.Trained],
   ) -> _Groups:
     """Returns what of this update teaches nothing, these groups included.
 
@@ -253,7 +251,7 @@ class Training:
       lone += reason == "lone"
       flat += reason == "flat"
       if reason == "flat" and not used.any():
-        left_out = np.flatnonzero(estimation.usable(group)).tolist()
+        left_out = np.flatnonzero(advantage_estimation.usable(group)).tolist()
         sizes = [group.trajectories[i].num_sampled for i in left_out]
         divisor += self._objective.loss.aggregate.count(sizes)
     return _Groups(flat, lone, divisor)

@@ -16,7 +16,7 @@ from benchmarks import (
   learning_runs,
   learning_summary,
 )
-from rl import row as row_lib
+from rl.algorithms import packed_row
 
 CASES = list(learning_runs.grid([0, 1]))
 
@@ -88,7 +88,7 @@ def test_a_run_that_is_not_corrected_would_be_refused(schedule):
 
 def test_what_is_left_untouched_weighs_1_however_far_the_policy_has_moved():
   zeros = jnp.zeros(3)
-  row = row_lib.Row(
+  row = packed_row.Row(
     logprobs=zeros,
     old=zeros,
     behaviour=jnp.array([-5.0, 5.0, jnp.nan]),

@@ -4,10 +4,10 @@ The settings are a tree of frozen dataclasses. A polymorphic part is the
 object itself, so its class is written out where it has to be text:
 
   --config.rollout.group_size=8
-  --config.loss=rl.losses.ClippedSurrogate(clip_high=0.3)
+  --config.loss=rl.algorithms.losses.ClippedSurrogate(clip_high=0.3)
   --config.model=models.config.tiny_moe(d_model=64)    what a function returns
   --config.engine=sglang            a class that has this as its short_name
-  {"class": "rl.losses.ClippedSurrogate", "clip_low": 0.2, "clip_high": 0.3}
+  {"class": "rl.algorithms.losses.ClippedSurrogate", "clip_low": 0.2, "clip_high": 0.3}
 """
 
 import dataclasses

@@ -9,8 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from rl import aggregates, corrections, losses
-from rl import row as row_lib
+from rl.algorithms import corrections, loss_aggregation, losses, packed_row
 
 LOSSES = [
   losses.ClippedSurrogate(),
@@ -41,9 +40,9 @@ CORRECTIONS = [
   ),
 ]
 AGGREGATES = [
-  aggregates.TokenMean(),
-  aggregates.SequenceMean(),
-  aggregates.Constant(length=7.0),
+  loss_aggregation.TokenMean(),
+  loss_aggregation.SequenceMean(),
+  loss_aggregation.Constant(length=7.0),
 ]
 COLUMNS = ("logprobs", "old", "behaviour", "advantages")
 
@@ -67,7 +66,7 @@ def make(
   advantages: Any = 1.0,
   sampled: Any = True,
   segments: Any = 1,
-) -> row_lib.Row:
+) -> packed_row.Row:
   """A row of lists; one number stands for a row full of it.
 
   `old` is as the policy where it is not given, and `behaviour` as `old`.
@@ -85,16 +84,16 @@ def make(
       (segments, jnp.int32),
     ]
   )
-  return row_lib.Row(logprobs, *rest)
+  return packed_row.Row(logprobs, *rest)
 
 
-def of_ratios(ratios: Sequence[float], **columns: Any) -> row_lib.Row:
+def of_ratios(ratios: Sequence[float], **columns: Any) -> packed_row.Row:
   """A row whose policy has moved by `ratios` since old and behaviour."""
   old = -1.0 - np.arange(len(ratios))
   return make(old + np.log(ratios), old=old, **columns)
 
 
-def draw(seed: int, *, lengths: Sequence[int] = (4, 1, 7)) -> row_lib.Row:
+def draw(seed: int, *, lengths: Sequence[int] = (4, 1, 7)) -> packed_row.Row:
   """Trajectories side by side, prompts and padding among what was sampled."""
   rng = np.random.default_rng(seed)
   segments = np.repeat(np.arange(1, len(lengths) + 1), lengths)
@@ -116,7 +115,7 @@ def draw(seed: int, *, lengths: Sequence[int] = (4, 1, 7)) -> row_lib.Row:
   )
 
 
-def poisoned(row: row_lib.Row) -> Iterator[row_lib.Row]:
+def poisoned(row: packed_row.Row) -> Iterator[packed_row.Row]:
   """The row with nan or an infinity where nothing was sampled, by column."""
   for name in COLUMNS:
     for poison in (np.nan, np.inf, -np.inf):
@@ -124,15 +123,16 @@ def poisoned(row: row_lib.Row) -> Iterator[row_lib.Row]:
       yield row._replace(**{name: column})
 
 
-def alone(row: row_lib.Row) -> list[row_lib.Row]:
+def alone(row: packed_row.Row) -> list[packed_row.Row]:
   """Each trajectory of a row as a row that has nothing else."""
   found = np.unique(np.asarray(row.segments)[np.asarray(row.sampled)])
   return [
-    row_lib.Row(*(x[np.asarray(row.segments) == k] for x in row)) for k in found
+    packed_row.Row(*(x[np.asarray(row.segments) == k] for x in row))
+    for k in found
   ]
 
 
-def trajectories(row: row_lib.Row) -> Iterator[tuple[np.ndarray, list]]:
+def trajectories(row: packed_row.Row) -> Iterator[tuple[np.ndarray, list]]:
   """Yields (indices, [logprobs, old, behaviour, advantages]) in float64."""
   sampled = np.asarray(row.sampled)
   segments = np.asarray(row.segments)

@@ -7,7 +7,7 @@ from jaxtyping import Bool, Float32
 from numpy.typing import ArrayLike
 
 from envs import base
-from rl import advantages, estimation, returns
+from rl.algorithms import advantage_estimation, advantages, returns
 from rl.data import trajectory
 
 OK = trajectory.Status.COMPLETED
@@ -86,9 +86,9 @@ def of_group(
   group: trajectory.Group, estimator: advantages.Estimator
 ) -> tuple[Float32[np.ndarray, " G"], Bool[np.ndarray, " G"]]:
   """Returns (mean advantages, trained) of a group that is all of an update."""
-  chosen = estimation.trained([group], estimator)
-  found = estimation.of_groups([group], chosen, estimator)
-  (means,) = estimation.by_member(chosen, found)
+  chosen = advantage_estimation.trained([group], estimator)
+  found = advantage_estimation.of_groups([group], chosen, estimator)
+  (means,) = advantage_estimation.by_member(chosen, found)
   return means, chosen[0].members
 
 

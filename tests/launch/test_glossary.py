@@ -8,7 +8,8 @@ import pytest
 from envs import rewards
 from launch import glossary, local
 from models import config as model_config
-from rl import algorithms, config, corrections, kl, references, rollout, testing
+from rl import config, rollout, testing
+from rl.algorithms import corrections, kl, presets, references
 from rl.engine.builtin import settings as engine_settings
 from rl.schedule import overlap
 from rl.settings import overrides
@@ -73,7 +74,7 @@ EVERYTHING = config.Experiment(
     overlap.in_flight(4, 1, 2), old_logprob="recompute"
   ),
   batch=config.BatchShape(rows=8, length=16),
-  algorithm=algorithms.Ppo(
+  algorithm=presets.Ppo(
     kl=kl.KlPenalty(weight=0.1),
     reference=references.Initial(),
     correction=corrections.TokenTruncated(),
@@ -88,7 +89,7 @@ def written(tmp_path_factory):
   """Every name that runs have written, evaluations with their prefix."""
   found = set()
   plain = dataclasses.replace(
-    EVERYTHING, algorithm=algorithms.Grpo(), overlap=overlap.sync(4)
+    EVERYTHING, algorithm=presets.Grpo(), overlap=overlap.sync(4)
   )
   for tree in (EVERYTHING, plain):
     path = tmp_path_factory.mktemp("run")

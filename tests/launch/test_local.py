@@ -10,16 +10,8 @@ import pytest
 from envs import base, rewards
 from launch import local
 from models import config as model_config
-from rl import (
-  algorithms,
-  config,
-  kl,
-  optimizers,
-  references,
-  rollout,
-  testing,
-  warm_start,
-)
+from rl import config, optimizers, rollout, testing, warm_start
+from rl.algorithms import kl, presets, references
 from rl.engine.builtin import engine as builtin_engine
 from rl.engine.builtin import settings as engine_settings
 from rl.schedule import overlap
@@ -185,7 +177,7 @@ def test_critic_and_reference_outlive_a_stop(run_dir, tmp_path_factory):
   whole = tmp_path_factory.mktemp("whole")
   (whole / "config.json").write_text((run_dir / "config.json").read_text())
   tree = experiment(
-    algorithm=algorithms.Ppo(
+    algorithm=presets.Ppo(
       kl=kl.KlPenalty(weight=0.1),
       reference=references.Initial(memory="host"),
       epochs=2,

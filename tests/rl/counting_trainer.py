@@ -6,13 +6,14 @@ import math
 
 import numpy as np
 
-from rl import advantages, algorithms, learner, testing, training
-from rl import objective as objective_lib
+from rl import learner, testing, training
+from rl.algorithms import advantages, presets
+from rl.algorithms import objective as objective_lib
 from rl.data import trajectory
 from rl.runtime import mesh_thread, trace
 
 STATUS = trajectory.Status
-GRPO = algorithms.Grpo()
+GRPO = presets.Grpo()
 NOTHING = dict.fromkeys(learner.METRICS, 0.0)
 SETTINGS = training.Settings(
   rows=4,

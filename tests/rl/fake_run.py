@@ -8,11 +8,8 @@ from typing import Any
 from envs import base, rewards
 from models.chat import word_chat
 from rl import (
-  advantages,
   affinity,
-  algorithms,
   coordinator,
-  filters,
   grading,
   prompts,
   rollout,
@@ -22,6 +19,7 @@ from rl import (
   weights,
 )
 from rl import progress as progress_lib
+from rl.algorithms import advantages, dynamic_sampling, presets
 from rl.audit import checker, event_log, token_ledger
 from rl.data import trajectory
 from rl.runtime import mesh_thread, trace, watchdog
@@ -91,7 +89,7 @@ class Run:
   source: base.Source = dataclasses.field(default_factory=testing.Counting)
   reward: base.Reward = dataclasses.field(default_factory=rewards.Outcome)
   retries: grading.Retries = dataclasses.field(default_factory=grading.Retries)
-  sampling: filters.DynamicSampling | None = None
+  sampling: dynamic_sampling.DynamicSampling | None = None
   decode_s: Callable[[tuple[int, ...]], float] = lambda priority: 0.0
   learner_s: float = 0.0
   update_s: float = 0.0
@@ -158,7 +156,7 @@ class Run:
         seed=0,
         stall_s=self.stall_s,
         success=1.0,
-        unfit=filters.unfit(self.sampling, advantages.Grpo()),
+        unfit=dynamic_sampling.unfit(self.sampling, advantages.Grpo()),
       ),
       trainer=self._training(thread, programs),
       publisher=weights.WeightPublisher(
@@ -197,7 +195,7 @@ class Run:
       programs,
       thread,
       estimator=self.estimator,
-      objective=algorithms.Grpo(),
+      objective=presets.Grpo(),
     )
 
   def violations(self):

@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from envs import base, mixture
-from rl import filters, grading, simulated_learner, testing
+from rl import grading, simulated_learner, testing
+from rl.algorithms import dynamic_sampling
 from rl.audit import checker as checker_lib
 from rl.audit import event_log, token_ledger
 from rl.schedule import overlap
@@ -132,7 +133,7 @@ def run(mode: str, draw: random.Random, rounds: int = 12) -> virtual_run.Run:
     other = mixture.Part(_source(draw, "two"), weight)
     source = mixture.Mixture((mixture.Part(source), other))
   slow = draw.choice([0.0, 0.1, 3.0, 30.0])
-  refills = filters.DynamicSampling(max_refills=draw.randint(1, 4))
+  refills = dynamic_sampling.DynamicSampling(max_refills=draw.randint(1, 4))
   return virtual_run.Run(
     schedule(mode, draw),
     rounds=rounds,

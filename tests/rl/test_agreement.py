@@ -7,7 +7,8 @@ import jax
 import numpy as np
 import pytest
 
-from rl import agreement, learner, losses, objective, optimizers
+from rl import agreement, learner, optimizers
+from rl.algorithms import losses, objective
 from rl.data import batch
 from rl.runtime import mesh_thread, trace
 

@@ -11,19 +11,17 @@ import pytest
 from envs import base, rewards
 from models import config as model_config
 from rl import (
-  algorithms,
   assemble,
   config,
   evaluate,
-  kl,
   optimizers,
   placement,
   progress,
-  references,
   rollout,
   testing,
   warm_start,
 )
+from rl.algorithms import kl, presets, references
 from rl.audit import checker, event_log, token_ledger
 from rl.data import trajectory
 from rl.engine.builtin import settings as engine_settings
@@ -138,9 +136,7 @@ def started(settings, report=lambda text: None):
 def test_the_reference_is_the_policy_after_its_warm_start():
   random, state = started(
     experiment(
-      algorithm=algorithms.Grpo(
-        kl=kl.KlPenalty(), reference=references.Initial()
-      ),
+      algorithm=presets.Grpo(kl=kl.KlPenalty(), reference=references.Initial()),
       warm_start=warm_start.WarmStart(steps=2, episodes=4),
     )
   )

@@ -9,7 +9,8 @@ import pytest
 
 from envs import mixture, rewards
 from launch import flags
-from rl import affinity, algorithms, config, credit, placement, testing
+from rl import affinity, config, placement, testing
+from rl.algorithms import presets, token_advantages
 from rl.schedule import overlap
 from rl.settings import overrides as overrides_lib
 
@@ -35,7 +36,7 @@ def _override(tree, overrides):
     {"evaluation.every": "0", "evaluation.temperature": "0"},
     {
       "rollout.group_size": "1",
-      "algorithm.advantage": "rl.advantages.Reinforce()",
+      "algorithm.advantage": "rl.algorithms.advantages.Reinforce()",
     },
     # 10 rows over 5 * 2 devices, 4 experts over 2, and engine rows over 8.
     {
@@ -49,11 +50,13 @@ def _override(tree, overrides):
     {"batch.length": "32", "rollout.max_tokens": "32"},
     {"stall_s": "631.5"},
     {
-      "algorithm.advantage": "rl.credit.ReinforcePlusPlus(baseline=group)",
+      "algorithm.advantage": "rl.algorithms.token_advantages.ReinforcePlusPlus(baseline=group)",
       "overlap.groups_per_microbatch": "16",
     },
-    {"algorithm.sampling": "rl.filters.DynamicSampling()"},
-    {"rollout.overlong": "rl.shaping.Overlong(max_tokens=32, buffer=32)"},
+    {"algorithm.sampling": "rl.algorithms.dynamic_sampling.DynamicSampling()"},
+    {
+      "rollout.overlong": "rl.algorithms.reward_shaping.Overlong(max_tokens=32, buffer=32)"
+    },
     {"routing.default": "decode"},
     {"model.compute.attention": "splash", "batch.length": "128"},
     {"model.compute.attention": "blockwise", "batch.share_prompts": "true"},
@@ -75,7 +78,7 @@ def test_settings_that_fit_together_are_accepted(experiment, overrides):
     (
       {"rollout.group_size": "1"},
       "rollout.group_size=1 is below the 2 that Grpo compares; raise it or"
-      " use algorithm.advantage=rl.advantages.Reinforce()",
+      " use algorithm.advantage=rl.algorithms.advantages.Reinforce()",
     ),
     (
       {"batch.length": "31"},
@@ -212,27 +215,33 @@ def test_settings_that_fit_together_are_accepted(experiment, overrides):
     ),
     # 16 groups a round in micro-batches of 8: the first trains too early.
     (
-      {"algorithm.advantage": "rl.credit.ReinforcePlusPlus()"},
+      {
+        "algorithm.advantage": "rl.algorithms.token_advantages.ReinforcePlusPlus()"
+      },
       "algorithm.advantage=ReinforcePlusPlus compares all groups of an update,"
       " but with overlap.groups_per_microbatch=8 gradients accumulate before"
       " the last of them is ready; use groups_per_microbatch=16",
     ),
     (
       {
-        "algorithm.advantage": "rl.advantages.Reinforce()",
-        "algorithm.sampling": "rl.filters.DynamicSampling()",
+        "algorithm.advantage": "rl.algorithms.advantages.Reinforce()",
+        "algorithm.sampling": "rl.algorithms.dynamic_sampling.DynamicSampling()",
       },
       "algorithm.sampling drops groups of equal rewards, but advantage="
       "Reinforce compares no members, so they teach as others do; use "
       "algorithm.sampling=none",
     ),
     (
-      {"rollout.overlong": "rl.shaping.Overlong(max_tokens=33, buffer=4)"},
+      {
+        "rollout.overlong": "rl.algorithms.reward_shaping.Overlong(max_tokens=33, buffer=4)"
+      },
       "rollout.overlong.max_tokens=33 is above rollout.max_tokens=32: no"
       " episode would ever be that long; lower it",
     ),
     (
-      {"rollout.overlong": "rl.shaping.Overlong(max_tokens=32, buffer=33)"},
+      {
+        "rollout.overlong": "rl.algorithms.reward_shaping.Overlong(max_tokens=32, buffer=33)"
+      },
       "Overlong: buffer=33 is outside [1, max_tokens=32]",
     ),
     (
@@ -282,7 +291,7 @@ def test_every_preset_is_a_schedule_that_runs_and_can_be_written(
 def test_a_round_that_is_waited_for_can_be_compared_as_a_whole(
   experiment, schedule
 ):
-  algorithm = algorithms.Grpo(advantage=credit.ReinforcePlusPlus())
+  algorithm = presets.Grpo(advantage=token_advantages.ReinforcePlusPlus())
   dataclasses.replace(
     experiment, overlap=schedule, algorithm=algorithm
   ).validate()
@@ -358,7 +367,8 @@ def test_every_part_of_the_tree_is_checked_and_named(experiment, path, text):
 
 def test_json_makes_an_equal_experiment(experiment):
   changed = _override(
-    experiment, {"algorithm.advantage": "rl.advantages.Reinforce(baseline=0.5)"}
+    experiment,
+    {"algorithm.advantage": "rl.algorithms.advantages.Reinforce(baseline=0.5)"},
   )
   for tree in (experiment, changed):
     text = json.dumps(overrides_lib.to_json(tree))

@@ -11,16 +11,15 @@ from models import config as model_config
 from models import transformer
 from models.hf import export
 from rl import (
-  algorithms,
   assemble,
   config,
   optimizers,
   progress,
-  references,
   rollout,
   testing,
   warm_start,
 )
+from rl.algorithms import presets, references
 from rl.data import trajectory
 from rl.engine.builtin import settings as engine_settings
 from rl.schedule import overlap
@@ -97,7 +96,7 @@ def run(tree):
 
 
 def test_a_student_comes_closer_to_its_teacher_without_a_reward(teacher):
-  found = run(experiment(algorithm=algorithms.Distill(reference=teacher)))
+  found = run(experiment(algorithm=presets.Distill(reference=teacher)))
   # The mean of log student - log teacher over what the student says.
   gaps = [metrics["kl"] for metrics in found]
   assert gaps[0] > 0.3
@@ -107,7 +106,7 @@ def test_a_student_comes_closer_to_its_teacher_without_a_reward(teacher):
 def test_a_teacher_on_the_host_says_the_same(teacher):
   on_host = dataclasses.replace(teacher, memory="host")
   device, host = (
-    run(experiment(algorithm=algorithms.Distill(reference=one), rounds=2))
+    run(experiment(algorithm=presets.Distill(reference=one), rounds=2))
     for one in (teacher, on_host)
   )
   assert host[1]["kl"] == pytest.approx(device[1]["kl"], rel=1e-6)

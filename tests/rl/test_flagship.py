@@ -20,19 +20,17 @@ import numpy as np
 from envs import rewards
 from models import config as model_config
 from rl import (
-  aggregates,
-  algorithms,
   assemble,
   assemble_trainer,
   config,
   learner,
-  losses,
   optimizers,
   progress,
   rollout,
   testing,
   train_state,
 )
+from rl.algorithms import loss_aggregation, losses, presets
 from rl.audit import checker, event_log
 from rl.data import trajectory
 from rl.engine.builtin import settings as engine_settings
@@ -54,7 +52,7 @@ class Score(losses.Reinforce):
 
 
 def experiment(schedule: overlap.Overlap, rounds: int = ROUNDS):
-  score = Score(aggregate=aggregates.TokenMean())
+  score = Score(aggregate=loss_aggregation.TokenMean())
   loss = score if schedule.max_staleness else losses.ClippedSurrogate()
   return config.Experiment(
     # With lags the order in which groups finish is not that of submission.
@@ -72,7 +70,7 @@ def experiment(schedule: overlap.Overlap, rounds: int = ROUNDS):
       d_ff=16,
       max_length=16,
     ),
-    algorithm=algorithms.Grpo(loss=loss),
+    algorithm=presets.Grpo(loss=loss),
     optimizer=optimizers.AdamW(learning_rate=0.02),
     rollout=rollout.Rollout(group_size=GROUP, max_tokens=16),
     engine=engine_settings.EngineSettings(

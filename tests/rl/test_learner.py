@@ -10,7 +10,8 @@ import optax
 import pytest
 
 from models import transformer
-from rl import learner, losses, objective, optimizers, placement, train_state
+from rl import learner, optimizers, placement, train_state
+from rl.algorithms import losses, objective
 from rl.data import batch
 from tests.rl import real_programs
 from tests.rl.real_programs import on_mesh

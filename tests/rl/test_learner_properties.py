@@ -17,18 +17,16 @@ import pytest
 
 from models import config as config_lib
 from models import transformer
-from rl import algorithm as algorithm_lib
-from rl import (
-  algorithms,
+from rl import learner, placement, training
+from rl.algorithms import algorithm as algorithm_lib
+from rl.algorithms import (
   corrections,
   kl,
-  learner,
   losses,
   objective,
-  placement,
-  training,
+  presets,
+  value_loss,
 )
-from rl import critic as critic_lib
 from rl.data import batch, trajectory
 from rl.runtime import mesh_thread, trace
 from tests.helpers import packed_rows, scored_episodes
@@ -51,7 +49,7 @@ OBJECTIVE = objective.Objective(
   loss=losses.ClippedSurrogate(dual_clip=3.0),
   correction=corrections.TokenTruncated(),
   kl=kl.KlPenalty(estimator="k3+", weight=0.2),
-  value=critic_lib.ValueLoss(weight=0.5, clip=0.5),
+  value=value_loss.ValueLoss(weight=0.5, clip=0.5),
   entropy_bonus=0.1,
   balance_weight=0.0,  # It is not linear over micro-batches.
 )
@@ -357,7 +355,7 @@ def assert_same_steps(steps: Any, expected: Any) -> None:
 @pytest.mark.parametrize("aggregate", packed_rows.AGGREGATES, ids=repr)
 def test_groups_that_come_one_by_one_are_an_update_of_all_at_once(aggregate):
   """And what flat ones would have added is what leaving them out does."""
-  plain = algorithms.Grpo(loss=losses.ClippedSurrogate(aggregate=aggregate))
+  plain = presets.Grpo(loss=losses.ClippedSurrogate(aggregate=aggregate))
   # Next to nothing, but then flat groups are computed as well.
   whole = dataclasses.replace(plain, entropy_bonus=1e-30)
   computed, all_of = trained(DENSE, whole, at_once=6)
@@ -368,7 +366,7 @@ def test_groups_that_come_one_by_one_are_an_update_of_all_at_once(aggregate):
 
 
 def test_a_router_is_balanced_over_all_tokens_those_of_flat_groups_too():
-  balanced = algorithms.Grpo(balance_weight=1.0, z_weight=0.1)
+  balanced = presets.Grpo(balance_weight=1.0, z_weight=0.1)
   computed = dataclasses.replace(balanced, entropy_bonus=1e-30)
   # One micro-batch holds them all, for balance is not linear over several.
   (steps, sums), (expected, all_of) = (

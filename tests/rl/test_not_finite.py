@@ -13,16 +13,8 @@ import numpy as np
 import pytest
 
 from models import config as model_config
-from rl import (
-  advantages,
-  algorithms,
-  learner,
-  losses,
-  objective,
-  optimizers,
-  placement,
-  training,
-)
+from rl import learner, optimizers, placement, training
+from rl.algorithms import advantages, losses, objective, presets
 from rl.audit import token_ledger
 from rl.data import batch
 from rl.schedule import overlap
@@ -210,7 +202,7 @@ class Run(fake_run.Run):
       dataclasses.replace(programs, update=update),
       thread,
       estimator=advantages.Reinforce(),
-      objective=algorithms.Grpo(),
+      objective=presets.Grpo(),
     )
 
 

@@ -10,14 +10,13 @@ import numpy as np
 import pytest
 
 from rl import (
-  advantages,
   episode,
-  filters,
   simulated_engine,
   simulated_learner,
   simulated_processor,
   testing,
 )
+from rl.algorithms import advantages, dynamic_sampling
 from rl.data import trajectory
 from rl.schedule import overlap
 from tests.helpers import played_members
@@ -192,7 +191,7 @@ def test_a_group_of_equal_answers_teaches_nothing_and_is_seen_to(name):
     group_size=4,
     source=testing.Counting(turns=1),
     answers=(virtual_run.YES,),
-    sampling=filters.DynamicSampling(max_refills=refills),
+    sampling=dynamic_sampling.DynamicSampling(max_refills=refills),
   ).start()
   # Each place is played again as often as it may; the last try is trained.
   reasons = collections.Counter(e["reason"] for e in run.of("dropped"))

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rl import critic as critic_lib
-from rl import learner, losses, objective, optimizers, post_mortem, quarantine
+from rl import learner, optimizers, post_mortem, quarantine
+from rl.algorithms import losses, objective, value_loss
 from rl.data import batch
 
 GOAL = objective.Objective(loss=losses.ClippedSurrogate())
@@ -246,7 +246,7 @@ def test_what_a_critic_cannot_learn_is_traced_as_well(
   with_critic = learner.build(
     untied,
     one_device,
-    dataclasses.replace(GOAL, value=critic_lib.ValueLoss(clip=None)),
+    dataclasses.replace(GOAL, value=value_loss.ValueLoss(clip=None)),
     optimizers.AdamW()(),
     critic=True,
   )

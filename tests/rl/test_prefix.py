@@ -11,7 +11,8 @@ import pytest
 
 from models import config as config_lib
 from models import transformer
-from rl import learner, losses, objective, placement
+from rl import learner, placement
+from rl.algorithms import losses, objective
 from rl.data import batch, trajectory
 
 ROWS, LENGTH, VOCAB = 8, 32, 24

@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from rl import coordinator, filters, progress, simulated_learner, testing
+from rl import coordinator, progress, simulated_learner, testing
+from rl.algorithms import dynamic_sampling
 from rl.schedule import overlap
 from tests.rl import virtual_run
 
@@ -32,7 +33,7 @@ def test_what_was_too_old_does_not_use_up_the_refills_of_a_place():
     DROP,
     rounds=30,
     source=testing.Counting(turns=1),
-    sampling=filters.DynamicSampling(max_refills=refills),
+    sampling=dynamic_sampling.DynamicSampling(max_refills=refills),
     learner=simulated_learner.Learner(token_s=0.0, update_s=5.0),
   ).start()
   reasons = collections.defaultdict(collections.Counter)

@@ -6,7 +6,8 @@ import jax
 import numpy as np
 import pytest
 
-from rl import learner, losses, objective, optimizers, quarantine
+from rl import learner, optimizers, quarantine
+from rl.algorithms import losses, objective
 from rl.data import batch, segment_index
 from rl.runtime import checkpoint
 

@@ -6,7 +6,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from rl import advantages, coordinator, simulated_learner, testing
+from rl import coordinator, simulated_learner, testing
+from rl.algorithms import advantages
 from rl.schedule import overlap
 from tests.helpers import played_members
 from tests.rl import fake_run, virtual_run

@@ -11,7 +11,8 @@ import pytest
 
 from envs import base
 from models.chat import word_chat
-from rl import episode, shaping, testing
+from rl import episode, testing
+from rl.algorithms import reward_shaping
 from rl.data import trajectory
 from rl.engine import contract
 from rl.runtime import virtual_clock, watchdog
@@ -80,7 +81,7 @@ def test_the_token_limit_truncates_before_it_is_passed():
 
 def test_an_answer_that_is_nearly_too_long_is_worth_less():
   # 4 sampled ids where 2 are free and 4 more are not: half the penalty of 1.
-  overlong = shaping.Overlong(max_tokens=6, buffer=4)
+  overlong = reward_shaping.Overlong(max_tokens=6, buffer=4)
   limits = dataclasses.replace(players.ONE, overlong=overlong)
 
   async def run():

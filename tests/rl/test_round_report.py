@@ -6,7 +6,8 @@ import math
 import numpy as np
 import pytest
 
-from rl import learner, round_report, shaping
+from rl import learner, round_report
+from rl.algorithms import reward_shaping
 from rl.data import trajectory
 from rl.runtime import trace
 
@@ -92,9 +93,9 @@ def test_what_was_cut_off_on_purpose_is_no_fault():
 
 
 def test_a_long_success_is_a_success_but_its_reward_is_lower():
-  penalty = shaping.Overlong(max_tokens=4, buffer=4)
+  penalty = reward_shaping.Overlong(max_tokens=4, buffer=4)
   # Two of four tokens cost a half, and none costs nothing.
-  long = shaping.apply(_member(OK, 1.0, 3), penalty)
+  long = reward_shaping.apply(_member(OK, 1.0, 3), penalty)
   groups = [_group(long, _member(OK, 1.0))]
   got = round_report.of_groups(groups, success=1.0, trained_at=4)
   assert (got["success"], got["reward_mean"]) == (1.0, 0.75)

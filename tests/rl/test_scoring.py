@@ -10,18 +10,8 @@ import numpy as np
 import pytest
 
 from models import transformer
-from rl import (
-  algorithms,
-  corrections,
-  credit,
-  kl,
-  learner,
-  optimizers,
-  placement,
-  scoring,
-  testing,
-  training,
-)
+from rl import learner, optimizers, placement, scoring, testing, training
+from rl.algorithms import corrections, kl, presets, token_advantages
 from rl.data import batch, trajectory
 from rl.runtime import mesh_thread, trace
 
@@ -189,7 +179,7 @@ def test_a_penalty_in_the_loss_changes_no_advantage():
   found = []
   for penalty in (None, kl.KlPenalty(estimator="k2")):
     programs = Programs()
-    algorithm = algorithms.DrGrpo(kl=penalty)
+    algorithm = presets.DrGrpo(kl=penalty)
     groups = group(member(1.0), member(0.0, first=8))
     trained(once(groups), programs, algorithm, half_as_likely)
     found.append(programs.column("advantages"))
@@ -199,7 +189,7 @@ def test_a_penalty_in_the_loss_changes_no_advantage():
 
 def test_reinforce_plus_plus_whitens_returns_less_their_penalties():
   programs = Programs()
-  algorithm = algorithms.ReinforcePlusPlus(kl=PENALTY)
+  algorithm = presets.ReinforcePlusPlus(kl=PENALTY)
   _, sums = trained(
     once(group(member(1.0), member(0.0, first=8))),
     programs,
@@ -220,7 +210,7 @@ def test_reinforce_plus_plus_whitens_returns_less_their_penalties():
 
 def test_a_round_of_faults_has_no_penalties_and_ends_nothing():
   programs = Programs()
-  algorithm = algorithms.ReinforcePlusPlus(kl=PENALTY)
+  algorithm = presets.ReinforcePlusPlus(kl=PENALTY)
   groups = group(member(None), member(None))
   (used,), sums = trained(once(groups), programs, algorithm, half_as_likely)
   assert not used.trained.any()
@@ -233,10 +223,10 @@ def test_a_round_of_faults_has_no_penalties_and_ends_nothing():
 
 def test_gae_learns_from_the_values_of_the_critic():
   programs = Programs()
-  gae = credit.Gae(discount=0.9, lambda_=0.5)
+  gae = token_advantages.Gae(discount=0.9, lambda_=0.5)
   # Two turns with an observation between them, which is no step.
   trained(
-    once(group(member(1.0, [2, 1]))), programs, algorithms.Ppo(advantage=gae)
+    once(group(member(1.0, [2, 1]))), programs, presets.Ppo(advantage=gae)
   )
   # Values 0, 0.5 and 1; the reward comes at the end.
   delta = [0.9 * 0.5 - 0.0, 0.9 * 1.0 - 0.5, 1.0 - 1.0]
@@ -252,7 +242,7 @@ def test_gae_learns_from_the_values_of_the_critic():
 
 def test_without_a_critic_a_reference_or_a_second_policy_nothing_is_scored():
   programs = Programs()
-  trained(once(group(member(1.0), member(0.0))), programs, algorithms.Grpo())
+  trained(once(group(member(1.0), member(0.0))), programs, presets.Grpo())
   (packed,) = programs.batches
   assert programs.scored == 0
   for name in ("old", "reference", "values", "returns"):
@@ -281,7 +271,7 @@ def test_a_second_minibatch_is_held_against_what_was_asked_for(
   old_logprob, updates
 ):
   programs = Programs()
-  trained(several_updates, programs, algorithms.Grpo(), old_logprob=old_logprob)
+  trained(several_updates, programs, presets.Grpo(), old_logprob=old_logprob)
   old = programs.column("old")
   assert old[5] == pytest.approx(-0.5)
   # The round began with the weights of no updates; one was taken since.
@@ -290,7 +280,7 @@ def test_a_second_minibatch_is_held_against_what_was_asked_for(
 
 def test_epochs_keep_the_old_policy_and_the_advantages():
   programs = Programs()
-  algorithm = algorithms.Grpo(correction=corrections.TokenTruncated())
+  algorithm = presets.Grpo(correction=corrections.TokenTruncated())
   trained(
     once(group(member(1.0), member(0.0))),
     programs,
@@ -315,7 +305,7 @@ def real(dense_config):
   return learner.build(
     dense_config,
     layout,
-    algorithms.Ppo(),
+    presets.Ppo(),
     optimizers.AdamW(learning_rate=0.1)(),
     critic=True,
   )
@@ -370,7 +360,7 @@ def test_scores_are_those_of_each_trajectory_on_its_own(
 
 def test_a_critic_comes_to_know_what_episodes_earn(real):
   thread = mesh_thread.MeshThread("learner", trace.Trace(None))
-  algorithm = algorithms.Ppo()
+  algorithm = presets.Ppo()
   trainer = training.Training(
     dataclasses.replace(SETTINGS, epochs=4),
     real,

@@ -10,7 +10,8 @@ import pytest
 
 from models import config as config_lib
 from models import lora
-from rl import learner, losses, objective, optimizers, placement, train_state
+from rl import learner, optimizers, placement, train_state
+from rl.algorithms import losses, objective
 from rl.data import batch
 from rl.runtime import checkpoint
 

@@ -8,17 +8,8 @@ import jax
 import numpy as np
 import pytest
 
-from rl import (
-  advantages,
-  algorithms,
-  corrections,
-  credit,
-  learner,
-  optimizers,
-  placement,
-  testing,
-  training,
-)
+from rl import learner, optimizers, placement, testing, training
+from rl.algorithms import advantages, corrections, presets, token_advantages
 from rl.runtime import mesh_thread, trace
 from rl.schedule import overlap
 from tests.rl.counting_trainer import (
@@ -30,7 +21,7 @@ from tests.rl.counting_trainer import (
   trained,
 )
 
-CORRECTED = algorithms.Grpo(correction=corrections.TokenTruncated())
+CORRECTED = presets.Grpo(correction=corrections.TokenTruncated())
 
 
 @pytest.mark.parametrize(
@@ -89,7 +80,7 @@ def test_an_estimator_of_the_batch_compares_all_groups_of_an_update():
   used = trained(
     scenario,
     programs,
-    credit.ReinforcePlusPlus(baseline="group", over="members"),
+    token_advantages.ReinforcePlusPlus(baseline="group", over="members"),
   )
   # Less their means: 0.5, -0.5 and 1, -1, of mean 0 and variance 2.5 / 4;
   # alone the first group would have had 1 and -1.
@@ -113,7 +104,7 @@ def test_the_critic_of_a_rounds_start_says_the_values_of_all_its_updates():
         await trainer.accumulate([group(1.0, 0.0)])
         await trainer.update()
 
-  algorithm = algorithms.Ppo()
+  algorithm = presets.Ppo()
   trained(scenario, programs, algorithm.advantage, objective=algorithm)
   said = [set(b.values[b.sampled].tolist()) for b in programs.batches]
   # By the number of updates of the weights that said it.

@@ -7,7 +7,8 @@ import math
 import jax.numpy as jnp
 import pytest
 
-from rl import algorithms, quarantine, training
+from rl import quarantine, training
+from rl.algorithms import presets
 from rl.data import segment_index
 from rl.runtime import mesh_thread, trace
 from tests.rl.counting_trainer import GRPO, SETTINGS, Programs, group, trained
@@ -185,7 +186,7 @@ def test_a_group_without_an_advantage_is_trained_where_entropy_counts():
     return used, await trainer.update()
 
   (used,), sums = trained(
-    scenario, programs, objective=algorithms.Grpo(entropy_bonus=0.01)
+    scenario, programs, objective=presets.Grpo(entropy_bonus=0.01)
   )
   assert used.trained.all()
   assert not used.advantages.any()
@@ -196,7 +197,7 @@ def test_a_group_without_an_advantage_is_trained_where_entropy_counts():
 def test_a_group_without_an_advantage_is_trained_where_routers_are_balanced(
   weight,
 ):
-  none = algorithms.Grpo(balance_weight=0.0, z_weight=0.0)
+  none = presets.Grpo(balance_weight=0.0, z_weight=0.0)
   objective = dataclasses.replace(none, **{weight: 0.1})
 
   async def scenario(trainer):

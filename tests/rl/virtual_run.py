@@ -13,10 +13,8 @@ from typing import Any
 from envs import base, rewards
 from models.chat import word_chat
 from rl import (
-  advantages,
   affinity,
   coordinator,
-  filters,
   grading,
   prompts,
   rollout,
@@ -25,6 +23,7 @@ from rl import (
   testing,
 )
 from rl import progress as progress_lib
+from rl.algorithms import advantages, dynamic_sampling
 from rl.audit import checker, event_log, token_ledger
 from rl.data import trajectory
 from rl.runtime import trace, virtual_clock, watchdog
@@ -141,7 +140,7 @@ class Run:
   source: Any = dataclasses.field(default_factory=testing.Counting)
   reward: base.Reward = dataclasses.field(default_factory=rewards.Outcome)
   retries: grading.Retries = dataclasses.field(default_factory=grading.Retries)
-  sampling: filters.DynamicSampling | None = None
+  sampling: dynamic_sampling.DynamicSampling | None = None
   delay_s: Callable[[tuple[int, ...]], float] = lambda priority: 1.0
   learner: simulated_learner.Learner = dataclasses.field(
     default_factory=lambda: simulated_learner.Learner(token_s=0.0)
@@ -216,7 +215,7 @@ class Run:
         seed=self.seed,
         stall_s=self.stall_s,
         success=1.0,
-        unfit=filters.unfit(self.sampling, advantages.Grpo()),
+        unfit=dynamic_sampling.unfit(self.sampling, advantages.Grpo()),
       ),
       trainer=simulated_learner.SimulatedTrainer(self.learner, self.spans),
       publisher=simulated_learner.SimulatedPublisher(

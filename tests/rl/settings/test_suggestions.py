@@ -10,7 +10,7 @@ from envs import delayed, mixture
 from rl.settings import annotations, overrides, suggestions
 
 RUN = guess_number_moe.get_config()
-TEACHER = "rl.references.Teacher(model=models.config.ModelConfig()"
+TEACHER = "rl.algorithms.references.Teacher(model=models.config.ModelConfig()"
 
 
 def refused(path, text, run=RUN):
@@ -54,28 +54,48 @@ def test_everything_on_offer_is_taken_as_it_is_typed(path):
 @pytest.mark.parametrize(
   ("path", "text", "meant", "others"),
   [
-    ("algorithm.loss", "cispo", "rl.losses.Cispo()", "rl.losses.Gspo()"),
-    ("algorithm.loss", "rl.losses.Cispoo()", "rl.losses.Cispo()", "rl.loss"),
-    ("algorithm.loss", "losses.Cispoo()", "rl.losses.Cispo()", "rl.losses."),
-    ("algorithm.loss", "Cispo()", "rl.losses.Cispo()", "rl.losses.Gspo()"),
-    ("algorithm.kl", "KlPenalty", "rl.kl.KlPenalty()", ""),
+    (
+      "algorithm.loss",
+      "cispo",
+      "rl.algorithms.losses.Cispo()",
+      "rl.algorithms.losses.Gspo()",
+    ),
+    (
+      "algorithm.loss",
+      "rl.algorithms.losses.Cispoo()",
+      "rl.algorithms.losses.Cispo()",
+      "rl.loss",
+    ),
+    (
+      "algorithm.loss",
+      "losses.Cispoo()",
+      "rl.algorithms.losses.Cispo()",
+      "rl.algorithms.losses.",
+    ),
+    (
+      "algorithm.loss",
+      "Cispo()",
+      "rl.algorithms.losses.Cispo()",
+      "rl.algorithms.losses.Gspo()",
+    ),
+    ("algorithm.kl", "KlPenalty", "rl.algorithms.kl.KlPenalty()", ""),
     (
       "algorithm.correction",
       "icepop",
-      "rl.corrections.IcePop()",
-      "rl.corrections.OffPolicySequenceMask(delta=0.1)",
+      "rl.algorithms.corrections.IcePop()",
+      "rl.algorithms.corrections.OffPolicySequenceMask(delta=0.1)",
     ),
     (
       "algorithm.advantage",
       "gae",
-      "rl.credit.Gae()",
-      "rl.advantages.PassAtK(k=4)",
+      "rl.algorithms.token_advantages.Gae()",
+      "rl.algorithms.advantages.PassAtK(k=4)",
     ),
     (
       "algorithm.loss.aggregate",
       "SequenceMean",
-      "rl.aggregates.SequenceMean()",
-      "rl.aggregates.TokenMean()",
+      "rl.algorithms.loss_aggregation.SequenceMean()",
+      "rl.algorithms.loss_aggregation.TokenMean()",
     ),
     ("optimizer", "muon", "rl.optimizers.Muon()", "rl.optimizers.AdamW()"),
     ("model", "tiny", "models.config.tiny()", "models.config.ModelConfig()"),
@@ -119,9 +139,11 @@ def test_an_object_that_needs_others_is_offered_with_some():
 def test_all_losses_are_offered_and_nothing_else():
   # Both are calls of one argument; only what they return tells them apart.
   losses = suggestions.forms(PLACES["algorithm.loss"])
-  assert {"rl.losses.Cispo()", "rl.losses.Gspo()"} < {*losses}
+  assert {"rl.algorithms.losses.Cispo()", "rl.algorithms.losses.Gspo()"} < {
+    *losses
+  }
   # Files of configs/ may have been loaded, with losses of their own.
-  places = ("rl.losses.", "_config_")
+  places = ("rl.algorithms.losses.", "_config_")
   assert not [text for text in losses if not text.startswith(places)]
   optimizers = suggestions.forms(PLACES["optimizer"])
   others = [t for t in optimizers if not t.startswith("rl.optimizers.")]
@@ -131,17 +153,18 @@ def test_all_losses_are_offered_and_nothing_else():
 def test_the_only_class_tells_what_it_takes():
   assert refused("algorithm.kl", "k3") == (
     "--config.algorithm.kl=k3: expected KlPenalty | none, such as "
-    "rl.kl.KlPenalty(); it takes estimator (k1 | k2 | k3 | k3+), weight "
+    "rl.algorithms.kl.KlPenalty(); it takes estimator (k1 | k2 | k3 | k3+), weight "
     "(float), where (loss | reward)"
   )
-  assert ", such as rl.filters.DynamicSampling(); it takes " in refused(
-    "algorithm.sampling", "true"
+  assert (
+    ", such as rl.algorithms.dynamic_sampling.DynamicSampling(); it takes "
+    in refused("algorithm.sampling", "true")
   )
 
 
 def test_a_word_that_is_near_to_nothing_is_told_what_there_is():
   words = refused("algorithm.loss", "3")
-  assert ", such as rl.losses.ClippedSurrogate(), " in words
+  assert ", such as rl.algorithms.losses.ClippedSurrogate(), " in words
   assert ", or set a part of it: --config.algorithm.loss.clip_low" in words
 
 
@@ -150,13 +173,13 @@ def test_a_word_that_is_near_to_nothing_is_told_what_there_is():
   [
     (
       "algorithm.advantage",
-      "rl.advantages.PassAtK()",
-      "needs k, as in rl.advantages.PassAtK(k=4)",
+      "rl.algorithms.advantages.PassAtK()",
+      "needs k, as in rl.algorithms.advantages.PassAtK(k=4)",
     ),
     (
       "algorithm.correction",
-      "rl.corrections.OffPolicySequenceMask()",
-      "needs delta, as in rl.corrections.OffPolicySequenceMask(delta=0.1)",
+      "rl.algorithms.corrections.OffPolicySequenceMask()",
+      "needs delta, as in rl.algorithms.corrections.OffPolicySequenceMask(delta=0.1)",
     ),
     (
       "algorithm.reference",
@@ -171,7 +194,7 @@ def test_what_is_missing_is_named_with_a_form_that_works(path, text, message):
 
 def test_a_teacher_can_be_typed():
   text = (
-    "rl.references.Teacher(directory=/no-such/place, "
+    "rl.algorithms.references.Teacher(directory=/no-such/place, "
     "model=models.config.tiny_moe(vocab_size=29,max_length=32))"
   )
   run = overrides.apply(
@@ -191,5 +214,7 @@ def test_a_teacher_can_be_typed():
 def test_modules_need_no_package_and_words_no_quotes():
   text = "kl.KlPenalty(estimator=k3+, weight=3e-4)"
   assert overrides.override(RUN, "algorithm.kl", text) == overrides.override(
-    RUN, "algorithm.kl", "rl.kl.KlPenalty(estimator='k3+', weight=0.0003)"
+    RUN,
+    "algorithm.kl",
+    "rl.algorithms.kl.KlPenalty(estimator='k3+', weight=0.0003)",
   )

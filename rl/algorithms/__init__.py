@@ -1,0 +1,1 @@
+"""Losses, advantages, corrections and the objective they form."""

@@ -1,0 +1,286 @@
+"""What is learned from groups of episodes, and which parts go together."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from models import config as model_config
+from rl.algorithms import (
+  advantages,
+  corrections,
+  dynamic_sampling,
+  losses,
+  objective,
+  packed_row,
+  references,
+  returns,
+  token_advantages,
+)
+from rl.schedule import overlap
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Algorithm(objective.Objective):
+  """From rewards to what is minimised.
+
+  Attributes:
+    advantage: what each token of an episode was worth.
+    reference: whom `kl` compares with; None without a `kl`.
+    sampling: drops groups that teach nothing and plays others, or None.
+    epochs: optimizer steps on the same groups. The policy that ratios are
+      against stays that of `overlap.old_logprob`. For several steps on parts
+      of a round see `overlap.updates_per_round`; a part has all its epochs
+      before the next.
+  """
+
+  advantage: advantages.Estimator = dataclasses.field(
+    default_factory=advantages.Grpo
+  )
+  loss: losses.Loss = dataclasses.field(default_factory=losses.ClippedSurrogate)
+  reference: references.Reference | None = None
+  sampling: dynamic_sampling.DynamicSampling | None = None
+  epochs: int = 1
+  short_name = "free"
+
+  def validate(self) -> None:
+    """Raises ValueError on parts that do not go together, or are no parts."""
+    _validate_protocols(self)
+    super().validate()
+    if self.epochs < 1:
+      raise ValueError(f"algorithm.epochs={self.epochs} is below 1")
+    if isinstance(self.advantage, token_advantages.Distillation):
+      self._validate_distillation()
+    if self.kl is not None and self.reference is None:
+      raise ValueError(
+        "algorithm.kl without a reference to stay close to; use algorithm."
+        "reference=initial, a rl.algorithms.references.Teacher(model=..., directory=...), "
+        "or kl=none"
+      )
+    if self.kl is None and self.reference is not None:
+      raise ValueError(
+        f"algorithm.reference={self.reference.short_name} without a kl is "
+        "scored for nothing; use reference=none, or kl=rl.algorithms.kl.KlPenalty()"
+      )
+    self._validate_loss()
+    if self.sampling is not None:
+      self._validate_sampling()
+
+  def _validate_distillation(self) -> None:
+    """Raises when there is nobody to learn from, or nothing to learn."""
+    kl = self.kl
+    if kl is None or (kl.where, kl.estimator) != ("reward", "k1"):
+      raise ValueError(
+        "algorithm.advantage=Distillation learns from the penalty of each token"
+        " alone; use algorithm.kl=rl.algorithms.kl.KlPenalty(estimator=k1, weight=1.0, "
+        "where=reward)"
+      )
+    if not isinstance(self.reference, references.Teacher):
+      name = "none" if self.reference is None else self.reference.short_name
+      raise ValueError(
+        f"algorithm.advantage=Distillation with reference={name}: there is no "
+        "teacher but the policy itself; use algorithm.reference="
+        "rl.algorithms.references.Teacher(model=..., directory=...), as "
+        "configs/guess_number_distill.py does"
+      )
+
+  def _validate_sampling(self) -> None:
+    """Raises when groups of equal rewards teach something after all."""
+    reason = None
+    if self.advantage.min_group_size < 2:
+      reason = f"advantage={type(self.advantage).__name__} compares no members"
+    elif self.advantage.pool == "task":
+      name = type(self.advantage).__name__
+      reason = f"advantage={name} compares groups of one task with each other"
+    elif self.reward_kl is not None:
+      reason = "a kl in the rewards makes members differ"
+    if reason is not None:
+      raise ValueError(
+        f"algorithm.sampling drops groups of equal rewards, but {reason}, so "
+        "they teach as others do; use algorithm.sampling=none"
+      )
+
+  def _validate_loss(self) -> None:
+    """Raises when the loss is for another purpose."""
+    name = type(self.loss).__name__
+    if isinstance(self.loss, losses.NegativeLogLikelihood):
+      raise ValueError(
+        f"algorithm.loss={name} imitates whatever was sampled, good or bad; "
+        "use rl.algorithms.losses.Reinforce(), or a warm_start to imitate an oracle"
+      )
+    if not self.loss.has_ratio and self.epochs > 1:
+      raise ValueError(
+        f"algorithm.epochs={self.epochs} with loss={name}, which has no ratio: "
+        "a second epoch would take the tokens of another policy for its own; "
+        "use epochs=1, or rl.algorithms.losses.Cispo()"
+      )
+
+  def validate_schedule(self, schedule: overlap.Overlap) -> None:
+    """Raises ValueError when it cannot learn on such a schedule."""
+    if self.advantage.scope == "batch" and schedule.streams:
+      name = type(self.advantage).__name__
+      raise ValueError(
+        f"algorithm.advantage={name} compares all groups of an update, but with"
+        f" overlap.groups_per_microbatch={schedule.groups_per_microbatch} "
+        "gradients accumulate before the last of them is ready; use "
+        f"groups_per_microbatch={schedule.groups_per_update}"
+        + ("" if schedule.max_staleness else ", or wait_for_round=true")
+      )
+    correction = self.correction
+    if correction is not None and not correction.compares_old:
+      correction = None
+    if correction is not None and schedule.old_logprob == "decode":
+      raise ValueError(_nothing_to_compare(correction, schedule))
+    if self.loss.own_weight and schedule.old_logprob != "decode":
+      raise ValueError(
+        f"overlap.old_logprob={schedule.old_logprob} with algorithm.loss="
+        f"{type(self.loss).__name__}, which compares with the policy that "
+        "sampled: it is scored for nothing; use old_logprob=decode"
+      )
+    # A mask alone does not say how much likelier a token has become.
+    if correction is None or not correction.weighs:
+      self._validate_late(schedule)
+
+  def _validate_late(self, schedule: overlap.Overlap) -> None:
+    """Raises when nothing would tell late samples from fresh ones."""
+    old = schedule.old_logprob
+    if not self.loss.has_ratio and schedule.max_staleness:
+      raise ValueError(
+        f"algorithm.loss={type(self.loss).__name__} with overlap.max_staleness="
+        f"{schedule.max_staleness}: it has no ratio, and would take the tokens "
+        "of older policies for its own; use overlap.old_logprob=recompute with "
+        "algorithm.correction=rl.algorithms.corrections.TokenTruncated(), or a loss with "
+        "weights of its own, as rl.algorithms.losses.Aipo()"
+      )
+    if old == "decode":
+      return
+    out = (
+      "use old_logprob=decode, or algorithm.correction="
+      "rl.algorithms.corrections.TokenTruncated() to weigh tokens for that"
+    )
+    if schedule.on_publish == "keep_kv":
+      raise ValueError(
+        f"overlap.old_logprob={old} with on_publish=keep_kv: no weights give "
+        "the log-probabilities of tokens sampled from mixed keys and values; "
+        + out
+      )
+    if schedule.max_staleness:
+      raise ValueError(
+        f"overlap.old_logprob={old} with max_staleness="
+        f"{schedule.max_staleness}: the ratio would forget which policy "
+        f"sampled the tokens; {out}"
+      )
+    if old == "recompute" and schedule.updates_per_round > 1:
+      raise ValueError(
+        "overlap.old_logprob=recompute with updates_per_round="
+        f"{schedule.updates_per_round}: a group that comes late would be "
+        "compared with weights that its round has already trained; use "
+        f"old_logprob=snapshot, or {out.removeprefix('use ')}"
+      )
+
+  def validate_model(self, model: model_config.ModelConfig) -> None:
+    """Raises ValueError when such a model has no such reference."""
+    match self.reference:
+      case references.Base() if model.lora is None:
+        raise ValueError(
+          "algorithm.reference=base is what lies below adapters, and model.lora"
+          " is none; use reference=initial"
+        )
+      case references.Initial() if model.lora is not None:
+        raise ValueError(
+          "algorithm.reference=initial would keep a copy of what model.lora "
+          "never changes; use reference=base"
+        )
+      case references.Teacher(model=teacher):
+        for name in ("vocab_size", "max_length"):
+          own, other = getattr(model, name), getattr(teacher, name)
+          if other < own:
+            raise ValueError(
+              f"algorithm.reference.model.{name}={other} is below the {own} of "
+              "model, whose tokens it scores; use a teacher with as many"
+            )
+
+
+def _nothing_to_compare(
+  correction: corrections.Correction, schedule: overlap.Overlap
+) -> str:
+  """Returns what is wrong with a correction of what the engine recorded."""
+  name = type(correction).__name__
+  way_out = "use old_logprob=recompute, or correction=none"
+  if schedule.max_staleness and not correction.weighs:
+    # Or else the next refusal would be of a mask that does not weigh late ones.
+    way_out = (
+      "use old_logprob=recompute with algorithm.correction=rl.algorithms.corrections.Both("
+      f"first=rl.algorithms.corrections.TokenTruncated(), second=rl.algorithms.corrections.{name}()),"
+      " or correction=none"
+    )
+  return (
+    f"algorithm.correction={name} with overlap.old_logprob=decode: it compares "
+    "the old policy with the one that sampled, which then are the same, and a "
+    f"ratio in the loss corrects already; {way_out}"
+  )
+
+
+def _validate_protocols(algorithm: Algorithm) -> None:
+  """Raises on parts of one's own that are not called as they should be.
+
+  Nothing is computed: a loss and a correction are traced, on four tokens.
+  """
+  _validate_attributes("loss", algorithm.loss, losses.Loss)
+  _validate_result("loss", algorithm.loss, losses.Terms)
+  if algorithm.correction is not None:
+    protocol = corrections.Correction
+    _validate_attributes("correction", algorithm.correction, protocol)
+    _validate_result("correction", algorithm.correction, corrections.Weights)
+  _validate_attributes("advantage", algorithm.advantage, advantages.Estimator)
+  algorithm.advantage.validate()
+  found = algorithm.advantage([_played(0.0), _played(1.0)])
+  if not isinstance(found, advantages.Estimate) or (
+    [len(own) for own in found.advantages] != [3, 3]
+  ):
+    raise ValueError(
+      f"algorithm.advantage={type(algorithm.advantage).__name__} does not "
+      "return a rl.algorithms.advantages.Estimate with one array a member, one number a "
+      "sampled token"
+    )
+
+
+def _validate_attributes(name: str, part: object, protocol: type) -> None:
+  wanted = [x for x in vars(protocol) if not x.startswith("_")]
+  if missing := [x for x in wanted if not hasattr(part, x)]:
+    raise ValueError(
+      f"algorithm.{name}={type(part).__name__} has no {', '.join(missing)}; "
+      f"see {protocol.__module__}.{protocol.__name__}"
+    )
+
+
+def _validate_result(
+  name: str, part: Callable[[packed_row.Row], Any], expected: type
+) -> None:
+  dtypes = {"sampled": jnp.bool_, "segments": jnp.int32}
+  row = packed_row.Row._make(
+    jax.ShapeDtypeStruct((4,), dtypes.get(column, jnp.float32))
+    for column in packed_row.Row._fields
+  )
+  found = jax.eval_shape(part, row)
+  if not isinstance(found, expected) or any(x.shape != (4,) for x in found):
+    raise ValueError(
+      f"algorithm.{name}={type(part).__name__} does not return "
+      f"{expected.__module__}.{expected.__name__}, each with one entry a token"
+    )
+
+
+def _played(reward: float) -> returns.Played:
+  """Returns an episode of three tokens in two turns."""
+  return returns.Played(
+    reward=reward,
+    turns=np.array([0, 0, 1]),
+    turn_rewards=np.zeros(2, np.float32),
+    observations=[b"", b""],
+    histories=[b"", b""],
+    penalties=np.zeros(3),
+    values=np.zeros(3),
+  )

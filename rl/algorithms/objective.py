@@ -1,0 +1,339 @@
+"""What a gradient is of: losses of packed rows, summed over micro-batches.
+
+  rows -> per token: loss x correction + KL - entropy + value loss
+       -> aggregate: (sum, count) -> sums over all micro-batches of an update
+
+The learner divides by the count once, when the last micro-batch is in.
+
+Letters: B rows, L row length, K lags.
+"""
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from models import transformer
+from rl.algorithms import corrections as corrections_lib
+from rl.algorithms import kl as kl_lib
+from rl.algorithms import losses, packed_row
+from rl.algorithms import value_loss as value_loss_lib
+from rl.data import batch as batch_lib
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Objective:
+  """What is minimised. Every part is aggregated as the policy's loss is.
+
+  Attributes:
+    correction: weighs tokens for the gap between the policy that sampled them
+      and the one that trains; None trusts the loss alone.
+    kl: keeps the policy near a reference; None does not.
+    value: loss of the critic, where the advantage needs one.
+    entropy_bonus: weight of the policy's entropy, in nats a token.
+    balance_weight: weight of the router's load-balance loss. It is not linear
+      over micro-batches: each balances its own tokens.
+    z_weight: weight of the router's z-loss; 0.001 in its source, ST-MoE, arXiv
+      2202.08906, eq. 6. Both mean nothing to a model without experts.
+  """
+
+  loss: losses.Loss
+  correction: corrections_lib.Correction | None = None
+  kl: kl_lib.KlPenalty | None = None
+  value: value_loss_lib.ValueLoss = dataclasses.field(
+    default_factory=value_loss_lib.ValueLoss
+  )
+  entropy_bonus: float = 0.0
+  balance_weight: float = 0.01
+  z_weight: float = 0.0
+
+  def validate(self) -> None:
+    """Raises ValueError on weights that mean nothing or count twice.
+
+    Those are no finite numbers, below 0 for a router, or a correction's beside
+    those of the loss itself.
+    """
+    for name in ("entropy_bonus", "balance_weight", "z_weight"):
+      value = getattr(self, name)
+      is_reversed = value < 0 and name != "entropy_bonus"
+      if not math.isfinite(value) or is_reversed:
+        raise ValueError(
+          f"{name}={value} is no number that weighs a loss; use 0 to leave it "
+          "out"
+        )
+    correction = self.correction
+    if correction is not None and correction.weighs and self.loss.own_weight:
+      raise ValueError(
+        f"correction={type(self.correction).__name__} with loss="
+        f"{type(self.loss).__name__}, which weighs each token against the "
+        "policy that sampled it: it would be weighed twice; use "
+        "correction=none"
+      )
+
+  @property
+  def loss_kl(self) -> kl_lib.KlPenalty | None:
+    """The penalty where it is part of the loss."""
+    return self.kl if self.kl is not None and self.kl.where == "loss" else None
+
+  @property
+  def reward_kl(self) -> kl_lib.KlPenalty | None:
+    """The penalty where it is part of the rewards."""
+    return self.kl if self.loss_kl is None else None
+
+  def regularises(self, *, has_routers: bool) -> bool:
+    """Whether a token without an advantage has a gradient all the same."""
+    of_routers = bool(self.balance_weight) or bool(self.z_weight)
+    return (
+      bool(self.entropy_bonus)
+      or self.loss_kl is not None
+      or (has_routers and of_routers)
+    )
+
+
+class Scored(NamedTuple):
+  """What the model says of a batch; entry t is of token t.
+
+  Attributes:
+    values: the critic's, of what came before the token; None without one.
+    aux: how the routers did; None without any.
+  """
+
+  logprobs: Float[Array, "B L"]
+  entropy: Float[Array, "B L"]
+  values: Float[Array, "B L"] | None
+  aux: transformer.Aux | None
+
+
+class CorrectionSums(NamedTuple):
+  """Sums of a correction's weights and of the tokens that it changed."""
+
+  weight: Float[Array, ""]
+  weight_squared: Float[Array, ""]
+  truncated: Float[Array, ""]
+  masked: Float[Array, ""]
+
+
+class Sums(NamedTuple):
+  """Sums over micro-batches. Divide by `tokens` for means of a token.
+
+  Attributes:
+    tokens: that the policy sampled.
+    divisor: what the aggregated loss is divided by; see `aggregates`.
+    loss: of the policy, correction included, as aggregated.
+    ratio, ratio_squared: policy / behaviour of each token, within the bounds
+      of `packed_row.MAX_LOG_RATIO`.
+    lag_tokens, lag_kl: tokens by how many versions they are late, and
+      KL(behaviour, policy) of each as k3 has it; the last entry is of all that
+      are later.
+    kl: to the reference, by the penalty's estimator, without its weight.
+    critic: without the weight of its loss; None without one.
+    router: Aux of each micro-batch, weighted by its divisor, so it divides
+      too, except for `dropped`, which is a count; None without experts.
+  """
+
+  tokens: Float[Array, ""]
+  divisor: Float[Array, ""]
+  loss: Float[Array, ""]
+  clipped: Float[Array, ""]
+  entropy: Float[Array, ""]
+  ratio: Float[Array, ""]
+  ratio_squared: Float[Array, ""]
+  lag_tokens: Float[Array, " K"]
+  lag_kl: Float[Array, " K"]
+  correction: CorrectionSums | None
+  kl: Float[Array, ""] | None
+  critic: value_loss_lib.Sums | None
+  router: transformer.Aux | None
+
+
+def zero(
+  objective: Objective, *, num_lags: int, critic: bool, num_experts: int
+) -> Sums:
+  """Returns sums of nothing.
+
+  Args:
+    num_experts: 0 for a model without any.
+  """
+  scalar, lags = jnp.zeros(()), jnp.zeros(num_lags)
+  correction = None
+  if objective.correction is not None:
+    correction = CorrectionSums._make([scalar] * len(CorrectionSums._fields))
+  router = None
+  if num_experts:
+    sizes = {"load": num_experts}
+    router = transformer.Aux(
+      *(jnp.zeros(sizes.get(name, ())) for name in transformer.Aux._fields)
+    )
+  return Sums(
+    tokens=scalar,
+    divisor=scalar,
+    loss=scalar,
+    clipped=scalar,
+    entropy=scalar,
+    ratio=scalar,
+    ratio_squared=scalar,
+    lag_tokens=lags,
+    lag_kl=lags,
+    correction=correction,
+    kl=None if objective.loss_kl is None else scalar,
+    critic=value_loss_lib.zero() if critic else None,
+    router=router,
+  )
+
+
+def metrics(sums: Sums, divisor: Float[Array, ""]) -> dict[str, Array]:
+  """Returns scalars: means, and one for each entry of a vector.
+
+  `ess` is the effective sample size, (sum w)^2 / (n sum w^2), of n tokens, with
+  the weights of the correction or, as `behaviour_ess`, with policy / behaviour;
+  of weights that are all 0 it is nan, as is the KL of a lag that no token has.
+
+  Args:
+    divisor: what the gradient was divided by.
+  """
+  tokens = jnp.maximum(sums.tokens, 1.0)
+  found = {
+    "tokens": sums.tokens,
+    "loss": sums.loss / divisor,
+  }
+  for name in ("clipped", "entropy", "kl"):
+    if (added := getattr(sums, name)) is not None:
+      found[name] = added / tokens
+  found["behaviour_kl"] = sums.lag_kl.sum() / tokens
+  found["behaviour_ess"] = sums.ratio**2 / (tokens * sums.ratio_squared)
+  for i in range(len(sums.lag_tokens)):
+    found[f"lag_share/{i}"] = sums.lag_tokens[i] / tokens
+    found[f"behaviour_kl/lag_{i}"] = sums.lag_kl[i] / sums.lag_tokens[i]
+  if (weights := sums.correction) is not None:
+    found |= {
+      "correction/ess": weights.weight**2 / (tokens * weights.weight_squared),
+      "correction/weight": weights.weight / tokens,
+      "correction/truncated": weights.truncated / tokens,
+      "correction/masked": weights.masked / tokens,
+    }
+  if sums.critic is not None:
+    found |= value_loss_lib.metrics(sums.critic, tokens)
+  if sums.router is not None:
+    router = sums.router._asdict()
+    found["dropped"] = router.pop("dropped")
+    means = {
+      name: x / jnp.maximum(sums.divisor, 1.0) for name, x in router.items()
+    }
+    load = means.pop("load")
+    found |= means | {f"load/{i}": x for i, x in enumerate(load)}
+  return found
+
+
+def of_batch(
+  objective: Objective,
+  scored: Scored,
+  batch: batch_lib.Batch,
+  *,
+  num_lags: int,
+) -> tuple[Float[Array, ""], Sums]:
+  """Returns what to differentiate, not yet divided, and the sums.
+
+  Args:
+    batch: of jax arrays, with the columns that the objective reads.
+  """
+  placed: Any = batch
+  sampled, behaviour = placed.sampled, placed.behaviour
+  rows = packed_row.Row(
+    logprobs=scored.logprobs,
+    old=behaviour if placed.old is None else placed.old,
+    behaviour=behaviour,
+    advantages=placed.advantages,
+    sampled=sampled,
+    segments=placed.segments,
+  )
+  terms = jax.vmap(objective.loss)(rows)
+  weighed, correction = _corrected(objective, terms.loss, rows)
+  loss, count = _aggregate(objective, weighed, rows)
+  entropy = jnp.where(sampled, scored.entropy, 0.0)
+  more = -objective.entropy_bonus * entropy
+  kl = critic = None
+  if (penalty := objective.loss_kl) is not None:
+    kl = _kl(penalty, scored.logprobs, batch)
+    more += penalty.weight * kl
+  if scored.values is not None:
+    value_loss, critic = value_loss_lib.of_batch(
+      objective.value, scored.values, batch
+    )
+    more += objective.value.weight * value_loss
+  total = loss + _aggregate(objective, more, rows)[0]
+  gap = jnp.where(sampled, scored.logprobs - behaviour, 0.0)
+  ratio = jnp.where(sampled, packed_row.bounded_exp(gap), 0.0)
+  sums = Sums(
+    tokens=sampled.sum().astype(jnp.float32),
+    divisor=count,
+    loss=loss,
+    clipped=_count(terms.clipped),
+    entropy=entropy.sum(),
+    ratio=ratio.sum(),
+    ratio_squared=jnp.square(ratio).sum(),
+    **_by_lag(gap, batch, num_lags),
+    correction=correction,
+    kl=None if kl is None else kl.sum(),
+    critic=critic,
+    router=None,
+  )
+  if scored.aux is None:
+    return total, sums
+  router = jax.tree.map(lambda x: x * count, scored.aux)
+  total += objective.balance_weight * router.load_balance
+  total += objective.z_weight * router.z_loss
+  router = router._replace(dropped=scored.aux.dropped)
+  return total, sums._replace(router=router)
+
+
+def _aggregate(
+  objective: Objective, values: Float[Array, "B L"], rows: packed_row.Row
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+  sums, counts = jax.vmap(objective.loss.aggregate)(values, rows)
+  return sums.sum(), counts.sum()
+
+
+def _corrected(
+  objective: Objective, loss: Float[Array, "B L"], rows: packed_row.Row
+) -> tuple[Float[Array, "B L"], CorrectionSums | None]:
+  """Returns the weighed loss, and what is to be told of the weights."""
+  if objective.correction is None:
+    return loss, None
+  found = jax.vmap(objective.correction)(rows)
+  weights = jnp.where(rows.sampled, found.weights, 0.0)
+  sums = CorrectionSums(
+    weight=weights.sum(),
+    weight_squared=jnp.square(weights).sum(),
+    truncated=_count(found.truncated & rows.sampled),
+    masked=_count(found.masked & rows.sampled),
+  )
+  return loss * weights, sums
+
+
+def _kl(
+  penalty: kl_lib.KlPenalty, logprobs: Float[Array, "B L"], batch: Any
+) -> Float[Array, "B L"]:
+  """Returns the estimate for each sampled token, 0 elsewhere."""
+  if batch.reference is None:
+    raise ValueError("a batch without log-probabilities of the reference")
+  return penalty(logprobs, batch.reference, batch.sampled)
+
+
+def _by_lag(
+  gap: Float[Array, "B L"], batch: batch_lib.Batch, num_lags: int
+) -> dict[str, Float[Array, " K"]]:
+  """Returns `lag_tokens` and `lag_kl` of `Sums`."""
+  late = jax.nn.one_hot(jnp.minimum(batch.lags, num_lags - 1), num_lags)
+  late = jnp.where(batch.sampled[..., None], late, 0.0)
+  kl = kl_lib.estimate("k3", -gap)
+  return {
+    "lag_tokens": late.sum((0, 1)),
+    "lag_kl": jnp.einsum("blk,bl->k", late, kl),
+  }
+
+
+def _count(which: Bool[Array, "B L"]) -> Float[Array, ""]:
+  return which.sum().astype(jnp.float32)

@@ -1,0 +1,317 @@
+"""The whole objective over packed rows, without a model.
+
+What a model would say of a token is itself the parameter here, so that
+gradients are compared token by token and rounding is that of the objective
+alone.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models.moe import layer as moe_layer
+from rl import placement
+from rl.algorithms import (
+  corrections,
+  kl,
+  loss_aggregation,
+  losses,
+  objective,
+  value_loss,
+)
+from rl.data import batch
+from tests.helpers import packed_rows, scored_episodes
+
+ROWS, LENGTH = 8, 32
+NUM_LAGS = 3
+EPISODES = scored_episodes.draw(0)
+NUM_TOKENS = sum(EPISODES.sizes)
+PLAIN = objective.Objective(loss=losses.Reinforce())
+
+
+class Said(NamedTuple):
+  """What the model says of each token; the last entry is of padding."""
+
+  logprobs: jax.Array
+  entropy: jax.Array
+  values: jax.Array
+
+
+def say(padding: float) -> Said:
+  draws = np.random.default_rng(3)
+  near = np.concatenate(EPISODES.columns["old"])
+  entries = (
+    near + draws.uniform(-0.5, 0.5, NUM_TOKENS),
+    draws.uniform(0, 3, NUM_TOKENS),
+    draws.normal(size=NUM_TOKENS),
+  )
+  return Said(
+    *(jnp.asarray(np.append(x, padding), jnp.float32) for x in entries)
+  )
+
+
+def whole(loss: Any, correction: Any) -> objective.Objective:
+  """An objective in which every part counts."""
+  return objective.Objective(
+    loss=loss,
+    correction=correction,
+    kl=kl.KlPenalty(estimator="k3+", weight=0.3),
+    value=value_loss.ValueLoss(weight=0.7, clip=0.4),
+    entropy_bonus=0.2,
+  )
+
+
+def every() -> list[objective.Objective]:
+  """All losses by all aggregates, and every correction at least twice."""
+  chosen = itertools.cycle(packed_rows.CORRECTIONS)
+  return [
+    whole(dataclasses.replace(loss, aggregate=aggregate), next(chosen))
+    for loss in packed_rows.LOSSES
+    for aggregate in packed_rows.AGGREGATES
+  ]
+
+
+def index_of(packed: batch.Packed) -> list[np.ndarray]:
+  """The number of the token at each place; padding has the last one."""
+  found = [
+    np.full(b.tokens.shape, NUM_TOKENS, np.int32) for b in packed.batches
+  ]
+  ends = np.cumsum(EPISODES.sizes)
+  for end, place in zip(ends.tolist(), packed.places, strict=True):
+    assert place is not None
+    start = end - len(place.index)
+    found[place.batch][place.row, place.index] = np.arange(start, end)
+  return found
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _gradient(what: objective.Objective, said: Said, data: Any, index: Any):
+  def total(said):
+    scored = objective.Scored(*(x[index] for x in said), aux=None)
+    return objective.of_batch(what, scored, data, num_lags=NUM_LAGS)
+
+  return jax.grad(total, has_aux=True)(said)
+
+
+def summed(what: objective.Objective, packed: batch.Packed, said: Said, place):
+  """Gradient and sums over all batches."""
+  total = None
+  for data, index in zip(packed.batches, index_of(packed), strict=True):
+    data = data._replace(prefix=None)
+    found = _gradient(what, said, *place((data, index)))
+    total = found if total is None else jax.tree.map(jnp.add, total, found)
+  return jax.device_get(total)
+
+
+def as_is(tree):
+  return tree
+
+
+@functools.cache
+def on_mesh():
+  spec = placement.MeshSpec(data=2, expert=2, tensor=2)
+  layout, _ = placement.Placement(learner=spec, colocated=True).layouts()
+  return functools.partial(jax.device_put, device=layout.sharding("batch"))
+
+
+@functools.cache
+def layouts() -> dict[str, batch.Packed]:
+  """The same episodes, laid out in several ways, all in batches of `ROWS`."""
+  parts = scored_episodes.pack(EPISODES, rows=3, length=LENGTH, tail_rows=1)
+  heights = [len(b.tokens) for b in parts.batches]
+  assert set(heights) == {1, 3}
+  return {
+    "packed": packed(),
+    "unpacked": scored_episodes.alone(EPISODES, rows=ROWS, length=LENGTH),
+    "accumulated": parts._replace(
+      batches=[scored_episodes.stacked([b], ROWS) for b in parts.batches]
+    ),
+    "shared": scored_episodes.pack(
+      EPISODES, rows=ROWS, length=LENGTH, share_prompts=True
+    ),
+  }
+
+
+@functools.cache
+def packed() -> batch.Packed:
+  found = scored_episodes.pack(EPISODES, rows=ROWS, length=LENGTH)
+  (data,) = found.batches
+  assert (data.segments > 1).any()
+  return found
+
+
+@functools.cache
+def expected(number: int):
+  return summed(every()[number], packed(), say(0.0), as_is)
+
+
+def assert_same(found, expected):
+  """Gradients to 1e-6 of the largest entry, and means to 1e-6.
+
+  Float32 has 1e-7; sums of a hundred tokens are taken in another order. Terms
+  of both signs cancel in a mean, which is then held against 1.
+  """
+  for leaf, other in zip(found[0], expected[0], strict=True):
+    assert scored_episodes.difference(leaf, other) < 1e-6
+  sums, wanted = jax.tree.leaves(found[1]), jax.tree.leaves(expected[1])
+  assert len(sums) == len(wanted) > 10
+  divisor = expected[1].divisor
+  for leaf, other in zip(sums, wanted, strict=True):
+    np.testing.assert_allclose(leaf, other, rtol=1e-6, atol=1e-6 * divisor)
+
+
+NUMBERS = range(len(packed_rows.LOSSES) * len(packed_rows.AGGREGATES))
+# Each loss once; which aggregate and which correction goes round.
+SOME = [3 * i + i % 3 for i in range(len(packed_rows.LOSSES))]
+
+
+def test_every_loss_aggregate_and_correction_is_compared():
+  objectives = every()
+  assert {type(x.loss) for x in objectives} == packed_rows.frozen_callables(
+    losses
+  )
+  assert {
+    type(x.correction) for x in objectives
+  } == packed_rows.frozen_callables(corrections)
+  assert len({(x.loss, x.loss.aggregate) for x in objectives}) == len(NUMBERS)
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+@pytest.mark.parametrize("layout", ["unpacked", "accumulated", "shared"])
+def test_how_trajectories_are_laid_out_changes_nothing(number, layout):
+  found = summed(every()[number], layouts()[layout], say(0.0), as_is)
+  assert_same(found, expected(number))
+  gradient, sums = found
+  assert sums.tokens == NUM_TOKENS
+  assert np.abs(gradient.logprobs).max() > 1e-3
+
+
+@pytest.mark.parametrize("number", SOME)
+def test_how_rows_lie_on_a_mesh_changes_nothing(number):
+  found = summed(every()[number], packed(), say(0.0), on_mesh())
+  assert_same(found, expected(number))
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_nothing_that_stands_in_padding_leaks(number):
+  """Not one bit, be it in a column or in what the model says there."""
+  (data,) = packed().batches
+  for poison in (math.nan, math.inf, -math.inf):
+    planted = packed()._replace(
+      batches=[scored_episodes.poisoned(data, poison)]
+    )
+    found = summed(every()[number], planted, say(poison), as_is)
+    jax.tree.map(np.testing.assert_array_equal, found, expected(number))
+    # The last entry is what the model says of padding.
+    assert all(part[-1] == 0 for part in found[0])
+
+
+# Every part of it.
+
+
+def alike(**columns: float) -> Any:
+  """Two trajectories of two tokens, each in a row, and all tokens alike."""
+  data: Any = batch.empty(2, 2)._replace(
+    sampled=np.ones((2, 2), bool),
+    segments=np.ones((2, 2), np.int32),
+    **{name: np.full((2, 2), x, "f4") for name, x in columns.items()},
+  )
+  return jax.tree.map(jnp.asarray, data)
+
+
+def routed(load_balance: jax.Array, z_loss: jax.Array) -> moe_layer.Aux:
+  """What one router of one expert says."""
+  zero = jnp.zeros(())
+  return moe_layer.Aux(load_balance, z_loss, zero, jnp.zeros(1), zero, zero)
+
+
+@pytest.mark.parametrize("wrap", [jax.jit, lambda f: f], ids=["jit", "eager"])
+def test_every_part_counts_with_its_sign_and_its_weight(wrap):
+  what = objective.Objective(
+    loss=losses.Reinforce(aggregate=loss_aggregation.SequenceMean()),
+    correction=corrections.TokenTruncated(cap=2.0),
+    kl=kl.KlPenalty(estimator="k2", weight=0.5),
+    value=value_loss.ValueLoss(weight=0.25, clip=None),
+    entropy_bonus=0.1,
+    balance_weight=0.2,
+    z_weight=0.01,
+  )
+  data = alike(
+    old=-1.0,
+    behaviour=-1.0 - math.log(4),
+    advantages=3.0,
+    reference=-3.0,
+    values=9.0,
+    returns=3.0,
+  )
+
+  def total(said, load_balance, z_loss):
+    scored = objective.Scored(*said, aux=routed(load_balance, z_loss))
+    return objective.of_batch(what, scored, data, num_lags=1)
+
+  said = [jnp.full((2, 2), x) for x in (-1.0, 0.7, 1.0)]
+  run = wrap(jax.value_and_grad(total, argnums=(0, 1, 2), has_aux=True))
+  (value, sums), slopes = run(said, jnp.float32(1.5), jnp.float32(7.0))
+  # Of a token: -3 x -1 nats, twice, as 4 is cut to 2; half of 2^2 / 2 for the
+  # KL; a quarter of (1 - 3)^2 / 2 for the value; less a tenth of the entropy.
+  each = 2 * 3 + 0.5 * 2 + 0.25 * 2 - 0.1 * 0.7
+  # Each trajectory has the mean of its own, and each the losses of the router.
+  assert value == pytest.approx(2 * (each + 0.2 * 1.5 + 0.01 * 7))
+  # Half a token's 2 x -3 + 0.5 x 2, -0.1 and 0.25 x (1 - 3).
+  for slope, expected in zip(slopes[0], (-2.5, -0.05, -0.25), strict=True):
+    np.testing.assert_allclose(slope, np.full((2, 2), expected), rtol=1e-6)
+  assert slopes[1:] == pytest.approx((2 * 0.2, 2 * 0.01))
+  # What is told has no weight; all but the loss is summed by token.
+  assert (sums.loss, sums.divisor, sums.tokens) == pytest.approx((12, 2, 4))
+  assert sums.critic is not None
+  told = (sums.entropy, sums.lag_kl[0], sums.kl, sums.critic.loss)
+  late = 4 - 1 - math.log(4)
+  assert told == pytest.approx((4 * 0.7, 4 * late, 4 * 2, 4 * 2))
+  assert (sums.ratio, sums.ratio_squared) == pytest.approx((4 * 4, 4 * 16))
+
+
+@pytest.mark.parametrize("where", ["loss", "reward"])
+def test_a_penalty_is_in_the_loss_or_in_the_rewards(where):
+  penalty = kl.KlPenalty(where=where)
+  what = dataclasses.replace(PLAIN, kl=penalty)
+  assert getattr(what, f"{where}_kl") == penalty
+  assert {what.loss_kl, what.reward_kl} == {penalty, None}
+  assert what.regularises(has_routers=False) == (where == "loss")
+  assert (PLAIN.loss_kl, PLAIN.reward_kl) == (None, None)
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(
+  "name", ["entropy_bonus", "balance_weight", "z_weight"]
+)
+def test_weights_that_are_no_numbers_are_refused(name):
+  for value in (math.nan, math.inf):
+    with pytest.raises(ValueError, match=f"{name}={value} is no .* use 0"):
+      dataclasses.replace(PLAIN, **{name: value}).validate()
+  backward = dataclasses.replace(PLAIN, **{name: -0.1})
+  if name == "entropy_bonus":
+    backward.validate()
+  else:
+    with pytest.raises(ValueError, match=f"{name}=-0.1 is no number that"):
+      backward.validate()
+
+
+@pytest.mark.parametrize("loss", packed_rows.LOSSES, ids=repr)
+def test_a_loss_with_a_weight_of_its_own_takes_masks_alone(loss):
+  for correction in packed_rows.CORRECTIONS:
+    what = objective.Objective(loss=loss, correction=correction)
+    if loss.own_weight and correction.weighs:
+      name = type(correction).__name__
+      with pytest.raises(ValueError, match=f"={name} .* use correction=none"):
+        what.validate()
+    else:
+      what.validate()

@@ -1,0 +1,102 @@
+"""The loss of the critic, and how well it knows what is to come."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rl.algorithms import value_loss
+from rl.data import batch
+
+
+def test_a_value_loss_is_half_the_square_or_that_of_the_clipped_value():
+  loss = value_loss.ValueLoss(clip=0.2)
+  values = jnp.array([1.0, 1.0, -1.0, 0.1])
+  old, returns = jnp.zeros(4), jnp.array([2.0, 0.5, 1.0, 0.3])
+  # Clipped to 0.2, 0.2, -0.2 and 0.1: (1.8, 0.3, 1.2, 0.2) from the returns,
+  # against (1.0, 0.5, 2.0, 0.2); the larger error counts.
+  expected = [1.62, 0.125, 2.0, 0.02]
+  assert loss(values, old, returns).tolist() == pytest.approx(expected)
+  plain = value_loss.ValueLoss(clip=None)(values, old, returns)
+  assert plain.tolist() == pytest.approx([0.5, 0.125, 2.0, 0.02])
+
+
+def test_a_value_that_went_far_enough_is_taken_no_further():
+  loss = value_loss.ValueLoss(clip=0.2)
+  values = jnp.array([1.0, 1.0, -1.0, 0.1])
+  old, returns = jnp.zeros(4), jnp.array([2.0, 0.5, 1.0, 0.3])
+  gradient = jax.grad(lambda x: loss(x, old, returns).sum())(values)
+  # The first is on its way to 2 and has gone further than 0.2; the others come
+  # back, or have hardly moved.
+  assert gradient.tolist() == pytest.approx([0.0, 0.5, -2.0, -0.2])
+
+
+@pytest.mark.parametrize(
+  ("setting", "message"),
+  [
+    ({"weight": 0.0}, "ValueLoss: weight=0.0 is no number above 0"),
+    ({"clip": -1.0}, "ValueLoss: clip=-1.0 is no number above 0"),
+    ({"clip": math.nan}, "ValueLoss: clip=nan is no number above 0"),
+  ],
+)
+def test_a_value_loss_that_means_nothing_is_refused(setting, message):
+  with pytest.raises(ValueError, match=message):
+    value_loss.ValueLoss(**setting).validate()
+  value_loss.ValueLoss(clip=None).validate()
+
+
+def told(values, returns, sampled=None):
+  """Sums of one row without a clip, and its metrics."""
+  length = len(values)
+  sampled = np.ones(length, bool) if sampled is None else np.array(sampled)
+  data = batch.empty(1, length)._replace(
+    sampled=jnp.asarray(sampled)[None],
+    values=jnp.zeros((1, length)),
+    returns=jnp.asarray(returns, jnp.float32)[None],
+  )
+  loss, sums = value_loss.of_batch(
+    value_loss.ValueLoss(clip=None), jnp.asarray([values], jnp.float32), data
+  )
+  found = value_loss.metrics(sums, jnp.float32(sampled.sum()))
+  return loss[0].tolist(), sums, {n: float(x) for n, x in found.items()}
+
+
+@pytest.mark.parametrize("planted", [100.0, math.nan, math.inf])
+def test_it_learns_nothing_from_what_the_environment_said(planted):
+  loss, sums, found = told(
+    [planted, 1, 3], [-planted, 2, 2], [False, True, True]
+  )
+  # 1/2 (1 - 2)^2 and 1/2 (3 - 2)^2; targets 2 and 2, of which 1 and -1 is
+  # missing.
+  assert loss == [0.0, 0.5, 0.5]
+  assert sums == pytest.approx((1.0, 4.0, 8.0, 0.0, 2.0))
+  assert found["value_loss"] == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(
+  ("values", "expected"),
+  [
+    ([0, 1, 2, 3], 1.0),
+    # Always 10 too much: it knows all of what differs.
+    ([10, 11, 12, 13], 1.0),
+    ([1.5] * 4, 0.0),
+    # Errors 0, -1, 1 and 0 have a variance of 0.5, the targets of 1.25.
+    ([0, 2, 1, 3], 0.6),
+    ([3, 2, 1, 0], -3.0),
+  ],
+)
+def test_the_variance_that_it_explains(values, expected):
+  found = told(values, [0, 1, 2, 3])[2]["explained_variance"]
+  assert found == pytest.approx(expected, abs=1e-6)
+
+
+def test_of_equal_targets_there_is_nothing_to_explain():
+  assert math.isnan(told([1, 2], [3, 3])[2]["explained_variance"])
+
+
+def test_sums_of_nothing_add_nothing():
+  sums = told([1, 2], [3, 4])[1]
+  added = jax.tree.map(jnp.add, value_loss.zero(), sums)
+  assert added == sums
