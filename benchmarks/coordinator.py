@@ -51,7 +51,6 @@ from rl import (
   router,
   simulated_learner,
   testing,
-  training,
 )
 from rl import progress as progress_lib
 from rl.algorithms import advantages, dynamic_sampling, presets
@@ -60,6 +59,7 @@ from rl.data import trajectory
 from rl.engine import contract
 from rl.runtime import mesh_thread, trace, watchdog
 from rl.schedule import overlap
+from rl.train import trainer as trainer_lib
 
 _TURNS = absl_flags.DEFINE_integer("turns", 100_000, "Played in each case.")
 _REPEATS = absl_flags.DEFINE_integer("repeats", 3, "Of each case.")
@@ -193,14 +193,14 @@ class _Run:
       priority=overlap.priority(self._case.schedule),
     )
 
-  def _trainer(self) -> tuple[training.Trainer, Any]:
+  def _trainer(self) -> tuple[trainer_lib.Trainer, Any]:
     """Returns a trainer and the state that it begins with."""
     if not self._case.packed:
       free = simulated_learner.Learner(token_s=0.0, update_s=0.0)
       return simulated_learner.SimulatedTrainer(free, self._spans), 0
     self._thread = mesh_thread.MeshThread("learner", self._spans)
     programs = testing.fake_learner()
-    settings = training.Settings(
+    settings = trainer_lib.Settings(
       rows=16,
       length=256,
       share_prompts=False,
@@ -208,7 +208,7 @@ class _Run:
       max_staleness=self._case.schedule.max_staleness,
       old_logprob=self._case.schedule.old_logprob,
     )
-    trainer = training.Training(
+    trainer = trainer_lib.Training(
       settings,
       programs,
       self._thread,

@@ -26,11 +26,12 @@ from absl import flags as absl_flags
 from benchmarks import machine
 from launch import devices, flags
 from models import kv_cache, transformer
-from rl import assemble, episode, train_state
+from rl import assemble, episode
 from rl.data import trajectory
 from rl.engine.builtin import decode_step
 from rl.engine.builtin import settings as engine_settings
 from rl.runtime import trace
+from rl.train import train_state
 
 _EPISODES = absl_flags.DEFINE_integer("episodes", 64, "Concurrent episodes.")
 _REPEATS = absl_flags.DEFINE_integer("repeats", 5, "Of each side.")

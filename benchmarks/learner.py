@@ -25,9 +25,10 @@ from absl import flags as absl_flags
 
 from benchmarks import machine
 from launch import devices, flags
-from rl import assemble, learner
+from rl import assemble
 from rl.algorithms import packed_row
 from rl.data import batch, trajectory
+from rl.train import learner
 
 _REPEATS = absl_flags.DEFINE_integer("repeats", 5, "Of each side.")
 _STEPS = absl_flags.DEFINE_integer("steps", 20, "Of each repeat.")

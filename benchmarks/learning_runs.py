@@ -22,8 +22,6 @@ from rl import (
   assemble_trainer,
   config,
   evaluate,
-  learner,
-  optimizers,
   progress,
   rollout,
   warm_start,
@@ -34,6 +32,7 @@ from rl.audit import checker, event_log
 from rl.data import trajectory
 from rl.engine.builtin import settings as engine_settings
 from rl.schedule import overlap
+from rl.train import learner, optimizers
 
 GROUPS, MEMBERS = 8, 8
 """Of an update, and of a group."""

@@ -21,11 +21,12 @@ import numpy as np
 from jaxtyping import Float32
 
 from models import transformer
-from rl import assemble, config, learner, progress, router, train_state
+from rl import assemble, config, progress, router
 from rl.audit import checker, event_log
 from rl.data import batch, trajectory
 from rl.engine import contract
 from rl.runtime import trace
+from rl.train import learner, train_state
 
 Trained = Sequence[tuple[trajectory.Group, Float32[np.ndarray, " G"]]]
 BESIDE = "beside"

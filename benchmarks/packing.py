@@ -27,9 +27,10 @@ from absl import flags as absl_flags
 from benchmarks import machine
 from launch import devices
 from models import config as config_lib
-from rl import learner, optimizers, placement
+from rl import placement
 from rl.algorithms import losses, objective
 from rl.data import batch, trajectory
+from rl.train import learner, optimizers
 
 _REPEATS = absl_flags.DEFINE_integer("repeats", 5, "Of each side.")
 

@@ -9,10 +9,11 @@ minutes. Expected: success on unseen maps from about 0.3 after the warm start to
 
 from envs import gymnasium, rewards
 from models import config as model_config
-from rl import config, optimizers, rollout, warm_start
+from rl import config, rollout, warm_start
 from rl.algorithms import losses, presets
 from rl.engine.builtin import settings as engine_settings
 from rl.schedule import overlap
+from rl.train import optimizers
 
 
 def get_config() -> config.Experiment:

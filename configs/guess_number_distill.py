@@ -22,8 +22,9 @@ import pathlib
 
 from configs import guess_number_moe
 from models import config as model_config
-from rl import config, optimizers
+from rl import config
 from rl.algorithms import presets, references
+from rl.train import optimizers
 
 _RUN, _TEACHER = "runs/teacher", "runs/teacher-hf"
 

@@ -7,10 +7,11 @@ from collections.abc import Iterator
 
 from envs import rewards, textarena
 from models import config as model_config
-from rl import config, optimizers, rollout, warm_start
+from rl import config, rollout, warm_start
 from rl.algorithms import losses, presets
 from rl.engine.builtin import settings as engine_settings
 from rl.schedule import overlap
+from rl.train import optimizers
 
 
 def get_config() -> config.Experiment:

@@ -11,8 +11,9 @@ import rich.table
 
 from models import config as model_config
 from models import lora, memory_report, sharding, transformer
-from rl import assemble_trainer, config, placement, train_state, weights
+from rl import assemble_trainer, config, placement, weights
 from rl.engine.builtin import settings as engine_settings
+from rl.train import train_state
 
 _LEAST_WIDTH = 100
 _SHORT = {"float32": "f32", "bfloat16": "bf16"}

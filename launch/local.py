@@ -30,11 +30,12 @@ from launch import (
   workdir,
 )
 from models.hf import load, tokenizer_files
-from rl import assemble, config, coordinator, evaluate, quarantine, recorder
+from rl import assemble, config, coordinator, evaluate, recorder
 from rl import metrics as metrics_lib
 from rl import progress as progress_lib
 from rl.data import trajectory
 from rl.runtime import checkpoint, trace, watchdog
+from rl.train import skipped_updates
 
 _EPISODES_KEPT = 4
 _LOOP_LAG_S = 30.0
@@ -66,7 +67,7 @@ def train(experiment: config.Experiment, path: str | os.PathLike) -> int:
     return 1
   except FloatingPointError as error:
     screen.note(f"error: {error}")
-    for path in quarantine.updates(run_dir / "skipped")[-1:]:
+    for path in skipped_updates.updates(run_dir / "skipped")[-1:]:
       screen.note(f"what is wrong with it:\n  python -m launch.replay {path}")
     return 1
   finally:

@@ -21,9 +21,10 @@ from absl import app
 from absl import flags as absl_flags
 
 from launch import devices, flags, workdir
-from rl import assemble_trainer, config, learner, post_mortem, quarantine
+from rl import assemble_trainer, config
 from rl.runtime import checkpoint
 from rl.settings import overrides
+from rl.train import learner, nonfinite_diagnosis, skipped_updates
 
 _WHERE = absl_flags.DEFINE_bool(
   "where", False, "Names the operation that makes the first nan; slow."
@@ -54,10 +55,10 @@ def named(argument: str) -> pathlib.Path:
     SettingError: there is none; it names the nearest.
   """
   path = pathlib.Path(argument)
-  if (path / quarantine.BATCHES).is_file():
+  if (path / skipped_updates.BATCHES).is_file():
     return path
   for directory in (path, path / "skipped", path.parent):
-    if found := {x.name: x for x in quarantine.updates(directory)}:
+    if found := {x.name: x for x in skipped_updates.updates(directory)}:
       near = difflib.get_close_matches(path.name, found, 1) or list(found)[-3:]
       choice = " or ".join(str(found[name]) for name in near)
       raise overrides.SettingError(
@@ -83,7 +84,7 @@ def _nearest(path: pathlib.Path) -> str:
 
 def read(
   path: pathlib.Path, experiment: config.Experiment
-) -> tuple[learner.Learner, quarantine.SkippedUpdate]:
+) -> tuple[learner.Learner, skipped_updates.SkippedUpdate]:
   """Returns the programs of the run and what it has put away.
 
   Raises:
@@ -92,14 +93,14 @@ def read(
   layout = experiment.placement.layouts()[0]
   programs = assemble_trainer.programs(experiment, layout)
   try:
-    return programs, quarantine.read(path, programs.abstract)
-  except (quarantine.Unreadable, checkpoint.Mismatch) as error:
+    return programs, skipped_updates.read(path, programs.abstract)
+  except (skipped_updates.Unreadable, checkpoint.Mismatch) as error:
     raise overrides.SettingError(str(error)) from error
 
 
 def replay(
   programs: learner.Learner,
-  skipped: quarantine.SkippedUpdate,
+  skipped: skipped_updates.SkippedUpdate,
   say: Callable[[str], None],
   *,
   where: bool = False,
@@ -110,7 +111,7 @@ def replay(
     where: also looks for the operation that makes the first nan.
   """
   suspect = _tell_input(programs, skipped, say)
-  total = post_mortem.outcome(programs, skipped, skipped.batches)
+  total = nonfinite_diagnosis.outcome(programs, skipped, skipped.batches)
   say(f"update: {_numbers(total)}")
   if total.is_finite:
     return 0
@@ -130,7 +131,7 @@ def replay(
 
 def _tell_input(
   programs: learner.Learner,
-  skipped: quarantine.SkippedUpdate,
+  skipped: skipped_updates.SkippedUpdate,
   say: Callable[[str], None],
 ) -> str:
   """Says what the update met; returns where to look if every row fails."""
@@ -141,29 +142,29 @@ def _tell_input(
     f"{skipped.version}: {sampled} sampled tokens, micro-batches of up to "
     f"{height} x {length}: {len(skipped.batches)}"
   )
-  parameters = post_mortem.parameters(skipped)
+  parameters = nonfinite_diagnosis.parameters(skipped)
   bad, (size, leaf) = parameters
   wrong = f"not finite: {_listed(bad)}" if bad else "finite"
   say(f"parameters: {wrong}; the largest is {size:.4g}, in {leaf}")
-  columns = post_mortem.columns(programs, skipped)
+  columns = nonfinite_diagnosis.columns(programs, skipped)
   for column in columns:
     line = f"  {column.name:10}  {column.low:.4g} to {column.high:.4g}"
     if column.first is not None:
       place, index = column.first
       line += f"; not finite: {column.bad}, first {_at(place)} index {index}"
     say(line)
-  return post_mortem.suspect(parameters, columns)
+  return nonfinite_diagnosis.suspect(parameters, columns)
 
 
 def _first_if_all(
-  programs: learner.Learner, skipped: quarantine.SkippedUpdate
-) -> post_mortem.Place | None:
+  programs: learner.Learner, skipped: skipped_updates.SkippedUpdate
+) -> nonfinite_diagnosis.Place | None:
   """Returns the first row, if it and those after it all fail, each alone.
 
   None when one of the first is finite, or when there is one row alone.
   """
   every = itertools.chain.from_iterable(
-    post_mortem.rows(skipped, i) for i in range(len(skipped.batches))
+    nonfinite_diagnosis.rows(skipped, i) for i in range(len(skipped.batches))
   )
   rows = list(itertools.islice(every, _FIRST_ROWS))
   if len(rows) < 2:
@@ -177,18 +178,18 @@ def _first_if_all(
 
 def _search(
   programs: learner.Learner,
-  skipped: quarantine.SkippedUpdate,
+  skipped: skipped_updates.SkippedUpdate,
   say: Callable[[str], None],
-) -> post_mortem.Place | None:
+) -> nonfinite_diagnosis.Place | None:
   """Says which parts are not finite alone; returns the first smallest."""
   found, looked = None, 0
   for number, packed in enumerate(skipped.batches):
-    outcome = post_mortem.outcome(programs, skipped, [packed])
+    outcome = nonfinite_diagnosis.outcome(programs, skipped, [packed])
     say(f"micro-batch {number}: {_numbers(outcome)}")
     if outcome.is_finite:
       continue
     for row, outcome in _bad(
-      programs, skipped, post_mortem.rows(skipped, number)
+      programs, skipped, nonfinite_diagnosis.rows(skipped, number)
     ):
       say(f"  row {row.row}: {_numbers(outcome)}")
       looked += 1
@@ -205,27 +206,27 @@ def _search(
 
 def _bad(
   programs: learner.Learner,
-  skipped: quarantine.SkippedUpdate,
-  places: Iterable[post_mortem.Place],
-) -> Iterator[tuple[post_mortem.Place, post_mortem.Outcome]]:
+  skipped: skipped_updates.SkippedUpdate,
+  places: Iterable[nonfinite_diagnosis.Place],
+) -> Iterator[tuple[nonfinite_diagnosis.Place, nonfinite_diagnosis.Outcome]]:
   """Yields the parts that are not finite when they run alone."""
   for place in places:
-    part = post_mortem.alone(skipped.batches[place.batch], place)
-    outcome = post_mortem.outcome(programs, skipped, [part])
+    part = nonfinite_diagnosis.alone(skipped.batches[place.batch], place)
+    outcome = nonfinite_diagnosis.outcome(programs, skipped, [part])
     if not outcome.is_finite:
       yield place, outcome
 
 
 def _take_apart(
   programs: learner.Learner,
-  skipped: quarantine.SkippedUpdate,
-  row: post_mortem.Place,
+  skipped: skipped_updates.SkippedUpdate,
+  row: nonfinite_diagnosis.Place,
   say: Callable[[str], None],
-) -> post_mortem.Place | None:
+) -> nonfinite_diagnosis.Place | None:
   """Says which trajectories of a row are not finite; returns the first."""
   packed, parts = (
     skipped.batches[row.batch],
-    post_mortem.trajectories(skipped, row),
+    nonfinite_diagnosis.trajectories(skipped, row),
   )
   parts = list(parts)
   bad = list(_bad(programs, skipped, parts))
@@ -233,7 +234,7 @@ def _take_apart(
     say(f"    nor is any of its {len(parts)} trajectories")
   else:
     for place, outcome in bad:
-      first, last, count = post_mortem.span(packed, place)
+      first, last, count = nonfinite_diagnosis.span(packed, place)
       own = slice(first, last + 1)
       versions = packed.versions[row.row, own][packed.sampled[row.row, own]]
       say(
@@ -246,16 +247,16 @@ def _take_apart(
 
 def _tell_where(
   programs: learner.Learner,
-  skipped: quarantine.SkippedUpdate,
-  place: post_mortem.Place | None,
+  skipped: skipped_updates.SkippedUpdate,
+  place: nonfinite_diagnosis.Place | None,
   say: Callable[[str], None],
 ) -> None:
   batches = skipped.batches
   if place is not None:
-    batches = [post_mortem.alone(batches[place.batch], place)]
+    batches = [nonfinite_diagnosis.alone(batches[place.batch], place)]
   for packed in batches:
     placed = programs.place(packed)
-    found = post_mortem.first_nan(
+    found = nonfinite_diagnosis.first_nan(
       programs.accumulate,
       skipped.params,
       programs.zero(),
@@ -268,19 +269,21 @@ def _tell_where(
   say("no operation makes a nan: something is infinite")
 
 
-def _numbers(outcome: post_mortem.Outcome) -> str:
+def _numbers(outcome: nonfinite_diagnosis.Outcome) -> str:
   verdict = "finite" if outcome.is_finite else "NOT FINITE"
   numbers = f"loss {outcome.loss:.4g}, gradient norm {outcome.norm:.4g}"
   return f"{numbers}: {verdict}"
 
 
-def _at(place: post_mortem.Place) -> str:
+def _at(place: nonfinite_diagnosis.Place) -> str:
   return f"in micro-batch {place.batch} row {place.row} segment {place.segment}"
 
 
-def _whose(skipped: quarantine.SkippedUpdate, place: post_mortem.Place) -> str:
+def _whose(
+  skipped: skipped_updates.SkippedUpdate, place: nonfinite_diagnosis.Place
+) -> str:
   """Returns " (group 3 member 1 of game/train/7)", where that is known."""
-  owner = post_mortem.owner(skipped, place)
+  owner = nonfinite_diagnosis.owner(skipped, place)
   return "" if owner is None else f" ({owner})"
 
 

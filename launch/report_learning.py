@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rl import quarantine
+from rl.train import skipped_updates
 
 Rows = Sequence[Mapping[str, Any]]
 """The lines of metrics.jsonl; what was not finite is None."""
@@ -42,7 +42,7 @@ def complaints(rows: Rows, run_dir: pathlib.Path) -> list[str]:
   """
   found = []
   if skipped := [row["round"] for row in rows if row.get("skipped_updates")]:
-    kept = quarantine.updates(run_dir / "skipped")
+    kept = skipped_updates.updates(run_dir / "skipped")
     look = f" Look into one: python -m launch.replay {kept[-1]}" if kept else ""
     found.append(
       "Updates were skipped, as their loss or gradient was not finite, in "

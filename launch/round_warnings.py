@@ -9,8 +9,8 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from rl import quarantine
 from rl.data import trajectory
+from rl.train import skipped_updates
 
 _MAX_MESSAGE = 160
 
@@ -113,7 +113,7 @@ class RoundWarnings:
     if not metrics.get("skipped_updates"):
       return []
     number = int(metrics["round"])
-    kept = quarantine.of_round(self._run_dir / "skipped", number)
+    kept = skipped_updates.of_round(self._run_dir / "skipped", number)
     start = (
       f"round {number}: an update was skipped, as its loss or gradient is not "
       "finite"

@@ -36,9 +36,10 @@ devices.prepare(experiment.placement)
 # their own: on a laptop those are two virtual devices of the CPU.
 
 # %%
-from rl import assemble, recorder, train_state
+from rl import assemble, recorder
 from rl.algorithms import advantage_estimation, presets
 from rl.data import batch, trajectory
+from rl.train import train_state
 
 parts = assemble.build(experiment)
 print("learner:", parts.learner_layout.devices)

@@ -19,14 +19,10 @@ from rl import (
   coordinator,
   episode,
   grading,
-  learner,
   progress,
   prompts,
-  quarantine,
   rollout,
   router,
-  train_state,
-  training,
   warm_start,
   weights,
 )
@@ -37,6 +33,8 @@ from rl.engine import contract
 from rl.engine.builtin import settings as engine_settings
 from rl.runtime import checkpoint, mesh_thread, trace, watchdog
 from rl.schedule import overlap
+from rl.train import learner, skipped_updates, train_state
+from rl.train import trainer as trainer_lib
 
 _FROZEN = "frozen"
 
@@ -66,7 +64,7 @@ class Parts:
   log: event_log.EventLog
   spans: trace.Trace
   dog: watchdog.Watchdog
-  trainer: training.Training
+  trainer: trainer_lib.Training
 
   async def start(
     self,
@@ -153,10 +151,12 @@ def build(
 
 def _quarantine(
   experiment: config.Experiment, run_dir: pathlib.Path | None
-) -> quarantine.Quarantine | None:
+) -> skipped_updates.Quarantine | None:
   if run_dir is None:
     return None
-  return quarantine.Quarantine(run_dir / "skipped", experiment.keeping.skipped)
+  return skipped_updates.Quarantine(
+    run_dir / "skipped", experiment.keeping.skipped
+  )
 
 
 def publisher(

@@ -1,9 +1,11 @@
 """The wiring of what trains: Experiment -> programs, trainer."""
 
 from models import sharding
-from rl import config, learner, quarantine, training
+from rl import config
 from rl.algorithms import references
 from rl.runtime import mesh_thread
+from rl.train import learner, skipped_updates
+from rl.train import trainer as trainer_lib
 
 _PROBE_ROWS = 8
 _MAX_LAGS = 8
@@ -31,8 +33,8 @@ def trainer(
   layout: sharding.Layout,
   programs: learner.Learner,
   thread: mesh_thread.MeshThread,
-  kept: quarantine.Quarantine | None,
-) -> training.Training:
+  kept: skipped_updates.Quarantine | None,
+) -> trainer_lib.Training:
   """Returns what turns groups into weights.
 
   Args:
@@ -40,8 +42,8 @@ def trainer(
   """
   algorithm, batch = experiment.algorithm, experiment.batch
   data = layout.num_batch
-  return training.Training(
-    training.Settings(
+  return trainer_lib.Training(
+    trainer_lib.Settings(
       rows=batch.rows,
       length=batch.length,
       share_prompts=batch.share_prompts,

@@ -3,9 +3,10 @@
 from collections.abc import Callable
 
 from models import sharding
-from rl import config, episode, learner, train_state, warm_start
+from rl import config, episode, warm_start
 from rl.algorithms import losses, objective
 from rl.runtime import mesh_thread
+from rl.train import learner, train_state
 
 
 def programs(

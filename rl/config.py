@@ -11,7 +11,7 @@ from models import sharding, transformer
 from models.attention import backend
 from models.chat import word_chat
 from models.hf import load
-from rl import affinity, grading, optimizers, prompts, weights
+from rl import affinity, grading, prompts, weights
 from rl import placement as placement_lib
 from rl import rollout as rollout_lib
 from rl import warm_start as warm_start_lib
@@ -20,6 +20,7 @@ from rl.engine.builtin import settings as engine_settings
 from rl.engine.sglang import settings as sglang_settings
 from rl.schedule import overlap as overlap_lib
 from rl.settings import overrides
+from rl.train import optimizers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

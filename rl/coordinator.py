@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
-from rl import producer, rollout, round_report, training
+from rl import producer, rollout, round_report
 from rl import progress as progress_lib
 from rl.algorithms import dynamic_sampling
 from rl.audit import event_log
@@ -29,6 +29,7 @@ from rl.data import trajectory
 from rl.engine import contract
 from rl.runtime import trace, watchdog
 from rl.schedule import overlap
+from rl.train import trainer as trainer_lib
 
 _GRACE_S = 10.0
 """For what is played to end with all its tokens when a run stops."""
@@ -73,7 +74,7 @@ class _Round:
   """What accumulates while a round is trained."""
 
   groups: list[trajectory.Group] = dataclasses.field(default_factory=list)
-  used: list[training.Used] = dataclasses.field(default_factory=list)
+  used: list[trainer_lib.Used] = dataclasses.field(default_factory=list)
   updates: list[dict[str, float]] = dataclasses.field(default_factory=list)
 
 
@@ -101,7 +102,7 @@ class Coordinator:
     self,
     settings: Settings,
     *,
-    trainer: training.Trainer,
+    trainer: trainer_lib.Trainer,
     publisher: Publisher,
     player: rollout.Player,
     tasks: producer.Tasks,

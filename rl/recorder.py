@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float32
 
-from rl import agreement, episode
+from rl import episode
 from rl.data import trajectory
+from rl.train import logprob_gap
 
 _TOKENS_KEPT = 512
 
@@ -48,13 +49,13 @@ def readable(
 
 
 def write_gap(
-  run_dir: pathlib.Path, round_: int, gap: agreement.Gap
+  run_dir: pathlib.Path, round_: int, gap: logprob_gap.Gap
 ) -> pathlib.Path:
   """Appends a round's comparison to logprob_gap.jsonl.
 
   A line holds the round, how many tokens were compared with `mean` and `max`
   of their gaps in nats, and of at most 512 of them `engine`, `learner` and
-  `lags`; see `agreement.Gap.sample`. What is not finite is null. A round that
+  `lags`; see `logprob_gap.Gap.sample`. What is not finite is null. A round that
   is played again has another line: the last one counts.
   """
   sample = gap.sample(_TOKENS_KEPT)

@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from rl import agreement
 from rl.algorithms import reward_shaping
 from rl.audit import event_log
 from rl.data import trajectory
 from rl.runtime import trace
 from rl.schedule import overlap
+from rl.train import logprob_gap
 
 _RENAMED = {"clipped": "clip_fraction"}
 _ADDED = {
@@ -276,7 +276,7 @@ def of_schedule(schedule: overlap.Overlap) -> dict[str, float]:
   }
 
 
-def of_gap(gap: agreement.Gap) -> dict[str, float]:
+def of_gap(gap: logprob_gap.Gap) -> dict[str, float]:
   """Returns how far engine and learner disagree, in nats."""
   return {
     "logprob_gap_max": gap.max,

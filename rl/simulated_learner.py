@@ -7,12 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from rl import router, training
+from rl import router
 from rl.audit import event_log
 from rl.data import trajectory
 from rl.engine import contract
 from rl.runtime import trace
 from rl.settings import checks
+from rl.train import trainer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,7 +46,7 @@ class Learner:
 class SimulatedTrainer:
   """Trains in virtual time; its weights are the number of updates.
 
-  The coordinator calls it; see `training.Trainer`.
+  The coordinator calls it; see `trainer.Trainer`.
   """
 
   def __init__(self, learner: Learner, spans: trace.Trace):
@@ -69,7 +70,7 @@ class SimulatedTrainer:
 
   async def accumulate(
     self, groups: Sequence[trajectory.Group]
-  ) -> Sequence[training.Used]:
+  ) -> Sequence[trainer.Used]:
     """Takes the time of all ids of members without a fault."""
     used = [_used(group) for group in groups]
     ids = sum(
@@ -143,9 +144,9 @@ class SimulatedPublisher:
     )
 
 
-def _used(group: trajectory.Group) -> training.Used:
+def _used(group: trajectory.Group) -> trainer.Used:
   trained = np.array([t.status.trainable for t in group.trajectories], bool)
-  return training.Used(np.zeros(len(trained), np.float32), trained)
+  return trainer.Used(np.zeros(len(trained), np.float32), trained)
 
 
 def _length(member: trajectory.Trajectory) -> int:

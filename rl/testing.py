@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from envs import base
-from rl import fake_engine, learner, train_state
+from rl import fake_engine
+from rl.train import learner, train_state
 
 FakeEngine = fake_engine.FakeEngine
 

@@ -17,11 +17,12 @@ import numpy as np
 from jaxtyping import Int32
 
 from envs import base
-from rl import accumulation, episode, learner, optimizers, train_state
+from rl import episode
 from rl.data import batch as batch_lib
 from rl.data import trajectory
 from rl.engine import contract
 from rl.runtime import checkpoint, mesh_thread
+from rl.train import gradient_accumulation, learner, optimizers, train_state
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -275,5 +276,5 @@ def _step(
 ) -> tuple[train_state.TrainState, dict[str, float]]:
   total = programs.zero()
   for batch in batches:
-    total = accumulation.accumulate(programs, state, total, batch)
-  return accumulation.step(programs, state, total)
+    total = gradient_accumulation.accumulate(programs, state, total, batch)
+  return gradient_accumulation.step(programs, state, total)

@@ -10,8 +10,8 @@ from jaxtyping import Array
 from models import config as model_config
 from models import sharding, transformer
 from models.hf import load
-from rl import learner, train_state
 from rl.data import batch as batch_lib
+from rl.train import learner, train_state
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rl import scoring
 from rl.data import batch, trajectory
+from rl.train import scoring
 
 VERSION = 7
 """At which they are trained."""

@@ -17,8 +17,9 @@ import pytest
 from envs import base
 from launch import agents, openai_api
 from models.chat import word_chat
-from rl import episode, learner, placement, scripted
+from rl import episode, placement, scripted
 from rl.data import batch, trajectory
+from rl.train import learner
 from tests.rl import conftest as tiny
 
 # 21 words and 3 special ids: all 24 of the tiny model are something to say.

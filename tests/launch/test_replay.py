@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from launch import flags, local, replay, workdir
-from rl import assemble_trainer, quarantine
+from rl import assemble_trainer
 from rl.settings import overrides
+from rl.train import skipped_updates
 
 ROOT = pathlib.Path(__file__).parents[2]
 EXPERIMENT = flags.load(
@@ -83,7 +84,7 @@ def wild(tmp_path_factory):
 
 def test_a_run_without_finite_gradients_ends_with_a_line(wild):
   assert wild.code == 1
-  last = quarantine.updates(wild.path / "skipped")[-1]
+  last = skipped_updates.updates(wild.path / "skipped")[-1]
   assert "round 4: updates in a row" in wild.told
   assert "not finite: 3, and max_skipped=2 allows no more" in wild.told
   assert "Traceback" not in wild.told
@@ -119,7 +120,7 @@ def test_metrics_directories_and_messages_number_rounds_alike(wild):
   skipped = [x["round"] for x in found if x["skipped_updates"]]
   # It was gone on with after round 3, and ended in round 6 again.
   assert skipped == [2, 3, 4, 5]
-  names = [x.name for x in quarantine.updates(wild.path / "skipped")]
+  names = [x.name for x in skipped_updates.updates(wild.path / "skipped")]
   # All three that ended it; those of before have made room.
   assert names == [f"round_00000{number}_update_0" for number in (4, 5, 6)]
   assert "round 6: updates in a row" in wild.told_again
@@ -151,7 +152,7 @@ def _replay(*arguments):
 
 
 def test_a_skipped_update_is_replayed_from_the_command_line(wild):
-  path = quarantine.updates(wild.path / "skipped")[-1]
+  path = skipped_updates.updates(wild.path / "skipped")[-1]
   done = _replay(path, "--where")
   assert done.returncode == 1, done.stderr
   lines = done.stdout.splitlines()
@@ -165,7 +166,7 @@ def test_a_skipped_update_is_replayed_from_the_command_line(wild):
 
 
 def test_a_mistyped_update_is_answered_with_the_nearest(wild):
-  path = quarantine.updates(wild.path / "skipped")[-1]
+  path = skipped_updates.updates(wild.path / "skipped")[-1]
   done = _replay(str(path)[:-1] + "7")
   assert done.returncode == 2
   assert "is no skipped update; did you mean" in done.stderr
@@ -174,14 +175,14 @@ def test_a_mistyped_update_is_answered_with_the_nearest(wild):
 
 
 def test_a_run_in_place_of_an_update_is_answered_with_what_it_has(wild):
-  path = quarantine.updates(wild.path / "skipped")[-1]
+  path = skipped_updates.updates(wild.path / "skipped")[-1]
   for wrong in (wild.path, wild.path / "skipped"):
     with pytest.raises(overrides.SettingError, match=f"did you mean .*{path}"):
       replay.named(str(wrong))
 
 
 def test_a_mistyped_directory_on_the_way_is_named(wild):
-  path = str(quarantine.updates(wild.path / "skipped")[-1])
+  path = str(skipped_updates.updates(wild.path / "skipped")[-1])
   for part, wrong in (("/skipped/", "/skiped/"), ("/wild/", "/wlid/")):
     right = path.partition(part)[0] + part[:-1]
     with pytest.raises(
@@ -196,7 +197,7 @@ def test_where_there_is_no_update_at_all_its_form_is_told(tmp_path):
 
 
 def test_an_update_that_cannot_be_read_is_refused(wild, tmp_path):
-  (tmp_path / quarantine.BATCHES).write_bytes(b"cut")
+  (tmp_path / skipped_updates.BATCHES).write_bytes(b"cut")
   with pytest.raises(overrides.SettingError, match="cannot be read"):
     replay.read(tmp_path, EXPERIMENT)
 
@@ -213,7 +214,7 @@ def programs():
 @pytest.fixture
 def sound(wild, programs):
   """Micro-batches of the run with weights and columns that are numbers."""
-  path = quarantine.updates(wild.path / "skipped")[0]
+  path = skipped_updates.updates(wild.path / "skipped")[0]
   _, kept = replay.read(path, EXPERIMENT)
   batches = [
     packed._replace(
@@ -308,6 +309,6 @@ def test_batches_that_overflow_only_together_are_told(programs, sound):
 
 
 def test_the_config_of_a_run_is_that_of_its_skipped_updates(wild):
-  path = quarantine.updates(wild.path / "skipped")[0]
+  path = skipped_updates.updates(wild.path / "skipped")[0]
   stored = json.loads((path.parents[1] / "config.json").read_text())
   assert overrides.from_json(stored).max_skipped == EXPERIMENT.max_skipped

@@ -23,11 +23,12 @@ from envs import rewards
 from launch import flags, local, warm_start_files, workdir
 from models import config as model_config
 from models import lora
-from rl import assemble, config, optimizers, rollout, testing, warm_start
+from rl import assemble, config, rollout, testing, warm_start
 from rl.engine.builtin import settings as engine_settings
 from rl.runtime import checkpoint
 from rl.schedule import overlap
 from rl.settings import overrides
+from rl.train import optimizers
 
 # See test_checkpoint: orbax drops its other reads when one fails.
 pytestmark = pytest.mark.filterwarnings(

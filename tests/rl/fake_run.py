@@ -15,7 +15,6 @@ from rl import (
   rollout,
   router,
   testing,
-  training,
   weights,
 )
 from rl import progress as progress_lib
@@ -24,6 +23,7 @@ from rl.audit import checker, event_log, token_ledger
 from rl.data import trajectory
 from rl.runtime import mesh_thread, trace, watchdog
 from rl.schedule import overlap
+from rl.train import trainer
 
 GROUP = 2
 CHAT = word_chat.WordChat(("go", "on", "yes", "no"))
@@ -183,8 +183,8 @@ class Run:
     )
 
   def _training(self, thread, programs):
-    return training.Training(
-      training.Settings(
+    return trainer.Training(
+      trainer.Settings(
         rows=8,
         length=32,
         share_prompts=self.share_prompts,

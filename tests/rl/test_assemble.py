@@ -14,7 +14,6 @@ from rl import (
   assemble,
   config,
   evaluate,
-  optimizers,
   placement,
   progress,
   rollout,
@@ -27,6 +26,7 @@ from rl.data import trajectory
 from rl.engine.builtin import settings as engine_settings
 from rl.runtime import virtual_clock
 from rl.schedule import overlap
+from rl.train import optimizers
 from tests.rl import players_under_test as players
 
 

@@ -10,19 +10,12 @@ from envs import rewards
 from models import config as model_config
 from models import transformer
 from models.hf import export
-from rl import (
-  assemble,
-  config,
-  optimizers,
-  progress,
-  rollout,
-  testing,
-  warm_start,
-)
+from rl import assemble, config, progress, rollout, testing, warm_start
 from rl.algorithms import presets, references
 from rl.data import trajectory
 from rl.engine.builtin import settings as engine_settings
 from rl.schedule import overlap
+from rl.train import optimizers
 
 SIZES = {
   "vocab_size": 8,

@@ -19,22 +19,13 @@ import numpy as np
 
 from envs import rewards
 from models import config as model_config
-from rl import (
-  assemble,
-  assemble_trainer,
-  config,
-  learner,
-  optimizers,
-  progress,
-  rollout,
-  testing,
-  train_state,
-)
+from rl import assemble, assemble_trainer, config, progress, rollout, testing
 from rl.algorithms import loss_aggregation, losses, presets
 from rl.audit import checker, event_log
 from rl.data import trajectory
 from rl.engine.builtin import settings as engine_settings
 from rl.schedule import overlap
+from rl.train import learner, optimizers, train_state
 
 R, GROUP, ROUNDS = 4, 4, 3
 DEADLINE_S = 300.0

@@ -15,12 +15,10 @@ from models.hf import export
 from rl import (
   assemble,
   config,
-  optimizers,
   placement,
   progress,
   rollout,
   testing,
-  train_state,
   warm_start,
 )
 from rl.data import trajectory
@@ -29,6 +27,7 @@ from rl.engine.builtin import settings as engine_settings
 from rl.runtime import checkpoint
 from rl.schedule import overlap
 from rl.settings import overrides
+from rl.train import optimizers, train_state
 
 
 def experiment(**changes):

@@ -5,8 +5,9 @@ import json
 import numpy as np
 
 from models.chat import word_chat
-from rl import agreement, recorder
+from rl import recorder
 from rl.data import trajectory
+from rl.train import logprob_gap
 
 CHAT = word_chat.WordChat(("go", "on", "yes"))
 GO, ON, YES = 3, 4, 5
@@ -88,7 +89,7 @@ def test_a_round_that_is_repeated_replaces_its_file(tmp_path):
 
 
 def _gap(engine, learner):
-  return agreement.Gap(
+  return logprob_gap.Gap(
     engine=np.array(engine, np.float32),
     learner=np.array(learner, np.float32),
     lags=np.arange(len(engine), dtype=np.int32) % 3,

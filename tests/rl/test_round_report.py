@@ -6,10 +6,11 @@ import math
 import numpy as np
 import pytest
 
-from rl import learner, round_report
+from rl import round_report
 from rl.algorithms import reward_shaping
 from rl.data import trajectory
 from rl.runtime import trace
+from rl.train import learner
 
 OK = trajectory.Status.COMPLETED
 CUT = trajectory.Status.TRUNCATED

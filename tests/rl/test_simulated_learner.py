@@ -5,16 +5,11 @@ import asyncio
 import numpy as np
 import pytest
 
-from rl import (
-  router,
-  simulated_engine,
-  simulated_learner,
-  simulated_processor,
-  training,
-)
+from rl import router, simulated_engine, simulated_learner, simulated_processor
 from rl.audit import event_log
 from rl.data import trajectory
 from rl.runtime import trace, virtual_clock
+from rl.train import trainer as trainer_lib
 
 
 def member(index, tokens, status=trajectory.Status.COMPLETED):
@@ -65,7 +60,7 @@ def test_it_takes_the_seconds_of_all_ids_without_a_fault():
     ("update", pytest.approx(5.0)),
   ]
   assert trainer.params == trainer.state == 1
-  assert isinstance(trainer, training.Trainer)
+  assert isinstance(trainer, trainer_lib.Trainer)
 
 
 def test_weights_travel_and_then_every_engine_stands_still():

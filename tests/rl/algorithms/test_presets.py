@@ -17,7 +17,7 @@ from envs import rewards
 from models import config as model_config
 from models import transformer
 from models.hf import export
-from rl import assemble, config, optimizers, progress, rollout, testing
+from rl import assemble, config, progress, rollout, testing
 from rl.algorithms import (
   advantages,
   corrections,
@@ -35,6 +35,7 @@ from rl.data import trajectory
 from rl.engine.builtin import settings as engine_settings
 from rl.schedule import overlap
 from rl.settings import overrides
+from rl.train import optimizers
 
 PRESETS = {kind.short_name: kind for kind in typing.get_args(presets.Named)}
 MODEL = model_config.tiny(

@@ -11,12 +11,12 @@ import pytest
 from models import config as model_config
 from models import lora, transformer
 from models.hf import export
-from rl import learner, optimizers, placement, train_state
+from rl import placement
 from rl.algorithms import kl, losses, objective, references
-from tests.helpers import scored_episodes
+from rl.train import learner, optimizers, train_state
+from tests.helpers import real_programs, scored_episodes
+from tests.helpers.real_programs import on_mesh
 from tests.rl import conftest as tiny
-from tests.rl import real_programs
-from tests.rl.real_programs import on_mesh
 
 CONFIG = tiny.DENSE
 TEACHER = dataclasses.replace(

@@ -97,7 +97,12 @@ def test_everything_on_offer_is_taken_as_it_is_typed(path):
       "rl.algorithms.loss_aggregation.SequenceMean()",
       "rl.algorithms.loss_aggregation.TokenMean()",
     ),
-    ("optimizer", "muon", "rl.optimizers.Muon()", "rl.optimizers.AdamW()"),
+    (
+      "optimizer",
+      "muon",
+      "rl.train.optimizers.Muon()",
+      "rl.train.optimizers.AdamW()",
+    ),
     ("model", "tiny", "models.config.tiny()", "models.config.ModelConfig()"),
     (
       "overlap",
@@ -146,7 +151,7 @@ def test_all_losses_are_offered_and_nothing_else():
   places = ("rl.algorithms.losses.", "_config_")
   assert not [text for text in losses if not text.startswith(places)]
   optimizers = suggestions.forms(PLACES["optimizer"])
-  others = [t for t in optimizers if not t.startswith("rl.optimizers.")]
+  others = [t for t in optimizers if not t.startswith("rl.train.optimizers.")]
   assert not others
 
 

@@ -16,8 +16,8 @@ import pytest
 
 from models import config as config_lib
 from models import transformer
-from rl import learner
 from rl.data import batch, trajectory
+from rl.train import learner
 
 
 def some_ids(rng, low, high):

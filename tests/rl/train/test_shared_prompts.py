@@ -11,9 +11,10 @@ import pytest
 
 from models import config as config_lib
 from models import transformer
-from rl import learner, placement
+from rl import placement
 from rl.algorithms import losses, objective
 from rl.data import batch, trajectory
+from rl.train import learner
 
 ROWS, LENGTH, VOCAB = 8, 32, 24
 TEMPERATURE = 0.7

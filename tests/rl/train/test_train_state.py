@@ -10,10 +10,11 @@ import pytest
 
 from models import config as config_lib
 from models import lora
-from rl import learner, optimizers, placement, train_state
+from rl import placement
 from rl.algorithms import losses, objective
 from rl.data import batch
 from rl.runtime import checkpoint
+from rl.train import learner, optimizers, train_state
 
 OBJECTIVE = objective.Objective(loss=losses.ClippedSurrogate())
 F32 = config_lib.tiny(

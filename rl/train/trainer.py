@@ -11,20 +11,20 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Bool, Float32
 
-from rl import (
-  accumulation,
-  agreement,
-  learner,
-  quarantine,
-  round_report,
-  scoring,
-  train_state,
-)
+from rl import round_report
 from rl.algorithms import advantage_estimation, advantages, references
 from rl.algorithms import objective as objective_lib
 from rl.data import batch, trajectory
 from rl.runtime import mesh_thread
 from rl.schedule import overlap
+from rl.train import (
+  gradient_accumulation,
+  learner,
+  logprob_gap,
+  scoring,
+  skipped_updates,
+  train_state,
+)
 
 
 class Used(NamedTuple):
@@ -134,7 +134,7 @@ class Training:
     estimator: advantages.Estimator,
     objective: objective_lib.Objective,
     reference: references.Program | None = None,
-    kept: quarantine.Quarantine | None = None,
+    kept: skipped_updates.Quarantine | None = None,
   ):
     """Does nothing yet.
 
@@ -155,13 +155,13 @@ class Training:
     self._served: dict[int, Any] = {}
     self._critic: tuple[Any, Any] | None = None
     self._version = 0
-    self._accumulation: accumulation.Accumulation | None = None
+    self._accumulation: gradient_accumulation.Accumulation | None = None
     self._flat = _Groups()
     self._penalties: list[Float32[np.ndarray, " _"]] = []
     self._number = 0
     self._skipped = 0
     self._probe: batch.Batch | None = None
-    self._gap: agreement.Gap | None = None
+    self._gap: logprob_gap.Gap | None = None
 
   def restore(self, state: train_state.TrainState) -> None:
     """Goes on from a restored or fresh state."""
@@ -198,7 +198,7 @@ class Training:
   ) -> Sequence[Used]:
     """Adds the gradient of whole groups; says what was used of each."""
     if self._accumulation is None:
-      self._accumulation = accumulation.Accumulation(
+      self._accumulation = gradient_accumulation.Accumulation(
         self._programs, self._thread, self._pack
       )
     chosen = advantage_estimation.trained(
@@ -324,7 +324,7 @@ class Training:
 
   async def _keep(
     self,
-    this: accumulation.Accumulation,
+    this: gradient_accumulation.Accumulation,
     number: int,
     flat_count: float,
     sums: dict[str, float],
@@ -356,7 +356,7 @@ class Training:
 
   async def describe(self) -> dict[str, float]:
     """Compares what the engine recorded with what its weights give."""
-    self._gap = await agreement.measure(
+    self._gap = await logprob_gap.measure(
       self._programs,
       self._thread,
       self._served,
@@ -366,7 +366,7 @@ class Training:
     return round_report.of_gap(self._gap)
 
   @property
-  def gap(self) -> agreement.Gap | None:
+  def gap(self) -> logprob_gap.Gap | None:
     """What `describe` last compared."""
     return self._gap
 

@@ -14,11 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float32
 
-from rl import learner, train_state
 from rl.algorithms import kl, references
 from rl.data import batch as batch_lib
 from rl.data import trajectory
 from rl.runtime import mesh_thread
+from rl.train import learner, train_state
 
 Tokens = Sequence[Float32[np.ndarray, " _"]]
 """An array for each trajectory, with an entry for each of its T tokens."""

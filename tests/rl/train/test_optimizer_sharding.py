@@ -7,7 +7,8 @@ import pytest
 
 from models import config as config_lib
 from models import lora, sharding, transformer
-from rl import optimizer_sharding, optimizers, placement
+from rl import placement
+from rl.train import optimizer_sharding, optimizers
 
 CONFIG = config_lib.tiny_moe(
   vocab_size=24,

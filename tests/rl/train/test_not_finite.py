@@ -13,14 +13,15 @@ import numpy as np
 import pytest
 
 from models import config as model_config
-from rl import learner, optimizers, placement, training
+from rl import placement
 from rl.algorithms import advantages, losses, objective, presets
 from rl.audit import token_ledger
 from rl.data import batch
 from rl.schedule import overlap
-from tests.helpers import scored_episodes
+from rl.train import learner, optimizers, trainer
+from tests.helpers import counting_trainer, scored_episodes
 from tests.rl import conftest as tiny
-from tests.rl import counting_trainer, fake_run
+from tests.rl import fake_run
 
 CONFIG = tiny.DENSE
 Dtype = Literal["float32", "bfloat16"]
@@ -195,7 +196,7 @@ class Run(fake_run.Run):
       taken += 1
       return (state, {**sums, "skipped": 1.0}) if bad else (after, sums)
 
-    return training.Training(
+    return trainer.Training(
       dataclasses.replace(
         counting_trainer.SETTINGS, rows=8, length=32, probe_rows=8, epochs=2
       ),

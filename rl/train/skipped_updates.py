@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rl import train_state
 from rl.data import batch as batch_lib
 from rl.data import segment_index
 from rl.runtime import checkpoint
+from rl.train import train_state
 
 BATCHES = "batches.npz"
 """Whoever has it has all of an update: it appears whole, by a rename."""

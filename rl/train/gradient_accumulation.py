@@ -13,10 +13,10 @@ import jax
 import numpy as np
 from jaxtyping import Float32
 
-from rl import learner, scoring, train_state
 from rl.data import batch as batch_lib
 from rl.data import segment_index, trajectory
 from rl.runtime import mesh_thread
+from rl.train import learner, scoring, train_state
 
 _Values = Float32[np.ndarray, " _"]
 
@@ -29,7 +29,7 @@ class _Waiting(NamedTuple):
 class Accumulation:
   """Sums the gradient of one update on a mesh.
 
-  `training.Training` calls `add` any number of times, `flush`, and `step`; for
+  `trainer.Training` calls `add` any number of times, `flush`, and `step`; for
   another epoch it calls `repeat` and `step`.
 
   Attributes:

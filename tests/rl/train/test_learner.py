@@ -10,11 +10,12 @@ import optax
 import pytest
 
 from models import transformer
-from rl import learner, optimizers, placement, train_state
+from rl import placement
 from rl.algorithms import losses, objective
 from rl.data import batch
-from tests.rl import real_programs
-from tests.rl.real_programs import on_mesh
+from rl.train import learner, optimizers, train_state
+from tests.helpers import real_programs
+from tests.helpers.real_programs import on_mesh
 
 # Sums over meshes are compared to 1e-5.
 optimised = real_programs.optimised

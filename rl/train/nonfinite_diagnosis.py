@@ -21,11 +21,11 @@ import numpy as np
 from jaxtyping import Array, Bool, PyTree
 
 from models.attention import mask
-from rl import learner, quarantine
 from rl.data import batch as batch_lib
 from rl.data import segment_index
+from rl.train import learner, skipped_updates
 
-_ROOT = pathlib.Path(__file__).resolve().parents[1]
+_ROOT = pathlib.Path(__file__).resolve().parents[2]
 _LIBRARIES = "site-packages"
 _ABSURD = 1e6
 """No parameter, log-probability or advantage of a sound run is so large."""
@@ -100,7 +100,7 @@ class Parameters(NamedTuple):
 
 def outcome(
   programs: learner.Learner,
-  skipped: quarantine.SkippedUpdate,
+  skipped: skipped_updates.SkippedUpdate,
   batches: Sequence[batch_lib.Batch],
 ) -> Outcome:
   """Accumulates micro-batches and returns what the update would see."""
@@ -133,14 +133,16 @@ def _paths(flags: PyTree, *, which: bool) -> tuple[str, ...]:
   )
 
 
-def rows(skipped: quarantine.SkippedUpdate, number: int) -> Iterator[Place]:
+def rows(
+  skipped: skipped_updates.SkippedUpdate, number: int
+) -> Iterator[Place]:
   """Yields the rows of a micro-batch in which something was sampled."""
   for row in np.flatnonzero(skipped.batches[number].sampled.any(1)).tolist():
     yield Place(number, row)
 
 
 def trajectories(
-  skipped: quarantine.SkippedUpdate, row: Place
+  skipped: skipped_updates.SkippedUpdate, row: Place
 ) -> Iterator[Place]:
   """Yields the trajectories of a row that have a sampled token."""
   packed = skipped.batches[row.batch]
@@ -199,13 +201,13 @@ def span(packed: batch_lib.Batch, place: Place) -> tuple[int, int, int]:
 
 
 def owner(
-  skipped: quarantine.SkippedUpdate, place: Place
+  skipped: skipped_updates.SkippedUpdate, place: Place
 ) -> segment_index.Owner | None:
   """Returns whose a segment is; None when that was not written down."""
   return next((x for x in skipped.owners if x[:3] == place), None)
 
 
-def parameters(skipped: quarantine.SkippedUpdate) -> Parameters:
+def parameters(skipped: skipped_updates.SkippedUpdate) -> Parameters:
   """Returns what of the parameters is not finite, and how large they are."""
   tree = {"policy": skipped.params, "critic": skipped.critic}
   finite, sizes = jax.device_get(_sizes(tree))
@@ -223,7 +225,7 @@ def _sizes(tree: PyTree) -> tuple[PyTree, PyTree]:
 
 
 def columns(
-  programs: learner.Learner, skipped: quarantine.SkippedUpdate
+  programs: learner.Learner, skipped: skipped_updates.SkippedUpdate
 ) -> list[Extremes]:
   """Returns the extremes of what a loss is made of.
 
@@ -247,7 +249,9 @@ def columns(
 
 
 def _extremes(
-  skipped: quarantine.SkippedUpdate, name: str, column: Sequence[np.ndarray]
+  skipped: skipped_updates.SkippedUpdate,
+  name: str,
+  column: Sequence[np.ndarray],
 ) -> Extremes:
   good, bad, first = [np.zeros(0, np.float32)], 0, None
   for i, (packed, values) in enumerate(

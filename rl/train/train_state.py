@@ -10,7 +10,7 @@ from jaxtyping import Array
 
 from models import config as model_config
 from models import lora, sharding, transformer
-from rl import optimizer_sharding
+from rl.train import optimizer_sharding
 
 Memory = Literal["device", "host"]
 MEMORY_KINDS: dict[Memory, str] = {"device": "device", "host": "pinned_host"}

@@ -17,7 +17,7 @@ import pytest
 
 from models import config as config_lib
 from models import transformer
-from rl import learner, placement, training
+from rl import placement
 from rl.algorithms import algorithm as algorithm_lib
 from rl.algorithms import (
   corrections,
@@ -29,8 +29,10 @@ from rl.algorithms import (
 )
 from rl.data import batch, trajectory
 from rl.runtime import mesh_thread, trace
+from rl.train import learner
+from rl.train import trainer as trainer_lib
 from tests.helpers import packed_rows, scored_episodes
-from tests.rl.real_programs import on_mesh
+from tests.helpers.real_programs import on_mesh
 
 CONFIG = config_lib.tiny_moe(
   vocab_size=24,
@@ -314,8 +316,8 @@ def trained(
   layout, _ = placement.Placement(colocated=True).layouts()
   programs = learner.build(model, layout, algorithm, optax.sgd(1e4))
   thread = mesh_thread.MeshThread("learner", trace.Trace(None))
-  trainer = training.Training(
-    training.Settings(
+  trainer = trainer_lib.Training(
+    trainer_lib.Settings(
       rows=shape[0],
       length=LENGTH,
       tail_rows=shape[1],

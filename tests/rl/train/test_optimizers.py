@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from rl import learning_rates, optimizers
+from rl.train import learning_rates, optimizers
 
 AdamW = optimizers.AdamW
 Adafactor = optimizers.Adafactor

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rl import learning_rates
+from rl.train import learning_rates
 
 Constant = learning_rates.Constant
 Linear = learning_rates.Linear

@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rl import accumulation, scoring, testing
+from rl import testing
 from rl.data import batch
 from rl.runtime import mesh_thread, trace
+from rl.train import gradient_accumulation, scoring
 from tests.helpers import scored_episodes
 
 EPISODES = scored_episodes.draw(4)
@@ -57,7 +58,7 @@ def run(scenario, *, share_prompts=False, tail_rows=None):
       only_full=only_full,
     )
 
-  this = accumulation.Accumulation(programs, thread, pack)
+  this = gradient_accumulation.Accumulation(programs, thread, pack)
   try:
     return asyncio.run(scenario(this, programs.abstract)), kept
   finally:

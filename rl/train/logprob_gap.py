@@ -8,9 +8,9 @@ import jax
 import numpy as np
 from jaxtyping import Float32, Int32
 
-from rl import learner
 from rl.data import batch as batch_lib
 from rl.runtime import mesh_thread
+from rl.train import learner
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

@@ -7,11 +7,18 @@ import math
 import jax.numpy as jnp
 import pytest
 
-from rl import quarantine, training
 from rl.algorithms import presets
 from rl.data import segment_index
 from rl.runtime import mesh_thread, trace
-from tests.rl.counting_trainer import GRPO, SETTINGS, Programs, group, trained
+from rl.train import skipped_updates
+from rl.train import trainer as trainer_lib
+from tests.helpers.counting_trainer import (
+  GRPO,
+  SETTINGS,
+  Programs,
+  group,
+  trained,
+)
 
 
 @pytest.mark.parametrize("norm", [math.nan, math.inf])
@@ -37,13 +44,13 @@ def test_updates_that_are_not_finite_are_skipped_and_too_many_end_the_run(norm):
 def test_what_is_skipped_lies_under_its_round_and_its_place_there(tmp_path):
   built = Programs(grad_norm=math.nan).build()
   thread = mesh_thread.MeshThread("learner", trace.Trace(None))
-  trainer = training.Training(
+  trainer = trainer_lib.Training(
     dataclasses.replace(SETTINGS, max_skipped=2),
     built,
     thread,
     estimator=GRPO.advantage,
     objective=GRPO,
-    kept=quarantine.Quarantine(tmp_path, most=9),
+    kept=skipped_updates.Quarantine(tmp_path, most=9),
   )
 
   async def scenario():

@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rl import learner, optimizers, post_mortem, quarantine
 from rl.algorithms import losses, objective, value_loss
 from rl.data import batch
+from rl.train import learner, nonfinite_diagnosis, optimizers, skipped_updates
 
 GOAL = objective.Objective(loss=losses.ClippedSurrogate())
-BAD = post_mortem.Place(1, 2, 2)
+BAD = nonfinite_diagnosis.Place(1, 2, 2)
 
 
 @pytest.fixture(scope="module")
@@ -48,24 +48,28 @@ def _packed(seed):
 @pytest.fixture
 def skipped(params):
   batches = [_packed(0), _packed(1)]
-  return quarantine.SkippedUpdate(batches, params, None, 5, 0, 0.0)
+  return skipped_updates.SkippedUpdate(batches, params, None, 5, 0, 0.0)
 
 
 def _found(programs, skipped):
   """Micro-batches, rows and trajectories that are not finite."""
   found = []
   for i, packed in enumerate(skipped.batches):
-    rows = [*post_mortem.rows(skipped, i)]
-    parts = [x for row in rows for x in post_mortem.trajectories(skipped, row)]
+    rows = [*nonfinite_diagnosis.rows(skipped, i)]
+    parts = [
+      x for row in rows for x in nonfinite_diagnosis.trajectories(skipped, row)
+    ]
     for place in [*rows, *parts]:
-      one = [post_mortem.alone(packed, place)]
-      if not post_mortem.outcome(programs, skipped, one).is_finite:
+      one = [nonfinite_diagnosis.alone(packed, place)]
+      if not nonfinite_diagnosis.outcome(programs, skipped, one).is_finite:
         found.append(place)
   return found
 
 
 def test_a_finite_update_is_finite_in_all_of_its_parts(programs, skipped):
-  assert post_mortem.outcome(programs, skipped, skipped.batches).is_finite
+  assert nonfinite_diagnosis.outcome(
+    programs, skipped, skipped.batches
+  ).is_finite
   assert _found(programs, skipped) == []
 
 
@@ -75,7 +79,7 @@ def test_loss_and_norm_are_those_of_the_update(programs, skipped):
   for packed in skipped.batches:
     total = programs.accumulate(state.params, total, programs.place(packed))
   _, metrics = programs.update(state, total, 3.0)
-  ours = post_mortem.outcome(programs, skipped, skipped.batches)
+  ours = nonfinite_diagnosis.outcome(programs, skipped, skipped.batches)
   assert ours.loss == pytest.approx(float(metrics["loss"]), rel=1e-6)
   assert ours.norm == pytest.approx(float(metrics["grad_norm"]), rel=1e-5)
 
@@ -91,7 +95,7 @@ def test_a_number_in_a_column_is_traced_to_its_trajectory(
     assert _found(programs, skipped) == []
   else:
     assert _found(programs, skipped) == [BAD._replace(segment=None), BAD]
-  columns = {x.name: x for x in post_mortem.columns(programs, skipped)}
+  columns = {x.name: x for x in nonfinite_diagnosis.columns(programs, skipped)}
   assert columns[name].bad == 1
   assert columns[name].first == (BAD, 8)
   others = {"advantages", "behaviour"} - {name}
@@ -104,20 +108,22 @@ def test_a_parameter_is_traced_to_who_uses_it(programs, skipped):
   embed = skipped.params["embed"].at[21].set(jnp.nan)
   skipped = skipped._replace(params={**skipped.params, "embed": embed})
   assert _found(programs, skipped) == [BAD._replace(segment=None), BAD]
-  assert post_mortem.parameters(skipped).bad == ("policy/embed",)
-  leaves = post_mortem.outcome(programs, skipped, skipped.batches).leaves
+  assert nonfinite_diagnosis.parameters(skipped).bad == ("policy/embed",)
+  leaves = nonfinite_diagnosis.outcome(
+    programs, skipped, skipped.batches
+  ).leaves
   assert "policy/embed" in leaves
 
 
 def test_the_largest_parameter_is_named(skipped):
   norm = skipped.params["final_norm"].at[3].set(-70.0)
   skipped = skipped._replace(params={**skipped.params, "final_norm": norm})
-  found = post_mortem.parameters(skipped)
+  found = nonfinite_diagnosis.parameters(skipped)
   assert found == ((), (70.0, "policy/final_norm"))
 
 
 def _extremes(name, low, high, bad=0):
-  return post_mortem.Extremes(name, low, high, bad, None)
+  return nonfinite_diagnosis.Extremes(name, low, high, bad, None)
 
 
 @pytest.mark.parametrize(
@@ -133,25 +139,25 @@ def _extremes(name, low, high, bad=0):
 def test_where_every_row_fails_the_odd_one_is_suspected(
   bad, largest, advantages, where
 ):
-  found = post_mortem.Parameters(bad, (largest, "policy/embed"))
+  found = nonfinite_diagnosis.Parameters(bad, (largest, "policy/embed"))
   told = [
     _extremes("advantages", *advantages),
     # Of these parameters, and so no fault of the data.
     _extremes("log ratio", -1e30, 1e30, 7),
   ]
-  assert post_mortem.suspect(found, told).endswith(where)
+  assert nonfinite_diagnosis.suspect(found, told).endswith(where)
 
 
 def test_a_column_without_a_finite_number_is_suspected():
-  found = post_mortem.Parameters((), (3.0, "policy/embed"))
+  found = nonfinite_diagnosis.Parameters((), (3.0, "policy/embed"))
   told = [_extremes("old", np.nan, np.nan, 9)]
-  assert "data has as old, not" in post_mortem.suspect(found, told)
+  assert "data has as old, not" in nonfinite_diagnosis.suspect(found, told)
 
 
 def test_padding_that_is_not_finite_is_not_counted(programs, skipped):
   for name in ("advantages", "behaviour"):
     getattr(skipped.batches[0], name)[0, 0] = np.nan
-  assert {x.bad for x in post_mortem.columns(programs, skipped)} == {0}
+  assert {x.bad for x in nonfinite_diagnosis.columns(programs, skipped)} == {0}
 
 
 def test_extremes_are_of_what_is_finite_and_of_all_micro_batches(
@@ -159,7 +165,7 @@ def test_extremes_are_of_what_is_finite_and_of_all_micro_batches(
 ):
   skipped.batches[0].advantages[0, 2] = 40.0
   skipped.batches[1].advantages[0, 2:4] = -50.0, -np.inf
-  columns = {x.name: x for x in post_mortem.columns(programs, skipped)}
+  columns = {x.name: x for x in nonfinite_diagnosis.columns(programs, skipped)}
   assert (columns["advantages"].low, columns["advantages"].high) == (-50, 40)
   ratio, scored = columns["log ratio"], columns["logprobs"]
   # Every behaviour is -2.5.
@@ -177,7 +183,7 @@ def test_a_trajectory_alone_has_its_shared_prompt_and_no_other(skipped):
   packed.experts[:] = 5
   packed.prefix.parents[:] = [-1, -1, 1, 1, 1, 1, -1, -1]
   packed.prefix.previous[:] = [0, 0, 1, 2, 1, 4, 5, 6]
-  alone = post_mortem.alone(packed, post_mortem.Place(0, 1, 3))
+  alone = nonfinite_diagnosis.alone(packed, nonfinite_diagnosis.Place(0, 1, 3))
   assert alone.segments.tolist() == [[0] * 8, [1, 1, 0, 0, 3, 3, 0, 0]]
   assert alone.tokens[1].tolist() == [10, 11, 0, 0, 14, 15, 0, 0]
   assert alone.prefix is not None
@@ -190,8 +196,10 @@ def test_a_trajectory_alone_has_its_shared_prompt_and_no_other(skipped):
 
 
 def test_a_span_is_of_sampled_tokens(skipped):
-  assert post_mortem.span(skipped.batches[1], BAD) == (7, 9, 3)
-  assert post_mortem.span(skipped.batches[1], BAD._replace(segment=None)) == (
+  assert nonfinite_diagnosis.span(skipped.batches[1], BAD) == (7, 9, 3)
+  assert nonfinite_diagnosis.span(
+    skipped.batches[1], BAD._replace(segment=None)
+  ) == (
     2,
     9,
     6,
@@ -212,10 +220,10 @@ def _log(x):
   [(_log, "log", "in _log"), (jax.grad(_root), "mul", "in _root")],
 )
 def test_the_first_operation_with_a_nan_is_named(function, operation, line):
-  found = post_mortem.first_nan(jax.jit(function), jnp.zeros(3)[0])
+  found = nonfinite_diagnosis.first_nan(jax.jit(function), jnp.zeros(3)[0])
   assert found is not None
   assert f"encountered in {operation}" in found
-  assert "tests/rl/test_post_mortem.py:" in found
+  assert "tests/rl/train/test_nonfinite_diagnosis.py:" in found
   assert line in found
 
 
@@ -225,7 +233,7 @@ def test_the_learners_own_program_is_looked_into(programs, skipped, planted):
   if planted:
     packed.advantages[2, 8] = np.nan
   placed = programs.place(packed)
-  found = post_mortem.first_nan(
+  found = nonfinite_diagnosis.first_nan(
     programs.accumulate, skipped.params, programs.zero(), placed
   )
   if planted:
@@ -237,7 +245,7 @@ def test_the_learners_own_program_is_looked_into(programs, skipped, planted):
 
 def test_an_infinity_is_no_nan():
   # log(0) is -inf.
-  assert post_mortem.first_nan(jnp.log, jnp.zeros(())) is None
+  assert nonfinite_diagnosis.first_nan(jnp.log, jnp.zeros(())) is None
 
 
 def test_what_a_critic_cannot_learn_is_traced_as_well(
@@ -258,5 +266,5 @@ def test_what_a_critic_cannot_learn_is_traced_as_well(
   batches[1].returns[2, 8] = np.nan
   skipped = skipped._replace(batches=batches, critic=state.critic)
   assert _found(with_critic, skipped) == [BAD._replace(segment=None), BAD]
-  whole = post_mortem.outcome(with_critic, skipped, skipped.batches)
+  whole = nonfinite_diagnosis.outcome(with_critic, skipped, skipped.batches)
   assert "critic/kernel" in whole.leaves

@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 
 from models import transformer
-from rl import learner, optimizers, placement, scoring, testing, training
+from rl import placement, testing
 from rl.algorithms import corrections, kl, presets, token_advantages
 from rl.data import batch, trajectory
 from rl.runtime import mesh_thread, trace
+from rl.train import learner, optimizers, scoring
+from rl.train import trainer as trainer_lib
 
-SETTINGS = training.Settings(
+SETTINGS = trainer_lib.Settings(
   rows=4,
   length=12,
   share_prompts=False,
@@ -111,7 +113,7 @@ def trained(scenario, programs, algorithm, reference=None, **changes):
   """Runs a scenario on a trainer of fake programs that starts afresh."""
   thread = mesh_thread.MeshThread("learner", trace.Trace(None))
   built = programs.build()
-  trainer = training.Training(
+  trainer = trainer_lib.Training(
     dataclasses.replace(SETTINGS, **changes),
     built,
     thread,
@@ -361,7 +363,7 @@ def test_scores_are_those_of_each_trajectory_on_its_own(
 def test_a_critic_comes_to_know_what_episodes_earn(real):
   thread = mesh_thread.MeshThread("learner", trace.Trace(None))
   algorithm = presets.Ppo()
-  trainer = training.Training(
+  trainer = trainer_lib.Training(
     dataclasses.replace(SETTINGS, epochs=4),
     real,
     thread,

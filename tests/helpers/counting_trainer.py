@@ -6,16 +6,18 @@ import math
 
 import numpy as np
 
-from rl import learner, testing, training
+from rl import testing
 from rl.algorithms import advantages, presets
 from rl.algorithms import objective as objective_lib
 from rl.data import trajectory
 from rl.runtime import mesh_thread, trace
+from rl.train import learner
+from rl.train import trainer as trainer_lib
 
 STATUS = trajectory.Status
 GRPO = presets.Grpo()
 NOTHING = dict.fromkeys(learner.METRICS, 0.0)
-SETTINGS = training.Settings(
+SETTINGS = trainer_lib.Settings(
   rows=4,
   length=8,
   share_prompts=False,
@@ -118,7 +120,7 @@ def trained(
   """Runs a scenario on a trainer of fake programs that starts afresh."""
   thread = mesh_thread.MeshThread("learner", trace.Trace(None))
   built = (programs or Programs()).build()
-  trainer = training.Training(
+  trainer = trainer_lib.Training(
     dataclasses.replace(SETTINGS, **changes),
     built,
     thread,

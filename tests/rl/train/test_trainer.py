@@ -8,11 +8,13 @@ import jax
 import numpy as np
 import pytest
 
-from rl import learner, optimizers, placement, testing, training
+from rl import placement, testing
 from rl.algorithms import advantages, corrections, presets, token_advantages
 from rl.runtime import mesh_thread, trace
 from rl.schedule import overlap
-from tests.rl.counting_trainer import (
+from rl.train import learner, optimizers
+from rl.train import trainer as trainer_lib
+from tests.helpers.counting_trainer import (
   GRPO,
   NOTHING,
   SETTINGS,
@@ -229,7 +231,7 @@ def test_a_round_of_nothing_compares_nothing():
 def test_a_trainer_without_a_state_says_what_it_needs():
   thread = mesh_thread.MeshThread("learner", trace.Trace(None))
   programs = testing.fake_learner()
-  trainer = training.Training(
+  trainer = trainer_lib.Training(
     SETTINGS, programs, thread, estimator=advantages.Grpo(), objective=GRPO
   )
   with pytest.raises(RuntimeError, match="call `restore` first"):
@@ -259,7 +261,7 @@ def test_a_mesh_compares_with_its_own_weights(
     SETTINGS, share_prompts=True, old_logprob=old_logprob
   )
   thread = mesh_thread.MeshThread("learner", trace.Trace(None))
-  trainer = training.Training(
+  trainer = trainer_lib.Training(
     settings,
     meshed,
     thread,

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import optax
 from optax import contrib
 
-from rl import learning_rates, matrices
+from rl.train import learning_rates
+from rl.train import muon as muon_lib
 
 
 @runtime_checkable
@@ -170,7 +171,7 @@ class Adafactor(Descent):
 class Muon(Descent):
   """Momentum whose singular values are all made about 1, matrix by matrix.
 
-  Which parameters are matrices says `matrices.numbers`; all others are trained
+  Which parameters are matrices says `muon.numbers`; all others are trained
   by Adam. Steps of a matrix are scaled to a root mean square of `step_rms`,
   which is about that of Adam, so both share one rate.
 
@@ -205,9 +206,9 @@ class Muon(Descent):
       contrib.scale_by_muon(
         ns_steps=self.iterations,
         beta=self.momentum,
-        weight_dimension_numbers=matrices.numbers,
+        weight_dimension_numbers=muon_lib.numbers,
       ),
-      matrices.scale_to_rms(self.step_rms),
+      muon_lib.scale_to_rms(self.step_rms),
     )
     adam = optax.scale_by_adam(self.b1, self.b2)
-    return optax.partition({"muon": muon, "adam": adam}, matrices.labels)
+    return optax.partition({"muon": muon, "adam": adam}, muon_lib.labels)

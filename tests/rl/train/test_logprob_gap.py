@@ -7,10 +7,10 @@ import jax
 import numpy as np
 import pytest
 
-from rl import agreement, learner, optimizers
 from rl.algorithms import losses, objective
 from rl.data import batch
 from rl.runtime import mesh_thread, trace
+from rl.train import learner, logprob_gap, optimizers
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +23,7 @@ def programs(config, one_device):
 @pytest.fixture(scope="module")
 def measure(programs):
   thread = mesh_thread.MeshThread("learner", trace.Trace(None))
-  yield lambda *args: asyncio.run(agreement.measure(programs, thread, *args))
+  yield lambda *args: asyncio.run(logprob_gap.measure(programs, thread, *args))
   thread.close()
 
 
@@ -102,7 +102,9 @@ def test_the_tokens_themselves_can_be_told_apart(measure, weights, packed):
 def _gap(differences):
   learner = np.array(differences, np.float32)
   lags = np.arange(len(learner), dtype=np.int32)
-  return agreement.Gap(engine=0 * lags.astype("f4"), learner=learner, lags=lags)
+  return logprob_gap.Gap(
+    engine=0 * lags.astype("f4"), learner=learner, lags=lags
+  )
 
 
 @pytest.mark.parametrize("worst", [0, 1, 57, 98, 99])

@@ -25,9 +25,9 @@ from jaxtyping import Array, Float, Float32
 from models import config as model_config
 from models import logprobs as logprobs_lib
 from models import lora, sharding, transformer
-from rl import train_state
 from rl.algorithms import objective as objective_lib
 from rl.data import batch as batch_lib
+from rl.train import train_state
 
 METRICS: tuple[str, ...] = (
   "tokens",

@@ -9,7 +9,8 @@ import pytest
 
 from models import config as config_lib
 from models import lora, transformer
-from rl import matrices, optimizers
+from rl.train import muon as muon_lib
+from rl.train import optimizers
 
 SIZES = {
   "num_layers": 2,
@@ -28,7 +29,7 @@ def _shapes(sparse, adapters=None):
 
 def _labels(params):
   """Returns the label of each parameter by the names on its path."""
-  labelled = jax.tree.leaves_with_path(matrices.labels(params))
+  labelled = jax.tree.leaves_with_path(muon_lib.labels(params))
   return {
     tuple(k.key for k in path if isinstance(k, jax.tree_util.DictKey)): label
     for path, label in labelled
@@ -65,7 +66,7 @@ def test_every_matrix_has_two_sides_of_the_sizes_that_it_multiplies(sparse):
   }
   for (module, name), sizes in expected.items():
     shape = layer[module][name].shape
-    dims = matrices.numbers({module: {name: 0}})[module][name]
+    dims = muon_lib.numbers({module: {name: 0}})[module][name]
     sides = [[shape[i] for i in axes] for axes in dims]
     assert tuple(map(np.prod, sides)) == sizes
     # What is on neither side are the experts.
@@ -81,13 +82,13 @@ def test_adapters_are_matrices_and_frozen_parameters_are_left_out():
   assert set(labelled.values()) == {"muon"}
   # Of `out` the product sums over heads and their width.
   a = {"attention": {"lora": {"out": {"a": 0, "b": 0}}}}
-  dims = matrices.numbers(a)["attention"]["lora"]["out"]
+  dims = muon_lib.numbers(a)["attention"]["lora"]["out"]
   assert tuple(dims["a"]) == ((0, 1), (2,))
   assert tuple(dims["b"]) == ((0,), (1,))
 
 
 def test_a_critic_is_no_matrix():
-  assert matrices.labels(({}, {"kernel": jnp.zeros(4), "bias": 0})) == (
+  assert muon_lib.labels(({}, {"kernel": jnp.zeros(4), "bias": 0})) == (
     {},
     {"kernel": "adam", "bias": "adam"},
   )

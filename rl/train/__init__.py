@@ -1,0 +1,1 @@
+"""The learner side: training programs, optimizer state, trainer."""
