@@ -43,20 +43,13 @@ from jaxtyping import Float32
 
 from benchmarks import at_once, machine
 from envs import rewards
-from rl import (
-  coordinator,
-  grading,
-  prompts,
-  rollout,
-  router,
-  simulated_learner,
-  testing,
-)
+from rl import coordinator, router, simulated_learner, testing
 from rl import progress as progress_lib
 from rl.algorithms import advantages, dynamic_sampling, presets
 from rl.audit import checker, event_log, token_ledger
 from rl.data import trajectory
 from rl.engine import contract
+from rl.rollout import grading, group_rollout, prompts
 from rl.runtime import mesh_thread, trace, watchdog
 from rl.schedule import overlap
 from rl.train import trainer as trainer_lib
@@ -178,13 +171,13 @@ class _Run:
       if self._thread is not None:
         self._thread.close()
 
-  def _player(self) -> rollout.Player:
-    return rollout.Player(
+  def _player(self) -> group_rollout.Player:
+    return group_rollout.Player(
       source=self._source,
       engine=self._router,
       chat=at_once.CHAT,
       graders=grading.Graders(rewards.Outcome(), dog=self._dog),
-      limits=rollout.Rollout(
+      limits=group_rollout.Rollout(
         group_size=_MEMBERS, max_turns=self._case.turns + 1, max_tokens=256
       ),
       log=self.log,

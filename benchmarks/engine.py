@@ -6,7 +6,7 @@ Both sides sample from the model of configs/guess_number_moe.py at
 `--episodes` concurrent rows on one device. The bare loop is
 `decode_step.advance` alone, called over and over on full plans: no requests, no
 environments, no event loop. The engine plays whole games of the real
-environment through `rollout.Player`. Rates are sampled tokens a second over
+environment through `group_rollout.Player`. Rates are sampled tokens a second over
 the wall time; the two take turns and the medians are compared. Also prints how
 much of a turn is host work: the wall time in which the mesh is idle, over the
 turns played. Writes benchmarks/results/engine.json.
@@ -26,10 +26,11 @@ from absl import flags as absl_flags
 from benchmarks import machine
 from launch import devices, flags
 from models import kv_cache, transformer
-from rl import assemble, episode
+from rl import assemble
 from rl.data import trajectory
 from rl.engine.builtin import decode_step
 from rl.engine.builtin import settings as engine_settings
+from rl.rollout import episode
 from rl.runtime import trace
 from rl.train import train_state
 

@@ -17,20 +17,13 @@ import jax.numpy as jnp
 
 from envs import rewards, textarena
 from models import config as model_config
-from rl import (
-  assemble,
-  assemble_trainer,
-  config,
-  evaluate,
-  progress,
-  rollout,
-  warm_start,
-)
+from rl import assemble, assemble_trainer, config, progress, warm_start
 from rl.algorithms import algorithm as algorithm_lib
 from rl.algorithms import corrections, packed_row, presets
 from rl.audit import checker, event_log
 from rl.data import trajectory
 from rl.engine.builtin import settings as engine_settings
+from rl.rollout import evaluate, group_rollout
 from rl.schedule import overlap
 from rl.train import learner, optimizers
 
@@ -164,7 +157,7 @@ def experiment(case: Case) -> config.Experiment:
       d_ff=128,
       max_length=32,
     ),
-    rollout=rollout.Rollout(
+    rollout=group_rollout.Rollout(
       group_size=MEMBERS, max_turns=6, turn_tokens=2, max_tokens=32
     ),
     engine=engine_settings.EngineSettings(

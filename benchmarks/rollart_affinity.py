@@ -37,13 +37,13 @@ from benchmarks import machine, simulated
 from rl import (
   affinity,
   distributions,
-  rollout,
   simulated_learner,
   simulated_processor,
   simulation,
   workload,
 )
 from rl.audit import event_log
+from rl.rollout import group_rollout
 from rl.schedule import overlap
 
 OVER_BANDWIDTH, OVER_COMPUTE = (1.30, 1.68), (1.12, 1.37)
@@ -133,7 +133,7 @@ def play(
     ),
     workloads=workloads(shares),
     overlap=overlap.in_flight(_GROUPS, 1, on_publish="keep_kv"),
-    rollout=rollout.Rollout(
+    rollout=group_rollout.Rollout(
       group_size=_MEMBERS,
       max_turns=64,
       turn_tokens=1 << 19,

@@ -43,14 +43,13 @@ from benchmarks import machine, simulated
 from rl import (
   affinity,
   distributions,
-  grading,
-  rollout,
   simulated_learner,
   simulated_processor,
   simulation,
   simulation_result,
   workload,
 )
+from rl.rollout import grading, group_rollout
 from rl.schedule import overlap
 
 # Of each rung over the one before, 8B to 32B.
@@ -219,7 +218,7 @@ def settings(
     ),
     workloads=workloads(model),
     overlap=rung.schedule,
-    rollout=rollout.Rollout(
+    rollout=group_rollout.Rollout(
       group_size=_MEMBERS,
       max_turns=50,
       turn_tokens=16_000,

@@ -26,13 +26,13 @@ from absl import app
 from benchmarks import machine, simulated
 from rl import (
   distributions,
-  rollout,
   simulated_learner,
   simulated_processor,
   simulation,
   workload,
 )
 from rl.audit import event_log, token_ledger
+from rl.rollout import group_rollout
 from rl.schedule import overlap
 
 PUBLISHED = {
@@ -94,7 +94,7 @@ def settings(
       ),
     ),
     overlap=schedule,
-    rollout=rollout.Rollout(
+    rollout=group_rollout.Rollout(
       group_size=_MEMBERS, max_turns=1, turn_tokens=65_536, max_tokens=131_072
     ),
     rounds=rounds,

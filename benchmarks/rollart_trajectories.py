@@ -26,12 +26,12 @@ from absl import app
 from benchmarks import machine, simulated
 from rl import (
   distributions,
-  rollout,
   simulated_learner,
   simulated_processor,
   simulation,
   workload,
 )
+from rl.rollout import group_rollout
 from rl.schedule import overlap
 
 PUBLISHED = {1: 1.23, 3: 1.51, 5: 1.69, 7: 2.18, 10: 2.27}
@@ -84,7 +84,7 @@ def settings(
       ),
     ),
     overlap=overlap.sync(groups),
-    rollout=rollout.Rollout(
+    rollout=group_rollout.Rollout(
       group_size=_MEMBERS,
       max_turns=turns,
       turn_tokens=1_000,

@@ -37,7 +37,6 @@ from absl import app
 from benchmarks import machine, simulated
 from rl import (
   distributions,
-  rollout,
   simulated_learner,
   simulated_processor,
   simulation,
@@ -45,6 +44,7 @@ from rl import (
   workload,
 )
 from rl.audit import event_log
+from rl.rollout import group_rollout
 from rl.runtime import trace
 from rl.schedule import overlap
 
@@ -149,7 +149,7 @@ def _settings(
       ),
     ),
     overlap=schedule,
-    rollout=rollout.Rollout(
+    rollout=group_rollout.Rollout(
       group_size=_K, max_turns=1, turn_tokens=32_768, max_tokens=65_536
     ),
     rounds=rounds + 1,

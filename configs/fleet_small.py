@@ -12,10 +12,10 @@ from rl import (
   distributions,
   fleet,
   planning,
-  rollout,
   simulated_processor,
   workload,
 )
+from rl.rollout import group_rollout
 
 
 def get_config() -> planning.Planning:
@@ -24,7 +24,7 @@ def get_config() -> planning.Planning:
     fleet=_fleet(),
     workloads=_workloads(),
     groups_per_round=16,
-    rollout=rollout.Rollout(
+    rollout=group_rollout.Rollout(
       group_size=8,
       max_turns=16,
       turn_tokens=8_000,

@@ -9,9 +9,10 @@ minutes. Expected: success on unseen maps from about 0.3 after the warm start to
 
 from envs import gymnasium, rewards
 from models import config as model_config
-from rl import config, rollout, warm_start
+from rl import config, warm_start
 from rl.algorithms import losses, presets
 from rl.engine.builtin import settings as engine_settings
+from rl.rollout import group_rollout
 from rl.schedule import overlap
 from rl.train import optimizers
 
@@ -22,7 +23,7 @@ def get_config() -> config.Experiment:
     environment=gymnasium.FrozenLake(size=4, turns=10),
     reward=rewards.Outcome(),
     model=model_config.tiny_moe(vocab_size=23, max_length=66),
-    rollout=rollout.Rollout(
+    rollout=group_rollout.Rollout(
       group_size=8, max_turns=10, turn_tokens=2, max_tokens=66
     ),
     engine=engine_settings.EngineSettings(

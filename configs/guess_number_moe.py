@@ -7,9 +7,10 @@ from collections.abc import Iterator
 
 from envs import rewards, textarena
 from models import config as model_config
-from rl import config, rollout, warm_start
+from rl import config, warm_start
 from rl.algorithms import losses, presets
 from rl.engine.builtin import settings as engine_settings
+from rl.rollout import group_rollout
 from rl.schedule import overlap
 from rl.train import optimizers
 
@@ -20,7 +21,7 @@ def get_config() -> config.Experiment:
     environment=textarena.GuessTheNumber(low=1, high=20, turns=5),
     reward=rewards.Outcome(),
     model=model_config.tiny_moe(vocab_size=29, max_length=32),
-    rollout=rollout.Rollout(
+    rollout=group_rollout.Rollout(
       group_size=8, max_turns=8, turn_tokens=2, max_tokens=32
     ),
     engine=engine_settings.EngineSettings(

@@ -14,12 +14,12 @@ parameters; latencies of environments have a body and a Pareto tail.
 from rl import (
   affinity,
   distributions,
-  rollout,
   simulated_learner,
   simulated_processor,
   simulation,
   workload,
 )
+from rl.rollout import group_rollout
 from rl.schedule import overlap
 
 
@@ -29,7 +29,7 @@ def get_config() -> simulation.Simulation:
     cluster=_cluster(),
     workloads=_workloads(),
     overlap=overlap.in_flight(groups_per_round=256, max_staleness=1),
-    rollout=rollout.Rollout(
+    rollout=group_rollout.Rollout(
       group_size=8,
       max_turns=100,
       turn_tokens=46_000,

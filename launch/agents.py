@@ -20,8 +20,8 @@ from typing import Any
 from envs import base, threads
 from launch import listening, openai_api
 from rl import answer_text, served_agent, sessions
-from rl import episode as episode_lib
 from rl.data import trajectory
+from rl.rollout import episode as episode_lib
 from rl.runtime import watchdog
 
 Agent = Callable[[str, base.Task], Any]

@@ -14,8 +14,8 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rl import rollout
 from rl.audit import checker, event_log, token_ledger
+from rl.rollout import group_rollout
 from rl.schedule import overlap
 from rl.settings import overrides
 
@@ -279,7 +279,7 @@ def schedule_of(config: Mapping[str, Any]) -> tuple[overlap.Overlap, int]:
   size = config.get("rollout", {}).get("group_size")
   return (
     overrides.from_json(data),
-    rollout.Rollout().group_size if size is None else size,
+    group_rollout.Rollout().group_size if size is None else size,
   )
 
 

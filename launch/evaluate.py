@@ -9,8 +9,9 @@ from absl import app
 from absl import flags as absl_flags
 
 from launch import devices, flags, restored, workdir
-from rl import config, evaluate
+from rl import config
 from rl.data import trajectory
+from rl.rollout import evaluate
 
 _RUN = absl_flags.DEFINE_string(
   "run", None, "Directory of a run.", required=True

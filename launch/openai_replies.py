@@ -17,8 +17,8 @@ from jaxtyping import Float32, Int32
 
 from models.chat import tool_calls
 from rl import answer_text
-from rl import episode as episode_lib
 from rl.engine import contract
+from rl.rollout import episode as episode_lib
 
 DONE = b"data: [DONE]\n\n"
 

@@ -15,9 +15,9 @@ import numpy as np
 from jaxtyping import Float32, Int32
 
 from models.chat import tool_calls
-from rl import episode as episode_lib
 from rl import messages
 from rl.engine import contract
+from rl.rollout import episode as episode_lib
 
 _THINK, _THOUGHT, _CALL = "<think>", "</think>", "<tool_call>"
 _CALLED = "</tool_call>"

@@ -17,11 +17,7 @@ from rl import (
   assemble_warm_start,
   config,
   coordinator,
-  episode,
-  grading,
   progress,
-  prompts,
-  rollout,
   router,
   warm_start,
   weights,
@@ -31,6 +27,7 @@ from rl.audit import event_log
 from rl.data import trajectory
 from rl.engine import contract
 from rl.engine.builtin import settings as engine_settings
+from rl.rollout import episode, grading, group_rollout, prompts
 from rl.runtime import checkpoint, mesh_thread, trace, watchdog
 from rl.schedule import overlap
 from rl.train import learner, skipped_updates, train_state
@@ -59,7 +56,7 @@ class Parts:
   engines: Sequence[engine_settings.Engine]
   router: router.Router
   publisher: weights.WeightPublisher
-  player: rollout.Player
+  player: group_rollout.Player
   tasks: prompts.Prompts
   log: event_log.EventLog
   spans: trace.Trace
@@ -194,14 +191,14 @@ def tasks(experiment: config.Experiment) -> prompts.Prompts:
 
 def player(
   experiment: config.Experiment,
-  sessions: rollout.Sessions,
+  sessions: group_rollout.Sessions,
   chat: episode.Chat,
   log: event_log.EventLog,
   dog: watchdog.Watchdog,
-) -> rollout.Player:
+) -> group_rollout.Player:
   """Returns what plays the groups of an experiment."""
   limits, schedule = experiment.rollout, experiment.overlap
-  return rollout.Player(
+  return group_rollout.Player(
     source=experiment.environment,
     engine=sessions,
     chat=chat,

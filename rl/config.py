@@ -11,13 +11,13 @@ from models import sharding, transformer
 from models.attention import backend
 from models.chat import word_chat
 from models.hf import load
-from rl import affinity, grading, prompts, weights
+from rl import affinity, weights
 from rl import placement as placement_lib
-from rl import rollout as rollout_lib
 from rl import warm_start as warm_start_lib
 from rl.algorithms import presets, references
 from rl.engine.builtin import settings as engine_settings
 from rl.engine.sglang import settings as sglang_settings
+from rl.rollout import grading, group_rollout, prompts
 from rl.schedule import overlap as overlap_lib
 from rl.settings import overrides
 from rl.train import optimizers
@@ -107,8 +107,8 @@ class Experiment:
   environment: base.Source
   reward: base.Reward
   model: model_config.ModelConfig
-  rollout: rollout_lib.Rollout = dataclasses.field(
-    default_factory=rollout_lib.Rollout
+  rollout: group_rollout.Rollout = dataclasses.field(
+    default_factory=group_rollout.Rollout
   )
   engine: (
     engine_settings.EngineSettings

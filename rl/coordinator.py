@@ -21,12 +21,13 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
-from rl import producer, rollout, round_report
+from rl import producer, round_report
 from rl import progress as progress_lib
 from rl.algorithms import dynamic_sampling
 from rl.audit import event_log
 from rl.data import trajectory
 from rl.engine import contract
+from rl.rollout import group_rollout
 from rl.runtime import trace, watchdog
 from rl.schedule import overlap
 from rl.train import trainer as trainer_lib
@@ -104,7 +105,7 @@ class Coordinator:
     *,
     trainer: trainer_lib.Trainer,
     publisher: Publisher,
-    player: rollout.Player,
+    player: group_rollout.Player,
     tasks: producer.Tasks,
     log: event_log.EventLog,
     spans: trace.Trace,

@@ -14,7 +14,7 @@ from jaxtyping import Int32
 
 from envs import base
 from models.chat import tool_calls as tool_calls_lib
-from rl import episode as episode_lib
+from rl.rollout import episode as episode_lib
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

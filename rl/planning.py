@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import get_args
 
-from rl import affinity, fleet, placement, rollout, simulation, workload
+from rl import affinity, fleet, placement, simulation, workload
 from rl.schedule import overlap as overlap_lib
 from rl.settings import checks
 

@@ -16,10 +16,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from envs import base
-from rl import rollout
 from rl.algorithms import dynamic_sampling, reward_shaping
 from rl.audit import event_log
 from rl.data import trajectory
+from rl.rollout import group_rollout
 from rl.schedule import group_buffer, overlap, staleness_gate
 
 
@@ -62,7 +62,7 @@ class Producer:
     *,
     rounds: int,
     seed: int,
-    player: rollout.Player,
+    player: group_rollout.Player,
     tasks: Tasks,
     unfit: dynamic_sampling.Unfit,
     log: event_log.EventLog,
@@ -74,7 +74,7 @@ class Producer:
     self._tasks = tasks
     self._unfit = unfit
     self._log = log
-    self._plays: dict[int, rollout.Play] = {}
+    self._plays: dict[int, group_rollout.Play] = {}
     self._trained = 0
     self._got = 0
     self._shed_at = 0
@@ -159,7 +159,7 @@ class Producer:
 
   def _prepare(
     self, group_id: int, attempt: group_buffer.Attempt, **fields: bool
-  ) -> rollout.Play:
+  ) -> group_rollout.Play:
     self._buffer.submit(group_id, attempt)
     version = self._gate.version
     self._log.emit(
@@ -177,7 +177,7 @@ class Producer:
     return play
 
   async def _play(
-    self, play: rollout.Play, attempt: group_buffer.Attempt
+    self, play: group_rollout.Play, attempt: group_buffer.Attempt
   ) -> None:
     """Plays in one place until there is a group that may be trained."""
     group_id = play.group_id
@@ -206,7 +206,7 @@ class Producer:
     self._put(group)
 
   def _why_not(
-    self, play: rollout.Play, group: trajectory.Group, refills: int
+    self, play: group_rollout.Play, group: trajectory.Group, refills: int
   ) -> str:
     """Returns why a group will not be trained; nothing when it may be."""
     if play.aborted:

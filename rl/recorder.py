@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float32
 
-from rl import episode
 from rl.data import trajectory
+from rl.rollout import episode
 from rl.train import logprob_gap
 
 _TOKENS_KEPT = 512

@@ -7,10 +7,10 @@ import re
 import secrets
 from collections.abc import Awaitable, Callable
 
-from rl import episode as episode_lib
 from rl import session_tree, sessions
 from rl.data import trajectory
 from rl.engine import contract
+from rl.rollout import episode as episode_lib
 from rl.runtime import isolation, watchdog
 
 _NO_NAME = re.compile(r"[^\w.:~@=+-]", re.ASCII)

@@ -6,9 +6,9 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 
-from rl import episode as episode_lib
 from rl import session_tree
 from rl.data import trajectory
+from rl.rollout import episode as episode_lib
 
 _ID = re.compile(r"[\w.:~@=+-]{1,200}", re.ASCII)
 _INTERRUPTED = session_tree.Ending(status=trajectory.Status.TRUNCATED)

@@ -20,9 +20,7 @@ from collections.abc import Mapping, Sequence
 from rl import (
   affinity,
   coordinator,
-  grading,
   placement,
-  prompts,
   router,
   simulated_engine,
   simulated_learner,
@@ -31,9 +29,9 @@ from rl import (
   workload,
 )
 from rl import progress as progress_lib
-from rl import rollout as rollout_lib
 from rl.algorithms import dynamic_sampling
 from rl.audit import event_log
+from rl.rollout import grading, group_rollout, prompts
 from rl.runtime import trace, virtual_clock, watchdog
 from rl.schedule import overlap as overlap_lib
 from rl.settings import checks
@@ -123,7 +121,7 @@ class Cluster:
     checks.check_seconds("cluster.transfer_s", self.transfer_s)
 
 
-_ROLLOUT = rollout_lib.Rollout(
+_ROLLOUT = group_rollout.Rollout(
   group_size=8, max_turns=1, turn_tokens=16384, max_tokens=32768, step_s=600.0
 )
 
@@ -146,7 +144,7 @@ class Simulation:
   overlap: overlap_lib.Overlap = dataclasses.field(
     default_factory=overlap_lib.Overlap
   )
-  rollout: rollout_lib.Rollout = _ROLLOUT
+  rollout: group_rollout.Rollout = _ROLLOUT
   routing: affinity.Routing = dataclasses.field(
     default_factory=affinity.Routing
   )
@@ -308,7 +306,7 @@ class _Run:
       settings.rollout.grading,
       max_concurrent=1 << 20,
     )
-    player = rollout_lib.Player(
+    player = group_rollout.Player(
       source=self.world,
       engine=self.router,
       chat=self.world,

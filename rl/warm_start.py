@@ -17,10 +17,10 @@ import numpy as np
 from jaxtyping import Int32
 
 from envs import base
-from rl import episode
 from rl.data import batch as batch_lib
 from rl.data import trajectory
 from rl.engine import contract
+from rl.rollout import episode
 from rl.runtime import checkpoint, mesh_thread
 from rl.train import gradient_accumulation, learner, optimizers, train_state
 

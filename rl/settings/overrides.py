@@ -90,7 +90,7 @@ def leaves(tree: Any) -> dict[str, tuple[str, Any]]:
 
 
 def difference(before: Any, after: Any, path: str = "") -> list[str]:
-  """Returns a line `rollout.group_size: 8 -> 16` for each unequal setting."""
+  """Returns a line `group_rollout.group_size: 8 -> 16` for each unequal setting."""
   old, new = _children(before, Any), _children(after, Any)
   if type(before) is type(after) and old and old.keys() == new.keys():
     start = path and f"{path}."

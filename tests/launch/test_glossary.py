@@ -8,9 +8,10 @@ import pytest
 from envs import rewards
 from launch import glossary, local
 from models import config as model_config
-from rl import config, rollout, testing
+from rl import config, testing
 from rl.algorithms import corrections, kl, presets, references
 from rl.engine.builtin import settings as engine_settings
+from rl.rollout import group_rollout
 from rl.schedule import overlap
 from rl.settings import overrides
 
@@ -66,7 +67,7 @@ EVERYTHING = config.Experiment(
   model=model_config.tiny_moe(
     vocab_size=7, num_layers=1, d_model=32, max_length=16
   ),
-  rollout=rollout.Rollout(group_size=4, max_tokens=16),
+  rollout=group_rollout.Rollout(group_size=4, max_tokens=16),
   engine=engine_settings.EngineSettings(
     slots=32, row_buckets=(32,), chunk_buckets=(4,)
   ),

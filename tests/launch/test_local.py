@@ -10,16 +10,17 @@ import pytest
 from envs import base, rewards
 from launch import local
 from models import config as model_config
-from rl import config, rollout, testing, warm_start
+from rl import config, testing, warm_start
 from rl.algorithms import kl, presets, references
 from rl.engine.builtin import engine as builtin_engine
 from rl.engine.builtin import settings as engine_settings
+from rl.rollout import group_rollout
 from rl.schedule import overlap
 from rl.settings import overrides
 from rl.train import optimizers
 
 SCHEDULE = overlap.in_flight(4, 1, 2)
-LIMITS = rollout.Rollout(group_size=4, max_tokens=16)
+LIMITS = group_rollout.Rollout(group_size=4, max_tokens=16)
 
 
 class _Silent(builtin_engine.JaxEngine):

@@ -23,8 +23,9 @@ from envs import rewards
 from launch import flags, local, warm_start_files, workdir
 from models import config as model_config
 from models import lora
-from rl import assemble, config, rollout, testing, warm_start
+from rl import assemble, config, testing, warm_start
 from rl.engine.builtin import settings as engine_settings
+from rl.rollout import group_rollout
 from rl.runtime import checkpoint
 from rl.schedule import overlap
 from rl.settings import overrides
@@ -48,7 +49,7 @@ def experiment(model=DENSE, every=4, **changes):
     environment=testing.Counting(turns=2),
     reward=rewards.Outcome(),
     model=model,
-    rollout=rollout.Rollout(group_size=4, max_tokens=16),
+    rollout=group_rollout.Rollout(group_size=4, max_tokens=16),
     engine=engine_settings.EngineSettings(
       slots=32, row_buckets=(32,), chunk_buckets=(4,)
     ),

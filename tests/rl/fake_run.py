@@ -7,20 +7,12 @@ from typing import Any
 
 from envs import base, rewards
 from models.chat import word_chat
-from rl import (
-  affinity,
-  coordinator,
-  grading,
-  prompts,
-  rollout,
-  router,
-  testing,
-  weights,
-)
+from rl import affinity, coordinator, router, testing, weights
 from rl import progress as progress_lib
 from rl.algorithms import advantages, dynamic_sampling, presets
 from rl.audit import checker, event_log, token_ledger
 from rl.data import trajectory
+from rl.rollout import grading, group_rollout, prompts
 from rl.runtime import mesh_thread, trace, watchdog
 from rl.schedule import overlap
 from rl.train import trainer
@@ -165,12 +157,14 @@ class Run:
         self.log,
         self.spans,
       ),
-      player=rollout.Player(
+      player=group_rollout.Player(
         source=self.source,
         engine=self.router,
         chat=CHAT,
         graders=grading.Graders(self.reward, self.retries),
-        limits=rollout.Rollout(group_size=self.group_size, step_s=self.step_s),
+        limits=group_rollout.Rollout(
+          group_size=self.group_size, step_s=self.step_s
+        ),
         log=self.log,
         priority=overlap.priority(self.schedule),
         extra_members=self.schedule.redundancy.extra_members,

@@ -10,10 +10,10 @@ from rl import (
   distributions,
   fleet,
   planning,
-  rollout,
   simulated_processor,
   workload,
 )
+from rl.rollout import group_rollout
 
 QUICK = simulated_processor.Speed(
   tau0_s=0.01, b0=8.0, prefill_per_s=5e3, slots=4, kv_tokens=4000, update_s=0.3
@@ -82,7 +82,7 @@ def question(**changes) -> planning.Planning:
       fleet=small_fleet(),
       workloads=workloads,
       groups_per_round=4,
-      rollout=rollout.Rollout(
+      rollout=group_rollout.Rollout(
         group_size=2,
         max_turns=6,
         turn_tokens=400,

@@ -16,10 +16,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from envs import base, mixture
-from rl import grading, simulated_learner, testing
+from rl import simulated_learner, testing
 from rl.algorithms import dynamic_sampling
 from rl.audit import checker as checker_lib
 from rl.audit import event_log, token_ledger
+from rl.rollout import grading
 from rl.schedule import overlap
 from tests.rl import virtual_run
 

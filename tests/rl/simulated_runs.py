@@ -6,13 +6,13 @@ import pytest
 
 from rl import (
   distributions,
-  rollout,
   simulated_learner,
   simulated_processor,
   simulation,
   simulation_result,
   workload,
 )
+from rl.rollout import group_rollout
 
 # A token of 8 sequences takes 0.01 (1 + 8 / 8) = 0.02 s.
 SPEED = simulated_processor.Speed(
@@ -49,7 +49,7 @@ def settings(schedule, *workloads, engines=1, size=2, **changes):
       ),
       workloads=workloads or (CONSTANT,),
       overlap=schedule,
-      rollout=rollout.Rollout(
+      rollout=group_rollout.Rollout(
         group_size=size,
         max_turns=8,
         turn_tokens=1000,

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from models.chat import hf_chat, tool_calls, word_chat
-from rl import answer_text, episode, scripted
+from rl import answer_text, scripted
 from rl.engine import contract
+from rl.rollout import episode
 from tests.helpers.chat_messages import GOLDEN
 
 HF = hf_chat.HfChat.load(GOLDEN)

@@ -10,24 +10,16 @@ import pytest
 
 from envs import base, rewards
 from models import config as model_config
-from rl import (
-  assemble,
-  config,
-  evaluate,
-  placement,
-  progress,
-  rollout,
-  testing,
-  warm_start,
-)
+from rl import assemble, config, placement, progress, testing, warm_start
 from rl.algorithms import kl, presets, references
 from rl.audit import checker, event_log, token_ledger
 from rl.data import trajectory
 from rl.engine.builtin import settings as engine_settings
+from rl.rollout import evaluate, group_rollout
 from rl.runtime import virtual_clock
 from rl.schedule import overlap
 from rl.train import optimizers
-from tests.rl import players_under_test as players
+from tests.helpers import players_under_test as players
 
 
 def experiment(**changes):
@@ -37,7 +29,7 @@ def experiment(**changes):
     model=model_config.tiny_moe(
       vocab_size=7, num_layers=1, d_model=32, max_length=16
     ),
-    rollout=rollout.Rollout(group_size=4, max_tokens=16),
+    rollout=group_rollout.Rollout(group_size=4, max_tokens=16),
     engine=engine_settings.EngineSettings(
       slots=32, row_buckets=(32,), chunk_buckets=(4,)
     ),
@@ -206,7 +198,7 @@ def test_demonstrations_mix_in_as_many_random_answers_as_asked():
       await warm_start.demonstrate(
         source,
         chat,
-        rollout.Rollout(),
+        group_rollout.Rollout(),
         source.task(i, "train"),
         exploration,
         0,

@@ -10,10 +10,11 @@ from envs import rewards
 from models import config as model_config
 from models import transformer
 from models.hf import export
-from rl import assemble, config, progress, rollout, testing, warm_start
+from rl import assemble, config, progress, testing, warm_start
 from rl.algorithms import presets, references
 from rl.data import trajectory
 from rl.engine.builtin import settings as engine_settings
+from rl.rollout import group_rollout
 from rl.schedule import overlap
 from rl.train import optimizers
 
@@ -44,7 +45,7 @@ def experiment(**changes):
     reward=rewards.Outcome(),
     model=STUDENT,
     optimizer=optimizers.AdamW(learning_rate=0.02),
-    rollout=rollout.Rollout(group_size=4, max_tokens=16),
+    rollout=group_rollout.Rollout(group_size=4, max_tokens=16),
     engine=engine_settings.EngineSettings(
       slots=32,
       row_buckets=(32,),

@@ -19,11 +19,12 @@ import numpy as np
 
 from envs import rewards
 from models import config as model_config
-from rl import assemble, assemble_trainer, config, progress, rollout, testing
+from rl import assemble, assemble_trainer, config, progress, testing
 from rl.algorithms import loss_aggregation, losses, presets
 from rl.audit import checker, event_log
 from rl.data import trajectory
 from rl.engine.builtin import settings as engine_settings
+from rl.rollout import group_rollout
 from rl.schedule import overlap
 from rl.train import learner, optimizers, train_state
 
@@ -63,7 +64,7 @@ def experiment(schedule: overlap.Overlap, rounds: int = ROUNDS):
     ),
     algorithm=presets.Grpo(loss=loss),
     optimizer=optimizers.AdamW(learning_rate=0.02),
-    rollout=rollout.Rollout(group_size=GROUP, max_tokens=16),
+    rollout=group_rollout.Rollout(group_size=GROUP, max_tokens=16),
     engine=engine_settings.EngineSettings(
       slots=32,
       row_buckets=(32,),

@@ -14,8 +14,9 @@ from envs import rewards
 from models import config as model_config
 from models import lora, transformer
 from models.hf import export, load
-from rl import assemble, config, placement, rollout, testing
+from rl import assemble, config, placement, testing
 from rl.engine.builtin import settings as engine_settings
+from rl.rollout import group_rollout
 
 # Counting has 7 ids; the vocabulary is padded to 8.
 MODEL = model_config.tiny_moe(
@@ -40,7 +41,7 @@ def experiment(directory, model=MODEL, **changes):
     environment=testing.Counting(turns=2),
     reward=rewards.Outcome(),
     model=model,
-    rollout=rollout.Rollout(group_size=4, max_tokens=16),
+    rollout=group_rollout.Rollout(group_size=4, max_tokens=16),
     engine=engine_settings.EngineSettings(
       slots=32, row_buckets=(32,), chunk_buckets=(4,)
     ),

@@ -12,18 +12,11 @@ from envs import rewards
 from models import config as model_config
 from models import lora, transformer
 from models.hf import export
-from rl import (
-  assemble,
-  config,
-  placement,
-  progress,
-  rollout,
-  testing,
-  warm_start,
-)
+from rl import assemble, config, placement, progress, testing, warm_start
 from rl.data import trajectory
 from rl.engine.builtin import engine as builtin_engine
 from rl.engine.builtin import settings as engine_settings
+from rl.rollout import group_rollout
 from rl.runtime import checkpoint
 from rl.schedule import overlap
 from rl.settings import overrides
@@ -42,7 +35,7 @@ def experiment(**changes):
       lora=lora.Lora(rank=2, targets=(*lora.TARGETS[:7], "router")),
     ),
     optimizer=optimizers.AdamW(learning_rate=0.01),
-    rollout=rollout.Rollout(group_size=4, max_tokens=16),
+    rollout=group_rollout.Rollout(group_size=4, max_tokens=16),
     engine=engine_settings.EngineSettings(
       slots=32, row_buckets=(32,), chunk_buckets=(4,)
     ),

@@ -9,15 +9,10 @@ import dataclasses
 import numpy as np
 import pytest
 
-from rl import (
-  episode,
-  simulated_engine,
-  simulated_learner,
-  simulated_processor,
-  testing,
-)
+from rl import simulated_engine, simulated_learner, simulated_processor, testing
 from rl.algorithms import advantages, dynamic_sampling
 from rl.data import trajectory
+from rl.rollout import episode
 from rl.schedule import overlap
 from tests.helpers import played_members
 from tests.rl import fake_run, virtual_run

@@ -6,9 +6,10 @@ import pytest
 
 from envs import base
 from models.chat import word_chat
-from rl import answer_text, episode, messages, scripted, served_agent, sessions
+from rl import answer_text, messages, scripted, served_agent, sessions
 from rl.data import trajectory
 from rl.engine import contract
+from rl.rollout import episode
 
 CHAT = word_chat.WordChat(("go", "yes"))
 TASK = base.Task("game/train/4", 4, "train", 4)

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 from models.chat import hf_chat, tool_calls, word_chat
-from rl import episode, messages, session_tree
+from rl import messages, session_tree
 from rl.data import batch, trajectory
 from rl.engine import contract
+from rl.rollout import episode
 from tests.helpers.chat_messages import GOLDEN
 
 WORDS = word_chat.WordChat(("go", "on", "yes", "no"))

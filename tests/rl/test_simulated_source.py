@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from envs import base
-from rl import distributions, episode, prompts, simulated_source, workload
+from rl import distributions, simulated_source, workload
 from rl.engine import contract as contract_lib
+from rl.rollout import episode, prompts
 from rl.runtime import virtual_clock
 
 MATH = workload.Workload(

@@ -12,20 +12,12 @@ from typing import Any
 
 from envs import base, rewards
 from models.chat import word_chat
-from rl import (
-  affinity,
-  coordinator,
-  grading,
-  prompts,
-  rollout,
-  router,
-  simulated_learner,
-  testing,
-)
+from rl import affinity, coordinator, router, simulated_learner, testing
 from rl import progress as progress_lib
 from rl.algorithms import advantages, dynamic_sampling
 from rl.audit import checker, event_log, token_ledger
 from rl.data import trajectory
+from rl.rollout import grading, group_rollout, prompts
 from rl.runtime import trace, virtual_clock, watchdog
 from rl.schedule import overlap
 
@@ -229,14 +221,16 @@ class Run:
       observer=self.observer,
     )
 
-  def player(self) -> rollout.Player:
+  def player(self) -> group_rollout.Player:
     """Returns what plays the groups of this run."""
-    return rollout.Player(
+    return group_rollout.Player(
       source=self.source,
       engine=self.router,
       chat=CHAT,
       graders=grading.Graders(self.reward, self.retries, self.max_graders),
-      limits=rollout.Rollout(group_size=self.group_size, step_s=self.step_s),
+      limits=group_rollout.Rollout(
+        group_size=self.group_size, step_s=self.step_s
+      ),
       log=self.log,
       priority=overlap.priority(self.schedule),
       extra_members=self.schedule.redundancy.extra_members,

@@ -7,7 +7,7 @@ import pytest
 from envs import rewards
 from models import config as model_config
 from models import lora
-from rl import config, placement, rollout, testing
+from rl import config, placement, testing
 from rl.algorithms import (
   advantages,
   corrections,
@@ -20,6 +20,7 @@ from rl.algorithms import (
 )
 from rl.algorithms import algorithm as algorithm_lib
 from rl.engine.builtin import settings as engine_settings
+from rl.rollout import group_rollout
 from rl.schedule import overlap
 
 MODEL = model_config.tiny(
@@ -43,7 +44,7 @@ def experiment(**changes) -> config.Experiment:
     environment=testing.Counting(turns=2),
     reward=rewards.Outcome(),
     model=MODEL,
-    rollout=rollout.Rollout(group_size=4, max_tokens=16),
+    rollout=group_rollout.Rollout(group_size=4, max_tokens=16),
     engine=engine_settings.EngineSettings(length_buckets=(16,)),
     overlap=overlap.sync(4),
     batch=config.BatchShape(rows=8, length=16),
@@ -389,7 +390,7 @@ def test_a_teacher_has_to_fit_the_mesh_of_its_student():
 
 def test_groups_of_one_are_compared_where_a_task_is():
   tree = experiment(
-    rollout=rollout.Rollout(group_size=1, max_tokens=16),
+    rollout=group_rollout.Rollout(group_size=1, max_tokens=16),
     algorithm=free(advantage=advantages.Rloo()),
   )
   with pytest.raises(ValueError, match=r"rollout\.group_size=1 is below the 2"):

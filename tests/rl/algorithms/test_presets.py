@@ -17,7 +17,7 @@ from envs import rewards
 from models import config as model_config
 from models import transformer
 from models.hf import export
-from rl import assemble, config, progress, rollout, testing
+from rl import assemble, config, progress, testing
 from rl.algorithms import (
   advantages,
   corrections,
@@ -33,6 +33,7 @@ from rl.algorithms import (
 from rl.audit import checker, event_log, token_ledger
 from rl.data import trajectory
 from rl.engine.builtin import settings as engine_settings
+from rl.rollout import group_rollout
 from rl.schedule import overlap
 from rl.settings import overrides
 from rl.train import optimizers
@@ -61,7 +62,7 @@ def experiment(**changes) -> config.Experiment:
     reward=rewards.Outcome(),
     model=MODEL,
     optimizer=optimizers.AdamW(learning_rate=0.02),
-    rollout=rollout.Rollout(group_size=GROUP, max_tokens=16),
+    rollout=group_rollout.Rollout(group_size=GROUP, max_tokens=16),
     engine=engine_settings.EngineSettings(
       slots=32,
       row_buckets=(32,),
@@ -324,7 +325,7 @@ def test_every_preset_trains_a_real_policy_and_loses_no_token(
 
 def test_the_reward_goes_up():
   """From one word of eight to half of the answers right."""
-  larger = rollout.Rollout(group_size=8, max_tokens=16)
+  larger = group_rollout.Rollout(group_size=8, max_tokens=16)
   ran = run(named("rloo", rounds=15, rollout=larger))
   earned = [metrics["reward_mean"] for metrics in ran.rounds]
   assert np.mean(earned[:3]) < 0.2

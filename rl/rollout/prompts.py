@@ -12,7 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 import grain
 
 from envs import base
-from rl import curriculum as curriculum_lib
+from rl.rollout import curriculum as curriculum_lib
 
 _SPAN = 2**31 - 1
 

@@ -11,12 +11,13 @@ import pytest
 
 from envs import base
 from models.chat import word_chat
-from rl import episode, testing
+from rl import testing
 from rl.algorithms import reward_shaping
 from rl.data import trajectory
 from rl.engine import contract
+from rl.rollout import episode
 from rl.runtime import virtual_clock, watchdog
-from tests.rl import players_under_test as players
+from tests.helpers import players_under_test as players
 
 
 def test_a_trajectory_holds_the_ids_exactly_as_sampled():

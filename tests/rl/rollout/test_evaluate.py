@@ -4,9 +4,10 @@ import asyncio
 
 import pytest
 
-from rl import evaluate, testing
+from rl import testing
+from rl.rollout import evaluate
 from rl.runtime import virtual_clock, watchdog
-from tests.rl import players_under_test as players
+from tests.helpers import players_under_test as players
 
 
 async def _evaluated(answer_s, deadline_s):

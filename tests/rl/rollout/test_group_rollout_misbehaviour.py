@@ -11,7 +11,7 @@ from rl import router, testing
 from rl.data import trajectory
 from rl.runtime import virtual_clock
 from rl.schedule import overlap
-from tests.rl import players_under_test as players
+from tests.helpers import players_under_test as players
 from tests.rl import virtual_run
 
 STATUS = trajectory.Status

@@ -4,9 +4,10 @@ import asyncio
 import dataclasses
 import math
 
-from rl import episode, metrics, rollout
+from rl import metrics
 from rl.audit import event_log
 from rl.data import trajectory
+from rl.rollout import episode, group_rollout
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,7 +31,7 @@ class Outcome:
 
 
 async def evaluate(
-  player: rollout.Player,
+  player: group_rollout.Player,
   *,
   episodes: int,
   temperature: float,
@@ -70,7 +71,7 @@ async def evaluate(
 
 
 async def _play(
-  player: rollout.Player, one: episode.Episode
+  player: group_rollout.Player, one: episode.Episode
 ) -> trajectory.Trajectory:
   played = await player.member(one)
   if player.dog is not None:

@@ -13,12 +13,12 @@ from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
 from envs import base
-from rl import episode as episode_lib
-from rl import grading as grading_lib
 from rl.algorithms import reward_shaping
 from rl.audit import event_log
 from rl.data import trajectory
 from rl.engine import contract
+from rl.rollout import episode as episode_lib
+from rl.rollout import grading as grading_lib
 from rl.runtime import cancellable, watchdog
 
 _STATUS = {

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from envs import base, rewards, threads
-from rl import grading, testing
+from rl import testing
 from rl.data import trajectory
+from rl.rollout import grading
 from rl.runtime import virtual_clock, watchdog
 
 TASK = testing.Counting().task(0, "train")

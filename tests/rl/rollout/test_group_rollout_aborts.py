@@ -10,7 +10,7 @@ from rl import router, testing
 from rl.audit import event_log
 from rl.data import trajectory
 from rl.runtime import virtual_clock
-from tests.rl import players_under_test as players
+from tests.helpers import players_under_test as players
 
 STATUS = trajectory.Status
 

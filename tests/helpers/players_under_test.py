@@ -5,12 +5,13 @@ import dataclasses
 
 from envs import rewards
 from models.chat import word_chat
-from rl import grading, rollout, router, testing
+from rl import router, testing
 from rl.audit import event_log
 from rl.data import trajectory
+from rl.rollout import grading, group_rollout
 from rl.runtime import virtual_clock
 
-LIMITS = rollout.Rollout(
+LIMITS = group_rollout.Rollout(
   group_size=4, max_turns=4, turn_tokens=2, max_tokens=32, step_s=0.2
 )
 ONE = dataclasses.replace(LIMITS, group_size=1)
@@ -40,7 +41,7 @@ def player(source, served=None, reward=None, dog=None, **fields):
   """Returns what plays on the running loop; its log has the loop's time."""
   log = event_log.EventLog(clock=asyncio.get_running_loop().time)
   fields = {"limits": LIMITS, **fields}
-  return rollout.Player(
+  return group_rollout.Player(
     source=source,
     engine=router.Router([router.Member(served or fake())], log=log),
     chat=CHAT,

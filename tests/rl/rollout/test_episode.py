@@ -9,8 +9,9 @@ import pytest
 
 from envs import base
 from models.chat import word_chat
-from rl import episode, testing
+from rl import testing
 from rl.data import batch, trajectory
+from rl.rollout import episode
 
 CHAT = word_chat.WordChat(("go", "on", "yes", "no"))
 

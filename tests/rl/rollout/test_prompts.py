@@ -8,7 +8,8 @@ import random
 import pytest
 
 from envs import base, delayed, mixture
-from rl import curriculum, prompts, testing
+from rl import testing
+from rl.rollout import curriculum, prompts
 
 
 def _stream(seed=0):

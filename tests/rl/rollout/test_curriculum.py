@@ -6,7 +6,7 @@ import json
 import pytest
 
 from envs import base
-from rl import curriculum
+from rl.rollout import curriculum
 
 
 def _task(name):

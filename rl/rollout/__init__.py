@@ -1,0 +1,1 @@
+"""The episode side: prompts, environments, grading, groups."""
