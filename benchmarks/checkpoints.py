@@ -26,7 +26,7 @@ from benchmarks import machine
 from models import config as config_lib
 from models import sharding, transformer
 from models.hf import export, load
-from rl import placement
+from rl.pools import placement
 
 CONFIG = config_lib.tiny_moe(
   vocab_size=32_768,

@@ -19,10 +19,10 @@ import numpy as np
 from benchmarks import decode_load
 from models import config as model_config
 from models import transformer
-from rl import placement
 from rl.data import trajectory
 from rl.engine import contract
 from rl.engine.builtin import settings as engine_settings
+from rl.pools import placement
 from rl.runtime import mesh_thread, trace
 
 MODEL = model_config.ModelConfig(

@@ -27,9 +27,9 @@ from absl import flags as absl_flags
 from benchmarks import machine
 from launch import devices
 from models import config as config_lib
-from rl import placement
 from rl.algorithms import losses, objective
 from rl.data import batch, trajectory
+from rl.pools import placement
 from rl.train import learner, optimizers
 
 _REPEATS = absl_flags.DEFINE_integer("repeats", 5, "Of each side.")

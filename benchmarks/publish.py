@@ -42,11 +42,12 @@ from benchmarks import machine
 from launch import devices
 from models import config as model_config
 from models import lora, sharding, transformer
-from rl import placement, testing, weights
+from rl import testing
 from rl.audit import event_log
 from rl.data import trajectory
 from rl.engine import contract
 from rl.engine.builtin import settings as engine_settings
+from rl.pools import placement, weight_publisher
 from rl.runtime import mesh_thread, trace
 
 _REPEATS = absl_flags.DEFINE_integer("repeats", 5, "Of each way.")
@@ -142,7 +143,7 @@ def _versions(params: Any) -> Iterator[Any]:
 
 async def _one(
   load: Load,
-  publisher: weights.WeightPublisher,
+  publisher: weight_publisher.WeightPublisher,
   spans: trace.Trace,
   version: int,
   params: Any,
@@ -190,8 +191,8 @@ async def _under_load(
     length_buckets=(_MODEL.max_length,),
   )
   served = settings.build(_MODEL, layouts[1], decode)
-  publisher = weights.WeightPublisher(
-    [(served, weights.pool_shardings(_MODEL, layouts[1], "same"))],
+  publisher = weight_publisher.WeightPublisher(
+    [(served, weight_publisher.pool_shardings(_MODEL, layouts[1], "same"))],
     learner,
     event_log.EventLog(),
     spans,
@@ -230,22 +231,22 @@ def _summary(ones: Sequence[Mapping[str, float]]) -> dict[str, float]:
 async def _moved(
   layouts: Sequence[sharding.Layout],
   config: model_config.ModelConfig,
-  dtype: weights.Dtype,
+  dtype: weight_publisher.Dtype,
 ) -> dict[str, float]:
   """Returns bytes and median seconds of a publish of what a model trains."""
   spans = trace.Trace(None)
   learner = mesh_thread.MeshThread("learner", spans)
-  publisher = weights.WeightPublisher(
+  publisher = weight_publisher.WeightPublisher(
     [
       (
         testing.FakeEngine(answers=(1,), stop_id=2),
-        weights.pool_shardings(config, layouts[1], dtype),
+        weight_publisher.pool_shardings(config, layouts[1], dtype),
       )
     ],
     learner,
     event_log.EventLog(),
     spans,
-    weights.Publishing(dtype=dtype),
+    weight_publisher.Publishing(dtype=dtype),
   )
   params = _init(config, layouts[0])
   trained, frozen = lora.split(params)

@@ -35,7 +35,6 @@ from absl import app
 
 from benchmarks import machine, simulated
 from rl import (
-  affinity,
   distributions,
   simulated_learner,
   simulated_processor,
@@ -43,6 +42,7 @@ from rl import (
   workload,
 )
 from rl.audit import event_log
+from rl.pools import affinity
 from rl.rollout import group_rollout
 from rl.schedule import overlap
 

@@ -41,7 +41,6 @@ from absl import app
 
 from benchmarks import machine, simulated
 from rl import (
-  affinity,
   distributions,
   simulated_learner,
   simulated_processor,
@@ -49,6 +48,7 @@ from rl import (
   simulation_result,
   workload,
 )
+from rl.pools import affinity
 from rl.rollout import grading, group_rollout
 from rl.schedule import overlap
 

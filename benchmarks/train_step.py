@@ -38,9 +38,9 @@ from absl import flags as absl_flags
 from benchmarks import machine, yardstick
 from models import config as model_config
 from models import logprobs, transformer
-from rl import placement
 from rl.algorithms import losses, objective
 from rl.data import batch
+from rl.pools import placement
 from rl.train import learner, optimizers
 
 _REPEATS = absl_flags.DEFINE_integer("repeats", 5, "Of each side.")

@@ -7,14 +7,8 @@ Tasks are short games with slow steps and long answers of one turn. A plan
 takes about a minute.
 """
 
-from rl import (
-  affinity,
-  distributions,
-  fleet,
-  planning,
-  simulated_processor,
-  workload,
-)
+from rl import distributions, fleet, planning, simulated_processor, workload
+from rl.pools import affinity
 from rl.rollout import group_rollout
 
 

@@ -12,13 +12,13 @@ parameters; latencies of environments have a body and a Pareto tail.
 """
 
 from rl import (
-  affinity,
   distributions,
   simulated_learner,
   simulated_processor,
   simulation,
   workload,
 )
+from rl.pools import affinity
 from rl.rollout import group_rollout
 from rl.schedule import overlap
 

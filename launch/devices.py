@@ -5,7 +5,7 @@ import pathlib
 
 import jax
 
-from rl import placement
+from rl.pools import placement
 
 _COUNT = "--xla_force_host_platform_device_count"
 _KEEP_ALL = (

@@ -11,8 +11,9 @@ import rich.table
 
 from models import config as model_config
 from models import lora, memory_report, sharding, transformer
-from rl import assemble_trainer, config, placement, weights
+from rl import assemble_trainer, config
 from rl.engine.builtin import settings as engine_settings
+from rl.pools import placement, weight_publisher
 from rl.train import train_state
 
 _LEAST_WIDTH = 100
@@ -46,7 +47,9 @@ def show(experiment: config.Experiment, stream: TextIO) -> None:
     words = _pool(pool, experiment) if pool else ""
     console.print(f"\n{_title(name, spec)}{words}\n")
     dtype = experiment.publishing.dtype if pool else "same"
-    console.print(_parameters(weights.pool_model(model, dtype), spec.plan))
+    console.print(
+      _parameters(weight_publisher.pool_model(model, dtype), spec.plan)
+    )
     console.print()
     console.print(_totals(lines))
 
@@ -91,12 +94,12 @@ def decode_bytes(
   model, engine = experiment.model, experiment.engine
   layout = (spec or experiment.placement.decode).plan
   dtype = experiment.publishing.dtype
-  model = weights.pool_model(model, dtype)
+  model = weight_publisher.pool_model(model, dtype)
   shapes = jax.eval_shape(
-    functools.partial(weights.cast, dtype=dtype),
+    functools.partial(weight_publisher.cast, dtype=dtype),
     transformer.shapes(experiment.model),
   )
-  places = weights.pool_shardings(experiment.model, layout, dtype)
+  places = weight_publisher.pool_shardings(experiment.model, layout, dtype)
   held = memory_report.placed(shapes, places)
   arriving, _ = lora.split(held)
   lines = {

@@ -12,10 +12,11 @@ from launch import devices, restored, workdir
 from models import config as model_config
 from models import sharding, transformer
 from models.hf import load
-from rl import answer_text, config, router
-from rl import placement as placement_lib
+from rl import answer_text, config
 from rl.data import trajectory
 from rl.engine.builtin import settings as engine_settings
+from rl.pools import placement as placement_lib
+from rl.pools import router
 from rl.rollout import episode as episode_lib
 from rl.runtime import mesh_thread, trace
 from rl.settings import overrides

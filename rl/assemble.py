@@ -18,15 +18,14 @@ from rl import (
   config,
   coordinator,
   progress,
-  router,
   warm_start,
-  weights,
 )
 from rl.algorithms import dynamic_sampling
 from rl.audit import event_log
 from rl.data import trajectory
 from rl.engine import contract
 from rl.engine.builtin import settings as engine_settings
+from rl.pools import router, weight_publisher
 from rl.rollout import episode, grading, group_rollout, prompts
 from rl.runtime import checkpoint, mesh_thread, trace, watchdog
 from rl.schedule import overlap
@@ -55,7 +54,7 @@ class Parts:
   decode_threads: Sequence[mesh_thread.MeshThread]
   engines: Sequence[engine_settings.Engine]
   router: router.Router
-  publisher: weights.WeightPublisher
+  publisher: weight_publisher.WeightPublisher
   player: group_rollout.Player
   tasks: prompts.Prompts
   log: event_log.EventLog
@@ -106,7 +105,9 @@ def build(
   dog = watchdog.Watchdog(report)
   learner_thread = mesh_thread.MeshThread("learner", spans)
   threads = [mesh_thread.MeshThread("decode", spans) for _ in decode_layouts]
-  model = weights.pool_model(experiment.model, experiment.publishing.dtype)
+  model = weight_publisher.pool_model(
+    experiment.model, experiment.publishing.dtype
+  )
   engines = [
     experiment.engine.build(model, layout, thread)
     for layout, thread in zip(decode_layouts, threads, strict=True)
@@ -163,12 +164,12 @@ def publisher(
   learner_thread: mesh_thread.MeshThread,
   log: event_log.EventLog,
   spans: trace.Trace,
-) -> weights.WeightPublisher:
+) -> weight_publisher.WeightPublisher:
   """Returns the way of the weights to every engine, each with its layout."""
   dtype = experiment.publishing.dtype
-  return weights.WeightPublisher(
+  return weight_publisher.WeightPublisher(
     [
-      (door, weights.pool_shardings(experiment.model, layout, dtype))
+      (door, weight_publisher.pool_shardings(experiment.model, layout, dtype))
       for door, layout in zip(serving.doors, decode_layouts, strict=True)
     ],
     learner_thread,

@@ -24,16 +24,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rl import (
-  config,
-  distributions,
-  fleet,
-  measured,
-  placement,
-  planning,
-  workload,
-)
+from rl import config, distributions, fleet, measured, planning, workload
 from rl.audit import event_log
+from rl.pools import placement
 from rl.runtime import trace
 from rl.settings import overrides
 

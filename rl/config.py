@@ -11,12 +11,12 @@ from models import sharding, transformer
 from models.attention import backend
 from models.chat import word_chat
 from models.hf import load
-from rl import affinity, weights
-from rl import placement as placement_lib
 from rl import warm_start as warm_start_lib
 from rl.algorithms import presets, references
 from rl.engine.builtin import settings as engine_settings
 from rl.engine.sglang import settings as sglang_settings
+from rl.pools import affinity, weight_publisher
+from rl.pools import placement as placement_lib
 from rl.rollout import grading, group_rollout, prompts
 from rl.schedule import overlap as overlap_lib
 from rl.settings import overrides
@@ -115,8 +115,8 @@ class Experiment:
     | sglang_settings.SglangSettings
     | engine_settings.Settings
   ) = dataclasses.field(default_factory=engine_settings.EngineSettings)
-  publishing: weights.Publishing = dataclasses.field(
-    default_factory=weights.Publishing
+  publishing: weight_publisher.Publishing = dataclasses.field(
+    default_factory=weight_publisher.Publishing
   )
   overlap: overlap_lib.Overlap = dataclasses.field(
     default_factory=overlap_lib.Overlap

@@ -58,7 +58,7 @@ class Settings:
 
 @runtime_checkable
 class Publisher(Protocol):
-  """The way of the weights; `weights.WeightPublisher` is one."""
+  """The way of the weights; `weight_publisher.WeightPublisher` is one."""
 
   async def publish(
     self,

@@ -8,7 +8,8 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
-from rl import placement, simulated_learner, simulated_processor
+from rl import simulated_learner, simulated_processor
+from rl.pools import placement
 from rl.settings import checks
 
 

@@ -3,7 +3,8 @@
 import dataclasses
 from typing import Any
 
-from rl import affinity, config, placement, planning
+from rl import config, planning
+from rl.pools import affinity, placement
 
 _FIELDS = tuple(
   field.name

@@ -9,7 +9,8 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import get_args
 
-from rl import affinity, fleet, placement, simulation, workload
+from rl import fleet, simulation, workload
+from rl.pools import affinity, placement
 from rl.schedule import overlap as overlap_lib
 from rl.settings import checks
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from rl import router
 from rl.audit import event_log
 from rl.data import trajectory
 from rl.engine import contract
+from rl.pools import router
 from rl.runtime import trace
 from rl.settings import checks
 from rl.train import trainer

@@ -18,10 +18,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from rl import (
-  affinity,
   coordinator,
-  placement,
-  router,
   simulated_engine,
   simulated_learner,
   simulated_processor,
@@ -31,6 +28,7 @@ from rl import (
 from rl import progress as progress_lib
 from rl.algorithms import dynamic_sampling
 from rl.audit import event_log
+from rl.pools import affinity, placement, router
 from rl.rollout import grading, group_rollout, prompts
 from rl.runtime import trace, virtual_clock, watchdog
 from rl.schedule import overlap as overlap_lib

@@ -16,11 +16,11 @@ import pytest
 
 from models import config as config_lib
 from models import sharding, transformer
-from rl import placement
 from rl.data import trajectory
 from rl.engine import contract
 from rl.engine.builtin import settings as engine_settings
 from rl.engine.sglang.settings import SglangSettings
+from rl.pools import placement
 from rl.runtime import mesh_thread, trace
 
 CONFIG = config_lib.tiny_moe(

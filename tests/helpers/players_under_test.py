@@ -5,9 +5,10 @@ import dataclasses
 
 from envs import rewards
 from models.chat import word_chat
-from rl import router, testing
+from rl import testing
 from rl.audit import event_log
 from rl.data import trajectory
+from rl.pools import router
 from rl.rollout import grading, group_rollout
 from rl.runtime import virtual_clock
 

@@ -17,8 +17,9 @@ import pytest
 from envs import base
 from launch import agents, openai_api
 from models.chat import word_chat
-from rl import placement, scripted
+from rl import scripted
 from rl.data import batch, trajectory
+from rl.pools import placement
 from rl.rollout import episode
 from rl.train import learner
 from tests.rl import conftest as tiny

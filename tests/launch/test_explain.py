@@ -13,9 +13,10 @@ import pytest
 from launch import explain, flags
 from models import config as model_config
 from models import lora, sharding
-from rl import config, placement, weights
+from rl import config
 from rl.engine.builtin import settings as engine_settings
 from rl.engine.sglang import settings as sglang_settings
+from rl.pools import placement, weight_publisher
 from rl.train import learner
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -200,7 +201,7 @@ def test_a_run_without_a_workdir_is_told_of_both():
 
 
 def test_a_pool_holds_what_is_published(experiment):
-  publishing = weights.Publishing(dtype="int8")
+  publishing = weight_publisher.Publishing(dtype="int8")
   small = dataclasses.replace(experiment, publishing=publishing)
   # A scale a channel and the norms stay float32: a bit above a quarter.
   whole, quarter = (

@@ -11,7 +11,8 @@ from absl.testing import flagsaver
 
 from configs import fleet_small, guess_number_moe
 from launch import flags, plan, simulate
-from rl import fleet, placement, planned, planner, planning
+from rl import fleet, planned, planner, planning
+from rl.pools import placement
 from tests.rl import planned_fleets
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]

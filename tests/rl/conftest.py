@@ -15,11 +15,11 @@ import pytest
 
 from models import config as config_lib
 from models import sharding, transformer
-from rl import placement
 from rl.data import trajectory
 from rl.engine import contract
 from rl.engine.builtin import engine as builtin_engine
 from rl.engine.builtin import settings as engine_settings
+from rl.pools import placement
 from rl.runtime import mesh_thread, trace
 
 CONFIG = config_lib.tiny_moe(

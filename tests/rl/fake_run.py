@@ -7,11 +7,12 @@ from typing import Any
 
 from envs import base, rewards
 from models.chat import word_chat
-from rl import affinity, coordinator, router, testing, weights
+from rl import coordinator, testing
 from rl import progress as progress_lib
 from rl.algorithms import advantages, dynamic_sampling, presets
 from rl.audit import checker, event_log, token_ledger
 from rl.data import trajectory
+from rl.pools import affinity, router, weight_publisher
 from rl.rollout import grading, group_rollout, prompts
 from rl.runtime import mesh_thread, trace, watchdog
 from rl.schedule import overlap
@@ -151,7 +152,7 @@ class Run:
         unfit=dynamic_sampling.unfit(self.sampling, advantages.Grpo()),
       ),
       trainer=self._training(thread, programs),
-      publisher=weights.WeightPublisher(
+      publisher=weight_publisher.WeightPublisher(
         [(door, None) for door in self.router.doors],
         thread,
         self.log,

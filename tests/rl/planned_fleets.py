@@ -5,14 +5,8 @@ import dataclasses
 import multiprocessing
 
 from configs import guess_number_moe
-from rl import (
-  affinity,
-  distributions,
-  fleet,
-  planning,
-  simulated_processor,
-  workload,
-)
+from rl import distributions, fleet, planning, simulated_processor, workload
+from rl.pools import affinity
 from rl.rollout import group_rollout
 
 QUICK = simulated_processor.Speed(

@@ -12,12 +12,12 @@ from rl import (
   calibration,
   distributions,
   measured,
-  placement,
   simulated_learner,
   simulated_processor,
   simulation,
   workload,
 )
+from rl.pools import placement
 from rl.schedule import overlap
 from rl.settings import overrides
 from tests.rl import planned_fleets

@@ -9,8 +9,9 @@ import pytest
 
 from envs import mixture, rewards
 from launch import flags
-from rl import affinity, config, placement, testing
+from rl import config, testing
 from rl.algorithms import presets, token_advantages
+from rl.pools import affinity, placement
 from rl.schedule import overlap
 from rl.settings import overrides as overrides_lib
 

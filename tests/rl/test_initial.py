@@ -14,8 +14,9 @@ from envs import rewards
 from models import config as model_config
 from models import lora, transformer
 from models.hf import export, load
-from rl import assemble, config, placement, testing
+from rl import assemble, config, testing
 from rl.engine.builtin import settings as engine_settings
+from rl.pools import placement
 from rl.rollout import group_rollout
 
 # Counting has 7 ids; the vocabulary is padded to 8.

@@ -5,9 +5,10 @@ import asyncio
 import numpy as np
 import pytest
 
-from rl import router, simulated_engine, simulated_learner, simulated_processor
+from rl import simulated_engine, simulated_learner, simulated_processor
 from rl.audit import event_log
 from rl.data import trajectory
+from rl.pools import router
 from rl.runtime import trace, virtual_clock
 from rl.train import trainer as trainer_lib
 

@@ -12,11 +12,12 @@ from typing import Any
 
 from envs import base, rewards
 from models.chat import word_chat
-from rl import affinity, coordinator, router, simulated_learner, testing
+from rl import coordinator, simulated_learner, testing
 from rl import progress as progress_lib
 from rl.algorithms import advantages, dynamic_sampling
 from rl.audit import checker, event_log, token_ledger
 from rl.data import trajectory
+from rl.pools import affinity, router
 from rl.rollout import grading, group_rollout, prompts
 from rl.runtime import trace, virtual_clock, watchdog
 from rl.schedule import overlap

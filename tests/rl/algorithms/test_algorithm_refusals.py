@@ -7,7 +7,7 @@ import pytest
 from envs import rewards
 from models import config as model_config
 from models import lora
-from rl import config, placement, testing
+from rl import config, testing
 from rl.algorithms import (
   advantages,
   corrections,
@@ -20,6 +20,7 @@ from rl.algorithms import (
 )
 from rl.algorithms import algorithm as algorithm_lib
 from rl.engine.builtin import settings as engine_settings
+from rl.pools import placement
 from rl.rollout import group_rollout
 from rl.schedule import overlap
 

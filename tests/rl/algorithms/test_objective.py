@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 
 from models.moe import layer as moe_layer
-from rl import placement
 from rl.algorithms import (
   corrections,
   kl,
@@ -27,6 +26,7 @@ from rl.algorithms import (
   value_loss,
 )
 from rl.data import batch
+from rl.pools import placement
 from tests.helpers import packed_rows, scored_episodes
 
 ROWS, LENGTH = 8, 32

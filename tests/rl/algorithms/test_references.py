@@ -11,8 +11,8 @@ import pytest
 from models import config as model_config
 from models import lora, transformer
 from models.hf import export
-from rl import placement
 from rl.algorithms import kl, losses, objective, references
+from rl.pools import placement
 from rl.train import learner, optimizers, train_state
 from tests.helpers import real_programs, scored_episodes
 from tests.helpers.real_programs import on_mesh

@@ -6,9 +6,10 @@ import dataclasses
 import pytest
 
 from models.chat import word_chat
-from rl import router, testing
+from rl import testing
 from rl.audit import event_log
 from rl.data import trajectory
+from rl.pools import router
 from rl.runtime import virtual_clock
 from tests.helpers import players_under_test as players
 

@@ -7,8 +7,9 @@ import pytest
 
 from envs import base
 from models.chat import word_chat
-from rl import router, testing
+from rl import testing
 from rl.data import trajectory
+from rl.pools import router
 from rl.runtime import virtual_clock
 from rl.schedule import overlap
 from tests.helpers import players_under_test as players

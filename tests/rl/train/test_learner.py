@@ -10,9 +10,9 @@ import optax
 import pytest
 
 from models import transformer
-from rl import placement
 from rl.algorithms import losses, objective
 from rl.data import batch
+from rl.pools import placement
 from rl.train import learner, optimizers, train_state
 from tests.helpers import real_programs
 from tests.helpers.real_programs import on_mesh

@@ -17,7 +17,6 @@ import pytest
 
 from models import config as config_lib
 from models import transformer
-from rl import placement
 from rl.algorithms import algorithm as algorithm_lib
 from rl.algorithms import (
   corrections,
@@ -28,6 +27,7 @@ from rl.algorithms import (
   value_loss,
 )
 from rl.data import batch, trajectory
+from rl.pools import placement
 from rl.runtime import mesh_thread, trace
 from rl.train import learner
 from rl.train import trainer as trainer_lib

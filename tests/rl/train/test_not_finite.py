@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from models import config as model_config
-from rl import placement
 from rl.algorithms import advantages, losses, objective, presets
 from rl.audit import token_ledger
 from rl.data import batch
+from rl.pools import placement
 from rl.schedule import overlap
 from rl.train import learner, optimizers, trainer
 from tests.helpers import counting_trainer, scored_episodes

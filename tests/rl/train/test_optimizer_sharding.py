@@ -7,7 +7,7 @@ import pytest
 
 from models import config as config_lib
 from models import lora, sharding, transformer
-from rl import placement
+from rl.pools import placement
 from rl.train import optimizer_sharding, optimizers
 
 CONFIG = config_lib.tiny_moe(

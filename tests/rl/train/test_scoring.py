@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from models import transformer
-from rl import placement, testing
+from rl import testing
 from rl.algorithms import corrections, kl, presets, token_advantages
 from rl.data import batch, trajectory
+from rl.pools import placement
 from rl.runtime import mesh_thread, trace
 from rl.train import learner, optimizers, scoring
 from rl.train import trainer as trainer_lib

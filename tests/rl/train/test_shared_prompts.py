@@ -11,9 +11,9 @@ import pytest
 
 from models import config as config_lib
 from models import transformer
-from rl import placement
 from rl.algorithms import losses, objective
 from rl.data import batch, trajectory
+from rl.pools import placement
 from rl.train import learner
 
 ROWS, LENGTH, VOCAB = 8, 32, 24

@@ -10,9 +10,9 @@ import pytest
 
 from models import config as config_lib
 from models import lora
-from rl import placement
 from rl.algorithms import losses, objective
 from rl.data import batch
+from rl.pools import placement
 from rl.runtime import checkpoint
 from rl.train import learner, optimizers, train_state
 

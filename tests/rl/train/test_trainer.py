@@ -8,8 +8,9 @@ import jax
 import numpy as np
 import pytest
 
-from rl import placement, testing
+from rl import testing
 from rl.algorithms import advantages, corrections, presets, token_advantages
+from rl.pools import placement
 from rl.runtime import mesh_thread, trace
 from rl.schedule import overlap
 from rl.train import learner, optimizers

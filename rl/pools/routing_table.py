@@ -17,7 +17,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from rl import affinity
+from rl.pools import affinity
 
 State = Literal["open", "draining", "updating", "lost"]
 """What an engine is there for.

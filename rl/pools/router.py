@@ -16,10 +16,17 @@ import contextlib
 from collections.abc import AsyncGenerator, Generator, Sequence
 from typing import Any, NamedTuple
 
-from rl import aborts, affinity, placement, pooled, routes, wakeup
 from rl.audit import event_log
 from rl.data import trajectory
 from rl.engine import contract
+from rl.pools import (
+  aborts,
+  affinity,
+  placement,
+  pool_stats,
+  routing_table,
+  wakeup,
+)
 
 _ALIKE = affinity.Routing()
 
@@ -44,7 +51,7 @@ class Router:
     members: engines of the same model, each with its own cache. Nobody else
       need send requests to them; what others send is not counted as load.
     log: told of engines that are lost and come back, and of fallbacks.
-    max_sessions: see `routes.Routes`.
+    max_sessions: see `routing_table.Routes`.
 
   Attributes:
     doors: one for each engine, through which it gets its weights.
@@ -58,10 +65,12 @@ class Router:
     max_sessions: int = 65_536,
   ):
     self._engines = [one.engine for one in members]
-    pooled.capabilities(self._engines)  # Raises if they are not of one model.
+    pool_stats.capabilities(
+      self._engines
+    )  # Raises if they are not of one model.
     self.doors = tuple(Door(self, i) for i in range(len(members)))
     seats = [affinity.Seat(*one[1:]) for one in members]
-    self._routes = routes.Routes(seats, routing, max_sessions)
+    self._routes = routing_table.Routes(seats, routing, max_sessions)
     self._log = log
     self._reason = ""
     self._version = trajectory.PolicyVersion(0)  # The newest to be served.
@@ -74,14 +83,14 @@ class Router:
     return tuple(self._engines)
 
   @property
-  def counts(self) -> routes.Counts:
+  def counts(self) -> routing_table.Counts:
     """What has been decided so far."""
     return self._routes.counts
 
   @property
   def capabilities(self) -> contract.Capabilities:
     """What every engine can do."""
-    return pooled.capabilities(self._engines)
+    return pool_stats.capabilities(self._engines)
 
   async def begin(self, session: str, domain: str) -> int:
     """Returns the number of a session's engine, once one may take it.
@@ -237,9 +246,9 @@ class Router:
     Raises:
       ValueError: none was lost there, or this one cannot take its place.
     """
-    pooled.check_newest(engine, number, self._engines, self._version)
+    pool_stats.check_newest(engine, number, self._engines, self._version)
     after = [engine if i == number else x for i, x in enumerate(self._engines)]
-    pooled.capabilities(after)
+    pool_stats.capabilities(after)
     self._routes.recover(number)
     self._engines = after
     self._emit("engine_back", engine=number)
@@ -286,19 +295,19 @@ class Router:
       raise contract.EngineClosed(self._reason)
 
   def stats(self) -> contract.EngineStats:
-    """Returns the counters of all engines; see `pooled.stats`."""
-    return pooled.stats(self._engines, self._routes.serving)
+    """Returns the counters of all engines; see `pool_stats.stats`."""
+    return pool_stats.stats(self._engines, self._routes.serving)
 
   def describe(self) -> dict[str, float]:
-    """Returns metrics; see `routes.Routes.describe`."""
+    """Returns metrics; see `routing_table.Routes.describe`."""
     return self._routes.describe()
 
   async def close(self) -> None:
-    """Stops every engine, as `pooled.close`; requests raise EngineClosed."""
+    """Stops every engine, as `pool_stats.close`; requests raise EngineClosed."""
     self._log = None  # That they are closed is no loss.
     for number in self._routes.serving:  # So that nothing moves to the next.
       self._lose(number, "the pool was closed")
-    await pooled.close(self._engines)
+    await pool_stats.close(self._engines)
 
   def _tell(self, session: str, choice: affinity.Choice) -> None:
     if choice.wanted:

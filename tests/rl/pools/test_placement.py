@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from models import sharding
-from rl import placement
+from rl.pools import placement
 from rl.settings import overrides
 
 MeshSpec, Placement = placement.MeshSpec, placement.Placement
@@ -186,7 +186,7 @@ def test_two_pools_of_one_name_are_refused_and_the_first_has_a_cost_too():
 
 
 def test_pools_are_set_from_the_command_line():
-  text = 'rl.placement.DecodePool(name="far", kind="compute", cost=2.85)'
+  text = 'rl.pools.placement.DecodePool(name="far", kind="compute", cost=2.85)'
   place = overrides.override(Placement(), "more", text)
   place = overrides.override(place, "more.0.mesh.data", "2")
   place = overrides.override(place, "decode_kind", "bandwidth")

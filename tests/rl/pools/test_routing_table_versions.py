@@ -2,13 +2,13 @@
 
 import pytest
 
-from rl import affinity, routes
+from rl.pools import affinity, routing_table
 
 
 def one_version(count, *, sampled):
   """Returns a table of which session "a" has lost engine 0 at version 5."""
   seats = [affinity.Seat("decode")] * count
-  table = routes.Routes(seats, affinity.Routing())
+  table = routing_table.Routes(seats, affinity.Routing())
   table.one_version = True
   table.assign("a", "")
   if sampled:

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from rl import wakeup
+from rl.pools import wakeup
 from rl.runtime import virtual_clock
 
 

@@ -6,11 +6,12 @@ import random
 import pytest
 
 from models.chat import word_chat
-from rl import fake_engine, router
+from rl import fake_engine
 from rl.audit import event_log
 from rl.data import trajectory
 from rl.engine import contract
-from tests.rl import pools_under_test as pools
+from rl.pools import router
+from tests.helpers import pools_under_test as pools
 
 
 class Narrow(fake_engine.FakeEngine):

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from models import quantize
-from rl import placement, testing, weights
+from rl import testing
 from rl.audit import event_log
 from rl.data import trajectory
+from rl.pools import placement, weight_publisher
 from rl.runtime import checksum
 
 VERSION = trajectory.PolicyVersion(7)
@@ -59,12 +60,12 @@ def make(thread, spans, log):
   """Returns a publisher to these engines, whose weights lie so."""
 
   def make(engines, where, **publishing):
-    return weights.WeightPublisher(
+    return weight_publisher.WeightPublisher(
       [(engine, where) for engine in engines],
       thread,
       log,
       spans,
-      weights.Publishing(**publishing),
+      weight_publisher.Publishing(**publishing),
     )
 
   return make
@@ -216,7 +217,9 @@ def test_a_copy_survives_the_donation_of_the_original(thread, meshes, axis):
   mesh, _ = meshes
   params = jax.device_put(np.arange(4.0), replicated(mesh))
   where = jax.sharding.NamedSharding(mesh, jax.P(axis))
-  copy = asyncio.run(thread.run("copy", weights.copy_to, params, where))
+  copy = asyncio.run(
+    thread.run("copy", weight_publisher.copy_to, params, where)
+  )
   jax.jit(lambda x: x + 1, donate_argnums=0)(params)
   np.testing.assert_array_equal(copy, [0, 1, 2, 3])
   assert copy.sharding == where
@@ -224,7 +227,9 @@ def test_a_copy_survives_the_donation_of_the_original(thread, meshes, axis):
 
 def test_a_copy_of_the_same_sharding_shares_no_buffer(thread, where):
   params = jax.device_put(np.arange(4.0), where)
-  copy = asyncio.run(thread.run("copy", weights.copy_to, params, where))
+  copy = asyncio.run(
+    thread.run("copy", weight_publisher.copy_to, params, where)
+  )
 
   def buffers(x):
     return {s.data.unsafe_buffer_pointer() for s in x.addressable_shards}
@@ -304,7 +309,7 @@ def test_engines_tell_the_checksum_of_what_the_learner_sent(
     return [await engine.checksum() for engine in engines], after
 
   told, after = asyncio.run(scenario())
-  assert told == [(8, checksum.of(weights.cast(after, dtype)))] * 2
+  assert told == [(8, checksum.of(weight_publisher.cast(after, dtype)))] * 2
 
 
 def test_an_engine_that_serves_other_weights_is_named(make, params, where, log):

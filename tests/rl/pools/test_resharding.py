@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 
 from models import lora, quantize, sharding, transformer
-from rl import testing, weights
+from rl import testing
 from rl.audit import event_log
 from rl.data import trajectory
 from rl.engine import contract
 from rl.engine.builtin import settings as engine_settings
+from rl.pools import weight_publisher
 from rl.runtime import mesh_thread
 from tests.helpers import small_models
 
@@ -36,8 +37,8 @@ def make(thread, spans, log):
 
   def make(where, dtype, served=None):
     served = served or testing.FakeEngine(answers=(1,), stop_id=2)
-    publishing = weights.Publishing(dtype=dtype)
-    return weights.WeightPublisher(
+    publishing = weight_publisher.Publishing(dtype=dtype)
+    return weight_publisher.WeightPublisher(
       [(served, where)], thread, log, spans, publishing
     )
 
@@ -56,7 +57,10 @@ def model():
 @pytest.fixture(scope="module")
 def expected(model):
   """What pools have of it, by dtype."""
-  return {dtype: jax.device_get(weights.cast(model, dtype)) for dtype in DTYPES}
+  return {
+    dtype: jax.device_get(weight_publisher.cast(model, dtype))
+    for dtype in DTYPES
+  }
 
 
 def num_bytes(tree):
@@ -74,7 +78,7 @@ def layout(sizes, rules):
 @functools.cache
 def pool_shardings(sizes, dtype):
   pool = layout(sizes, sharding.DECODE)
-  return weights.pool_shardings(CONFIG, pool, dtype)
+  return weight_publisher.pool_shardings(CONFIG, pool, dtype)
 
 
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
@@ -120,7 +124,7 @@ def test_of_a_model_with_adapters_only_those_are_cast_and_move(
   # int8 leaves adapters as they are: 4 bytes a number.
   count = sum(leaf.size for leaf in jax.tree.leaves(trained))
   assert sizes[1] == count * (2 if dtype == "bfloat16" else 4)
-  cast = weights.cast(after, dtype)
+  cast = weight_publisher.cast(after, dtype)
   jax.tree.map(np.testing.assert_array_equal, served.params, cast)
 
 
@@ -168,11 +172,11 @@ def test_an_engine_decodes_what_int8_stands_for_on_a_mesh(
 
 def test_bfloat16_is_for_what_is_wider_and_for_a_pool_that_computes_in_it():
   rest = {"n": 3, "i": jnp.arange(3), "h": jnp.zeros(2, jnp.float16)}
-  cast = weights.cast(rest | {"w": jnp.full(2, 1 + 2**-9)}, "bfloat16")
+  cast = weight_publisher.cast(rest | {"w": jnp.full(2, 1 + 2**-9)}, "bfloat16")
   assert all(cast[name] is rest[name] for name in rest)
   # To the nearest, and of two to the even one.
   assert cast["w"].dtype == jnp.bfloat16
   np.testing.assert_array_equal(cast["w"].astype(jnp.float32), [1, 1])
-  pool = weights.pool_model(CONFIG, "bfloat16")
+  pool = weight_publisher.pool_model(CONFIG, "bfloat16")
   assert pool.compute.dtype == "bfloat16"
-  assert weights.pool_model(CONFIG, "int8") is CONFIG
+  assert weight_publisher.pool_model(CONFIG, "int8") is CONFIG

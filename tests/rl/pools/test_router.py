@@ -6,11 +6,12 @@ import dataclasses
 import pytest
 
 from models.chat import word_chat
-from rl import affinity, fake_engine, router
+from rl import fake_engine
 from rl.audit import event_log
 from rl.data import trajectory
 from rl.engine import contract
-from tests.rl import pools_under_test as pools
+from rl.pools import affinity, router
+from tests.helpers import pools_under_test as pools
 
 
 @pytest.mark.parametrize("streamed", [False, True])

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from rl import affinity
+from rl.pools import affinity
 from rl.settings import overrides
 
 COMPUTE = affinity.Seat("fast", "compute")

@@ -6,9 +6,10 @@ import dataclasses
 import pytest
 
 from models.chat import word_chat
-from rl import fake_engine, pooled
+from rl import fake_engine
 from rl.data import trajectory
-from tests.rl import pools_under_test as pools
+from rl.pools import pool_stats
+from tests.helpers import pools_under_test as pools
 
 
 def test_counters_are_sums_and_the_version_is_the_lowest_that_serves():
@@ -26,7 +27,7 @@ def test_counters_are_sums_and_the_version_is_the_lowest_that_serves():
     version = trajectory.PolicyVersion(3)
     await engines[0].update_weights(version, None)
     await engines[1].update_weights(trajectory.PolicyVersion(1), None)
-    each = [pooled.stats(engines, some) for some in ([0, 1], [0], [])]
+    each = [pool_stats.stats(engines, some) for some in ([0, 1], [0], [])]
     await third
     return each
 
@@ -46,17 +47,17 @@ def test_a_pool_can_do_what_each_of_its_engines_can():
   engines[1].capabilities = dataclasses.replace(
     engines[1].capabilities, in_flight=frozenset({"drain"}), experts=True
   )
-  able = pooled.capabilities(engines)
+  able = pool_stats.capabilities(engines)
   assert (able.max_length, able.experts, able.bias) == (7, True, False)
   assert able.in_flight == {"drain"}
 
 
 def test_a_pool_of_nothing_or_of_two_models_is_refused():
   with pytest.raises(ValueError, match="0 engines"):
-    pooled.capabilities([])
+    pool_stats.capabilities([])
   _, engines = pools.pool(2)
   engines[0].capabilities = dataclasses.replace(
     engines[0].capabilities, vocab_size=8
   )
   with pytest.raises(ValueError, match=r"vocabularies \[8, 1048576\]"):
-    pooled.capabilities(engines)
+    pool_stats.capabilities(engines)

@@ -11,8 +11,8 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple, get_args
 
-from rl import placement
 from rl.engine import contract
+from rl.pools import placement
 from rl.settings import checks
 
 _MEMORY = 32

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from rl import affinity, routes
+from rl.pools import affinity, routing_table
 
 FAST, WIDE = (
   affinity.Seat("fast", "compute"),
@@ -15,7 +15,7 @@ MATH = affinity.Routing(prefer={"math": "wide"})
 
 def alike(count, max_sessions=100):
   seats = [affinity.Seat("decode")] * count
-  return routes.Routes(seats, affinity.Routing(), max_sessions)
+  return routing_table.Routes(seats, affinity.Routing(), max_sessions)
 
 
 class Asked:
@@ -77,7 +77,7 @@ def test_a_session_that_began_counts_once_whatever_it_asks():
 
 def test_all_of_a_mapped_domain_land_on_its_pool_and_others_by_default():
   routing = affinity.Routing(prefer={"math": "bandwidth"}, default="fast")
-  table = routes.Routes([FAST, WIDE, WIDE], routing)
+  table = routing_table.Routes([FAST, WIDE, WIDE], routing)
   for i in range(300):
     domain = ("math", "chess", "")[i % 3]
     choice = table.assign(f"s{i}", domain)
@@ -96,7 +96,7 @@ def test_all_of_a_mapped_domain_land_on_its_pool_and_others_by_default():
 
 
 def test_a_pool_that_is_down_is_left_at_once_and_taken_again_when_it_is_back():
-  table = routes.Routes([FAST, WIDE, WIDE], MATH)
+  table = routing_table.Routes([FAST, WIDE, WIDE], MATH)
   assert [table.assign(n, "math") for n in "ab"] == [(1, ""), (2, "")]
   table.lose(1, 0)
   assert table.bindings == {"b": 2}
@@ -122,7 +122,7 @@ def test_a_pool_that_is_down_is_left_at_once_and_taken_again_when_it_is_back():
 
 def test_an_overloaded_pool_is_left_and_counted():
   routing = affinity.Routing(prefer={"math": "wide"}, overload=2.0)
-  table = routes.Routes([FAST, WIDE], routing)
+  table = routing_table.Routes([FAST, WIDE], routing)
   chosen = [table.assign(f"s{i}", "math") for i in range(7)]
   # With it there would be 1, 2 | 3 against 1 | 3, 4 against 2 | 5 against 2.
   away = [choice.engine == 0 for choice in chosen if choice is not None]
@@ -131,7 +131,7 @@ def test_an_overloaded_pool_is_left_and_counted():
 
 
 def test_a_preferred_pool_that_drains_is_waited_for():
-  table = routes.Routes([FAST, WIDE], MATH)
+  table = routing_table.Routes([FAST, WIDE], MATH)
   table.drain(1)
   assert table.assign("a", "math") is None
   table.update(1)
@@ -207,7 +207,7 @@ def test_versions_of_a_session_never_fall_when_it_moves():
 
 
 def test_what_a_session_took_counts_when_it_ends_where_it_was():
-  table = routes.Routes([FAST, WIDE], affinity.Routing(learn=True))
+  table = routing_table.Routes([FAST, WIDE], affinity.Routing(learn=True))
   took = affinity.Sample(1.0, 10.0, 2.0, 5.0)
   assert table.assign("a", "math") == (0, "")
   table.measure("a", 0, took)
@@ -237,8 +237,8 @@ def test_pools_of_one_kind_are_shared_as_if_there_were_no_settings(kind):
   seats = [affinity.Seat(pool, kind) for pool in ("x", "y", "y")]
   bare = [affinity.Seat("decode")] * 3
   tables = (
-    routes.Routes(seats, routing),
-    routes.Routes(bare, affinity.Routing()),
+    routing_table.Routes(seats, routing),
+    routing_table.Routes(bare, affinity.Routing()),
   )
   chance, live = random.Random(0), []
   for i in range(1000):
@@ -276,7 +276,7 @@ class Oracle:
 def test_sessions_stick_whatever_happens_to_engines_and_others(seed):
   chance = random.Random(seed)
   seats = [FAST, FAST, WIDE, WIDE]
-  table = routes.Routes(seats, MATH, max_sessions=5)
+  table = routing_table.Routes(seats, MATH, max_sessions=5)
   oracle = Oracle(len(seats))
   names = [f"s{i}" for i in range(30)]
 

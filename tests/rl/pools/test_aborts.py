@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from rl import aborts
+from rl.pools import aborts
 from rl.runtime import virtual_clock
 
 

@@ -1,0 +1,1 @@
+"""Decode pools: placement, routing and weight synchronisation."""
