@@ -43,12 +43,13 @@ from jaxtyping import Float32
 
 from benchmarks import at_once, machine
 from envs import rewards
-from rl import coordinator, simulated_learner, testing
-from rl import progress as progress_lib
+from rl import simulated_learner, testing
 from rl.algorithms import advantages, dynamic_sampling, presets
 from rl.audit import checker, event_log, token_ledger
 from rl.data import trajectory
 from rl.engine import contract
+from rl.loop import coordinator
+from rl.loop import progress as progress_lib
 from rl.pools import router
 from rl.rollout import grading, group_rollout, prompts
 from rl.runtime import mesh_thread, trace, watchdog

@@ -17,12 +17,13 @@ import jax.numpy as jnp
 
 from envs import rewards, textarena
 from models import config as model_config
-from rl import assemble, assemble_trainer, config, progress, warm_start
+from rl import assemble, assemble_trainer, config
 from rl.algorithms import algorithm as algorithm_lib
 from rl.algorithms import corrections, packed_row, presets
 from rl.audit import checker, event_log
 from rl.data import trajectory
 from rl.engine.builtin import settings as engine_settings
+from rl.loop import progress, warm_start
 from rl.rollout import evaluate, group_rollout
 from rl.schedule import overlap
 from rl.train import learner, optimizers

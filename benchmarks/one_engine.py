@@ -21,10 +21,11 @@ import numpy as np
 from jaxtyping import Float32
 
 from models import transformer
-from rl import assemble, config, progress
+from rl import assemble, config
 from rl.audit import checker, event_log
 from rl.data import batch, trajectory
 from rl.engine import contract
+from rl.loop import progress
 from rl.pools import router
 from rl.runtime import trace
 from rl.train import learner, train_state

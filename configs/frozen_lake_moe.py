@@ -9,9 +9,10 @@ minutes. Expected: success on unseen maps from about 0.3 after the warm start to
 
 from envs import gymnasium, rewards
 from models import config as model_config
-from rl import config, warm_start
+from rl import config
 from rl.algorithms import losses, presets
 from rl.engine.builtin import settings as engine_settings
+from rl.loop import warm_start
 from rl.rollout import group_rollout
 from rl.schedule import overlap
 from rl.train import optimizers

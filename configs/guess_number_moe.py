@@ -7,9 +7,10 @@ from collections.abc import Iterator
 
 from envs import rewards, textarena
 from models import config as model_config
-from rl import config, warm_start
+from rl import config
 from rl.algorithms import losses, presets
 from rl.engine.builtin import settings as engine_settings
+from rl.loop import warm_start
 from rl.rollout import group_rollout
 from rl.schedule import overlap
 from rl.train import optimizers

@@ -18,7 +18,8 @@ more on held-out seeds (98 % with the seed 0).
 import dataclasses
 
 from configs import guess_number_moe
-from rl import config, warm_start
+from rl import config
+from rl.loop import warm_start
 from rl.train import learning_rates, optimizers
 
 

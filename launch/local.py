@@ -30,10 +30,11 @@ from launch import (
   workdir,
 )
 from models.hf import load, tokenizer_files
-from rl import assemble, config, coordinator, recorder
+from rl import assemble, config, recorder
 from rl import metrics as metrics_lib
-from rl import progress as progress_lib
 from rl.data import trajectory
+from rl.loop import coordinator
+from rl.loop import progress as progress_lib
 from rl.rollout import evaluate
 from rl.runtime import checkpoint, trace, watchdog
 from rl.train import skipped_updates

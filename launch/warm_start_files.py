@@ -10,8 +10,9 @@ import time
 from collections.abc import Callable, Mapping
 
 from launch import workdir
-from rl import assemble, config, warm_start
+from rl import assemble, config
 from rl import metrics as metrics_lib
+from rl.loop import warm_start
 from rl.runtime import checkpoint, trace
 
 _COLUMNS = ("loss", "grad_norm", "tokens", "entropy", "skipped")

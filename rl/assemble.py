@@ -12,19 +12,13 @@ from models import config as model_config
 from models import lora, sharding, transformer
 from models.chat import word_chat
 from models.hf import load
-from rl import (
-  assemble_trainer,
-  assemble_warm_start,
-  config,
-  coordinator,
-  progress,
-  warm_start,
-)
+from rl import assemble_trainer, assemble_warm_start, config
 from rl.algorithms import dynamic_sampling
 from rl.audit import event_log
 from rl.data import trajectory
 from rl.engine import contract
 from rl.engine.builtin import settings as engine_settings
+from rl.loop import coordinator, progress, warm_start
 from rl.pools import router, weight_publisher
 from rl.rollout import episode, grading, group_rollout, prompts
 from rl.runtime import checkpoint, mesh_thread, trace, watchdog

@@ -3,8 +3,9 @@
 from collections.abc import Callable
 
 from models import sharding
-from rl import config, warm_start
+from rl import config
 from rl.algorithms import losses, objective
+from rl.loop import warm_start
 from rl.rollout import episode
 from rl.runtime import mesh_thread
 from rl.train import learner, train_state

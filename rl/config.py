@@ -11,10 +11,10 @@ from models import sharding, transformer
 from models.attention import backend
 from models.chat import word_chat
 from models.hf import load
-from rl import warm_start as warm_start_lib
 from rl.algorithms import presets, references
 from rl.engine.builtin import settings as engine_settings
 from rl.engine.sglang import settings as sglang_settings
+from rl.loop import warm_start as warm_start_lib
 from rl.pools import affinity, weight_publisher
 from rl.pools import placement as placement_lib
 from rl.rollout import grading, group_rollout, prompts

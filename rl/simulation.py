@@ -18,16 +18,16 @@ import time
 from collections.abc import Mapping, Sequence
 
 from rl import (
-  coordinator,
   simulated_engine,
   simulated_learner,
   simulated_processor,
   simulated_source,
   workload,
 )
-from rl import progress as progress_lib
 from rl.algorithms import dynamic_sampling
 from rl.audit import event_log
+from rl.loop import coordinator
+from rl.loop import progress as progress_lib
 from rl.pools import affinity, placement, router
 from rl.rollout import grading, group_rollout, prompts
 from rl.runtime import trace, virtual_clock, watchdog

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Bool, Float32
 
-from rl import round_report
 from rl.algorithms import advantage_estimation, advantages, references
 from rl.algorithms import objective as objective_lib
 from rl.data import batch, trajectory
+from rl.loop import round_metrics
 from rl.runtime import mesh_thread
 from rl.schedule import overlap
 from rl.train import (
@@ -363,7 +363,7 @@ class Training:
       self._probe,
       self._settings.probe_rows,
     )
-    return round_report.of_gap(self._gap)
+    return round_metrics.of_gap(self._gap)
 
   @property
   def gap(self) -> logprob_gap.Gap | None:
@@ -373,5 +373,5 @@ class Training:
 
 def _over_epochs(steps: Sequence[dict[str, float]]) -> dict[str, float]:
   """Returns means over the steps of an update; its tokens count once."""
-  means = round_report.means(steps)
+  means = round_metrics.means(steps)
   return means | {"tokens": steps[0]["tokens"]}

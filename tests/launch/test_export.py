@@ -14,7 +14,8 @@ from launch import flags, workdir
 from models import config as model_config
 from models import lora, transformer
 from models.hf import export, load, peft
-from rl import assemble, progress
+from rl import assemble
+from rl.loop import progress
 from rl.runtime import checkpoint
 
 ROOT = pathlib.Path(__file__).parents[2]

@@ -10,10 +10,11 @@ import pytest
 from envs import base, rewards
 from launch import local
 from models import config as model_config
-from rl import config, testing, warm_start
+from rl import config, testing
 from rl.algorithms import kl, presets, references
 from rl.engine.builtin import engine as builtin_engine
 from rl.engine.builtin import settings as engine_settings
+from rl.loop import warm_start
 from rl.rollout import group_rollout
 from rl.schedule import overlap
 from rl.settings import overrides

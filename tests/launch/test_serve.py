@@ -21,8 +21,9 @@ from launch import flags, served_model, workdir
 from models import config as model_config
 from models import transformer
 from models.hf import export
-from rl import assemble, progress
+from rl import assemble
 from rl.data import trajectory
+from rl.loop import progress
 from rl.runtime import checkpoint
 from tests.helpers.chat_messages import GOLDEN
 

@@ -23,8 +23,9 @@ from envs import rewards
 from launch import flags, local, warm_start_files, workdir
 from models import config as model_config
 from models import lora
-from rl import assemble, config, testing, warm_start
+from rl import assemble, config, testing
 from rl.engine.builtin import settings as engine_settings
+from rl.loop import warm_start
 from rl.rollout import group_rollout
 from rl.runtime import checkpoint
 from rl.schedule import overlap

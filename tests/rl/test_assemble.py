@@ -10,11 +10,12 @@ import pytest
 
 from envs import base, rewards
 from models import config as model_config
-from rl import assemble, config, progress, testing, warm_start
+from rl import assemble, config, testing
 from rl.algorithms import kl, presets, references
 from rl.audit import checker, event_log, token_ledger
 from rl.data import trajectory
 from rl.engine.builtin import settings as engine_settings
+from rl.loop import progress, warm_start
 from rl.pools import placement
 from rl.rollout import evaluate, group_rollout
 from rl.runtime import virtual_clock

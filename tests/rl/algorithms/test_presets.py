@@ -17,7 +17,7 @@ from envs import rewards
 from models import config as model_config
 from models import transformer
 from models.hf import export
-from rl import assemble, config, progress, testing
+from rl import assemble, config, testing
 from rl.algorithms import (
   advantages,
   corrections,
@@ -33,6 +33,7 @@ from rl.algorithms import (
 from rl.audit import checker, event_log, token_ledger
 from rl.data import trajectory
 from rl.engine.builtin import settings as engine_settings
+from rl.loop import progress
 from rl.rollout import group_rollout
 from rl.schedule import overlap
 from rl.settings import overrides

@@ -13,7 +13,7 @@ from rl.pools import router
 from rl.runtime import virtual_clock
 from rl.schedule import overlap
 from tests.helpers import players_under_test as players
-from tests.rl import virtual_run
+from tests.helpers import virtual_run
 
 STATUS = trajectory.Status
 ON = base.Step([base.Message("user", "on")], 0.0, False)

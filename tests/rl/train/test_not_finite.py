@@ -19,9 +19,8 @@ from rl.data import batch
 from rl.pools import placement
 from rl.schedule import overlap
 from rl.train import learner, optimizers, trainer
-from tests.helpers import counting_trainer, scored_episodes
+from tests.helpers import counting_trainer, fake_run, scored_episodes
 from tests.rl import conftest as tiny
-from tests.rl import fake_run
 
 CONFIG = tiny.DENSE
 Dtype = Literal["float32", "bfloat16"]

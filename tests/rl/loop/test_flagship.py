@@ -19,11 +19,12 @@ import numpy as np
 
 from envs import rewards
 from models import config as model_config
-from rl import assemble, assemble_trainer, config, progress, testing
+from rl import assemble, assemble_trainer, config, testing
 from rl.algorithms import loss_aggregation, losses, presets
 from rl.audit import checker, event_log
 from rl.data import trajectory
 from rl.engine.builtin import settings as engine_settings
+from rl.loop import progress
 from rl.rollout import group_rollout
 from rl.schedule import overlap
 from rl.train import learner, optimizers, train_state

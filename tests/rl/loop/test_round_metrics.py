@@ -6,9 +6,9 @@ import math
 import numpy as np
 import pytest
 
-from rl import round_report
 from rl.algorithms import reward_shaping
 from rl.data import trajectory
+from rl.loop import round_metrics
 from rl.runtime import trace
 from rl.train import learner
 
@@ -57,7 +57,7 @@ def test_a_round_is_counted_over_all_members_of_its_groups():
     _group(_member(OK, 0.5, 4), _member(FAULT, None)),
     _group(_member(OK, 0.5, 4), _member(OK, 0.5, 4)),
   ]
-  got = round_report.of_groups(groups, success=1.0, trained_at=4)
+  got = round_metrics.of_groups(groups, success=1.0, trained_at=4)
   # Rewards 1, 0, 0.5, 0.5, 0.5, one of which reaches 1; the fault has none.
   assert got["success"] == pytest.approx(1 / 5)
   assert got["reward_mean"] == pytest.approx(0.5)
@@ -75,7 +75,7 @@ def test_a_round_is_counted_over_all_members_of_its_groups():
 
 def test_a_round_without_rewards_has_no_success_rather_than_none():
   groups = [_group(_member(FAULT, None), admitted=2)]
-  got = round_report.of_groups(groups, success=1.0, trained_at=3)
+  got = round_metrics.of_groups(groups, success=1.0, trained_at=3)
   assert math.isnan(got["success"])
   assert math.isnan(got["reward_mean"])
   # No token: as old as its admission.
@@ -88,7 +88,7 @@ def test_what_was_cut_off_on_purpose_is_no_fault():
   stale = _member(trajectory.Status.STALE, None, 3)
   surplus = _member(trajectory.Status.SURPLUS, None, 3)
   groups = [_group(stale, surplus, _member(FAULT, None))]
-  got = round_report.of_groups(groups, success=1.0, trained_at=4)
+  got = round_metrics.of_groups(groups, success=1.0, trained_at=4)
   assert got["faults"] == 1
   assert not {"faults/stale", "faults/surplus"} & set(got)
 
@@ -98,12 +98,12 @@ def test_a_long_success_is_a_success_but_its_reward_is_lower():
   # Two of four tokens cost a half, and none costs nothing.
   long = reward_shaping.apply(_member(OK, 1.0, 3), penalty)
   groups = [_group(long, _member(OK, 1.0))]
-  got = round_report.of_groups(groups, success=1.0, trained_at=4)
+  got = round_metrics.of_groups(groups, success=1.0, trained_at=4)
   assert (got["success"], got["reward_mean"]) == (1.0, 0.75)
 
 
 def test_a_round_of_no_groups_has_no_means():
-  got = round_report.of_groups([], success=1.0, trained_at=4)
+  got = round_metrics.of_groups([], success=1.0, trained_at=4)
   assert (got["groups"], got["faults"], got["sampled_tokens"]) == (0, 0, 0)
   nan = {name for name, value in got.items() if math.isnan(value)}
   assert nan == {
@@ -113,8 +113,8 @@ def test_a_round_of_no_groups_has_no_means():
     "staleness_mean",
     "staleness_max",
   }
-  assert round_report.of_sources([], [], success=1.0, trained_at=4) == {}
-  assert all(map(math.isnan, round_report.of_selection([], []).values()))
+  assert round_metrics.of_sources([], [], success=1.0, trained_at=4) == {}
+  assert all(map(math.isnan, round_metrics.of_selection([], []).values()))
 
 
 def _ended(group, kind="ended", length=3, **fields):
@@ -128,7 +128,7 @@ def test_each_source_has_its_scores_and_its_share_of_the_groups():
     _group(_member(OK, 0.5, 4), _member(OK, 0.0, 4), group_id=2),
     _group(_member(OK, 0.0, 4), _member(OK, 0.0), group_id=3),
   ]
-  got = round_report.of_sources(groups, [], success=1.0, trained_at=4)
+  got = round_metrics.of_sources(groups, [], success=1.0, trained_at=4)
   assert (got["source/slow/groups"], got["source/slow/share"]) == (1, 0.25)
   assert (got["source/game/groups"], got["source/game/share"]) == (3, 0.75)
   assert got["source/slow/success"] == got["source/slow/reward_mean"] == 0.5
@@ -157,7 +157,7 @@ def test_faults_and_aborts_are_shares_of_the_episodes_of_their_source():
     _ended(9, "aborted"),
     {"kind": "published", "version": 4},
   ]
-  got = round_report.of_sources(
+  got = round_metrics.of_sources(
     [], news, success=1.0, trained_at=4, slots=slots
   )
   assert got["source/slow/episodes"] == 4
@@ -170,7 +170,7 @@ def test_faults_and_aborts_are_shares_of_the_episodes_of_their_source():
 
 
 def test_slots_are_known_from_submission_to_the_round_after_their_end():
-  slots = round_report.Slots()
+  slots = round_metrics.Slots()
   first = [
     {"kind": "submitted", "group": i, "source": name}
     for i, name in enumerate(["a", "b", "a", "b"])
@@ -189,7 +189,7 @@ def test_slots_are_known_from_submission_to_the_round_after_their_end():
 def test_selection_compares_what_is_trained_with_what_was_launched():
   groups = [_group(_member(OK, 1.0, 3), _member(FAULT, None, 3, 3, 3))]
   news = [_ended(0, length=3), _ended(0, "aborted", 9), _ended(1, length=12)]
-  got = round_report.of_selection(groups, news)
+  got = round_metrics.of_selection(groups, news)
   # Three ids of the one that could be trained; 24 / 3 launched.
   assert got == {
     "length_trained_mean": 3,
@@ -201,7 +201,7 @@ def test_selection_compares_what_is_trained_with_what_was_launched():
 def test_every_sum_of_the_learner_has_a_metric():
   names = [*learner.METRICS, "router_entropy", "dropped", "load/0"]
   sums = {name: float(i) for i, name in enumerate(names)}
-  got = round_report.of_updates([sums])
+  got = round_metrics.of_updates([sums])
   assert sorted(got.values()) == sorted(sums.values())
   assert got["trained_tokens"] == sums["tokens"]
   assert got["clip_fraction"] == sums["clipped"]
@@ -211,7 +211,7 @@ def test_every_sum_of_the_learner_has_a_metric():
 def test_updates_of_a_round_are_averaged_and_their_tokens_added():
   one = dict.fromkeys(learner.METRICS, 1.0) | {"tokens": 30.0, "max_load": 3.0}
   two = dict.fromkeys(learner.METRICS, 2.0) | {"tokens": 10.0}
-  got = round_report.of_updates([one, two])
+  got = round_metrics.of_updates([one, two])
   assert (got["loss"], got["trained_tokens"]) == (1.5, 40.0)
   # An update that trained nothing says nothing about the router.
   assert got["max_load"] == 3.0
@@ -225,7 +225,7 @@ def test_speed_counts_the_tokens_of_episodes_that_ended_or_were_cut_off():
     {"kind": "turn", "tokens": 100},
     {"kind": "aborted", "tokens": 4},
   ]
-  got = round_report.of_speed(log, [{"tokens": 8.0}], wall_s=2.0)
+  got = round_metrics.of_speed(log, [{"tokens": 8.0}], wall_s=2.0)
   assert (got["decode_tokens_per_s"], got["learner_tokens_per_s"]) == (5, 4)
 
 
@@ -236,7 +236,7 @@ def test_busy_shares_are_of_the_wall_time_and_overlap_of_the_shorter():
     trace.Span("learner", "update", 0.0, 2.0),
     trace.Span("decode", "step", 1.0, 9.0),
   ]
-  got = round_report.of_spans(trace.overlap(spans), wall_s=10.0)
+  got = round_metrics.of_spans(trace.overlap(spans), wall_s=10.0)
   assert got == {
     "learner_busy": 0.2,
     "decode_busy": 0.8,

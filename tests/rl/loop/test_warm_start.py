@@ -9,8 +9,9 @@ import math
 import pytest
 
 from models.chat import word_chat
-from rl import testing, warm_start
+from rl import testing
 from rl.data import trajectory
+from rl.loop import warm_start
 from rl.rollout import episode
 from rl.runtime import mesh_thread, trace
 

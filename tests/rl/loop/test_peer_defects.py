@@ -14,8 +14,7 @@ from rl.algorithms import advantages, dynamic_sampling
 from rl.data import trajectory
 from rl.rollout import episode
 from rl.schedule import overlap
-from tests.helpers import played_members
-from tests.rl import fake_run, virtual_run
+from tests.helpers import fake_run, played_members, virtual_run
 
 ASYNCHRONOUS = {
   "drain": overlap.bounded(4, 2, 1),

@@ -6,11 +6,11 @@ import dataclasses
 import numpy as np
 import pytest
 
-from rl import coordinator, simulated_learner, testing
+from rl import simulated_learner, testing
 from rl.algorithms import advantages
+from rl.loop import coordinator
 from rl.schedule import overlap
-from tests.helpers import played_members
-from tests.rl import fake_run, virtual_run
+from tests.helpers import fake_run, played_members, virtual_run
 
 GROUP = 3
 DELAYS_S = (1.0, 50.0, 2.0, 40.0, 3.0)

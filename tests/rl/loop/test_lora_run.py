@@ -12,10 +12,11 @@ from envs import rewards
 from models import config as model_config
 from models import lora, transformer
 from models.hf import export
-from rl import assemble, config, progress, testing, warm_start
+from rl import assemble, config, testing
 from rl.data import trajectory
 from rl.engine.builtin import engine as builtin_engine
 from rl.engine.builtin import settings as engine_settings
+from rl.loop import progress, warm_start
 from rl.pools import placement
 from rl.rollout import group_rollout
 from rl.runtime import checkpoint

@@ -10,10 +10,11 @@ from envs import rewards
 from models import config as model_config
 from models import transformer
 from models.hf import export
-from rl import assemble, config, progress, testing, warm_start
+from rl import assemble, config, testing
 from rl.algorithms import presets, references
 from rl.data import trajectory
 from rl.engine.builtin import settings as engine_settings
+from rl.loop import progress, warm_start
 from rl.rollout import group_rollout
 from rl.schedule import overlap
 from rl.train import optimizers

@@ -4,11 +4,12 @@ import asyncio
 
 import pytest
 
-from rl import coordinator, testing
+from rl import testing
 from rl.audit import event_log, token_ledger
+from rl.loop import coordinator
 from rl.runtime import watchdog
 from rl.schedule import overlap
-from tests.rl import fake_run, virtual_run
+from tests.helpers import fake_run, virtual_run
 
 
 def later(event):

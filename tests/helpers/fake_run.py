@@ -7,11 +7,12 @@ from typing import Any
 
 from envs import base, rewards
 from models.chat import word_chat
-from rl import coordinator, testing
-from rl import progress as progress_lib
+from rl import testing
 from rl.algorithms import advantages, dynamic_sampling, presets
 from rl.audit import checker, event_log, token_ledger
 from rl.data import trajectory
+from rl.loop import coordinator
+from rl.loop import progress as progress_lib
 from rl.pools import affinity, router, weight_publisher
 from rl.rollout import grading, group_rollout, prompts
 from rl.runtime import mesh_thread, trace, watchdog

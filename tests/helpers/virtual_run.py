@@ -12,11 +12,12 @@ from typing import Any
 
 from envs import base, rewards
 from models.chat import word_chat
-from rl import coordinator, simulated_learner, testing
-from rl import progress as progress_lib
+from rl import simulated_learner, testing
 from rl.algorithms import advantages, dynamic_sampling
 from rl.audit import checker, event_log, token_ledger
 from rl.data import trajectory
+from rl.loop import coordinator
+from rl.loop import progress as progress_lib
 from rl.pools import affinity, router
 from rl.rollout import grading, group_rollout, prompts
 from rl.runtime import trace, virtual_clock, watchdog

@@ -6,10 +6,11 @@ import dataclasses
 import pytest
 
 from envs import mixture
-from rl import coordinator, simulated_engine, simulated_processor, testing
+from rl import simulated_engine, simulated_processor, testing
 from rl.audit import event_log
+from rl.loop import coordinator
 from rl.schedule import overlap
-from tests.rl import virtual_run
+from tests.helpers import virtual_run
 
 DROP = dataclasses.replace(overlap.in_flight(4, 1, 1), consume="drop")
 RECYCLE = dataclasses.replace(DROP, consume="recycle")

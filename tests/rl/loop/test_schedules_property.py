@@ -13,15 +13,15 @@ import pytest
 
 from rl.audit import checker
 from rl.schedule import overlap, staleness_gate
-from tests.rl import schedule_load, virtual_run
+from tests.helpers import schedule_load, virtual_run
 
 _TRAJECTORIES = 51_000
 _DEADLINE_S = 900
-_ROOT = pathlib.Path(__file__).parents[2]
+_ROOT = pathlib.Path(__file__).parents[3]
 
 
 def test_a_hundred_thousand_trajectories_of_all_modes_break_nothing():
-  command = [sys.executable, "-m", "tests.rl.schedule_load"]
+  command = [sys.executable, "-m", "tests.helpers.schedule_load"]
   loads = [
     subprocess.Popen(
       [*command, str(seed), str(_TRAJECTORIES)],

@@ -6,10 +6,11 @@ import json
 
 import pytest
 
-from rl import coordinator, progress, simulated_learner, testing
+from rl import simulated_learner, testing
 from rl.algorithms import dynamic_sampling
+from rl.loop import coordinator, progress
 from rl.schedule import overlap
-from tests.rl import virtual_run
+from tests.helpers import virtual_run
 
 DROP = dataclasses.replace(
   overlap.in_flight(4, 1, 1),

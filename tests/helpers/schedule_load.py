@@ -1,6 +1,6 @@
 """Random runs in virtual time, by the hundred: what did any of them break?
 
-`python -m tests.rl.schedule_load SEED TRAJECTORIES` plays runs of all modes
+`python -m tests.helpers.schedule_load SEED TRAJECTORIES` plays runs of all modes
 until so many trajectories have been played, and prints JSON: how many of each
 mode, and what was broken. It runs apart from pytest, whose checks of every
 annotation would cost more than the runs.
@@ -22,7 +22,7 @@ from rl.audit import checker as checker_lib
 from rl.audit import event_log, token_ledger
 from rl.rollout import grading
 from rl.schedule import overlap
-from tests.rl import virtual_run
+from tests.helpers import virtual_run
 
 _FAULTS = (
   "",

@@ -1,6 +1,6 @@
 """The loops that keep learner, engines and environments busy at once.
 
-  producer:  admit -> play -> ready        (groups, see rl/producer.py)
+  producer:  admit -> play -> ready        (groups, see rl/loop/producer.py)
                ^                | take
                |                v
             release <- publish <- update <- accumulate*      (one round)
@@ -21,12 +21,12 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
-from rl import producer, round_report
-from rl import progress as progress_lib
 from rl.algorithms import dynamic_sampling
 from rl.audit import event_log
 from rl.data import trajectory
 from rl.engine import contract
+from rl.loop import producer, round_metrics
+from rl.loop import progress as progress_lib
 from rl.rollout import group_rollout
 from rl.runtime import trace, watchdog
 from rl.schedule import overlap
@@ -136,7 +136,7 @@ class Coordinator:
     self._stall_s = 0.0
     self._stopping = False
     self._news: list[event_log.Event] = []
-    self._slots = round_report.Slots()
+    self._slots = round_metrics.Slots()
     self._meter = trace.Meter()
 
   async def run(self, progress: progress_lib.Progress) -> Any:
@@ -368,24 +368,24 @@ class Coordinator:
     wall_s, news, work = interval
     return {
       "round": float(self._trained),
-      **round_report.of_groups(
+      **round_metrics.of_groups(
         this.groups,
         success=self._settings.success,
         trained_at=self._trained - 1,
       ),
-      **round_report.of_sources(
+      **round_metrics.of_sources(
         this.groups,
         news,
         success=self._settings.success,
         trained_at=self._trained - 1,
         slots=self._slots.follow(news),
       ),
-      **round_report.of_selection(this.groups, news),
-      **round_report.of_updates(this.updates),
-      **round_report.of_schedule(self._schedule),
+      **round_metrics.of_selection(this.groups, news),
+      **round_metrics.of_updates(this.updates),
+      **round_metrics.of_schedule(self._schedule),
       **more,
-      **round_report.of_spans(work, wall_s),
-      **round_report.of_speed(news, this.updates, wall_s),
+      **round_metrics.of_spans(work, wall_s),
+      **round_metrics.of_speed(news, this.updates, wall_s),
       "publish_stall_s": self._stall_s,
       **self._gauges(),
     }

@@ -1,0 +1,1 @@
+"""The coordinator, the producer and the state of a run."""
