@@ -19,7 +19,7 @@ from typing import Any
 
 from envs import base, threads
 from launch import listening, openai_api
-from rl import answer_text, served_agent, sessions
+from rl.agents import answer_stream, served_agent, sessions
 from rl.data import trajectory
 from rl.rollout import episode as episode_lib
 from rl.runtime import watchdog
@@ -68,7 +68,7 @@ class Agents:
 
 @contextlib.asynccontextmanager
 async def serving(
-  engine: answer_text.Streamer,
+  engine: answer_stream.Streamer,
   chat: episode_lib.Chat,
   how: openai_api.Serving | None = None,
   *,

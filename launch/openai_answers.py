@@ -16,9 +16,9 @@ import numpy as np
 from jaxtyping import Float32
 
 from launch import fields, openai_replies, openai_requests
-from rl import answer_text, session_tree
-from rl import messages as messages_lib
-from rl import sessions as sessions_lib
+from rl.agents import answer_stream, session_tree
+from rl.agents import messages as messages_lib
+from rl.agents import sessions as sessions_lib
 from rl.engine import contract
 
 
@@ -32,13 +32,13 @@ class Asked:
     answer_s: deadline of all of them.
   """
 
-  engine: answer_text.Streamer
+  engine: answer_stream.Streamer
   sessions: sessions_lib.Sessions
   session: session_tree.Session
   opening: session_tree.Opening
   form: openai_replies.Form
   requests: Sequence[contract.DecodeRequest]
-  readers: Sequence[answer_text.Reader]
+  readers: Sequence[answer_stream.Reader]
   answer_s: float
   include_usage: bool
 
@@ -52,7 +52,7 @@ class Asked:
       TimeoutError: the deadline passed.
     """
     answers = [
-      asyncio.create_task(answer_text.sample_whole(self.engine, *each))
+      asyncio.create_task(answer_stream.sample_whole(self.engine, *each))
       for each in zip(self.requests, self.readers, strict=True)
     ]
     try:
@@ -73,7 +73,7 @@ class Asked:
     until = asyncio.get_running_loop().time() + self.answer_s
     sampled = _merged(
       [
-        answer_text.sample(self.engine, *each)
+        answer_stream.sample(self.engine, *each)
         for each in zip(self.requests, self.readers, strict=True)
       ],
       until,
@@ -98,8 +98,8 @@ class Asked:
 
   async def _said(
     self,
-    first: tuple[int, answer_text.Piece],
-    rest: AsyncGenerator[tuple[int, answer_text.Piece]],
+    first: tuple[int, answer_stream.Piece],
+    rest: AsyncGenerator[tuple[int, answer_stream.Piece]],
   ) -> AsyncGenerator[bytes]:
     done: list[contract.Completion] = []
     if self.form.chat:
@@ -156,7 +156,7 @@ class Asked:
 
 
 def requests(
-  engine: answer_text.Streamer,
+  engine: answer_stream.Streamer,
   chat_stops: tuple[int, ...],
   session: session_tree.Session,
   opening: session_tree.Opening,
@@ -234,8 +234,8 @@ def _bias(
 
 
 async def _merged(
-  streams: Sequence[AsyncGenerator[answer_text.Piece]], until: float
-) -> AsyncGenerator[tuple[int, answer_text.Piece]]:
+  streams: Sequence[AsyncGenerator[answer_stream.Piece]], until: float
+) -> AsyncGenerator[tuple[int, answer_stream.Piece]]:
   """Yields (index, piece) of all streams as they come.
 
   A client that reads slowly does not hold up the engine.
@@ -243,11 +243,11 @@ async def _merged(
   Args:
     until: when TimeoutError is raised, on the clock of the loop.
   """
-  queue: asyncio.Queue[tuple[int, answer_text.Piece] | asyncio.Task[None]] = (
+  queue: asyncio.Queue[tuple[int, answer_stream.Piece] | asyncio.Task[None]] = (
     asyncio.Queue()
   )
 
-  async def pump(index: int, stream: AsyncGenerator[answer_text.Piece]):
+  async def pump(index: int, stream: AsyncGenerator[answer_stream.Piece]):
     async with contextlib.aclosing(stream):
       async for piece in stream:
         queue.put_nowait((index, piece))

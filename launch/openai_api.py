@@ -28,8 +28,8 @@ from launch import (
   openai_requests,
   until_gone,
 )
-from rl import answer_text, session_tree
-from rl import sessions as sessions_lib
+from rl.agents import answer_stream, session_tree
+from rl.agents import sessions as sessions_lib
 from rl.data import trajectory
 from rl.engine import contract
 
@@ -67,7 +67,7 @@ class Serving:
 
 
 def app(
-  engine: answer_text.Streamer,
+  engine: answer_stream.Streamer,
   sessions: sessions_lib.Sessions,
   serving: Serving | None = None,
 ) -> applications.Starlette:
@@ -151,7 +151,7 @@ class _Api:
 
   def __init__(
     self,
-    engine: answer_text.Streamer,
+    engine: answer_stream.Streamer,
     sessions: sessions_lib.Sessions,
     serving: Serving,
   ):
@@ -206,8 +206,8 @@ class _Api:
     with _refused("messages"):
       opening = session.begin(query.messages, query.tools)
 
-    def reader() -> answer_text.Reader:
-      return answer_text.Reader(
+    def reader() -> answer_stream.Reader:
+      return answer_stream.Reader(
         self._sessions.chat,
         stops=query.sampling.stop,
         calls=query.calls,
@@ -230,8 +230,8 @@ class _Api:
           prompt.pop()
       opening = session.begin_ids(np.asarray(prompt, np.int32))
 
-    def reader() -> answer_text.Reader:
-      return answer_text.Reader(chat, stops=query.sampling.stop, raw=True)
+    def reader() -> answer_stream.Reader:
+      return answer_stream.Reader(chat, stops=query.sampling.stop, raw=True)
 
     return await self._answer(
       request, session, opening, query.sampling, reader, chat=False
@@ -243,7 +243,7 @@ class _Api:
     session: session_tree.Session,
     opening: session_tree.Opening,
     sampling: openai_requests.Sampling,
-    reader: Callable[[], answer_text.Reader],
+    reader: Callable[[], answer_stream.Reader],
     *,
     chat: bool,
   ) -> responses.Response:

@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Float32, Int32
 
 from models.chat import tool_calls
-from rl import answer_text
+from rl.agents import answer_stream
 from rl.engine import contract
 from rl.rollout import episode as episode_lib
 
@@ -71,7 +71,7 @@ class Form:
     """Returns the event with which a choice of a chat begins."""
     return self._chunk(index, {"role": "assistant", "content": ""})
 
-  def piece(self, index: int, piece: answer_text.Piece) -> bytes:
+  def piece(self, index: int, piece: answer_stream.Piece) -> bytes:
     """Returns the event of a piece; nothing when there is nothing to say."""
     logprobs = self._logprobs(piece.tokens, piece.logprobs)
     text = piece.content or piece.reasoning

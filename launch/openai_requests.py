@@ -11,8 +11,8 @@ from typing import Any
 
 from launch import fields
 from models.chat import tool_calls
-from rl import messages as messages_lib
-from rl import session_tree
+from rl.agents import messages as messages_lib
+from rl.agents import session_tree
 from rl.data import trajectory
 from rl.settings import checks
 

@@ -26,7 +26,7 @@ from absl import flags as absl_flags
 
 from launch import flags, listening, openai_api, served_model
 from models.chat import hf_chat
-from rl import sessions
+from rl.agents import sessions
 from rl.data import trajectory
 from rl.settings import overrides
 

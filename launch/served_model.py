@@ -12,7 +12,8 @@ from launch import devices, restored, workdir
 from models import config as model_config
 from models import sharding, transformer
 from models.hf import load
-from rl import answer_text, config
+from rl import config
+from rl.agents import answer_stream
 from rl.data import trajectory
 from rl.engine.builtin import settings as engine_settings
 from rl.pools import placement as placement_lib
@@ -33,7 +34,7 @@ class Served:
     temperature: at which a learner would score what it samples.
   """
 
-  engine: answer_text.Streamer
+  engine: answer_stream.Streamer
   chat: episode_lib.Chat
   name: str
   temperature: float = 1.0

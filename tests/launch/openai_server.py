@@ -13,7 +13,8 @@ import openai
 
 from launch import listening, openai_api
 from models.chat import hf_chat, word_chat
-from rl import scripted, sessions
+from rl import scripted
+from rl.agents import sessions
 from tests.helpers.chat_messages import GOLDEN
 
 HF = hf_chat.HfChat.load(GOLDEN)

@@ -8,7 +8,8 @@ import openai
 import pytest
 
 from launch import openai_api
-from rl import scripted, sessions
+from rl import scripted
+from rl.agents import sessions
 from rl.engine import contract
 from tests.launch import openai_server
 from tests.launch.openai_server import WORDS

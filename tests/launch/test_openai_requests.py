@@ -4,7 +4,7 @@ import pytest
 
 from launch import fields, openai_requests
 from models.chat import tool_calls
-from rl import messages
+from rl.agents import messages
 from rl.data import trajectory
 
 USER = {"role": "user", "content": "go"}

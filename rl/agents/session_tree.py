@@ -22,7 +22,7 @@ import numpy as np
 from jaxtyping import Int32
 
 from envs import base
-from rl import messages as messages_lib
+from rl.agents import messages as messages_lib
 from rl.data import trajectory
 from rl.engine import contract
 from rl.rollout import episode as episode_lib

@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Float32, Int32
 
 from models.chat import tool_calls
-from rl import messages
+from rl.agents import messages
 from rl.engine import contract
 from rl.rollout import episode as episode_lib
 

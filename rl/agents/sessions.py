@@ -6,7 +6,7 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 
-from rl import session_tree
+from rl.agents import session_tree
 from rl.data import trajectory
 from rl.rollout import episode as episode_lib
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from models.chat import hf_chat, tool_calls, word_chat
-from rl import messages, session_tree
+from rl.agents import messages, session_tree
 from rl.data import batch, trajectory
 from rl.engine import contract
 from rl.rollout import episode

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from models.chat import word_chat
-from rl import messages, session_tree, sessions
+from rl.agents import messages, session_tree, sessions
 from rl.data import trajectory
 from rl.engine import contract
 

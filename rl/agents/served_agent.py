@@ -7,7 +7,7 @@ import re
 import secrets
 from collections.abc import Awaitable, Callable
 
-from rl import session_tree, sessions
+from rl.agents import session_tree, sessions
 from rl.data import trajectory
 from rl.engine import contract
 from rl.rollout import episode as episode_lib

@@ -6,7 +6,8 @@ import pytest
 
 from envs import base
 from models.chat import word_chat
-from rl import answer_text, messages, scripted, served_agent, sessions
+from rl import scripted
+from rl.agents import answer_stream, messages, served_agent, sessions
 from rl.data import trajectory
 from rl.engine import contract
 from rl.rollout import episode
@@ -36,9 +37,9 @@ class Server:
       seed=opening.seed,
       priority=session.priority,
     )
-    reader = answer_text.Reader(CHAT)
+    reader = answer_stream.Reader(CHAT)
     try:
-      done = await answer_text.sample_whole(self.engine, request, reader)
+      done = await answer_stream.sample_whole(self.engine, request, reader)
     except contract.EngineClosed:
       session.engine_closed = True
       raise

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from models.chat import hf_chat, tool_calls, word_chat
-from rl import answer_text, scripted
+from rl import scripted
+from rl.agents import answer_stream
 from rl.engine import contract
 from rl.rollout import episode
 from tests.helpers.chat_messages import GOLDEN
@@ -21,7 +22,7 @@ CALLED = (tool_calls.ToolCall("add", '{"a": 1}'),)
 
 def read(ids, pieces=None, chat: episode.Chat = HF, **how):
   """Returns the reader, and all (content, reasoning) that it showed."""
-  reader = answer_text.Reader(chat, **how)
+  reader = answer_stream.Reader(chat, **how)
   shown = []
   for size in pieces or [1] * len(ids):
     shown.append(reader.feed(np.array(ids[:size], np.int32)))
@@ -161,12 +162,12 @@ def request(**changes):
 def test_the_engine_stops_where_the_text_does(whole):
   ids = HF.encode_answer("ab stop cd ef gh").tolist()
   one = scripted.ScriptedEngine(lambda request: ids)
-  reader = answer_text.Reader(HF, stops=["stop"])
+  reader = answer_stream.Reader(HF, stops=["stop"])
 
   async def sample():
     if whole:
-      return await answer_text.sample_whole(one, request(), reader)
-    pieces = [p async for p in answer_text.sample(one, request(), reader)]
+      return await answer_stream.sample_whole(one, request(), reader)
+    pieces = [p async for p in answer_stream.sample(one, request(), reader)]
     tokens = np.concatenate([piece.tokens for piece in pieces])
     assert pieces[-1].completion is not None
     assert np.array_equal(tokens, pieces[-1].completion.tokens)
@@ -196,7 +197,7 @@ def test_experts_are_cut_with_the_tokens():
     decode_s=0.0,
     experts=experts,
   )
-  cut = answer_text.cut(done, 1)
+  cut = answer_stream.cut(done, 1)
   # Three ids of context and one sampled.
   assert cut.experts is not None
   assert np.array_equal(cut.experts, experts[:4])
@@ -207,7 +208,7 @@ def test_closing_early_aborts_the_request():
   one = scripted.ScriptedEngine(lambda request: [4] * 9)
 
   async def scenario():
-    pieces = answer_text.sample(one, request(), answer_text.Reader(HF))
+    pieces = answer_stream.sample(one, request(), answer_stream.Reader(HF))
     await anext(pieces)
     assert one.stats().running == 1
     await pieces.aclose()

@@ -1,0 +1,1 @@
+"""Sessions of agents that are served over HTTP."""
