@@ -20,22 +20,18 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from benchmarks import one_engine
-from rl import (
-  distributions,
-  measured,
-  simulated_learner,
-  simulated_processor,
-  simulation,
-  workload,
-)
+from rl import measured
 from rl.audit import event_log
 from rl.engine.builtin import settings as engine_settings
 from rl.runtime import trace
+from rl.simulation import distributions, simulate, workload
+from rl.simulation import learner as simulated_learner
+from rl.simulation import processor as simulated_processor
 
 _FAR = 5.0
 
 
-def of(run: one_engine.Run, rounds: int) -> simulation.Simulation:
+def of(run: one_engine.Run, rounds: int) -> simulate.Simulation:
   """Returns the simulation of a synchronous run with one engine.
 
   Args:
@@ -43,12 +39,12 @@ def of(run: one_engine.Run, rounds: int) -> simulation.Simulation:
   """
   run = settled(run)
   experiment, log = run.experiment, run.events
-  cluster = simulation.Cluster(
+  cluster = simulate.Cluster(
     learner=learner(run),
-    pools=(simulation.Pool(engines=1, speed=speed(run)),),
+    pools=(simulate.Pool(engines=1, speed=speed(run)),),
     transfer_s=_publish_s(log),
   )
-  return simulation.Simulation(
+  return simulate.Simulation(
     cluster=cluster,
     workloads=(task(log),),
     overlap=experiment.overlap,
@@ -98,11 +94,11 @@ def sharing(alone: one_engine.Run, beside: one_engine.Run) -> Sharing:
 
 
 def slowed(
-  settings: simulation.Simulation,
+  settings: simulate.Simulation,
   cost: Sharing,
   learner_share: float,
   answers_share: float,
-) -> simulation.Simulation:
+) -> simulate.Simulation:
   """Returns a simulation in which both meshes work together for so long.
 
   Args:

@@ -43,7 +43,7 @@ from jaxtyping import Float32
 
 from benchmarks import at_once, machine
 from envs import rewards
-from rl import simulated_learner, testing
+from rl import testing
 from rl.algorithms import advantages, dynamic_sampling, presets
 from rl.audit import checker, event_log, token_ledger
 from rl.data import trajectory
@@ -54,6 +54,7 @@ from rl.pools import router
 from rl.rollout import grading, group_rollout, prompts
 from rl.runtime import mesh_thread, trace, watchdog
 from rl.schedule import overlap
+from rl.simulation import learner as simulated_learner
 from rl.train import trainer as trainer_lib
 
 _TURNS = absl_flags.DEFINE_integer("turns", 100_000, "Played in each case.")

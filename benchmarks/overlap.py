@@ -30,10 +30,12 @@ from benchmarks import calibration, machine, one_engine
 from configs import guess_number_schedules
 from envs import delayed
 from launch import devices, flags
-from rl import assemble, config, simulation, simulation_result
+from rl import assemble, config
 from rl.audit import event_log, token_ledger
 from rl.runtime import trace
 from rl.schedule import overlap
+from rl.simulation import result as simulation_result
+from rl.simulation import simulate
 
 _ROUNDS = absl_flags.DEFINE_integer("rounds", 8, "Rounds of each run.")
 _REPEATS = absl_flags.DEFINE_integer("repeats", 3, "Runs of each schedule.")
@@ -134,7 +136,7 @@ def measured(run: one_engine.Run) -> _Row:
 class Calibrated:
   """What predicts the runs of a task."""
 
-  settings: simulation.Simulation
+  settings: simulate.Simulation
   sharing: calibration.Sharing
 
 
@@ -155,13 +157,13 @@ def simulated(calibrated: Calibrated, schedule: overlap.Overlap) -> _Row:
   return row
 
 
-def _simulated(settings: simulation.Simulation) -> _Row:
+def _simulated(settings: simulate.Simulation) -> _Row:
   """Returns what a simulation was worth.
 
   Raises:
     RuntimeError: it broke a promise of the schedule.
   """
-  record = simulation.simulate(settings)
+  record = simulate.simulate(settings)
   if broken := simulation_result.measure(record).violations:
     raise RuntimeError(f"the simulation broke its promises: {broken[:3]}")
   return outcome(record.events, record.spans, settings.overlap, settings.rounds)

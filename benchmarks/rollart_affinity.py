@@ -34,17 +34,13 @@ from typing import Any
 from absl import app
 
 from benchmarks import machine, simulated
-from rl import (
-  distributions,
-  simulated_learner,
-  simulated_processor,
-  simulation,
-  workload,
-)
 from rl.audit import event_log
 from rl.pools import affinity
 from rl.rollout import group_rollout
 from rl.schedule import overlap
+from rl.simulation import distributions, simulate, workload
+from rl.simulation import learner as simulated_learner
+from rl.simulation import processor as simulated_processor
 
 OVER_BANDWIDTH, OVER_COMPUTE = (1.30, 1.68), (1.12, 1.37)
 COMPUTE_RATIO, BANDWIDTH_RATIO = 148.0 / 989.5, 4.0 / 3.35
@@ -73,10 +69,10 @@ def slowdown(share: float) -> float:
   return share / COMPUTE_RATIO + (1.0 - share) / BANDWIDTH_RATIO
 
 
-def pool(name: str, accelerators: int) -> simulation.Pool:
+def pool(name: str, accelerators: int) -> simulate.Pool:
   """Returns so many H800 or H20; other names are of H800 too."""
   h20 = name == "h20"
-  return simulation.Pool(
+  return simulate.Pool(
     name=name,
     engines=accelerators // _PER_ENGINE,
     speed=simulated_processor.Speed(
@@ -118,15 +114,15 @@ def workloads(
 
 
 def play(
-  pools: tuple[simulation.Pool, ...],
+  pools: tuple[simulate.Pool, ...],
   routing: affinity.Routing,
   shares: Mapping[str, float],
   *,
   rounds: int,
 ) -> tuple[float, Mapping[str, float]]:
   """Returns seconds of as much work as a round is, and the router's counts."""
-  chosen = simulation.Simulation(
-    cluster=simulation.Cluster(
+  chosen = simulate.Simulation(
+    cluster=simulate.Cluster(
       learner=simulated_learner.Learner(token_s=0.0, update_s=0.0),
       pools=pools,
       transfer_s=0.0,
@@ -143,11 +139,11 @@ def play(
     routing=routing,
     rounds=rounds + 3,
   )
-  record = simulated.checked(simulation.simulate(chosen))
+  record = simulated.checked(simulate.simulate(chosen))
   return _GROUPS * _MEMBERS / _sessions_per_s(record), record.routes
 
 
-def _sessions_per_s(record: simulation.Record) -> float:
+def _sessions_per_s(record: simulate.Record) -> float:
   """Returns sessions a second, each turn as a part of one.
 
   Work that later rounds will train counts when it is done: from publish to

@@ -40,17 +40,13 @@ from typing import Any
 from absl import app
 
 from benchmarks import machine, simulated
-from rl import (
-  distributions,
-  simulated_learner,
-  simulated_processor,
-  simulation,
-  simulation_result,
-  workload,
-)
 from rl.pools import affinity
 from rl.rollout import grading, group_rollout
 from rl.schedule import overlap
+from rl.simulation import distributions, simulate, workload
+from rl.simulation import learner as simulated_learner
+from rl.simulation import processor as simulated_processor
+from rl.simulation import result as simulation_result
 
 # Of each rung over the one before, 8B to 32B.
 PUBLISHED = {
@@ -143,13 +139,13 @@ _HEAVY = ("frozen_lake", "webshop", "swe")
 
 def _pool(
   name: str, accelerators: int, model: Model, stop_s: float
-) -> simulation.Pool:
+) -> simulate.Pool:
   h20 = name == "h20"
   tau0_s = model.tau0_s / (_BANDWIDTH_RATIO if h20 else 1.0)
   # Of an H800: 1,000 ids of context take 4.5 times as long as 200 of answers.
   batch = simulated_processor.Speed(tau0_s=model.tau0_s, b0=_B0, slots=_SLOTS)
   encoded = 1_000.0 / (4.5 * 200.0) * batch.tokens_per_s
-  return simulation.Pool(
+  return simulate.Pool(
     name=name,
     engines=accelerators // 4,
     speed=simulated_processor.Speed(
@@ -196,7 +192,7 @@ RUNGS = {
 
 def settings(
   rung: Rung, model: Model, token_s: float, rounds: int
-) -> simulation.Simulation:
+) -> simulate.Simulation:
   """Returns the run of one rung."""
   stop_s = model.pull_s if rung.hidden else model.exposed_s
   if rung.mixed:
@@ -208,8 +204,8 @@ def settings(
     for one in workloads(model)
   }
   ahead = 2 * rung.schedule.max_staleness
-  return simulation.Simulation(
-    cluster=simulation.Cluster(
+  return simulate.Simulation(
+    cluster=simulate.Cluster(
       learner=simulated_learner.Learner(
         token_s=token_s, update_s=0.0, accelerators=16
       ),
@@ -247,7 +243,7 @@ def play(
       graded_together=True,
       graders=_GRADERS,
     )
-  record = simulated.checked(simulation.simulate(chosen, world))
+  record = simulated.checked(simulate.simulate(chosen, world))
   return simulation_result.measure(record)
 
 

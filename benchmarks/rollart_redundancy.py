@@ -24,16 +24,12 @@ from typing import Any
 from absl import app
 
 from benchmarks import machine, simulated
-from rl import (
-  distributions,
-  simulated_learner,
-  simulated_processor,
-  simulation,
-  workload,
-)
 from rl.audit import event_log, token_ledger
 from rl.rollout import group_rollout
 from rl.schedule import overlap
+from rl.simulation import distributions, simulate, workload
+from rl.simulation import learner as simulated_learner
+from rl.simulation import processor as simulated_processor
 
 PUBLISHED = {
   (8, 32): 1.00,
@@ -61,7 +57,7 @@ def load_b0(low: float, high: float, exponent: float) -> float:
 
 def settings(
   size: int, groups: int, *, rounds: int, shared: bool = True
-) -> simulation.Simulation:
+) -> simulate.Simulation:
   """Returns a run of one cell, in which only decoding takes time.
 
   Args:
@@ -79,10 +75,10 @@ def settings(
       extra_groups=groups - _GROUPS, extra_members=size - _MEMBERS
     ),
   )
-  return simulation.Simulation(
-    cluster=simulation.Cluster(
+  return simulate.Simulation(
+    cluster=simulate.Cluster(
       learner=simulated_learner.Learner(token_s=0.0, update_s=0.0),
-      pools=(simulation.Pool(engines=_ENGINES, speed=speed),),
+      pools=(simulate.Pool(engines=_ENGINES, speed=speed),),
       transfer_s=0.0,
     ),
     workloads=(
@@ -102,9 +98,9 @@ def settings(
   )
 
 
-def play(chosen: simulation.Simulation) -> dict[str, float]:
+def play(chosen: simulate.Simulation) -> dict[str, float]:
   """Returns seconds of a round, and what redundancy costs."""
-  record = simulated.checked(simulation.simulate(chosen))
+  record = simulated.checked(simulate.simulate(chosen))
   books = token_ledger.of(record.events)
   ended = {
     event_log.member(e): e["tokens"]

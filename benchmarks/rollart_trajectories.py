@@ -24,15 +24,11 @@ import numpy as np
 from absl import app
 
 from benchmarks import machine, simulated
-from rl import (
-  distributions,
-  simulated_learner,
-  simulated_processor,
-  simulation,
-  workload,
-)
 from rl.rollout import group_rollout
 from rl.schedule import overlap
+from rl.simulation import distributions, simulate, workload
+from rl.simulation import learner as simulated_learner
+from rl.simulation import processor as simulated_processor
 
 PUBLISHED = {1: 1.23, 3: 1.51, 5: 1.69, 7: 2.18, 10: 2.27}
 _GROUPS, _MEMBERS, _TURNS, _MEAN_S = 32, 8, 20, 10.0
@@ -62,15 +58,15 @@ def settings(
   turns: int = _TURNS,
   answer_s: float = 0.001,
   groups: int = _GROUPS,
-) -> simulation.Simulation:
+) -> simulate.Simulation:
   """Returns a run in which only environments take time, and answers some."""
   speed = simulated_processor.Speed(
     tau0_s=answer_s / _ANSWER, b0=math.inf, slots=groups * _MEMBERS
   )
-  return simulation.Simulation(
-    cluster=simulation.Cluster(
+  return simulate.Simulation(
+    cluster=simulate.Cluster(
       learner=simulated_learner.Learner(token_s=0.0, update_s=0.0),
-      pools=(simulation.Pool(engines=1, speed=speed),),
+      pools=(simulate.Pool(engines=1, speed=speed),),
       transfer_s=0.0,
     ),
     workloads=(
@@ -96,15 +92,15 @@ def settings(
   )
 
 
-def compare(chosen: simulation.Simulation) -> tuple[float, float]:
+def compare(chosen: simulate.Simulation) -> tuple[float, float]:
   """Returns mean seconds of a round, in lockstep and by trajectory."""
   batch = simulated.Lockstep(
     chosen.workloads,
     chosen.seed,
     episodes=chosen.overlap.groups_per_round * chosen.rollout.group_size,
   )
-  together = simulated.checked(simulation.simulate(chosen, batch))
-  alone = simulated.checked(simulation.simulate(chosen))
+  together = simulated.checked(simulate.simulate(chosen, batch))
+  alone = simulated.checked(simulate.simulate(chosen))
   return (
     statistics.mean(simulated.rounds_s(together)),
     statistics.mean(simulated.rounds_s(alone)),

@@ -35,18 +35,14 @@ from typing import Any
 from absl import app
 
 from benchmarks import machine, simulated
-from rl import (
-  distributions,
-  simulated_learner,
-  simulated_processor,
-  simulation,
-  simulation_result,
-  workload,
-)
 from rl.audit import event_log
 from rl.rollout import group_rollout
 from rl.runtime import trace
 from rl.schedule import overlap
+from rl.simulation import distributions, simulate, workload
+from rl.simulation import learner as simulated_learner
+from rl.simulation import processor as simulated_processor
+from rl.simulation import result as simulation_result
 
 SERIAL_S = {32: 363.0, 96: 1098.0}
 PIPED_S = {32: 251.0, 96: 647.0}
@@ -96,7 +92,7 @@ def play(
   start_s: distributions.Distribution = _AT_ONCE,
 ) -> dict[str, float]:
   """Returns what is measured of one row, means over all rounds."""
-  record = simulation.simulate(_settings(schedule, rates, rounds, start_s))
+  record = simulate.simulate(_settings(schedule, rates, rounds, start_s))
   simulated.checked(record)
   total_s = statistics.mean(simulated.rounds_s(record)[1:])
   busy = trace.busy(record.spans, "learner")
@@ -114,7 +110,7 @@ def play(
   return row
 
 
-def _first_s(record: simulation.Record) -> float:
+def _first_s(record: simulate.Record) -> float:
   """Returns when training begins, mean over the rounds that count."""
   dequeued: dict[int, float] = {}
   for event in event_log.of_kind(record.events, "dequeued"):
@@ -130,14 +126,14 @@ def _settings(
   rates: Rates,
   rounds: int,
   start_s: distributions.Distribution,
-) -> simulation.Simulation:
+) -> simulate.Simulation:
   speed = simulated_processor.Speed(
     tau0_s=rates.tau0_s, b0=_B0, slots=rates.slots
   )
-  return simulation.Simulation(
-    cluster=simulation.Cluster(
+  return simulate.Simulation(
+    cluster=simulate.Cluster(
       learner=simulated_learner.Learner(token_s=rates.token_s, update_s=0.0),
-      pools=(simulation.Pool(engines=1, speed=speed),),
+      pools=(simulate.Pool(engines=1, speed=speed),),
       transfer_s=0.0,
     ),
     workloads=(

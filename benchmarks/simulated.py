@@ -9,14 +9,14 @@ from typing import Any
 from absl import flags as absl_flags
 
 from envs import base
-from rl import simulated_source, simulation
 from rl.audit import checker, event_log
+from rl.simulation import simulate, world
 
 ROUNDS = absl_flags.DEFINE_integer("rounds", 7, "Rounds of each row.")
 
 
 @dataclasses.dataclass(eq=False)
-class Lockstep(simulated_source.World):
+class Lockstep(world.World):
   """A world in which all episodes of a round wait for the slowest, each turn.
 
   Environments step when all have their answers, and answers are sampled when
@@ -121,13 +121,13 @@ class _InStep:
     await self._inner.close()
 
 
-def rounds_s(record: simulation.Record) -> list[float]:
+def rounds_s(record: simulate.Record) -> list[float]:
   """Returns seconds from publish to publish, the first from the beginning."""
   ends = [e["t"] for e in event_log.of_kind(record.events, "published")]
   return [b - a for a, b in itertools.pairwise([0.0, *ends])]
 
 
-def checked(record: simulation.Record) -> simulation.Record:
+def checked(record: simulate.Record) -> simulate.Record:
   """Returns the record of a run that kept every promise of its schedule.
 
   Raises:

@@ -7,9 +7,11 @@ Tasks are short games with slow steps and long answers of one turn. A plan
 takes about a minute.
 """
 
-from rl import distributions, fleet, planning, simulated_processor, workload
+from rl import fleet, planning
 from rl.pools import affinity
 from rl.rollout import group_rollout
+from rl.simulation import distributions, workload
+from rl.simulation import processor as simulated_processor
 
 
 def get_config() -> planning.Planning:

@@ -11,21 +11,17 @@ parameters; latencies of environments have a body and a Pareto tail.
 10,000 seconds of the cluster take about 70 s on one core.
 """
 
-from rl import (
-  distributions,
-  simulated_learner,
-  simulated_processor,
-  simulation,
-  workload,
-)
 from rl.pools import affinity
 from rl.rollout import group_rollout
 from rl.schedule import overlap
+from rl.simulation import distributions, simulate, workload
+from rl.simulation import learner as simulated_learner
+from rl.simulation import processor as simulated_processor
 
 
-def get_config() -> simulation.Simulation:
+def get_config() -> simulate.Simulation:
   """Returns ten rounds of 2,048 episodes."""
-  return simulation.Simulation(
+  return simulate.Simulation(
     cluster=_cluster(),
     workloads=_workloads(),
     overlap=overlap.in_flight(groups_per_round=256, max_staleness=1),
@@ -43,7 +39,7 @@ def get_config() -> simulation.Simulation:
   )
 
 
-def _cluster() -> simulation.Cluster:
+def _cluster() -> simulate.Cluster:
   """Returns 504 accelerators that train and 2,496 that decode."""
   compute = simulated_processor.Speed(
     tau0_s=0.030,
@@ -61,12 +57,12 @@ def _cluster() -> simulation.Cluster:
     kv_tokens=6_000_000,
     update_s=10.0,
   )
-  return simulation.Cluster(
+  return simulate.Cluster(
     learner=simulated_learner.Learner(
       token_s=8e-6, update_s=5.0, accelerators=504
     ),
     pools=(
-      simulation.Pool(
+      simulate.Pool(
         name="h800",
         engines=96,
         speed=compute,
@@ -74,7 +70,7 @@ def _cluster() -> simulation.Cluster:
         cost=2.85,
         accelerators=16,
       ),
-      simulation.Pool(
+      simulate.Pool(
         name="h20",
         engines=60,
         speed=bandwidth,

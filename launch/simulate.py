@@ -5,8 +5,8 @@
   python -m launch.simulate --config=FILE --timeline=DIR
   python -m launch.simulate --plan --config=FILE      see launch/plan.py
 
-FILE has a get_config() that returns a `simulation.Simulation`. What is printed
-is explained in `rl.simulation_result`. Nothing touches a device.
+FILE has a get_config() that returns a `simulate.Simulation`. What is printed
+is explained in `rl.simulation.result`. Nothing touches a device.
 """
 
 import pathlib
@@ -20,9 +20,10 @@ from absl import app
 from absl import flags as absl_flags
 
 from launch import flags, plan, simulated_timeline
-from rl import simulation, simulation_result
 from rl.runtime import trace, watchdog
 from rl.settings import overrides
+from rl.simulation import result as simulation_result
+from rl.simulation import simulate
 
 _TIMELINE = absl_flags.DEFINE_string(
   "timeline",
@@ -60,7 +61,7 @@ def _simulate() -> None:
       directory = pathlib.Path(_TIMELINE.value)
       plan.make_directory(directory, f"--timeline={directory}")
   try:
-    record = simulation.simulate(chosen)
+    record = simulate.simulate(chosen)
   except watchdog.Stalled as stalled:
     sys.exit(f"stall_s={chosen.stall_s:g}: {stalled}")
   result = simulation_result.measure(record)
@@ -75,9 +76,9 @@ def _simulate() -> None:
 
 def check(chosen: Any) -> None:
   """Raises SettingError on settings of anything but a simulation."""
-  if not isinstance(chosen, simulation.Simulation):
+  if not isinstance(chosen, simulate.Simulation):
     raise overrides.SettingError(
-      f"--config: {type(chosen).__name__} is no rl.simulation.Simulation; "
+      f"--config: {type(chosen).__name__} is no rl.simulation.simulate.Simulation; "
       "use a file such as configs/simulated_3000.py"
     )
 
@@ -135,7 +136,7 @@ def lines(result: simulation_result.Result) -> Iterator[tuple[str, str]]:
   )
 
 
-def write(record: simulation.Record, directory: pathlib.Path) -> None:
+def write(record: simulate.Record, directory: pathlib.Path) -> None:
   """Writes timeline.json into a directory."""
   path = directory / "timeline.json"
   trace.write_chrome(simulated_timeline.spans(record), path)

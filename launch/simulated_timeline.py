@@ -2,13 +2,14 @@
 
 from collections.abc import Sequence
 
-from rl import simulation, simulation_result
 from rl.runtime import trace
+from rl.simulation import result as simulation_result
+from rl.simulation import simulate
 
 _SHADES = " ▁▂▃▄▅▆▇█"
 
 
-def spans(record: simulation.Record) -> list[trace.Span]:
+def spans(record: simulate.Record) -> list[trace.Span]:
   """Returns what the learner, publishing and each engine did, and when."""
   found = list(record.spans)
   numbers: dict[str, int] = {}
@@ -24,7 +25,7 @@ def spans(record: simulation.Record) -> list[trace.Span]:
   return found
 
 
-def text(record: simulation.Record, width: int) -> str:
+def text(record: simulate.Record, width: int) -> str:
   """Returns a row for the learner, one for each pool, and one of publishes.
 
   A full block is all of the time, or all of a pool's engines, at work.

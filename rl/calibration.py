@@ -24,11 +24,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rl import config, distributions, fleet, measured, planning, workload
+from rl import config, fleet, measured, planning
 from rl.audit import event_log
 from rl.pools import placement
 from rl.runtime import trace
 from rl.settings import overrides
+from rl.simulation import distributions, workload
 
 _MORE = "let it run for a few rounds"
 _PLACE = ("group", "attempt", "index")
@@ -51,7 +52,7 @@ class Rates(NamedTuple):
   """What a run's hardware did.
 
   Attributes:
-    tau0_s, b0: see `simulated_processor.Speed`.
+    tau0_s, b0: see `processor.Speed`.
     token_s, update_s: of the whole learner's mesh, for an id and a step.
     describe_s: in which a sample is scored after each publish.
     transfer_s: until new weights have travelled.

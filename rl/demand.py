@@ -12,10 +12,13 @@ import functools
 import numpy as np
 from jaxtyping import Bool, Float64
 
-from rl import planning, simulated_learner, simulated_processor, simulation
+from rl import planning
 from rl.audit import event_log
 from rl.data import trajectory
 from rl.schedule import overlap
+from rl.simulation import learner as simulated_learner
+from rl.simulation import processor as simulated_processor
+from rl.simulation import simulate
 
 # What a token takes however many decode; it is taken off again.
 _TOKEN_S = 0.01
@@ -63,10 +66,10 @@ class Demands:
     groups = asked.groups_per_round + redundancy.extra_groups
     members = asked.rollout.group_size + redundancy.extra_members
     count = asked.window.stop * groups
-    run = simulation.Simulation(
-      cluster=simulation.Cluster(
+    run = simulate.Simulation(
+      cluster=simulate.Cluster(
         learner=simulated_learner.Learner(token_s=0.0, update_s=0.0),
-        pools=(simulation.Pool(engines=1, speed=_NO_LIMIT),),
+        pools=(simulate.Pool(engines=1, speed=_NO_LIMIT),),
         transfer_s=0.0,
       ),
       workloads=asked.workloads,
@@ -76,10 +79,10 @@ class Demands:
       warmup=0,
       seed=asked.seed,
     )
-    return _measured(simulation.simulate(run), count, members)
+    return _measured(simulate.simulate(run), count, members)
 
 
-def _measured(record: simulation.Record, count: int, members: int) -> Demand:
+def _measured(record: simulate.Record, count: int, members: int) -> Demand:
   tokens, context, trained, wait_s, reward_s = np.zeros((5, count, members))
   broken = np.ones((count, members), bool)
   began = np.zeros(count)
@@ -107,7 +110,7 @@ def _measured(record: simulation.Record, count: int, members: int) -> Demand:
   return Demand(tokens, context, trained, broken, wait_s, reward_s)
 
 
-def num_tokens(record: simulation.Record) -> int:
+def num_tokens(record: simulate.Record) -> int:
   """Returns tokens that were trained in the rounds that count."""
   counted = record.settings.counted
   return sum(

@@ -8,9 +8,10 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
-from rl import simulated_learner, simulated_processor
 from rl.pools import placement
 from rl.settings import checks
+from rl.simulation import learner as simulated_learner
+from rl.simulation import processor as simulated_processor
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

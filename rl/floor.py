@@ -26,8 +26,9 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float64
 
-from rl import demand, simulation
+from rl import demand
 from rl.schedule import overlap as overlap_lib
+from rl.simulation import simulate
 
 # Of the simulated engine: a token may end this much earlier, as may a timer.
 _SLACK = 1e-5
@@ -80,7 +81,7 @@ class _Rounds:
 
 def floor(
   needs: demand.Demand,
-  cluster: simulation.Cluster,
+  cluster: simulate.Cluster,
   schedule: overlap_lib.Overlap,
   window: range,
   group_size: int,
@@ -121,7 +122,7 @@ _TRAINED, _SERVED = "e", "p"
 
 def _links(
   rounds: _Rounds,
-  cluster: simulation.Cluster,
+  cluster: simulate.Cluster,
   schedule: overlap_lib.Overlap,
   window: range,
 ) -> Iterator[_Link]:
@@ -149,7 +150,7 @@ def _links(
 
 def _work(
   rounds: _Rounds,
-  cluster: simulation.Cluster,
+  cluster: simulate.Cluster,
   schedule: overlap_lib.Overlap,
   v: int,
   stop: int,
@@ -178,14 +179,14 @@ def _longest(links: Iterable[_Link], window: range) -> float:
   return reached[window.stop, _TRAINED]
 
 
-def publish_s(cluster: simulation.Cluster) -> float:
+def publish_s(cluster: simulate.Cluster) -> float:
   """Returns seconds of a publish for which nothing else is waited for."""
   return cluster.transfer_s + cluster.update_s
 
 
 def _rounds(
   needs: demand.Demand,
-  cluster: simulation.Cluster,
+  cluster: simulate.Cluster,
   schedule: overlap_lib.Overlap,
   stop: int,
   group_size: int,

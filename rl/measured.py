@@ -15,8 +15,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import numpy as np
 from jaxtyping import Float64
 
-from rl import distributions
 from rl.audit import event_log
+from rl.simulation import distributions
 
 _BINS = 60
 _BODY = 0.9

@@ -11,8 +11,10 @@ import collections
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from rl import demand, planning, simulation, simulation_result
+from rl import demand, planning
 from rl import floor as floor_lib
+from rl.simulation import result as simulation_result
+from rl.simulation import simulate
 
 Fits = Callable[[planning.Choice], str | None]
 """Returns why a choice cannot be used, or nothing."""
@@ -214,7 +216,7 @@ def _candidate(
 def estimate(asked: planning.Planning, candidate: Candidate) -> Estimate:
   """Returns what a simulated run of a choice was worth."""
   choice = candidate.choice
-  record = simulation.simulate(asked.simulated(choice))
+  record = simulate.simulate(asked.simulated(choice))
   result = simulation_result.measure(record)
   cost = asked.cost(choice)
   tokens = demand.num_tokens(record) / result.rounds

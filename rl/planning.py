@@ -9,10 +9,11 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import get_args
 
-from rl import fleet, simulation, workload
+from rl import fleet
 from rl.pools import affinity, placement
 from rl.schedule import overlap as overlap_lib
 from rl.settings import checks
+from rl.simulation import simulate, workload
 
 SCHEDULES = (
   "sync",
@@ -280,11 +281,11 @@ class Planning:
       for name, count in choice.engines
     )
 
-  def cluster(self, choice: Choice) -> simulation.Cluster:
+  def cluster(self, choice: Choice) -> simulate.Cluster:
     """Returns the hardware of a choice."""
     kinds = self.fleet.by_name
     pools = tuple(
-      simulation.Pool(
+      simulate.Pool(
         name=name if number else _FIRST_POOL,
         engines=count,
         speed=kinds[name].speed,
@@ -294,16 +295,16 @@ class Planning:
       )
       for number, (name, count) in enumerate(choice.engines)
     )
-    return simulation.Cluster(
+    return simulate.Cluster(
       learner=kinds[choice.learner].learner(choice.devices),
       pools=pools,
       transfer_s=self.fleet.transfer_s,
     )
 
-  def simulated(self, choice: Choice) -> simulation.Simulation:
+  def simulated(self, choice: Choice) -> simulate.Simulation:
     """Returns the run that shows what a choice is worth."""
     window, eta = self.window, choice.overlap.max_staleness
-    return simulation.Simulation(
+    return simulate.Simulation(
       cluster=self.cluster(choice),
       workloads=self.workloads,
       overlap=choice.overlap,

@@ -12,7 +12,7 @@ from benchmarks import (
   rollout_pipe,
   simulated,
 )
-from rl import distributions
+from rl.simulation import distributions
 
 
 def test_a_barrier_opens_when_all_who_are_left_have_come():

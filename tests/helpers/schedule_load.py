@@ -16,12 +16,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from envs import base, mixture
-from rl import simulated_learner, testing
+from rl import testing
 from rl.algorithms import dynamic_sampling
 from rl.audit import checker as checker_lib
 from rl.audit import event_log, token_ledger
 from rl.rollout import grading
 from rl.schedule import overlap
+from rl.simulation import learner as simulated_learner
 from tests.helpers import virtual_run
 
 _FAULTS = (

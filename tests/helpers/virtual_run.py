@@ -12,7 +12,7 @@ from typing import Any
 
 from envs import base, rewards
 from models.chat import word_chat
-from rl import simulated_learner, testing
+from rl import testing
 from rl.algorithms import advantages, dynamic_sampling
 from rl.audit import checker, event_log, token_ledger
 from rl.data import trajectory
@@ -22,6 +22,7 @@ from rl.pools import affinity, router
 from rl.rollout import grading, group_rollout, prompts
 from rl.runtime import trace, virtual_clock, watchdog
 from rl.schedule import overlap
+from rl.simulation import learner as simulated_learner
 
 CHAT = word_chat.WordChat(("go", "on", "yes", "no"))
 YES, NO = 5, 6

@@ -9,9 +9,11 @@ import pytest
 from absl.testing import flagsaver
 
 from launch import flags, simulate, simulated_timeline
-from rl import simulation, simulation_result, workload
 from rl.runtime import trace
 from rl.settings import overrides
+from rl.simulation import result as simulation_result
+from rl.simulation import simulate as simulate_lib
+from rl.simulation import workload
 
 ROOT = pathlib.Path(__file__).parents[2]
 SMALL = '''
@@ -47,7 +49,7 @@ def config(tmp_path):
 
 @pytest.fixture
 def record(config):
-  return simulation.simulate(flags.load(str(config), check=simulate.check))
+  return simulate_lib.simulate(flags.load(str(config), check=simulate.check))
 
 
 def launched(*arguments):
@@ -139,7 +141,7 @@ def test_an_interrupted_simulation_ends_with_a_word(
   def interrupt(chosen):
     raise KeyboardInterrupt
 
-  monkeypatch.setattr(simulation, "simulate", interrupt)
+  monkeypatch.setattr(simulate_lib, "simulate", interrupt)
   with flagsaver.flagsaver():
     flags.parse(["simulate", f"--config={config}"])
     with pytest.raises(SystemExit) as ended:
@@ -150,7 +152,7 @@ def test_an_interrupted_simulation_ends_with_a_word(
 
 def test_faults_are_told_by_their_status():
   task = workload.Workload(start_fault=1.0)
-  record = simulation.simulate(simulation.Simulation(workloads=(task,)))
+  record = simulate_lib.simulate(simulate_lib.Simulation(workloads=(task,)))
   result = simulation_result.measure(record)
   assert result.faults == {"env_fault": result.episodes}
   (said,) = (
@@ -189,7 +191,7 @@ def test_the_cluster_of_3000_accelerators_is_one():
 def test_parts_of_a_cluster_are_overridden_by_their_path(config):
   changes = {
     "cluster.pools.0.engines": "3",
-    "workloads.0.answer_tokens": "rl.distributions.Constant(value=50)",
+    "workloads.0.answer_tokens": "rl.simulation.distributions.Constant(value=50)",
     "overlap.max_staleness": "1",
     "overlap.on_publish": "recompute",
     "overlap.wait_for_round": "false",

@@ -5,9 +5,11 @@ import dataclasses
 import multiprocessing
 
 from configs import guess_number_moe
-from rl import distributions, fleet, planning, simulated_processor, workload
+from rl import fleet, planning
 from rl.pools import affinity
 from rl.rollout import group_rollout
+from rl.simulation import distributions, workload
+from rl.simulation import processor as simulated_processor
 
 QUICK = simulated_processor.Speed(
   tau0_s=0.01, b0=8.0, prefill_per_s=5e3, slots=4, kv_tokens=4000, update_s=0.3

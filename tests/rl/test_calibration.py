@@ -8,18 +8,13 @@ import numpy as np
 import pytest
 
 from configs import guess_number_moe
-from rl import (
-  calibration,
-  distributions,
-  measured,
-  simulated_learner,
-  simulated_processor,
-  simulation,
-  workload,
-)
+from rl import calibration, measured
 from rl.pools import placement
 from rl.schedule import overlap
 from rl.settings import overrides
+from rl.simulation import distributions, simulate, workload
+from rl.simulation import learner as simulated_learner
+from rl.simulation import processor as simulated_processor
 from tests.rl import planned_fleets
 
 SPEED = simulated_processor.Speed(
@@ -56,12 +51,12 @@ SCHEDULES = {
 
 def played(schedule):
   """Returns what a run with known rates looks like."""
-  return simulation.Simulation(
-    cluster=simulation.Cluster(
+  return simulate.Simulation(
+    cluster=simulate.Cluster(
       learner=simulated_learner.Learner(
         token_s=1e-3, update_s=0.3, describe_s=0.2
       ),
-      pools=(simulation.Pool(engines=2, speed=SPEED),),
+      pools=(simulate.Pool(engines=2, speed=SPEED),),
       transfer_s=0.7,
     ),
     workloads=TASKS,
@@ -77,7 +72,7 @@ def played(schedule):
 def records():
   """One run of each schedule."""
   with planned_fleets.untyped_process() as process:
-    runs = process.map(simulation.simulate, map(played, SCHEDULES.values()))
+    runs = process.map(simulate.simulate, map(played, SCHEDULES.values()))
     return dict(zip(SCHEDULES, runs, strict=True))
 
 

@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
-from rl import demand, distributions, workload
+from rl import demand
 from rl.schedule import overlap
+from rl.simulation import distributions, workload
 from tests.rl import planned_fleets
 
 PLAIN = overlap.Redundancy()

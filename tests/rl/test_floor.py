@@ -3,12 +3,14 @@
 import numpy as np
 import pytest
 
-from rl import demand, floor, simulated_learner, simulation
+from rl import demand, floor
 from rl.schedule import overlap
+from rl.simulation import learner as simulated_learner
+from rl.simulation import simulate
 
-CLUSTER = simulation.Cluster(
+CLUSTER = simulate.Cluster(
   learner=simulated_learner.Learner(token_s=0.01, update_s=0.0),
-  pools=(simulation.Pool(engines=1),),
+  pools=(simulate.Pool(engines=1),),
   transfer_s=0.0,
 )
 

@@ -5,18 +5,11 @@ import functools
 
 import pytest
 
-from rl import (
-  demand,
-  distributions,
-  fleet,
-  planner,
-  planning,
-  simulation,
-  simulation_result,
-  workload,
-)
+from rl import demand, fleet, planner, planning
 from rl import floor as floor_lib
 from rl.schedule import overlap
+from rl.simulation import distributions, simulate, workload
+from rl.simulation import result as simulation_result
 from tests.rl import planned_fleets
 
 question = planned_fleets.question
@@ -138,11 +131,11 @@ def test_the_bound_is_exact_where_nothing_varies_or_queues():
     )
   )
   speed = dataclasses.replace(planned_fleets.QUICK, prefill_per_s=float("inf"))
-  cluster = simulation.Cluster(
+  cluster = simulate.Cluster(
     learner=fleet.DeviceKind(
       name="one", count=1, token_s=1e-3, update_s=0.2
     ).learner(1),
-    pools=(simulation.Pool(engines=2, speed=speed),),
+    pools=(simulate.Pool(engines=2, speed=speed),),
     transfer_s=0.5,
   )
   needs = demand.Demands(asked).of(overlap.Redundancy())
@@ -153,8 +146,8 @@ def test_the_bound_is_exact_where_nothing_varies_or_queues():
   assert bound.parts["decode"] == pytest.approx(1.5)
   assert bound.parts["learner"] == pytest.approx(1.16)
   assert bound.tokens == 800
-  record = simulation.simulate(
-    simulation.Simulation(
+  record = simulate.simulate(
+    simulate.Simulation(
       cluster=cluster,
       workloads=asked.workloads,
       overlap=overlap.sync(4),

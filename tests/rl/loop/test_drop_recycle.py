@@ -6,10 +6,12 @@ import dataclasses
 import pytest
 
 from envs import mixture
-from rl import simulated_engine, simulated_processor, testing
+from rl import testing
 from rl.audit import event_log
 from rl.loop import coordinator
 from rl.schedule import overlap
+from rl.simulation import engine as simulated_engine
+from rl.simulation import processor as simulated_processor
 from tests.helpers import virtual_run
 
 DROP = dataclasses.replace(overlap.in_flight(4, 1, 1), consume="drop")

@@ -9,11 +9,14 @@ import dataclasses
 import numpy as np
 import pytest
 
-from rl import simulated_engine, simulated_learner, simulated_processor, testing
+from rl import testing
 from rl.algorithms import advantages, dynamic_sampling
 from rl.data import trajectory
 from rl.rollout import episode
 from rl.schedule import overlap
+from rl.simulation import engine as simulated_engine
+from rl.simulation import learner as simulated_learner
+from rl.simulation import processor as simulated_processor
 from tests.helpers import fake_run, played_members, virtual_run
 
 ASYNCHRONOUS = {

@@ -6,10 +6,11 @@ import json
 
 import pytest
 
-from rl import simulated_learner, testing
+from rl import testing
 from rl.algorithms import dynamic_sampling
 from rl.loop import coordinator, progress
 from rl.schedule import overlap
+from rl.simulation import learner as simulated_learner
 from tests.helpers import virtual_run
 
 DROP = dataclasses.replace(

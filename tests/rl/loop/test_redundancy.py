@@ -6,10 +6,11 @@ import dataclasses
 import numpy as np
 import pytest
 
-from rl import simulated_learner, testing
+from rl import testing
 from rl.algorithms import advantages
 from rl.loop import coordinator
 from rl.schedule import overlap
+from rl.simulation import learner as simulated_learner
 from tests.helpers import fake_run, played_members, virtual_run
 
 GROUP = 3

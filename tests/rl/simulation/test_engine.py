@@ -8,10 +8,11 @@ import asyncio
 import numpy as np
 import pytest
 
-from rl import simulated_engine, simulated_processor
 from rl.data import trajectory
 from rl.engine import contract
 from rl.runtime import virtual_clock
+from rl.simulation import engine as simulated_engine
+from rl.simulation import processor as simulated_processor
 
 
 def speed(**fields):

@@ -5,11 +5,13 @@ import asyncio
 import numpy as np
 import pytest
 
-from rl import simulated_engine, simulated_learner, simulated_processor
 from rl.audit import event_log
 from rl.data import trajectory
 from rl.pools import router
 from rl.runtime import trace, virtual_clock
+from rl.simulation import engine as simulated_engine
+from rl.simulation import learner as simulated_learner
+from rl.simulation import processor as simulated_processor
 from rl.train import trainer as trainer_lib
 
 

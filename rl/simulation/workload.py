@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Mapping
 from typing import Literal, get_args
 
-from rl import distributions
+from rl.simulation import distributions
 
 _NORMAL = statistics.NormalDist()
 _PACKERS = [struct.Struct(f"<{count}q") for count in range(8)]

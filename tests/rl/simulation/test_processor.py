@@ -6,8 +6,8 @@ import math
 import numpy as np
 import pytest
 
-from rl import simulated_processor
 from rl.engine import contract
+from rl.simulation import processor as simulated_processor
 
 SPEED = simulated_processor.Speed(
   tau0_s=0.01, b0=10.0, slots=8, kv_tokens=100_000

@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 
 from envs import base
-from rl import distributions, simulated_source, workload
 from rl.engine import contract as contract_lib
 from rl.rollout import episode, prompts
 from rl.runtime import virtual_clock
+from rl.simulation import distributions, workload
+from rl.simulation import world as world_lib
 
 MATH = workload.Workload(
   name="math",
@@ -31,7 +32,7 @@ GAME = workload.Workload(
 
 @pytest.fixture
 def world():
-  return simulated_source.World((MATH, GAME), 0)
+  return world_lib.World((MATH, GAME), 0)
 
 
 def opening(world, task):
@@ -62,7 +63,7 @@ def test_it_is_a_source_a_mixture_and_a_chat(world, contract):
 def test_it_has_the_sources_and_shares_of_its_workloads(world):
   assert [source.name for source in world.sources] == ["math", "game"]
   assert world.weights == (3.0, 1.0)
-  assert isinstance(simulated_source.Reward(world), base.Reward)
+  assert isinstance(world_lib.Reward(world), base.Reward)
 
 
 def test_an_episode_takes_its_turns_and_their_seconds(world):
@@ -86,7 +87,7 @@ def test_a_context_tells_the_engine_which_task_it_is_of(world):
   assert [answer(world, task) for task in games] == [9, 9, 9]
   third, fourth = (world.sources[0].task(i, "train") for i in (3, 4))
   length = answer(world, third)
-  assert answer(simulated_source.World((MATH, GAME), 0), third) == length
+  assert answer(world_lib.World((MATH, GAME), 0), third) == length
   assert answer(world, fourth) != length
 
 
@@ -94,7 +95,7 @@ def test_plays_and_turns_of_a_task_answer_differently(world):
   task = world.sources[0].task(3, "train")
   lengths = [answer(world, task) for _ in range(4)]
   assert len(set(lengths)) > 2
-  again = simulated_source.World((MATH, GAME), 0)
+  again = world_lib.World((MATH, GAME), 0)
   assert [answer(again, task, turn=1) for _ in range(4)] != lengths
 
 
@@ -109,7 +110,7 @@ def test_an_answer_belongs_to_its_play_whoever_asks_for_it(world):
 
 def test_a_reward_takes_its_seconds_and_is_0_or_1(world):
   async def grade():
-    reward = simulated_source.Reward(world)
+    reward = world_lib.Reward(world)
     grades = [(await reward(task, [play]))[0].value for play in plays]
     return grades, asyncio.get_running_loop().time()
 
@@ -134,7 +135,7 @@ def test_a_play_is_graded_alike_whatever_the_order():
     return asyncio.get_running_loop().time() - start, said
 
   async def grade_all(order):
-    world = simulated_source.World((shaky,), 0)
+    world = world_lib.World((shaky,), 0)
     task = world.task(0, "train")
     plays = [
       base.Transcript(await world(task).start(), []) for _ in range(len(order))
@@ -160,7 +161,7 @@ def test_a_play_is_graded_alike_whatever_the_order():
 @pytest.mark.parametrize("call", ["start", "step", "reward"])
 def test_a_fault_is_an_exception(call):
   broken = dataclasses.replace(workload.Workload(), **{f"{call}_fault": 1.0})
-  world = simulated_source.World((broken,), 0)
+  world = world_lib.World((broken,), 0)
 
   async def ask():
     task = world.task(0, "train")

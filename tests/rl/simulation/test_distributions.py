@@ -5,7 +5,7 @@ import statistics
 
 import pytest
 
-from rl import distributions
+from rl.simulation import distributions
 
 
 def draws(distribution, count=20_000):

@@ -4,15 +4,11 @@ import dataclasses
 
 import pytest
 
-from rl import (
-  distributions,
-  simulated_learner,
-  simulated_processor,
-  simulation,
-  simulation_result,
-  workload,
-)
 from rl.rollout import group_rollout
+from rl.simulation import distributions, simulate, workload
+from rl.simulation import learner as simulated_learner
+from rl.simulation import processor as simulated_processor
+from rl.simulation import result as simulation_result
 
 # A token of 8 sequences takes 0.01 (1 + 8 / 8) = 0.02 s.
 SPEED = simulated_processor.Speed(
@@ -41,10 +37,10 @@ AGENT = workload.Workload(
 def settings(schedule, *workloads, engines=1, size=2, **changes):
   """Returns a run whose learner needs 1 ms an id and 1 s an update."""
   return dataclasses.replace(
-    simulation.Simulation(
-      cluster=simulation.Cluster(
+    simulate.Simulation(
+      cluster=simulate.Cluster(
         learner=simulated_learner.Learner(token_s=1e-3, update_s=1.0),
-        pools=(simulation.Pool(engines=engines, speed=SPEED),),
+        pools=(simulate.Pool(engines=engines, speed=SPEED),),
         transfer_s=3.0,
       ),
       workloads=workloads or (CONSTANT,),
@@ -64,7 +60,7 @@ def settings(schedule, *workloads, engines=1, size=2, **changes):
 
 def run(schedule, *workloads, **changes):
   simulated = settings(schedule, *workloads, **changes)
-  return simulation_result.measure(simulation.simulate(simulated))
+  return simulation_result.measure(simulate.simulate(simulated))
 
 
 def close(number):

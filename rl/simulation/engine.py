@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int32
 
-from rl import simulated_processor as processor_lib
 from rl.data import trajectory
 from rl.engine import contract
+from rl.simulation import processor as simulated_processor
 
 _LOGPROB = -0.5
 _IDS = 2**31 - 1
@@ -32,7 +32,7 @@ class SimulatedEngine:
 
   def __init__(
     self,
-    speed: processor_lib.Speed,
+    speed: simulated_processor.Speed,
     answer_tokens: Callable[[contract.DecodeRequest], int],
   ):
     self.speed = speed
@@ -47,8 +47,8 @@ class SimulatedEngine:
     )
     self.params: Any = None
     self._answer_tokens = answer_tokens
-    self._processor = processor_lib.Processor(speed)
-    self._jobs: dict[str, processor_lib.Job] = {}
+    self._processor = simulated_processor.Processor(speed)
+    self._jobs: dict[str, simulated_processor.Job] = {}
     self._closed = False
     self._timer: asyncio.TimerHandle | None = None
     self._changed = asyncio.Event()
@@ -60,7 +60,7 @@ class SimulatedEngine:
     return trajectory.PolicyVersion(self._processor.version)
 
   @property
-  def states(self) -> Sequence[tuple[float, processor_lib.State]]:
+  def states(self) -> Sequence[tuple[float, simulated_processor.State]]:
     """(second, state) of each change up to now; the last one goes on."""
     self._advance()
     return self._processor.states
@@ -115,7 +115,7 @@ class SimulatedEngine:
       return None
     return trajectory.PolicyVersion(job.first_version)
 
-  def _asked(self, request_id: str) -> processor_lib.Job:
+  def _asked(self, request_id: str) -> simulated_processor.Job:
     if request_id not in self._jobs:
       raise ValueError(f"request {request_id} is not in flight")
     return self._jobs[request_id]
@@ -126,7 +126,7 @@ class SimulatedEngine:
     self._processor.sessions += sessions
     self._processor.graded += graded
 
-  def _submit(self, request: contract.DecodeRequest) -> processor_lib.Job:
+  def _submit(self, request: contract.DecodeRequest) -> simulated_processor.Job:
     self._check_open()
     name, ids = request.request_id, len(request.tokens)
     if name in self._jobs:
@@ -138,7 +138,7 @@ class SimulatedEngine:
         f"kv_tokens={self.speed.kv_tokens}"
       )
     loop = asyncio.get_running_loop()
-    job = self._jobs[name] = processor_lib.Job(
+    job = self._jobs[name] = simulated_processor.Job(
       request=request,
       length=length,
       arrived_s=loop.time(),
@@ -192,7 +192,7 @@ class SimulatedEngine:
         if not self._closed:
           self._go_on()
 
-  def _turn(self, hold: processor_lib.Hold) -> None:
+  def _turn(self, hold: simulated_processor.Hold) -> None:
     self._advance()
     self._processor.hold = hold
 
@@ -284,7 +284,7 @@ class SimulatedEngine:
     self._advance()
     self._go_on()
 
-  def _end(self, job: processor_lib.Job, stop: trajectory.Stop) -> None:
+  def _end(self, job: simulated_processor.Job, stop: trajectory.Stop) -> None:
     count = self._processor.end(job)
     del self._jobs[job.request.request_id]
     if not job.tag.done():
@@ -292,7 +292,7 @@ class SimulatedEngine:
     self._changed.set()
 
   def _completion(
-    self, job: processor_lib.Job, count: int, stop: trajectory.Stop
+    self, job: simulated_processor.Job, count: int, stop: trajectory.Stop
   ) -> contract.Completion:
     now_s = self._processor.now_s
     first_s = now_s if job.first_s is None else job.first_s

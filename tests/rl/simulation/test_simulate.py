@@ -5,10 +5,12 @@ import math
 
 import pytest
 
-from rl import distributions, simulated_learner, simulated_processor, simulation
 from rl.runtime import watchdog
 from rl.schedule import overlap
-from tests.rl import simulated_runs
+from rl.simulation import distributions, simulate
+from rl.simulation import learner as simulated_learner
+from rl.simulation import processor as simulated_processor
+from tests.helpers import simulated_runs
 
 CONSTANT, HEAVY, AGENT = (
   simulated_runs.CONSTANT,
@@ -122,11 +124,11 @@ def ladder():
     "eta 1": (overlap.in_flight(8, 1), 9),
     "eta 4": (overlap.in_flight(8, 4), 14),
   }
-  cluster = simulation.Cluster(
+  cluster = simulate.Cluster(
     # A round is 8 x 4 x 100 tokens: 3.2 s of training, 4 s of decoding.
     learner=simulated_learner.Learner(token_s=1e-3, update_s=0.0),
     pools=(
-      simulation.Pool(
+      simulate.Pool(
         engines=2,
         speed=dataclasses.replace(SPEED, update_s=0.1),
       ),
@@ -162,7 +164,7 @@ def test_a_pipeline_is_near_its_on_policy_bound(ladder):
 def test_a_run_that_stalls_says_how_long_it_waited():
   simulated = settings(overlap.sync(4), stall_s=1.5)
   with pytest.raises(watchdog.Stalled, match=r"learner waited 1\.5 s for 4 gr"):
-    simulation.simulate(simulated)
+    simulate.simulate(simulated)
 
 
 def test_overlap_grows_with_what_may_run_at_once(ladder):
@@ -172,27 +174,27 @@ def test_overlap_grows_with_what_may_run_at_once(ladder):
 
 def test_the_same_seed_repeats_the_same_run():
   simulated = settings(overlap.in_flight(4, 1), AGENT, rounds=5)
-  first = simulation.simulate(simulated)
-  assert simulation.simulate(simulated).events == first.events
+  first = simulate.simulate(simulated)
+  assert simulate.simulate(simulated).events == first.events
   other = dataclasses.replace(simulated, seed=1)
-  assert simulation.simulate(other).events != first.events
+  assert simulate.simulate(other).events != first.events
 
 
 def test_sessions_go_where_the_routing_says():
   pools = (
-    simulation.Pool(name="fast", engines=1, speed=SPEED, kind="compute"),
-    simulation.Pool(name="wide", engines=1, speed=SPEED, kind="bandwidth"),
+    simulate.Pool(name="fast", engines=1, speed=SPEED, kind="compute"),
+    simulate.Pool(name="wide", engines=1, speed=SPEED, kind="bandwidth"),
   )
   simulated = settings(
     overlap.sync(4),
     HEAVY,
     AGENT,
-    cluster=simulation.Cluster(pools=pools),
+    cluster=simulate.Cluster(pools=pools),
   )
   routing = dataclasses.replace(
     simulated.routing, prefer={"agent": "compute", "math": "wide"}
   )
-  record = simulation.simulate(dataclasses.replace(simulated, routing=routing))
+  record = simulate.simulate(dataclasses.replace(simulated, routing=routing))
   sources = {
     (e["group"], e["attempt"]): e["source"]
     for e in record.events
@@ -213,30 +215,30 @@ def test_sessions_go_where_the_routing_says():
     ({"workloads": ()}, r"workloads: \[\] are not"),
     ({"workloads": (HEAVY, HEAVY)}, "are not one or more names"),
     ({"stall_s": 0.0}, "stall_s=0.0 is not above 0"),
-    ({"cluster": simulation.Cluster(pools=())}, "nothing decodes"),
+    ({"cluster": simulate.Cluster(pools=())}, "nothing decodes"),
     (
-      {"cluster": simulation.Cluster(transfer_s=math.inf)},
+      {"cluster": simulate.Cluster(transfer_s=math.inf)},
       r"cluster.transfer_s=inf is below 0, or never ends",
     ),
     (
       {
-        "cluster": simulation.Cluster(
+        "cluster": simulate.Cluster(
           learner=simulated_learner.Learner(token_s=math.inf)
         )
       },
       r"cluster.learner.token_s=inf is below 0, or never ends",
     ),
     (
-      {"cluster": simulation.Cluster(transfer_s=-1.0)},
+      {"cluster": simulate.Cluster(transfer_s=-1.0)},
       r"cluster.transfer_s=-1.0 is below 0",
     ),
     (
-      {"cluster": simulation.Cluster(pools=(simulation.Pool(engines=0),))},
+      {"cluster": simulate.Cluster(pools=(simulate.Pool(engines=0),))},
       r"cluster.pools.0.engines=0 is below 1",
     ),
     (
       {
-        "cluster": simulation.Cluster(
+        "cluster": simulate.Cluster(
           learner=simulated_learner.Learner(token_s=-1.0)
         )
       },
@@ -244,9 +246,9 @@ def test_sessions_go_where_the_routing_says():
     ),
     (
       {
-        "cluster": simulation.Cluster(
+        "cluster": simulate.Cluster(
           pools=(
-            simulation.Pool(speed=simulated_processor.Speed(kv_tokens=5000)),
+            simulate.Pool(speed=simulated_processor.Speed(kv_tokens=5000)),
           )
         )
       },

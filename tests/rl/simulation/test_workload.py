@@ -6,7 +6,7 @@ import statistics
 
 import pytest
 
-from rl import distributions, workload
+from rl.simulation import distributions, workload
 
 LAW = distributions.LogNormal(mean=2000.0, sigma=0.5)
 

@@ -17,13 +17,6 @@ import gc
 import time
 from collections.abc import Mapping, Sequence
 
-from rl import (
-  simulated_engine,
-  simulated_learner,
-  simulated_processor,
-  simulated_source,
-  workload,
-)
 from rl.algorithms import dynamic_sampling
 from rl.audit import event_log
 from rl.loop import coordinator
@@ -33,6 +26,11 @@ from rl.rollout import grading, group_rollout, prompts
 from rl.runtime import trace, virtual_clock, watchdog
 from rl.schedule import overlap as overlap_lib
 from rl.settings import checks
+from rl.simulation import engine as simulated_engine
+from rl.simulation import learner as simulated_learner
+from rl.simulation import processor as simulated_processor
+from rl.simulation import workload
+from rl.simulation import world as world_lib
 
 _POOL_TASKS = 1 << 30
 _Place = tuple[int, int, int]  # Group, attempt and index of a member.
@@ -221,7 +219,7 @@ class Record:
 
 
 def simulate(
-  settings: Simulation, world: simulated_source.World | None = None
+  settings: Simulation, world: world_lib.World | None = None
 ) -> Record:
   """Returns what happened, from the first task to the last publish.
 
@@ -234,7 +232,7 @@ def simulate(
   """
   settings.validate()
   if world is None:
-    world = simulated_source.World(settings.workloads, settings.seed)
+    world = world_lib.World(settings.workloads, settings.seed)
   before = gc.get_threshold()
   # A log of a million events is no garbage; looking at all of it takes a third
   # of the time.
@@ -245,9 +243,7 @@ def simulate(
     gc.set_threshold(*before)
 
 
-async def _simulate(
-  settings: Simulation, world: simulated_source.World
-) -> Record:
+async def _simulate(settings: Simulation, world: world_lib.World) -> Record:
   loop = asyncio.get_running_loop()
   assert isinstance(loop, virtual_clock.EventLoop)
   start_s = time.perf_counter()
@@ -269,7 +265,7 @@ async def _simulate(
 class _Run:
   """The parts of one simulated run, wired as those of a real one."""
 
-  def __init__(self, settings: Simulation, world: simulated_source.World):
+  def __init__(self, settings: Simulation, world: world_lib.World):
     clock = asyncio.get_running_loop().time
     self._settings = settings
     self._homes: dict[_Place, int] = {}
@@ -300,7 +296,7 @@ class _Run:
   def _coordinator(self, dog: watchdog.Watchdog) -> coordinator.Coordinator:
     settings, schedule = self._settings, self._settings.overlap
     graders = grading.Graders(
-      simulated_source.Reward(self.world),
+      world_lib.Reward(self.world),
       settings.rollout.grading,
       max_concurrent=1 << 20,
     )

@@ -4,9 +4,11 @@ import dataclasses
 
 import pytest
 
-from rl import distributions, simulated_learner, simulation, simulation_result
 from rl.schedule import overlap
-from tests.rl import simulated_runs
+from rl.simulation import distributions, simulate
+from rl.simulation import learner as simulated_learner
+from rl.simulation import result as simulation_result
+from tests.helpers import simulated_runs
 
 CONSTANT, HEAVY = simulated_runs.CONSTANT, simulated_runs.HEAVY
 SPEED, close = simulated_runs.SPEED, simulated_runs.close
@@ -56,10 +58,10 @@ def test_slots_that_are_always_in_use_are_all_of_decoding():
   result = run(
     overlap.in_flight(4, 4),
     rounds=14,
-    cluster=simulation.Cluster(
+    cluster=simulate.Cluster(
       learner=simulated_learner.Learner(token_s=0.0, update_s=0.0),
       pools=(
-        simulation.Pool(
+        simulate.Pool(
           engines=1, speed=dataclasses.replace(SPEED, update_s=0.0)
         ),
       ),
@@ -96,10 +98,10 @@ def test_publishing_beside_training_hides_it_from_the_ideal_as_well(eta):
   result = run(
     schedule,
     rounds=12,
-    cluster=simulation.Cluster(
+    cluster=simulate.Cluster(
       learner=simulated_learner.Learner(token_s=0.0, update_s=10.0),
       pools=(
-        simulation.Pool(
+        simulate.Pool(
           engines=1, speed=dataclasses.replace(SPEED, update_s=5.0)
         ),
       ),
@@ -114,10 +116,10 @@ def test_publishing_beside_training_hides_it_from_the_ideal_as_well(eta):
 def test_decoding_is_blocked_for_as_long_as_its_engines_are_on_average():
   # One samples 400 a second and stands for 2 s; two more, of a slot each, 8 s.
   slow = dataclasses.replace(SPEED, slots=1, update_s=8.0)
-  cluster = simulation.Cluster(
+  cluster = simulate.Cluster(
     pools=(
-      simulation.Pool(name="a", engines=1, speed=SPEED),
-      simulation.Pool(name="b", engines=2, speed=slow),
+      simulate.Pool(name="a", engines=1, speed=SPEED),
+      simulate.Pool(name="b", engines=2, speed=slow),
     )
   )
   one = 1 / (0.01 * (1 + 1 / 8))
@@ -134,11 +136,11 @@ def test_nothing_on_policy_is_faster_than_its_bound(name, describe_s):
     schedule,
     dataclasses.replace(HEAVY, start_fault=0.6),
     seed=3,
-    cluster=simulation.Cluster(
+    cluster=simulate.Cluster(
       learner=simulated_learner.Learner(
         token_s=1e-3, update_s=8 / 3, describe_s=describe_s
       ),
-      pools=(simulation.Pool(engines=1, speed=SPEED),),
+      pools=(simulate.Pool(engines=1, speed=SPEED),),
       transfer_s=0.0,
     ),
   )

@@ -15,8 +15,8 @@ import numpy as np
 from jaxtyping import Int32
 
 from envs import base
-from rl import workload as workload_lib
 from rl.engine import contract
+from rl.simulation import workload as workload_lib
 
 _STOP_ID = 1
 _Play = tuple[int, workload_lib.Member]

@@ -1,0 +1,1 @@
+"""The real coordinator in virtual time, over simulated engines."""
