@@ -20,9 +20,9 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from benchmarks import one_engine
-from rl import measured
 from rl.audit import event_log
 from rl.engine.builtin import settings as engine_settings
+from rl.planning import fitting
 from rl.runtime import trace
 from rl.simulation import distributions, simulate, workload
 from rl.simulation import learner as simulated_learner
@@ -83,7 +83,7 @@ def sharing(alone: one_engine.Run, beside: one_engine.Run) -> Sharing:
     beside: the same run with the learner always at work.
   """
   alone, beside = settled(alone), settled(beside)
-  tau0_s, slope_s = measured.line(*answers(alone.events))
+  tau0_s, slope_s = fitting.line(*answers(alone.events))
   under_way, token_s = answers(beside.events)
   expected_s = tau0_s + slope_s * under_way
   return Sharing(
@@ -155,7 +155,7 @@ def _learner_cost(run: one_engine.Run) -> float:
   shared = np.array(
     [trace.intersection([(s.start, s.end)], under_way) for s in work]
   )
-  at_zero, slope = measured.line(shared / took, took)
+  at_zero, slope = fitting.line(shared / took, took)
   return slope / at_zero
 
 
@@ -181,7 +181,7 @@ def speed(run: one_engine.Run) -> simulated_processor.Speed:
   """Returns tau(b) through what answers took, encoding of context included."""
   settings, model = run.experiment.engine, run.experiment.model
   assert isinstance(settings, engine_settings.EngineSettings)
-  tau0_s, slope_s = measured.line(*answers(run.events))
+  tau0_s, slope_s = fitting.line(*answers(run.events))
   return simulated_processor.Speed(
     tau0_s=tau0_s,
     b0=tau0_s / slope_s,
@@ -192,9 +192,9 @@ def speed(run: one_engine.Run) -> simulated_processor.Speed:
 
 def answers(
   log: Sequence[event_log.Event],
-) -> tuple[measured.Samples, measured.Samples]:
-  """Returns what `measured.answers` does, of the only engine."""
-  return measured.answers(
+) -> tuple[fitting.Samples, fitting.Samples]:
+  """Returns what `fitting.answers` does, of the only engine."""
+  return fitting.answers(
     e for e in event_log.of_kind(log, "turn") if e["tokens"]
   )
 
@@ -206,19 +206,19 @@ def task(log: Sequence[event_log.Event]) -> workload.Workload:
   """Returns what episodes drew: turns, ids and seconds."""
   turns = list(event_log.of_kind(log, "turn"))
   ended = list(event_log.of_kind(log, "ended"))
-  prompt, reply = measured.contexts(ended)
+  prompt, reply = fitting.contexts(ended)
   graded = _pairs(log, "grading", "reward")
   return workload.Workload(
     name="calibrated",
-    turns=measured.counts([e["turns"] for e in ended]),
+    turns=fitting.counts([e["turns"] for e in ended]),
     prompt_tokens=distributions.Constant(max(prompt, 2.0)),
-    answer_tokens=measured.counts([e["tokens"] for e in turns if e["tokens"]]),
+    answer_tokens=fitting.counts([e["tokens"] for e in turns if e["tokens"]]),
     reply_tokens=distributions.Constant(reply),
-    start_s=measured.seconds(
-      _usual([*measured.starts_s(event_log.of_kind(log, "admitted"), turns)])
+    start_s=fitting.seconds(
+      _usual([*fitting.starts_s(event_log.of_kind(log, "admitted"), turns)])
     ),
-    step_s=measured.seconds([e["env_s"] for e in turns]),
-    reward_s=measured.seconds(_usual([b["t"] - a["t"] for a, b in graded])),
+    step_s=fitting.seconds([e["env_s"] for e in turns]),
+    reward_s=fitting.seconds(_usual([b["t"] - a["t"] for a, b in graded])),
     correlation=likeness(log),
     success=statistics.fmean(end["value"] >= 1.0 for _, end in graded),
   )
@@ -236,11 +236,11 @@ def likeness(log: Sequence[event_log.Event]) -> float:
   for event in turns:
     round_s[rounds[event["group"]]].append(event["env_s"])
   usual_s = {version: statistics.fmean(s) for version, s in round_s.items()}
-  excess_s: dict[measured.Place, list[float]] = collections.defaultdict(list)
+  excess_s: dict[fitting.Place, list[float]] = collections.defaultdict(list)
   for event in turns:
     seconds = event["env_s"] - usual_s[rounds[event["group"]]]
     excess_s[event_log.member(event)].append(seconds)
-  return measured.likeness(excess_s)
+  return fitting.likeness(excess_s)
 
 
 def _pairs(

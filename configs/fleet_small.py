@@ -7,16 +7,16 @@ Tasks are short games with slow steps and long answers of one turn. A plan
 takes about a minute.
 """
 
-from rl import fleet, planning
+from rl.planning import fleet, problem
 from rl.pools import affinity
 from rl.rollout import group_rollout
 from rl.simulation import distributions, workload
 from rl.simulation import processor as simulated_processor
 
 
-def get_config() -> planning.Planning:
+def get_config() -> problem.Planning:
   """Returns the question: the quickest step."""
-  return planning.Planning(
+  return problem.Planning(
     fleet=_fleet(),
     workloads=_workloads(),
     groups_per_round=16,

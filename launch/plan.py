@@ -5,7 +5,7 @@
   python -m launch.simulate --plan --config=FILE --base=configs/X.py --out=Y.py
   python -m launch.simulate --plan --config=FILE --calibrate=RUN_DIRECTORY
 
-FILE has a get_config() that returns a `planning.Planning`. With --base and
+FILE has a get_config() that returns a `problem.Planning`. With --base and
 --out the plan becomes a config for `launch.train`: the base with the schedule,
 placement and routing of the best choice. With --calibrate speeds and tasks are
 those of an earlier run. Nothing touches a device.
@@ -23,7 +23,8 @@ from typing import Any, TextIO
 from absl import flags as absl_flags
 
 from launch import flags
-from rl import calibration, config, planned, planner, planning
+from rl import config
+from rl.planning import calibration, plan_config, problem, search
 from rl.settings import overrides
 
 _PLAN = absl_flags.DEFINE_bool(
@@ -65,8 +66,8 @@ def main() -> None:
       run_dir = pathlib.Path(_CALIBRATE.value)
       asked = calibration.apply(asked, run_dir, _KIND.value)
     base = _load_base(asked)
-    waiting, refused = planner.candidates(asked, _fits(asked, base))
-  plan = planner.best_of(asked, waiting, refused, _tell)
+    waiting, refused = search.candidates(asked, _fits(asked, base))
+  plan = search.best_of(asked, waiting, refused, _tell)
   show(plan, asked, sys.stdout)
   if base is not None and _OUT.value is not None:
     write(plan, asked, base, _BASE.value or "", pathlib.Path(_OUT.value))
@@ -76,14 +77,14 @@ def main() -> None:
 
 def check(asked: Any) -> None:
   """Raises SettingError on settings of anything but a plan."""
-  if not isinstance(asked, planning.Planning):
+  if not isinstance(asked, problem.Planning):
     raise overrides.SettingError(
-      f"--config: {type(asked).__name__} is no rl.planning.Planning; use a file"
+      f"--config: {type(asked).__name__} is no rl.planning.problem.Planning; use a file"
       " such as configs/fleet_small.py"
     )
 
 
-def _load_base(asked: planning.Planning) -> config.Experiment | None:
+def _load_base(asked: problem.Planning) -> config.Experiment | None:
   if _BASE.value is None:
     if _OUT.value is not None:
       raise overrides.SettingError(
@@ -92,7 +93,7 @@ def _load_base(asked: planning.Planning) -> config.Experiment | None:
       )
     return None
   base = flags.load(_BASE.value, check=config.check_experiment)
-  planned.check_base(asked, base)
+  plan_config.check_base(asked, base)
   if _OUT.value is not None:
     _check_out(pathlib.Path(_OUT.value))
   return base
@@ -125,14 +126,14 @@ def make_directory(path: pathlib.Path, setting: str) -> None:
 
 
 def _fits(
-  asked: planning.Planning, base: config.Experiment | None
-) -> planner.Fits:
+  asked: problem.Planning, base: config.Experiment | None
+) -> search.Fits:
   if base is None:
     return lambda choice: None
-  return lambda choice: planned.misfit(asked, choice, base)
+  return lambda choice: plan_config.misfit(asked, choice, base)
 
 
-def _tell(one: planner.Estimate) -> None:
+def _tell(one: search.Estimate) -> None:
   print(
     f"simulated {one.choice.split}, {one.choice.schedule}: "
     f"{_short(one.result.step_s)} s a step",
@@ -140,7 +141,7 @@ def _tell(one: planner.Estimate) -> None:
   )
 
 
-def show(plan: planner.Plan, asked: planning.Planning, stream: TextIO) -> None:
+def show(plan: search.Plan, asked: problem.Planning, stream: TextIO) -> None:
   """Prints the best choices as a table, and what is to be said of the first."""
   rows = [_HEAD, *(_row(one) for one in plan.estimates[:_SHOWN])]
   widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -170,7 +171,7 @@ _HEAD = (
 )
 
 
-def _row(one: planner.Estimate) -> tuple[str, ...]:
+def _row(one: search.Estimate) -> tuple[str, ...]:
   return (
     one.choice.split,
     one.choice.schedule,
@@ -191,7 +192,7 @@ def _short(number: float) -> str:
   return f"{number:,.0f}" if number >= 1000 else f"{number:.3g}"
 
 
-def said(plan: planner.Plan, asked: planning.Planning) -> Iterator[str]:
+def said(plan: search.Plan, asked: problem.Planning) -> Iterator[str]:
   """Yields what the best choice is, and how sure that is."""
   best = plan.best
   yield f"plan: {best.choice.split}, {best.choice.schedule}"
@@ -226,8 +227,8 @@ def said(plan: planner.Plan, asked: planning.Planning) -> Iterator[str]:
 
 
 def write(
-  plan: planner.Plan,
-  asked: planning.Planning,
+  plan: search.Plan,
+  asked: problem.Planning,
   base: config.Experiment,
   base_path: str,
   out: pathlib.Path,
@@ -241,7 +242,7 @@ def write(
   lines = [textwrap.wrap(text, 78) for text in said(plan, asked)]
   # The first says which choice it is, as the file's first line does.
   summary = "\n".join(itertools.chain(*lines[1:]))
-  text = planned.source(
+  text = plan_config.source(
     asked,
     plan.best.choice,
     base,

@@ -11,9 +11,9 @@ from absl.testing import flagsaver
 
 from configs import fleet_small, guess_number_moe
 from launch import flags, plan, simulate
-from rl import fleet, planned, planner, planning
+from rl.planning import fleet, plan_config, problem, search
 from rl.pools import placement
-from tests.rl import planned_fleets
+from tests.helpers import planned_fleets
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BASE = ROOT / "configs" / "guess_number_moe.py"
@@ -77,11 +77,11 @@ def test_the_command_prints_a_plan_and_writes_a_config_that_trains(
 def test_the_written_config_is_the_base_with_the_choice(tmp_path):
   asked, base = question(), guess_number_moe.get_config()
   for number, choice in enumerate(asked.choices()):
-    if planned.misfit(asked, choice, base):
+    if plan_config.misfit(asked, choice, base):
       continue
     out = tmp_path / f"plan_{number}.py"
     out.write_text(
-      planned.source(
+      plan_config.source(
         asked,
         choice,
         base,
@@ -90,7 +90,7 @@ def test_the_written_config_is_the_base_with_the_choice(tmp_path):
         summary="As a test.",
       )
     )
-    assert flags.load(str(out)) == planned.apply(asked, choice, base)
+    assert flags.load(str(out)) == plan_config.apply(asked, choice, base)
 
 
 def test_preferences_of_tasks_that_the_base_has_not_are_left_out():
@@ -98,7 +98,7 @@ def test_preferences_of_tasks_that_the_base_has_not_are_left_out():
   guessing = {planned_fleets.GUESSES.name: "compute"}
   both = dataclasses.replace(asked.routing, prefer={"game": "any", **guessing})
   asked = dataclasses.replace(asked, routing=both)
-  assert planned.routing(asked, base).prefer == guessing
+  assert plan_config.routing(asked, base).prefer == guessing
 
 
 def test_devices_of_a_kind_lie_side_by_side_its_learner_first():
@@ -108,7 +108,9 @@ def test_devices_of_a_kind_lie_side_by_side_its_learner_first():
     for c in asked.choices()
     if c.devices == 1 and c.engines == (("quick", 2), ("wide", 1))
   )
-  place = planned.apply(asked, choice, guess_number_moe.get_config()).placement
+  place = plan_config.apply(
+    asked, choice, guess_number_moe.get_config()
+  ).placement
   assert place.ranges == (range(1), range(1, 2), range(2, 3), range(3, 4))
   assert [pool.name for pool in place.pools] == ["decode", "wide"]
   assert [pool.kind for pool in place.pools] == ["compute", "bandwidth"]
@@ -119,7 +121,9 @@ def test_a_device_kind_that_trains_may_come_after_one_that_decodes():
   kinds = tuple(reversed(planned_fleets.small_fleet().kinds))
   asked = dataclasses.replace(question(), fleet=fleet.Fleet(kinds=kinds))
   choice = next(c for c in asked.choices() if c.engines == (("wide", 1),))
-  place = planned.apply(asked, choice, guess_number_moe.get_config()).placement
+  place = plan_config.apply(
+    asked, choice, guess_number_moe.get_config()
+  ).placement
   # The one wide device is number 0, the quick ones follow.
   assert place.ranges == (range(1, 2), range(1))
 
@@ -131,19 +135,19 @@ def test_meshes_keep_the_other_axes_of_the_base():
     placement=placement.Placement(learner=placement.MeshSpec(expert=2)),
   )
   two = next(c for c in asked.choices() if c.devices == 2)
-  mesh = planned.apply(asked, two, split).placement.learner
+  mesh = plan_config.apply(asked, two, split).placement.learner
   assert (mesh.data, mesh.expert) == (1, 2)
   one = next(c for c in asked.choices() if c.devices == 1)
   assert "1 devices are not divided by" in str(
-    planned.misfit(asked, one, split)
+    plan_config.misfit(asked, one, split)
   )
 
 
 def test_a_plan_says_what_it_is_worth_and_what_was_not_met():
   asked = planned_fleets.question(
-    goal=planning.Goal(max_step_s=0.1), max_simulations=1
+    goal=problem.Goal(max_step_s=0.1), max_simulations=1
   )
-  found = planner.search(asked)
+  found = search.search(asked)
   stream = io.StringIO()
   plan.show(found, asked, stream)
   head, *rows = stream.getvalue().splitlines()
@@ -158,7 +162,7 @@ def test_a_plan_says_what_it_is_worth_and_what_was_not_met():
 @pytest.mark.parametrize(
   ("arguments", "words"),
   [
-    ([f"--config={BASE}"], "Experiment is no rl.planning.Planning"),
+    ([f"--config={BASE}"], "Experiment is no rl.planning.problem.Planning"),
     (
       ["--config=configs/fleet_small.py", "--out=x.py"],
       "--out=x.py without --base",
@@ -224,6 +228,6 @@ def test_the_directory_of_a_plan_is_made(tmp_path):
 
 def test_the_example_can_be_planned():
   asked = fleet_small.get_config()
-  choices, refused = planner.fitting(asked)
+  choices, refused = search.fitting(asked)
   assert len(choices) > 100
   assert not refused

@@ -5,12 +5,12 @@ import functools
 
 import pytest
 
-from rl import demand, fleet, planner, planning
-from rl import floor as floor_lib
+from rl.planning import demand, fleet, lower_bound, problem
+from rl.planning import search as search_lib
 from rl.schedule import overlap
 from rl.simulation import distributions, simulate, workload
 from rl.simulation import result as simulation_result
-from tests.rl import planned_fleets
+from tests.helpers import planned_fleets
 
 question = planned_fleets.question
 
@@ -24,7 +24,7 @@ def process():
 @pytest.fixture(scope="module")
 def everything(process):
   """All choices of the small fleet, simulated."""
-  plan = process.submit(planner.exhaustive, question()).result()
+  plan = process.submit(search_lib.exhaustive, question()).result()
   return {one.choice: one for one in plan.estimates}
 
 
@@ -40,17 +40,17 @@ def search(asked, everything):
     one = everything[candidate.choice]
     return dataclasses.replace(one, key=key(asked, one))
 
-  found = planner.candidates(asked)
-  return planner.best_of(asked, *found, estimated=known)
+  found = search_lib.candidates(asked)
+  return search_lib.best_of(asked, *found, estimated=known)
 
 
 GOALS = {
-  "quick": planning.Goal(),
-  "cheap": planning.Goal(minimise="cost"),
-  "cheap tokens": planning.Goal(minimise="cost_per_token"),
-  "cheap in time": planning.Goal(minimise="cost", max_step_s=2.4),
-  "quick for little": planning.Goal(max_cost=12.0),
-  "impossible": planning.Goal(max_step_s=1.0),
+  "quick": problem.Goal(),
+  "cheap": problem.Goal(minimise="cost"),
+  "cheap tokens": problem.Goal(minimise="cost_per_token"),
+  "cheap in time": problem.Goal(minimise="cost", max_step_s=2.4),
+  "quick for little": problem.Goal(max_cost=12.0),
+  "impossible": problem.Goal(max_step_s=1.0),
 }
 
 
@@ -96,7 +96,7 @@ MIXES = {
   "games": (planned_fleets.GAME,),
   "both": (LONG, dataclasses.replace(planned_fleets.GAME, share=2.0)),
 }
-REDUNDANT = planning.Space(
+REDUNDANT = problem.Space(
   max_staleness=3,
   updates_per_round=2,
   extra_groups=(0, 1),
@@ -111,9 +111,9 @@ def test_the_bound_holds_for_every_schedule_redundancy_and_mix(
   process, mix, seed
 ):
   asked = question(workloads=MIXES[mix], space=REDUNDANT, seed=seed, rounds=5)
-  waiting, _ = planner.candidates(asked)
+  waiting, _ = search_lib.candidates(asked)
   some = waiting[seed :: len(waiting) // 17]
-  for one in process.map(functools.partial(planner.estimate, asked), some):
+  for one in process.map(functools.partial(search_lib.estimate, asked), some):
     assert one.floor.step_s <= one.result.step_s, one.choice
     assert one.tokens <= one.floor.tokens
 
@@ -139,7 +139,7 @@ def test_the_bound_is_exact_where_nothing_varies_or_queues():
     transfer_s=0.5,
   )
   needs = demand.Demands(asked).of(overlap.Redundancy())
-  bound = floor_lib.floor(
+  bound = lower_bound.floor(
     needs, cluster, overlap.sync(4), asked.window, group_size=2
   )
   assert bound.step_s == pytest.approx(1.5 + 0.96 + 0.2 + 0.8, rel=1e-4)
@@ -161,8 +161,8 @@ def test_the_bound_is_exact_where_nothing_varies_or_queues():
 
 def test_the_same_question_has_the_same_answer(process):
   asked = question(max_simulations=2)
-  first = planner.search(asked)
-  second = process.submit(planner.search, asked).result()
+  first = search_lib.search(asked)
+  second = process.submit(search_lib.search, asked).result()
   assert [e.choice for e in first.estimates] == [
     e.choice for e in second.estimates
   ]
@@ -181,7 +181,7 @@ def test_what_binds_is_the_learner_when_it_is_slow_and_decoding_when_it_is(
       fleet=planned_fleets.small_fleet(kinds=(kind,)),
       workloads=(planned_fleets.MATH,),
     )
-    plan = process.submit(planner.search, asked).result()
+    plan = process.submit(search_lib.search, asked).result()
     assert plan.best.bound_by in expected
 
 
@@ -192,25 +192,25 @@ def _learner():
 def test_the_largest_lag_that_is_allowed_decides_which_schedules_are_tried(
   everything,
 ):
-  asked = question(goal=planning.Goal(max_lag=0))
+  asked = question(goal=problem.Goal(max_lag=0))
   plan = search(asked, everything)
   assert plan.best.lag_max == 0
   assert all(not c.overlap.max_staleness for c in asked.choices())
 
 
 def test_choices_that_do_not_fit_are_left_out_with_their_reason():
-  plan = planner.search(
+  plan = search_lib.search(
     question(max_simulations=2),
     lambda choice: "two are too many" if choice.devices == 2 else "",
   )
   assert plan.refused["two are too many"] > 0
   assert all(one.choice.devices == 1 for one in plan.estimates)
   with pytest.raises(ValueError, match=r"none of \d+ choices fits.*no way"):
-    planner.search(question(), lambda choice: "no way")
+    search_lib.search(question(), lambda choice: "no way")
 
 
 def test_a_search_that_is_cut_off_says_so():
-  plan = planner.search(question(max_simulations=1))
+  plan = search_lib.search(question(max_simulations=1))
   assert len(plan.estimates) == 1
   assert not plan.complete
 
@@ -240,35 +240,35 @@ def kind(**changes):
       r"fleet.kinds.0.cost=0.0 is not above 0",
     ),
     (
-      {"space": planning.Space(schedules=("in_fligth",))},
+      {"space": problem.Space(schedules=("in_fligth",))},
       "space.schedules=in_fligth is unknown.* did you mean in_flight",
     ),
     (
-      {"goal": planning.Goal(minimise="time")},
+      {"goal": problem.Goal(minimise="time")},
       "goal.minimise=time is unknown; use step_s, cost",
     ),
     (
       {
-        "goal": planning.Goal(max_lag=0),
-        "space": planning.Space(schedules=("in_flight",)),
+        "goal": problem.Goal(max_lag=0),
+        "space": problem.Space(schedules=("in_flight",)),
       },
       "goal.max_lag=0 is below what every schedule.* nearest is max_lag=1",
     ),
     (
-      {"space": planning.Space(updates_per_round=3)},
+      {"space": problem.Space(updates_per_round=3)},
       "updates_per_round=3 does not divide groups_per_round=4",
     ),
     ({"rounds": 0}, "rounds=0 is below 1"),
     ({"tolerance": 1.0}, r"tolerance=1.0 is not in \[0, 1\)"),
     (
-      {"routing": planning.affinity.Routing(prefer={"game": "quick"})},
+      {"routing": problem.affinity.Routing(prefer={"game": "quick"})},
       "routing.prefer.game=quick is unknown; use compute",
     ),
   ],
 )
 def test_what_cannot_be_planned_is_refused_before_anything_runs(changes, words):
   with pytest.raises(ValueError, match=words):
-    planner.fitting(question(**changes))
+    search_lib.fitting(question(**changes))
 
 
 def test_tasks_without_room_for_an_answer_are_refused():
@@ -276,4 +276,4 @@ def test_tasks_without_room_for_an_answer_are_refused():
     planned_fleets.MATH, prompt_tokens=distributions.Constant(1200.0)
   )
   with pytest.raises(ValueError, match=r"nothing is sampled.*max_tokens=1200"):
-    planner.search(question(workloads=(endless,)))
+    search_lib.search(question(workloads=(endless,)))

@@ -12,9 +12,9 @@ import functools
 import numpy as np
 from jaxtyping import Bool, Float64
 
-from rl import planning
 from rl.audit import event_log
 from rl.data import trajectory
+from rl.planning import problem
 from rl.schedule import overlap
 from rl.simulation import learner as simulated_learner
 from rl.simulation import processor as simulated_processor
@@ -56,7 +56,7 @@ class Demands:
     asked: `Planning.window` says how many rounds there are.
   """
 
-  def __init__(self, asked: planning.Planning):
+  def __init__(self, asked: problem.Planning):
     self._asked = asked
     self.of = functools.cache(self._of)
 

@@ -5,7 +5,7 @@ import dataclasses
 import multiprocessing
 
 from configs import guess_number_moe
-from rl import fleet, planning
+from rl.planning import fleet, problem
 from rl.pools import affinity
 from rl.rollout import group_rollout
 from rl.simulation import distributions, workload
@@ -68,13 +68,13 @@ def small_fleet(**changes) -> fleet.Fleet:
   )
 
 
-def question(**changes) -> planning.Planning:
+def question(**changes) -> problem.Planning:
   """Returns a question about the small fleet and rounds of four groups."""
   workloads = changes.setdefault("workloads", (MATH, GAME))
   names = [task.name for task in workloads]
   prefer = {GAME.name: "compute"} if GAME.name in names else {}
   return dataclasses.replace(
-    planning.Planning(
+    problem.Planning(
       fleet=small_fleet(),
       workloads=workloads,
       groups_per_round=4,
@@ -85,7 +85,7 @@ def question(**changes) -> planning.Planning:
         max_tokens=1200,
         step_s=60.0,
       ),
-      space=planning.Space(max_staleness=2, updates_per_round=2),
+      space=problem.Space(max_staleness=2, updates_per_round=2),
       routing=affinity.Routing(prefer=prefer),
       rounds=4,
       tolerance=0.0,
@@ -94,12 +94,12 @@ def question(**changes) -> planning.Planning:
   )
 
 
-def guessing() -> planning.Planning:
+def guessing() -> problem.Planning:
   """Returns what plans `configs/guess_number_moe.py` on the small fleet."""
   return question(
     workloads=(GUESSES,),
     rollout=guess_number_moe.get_config().rollout,
-    space=planning.Space(schedules=("sync", "in_flight"), max_staleness=1),
+    space=problem.Space(schedules=("sync", "in_flight"), max_staleness=1),
     routing=affinity.Routing(prefer={GUESSES.name: "compute"}),
   )
 

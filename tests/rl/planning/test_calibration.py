@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from configs import guess_number_moe
-from rl import calibration, measured
+from rl.planning import calibration, fitting
 from rl.pools import placement
 from rl.schedule import overlap
 from rl.settings import overrides
 from rl.simulation import distributions, simulate, workload
 from rl.simulation import learner as simulated_learner
 from rl.simulation import processor as simulated_processor
-from tests.rl import planned_fleets
+from tests.helpers import planned_fleets
 
 SPEED = simulated_processor.Speed(
   tau0_s=0.02, b0=16.0, slots=32, kv_tokens=100_000, update_s=0.4
@@ -205,22 +205,22 @@ def test_correlation_within_groups_is_that_of_the_numbers():
   draws = np.random.default_rng(0).normal(size=(400, 5))
   shared = np.random.default_rng(1).normal(size=(400, 1))
   alike = np.sqrt(0.3) * shared + np.sqrt(0.7) * draws
-  assert measured.intraclass(alike.tolist()) == pytest.approx(0.3, abs=0.07)
-  assert measured.intraclass([[1.0, 1.0], [1.0, 1.0]]) == 0.0
+  assert fitting.intraclass(alike.tolist()) == pytest.approx(0.3, abs=0.07)
+  assert fitting.intraclass([[1.0, 1.0], [1.0, 1.0]]) == 0.0
 
 
 def test_a_line_never_falls_and_never_starts_below_zero():
   x = np.array([1.0, 2.0, 3.0, 4.0])
-  assert measured.line(x, 2.0 + 3.0 * x) == pytest.approx((2.0, 3.0))
+  assert fitting.line(x, 2.0 + 3.0 * x) == pytest.approx((2.0, 3.0))
   for y in (5.0 - x, 4.0 * x - 3.0, np.full(4, 2.0)):
-    at_zero, slope = measured.line(x, y)
+    at_zero, slope = fitting.line(x, y)
     assert at_zero > 0
     assert slope > 0
 
 
 def test_ranks_become_normal_and_equals_stay_equal():
   # Ranks 1/8, 3/8, 3/4 and 3/4 of four values.
-  found = measured.scores([2.0, 5.0, 9.0, 9.0])
+  found = fitting.scores([2.0, 5.0, 9.0, 9.0])
   assert found.tolist() == pytest.approx(
     [-1.1503, -0.3186, 0.6745, 0.6745], 1e-3
   )

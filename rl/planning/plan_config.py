@@ -3,23 +3,24 @@
 import dataclasses
 from typing import Any
 
-from rl import config, planning
+from rl import config
+from rl.planning import problem
 from rl.pools import affinity, placement
 
 _FIELDS = tuple(
   field.name
-  for field in dataclasses.fields(planning.overlap_lib.Overlap)
+  for field in dataclasses.fields(problem.overlap_lib.Overlap)
   if field.name not in ("old_logprob", "starved_after", "redundancy")
 )
 
 
-def overlap_fields(choice: planning.Choice) -> dict[str, Any]:
+def overlap_fields(choice: problem.Choice) -> dict[str, Any]:
   """Returns what a choice says of the schedule; the rest stays as it is."""
   return {name: getattr(choice.overlap, name) for name in _FIELDS}
 
 
 def meshes(
-  asked: planning.Planning, choice: planning.Choice, base: placement.Placement
+  asked: problem.Planning, choice: problem.Choice, base: placement.Placement
 ) -> dict[str, tuple[int, int]]:
   """Returns (data axis, first device) of the learner and of each pool.
 
@@ -57,8 +58,8 @@ def _over(devices: int, others: int, where: str) -> int:
 
 
 def apply(
-  asked: planning.Planning,
-  choice: planning.Choice,
+  asked: problem.Planning,
+  choice: problem.Choice,
   base: config.Experiment,
 ) -> config.Experiment:
   """Returns the base with the schedule, placement and routing of a choice.
@@ -105,15 +106,15 @@ def apply(
 
 
 def routing(
-  asked: planning.Planning, base: config.Experiment
+  asked: problem.Planning, base: config.Experiment
 ) -> affinity.Routing:
   """Returns what the tasks of the base prefer; those planned may be others."""
   return asked.routing.of([source.name for source in base.sources])
 
 
 def misfit(
-  asked: planning.Planning,
-  choice: planning.Choice,
+  asked: problem.Planning,
+  choice: problem.Choice,
   base: config.Experiment,
 ) -> str | None:
   """Returns why the base cannot be run with a choice, or nothing."""
@@ -124,7 +125,7 @@ def misfit(
   return None
 
 
-def check_base(asked: planning.Planning, base: config.Experiment) -> None:
+def check_base(asked: problem.Planning, base: config.Experiment) -> None:
   """Raises ValueError when the question is about other episodes."""
   for name in ("group_size", "max_turns", "turn_tokens", "max_tokens"):
     ours, theirs = getattr(asked.rollout, name), getattr(base.rollout, name)
@@ -135,7 +136,7 @@ def check_base(asked: planning.Planning, base: config.Experiment) -> None:
       )
 
 
-def _cost(asked: planning.Planning, name: str) -> float:
+def _cost(asked: problem.Planning, name: str) -> float:
   kind = asked.fleet.by_name[name]
   return kind.cost * kind.engine_devices
 
@@ -186,8 +187,8 @@ def get_config() -> config.Experiment:
 
 
 def source(
-  asked: planning.Planning,
-  choice: planning.Choice,
+  asked: problem.Planning,
+  choice: problem.Choice,
   base: config.Experiment,
   *,
   name: str,
@@ -229,7 +230,7 @@ def _mesh(where: tuple[int, int]) -> str:
 
 
 def _pools(
-  asked: planning.Planning,
+  asked: problem.Planning,
   engines: list[tuple[str, int]],
   where: dict[str, tuple[int, int]],
 ) -> str:

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from rl import demand
+from rl.planning import demand
 from rl.schedule import overlap
 from rl.simulation import distributions, workload
-from tests.rl import planned_fleets
+from tests.helpers import planned_fleets
 
 PLAIN = overlap.Redundancy()
 TASK = dict(

@@ -11,14 +11,13 @@ import collections
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from rl import demand, planning
-from rl import floor as floor_lib
+from rl.planning import demand, lower_bound, problem
 from rl.simulation import result as simulation_result
 from rl.simulation import simulate
 
-Fits = Callable[[planning.Choice], str | None]
+Fits = Callable[[problem.Choice], str | None]
 """Returns why a choice cannot be used, or nothing."""
-Estimated = Callable[[planning.Planning, "Candidate"], "Estimate"]
+Estimated = Callable[[problem.Planning, "Candidate"], "Estimate"]
 """Returns what a choice is worth, as `estimate` does."""
 
 
@@ -30,8 +29,8 @@ class Candidate:
     key: of `Goal.key` at the lower bound.
   """
 
-  choice: planning.Choice
-  floor: floor_lib.Floor
+  choice: problem.Choice
+  floor: lower_bound.Floor
   key: tuple[float, ...]
 
 
@@ -47,8 +46,8 @@ class Estimate:
     key: of `Goal.key`.
   """
 
-  choice: planning.Choice
-  floor: floor_lib.Floor
+  choice: problem.Choice
+  floor: lower_bound.Floor
   result: simulation_result.Result
   cost: float
   tokens: float
@@ -97,7 +96,7 @@ class Plan:
 
 
 def search(
-  asked: planning.Planning,
+  asked: problem.Planning,
   fits: Fits = lambda choice: None,
   told: Callable[[Estimate], None] = lambda estimate: None,
 ) -> Plan:
@@ -114,7 +113,7 @@ def search(
 
 
 def best_of(
-  asked: planning.Planning,
+  asked: problem.Planning,
   waiting: Sequence[Candidate],
   refused: Mapping[str, int],
   told: Callable[[Estimate], None] = lambda estimate: None,
@@ -142,7 +141,7 @@ def best_of(
 
 
 def exhaustive(
-  asked: planning.Planning, fits: Fits = lambda choice: None
+  asked: problem.Planning, fits: Fits = lambda choice: None
 ) -> Plan:
   """Returns the best choice, having simulated every one."""
   waiting, refused = candidates(asked, fits)
@@ -151,8 +150,8 @@ def exhaustive(
 
 
 def fitting(
-  asked: planning.Planning, fits: Fits = lambda choice: None
-) -> tuple[list[planning.Choice], dict[str, int]]:
+  asked: problem.Planning, fits: Fits = lambda choice: None
+) -> tuple[list[problem.Choice], dict[str, int]]:
   """Returns choices that fit, and why how many others do not.
 
   Raises:
@@ -173,7 +172,7 @@ def fitting(
 
 
 def candidates(
-  asked: planning.Planning, fits: Fits = lambda choice: None
+  asked: problem.Planning, fits: Fits = lambda choice: None
 ) -> tuple[list[Candidate], dict[str, int]]:
   """Returns choices that fit, the most promising first, and why others do not.
 
@@ -189,7 +188,7 @@ def candidates(
 
 
 def _candidate(
-  asked: planning.Planning, choice: planning.Choice, demands: demand.Demands
+  asked: problem.Planning, choice: problem.Choice, demands: demand.Demands
 ) -> Candidate:
   redundancy = choice.overlap.redundancy
   needs = demands.of(redundancy)
@@ -198,7 +197,7 @@ def _candidate(
       f"workloads: nothing is sampled, for no prompt leaves room in rollout."
       f"max_tokens={asked.rollout.max_tokens}; raise it"
     )
-  bound = floor_lib.floor(
+  bound = lower_bound.floor(
     needs,
     cluster := asked.cluster(choice),
     choice.overlap,
@@ -207,13 +206,13 @@ def _candidate(
   )
   if redundancy.extra_groups and len(asked.workloads) > 1:
     # Which tasks are played depends on which came too late.
-    publish_s = floor_lib.publish_s(cluster)
+    publish_s = lower_bound.publish_s(cluster)
     bound = dataclasses.replace(bound, step_s=publish_s, tokens=float("inf"))
   key = asked.goal.key(bound.step_s, asked.cost(choice), bound.tokens)
   return Candidate(choice=choice, floor=bound, key=key)
 
 
-def estimate(asked: planning.Planning, candidate: Candidate) -> Estimate:
+def estimate(asked: problem.Planning, candidate: Candidate) -> Estimate:
   """Returns what a simulated run of a choice was worth."""
   choice = candidate.choice
   record = simulate.simulate(asked.simulated(choice))
@@ -234,7 +233,7 @@ def estimate(asked: planning.Planning, candidate: Candidate) -> Estimate:
 
 
 def binding(
-  result: simulation_result.Result, bound: floor_lib.Floor
+  result: simulation_result.Result, bound: lower_bound.Floor
 ) -> tuple[str, float]:
   """Returns what most of the learner's time goes to, and that share of it.
 
@@ -256,7 +255,7 @@ def binding(
 
 
 def _promising(
-  least: tuple[float, ...], best: tuple[float, ...], asked: planning.Planning
+  least: tuple[float, ...], best: tuple[float, ...], asked: problem.Planning
 ) -> bool:
   """Whether what is at least `least` could beat the best noticeably."""
   if least[0] != best[0]:
@@ -264,12 +263,12 @@ def _promising(
   return least[1] < best[1] * (1.0 - asked.tolerance)
 
 
-def _rank(asked: planning.Planning, one: Estimate) -> tuple[float, ...]:
+def _rank(asked: problem.Planning, one: Estimate) -> tuple[float, ...]:
   return (*one.key, asked.cost(one.choice))
 
 
 def _plan(
-  asked: planning.Planning,
+  asked: problem.Planning,
   estimates: Iterable[Estimate],
   waiting: Sequence[Candidate],
   refused: Mapping[str, int],

@@ -24,8 +24,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rl import config, fleet, measured, planning
+from rl import config
 from rl.audit import event_log
+from rl.planning import fitting, fleet, problem
 from rl.pools import placement
 from rl.runtime import trace
 from rl.settings import overrides
@@ -182,8 +183,8 @@ def _lines(path: pathlib.Path) -> Iterator[dict[str, Any]]:
 
 
 def apply(
-  asked: planning.Planning, path: pathlib.Path, kind: str | None = None
-) -> planning.Planning:
+  asked: problem.Planning, path: pathlib.Path, kind: str | None = None
+) -> problem.Planning:
   """Returns a question with the speeds and tasks of a run.
 
   Slots, room for ids, costs and all other kinds of devices stay as stated.
@@ -259,7 +260,7 @@ def rates(run: Run) -> Rates:
       f"--calibrate={run.path}: its pools {names} may differ in speed, and a "
       "kind has one; name a run that decodes on one pool"
     )
-  tau0_s, slope_s = measured.line(*answers(run))
+  tau0_s, slope_s = fitting.line(*answers(run))
   token_s, update_s, describe_s = _learner(run)
   ended = {e["version"] + 1: e["end"] for e in run.of("update")}
   began = {e["version"]: e["t"] for e in run.of("publish_start")}
@@ -304,7 +305,7 @@ def _learner(run: Run) -> tuple[float, float, float]:
 # Decoding.
 
 
-def answers(run: Run) -> tuple[measured.Samples, measured.Samples]:
+def answers(run: Run) -> tuple[fitting.Samples, fitting.Samples]:
   """Returns for every answer how many were under way, and seconds a token.
 
   The number is the mean over the time of the answer, itself included, on its
@@ -313,11 +314,11 @@ def answers(run: Run) -> tuple[measured.Samples, measured.Samples]:
   homes = {event_log.member(e): e["engine"] for e in run.of("admitted")}
   by_engine: dict[int, list[event_log.Event]] = collections.defaultdict(list)
   for event in run.of("turn"):
-    if event["tokens"] and measured.asked_s(event) >= run.start_s:
+    if event["tokens"] and fitting.asked_s(event) >= run.start_s:
       by_engine[homes.get(event_log.member(event), 0)].append(event)
   if not by_engine:
     raise ValueError(f"--calibrate={run.path}: nothing was sampled; {_MORE}")
-  parts = [measured.answers(turns) for turns in by_engine.values()]
+  parts = [fitting.answers(turns) for turns in by_engine.values()]
   number, token_s = (np.concatenate(both) for both in zip(*parts, strict=True))
   return number, token_s
 
@@ -335,22 +336,22 @@ def tasks(run: Run) -> Iterator[workload.Workload]:
 
 def _task(run: Run, name: str, share: float) -> workload.Workload:
   turns, ended = run.of("turn", name), run.of("ended", name)
-  prompt, reply = measured.contexts(ended)
+  prompt, reply = fitting.contexts(ended)
   before = {event_log.member(e): e["t"] for e in run.of("grading", name)}
   rewards = [e for e in run.of("reward", name) if event_log.member(e) in before]
   graded = [e["t"] - before[event_log.member(e)] for e in rewards]
   return workload.Workload(
     name=name,
     share=share,
-    turns=measured.counts([max(e["turns"], 1) for e in ended]),
+    turns=fitting.counts([max(e["turns"], 1) for e in ended]),
     prompt_tokens=distributions.Constant(max(prompt, 2.0)),
-    answer_tokens=measured.counts([e["tokens"] for e in turns if e["tokens"]]),
+    answer_tokens=fitting.counts([e["tokens"] for e in turns if e["tokens"]]),
     reply_tokens=distributions.Constant(reply),
-    start_s=measured.seconds(
-      [*measured.starts_s(run.of("admitted", name), turns)]
+    start_s=fitting.seconds(
+      [*fitting.starts_s(run.of("admitted", name), turns)]
     ),
-    step_s=measured.seconds([e["env_s"] for e in turns]),
-    reward_s=measured.seconds(graded),
+    step_s=fitting.seconds([e["env_s"] for e in turns]),
+    reward_s=fitting.seconds(graded),
     correlation=likeness(turns, ended),
   )
 
@@ -363,13 +364,13 @@ def likeness(
   A workload has one for all: this is the mean of that of the turns and that of
   the tokens of an answer, or of the one that varies.
   """
-  lengths: dict[measured.Place, list[float]] = collections.defaultdict(list)
+  lengths: dict[fitting.Place, list[float]] = collections.defaultdict(list)
   for event in turns:
     if event["tokens"]:
       lengths[event_log.member(event)].append(float(event["tokens"]))
   counts = {event_log.member(e): [float(e["turns"])] for e in ended}
   found = [
-    measured.likeness(draws)
+    fitting.likeness(draws)
     for draws in (lengths, counts)
     if len({one for own in draws.values() for one in own}) > 1
   ]

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import get_args
 
-from rl import fleet
+from rl.planning import fleet
 from rl.pools import affinity, placement
 from rl.schedule import overlap as overlap_lib
 from rl.settings import checks

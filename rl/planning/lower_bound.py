@@ -26,7 +26,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float64
 
-from rl import demand
+from rl.planning import demand
 from rl.schedule import overlap as overlap_lib
 from rl.simulation import simulate
 

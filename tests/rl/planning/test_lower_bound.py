@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from rl import demand, floor
+from rl.planning import demand, lower_bound
 from rl.schedule import overlap
 from rl.simulation import learner as simulated_learner
 from rl.simulation import simulate
@@ -26,7 +26,7 @@ def bound(trained, broken, wait_s, reward_s, size=2):
     wait_s=np.array([wait_s], np.float64),
     reward_s=np.array([reward_s], np.float64),
   )
-  return floor.floor(needs, CLUSTER, overlap.sync(1), range(1), size)
+  return lower_bound.floor(needs, CLUSTER, overlap.sync(1), range(1), size)
 
 
 @pytest.mark.parametrize(

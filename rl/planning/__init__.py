@@ -1,0 +1,1 @@
+"""Search for the fleet and schedule with the shortest step."""
