@@ -43,7 +43,6 @@ from jaxtyping import Float32
 
 from benchmarks import at_once, machine
 from envs import rewards
-from rl import testing
 from rl.algorithms import advantages, dynamic_sampling, presets
 from rl.audit import checker, event_log, token_ledger
 from rl.data import trajectory
@@ -55,6 +54,7 @@ from rl.rollout import grading, group_rollout, prompts
 from rl.runtime import mesh_thread, trace, watchdog
 from rl.schedule import overlap
 from rl.simulation import learner as simulated_learner
+from rl.testing import fakes
 from rl.train import trainer as trainer_lib
 
 _TURNS = absl_flags.DEFINE_integer("turns", 100_000, "Played in each case.")
@@ -195,7 +195,7 @@ class _Run:
       free = simulated_learner.Learner(token_s=0.0, update_s=0.0)
       return simulated_learner.SimulatedTrainer(free, self._spans), 0
     self._thread = mesh_thread.MeshThread("learner", self._spans)
-    programs = testing.fake_learner()
+    programs = fakes.fake_learner()
     settings = trainer_lib.Settings(
       rows=16,
       length=256,

@@ -2,7 +2,7 @@
 
   python -m benchmarks.estimator_bias
 
-On the task of `tests/rl/tabular.py`, whose policy gradient is known. Bias is
+On the task of `rl/testing/tabular.py`, whose policy gradient is known. Bias is
 |mean - gradient| / |gradient|; beside it stands the cosine of their angle.
 
 - Losses and corrections, trained on what older policies sampled: the mean is a
@@ -37,9 +37,9 @@ from rl.algorithms import (
   token_advantages,
 )
 from rl.algorithms import kl as kl_lib
+from rl.testing import tabular
 from tests.helpers import tabular_estimates
 from tests.helpers.tabular_estimates import Rule
-from tests.rl import tabular
 
 LAGS = {f"lag {lag}": tabular.old(lag) for lag in range(5)}
 LAGS["mixed"] = tabular.MIXED

@@ -42,13 +42,13 @@ from benchmarks import machine
 from launch import devices
 from models import config as model_config
 from models import lora, sharding, transformer
-from rl import testing
 from rl.audit import event_log
 from rl.data import trajectory
 from rl.engine import contract
 from rl.engine.builtin import settings as engine_settings
 from rl.pools import placement, weight_publisher
 from rl.runtime import mesh_thread, trace
+from rl.testing import fakes
 
 _REPEATS = absl_flags.DEFINE_integer("repeats", 5, "Of each way.")
 _ROWS = absl_flags.DEFINE_integer("rows", 16, "Answers decoded at once.")
@@ -239,7 +239,7 @@ async def _moved(
   publisher = weight_publisher.WeightPublisher(
     [
       (
-        testing.FakeEngine(answers=(1,), stop_id=2),
+        fakes.FakeEngine(answers=(1,), stop_id=2),
         weight_publisher.pool_shardings(config, layouts[1], dtype),
       )
     ],

@@ -6,7 +6,7 @@ All are minimised. What sums them up is their field `aggregate`.
 
 Bias is |mean gradient - policy gradient| / |policy gradient| off policy, by lag
 in optimizer steps, in bypass mode and without a correction, on the task of
-tests/rl/tabular.py. See benchmarks/estimator_bias.py.
+rl/testing/tabular.py. See benchmarks/estimator_bias.py.
 
 Letters: L row length.
 """

@@ -6,11 +6,11 @@ import math
 
 import numpy as np
 
-from rl import testing
 from rl.algorithms import advantages, presets
 from rl.algorithms import objective as objective_lib
 from rl.data import trajectory
 from rl.runtime import mesh_thread, trace
+from rl.testing import fakes
 from rl.train import learner
 from rl.train import trainer as trainer_lib
 
@@ -70,7 +70,7 @@ class Programs:
   masked: list = dataclasses.field(default_factory=list)
 
   def build(self):
-    fake = testing.fake_learner()
+    fake = fakes.fake_learner()
 
     def accumulate(params, total, packed, critic):
       self.weights.append(params["updates"])

@@ -7,7 +7,6 @@ from typing import Any
 
 from envs import base, rewards
 from models.chat import word_chat
-from rl import testing
 from rl.algorithms import advantages, dynamic_sampling, presets
 from rl.audit import checker, event_log, token_ledger
 from rl.data import trajectory
@@ -17,6 +16,7 @@ from rl.pools import affinity, router, weight_publisher
 from rl.rollout import grading, group_rollout, prompts
 from rl.runtime import mesh_thread, trace, watchdog
 from rl.schedule import overlap
+from rl.testing import fakes
 from rl.train import trainer
 
 GROUP = 2
@@ -80,7 +80,7 @@ class Run:
 
   schedule: overlap.Overlap
   rounds: int = 4
-  source: base.Source = dataclasses.field(default_factory=testing.Counting)
+  source: base.Source = dataclasses.field(default_factory=fakes.Counting)
   reward: base.Reward = dataclasses.field(default_factory=rewards.Outcome)
   retries: grading.Retries = dataclasses.field(default_factory=grading.Retries)
   sampling: dynamic_sampling.DynamicSampling | None = None
@@ -115,7 +115,7 @@ class Run:
       self.tasks.seek(progress.cursor)
     version = trajectory.PolicyVersion(progress.trained if progress else 0)
     self.engines = [
-      testing.FakeEngine(
+      fakes.FakeEngine(
         (5, 6), word_chat.END, self.decode_s, update_s=self.update_s
       )
       for _ in range(self.num_engines)
@@ -125,7 +125,7 @@ class Run:
     thread = mesh_thread.MeshThread("learner", self.spans)
     self.batches: list[Any] = []
     programs = dataclasses.replace(
-      testing.fake_learner(self.learner_s), place=self._place
+      fakes.fake_learner(self.learner_s), place=self._place
     )
     begin = progress or progress_lib.beginning(
       programs.abstract, self.tasks.cursor

@@ -5,12 +5,12 @@ import dataclasses
 
 from envs import rewards
 from models.chat import word_chat
-from rl import testing
 from rl.audit import event_log
 from rl.data import trajectory
 from rl.pools import router
 from rl.rollout import grading, group_rollout
 from rl.runtime import virtual_clock
+from rl.testing import fakes
 
 LIMITS = group_rollout.Rollout(
   group_size=4, max_turns=4, turn_tokens=2, max_tokens=32, step_s=0.2
@@ -23,7 +23,7 @@ _ONCE = grading.Retries(attempts=1, deadline_s=0.1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Kept(testing.Counting):
+class Kept(fakes.Counting):
   """A source that keeps the environments it built."""
 
   kept: list = dataclasses.field(default_factory=list)
@@ -35,7 +35,7 @@ class Kept(testing.Counting):
 
 
 def fake(answers=(YES,), delay_s=lambda priority: 0.0):
-  return testing.FakeEngine(answers, word_chat.END, delay_s)
+  return fakes.FakeEngine(answers, word_chat.END, delay_s)
 
 
 def player(source, served=None, reward=None, dog=None, **fields):

@@ -5,11 +5,11 @@ import asyncio
 import numpy as np
 
 from models.chat import word_chat
-from rl import fake_engine
 from rl.data import trajectory
 from rl.engine import contract
 from rl.pools import affinity, router
 from rl.runtime import virtual_clock
+from rl.testing import fake_engine
 
 
 def members(engines, *seats):

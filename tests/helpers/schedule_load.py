@@ -16,13 +16,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from envs import base, mixture
-from rl import testing
 from rl.algorithms import dynamic_sampling
 from rl.audit import checker as checker_lib
 from rl.audit import event_log, token_ledger
 from rl.rollout import grading
 from rl.schedule import overlap
 from rl.simulation import learner as simulated_learner
+from rl.testing import fakes
 from tests.helpers import virtual_run
 
 _FAULTS = (
@@ -175,10 +175,10 @@ def _tail(draw: random.Random, scale: float) -> float:
   return scale * min(draw.paretovariate(1.1), 100.0)
 
 
-def _source(draw: random.Random, name: str) -> testing.Counting:
+def _source(draw: random.Random, name: str) -> fakes.Counting:
   fault = draw.choice(_FAULTS)
   late = draw.choice([0.0, 0.1, 2.0])
-  return testing.Counting(
+  return fakes.Counting(
     name=name,
     turns=draw.choice([1, 1, 1, 1, 1, 3]),
     lag_s=lambda index, member: _tail(draw, late) if late else 0.0,

@@ -25,7 +25,7 @@ from rl.algorithms import advantages as advantages_lib
 from rl.algorithms import corrections, loss_aggregation, losses, packed_row
 from rl.algorithms import kl as kl_lib
 from rl.algorithms import returns as returns_lib
-from tests.rl import tabular
+from rl.testing import tabular
 
 # The gradient of the expected return: all that a trajectory's tokens sum to.
 RETURN = loss_aggregation.Constant(length=1.0)

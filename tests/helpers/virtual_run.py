@@ -12,7 +12,6 @@ from typing import Any
 
 from envs import base, rewards
 from models.chat import word_chat
-from rl import testing
 from rl.algorithms import advantages, dynamic_sampling
 from rl.audit import checker, event_log, token_ledger
 from rl.data import trajectory
@@ -23,6 +22,7 @@ from rl.rollout import grading, group_rollout, prompts
 from rl.runtime import trace, virtual_clock, watchdog
 from rl.schedule import overlap
 from rl.simulation import learner as simulated_learner
+from rl.testing import fakes
 
 CHAT = word_chat.WordChat(("go", "on", "yes", "no"))
 YES, NO = 5, 6
@@ -132,7 +132,7 @@ class Run:
 
   schedule: overlap.Overlap
   rounds: int = 4
-  source: Any = dataclasses.field(default_factory=testing.Counting)
+  source: Any = dataclasses.field(default_factory=fakes.Counting)
   reward: base.Reward = dataclasses.field(default_factory=rewards.Outcome)
   retries: grading.Retries = dataclasses.field(default_factory=grading.Retries)
   sampling: dynamic_sampling.DynamicSampling | None = None
@@ -196,7 +196,7 @@ class Run:
     """Returns a fresh engine; one that the run did not build has a version."""
     if self.build is not None:
       return self.build()
-    engine = testing.FakeEngine(
+    engine = fakes.FakeEngine(
       self.answers, word_chat.END, self.delay_s, update_s=self.update_s
     )
     engine.version = version

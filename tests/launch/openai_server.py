@@ -13,8 +13,8 @@ import openai
 
 from launch import listening, openai_api
 from models.chat import hf_chat, word_chat
-from rl import scripted
 from rl.agents import sessions
+from rl.testing import scripted_engine
 from tests.helpers.chat_messages import GOLDEN
 
 HF = hf_chat.HfChat.load(GOLDEN)
@@ -31,7 +31,7 @@ class Server:
     self.chat = chat
     self.text: str | list[int] = "yes"
     self.kept = []
-    self.engine = scripted.ScriptedEngine(self._say, step_s=step_s)
+    self.engine = scripted_engine.ScriptedEngine(self._say, step_s=step_s)
     self.sessions = sessions.Sessions(
       chat, keep=self.kept.extend, max_sessions=64
     )

@@ -17,10 +17,10 @@ import pytest
 from envs import base
 from launch import agents, openai_api
 from models.chat import word_chat
-from rl import scripted
 from rl.data import batch, trajectory
 from rl.pools import placement
 from rl.rollout import episode
+from rl.testing import scripted_engine
 from rl.train import learner
 from tests.rl import conftest as tiny
 
@@ -170,7 +170,7 @@ def test_an_agent_that_is_not_async_plays_in_a_thread(served):
 
 def play(agent, deadline_s=20.0, **settings):
   async def scenario():
-    engine = scripted.ScriptedEngine(lambda request: [4, 1], **settings)
+    engine = scripted_engine.ScriptedEngine(lambda request: [4, 1], **settings)
     async with agents.serving(engine, CHAT) as players:
       left = await players.play(agent, the_episode(), deadline_s=deadline_s)
       return left, engine.stats()
@@ -212,7 +212,7 @@ def test_a_thread_that_outlives_its_deadline_gets_no_more_answers():
     over.set()
 
   async def scenario():
-    engine = scripted.ScriptedEngine(lambda request: [4, 1])
+    engine = scripted_engine.ScriptedEngine(lambda request: [4, 1])
     async with agents.serving(engine, CHAT) as players:
       (left,) = await players.play(agent, the_episode(), deadline_s=0.05)
       late.set()

@@ -8,12 +8,13 @@ import pytest
 from envs import rewards
 from launch import glossary, local
 from models import config as model_config
-from rl import config, testing
+from rl import config
 from rl.algorithms import corrections, kl, presets, references
 from rl.engine.builtin import settings as engine_settings
 from rl.rollout import group_rollout
 from rl.schedule import overlap
 from rl.settings import overrides
+from rl.testing import fakes
 
 PAGE = """
 | name | unit | formula | meaning | worse |
@@ -62,7 +63,7 @@ def test_without_the_page_nothing_is_explained(tmp_path):
 # As much as one run can have: a critic, a KL, a correction, experts, late
 # tokens, evaluations.
 EVERYTHING = config.Experiment(
-  environment=testing.Counting(turns=2),
+  environment=fakes.Counting(turns=2),
   reward=rewards.Outcome(),
   model=model_config.tiny_moe(
     vocab_size=7, num_layers=1, d_model=32, max_length=16

@@ -10,7 +10,7 @@ import pytest
 from envs import base, rewards
 from launch import local
 from models import config as model_config
-from rl import config, testing
+from rl import config
 from rl.algorithms import kl, presets, references
 from rl.engine.builtin import engine as builtin_engine
 from rl.engine.builtin import settings as engine_settings
@@ -18,6 +18,7 @@ from rl.loop import warm_start
 from rl.rollout import group_rollout
 from rl.schedule import overlap
 from rl.settings import overrides
+from rl.testing import fakes
 from rl.train import optimizers
 
 SCHEDULE = overlap.in_flight(4, 1, 2)
@@ -43,7 +44,7 @@ class SilentSettings(engine_settings.EngineSettings):
 
 def experiment(engine=engine_settings.EngineSettings, episodes=0, **changes):
   base = config.Experiment(
-    environment=testing.Counting(turns=2),
+    environment=fakes.Counting(turns=2),
     reward=rewards.Outcome(),
     model=model_config.tiny_moe(
       vocab_size=7, num_layers=1, d_model=32, max_length=16

@@ -8,9 +8,9 @@ import openai
 import pytest
 
 from launch import openai_api
-from rl import scripted
 from rl.agents import sessions
 from rl.engine import contract
+from rl.testing import scripted_engine
 from tests.launch import openai_server
 from tests.launch.openai_server import WORDS
 
@@ -211,10 +211,10 @@ def test_one_temperature_may_be_that_of_all():
 
 
 def test_an_engine_that_cannot_stop_where_answers_end_is_refused():
-  able = scripted.ScriptedEngine(lambda request: []).capabilities
+  able = scripted_engine.ScriptedEngine(lambda request: []).capabilities
   few = {name: getattr(able, name) for name in able.__slots__}
   unable = contract.Capabilities(**{**few, "max_stop_ids": 0})
-  one = scripted.ScriptedEngine(lambda request: [], capabilities=unable)
+  one = scripted_engine.ScriptedEngine(lambda request: [], capabilities=unable)
   with pytest.raises(ValueError, match="end with 1 ids; the engine takes 0"):
     openai_api.app(one, sessions.Sessions(WORDS))
 

@@ -23,13 +23,14 @@ from envs import rewards
 from launch import flags, local, warm_start_files, workdir
 from models import config as model_config
 from models import lora
-from rl import assemble, config, testing
+from rl import assemble, config
 from rl.engine.builtin import settings as engine_settings
 from rl.loop import warm_start
 from rl.rollout import group_rollout
 from rl.runtime import checkpoint
 from rl.schedule import overlap
 from rl.settings import overrides
+from rl.testing import fakes
 from rl.train import optimizers
 
 # See test_checkpoint: orbax drops its other reads when one fails.
@@ -47,7 +48,7 @@ MODELS = {
 
 def experiment(model=DENSE, every=4, **changes):
   base = config.Experiment(
-    environment=testing.Counting(turns=2),
+    environment=fakes.Counting(turns=2),
     reward=rewards.Outcome(),
     model=model,
     rollout=group_rollout.Rollout(group_size=4, max_tokens=16),

@@ -10,7 +10,7 @@ import pytest
 
 from envs import base, rewards
 from models import config as model_config
-from rl import assemble, config, testing
+from rl import assemble, config
 from rl.algorithms import kl, presets, references
 from rl.audit import checker, event_log, token_ledger
 from rl.data import trajectory
@@ -20,13 +20,14 @@ from rl.pools import placement
 from rl.rollout import evaluate, group_rollout
 from rl.runtime import virtual_clock
 from rl.schedule import overlap
+from rl.testing import fakes
 from rl.train import optimizers
 from tests.helpers import players_under_test as players
 
 
 def experiment(**changes):
   plain = config.Experiment(
-    environment=testing.Counting(turns=2),
+    environment=fakes.Counting(turns=2),
     reward=rewards.Outcome(),
     model=model_config.tiny_moe(
       vocab_size=7, num_layers=1, d_model=32, max_length=16
@@ -192,7 +193,7 @@ def test_equal_rewards_train_the_routers_of_a_model_with_experts_alone(
 
 
 def test_demonstrations_mix_in_as_many_random_answers_as_asked():
-  source = testing.Counting(turns=2)
+  source = fakes.Counting(turns=2)
   chat = experiment().chat()
 
   async def demonstrations(exploration):
@@ -231,7 +232,7 @@ def test_building_touches_no_more_devices_than_the_placement_names():
 
 def test_an_evaluation_ends_when_its_environments_are_closed():
   async def run():
-    playing = players.player(testing.Counting(fault="hang_close"))
+    playing = players.player(fakes.Counting(fault="hang_close"))
     outcome, _ = await evaluate.evaluate(
       playing, episodes=3, temperature=0.0, success=1.0, seed=0
     )

@@ -9,11 +9,12 @@ import pytest
 
 from envs import mixture, rewards
 from launch import flags
-from rl import config, testing
+from rl import config
 from rl.algorithms import presets, token_advantages
 from rl.pools import affinity, placement
 from rl.schedule import overlap
 from rl.settings import overrides as overrides_lib
+from rl.testing import fakes
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -313,7 +314,7 @@ def test_a_reward_that_needs_the_environment_is_refused(experiment):
 
 
 def test_a_source_that_no_reward_grades_is_refused(experiment):
-  games = [testing.Counting(name=name) for name in ("sums", "rhymes")]
+  games = [fakes.Counting(name=name) for name in ("sums", "rhymes")]
   rule = mixture.Rule("sums", rewards.Outcome())
   tree = dataclasses.replace(
     experiment,

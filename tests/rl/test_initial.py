@@ -14,10 +14,11 @@ from envs import rewards
 from models import config as model_config
 from models import lora, transformer
 from models.hf import export, load
-from rl import assemble, config, testing
+from rl import assemble, config
 from rl.engine.builtin import settings as engine_settings
 from rl.pools import placement
 from rl.rollout import group_rollout
+from rl.testing import fakes
 
 # Counting has 7 ids; the vocabulary is padded to 8.
 MODEL = model_config.tiny_moe(
@@ -39,7 +40,7 @@ def directory(params, tmp_path_factory):
 
 def experiment(directory, model=MODEL, **changes):
   return config.Experiment(
-    environment=testing.Counting(turns=2),
+    environment=fakes.Counting(turns=2),
     reward=rewards.Outcome(),
     model=model,
     rollout=group_rollout.Rollout(group_size=4, max_tokens=16),

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from models.chat import hf_chat, tool_calls, word_chat
-from rl import scripted
 from rl.agents import answer_stream
 from rl.engine import contract
 from rl.rollout import episode
+from rl.testing import scripted_engine
 from tests.helpers.chat_messages import GOLDEN
 
 HF = hf_chat.HfChat.load(GOLDEN)
@@ -161,7 +161,7 @@ def request(**changes):
 @pytest.mark.parametrize("whole", [True, False])
 def test_the_engine_stops_where_the_text_does(whole):
   ids = HF.encode_answer("ab stop cd ef gh").tolist()
-  one = scripted.ScriptedEngine(lambda request: ids)
+  one = scripted_engine.ScriptedEngine(lambda request: ids)
   reader = answer_stream.Reader(HF, stops=["stop"])
 
   async def sample():
@@ -205,7 +205,7 @@ def test_experts_are_cut_with_the_tokens():
 
 
 def test_closing_early_aborts_the_request():
-  one = scripted.ScriptedEngine(lambda request: [4] * 9)
+  one = scripted_engine.ScriptedEngine(lambda request: [4] * 9)
 
   async def scenario():
     pieces = answer_stream.sample(one, request(), answer_stream.Reader(HF))

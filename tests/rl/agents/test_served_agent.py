@@ -6,11 +6,11 @@ import pytest
 
 from envs import base
 from models.chat import word_chat
-from rl import scripted
 from rl.agents import answer_stream, messages, served_agent, sessions
 from rl.data import trajectory
 from rl.engine import contract
 from rl.rollout import episode
+from rl.testing import scripted_engine
 
 CHAT = word_chat.WordChat(("go", "yes"))
 TASK = base.Task("game/train/4", 4, "train", 4)
@@ -21,7 +21,7 @@ class Server:
   """What a server does with a request, without its HTTP."""
 
   def __init__(self):
-    self.engine = scripted.ScriptedEngine(lambda request: [4, 1])
+    self.engine = scripted_engine.ScriptedEngine(lambda request: [4, 1])
     self.kept = []
     self.sessions = sessions.Sessions(CHAT, keep=self.kept.append)
 

@@ -7,7 +7,7 @@ import pytest
 from envs import rewards
 from models import config as model_config
 from models import lora
-from rl import config, testing
+from rl import config
 from rl.algorithms import (
   advantages,
   corrections,
@@ -23,6 +23,7 @@ from rl.engine.builtin import settings as engine_settings
 from rl.pools import placement
 from rl.rollout import group_rollout
 from rl.schedule import overlap
+from rl.testing import fakes
 
 MODEL = model_config.tiny(
   vocab_size=8,
@@ -42,7 +43,7 @@ PENALTY = kl.KlPenalty(estimator="k1", weight=1.0, where="reward")
 
 def experiment(**changes) -> config.Experiment:
   base = config.Experiment(
-    environment=testing.Counting(turns=2),
+    environment=fakes.Counting(turns=2),
     reward=rewards.Outcome(),
     model=MODEL,
     rollout=group_rollout.Rollout(group_size=4, max_tokens=16),

@@ -35,9 +35,9 @@ from rl.algorithms import (
   token_advantages,
 )
 from rl.algorithms import kl as kl_lib
+from rl.testing import tabular
 from tests.helpers import tabular_estimates as estimates_lib
 from tests.helpers.tabular_estimates import Rule
-from tests.rl import tabular
 
 LAGS = estimator_bias.LAGS
 GROUP_SIZE, EPISODES, SEED = 8, 100_000, 0

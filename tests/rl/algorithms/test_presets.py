@@ -17,7 +17,7 @@ from envs import rewards
 from models import config as model_config
 from models import transformer
 from models.hf import export
-from rl import assemble, config, testing
+from rl import assemble, config
 from rl.algorithms import (
   advantages,
   corrections,
@@ -37,6 +37,7 @@ from rl.loop import progress
 from rl.rollout import group_rollout
 from rl.schedule import overlap
 from rl.settings import overrides
+from rl.testing import fakes
 from rl.train import optimizers
 
 PRESETS = {kind.short_name: kind for kind in typing.get_args(presets.Named)}
@@ -57,7 +58,7 @@ DEADLINE_S = 300.0
 
 def experiment(**changes) -> config.Experiment:
   base = config.Experiment(
-    environment=testing.Counting(
+    environment=fakes.Counting(
       turns=2, delay_s=lambda index, step: 0.002 * (index % 5)
     ),
     reward=rewards.Outcome(),

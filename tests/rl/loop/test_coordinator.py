@@ -4,11 +4,11 @@ import asyncio
 
 import pytest
 
-from rl import testing
 from rl.audit import event_log, token_ledger
 from rl.loop import coordinator
 from rl.runtime import watchdog
 from rl.schedule import overlap
+from rl.testing import fakes
 from tests.helpers import fake_run, virtual_run
 
 
@@ -159,7 +159,7 @@ def test_a_resumed_run_plays_the_same_tasks_as_one_that_never_stopped():
 
 @pytest.mark.parametrize("fault", ["start", "step", "nan", "text", "hang"])
 def test_faulty_environments_cost_their_tokens_and_nothing_else(fault):
-  source = testing.Counting(fault=fault, faulty=lambda index: index % 3 == 0)
+  source = fakes.Counting(fault=fault, faulty=lambda index: index % 3 == 0)
   run = fake_run.Run(overlap.in_flight(4, 1, 2), source=source, step_s=0.1)
   run.start()
   assert len(run.observer.rounds) == 4
@@ -174,7 +174,7 @@ def test_faulty_environments_cost_their_tokens_and_nothing_else(fault):
 
 def test_the_log_says_which_members_of_a_group_were_trained():
   # Odd members fail in their first step; the others play 3 turns of 4 ids.
-  source = testing.Counting(turns=3, fault="step", member=lambda m: m % 2 == 1)
+  source = fakes.Counting(turns=3, fault="step", member=lambda m: m % 2 == 1)
   run = virtual_run.Run(
     overlap.in_flight(4, 1, 1), source=source, group_size=4
   ).start()
@@ -188,9 +188,7 @@ def test_the_log_says_which_members_of_a_group_were_trained():
 
 
 def test_groups_that_are_all_faults_do_not_stop_the_run():
-  run = fake_run.Run(
-    overlap.sync(2, 1, 1), source=testing.Counting(fault="step")
-  )
+  run = fake_run.Run(overlap.sync(2, 1, 1), source=fakes.Counting(fault="step"))
   run.start()
   assert [m["trained_tokens"] for m in run.observer.rounds] == [0.0] * 4
 

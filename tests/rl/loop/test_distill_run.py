@@ -10,13 +10,14 @@ from envs import rewards
 from models import config as model_config
 from models import transformer
 from models.hf import export
-from rl import assemble, config, testing
+from rl import assemble, config
 from rl.algorithms import presets, references
 from rl.data import trajectory
 from rl.engine.builtin import settings as engine_settings
 from rl.loop import progress, warm_start
 from rl.rollout import group_rollout
 from rl.schedule import overlap
+from rl.testing import fakes
 from rl.train import optimizers
 
 SIZES = {
@@ -42,7 +43,7 @@ def teacher(tmp_path_factory):
 
 def experiment(**changes):
   base = config.Experiment(
-    environment=testing.Counting(turns=2),
+    environment=fakes.Counting(turns=2),
     reward=rewards.Outcome(),
     model=STUDENT,
     optimizer=optimizers.AdamW(learning_rate=0.02),

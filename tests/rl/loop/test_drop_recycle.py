@@ -6,12 +6,12 @@ import dataclasses
 import pytest
 
 from envs import mixture
-from rl import testing
 from rl.audit import event_log
 from rl.loop import coordinator
 from rl.schedule import overlap
 from rl.simulation import engine as simulated_engine
 from rl.simulation import processor as simulated_processor
+from rl.testing import fakes
 from tests.helpers import virtual_run
 
 DROP = dataclasses.replace(overlap.in_flight(4, 1, 1), consume="drop")
@@ -24,7 +24,7 @@ def run(schedule=DROP, slow=(0,), turns=1, **settings):
   return virtual_run.Run(
     schedule,
     delay_s=lambda priority: FOREVER_S if priority[0] in slow else 1.0,
-    source=virtual_run.Watched(testing.Counting(turns=turns)),
+    source=virtual_run.Watched(fakes.Counting(turns=turns)),
     **settings,
   )
 
@@ -79,7 +79,7 @@ def test_the_engine_has_an_aborted_request_no_more():
 
 def test_a_play_that_waits_for_its_environment_is_cancelled_as_well():
   source = virtual_run.Watched(
-    testing.Counting(
+    fakes.Counting(
       turns=2, lag_s=lambda index, member: float(500 * (index == hung[0]))
     )
   )
@@ -97,7 +97,7 @@ def test_a_play_that_waits_for_its_environment_is_cancelled_as_well():
 
 
 def test_drop_plays_another_task_of_the_same_source():
-  one, two = testing.Counting(turns=1), testing.Counting(turns=1, name="other")
+  one, two = fakes.Counting(turns=1), fakes.Counting(turns=1, name="other")
   parts = (mixture.Part(one), mixture.Part(two))
   this = run(rounds=6, slow=(0, 1))
   this.source = mixture.Mixture(parts)
@@ -162,7 +162,7 @@ def test_the_bound_holds_at_every_turn_of_what_is_trained(
   this = virtual_run.Run(
     schedule,
     rounds=10,
-    source=testing.Counting(turns=3),
+    source=fakes.Counting(turns=3),
     delay_s=lambda priority: 1.0 + (priority[0] * 7 + priority[1]) % 11,
   ).start()
   for number, round_ in enumerate(this.observer.rounds):
@@ -226,7 +226,7 @@ def test_an_answer_that_is_ready_when_its_play_is_aborted_is_not_lost():
     DROP,
     rounds=2,
     build=build,
-    source=testing.Counting(turns=1),
+    source=fakes.Counting(turns=1),
     disturb=abort,
   ).start()
   aborted = this.of("aborted", reason="stale")

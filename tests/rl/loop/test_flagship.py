@@ -19,7 +19,7 @@ import numpy as np
 
 from envs import rewards
 from models import config as model_config
-from rl import assemble, assemble_trainer, config, testing
+from rl import assemble, assemble_trainer, config
 from rl.algorithms import loss_aggregation, losses, presets
 from rl.audit import checker, event_log
 from rl.data import trajectory
@@ -27,6 +27,7 @@ from rl.engine.builtin import settings as engine_settings
 from rl.loop import progress
 from rl.rollout import group_rollout
 from rl.schedule import overlap
+from rl.testing import fakes
 from rl.train import learner, optimizers, train_state
 
 R, GROUP, ROUNDS = 4, 4, 3
@@ -49,7 +50,7 @@ def experiment(schedule: overlap.Overlap, rounds: int = ROUNDS):
   loss = score if schedule.max_staleness else losses.ClippedSurrogate()
   return config.Experiment(
     # With lags the order in which groups finish is not that of submission.
-    environment=testing.Counting(
+    environment=fakes.Counting(
       turns=2, delay_s=lambda index, step: 0.004 * (index % 5)
     ),
     reward=rewards.Outcome(),

@@ -12,7 +12,7 @@ from envs import rewards
 from models import config as model_config
 from models import lora, transformer
 from models.hf import export
-from rl import assemble, config, testing
+from rl import assemble, config
 from rl.data import trajectory
 from rl.engine.builtin import engine as builtin_engine
 from rl.engine.builtin import settings as engine_settings
@@ -22,12 +22,13 @@ from rl.rollout import group_rollout
 from rl.runtime import checkpoint
 from rl.schedule import overlap
 from rl.settings import overrides
+from rl.testing import fakes
 from rl.train import optimizers, train_state
 
 
 def experiment(**changes):
   base = config.Experiment(
-    environment=testing.Counting(turns=2),
+    environment=fakes.Counting(turns=2),
     reward=rewards.Outcome(),
     model=model_config.tiny_moe(
       vocab_size=8,

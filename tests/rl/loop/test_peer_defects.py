@@ -9,7 +9,6 @@ import dataclasses
 import numpy as np
 import pytest
 
-from rl import testing
 from rl.algorithms import advantages, dynamic_sampling
 from rl.data import trajectory
 from rl.rollout import episode
@@ -17,6 +16,7 @@ from rl.schedule import overlap
 from rl.simulation import engine as simulated_engine
 from rl.simulation import learner as simulated_learner
 from rl.simulation import processor as simulated_processor
+from rl.testing import fakes
 from tests.helpers import fake_run, played_members, virtual_run
 
 ASYNCHRONOUS = {
@@ -47,7 +47,7 @@ def test_fewer_slots_than_episodes_in_flight_do_not_deadlock(name, slots):
     rounds=6,
     group_size=4,
     build=narrow(slots),
-    source=testing.Counting(turns=2, delay_s=lambda index, step: 0.3),
+    source=fakes.Counting(turns=2, delay_s=lambda index, step: 0.3),
     max_graders=1,
   ).start()
   assert run.observer.published == list(range(1, 7))
@@ -85,7 +85,7 @@ def test_an_environment_that_raises_or_hangs_neither_ends_nor_holds_a_run(
   step_s = 10.0
   run = virtual_run.Run(
     {"sync": overlap.sync(4), **ASYNCHRONOUS}[name],
-    source=testing.Counting(fault=fault, member=lambda member: member == 1),
+    source=fakes.Counting(fault=fault, member=lambda member: member == 1),
     step_s=step_s,
     group_size=3,
   ).start()
@@ -116,7 +116,7 @@ def straggling(schedule, rounds=40):
     rounds=rounds,
     group_size=8,
     delay_s=lambda priority: 0.0,
-    source=testing.Counting(
+    source=fakes.Counting(
       turns=1, lag_s=lambda index, member: STRAGGLER_S if member == 5 else 1.0
     ),
     learner=simulated_learner.Learner(token_s=0.0, update_s=UPDATE_S),
@@ -154,7 +154,7 @@ def test_with_two_rounds_in_flight_it_waits_under_five_percent():
 
 
 def test_every_episode_of_a_run_has_noise_of_its_own_and_repeats_it():
-  source = testing.Counting()
+  source = fakes.Counting()
   task = source.task(0, "train")
 
   def noise(seed):
@@ -174,7 +174,7 @@ def test_members_of_a_group_sample_different_answers():
   run = virtual_run.Run(
     overlap.in_flight(4, 2, 1),
     group_size=8,
-    source=testing.Counting(turns=1),
+    source=fakes.Counting(turns=1),
   ).start()
   for group in run.groups:
     assert len({tuple(t.ids.tolist()) for t in group.trajectories}) == 2
@@ -186,7 +186,7 @@ def test_a_group_of_equal_answers_teaches_nothing_and_is_seen_to(name):
   run = virtual_run.Run(
     {"sync": overlap.sync(4), **ASYNCHRONOUS}[name],
     group_size=4,
-    source=testing.Counting(turns=1),
+    source=fakes.Counting(turns=1),
     answers=(virtual_run.YES,),
     sampling=dynamic_sampling.DynamicSampling(max_refills=refills),
   ).start()
@@ -249,7 +249,7 @@ def test_of_512_prompts_each_is_trained_exactly_once(schedule):
     schedule,
     rounds=PROMPTS // 32,
     pool=PROMPTS,
-    source=testing.Counting(turns=1, fault="step", faulty=lambda i: i % 9 == 0),
+    source=fakes.Counting(turns=1, fault="step", faulty=lambda i: i % 9 == 0),
     delay_s=lambda priority: 1.0 + priority[0] % 7,
     num_engines=2,
   ).start()
@@ -266,7 +266,7 @@ def test_where_groups_are_dropped_every_prompt_is_trained_or_accounted_for():
   run = virtual_run.Run(
     schedule,
     rounds=8,
-    source=testing.Counting(turns=1),
+    source=fakes.Counting(turns=1),
     delay_s=lambda priority: 1.0 + 20 * (priority[0] % 7 == 0),
     num_engines=2,
   ).start()

@@ -6,11 +6,11 @@ import json
 
 import pytest
 
-from rl import testing
 from rl.algorithms import dynamic_sampling
 from rl.loop import coordinator, progress
 from rl.schedule import overlap
 from rl.simulation import learner as simulated_learner
+from rl.testing import fakes
 from tests.helpers import virtual_run
 
 DROP = dataclasses.replace(
@@ -34,7 +34,7 @@ def test_what_was_too_old_does_not_use_up_the_refills_of_a_place():
   this = virtual_run.Run(
     DROP,
     rounds=30,
-    source=testing.Counting(turns=1),
+    source=fakes.Counting(turns=1),
     sampling=dynamic_sampling.DynamicSampling(max_refills=refills),
     learner=simulated_learner.Learner(token_s=0.0, update_s=5.0),
   ).start()

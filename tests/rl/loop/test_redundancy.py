@@ -6,11 +6,11 @@ import dataclasses
 import numpy as np
 import pytest
 
-from rl import testing
 from rl.algorithms import advantages
 from rl.loop import coordinator
 from rl.schedule import overlap
 from rl.simulation import learner as simulated_learner
+from rl.testing import fakes
 from tests.helpers import fake_run, played_members, virtual_run
 
 GROUP = 3
@@ -43,7 +43,7 @@ def with_members(schedule, turns=1, **settings):
     schedule,
     group_size=GROUP,
     delay_s=lambda priority: DELAYS_S[priority[1]],
-    source=virtual_run.Watched(testing.Counting(turns=turns)),
+    source=virtual_run.Watched(fakes.Counting(turns=turns)),
     **settings,
   )
 
@@ -53,9 +53,7 @@ def slow_groups(schedule, **settings):
   return virtual_run.Run(
     schedule,
     delay_s=lambda priority: 500.0 if priority[0] % 6 in (1, 3) else 1.0,
-    source=settings.pop(
-      "source", virtual_run.Watched(testing.Counting(turns=1))
-    ),
+    source=settings.pop("source", virtual_run.Watched(fakes.Counting(turns=1))),
     **settings,
   )
 
@@ -118,7 +116,7 @@ def test_advantages_are_over_exactly_the_g_that_make_up_the_group():
     group_size=GROUP,
     observer=Values(),
     estimator=advantages.Grpo(),
-    source=testing.Counting(turns=1),
+    source=fakes.Counting(turns=1),
     decode_s=lambda priority: 0.2 * (priority[1] not in FIRST),
   )
   run.start()
@@ -136,7 +134,7 @@ def test_advantages_are_over_exactly_the_g_that_make_up_the_group():
 
 
 def test_a_member_with_a_fault_is_replaced_by_a_redundant_one():
-  source = testing.Counting(turns=1, fault="step", member=lambda m: m in (0, 4))
+  source = fakes.Counting(turns=1, fault="step", member=lambda m: m in (0, 4))
   run = with_members(members(), rounds=2)
   run.source = source
   run.start()
@@ -153,7 +151,7 @@ def test_a_member_with_a_fault_is_replaced_by_a_redundant_one():
 
 
 def test_with_more_faults_than_redundancy_they_fill_the_group_up():
-  source = testing.Counting(turns=1, fault="step", member=lambda m: m != 2)
+  source = fakes.Counting(turns=1, fault="step", member=lambda m: m != 2)
   run = with_members(members(), rounds=2)
   run.source = source
   run.start()
@@ -184,7 +182,7 @@ def test_with_more_faults_than_redundancy_they_fill_the_group_up():
   ids=["members", "both", "whole rounds", "drop"],
 )
 def test_faults_and_redundancy_together_lose_no_token(schedule, fault):
-  source = testing.Counting(
+  source = fakes.Counting(
     turns=2, fault=fault, member=lambda member: member % 2 == 0
   )
   run = virtual_run.Run(
@@ -203,7 +201,7 @@ def test_faults_and_redundancy_together_lose_no_token(schedule, fault):
 
 def test_a_slow_close_of_a_surplus_member_holds_nobody_up():
   source = virtual_run.Watched(
-    testing.Counting(turns=1),
+    fakes.Counting(turns=1),
     close_s=lambda member: 0.0 if member in FIRST else 40.0,
   )
   run = with_members(members(), rounds=2)

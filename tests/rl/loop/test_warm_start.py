@@ -9,18 +9,18 @@ import math
 import pytest
 
 from models.chat import word_chat
-from rl import testing
 from rl.data import trajectory
 from rl.loop import warm_start
 from rl.rollout import episode
 from rl.runtime import mesh_thread, trace
+from rl.testing import fakes
 
 CHAT = word_chat.WordChat(("go", "on", "yes", "no"))
 LIMITS = episode.Limits(record_experts=True)
 
 
 def demonstrations(exploration, count=32, seed=0):
-  source = testing.Counting(turns=2)
+  source = fakes.Counting(turns=2)
 
   async def run():
     return [
@@ -89,7 +89,7 @@ def imitated(norms, max_skipped, behind=(), watching=warm_start.UNOBSERVED):
     norms: of the gradient of each step; one that is not finite is skipped.
     behind: steps that were taken before, and how many were skipped at last.
   """
-  fake, left, said = testing.fake_learner(), iter(norms), []
+  fake, left, said = fakes.fake_learner(), iter(norms), []
 
   def update(state, total, flat_count):
     after, sums = fake.update(state, total, flat_count)
@@ -106,7 +106,7 @@ def imitated(norms, max_skipped, behind=(), watching=warm_start.UNOBSERVED):
         dataclasses.replace(fake, update=update),
         warm_start.Imitation(fake.abstract, *behind),
         thread,
-        source=testing.Counting(turns=2),
+        source=fakes.Counting(turns=2),
         chat=CHAT,
         limits=LIMITS,
         rows=2,
@@ -166,7 +166,7 @@ def test_the_step_that_ends_it_is_told_of_but_never_a_boundary():
 
 @pytest.mark.parametrize("loss", [0.5, math.nan])
 def test_how_far_it_is_survives_json(loss):
-  before = warm_start.Imitation(testing.fake_learner().abstract, 7, 2, loss)
+  before = warm_start.Imitation(fakes.fake_learner().abstract, 7, 2, loss)
   data = json.loads(json.dumps(before.to_host(), allow_nan=False))
   after = warm_start.from_host(before.state, data)
   assert (after.trained, after.skipped) == (7, 2)

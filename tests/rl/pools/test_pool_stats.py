@@ -6,9 +6,9 @@ import dataclasses
 import pytest
 
 from models.chat import word_chat
-from rl import fake_engine
 from rl.data import trajectory
 from rl.pools import pool_stats
+from rl.testing import fake_engine
 from tests.helpers import pools_under_test as pools
 
 

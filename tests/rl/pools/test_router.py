@@ -6,11 +6,11 @@ import dataclasses
 import pytest
 
 from models.chat import word_chat
-from rl import fake_engine
 from rl.audit import event_log
 from rl.data import trajectory
 from rl.engine import contract
 from rl.pools import affinity, router
+from rl.testing import fake_engine
 from tests.helpers import pools_under_test as pools
 
 

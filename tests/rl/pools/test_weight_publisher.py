@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 
 from models import quantize
-from rl import testing
 from rl.audit import event_log
 from rl.data import trajectory
 from rl.pools import placement, weight_publisher
 from rl.runtime import checksum
+from rl.testing import fakes
 
 VERSION = trajectory.PolicyVersion(7)
 
 
-class Recorded(testing.FakeEngine):
+class Recorded(fakes.FakeEngine):
   """Writes down what it is told, in a list that all engines share."""
 
   def __init__(self, name="a", story=None, fault=None, update_s=0.0):
@@ -33,7 +33,7 @@ class Recorded(testing.FakeEngine):
     await super().update_weights(version, params, in_flight)
 
 
-class Damaged(testing.FakeEngine):
+class Damaged(fakes.FakeEngine):
   """Flips one bit of what it is given."""
 
   async def update_weights(self, version, params, in_flight="recompute"):

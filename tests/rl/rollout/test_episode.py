@@ -9,9 +9,9 @@ import pytest
 
 from envs import base
 from models.chat import word_chat
-from rl import testing
 from rl.data import batch, trajectory
 from rl.rollout import episode
+from rl.testing import fakes
 
 CHAT = word_chat.WordChat(("go", "on", "yes", "no"))
 
@@ -20,7 +20,7 @@ SAID = [base.Message("user", "on")]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Foreign(testing.Counting):
+class Foreign(fakes.Counting):
   """Environments whose `start` or `step` is a function of the test."""
 
   start: Any = None
@@ -38,7 +38,7 @@ def play(source, engine=None, **limits):
   """Plays one episode; 60 s of deadline are never waited for."""
   task = source.task(0, "train")
   record = episode.Record(episode.Episode(task, 3, 0, 0))
-  engine = engine or testing.FakeEngine((5,), word_chat.END)
+  engine = engine or fakes.FakeEngine((5,), word_chat.END)
   settings = episode.Limits(**limits)
   played, _ = asyncio.run(episode.play(source, engine, CHAT, settings, record))
   return played
@@ -137,7 +137,7 @@ def test_a_first_observation_without_room_for_an_answer_is_a_fault():
   assert "rollout.max_tokens=5" in member.fault
 
 
-class Routed(testing.FakeEngine):
+class Routed(fakes.FakeEngine):
   """Expert j of layer s is id + s + j, and one more for each answer before."""
 
   def __init__(self, experts: tuple[int, int] | None = (2, 2)):
@@ -150,7 +150,7 @@ class Routed(testing.FakeEngine):
 
 
 def test_experts_of_a_token_are_those_it_was_sampled_with():
-  member = play(testing.Counting(turns=2), Routed(), record_experts=True)
+  member = play(fakes.Counting(turns=2), Routed(), record_experts=True)
   # go <agent> yes <end> | on <agent> yes <end>. The first <end> is fed by the
   # second answer, whose routers are one on; the last <end> never is.
   later = [0, 0, 0, 1, 1, 1, 1]
@@ -172,7 +172,7 @@ def test_experts_that_were_recorded_are_kept():
       experts[-1, 0] = 9
       return answer
 
-  member = play(testing.Counting(turns=2), Knowing(), record_experts=True)
+  member = play(fakes.Counting(turns=2), Knowing(), record_experts=True)
   experts: Any = member.experts
   fed = word_chat.END + 1 + 1  # Layer 1, after one answer.
   assert experts[3].tolist() == [[9, 9], [fed, fed + 1]]
@@ -180,7 +180,7 @@ def test_experts_that_were_recorded_are_kept():
 
 
 def test_a_batch_carries_the_experts_of_an_episode():
-  member = play(testing.Counting(turns=2), Routed(), record_experts=True)
+  member = play(fakes.Counting(turns=2), Routed(), record_experts=True)
   (packed,) = batch.pack([member], rows=1, length=10, version=0).batches
   experts: Any = packed.experts
   np.testing.assert_array_equal(experts[0, :8], member.experts)
@@ -188,24 +188,24 @@ def test_a_batch_carries_the_experts_of_an_episode():
 
 
 def test_experts_are_recorded_when_asked_for_only():
-  member = play(testing.Counting(turns=2), Routed())
+  member = play(fakes.Counting(turns=2), Routed())
   assert member.experts is None
 
 
 def test_an_engine_that_knows_no_experts_says_so():
-  member = play(testing.Counting(), Routed(None), record_experts=True)
+  member = play(fakes.Counting(), Routed(None), record_experts=True)
   assert member.status is trajectory.Status.ENGINE_FAULT
   assert "experts are not recorded" in member.fault
 
 
 def test_an_answer_that_was_aborted_ends_the_episode_and_keeps_its_tokens():
-  class Aborting(testing.FakeEngine):
+  class Aborting(fakes.FakeEngine):
     async def generate(self, request):
       answer = asyncio.create_task(super().generate(request))
       await asyncio.sleep(0)
       self.abort(request.request_id)
       return await answer
 
-  member = play(testing.Counting(), Aborting((5,), word_chat.END))
+  member = play(fakes.Counting(), Aborting((5,), word_chat.END))
   assert member.status is trajectory.Status.ENGINE_FAULT
   assert (member.fault, member.num_sampled) == ("aborted", 1)

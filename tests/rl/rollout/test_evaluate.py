@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
-from rl import testing
 from rl.rollout import evaluate
 from rl.runtime import virtual_clock, watchdog
+from rl.testing import fakes
 from tests.helpers import players_under_test as players
 
 
@@ -15,7 +15,7 @@ async def _evaluated(answer_s, deadline_s):
   clock = asyncio.get_running_loop().time
   dog = watchdog.Watchdog(clock=clock)
   playing = players.player(
-    testing.Counting(turns=1),
+    fakes.Counting(turns=1),
     players.fake(delay_s=lambda priority: answer_s(priority[0])),
     dog=dog,
   )

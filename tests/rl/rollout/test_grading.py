@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from envs import base, rewards, threads
-from rl import testing
 from rl.data import trajectory
 from rl.rollout import grading
 from rl.runtime import virtual_clock, watchdog
+from rl.testing import fakes
 
-TASK = testing.Counting().task(0, "train")
+TASK = fakes.Counting().task(0, "train")
 SAID = base.Transcript([base.Message("assistant", "yes")], [0.25, 0.5])
 RETRIES = grading.Retries(first_wait_s=1.0, max_wait_s=3.0, deadline_s=20.0)
 
@@ -180,7 +180,7 @@ def test_the_call_is_told_once_and_when_it_is_made():
   called = []
 
   async def scenario():
-    reward = testing.Judge(
+    reward = fakes.Judge(
       delay_s=lambda index, call: 4.0, fails=lambda index, call: call == 1
     )
     graders = grading.Graders(reward, RETRIES, max_concurrent=1)
@@ -245,7 +245,7 @@ def test_what_a_late_call_raises_disturbs_nobody():
 
 def test_calls_beyond_the_places_wait_and_the_waits_are_counted():
   async def scenario():
-    reward = testing.Judge(delay_s=lambda index, call: 2.0)
+    reward = fakes.Judge(delay_s=lambda index, call: 2.0)
     graders = grading.Graders(reward, RETRIES, max_concurrent=2)
     ends = [asyncio.create_task(graded(graders, i)) for i in range(5)]
     await asyncio.sleep(1)
@@ -275,7 +275,7 @@ def test_who_waits_to_call_again_holds_no_place():
 def test_cancelling_gives_up_the_call_or_the_wait_and_frees_the_place(at_s):
   async def scenario():
     # The first is asked until 2 s and waits until 3.5 s; cancelled at 1 s or 3.
-    reward = testing.Judge(
+    reward = fakes.Judge(
       delay_s=lambda index, call: 2.0, fails=lambda index, call: call == 0
     )
     retries = dataclasses.replace(RETRIES, first_wait_s=1.5)
@@ -324,7 +324,7 @@ def test_the_watchdog_names_the_call_and_the_wait_for_a_place():
   dog = watchdog.Watchdog()
 
   async def scenario():
-    reward = testing.Judge(delay_s=lambda index, call: 2.0)
+    reward = fakes.Judge(delay_s=lambda index, call: 2.0)
     graders = grading.Graders(reward, RETRIES, 1, dog)
     ends = [
       asyncio.create_task(graded(graders, i, f"train/3/0/{i}"))

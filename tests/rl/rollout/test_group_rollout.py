@@ -11,18 +11,18 @@ import pytest
 
 from envs import base
 from models.chat import word_chat
-from rl import testing
 from rl.algorithms import reward_shaping
 from rl.data import trajectory
 from rl.engine import contract
 from rl.rollout import episode
 from rl.runtime import virtual_clock, watchdog
+from rl.testing import fakes
 from tests.helpers import players_under_test as players
 
 
 def test_a_trajectory_holds_the_ids_exactly_as_sampled():
   # go <agent> | yes <end> | on <agent> | yes <end>
-  group = players.play_group(testing.Counting(turns=2))
+  group = players.play_group(fakes.Counting(turns=2))
   first = group.trajectories[0]
   expected = [3, word_chat.AGENT, players.YES, word_chat.END]
   expected += [4, word_chat.AGENT, players.YES, word_chat.END]
@@ -36,13 +36,13 @@ def test_a_trajectory_holds_the_ids_exactly_as_sampled():
 def test_each_request_begins_with_every_id_before_it():
   seen = []
 
-  class Recording(testing.FakeEngine):
+  class Recording(fakes.FakeEngine):
     async def generate(self, request):
       seen.append(request.tokens.tolist())
       return await super().generate(request)
 
   recording = Recording((players.YES,), word_chat.END)
-  players.play_group(testing.Counting(turns=3), recording, limits=players.ONE)
+  players.play_group(fakes.Counting(turns=3), recording, limits=players.ONE)
   assert len(seen) == 3
   for before, after in itertools.pairwise(seen):
     answered = [*before, players.YES, word_chat.END]
@@ -50,12 +50,12 @@ def test_each_request_begins_with_every_id_before_it():
 
 
 def test_members_of_a_group_have_noise_of_their_own_that_repeats():
-  task = testing.Counting().task(0, "train")
+  task = fakes.Counting().task(0, "train")
   noise = [episode.Episode(task, 5, i, 0).noise for i in range(64)]
   assert len(set(noise)) == 64
   assert noise == [episode.Episode(task, 5, i, 0).noise for i in range(64)]
   assert noise[0] != episode.Episode(task, 5, 0, 1).noise
-  held_out = testing.Counting().task(0, "eval")
+  held_out = fakes.Counting().task(0, "eval")
   assert noise[0] != episode.Episode(held_out, 5, 0, 0).noise
   again = episode.Episode(task, 5, 0, 0, attempt=1)
   assert again.name == "train/5/1/0"
@@ -64,7 +64,7 @@ def test_members_of_a_group_have_noise_of_their_own_that_repeats():
 
 def test_the_turn_limit_truncates_and_still_grades():
   limits = dataclasses.replace(players.LIMITS, max_turns=2)
-  group = players.play_group(testing.Counting(turns=4), limits=limits)
+  group = players.play_group(fakes.Counting(turns=4), limits=limits)
   ended = group.trajectories[0]
   assert ended.status is trajectory.Status.TRUNCATED
   assert len(ended.turns) == 2
@@ -74,7 +74,7 @@ def test_the_turn_limit_truncates_and_still_grades():
 def test_the_token_limit_truncates_before_it_is_passed():
   # Turns take 4 ids: two whole turns fit 9, the third has room for no answer.
   limits = dataclasses.replace(players.LIMITS, max_tokens=9, max_turns=9)
-  group = players.play_group(testing.Counting(turns=9), limits=limits)
+  group = players.play_group(fakes.Counting(turns=9), limits=limits)
   ended = group.trajectories[0]
   assert ended.status is trajectory.Status.TRUNCATED
   assert len(ended.ids) == 8
@@ -86,7 +86,7 @@ def test_an_answer_that_is_nearly_too_long_is_worth_less():
   limits = dataclasses.replace(players.ONE, overlong=overlong)
 
   async def run():
-    playing = players.player(testing.Counting(turns=2), limits=limits)
+    playing = players.player(fakes.Counting(turns=2), limits=limits)
     group = await players.begin(playing).run()
     return group.trajectories[0].reward, players.of_kind(playing, "reward")
 
@@ -98,7 +98,7 @@ def test_the_log_tells_the_way_of_a_member_and_when():
   async def run():
     served = players.fake(delay_s=lambda priority: 0.5)
     playing = players.player(
-      testing.Counting(turns=1), served, limits=players.ONE
+      fakes.Counting(turns=1), served, limits=players.ONE
     )
     await served.pause()
     play = asyncio.create_task(players.begin(playing).run())
@@ -137,7 +137,7 @@ def test_the_log_tells_the_way_of_a_member_and_when():
   ],
 )
 def test_a_fault_of_the_environment_is_data(fault, words):
-  group = players.play_group(testing.Counting(fault=fault))
+  group = players.play_group(fakes.Counting(fault=fault))
   for member in group.trajectories:
     assert member.status is trajectory.Status.ENV_FAULT
     assert words in member.fault
@@ -145,7 +145,7 @@ def test_a_fault_of_the_environment_is_data(fault, words):
 
 
 def test_an_engine_that_closes_leaves_the_sampled_tokens_in_the_log():
-  class Closing(testing.FakeEngine):
+  class Closing(fakes.FakeEngine):
     async def generate(self, request):
       if request.request_id.endswith("/2"):
         raise contract.EngineClosed("stopped")
@@ -154,7 +154,7 @@ def test_an_engine_that_closes_leaves_the_sampled_tokens_in_the_log():
   async def run():
     closing = Closing((players.YES,), word_chat.END)
     playing = players.player(
-      testing.Counting(turns=3), closing, limits=players.ONE
+      fakes.Counting(turns=3), closing, limits=players.ONE
     )
     with pytest.raises(ExceptionGroup) as raised:
       await players.begin(playing).run()
@@ -195,8 +195,8 @@ def test_the_watchdog_names_who_is_waited_for():
     assert dog.dump() == "nobody waits"
     return sorted(line.split("  ")[:2] for line in lines)
 
-  one = testing.Counting(turns=1)
-  hanging = table(testing.Counting(fault="hang"))
+  one = fakes.Counting(turns=1)
+  hanging = table(fakes.Counting(fault="hang"))
   step = "step of the environment"
   assert virtual_clock.run(hanging) == [
     [f"episode train/3/0/{i}", step] for i in range(4)
@@ -211,7 +211,7 @@ def test_the_watchdog_names_who_is_waited_for():
 
 @pytest.mark.parametrize("error", [KeyError, SystemExit])
 def test_a_source_that_cannot_build_its_environment_is_data(error):
-  class Broken(testing.Counting):
+  class Broken(fakes.Counting):
     def __call__(self, task):
       raise error("no such map")
 
@@ -223,7 +223,7 @@ def test_a_source_that_cannot_build_its_environment_is_data(error):
 
 
 def test_one_hanging_environment_does_not_hold_up_the_others():
-  source = testing.Counting(fault="hang", faulty=lambda index: index == 0)
+  source = fakes.Counting(fault="hang", faulty=lambda index: index == 0)
   done: dict[int, float] = {}
 
   async def run():
@@ -298,7 +298,7 @@ class Broken:
   ],
 )
 def test_a_reward_that_fails_is_a_fault_and_never_zero(how, words):
-  group = players.play_group(testing.Counting(), reward=Broken(how))
+  group = players.play_group(fakes.Counting(), reward=Broken(how))
   for member in group.trajectories:
     assert member.status is trajectory.Status.REWARD_FAULT
     assert member.reward is None
@@ -309,7 +309,7 @@ def test_grading_starts_while_other_members_still_play():
   async def run():
     # Member 3 answers after 0.5 s, the others at once.
     served = players.fake(delay_s=lambda priority: 0.5 * (priority[1] == 3))
-    playing = players.player(testing.Counting(turns=1), served)
+    playing = players.player(fakes.Counting(turns=1), served)
     await players.begin(playing).run()
     return [(e["index"], e["t"]) for e in players.of_kind(playing, "reward")]
 
@@ -317,12 +317,12 @@ def test_grading_starts_while_other_members_still_play():
 
 
 def test_a_request_that_the_engine_refuses_is_an_engine_fault():
-  class Refusing(testing.FakeEngine):
+  class Refusing(fakes.FakeEngine):
     async def generate(self, request):
       raise ValueError("request does not fit")
 
   group = players.play_group(
-    testing.Counting(), Refusing((players.YES,), word_chat.END)
+    fakes.Counting(), Refusing((players.YES,), word_chat.END)
   )
   member = group.trajectories[0]
   assert member.status is trajectory.Status.ENGINE_FAULT
@@ -331,7 +331,7 @@ def test_a_request_that_the_engine_refuses_is_an_engine_fault():
 
 def test_json_keeps_a_trajectory_exactly():
   group = players.play_group(
-    testing.Counting(turns=3), players.fake((players.YES, players.NO))
+    fakes.Counting(turns=3), players.fake((players.YES, players.NO))
   )
   again = trajectory.group_from_json(trajectory.group_to_json(group))
   assert (again.task, again.attempt) == (group.task, group.attempt)

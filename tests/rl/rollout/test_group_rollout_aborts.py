@@ -6,11 +6,11 @@ import dataclasses
 import pytest
 
 from models.chat import word_chat
-from rl import testing
 from rl.audit import event_log
 from rl.data import trajectory
 from rl.pools import router
 from rl.runtime import virtual_clock
+from rl.testing import fakes
 from tests.helpers import players_under_test as players
 
 STATUS = trajectory.Status
@@ -39,7 +39,7 @@ def slow(seconds, *indices):
 def test_a_member_that_decodes_comes_back_with_what_it_has():
   async def run():
     served = players.fake(delay_s=lambda _: 10.0)
-    playing = players.player(testing.Counting(turns=3), served)
+    playing = players.player(fakes.Counting(turns=3), served)
     # 10 s for the first answer of two ids; the second has one at 15 s.
     group, end = await aborted(players.begin(playing), 15.0)
     assert served.stats().sampled_tokens == group.num_sampled
@@ -57,7 +57,7 @@ def test_a_member_that_decodes_comes_back_with_what_it_has():
 
 
 def test_an_answer_that_ends_at_the_moment_of_the_abort_is_not_stepped():
-  class Last(testing.FakeEngine):
+  class Last(fakes.FakeEngine):
     """Has an answer whole although it is to be aborted."""
 
     def abort(self, request_id):
@@ -78,7 +78,7 @@ def test_an_answer_that_ends_at_the_moment_of_the_abort_is_not_stepped():
 
 
 def test_an_answer_that_is_on_its_way_to_the_member_is_booked():
-  class Far(testing.FakeEngine):
+  class Far(fakes.FakeEngine):
     """Has forgotten an answer for a second when it arrives."""
 
     async def generate(self, request):
@@ -88,7 +88,7 @@ def test_an_answer_that_is_on_its_way_to_the_member_is_booked():
 
   async def run():
     far = Far((players.YES,), word_chat.END)
-    playing = players.player(testing.Counting(), far, limits=players.ONE)
+    playing = players.player(fakes.Counting(), far, limits=players.ONE)
     group, end = await aborted(players.begin(playing), 0.5)
     assert far.stats().sampled_tokens == group.num_sampled
     return group.trajectories[0].status, end, booked(playing, "tokens")
@@ -140,7 +140,7 @@ def test_neither_a_start_nor_a_close_that_hangs_holds_up_an_abort(
 
 def test_who_waits_for_an_engine_that_drains_waits_no_longer():
   async def run():
-    source = testing.Counting(delay_s=lambda index, step: 4.0)
+    source = fakes.Counting(delay_s=lambda index, step: 4.0)
     limits = dataclasses.replace(players.LIMITS, group_size=2, step_s=60.0)
     playing = players.player(source, limits=limits)
     assert isinstance(playing.engine, router.Router)
@@ -187,7 +187,7 @@ def test_a_play_that_is_aborted_before_it_is_run_samples_nothing():
 
 def test_the_first_reason_is_the_one_that_counts():
   async def run():
-    playing = players.player(testing.Counting(fault="hang"))
+    playing = players.player(fakes.Counting(fault="hang"))
     play = players.begin(playing)
     running = asyncio.create_task(play.run())
     await asyncio.sleep(0.1)
@@ -201,7 +201,7 @@ def test_the_first_reason_is_the_one_that_counts():
 
 def test_to_abort_what_has_ended_changes_nothing():
   async def run():
-    playing = players.player(testing.Counting())
+    playing = players.player(fakes.Counting())
     play = players.begin(playing)
     group, before = await play.run(), list(playing.log.events)
     play.abort("stale")
@@ -218,8 +218,8 @@ def test_a_member_that_is_graded_keeps_its_grade_when_the_surplus_goes():
   async def run():
     # All are graded from 0 s to 0.08 s but member 1, which decodes until 9 s.
     served = players.fake(delay_s=slow(9.0, 1))
-    judge = testing.Judge(delay_s=lambda index, call: 0.08)
-    source = testing.Counting(turns=1)
+    judge = fakes.Judge(delay_s=lambda index, call: 0.08)
+    source = fakes.Counting(turns=1)
     playing = players.player(source, served, judge, extra_members=1)
     group = await players.begin(playing).run()
     return group, booked(playing, "index"), players.of_kind(playing, "reward")
@@ -232,8 +232,8 @@ def test_a_member_that_is_graded_keeps_its_grade_when_the_surplus_goes():
 
 def test_an_abort_ends_the_grading_and_books_what_was_sampled_once():
   async def run():
-    judge = testing.Judge(delay_s=lambda index, call: 0.08)
-    playing = players.player(testing.Counting(turns=1), reward=judge)
+    judge = fakes.Judge(delay_s=lambda index, call: 0.08)
+    playing = players.player(fakes.Counting(turns=1), reward=judge)
     group, end = await aborted(players.begin(playing), 0.04, "surplus")
     ended = [e["tokens"] for e in players.of_kind(playing, "ended")]
     assert playing.graders.stats().in_flight == 0
@@ -248,8 +248,8 @@ def test_an_abort_ends_the_grading_and_books_what_was_sampled_once():
 
 def test_an_environment_that_is_only_closed_belongs_to_a_whole_episode():
   async def run():
-    source = testing.Counting(turns=1, fault="hang_close")
-    judge = testing.Judge(delay_s=lambda index, call: 0.05)
+    source = fakes.Counting(turns=1, fault="hang_close")
+    judge = fakes.Judge(delay_s=lambda index, call: 0.05)
     playing = players.player(source, reward=judge, limits=players.ONE)
     group = await players.begin(playing).run()
     end = asyncio.get_running_loop().time()
@@ -265,7 +265,7 @@ def test_an_environment_that_is_only_closed_belongs_to_a_whole_episode():
 def test_an_episode_that_is_over_is_whole_before_anybody_has_looked():
   plays = []
 
-  class Late(testing.Counting):
+  class Late(fakes.Counting):
     """Its environments are closed at once, and abort their group then."""
 
     def __call__(self, task):
@@ -292,7 +292,7 @@ def test_an_episode_that_is_over_is_whole_before_anybody_has_looked():
 def test_the_surplus_is_aborted_when_as_many_as_needed_have_ended():
   async def run():
     served = players.fake(delay_s=slow(9.0, 1, 3))
-    playing = players.player(testing.Counting(), served, extra_members=2)
+    playing = players.player(fakes.Counting(), served, extra_members=2)
     group = await players.begin(playing).run()
     return (
       group,
@@ -314,7 +314,7 @@ def test_the_surplus_is_aborted_when_as_many_as_needed_have_ended():
 def test_a_group_without_surplus_ends_with_its_slowest_member():
   async def run():
     served = players.fake(delay_s=slow(9.0, 1))
-    playing = players.player(testing.Counting(turns=1), served)
+    playing = players.player(fakes.Counting(turns=1), served)
     group = await players.begin(playing).run()
     return group, asyncio.get_running_loop().time(), booked(playing, "index")
 
@@ -325,7 +325,7 @@ def test_a_group_without_surplus_ends_with_its_slowest_member():
 
 def test_a_member_with_a_fault_makes_room_for_one_of_the_surplus():
   async def run():
-    source = testing.Counting(fault="step", member=lambda member: member == 0)
+    source = fakes.Counting(fault="step", member=lambda member: member == 0)
     playing = players.player(source, extra_members=1)
     group = await players.begin(playing).run()
     return group, booked(playing, "index")
@@ -339,7 +339,7 @@ def test_a_member_with_a_fault_makes_room_for_one_of_the_surplus():
 
 def test_members_with_faults_fill_a_group_that_has_too_few_without():
   async def run():
-    source = testing.Counting(fault="start", member=lambda member: member < 3)
+    source = fakes.Counting(fault="start", member=lambda member: member < 3)
     playing = players.player(source, extra_members=1)
     return await players.begin(playing).run()
 
@@ -352,7 +352,7 @@ def test_members_with_faults_fill_a_group_that_has_too_few_without():
 def test_what_ends_after_its_group_is_whole_is_not_graded():
   async def run():
     # All five end at once: whoever is the last is not needed.
-    playing = players.player(testing.Counting(), extra_members=1)
+    playing = players.player(fakes.Counting(), extra_members=1)
     group = await players.begin(playing).run()
     kinds = event_log.of_kind(playing.log.events, "grading")
     return group, [e["index"] for e in kinds], playing.log.events
@@ -368,7 +368,7 @@ def test_what_ends_after_its_group_is_whole_is_not_graded():
 def test_how_old_a_group_is_can_be_told_while_it_decodes():
   async def run():
     served = players.fake(delay_s=lambda _: 2.0)
-    playing = players.player(testing.Counting(turns=3), served)
+    playing = players.player(fakes.Counting(turns=3), served)
     play = players.begin(playing)
     await served.pause()
     running = asyncio.create_task(play.run())

@@ -7,11 +7,11 @@ import pytest
 
 from envs import base
 from models.chat import word_chat
-from rl import testing
 from rl.data import trajectory
 from rl.pools import router
 from rl.runtime import virtual_clock
 from rl.schedule import overlap
+from rl.testing import fakes
 from tests.helpers import players_under_test as players
 from tests.helpers import virtual_run
 
@@ -82,7 +82,7 @@ def count(run, wanted):
 
 def test_a_run_ends_although_its_environments_never_do():
   @dataclasses.dataclass(frozen=True, kw_only=True)
-  class Endless(testing.Counting):
+  class Endless(fakes.Counting):
     def __call__(self, task):
       environment = super().__call__(task)
 
@@ -108,7 +108,7 @@ def test_a_run_ends_although_its_environments_never_do():
 
 def test_an_environment_that_leaves_the_process_is_data():
   @dataclasses.dataclass(frozen=True, kw_only=True)
-  class Leaving(testing.Counting):
+  class Leaving(fakes.Counting):
     def __call__(self, task):
       environment = super().__call__(task)
 
@@ -129,7 +129,7 @@ def test_what_is_aborted_between_two_answers_asks_for_no_other():
   async def run():
     served = players.fake()
     playing = players.player(
-      testing.Counting(turns=3), served, limits=players.ONE
+      fakes.Counting(turns=3), served, limits=players.ONE
     )
     play = players.begin(playing)
     # It is told of the turn, and aborts, before the member goes on.
@@ -145,7 +145,7 @@ def test_what_is_aborted_between_two_answers_asks_for_no_other():
 
 
 def test_an_engine_that_cancels_by_itself_loses_no_group():
-  class Cancelling(testing.FakeEngine):
+  class Cancelling(fakes.FakeEngine):
     """Cancels its answers to member 1."""
 
     async def generate(self, request):
@@ -157,7 +157,7 @@ def test_an_engine_that_cancels_by_itself_loses_no_group():
 
   async def run():
     served = Cancelling((players.YES,), word_chat.END)
-    playing = players.player(testing.Counting(), served)
+    playing = players.player(fakes.Counting(), served)
     group = await players.begin(playing).run()
     return group, players.of_kind(playing, "fault")
 
@@ -173,7 +173,7 @@ def test_an_engine_that_cancels_by_itself_loses_no_group():
 def test_an_abort_reaches_a_request_whose_engine_was_lost():
   async def run():
     engines = [players.fake(delay_s=lambda _: 10.0) for _ in range(2)]
-    playing = players.player(testing.Counting(), limits=players.ONE)
+    playing = players.player(fakes.Counting(), limits=players.ONE)
     pool = router.Router([router.Member(one) for one in engines])
     playing = dataclasses.replace(playing, engine=pool)
     play = players.begin(playing)
@@ -196,7 +196,7 @@ def test_an_abort_reaches_a_request_whose_engine_dies_at_the_same_moment():
     loop = asyncio.get_running_loop()
     engines = [players.fake(delay_s=lambda _: 10.0) for _ in range(2)]
     pool = router.Router([router.Member(one) for one in engines])
-    playing = players.player(testing.Counting(), limits=players.ONE)
+    playing = players.player(fakes.Counting(), limits=players.ONE)
     playing = dataclasses.replace(playing, engine=pool)
     play = players.begin(playing)
     running = asyncio.create_task(play.run())
@@ -226,7 +226,7 @@ def test_a_trajectory_has_one_version_when_an_engine_is_lost_that_drains(
     overlap.bounded(4, 2, 1),
     rounds=6,
     num_engines=2,
-    source=testing.Counting(turns=4),
+    source=fakes.Counting(turns=4),
     delay_s=delay_s,
     disturb=disturb,
   ).start()

@@ -8,12 +8,12 @@ import random
 import pytest
 
 from envs import base, delayed, mixture
-from rl import testing
 from rl.rollout import curriculum, prompts
+from rl.testing import fakes
 
 
 def _stream(seed=0):
-  return prompts.Prompts(testing.Counting(), seed)
+  return prompts.Prompts(fakes.Counting(), seed)
 
 
 def _take(stream, count):
@@ -61,7 +61,7 @@ def test_a_saved_cursor_does_not_move_with_the_stream():
 
 def _mixed(seed=0, *, pool=None, passing=None, **weights):
   parts = tuple(
-    mixture.Part(testing.Counting(name=name), weight)
+    mixture.Part(fakes.Counting(name=name), weight)
     for name, weight in weights.items()
   )
   source = mixture.Mixture(parts)
@@ -85,7 +85,7 @@ def test_turns_keep_every_share_to_within_one_at_every_moment(number):
 def test_each_source_of_a_mixture_keeps_the_order_that_it_has_alone():
   drawn = _take(_mixed(3, a=1.0, b=2.0), 90)
   for name, count in (("a", 30), ("b", 60)):
-    alone = prompts.Prompts(testing.Counting(name=name), 3)
+    alone = prompts.Prompts(fakes.Counting(name=name), 3)
     own = [task for task in drawn if task.source == name]
     assert own == _take(alone, count)
 
@@ -133,8 +133,8 @@ def test_an_unknown_source_is_refused_by_name(call):
 
 
 def test_a_wrapper_that_hides_the_sources_of_a_mixture_is_refused():
-  inner = mixture.Mixture((mixture.Part(testing.Counting()),))
-  renamed = testing.Counting(name="b")
+  inner = mixture.Mixture((mixture.Part(fakes.Counting()),))
+  renamed = fakes.Counting(name="b")
   two = mixture.Mixture((*inner.parts, mixture.Part(renamed)))
   stream = prompts.Prompts(delayed.Delayed(source=two), 0)
   with pytest.raises(ValueError, match="wrap the parts of a mixture"):
@@ -142,7 +142,7 @@ def test_a_wrapper_that_hides_the_sources_of_a_mixture_is_refused():
 
 
 def test_a_pool_comes_again_in_another_order():
-  stream = prompts.Prompts(testing.Counting(), 0, pool=50)
+  stream = prompts.Prompts(fakes.Counting(), 0, pool=50)
   first, second = _take(stream, 50), _take(stream, 50)
   assert {task.index for task in first} == set(range(50))
   assert {task.index for task in second} == set(range(50))

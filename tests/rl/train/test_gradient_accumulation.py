@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rl import testing
 from rl.data import batch
 from rl.runtime import mesh_thread, trace
+from rl.testing import fakes
 from rl.train import gradient_accumulation, scoring
 from tests.helpers import scored_episodes
 
@@ -26,7 +26,7 @@ class Programs:
   counts: list[float] = dataclasses.field(default_factory=list)
 
   def build(self):
-    fake = testing.fake_learner()
+    fake = fakes.fake_learner()
 
     def accumulate(params, total, packed, critic):
       assert critic is None

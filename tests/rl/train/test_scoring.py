@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from models import transformer
-from rl import testing
 from rl.algorithms import corrections, kl, presets, token_advantages
 from rl.data import batch, trajectory
 from rl.pools import placement
 from rl.runtime import mesh_thread, trace
+from rl.testing import fakes
 from rl.train import learner, optimizers, scoring
 from rl.train import trainer as trainer_lib
 
@@ -74,7 +74,7 @@ class Programs:
   scored: int = 0
 
   def build(self) -> learner.Learner:
-    fake = testing.fake_learner()
+    fake = fakes.fake_learner()
 
     def accumulate(params, total, packed, critic):
       self.batches.append(packed)

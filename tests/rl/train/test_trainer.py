@@ -8,11 +8,11 @@ import jax
 import numpy as np
 import pytest
 
-from rl import testing
 from rl.algorithms import advantages, corrections, presets, token_advantages
 from rl.pools import placement
 from rl.runtime import mesh_thread, trace
 from rl.schedule import overlap
+from rl.testing import fakes
 from rl.train import learner, optimizers
 from rl.train import trainer as trainer_lib
 from tests.helpers.counting_trainer import (
@@ -231,7 +231,7 @@ def test_a_round_of_nothing_compares_nothing():
 
 def test_a_trainer_without_a_state_says_what_it_needs():
   thread = mesh_thread.MeshThread("learner", trace.Trace(None))
-  programs = testing.fake_learner()
+  programs = fakes.fake_learner()
   trainer = trainer_lib.Training(
     SETTINGS, programs, thread, estimator=advantages.Grpo(), objective=GRPO
   )

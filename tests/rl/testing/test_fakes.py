@@ -5,8 +5,8 @@ import asyncio
 import pytest
 
 from envs import base
-from rl import testing
 from rl.runtime import virtual_clock
+from rl.testing import fakes
 
 YES = base.Message("assistant", "yes")
 NO = base.Message("assistant", "no")
@@ -24,7 +24,7 @@ async def play(environment, answers=(YES, YES)):
 
 
 def test_the_reward_is_the_share_of_answers_that_were_yes():
-  source = testing.Counting(turns=4)
+  source = fakes.Counting(turns=4)
   task = source.task(3, "train")
   steps, _ = virtual_clock.run(play(source(task), (YES, NO, YES, YES)))
   assert [step.reward for step in steps] == [0.25, 0, 0.25, 0.25]
@@ -32,7 +32,7 @@ def test_the_reward_is_the_share_of_answers_that_were_yes():
 
 
 def test_one_member_of_each_group_can_be_slow():
-  source = testing.Counting(
+  source = fakes.Counting(
     delay_s=lambda index, step: 1.0 + step,
     lag_s=lambda index, member: 10.0 * (member == 2 and index == 1),
   )
@@ -47,7 +47,7 @@ def test_one_member_of_each_group_can_be_slow():
 
 
 def test_the_number_of_a_member_is_no_part_of_the_source():
-  source, same = testing.Counting(), testing.Counting()
+  source, same = fakes.Counting(), fakes.Counting()
   source(source.task(0, "train"))
   assert source.built == {"counting/train/0": 1}
   assert source == same
@@ -66,7 +66,7 @@ def test_the_number_of_a_member_is_no_part_of_the_source():
   ],
 )
 def test_a_fault_breaks_one_method_of_the_chosen_members(fault, method):
-  source = testing.Counting(
+  source = fakes.Counting(
     fault=fault,
     faulty=lambda index: index > 0,
     member=lambda member: member == 1,
@@ -96,7 +96,7 @@ def test_a_fault_breaks_one_method_of_the_chosen_members(fault, method):
 
 
 def test_a_judge_sums_what_the_environment_gave_late_or_not_at_all():
-  judge = testing.Judge(
+  judge = fakes.Judge(
     delay_s=lambda index, call: 2.0 + call,
     fails=lambda index, call: (index, call) == (1, 0),
   )
@@ -105,7 +105,7 @@ def test_a_judge_sums_what_the_environment_gave_late_or_not_at_all():
   async def scenario():
     story = []
     for index in (0, 1, 1):
-      task = testing.Counting().task(index, "train")
+      task = fakes.Counting().task(index, "train")
       try:
         grades = await judge(task, [said])
         story.append((grades[0].value, now()))

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from envs import base
-from rl import fake_engine
+from rl.testing import fake_engine
 from rl.train import learner, train_state
 
 FakeEngine = fake_engine.FakeEngine

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from benchmarks import estimator_bias
+from rl.testing import tabular
 from tests.helpers import tabular_estimates
-from tests.rl import tabular
 
 LAGS = estimator_bias.LAGS
 EPISODES = 100_000

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from models.chat import word_chat
-from rl import fake_engine
 from rl.data import trajectory
 from rl.engine import contract
 from rl.runtime import checksum, virtual_clock
+from rl.testing import fake_engine
 
 FIRST = trajectory.PolicyVersion(1)
 

@@ -5,9 +5,9 @@ import asyncio
 import numpy as np
 import pytest
 
-from rl import scripted
 from rl.engine import contract
 from rl.runtime import virtual_clock
+from rl.testing import scripted_engine
 
 
 def request(name="a", **changes):
@@ -22,7 +22,7 @@ def request(name="a", **changes):
 
 
 def say(*ids, **settings):
-  return scripted.ScriptedEngine(lambda request: ids, **settings)
+  return scripted_engine.ScriptedEngine(lambda request: ids, **settings)
 
 
 @pytest.mark.parametrize(

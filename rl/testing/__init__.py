@@ -1,0 +1,1 @@
+"""Fakes and oracles that are shipped for tests."""
