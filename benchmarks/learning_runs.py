@@ -17,7 +17,8 @@ import jax.numpy as jnp
 
 from envs import rewards, textarena
 from models import config as model_config
-from rl import assemble, assemble_trainer, config
+from rl import assemble, assemble_trainer
+from rl import experiment as experiment_lib
 from rl.algorithms import algorithm as algorithm_lib
 from rl.algorithms import corrections, packed_row, presets
 from rl.audit import checker, event_log
@@ -143,11 +144,11 @@ def tuning(seeds: Sequence[int], rates: Sequence[float]) -> Iterator[Case]:
     )
 
 
-def experiment(case: Case) -> config.Experiment:
+def experiment(case: Case) -> experiment_lib.Experiment:
   """Returns the settings of a run."""
   arm, schedule = ARMS[case.arm], SCHEDULES[case.schedule]
   algorithm = ALGORITHMS[case.algorithm]
-  return config.Experiment(
+  return experiment_lib.Experiment(
     environment=textarena.GuessTheNumber(low=1, high=12, turns=4),
     reward=rewards.Outcome(),
     model=model_config.tiny(
@@ -171,7 +172,7 @@ def experiment(case: Case) -> config.Experiment:
     overlap=dataclasses.replace(schedule, old_logprob=arm.old_logprob),
     algorithm=dataclasses.replace(algorithm, correction=arm.correction),
     optimizer=optimizers.AdamW(learning_rate=case.learning_rate),
-    batch=config.BatchShape(rows=16, length=64),
+    batch=experiment_lib.BatchShape(rows=16, length=64),
     warm_start=warm_start.WarmStart(
       steps=150,
       exploration=0.5,
@@ -223,7 +224,7 @@ class Bench:
       "wall_s": round(time.monotonic() - start_s, 1),
     }
 
-  def _parts(self, one: config.Experiment) -> assemble.Parts:
+  def _parts(self, one: experiment_lib.Experiment) -> assemble.Parts:
     """Returns the parts, with programs that all schedules share."""
     parts = assemble.build(one)
     key = one.algorithm, one.optimizer

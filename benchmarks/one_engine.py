@@ -21,7 +21,8 @@ import numpy as np
 from jaxtyping import Float32
 
 from models import transformer
-from rl import assemble, config
+from rl import assemble
+from rl import experiment as experiment_lib
 from rl.audit import checker, event_log
 from rl.data import batch, trajectory
 from rl.engine import contract
@@ -45,7 +46,7 @@ class Run:
     cpu_s: of the whole process, while it ran.
   """
 
-  experiment: config.Experiment
+  experiment: experiment_lib.Experiment
   events: Sequence[events.Event]
   spans: Sequence[trace.Span]
   metrics: Sequence[Mapping[str, float]]
@@ -74,7 +75,7 @@ class Bench:
     await parts.learner_thread.run("warm up", _compile, parts, state)
 
   async def play(
-    self, experiment: config.Experiment, beside: Trained = ()
+    self, experiment: experiment_lib.Experiment, beside: Trained = ()
   ) -> Run:
     """Returns a run from the initial weights.
 
@@ -154,7 +155,7 @@ class Bench:
     with jax.transfer_guard("allow"):
       return parts.programs.wrap(jax.device_put(self._params, places))
 
-  def _rewired(self, experiment: config.Experiment) -> assemble.Parts:
+  def _rewired(self, experiment: experiment_lib.Experiment) -> assemble.Parts:
     """Returns the parts with everything new that a run changes."""
     parts, log = self._parts, event_log.EventLog()
     members = [

@@ -30,7 +30,8 @@ from benchmarks import calibration, machine, one_engine
 from configs import guess_number_schedules
 from envs import delayed
 from launch import devices, flags
-from rl import assemble, config
+from rl import assemble
+from rl import experiment as experiment_lib
 from rl.audit import event_log, token_ledger
 from rl.runtime import trace
 from rl.schedule import overlap
@@ -51,14 +52,16 @@ _AGREE = 0.15
 _Row = dict[str, float]
 
 
-def _slowed(experiment: config.Experiment) -> config.Experiment:
+def _slowed(experiment: experiment_lib.Experiment) -> experiment_lib.Experiment:
   slow = delayed.Delayed(
     source=experiment.environment, median_s=0.03, sigma=1.0
   )
   return dataclasses.replace(experiment, environment=slow)
 
 
-TASKS: Mapping[str, Callable[[config.Experiment], config.Experiment]] = {
+TASKS: Mapping[
+  str, Callable[[experiment_lib.Experiment], experiment_lib.Experiment]
+] = {
   "as_is": lambda experiment: experiment,
   "slow": _slowed,
 }
@@ -176,7 +179,7 @@ _Pair = tuple[_Row, Calibrated]
 _Runs = Mapping[str, Sequence[_Pair]]
 
 
-async def run_all(base: config.Experiment) -> dict[str, _Runs]:
+async def run_all(base: experiment_lib.Experiment) -> dict[str, _Runs]:
   """Returns for each task the runs by schedule."""
   parts = assemble.build(base)
   bench = one_engine.Bench(parts)
@@ -192,7 +195,7 @@ async def run_all(base: config.Experiment) -> dict[str, _Runs]:
 
 
 async def _repeat(
-  bench: one_engine.Bench, experiment: config.Experiment
+  bench: one_engine.Bench, experiment: experiment_lib.Experiment
 ) -> _Runs:
   """Returns what every run of each schedule was worth."""
   schedules = guess_number_schedules.SCHEDULES

@@ -9,7 +9,7 @@ minutes. Expected: success on unseen maps from about 0.3 after the warm start to
 
 from envs import gymnasium, rewards
 from models import config as model_config
-from rl import config
+from rl import experiment
 from rl.algorithms import losses, presets
 from rl.engine.builtin import settings as engine_settings
 from rl.loop import warm_start
@@ -18,9 +18,9 @@ from rl.schedule import overlap
 from rl.train import optimizers
 
 
-def get_config() -> config.Experiment:
+def get_config() -> experiment.Experiment:
   """Returns a run of a few minutes on two cores."""
-  return config.Experiment(
+  return experiment.Experiment(
     environment=gymnasium.FrozenLake(size=4, turns=10),
     reward=rewards.Outcome(),
     model=model_config.tiny_moe(vocab_size=23, max_length=66),
@@ -38,8 +38,8 @@ def get_config() -> config.Experiment:
     ),
     algorithm=presets.Grpo(loss=losses.ClippedSurrogate(), entropy_bonus=0.003),
     optimizer=optimizers.AdamW(learning_rate=2e-4),
-    batch=config.BatchShape(rows=16, length=132, tail_rows=4),
+    batch=experiment.BatchShape(rows=16, length=132, tail_rows=4),
     warm_start=warm_start.WarmStart(steps=100, episodes=64, exploration=0.4),
-    evaluation=config.Evaluation(every=20, episodes=400),
+    evaluation=experiment.Evaluation(every=20, episodes=400),
     rounds=160,
   )

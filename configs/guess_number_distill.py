@@ -22,7 +22,7 @@ import pathlib
 
 from configs import guess_number_moe
 from models import config as model_config
-from rl import config
+from rl import experiment
 from rl.algorithms import presets, references
 from rl.train import optimizers
 
@@ -45,7 +45,7 @@ class OwnTeacher(references.Teacher):
     super().check()
 
 
-def get_config(role: str = "student") -> config.Experiment:
+def get_config(role: str = "student") -> experiment.Experiment:
   """Returns the run of the "student", or that of its "teacher".
 
   Raises:

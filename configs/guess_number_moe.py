@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from envs import rewards, textarena
 from models import config as model_config
-from rl import config
+from rl import experiment
 from rl.algorithms import losses, presets
 from rl.engine.builtin import settings as engine_settings
 from rl.loop import warm_start
@@ -16,9 +16,9 @@ from rl.schedule import overlap
 from rl.train import optimizers
 
 
-def get_config() -> config.Experiment:
+def get_config() -> experiment.Experiment:
   """Returns a run of a few minutes on two cores."""
-  return config.Experiment(
+  return experiment.Experiment(
     environment=textarena.GuessTheNumber(low=1, high=20, turns=5),
     reward=rewards.Outcome(),
     model=model_config.tiny_moe(vocab_size=29, max_length=32),
@@ -36,7 +36,7 @@ def get_config() -> config.Experiment:
     ),
     algorithm=presets.Grpo(loss=losses.ClippedSurrogate(), entropy_bonus=0.003),
     optimizer=optimizers.AdamW(learning_rate=5e-4),
-    batch=config.BatchShape(rows=10, length=72, tail_rows=2),
+    batch=experiment.BatchShape(rows=10, length=72, tail_rows=2),
     warm_start=warm_start.WarmStart(steps=60, episodes=64, exploration=0.7),
     rounds=1000,
   )

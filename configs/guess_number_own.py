@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from configs import guess_number_moe
-from rl import config
+from rl import experiment
 from rl.algorithms import (
   advantages,
   algorithm,
@@ -78,7 +78,7 @@ class Ranked(advantages.Estimator):
     )
 
 
-def get_config() -> config.Experiment:
+def get_config() -> experiment.Experiment:
   """Returns the run of guess_number_moe with another algorithm."""
   return dataclasses.replace(
     guess_number_moe.get_config(),

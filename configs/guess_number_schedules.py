@@ -26,7 +26,7 @@ to 0.40 s, and all but the lag is alike; where steps of the game take time, from
 import dataclasses
 
 from configs import guess_number_moe
-from rl import config
+from rl import experiment
 from rl.schedule import overlap
 
 _GROUPS = 16
@@ -48,7 +48,7 @@ SCHEDULES = {
 }
 
 
-def get_config(schedule: str = "in_flight") -> config.Experiment:
+def get_config(schedule: str = "in_flight") -> experiment.Experiment:
   """Returns the run under a schedule.
 
   Raises:

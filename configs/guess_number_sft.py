@@ -18,12 +18,12 @@ more on held-out seeds (98 % with the seed 0).
 import dataclasses
 
 from configs import guess_number_moe
-from rl import config
+from rl import experiment
 from rl.loop import warm_start
 from rl.train import learning_rates, optimizers
 
 
-def get_config() -> config.Experiment:
+def get_config() -> experiment.Experiment:
   """Returns a run that ends with its warm start."""
   return dataclasses.replace(
     guess_number_moe.get_config(),

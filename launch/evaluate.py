@@ -9,7 +9,7 @@ from absl import app
 from absl import flags as absl_flags
 
 from launch import devices, flags, restored, workdir
-from rl import config
+from rl import experiment as experiment_lib
 from rl.data import trajectory
 from rl.rollout import evaluate
 
@@ -44,7 +44,7 @@ def main(argv: list[str]) -> None:
 
 
 async def _evaluate(
-  experiment: config.Experiment, run_dir: pathlib.Path
+  experiment: experiment_lib.Experiment, run_dir: pathlib.Path
 ) -> None:
   async with restored.restored(experiment, run_dir) as (parts, found):
     await parts.start(found.state, trajectory.PolicyVersion(found.step))

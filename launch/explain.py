@@ -11,7 +11,8 @@ import rich.table
 
 from models import config as model_config
 from models import lora, memory_report, sharding, transformer
-from rl import assemble_trainer, config
+from rl import assemble_trainer
+from rl import experiment as experiment_lib
 from rl.engine.builtin import settings as engine_settings
 from rl.pools import placement, weight_publisher
 from rl.train import train_state
@@ -20,7 +21,7 @@ _LEAST_WIDTH = 100
 _SHORT = {"float32": "f32", "bfloat16": "bf16"}
 
 
-def show(experiment: config.Experiment, stream: TextIO) -> None:
+def show(experiment: experiment_lib.Experiment, stream: TextIO) -> None:
   """Prints both pools of a validated experiment.
 
   No device of the placement need exist: jax is only asked for shapes.
@@ -54,7 +55,7 @@ def show(experiment: config.Experiment, stream: TextIO) -> None:
     console.print(_totals(lines))
 
 
-def learner_bytes(experiment: config.Experiment) -> dict[str, int]:
+def learner_bytes(experiment: experiment_lib.Experiment) -> dict[str, int]:
   """Returns bytes on each device of the learner by what they are for."""
   spec, batch = experiment.placement.learner, experiment.batch
   programs = assemble_trainer.programs(experiment, spec.plan)
@@ -82,7 +83,7 @@ def learner_bytes(experiment: config.Experiment) -> dict[str, int]:
 
 
 def decode_bytes(
-  experiment: config.Experiment, spec: placement.MeshSpec | None = None
+  experiment: experiment_lib.Experiment, spec: placement.MeshSpec | None = None
 ) -> dict[str, int]:
   """Returns bytes on each device of a decode pool by what they are for.
 
@@ -129,7 +130,9 @@ def _cache_lines(
   }
 
 
-def _pool(pool: placement.DecodePool, experiment: config.Experiment) -> str:
+def _pool(
+  pool: placement.DecodePool, experiment: experiment_lib.Experiment
+) -> str:
   """Returns what a decode pool has beside its mesh, in words."""
   words = "" if pool.name == "decode" else f", pool {pool.name}"
   words += "" if pool.kind == "any" else f" for {pool.kind}"

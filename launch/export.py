@@ -16,7 +16,7 @@ from absl import flags as absl_flags
 from launch import devices, flags, restored, workdir
 from models import lora
 from models.hf import export, peft
-from rl import config
+from rl import experiment as experiment_lib
 from rl.settings import overrides
 
 _RUN = absl_flags.DEFINE_string(
@@ -77,7 +77,9 @@ def main(argv: list[str]) -> None:
   print(f"{target}: {experiment.environment.name} after {step} rounds")
 
 
-def _check_adapter(experiment: config.Experiment, source: str | None) -> None:
+def _check_adapter(
+  experiment: experiment_lib.Experiment, source: str | None
+) -> None:
   if experiment.model.lora is None:
     raise overrides.SettingError(
       "--adapter: the run has no adapters, for its model.lora is none; leave "
@@ -91,7 +93,9 @@ def _check_adapter(experiment: config.Experiment, source: str | None) -> None:
 
 
 async def _export(
-  experiment: config.Experiment, run_dir: pathlib.Path, target: pathlib.Path
+  experiment: experiment_lib.Experiment,
+  run_dir: pathlib.Path,
+  target: pathlib.Path,
 ) -> int:
   """Returns the rounds behind the weights that were written."""
   async with restored.restored(experiment, run_dir) as (parts, found):

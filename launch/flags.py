@@ -188,6 +188,6 @@ def _get_config(file: pathlib.Path, argument: str | None) -> Any:
   if not overrides_lib.is_setting(type(tree)):
     raise overrides_lib.SettingError(
       f"{file}: get_config() returned {type(tree).__name__}; expected a frozen"
-      " dataclass such as rl.config.Experiment"
+      " dataclass such as rl.experiment.Experiment"
     )
   return tree

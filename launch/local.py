@@ -30,7 +30,8 @@ from launch import (
   workdir,
 )
 from models.hf import load, tokenizer_files
-from rl import assemble, config, recorder
+from rl import assemble, recorder
+from rl import experiment as experiment_lib
 from rl import metrics as metrics_lib
 from rl.data import trajectory
 from rl.loop import coordinator
@@ -43,7 +44,9 @@ _EPISODES_KEPT = 4
 _LOOP_LAG_S = 30.0
 
 
-def train(experiment: config.Experiment, path: str | os.PathLike) -> int:
+def train(
+  experiment: experiment_lib.Experiment, path: str | os.PathLike
+) -> int:
   """Runs an experiment in its claimed directory; returns the exit code.
 
   0: all rounds are done and every invariant held. 1: an invariant broke,
@@ -81,7 +84,7 @@ class _Run:
 
   def __init__(
     self,
-    experiment: config.Experiment,
+    experiment: experiment_lib.Experiment,
     run_dir: pathlib.Path,
     screen: display.Display,
   ):

@@ -23,7 +23,7 @@ from typing import Any, TextIO
 from absl import flags as absl_flags
 
 from launch import flags
-from rl import config
+from rl import experiment
 from rl.planning import calibration, plan_config, problem, search
 from rl.settings import overrides
 
@@ -84,7 +84,7 @@ def check(asked: Any) -> None:
     )
 
 
-def _load_base(asked: problem.Planning) -> config.Experiment | None:
+def _load_base(asked: problem.Planning) -> experiment.Experiment | None:
   if _BASE.value is None:
     if _OUT.value is not None:
       raise overrides.SettingError(
@@ -92,7 +92,7 @@ def _load_base(asked: problem.Planning) -> config.Experiment | None:
         "for, as in --base=configs/guess_number_moe.py"
       )
     return None
-  base = flags.load(_BASE.value, check=config.check_experiment)
+  base = flags.load(_BASE.value, check=experiment.check_experiment)
   plan_config.check_base(asked, base)
   if _OUT.value is not None:
     _check_out(pathlib.Path(_OUT.value))
@@ -126,7 +126,7 @@ def make_directory(path: pathlib.Path, setting: str) -> None:
 
 
 def _fits(
-  asked: problem.Planning, base: config.Experiment | None
+  asked: problem.Planning, base: experiment.Experiment | None
 ) -> search.Fits:
   if base is None:
     return lambda choice: None
@@ -229,7 +229,7 @@ def said(plan: search.Plan, asked: problem.Planning) -> Iterator[str]:
 def write(
   plan: search.Plan,
   asked: problem.Planning,
-  base: config.Experiment,
+  base: experiment.Experiment,
   base_path: str,
   out: pathlib.Path,
 ) -> None:
@@ -251,7 +251,7 @@ def write(
     summary=summary,
   )
   out.write_text(text)
-  flags.load(str(out), check=config.check_experiment)
+  flags.load(str(out), check=experiment.check_experiment)
   print(f"{out}: python -m launch.train --config={out} --workdir=DIR")
 
 

@@ -21,7 +21,8 @@ from absl import app
 from absl import flags as absl_flags
 
 from launch import devices, flags, workdir
-from rl import assemble_trainer, config
+from rl import assemble_trainer
+from rl import experiment as experiment_lib
 from rl.runtime import checkpoint
 from rl.settings import overrides
 from rl.train import learner, nonfinite_diagnosis, skipped_updates
@@ -83,7 +84,7 @@ def _nearest(path: pathlib.Path) -> str:
 
 
 def read(
-  path: pathlib.Path, experiment: config.Experiment
+  path: pathlib.Path, experiment: experiment_lib.Experiment
 ) -> tuple[learner.Learner, skipped_updates.SkippedUpdate]:
   """Returns the programs of the run and what it has put away.
 

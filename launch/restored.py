@@ -6,13 +6,14 @@ import sys
 from collections.abc import AsyncIterator
 
 from models.hf import load
-from rl import assemble, config
+from rl import assemble
+from rl import experiment as experiment_lib
 from rl.runtime import checkpoint
 
 
 @contextlib.asynccontextmanager
 async def restored(
-  experiment: config.Experiment, run_dir: pathlib.Path
+  experiment: experiment_lib.Experiment, run_dir: pathlib.Path
 ) -> AsyncIterator[tuple[assemble.Parts, checkpoint.Restored]]:
   """Gives the parts of a run, which are not started, and its checkpoint.
 

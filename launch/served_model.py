@@ -12,7 +12,7 @@ from launch import devices, restored, workdir
 from models import config as model_config
 from models import sharding, transformer
 from models.hf import load
-from rl import config
+from rl import experiment as experiment_lib
 from rl.agents import answer_stream
 from rl.data import trajectory
 from rl.engine.builtin import settings as engine_settings
@@ -76,7 +76,7 @@ class Hosting:
 
 def read_run(
   run_dir: str | os.PathLike[str], changes: Mapping[str, str | None]
-) -> config.Experiment:
+) -> experiment_lib.Experiment:
   """Returns the checked settings of a run, with changes by dotted path.
 
   Raises:
@@ -115,7 +115,7 @@ def read_directory(
 
 @contextlib.asynccontextmanager
 async def of_run(
-  experiment: config.Experiment,
+  experiment: experiment_lib.Experiment,
   run_dir: pathlib.Path,
   report: Callable[[str], None],
 ) -> AsyncIterator[Served]:

@@ -16,7 +16,7 @@ from absl import app
 from absl import flags as absl_flags
 
 from launch import flags, workdir
-from rl import config
+from rl import experiment
 from rl.settings import overrides as overrides_lib
 
 _WORKDIR = absl_flags.DEFINE_string(
@@ -36,7 +36,7 @@ def main(argv: list[str]) -> None:
   path = absl_flags.FLAGS.config
   with flags.exit_on_setting_error():
     given = flags.overrides()
-    flags.load_from_command_line(config.check_experiment)
+    flags.load_from_command_line(experiment.check_experiment)
     swept = flags.sweep(path)
     for overrides in swept:
       _check_apart(given, overrides)

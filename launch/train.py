@@ -11,7 +11,7 @@ from absl import app
 from absl import flags as absl_flags
 
 from launch import devices, explain, flags, local, workdir
-from rl import config
+from rl import experiment as experiment_lib
 from rl.settings import overrides
 
 _WORKDIR = absl_flags.DEFINE_string(
@@ -34,7 +34,7 @@ def main(argv: list[str]) -> None:
   if len(argv) > 1:
     raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
   with flags.exit_on_setting_error():
-    experiment = flags.load_from_command_line(config.check_experiment)
+    experiment = flags.load_from_command_line(experiment_lib.check_experiment)
     workdir.check_initial(_WORKDIR.value, experiment)
     lock = None if _EXPLAIN.value else _claim(experiment)
   if lock is None:
@@ -46,7 +46,7 @@ def main(argv: list[str]) -> None:
     sys.exit(local.train(experiment, _WORKDIR.value))
 
 
-def _claim(experiment: config.Experiment) -> TextIO:
+def _claim(experiment: experiment_lib.Experiment) -> TextIO:
   """Returns the lock of the directory, after checking the devices."""
   if not _WORKDIR.value:
     raise overrides.SettingError(

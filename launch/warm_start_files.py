@@ -10,7 +10,8 @@ import time
 from collections.abc import Callable, Mapping
 
 from launch import workdir
-from rl import assemble, config
+from rl import assemble
+from rl import experiment as experiment_lib
 from rl import metrics as metrics_lib
 from rl.loop import warm_start
 from rl.runtime import checkpoint, trace
@@ -40,7 +41,7 @@ class WarmStartFiles:
   def __init__(
     self,
     run_dir: pathlib.Path,
-    experiment: config.Experiment,
+    experiment: experiment_lib.Experiment,
     spans: trace.Trace,
     note: Callable[[str], None],
   ):

@@ -12,7 +12,7 @@ import sys
 from typing import Any, TextIO
 
 from launch import config_file
-from rl import config
+from rl import experiment as experiment_lib
 from rl.runtime import checkpoint
 from rl.settings import overrides
 
@@ -38,7 +38,9 @@ _MAY_CHANGE = (
 )
 
 
-def claim(path: str | os.PathLike, experiment: config.Experiment) -> TextIO:
+def claim(
+  path: str | os.PathLike, experiment: experiment_lib.Experiment
+) -> TextIO:
   """Writes config.json and returns a lock that is held while it is open.
 
   What a run left that never saved a checkpoint is removed: it starts over.
@@ -79,7 +81,9 @@ def claim(path: str | os.PathLike, experiment: config.Experiment) -> TextIO:
   return lock
 
 
-def read(path: str | os.PathLike, *, as_kept: bool = True) -> config.Experiment:
+def read(
+  path: str | os.PathLike, *, as_kept: bool = True
+) -> experiment_lib.Experiment:
   """Returns the settings of a run directory.
 
   Args:
@@ -101,7 +105,7 @@ def read(path: str | os.PathLike, *, as_kept: bool = True) -> config.Experiment:
     ) from error
 
 
-def read_trained(path: str | os.PathLike) -> config.Experiment:
+def read_trained(path: str | os.PathLike) -> experiment_lib.Experiment:
   """Returns the settings of a run whose checkpoint is to be used.
 
   The directory that it started from may be gone, unless the checkpoint holds
@@ -117,7 +121,7 @@ def read_trained(path: str | os.PathLike) -> config.Experiment:
 
 
 def check_initial(
-  path: str | os.PathLike, experiment: config.Experiment
+  path: str | os.PathLike, experiment: experiment_lib.Experiment
 ) -> None:
   """Checks what a run starts from, unless its checkpoints hold all of it.
 
@@ -196,7 +200,9 @@ def _clear(directory: pathlib.Path) -> None:
     shutil.rmtree(directory / name, ignore_errors=True)
 
 
-def _check_same(directory: pathlib.Path, experiment: config.Experiment) -> None:
+def _check_same(
+  directory: pathlib.Path, experiment: experiment_lib.Experiment
+) -> None:
   # The code may have changed, as all of the program may; settings may not.
   before = read(directory, as_kept=False)
   changes = overrides.difference(before, experiment)

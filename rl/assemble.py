@@ -12,7 +12,8 @@ from models import config as model_config
 from models import lora, sharding, transformer
 from models.chat import word_chat
 from models.hf import load
-from rl import assemble_trainer, assemble_warm_start, config
+from rl import assemble_trainer, assemble_warm_start
+from rl import experiment as experiment_lib
 from rl.algorithms import dynamic_sampling
 from rl.audit import event_log
 from rl.data import trajectory
@@ -39,7 +40,7 @@ class Parts:
   `start` and then `close` belong to whoever built it, on one event loop.
   """
 
-  experiment: config.Experiment
+  experiment: experiment_lib.Experiment
   chat: word_chat.WordChat
   learner_layout: sharding.Layout
   decode_layouts: Sequence[sharding.Layout]
@@ -78,7 +79,7 @@ class Parts:
 
 
 def build(
-  experiment: config.Experiment,
+  experiment: experiment_lib.Experiment,
   run_dir: pathlib.Path | None = None,
   report: Callable[[str], None] | None = None,
 ) -> Parts:
@@ -142,7 +143,7 @@ def build(
 
 
 def _quarantine(
-  experiment: config.Experiment, run_dir: pathlib.Path | None
+  experiment: experiment_lib.Experiment, run_dir: pathlib.Path | None
 ) -> skipped_updates.Quarantine | None:
   if run_dir is None:
     return None
@@ -152,7 +153,7 @@ def _quarantine(
 
 
 def publisher(
-  experiment: config.Experiment,
+  experiment: experiment_lib.Experiment,
   serving: router.Router,
   decode_layouts: Sequence[sharding.Layout],
   learner_thread: mesh_thread.MeshThread,
@@ -173,7 +174,7 @@ def publisher(
   )
 
 
-def tasks(experiment: config.Experiment) -> prompts.Prompts:
+def tasks(experiment: experiment_lib.Experiment) -> prompts.Prompts:
   """Returns the tasks of an experiment, from the first on."""
   order = experiment.tasks
   return prompts.Prompts(
@@ -185,7 +186,7 @@ def tasks(experiment: config.Experiment) -> prompts.Prompts:
 
 
 def player(
-  experiment: config.Experiment,
+  experiment: experiment_lib.Experiment,
   sessions: group_rollout.Sessions,
   chat: episode.Chat,
   log: event_log.EventLog,
@@ -208,7 +209,7 @@ def player(
 
 
 def _check_able(
-  able: contract.Capabilities, experiment: config.Experiment
+  able: contract.Capabilities, experiment: experiment_lib.Experiment
 ) -> None:
   """Raises ValueError when the engine cannot do what the run asks of it."""
   on_publish = experiment.overlap.on_publish

@@ -1,7 +1,7 @@
 """The wiring of what trains: Experiment -> programs, trainer."""
 
 from models import sharding
-from rl import config
+from rl import experiment as experiment_lib
 from rl.algorithms import references
 from rl.runtime import mesh_thread
 from rl.train import learner, skipped_updates
@@ -12,7 +12,7 @@ _MAX_LAGS = 8
 
 
 def programs(
-  experiment: config.Experiment, layout: sharding.Layout
+  experiment: experiment_lib.Experiment, layout: sharding.Layout
 ) -> learner.Learner:
   """Returns the training programs of an experiment."""
   algorithm = experiment.algorithm
@@ -29,7 +29,7 @@ def programs(
 
 
 def trainer(
-  experiment: config.Experiment,
+  experiment: experiment_lib.Experiment,
   layout: sharding.Layout,
   programs: learner.Learner,
   thread: mesh_thread.MeshThread,

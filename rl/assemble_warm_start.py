@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from models import sharding
-from rl import config
+from rl import experiment as experiment_lib
 from rl.algorithms import losses, objective
 from rl.loop import warm_start
 from rl.rollout import episode
@@ -12,7 +12,7 @@ from rl.train import learner, train_state
 
 
 def programs(
-  experiment: config.Experiment,
+  experiment: experiment_lib.Experiment,
   settings: warm_start.WarmStart,
   layout: sharding.Layout,
 ) -> learner.Learner:
@@ -31,7 +31,7 @@ def programs(
 
 
 async def imitate(
-  experiment: config.Experiment,
+  experiment: experiment_lib.Experiment,
   settings: warm_start.WarmStart,
   programs: learner.Learner,
   now: warm_start.Imitation,

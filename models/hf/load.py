@@ -40,7 +40,7 @@ def load(
   config: config_lib.ModelConfig,
   layout: sharding.Layout | None = None,
 ) -> transformer.Params:
-  """Returns the parameters of a checkpoint, in `config.compute.dtype`.
+  """Returns the parameters of a checkpoint, in `experiment.compute.dtype`.
 
   The tree is that of `transformer.logical_axes`, without adapters. With tied
   embeddings a stored head is compared with the embedding and left out.

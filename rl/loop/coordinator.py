@@ -42,7 +42,7 @@ class Stopped(Exception):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Settings:
-  """The numbers of the loop; see `config.Experiment`.
+  """The numbers of the loop; see `experiment.Experiment`.
 
   Attributes:
     unfit: why a group is not to be trained but played again, or nothing.

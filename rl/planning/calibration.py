@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rl import config
+from rl import experiment
 from rl.audit import event_log
 from rl.planning import fitting, fleet, problem
 from rl.pools import placement
@@ -166,9 +166,9 @@ def _placement(path: pathlib.Path) -> placement.Placement:
     found = overrides.from_json(json.loads((path / "config.json").read_text()))
   except ValueError as error:
     raise ValueError(f"--calibrate={path}: config.json: {error}") from error
-  if not isinstance(found, config.Experiment):
+  if not isinstance(found, experiment.Experiment):
     raise ValueError(
-      f"--calibrate={path}: config.json holds no rl.config.Experiment; name "
+      f"--calibrate={path}: config.json holds no rl.experiment.Experiment; name "
       "the --workdir of a run"
     )
   return found.placement

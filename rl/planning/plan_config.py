@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from rl import config
+from rl import experiment
 from rl.planning import problem
 from rl.pools import affinity, placement
 
@@ -60,8 +60,8 @@ def _over(devices: int, others: int, where: str) -> int:
 def apply(
   asked: problem.Planning,
   choice: problem.Choice,
-  base: config.Experiment,
-) -> config.Experiment:
+  base: experiment.Experiment,
+) -> experiment.Experiment:
   """Returns the base with the schedule, placement and routing of a choice.
 
   Raises:
@@ -106,7 +106,7 @@ def apply(
 
 
 def routing(
-  asked: problem.Planning, base: config.Experiment
+  asked: problem.Planning, base: experiment.Experiment
 ) -> affinity.Routing:
   """Returns what the tasks of the base prefer; those planned may be others."""
   return asked.routing.of([source.name for source in base.sources])
@@ -115,7 +115,7 @@ def routing(
 def misfit(
   asked: problem.Planning,
   choice: problem.Choice,
-  base: config.Experiment,
+  base: experiment.Experiment,
 ) -> str | None:
   """Returns why the base cannot be run with a choice, or nothing."""
   try:
@@ -125,7 +125,7 @@ def misfit(
   return None
 
 
-def check_base(asked: problem.Planning, base: config.Experiment) -> None:
+def check_base(asked: problem.Planning, base: experiment.Experiment) -> None:
   """Raises ValueError when the question is about other episodes."""
   for name in ("group_size", "max_turns", "turn_tokens", "max_tokens"):
     ours, theirs = getattr(asked.rollout, name), getattr(base.rollout, name)
@@ -189,7 +189,7 @@ def get_config() -> config.Experiment:
 def source(
   asked: problem.Planning,
   choice: problem.Choice,
-  base: config.Experiment,
+  base: experiment.Experiment,
   *,
   name: str,
   base_path: str,

@@ -87,7 +87,7 @@ class Settings:
   """How groups become batches and these become steps.
 
   Attributes:
-    rows, length, tail_rows, share_prompts: see `config.BatchShape`.
+    rows, length, tail_rows, share_prompts: see `experiment.BatchShape`.
     shards: blocks of rows that lie on different devices.
     probe_rows: rows in which engine and learner are compared each round.
     max_staleness: rounds for which old weights are kept, to compare them.

@@ -13,7 +13,7 @@ import pytest
 from launch import explain, flags
 from models import config as model_config
 from models import lora, sharding
-from rl import config
+from rl import experiment as experiment_lib
 from rl.engine.builtin import settings as engine_settings
 from rl.engine.sglang import settings as sglang_settings
 from rl.pools import placement, weight_publisher
@@ -41,7 +41,7 @@ def big(experiment):
       learner=placement.MeshSpec(data=8, expert=4, tensor=2),
       decode=placement.MeshSpec(expert=8, tensor=4, rules=sharding.DECODE),
     ),
-    batch=config.BatchShape(rows=64, length=8192),
+    batch=experiment_lib.BatchShape(rows=64, length=8192),
   )
   changed.validate()
   return changed

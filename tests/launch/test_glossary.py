@@ -8,7 +8,7 @@ import pytest
 from envs import rewards
 from launch import glossary, local
 from models import config as model_config
-from rl import config
+from rl import experiment
 from rl.algorithms import corrections, kl, presets, references
 from rl.engine.builtin import settings as engine_settings
 from rl.rollout import group_rollout
@@ -62,7 +62,7 @@ def test_without_the_page_nothing_is_explained(tmp_path):
 
 # As much as one run can have: a critic, a KL, a correction, experts, late
 # tokens, evaluations.
-EVERYTHING = config.Experiment(
+EVERYTHING = experiment.Experiment(
   environment=fakes.Counting(turns=2),
   reward=rewards.Outcome(),
   model=model_config.tiny_moe(
@@ -75,13 +75,13 @@ EVERYTHING = config.Experiment(
   overlap=dataclasses.replace(
     overlap.in_flight(4, 1, 2), old_logprob="recompute"
   ),
-  batch=config.BatchShape(rows=8, length=16),
+  batch=experiment.BatchShape(rows=8, length=16),
   algorithm=presets.Ppo(
     kl=kl.KlPenalty(weight=0.1),
     reference=references.Initial(),
     correction=corrections.TokenTruncated(),
   ),
-  evaluation=config.Evaluation(episodes=4),
+  evaluation=experiment.Evaluation(episodes=4),
   rounds=3,
 )
 

@@ -10,7 +10,7 @@ import pytest
 from envs import base, rewards
 from launch import local
 from models import config as model_config
-from rl import config
+from rl import experiment as experiment_lib
 from rl.algorithms import kl, presets, references
 from rl.engine.builtin import engine as builtin_engine
 from rl.engine.builtin import settings as engine_settings
@@ -43,7 +43,7 @@ class SilentSettings(engine_settings.EngineSettings):
 
 
 def experiment(engine=engine_settings.EngineSettings, episodes=0, **changes):
-  base = config.Experiment(
+  base = experiment_lib.Experiment(
     environment=fakes.Counting(turns=2),
     reward=rewards.Outcome(),
     model=model_config.tiny_moe(
@@ -52,8 +52,8 @@ def experiment(engine=engine_settings.EngineSettings, episodes=0, **changes):
     rollout=LIMITS,
     engine=engine(slots=32, row_buckets=(32,), chunk_buckets=(4,)),
     overlap=SCHEDULE,
-    batch=config.BatchShape(rows=8, length=16),
-    evaluation=config.Evaluation(episodes=episodes),
+    batch=experiment_lib.BatchShape(rows=8, length=16),
+    evaluation=experiment_lib.Evaluation(episodes=episodes),
     rounds=4,
   )
   return dataclasses.replace(base, **changes)
@@ -150,7 +150,7 @@ def test_what_a_failed_run_broke_is_told_before_its_error(run_dir, capsys):
 
 
 def test_what_engine_and_learner_say_of_the_same_tokens_is_kept(run_dir):
-  keeping = config.Keeping(episodes_every=3)
+  keeping = experiment_lib.Keeping(episodes_every=3)
   assert local.train(experiment(keeping=keeping), run_dir) == 0
   lines = (run_dir / "logprob_gap.jsonl").read_text().splitlines()
   rows = [json.loads(line) for line in lines]

@@ -49,7 +49,7 @@ def launch(tmp_path, runs):
 
 def test_every_run_gets_its_overrides_and_a_directory(tmp_path):
   # What is given on the command line is set in what the sweep replaces.
-  whole = {"evaluation": "rl.config.Evaluation(every=7)"}
+  whole = {"evaluation": "rl.experiment.Evaluation(every=7)"}
   result = launch(tmp_path, [{"seed": 3}, {"rollout.group_size": 4} | whole])
   assert result.returncode == 0, result.stdout + result.stderr
   first, second = (
@@ -81,7 +81,7 @@ def test_settings_of_something_else_are_refused(tmp_path):
     check=False,
   )
   assert result.returncode == 2
-  assert "Planning is no rl.config.Experiment" in result.stderr
+  assert "Planning is no rl.experiment.Experiment" in result.stderr
 
 
 def test_a_config_without_variations_says_so(tmp_path):

@@ -23,7 +23,8 @@ from envs import rewards
 from launch import flags, local, warm_start_files, workdir
 from models import config as model_config
 from models import lora
-from rl import assemble, config
+from rl import assemble
+from rl import experiment as experiment_lib
 from rl.engine.builtin import settings as engine_settings
 from rl.loop import warm_start
 from rl.rollout import group_rollout
@@ -47,7 +48,7 @@ MODELS = {
 
 
 def experiment(model=DENSE, every=4, **changes):
-  base = config.Experiment(
+  base = experiment_lib.Experiment(
     environment=fakes.Counting(turns=2),
     reward=rewards.Outcome(),
     model=model,
@@ -56,8 +57,8 @@ def experiment(model=DENSE, every=4, **changes):
       slots=32, row_buckets=(32,), chunk_buckets=(4,)
     ),
     overlap=overlap.sync(4),
-    batch=config.BatchShape(rows=4, length=16),
-    evaluation=config.Evaluation(episodes=4),
+    batch=experiment_lib.BatchShape(rows=4, length=16),
+    evaluation=experiment_lib.Evaluation(episodes=4),
     warm_start=warm_start.WarmStart(
       steps=STEPS,
       episodes=4,

@@ -10,7 +10,8 @@ import pytest
 
 from envs import base, rewards
 from models import config as model_config
-from rl import assemble, config
+from rl import assemble
+from rl import experiment as experiment_lib
 from rl.algorithms import kl, presets, references
 from rl.audit import checker, event_log, token_ledger
 from rl.data import trajectory
@@ -26,7 +27,7 @@ from tests.helpers import players_under_test as players
 
 
 def experiment(**changes):
-  plain = config.Experiment(
+  plain = experiment_lib.Experiment(
     environment=fakes.Counting(turns=2),
     reward=rewards.Outcome(),
     model=model_config.tiny_moe(
@@ -37,7 +38,7 @@ def experiment(**changes):
       slots=32, row_buckets=(32,), chunk_buckets=(4,)
     ),
     overlap=overlap.in_flight(4, 1, 2),
-    batch=config.BatchShape(rows=8, length=16),
+    batch=experiment_lib.BatchShape(rows=8, length=16),
     rounds=3,
   )
   return dataclasses.replace(plain, **changes)

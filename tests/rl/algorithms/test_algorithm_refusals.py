@@ -7,7 +7,7 @@ import pytest
 from envs import rewards
 from models import config as model_config
 from models import lora
-from rl import config
+from rl import experiment as experiment_lib
 from rl.algorithms import (
   advantages,
   corrections,
@@ -41,15 +41,15 @@ CORRECTION = corrections.TokenTruncated()
 PENALTY = kl.KlPenalty(estimator="k1", weight=1.0, where="reward")
 
 
-def experiment(**changes) -> config.Experiment:
-  base = config.Experiment(
+def experiment(**changes) -> experiment_lib.Experiment:
+  base = experiment_lib.Experiment(
     environment=fakes.Counting(turns=2),
     reward=rewards.Outcome(),
     model=MODEL,
     rollout=group_rollout.Rollout(group_size=4, max_tokens=16),
     engine=engine_settings.EngineSettings(length_buckets=(16,)),
     overlap=overlap.sync(4),
-    batch=config.BatchShape(rows=8, length=16),
+    batch=experiment_lib.BatchShape(rows=8, length=16),
   )
   return dataclasses.replace(base, **changes)
 

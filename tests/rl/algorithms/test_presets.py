@@ -17,7 +17,8 @@ from envs import rewards
 from models import config as model_config
 from models import transformer
 from models.hf import export
-from rl import assemble, config
+from rl import assemble
+from rl import experiment as experiment_lib
 from rl.algorithms import (
   advantages,
   corrections,
@@ -56,8 +57,8 @@ R, GROUP = 4, 4
 DEADLINE_S = 300.0
 
 
-def experiment(**changes) -> config.Experiment:
-  base = config.Experiment(
+def experiment(**changes) -> experiment_lib.Experiment:
+  base = experiment_lib.Experiment(
     environment=fakes.Counting(
       turns=2, delay_s=lambda index, step: 0.002 * (index % 5)
     ),
@@ -73,14 +74,14 @@ def experiment(**changes) -> config.Experiment:
       steps_per_dispatch=1,
     ),
     overlap=overlap.sync(R),
-    batch=config.BatchShape(rows=8, length=16),
+    batch=experiment_lib.BatchShape(rows=8, length=16),
     rounds=2,
     seed=3,
   )
   return dataclasses.replace(base, **changes)
 
 
-def named(name: str, teacher: str = "", **changes) -> config.Experiment:
+def named(name: str, teacher: str = "", **changes) -> experiment_lib.Experiment:
   """The experiment with a preset, as the command line would have it.
 
   Args:
@@ -258,7 +259,7 @@ class Ran:
     pass
 
 
-def run(tree: config.Experiment) -> Ran:
+def run(tree: experiment_lib.Experiment) -> Ran:
   async def all_of_it():
     ran, parts = Ran(), assemble.build(tree)
     try:

@@ -10,7 +10,8 @@ from envs import rewards
 from models import config as model_config
 from models import transformer
 from models.hf import export
-from rl import assemble, config
+from rl import assemble
+from rl import experiment as experiment_lib
 from rl.algorithms import presets, references
 from rl.data import trajectory
 from rl.engine.builtin import settings as engine_settings
@@ -42,7 +43,7 @@ def teacher(tmp_path_factory):
 
 
 def experiment(**changes):
-  base = config.Experiment(
+  base = experiment_lib.Experiment(
     environment=fakes.Counting(turns=2),
     reward=rewards.Outcome(),
     model=STUDENT,
@@ -56,7 +57,7 @@ def experiment(**changes):
       steps_per_dispatch=1,
     ),
     overlap=overlap.sync(8),
-    batch=config.BatchShape(rows=8, length=32),
+    batch=experiment_lib.BatchShape(rows=8, length=32),
     rounds=30,
     seed=3,
   )

@@ -19,7 +19,8 @@ import numpy as np
 
 from envs import rewards
 from models import config as model_config
-from rl import assemble, assemble_trainer, config
+from rl import assemble, assemble_trainer
+from rl import experiment as experiment_lib
 from rl.algorithms import loss_aggregation, losses, presets
 from rl.audit import checker, event_log
 from rl.data import trajectory
@@ -48,7 +49,7 @@ class Score(losses.Reinforce):
 def experiment(schedule: overlap.Overlap, rounds: int = ROUNDS):
   score = Score(aggregate=loss_aggregation.TokenMean())
   loss = score if schedule.max_staleness else losses.ClippedSurrogate()
-  return config.Experiment(
+  return experiment_lib.Experiment(
     # With lags the order in which groups finish is not that of submission.
     environment=fakes.Counting(
       turns=2, delay_s=lambda index, step: 0.004 * (index % 5)
@@ -75,7 +76,7 @@ def experiment(schedule: overlap.Overlap, rounds: int = ROUNDS):
       steps_per_dispatch=1,
     ),
     overlap=schedule,
-    batch=config.BatchShape(rows=8, length=16),
+    batch=experiment_lib.BatchShape(rows=8, length=16),
     rounds=rounds,
     seed=3,
   )

@@ -12,7 +12,8 @@ from envs import rewards
 from models import config as model_config
 from models import lora, transformer
 from models.hf import export
-from rl import assemble, config
+from rl import assemble
+from rl import experiment as experiment_lib
 from rl.data import trajectory
 from rl.engine.builtin import engine as builtin_engine
 from rl.engine.builtin import settings as engine_settings
@@ -27,7 +28,7 @@ from rl.train import optimizers, train_state
 
 
 def experiment(**changes):
-  base = config.Experiment(
+  base = experiment_lib.Experiment(
     environment=fakes.Counting(turns=2),
     reward=rewards.Outcome(),
     model=model_config.tiny_moe(
@@ -45,7 +46,7 @@ def experiment(**changes):
     # Nothing is drawn or summed by the clock, and what the engine records
     # enters no gradient: two runs are equal bit for bit.
     overlap=dataclasses.replace(overlap.sync(4, 2), old_logprob="snapshot"),
-    batch=config.BatchShape(rows=8, length=16),
+    batch=experiment_lib.BatchShape(rows=8, length=16),
     rounds=4,
   )
   return dataclasses.replace(base, **changes)

@@ -251,7 +251,7 @@ OTHER = json.dumps(overrides.to_json(placement.Placement()))
       "events.jsonl has a line without end",
     ),
     ("spans.jsonl", '{"track": "learner"}', "spans.jsonl has .* no span"),
-    ("config.json", OTHER, "config.json holds no rl.config.Experiment"),
+    ("config.json", OTHER, "config.json holds no rl.experiment.Experiment"),
     ("config.json", "{}", "config.json: config={}: expected object"),
     ("config.json", "{", "config.json: Expecting"),
   ],

@@ -14,7 +14,8 @@ from envs import rewards
 from models import config as model_config
 from models import lora, transformer
 from models.hf import export, load
-from rl import assemble, config
+from rl import assemble
+from rl import experiment as experiment_lib
 from rl.engine.builtin import settings as engine_settings
 from rl.pools import placement
 from rl.rollout import group_rollout
@@ -39,7 +40,7 @@ def directory(params, tmp_path_factory):
 
 
 def experiment(directory, model=MODEL, **changes):
-  return config.Experiment(
+  return experiment_lib.Experiment(
     environment=fakes.Counting(turns=2),
     reward=rewards.Outcome(),
     model=model,
@@ -47,7 +48,7 @@ def experiment(directory, model=MODEL, **changes):
     engine=engine_settings.EngineSettings(
       slots=32, row_buckets=(32,), chunk_buckets=(4,)
     ),
-    batch=config.BatchShape(rows=8, length=16),
+    batch=experiment_lib.BatchShape(rows=8, length=16),
     initial=str(directory),
     **changes,
   )

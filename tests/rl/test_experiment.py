@@ -9,7 +9,7 @@ import pytest
 
 from envs import mixture, rewards
 from launch import flags
-from rl import config
+from rl import experiment as experiment_lib
 from rl.algorithms import presets, token_advantages
 from rl.pools import affinity, placement
 from rl.schedule import overlap
@@ -20,7 +20,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def experiment() -> config.Experiment:
+def experiment() -> experiment_lib.Experiment:
   return flags.load(str(ROOT / "configs" / "guess_number_moe.py"))
 
 
