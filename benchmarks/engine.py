@@ -24,7 +24,7 @@ from absl import app
 from absl import flags as absl_flags
 
 from benchmarks import machine
-from launch import devices, flags
+from launch.cli import flags, jax_setup
 from models import kv_cache, transformer
 from rl import assemble
 from rl.data import trajectory
@@ -131,7 +131,7 @@ def main(argv: list[str]) -> None:
     "configs/guess_number_moe.py",
     {"engine.slots": str(slots), "engine.row_buckets": "32,"},
   )
-  devices.prepare(experiment.placement)
+  jax_setup.prepare(experiment.placement)
   row = asyncio.run(_measure(assemble.build(experiment)))
   print(machine.describe())
   for name, value in row.items():

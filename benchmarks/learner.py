@@ -24,7 +24,7 @@ from absl import app
 from absl import flags as absl_flags
 
 from benchmarks import machine
-from launch import devices, flags
+from launch.cli import flags, jax_setup
 from rl import assemble
 from rl.algorithms import packed_row
 from rl.data import batch, trajectory
@@ -168,7 +168,7 @@ def main(argv: list[str]) -> None:
   """Measures both sides in turn and prints the medians and their ratio."""
   del argv
   experiment = flags.load("configs/guess_number_moe.py")
-  devices.prepare(experiment.placement)
+  jax_setup.prepare(experiment.placement)
   row = asyncio.run(_run(assemble.build(experiment)))
   print(machine.describe())
   for name, value in row.items():

@@ -32,7 +32,7 @@ from benchmarks import (
   learning_summary,
   machine,
 )
-from launch import devices
+from launch.cli import jax_setup
 
 _SEEDS = flags.DEFINE_list("seeds", ["0", "1", "2"], "One run of all each.")
 _WORKERS = flags.DEFINE_integer("workers", 2, "Processes side by side.")
@@ -83,7 +83,7 @@ def blocks(
 
 def work(cases: Sequence[learning_runs.Case], file: pathlib.Path) -> None:
   """Plays runs one after another and appends a line for each."""
-  devices.prepare(learning_runs.experiment(cases[0]).placement)
+  jax_setup.prepare(learning_runs.experiment(cases[0]).placement)
 
   async def play() -> None:
     bench = learning_runs.Bench()

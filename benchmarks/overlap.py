@@ -29,7 +29,7 @@ from absl import flags as absl_flags
 from benchmarks import calibration, machine, one_engine
 from configs import guess_number_schedules
 from envs import delayed
-from launch import devices, flags
+from launch.cli import flags, jax_setup
 from rl import assemble
 from rl import experiment as experiment_lib
 from rl.audit import event_log, token_ledger
@@ -246,7 +246,7 @@ def main(argv: list[str]) -> None:
   base = flags.load(
     "configs/guess_number_moe.py", {"rounds": str(_ROUNDS.value)}
   )
-  devices.prepare(base.placement)
+  jax_setup.prepare(base.placement)
   runs = asyncio.run(run_all(base))
   rows = [row for task in runs for row in compared(task, runs[task])]
   print(machine.describe())

@@ -25,7 +25,7 @@ from absl import app
 from absl import flags as absl_flags
 
 from benchmarks import machine
-from launch import devices
+from launch.cli import jax_setup
 from models import config as config_lib
 from rl.algorithms import losses, objective
 from rl.data import batch, trajectory
@@ -206,7 +206,7 @@ def _tokens(packed: list[batch.Batch]) -> int:
 def main(argv: list[str]) -> None:
   """Measures every case, prints the table and keeps it."""
   del argv
-  devices.keep_compiled()
+  jax_setup.keep_compiled()
   rows = [measure(case, _REPEATS.value) for case in CASES]
   print(machine.describe())
   print("| case | row | tokens | shared | rows | shared | step s | shared |"

@@ -39,7 +39,7 @@ from absl import app
 from absl import flags as absl_flags
 
 from benchmarks import machine
-from launch import devices
+from launch.cli import jax_setup
 from models import config as model_config
 from models import lora, sharding, transformer
 from rl.audit import event_log
@@ -289,7 +289,7 @@ def main(argv: list[str]) -> None:
   """Measures and prints both tables, and keeps them."""
   del argv
   place = placement.Placement()
-  devices.prepare(place)
+  jax_setup.prepare(place)
   result = asyncio.run(_run(place.layouts()))
   print(machine.describe())
   for title, table in result.items():

@@ -8,7 +8,8 @@ import pathlib
 from absl import app
 from absl import flags as absl_flags
 
-from launch import devices, flags, restored, workdir
+from launch import restored
+from launch.cli import flags, jax_setup, workdir
 from rl import experiment as experiment_lib
 from rl.data import trajectory
 from rl.rollout import evaluate
@@ -38,7 +39,7 @@ def main(argv: list[str]) -> None:
     experiment.validate()
     experiment.validate_initial()
     experiment.engine.validate_installed()
-    devices.prepare(experiment.placement)
+    jax_setup.prepare(experiment.placement)
     experiment.placement.layouts()
   asyncio.run(_evaluate(experiment, pathlib.Path(_RUN.value)))
 

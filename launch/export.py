@@ -13,7 +13,8 @@ import pathlib
 from absl import app
 from absl import flags as absl_flags
 
-from launch import devices, flags, restored, workdir
+from launch import restored
+from launch.cli import flags, jax_setup, workdir
 from models import lora
 from models.hf import export, peft
 from rl import experiment as experiment_lib
@@ -70,7 +71,7 @@ def main(argv: list[str]) -> None:
       raise overrides.SettingError(f"--tokenizer={source}: no such directory")
     if _ADAPTER.value:
       _check_adapter(experiment, source)
-    devices.prepare(experiment.placement)
+    jax_setup.prepare(experiment.placement)
     experiment.placement.layouts()
   run_dir = pathlib.Path(_RUN.value)
   step = asyncio.run(_export(experiment, run_dir, target))

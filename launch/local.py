@@ -27,8 +27,8 @@ from launch import (
   run_files,
   signals,
   warm_start_files,
-  workdir,
 )
+from launch.cli import workdir
 from models.hf import load, tokenizer_files
 from rl import assemble, recorder
 from rl import experiment as experiment_lib

@@ -22,7 +22,7 @@ from typing import Any, TextIO
 
 from absl import flags as absl_flags
 
-from launch import flags
+from launch.cli import flags
 from rl import experiment
 from rl.planning import calibration, plan_config, problem, search
 from rl.settings import overrides

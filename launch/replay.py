@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator
 from absl import app
 from absl import flags as absl_flags
 
-from launch import devices, flags, workdir
+from launch.cli import flags, jax_setup, workdir
 from rl import assemble_trainer
 from rl import experiment as experiment_lib
 from rl.runtime import checkpoint
@@ -44,7 +44,7 @@ def main(argv: list[str]) -> None:
       )
     path = named(argv[1])
     experiment = workdir.read(path.resolve().parents[1])
-    devices.prepare(experiment.placement)
+    jax_setup.prepare(experiment.placement)
     programs, skipped = read(path, experiment)
   sys.exit(replay(programs, skipped, print, where=_WHERE.value))
 

@@ -24,7 +24,8 @@ from typing import Any, TextIO
 from absl import app
 from absl import flags as absl_flags
 
-from launch import flags, listening, openai_api, served_model
+from launch import listening, openai_api, served_model
+from launch.cli import flags
 from models.chat import hf_chat
 from rl.agents import sessions
 from rl.data import trajectory

@@ -8,7 +8,8 @@ from collections.abc import AsyncIterator, Callable, Mapping
 
 import jax
 
-from launch import devices, restored, workdir
+from launch import restored
+from launch.cli import jax_setup, workdir
 from models import config as model_config
 from models import sharding, transformer
 from models.hf import load
@@ -87,7 +88,7 @@ def read_run(
   experiment.validate()
   experiment.validate_initial()
   experiment.engine.validate_installed()
-  devices.prepare(experiment.placement)
+  jax_setup.prepare(experiment.placement)
   experiment.placement.layouts()
   return experiment
 
@@ -108,7 +109,7 @@ def read_directory(
   hosting = overrides.apply(hosting, changes)
   hosting.validate()
   load.check(directory, hosting.model)
-  devices.prepare(hosting.placement)
+  jax_setup.prepare(hosting.placement)
   hosting.placement.layouts()
   return hosting
 

@@ -19,7 +19,8 @@ from typing import Any, TextIO
 from absl import app
 from absl import flags as absl_flags
 
-from launch import flags, plan, simulated_timeline
+from launch import plan, simulated_timeline
+from launch.cli import flags
 from rl.runtime import trace, watchdog
 from rl.settings import overrides
 from rl.simulation import result as simulation_result

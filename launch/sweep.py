@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from absl import app
 from absl import flags as absl_flags
 
-from launch import flags, workdir
+from launch.cli import flags, workdir
 from rl import experiment
 from rl.settings import overrides as overrides_lib
 

@@ -10,7 +10,8 @@ import jax
 from absl import app
 from absl import flags as absl_flags
 
-from launch import devices, explain, flags, local, workdir
+from launch import explain, local
+from launch.cli import flags, jax_setup, workdir
 from rl import experiment as experiment_lib
 from rl.settings import overrides
 
@@ -54,7 +55,7 @@ def _claim(experiment: experiment_lib.Experiment) -> TextIO:
       "ask for --explain"
     )
   experiment.engine.validate_installed()
-  devices.prepare(experiment.placement)
+  jax_setup.prepare(experiment.placement)
   experiment.placement.layouts()
   # Last: it writes, and clears what a run left that saved nothing.
   return workdir.claim(_WORKDIR.value, experiment)

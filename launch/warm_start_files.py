@@ -9,7 +9,7 @@ import shutil
 import time
 from collections.abc import Callable, Mapping
 
-from launch import workdir
+from launch.cli import workdir
 from rl import assemble
 from rl import experiment as experiment_lib
 from rl import metrics as metrics_lib

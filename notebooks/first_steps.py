@@ -15,7 +15,7 @@ import threading
 ROOT = pathlib.Path(__file__).parents[1] if "__file__" in globals() else ".."
 sys.path.insert(0, str(ROOT))
 
-from launch import devices, flags
+from launch.cli import flags, jax_setup
 
 # Settings are a typed, frozen tree; overrides are those of the command line.
 experiment = flags.load(
@@ -28,7 +28,7 @@ experiment = flags.load(
     "warm_start.steps": "10",
   },
 )
-devices.prepare(experiment.placement)
+jax_setup.prepare(experiment.placement)
 
 # %% [markdown]
 # ## Build

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from configs import guess_number_moe, guess_number_schedules
-from launch import flags
+from launch.cli import flags
 from models import config as model_config
 from rl.schedule import overlap
 from rl.settings import overrides

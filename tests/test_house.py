@@ -109,7 +109,7 @@ def test_imports_point_one_way(package):
       ["rl.engine.contract.x"],
     ),
     ("envs", "import envs.base\nimport envs_of_others", []),
-    ("configs", "from launch import flags", ["launch.flags"]),
+    ("configs", "from launch import flags", ["launch.cli.flags"]),
     ("envs", "from .base import Task", [".base.Task"]),
   ],
 )

@@ -10,7 +10,8 @@ import sys
 import jax
 import pytest
 
-from launch import explain, flags
+from launch import explain
+from launch.cli import flags
 from models import config as model_config
 from models import lora, sharding
 from rl import experiment as experiment_lib

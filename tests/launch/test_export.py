@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from launch import flags, workdir
+from launch.cli import flags, workdir
 from models import config as model_config
 from models import lora, transformer
 from models.hf import export, load, peft

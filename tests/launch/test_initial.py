@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from launch import flags, workdir
+from launch.cli import flags, workdir
 from models import lora, transformer
 from models.chat import word_chat
 from models.hf import export

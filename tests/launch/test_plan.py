@@ -10,7 +10,8 @@ import pytest
 from absl.testing import flagsaver
 
 from configs import fleet_small, guess_number_moe
-from launch import flags, plan, simulate
+from launch import plan, simulate
+from launch.cli import flags
 from rl.planning import fleet, plan_config, problem, search
 from rl.pools import placement
 from tests.helpers import planned_fleets

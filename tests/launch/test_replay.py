@@ -10,7 +10,8 @@ import jax
 import numpy as np
 import pytest
 
-from launch import flags, local, replay, workdir
+from launch import local, replay
+from launch.cli import flags, workdir
 from rl import assemble_trainer
 from rl.settings import overrides
 from rl.train import skipped_updates

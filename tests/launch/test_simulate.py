@@ -8,7 +8,8 @@ import sys
 import pytest
 from absl.testing import flagsaver
 
-from launch import flags, simulate, simulated_timeline
+from launch import simulate, simulated_timeline
+from launch.cli import flags
 from rl.runtime import trace
 from rl.settings import overrides
 from rl.simulation import result as simulation_result

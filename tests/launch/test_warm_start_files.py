@@ -20,7 +20,8 @@ import orbax.checkpoint as ocp
 import pytest
 
 from envs import rewards
-from launch import flags, local, warm_start_files, workdir
+from launch import local, warm_start_files
+from launch.cli import flags, workdir
 from models import config as model_config
 from models import lora
 from rl import assemble

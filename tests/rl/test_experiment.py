@@ -8,7 +8,7 @@ import re
 import pytest
 
 from envs import mixture, rewards
-from launch import flags
+from launch.cli import flags
 from rl import experiment as experiment_lib
 from rl.algorithms import presets, token_advantages
 from rl.pools import affinity, placement

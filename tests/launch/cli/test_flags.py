@@ -8,7 +8,7 @@ import sys
 import pytest
 from absl.testing import flagsaver
 
-from launch import flags
+from launch.cli import flags
 from rl.settings import overrides
 
 ROOT = pathlib.Path(flags.__file__).parents[1]

@@ -27,7 +27,7 @@ from rl.settings import overrides, suggestions
 
 _KEPT = "config_files"
 _LINES = "__config_lines__"
-_ROOT = pathlib.Path(__file__).resolve().parents[1]
+_ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
 def load(file: pathlib.Path) -> types.ModuleType:

@@ -7,10 +7,10 @@ import sys
 
 import pytest
 
-from launch import flags, workdir
+from launch.cli import flags, workdir
 from rl.settings import overrides
 
-CONFIG = pathlib.Path(__file__).parents[2] / "configs/guess_number_moe.py"
+CONFIG = pathlib.Path(__file__).parents[3] / "configs/guess_number_moe.py"
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import shutil
 import sys
 from typing import Any, TextIO
 
-from launch import config_file
+from launch.cli import config_file
 from rl import experiment as experiment_lib
 from rl.runtime import checkpoint
 from rl.settings import overrides

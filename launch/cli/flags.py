@@ -17,7 +17,7 @@ from typing import Any
 from absl import app, logging
 from absl import flags as absl_flags
 
-from launch import config_file
+from launch.cli import config_file
 from rl.settings import overrides as overrides_lib
 
 _CONFIG = absl_flags.DEFINE_string(

@@ -10,10 +10,10 @@ import typing
 
 import pytest
 
-from launch import config_file, flags, workdir
+from launch.cli import config_file, flags, workdir
 from rl.settings import overrides
 
-ROOT = pathlib.Path(__file__).parents[2]
+ROOT = pathlib.Path(__file__).parents[3]
 OWN = """
 import dataclasses
 

@@ -1,0 +1,1 @@
+"""Flags, config files, run directories and JAX set-up."""
