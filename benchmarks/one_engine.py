@@ -89,7 +89,7 @@ class Bench:
     state = await self._begin()
     parts = self._rewired(experiment)
     watcher, first = _Watcher(), len(parts.spans.spans)
-    # As launch.local does: what is there stays, and what was left goes now.
+    # As launch.run.local does: what is there stays, and what was left goes now.
     gc.collect()
     gc.freeze()
     start_s, start_cpu_s = time.monotonic(), time.process_time()

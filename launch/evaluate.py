@@ -8,8 +8,8 @@ import pathlib
 from absl import app
 from absl import flags as absl_flags
 
-from launch import restored
 from launch.cli import flags, jax_setup, workdir
+from launch.run import load_run
 from rl import experiment as experiment_lib
 from rl.data import trajectory
 from rl.rollout import evaluate
@@ -47,7 +47,7 @@ def main(argv: list[str]) -> None:
 async def _evaluate(
   experiment: experiment_lib.Experiment, run_dir: pathlib.Path
 ) -> None:
-  async with restored.restored(experiment, run_dir) as (parts, found):
+  async with load_run.restored(experiment, run_dir) as (parts, found):
     await parts.start(found.state, trajectory.PolicyVersion(found.step))
     settings = experiment.evaluation
     outcome, _ = await parts.dog.wait(

@@ -13,8 +13,8 @@ import pathlib
 from absl import app
 from absl import flags as absl_flags
 
-from launch import restored
 from launch.cli import flags, jax_setup, workdir
+from launch.run import load_run
 from models import lora
 from models.hf import export, peft
 from rl import experiment as experiment_lib
@@ -99,7 +99,7 @@ async def _export(
   target: pathlib.Path,
 ) -> int:
   """Returns the rounds behind the weights that were written."""
-  async with restored.restored(experiment, run_dir) as (parts, found):
+  async with load_run.restored(experiment, run_dir) as (parts, found):
     model, params = experiment.model, found.state.params
     with flags.exit_on_setting_error():
       if _ADAPTER.value:

@@ -69,7 +69,7 @@ def sample_trajectories(
 def sample_gaps(
   path: pathlib.Path, rounds: Set[int], notes: list[str]
 ) -> list[dict[str, Any]]:
-  """Returns comparisons of engine and learner; see `recorder.write_gap`.
+  """Returns comparisons of engine and learner; see `rollout_samples.write_gap`.
 
   As many as fit a page: of 8 rounds, the last of them and others spread over
   the run, in its order. A run that compared nothing is not worth a note.

@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator, Callable, Mapping
 
 import jax
 
-from launch import restored
 from launch.cli import jax_setup, workdir
+from launch.run import load_run
 from models import config as model_config
 from models import sharding, transformer
 from models.hf import load
@@ -121,7 +121,7 @@ async def of_run(
   report: Callable[[str], None],
 ) -> AsyncIterator[Served]:
   """Serves the newest checkpoint of a run; ends the process without one."""
-  async with restored.restored(experiment, run_dir) as (parts, found):
+  async with load_run.restored(experiment, run_dir) as (parts, found):
     version = trajectory.PolicyVersion(found.step)
     await parts.start(found.state, version, report)
     yield Served(

@@ -10,8 +10,9 @@ import jax
 from absl import app
 from absl import flags as absl_flags
 
-from launch import explain, local
+from launch import explain
 from launch.cli import flags, jax_setup, workdir
+from launch.run import local
 from rl import experiment as experiment_lib
 from rl.settings import overrides
 

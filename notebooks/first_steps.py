@@ -36,7 +36,8 @@ jax_setup.prepare(experiment.placement)
 # their own: on a laptop those are two virtual devices of the CPU.
 
 # %%
-from rl import assemble, recorder
+from launch.run import rollout_samples
+from rl import assemble
 from rl.algorithms import advantage_estimation, presets
 from rl.data import batch, trajectory
 from rl.train import train_state
@@ -94,7 +95,7 @@ for group in groups:
 
 # %%
 member = groups[0].trajectories[0]
-for turn in recorder.readable(member, parts.chat)["turns"]:
+for turn in rollout_samples.readable(member, parts.chat)["turns"]:
   said = [
     f"{word} ({logprob:.2f}, v{version})"
     for word, logprob, version in zip(

@@ -4,7 +4,7 @@ import asyncio
 import dataclasses
 import math
 
-from rl import metrics
+from launch.run import metrics_writer
 from rl.audit import event_log
 from rl.data import trajectory
 from rl.rollout import episode, group_rollout
@@ -83,7 +83,9 @@ def summarise(played: list[trajectory.Trajectory], success: float) -> Outcome:
   """Returns the share of graded episodes with at least `success` as reward."""
   rewards = [t.reward for t in played if t.reward is not None]
   wins = sum(reward >= success for reward in rewards)
-  low, high = metrics.wilson(wins, len(rewards)) if rewards else (0.0, 1.0)
+  low, high = (
+    metrics_writer.wilson(wins, len(rewards)) if rewards else (0.0, 1.0)
+  )
   return Outcome(
     episodes=len(rewards),
     success=wins / len(rewards) if rewards else math.nan,

@@ -6,7 +6,8 @@ import json
 import pytest
 
 from envs import rewards
-from launch import glossary, local
+from launch import glossary
+from launch.run import local
 from models import config as model_config
 from rl import experiment
 from rl.algorithms import corrections, kl, presets, references

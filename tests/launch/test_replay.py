@@ -10,8 +10,9 @@ import jax
 import numpy as np
 import pytest
 
-from launch import local, replay
+from launch import replay
 from launch.cli import flags, workdir
+from launch.run import local
 from rl import assemble_trainer
 from rl.settings import overrides
 from rl.train import skipped_updates

@@ -20,19 +20,20 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from jaxtyping import Float32
 
-from launch import (
-  conclusion,
+from launch import run_files
+from launch.cli import workdir
+from launch.run import (
   display,
+  metrics_writer,
+  rollout_samples,
   round_warnings,
-  run_files,
   signals,
+  summary,
   warm_start_files,
 )
-from launch.cli import workdir
 from models.hf import load, tokenizer_files
-from rl import assemble, recorder
+from rl import assemble
 from rl import experiment as experiment_lib
-from rl import metrics as metrics_lib
 from rl.data import trajectory
 from rl.loop import coordinator
 from rl.loop import progress as progress_lib
@@ -125,7 +126,7 @@ class _Run:
 
   async def _train(self, parts: assemble.Parts) -> int:
     progress = await self._begin()
-    with conclusion.told_on_failure(self._dir, self._flush, self._screen.note):
+    with summary.told_on_failure(self._dir, self._flush, self._screen.note):
       if progress.trained >= self._experiment.rounds:
         return await self._complete(progress)
       await self._open(progress)
@@ -188,7 +189,7 @@ class _Run:
 
   async def _open(self, progress: progress_lib.Progress) -> None:
     """Opens the metrics and lets the engine serve."""
-    self._metrics = metrics_lib.MetricsWriter(
+    self._metrics = metrics_writer.MetricsWriter(
       self._dir, first_round=progress.trained + 1
     )
     self._closing.callback(self._metrics.close)
@@ -273,8 +274,8 @@ class _Run:
     every = self._experiment.keeping.episodes_every
     if (number := int(metrics["round"])) % every == 1 % every:
       if (gap := self._parts.trainer.gap) is not None:
-        recorder.write_gap(self._dir, number, gap)
-      recorder.write(
+        rollout_samples.write_gap(self._dir, number, gap)
+      rollout_samples.write(
         self._dir,
         number,
         groups[:_EPISODES_KEPT],
@@ -382,4 +383,4 @@ class _Run:
   def _conclude(self) -> int:
     """Leaves trace and report; returns 1 when an invariant broke."""
     self._flush()
-    return conclusion.leave(self._dir, self._meter.take(), self._screen.note)
+    return summary.leave(self._dir, self._meter.take(), self._screen.note)

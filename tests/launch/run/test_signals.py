@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from launch import signals
+from launch.run import signals
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,7 @@ import pathlib
 import numpy as np
 import pytest
 
-from launch import round_warnings
+from launch.run import round_warnings
 from rl.data import trajectory
 
 STATUS = trajectory.Status

@@ -4,8 +4,8 @@ import json
 
 import numpy as np
 
+from launch.run import rollout_samples
 from models.chat import word_chat
-from rl import recorder
 from rl.data import trajectory
 from rl.train import logprob_gap
 
@@ -48,7 +48,7 @@ def _group(group_id, size=2):
 def test_a_file_has_a_line_for_each_member_with_its_advantage(tmp_path):
   values = np.array([[0.5, -0.5], [0.25, 0.0]], np.float32)
   groups = [_group(3), _group(7)]
-  path = recorder.write(tmp_path, 12, groups, list(values), CHAT)
+  path = rollout_samples.write(tmp_path, 12, groups, list(values), CHAT)
   assert path == tmp_path / "trajectories" / "round_000012.jsonl"
   lines = [json.loads(line) for line in path.read_text().splitlines()]
   assert [(x["group_id"], x["index"], x["advantage"]) for x in lines] == [
@@ -60,7 +60,7 @@ def test_a_file_has_a_line_for_each_member_with_its_advantage(tmp_path):
 
 
 def test_every_id_stands_beside_its_word():
-  data = recorder.readable(_group(0).trajectories[0], CHAT)
+  data = rollout_samples.readable(_group(0).trajectories[0], CHAT)
   first, second = data["turns"]
   assert first["context_words"] == ["go", "<agent>"]
   assert first["words"] == ["yes", "<end>"]
@@ -70,7 +70,7 @@ def test_every_id_stands_beside_its_word():
 
 def test_a_line_makes_the_trajectory_again(tmp_path):
   values = [np.zeros(2, np.float32)]
-  path = recorder.write(tmp_path, 0, [_group(0)], values, CHAT)
+  path = rollout_samples.write(tmp_path, 0, [_group(0)], values, CHAT)
   line = json.loads(path.read_text().splitlines()[0])
   again = trajectory.trajectory_from_json(line)
   member = _group(0).trajectories[0]
@@ -82,8 +82,8 @@ def test_a_line_makes_the_trajectory_again(tmp_path):
 
 def test_a_round_that_is_repeated_replaces_its_file(tmp_path):
   values = [np.zeros(2, np.float32)]
-  recorder.write(tmp_path, 0, [_group(0)], values, CHAT)
-  path = recorder.write(tmp_path, 0, [_group(1)], values, CHAT)
+  rollout_samples.write(tmp_path, 0, [_group(0)], values, CHAT)
+  path = rollout_samples.write(tmp_path, 0, [_group(1)], values, CHAT)
   lines = [json.loads(line) for line in path.read_text().splitlines()]
   assert [line["group_id"] for line in lines] == [1, 1]
 
@@ -97,8 +97,8 @@ def _gap(engine, learner):
 
 
 def test_a_comparison_is_a_line_and_what_is_no_number_is_null(tmp_path):
-  recorder.write_gap(tmp_path, 1, _gap([-1.0, -2.0], [-1.5, -2.25]))
-  path = recorder.write_gap(tmp_path, 11, _gap([-1.0], [np.nan]))
+  rollout_samples.write_gap(tmp_path, 1, _gap([-1.0, -2.0], [-1.5, -2.25]))
+  path = rollout_samples.write_gap(tmp_path, 11, _gap([-1.0], [np.nan]))
   first, second = map(json.loads, path.read_text().splitlines())
   assert first == {
     "round": 1,
@@ -114,7 +114,7 @@ def test_a_comparison_is_a_line_and_what_is_no_number_is_null(tmp_path):
 
 def test_of_a_large_comparison_512_tokens_are_written(tmp_path):
   gap = _gap([-1.0] * 5000, [-1.0] * 4321 + [-3.0] + [-1.0] * 678)
-  path = recorder.write_gap(tmp_path, 1, gap)
+  path = rollout_samples.write_gap(tmp_path, 1, gap)
   row = json.loads(path.read_text())
   assert (row["tokens"], row["max"]) == (5000, 2.0)
   assert [len(row[key]) for key in ("engine", "learner", "lags")] == [512] * 3

@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable, Mapping
 
 from launch.cli import workdir
+from launch.run import metrics_writer
 from rl import assemble
 from rl import experiment as experiment_lib
-from rl import metrics as metrics_lib
 from rl.loop import warm_start
 from rl.runtime import checkpoint, trace
 
@@ -85,7 +85,7 @@ class WarmStartFiles:
         self._note(f"warm start: checkpoint {name} is damaged and was left out")
       self._note(f"going on after {self._of(taken)}")
     path = self._dir / workdir.WARM_START_LINES
-    metrics_lib.cut_back(path, taken + 1, "step")
+    metrics_writer.cut_back(path, taken + 1, "step")
     self._lines = path.open("a")
     self._mark_s = time.monotonic()
 
@@ -97,7 +97,7 @@ class WarmStartFiles:
       "step_s": self._mark_s - before_s,
       "time_s": self._mark_s - self._spans.origin,
     }
-    self._lines.write(metrics_lib.json_line(number, row, "step"))
+    self._lines.write(metrics_writer.json_line(number, row, "step"))
     self._lines.flush()
 
   def on_boundary(self, now: warm_start.Imitation) -> None:

@@ -8,7 +8,7 @@ import signal
 import pytest
 
 from envs import base, rewards
-from launch import local
+from launch.run import local
 from models import config as model_config
 from rl import experiment as experiment_lib
 from rl.algorithms import kl, presets, references

@@ -20,8 +20,8 @@ import orbax.checkpoint as ocp
 import pytest
 
 from envs import rewards
-from launch import local, warm_start_files
 from launch.cli import flags, workdir
+from launch.run import local, warm_start_files
 from models import config as model_config
 from models import lora
 from rl import assemble
@@ -39,7 +39,7 @@ from rl.train import optimizers
 pytestmark = pytest.mark.filterwarnings(
   "ignore::pytest.PytestUnraisableExceptionWarning"
 )
-ROOT = pathlib.Path(__file__).parents[2]
+ROOT = pathlib.Path(__file__).parents[3]
 STEPS = 12
 DENSE = model_config.tiny(vocab_size=7, num_layers=1, d_model=32, max_length=16)
 MODELS = {

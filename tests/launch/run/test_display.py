@@ -3,7 +3,7 @@ import math
 
 import pytest
 
-from launch import display
+from launch.run import display
 
 
 class Terminal(io.StringIO):

@@ -5,7 +5,7 @@ import struct
 import pytest
 from tensorboardX.proto import event_pb2
 
-from rl import metrics
+from launch.run import metrics_writer
 
 
 def _rounds(path):
@@ -30,7 +30,7 @@ def _scalars(directory):
 
 
 def test_a_line_is_on_disk_when_write_returns(tmp_path):
-  writer = metrics.MetricsWriter(tmp_path / "run")
+  writer = metrics_writer.MetricsWriter(tmp_path / "run")
   writer.write(3, {"round": 3.0, "success": 0.5, "faults": 2})
   line = (tmp_path / "run/metrics.jsonl").read_text()
   assert line == '{"round": 3, "success": 0.5, "faults": 2.0}\n'
@@ -38,7 +38,7 @@ def test_a_line_is_on_disk_when_write_returns(tmp_path):
 
 
 def test_nan_and_inf_become_null(tmp_path):
-  writer = metrics.MetricsWriter(tmp_path)
+  writer = metrics_writer.MetricsWriter(tmp_path)
   writer.evaluation(0, {"success": math.nan, "reward": -math.inf})
   line = (tmp_path / "evaluations.jsonl").read_text()
   assert line == '{"round": 0, "success": null, "reward": null}\n'
@@ -46,7 +46,7 @@ def test_nan_and_inf_become_null(tmp_path):
 
 
 def test_tensorboard_gets_the_same_numbers(tmp_path):
-  writer = metrics.MetricsWriter(tmp_path)
+  writer = metrics_writer.MetricsWriter(tmp_path)
   writer.write(3, {"success": 0.5})
   writer.evaluation(3, {"success": 0.75})
   writer.close()
@@ -57,14 +57,14 @@ def test_tensorboard_gets_the_same_numbers(tmp_path):
 
 
 def test_a_resumed_run_has_each_round_once(tmp_path):
-  writer = metrics.MetricsWriter(tmp_path)
+  writer = metrics_writer.MetricsWriter(tmp_path)
   for index in range(5):
     writer.write(index, {"loss": math.nan if index == 2 else 1.0})
     writer.evaluation(index, {})
   writer.close()
   with (tmp_path / "metrics.jsonl").open("a") as file:
     file.write('{"round": 1, "succ')  # Killed while it wrote.
-  resumed = metrics.MetricsWriter(tmp_path, first_round=3)
+  resumed = metrics_writer.MetricsWriter(tmp_path, first_round=3)
   # It begins with an evaluation of what round 2 left.
   resumed.evaluation(2, {})
   resumed.write(3, {})
@@ -78,13 +78,13 @@ def test_a_resumed_run_has_each_round_once(tmp_path):
 def test_a_resumed_run_purges_tensorboard_and_writes_its_last_round_again(
   tmp_path,
 ):
-  writer = metrics.MetricsWriter(tmp_path, first_round=1)
+  writer = metrics_writer.MetricsWriter(tmp_path, first_round=1)
   for index in (1, 2, 3):
     writer.write(index, {"loss": index / 2})
   writer.evaluation(2, {"success": 0.5})
   writer.close()
   (tmp_path / "tensorboard").rename(tmp_path / "before")
-  resumed = metrics.MetricsWriter(tmp_path, first_round=3)
+  resumed = metrics_writer.MetricsWriter(tmp_path, first_round=3)
   resumed.close()
   (file,) = (tmp_path / "tensorboard").iterdir()
   starts = [e for e in _events(file) if e.HasField("session_log")]
@@ -112,4 +112,4 @@ def test_a_resumed_run_purges_tensorboard_and_writes_its_last_round_again(
 )
 def test_wilson_intervals_are_the_published_ones(successes, trials, low, high):
   expected = pytest.approx((low, high), abs=1e-6)
-  assert metrics.wilson(successes, trials) == expected
+  assert metrics_writer.wilson(successes, trials) == expected

@@ -1,0 +1,1 @@
+"""One training process: wiring, display, files and signals."""
