@@ -20,8 +20,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from jaxtyping import Float32
 
-from launch import run_files
 from launch.cli import workdir
+from launch.report import run_files
 from launch.run import (
   display,
   metrics_writer,

@@ -4,7 +4,8 @@ import contextlib
 import pathlib
 from collections.abc import Callable, Iterator
 
-from launch import check, report
+from launch.report import log_check
+from launch.report import page as report_page
 from rl.runtime import trace
 
 Say = Callable[[str], None]
@@ -25,12 +26,12 @@ def leave(run_dir: pathlib.Path, work: trace.Overlap, say: Say) -> int:
   trace.write_chrome(
     trace.File(run_dir / "spans.jsonl"), run_dir / "trace.json"
   )
-  verdict = check.of_run(run_dir)
-  say(f"report: {report.write(run_dir, verdict)}")
+  verdict = log_check.of_run(run_dir)
+  say(f"report: {report_page.write(run_dir, verdict)}")
   return tell(verdict, say)
 
 
-def tell(verdict: check.Verdict, say: Say) -> int:
+def tell(verdict: log_check.Verdict, say: Say) -> int:
   """Says what the log shows; returns 1 when an invariant broke."""
   say(verdict.summary)
   for line in verdict.violations:
@@ -54,9 +55,9 @@ def told_on_failure(
   except Exception:
     try:
       flush()
-      verdict = check.of_run(run_dir)
+      verdict = log_check.of_run(run_dir)
       tell(verdict, say)
-      say(f"report: {report.write(run_dir, verdict)}")
-    except (OSError, check.Unreadable) as error:  # Not what ended the run.
+      say(f"report: {report_page.write(run_dir, verdict)}")
+    except (OSError, log_check.Unreadable) as error:  # Not what ended the run.
       say(f"the log was not checked: {error}")
     raise

@@ -14,7 +14,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from launch import check
+from launch.report import log_check
 from rl.audit import event_log
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -103,7 +103,7 @@ def test_a_run_ends_well_and_leaves_its_files(finished):
   assert [row["round"] for row in metrics] == [1, 2, 3, 4]
   assert all(row["staleness_max"] <= 1 for row in metrics)
   assert all(row["logprob_gap_max"] < 1e-4 for row in metrics)
-  assert check.of_run(workdir).violations == []
+  assert log_check.of_run(workdir).violations == []
   evaluated = [row["round"] for row in lines(workdir / "evaluations.jsonl")]
   assert evaluated == [0, 2, 4]
   for name in ("report.html", "learning_curve.svg", "trace.json"):
@@ -219,7 +219,7 @@ def test_a_stopped_run_saves_and_the_same_command_goes_on(number, tmp_path):
   # Groups of 40 rounds of 4, each trained once.
   trained = list(event_log.of_kind(event_log.surviving(log), "trained"))
   assert sorted(e["group"] for e in trained) == list(range(160))
-  assert check.of_run(tmp_path).violations == []
+  assert log_check.of_run(tmp_path).violations == []
   # Time never falls; a first token is told of only when its answer is whole.
   told = (e for e in log if e["kind"] != "first_token")
   assert all(a["t"] <= b["t"] for a, b in itertools.pairwise(told))

@@ -3,7 +3,7 @@
 import json
 import random
 
-from launch import run_files
+from launch.report import run_files
 
 
 def _write_lines(path, rows):

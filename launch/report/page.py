@@ -1,7 +1,7 @@
 """Renders a run directory as one static page and one picture for a README.
 
-  python -m launch.report --run=runs/first
-  python -m launch.report --check=runs/first      only checks the event log
+  python -m launch.report.page --run=runs/first
+  python -m launch.report.page --check=runs/first      only checks the event log
 
 The page is one file that needs no network. It also renders a run that is still
 going on or that crashed: what is missing is named on top of the page.
@@ -19,13 +19,13 @@ from typing import Any
 
 from absl import app, flags
 
-from launch import (
-  check,
-  glossary,
+from launch.report import (
   learning_curve,
-  report_learning,
-  report_warm_start,
+  learning_section,
+  log_check,
+  metric_docs,
   run_files,
+  warm_start_section,
 )
 from rl.runtime import trace
 
@@ -56,14 +56,14 @@ class Run:
   evaluations: Sequence[Mapping[str, Any]]
   spans: Sequence[trace.Span]
   num_spans: int
-  verdict: check.Verdict | None
+  verdict: log_check.Verdict | None
   trajectories: Sequence[Mapping[str, Any]]
   gaps: Sequence[Mapping[str, Any]]
-  warm_start: report_warm_start.Rows
+  warm_start: warm_start_section.Rows
   notes: Sequence[str]
 
 
-def read(path: pathlib.Path, verdict: check.Verdict | None = None) -> Run:
+def read(path: pathlib.Path, verdict: log_check.Verdict | None = None) -> Run:
   """Reads a run directory, whatever state it is in.
 
   Args:
@@ -92,7 +92,7 @@ def read(path: pathlib.Path, verdict: check.Verdict | None = None) -> Run:
     notes.append(f"events.jsonl: unreadable lines left out: {verdict.num_cut}.")
   spans, num_spans = run_files.spans(path / "spans.jsonl", notes)
   metrics = [rounds[i] for i in sorted(rounds)]
-  notes += report_learning.complaints(metrics, path)
+  notes += learning_section.complaints(metrics, path)
   return Run(
     path=path,
     config=config,
@@ -109,14 +109,14 @@ def read(path: pathlib.Path, verdict: check.Verdict | None = None) -> Run:
     gaps=run_files.sample_gaps(
       path / "logprob_gap.jsonl", rounds.keys(), notes
     ),
-    warm_start=report_warm_start.read(path, notes),
+    warm_start=warm_start_section.read(path, notes),
     notes=notes,
   )
 
 
 def _verdict(
   path: pathlib.Path, config: Mapping[str, Any], notes: list[str]
-) -> check.Verdict | None:
+) -> log_check.Verdict | None:
   """Returns what the event log says; notes what cannot be told."""
   log = path / "events.jsonl"
   if not log.exists():
@@ -124,12 +124,12 @@ def _verdict(
     return None
   schedule, group_size = None, 0
   try:
-    schedule, group_size = check.schedule_of(config)
+    schedule, group_size = log_check.schedule_of(config)
   except (LookupError, ValueError, TypeError):
     notes.append("config.json has no schedule to check the events against.")
   try:
-    return check.read(log, schedule, group_size)
-  except check.Unreadable as error:
+    return log_check.read(log, schedule, group_size)
+  except log_check.Unreadable as error:
     notes.append(f"{error}.")
     return None
 
@@ -156,8 +156,8 @@ def tiles(run: Run) -> list[tuple[str, str, str]]:
   busy = f"learner {both.first_s:,.0f} s, decode {both.second_s:,.0f} s busy"
   return [
     ("Success", success, interval),
-    *report_warm_start.tiles(run.warm_start),
-    *report_learning.tiles(run.metrics),
+    *warm_start_section.tiles(run.warm_start),
+    *learning_section.tiles(run.metrics),
     ("Rounds", f"{len(run.metrics):,}", f"{_trained(run):,} groups trained"),
     ("Wall time", _duration(max(wall)) if wall else "–", "to the last round"),
     ("Overlap", f"{both.share:.0%}" if run.spans else "–", busy),
@@ -178,7 +178,7 @@ _UNTOLD = [
 ]
 
 
-def _told(verdict: check.Verdict) -> list[tuple[str, str, str]]:
+def _told(verdict: log_check.Verdict) -> list[tuple[str, str, str]]:
   """Returns the outcomes that the event log tells."""
   book, bound, broken = verdict.books, verdict.bound, verdict.violations
   kinds = ", ".join(f"{kind} {n}" for kind, n in verdict.faults.items())
@@ -266,7 +266,7 @@ def page(run: Run) -> str:
     "tiles": tiles(run),
     "config": run.config,
     "metrics": columns,
-    "meanings": glossary.explain(list(columns)),
+    "meanings": metric_docs.explain(list(columns)),
     "evaluations": run.evaluations,
     "timeline": _timeline(run),
     "lags": {
@@ -281,7 +281,7 @@ def page(run: Run) -> str:
   text = json.dumps(data, allow_nan=False, separators=(",", ":"))
   parts = {
     "title": html.escape(run.path.resolve().name),
-    "warm_start": report_warm_start.section(run.warm_start),
+    "warm_start": warm_start_section.section(run.warm_start),
     # JSON may hold "</script>" only inside strings, where "<" can be escaped.
     "data": text.replace("<", "\\u003c"),
   } | {path.name: path.read_text("utf-8") for path in _HERE.glob("*.js")}
@@ -291,7 +291,7 @@ def page(run: Run) -> str:
 
 
 def write(
-  run_dir: pathlib.Path, verdict: check.Verdict | None = None
+  run_dir: pathlib.Path, verdict: log_check.Verdict | None = None
 ) -> pathlib.Path:
   """Writes report.html and learning_curve.svg; returns the page's path.
 
@@ -317,8 +317,8 @@ def check_run(run_dir: pathlib.Path) -> int:
   0: nothing is broken; 1: something is; 2: there is no run to check.
   """
   try:
-    verdict = check.of_run(run_dir)
-  except check.Unreadable as error:
+    verdict = log_check.of_run(run_dir)
+  except log_check.Unreadable as error:
     print(f"error: {error}", file=sys.stderr)
     return 2
   print(verdict.text)

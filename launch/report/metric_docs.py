@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-PAGE = pathlib.Path(__file__).parents[1] / "docs" / "metrics.md"
+PAGE = pathlib.Path(__file__).parents[2] / "docs" / "metrics.md"
 _HEAD = ("name", "unit", "formula", "meaning", "worse")
 _NUMBER = "k"
 

@@ -1,4 +1,4 @@
-"""Tests of launch/report.py: numbers by hand, the page in a real browser."""
+"""Tests of launch/report/page.py: numbers by hand, the page in a real browser."""
 
 import json
 import math
@@ -7,7 +7,8 @@ import xml.etree.ElementTree
 
 import pytest
 
-from launch import glossary, report
+from launch.report import metric_docs
+from launch.report import page as report_page
 from rl.schedule import overlap
 from rl.settings import overrides
 from tests.helpers import event_logs
@@ -159,7 +160,7 @@ def run_dir(tmp_path):
 
 
 def test_the_page_draws_every_part_of_a_run(run_dir, browse):
-  page = browse(report.write(run_dir))
+  page = browse(report_page.write(run_dir))
   lines = [attrs for tag, attrs in page.elements if tag == "polyline"]
   assert [len(line["points"].split()) for line in lines] == [_ROUNDS, _ROUNDS]
   # 4 evaluations are dots, and so are 6 * 3 - 1 tokens that were compared;
@@ -188,7 +189,7 @@ def test_clicks_zoom_choose_a_metric_filter_and_open_a_trajectory(
   run_dir, browse
 ):
   page = browse(
-    report.write(run_dir),
+    report_page.write(run_dir),
     """
       document.querySelector("[data-all]").click();
       const choose = (selector, value) => {
@@ -215,7 +216,7 @@ def test_clicks_zoom_choose_a_metric_filter_and_open_a_trajectory(
 def test_tokens_without_a_gap_lie_on_the_line_and_others_off_it(
   run_dir, browse
 ):
-  page = browse(report.write(run_dir))
+  page = browse(report_page.write(run_dir))
   (line,) = page.having("class", "identity")
   x1, y1, x2, y2 = (float(line[key]) for key in ("x1", "y1", "x2", "y2"))
   # What is 0.25 nats lower for the learner lies below: 1 of 3 tokens a round.
@@ -232,7 +233,7 @@ def test_tokens_without_a_gap_lie_on_the_line_and_others_off_it(
 
 def test_one_round_of_comparisons_can_be_chosen(run_dir, browse):
   page = browse(
-    report.write(run_dir),
+    report_page.write(run_dir),
     """
       const select = document.querySelector("#gap-round");
       select.value = "20";
@@ -246,7 +247,7 @@ def test_one_round_of_comparisons_can_be_chosen(run_dir, browse):
 
 
 def test_an_empty_directory_renders_and_says_what_is_missing(tmp_path, browse):
-  page = browse(report.write(tmp_path))
+  page = browse(report_page.write(tmp_path))
   text = " ".join(page.text)
   for name in ("config.json", "metrics.jsonl", "evaluations.jsonl"):
     assert f"{name} is missing" in text
@@ -265,7 +266,7 @@ def test_cut_last_lines_are_left_out_and_said(run_dir, browse):
     *(run_dir / "trajectories").iterdir(),
   ]:
     path.write_text(path.read_text()[:-5])
-  text = " ".join(browse(report.write(run_dir)).text)
+  text = " ".join(browse(report_page.write(run_dir)).text)
   for name in (*names, "round_000010"):
     assert f"{name}.jsonl: unreadable lines left out: 1." in text
 
@@ -276,20 +277,20 @@ def test_text_of_the_run_never_becomes_markup(run_dir, browse):
   first = json.loads(path.read_text().splitlines()[0])
   first["turns"][0]["words"][0] = evil
   _write_lines(path, [first | {"task_id": evil}])
-  page = browse(report.write(run_dir))
+  page = browse(report_page.write(run_dir))
   assert "img" not in {tag for tag, _ in page.elements}
   assert evil in page.text
 
 
 def test_the_page_refers_to_nothing_else(run_dir):
-  text = report.write(run_dir).read_text()
+  text = report_page.write(run_dir).read_text()
   for word in ("src=", "href=", "url(", "@import", "fetch(", "import("):
     assert word not in text
 
 
 def test_what_a_metric_means_stands_beside_its_curve(run_dir, browse):
   page = browse(
-    report.write(run_dir),
+    report_page.write(run_dir),
     """
       const select = document.querySelector("#metric");
       select.value = "entropy";
@@ -297,7 +298,7 @@ def test_what_a_metric_means_stands_beside_its_curve(run_dir, browse):
       """,
   )
   text = " ".join(page.text)
-  (entry,) = [x for x in glossary.entries() if x.name == "entropy"]
+  (entry,) = [x for x in metric_docs.entries() if x.name == "entropy"]
   assert str(entry) in text
   # It has taken the place of that of the first metric.
   assert "Training episodes that succeeded" not in text
@@ -309,7 +310,7 @@ def test_skipped_updates_stand_on_top_of_the_page(run_dir, browse):
   kept = run_dir / "skipped" / "round_000003_update_0"
   kept.mkdir(parents=True)
   (kept / "batches.npz").touch()
-  page = browse(report.write(run_dir))
+  page = browse(report_page.write(run_dir))
   assert page.having("class", "notes")
   text = " ".join(page.text)
   assert "not finite, in rounds 2, 3. Look into one: python -m launch" in text
@@ -317,7 +318,10 @@ def test_skipped_updates_stand_on_top_of_the_page(run_dir, browse):
 
 
 def test_tiles_hold_the_outcome(run_dir):
-  found = {label: (v, n) for label, v, n in report.tiles(report.read(run_dir))}
+  found = {
+    label: (v, n)
+    for label, v, n in report_page.tiles(report_page.read(run_dir))
+  }
   assert found["Success"] == ("10% → 94%", "held out; last 88% to 98%")
   # 60 rounds of 2.5 s are 150 s.
   assert found["Wall time"][0] == "2 min 30 s"
@@ -345,7 +349,7 @@ def test_a_repeated_round_counts_once_and_a_number_that_is_none_is_left_out(
     {"round": 2, "success": math.nan},
   ]
   _write_lines(tmp_path / "metrics.jsonl", rows)
-  run = report.read(tmp_path)
+  run = report_page.read(tmp_path)
   assert [row["success"] for row in run.metrics] == [0.5, None]
 
 
@@ -359,7 +363,10 @@ def test_what_a_resume_superseded_is_not_counted(tmp_path):
   begun = [e for e in log[:i] if e.get("group", 0) >= 4]
   rows = [*log[:i], *lost, *log[i:], start, *begun, *log[i:]]
   _write_lines(tmp_path / "events.jsonl", rows)
-  found = {label: rest for label, *rest in report.tiles(report.read(tmp_path))}
+  found = {
+    label: rest
+    for label, *rest in report_page.tiles(report_page.read(tmp_path))
+  }
   assert found["Rounds"][1] == "8 groups trained"
   assert found["Faults"][0] == "0"
   assert found["Invariants"] == ["hold", "not checked"]
@@ -367,7 +374,7 @@ def test_what_a_resume_superseded_is_not_counted(tmp_path):
 
 def test_a_log_of_another_program_is_named_and_left_out(tmp_path):
   _write_lines(tmp_path / "events.jsonl", [{"t": 1.0, "kind": "trained"}])
-  run = report.read(tmp_path)
+  run = report_page.read(tmp_path)
   assert run.verdict is None
   assert "events.jsonl: an event lacks 'group'." in run.notes
 
@@ -375,14 +382,16 @@ def test_a_log_of_another_program_is_named_and_left_out(tmp_path):
 def test_a_broken_promise_stands_on_the_page(run_dir, browse):
   log = event_logs.change(_events(), "trained", where={"group": 9}, masked=3)
   _write_lines(run_dir / "events.jsonl", log)
-  found = {label: v for label, v, _ in report.tiles(report.read(run_dir))}
+  found = {
+    label: v for label, v, _ in report_page.tiles(report_page.read(run_dir))
+  }
   assert found["Invariants"] == "2 broken"
-  page = browse(report.write(run_dir))
+  page = browse(report_page.write(run_dir))
   assert "2 broken promises; the first:" in page.text
 
 
 def test_the_picture_holds_curve_evaluations_and_publishes(run_dir):
-  report.write(run_dir)
+  report_page.write(run_dir)
   root = xml.etree.ElementTree.parse(run_dir / "learning_curve.svg").getroot()
   raw, smoothed = root.findall(f"{_SVG}polyline")
   assert len(raw.attrib["points"].split()) == _ROUNDS

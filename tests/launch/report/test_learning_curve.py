@@ -1,6 +1,6 @@
 """The numbers behind the picture of a run, by hand."""
 
-from launch import learning_curve
+from launch.report import learning_curve
 from rl.runtime import trace
 
 

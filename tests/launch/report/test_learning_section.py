@@ -1,10 +1,10 @@
 """What learning came to, from rows by hand."""
 
-from launch import report_learning
+from launch.report import learning_section
 
 
 def _tiles(rows):
-  found = report_learning.tiles(rows)
+  found = learning_section.tiles(rows)
   return {label: (value, note) for label, value, note in found}
 
 
@@ -27,9 +27,9 @@ def test_a_single_round_is_its_own_first_and_last():
 
 
 def test_only_what_was_recorded_is_told():
-  assert report_learning.tiles([]) == []
+  assert learning_section.tiles([]) == []
   rows = [{"clip_fraction": None, "flat_groups": 3.0}]
-  assert report_learning.tiles(rows) == []
+  assert learning_section.tiles(rows) == []
 
 
 def test_clips_flat_groups_and_skipped_updates_are_summed_up():
@@ -63,7 +63,7 @@ def test_skipped_updates_are_complained_of_with_a_command(tmp_path):
     kept = tmp_path / f"skipped/round_00000{number}_update_0"
     kept.mkdir(parents=True)
     (kept / "batches.npz").touch()
-  (line,) = report_learning.complaints(rows, tmp_path)
+  (line,) = learning_section.complaints(rows, tmp_path)
   assert "not finite, in rounds 2, 3. Look into one: python -m launch.r" in line
   assert line.endswith(f"{tmp_path}/skipped/round_000003_update_0")
 
@@ -73,10 +73,10 @@ def test_rounds_that_faults_left_empty_are_complained_of(tmp_path):
   rows = [{"round": i} | empty for i in range(1, 12)]
   # Flat groups are no fault.
   rows.append({"round": 12} | empty | {"flat_groups": 1.0})
-  (line,) = report_learning.complaints(rows, tmp_path)
+  (line,) = learning_section.complaints(rows, tmp_path)
   assert "in rounds 1, 2, 3, 4, 5, 6, 7, 8 and 3 more; " in line
 
 
 def test_a_sound_run_has_nothing_to_complain_of(tmp_path):
   rows = [{"round": 1, "skipped_updates": 0.0, "trained_tokens": 9.0}]
-  assert report_learning.complaints(rows, tmp_path) == []
+  assert learning_section.complaints(rows, tmp_path) == []

@@ -5,8 +5,8 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from launch import learning_curve, run_files
 from launch.cli import workdir
+from launch.report import learning_curve, run_files
 
 _WIDTH, _HEIGHT = 1040, 260
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52, _WIDTH - 12, 12, _HEIGHT - 34

@@ -8,12 +8,13 @@ import sys
 
 import pytest
 
-from launch import check, report
+from launch.report import log_check
+from launch.report import page as report_page
 from rl.schedule import overlap
 from rl.settings import overrides
 from tests.helpers import event_logs
 
-ROOT = pathlib.Path(report.__file__).parents[1]
+ROOT = pathlib.Path(report_page.__file__).parents[1]
 SCHEDULE = overlap.in_flight(4, 1, 1)
 LOG = event_logs.run(SCHEDULE, 60)
 
@@ -34,7 +35,7 @@ def run_dir(tmp_path):
 
 
 def _check(*arguments):
-  command = [sys.executable, "-m", "launch.report", *arguments]
+  command = [sys.executable, "-m", "launch.report.page", *arguments]
   return subprocess.run(
     command, capture_output=True, text=True, timeout=120, check=False, cwd=ROOT
   )
@@ -53,17 +54,17 @@ def test_a_run_that_keeps_its_promises_is_checked_with_exit_code_0(run_dir):
 def test_a_run_that_breaks_one_ends_with_exit_code_1(run_dir, capsys):
   log = event_logs.change(LOG, "trained", where={"group": 9}, masked=3)
   _write(run_dir / "events.jsonl", log)
-  assert report.check_run(run_dir) == 1
+  assert report_page.check_run(run_dir) == 1
   text = capsys.readouterr().out
   assert "broken: group 9: 20 tokens were sampled, but 13 are trained" in text
   assert "error 7" in text
 
 
 def test_what_cannot_be_checked_ends_with_exit_code_2(run_dir, capsys):
-  assert report.check_run(run_dir / "none") == 2
+  assert report_page.check_run(run_dir / "none") == 2
   assert "there is no such log of a run" in capsys.readouterr().err
   (run_dir / "config.json").write_text('{"overlap": {"rounds": 3}}')
-  assert report.check_run(run_dir) == 2
+  assert report_page.check_run(run_dir) == 2
   assert "rounds" in capsys.readouterr().err
 
 
@@ -75,7 +76,7 @@ def test_a_check_and_a_page_are_not_asked_for_at_once(run_dir):
 
 def test_ages_are_those_of_the_phases_of_a_group():
   # Group 0: submitted at 0, first token at 2 s, ready, taken and trained.
-  ages = check.Ages()
+  ages = log_check.Ages()
   for event in LOG:
     ages.feed(event)
   times = [
@@ -90,7 +91,7 @@ def test_a_dropped_attempt_has_no_age_beyond_the_phase_it_reached():
   writer = event_logs.Run(SCHEDULE, 1)
   writer.begin(0)
   writer.drop(0, 0, "stale")
-  ages = check.Ages()
+  ages = log_check.Ages()
   for event in writer.log:
     ages.feed(event)
   # First token at 2 s, dropped with the last event.
@@ -99,7 +100,7 @@ def test_a_dropped_attempt_has_no_age_beyond_the_phase_it_reached():
 
 
 def test_of_a_long_run_every_few_groups_are_kept():
-  ages = check.Ages()
+  ages = log_check.Ages()
   for event in event_logs.run(overlap.sync(2), 500):
     ages.feed(event)
   # Of 1,000 groups every eighth: 125 rows; every fourth would be 250 > 240.
@@ -107,7 +108,7 @@ def test_of_a_long_run_every_few_groups_are_kept():
 
 
 def test_a_run_says_in_one_sentence_how_old_and_where_its_tokens_were(run_dir):
-  assert check.of_run(run_dir).summary == (
+  assert log_check.of_run(run_dir).summary == (
     "staleness: at most 1 of 1 allowed, over 240 groups; 4,800 tokens sampled"
     " = 2,400 trained + 2,400 masked (2,400 no advantage) + 0 dropped"
     " + 0 in flight; error 0"
@@ -117,7 +118,7 @@ def test_a_run_says_in_one_sentence_how_old_and_where_its_tokens_were(run_dir):
 def test_sources_are_told_apart_when_there_are_several(run_dir):
   log = event_logs.change(LOG, "submitted", where={"group": 7}, source="chess")
   _write(run_dir / "events.jsonl", log)
-  lines = check.of_run(run_dir).text.splitlines()
+  lines = log_check.of_run(run_dir).text.splitlines()
   # 1 group of 240 is 0.4%.
   assert "  chess: 0.4% launched, 0.4% trained" in lines
   assert "  chess: 20 tokens sampled = 10 trained + 10 masked" in "\n".join(
@@ -156,10 +157,10 @@ def test_each_source_is_told_with_what_it_was_given_and_what_it_trained(
 ):
   # The surplus is given back: one place was of each source, and both trained.
   _write(run_dir / "events.jsonl", _mixed(replaced=False))
-  found = check.of_run(run_dir)
+  found = log_check.of_run(run_dir)
   assert found.sources == {
-    "chess": check.Source(submitted=1, trained=1),
-    "maze": check.Source(submitted=1, trained=1),
+    "chess": log_check.Source(submitted=1, trained=1),
+    "maze": log_check.Source(submitted=1, trained=1),
   }
   told = (
     "groups of chess: 50.0% of those submitted, 50.0% of those trained; 0 "
@@ -171,10 +172,10 @@ def test_each_source_is_told_with_what_it_was_given_and_what_it_trained(
 
 def test_a_source_that_starved_is_named_with_its_places_and_attempts(run_dir):
   _write(run_dir / "events.jsonl", _mixed(replaced=True))
-  found = check.of_run(run_dir)
+  found = log_check.of_run(run_dir)
   assert found.sources == {
-    "chess": check.Source(submitted=1, starved=1, attempts=4),
-    "maze": check.Source(submitted=1, trained=2),
+    "chess": log_check.Source(submitted=1, starved=1, attempts=4),
+    "maze": log_check.Source(submitted=1, trained=2),
   }
   told = (
     "groups of chess: 50.0% of those submitted, 0.0% of those trained; 1 "
@@ -187,19 +188,19 @@ def test_a_source_that_starved_is_named_with_its_places_and_attempts(run_dir):
 
 
 def test_a_restored_group_without_its_history_is_of_no_known_source():
-  mix = check.Mix()
+  mix = log_check.Mix()
   mix.feed({"kind": "restored", "group": 3, "attempt": 0})
   mix.feed({"kind": "trained", "group": 3, "attempt": 0})
-  assert mix.sources == {"unknown": check.Source(submitted=1, trained=1)}
+  assert mix.sources == {"unknown": log_check.Source(submitted=1, trained=1)}
 
 
 def test_a_run_without_a_group_size_has_that_of_the_defaults(run_dir):
   data = {"overlap": overrides.to_json(SCHEDULE)}
-  assert check.schedule_of(data) == (SCHEDULE, 8)
+  assert log_check.schedule_of(data) == (SCHEDULE, 8)
 
 
 def test_a_log_without_a_schedule_is_read_but_not_checked(run_dir):
-  found = check.read(run_dir / "events.jsonl")
+  found = log_check.read(run_dir / "events.jsonl")
   assert (found.checks, found.violations, found.bound) == ([], [], None)
   assert found.lags == {0: 4, 1: 236}
   assert "an unknown bound" in found.summary
@@ -208,7 +209,7 @@ def test_a_log_without_a_schedule_is_read_but_not_checked(run_dir):
 def test_a_line_that_a_crash_cut_is_left_out_and_said(run_dir):
   log = run_dir / "events.jsonl"
   log.write_text(log.read_text()[:-5])
-  found = check.of_run(run_dir)
+  found = log_check.of_run(run_dir)
   assert (found.num_cut, found.violations) == (1, [])
   assert "lines cut by a crash and left out: 1" in found.text
 
@@ -217,7 +218,7 @@ def test_a_line_that_no_crash_has_cut_is_a_violation(run_dir):
   log = run_dir / "events.jsonl"
   lines = log.read_text().splitlines(keepends=True)
   log.write_text("".join([*lines[:50], '{"t": 3, "ki\n', *lines[50:]]))
-  found = check.of_run(run_dir)
+  found = log_check.of_run(run_dir)
   words = "1 lines in the middle of the log are no events"
   assert (found.num_cut, found.violations) == (1, [words])
 
@@ -225,16 +226,16 @@ def test_a_line_that_no_crash_has_cut_is_a_violation(run_dir):
 @pytest.mark.parametrize("kept", [0, 0.5])
 def test_a_log_that_ends_before_the_metrics_do_is_a_violation(run_dir, kept):
   (run_dir / "metrics.jsonl").write_text("{}\n" * 60)
-  assert check.of_run(run_dir).violations == []
+  assert log_check.of_run(run_dir).violations == []
   log = run_dir / "events.jsonl"
   lines = log.read_text().splitlines(keepends=True)
   log.write_text("".join(lines[: int(kept * len(lines))]))
-  (said,) = check.of_run(run_dir).violations
+  (said,) = log_check.of_run(run_dir).violations
   assert "but metrics.jsonl has 60: lines are missing at its end" in said
 
 
 def test_a_page_takes_a_verdict_that_is_known(run_dir):
-  known = check.of_run(run_dir)
+  known = log_check.of_run(run_dir)
   (run_dir / "events.jsonl").unlink()
-  assert report.read(run_dir, known).verdict is known
-  assert report.write(run_dir, known).exists()
+  assert report_page.read(run_dir, known).verdict is known
+  assert report_page.write(run_dir, known).exists()

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from envs import rewards
-from launch import glossary
+from launch.report import metric_docs
 from launch.run import local
 from models import config as model_config
 from rl import experiment
@@ -38,7 +38,7 @@ def page(tmp_path):
 
 
 def test_rows_of_its_tables_and_of_no_others_are_read(page):
-  found = glossary.entries(page)
+  found = metric_docs.entries(page)
   assert [x.name for x in found] == [
     "loss",
     "lag_share/<k>",
@@ -49,7 +49,7 @@ def test_rows_of_its_tables_and_of_no_others_are_read(page):
 
 def test_families_match_numbers_or_names(page):
   names = ["lag_share/12", "lag_share/x", "source/game/groups", "source/a/b"]
-  found = glossary.explain([*names, "loss", "no_metric"], page)
+  found = metric_docs.explain([*names, "loss", "no_metric"], page)
   assert list(found) == ["lag_share/12", "source/game/groups", "loss"]
   assert found["lag_share/12"] == (
     "How old tokens are. Formula: late / all. Unit: share. Worse: ↑."
@@ -58,7 +58,7 @@ def test_families_match_numbers_or_names(page):
 
 
 def test_without_the_page_nothing_is_explained(tmp_path):
-  assert glossary.explain(["loss"], tmp_path / "metrics.md") == {}
+  assert metric_docs.explain(["loss"], tmp_path / "metrics.md") == {}
 
 
 # As much as one run can have: a critic, a KL, a correction, experts, late
@@ -109,13 +109,13 @@ def written(tmp_path_factory):
 
 
 def test_every_name_that_a_run_writes_is_explained_once(written):
-  told = glossary.entries()
+  told = metric_docs.entries()
   counts = {name: [x.name for x in told if x.matches(name)] for name in written}
   assert {n: found for n, found in counts.items() if len(found) != 1} == {}
 
 
 def test_nothing_is_explained_that_no_run_writes(written):
-  told = glossary.entries()
+  told = metric_docs.entries()
   assert len(told) > 80
   unknown = [
     x.name for x in told if not any(x.matches(name) for name in written)
@@ -124,7 +124,7 @@ def test_nothing_is_explained_that_no_run_writes(written):
 
 
 def test_every_row_says_all_there_is_to_say():
-  for entry in glossary.entries():
+  for entry in metric_docs.entries():
     assert entry.meaning
     assert entry.formula
     assert entry.worse in ("↑", "↓", "↕", "–")

@@ -1,0 +1,1 @@
+"""Reports and log checks of finished runs."""
