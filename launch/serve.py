@@ -24,8 +24,9 @@ from typing import Any, TextIO
 from absl import app
 from absl import flags as absl_flags
 
-from launch import listening, openai_api, served_model
 from launch.cli import flags
+from launch.openai import app as openai_app
+from launch.openai import http_server, served_model
 from models.chat import hf_chat
 from rl.agents import sessions
 from rl.data import trajectory
@@ -68,7 +69,7 @@ def main(argv: list[str]) -> None:
     raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
   with contextlib.ExitStack() as closing:
     with flags.exit_on_setting_error():
-      how = openai_api.Serving(
+      how = openai_app.Serving(
         temperature=1.0 if _TEMPERATURE.value is None else _TEMPERATURE.value,
         one_temperature=_ONE_TEMPERATURE.value,
         answer_s=_ANSWER_S.value,
@@ -100,7 +101,7 @@ def _served() -> contextlib.AbstractAsyncContextManager[served_model.Served]:
 
 def _bind() -> socket.socket:
   try:
-    return listening.bind(_HOST.value, _PORT.value)
+    return http_server.bind(_HOST.value, _PORT.value)
   except OSError as error:
     raise overrides.SettingError(
       f"--host={_HOST.value} --port={_PORT.value} is not to be had: "
@@ -125,7 +126,7 @@ class _Server:
   """Serves on a bound port; `serve` is called once."""
 
   def __init__(
-    self, how: openai_api.Serving, port: socket.socket, record: TextIO
+    self, how: openai_app.Serving, port: socket.socket, record: TextIO
   ):
     self._how = how
     self._port = port
@@ -169,9 +170,9 @@ class _Server:
     opened = sessions.Sessions(
       served.chat, max_sessions=_MAX_SESSIONS.value, keep=self._keep
     )
-    application = openai_api.app(served.engine, opened, how)
+    application = openai_app.app(served.engine, opened, how)
     try:
-      async with listening.listening(application, self._port) as address:
+      async with http_server.listening(application, self._port) as address:
         version = served.engine.stats().version
         self._ready = True
         print(

@@ -17,8 +17,8 @@ import jax
 import openai
 import pytest
 
-from launch import served_model
 from launch.cli import flags, workdir
+from launch.openai import served_model
 from models import config as model_config
 from models import transformer
 from models.hf import export

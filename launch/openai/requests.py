@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from launch import fields
+from launch.openai import json_fields
 from models.chat import tool_calls
 from rl.agents import messages as messages_lib
 from rl.agents import session_tree
@@ -108,31 +108,33 @@ def chat_query(body: Mapping[str, Any]) -> ChatQuery:
     Refused: a field is wrong, unknown, or asks for what is not to be had.
   """
   _refuse_others(body, {*_SAMPLING, *_CHAT})
-  said = fields.get(body, "messages", list)
+  said = json_fields.get(body, "messages", list)
   if not said:
-    raise fields.Refused("messages is empty; send one at least", "messages")
+    raise json_fields.Refused(
+      "messages is empty; send one at least", "messages"
+    )
   messages = tuple(_message(m, f"messages[{i}]") for i, m in enumerate(said))
-  listed = fields.get(body, "tools", list, [])
+  listed = json_fields.get(body, "tools", list, [])
   tools = tuple(_tool(tool, f"tools[{i}]") for i, tool in enumerate(listed))
   choice = body.get("tool_choice")
   if choice not in (None, "auto", "none"):
-    raise fields.Refused(
-      f"tool_choice={fields.shown(choice)}: sampling cannot be forced to call "
+    raise json_fields.Refused(
+      f"tool_choice={json_fields.shown(choice)}: sampling cannot be forced to call "
       "a tool; use 'auto' or 'none'",
       "tool_choice",
       "unsupported_value",
     )
-  parallel = fields.get(body, "parallel_tool_calls", bool, True)
-  logprobs = fields.get(body, "logprobs", bool, False)
-  most = fields.get(body, "top_logprobs", int, 0)
+  parallel = json_fields.get(body, "parallel_tool_calls", bool, True)
+  logprobs = json_fields.get(body, "logprobs", bool, False)
+  most = json_fields.get(body, "top_logprobs", int, 0)
   if most:
-    raise fields.Refused(
+    raise json_fields.Refused(
       f"top_logprobs={most}: only those of sampled tokens are known; use 0",
       "top_logprobs",
       "unsupported_value",
     )
   limits = [
-    fields.get(body, name, int, None)
+    json_fields.get(body, name, int, None)
     for name in ("max_completion_tokens", "max_tokens")
   ]
   known = [limit for limit in limits if limit is not None]
@@ -152,14 +154,14 @@ def text_query(body: Mapping[str, Any]) -> TextQuery:
     Refused: as `chat_query`.
   """
   _refuse_others(body, {*_SAMPLING, "prompt"})
-  most = fields.get(body, "logprobs", int, None)
+  most = json_fields.get(body, "logprobs", int, None)
   if most:
-    raise fields.Refused(
+    raise json_fields.Refused(
       f"logprobs={most}: only those of sampled tokens are known; use 0",
       "logprobs",
       "unsupported_value",
     )
-  limit = fields.get(body, "max_tokens", int, None)
+  limit = json_fields.get(body, "max_tokens", int, None)
   return TextQuery(
     prompt=_prompt(body.get("prompt")),
     sampling=_sampling(body, limit, most is not None),
@@ -176,42 +178,45 @@ def ending(body: Mapping[str, Any]) -> session_tree.Ending:
   for name in body:
     if name not in known:
       raise _unknown(name, known)
-  parts = fields.get(body, "parts", dict, {})
-  status = fields.get(body, "status", str, "completed")
+  parts = json_fields.get(body, "parts", dict, {})
+  status = json_fields.get(body, "status", str, "completed")
   statuses = [status.value for status in trajectory.Status]
   if status not in statuses:
-    raise fields.Refused(
-      f"status={fields.shown(status)}: use {', '.join(statuses)}", "status"
+    raise json_fields.Refused(
+      f"status={json_fields.shown(status)}: use {', '.join(statuses)}", "status"
     )
   try:
     return session_tree.Ending(
       status=trajectory.Status(status),
-      reward=fields.get(body, "reward", float, None),
+      reward=json_fields.get(body, "reward", float, None),
       parts={
-        name: fields.get(parts, name, float, where="parts.") for name in parts
+        name: json_fields.get(parts, name, float, where="parts.")
+        for name in parts
       },
-      fault=fields.get(body, "fault", str, ""),
-      task_id=fields.get(body, "task_id", str, ""),
-      group_id=fields.get(body, "group_id", int, 0),
-      index=fields.get(body, "index", int, 0),
+      fault=json_fields.get(body, "fault", str, ""),
+      task_id=json_fields.get(body, "task_id", str, ""),
+      group_id=json_fields.get(body, "group_id", int, 0),
+      index=json_fields.get(body, "index", int, 0),
     )
   except ValueError as error:
-    raise fields.Refused(str(error)) from error
+    raise json_fields.Refused(str(error)) from error
 
 
 def _prompt(prompt: Any) -> str | tuple[int, ...]:
   if isinstance(prompt, list) and len(prompt) == 1:
     # A list of one prompt is that prompt, unless it is one id.
-    prompt = prompt if fields.fits(prompt[0], int) else prompt[0]
+    prompt = prompt if json_fields.fits(prompt[0], int) else prompt[0]
   if isinstance(prompt, str):
     return prompt
   listed = isinstance(prompt, list) and len(prompt) > 0
-  if listed and all(fields.fits(x, int) for x in prompt):
+  if listed and all(json_fields.fits(x, int) for x in prompt):
     if not all(0 <= x < 2**31 for x in prompt):
-      raise fields.Refused("prompt holds an id outside [0, 2**31)", "prompt")
+      raise json_fields.Refused(
+        "prompt holds an id outside [0, 2**31)", "prompt"
+      )
     return tuple(prompt)
-  raise fields.Refused(
-    f"prompt={fields.shown(prompt)}: send one text, or the ids of one",
+  raise json_fields.Refused(
+    f"prompt={json_fields.shown(prompt)}: send one text, or the ids of one",
     "prompt",
   )
 
@@ -220,43 +225,47 @@ def _sampling(
   body: Mapping[str, Any], max_tokens: int | None, logprobs: bool
 ) -> Sampling:
   if not isinstance(body.get("model"), str):
-    raise fields.Refused("model is missing; send a name, any will do", "model")
-  stops = fields.get(body, "stop", (str, list), [])
+    raise json_fields.Refused(
+      "model is missing; send a name, any will do", "model"
+    )
+  stops = json_fields.get(body, "stop", (str, list), [])
   stops = [stops] if isinstance(stops, str) else stops
   texts = all(isinstance(stop, str) and stop for stop in stops)
   if not texts or len(stops) > MAX_STOPS:
-    raise fields.Refused(
-      f"stop={fields.shown(stops)}: send up to {MAX_STOPS} texts, none of "
+    raise json_fields.Refused(
+      f"stop={json_fields.shown(stops)}: send up to {MAX_STOPS} texts, none of "
       "them empty",
       "stop",
     )
-  choices = fields.get(body, "n", int, 1)
+  choices = json_fields.get(body, "n", int, 1)
   if not 1 <= choices <= MAX_CHOICES:
-    raise fields.Refused(f"n={choices} is not in [1, {MAX_CHOICES}]", "n")
-  stream = fields.get(body, "stream", bool, False)
-  options = fields.get(body, "stream_options", dict, {})
+    raise json_fields.Refused(f"n={choices} is not in [1, {MAX_CHOICES}]", "n")
+  stream = json_fields.get(body, "stream", bool, False)
+  options = json_fields.get(body, "stream_options", dict, {})
   if options and not stream:
-    raise fields.Refused("stream_options needs stream=true", "stream_options")
+    raise json_fields.Refused(
+      "stream_options needs stream=true", "stream_options"
+    )
   for name, value in options.items():
     if name != "include_usage" and value:
-      raise fields.Refused(
-        f"stream_options.{name}={fields.shown(value)} is not to be had",
+      raise json_fields.Refused(
+        f"stream_options.{name}={json_fields.shown(value)} is not to be had",
         f"stream_options.{name}",
         "unsupported_parameter",
       )
   return Sampling(
-    temperature=fields.get(body, "temperature", float, None),
-    top_p=fields.get(body, "top_p", float, 1.0),
-    top_k=fields.get(body, "top_k", int, 0),
-    min_p=fields.get(body, "min_p", float, 0.0),
+    temperature=json_fields.get(body, "temperature", float, None),
+    top_p=json_fields.get(body, "top_p", float, 1.0),
+    top_k=json_fields.get(body, "top_k", int, 0),
+    min_p=json_fields.get(body, "min_p", float, 0.0),
     max_tokens=max_tokens,
     stop=tuple(stops),
-    seed=fields.get(body, "seed", int, None),
+    seed=json_fields.get(body, "seed", int, None),
     choices=choices,
     bias=_bias(body),
     logprobs=logprobs,
     stream=stream,
-    include_usage=fields.get(
+    include_usage=json_fields.get(
       options, "include_usage", bool, False, "stream_options."
     ),
   )
@@ -264,11 +273,15 @@ def _sampling(
 
 def _bias(body: Mapping[str, Any]) -> dict[int, float]:
   bias = {}
-  for key, value in fields.get(body, "logit_bias", dict, {}).items():
+  for key, value in json_fields.get(body, "logit_bias", dict, {}).items():
     index = int(key) if _INDEX.fullmatch(key) else -1
-    if index < 0 or not fields.fits(value, float) or not -100 <= value <= 100:
-      raise fields.Refused(
-        f"logit_bias={{{key!r}: {fields.shown(value)}}}: map ids to numbers in "
+    if (
+      index < 0
+      or not json_fields.fits(value, float)
+      or not -100 <= value <= 100
+    ):
+      raise json_fields.Refused(
+        f"logit_bias={{{key!r}: {json_fields.shown(value)}}}: map ids to numbers in "
         "[-100, 100]",
         "logit_bias",
       )
@@ -278,13 +291,13 @@ def _bias(body: Mapping[str, Any]) -> dict[int, float]:
 
 def _message(data: Any, where: str) -> messages_lib.Message:
   if not isinstance(data, dict):
-    raise fields.Refused(
-      f"{where} is a JSON {fields.kind_of(data)}; send an object", where
+    raise json_fields.Refused(
+      f"{where} is a JSON {json_fields.kind_of(data)}; send an object", where
     )
   role = data.get("role")
   if not isinstance(role, str) or role not in _ROLES:
-    raise fields.Refused(
-      f"{where}.role={fields.shown(role)}: use {', '.join(_ROLES)}",
+    raise json_fields.Refused(
+      f"{where}.role={json_fields.shown(role)}: use {', '.join(_ROLES)}",
       f"{where}.role",
     )
   known = {"role", "content", "name", "tool_calls", "tool_call_id"}
@@ -292,27 +305,31 @@ def _message(data: Any, where: str) -> messages_lib.Message:
     known |= {"reasoning_content"}
   for name, value in data.items():
     if name not in known and value not in (None, []):
-      raise fields.Refused(
-        f"{where}.{name}={fields.shown(value)} cannot be shown to the model",
+      raise json_fields.Refused(
+        f"{where}.{name}={json_fields.shown(value)} cannot be shown to the model",
         f"{where}.{name}",
         "unsupported_parameter",
       )
-  calls = fields.get(data, "tool_calls", list, [], f"{where}.")
+  calls = json_fields.get(data, "tool_calls", list, [], f"{where}.")
   if calls and role != "assistant":
-    raise fields.Refused(f"{where}.tool_calls in a message of {role}", where)
+    raise json_fields.Refused(
+      f"{where}.tool_calls in a message of {role}", where
+    )
   empty = "" if role == "assistant" else None
-  text = fields.get(data, "content", (str, list), empty, f"{where}.")
+  text = json_fields.get(data, "content", (str, list), empty, f"{where}.")
   if text is None:
-    raise fields.Refused(f"{where}.content is missing", f"{where}.content")
+    raise json_fields.Refused(f"{where}.content is missing", f"{where}.content")
   if isinstance(text, list):
     text = "".join(_part(part, f"{where}.content") for part in text)
   return messages_lib.Message(
     role=_ROLES[role],  # pyright: ignore[reportArgumentType]
     content=text,
     tool_calls=tuple(_call(call, f"{where}.tool_calls") for call in calls),
-    tool_call_id=fields.get(data, "tool_call_id", str, None, f"{where}."),
-    name=fields.get(data, "name", str, None, f"{where}."),
-    reasoning=fields.get(data, "reasoning_content", str, None, f"{where}."),
+    tool_call_id=json_fields.get(data, "tool_call_id", str, None, f"{where}."),
+    name=json_fields.get(data, "name", str, None, f"{where}."),
+    reasoning=json_fields.get(
+      data, "reasoning_content", str, None, f"{where}."
+    ),
   )
 
 
@@ -321,8 +338,8 @@ def _part(part: Any, where: str) -> str:
   if fits and isinstance(part.get("text"), str):
     return part["text"]
   kind = part.get("type") if isinstance(part, dict) else part
-  raise fields.Refused(
-    f"{where} holds {fields.shown(kind)}: only parts of text can be read",
+  raise json_fields.Refused(
+    f"{where} holds {json_fields.shown(kind)}: only parts of text can be read",
     where,
   )
 
@@ -330,24 +347,24 @@ def _part(part: Any, where: str) -> str:
 def _call(data: Any, where: str) -> tool_calls.ToolCall:
   function = data.get("function") if isinstance(data, dict) else None
   if not isinstance(function, dict) or data.get("type") != "function":
-    raise fields.Refused(f"{where}: send calls of functions", where)
+    raise json_fields.Refused(f"{where}: send calls of functions", where)
   return tool_calls.ToolCall(
-    name=fields.get(function, "name", str, where=f"{where}.function."),
-    arguments=fields.get(
+    name=json_fields.get(function, "name", str, where=f"{where}.function."),
+    arguments=json_fields.get(
       function, "arguments", str, where=f"{where}.function."
     ),
-    id=fields.get(data, "id", str, None, f"{where}."),
+    id=json_fields.get(data, "id", str, None, f"{where}."),
   )
 
 
 def _tool(data: Any, where: str) -> Mapping[str, Any]:
   function = data.get("function") if isinstance(data, dict) else None
   if not isinstance(function, dict) or data.get("type") != "function":
-    raise fields.Refused(f"{where}: only functions can be called", where)
-  fields.get(function, "name", str, where=f"{where}.function.")
-  fields.get(function, "parameters", dict, {}, f"{where}.function.")
+    raise json_fields.Refused(f"{where}: only functions can be called", where)
+  json_fields.get(function, "name", str, where=f"{where}.function.")
+  json_fields.get(function, "parameters", dict, {}, f"{where}.function.")
   if function.get("strict"):
-    raise fields.Refused(
+    raise json_fields.Refused(
       f"{where}.function.strict: sampling cannot be held to a schema; leave "
       "it out",
       f"{where}.function.strict",
@@ -365,16 +382,16 @@ def _refuse_others(body: Mapping[str, Any], known: set[str]) -> None:
       same = [value == x for x in _HARMLESS[name] if flag is (x is False)]
       if any(same):
         continue
-      raise fields.Refused(
-        f"{name}={fields.shown(value)} is not supported; leave it out",
+      raise json_fields.Refused(
+        f"{name}={json_fields.shown(value)} is not supported; leave it out",
         name,
         "unsupported_parameter",
       )
     raise _unknown(name, known)
 
 
-def _unknown(name: str, known: Iterable[str]) -> fields.Refused:
+def _unknown(name: str, known: Iterable[str]) -> json_fields.Refused:
   hint = checks.nearest(name, list(known))
-  return fields.Refused(
+  return json_fields.Refused(
     f"{name} is no option of this server{hint}", name, "unknown_parameter"
   )

@@ -2,7 +2,8 @@
 
 import pytest
 
-from launch import fields, openai_requests
+from launch.openai import json_fields
+from launch.openai import requests as openai_requests
 from models.chat import tool_calls
 from rl.agents import messages
 from rl.data import trajectory
@@ -157,7 +158,7 @@ def test_options_that_change_nothing_are_taken(harmless):
   ],
 )
 def test_what_is_wrong_or_not_to_be_had_is_refused_by_name(body, param, words):
-  with pytest.raises(fields.Refused) as error:
+  with pytest.raises(json_fields.Refused) as error:
     chat(**body)
   assert error.value.param == param
   assert words in str(error.value)
@@ -195,7 +196,7 @@ def test_a_prompt_is_one_text_or_the_ids_of_one(prompt, read):
   ],
 )
 def test_a_completion_refuses_what_it_cannot_do(body, param):
-  with pytest.raises(fields.Refused) as error:
+  with pytest.raises(json_fields.Refused) as error:
     text(**body)
   assert error.value.param == param
 
@@ -208,14 +209,14 @@ def test_an_ending_is_that_of_a_trajectory():
   assert (ending.task_id, ending.group_id, ending.index) == ("t", 0, 2)
   assert openai_requests.ending({}).status is trajectory.Status.COMPLETED
   for body in ({"reward": 10**40}, {"parts": {"x": "y"}}, {"index": "1"}):
-    with pytest.raises(fields.Refused):
+    with pytest.raises(json_fields.Refused):
       openai_requests.ending(body)
 
 
 def test_values_are_shown_in_short():
-  assert fields.shown("x" * 200) == f'"{"x" * 76}...'
+  assert json_fields.shown("x" * 200) == f'"{"x" * 76}...'
   deep = value = []
   for _ in range(100_000):
     value.append([])
     value = value[0]
-  assert fields.shown(deep) == "a array of too many levels"
+  assert json_fields.shown(deep) == "a array of too many levels"

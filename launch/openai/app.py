@@ -21,13 +21,10 @@ from typing import Any
 import numpy as np
 from starlette import applications, exceptions, requests, responses, routing
 
-from launch import (
-  fields,
-  openai_answers,
-  openai_replies,
-  openai_requests,
-  until_gone,
-)
+from launch.openai import answers as openai_answers
+from launch.openai import disconnect, json_fields
+from launch.openai import replies as openai_replies
+from launch.openai import requests as openai_requests
 from rl.agents import answer_stream, session_tree
 from rl.agents import sessions as sessions_lib
 from rl.data import trajectory
@@ -107,9 +104,9 @@ def app(
       kind: _on_error
       for kind in (
         *_STATUS,
-        fields.Refused,
+        json_fields.Refused,
         exceptions.HTTPException,
-        until_gone.ClientGone,
+        disconnect.ClientGone,
         Exception,
       )
     },
@@ -128,9 +125,9 @@ _STATUS: dict[type[Exception], tuple[int, str]] = {
 async def _on_error(
   request: requests.Request, error: Exception
 ) -> responses.Response:
-  if isinstance(error, until_gone.ClientGone):
+  if isinstance(error, disconnect.ClientGone):
     return responses.Response(status_code=499)  # Nobody reads it.
-  if isinstance(error, fields.Refused):
+  if isinstance(error, json_fields.Refused):
     body = openai_replies.error(str(error), param=error.param, code=error.code)
     return responses.JSONResponse(body, error.status)
   if isinstance(error, exceptions.HTTPException):
@@ -285,17 +282,17 @@ class _Api:
       running.enter_context(session.asking())
       if not sampling.stream:
         work = asked.whole()
-        reply = await until_gone.unless_gone(request.receive, work)
+        reply = await disconnect.unless_gone(request.receive, work)
         return responses.JSONResponse(reply, headers=headers)
       events = asked.events()
-      await until_gone.unless_gone(request.receive, _first(events))
-      return until_gone.Events(events, running.pop_all().close, headers)
+      await disconnect.unless_gone(request.receive, _first(events))
+      return disconnect.Events(events, running.pop_all().close, headers)
 
   def _open(self, request: requests.Request) -> session_tree.Session:
     named = request.path_params.get("session")
     header = request.headers.get("x-session-id")
     if named and header and named != header:
-      raise fields.Refused(
+      raise json_fields.Refused(
         f"the path names session {named}, and x-session-id {header}; send one"
       )
     with _refused():
@@ -308,14 +305,14 @@ class _Api:
         async for chunk in request.stream():
           body += chunk
           if len(body) > most:
-            raise fields.Refused(f"the body is over {most} bytes")
+            raise json_fields.Refused(f"the body is over {most} bytes")
     except TimeoutError:
-      raise fields.Refused(
+      raise json_fields.Refused(
         f"the body took over {self._serving.body_s:g} s", status=408
       ) from None
     except requests.ClientDisconnect:
-      raise until_gone.ClientGone from None
-    return fields.loads(bytes(body))
+      raise disconnect.ClientGone from None
+    return json_fields.loads(bytes(body))
 
 
 async def _first(events: AsyncGenerator[bytes]) -> bytes:
@@ -328,4 +325,4 @@ def _refused(param: str | None = None) -> Iterator[None]:
   try:
     yield
   except ValueError as error:
-    raise fields.Refused(str(error), param) from error
+    raise json_fields.Refused(str(error), param) from error

@@ -7,12 +7,12 @@ from typing import Any
 import openai
 import pytest
 
-from launch import openai_api
+from launch.openai import app as openai_app
 from rl.agents import sessions
 from rl.engine import contract
 from rl.testing import scripted_engine
-from tests.launch import openai_server
-from tests.launch.openai_server import WORDS
+from tests.helpers import openai_server
+from tests.helpers.openai_server import WORDS
 
 GO, ON, YES, NO = 3, 4, 5, 6
 END, AGENT = 1, 2
@@ -216,7 +216,7 @@ def test_an_engine_that_cannot_stop_where_answers_end_is_refused():
   unable = contract.Capabilities(**{**few, "max_stop_ids": 0})
   one = scripted_engine.ScriptedEngine(lambda request: [], capabilities=unable)
   with pytest.raises(ValueError, match="end with 1 ids; the engine takes 0"):
-    openai_api.app(one, sessions.Sessions(WORDS))
+    openai_app.app(one, sessions.Sessions(WORDS))
 
 
 @pytest.mark.parametrize(
@@ -224,4 +224,4 @@ def test_an_engine_that_cannot_stop_where_answers_end_is_refused():
 )
 def test_settings_that_cannot_work_are_refused(how):
   with pytest.raises(ValueError, match=next(iter(how))):
-    openai_api.Serving(**how)
+    openai_app.Serving(**how)

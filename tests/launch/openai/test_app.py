@@ -8,8 +8,8 @@ import openai
 import pytest
 
 from rl.data import trajectory
-from tests.launch import openai_server
-from tests.launch.openai_server import HF, WORDS
+from tests.helpers import openai_server
+from tests.helpers.openai_server import HF, WORDS
 
 GO, ON, YES, NO = 3, 4, 5, 6
 END, AGENT = 1, 2

@@ -11,7 +11,8 @@ from typing import Any
 
 import openai
 
-from launch import listening, openai_api
+from launch.openai import app as openai_app
+from launch.openai import http_server
 from models.chat import hf_chat, word_chat
 from rl.agents import sessions
 from rl.testing import scripted_engine
@@ -35,8 +36,8 @@ class Server:
     self.sessions = sessions.Sessions(
       chat, keep=self.kept.extend, max_sessions=64
     )
-    serving = openai_api.Serving(**{"model": "tiny", **how})
-    self.app = openai_api.app(self.engine, self.sessions, serving)
+    serving = openai_app.Serving(**{"model": "tiny", **how})
+    self.app = openai_app.app(self.engine, self.sessions, serving)
     self.address = ""
 
   def _say(self, request):
@@ -94,8 +95,8 @@ def serve(chat, **settings):
   loop = asyncio.new_event_loop()
 
   async def run():
-    async with listening.listening(
-      server.app, listening.bind(), grace_s=1
+    async with http_server.listening(
+      server.app, http_server.bind(), grace_s=1
     ) as address:
       server.address = address
       ready.set()

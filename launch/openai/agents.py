@@ -18,7 +18,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 from envs import base, threads
-from launch import listening, openai_api
+from launch.openai import app as openai_app
+from launch.openai import http_server
 from rl.agents import answer_stream, served_agent, sessions
 from rl.data import trajectory
 from rl.rollout import episode as episode_lib
@@ -70,7 +71,7 @@ class Agents:
 async def serving(
   engine: answer_stream.Streamer,
   chat: episode_lib.Chat,
-  how: openai_api.Serving | None = None,
+  how: openai_app.Serving | None = None,
   *,
   host: str = "127.0.0.1",
   port: int = 0,
@@ -84,9 +85,11 @@ async def serving(
     port: 0 takes one that is free.
   """
   opened = sessions.Sessions(chat, max_sessions=max_sessions)
-  app = openai_api.app(engine, opened, how)
+  app = openai_app.app(engine, opened, how)
   pool = threads.Pool(max_size=_MAX_THREADS)
-  async with listening.listening(app, listening.bind(host, port)) as address:
+  async with http_server.listening(
+    app, http_server.bind(host, port)
+  ) as address:
     yield Agents(sessions=opened, address=address, pool=pool, dog=dog)
 
 

@@ -15,7 +15,8 @@ import openai
 import pytest
 
 from envs import base
-from launch import agents, openai_api
+from launch.openai import agents
+from launch.openai import app as openai_app
 from models.chat import word_chat
 from rl.data import batch, trajectory
 from rl.pools import placement
@@ -83,7 +84,7 @@ def test_an_unchanged_agent_leaves_what_the_engine_sampled_and_can_be_trained(
       return done
 
   async def scenario():
-    how = openai_api.Serving(temperature=TEMPERATURE)
+    how = openai_app.Serving(temperature=TEMPERATURE)
     watched: Any = Watched()
     async with agents.serving(watched, CHAT, how) as players:
       return await asyncio.gather(

@@ -15,7 +15,9 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float32
 
-from launch import fields, openai_replies, openai_requests
+from launch.openai import json_fields
+from launch.openai import replies as openai_replies
+from launch.openai import requests as openai_requests
 from rl.agents import answer_stream, session_tree
 from rl.agents import messages as messages_lib
 from rl.agents import sessions as sessions_lib
@@ -87,7 +89,7 @@ class Asked:
           async for event in self._said(first, sampled):
             yield event
       except (
-        fields.Refused,
+        json_fields.Refused,
         contract.EngineClosed,
         sessions_lib.FinishedSession,
         TimeoutError,
@@ -144,10 +146,10 @@ class Asked:
   def _blamed(self):
     try:
       yield
-    except fields.Refused:
+    except json_fields.Refused:
       raise
     except ValueError as error:
-      raise fields.Refused(str(error)) from error
+      raise json_fields.Refused(str(error)) from error
     except TimeoutError:
       raise TimeoutError(f"the answer took over {self.answer_s:g} s") from None
     except contract.EngineClosed:
@@ -173,16 +175,18 @@ def requests(
   room = able.max_length - len(opening.tokens)
   wanted = sampling.max_tokens
   if room < (1 if wanted is None else wanted):
-    raise fields.Refused(
+    raise json_fields.Refused(
       f"a conversation of {len(opening.tokens)} tokens leaves room for "
       f"{max(room, 0)} in {able.max_length}, and max_tokens={wanted}",
       "messages",
       "context_length_exceeded",
     )
   if sampling.seed is not None and not able.seeds:
-    raise fields.Refused("this engine knows no seeds; leave seed out", "seed")
+    raise json_fields.Refused(
+      "this engine knows no seeds; leave seed out", "seed"
+    )
   if not -(2**31) <= (sampling.seed or 0) < 2**31:
-    raise fields.Refused(f"seed={sampling.seed} is not of 32 bits", "seed")
+    raise json_fields.Refused(f"seed={sampling.seed} is not of 32 bits", "seed")
   bias = _bias(sampling, able)
   return [
     contract.DecodeRequest(
@@ -223,7 +227,7 @@ def _bias(
     return None
   largest = max(sampling.bias)
   if largest >= able.vocab_size:
-    raise fields.Refused(
+    raise json_fields.Refused(
       f"logit_bias of id {largest}: there are {able.vocab_size} ids",
       "logit_bias",
     )
