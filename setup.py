@@ -35,8 +35,12 @@ setuptools.setup(
   author="The Twinmesh Authors",
   python_requires=">=3.11,<3.14",
   package_dir={"": "."},
-  packages=["configs", "envs", "launch", "models", "rl"],
-  package_data={"launch": ["*.html", "*.js"]},
+  packages=[
+    package
+    for room in ("configs", "envs", "launch", "models", "rl")
+    for package in setuptools.find_packages(include=[room, f"{room}.*"])
+  ],
+  package_data={"launch.report": ["*.html", "*.js"]},
   install_requires=[
     "jax>=0.8.3,<0.13",
     "optax>=0.2.6",

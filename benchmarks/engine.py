@@ -6,7 +6,8 @@ Both sides sample from the model of configs/guess_number_moe.py at
 `--episodes` concurrent rows on one device. The bare loop is
 `decode_step.advance` alone, called over and over on full plans: no requests, no
 environments, no event loop. The engine plays whole games of the real
-environment through `group_rollout.Player`. Rates are sampled tokens a second over
+environment through `group_rollout.Player`. Rates are sampled tokens a second
+over
 the wall time; the two take turns and the medians are compared. Also prints how
 much of a turn is host work: the wall time in which the mesh is idle, over the
 turns played. Writes benchmarks/results/engine.json.

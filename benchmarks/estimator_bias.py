@@ -16,7 +16,8 @@ On the task of `rl/testing/tabular.py`, whose policy gradient is known. Bias is
   Estimators have groups of 8 and updates of 4 groups; their numbers are of 1e5
   episodes, with `Rloo` as a control variate, and have a standard error.
 
-Docstrings of `rl` state what is measured here; tests/rl/algorithms/test_exact_oracle.py
+Docstrings of `rl` state what is measured here;
+tests/rl/algorithms/test_exact_oracle.py
 reads them. Writes benchmarks/results/estimator_bias.json.
 """
 

@@ -47,7 +47,7 @@ class Run:
   """
 
   experiment: experiment_lib.Experiment
-  events: Sequence[events.Event]
+  events: Sequence[event_log.Event]
   spans: Sequence[trace.Span]
   metrics: Sequence[Mapping[str, float]]
   trained: Trained

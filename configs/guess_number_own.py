@@ -38,7 +38,7 @@ class Spo:
   aggregate: loss_aggregation.Aggregate = dataclasses.field(
     default_factory=loss_aggregation.TokenMean
   )
-  # The ratio is against `packed_row.old`, and no weight of its own corrects the rest.
+  # The ratio is against `row.old`; no weight of its own corrects the rest.
   has_ratio = True
   own_weight = False
 

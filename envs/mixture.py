@@ -34,7 +34,8 @@ class Mixture:
   Tasks keep the ids of the source that made them, and environments, oracle and
   exploration are that source's. A beginning of either split holds each source
   in proportion to its weight, to within about a task. What *training* holds is
-  up to whoever draws from `sources` by `weights`: `rl.rollout.prompts.Prompts` does.
+  up to whoever draws from `sources` by `weights`: `rl.rollout.prompts.Prompts`
+  does.
 
   A wrapper such as `delayed.Delayed` goes around a part, not around this.
 

@@ -79,7 +79,8 @@ def check(asked: Any) -> None:
   """Raises SettingError on settings of anything but a plan."""
   if not isinstance(asked, problem.Planning):
     raise overrides.SettingError(
-      f"--config: {type(asked).__name__} is no rl.planning.problem.Planning; use a file"
+      f"--config: {type(asked).__name__} is no rl.planning.problem.Planning; "
+      "use a file"
       " such as configs/fleet_small.py"
     )
 

@@ -79,7 +79,8 @@ def check(chosen: Any) -> None:
   """Raises SettingError on settings of anything but a simulation."""
   if not isinstance(chosen, simulate.Simulation):
     raise overrides.SettingError(
-      f"--config: {type(chosen).__name__} is no rl.simulation.simulate.Simulation; "
+      f"--config: {type(chosen).__name__} is no "
+      "rl.simulation.simulate.Simulation; "
       "use a file such as configs/simulated_3000.py"
     )
 

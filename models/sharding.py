@@ -171,7 +171,8 @@ def gathered(layout: Layout | None, params: Any, axes: Any) -> Any:
   XLA may then move the rows instead, or replicate them. Call it where the
   parameters are used, inside of what is rematerialised: the copies then live
   for one layer. Gradients are summed over the rows and lie as the parameters
-  do. Experts, which `models.moe.layer` gathers itself, are passed on as they are.
+  do. Experts, which `models.moe.layer` gathers itself, are passed on as they
+  are.
 
   Args:
     axes: tree of logical axes, of the structure of `params`.

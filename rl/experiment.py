@@ -362,6 +362,7 @@ def check_experiment(tree: object) -> None:
   """Raises SettingError on settings of something else than a training run."""
   if not isinstance(tree, Experiment):
     raise overrides.SettingError(
-      f"{type(tree).__name__} is no rl.experiment.Experiment, which a training run "
+      f"{type(tree).__name__} is no rl.experiment.Experiment, which a "
+      "training run "
       "takes; use a file such as configs/guess_number_moe.py"
     )

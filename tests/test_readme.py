@@ -48,8 +48,8 @@ def test_every_command_of_the_readme_is_one_that_is_run():
   assert [c[2] for c in python] == [
     "launch.train",
     "launch.evaluate",
-    "launch.report.page",
-    "launch.report.page",
+    "launch.report",
+    "launch.report",
     "launch.export",
     "launch.train",
     "launch.serve",

@@ -119,7 +119,8 @@ def chat_query(body: Mapping[str, Any]) -> ChatQuery:
   choice = body.get("tool_choice")
   if choice not in (None, "auto", "none"):
     raise json_fields.Refused(
-      f"tool_choice={json_fields.shown(choice)}: sampling cannot be forced to call "
+      f"tool_choice={json_fields.shown(choice)}: sampling cannot be forced to "
+      "call "
       "a tool; use 'auto' or 'none'",
       "tool_choice",
       "unsupported_value",
@@ -281,7 +282,8 @@ def _bias(body: Mapping[str, Any]) -> dict[int, float]:
       or not -100 <= value <= 100
     ):
       raise json_fields.Refused(
-        f"logit_bias={{{key!r}: {json_fields.shown(value)}}}: map ids to numbers in "
+        f"logit_bias={{{key!r}: {json_fields.shown(value)}}}: map ids to "
+        "numbers in "
         "[-100, 100]",
         "logit_bias",
       )
@@ -306,7 +308,8 @@ def _message(data: Any, where: str) -> messages_lib.Message:
   for name, value in data.items():
     if name not in known and value not in (None, []):
       raise json_fields.Refused(
-        f"{where}.{name}={json_fields.shown(value)} cannot be shown to the model",
+        f"{where}.{name}={json_fields.shown(value)} cannot be shown to the "
+        "model",
         f"{where}.{name}",
         "unsupported_parameter",
       )

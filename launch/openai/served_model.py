@@ -47,7 +47,7 @@ class Hosting:
 
   Attributes:
     model: conversations of `max_length` ids at most; the cache has room for
-      `contract.slots` of them.
+      `engine.slots` of them.
     placement: of the decode pool; nothing learns.
   """
 

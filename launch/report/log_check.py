@@ -1,6 +1,6 @@
 """Whether the log of a run keeps the promises of its schedule.
 
-  python -m launch.report.page --check runs/first
+  python -m launch.report --check runs/first
 
 One pass over events.jsonl, in flat memory: it may be of millions of episodes,
 of a run that goes on, or of one that was killed.

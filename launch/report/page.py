@@ -1,8 +1,4 @@
 """Renders a run directory as one static page and one picture for a README.
-
-  python -m launch.report.page --run=runs/first
-  python -m launch.report.page --check=runs/first      only checks the event log
-
 The page is one file that needs no network. It also renders a run that is still
 going on or that crashed: what is missing is named on top of the page.
 """
@@ -16,8 +12,6 @@ import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
-
-from absl import app, flags
 
 from launch.report import (
   learning_curve,
@@ -323,25 +317,3 @@ def check_run(run_dir: pathlib.Path) -> int:
     return 2
   print(verdict.text)
   return 1 if verdict.violations else 0
-
-
-if __name__ == "__main__":
-  # Not at import: training writes the report too and has flags of its own.
-  _RUN = flags.DEFINE_string("run", None, "Directory of the run.")
-  _CHECK = flags.DEFINE_string(
-    "check", None, "Directory of a run whose event log is only checked."
-  )
-  flags.mark_flags_as_mutual_exclusive(["run", "check"], required=True)
-
-  def main(argv: list[str]) -> None:
-    """Writes the page and prints where it is, or checks."""
-    if len(argv) > 1:
-      raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
-    if _CHECK.value is not None:
-      sys.exit(check_run(pathlib.Path(_CHECK.value)))
-    try:
-      print(write(pathlib.Path(str(_RUN.value))))
-    except OSError as error:
-      sys.exit(f"error: {error}")
-
-  app.run(main)

@@ -40,7 +40,7 @@ def load(
   config: config_lib.ModelConfig,
   layout: sharding.Layout | None = None,
 ) -> transformer.Params:
-  """Returns the parameters of a checkpoint, in `experiment.compute.dtype`.
+  """Returns the parameters of a checkpoint, in `config.compute.dtype`.
 
   The tree is that of `transformer.logical_axes`, without adapters. With tied
   embeddings a stored head is compared with the embedding and left out.
@@ -268,7 +268,8 @@ def place(
     entry = dataclasses.replace(entries["embed"], names=(parameter_names.HEAD,))
     if not jax.device_get(equal(leaf(entry), params["embed"])):
       problem = (
-        f"{parameter_names.HEAD} differs from {parameter_names.EMBED}; tie_embeddings=false, "
+        f"{parameter_names.HEAD} differs from {parameter_names.EMBED}; "
+        "tie_embeddings=false, "
         "here and in config.json, uses both"
       )
       _raise(files, [problem])

@@ -134,7 +134,7 @@ def load(
   config: config_lib.ModelConfig,
   layout: sharding.Layout | None = None,
 ) -> transformer.Params:
-  """Returns adapters in `experiment.compute.dtype`; `lora.join` adds the base.
+  """Returns adapters in `config.compute.dtype`; `lora.join` adds the base.
 
   Args:
     directory: as `export` writes it, or PEFT for an adapter like it.

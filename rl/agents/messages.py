@@ -37,7 +37,8 @@ class Message(base.Message):
 
 @runtime_checkable
 class ToolChat(episode_lib.Chat, Protocol):
-  """A chat whose template shows tools and answers; `models.chat.hf_chat` has one."""
+  """A chat whose template shows tools and answers; `models.chat.hf_chat` has "
+  "one."""
 
   def open(
     self,

@@ -57,13 +57,15 @@ class Algorithm(objective.Objective):
     if self.kl is not None and self.reference is None:
       raise ValueError(
         "algorithm.kl without a reference to stay close to; use algorithm."
-        "reference=initial, a rl.algorithms.references.Teacher(model=..., directory=...), "
+        "reference=initial, a rl.algorithms.references.Teacher(model=..., "
+        "directory=...), "
         "or kl=none"
       )
     if self.kl is None and self.reference is not None:
       raise ValueError(
         f"algorithm.reference={self.reference.short_name} without a kl is "
-        "scored for nothing; use reference=none, or kl=rl.algorithms.kl.KlPenalty()"
+        "scored for nothing; use reference=none, or "
+        "kl=rl.algorithms.kl.KlPenalty()"
       )
     self._validate_loss()
     if self.sampling is not None:
@@ -75,7 +77,8 @@ class Algorithm(objective.Objective):
     if kl is None or (kl.where, kl.estimator) != ("reward", "k1"):
       raise ValueError(
         "algorithm.advantage=Distillation learns from the penalty of each token"
-        " alone; use algorithm.kl=rl.algorithms.kl.KlPenalty(estimator=k1, weight=1.0, "
+        " alone; use algorithm.kl=rl.algorithms.kl.KlPenalty(estimator=k1, "
+        "weight=1.0, "
         "where=reward)"
       )
     if not isinstance(self.reference, references.Teacher):
@@ -109,7 +112,8 @@ class Algorithm(objective.Objective):
     if isinstance(self.loss, losses.NegativeLogLikelihood):
       raise ValueError(
         f"algorithm.loss={name} imitates whatever was sampled, good or bad; "
-        "use rl.algorithms.losses.Reinforce(), or a warm_start to imitate an oracle"
+        "use rl.algorithms.losses.Reinforce(), or a warm_start to imitate an "
+        "oracle"
       )
     if not self.loss.has_ratio and self.epochs > 1:
       raise ValueError(
@@ -152,7 +156,8 @@ class Algorithm(objective.Objective):
         f"algorithm.loss={type(self.loss).__name__} with overlap.max_staleness="
         f"{schedule.max_staleness}: it has no ratio, and would take the tokens "
         "of older policies for its own; use overlap.old_logprob=recompute with "
-        "algorithm.correction=rl.algorithms.corrections.TokenTruncated(), or a loss with "
+        "algorithm.correction=rl.algorithms.corrections.TokenTruncated(), or "
+        "a loss with "
         "weights of its own, as rl.algorithms.losses.Aipo()"
       )
     if old == "decode":
@@ -213,8 +218,10 @@ def _nothing_to_compare(
   if schedule.max_staleness and not correction.weighs:
     # Or else the next refusal would be of a mask that does not weigh late ones.
     way_out = (
-      "use old_logprob=recompute with algorithm.correction=rl.algorithms.corrections.Both("
-      f"first=rl.algorithms.corrections.TokenTruncated(), second=rl.algorithms.corrections.{name}()),"
+      "use old_logprob=recompute with "
+      "algorithm.correction=rl.algorithms.corrections.Both("
+      f"first=rl.algorithms.corrections.TokenTruncated(), "
+      f"second=rl.algorithms.corrections.{name}()),"
       " or correction=none"
     )
   return (
@@ -243,7 +250,8 @@ def _validate_protocols(algorithm: Algorithm) -> None:
   ):
     raise ValueError(
       f"algorithm.advantage={type(algorithm.advantage).__name__} does not "
-      "return a rl.algorithms.advantages.Estimate with one array a member, one number a "
+      "return a rl.algorithms.advantages.Estimate with one array a member, "
+      "one number a "
       "sampled token"
     )
 

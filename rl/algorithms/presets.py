@@ -70,7 +70,7 @@ class Dapo(algorithm.Algorithm):
   Tokens are averaged over the update, as most implementations do, and not over
   each group first.
 
-  Its penalty for long answers is `group_rollout.overlong`, which knows their limit.
+  Its penalty for long answers is `rollout.overlong`, which knows their limit.
 
   Source: arXiv 2503.14476, section 3.
   """

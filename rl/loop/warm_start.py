@@ -201,7 +201,7 @@ async def run(
   observer: Observer,
   report: Callable[[str], None] = lambda text: None,
 ) -> train_state.TrainState:
-  """Returns the state after `overrides.steps` of imitation.
+  """Returns the state after `settings.steps` of imitation.
 
   A step whose loss or gradient is not finite changes nothing.
 

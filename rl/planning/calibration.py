@@ -168,7 +168,8 @@ def _placement(path: pathlib.Path) -> placement.Placement:
     raise ValueError(f"--calibrate={path}: config.json: {error}") from error
   if not isinstance(found, experiment.Experiment):
     raise ValueError(
-      f"--calibrate={path}: config.json holds no rl.experiment.Experiment; name "
+      f"--calibrate={path}: config.json holds no rl.experiment.Experiment; "
+      "name "
       "the --workdir of a run"
     )
   return found.placement

@@ -11,6 +11,7 @@ from typing import get_args
 
 from rl.planning import fleet
 from rl.pools import affinity, placement
+from rl.rollout import group_rollout
 from rl.schedule import overlap as overlap_lib
 from rl.settings import checks
 from rl.simulation import simulate, workload
@@ -192,7 +193,7 @@ class Planning:
   fleet: fleet.Fleet
   workloads: tuple[workload.Workload, ...]
   groups_per_round: int
-  rollout: rollout.Rollout
+  rollout: group_rollout.Rollout
   goal: Goal = dataclasses.field(default_factory=Goal)
   space: Space = dataclasses.field(default_factory=Space)
   routing: affinity.Routing = dataclasses.field(

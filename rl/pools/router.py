@@ -303,7 +303,8 @@ class Router:
     return self._routes.describe()
 
   async def close(self) -> None:
-    """Stops every engine, as `pool_stats.close`; requests raise EngineClosed."""
+    """Stops every engine, as `pool_stats.close`; requests raise "
+    "EngineClosed."""
     self._log = None  # That they are closed is no loss.
     for number in self._routes.serving:  # So that nothing moves to the next.
       self._lose(number, "the pool was closed")

@@ -7,7 +7,8 @@ object itself, so its class is written out where it has to be text:
   --config.loss=rl.algorithms.losses.ClippedSurrogate(clip_high=0.3)
   --config.model=models.config.tiny_moe(d_model=64)    what a function returns
   --config.engine=sglang            a class that has this as its short_name
-  {"class": "rl.algorithms.losses.ClippedSurrogate", "clip_low": 0.2, "clip_high": 0.3}
+  {"class": "rl.algorithms.losses.ClippedSurrogate", "clip_low": 0.2,
+  "clip_high": 0.3}
 """
 
 import dataclasses
@@ -90,7 +91,7 @@ def leaves(tree: Any) -> dict[str, tuple[str, Any]]:
 
 
 def difference(before: Any, after: Any, path: str = "") -> list[str]:
-  """Returns a line `group_rollout.group_size: 8 -> 16` for each unequal setting."""
+  """Returns a line `rollout.group_size: 8 -> 16` for each unequal setting."""
   old, new = _children(before, Any), _children(after, Any)
   if type(before) is type(after) and old and old.keys() == new.keys():
     start = path and f"{path}."

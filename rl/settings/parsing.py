@@ -197,9 +197,9 @@ def _read_object(hint: Any, data: Any, where: str) -> Any:
 def _resolve(path: str, hint: Any, kinds: Sequence[Any], where: str) -> Any:
   """Returns a class of settings, or a function that returns such an object.
 
-  `losses.Gspo` is found in the package of what is asked for.
+  `losses.Gspo` is found in the packages above what is asked for.
   """
-  packages = {getattr(k, "__module__", "").partition(".")[0] for k in kinds}
+  packages = {package for kind in kinds for package in _packages(kind)}
   errors: list[Exception] = []
   for name in (path, *(f"{package}.{path}" for package in packages)):
     try:
@@ -215,6 +215,12 @@ def _resolve(path: str, hint: Any, kinds: Sequence[Any], where: str) -> Any:
     )
   advice = suggestions.advice(hint, path)
   raise SettingError(f"{where}: cannot import {path}: {errors[0]}{advice}")
+
+
+def _packages(kind: Any) -> list[str]:
+  """Returns the packages around the module of a class, the innermost first."""
+  parts = getattr(kind, "__module__", "").split(".")[:-1]
+  return [".".join(parts[:n]) for n in range(len(parts), 0, -1)]
 
 
 def _make(maker: Any, fields: Mapping[str, Any], where: str) -> Any:

@@ -1,6 +1,7 @@
 """What can stand at a place of the settings, in the form that can be typed.
 
-rl.algorithms.losses.Cispo()   rl.algorithms.advantages.PassAtK(k=4)   dapo   recompute
+rl.algorithms.losses.Cispo()   rl.algorithms.advantages.PassAtK(k=4)   dapo
+recompute
 """
 
 import difflib
@@ -33,7 +34,8 @@ def forms(hint: Any, word: str = "") -> list[str]:
   """Returns every object that fits as it is typed, the nearest first.
 
   Args:
-    word: what they are near to, such as `cispo` or `rl.algorithms.losses.Cispoo()`.
+    word: what they are near to, such as `cispo` or
+    `rl.algorithms.losses.Cispoo()`.
   """
   names = {form(maker): maker.__name__.lower() for maker in _makers(hint)}
 

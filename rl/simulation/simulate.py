@@ -202,7 +202,7 @@ class Record:
   """
 
   settings: Simulation
-  events: Sequence[events.Event]
+  events: Sequence[event_log.Event]
   spans: Sequence[trace.Span]
   states: Sequence[Sequence[tuple[float, simulated_processor.State]]]
   served: Mapping[int, Sequence[float]]

@@ -7,7 +7,7 @@ from typing import Any
 
 from models.chat.tool_calls import ToolCall
 
-GOLDEN = pathlib.Path(__file__).parent / "golden" / "chat"
+GOLDEN = pathlib.Path(__file__).parents[1] / "models" / "golden" / "chat"
 EXPECTED = json.loads((GOLDEN / "expected.json").read_text("utf-8"))
 CASES: dict[str, dict[str, Any]] = EXPECTED["conversations"]
 

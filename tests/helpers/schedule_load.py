@@ -1,6 +1,7 @@
 """Random runs in virtual time, by the hundred: what did any of them break?
 
-`python -m tests.helpers.schedule_load SEED TRAJECTORIES` plays runs of all modes
+`python -m tests.helpers.schedule_load SEED TRAJECTORIES` plays runs of all
+modes
 until so many trajectories have been played, and prints JSON: how many of each
 mode, and what was broken. It runs apart from pytest, whose checks of every
 annotation would cost more than the runs.

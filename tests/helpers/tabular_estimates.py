@@ -1,6 +1,7 @@
 """Gradient estimates of the library on the tabular task, and their errors.
 
-  paths played -> advantages (rl.algorithms.advantages) -> Row -> loss x correction
+  paths played -> advantages (rl.algorithms.advantages) -> Row -> loss x
+  correction
     -> d loss / d log-probability of every token -> gradient of the table
 
 A loss sees the table only through the log-probabilities of a row, so the last

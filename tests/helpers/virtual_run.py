@@ -249,7 +249,7 @@ class Run:
     return checker.violations(self.log.events, self.schedule, self.group_size)
 
   @property
-  def ledger(self) -> ledger.Ledger:
+  def ledger(self) -> token_ledger.Ledger:
     """Returns where every sampled token went."""
     return token_ledger.of(self.log.events)
 

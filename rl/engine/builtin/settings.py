@@ -12,7 +12,7 @@ from rl.engine import contract
 from rl.runtime import mesh_thread
 
 if TYPE_CHECKING:
-  pass
+  from rl.engine.builtin import engine as builtin_engine
 
 
 _WHOLE = 16
@@ -223,7 +223,7 @@ class EngineSettings:
     config: model_config.ModelConfig,
     layout: sharding.Layout,
     thread: mesh_thread.MeshThread,
-  ) -> "engine_jax.JaxEngine":
+  ) -> "builtin_engine.JaxEngine":
     """Returns an engine of this size, not started."""
     # The engine reads these settings, so it cannot be imported before them.
     from rl.engine.builtin import engine as builtin_engine

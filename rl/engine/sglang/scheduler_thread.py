@@ -8,7 +8,8 @@ the scheduler would read from its tokenizer and write to its detokenizer it
 gets and gives here: so requests are told apart by whole ids, log-probabilities
 come once, new weights come between steps, and an idle scheduler waits.
 
-Written against the scheduler of sglang-jax's main; `rl.engine.sglang.compat_0_0_2` gives
+Written against the scheduler of sglang-jax's main;
+`rl.engine.sglang.compat_0_0_2` gives
 release 0.0.2 what it lacks. Nothing of sgl_jax is imported.
 """
 

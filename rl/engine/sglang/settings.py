@@ -181,7 +181,7 @@ def _check_released(
 
 
 class _Upstream:
-  """`engine.Upstream` with the installed sgl_jax."""
+  """`requests.Upstream` with the installed sgl_jax."""
 
   def __init__(
     self,

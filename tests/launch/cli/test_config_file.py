@@ -117,7 +117,7 @@ def run(tmp_path_factory):
     ("launch.evaluate", "--run={run} --episodes=4", 0, "on 4 held-out"),
     ("launch.export", "--run={run} --directory={new}", 0, "after 1 rounds"),
     ("launch.replay", "{skipped}", 1, "loss nan"),
-    ("launch.report.page", "--check {run}", 0, "0 violations"),
+    ("launch.report", "--check {run}", 0, "0 violations"),
     (
       "launch.train",
       "--config={run}/config.json --workdir={run}",

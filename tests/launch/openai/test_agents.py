@@ -23,7 +23,7 @@ from rl.pools import placement
 from rl.rollout import episode
 from rl.testing import scripted_engine
 from rl.train import learner
-from tests.rl import conftest as tiny
+from tests.helpers import tiny_engine as tiny
 
 # 21 words and 3 special ids: all 24 of the tiny model are something to say.
 CHAT = word_chat.WordChat(tuple("abcdefghijklmnopqrstu"))

@@ -35,7 +35,7 @@ def run_dir(tmp_path):
 
 
 def _check(*arguments):
-  command = [sys.executable, "-m", "launch.report.page", *arguments]
+  command = [sys.executable, "-m", "launch.report", *arguments]
   return subprocess.run(
     command, capture_output=True, text=True, timeout=120, check=False, cwd=ROOT
   )

@@ -1,4 +1,5 @@
-"""Tests of launch/report/page.py: numbers by hand, the page in a real browser."""
+"""Tests of launch/report/page.py: numbers by hand, the page in a real "
+"browser."""
 
 import json
 import math

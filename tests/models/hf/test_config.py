@@ -9,7 +9,7 @@ from models import config as config_lib
 from models import rope
 from models.hf import config as hf_config
 
-GOLDEN = pathlib.Path(__file__).parent / "golden"
+GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
 # As published, by transformers 4.51: Qwen/Qwen3-0.6B and Qwen/Qwen3-30B-A3B.
 DENSE = {
   "architectures": ["Qwen3ForCausalLM"],

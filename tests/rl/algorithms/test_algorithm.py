@@ -108,7 +108,8 @@ def test_parts_of_ones_own_are_taken():
     ),
     (
       {"loss": Bare()},
-      "algorithm.loss=Bare does not return rl.algorithms.losses.Terms, each with one entry"
+      "algorithm.loss=Bare does not return rl.algorithms.losses.Terms, each "
+      "with one entry"
       " a token",
     ),
     (
@@ -117,15 +118,18 @@ def test_parts_of_ones_own_are_taken():
     ),
     (
       {"correction": Unweighed()},
-      "algorithm.correction=Unweighed does not return rl.algorithms.corrections.Weights",
+      "algorithm.correction=Unweighed does not return "
+      "rl.algorithms.corrections.Weights",
     ),
     (
       {"advantage": Listed()},
-      "algorithm.advantage=Listed does not return a rl.algorithms.advantages.Estimate",
+      "algorithm.advantage=Listed does not return a "
+      "rl.algorithms.advantages.Estimate",
     ),
     (
       {"advantage": Alike()},
-      "algorithm.advantage=Alike does not return a rl.algorithms.advantages.Estimate",
+      "algorithm.advantage=Alike does not return a "
+      "rl.algorithms.advantages.Estimate",
     ),
   ],
 )

@@ -15,8 +15,8 @@ from rl.algorithms import kl, losses, objective, references
 from rl.pools import placement
 from rl.train import learner, optimizers, train_state
 from tests.helpers import real_programs, scored_episodes
+from tests.helpers import tiny_engine as tiny
 from tests.helpers.real_programs import on_mesh
-from tests.rl import conftest as tiny
 
 CONFIG = tiny.DENSE
 TEACHER = dataclasses.replace(

@@ -158,7 +158,8 @@ def test_all_losses_are_offered_and_nothing_else():
 def test_the_only_class_tells_what_it_takes():
   assert refused("algorithm.kl", "k3") == (
     "--config.algorithm.kl=k3: expected KlPenalty | none, such as "
-    "rl.algorithms.kl.KlPenalty(); it takes estimator (k1 | k2 | k3 | k3+), weight "
+    "rl.algorithms.kl.KlPenalty(); it takes estimator (k1 | k2 | k3 | k3+), "
+    "weight "
     "(float), where (loss | reward)"
   )
   assert (
@@ -184,7 +185,8 @@ def test_a_word_that_is_near_to_nothing_is_told_what_there_is():
     (
       "algorithm.correction",
       "rl.algorithms.corrections.OffPolicySequenceMask()",
-      "needs delta, as in rl.algorithms.corrections.OffPolicySequenceMask(delta=0.1)",
+      "needs delta, as in "
+      "rl.algorithms.corrections.OffPolicySequenceMask(delta=0.1)",
     ),
     (
       "algorithm.reference",

@@ -20,7 +20,7 @@ from rl.pools import placement
 from rl.schedule import overlap
 from rl.train import learner, optimizers, trainer
 from tests.helpers import counting_trainer, fake_run, scored_episodes
-from tests.rl import conftest as tiny
+from tests.helpers import tiny_engine as tiny
 
 CONFIG = tiny.DENSE
 Dtype = Literal["float32", "bfloat16"]
