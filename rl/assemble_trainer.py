@@ -4,7 +4,7 @@ from models import sharding
 from rl import experiment as experiment_lib
 from rl.algorithms import references
 from rl.runtime import mesh_thread
-from rl.train import learner, skipped_updates
+from rl.train import learner, scoring, skipped_updates
 from rl.train import trainer as trainer_lib
 
 _PROBE_ROWS = 8
@@ -60,7 +60,7 @@ def trainer(
     thread,
     estimator=algorithm.advantage,
     objective=algorithm,
-    reference=references.program(
+    reference=scoring.reference_program(
       algorithm.reference, programs, layout, experiment.rollout.temperature
     ),
     kept=kept,

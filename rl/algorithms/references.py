@@ -1,17 +1,17 @@
-"""Who the policy is held against: its own beginnings, or a teacher."""
+"""Settings of the reference policy: the initial weights, or a teacher.
+
+`rl.train.scoring` turns them into a program.
+"""
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
-
-import jax
-from jaxtyping import Array
+from typing import Literal
 
 from models import config as model_config
-from models import sharding, transformer
 from models.hf import load
-from rl.data import batch as batch_lib
-from rl.train import learner, train_state
+
+Memory = Literal["device", "host"]
+MEMORY_KINDS: dict[Memory, str] = {"device": "device", "host": "pinned_host"}
+"""The names that jax has for them."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,7 +23,7 @@ class Initial:
       it in the memory of the host, and moves it for every batch.
   """
 
-  memory: train_state.Memory = "device"
+  memory: Memory = "device"
   short_name = "initial"
 
 
@@ -48,7 +48,7 @@ class Teacher:
 
   model: model_config.ModelConfig
   directory: str
-  memory: train_state.Memory = "device"
+  memory: Memory = "device"
   short_name = "teacher"
 
   def check(self) -> None:
@@ -65,67 +65,8 @@ class Teacher:
 Reference = Initial | Base | Teacher
 """Where the engine's choices of experts are replayed, the first two take them
 as well, so that a policy that has not moved is at no distance."""
-Program = Callable[[train_state.TrainState, batch_lib.Batch], Array]
-"""(state, placed batch) -> log-probabilities [B, L], on the learner's mesh."""
 
 
-def memory(reference: Reference | None) -> train_state.Memory | None:
+def memory(reference: Reference | None) -> Memory | None:
   """Returns where a state is to keep its first parameters; None: nowhere."""
   return reference.memory if isinstance(reference, Initial) else None
-
-
-def program(
-  reference: Reference | None,
-  programs: learner.Learner,
-  layout: sharding.Layout,
-  temperature: float,
-) -> Program | None:
-  """Returns what scores batches under the reference.
-
-  Args:
-    programs: of the policy.
-    temperature: that of sampling, for a teacher as for its student.
-  """
-  match reference:
-    case None:
-      return None
-    case Base():
-      return lambda state, placed: programs.score_base(state.params, placed)
-    case Initial():
-      where = jax.tree.map(lambda x: x.sharding, programs.abstract.params)
-      return lambda state, placed: programs.score(
-        jax.device_put(state.reference, where), placed
-      )
-    case Teacher():
-      return _Taught(reference, layout, temperature)
-
-
-class _Taught:
-  """A teacher that is loaded when it is first asked, on the mesh's thread."""
-
-  def __init__(
-    self, teacher: Teacher, layout: sharding.Layout, temperature: float
-  ):
-    self._teacher = teacher
-    self._layout = layout
-    self._score = learner.score_program(teacher.model, layout, temperature)
-    self._where = layout.tree(transformer.logical_axes(teacher.model))
-    self._params: Any = None
-
-  def __call__(
-    self, state: train_state.TrainState, placed: batch_lib.Batch
-  ) -> Array:
-    """Returns the teacher's log-probabilities; the policy's state is unused."""
-    del state
-    if self._params is None:
-      teacher = self._teacher
-      with jax.transfer_guard("allow"):
-        params = load.load(teacher.directory, teacher.model, self._layout)
-      kind = train_state.MEMORY_KINDS[teacher.memory]
-      self._params = jax.device_put(
-        params, jax.tree.map(lambda x: x.with_memory_kind(kind), self._where)
-      )
-    # Experts that the engine recorded are those of the policy. What is there
-    # already does not move.
-    own = placed._replace(experts=None)
-    return self._score(jax.device_put(self._params, self._where), own)

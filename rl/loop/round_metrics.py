@@ -15,7 +15,7 @@ from rl.audit import event_log
 from rl.data import trajectory
 from rl.runtime import trace
 from rl.schedule import overlap
-from rl.train import logprob_gap
+from rl.train import trainer
 
 _RENAMED = {"clipped": "clip_fraction"}
 _ADDED = {
@@ -240,7 +240,7 @@ def of_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
   Names are the learner's, whatever the model adds to those of every update;
   an update without some of them does not count there.
   """
-  found = means(updates)
+  found = trainer.means(updates)
   added = {
     new: sum(sums[name] for sums in updates if name in sums)
     for name, new in _ADDED.items()
@@ -253,18 +253,6 @@ def of_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
   }
 
 
-def means(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
-  """Returns the mean of each number over the rows that know it.
-
-  One that is nan, as the mean of nothing is, is not known.
-  """
-  known: dict[str, list[float]] = {}
-  for row in rows:
-    for name, value in row.items():
-      known.setdefault(name, []).extend([] if np.isnan(value) else [value])
-  return {name: _mean(values) for name, values in known.items()}
-
-
 def of_schedule(schedule: overlap.Overlap) -> dict[str, float]:
   """Returns the bounds that a round was held to.
 
@@ -273,15 +261,6 @@ def of_schedule(schedule: overlap.Overlap) -> dict[str, float]:
   return {
     "staleness_bound": float(schedule.max_staleness),
     "updates_late_max": float(schedule.updates_per_round - 1),
-  }
-
-
-def of_gap(gap: logprob_gap.Gap) -> dict[str, float]:
-  """Returns how far engine and learner disagree, in nats."""
-  return {
-    "logprob_gap_max": gap.max,
-    "logprob_gap_mean": gap.mean,
-    "logprob_gap_tokens": float(gap.tokens),
   }
 
 

@@ -26,6 +26,7 @@ from models import config as model_config
 from models import logprobs as logprobs_lib
 from models import lora, sharding, transformer
 from rl.algorithms import objective as objective_lib
+from rl.algorithms import references
 from rl.data import batch as batch_lib
 from rl.train import train_state
 
@@ -163,7 +164,7 @@ def build(
   temperature: float = 1.0,
   *,
   critic: bool = False,
-  reference: train_state.Memory | None = None,
+  reference: references.Memory | None = None,
   num_lags: int = 1,
 ) -> Learner:
   """Returns the programs for one model, mesh, objective and optimizer.

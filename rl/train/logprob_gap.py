@@ -98,6 +98,15 @@ async def measure(
   return _gap(compared)
 
 
+def metrics(gap: Gap) -> dict[str, float]:
+  """Returns how far engine and learner disagree, in nats."""
+  return {
+    "logprob_gap_max": gap.max,
+    "logprob_gap_mean": gap.mean,
+    "logprob_gap_tokens": float(gap.tokens),
+  }
+
+
 def _gap(parts: Sequence[Sequence[np.ndarray]]) -> Gap:
   """Joins (engine, learner, lags) of several versions."""
   nothing = [np.zeros(0, np.float32)] * 2 + [np.zeros(0, np.int32)]

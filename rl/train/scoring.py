@@ -12,14 +12,18 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float32
+from jaxtyping import Array, Float32
 
+from models import sharding, transformer
+from models.hf import load
 from rl.algorithms import kl, references
 from rl.data import batch as batch_lib
 from rl.data import trajectory
 from rl.runtime import mesh_thread
 from rl.train import learner, train_state
 
+ReferenceProgram = Callable[[train_state.TrainState, batch_lib.Batch], Array]
+"""(state, placed batch) -> log-probabilities [B, L], on the learner's mesh."""
 Tokens = Sequence[Float32[np.ndarray, " _"]]
 """An array for each trajectory, with an entry for each of its T tokens."""
 
@@ -61,7 +65,7 @@ class Scorer:
   programs: learner.Learner
   thread: mesh_thread.MeshThread
   pack: Callable[[Sequence[trajectory.Trajectory]], batch_lib.Packed]
-  reference: references.Program | None
+  reference: ReferenceProgram | None
 
   async def score(
     self,
@@ -148,3 +152,63 @@ def behaviour(trajectories: Sequence[trajectory.Trajectory]) -> Tokens:
     np.concatenate([turn.logprobs for turn in member.turns])
     for member in trajectories
   ]
+
+
+def reference_program(
+  reference: references.Reference | None,
+  programs: learner.Learner,
+  layout: sharding.Layout,
+  temperature: float,
+) -> ReferenceProgram | None:
+  """Returns the program that scores batches under the reference.
+
+  Args:
+    programs: of the policy.
+    temperature: that of sampling, for a teacher as for its student.
+  """
+  match reference:
+    case None:
+      return None
+    case references.Base():
+      return lambda state, placed: programs.score_base(state.params, placed)
+    case references.Initial():
+      where = jax.tree.map(lambda x: x.sharding, programs.abstract.params)
+      return lambda state, placed: programs.score(
+        jax.device_put(state.reference, where), placed
+      )
+    case references.Teacher():
+      return _TeacherProgram(reference, layout, temperature)
+
+
+class _TeacherProgram:
+  """A teacher that is loaded when it is first asked, on the mesh's thread."""
+
+  def __init__(
+    self,
+    teacher: references.Teacher,
+    layout: sharding.Layout,
+    temperature: float,
+  ):
+    self._teacher = teacher
+    self._layout = layout
+    self._score = learner.score_program(teacher.model, layout, temperature)
+    self._where = layout.tree(transformer.logical_axes(teacher.model))
+    self._params: Any = None
+
+  def __call__(
+    self, state: train_state.TrainState, placed: batch_lib.Batch
+  ) -> Array:
+    """Returns the teacher's log-probabilities; the policy's state is unused."""
+    del state
+    if self._params is None:
+      teacher = self._teacher
+      with jax.transfer_guard("allow"):
+        params = load.load(teacher.directory, teacher.model, self._layout)
+      kind = references.MEMORY_KINDS[teacher.memory]
+      self._params = jax.device_put(
+        params, jax.tree.map(lambda x: x.with_memory_kind(kind), self._where)
+      )
+    # Experts that the engine recorded are those of the policy. What is there
+    # already does not move.
+    own = placed._replace(experts=None)
+    return self._score(jax.device_put(self._params, self._where), own)

@@ -1,7 +1,7 @@
 """What training changes, and where on the mesh it lies."""
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,11 +10,8 @@ from jaxtyping import Array
 
 from models import config as model_config
 from models import lora, sharding, transformer
+from rl.algorithms import references
 from rl.train import optimizer_sharding
-
-Memory = Literal["device", "host"]
-MEMORY_KINDS: dict[Memory, str] = {"device": "device", "host": "pinned_host"}
-"""What jax calls them."""
 
 
 class TrainState(NamedTuple):
@@ -95,7 +92,7 @@ def shardings(
   config: model_config.ModelConfig,
   layout: sharding.Layout,
   optimizer: optax.GradientTransformation,
-  reference: Memory | None,
+  reference: references.Memory | None,
 ) -> TrainState:
   """Returns where everything lies.
 
@@ -116,7 +113,7 @@ def shardings(
   state = TrainState(params, opt_state, replicated, master, critic)
   if reference is None:
     return state
-  kind = MEMORY_KINDS[reference]
+  kind = references.MEMORY_KINDS[reference]
   kept = jax.tree.map(lambda x: x.with_memory_kind(kind), params)
   return state._replace(reference=kept)
 

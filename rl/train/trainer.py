@@ -5,16 +5,15 @@ groups -> who is trained -> scores of their tokens -> advantages -> packed rows
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Bool, Float32
 
-from rl.algorithms import advantage_estimation, advantages, references
+from rl.algorithms import advantage_estimation, advantages
 from rl.algorithms import objective as objective_lib
 from rl.data import batch, trajectory
-from rl.loop import round_metrics
 from rl.runtime import mesh_thread
 from rl.schedule import overlap
 from rl.train import (
@@ -133,7 +132,7 @@ class Training:
     *,
     estimator: advantages.Estimator,
     objective: objective_lib.Objective,
-    reference: references.Program | None = None,
+    reference: scoring.ReferenceProgram | None = None,
     kept: skipped_updates.Quarantine | None = None,
   ):
     """Does nothing yet.
@@ -363,7 +362,7 @@ class Training:
       self._probe,
       self._settings.probe_rows,
     )
-    return round_metrics.of_gap(self._gap)
+    return logprob_gap.metrics(self._gap)
 
   @property
   def gap(self) -> logprob_gap.Gap | None:
@@ -373,5 +372,19 @@ class Training:
 
 def _over_epochs(steps: Sequence[dict[str, float]]) -> dict[str, float]:
   """Returns means over the steps of an update; its tokens count once."""
-  means = round_metrics.means(steps)
-  return means | {"tokens": steps[0]["tokens"]}
+  return means(steps) | {"tokens": steps[0]["tokens"]}
+
+
+def means(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
+  """Returns the mean of each number over the rows that hold it.
+
+  A nan, the mean of nothing, does not count.
+  """
+  known: dict[str, list[float]] = {}
+  for row in rows:
+    for name, value in row.items():
+      known.setdefault(name, []).extend([] if np.isnan(value) else [value])
+  return {
+    name: float(np.mean(values)) if values else np.nan
+    for name, values in known.items()
+  }

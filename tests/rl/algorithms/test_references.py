@@ -13,7 +13,7 @@ from models import lora, transformer
 from models.hf import export
 from rl.algorithms import kl, losses, objective, references
 from rl.pools import placement
-from rl.train import learner, optimizers, train_state
+from rl.train import learner, optimizers, scoring, train_state
 from tests.helpers import real_programs, scored_episodes
 from tests.helpers import tiny_engine as tiny
 from tests.helpers.real_programs import on_mesh
@@ -37,7 +37,7 @@ def layout():
 
 @functools.cache
 def build(
-  config: model_config.ModelConfig, memory: train_state.Memory | None = None
+  config: model_config.ModelConfig, memory: references.Memory | None = None
 ) -> learner.Learner:
   return learner.build(
     config,
@@ -70,7 +70,7 @@ def updated(programs, state, count=3):
 
 
 def scored(reference, programs, state):
-  score = references.program(reference, programs, layout(), TEMPERATURE)
+  score = scoring.reference_program(reference, programs, layout(), TEMPERATURE)
   assert score is not None
   found = on_mesh(lambda: score(state, programs.place(data())))
   return np.asarray(found)[data().sampled]
@@ -83,14 +83,14 @@ def policy(programs, params):
 
 @pytest.mark.parametrize("memory", ["device", "host"])
 def test_the_first_weights_are_kept_through_updates_and_a_checkpoint(
-  memory: train_state.Memory, tmp_path
+  memory: references.Memory, tmp_path
 ):
   programs = build(CONFIG, memory)
   reference = references.Initial(memory=memory)
   assert references.memory(reference) == memory
   state = start(programs)
   kinds = {x.sharding.memory_kind for x in jax.tree.leaves(state.reference)}
-  assert kinds == {train_state.MEMORY_KINDS[memory]}
+  assert kinds == {references.MEMORY_KINDS[memory]}
   first = policy(programs, state.params)
   np.testing.assert_array_equal(scored(reference, programs, state), first)
   state = on_mesh(updated, programs, state)
@@ -99,7 +99,7 @@ def test_the_first_weights_are_kept_through_updates_and_a_checkpoint(
   again = real_programs.saved_and_restored(tmp_path, state, programs.abstract)
   jax.tree.map(np.testing.assert_array_equal, again, state)
   kinds = {x.sharding.memory_kind for x in jax.tree.leaves(again.reference)}
-  assert kinds == {train_state.MEMORY_KINDS[memory]}
+  assert kinds == {references.MEMORY_KINDS[memory]}
   again = on_mesh(updated, programs, again, 1)
   np.testing.assert_array_equal(scored(reference, programs, again), first)
 
@@ -108,7 +108,7 @@ def test_nobody_keeps_what_nobody_asks_for():
   assert start(build(CONFIG)).reference is None
   for reference in (None, references.Base()):
     assert references.memory(reference) is None
-  assert references.program(None, build(CONFIG), layout(), 1.0) is None
+  assert scoring.reference_program(None, build(CONFIG), layout(), 1.0) is None
 
 
 def test_the_base_is_the_policy_with_adapters_at_zero():
@@ -134,7 +134,7 @@ def taught(tmp_path_factory):
 
 @pytest.mark.parametrize("memory", ["device", "host"])
 def test_a_teacher_says_what_its_checkpoint_says(
-  taught, memory: train_state.Memory
+  taught, memory: references.Memory
 ):
   params, directory = taught
   teacher = references.Teacher(
@@ -163,7 +163,7 @@ def test_a_teacher_is_read_once_and_takes_routes_of_its_own(taught, tmp_path):
   _, directory = taught
   teacher = references.Teacher(model=TEACHER, directory=str(directory))
   programs = build(CONFIG)
-  score = references.program(teacher, programs, layout(), TEMPERATURE)
+  score = scoring.reference_program(teacher, programs, layout(), TEMPERATURE)
   assert score is not None
   state = start(programs)
   # Of a model without routers; the policy's would not even fit.
