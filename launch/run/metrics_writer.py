@@ -69,26 +69,6 @@ class MetricsWriter:
     self._board.close()
 
 
-def wilson(successes: int, trials: int, z: float = 1.96) -> tuple[float, float]:
-  """Returns the Wilson score interval of a success rate, within [0, 1].
-
-  Args:
-    trials: none at all gives (0, 1).
-    z: quantile of the normal distribution; 1.96 for 95 %.
-
-  Source: Wilson, 1927; Brown, Cai and DasGupta, 2001, eq. 4.
-  """
-  if trials == 0:
-    return 0.0, 1.0
-  rate = successes / trials
-  center = rate + z**2 / (2 * trials)
-  spread = rate * (1 - rate) / trials + z**2 / (4 * trials**2)
-  margin = z * math.sqrt(spread)
-  scale = 1 + z**2 / trials
-  low, high = (center - margin) / scale, (center + margin) / scale
-  return max(0.0, low), min(1.0, high)
-
-
 def json_line(
   number: int, metrics: Mapping[str, int | float], key: str = "round"
 ) -> str:

@@ -4,7 +4,6 @@ import asyncio
 import dataclasses
 import math
 
-from launch.run import metrics_writer
 from rl.audit import event_log
 from rl.data import trajectory
 from rl.rollout import episode, group_rollout
@@ -83,9 +82,7 @@ def summarise(played: list[trajectory.Trajectory], success: float) -> Outcome:
   """Returns the share of graded episodes with at least `success` as reward."""
   rewards = [t.reward for t in played if t.reward is not None]
   wins = sum(reward >= success for reward in rewards)
-  low, high = (
-    metrics_writer.wilson(wins, len(rewards)) if rewards else (0.0, 1.0)
-  )
+  low, high = wilson(wins, len(rewards)) if rewards else (0.0, 1.0)
   return Outcome(
     episodes=len(rewards),
     success=wins / len(rewards) if rewards else math.nan,
@@ -94,3 +91,23 @@ def summarise(played: list[trajectory.Trajectory], success: float) -> Outcome:
     reward=sum(rewards) / len(rewards) if rewards else math.nan,
     faults=len(played) - len(rewards),
   )
+
+
+def wilson(successes: int, trials: int, z: float = 1.96) -> tuple[float, float]:
+  """Returns the Wilson score interval of a success rate, within [0, 1].
+
+  Args:
+    trials: none at all gives (0, 1).
+    z: quantile of the normal distribution; 1.96 for 95 %.
+
+  Source: Wilson, 1927; Brown, Cai and DasGupta, 2001, eq. 4.
+  """
+  if trials == 0:
+    return 0.0, 1.0
+  rate = successes / trials
+  center = rate + z**2 / (2 * trials)
+  spread = rate * (1 - rate) / trials + z**2 / (4 * trials**2)
+  margin = z * math.sqrt(spread)
+  scale = 1 + z**2 / trials
+  low, high = (center - margin) / scale, (center + margin) / scale
+  return max(0.0, low), min(1.0, high)

@@ -2,7 +2,6 @@ import json
 import math
 import struct
 
-import pytest
 from tensorboardX.proto import event_pb2
 
 from launch.run import metrics_writer
@@ -93,23 +92,3 @@ def test_a_resumed_run_purges_tensorboard_and_writes_its_last_round_again(
   found = list(_scalars(tmp_path / "tensorboard"))
   assert ("loss", 2, 1.0) in found
   assert {tag for tag, _, _ in found} == {"round", "loss"}
-
-
-@pytest.mark.parametrize(
-  ("successes", "trials", "low", "high"),
-  [
-    # z^2 = 3.8416. 8 of 10: center .8 + .19208, margin 1.96 sqrt(.016 +
-    # .009604) = .313624, over 1.38416: (.490157, .943319).
-    (8, 10, 0.490157, 0.943319),
-    # 0 of 10: .19208 -+ .19208 over 1.38416.
-    (0, 10, 0.0, 0.277540),
-    # 10 of 10: the mirror image.
-    (10, 10, 0.722460, 1.0),
-    # Half of 100: symmetric about .5.
-    (50, 100, 0.403830, 0.596170),
-    (0, 0, 0.0, 1.0),
-  ],
-)
-def test_wilson_intervals_are_the_published_ones(successes, trials, low, high):
-  expected = pytest.approx((low, high), abs=1e-6)
-  assert metrics_writer.wilson(successes, trials) == expected

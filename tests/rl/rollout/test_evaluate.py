@@ -48,3 +48,23 @@ def test_an_evaluation_without_answers_stalls():
   assert text.startswith("the run waited 2.0 s for the evaluation")
   assert "episode eval/3/0/0  an answer of the engine" in text
   assert "episode eval/2/0/0" not in text
+
+
+@pytest.mark.parametrize(
+  ("successes", "trials", "low", "high"),
+  [
+    # z^2 = 3.8416. 8 of 10: center .8 + .19208, margin 1.96 sqrt(.016 +
+    # .009604) = .313624, over 1.38416: (.490157, .943319).
+    (8, 10, 0.490157, 0.943319),
+    # 0 of 10: .19208 -+ .19208 over 1.38416.
+    (0, 10, 0.0, 0.277540),
+    # 10 of 10: the mirror image.
+    (10, 10, 0.722460, 1.0),
+    # Half of 100: symmetric about .5.
+    (50, 100, 0.403830, 0.596170),
+    (0, 0, 0.0, 1.0),
+  ],
+)
+def test_wilson_intervals_are_the_published_ones(successes, trials, low, high):
+  expected = pytest.approx((low, high), abs=1e-6)
+  assert evaluate.wilson(successes, trials) == expected
