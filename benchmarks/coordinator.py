@@ -152,7 +152,7 @@ class _Run:
         schedule=self._case.schedule,
         rounds=self._rounds,
         seed=0,
-        stall_s=60.0,
+        progress_timeout_s=60.0,
         success=1.0,
         unfit=dynamic_sampling.take_all,
       ),
@@ -185,7 +185,7 @@ class _Run:
       ),
       log=self.log,
       dog=self._dog,
-      stall_s=60.0,
+      progress_timeout_s=60.0,
       priority=overlap.priority(self._case.schedule),
     )
 

@@ -60,7 +60,7 @@ async def _evaluate(
       ),
       owner="the run",
       what="the evaluation",
-      deadline_s=experiment.stall_s,
+      deadline_s=experiment.progress_timeout_s,
       in_steps=True,
     )
   print(

@@ -64,7 +64,7 @@ def _simulate() -> None:
   try:
     record = simulate.simulate(chosen)
   except watchdog.Stalled as stalled:
-    sys.exit(f"stall_s={chosen.stall_s:g}: {stalled}")
+    sys.exit(f"progress_timeout_s={chosen.progress_timeout_s:g}: {stalled}")
   result = simulation_result.measure(record)
   show(result, sys.stdout)
   columns = shutil.get_terminal_size((100, 24)).columns

@@ -148,7 +148,7 @@ def _quarantine(
   if run_dir is None:
     return None
   return skipped_updates.Quarantine(
-    run_dir / "skipped", experiment.keeping.skipped
+    run_dir / "skipped", experiment.retention.skipped
   )
 
 
@@ -202,7 +202,7 @@ def player(
     limits=limits,
     log=log,
     dog=dog,
-    stall_s=experiment.stall_s,
+    progress_timeout_s=experiment.progress_timeout_s,
     priority=overlap.priority(schedule),
     extra_members=schedule.redundancy.extra_members,
   )
@@ -356,7 +356,7 @@ def coordinate(
       schedule=experiment.overlap,
       rounds=experiment.rounds,
       seed=experiment.seed,
-      stall_s=experiment.stall_s,
+      progress_timeout_s=experiment.progress_timeout_s,
       success=experiment.evaluation.success,
       unfit=dynamic_sampling.unfit(
         experiment.algorithm.sampling, experiment.algorithm.advantage

@@ -61,7 +61,7 @@ class Evaluation:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Keeping:
+class Retention:
   """What stays on disk.
 
   Attributes:
@@ -99,8 +99,8 @@ class Experiment:
     seed: of parameters, task order and sampling noise.
     rounds: publishes until the end; 0 is the warm start alone.
     warm_start: supervised steps before the first round, or None.
-    stall_s: a wait inside the loop that lasts longer ends the run and names
-      who waits for what. Of an evaluation it is the longest time in which no
+    progress_timeout_s: a longer wait inside the loop ends the run, with a
+      table of all waits. During an evaluation: the longest time in which no
       episode ends.
   """
 
@@ -138,11 +138,11 @@ class Experiment:
   initial: str | None = None
   warm_start: warm_start_lib.WarmStart | None = None
   evaluation: Evaluation = dataclasses.field(default_factory=Evaluation)
-  keeping: Keeping = dataclasses.field(default_factory=Keeping)
+  retention: Retention = dataclasses.field(default_factory=Retention)
   seed: int = 0
   rounds: int = 100
   max_skipped: int = 2
-  stall_s: float = 1200.0
+  progress_timeout_s: float = 1200.0
 
   def chat(self) -> word_chat.WordChat:
     """Returns the tokenizer and template over the environment's words."""
@@ -204,10 +204,10 @@ class Experiment:
       ("batch.tail_rows", tail, 1),
       ("evaluation.every", self.evaluation.every, 0),
       ("evaluation.episodes", self.evaluation.episodes, 0),
-      ("keeping.checkpoint_every", self.keeping.checkpoint_every, 1),
-      ("keeping.checkpoints", self.keeping.checkpoints, 1),
-      ("keeping.episodes_every", self.keeping.episodes_every, 1),
-      ("keeping.skipped", self.keeping.skipped, 1),
+      ("retention.checkpoint_every", self.retention.checkpoint_every, 1),
+      ("retention.checkpoints", self.retention.checkpoints, 1),
+      ("retention.episodes_every", self.retention.episodes_every, 1),
+      ("retention.skipped", self.retention.skipped, 1),
     ):
       if value < least:
         raise ValueError(f"{name}={value} is below {least}")
@@ -256,11 +256,11 @@ class Experiment:
     limits = self.rollout
     episode_s = (limits.max_turns + 1) * limits.step_s
     episode_s += limits.grading.longest_s
-    if not self.stall_s >= episode_s:
+    if not self.progress_timeout_s >= episode_s:
       raise ValueError(
-        f"stall_s={self.stall_s:g} is below the {episode_s:g} s that an "
-        "episode may take by rollout.max_turns, step_s and grading; raise it "
-        "or lower those"
+        f"progress_timeout_s={self.progress_timeout_s:g} is below the "
+        f"{episode_s:g} s that an episode may take by rollout.max_turns, "
+        "step_s and grading; raise it or lower those"
       )
 
   def _validate_lengths(self) -> None:

@@ -31,9 +31,9 @@ _RECORDS = (
 _TREES = ("trajectories", "tensorboard", "skipped", WARM_START)
 _MAY_CHANGE = (
   "rounds",
-  "stall_s",
+  "progress_timeout_s",
   "evaluation.",
-  "keeping.",
+  "retention.",
   "warm_start.checkpoint_every",
 )
 
@@ -49,8 +49,8 @@ def claim(
   Raises:
     SettingError: the directory cannot be written, another process uses it, it
       holds records of something else, or a run with other settings. Settings
-      that change nothing in what was learned (rounds, evaluation, keeping,
-      stall_s) may differ.
+      that change nothing in what was learned (rounds, evaluation, retention,
+      progress_timeout_s) may differ.
   """
   directory = pathlib.Path(path)
   # Before the lock: nothing is left in a directory that is not ours.

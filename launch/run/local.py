@@ -94,7 +94,7 @@ class _Run:
     self._screen = screen
     self._parts = assemble.build(experiment, run_dir, screen.note)
     self._checkpoints = checkpoint.Checkpoints(
-      run_dir / "checkpoints", experiment.keeping.checkpoints
+      run_dir / "checkpoints", experiment.retention.checkpoints
     )
     self._closing = contextlib.ExitStack()
     self._saved = -1
@@ -271,7 +271,7 @@ class _Run:
     self._screen.update(metrics, str(round_warnings.worst(groups) or ""))
     for line in self._warnings.after(metrics, groups):
       self._screen.warn(line)
-    every = self._experiment.keeping.episodes_every
+    every = self._experiment.retention.episodes_every
     if (number := int(metrics["round"])) % every == 1 % every:
       if (gap := self._parts.trainer.gap) is not None:
         rollout_samples.write_gap(self._dir, number, gap)
@@ -301,7 +301,7 @@ class _Run:
       round_warnings.NothingTrained: in too many rounds; this one is saved.
     """
     trained, hopeless = progress.trained, self._warnings.hopeless
-    due = trained % self._experiment.keeping.checkpoint_every == 0
+    due = trained % self._experiment.retention.checkpoint_every == 0
     last = trained == self._experiment.rounds
     if due or last or self._signals.number or hopeless:
       self._save(progress)
@@ -327,7 +327,7 @@ class _Run:
       self._evaluate(version),
       owner="the run",
       what=f"the evaluation of version {version}",
-      deadline_s=self._experiment.stall_s,
+      deadline_s=self._experiment.progress_timeout_s,
       in_steps=True,
     )
 

@@ -53,7 +53,7 @@ class WarmStartFiles:
     """
     assert experiment.warm_start is not None
     self.checkpoints = self._saved = checkpoint.Checkpoints(
-      run_dir / workdir.WARM_START, experiment.keeping.checkpoints
+      run_dir / workdir.WARM_START, experiment.retention.checkpoints
     )
     self._dir, self._settings = run_dir, experiment.warm_start
     self._spans, self._note = spans, note

@@ -51,7 +51,7 @@ class Settings:
   schedule: overlap.Overlap
   rounds: int
   seed: int
-  stall_s: float
+  progress_timeout_s: float
   success: float
   unfit: dynamic_sampling.Unfit
 
@@ -144,7 +144,7 @@ class Coordinator:
 
     Raises:
       Stopped: `stop` was called; the observer has seen the boundary.
-      watchdog.Stalled: something waited longer than `stall_s`.
+      watchdog.Stalled: something waited longer than `progress_timeout_s`.
     """
     self._trained = progress.trained
     self._trainer.restore(progress.state)
@@ -319,7 +319,7 @@ class Coordinator:
       with self._dog.noted(
         owner="learner",
         what="the version before to be served",
-        deadline_s=self._settings.stall_s,
+        deadline_s=self._settings.progress_timeout_s,
       ):
         await self._publishing
       self._publishing = None
@@ -344,7 +344,7 @@ class Coordinator:
       work,
       owner="learner",
       what=what,
-      deadline_s=self._settings.stall_s,
+      deadline_s=self._settings.progress_timeout_s,
       in_steps=in_steps,
     )
 

@@ -99,7 +99,8 @@ class Player:
     closing: environments of episodes that are over.
     late: what is left of those that did not end in time.
     dog: its table names what each episode waits for.
-    stall_s: deadline in that table; it is the learner's wait that enforces it.
+    progress_timeout_s: deadline in that table; the learner's wait enforces
+      it.
   """
 
   source: base.Source
@@ -109,7 +110,7 @@ class Player:
   limits: Rollout
   log: event_log.EventLog
   dog: watchdog.Watchdog | None = None
-  stall_s: float = math.inf
+  progress_timeout_s: float = math.inf
   priority: Callable[[int, int], tuple[int, ...]] = lambda group, index: (
     group,
     index,
@@ -389,7 +390,7 @@ class _Member:
     return self._player.dog.noted(
       owner=f"episode {session}",
       what="an answer of the engine",
-      deadline_s=self._player.stall_s,
+      deadline_s=self._player.progress_timeout_s,
     )
 
   def _turned(self, turn: trajectory.Turn) -> None:

@@ -132,7 +132,7 @@ class Simulation:
     rounds: simulated in all.
     warmup: rounds at the beginning that no statistic counts, besides those
       that a bound on staleness lets run ahead.
-    stall_s: virtual seconds without progress after which it gives up.
+    progress_timeout_s: virtual seconds without progress that end it.
   """
 
   cluster: Cluster = dataclasses.field(default_factory=Cluster)
@@ -147,7 +147,7 @@ class Simulation:
   rounds: int = 10
   warmup: int = 1
   seed: int = 0
-  stall_s: float = 1e6
+  progress_timeout_s: float = 1e6
 
   @property
   def counted(self) -> range:
@@ -168,8 +168,10 @@ class Simulation:
       pool.name: pool.kind for pool in self.cluster.pools
     }
     self.routing.validate_pools(kinds)
-    if not self.stall_s > 0:
-      raise ValueError(f"stall_s={self.stall_s} is not above 0")
+    if not self.progress_timeout_s > 0:
+      raise ValueError(
+        f"progress_timeout_s={self.progress_timeout_s} is not above 0"
+      )
     names = [one.name for one in self.workloads]
     if not names or len(set(names)) < len(names):
       raise ValueError(f"workloads: {names} are not one or more names")
@@ -315,7 +317,7 @@ class _Run:
         schedule=schedule,
         rounds=settings.rounds,
         seed=settings.seed,
-        stall_s=settings.stall_s,
+        progress_timeout_s=settings.progress_timeout_s,
         success=1.0,
         unfit=dynamic_sampling.take_all,
       ),

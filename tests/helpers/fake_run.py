@@ -87,7 +87,7 @@ class Run:
   decode_s: Callable[[tuple[int, ...]], float] = lambda priority: 0.0
   learner_s: float = 0.0
   update_s: float = 0.0
-  stall_s: float = 20.0
+  progress_timeout_s: float = 20.0
   step_s: float = 5.0
   num_engines: int = 1
   group_size: int = GROUP
@@ -148,7 +148,7 @@ class Run:
         schedule=self.schedule,
         rounds=self.rounds,
         seed=0,
-        stall_s=self.stall_s,
+        progress_timeout_s=self.progress_timeout_s,
         success=1.0,
         unfit=dynamic_sampling.unfit(self.sampling, advantages.Grpo()),
       ),

@@ -146,7 +146,7 @@ class Run:
   num_engines: int = 1
   group_size: int = 2
   step_s: float = 60.0
-  stall_s: float = 1e5
+  progress_timeout_s: float = 1e5
   seed: int = 0
   observer: Observer = dataclasses.field(default_factory=Observer)
   build: Callable[[], Any] | None = None
@@ -208,7 +208,7 @@ class Run:
         schedule=self.schedule,
         rounds=self.rounds,
         seed=self.seed,
-        stall_s=self.stall_s,
+        progress_timeout_s=self.progress_timeout_s,
         success=1.0,
         unfit=dynamic_sampling.unfit(self.sampling, advantages.Grpo()),
       ),

@@ -36,7 +36,7 @@ EXPERIMENT = flags.load(
     "batch.rows": "8",
     "warm_start": "none",
     "evaluation.episodes": "0",
-    "keeping.checkpoint_every": "1",
+    "retention.checkpoint_every": "1",
     # The first step is taken; what it leaves gives no number any more.
     "optimizer.learning_rate": "1e30",
   },

@@ -99,10 +99,15 @@ def test_a_setting_that_cannot_work_ends_it_before_it_begins(config):
   [
     (["--timeline={config}"], 2, "error: --timeline={config} cannot be wri"),
     (["--timeline={config}/deep"], 2, "cannot be written: Not a directory"),
-    (["--config.stall_s=0"], 2, "error: stall_s=0.0 is not above 0"),
     (
-      ["--config.stall_s=0.5"],
-      "stall_s=0.5: learner waited 0.5 s for 4 groups, the first of them 0",
+      ["--config.progress_timeout_s=0"],
+      2,
+      "error: progress_timeout_s=0.0 is not above 0",
+    ),
+    (
+      ["--config.progress_timeout_s=0.5"],
+      "progress_timeout_s=0.5: learner waited 0.5 s for 4 groups, the first "
+      "of them 0",
       "",
     ),
   ],

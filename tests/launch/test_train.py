@@ -36,8 +36,8 @@ TINY = {
   "warm_start": "none",
   "evaluation.episodes": "16",
   "evaluation.every": "2",
-  "keeping.checkpoint_every": "2",
-  "keeping.episodes_every": "2",
+  "retention.checkpoint_every": "2",
+  "retention.episodes_every": "2",
 }
 SYNC = {
   "overlap.max_staleness": "0",
@@ -193,7 +193,7 @@ def wait_for_rounds(workdir, count, process, deadline_s=200):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_stopped_run_saves_and_the_same_command_goes_on(number, tmp_path):
-  settings = TINY | {"rounds": "40", "keeping.checkpoint_every": "1000"}
+  settings = TINY | {"rounds": "40", "retention.checkpoint_every": "1000"}
   process = start(command(tmp_path, settings))
   wait_for_rounds(tmp_path, 3, process)
   process.send_signal(number)

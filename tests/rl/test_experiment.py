@@ -50,7 +50,7 @@ def _override(tree, overrides):
     {"placement.learner.tensor": "2", "placement.learner.rules.vocab": "none"},
     {"placement.decode.data": "8"},
     {"batch.length": "32", "rollout.max_tokens": "32"},
-    {"stall_s": "631.5"},
+    {"progress_timeout_s": "631.5"},
     {
       "algorithm.advantage": (
         "token_advantages.ReinforcePlusPlus(baseline=group)"
@@ -195,25 +195,31 @@ def test_settings_that_fit_together_are_accepted(experiment, overrides):
     ({"algorithm.advantage.ddof": "8"}, "Grpo: ddof=8 must be 0 or 1"),
     ({"engine.linger_s": "nan"}, "engine.linger_s=nan is not in [0, 1)"),
     (
-      {"keeping.checkpoint_every": "0"},
-      "keeping.checkpoint_every=0 is below",
+      {"retention.checkpoint_every": "0"},
+      "retention.checkpoint_every=0 is below",
     ),
-    ({"keeping.checkpoints": "0"}, "keeping.checkpoints=0 is below 1"),
-    ({"keeping.episodes_every": "0"}, "keeping.episodes_every=0 is below 1"),
+    ({"retention.checkpoints": "0"}, "retention.checkpoints=0 is below 1"),
+    (
+      {"retention.episodes_every": "0"},
+      "retention.episodes_every=0 is below 1",
+    ),
     # An episode: 8 turns and a start of at most 60 s; three calls of a reward,
     # 30 s each, with waits of 0.5 and 1 s between them.
     (
-      {"stall_s": "631"},
-      "stall_s=631 is below the 631.5 s that an episode may take",
+      {"progress_timeout_s": "631"},
+      "progress_timeout_s=631 is below the 631.5 s that an episode may take",
     ),
-    ({"stall_s": "nan"}, "stall_s=nan is below the 631.5 s"),
+    (
+      {"progress_timeout_s": "nan"},
+      "progress_timeout_s=nan is below the 631.5 s",
+    ),
     (
       {"rollout.step_s": "1000"},
-      "stall_s=1200 is below the 9091.5 s that an episode may take",
+      "progress_timeout_s=1200 is below the 9091.5 s that an episode may take",
     ),
     (
-      {"rollout.grading.attempts": "1", "stall_s": "569"},
-      "stall_s=569 is below the 570 s that an episode may take",
+      {"rollout.grading.attempts": "1", "progress_timeout_s": "569"},
+      "progress_timeout_s=569 is below the 570 s that an episode may take",
     ),
     # 16 groups a round in micro-batches of 8: the first trains too early.
     (

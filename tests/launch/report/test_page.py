@@ -140,7 +140,7 @@ def run_dir(tmp_path):
   path = tmp_path / "guess_number"
   path.mkdir()
   config = {
-    "stall_s": math.inf,
+    "progress_timeout_s": math.inf,
     "overlap": overrides.to_json(SCHEDULE),
     "rollout": {"group_size": event_logs.GROUP_SIZE},
   }

@@ -85,7 +85,7 @@ def test_an_evaluation_without_an_answer_ends_the_run(run_dir, capsys):
     quick,
     grading=dataclasses.replace(quick.grading, attempts=1, deadline_s=0.5),
   )
-  silent = experiment(SilentSettings, 4, rollout=quick, stall_s=1.0)
+  silent = experiment(SilentSettings, 4, rollout=quick, progress_timeout_s=1.0)
   assert local.train(silent, run_dir) == 1
   told = capsys.readouterr().out
   assert "for the evaluation of version 0 (deadline 1.0 s)" in told
@@ -150,8 +150,8 @@ def test_what_a_failed_run_broke_is_told_before_its_error(run_dir, capsys):
 
 
 def test_what_engine_and_learner_say_of_the_same_tokens_is_kept(run_dir):
-  keeping = experiment_lib.Keeping(episodes_every=3)
-  assert local.train(experiment(keeping=keeping), run_dir) == 0
+  retention = experiment_lib.Retention(episodes_every=3)
+  assert local.train(experiment(retention=retention), run_dir) == 0
   lines = (run_dir / "logprob_gap.jsonl").read_text().splitlines()
   rows = [json.loads(line) for line in lines]
   assert [row["round"] for row in rows] == [1, 4]

@@ -197,7 +197,9 @@ def test_a_dead_wait_is_named():
   def forever(priority):
     return 60.0 if priority[0] == 1 else 0.0
 
-  run = fake_run.Run(overlap.sync(4, 1, 2), decode_s=forever, stall_s=0.3)
+  run = fake_run.Run(
+    overlap.sync(4, 1, 2), decode_s=forever, progress_timeout_s=0.3
+  )
   with pytest.raises(watchdog.Stalled, match=r"learner.*1 groups.*them 1"):
     run.start()
 
@@ -213,7 +215,7 @@ def test_an_evaluation_that_never_ends_ends_the_run_instead(name):
   run = virtual_run.Run(
     fake_run.SCHEDULES[name],
     observer=virtual_run.Observer(_never),
-    stall_s=100.0,
+    progress_timeout_s=100.0,
   )
   found = "learner waited .* for the evaluation of version 1 "
   with pytest.raises(watchdog.Stalled, match=found) as stalled:
@@ -227,7 +229,7 @@ def test_an_evaluation_that_never_ends_ends_the_run_instead(name):
 
 def test_engines_that_never_take_weights_end_the_run():
   run = virtual_run.Run(
-    fake_run.SCHEDULES["bounded"], update_s=1e6, stall_s=100.0
+    fake_run.SCHEDULES["bounded"], update_s=1e6, progress_timeout_s=100.0
   )
   with pytest.raises(watchdog.Stalled, match="engines to take version 1"):
     run.start()

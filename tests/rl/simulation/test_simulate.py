@@ -162,7 +162,7 @@ def test_a_pipeline_is_near_its_on_policy_bound(ladder):
 
 
 def test_a_run_that_stalls_says_how_long_it_waited():
-  simulated = settings(overlap.sync(4), stall_s=1.5)
+  simulated = settings(overlap.sync(4), progress_timeout_s=1.5)
   with pytest.raises(watchdog.Stalled, match=r"learner waited 1\.5 s for 4 gr"):
     simulate.simulate(simulated)
 
@@ -214,7 +214,7 @@ def test_sessions_go_where_the_routing_says():
     ({"rounds": 2}, r"rounds=2 leaves none to measure.* use rounds=7"),
     ({"workloads": ()}, r"workloads: \[\] are not"),
     ({"workloads": (HEAVY, HEAVY)}, "are not one or more names"),
-    ({"stall_s": 0.0}, "stall_s=0.0 is not above 0"),
+    ({"progress_timeout_s": 0.0}, "progress_timeout_s=0.0 is not above 0"),
     ({"cluster": simulate.Cluster(pools=())}, "nothing decodes"),
     (
       {"cluster": simulate.Cluster(transfer_s=math.inf)},
