@@ -80,8 +80,8 @@ async def play(
 
 
 async def start(
-  settings: engine_settings.Settings,
-) -> tuple[engine_settings.Engine, mesh_thread.MeshThread]:
+  settings: contract.Settings,
+) -> tuple[contract.StartableEngine, mesh_thread.MeshThread]:
   """Returns an engine of random weights, and its thread."""
   _, layout = placement.Placement(colocated=True).layouts()
   thread = mesh_thread.MeshThread("decode", trace.Trace(None))
@@ -94,7 +94,7 @@ async def start(
   return served, thread
 
 
-def _settings(name: str) -> engine_settings.Settings:
+def _settings(name: str) -> contract.Settings:
   if name == "built_in":
     return BUILT_IN
   from rl.engine.sglang import settings as sglang_settings

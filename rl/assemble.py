@@ -18,7 +18,6 @@ from rl.algorithms import dynamic_sampling
 from rl.audit import event_log
 from rl.data import trajectory
 from rl.engine import contract
-from rl.engine.builtin import settings as engine_settings
 from rl.loop import coordinator, progress, warm_start
 from rl.pools import router, weight_publisher
 from rl.rollout import episode, grading, group_rollout, prompts
@@ -47,7 +46,7 @@ class Parts:
   programs: learner.Learner
   learner_thread: mesh_thread.MeshThread
   decode_threads: Sequence[mesh_thread.MeshThread]
-  engines: Sequence[engine_settings.Engine]
+  engines: Sequence[contract.StartableEngine]
   router: router.Router
   publisher: weight_publisher.WeightPublisher
   player: group_rollout.Player

@@ -12,6 +12,7 @@ from models.attention import backend
 from models.chat import word_chat
 from models.hf import load
 from rl.algorithms import presets, references
+from rl.engine import contract
 from rl.engine.builtin import settings as engine_settings
 from rl.engine.sglang import settings as sglang_settings
 from rl.loop import warm_start as warm_start_lib
@@ -113,7 +114,7 @@ class Experiment:
   engine: (
     engine_settings.EngineSettings
     | sglang_settings.SglangSettings
-    | engine_settings.Settings
+    | contract.Settings
   ) = dataclasses.field(default_factory=engine_settings.EngineSettings)
   publishing: weight_publisher.Publishing = dataclasses.field(
     default_factory=weight_publisher.Publishing

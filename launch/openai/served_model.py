@@ -16,6 +16,7 @@ from models.hf import load
 from rl import experiment as experiment_lib
 from rl.agents import answer_stream
 from rl.data import trajectory
+from rl.engine import contract
 from rl.engine.builtin import settings as engine_settings
 from rl.pools import placement as placement_lib
 from rl.pools import router
@@ -52,7 +53,7 @@ class Hosting:
   """
 
   model: model_config.ModelConfig
-  engine: engine_settings.Settings = dataclasses.field(
+  engine: contract.Settings = dataclasses.field(
     default_factory=lambda: engine_settings.EngineSettings(slots=16)
   )
   placement: placement_lib.Placement = dataclasses.field(

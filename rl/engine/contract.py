@@ -7,14 +7,17 @@ update_weights(version, params, in_flight): what becomes of those that run
 import dataclasses
 import itertools
 import math
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import jax
 import numpy as np
 from jaxtyping import Float32, Int32
 
+from models import config as model_config
+from models import sharding
 from rl.data import trajectory
+from rl.runtime import mesh_thread
 
 InFlight = Literal["drain", "abort", "recompute", "keep_kv"]
 """What becomes of requests in flight when weights arrive.
@@ -392,4 +395,110 @@ class DecodeEngine(Protocol):
 
   async def close(self) -> None:
     """Stops; requests in flight raise EngineClosed."""
+    ...
+
+
+@runtime_checkable
+class StartableEngine(DecodeEngine, Protocol):
+  """An engine that a run starts itself."""
+
+  async def start(
+    self,
+    params: Any,
+    version: trajectory.PolicyVersion,
+    report: Callable[[str], None] = lambda text: None,
+  ) -> None:
+    """Takes the first weights, compiles its programs and begins to serve.
+
+    Args:
+      report: told about progress.
+    """
+    ...
+
+
+@runtime_checkable
+class SessionRouter(Protocol):
+  """Engines as one, for episodes and served agents: `pools.router.Router`.
+
+  A conversation is a session: `begin`, requests that carry its name, `end`.
+  Methods that `DecodeEngine` has too do the same here.
+  """
+
+  @property
+  def capabilities(self) -> Capabilities:
+    """Abilities that all engines share."""
+    ...
+
+  async def begin(self, session: str, domain: str) -> int:
+    """Returns the number of a session's engine, once one takes it.
+
+    Args:
+      domain: name of the source of the session's task.
+    """
+    ...
+
+  def serves(self, number: int) -> int:
+    """Returns the version that an engine serves."""
+    ...
+
+  def end(self, session: str) -> None:
+    """Ends a session, also one that has ended."""
+    ...
+
+  async def generate(self, request: DecodeRequest) -> Completion:
+    """Samples one answer."""
+    ...
+
+  def stream(self, request: DecodeRequest) -> AsyncGenerator[Delta]:
+    """Yields an answer as it is sampled."""
+    ...
+
+  def abort(self, request_id: str | None) -> None:
+    """Ends a request with what it has; None ends all of them."""
+    ...
+
+  def begun(self, request_id: str) -> trajectory.PolicyVersion | None:
+    """Returns the version of a request's first token, if it has one."""
+    ...
+
+  def stats(self) -> EngineStats:
+    """Returns the counters of all engines."""
+    ...
+
+
+@runtime_checkable
+class Settings(Protocol):
+  """Settings of an engine, a frozen dataclass: its sizes, and `build`."""
+
+  def validate(self) -> None:
+    """Raises ValueError on a size that cannot work."""
+    ...
+
+  def validate_model(self, config: model_config.ModelConfig) -> None:
+    """Raises ValueError on a model that such an engine cannot serve."""
+    ...
+
+  def validate_installed(self) -> None:
+    """Raises ValueError when its package is missing."""
+    ...
+
+  @property
+  def split_rows(self) -> Mapping[str, int]:
+    """Numbers of rows that are split over the mesh, by their setting."""
+    ...
+
+  def build(
+    self,
+    config: model_config.ModelConfig,
+    layout: sharding.Layout,
+    thread: mesh_thread.MeshThread,
+  ) -> StartableEngine:
+    """Returns an engine, not started.
+
+    Args:
+      thread: of the mesh; the caller closes it.
+
+    Raises:
+      ValueError: its package is missing.
+    """
     ...

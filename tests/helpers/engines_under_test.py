@@ -33,7 +33,7 @@ CONFIG = config_lib.tiny_moe(
   max_length=96,
   compute=config_lib.Compute(moe_block=4),
 )
-SETTINGS: dict[str, engine_settings.Settings] = {
+SETTINGS: dict[str, contract.Settings] = {
   "built_in": engine_settings.EngineSettings(
     slots=4,
     page_size=4,
@@ -200,7 +200,7 @@ class Served:
 def serve(
   name: str,
   config: config_lib.ModelConfig = CONFIG,
-  settings: engine_settings.Settings | None = None,
+  settings: contract.Settings | None = None,
   tensor: int = 1,
 ):
   """Starts an engine of its own, on devices behind the first."""

@@ -2,13 +2,11 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar
 
 from models import config as model_config
 from models import sharding
-from rl.data import trajectory
-from rl.engine import contract
 from rl.runtime import mesh_thread
 
 if TYPE_CHECKING:
@@ -18,62 +16,6 @@ if TYPE_CHECKING:
 _WHOLE = 16
 _WASTE = 256
 """Ids of padding that are cheaper than another program."""
-
-
-@runtime_checkable
-class Engine(contract.DecodeEngine, Protocol):
-  """An engine that a run starts itself."""
-
-  async def start(
-    self,
-    params: Any,
-    version: trajectory.PolicyVersion,
-    report: Callable[[str], None] = lambda text: None,
-  ) -> None:
-    """Takes the first weights, compiles its programs and begins to serve.
-
-    Args:
-      report: told about progress.
-    """
-    ...
-
-
-@runtime_checkable
-class Settings(Protocol):
-  """Which engine, and of what size: a frozen dataclass."""
-
-  def validate(self) -> None:
-    """Raises ValueError on a size that cannot work."""
-    ...
-
-  def validate_model(self, config: model_config.ModelConfig) -> None:
-    """Raises ValueError on a model that such an engine cannot serve."""
-    ...
-
-  def validate_installed(self) -> None:
-    """Raises ValueError when its package is missing."""
-    ...
-
-  @property
-  def split_rows(self) -> Mapping[str, int]:
-    """Numbers of rows that are split over the mesh, by their setting."""
-    ...
-
-  def build(
-    self,
-    config: model_config.ModelConfig,
-    layout: sharding.Layout,
-    thread: mesh_thread.MeshThread,
-  ) -> Engine:
-    """Returns an engine, not started.
-
-    Args:
-      thread: of the mesh; the caller closes it.
-
-    Raises:
-      ValueError: its package is missing.
-    """
-    ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

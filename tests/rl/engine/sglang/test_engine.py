@@ -19,7 +19,6 @@ import pytest
 from models import config as config_lib
 from models import rope
 from rl.engine import contract
-from rl.engine.builtin import settings as engine_settings
 from rl.engine.sglang import process_isolation, scheduler_thread
 from rl.engine.sglang import requests as sglang_requests
 from rl.engine.sglang.settings import SglangSettings
@@ -33,7 +32,7 @@ SMALL = SglangSettings(slots=2, row_buckets=(2,), token_buckets=(32,))
 
 
 def test_the_defaults_are_settings_that_a_run_can_have():
-  settings: engine_settings.Settings = SglangSettings()
+  settings: contract.Settings = SglangSettings()
   settings.validate()
   settings.validate_model(CONFIG)
   assert settings.split_rows == {}
