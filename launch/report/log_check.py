@@ -34,15 +34,15 @@ class Source:
   Attributes:
     submitted: places in the order of submission. They are given by the weights
       of the sources, so this is the mix that was asked for; the place of a
-      surplus is given again, and counts once.
+      redundant group is given again, and counts once.
     trained: groups of its tasks.
-    starved: places that it lost, because it was too slow for the bound.
+    too_slow: places that it lost, because it was too slow for the bound.
     attempts: that these had taken.
   """
 
   submitted: int = 0
   trained: int = 0
-  starved: int = 0
+  too_slow: int = 0
   attempts: int = 0
 
 
@@ -81,18 +81,18 @@ class Verdict:
     bound = "an unknown bound" if self.bound is None else str(self.bound)
     return (
       f"staleness: at most {max(self.lags, default=0)} of {bound} allowed, "
-      f"over {self.lags.total():,} groups; {self.books}{self._starved}"
+      f"over {self.lags.total():,} groups; {self.books}{self._slow_sources}"
     )
 
   @property
-  def _starved(self) -> str:
-    starved = [
-      f"{name} in {source.starved:,} of {source.submitted:,} places, after "
+  def _slow_sources(self) -> str:
+    slow = [
+      f"{name} in {source.too_slow:,} of {source.submitted:,} places, after "
       f"{source.attempts:,} attempts"
       for name, source in self.sources.items()
-      if source.starved
+      if source.too_slow
     ]
-    return f"; too slow for the bound: {', '.join(starved)}" if starved else ""
+    return f"; too slow for the bound: {', '.join(slow)}" if slow else ""
 
   @property
   def text(self) -> str:
@@ -118,16 +118,16 @@ class Verdict:
 
   @property
   def _mix(self) -> list[str]:
-    """A line for each source, when there are several or one starved."""
+    """A line for each source, when there are several or one is too slow."""
     told = self.sources.values()
-    if len(told) < 2 and not any(source.starved for source in told):
+    if len(told) < 2 and not any(source.too_slow for source in told):
       return []
     submitted = sum(source.submitted for source in told)
     trained = sum(source.trained for source in told)
     return [
       f"groups of {name}: {_share(source.submitted, submitted)} of those "
       f"submitted, {_share(source.trained, trained)} of those trained; "
-      f"{source.starved:,} starved, after {source.attempts:,} attempts"
+      f"{source.too_slow:,} too slow, after {source.attempts:,} attempts"
       for name, source in self.sources.items()
     ]
 
@@ -155,19 +155,19 @@ class Mix:
       case "restored":
         known = self._last.get(event["group"], token_ledger.UNKNOWN)
         self._begin(event["group"], known)
-      case "starved":
+      case "source_too_slow":
         source = self.sources[event["source"]]
-        source.starved += 1
+        source.too_slow += 1
         source.attempts += event["attempts"]
       case "trained" if event["group"] in self._last:
         self.sources[self._last[event["group"]]].trained += 1
         self._end(event["group"])
-      case "dropped" if self._is_surplus(event):
+      case "dropped" if self._is_redundant(event):
         self.sources[self._first[event["group"]]].submitted -= 1
         self._end(event["group"])
 
-  def _is_surplus(self, event: event_log.Event) -> bool:
-    return event["reason"] == "surplus" and event["group"] in self._first
+  def _is_redundant(self, event: event_log.Event) -> bool:
+    return event["reason"] == "redundant" and event["group"] in self._first
 
   def _begin(self, group: int, source: str) -> None:
     self._last[group] = source

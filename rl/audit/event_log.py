@@ -22,7 +22,7 @@ Kinds of events and their fields, all with `t` seconds since the log began:
   engine_lost    engine, reason
   engine_back    engine
   fallback       session, wanted, engine  served by hardware of another kind
-  starved      group, attempt, source, task, attempts     too slow for the bound
+  source_too_slow  group, attempt, source, task, attempts  too old, too often
   resumed        trained, next_group      a restart goes on after so many rounds
   restored       group, attempt, tokens, first_version    ready before a restart
 
@@ -74,13 +74,13 @@ KINDS = frozenset(OF_ATTEMPT) | {
   "engine_lost",
   "engine_back",
   "fallback",
-  "starved",
+  "source_too_slow",
   "resumed",
 }
 
 _OF_PUBLISH = ("publish_start", "published")
 _OF_LEARNER = ("dequeued", "trained", "update")
-_OF_DROP = ("dropped", "starved")
+_OF_DROP = ("dropped", "source_too_slow")
 
 # At 4 us each a flush keeps the event loop for no longer than 4 ms.
 _FLUSH_EVERY = 1000
@@ -271,7 +271,7 @@ class _Stretch:
     elif kind == "trained":
       self.trained[group] = event["version"], attempt
     elif kind == "dropped":
-      cancelled = event["reason"] == "surplus"
+      cancelled = event["reason"] == "redundant"
       self.dropped[group, attempt] = event["version"] if cancelled else None
 
 
@@ -329,7 +329,7 @@ def _stays(stretches: Sequence[_Stretch], number: int, event: Event) -> bool:
     return event["version"] <= floor and done
   if kind in _OF_LEARNER:
     return event["version"] < floor
-  if kind not in (*OF_ATTEMPT, "starved"):
+  if kind not in (*OF_ATTEMPT, "source_too_slow"):
     return True
   place = event["group"], event["attempt"]
   if kind in _OF_DROP and any(place in stretch.restored for stretch in later):

@@ -114,8 +114,8 @@ def ends_in_time(
   """No attempt is lost: it is trained or dropped in time.
 
   In the order of submission, and in any with a bound of 0, what is admitted at
-  version v is of round v + eta at the latest, or surplus then. None is open any
-  more at version v + eta + 2: a surplus has one round to come to its end.
+  version v is of round v + eta at the latest, or redundant then. None is open
+  any more at version v + eta + 2: a redundant group has one round to end.
 
   In the order of completion with a bound above 0, with redundant groups or
   without, others may overtake an attempt as long as it has no token. From its

@@ -236,7 +236,7 @@ class Attempts:
   """Follows a log, event by event.
 
   Args:
-    launched: members of a group that are played, surplus ones included.
+    launched: members of a group that are played, redundant ones included.
     settle: is given each attempt that is over.
   """
 

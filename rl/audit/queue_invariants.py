@@ -12,7 +12,7 @@ from rl.schedule import overlap
 class Slots(invariant.Invariant):
   """The attempts at a group follow one another, at tasks of one source.
 
-  A task that is too slow for the bound, and so starved, may give way to one of
+  A task that is too slow for the bound, and so replaced, may give way to one of
   any source.
   """
 
@@ -20,7 +20,7 @@ class Slots(invariant.Invariant):
     self._recycles = schedule.consume == "recycle"
     self._begun: dict[int, event_log.Event] = {}
     self._dropped: dict[int, event_log.Event] = {}
-    self._starved: set[str] = set()
+    self._too_slow: set[str] = set()
     self._over = _Ids()
 
   def submitted(self, event: event_log.Event) -> Iterator[str]:
@@ -38,9 +38,9 @@ class Slots(invariant.Invariant):
     self._begun[group] = event
     self._dropped.pop(group, None)
 
-  def starved(self, event: event_log.Event) -> Iterator[str]:
+  def source_too_slow(self, event: event_log.Event) -> Iterator[str]:
     """What follows on this task is another one."""
-    self._starved.add(event["task"])
+    self._too_slow.add(event["task"])
     yield from ()
 
   def _follows(
@@ -51,8 +51,8 @@ class Slots(invariant.Invariant):
       yield f"{where}: submitted after attempt {before['attempt']}"
     elif dropped is None:
       yield f"{where}: submitted before the attempt before it was dropped"
-    elif before.get("task") in self._starved:
-      self._starved.remove(before["task"])
+    elif before.get("task") in self._too_slow:
+      self._too_slow.remove(before["task"])
     elif event["source"] != before.get("source", event["source"]):
       yield (
         f"{where}: a task of {event['source']} in the place of one of "
@@ -68,9 +68,9 @@ class Slots(invariant.Invariant):
     yield from ()
 
   def dropped(self, event: event_log.Event) -> Iterator[str]:
-    """A surplus group is not played again."""
+    """A redundant group is not played again."""
     self._dropped[event["group"]] = event
-    if event["reason"] == "surplus":
+    if event["reason"] == "redundant":
       self._end(event["group"])
     yield from ()
 
@@ -115,7 +115,7 @@ class _Ids:
 
 
 class Admission(invariant.Invariant):
-  """Group i is admitted when i < (version + eta + 1) R, and a surplus.
+  """Group i is admitted when i < (version + eta + 1) R, and redundant ones.
 
   Cancelled groups do not count in i.
   """
@@ -152,7 +152,7 @@ class Admission(invariant.Invariant):
 
   def dropped(self, event: event_log.Event) -> Iterator[str]:
     """A cancelled group gives its place back."""
-    if event["reason"] == "surplus" and event["group"] in self._under_way:
+    if event["reason"] == "redundant" and event["group"] in self._under_way:
       self._under_way.remove(event["group"])
       self._admitted -= 1
     yield from ()
@@ -213,7 +213,7 @@ class SubmitOrder(invariant.Invariant):
 
   def dropped(self, event: event_log.Event) -> Iterator[str]:
     """A cancelled group is passed over."""
-    if event["reason"] == "surplus":
+    if event["reason"] == "redundant":
       self._cancelled.add(event["group"])
     yield from ()
 

@@ -25,7 +25,7 @@ class Ledger:
     masked: of members of trained groups that are not trained.
     causes: of what is masked: "not finite" is a skipped update, "no advantage"
       a group that is flat or of one, "unknown" what was restored.
-    dropped: by reason; "surplus" holds the redundant members of trained
+    dropped: by reason; "redundant" holds the redundant members of trained
       groups too.
     in_flight: of attempts that are neither trained nor dropped.
   """
@@ -135,7 +135,7 @@ def of_attempt(attempt: lifecycle.Attempt) -> Ledger:
     if i in chosen:
       continue
     if member.over:
-      dropped[member.reason or "surplus"] += member.sampled
+      dropped[member.reason or "redundant"] += member.sampled
     else:
       in_flight += member.sampled
   return Ledger(

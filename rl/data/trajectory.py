@@ -29,7 +29,7 @@ class Status(enum.Enum):
   REWARD_FAULT = "reward_fault"
   ENGINE_FAULT = "engine_fault"
   STALE = "stale"
-  SURPLUS = "surplus"
+  REDUNDANT = "redundant"
 
   @property
   def trainable(self) -> bool:
@@ -206,7 +206,7 @@ class Group:
     task: what all of them played.
     admitted: newest published policy when its first member began.
     attempt: how many groups were played in this place before and dropped.
-    surplus_tokens: sampled by members beyond the G.
+    redundant_tokens: sampled by members beyond the G.
   """
 
   group_id: int
@@ -214,12 +214,12 @@ class Group:
   admitted: PolicyVersion
   task: base.Task = NO_TASK
   attempt: int = 0
-  surplus_tokens: int = 0
+  redundant_tokens: int = 0
 
   @property
   def num_sampled(self) -> int:
-    """Number of sampled tokens of all members, the surplus included."""
-    return self.surplus_tokens + sum(t.num_sampled for t in self.trajectories)
+    """Number of sampled tokens of all members, redundant ones included."""
+    return self.redundant_tokens + sum(t.num_sampled for t in self.trajectories)
 
   @property
   def first_version(self) -> PolicyVersion:
@@ -297,7 +297,7 @@ def group_to_json(group: Group) -> dict[str, Any]:
     "admitted": int(group.admitted),
     "task": dataclasses.asdict(group.task),
     "attempt": group.attempt,
-    "surplus_tokens": group.surplus_tokens,
+    "redundant_tokens": group.redundant_tokens,
     "trajectories": [trajectory_to_json(t) for t in group.trajectories],
   }
 
@@ -310,5 +310,5 @@ def group_from_json(data: Mapping[str, Any]) -> Group:
     admitted=PolicyVersion(data["admitted"]),
     task=base.Task(**data["task"]),
     attempt=data["attempt"],
-    surplus_tokens=data["surplus_tokens"],
+    redundant_tokens=data["redundant_tokens"],
   )

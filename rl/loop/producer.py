@@ -112,7 +112,7 @@ class Producer:
         "restored",
         group=group_id,
         attempt=group.attempt,
-        tokens=group.num_sampled - group.surplus_tokens,
+        tokens=group.num_sampled - group.redundant_tokens,
         first_version=int(group.first_version),
       )
 
@@ -193,7 +193,7 @@ class Producer:
         if not reason:
           break
         self._drop(group, reason)
-        if reason == "surplus":
+        if reason == "redundant":
           self._give_up(group_id, play.task)
           return
         if self._stopping:
@@ -247,9 +247,9 @@ class Producer:
       again = self._tasks.next(task.source)
       return group_buffer.Attempt(again, number, refills=before.refills + 1)
     stale = before.stale + 1
-    if stale >= self._schedule.starved_after:
+    if stale >= self._schedule.too_slow_after:
       self._log.emit(
-        "starved",
+        "source_too_slow",
         group=group_id,
         attempt=before.number,
         source=task.source,
@@ -291,7 +291,7 @@ class Producer:
   def _shed(self) -> None:
     self._shed_at = self._gate.version
     for play in self._plays.values():
-      play.abort("surplus")
+      play.abort("redundant")
 
   def ready(self, count: int) -> bool:
     """Whether the next `count` groups may be taken."""
@@ -330,7 +330,7 @@ class Producer:
       self._shed()
     for group in self._buffer.ready.values():
       if self._sheds:
-        self._drop(group, "surplus")
+        self._drop(group, "redundant")
         self._give_up(group.group_id, group.task)
       elif reason := self._too_old(group):
         self._drop(group, reason)

@@ -102,12 +102,12 @@ class Slots:
       self._sources.pop(group, None)
     self._sources |= _submitted(news)
     trained = {event["group"] for event in event_log.of_kind(news, "trained")}
-    surplus = {
+    redundant = {
       event["group"]
       for event in event_log.of_kind(news, "dropped")
-      if event["reason"] == "surplus"
+      if event["reason"] == "redundant"
     }
-    self._gone = trained | surplus
+    self._gone = trained | redundant
     return dict(self._sources)
 
 
@@ -124,7 +124,7 @@ def of_sources(
   `groups` and `share` are of the groups trained, and so are rewards, lengths
   (in ids) and staleness. `episodes` are those that ended or were cut off
   meanwhile; `fault_rate` and `abort_rate` are shares of them. `dropped` are
-  attempts, `starved` the times that a place gave up on the source because it
+  attempts, `too_slow` the times that a place gave up on the source because it
   is too slow for the bound: its share of what is trained falls.
 
   Args:
@@ -192,7 +192,7 @@ def _of_events(counts: collections.Counter[str]) -> dict[str, float]:
     "fault_rate": counts["fault"] / episodes if episodes else np.nan,
     "abort_rate": counts["aborted"] / episodes if episodes else np.nan,
     "dropped": float(counts["dropped"]),
-    "starved": float(counts["starved"]),
+    "too_slow": float(counts["source_too_slow"]),
   }
 
 

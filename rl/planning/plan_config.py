@@ -10,7 +10,7 @@ from rl.pools import affinity, placement
 _FIELDS = tuple(
   field.name
   for field in dataclasses.fields(problem.overlap_lib.Overlap)
-  if field.name not in ("old_logprob", "starved_after", "redundancy")
+  if field.name not in ("old_logprob", "too_slow_after", "redundancy")
 )
 
 

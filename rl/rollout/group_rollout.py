@@ -2,7 +2,7 @@
 
 Player.play -> Play.run: member 0: begin -> play -> end -> grade --+-> Group
                          member 1: begin -> play -> end -> grade --+
-                         ...  the surplus is aborted when G have ended
+                         ...  redundant members are aborted when G have ended
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from rl.runtime import cancellable, watchdog
 
 _STATUS = {
   "stale": trajectory.Status.STALE,
-  "surplus": trajectory.Status.SURPLUS,
+  "redundant": trajectory.Status.REDUNDANT,
   "stopped": trajectory.Status.ENGINE_FAULT,
 }
 
@@ -188,7 +188,9 @@ class Play:
       admitted=self._admitted,
       task=self.task,
       attempt=self.attempt,
-      surplus_tokens=sum(t.num_sampled for t in every if t.index not in chosen),
+      redundant_tokens=sum(
+        t.num_sampled for t in every if t.index not in chosen
+      ),
     )
 
   def abort(self, reason: str) -> None:
@@ -211,7 +213,7 @@ class Play:
     if len(self._finished) == self._group_size:
       for number, member in enumerate(self._members):
         if number not in self._finished:
-          member.abort("surplus")
+          member.abort("redundant")
     return True
 
 

@@ -51,7 +51,7 @@ class Redundancy:
   extra_members: int = 0
 
   def validate(self) -> None:
-    """Raises ValueError on a negative surplus."""
+    """Raises ValueError on a negative count."""
     for name in ("extra_groups", "extra_members"):
       if getattr(self, name) < 0:
         raise ValueError(
@@ -94,9 +94,9 @@ class Overlap:
       of training. What lies between either and the engine is for
       `algorithm.correction` to weigh.
     redundancy: what is played beyond need.
-    starved_after: attempts in a row, in the place of one group, that grew too
-      old, after which their source counts as starved there: it is too slow for
-      the bound, and any source may take the place.
+    too_slow_after: attempts in a row, in the place of one group, that grew too
+      old, after which their source is too slow for the bound there and any
+      source may take the place.
 
   Source: keeping keys and values, PipelineRL, arXiv 2509.19128; frontier,
   RolloutPipe, 2606.26997.
@@ -113,7 +113,7 @@ class Overlap:
   frontier_groups: int = 0
   old_logprob: OldLogprob = "decode"
   redundancy: Redundancy = dataclasses.field(default_factory=Redundancy)
-  starved_after: int = 3
+  too_slow_after: int = 3
 
   @property
   def groups_per_update(self) -> int:
@@ -167,7 +167,7 @@ class Overlap:
       "groups_per_round",
       "updates_per_round",
       "groups_per_microbatch",
-      "starved_after",
+      "too_slow_after",
     ):
       if getattr(self, name) < 1:
         raise ValueError(

@@ -8,9 +8,8 @@ class StalenessGate:
   """Admits a group while fewer than (version + eta + 1) * R are admitted.
 
   With consumption in submission order group i trains at version i // R, so its
-  staleness never exceeds eta, however long it waits in a queue. A surplus of
-  `redundancy.extra_groups` comes on top; those that are cancelled no longer
-  count.
+  staleness never exceeds eta, however long it waits in a queue.
+  `redundancy.extra_groups` come on top; cancelled groups no longer count.
 
   The producer calls `may_admit`, `admit` and `cancel`; whoever publishes calls
   `release` once every engine serves the new version, and not before.
@@ -64,7 +63,7 @@ class StalenessGate:
     return self.next_group - 1
 
   def cancel(self, version: int) -> None:
-    """Forgets one admitted group: it was surplus to a version's needs.
+    """Forgets one admitted group: its version does not need it.
 
     None takes its place while that version lasts.
     """

@@ -24,7 +24,7 @@ KEEP_KV = overlap.in_flight(2, 2, 1, on_publish="keep_kv")
 DROP = dataclasses.replace(IN_FLIGHT, consume="drop")
 RECYCLE = dataclasses.replace(IN_FLIGHT, consume="recycle")
 IN_ORDER = dataclasses.replace(STRICT, consume="submit")
-SURPLUS = dataclasses.replace(
+REDUNDANT = dataclasses.replace(
   IN_FLIGHT, redundancy=overlap.Redundancy(extra_members=1)
 )
 EXTRA = dataclasses.replace(
@@ -43,7 +43,7 @@ SCHEDULES = {
   "drop": DROP,
   "recycle": RECYCLE,
   "submitted": IN_ORDER,
-  "redundant members": SURPLUS,
+  "redundant members": REDUNDANT,
   "redundant groups": EXTRA,
 }
 
@@ -109,7 +109,7 @@ class Run:
       self.member("reward", *place, value=1.0)
     where = {"group": group, "attempt": attempt, "version": self.version}
     self.emit("ready", **where, first_version=first)
-    self.abort(group, attempt, self.launched[GROUP_SIZE:], "surplus")
+    self.abort(group, attempt, self.launched[GROUP_SIZE:], "redundant")
 
   def drop(self, group: int, attempt: int, reason: str) -> None:
     """Aborts every member of an attempt: 5 tokens each."""
@@ -225,7 +225,7 @@ def cancelled():
     run.begin(group)
   run.finish(2)
   run.finish(0)
-  run.drop(1, 0, "surplus")
+  run.drop(1, 0, "redundant")
   run.train([2, 0])
   run.publish()
   # Two of three count, so the second round may begin three more: 3, 4, 5.

@@ -67,7 +67,7 @@ def _ready(draw: random.Random) -> overlap.Overlap:
     _strict(draw),
     consume="ready",
     wait_for_round=draw.random() < 0.3,
-    redundancy=_surplus(draw, draw.randint(0, 3)),
+    redundancy=_redundancy(draw, draw.randint(0, 3)),
   )
 
 
@@ -91,12 +91,12 @@ def _checked(draw: random.Random, consume: overlap.Consume) -> overlap.Overlap:
   return dataclasses.replace(
     base,
     consume=consume,
-    redundancy=_surplus(draw, draw.randint(0, 2)),
-    starved_after=draw.randint(1, 4),
+    redundancy=_redundancy(draw, draw.randint(0, 2)),
+    too_slow_after=draw.randint(1, 4),
   )
 
 
-def _surplus(draw: random.Random, groups: int) -> overlap.Redundancy:
+def _redundancy(draw: random.Random, groups: int) -> overlap.Redundancy:
   return overlap.Redundancy(
     extra_groups=groups, extra_members=draw.randint(0, 2)
   )

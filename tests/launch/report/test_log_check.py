@@ -14,7 +14,7 @@ from rl.schedule import overlap
 from rl.settings import overrides
 from tests.helpers import event_logs
 
-ROOT = pathlib.Path(report_page.__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[3]
 SCHEDULE = overlap.in_flight(4, 1, 1)
 LOG = event_logs.run(SCHEDULE, 60)
 
@@ -130,7 +130,7 @@ def _mixed(*, replaced):
   """Groups 0 and 2 are of the maze and 1 of chess, which is too slow.
 
   Its place is left to another maze if it is `replaced`, else to more chess.
-  Group 2 is surplus.
+  Group 2 is redundant.
   """
   writer = event_logs.Run(SCHEDULE, 1)
   for group in range(3):
@@ -139,10 +139,10 @@ def _mixed(*, replaced):
   writer.drop(1, 0, "stale")
   if replaced:
     where = {"group": 1, "attempt": 0, "source": "chess", "task": "chess/1"}
-    writer.emit("starved", **where, attempts=4)
+    writer.emit("source_too_slow", **where, attempts=4)
   writer.begin(1, attempt=1)
   writer.finish(1, attempt=1)
-  writer.drop(2, 0, "surplus")
+  writer.drop(2, 0, "redundant")
   writer.train([0])
   writer.train([1], attempt=1)
   log = writer.log
@@ -155,7 +155,7 @@ def _mixed(*, replaced):
 def test_each_source_is_told_with_what_it_was_given_and_what_it_trained(
   run_dir,
 ):
-  # The surplus is given back: one place was of each source, and both trained.
+  # The redundant group is given back: one place and one group each.
   _write(run_dir / "events.jsonl", _mixed(replaced=False))
   found = log_check.of_run(run_dir)
   assert found.sources == {
@@ -164,22 +164,24 @@ def test_each_source_is_told_with_what_it_was_given_and_what_it_trained(
   }
   told = (
     "groups of chess: 50.0% of those submitted, 50.0% of those trained; 0 "
-    "starved, after 0 attempts"
+    "too slow, after 0 attempts"
   )
   assert told in found.text.splitlines()
   assert "too slow" not in found.summary
 
 
-def test_a_source_that_starved_is_named_with_its_places_and_attempts(run_dir):
+def test_a_source_that_is_too_slow_is_named_with_its_places_and_attempts(
+  run_dir,
+):
   _write(run_dir / "events.jsonl", _mixed(replaced=True))
   found = log_check.of_run(run_dir)
   assert found.sources == {
-    "chess": log_check.Source(submitted=1, starved=1, attempts=4),
+    "chess": log_check.Source(submitted=1, too_slow=1, attempts=4),
     "maze": log_check.Source(submitted=1, trained=2),
   }
   told = (
     "groups of chess: 50.0% of those submitted, 0.0% of those trained; 1 "
-    "starved, after 4 attempts"
+    "too slow, after 4 attempts"
   )
   assert told in found.text.splitlines()
   assert found.summary.endswith(

@@ -55,7 +55,7 @@ def test_the_most_frequent_fault_has_its_most_frequent_message():
 
 
 def test_what_was_cut_off_is_no_fault():
-  cut = [(STATUS.STALE, "too old"), (STATUS.SURPLUS, "")]
+  cut = [(STATUS.STALE, "too old"), (STATUS.REDUNDANT, "")]
   assert round_warnings.worst([_group(OK, *cut)]) is None
   assert round_warnings.worst([]) is None
 

@@ -281,7 +281,7 @@ def test_a_restored_attempt_leaves_those_before_it():
   assert _surviving(again) == log
 
 
-@pytest.mark.parametrize("reason", ["stale", "surplus"])
+@pytest.mark.parametrize("reason", ["stale", "redundant"])
 def test_a_ready_group_dropped_behind_its_checkpoint_never_was(reason):
   # Saved with both groups ready. Group 0 is dropped, and begun again, before
   # the kill; the restart has it ready as if nothing had happened.
@@ -292,7 +292,7 @@ def test_a_ready_group_dropped_behind_its_checkpoint_never_was(reason):
   saved = len(run.log)
   where = {"group": 0, "attempt": 0}
   run.emit("dropped", **where, reason=reason, version=0, tokens=20)
-  run.emit("starved", **where, source="maze", task="maze/0", attempts=1)
+  run.emit("source_too_slow", **where, source="maze", task="maze/0", attempts=1)
   run.begin(0, attempt=1)
   killed = len(run.log)
   run.train([0, 1])
@@ -315,13 +315,13 @@ def test_a_restored_group_that_is_dropped_after_all_is_dropped_once():
   assert _broken(kept, DROP) == []
 
 
-def test_a_surplus_group_survives_with_the_round_that_cancelled_it():
+def test_a_redundant_group_survives_with_the_round_that_cancelled_it():
   run = logs.Run(SYNC, 2)
   run.admit()
   run.begin(2)
   for group in (0, 1):
     run.finish(group)
-  run.drop(2, 0, "surplus")
+  run.drop(2, 0, "redundant")
   run.train([0, 1])
   run.publish()
   assert _surviving([*run.log, *_resumed(1)]) == run.log

@@ -9,7 +9,7 @@ from tests.helpers import event_logs as logs
 
 _PIPE, _ONE_STEP = logs.run(logs.PIPE), logs.run(logs.ONE_STEP)
 _IN_FLIGHT = logs.run(logs.IN_FLIGHT)
-_SURPLUS = logs.run(logs.SURPLUS, rounds=4)
+_REDUNDANT = logs.run(logs.REDUNDANT, rounds=4)
 _SECOND = {"group": 2, "index": 0}
 
 BROKEN = {
@@ -29,23 +29,23 @@ BROKEN = {
     ["group 1: members [1] were not graded when it was ready"],
   ),
   "a member that was aborted": (
-    logs.change(_SURPLUS, "trained", members=[0, 2], masked=5),
-    logs.SURPLUS,
+    logs.change(_REDUNDANT, "trained", members=[0, 2], masked=5),
+    logs.REDUNDANT,
     ["group 0: members [2] were not graded when it was ready"],
   ),
   "a member beyond those that are played": (
-    _SURPLUS,
+    _REDUNDANT,
     logs.IN_FLIGHT,
     [f"group {i}: members [2] beyond the 2 that are played" for i in range(8)],
   ),
   "a redundant member that never ended": (
-    logs.without(_SURPLUS, "aborted"),
-    logs.SURPLUS,
+    logs.without(_REDUNDANT, "aborted"),
+    logs.REDUNDANT,
     ["group 0: members [2] never ended"],
   ),
   "a redundant member that was never played": (
-    [e for e in _SURPLUS if (e.get("group"), e.get("index")) != (0, 2)],
-    logs.SURPLUS,
+    [e for e in _REDUNDANT if (e.get("group"), e.get("index")) != (0, 2)],
+    logs.REDUNDANT,
     ["group 0: 2 of 3 members were played"],
   ),
   "tokens that were lost": (

@@ -9,7 +9,7 @@ from rl.schedule import overlap
 from tests.helpers import event_logs as logs
 
 IN_FLIGHT = overlap.in_flight(2, 1)
-SURPLUS = dataclasses.replace(
+REDUNDANT = dataclasses.replace(
   IN_FLIGHT, redundancy=overlap.Redundancy(extra_members=1)
 )
 
@@ -176,7 +176,7 @@ def test_a_drop_of_what_the_learner_took_is_out_of_place():
   assert follow([*log, drop])[0] == ["group 0: dropped after it was dequeued"]
 
 
-@pytest.mark.parametrize("log", [_LOG, logs.run(SURPLUS), []])
+@pytest.mark.parametrize("log", [_LOG, logs.run(REDUNDANT), []])
 def test_a_run_in_order_has_nothing_out_of_place(log):
   launched = 3 if len(log) > len(_LOG) else 2
   misplaced, under_way, _ = follow(log, launched)
@@ -195,7 +195,7 @@ def test_memory_is_that_of_the_groups_in_flight():
 
 
 def test_an_attempt_is_over_when_its_redundant_members_are():
-  log = logs.run(SURPLUS)
+  log = logs.run(REDUNDANT)
   late = log[logs.place(log, "aborted", group=0)]
   trained = logs.place(log, "trained", group=0)
   log = logs.without(log, "aborted", group=0)[:trained]
@@ -204,11 +204,11 @@ def test_an_attempt_is_over_when_its_redundant_members_are():
   assert over == []
   _, _, over = follow([*log, late], launched=3)
   assert [str(x) for x in over] == ["group 0"]
-  assert over[0].members[2].reason == "surplus"
+  assert over[0].members[2].reason == "redundant"
 
 
 def test_members_that_never_end_are_given_up_after_two_publishes():
-  log = logs.without(logs.run(SURPLUS, rounds=4), "aborted", group=0)
+  log = logs.without(logs.run(REDUNDANT, rounds=4), "aborted", group=0)
   publishes = [i for i, e in enumerate(log) if e["kind"] == "published"]
   # Trained before the first publish, so it is given up at the second.
   _, under_way, _ = follow(log[: publishes[1]], launched=3)

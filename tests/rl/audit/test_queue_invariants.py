@@ -45,7 +45,7 @@ BROKEN = {
       "group 5: trained at version 2 but began at 0; the bound is 1",
     ],
   ),
-  "a surplus of groups beyond the extra ones": (
+  "redundant groups beyond the extra ones": (
     logs.without(logs.cancelled(), "dropped"),
     logs.EXTRA,
     ["group 5: admitted at version 1 after 5 others; the gate ends at 5"],
@@ -133,9 +133,9 @@ def test_a_schedule_is_held_only_to_its_own_promises(name, schedule):
   assert logs.broken(log, schedule) == []
 
 
-def test_a_starved_task_may_give_way_to_one_of_another_source():
+def test_a_task_that_is_too_slow_may_give_way_to_one_of_another_source():
   log = logs.retried(logs.DROP, "stale", source="chess")
   i = logs.place(log, "submitted", attempt=1)
-  starved = {"source": "maze", "task": "maze/0", "attempts": 3}
-  told = {"t": log[i]["t"], "kind": "starved", **starved}
+  place = {"source": "maze", "task": "maze/0", "attempts": 3}
+  told = {"t": log[i]["t"], "kind": "source_too_slow", **place}
   assert logs.broken([*log[:i], told, *log[i:]], logs.DROP) == []

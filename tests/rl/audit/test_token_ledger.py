@@ -9,7 +9,7 @@ from rl.schedule import overlap
 from tests.helpers import event_logs as logs
 
 IN_FLIGHT = overlap.in_flight(2, 1)
-SURPLUS = dataclasses.replace(
+REDUNDANT = dataclasses.replace(
   IN_FLIGHT, redundancy=overlap.Redundancy(extra_members=1)
 )
 
@@ -38,18 +38,18 @@ def test_tokens_of_turns_are_in_flight_until_the_group_is_trained():
   assert token_ledger.of(writer.log).in_flight == 50
 
 
-def test_redundant_members_are_dropped_as_surplus():
+def test_redundant_members_are_dropped_as_redundant():
   # Of each of 4 groups the third member is aborted with 5 tokens.
-  book = token_ledger.of(logs.run(SURPLUS))
-  assert (book.sampled, dict(book.dropped)) == (100, {"surplus": 20})
+  book = token_ledger.of(logs.run(REDUNDANT))
+  assert (book.sampled, dict(book.dropped)) == (100, {"redundant": 20})
   assert book.error == 0
 
 
 def test_a_redundant_member_that_plays_on_is_in_flight():
-  log = logs.run(SURPLUS)
+  log = logs.run(REDUNDANT)
   i = logs.place(log, "aborted", group=0)
   book = token_ledger.of([*log[:i], *log[i + 1 :]])
-  assert (book.in_flight, dict(book.dropped)) == (5, {"surplus": 15})
+  assert (book.in_flight, dict(book.dropped)) == (5, {"redundant": 15})
   assert book.error == 0
 
 
@@ -110,9 +110,9 @@ def test_each_source_has_a_ledger_and_together_they_are_the_whole():
 
 
 def test_the_ledger_reads_as_a_sum():
-  assert str(token_ledger.of(logs.run(SURPLUS))) == (
+  assert str(token_ledger.of(logs.run(REDUNDANT))) == (
     "100 tokens sampled = 40 trained + 40 masked (40 no advantage)"
-    " + 20 dropped (20 surplus)"
+    " + 20 dropped (20 redundant)"
     " + 0 in flight; error 0"
   )
 

@@ -67,9 +67,9 @@ def test_a_group_is_as_old_as_the_oldest_first_token_of_its_members():
   assert group.num_sampled == 3
 
 
-def test_tokens_of_the_surplus_are_those_of_the_group_too():
+def test_tokens_of_redundant_members_are_those_of_the_group_too():
   group = _group(_trajectory(_turn([1], [2, 3], [6, 7])))
-  more = dataclasses.replace(group, surplus_tokens=5)
+  more = dataclasses.replace(group, redundant_tokens=5)
   assert (group.num_sampled, more.num_sampled) == (2, 7)
 
 
@@ -161,12 +161,12 @@ def test_json_keeps_every_bit_of_a_group():
     ),
   )
   task = base.Task("game/train/3", 3, "train", 11)
-  group = dataclasses.replace(group, task=task, attempt=2, surplus_tokens=9)
+  group = dataclasses.replace(group, task=task, attempt=2, redundant_tokens=9)
   data = trajectory.group_to_json(group)
   again = trajectory.group_from_json(json.loads(json.dumps(data)))
   assert trajectory.group_to_json(again) == data
   assert (again.group_id, again.admitted) == (7, 4)
-  assert (again.task, again.attempt, again.surplus_tokens) == (task, 2, 9)
+  assert (again.task, again.attempt, again.redundant_tokens) == (task, 2, 9)
   for old, new in zip(
     group.trajectories[0].turns, again.trajectories[0].turns, strict=True
   ):

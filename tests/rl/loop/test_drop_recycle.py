@@ -105,7 +105,7 @@ def test_drop_plays_another_task_of_the_same_source():
   for group in (0, 1):
     tries = this.of("submitted", group=group)
     assert len(tries) > 1
-    sources = {e["source"] for e in tries[: DROP.starved_after]}
+    sources = {e["source"] for e in tries[: DROP.too_slow_after]}
     assert len(sources) == 1
     tasks = [e["task"] for e in tries]
     assert len(set(tasks)) == len(tasks)
@@ -131,19 +131,21 @@ def test_recycle_plays_the_same_task_with_other_noise():
 
 @pytest.mark.parametrize("consume", ["drop", "recycle"])
 def test_a_place_that_is_always_too_slow_is_reported_and_the_run_ends(consume):
-  schedule = dataclasses.replace(DROP, consume=consume, starved_after=2)
+  schedule = dataclasses.replace(DROP, consume=consume, too_slow_after=2)
   this = run(schedule, rounds=12)
-  # It may take as long as it likes until it has been starved twice.
+  # It may take as long as it likes until its source was too slow twice.
   this.delay_s = lambda priority: (
-    FOREVER_S if priority[0] == 0 and len(this.of("starved")) < 2 else 1.0
+    FOREVER_S
+    if priority[0] == 0 and len(this.of("source_too_slow")) < 2
+    else 1.0
   )
   this.start()
-  starved = this.of("starved")
-  assert [e["attempts"] for e in starved] == [2, 2]
+  too_slow = this.of("source_too_slow")
+  assert [e["attempts"] for e in too_slow] == [2, 2]
   assert len(this.of("dropped", reason="stale")) == 4
-  # What was starved is replaced: the third and fifth attempts are new tasks.
+  # What was too slow is replaced: the third and fifth attempts are new tasks.
   tasks = [e["task"] for e in this.of("submitted", group=0)]
-  assert [e["task"] for e in starved] == [tasks[1], tasks[3]]
+  assert [e["task"] for e in too_slow] == [tasks[1], tasks[3]]
   assert len(set(tasks)) == (3 if consume == "recycle" else 5)
   assert len(this.groups) == 12 * 4
   assert this.violations() == []

@@ -17,7 +17,7 @@ DROP = dataclasses.replace(
   overlap.in_flight(4, 1, 1),
   consume="drop",
   redundancy=overlap.Redundancy(extra_groups=4),
-  starved_after=9,
+  too_slow_after=9,
 )
 
 

@@ -75,17 +75,17 @@ def test_a_group_is_the_first_g_of_its_members_and_the_rest_is_aborted_then():
   aborted = run.of("aborted")
   assert len(aborted) == 4 * 2
   for event in aborted:
-    assert (event["reason"], event["index"] in FIRST) == ("surplus", False)
+    assert (event["reason"], event["index"] in FIRST) == ("redundant", False)
     assert event["t"] == ready[event["group"]]
     # Its first token, and no stop id.
     assert event["tokens"] == 1
-  assert run.ledger.dropped == {"surplus": 8}
+  assert run.ledger.dropped == {"redundant": 8}
   assert run.ledger.error == 0
   assert run.sampled_by_engines == run.ledger.sampled
   assert run.violations() == []
 
 
-def test_the_engine_and_the_environments_are_rid_of_a_surplus_member():
+def test_the_engine_and_the_environments_are_rid_of_a_redundant_member():
   seen = []
 
   async def watch(run):
@@ -145,7 +145,7 @@ def test_a_member_with_a_fault_is_replaced_by_a_redundant_one():
   assert run.of("aborted") == []
   assert all(e["masked"] == 0 for e in run.of("trained"))
   # What the two of each group had sampled is in no update.
-  assert run.ledger.dropped == {"surplus": 4 * 2 * 2}
+  assert run.ledger.dropped == {"redundant": 4 * 2 * 2}
   assert run.ledger.error == 0
   assert run.violations() == []
 
@@ -199,7 +199,7 @@ def test_faults_and_redundancy_together_lose_no_token(schedule, fault):
   assert run.violations() == []
 
 
-def test_a_slow_close_of_a_surplus_member_holds_nobody_up():
+def test_a_slow_close_of_a_redundant_member_holds_nobody_up():
   source = virtual_run.Watched(
     fakes.Counting(turns=1),
     close_s=lambda member: 0.0 if member in FIRST else 40.0,
@@ -217,7 +217,7 @@ def test_a_slow_close_of_a_surplus_member_holds_nobody_up():
 
 
 @pytest.mark.parametrize("whole", [False, True], ids=["stream", "whole"])
-def test_surplus_groups_are_aborted_as_soon_as_the_round_has_its_own(whole):
+def test_redundant_groups_are_aborted_as_soon_as_the_round_has_its_own(whole):
   run = slow_groups(groups(2, wait_for_round=whole), rounds=3).start()
   assert run.seconds < 50
   for round_ in range(3):
@@ -226,7 +226,7 @@ def test_surplus_groups_are_aborted_as_soon_as_the_round_has_its_own(whole):
     dropped = [e for e in run.of("dropped") if e["group"] in mine]
     assert {e["group"] - 6 * round_ for e in ready} == {0, 2, 4, 5}
     assert {e["group"] - 6 * round_ for e in dropped} == {1, 3}
-    assert {e["reason"] for e in dropped} == {"surplus"}
+    assert {e["reason"] for e in dropped} == {"redundant"}
     # In the moment in which the last of the four was ready.
     assert {e["t"] for e in dropped} == {max(e["t"] for e in ready)}
     for event in dropped:
@@ -234,10 +234,10 @@ def test_surplus_groups_are_aborted_as_soon_as_the_round_has_its_own(whole):
   assert run.violations() == []
   assert run.ledger.error == 0
   # Two members of two groups of three rounds had begun an answer.
-  assert run.ledger.dropped == {"surplus": 3 * 2 * 2}
+  assert run.ledger.dropped == {"redundant": 3 * 2 * 2}
 
 
-def test_tasks_of_surplus_groups_are_given_back():
+def test_tasks_of_redundant_groups_are_given_back():
   run = slow_groups(groups(2), rounds=3).start()
   assert len(run.of("submitted")) == 3 * 6
   # Slots that count: those of the groups that were trained.

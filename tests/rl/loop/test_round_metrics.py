@@ -86,11 +86,11 @@ def test_a_round_without_rewards_has_no_success_rather_than_none():
 
 def test_what_was_cut_off_on_purpose_is_no_fault():
   stale = _member(trajectory.Status.STALE, None, 3)
-  surplus = _member(trajectory.Status.SURPLUS, None, 3)
-  groups = [_group(stale, surplus, _member(FAULT, None))]
+  redundant = _member(trajectory.Status.REDUNDANT, None, 3)
+  groups = [_group(stale, redundant, _member(FAULT, None))]
   got = round_metrics.of_groups(groups, success=1.0, trained_at=4)
   assert got["faults"] == 1
-  assert not {"faults/stale", "faults/surplus"} & set(got)
+  assert not {"faults/stale", "faults/redundant"} & set(got)
 
 
 def test_a_long_success_is_a_success_but_its_reward_is_lower():
@@ -178,7 +178,7 @@ def test_slots_are_known_from_submission_to_the_round_after_their_end():
   assert slots.follow(first) == {0: "a", 1: "b", 2: "a", 3: "b"}
   ends = [
     {"kind": "trained", "group": 0},
-    {"kind": "dropped", "group": 1, "reason": "surplus"},
+    {"kind": "dropped", "group": 1, "reason": "redundant"},
     # This one is played again.
     {"kind": "dropped", "group": 2, "reason": "stale"},
   ]

@@ -100,7 +100,7 @@ def test_a_step_of_an_environment_is_cancelled_and_the_environment_closed():
   async def run():
     source = players.Kept(fault="hang")
     playing = players.player(source, limits=players.ONE)
-    group, end = await aborted(players.begin(playing), 0.1, "surplus")
+    group, end = await aborted(players.begin(playing), 0.1, "redundant")
     (environment,) = source.kept
     return (
       group.trajectories[0],
@@ -111,8 +111,8 @@ def test_a_step_of_an_environment_is_cancelled_and_the_environment_closed():
 
   member, end, closed, told = virtual_clock.run(run())
   # Not at 0.2 s, where the step would have been late.
-  assert (member.status, end, closed) == (STATUS.SURPLUS, 0.1, True)
-  assert told == [("surplus", 1, 2)]
+  assert (member.status, end, closed) == (STATUS.REDUNDANT, 0.1, True)
+  assert told == [("redundant", 1, 2)]
   assert member.num_sampled == 2
 
 
@@ -214,7 +214,7 @@ def test_to_abort_what_has_ended_changes_nothing():
   assert [t.reward for t in group.trajectories] == [1.0] * 4
 
 
-def test_a_member_that_is_graded_keeps_its_grade_when_the_surplus_goes():
+def test_a_member_that_is_graded_keeps_its_grade_when_redundant_ones_go():
   async def run():
     # All are graded from 0 s to 0.08 s but member 1, which decodes until 9 s.
     served = players.fake(delay_s=slow(9.0, 1))
@@ -234,7 +234,7 @@ def test_an_abort_ends_the_grading_and_books_what_was_sampled_once():
   async def run():
     judge = fakes.Judge(delay_s=lambda index, call: 0.08)
     playing = players.player(fakes.Counting(turns=1), reward=judge)
-    group, end = await aborted(players.begin(playing), 0.04, "surplus")
+    group, end = await aborted(players.begin(playing), 0.04, "redundant")
     ended = [e["tokens"] for e in players.of_kind(playing, "ended")]
     assert playing.graders.stats().in_flight == 0
     return group, end, ended, booked(playing, "index"), playing.log.events
@@ -289,7 +289,7 @@ def test_an_episode_that_is_over_is_whole_before_anybody_has_looked():
   assert (reason, told) == ("stale", [])
 
 
-def test_the_surplus_is_aborted_when_as_many_as_needed_have_ended():
+def test_redundant_members_are_aborted_when_as_many_as_needed_have_ended():
   async def run():
     served = players.fake(delay_s=slow(9.0, 1, 3))
     playing = players.player(fakes.Counting(), served, extra_members=2)
@@ -305,13 +305,13 @@ def test_the_surplus_is_aborted_when_as_many_as_needed_have_ended():
   assert end == 0.0
   assert [t.index for t in group.trajectories] == [0, 2, 4, 5]
   assert {t.status for t in group.trajectories} == {STATUS.COMPLETED}
-  assert told == [(1, "surplus", 1), (3, "surplus", 1)]
+  assert told == [(1, "redundant", 1), (3, "redundant", 1)]
   # Four whole members of two answers, two ids each.
-  assert group.surplus_tokens == 2
+  assert group.redundant_tokens == 2
   assert group.num_sampled == sampled == 18
 
 
-def test_a_group_without_surplus_ends_with_its_slowest_member():
+def test_a_group_without_redundancy_ends_with_its_slowest_member():
   async def run():
     served = players.fake(delay_s=slow(9.0, 1))
     playing = players.player(fakes.Counting(turns=1), served)
@@ -319,11 +319,11 @@ def test_a_group_without_surplus_ends_with_its_slowest_member():
     return group, asyncio.get_running_loop().time(), booked(playing, "index")
 
   group, end, told = virtual_clock.run(run())
-  assert (end, told, group.surplus_tokens) == (9.0, [], 0)
+  assert (end, told, group.redundant_tokens) == (9.0, [], 0)
   assert [t.index for t in group.trajectories] == [0, 1, 2, 3]
 
 
-def test_a_member_with_a_fault_makes_room_for_one_of_the_surplus():
+def test_a_member_with_a_fault_makes_room_for_a_redundant_one():
   async def run():
     source = fakes.Counting(fault="step", member=lambda member: member == 0)
     playing = players.player(source, extra_members=1)
@@ -334,7 +334,7 @@ def test_a_member_with_a_fault_makes_room_for_one_of_the_surplus():
   assert [t.index for t in group.trajectories] == [1, 2, 3, 4]
   assert {t.status for t in group.trajectories} == {STATUS.COMPLETED}
   # It had sampled an answer before its environment broke.
-  assert (group.surplus_tokens, told) == (2, [])
+  assert (group.redundant_tokens, told) == (2, [])
 
 
 def test_members_with_faults_fill_a_group_that_has_too_few_without():
@@ -359,10 +359,10 @@ def test_what_ends_after_its_group_is_whole_is_not_graded():
 
   group, graded, log = virtual_clock.run(run())
   assert [t.index for t in group.trajectories] == graded == [0, 1, 2, 3]
-  assert group.surplus_tokens > 0
+  assert group.redundant_tokens > 0
   last = [e for e in log if e.get("index") == 4][-1]
   assert last["kind"] in ("ended", "aborted")
-  assert last["tokens"] == group.surplus_tokens
+  assert last["tokens"] == group.redundant_tokens
 
 
 def test_how_old_a_group_is_can_be_told_while_it_decodes():

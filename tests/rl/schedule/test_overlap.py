@@ -73,7 +73,7 @@ from rl.schedule import overlap
       "consume=ready",
       "use consume=submit",
     ),
-    ({"starved_after": 0}, "starved_after=0", "below 1"),
+    ({"too_slow_after": 0}, "too_slow_after=0", "below 1"),
     ({"frontier_groups": -1}, "frontier_groups=-1", "below 0"),
   ],
 )

@@ -80,7 +80,7 @@ def test_ids_go_on_where_cancelled_groups_left_off():
   assert _fill(gate) == [23, 24, 25, 26]
 
 
-def test_a_surplus_is_admitted_once_a_version_and_leaves_no_room():
+def test_a_redundant_group_is_admitted_once_a_version_and_leaves_no_room():
   gate = _gate(eta=0, total=8, extra=2)
   assert _fill(gate) == [0, 1, 2, 3, 4, 5]
   gate.cancel(0)
@@ -94,7 +94,7 @@ def test_a_surplus_is_admitted_once_a_version_and_leaves_no_room():
   assert _fill(gate) == []
 
 
-def test_a_surplus_that_ends_late_costs_the_next_version_nothing():
+def test_a_redundant_group_that_ends_late_costs_the_next_version_nothing():
   gate = _gate(eta=0, total=8, extra=2)
   _fill(gate)
   gate.release(trajectory.PolicyVersion(1))

@@ -89,7 +89,7 @@ MODES = {
   "keep kv": overlap.in_flight(8, 2, on_publish="keep_kv"),
   "drop": dataclasses.replace(overlap.in_flight(8, 1), consume="drop"),
   "recycle": dataclasses.replace(overlap.in_flight(8, 1), consume="recycle"),
-  "surplus": dataclasses.replace(
+  "redundant": dataclasses.replace(
     overlap.sync(8),
     consume="ready",
     redundancy=overlap.Redundancy(extra_groups=2, extra_members=1),
