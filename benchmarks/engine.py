@@ -27,7 +27,7 @@ from absl import flags as absl_flags
 from benchmarks import machine
 from launch.cli import flags, jax_setup
 from models import kv_cache, transformer
-from rl import assemble
+from rl import assemble, initial_state
 from rl.data import trajectory
 from rl.engine.builtin import decode_step
 from rl.engine.builtin import settings as engine_settings
@@ -141,7 +141,7 @@ def main(argv: list[str]) -> None:
 
 
 async def _measure(parts: assemble.Parts) -> dict[str, float]:
-  state = await assemble.initial_state(parts)
+  state = await initial_state.create(parts)
   await parts.start(state, trajectory.PolicyVersion(0))
   await _play(parts, 0)  # Imports the game.
   bare = _bare_loop(parts, state)

@@ -25,7 +25,7 @@ from absl import flags as absl_flags
 
 from benchmarks import machine
 from launch.cli import flags, jax_setup
-from rl import assemble
+from rl import assemble, initial_state
 from rl.algorithms import packed_row
 from rl.data import batch, trajectory
 from rl.train import learner
@@ -112,7 +112,7 @@ async def _measure(parts: assemble.Parts) -> dict[str, float]:
     for one, value in zip(episodes, draws, strict=True)
   ]
   state = await parts.learner_thread.run(
-    "init", assemble.fresh_state, parts.programs, 0
+    "init", initial_state.fresh_state, parts.programs, 0
   )
   step = _bare_step(parts)
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from envs import rewards, textarena
 from models import config as model_config
-from rl import assemble, assemble_trainer
+from rl import assemble, initial_state
 from rl import experiment as experiment_lib
 from rl.algorithms import algorithm as algorithm_lib
 from rl.algorithms import corrections, packed_row, presets
@@ -230,7 +230,7 @@ class Bench:
     key = one.algorithm, one.optimizer
     if key not in self._programs:
       latest = dataclasses.replace(one, overlap=SCHEDULES["eta4"])
-      self._programs[key] = assemble_trainer.programs(
+      self._programs[key] = assemble.learner_programs(
         latest, parts.learner_layout
       )
     return dataclasses.replace(parts, programs=self._programs[key])
@@ -238,7 +238,7 @@ class Bench:
   async def _state(self, parts: assemble.Parts) -> Any:
     seed, run = parts.experiment.seed, parts.learner_thread.run
     if seed not in self._params:
-      self._params[seed] = (await assemble.initial_state(parts)).params
+      self._params[seed] = (await initial_state.create(parts)).params
     return await run("init", parts.programs.wrap, self._params[seed])
 
 

@@ -21,7 +21,7 @@ import numpy as np
 from jaxtyping import Float32
 
 from models import transformer
-from rl import assemble
+from rl import assemble, initial_state
 from rl import experiment as experiment_lib
 from rl.audit import checker, event_log
 from rl.data import batch, trajectory
@@ -69,7 +69,7 @@ class Bench:
   async def start(self) -> None:
     """Compiles all programs, and trains what the runs start from."""
     parts = self._parts
-    state = await assemble.initial_state(parts)
+    state = await initial_state.create(parts)
     self._params = jax.device_get(state.params)
     await parts.start(state, trajectory.PolicyVersion(0))
     await parts.learner_thread.run("warm up", _compile, parts, state)

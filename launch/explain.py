@@ -11,7 +11,7 @@ import rich.table
 
 from models import config as model_config
 from models import lora, memory_report, sharding, transformer
-from rl import assemble_trainer
+from rl import assemble
 from rl import experiment as experiment_lib
 from rl.engine.builtin import settings as engine_settings
 from rl.pools import placement, weight_publisher
@@ -58,7 +58,7 @@ def show(experiment: experiment_lib.Experiment, stream: TextIO) -> None:
 def learner_bytes(experiment: experiment_lib.Experiment) -> dict[str, int]:
   """Returns bytes on each device of the learner by what they are for."""
   spec, batch = experiment.placement.learner, experiment.batch
-  programs = assemble_trainer.programs(experiment, spec.plan)
+  programs = assemble.learner_programs(experiment, spec.plan)
   state = programs.abstract
   sums = jax.eval_shape(programs.zero)
   trained, _ = train_state.split(state.params, state.critic)

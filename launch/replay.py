@@ -21,7 +21,7 @@ from absl import app
 from absl import flags as absl_flags
 
 from launch.cli import flags, jax_setup, workdir
-from rl import assemble_trainer
+from rl import assemble
 from rl import experiment as experiment_lib
 from rl.runtime import checkpoint
 from rl.settings import overrides
@@ -92,7 +92,7 @@ def read(
     SettingError: that cannot be read, or is of another model.
   """
   layout = experiment.placement.layouts()[0]
-  programs = assemble_trainer.programs(experiment, layout)
+  programs = assemble.learner_programs(experiment, layout)
   try:
     return programs, skipped_updates.read(path, programs.abstract)
   except (skipped_updates.Unreadable, checkpoint.Mismatch) as error:

@@ -37,7 +37,7 @@ jax_setup.prepare(experiment.placement)
 
 # %%
 from launch.run import rollout_samples
-from rl import assemble
+from rl import assemble, initial_state
 from rl.algorithms import advantage_estimation, presets
 from rl.data import batch, trajectory
 from rl.train import train_state
@@ -62,7 +62,7 @@ def run(work):
 # A few supervised steps from an oracle, then the engine compiles its shapes.
 
 # %%
-state = run(assemble.initial_state(parts))
+state = run(initial_state.create(parts))
 run(parts.start(state, trajectory.PolicyVersion(0)))
 print(parts.router.stats())
 

@@ -4,29 +4,25 @@ import asyncio
 import dataclasses
 import pathlib
 from collections.abc import Callable, Sequence
-from typing import Any
-
-import jax
 
 from models import config as model_config
-from models import lora, sharding, transformer
+from models import sharding
 from models.chat import word_chat
-from models.hf import load
-from rl import assemble_trainer, assemble_warm_start
 from rl import experiment as experiment_lib
-from rl.algorithms import dynamic_sampling
+from rl.algorithms import dynamic_sampling, references
 from rl.audit import event_log
 from rl.data import trajectory
 from rl.engine import contract
-from rl.loop import coordinator, progress, warm_start
+from rl.loop import coordinator, progress
 from rl.pools import router, weight_publisher
 from rl.rollout import episode, grading, group_rollout, prompts
-from rl.runtime import checkpoint, mesh_thread, trace, watchdog
+from rl.runtime import mesh_thread, trace, watchdog
 from rl.schedule import overlap
-from rl.train import learner, skipped_updates, train_state
+from rl.train import learner, scoring, skipped_updates, train_state
 from rl.train import trainer as trainer_lib
 
-_FROZEN = "frozen"
+_PROBE_ROWS = 8
+_MAX_LAGS = 8
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -102,17 +98,14 @@ def build(
   model = weight_publisher.pool_model(
     experiment.model, experiment.publishing.dtype
   )
-  engines = [
-    experiment.engine.build(model, layout, thread)
-    for layout, thread in zip(decode_layouts, threads, strict=True)
-  ]
-  _check_able(engines[0].capabilities, experiment)
+  decoders = engines(experiment.engine, model, decode_layouts, threads)
+  _check_able(decoders[0].capabilities, experiment)
   members = [
     router.Member(engine, pool.name, pool.kind, pool.cost)
-    for engine, pool in zip(engines, experiment.placement.engines, strict=True)
+    for engine, pool in zip(decoders, experiment.placement.engines, strict=True)
   ]
   serving = router.Router(members, experiment.routing, log)
-  programs = assemble_trainer.programs(experiment, learner_layout)
+  programs = learner_programs(experiment, learner_layout)
   return Parts(
     experiment=experiment,
     chat=chat,
@@ -121,7 +114,7 @@ def build(
     programs=programs,
     learner_thread=learner_thread,
     decode_threads=threads,
-    engines=engines,
+    engines=decoders,
     router=serving,
     publisher=publisher(
       experiment, serving, decode_layouts, learner_thread, log, spans
@@ -131,7 +124,7 @@ def build(
     log=log,
     spans=spans,
     dog=dog,
-    trainer=assemble_trainer.trainer(
+    trainer=trainer(
       experiment,
       learner_layout,
       programs,
@@ -141,6 +134,19 @@ def build(
   )
 
 
+def engines(
+  settings: contract.Settings,
+  model: model_config.ModelConfig,
+  layouts: Sequence[sharding.Layout],
+  threads: Sequence[mesh_thread.MeshThread],
+) -> list[contract.StartableEngine]:
+  """Returns one engine for each layout, on a thread of its own."""
+  return [
+    settings.build(model, layout, thread)
+    for layout, thread in zip(layouts, threads, strict=True)
+  ]
+
+
 def _quarantine(
   experiment: experiment_lib.Experiment, run_dir: pathlib.Path | None
 ) -> skipped_updates.Quarantine | None:
@@ -148,6 +154,62 @@ def _quarantine(
     return None
   return skipped_updates.Quarantine(
     run_dir / "skipped", experiment.retention.skipped
+  )
+
+
+def learner_programs(
+  experiment: experiment_lib.Experiment, layout: sharding.Layout
+) -> learner.Learner:
+  """Returns the training programs of an experiment."""
+  algorithm = experiment.algorithm
+  return learner.build(
+    experiment.model,
+    layout,
+    algorithm,
+    experiment.optimizer(),
+    experiment.rollout.temperature,
+    critic=algorithm.advantage.needs_values,
+    reference=references.memory(algorithm.reference),
+    num_lags=min(experiment.overlap.max_staleness + 1, _MAX_LAGS),
+  )
+
+
+def trainer(
+  experiment: experiment_lib.Experiment,
+  layout: sharding.Layout,
+  programs: learner.Learner,
+  thread: mesh_thread.MeshThread,
+  kept: skipped_updates.Quarantine | None,
+) -> trainer_lib.Training:
+  """Returns what turns groups into weights.
+
+  Args:
+    kept: gets the batches of updates that had to be skipped.
+  """
+  algorithm, batch = experiment.algorithm, experiment.batch
+  data = layout.num_batch
+  return trainer_lib.Training(
+    trainer_lib.Settings(
+      rows=batch.rows,
+      length=batch.length,
+      share_prompts=batch.share_prompts,
+      tail_rows=batch.tail_rows,
+      shards=data,
+      probe_rows=min(batch.rows, -(-_PROBE_ROWS // data) * data),
+      max_staleness=experiment.overlap.max_staleness,
+      old_logprob=experiment.overlap.old_logprob,
+      epochs=algorithm.epochs,
+      has_routers=experiment.model.num_sparse > 0,
+      max_skipped=experiment.max_skipped,
+    ),
+    programs,
+    thread,
+    estimator=algorithm.advantage,
+    objective=algorithm,
+    reference=scoring.reference_program(
+      algorithm.reference, programs, layout, experiment.rollout.temperature
+    ),
+    kept=kept,
   )
 
 
@@ -219,132 +281,6 @@ def _check_able(
     )
 
 
-async def initial_state(
-  parts: Parts,
-  report: Callable[[str], None] = lambda text: None,
-  observer: warm_start.Observer = warm_start.UNOBSERVED,
-) -> train_state.TrainState:
-  """Returns initial parameters, after the warm start if there is one.
-
-  Raises:
-    checkpoint.Mismatch: the warm start has one that does not fit; see
-      `restore`.
-  """
-  experiment, thread = parts.experiment, parts.learner_thread
-  settings = experiment.warm_start
-  if settings is None:
-    return await _first_state(parts)
-  programs = assemble_warm_start.programs(
-    experiment, settings, parts.learner_layout
-  )
-  found = None
-  if observer.checkpoints is not None:
-    found = await restore(parts, observer.checkpoints, programs.abstract)
-  observer.on_begin(found)
-  if found is not None:
-    now = warm_start.from_host(found.state, found.host)
-  else:
-    params = (await _first_state(parts)).params
-    now = warm_start.Imitation(await thread.run("init", programs.wrap, params))
-  state = await assemble_warm_start.imitate(
-    experiment, settings, programs, now, thread, parts.chat, observer, report
-  )
-  return await thread.run("init", parts.programs.wrap, state.params)
-
-
-async def _first_state(parts: Parts) -> train_state.TrainState:
-  """Returns what a run starts from, before anything has been trained."""
-  experiment, run = parts.experiment, parts.learner_thread.run
-  if experiment.initial is None:
-    return await run("init", fresh_state, parts.programs, experiment.seed)
-  return await run(
-    "init",
-    loaded_state,
-    parts.programs,
-    experiment.model,
-    parts.learner_layout,
-    experiment.initial,
-    experiment.seed,
-  )
-
-
-async def restore(
-  parts: Parts,
-  checkpoints: checkpoint.Checkpoints,
-  abstract: train_state.TrainState | None = None,
-) -> checkpoint.Restored | None:
-  """Returns the newest checkpoint that is whole; None when there is none.
-
-  Frozen parameters are no part of it: they are made again as at the start of
-  the run.
-
-  Args:
-    abstract: of the state, where it is not that of the rounds.
-
-  Raises:
-    checkpoint.Mismatch: its state has another tree or shapes, or was trained
-      on top of other frozen parameters.
-  """
-  wanted, frozen = _without_frozen(abstract or parts.programs.abstract)
-  found = checkpoints.restore(wanted)
-  if found is None or frozen is None:
-    return found
-  _, frozen = _without_frozen(await _first_state(parts))
-  checkpoint.check_same(found.host[_FROZEN], checkpoint.digests(frozen))
-  params = lora.join(found.state.params, frozen)
-  return dataclasses.replace(found, state=found.state._replace(params=params))
-
-
-def save(
-  checkpoints: checkpoint.Checkpoints,
-  now: progress.Progress | warm_start.Imitation,
-) -> None:
-  """Starts a checkpoint that can be restored; see `Checkpoints.save`."""
-  state, frozen = _without_frozen(now.state)
-  host = now.to_host() | {_FROZEN: checkpoint.digests(frozen)}
-  checkpoints.save(now.trained, state, host)
-
-
-def _without_frozen(
-  state: train_state.TrainState,
-) -> tuple[train_state.TrainState, Any]:
-  """Returns what training changes, and the parameters that it does not."""
-  trainable, frozen = lora.split(state.params)
-  return state._replace(params=trainable), frozen
-
-
-def fresh_state(programs: learner.Learner, seed: int) -> train_state.TrainState:
-  """Returns random parameters and an optimizer that has seen nothing."""
-  with jax.transfer_guard("allow"):
-    return programs.init(jax.random.key(seed))
-
-
-def loaded_state(
-  programs: learner.Learner,
-  config: model_config.ModelConfig,
-  layout: sharding.Layout,
-  directory: str,
-  seed: int,
-) -> train_state.TrainState:
-  """Returns the parameters of a Hugging Face checkpoint, as `fresh_state`.
-
-  Adapters, if the model has any, are drawn from the seed.
-
-  Raises:
-    load.Unusable: they cannot be loaded.
-  """
-  with jax.transfer_guard("allow"):
-    params = load.load(directory, config, layout)
-    if config.lora is not None:
-      places, _ = lora.split(_shardings(config, layout))
-      draw = jax.jit(
-        lambda key: lora.split(transformer.init(key, config))[0],
-        out_shardings=places,
-      )
-      params = lora.join(draw(jax.random.key(seed)), params)
-    return programs.wrap(params)
-
-
 def coordinate(
   parts: Parts, observer: progress.Observer
 ) -> coordinator.Coordinator:
@@ -381,7 +317,3 @@ def _gauges(parts: Parts) -> dict[str, float]:
     "environments_late": float(len(parts.player.late)),
     **{f"rewards/{name}": float(value) for name, value in rewards.items()},
   }
-
-
-def _shardings(config: model_config.ModelConfig, layout: sharding.Layout):
-  return layout.tree(transformer.logical_axes(config))

@@ -13,6 +13,7 @@ from launch.run import load_run
 from models import config as model_config
 from models import sharding, transformer
 from models.hf import load
+from rl import assemble
 from rl import experiment as experiment_lib
 from rl.agents import answer_stream
 from rl.data import trajectory
@@ -144,10 +145,7 @@ async def of_directory(
   _, *layouts = hosting.placement.layouts()
   spans = trace.Trace(None)
   threads = [mesh_thread.MeshThread("decode", spans) for _ in layouts]
-  engines = [
-    hosting.engine.build(hosting.model, layout, thread)
-    for layout, thread in zip(layouts, threads, strict=True)
-  ]
+  engines = assemble.engines(hosting.engine, hosting.model, layouts, threads)
   pools = hosting.placement.engines
   members = [
     router.Member(engine, pool.name, pool.kind, pool.cost)

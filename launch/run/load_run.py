@@ -6,7 +6,7 @@ import sys
 from collections.abc import AsyncIterator
 
 from models.hf import load
-from rl import assemble
+from rl import assemble, initial_state
 from rl import experiment as experiment_lib
 from rl.runtime import checkpoint
 
@@ -24,7 +24,7 @@ async def restored(
   saved = checkpoint.Checkpoints(run_dir / "checkpoints", keep=1)
   try:
     try:
-      found = await assemble.restore(parts, saved)
+      found = await initial_state.restore(parts, saved)
     except load.Unusable as error:
       print(f"error: initial={error}", file=sys.stderr)
       sys.exit(2)

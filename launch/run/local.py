@@ -32,7 +32,7 @@ from launch.run import (
   warm_start_files,
 )
 from models.hf import load, tokenizer_files
-from rl import assemble
+from rl import assemble, initial_state
 from rl import experiment as experiment_lib
 from rl.data import trajectory
 from rl.loop import coordinator
@@ -202,7 +202,7 @@ class _Run:
   async def _begin(self) -> progress_lib.Progress:
     parts = self._parts
     self._screen.phase("looking for a checkpoint")
-    found = await assemble.restore(parts, self._checkpoints)
+    found = await initial_state.restore(parts, self._checkpoints)
     if found is None:
       workdir.check_none_damaged(self._dir)
       self._note_tokenizer()
@@ -235,13 +235,13 @@ class _Run:
     """Returns a run before its first round; saves what a warm start gave."""
     parts, experiment = self._parts, self._experiment
     if experiment.warm_start is None:
-      state = await assemble.initial_state(parts, self._screen.phase)
+      state = await initial_state.create(parts, self._screen.phase)
       return progress_lib.beginning(state, parts.tasks.cursor)
     files = warm_start_files.WarmStartFiles(
       self._dir, experiment, parts.spans, self._screen.note
     )
     with contextlib.closing(files), self._signals.calling(files.stop):
-      state = await assemble.initial_state(parts, self._screen.phase, files)
+      state = await initial_state.create(parts, self._screen.phase, files)
     progress = progress_lib.beginning(state, parts.tasks.cursor)
     await self.on_boundary(progress)
     self._wait_for_save()
@@ -318,7 +318,7 @@ class _Run:
       self._parts.spans.span("host", "checkpoint", round=trained),
       checkpoint.saving(what),
     ):
-      assemble.save(self._checkpoints, progress)
+      initial_state.save(self._checkpoints, progress)
     self._saved = trained
 
   async def _evaluate_apart(self, version: int) -> None:

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 
 from launch.cli import workdir
 from launch.run import metrics_writer
-from rl import assemble
 from rl import experiment as experiment_lib
+from rl import initial_state
 from rl.loop import warm_start
 from rl.runtime import checkpoint, trace
 
@@ -26,7 +26,7 @@ class Stopped(Exception):
 class WarmStartFiles:
   """The observer of a warm start, and the only writer of its files.
 
-  `assemble.initial_state` calls the `on_` methods. A line has `step` (counted
+  `initial_state.create` calls the `on_` methods. A line has `step` (counted
   from 1), `loss` in nats a token, `grad_norm`, sampled `tokens`, `entropy` in
   nats, whether it was `skipped`, `step_s` since the line before, and `time_s`
   since the run began.
@@ -119,7 +119,7 @@ class WarmStartFiles:
       checkpoint.saving(what),
       self._spans.span("host", "checkpoint", step=now.trained),
     ):
-      assemble.save(self._saved, now)
+      initial_state.save(self._saved, now)
       if self._stopping:
         self._saved.wait()
     if self._stopping:

@@ -14,7 +14,7 @@ from launch.cli import flags, workdir
 from models import config as model_config
 from models import lora, transformer
 from models.hf import export, load, peft
-from rl import assemble
+from rl import assemble, initial_state
 from rl.loop import progress
 from rl.runtime import checkpoint
 
@@ -40,13 +40,13 @@ def saved_run(directory, settings, change=0.0):
   """
   workdir.claim(directory, settings).close()
   parts = assemble.build(settings)
-  state = assemble.fresh_state(parts.programs, settings.seed)
+  state = initial_state.fresh_state(parts.programs, settings.seed)
   trained, frozen = lora.split(state.params)
   trained = jax.tree.map(lambda leaf: leaf + change, trained)
   state = state._replace(params=lora.join(trained, frozen))
   saved = checkpoint.Checkpoints(directory / "checkpoints", keep=1)
   now = progress.beginning(state, parts.tasks.cursor)
-  assemble.save(saved, dataclasses.replace(now, trained=3))
+  initial_state.save(saved, dataclasses.replace(now, trained=3))
   saved.close()
   return jax.device_get(state.params)
 

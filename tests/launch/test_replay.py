@@ -13,7 +13,7 @@ import pytest
 from launch import replay
 from launch.cli import flags, workdir
 from launch.run import local
-from rl import assemble_trainer
+from rl import assemble
 from rl.settings import overrides
 from rl.train import skipped_updates
 
@@ -210,7 +210,7 @@ def test_an_update_that_cannot_be_read_is_refused(wild, tmp_path):
 @pytest.fixture(scope="module")
 def programs():
   layout = EXPERIMENT.placement.layouts()[0]
-  return assemble_trainer.programs(EXPERIMENT, layout)
+  return assemble.learner_programs(EXPERIMENT, layout)
 
 
 @pytest.fixture

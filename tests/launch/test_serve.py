@@ -22,7 +22,7 @@ from launch.openai import served_model
 from models import config as model_config
 from models import transformer
 from models.hf import export
-from rl import assemble
+from rl import assemble, initial_state
 from rl.data import trajectory
 from rl.loop import progress
 from rl.runtime import checkpoint
@@ -109,10 +109,10 @@ def run(tmp_path_factory):
   settings = flags.load(config, RUN)
   workdir.claim(directory, settings).close()
   parts = assemble.build(settings)
-  state = assemble.fresh_state(parts.programs, settings.seed)
+  state = initial_state.fresh_state(parts.programs, settings.seed)
   saved = checkpoint.Checkpoints(directory / "checkpoints", keep=1)
   now = progress.beginning(state, parts.tasks.cursor)
-  assemble.save(saved, dataclasses.replace(now, trained=3))
+  initial_state.save(saved, dataclasses.replace(now, trained=3))
   saved.close()
   return directory
 

@@ -10,7 +10,7 @@ import pytest
 
 from envs import base, rewards
 from models import config as model_config
-from rl import assemble
+from rl import assemble, initial_state
 from rl import experiment as experiment_lib
 from rl.algorithms import kl, presets, references
 from rl.audit import checker, event_log, token_ledger
@@ -64,7 +64,7 @@ def run(settings):
   async def all_of_it():
     parts = assemble.build(settings)
     try:
-      state = await assemble.initial_state(parts)
+      state = await initial_state.create(parts)
       await parts.start(state, trajectory.PolicyVersion(0))
       watching = Watching()
       start = progress.beginning(state, parts.tasks.cursor)
@@ -120,8 +120,8 @@ def started(settings, report=lambda text: None):
   async def all_of_it():
     parts = assemble.build(settings)
     try:
-      first = assemble.fresh_state(parts.programs, settings.seed)
-      state = await assemble.initial_state(parts, report)
+      first = initial_state.fresh_state(parts.programs, settings.seed)
+      state = await initial_state.create(parts, report)
       return jax.device_get((first.params, state))
     finally:
       await parts.close()

@@ -14,7 +14,7 @@ from envs import rewards
 from models import config as model_config
 from models import lora, transformer
 from models.hf import export, load
-from rl import assemble
+from rl import assemble, initial_state
 from rl import experiment as experiment_lib
 from rl.engine.builtin import settings as engine_settings
 from rl.pools import placement
@@ -58,7 +58,7 @@ def initial_params(settings):
   async def started():
     parts = assemble.build(settings)
     try:
-      return (await assemble.initial_state(parts)).params, parts
+      return (await initial_state.create(parts)).params, parts
     finally:
       await parts.close()
 
@@ -92,7 +92,7 @@ def test_adapters_are_drawn_on_top_of_the_checkpoint(directory, params):
   adapters, base = lora.split(found)
   assert_equal(base, params)
   # As a run without a checkpoint draws them.
-  fresh = assemble.fresh_state(parts.programs, 0).params
+  fresh = initial_state.fresh_state(parts.programs, 0).params
   assert_equal(adapters, lora.split(fresh)[0])
 
 

@@ -24,7 +24,7 @@ from launch.cli import flags, workdir
 from launch.run import local, warm_start_files
 from models import config as model_config
 from models import lora
-from rl import assemble
+from rl import assemble, initial_state
 from rl import experiment as experiment_lib
 from rl.engine.builtin import settings as engine_settings
 from rl.loop import warm_start
@@ -95,7 +95,7 @@ def imitate(run_dir, tree, stop_after=0, during=lambda files: None):
 
     with contextlib.closing(files):
       try:
-        return await assemble.initial_state(parts, report, files)
+        return await initial_state.create(parts, report, files)
       except warm_start_files.Stopped as stopped:
         said.append(str(stopped))
         return None

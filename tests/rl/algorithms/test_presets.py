@@ -17,7 +17,7 @@ from envs import rewards
 from models import config as model_config
 from models import transformer
 from models.hf import export
-from rl import assemble
+from rl import assemble, initial_state
 from rl import experiment as experiment_lib
 from rl.algorithms import (
   advantages,
@@ -264,7 +264,7 @@ def run(tree: experiment_lib.Experiment) -> Ran:
     ran, parts = Ran(), assemble.build(tree)
     try:
       async with asyncio.timeout(DEADLINE_S):
-        state = await assemble.initial_state(parts)
+        state = await initial_state.create(parts)
         before = jax.device_get(state.params)
         await parts.start(state, trajectory.PolicyVersion(0))
         start = progress.beginning(state, parts.tasks.cursor)

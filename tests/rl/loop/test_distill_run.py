@@ -10,7 +10,7 @@ from envs import rewards
 from models import config as model_config
 from models import transformer
 from models.hf import export
-from rl import assemble
+from rl import assemble, initial_state
 from rl import experiment as experiment_lib
 from rl.algorithms import presets, references
 from rl.data import trajectory
@@ -81,7 +81,7 @@ def run(tree):
     watching, parts = Watching(), assemble.build(tree)
     try:
       async with asyncio.timeout(300):
-        state = await assemble.initial_state(parts)
+        state = await initial_state.create(parts)
         await parts.start(state, trajectory.PolicyVersion(0))
         start = progress.beginning(state, parts.tasks.cursor)
         await assemble.coordinate(parts, watching).run(start)
@@ -125,7 +125,7 @@ def test_a_warm_start_alone_learns_what_an_oracle_says():
   async def start():
     parts = assemble.build(tree)
     try:
-      return await assemble.initial_state(parts, said.append)
+      return await initial_state.create(parts, said.append)
     finally:
       await parts.close()
 

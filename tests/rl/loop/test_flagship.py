@@ -19,7 +19,7 @@ import numpy as np
 
 from envs import rewards
 from models import config as model_config
-from rl import assemble, assemble_trainer
+from rl import assemble, initial_state
 from rl import experiment as experiment_lib
 from rl.algorithms import loss_aggregation, losses, presets
 from rl.audit import checker, event_log
@@ -125,7 +125,7 @@ def run(schedule: overlap.Overlap, first: Any = None, rounds: int = ROUNDS):
   async def all_of_it():
     seen = Seen()
     built = assemble.build(experiment(schedule, rounds))
-    recording = assemble_trainer.trainer(
+    recording = assemble.trainer(
       built.experiment,
       built.learner_layout,
       seen.record(built.programs),
@@ -135,7 +135,7 @@ def run(schedule: overlap.Overlap, first: Any = None, rounds: int = ROUNDS):
     parts = dataclasses.replace(built, trainer=recording)
     try:
       async with asyncio.timeout(DEADLINE_S):
-        state = await assemble.initial_state(parts)
+        state = await initial_state.create(parts)
         await parts.start(state, trajectory.PolicyVersion(0))
         if first is None:
           start = progress.beginning(state, parts.tasks.cursor)

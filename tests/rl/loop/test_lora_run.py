@@ -12,7 +12,7 @@ from envs import rewards
 from models import config as model_config
 from models import lora, transformer
 from models.hf import export
-from rl import assemble
+from rl import assemble, initial_state
 from rl import experiment as experiment_lib
 from rl.data import trajectory
 from rl.engine.builtin import engine as builtin_engine
@@ -67,7 +67,7 @@ class Saving:
 
   async def on_boundary(self, progress):
     if self._checkpoints and progress.trained in self._at:
-      assemble.save(self._checkpoints, progress)
+      initial_state.save(self._checkpoints, progress)
 
 
 @dataclasses.dataclass
@@ -87,12 +87,12 @@ def run(settings, checkpoints=None, save_at=()):
   async def all_of_it():
     parts = assemble.build(settings)
     try:
-      found = checkpoints and await assemble.restore(parts, checkpoints)
+      found = checkpoints and await initial_state.restore(parts, checkpoints)
       if found:
         parts.tasks.seek(found.host["cursor"])
         start = progress.from_host(found.state, found.host)
       else:
-        state = await assemble.initial_state(parts)
+        state = await initial_state.create(parts)
         start = progress.beginning(state, parts.tasks.cursor)
       await parts.start(start.state, trajectory.PolicyVersion(start.trained))
       saving = Saving(checkpoints, save_at)
@@ -211,7 +211,8 @@ def test_a_checkpoint_holds_adapters_and_their_optimizer(ran, checkpoints):
 def test_another_base_is_refused(ran, checkpoints):
   with pytest.raises(checkpoint.Mismatch, match="frozen parameters of which"):
     begin(
-      experiment(seed=1), lambda parts: assemble.restore(parts, checkpoints)
+      experiment(seed=1),
+      lambda parts: initial_state.restore(parts, checkpoints),
     )
 
 
@@ -221,7 +222,7 @@ def abstract(leaf):
 
 def test_a_warm_start_trains_adapters_alone(ran):
   warm = warm_start.WarmStart(steps=2, episodes=8)
-  state = begin(experiment(warm_start=warm), assemble.initial_state)
+  state = begin(experiment(warm_start=warm), initial_state.create)
   (old, frozen), (new, base) = map(lora.split, (ran.first.params, state.params))
   assert bits(frozen) == bits(base)
   assert bits(old) != bits(new)
@@ -235,7 +236,7 @@ def test_a_run_from_a_loaded_model_adds_fresh_adapters(ran, tmp_path):
   bare = dataclasses.replace(settings.model, lora=None)
   base = transformer.init(jax.random.key(7), bare)
   export.export(tmp_path / "base", base, bare)
-  state = begin(settings, assemble.initial_state)
+  state = begin(settings, initial_state.create)
   adapters, frozen = lora.split(state.params)
   assert bits(frozen) == bits(base)
   # Drawn from the seed of the run, as without a model to start from.

@@ -1,0 +1,178 @@
+"""The state a run starts from, or is restored to."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from models import config as model_config
+from models import lora, sharding, transformer
+from models.hf import load
+from rl import assemble
+from rl import experiment as experiment_lib
+from rl.algorithms import losses, objective
+from rl.loop import progress, warm_start
+from rl.runtime import checkpoint
+from rl.train import learner, train_state
+
+_FROZEN = "frozen"
+
+
+async def create(
+  parts: assemble.Parts,
+  report: Callable[[str], None] = lambda text: None,
+  observer: warm_start.Observer = warm_start.UNOBSERVED,
+) -> train_state.TrainState:
+  """Returns initial parameters, after the warm start if there is one.
+
+  Raises:
+    checkpoint.Mismatch: the warm start has one that does not fit; see
+      `restore`.
+  """
+  experiment, thread = parts.experiment, parts.learner_thread
+  settings = experiment.warm_start
+  if settings is None:
+    return await _first_state(parts)
+  programs = _imitation_programs(experiment, settings, parts.learner_layout)
+  found = None
+  if observer.checkpoints is not None:
+    found = await restore(parts, observer.checkpoints, programs.abstract)
+  observer.on_begin(found)
+  if found is not None:
+    now = warm_start.from_host(found.state, found.host)
+  else:
+    params = (await _first_state(parts)).params
+    now = warm_start.Imitation(await thread.run("init", programs.wrap, params))
+  state = await warm_start.run(
+    settings,
+    programs,
+    now,
+    thread,
+    source=experiment.environment,
+    chat=parts.chat,
+    limits=experiment.rollout,
+    rows=experiment.batch.rows,
+    length=experiment.batch.length,
+    seed=experiment.seed,
+    max_skipped=experiment.max_skipped,
+    observer=observer,
+    report=report,
+  )
+  return await thread.run("init", parts.programs.wrap, state.params)
+
+
+def _imitation_programs(
+  experiment: experiment_lib.Experiment,
+  settings: warm_start.WarmStart,
+  layout: sharding.Layout,
+) -> learner.Learner:
+  """Returns the training programs of a warm start."""
+  return learner.build(
+    experiment.model,
+    layout,
+    objective.Objective(
+      loss=losses.NegativeLogLikelihood(),
+      balance_weight=experiment.algorithm.balance_weight,
+      z_weight=experiment.algorithm.z_weight,
+    ),
+    settings.optimizer(),
+    experiment.rollout.temperature,
+  )
+
+
+async def _first_state(parts: assemble.Parts) -> train_state.TrainState:
+  """Returns what a run starts from, before anything has been trained."""
+  experiment, run = parts.experiment, parts.learner_thread.run
+  if experiment.initial is None:
+    return await run("init", fresh_state, parts.programs, experiment.seed)
+  return await run(
+    "init",
+    loaded_state,
+    parts.programs,
+    experiment.model,
+    parts.learner_layout,
+    experiment.initial,
+    experiment.seed,
+  )
+
+
+async def restore(
+  parts: assemble.Parts,
+  checkpoints: checkpoint.Checkpoints,
+  abstract: train_state.TrainState | None = None,
+) -> checkpoint.Restored | None:
+  """Returns the newest checkpoint that is whole; None when there is none.
+
+  Frozen parameters are no part of it: they are made again as at the start of
+  the run.
+
+  Args:
+    abstract: of the state, where it is not that of the rounds.
+
+  Raises:
+    checkpoint.Mismatch: its state has another tree or shapes, or was trained
+      on top of other frozen parameters.
+  """
+  wanted, frozen = _without_frozen(abstract or parts.programs.abstract)
+  found = checkpoints.restore(wanted)
+  if found is None or frozen is None:
+    return found
+  _, frozen = _without_frozen(await _first_state(parts))
+  checkpoint.check_same(found.host[_FROZEN], checkpoint.digests(frozen))
+  params = lora.join(found.state.params, frozen)
+  return dataclasses.replace(found, state=found.state._replace(params=params))
+
+
+def save(
+  checkpoints: checkpoint.Checkpoints,
+  now: progress.Progress | warm_start.Imitation,
+) -> None:
+  """Starts a checkpoint that can be restored; see `Checkpoints.save`."""
+  state, frozen = _without_frozen(now.state)
+  host = now.to_host() | {_FROZEN: checkpoint.digests(frozen)}
+  checkpoints.save(now.trained, state, host)
+
+
+def _without_frozen(
+  state: train_state.TrainState,
+) -> tuple[train_state.TrainState, Any]:
+  """Returns what training changes, and the parameters that it does not."""
+  trainable, frozen = lora.split(state.params)
+  return state._replace(params=trainable), frozen
+
+
+def fresh_state(programs: learner.Learner, seed: int) -> train_state.TrainState:
+  """Returns random parameters and an optimizer that has seen nothing."""
+  with jax.transfer_guard("allow"):
+    return programs.init(jax.random.key(seed))
+
+
+def loaded_state(
+  programs: learner.Learner,
+  config: model_config.ModelConfig,
+  layout: sharding.Layout,
+  directory: str,
+  seed: int,
+) -> train_state.TrainState:
+  """Returns the parameters of a Hugging Face checkpoint, as `fresh_state`.
+
+  Adapters, if the model has any, are drawn from the seed.
+
+  Raises:
+    load.Unusable: they cannot be loaded.
+  """
+  with jax.transfer_guard("allow"):
+    params = load.load(directory, config, layout)
+    if config.lora is not None:
+      places, _ = lora.split(_shardings(config, layout))
+      draw = jax.jit(
+        lambda key: lora.split(transformer.init(key, config))[0],
+        out_shardings=places,
+      )
+      params = lora.join(draw(jax.random.key(seed)), params)
+    return programs.wrap(params)
+
+
+def _shardings(config: model_config.ModelConfig, layout: sharding.Layout):
+  return layout.tree(transformer.logical_axes(config))
