@@ -83,7 +83,7 @@ class Mixture:
 
   def task(self, index: int, split: base.Split) -> base.Task:
     """Returns a task of one source; its `index` is the place within that."""
-    part, place = _whose(index, self.weights)
+    part, place = _position(index, self.weights)
     return self.parts[part].source.task(place, split)
 
   def __call__(self, task: base.Task) -> base.Environment:
@@ -114,7 +114,7 @@ class Mixture:
 
 
 @dataclasses.dataclass(frozen=True)
-class Rule:
+class RewardRule:
   """How the tasks of one source are graded."""
 
   source: str
@@ -130,7 +130,7 @@ class ByTask:
     default: for sources without a rule; None: there must be none.
   """
 
-  rules: tuple[Rule, ...]
+  rules: tuple[RewardRule, ...]
   default: base.Reward | None = None
 
   def __post_init__(self) -> None:
@@ -171,7 +171,7 @@ class ByTask:
     return await self.reward_of(task)(task, transcripts)
 
 
-def _whose(index: int, weights: Sequence[float]) -> tuple[int, int]:
+def _position(index: int, weights: Sequence[float]) -> tuple[int, int]:
   """Returns whose task is at `index`, and which of its own it is.
 
   Task j of a part with share p stands at time (2j + 1) / 2p, so that about one

@@ -44,7 +44,7 @@ class _Job:
       self.future.set_result((value, error))
 
 
-class Pool:
+class ThreadPool:
   """Daemon threads that run one call each; usable from any event loop."""
 
   def __init__(self, *, size: int = 4, max_size: int = 32):
@@ -146,6 +146,6 @@ class Pool:
       return True
 
 
-_DEFAULT = Pool()
+_DEFAULT = ThreadPool()
 call = _DEFAULT.call
 abandoned = _DEFAULT.abandoned

@@ -80,7 +80,9 @@ def main(argv: list[str]) -> None:
     sys.exit(asyncio.run(_Server(how, port, record).serve(served)))
 
 
-def _served() -> contextlib.AbstractAsyncContextManager[served_model.Served]:
+def _served() -> contextlib.AbstractAsyncContextManager[
+  served_model.ServedModel
+]:
   """Returns what is to be served, checked and not loaded."""
   if absl_flags.FLAGS["config"].present:
     raise overrides.SettingError(
@@ -137,7 +139,7 @@ class _Server:
 
   async def serve(
     self,
-    loading: contextlib.AbstractAsyncContextManager[served_model.Served],
+    loading: contextlib.AbstractAsyncContextManager[served_model.ServedModel],
   ) -> int:
     """Returns 0 when a signal ended it; 128 + its number before it served."""
     loop, current = asyncio.get_running_loop(), asyncio.current_task()
@@ -163,7 +165,7 @@ class _Server:
     else:
       current.cancel()
 
-  async def _serve(self, served: served_model.Served) -> None:
+  async def _serve(self, served: served_model.ServedModel) -> None:
     how = dataclasses.replace(self._how, model=served.name)
     if _TEMPERATURE.value is None:
       how = dataclasses.replace(how, temperature=served.temperature)

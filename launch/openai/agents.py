@@ -1,4 +1,4 @@
-"""Agents written against the `openai` client, played and recorded.
+"""Plays agents written against the `openai` client and records them.
 
   async def agent(base_url, task):
     client = openai.AsyncOpenAI(base_url=base_url, api_key="none")
@@ -8,7 +8,7 @@
   async with agents.serving(engine, chat) as players:
     trajectories = await players.play(agent, episode, deadline_s=600)
 
-The agent knows nothing of training: the session is in its base_url.
+The agent needs no change for training: its base_url names the session.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from rl.rollout import episode as episode_lib
 from rl.runtime import watchdog
 
 Agent = Callable[[str, base.Task], Any]
-"""(base_url, task) -> reward, or None when others grade; async or not."""
+"""(base_url, task) -> reward, or None if graded elsewhere; async or not."""
 
 _MAX_THREADS = 512
 
@@ -36,31 +36,31 @@ class Agents:
   """Plays agents against one server.
 
   Attributes:
-    address: of the server: "http://127.0.0.1:8000".
-    pool: threads of agents that are not async.
+    address: of the server, "http://127.0.0.1:8000".
+    pool: threads for agents that are not async.
   """
 
   sessions: sessions.Sessions
   address: str
-  pool: threads.Pool
+  pool: threads.ThreadPool
   dog: watchdog.Watchdog | None = None
 
   async def play(
     self, agent: Agent, episode: episode_lib.Episode, *, deadline_s: float
   ) -> list[trajectory.Trajectory]:
-    """Lets an agent play once; see `served_agent.play`.
+    """Plays an agent once; see `served_agent.play`.
 
     Args:
-      agent: one that is not async runs in a thread. It cannot be stopped, but
-        gets no more answers once the deadline has passed.
+      agent: runs in a thread unless it is async. A thread cannot be stopped,
+        but gets no more answers after the deadline.
     """
 
     async def run(name: str) -> object:
       base_url = f"{self.address}/sessions/{name}/v1"
       if _is_async(agent):
         return await agent(base_url, episode.task)
-      said = await self.pool.call(agent, base_url, episode.task)
-      return await said if isinstance(said, Awaitable) else said
+      result = await self.pool.call(agent, base_url, episode.task)
+      return await result if isinstance(result, Awaitable) else result
 
     return await served_agent.play(
       self.sessions, episode, run, deadline_s=deadline_s, dog=self.dog
@@ -81,12 +81,12 @@ async def serving(
   """Serves an engine on the running event loop while agents play.
 
   Args:
+    port: 0 takes any free one.
     max_sessions: agents that may play at a time.
-    port: 0 takes one that is free.
   """
   opened = sessions.Sessions(chat, max_sessions=max_sessions)
   app = openai_app.app(engine, opened, how)
-  pool = threads.Pool(max_size=_MAX_THREADS)
+  pool = threads.ThreadPool(max_size=_MAX_THREADS)
   async with http_server.listening(
     app, http_server.bind(host, port)
   ) as address:

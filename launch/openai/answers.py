@@ -1,15 +1,15 @@
-"""One request that is being answered: ids -> engine -> text -> record -> reply.
+"""Answers one request: ids -> engine -> text -> session record -> reply.
 
-         +-> sample -> read -+
-opening -+-> sample -> read -+-> record -> reply, whole or event by event
-         +-> ..    n choices +
+          +-> stream_answer -+
+opening --+-> stream_answer -+-> _record -> reply(), or events() one by one
+          +-> ..   n choices +
 """
 
 import asyncio
 import contextlib
 import dataclasses
 import zlib
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,71 +25,72 @@ from rl.engine import contract
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Asked:
-  """What a request asked for, ready to be answered once.
+class PendingAnswer:
+  """A request that passed every check; call `reply` or `events`, once.
 
   Attributes:
-    sessions: the one that `session` must still be in when the answer comes.
-    requests, readers: one of each for every choice.
-    answer_s: deadline of all of them.
+    sessions: must still hold `session` when an answer arrives.
+    requests, parsers: one of each per choice.
+    answer_s: deadline of all choices together, in seconds.
   """
 
   engine: answer_stream.Streamer
   sessions: sessions_lib.Sessions
   session: session_tree.Session
   opening: session_tree.Opening
-  form: openai_replies.Form
+  reply_format: openai_replies.ReplyFormat
   requests: Sequence[contract.DecodeRequest]
-  readers: Sequence[answer_stream.Reader]
+  parsers: Sequence[answer_stream.AnswerParser]
   answer_s: float
   include_usage: bool
 
-  async def whole(self) -> dict[str, Any]:
-    """Returns the reply.
+  async def reply(self) -> dict[str, Any]:
+    """Returns the whole reply.
 
     Raises:
-      Refused: the engine cannot serve it.
-      EngineClosed: it stopped.
+      BadRequest: the engine cannot serve the request.
+      EngineClosed: the engine stopped.
       FinishedSession: the session was finished meanwhile.
       TimeoutError: the deadline passed.
     """
     answers = [
-      asyncio.create_task(answer_stream.sample_whole(self.engine, *each))
-      for each in zip(self.requests, self.readers, strict=True)
+      asyncio.create_task(answer_stream.sample_answer(self.engine, *pair))
+      for pair in zip(self.requests, self.parsers, strict=True)
     ]
     try:
-      with self._blamed():
+      with self._as_api_errors():
         async with asyncio.timeout(self.answer_s):
           completions = await asyncio.gather(*answers)
     finally:
       await _cancel(answers)
-    choices = [self._record(i, done) for i, done in enumerate(completions)]
-    return self.form.whole(choices)
+    return self.reply_format.reply(
+      [self._record(i, done) for i, done in enumerate(completions)]
+    )
 
   async def events(self) -> AsyncGenerator[bytes]:
     """Yields the events of a stream.
 
-    The first, which is empty, comes as soon as something was sampled: until
-    then this raises what `whole` does. Later errors are events.
+    The first event is empty and comes with the first sampled token. Until then
+    the errors of `reply` are raised; later ones become events.
     """
     until = asyncio.get_running_loop().time() + self.answer_s
-    sampled = _merged(
+    deltas = _merged(
       [
-        answer_stream.sample(self.engine, *each)
-        for each in zip(self.requests, self.readers, strict=True)
+        answer_stream.stream_answer(self.engine, *pair)
+        for pair in zip(self.requests, self.parsers, strict=True)
       ],
       until,
     )
-    async with contextlib.aclosing(sampled):
-      with self._blamed():
-        first = await anext(sampled)
+    async with contextlib.aclosing(deltas):
+      with self._as_api_errors():
+        first = await anext(deltas)
       yield b""
       try:
-        with self._blamed():
-          async for event in self._said(first, sampled):
+        with self._as_api_errors():
+          async for event in self._chunks(first, deltas):
             yield event
       except (
-        json_fields.Refused,
+        json_fields.BadRequest,
         contract.EngineClosed,
         sessions_lib.FinishedSession,
         TimeoutError,
@@ -98,58 +99,57 @@ class Asked:
         return
     yield openai_replies.DONE
 
-  async def _said(
+  async def _chunks(
     self,
-    first: tuple[int, answer_stream.Piece],
-    rest: AsyncGenerator[tuple[int, answer_stream.Piece]],
+    first: tuple[int, answer_stream.AnswerDelta],
+    later: AsyncGenerator[tuple[int, answer_stream.AnswerDelta]],
   ) -> AsyncGenerator[bytes]:
-    done: list[contract.Completion] = []
-    if self.form.chat:
+    completions: list[contract.Completion] = []
+    if self.reply_format.chat:
       for index in range(len(self.requests)):
-        yield self.form.begin(index)
-    index, piece = first
+        yield self.reply_format.first_chunk(index)
+    index, delta = first
     while True:
-      yield self.form.piece(index, piece)
-      if piece.completion is not None:
-        # On record before the client knows: its next request may follow.
-        choice = self._record(index, piece.completion)
-        done.append(piece.completion)
-        yield self.form.end(index, choice)
-      if len(done) == len(self.requests):
+      yield self.reply_format.chunk(index, delta)
+      if delta.completion is not None:
+        # Recorded before the client sees the end: it may send the next turn.
+        choice = self._record(index, delta.completion)
+        completions.append(delta.completion)
+        yield self.reply_format.last_chunk(index, choice)
+      if len(completions) == len(self.requests):
         break
-      index, piece = await anext(rest)
+      index, delta = await anext(later)
     if self.include_usage:
-      yield self.form.counts(done)
+      yield self.reply_format.usage_chunk(completions)
 
   def _record(
     self, index: int, completion: contract.Completion
-  ) -> openai_replies.Choice:
+  ) -> openai_replies.AnswerChoice:
     if not self.sessions.holds(self.session):
       raise sessions_lib.FinishedSession(
         f"session {self.session.name} was finished before its answer came"
       )
-    answer = self.readers[index].answer()
-    named = [
+    answer = self.parsers[index].answer()
+    calls = tuple(
       dataclasses.replace(call, id=f"call_{self.requests[index].seed:x}_{i}")
       for i, call in enumerate(answer.tool_calls)
-    ]
-    answer = dataclasses.replace(answer, tool_calls=tuple(named))
-    said = None
-    if self.form.chat:
-      said = messages_lib.Message(
-        "assistant", answer.content, answer.tool_calls
-      )
-    self.session.record(self.opening, completion, said)
-    return openai_replies.Choice(completion=completion, answer=answer)
+    )
+    answer = dataclasses.replace(answer, tool_calls=calls)
+    message = None
+    if self.reply_format.chat:
+      message = messages_lib.AgentMessage("assistant", answer.content, calls)
+    self.session.record(self.opening, completion, message)
+    return openai_replies.AnswerChoice(completion=completion, answer=answer)
 
   @contextlib.contextmanager
-  def _blamed(self):
+  def _as_api_errors(self) -> Iterator[None]:
+    """Turns errors of the engine into those that clients are told."""
     try:
       yield
-    except json_fields.Refused:
+    except json_fields.BadRequest:
       raise
     except ValueError as error:
-      raise json_fields.Refused(str(error)) from error
+      raise json_fields.BadRequest(str(error)) from error
     except TimeoutError:
       raise TimeoutError(f"the answer took over {self.answer_s:g} s") from None
     except contract.EngineClosed:
@@ -157,8 +157,8 @@ class Asked:
       raise
 
 
-def requests(
-  engine: answer_stream.Streamer,
+def decode_requests(
+  capabilities: contract.Capabilities,
   chat_stops: tuple[int, ...],
   session: session_tree.Session,
   opening: session_tree.Opening,
@@ -166,40 +166,42 @@ def requests(
   temperature: float,
   experts: bool,
 ) -> list[contract.DecodeRequest]:
-  """Returns what to ask the engine for, one request for each choice.
+  """Returns one engine request per choice.
 
   Raises:
-    Refused: the engine cannot do it, or the conversation is too long.
+    BadRequest: the engine cannot do it, or the conversation is too long.
   """
-  able = engine.capabilities
-  room = able.max_length - len(opening.tokens)
-  wanted = sampling.max_tokens
-  if room < (1 if wanted is None else wanted):
-    raise json_fields.Refused(
+  room = capabilities.max_length - len(opening.tokens)
+  limit = sampling.max_tokens
+  if room < (1 if limit is None else limit):
+    raise json_fields.BadRequest(
       f"a conversation of {len(opening.tokens)} tokens leaves room for "
-      f"{max(room, 0)} in {able.max_length}, and max_tokens={wanted}",
+      f"{max(room, 0)} in {capabilities.max_length}, and max_tokens={limit}; "
+      "shorten one of them",
       "messages",
       "context_length_exceeded",
     )
-  if sampling.seed is not None and not able.seeds:
-    raise json_fields.Refused(
-      "this engine knows no seeds; leave seed out", "seed"
+  if sampling.seed is not None and not capabilities.seeds:
+    raise json_fields.BadRequest(
+      "this engine has no seeds; leave seed out", "seed"
     )
   if not -(2**31) <= (sampling.seed or 0) < 2**31:
-    raise json_fields.Refused(f"seed={sampling.seed} is not of 32 bits", "seed")
-  bias = _bias(sampling, able)
+    raise json_fields.BadRequest(
+      f"seed={sampling.seed} must be in [-2**31, 2**31)", "seed"
+    )
+  bias = _bias(sampling, capabilities)
   return [
     contract.DecodeRequest(
       request_id=f"{session.name}/{session.number}/{index}",
       session=session.name,
       tokens=opening.tokens,
-      max_tokens=room if wanted is None else wanted,
+      max_tokens=room if limit is None else limit,
       temperature=temperature,
       top_k=sampling.top_k,
       top_p=sampling.top_p,
       min_p=sampling.min_p,
       stop_ids=chat_stops,
-      seed=_seed(sampling, opening, index) if able.seeds else 0,
+      seed=_seed(sampling, opening, index) if capabilities.seeds else 0,
       bias=bias,
       experts=experts,
       priority=session.priority,
@@ -221,40 +223,42 @@ def _seed(
 
 
 def _bias(
-  sampling: openai_requests.Sampling, able: contract.Capabilities
+  sampling: openai_requests.Sampling, capabilities: contract.Capabilities
 ) -> Float32[np.ndarray, " V"] | None:
   if not sampling.bias:
     return None
   largest = max(sampling.bias)
-  if largest >= able.vocab_size:
-    raise json_fields.Refused(
-      f"logit_bias of id {largest}: there are {able.vocab_size} ids",
+  if largest >= capabilities.vocab_size:
+    raise json_fields.BadRequest(
+      f"logit_bias of id {largest}: must be below {capabilities.vocab_size}, "
+      "the number of ids",
       "logit_bias",
     )
-  bias = np.zeros(able.vocab_size, np.float32)
+  bias = np.zeros(capabilities.vocab_size, np.float32)
   for index, value in sampling.bias.items():
     bias[index] = value
   return bias
 
 
 async def _merged(
-  streams: Sequence[AsyncGenerator[answer_stream.Piece]], until: float
-) -> AsyncGenerator[tuple[int, answer_stream.Piece]]:
-  """Yields (index, piece) of all streams as they come.
+  streams: Sequence[AsyncGenerator[answer_stream.AnswerDelta]], until: float
+) -> AsyncGenerator[tuple[int, answer_stream.AnswerDelta]]:
+  """Yields (index, delta) of all streams as they come.
 
-  A client that reads slowly does not hold up the engine.
+  The queue is unbounded, so a client that reads slowly cannot hold up the
+  engine.
 
   Args:
-    until: when TimeoutError is raised, on the clock of the loop.
+    until: deadline on the clock of the event loop; TimeoutError after it.
   """
-  queue: asyncio.Queue[tuple[int, answer_stream.Piece] | asyncio.Task[None]] = (
-    asyncio.Queue()
-  )
+  queue: asyncio.Queue[
+    tuple[int, answer_stream.AnswerDelta] | asyncio.Task[None]
+  ] = asyncio.Queue()
 
-  async def pump(index: int, stream: AsyncGenerator[answer_stream.Piece]):
+  async def pump(index: int, stream: AsyncGenerator[answer_stream.AnswerDelta]):
     async with contextlib.aclosing(stream):
-      async for piece in stream:
-        queue.put_nowait((index, piece))
+      async for delta in stream:
+        queue.put_nowait((index, delta))
 
   pumps = [
     asyncio.create_task(pump(index, stream))
@@ -262,14 +266,14 @@ async def _merged(
   ]
   for task in pumps:
     task.add_done_callback(queue.put_nowait)
-  left = len(pumps)
+  num_running = len(pumps)
   try:
-    while left:
+    while num_running:
       async with asyncio.timeout_at(until):
         item = await queue.get()
       if isinstance(item, asyncio.Task):
-        item.result()  # Raises what ended it.
-        left -= 1
+        item.result()  # Raises the error that ended the stream, if any.
+        num_running -= 1
       else:
         yield item
   finally:

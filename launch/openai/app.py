@@ -3,11 +3,11 @@
   POST [/sessions/ID]/v1/chat/completions, /v1/completions    GET /v1/models
   GET /sessions/ID    POST /sessions/ID/finish                GET /health
 
-  body -> query -> session: ids -> engine -> text -> session: record -> reply
+  _body -> chat_query -> Session.begin -> engine -> Session.record -> reply
 
-Which session a request belongs to is said by its path, so that a client needs
-no more than another base_url, or by the header x-session-id; any other request
-has one of its own. A client that goes away aborts what it asked for.
+The path names the session of a request, so that a client only needs another
+base_url; the header x-session-id does the same. A request with neither gets a
+session of its own. A client that disconnects aborts its requests.
 """
 
 import asyncio
@@ -33,18 +33,18 @@ from rl.engine import contract
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Serving:
-  """How requests are served.
+  """Settings of the server.
 
   Attributes:
-    model: name in replies; requests may use any, so that an agent need not be
-      changed.
-    temperature: of requests that name none.
-    one_temperature: all others are sampled at `temperature` too, and replies
-      say so: a learner scores tokens at one temperature only.
-    record_experts: keep which experts the engine chose for every id.
+    model: name in replies; requests may use any other, so that agents need no
+      change.
+    temperature: of requests without one.
+    one_temperature: samples every request at `temperature`, and replies say
+      so: a learner scores tokens at one temperature only.
+    record_experts: records the experts that the engine chose for every id.
     answer_s: deadline of the answers to a request.
-    body_s: deadline of its body.
-    max_body: bytes of it.
+    body_s: deadline of receiving its body.
+    max_body: bytes of its body.
   """
 
   model: str = "twinmesh"
@@ -57,10 +57,12 @@ class Serving:
 
   def __post_init__(self):
     if not 0 <= self.temperature < math.inf:
-      raise ValueError(f"temperature={self.temperature} is no number >= 0")
+      raise ValueError(
+        f"temperature={self.temperature} must be a finite number >= 0"
+      )
     for name in ("answer_s", "body_s", "max_body"):
       if not getattr(self, name) > 0:
-        raise ValueError(f"{name}={getattr(self, name)} is not above 0")
+        raise ValueError(f"{name}={getattr(self, name)} must be above 0")
 
 
 def app(
@@ -73,11 +75,11 @@ def app(
   Raises:
     ValueError: the engine cannot stop where answers of the chat end.
   """
-  able = engine.capabilities
-  if len(sessions.chat.stop_ids) > able.max_stop_ids:
+  limit = engine.capabilities.max_stop_ids
+  if len(sessions.chat.stop_ids) > limit:
     raise ValueError(
       f"answers of this chat end with {len(sessions.chat.stop_ids)} ids; the "
-      f"engine takes {able.max_stop_ids} at most"
+      f"engine takes {limit} at most"
     )
   api = _Api(engine, sessions, serving or Serving())
   post = [
@@ -104,7 +106,7 @@ def app(
       kind: _on_error
       for kind in (
         *_STATUS,
-        json_fields.Refused,
+        json_fields.BadRequest,
         exceptions.HTTPException,
         disconnect.ClientGone,
         Exception,
@@ -126,8 +128,8 @@ async def _on_error(
   request: requests.Request, error: Exception
 ) -> responses.Response:
   if isinstance(error, disconnect.ClientGone):
-    return responses.Response(status_code=499)  # Nobody reads it.
-  if isinstance(error, json_fields.Refused):
+    return responses.Response(status_code=499)  # The client cannot read it.
+  if isinstance(error, json_fields.BadRequest):
     body = openai_replies.error(str(error), param=error.param, code=error.code)
     return responses.JSONResponse(body, error.status)
   if isinstance(error, exceptions.HTTPException):
@@ -138,9 +140,9 @@ async def _on_error(
   kind = "invalid_request_error" if status < 500 else "server_error"
   text = "the server failed" if status == 500 else str(error)
   body = openai_replies.error(text, kind, code=code)
-  # Clients try 5xx again by themselves, which only helps where it is busy.
-  again = {} if code == "too_many_sessions" else {"x-should-retry": "false"}
-  return responses.JSONResponse(body, status, again)
+  # Clients retry every 5xx by themselves, which only helps a busy server.
+  retry = {} if code == "too_many_sessions" else {"x-should-retry": "false"}
+  return responses.JSONResponse(body, status, retry)
 
 
 class _Api:
@@ -157,7 +159,7 @@ class _Api:
     self._serving = serving
 
   async def health(self, request: requests.Request) -> responses.Response:
-    """Says that the server is up, and which version it serves."""
+    """Reports that the server is up, and the version of its weights."""
     version = self._engine.stats().version
     return responses.JSONResponse({"status": "ok", "version": version})
 
@@ -175,16 +177,16 @@ class _Api:
     return responses.JSONResponse({"object": "list", "data": [model]})
 
   async def session(self, request: requests.Request) -> responses.Response:
-    """Tells what a session has so far."""
+    """Shows an open session and its trajectories so far."""
     session = self._sessions.get(request.path_params["session"])
     ending = session_tree.Ending(status=trajectory.Status.TRUNCATED)
-    left = session.trajectories(ending) if session.num_answers else []
+    branches = session.trajectories(ending) if session.num_answers else []
     return responses.JSONResponse(
       {
         "session": session.name,
         "requests": session.number,
         "running": session.running,
-        "trajectories": [trajectory.trajectory_to_json(t) for t in left],
+        "trajectories": [trajectory.trajectory_to_json(t) for t in branches],
       }
     )
 
@@ -192,19 +194,19 @@ class _Api:
     """Ends a session; returns and records its trajectories."""
     body = await self._body(request)
     name = request.path_params["session"]
-    left = self._sessions.finish(name, openai_requests.ending(body))
-    lines = [trajectory.trajectory_to_json(t) for t in left]
+    branches = self._sessions.finish(name, openai_requests.ending(body))
+    lines = [trajectory.trajectory_to_json(t) for t in branches]
     return responses.JSONResponse({"session": name, "trajectories": lines})
 
   async def chat(self, request: requests.Request) -> responses.Response:
-    """Goes on with a conversation."""
+    """Answers a conversation."""
     query = openai_requests.chat_query(await self._body(request))
     session = self._open(request)
-    with _refused("messages"):
+    with _as_bad_request("messages"):
       opening = session.begin(query.messages, query.tools)
 
-    def reader() -> answer_stream.Reader:
-      return answer_stream.Reader(
+    def parser() -> answer_stream.AnswerParser:
+      return answer_stream.AnswerParser(
         self._sessions.chat,
         stops=query.sampling.stop,
         calls=query.calls,
@@ -212,14 +214,14 @@ class _Api:
       )
 
     return await self._answer(
-      request, session, opening, query.sampling, reader, chat=True
+      request, session, opening, query.sampling, parser, chat=True
     )
 
   async def text(self, request: requests.Request) -> responses.Response:
-    """Goes on with a text, or with ids."""
+    """Continues a text, or ids."""
     query = openai_requests.text_query(await self._body(request))
     session, chat = self._open(request), self._sessions.chat
-    with _refused("prompt"):
+    with _as_bad_request("prompt"):
       prompt = query.prompt
       if isinstance(prompt, str):
         prompt = chat.encode_answer(prompt).tolist()
@@ -227,11 +229,13 @@ class _Api:
           prompt.pop()
       opening = session.begin_ids(np.asarray(prompt, np.int32))
 
-    def reader() -> answer_stream.Reader:
-      return answer_stream.Reader(chat, stops=query.sampling.stop, raw=True)
+    def parser() -> answer_stream.AnswerParser:
+      return answer_stream.AnswerParser(
+        chat, stops=query.sampling.stop, raw=True
+      )
 
     return await self._answer(
-      request, session, opening, query.sampling, reader, chat=False
+      request, session, opening, query.sampling, parser, chat=False
     )
 
   async def _answer(
@@ -240,14 +244,23 @@ class _Api:
     session: session_tree.Session,
     opening: session_tree.Opening,
     sampling: openai_requests.Sampling,
-    reader: Callable[[], answer_stream.Reader],
+    parser: Callable[[], answer_stream.AnswerParser],
     *,
     chat: bool,
   ) -> responses.Response:
     serving, temperature = self._serving, sampling.temperature
     if temperature is None or serving.one_temperature:
       temperature = serving.temperature
-    form = openai_replies.Form(
+    answer_requests = openai_answers.decode_requests(
+      self._engine.capabilities,
+      self._sessions.chat.stop_ids,
+      session,
+      opening,
+      sampling,
+      temperature,
+      serving.record_experts,
+    )
+    reply_format = openai_replies.ReplyFormat(
       name=f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}",
       chat=chat,
       model=serving.model,
@@ -257,57 +270,48 @@ class _Api:
       logprobs=sampling.logprobs,
       codec=self._sessions.chat,
     )
-    wanted = openai_answers.requests(
-      self._engine,
-      self._sessions.chat.stop_ids,
-      session,
-      opening,
-      sampling,
-      temperature,
-      serving.record_experts,
-    )
-    asked = openai_answers.Asked(
+    pending = openai_answers.PendingAnswer(
       engine=self._engine,
       sessions=self._sessions,
       session=session,
       opening=opening,
-      form=form,
-      requests=wanted,
-      readers=[reader() for _ in wanted],
+      reply_format=reply_format,
+      requests=answer_requests,
+      parsers=[parser() for _ in answer_requests],
       answer_s=serving.answer_s,
       include_usage=sampling.include_usage,
     )
     headers = {"x-session-id": session.name}
     with contextlib.ExitStack() as running:
-      running.enter_context(session.asking())
+      running.enter_context(session.request_running())
       if not sampling.stream:
-        work = asked.whole()
+        work = pending.reply()
         reply = await disconnect.unless_gone(request.receive, work)
         return responses.JSONResponse(reply, headers=headers)
-      events = asked.events()
+      events = pending.events()
       await disconnect.unless_gone(request.receive, _first(events))
       return disconnect.Events(events, running.pop_all().close, headers)
 
   def _open(self, request: requests.Request) -> session_tree.Session:
-    named = request.path_params.get("session")
+    path = request.path_params.get("session")
     header = request.headers.get("x-session-id")
-    if named and header and named != header:
-      raise json_fields.Refused(
-        f"the path names session {named}, and x-session-id {header}; send one"
+    if path and header and path != header:
+      raise json_fields.BadRequest(
+        f"the path names session {path}, and x-session-id {header}; send one"
       )
-    with _refused():
-      return self._sessions.open(named or header)
+    with _as_bad_request():
+      return self._sessions.open(path or header)
 
   async def _body(self, request: requests.Request) -> dict[str, Any]:
-    body, most = bytearray(), self._serving.max_body
+    body, limit = bytearray(), self._serving.max_body
     try:
       async with asyncio.timeout(self._serving.body_s):
         async for chunk in request.stream():
           body += chunk
-          if len(body) > most:
-            raise json_fields.Refused(f"the body is over {most} bytes")
+          if len(body) > limit:
+            raise json_fields.BadRequest(f"the body is over {limit} bytes")
     except TimeoutError:
-      raise json_fields.Refused(
+      raise json_fields.BadRequest(
         f"the body took over {self._serving.body_s:g} s", status=408
       ) from None
     except requests.ClientDisconnect:
@@ -320,9 +324,9 @@ async def _first(events: AsyncGenerator[bytes]) -> bytes:
 
 
 @contextlib.contextmanager
-def _refused(param: str | None = None) -> Iterator[None]:
-  """Turns what a session says of a request into an error of the API."""
+def _as_bad_request(param: str | None = None) -> Iterator[None]:
+  """Turns a ValueError of the session into an error of the API."""
   try:
     yield
   except ValueError as error:
-    raise json_fields.Refused(str(error), param) from error
+    raise json_fields.BadRequest(str(error), param) from error

@@ -1,4 +1,9 @@
-"""Work for a client that may go away, and is not worth doing any more then."""
+"""Cancels work for a client when the client disconnects.
+
+Starlette's StreamingResponse is not used: with ASGI 2.4 it notices a client
+that left only at the next send, and a request that waits for its next token
+would hold its slot until then.
+"""
 
 import asyncio
 import contextlib
@@ -16,17 +21,17 @@ class ClientGone(Exception):
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T:
-  """Returns the result of `work`, which is cancelled when the client leaves.
+  """Returns the result of `work`, cancelled when the client disconnects.
 
   Args:
     receive: of a request whose body was read.
 
   Raises:
-    ClientGone: it left.
+    ClientGone: the client disconnected.
   """
   working = asyncio.create_task(work)
-  leaving = asyncio.create_task(_leave(receive))
-  both = (working, leaving)
+  watching = asyncio.create_task(_disconnected(receive))
+  both = (working, watching)
   try:
     await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
     if not working.done():
@@ -38,17 +43,17 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T:
     await asyncio.gather(*both, return_exceptions=True)
 
 
-async def _leave(receive: Receive) -> None:
+async def _disconnected(receive: Receive) -> None:
   while (await receive())["type"] != "http.disconnect":
     pass
 
 
 class Events(responses.Response):
-  """Server-sent events, until they end or the client leaves.
+  """Server-sent events, until they end or the client disconnects.
 
   Args:
     events: encoded; closed here.
-    over: called at the end, on every path.
+    on_end: called at the end, on every path.
   """
 
   media_type = "text/event-stream"
@@ -56,23 +61,23 @@ class Events(responses.Response):
   def __init__(
     self,
     events: AsyncGenerator[bytes],
-    over: Callable[[], None],
+    on_end: Callable[[], None],
     headers: dict[str, str],
   ):
     self.status_code = 200
     self.background = None
     self.init_headers({"cache-control": "no-cache", **headers})
     self._events = events
-    self._over = over
+    self._on_end = on_end
 
   async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-    """Sends them, as ASGI has it."""
+    """Sends the response; called by the ASGI server."""
     try:
       async with contextlib.aclosing(self._events):
         with contextlib.suppress(ClientGone):
           await unless_gone(receive, self._send(send))
     finally:
-      self._over()
+      self._on_end()
 
   async def _send(self, send: Send) -> None:
     await send(

@@ -1,4 +1,4 @@
-"""An ASGI application on a port, while the body of a `with` runs."""
+"""Serves an ASGI application on a port while the body of a `with` runs."""
 
 import asyncio
 import contextlib
@@ -10,7 +10,7 @@ import uvicorn
 
 
 class _Server(uvicorn.Server):
-  """Says when it is ready, and leaves signals to whoever runs the loop."""
+  """A server with a `ready` event; signals are left to the process."""
 
   def __init__(self, settings: uvicorn.Config):
     super().__init__(settings)
@@ -26,10 +26,10 @@ class _Server(uvicorn.Server):
 
 
 def bind(host: str = "127.0.0.1", port: int = 0) -> socket.socket:
-  """Takes a port, on which nobody listens yet; 0 is one that is free.
+  """Returns a socket bound to a port and not yet listening; 0 is any free one.
 
   Raises:
-    OSError: it is not to be had.
+    OSError: the port is taken or forbidden.
   """
   found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
   family, kind, protocol, _, address = found[0]
@@ -47,11 +47,11 @@ def bind(host: str = "127.0.0.1", port: int = 0) -> socket.socket:
 async def listening(
   app: Any, bound: socket.socket, grace_s: int = 5
 ) -> AsyncIterator[str]:
-  """Serves an application, and gives its address, "http://127.0.0.1:8000".
+  """Serves an application and gives its address, "http://127.0.0.1:8000".
 
   Args:
-    bound: what `bind` returned; closed here.
-    grace_s: at the end, for answers that are under way.
+    bound: from `bind`; closed here.
+    grace_s: time that open requests get at the end.
   """
   host, port = bound.getsockname()[:2]
   server = _Server(
@@ -68,7 +68,7 @@ async def listening(
   serving = asyncio.create_task(server.serve([bound]))
   ready = asyncio.create_task(server.ready.wait())
   try:
-    # Either one: a server that fails to start ends.
+    # A server that fails to start ends before it is ready.
     await asyncio.wait((serving, ready), return_when=asyncio.FIRST_COMPLETED)
     if serving.done():
       serving.result()

@@ -1,4 +1,4 @@
-"""Fields of JSON that a stranger sent: of the right kind, or refused."""
+"""Reads typed fields of untrusted JSON."""
 
 import json
 import math
@@ -16,13 +16,13 @@ _NAMES = {
 _MISSING: Any = object()
 
 
-class Refused(ValueError):
-  """A request that cannot be answered, in OpenAI's form of an error.
+class BadRequest(ValueError):
+  """A request that is refused; clients get it as OpenAI's error object.
 
   Attributes:
     param: the field at fault.
-    code: a word for programs.
-    status: of HTTP.
+    code: machine-readable reason.
+    status: HTTP status.
   """
 
   def __init__(
@@ -42,17 +42,17 @@ def loads(body: bytes) -> dict[str, Any]:
   """Returns a JSON object.
 
   Raises:
-    Refused: it is none.
+    BadRequest: the body is anything else.
   """
   try:
-    data = json.loads(body, parse_constant=_no_number)
+    data = json.loads(body, parse_constant=_refuse_constant)
     if b"\\u" in body:
-      # Halves of surrogate pairs are escapes in JSON and no text at all here.
+      # JSON can escape half a surrogate pair, which UTF-8 cannot encode.
       json.dumps(data, ensure_ascii=False).encode()
   except (ValueError, RecursionError) as error:
-    raise Refused(f"the body is not JSON: {error}") from None
+    raise BadRequest(f"the body is not JSON: {error}") from None
   if not isinstance(data, dict):
-    raise Refused(f"the body is a JSON {kind_of(data)}; send an object")
+    raise BadRequest(f"the body is a JSON {kind_of(data)}; send an object")
   return data
 
 
@@ -63,34 +63,35 @@ def get(
   default: Any = _MISSING,
   where: str = "",
 ) -> Any:
-  """Returns a field; null counts as left out.
+  """Returns a field; null counts as missing.
 
   Args:
-    kind: a key of the table above, or several.
-    default: of a field that is left out; without one it must be there.
-    where: stands before the name in errors.
+    kind: a key of the table above, or a tuple of several.
+    default: value of a missing field; without one the field is required.
+    where: prefix of the name in errors.
 
   Raises:
-    Refused: it is missing, or of another kind.
+    BadRequest: the field is missing, or of another kind.
   """
   value = body.get(name)
   if value is None:
     if default is _MISSING:
-      raise Refused(f"{where}{name} is missing", f"{where}{name}")
+      raise BadRequest(f"{where}{name} is missing", f"{where}{name}")
     return default
   if not fits(value, kind):
     kinds = kind if isinstance(kind, tuple) else (kind,)
     names = " or ".join(_NAMES[k] for k in kinds)
-    raise Refused(
-      f"{where}{name}={shown(value)} is no {names}", f"{where}{name}"
+    raise BadRequest(
+      f"{where}{name}={shown(value)} must be of type {names}",
+      f"{where}{name}",
     )
   return float(value) if kind is float else value
 
 
 def fits(value: Any, kind: Any) -> bool:
-  """Whether JSON is of a kind or of one of some.
+  """Returns whether a JSON value is of a kind, or of one of several.
 
-  true is no integer, 1 is a number too, and an infinite one is none.
+  true is not an integer, 1 is also a number, and infinity is not a number.
   """
   if isinstance(value, bool):
     return kind is bool
@@ -101,7 +102,7 @@ def fits(value: Any, kind: Any) -> bool:
 
 
 def kind_of(value: Any) -> str:
-  """Returns what JSON calls a value: "integer", "array" .."""
+  """Returns the JSON name of a value's kind: "integer", "array" .."""
   if value is None:
     return "null"
   for kind in _NAMES:
@@ -115,9 +116,9 @@ def shown(value: Any) -> str:
   try:
     text = json.dumps(value)
   except RecursionError:
-    return f"a {kind_of(value)} of too many levels"
+    return f"{kind_of(value)} nested too deeply"
   return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def _no_number(constant: str) -> None:
-  raise ValueError(f"{constant} is no number of JSON")
+def _refuse_constant(constant: str) -> None:
+  raise ValueError(f"{constant} is not a JSON number")

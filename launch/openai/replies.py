@@ -1,9 +1,8 @@
-"""Answers in the form of the OpenAI API, with what training needs besides.
+"""Replies of the OpenAI API, with extra fields for training.
 
-Beside OpenAI's fields stand `session`, `temperature` and `prompt_token_ids` of
-a reply, and `token_ids`, `token_logprobs` and `versions` of every choice: the
-ids as they were sampled, stop id included. A stream has them in the last chunk
-of each choice.
+A reply also has `session`, `temperature` and `prompt_token_ids`, and every
+choice `token_ids`, `token_logprobs` and `versions`: the ids as sampled, stop
+id included. A stream carries them in the last chunk of each choice.
 """
 
 import dataclasses
@@ -24,28 +23,28 @@ DONE = b"data: [DONE]\n\n"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
-  """One answer: what was sampled, and what its text says."""
+class AnswerChoice:
+  """One answer to a request, as ids and as parsed text."""
 
   completion: contract.Completion
   answer: tool_calls.Answer
 
   @property
   def finish_reason(self) -> str:
-    """Returns "stop", "length", "tool_calls" or, no word of theirs, "abort"."""
+    """Returns "stop", "length", "tool_calls" or, not in OpenAI's, "abort"."""
     calls = self.answer.tool_calls and self.completion.stop == "stop"
     return "tool_calls" if calls else self.completion.stop
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Form:
-  """What the replies to one request share.
+class ReplyFormat:
+  """Builds the reply to one request, whole or as server-sent events.
 
   Attributes:
-    name: of the reply, unique.
-    chat: in the form of chat completions, not of completions.
+    name: unique id of the reply.
+    chat: for /chat/completions; False for /completions.
     codec: turns ids into text.
-    logprobs: whether they are sent in OpenAI's form too.
+    logprobs: adds OpenAI's `logprobs` field.
   """
 
   name: str
@@ -58,46 +57,46 @@ class Form:
   codec: episode_lib.Chat
   created: int = dataclasses.field(default_factory=lambda: int(time.time()))
 
-  def whole(self, choices: Sequence[Choice]) -> dict[str, Any]:
+  def reply(self, choices: Sequence[AnswerChoice]) -> dict[str, Any]:
     """Returns a reply that is not streamed."""
     return {
       **self._head(stream=False),
       "choices": [self._choice(i, c) for i, c in enumerate(choices)],
       "usage": self.usage([choice.completion for choice in choices]),
-      **self._more(),
+      **self._training_fields(),
     }
 
-  def begin(self, index: int) -> bytes:
-    """Returns the event with which a choice of a chat begins."""
+  def first_chunk(self, index: int) -> bytes:
+    """Returns the first event of a chat's choice."""
     return self._chunk(index, {"role": "assistant", "content": ""})
 
-  def piece(self, index: int, piece: answer_stream.Piece) -> bytes:
-    """Returns the event of a piece; nothing when there is nothing to say."""
-    logprobs = self._logprobs(piece.tokens, piece.logprobs)
-    text = piece.content or piece.reasoning
-    if not text and not (logprobs and len(piece.tokens)):
+  def chunk(self, index: int, delta: answer_stream.AnswerDelta) -> bytes:
+    """Returns the event of a delta; empty when it adds nothing."""
+    logprobs = self._logprobs(delta.tokens, delta.logprobs)
+    text = delta.content or delta.reasoning
+    if not text and not (logprobs and len(delta.tokens)):
       return b""
-    delta = {"content": piece.content} if piece.content else {}
-    if piece.reasoning:
-      delta["reasoning_content"] = piece.reasoning
-    return self._chunk(index, delta, logprobs)
+    fields = {"content": delta.content} if delta.content else {}
+    if delta.reasoning:
+      fields["reasoning_content"] = delta.reasoning
+    return self._chunk(index, fields, logprobs)
 
-  def end(self, index: int, choice: Choice) -> bytes:
-    """Returns the event with which a choice ends."""
+  def last_chunk(self, index: int, choice: AnswerChoice) -> bytes:
+    """Returns the last event of a choice."""
     calls = _calls(choice.answer)
     calls = [{"index": i, **call} for i, call in enumerate(calls)]
     delta = {"tool_calls": calls} if calls else {}
     finish = choice.finish_reason
-    more = {**_sampled(choice.completion), "finish_reason": finish}
-    return self._chunk(index, delta, None, more, self._more())
+    fields = {**_sampled(choice.completion), "finish_reason": finish}
+    return self._chunk(index, delta, None, fields, self._training_fields())
 
-  def counts(self, completions: Sequence[contract.Completion]) -> bytes:
-    """Returns the event that a stream with include_usage has last."""
+  def usage_chunk(self, completions: Sequence[contract.Completion]) -> bytes:
+    """Returns the last event of a stream with include_usage."""
     head = self._head(stream=True)
     return _event({**head, "choices": [], "usage": self.usage(completions)})
 
   def usage(self, completions: Sequence[contract.Completion]) -> dict[str, Any]:
-    """Returns the numbers of tokens; those of the prompt count once."""
+    """Returns token counts; the prompt counts once for all choices."""
     sampled = sum(len(completion.tokens) for completion in completions)
     cached = completions[0].cached_tokens if completions else 0
     return {
@@ -118,21 +117,21 @@ class Form:
       "model": self.model,
     }
 
-  def _more(self) -> dict[str, Any]:
+  def _training_fields(self) -> dict[str, Any]:
     return {
       "session": self.session,
       "temperature": self.temperature,
       "prompt_token_ids": self.prompt.tolist(),
     }
 
-  def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
+  def _choice(self, index: int, choice: AnswerChoice) -> dict[str, Any]:
     completion, answer = choice.completion, choice.answer
-    said: dict[str, Any] = {"text": answer.content}
+    text: dict[str, Any] = {"text": answer.content}
     if self.chat:
-      said = {"message": _message(answer)}
+      text = {"message": _message(answer)}
     return {
       "index": index,
-      **said,
+      **text,
       "logprobs": self._logprobs(completion.tokens, completion.logprobs),
       "finish_reason": choice.finish_reason,
       **_sampled(completion),
@@ -143,21 +142,21 @@ class Form:
     index: int,
     delta: dict[str, Any],
     logprobs: dict[str, Any] | None = None,
-    choice: dict[str, Any] | None = None,
-    more: dict[str, Any] | None = None,
+    choice_fields: dict[str, Any] | None = None,
+    reply_fields: dict[str, Any] | None = None,
   ) -> bytes:
-    said: dict[str, Any] = {"delta": delta}
+    text: dict[str, Any] = {"delta": delta}
     if not self.chat:
-      said = {"text": delta.get("content", "")}
-    filled = {
+      text = {"text": delta.get("content", "")}
+    choice = {
       "index": index,
-      **said,
+      **text,
       "logprobs": logprobs,
       "finish_reason": None,
-      **(choice or {}),
+      **(choice_fields or {}),
     }
     head = self._head(stream=True)
-    return _event({**head, "choices": [filled], **(more or {})})
+    return _event({**head, "choices": [choice], **(reply_fields or {})})
 
   def _logprobs(
     self,
@@ -169,7 +168,7 @@ class Form:
     texts = [self.codec.token(token) for token in tokens.tolist()]
     if not self.chat:
       return {"tokens": texts, "token_logprobs": logprobs.tolist()}
-    # Half a character is a token too: bytes are null, as the API allows.
+    # A token may be half a character: bytes are null, as the API allows.
     content = [
       {"token": text, "logprob": value, "bytes": None, "top_logprobs": []}
       for text, value in zip(texts, logprobs.tolist(), strict=True)
@@ -183,13 +182,13 @@ def error(
   param: str | None = None,
   code: str | None = None,
 ) -> dict[str, Any]:
-  """Returns the body of an error."""
+  """Returns the body of an error reply."""
   fields = {"message": message, "type": kind, "param": param, "code": code}
   return {"error": fields}
 
 
 def error_event(message: str) -> bytes:
-  """Returns the event of an error in the midst of a stream."""
+  """Returns the event of an error after a stream has begun."""
   return _event(error(message, "server_error"))
 
 

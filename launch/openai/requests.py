@@ -1,7 +1,7 @@
-"""What a request in the form of the OpenAI API asks for: JSON -> dataclasses.
+"""Requests of the OpenAI API: JSON -> dataclasses.
 
-Every field is read, is known to change nothing, or is refused by name: a
-request is never answered as something that it is not.
+Every field is read, known to change nothing, or refused by name: no option is
+dropped in silence.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from rl.settings import checks
 MAX_CHOICES = 128
 MAX_STOPS = 16
 
-# Values at which an option that cannot be had changes nothing.
+# Unsupported options, with the values at which they change nothing.
 _HARMLESS: dict[str, tuple[Any, ...]] = {
   "frequency_penalty": (0,),
   "presence_penalty": (0,),
@@ -31,7 +31,7 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
   "echo": (False,),
   "suffix": ("",),
 }
-# They say who asks, which has no bearing on the answer.
+# They identify the caller and do not change the answer.
 _IDENTITIES = ("user", "safety_identifier")
 _SAMPLING = (
   *("temperature", "top_p", "top_k", "min_p", "max_tokens", "seed", "n"),
@@ -53,13 +53,13 @@ _ROLES = {
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-  """How answers are sampled and sent; None is the server's choice.
+  """Sampling and reply options; None leaves the choice to the server.
 
   Attributes:
-    stop: the text ends before the first of them.
-    choices: answers to the same prompt.
+    stop: the text ends before the first of these.
+    choices: number of answers to the prompt.
     bias: added to the logit of an id.
-    logprobs: whether they are sent in OpenAI's form too.
+    logprobs: adds OpenAI's `logprobs` field to the reply.
   """
 
   temperature: float | None
@@ -78,15 +78,15 @@ class Sampling:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ChatQuery:
-  """A conversation to go on with.
+  """A request for the next message of a conversation.
 
   Attributes:
     tools: functions that the prompt shows.
-    calls: whether calls are taken out of the answer's text.
-    one_call: an answer ends behind its first call.
+    calls: parse tool calls out of the answer's text.
+    one_call: an answer ends after its first call.
   """
 
-  messages: tuple[messages_lib.Message, ...]
+  messages: tuple[messages_lib.AgentMessage, ...]
   tools: tuple[Mapping[str, Any], ...]
   calls: bool
   one_call: bool
@@ -95,7 +95,7 @@ class ChatQuery:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TextQuery:
-  """A text, or ids, to go on with."""
+  """A request to continue a text, or ids."""
 
   prompt: str | tuple[int, ...]
   sampling: Sampling
@@ -105,32 +105,31 @@ def chat_query(body: Mapping[str, Any]) -> ChatQuery:
   """Reads the body of /chat/completions.
 
   Raises:
-    Refused: a field is wrong, unknown, or asks for what is not to be had.
+    BadRequest: a field is wrong, unknown, or asks for an unsupported feature.
   """
   _refuse_others(body, {*_SAMPLING, *_CHAT})
-  said = json_fields.get(body, "messages", list)
-  if not said:
-    raise json_fields.Refused(
+  listed = json_fields.get(body, "messages", list)
+  if not listed:
+    raise json_fields.BadRequest(
       "messages is empty; send one at least", "messages"
     )
-  messages = tuple(_message(m, f"messages[{i}]") for i, m in enumerate(said))
+  messages = tuple(_message(m, f"messages[{i}]") for i, m in enumerate(listed))
   listed = json_fields.get(body, "tools", list, [])
   tools = tuple(_tool(tool, f"tools[{i}]") for i, tool in enumerate(listed))
   choice = body.get("tool_choice")
   if choice not in (None, "auto", "none"):
-    raise json_fields.Refused(
+    raise json_fields.BadRequest(
       f"tool_choice={json_fields.shown(choice)}: sampling cannot be forced to "
-      "call "
-      "a tool; use 'auto' or 'none'",
+      "call a tool; use 'auto' or 'none'",
       "tool_choice",
       "unsupported_value",
     )
   parallel = json_fields.get(body, "parallel_tool_calls", bool, True)
   logprobs = json_fields.get(body, "logprobs", bool, False)
-  most = json_fields.get(body, "top_logprobs", int, 0)
-  if most:
-    raise json_fields.Refused(
-      f"top_logprobs={most}: only those of sampled tokens are known; use 0",
+  num_top = json_fields.get(body, "top_logprobs", int, 0)
+  if num_top:
+    raise json_fields.BadRequest(
+      f"top_logprobs={num_top}: only those of sampled tokens are known; use 0",
       "top_logprobs",
       "unsupported_value",
     )
@@ -138,13 +137,13 @@ def chat_query(body: Mapping[str, Any]) -> ChatQuery:
     json_fields.get(body, name, int, None)
     for name in ("max_completion_tokens", "max_tokens")
   ]
-  known = [limit for limit in limits if limit is not None]
+  given = [limit for limit in limits if limit is not None]
   return ChatQuery(
     messages=messages,
     tools=tools,
     calls=bool(tools) and choice != "none",
     one_call=not parallel,
-    sampling=_sampling(body, min(known) if known else None, logprobs),
+    sampling=_sampling(body, min(given) if given else None, logprobs),
   )
 
 
@@ -152,20 +151,20 @@ def text_query(body: Mapping[str, Any]) -> TextQuery:
   """Reads the body of /completions.
 
   Raises:
-    Refused: as `chat_query`.
+    BadRequest: as `chat_query`.
   """
   _refuse_others(body, {*_SAMPLING, "prompt"})
-  most = json_fields.get(body, "logprobs", int, None)
-  if most:
-    raise json_fields.Refused(
-      f"logprobs={most}: only those of sampled tokens are known; use 0",
+  num_top = json_fields.get(body, "logprobs", int, None)
+  if num_top:
+    raise json_fields.BadRequest(
+      f"logprobs={num_top}: only those of sampled tokens are known; use 0",
       "logprobs",
       "unsupported_value",
     )
   limit = json_fields.get(body, "max_tokens", int, None)
   return TextQuery(
     prompt=_prompt(body.get("prompt")),
-    sampling=_sampling(body, limit, most is not None),
+    sampling=_sampling(body, limit, num_top is not None),
   )
 
 
@@ -173,7 +172,7 @@ def ending(body: Mapping[str, Any]) -> session_tree.Ending:
   """Reads the body of /sessions/ID/finish.
 
   Raises:
-    Refused: a field is wrong or unknown.
+    BadRequest: a field is wrong or unknown.
   """
   known = [field.name for field in dataclasses.fields(session_tree.Ending)]
   for name in body:
@@ -183,7 +182,7 @@ def ending(body: Mapping[str, Any]) -> session_tree.Ending:
   status = json_fields.get(body, "status", str, "completed")
   statuses = [status.value for status in trajectory.Status]
   if status not in statuses:
-    raise json_fields.Refused(
+    raise json_fields.BadRequest(
       f"status={json_fields.shown(status)}: use {', '.join(statuses)}", "status"
     )
   try:
@@ -200,24 +199,24 @@ def ending(body: Mapping[str, Any]) -> session_tree.Ending:
       index=json_fields.get(body, "index", int, 0),
     )
   except ValueError as error:
-    raise json_fields.Refused(str(error)) from error
+    raise json_fields.BadRequest(str(error)) from error
 
 
 def _prompt(prompt: Any) -> str | tuple[int, ...]:
   if isinstance(prompt, list) and len(prompt) == 1:
-    # A list of one prompt is that prompt, unless it is one id.
+    # [prompt] is prompt, but [3] is the single id 3.
     prompt = prompt if json_fields.fits(prompt[0], int) else prompt[0]
   if isinstance(prompt, str):
     return prompt
-  listed = isinstance(prompt, list) and len(prompt) > 0
-  if listed and all(json_fields.fits(x, int) for x in prompt):
+  is_list = isinstance(prompt, list) and len(prompt) > 0
+  if is_list and all(json_fields.fits(x, int) for x in prompt):
     if not all(0 <= x < 2**31 for x in prompt):
-      raise json_fields.Refused(
+      raise json_fields.BadRequest(
         "prompt holds an id outside [0, 2**31)", "prompt"
       )
     return tuple(prompt)
-  raise json_fields.Refused(
-    f"prompt={json_fields.shown(prompt)}: send one text, or the ids of one",
+  raise json_fields.BadRequest(
+    f"prompt={json_fields.shown(prompt)}: send one text, or its ids",
     "prompt",
   )
 
@@ -226,31 +225,34 @@ def _sampling(
   body: Mapping[str, Any], max_tokens: int | None, logprobs: bool
 ) -> Sampling:
   if not isinstance(body.get("model"), str):
-    raise json_fields.Refused(
+    raise json_fields.BadRequest(
       "model is missing; send a name, any will do", "model"
     )
   stops = json_fields.get(body, "stop", (str, list), [])
   stops = [stops] if isinstance(stops, str) else stops
   texts = all(isinstance(stop, str) and stop for stop in stops)
   if not texts or len(stops) > MAX_STOPS:
-    raise json_fields.Refused(
+    raise json_fields.BadRequest(
       f"stop={json_fields.shown(stops)}: send up to {MAX_STOPS} texts, none of "
       "them empty",
       "stop",
     )
   choices = json_fields.get(body, "n", int, 1)
   if not 1 <= choices <= MAX_CHOICES:
-    raise json_fields.Refused(f"n={choices} is not in [1, {MAX_CHOICES}]", "n")
+    raise json_fields.BadRequest(
+      f"n={choices} must be in [1, {MAX_CHOICES}]", "n"
+    )
   stream = json_fields.get(body, "stream", bool, False)
   options = json_fields.get(body, "stream_options", dict, {})
   if options and not stream:
-    raise json_fields.Refused(
+    raise json_fields.BadRequest(
       "stream_options needs stream=true", "stream_options"
     )
   for name, value in options.items():
     if name != "include_usage" and value:
-      raise json_fields.Refused(
-        f"stream_options.{name}={json_fields.shown(value)} is not to be had",
+      raise json_fields.BadRequest(
+        f"stream_options.{name}={json_fields.shown(value)} is not supported; "
+        "leave it out",
         f"stream_options.{name}",
         "unsupported_parameter",
       )
@@ -281,24 +283,23 @@ def _bias(body: Mapping[str, Any]) -> dict[int, float]:
       or not json_fields.fits(value, float)
       or not -100 <= value <= 100
     ):
-      raise json_fields.Refused(
+      raise json_fields.BadRequest(
         f"logit_bias={{{key!r}: {json_fields.shown(value)}}}: map ids to "
-        "numbers in "
-        "[-100, 100]",
+        "numbers in [-100, 100]",
         "logit_bias",
       )
     bias[index] = float(value)
   return bias
 
 
-def _message(data: Any, where: str) -> messages_lib.Message:
+def _message(data: Any, where: str) -> messages_lib.AgentMessage:
   if not isinstance(data, dict):
-    raise json_fields.Refused(
+    raise json_fields.BadRequest(
       f"{where} is a JSON {json_fields.kind_of(data)}; send an object", where
     )
   role = data.get("role")
   if not isinstance(role, str) or role not in _ROLES:
-    raise json_fields.Refused(
+    raise json_fields.BadRequest(
       f"{where}.role={json_fields.shown(role)}: use {', '.join(_ROLES)}",
       f"{where}.role",
     )
@@ -307,24 +308,26 @@ def _message(data: Any, where: str) -> messages_lib.Message:
     known |= {"reasoning_content"}
   for name, value in data.items():
     if name not in known and value not in (None, []):
-      raise json_fields.Refused(
+      raise json_fields.BadRequest(
         f"{where}.{name}={json_fields.shown(value)} cannot be shown to the "
-        "model",
+        "model; leave it out",
         f"{where}.{name}",
         "unsupported_parameter",
       )
   calls = json_fields.get(data, "tool_calls", list, [], f"{where}.")
   if calls and role != "assistant":
-    raise json_fields.Refused(
-      f"{where}.tool_calls in a message of {role}", where
+    raise json_fields.BadRequest(
+      f"{where}.tool_calls in a message of {role}; only assistants call", where
     )
   empty = "" if role == "assistant" else None
   text = json_fields.get(data, "content", (str, list), empty, f"{where}.")
   if text is None:
-    raise json_fields.Refused(f"{where}.content is missing", f"{where}.content")
+    raise json_fields.BadRequest(
+      f"{where}.content is missing", f"{where}.content"
+    )
   if isinstance(text, list):
     text = "".join(_part(part, f"{where}.content") for part in text)
-  return messages_lib.Message(
+  return messages_lib.AgentMessage(
     role=_ROLES[role],  # pyright: ignore[reportArgumentType]
     content=text,
     tool_calls=tuple(_call(call, f"{where}.tool_calls") for call in calls),
@@ -341,8 +344,8 @@ def _part(part: Any, where: str) -> str:
   if fits and isinstance(part.get("text"), str):
     return part["text"]
   kind = part.get("type") if isinstance(part, dict) else part
-  raise json_fields.Refused(
-    f"{where} holds {json_fields.shown(kind)}: only parts of text can be read",
+  raise json_fields.BadRequest(
+    f"{where} holds {json_fields.shown(kind)}: only text parts are supported",
     where,
   )
 
@@ -350,7 +353,9 @@ def _part(part: Any, where: str) -> str:
 def _call(data: Any, where: str) -> tool_calls.ToolCall:
   function = data.get("function") if isinstance(data, dict) else None
   if not isinstance(function, dict) or data.get("type") != "function":
-    raise json_fields.Refused(f"{where}: send calls of functions", where)
+    raise json_fields.BadRequest(
+      f"{where}: only function calls are supported", where
+    )
   return tool_calls.ToolCall(
     name=json_fields.get(function, "name", str, where=f"{where}.function."),
     arguments=json_fields.get(
@@ -363,13 +368,14 @@ def _call(data: Any, where: str) -> tool_calls.ToolCall:
 def _tool(data: Any, where: str) -> Mapping[str, Any]:
   function = data.get("function") if isinstance(data, dict) else None
   if not isinstance(function, dict) or data.get("type") != "function":
-    raise json_fields.Refused(f"{where}: only functions can be called", where)
+    raise json_fields.BadRequest(
+      f"{where}: only functions are supported", where
+    )
   json_fields.get(function, "name", str, where=f"{where}.function.")
   json_fields.get(function, "parameters", dict, {}, f"{where}.function.")
   if function.get("strict"):
-    raise json_fields.Refused(
-      f"{where}.function.strict: sampling cannot be held to a schema; leave "
-      "it out",
+    raise json_fields.BadRequest(
+      f"{where}.function.strict: sampling cannot follow a schema; leave it out",
       f"{where}.function.strict",
       "unsupported_value",
     )
@@ -381,11 +387,15 @@ def _refuse_others(body: Mapping[str, Any], known: set[str]) -> None:
     if name in known or name in _IDENTITIES or value is None:
       continue
     if name in _HARMLESS:
-      flag = isinstance(value, bool)
-      same = [value == x for x in _HARMLESS[name] if flag is (x is False)]
-      if any(same):
+      # 0 == False in Python, but not in JSON.
+      is_bool = isinstance(value, bool)
+      if any(
+        value == harmless
+        for harmless in _HARMLESS[name]
+        if is_bool is (harmless is False)
+      ):
         continue
-      raise json_fields.Refused(
+      raise json_fields.BadRequest(
         f"{name}={json_fields.shown(value)} is not supported; leave it out",
         name,
         "unsupported_parameter",
@@ -393,8 +403,8 @@ def _refuse_others(body: Mapping[str, Any], known: set[str]) -> None:
     raise _unknown(name, known)
 
 
-def _unknown(name: str, known: Iterable[str]) -> json_fields.Refused:
+def _unknown(name: str, known: Iterable[str]) -> json_fields.BadRequest:
   hint = checks.nearest(name, list(known))
-  return json_fields.Refused(
-    f"{name} is no option of this server{hint}", name, "unknown_parameter"
+  return json_fields.BadRequest(
+    f"{name} is unknown to this server{hint}", name, "unknown_parameter"
   )

@@ -1,4 +1,4 @@
-"""What a server answers with: an engine that is up, its chat and a name."""
+"""Starts the engine of a server, from a run or a Hugging Face directory."""
 
 import contextlib
 import dataclasses
@@ -29,12 +29,12 @@ _MAX_LENGTH = 4096
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Served:
-  """An engine that has weights.
+class ServedModel:
+  """A started engine with its chat.
 
   Attributes:
     name: of the model.
-    temperature: at which a learner would score what it samples.
+    temperature: at which a learner would score its samples.
   """
 
   engine: answer_stream.Streamer
@@ -45,12 +45,12 @@ class Served:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Hosting:
-  """How the model of a Hugging Face directory is decoded.
+  """Settings for decoding the model of a Hugging Face directory.
 
   Attributes:
-    model: conversations of `max_length` ids at most; the cache has room for
+    model: conversations have at most `max_length` ids; the cache holds
       `engine.slots` of them.
-    placement: of the decode pool; nothing learns.
+    placement: of the decode pool; there is no learner.
   """
 
   model: model_config.ModelConfig
@@ -83,7 +83,7 @@ def read_run(
   """Returns the checked settings of a run, with changes by dotted path.
 
   Raises:
-    ValueError: there is no such run, or it cannot be served so.
+    ValueError: the run does not exist, or cannot be served with these settings.
   """
   experiment = workdir.read_trained(run_dir)
   experiment = overrides.apply(experiment, changes)
@@ -103,7 +103,8 @@ def read_directory(
   Conversations have up to 4096 ids, or `model.max_length` of `changes`.
 
   Raises:
-    ValueError: there is no such checkpoint, or it cannot be served so.
+    ValueError: the checkpoint does not exist, or cannot be served with these
+      settings.
   """
   model = model_config.ModelConfig.from_hf(directory)
   length = min(model.max_length, _MAX_LENGTH)
@@ -121,12 +122,12 @@ async def of_run(
   experiment: experiment_lib.Experiment,
   run_dir: pathlib.Path,
   report: Callable[[str], None],
-) -> AsyncIterator[Served]:
+) -> AsyncIterator[ServedModel]:
   """Serves the newest checkpoint of a run; ends the process without one."""
   async with load_run.restored(experiment, run_dir) as (parts, found):
     version = trajectory.PolicyVersion(found.step)
     await parts.start(found.state, version, report)
-    yield Served(
+    yield ServedModel(
       engine=parts.router,
       chat=parts.chat,
       name=run_dir.resolve().name,
@@ -140,7 +141,7 @@ async def of_directory(
   directory: pathlib.Path,
   chat: episode_lib.Chat,
   report: Callable[[str], None],
-) -> AsyncIterator[Served]:
+) -> AsyncIterator[ServedModel]:
   """Serves a Hugging Face checkpoint, as version 0."""
   _, *layouts = hosting.placement.layouts()
   spans = trace.Trace(None)
@@ -156,7 +157,7 @@ async def of_directory(
       report(f"loading {directory}")
       params = await thread.run("load", _load, directory, hosting.model, layout)
       await engine.start(params, trajectory.PolicyVersion(0), report)
-    yield Served(
+    yield ServedModel(
       engine=router.Router(members), chat=chat, name=directory.resolve().name
     )
   finally:

@@ -220,14 +220,14 @@ def sparkline(values: Sequence[float], width: int = 24) -> str:
 
 def _cells(metrics: Mapping[str, float]) -> dict[str, str]:
   get = metrics.get
-  worst = _number(get("staleness_max"), ".0f")
+  most_frequent_fault = _number(get("staleness_max"), ".0f")
   bound = _number(get("staleness_bound"), ".0f")
   return {
     "success": _percent(get("success")),
     "decode": _thousands(get("decode_tokens_per_s")),
     "learner": _thousands(get("learner_tokens_per_s")),
     "overlap": _percent(get("overlap_share")),
-    "staleness": f"{worst}/{bound}",
+    "staleness": f"{most_frequent_fault}/{bound}",
     "reward": _number(get("reward_mean"), ".3f"),
     "entropy": _number(get("entropy"), ".3f"),
     "flat": _number(get("zero_variance_groups"), ".0f"),

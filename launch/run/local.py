@@ -116,7 +116,7 @@ class _Run:
       if not self._signals.number:
         raise
       return self._cut_off()
-    except warm_start_files.Stopped as stopped:
+    except warm_start_files.WarmStartStopped as stopped:
       self._screen.note(f"{stopped}; to go on:\n  {workdir.command()}")
       return 128 + self._signals.number
     finally:
@@ -126,7 +126,7 @@ class _Run:
 
   async def _train(self, parts: assemble.Parts) -> int:
     progress = await self._begin()
-    with summary.told_on_failure(self._dir, self._flush, self._screen.note):
+    with summary.report_on_failure(self._dir, self._flush, self._screen.note):
       if progress.trained >= self._experiment.rounds:
         return await self._complete(progress)
       await self._open(progress)
@@ -268,7 +268,9 @@ class _Run:
     time_s = time.monotonic() - self._parts.spans.origin
     metrics = {**metrics, "time_s": time_s}
     self._metrics.write(int(metrics["round"]), metrics)
-    self._screen.update(metrics, str(round_warnings.worst(groups) or ""))
+    self._screen.update(
+      metrics, str(round_warnings.most_frequent_fault(groups) or "")
+    )
     for line in self._warnings.after(metrics, groups):
       self._screen.warn(line)
     every = self._experiment.retention.episodes_every
@@ -383,4 +385,4 @@ class _Run:
   def _conclude(self) -> int:
     """Leaves trace and report; returns 1 when an invariant broke."""
     self._flush()
-    return summary.leave(self._dir, self._meter.take(), self._screen.note)
+    return summary.conclude(self._dir, self._meter.take(), self._screen.note)

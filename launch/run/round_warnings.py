@@ -19,7 +19,7 @@ class NothingTrained(Exception):
   """Faults left nothing to train, round after round."""
 
 
-class Fault(NamedTuple):
+class FaultSummary(NamedTuple):
   """The most frequent fault of a round.
 
   Attributes:
@@ -36,7 +36,9 @@ class Fault(NamedTuple):
     return f"{self.status}: {self.message}" if self.message else self.status
 
 
-def worst(groups: Sequence[trajectory.Group]) -> Fault | None:
+def most_frequent_fault(
+  groups: Sequence[trajectory.Group],
+) -> FaultSummary | None:
   """Returns the most frequent fault; None when there was none."""
   messages: collections.defaultdict[str, list[str]] = collections.defaultdict(
     list
@@ -49,7 +51,7 @@ def worst(groups: Sequence[trajectory.Group]) -> Fault | None:
     return None
   status, told = max(messages.items(), key=lambda item: len(item[1]))
   ((message, _),) = collections.Counter(told).most_common(1)
-  return Fault(status, len(told), _one_line(message))
+  return FaultSummary(status, len(told), _one_line(message))
 
 
 def _one_line(message: str) -> str:
@@ -88,7 +90,11 @@ class RoundWarnings:
     """
     lines = self._skipped(metrics)
     is_empty = metrics.get("trained_tokens") == 0
-    fault = worst(groups) if is_empty and not metrics["flat_groups"] else None
+    fault = (
+      most_frequent_fault(groups)
+      if is_empty and not metrics["flat_groups"]
+      else None
+    )
     self._in_a_row = self._in_a_row + 1 if fault else 0
     start = f"round {metrics['round']:.0f} trained nothing"
     if fault is not None:

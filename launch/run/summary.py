@@ -8,10 +8,10 @@ from launch.report import log_check
 from launch.report import page as report_page
 from rl.runtime import trace
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 
 
-def leave(run_dir: pathlib.Path, work: trace.Overlap, say: Say) -> int:
+def conclude(run_dir: pathlib.Path, work: trace.Overlap, log: Log) -> int:
   """Leaves trace and report; returns 1 when an invariant broke.
 
   Args:
@@ -19,7 +19,7 @@ def leave(run_dir: pathlib.Path, work: trace.Overlap, say: Say) -> int:
     work: of learner and engines over the whole run.
   """
   if work.first_s:  # Of rounds, and there may have been none.
-    say(
+    log(
       f"learner busy {work.first_s:.1f} s, decode busy {work.second_s:.1f} s,"
       f" both at once {work.both_s:.1f} s ({work.share:.0%} of the shorter)"
     )
@@ -27,21 +27,21 @@ def leave(run_dir: pathlib.Path, work: trace.Overlap, say: Say) -> int:
     trace.File(run_dir / "spans.jsonl"), run_dir / "trace.json"
   )
   verdict = log_check.of_run(run_dir)
-  say(f"report: {report_page.write(run_dir, verdict)}")
-  return tell(verdict, say)
+  log(f"report: {report_page.write(run_dir, verdict)}")
+  return print_verdict(verdict, log)
 
 
-def tell(verdict: log_check.Verdict, say: Say) -> int:
+def print_verdict(verdict: log_check.Verdict, log: Log) -> int:
   """Says what the log shows; returns 1 when an invariant broke."""
-  say(verdict.summary)
+  log(verdict.summary)
   for line in verdict.violations:
-    say(f"error: {line}")
+    log(f"error: {line}")
   return 1 if verdict.violations else 0
 
 
 @contextlib.contextmanager
-def told_on_failure(
-  run_dir: pathlib.Path, flush: Callable[[], None], say: Say
+def report_on_failure(
+  run_dir: pathlib.Path, flush: Callable[[], None], log: Log
 ) -> Iterator[None]:
   """Says what the log shows before an exception of the body goes on.
 
@@ -56,8 +56,8 @@ def told_on_failure(
     try:
       flush()
       verdict = log_check.of_run(run_dir)
-      tell(verdict, say)
-      say(f"report: {report_page.write(run_dir, verdict)}")
+      print_verdict(verdict, log)
+      log(f"report: {report_page.write(run_dir, verdict)}")
     except (OSError, log_check.Unreadable) as error:  # Not what ended the run.
-      say(f"the log was not checked: {error}")
+      log(f"the log was not checked: {error}")
     raise

@@ -19,7 +19,7 @@ from rl.runtime import checkpoint, trace
 _COLUMNS = ("loss", "grad_norm", "tokens", "entropy", "skipped")
 
 
-class Stopped(Exception):
+class WarmStartStopped(Exception):
   """The warm start was asked to stop; the message says what is saved."""
 
 
@@ -106,7 +106,7 @@ class WarmStartFiles:
     After the last step the run saves one of its own.
 
     Raises:
-      Stopped: it was asked to.
+      WarmStartStopped: it was asked to.
       checkpoint.Unsaved: it could not be saved.
     """
     settings = self._settings
@@ -123,7 +123,7 @@ class WarmStartFiles:
       if self._stopping:
         self._saved.wait()
     if self._stopping:
-      raise Stopped(f"saved after {self._of(now.trained)}")
+      raise WarmStartStopped(f"saved after {self._of(now.trained)}")
 
   def _of(self, taken: int) -> str:
     return f"{taken} of {self._settings.steps} steps of the warm start"

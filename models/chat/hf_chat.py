@@ -152,9 +152,9 @@ class HfChat:
     """Returns what an answer says, thinks and calls; see `tool_calls.parse`."""
     return tool_calls.parse(self.decode(ids), thinking=self.thinks)
 
-  def decoder(self) -> "Decoder":
+  def decoder(self) -> "TextDecoder":
     """Returns what decodes one answer while it is sampled."""
-    return Decoder(self)
+    return TextDecoder(self)
 
   def token(self, index: int) -> str:
     """Returns one id as text, special or not; bytes that are none as \\xNN."""
@@ -199,7 +199,7 @@ class HfChat:
     }
 
 
-class Decoder:
+class TextDecoder:
   """The text of one answer, piece by piece, never half a character.
 
   decoder = chat.decoder()

@@ -1,9 +1,9 @@
-"""The text of one answer while it is sampled: what to show, where to stop.
+"""Parses the text of one answer while it is sampled.
 
   ids -> decoder -> text -> [ up to a stop text ] -> thinking | content | calls
 
-Text is shown once it can no longer turn out to be something else: the rest of
-a character, the beginning of a stop text, a tag of thinking or of a call.
+Text is shown once it is final: no longer possibly half a character, or the
+beginning of a stop text, of a thinking tag or of a call.
 """
 
 import contextlib
@@ -19,17 +19,17 @@ from rl.agents import messages
 from rl.engine import contract
 from rl.rollout import episode as episode_lib
 
-_THINK, _THOUGHT, _CALL = "<think>", "</think>", "<tool_call>"
-_CALLED = "</tool_call>"
+_THINK, _THINK_END = "<think>", "</think>"
+_CALL, _CALL_END = "<tool_call>", "</tool_call>"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Piece:
-  """What came since the piece before.
+class AnswerDelta:
+  """The part of an answer since the delta before.
 
   Attributes:
-    content, reasoning: text to show.
-    completion: of the last piece: the whole answer, up to where it stopped.
+    content, reasoning: new text to show.
+    completion: the whole answer up to its end; set in the last delta only.
   """
 
   content: str
@@ -69,8 +69,8 @@ class Streamer(Protocol):
     ...
 
 
-class Reader:
-  """Reads one answer; `feed` as ids come, then `end`, then `answer`."""
+class AnswerParser:
+  """Parses one answer: `feed` ids as they come, then `end`, then `answer`."""
 
   def __init__(
     self,
@@ -84,15 +84,15 @@ class Reader:
     """Starts with no text.
 
     Args:
-      stops: the text ends before the first of them, and sampling behind it.
-      raw: all text is content, thinking included.
-      calls: take calls of tools out of the text.
-      one_call: sampling ends behind the first call.
+      stops: the text ends before the first of them, and sampling after it.
+      raw: treat all text as content, thinking included.
+      calls: parse tool calls out of the text.
+      one_call: sampling ends after the first call.
     """
     if isinstance(chat, messages.ToolChat):
       self._decoder, self._tags = chat.decoder(), not raw
     else:
-      self._decoder, self._tags = _Decoder(chat), False
+      self._decoder, self._tags = _ChatDecoder(chat), False
     self._thinks = self._tags and getattr(chat, "thinks", False)
     self._calls = self._tags and calls
     self._one_call = one_call
@@ -103,63 +103,64 @@ class Reader:
 
   @property
   def may_stop(self) -> bool:
-    """Whether text can end the answer before the engine does."""
+    """Returns whether text can end the answer before the engine does."""
     return bool(self._stops) or (self._calls and self._one_call)
 
   def feed(self, tokens: Int32[np.ndarray, " t"]) -> tuple[str, str]:
-    """Returns the (content, reasoning) that is certain now.
+    """Returns the (content, reasoning) that became final.
 
-    Ids behind the one that ends the answer are not read; `stopped` then says
-    so, and `num_tokens` how many were.
+    Ids after the end of the answer are not read: `stopped` is then true, and
+    `num_tokens` counts those read.
     """
     for token in tokens.tolist():
       if self.stopped:
         break
-      self._read(self._decoder.feed([token]))
+      self._append(self._decoder.feed([token]))
       self.num_tokens += 1
-    return self._news(self._certain())
+    return self._unshown(self._final())
 
   def end(self) -> tuple[str, str]:
     """Returns the (content, reasoning) that was held back."""
     if not self.stopped:
-      self._read(self._decoder.end())
-    return self._news(self.answer())
+      self._append(self._decoder.end())
+    return self._unshown(self.answer())
 
   def answer(self) -> tool_calls.Answer:
-    """Returns all that was read, taken apart."""
+    """Returns the parsed answer."""
     if not self._tags:
       return tool_calls.Answer(self._text)
-    whole = tool_calls.parse(self._text, thinking=self._thinks)
-    if self._calls or not whole.tool_calls:
-      return whole
+    answer = tool_calls.parse(self._text, thinking=self._thinks)
+    if self._calls or not answer.tool_calls:
+      return answer
     _, content = self._split()
-    return tool_calls.Answer(content, (), whole.reasoning)
+    return tool_calls.Answer(content, (), answer.reasoning)
 
-  def _read(self, text: str) -> None:
+  def _append(self, text: str) -> None:
     if not text:
       return
-    known, self._text = len(self._text), self._text + text
+    old_length, self._text = len(self._text), self._text + text
     longest = max(map(len, self._stops), default=0)
-    start = max(known - longest + 1, 0)
+    start = max(old_length - longest + 1, 0)
     found = [self._text.find(stop, start) for stop in self._stops]
     if places := [place for place in found if place >= 0]:
       self._text, self.stopped = self._text[: min(places)], True
     elif self._calls and self._one_call and ">" in text:
-      called = _CALLED in self._text
-      self.stopped = called and bool(self.answer().tool_calls)
+      has_call_end = _CALL_END in self._text
+      self.stopped = has_call_end and bool(self.answer().tool_calls)
 
   def _split(self) -> tuple[str | None, str]:
-    """Returns thinking, None while it may go on, and what follows it."""
+    """Returns (thinking, or None while it may go on, the text after it)."""
     text, opened = self._text, self._text.lstrip()
     if not (self._thinks or opened.startswith(_THINK)):
       return "", text
-    thought, tag, content = text.partition(_THOUGHT)
+    thought, tag, content = text.partition(_THINK_END)
     return (thought if tag else None), content.lstrip("\n")
 
-  def _certain(self) -> tool_calls.Answer:
+  def _final(self) -> tool_calls.Answer:
+    """Returns the answer up to text that may still turn out different."""
     if self.stopped:
       return self.answer()
-    held = self._stops
+    marks = self._stops
     text, thought = self._text, ""
     if self._tags:
       thought, text = self._split()
@@ -170,41 +171,42 @@ class Reader:
         return tool_calls.Answer("")
     if self._calls:
       text = text.partition(_CALL)[0]
-      held = (*held, _CALL)
-    text = text[: len(text) - max([_overlap(text, x) for x in held], default=0)]
+      marks = (*marks, _CALL)
+    held = max([_overlap(text, mark) for mark in marks], default=0)
+    text = text[: len(text) - held]
     reasoning = self._reasoning
     if thought and not reasoning:
       reasoning = tool_calls.parse(self._text, thinking=self._thinks).reasoning
     return tool_calls.Answer(text, (), reasoning)
 
-  def _news(self, now: tool_calls.Answer) -> tuple[str, str]:
+  def _unshown(self, answer: tool_calls.Answer) -> tuple[str, str]:
     """Returns the content and reasoning that were not shown before."""
-    content = _after(self._content, now.content)
-    reasoning = _after(self._reasoning, now.reasoning)
+    content = _after(self._content, answer.content)
+    reasoning = _after(self._reasoning, answer.reasoning)
     self._content += content
     self._reasoning += reasoning
     return content, reasoning
 
 
-def _after(shown: str, now: str) -> str:
-  # Calls take the white space around the content away, shown or not.
-  for known in (shown, shown.lstrip()):
-    if now.startswith(known):
-      return now[len(known) :]
+def _after(shown: str, text: str) -> str:
+  # A call strips the white space around the content, already shown or not.
+  for prefix in (shown, shown.lstrip()):
+    if text.startswith(prefix):
+      return text[len(prefix) :]
   return ""
 
 
 def _overlap(text: str, mark: str) -> int:
-  """Returns how many characters at the end may be the beginning of a mark."""
+  """Returns the length of the longest end of `text` that begins `mark`."""
   longest = min(len(mark) - 1, len(text))
   ends = (n for n in range(longest, 0, -1) if text.endswith(mark[:n]))
   return next(ends, 0)
 
 
-def cut(
+def truncated(
   completion: contract.Completion, num_tokens: int
 ) -> contract.Completion:
-  """Returns a completion whose text ended it behind some of its tokens."""
+  """Returns a completion that its text ended after `num_tokens` tokens."""
   experts, beyond = completion.experts, len(completion.tokens) - num_tokens
   if experts is not None:
     experts = experts[: len(experts) - beyond]
@@ -218,67 +220,67 @@ def cut(
   )
 
 
-async def sample(
+async def stream_answer(
   engine: Streamer,
   request: contract.DecodeRequest,
-  reader: Reader,
-) -> AsyncGenerator[Piece]:
-  """Yields an answer as it is sampled, up to where its text ends it.
+  parser: AnswerParser,
+) -> AsyncGenerator[AnswerDelta]:
+  """Yields an answer as it is sampled, up to the end of its text.
 
-  Close it early, and the request is aborted. Ids that the engine sampled
-  behind the end are dropped.
+  Closing the generator early aborts the request. Ids that the engine sampled
+  after the end are dropped.
 
   Raises:
     ValueError, EngineClosed: as `DecodeEngine.stream`.
   """
-  # The protocol says that it can be closed; its type says less.
+  # An AsyncIterator has no aclose, but the contract promises one.
   deltas = cast(AsyncGenerator[contract.Delta], engine.stream(request))
   async with contextlib.aclosing(deltas):
     async for delta in deltas:
-      before, over = reader.num_tokens, reader.stopped
-      shown = reader.feed(delta.tokens)
+      before, was_stopped = parser.num_tokens, parser.stopped
+      shown = parser.feed(delta.tokens)
       done = delta.completion
       if done is not None:
-        rest = reader.end()
-        shown = (shown[0] + rest[0], shown[1] + rest[1])
-        if reader.stopped:
-          done = cut(done, reader.num_tokens)
-      elif over:
+        held = parser.end()
+        shown = (shown[0] + held[0], shown[1] + held[1])
+        if parser.stopped:
+          done = truncated(done, parser.num_tokens)
+      elif was_stopped:
         continue
-      elif reader.stopped:
-        # Gone already, when its last token was sampled meanwhile.
+      elif parser.stopped:
+        # ValueError: the request has ended meanwhile.
         with contextlib.suppress(ValueError):
           engine.abort(request.request_id)
-      count = reader.num_tokens - before
-      yield Piece(
+      count = parser.num_tokens - before
+      yield AnswerDelta(
         *shown, delta.tokens[:count], delta.logprobs[:count], completion=done
       )
 
 
-async def sample_whole(
+async def sample_answer(
   engine: Streamer,
   request: contract.DecodeRequest,
-  reader: Reader,
+  parser: AnswerParser,
 ) -> contract.Completion:
-  """Returns an answer up to where its text ends it; `reader` has the text.
+  """Returns an answer up to the end of its text; `parser` holds the text.
 
   Raises:
     ValueError, EngineClosed: as `DecodeEngine.generate`.
   """
-  if not reader.may_stop:
+  if not parser.may_stop:
     completion = await engine.generate(request)
-    reader.feed(completion.tokens)
-    reader.end()
+    parser.feed(completion.tokens)
+    parser.end()
     return completion
   completion = None
-  async for piece in sample(engine, request, reader):
-    completion = piece.completion
+  async for delta in stream_answer(engine, request, parser):
+    completion = delta.completion
   assert completion is not None
   return completion
 
 
-class _Decoder:
-  """Decodes with a chat that has no decoder of its own: short answers only."""
+class _ChatDecoder:
+  """Decodes with a chat that has no decoder: decodes all ids at each call."""
 
   def __init__(self, chat: episode_lib.Chat):
     self._chat = chat

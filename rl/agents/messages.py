@@ -1,7 +1,7 @@
-"""Messages of agents that call from outside -> ids, and when two are the same.
+"""Turns the messages of external agents into ids and compares them.
 
-A chat whose template knows tools takes a whole history, answers included. Any
-other is led through it: open, answer, append, answer, append ..
+A chat whose template knows tools encodes a whole history at once. Any other
+chat is called message by message: open, encode_answer, append, encode_answer ..
 """
 
 import dataclasses
@@ -18,15 +18,15 @@ from rl.rollout import episode as episode_lib
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Message(base.Message):
+class AgentMessage(base.Message):
   """A message of a conversation with tools.
 
   Attributes:
     tool_calls: of an answer.
-    tool_call_id: which call this message, of role "tool", is the result of.
+    tool_call_id: of the call that a message of role "tool" answers.
     name: of the speaker or the tool.
-    reasoning: of an answer; what an agent leaves out or changes in it is no
-      edit of the history.
+    reasoning: of an answer; ignored when histories are compared, since agents
+      leave it out or change it.
   """
 
   tool_calls: tuple[tool_calls_lib.ToolCall, ...] = ()
@@ -37,44 +37,42 @@ class Message(base.Message):
 
 @runtime_checkable
 class ToolChat(episode_lib.Chat, Protocol):
-  """A chat whose template shows tools and answers; `models.chat.hf_chat` has "
-  "one."""
+  """A chat whose template shows tools, as `models.chat.hf_chat.HfChat`."""
 
   def open(
     self,
     messages: Sequence[base.Message],
     tools: Sequence[Mapping[str, Any]] = (),
   ) -> Int32[np.ndarray, " P"]:
-    """Returns the ids of the first context, answers in it included."""
+    """Returns the ids of the first context, its answers included."""
     ...
 
   def append(
     self, messages: Sequence[base.Message], answer_ended: bool = True
   ) -> Int32[np.ndarray, " P"]:
-    """Returns the ids that follow an answer, and end it where it was cut."""
+    """Returns the ids after an answer; they end it first if it was cut."""
     ...
 
   def decoder(self) -> Any:
-    """Returns what decodes one answer while it is sampled: feed, end."""
+    """Returns a decoder of one answer, with methods feed and end."""
     ...
 
   @property
   def thinks(self) -> bool:
-    """Whether the prompt opens the thinking, so that an answer closes it."""
+    """True if the prompt opens the thinking, which the answer closes."""
     ...
 
 
-def key(message: Message) -> tuple[Any, ...]:
-  """Returns what must agree for two messages to be the same."""
+def key(message: AgentMessage) -> tuple[Any, ...]:
+  """Returns a key that equal messages share."""
   if message.role != "assistant":
-    said = (message.content, message.tool_call_id, message.name)
-    return (message.role, *said)
+    return (message.role, message.content, message.tool_call_id, message.name)
   calls = [(call.name, _value(call.arguments)) for call in message.tool_calls]
   return (message.role, message.content.strip(), *calls)
 
 
 def _value(arguments: str) -> str:
-  """Returns JSON text in one form, for clients write it again."""
+  """Returns JSON text in one form, since clients serialise it anew."""
   try:
     return json.dumps(json.loads(arguments), sort_keys=True)
   except (ValueError, RecursionError):
@@ -83,13 +81,13 @@ def _value(arguments: str) -> str:
 
 def open_ids(
   chat: episode_lib.Chat,
-  messages: Sequence[Message],
+  messages: Sequence[AgentMessage],
   tools: Sequence[Mapping[str, Any]] = (),
 ) -> Int32[np.ndarray, " P"]:
-  """Returns the ids of a conversation, answers in it encoded from their text.
+  """Returns the ids of a conversation; answers are encoded from their text.
 
   Raises:
-    ValueError: the chat has no ids for it.
+    ValueError: the chat cannot encode it.
   """
   if isinstance(chat, ToolChat):
     return chat.open(messages, tools)
@@ -97,25 +95,25 @@ def open_ids(
     raise ValueError(
       "the chat template of this model has no tools; leave tools out"
     )
-  pieces, said, encode = [], [], chat.open
+  pieces, unencoded, encode = [], [], chat.open
   for message in messages:
     if message.role != "assistant":
-      said.append(message)
+      unencoded.append(message)
       continue
-    pieces += [encode(said), chat.encode_answer(message.content)]
-    said, encode = [], chat.append
-  return np.concatenate([*pieces, encode(said)])
+    pieces += [encode(unencoded), chat.encode_answer(message.content)]
+    unencoded, encode = [], chat.append
+  return np.concatenate([*pieces, encode(unencoded)])
 
 
 def append_ids(
   chat: episode_lib.Chat,
-  messages: Sequence[Message],
+  messages: Sequence[AgentMessage],
   sampled: Int32[np.ndarray, " T"],
 ) -> Int32[np.ndarray, " P"]:
-  """Returns the ids of messages, none of them answers, that follow `sampled`.
+  """Returns the ids of messages after `sampled`; none may be an answer.
 
   Raises:
-    ValueError: the chat has no ids for them.
+    ValueError: the chat cannot encode them.
   """
   if not isinstance(chat, ToolChat):
     return chat.append(messages)

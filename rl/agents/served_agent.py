@@ -1,6 +1,6 @@
-"""One episode of an agent that calls from outside -> Trajectories.
+"""Plays one episode of an external agent, which asks the server for answers.
 
-open a session -> the agent runs, and asks the server of it -> finish(reward)
+Sessions.open -> agent(name) -> Sessions.finish(reward) -> trajectories
 """
 
 import re
@@ -13,7 +13,7 @@ from rl.engine import contract
 from rl.rollout import episode as episode_lib
 from rl.runtime import isolation, watchdog
 
-_NO_NAME = re.compile(r"[^\w.:~@=+-]", re.ASCII)
+_NOT_IN_NAMES = re.compile(r"[^\w.:~@=+-]", re.ASCII)
 
 
 async def play(
@@ -24,29 +24,31 @@ async def play(
   deadline_s: float,
   dog: watchdog.Watchdog | None = None,
 ) -> list[trajectory.Trajectory]:
-  """Lets an agent play once, and returns what it left: one, or more.
+  """Plays an agent once and returns its trajectories, at least one.
 
-  An agent that changes its history, or leads several conversations, leaves a
-  trajectory for each of them, all with its reward.
+  An agent that edits its history, or leads several conversations, leaves one
+  trajectory per branch, all with its reward.
 
   Args:
-    agent: gets the name of the session, under which it asks for answers, and
-      returns the reward, or None when it is graded by others.
-    dog: its table names the agent while this waits for it.
+    agent: gets the name of the session in which to ask for answers; returns
+      the reward, or None if it is graded elsewhere.
+    dog: lists the agent in its table while this waits.
 
   Returns:
-    An agent that raises, overruns the deadline, returns no number or asks for
-    no answer ends with ENV_FAULT: a fault is data, and the batch masks it.
+    An agent that raises, overruns the deadline, returns something other than a
+    finite number or asks for no answer ends with ENV_FAULT and no reward: a
+    fault is data, and the batch masks it.
 
   Raises:
     EngineClosed: the engine stopped; the task may be replayed elsewhere.
   """
-  name = f"{_NO_NAME.sub('.', episode.name)[:160]}.{secrets.token_hex(4)}"
+  name = _NOT_IN_NAMES.sub(".", episode.name)[:160]
+  name = f"{name}.{secrets.token_hex(4)}"
   session = open_sessions.open(
     name, seed=episode.noise, priority=(episode.group_id, episode.index)
   )
   try:
-    with session.asking():
+    with session.request_running():
       owner = f"episode {episode.name}"
       reward = await isolation.guarded(
         lambda: agent(name), deadline_s, "agent", dog, owner
@@ -62,7 +64,7 @@ async def play(
       open_sessions.finish(name, _ending(episode, closed, "the engine closed"))
       raise contract.EngineClosed("while an agent played") from fault
     ending = _ending(episode, trajectory.Status.ENV_FAULT, str(fault))
-  except BaseException:  # Cancelled: what was sampled is not lost.
+  except BaseException:  # Cancelled: keep the samples.
     lost = _ending(episode, trajectory.Status.ENGINE_FAULT, "cancelled")
     open_sessions.finish(name, lost)
     raise

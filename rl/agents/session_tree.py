@@ -1,13 +1,13 @@
-"""One session: the answers that an agent got -> Trajectories.
+"""Records the answers of one session as a tree; branches are trajectories.
 
-  messages -> begin -> ids: those on record, and new ones -> engine -> record
+  messages -> begin -> recorded ids + new ids -> engine -> record
 
-The answers of a session are a tree. A request goes on behind the answer that
-its history ends with, and the ids of that history are those on record: what
-was sampled is never encoded again. The first request that goes on behind an
-answer belongs to its branch. A second one begins a branch of its own, in which
-all before it is context, so that every sampled id is in exactly one branch. A
-history in which an answer was changed is encoded anew, as another branch.
+A request continues the recorded answer that its history ends with, and reuses
+the recorded ids of that history: sampled text is never encoded again. The
+first request after an answer continues its branch. A second one starts a new
+branch, in which everything before it is context, so that each sampled id
+belongs to exactly one branch. A history with an edited answer is encoded anew,
+as another branch.
 """
 
 import contextlib
@@ -31,12 +31,12 @@ from rl.runtime import isolation
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ending:
-  """How a session ended, and which episode it was.
+  """The outcome of a session and the episode it belongs to.
 
   Attributes:
-    reward: of all its branches; None leaves the grading to others.
-    fault: what went wrong, in words.
-    task_id: the name of the session when empty.
+    reward: of every branch; None if it is graded elsewhere.
+    fault: description of the fault, if any.
+    task_id: the name of the session if empty.
   """
 
   status: trajectory.Status = trajectory.Status.COMPLETED
@@ -64,15 +64,16 @@ class Ending:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Answer:
-  """A completion, the context it was asked with, and what went on from it.
+  """A completion with its context and the answers that continue it.
 
-  `said` and `answer` are what a history must show to be this one's; None where
-  ids were asked with. The first of `children` is of the same branch.
+  A history that contains this answer shows `prompt_keys` and then
+  `answer_key`; both are None if the request came as ids. The first of
+  `children` belongs to the same branch.
   """
 
   before: "_Answer | None"
-  said: tuple[Any, ...] | None
-  answer: Any
+  prompt_keys: tuple[Any, ...] | None
+  answer_key: Any
   tools: str
   context: Int32[np.ndarray, " P"]
   completion: contract.Completion
@@ -83,19 +84,19 @@ class _Answer:
   @property
   def ids(self) -> Int32[np.ndarray, " N"]:
     """The whole conversation up to the end of this answer."""
-    pieces, at = [], self
-    while at is not None:
-      pieces += [at.completion.tokens, at.context]
-      at = at.before
+    pieces, answer = [], self
+    while answer is not None:
+      pieces += [answer.completion.tokens, answer.context]
+      answer = answer.before
     return np.concatenate(pieces[::-1])
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Opening:
-  """A request that found its place in a session.
+  """A request with its place in the tree of a session.
 
   Attributes:
-    tokens: the whole conversation, N ids, the last P of them new.
+    tokens: the whole conversation, N ids; the last P are new.
     seed: 31 bits that differ between requests and repeat in a rerun.
   """
 
@@ -103,13 +104,13 @@ class Opening:
   seed: int
   context: Int32[np.ndarray, " P"]
   before: _Answer | None
-  said: tuple[Any, ...] | None
+  prompt_keys: tuple[Any, ...] | None
   tools: str
   asked_s: float
 
 
 class Session:
-  """One conversation, or several that one agent leads."""
+  """The conversations of one agent in one episode."""
 
   def __init__(
     self,
@@ -119,11 +120,11 @@ class Session:
     priority: tuple[int, ...] = (),
     clock: Callable[[], float] = time.monotonic,
   ):
-    """Starts without answers; `Sessions.open` calls it.
+    """Starts without answers; called by `Sessions.open`.
 
     Args:
-      seed: decides the seeds of requests that bring none.
-      priority: of its requests, where they wait for the engine.
+      seed: seeds the requests that have no seed of their own.
+      priority: of its requests in the engine's queue.
       clock: in seconds.
     """
     self.name = name
@@ -148,8 +149,8 @@ class Session:
     return sum(len(branch) for branch in self._branches())
 
   @contextlib.contextmanager
-  def asking(self) -> Iterator[None]:
-    """Keeps the session from being given up while a request of it runs."""
+  def request_running(self) -> Iterator[None]:
+    """Keeps the session from being ended as idle while a request runs."""
     self.running += 1
     try:
       yield
@@ -158,16 +159,16 @@ class Session:
 
   def begin(
     self,
-    messages: Sequence[messages_lib.Message],
+    messages: Sequence[messages_lib.AgentMessage],
     tools: Sequence[Mapping[str, Any]] = (),
   ) -> Opening:
-    """Returns the ids of a conversation.
+    """Returns the ids of a conversation and its place in the tree.
 
-    An answer in it counts as the one on record when it has the same text, but
-    for white space around it, and calls the same tools with the same values.
+    An answer in it matches a recorded one that has the same text, apart from
+    white space around it, and calls the same tools with the same values.
 
     Raises:
-      ValueError: the chat has no ids for it.
+      ValueError: the chat cannot encode it.
     """
     try:
       return self._begin(messages, tools)
@@ -180,33 +181,33 @@ class Session:
 
   def _begin(
     self,
-    messages: Sequence[messages_lib.Message],
+    messages: Sequence[messages_lib.AgentMessage],
     tools: Sequence[Mapping[str, Any]],
   ) -> Opening:
     keys = tuple(messages_lib.key(message) for message in messages)
     shown = json.dumps(tools, sort_keys=True) if tools else ""
 
     def end(answer: _Answer, start: int) -> int:
-      if answer.said is None or answer.tools != shown:
+      if answer.prompt_keys is None or answer.tools != shown:
         return 0
-      stop = start + len(answer.said) + 1
-      same = keys[start:stop] == (*answer.said, answer.answer)
+      stop = start + len(answer.prompt_keys) + 1
+      same = keys[start:stop] == (*answer.prompt_keys, answer.answer_key)
       return stop if same else 0
 
-    before, known = self._deepest(end)
-    if any(message.role == "assistant" for message in messages[known:]):
-      before, known = None, 0
+    before, num_recorded = self._deepest(end)
+    if any(message.role == "assistant" for message in messages[num_recorded:]):
+      before, num_recorded = None, 0
     if before is None:
       context = messages_lib.open_ids(self._chat, messages, tools)
     else:
       context = messages_lib.append_ids(
-        self._chat, messages[known:], before.completion.tokens
+        self._chat, messages[num_recorded:], before.completion.tokens
       )
     context = np.asarray(context, np.int32)
-    return self._opening(before, context, keys[known:], shown)
+    return self._opening(before, context, keys[num_recorded:], shown)
 
   def begin_ids(self, ids: Int32[np.ndarray, " N"]) -> Opening:
-    """Returns the place of a conversation that is given as ids."""
+    """Returns the place of a conversation that came as ids."""
 
     def end(answer: _Answer, start: int) -> int:
       for piece in (answer.context, answer.completion.tokens):
@@ -215,25 +216,25 @@ class Session:
         start += len(piece)
       return start
 
-    before, known = self._deepest(end)
-    return self._opening(before, ids[known:], None, "")
+    before, num_recorded = self._deepest(end)
+    return self._opening(before, ids[num_recorded:], None, "")
 
   def record(
     self,
     opening: Opening,
     completion: contract.Completion,
-    answer: messages_lib.Message | None,
+    answer: messages_lib.AgentMessage | None,
   ) -> None:
-    """Keeps an answer.
+    """Adds an answer to the tree.
 
     Args:
-      answer: as the agent got it; None when it asked with ids.
+      answer: as sent to the agent; None if the request came as ids.
     """
     before = opening.before
     entry = _Answer(
       before=before,
-      said=opening.said,
-      answer=answer and messages_lib.key(answer),
+      prompt_keys=opening.prompt_keys,
+      answer_key=answer and messages_lib.key(answer),
       tools=opening.tools,
       context=opening.context,
       completion=completion,
@@ -246,9 +247,9 @@ class Session:
     siblings.append(entry)
 
   def trajectories(self, ending: Ending) -> list[trajectory.Trajectory]:
-    """Returns one for each branch, in the order in which they began.
+    """Returns one trajectory per branch, oldest first.
 
-    A branch in which the engine gave an answer up has ENGINE_FAULT.
+    A branch with an answer that the engine aborted has ENGINE_FAULT.
     """
     branches = self._branches() or [[]]
     return [self._trajectory(branch, ending) for branch in branches]
@@ -266,8 +267,8 @@ class Session:
       status, fault = trajectory.Status.ENGINE_FAULT, "aborted"
       reward = None
     parts = {} if reward is None else dict(ending.parts)
-    left, _ = record.end(status, fault)
-    return dataclasses.replace(left, reward=reward, parts=parts)
+    ended, _ = record.end(status, fault)
+    return dataclasses.replace(ended, reward=reward, parts=parts)
 
   def _branches(self) -> list[list[_Answer]]:
     branches = []
@@ -281,13 +282,13 @@ class Session:
   def _deepest(
     self, end: Callable[[_Answer, int], int]
   ) -> tuple[_Answer | None, int]:
-    """Returns the answer furthest into a history, and where it ends there.
+    """Returns the deepest answer of a history, and its end in the history.
 
     Args:
-      end: where an answer that begins at a place ends; 0 when it is another.
+      end: (answer, start) -> its end; 0 if the history does not contain it.
     """
     best, depth = None, 0
-    # Popped from the end: of several that fit, the latest was seen last.
+    # Popped from the end: among equals the newest wins.
     stack = [(root, 0) for root in self._roots]
     while stack:
       answer, start = stack.pop()
@@ -303,24 +304,24 @@ class Session:
     self,
     before: _Answer | None,
     context: Int32[np.ndarray, " P"],
-    said: tuple[Any, ...] | None,
+    prompt_keys: tuple[Any, ...] | None,
     tools: str,
   ) -> Opening:
     number, self._number = self._number, self._number + 1
-    known = [] if before is None else [before.ids]
+    recorded = [] if before is None else [before.ids]
     return Opening(
-      tokens=np.concatenate([*known, context]),
+      tokens=np.concatenate([*recorded, context]),
       seed=zlib.crc32(f"{self._seed}/{number}".encode()) & 0x7FFFFFFF,
       context=context,
       before=before,
-      said=said,
+      prompt_keys=prompt_keys,
       tools=tools,
       asked_s=self._clock(),
     )
 
 
 def _turns(record: episode_lib.Record, branch: Sequence[_Answer]) -> None:
-  """Adds the answers of a branch to a record that has none."""
+  """Adds the answers of a branch to an empty record."""
   for place, answer in enumerate(branch):
     context = answer.context
     if not place and answer.before is not None:

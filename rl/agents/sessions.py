@@ -1,4 +1,4 @@
-"""The open sessions: opened by name, ended by a reward, or given up."""
+"""The open sessions of a server, by name."""
 
 import collections
 import re
@@ -15,15 +15,15 @@ _INTERRUPTED = session_tree.Ending(status=trajectory.Status.TRUNCATED)
 
 
 class UnknownSession(LookupError):
-  """No session of that name is open."""
+  """The name belongs to none of the open sessions."""
 
 
 class FinishedSession(RuntimeError):
-  """The session is over, and takes no more requests."""
+  """The session has ended and takes no more requests."""
 
 
 class TooManySessions(RuntimeError):
-  """All sessions that there may be are waiting for an answer."""
+  """All `max_sessions` sessions wait for an answer."""
 
 
 class Sessions:
@@ -37,13 +37,13 @@ class Sessions:
     keep: Callable[[Sequence[trajectory.Trajectory]], None] | None = None,
     clock: Callable[[], float] = time.monotonic,
   ):
-    """Starts without any.
+    """Starts without sessions.
 
     Args:
-      max_sessions: that are open. One more ends the one that was silent for
+      max_sessions: open at a time. One more ends the session that was idle for
         longest, as TRUNCATED and without a reward.
-      keep: gets what every session left as it ends. When it raises, the
-        session stays open.
+      keep: receives the trajectories of each session as it ends. If it raises,
+        the session stays open.
       clock: in seconds.
     """
     if max_sessions < 1:
@@ -55,7 +55,9 @@ class Sessions:
     self._open: collections.OrderedDict[str, session_tree.Session] = (
       collections.OrderedDict()
     )
-    self._over: collections.OrderedDict[str, None] = collections.OrderedDict()
+    self._finished: collections.OrderedDict[str, None] = (
+      collections.OrderedDict()
+    )
 
   def __len__(self) -> int:
     return len(self._open)
@@ -67,16 +69,16 @@ class Sessions:
     seed: int | None = None,
     priority: tuple[int, ...] = (),
   ) -> session_tree.Session:
-    """Returns a session, a new one when there is none of that name.
+    """Returns the session of a name, a new one if there is none.
 
     Args:
-      name: None makes one up.
-      seed, priority: of a new one; a random seed by default.
+      name: None gives a random name.
+      seed, priority: of a new session; a random seed by default.
 
     Raises:
-      ValueError: that can be no name.
-      FinishedSession: it is over.
-      TooManySessions: there is no room, and none can be ended.
+      ValueError: the name has forbidden characters.
+      FinishedSession: it has ended.
+      TooManySessions: all sessions wait for an answer, so none can be ended.
     """
     if name is None:
       name = secrets.token_hex(8)
@@ -85,7 +87,7 @@ class Sessions:
         f"session {name[:200]!r}: use 1 to 200 letters, digits or . _ : ~ @ = "
         "+ -"
       )
-    if name in self._over:
+    if name in self._finished:
       raise FinishedSession(f"session {name} is finished; use another name")
     if name not in self._open:
       self._make_room()
@@ -100,33 +102,33 @@ class Sessions:
     """Returns an open session.
 
     Raises:
-      UnknownSession: there is none of that name.
+      UnknownSession: the name is not open.
     """
     if name not in self._open:
       raise UnknownSession(f"no session {name} is open")
     return self._open[name]
 
   def holds(self, session: session_tree.Session) -> bool:
-    """Whether a session is still open."""
+    """Returns whether a session is still open."""
     return self._open.get(session.name) is session
 
   def finish(
     self, name: str, ending: session_tree.Ending
   ) -> list[trajectory.Trajectory]:
-    """Ends a session, and returns what it left; one at least.
+    """Ends a session and returns its trajectories, at least one.
 
     Raises:
-      FinishedSession: it is over.
-      UnknownSession: there never was one of that name.
+      FinishedSession: it has ended before.
+      UnknownSession: the name was never opened.
     """
-    if name in self._over:
+    if name in self._finished:
       raise FinishedSession(f"session {name} is finished")
-    left = self.get(name).trajectories(ending)
-    self._end(name, left)
-    return left
+    branches = self.get(name).trajectories(ending)
+    self._end(name, branches)
+    return branches
 
   def close(self) -> int:
-    """Ends all as TRUNCATED, without rewards; returns how many had answers."""
+    """Ends all as TRUNCATED, without rewards; returns those with answers."""
     count = 0
     for name in list(self._open):
       count += self._interrupt(name)
@@ -134,17 +136,17 @@ class Sessions:
 
   def _interrupt(self, name: str) -> bool:
     session = self._open[name]
-    some = session.num_answers > 0
-    self._end(name, session.trajectories(_INTERRUPTED) if some else [])
-    return some
+    has_answers = session.num_answers > 0
+    self._end(name, session.trajectories(_INTERRUPTED) if has_answers else [])
+    return has_answers
 
-  def _end(self, name: str, left: Sequence[trajectory.Trajectory]) -> None:
-    if left:
-      self._keep(left)
+  def _end(self, name: str, branches: Sequence[trajectory.Trajectory]) -> None:
+    if branches:
+      self._keep(branches)
     del self._open[name]
-    self._over[name] = None
-    if len(self._over) > self._max:
-      self._over.popitem(last=False)
+    self._finished[name] = None
+    if len(self._finished) > self._max:
+      self._finished.popitem(last=False)
 
   def _make_room(self) -> None:
     if len(self._open) < self._max:
@@ -154,6 +156,6 @@ class Sessions:
     if name is None:
       raise TooManySessions(
         f"all of max_sessions={self._max} wait for answers; finish some, or "
-        "ask again later"
+        "retry later"
       )
     self._interrupt(name)

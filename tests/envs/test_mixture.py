@@ -150,14 +150,16 @@ def test_a_weight_that_is_no_share_is_refused(weight):
 
 
 def test_each_task_is_graded_by_the_rule_of_its_source():
-  reward = mixture.ByTask((mixture.Rule("a", Constant(0.25)),), Constant(2.0))
+  reward = mixture.ByTask(
+    (mixture.RewardRule("a", Constant(0.25)),), Constant(2.0)
+  )
   assert isinstance(reward, base.Reward)
   assert _grade(reward, Echo("a").task(0, "train")) == 0.25
   assert _grade(reward, Echo("b").task(0, "train")) == 2.0
 
 
 def test_a_source_without_a_rule_needs_a_default():
-  reward = mixture.ByTask((mixture.Rule("a", rewards.Outcome()),))
+  reward = mixture.ByTask((mixture.RewardRule("a", rewards.Outcome()),))
   with pytest.raises(ValueError, match="no reward grades task b/eval/0"):
     reward.reward_of(Echo("b").task(0, "eval"))
 
@@ -167,7 +169,7 @@ def test_a_source_without_a_rule_needs_a_default():
   [(True, True, True), (False, True, False), (True, False, False)],
 )
 def test_rewards_are_stateless_when_all_of_them_are(rule, default, expected):
-  rules = (mixture.Rule("a", Constant(0.0, rule)),)
+  rules = (mixture.RewardRule("a", Constant(0.0, rule)),)
   reward = mixture.ByTask(rules, Constant(0.0, default))
   assert reward.stateless is expected
 
@@ -175,4 +177,4 @@ def test_rewards_are_stateless_when_all_of_them_are(rule, default, expected):
 @pytest.mark.parametrize(("count", "match"), [(0, "grade nothing"), (2, "two")])
 def test_rules_that_grade_nothing_or_twice_are_refused(count, match):
   with pytest.raises(ValueError, match=match):
-    mixture.ByTask((mixture.Rule("a", Constant(0.0)),) * count)
+    mixture.ByTask((mixture.RewardRule("a", Constant(0.0)),) * count)

@@ -12,7 +12,7 @@ from envs import threads
 FOREVER = threading.Event()
 
 
-async def hang_until_cancelled(pool: threads.Pool):
+async def hang_until_cancelled(pool: threads.ThreadPool):
   with pytest.raises(asyncio.TimeoutError):
     await asyncio.wait_for(pool.call(FOREVER.wait), 0.3)
 
@@ -55,7 +55,7 @@ def test_what_would_end_the_loop_becomes_a_runtime_error(error):
 
 
 def test_hung_calls_are_abandoned_and_do_not_starve_the_others():
-  pool = threads.Pool(size=2, max_size=2)
+  pool = threads.ThreadPool(size=2, max_size=2)
 
   async def run():
     await asyncio.gather(*(hang_until_cancelled(pool) for _ in range(2)))
@@ -66,7 +66,7 @@ def test_hung_calls_are_abandoned_and_do_not_starve_the_others():
 
 
 def test_a_call_that_waits_gets_the_place_of_an_abandoned_one():
-  pool = threads.Pool(size=1, max_size=1)
+  pool = threads.ThreadPool(size=1, max_size=1)
 
   async def run():
     hung = asyncio.create_task(hang_until_cancelled(pool))
@@ -79,7 +79,7 @@ def test_a_call_that_waits_gets_the_place_of_an_abandoned_one():
 
 
 def test_the_pool_grows_while_every_thread_is_busy():
-  pool = threads.Pool(size=2, max_size=3)
+  pool = threads.ThreadPool(size=2, max_size=3)
 
   async def run():
     hung = [asyncio.create_task(pool.call(FOREVER.wait)) for _ in range(2)]
@@ -94,7 +94,7 @@ def test_the_pool_grows_while_every_thread_is_busy():
 
 
 def test_a_call_cancelled_before_it_starts_never_runs():
-  pool = threads.Pool(size=1, max_size=1)
+  pool = threads.ThreadPool(size=1, max_size=1)
   release = threading.Event()
   ran = []
 
@@ -114,7 +114,7 @@ def test_a_call_cancelled_before_it_starts_never_runs():
 
 
 def test_an_abandoned_thread_that_wakes_up_takes_no_more_calls():
-  pool = threads.Pool(size=1, max_size=1)
+  pool = threads.ThreadPool(size=1, max_size=1)
   release = threading.Event()
   seen = []
 
@@ -134,7 +134,7 @@ def test_an_abandoned_thread_that_wakes_up_takes_no_more_calls():
 
 
 def test_one_pool_serves_several_event_loops_at_once():
-  pool = threads.Pool(size=2)
+  pool = threads.ThreadPool(size=2)
   sums = []
 
   def loop():

@@ -315,7 +315,7 @@ def test_a_reward_that_needs_the_environment_is_refused(experiment):
 
 def test_a_source_that_no_reward_grades_is_refused(experiment):
   games = [fakes.Counting(name=name) for name in ("sums", "rhymes")]
-  rule = mixture.Rule("sums", rewards.Outcome())
+  rule = mixture.RewardRule("sums", rewards.Outcome())
   tree = dataclasses.replace(
     experiment,
     environment=mixture.Mixture(tuple(mixture.Part(game) for game in games)),

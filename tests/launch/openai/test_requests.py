@@ -53,10 +53,10 @@ def test_messages_keep_all_that_a_model_is_shown():
   ]
   call = tool_calls.ToolCall("add", "{}", "call_0")
   assert chat(messages=said).messages == (
-    messages.Message("system", "be kind"),
-    messages.Message("user", "ab", name="ann"),
-    messages.Message("assistant", "", (call,), reasoning="hm"),
-    messages.Message("tool", "2", tool_call_id="call_0"),
+    messages.AgentMessage("system", "be kind"),
+    messages.AgentMessage("user", "ab", name="ann"),
+    messages.AgentMessage("assistant", "", (call,), reasoning="hm"),
+    messages.AgentMessage("tool", "2", tool_call_id="call_0"),
   )
 
 
@@ -100,18 +100,18 @@ def test_options_that_change_nothing_are_taken(harmless):
   ("body", "param", "words"),
   [
     ({"temprature": 1}, "temprature", "did you mean temperature?"),
-    ({"prompt": "go"}, "prompt", "no option"),
+    ({"prompt": "go"}, "prompt", "is unknown"),
     ({"frequency_penalty": 0.5}, "frequency_penalty", "not supported"),
     ({"store": True}, "store", "not supported"),
     ({"store": 0}, "store", "not supported"),
     ({"best_of": True}, "best_of", "not supported"),
-    ({"metadata": {"a": "b"}}, "metadata", "no option"),
-    ({"functions": [ADD]}, "functions", "no option"),
+    ({"metadata": {"a": "b"}}, "metadata", "is unknown"),
+    ({"functions": [ADD]}, "functions", "is unknown"),
     ({"response_format": {"type": "json_object"}}, "response_format", "not"),
     ({"model": 5}, "model", "any will do"),
     ({"messages": []}, "messages", "empty"),
     ({"messages": None}, "messages", "missing"),
-    ({"messages": "go"}, "messages", '"go" is no array'),
+    ({"messages": "go"}, "messages", '"go" must be of type array'),
     ({"messages": ["go"]}, "messages[0]", "JSON text"),
     ({"messages": [{"role": "user"}]}, "messages[0].content", "missing"),
     ({"messages": [{"role": "bot"}]}, "messages[0].role", "use system"),
@@ -120,7 +120,7 @@ def test_options_that_change_nothing_are_taken(harmless):
     (
       {"messages": [USER | {"content": [{"type": "image_url"}]}]},
       "messages[0].content",
-      '"image_url": only parts of text',
+      '"image_url": only text parts',
     ),
     ({"tools": [{"type": "custom"}]}, "tools[0]", "only functions"),
     (
@@ -131,20 +131,20 @@ def test_options_that_change_nothing_are_taken(harmless):
     (
       {"tools": [ADD | {"function": {"name": "add", "strict": True}}]},
       "tools[0].function.strict",
-      "held to a schema",
+      "follow a schema",
     ),
     ({"tool_choice": "required"}, "tool_choice", "cannot be forced"),
     ({"tool_choice": ADD}, "tool_choice", "cannot be forced"),
-    ({"n": 0}, "n", "not in [1, 128]"),
-    ({"n": True}, "n", "true is no integer"),
-    ({"n": 1.0}, "n", "1.0 is no integer"),
-    ({"temperature": "hot"}, "temperature", "no number"),
-    ({"temperature": 2**53}, "temperature", "no number"),
-    ({"stop": 0}, "stop", "no text or array"),
+    ({"n": 0}, "n", "must be in [1, 128]"),
+    ({"n": True}, "n", "true must be of type integer"),
+    ({"n": 1.0}, "n", "1.0 must be of type integer"),
+    ({"temperature": "hot"}, "temperature", "must be of type number"),
+    ({"temperature": 2**53}, "temperature", "must be of type number"),
+    ({"stop": 0}, "stop", "must be of type text or array"),
     ({"stop": ["a", ""]}, "stop", "none of them empty"),
     ({"stop": ["a"] * 17}, "stop", "up to 16"),
     ({"top_logprobs": 5}, "top_logprobs", "sampled tokens"),
-    ({"logprobs": 1}, "logprobs", "no boolean"),
+    ({"logprobs": 1}, "logprobs", "must be of type boolean"),
     ({"logit_bias": {"a": 1}}, "logit_bias", "map ids"),
     ({"logit_bias": {"01": 1}}, "logit_bias", "map ids"),
     ({"logit_bias": {"5": 101}}, "logit_bias", "[-100, 100]"),
@@ -153,12 +153,12 @@ def test_options_that_change_nothing_are_taken(harmless):
     (
       {"stream": True, "stream_options": {"include_obfuscation": True}},
       "stream_options.include_obfuscation",
-      "not to be had",
+      "is not supported",
     ),
   ],
 )
 def test_what_is_wrong_or_not_to_be_had_is_refused_by_name(body, param, words):
-  with pytest.raises(json_fields.Refused) as error:
+  with pytest.raises(json_fields.BadRequest) as error:
     chat(**body)
   assert error.value.param == param
   assert words in str(error.value)
@@ -196,7 +196,7 @@ def test_a_prompt_is_one_text_or_the_ids_of_one(prompt, read):
   ],
 )
 def test_a_completion_refuses_what_it_cannot_do(body, param):
-  with pytest.raises(json_fields.Refused) as error:
+  with pytest.raises(json_fields.BadRequest) as error:
     text(**body)
   assert error.value.param == param
 
@@ -209,7 +209,7 @@ def test_an_ending_is_that_of_a_trajectory():
   assert (ending.task_id, ending.group_id, ending.index) == ("t", 0, 2)
   assert openai_requests.ending({}).status is trajectory.Status.COMPLETED
   for body in ({"reward": 10**40}, {"parts": {"x": "y"}}, {"index": "1"}):
-    with pytest.raises(json_fields.Refused):
+    with pytest.raises(json_fields.BadRequest):
       openai_requests.ending(body)
 
 
@@ -219,4 +219,4 @@ def test_values_are_shown_in_short():
   for _ in range(100_000):
     value.append([])
     value = value[0]
-  assert json_fields.shown(deep) == "a array of too many levels"
+  assert json_fields.shown(deep) == "array nested too deeply"

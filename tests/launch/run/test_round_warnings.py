@@ -49,20 +49,22 @@ def warnings(tmp_path):
 
 def test_the_most_frequent_fault_has_its_most_frequent_message():
   other = (STATUS.REWARD_FAULT, "reward raised KeyError('x')")
-  found = round_warnings.worst([_group(NAN, LATE, OK), _group(other, NAN)])
+  found = round_warnings.most_frequent_fault(
+    [_group(NAN, LATE, OK), _group(other, NAN)]
+  )
   assert found == ("reward_fault", 3, "Outcome returned nan")
   assert str(found) == "reward_fault: Outcome returned nan"
 
 
 def test_what_was_cut_off_is_no_fault():
   cut = [(STATUS.STALE, "too old"), (STATUS.REDUNDANT, "")]
-  assert round_warnings.worst([_group(OK, *cut)]) is None
-  assert round_warnings.worst([]) is None
+  assert round_warnings.most_frequent_fault([_group(OK, *cut)]) is None
+  assert round_warnings.most_frequent_fault([]) is None
 
 
 def test_a_message_is_one_short_line_of_ascii():
   long = (STATUS.ENV_FAULT, "step raised\n  E\u00df: " + "x" * 500)
-  found = round_warnings.worst([_group(long)])
+  found = round_warnings.most_frequent_fault([_group(long)])
   assert found is not None
   assert found.message.startswith(r"step raised E\xdf: xx")
   assert len(found.message) == 160

@@ -96,7 +96,7 @@ def imitate(run_dir, tree, stop_after=0, during=lambda files: None):
     with contextlib.closing(files):
       try:
         return await initial_state.create(parts, report, files)
-      except warm_start_files.Stopped as stopped:
+      except warm_start_files.WarmStartStopped as stopped:
         said.append(str(stopped))
         return None
       finally:

@@ -21,20 +21,20 @@ CALLED = (tool_calls.ToolCall("add", '{"a": 1}'),)
 
 
 def read(ids, pieces=None, chat: episode.Chat = HF, **how):
-  """Returns the reader, and all (content, reasoning) that it showed."""
-  reader = answer_stream.Reader(chat, **how)
+  """Returns the parser, and all (content, reasoning) that it showed."""
+  parser = answer_stream.AnswerParser(chat, **how)
   shown = []
   for size in pieces or [1] * len(ids):
-    shown.append(reader.feed(np.array(ids[:size], np.int32)))
+    shown.append(parser.feed(np.array(ids[:size], np.int32)))
     ids = ids[size:]
-  return reader, [*shown, reader.end()]
+  return parser, [*shown, parser.end()]
 
 
 def said(text, **how):
   """Returns what is shown of a text, with no more than content."""
-  reader, shown = read(HF.encode_answer(text).tolist(), **how)
+  parser, shown = read(HF.encode_answer(text).tolist(), **how)
   assert not any(reasoning for _, reasoning in shown)
-  return reader, "".join(content for content, _ in shown)
+  return parser, "".join(content for content, _ in shown)
 
 
 @pytest.mark.parametrize(
@@ -61,12 +61,12 @@ def test_pieces_add_up_to_the_answer(text, content, reasoning, calls):
     while left:
       sizes.append(rng.randint(1, left))
       left -= sizes[-1]
-    reader, shown = read(ids, sizes, calls=True)
+    parser, shown = read(ids, sizes, calls=True)
     assert "".join(piece for _, piece in shown) == reasoning
     # White space at the end may be shown before a call takes it away.
     assert "".join(piece for piece, _ in shown).rstrip() == content.rstrip()
-    assert reader.answer() == tool_calls.Answer(content, calls, reasoning)
-    assert reader.num_tokens == len(ids)
+    assert parser.answer() == tool_calls.Answer(content, calls, reasoning)
+    assert parser.num_tokens == len(ids)
 
 
 def test_text_is_shown_as_soon_as_it_is_certain():
@@ -103,9 +103,9 @@ def test_half_a_character_is_never_shown():
 
 
 def test_calls_that_nobody_asked_for_are_content():
-  reader, content = said(f"do {CALL}")
+  parser, content = said(f"do {CALL}")
   assert content == f"do {CALL}"
-  assert reader.answer().content == content
+  assert parser.answer().content == content
   thought = HF.encode_answer(f"<think>x</think>{CALL}").tolist()
   assert read(thought)[0].answer() == tool_calls.Answer(CALL, (), "x")
 
@@ -118,33 +118,33 @@ def test_raw_text_keeps_its_thinking():
 def test_a_stop_text_ends_the_answer_and_is_never_shown():
   ids = HF.encode_answer("ab stop cd").tolist()
   for stops in (["stop"], ["cd", "stop"], ["never", "stop c", "stop"]):
-    reader, shown = read(ids, stops=stops)
-    assert reader.stopped
+    parser, shown = read(ids, stops=stops)
+    assert parser.stopped
     assert "".join(piece for piece, _ in shown) == "ab "
     # The ids are those up to the one that completes it, as sampled.
-    text = HF.decode(ids[: reader.num_tokens])
+    text = HF.decode(ids[: parser.num_tokens])
     assert "stop" in text
-    assert "stop" not in HF.decode(ids[: reader.num_tokens - 1])
+    assert "stop" not in HF.decode(ids[: parser.num_tokens - 1])
 
 
 def test_what_might_have_been_a_stop_text_is_shown_at_the_end():
-  reader, content = said("ab sto", stops=["stop"])
-  assert not reader.stopped
+  parser, content = said("ab sto", stops=["stop"])
+  assert not parser.stopped
   assert content == "ab sto"
 
 
 def test_an_answer_may_end_behind_its_first_call():
   ids = HF.encode_answer(f"{CALL}{CALL}").tolist()
-  reader, _ = read(ids, calls=True, one_call=True)
-  assert reader.stopped
-  assert reader.answer().tool_calls == CALLED
-  assert HF.decode(ids[: reader.num_tokens]).count("</tool_call>") == 1
+  parser, _ = read(ids, calls=True, one_call=True)
+  assert parser.stopped
+  assert parser.answer().tool_calls == CALLED
+  assert HF.decode(ids[: parser.num_tokens]).count("</tool_call>") == 1
 
 
 def test_words_are_shown_with_the_space_between_them():
-  reader, shown = read([5, 6, 1], chat=WORDS)
+  parser, shown = read([5, 6, 1], chat=WORDS)
   assert [piece for piece, _ in shown] == ["yes", " no", "", ""]
-  assert reader.answer() == tool_calls.Answer("yes no")
+  assert parser.answer() == tool_calls.Answer("yes no")
 
 
 def request(**changes):
@@ -162,12 +162,14 @@ def request(**changes):
 def test_the_engine_stops_where_the_text_does(whole):
   ids = HF.encode_answer("ab stop cd ef gh").tolist()
   one = scripted_engine.ScriptedEngine(lambda request: ids)
-  reader = answer_stream.Reader(HF, stops=["stop"])
+  parser = answer_stream.AnswerParser(HF, stops=["stop"])
 
   async def sample():
     if whole:
-      return await answer_stream.sample_whole(one, request(), reader)
-    pieces = [p async for p in answer_stream.sample(one, request(), reader)]
+      return await answer_stream.sample_answer(one, request(), parser)
+    pieces = [
+      p async for p in answer_stream.stream_answer(one, request(), parser)
+    ]
     tokens = np.concatenate([piece.tokens for piece in pieces])
     assert pieces[-1].completion is not None
     assert np.array_equal(tokens, pieces[-1].completion.tokens)
@@ -176,7 +178,7 @@ def test_the_engine_stops_where_the_text_does(whole):
 
   done = asyncio.run(sample())
   assert done is not None
-  count = reader.num_tokens
+  count = parser.num_tokens
   assert done.stop == "stop"
   assert done.tokens.tolist() == ids[:count]
   assert done.logprobs.tolist() == [-(i + 1) / 8 for i in range(count)]
@@ -197,7 +199,7 @@ def test_experts_are_cut_with_the_tokens():
     decode_s=0.0,
     experts=experts,
   )
-  cut = answer_stream.cut(done, 1)
+  cut = answer_stream.truncated(done, 1)
   # Three ids of context and one sampled.
   assert cut.experts is not None
   assert np.array_equal(cut.experts, experts[:4])
@@ -208,7 +210,9 @@ def test_closing_early_aborts_the_request():
   one = scripted_engine.ScriptedEngine(lambda request: [4] * 9)
 
   async def scenario():
-    pieces = answer_stream.sample(one, request(), answer_stream.Reader(HF))
+    pieces = answer_stream.stream_answer(
+      one, request(), answer_stream.AnswerParser(HF)
+    )
     await anext(pieces)
     assert one.stats().running == 1
     await pieces.aclose()

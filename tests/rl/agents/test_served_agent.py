@@ -27,7 +27,7 @@ class Server:
 
   async def ask(self, name):
     session = self.sessions.open(name)
-    opening = session.begin([messages.Message("user", "go")])
+    opening = session.begin([messages.AgentMessage("user", "go")])
     request = contract.DecodeRequest(
       request_id=f"{name}/{session.number}",
       session=name,
@@ -37,13 +37,13 @@ class Server:
       seed=opening.seed,
       priority=session.priority,
     )
-    reader = answer_stream.Reader(CHAT)
+    parser = answer_stream.AnswerParser(CHAT)
     try:
-      done = await answer_stream.sample_whole(self.engine, request, reader)
+      done = await answer_stream.sample_answer(self.engine, request, parser)
     except contract.EngineClosed:
       session.engine_closed = True
       raise
-    text = messages.Message("assistant", reader.answer().content)
+    text = messages.AgentMessage("assistant", parser.answer().content)
     session.record(opening, done, text)
 
   def play(self, agent, deadline_s=20.0):

@@ -22,11 +22,11 @@ ADD = {"type": "function", "function": {"name": "add", "parameters": {}}}
 
 
 def user(text):
-  return messages.Message("user", text)
+  return messages.AgentMessage("user", text)
 
 
 def said(text, *calls):
-  return messages.Message("assistant", text, calls)
+  return messages.AgentMessage("assistant", text, calls)
 
 
 def completion(*tokens, stop="stop", version=0, **changes):
@@ -115,7 +115,7 @@ def test_an_answer_that_was_cut_off_is_ended_by_the_template():
     (dataclasses.replace(said("yes"), reasoning="so"), True),
     (said("no"), False),
     (said("yes yes"), False),
-    (messages.Message("user", "yes"), False),
+    (messages.AgentMessage("user", "yes"), False),
   ],
 )
 def test_white_space_and_thinking_are_no_edits_of_an_answer(changed, same):
@@ -137,7 +137,7 @@ def test_calls_are_the_same_however_their_json_is_written():
     talk = Talk(HF)
     talk.ask([user("go")], said("", call), *ids, tools=[ADD])
     again = tool_calls.ToolCall("add", arguments, "another")
-    result = messages.Message("tool", "3", tool_call_id="another")
+    result = messages.AgentMessage("tool", "3", tool_call_id="another")
     history = [user("go"), said("", again), result]
     talk.ask(history, said("x"), *ids, tools=tools)
     assert (len(talk.left()) == 1) == same

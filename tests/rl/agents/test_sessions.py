@@ -13,7 +13,7 @@ DONE = session_tree.Ending(reward=1.0)
 
 
 def answer(session):
-  opening = session.begin([messages.Message("user", "go")])
+  opening = session.begin([messages.AgentMessage("user", "go")])
   completion = contract.Completion(
     tokens=np.array([4, 1], np.int32),
     logprobs=np.array([-0.5, 0.0], np.float32),
@@ -22,7 +22,7 @@ def answer(session):
     cached_tokens=0,
     decode_s=0.0,
   )
-  session.record(opening, completion, messages.Message("assistant", "yes"))
+  session.record(opening, completion, messages.AgentMessage("assistant", "yes"))
 
 
 def opened(**settings):
@@ -54,7 +54,7 @@ def test_sessions_without_a_name_have_names_and_seeds_of_their_own():
   some, _ = opened()
   two = [some.open(), some.open()]
   assert two[0].name != two[1].name
-  seeds = [s.begin([messages.Message("user", "go")]).seed for s in two]
+  seeds = [s.begin([messages.AgentMessage("user", "go")]).seed for s in two]
   assert seeds[0] != seeds[1]
   with pytest.raises(sessions.UnknownSession):
     some.finish("never", DONE)
@@ -77,7 +77,7 @@ def test_one_session_too_many_ends_the_one_that_was_silent_longest():
   assert lost.task_id == "b"
   assert lost.status is trajectory.Status.TRUNCATED
   assert lost.reward is None
-  with some.open("a").asking(), some.open("c").asking():
+  with some.open("a").request_running(), some.open("c").request_running():
     with pytest.raises(sessions.TooManySessions, match="max_sessions=2"):
       some.open("d")
     assert some.get("a").running == 1
