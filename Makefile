@@ -1,13 +1,14 @@
 # Needs a Python 3.11, 3.12 or 3.13 and the network once; `make help` says more.
 
-.PHONY: help setup train test lint interop sglang lock clean
+.PHONY: help setup train test test-slow test-all lint interop sglang lock clean
 
 python = .venv/bin/python
 ARGS =
 
 help:
 	@echo 'make train   train on guess-a-number; results in runs/guess_number_moe'
-	@echo 'make test    run the tests'
+	@echo 'make test    run the tests but for the slow ones'
+	@echo 'make test-slow  run the slow ones; make test-all runs both'
 	@echo 'make lint    check style and types'
 	@echo 'make interop load what we export in transformers, in an environment apart'
 	@echo 'make sglang  run the tests of sglang-jax as an engine, in an environment apart'
@@ -17,7 +18,8 @@ help:
 	@echo
 	@echo 'ARGS is passed on:'
 	@echo '  make train ARGS="--config.rounds=5 --workdir=runs/short"'
-	@echo '  make test ARGS="tests/rl -k losses"'
+	@echo '  make test ARGS="tests/rl/algorithms -k losses"'
+	@echo '  make test ROOM=rl/engine    its tests, and unit tests of its importers'
 	@echo '  make lock ARGS=--upgrade'
 	@echo 'PYTHON=/path/to/python chooses the Python that .venv is made with.'
 
@@ -31,8 +33,15 @@ train: .venv/ready
 	  --workdir=runs/guess_number_moe $(ARGS)
 
 # Two at a time, a file in one piece: its tests share compiled programs.
+pytest = $(python) -m pytest --numprocesses=2 --dist=loadfile
+
 test: .venv/ready
-	@$(python) -m pytest --numprocesses=2 --dist=loadfile $(ARGS)
+	@$(pytest) -m 'not slow' $(if $(ROOM),--room=$(ROOM)) $(ARGS)
+
+test-slow: .venv/ready
+	@$(pytest) -m slow $(ARGS)
+
+test-all: test test-slow
 
 lint: .venv/ready
 	@$(python) -m ruff check .

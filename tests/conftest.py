@@ -1,16 +1,24 @@
-"""Set before jax is imported, also for the processes that tests start.
+"""Set-up of all tests: devices, levels, and what `--room` selects.
 
-Eight CPU devices, because that is what shardings are tested on; a compilation
-cache that outlives the run, because most of a test's time is XLA; and machine
-code as it comes, because a program runs only a few times here and to optimise
-it took longer than all the rest. XLA's own passes run as ever.
+Three levels, by marker: a test without one is a unit test and runs no XLA
+program; `compiled` ones may; `process` ones start processes as well. `slow`
+tests are left to `make test-slow`.
+
+The environment is set before jax is imported, also for the processes that
+tests start: eight CPU devices, because shardings are tested on these; a
+compilation cache that outlives the run, because most of a test's time is XLA;
+and machine code without optimisation, because a program runs only a few times
+here. XLA's own passes run as ever.
 """
 
 import gc
 import os
 import pathlib
+import sys
 
 import pytest
+
+from tests.helpers import rooms
 
 _DEVICES = "--xla_force_host_platform_device_count"
 
@@ -27,15 +35,75 @@ os.environ.setdefault(
 )
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
+_TESTS = pathlib.Path(__file__).parent
+
+
+def pytest_addoption(parser):
+  """Adds `--room`."""
+  parser.addoption(
+    "--room",
+    metavar="PACKAGE",
+    help="run the tests of a package, such as rl/engine, and the unit tests of "
+    "the rooms that import it",
+  )
+
+
+def pytest_configure(config):
+  """Checks `--room`."""
+  room = config.getoption("--room")
+  if room and not (rooms.ROOT / room).exists():
+    raise pytest.UsageError(f"--room={room}: there is no such package or file")
+
+
+def _tests_of(room):
+  """Returns the directory, or the file, of the tests of a room."""
+  path = _TESTS.joinpath(*room.split("."))
+  return path if path.is_dir() else path.with_name(f"test_{path.name}.py")
+
+
+def _selected(config):
+  """Returns the places of tests of the room itself, and of its importers."""
+  room = config.getoption("--room").rstrip("/").removesuffix(".py")
+  name = room.replace("/", ".")
+  return _tests_of(name), [_tests_of(other) for other in rooms.importers(name)]
+
+
+def pytest_ignore_collect(collection_path, config):
+  """Leaves out the files that `--room` does not select."""
+  if not config.getoption("--room") or collection_path.is_dir():
+    return None
+  own, others = _selected(config)
+  # A top package's own room is its files, and not the packages in it.
+  wanted = collection_path.is_relative_to(own) or any(
+    collection_path in (place, *place.glob("test_*.py")) for place in others
+  )
+  return None if wanted else True
+
+
+def pytest_collection_modifyitems(config, items):
+  """Leaves out tests of importers that are above the unit level."""
+  if not config.getoption("--room"):
+    return
+  own, _ = _selected(config)
+  left_out = [
+    item
+    for item in items
+    if not item.path.is_relative_to(own)
+    and any(map(item.get_closest_marker, ("compiled", "process")))
+  ]
+  items[:] = [item for item in items if item not in left_out]
+  config.hook.pytest_deselected(items=left_out)
+
 
 @pytest.fixture(scope="module", autouse=True)
 def _programs():
-  """Lets go of a file's programs at its end.
+  """Releases the programs of a file at its end.
 
   Each maps memory, and a process may have 65,530 such maps: XLA dies of more.
   """
   yield
-  import jax
+  if "jax" in sys.modules:
+    import jax
 
-  jax.clear_caches()
+    jax.clear_caches()
   gc.collect()

@@ -1,76 +1,85 @@
 """Rules of the whole project, read from its files."""
 
 import ast
-import functools
-import os
-import pathlib
 import re
-import subprocess
 
 import pytest
 
-ROOT = pathlib.Path(__file__).parents[1]
-MAX_LINES = 400
-NAMES_THAT_SAY_NOTHING = {"utils", "common", "helpers", "types", "misc"}
+from tests.helpers import rooms
+
+# Floors from the ground up: a room imports from floors below its own, and
+# nothing beside or above it.
+FLOORS = {
+  "envs": [["envs"]],
+  "rl": [
+    ["rl.settings", "rl.runtime", "rl.data"],
+    ["rl.engine"],
+    ["rl.engine.builtin", "rl.engine.sglang"],
+    ["rl.schedule"],
+    ["rl.algorithms", "rl.audit"],
+    ["rl.train", "rl.rollout", "rl.pools"],
+    ["rl.loop"],
+    ["rl.agents", "rl.testing", "rl.simulation"],
+    ["rl.experiment"],
+    ["rl.planning"],
+    ["rl.assemble"],
+    ["rl.initial_state"],
+  ],
+  "configs": [["configs"]],
+  "launch": [
+    ["launch.cli"],
+    ["launch.report"],
+    ["launch.run"],
+    ["launch.openai"],
+    ["launch"],
+  ],
+}
+# Rooms of other top packages that may be imported.
 MAY_IMPORT = {
-  "envs": ["envs"],
-  "models": ["models"],
-  "rl": ["rl", "models", "envs.base"],
-  "configs": ["configs", "rl", "models", "envs"],
-  "launch": ["launch", "configs", "rl", "models", "envs"],
+  "envs": [],
+  "models": [],
+  "rl": ["models", "envs.base"],
+  "configs": ["rl", "models", "envs"],
+  "launch": ["configs", "rl", "models", "envs"],
 }
 # Nothing may be imported relatively: "" is what stands before the first dot.
 OURS = {*MAY_IMPORT, "benchmarks", "notebooks", "tests", ""}
+NAMES_THAT_SAY_NOTHING = {"utils", "common", "helpers", "types", "misc"}
+QUESTION = re.compile(
+  r"(What|Who|Whose|Whom|Which|How|Where|When|Whether|Why)\b"
+)
 
 # A slash before the bracket: the patterns do not match themselves.
 MACHINE_PATH = re.compile(r"(?<![\w.])/(root|work|tmp|opt|home|Users)\b")
 REGISTRY = re.compile(r"pypi\.org|python[h]osted")
 
 
-@functools.cache
-def project_files() -> list[pathlib.Path]:
-  """Returns what is or may be committed; without git, what is not hidden."""
-  listing = subprocess.run(
-    ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-    cwd=ROOT,
-    capture_output=True,
-    text=True,
-  )
-  if listing.returncode == 0:
-    paths = [ROOT / name for name in listing.stdout.split("\0") if name]
-    return [path for path in paths if path.is_file()]
-  files = []
-  for folder, folders, names in os.walk(ROOT):
-    made = {"runs", "build", "dist", "__pycache__"}
-    folders[:] = [f for f in folders if f[0] != "." and f not in made]
-    files += [pathlib.Path(folder, name) for name in names]
-  return files
-
-
-def python_files(*packages: str) -> list[pathlib.Path]:
-  """Returns the Python files of some packages, or of the whole project."""
-  files = [path for path in project_files() if path.suffix == ".py"]
-  if not packages:
-    return files
-  return [p for p in files if p.relative_to(ROOT).parts[0] in packages]
-
-
 def wrong_imports(package: str, source: str) -> list[str]:
-  """Returns the imports of a module that its package must not have."""
-  names = []
-  for node in ast.walk(ast.parse(source)):
-    if isinstance(node, ast.Import):
-      names += [alias.name for alias in node.names]
-    elif isinstance(node, ast.ImportFrom):
-      module = "." * node.level + (node.module or "")
-      names += [f"{module}.{alias.name}" for alias in node.names]
-  allowed = MAY_IMPORT[package]
+  """Returns the imports of a module that its top package must not have."""
+  allowed = [package, *MAY_IMPORT[package]]
   return [
     name
-    for name in names
+    for name in rooms.imported(source)
     if name.partition(".")[0] in OURS
     and not any(f"{name}.".startswith(f"{ok}.") for ok in allowed)
   ]
+
+
+def floor_numbers(floors: list[list[str]]) -> dict[str, int]:
+  """Returns the floor of each room of a top package, 0 at the bottom."""
+  return {room: n for n, level in enumerate(floors) for room in level}
+
+
+def wrong_arrows(
+  floors: list[list[str]], arrows: dict[tuple[str, str], tuple[str, ...]]
+) -> dict[str, tuple[str, ...]]:
+  """Returns the arrows that do not lead to a lower floor, with their files."""
+  number = floor_numbers(floors)
+  return {
+    f"{here} -> {there}": files
+    for (here, there), files in arrows.items()
+    if here in number and there in number and number[here] <= number[there]
+  }
 
 
 def undocumented(source: str) -> list[str]:
@@ -87,11 +96,23 @@ def undocumented(source: str) -> list[str]:
   ]
 
 
+def questions(source: str) -> list[str]:
+  """Returns first lines of docstrings that begin with a question word."""
+  kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+  return [
+    text.splitlines()[0]
+    for node in ast.walk(ast.parse(source))
+    if isinstance(node, kinds)
+    and (text := ast.get_docstring(node))
+    and QUESTION.match(text)
+  ]
+
+
 @pytest.mark.parametrize("package", sorted(MAY_IMPORT))
-def test_imports_point_one_way(package):
+def test_imports_point_one_way_between_top_packages(package):
   wrong = {
-    str(path.relative_to(ROOT)): names
-    for path in python_files(package)
+    str(path.relative_to(rooms.ROOT)): names
+    for path in rooms.python_files(package)
     if (names := wrong_imports(package, path.read_text()))
   }
   assert not wrong
@@ -100,16 +121,12 @@ def test_imports_point_one_way(package):
 @pytest.mark.parametrize(
   ("package", "source", "wrong"),
   [
-    ("rl", "from envs import base\nfrom rl import losses", []),
+    ("rl", "from envs import base\nfrom rl.train import learner", []),
     ("rl", "from envs import base, textarena", ["envs.textarena"]),
     ("rl", "def f():\n  import launch.train", ["launch.train"]),
-    (
-      "models",
-      "import numpy as np\nfrom rl.engine.contract import x",
-      ["rl.engine.contract.x"],
-    ),
+    ("models", "import numpy as np\nfrom rl.engine import x", ["rl.engine.x"]),
     ("envs", "import envs.base\nimport envs_of_others", []),
-    ("configs", "from launch import flags", ["launch.cli.flags"]),
+    ("configs", "from launch.cli import flags", ["launch.cli.flags"]),
     ("envs", "from .base import Task", [".base.Task"]),
   ],
 )
@@ -117,19 +134,50 @@ def test_a_wrong_import_is_seen(package, source, wrong):
   assert wrong_imports(package, source) == wrong
 
 
-def test_files_are_short():
-  lengths = {p: len(p.read_text().splitlines()) for p in python_files()}
-  assert not {p: n for p, n in lengths.items() if n > MAX_LINES}
+@pytest.mark.parametrize("package", sorted(FLOORS))
+def test_imports_lead_to_lower_floors(package):
+  assert not wrong_arrows(FLOORS[package], rooms.arrows())
+
+
+@pytest.mark.parametrize("package", sorted(FLOORS))
+def test_every_room_has_a_floor(package):
+  found = {
+    rooms.room_of(".".join(path.relative_to(rooms.ROOT).with_suffix("").parts))
+    for path in rooms.python_files(package)
+    if path.name != "__init__.py"
+  }
+  assert found == {*floor_numbers(FLOORS[package])}
+
+
+@pytest.mark.parametrize(
+  ("arrow", "is_wrong"),
+  [
+    (("a.high", "a.low"), False),
+    (("a.low", "a.high"), True),
+    (("a.low", "a.beside"), True),
+    (("a.low", "b.elsewhere"), False),
+  ],
+)
+def test_an_arrow_up_or_sideways_is_seen(arrow, is_wrong):
+  floors = [["a.low", "a.beside"], ["a.high"]]
+  assert bool(wrong_arrows(floors, {arrow: ("a/x.py",)})) == is_wrong
+
+
+def test_importers_are_the_rooms_that_import_a_package_or_a_part_of_it():
+  found = rooms.importers("rl.engine")
+  assert {"rl.rollout", "rl.pools", "rl.assemble"} <= found
+  assert not found & {"rl.engine", "rl.engine.builtin", "rl.data", "models"}
 
 
 def test_files_are_named_for_what_they_hold():
-  assert not [p for p in python_files() if p.stem in NAMES_THAT_SAY_NOTHING]
+  files = rooms.python_files()
+  assert not [p for p in files if p.stem in NAMES_THAT_SAY_NOTHING]
 
 
 def test_public_names_have_docstrings():
   missing = {
-    str(path.relative_to(ROOT)): names
-    for path in python_files("envs", "models", "rl", "launch")
+    str(path.relative_to(rooms.ROOT)): names
+    for path in rooms.python_files("envs", "models", "rl", "launch")
     if (names := undocumented(path.read_text()))
   }
   assert not missing
@@ -140,16 +188,21 @@ def test_a_missing_docstring_is_seen():
   assert undocumented(source) == ["module", "f"]
 
 
+def test_a_docstring_that_begins_with_a_question_is_seen():
+  source = "'''Whose it is.'''\ndef f():\n  '''Returns what it was.'''\n"
+  assert questions(source) == ["Whose it is."]
+
+
 @pytest.mark.parametrize("pattern", [MACHINE_PATH, REGISTRY])
 def test_nothing_depends_on_one_machine_or_registry(pattern):
   found = []
-  for path in project_files():
+  for path in rooms.project_files():
     try:
       lines = path.read_text().splitlines()
     except UnicodeDecodeError:
       continue
     found += [
-      f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+      f"{path.relative_to(rooms.ROOT)}:{number}: {line.strip()}"
       for number, line in enumerate(lines, start=1)
       if pattern.search(line)
     ]

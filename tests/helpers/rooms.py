@@ -1,0 +1,97 @@
+"""The rooms of the project and the imports between them, read from its files.
+
+A room is a package (`rl.train`) or a single file beside packages
+(`rl.assemble`). Only files are read; nothing of the project is imported.
+"""
+
+import ast
+import functools
+import os
+import pathlib
+import subprocess
+from collections.abc import Iterator
+
+ROOT = pathlib.Path(__file__).parents[2]
+TOPS = ("envs", "models", "rl", "configs", "launch")
+
+
+@functools.cache
+def project_files() -> list[pathlib.Path]:
+  """Returns files that are or may be committed; without git, visible ones."""
+  listing = subprocess.run(
+    ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+    cwd=ROOT,
+    capture_output=True,
+    text=True,
+  )
+  if listing.returncode == 0:
+    paths = [ROOT / name for name in listing.stdout.split("\0") if name]
+    return [path for path in paths if path.is_file()]
+  files = []
+  for folder, folders, names in os.walk(ROOT):
+    made = {"runs", "build", "dist", "site", "__pycache__"}
+    folders[:] = [f for f in folders if f[0] != "." and f not in made]
+    files += [pathlib.Path(folder, name) for name in names]
+  return files
+
+
+def python_files(*packages: str) -> list[pathlib.Path]:
+  """Returns the Python files of some top packages, or of the whole project."""
+  files = [path for path in project_files() if path.suffix == ".py"]
+  if not packages:
+    return files
+  return [p for p in files if p.relative_to(ROOT).parts[0] in packages]
+
+
+def imported(source: str) -> Iterator[str]:
+  """Yields the dotted names that a module imports, relative ones with dots."""
+  for node in ast.walk(ast.parse(source)):
+    if isinstance(node, ast.Import):
+      yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+      module = "." * node.level + (node.module or "")
+      yield from (f"{module}.{alias.name}" for alias in node.names)
+
+
+def room_of(name: str) -> str | None:
+  """Returns the room that a dotted name lies in; None is not ours.
+
+  A file of `envs`, `configs` or `launch` beside packages is of the top
+  package; one of `rl` or `models` is a room of its own.
+  """
+  parts = name.split(".")
+  if parts[0] not in TOPS:
+    return None
+  while parts and not ROOT.joinpath(*parts).is_dir():
+    is_file = ROOT.joinpath(*parts).with_suffix(".py").is_file()
+    if is_file and len(parts) == 2 and parts[0] in ("rl", "models"):
+      break
+    parts.pop()
+  return ".".join(parts)
+
+
+@functools.cache
+def arrows() -> dict[tuple[str, str], tuple[str, ...]]:
+  """Returns (room, imported room) -> the files that draw this arrow."""
+  drawn: dict[tuple[str, str], set[str]] = {}
+  for path in python_files(*TOPS):
+    relative = path.relative_to(ROOT)
+    if relative.name == "__init__.py":
+      continue
+    here = room_of(".".join(relative.with_suffix("").parts))
+    for name in imported(path.read_text()):
+      there = room_of(name)
+      if here and there and there != here:
+        drawn.setdefault((here, there), set()).add(str(relative))
+  return {arrow: tuple(sorted(files)) for arrow, files in drawn.items()}
+
+
+def importers(room: str) -> set[str]:
+  """Returns the rooms that import one, or a room inside it, directly."""
+  inside = (room, f"{room}.")
+  return {
+    here
+    for here, there in arrows()
+    if (there == room or there.startswith(inside[1]))
+    and not (here == room or here.startswith(inside[1]))
+  }
