@@ -142,7 +142,7 @@ class _Run:
       self.log.listeners += [self.checker.feed, self.books.feed]
     # An engine of which nothing else is asked.
     served = typing.cast(contract.DecodeEngine, at_once.Engine(case.yields))
-    self._router = router.Router([router.Member(served)], log=self.log)
+    self._router = router.Router([served], log=self.log)
 
   async def play(self) -> None:
     """Plays all rounds."""
@@ -158,7 +158,7 @@ class _Run:
       ),
       trainer=trainer,
       publisher=simulated_learner.SimulatedPublisher(
-        self._router.doors, 0.0, self.log, self._spans
+        self._router, 0.0, self.log, self._spans
       ),
       player=self._player(),
       tasks=self._tasks,

@@ -158,11 +158,11 @@ class Bench:
   def _rewired(self, experiment: experiment_lib.Experiment) -> assemble.Parts:
     """Returns the parts with everything new that a run changes."""
     parts, log = self._parts, event_log.EventLog()
-    members = [
-      router.Member(typing.cast(contract.DecodeEngine, _Renewed(served)))
+    engines = [
+      typing.cast(contract.DecodeEngine, _Renewed(served))
       for served in parts.engines
     ]
-    serving = router.Router(members, experiment.routing, log)
+    serving = router.Router(engines, routing=experiment.routing, log=log)
     return dataclasses.replace(
       parts,
       experiment=experiment,

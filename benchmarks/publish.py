@@ -46,7 +46,7 @@ from rl.audit import event_log
 from rl.data import trajectory
 from rl.engine import contract
 from rl.engine.builtin import settings as engine_settings
-from rl.pools import placement, weight_publisher
+from rl.pools import placement, router, weight_publisher
 from rl.runtime import mesh_thread, trace
 from rl.testing import fakes
 
@@ -192,7 +192,8 @@ async def _under_load(
   )
   served = settings.build(_MODEL, layouts[1], decode)
   publisher = weight_publisher.WeightPublisher(
-    [(served, weight_publisher.pool_shardings(_MODEL, layouts[1], "same"))],
+    router.Router([served]),
+    [weight_publisher.pool_shardings(_MODEL, layouts[1], "same")],
     learner,
     event_log.EventLog(),
     spans,
@@ -237,12 +238,8 @@ async def _moved(
   spans = trace.Trace(None)
   learner = mesh_thread.MeshThread("learner", spans)
   publisher = weight_publisher.WeightPublisher(
-    [
-      (
-        fakes.FakeEngine(answers=(1,), stop_id=2),
-        weight_publisher.pool_shardings(config, layouts[1], dtype),
-      )
-    ],
+    router.Router([fakes.FakeEngine(answers=(1,), stop_id=2)]),
+    [weight_publisher.pool_shardings(config, layouts[1], dtype)],
     learner,
     event_log.EventLog(),
     spans,

@@ -100,11 +100,12 @@ def build(
   )
   decoders = engines(experiment.engine, model, decode_layouts, threads)
   _check_able(decoders[0].capabilities, experiment)
-  members = [
-    router.Member(engine, pool.name, pool.kind, pool.cost)
-    for engine, pool in zip(decoders, experiment.placement.engines, strict=True)
-  ]
-  serving = router.Router(members, experiment.routing, log)
+  serving = router.Router(
+    decoders,
+    infos=experiment.placement.engine_infos,
+    routing=experiment.routing,
+    log=log,
+  )
   programs = learner_programs(experiment, learner_layout)
   return Parts(
     experiment=experiment,
@@ -221,12 +222,17 @@ def publisher(
   log: event_log.EventLog,
   spans: trace.Trace,
 ) -> weight_publisher.WeightPublisher:
-  """Returns the way of the weights to every engine, each with its layout."""
+  """Returns the publisher of the weights to every engine.
+
+  Args:
+    decode_layouts: of the engines of `serving`, in their order.
+  """
   dtype = experiment.publishing.dtype
   return weight_publisher.WeightPublisher(
+    serving,
     [
-      (door, weight_publisher.pool_shardings(experiment.model, layout, dtype))
-      for door, layout in zip(serving.doors, decode_layouts, strict=True)
+      weight_publisher.pool_shardings(experiment.model, layout, dtype)
+      for layout in decode_layouts
     ],
     learner_thread,
     log,

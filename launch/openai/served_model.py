@@ -147,19 +147,13 @@ async def of_directory(
   spans = trace.Trace(None)
   threads = [mesh_thread.MeshThread("decode", spans) for _ in layouts]
   engines = assemble.engines(hosting.engine, hosting.model, layouts, threads)
-  pools = hosting.placement.engines
-  members = [
-    router.Member(engine, pool.name, pool.kind, pool.cost)
-    for engine, pool in zip(engines, pools, strict=True)
-  ]
+  serving = router.Router(engines, infos=hosting.placement.engine_infos)
   try:
     for engine, layout, thread in zip(engines, layouts, threads, strict=True):
       report(f"loading {directory}")
       params = await thread.run("load", _load, directory, hosting.model, layout)
       await engine.start(params, trajectory.PolicyVersion(0), report)
-    yield ServedModel(
-      engine=router.Router(members), chat=chat, name=directory.resolve().name
-    )
+    yield ServedModel(engine=serving, chat=chat, name=directory.resolve().name)
   finally:
     for engine in engines:
       await engine.close()

@@ -1,4 +1,4 @@
-"""Which pool suits which domain: declared, or learned from what it takes.
+"""Affinity of domains to pools: declared, or learned from measured seconds.
 
 domain --prefer--> a pool by name or kind --+
        --learn---> price of each engine ----+--> the engine to take
@@ -16,30 +16,32 @@ from rl.pools import placement
 from rl.settings import checks
 
 _MEMORY = 32
-"""Sessions after which what one has told counts for 1 / e."""
+"""Sessions after which a measurement counts for 1 / e."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Routing:
-  """Where sessions go. With pools of one kind only names of pools matter.
+  """The routing of sessions to pools.
+
+  With pools of one kind only the names of pools matter.
 
   Attributes:
-    prefer: a pool, or the kind of one, for each domain that should have it,
-      such as {"math": "bandwidth", "frozen_lake": "compute"}. "any" is no
-      preference. A domain is the name of its tasks' source.
-    default: the same for all domains that `prefer` does not name; None lets
-      them go wherever the fewest sessions are.
-    learn: domains that `prefer` does not name go where a session of theirs
-      takes least: seconds as measured, times the sessions that share the
-      engine. What engines cost is paid whether they are used or not.
-    explore_every: while learning, each so-many-th session of a domain goes to
-      the pool that the domain has not used for longest; 0 never tries again.
-    overload: a session leaves its preferred pool when that, with it, would
-      have more than so many times the sessions that another pool would, both
-      counted at their emptiest engine; None: never. While a pool only takes
-      new weights, its sessions wait.
+    prefer: name or kind of a pool by domain, such as {"math": "bandwidth",
+      "frozen_lake": "compute"}; "any" states no preference. A domain is the
+      name of a source of tasks.
+    default: preference of the domains that `prefer` does not name; None sends
+      them to the engine with the fewest sessions.
+    learn: send domains that `prefer` does not name where a session of theirs
+      is shortest: measured seconds times the sessions that share the engine.
+      The cost of engines does not count: idle ones are paid as well.
+    explore_every: while learning, every so-many-th session of a domain goes to
+      the pool that the domain has not used for longest; 0 never explores.
+    overload: a session leaves its preferred pool if that pool, with it, would
+      have more than `overload` times the sessions of another pool, both
+      counted at their emptiest engine; None: never. Sessions wait for a pool
+      that only takes new weights.
 
-  Source: declared affinity, RollArt, arXiv 2512.22560, 5.2; to learn it is
+  Source: declared affinity, RollArt, arXiv 2512.22560, 5.2; learning it is
   future work there (9).
   """
 
@@ -53,12 +55,13 @@ class Routing:
     """Raises ValueError on a setting that cannot work."""
     if self.explore_every < 0:
       raise ValueError(
-        f"routing.explore_every={self.explore_every} is below 0; 0 is never"
+        f"routing.explore_every={self.explore_every} is below 0; use 0 to "
+        "never explore"
       )
     if self.overload is not None and not self.overload >= 1:
       raise ValueError(
-        f"routing.overload={self.overload} is below 1: no session would go "
-        "where it should; use 1 or more, or none"
+        f"routing.overload={self.overload} is below 1: no session would get "
+        "its preferred pool; use 1 or more, or none"
       )
     if self.learn and self.default is not None:
       raise ValueError(
@@ -67,7 +70,7 @@ class Routing:
       )
 
   def validate_domains(self, names: Collection[str]) -> None:
-    """Raises ValueError on a preference of a domain that does not exist.
+    """Raises ValueError on a preference of an unknown domain.
 
     Args:
       names: of all sources of tasks.
@@ -76,55 +79,42 @@ class Routing:
       if name in names:
         continue
       raise ValueError(
-        f"routing.prefer.{name}: no task is of that source; there are "
+        f"routing.prefer.{name}: no source of tasks has that name; there are "
         f"{', '.join(sorted(names))}{checks.nearest(name, names)}"
       )
 
   def of(self, names: Collection[str]) -> "Routing":
-    """Returns the same without preferences of other sources than these."""
+    """Returns the same with the preferences of these sources only."""
     prefer = {name: self.prefer[name] for name in self.prefer if name in names}
     return dataclasses.replace(self, prefer=prefer)
 
   def validate_pools(self, kinds: Mapping[str, placement.Kind]) -> None:
-    """Raises ValueError on a preference for a pool that does not exist.
+    """Raises ValueError on a preference for an unknown pool.
 
     Args:
       kinds: the kind of every pool, by its name.
     """
-    wanted = {f"prefer.{name}": pool for name, pool in self.prefer.items()}
+    settings = {f"prefer.{name}": pool for name, pool in self.prefer.items()}
     if self.default is not None:
-      wanted["default"] = self.default
+      settings["default"] = self.default
     pools = ", ".join(f"{name} ({kind})" for name, kind in kinds.items())
-    for key, name in wanted.items():
+    for key, name in settings.items():
       alike = len(set(kinds.values())) == 1 and name in get_args(placement.Kind)
       if name in (*kinds, *kinds.values(), "any") or alike:
         continue
       hint = checks.nearest(name, (*kinds, *kinds.values()))
       raise ValueError(
-        f"routing.{key}={name} is no pool and no kind of one; there are "
+        f"routing.{key}={name} names neither a pool nor a kind; there are "
         f"{pools}{hint}"
       )
 
 
-class Seat(NamedTuple):
-  """What is known of an engine before it has served anything.
-
-  Attributes:
-    cost: of a second, for who plans; who routes has paid already.
-  """
-
-  pool: str
-  kind: placement.Kind = "any"
-  cost: float = 1.0
-
-
 class Sample(NamedTuple):
-  """What requests took.
+  """Measured seconds and ids of one or more requests.
 
   Attributes:
-    prefill_s, encoded: seconds until the first id, and ids of context that
-      were encoded.
-    decode_s, sampled: seconds behind that, and ids that were sampled.
+    prefill_s, encoded: seconds to the first id, and ids of context encoded.
+    decode_s, sampled: seconds after the first id, and ids sampled.
   """
 
   prefill_s: float = 0.0
@@ -133,7 +123,7 @@ class Sample(NamedTuple):
   sampled: float = 0.0
 
   def plus(self, other: "Sample", keep: float = 1.0) -> "Sample":
-    """Returns the sum, in which what was before counts less."""
+    """Returns the sum, with this one weighted by `keep`."""
     return Sample(
       keep * self.prefill_s + other.prefill_s,
       keep * self.encoded + other.encoded,
@@ -145,7 +135,7 @@ class Sample(NamedTuple):
 def sample(
   request: contract.DecodeRequest, answer: contract.Completion
 ) -> Sample:
-  """Returns what one request took."""
+  """Returns the sample of one request."""
   if not len(answer.tokens):
     return Sample()
   return Sample(
@@ -158,7 +148,7 @@ def sample(
 
 @dataclasses.dataclass(eq=False)
 class _Domain:
-  """What is known of one domain; sums forget."""
+  """Measurements of one domain; older ones count less in the sums."""
 
   begun: int = 0
   used: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -170,9 +160,9 @@ class _Domain:
 class Estimates:
   """Seconds of a session of each domain on each pool, as measured.
 
-  The ids of a session are the domain's, wherever it was played; how long one
-  takes to be encoded or sampled is the pool's for this domain. So a long
-  session does not speak against the pool that happened to have it.
+  The ids of a session belong to the domain, wherever it was played; the
+  seconds of an id belong to the pool. So a long session does not count against
+  the pool that happened to have it.
   """
 
   def __init__(self):
@@ -181,30 +171,30 @@ class Estimates:
   @property
   def seconds(self) -> Mapping[tuple[str, str], float]:
     """Every estimate, by domain and pool."""
-    known = {
-      (domain, pool): self.of(domain, pool)
-      for domain, seen in self._domains.items()
-      for pool in seen.pools
+    estimates = {
+      (name, pool): self.of(name, pool)
+      for name, domain in self._domains.items()
+      for pool in domain.pools
     }
-    return {key: value for key, value in known.items() if value is not None}
+    return {key: s for key, s in estimates.items() if s is not None}
 
   def of(self, domain: str, pool: str) -> float | None:
     """Returns seconds of a session; None when none has ended there."""
     seen = self._domains[domain]
-    there = seen.pools.get(pool)
-    if there is None:
+    sample = seen.pools.get(pool)
+    if sample is None:
       return None
-    encoding = there.prefill_s / max(there.encoded, 1.0)
-    sampling = there.decode_s / max(there.sampled, 1.0)
-    mean = seen.lengths
-    total = mean.encoded * encoding + mean.sampled * sampling
-    return total / seen.sessions
+    encode_s = sample.prefill_s / max(sample.encoded, 1.0)
+    decode_s = sample.decode_s / max(sample.sampled, 1.0)
+    lengths = seen.lengths
+    total_s = lengths.encoded * encode_s + lengths.sampled * decode_s
+    return total_s / seen.sessions
 
   def due(self, domain: str, pools: Sequence[str], every: int) -> str | None:
-    """Returns the pool that must be tried next, if any is to be.
+    """Returns the pool to explore now, if any.
 
-    That is one that was never used by this domain and, each `every`-th time,
-    the one not used for longest.
+    That is one that this domain has never used and, every `every`-th time, the
+    one not used for longest.
     """
     seen = self._domains[domain]
     oldest = min(pools, key=lambda pool: seen.used.get(pool, -1))
@@ -212,7 +202,7 @@ class Estimates:
     return oldest if oldest not in seen.used or periodic else None
 
   def begin(self, domain: str, pool: str) -> None:
-    """Notes that a session began."""
+    """Counts a session that began."""
     seen = self._domains[domain]
     seen.used[pool] = seen.begun
     seen.begun += 1
@@ -228,93 +218,93 @@ class Estimates:
     seen.sessions = keep * seen.sessions + 1
 
 
-class Choice(NamedTuple):
+class Assignment(NamedTuple):
   """The engine of a session.
 
   Attributes:
-    wanted: what its domain prefers and it did not get; "" when it did, or has
-      no preference, or had its engine before.
+    missed: the preferred pool that it did not get; "" if it got it, has no
+      preference, or had its engine before.
   """
 
   engine: int
-  wanted: str = ""
+  missed: str = ""
 
 
 class Affinity:
-  """Chooses among engines that could be had; knows nothing of sessions.
+  """Chooses among the available engines; knows nothing of sessions.
 
   Args:
-    seats: one for each engine.
+    infos: one for each engine.
 
   Raises:
     ValueError: settings that cannot work.
   """
 
-  def __init__(self, seats: Sequence[Seat], routing: Routing):
+  def __init__(self, infos: Sequence[placement.EngineInfo], routing: Routing):
     routing.validate()
-    routing.validate_pools({seat.pool: seat.kind for seat in seats})
+    routing.validate_pools({info.pool: info.kind for info in infos})
     self.estimates = Estimates()
-    self._seats = tuple(seats)
+    self._infos = tuple(infos)
     self._routing = routing
-    self._mixed = len({seat.kind for seat in seats}) > 1
+    self._mixed = len({info.kind for info in infos}) > 1
     named: dict[str, set[int]] = collections.defaultdict(set)
-    for i, seat in enumerate(seats):
-      named[seat.pool].add(i)
-      if self._mixed and seat.kind != "any":
-        named[seat.kind].add(i)
-    self._named = {name: frozenset(some) for name, some in named.items()}
+    for i, info in enumerate(infos):
+      named[info.pool].add(i)
+      if self._mixed and info.kind != "any":
+        named[info.kind].add(i)
+    self._named = {name: frozenset(group) for name, group in named.items()}
 
-  def _wanted(self, domain: str) -> str | None:
+  def _preference(self, domain: str) -> str | None:
     return self._routing.prefer.get(domain, self._routing.default)
 
   def preferred(self, domain: str) -> frozenset[int] | None:
-    """Returns the engines that a domain should have; None: all are alike."""
-    name = self._wanted(domain)
+    """Returns the engines that a domain prefers; None: all are alike."""
+    name = self._preference(domain)
     return None if name is None else self._named.get(name)
 
   def choose(
     self, domain: str, engines: Sequence[int], load: Sequence[int]
-  ) -> Choice:
+  ) -> Assignment:
     """Returns the best of one or more engines, the first of equals.
 
     Args:
-      domain: "" is that of sessions of which nothing is known.
+      domain: "" for an unbound session.
       load: sessions of every engine.
     """
     preferred = self.preferred(domain)
     if preferred is None:
-      among = self._learned(domain, engines, load)
-      return Choice(min(among, key=lambda i: (among[i], load[i])))
-    mine = [i for i in engines if i in preferred]
-    rest = [i for i in engines if i not in preferred]
-    if mine and not (rest and self._overloaded(mine, rest, load)):
-      return Choice(min(mine, key=load.__getitem__))
-    wanted = self._wanted(domain) or ""
-    return Choice(min(rest, key=load.__getitem__), wanted)
+      prices = self._prices(domain, engines, load)
+      return Assignment(min(prices, key=lambda i: (prices[i], load[i])))
+    inside = [i for i in engines if i in preferred]
+    outside = [i for i in engines if i not in preferred]
+    if inside and not (outside and self._overloaded(inside, outside, load)):
+      return Assignment(min(inside, key=load.__getitem__))
+    missed = self._preference(domain) or ""
+    return Assignment(min(outside, key=load.__getitem__), missed)
 
   def _overloaded(
-    self, mine: Sequence[int], rest: Sequence[int], load: Sequence[int]
+    self, inside: Sequence[int], outside: Sequence[int], load: Sequence[int]
   ) -> bool:
-    if (most := self._routing.overload) is None:
+    if (max_ratio := self._routing.overload) is None:
       return False
-    here, there = (min(load[i] for i in some) + 1 for some in (mine, rest))
-    return here > most * there
+    here, there = (min(load[i] for i in g) + 1 for g in (inside, outside))
+    return here > max_ratio * there
 
-  def _learned(
+  def _prices(
     self, domain: str, engines: Sequence[int], load: Sequence[int]
   ) -> Mapping[int, float]:
-    """Returns engines that may be chosen, each with its price."""
+    """Returns the engines to choose from, each with its learned price."""
     alike = dict.fromkeys(engines, 0.0)
     if not (self._routing.learn and self._mixed and domain):
       return alike
-    pools = list(dict.fromkeys(self._seats[i].pool for i in engines))
+    pools = list(dict.fromkeys(self._infos[i].pool for i in engines))
     every = self._routing.explore_every
     if due := self.estimates.due(domain, pools, every):
-      return {i: 0.0 for i in engines if self._seats[i].pool == due}
+      return {i: 0.0 for i in engines if self._infos[i].pool == due}
     seconds = {pool: self.estimates.of(domain, pool) for pool in pools}
     prices = {}
     for i in engines:
-      if (each := seconds[self._seats[i].pool]) is None:
+      if (each := seconds[self._infos[i].pool]) is None:
         return alike  # It has been tried, and the answer is not there yet.
       prices[i] = each * (load[i] + 1)
     return prices

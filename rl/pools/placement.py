@@ -1,11 +1,11 @@
-"""Which devices train and which decode."""
+"""Placement: the devices that train and those that decode."""
 
 import dataclasses
 import difflib
 import itertools
 import math
 from collections.abc import Mapping
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import jax
 import numpy as np
@@ -19,11 +19,11 @@ _MAX_DEVICES = 2**20
 _AXIS_TYPES = (jax.sharding.AxisType.Auto,) * len(sharding.MESH_AXES)
 
 Kind = Literal["compute", "bandwidth", "any"]
-"""What the devices of a pool are good at.
+"""The strength of a pool's devices.
 
-compute: arithmetic, and so long prompts and many short turns.
-bandwidth: memory, and so long answers.
-any: neither above the other, or all pools alike.
+compute: arithmetic, so long prompts and many short turns.
+bandwidth: memory, so long answers.
+any: neither stands out, or all pools are alike.
 """
 
 
@@ -58,7 +58,7 @@ class MeshSpec:
 
   @property
   def plan(self) -> sharding.Layout:
-    """What lies where on such a mesh, of devices that need not exist."""
+    """Layout on such a mesh, of devices that need not exist."""
     sizes = (self.data, self.expert, self.tensor)
     return sharding.Layout(
       jax.sharding.AbstractMesh(
@@ -68,16 +68,23 @@ class MeshSpec:
     )
 
 
+class EngineInfo(NamedTuple):
+  """The pool of an engine, and the kind of its devices."""
+
+  pool: str = "decode"
+  kind: Kind = "any"
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecodePool:
-  """Engines that are alike, on devices of one kind.
+  """Identical engines, on devices of one kind.
 
   Attributes:
-    name: what `routing` and the metrics call it.
-    mesh: of one engine; `mesh.first_device` is the first of all.
+    name: used by `routing` and the metrics.
+    mesh: of one engine; `mesh.first_device` is the first of the pool.
     replicas: engines, each with weights and a cache of its own, on `mesh.size`
-      devices behind those of the one before.
-    kind: what its devices are good at.
+      devices after those of the one before.
+    kind: strength of its devices.
     cost: of one engine for a second, in any unit that all pools share.
   """
 
@@ -96,10 +103,10 @@ class Placement:
     decode: the mesh of one engine of the first decode pool, which is named
       "decode".
     replicas, decode_kind, decode_cost: of that pool; see `DecodePool`.
-    more: pools beside the first one. Each lies behind all that stands before
-      it, unless its `mesh.first_device` says otherwise.
-    platform: "cpu", "gpu" or "tpu"; None takes what jax finds. On "cpu" the
-      launcher makes as many virtual devices as the meshes need.
+    more: further pools. Each follows on the devices of those before it, unless
+      its `mesh.first_device` says otherwise.
+    platform: "cpu", "gpu" or "tpu"; None takes the one that jax finds. On
+      "cpu" the launcher makes as many virtual devices as the meshes need.
     colocated: the meshes may share devices.
   """
 
@@ -125,15 +132,17 @@ class Placement:
     return first, *self.more
 
   @property
-  def engines(self) -> tuple[DecodePool, ...]:
-    """The pool of every engine, in the order of `layouts`."""
+  def engine_infos(self) -> tuple[EngineInfo, ...]:
+    """Pool and kind of every engine, in the order of `layouts`."""
     return tuple(
-      itertools.chain(*([pool] * pool.replicas for pool in self.pools))
+      EngineInfo(pool.name, pool.kind)
+      for pool in self.pools
+      for _ in range(pool.replicas)
     )
 
   @property
   def meshes(self) -> Mapping[str, MeshSpec]:
-    """Every mesh by the setting that says it: "learner", "more.0.mesh"."""
+    """Every mesh by its setting: "learner", "more.0.mesh"."""
     more = {f"more.{i}.mesh": pool.mesh for i, pool in enumerate(self.more)}
     return {"learner": self.learner, "decode": self.decode, **more}
 
@@ -166,9 +175,9 @@ class Placement:
     return spans
 
   def validate(self) -> None:
-    """Raises ValueError on an unknown platform, or meshes that cannot be.
+    """Raises ValueError on an unknown platform or an impossible mesh.
 
-    Those are empty, or overlap undeclared.
+    A mesh is impossible if it is empty or shares devices undeclared.
     """
     self._validate_platform()
     self._validate_pools()
@@ -192,7 +201,7 @@ class Placement:
 
   @property
   def _counts(self) -> Mapping[str, int]:
-    """Number of engines of each pool, by the setting that says it."""
+    """Number of engines of each pool, by its setting."""
     more = {f"more.{i}.replicas": x.replicas for i, x in enumerate(self.more)}
     counts = {"replicas": self.replicas, **more}
     return {f"placement.{name}": count for name, count in counts.items()}
@@ -248,7 +257,7 @@ class Placement:
     )
 
   def layouts(self) -> tuple[sharding.Layout, ...]:
-    """Returns where things lie at the learner, and then at every engine.
+    """Returns the layout of the learner, and then of every engine.
 
     `learner, *engines = place.layouts()`.
 
@@ -260,9 +269,9 @@ class Placement:
       devices = np.array(jax.devices(self.platform))
     except RuntimeError as error:
       raise ValueError(
-        f"placement.platform={str(self.platform).lower()} is not to be had: "
-        f"{error}; use --config.placement.platform=cpu, or none for what jax "
-        "finds"
+        f"placement.platform={str(self.platform).lower()} is not available: "
+        f"{error}; use --config.placement.platform=cpu, or none for the one "
+        "that jax finds"
       ) from error
     if len(devices) < self.num_devices:
       fewer = "".join(
@@ -275,7 +284,9 @@ class Placement:
         f"{len(devices)}; lower placement.*.data{fewer}, share them with "
         "placement.colocated=true, or use placement.platform=cpu"
       )
-    specs = [self.learner, *(pool.mesh for pool in self.engines)]
+    specs = [self.learner]
+    for pool in self.pools:
+      specs += [pool.mesh] * pool.replicas
     return tuple(
       _layout(spec, devices[list(where)])
       for spec, where in zip(specs, self.ranges, strict=True)

@@ -1,4 +1,4 @@
-"""Several engines as one: what all of them can do, what they did together."""
+"""Capabilities and counters of several engines as one."""
 
 import asyncio
 import dataclasses
@@ -11,7 +11,7 @@ from rl.engine import contract
 def capabilities(
   engines: Sequence[contract.DecodeEngine],
 ) -> contract.Capabilities:
-  """Returns what every engine can do.
+  """Returns the abilities that all engines share.
 
   Raises:
     ValueError: there is none, or they serve different models.
@@ -41,11 +41,10 @@ def stats(
 ) -> contract.EngineStats:
   """Returns sums of the counters of all engines.
 
-  `version` is the lowest that a serving one has, and `paused_s` that of the
-  one that stood still longest.
+  `version` is the lowest of the serving engines, and `paused_s` the longest.
 
   Args:
-    serving: numbers of those that have not been lost; if all have, they count.
+    serving: numbers of the engines that are not lost; if all are, all count.
   """
   each = [one.stats() for one in engines]
   names = [field.name for field in dataclasses.fields(contract.EngineStats)]
@@ -65,7 +64,7 @@ def check_newest(
   engines: Sequence[contract.DecodeEngine],
   sent: int,
 ) -> None:
-  """Raises ValueError unless an engine that comes back has the newest weights.
+  """Raises ValueError unless a returning engine has the newest weights.
 
   Args:
     sent: newest version that any engine was sent.
@@ -81,7 +80,7 @@ def check_newest(
 async def close(engines: Sequence[contract.DecodeEngine]) -> None:
   """Stops every engine.
 
-  Raises the first exception of those that did not close, after all others.
+  Raises the first exception only when all others have closed.
   """
   ends = [one.close() for one in engines]
   for end in await asyncio.gather(*ends, return_exceptions=True):

@@ -1,138 +1,126 @@
-"""Several decode pools as one sampler: the shell around `routes`.
+"""Several decode pools as one sampler: the shell around `routing_table`.
 
                               +-> engine 0, open, 3 sessions
   session --> Router.begin ---+-> engine 1, lost
                  |            +-> engine 2, draining, 1 session
-                 +-- waits while no engine may take it
+                 +-- waits for `_opened`
 
-  WeightPublisher --> Door i: drain (sessions end) -> new weights -> open
+  WeightPublisher --> Router.update_weights(i)
+    -> _drained: waits for `_ended` until sessions end -> new weights -> reopen
 
-A session that begins has one engine until it ends. What an engine that stops
-has not answered is sent to another.
+A session keeps its engine until it ends. Requests that an engine left
+unanswered when it stopped go to another.
 """
 
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Generator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
+
+import numpy as np
 
 from rl.audit import event_log
 from rl.data import trajectory
 from rl.engine import contract
-from rl.pools import (
-  aborts,
-  affinity,
-  placement,
-  pool_stats,
-  routing_table,
-  wakeup,
-)
+from rl.pools import affinity, placement, pool_stats, routing_table
 
 _ALIKE = affinity.Routing()
 
 
-class Member(NamedTuple):
-  """An engine and the pool that it belongs to; see `placement.DecodePool`."""
-
-  engine: contract.DecodeEngine
-  pool: str = "decode"
-  kind: placement.Kind = "any"
-  cost: float = 1.0
-
-
 class Router:
-  """The part of `contract.DecodeEngine` that those who sample need.
+  """Engines of one model behind one `contract.SessionRouter`.
 
-  Whoever plays a conversation calls `begin` and `end` around it. A session
-  that never began gets an engine at its first request, and keeps it, but is
-  not waited for when weights arrive.
+  Bracket a conversation with `begin` and `end`. A session that never began
+  gets an engine at its first request and keeps it, but no update waits for it.
 
   Args:
-    members: engines of the same model, each with its own cache. Nobody else
-      need send requests to them; what others send is not counted as load.
-    log: told of engines that are lost and come back, and of fallbacks.
-    max_sessions: see `routing_table.Routes`.
-
-  Attributes:
-    doors: one for each engine, through which it gets its weights.
+    engines: each with its own cache. Requests that reach them some other way
+      are not counted as load.
+    infos: pool and kind of each engine; None: they are all alike.
+    log: gets engines lost and recovered, and fallbacks.
+    max_sessions: see `routing_table.RoutingTable`.
   """
 
   def __init__(
     self,
-    members: Sequence[Member],
+    engines: Sequence[contract.DecodeEngine],
+    *,
+    infos: Sequence[placement.EngineInfo] | None = None,
     routing: affinity.Routing = _ALIKE,
     log: event_log.EventLog | None = None,
     max_sessions: int = 65_536,
   ):
-    self._engines = [one.engine for one in members]
-    pool_stats.capabilities(
-      self._engines
-    )  # Raises if they are not of one model.
-    self.doors = tuple(Door(self, i) for i in range(len(members)))
-    seats = [affinity.Seat(*one[1:]) for one in members]
-    self._routes = routing_table.Routes(seats, routing, max_sessions)
+    # Raises if they are not of one model.
+    pool_stats.capabilities(engines)
+    if infos is None:
+      infos = [placement.EngineInfo()] * len(engines)
+    self._engines = list(engines)
+    self._table = routing_table.RoutingTable(infos, routing, max_sessions)
     self._log = log
     self._reason = ""
     self._version = trajectory.PolicyVersion(0)  # The newest to be served.
-    self._aborts = aborts.Aborts()
-    self._opened, self._ended = wakeup.Signal(), wakeup.Signal()
+    self._aborts = Aborts()
+    self._opened, self._ended = Signal(), Signal()
 
   @property
   def engines(self) -> tuple[contract.DecodeEngine, ...]:
-    """All of them, lost ones included."""
+    """All engines, lost ones included."""
     return tuple(self._engines)
 
   @property
   def counts(self) -> routing_table.Counts:
-    """What has been decided so far."""
-    return self._routes.counts
+    """Counts of the decisions so far."""
+    return self._table.counts
 
   @property
   def capabilities(self) -> contract.Capabilities:
-    """What every engine can do."""
+    """Abilities that all engines share."""
     return pool_stats.capabilities(self._engines)
 
+  # Sessions.
+
   async def begin(self, session: str, domain: str) -> int:
-    """Returns the number of a session's engine, once one may take it.
+    """Returns the number of a session's engine, once one takes it.
 
     Cancel it, and the session has not begun.
 
     Args:
-      domain: the name of its task's source.
+      domain: name of the source of its task.
 
     Raises:
       EngineClosed: every engine has stopped.
       ValueError: the session has begun and not ended.
     """
-    while (choice := self._routes.assign(session, domain)) is None:
-      if not self._routes.serving:
+    while (assignment := self._table.assign(session, domain)) is None:
+      if not self._table.serving:
         raise contract.EngineClosed(self._reason)
       await self._opened.wait()
-    self._tell(session, choice)
-    return choice.engine
+    self._log_fallback(session, assignment)
+    return assignment.engine
 
   def serves(self, number: int) -> int:
     """Returns the version that an engine serves."""
     return int(self._engines[number].stats().version)
 
   def end(self, session: str) -> None:
-    """The conversation is over; one that is already is no matter."""
-    self._routes.end(session)
+    """Ends a session, also one that has ended."""
+    self._table.end(session)
     self._ended.fire()
+
+  # Requests.
 
   async def generate(
     self, request: contract.DecodeRequest
   ) -> contract.Completion:
     """Samples one answer; see `contract.DecodeEngine`.
 
-    A request is whole in itself, so another engine begins it anew when its
-    own stops.
+    A request is self-contained: when its engine stops, another starts it anew.
 
     Raises:
       EngineClosed: every engine has stopped.
-      ValueError: no engine has the weights that its conversation keeps to.
+      ValueError: no engine has the weights of its conversation.
     """
-    asked = asyncio.get_running_loop().time()
+    asked_s = asyncio.get_running_loop().time()
     with self._aborts.asking(request.request_id):
       while await self._placed(request):
         try:
@@ -141,9 +129,9 @@ class Router:
             self._measure(request, number, answer)
             return answer
         except contract.EngineClosed:
-          if not self._routes.serving:
+          if not self._table.serving:
             raise
-    return aborts.unsent(asked)
+    return unsent(asked_s)
 
   async def stream(
     self, request: contract.DecodeRequest
@@ -152,10 +140,10 @@ class Router:
 
     Raises:
       EngineClosed: every engine has stopped, or this one after its first
-        delta: another one's tokens need not follow those.
+        delta: the tokens of another need not continue those.
       ValueError: as `generate`.
     """
-    begun, asked = False, asyncio.get_running_loop().time()
+    begun, asked_s = False, asyncio.get_running_loop().time()
     with self._aborts.asking(request.request_id):
       while await self._placed(request):
         try:
@@ -169,9 +157,9 @@ class Router:
                 yield delta
             return
         except contract.EngineClosed:
-          if begun or not self._routes.serving:
+          if begun or not self._table.serving:
             raise
-    yield aborts.last(aborts.unsent(asked))
+    yield whole_delta(unsent(asked_s))
 
   def _measure(
     self,
@@ -179,20 +167,20 @@ class Router:
     number: int,
     answer: contract.Completion,
   ) -> None:
-    took = affinity.sample(request, answer)
-    last = max(answer.versions.tolist(), default=-1)
-    self._routes.measure(request.session, number, took, last)
+    sample = affinity.sample(request, answer)
+    version = max(answer.versions.tolist(), default=-1)
+    self._table.measure(request.session, number, sample, version)
 
   async def _placed(self, request: contract.DecodeRequest) -> bool:
-    """Returns when a session has an engine; False: there is nothing to send."""
+    """Waits until a session has an engine; False: the request was aborted."""
     while not self._aborts.aborted(request.request_id):
-      if not self._routes.homeless(request.session):
+      if not self._table.orphaned(request.session):
         return True
-      versions = [one.stats().version for one in self._engines]
-      choice = self._routes.move(request.session, versions)
-      if choice is not None:
-        self._tell(request.session, choice)
-      elif not self._routes.serving:
+      versions = [engine.stats().version for engine in self._engines]
+      assignment = self._table.move(request.session, versions)
+      if assignment is not None:
+        self._log_fallback(request.session, assignment)
+      elif not self._table.serving:
         raise contract.EngineClosed(self._reason)
       else:  # New weights are on their way, here or there.
         await self._opened.wait()
@@ -200,33 +188,139 @@ class Router:
 
   @contextlib.contextmanager
   def _sent(self, request: contract.DecodeRequest) -> Generator[int]:
-    """Yields the engine to ask, and keeps the books while it answers."""
-    choice = self._routes.send(request.request_id, request.session)
-    if choice is None:
+    """Yields the engine to ask; its request counts as load in the body."""
+    assignment = self._table.send(request.request_id, request.session)
+    if assignment is None:
       raise contract.EngineClosed(self._reason)
-    self._tell(request.session, choice)
+    self._log_fallback(request.session, assignment)
     try:
-      with self._watched(choice.engine):
-        yield choice.engine
+      with self._watched(assignment.engine):
+        yield assignment.engine
     finally:
-      self._routes.answered(request.request_id)
+      self._table.answered(request.request_id)
+
+  def abort(self, request_id: str | None) -> None:
+    """Ends a request with what it has; None ends all of them.
+
+    Raises:
+      ValueError: no such request is in flight.
+    """
+    self._aborts.abort(request_id)
+    self._opened.fire()
+    if request_id is None:
+      for number in self._table.serving:
+        self._engines[number].abort(None)
+      return
+    # It may just have ended there, or be on its way to another engine.
+    with contextlib.suppress(ValueError):
+      self._engines[self._table.engine_of(request_id)].abort(request_id)
+
+  def begun(self, request_id: str) -> trajectory.PolicyVersion | None:
+    """Returns the version of a request's first token, if it has one.
+
+    Raises:
+      ValueError: no such request is in flight.
+    """
+    return self._engines[self._table.engine_of(request_id)].begun(request_id)
+
+  # Weights.
+
+  async def update_weights(
+    self,
+    number: int,
+    version: trajectory.PolicyVersion,
+    params: Any,
+    in_flight: contract.InFlight = "recompute",
+  ) -> None:
+    """Gives one engine its weights, one version after another.
+
+    With "drain" its sessions end first, and no other begins there meanwhile: a
+    conversation has one version. A failure or a cancellation reopens the
+    engine, still at the version before. A lost engine, lost now or meanwhile,
+    takes none; see `recover`.
+
+    Raises:
+      EngineClosed: every engine has stopped.
+      ValueError: see `contract.DecodeEngine`, or it drains already.
+    """
+    self._version = max(self._version, version)
+    self._table.one_version = in_flight == "drain"
+    engine = self._engines[number]
+    async with contextlib.AsyncExitStack() as stack:
+      stack.callback(self._opened.fire)
+      if in_flight == "drain" and not self.lost(number):
+        await stack.enter_async_context(self._drained(number))
+      if self._is_still(number, engine):
+        with self._watched(number, quiet=True):
+          await engine.update_weights(version, params, in_flight)
+    if not self._table.serving:
+      raise contract.EngineClosed(self._reason)
+
+  @contextlib.asynccontextmanager
+  async def _drained(self, number: int) -> AsyncGenerator[None]:
+    """Holds new sessions off an engine, from when it has none."""
+    engine, table = self._engines[number], self._table
+    table.drain(number)
+    try:
+      while self._is_still(number, engine) and not table.drained(number):
+        await self._ended.wait()
+      if self._is_still(number, engine):
+        table.update(number)
+      yield
+    finally:
+      table.reopen(number)
+
+  def _is_still(self, number: int, engine: contract.DecodeEngine) -> bool:
+    # A replacement came with the weights that were on their way.
+    return engine is self._engines[number] and not self.lost(number)
+
+  async def checksum(self, number: int) -> tuple[trajectory.PolicyVersion, int]:
+    """Returns what one engine serves; see `contract.DecodeEngine`.
+
+    Raises:
+      EngineClosed: it has stopped.
+    """
+    with self._watched(number):
+      return await self._engines[number].checksum()
+
+  async def flush_cache(self) -> None:
+    """Forgets every prefix that no running request uses, on every engine.
+
+    Raises:
+      EngineClosed: every engine has stopped.
+    """
+
+    async def flush(number: int) -> None:
+      # A stopped engine has forgotten everything.
+      with self._watched(number, quiet=True):
+        await self._engines[number].flush_cache()
+
+    await asyncio.gather(*map(flush, self._table.serving))
+    if not self._table.serving:
+      raise contract.EngineClosed(self._reason)
+
+  # Engines that stop and come back.
 
   @contextlib.contextmanager
   def _watched(self, number: int, quiet: bool = False) -> Generator[None]:
-    """Loses the engine when it turns out to have stopped; may say nothing."""
-    asked = self._engines[number]
+    """Marks the engine lost if the body finds it stopped.
+
+    Args:
+      quiet: swallow EngineClosed.
+    """
+    engine = self._engines[number]
     try:
       yield
     except contract.EngineClosed as error:
-      if asked is self._engines[number]:  # Not one that took its place.
+      if engine is self._engines[number]:  # Not its replacement.
         self._lose(number, str(error))
       if not quiet:
         raise
 
   def _lose(self, number: int, reason: str) -> None:
-    if number not in self._routes.serving:
+    if self.lost(number):
       return
-    self._routes.lose(number, self._engines[number].stats().version)
+    self._table.lose(number, self._engines[number].stats().version)
     self._reason = (
       f"all {len(self._engines)} engines have stopped, the last one because "
       f"{reason}"
@@ -235,8 +329,12 @@ class Router:
     self._opened.fire()
     self._ended.fire()
 
+  def lost(self, number: int) -> bool:
+    """Returns True if an engine is known to have stopped."""
+    return number not in self._table.serving
+
   def recover(self, number: int, engine: contract.DecodeEngine) -> None:
-    """Takes an engine into use in the place of one that was lost.
+    """Puts an engine into the place of a lost one.
 
     Args:
       engine: started, with the newest weights that any engine was sent: older
@@ -249,71 +347,37 @@ class Router:
     pool_stats.check_newest(engine, number, self._engines, self._version)
     after = [engine if i == number else x for i, x in enumerate(self._engines)]
     pool_stats.capabilities(after)
-    self._routes.recover(number)
+    self._table.recover(number)
     self._engines = after
     self._emit("engine_back", engine=number)
     self._opened.fire()
 
-  def abort(self, request_id: str | None) -> None:
-    """Ends a request with what it has; None ends all of them.
-
-    Raises:
-      ValueError: no such request is in flight.
-    """
-    self._aborts.abort(request_id)
-    self._opened.fire()
-    if request_id is None:
-      for number in self._routes.serving:
-        self._engines[number].abort(None)
-      return
-    # It may just have ended there, or be on its way to another engine.
-    with contextlib.suppress(ValueError):
-      self._engines[self._routes.asked(request_id)].abort(request_id)
-
-  def begun(self, request_id: str) -> trajectory.PolicyVersion | None:
-    """Returns the version of a request's first token; None: none is sampled.
-
-    Raises:
-      ValueError: no such request is in flight.
-    """
-    return self._engines[self._routes.asked(request_id)].begun(request_id)
-
-  async def flush_cache(self) -> None:
-    """Forgets every prefix that no running request uses, on every engine.
-
-    Raises:
-      EngineClosed: every engine has stopped.
-    """
-
-    async def flush(number: int) -> None:
-      # One that has stopped has forgotten everything.
-      with self._watched(number, quiet=True):
-        await self._engines[number].flush_cache()
-
-    await asyncio.gather(*map(flush, self._routes.serving))
-    if not self._routes.serving:
-      raise contract.EngineClosed(self._reason)
-
-  def stats(self) -> contract.EngineStats:
-    """Returns the counters of all engines; see `pool_stats.stats`."""
-    return pool_stats.stats(self._engines, self._routes.serving)
-
-  def describe(self) -> dict[str, float]:
-    """Returns metrics; see `routing_table.Routes.describe`."""
-    return self._routes.describe()
-
   async def close(self) -> None:
-    """Stops every engine, as `pool_stats.close`; requests raise "
-    "EngineClosed."""
-    self._log = None  # That they are closed is no loss.
-    for number in self._routes.serving:  # So that nothing moves to the next.
+    """Stops every engine, as `pool_stats.close`; requests fail."""
+    self._log = None  # Closed engines are not lost ones.
+    for number in self._table.serving:  # So that nothing moves to the next.
       self._lose(number, "the pool was closed")
     await pool_stats.close(self._engines)
 
-  def _tell(self, session: str, choice: affinity.Choice) -> None:
-    if choice.wanted:
+  # Counters.
+
+  def stats(self) -> contract.EngineStats:
+    """Returns the counters of all engines; see `pool_stats.stats`."""
+    return pool_stats.stats(self._engines, self._table.serving)
+
+  def describe(self) -> dict[str, float]:
+    """Returns metrics; see `routing_table.RoutingTable.describe`."""
+    return self._table.describe()
+
+  def _log_fallback(
+    self, session: str, assignment: affinity.Assignment
+  ) -> None:
+    if assignment.missed:
       self._emit(
-        "fallback", session=session, wanted=choice.wanted, engine=choice.engine
+        "fallback",
+        session=session,
+        wanted=assignment.missed,
+        engine=assignment.engine,
       )
 
   def _emit(self, kind: str, **fields: Any) -> None:
@@ -321,81 +385,84 @@ class Router:
       self._log.emit(kind, **fields)
 
 
-class Door:
-  """The way of the weights to one engine of a router, version by version."""
+class Aborts:
+  """Remembers aborted requests, also while they move between engines.
 
-  def __init__(self, router: Router, number: int):
-    self._router = router
-    self._number = number
+  A request is between two engines when its own has stopped: none of them would
+  hear of an abort then.
+  """
 
-  @property
-  def _engine(self) -> contract.DecodeEngine:
-    return self._router.engines[self._number]
+  def __init__(self):
+    self._aborted: dict[str, bool] = {}
 
-  @property
-  def lost(self) -> bool:
-    """Whether the engine has stopped."""
-    return self._number not in self._router._routes.serving
-
-  def stats(self) -> contract.EngineStats:
-    """Returns the counters of the engine."""
-    return self._engine.stats()
-
-  async def checksum(self) -> tuple[trajectory.PolicyVersion, int]:
-    """Returns what the engine serves; see `contract.DecodeEngine`.
+  @contextlib.contextmanager
+  def asking(self, request_id: str) -> Generator[None]:
+    """Knows a request in the body of a `with`.
 
     Raises:
-      EngineClosed: it has stopped.
+      ValueError: a request of this name is in flight.
     """
-    with self._router._watched(self._number):
-      return await self._engine.checksum()
-
-  async def update_weights(
-    self,
-    version: trajectory.PolicyVersion,
-    params: Any,
-    in_flight: contract.InFlight = "recompute",
-  ) -> None:
-    """Gives the engine its weights, one version after another.
-
-    With "drain" the sessions that have begun on it end first, and meanwhile
-    no other begins there: a conversation has one version. What fails or is
-    cancelled opens the engine again, under the version before. An engine that
-    is lost, now or meanwhile, takes none; see `Router.recover`.
-
-    Raises:
-      EngineClosed: every engine has stopped.
-      ValueError: see `contract.DecodeEngine`, or it drains already.
-    """
-    router, asked = self._router, self._engine
-    router._version = max(router._version, version)
-    router._routes.one_version = in_flight == "drain"
-    async with contextlib.AsyncExitStack() as stack:
-      stack.callback(router._opened.fire)
-      if in_flight == "drain" and not self.lost:
-        await stack.enter_async_context(self._drained(asked))
-      if self._serves(asked):
-        with router._watched(self._number, quiet=True):
-          await asked.update_weights(version, params, in_flight)
-    if not router._routes.serving:
-      raise contract.EngineClosed(router._reason)
-
-  @contextlib.asynccontextmanager
-  async def _drained(
-    self, asked: contract.DecodeEngine
-  ) -> AsyncGenerator[None]:
-    """Holds new sessions off the engine, from when it has none."""
-    router, number = self._router, self._number
-    router._routes.drain(number)
+    if request_id in self._aborted:
+      raise ValueError(f"request {request_id} is already in flight")
+    self._aborted[request_id] = False
     try:
-      while self._serves(asked) and not router._routes.drained(number):
-        await router._ended.wait()
-      if self._serves(asked):
-        router._routes.update(number)
       yield
     finally:
-      router._routes.reopen(number)
+      del self._aborted[request_id]
 
-  def _serves(self, asked: contract.DecodeEngine) -> bool:
-    # What took its place came with the weights that were on their way.
-    return asked is self._engine and not self.lost
+  def abort(self, request_id: str | None) -> None:
+    """Marks a request as aborted; None marks all in flight.
+
+    Raises:
+      ValueError: no such request is in flight.
+    """
+    if request_id is not None and request_id not in self._aborted:
+      raise ValueError(f"request {request_id} is not in flight")
+    names = list(self._aborted) if request_id is None else [request_id]
+    self._aborted.update(dict.fromkeys(names, True))
+
+  def aborted(self, request_id: str) -> bool:
+    """Returns True if a request in flight was aborted."""
+    return self._aborted[request_id]
+
+
+class Signal:
+  """Wakes all current waiters; each checks its own condition again."""
+
+  def __init__(self):
+    self._event = asyncio.Event()
+
+  async def wait(self) -> None:
+    """Returns at the next `fire`."""
+    await self._event.wait()
+
+  def fire(self) -> None:
+    """Wakes those who wait now, and none who come later."""
+    self._event.set()
+    self._event = asyncio.Event()
+
+
+def unsent(asked_s: float) -> contract.Completion:
+  """Returns the answer to a request that was aborted before it was sent.
+
+  Args:
+    asked_s: when it was asked, on the clock of the loop.
+  """
+  return contract.Completion(
+    tokens=np.zeros(0, np.int32),
+    logprobs=np.zeros(0, np.float32),
+    versions=np.zeros(0, np.int32),
+    stop="abort",
+    cached_tokens=0,
+    decode_s=asyncio.get_running_loop().time() - asked_s,
+  )
+
+
+def whole_delta(answer: contract.Completion) -> contract.Delta:
+  """Returns a finished answer as its only delta."""
+  return contract.Delta(
+    tokens=answer.tokens,
+    logprobs=answer.logprobs,
+    versions=answer.versions,
+    completion=answer,
+  )

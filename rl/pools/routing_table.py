@@ -1,15 +1,15 @@
-"""Which engine serves which session: who is where, and what moves them.
+"""The routing table: the engine of each session and the state of each engine.
 
-         assign            lose                  move
-  new ---------> live at i -----> live, homeless -----> live at j
+         assign            lose                 move
+  new ---------> live at i -----> orphaned ---------> live at j
                     |  send: requests go to i
                     +--end--> forgotten
 
   engine: open --drain--> draining --update--> updating --reopen--> open
 
-A session stays where its keys and values are. Were the phases of a request to
-go to different pools, `Routes.send` would say so: a session has one engine
-because there one decides for both.
+A session stays where its keys and values are. To send the phases of a request
+to different pools, change `RoutingTable.send`: a session has one engine only
+because `send` gives both phases the same.
 """
 
 import collections
@@ -17,13 +17,13 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from rl.pools import affinity
+from rl.pools import affinity, placement
 
-State = Literal["open", "draining", "updating", "lost"]
-"""What an engine is there for.
+EngineState = Literal["open", "draining", "updating", "lost"]
+"""The work that an engine accepts.
 
 open: everything.
-draining: sessions that it has; it takes no new ones.
+draining: requests of its sessions, but no new session.
 updating: it has no session; requests wait for its new weights.
 lost: nothing.
 """
@@ -48,12 +48,12 @@ class _Session:
 
 @dataclasses.dataclass(eq=False)
 class Counts:
-  """What has been decided so far.
+  """Counts of the decisions so far.
 
   Attributes:
     sessions: that began, by pool and domain.
-    fallbacks: sessions that went elsewhere than they should.
-    returns: times that the sessions of a domain went where they should again.
+    fallbacks: sessions outside the pool that their domain prefers.
+    returns: times that a domain got its preferred pool again.
     moved: sessions that lost their engine and got another.
   """
 
@@ -65,54 +65,56 @@ class Counts:
   moved: int = 0
 
 
-class Routes:
-  """Who is where. Pure: no clock, no task, no engine.
+class RoutingTable:
+  """Sessions, requests and engines. Pure: no clock, no task, no engine.
 
-  A session that is assigned is known until it ends. One that was not gets an
-  engine at its first request, and is forgotten when others are remembered.
+  An assigned session is known until it ends. An unbound one gets an engine at
+  its first request, and is forgotten when others are remembered.
 
   Args:
-    seats: one for each engine.
-    max_sessions: remembered of those that were never assigned; the one not
-      seen for longest is forgotten first.
+    infos: one for each engine.
+    max_sessions: unbound sessions to remember; the one not seen for longest is
+      forgotten first.
 
   Attributes:
-    counts: what has been decided so far.
+    counts: of the decisions so far.
     one_version: engines drain before they take weights, so that all tokens of
       a conversation are of one version.
   """
 
   def __init__(
     self,
-    seats: Sequence[affinity.Seat],
+    infos: Sequence[placement.EngineInfo],
     routing: affinity.Routing,
     max_sessions: int = 65_536,
   ):
     self.counts = Counts()
     self.one_version = False
-    self._seats = tuple(seats)
-    self._affinity = affinity.Affinity(seats, routing)
-    # Sessions of each engine; requests of sessions that were never assigned.
-    self._held, self._loose = [0] * len(seats), [0] * len(seats)
-    self._states: list[State] = ["open"] * len(seats)
+    self._infos = tuple(infos)
+    self._affinity = affinity.Affinity(infos, routing)
+    self._num_sessions = [0] * len(infos)
+    self._unbound_requests = [0] * len(infos)
+    self._states: list[EngineState] = ["open"] * len(infos)
     self._sessions: dict[str, _Session] = {}
     self._max_sessions = max_sessions
+    # The engine of each unbound session, and of each request.
     self._homes: collections.OrderedDict[str, int] = collections.OrderedDict()
     self._requests: dict[str, tuple[int, bool]] = {}
-    self._away: set[str] = set()
+    self._domains_on_fallback: set[str] = set()
 
-  def of(self, *states: State) -> list[int]:
+  def of(self, *states: EngineState) -> list[int]:
     """Returns the engines that are in one of these states, in order."""
     return [i for i, state in enumerate(self._states) if state in states]
 
   @property
   def load(self) -> list[int]:
-    """Sessions of each engine; a request of one never assigned is one too."""
-    return [sum(both) for both in zip(self._held, self._loose, strict=True)]
+    """Sessions of each engine; an unbound request counts as one."""
+    pairs = zip(self._num_sessions, self._unbound_requests, strict=True)
+    return [sum(pair) for pair in pairs]
 
   @property
   def seconds(self) -> Mapping[tuple[str, str], float]:
-    """Seconds of a session by domain and pool, as far as they are known."""
+    """Measured seconds of a session by domain and pool."""
     return self._affinity.estimates.seconds
 
   @property
@@ -122,15 +124,15 @@ class Routes:
 
   @property
   def bindings(self) -> Mapping[str, int]:
-    """The engine of every session that was assigned and has one."""
+    """The engine of every assigned session that has one."""
     bound = {name: session.engine for name, session in self._sessions.items()}
     return {name: i for name, i in bound.items() if i is not None}
 
   def describe(self) -> dict[str, float]:
-    """Returns what was decided, by the names of metrics.
+    """Returns the decisions, by the names of metrics.
 
-    `sessions/POOL/DOMAIN` began there, `session_s/POOL/DOMAIN` is how long one
-    takes there, as far as that was measured.
+    `sessions/POOL/DOMAIN` began there, `session_s/POOL/DOMAIN` is the measured
+    length of one there.
     """
     sessions = {
       f"sessions/{pool}/{domain}": float(count)
@@ -151,29 +153,29 @@ class Routes:
 
   @property
   def num_remembered(self) -> int:
-    """Sessions that were never assigned and have an engine all the same."""
+    """Unbound sessions that have an engine."""
     return len(self._homes)
 
-  def assign(self, session: str, domain: str) -> affinity.Choice | None:
+  def assign(self, name: str, domain: str) -> affinity.Assignment | None:
     """Begins a session; None: it must wait, or all engines are lost.
 
     Raises:
       ValueError: it has begun already.
     """
-    if session in self._sessions:
-      raise ValueError(f"session {session} has begun already")
-    choice = self._first(domain)
-    if choice is None:
+    if name in self._sessions:
+      raise ValueError(f"session {name} has begun already")
+    assignment = self._first(domain)
+    if assignment is None:
       return None
-    pool = self._seats[choice.engine].pool
-    self._homes.pop(session, None)
-    self._sessions[session] = _Session(domain, choice.engine)
-    self._held[choice.engine] += 1
+    pool = self._infos[assignment.engine].pool
+    self._homes.pop(name, None)
+    self._sessions[name] = _Session(domain, assignment.engine)
+    self._num_sessions[assignment.engine] += 1
     self.counts.sessions[pool, domain] += 1
     self._affinity.estimates.begin(domain, pool)
-    return self._counted(domain, choice)
+    return self._counted(domain, assignment)
 
-  def _first(self, domain: str) -> affinity.Choice | None:
+  def _first(self, domain: str) -> affinity.Assignment | None:
     """Returns where a session begins, if anywhere yet."""
     free = self.of("open")
     preferred = self._affinity.preferred(domain)
@@ -185,25 +187,27 @@ class Routes:
       return None
     return self._affinity.choose(domain, free, self.load)
 
-  def _counted(self, domain: str, choice: affinity.Choice) -> affinity.Choice:
-    if choice.wanted:
+  def _counted(
+    self, domain: str, assignment: affinity.Assignment
+  ) -> affinity.Assignment:
+    if assignment.missed:
       self.counts.fallbacks += 1
-      self._away.add(domain)
-    elif domain in self._away:
+      self._domains_on_fallback.add(domain)
+    elif domain in self._domains_on_fallback:
       self.counts.returns += 1
-      self._away.discard(domain)
-    return choice
+      self._domains_on_fallback.discard(domain)
+    return assignment
 
-  def end(self, session: str) -> None:
-    """Ends a session; one that has ended, or never began, is no matter."""
-    mine = self._sessions.pop(session, None)
-    if mine is None or mine.engine is None:
+  def end(self, name: str) -> None:
+    """Ends a session, also one that has ended or never began."""
+    session = self._sessions.pop(name, None)
+    if session is None or session.engine is None:
       return
-    self._held[mine.engine] -= 1
-    pool = self._seats[mine.engine].pool
-    self._affinity.estimates.end(mine.domain, pool, mine.sample)
+    self._num_sessions[session.engine] -= 1
+    pool = self._infos[session.engine].pool
+    self._affinity.estimates.end(session.domain, pool, session.sample)
 
-  def send(self, request: str, session: str) -> affinity.Choice | None:
+  def send(self, request: str, name: str) -> affinity.Assignment | None:
     """Returns the engine for a request of a session; None: all are lost.
 
     Raises:
@@ -212,28 +216,27 @@ class Routes:
     """
     if request in self._requests:
       raise ValueError(f"request {request} is already in flight")
-    mine = self._sessions.get(session)
-    if mine is None:
-      choice = self._home(session)
-    elif mine.engine is None:
-      raise ValueError(f"session {session} has lost its engine")
+    session = self._sessions.get(name)
+    if session is None:
+      assignment = self._home(name)
+    elif session.engine is None:
+      raise ValueError(f"session {name} has lost its engine")
     else:
-      choice = affinity.Choice(mine.engine)
-    if choice is not None:
-      self._requests[request] = choice.engine, mine is None
-      self._loose[choice.engine] += mine is None
-    return choice
+      assignment = affinity.Assignment(session.engine)
+    if assignment is not None:
+      self._requests[request] = assignment.engine, session is None
+      self._unbound_requests[assignment.engine] += session is None
+    return assignment
 
-  def homeless(self, session: str) -> bool:
-    """Whether a session that was assigned has lost its engine."""
-    mine = self._sessions.get(session)
-    return mine is not None and mine.engine is None
+  def orphaned(self, name: str) -> bool:
+    """Returns True if an assigned session has lost its engine."""
+    session = self._sessions.get(name)
+    return session is not None and session.engine is None
 
   def move(
-    self, session: str, versions: Sequence[int]
-  ) -> affinity.Choice | None:
-    """Gives a homeless session another engine; None: it must wait, or all are
-    lost.
+    self, name: str, versions: Sequence[int]
+  ) -> affinity.Assignment | None:
+    """Gives an orphaned session an engine; None: it must wait, or all are lost.
 
     The versions of a conversation never fall, and if they can stay they do: an
     engine that drains still has the weights with which the session began.
@@ -244,30 +247,30 @@ class Routes:
     Raises:
       ValueError: with `one_version`, none will serve that of its tokens.
     """
-    mine = self._sessions[session]
-    able = [i for i in self.serving if versions[i] >= mine.version]
+    session = self._sessions[name]
+    able = [i for i in self.serving if versions[i] >= session.version]
     if self.one_version:
-      able = self._alike(session, versions, able)
+      able = self._same_version(name, versions, able)
     if not able:
       return None
 
-    def unlike(i: int) -> tuple[bool, int]:
+    def distance(i: int) -> tuple[bool, int]:
       return self._states[i] == "updating", versions[i]
 
-    best = min(map(unlike, able))
-    nearest = [i for i in able if unlike(i) == best]
-    choice = self._affinity.choose(mine.domain, nearest, self.load)
-    mine.engine = choice.engine
-    self._held[choice.engine] += 1
+    least = min(map(distance, able))
+    nearest = [i for i in able if distance(i) == least]
+    assignment = self._affinity.choose(session.domain, nearest, self.load)
+    session.engine = assignment.engine
+    self._num_sessions[assignment.engine] += 1
     self.counts.moved += 1
-    return self._counted(mine.domain, choice)
+    return self._counted(session.domain, assignment)
 
-  def _alike(
-    self, session: str, versions: Sequence[int], able: Sequence[int]
+  def _same_version(
+    self, name: str, versions: Sequence[int], able: Sequence[int]
   ) -> list[int]:
     """Returns the engines on which a session will have one version."""
-    version = self._sessions[session].sampled
-    # One that takes its weights waits for no session that comes now.
+    version = self._sessions[name].sampled
+    # An engine that takes its weights waits for no session that comes now.
     able = [i for i in able if self._states[i] != "updating"]
     if version < 0:
       return able
@@ -275,32 +278,32 @@ class Routes:
     able = [i for i in able if versions[i] == version]
     if self.serving and not able and not behind:
       raise ValueError(
-        f"session {session} has tokens of version {version}, which no engine "
+        f"session {name} has tokens of version {version}, which no engine "
         "that is left serves"
       )
     return able
 
-  def _home(self, session: str) -> affinity.Choice | None:
-    """Returns the engine of a session that was never assigned."""
-    home = self._homes.pop(session, None)
+  def _home(self, name: str) -> affinity.Assignment | None:
+    """Returns the engine of an unbound session."""
+    home = self._homes.pop(name, None)
     if home is not None and self._states[home] != "lost":
-      choice = affinity.Choice(home)
+      assignment = affinity.Assignment(home)
     elif engines := self.of("open") or self.serving:
-      choice = self._affinity.choose("", engines, self.load)
-      self._counted("", choice)
+      assignment = self._affinity.choose("", engines, self.load)
+      self._counted("", assignment)
     else:
       return None
-    self._homes[session] = choice.engine
+    self._homes[name] = assignment.engine
     if len(self._homes) > self._max_sessions:
       self._homes.popitem(last=False)
-    return choice
+    return assignment
 
   def answered(self, request: str) -> None:
     """Takes a request from its engine."""
-    engine, counts = self._requests.pop(request)
-    self._loose[engine] -= counts
+    engine, unbound = self._requests.pop(request)
+    self._unbound_requests[engine] -= unbound
 
-  def asked(self, request: str) -> int:
+  def engine_of(self, request: str) -> int:
     """Returns the engine of a request.
 
     Raises:
@@ -311,22 +314,22 @@ class Routes:
     return self._requests[request][0]
 
   def measure(
-    self, session: str, engine: int, sample: affinity.Sample, version: int = -1
+    self, name: str, engine: int, sample: affinity.Sample, version: int = -1
   ) -> None:
-    """Notes what a request of a session took; it counts when that ends.
+    """Adds a request's sample to its session; it counts when that ends.
 
     Args:
-      version: of the last token that it was answered; -1 when there is none.
+      version: of the last token of the answer; -1 when it has none.
     """
-    mine = self._sessions.get(session)
-    if mine is None:
+    session = self._sessions.get(name)
+    if session is None:
       return
-    mine.sampled = max(mine.sampled, version)
-    if mine.engine == engine:
-      mine.sample = mine.sample.plus(sample)
+    session.sampled = max(session.sampled, version)
+    if session.engine == engine:
+      session.sample = session.sample.plus(sample)
 
   def lose(self, engine: int, version: int) -> None:
-    """Sends nothing to an engine any more; its sessions move as they ask.
+    """Takes an engine out of use; its sessions move as they ask.
 
     Args:
       version: that it served.
@@ -336,20 +339,20 @@ class Routes:
       if session.engine == engine:
         session.engine, session.version = None, version
         session.sample = affinity.Sample()
-    self._held[engine] = 0
+    self._num_sessions[engine] = 0
 
   def recover(self, engine: int) -> None:
-    """Takes an engine that was lost into use again.
+    """Takes a lost engine into use again.
 
     Raises:
-      ValueError: it was not.
+      ValueError: it is not lost.
     """
     self._change(engine, "lost", "open")
-    for session in [s for s, i in self._homes.items() if i == engine]:
-      del self._homes[session]  # What it knew of them is gone.
+    for name in [s for s, i in self._homes.items() if i == engine]:
+      del self._homes[name]  # Its cache is gone.
 
   def drain(self, engine: int) -> None:
-    """Lets an engine that is open take no new session.
+    """Keeps new sessions off an open engine.
 
     Raises:
       ValueError: it is not open.
@@ -357,25 +360,27 @@ class Routes:
     self._change(engine, "open", "draining")
 
   def drained(self, engine: int) -> bool:
-    """Whether no session that was assigned is on an engine."""
-    return not self._held[engine]
+    """Returns True if no assigned session is on an engine."""
+    return not self._num_sessions[engine]
 
   def update(self, engine: int) -> None:
-    """Marks an engine that has drained as taking its weights.
+    """Marks a drained engine as taking its weights.
 
     Raises:
-      ValueError: it does not drain, or has not yet.
+      ValueError: it does not drain, or still has sessions.
     """
     if not self.drained(engine):
       raise ValueError(f"engine {engine} has sessions")
     self._change(engine, "draining", "updating")
 
   def reopen(self, engine: int) -> None:
-    """Ends `drain` and `update`; one that was lost meanwhile stays so."""
+    """Ends `drain` and `update`; an engine lost meanwhile stays lost."""
     if self._states[engine] != "lost":
       self._states[engine] = "open"
 
-  def _change(self, engine: int, before: State, after: State) -> None:
+  def _change(
+    self, engine: int, before: EngineState, after: EngineState
+  ) -> None:
     if self._states[engine] != before:
       raise ValueError(
         f"engine {engine} is {self._states[engine]}, not {before}"

@@ -1,12 +1,13 @@
-"""The way of the weights: learner's mesh -> every engine, version by version.
+"""Weight synchronisation: learner's mesh -> every engine, version by version.
 
-  cast on the learner's mesh -> copy to each pool's (decoding goes on)
-    -> every engine takes its copy, side by side -> compare checksums
+  publish: _place: _cast on the learner's mesh -> copy_to each engine's mesh
+             (decoding goes on)
+           _update: Router.update_weights, all engines side by side
+           _check: compare checksums
 
-Only what training has changed is cast and moved: a leaf that is the very array
-of the version before is, in the engine, the copy of that version. What becomes
-of requests in flight is the engine's matter; the gate is released by the
-caller, once this has returned.
+Only leaves that training has changed are cast and moved: of an unchanged array
+the engine keeps its copy. Requests in flight are the engine's business; the
+caller releases the gate once `publish` has returned.
 """
 
 import asyncio
@@ -14,14 +15,7 @@ import dataclasses
 import functools
 import weakref
 from collections.abc import Sequence
-from typing import (
-  Any,
-  Literal,
-  NamedTuple,
-  Protocol,
-  get_args,
-  runtime_checkable,
-)
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -31,59 +25,38 @@ from models import quantize, sharding, transformer
 from rl.audit import event_log
 from rl.data import trajectory
 from rl.engine import contract
+from rl.pools import router as router_lib
 from rl.runtime import checksum as checksum_lib
 from rl.runtime import mesh_thread, trace
 
 Dtype = Literal["same", "bfloat16", "int8"]
-"""Of weights in a pool.
+"""Type of the weights in a pool.
 
-same: as the learner has them.
-bfloat16: of whatever is wider; build the pool with `pool_model`.
-int8: of matrices, with a scale of each output channel; see `models.quantize`.
+same: the learner's.
+bfloat16: for wider types; build the pool with `pool_model`.
+int8: for matrices, with a scale of each output channel; see `models.quantize`.
 """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Publishing:
-  """How weights reach the engines.
+  """The form in which weights reach the engines.
 
   Attributes:
-    dtype: they are cast before they move, so that fewer bytes do.
-    verify: every engine must tell the checksum of what it serves, each time.
+    dtype: weights are cast before they move, so that fewer bytes do.
+    verify: compare the checksum of every engine's weights at each publish.
   """
 
   dtype: Dtype = "same"
   verify: bool = False
 
   def validate(self) -> None:
-    """Raises ValueError on a type that weights cannot have."""
+    """Raises ValueError on an unknown type."""
     known = get_args(Dtype)
     if self.dtype not in known:
       raise ValueError(
         f"publishing.dtype={self.dtype}; use {' or '.join(known)}"
       )
-
-
-@runtime_checkable
-class Served(Protocol):
-  """What takes weights: an engine, or its `router.Door`."""
-
-  async def update_weights(
-    self,
-    version: trajectory.PolicyVersion,
-    params: Any,
-    in_flight: contract.InFlight = "recompute",
-  ) -> None:
-    """Serves `params` from now on; see `contract.DecodeEngine`."""
-    ...
-
-  async def checksum(self) -> tuple[trajectory.PolicyVersion, int]:
-    """Returns the served version and `checksum.of` its weights."""
-    ...
-
-  def stats(self) -> contract.EngineStats:
-    """Returns the counters."""
-    ...
 
 
 _PLAIN = Publishing()
@@ -93,7 +66,7 @@ _Path = jax.tree_util.KeyPath
 def pool_model(
   config: model_config.ModelConfig, dtype: Dtype
 ) -> model_config.ModelConfig:
-  """Returns the model as a pool computes it that is given such weights."""
+  """Returns the model as a pool with such weights computes it."""
   if dtype != "bfloat16":
     return config
   compute = dataclasses.replace(config.compute, dtype=dtype)
@@ -103,7 +76,7 @@ def pool_model(
 def pool_shardings(
   config: model_config.ModelConfig, layout: sharding.Layout, dtype: Dtype
 ) -> Any:
-  """Returns where a pool has the leaves of parameters that were `cast`."""
+  """Returns the shardings of a pool's parameters, after `cast`."""
   axes = transformer.logical_axes(config)
   shapes = jax.eval_shape(
     functools.partial(cast, dtype=dtype), transformer.shapes(config)
@@ -112,7 +85,7 @@ def pool_shardings(
 
 
 def cast(params: Any, dtype: Dtype) -> Any:
-  """Returns parameters as a pool has them, where and as they are sharded."""
+  """Returns parameters in the pool's type, with their shardings."""
   return jax.tree_util.tree_map_with_path(
     functools.partial(_cast, dtype), params
   )
@@ -145,7 +118,7 @@ class _Sent(NamedTuple):
   """A leaf that an engine has; weak, so that nothing outlives its version.
 
   Attributes:
-    copy: a reference to each array that the leaf has become.
+    copy: a reference to each array of its copy.
   """
 
   leaf: weakref.ref[jax.Array]
@@ -155,38 +128,39 @@ class _Sent(NamedTuple):
 class WeightPublisher:
   """Ships parameters from the learner's shardings to those of each engine.
 
-  Whoever starts the engines calls `place` for each, and the coordinator
+  `assemble.Parts.start` calls `place` for each engine, and the coordinator
   `publish`, one version after another.
 
   Args:
-    pools: each engine with the shardings of its parameters, after the cast:
-      `pool_shardings`.
+    shardings: of each engine's parameters, after the cast: `pool_shardings`.
     thread: of the learner's mesh, which reads the parameters.
   """
 
   def __init__(
     self,
-    pools: Sequence[tuple[Served, Any]],
+    router: router_lib.Router,
+    shardings: Sequence[Any],
     thread: mesh_thread.MeshThread,
     log: event_log.EventLog,
     spans: trace.Trace,
     publishing: Publishing = _PLAIN,
   ):
-    self._pools = pools
+    self._router = router
+    self._shardings = shardings
     self._thread = thread
     self._log = log
     self._spans = spans
     self._dtype: Dtype = publishing.dtype
     self._verify = publishing.verify
-    self._sent: list[list[_Sent | None]] = [[] for _ in pools]
+    self._sent: list[list[_Sent | None]] = [[] for _ in shardings]
     self._parts: dict[str, dict[str, str]] = {}
 
-  async def place(self, params: Any, pool: int = 0) -> tuple[Any, int]:
-    """Returns a copy of `params` for an engine, and how many bytes moved.
+  async def place(self, params: Any, number: int = 0) -> tuple[Any, int]:
+    """Returns a copy of `params` for an engine, and the bytes moved.
 
-    What the engine still holds of the version before is not copied again.
+    Unchanged leaves that the engine still holds are not copied again.
     """
-    (placed,) = await self._place(params, [pool])
+    (placed,) = await self._place(params, [number])
     return placed
 
   async def publish(
@@ -195,22 +169,22 @@ class WeightPublisher:
     params: Any,
     in_flight: contract.InFlight,
   ) -> float:
-    """Returns when every engine serves `version`, with the seconds of stall.
+    """Returns the seconds of stall, once every engine serves `version`.
 
-    That is the longest for which decoding stood still in any engine. A copy
-    that cannot be made leaves every engine at the version before, and one may
-    publish again. When an engine does not take its copy, what it raised
-    propagates, with a note of who serves what: a run never goes on with two
-    versions.
+    That is the longest time for which decoding stood still in any engine. If a
+    copy fails, every engine stays at the version before, and one may publish
+    again. If an engine fails to take its copy, its exception propagates, with
+    a note of the engines that serve the new version: a run never goes on with
+    two versions.
 
     Raises:
       RuntimeError: with `Publishing.verify`, an engine serves other weights.
     """
-    placed = await self._place(params, range(len(self._pools)))
+    placed = await self._place(params, range(len(self._shardings)))
     copies = [copy for copy, _ in placed]
     moved = sum(num_bytes for _, num_bytes in placed)
     self._log.emit("publish_start", version=int(version), moved_bytes=moved)
-    stood_s = [served.stats().paused_s for served, _ in self._pools]
+    before_s = self._paused_s()
     with self._spans.span(
       "host", "publish", version=int(version), moved_bytes=moved
     ):
@@ -218,18 +192,19 @@ class WeightPublisher:
     if self._verify:
       await self._check(version, params)
     self._log.emit("published", version=int(version))
-    return max(
-      served.stats().paused_s - before
-      for (served, _), before in zip(self._pools, stood_s, strict=True)
-    )
+    pauses_s = zip(before_s, self._paused_s(), strict=True)
+    return max(after - before for before, after in pauses_s)
+
+  def _paused_s(self) -> list[float]:
+    return [engine.stats().paused_s for engine in self._router.engines]
 
   async def _place(
-    self, params: Any, pools: Sequence[int]
+    self, params: Any, numbers: Sequence[int]
   ) -> list[tuple[Any, int]]:
-    """Returns copies and bytes moved, by pool; a leaf is cast once for all."""
+    """Returns copy and bytes moved of each engine; a leaf is cast once."""
     named, tree = jax.tree_util.tree_flatten_with_path(params)
     leaves = [leaf for _, leaf in named]
-    kept = {pool: _unchanged(leaves, self._sent[pool]) for pool in pools}
+    kept = {i: _unchanged(leaves, self._sent[i]) for i in numbers}
     changed = {
       i: pair
       for i, pair in enumerate(named)
@@ -239,8 +214,8 @@ class WeightPublisher:
     if self._verify:
       await self._sum(changed, ready)
     placed = []
-    for pool, copies in kept.items():
-      places = _places(self._pools[pool][1], params, self._dtype)
+    for number, copies in kept.items():
+      places = _places(self._shardings[number], params, self._dtype)
       missing = [i for i in ready if i not in copies]
       moved = await self._thread.run(
         "reshard",
@@ -249,13 +224,13 @@ class WeightPublisher:
         [places[i] for i in missing],
       )
       copies |= zip(missing, moved, strict=True)
-      self._sent[pool] = [_sent(x, copies[i]) for i, x in enumerate(leaves)]
+      self._sent[number] = [_sent(x, copies[i]) for i, x in enumerate(leaves)]
       whole = tree.unflatten([copies[i] for i in range(len(leaves))])
       placed.append((whole, sum(x.nbytes for x in jax.tree.leaves(moved))))
     return placed
 
   async def _cast(self, named: dict[int, tuple[_Path, Any]]) -> dict[int, Any]:
-    """Returns leaves as pools have them, but on the learner's mesh."""
+    """Returns leaves in the pools' type, on the learner's mesh."""
     if self._dtype == "same":
       return {i: leaf for i, (_, leaf) in named.items()}
     return await self._thread.run(
@@ -265,11 +240,11 @@ class WeightPublisher:
   async def _sum(
     self, named: dict[int, tuple[_Path, Any]], ready: dict[int, Any]
   ) -> None:
-    """Keeps what leaves contribute to the checksum that engines must tell."""
-    found = await self._thread.run(
+    """Keeps the parts of the leaves in the checksum that engines must have."""
+    sums = await self._thread.run(
       "checksum", lambda: {i: checksum_lib.parts(x) for i, x in ready.items()}
     )
-    for i, parts in found.items():
+    for i, parts in sums.items():
       name = jax.tree_util.keystr(named[i][0])
       self._parts[name] = {name + rest: parts[rest] for rest in parts}
 
@@ -280,24 +255,24 @@ class WeightPublisher:
     in_flight: contract.InFlight,
   ) -> None:
     """Gives every engine its copy, side by side; the first fault ends all."""
-    took: list[int] = []
+    updated: list[int] = []
     fault = None
 
-    async def give(number: int) -> None:
-      served, _ = self._pools[number]
-      await served.update_weights(version, copies[number], in_flight)
-      took.append(number)
+    async def update(number: int) -> None:
+      copy = copies[number]
+      await self._router.update_weights(number, version, copy, in_flight)
+      updated.append(number)
 
     try:
       async with asyncio.TaskGroup() as tasks:
         for number in range(len(copies)):
-          tasks.create_task(give(number))
+          tasks.create_task(update(number))
     except ExceptionGroup as group:
-      fault, *others = group.exceptions
-      rest = sorted(set(range(len(copies))) - set(took))
+      fault, *also = group.exceptions
+      others = sorted(set(range(len(copies))) - set(updated))
       fault.add_note(
-        f"publishing version {version}: engines {sorted(took)} serve it, "
-        f"{rest} do not" + "".join(f"; also {other!r}" for other in others)
+        f"publishing version {version}: engines {sorted(updated)} serve it, "
+        f"{others} do not" + "".join(f"; also {other!r}" for other in also)
       )
     if fault is not None:
       raise fault
@@ -305,17 +280,18 @@ class WeightPublisher:
   async def _check(
     self, version: trajectory.PolicyVersion, params: Any
   ) -> None:
-    """Raises RuntimeError unless every engine tells the right checksum."""
+    """Raises RuntimeError unless every engine has the right checksum."""
     parts: dict[str, str] = {}
     for path, _ in jax.tree_util.tree_leaves_with_path(params):
       parts |= self._parts[jax.tree_util.keystr(path)]
     sent = int(version), checksum_lib.combine(parts)
-    told = await asyncio.gather(
-      *(x.checksum() for x, _ in self._pools), return_exceptions=True
+    answers = await asyncio.gather(
+      *(self._router.checksum(i) for i in range(len(self._shardings))),
+      return_exceptions=True,
     )
-    for number, answer in enumerate(told):
+    for number, answer in enumerate(answers):
       if isinstance(answer, contract.EngineClosed):
-        continue  # What has stopped serves nothing.
+        continue  # A stopped engine serves nothing.
       if isinstance(answer, BaseException):
         raise answer
       serves, total = answer
@@ -328,7 +304,7 @@ class WeightPublisher:
 
 
 def copy_to(params: Any, shardings: Any) -> Any:
-  """Returns a copy with other shardings, valid whatever becomes of `params`.
+  """Returns a copy with other shardings that shares no buffer with `params`.
 
   The learner may donate its own buffers while an engine still reads these.
   """
@@ -338,10 +314,10 @@ def copy_to(params: Any, shardings: Any) -> Any:
 
 
 def _places(shardings: Any, params: Any, dtype: Dtype) -> list[Any]:
-  """Returns where each leaf goes: a sharding, or one of each array that it
-  becomes, as jax.device_put understands them.
+  """Returns the sharding of each leaf, for jax.device_put.
 
-  One may be that of a whole subtree, and None leaves the devices to jax.
+  A leaf that becomes several arrays has one for each. A sharding may stand for
+  a whole subtree, and None leaves the devices to jax.
   """
   mark: Any = 0
   marks = jax.tree_util.tree_map_with_path(
@@ -365,7 +341,7 @@ def _places(shardings: Any, params: Any, dtype: Dtype) -> list[Any]:
 
 
 def _sent(leaf: Any, copy: Any) -> _Sent | None:
-  # Numbers, which may take the place of arrays, have no identity.
+  # Plain numbers in the place of arrays have no identity.
   if not isinstance(leaf, jax.Array):
     return None
   return _Sent(weakref.ref(leaf), jax.tree.map(weakref.ref, copy))
@@ -374,14 +350,14 @@ def _sent(leaf: Any, copy: Any) -> _Sent | None:
 def _unchanged(
   leaves: Sequence[Any], sent: Sequence[_Sent | None]
 ) -> dict[int, Any]:
-  """Returns the copies that an engine has of leaves, by their place."""
+  """Returns the engine's copies of unchanged leaves, by their place."""
   if len(leaves) != len(sent):
     return {}
   kept = {}
   for i, (leaf, old) in enumerate(zip(leaves, sent, strict=True)):
     if old is not None and old.leaf() is leaf:
       copy = jax.tree.map(lambda reference: reference(), old.copy)
-      # What is gone is None, which is no leaf.
+      # A collected array leaves None, which does not count as a leaf.
       if jax.tree.structure(copy) == jax.tree.structure(old.copy):
         kept[i] = copy
   return kept

@@ -10,7 +10,7 @@ import numpy as np
 from rl.audit import event_log
 from rl.data import trajectory
 from rl.engine import contract
-from rl.pools import router
+from rl.pools import router as router_lib
 from rl.runtime import trace
 from rl.settings import checks
 from rl.train import trainer
@@ -111,12 +111,12 @@ class SimulatedPublisher:
 
   def __init__(
     self,
-    doors: Sequence[router.Door],
+    router: router_lib.Router,
     hidden_s: float,
     log: event_log.EventLog,
     spans: trace.Trace,
   ):
-    self._doors = doors
+    self._router = router
     self._hidden_s = hidden_s
     self._log = log
     self._spans = spans
@@ -132,16 +132,19 @@ class SimulatedPublisher:
     start = loop.time()
     await asyncio.sleep(self._hidden_s)
     self._log.emit("publish_start", version=int(version), moved_bytes=0)
-    before = [door.stats().paused_s for door in self._doors]
+    before_s = self._paused_s()
     async with asyncio.TaskGroup() as updates:
-      for door in self._doors:
-        updates.create_task(door.update_weights(version, params, in_flight))
+      for i in range(len(before_s)):
+        updates.create_task(
+          self._router.update_weights(i, version, params, in_flight)
+        )
     self._log.emit("published", version=int(version))
     self._spans.add("host", "publish", start, loop.time(), version=int(version))
-    return max(
-      door.stats().paused_s - stood
-      for door, stood in zip(self._doors, before, strict=True)
-    )
+    pauses_s = zip(before_s, self._paused_s(), strict=True)
+    return max(after - before for before, after in pauses_s)
+
+  def _paused_s(self) -> list[float]:
+    return [engine.stats().paused_s for engine in self._router.engines]
 
 
 def _used(group: trajectory.Group) -> trainer.Used:

@@ -285,12 +285,10 @@ class _Run:
       for pool in pools
     ]
     self.router = router.Router(
-      [
-        router.Member(engine, pool.name, pool.kind, pool.cost)
-        for engine, pool in zip(self.engines, pools, strict=True)
-      ],
-      settings.routing,
-      self.log,
+      self.engines,
+      infos=[placement.EngineInfo(pool.name, pool.kind) for pool in pools],
+      routing=settings.routing,
+      log=self.log,
     )
     self.served: dict[int, list[float]] = {}
     self.coordinator = self._coordinator(watchdog.Watchdog(clock=clock))
@@ -325,7 +323,7 @@ class _Run:
         settings.cluster.learner, self.spans
       ),
       publisher=simulated_learner.SimulatedPublisher(
-        self.router.doors, settings.cluster.transfer_s, self.log, self.spans
+        self.router, settings.cluster.transfer_s, self.log, self.spans
       ),
       player=player,
       tasks=self.tasks,

@@ -12,7 +12,7 @@ from rl.audit import checker, event_log, token_ledger
 from rl.data import trajectory
 from rl.loop import coordinator
 from rl.loop import progress as progress_lib
-from rl.pools import affinity, router, weight_publisher
+from rl.pools import router, weight_publisher
 from rl.rollout import grading, group_rollout, prompts
 from rl.runtime import mesh_thread, trace, watchdog
 from rl.schedule import overlap
@@ -138,11 +138,7 @@ class Run:
       thread.close()
 
   def _coordinator(self, thread, programs):
-    self.router = router.Router(
-      [router.Member(e, "decode", "any", 1.0) for e in self.engines],
-      affinity.Routing(),
-      self.log,
-    )
+    self.router = router.Router(self.engines, log=self.log)
     return coordinator.Coordinator(
       coordinator.Settings(
         schedule=self.schedule,
@@ -154,7 +150,8 @@ class Run:
       ),
       trainer=self._training(thread, programs),
       publisher=weight_publisher.WeightPublisher(
-        [(door, None) for door in self.router.doors],
+        self.router,
+        [None] * len(self.engines),
         thread,
         self.log,
         self.spans,

@@ -44,7 +44,7 @@ def player(source, served=None, reward=None, dog=None, **fields):
   fields = {"limits": LIMITS, **fields}
   return group_rollout.Player(
     source=source,
-    engine=router.Router([router.Member(served or fake())], log=log),
+    engine=router.Router([served or fake()], log=log),
     chat=CHAT,
     graders=grading.Graders(reward or rewards.Outcome(), _ONCE, dog=dog),
     log=log,

@@ -12,13 +12,6 @@ from rl.runtime import virtual_clock
 from rl.testing import fake_engine
 
 
-def members(engines, *seats):
-  """Returns engines with the pool, kind and cost of each, if any are told."""
-  seats = seats or [()] * len(engines)
-  pairs = zip(engines, seats, strict=True)
-  return [router.Member(one, *seat) for one, seat in pairs]
-
-
 def request(name="a", session=None, ids=(3, 1), **fields):
   """Returns a request for two ids."""
   return contract.DecodeRequest(
@@ -30,14 +23,15 @@ def request(name="a", session=None, ids=(3, 1), **fields):
   )
 
 
-def pool(count=2, delay_s=0.0, *, log=None, routing=None, seats=()):
+def pool(count=2, delay_s=0.0, *, log=None, routing=None, infos=None):
   """Returns a router over engines that take `delay_s` for every answer."""
   engines = [
     fake_engine.FakeEngine((5, 6), word_chat.END, lambda _: delay_s)
     for _ in range(count)
   ]
   settings = affinity.Routing(**(routing or {}))
-  return router.Router(members(engines, *seats), settings, log), engines
+  pooled = router.Router(engines, infos=infos, routing=settings, log=log)
+  return pooled, engines
 
 
 def run(scenario):
@@ -72,8 +66,9 @@ async def episode(pooled, session, domain="", turns=3, thought_s=0.5):
 
 def publish(pooled, version, in_flight="drain"):
   """Gives every engine a version, side by side, as the publisher does."""
-  gives = [
-    door.update_weights(trajectory.PolicyVersion(version), None, in_flight)
-    for door in pooled.doors
+  version = trajectory.PolicyVersion(version)
+  updates = [
+    pooled.update_weights(i, version, None, in_flight)
+    for i in range(len(pooled.engines))
   ]
-  return asyncio.gather(*gives)
+  return asyncio.gather(*updates)

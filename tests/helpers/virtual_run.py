@@ -17,7 +17,7 @@ from rl.audit import checker, event_log, token_ledger
 from rl.data import trajectory
 from rl.loop import coordinator
 from rl.loop import progress as progress_lib
-from rl.pools import affinity, router
+from rl.pools import router
 from rl.rollout import grading, group_rollout, prompts
 from rl.runtime import trace, virtual_clock, watchdog
 from rl.schedule import overlap
@@ -173,9 +173,7 @@ class Run:
     self.tasks = prompts.Prompts(self.source, self.seed, pool=self.pool)
     version = trajectory.PolicyVersion(progress.trained if progress else 0)
     self.engines = [self.engine(version) for _ in range(self.num_engines)]
-    self.router = router.Router(
-      [router.Member(e) for e in self.engines], affinity.Routing(), self.log
-    )
+    self.router = router.Router(self.engines, log=self.log)
     self.loop = self._coordinator()
     begin = progress or progress_lib.beginning(0, self.tasks.cursor)
     self.tasks.seek(begin.cursor)
@@ -214,7 +212,7 @@ class Run:
       ),
       trainer=simulated_learner.SimulatedTrainer(self.learner, self.spans),
       publisher=simulated_learner.SimulatedPublisher(
-        self.router.doors, self.transfer_s, self.log, self.spans
+        self.router, self.transfer_s, self.log, self.spans
       ),
       player=self.player(),
       tasks=self.tasks,

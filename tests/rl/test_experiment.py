@@ -248,8 +248,8 @@ def test_settings_that_fit_together_are_accepted(experiment, overrides):
     ),
     (
       {"routing.default": "bandwith", "placement.decode_kind": "bandwidth"},
-      "routing.default=bandwith is no pool and no kind of one; there are decode"
-      " (bandwidth); did you mean bandwidth?",
+      "routing.default=bandwith names neither a pool nor a kind; there are "
+      "decode (bandwidth); did you mean bandwidth?",
     ),
     (
       {"rollout.grading.attempts": "0"},
@@ -343,7 +343,7 @@ def test_a_preference_for_a_pool_that_does_not_exist_is_refused(experiment):
 
   for pool in ("cheap", "bandwidth", "decode", "any"):
     preferring(pool).validate()
-  words = "routing.prefer.guess_number=cheep is no pool and no kind of one; "
+  words = "routing.prefer.guess_number=cheep names neither a pool nor a kind; "
   words += "there are decode (any), cheap (bandwidth); did you mean cheap?"
   with pytest.raises(ValueError, match=f"^{re.escape(words)}$"):
     preferring("cheep").validate()

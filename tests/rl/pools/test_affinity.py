@@ -5,11 +5,11 @@ import math
 
 import pytest
 
-from rl.pools import affinity
+from rl.pools import affinity, placement
 from rl.settings import overrides
 
-COMPUTE = affinity.Seat("fast", "compute")
-BANDWIDTH = affinity.Seat("wide", "bandwidth")
+COMPUTE = placement.EngineInfo("fast", "compute")
+BANDWIDTH = placement.EngineInfo("wide", "bandwidth")
 
 
 def sample(seconds, ids=1.0):
@@ -17,7 +17,7 @@ def sample(seconds, ids=1.0):
 
 
 @pytest.mark.parametrize(
-  ("seats", "routing", "preferred"),
+  ("infos", "routing", "preferred"),
   [
     ([COMPUTE, BANDWIDTH], {"prefer": {"a": "wide"}}, {1}),
     ([COMPUTE, BANDWIDTH], {"prefer": {"a": "compute"}}, {0}),
@@ -28,21 +28,25 @@ def sample(seconds, ids=1.0):
     # Pools of one kind: kinds say nothing, names still do.
     ([COMPUTE, COMPUTE], {"prefer": {"a": "compute"}}, None),
     ([COMPUTE, COMPUTE], {"prefer": {"a": "bandwidth"}}, None),
-    ([affinity.Seat("x"), affinity.Seat("y")], {"prefer": {"a": "y"}}, {1}),
+    (
+      [placement.EngineInfo("x"), placement.EngineInfo("y")],
+      {"prefer": {"a": "y"}},
+      {1},
+    ),
   ],
 )
 def test_a_domain_prefers_the_engines_of_a_pool_or_kind(
-  seats, routing, preferred
+  infos, routing, preferred
 ):
-  chooser = affinity.Affinity(seats, affinity.Routing(**routing))
+  chooser = affinity.Affinity(infos, affinity.Routing(**routing))
   assert chooser.preferred("a") == preferred
 
 
 @pytest.mark.parametrize(
   ("routing", "message"),
   [
-    ({"prefer": {"a": "wdie"}}, r"prefer\.a=wdie is no pool .*mean wide\?$"),
-    ({"default": "far"}, r"default=far is no pool and no kind of one; there"),
+    ({"prefer": {"a": "wdie"}}, r"prefer\.a=wdie names neither .*mean wide\?$"),
+    ({"default": "far"}, r"default=far names neither a pool nor a kind; there"),
     ({"prefer": {"a": "compute"}}, r"are wide \(bandwidth\), rest \(any\)"),
   ],
 )
@@ -139,15 +143,15 @@ def test_every_pool_is_tried_at_first_and_then_now_and_again():
 
 def play(chooser, domains, seconds, count, start=0):
   """Returns the engines of sessions that are played one at a time."""
-  seats = (COMPUTE, BANDWIDTH)
+  infos = (COMPUTE, BANDWIDTH)
   chosen = {name: [] for name in domains}
   for _, name in zip(range(count), itertools.cycle(domains), strict=False):
     choice = chooser.choose(name, [0, 1], [0, 0])
-    pool = seats[choice.engine].pool
+    pool = infos[choice.engine].pool
     chooser.estimates.begin(name, pool)
     chooser.estimates.end(name, pool, sample(seconds[name, pool], 7.0))
     chosen[name].append(choice.engine)
-    assert choice.wanted == ""
+    assert choice.missed == ""
   return chosen
 
 
@@ -180,15 +184,13 @@ def test_what_is_learned_finds_the_better_pool_and_notices_a_change():
 
 def test_what_is_learned_is_weighed_by_load_and_not_by_what_is_paid_anyway():
   routing = affinity.Routing(learn=True, explore_every=0)
-  dear = COMPUTE._replace(cost=3.0)
-  for seat, load, engine in (
+  for info, load, engine in (
     (COMPUTE, [0, 0], 0),
-    (dear, [0, 0], 0),  # 1 s against 2 s, whatever a second costs
     (COMPUTE, [1, 0], 1),  # 1 s * 2 against 2 s * 1: the emptier of equals
     (COMPUTE, [2, 0], 1),  # 1 s * 3 against 2 s * 1
     (COMPUTE, [4, 2], 0),  # 1 s * 5 against 2 s * 3
   ):
-    chooser = affinity.Affinity([seat, BANDWIDTH], routing)
+    chooser = affinity.Affinity([info, BANDWIDTH], routing)
     for pool, seconds in (("fast", 1.0), ("wide", 2.0)):
       chooser.estimates.begin("a", pool)
       chooser.estimates.end("a", pool, sample(seconds))

@@ -143,13 +143,13 @@ def test_two_decode_pools_that_share_devices_are_refused():
   dataclasses.replace(place, colocated=True).validate()
 
 
-def test_every_engine_knows_its_pool_kind_and_cost():
+def test_every_engine_has_the_name_and_kind_of_its_pool():
   far = DecodePool(name="far", replicas=2, kind="compute", cost=2.85)
   place = Placement(decode_kind="bandwidth", decode_cost=0.5, more=(far,))
   place.validate()
-  engines = [(pool.name, pool.kind, pool.cost) for pool in place.engines]
-  first = ("decode", "bandwidth", 0.5)
-  assert engines == [first, *[("far", "compute", 2.85)] * 2]
+  first = ("decode", "bandwidth")
+  assert place.engine_infos == (first, *[("far", "compute")] * 2)
+  assert [pool.cost for pool in place.pools] == [0.5, 2.85]
   # One layout more, the learner's, with the rules for decoding everywhere.
   _, *layouts = place.layouts()
   assert [layout.rules for layout in layouts] == [sharding.DECODE] * 3

@@ -15,7 +15,7 @@ from rl.audit import event_log
 from rl.data import trajectory
 from rl.engine import contract
 from rl.engine.builtin import settings as engine_settings
-from rl.pools import weight_publisher
+from rl.pools import router, weight_publisher
 from rl.runtime import mesh_thread
 from rl.testing import fakes
 from tests.helpers import small_models
@@ -39,7 +39,7 @@ def make(thread, spans, log):
     served = served or fakes.FakeEngine(answers=(1,), stop_id=2)
     publishing = weight_publisher.Publishing(dtype=dtype)
     return weight_publisher.WeightPublisher(
-      [(served, where)], thread, log, spans, publishing
+      router.Router([served]), [where], thread, log, spans, publishing
     )
 
   return make

@@ -4,18 +4,18 @@ import random
 
 import pytest
 
-from rl.pools import affinity, routing_table
+from rl.pools import affinity, placement, routing_table
 
 FAST, WIDE = (
-  affinity.Seat("fast", "compute"),
-  affinity.Seat("wide", "bandwidth"),
+  placement.EngineInfo("fast", "compute"),
+  placement.EngineInfo("wide", "bandwidth"),
 )
 MATH = affinity.Routing(prefer={"math": "wide"})
 
 
 def alike(count, max_sessions=100):
-  seats = [affinity.Seat("decode")] * count
-  return routing_table.Routes(seats, affinity.Routing(), max_sessions)
+  infos = [placement.EngineInfo("decode")] * count
+  return routing_table.RoutingTable(infos, affinity.Routing(), max_sessions)
 
 
 class Asked:
@@ -70,19 +70,19 @@ def test_a_session_that_began_counts_once_whatever_it_asks():
   assert table.load == [0, 0]
   assert table.bindings == {}
   with pytest.raises(ValueError, match="request r0 is not in flight"):
-    table.asked("r0")
+    table.engine_of("r0")
   with pytest.raises(ValueError, match="request r1 is already in flight"):
     table.send("r1", "b")
 
 
 def test_all_of_a_mapped_domain_land_on_its_pool_and_others_by_default():
   routing = affinity.Routing(prefer={"math": "bandwidth"}, default="fast")
-  table = routing_table.Routes([FAST, WIDE, WIDE], routing)
+  table = routing_table.RoutingTable([FAST, WIDE, WIDE], routing)
   for i in range(300):
     domain = ("math", "chess", "")[i % 3]
     choice = table.assign(f"s{i}", domain)
     assert choice is not None
-    assert choice.wanted == ""
+    assert choice.missed == ""
     # Of two wide engines the emptier: one after the other.
     assert choice.engine == (1 + (i // 3) % 2 if domain == "math" else 0)
   assert table.counts.sessions == {
@@ -96,14 +96,14 @@ def test_all_of_a_mapped_domain_land_on_its_pool_and_others_by_default():
 
 
 def test_a_pool_that_is_down_is_left_at_once_and_taken_again_when_it_is_back():
-  table = routing_table.Routes([FAST, WIDE, WIDE], MATH)
+  table = routing_table.RoutingTable([FAST, WIDE, WIDE], MATH)
   assert [table.assign(n, "math") for n in "ab"] == [(1, ""), (2, "")]
   table.lose(1, 0)
   assert table.bindings == {"b": 2}
   assert table.assign("c", "math") == (2, "")
   table.lose(2, 0)
   assert table.assign("d", "math") == (0, "wide")
-  assert table.homeless("a")
+  assert table.orphaned("a")
   assert table.move("a", [0, 0, 0]) == (0, "wide")
   assert table.send("s", "a") == (0, "")
   assert (table.counts.fallbacks, table.counts.moved) == (2, 1)
@@ -122,7 +122,7 @@ def test_a_pool_that_is_down_is_left_at_once_and_taken_again_when_it_is_back():
 
 def test_an_overloaded_pool_is_left_and_counted():
   routing = affinity.Routing(prefer={"math": "wide"}, overload=2.0)
-  table = routing_table.Routes([FAST, WIDE], routing)
+  table = routing_table.RoutingTable([FAST, WIDE], routing)
   chosen = [table.assign(f"s{i}", "math") for i in range(7)]
   # With it there would be 1, 2 | 3 against 1 | 3, 4 against 2 | 5 against 2.
   away = [choice.engine == 0 for choice in chosen if choice is not None]
@@ -131,7 +131,7 @@ def test_an_overloaded_pool_is_left_and_counted():
 
 
 def test_a_preferred_pool_that_drains_is_waited_for():
-  table = routing_table.Routes([FAST, WIDE], MATH)
+  table = routing_table.RoutingTable([FAST, WIDE], MATH)
   table.drain(1)
   assert table.assign("a", "math") is None
   table.update(1)
@@ -196,18 +196,18 @@ def test_versions_of_a_session_never_fall_when_it_moves():
   # The others have not been given version 6 yet.
   table.drain(1)
   assert table.move("a", [6, 5, 5]) is None
-  assert table.homeless("a")
+  assert table.orphaned("a")
   table.update(1)
   # Rather one that serves than one at which it would wait ...
   assert table.move("a", [6, 6, 7]) == (2, "")
   table.lose(2, 7)
   # ... but there rather than nowhere.
   assert table.move("a", [6, 7, 7]) == (1, "")
-  assert not table.homeless("a")
+  assert not table.orphaned("a")
 
 
 def test_what_a_session_took_counts_when_it_ends_where_it_was():
-  table = routing_table.Routes([FAST, WIDE], affinity.Routing(learn=True))
+  table = routing_table.RoutingTable([FAST, WIDE], affinity.Routing(learn=True))
   took = affinity.Sample(1.0, 10.0, 2.0, 5.0)
   assert table.assign("a", "math") == (0, "")
   table.measure("a", 0, took)
@@ -229,16 +229,69 @@ def test_what_a_session_took_counts_when_it_ends_where_it_was():
   assert table.describe()[name] == pytest.approx(6.0)
 
 
+def one_version(count, *, sampled):
+  """Returns a table of which session "a" has lost engine 0 at version 5."""
+  infos = [placement.EngineInfo("decode")] * count
+  table = routing_table.RoutingTable(infos, affinity.Routing())
+  table.one_version = True
+  table.assign("a", "")
+  if sampled:
+    table.measure("a", 0, affinity.Sample(), 5)
+  table.lose(0, 5)
+  return table
+
+
+def test_a_session_with_tokens_moves_where_their_version_is_or_not_at_all():
+  table = one_version(4, sampled=True)
+  table.drain(1)
+  assert table.move("a", [5, 5, 6, 6]) == (1, "")
+  table.lose(1, 5)
+  # 2 is to have that version yet.
+  assert table.move("a", [5, 5, 4, 6]) is None
+  assert table.move("a", [5, 5, 5, 6]) == (2, "")
+  table.lose(2, 5)
+  with pytest.raises(ValueError, match="tokens of version 5, which no engine"):
+    table.move("a", [5, 5, 5, 6])
+  table.lose(3, 6)
+  assert table.move("a", [5, 5, 5, 6]) is None
+
+
+def test_a_session_without_tokens_may_begin_with_newer_weights():
+  table = one_version(2, sampled=False)
+  assert table.move("a", [5, 4]) is None
+  assert table.move("a", [5, 6]) == (1, "")
+
+
+def test_no_session_that_is_waited_for_moves_to_an_engine_in_its_update():
+  tables = [one_version(2, sampled=sampled) for sampled in (False, True)]
+  for table in tables:
+    table.drain(1)
+    table.update(1)
+  # It could get a token of the old weights there, and then of the new ones.
+  assert tables[0].move("a", [5, 5]) is None
+  with pytest.raises(ValueError, match="tokens of version 5, which no engine"):
+    tables[1].move("a", [5, 5])
+  tables[0].reopen(1)
+  assert tables[0].move("a", [5, 6]) == (1, "")
+
+
+def test_tokens_count_whose_engine_was_lost_meanwhile():
+  table = one_version(2, sampled=False)
+  table.measure("a", 0, affinity.Sample(), 5)
+  with pytest.raises(ValueError, match="tokens of version 5, which no engine"):
+    table.move("a", [5, 6])
+
+
 @pytest.mark.parametrize("kind", ["any", "compute"])
 def test_pools_of_one_kind_are_shared_as_if_there_were_no_settings(kind):
   routing = affinity.Routing(
     learn=True, prefer={"a": "compute", "b": "bandwidth"}, overload=1.0
   )
-  seats = [affinity.Seat(pool, kind) for pool in ("x", "y", "y")]
-  bare = [affinity.Seat("decode")] * 3
+  infos = [placement.EngineInfo(pool, kind) for pool in ("x", "y", "y")]
+  bare = [placement.EngineInfo("decode")] * 3
   tables = (
-    routing_table.Routes(seats, routing),
-    routing_table.Routes(bare, affinity.Routing()),
+    routing_table.RoutingTable(infos, routing),
+    routing_table.RoutingTable(bare, affinity.Routing()),
   )
   chance, live = random.Random(0), []
   for i in range(1000):
@@ -275,9 +328,9 @@ class Oracle:
 @pytest.mark.parametrize("seed", range(5))
 def test_sessions_stick_whatever_happens_to_engines_and_others(seed):
   chance = random.Random(seed)
-  seats = [FAST, FAST, WIDE, WIDE]
-  table = routing_table.Routes(seats, MATH, max_sessions=5)
-  oracle = Oracle(len(seats))
+  infos = [FAST, FAST, WIDE, WIDE]
+  table = routing_table.RoutingTable(infos, MATH, max_sessions=5)
+  oracle = Oracle(len(infos))
   names = [f"s{i}" for i in range(30)]
 
   def step():
@@ -285,14 +338,14 @@ def test_sessions_stick_whatever_happens_to_engines_and_others(seed):
       ("begin",) * 4 + ("send",) * 6 + ("answer",) * 5 + ("end",) * 3
       + ("lose", "recover", "recover", "drain", "update", "reopen")
     )  # fmt: skip
-    name, engine = chance.choice(names), chance.randrange(len(seats))
+    name, engine = chance.choice(names), chance.randrange(len(infos))
     if action == "begin" and name not in oracle.where:
       begin(name, chance.choice(("math", "chess")))
     elif action == "send":
       send(name, f"r{len(table.counts.sessions)}-{chance.random()}")
     elif action == "answer" and oracle.requests:
       request = chance.choice(list(oracle.requests))
-      assert table.asked(request) == oracle.requests.pop(request)
+      assert table.engine_of(request) == oracle.requests.pop(request)
       table.answered(request)
     elif action == "end":
       table.end(name)
@@ -310,12 +363,12 @@ def test_sessions_stick_whatever_happens_to_engines_and_others(seed):
       return
     assert choice is not None
     assert choice.engine in ((wide or free) if domain == "math" else free)
-    assert bool(choice.wanted) == (domain == "math" and not wide)
+    assert bool(choice.missed) == (domain == "math" and not wide)
     oracle.where[name] = choice.engine
 
   def send(name, request):
     if oracle.where.get(name, -1) is None:
-      assert table.homeless(name)
+      assert table.orphaned(name)
       move(name)
     if oracle.where.get(name, -1) is None:
       return
@@ -376,6 +429,6 @@ def test_sessions_stick_whatever_happens_to_engines_and_others(seed):
     table.answered(request)
   for name in names:
     table.end(name)
-  assert table.load == [0] * len(seats)
+  assert table.load == [0] * len(infos)
   # Enough of everything has happened for this to mean something.
   assert min(table.counts.moved, table.counts.fallbacks) > 5

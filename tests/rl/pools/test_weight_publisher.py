@@ -11,7 +11,7 @@ import pytest
 from models import quantize
 from rl.audit import event_log
 from rl.data import trajectory
-from rl.pools import placement, weight_publisher
+from rl.pools import placement, router, weight_publisher
 from rl.runtime import checksum
 from rl.testing import fakes
 
@@ -61,7 +61,8 @@ def make(thread, spans, log):
 
   def make(engines, where, **publishing):
     return weight_publisher.WeightPublisher(
-      [(engine, where) for engine in engines],
+      router.Router(engines),
+      [where] * len(engines),
       thread,
       log,
       spans,

@@ -144,11 +144,13 @@ def test_who_waits_for_an_engine_that_drains_waits_no_longer():
     limits = dataclasses.replace(players.LIMITS, group_size=2, step_s=60.0)
     playing = players.player(source, limits=limits)
     assert isinstance(playing.engine, router.Router)
-    loop, (door,) = asyncio.get_running_loop(), playing.engine.doors
+    loop = asyncio.get_running_loop()
     first = asyncio.create_task(players.begin(playing).run())
     await asyncio.sleep(1)
     version = trajectory.PolicyVersion(1)
-    update = asyncio.create_task(door.update_weights(version, {}, "drain"))
+    update = asyncio.create_task(
+      playing.engine.update_weights(0, version, {}, "drain")
+    )
     await asyncio.sleep(0)
     group, end = await aborted(players.begin(playing, 4), 1.0)
     await update

@@ -174,7 +174,7 @@ def test_an_abort_reaches_a_request_whose_engine_was_lost():
   async def run():
     engines = [players.fake(delay_s=lambda _: 10.0) for _ in range(2)]
     playing = players.player(fakes.Counting(), limits=players.ONE)
-    pool = router.Router([router.Member(one) for one in engines])
+    pool = router.Router(engines)
     playing = dataclasses.replace(playing, engine=pool)
     play = players.begin(playing)
     running = asyncio.create_task(play.run())
@@ -195,7 +195,7 @@ def test_an_abort_reaches_a_request_whose_engine_dies_at_the_same_moment():
   async def run():
     loop = asyncio.get_running_loop()
     engines = [players.fake(delay_s=lambda _: 10.0) for _ in range(2)]
-    pool = router.Router([router.Member(one) for one in engines])
+    pool = router.Router(engines)
     playing = players.player(fakes.Counting(), limits=players.ONE)
     playing = dataclasses.replace(playing, engine=pool)
     play = players.begin(playing)

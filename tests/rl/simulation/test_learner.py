@@ -76,8 +76,9 @@ def test_weights_travel_and_then_every_engine_stands_still():
       )
       for update_s in (1.0, 4.0)
     ]
-    doors = router.Router([router.Member(engine) for engine in engines]).doors
-    publisher = simulated_learner.SimulatedPublisher(doors, 10.0, log, spans)
+    publisher = simulated_learner.SimulatedPublisher(
+      router.Router(engines), 10.0, log, spans
+    )
     stood_s = await publisher.publish(
       trajectory.PolicyVersion(1), "w", "recompute"
     )
