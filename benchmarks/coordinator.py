@@ -10,7 +10,7 @@ files. Episodes have 8 turns, groups 8 members, rounds 16 groups. Cases:
   sync        one round after the other
   in flight   eta = 1
   yielding    the same, but each answer comes after a turn of the event loop
-  checked     the same, while the log is checked and the tokens are booked
+  checked     the same, while the log is checked and the tokens are counted
   packed      the same, and the groups that are trained become packed rows
 
 Rates are over CPU seconds of the process, which has one busy thread. Where they
@@ -137,9 +137,9 @@ class _Run:
     self.watcher = _Watcher()
     self.log = event_log.EventLog(folder / "events.jsonl", clock=clock)
     self.checker = checker.Checker(case.schedule, _MEMBERS)
-    self.books = token_ledger.Books()
+    self.ledger = token_ledger.LedgerBuilder()
     if case.checked:
-      self.log.listeners += [self.checker.feed, self.books.feed]
+      self.log.listeners += [self.checker.observe, self.ledger.observe]
     # An engine of which nothing else is asked.
     served = typing.cast(contract.DecodeEngine, at_once.Engine(case.yields))
     self._router = router.Router([served], log=self.log)

@@ -95,7 +95,7 @@ def outcome(
   mine = [span for span in spans if span.track == "learner"]
   work = _clipped([*mine, *calibration.answer_spans(log)], window)
   both = trace.overlap(work, second="answers")
-  books = token_ledger.of(log)
+  ledger = token_ledger.of(log)
   each = {
     "step_s": window[1] - window[0],
     "learner_s": both.first_s,
@@ -105,7 +105,7 @@ def outcome(
   return {name: value / len(counted) for name, value in each.items()} | {
     "lag": statistics.fmean(lags),
     "max_lag": float(max(lags)),
-    "useful": books.trained / books.sampled,
+    "useful": ledger.trained / ledger.sampled,
   }
 
 

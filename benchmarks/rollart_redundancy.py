@@ -101,7 +101,7 @@ def settings(
 def play(chosen: simulate.Simulation) -> dict[str, float]:
   """Returns seconds of a round, and what redundancy costs."""
   record = simulated.checked(simulate.simulate(chosen))
-  books = token_ledger.of(record.events)
+  ledger = token_ledger.of(record.events)
   ended = {
     event_log.member(e): e["tokens"]
     for e in event_log.of_kind(record.events, "ended")
@@ -113,7 +113,7 @@ def play(chosen: simulate.Simulation) -> dict[str, float]:
   ]
   return {
     "rollout_s": statistics.mean(simulated.rounds_s(record)),
-    "aborted": 1.0 - books.trained / books.sampled,
+    "aborted": 1.0 - ledger.trained / ledger.sampled,
     "trained_length": statistics.mean(trained),
   }
 

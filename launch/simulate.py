@@ -124,7 +124,7 @@ def lines(result: simulation_result.Result) -> Iterator[tuple[str, str]]:
   yield "useful tokens", f"{result.useful:.1%} of those sampled"
   told = ", ".join(f"{kind} {n:,}" for kind, n in result.faults.items())
   yield "faults", f"{told or 'none'}, of {result.episodes:,} episodes"
-  yield "ledger", str(result.books)
+  yield "ledger", str(result.ledger)
   yield (
     "simulated",
     f"{result.virtual_s:,.0f} s in {result.real_s:,.1f} s: "

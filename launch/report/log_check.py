@@ -65,9 +65,9 @@ class Verdict:
   bound: int | None
   checks: Sequence[str]
   violations: Sequence[str]
-  books: token_ledger.Ledger
+  ledger: token_ledger.Ledger
   by_source: Mapping[str, token_ledger.Ledger]
-  selection: token_ledger.Selection
+  selection: token_ledger.SelectionBias
   lags: collections.Counter[int]
   faults: collections.Counter[str]
   sources: Mapping[str, Source]
@@ -81,7 +81,7 @@ class Verdict:
     bound = "an unknown bound" if self.bound is None else str(self.bound)
     return (
       f"staleness: at most {max(self.lags, default=0)} of {bound} allowed, "
-      f"over {self.lags.total():,} groups; {self.books}{self._slow_sources}"
+      f"over {self.lags.total():,} groups; {self.ledger}{self._slow_sources}"
     )
 
   @property
@@ -100,7 +100,9 @@ class Verdict:
     chosen, launched = self.selection.trained, self.selection.launched
     lines = [self.summary]
     if len(self.by_source) > 1:
-      lines += [f"  {name}: {book}" for name, book in self.by_source.items()]
+      lines += [
+        f"  {name}: {ledger}" for name, ledger in self.by_source.items()
+      ]
     lines.append(
       f"selection: {chosen.episodes:,} of {launched.episodes:,} episodes "
       f"trained, {chosen.mean_length:,.1f} ids long where those launched have "
@@ -147,7 +149,7 @@ class Mix:
     self._first: dict[int, str] = {}
     self._last: dict[int, str] = {}
 
-  def feed(self, event: event_log.Event) -> None:
+  def observe(self, event: event_log.Event) -> None:
     """Counts one event."""
     match event["kind"]:
       case "submitted":
@@ -192,7 +194,7 @@ class Ages:
     self._stride = 1
     self._times: dict[tuple[int, int], list[float]] = {}
 
-  def feed(self, event: event_log.Event) -> None:
+  def observe(self, event: event_log.Event) -> None:
     """Notes the time of one transition."""
     kind = event["kind"]
     if kind not in _SEEN or event["group"] % self._stride:
@@ -293,10 +295,10 @@ def read(
   Raises:
     Unreadable: its events are of another program, or an older one.
   """
-  reader, log = _Reader(schedule, group_size), event_log.File(path)
+  reader, log = _Reader(schedule, group_size), event_log.LogFile(path)
   try:
     for event in event_log.surviving(log):
-      reader.feed(event)
+      reader.observe(event)
   except (LookupError, TypeError) as error:
     raise Unreadable(f"{path.name}: an event lacks {error}") from error
   return reader.verdict(log)
@@ -308,30 +310,34 @@ class _Reader:
   def __init__(self, schedule: overlap.Overlap | None, group_size: int):
     self._bound = schedule.max_staleness if schedule else None
     self._checker = checker.Checker(schedule, group_size) if schedule else None
-    self._books, self._ages, self._mix = token_ledger.Books(), Ages(), Mix()
+    self._ledgers, self._ages, self._mix = (
+      token_ledger.LedgerBuilder(),
+      Ages(),
+      Mix(),
+    )
     self._lags: collections.Counter[int] = collections.Counter()
     self._faults: collections.Counter[str] = collections.Counter()
     self._rounds = 0
 
-  def feed(self, event: event_log.Event) -> None:
+  def observe(self, event: event_log.Event) -> None:
     if self._checker:
-      self._checker.feed(event)
-    self._books.feed(event)
-    self._ages.feed(event)
-    self._mix.feed(event)
+      self._checker.observe(event)
+    self._ledgers.observe(event)
+    self._ages.observe(event)
+    self._mix.observe(event)
     if event["kind"] == "trained":
       self._lags[event["version"] - event["first_version"]] += 1
       self._rounds = max(self._rounds, event["version"] + 1)
     elif event["kind"] == "fault":
       self._faults[event["status"]] += 1
 
-  def verdict(self, log: event_log.File) -> Verdict:
-    checks, violations, book = [], [], self._books.ledger()
+  def verdict(self, log: event_log.LogFile) -> Verdict:
+    checks, violations, ledger = [], [], self._ledgers.ledger()
     if self._checker:
       checks = [*self._checker.checks, _BALANCE]
       violations = self._checker.finish()
-      if book.error:
-        violations.append(f"the ledger does not balance: {book}")
+      if ledger.error:
+        violations.append(f"the ledger does not balance: {ledger}")
     if log.num_garbled:
       violations.append(
         f"{log.num_garbled} lines in the middle of the log are no events"
@@ -340,9 +346,9 @@ class _Reader:
       bound=self._bound,
       checks=checks,
       violations=violations,
-      books=book,
-      by_source=self._books.by_source(),
-      selection=self._books.selection(),
+      ledger=ledger,
+      by_source=self._ledgers.by_source(),
+      selection=self._ledgers.selection_bias(),
       lags=self._lags,
       faults=self._faults,
       sources=dict(sorted(self._mix.sources.items())),

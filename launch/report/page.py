@@ -174,12 +174,12 @@ _UNTOLD = [
 
 def _told(verdict: log_check.Verdict) -> list[tuple[str, str, str]]:
   """Returns the outcomes that the event log tells."""
-  book, bound, broken = verdict.books, verdict.bound, verdict.violations
+  ledger, bound, broken = verdict.ledger, verdict.bound, verdict.violations
   kinds = ", ".join(f"{kind} {n}" for kind, n in verdict.faults.items())
-  useful = f"{book.trained / book.sampled:.0%}" if book.sampled else "–"
+  useful = f"{ledger.trained / ledger.sampled:.0%}" if ledger.sampled else "–"
   masked, dropped = (
     ", ".join(f"{why} {n:,}" for why, n in parts.items() if n)
-    for parts in (book.causes, book.dropped)
+    for parts in (ledger.causes, ledger.dropped)
   )
   held = f"{len(verdict.checks)} checked" if verdict.checks else "not checked"
   return [
@@ -192,7 +192,7 @@ def _told(verdict: log_check.Verdict) -> list[tuple[str, str, str]]:
     (
       "Useful tokens",
       useful,
-      f"of {book.sampled:,}; masked: {masked or 'none'}; "
+      f"of {ledger.sampled:,}; masked: {masked or 'none'}; "
       f"dropped: {dropped or 'none'}",
     ),
     ("Invariants", f"{len(broken)} broken" if broken else "hold", held),

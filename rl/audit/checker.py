@@ -1,14 +1,13 @@
-"""Whether a log keeps the promises of its schedule, in one pass.
+"""Checks in one pass that a log keeps the promises of its schedule.
 
-  event --> attempts (the order of transitions) --> group_invariants
-    |       when an attempt is over                 (pure functions of it)
-    +-----> queue_invariants (gate, buffer), run_invariants (rounds, publishes)
+  event --> lifecycle (order of transitions) --> group_invariants
+    |       when an attempt is over
+    +--> queue_invariants (gate, buffer), round_invariants (rounds, publishes)
 
-A log may end anywhere: what is unfinished breaks nothing.
+A log may end anywhere: unfinished work breaks no promise.
 """
 
-import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 
 from rl.audit import (
   event_log,
@@ -20,8 +19,9 @@ from rl.audit import (
 )
 from rl.schedule import overlap
 
-_MOST = 1000
-_WATCHERS: tuple[type[invariant.Invariant], ...] = (
+_MAX_KEPT = 1000
+_INVARIANTS: tuple[type[invariant.Invariant], ...] = (
+  *group_invariants.INVARIANTS,
   *queue_invariants.INVARIANTS,
   *round_invariants.INVARIANTS,
 )
@@ -29,10 +29,10 @@ _ORDER = "Transitions come in their order, and none twice."
 
 
 class Checker:
-  """Takes a log event by event and keeps what is broken.
+  """Takes a log event by event and keeps the violations.
 
   Memory is that of the groups under way and of the first 1,000 violations.
-  Call `feed` with every event, by hand or as a listener of the log, and
+  Call `observe` with every event, by hand or as a listener of the log, and
   `finish` once.
 
   Args:
@@ -41,60 +41,56 @@ class Checker:
   """
 
   def __init__(self, schedule: overlap.Overlap, group_size: int):
-    self._schedule = schedule
-    self._group_size = group_size
-    self._attempts = lifecycle.Attempts(
-      group_size + schedule.redundancy.extra_members, self._settle
+    self._lifecycle = lifecycle.Lifecycle(
+      group_size + schedule.redundancy.extra_members, self._check_attempt
     )
-    self._rules = [r for r in group_invariants.RULES if r.binds(schedule)]
-    self._found: list[str] = []
-    self._num_found = 0
-    self._watchers = [w(schedule) for w in _WATCHERS if w.binds(schedule)]
-    self._of_kind: dict[str, list[_Watch]] = {}
+    self._violations: list[str] = []
+    self._num_violations = 0
+    context = invariant.Context(schedule, group_size, self._report)
+    self._invariants = [x(context) for x in _INVARIANTS if x.binds(schedule)]
+    self._of_attempts = self._handlers(invariant.ATTEMPT_OVER)
+    self._of_kind = {
+      kind: self._handlers(invariant.EVERY_EVENT, kind)
+      for kind in event_log.KINDS
+    }
+    self._of_unknown = self._handlers(invariant.EVERY_EVENT)
 
   @property
   def checks(self) -> list[str]:
-    """What is checked, a line each."""
-    documented = [rule.broken for rule in self._rules] + [
-      type(watcher) for watcher in self._watchers
-    ]
-    return [_ORDER, *((x.__doc__ or "").split("\n")[0] for x in documented)]
+    """The promises that are checked, a line each."""
+    documented = (type(one).__doc__ or "" for one in self._invariants)
+    return [_ORDER, *(text.split("\n")[0] for text in documented)]
 
-  def feed(self, event: event_log.Event) -> None:
+  def observe(self, event: event_log.Event) -> None:
     """Checks one event."""
-    if misplaced := self._attempts.feed(event):
-      self._note([misplaced.says])
-    kind = event["kind"]
-    if kind not in self._of_kind:
-      self._of_kind[kind] = [*_watches(self._watchers, kind)]
-    for watch in self._of_kind[kind]:
-      self._note(watch(event))
+    if misplaced := self._lifecycle.observe(event):
+      self._report(misplaced.violation)
+    for handle in self._of_kind.get(event["kind"], self._of_unknown):
+      handle(event)
 
   def finish(self) -> list[str]:
     """Returns all violations, in the order in which they were found."""
-    for attempt in self._attempts.under_way:
-      self._settle(attempt)
-    more = self._num_found - len(self._found)
-    return self._found + [f"and {more:,} more"] * (more > 0)
+    for attempt in self._lifecycle.under_way:
+      self._check_attempt(attempt)
+    more = self._num_violations - len(self._violations)
+    return self._violations + [f"and {more:,} more"] * (more > 0)
 
-  def _settle(self, attempt: lifecycle.Attempt) -> None:
-    for rule in self._rules:
-      self._note(rule.broken(attempt, self._schedule, self._group_size))
+  def _handlers(self, *keys: str) -> list[invariant.Handler]:
+    return [
+      one.handles[key]
+      for one in self._invariants
+      for key in keys
+      if key in one.handles
+    ]
 
-  def _note(self, found: Iterable[str]) -> None:
-    for violation in found:
-      self._num_found += 1
-      if self._num_found <= _MOST:
-        self._found.append(violation)
+  def _check_attempt(self, attempt: lifecycle.AttemptRecord) -> None:
+    for handle in self._of_attempts:
+      handle(attempt)
 
-
-_Watch = Callable[[event_log.Event], Iterator[str]]
-
-
-def _watches(watchers: Iterable[object], kind: str) -> Iterator[_Watch]:
-  for watcher, name in itertools.product(watchers, ("every", kind)):
-    if hasattr(watcher, name):
-      yield getattr(watcher, name)
+  def _report(self, violation: str) -> None:
+    self._num_violations += 1
+    if self._num_violations <= _MAX_KEPT:
+      self._violations.append(violation)
 
 
 def violations(
@@ -103,9 +99,9 @@ def violations(
   """Returns every way in which a log breaks the promises of its schedule.
 
   Args:
-    log: without what a restart supersedes: `event_log.surviving`.
+    log: without the events that a restart supersedes: `event_log.surviving`.
   """
   checker = Checker(schedule, group_size)
   for event in log:
-    checker.feed(event)
+    checker.observe(event)
   return checker.finish()

@@ -28,11 +28,11 @@ Kinds of events and their fields, all with `t` seconds since the log began:
 
 A group is a place in the order of submission, and attempts at it follow one
 another. `version` is the newest that every engine serves or, of what the
-learner does, the number of rounds trained before. `tokens` were sampled,
+learner's events, the number of rounds trained before. `tokens` were sampled,
 `length` counts all ids. `versions` are run lengths, [[version, tokens], ...],
 in the order of sampling; `members` the indices that make up the group, `used`
-those of them that are trained: their tokens are `tokens`, the rest's `masked`.
-It is `skipped` when the numbers of its update were not finite: nobody is.
+the trained ones: they have `tokens`, the others `masked`. An update that was
+not finite is `skipped`: none of its members is trained.
 """
 
 import contextlib
@@ -45,7 +45,7 @@ from typing import Any
 
 Event = dict[str, Any]
 Runs = Sequence[Sequence[int]]
-"""Run lengths [version, tokens] of what was sampled, in order."""
+"""Run lengths [version, tokens] of sampled tokens, in order."""
 
 OF_MEMBER = (
   "admitted",
@@ -85,7 +85,7 @@ _OF_DROP = ("dropped", "source_too_slow")
 # At 4 us each a flush keeps the event loop for no longer than 4 ms.
 _FLUSH_EVERY = 1000
 _BLOCK = 1 << 16
-# An event holds no event, so there is no circle to look for.
+# Events are never circular, so the encoder need not look for circles.
 _encode = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
 
 
@@ -97,7 +97,7 @@ class EventLog:
 
   Args:
     path: appended to, so a resumed run keeps its history, and its times go on
-      behind the last of them; None: memory only.
+      after the last of them; None: memory only.
     clock: of the event loop, in seconds.
 
   Attributes:
@@ -142,7 +142,7 @@ class EventLog:
     return round(reading - self._origin, 6)
 
   def flush(self) -> None:
-    """Writes what was recorded since the last flush, and forgets it."""
+    """Writes the events since the last flush, and forgets them."""
     if self._file is None:
       return
     self._file.writelines(f"{_encode(event)}\n" for event in self.events)
@@ -156,16 +156,16 @@ class EventLog:
       self._file.close()
 
 
-class File:
+class LogFile:
   """The events of a log on disk, read anew by each iteration.
 
   Memory is that of one line.
 
   Attributes:
-    num_cut: lines that the last iteration left out: no JSON, as a crash leaves
-      the last one.
-    num_garbled: of them those that no crash has cut, because the log goes on
-      behind them without a restart.
+    num_cut: lines that the last iteration left out because they are not JSON,
+      as a crash leaves the last one.
+    num_garbled: those of them that no crash has cut, because the log goes on
+      after them without a restart.
   """
 
   def __init__(self, path: pathlib.Path):
@@ -187,7 +187,7 @@ class File:
       yield event
 
   def mentions(self, word: str) -> bool:
-    """Whether any line has this string, which costs less than to parse all."""
+    """Searches the text of the lines for a string, without parsing them."""
     return any(f'"{word}"' in line for line in self._lines())
 
   def _lines(self) -> Iterator[str]:
@@ -198,7 +198,7 @@ class File:
 def _last_time(path: pathlib.Path) -> float:
   """Returns the time at which a log ends, 0 when it is empty.
 
-  A first token is told later than it was sampled, so its `t` says nothing.
+  A first token is logged later than it was sampled, so its `t` is ignored.
   """
   if not path.exists():
     return 0.0
@@ -223,7 +223,7 @@ def _backwards(path: pathlib.Path) -> Iterator[bytes]:
 
 
 def member(event: Event) -> tuple[int, int, int]:
-  """Returns whose an event is: (group, attempt, index)."""
+  """Returns the (group, attempt, index) of a member's event."""
   return event["group"], event["attempt"], event["index"]
 
 
@@ -238,13 +238,14 @@ def staleness(events: Iterable[Event]) -> list[int]:
 
 
 class _Stretch:
-  """What a log says between two restarts, of groups and (group, attempt)s.
+  """The groups and (group, attempt)s of a log between two restarts.
 
   Attributes:
     rounds: trained when it began.
     begun: first attempt at each group.
     trained: version and attempt at which a group was trained.
-    dropped: when an attempt was; None unless its group was cancelled with it.
+    dropped: version at which an attempt was; None unless its group was
+      cancelled with it.
   """
 
   def __init__(self, rounds: int = 0):
@@ -278,14 +279,15 @@ class _Stretch:
 def surviving(log: Iterable[Event]) -> Iterator[Event]:
   """Yields the log as if its run had never been interrupted.
 
-  A resume after N rounds supersedes what is older and belongs to no trained
-  group of these rounds: it is played, trained and published again. What stays
-  beside them is the play of a group that was finished and saved, in the place
-  of the event that restores it, and attempts that were dropped for good.
+  A resume after N rounds supersedes older events, except those of groups that
+  were trained in these rounds: the others are played, trained and published
+  again. Two kinds stay beside them: the play of a group that was finished and
+  saved, in the place of the event that restores it, and attempts that were
+  dropped for good.
 
   Args:
-    log: is iterated over several times. Of one with a resume a few numbers
-      for each group are kept in memory, of others nothing.
+    log: is iterated over several times. With a resume a few numbers for each
+      group are kept in memory, without one nothing.
   """
   if not _is_resumed(log):
     yield from log
@@ -313,13 +315,13 @@ def surviving(log: Iterable[Event]) -> Iterator[Event]:
 
 
 def _is_resumed(log: Iterable[Event]) -> bool:
-  if isinstance(log, File) and not log.mentions("resumed"):
+  if isinstance(log, LogFile) and not log.mentions("resumed"):
     return False
   return any(event["kind"] == "resumed" for event in log)
 
 
 def _stays(stretches: Sequence[_Stretch], number: int, event: Event) -> bool:
-  """Whether an event of a stretch survives every later restart."""
+  """True when an event of a stretch survives every later restart."""
   later = stretches[number + 1 :]
   floor = min((stretch.rounds for stretch in later), default=math.inf)
   kind = event["kind"]
@@ -333,7 +335,7 @@ def _stays(stretches: Sequence[_Stretch], number: int, event: Event) -> bool:
     return True
   place = event["group"], event["attempt"]
   if kind in _OF_DROP and any(place in stretch.restored for stretch in later):
-    # Dropped behind the checkpoint that held it: what is restored never was.
+    # Dropped after the checkpoint that held it, so the restored one never was.
     return False
   if kind != "restored":
     return _play_stays(stretches, number, place)
@@ -351,7 +353,7 @@ def _stays(stretches: Sequence[_Stretch], number: int, event: Event) -> bool:
 def _play_stays(
   stretches: Sequence[_Stretch], number: int, place: tuple[int, int]
 ) -> bool:
-  """Whether what was played in a stretch counts after every later one."""
+  """True when the play of a stretch counts after every later one."""
   return all(
     _is_trained(stretches[number : i + 1], place)
     or _is_kept(stretches[number : i + 1], place)
@@ -360,9 +362,9 @@ def _play_stays(
 
 
 def _is_trained(stretches: Sequence[_Stretch], place: tuple[int, int]) -> bool:
-  """Whether a group is trained when the last of these stretches begins.
+  """True when a group is trained before the last of these stretches begins.
 
-  It is whatever attempt came to be trained, this one or a later one.
+  Either this attempt was trained, or a later one.
   """
   group, attempt = place
   for i, stretch in enumerate(stretches[:-1]):
@@ -374,7 +376,7 @@ def _is_trained(stretches: Sequence[_Stretch], place: tuple[int, int]) -> bool:
 
 
 def _is_kept(stretches: Sequence[_Stretch], place: tuple[int, int]) -> bool:
-  """Whether the last of these stretches goes on behind an attempt."""
+  """True when the last of these stretches goes on after an attempt."""
   group, attempt = place
   *before, last = stretches
   if place in last.restored:

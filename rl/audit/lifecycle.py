@@ -1,4 +1,4 @@
-"""What a log says of the groups under way, and what may follow upon it.
+"""The life of a group: its transitions in order, followed event by event.
 
   member:   admitted -> first_token -> turn* -> ended -> grading -> reward
             (until it has ended: -> aborted)           (or -> fault)
@@ -16,20 +16,20 @@ from typing import Literal, NamedTuple
 
 from rl.audit import event_log
 
-# Whoever was cancelled has had the time of two publishes to end.
+# Publishes that a cancelled member has to end in.
 _PATIENCE = 2
 
 
 @dataclasses.dataclass(slots=True)
-class Member:
+class MemberRecord:
   """One episode of an attempt.
 
   Attributes:
     number: of its last turn.
-    turn_tokens: sampled by whole turns.
-    tokens, length, versions, turns: as its end tells them.
-    reason: why it was aborted.
-    over: how it ended.
+    turn_tokens: sampled in whole turns.
+    tokens, length, versions, turns: as in its end event.
+    reason: of an abort.
+    over: the kind of its end event; "" while it plays.
   """
 
   admitted_t: float | None = None
@@ -49,24 +49,23 @@ class Member:
 
   @property
   def sampled(self) -> int:
-    """Tokens that are known to be sampled."""
+    """Tokens that it sampled, as far as logged."""
     return self.tokens if self.over else self.turn_tokens
 
 
 @dataclasses.dataclass(slots=True)
-class Attempt:
+class AttemptRecord:
   """One attempt at a group.
 
   Attributes:
-    launched: members that are played of each group.
-    begun_at: version that was served when it was submitted, or restored.
-    ended_at: version that was served when a member last ended.
-    open_at: newest version that was served while it was neither trained nor
-      dropped.
+    launched: members played of each group.
+    begun_at: version served when it was submitted, or restored.
+    ended_at: version served when a member last ended.
+    open_at: newest version served while it was neither trained nor dropped.
     replayed: from its beginning, after a restart.
-    graded: members that were done when it was ready.
-    ready, dequeued, trained, dropped, restored: the events, when they came.
-    overdue: members were still playing long after it was over.
+    graded: members that were graded when it was ready.
+    ready, dequeued, trained, dropped, restored: the events, once they came.
+    overdue: members still played long after it was over.
   """
 
   group: int
@@ -77,7 +76,7 @@ class Attempt:
   open_at: int = 0
   source: str = ""
   replayed: bool = False
-  members: dict[int, Member] = dataclasses.field(default_factory=dict)
+  members: dict[int, MemberRecord] = dataclasses.field(default_factory=dict)
   graded: frozenset[int] = frozenset()
   ready: event_log.Event | None = None
   dequeued: event_log.Event | None = None
@@ -97,7 +96,7 @@ class Attempt:
 
   @property
   def complete(self) -> bool:
-    """Whether no more can come of it."""
+    """True when no more can come of it."""
     if self.open:
       return False
     whole = self.restored or len(self.members) >= self.launched
@@ -105,7 +104,7 @@ class Attempt:
 
   @property
   def sampled(self) -> int:
-    """Tokens that its members are known to have sampled."""
+    """Tokens that its members sampled, as far as logged."""
     if self.restored:
       return self.restored["tokens"]
     return sum(member.sampled for member in self.members.values())
@@ -119,14 +118,14 @@ class Attempt:
 
   @property
   def used(self) -> list[int]:
-    """Members that were trained: not those that only make up the group."""
+    """Trained members; a masked one only makes up the group."""
     if not self.trained:
       return []
-    # Older logs do not tell them apart.
+    # A log without the field trains all of them.
     return self.trained.get("used", self.trained["members"])
 
   def sampled_by(self, members: Sequence[int]) -> int:
-    """Returns the tokens that some members are known to have sampled."""
+    """Returns the tokens that some members sampled, as far as logged."""
     return sum(m.sampled for i, m in self.members.items() if i in members)
 
 
@@ -135,13 +134,15 @@ def name(group: int, attempt: int) -> str:
   return f"group {group}" + (f" attempt {attempt}" if attempt else "")
 
 
-def late(attempt: Attempt, event: event_log.Event) -> str:
-  """Returns what an event comes too late for, or again; "" when it does not."""
+def late(attempt: AttemptRecord, event: event_log.Event) -> str:
+  """Returns why an event is late or a repetition; "" when it is neither."""
   kind = event["kind"]
   if attempt.dropped and kind not in _ENDS:
     return "after it was dropped"
   if kind in event_log.OF_MEMBER:
-    return _late_of_member(attempt.members.get(event["index"], Member()), kind)
+    return _late_of_member(
+      attempt.members.get(event["index"], MemberRecord()), kind
+    )
   match kind:
     case "ready" if not (attempt.ready or attempt.restored):
       return ""
@@ -154,7 +155,7 @@ def late(attempt: Attempt, event: event_log.Event) -> str:
   return "again"
 
 
-def _late_of_member(member: Member, kind: str) -> str:
+def _late_of_member(member: MemberRecord, kind: str) -> str:
   if member.over and kind not in _OF_GRADING:
     return "after it had " + _WORDS[member.over]
   match kind:
@@ -169,12 +170,12 @@ def _late_of_member(member: Member, kind: str) -> str:
   return ""
 
 
-def early(attempt: Attempt, event: event_log.Event) -> str:
-  """Returns what is missing before an event; "" when nothing is."""
+def early(attempt: AttemptRecord, event: event_log.Event) -> str:
+  """Returns which event is missing before one; "" when none is."""
   kind = event["kind"]
   if kind in event_log.OF_MEMBER:
     return _early_of_member(
-      attempt.members.get(event["index"], Member()), event
+      attempt.members.get(event["index"], MemberRecord()), event
     )
   match kind:
     case "dequeued" if not (attempt.ready or attempt.restored):
@@ -184,7 +185,7 @@ def early(attempt: Attempt, event: event_log.Event) -> str:
   return ""
 
 
-def _early_of_member(member: Member, event: event_log.Event) -> str:
+def _early_of_member(member: MemberRecord, event: event_log.Event) -> str:
   match event["kind"]:
     case "first_token":
       if member.admitted_t is None or event["t"] < member.admitted_t:
@@ -210,7 +211,7 @@ def _early_of_member(member: Member, event: event_log.Event) -> str:
   return ""
 
 
-def _before_first(member: Member, event: event_log.Event) -> str:
+def _before_first(member: MemberRecord, event: event_log.Event) -> str:
   if member.first_t is not None and event["t"] < member.first_t:
     return "before its first token was sampled"
   return ""
@@ -222,39 +223,39 @@ _WORDS = {"ended": "ended", "aborted": "been aborted"}
 
 
 class Misplaced(NamedTuple):
-  """What is wrong with the place of an event.
+  """A violation of the order of transitions.
 
   Attributes:
-    ignored: it came too late or again, and changes nothing.
+    ignored: the event came too late or again, and changes nothing.
   """
 
-  says: str
+  violation: str
   ignored: bool
 
 
-class Attempts:
-  """Follows a log, event by event.
+class Lifecycle:
+  """The attempts of a log that are under way, followed event by event.
 
   Args:
     launched: members of a group that are played, redundant ones included.
-    settle: is given each attempt that is over.
+    on_close: is given each attempt that is over.
   """
 
-  def __init__(self, launched: int, settle: Callable[[Attempt], None]):
+  def __init__(self, launched: int, on_close: Callable[[AttemptRecord], None]):
     self._launched = launched
-    self._settle = settle
-    self._open: dict[tuple[int, int], Attempt] = {}
+    self._on_close = on_close
+    self._open: dict[tuple[int, int], AttemptRecord] = {}
     self._over: set[tuple[int, int]] = set()
     self._published = 0
     self._version = 0
 
   @property
-  def under_way(self) -> list[Attempt]:
+  def under_way(self) -> list[AttemptRecord]:
     """Attempts of which more may come."""
     return list(self._open.values())
 
-  def feed(self, event: event_log.Event) -> Misplaced | None:
-    """Returns what is wrong with the place of an event, if anything is."""
+  def observe(self, event: event_log.Event) -> Misplaced | None:
+    """Applies an event; returns it as misplaced when it breaks the order."""
     kind = event["kind"]
     if kind == "published":
       self._publish(event["version"])
@@ -265,27 +266,29 @@ class Attempts:
     if attempt is None:
       return self._begin(place, event)
     if wrong := late(attempt, event):
-      return Misplaced(_says(attempt, event, wrong), ignored=True)
+      return Misplaced(_violation(attempt, event, wrong), ignored=True)
     wrong = early(attempt, event)
     _APPLY[kind](attempt, event)
     if kind in _ENDS:
       attempt.ended_at = self._version
     if attempt.trained or attempt.dropped:
       self._close(place, attempt)
-    return Misplaced(_says(attempt, event, wrong), False) if wrong else None
+    return (
+      Misplaced(_violation(attempt, event, wrong), False) if wrong else None
+    )
 
   def _begin(
     self, place: tuple[int, int], event: event_log.Event
   ) -> Misplaced | None:
     kind = event["kind"]
     if kind not in ("submitted", "restored"):
-      # Who waited for an engine when its attempt was dropped has no tokens.
+      # A member without an engine when its attempt was dropped has no tokens.
       if kind == "aborted" and not event["tokens"]:
         return None
-      says = f"{name(*place)}: {kind}, but it is not under way"
-      return Misplaced(says, ignored=True)
+      violation = f"{name(*place)}: {kind}, but it is not under way"
+      return Misplaced(violation, ignored=True)
     now = event.get("version", self._version)
-    self._open[place] = attempt = Attempt(
+    self._open[place] = attempt = AttemptRecord(
       *place, self._launched, begun_at=now, open_at=now
     )
     if kind == "submitted":
@@ -295,8 +298,8 @@ class Attempts:
       attempt.restored = event
     return None
 
-  def _close(self, place: tuple[int, int], attempt: Attempt) -> None:
-    """Forgets an attempt when no more can come of it."""
+  def _close(self, place: tuple[int, int], attempt: AttemptRecord) -> None:
+    """Closes an attempt once no more can come of it."""
     if not attempt.complete:
       if place not in self._over:
         attempt.over_at = self._published
@@ -304,7 +307,7 @@ class Attempts:
       return
     self._over.discard(place)
     del self._open[place]
-    self._settle(attempt)
+    self._on_close(attempt)
 
   def _publish(self, version: int) -> None:
     self._version = version
@@ -321,35 +324,37 @@ class Attempts:
         attempt.overdue = True
         self._over.discard(place)
         del self._open[place]
-        self._settle(attempt)
+        self._on_close(attempt)
 
 
-def _says(attempt: Attempt, event: event_log.Event, wrong: str) -> str:
+def _violation(
+  attempt: AttemptRecord, event: event_log.Event, wrong: str
+) -> str:
   where = f" member {event['index']}" if "index" in event else ""
   return f"{attempt}{where}: {event['kind']} {wrong}"
 
 
-def _member(attempt: Attempt, event: event_log.Event) -> Member:
-  return attempt.members.setdefault(event["index"], Member())
+def _member(attempt: AttemptRecord, event: event_log.Event) -> MemberRecord:
+  return attempt.members.setdefault(event["index"], MemberRecord())
 
 
-def _apply_admitted(attempt: Attempt, event: event_log.Event) -> None:
+def _apply_admitted(attempt: AttemptRecord, event: event_log.Event) -> None:
   _member(attempt, event).admitted_t = event["t"]
 
 
-def _apply_first_token(attempt: Attempt, event: event_log.Event) -> None:
+def _apply_first_token(attempt: AttemptRecord, event: event_log.Event) -> None:
   member = _member(attempt, event)
   member.first_t, member.first_version = event["t"], event["version"]
 
 
-def _apply_turn(attempt: Attempt, event: event_log.Event) -> None:
+def _apply_turn(attempt: AttemptRecord, event: event_log.Event) -> None:
   member = _member(attempt, event)
   member.number = event["number"]
   member.num_turns += 1
   member.turn_tokens += event["tokens"]
 
 
-def _apply_end(attempt: Attempt, event: event_log.Event) -> None:
+def _apply_end(attempt: AttemptRecord, event: event_log.Event) -> None:
   member = _member(attempt, event)
   member.over = event["kind"]
   member.reason = event.get("reason", "")
@@ -359,26 +364,26 @@ def _apply_end(attempt: Attempt, event: event_log.Event) -> None:
   member.versions = event["versions"]
 
 
-def _apply_grading(attempt: Attempt, event: event_log.Event) -> None:
+def _apply_grading(attempt: AttemptRecord, event: event_log.Event) -> None:
   _member(attempt, event).grading = True
 
 
-def _apply_outcome(attempt: Attempt, event: event_log.Event) -> None:
+def _apply_outcome(attempt: AttemptRecord, event: event_log.Event) -> None:
   _member(attempt, event).outcome = event["kind"]
 
 
-def _apply_ready(attempt: Attempt, event: event_log.Event) -> None:
+def _apply_ready(attempt: AttemptRecord, event: event_log.Event) -> None:
   attempt.ready = event
   attempt.graded = frozenset(
     i for i, m in attempt.members.items() if m.over == "ended" and m.outcome
   )
 
 
-def _apply(attempt: Attempt, event: event_log.Event) -> None:
+def _apply(attempt: AttemptRecord, event: event_log.Event) -> None:
   setattr(attempt, event["kind"], event)
 
 
-_APPLY: dict[str, Callable[[Attempt, event_log.Event], None]] = {
+_APPLY: dict[str, Callable[[AttemptRecord, event_log.Event], None]] = {
   "admitted": _apply_admitted,
   "first_token": _apply_first_token,
   "turn": _apply_turn,

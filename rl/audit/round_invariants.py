@@ -1,14 +1,7 @@
-"""What must hold between rounds and publishes, event by event.
-
-Each invariant is a small class that is built with the schedule. Its methods
-are named for the kinds of events that they are given and yield a sentence for
-every way in which it is broken. Its state is that of what is under way, or a
-few numbers: it does not grow with the log.
-"""
+"""Promises about rounds and publishes."""
 
 import collections
 import dataclasses
-from collections.abc import Iterator
 
 from rl.audit import event_log, invariant, lifecycle
 from rl.data import trajectory
@@ -17,118 +10,123 @@ from rl.schedule import overlap
 _STATUSES = frozenset(status.value for status in trajectory.Status)
 
 
-class Time(invariant.Invariant):
-  """Time never falls; a first token may be told later than it was sampled."""
+class KnownWords(invariant.Invariant):
+  """Every event has a known kind, and every end a known status."""
 
-  def __init__(self, schedule: overlap.Overlap):
-    del schedule
+  def __init__(self, context: invariant.Context):
+    super().__init__(context)
+    self.handles = {
+      invariant.EVERY_EVENT: self._on_event,
+      "ended": self._on_end,
+      "fault": self._on_end,
+    }
+
+  def _on_event(self, event: event_log.Event) -> None:
+    if event["kind"] not in event_log.KINDS:
+      self.report(f"an event of unknown kind {event['kind']!r}")
+
+  def _on_end(self, event: event_log.Event) -> None:
+    if event["status"] not in _STATUSES:
+      self.report(
+        f"{_member(event)}: ended with unknown status {event['status']!r}"
+      )
+
+
+class TimeRises(invariant.Invariant):
+  """Time never falls; a first token may be logged later than it was sampled."""
+
+  def __init__(self, context: invariant.Context):
+    super().__init__(context)
     self._last = 0.0
+    self.handles = {invariant.EVERY_EVENT: self._on_event}
 
-  def every(self, event: event_log.Event) -> Iterator[str]:
-    """Compares with the event before."""
+  def _on_event(self, event: event_log.Event) -> None:
     if event["kind"] == "first_token":
       return
     if event["t"] < self._last:
-      yield f"{event['kind']} at {event['t']} s came after {self._last} s"
+      self.report(
+        f"{event['kind']} at {event['t']} s came after {self._last} s"
+      )
     self._last = max(self._last, event["t"])
 
 
 class Publishes(invariant.Invariant):
   """Publishes do not overlap, and each version is one above the last."""
 
-  def __init__(self, schedule: overlap.Overlap):
-    del schedule
+  def __init__(self, context: invariant.Context):
+    super().__init__(context)
     self._open: int | None = None
     self._last = 0
+    self.handles = {
+      "publish_start": self._on_publish_start,
+      "published": self._on_published,
+    }
 
-  def publish_start(self, event: event_log.Event) -> Iterator[str]:
-    """Compares with the publish before."""
+  def _on_publish_start(self, event: event_log.Event) -> None:
     version = event["version"]
     if self._open is not None:
-      yield f"publishing {version} began inside {self._open}"
+      self.report(f"publishing {version} began inside {self._open}")
     self._open = version
 
-  def published(self, event: event_log.Event) -> Iterator[str]:
-    """Compares with what was begun."""
+  def _on_published(self, event: event_log.Event) -> None:
     version = event["version"]
     if version != self._open:
-      yield f"version {version} was published but never begun"
+      self.report(f"version {version} was published but never begun")
     if version != self._last + 1:
-      yield f"version {version} was published after {self._last}"
+      self.report(f"version {version} was published after {self._last}")
     self._last, self._open = version, None
 
 
-class KnownWords(invariant.Invariant):
-  """Every event is of a kind, and every end of a status, that there is."""
+class PublishedVersions(invariant.Invariant):
+  """Only published versions sample tokens, or are those of an admission.
 
-  def __init__(self, schedule: overlap.Overlap):
-    del schedule
+  From `publish_start` on the first engines may serve a version.
+  """
 
-  def every(self, event: event_log.Event) -> Iterator[str]:
-    """Looks at the kind."""
-    if event["kind"] not in event_log.KINDS:
-      yield f"an event of kind {event['kind']!r}, which there is not"
-
-  def ended(self, event: event_log.Event) -> Iterator[str]:
-    """Looks at the status."""
-    if event["status"] not in _STATUSES:
-      yield (
-        f"{_member(event)}: ended with status "
-        f"{event['status']!r}, which there is not"
-      )
-
-  fault = ended
-
-
-class KnownVersions(invariant.Invariant):
-  """Nothing is sampled by, or admitted at, a version that is not there yet."""
-
-  def __init__(self, schedule: overlap.Overlap):
-    del schedule
+  def __init__(self, context: invariant.Context):
+    super().__init__(context)
     self._newest = 0
+    self.handles = {
+      "publish_start": self._on_publish_start,
+      "submitted": self._on_attempt,
+      "ready": self._on_attempt,
+      "dropped": self._on_attempt,
+      "admitted": self._on_admitted,
+      "ended": self._on_end,
+      "aborted": self._on_end,
+    }
 
-  def publish_start(self, event: event_log.Event) -> Iterator[str]:
-    """From here on the first engines may serve it."""
+  def _on_publish_start(self, event: event_log.Event) -> None:
     self._newest = max(self._newest, event["version"])
-    yield from ()
 
-  def submitted(self, event: event_log.Event) -> Iterator[str]:
-    """Looks at the gate's version."""
-    yield from self._early(
-      f"{_name(event)}: {event['kind']} at", event["version"]
-    )
+  def _on_attempt(self, event: event_log.Event) -> None:
+    self._compare(f"{_attempt(event)}: {event['kind']} at", event["version"])
 
-  ready = dropped = submitted
+  def _on_admitted(self, event: event_log.Event) -> None:
+    self._compare(f"{_member(event)}: admitted at", event["version"])
 
-  def admitted(self, event: event_log.Event) -> Iterator[str]:
-    """Looks at the engine's version."""
-    yield from self._early(f"{_member(event)}: admitted at", event["version"])
+  def _on_end(self, event: event_log.Event) -> None:
+    newest = max((version for version, _ in event["versions"]), default=0)
+    self._compare(f"{_member(event)}: sampled by", newest)
 
-  def ended(self, event: event_log.Event) -> Iterator[str]:
-    """Looks at the version of each token."""
-    last = max((version for version, _ in event["versions"]), default=0)
-    yield from self._early(f"{_member(event)}: sampled by", last)
-
-  aborted = ended
-
-  def _early(self, what: str, version: int) -> Iterator[str]:
+  def _compare(self, use: str, version: int) -> None:
     if version > self._newest:
-      yield (
-        f"{what} version {version}, which is not published; {self._newest} is"
+      self.report(
+        f"{use} version {version}, which is not published; {self._newest} is"
       )
 
 
 def _member(event: event_log.Event) -> str:
-  return f"{_name(event)} member {event['index']}"
+  return f"{_attempt(event)} member {event['index']}"
 
 
-def _name(event: event_log.Event) -> str:
+def _attempt(event: event_log.Event) -> str:
   return lifecycle.name(event["group"], event["attempt"])
 
 
 @dataclasses.dataclass
 class _Round:
-  """What a round has trained so far; `ready_t` is of the last group."""
+  """The training of a round so far; `ready_t` is of its last group."""
 
   groups: collections.Counter[int] = dataclasses.field(
     default_factory=collections.Counter
@@ -146,90 +144,95 @@ class Rounds(invariant.Invariant):
   weights that are published.
   """
 
-  def __init__(self, schedule: overlap.Overlap):
-    self._updates = schedule.updates_per_round
-    self._groups = schedule.groups_per_update
+  def __init__(self, context: invariant.Context):
+    super().__init__(context)
     self._rounds: dict[int, _Round] = collections.defaultdict(_Round)
     self._end = 0.0
+    self.handles = {
+      "trained": self._on_trained,
+      "update": self._on_update,
+      "publish_start": self._on_publish_start,
+    }
 
-  def trained(self, event: event_log.Event) -> Iterator[str]:
-    """Counts the groups of an update."""
+  def _on_trained(self, event: event_log.Event) -> None:
     self._rounds[event["version"]].groups[event["update"]] += 1
-    yield from ()
 
-  def update(self, event: event_log.Event) -> Iterator[str]:
-    """Compares with the update before."""
+  def _on_update(self, event: event_log.Event) -> None:
     this = self._rounds[event["version"]]
     this.updates.append(event["number"])
     this.end = max(this.end, event["end"])
     which = f"update {event['number']} of round {event['version']}"
     if event["end"] < event["start"]:
-      yield f"{which} ended before it began"
+      self.report(f"{which} ended before it began")
     if event["start"] < self._end:
-      yield f"{which} began inside the one before"
+      self.report(f"{which} began inside the one before")
     self._end = max(self._end, event["end"])
 
-  def publish_start(self, event: event_log.Event) -> Iterator[str]:
-    """Looks at the round that the version rests on."""
-    version = event["version"]
+  def _on_publish_start(self, event: event_log.Event) -> None:
+    version, updates = event["version"], self.schedule.updates_per_round
     this = self._rounds.pop(version - 1, _Round())
     for late in [v for v in self._rounds if v < version]:
       del self._rounds[late]
     start = f"publishing {version} began "
-    if this.updates != list(range(self._updates)):
-      yield start + f"after updates {this.updates}, not {self._updates} of them"
-    wanted = dict.fromkeys(range(self._updates), self._groups)
-    if dict(this.groups) != wanted:
+    if this.updates != list(range(updates)):
+      self.report(f"{start}after updates {this.updates}, not {updates} of them")
+    expected = dict.fromkeys(range(updates), self.schedule.groups_per_update)
+    if dict(this.groups) != expected:
       counts = dict(sorted(this.groups.items()))
-      yield start + f"with groups by update {counts}, not {wanted}"
+      self.report(f"{start}with groups by update {counts}, not {expected}")
     if event["t"] < this.end:
-      yield start + "before the last update of its round had ended"
+      self.report(start + "before the last update of its round had ended")
 
 
 class TrainingApart(invariant.Invariant):
-  """A round trains in no moment in which one of its groups still plays."""
+  """A round never trains while one of its groups still plays."""
 
-  def __init__(self, schedule: overlap.Overlap):
-    del schedule
+  def __init__(self, context: invariant.Context):
+    super().__init__(context)
     self._ready: dict[int, float] = {}
     self._rounds: dict[int, _Round] = collections.defaultdict(_Round)
+    self.handles = {
+      "ready": self._on_ready,
+      "dropped": self._on_dropped,
+      "trained": self._on_trained,
+      "update": self._on_update,
+      "publish_start": self._on_publish_start,
+    }
 
   @staticmethod
   def binds(schedule: overlap.Overlap) -> bool:
     """Those that wait for a round."""
     return schedule.wait_for_round
 
-  def ready(self, event: event_log.Event) -> Iterator[str]:
-    """It plays no longer."""
+  def _on_ready(self, event: event_log.Event) -> None:
     self._ready[event["group"]] = event["t"]
-    yield from ()
 
-  def dropped(self, event: event_log.Event) -> Iterator[str]:
-    """It is of no round."""
+  def _on_dropped(self, event: event_log.Event) -> None:
     self._ready.pop(event["group"], None)
-    yield from ()
 
-  def trained(self, event: event_log.Event) -> Iterator[str]:
-    """It is of this round."""
+  def _on_trained(self, event: event_log.Event) -> None:
     this = self._rounds[event["version"]]
     this.ready_t = max(this.ready_t, self._ready.pop(event["group"], 0.0))
-    yield from ()
 
-  def update(self, event: event_log.Event) -> Iterator[str]:
-    """The first one begins the training of a round."""
+  def _on_update(self, event: event_log.Event) -> None:
     this = self._rounds[event["version"]]
     if this.start is None or event["start"] < this.start:
       this.start = event["start"]
-    yield from ()
 
-  def publish_start(self, event: event_log.Event) -> Iterator[str]:
-    """Compares both ends of the round."""
+  def _on_publish_start(self, event: event_log.Event) -> None:
     this = self._rounds.pop(event["version"] - 1, _Round())
     if this.start is not None and this.start < this.ready_t:
-      yield (
+      self.report(
         f"round {event['version'] - 1} began to train at {this.start} s, "
         f"its last group was ready at {this.ready_t} s"
       )
 
 
-INVARIANTS = (KnownWords, Time, Publishes, KnownVersions, Rounds, TrainingApart)
+INVARIANTS = (
+  KnownWords,
+  TimeRises,
+  Publishes,
+  PublishedVersions,
+  Rounds,
+  TrainingApart,
+)

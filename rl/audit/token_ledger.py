@@ -1,10 +1,10 @@
-"""The token ledger: where every sampled token went, and what was chosen.
+"""The token ledger: the fate of every sampled token, and selection bias.
 
   sampled = trained + masked + dropped (by reason) + in flight
 
-Columns are filled by different events: `ended` and `aborted` say what was
-sampled, `trained` and `dropped` where it went. So an error other than 0 means
-that tokens were lost or counted twice.
+Different events fill the columns: `ended` and `aborted` count sampled tokens,
+`trained` and `dropped` say where they went. So an error other than 0 means that
+tokens were lost or counted twice.
 """
 
 import collections
@@ -14,17 +14,18 @@ from collections.abc import Iterable, Mapping
 from rl.audit import event_log, lifecycle
 
 UNKNOWN = "unknown"
-"""Source of what was restored without its history."""
+"""Source of groups that were restored without their history."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ledger:
-  """Where sampled tokens went.
+  """Sampled tokens by their fate.
 
   Attributes:
-    masked: of members of trained groups that are not trained.
-    causes: of what is masked: "not finite" is a skipped update, "no advantage"
-      a group that is flat or of one, "unknown" what was restored.
+    masked: of members of trained groups that are not trained themselves.
+    causes: masked tokens by cause: "faults", "not finite" (a skipped update),
+      "no advantage" (a group of zero variance, or a singleton), "unknown" (a
+      restored group).
     dropped: by reason; "redundant" holds the redundant members of trained
       groups too.
     in_flight: of attempts that are neither trained nor dropped.
@@ -40,8 +41,8 @@ class Ledger:
   @property
   def error(self) -> int:
     """Tokens that are in no column; negative when some are in two."""
-    booked = self.trained + self.masked + sum(self.dropped.values())
-    return self.sampled - booked - self.in_flight
+    accounted = self.trained + self.masked + sum(self.dropped.values())
+    return self.sampled - accounted - self.in_flight
 
   def __add__(self, other: "Ledger") -> "Ledger":
     causes = collections.Counter(self.causes)
@@ -69,16 +70,16 @@ class Ledger:
 
 def _split(parts: Mapping[str, int]) -> str:
   """Returns " (3 of this, 4 of that)", or nothing."""
-  told = ", ".join(f"{n:,} {why}" for why, n in parts.items() if n)
-  return f" ({told})" if told else ""
+  text = ", ".join(f"{n:,} {why}" for why, n in parts.items() if n)
+  return f" ({text})" if text else ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Chosen:
-  """Some episodes: how many, how long, from where.
+class EpisodeTotals:
+  """A count of episodes, their ids and their sources.
 
   Attributes:
-    length: ids in all of them.
+    length: ids of all of them together.
     by_source: episodes of each source.
   """
 
@@ -93,7 +94,7 @@ class Chosen:
 
   @property
   def shares(self) -> dict[str, float]:
-    """Part of the episodes that each source has."""
+    """The share of each source in the episodes."""
     return {
       source: count / self.episodes
       for source, count in sorted(self.by_source.items())
@@ -101,28 +102,20 @@ class Chosen:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Selection:
-  """How what is trained differs from what was launched.
+class SelectionBias:
+  """The difference between the episodes launched and those trained.
 
   A schedule that prefers quick groups trains shorter episodes than it plays.
-  Members that are masked, as those with a fault, are launched but not trained.
-  Aborted episodes count with the length that they had, so `launched` is a
-  lower bound.
+  Masked members, as those with a fault, are launched but not trained. Aborted
+  episodes count with the length that they had, so `launched` is a lower bound.
   """
 
-  launched: Chosen
-  trained: Chosen
-
-  @property
-  def length_ratio(self) -> float:
-    """Mean length of trained episodes by that of launched ones; 1 if none."""
-    if not self.trained.episodes or not self.launched.length:
-      return 1.0
-    return self.trained.mean_length / self.launched.mean_length
+  launched: EpisodeTotals
+  trained: EpisodeTotals
 
 
-def of_attempt(attempt: lifecycle.Attempt) -> Ledger:
-  """Returns where the tokens of one attempt went so far."""
+def of_attempt(attempt: lifecycle.AttemptRecord) -> Ledger:
+  """Returns the ledger of one attempt so far."""
   sampled = attempt.sampled
   if attempt.dropped:
     tokens, reason = attempt.dropped["tokens"], attempt.dropped["reason"]
@@ -149,14 +142,14 @@ def of_attempt(attempt: lifecycle.Attempt) -> Ledger:
 
 
 def _causes(
-  attempt: lifecycle.Attempt, trained: event_log.Event
+  attempt: lifecycle.AttemptRecord, trained: event_log.Event
 ) -> dict[str, int]:
-  """Returns why members of a trained group are masked, in tokens."""
+  """Returns the masked tokens of a trained group by cause."""
   if attempt.restored:
     return {"unknown": trained["masked"]}
   causes: collections.Counter[str] = collections.Counter()
   for i in set(trained["members"]) - set(attempt.used):
-    member = attempt.members.get(i, lifecycle.Member())
+    member = attempt.members.get(i, lifecycle.MemberRecord())
     if member.outcome == "fault":
       cause = "faults"
     else:
@@ -165,49 +158,49 @@ def _causes(
   return dict(causes)
 
 
-class Books:
-  """Keeps the ledger of a log, event by event, in flat memory.
+class LedgerBuilder:
+  """Builds the ledger of a log event by event, in flat memory.
 
-  Call `feed` with every event; it may be a listener of the log.
+  Call `observe` with every event; it may be a listener of the log.
   """
 
   def __init__(self):
-    # It waits for no member that never began: that has no tokens.
-    self._attempts = lifecycle.Attempts(0, self._settle)
-    self._of: dict[str, Ledger] = {}
+    # Members that never began have no tokens to wait for.
+    self._lifecycle = lifecycle.Lifecycle(0, self._close)
+    self._closed: dict[str, Ledger] = {}
     self._launched = _Tally()
     self._trained = _Tally()
 
-  def feed(self, event: event_log.Event) -> None:
-    """Books one event."""
-    misplaced = self._attempts.feed(event)
+  def observe(self, event: event_log.Event) -> None:
+    """Takes one event into account."""
+    misplaced = self._lifecycle.observe(event)
     if misplaced and misplaced.ignored and event["kind"] in _MOVES:
-      self._add(UNKNOWN, _stray(event))
+      self._record(UNKNOWN, _stray(event))
 
   def by_source(self) -> dict[str, Ledger]:
     """Returns the ledger of each source of tasks."""
-    books = dict(self._of)
-    for attempt in self._attempts.under_way:
+    ledgers = dict(self._closed)
+    for attempt in self._lifecycle.under_way:
       source = attempt.source or UNKNOWN
-      books[source] = books.get(source, Ledger()) + of_attempt(attempt)
-    return books
+      ledgers[source] = ledgers.get(source, Ledger()) + of_attempt(attempt)
+    return ledgers
 
   def ledger(self) -> Ledger:
     """Returns the ledger of all tokens so far."""
     return sum(self.by_source().values(), Ledger())
 
-  def selection(self) -> Selection:
-    """Returns what was trained beside what was launched, as far as over."""
-    return Selection(
-      launched=self._launched.chosen(), trained=self._trained.chosen()
+  def selection_bias(self) -> SelectionBias:
+    """Returns the bias of the attempts that are over."""
+    return SelectionBias(
+      launched=self._launched.totals(), trained=self._trained.totals()
     )
 
-  def _add(self, source: str, ledger: Ledger) -> None:
-    self._of[source] = self._of.get(source, Ledger()) + ledger
+  def _record(self, source: str, ledger: Ledger) -> None:
+    self._closed[source] = self._closed.get(source, Ledger()) + ledger
 
-  def _settle(self, attempt: lifecycle.Attempt) -> None:
+  def _close(self, attempt: lifecycle.AttemptRecord) -> None:
     source = attempt.source or UNKNOWN
-    self._add(source, of_attempt(attempt))
+    self._record(source, of_attempt(attempt))
     for i, member in attempt.members.items():
       self._launched.add(source, member.length)
       if i in attempt.used:
@@ -225,8 +218,8 @@ class _Tally:
     self._length += length
     self._by_source[source] += 1
 
-  def chosen(self) -> Chosen:
-    return Chosen(
+  def totals(self) -> EpisodeTotals:
+    return EpisodeTotals(
       episodes=self._by_source.total(),
       length=self._length,
       by_source=dict(self._by_source),
@@ -237,7 +230,7 @@ _MOVES = ("ended", "aborted", "dropped", "trained")
 
 
 def _stray(event: event_log.Event) -> Ledger:
-  """Returns what an event out of its place adds to one side only."""
+  """Returns the one-sided entry of a misplaced event."""
   if event["kind"] == "dropped":
     return Ledger(dropped={event["reason"]: event["tokens"]})
   if event["kind"] == "trained":
@@ -248,19 +241,18 @@ def _stray(event: event_log.Event) -> Ledger:
   return Ledger(sampled=event["tokens"])
 
 
-def books(log: Iterable[event_log.Event]) -> Books:
-  """Returns the books of a whole log; see `event_log.surviving`."""
-  kept = Books()
+def build(log: Iterable[event_log.Event]) -> LedgerBuilder:
+  """Returns a builder that has observed a whole log.
+
+  Args:
+    log: without the events that a restart supersedes: `event_log.surviving`.
+  """
+  builder = LedgerBuilder()
   for event in log:
-    kept.feed(event)
-  return kept
+    builder.observe(event)
+  return builder
 
 
 def of(log: Iterable[event_log.Event]) -> Ledger:
   """Returns the ledger of a whole log."""
-  return books(log).ledger()
-
-
-def selection(log: Iterable[event_log.Event]) -> Selection:
-  """Returns what a log trained beside what it launched."""
-  return books(log).selection()
+  return build(log).ledger()

@@ -351,7 +351,7 @@ class Producer:
     self._room.set()
 
   async def stop(self, grace_s: float) -> None:
-    """Ends what is played; every token that was sampled is booked."""
+    """Ends what is played; every token that was sampled is counted."""
     self._stopping = True
     for play in list(self._plays.values()):
       play.abort("stopped")

@@ -137,7 +137,7 @@ def read(path: pathlib.Path) -> Run:
 def _log(path: pathlib.Path) -> list[event_log.Event]:
   """Returns events that have all the fields that their kinds should have."""
   try:
-    log = list(event_log.File(path / "events.jsonl"))
+    log = list(event_log.LogFile(path / "events.jsonl"))
   except (KeyError, TypeError) as error:  # It looks at their kinds.
     raise ValueError(
       f"--calibrate={path}: events.jsonl has a line that is no event of a kind"

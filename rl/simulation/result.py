@@ -70,7 +70,7 @@ class Result:
   overlap: float
   group_lags: _Lags
   token_lags: _Lags
-  books: token_ledger.Ledger
+  ledger: token_ledger.Ledger
   episodes: int
   faults: Mapping[str, int]
   violations: Sequence[str]
@@ -94,7 +94,7 @@ class Result:
   @property
   def useful(self) -> float:
     """Trained tokens by sampled ones."""
-    return self.books.trained / max(self.books.sampled, 1)
+    return self.ledger.trained / max(self.ledger.sampled, 1)
 
   @property
   def tokens_per_s(self) -> float:
@@ -142,7 +142,7 @@ def measure(record: simulate.Record) -> Result:
       (e["version"] - e["first_version"], 1) for e in trained
     ),
     token_lags=_counted(_token_lags(record, trained)),
-    books=token_ledger.of(record.events),
+    ledger=token_ledger.of(record.events),
     episodes=sum(1 for _ in event_log.of_kind(record.events, "ended")),
     faults=collections.Counter(
       e["status"] for e in event_log.of_kind(record.events, "fault")

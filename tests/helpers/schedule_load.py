@@ -203,21 +203,21 @@ def _aborts(draw: random.Random) -> Callable[[virtual_run.Run], Any]:
 def broken(run: virtual_run.Run) -> Iterator[str]:
   """Starts a run and yields what it broke."""
   checker = checker_lib.Checker(run.schedule, run.group_size)
-  books = token_ledger.Books()
-  run.listeners = (checker.feed, books.feed)
+  builder = token_ledger.LedgerBuilder()
+  run.listeners = (checker.observe, builder.observe)
   try:
     run.start()
   except Exception as error:
     yield f"it ended with {type(error).__name__}: {error}"
     return
   yield from checker.finish()
-  book = books.ledger()
-  if book.error:
-    yield f"the ledger does not add up: {book}"
-  if book.sampled != run.sampled_by_engines:
+  ledger = builder.ledger()
+  if ledger.error:
+    yield f"the ledger does not add up: {ledger}"
+  if ledger.sampled != run.sampled_by_engines:
     yield (
       f"engines sampled {run.sampled_by_engines} tokens, the log has "
-      f"{book.sampled}"
+      f"{ledger.sampled}"
     )
   trained = collections.Counter(e["group"] for e in run.of("trained"))
   wanted = run.rounds * run.schedule.groups_per_round

@@ -186,10 +186,10 @@ def test_equal_rewards_train_the_routers_of_a_model_with_experts_alone(
   model, is_trained
 ):
   rounds, _, log = run(experiment(model=model, reward=Alike(), rounds=1))
-  booked = token_ledger.of(log)
-  assert booked.error == 0
+  ledger = token_ledger.of(log)
+  assert ledger.error == 0
   assert rounds[0]["flat_groups"] == 4
-  assert (booked.trained > 0, booked.masked > 0) == (is_trained, not is_trained)
+  assert (ledger.trained > 0, ledger.masked > 0) == (is_trained, not is_trained)
   assert (rounds[0]["grad_norm"] > 0) == is_trained
 
 

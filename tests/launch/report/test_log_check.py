@@ -78,7 +78,7 @@ def test_ages_are_those_of_the_phases_of_a_group():
   # Group 0: submitted at 0, first token at 2 s, ready, taken and trained.
   ages = log_check.Ages()
   for event in LOG:
-    ages.feed(event)
+    ages.observe(event)
   times = [
     LOG[event_logs.place(LOG, kind, group=0)]["t"]
     for kind in ("submitted", "first_token", "ready", "dequeued", "trained")
@@ -93,7 +93,7 @@ def test_a_dropped_attempt_has_no_age_beyond_the_phase_it_reached():
   writer.drop(0, 0, "stale")
   ages = log_check.Ages()
   for event in writer.log:
-    ages.feed(event)
+    ages.observe(event)
   # First token at 2 s, dropped with the last event.
   last = writer.log[-1]["t"]
   assert ages.rows == [[0, 0, "stale", 2.0, last - 2.0, 0.0, 0.0]]
@@ -102,7 +102,7 @@ def test_a_dropped_attempt_has_no_age_beyond_the_phase_it_reached():
 def test_of_a_long_run_every_few_groups_are_kept():
   ages = log_check.Ages()
   for event in event_logs.run(overlap.sync(2), 500):
-    ages.feed(event)
+    ages.observe(event)
   # Of 1,000 groups every eighth: 125 rows; every fourth would be 250 > 240.
   assert [row[0] for row in ages.rows] == list(range(0, 1000, 8))
 
@@ -191,8 +191,8 @@ def test_a_source_that_is_too_slow_is_named_with_its_places_and_attempts(
 
 def test_a_restored_group_without_its_history_is_of_no_known_source():
   mix = log_check.Mix()
-  mix.feed({"kind": "restored", "group": 3, "attempt": 0})
-  mix.feed({"kind": "trained", "group": 3, "attempt": 0})
+  mix.observe({"kind": "restored", "group": 3, "attempt": 0})
+  mix.observe({"kind": "trained", "group": 3, "attempt": 0})
   assert mix.sources == {"unknown": log_check.Source(submitted=1, trained=1)}
 
 

@@ -321,9 +321,9 @@ def test_every_preset_trains_a_real_policy_and_loses_no_token(
   # Adam's first step is its rate for whatever has a gradient.
   assert ran.moved > 0.01
   assert checker.violations(ran.log, schedule, GROUP) == []
-  booked = token_ledger.of(ran.log)
-  assert booked.error == 0
-  assert booked.trained > 0
+  ledger = token_ledger.of(ran.log)
+  assert ledger.error == 0
+  assert ledger.trained > 0
 
 
 def test_the_reward_goes_up():

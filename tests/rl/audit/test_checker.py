@@ -61,7 +61,7 @@ def test_an_event_between_two_others_may_tell_of_an_earlier_token():
 
 
 def test_a_transition_out_of_its_place_is_named():
-  # All of them are in test_attempts.py.
+  # All of them are in test_lifecycle.py.
   log = logs.without(logs.run(logs.DROP), "dequeued")
   assert logs.broken(log, logs.DROP) == [
     "group 0: trained before it was dequeued"
@@ -78,7 +78,7 @@ def test_a_checker_names_what_it_checks():
 def test_of_very_many_violations_the_first_thousand_are_kept():
   checker = checker_lib.Checker(logs.SYNC, 2)
   for t in range(2000, 0, -1):
-    checker.feed({"t": float(t), "kind": "engine_back", "engine": 0})
+    checker.observe({"t": float(t), "kind": "engine_back", "engine": 0})
   found = checker.finish()
   # 1999 times time has fallen.
   assert len(found) == 1001
@@ -101,12 +101,12 @@ def _reachable(*roots):
 def test_memory_does_not_grow_with_the_log(name):
   log = logs.run(logs.SCHEDULES[name], rounds=40)
   checker = checker_lib.Checker(logs.SCHEDULES[name], logs.GROUP_SIZE)
-  books = token_ledger.Books()
+  ledger = token_ledger.LedgerBuilder()
   sizes = []
   for event in log:
-    checker.feed(event)
-    books.feed(event)
+    checker.observe(event)
+    ledger.observe(event)
     if event["kind"] == "published":
-      sizes.append(_reachable(checker, books))
+      sizes.append(_reachable(checker, ledger))
   # 58 groups more leave nothing behind; numbers above 256 are new objects.
   assert 100 < sizes[38] < sizes[9] + 10

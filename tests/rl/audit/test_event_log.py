@@ -34,7 +34,7 @@ def test_a_log_is_on_disk_up_to_the_last_flush_and_the_rest_in_memory(tmp_path):
   assert [e["group"] for e in log.events] == [1]
   log.close()
   assert log.events == []
-  assert [e["group"] for e in event_log.File(path)] == [0, 1]
+  assert [e["group"] for e in event_log.LogFile(path)] == [0, 1]
 
 
 def test_memory_is_flat_in_a_round_that_is_never_flushed(tmp_path):
@@ -45,7 +45,7 @@ def test_memory_is_flat_in_a_round_that_is_never_flushed(tmp_path):
     most = max(most, len(log.events))
   assert most < 1000
   log.close()
-  found = [e["group"] for e in event_log.File(tmp_path / "events.jsonl")]
+  found = [e["group"] for e in event_log.LogFile(tmp_path / "events.jsonl")]
   assert found == list(range(3500))
 
 
@@ -94,7 +94,7 @@ def test_a_resumed_log_keeps_its_history_and_survives_a_cut_line(tmp_path):
   kept, cut, new = [x for x in path.read_text().split("\n") if x]
   assert cut == '{"t": 1.0, "ki'
   assert [json.loads(x)["group"] for x in (kept, new)] == [0, 1]
-  assert [e["group"] for e in event_log.File(path)] == [0, 1]
+  assert [e["group"] for e in event_log.LogFile(path)] == [0, 1]
 
 
 @pytest.mark.parametrize("before", [0, 70_000, 140_000])
@@ -174,8 +174,8 @@ def _parts():
 
 def _broken(log, schedule=SYNC):
   # Times of the parts are from one run, so they repeat.
-  book = token_ledger.of(log)
-  assert book.error == 0
+  ledger = token_ledger.of(log)
+  assert ledger.error == 0
   return [
     line
     for line in checker.violations(log, schedule, logs.GROUP_SIZE)

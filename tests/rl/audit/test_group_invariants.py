@@ -83,7 +83,7 @@ BROKEN = {
     logs.IN_FLIGHT,
     [
       "group 0 member 0: turns of 5 tokens, of 10",
-      "group 0 member 0: 1 turns were told, of 2",
+      "group 0 member 0: 1 turns were logged, of 2",
     ],
   ),
   "tokens of a masked member that are trained": (

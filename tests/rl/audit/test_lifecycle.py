@@ -17,8 +17,8 @@ REDUNDANT = dataclasses.replace(
 def follow(log, launched=logs.GROUP_SIZE):
   """Returns what is misplaced, what is under way and what is over."""
   over = []
-  found = lifecycle.Attempts(launched, over.append)
-  misplaced = [wrong.says for e in log if (wrong := found.feed(e))]
+  found = lifecycle.Lifecycle(launched, over.append)
+  misplaced = [wrong.violation for e in log if (wrong := found.observe(e))]
   return misplaced, found.under_way, over
 
 
@@ -187,9 +187,9 @@ def test_a_run_in_order_has_nothing_out_of_place(log):
 def test_memory_is_that_of_the_groups_in_flight():
   # A bound of 1 and rounds of 2: 4 groups at most, of 200.
   most = 0
-  found = lifecycle.Attempts(2, lambda attempt: None)
+  found = lifecycle.Lifecycle(2, lambda attempt: None)
   for event in logs.run(IN_FLIGHT, rounds=100):
-    found.feed(event)
+    found.observe(event)
     most = max(most, len(found.under_way))
   assert most == 4
 

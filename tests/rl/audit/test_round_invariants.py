@@ -119,15 +119,15 @@ BROKEN = {
     logs.IN_FLIGHT,
     ["group 0: ready at version 9, which is not published; 0 is"],
   ),
-  "an event of a kind that there is not": (
+  "an event of an unknown kind": (
     [*_IN_FLIGHT, {"t": 1e3, "kind": "zzz"}],
     logs.IN_FLIGHT,
-    ["an event of kind 'zzz', which there is not"],
+    ["an event of unknown kind 'zzz'"],
   ),
-  "an end of a status that there is not": (
+  "an end of an unknown status": (
     logs.change(_IN_FLIGHT, "ended", status="zzz"),
     logs.IN_FLIGHT,
-    ["group 0 member 0: ended with status 'zzz', which there is not"],
+    ["group 0 member 0: ended with unknown status 'zzz'"],
   ),
   "a group admitted at a version that is not published": (
     logs.change(_IN_FLIGHT, "submitted", version=1),

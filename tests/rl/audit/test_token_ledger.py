@@ -16,16 +16,16 @@ REDUNDANT = dataclasses.replace(
 
 def test_a_whole_run_is_trained_and_masked():
   # 2 rounds of 2 groups of 2 members of 10 tokens; one of two is masked.
-  book = token_ledger.of(logs.run(IN_FLIGHT))
-  assert (book.sampled, book.trained, book.masked) == (80, 40, 40)
-  assert (dict(book.dropped), book.in_flight, book.error) == ({}, 0, 0)
+  ledger = token_ledger.of(logs.run(IN_FLIGHT))
+  assert (ledger.sampled, ledger.trained, ledger.masked) == (80, 40, 40)
+  assert (dict(ledger.dropped), ledger.in_flight, ledger.error) == ({}, 0, 0)
 
 
 @pytest.mark.parametrize("length", range(0, 78, 7))
 def test_the_ledger_balances_wherever_a_log_is_cut(length):
-  book = token_ledger.of(logs.run(IN_FLIGHT)[:length])
-  assert book.error == 0
-  assert book.sampled >= book.trained
+  ledger = token_ledger.of(logs.run(IN_FLIGHT)[:length])
+  assert ledger.error == 0
+  assert ledger.sampled >= ledger.trained
 
 
 def test_tokens_of_turns_are_in_flight_until_the_group_is_trained():
@@ -40,34 +40,34 @@ def test_tokens_of_turns_are_in_flight_until_the_group_is_trained():
 
 def test_redundant_members_are_dropped_as_redundant():
   # Of each of 4 groups the third member is aborted with 5 tokens.
-  book = token_ledger.of(logs.run(REDUNDANT))
-  assert (book.sampled, dict(book.dropped)) == (100, {"redundant": 20})
-  assert book.error == 0
+  ledger = token_ledger.of(logs.run(REDUNDANT))
+  assert (ledger.sampled, dict(ledger.dropped)) == (100, {"redundant": 20})
+  assert ledger.error == 0
 
 
 def test_a_redundant_member_that_plays_on_is_in_flight():
   log = logs.run(REDUNDANT)
   i = logs.place(log, "aborted", group=0)
-  book = token_ledger.of([*log[:i], *log[i + 1 :]])
-  assert (book.in_flight, dict(book.dropped)) == (5, {"redundant": 15})
-  assert book.error == 0
+  ledger = token_ledger.of([*log[:i], *log[i + 1 :]])
+  assert (ledger.in_flight, dict(ledger.dropped)) == (5, {"redundant": 15})
+  assert ledger.error == 0
 
 
-def test_dropped_attempts_are_booked_by_reason():
+def test_dropped_attempts_are_counted_by_reason():
   writer = logs.Run(IN_FLIGHT, 1)
   for group, reason in enumerate(("stale", "zero_variance", "stale")):
     writer.begin(group)
     writer.drop(group, 0, reason)
-  book = token_ledger.of(writer.log)
+  ledger = token_ledger.of(writer.log)
   # Two members of 5 tokens each.
-  assert dict(book.dropped) == {"stale": 20, "zero_variance": 10}
-  assert (book.sampled, book.error) == (30, 0)
+  assert dict(ledger.dropped) == {"stale": 20, "zero_variance": 10}
+  assert (ledger.sampled, ledger.error) == (30, 0)
 
 
 def test_a_restored_group_counts_what_it_was_restored_with():
   restored = {"group": 0, "attempt": 0, "tokens": 7, "first_version": 1}
-  book = token_ledger.of([{"t": 0.0, "kind": "restored", **restored}])
-  assert (book.sampled, book.in_flight, book.error) == (7, 7, 0)
+  ledger = token_ledger.of([{"t": 0.0, "kind": "restored", **restored}])
+  assert (ledger.sampled, ledger.in_flight, ledger.error) == (7, 7, 0)
 
 
 @pytest.mark.parametrize(("tokens", "error"), [(7, 3), (14, -4)])
@@ -94,15 +94,15 @@ def test_a_drop_that_tells_other_tokens_than_its_members_is_an_error():
   writer.begin(0)
   writer.drop(0, 0, "faults")
   log = logs.change(writer.log, "dropped", tokens=8)
-  # 10 were sampled, 8 are booked.
+  # 10 were sampled, 8 are accounted for.
   assert token_ledger.of(log).error == 2
 
 
 def test_each_source_has_a_ledger_and_together_they_are_the_whole():
   log = logs.run(IN_FLIGHT)
   log = logs.change(log, "submitted", where={"group": 3}, source="chess")
-  found = token_ledger.books(log).by_source()
-  assert {name: book.sampled for name, book in found.items()} == {
+  found = token_ledger.build(log).by_source()
+  assert {name: ledger.sampled for name, ledger in found.items()} == {
     "maze": 60,
     "chess": 20,
   }
@@ -126,14 +126,14 @@ def test_what_is_masked_is_told_by_its_cause():
   log = [*log[:i], log[i] | fault, *log[i + 1 :]]
   nobody = {"tokens": 0, "masked": 20, "used": [], "skipped": True}
   log = logs.change(log, "trained", where={"group": 1}, **nobody)
-  book = token_ledger.of(log)
-  assert dict(book.causes) == {
+  ledger = token_ledger.of(log)
+  assert dict(ledger.causes) == {
     "faults": 10,
     "not finite": 20,
     "no advantage": 20,
   }
-  assert (book.masked, book.error) == (50, 0)
-  assert "50 masked (10 faults, 20 not finite, 20 no advantage)" in str(book)
+  assert (ledger.masked, ledger.error) == (50, 0)
+  assert "50 masked (10 faults, 20 not finite, 20 no advantage)" in str(ledger)
 
 
 def test_why_a_restored_group_is_masked_is_not_known():
@@ -158,10 +158,9 @@ def test_selection_tells_how_trained_episodes_differ_from_launched_ones():
   writer.train([0])
   writer.drop(1, 0, "stale")
   log = logs.change(writer.log, "submitted", where={"group": 1}, source="chess")
-  found = token_ledger.selection(log)
+  found = token_ledger.build(log).selection_bias()
   assert (found.launched.episodes, found.launched.mean_length) == (4, 25.0)
   assert (found.trained.episodes, found.trained.mean_length) == (1, 30.0)
-  assert found.length_ratio == 1.2
   assert found.launched.shares == {"chess": 0.5, "maze": 0.5}
   assert found.trained.shares == {"maze": 1.0}
 
@@ -172,10 +171,9 @@ def test_masked_members_are_not_among_those_that_are_selected():
     e | {"length": 60} if e["kind"] == "ended" and e["index"] == 1 else e
     for e in logs.run(IN_FLIGHT)
   ]
-  found = token_ledger.selection(log)
+  found = token_ledger.build(log).selection_bias()
   assert (found.trained.episodes, found.trained.mean_length) == (4, 30.0)
   assert (found.launched.episodes, found.launched.mean_length) == (8, 45.0)
-  assert found.length_ratio == 30 / 45
   assert found.trained.by_source == {"maze": 4}
 
 
@@ -183,10 +181,10 @@ def test_of_an_older_log_all_members_of_a_group_count_as_trained():
   log = [
     {k: v for k, v in e.items() if k != "used"} for e in logs.run(IN_FLIGHT)
   ]
-  assert token_ledger.selection(log).trained.episodes == 8
+  assert token_ledger.build(log).selection_bias().trained.episodes == 8
 
 
 def test_of_a_run_that_trained_nothing_no_selection_can_be_told():
-  found = token_ledger.selection([])
-  assert (found.trained.mean_length, found.length_ratio) == (0.0, 1.0)
+  found = token_ledger.build([]).selection_bias()
+  assert (found.trained.mean_length, found.launched.mean_length) == (0.0, 0.0)
   assert found.trained.shares == {}

@@ -166,9 +166,9 @@ def test_faulty_environments_cost_their_tokens_and_nothing_else(fault):
   faults = sum(m["faults/env_fault"] for m in run.observer.rounds)
   broken = {e["group"] for e in run.log.events if e["kind"] == "fault"}
   assert faults == fake_run.GROUP * len(broken) > 0
-  book = run.ledger
-  assert book.error == 0
-  assert (book.masked > 0) == (fault != "start")
+  ledger = run.ledger
+  assert ledger.error == 0
+  assert (ledger.masked > 0) == (fault != "start")
   assert run.violations() == []
 
 
@@ -180,7 +180,7 @@ def test_the_log_says_which_members_of_a_group_were_trained():
   ).start()
   assert all(e["members"] == [0, 1, 2, 3] for e in run.of("trained"))
   assert all(e["used"] == [0, 2] for e in run.of("trained"))
-  found = token_ledger.selection(run.log.events)
+  found = token_ledger.build(run.log.events).selection_bias()
   assert (found.trained.episodes, found.trained.mean_length) == (32, 12.0)
   # (3 + 1) / 2 turns of 4 ids: half of the launched ones have one turn.
   assert found.launched.mean_length == 8.0

@@ -102,7 +102,7 @@ def test_every_schedule_keeps_its_promises_with_tails_and_faults(mode):
   schedule = MODES[mode]
   result = run(schedule, HEAVY, AGENT, engines=2, rounds=7)
   assert list(result.violations) == []
-  assert result.books.error == 0
+  assert result.ledger.error == 0
   assert max(result.group_lags) <= schedule.max_staleness
   assert sum(result.group_lags.values()) == 8 * result.rounds
   busy = sum(result.decode_idle.values()) + result.prefill

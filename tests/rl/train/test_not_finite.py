@@ -218,10 +218,10 @@ def test_tokens_of_which_one_step_was_taken_are_booked_as_trained(
   state = run.start()
   assert state.updates == updates
   assert [m["skipped_updates"] for m in run.observer.rounds] == [share]
-  booked = token_ledger.of(run.log.events)
-  assert booked.error == 0
+  ledger = token_ledger.of(run.log.events)
+  assert ledger.error == 0
   # Four groups of two, whose members say a word and its end in each of two
   # turns: all of it was trained, or none.
-  counts = (booked.trained, booked.masked)
+  counts = (ledger.trained, ledger.masked)
   assert counts == ((0, 32) if share == 1 else (32, 0))
-  assert dict(booked.causes) == ({"not finite": 32} if share == 1 else {})
+  assert dict(ledger.causes) == ({"not finite": 32} if share == 1 else {})
