@@ -252,7 +252,7 @@ def main(argv: list[str]) -> None:
   for name, found in directions.items():
     error = f" ± {100 * found.error:.1f}" if found.error else ""
     print(f"| {name} | {100 * found.aside:.1f}{error} % | {found.factor:.3f} |")
-  kl = {name: measure_kl(name) for name in ("k2", "k3", "k3+")}
+  kl = {name: measure_kl(name) for name in ("k2", "k3", "k3_plus")}
   for name, by_lag in kl.items():
     cells = [f"{lag} {100 * off:.1f} %" for lag, (off, _) in by_lag.items()]
     print(f"{name} as a loss, bias: {', '.join(cells)}")

@@ -23,7 +23,7 @@ import types
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rl.settings import overrides, suggestions
+from rl.settings import overrides, short_names
 
 _KEPT = "config_files"
 _LINES = "__config_lines__"
@@ -40,7 +40,7 @@ def load(file: pathlib.Path) -> types.ModuleType:
   """
   with blame(file):
     text = importlib.util.decode_source(file.read_bytes())
-  name = suggestions.CONFIG_FILE + re.sub(r"\W", "_", file.stem)
+  name = short_names.CONFIG_FILE + re.sub(r"\W", "_", file.stem)
   path = str(file.resolve())
   with blame(file):
     return _run(name, path, text.splitlines(), path)
@@ -55,7 +55,7 @@ def to_json(tree: Any) -> dict[str, Any]:
   """
   kept = {}
   for cls in _classes(tree):
-    if cls.__module__.startswith(suggestions.CONFIG_FILE):
+    if cls.__module__.startswith(short_names.CONFIG_FILE):
       module = _module_of(cls)
       kept[module.__name__] = {
         "path": module.__file__,

@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float
 
 from rl.algorithms import packed_row
 
-Estimator = Literal["k1", "k2", "k3", "k3+"]
+Estimator = Literal["k1", "k2", "k3", "k3_plus"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,12 +25,12 @@ class KlPenalty:
     that of KL(pi, reference).
   - k3, e^-d - 1 + d: its mean is KL(pi, reference), and none is below 0. Its
     gradient as a loss is that of the reverse, KL(reference, pi).
-  - k3+: the value of k3 with the gradient of k2.
+  - k3_plus: the value of k3 with the gradient of k2.
 
-  So of these only k2 and k3+ have the gradient of what they are meant to
+  So of these only k2 and k3_plus have the gradient of what they are meant to
   estimate, and k1 is for rewards alone. All this is of tokens that pi sampled:
   of late ones, which nothing weighs here, they are biased; the gradient of k2
-  and k3+ by 6 % at lag 1 and 27 % at lag 4, on the task of
+  and k3_plus by 6 % at lag 1 and 27 % at lag 4, on the task of
   benchmarks/estimator_bias.py. k3 takes gaps below -20 nats for -20.
 
   Attributes:
@@ -39,10 +39,10 @@ class KlPenalty:
       reward of each token, where it is a number without a gradient.
 
   Source: Schulman 2020, "Approximating KL divergence"; k3 as a loss: GRPO,
-  arXiv 2402.03300, eq. 4; k3+, k3 with the gradient of k2: verl.
+  arXiv 2402.03300, eq. 4; k3_plus, k3 with the gradient of k2: verl.
   """
 
-  estimator: Estimator = "k3+"
+  estimator: Estimator = "k3_plus"
   weight: float = 0.001
   where: Literal["loss", "reward"] = "loss"
 
@@ -56,7 +56,7 @@ class KlPenalty:
     if self.estimator == "k1" and self.where == "loss":
       raise ValueError(
         "KlPenalty: estimator=k1 with where=loss has a gradient of mean 0; use "
-        "estimator=k2 or k3+, or where=reward"
+        "estimator=k2 or k3_plus, or where=reward"
       )
 
   def __call__(
@@ -86,7 +86,7 @@ def estimate(
       return jnp.square(gap) / 2
     case "k3":
       return _k3(gap)
-    case "k3+":
+    case "k3_plus":
       k2 = jnp.square(gap) / 2
       return k2 + jax.lax.stop_gradient(_k3(gap) - k2)
     case _:

@@ -80,6 +80,7 @@ class ReinforcePlusPlus(advantages_lib.Estimator):
   discount: float = 1.0
   over: Over = "tokens"
   eps: float = 1e-8
+  short_name = "reinforce_pp"
 
   def validate(self) -> None:
     """Raises ValueError on a discount outside [0, 1] or an eps below 0."""

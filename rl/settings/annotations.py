@@ -39,6 +39,11 @@ def made(maker: Any) -> Any:
     return None
 
 
+def path(maker: Any) -> str:
+  """Returns where a class or a function is defined, as JSON names it."""
+  return f"{maker.__module__}.{maker.__qualname__}"
+
+
 def parameters(maker: Any) -> dict[str, Any]:
   """Returns the annotation of all that a class or a function can be given.
 

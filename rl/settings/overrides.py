@@ -1,14 +1,14 @@
 """Settings of a run: overrides by dotted path, JSON, and their errors.
 
 The settings are a tree of frozen dataclasses. A polymorphic part is the
-object itself, so its class is written out where it has to be text:
+object itself; the command line names its class by a short name, JSON by its
+path:
 
   --config.rollout.group_size=8
-  --config.loss=rl.algorithms.losses.ClippedSurrogate(clip_high=0.3)
-  --config.model=models.config.tiny_moe(d_model=64)    what a function returns
-  --config.engine=sglang            a class that has this as its short_name
-  {"class": "rl.algorithms.losses.ClippedSurrogate", "clip_low": 0.2,
-  "clip_high": 0.3}
+  --config.algorithm.loss=gspo
+  --config.algorithm.loss='gspo(clip_high=4e-4)'
+  --config.model='tiny_moe(d_model=64)'      a function that returns one
+  {"class": "rl.algorithms.losses.Gspo", "clip_low": 3e-4, "clip_high": 4e-4}
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ import typing
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
-from rl.settings import annotations, parsing, setting_text, suggestions
+from rl.settings import annotations, parsing, suggestions
 
 _Tree = TypeVar("_Tree")
 SettingError = annotations.SettingError
@@ -43,9 +43,10 @@ def override(tree: _Tree, path: str, text: str | None) -> _Tree:
     tree: a frozen dataclass; it is not changed.
     path: dotted; items of a tuple of dataclasses are numbered from 0.
     text: as typed on the command line: `8`, `none`, `2,4`, `{"data": 2}`. A
-      part that is an object is replaced by `package.module.Class(field=1)`,
-      or by a function that returns one; the arguments are read like overrides,
-      nothing else is evaluated. None turns the setting off: false, or none.
+      part that is an object is replaced by `name(field=1)`, the short name or
+      path of a class or of a function that returns one; the arguments are read
+      like overrides, nothing is evaluated. None turns the setting off: false,
+      or none.
 
   Raises:
     SettingError: names the key, what was expected, and the nearest key.
@@ -77,8 +78,7 @@ def _read(hint: Any, text: str | None, path: str, old: Any) -> Any:
   if text is None:
     return parsing.turned_off(hint, argument(path, None))
   parts = {name: part for name, (part, _) in _children(old, hint).items()}
-  typed = setting_text.Text(text)
-  return parsing.read_field(hint, typed, f"--config.{path}", parts)
+  return parsing.read_field(hint, parsing.Text(text), f"--config.{path}", parts)
 
 
 def leaves(tree: Any) -> dict[str, tuple[str, Any]]:
@@ -179,7 +179,7 @@ def _plain(value: Any, where: str) -> Any:
       name: _plain(child, f"{where}.{name}")
       for name, (_, child) in _children(value, cls).items()
     }
-    return {"class": f"{cls.__module__}.{cls.__qualname__}"} | fields
+    return {"class": annotations.path(cls)} | fields
   if isinstance(value, tuple | list):
     return [_plain(item, f"{where}.{i}") for i, item in enumerate(value)]
   if isinstance(value, Mapping):

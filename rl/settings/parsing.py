@@ -1,19 +1,39 @@
-"""Raw values, typed or of JSON, read as what an annotation asks for."""
+"""Reads raw values, command-line text or JSON, as an annotation asks for.
 
+Text is taken apart by Python's own grammar, and nothing is evaluated:
+
+  2,4   (2, 4)   [2, 4]              items
+  {"data": 2}   {data: 2}            pairs
+  gspo   gspo(clip_low=3e-4)         an object, with fields by name
+  'any text'                         a string that is not a number or a name
+"""
+
+import ast
 import contextlib
+import dataclasses
 import difflib
 import enum
 import pkgutil
+import re
 import types
 import typing
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from rl.settings import annotations, setting_text, suggestions
+from rl.settings import annotations, short_names, suggestions
 
-Text = setting_text.Text
 SettingError = annotations.SettingError
 _MAX_SHOWN = 80
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Text:
+  """Words of the command line, not yet read as a type."""
+
+  text: str
+
+  def __repr__(self) -> str:
+    return self.text
 
 
 class _Mismatch(Exception):
@@ -156,13 +176,53 @@ _PARSERS = {
 
 
 def _shape(raw: Any) -> Any:
-  """Returns text as JSON of the same shape, its leaves still text."""
+  """Returns text as JSON of the same shape, its leaves still text.
+
+  A call is a dict with its name as "class", as in JSON.
+  """
   if not isinstance(raw, Text):
     return raw
+  text = raw.text.strip()
+
+  def part(node: ast.expr) -> Text:
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+      return Text(node.value)
+    return Text(ast.get_source_segment(text, node) or "")
+
   try:
-    return setting_text.take_apart(raw.text)
-  except ValueError as error:
-    raise _Mismatch(str(error)) from error
+    node = ast.parse(text, mode="eval").body
+  except (SyntaxError, ValueError) as error:
+    raise _Mismatch(_unreadable(text, error)) from error
+  match node:
+    case ast.Tuple(elts=items) | ast.List(elts=items):
+      return [part(item) for item in items]
+    case ast.Dict(keys=keys, values=values) if all(keys):
+      pairs = zip(keys, values, strict=True)
+      return {part(k).text: part(v) for k, v in pairs if k}
+    case ast.Call(func=maker, args=[], keywords=fields):
+      named = {f.arg: part(f.value) for f in fields if f.arg}
+      if len(named) == len(fields):
+        return {"class": ast.unparse(maker)} | named
+    case ast.Attribute():
+      return {"class": text}
+    case _ if not isinstance(node, ast.Call | ast.Dict):
+      return part(node)
+  raise _Mismatch("a value lacks its name; write NAME=VALUE, or {NAME: VALUE}")
+
+
+def _unreadable(text: str, error: Exception) -> str:
+  """Returns the reason with the value to put in quotes, if there is one."""
+  for name, value in re.findall(r"(\w+)=([^\s,(){}\[\]'\"]+)", text):
+    try:
+      ast.parse(value, mode="eval")
+    except SyntaxError:
+      return f"put {value} in quotes: {name}='{value}'"
+  reason = error.msg if isinstance(error, SyntaxError) else str(error)
+  return (
+    f"{reason}; text with other signs needs quotes"
+    if text
+    else "a value is missing"
+  )
 
 
 def _read_items(hint: Any, items: Any, where: str) -> Any:
@@ -177,50 +237,45 @@ def _read_items(hint: Any, items: Any, where: str) -> Any:
 
 
 def _read_object(hint: Any, data: Any, where: str) -> Any:
-  """Returns what {"class": path, field: raw value} says, if it fits."""
-  objects = filter(annotations.is_object, annotations.members(hint))
-  kinds = [annotations.kind(member) for member in objects]
-  if isinstance(data, Text):
-    for kind in kinds:
-      if data.text == getattr(kind, "short_name", None):
-        return _make(kind, {}, where)
+  """Returns what {"class": name, field: raw value} says, if it fits."""
+  if isinstance(data, Text) and data.text in short_names.choices(hint):
+    data = {"class": data.text}
   if not isinstance(data, dict) or not isinstance(data.get("class"), str):
     raise _Mismatch
-  maker = _resolve(data["class"], hint, kinds, where)
+  maker = _resolve(data["class"], hint, where)
   fields = {key: raw for key, raw in data.items() if key != "class"}
   value = _make(maker, fields, where)
-  if not any(annotations.fits(kind, value) for kind in kinds):
+  objects = filter(annotations.is_object, annotations.members(hint))
+  if not any(annotations.fits(annotations.kind(m), value) for m in objects):
     raise _Mismatch
   return value
 
 
-def _resolve(path: str, hint: Any, kinds: Sequence[Any], where: str) -> Any:
+def _resolve(name: str, hint: Any, where: str) -> Any:
   """Returns a class of settings, or a function that returns such an object.
 
-  `losses.Gspo` is found in the packages above what is asked for.
+  Args:
+    name: short, or the path that JSON has.
   """
-  packages = {package for kind in kinds for package in _packages(kind)}
-  errors: list[Exception] = []
-  for name in (path, *(f"{package}.{path}" for package in packages)):
-    try:
-      maker = pkgutil.resolve_name(name)
-    except (ImportError, AttributeError, ValueError) as error:
-      errors.append(error)
-      continue
-    if annotations.is_setting(annotations.made(maker)):
-      return maker
+  if "." not in name:
+    found = short_names.choices(hint)
+    if name in found:
+      return found[name]
+    advice = suggestions.advice(hint, name)
+    raise SettingError(f"{where}: there is no {name}{advice}")
+  try:
+    maker = pkgutil.resolve_name(name)
+  except (ImportError, AttributeError, ValueError) as error:
+    advice = suggestions.advice(hint, name) or suggestions.moved(name)
     raise SettingError(
-      f"{where}: {path} is no frozen dataclass, nor a function that says it "
-      "returns one"
+      f"{where}: cannot import {name}: {error}{advice}"
+    ) from error
+  if not annotations.is_setting(annotations.made(maker)):
+    raise SettingError(
+      f"{where}: {name} must be a frozen dataclass, or a function with one as "
+      "its return annotation"
     )
-  advice = suggestions.advice(hint, path)
-  raise SettingError(f"{where}: cannot import {path}: {errors[0]}{advice}")
-
-
-def _packages(kind: Any) -> list[str]:
-  """Returns the packages around the module of a class, the innermost first."""
-  parts = getattr(kind, "__module__", "").split(".")[:-1]
-  return [".".join(parts[:n]) for n in range(len(parts), 0, -1)]
+  return maker
 
 
 def _make(maker: Any, fields: Mapping[str, Any], where: str) -> Any:
@@ -228,11 +283,11 @@ def _make(maker: Any, fields: Mapping[str, Any], where: str) -> Any:
   hints = annotations.parameters(maker)
   for name in fields:
     if name not in hints:
-      near = difflib.get_close_matches(name, hints, 1) or list(hints)
-      path = f"{maker.__module__}.{maker.__qualname__}"
+      near = difflib.get_close_matches(name, hints, 1)
+      out = f"did you mean {near[0]}?" if near else f"it has {', '.join(hints)}"
       raise SettingError(
-        f"{where}.{name}: {path} has no such field; did you mean"
-        f" {' or '.join(near)}?"
+        f"{where}.{name}: {short_names.short_name(maker)} has no such field; "
+        + out
       )
   if missing := [n for n in annotations.required(maker) if n not in fields]:
     raise SettingError(

@@ -1,61 +1,58 @@
-"""What can stand at a place of the settings, in the form that can be typed.
+"""Suggestions for a setting: values that fit, as command-line text.
 
-rl.algorithms.losses.Cispo()   rl.algorithms.advantages.PassAtK(k=4)   dapo
-recompute
+cispo   pass_at_k(k=4)   teacher(model=tiny(), directory=NAME)   recompute
 """
 
 import difflib
 import enum
-import inspect
-import sys
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from rl.settings import annotations
+from rl.settings import annotations, short_names
 
 _EXAMPLES = {bool: "true", int: "4", float: "0.1", str: "NAME"}
-CONFIG_FILE = "_config_"
-"""How the names of modules begin that are config files."""
 
 
 def form(maker: Any, depth: int = 3) -> str:
-  """Returns how an object is typed: a path, with the fields that it needs.
+  """Returns how an object is typed: its short name, and the fields it needs.
 
   Args:
-    depth: of objects in each other; what lies deeper is "...".
+    depth: of objects in each other; deeper ones are "...".
   """
   own, needed = annotations.parameters(maker), annotations.required(maker)
   fields = ", ".join(f"{n}={_example(own[n], depth - 1)}" for n in needed)
-  return f"{maker.__module__}.{maker.__qualname__}({fields})"
+  return short_names.short_name(maker) + (f"({fields})" if fields else "")
 
 
-def forms(hint: Any, word: str = "") -> list[str]:
-  """Returns every object that fits as it is typed, the nearest first.
-
-  Args:
-    word: what they are near to, such as `cispo` or
-    `rl.algorithms.losses.Cispoo()`.
-  """
-  names = {form(maker): maker.__name__.lower() for maker in _makers(hint)}
-
-  def likeness(text: str) -> float:
-    return difflib.SequenceMatcher(None, names[text], _last(word)).ratio()
-
-  return sorted(names, key=likeness, reverse=True)
+def forms(hint: Any) -> list[str]:
+  """Returns every object that fits, as it is typed."""
+  return list(map(form, short_names.choices(hint).values()))
 
 
 def near(hint: Any, word: str) -> str | None:
-  """Returns what may have been meant by a word that does not fit, or None."""
-  options = {maker.__name__.lower(): form(maker) for maker in _makers(hint)}
-  for member in annotations.members(hint):
-    if (name := _short(member)) is not None:
-      maker = annotations.kind(member)
-      text = form(maker) if annotations.required(maker) else name
-      options |= {name: text, maker.__name__.lower(): text}
-    options |= {choice.lower(): choice for choice in _choices(member)}
-  found = difflib.get_close_matches(_last(word), options, 1)
-  return options[found[0]] if found else None
+  """Returns the value probably meant by a word that does not fit, or None.
+
+  Args:
+    word: as typed, such as `cispoo`, `losses.Cispo()` or a class path of an
+      earlier version.
+  """
+  words = {choice.lower(): choice for choice in _choices(hint)}
+  for name, maker in short_names.choices(hint).items():
+    words[name] = words[maker.__name__.lower()] = form(maker)
+    if word.partition("(")[0].endswith(f".{maker.__name__}"):
+      return f"{form(maker)} ({annotations.path(maker)})"
+  last = word.partition("(")[0].rpartition(".")[2].strip().lower()
+  found = difflib.get_close_matches(last, words, 1)
+  return words[found[0]] if found else None
+
+
+def moved(path: str) -> str:
+  """Returns "; did you mean ..?" with the class of that name elsewhere."""
+  package, _, name = path.partition(".")[0], *path.rpartition(".")[1:]
+  found = short_names.classes(package)
+  paths = sorted({annotations.path(c) for c in found if c.__name__ == name})
+  return f"; did you mean {' or '.join(paths)}?" if paths else ""
 
 
 def advice(hint: Any, word: str, *, fields: bool = False) -> str:
@@ -64,19 +61,20 @@ def advice(hint: Any, word: str, *, fields: bool = False) -> str:
   Nothing when no object and no word fits.
 
   Args:
-    word: what was typed.
-    fields: tells those of the only class that fits.
+    word: as typed.
+    fields: adds those of the only class that fits.
   """
-  listed = forms(hint, word)
+  known = annotations.describe(hint).split(" | ")
+  listed = ", ".join(text for text in forms(hint) if text not in known)
   if (meant := near(hint, word)) is not None:
-    others = [text for text in listed if text != meant]
-    rest = f" There are also {', '.join(others)}" if others else ""
-    return f"; did you mean {meant}?{rest}"
+    return f"; did you mean {meant}?" + (listed and f" There are {listed}")
   if not listed:
     return ""
-  makers = list(_makers(hint)) if fields else []
-  told = f"; it takes {_fields(makers[0])}" if len(makers) == 1 else ""
-  return f", such as {', '.join(listed)}{told}"
+  makers = list(short_names.choices(hint).values())
+  told = (
+    f"; it takes {_fields(makers[0])}" if fields and len(makers) == 1 else ""
+  )
+  return f", such as {listed}{told}"
 
 
 def _fields(maker: Any) -> str:
@@ -87,79 +85,14 @@ def _fields(maker: Any) -> str:
   return ", ".join(f"{name} ({words})" for name, words in described.items())
 
 
-def _last(word: str) -> str:
-  """Returns the class that a word names, in lower case."""
-  return word.partition("(")[0].rpartition(".")[2].strip().lower()
-
-
-def _short(member: Any) -> str | None:
-  is_object = annotations.is_object(member)
-  return getattr(member, "short_name", None) if is_object else None
-
-
-def _choices(member: Any) -> list[str]:
+def _choices(hint: Any) -> list[str]:
   """Returns the words of a Literal or an enum."""
-  own = annotations.kind(member)
-  if own is Literal or annotations.is_a(own, enum.Enum):
-    return annotations.describe(member).split(" | ")
-  return []
-
-
-def _makers(hint: Any) -> Iterator[Any]:
-  """Yields the classes that fit, and functions that return one.
-
-  Those with a short name, by which they are typed, are left out.
-  """
+  words = []
   for member in annotations.members(hint):
     own = annotations.kind(member)
-    if annotations.is_object(member) and isinstance(own, type):
-      found = [] if _short(member) else [*_classes(own), *_functions(own)]
-      yield from (maker for maker in found if not _short(maker))
-
-
-def _classes(own: type) -> Iterator[type]:
-  """Yields the settings that fit a class, of its package and config files.
-
-  Only modules that are loaded are looked at.
-  """
-  package = own.__module__.partition(".")[0]
-  for name, module in list(sys.modules.items()):
-    if name.partition(".")[0] == package or name.startswith(CONFIG_FILE):
-      for value in list(vars(module).values()):
-        # A class is imported into others too.
-        if getattr(value, "__module__", "") == name and _stands_for(value, own):
-          yield value
-
-
-def _stands_for(value: Any, own: type) -> bool:
-  if not annotations.is_setting(value) or inspect.isabstract(value):
-    return False
-  if value.__name__.startswith("_"):
-    return False
-  names = {*dir(value), *annotations.hints(value)}
-  if not _is_below(value, own, names):
-    return False
-  mine, asked = (annotations.made(cls.__call__) for cls in (value, own))
-  # Many protocols are no more than a call. Shapes are equal by their words.
-  known = None not in (mine, asked) and str(mine) != str(asked)
-  return not known or _is_below(mine, asked, {*dir(mine)})
-
-
-def _is_below(value: Any, own: Any, names: set[str]) -> bool:
-  """Whether a class, with instances of such names, is or fits another."""
-  if getattr(own, "_is_protocol", False):
-    return annotations.public(own) <= names
-  return annotations.is_a(value, own)
-
-
-def _functions(own: type) -> Iterator[Any]:
-  """Yields the functions beside a class of settings that return one."""
-  if not annotations.is_setting(own):
-    return
-  for name, value in list(vars(sys.modules[own.__module__]).items()):
-    is_own = inspect.isfunction(value) and value.__module__ == own.__module__
-    if is_own and name[0] != "_" and annotations.made(value) is own:
-      yield value
+    if own is Literal or annotations.is_a(own, enum.Enum):
+      words += annotations.describe(member).split(" | ")
+  return words
 
 
 def _example(hint: Any, depth: int) -> str:
@@ -174,9 +107,9 @@ def _example(hint: Any, depth: int) -> str:
     return f"({', '.join(each)},)" if each else "..."
   if annotations.is_a(own, Mapping):
     return "{}"
-  if choices := _choices(first):
-    return choices[0]
-  makers = list(_makers(first)) if depth else []
+  if words := _choices(first):
+    return words[0]
+  makers = list(short_names.choices(first).values()) if depth else []
   if not makers:
     return "..."
   return form(min(makers, key=lambda m: len(annotations.required(m))), depth)

@@ -112,6 +112,7 @@ class AdamW(Descent):
   learning_rate: float = 5e-4
   b1: float = 0.9
   b2: float = 0.99
+  short_name = "adamw"
 
   def validate(self) -> None:
     """Raises ValueError on a setting that cannot work."""

@@ -133,10 +133,10 @@ def distilled(**changes) -> presets.Distill:
     kl.KlPenalty(estimator="k1", weight=1.0, where="loss"),
     *(
       dataclasses.replace(PENALTY, estimator=other)
-      for other in ("k2", "k3", "k3+")
+      for other in ("k2", "k3", "k3_plus")
     ),
   ],
-  ids=["none", "loss", "k2", "k3", "k3+"],
+  ids=["none", "loss", "k2", "k3", "k3_plus"],
 )
 def test_a_student_learns_from_the_log_ratio_in_the_reward_alone(penalty):
   """Another estimate is never below 0, and so no token would be worth more."""

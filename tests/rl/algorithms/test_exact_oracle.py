@@ -247,7 +247,7 @@ def test_a_kl_in_the_reward_has_the_gradient_of_return_less_kl(estimator):
 
 def test_as_a_loss_k2_and_k3_plus_have_the_gradient_of_the_kl():
   truth, _ = estimates_lib.kl_gradients(reference=4)
-  for kind in ("k2", "k3+"):
+  for kind in ("k2", "k3_plus"):
     penalty = kl_lib.KlPenalty(estimator=kind)
     found = estimates_lib.kl_loss_gradient(penalty, reference=4)
     assert far(found, truth) < UP_TO_FLOAT32

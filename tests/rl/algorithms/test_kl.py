@@ -30,7 +30,7 @@ def _penalty(estimator):
     ("k1", [1, -2], [1, 1]),
     ("k2", [0.5, 2], [1, -2]),
     ("k3", [0.3678794, 4.3890561], [0.6321206, -6.3890561]),
-    ("k3+", [0.3678794, 4.3890561], [1, -2]),
+    ("k3_plus", [0.3678794, 4.3890561], [1, -2]),
   ],
 )
 def test_values_and_slopes_by_hand(wrap, estimator, values, slopes):
@@ -67,7 +67,7 @@ def test_the_mean_value_and_gradient_over_all_tokens_are_as_documented(
   value, gradient = jax.value_and_grad(mean)(logits)
   true_value, true = jax.value_and_grad(_kl)(logits, reference)
   reverse = jax.grad(lambda x: _kl(reference, x))(logits)
-  expected = {"k1": 0 * true, "k2": true, "k3": reverse, "k3+": true}
+  expected = {"k1": 0 * true, "k2": true, "k3": reverse, "k3_plus": true}
   np.testing.assert_allclose(
     gradient, expected[estimator], rtol=1e-4, atol=1e-6
   )

@@ -62,7 +62,7 @@ def whole(loss: Any, correction: Any) -> objective.Objective:
   return objective.Objective(
     loss=loss,
     correction=correction,
-    kl=kl.KlPenalty(estimator="k3+", weight=0.3),
+    kl=kl.KlPenalty(estimator="k3_plus", weight=0.3),
     value=value_loss.ValueLoss(weight=0.7, clip=0.4),
     entropy_bonus=0.2,
   )

@@ -147,7 +147,7 @@ def test_decoupled_ppo(wrap):
 
 @pytest.mark.parametrize(
   ("estimator", "value"),
-  [("k1", 0.5), ("k2", 0.125), ("k3", 0.10653), ("k3+", 0.10653)],
+  [("k1", 0.5), ("k2", 0.125), ("k3", 0.10653), ("k3_plus", 0.10653)],
 )
 def test_estimates_of_kl(wrap, estimator, value):
   # [derived] from Schulman 2020, "Approximating KL divergence", at d = 0.5.
@@ -157,8 +157,8 @@ def test_estimates_of_kl(wrap, estimator, value):
 
 
 def test_k3_with_the_gradient_of_k2_of_verl(wrap):
-  # verl, tests/trainer/ppo/test_core_algos_on_cpu.py: the value of k3+ is that
-  # of k3, its gradient that of k2.
+  # verl, tests/trainer/ppo/test_core_algos_on_cpu.py: the value of k3_plus is
+  # that of k3, its gradient that of k2.
   gaps = jnp.asarray(np.random.default_rng(0).normal(size=20), jnp.float32)
 
   def run(estimator):
@@ -168,7 +168,7 @@ def test_k3_with_the_gradient_of_k2_of_verl(wrap):
 
     return wrap(jax.grad(total, has_aux=True))(gaps)
 
-  gradient, values = run("k3+")
+  gradient, values = run("k3_plus")
   np.testing.assert_allclose(values, run("k3")[1], rtol=1e-6)
   np.testing.assert_allclose(gradient, run("k2")[0], rtol=1e-6)
 

@@ -37,7 +37,7 @@ def test_sequence_mean_states_its_bias_on_policy():
   assert stated in words(loss_aggregation.SequenceMean())
 
 
-@pytest.mark.parametrize("estimator", ["k2", "k3+"])
+@pytest.mark.parametrize("estimator", ["k2", "k3_plus"])
 def test_a_penalty_states_its_bias_as_a_loss_of_late_tokens(estimator):
   measured = estimator_bias.measure_kl(estimator)
   assert measured["lag 0"][0] < 1e-6

@@ -41,7 +41,7 @@ def test_unknown_key_names_the_nearest_of_the_whole_tree(path, near):
     (
       "pool.chips",
       "--config.pool is none, so nothing below it can be set; make it an object"
-      f" in the file or with --config.pool={HERE}.Pool()",
+      " in the file or with --config.pool=pool",
     ),
   ],
 )
@@ -141,18 +141,29 @@ def test_json_makes_an_equal_tree():
 @pytest.mark.parametrize(
   ("change", "reason"),
   [
-    ({"gruop_size": 1}, "config.gruop_size: @Tree has no such field"),
+    ({"gruop_size": 1}, "config.gruop_size: tree has no such field"),
     ({"gruop_size": 1}, "did you mean group_size?"),
+    ({"zzz": 1}, "no such field; it has kinds, loss, call, either, rate"),
     ({"group_size": "8"}, "config.group_size='8': expected int"),
     ({"group_size": True}, "config.group_size=True: expected int"),
     ({"group_size": 8.0}, "config.group_size=8.0: expected int"),
     ({"loss": 3}, "config.loss=3: expected Loss"),
     (
       {"loss": {"class": "@Plain"}},
-      "config.loss: needs scale, as in @Plain(scale=0.1)",
+      "config.loss: needs scale, as in plain(scale=0.1)",
     ),
-    ({"loss": {"class": "@Thawed"}}, "@Thawed is no frozen dataclass"),
+    ({"loss": {"class": "@Thawed"}}, "@Thawed must be a frozen dataclass"),
     ({"loss": {"class": "@Gone"}}, "config.loss: cannot import @Gone"),
+    (
+      {"loss": {"class": "tests.old.Plain"}},
+      "tests.old.Plain: module 'tests' has no attribute 'old'; did you mean "
+      "plain(scale=0.1) (@Plain)?",
+    ),
+    (
+      {"class": "tests.old.Tree"},
+      "config: cannot import tests.old.Tree: module 'tests' has no attribute 'old'; did "
+      "you mean @Tree?",
+    ),
     (
       {"pools": [{"class": "@Pool", "chips": "x"}]},
       "config.pools.0.chips='x': expected int",

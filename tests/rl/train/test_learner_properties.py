@@ -50,7 +50,7 @@ WHOLE = {"rows": 16, "length": LENGTH}
 OBJECTIVE = objective.Objective(
   loss=losses.ClippedSurrogate(dual_clip=3.0),
   correction=corrections.TokenTruncated(),
-  kl=kl.KlPenalty(estimator="k3+", weight=0.2),
+  kl=kl.KlPenalty(estimator="k3_plus", weight=0.2),
   value=value_loss.ValueLoss(weight=0.5, clip=0.5),
   entropy_bonus=0.1,
   balance_weight=0.0,  # It is not linear over micro-batches.
