@@ -230,7 +230,7 @@ class Experiment:
       raise ValueError(
         f"rollout.group_size={self.rollout.group_size} is below the {least} "
         f"that {type(advantage).__name__} compares; raise it or use "
-        "algorithm.advantage=rl.algorithms.advantages.Reinforce()"
+        "algorithm.advantage=reinforce"
       )
 
   def _validate_schedule(self) -> None:

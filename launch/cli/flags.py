@@ -27,7 +27,7 @@ _CONFIG = absl_flags.DEFINE_string(
   " get_config(ARGUMENT), or a JSON file of an earlier run. --config.a.b=VALUE"
   " replaces one setting, and --noconfig.a.b turns one off: false, or none."
   " Parts come before what lies in them, in whatever order they are given, so"
-  " --config.a.b=VALUE holds beside --config.a=rl.module.Class().",
+  " --config.a.b=VALUE holds beside --config.a=NAME.",
 )
 
 # absl has no flag whose name is open-ended, so parse() leaves them here.
@@ -83,7 +83,7 @@ def load_from_command_line(
   check: Callable[[Any], None] | None = None,
 ) -> Any:
   """Returns `load` of --config and the overrides that stood beside it."""
-  if _CONFIG.value is None:
+  if not _CONFIG.value:
     raise overrides_lib.SettingError(
       "--config is missing; name a file, as in --config=configs/NAME.py"
     )

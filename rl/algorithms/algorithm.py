@@ -21,6 +21,7 @@ from rl.algorithms import (
   token_advantages,
 )
 from rl.schedule import overlap
+from rl.settings import short_names
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,15 +58,12 @@ class Algorithm(objective.Objective):
     if self.kl is not None and self.reference is None:
       raise ValueError(
         "algorithm.kl without a reference to stay close to; use algorithm."
-        "reference=initial, a rl.algorithms.references.Teacher(model=..., "
-        "directory=...), "
-        "or kl=none"
+        "reference=initial, a teacher(model=..., directory=...), or kl=none"
       )
     if self.kl is None and self.reference is not None:
       raise ValueError(
         f"algorithm.reference={self.reference.short_name} without a kl is "
-        "scored for nothing; use reference=none, or "
-        "kl=rl.algorithms.kl.KlPenalty()"
+        "scored for nothing; use reference=none, or kl=kl_penalty"
       )
     self._validate_loss()
     if self.sampling is not None:
@@ -76,27 +74,26 @@ class Algorithm(objective.Objective):
     kl = self.kl
     if kl is None or (kl.where, kl.estimator) != ("reward", "k1"):
       raise ValueError(
-        "algorithm.advantage=Distillation learns from the penalty of each token"
-        " alone; use algorithm.kl=rl.algorithms.kl.KlPenalty(estimator=k1, "
-        "weight=1.0, "
+        "algorithm.advantage=distillation learns from the penalty of each token"
+        " alone; use algorithm.kl=kl_penalty(estimator=k1, weight=1.0, "
         "where=reward)"
       )
     if not isinstance(self.reference, references.Teacher):
       name = "none" if self.reference is None else self.reference.short_name
       raise ValueError(
-        f"algorithm.advantage=Distillation with reference={name}: there is no "
+        f"algorithm.advantage=distillation with reference={name}: there is no "
         "teacher but the policy itself; use algorithm.reference="
-        "rl.algorithms.references.Teacher(model=..., directory=...), as "
-        "configs/guess_number_distill.py does"
+        "teacher(model=..., directory=...), as configs/guess_number_distill.py "
+        "does"
       )
 
   def _validate_sampling(self) -> None:
     """Raises when groups of equal rewards teach something after all."""
     reason = None
     if self.advantage.min_group_size < 2:
-      reason = f"advantage={type(self.advantage).__name__} compares no members"
+      reason = f"advantage={short_names.of(self.advantage)} compares no members"
     elif self.advantage.pool == "task":
-      name = type(self.advantage).__name__
+      name = short_names.of(self.advantage)
       reason = f"advantage={name} compares groups of one task with each other"
     elif self.reward_kl is not None:
       reason = "a kl in the rewards makes members differ"
@@ -108,24 +105,23 @@ class Algorithm(objective.Objective):
 
   def _validate_loss(self) -> None:
     """Raises when the loss is for another purpose."""
-    name = type(self.loss).__name__
+    name = short_names.of(self.loss)
     if isinstance(self.loss, losses.NegativeLogLikelihood):
       raise ValueError(
         f"algorithm.loss={name} imitates whatever was sampled, good or bad; "
-        "use rl.algorithms.losses.Reinforce(), or a warm_start to imitate an "
-        "oracle"
+        "use reinforce, or a warm_start to imitate an oracle"
       )
     if not self.loss.has_ratio and self.epochs > 1:
       raise ValueError(
         f"algorithm.epochs={self.epochs} with loss={name}, which has no ratio: "
         "a second epoch would take the tokens of another policy for its own; "
-        "use epochs=1, or rl.algorithms.losses.Cispo()"
+        "use epochs=1, or loss=cispo"
       )
 
   def validate_schedule(self, schedule: overlap.Overlap) -> None:
     """Raises ValueError when it cannot learn on such a schedule."""
     if self.advantage.scope == "batch" and schedule.streams:
-      name = type(self.advantage).__name__
+      name = short_names.of(self.advantage)
       raise ValueError(
         f"algorithm.advantage={name} compares all groups of an update, but with"
         f" overlap.groups_per_microbatch={schedule.groups_per_microbatch} "
@@ -141,7 +137,7 @@ class Algorithm(objective.Objective):
     if self.loss.own_weight and schedule.old_logprob != "decode":
       raise ValueError(
         f"overlap.old_logprob={schedule.old_logprob} with algorithm.loss="
-        f"{type(self.loss).__name__}, which compares with the policy that "
+        f"{short_names.of(self.loss)}, which compares with the policy that "
         "sampled: it is scored for nothing; use old_logprob=decode"
       )
     # A mask alone does not say how much likelier a token has become.
@@ -153,18 +149,18 @@ class Algorithm(objective.Objective):
     old = schedule.old_logprob
     if not self.loss.has_ratio and schedule.max_staleness:
       raise ValueError(
-        f"algorithm.loss={type(self.loss).__name__} with overlap.max_staleness="
-        f"{schedule.max_staleness}: it has no ratio, and would take the tokens "
-        "of older policies for its own; use overlap.old_logprob=recompute with "
-        "algorithm.correction=rl.algorithms.corrections.TokenTruncated(), or "
-        "a loss with "
-        "weights of its own, as rl.algorithms.losses.Aipo()"
+        f"algorithm.loss={short_names.of(self.loss)} with "
+        f"overlap.max_staleness={schedule.max_staleness}: it has no ratio, and "
+        "would take the tokens of older policies for its own; use "
+        "overlap.old_logprob=recompute with "
+        "algorithm.correction=token_truncated, or a loss with weights of its "
+        "own, such as aipo"
       )
     if old == "decode":
       return
     out = (
-      "use old_logprob=decode, or algorithm.correction="
-      "rl.algorithms.corrections.TokenTruncated() to weigh tokens for that"
+      "use old_logprob=decode, or algorithm.correction=token_truncated to "
+      "weigh tokens for that"
     )
     if schedule.on_publish == "keep_kv":
       raise ValueError(
@@ -213,16 +209,14 @@ def _nothing_to_compare(
   correction: corrections.Correction, schedule: overlap.Overlap
 ) -> str:
   """Returns what is wrong with a correction of what the engine recorded."""
-  name = type(correction).__name__
+  name = short_names.of(correction)
   way_out = "use old_logprob=recompute, or correction=none"
   if schedule.max_staleness and not correction.weighs:
     # Or else the next refusal would be of a mask that does not weigh late ones.
     way_out = (
-      "use old_logprob=recompute with "
-      "algorithm.correction=rl.algorithms.corrections.Both("
-      f"first=rl.algorithms.corrections.TokenTruncated(), "
-      f"second=rl.algorithms.corrections.{name}()),"
-      " or correction=none"
+      "use old_logprob=recompute with algorithm.correction=both("
+      "first=token_truncated, "
+      f"second={short_names.of(correction)}), or correction=none"
     )
   return (
     f"algorithm.correction={name} with overlap.old_logprob=decode: it compares "
@@ -249,10 +243,9 @@ def _validate_protocols(algorithm: Algorithm) -> None:
     [len(own) for own in found.advantages] != [3, 3]
   ):
     raise ValueError(
-      f"algorithm.advantage={type(algorithm.advantage).__name__} does not "
+      f"algorithm.advantage={short_names.of(algorithm.advantage)} does not "
       "return a rl.algorithms.advantages.Estimate with one array a member, "
-      "one number a "
-      "sampled token"
+      "one number a sampled token"
     )
 
 
@@ -260,7 +253,7 @@ def _validate_attributes(name: str, part: object, protocol: type) -> None:
   wanted = [x for x in vars(protocol) if not x.startswith("_")]
   if missing := [x for x in wanted if not hasattr(part, x)]:
     raise ValueError(
-      f"algorithm.{name}={type(part).__name__} has no {', '.join(missing)}; "
+      f"algorithm.{name}={short_names.of(part)} has no {', '.join(missing)}; "
       f"see {protocol.__module__}.{protocol.__name__}"
     )
 
@@ -276,7 +269,7 @@ def _validate_result(
   found = jax.eval_shape(part, row)
   if not isinstance(found, expected) or any(x.shape != (4,) for x in found):
     raise ValueError(
-      f"algorithm.{name}={type(part).__name__} does not return "
+      f"algorithm.{name}={short_names.of(part)} does not return "
       f"{expected.__module__}.{expected.__name__}, each with one entry a token"
     )
 

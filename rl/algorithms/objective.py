@@ -22,6 +22,7 @@ from rl.algorithms import kl as kl_lib
 from rl.algorithms import losses, packed_row
 from rl.algorithms import value_loss as value_loss_lib
 from rl.data import batch as batch_lib
+from rl.settings import short_names
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,8 +68,8 @@ class Objective:
     correction = self.correction
     if correction is not None and correction.weighs and self.loss.own_weight:
       raise ValueError(
-        f"correction={type(self.correction).__name__} with loss="
-        f"{type(self.loss).__name__}, which weighs each token against the "
+        f"correction={short_names.of(self.correction)} with loss="
+        f"{short_names.of(self.loss)}, which weighs each token against the "
         "policy that sampled it: it would be weighed twice; use "
         "correction=none"
       )

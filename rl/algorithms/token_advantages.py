@@ -224,7 +224,7 @@ class Gae(advantages_lib.Estimator):
       if member.values is None:
         raise ValueError(
           "Gae: values=None; give the policy a value head, or use an estimator "
-          "without a critic such as rl.algorithms.advantages.Rloo()"
+          "without a critic such as rloo"
         )
       own = returns_lib.gae(
         returns_lib.of_tokens(member),

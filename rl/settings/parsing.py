@@ -286,8 +286,7 @@ def _make(maker: Any, fields: Mapping[str, Any], where: str) -> Any:
       near = difflib.get_close_matches(name, hints, 1)
       out = f"did you mean {near[0]}?" if near else f"it has {', '.join(hints)}"
       raise SettingError(
-        f"{where}.{name}: {short_names.short_name(maker)} has no such field; "
-        + out
+        f"{where}.{name}: {short_names.of(maker)} has no such field; " + out
       )
   if missing := [n for n in annotations.required(maker) if n not in fields]:
     raise SettingError(

@@ -17,8 +17,10 @@ CONFIG_FILE = "_config_"
 """Prefix of the modules that are config files."""
 
 
-def short_name(maker: Any) -> str:
-  """Returns the word by which a class or a function is typed."""
+def of(part: Any) -> str:
+  """Returns the word by which a class, a function or an object is typed."""
+  is_maker = isinstance(part, type) or inspect.isfunction(part)
+  maker = part if is_maker else type(part)
   own = vars(maker).get("short_name")
   return own or re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", maker.__name__).lower()
 
@@ -33,11 +35,12 @@ def choices(hint: Any) -> dict[str, Any]:
   found = {}
   for member in annotations.members(hint):
     own = annotations.kind(member)
-    if annotations.is_object(member) and isinstance(own, type):
+    is_class = isinstance(own, type) and own is not object
+    if is_class and annotations.is_object(member):
       package = own.__module__.rpartition(".")[0] or own.__module__
       fitting = [cls for cls in classes(package) if _fits(cls, own)]
       for maker in (*fitting, *_functions(own)):
-        found[short_name(maker)] = maker
+        found[of(maker)] = maker
   return found
 
 

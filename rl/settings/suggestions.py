@@ -22,7 +22,7 @@ def form(maker: Any, depth: int = 3) -> str:
   """
   own, needed = annotations.parameters(maker), annotations.required(maker)
   fields = ", ".join(f"{n}={_example(own[n], depth - 1)}" for n in needed)
-  return short_names.short_name(maker) + (f"({fields})" if fields else "")
+  return short_names.of(maker) + (f"({fields})" if fields else "")
 
 
 def forms(hint: Any) -> list[str]:

@@ -96,7 +96,7 @@ def adapted(tmp_path_factory):
   directory = tmp_path_factory.mktemp("runs") / "adapted"
   settings = flags.load(
     str(ROOT / "configs" / "guess_number_moe.py"),
-    CHANGES | {"model.lora": "models.lora.Lora(rank=2)"},
+    CHANGES | {"model.lora": "lora(rank=2)"},
   )
   # Fresh ones add nothing, and so would look like none.
   return directory, saved_run(directory, settings, 0.1), settings.model

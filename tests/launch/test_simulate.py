@@ -197,7 +197,7 @@ def test_the_cluster_of_3000_accelerators_is_one():
 def test_parts_of_a_cluster_are_overridden_by_their_path(config):
   changes = {
     "cluster.pools.0.engines": "3",
-    "workloads.0.answer_tokens": "distributions.Constant(value=50)",
+    "workloads.0.answer_tokens": "constant(value=50)",
     "overlap.max_staleness": "1",
     "overlap.on_publish": "recompute",
     "overlap.wait_for_round": "false",

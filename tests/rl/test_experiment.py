@@ -38,7 +38,7 @@ def _override(tree, overrides):
     {"evaluation.every": "0", "evaluation.temperature": "0"},
     {
       "rollout.group_size": "1",
-      "algorithm.advantage": "advantages.Reinforce()",
+      "algorithm.advantage": "reinforce",
     },
     # 10 rows over 5 * 2 devices, 4 experts over 2, and engine rows over 8.
     {
@@ -52,13 +52,11 @@ def _override(tree, overrides):
     {"batch.length": "32", "rollout.max_tokens": "32"},
     {"progress_timeout_s": "631.5"},
     {
-      "algorithm.advantage": (
-        "token_advantages.ReinforcePlusPlus(baseline=group)"
-      ),
+      "algorithm.advantage": ("reinforce_pp(baseline=group)"),
       "overlap.groups_per_microbatch": "16",
     },
-    {"algorithm.sampling": "dynamic_sampling.DynamicSampling()"},
-    {"rollout.overlong": "reward_shaping.Overlong(max_tokens=32, buffer=32)"},
+    {"algorithm.sampling": "dynamic_sampling"},
+    {"rollout.overlong": "overlong(max_tokens=32, buffer=32)"},
     {"routing.default": "decode"},
     {"model.compute.attention": "splash", "batch.length": "128"},
     {"model.compute.attention": "blockwise", "batch.share_prompts": "true"},
@@ -80,7 +78,7 @@ def test_settings_that_fit_together_are_accepted(experiment, overrides):
     (
       {"rollout.group_size": "1"},
       "rollout.group_size=1 is below the 2 that Grpo compares; raise it or"
-      " use algorithm.advantage=rl.algorithms.advantages.Reinforce()",
+      " use algorithm.advantage=reinforce",
     ),
     (
       {"batch.length": "31"},
@@ -223,27 +221,27 @@ def test_settings_that_fit_together_are_accepted(experiment, overrides):
     ),
     # 16 groups a round in micro-batches of 8: the first trains too early.
     (
-      {"algorithm.advantage": "token_advantages.ReinforcePlusPlus()"},
-      "algorithm.advantage=ReinforcePlusPlus compares all groups of an update,"
+      {"algorithm.advantage": "reinforce_pp"},
+      "algorithm.advantage=reinforce_pp compares all groups of an update,"
       " but with overlap.groups_per_microbatch=8 gradients accumulate before"
       " the last of them is ready; use groups_per_microbatch=16",
     ),
     (
       {
-        "algorithm.advantage": "advantages.Reinforce()",
-        "algorithm.sampling": "dynamic_sampling.DynamicSampling()",
+        "algorithm.advantage": "reinforce",
+        "algorithm.sampling": "dynamic_sampling",
       },
       "algorithm.sampling drops groups of equal rewards, but advantage="
-      "Reinforce compares no members, so they teach as others do; use "
+      "reinforce compares no members, so they teach as others do; use "
       "algorithm.sampling=none",
     ),
     (
-      {"rollout.overlong": "reward_shaping.Overlong(max_tokens=33, buffer=4)"},
+      {"rollout.overlong": "overlong(max_tokens=33, buffer=4)"},
       "rollout.overlong.max_tokens=33 is above rollout.max_tokens=32: no"
       " episode would ever be that long; lower it",
     ),
     (
-      {"rollout.overlong": "reward_shaping.Overlong(max_tokens=32, buffer=33)"},
+      {"rollout.overlong": "overlong(max_tokens=32, buffer=33)"},
       "Overlong: buffer=33 is outside [1, max_tokens=32]",
     ),
     (
@@ -370,7 +368,7 @@ def test_every_part_of_the_tree_is_checked_and_named(experiment, path, text):
 def test_json_makes_an_equal_experiment(experiment):
   changed = _override(
     experiment,
-    {"algorithm.advantage": "advantages.Reinforce(baseline=0.5)"},
+    {"algorithm.advantage": "reinforce(baseline=0.5)"},
   )
   for tree in (experiment, changed):
     text = json.dumps(overrides_lib.to_json(tree))

@@ -21,13 +21,13 @@ import jax.numpy as jnp
 
 from configs import guess_number_moe
 from envs import textarena
-from rl import advantages, aggregates, losses
+from rl.algorithms import advantages, loss_aggregation, losses
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Spo:
   scale: float = 1.0
-  aggregate: aggregates.Aggregate = aggregates.TokenMean()
+  aggregate: loss_aggregation.Aggregate = loss_aggregation.TokenMean()
   own_weight = False
   has_ratio = True
 
@@ -186,12 +186,12 @@ def test_later_edits_do_not_change_what_a_run_was(file, tmp_path):
 
 def test_a_class_of_the_file_can_be_typed_and_is_offered(file):
   tree = flags.load(str(file))
-  text = "_config_my_own.Spo(scale=2)"
+  text = "spo(scale=2)"
   again = overrides.override(tree, "algorithm.loss", text)
   assert again == overrides.override(tree, "algorithm.loss.scale", "2")
   with pytest.raises(overrides.SettingError) as error:
     overrides.override(tree, "algorithm.loss", "sppo")
-  assert "; did you mean _config_my_own.Spo()? There" in str(error.value)
+  assert "; did you mean spo? There" in str(error.value)
 
 
 @pytest.mark.parametrize("kept", [3, {"_config_x": 3}, {"_config_x": {}}])

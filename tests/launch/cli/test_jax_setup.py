@@ -10,8 +10,8 @@ _SECONDS = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
 _BYTES = "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"
 _PROGRAM = """
 import jax
-from launch import devices
-devices.keep_compiled()
+from launch.cli import jax_setup
+jax_setup.keep_compiled()
 print(jax.config.jax_persistent_cache_min_compile_time_secs,
       jax.config.jax_persistent_cache_min_entry_size_bytes)
 """

@@ -103,32 +103,32 @@ def test_parts_of_ones_own_are_taken():
   [
     (
       {"loss": Nameless()},
-      "algorithm.loss=Nameless has no own_weight, has_ratio, aggregate; see "
+      "algorithm.loss=nameless has no own_weight, has_ratio, aggregate; see "
       "rl.algorithms.losses.Loss",
     ),
     (
       {"loss": Bare()},
-      "algorithm.loss=Bare does not return rl.algorithms.losses.Terms, each "
+      "algorithm.loss=bare does not return rl.algorithms.losses.Terms, each "
       "with one entry"
       " a token",
     ),
     (
       {"loss": Summed()},
-      "algorithm.loss=Summed does not return rl.algorithms.losses.",
+      "algorithm.loss=summed does not return rl.algorithms.losses.",
     ),
     (
       {"correction": Unweighed()},
-      "algorithm.correction=Unweighed does not return "
+      "algorithm.correction=unweighed does not return "
       "rl.algorithms.corrections.Weights",
     ),
     (
       {"advantage": Listed()},
-      "algorithm.advantage=Listed does not return a "
+      "algorithm.advantage=listed does not return a "
       "rl.algorithms.advantages.Estimate",
     ),
     (
       {"advantage": Alike()},
-      "algorithm.advantage=Alike does not return a "
+      "algorithm.advantage=alike does not return a "
       "rl.algorithms.advantages.Estimate",
     ),
   ],

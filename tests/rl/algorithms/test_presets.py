@@ -130,16 +130,16 @@ def test_a_preset_that_is_misspelt_is_told_its_likes():
     ("algorithm.loss.clip_high", "0.4", 0.4),
     (
       "algorithm.correction",
-      "rl.algorithms.corrections.IcePop()",
+      "ice_pop",
       corrections.IcePop(),
     ),
     (
       "algorithm.kl",
-      "rl.algorithms.kl.KlPenalty(weight=0.5)",
+      "kl_penalty(weight=0.5)",
       kl.KlPenalty(weight=0.5),
     ),
     ("algorithm.reference", "initial", references.Initial()),
-    ("algorithm.loss", "rl.algorithms.losses.Gspo()", losses.Gspo()),
+    ("algorithm.loss", "gspo", losses.Gspo()),
   ],
 )
 def test_any_part_of_a_preset_can_be_replaced(path, text, value):
@@ -308,9 +308,7 @@ def test_every_preset_trains_a_real_policy_and_loses_no_token(
   tree = named(name, teacher, overlap=schedule)
   if schedule.max_staleness and not tree.algorithm.loss.has_ratio:
     # What is late needs one.
-    tree = overrides.override(
-      tree, "algorithm.loss", "rl.algorithms.losses.Aipo()"
-    )
+    tree = overrides.override(tree, "algorithm.loss", "aipo")
   ran = run(tree)
   assert len(ran.rounds) == 2
   for metrics in ran.rounds:

@@ -250,7 +250,7 @@ def test_adapters_can_be_set_on_the_command_line():
   bare = dataclasses.replace(experiment().model, lora=None)
   start = experiment(model=bare)
   changed = overrides.override(
-    start, "model.lora", "models.lora.Lora(rank=2,targets=('query','out'))"
+    start, "model.lora", "lora(rank=2,targets=('query','out'))"
   )
   assert changed.model.lora == lora.Lora(rank=2, targets=("query", "out"))
   assert overrides.override(changed, "model.lora.alpha", "4").model.lora == (

@@ -161,8 +161,8 @@ def test_json_makes_an_equal_tree():
     ),
     (
       {"class": "tests.old.Tree"},
-      "config: cannot import tests.old.Tree: module 'tests' has no attribute 'old'; did "
-      "you mean @Tree?",
+      "config: cannot import tests.old.Tree: module 'tests' has no attribute "
+      "'old'; did you mean @Tree?",
     ),
     (
       {"pools": [{"class": "@Pool", "chips": "x"}]},
