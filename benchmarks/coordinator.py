@@ -195,7 +195,7 @@ class _Run:
       free = simulated_learner.Learner(token_s=0.0, update_s=0.0)
       return simulated_learner.SimulatedTrainer(free, self._spans), 0
     self._thread = mesh_thread.MeshThread("learner", self._spans)
-    programs = fakes.fake_learner()
+    programs = fakes.FakeLearner()
     settings = trainer_lib.Settings(
       rows=16,
       length=256,

@@ -117,7 +117,7 @@ def _programs(length: int) -> learner.Learner:
   )
   layout, _ = placement.Placement(colocated=True).layouts()
   minimised = objective.Objective(loss=losses.ClippedSurrogate())
-  return learner.build(config, layout, minimised, optimizers.AdamW()())
+  return learner.Learner(config, layout, minimised, optimizers.AdamW()())
 
 
 def _step(

@@ -186,7 +186,7 @@ def packed(work: Workload) -> batch.Batch:
 def _ours(work: Workload) -> Callable[[], float]:
   """Returns a function that does a step and gives its loss."""
   layout, _ = placement.Placement(colocated=True).layouts()
-  programs = learner.build(
+  programs = learner.Learner(
     work.config, layout, _OBJECTIVE, optimizers.AdamW()()
   )
   state = programs.init(jax.random.key(0))

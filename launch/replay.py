@@ -256,12 +256,11 @@ def _tell_where(
   if place is not None:
     batches = [nonfinite_diagnosis.alone(batches[place.batch], place)]
   for packed in batches:
-    placed = programs.place(packed)
     found = nonfinite_diagnosis.first_nan(
       programs.accumulate,
       skipped.params,
       programs.zero(),
-      placed,
+      packed,
       skipped.critic,
     )
     if found is not None:

@@ -163,7 +163,7 @@ def learner_programs(
 ) -> learner.Learner:
   """Returns the training programs of an experiment."""
   algorithm = experiment.algorithm
-  return learner.build(
+  return learner.Learner(
     experiment.model,
     layout,
     algorithm,

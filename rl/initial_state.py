@@ -68,7 +68,7 @@ def _imitation_programs(
   layout: sharding.Layout,
 ) -> learner.Learner:
   """Returns the training programs of a warm start."""
-  return learner.build(
+  return learner.Learner(
     experiment.model,
     layout,
     objective.Objective(

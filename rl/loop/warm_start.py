@@ -22,7 +22,7 @@ from rl.data import trajectory
 from rl.engine import contract
 from rl.rollout import episode
 from rl.runtime import checkpoint, mesh_thread
-from rl.train import gradient_accumulation, learner, optimizers, train_state
+from rl.train import learner, optimizers, train_state
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -276,5 +276,5 @@ def _step(
 ) -> tuple[train_state.TrainState, dict[str, float]]:
   total = programs.zero()
   for batch in batches:
-    total = gradient_accumulation.accumulate(programs, state, total, batch)
-  return gradient_accumulation.step(programs, state, total)
+    total = programs.accumulate(state.params, total, batch, state.critic)
+  return programs.step(state, total)

@@ -138,41 +138,58 @@ class Judge:
     return [base.Grade(float(sum(t.step_rewards)), {}) for t in transcripts]
 
 
-def fake_learner(step_s: float = 0.0) -> learner.Learner:
-  """Returns a learner whose parameters count updates and which trains nothing.
+class FakeLearner(learner.Learner):
+  """A learner whose parameters count updates, and which trains nothing."""
 
-  Args:
-    step_s: seconds of one accumulation.
-  """
+  def __init__(self, step_s: float = 0.0):
+    """Lets one accumulation take `step_s` seconds."""
+    self.step_s = step_s
+    self.abstract = _counted(0)
 
-  def zero() -> learner.Accumulator:
+  def init(self, key: Any) -> train_state.TrainState:
+    """Returns the state after no updates."""
+    return self.abstract
+
+  def wrap(self, params: Any) -> train_state.TrainState:
+    """Returns the state after no updates."""
+    return self.abstract
+
+  def place(self, batch: Any) -> Any:
+    """Returns the batch, which stays on the host."""
+    return batch
+
+  def score(self, params: Any, batch: Any) -> Any:
+    """Returns the log-probabilities that the engine recorded."""
+    return self.place(batch).behaviour
+
+  def score_base(self, params: Any, batch: Any) -> Any:
+    """Returns the same."""
+    return self.place(batch).behaviour
+
+  def values(self, params: Any, critic: Any, batch: Any) -> Any:
+    """Returns zeros."""
+    return 0 * self.place(batch).behaviour
+
+  def zero(self) -> learner.Accumulator:
+    """Returns a count of no tokens."""
     return learner.Accumulator._make(({}, 0.0))
 
-  def accumulate(params, total, batch, critic=None) -> learner.Accumulator:
-    time.sleep(step_s)
-    tokens = total.sums + float(batch.sampled.sum())
+  def accumulate(
+    self, params: Any, total: Any, batch: Any, critic: Any = None
+  ) -> learner.Accumulator:
+    """Counts the sampled tokens of one more batch."""
+    time.sleep(self.step_s)
+    tokens = total.sums + float(self.place(batch).sampled.sum())
     return learner.Accumulator._make(({}, tokens))
 
   def update(
-    state, total, count=0.0
+    self, state: Any, total: Any, flat_count: float = 0.0
   ) -> tuple[train_state.TrainState, dict[str, Any]]:
+    """Counts one more update."""
     sums: dict[str, Any] = dict.fromkeys(learner.METRICS, 0.0)
     sums["tokens"] = total.sums
-    return made(state.updates + 1), sums
+    return _counted(state.updates + 1), sums
 
-  def made(updates: Any) -> train_state.TrainState:
-    return train_state.TrainState({"updates": updates}, (), updates)
 
-  start = made(0)
-  return learner.Learner(
-    init=lambda key: start,
-    wrap=lambda params: start,
-    zero=zero,
-    accumulate=accumulate,
-    update=update,
-    score=lambda params, batch: batch.behaviour,
-    score_base=lambda params, batch: batch.behaviour,
-    values=lambda params, critic, batch: 0 * batch.behaviour,
-    place=lambda batch: batch,
-    abstract=start,
-  )
+def _counted(updates: Any) -> train_state.TrainState:
+  return train_state.TrainState({"updates": updates}, (), updates)

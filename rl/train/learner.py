@@ -4,9 +4,9 @@
                  |        sums of gradients and counts     |
                  +-----------------------------------------+
 
-What is trained is all parameters or, where there are adapters, the adapters,
-and the critic's head if there is one: gradients, moments and master copies
-exist for nothing else.
+All parameters are trained or, where there are adapters, only these; and the
+critic's head if there is one. Gradients, moments and master copies exist for
+nothing else.
 
 Letters: B rows, L row length, D width.
 """
@@ -119,117 +119,277 @@ def _values(
   return jnp.einsum("bld,d->bl", wide, critic["kernel"]) + critic["bias"]
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class Learner:
-  """The compiled training programs of one mesh; the state is an argument.
+  """The training programs of one mesh, each compiled when it is first called.
+
+  A learner holds no state: that is an argument. A batch may lie on the host, or
+  on the mesh already; see `place`.
+
+    state = learner.init(key)
+    total = learner.zero()
+    for batch in batches:
+      total = learner.accumulate(state.params, total, batch, state.critic)
+    state, metrics = learner.step(state, total)
 
   Attributes:
-    init: key -> TrainState, born sharded.
-    wrap: parameters, placed as in `abstract` -> TrainState that holds them,
-      with a fresh optimizer, a critic that says 0, and they themselves as the
-      reference if there is to be one.
-    zero: () -> Accumulator.
-    accumulate: (params, accumulator, placed batch, critic) -> accumulator;
-      donates the accumulator. Without a critic the last is left out.
-    update: (state, accumulator, flat_count) -> (state, metrics); donates the
-      optimizer's state, the master copy and, where they can hold the new
-      parameters, the gradients, but no parameters: published versions stay
-      readable. Frozen parameters are the very same arrays again. `flat_count`
-      is added to what the loss is divided by, 0.0 by default. Where loss or
-      gradient is not finite nothing changes, and the metric `skipped` is 1.
-    score: (params, placed batch) -> log-probabilities [B, L].
-    score_base: the same without adapters.
-    values: (params, critic, placed batch) -> the critic's values [B, L].
-    place: host batch -> batch on the mesh.
     abstract: shapes and shardings of the state, for restoring it.
   """
 
-  init: Callable[[Array], train_state.TrainState]
-  wrap: Callable[[transformer.Params], train_state.TrainState]
-  zero: Callable[[], Accumulator]
-  accumulate: Callable[..., Accumulator]
-  update: Callable[..., tuple[train_state.TrainState, dict[str, Array]]]
-  score: Callable[..., Array]
-  score_base: Callable[..., Array]
-  values: Callable[..., Array]
-  place: Callable[[batch_lib.Batch], batch_lib.Batch]
   abstract: train_state.TrainState
 
+  def __init__(
+    self,
+    config: model_config.ModelConfig,
+    layout: sharding.Layout,
+    objective: objective_lib.Objective,
+    optimizer: optax.GradientTransformation,
+    temperature: float = 1.0,
+    *,
+    critic: bool = False,
+    reference: references.Memory | None = None,
+    num_lags: int = 1,
+  ):
+    """Compiles nothing yet.
 
-def build(
-  config: model_config.ModelConfig,
-  layout: sharding.Layout,
-  objective: objective_lib.Objective,
-  optimizer: optax.GradientTransformation,
-  temperature: float = 1.0,
-  *,
-  critic: bool = False,
-  reference: references.Memory | None = None,
-  num_lags: int = 1,
-) -> Learner:
-  """Returns the programs for one model, mesh, objective and optimizer.
+    Args:
+      temperature: that of sampling, so that ratios start at 1.
+      critic: whether there is one.
+      reference: where to keep the first parameters; None does not keep them.
+      num_lags: how many are told apart in the metrics.
+    """
+    self._config, self._layout = config, layout
+    self._objective, self._optimizer = objective, optimizer
+    self._temperature, self._num_lags = temperature, num_lags
+    begin = functools.partial(
+      train_state.begin, config=config, optimizer=optimizer
+    )
+    shapes = train_state.shapes(
+      config,
+      begin,
+      train_state.critic_head(config) if critic else None,
+      has_reference=reference is not None,
+    )
+    placed = train_state.shardings(shapes, config, layout, optimizer, reference)
+    self.abstract = train_state.abstract(shapes, placed)
+    self._placed = placed
+    trained, _ = train_state.split(placed.params, placed.critic)
+    replicated: Any = layout.sharding()
+    sums = Accumulator(trained, replicated)
+    self._draw = jax.jit(
+      lambda key: transformer.init(key, config), out_shardings=placed.params
+    )
+    self._begin = jax.jit(begin, out_shardings=tuple(placed[1:4]))
+    self._no_values = jax.jit(
+      lambda: _zeros(shapes.critic), out_shardings=placed.critic
+    )
+    self._zero = jax.jit(self._nothing, out_shardings=sums)
+    self._add = jax.jit(
+      self._with_gradient, donate_argnums=2, out_shardings=sums
+    )
+    # Rounded parameters have no use for the memory of float32 gradients.
+    self._apply = jax.jit(
+      self._with_update,
+      donate_argnums=(1, 3, 4) if placed.master is None else (1, 3),
+      out_shardings=(trained, *placed[1:4], None),
+    )
+    base = dataclasses.replace(config, lora=None)
+    self._score = score_program(config, layout, temperature)
+    self._score_base = score_program(base, layout, temperature)
+    self._values = jax.jit(
+      lambda *args: self._scored(*args, through_body=True).values
+    )
 
-  Args:
-    temperature: that of sampling, so that ratios start at 1.
-    critic: whether there is one.
-    reference: where to keep the first parameters; None does not keep them.
-    num_lags: how many are told apart in the metrics.
-  """
-  score = functools.partial(
-    score_tokens, config=config, layout=layout, temperature=temperature
-  )
-  begin = functools.partial(
-    train_state.begin, config=config, optimizer=optimizer
-  )
-  shapes = train_state.shapes(
-    config,
-    begin,
-    train_state.critic_head(config) if critic else None,
-    has_reference=reference is not None,
-  )
-  shardings = train_state.shardings(
-    shapes, config, layout, optimizer, reference
-  )
-  trained, _ = train_state.split(shardings.params, shardings.critic)
-  replicated: Any = layout.sharding()
-  grads = Accumulator(trained, replicated)
-  zero = functools.partial(
-    objective_lib.zero,
-    objective,
-    num_lags=num_lags,
-    critic=critic,
-    num_experts=config.num_experts if config.num_sparse else 0,
-  )
-  total = functools.partial(
-    _total,
-    score=functools.partial(score, through_body=objective.value.through_body),
-    objective=objective,
-    num_lags=num_lags,
-  )
-  add = jax.jit(
-    functools.partial(_accumulate, gradient=jax.grad(total, has_aux=True)),
-    donate_argnums=2,
-    out_shardings=grads,
-  )
-  init, wrap = _starting(config, begin, shapes, shardings)
-  base = dataclasses.replace(config, lora=None)
-  below = score_program(base, layout, temperature)
-  return Learner(
-    init=init,
-    wrap=wrap,
-    zero=jax.jit(
-      functools.partial(_zero, shapes=shapes, sums=zero), out_shardings=grads
-    ),
-    accumulate=lambda params, accumulator, batch, critic=None: add(
-      *train_state.split(params, critic), accumulator, batch
-    ),
-    update=_updating(layout, shardings, optimizer),
-    score=score_program(config, layout, temperature),
-    score_base=lambda params, batch: below(lora.drop(params), batch),
-    values=jax.jit(lambda *args: score(*args).values),
-    place=functools.partial(jax.device_put, device=layout.sharding("batch")),
-    abstract=train_state.abstract(shapes, shardings),
-  )
+  def init(self, key: Array) -> train_state.TrainState:
+    """Returns a fresh state, born sharded."""
+    return self.wrap(self._draw(key))
+
+  def wrap(self, params: transformer.Params) -> train_state.TrainState:
+    """Returns a state that holds these parameters, placed as in `abstract`.
+
+    Its optimizer is fresh, its critic says 0, and the parameters themselves are
+    the reference if there is to be one.
+    """
+    critic = self._no_values()
+    trainable, _ = train_state.split(params, critic)
+    opt_state, updates, master = self._begin(trainable)
+    reference = self._placed.reference
+    if reference is not None:
+      reference = jax.device_put(params, reference)
+    return train_state.TrainState(
+      params, opt_state, updates, master, critic, reference
+    )
+
+  def place(self, batch: batch_lib.Batch) -> batch_lib.Batch:
+    """Returns the batch on the mesh."""
+    return jax.device_put(batch, self._layout.sharding("batch"))
+
+  def score(
+    self, params: transformer.Params, batch: batch_lib.Batch
+  ) -> Float32[Array, "B L"]:
+    """Returns the log-probability of every token, in nats."""
+    return self._score(params, self.place(batch))
+
+  def score_base(
+    self, params: transformer.Params, batch: batch_lib.Batch
+  ) -> Float32[Array, "B L"]:
+    """Returns the same without adapters."""
+    return self._score_base(lora.drop(params), self.place(batch))
+
+  def values(
+    self,
+    params: transformer.Params,
+    critic: transformer.Params,
+    batch: batch_lib.Batch,
+  ) -> Float32[Array, "B L"]:
+    """Returns the critic's value before every token."""
+    return self._values(params, critic, self.place(batch))
+
+  def zero(self) -> Accumulator:
+    """Returns sums of nothing."""
+    return self._zero()
+
+  def accumulate(
+    self,
+    params: transformer.Params,
+    total: Accumulator,
+    batch: batch_lib.Batch,
+    critic: transformer.Params | None = None,
+  ) -> Accumulator:
+    """Returns the sums with one more batch in them; donates `total`."""
+    trainable, frozen = train_state.split(params, critic)
+    return self._add(trainable, frozen, total, self.place(batch))
+
+  def update(
+    self,
+    state: train_state.TrainState,
+    total: Accumulator,
+    flat_count: float = 0.0,
+  ) -> tuple[train_state.TrainState, dict[str, Array]]:
+    """Returns the state after an optimizer step, and metrics on the mesh.
+
+    Where loss or gradient is not finite nothing changes, and the metric
+    `skipped` is 1. Donates the optimizer's state, the master copy and, where
+    they can hold the new parameters, the gradients, but no parameters:
+    published versions stay readable. Frozen parameters are the very same arrays
+    again.
+
+    Args:
+      flat_count: is added to what the loss is divided by.
+    """
+    trainable, frozen = train_state.split(state.params, state.critic)
+    count = jax.device_put(np.float32(flat_count), self._layout.sharding())
+    new, opt_state, updates, master, metrics = self._apply(
+      trainable, *state[1:4], *total, count
+    )
+    after = state._replace(
+      params=lora.join(new.policy, frozen),
+      opt_state=opt_state,
+      updates=updates,
+      master=master,
+      critic=new.critic,
+    )
+    return after, metrics
+
+  def step(
+    self,
+    state: train_state.TrainState,
+    total: Accumulator,
+    flat_count: float = 0.0,
+  ) -> tuple[train_state.TrainState, dict[str, float]]:
+    """Returns what `update` does, with its metrics on the host."""
+    state, metrics = self.update(state, total, flat_count)
+    found = jax.device_get(metrics)
+    return state, {name: float(value) for name, value in found.items()}
+
+  # What is compiled: loss -> gradient -> sums -> update.
+
+  def _scored(
+    self,
+    params: transformer.Params,
+    critic: transformer.Params | None,
+    batch: batch_lib.Batch,
+    *,
+    through_body: bool,
+  ) -> objective_lib.Scored:
+    return score_tokens(
+      params,
+      critic,
+      batch,
+      config=self._config,
+      layout=self._layout,
+      temperature=self._temperature,
+      through_body=through_body,
+    )
+
+  def _loss(
+    self,
+    trainable: train_state.Trainable,
+    frozen: Any,
+    batch: batch_lib.Batch,
+  ) -> tuple[Array, objective_lib.Sums]:
+    """Returns what to differentiate, summed over tokens, and the sums."""
+    scored = self._scored(
+      lora.join(trainable.policy, frozen),
+      trainable.critic,
+      batch,
+      through_body=self._objective.value.through_body,
+    )
+    return objective_lib.of_batch(
+      self._objective, scored, _as_jax(batch), num_lags=self._num_lags
+    )
+
+  def _nothing(self) -> Accumulator:
+    trainable, _ = train_state.split(self.abstract.params, self.abstract.critic)
+    sums = objective_lib.zero(
+      self._objective,
+      num_lags=self._num_lags,
+      critic=self.abstract.critic is not None,
+      num_experts=self._config.num_experts if self._config.num_sparse else 0,
+    )
+    return Accumulator(_zeros(trainable, jnp.float32), sums)
+
+  def _with_gradient(
+    self,
+    trainable: train_state.Trainable,
+    frozen: Any,
+    total: Accumulator,
+    batch: batch_lib.Batch,
+  ) -> Accumulator:
+    gradient = jax.grad(self._loss, has_aux=True)
+    new = Accumulator(*gradient(trainable, frozen, batch))
+    return jax.tree.map(jnp.add, total, new)
+
+  def _with_update(
+    self,
+    trainable: train_state.Trainable,
+    opt_state: optax.OptState,
+    updates: Array,
+    master: train_state.Trainable | None,
+    grads: train_state.Trainable,
+    sums: objective_lib.Sums,
+    flat_count: Array,
+  ) -> tuple[
+    train_state.Trainable, optax.OptState, Array, Any, dict[str, Array]
+  ]:
+    means: Any
+    means, norm, divisor = mean_gradient(Accumulator(grads, sums), flat_count)
+    is_finite = jnp.isfinite(norm) & jnp.isfinite(sums.loss)
+    exact: Any = trainable if master is None else master
+    changes: Any
+    changes, after = self._optimizer.update(means, opt_state, exact)
+    changed = optax.apply_updates(exact, changes)
+    keep = functools.partial(jnp.where, is_finite)
+    exact = jax.tree.map(keep, changed, exact)
+    rounded = jax.tree.map(lambda x, old: x.astype(old.dtype), exact, trainable)
+    metrics = objective_lib.metrics(sums, divisor)
+    metrics |= {"grad_norm": norm, "skipped": 1.0 - is_finite}
+    return (
+      rounded,
+      jax.tree.map(keep, after, opt_state),
+      updates + is_finite,
+      None if master is None else exact,
+      metrics,
+    )
 
 
 def score_program(
@@ -253,137 +413,6 @@ def score_program(
   return jax.jit(score)
 
 
-def _starting(
-  config: model_config.ModelConfig,
-  begin: Callable[..., tuple[Any, Array, Any]],
-  shapes: train_state.TrainState,
-  shardings: train_state.TrainState,
-) -> tuple[Callable, Callable]:
-  """Returns `init` and `wrap` of a learner."""
-  start = jax.jit(begin, out_shardings=tuple(shardings[1:4]))
-  draw = jax.jit(
-    lambda key: transformer.init(key, config), out_shardings=shardings.params
-  )
-  no_values = jax.jit(
-    lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes.critic),
-    out_shardings=shardings.critic,
-  )
-
-  def wrap(params):
-    critic = no_values()
-    opt_state, updates, master = start(train_state.split(params, critic)[0])
-    kept = shardings.reference
-    if kept is not None:
-      kept = jax.device_put(params, kept)
-    return train_state.TrainState(
-      params, opt_state, updates, master, critic, kept
-    )
-
-  return lambda key: wrap(draw(key)), wrap
-
-
-def _updating(
-  layout: sharding.Layout,
-  shardings: train_state.TrainState,
-  optimizer: optax.GradientTransformation,
-) -> Callable:
-  """Returns `update` of a learner."""
-  trained, _ = train_state.split(shardings.params, shardings.critic)
-  # Rounded parameters have no use for the memory of float32 gradients.
-  apply = jax.jit(
-    functools.partial(_update, optimizer=optimizer),
-    donate_argnums=(1, 3, 4) if shardings.master is None else (1, 3),
-    out_shardings=(trained, *shardings[1:4], None),
-  )
-
-  def update(state, accumulator, flat_count=0.0):
-    trainable, frozen = train_state.split(state.params, state.critic)
-    flat_count = jax.device_put(np.float32(flat_count), layout.sharding())
-    new, opt_state, updates, master, metrics = apply(
-      trainable, *state[1:4], *accumulator, flat_count
-    )
-    after = state._replace(
-      params=lora.join(new.policy, frozen),
-      opt_state=opt_state,
-      updates=updates,
-      master=master,
-      critic=new.critic,
-    )
-    return after, metrics
-
-  return update
-
-
-def _zero(
-  *,
-  shapes: train_state.TrainState,
-  sums: Callable[[], objective_lib.Sums],
-) -> Accumulator:
-  trainable, _ = train_state.split(shapes.params, shapes.critic)
-  grads = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), trainable)
-  return Accumulator(grads, sums())
-
-
-def _accumulate(
-  trainable: train_state.Trainable,
-  frozen: Any,
-  accumulator: Accumulator,
-  batch: batch_lib.Batch,
-  *,
-  gradient: Callable[..., tuple[train_state.Trainable, objective_lib.Sums]],
-) -> Accumulator:
-  new = Accumulator(*gradient(trainable, frozen, batch))
-  return jax.tree.map(jnp.add, accumulator, new)
-
-
-def _total(
-  trainable: train_state.Trainable,
-  frozen: Any,
-  batch: batch_lib.Batch,
-  *,
-  score: Callable[..., objective_lib.Scored],
-  objective: objective_lib.Objective,
-  num_lags: int,
-) -> tuple[Array, objective_lib.Sums]:
-  params = lora.join(trainable.policy, frozen)
-  scored = score(params, trainable.critic, batch)
-  return objective_lib.of_batch(
-    objective, scored, _as_jax(batch), num_lags=num_lags
-  )
-
-
-def _update(
-  trainable: train_state.Trainable,
-  opt_state: optax.OptState,
-  updates: Array,
-  master: train_state.Trainable | None,
-  grads: train_state.Trainable,
-  sums: objective_lib.Sums,
-  flat_count: Array,
-  *,
-  optimizer: optax.GradientTransformation,
-) -> tuple[train_state.Trainable, optax.OptState, Array, Any, dict[str, Array]]:
-  means: Any
-  means, norm, divisor = mean_gradient(Accumulator(grads, sums), flat_count)
-  is_finite = jnp.isfinite(norm) & jnp.isfinite(sums.loss)
-  exact: Any = trainable if master is None else master
-  changes: Any
-  changes, after = optimizer.update(means, opt_state, exact)
-  changed = optax.apply_updates(exact, changes)
-  keep = functools.partial(jnp.where, is_finite)
-  exact = jax.tree.map(keep, changed, exact)
-  rounded = jax.tree.map(lambda x, old: x.astype(old.dtype), exact, trainable)
-  metrics = objective_lib.metrics(sums, divisor)
-  metrics |= {"grad_norm": norm, "skipped": 1.0 - is_finite}
-  return (
-    rounded,
-    jax.tree.map(keep, after, opt_state),
-    updates + is_finite,
-    None if master is None else exact,
-    metrics,
-  )
-
-
 def mean_gradient(
   total: Accumulator, flat_count: float | Array
 ) -> tuple[train_state.Trainable, Array, Array]:
@@ -396,3 +425,8 @@ def mean_gradient(
 def _as_jax(batch: batch_lib.Batch) -> Any:
   """Returns the batch with jax arrays, which inside a jit it has anyway."""
   return jax.tree.map(jnp.asarray, batch)
+
+
+def _zeros(shapes: Any, dtype: Any = None) -> Any:
+  """Returns a tree of zeros, of one dtype or of those of `shapes`."""
+  return jax.tree.map(lambda x: jnp.zeros(x.shape, dtype or x.dtype), shapes)

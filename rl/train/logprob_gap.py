@@ -117,4 +117,4 @@ def _gap(parts: Sequence[Sequence[np.ndarray]]) -> Gap:
 def _score(
   programs: learner.Learner, params: Any, batch: batch_lib.Batch
 ) -> np.ndarray:
-  return jax.device_get(programs.score(params, programs.place(batch)))
+  return jax.device_get(programs.score(params, batch))

@@ -106,8 +106,7 @@ def outcome(
   """Accumulates micro-batches and returns what the update would see."""
   total = programs.zero()
   for packed in batches:
-    placed = programs.place(packed)
-    total = programs.accumulate(skipped.params, total, placed, skipped.critic)
+    total = programs.accumulate(skipped.params, total, packed, skipped.critic)
   loss, norm, finite = jax.device_get(_summary(total, skipped.flat_count))
   return Outcome(float(loss), float(norm), _paths(finite, which=False))
 
@@ -239,8 +238,7 @@ def columns(
       column = getattr(packed, name)
       if column is not None:
         found[name].append(column)
-    placed = programs.place(packed)
-    scored = np.asarray(jax.device_get(programs.score(skipped.params, placed)))
+    scored = np.asarray(jax.device_get(programs.score(skipped.params, packed)))
     old = packed.behaviour if packed.old is None else packed.old
     found["logprobs"].append(scored)
     with np.errstate(invalid="ignore"):  # inf - inf is one to be found.

@@ -6,6 +6,7 @@ Letters: T sampled tokens of a trajectory.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ from rl.runtime import mesh_thread
 from rl.train import learner, train_state
 
 ReferenceProgram = Callable[[train_state.TrainState, batch_lib.Batch], Array]
-"""(state, placed batch) -> log-probabilities [B, L], on the learner's mesh."""
+"""(state, batch) -> log-probabilities [B, L], on the learner's mesh."""
 Tokens = Sequence[Float32[np.ndarray, " _"]]
 """An array for each trajectory, with an entry for each of its T tokens."""
 
@@ -83,42 +84,38 @@ class Scorer:
     if old is None and self.reference is None and critic is None:
       return Scores()
     packed = self.pack(trajectories)
+    programs, reference = self.programs, self.reference
+    under_old = under_reference = values = None
+    if old is not None:
+      under_old = functools.partial(programs.score, old)
+    if reference is not None:
+      under_reference = functools.partial(reference, state)
+    if critic is not None:
+      values = functools.partial(programs.values, *critic)
     return Scores(
-      old=await self._collect(
-        packed, old is not None, lambda b: self.programs.score(old, b)
-      ),
-      reference=await self._collect(
-        packed, self.reference is not None, lambda b: self._refer(state, b)
-      ),
-      values=await self._collect(
-        packed,
-        critic is not None,
-        lambda b: self.programs.values(*(critic or ()), b),
-      ),
+      old=await self._collect(packed, under_old),
+      reference=await self._collect(packed, under_reference),
+      values=await self._collect(packed, values),
     )
-
-  def _refer(self, state: train_state.TrainState, placed: Any) -> jax.Array:
-    assert self.reference is not None
-    return self.reference(state, placed)
 
   async def _collect(
     self,
     packed: batch_lib.Packed,
-    wanted: bool,
-    score: Callable[[Any], jax.Array],
+    score: Callable[[batch_lib.Batch], jax.Array] | None,
   ) -> Tokens | None:
-    if not wanted:
+    if score is None:
       return None
-    found = [
-      await self.thread.run("score", self._score, score, batch)
+    scores = [
+      await self.thread.run("score", _on_host, score, batch)
       for batch in packed.batches
     ]
-    return batch_lib.collect(packed, found)
+    return batch_lib.collect(packed, scores)
 
-  def _score(
-    self, score: Callable[[Any], jax.Array], batch: batch_lib.Batch
-  ) -> np.ndarray:
-    return jax.device_get(score(self.programs.place(batch)))
+
+def _on_host(
+  score: Callable[[batch_lib.Batch], jax.Array], batch: batch_lib.Batch
+) -> np.ndarray:
+  return jax.device_get(score(batch))
 
 
 def penalties(
@@ -170,11 +167,11 @@ def reference_program(
     case None:
       return None
     case references.Base():
-      return lambda state, placed: programs.score_base(state.params, placed)
+      return lambda state, batch: programs.score_base(state.params, batch)
     case references.Initial():
       where = jax.tree.map(lambda x: x.sharding, programs.abstract.params)
-      return lambda state, placed: programs.score(
-        jax.device_put(state.reference, where), placed
+      return lambda state, batch: programs.score(
+        jax.device_put(state.reference, where), batch
       )
     case references.Teacher():
       return _TeacherProgram(reference, layout, temperature)
@@ -196,7 +193,7 @@ class _TeacherProgram:
     self._params: Any = None
 
   def __call__(
-    self, state: train_state.TrainState, placed: batch_lib.Batch
+    self, state: train_state.TrainState, batch: batch_lib.Batch
   ) -> Array:
     """Returns the teacher's log-probabilities; the policy's state is unused."""
     del state
@@ -208,7 +205,8 @@ class _TeacherProgram:
       self._params = jax.device_put(
         params, jax.tree.map(lambda x: x.with_memory_kind(kind), self._where)
       )
-    # Experts that the engine recorded are those of the policy. What is there
-    # already does not move.
-    own = placed._replace(experts=None)
-    return self._score(jax.device_put(self._params, self._where), own)
+    # Experts that the engine recorded are those of the policy.
+    own = batch._replace(experts=None)
+    params = jax.device_put(self._params, self._where)
+    own = jax.device_put(own, self._layout.sharding("batch"))
+    return self._score(params, own)

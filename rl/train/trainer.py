@@ -5,7 +5,7 @@ groups -> who is trained -> scores of their tokens -> advantages -> packed rows
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -13,11 +13,10 @@ from jaxtyping import Bool, Float32
 
 from rl.algorithms import advantage_estimation, advantages
 from rl.algorithms import objective as objective_lib
-from rl.data import batch, trajectory
+from rl.data import batch, segment_index, trajectory
 from rl.runtime import mesh_thread
 from rl.schedule import overlap
 from rl.train import (
-  gradient_accumulation,
   learner,
   logprob_gap,
   scoring,
@@ -121,6 +120,126 @@ class _Groups(NamedTuple):
   divisor: float = 0.0
 
 
+class _Waiting(NamedTuple):
+  member: trajectory.Trajectory
+  columns: dict[batch.Column, Float32[np.ndarray, " _"]]
+
+
+class Accumulation:
+  """Sums the gradient of one update on a mesh.
+
+  `Training` calls `add` any number of times, `flush`, and `step`; for
+  another epoch it calls `repeat` and `step`.
+
+  Attributes:
+    batches: what was accumulated.
+    owners: whose the segments of these batches are.
+  """
+
+  def __init__(
+    self,
+    programs: learner.Learner,
+    thread: mesh_thread.MeshThread,
+    pack: Callable[..., batch.Packed],
+  ):
+    """Does nothing yet.
+
+    Args:
+      pack: (trajectories, only_full=) -> rows; see `batch.pack`.
+    """
+    self.batches: list[batch.Batch] = []
+    self.owners: list[segment_index.Owner] = []
+    self._programs = programs
+    self._thread = thread
+    self._pack = pack
+    self._waiting: list[_Waiting] = []
+    self._total: learner.Accumulator | None = None
+
+  @property
+  def fill(self) -> float:
+    """Share of the places in all batches that hold a token."""
+    places = sum(packed.segments.size for packed in self.batches)
+    return sum(
+      np.count_nonzero(packed.segments) for packed in self.batches
+    ) / max(places, 1)
+
+  async def add(
+    self,
+    state: train_state.TrainState,
+    members: Sequence[trajectory.Trajectory],
+    columns: Mapping[batch.Column, scoring.Tokens],
+  ) -> None:
+    """Accumulates whatever fills a batch now; the rest waits."""
+    for i, member in enumerate(members):
+      own: dict[batch.Column, Float32[np.ndarray, " _"]] = {
+        name: values[i] for name, values in columns.items()
+      }
+      self._waiting.append(_Waiting(member, own))
+    await self._train(state, only_full=True)
+
+  async def flush(self, state: train_state.TrainState) -> None:
+    """Accumulates what still waits."""
+    await self._train(state, only_full=False)
+
+  async def repeat(self, state: train_state.TrainState) -> None:
+    """Accumulates the same batches once more, after a step."""
+    self._total = None
+    await self._accumulate(state, self.batches)
+
+  async def step(
+    self, state: train_state.TrainState, flat_count: float
+  ) -> tuple[train_state.TrainState, dict[str, float]]:
+    """Returns the state after an optimizer step, and its metrics.
+
+    Args:
+      flat_count: what groups that were not accumulated add to the divisor.
+    """
+    return await self._thread.run(
+      "update", self._programs.step, state, self._total, flat_count
+    )
+
+  async def _train(
+    self, state: train_state.TrainState, *, only_full: bool
+  ) -> None:
+    waiting = self._waiting
+    members = [w.member for w in waiting]
+    packed = self._pack(members, only_full=only_full)
+    for name in waiting[0].columns if waiting else ():
+      packed = batch.with_column(
+        packed,
+        name,
+        [
+          w.columns[name][: 0 if place is None else None]
+          for w, place in zip(waiting, packed.places, strict=True)
+        ],
+      )
+    self._waiting = [
+      w
+      for w, place in zip(waiting, packed.places, strict=True)
+      if place is None
+    ]
+    self.owners += segment_index.of(packed, members, first=len(self.batches))
+    self.batches += packed.batches
+    await self._accumulate(state, packed.batches)
+
+  async def _accumulate(
+    self,
+    state: train_state.TrainState,
+    batches: Sequence[batch.Batch],
+  ) -> None:
+    if self._total is None:
+      self._total = await self._thread.run("zero", self._programs.zero)
+    for packed in batches:
+      self._total = await self._thread.run(
+        "accumulate",
+        self._programs.accumulate,
+        state.params,
+        self._total,
+        packed,
+        state.critic,
+      )
+
+
 class Training:
   """The trainer of one mesh; see `Trainer` for who calls what when."""
 
@@ -154,7 +273,7 @@ class Training:
     self._served: dict[int, Any] = {}
     self._critic: tuple[Any, Any] | None = None
     self._version = 0
-    self._accumulation: gradient_accumulation.Accumulation | None = None
+    self._accumulation: Accumulation | None = None
     self._flat = _Groups()
     self._penalties: list[Float32[np.ndarray, " _"]] = []
     self._number = 0
@@ -197,7 +316,7 @@ class Training:
   ) -> Sequence[Used]:
     """Adds the gradient of whole groups; says what was used of each."""
     if self._accumulation is None:
-      self._accumulation = gradient_accumulation.Accumulation(
+      self._accumulation = Accumulation(
         self._programs, self._thread, self._pack
       )
     chosen = advantage_estimation.trained(
@@ -323,7 +442,7 @@ class Training:
 
   async def _keep(
     self,
-    this: gradient_accumulation.Accumulation,
+    this: Accumulation,
     number: int,
     flat_count: float,
     sums: dict[str, float],

@@ -56,45 +56,38 @@ def group(*rewards, **fields):
   )
 
 
-@dataclasses.dataclass(eq=False)
-class Programs:
+class Programs(fakes.FakeLearner):
   """A learner that counts updates and keeps what it is called with.
 
   It scores every token with -0.5 - updates / 4 nats and a value of `updates`,
   these being those of the weights it is given.
   """
 
-  grad_norm: float = 1.0
-  batches: list = dataclasses.field(default_factory=list)
-  weights: list = dataclasses.field(default_factory=list)
-  masked: list = dataclasses.field(default_factory=list)
+  def __init__(self, grad_norm=1.0):
+    super().__init__()
+    self.grad_norm = grad_norm
+    self.batches = []
+    self.weights = []
+    self.masked = []
 
-  def build(self):
-    fake = fakes.fake_learner()
+  def accumulate(self, params, total, batch, critic=None):
+    self.weights.append(params["updates"])
+    self.batches.append(batch)
+    return super().accumulate(params, total, batch, critic)
 
-    def accumulate(params, total, packed, critic):
-      self.weights.append(params["updates"])
-      self.batches.append(packed)
-      return fake.accumulate(params, total, packed, critic)
+  def update(self, state, total, flat_count=0.0):
+    after, sums = super().update(state, total, flat_count)
+    self.masked.append(flat_count)
+    if not math.isfinite(self.grad_norm):
+      return state, {**sums, "grad_norm": self.grad_norm, "skipped": 1.0}
+    return after, {**sums, "grad_norm": self.grad_norm}
 
-    def update(state, total, masked):
-      after, sums = fake.update(state, total, masked)
-      self.masked.append(masked)
-      if not math.isfinite(self.grad_norm):
-        return state, {**sums, "grad_norm": self.grad_norm, "skipped": 1.0}
-      return after, {**sums, "grad_norm": self.grad_norm}
+  def score(self, params, batch):
+    nats = -0.5 - params["updates"] / 4
+    return np.full_like(batch.behaviour, nats)
 
-    def score(params, packed):
-      nats = -0.5 - params["updates"] / 4
-      return np.full_like(packed.behaviour, nats)
-
-    def values(params, critic, packed):
-      del critic
-      return np.full_like(packed.behaviour, params["updates"])
-
-    return dataclasses.replace(
-      fake, accumulate=accumulate, update=update, score=score, values=values
-    )
+  def values(self, params, critic, batch):
+    return np.full_like(batch.behaviour, params["updates"])
 
   @property
   def compared_with(self):
@@ -119,7 +112,7 @@ def trained(
 ):
   """Runs a scenario on a trainer of fake programs that starts afresh."""
   thread = mesh_thread.MeshThread("learner", trace.Trace(None))
-  built = (programs or Programs()).build()
+  built = programs or Programs()
   trainer = trainer_lib.Training(
     dataclasses.replace(SETTINGS, **changes),
     built,

@@ -71,6 +71,18 @@ class Recorder:
     self.last = progress
 
 
+class _Placing(fakes.FakeLearner):
+  """A learner that keeps every batch that it is given, to train or score."""
+
+  def __init__(self, step_s, batches):
+    super().__init__(step_s)
+    self.batches = batches
+
+  def place(self, batch):
+    self.batches.append(batch)
+    return batch
+
+
 @dataclasses.dataclass(eq=False)
 class Run:
   """A coordinator over fakes, and everything that it touched.
@@ -97,10 +109,6 @@ class Run:
   )
   observer: Recorder = dataclasses.field(default_factory=Recorder)
 
-  def _place(self, packed):
-    self.batches.append(packed)
-    return packed
-
   def start(self, progress=None):
     """Returns the state after the last round."""
     return asyncio.run(self.play(progress))
@@ -124,9 +132,7 @@ class Run:
       engine.version = version
     thread = mesh_thread.MeshThread("learner", self.spans)
     self.batches: list[Any] = []
-    programs = dataclasses.replace(
-      fakes.fake_learner(self.learner_s), place=self._place
-    )
+    programs = _Placing(self.learner_s, self.batches)
     begin = progress or progress_lib.beginning(
       programs.abstract, self.tasks.cursor
     )

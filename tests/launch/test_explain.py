@@ -143,7 +143,7 @@ def test_planned_bytes_are_those_of_the_state_that_training_makes(experiment):
   planned = explain.learner_bytes(
     dataclasses.replace(experiment, model=model, placement=place)
   )
-  programs = learner.build(
+  programs = learner.Learner(
     model, place.layouts()[0], experiment.algorithm, experiment.optimizer()
   )
   state = programs.init(jax.random.key(0))

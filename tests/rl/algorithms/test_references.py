@@ -39,7 +39,7 @@ def layout():
 def build(
   config: model_config.ModelConfig, memory: references.Memory | None = None
 ) -> learner.Learner:
-  return learner.build(
+  return learner.Learner(
     config,
     layout(),
     OBJECTIVE,

@@ -110,13 +110,15 @@ class Seen:
 
   def record(self, programs: learner.Learner) -> learner.Learner:
     """Returns the programs, which now keep what `update` is given."""
+    update = programs.update
 
-    def update(state, total, count):
+    def recorded(state, total, flat_count=0.0):
       self.params.append(jax.device_get(state.params))
       self.gradients.append(jax.device_get(total))
-      return programs.update(state, total, count)
+      return update(state, total, flat_count)
 
-    return dataclasses.replace(programs, update=update)
+    programs.update = recorded
+    return programs
 
 
 def run(schedule: overlap.Overlap, first: Any = None, rounds: int = ROUNDS):

@@ -1,7 +1,6 @@
 """Demonstrations, and steps that fail; what they teach is a run's to show."""
 
 import asyncio
-import dataclasses
 import itertools
 import json
 import math
@@ -82,6 +81,21 @@ class Watching(warm_start.Unobserved):
     self.boundaries.append((now.trained, now.skipped))
 
 
+class Steps(fakes.FakeLearner):
+  """A learner whose updates have these norms, and are skipped if not finite."""
+
+  def __init__(self, norms):
+    super().__init__()
+    self.norms = iter(norms)
+
+  def update(self, state, total, flat_count=0.0):
+    after, sums = super().update(state, total, flat_count)
+    sums |= {"grad_norm": next(self.norms), "loss": 0.25}
+    if math.isfinite(sums["grad_norm"]):
+      return after, sums
+    return state, sums | {"skipped": 1.0, "loss": math.nan}
+
+
 def imitated(norms, max_skipped, behind=(), watching=warm_start.UNOBSERVED):
   """Returns how many of some steps were taken, and the last report.
 
@@ -89,22 +103,14 @@ def imitated(norms, max_skipped, behind=(), watching=warm_start.UNOBSERVED):
     norms: of the gradient of each step; one that is not finite is skipped.
     behind: steps that were taken before, and how many were skipped at last.
   """
-  fake, left, said = fakes.fake_learner(), iter(norms), []
-
-  def update(state, total, flat_count):
-    after, sums = fake.update(state, total, flat_count)
-    sums |= {"grad_norm": next(left), "loss": 0.25}
-    if math.isfinite(sums["grad_norm"]):
-      return after, sums
-    return state, sums | {"skipped": 1.0, "loss": math.nan}
-
+  programs, said = Steps(norms), []
   thread = mesh_thread.MeshThread("learner", trace.Trace(None))
   try:
     state = asyncio.run(
       warm_start.run(
         warm_start.WarmStart(steps=len(norms) + sum(behind[:1]), episodes=2),
-        dataclasses.replace(fake, update=update),
-        warm_start.Imitation(fake.abstract, *behind),
+        programs,
+        warm_start.Imitation(programs.abstract, *behind),
         thread,
         source=fakes.Counting(turns=2),
         chat=CHAT,
@@ -166,7 +172,7 @@ def test_the_step_that_ends_it_is_told_of_but_never_a_boundary():
 
 @pytest.mark.parametrize("loss", [0.5, math.nan])
 def test_how_far_it_is_survives_json(loss):
-  before = warm_start.Imitation(fakes.fake_learner().abstract, 7, 2, loss)
+  before = warm_start.Imitation(fakes.FakeLearner().abstract, 7, 2, loss)
   data = json.loads(json.dumps(before.to_host(), allow_nan=False))
   after = warm_start.from_host(before.state, data)
   assert (after.trained, after.skipped) == (7, 2)

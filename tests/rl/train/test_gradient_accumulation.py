@@ -1,7 +1,6 @@
 """Trajectories come in one by one; every one is accumulated once, and whole."""
 
 import asyncio
-import dataclasses
 from typing import Any
 
 import numpy as np
@@ -10,41 +9,36 @@ import pytest
 from rl.data import batch
 from rl.runtime import mesh_thread, trace
 from rl.testing import fakes
-from rl.train import gradient_accumulation, scoring
+from rl.train import scoring, trainer
 from tests.helpers import scored_episodes
 
 EPISODES = scored_episodes.draw(4)
 ROWS, LENGTH = 2, 20
 
 
-@dataclasses.dataclass(eq=False)
-class Programs:
+class Programs(fakes.FakeLearner):
   """A learner that keeps what it is called with."""
 
-  batches: list[batch.Batch] = dataclasses.field(default_factory=list)
-  params: list[Any] = dataclasses.field(default_factory=list)
-  counts: list[float] = dataclasses.field(default_factory=list)
+  def __init__(self):
+    super().__init__()
+    self.batches: list[batch.Batch] = []
+    self.params: list[Any] = []
+    self.counts: list[float] = []
 
-  def build(self):
-    fake = fakes.fake_learner()
+  def accumulate(self, params, total, batch, critic=None):
+    assert critic is None
+    self.params.append(params["updates"])
+    self.batches.append(batch)
+    return super().accumulate(params, total, batch, critic)
 
-    def accumulate(params, total, packed, critic):
-      assert critic is None
-      self.params.append(params["updates"])
-      self.batches.append(packed)
-      return fake.accumulate(params, total, packed, critic)
-
-    def update(state, total, count):
-      self.counts.append(count)
-      return fake.update(state, total, count)
-
-    return dataclasses.replace(fake, accumulate=accumulate, update=update)
+  def update(self, state, total, flat_count=0.0):
+    self.counts.append(flat_count)
+    return super().update(state, total, flat_count)
 
 
 def run(scenario, *, share_prompts=False, tail_rows=None):
   """Returns what the scenario does, and what the learner was told."""
-  kept = Programs()
-  programs = kept.build()
+  programs = Programs()
   thread = mesh_thread.MeshThread("learner", trace.Trace(None))
 
   def pack(members, *, only_full=False):
@@ -58,9 +52,9 @@ def run(scenario, *, share_prompts=False, tail_rows=None):
       only_full=only_full,
     )
 
-  this = gradient_accumulation.Accumulation(programs, thread, pack)
+  this = trainer.Accumulation(programs, thread, pack)
   try:
-    return asyncio.run(scenario(this, programs.abstract)), kept
+    return asyncio.run(scenario(this, programs.abstract)), programs
   finally:
     thread.close()
 

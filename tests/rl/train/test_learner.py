@@ -35,7 +35,7 @@ def build(config, data=1, expert=1, tensor=1, **changes):
   layout, _ = placement.Placement(learner=spec, colocated=True).layouts()
   optimizer = changes.pop("optimizer", optimizers.AdamW(learning_rate=0.01)())
   objective = dataclasses.replace(OBJECTIVE, **changes)
-  return learner.build(config, layout, objective, optimizer, TEMPERATURE)
+  return learner.Learner(config, layout, objective, optimizer, TEMPERATURE)
 
 
 @pytest.fixture(scope="module")

@@ -71,7 +71,7 @@ def build(
   layout, _ = placement.Placement(learner=spec, colocated=True).layouts()
   value = dataclasses.replace(OBJECTIVE.value, through_body=through_body)
   weights = {"balance_weight": 1.0, "z_weight": 0.1} if balanced else {}
-  return learner.build(
+  return learner.Learner(
     CONFIG,
     layout,
     dataclasses.replace(OBJECTIVE, value=value, **weights),
@@ -314,7 +314,7 @@ def trained(
   `shape` is of rows: those of a batch, and of the last one.
   """
   layout, _ = placement.Placement(colocated=True).layouts()
-  programs = learner.build(model, layout, algorithm, optax.sgd(1e4))
+  programs = learner.Learner(model, layout, algorithm, optax.sgd(1e4))
   thread = mesh_thread.MeshThread("learner", trace.Trace(None))
   trainer = trainer_lib.Training(
     trainer_lib.Settings(

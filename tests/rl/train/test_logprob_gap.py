@@ -17,7 +17,7 @@ from rl.train import learner, logprob_gap, optimizers
 def programs(config, one_device):
   goal = objective.Objective(loss=losses.NegativeLogLikelihood())
   optimizer = optimizers.AdamW()()
-  return learner.build(config, one_device, goal, optimizer)
+  return learner.Learner(config, one_device, goal, optimizer)
 
 
 @pytest.fixture(scope="module")

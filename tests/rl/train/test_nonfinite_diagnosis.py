@@ -23,7 +23,7 @@ def untied(dense_config):
 
 @pytest.fixture(scope="module")
 def programs(untied, one_device):
-  return learner.build(untied, one_device, GOAL, optimizers.AdamW()())
+  return learner.Learner(untied, one_device, GOAL, optimizers.AdamW()())
 
 
 @pytest.fixture(scope="module")
@@ -251,7 +251,7 @@ def test_an_infinity_is_no_nan():
 def test_what_a_critic_cannot_learn_is_traced_as_well(
   skipped, untied, one_device
 ):
-  with_critic = learner.build(
+  with_critic = learner.Learner(
     untied,
     one_device,
     dataclasses.replace(GOAL, value=value_loss.ValueLoss(clip=None)),

@@ -18,6 +18,7 @@ from rl.audit import token_ledger
 from rl.data import batch
 from rl.pools import placement
 from rl.schedule import overlap
+from rl.testing import fakes
 from rl.train import learner, optimizers, trainer
 from tests.helpers import counting_trainer, fake_run, scored_episodes
 from tests.helpers import tiny_engine as tiny
@@ -36,7 +37,7 @@ def build(dtype: Dtype, critic: bool) -> learner.Learner:
   layout, _ = placement.Placement(
     learner=placement.MeshSpec(data=2), colocated=True
   ).layouts()
-  return learner.build(
+  return learner.Learner(
     dataclasses.replace(CONFIG, compute=model_config.Compute(dtype=dtype)),
     layout,
     objective.Objective(loss=losses.ClippedSurrogate()),
@@ -175,6 +176,24 @@ def test_a_log_probability_of_minus_infinity_is_a_bounded_ratio():
     assert np.isfinite(leaf).all()
 
 
+class Skipping(fakes.FakeLearner):
+  """A learner of which some updates are not finite.
+
+  Attributes:
+    bad: which of each two.
+  """
+
+  def __init__(self, bad):
+    super().__init__()
+    self.bad, self.taken = bad, 0
+
+  def update(self, state, total, flat_count=0.0):
+    after, sums = super().update(state, total, flat_count)
+    bad = self.taken % 2 in self.bad
+    self.taken += 1
+    return (state, {**sums, "skipped": 1.0}) if bad else (after, sums)
+
+
 @dataclasses.dataclass(eq=False)
 class Run(fake_run.Run):
   """Two epochs an update, of which some are not finite.
@@ -186,20 +205,11 @@ class Run(fake_run.Run):
   bad: tuple[int, ...] = ()
 
   def _training(self, thread, programs):
-    taken = 0
-
-    def update(state, total, masked):
-      nonlocal taken
-      after, sums = programs.update(state, total, masked)
-      bad = taken % 2 in self.bad
-      taken += 1
-      return (state, {**sums, "skipped": 1.0}) if bad else (after, sums)
-
     return trainer.Training(
       dataclasses.replace(
         counting_trainer.SETTINGS, rows=8, length=32, probe_rows=8, epochs=2
       ),
-      dataclasses.replace(programs, update=update),
+      Skipping(self.bad),
       thread,
       estimator=advantages.Reinforce(),
       objective=presets.Grpo(),

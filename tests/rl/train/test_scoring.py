@@ -62,37 +62,29 @@ def group(*members):
   )
 
 
-@dataclasses.dataclass(eq=False)
-class Programs:
+class Programs(fakes.FakeLearner):
   """A learner of few words.
 
   Under weights of n updates token `id` has -id / 10 - n / 4 nats, and before
   it the critic says (id - 5) / 2.
   """
 
-  batches: list[batch.Batch] = dataclasses.field(default_factory=list)
-  scored: int = 0
+  def __init__(self):
+    super().__init__()
+    self.batches: list[batch.Batch] = []
+    self.scored = 0
 
-  def build(self) -> learner.Learner:
-    fake = fakes.fake_learner()
+  def accumulate(self, params, total, batch, critic=None):
+    self.batches.append(batch)
+    return super().accumulate(params, total, batch, critic)
 
-    def accumulate(params, total, packed, critic):
-      self.batches.append(packed)
-      return fake.accumulate(params, total, packed, critic)
+  def score(self, params, batch):
+    self.scored += 1
+    nats = -batch.tokens / 10 - params["updates"] / 4
+    return nats.astype(np.float32)
 
-    def score(params, packed):
-      self.scored += 1
-      nats = -packed.tokens / 10 - params["updates"] / 4
-      return nats.astype(np.float32)
-
-    return dataclasses.replace(
-      fake,
-      accumulate=accumulate,
-      score=score,
-      values=lambda params, critic, packed: (
-        (packed.tokens - 5).astype(np.float32) / 2
-      ),
-    )
+  def values(self, params, critic, batch):
+    return (batch.tokens - 5).astype(np.float32) / 2
 
   def column(self, name) -> dict[int, float]:
     """What each id that was sampled has there; all have one value each."""
@@ -113,16 +105,15 @@ def half_as_likely(state, placed):
 def trained(scenario, programs, algorithm, reference=None, **changes):
   """Runs a scenario on a trainer of fake programs that starts afresh."""
   thread = mesh_thread.MeshThread("learner", trace.Trace(None))
-  built = programs.build()
   trainer = trainer_lib.Training(
     dataclasses.replace(SETTINGS, **changes),
-    built,
+    programs,
     thread,
     estimator=algorithm.advantage,
     objective=algorithm,
     reference=reference,
   )
-  trainer.restore(built.abstract)
+  trainer.restore(programs.abstract)
   try:
     return asyncio.run(scenario(trainer))
   finally:
@@ -305,7 +296,7 @@ def test_epochs_keep_the_old_policy_and_the_advantages():
 @pytest.fixture(scope="module")
 def real(dense_config):
   layout, _ = placement.Placement(colocated=True).layouts()
-  return learner.build(
+  return learner.Learner(
     dense_config,
     layout,
     presets.Ppo(),

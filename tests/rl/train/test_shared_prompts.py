@@ -77,7 +77,7 @@ def layout_of(data, expert):
 
 @functools.cache
 def programs_of(model, data=1, expert=1, form="auto"):
-  return learner.build(
+  return learner.Learner(
     config_of(model, form),
     layout_of(data, expert),
     OBJECTIVE,

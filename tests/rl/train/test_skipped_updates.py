@@ -14,7 +14,7 @@ from rl.train import learner, optimizers, skipped_updates
 
 def _programs(config, layout, critic=False):
   goal = objective.Objective(loss=losses.ClippedSurrogate())
-  return learner.build(
+  return learner.Learner(
     config, layout, goal, optimizers.AdamW()(), critic=critic
   )
 

@@ -30,7 +30,7 @@ def build(config, optimizer=None, data=1, **changes):
   layout, _ = placement.Placement(learner=spec, colocated=True).layouts()
   optimizer = optimizer or optimizers.AdamW(learning_rate=0.01)()
   objective = dataclasses.replace(OBJECTIVE, **changes)
-  return learner.build(config, layout, objective, optimizer)
+  return learner.Learner(config, layout, objective, optimizer)
 
 
 @pytest.fixture(scope="module")

@@ -231,7 +231,7 @@ def test_a_round_of_nothing_compares_nothing():
 
 def test_a_trainer_without_a_state_says_what_it_needs():
   thread = mesh_thread.MeshThread("learner", trace.Trace(None))
-  programs = fakes.fake_learner()
+  programs = fakes.FakeLearner()
   trainer = trainer_lib.Training(
     SETTINGS, programs, thread, estimator=advantages.Grpo(), objective=GRPO
   )
@@ -245,7 +245,7 @@ def meshed(dense_config):
   """The real programs, over two devices."""
   spec = placement.MeshSpec(data=2)
   layout, _ = placement.Placement(learner=spec, colocated=True).layouts()
-  return learner.build(
+  return learner.Learner(
     dense_config, layout, CORRECTED, optimizers.AdamW(learning_rate=0.1)()
   )
 
