@@ -20,7 +20,7 @@ import dataclasses
 from configs import guess_number_moe
 from rl import experiment
 from rl.loop import warm_start
-from rl.train import learning_rates, optimizers
+from rl.train import optimizers
 
 
 def get_config() -> experiment.Experiment:
@@ -33,7 +33,7 @@ def get_config() -> experiment.Experiment:
       exploration=0.0,
       optimizer=optimizers.AdamW(
         learning_rate=1e-3,
-        schedule=learning_rates.Cosine(
+        schedule=optimizers.CosineRate(
           warmup_updates=10, decay_updates=240, end=0.1
         ),
       ),

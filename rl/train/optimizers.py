@@ -2,7 +2,7 @@
 
   gradient -> clip of the global norm -> rule -> * rate of the update -> change
 
-What is before and after the rule is `Descent`, once for all.
+`Descent` has all but the rule.
 """
 
 import abc
@@ -13,9 +13,9 @@ from typing import Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 import optax
+from jaxtyping import Array, Float, Int
 from optax import contrib
 
-from rl.train import learning_rates
 from rl.train import muon as muon_lib
 
 
@@ -28,13 +28,123 @@ class Optimizer(Protocol):
     ...
 
 
+@runtime_checkable
+class LearningRate(Protocol):
+  """Frozen callable from the number of earlier updates to a factor."""
+
+  def validate(self) -> None:
+    """Raises ValueError on a setting that cannot work."""
+    ...
+
+  def __call__(self, updates: Int[Array, ""]) -> Float[Array, ""]:
+    """Returns the factor of the peak rate, at most 1."""
+    ...
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Descent(abc.ABC):
-  """What all optimizers have in common.
+class ConstantRate:
+  """The peak rate, after a warm-up.
 
   Attributes:
-    learning_rate: the highest.
-    schedule: what it is multiplied by in each update.
+    warmup_updates: the rate rises linearly over so many updates; the first has
+      a rate above 0, the last has the peak.
+  """
+
+  warmup_updates: int = 0
+
+  def validate(self) -> None:
+    """Raises ValueError on a negative warm-up."""
+    if self.warmup_updates < 0:
+      raise ValueError(
+        f"{type(self).__name__}.warmup_updates={self.warmup_updates} is below "
+        "0; use 0 to begin with the whole rate"
+      )
+
+  def __call__(self, updates: Int[Array, ""]) -> Float[Array, ""]:
+    """Returns the factor of an update."""
+    return jnp.asarray(self._schedule()(updates))
+
+  def _schedule(self) -> optax.Schedule:
+    if self.warmup_updates < 2:
+      return optax.schedules.constant_schedule(1.0)
+    return optax.schedules.linear_schedule(
+      1 / self.warmup_updates, 1.0, self.warmup_updates - 1
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Decay(ConstantRate):
+  """A rate that falls from the peak to a share of it, and stays there.
+
+  Attributes:
+    hold_updates: so many more have the peak before it falls: warm-up, stable,
+      decay.
+    decay_updates: from the last update at the peak to the first at the end.
+    end: share of the peak.
+  """
+
+  hold_updates: int = 0
+  decay_updates: int
+  end: float = 0.1
+
+  def validate(self) -> None:
+    """Raises ValueError on a time or an end that cannot work."""
+    super().validate()
+    if self.hold_updates < 0:
+      raise ValueError(
+        f"{type(self).__name__}.hold_updates={self.hold_updates} is below 0; "
+        "use 0 to fall at once"
+      )
+    if self.decay_updates < 1:
+      raise ValueError(
+        f"{type(self).__name__}.decay_updates={self.decay_updates} is below 1; "
+        "use the updates of the run, or ConstantRate"
+      )
+    if not 0 <= self.end <= 1:
+      raise ValueError(
+        f"{type(self).__name__}.end={self.end} must be a share of the peak; "
+        "use 0 to 1"
+      )
+
+  def _fall(self) -> optax.Schedule:
+    """Returns the factors from the last update at the peak on."""
+    raise NotImplementedError
+
+  def _schedule(self) -> optax.Schedule:
+    peak = max(self.warmup_updates - 1, 0) + self.hold_updates
+    return optax.schedules.join_schedules(
+      [super()._schedule(), self._fall()], [peak]
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LinearRate(_Decay):
+  """A rate that falls by the same amount in every update."""
+
+  def _fall(self) -> optax.Schedule:
+    return optax.schedules.linear_schedule(1.0, self.end, self.decay_updates)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CosineRate(_Decay):
+  """A rate that falls along half a cosine, slowly at both ends.
+
+  Source: SGDR, arXiv 1608.03983, eq. 5, without restarts.
+  """
+
+  def _fall(self) -> optax.Schedule:
+    return optax.schedules.cosine_decay_schedule(
+      1.0, self.decay_updates, self.end
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Descent(abc.ABC):
+  """The settings that all optimizers share.
+
+  Attributes:
+    learning_rate: the peak.
+    schedule: its factor in each update.
     max_grad_norm: gradients of a larger norm, over all parameters, are scaled
       down to it; inf scales none.
     weight_decay: share of a parameter, norms included, that is taken from it
@@ -42,9 +152,7 @@ class Descent(abc.ABC):
   """
 
   learning_rate: float
-  schedule: learning_rates.Schedule = dataclasses.field(
-    default_factory=learning_rates.Constant
-  )
+  schedule: LearningRate = dataclasses.field(default_factory=ConstantRate)
   max_grad_norm: float = 1.0
   weight_decay: float = 0.0
 
@@ -53,13 +161,13 @@ class Descent(abc.ABC):
     self._above_0("learning_rate")
     if not self.max_grad_norm > 0:
       raise ValueError(
-        f"{self._name}.max_grad_norm={self.max_grad_norm} is no number above 0;"
-        " use inf to scale nothing"
+        f"{self._name}.max_grad_norm={self.max_grad_norm} must be above 0; use "
+        "inf to scale nothing"
       )
     if not 0 <= self.weight_decay < math.inf:
       raise ValueError(
-        f"{self._name}.weight_decay={self.weight_decay} is no number of at "
-        "least 0; use 0 for none"
+        f"{self._name}.weight_decay={self.weight_decay} must be a finite "
+        "number >= 0; use 0 for none"
       )
     self.schedule.validate()
 
@@ -88,7 +196,8 @@ class Descent(abc.ABC):
     for name in names:
       if not 0 < getattr(self, name) < math.inf:
         raise ValueError(
-          f"{self._name}.{name}={getattr(self, name)} is no number above 0"
+          f"{self._name}.{name}={getattr(self, name)} must be a finite number "
+          "above 0"
         )
 
   def _below_1(self, *names: str) -> None:
@@ -172,9 +281,9 @@ class Adafactor(Descent):
 class Muon(Descent):
   """Momentum whose singular values are all made about 1, matrix by matrix.
 
-  Which parameters are matrices says `muon.numbers`; all others are trained
-  by Adam. Steps of a matrix are scaled to a root mean square of `step_rms`,
-  which is about that of Adam, so both share one rate.
+  `muon.numbers` says which parameters are matrices; Adam trains all others. The
+  steps of a matrix have a root mean square of `step_rms`, as have about those of
+  Adam, so both share one rate.
 
   Attributes:
     momentum: what remains of the mean of gradients (Nesterov's).

@@ -1,4 +1,4 @@
-"""What training changes, and where on the mesh it lies."""
+"""The state that training changes, and its shardings."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -11,22 +11,20 @@ from jaxtyping import Array
 from models import config as model_config
 from models import lora, sharding, transformer
 from rl.algorithms import references
-from rl.train import optimizer_sharding
 
 
 class TrainState(NamedTuple):
   """All that training changes; checkpointed whole.
 
   Attributes:
-    params: those that are published, in the dtype of the model.
-    opt_state: float32 moments of what is trained.
+    params: the published parameters, in the dtype of the model.
+    opt_state: float32 moments of the trained parameters.
     updates: optimizer steps taken, i32 scalar.
-    master: what is trained, in float32, of which `params` and `critic` are
-      the rounded copy: an update too small for bfloat16 must not vanish. None
+    master: the trained parameters in float32; `params` and `critic` are their
+      rounded copy, as an update too small for bfloat16 must not vanish. None
       when parameters are float32 anyway.
     critic: head from hidden states to values; None without a critic.
-    reference: parameters as the run began with them, to stay close to; None
-      when nobody asks for them.
+    reference: the initial parameters, to stay close to; None if not kept.
   """
 
   params: transformer.Params
@@ -38,7 +36,7 @@ class TrainState(NamedTuple):
 
 
 class Trainable(NamedTuple):
-  """What has a gradient: of the policy all or its adapters, and the critic."""
+  """The parameters with a gradient: all or the adapters, and the critic."""
 
   policy: transformer.Params
   critic: transformer.Params | None
@@ -53,7 +51,7 @@ def critic_head(config: model_config.ModelConfig) -> transformer.Params:
 
 
 def split(params: Any, critic: Any) -> tuple[Trainable, Any]:
-  """Returns what of the parameters is trained, and what is frozen."""
+  """Returns the trained and the frozen parameters."""
   policy, frozen = lora.split(params)
   return Trainable(policy, critic), frozen
 
@@ -94,10 +92,10 @@ def shardings(
   optimizer: optax.GradientTransformation,
   reference: references.Memory | None,
 ) -> TrainState:
-  """Returns where everything lies.
+  """Returns the shardings of a state.
 
-  Moments and master copies lie where the parameters do that they are of, and
-  so does the reference, be it in the memory of devices or of their host.
+  Moments, master copies and the reference are sharded like the parameters they
+  belong to; the reference may lie in the memory of the host.
   """
   replicated: Any = layout.sharding()
   params = layout.tree(transformer.logical_axes(config))
@@ -106,9 +104,7 @@ def shardings(
   exact = shapes.master
   if exact is None:
     exact, _ = split(shapes.params, shapes.critic)
-  opt_state = optimizer_sharding.shardings(
-    optimizer, exact, trained, replicated
-  )
+  opt_state = optimizer_shardings(optimizer, exact, trained, replicated)
   master = None if shapes.master is None else trained
   state = TrainState(params, opt_state, replicated, master, critic)
   if reference is None:
@@ -125,3 +121,52 @@ def abstract(shapes: TrainState, shardings: TrainState) -> TrainState:
     shapes,
     shardings,
   )
+
+
+def optimizer_shardings(
+  optimizer: optax.GradientTransformation,
+  params_shapes: Any,
+  params_shardings: Any,
+  replicated: jax.sharding.NamedSharding,
+) -> Any:
+  """Returns a tree of shardings of the structure of the optimizer's state.
+
+  A moment of the shape of its parameter is sharded like it. A moment that has
+  one axis less is sharded like the axes that are left; of two axes of the same
+  length, the last counts as reduced. Counts and placeholders are replicated.
+
+  Args:
+    params_shapes: jax.ShapeDtypeStruct for each parameter.
+    params_shardings: jax.sharding.NamedSharding for each.
+  """
+
+  def place(moment, shape, placed):
+    if isinstance(moment, optax.MaskedNode):
+      return moment
+    return _like(moment.shape, shape.shape, placed) or replicated
+
+  return optax.tree.map_params(
+    optimizer,
+    place,
+    jax.eval_shape(optimizer.init, params_shapes),
+    params_shapes,
+    params_shardings,
+    transform_non_params=lambda _: replicated,
+    is_leaf=lambda node: isinstance(node, optax.MaskedNode),
+  )
+
+
+def _like(
+  shape: tuple[int, ...],
+  param: tuple[int, ...],
+  placed: jax.sharding.NamedSharding,
+) -> jax.sharding.NamedSharding | None:
+  """Returns the sharding of a moment, or None for a placeholder."""
+  if shape == param:
+    return placed
+  axes = (*placed.spec, *[None] * (len(param) - len(placed.spec)))
+  for reduced in reversed(range(len(param))):
+    if shape == (*param[:reduced], *param[reduced + 1 :]):
+      kept = jax.P(*axes[:reduced], *axes[reduced + 1 :])
+      return jax.sharding.NamedSharding(placed.mesh, kept)
+  return None

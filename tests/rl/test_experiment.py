@@ -185,7 +185,7 @@ def test_settings_that_fit_together_are_accepted(experiment, overrides):
     ({"optimizer.learning_rate": "-1"}, "AdamW.learning_rate=-1.0 is no"),
     (
       {"optimizer.schedule.warmup_updates": "-4"},
-      "Constant.warmup_updates=-4 is below",
+      "ConstantRate.warmup_updates=-4 is below",
     ),
     ({"warm_start.optimizer.b1": "1"}, "AdamW.b1=1.0 is not in [0, 1)"),
     ({"algorithm.loss.clip_low": "-3"}, "ClippedSurrogate: clip_low=-3.0"),

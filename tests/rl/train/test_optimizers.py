@@ -1,4 +1,4 @@
-"""Steps of every optimizer against NumPy in float64, from the papers."""
+"""Learning rates, worked out; optimizers against NumPy, from the papers."""
 
 import jax
 import jax.numpy as jnp
@@ -6,11 +6,15 @@ import numpy as np
 import optax
 import pytest
 
-from rl.train import learning_rates, optimizers
+from rl.train import optimizers
 
 AdamW = optimizers.AdamW
 Adafactor = optimizers.Adafactor
 Muon = optimizers.Muon
+ConstantRate = optimizers.ConstantRate
+LinearRate = optimizers.LinearRate
+CosineRate = optimizers.CosineRate
+HALF = 0.5**0.5
 ALL = [AdamW, Adafactor, Muon]
 
 
@@ -40,6 +44,79 @@ def _adam(gradients, b1, b2, eps=1e-8):
     yield -(mean / (1 - b1**t)) / (np.sqrt(square / (1 - b2**t)) + eps)
 
 
+@pytest.mark.parametrize("wrap", [jax.jit, lambda f: f], ids=["jit", "eager"])
+@pytest.mark.parametrize(
+  ("schedule", "expected"),
+  [
+    (ConstantRate(), [1, 1, 1, 1, 1, 1, 1]),
+    (ConstantRate(warmup_updates=1), [1, 1, 1, 1, 1, 1, 1]),
+    (ConstantRate(warmup_updates=4), [0.25, 0.5, 0.75, 1, 1, 1, 1]),
+    # From 1 to 0.2 in four equal steps.
+    (LinearRate(decay_updates=4, end=0.2), [1, 0.8, 0.6, 0.4, 0.2, 0.2, 0.2]),
+    # The second update has the peak, and four later it is at the end.
+    (
+      LinearRate(warmup_updates=2, decay_updates=4, end=0.0),
+      [0.5, 1, 0.75, 0.5, 0.25, 0, 0],
+    ),
+    # The second and two more have it, and two later it is at the end.
+    (
+      LinearRate(warmup_updates=2, hold_updates=2, decay_updates=2, end=0.0),
+      [0.5, 1, 1, 1, 0.5, 0, 0],
+    ),
+    # (1 + cos(0, 45, 90, 135 and 180 degrees)) / 2.
+    (
+      CosineRate(decay_updates=4, end=0.0),
+      [1, (1 + HALF) / 2, 0.5, (1 - HALF) / 2, 0, 0, 0],
+    ),
+    # Halfway between 1 and 0.5 after two of four.
+    (CosineRate(warmup_updates=3, decay_updates=2, end=0.5),
+     [1 / 3, 2 / 3, 1, 0.75, 0.5, 0.5, 0.5]),
+  ],
+)  # fmt: skip
+def test_the_rate_is_this_share_of_the_highest(wrap, schedule, expected):
+  schedule.validate()
+  factors = [wrap(schedule)(jnp.int32(n)) for n in range(7)]
+  np.testing.assert_allclose(factors, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+  ("schedule", "message"),
+  [
+    (
+      ConstantRate(warmup_updates=-1),
+      r"ConstantRate\.warmup_updates=-1 is below 0; use 0",
+    ),
+    (
+      LinearRate(decay_updates=0),
+      r"LinearRate\.decay_updates=0 is below 1; use the upd",
+    ),
+    (
+      LinearRate(hold_updates=-1, decay_updates=1),
+      r"LinearRate\.hold_updates=-1 is below 0; use 0",
+    ),
+    (
+      CosineRate(decay_updates=1, end=1.5),
+      r"CosineRate\.end=1\.5 must be a share of the peak",
+    ),
+    (
+      CosineRate(decay_updates=1, end=-0.5),
+      r"CosineRate\.end=-0\.5 must be a sh",
+    ),
+    (
+      LinearRate(decay_updates=1, end=float("nan")),
+      r"LinearRate\.end=nan must be a sh",
+    ),
+    (
+      LinearRate(decay_updates=1, warmup_updates=-2),
+      r"warmup_updates=-2 is below",
+    ),
+  ],
+)
+def test_a_schedule_that_cannot_work_is_refused(schedule, message):
+  with pytest.raises(ValueError, match=message):
+    schedule.validate()
+
+
 @pytest.mark.parametrize(
   ("warmup", "expected"),
   [(0, [1, 1, 1, 1, 1, 1]), (1, [1] * 6), (4, [0.25, 0.5, 0.75, 1, 1, 1])],
@@ -47,7 +124,7 @@ def _adam(gradients, b1, b2, eps=1e-8):
 def test_the_rate_warms_up_linearly(warmup, expected):
   optimizer = AdamW(
     learning_rate=0.5,
-    schedule=learning_rates.Constant(warmup_updates=warmup),
+    schedule=ConstantRate(warmup_updates=warmup),
     max_grad_norm=1e9,
   )
   # For a constant gradient each step of Adam is the rate, against the sign.
@@ -204,7 +281,7 @@ def test_a_gradient_beyond_the_norm_is_scaled_to_it(kind):
 def test_a_schedule_scales_the_steps_of_every_optimizer(kind):
   params = [_draws(3, seed=1)]
   halved = kind(
-    schedule=learning_rates.Linear(decay_updates=2, end=0.0), max_grad_norm=1e9
+    schedule=LinearRate(decay_updates=2, end=0.0), max_grad_norm=1e9
   )
   ends = _steps(halved, params, [params] * 3)
   plain = _steps(kind(max_grad_norm=1e9), params, [params] * 2)
@@ -222,18 +299,21 @@ def test_defaults_can_work(kind):
 @pytest.mark.parametrize(
   ("optimizer", "message"),
   [
-    (AdamW(learning_rate=-1.0), r"AdamW\.learning_rate=-1\.0 is no number abo"),
-    (Muon(max_grad_norm=float("nan")), r"Muon\.max_grad_norm=nan is no number"),
-    (Adafactor(weight_decay=-0.1), r"Adafactor\.weight_decay=-0\.1 is no numb"),
+    (AdamW(learning_rate=-1.0), r"AdamW\.learning_rate=-1\.0 must be a fini"),
+    (Muon(max_grad_norm=float("nan")), r"Muon\.max_grad_norm=nan must be ab"),
+    (
+      Adafactor(weight_decay=-0.1),
+      r"Adafactor\.weight_decay=-0\.1 must be a f",
+    ),
     (AdamW(b2=1.0), r"AdamW\.b2=1\.0 is not in \[0, 1\)"),
     (Muon(momentum=-0.1), r"Muon\.momentum=-0\.1 is not in"),
     (Muon(iterations=0), r"Muon\.iterations=0 is below 1; use 5"),
-    (Muon(step_rms=0.0), r"Muon\.step_rms=0\.0 is no number above 0"),
+    (Muon(step_rms=0.0), r"Muon\.step_rms=0\.0 must be a finite numb"),
     (Adafactor(least_factored=0), r"Adafactor\.least_factored=0 is below 1"),
-    (Adafactor(decay_exponent=0.0), r"Adafactor\.decay_exponent=0\.0 is no"),
+    (Adafactor(decay_exponent=0.0), r"Adafactor\.decay_exponent=0\.0 must"),
     (
-      Muon(schedule=learning_rates.Constant(warmup_updates=-4)),
-      r"Constant\.warmup_updates=-4 is below 0",
+      Muon(schedule=ConstantRate(warmup_updates=-4)),
+      r"ConstantRate\.warmup_updates=-4 is below 0",
     ),
   ],
 )
