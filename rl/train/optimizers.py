@@ -281,9 +281,9 @@ class Adafactor(Descent):
 class Muon(Descent):
   """Momentum whose singular values are all made about 1, matrix by matrix.
 
-  `muon.numbers` says which parameters are matrices; Adam trains all others. The
-  steps of a matrix have a root mean square of `step_rms`, as have about those of
-  Adam, so both share one rate.
+  Adam trains all parameters that `muon.numbers` does not take as matrices. The
+  steps of a matrix have a root mean square of `step_rms`, about that of Adam's,
+  so both share one rate.
 
   Attributes:
     momentum: what remains of the mean of gradients (Nesterov's).
