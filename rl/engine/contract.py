@@ -1,7 +1,8 @@
 """The contract of a decode engine: token ids in, token ids out.
 
 generate / stream --> waiting --> running --> Completion
-update_weights(version, params, in_flight): what becomes of those that run
+update_weights(version, params, in_flight): new weights, and the treatment of
+  requests that run
 """
 
 import dataclasses
@@ -20,21 +21,21 @@ from rl.data import trajectory
 from rl.runtime import mesh_thread
 
 InFlight = Literal["drain", "abort", "recompute", "keep_kv"]
-"""What becomes of requests in flight when weights arrive.
+"""Treatment of requests in flight when weights arrive.
 
 drain: they finish first, under the old weights; new ones wait.
-abort: they end with what they have.
+abort: they end with the tokens they have.
 recompute: they keep their tokens; keys and values are computed again.
-keep_kv: they keep both, so that what follows attends to keys and values of
-  older weights: faster, and no forward pass of any one version tells the
-  log-probabilities. `Completion.oldest_kv` says so.
+keep_kv: they keep tokens, keys and values. Faster, but later tokens attend to
+  keys and values of older weights (`Completion.oldest_kv`), so no forward pass
+  of a single version gives their log-probabilities.
 """
 
 
-_COLDEST = 1e-6
-"""Over smaller temperatures float32 has no logits."""
+_MIN_TEMPERATURE = 1e-6
+"""Logits over a smaller temperature exceed float32."""
 _MAX_BIAS = 1e6
-"""Beyond it, over a small temperature, float32 ends."""
+"""A larger bias over a small temperature exceeds float32."""
 
 
 class EngineClosed(RuntimeError):
@@ -43,7 +44,7 @@ class EngineClosed(RuntimeError):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-  """What an engine can do; what it cannot is refused, never ignored.
+  """Abilities of an engine; a request for any other is refused, not ignored.
 
   Attributes:
     in_flight: ways in which it takes new weights.
@@ -52,7 +53,7 @@ class Capabilities:
     max_stop_ids: of one request.
     seeds: a request's seed decides its tokens, whatever else is decoded.
     bias: it can forbid or favour ids.
-    experts: it can tell which experts were chosen.
+    experts: it records the chosen experts.
   """
 
   in_flight: frozenset[InFlight]
@@ -70,23 +71,23 @@ class DecodeRequest:
 
   Attributes:
     request_id: unique among requests in flight.
-    session: requests of one conversation share it, and so go to the replica
-      that has its keys and values.
+    session: name of the conversation; its requests go to the engine that holds
+      its keys and values.
     tokens: the whole conversation so far, N >= 1 ids.
     max_tokens: sampled at most, >= 1.
     temperature: 0 takes the most probable token.
-    top_k: chosen among the k most probable ids; 0 is all.
-    top_p: chosen among the most probable ids that together reach this
+    top_k: choose among the k most probable ids; 0 is all.
+    top_p: choose among the most probable ids that together reach this
       probability at the temperature; 1 is all.
-    min_p: chosen among ids at least this fraction as probable as the best, at
+    min_p: choose among ids at least this fraction as probable as the best, at
       the temperature; 0 is all.
     stop_ids: sampling ends behind the first of them, which is kept.
-    seed: 32 bits, signed; with the position it decides the noise of every
-      token, so the result does not depend on what else is in the batch.
+    seed: 32 bits, signed; decides the noise of every token, together with its
+      position, so the rest of the batch does not matter.
     bias: added to the logits before an id is chosen, -inf forbids it; one
       value for each id. Log-probabilities are those of the plain logits.
-    experts: whether the completion tells which experts were chosen.
-    priority: requests that wait are served lowest first.
+    experts: return the chosen experts in the completion.
+    priority: waiting requests are served lowest first.
   """
 
   request_id: str
@@ -106,7 +107,7 @@ class DecodeRequest:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Completion:
-  """What was sampled.
+  """The answer to a request.
 
   Attributes:
     tokens: T ids, stop token included.
@@ -115,16 +116,15 @@ class Completion:
       plain logits.
     versions: policy that sampled each id; never decreases.
     stop: "abort" may come with tokens sampled until then.
-    cached_tokens: ids of the request that were not encoded for it, because a
-      request before it had the same beginning.
+    cached_tokens: ids of the request that were not encoded for it, because an
+      earlier request had the same prefix.
     decode_s: seconds from acceptance to the last token.
-    first_token_s: seconds from acceptance to when the first token was on the
-      host; 0 when there is none.
+    first_token_s: seconds from acceptance until the first token was on the
+      host; 0 without tokens.
     oldest_kv: lowest version of the keys and values that the last id attended
-      to: its own, or an older one after `keep_kv`. -1 where the engine cannot
-      tell.
-    experts: of every id of the conversation, N + T; -1 where none is known, as
-      for the last id, which was never fed. None when not asked for.
+      to: its own, or an older one after `keep_kv`; -1 if unknown.
+    experts: of every id of the conversation, N + T; -1 where unknown, as for
+      the last id, which was never fed. None unless the request asks for them.
   """
 
   tokens: Int32[np.ndarray, " T"]
@@ -150,7 +150,7 @@ class Completion:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Delta:
-  """What was sampled since the delta before; the last has it all as well."""
+  """Tokens sampled since the delta before; the last has the completion too."""
 
   tokens: Int32[np.ndarray, " t"]
   logprobs: Float32[np.ndarray, " t"]
@@ -160,15 +160,15 @@ class Delta:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
-  """Counters since the engine was built, and what it holds now.
+  """Counters since the engine was built, and its current load.
 
   Attributes:
-    version: of the weights that are served.
+    version: of the served weights.
     running, waiting: requests.
-    prefilled_tokens: ids of context that were encoded, again or for the first
-      time; `cached_tokens` did not have to be.
+    prefilled_tokens: ids of context that were encoded, also repeatedly.
+    cached_tokens: ids of context that were in the cache instead.
     preemptions: requests that gave up their pages to others and went on later.
-    pages, free_pages: of the cache, and how many hold nothing.
+    pages, free_pages: of the cache, and those of them that hold nothing.
     paused_s: seconds in which decoding stood still for new weights.
   """
 
@@ -186,27 +186,31 @@ class EngineStats:
   paused_s: float = 0.0
 
 
-def check_request(request: DecodeRequest, able: Capabilities) -> None:
+def check_request(request: DecodeRequest, capabilities: Capabilities) -> None:
   """Raises ValueError on a request that such an engine cannot serve."""
   name = f"request {request.request_id}"
   _check_types(name, request)
-  _check_ids(name, request, able)
-  _check_sampling(name, request, able)
+  _check_ids(name, request, capabilities)
+  _check_sampling(name, request, capabilities)
   bias = request.bias
   if bias is not None:
-    if not able.bias:
-      raise ValueError(f"{name}: this engine takes no bias")
-    if bias.shape != (able.vocab_size,):
+    if not capabilities.bias:
       raise ValueError(
-        f"{name}: a bias of shape {bias.shape} for {able.vocab_size} ids"
+        f"{name}: this engine takes no bias; use engine.bias_slots=1 or more "
+        "of the built-in engine"
       )
-    if not (bias <= _MAX_BIAS).all():  # Nor nan.
+    if bias.shape != (capabilities.vocab_size,):
       raise ValueError(
-        f"{name}: a bias is at most {_MAX_BIAS:g}, or -inf to forbid an id"
+        f"{name}: bias has shape {bias.shape}; use one value for each of "
+        f"{capabilities.vocab_size} ids"
+      )
+    if not (bias <= _MAX_BIAS).all():  # Also false for nan.
+      raise ValueError(
+        f"{name}: bias must be at most {_MAX_BIAS:g}, or -inf to forbid an id"
       )
     if not (bias > -math.inf).any():
-      raise ValueError(f"{name}: its bias forbids every id")
-  if request.experts and not able.experts:
+      raise ValueError(f"{name}: bias forbids every id; leave one above -inf")
+  if request.experts and not capabilities.experts:
     raise ValueError(
       f"{name}: experts are not recorded; use engine.record_experts=true with "
       "a model that has some"
@@ -217,53 +221,59 @@ def _check_types(name: str, request: DecodeRequest) -> None:
   tokens, bias = request.tokens, request.bias
   if getattr(tokens, "dtype", None) != np.int32 or tokens.ndim != 1:
     raise ValueError(
-      f"{name}: tokens are no int32[N]; use np.asarray(ids, np.int32)"
+      f"{name}: tokens must be int32[N]; use np.asarray(ids, np.int32)"
     )
   if bias is not None and getattr(bias, "dtype", None) != np.float32:
-    raise ValueError(f"{name}: its bias is no float32[V]")
+    raise ValueError(
+      f"{name}: bias must be float32[V]; use np.asarray(bias, np.float32)"
+    )
   whole = (request.max_tokens, request.top_k, request.seed)
   for value in (*whole, *request.stop_ids, *request.priority):
     if not isinstance(value, int | np.integer):
-      what = "max_tokens, top_k, seed, stop_ids and priority"
-      raise ValueError(f"{name}: {value!r} is no whole number, as {what} are")
+      fields = "max_tokens, top_k, seed, stop_ids and priority"
+      raise ValueError(f"{name}: {fields} must be integers, not {value!r}")
   for value in (request.temperature, request.top_p, request.min_p):
     if not isinstance(value, int | float | np.integer | np.floating):
-      what = "temperature, top_p and min_p"
-      raise ValueError(f"{name}: {value!r} is no number, as {what} are")
+      fields = "temperature, top_p and min_p"
+      raise ValueError(f"{name}: {fields} must be numbers, not {value!r}")
 
 
-def _check_ids(name: str, request: DecodeRequest, able: Capabilities) -> None:
+def _check_ids(
+  name: str, request: DecodeRequest, capabilities: Capabilities
+) -> None:
   ids = request.tokens
   if not len(ids):
-    raise ValueError(f"{name}: no tokens")
-  # Negative ones are huge when unsigned.
-  if int(ids.view(np.uint32).max()) >= able.vocab_size:
-    raise ValueError(f"{name}: an id is outside [0, {able.vocab_size})")
+    raise ValueError(f"{name}: no tokens; send at least one")
+  # Negative ids are huge when unsigned.
+  if int(ids.view(np.uint32).max()) >= capabilities.vocab_size:
+    raise ValueError(f"{name}: an id is outside [0, {capabilities.vocab_size})")
   if request.max_tokens < 1:
     raise ValueError(f"{name}: max_tokens={request.max_tokens} is below 1")
-  if len(ids) + request.max_tokens > able.max_length:
+  if len(ids) + request.max_tokens > capabilities.max_length:
     raise ValueError(
       f"{name}: {len(ids)} tokens and max_tokens={request.max_tokens} do "
-      f"not fit model.max_length={able.max_length}"
+      f"not fit model.max_length={capabilities.max_length}; use fewer"
     )
-  if len(request.stop_ids) > able.max_stop_ids:
+  if len(request.stop_ids) > capabilities.max_stop_ids:
     raise ValueError(
-      f"{name}: {len(request.stop_ids)} stop ids, at most {able.max_stop_ids}"
+      f"{name}: {len(request.stop_ids)} stop ids, at most "
+      f"{capabilities.max_stop_ids}"
     )
-  if any(not 0 <= id_ < able.vocab_size for id_ in request.stop_ids):
+  if any(not 0 <= id_ < capabilities.vocab_size for id_ in request.stop_ids):
     raise ValueError(
-      f"{name}: stop_ids={request.stop_ids} leave [0, {able.vocab_size})"
+      f"{name}: stop_ids={request.stop_ids} must be in "
+      f"[0, {capabilities.vocab_size})"
     )
 
 
 def _check_sampling(
-  name: str, request: DecodeRequest, able: Capabilities
+  name: str, request: DecodeRequest, capabilities: Capabilities
 ) -> None:
-  warm = _COLDEST <= request.temperature <= 1 / _COLDEST
-  if not (warm or request.temperature == 0):
+  lowest, highest = _MIN_TEMPERATURE, 1 / _MIN_TEMPERATURE
+  if request.temperature and not lowest <= request.temperature <= highest:
     raise ValueError(
-      f"{name}: temperature={request.temperature} is neither 0 nor in "
-      f"[{_COLDEST:g}, {1 / _COLDEST:g}]"
+      f"{name}: temperature={request.temperature} must be 0 or in "
+      f"[{lowest:g}, {highest:g}]"
     )
   if not 0 <= request.top_k < 2**31:
     raise ValueError(f"{name}: top_k={request.top_k} is below 0; 0 is all")
@@ -273,20 +283,22 @@ def _check_sampling(
     raise ValueError(f"{name}: min_p={request.min_p} is not in [0, 1]")
   if not -(2**31) <= request.seed < 2**31:
     raise ValueError(f"{name}: seed={request.seed} needs more than 32 bits")
-  if request.seed and not able.seeds:
-    raise ValueError(f"{name}: this engine knows no seeds; use seed=0")
+  if request.seed and not capabilities.seeds:
+    raise ValueError(
+      f"{name}: seed={request.seed}, but this engine has no seeds; use 0"
+    )
 
 
 def check_version(
   version: trajectory.PolicyVersion, served: trajectory.PolicyVersion
 ) -> None:
-  """Raises ValueError unless a version is above the one that is served."""
+  """Raises ValueError unless a version is above the served one."""
   if version <= served:
     raise ValueError(f"version {version} is not above the served {served}")
 
 
 def check_same_tree(old: Any, new: Any) -> None:
-  """Raises ValueError when weights have other leaves, shapes or dtypes."""
+  """Raises ValueError if leaves, shapes or dtypes of the weights differ."""
 
   def describe(tree: Any) -> dict[str, Any]:
     return {
@@ -311,11 +323,11 @@ class DecodeEngine(Protocol):
 
   @property
   def capabilities(self) -> Capabilities:
-    """What it can do."""
+    """Its abilities."""
     ...
 
   async def generate(self, request: DecodeRequest) -> Completion:
-    """Samples one answer. Cancel it, and the request is aborted.
+    """Samples one answer. Cancelling aborts the request.
 
     Raises:
       ValueError: the request cannot be served; others go on.
@@ -324,10 +336,10 @@ class DecodeEngine(Protocol):
     ...
 
   def stream(self, request: DecodeRequest) -> AsyncGenerator[Delta]:
-    """Yields an answer as it is sampled; the last delta is complete.
+    """Yields an answer as it is sampled; the last delta has the completion.
 
-    Raises what `generate` does, at the first step of the iteration. Close the
-    iterator early, and the request is aborted.
+    Raises what `generate` does, at the first step of the iteration. Closing the
+    iterator early aborts the request.
     """
     ...
 
@@ -350,8 +362,9 @@ class DecodeEngine(Protocol):
     ...
 
   async def pause(self) -> None:
-    """Suspends: returns when no device step runs. Requests keep what they
-    have, and new ones queue until `resume`.
+    """Stops decoding and returns when no device step runs.
+
+    Requests keep what they hold, and new ones queue until `resume`.
     """
     ...
 
@@ -367,16 +380,16 @@ class DecodeEngine(Protocol):
   ) -> None:
     """Serves `params` from now on.
 
-    All or nothing: whatever fails, or is cancelled, leaves the old version
-    serving. An engine that was paused stays so, and "drain" lets it finish
-    what is in flight first.
+    All or nothing: a failed or cancelled update leaves the old version serving.
+    A paused engine stays paused, except that "drain" first finishes the
+    requests in flight.
 
     Args:
       version: must be higher than the served one.
       params: placed with the engine's shardings.
 
     Raises:
-      ValueError: the version is no higher, or the tree is another model's, or
+      ValueError: the version is not higher, the tree is another model's, or
         the engine cannot do `in_flight`.
     """
     ...
@@ -386,7 +399,7 @@ class DecodeEngine(Protocol):
     ...
 
   async def flush_cache(self) -> None:
-    """Forgets every prefix that no running request uses."""
+    """Drops every cached prefix that no running request uses."""
     ...
 
   def stats(self) -> EngineStats:

@@ -44,13 +44,13 @@ DENSE = config_lib.tiny(
 SETTINGS = engine_settings.EngineSettings(
   slots=4,
   page_size=4,
-  least_copied=1,
+  min_copied_ids=1,
   row_buckets=(2,),
   chunk_buckets=(2, 6),
   prefill_tokens=8,
   length_buckets=(32,),
   steps_per_dispatch=3,
-  linger_s=0.004,
+  batching_delay_s=0.004,
   bias_slots=2,
 )
 
@@ -85,7 +85,7 @@ class Served:
   """
 
   runner: asyncio.Runner
-  engine: builtin_engine.JaxEngine
+  engine: builtin_engine.BuiltinEngine
   config: config_lib.ModelConfig
   layout: sharding.Layout
   thread: mesh_thread.MeshThread
@@ -189,13 +189,13 @@ class Served:
 
   def check(self) -> None:
     """No page has two holders; when nothing is asked, nothing is held."""
-    batch, stats = self.engine._batch, self.engine.stats()
-    batch.check()
-    if not batch.requests:
+    queue, stats = self.engine._queue, self.engine.stats()
+    queue.check()
+    if not queue.requests:
       assert (stats.running, stats.waiting) == (0, 0)
-      assert stats.free_pages + batch.paging.num_idle == stats.pages
-      assert len(batch._slots) == self.engine._settings.slots
-      assert not batch.biases._users.total()
+      assert stats.free_pages + queue.blocks.num_idle == stats.pages
+      assert len(queue._free_slots) == self.engine._shapes.slots
+      assert not queue.biases._users.total()
 
 
 @contextlib.contextmanager

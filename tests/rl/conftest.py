@@ -73,7 +73,7 @@ def _dense():
     chunk_buckets=(4,),
     prefill_tokens=64,
     length_buckets=(12,),
-    linger_s=0.0,
+    batching_delay_s=0.0,
   ) as served:
     yield served
 
@@ -117,7 +117,10 @@ def serving():
 def flying():
   """For one test alone: nothing came before, so two dispatches queue up."""
   with tiny.serve(
-    config=tiny.DENSE, row_buckets=(4,), chunk_buckets=(6,), linger_s=0.0
+    config=tiny.DENSE,
+    row_buckets=(4,),
+    chunk_buckets=(6,),
+    batching_delay_s=0.0,
   ) as served:
     yield served
 

@@ -191,7 +191,10 @@ def test_settings_that_fit_together_are_accepted(experiment, overrides):
     ({"algorithm.loss.clip_low": "-3"}, "ClippedSurrogate: clip_low=-3.0"),
     ({"algorithm.entropy_bonus": "nan"}, "entropy_bonus=nan is no"),
     ({"algorithm.advantage.ddof": "8"}, "Grpo: ddof=8 must be 0 or 1"),
-    ({"engine.linger_s": "nan"}, "engine.linger_s=nan is not in [0, 1)"),
+    (
+      {"engine.batching_delay_s": "nan"},
+      "engine.batching_delay_s=nan is not in [0, 1)",
+    ),
     (
       {"retention.checkpoint_every": "0"},
       "retention.checkpoint_every=0 is below",

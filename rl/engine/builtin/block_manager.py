@@ -1,6 +1,6 @@
-"""Who holds which page of the KV cache. Pure bookkeeping.
+"""Holders of the pages of the KV cache. Pure bookkeeping.
 
-begin --> grow, share ... --> end: what was fed stays known to later requests
+begin --> grow, share ... --> end: its prefix stays cached for later requests
 """
 
 import collections
@@ -14,51 +14,58 @@ from rl.engine.builtin import prefix_cache
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class Lease:
-  """What a running request holds of the cache.
+class PageTable:
+  """The pages of a running request.
 
   Attributes:
-    pages: of each `page_size` positions in order, as far as there are any.
+    pages: the i-th holds positions from i * `page_size` on.
     cached: leading positions whose keys and values are in the pages. The
       engine raises it as it feeds ids.
     oldest_kv: lowest policy version of those keys and values; None when
       nothing is cached. The engine sets it when it feeds the first id.
-    node: for `Paging` only: how far the beginning is known; None at the end.
-    spare: for `Paging` only: pages before that whose ids another page holds.
+    node: for `BlockManager` only: last page that the prefix cache knows; None
+      after `end`.
+    duplicate_pages: for `BlockManager` only: pages before that whose ids
+      another page of the prefix cache holds too.
   """
 
   pages: list[int]
   cached: int
   oldest_kv: int | None
   node: prefix_cache.Node | None = dataclasses.field(default=None, repr=False)
-  spare: list[int] = dataclasses.field(default_factory=list, repr=False)
+  duplicate_pages: list[int] = dataclasses.field(
+    default_factory=list, repr=False
+  )
 
 
-class Paging:
-  """Pages of the cache: leased, known (and evictable once idle) or free.
+class BlockManager:
+  """The pages of the cache: each is in a page table, cached or free.
 
-  A page belongs to one lease or to the tree of known beginnings, and a full
-  page of the tree is read by any number of leases. The engine calls `begin`
-  when it admits a request, `grow` before it feeds ids, `share` when others may
-  profit and `end` once; `restart` or `forget` when weights change.
+  A page belongs to one page table or to the prefix cache, and a full page of
+  the prefix cache is read by any number of page tables. The engine calls
+  `begin` when it admits a request, `grow` before it feeds ids, `share` when
+  others may profit and `end` once; `restart` or `flush` when weights change.
 
   Args:
-    least_copied: known positions of a page that are worth a copy of it.
+    min_copied_ids: a page is copied for its first ids if it has at least so
+      many of them.
 
   Attributes:
     num_pages: of the cache.
   """
 
-  def __init__(self, num_pages: int, page_size: int, least_copied: int = 1):
+  def __init__(self, num_pages: int, page_size: int, min_copied_ids: int = 1):
     if num_pages < 1 or page_size < 1:
-      raise ValueError(f"{num_pages} pages of {page_size} ids: both are >= 1")
+      raise ValueError(
+        f"num_pages={num_pages} and page_size={page_size} must be at least 1"
+      )
     self.num_pages = num_pages
     self._page_size = page_size
-    self._least_copied = least_copied
+    self._min_copied_ids = min_copied_ids
     self._page_bytes = prefix_cache.ID_BYTES * page_size
-    self._tree = prefix_cache.PrefixTree(page_size)
+    self._prefixes = prefix_cache.PrefixTree(page_size)
     self._free = list(range(num_pages - 1, -1, -1))
-    self._num_leases = 0
+    self._num_tables = 0
 
   @property
   def num_free(self) -> int:
@@ -67,182 +74,185 @@ class Paging:
 
   @property
   def num_idle(self) -> int:
-    """Pages that hold a known beginning which no lease uses."""
-    return len(self._tree.idle)
+    """Pages of the prefix cache that no page table uses."""
+    return len(self._prefixes.idle)
 
   def begin(
     self, ids: Int32[np.ndarray, " N"]
-  ) -> tuple[Lease, tuple[int, int] | None]:
-    """Returns the longest known beginning of `ids`, and a page to copy.
+  ) -> tuple[PageTable, tuple[int, int] | None]:
+    """Returns a page table with the longest cached prefix, and a page to copy.
 
-    At most N - 1 positions are known, so that one id is always fed. Whole
-    pages are shared. The page in which the beginning ends is the lease's to
-    write: in place where it ends with the page's own ids and nobody writes it,
-    else in a fresh page; when there is none, the beginning ends a page earlier.
+    At most N - 1 ids count as cached, so that one is always fed. Whole pages
+    are shared. The page in which the prefix ends will be written: it is taken
+    over where the prefix is all that it holds and nobody writes it, and copied
+    otherwise; without a free page for the copy, the prefix ends a page earlier.
 
     Returns:
-      The lease and (source, target) or None. The engine copies the page before
-      the next dispatch, in the order of the calls (see `at_once`), also when
-      the lease has ended by then. It may leave that out only when it ends the
-      lease before any other call.
+      The page table and (source, target) or None. The engine copies the page
+      before the next dispatch, in the order of the calls (see
+      `simultaneous_copies`), even if the request has ended by then. It may
+      omit the copy only if it calls `end` before any other method.
     """
     if not len(ids):
-      raise ValueError("no ids; a request has at least one")
+      raise ValueError("ids is empty; a request has at least one")
     data = _as_bytes(ids[:-1])
-    pages, node = self._tree.whole_pages(data)
-    self._tree.use(node)
-    self._num_leases += 1
-    lease = Lease(pages, node.length, node.oldest_kv, node)
+    pages, node = self._prefixes.whole_pages(data)
+    self._prefixes.use(node)
+    self._num_tables += 1
+    table = PageTable(pages, node.length, node.oldest_kv, node)
     rest = data[len(pages) * self._page_bytes :][: self._page_bytes]
-    return lease, self._begin_page(lease, node, rest) if rest else None
+    return table, self._begin_page(table, node, rest) if rest else None
 
   def _begin_page(
-    self, lease: Lease, node: prefix_cache.Node, rest: bytes
+    self, table: PageTable, node: prefix_cache.Node, rest: bytes
   ) -> tuple[int, int] | None:
-    found = self._tree.nearest(node, rest)
-    if found is None:
+    nearest = self._prefixes.nearest(node, rest)
+    if nearest is None:
       return None
-    source, common = found
+    source, common = nearest
     if not source.users and common * prefix_cache.ID_BYTES == len(source.ids):
-      self._tree.descend(source)
-      lease.node = source
+      self._prefixes.descend(source)
+      table.node = source
       page = source.page
-    elif common < self._least_copied:
+    elif common < self._min_copied_ids:
       return None
     else:
-      self._tree.touch(source)
+      self._prefixes.touch(source)
       if not self._reserve(1):
         return None
       page = self._free.pop()
-    lease.pages.append(page)
-    lease.cached += common
-    lease.oldest_kv = source.oldest_kv
-    # The same page: taken over, or the source was the last that could go.
+    table.pages.append(page)
+    table.cached += common
+    table.oldest_kv = source.oldest_kv
+    # The same page: taken over, or the source was evicted to make room.
     return None if page == source.page else (source.page, page)
 
-  def grow(self, lease: Lease, length: int) -> bool:
-    """Gives a lease pages for so many positions, evicting idle beginnings.
+  def grow(self, table: PageTable, length: int) -> bool:
+    """Adds pages for so many positions, and evicts idle prefixes if need be.
 
-    False, and nothing has changed, when that does not suffice.
+    Returns False, and changes nothing, if that does not suffice.
     """
-    missing = -(-length // self._page_size) - len(lease.pages)
+    missing = -(-length // self._page_size) - len(table.pages)
     if missing <= 0:
       return True
     if not self._reserve(missing):
       return False
-    lease.pages += self._free[-missing:]
+    table.pages += self._free[-missing:]
     del self._free[-missing:]
     return True
 
   def _reserve(self, pages: int) -> bool:
-    """Whether so many pages are free, after eviction if that helps."""
+    """Evicts until so many pages are free; False if that cannot suffice."""
     short = pages - len(self._free)
-    if short > len(self._tree.idle):
+    if short > len(self._prefixes.idle):
       return False
     for _ in range(short):
-      self._free.append(self._tree.evict())
+      self._free.append(self._prefixes.evict())
     return True
 
-  def share(self, lease: Lease, ids: Int32[np.ndarray, " N"]) -> None:
-    """Makes ids[: lease.cached] known to others while the lease goes on.
+  def share(self, table: PageTable, ids: Int32[np.ndarray, " N"]) -> None:
+    """Adds ids[: table.cached] to the prefix cache while the request goes on.
 
-    Who begins after this call reads them, so it comes after the dispatch that
-    feeds them.
+    Requests that begin later read those pages, so call it after the dispatch
+    that feeds them.
     """
-    if lease.cached > _running(lease).length:
-      self._learn(lease, ids)
+    if table.cached > _open_node(table).length:
+      self._insert(table, ids)
 
-  def end(self, lease: Lease, ids: Int32[np.ndarray, " N"]) -> None:
-    """Takes a lease back; ids[: lease.cached] stay known until evicted.
+  def end(self, table: PageTable, ids: Int32[np.ndarray, " N"]) -> None:
+    """Takes the pages back; ids[: table.cached] stay cached until evicted.
 
-    Pages that hold nothing of it, or what another page holds as well, are
-    free at once.
+    Duplicate pages, and those without a cached position, are free at once.
     """
-    self.share(lease, ids)
-    node = _running(lease)
-    self._free += lease.spare
-    self._free += lease.pages[node.depth :]
-    self._tree.release(node)
-    self._num_leases -= 1
-    lease.node, lease.pages, lease.spare = None, [], []
+    self.share(table, ids)
+    node = _open_node(table)
+    self._free += table.duplicate_pages
+    self._free += table.pages[node.depth :]
+    self._prefixes.release(node)
+    self._num_tables -= 1
+    table.node, table.pages, table.duplicate_pages = None, [], []
 
-  def _learn(self, lease: Lease, ids: Int32[np.ndarray, " N"]) -> None:
-    """Lets the tree know ids[: lease.cached]."""
-    node, tree, size = _running(lease), self._tree, self._page_bytes
-    version = _fed(lease, len(ids), self._page_size)
+  def _insert(self, table: PageTable, ids: Int32[np.ndarray, " N"]) -> None:
+    """Adds ids[: table.cached] to the prefix cache."""
+    node, prefixes, size = _open_node(table), self._prefixes, self._page_bytes
+    version = _checked_oldest_kv(table, len(ids), self._page_size)
     if len(node.ids) % size:
-      # The page this lease took over: it comes back with more ids.
-      node = tree.cut(node)
-    data = _as_bytes(ids[node.length : lease.cached])
+      # The page that this table took over: it comes back with more ids.
+      node = prefixes.cut(node)
+    data = _as_bytes(ids[node.length : table.cached])
     for start in range(0, len(data), size):
       page_ids = data[start : start + size]
-      page = lease.pages[node.depth]
-      child = tree.known(node, page_ids)
+      page = table.pages[node.depth]
+      child = prefixes.find(node, page_ids)
       if child is None:
-        node = tree.add(node, page_ids, page, version)
+        node = prefixes.add(node, page_ids, page, version)
       elif len(page_ids) == size:
-        tree.descend(child)
-        lease.spare.append(page)
+        prefixes.descend(child)
+        table.duplicate_pages.append(page)
         node = child
       else:
-        # Another lease may write that page, so this one cannot hold it, and
+        # Another request may write that page, so this one cannot hold it, and
         # looks again when it ends.
-        tree.touch(child)
-    lease.node = node
+        prefixes.touch(child)
+    table.node = node
 
-  def forget(self) -> None:
-    """Drops every beginning that no lease uses."""
-    self._reserve(len(self._free) + len(self._tree.idle))
+  def flush(self) -> None:
+    """Drops every prefix that no page table uses."""
+    self._reserve(len(self._free) + len(self._prefixes.idle))
 
-  def restart(self, leases: Iterable[Lease]) -> None:
-    """Drops everything known, for new weights; the leases stay, but empty.
+  def restart(self, tables: Iterable[PageTable]) -> None:
+    """Drops every prefix, for new weights, and empties the page tables.
 
     Args:
-      leases: all that have not ended.
+      tables: all that have not ended.
     """
-    leases = list(leases)
-    if len(leases) != self._num_leases:
+    tables = list(tables)
+    if len(tables) != self._num_tables:
       raise ValueError(
-        f"{len(leases)} leases of {self._num_leases}; pass all that run"
+        f"{len(tables)} page tables of {self._num_tables}; pass all of them"
       )
-    self._tree = prefix_cache.PrefixTree(self._page_size)
+    self._prefixes = prefix_cache.PrefixTree(self._page_size)
     self._free = list(range(self.num_pages - 1, -1, -1))
-    for lease in leases:
-      self._tree.use(self._tree.root)
-      lease.pages, lease.cached, lease.oldest_kv = [], 0, None
-      lease.node, lease.spare = self._tree.root, []
+    for table in tables:
+      self._prefixes.use(self._prefixes.root)
+      table.pages, table.cached, table.oldest_kv = [], 0, None
+      table.node, table.duplicate_pages = self._prefixes.root, []
 
-  def check(self, leases: Iterable[Lease]) -> None:
+  def check(self, tables: Iterable[PageTable]) -> None:
     """Raises RuntimeError unless every page has one holder, or is free.
 
     Args:
-      leases: all that have not ended.
+      tables: all that have not ended.
     """
-    leases = list(leases)
-    ends = [_running(lease) for lease in leases]
-    if len(leases) != self._num_leases:
-      raise RuntimeError(f"{len(leases)} leases of {self._num_leases}")
-    known = self._tree.check(ends)
-    held = collections.Counter(self._free + known)
-    for lease, node in zip(leases, ends, strict=True):
-      held.update(lease.spare + lease.pages[node.depth :])
+    tables = list(tables)
+    ends = [_open_node(table) for table in tables]
+    if len(tables) != self._num_tables:
+      raise RuntimeError(f"{len(tables)} page tables of {self._num_tables}")
+    cached = self._prefixes.check(ends)
+    holders = collections.Counter(self._free + cached)
+    for table, node in zip(tables, ends, strict=True):
+      holders.update(table.duplicate_pages + table.pages[node.depth :])
       while node.parent is not None:
-        page = lease.pages[node.depth - 1]
-        if page != node.page and page not in lease.spare:
+        page = table.pages[node.depth - 1]
+        if page != node.page and page not in table.duplicate_pages:
           raise RuntimeError(
-            f"{lease} reads page {page}, which it does not hold"
+            f"{table} reads page {page}, which it does not hold"
           )
         node = node.parent
-    wrong = {page: held[page] for page in range(self.num_pages)} | held
-    wrong = {page: times for page, times in wrong.items() if times != 1}
-    if wrong or held.total() != self.num_pages:
-      raise RuntimeError(f"of {self.num_pages} pages, held so often: {wrong}")
+    wrong = {page: holders[page] for page in range(self.num_pages)} | holders
+    wrong = {page: count for page, count in wrong.items() if count != 1}
+    if wrong or holders.total() != self.num_pages:
+      raise RuntimeError(
+        f"of {self.num_pages} pages these have not one holder: {wrong}"
+      )
 
 
-def at_once(copies: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-  """Returns (source, target) pages to copy at once instead of in order.
+def simultaneous_copies(
+  copies: Iterable[tuple[int, int]],
+) -> list[tuple[int, int]]:
+  """Turns (source, target) copies in order into equal ones made at once.
 
-  A target occurs once, and is filled from what its source held before all.
+  Each target occurs once, and gets what its source held before all of them.
   """
   origin: dict[int, int] = {}
   for source, target in copies:
@@ -250,24 +260,24 @@ def at_once(copies: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
   return [(source, target) for target, source in origin.items()]
 
 
-def _running(lease: Lease) -> prefix_cache.Node:
-  if lease.node is None:
-    raise RuntimeError(f"{lease} has ended")
-  return lease.node
+def _open_node(table: PageTable) -> prefix_cache.Node:
+  if table.node is None:
+    raise RuntimeError(f"{table} has ended")
+  return table.node
 
 
 def _as_bytes(ids: Int32[np.ndarray, " N"]) -> bytes:
   if ids.dtype != np.int32:
-    raise ValueError(f"ids of type {ids.dtype}; use int32")
+    raise ValueError(f"ids are of type {ids.dtype}; use int32")
   return ids.tobytes()
 
 
-def _fed(lease: Lease, num_ids: int, page_size: int) -> int:
-  """Returns the lowest version of a lease that says what it was fed."""
-  room = min(num_ids, page_size * len(lease.pages))
-  if lease.cached > room or lease.oldest_kv is None:
+def _checked_oldest_kv(table: PageTable, num_ids: int, page_size: int) -> int:
+  """Returns `oldest_kv` of a table whose fields fit its ids and pages."""
+  room = min(num_ids, page_size * len(table.pages))
+  if table.cached > room or table.oldest_kv is None:
     raise ValueError(
-      f"{lease} of {num_ids} ids in pages of {page_size}: cached is at most "
-      f"{room}, and oldest_kv is set when the first id is fed"
+      f"{table} of {num_ids} ids in pages of {page_size}: cached must be at "
+      f"most {room}, and oldest_kv set when the first id is fed"
     )
-  return lease.oldest_kv
+  return table.oldest_kv

@@ -8,9 +8,9 @@ new ids, W pages of a table, K tokens sampled at most, S slots, V vocabulary.
               past  ------------ + new --------------------- + new
                                     one commit to the pages at the end
 
-A row goes on from the dispatch before it (`follow`) without the host having
-seen what that one sampled: the last id, its position and whether sampling has
-ended stay on the device, in the row's slot of `Carry`.
+A row can go on from the dispatch before (`FOLLOW`) although the host has not
+seen its tokens yet: the last id, its position and whether it samples on stay
+on the device, in the row's slot of `Carry`.
 """
 
 import functools
@@ -32,15 +32,15 @@ _STOPS = STEPS + 1
 _TABLE = _STOPS + MAX_STOP_IDS
 
 
-class Plan(NamedTuple):
-  """What every row of a dispatch does. Host arrays, one transfer each.
+class DispatchPlan(NamedTuple):
+  """The work of every row of a dispatch: host arrays, one transfer each.
 
   Attributes:
     integers: per row: slot, cached length, new ids, tokens to sample at most,
-      seed, top k, row of the biases, whether it follows, steps of the
-      dispatch; then MAX_STOP_IDS stop ids (-1: none), then its pages. Of a row
-      that follows, the cached length is a bound: the device knows it.
-    ids: the new ones, up to C of each of the first P rows, one of each other.
+      seed, top k, bias row, whether it follows, steps of the dispatch; then
+      MAX_STOP_IDS stop ids (-1: none), then its pages. For a row that follows,
+      the cached length is only a bound: the device knows it.
+    ids: new ids, up to C for each of the first P rows, one for each other.
     floats: per row: temperature, top p, min p.
   """
 
@@ -60,7 +60,7 @@ class Plan(NamedTuple):
 
 
 class Carry(NamedTuple):
-  """Where each slot stands, for a dispatch that follows on another."""
+  """The state of each slot between two dispatches, kept on the device."""
 
   last: Int32[Array, " S"]
   length: Int32[Array, " S"]
@@ -68,11 +68,11 @@ class Carry(NamedTuple):
 
 
 class Sampled(NamedTuple):
-  """What a dispatch sampled; entries from `counts` on are meaningless.
+  """The tokens of a dispatch; entries from `counts` on are meaningless.
 
   Attributes:
-    fed, stepped: experts that the new ids took, and those that were sampled
-      and fed at once; None when they are not recorded.
+    fed, stepped: experts of the new ids, and of the ids that were sampled and
+      fed in this dispatch; None when they are not recorded.
   """
 
   tokens: Int32[Array, "R K"]
@@ -84,19 +84,19 @@ class Sampled(NamedTuple):
 
 def empty_plan(
   rows: int, chunks: tuple[int, int], width: int, *, slots: int
-) -> Plan:
-  """Returns a plan in which no row does anything.
+) -> DispatchPlan:
+  """Returns a plan of idle rows.
 
   Args:
     chunks: (P, C).
     width: W.
-    slots: S, which is no slot: writes to it vanish.
+    slots: S, the slot of idle rows: it is out of range, so writes vanish.
   """
   integers = np.zeros((rows, _TABLE + width), np.int32)
   integers[:, SLOT] = slots
   integers[:, _STOPS:_TABLE] = -1
   count, size = chunks
-  return Plan(
+  return DispatchPlan(
     integers,
     np.zeros(count * size + rows - count, np.int32),
     np.tile(np.asarray([[1.0, 1.0, 0.0]], np.float32), (rows, 1)),
@@ -104,33 +104,33 @@ def empty_plan(
 
 
 def init_carry(slots: int) -> Carry:
-  """Returns the state of slots that nobody uses."""
+  """Returns the state of unused slots."""
   zeros = jnp.zeros(slots, jnp.int32)
   return Carry(zeros, jnp.zeros_like(zeros), jnp.zeros(slots, bool))
 
 
 class _Rows(NamedTuple):
-  """A plan on the device; rows that follow start where their slot stands.
+  """A plan on the device, where rows that follow have their slot's state.
 
   Attributes:
-    past, known: ids in the cache before and after the new ones are fed.
-    ids, positions, owners: of each new id, the last being its row.
-    newest: index of each row's last new id among them.
+    known: ids in the cache after the new ones are fed.
     budget: tokens to sample at most; 0 while context is left to feed.
+    ids, positions, owners: of each new id; its owner is its row.
+    newest: index of each row's last new id.
   """
 
   slot: Int32[Array, " R"]
   known: Int32[Array, " R"]
   budget: Int32[Array, " R"]
   stop_ids: Int32[Array, "R stops"]
-  knobs: sampling.Knobs
+  params: sampling.SamplingParams
   ids: Int32[Array, " N"]
   positions: Int32[Array, " N"]
   owners: Int32[Array, " N"]
   newest: Int32[Array, " R"]
 
   def stopped(self, token: Int32[Array, " R"]) -> Bool[Array, " R"]:
-    """Returns which of the rows' tokens are stop ids."""
+    """Returns a mask of the rows whose token is a stop id."""
     return (token[:, None] == self.stop_ids).any(1)
 
 
@@ -147,7 +147,7 @@ def advance(
   cache: kv_cache.Cache,
   carry: Carry,
   biases: Float32[Array, "biases V"],
-  plan: Plan,
+  plan: DispatchPlan,
   room: kv_cache.Past | None = None,
   *,
   config: model_config.ModelConfig,
@@ -160,12 +160,12 @@ def advance(
 
   The key and value of the last sampled token are not in the cache yet: it is
   the first new id of the row's next dispatch. Sampling ends when half of the
-  rows that began have ended, so that those do not wait for the longest.
+  rows that began have ended, so that they do not wait for the longest.
 
   Args:
-    room: memory for what is gathered, whatever it holds; the last result is
-      room for the next dispatch. Donate it where the memory of a program's
-      temporary values has to be cleared each time, as on a CPU.
+    room: memory for the gathered pages, with any content; the last result is
+      room for the next dispatch. Donate it where a program's temporary memory
+      is cleared each time, as on a CPU.
     chunks: (P, C).
     max_steps: K.
   """
@@ -182,7 +182,7 @@ def advance(
 
   def pick(hidden, positions):
     logits = transformer.head(params, config, hidden, layout=layout)
-    return sampling.sample(logits, positions, rows.knobs, biases)
+    return sampling.sample(logits, positions, rows.params, biases)
 
   token, logprob = pick(hidden[rows.newest], rows.known)
   started = rows.budget > 0
@@ -213,7 +213,7 @@ def advance(
   loop = jax.lax.while_loop(
     worthwhile, body, _Loop(jnp.int32(1), alive, token, past, sampled)
   )
-  # The last token that was sampled has not been fed.
+  # The last sampled token has not been fed.
   step = jnp.arange(max_steps - 1, dtype=jnp.int32)
   stepped = jnp.where(
     step < loop.sampled.counts[:, None] - 1,
@@ -227,19 +227,19 @@ def advance(
     [(rows.owners, fed), (every, kv_cache.take(loop.past, stepped))],
   )
   room = None if room is None else loop.past
-  return cache, _leave(carry, rows, loop), loop.sampled, room
+  return cache, _next_carry(carry, rows, loop), loop.sampled, room
 
 
-def _rows(plan: Plan, carry: Carry, chunks: tuple[int, int]) -> _Rows:
+def _rows(plan: DispatchPlan, carry: Carry, chunks: tuple[int, int]) -> _Rows:
   columns = jnp.asarray(plan.integers)
   floats = jnp.asarray(plan.floats)
   slot, past, new, budget, seed, top_k, bias, follow = (
     columns[:, i] for i in range(STEPS)
   )
   follow = follow > 0
-  stood = jax.tree.map(lambda x: x.at[slot].get(mode="clip"), carry)
-  new = jnp.where(follow & ~stood.alive, 0, new)
-  past = jnp.where(follow, stood.length, past)
+  before = jax.tree.map(lambda x: x.at[slot].get(mode="clip"), carry)
+  new = jnp.where(follow & ~before.alive, 0, new)
+  past = jnp.where(follow, before.length, past)
   num_chunks, size = chunks
   row = jnp.arange(len(columns), dtype=jnp.int32)
   first = jnp.where(row < num_chunks, row * size, num_chunks * (size - 1) + row)
@@ -251,13 +251,13 @@ def _rows(plan: Plan, carry: Carry, chunks: tuple[int, int]) -> _Rows:
     offset < new[owners], past[owners] + offset, kv_cache.EMPTY
   )
   ids = jnp.asarray(plan.ids)
-  ids = ids.at[first].set(jnp.where(follow, stood.last, ids[first]))
+  ids = ids.at[first].set(jnp.where(follow, before.last, ids[first]))
   return _Rows(
     slot=slot,
     known=past + new,
     budget=jnp.where(new > 0, budget, 0),
     stop_ids=columns[:, _STOPS:_TABLE],
-    knobs=sampling.Knobs(
+    params=sampling.SamplingParams(
       temperature=floats[:, 0],
       top_p=floats[:, 1],
       min_p=floats[:, 2],
@@ -275,7 +275,7 @@ def _rows(plan: Plan, carry: Carry, chunks: tuple[int, int]) -> _Rows:
 def _room(
   rows: int, max_steps: int, experts: Int32[Array, "N 1 layers k"] | None
 ) -> Sampled:
-  """Returns room for what a dispatch samples, with the fed ids' experts."""
+  """Returns zeros for the tokens, and the experts of the ids that were fed."""
   stepped = None
   if experts is not None:
     shape = (rows, max(max_steps - 1, 1), *experts.shape[2:])
@@ -309,12 +309,12 @@ def _alive(
   last: Int32[Array, " R"],
   sampled: Sampled,
 ) -> Bool[Array, " R"]:
-  """Returns which rows sample another token in this dispatch."""
+  """Returns a mask of the rows that sample another token in this dispatch."""
   return alive & ~rows.stopped(last) & (sampled.counts < rows.budget)
 
 
-def _leave(carry: Carry, rows: _Rows, loop: _Loop) -> Carry:
-  """Returns where the slots stand after the dispatch."""
+def _next_carry(carry: Carry, rows: _Rows, loop: _Loop) -> Carry:
+  """Returns the state of the slots after the dispatch."""
   counts = loop.sampled.counts
   left = Carry(
     last=loop.last,

@@ -1,12 +1,16 @@
 """The built-in decode engine: continuous batching over a paged cache.
 
-  generate -> waiting --admit--> running --(launch, flight, absorb)*--> result
-             (by priority) <--preempt-- (no pages left)
+  generate, stream --> waiting --admit--> running --finish--> Completion
+                          ^--- preempt (no pages left) ---+
 
-A flight serves running requests: it feeds them ids that are not in the cache
-yet, chunks of new context among them, and samples several tokens of each. The
-next one is planned while it runs, and may go on with the same requests: what
-they sampled stays on the device until the host has time to look.
+  _serve --> _launch_ready --> _launch ==> _execute, on the device's thread
+    ^                                          |
+    +--- _complete <---- _on_completed <-------+
+
+A dispatch feeds running requests the ids that are not in the cache yet, in
+chunks where there are many, and samples several tokens of each. The next one
+is planned while it runs, and may go on with the same requests: their tokens
+stay on the device until the host has time to look.
 """
 
 import asyncio
@@ -22,20 +26,21 @@ from rl.engine import contract
 from rl.engine.builtin import (
   decode_step,
   dispatch_plan,
+  dispatch_shapes,
   model_runner,
   request_queue,
   scheduler,
 )
-from rl.engine.builtin import settings as engine_settings
+from rl.engine.builtin import request as request_lib
 from rl.runtime import checksum as checksum_lib
 from rl.runtime import mesh_thread
 
 _CLOSE_S = 5.0
-_DEPTH = 2
-"""Flights at once: one runs, one waits behind it."""
+_MAX_IN_FLIGHT = 2
+"""Dispatches at once: one runs, one waits behind it."""
 
 
-class JaxEngine:
+class BuiltinEngine:
   """`contract.DecodeEngine` over the models of this project.
 
   Life: `await start(params, version)`, then the protocol, then `await close()`.
@@ -43,51 +48,70 @@ class JaxEngine:
 
   Args:
     thread: of the pool's mesh; the caller closes it.
+    min_copied_ids, batching_delay_s, bias_slots, record_experts: see
+      `settings.EngineSettings`, which builds engines.
   """
 
   def __init__(
     self,
     config: model_config.ModelConfig,
-    settings: engine_settings.EngineSettings,
+    shapes: dispatch_shapes.DispatchShapes,
     layout: sharding.Layout,
     thread: mesh_thread.MeshThread,
+    *,
+    min_copied_ids: int,
+    batching_delay_s: float,
+    bias_slots: int,
+    record_experts: bool,
   ):
-    settings.validate()
-    settings.validate_model(config)
     self.capabilities = contract.Capabilities(
       in_flight=frozenset({"drain", "abort", "recompute", "keep_kv"}),
       max_length=config.max_length,
       vocab_size=config.vocab_size,
       max_stop_ids=decode_step.MAX_STOP_IDS,
       seeds=True,
-      bias=settings.bias_slots > 0,
-      experts=settings.record_experts,
+      bias=bias_slots > 0,
+      experts=record_experts,
     )
-    self._settings = settings
+    self._shapes = shapes
+    self._batching_delay_s = batching_delay_s
     self._thread = thread
-    self._decoder = model_runner.Decoder(config, settings, layout)
-    self._batch = request_queue.Batch(config, settings)
-    self._schedule = scheduler.Schedule(
-      self._batch,
-      settings,
+    self._runner = model_runner.ModelRunner(
+      config,
+      shapes,
+      layout,
+      bias_slots=bias_slots,
+      record_experts=record_experts,
+    )
+    self._queue = request_queue.RequestQueue(
+      config,
+      shapes,
+      min_copied_ids=min_copied_ids,
+      bias_slots=bias_slots,
+      record_experts=record_experts,
+    )
+    self._scheduler = scheduler.Scheduler(
+      self._queue,
+      shapes,
       longest=config.max_length,
       parts=layout.num_batch,
       platform=layout.platform,
     )
     self._version = trajectory.PolicyVersion(-1)
     self._params: transformer.Params | None = None
-    self._flights: collections.deque[
-      tuple[dispatch_plan.Flight, asyncio.Future[decode_step.Sampled]]
+    self._in_flight: collections.deque[
+      tuple[dispatch_plan.Dispatch, asyncio.Future[decode_step.Sampled]]
     ] = collections.deque()
     self._paused = False
-    self._holding: contract.InFlight | None = None
-    self._updates = asyncio.Lock()
+    # The mode of the update that waits for the dispatches in flight.
+    self._updating: contract.InFlight | None = None
+    self._update_lock = asyncio.Lock()
     self._wake = asyncio.Event()
-    self._settled = asyncio.Event()
+    self._progress = asyncio.Event()
     self._closed: contract.EngineClosed | None = None
     self._server: asyncio.Task[None] | None = None
-    self._dispatches = 0
-    self._landed = 0.0
+    self._num_dispatches = 0
+    self._last_completed = 0.0
     self._paused_s = 0.0
 
   # Start and end.
@@ -101,12 +125,12 @@ class JaxEngine:
     """Takes the first weights, compiles every shape and begins to serve."""
     self._params = params
     self._version = version
-    await self._thread.run("warm up", self._decoder.allocate)
-    shapes = self._decoder.shapes
+    await self._thread.run("warm up", self._runner.allocate)
+    shapes = self._runner.shapes
     for i, shape in enumerate(shapes):
       report(f"compiling the engine {i + 1}/{len(shapes)}")
-      await self._thread.run("warm up", self._decoder.warm_up, params, shape)
-    await self._thread.run("warm up", self._decoder.warm_up_rest)
+      await self._thread.run("warm up", self._runner.warm_up, params, shape)
+    await self._thread.run("warm up", self._runner.warm_up_rest)
     self._server = asyncio.create_task(self._serve(), name="engine")
 
   async def close(self) -> None:
@@ -119,10 +143,10 @@ class JaxEngine:
 
   def _fail(self, reason: contract.EngineClosed) -> None:
     self._closed = self._closed or reason
-    for one in self._batch.clear():
-      one.fail(self._why_closed(self._closed))
+    for state in self._queue.clear():
+      state.fail(self._why_closed(self._closed))
     self._wake.set()
-    self._settled.set()
+    self._progress.set()
 
   # Requests.
 
@@ -130,58 +154,60 @@ class JaxEngine:
     self, request: contract.DecodeRequest
   ) -> contract.Completion:
     """Samples one answer; see `contract.DecodeEngine.generate`."""
-    running = self._accept(request)
+    state = self._accept(request)
     try:
-      return await running.future
+      return await state.future
     except asyncio.CancelledError:
-      self._end(running)
+      self._abandon(state)
       raise
 
   async def stream(
     self, request: contract.DecodeRequest
   ) -> AsyncGenerator[contract.Delta]:
     """Yields an answer as it is sampled; see `contract.DecodeEngine.stream`."""
-    running = self._accept(request)
-    running.deltas = asyncio.Queue()
+    state = self._accept(request)
+    state.deltas = asyncio.Queue()
     try:
-      while not (running.future.done() and running.deltas.empty()):
-        delta = await running.deltas.get()
+      while not (state.future.done() and state.deltas.empty()):
+        delta = await state.deltas.get()
         if delta is None:
           break
         yield delta
-      await running.future  # Raises what went wrong.
+      await state.future  # Raises the error, if there was one.
     finally:
-      self._end(running)
+      self._abandon(state)
 
-  def _accept(self, request: contract.DecodeRequest) -> dispatch_plan.Running:
+  def _accept(
+    self, request: contract.DecodeRequest
+  ) -> request_lib.RequestState:
     self._check_open()
     contract.check_request(request, self.capabilities)
     future = asyncio.get_running_loop().create_future()
-    running = self._batch.accept(request, future)
+    state = self._queue.accept(request, future)
     self._wake.set()
-    return running
+    return state
 
-  def _end(self, running: dispatch_plan.Running) -> None:
-    """Aborts a request that nobody waits for, unless it has ended."""
-    name = running.request.request_id
-    if self._batch.requests.get(name) is running:
-      self._batch.finish(running, "abort")
+  def _abandon(self, state: request_lib.RequestState) -> None:
+    """Aborts a request that has no caller any more, unless it has ended."""
+    name = state.request.request_id
+    if self._queue.requests.get(name) is state:
+      self._queue.finish(state, "abort")
       self._wake.set()
 
   def abort(self, request_id: str | None) -> None:
     """Ends a request with what it has; see `contract.DecodeEngine.abort`."""
-    requests = self._batch.requests
+    requests = self._queue.requests
     if request_id is not None and request_id not in requests:
       raise ValueError(f"request {request_id} is not in flight")
     for name in list(requests) if request_id is None else [request_id]:
-      self._batch.finish(requests[name], "abort")
+      self._queue.finish(requests[name], "abort")
     self._wake.set()
 
   def begun(self, request_id: str) -> trajectory.PolicyVersion | None:
     """Returns the version of a first token; see `contract.DecodeEngine`."""
-    if request_id not in self._batch.requests:
+    if request_id not in self._queue.requests:
       raise ValueError(f"request {request_id} is not in flight")
-    return self._batch.requests[request_id].first_version
+    return self._queue.requests[request_id].first_version
 
   # Weights.
 
@@ -189,7 +215,7 @@ class JaxEngine:
     """Suspends; see `contract.DecodeEngine.pause`."""
     self._check_open()
     self._paused = True
-    await self._until(lambda: not self._flights)
+    await self._until(lambda: not self._in_flight)
 
   def resume(self) -> None:
     """Goes on after `pause`."""
@@ -210,20 +236,20 @@ class JaxEngine:
         + " or ".join(sorted(self.capabilities.in_flight))
       )
     contract.check_same_tree(self._params, params)
-    async with self._updates:
+    async with self._update_lock:
       contract.check_version(version, self._version)
-      self._holding, held = in_flight, time.monotonic()
+      self._updating, asked = in_flight, time.monotonic()
       try:
         if in_flight == "drain":
-          await self._until(lambda: not self._batch.has_begun)
-        await self._until(lambda: not self._flights)
+          await self._until(lambda: not self._queue.any_started)
+        await self._until(lambda: not self._in_flight)
         self._swap(version, params, in_flight)
       finally:
-        self._holding = None
+        self._updating = None
         self._wake.set()
-      self._fill()
+      self._launch_ready()
       self._check_open()
-      self._paused_s += time.monotonic() - max(held, self._landed)
+      self._paused_s += time.monotonic() - max(asked, self._last_completed)
 
   def _swap(
     self,
@@ -232,15 +258,14 @@ class JaxEngine:
     in_flight: contract.InFlight,
   ) -> None:
     if in_flight == "abort":
-      for one in list(self._batch.requests.values()):
-        if one.slot >= 0 or one.num_sampled:
-          self._batch.finish(one, "abort")
+      for state in list(self._queue.requests.values()):
+        if state.slot >= 0 or state.num_sampled:
+          self._queue.finish(state, "abort")
     if in_flight == "keep_kv":
-      # Only what is in flight keeps its own, and what it shares for as long as
-      # somebody uses it.
-      self._batch.paging.forget()
+      # Requests in flight keep theirs, also what they share.
+      self._queue.blocks.flush()
     else:
-      self._batch.restart()
+      self._queue.restart()
     self._params, self._version = params, version
 
   async def checksum(self) -> tuple[trajectory.PolicyVersion, int]:
@@ -252,10 +277,10 @@ class JaxEngine:
   async def flush_cache(self) -> None:
     """Forgets every prefix that no running request uses."""
     self._check_open()
-    self._batch.paging.forget()
+    self._queue.blocks.flush()
 
   async def _until(self, done: Callable[[], bool]) -> None:
-    """Returns when `done`; flights and requests end on the way.
+    """Returns when `done`; dispatches and requests end on the way.
 
     Raises:
       EngineClosed: the engine stopped.
@@ -263,8 +288,8 @@ class JaxEngine:
     self._check_open()
     self._wake.set()
     while not done():
-      self._settled.clear()
-      await self._settled.wait()
+      self._progress.clear()
+      await self._progress.wait()
       self._check_open()
 
   def _check_open(self) -> None:
@@ -272,116 +297,116 @@ class JaxEngine:
       raise self._why_closed(self._closed)
 
   def _why_closed(self, reason: contract.EngineClosed) -> contract.EngineClosed:
-    """Returns a copy for one of many that wait: raising changes it."""
+    """Returns a copy for one of many callers: raising changes it."""
     copy = contract.EngineClosed(str(reason))
     copy.__cause__ = reason.__cause__
     return copy
 
   def stats(self) -> contract.EngineStats:
     """Returns the counters."""
-    batch = self._batch
+    queue = self._queue
     return contract.EngineStats(
       version=int(self._version),
-      running=len(batch.running),
-      waiting=batch.num_waiting,
-      sampled_tokens=batch.counts["sampled"],
-      prefilled_tokens=batch.counts["prefilled"],
-      cached_tokens=batch.counts["cached"],
-      dispatches=self._dispatches,
-      compilations=self._decoder.compilations,
-      preemptions=batch.preemptions,
-      pages=batch.paging.num_pages,
-      free_pages=batch.paging.num_free,
+      running=len(queue.running),
+      waiting=queue.num_waiting,
+      sampled_tokens=queue.counts["sampled"],
+      prefilled_tokens=queue.counts["prefilled"],
+      cached_tokens=queue.counts["cached"],
+      dispatches=self._num_dispatches,
+      compilations=self._runner.compilations,
+      preemptions=queue.preemptions,
+      pages=queue.blocks.num_pages,
+      free_pages=queue.blocks.num_free,
       paused_s=self._paused_s,
     )
 
   # The loop.
 
   async def _serve(self) -> None:
-    """Launches while there is work; absorbs what has landed."""
+    """Launches while there is work, and completes what has run."""
     try:
       while self._closed is None:
         self._wake.clear()
-        while self._flights and self._flights[0][1].done():
-          self._absorb(*self._flights.popleft())
-        self._fill()
-        self._settled.set()
+        while self._in_flight and self._in_flight[0][1].done():
+          self._complete(*self._in_flight.popleft())
+        self._launch_ready()
+        self._progress.set()
         await self._wake.wait()
     except Exception as error:  # A broken device program ends the engine.
-      self._break(error)
+      self._fail_decoding(error)
 
-  def _break(self, error: Exception) -> None:
+  def _fail_decoding(self, error: Exception) -> None:
     reason = contract.EngineClosed(f"decoding raised {error!r}")
     reason.__cause__ = error
     self._fail(reason)
 
-  def _fill(self) -> None:
-    """Launches what is worth it now."""
+  def _launch_ready(self) -> None:
+    """Launches dispatches while one is worth it."""
     try:
-      while len(self._flights) < _DEPTH and self._launch():
+      while len(self._in_flight) < _MAX_IN_FLIGHT and self._launch():
         pass
-    except Exception as error:  # Also when it is not the server that asks.
-      self._break(error)
+    except Exception as error:  # `update_weights` calls this too.
+      self._fail_decoding(error)
 
-  def _absorb(
+  def _complete(
     self,
-    flight: dispatch_plan.Flight,
-    landed: asyncio.Future[decode_step.Sampled],
+    dispatch: dispatch_plan.Dispatch,
+    result: asyncio.Future[decode_step.Sampled],
   ) -> None:
-    self._landed = time.monotonic()
-    survivors = self._batch.absorb(flight, landed.result())
-    self._schedule.landed(flight, survivors)
+    self._last_completed = time.monotonic()
+    survivors = self._queue.apply_results(dispatch, result.result())
+    self._scheduler.completed(dispatch, survivors)
 
   def _launch(self) -> bool:
-    """Starts a flight if one is worth it now; returns whether it did."""
-    if self._closed or (self._paused and self._holding != "drain"):
+    """Launches a dispatch if one is worth it now; returns False otherwise."""
+    if self._closed or (self._paused and self._updating != "drain"):
       return False
-    if self._holding in (None, "drain"):
-      self._batch.admit(again_only=self._holding == "drain")
-    elif self._holding is not None:
+    if self._updating in (None, "drain"):
+      self._queue.admit(started_only=self._updating == "drain")
+    elif self._updating is not None:
       return False
-    last = self._flights[-1][0] if self._flights else None
-    if last is None and self._lingers():
+    last = self._in_flight[-1][0] if self._in_flight else None
+    if last is None and self._delays_batch():
       return False
-    choice = self._schedule.next(last)
+    choice = self._scheduler.next(last)
     if choice is None:
       return False
-    flight = dispatch_plan.build(choice, self._settings, self._version)
-    copies, uploads = self._batch.take_errands()
-    self._dispatches += 1
-    landed = self._thread.submit(
-      "decode", self._fly, self._params, flight, copies, uploads
+    dispatch = dispatch_plan.build(choice, self._shapes, self._version)
+    copies, biases = self._queue.take_pending_copies_and_biases()
+    self._num_dispatches += 1
+    result = self._thread.submit(
+      "decode", self._execute, self._params, dispatch, copies, biases
     )
-    landed.add_done_callback(self._arrived)
-    self._flights.append((flight, landed))
+    result.add_done_callback(self._on_completed)
+    self._in_flight.append((dispatch, result))
     return True
 
-  def _arrived(self, landed: asyncio.Future[decode_step.Sampled]) -> None:
-    # Of several that fail only the first is absorbed; none is left unseen.
-    landed.exception()
+  def _on_completed(self, result: asyncio.Future[decode_step.Sampled]) -> None:
+    # Asked for, lest asyncio warns: only the first failure is raised.
+    result.exception()
     self._wake.set()
 
-  def _fly(
+  def _execute(
     self,
     params: transformer.Params,
-    flight: dispatch_plan.Flight,
+    dispatch: dispatch_plan.Dispatch,
     copies: Sequence[tuple[int, int]],
-    uploads: Sequence[tuple[int, Any]],
+    biases: Sequence[tuple[int, Any]],
   ) -> decode_step.Sampled:
-    for row, bias in uploads:
-      self._decoder.set_bias(row, bias)
-    return self._decoder.advance(params, flight.plan, flight.chunks, copies)
+    for row, bias in biases:
+      self._runner.set_bias(row, bias)
+    return self._runner.advance(params, dispatch.plan, dispatch.chunks, copies)
 
-  def _lingers(self) -> bool:
-    """Whether to wait for sessions whose next turn may come at once."""
-    linger_s, ready = self._settings.linger_s, len(self._batch.running)
-    expected = self._batch.expected(linger_s)
+  def _delays_batch(self) -> bool:
+    """True to wait for sessions whose next turn may come at once."""
+    delay_s, ready = self._batching_delay_s, len(self._queue.running)
+    returning = self._queue.num_returning(delay_s)
     if (
-      self._holding
+      self._updating
       or not ready
-      or ready >= 3 * expected
-      or ready >= self._settings.slots
+      or ready >= 3 * returning
+      or ready >= self._shapes.slots
     ):
       return False
-    asyncio.get_running_loop().call_later(linger_s / 8, self._wake.set)
+    asyncio.get_running_loop().call_later(delay_s / 8, self._wake.set)
     return True

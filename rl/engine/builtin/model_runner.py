@@ -1,7 +1,7 @@
-"""The device's side of the built-in engine: pages, programs, and their shapes.
+"""The built-in engine on the device: the cache, and the compiled programs.
 
 All methods but `shapes` run on the thread of the mesh, one after the other, so
-that what is dispatched later sees what was dispatched before.
+that each sees the effects of those before.
 """
 
 import functools
@@ -16,43 +16,48 @@ from jaxtyping import Float32
 
 from models import config as model_config
 from models import kv_cache, sharding, transformer
-from rl.engine.builtin import block_manager, decode_step
-from rl.engine.builtin import settings as engine_settings
+from rl.engine.builtin import block_manager, decode_step, dispatch_shapes
 
-_COPIES = 8
-"""Pages copied by one program."""
+_MAX_COPIES = 8
+"""Pages that one program copies."""
 
 Shape = tuple[int, tuple[int, int], int]
 """Rows, (rows with chunks, ids of a chunk), and length of the longest row."""
 
 
-class Decoder:
+class ModelRunner:
   """Holds the cache of one mesh and runs `decode_step.advance` on it.
 
   Args:
-    layout: rows are split over its data and expert axes; pages lie on every
-      device of these, and their heads are split over tensor.
+    layout: rows are split over its data and expert axes; pages are replicated
+      over these, and their heads are split over tensor.
+    bias_slots: rows of the bias table, beside that of no bias.
+    record_experts: return the experts of every id.
   """
 
   def __init__(
     self,
     config: model_config.ModelConfig,
-    settings: engine_settings.EngineSettings,
+    shapes: dispatch_shapes.DispatchShapes,
     layout: sharding.Layout,
+    *,
+    bias_slots: int,
+    record_experts: bool = False,
   ):
     self._config = config
-    self._settings = settings
+    self._shapes = shapes
+    self._bias_slots = bias_slots
     self._whole = layout.sharding()
     self._pages = layout.sharding(*kv_cache.AXES)
     self._rows = layout.sharding(*kv_cache.ROW_AXES)
-    # By the shape of the tables; None where memory needs no clearing.
+    # By the shape of the page tables; None where memory needs no clearing.
     self._room: dict[tuple[int, int], kv_cache.Past] | None = (
       {} if layout.platform == "cpu" else None
     )
-    forms = {
-      form
-      for rows in settings.rows
-      for form in settings.chunks(rows, layout.num_batch)
+    all_chunks = {
+      chunks
+      for rows in shapes.rows
+      for chunks in shapes.chunks(rows, layout.num_batch)
     }
     # Any: `_cache_size` is the only count of compilations that jax has.
     self._programs: dict[tuple[int, int], Any] = {
@@ -62,17 +67,17 @@ class Decoder:
           config=config,
           layout=layout,
           chunks=chunks,
-          max_steps=settings.steps_per_dispatch,
-          record_experts=settings.record_experts,
+          max_steps=shapes.steps_per_dispatch,
+          record_experts=record_experts,
         ),
         donate_argnums=(1, 2, 5),
-        # Of the room only the memory is used.
+        # `room` is unused but for its memory.
         keep_unused=True,
         out_shardings=(self._pages, self._whole, self._whole, self._rows),
       )
-      for chunks in forms
+      for chunks in all_chunks
     }
-    # Its own function, or all engines would share one count of compilations.
+    # A function of its own, or all engines would share one count.
     self._copy: Any = jax.jit(
       functools.partial(kv_cache.copy),
       donate_argnums=0,
@@ -88,31 +93,30 @@ class Decoder:
   @property
   def shapes(self) -> list[Shape]:
     """Every shape of a dispatch."""
-    settings = self._settings
     return [
       (rows, chunks, length)
       for rows, length in itertools.product(
-        settings.rows, settings.lengths(self._config.max_length)
+        self._shapes.rows, self._shapes.lengths(self._config.max_length)
       )
-      for chunks in settings.chunks(rows, self._layout.num_batch)
+      for chunks in self._shapes.chunks(rows, self._layout.num_batch)
     ]
 
   def allocate(self) -> None:
     """Makes an empty cache."""
-    settings, config = self._settings, self._config
-    num_pages = settings.num_pages(config.max_length)
+    config, page_size = self._config, self._shapes.page_size
+    num_pages = self._shapes.num_pages(config.max_length)
 
     def cache():
-      return kv_cache.init_cache(config, num_pages, settings.page_size)
+      return kv_cache.init_cache(config, num_pages, page_size)
 
     def rest():
-      biases = jnp.zeros((settings.bias_slots + 1, config.vocab_size))
-      return decode_step.init_carry(settings.slots), biases
+      biases = jnp.zeros((self._bias_slots + 1, config.vocab_size))
+      return decode_step.init_carry(self._shapes.slots), biases
 
     self._cache = jax.jit(cache, out_shardings=self._pages)()
     if self._room is not None:
       for rows, _, length in self.shapes:
-        width = settings.width(length)
+        width = self._shapes.width(length)
         tables = np.zeros((rows, width), np.int32)
         self._room[rows, width] = jax.jit(
           kv_cache.gather, out_shardings=self._rows
@@ -120,30 +124,28 @@ class Decoder:
     self._carry, self._biases = jax.jit(rest, out_shardings=self._whole)()
 
   def warm_up(self, params: transformer.Params, shape: Shape) -> None:
-    """Compiles one shape, by a dispatch that does nothing."""
+    """Compiles one shape, by a dispatch of idle rows."""
     rows, chunks, length = shape
-    width = self._settings.width(length)
-    plan = decode_step.empty_plan(
-      rows, chunks, width, slots=self._settings.slots
-    )
+    width = self._shapes.width(length)
+    plan = decode_step.empty_plan(rows, chunks, width, slots=self._shapes.slots)
     self.advance(params, plan, chunks)
 
   def warm_up_rest(self) -> None:
-    """Compiles what is no dispatch."""
+    """Compiles the programs beside the dispatches."""
     self.copy([(0, 0)])
     self.set_bias(0, np.zeros(self._config.vocab_size, np.float32))
 
   def advance(
     self,
     params: transformer.Params,
-    plan: decode_step.Plan,
+    plan: decode_step.DispatchPlan,
     chunks: tuple[int, int],
     copies: Sequence[tuple[int, int]] = (),
   ) -> decode_step.Sampled:
-    """Returns what one dispatch sampled, on the host.
+    """Runs one dispatch and returns its tokens, on the host.
 
     Args:
-      copies: (source, target) pages, copied before.
+      copies: (source, target) pages, copied before it.
     """
     if copies:
       self.copy(copies)
@@ -159,18 +161,18 @@ class Decoder:
 
   def copy(self, copies: Sequence[tuple[int, int]]) -> None:
     """Copies pages, as if one after the other."""
-    copies = block_manager.at_once(copies)
-    past_end = self._settings.num_pages(self._config.max_length)
-    for start in range(0, len(copies), _COPIES):
-      some = copies[start : start + _COPIES]
-      pairs = np.full((2, _COPIES), past_end, np.int32)
+    copies = block_manager.simultaneous_copies(copies)
+    past_end = self._shapes.num_pages(self._config.max_length)
+    for start in range(0, len(copies), _MAX_COPIES):
+      some = copies[start : start + _MAX_COPIES]
+      pairs = np.full((2, _MAX_COPIES), past_end, np.int32)
       pairs[:, : len(some)] = np.asarray(some, np.int32).T
       self._cache = self._copy(
         self._cache, *jax.device_put(tuple(pairs), self._whole)
       )
 
   def set_bias(self, row: int, bias: Float32[np.ndarray, " V"]) -> None:
-    """Sets one row of the table of biases."""
+    """Sets one row of the bias table."""
     args = jax.device_put((np.int32(row), bias), self._whole)
     self._biases = self._set_bias(self._biases, *args)
 

@@ -1,12 +1,12 @@
-"""Which beginnings of conversations the cache holds: a tree of its pages.
+"""Cached prefixes of conversations: a tree of pages.
 
             [ids of one page]        [ids of the next]
     root ---- a b c d: page 7 ---+--- e f g h: page 2 ---- ...
                                  +--- e x: page 5, half of it
 
-Pure bookkeeping. Ids are bytes, four each, so that a page is found by one
-look-up; the children that share only a part of a page are neighbours in the
-order of those bytes.
+Pure bookkeeping. Ids are bytes, four each, so that one look-up finds a page.
+Children that have only a part of a page in common are neighbours in the order
+of those bytes.
 """
 
 import bisect
@@ -22,13 +22,13 @@ class Node:
   """A page and the ids whose keys and values it holds.
 
   Attributes:
-    parent: holds the page before; None for the root, which has no page.
+    parent: node of the page before; None for the root, which has no page.
     ids: fewer than a page only in a leaf.
     depth: pages from the root to this one, itself included.
-    length: ids from the root to the end of this one.
-    oldest_kv: lowest policy version on the way from the root; None for it.
-    users: leases that end here, and children that have users. Only the one
-      that writes a page which is not full ends there.
+    length: ids from the root to the end of this page.
+    oldest_kv: lowest policy version from the root to here; None for the root.
+    users: page tables that end here, and children that have users. A page
+      that is not full has at most one: the request that writes it.
     children: by their ids.
     order: the ids of the children, sorted.
   """
@@ -45,14 +45,14 @@ class Node:
 
 
 class PrefixTree:
-  """Known beginnings; those that nobody uses, least recently used first.
+  """Prefixes whose keys and values are in pages.
 
-  A user of a node keeps it and all before it. `idle` has the others, each
-  behind its children, so that its first is always a leaf.
+  A user of a node keeps it and its ancestors. All other nodes are in `idle`,
+  each behind its children, so that the first is always a leaf.
 
   Attributes:
-    root: the empty beginning; always in use.
-    idle: nodes without users, in the order in which they lost the last.
+    root: the empty prefix; always in use.
+    idle: nodes without users, the least recently used first.
   """
 
   def __init__(self, page_size: int):
@@ -61,7 +61,7 @@ class PrefixTree:
     self._page_bytes = ID_BYTES * page_size
 
   def whole_pages(self, ids: bytes) -> tuple[list[int], Node]:
-    """Returns the whole pages that `ids` begins with, and the last's node."""
+    """Returns the whole pages that are a prefix of `ids`, and the last node."""
     node, pages, size = self.root, [], self._page_bytes
     for start in range(0, len(ids) - size + 1, size):
       child = node.children.get(ids[start : start + size])
@@ -72,10 +72,10 @@ class PrefixTree:
     return pages, node
 
   def nearest(self, parent: Node, ids: bytes) -> tuple[Node, int] | None:
-    """Returns the child that begins most like `ids`, and in how many ids.
+    """Returns the child with the longest prefix of `ids`, and its length.
 
-    Among equals the one that ends there, if any. None if every child begins
-    with another id.
+    Of several, the child that has no further ids. None if no child has the
+    first id.
     """
     at = bisect.bisect_left(parent.order, ids)
     best, common = b"", 0
@@ -88,8 +88,8 @@ class PrefixTree:
     shorter = ids[: ID_BYTES * common]
     return parent.children.get(shorter, parent.children[best]), common
 
-  def known(self, parent: Node, ids: bytes) -> Node | None:
-    """Returns a child whose ids are or begin with `ids`, at most a page."""
+  def find(self, parent: Node, ids: bytes) -> Node | None:
+    """Returns a child whose ids start with `ids`, which are at most a page."""
     child = parent.children.get(ids)
     if child is not None or len(ids) == self._page_bytes:
       return child
@@ -99,7 +99,7 @@ class PrefixTree:
     return None
 
   def use(self, node: Node) -> None:
-    """Adds a user, who keeps the node until `release`."""
+    """Adds a user, which keeps the node until `release`."""
     node.users += 1
     while node.users == 1:
       del self.idle[node]
@@ -108,7 +108,7 @@ class PrefixTree:
       node.users += 1
 
   def release(self, node: Node) -> None:
-    """Takes a user away; nodes without one are now the most recently used."""
+    """Removes a user; nodes left without one become the most recently used."""
     node.users -= 1
     while not node.users:
       self.idle[node] = None
@@ -120,7 +120,7 @@ class PrefixTree:
     """Moves one user from the node's parent to the node."""
     child.users += 1
     if child.users == 1:
-      # The parent loses a user and gets one: this child.
+      # The parent loses one user and gains another: this child.
       del self.idle[child]
     else:
       assert child.parent is not None
@@ -130,7 +130,7 @@ class PrefixTree:
     """Returns a new child, to which one user of the parent moves.
 
     Args:
-      ids: not known below the parent; at most a page.
+      ids: at most a page; `find` returns None for them.
       version: lowest of the page's keys and values.
     """
     oldest = parent.oldest_kv
@@ -143,21 +143,21 @@ class PrefixTree:
     return child
 
   def cut(self, leaf: Node) -> Node:
-    """Forgets a leaf with one user, who moves to the parent: returned."""
+    """Removes a leaf and moves its one user to the parent, which it returns."""
     assert leaf.parent is not None
     self._unlink(leaf)
     return leaf.parent
 
   def touch(self, node: Node) -> None:
-    """Makes a node the most recently used one if nobody uses it."""
+    """Makes an idle node the most recently used one."""
     if not node.users:
       self.idle.move_to_end(node)
 
   def evict(self) -> int:
-    """Forgets what was not used for longest; returns its page.
+    """Removes the least recently used node and returns its page.
 
     Raises:
-      KeyError: everything is in use.
+      KeyError: every node is in use.
     """
     node, _ = self.idle.popitem(last=False)
     self._unlink(node)
@@ -167,11 +167,11 @@ class PrefixTree:
     """Returns the pages of all nodes.
 
     Args:
-      ends: the node at which each lease ends.
+      ends: the node at which each page table ends.
 
     Raises:
-      RuntimeError: a node's users are not these leases and its children that
-        have some, or an index or the order of eviction is broken.
+      RuntimeError: a node's users are not these page tables and its children
+        in use, or an index or the order of eviction is wrong.
     """
     users = collections.Counter([self.root, *ends])
     age = {node: i for i, node in enumerate(self.idle)}
@@ -195,9 +195,11 @@ class PrefixTree:
       }
       if any(wrong.values()):
         bad = [name for name, is_so in wrong.items() if is_so]
-        raise RuntimeError(f"page {node.page} of the tree: {bad}")
+        raise RuntimeError(f"page {node.page} of the prefix cache: {bad}")
     if len(age) != num_idle:
-      raise RuntimeError(f"{len(age)} pages could be evicted, idle: {num_idle}")
+      raise RuntimeError(
+        f"{len(age)} pages in `idle`, {num_idle} without users"
+      )
     return pages
 
   def _unlink(self, leaf: Node) -> None:
@@ -208,12 +210,12 @@ class PrefixTree:
 
 
 def _common(one: bytes, other: bytes) -> int:
-  """Returns how many ids two sequences have in common at their beginning."""
+  """Returns the length of the common prefix, in ids."""
   size = min(len(one), len(other))
   differ = int.from_bytes(one[:size], "little") ^ int.from_bytes(
     other[:size], "little"
   )
   if not differ:
     return size // ID_BYTES
-  # The lowest bit that differs is in the first id that does.
+  # The lowest bit that differs is in the first id that differs.
   return ((differ & -differ).bit_length() - 1) // (8 * ID_BYTES)

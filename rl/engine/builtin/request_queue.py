@@ -1,8 +1,11 @@
-"""Who waits, who runs, and what each holds of the engine. Pure bookkeeping.
+"""The requests of one engine: waiting, admitted, preempted, finished.
 
 accept -> waiting --admit--> running --finish--> completion
              ^                  |
              +-----preempt------+   pages ran out: others go first
+
+Pure bookkeeping: the device is told of page copies and biases by
+`take_pending_copies_and_biases`, and tells of tokens by `apply_results`.
 """
 
 import asyncio
@@ -13,17 +16,23 @@ import time
 from collections.abc import Collection, Iterable
 
 import numpy as np
-from jaxtyping import Float32, Int32
+from jaxtyping import Float32
 
 from models import config as model_config
 from rl.data import trajectory
 from rl.engine import contract
-from rl.engine.builtin import block_manager, decode_step, dispatch_plan
-from rl.engine.builtin import settings as engine_settings
+from rl.engine.builtin import (
+  block_manager,
+  decode_step,
+  dispatch_plan,
+  dispatch_shapes,
+  recorded_experts,
+)
+from rl.engine.builtin import request as request_lib
 
 
-class Biases:
-  """Rows of the table of biases and who uses them; row 0 is none.
+class BiasTable:
+  """Users of the rows of the bias table; row 0 is no bias.
 
   Attributes:
     uploads: (row, bias) that the device has not been given yet.
@@ -57,43 +66,56 @@ class Biases:
       self._users[row] -= 1
 
 
-class Batch:
+class RequestQueue:
   """The requests of one engine; called from its event loop only.
+
+  Args:
+    shapes: slots, and pages of the cache.
+    min_copied_ids: see `block_manager.BlockManager`.
+    bias_slots: different biases in use at once.
+    record_experts: keep the experts of every cached position.
 
   Attributes:
     requests: all that have not ended, by name.
     running: those that hold a slot.
-    copies: (source, target) pages that the device has not copied yet.
+    blocks: pages of the cache.
     biases: of the running ones.
     preemptions: so far.
+    counts: tokens that were sampled, prefilled and cached.
   """
 
   def __init__(
     self,
     config: model_config.ModelConfig,
-    settings: engine_settings.EngineSettings,
+    shapes: dispatch_shapes.DispatchShapes,
+    *,
+    min_copied_ids: int,
+    bias_slots: int,
+    record_experts: bool = False,
   ):
-    self._settings = settings
-    self._num_pages = settings.num_pages(config.max_length)
-    self.paging = block_manager.Paging(
-      self._num_pages, settings.page_size, settings.least_copied
+    self._shapes = shapes
+    num_pages = shapes.num_pages(config.max_length)
+    self.blocks = block_manager.BlockManager(
+      num_pages, shapes.page_size, min_copied_ids
     )
-    self.requests: dict[str, dispatch_plan.Running] = {}
-    self.running: list[dispatch_plan.Running] = []
-    self.copies: list[tuple[int, int]] = []
-    self.biases = Biases(settings.bias_slots)
+    self.requests: dict[str, request_lib.RequestState] = {}
+    self.running: list[request_lib.RequestState] = []
+    self.biases = BiasTable(bias_slots)
     self.preemptions = 0
     self.counts = collections.Counter[str]()
-    self._slots = list(range(settings.slots - 1, -1, -1))
-    self._waiting: list[tuple[tuple, dispatch_plan.Running]] = []
+    self._copies: list[tuple[int, int]] = []
+    self._free_slots = list(range(shapes.slots - 1, -1, -1))
+    self._waiting: list[tuple[tuple, request_lib.RequestState]] = []
     self._arrivals = itertools.count()
-    self._left: collections.OrderedDict[str, float] = collections.OrderedDict()
-    self._experts: Int32[np.ndarray, "pages page_size S k"] | None = None
-    if settings.record_experts:
-      sparse = sum(map(config.is_sparse, range(config.num_layers)))
-      places = (self._num_pages, settings.page_size)
-      shape = (*places, sparse, config.experts_per_token)
-      self._experts = np.full(shape, -1, np.int32)
+    # When each idle session ended its last turn, the oldest first.
+    self._idle_since: collections.OrderedDict[str, float] = (
+      collections.OrderedDict()
+    )
+    self._experts = (
+      recorded_experts.RecordedExperts(config, num_pages, shapes.page_size)
+      if record_experts
+      else None
+    )
 
   # Arrivals and ends.
 
@@ -101,7 +123,7 @@ class Batch:
     self,
     request: contract.DecodeRequest,
     future: asyncio.Future[contract.Completion],
-  ) -> dispatch_plan.Running:
+  ) -> request_lib.RequestState:
     """Queues a request that an engine of this size can serve.
 
     Raises:
@@ -113,284 +135,255 @@ class Batch:
     ids = np.empty(given + request.max_tokens, np.int32)
     ids[:given] = request.tokens
     order = (request.priority, next(self._arrivals))
-    one = dispatch_plan.Running(request, future, order, ids, given)
-    self.requests[request.request_id] = one
-    self._left.pop(request.session, None)
-    heapq.heappush(self._waiting, (order, one))
-    return one
+    state = request_lib.RequestState(request, future, order, ids, given)
+    self.requests[request.request_id] = state
+    self._idle_since.pop(request.session, None)
+    heapq.heappush(self._waiting, (order, state))
+    return state
 
-  def finish(self, one: dispatch_plan.Running, stop: trajectory.Stop) -> None:
-    """Ends a request with what it has, and gives back what it holds."""
-    completion = self._completion(one, stop)
-    del self.requests[one.request.request_id]
-    self._leave(one)
-    self._left[one.request.session] = time.monotonic()
-    if not one.future.done():
-      one.future.set_result(completion)
-    one.tell(completion)
-    if len(self._waiting) > 2 * self.num_waiting + self._settings.slots:
-      # Else those who ended while they waited would pile up.
+  def finish(
+    self, state: request_lib.RequestState, stop: trajectory.Stop
+  ) -> None:
+    """Ends a request with the tokens that it has, and frees what it holds."""
+    completion = self._completion(state, stop)
+    del self.requests[state.request.request_id]
+    self._release(state)
+    self._idle_since[state.request.session] = time.monotonic()
+    if not state.future.done():
+      state.future.set_result(completion)
+    state.emit_delta(completion)
+    if len(self._waiting) > 2 * self.num_waiting + self._shapes.slots:
+      # Requests that ended while they waited would pile up.
       self._waiting = [x for x in self._waiting if not x[1].future.done()]
       heapq.heapify(self._waiting)
 
   def _completion(
-    self, one: dispatch_plan.Running, stop: trajectory.Stop
+    self, state: request_lib.RequestState, stop: trajectory.Stop
   ) -> contract.Completion:
     experts = None
-    if one.request.experts and self._experts is not None:
-      experts = self._recorded(one)
+    if state.request.experts and self._experts is not None:
+      experts = self._experts.of_conversation(state.page_table, state.known)
     return contract.Completion(
-      tokens=one.ids[len(one.request.tokens) : one.known].copy(),
-      logprobs=np.asarray(one.logprobs, np.float32),
-      versions=np.asarray(one.versions, np.int32),
+      tokens=state.ids[len(state.request.tokens) : state.known].copy(),
+      logprobs=np.asarray(state.logprobs, np.float32),
+      versions=np.asarray(state.versions, np.int32),
       stop=stop,
-      cached_tokens=one.cached_tokens or 0,
-      decode_s=time.monotonic() - one.started,
-      first_token_s=one.first_token_s,
-      oldest_kv=one.oldest_kv,
+      cached_tokens=state.cached_tokens or 0,
+      decode_s=time.monotonic() - state.started,
+      first_token_s=state.first_token_s,
+      oldest_kv=state.oldest_kv,
       experts=experts,
     )
 
-  def clear(self) -> list[dispatch_plan.Running]:
-    """Forgets every request and returns them; nothing is given back."""
+  def clear(self) -> list[request_lib.RequestState]:
+    """Forgets every request and returns them; frees nothing."""
     ended = list(self.requests.values())
     self.requests.clear()
     self.running.clear()
     self._waiting.clear()
     return ended
 
-  def expected(self, within_s: float) -> int:
-    """Returns how many sessions ended a turn just now: they may come back."""
+  def num_returning(self, within_s: float) -> int:
+    """Returns the number of sessions that ended a turn in the last seconds."""
     limit = time.monotonic() - within_s
-    while self._left and next(iter(self._left.values())) < limit:
-      self._left.popitem(last=False)
-    return len(self._left)
+    while self._idle_since and next(iter(self._idle_since.values())) < limit:
+      self._idle_since.popitem(last=False)
+    return len(self._idle_since)
 
   @property
   def num_waiting(self) -> int:
-    """Requests that hold nothing yet."""
+    """Requests that hold nothing."""
     return len(self.requests) - len(self.running)
 
   # Admission.
 
   @property
-  def has_begun(self) -> bool:
-    """Whether a request runs, or did before others took its pages."""
-    return any(one.begun for one in self.requests.values())
+  def any_started(self) -> bool:
+    """True if a request runs, or did before it gave up its pages."""
+    return any(state.has_started for state in self.requests.values())
 
-  def admit(self, again_only: bool = False) -> None:
-    """Lets as many wait no longer as slots, biases and pages allow.
+  def admit(self, started_only: bool = False) -> None:
+    """Admits waiting requests while slots, bias rows and pages last.
 
-    One whose beginning another is just encoding waits until it is known.
+    A request whose prefix another is just encoding waits until it is cached.
 
     Args:
-      again_only: leaves those waiting that have not run yet.
+      started_only: leaves requests waiting that have not run yet.
     """
-    later, biases_left = [], True
-    while self._waiting and self._slots:
-      order, one = self._waiting[0]
-      if one.future.done():
+    later, bias_rows_left = [], True
+    while self._waiting and self._free_slots:
+      order, state = self._waiting[0]
+      if state.future.done():
         heapq.heappop(self._waiting)
         continue
-      stays = (again_only and not one.begun) or self._follows(one)
-      if stays or not (biases_left or one.request.bias is None):
-        later.append((order, one))
-      elif (bias := self.biases.acquire(one.request.bias)) is None:
-        later.append((order, one))
-        biases_left = False
-      elif not self._begin(one, bias):
+      bias = state.request.bias
+      stays = started_only and not state.has_started
+      stays = stays or self._shares_prefix_being_encoded(state)
+      if stays or not (bias_rows_left or bias is None):
+        later.append((order, state))
+      elif (bias_row := self.biases.acquire(bias)) is None:
+        later.append((order, state))
+        bias_rows_left = False
+      elif not self._start(state, bias_row):
         break
       heapq.heappop(self._waiting)
     for entry in later:
       heapq.heappush(self._waiting, entry)
 
-  def _begin(self, one: dispatch_plan.Running, bias: int) -> bool:
-    lease, copy = self.paging.begin(one.ids[: one.known])
-    pages = self._settings.width(one.known + 1) - len(lease.pages)
-    # Each that runs may soon need one more.
-    room = self.paging.num_free + self.paging.num_idle - len(self.running)
+  def _start(self, state: request_lib.RequestState, bias_row: int) -> bool:
+    table, copy = self.blocks.begin(state.ids[: state.known])
+    pages = self._shapes.width(state.known + 1) - len(table.pages)
+    # Each running request may soon need one more.
+    room = self.blocks.num_free + self.blocks.num_idle - len(self.running)
     if self.running and pages > room:
-      self.paging.end(lease, one.ids[: one.known])
-      self.biases.release(bias)
+      self.blocks.end(table, state.ids[: state.known])
+      self.biases.release(bias_row)
       return False
     if copy is not None:
-      self.copies.append(copy)
+      self._copies.append(copy)
       if self._experts is not None:
-        self._experts[copy[1]] = self._experts[copy[0]]
-    one.slot, one.lease, one.bias = self._slots.pop(), lease, bias
-    if one.cached_tokens is None:
-      one.cached_tokens = lease.cached
-      self.counts["cached"] += lease.cached
-    one.settle()
-    self.running.append(one)
+        self._experts.copy(*copy)
+    state.slot, state.page_table = self._free_slots.pop(), table
+    state.bias_row = bias_row
+    if state.cached_tokens is None:
+      state.cached_tokens = table.cached
+      self.counts["cached"] += table.cached
+    state.sync_counters()
+    self.running.append(state)
     return True
 
-  def _follows(self, one: dispatch_plan.Running) -> bool:
-    """Whether someone is encoding the beginning of this request right now."""
-    page = self._settings.page_size
+  def _shares_prefix_being_encoded(
+    self, state: request_lib.RequestState
+  ) -> bool:
+    """True if the next page of a running request is one of this request too."""
+    page = self._shapes.page_size
     for other in self.running:
-      assert other.lease is not None
-      if other.shared:
+      assert other.page_table is not None
+      if other.prefix_shared:
         continue
-      start = other.lease.cached // page * page
+      start = other.page_table.cached // page * page
       stop = start + page
-      if min(one.known - 1, other.known) < stop:
+      if min(state.known - 1, other.known) < stop:
         continue
-      if np.array_equal(one.ids[:stop], other.ids[:stop]):
+      if np.array_equal(state.ids[:stop], other.ids[:stop]):
         return True
     return False
 
-  def make_room(
+  def ensure_pages(
     self,
-    one: dispatch_plan.Running,
+    state: request_lib.RequestState,
     length: int,
-    kept: Collection[dispatch_plan.Running],
+    kept: Collection[request_lib.RequestState],
   ) -> bool:
-    """Gives a request pages for so many positions, from others if need be.
+    """Gives a request pages for so many positions; False if there are too few.
 
-    Those of later order that are in no flight give up theirs, the last first.
+    Preempts requests of later order that are not in flight, the last first.
 
     Args:
-      kept: whose pages stay.
+      kept: requests that are not preempted.
     """
-    assert one.lease is not None
-    while not self.paging.grow(one.lease, length):
+    assert state.page_table is not None
+    while not self.blocks.grow(state.page_table, length):
       victims = [
         other
         for other in self.running
-        if not other.flights and other.order > one.order and other not in kept
+        if not other.in_flight
+        and other.order > state.order
+        and other not in kept
       ]
       if not victims:
         return False
-      self.preempt(max(victims, key=dispatch_plan.by_order))
+      self.preempt(max(victims, key=request_lib.by_order))
       self.preemptions += 1
     return True
 
-  def preempt(self, one: dispatch_plan.Running) -> None:
-    """Lets a running request wait again; it keeps its tokens."""
-    self._leave(one)
-    heapq.heappush(self._waiting, (one.order, one))
+  def preempt(self, state: request_lib.RequestState) -> None:
+    """Makes a running request wait again; it keeps its tokens."""
+    self._release(state)
+    heapq.heappush(self._waiting, (state.order, state))
 
-  def _leave(self, one: dispatch_plan.Running) -> None:
-    """Takes back what a request holds, if it runs."""
-    if one.lease is None:
+  def _release(self, state: request_lib.RequestState) -> None:
+    """Frees what a request holds, if it runs."""
+    if state.page_table is None:
       return
-    self.running.remove(one)
-    self.paging.end(one.lease, one.ids[: one.known])
-    self._slots.append(one.slot)
-    self.biases.release(one.bias)
-    one.slot, one.lease, one.bias, one.shared = -1, None, 0, False
+    self.running.remove(state)
+    self.blocks.end(state.page_table, state.ids[: state.known])
+    self._free_slots.append(state.slot)
+    self.biases.release(state.bias_row)
+    state.slot, state.page_table, state.bias_row = -1, None, 0
+    state.prefix_shared = False
 
-  def take_errands(
+  def take_pending_copies_and_biases(
     self,
   ) -> tuple[
     list[tuple[int, int]], list[tuple[int, Float32[np.ndarray, " V"]]]
   ]:
-    """Returns pages to copy and biases to set before the next flight, once."""
-    copies, self.copies = self.copies, []
+    """Returns the page copies and biases due before the next dispatch, once."""
+    copies, self._copies = self._copies, []
     uploads, self.biases.uploads = self.biases.uploads, []
     return copies, uploads
 
-  # What a flight brings.
+  # Results.
 
-  def absorb(
-    self, flight: dispatch_plan.Flight, sampled: decode_step.Sampled
+  def apply_results(
+    self, dispatch: dispatch_plan.Dispatch, sampled: decode_step.Sampled
   ) -> int:
-    """Takes what a flight did; returns how many of its rows sampled on.
+    """Gives each request its tokens; returns how many of them sample on.
 
-    A row whose request ended meanwhile is left out: its tokens are nobody's.
+    Tokens for a request that has ended meanwhile are dropped.
     """
     # Lists: numpy's scalars cost more than the rest of this loop.
     tokens, logprobs, counts = (x.tolist() for x in sampled[:3])
-    version, alive = int(flight.version), 0
-    for i, one in enumerate(flight.rows):
-      one.flights -= 1
-      lease, count = one.lease, counts[i]
-      if one.future.done() or lease is None:
+    version, alive = int(dispatch.version), 0
+    for i, state in enumerate(dispatch.rows):
+      state.in_flight -= 1
+      table, count, fed = state.page_table, counts[i], dispatch.fed[i]
+      if state.future.done() or table is None:
         continue
-      start = lease.cached
-      lease.cached += flight.fed[i] + max(count - 1, 0)
-      if lease.oldest_kv is None:
-        lease.oldest_kv = version
+      start = table.cached
+      table.cached += fed + max(count - 1, 0)
+      if table.oldest_kv is None:
+        table.oldest_kv = version
       if self._experts is not None:
-        self._record(lease, start, flight, sampled, i, count)
+        first = dispatch.starts[i]
+        new_ids = slice(first, first + fed)
+        self._experts.record(table, start, sampled, i, new_ids)
       # The last id of a row that samples on was sampled itself: no context.
-      own = one.num_sampled > 0 and start + flight.fed[i] == one.known
-      self.counts["prefilled"] += flight.fed[i] - own
+      own = state.num_sampled > 0 and start + fed == state.known
+      self.counts["prefilled"] += fed - own
       if count:
-        one.oldest_kv = lease.oldest_kv
-        one.take(tokens[i][:count], logprobs[i][:count], version)
+        state.oldest_kv = table.oldest_kv
+        state.append(tokens[i][:count], logprobs[i][:count], version)
         self.counts["sampled"] += count
-      if not one.shared:
-        self.paging.share(lease, one.ids[: one.known])
-        one.shared = count > 0
-      if not one.flights:
-        one.settle()
-      stop = one.why_ended()
+      if not state.prefix_shared:
+        self.blocks.share(table, state.ids[: state.known])
+        state.prefix_shared = count > 0
+      if not state.in_flight:
+        state.sync_counters()
+      stop = state.stop_reason()
       if stop is not None:
-        self.finish(one, stop)
+        self.finish(state, stop)
         continue
       alive += 1
-      one.tell()
+      state.emit_delta()
     return alive
-
-  def _record(
-    self,
-    lease: block_manager.Lease,
-    start: int,
-    flight: dispatch_plan.Flight,
-    sampled: decode_step.Sampled,
-    row: int,
-    count: int,
-  ) -> None:
-    """Keeps the experts of what one row fed from position `start` on."""
-    assert self._experts is not None
-    assert sampled.fed is not None
-    assert sampled.stepped is not None
-    first, new = flight.starts[row], flight.fed[row]
-    taken = np.concatenate(
-      [
-        sampled.fed[first : first + new],
-        sampled.stepped[row, : max(count - 1, 0)],
-      ]
-    )
-    places = self._places(lease, start, start + len(taken))
-    self._experts[places] = taken
-
-  def _places(
-    self, lease: block_manager.Lease, start: int, stop: int
-  ) -> tuple[Int32[np.ndarray, " n"], Int32[np.ndarray, " n"]]:
-    size = self._settings.page_size
-    positions = np.arange(start, stop, dtype=np.int32)
-    pages = np.asarray(lease.pages, np.int32)
-    return pages[positions // size], positions % size
-
-  def _recorded(
-    self, one: dispatch_plan.Running
-  ) -> Int32[np.ndarray, "ids S k"]:
-    """Returns the experts of every id, -1 where none are known."""
-    assert self._experts is not None
-    experts = np.full((one.known, *self._experts.shape[2:]), -1, np.int32)
-    if one.lease is not None:
-      held = one.lease.cached
-      experts[:held] = self._experts[self._places(one.lease, 0, held)]
-    return experts
 
   # New weights.
 
   def restart(self) -> None:
-    """Forgets all keys and values; who runs is admitted again, in order.
+    """Drops all keys and values; running requests are admitted again, in order.
 
-    So those with the same beginning encode it once more, not each of them.
+    So requests with the same prefix encode it once more, not each of them.
     """
-    self.paging.restart(self._leases())
-    self.copies.clear()
-    for one in list(self.running):
-      self.preempt(one)
+    self.blocks.restart(self._page_tables())
+    self._copies.clear()
+    for state in list(self.running):
+      self.preempt(state)
 
   def check(self) -> None:
     """Raises RuntimeError unless every page has one holder, or is free."""
-    self.paging.check(self._leases())
+    self.blocks.check(self._page_tables())
 
-  def _leases(self) -> Iterable[block_manager.Lease]:
-    return [one.lease for one in self.running if one.lease is not None]
+  def _page_tables(self) -> Iterable[block_manager.PageTable]:
+    tables = (state.page_table for state in self.running)
+    return [table for table in tables if table is not None]

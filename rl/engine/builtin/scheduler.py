@@ -1,24 +1,31 @@
-"""Which of the running requests fly next. Pure: no clock, no task, no device.
+"""Chooses the requests of the next dispatch. Pure: no clock, task or device.
 
-running --(not in flight)--> ready --+--> choose --> pages --> Choice
-   flight before --(goes on)---------+
+running --(not in flight)--> ready --+--> choose --> pages --> DispatchChoice
+dispatch before --(continuing)-------+
 """
 
 from collections.abc import Sequence
 
-from rl.engine.builtin import dispatch_plan, request_queue
-from rl.engine.builtin import settings as engine_settings
+from rl.engine.builtin import dispatch_plan, dispatch_shapes, request_queue
+from rl.engine.builtin import request as request_lib
 
 _FIXED_ROWS = {"cpu": 8, "gpu": 512, "tpu": 512}
-"""Rows that cost as much as a step costs anyway. Measured on a CPU; on others
-about the ratio of arithmetic to memory bandwidth."""
+"""The fixed cost of a step, in rows. Measured on a CPU; elsewhere about the
+ratio of arithmetic to memory bandwidth."""
+_STEP_POSITIONS = 256
+"""The matmuls of a step cost as much as attention to so many positions."""
+_PREFILL_EVERY = 7
+"""Every seventh dispatch must prefill if it can, so that a lone new request is
+not starved. Must exceed the number of length buckets, which take turns too."""
+_DISPATCH_STEPS = 1
+"""The fixed cost of a dispatch, in steps: it gathers pages, the host looks."""
 
 
-class Schedule:
-  """Decides on one flight after the other; the engine calls it in turn.
+class Scheduler:
+  """Decides on one dispatch after the other; the engine calls it in turn.
 
   Args:
-    batch: whose requests fly.
+    queue: its running requests are scheduled.
     longest: conversation of the model.
     parts: of the mesh over which rows are split.
     platform: of the mesh.
@@ -26,36 +33,36 @@ class Schedule:
 
   def __init__(
     self,
-    batch: request_queue.Batch,
-    settings: engine_settings.EngineSettings,
+    queue: request_queue.RequestQueue,
+    shapes: dispatch_shapes.DispatchShapes,
     *,
     longest: int,
     parts: int,
     platform: str,
   ):
-    self._batch = batch
-    self._settings = settings
+    self._queue = queue
+    self._shapes = shapes
     self._longest = longest
     self._parts = parts
     self._fixed = _FIXED_ROWS.get(platform, max(_FIXED_ROWS.values()))
     self._turn = 0
     self._survival = 1.0
 
-  def landed(self, flight: dispatch_plan.Flight, survivors: int) -> None:
-    """Learns how many rows of a flight have not ended."""
-    if flight.could_go_on:
-      share = min(1.0, survivors / flight.could_go_on)
+  def completed(self, dispatch: dispatch_plan.Dispatch, survivors: int) -> None:
+    """Learns how many rows of a dispatch sample on."""
+    if dispatch.num_continuing:
+      share = min(1.0, survivors / dispatch.num_continuing)
       self._survival += 0.1 * (share - self._survival)
 
   def next(
-    self, last: dispatch_plan.Flight | None
-  ) -> dispatch_plan.Choice | None:
-    """Returns what flies next, with pages for all that it may do.
+    self, last: dispatch_plan.Dispatch | None
+  ) -> dispatch_plan.DispatchChoice | None:
+    """Returns the next dispatch, with pages for all that it may do.
 
-    None: nothing is ready, or it is better to wait for the flight before.
+    None: nothing is ready, or it is better to wait for the dispatch before.
 
     Args:
-      last: the flight before, if it has not landed.
+      last: the dispatch before, if it is in flight.
 
     Raises:
       RuntimeError: one request alone does not get the pages that it needs.
@@ -70,65 +77,197 @@ class Schedule:
     if not choice.rows:
       # Nothing else is under way: the first can take the pages of all others.
       choice = self._with_pages(ready[:1])
-      lease = ready[0].lease
-      if not choice.rows and lease and lease.spare:
-        # It beginning again, none is held twice.
-        self._batch.preempt(ready[0])
-        self._batch.admit(again_only=True)
+      table = ready[0].page_table
+      if not choice.rows and table and table.duplicate_pages:
+        # Restart the request: that releases duplicate pages.
+        self._queue.preempt(ready[0])
+        self._queue.admit(started_only=True)
         ready = self._candidates(None)
         if not ready:  # It was cancelled just now.
           return None
         choice = self._with_pages(ready[:1])
     if not choice.rows:
-      paging = self._batch.paging
+      blocks = self._queue.blocks
       raise RuntimeError(
         f"request {ready[0].request.request_id} gets no pages: of "
-        f"{paging.num_pages}, {paging.num_free} are free"
+        f"{blocks.num_pages}, {blocks.num_free} are free"
       )
-    for one in choice.rows:
-      one.turn = self._turn
+    for state in choice.rows:
+      state.last_dispatch = self._turn
     return choice
 
   def _candidates(
-    self, last: dispatch_plan.Flight | None
-  ) -> list[dispatch_plan.Running]:
-    """Returns the requests that may fly now, in order; none to wait.
+    self, last: dispatch_plan.Dispatch | None
+  ) -> list[request_lib.RequestState]:
+    """Returns the requests that may be dispatched now, in order; none to wait.
 
-    While a flight is on its way, the next is worth planning when others fill
-    it, or when most of the same will go on.
+    While a dispatch is in flight, the next is worth planning when others fill
+    it, or when most of the same requests will continue.
     """
-    running = self._batch.running
+    running = self._queue.running
     ready = sorted(
-      (one for one in running if not one.flights), key=dispatch_plan.by_order
+      (state for state in running if not state.in_flight),
+      key=request_lib.by_order,
     )
     if last is None:
       return ready
     if ready:
       alone, together = (
-        self._settings.efficiency(len(rows), self._fixed)
+        self._shapes.efficiency(len(rows), self._fixed)
         for rows in (ready, running)
       )
       if 4 * alone >= 3 * together:
         return ready
-    going_on = [one for one in last.rows if one.lease and one.left > 0]
-    if 4 * len(going_on) * self._survival < 3 * len(last.rows):
+    continuing = [
+      state for state in last.rows if state.page_table and state.remaining > 0
+    ]
+    if 4 * len(continuing) * self._survival < 3 * len(last.rows):
       return []
-    return sorted([*going_on, *ready], key=dispatch_plan.by_order)
+    return sorted([*continuing, *ready], key=request_lib.by_order)
 
   def _with_pages(
-    self, ready: Sequence[dispatch_plan.Running]
-  ) -> dispatch_plan.Choice:
-    choice = dispatch_plan.choose(
+    self, ready: Sequence[request_lib.RequestState]
+  ) -> dispatch_plan.DispatchChoice:
+    choice = choose(
       ready,
-      self._settings,
+      self._shapes,
       longest=self._longest,
       parts=self._parts,
       fixed=self._fixed,
       turn=self._turn,
     )
-    rows: list[dispatch_plan.Running] = []
-    for one in choice.rows:
+    rows: list[request_lib.RequestState] = []
+    for state in choice.rows:
       # Not if another of these has just taken its pages.
-      if one.lease and self._batch.make_room(one, choice.need(one), rows):
-        rows.append(one)
+      if state.page_table and self._queue.ensure_pages(
+        state, choice.needed_length(state), rows
+      ):
+        rows.append(state)
     return choice._replace(rows=rows)
+
+
+def choose(
+  ready: Sequence[request_lib.RequestState],
+  shapes: dispatch_shapes.DispatchShapes,
+  *,
+  longest: int,
+  parts: int = 1,
+  fixed: int = 8,
+  turn: int = 0,
+) -> dispatch_plan.DispatchChoice:
+  """Returns the rows of the next dispatch, and its shape.
+
+  Args:
+    ready: in order; at least one.
+    longest: conversation of the model.
+    parts: of the mesh over which rows are split.
+    fixed: see `DispatchShapes.bucket`.
+    turn: number of the dispatch: length buckets take turns.
+  """
+  ready, length = _of_one_length(ready, shapes, longest, fixed, turn)
+  context = [state for state in ready if state.pending > 1]
+  decoding = [state for state in ready if state.pending == 1]
+  num_rows, chunks = shapes.bucket(len(ready), fixed), (0, 1)
+  if context:
+    pending = [state.pending for state in context]
+    none, *some = shapes.chunks(num_rows, parts)
+    options, num_decoding = [none, *some], len(decoding)
+    if turn % _PREFILL_EVERY == 0:
+      # Rows that decode would make the shortest chunks look best.
+      options, num_decoding = some, 0
+    chunks = max(
+      options,
+      key=lambda option: _worth(pending, num_decoding, num_rows, option),
+    )
+  first = context[: chunks[0]]
+  room = num_rows - len(first)
+  if room < len(decoding):
+    # In turns, lest some begin only when others have ended, and end alone.
+    decoding.sort(key=lambda state: (state.last_dispatch, -state.remaining))
+  rows = [*first, *decoding[:room]]
+  num_rows = next(
+    size
+    for size in shapes.rows
+    if size >= len(rows) and chunks in shapes.chunks(size, parts)
+  )
+  remaining = [state.remaining for state in rows if state.pending <= chunks[1]]
+  steps = num_steps(remaining, shapes.steps_per_dispatch)
+  return dispatch_plan.DispatchChoice(rows, chunks, num_rows, length, steps)
+
+
+def _worth(
+  pending: Sequence[int], decoding: int, rows: int, chunks: tuple[int, int]
+) -> float:
+  """Returns the ids that a dispatch feeds, divided by its cost.
+
+  Args:
+    pending: new ids of rows with context, in order.
+    decoding: number of rows with one new id.
+  """
+  count, size = chunks
+  context = sum(min(ids, size) for ids in pending[:count])
+  fed = context + min(decoding, rows - min(count, len(pending)))
+  # Reading the weights costs as much as 64 ids; a row's keys and values, 6.
+  return fed / (count * (size - 1) + rows * 6 + 64)
+
+
+def num_steps(remaining: Sequence[int], max_steps: int) -> int:
+  """Returns the steps that sample the most tokens for the cost of a dispatch.
+
+  Args:
+    remaining: tokens that each row still wants.
+  """
+  counts = [0] * (max_steps + 1)
+  for tokens in remaining:
+    counts[min(tokens, max_steps)] += 1
+  best, best_rate, tokens = 1, 0.0, 0
+  continuing = len(remaining) - counts[0]
+  for steps in range(1, max_steps + 1):
+    if not continuing:
+      break
+    tokens += continuing
+    continuing -= counts[steps]
+    rate = tokens / (steps + _DISPATCH_STEPS)
+    if rate >= best_rate:
+      best, best_rate = steps, rate
+  return best
+
+
+def _of_one_length(
+  ready: Sequence[request_lib.RequestState],
+  shapes: dispatch_shapes.DispatchShapes,
+  longest: int,
+  fixed: int,
+  turn: int,
+) -> tuple[Sequence[request_lib.RequestState], int]:
+  """Returns the rows of one length bucket, and the bucket.
+
+  Every row of a dispatch costs as much as the longest. So each length has a
+  dispatch of its own, unless that would leave too few rows in one.
+  """
+  lengths = shapes.lengths(longest)
+  if len(lengths) == 1:
+    return ready, lengths[0]
+  steps = shapes.steps_per_dispatch
+  buckets: dict[int, list[request_lib.RequestState]] = {}
+  for state in ready:
+    needed = min(state.planned_known + steps, longest)
+    length = next(size for size in lengths if size >= needed)
+    buckets.setdefault(length, []).append(state)
+
+  def cost(rows: Sequence[request_lib.RequestState], length: int) -> int:
+    return shapes.bucket(len(rows), fixed) * (_STEP_POSITIONS + length)
+
+  merged: list[tuple[int, list[request_lib.RequestState]]] = []
+  for length in sorted(buckets, reverse=True):
+    rows = buckets[length]
+    if merged:
+      longer, others = merged[-1]
+      apart = cost(others, longer) + cost(rows, length)
+      if cost([*others, *rows], longer) <= apart:
+        together = sorted([*others, *rows], key=request_lib.by_order)
+        merged[-1] = (longer, together)
+        continue
+    merged.append((length, rows))
+  length, rows = merged[turn % len(merged)]
+  return rows, length

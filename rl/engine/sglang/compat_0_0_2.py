@@ -1,10 +1,10 @@
-"""What release 0.0.2 of sglang-jax lacks, against what main has.
+"""Repairs of release 0.0.2 of sglang-jax, which main does not need.
 
-Each function names its defect. All of it is for exactly 0.0.2, which computes
-no log-probabilities, cannot start on a CPU and takes no new weights as
-released; the next release makes this file superfluous.
+Each function names the defect that it repairs. As released, exactly 0.0.2
+computes no log-probabilities, cannot start on a CPU and takes no new weights;
+the next release makes this file superfluous.
 
-sgl_jax is imported by `_module` only, here and in rl/engine/sglang/settings.py.
+sgl_jax is imported by `_module` only, here and in `upstream`.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ RELEASE = "0.0.2"
 
 
 def apply() -> None:
-  """Changes the classes of sgl_jax; once is enough, and twice is as good."""
+  """Changes the classes of sgl_jax; calling it again changes nothing."""
   import_attention_twice()
   leave_out_prompt_logprobs()
   run_experts_on_one_device()
@@ -93,7 +93,7 @@ def leave_out_prompt_logprobs() -> None:
     return
 
   def plain(cls: type, batch: Any, mesh: Any = None) -> Any:
-    # Nothing that depends on the prompts: its shape would compile anew.
+    # Prompts of another length would have another shape, and compile anew.
     nothing = {"return_logprob": False, **dict.fromkeys(prompts)}
     kept = {name: getattr(batch, name) for name in nothing}
     vars(batch).update(nothing)
@@ -129,7 +129,7 @@ def run_experts_on_one_device() -> None:
       gates /= gates.sum(-1, keepdims=True)
     rows = jnp.arange(len(inputs))[:, None]
     weights = jnp.zeros_like(probs).at[rows, experts].set(gates)
-    # Every expert sees every token: there is no grouped matmul off TPUs.
+    # Every expert computes every token: only TPUs have its grouped matmul.
     hidden = jnp.einsum("td,edf->tef", inputs, self.wi_0.value)
     hidden = jax.nn.silu(hidden)
     hidden *= jnp.einsum("td,edf->tef", inputs, self.wi_1.value)
@@ -143,8 +143,8 @@ def expose_leaves_and_multiply_the_head_in_full() -> None:
   """Gives the runner `model_state_leaves`, and the head the model's dtype.
 
   Defects: the leaves are a list that only the closure around the compiled
-  program holds, so that there is no way to new weights; and the output
-  projection is always multiplied in bfloat16, an error of 0.01 nats.
+  program holds, so new weights cannot be set; and the output projection is
+  always multiplied in bfloat16, an error of 0.01 nats.
   """
   nnx = importlib.import_module("flax.nnx")
   embeddings = _module("layers.embeddings")

@@ -1,18 +1,19 @@
 """A decode engine over sglang-jax's scheduler.
 
-  generate -> waiting --slots--> running ==jobs==> sglang-jax's scheduler,
-     ^                              ^                      | on its thread
-     +-- Completion <-- absorb <----+------- Output -------+
+  generate --> waiting --_submit--> running ==Bridge.post==> sglang-jax's
+     ^                                 ^                     scheduler, on its
+     +-- Completion <-- apply_outputs -+<------ Output ----- own thread
 
 Requests wait here, by priority, and not at the scheduler. An abort answers at
-once, and what the scheduler still samples for it is dropped. "recompute" is
-such an abort that the caller never sees: under the new weights the request
-goes on as one whose prompt ends with what was sampled.
+once; tokens that the scheduler still samples for it are dropped. "recompute" is
+an abort that the caller never sees: under the new weights the request is
+submitted again, with the tokens sampled so far in its prompt.
 """
 
 import asyncio
 import contextlib
 import functools
+import threading
 import time
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
@@ -23,9 +24,9 @@ from models import config as model_config
 from models import sharding, transformer
 from rl.data import trajectory
 from rl.engine import contract
-from rl.engine.sglang import calls as sglang_calls
 from rl.engine.sglang import requests as sglang_requests
 from rl.engine.sglang import scheduler_thread
+from rl.engine.sglang import upstream as sglang_upstream
 from rl.engine.sglang import weights as sglang_weights
 from rl.runtime import checksum as checksum_lib
 from rl.runtime import mesh_thread
@@ -43,7 +44,7 @@ class SglangEngine:
   Args:
     layout: its devices; heads, MLPs and words are split over all of them.
     thread: converts weights; the caller closes it.
-    upstream: starts sglang-jax and makes what its scheduler reads.
+    upstream: starts sglang-jax and makes the messages to its scheduler.
   """
 
   def __init__(
@@ -52,7 +53,7 @@ class SglangEngine:
     sizes: sglang_requests.Sizes,
     layout: sharding.Layout,
     thread: mesh_thread.MeshThread,
-    upstream: sglang_requests.Upstream,
+    upstream: sglang_upstream.Upstream,
   ):
     self._config = config
     self._sizes = sizes
@@ -73,11 +74,12 @@ class SglangEngine:
     self._paused_s = 0.0
     self._closed: contract.EngineClosed | None = None
     self._bridge: scheduler_thread.Bridge | None = None
+    self._jobs: set[asyncio.Future[None]] = set()
     self._watching: asyncio.Task[None] | None = None
 
   @property
   def capabilities(self) -> contract.Capabilities:
-    """What it can do."""
+    """Its abilities."""
     return contract.Capabilities(
       in_flight=frozenset({"drain", "abort", "recompute", "keep_kv"}),
       max_length=self._config.max_length,
@@ -107,18 +109,17 @@ class SglangEngine:
     report("starting sglang-jax")
     loop = asyncio.get_running_loop()
 
-    def tell(function: Callable[..., None], *args: Any) -> None:
-      # The loop may have ended: then nobody waits any more.
+    def call_soon(function: Callable[..., None], *args: Any) -> None:
+      # RuntimeError: the loop has ended, and with it all callers.
       with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(function, *args)
 
     self._bridge = scheduler_thread.Bridge(
-      deliver=functools.partial(tell, self._requests.absorb),
-      died=functools.partial(tell, self._died),
-      evicting=self._upstream.evicting,
+      deliver=functools.partial(call_soon, self._requests.apply_outputs),
+      on_death=functools.partial(call_soon, self._on_death),
+      evict_argument=self._upstream.evict_argument,
       replicated=self._layout.sharding(),
     )
-    self._calls = sglang_calls.Calls(self._bridge)
     self._upstream.start(self._bridge)
     self._watching = asyncio.create_task(self._watch(), name="sglang watch")
     leaves, checksum = await self._thread.run("convert", self._convert, params)
@@ -144,7 +145,7 @@ class SglangEngine:
       await asyncio.sleep(0)
       self.resume()
       await asyncio.gather(*tasks)
-      await self._calls.run(self._open_bridge.flush, idle=True)
+      await self._run_job(self._open_bridge.flush, idle=True)
     self._requests.counts.clear()
 
   async def close(self) -> None:
@@ -177,26 +178,26 @@ class SglangEngine:
   async def _deltas(
     self, request: contract.DecodeRequest, streams: bool
   ) -> AsyncGenerator[contract.Delta]:
-    """Yields deltas, or only the last; aborts what is not read to its end."""
+    """Yields deltas, or only the last; aborts unless read to the end."""
     self._check_open()
     contract.check_request(request, self.capabilities)
-    record = self._requests.accept(request, streams)
+    tracked = self._requests.accept(request, streams)
     try:
       while True:
-        item = await record.news.get()
+        item = await tracked.deltas.get()
         if isinstance(item, contract.EngineClosed):
           raise item
         yield item
         if item.completion is not None:
           return
     finally:
-      self._requests.end(record, "abort")
+      self._requests.end(tracked, "abort")
 
-  def _submit(self, record: sglang_requests.Record) -> None:
-    self._send(self._upstream.request(record, int(self._version)))
+  def _submit(self, tracked: sglang_requests.TrackedRequest) -> None:
+    self._send(self._upstream.request(tracked, int(self._version)))
 
-  def _abort(self, record: sglang_requests.Record) -> None:
-    self._send(self._upstream.abort(record.rid))
+  def _abort(self, tracked: sglang_requests.TrackedRequest) -> None:
+    self._send(self._upstream.abort(tracked.rid))
 
   def _send(self, message: Any) -> None:
     bridge = self._open_bridge
@@ -223,7 +224,7 @@ class SglangEngine:
     async with self._updating:
       self._check_open()
       self._paused, self._requests.admits = True, False
-      await self._calls.run(self._open_bridge.hold)
+      await self._run_job(self._open_bridge.hold)
 
   def resume(self) -> None:
     """Goes on after `pause`."""
@@ -272,19 +273,19 @@ class SglangEngine:
         await self._drained()
         start = time.monotonic()
       elif in_flight == "abort":
-        for record in running:
-          requests.end(record, "abort")
+        for tracked in running:
+          requests.end(tracked, "abort")
       elif in_flight == "recompute":
-        for record in running:
-          requests.detach(record)
+        for tracked in running:
+          requests.detach(tracked)
       idle = in_flight != "keep_kv"
       await self._swap(version, leaves, checksum, idle=idle)
     finally:
       self._paused_s += time.monotonic() - start
       if in_flight == "recompute" and self._closed is None:
-        for record in running:
-          if not record.done:
-            requests.submit(record)
+        for tracked in running:
+          if not tracked.done:
+            requests.submit(tracked)
       self._swapping = False
       self._admit_again()
 
@@ -301,7 +302,7 @@ class SglangEngine:
     bridge = self._open_bridge
     bridge.post(bridge.release)
     try:
-      await self._requests.quiet.wait()
+      await self._requests.idle.wait()
     finally:
       if self._paused:
         bridge.post(bridge.hold)
@@ -321,7 +322,7 @@ class SglangEngine:
       bridge.swap(leaves, int(version))
       bridge.flush()
 
-    await self._calls.run(swap, idle=idle)
+    await self._run_job(swap, idle=idle)
     self._version, self._checksum = version, checksum
 
   async def checksum(self) -> tuple[trajectory.PolicyVersion, int]:
@@ -332,7 +333,7 @@ class SglangEngine:
   async def flush_cache(self) -> None:
     """Forgets every prefix that no running request uses."""
     self._check_open()
-    await self._calls.run(self._open_bridge.flush)
+    await self._run_job(self._open_bridge.flush)
 
   def stats(self) -> contract.EngineStats:
     """Returns the counters."""
@@ -355,17 +356,54 @@ class SglangEngine:
 
   # The scheduler.
 
+  async def _run_job(
+    self, job: Callable[[], None], *, idle: bool = False
+  ) -> None:
+    """Runs a job on the scheduler's thread; if cancelled in time, never.
+
+    Args:
+      idle: see `scheduler_thread.Bridge.post`.
+
+    Raises:
+      EngineClosed: the engine ended first.
+    """
+    loop, bridge = asyncio.get_running_loop(), self._open_bridge
+    done: asyncio.Future[None] = loop.create_future()
+    taken = threading.Lock()  # By the job, or by its cancellation.
+
+    def deliver() -> None:
+      if not done.done():
+        done.set_result(None)
+
+    def run() -> None:
+      if taken.acquire(blocking=False):
+        job()
+        with contextlib.suppress(RuntimeError):  # The loop has ended.
+          loop.call_soon_threadsafe(deliver)
+
+    self._jobs.add(done)
+    bridge.post(run, idle=idle)
+    try:
+      await asyncio.shield(done)
+    except asyncio.CancelledError:
+      if taken.acquire(blocking=False):
+        bridge.cancel(run)
+        raise
+      await done  # Too late to undo: so it counts.
+    finally:
+      self._jobs.discard(done)
+
   @property
   def _open_bridge(self) -> scheduler_thread.Bridge:
     if self._bridge is None:
-      raise RuntimeError("the engine serves nothing before `start`")
+      raise RuntimeError("the engine has not started; await `start` first")
     return self._bridge
 
   async def _watch(self) -> None:
-    """Ends the engine when no step ends for too long."""
+    """Ends the engine when the scheduler makes no progress for too long."""
     while True:
       await asyncio.sleep(_LOOK_S)
-      silent = time.monotonic() - self._open_bridge.seen
+      silent = time.monotonic() - self._open_bridge.last_seen
       if silent > self._sizes.patience_s:
         self._fail(
           contract.EngineClosed(
@@ -375,7 +413,7 @@ class SglangEngine:
         )
         return
 
-  def _died(self, error: BaseException) -> None:
+  def _on_death(self, error: BaseException) -> None:
     self._fail(
       contract.EngineClosed(f"sglang-jax's scheduler raised {error!r}")
     )
@@ -390,4 +428,6 @@ class SglangEngine:
     self._closed = error
     self._requests.fail(error)
     if self._bridge is not None:
-      self._calls.fail(error)
+      for done in self._jobs:
+        if not done.done():
+          done.set_exception(contract.EngineClosed(str(error)))

@@ -1,8 +1,8 @@
-"""Who waits and who runs in the sglang-jax engine. Pure bookkeeping.
+"""The requests of the sglang-jax engine. Pure bookkeeping.
 
-accept -> waiting --admit--> running --absorb--> answered
+accept -> waiting --admit--> running --apply_outputs--> finish
                                 ^  |
-                                +--+  moved: submitted once more
+                                +--+  detach, submit: new weights
 """
 
 import asyncio
@@ -13,7 +13,6 @@ import itertools
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -24,19 +23,19 @@ from rl.engine.sglang import scheduler_thread
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sizes:
-  """What `settings.SglangSettings` come to for a model on a platform.
+  """`settings.SglangSettings` resolved for a model on a platform.
 
   Attributes:
-    row_buckets, token_buckets: ascending; the last are `slots` and the most
-      ids that are encoded at once.
-    least_tokens: so many ids the cache must hold.
+    row_buckets, token_buckets: ascending; the last are `slots`, and the largest
+      number of ids encoded at once.
+    min_tokens: ids that the cache must hold.
   """
 
   slots: int
   row_buckets: tuple[int, ...]
   token_buckets: tuple[int, ...]
   max_total_tokens: int | None
-  least_tokens: int
+  min_tokens: int
   page_size: int
   memory_fraction: float
   patience_s: float
@@ -49,22 +48,22 @@ class Sizes:
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class Record:
+class TrackedRequest:
   """A request, from its arrival to its end.
 
   Attributes:
-    news: deltas, or what ended the engine.
-    streams: whether it gets every delta, or only the last.
-    rid: name at the scheduler, another one each time it is submitted. All are
-      as long, because the scheduler aborts by prefixes.
-    submissions: at the scheduler.
-    told: tokens that were in deltas.
+    deltas: queue that its caller reads; an error ends it.
+    streams: it gets every delta, not only the last.
+    rid: name at the scheduler, a new one for each submission. All have one
+      length, because the scheduler aborts by prefixes.
+    submissions: to the scheduler, so far.
+    num_emitted: tokens that were in deltas.
     first_token_s: seconds from its arrival to its first token; 0 before.
     oldest_kv: see `contract.Completion`.
   """
 
   request: contract.DecodeRequest
-  news: asyncio.Queue[contract.Delta | contract.EngineClosed] = (
+  deltas: asyncio.Queue[contract.Delta | contract.EngineClosed] = (
     dataclasses.field(default_factory=asyncio.Queue)
   )
   streams: bool = False
@@ -75,14 +74,14 @@ class Record:
   tokens: list[int] = dataclasses.field(default_factory=list)
   logprobs: list[float] = dataclasses.field(default_factory=list)
   versions: list[int] = dataclasses.field(default_factory=list)
-  told: int = 0
+  num_emitted: int = 0
   first_token_s: float = 0.0
   cached: int = 0
   oldest_kv: int = -1
   _fresh: bool = False
 
   def submit(self) -> None:
-    """Takes a new name at the scheduler."""
+    """Takes a new name for the scheduler."""
     self.rid = uuid.uuid4().hex
     self.submissions += 1
     self._fresh = True
@@ -98,14 +97,14 @@ class Record:
     return [*self.request.tokens.tolist(), *self.tokens]
 
   @property
-  def left(self) -> int:
+  def remaining(self) -> int:
     """Tokens that may still be sampled."""
     return self.request.max_tokens - len(self.tokens)
 
   def add(self, output: scheduler_thread.Output) -> tuple[int, int]:
-    """Takes sampled tokens; returns ids that were encoded and that were cached.
+    """Appends sampled tokens; returns the numbers of ids encoded and cached.
 
-    Both are 0 but for the first output of a submission.
+    Both are 0 except for the first output of a submission.
     """
     encoded = cached = 0
     if self._fresh and output.tokens:
@@ -114,10 +113,9 @@ class Record:
       encoded = len(self.request.tokens) + len(self.tokens) - cached
       if self.submissions == 1:
         self.cached = cached
-      # Of what the cache held it is known only that it is no older than the
-      # last flush.
-      sure = not cached or output.flushed == output.version
-      self.oldest_kv = output.version if sure else -1
+      # Cached keys and values are at least as new as the last flush.
+      known = not cached or output.flushed == output.version
+      self.oldest_kv = output.version if known else -1
     if output.tokens and not self.tokens:
       self.first_token_s = time.monotonic() - self.started
     self.tokens += output.tokens
@@ -128,8 +126,8 @@ class Record:
   def delta(
     self, completion: contract.Completion | None = None
   ) -> contract.Delta:
-    """Returns what was sampled since the delta before."""
-    start, self.told = self.told, len(self.tokens)
+    """Returns the tokens since the last delta."""
+    start, self.num_emitted = self.num_emitted, len(self.tokens)
     return contract.Delta(
       tokens=np.asarray(self.tokens[start:], np.int32),
       logprobs=np.asarray(self.logprobs[start:], np.float32),
@@ -138,7 +136,7 @@ class Record:
     )
 
   def finish(self, stop: trajectory.Stop) -> None:
-    """Delivers the answer, unless it has been."""
+    """Delivers the answer, once."""
     if self.done:
       return
     self.done = True
@@ -152,34 +150,13 @@ class Record:
       first_token_s=self.first_token_s,
       oldest_kv=self.oldest_kv,
     )
-    self.news.put_nowait(self.delta(completion))
+    self.deltas.put_nowait(self.delta(completion))
 
   def fail(self, error: contract.EngineClosed) -> None:
-    """Lets whoever waits raise."""
+    """Makes the caller raise."""
     if not self.done:
       self.done = True
-      self.news.put_nowait(error)
-
-
-@runtime_checkable
-class Upstream(Protocol):
-  """What the engine needs of sgl_jax, without importing it."""
-
-  def start(self, bridge: scheduler_thread.Bridge) -> None:
-    """Starts sglang-jax, whose scheduler the bridge then drives."""
-    ...
-
-  def request(self, record: Record, version: int) -> Any:
-    """Returns the message that submits a request under served weights."""
-    ...
-
-  def abort(self, rid: str) -> Any:
-    """Returns the message that aborts a request."""
-    ...
-
-  def evicting(self, count: int) -> Any:
-    """Returns the argument of an eviction of so many ids."""
-    ...
+      self.deltas.put_nowait(error)
 
 
 class Requests:
@@ -187,34 +164,36 @@ class Requests:
 
   Args:
     slots: of the scheduler: more requests wait here.
-    submit, abort: tell the scheduler of a record.
+    submit, abort: send a request to the scheduler, or abort it there.
 
   Attributes:
-    all: that have not ended, by name.
-    running: those that are at the scheduler, by its name.
-    admits: whether waiting ones may go there.
-    quiet: set while none is at the scheduler.
+    all: requests that have not ended, by name.
+    running: requests at the scheduler, by its names.
+    admits: waiting requests may go there.
+    idle: set while none is at the scheduler.
     counts: tokens that were sampled, prefilled and cached.
   """
 
   def __init__(
     self,
     slots: int,
-    submit: Callable[[Record], None],
-    abort: Callable[[Record], None],
+    submit: Callable[[TrackedRequest], None],
+    abort: Callable[[TrackedRequest], None],
   ):
     self._slots = slots
     self._submit = submit
     self._abort = abort
     self._arrivals = itertools.count()
-    self._waiting: list[tuple[tuple[int, ...], int, Record]] = []
-    self.all: dict[str, Record] = {}
-    self.running: dict[str, Record] = {}
+    self._waiting: list[tuple[tuple[int, ...], int, TrackedRequest]] = []
+    self.all: dict[str, TrackedRequest] = {}
+    self.running: dict[str, TrackedRequest] = {}
     self.admits = True
-    self.quiet = asyncio.Event()
+    self.idle = asyncio.Event()
     self.counts = collections.Counter[str]()
 
-  def accept(self, request: contract.DecodeRequest, streams: bool) -> Record:
+  def accept(
+    self, request: contract.DecodeRequest, streams: bool
+  ) -> TrackedRequest:
     """Queues a request that the engine can serve.
 
     Raises:
@@ -222,68 +201,68 @@ class Requests:
     """
     if request.request_id in self.all:
       raise ValueError(f"request {request.request_id} is already in flight")
-    record = Record(request, streams=streams)
-    self.all[request.request_id] = record
-    place = (request.priority, next(self._arrivals), record)
+    tracked = TrackedRequest(request, streams=streams)
+    self.all[request.request_id] = tracked
+    place = (request.priority, next(self._arrivals), tracked)
     heapq.heappush(self._waiting, place)
     self.admit()
-    return record
+    return tracked
 
   def admit(self) -> None:
-    """Submits what waits, while there are slots."""
+    """Submits waiting requests while there are slots."""
     while self._waiting and self.admits and len(self.running) < self._slots:
-      _, _, record = heapq.heappop(self._waiting)
-      if not record.done:
-        self.submit(record)
+      _, _, tracked = heapq.heappop(self._waiting)
+      if not tracked.done:
+        self.submit(tracked)
 
-  def submit(self, record: Record) -> None:
-    """Sends a request to the scheduler, with what it has so far."""
-    record.submit()
-    self.running[record.rid] = record
-    self.quiet.clear()
-    self._submit(record)
+  def submit(self, tracked: TrackedRequest) -> None:
+    """Sends a request to the scheduler, with its tokens so far."""
+    tracked.submit()
+    self.running[tracked.rid] = tracked
+    self.idle.clear()
+    self._submit(tracked)
 
-  def detach(self, record: Record) -> None:
+  def detach(self, tracked: TrackedRequest) -> None:
     """Aborts a request at the scheduler, if it is there."""
-    if self.running.pop(record.rid, None) is not None:
-      self._abort(record)
+    if self.running.pop(tracked.rid, None) is not None:
+      self._abort(tracked)
     if not self.running:
-      self.quiet.set()
+      self.idle.set()
 
-  def absorb(self, outputs: Sequence[scheduler_thread.Output]) -> None:
-    """Takes what one step sampled."""
+  def apply_outputs(self, outputs: Sequence[scheduler_thread.Output]) -> None:
+    """Gives each request the tokens of one step."""
     for output in outputs:
-      record = self.running.get(output.rid)
-      if record is None:  # It was aborted meanwhile.
+      tracked = self.running.get(output.rid)
+      if tracked is None:  # It was aborted meanwhile.
         continue
-      prefilled, cached = record.add(output)
+      prefilled, cached = tracked.add(output)
       self.counts.update(
         sampled=len(output.tokens), prefilled=prefilled, cached=cached
       )
       if output.end is not None:
         del self.running[output.rid]
-        self.end(record, output.end)
-      elif record.streams:
-        record.news.put_nowait(record.delta())
+        self.end(tracked, output.end)
+      elif tracked.streams:
+        tracked.deltas.put_nowait(tracked.delta())
 
-  def end(self, record: Record, stop: trajectory.Stop) -> None:
-    """Ends a request with what it has, wherever it is."""
-    if record.done:
+  def end(self, tracked: TrackedRequest, stop: trajectory.Stop) -> None:
+    """Ends a request with its tokens so far, waiting or running."""
+    if tracked.done:
       return
-    self.detach(record)
-    del self.all[record.request.request_id]
-    record.finish(stop)
+    self.detach(tracked)
+    del self.all[tracked.request.request_id]
+    tracked.finish(stop)
     self.admit()
 
   def fail(self, error: contract.EngineClosed) -> None:
     """Ends all requests with an error."""
-    records = list(self.all.values())
+    tracked_requests = list(self.all.values())
     self.all.clear()
     self.running.clear()
     self._waiting.clear()
-    for record in records:
-      record.fail(error)
-    self.quiet.set()
+    for tracked in tracked_requests:
+      tracked.fail(error)
+    self.idle.set()
 
 
 def of_length(

@@ -1,16 +1,17 @@
 """The thread of sglang-jax's scheduler, driven by jobs instead of sockets.
 
-  post(job) --> receive: jobs run, between two steps --> messages --> a step
-  deliver  <-- harvest: what the step sampled, and the version that did
+  post(job) --> _receive: jobs run, between two steps --> messages --> a step
+  deliver  <--- _harvest: tokens of the step, and the version of its weights
 
-Nothing here is of the event loop but `post`, which any thread may call. What
-the scheduler would read from its tokenizer and write to its detokenizer it
-gets and gives here: so requests are told apart by whole ids, log-probabilities
-come once, new weights come between steps, and an idle scheduler waits.
+Any thread may call `post`; everything else runs on the scheduler's thread. The
+scheduler reads its requests here instead of from a tokenizer, and writes tokens
+here instead of to a detokenizer: so requests are told apart by whole ids,
+log-probabilities come once, new weights come between steps, and an idle
+scheduler waits.
 
 Written against the scheduler of sglang-jax's main;
-`rl.engine.sglang.compat_0_0_2` gives
-release 0.0.2 what it lacks. Nothing of sgl_jax is imported.
+`rl.engine.sglang.compat_0_0_2` gives release 0.0.2 what it lacks. Nothing of
+sgl_jax is imported.
 """
 
 import dataclasses
@@ -37,14 +38,14 @@ _END: dict[str, Literal["stop", "length", "abort"]] = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Output:
-  """What one step sampled for one request.
+  """The tokens of one step for one request.
 
   Attributes:
     rid: the scheduler's name of the request.
-    version: of the weights that sampled it.
-    flushed: version at which the cache of prefixes was last empty.
-    cached: ids of the request whose keys and values were there before.
-    end: why it is over, or None.
+    version: of the weights that sampled them.
+    flushed: version at which the prefix cache was last empty.
+    cached: ids of the request whose keys and values were in the cache.
+    end: reason of the request's end, or None.
   """
 
   rid: str
@@ -68,22 +69,22 @@ class Bridge:
 
   Args:
     deliver: gets the outputs of each step, on the scheduler's thread.
-    died: gets what ended the scheduler, on its thread.
-    evicting: makes the argument of the prefix cache's `evict` out of a number
-      of ids.
+    on_death: gets the error that ended the scheduler, on its thread.
+    evict_argument: turns a number of ids into the argument of the prefix
+      cache's `evict`.
     replicated: sharding of logits to sample from, on the engine's devices.
   """
 
   def __init__(
     self,
     deliver: Callable[[list[Output]], None],
-    died: Callable[[BaseException], None],
-    evicting: Callable[[int], Any],
+    on_death: Callable[[BaseException], None],
+    evict_argument: Callable[[int], Any],
     replicated: jax.sharding.Sharding,
   ):
     self._deliver = deliver
-    self._died = died
-    self._evicting = evicting
+    self._on_death = on_death
+    self._evict_argument = evict_argument
     self._replicated = replicated
     self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
     self._when_idle: list[Callable[[], None]] = []
@@ -96,7 +97,7 @@ class Bridge:
     self._requeue: Any = None
     self.version = -1
     self.flushed = -1
-    self.seen = time.monotonic()
+    self.last_seen = time.monotonic()
     self.compilations = 0
     self.preemptions = 0
 
@@ -119,7 +120,7 @@ class Bridge:
     self._runner.compute_logprobs = lambda logprobs, ids: logprobs
     scheduler.recv_requests = self._receive
     scheduler.stream_output = self._harvest
-    # What remains are notices of aborted requests, of which we know.
+    # All other messages are notices of aborted requests, which we know of.
     scheduler.send_to_tokenizer = scheduler.send_to_detokenizer = self
     self._requeue = scheduler._extend_requests_to_queue
     scheduler._extend_requests_to_queue = self._count_preemptions
@@ -134,7 +135,7 @@ class Bridge:
     """Runs a job on the scheduler's thread, between two steps.
 
     Args:
-      idle: only when no request runs or waits. Until then steps go on even
+      idle: only when no request runs or waits. Until then steps go on, even
         while the scheduler is held.
     """
     if idle:
@@ -142,14 +143,14 @@ class Bridge:
     else:
       self._jobs.put(job)
 
-  def give_up(self, job: Callable[[], None]) -> None:
-    """Waits no longer until a job that was posted may run."""
+  def cancel(self, job: Callable[[], None]) -> None:
+    """Drops a job that was posted to run when idle, if it has not run."""
     self.post(
       lambda: self._when_idle.remove(job) if job in self._when_idle else None
     )
 
   def close(self, timeout_s: float) -> None:
-    """Ends the thread, or leaves it behind when a step hangs."""
+    """Ends the thread, or abandons it when a step hangs."""
 
     def end() -> None:
       raise _Closed
@@ -177,7 +178,7 @@ class Bridge:
 
   @property
   def leaves(self) -> tuple[list[str], list[Array]]:
-    """Key paths and arrays of the weights that are served, in their order."""
+    """Key paths and arrays of the served weights, in one order."""
     return self._paths, self._runner.model_state_leaves
 
   # Called by jobs, on the scheduler's thread.
@@ -206,7 +207,7 @@ class Bridge:
       self.flushed = self.version
       return
     tree = self.scheduler.tree_cache
-    tree.evict(self._evicting(tree.evictable_size()))
+    tree.evict(self._evict_argument(tree.evictable_size()))
 
   # The scheduler's loop.
 
@@ -214,23 +215,23 @@ class Bridge:
     try:
       self.scheduler.event_loop_normal()
     except BaseException as error:
-      self._died(error)
+      self._on_death(error)
     finally:
-      # Threads of upstream go on and hold these, but need not hold weights
-      # and cache.
+      # Threads of sglang-jax outlive this one and hold both objects; emptied,
+      # they free weights and cache.
       vars(self._runner).clear()
       vars(self.scheduler).clear()
       self.scheduler = self._runner = self._requeue = None
 
   def send_pyobj(self, message: Any) -> None:
-    """Drops what the scheduler would tell its tokenizer."""
+    """Drops a message of the scheduler to its tokenizer."""
 
   def _receive(self) -> list[Any]:
     while True:
-      self.seen = time.monotonic()
+      self.last_seen = time.monotonic()
       idle = self.scheduler.is_fully_idle() and not self._messages
       if idle:
-        self._known.clear()  # Of those that were aborted in its queue.
+        self._known.clear()  # Requests aborted in its queue are never reported.
         ready, self._when_idle = self._when_idle, []
         for job in ready:
           job()
@@ -246,7 +247,7 @@ class Bridge:
 
   def _harvest(self, requests: Sequence[Any], *rest: Any, **named: Any) -> None:
     outputs = []
-    # The last argument, by name or by place.
+    # The last argument, by name or by position.
     misses = named.get("cache_miss_count", rest[-1] if rest else 0)
     self.compilations += misses or 0
     for request in requests:
@@ -279,15 +280,15 @@ class Bridge:
     self._requeue(requests, is_retracted)
 
   def _sample(self, output: Any, metadata: Any, fed: Any = None) -> Any:
-    """Samples as the built-in engine does, in place of upstream's sampler.
+    """Samples as the built-in engine does, in place of sglang-jax's sampler.
 
-    Upstream's random numbers of seeded requests depend on each other: of five
-    ids with seeded noise, frequencies differ from probabilities by a total
-    variation of 0.2. Release 0.0.2 draws the same numbers at every step, and
-    loses its log-probabilities inside of a compiled program.
+    Random numbers of its seeded requests depend on each other: of five ids with
+    seeded noise, frequencies differ from probabilities by a total variation of
+    0.2. Release 0.0.2 draws the same numbers at every step, and loses its
+    log-probabilities inside a compiled program.
     """
     positions = metadata.positions if fed is None else fed
-    logits, *knobs = jax.device_put(
+    logits, *params = jax.device_put(
       (
         output.next_token_logits,
         metadata.temperatures,
@@ -299,7 +300,7 @@ class Bridge:
       ),
       self._replicated,
     )
-    ids, logprobs = _pick(logits, *knobs)
+    ids, logprobs = _pick(logits, *params)
     if fed is None:
       return ids, logprobs, None
     output.next_token_logprobs = logprobs
@@ -318,15 +319,15 @@ def _pick(
 ) -> tuple[Int32[Array, " R"], Float32[Array, " R"]]:
   """Returns ids and log-probabilities; `fed` is the position before each."""
   size = logits.shape[1]
-  knobs = sampling.Knobs(
+  params = sampling.SamplingParams(
     temperature=temperature[:, 0],
     top_p=top_p,
     min_p=min_p,
-    # Upstream has a large number for all.
+    # sglang-jax has a large number for all.
     top_k=jnp.where(top_k >= size, 0, top_k),
     seed=seed,
     bias=jnp.zeros_like(seed),
   )
   positions = fed[: len(logits)] + 1
   no_bias = jnp.zeros((1, size), np.float32)
-  return sampling.sample(logits, positions, knobs, no_bias)
+  return sampling.sample(logits, positions, params, no_bias)

@@ -43,7 +43,7 @@ def slow():
 @pytest.mark.parametrize(
   ("options", "words_of_it", "param"),
   [
-    ({"temperature": -1}, "temperature=-1.0 is neither 0 nor in", None),
+    ({"temperature": -1}, "temperature=-1.0 must be 0 or in", None),
     ({"top_p": 0}, "top_p=0.0 is not in", None),
     ({"max_tokens": 0}, "max_tokens=0 is below 1", None),
     ({"max_tokens": 1 << 16}, "leaves room for 65534", "messages"),

@@ -25,7 +25,7 @@ SCHEDULE = overlap.in_flight(4, 1, 2)
 LIMITS = group_rollout.Rollout(group_size=4, max_tokens=16)
 
 
-class _Silent(builtin_engine.JaxEngine):
+class _Silent(builtin_engine.BuiltinEngine):
   """Answers no request of an evaluation, as a device that hangs."""
 
   async def generate(self, request):
@@ -39,7 +39,16 @@ class SilentSettings(engine_settings.EngineSettings):
   """Those of an engine that leaves evaluations without an answer."""
 
   def build(self, config, layout, thread):
-    return _Silent(config, self, layout, thread)
+    return _Silent(
+      config,
+      self,
+      layout,
+      thread,
+      min_copied_ids=self.min_copied_ids,
+      batching_delay_s=self.batching_delay_s,
+      bias_slots=self.bias_slots,
+      record_experts=self.record_experts,
+    )
 
 
 def experiment(engine=engine_settings.EngineSettings, episodes=0, **changes):

@@ -24,7 +24,7 @@ def knobs(rows, **changes):
     "seed": (0, jnp.int32),
     "bias": (0, jnp.int32),
   }
-  return sampling.Knobs(
+  return sampling.SamplingParams(
     **{
       name: jnp.broadcast_to(jnp.asarray(changes.get(name, value), dtype), rows)
       for name, (value, dtype) in plain.items()
@@ -142,7 +142,7 @@ def test_noise_follows_from_seed_and_position_alone():
 )
 def test_each_filter_keeps_what_it_says(wrap, changes, expected):
   probs = jnp.array([[0.05, 0.25, 0.4, 0.15, 0.15]])
-  kept = wrap(sampling.kept)(jnp.log(probs), knobs(1, **changes))
+  kept = wrap(sampling.passes_filters)(jnp.log(probs), knobs(1, **changes))
   assert kept[0].astype(int).tolist() == expected
 
 

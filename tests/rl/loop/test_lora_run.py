@@ -98,7 +98,7 @@ def run(settings, checkpoints=None, save_at=()):
       saving = Saving(checkpoints, save_at)
       last = await assemble.coordinate(parts, saving).run(start)
       (engine,) = parts.engines
-      assert isinstance(engine, builtin_engine.JaxEngine)
+      assert isinstance(engine, builtin_engine.BuiltinEngine)
       return Ran(
         start.state,
         last,

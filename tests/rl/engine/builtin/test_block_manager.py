@@ -1,6 +1,7 @@
 """Pages of the cache: what is shared, copied, evicted, and given back."""
 
 import collections
+import dataclasses
 
 import numpy as np
 import pytest
@@ -14,22 +15,22 @@ def _ids(text):
 
 def _run(pages, text, *, version=0):
   """Runs a request whose ids are all fed; returns what was known of it."""
-  lease, _ = pages.begin(_ids(text))
-  known = lease.cached
-  _feed(pages, lease, text, version=version)
-  pages.end(lease, _ids(text))
+  table, _ = pages.begin(_ids(text))
+  known = table.cached
+  _feed(pages, table, text, version=version)
+  pages.end(table, _ids(text))
   return known
 
 
-def _feed(pages, lease, text, *, version=0):
-  assert pages.grow(lease, len(text))
-  lease.cached = len(text)
-  if lease.oldest_kv is None:
-    lease.oldest_kv = version
+def _feed(pages, table, text, *, version=0):
+  assert pages.grow(table, len(text))
+  table.cached = len(text)
+  if table.oldest_kv is None:
+    table.oldest_kv = version
 
 
 def test_whole_pages_are_shared_and_one_id_is_always_left_to_feed():
-  pages = block_manager.Paging(8, 4)
+  pages = block_manager.BlockManager(8, 4)
   _run(pages, "abcdefgh")
   one, copy = pages.begin(_ids("abcdefgh+"))
   assert (one.cached, copy) == (8, None)
@@ -44,18 +45,18 @@ def test_whole_pages_are_shared_and_one_id_is_always_left_to_feed():
 
 
 def test_the_end_of_a_conversation_goes_on_in_its_page():
-  pages = block_manager.Paging(8, 4)
+  pages = block_manager.BlockManager(8, 4)
   _run(pages, "abcdef")
-  lease, copy = pages.begin(_ids("abcdefgh"))
-  assert (lease.cached, copy, len(lease.pages)) == (6, None, 2)
-  _feed(pages, lease, "abcdefgh")
-  pages.end(lease, _ids("abcdefgh"))
+  table, copy = pages.begin(_ids("abcdefgh"))
+  assert (table.cached, copy, len(table.pages)) == (6, None, 2)
+  _feed(pages, table, "abcdefgh")
+  pages.end(table, _ids("abcdefgh"))
   assert (pages.num_idle, pages.num_free) == (2, 6)
   assert _run(pages, "abcdefghi") == 8
 
 
 def test_only_the_first_goes_on_in_a_page_and_others_get_a_copy():
-  pages = block_manager.Paging(8, 4)
+  pages = block_manager.BlockManager(8, 4)
   _run(pages, "abcdef")
   first, _ = pages.begin(_ids("abcdefX"))
   second, copy = pages.begin(_ids("abcdefY"))
@@ -68,16 +69,16 @@ def test_only_the_first_goes_on_in_a_page_and_others_get_a_copy():
   pages.end(second, _ids("abcdefY"))
   # abcd, efX and efY; the page of "ef" is that of "efX".
   assert pages.num_idle == 3
-  lease, copy = pages.begin(_ids("abcdeX"))
-  assert (lease.cached, copy is None) == (5, False)
-  pages.end(lease, _ids("abcdeX"))
+  table, copy = pages.begin(_ids("abcdeX"))
+  assert (table.cached, copy is None) == (5, False)
+  pages.end(table, _ids("abcdeX"))
   assert _run(pages, "abcdefX+") == 7
   assert _run(pages, "abcdefY+") == 7
   pages.check([])
 
 
 def test_without_a_page_for_the_copy_whole_pages_are_all():
-  pages = block_manager.Paging(3, 4)
+  pages = block_manager.BlockManager(3, 4)
   _run(pages, "abcdef")
   first, _ = pages.begin(_ids("abcdefX"))
   other, _ = pages.begin(_ids("x"))
@@ -90,18 +91,18 @@ def test_without_a_page_for_the_copy_whole_pages_are_all():
 
 
 def test_the_last_page_that_can_go_is_used_in_place_of_its_copy():
-  pages = block_manager.Paging(2, 4)
+  pages = block_manager.BlockManager(2, 4)
   _run(pages, "abcdefgh")
   # The copy of "efgh" can only have the page of "efgh" itself.
-  lease, copy = pages.begin(_ids("abcdefX"))
-  assert (lease.cached, copy, len(lease.pages)) == (6, None, 2)
-  pages.check([lease])
-  pages.end(lease, _ids("abcdefX"))
+  table, copy = pages.begin(_ids("abcdefX"))
+  assert (table.cached, copy, len(table.pages)) == (6, None, 2)
+  pages.check([table])
+  pages.end(table, _ids("abcdefX"))
   assert _run(pages, "abcdefgh") == 6
 
 
 def test_a_group_shares_its_prompt_while_it_runs():
-  pages = block_manager.Paging(16, 4)
+  pages = block_manager.BlockManager(16, 4)
   first, _ = pages.begin(_ids("abcdef"))
   assert first.cached == 0
   _feed(pages, first, "abcdef", version=3)
@@ -116,8 +117,8 @@ def test_a_group_shares_its_prompt_while_it_runs():
   assert pages.begin(_ids("abcdefXYZ"))[0].cached == 6
 
 
-def test_of_two_leases_with_the_same_ids_the_tree_keeps_the_first():
-  pages = block_manager.Paging(8, 4)
+def test_of_two_requests_with_the_same_ids_the_cache_keeps_the_first():
+  pages = block_manager.BlockManager(8, 4)
   first, _ = pages.begin(_ids("abcdefgh"))
   second, _ = pages.begin(_ids("abcdefghijkl"))
   _feed(pages, first, "abcdefgh")
@@ -134,40 +135,40 @@ def test_of_two_leases_with_the_same_ids_the_tree_keeps_the_first():
 
 
 def test_pages_beyond_what_was_fed_are_free_at_the_end():
-  pages = block_manager.Paging(8, 4)
-  lease, _ = pages.begin(_ids("abc"))
-  assert pages.grow(lease, 30)
-  lease.cached, lease.oldest_kv = 2, 0
-  pages.end(lease, _ids("abc"))
+  pages = block_manager.BlockManager(8, 4)
+  table, _ = pages.begin(_ids("abc"))
+  assert pages.grow(table, 30)
+  table.cached, table.oldest_kv = 2, 0
+  pages.end(table, _ids("abc"))
   assert (pages.num_free, pages.num_idle) == (7, 1)
   assert _run(pages, "abc") == 2
 
 
 def test_growing_evicts_no_more_than_it_needs_or_nothing():
-  pages = block_manager.Paging(4, 4)
+  pages = block_manager.BlockManager(4, 4)
   _run(pages, "aaaa")
   _run(pages, "bbbb")
-  lease, _ = pages.begin(_ids("c"))
-  assert not pages.grow(lease, 17)
-  assert (pages.num_free, pages.num_idle, lease.pages) == (2, 2, [])
-  assert pages.grow(lease, 12)
-  assert (pages.num_free, pages.num_idle, len(lease.pages)) == (0, 1, 3)
-  assert pages.grow(lease, 1)
-  assert len(lease.pages) == 3
+  table, _ = pages.begin(_ids("c"))
+  assert not pages.grow(table, 17)
+  assert (pages.num_free, pages.num_idle, table.pages) == (2, 2, [])
+  assert pages.grow(table, 12)
+  assert (pages.num_free, pages.num_idle, len(table.pages)) == (0, 1, 3)
+  assert pages.grow(table, 1)
+  assert len(table.pages) == 3
   assert _known_of(pages, "aaaa+") == 0
   assert _known_of(pages, "bbbb+") == 4
 
 
 def _known_of(pages, text):
-  lease, _ = pages.begin(_ids(text))
-  pages.end(lease, _ids(text))
-  return lease.cached
+  table, _ = pages.begin(_ids(text))
+  pages.end(table, _ids(text))
+  return table.cached
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_the_least_recently_used_goes_first(seed):
   draws = np.random.default_rng(seed)
-  pages = block_manager.Paging(20, 4)
+  pages = block_manager.BlockManager(20, 4)
   # (conversation, depth) of the pages of whole ids, as they were last used.
   idle: collections.OrderedDict[tuple[str, int], None] = (
     collections.OrderedDict()
@@ -177,16 +178,16 @@ def test_the_least_recently_used_goes_first(seed):
     letter = "abcdefghij"[draws.integers(10)]
     length = int(draws.integers(1, 6))
     text = letter * (4 * length) + "+"
-    lease, _ = pages.begin(_ids(text))
+    table, _ = pages.begin(_ids(text))
     had = next(d for d in range(6) if d == length or (letter, d) not in idle)
-    assert lease.cached == 4 * had
+    assert table.cached == 4 * had
     for depth in range(had):
       del idle[letter, depth]
     while len(idle) + length > 20:
       idle.popitem(last=False)
       evicted += 1
-    _feed(pages, lease, text[:-1])
-    pages.end(lease, _ids(text))
+    _feed(pages, table, text[:-1])
+    pages.end(table, _ids(text))
     # A beginning goes after what follows it.
     idle |= dict.fromkeys((letter, d) for d in reversed(range(length)))
     assert pages.num_idle == len(idle)
@@ -194,7 +195,7 @@ def test_the_least_recently_used_goes_first(seed):
 
 
 def test_what_is_copied_or_fed_again_counts_as_used():
-  pages = block_manager.Paging(5, 4)
+  pages = block_manager.BlockManager(5, 4)
   again, _ = pages.begin(_ids("aaa"))
   _feed(pages, again, "aaa")
   for text in ("aaaa", "bbbb", "cccc"):
@@ -208,39 +209,39 @@ def test_what_is_copied_or_fed_again_counts_as_used():
   assert known == [4, 4, 0]
 
 
-def test_forgetting_spares_what_a_lease_uses():
-  pages = block_manager.Paging(8, 4)
+def test_a_flush_spares_pages_in_use():
+  pages = block_manager.BlockManager(8, 4)
   _run(pages, "abcdefgh")
   _run(pages, "xyz")
-  lease, _ = pages.begin(_ids("abcd+"))
-  pages.forget()
+  table, _ = pages.begin(_ids("abcd+"))
+  pages.flush()
   assert (pages.num_free, pages.num_idle) == (7, 0)
   assert _known_of(pages, "abcdefgh") == 4
   assert _known_of(pages, "xyz+") == 0
-  pages.check([lease])
+  pages.check([table])
 
 
-def test_new_weights_empty_the_leases_and_the_tree():
-  pages = block_manager.Paging(8, 4)
+def test_new_weights_empty_the_page_tables_and_the_cache():
+  pages = block_manager.BlockManager(8, 4)
   _run(pages, "abcdefgh", version=1)
-  lease, _ = pages.begin(_ids("abcdefghi"))
-  assert lease.oldest_kv == 1
-  pages.restart([lease])
-  assert (lease.pages, lease.cached, lease.oldest_kv) == ([], 0, None)
+  table, _ = pages.begin(_ids("abcdefghi"))
+  assert table.oldest_kv == 1
+  pages.restart([table])
+  assert (table.pages, table.cached, table.oldest_kv) == ([], 0, None)
   assert (pages.num_free, pages.num_idle) == (8, 0)
   assert _known_of(pages, "abcdefghi") == 0
-  _feed(pages, lease, "abcdefghi", version=2)
-  pages.end(lease, _ids("abcdefghi"))
-  lease, _ = pages.begin(_ids("abcdefghij"))
-  assert (lease.cached, lease.oldest_kv) == (9, 2)
+  _feed(pages, table, "abcdefghi", version=2)
+  pages.end(table, _ids("abcdefghi"))
+  table, _ = pages.begin(_ids("abcdefghij"))
+  assert (table.cached, table.oldest_kv) == (9, 2)
 
 
 def test_kept_keys_and_values_tell_their_lowest_version():
-  pages = block_manager.Paging(16, 4)
+  pages = block_manager.BlockManager(16, 4)
   _run(pages, "abcd", version=1)
-  lease, _ = pages.begin(_ids("abcdefgh"))
-  _feed(pages, lease, "abcdefgh", version=2)
-  pages.end(lease, _ids("abcdefgh"))
+  table, _ = pages.begin(_ids("abcdefgh"))
+  _feed(pages, table, "abcdefgh", version=2)
+  pages.end(table, _ids("abcdefgh"))
   _run(pages, "xbcdefgh", version=2)
   assert pages.begin(_ids("abcdefghi"))[0].oldest_kv == 1
   assert pages.begin(_ids("xbcdefghi"))[0].oldest_kv == 2
@@ -248,48 +249,48 @@ def test_kept_keys_and_values_tell_their_lowest_version():
 
 
 def test_what_cannot_be_is_refused():
-  with pytest.raises(ValueError, match=">= 1"):
-    block_manager.Paging(0, 4)
-  pages = block_manager.Paging(4, 4)
-  with pytest.raises(ValueError, match="no ids"):
+  with pytest.raises(ValueError, match="at least 1"):
+    block_manager.BlockManager(0, 4)
+  pages = block_manager.BlockManager(4, 4)
+  with pytest.raises(ValueError, match="ids is empty"):
     pages.begin(_ids(""))
-  lease, _ = pages.begin(_ids("abcde"))
-  lease.cached = 1
+  table, _ = pages.begin(_ids("abcde"))
+  table.cached = 1
   with pytest.raises(ValueError, match="at most 0"):
-    pages.share(lease, _ids("abcde"))
-  assert pages.grow(lease, 5)
+    pages.share(table, _ids("abcde"))
+  assert pages.grow(table, 5)
   with pytest.raises(ValueError, match="oldest_kv"):
-    pages.end(lease, _ids("abcde"))
-  with pytest.raises(ValueError, match="0 leases of 1"):
+    pages.end(table, _ids("abcde"))
+  with pytest.raises(ValueError, match="0 page tables of 1"):
     pages.restart([])
-  lease.oldest_kv = 0
-  pages.end(lease, _ids("abcde"))
+  table.oldest_kv = 0
+  pages.end(table, _ids("abcde"))
   with pytest.raises(RuntimeError, match="has ended"):
-    pages.end(lease, _ids("abcde"))
+    pages.end(table, _ids("abcde"))
 
 
 @pytest.mark.parametrize(
   "spoil",
   [
-    lambda lease, other: lease.pages.append(other.pages[-1]),
-    lambda lease, other: lease.pages.pop(),
-    lambda lease, other: lease.pages.__setitem__(0, lease.pages[1]),
-    lambda lease, other: lease.pages.append(99),
+    lambda table, other: table.pages.append(other.pages[-1]),
+    lambda table, other: table.pages.pop(),
+    lambda table, other: table.pages.__setitem__(0, table.pages[1]),
+    lambda table, other: table.pages.append(99),
   ],
 )
 def test_pages_that_do_not_add_up_are_found(spoil):
-  pages = block_manager.Paging(8, 4)
+  pages = block_manager.BlockManager(8, 4)
   _run(pages, "abcd")
-  lease, _ = pages.begin(_ids("abcdefgh"))
+  table, _ = pages.begin(_ids("abcdefgh"))
   other, _ = pages.begin(_ids("x"))
-  _feed(pages, lease, "abcdefgh")
+  _feed(pages, table, "abcdefgh")
   _feed(pages, other, "x")
-  pages.check([lease, other])
-  with pytest.raises(RuntimeError, match="1 leases of 2"):
-    pages.check([lease])
-  spoil(lease, other)
+  pages.check([table, other])
+  with pytest.raises(RuntimeError, match="1 page tables of 2"):
+    pages.check([table])
+  spoil(table, other)
   with pytest.raises(RuntimeError, match="page"):
-    pages.check([lease, other])
+    pages.check([table, other])
 
 
 def test_copies_in_order_are_the_same_made_at_once():
@@ -300,7 +301,7 @@ def test_copies_in_order_are_the_same_made_at_once():
     for source, target in copies:
       one_by_one[target] = one_by_one[source]
     at_once = list(range(6))
-    for source, target in block_manager.at_once(copies):
+    for source, target in block_manager.simultaneous_copies(copies):
       at_once[target] = source
     assert at_once == one_by_one
 
@@ -308,26 +309,161 @@ def test_copies_in_order_are_the_same_made_at_once():
 @pytest.mark.parametrize("seed", range(3))
 def test_nothing_known_is_missed_while_there_is_room(seed):
   draws = np.random.default_rng(seed)
-  pages = block_manager.Paging(4000, 4)
+  pages = block_manager.BlockManager(4000, 4)
   # Every beginning of what was ended or shared.
   known = {""}
   running = []
   for _ in range(1500):
     if draws.random() < 0.5 or not running:
       text = "".join("abc"[i] for i in draws.integers(3, size=12))
-      lease, _ = pages.begin(_ids(text))
+      table, _ = pages.begin(_ids(text))
       expected = max(n for n in range(len(text)) if text[:n] in known)
-      assert lease.cached == expected
-      running.append((lease, text))
+      assert table.cached == expected
+      running.append((table, text))
       continue
     at = int(draws.integers(len(running)))
-    lease, text = running[at]
-    _feed(pages, lease, text[: draws.integers(lease.cached, len(text) + 1)])
-    known |= {text[:n] for n in range(lease.cached + 1)}
+    table, text = running[at]
+    _feed(pages, table, text[: draws.integers(table.cached, len(text) + 1)])
+    known |= {text[:n] for n in range(table.cached + 1)}
     if draws.random() < 0.5:
-      pages.share(lease, _ids(text))
+      pages.share(table, _ids(text))
     else:
-      pages.end(lease, _ids(text))
+      pages.end(table, _ids(text))
       del running[at]
-  pages.check([lease for lease, _ in running])
+  pages.check([table for table, _ in running])
   assert pages.num_free > 0
+
+
+@dataclasses.dataclass
+class _Request:
+  text: str
+  table: block_manager.PageTable
+
+
+class _Device:
+  """Pages that hold, for every position, all ids up to it; and its version.
+
+  Copies wait for the next dispatch, as the engine's do.
+  """
+
+  def __init__(self, num_pages, page_size, draws):
+    self.blocks = block_manager.BlockManager(num_pages, page_size)
+    self.page_size = page_size
+    self.cells = {}
+    self.copies = []
+    self.requests = []
+    self.draws = draws
+    self.version = 0
+    self.cached = 0
+
+  def begin(self):
+    text = self._text(self.draws.integers(1, 20))
+    if self.requests and self.draws.random() < 0.3:
+      text = self._any().text
+    table, copy = self.blocks.begin(_ids(text))
+    assert table.cached < len(text)
+    if copy is not None:
+      assert copy[0] != copy[1]
+      self.copies.append(copy)
+    self.requests.append(_Request(text, table))
+    self.cached += table.cached
+
+  def feed(self):
+    one = self._any()
+    table = one.table
+    length = int(self.draws.integers(table.cached, len(one.text) + 1))
+    before = list(table.pages)
+    if not self.blocks.grow(table, length):
+      assert table.pages == before
+      return self.end(one)
+    self.dispatch()
+    for at in range(table.cached, length):
+      page, offset = divmod(at, self.page_size)
+      cell = (one.text[: at + 1], self.version)
+      self.cells[table.pages[page], offset] = cell
+    if length > table.cached:
+      table.cached = length
+      if table.oldest_kv is None:
+        table.oldest_kv = self.version
+    if length == len(one.text):
+      one.text += self._text(self.draws.integers(1, 4))
+
+  def dispatch(self):
+    self.cells, self.copies = self.after_copies(), []
+
+  def after_copies(self):
+    cells = dict(self.cells)
+    for source, target in block_manager.simultaneous_copies(self.copies):
+      for at in range(self.page_size):
+        cells[target, at] = self.cells.get((source, at))
+    return cells
+
+  def share(self):
+    one = self._any()
+    self.blocks.share(one.table, _ids(one.text))
+
+  def end(self, one=None):
+    one = one or self._any()
+    self.requests.remove(one)
+    self.blocks.end(one.table, _ids(one.text))
+
+  def new_weights(self):
+    self.version += 1
+    way = self.draws.integers(3)
+    if way == 0:
+      self.blocks.restart(one.table for one in self.requests)
+      assert self.blocks.num_free == self.blocks.num_pages
+    elif way == 1:
+      self.blocks.flush()
+      assert self.blocks.num_idle == 0
+
+  def check(self):
+    """Every table finds its own ids, and no version below what it says."""
+    self.blocks.check([one.table for one in self.requests])
+    cells = self.after_copies()
+    for one in self.requests:
+      table = one.table
+      assert (table.oldest_kv is None) == (table.cached == 0)
+      for at in range(table.cached):
+        page, offset = divmod(at, self.page_size)
+        text, version = cells[table.pages[page], offset]
+        assert text == one.text[: at + 1]
+        assert version >= table.oldest_kv
+
+  def _text(self, length):
+    return "".join("ab"[i] for i in self.draws.integers(2, size=length))
+
+  def _any(self):
+    return self.requests[self.draws.integers(len(self.requests))]
+
+
+@pytest.mark.parametrize(
+  ("num_pages", "page_size", "most"),
+  [(12, 4, 5), (40, 4, 8), (9, 1, 3), (6, 8, 4), (200, 3, 8)],
+)
+def test_every_request_finds_its_own_ids_whatever_happens(
+  num_pages, page_size, most
+):
+  draws = np.random.default_rng(num_pages)
+  device = _Device(num_pages, page_size, draws)
+  begun = 0
+  while begun < 2000:
+    action = draws.random()
+    if not device.requests or (action < 0.3 and len(device.requests) < most):
+      device.begin()
+      begun += 1
+    elif action < 0.7:
+      device.feed()
+    elif action < 0.8:
+      device.share()
+    elif action < 0.99:
+      device.end()
+    else:
+      device.new_weights()
+    device.check()
+  assert device.cached > 2000
+  while device.requests:
+    device.end()
+  device.blocks.check([])
+  device.blocks.flush()
+  assert device.blocks.num_free == num_pages

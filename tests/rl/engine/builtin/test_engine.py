@@ -306,13 +306,13 @@ BAD = [
   ({"top_p": 0.0}, "top_p=0.0"),
   ({"min_p": float("nan")}, "min_p=nan"),
   ({"stop_ids": (1, 2, 3, 4, 5)}, "5 stop ids, at most 4"),
-  ({"stop_ids": (24,)}, r"stop_ids=\(24,\) leave \[0, 24\)"),
+  ({"stop_ids": (24,)}, r"stop_ids=\(24,\) must be in \[0, 24\)"),
   ({"seed": 2**31}, "seed=2147483648 needs more than 32 bits"),
   ({"bias": np.zeros(23, np.float32)}, "shape"),
   ({"bias": np.full(24, -np.inf, np.float32)}, "forbids every id"),
   ({"bias": np.full(24, np.nan, np.float32)}, r"at most 1e\+06, or -inf"),
   ({"experts": True}, "experts are not recorded"),
-  ({"temperature": 1e-40}, "temperature=1e-40 is neither 0 nor in"),
+  ({"temperature": 1e-40}, "temperature=1e-40 must be 0 or in"),
   ({"request_id": "taken"}, "already in flight"),
 ]
 

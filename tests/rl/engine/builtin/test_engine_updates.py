@@ -8,7 +8,6 @@ import pytest
 
 from rl.data import trajectory
 from rl.engine import contract
-from rl.engine.builtin import engine as builtin_engine
 from rl.engine.builtin import settings as engine_settings
 from rl.runtime import mesh_thread, trace
 
@@ -127,7 +126,7 @@ def test_drain_lets_the_preempted_finish_and_nobody_else(pressed):
     before = pressed.engine.stats()
     begun = [pressed.begin([i, *range(9)], 21) for i in range(6)]
     await pressed.until(lambda now: now.preemptions > before.preemptions)
-    run = [one.request for one in pressed.engine._batch.running]
+    run = [one.request for one in pressed.engine._queue.running]
     draining = asyncio.create_task(pressed.publish("drain"))
     await asyncio.sleep(0)
     late = pressed.begin([7], 3, priority=(-1,))
@@ -373,8 +372,7 @@ def test_close_ends_every_update_that_waits(breakable):
 
 def test_close_before_the_start_returns(config, one_device):
   thread = mesh_thread.MeshThread("decode", trace.Trace(None))
-  settings = engine_settings.EngineSettings()
-  unborn = builtin_engine.JaxEngine(config, settings, one_device, thread)
+  unborn = engine_settings.EngineSettings().build(config, one_device, thread)
   asyncio.run(unborn.close())
   thread.close()
 
@@ -396,5 +394,23 @@ def test_a_device_program_that_fails_fails_the_requests(breakable):
       ) as raised:
         await task
       assert isinstance(raised.value.__cause__, ValueError)
+
+  breakable.run(scenario())
+
+
+def test_an_update_after_which_nothing_can_be_launched_ends_the_engine(
+  breakable,
+):
+  async def scenario():
+    await breakable.engine.pause()
+    _, task = breakable.begin([1, 2], 5)
+    await asyncio.sleep(0)
+    breakable.engine.resume()
+    breakable.thread.close()
+    # The update is the first that launches a dispatch.
+    with pytest.raises(contract.EngineClosed, match="thread was closed"):
+      await breakable.publish("recompute")
+    with pytest.raises(contract.EngineClosed, match="thread was closed"):
+      await asyncio.wait_for(task, 10)
 
   breakable.run(scenario())

@@ -1,13 +1,12 @@
-"""What the engine has on the device beside its program."""
+"""The device's side of the engine: shapes, compilations, copies of pages."""
 
 import jax
 import numpy as np
 import pytest
 
-from rl.engine.builtin import decode_step, model_runner
-from rl.engine.builtin import settings as engine_settings
+from rl.engine.builtin import decode_step, dispatch_shapes, model_runner
 
-SETTINGS = engine_settings.EngineSettings(
+SHAPES = dispatch_shapes.DispatchShapes(
   slots=4,
   page_size=4,
   pages=12,
@@ -15,13 +14,14 @@ SETTINGS = engine_settings.EngineSettings(
   chunk_buckets=(2, 6),
   prefill_tokens=8,
   length_buckets=(16,),
-  bias_slots=1,
 )
 
 
 @pytest.fixture
 def fresh(dense_config, one_device):
-  fresh = model_runner.Decoder(dense_config, SETTINGS, one_device)
+  fresh = model_runner.ModelRunner(
+    dense_config, SHAPES, one_device, bias_slots=1
+  )
   fresh.allocate()
   return fresh
 
@@ -40,7 +40,9 @@ def test_every_form_of_every_number_of_rows_and_length_is_a_shape(fresh):
 def test_compilations_are_those_of_this_engine(
   fresh, dense_config, dense_params, one_device
 ):
-  other = model_runner.Decoder(dense_config, SETTINGS, one_device)
+  other = model_runner.ModelRunner(
+    dense_config, SHAPES, one_device, bias_slots=1
+  )
   other.allocate()
   other.warm_up_rest()
   assert (other.compilations, fresh.compilations) == (2, 0)

@@ -66,11 +66,11 @@ def _common(one, other):
 def test_part_of_a_page_is_known_when_a_longer_one_is():
   tree = prefix_cache.PrefixTree(4)
   child = _idle(tree, tree.root, _ids(1, 2, 3), 7)
-  assert tree.known(tree.root, _ids(1, 2)) is child
-  assert tree.known(tree.root, _ids(1, 2, 3)) is child
-  assert tree.known(tree.root, _ids(1, 2, 3, 4)) is None
-  assert tree.known(tree.root, _ids(1, 3)) is None
-  assert tree.known(child, _ids(1)) is None
+  assert tree.find(tree.root, _ids(1, 2)) is child
+  assert tree.find(tree.root, _ids(1, 2, 3)) is child
+  assert tree.find(tree.root, _ids(1, 2, 3, 4)) is None
+  assert tree.find(tree.root, _ids(1, 3)) is None
+  assert tree.find(child, _ids(1)) is None
 
 
 def test_a_node_inherits_the_lowest_version_before_it():

@@ -1,4 +1,4 @@
-"""Who waits, who runs and what each holds, without a device."""
+"""Requests that wait, run and end, and the pages that they hold."""
 
 import asyncio
 import dataclasses
@@ -10,16 +10,16 @@ import pytest
 from models import config as model_config
 from rl.data import trajectory
 from rl.engine import contract
-from rl.engine.builtin import decode_step, dispatch_plan, request_queue
-from rl.engine.builtin import settings as engine_settings
+from rl.engine.builtin import (
+  decode_step,
+  dispatch_plan,
+  dispatch_shapes,
+  request_queue,
+)
 
 CONFIG = model_config.tiny(vocab_size=8, max_length=32)
-SETTINGS = engine_settings.EngineSettings(
-  slots=3,
-  page_size=4,
-  least_copied=1,
-  steps_per_dispatch=4,
-  bias_slots=2,
+SHAPES = dispatch_shapes.DispatchShapes(
+  slots=3, page_size=4, steps_per_dispatch=4
 )
 
 
@@ -29,9 +29,9 @@ def ids(text):
 
 @dataclasses.dataclass
 class Desk:
-  """A batch, and dispatches that do what they are told at once."""
+  """A queue, and dispatches that do what they are told at once."""
 
-  batch: request_queue.Batch
+  queue: request_queue.RequestQueue
   loop: asyncio.AbstractEventLoop
 
   def ask(self, text, most=8, **fields):
@@ -44,19 +44,21 @@ class Desk:
         **fields,
       }
     )
-    return self.batch.accept(request, self.loop.create_future())
+    return self.queue.accept(request, self.loop.create_future())
 
   def admit(self, **kwargs):
     """The conversations that run now, in the order of their admission."""
-    self.batch.admit(**kwargs)
-    self.batch.check()
-    return ["".join(map(chr, one.request.tokens)) for one in self.batch.running]
+    self.queue.admit(**kwargs)
+    self.queue.check()
+    return ["".join(map(chr, one.request.tokens)) for one in self.queue.running]
 
-  def fly(self, one, sampled="", *, feed=None, version=0, stepped=None):
-    """Feeds `feed` ids, or all; then these tokens come. Returns who goes on."""
+  def run(self, one, sampled="", *, feed=None, version=0):
+    """Feeds `feed` ids, or all, and samples these; returns rows that go on."""
     new = one.pending if feed is None else feed
-    assert self.batch.make_room(one, one.fed + new + len(sampled), [])
-    flight = dispatch_plan.Flight(
+    assert self.queue.ensure_pages(
+      one, one.planned_cached + new + len(sampled), []
+    )
+    dispatch = dispatch_plan.Dispatch(
       [one],
       [new],
       [0],
@@ -65,38 +67,43 @@ class Desk:
       decode_step.empty_plan(1, (1, new), 1, slots=3),
       trajectory.PolicyVersion(version),
     )
-    one.fed += new + max(len(sampled) - 1, 0)
-    one.grown += len(sampled)
-    one.flights += 1
-    return self.land(flight, sampled)
+    one.planned_cached += new + max(len(sampled) - 1, 0)
+    one.planned_known += len(sampled)
+    one.in_flight += 1
+    return self.complete(dispatch, sampled)
 
-  def land(self, flight, sampled):
+  def complete(self, dispatch, sampled):
     count = len(sampled)
-    going_on = self.batch.absorb(
-      flight,
+    going_on = self.queue.apply_results(
+      dispatch,
       decode_step.Sampled(
         tokens=jnp.array([[*map(ord, sampled), 0]], jnp.int32),
         logprobs=jnp.full((1, count + 1), -0.5, jnp.float32),
         counts=jnp.array([count], jnp.int32),
       ),
     )
-    self.batch.check()
+    self.queue.check()
     return going_on
+
+
+def queue_of(shapes):
+  return request_queue.RequestQueue(
+    CONFIG, shapes, min_copied_ids=1, bias_slots=2
+  )
 
 
 @pytest.fixture
 def desk():
   loop = asyncio.new_event_loop()
-  yield Desk(request_queue.Batch(CONFIG, SETTINGS), loop)
+  yield Desk(queue_of(SHAPES), loop)
   loop.close()
 
 
 @pytest.fixture
 def tight():
   """With pages for 8 + 1 * 4 positions only."""
-  settings = dataclasses.replace(SETTINGS, pages=9)
   loop = asyncio.new_event_loop()
-  yield Desk(request_queue.Batch(CONFIG, settings), loop)
+  yield Desk(queue_of(dataclasses.replace(SHAPES, pages=9)), loop)
   loop.close()
 
 
@@ -104,8 +111,8 @@ def test_the_lowest_priority_is_served_first_and_then_who_came_first(desk):
   for text, priority in (("a", 2), ("b", 1), ("c", 1), ("d", 0), ("e", 1)):
     desk.ask(text, priority=(priority,))
   assert desk.admit() == ["d", "b", "c"]
-  assert (len(desk.batch.running), desk.batch.num_waiting) == (3, 2)
-  desk.batch.finish(desk.batch.running[0], "abort")
+  assert (len(desk.queue.running), desk.queue.num_waiting) == (3, 2)
+  desk.queue.finish(desk.queue.running[0], "abort")
   assert desk.admit() == ["b", "c", "e"]
 
 
@@ -113,7 +120,7 @@ def test_a_name_in_flight_is_taken_and_free_afterwards(desk):
   one = desk.ask("a", request_id="name")
   with pytest.raises(ValueError, match="request name is already in flight"):
     desk.ask("b", request_id="name")
-  desk.batch.finish(one, "abort")
+  desk.queue.finish(one, "abort")
   desk.ask("b", request_id="name")
   # The first still stands in the queue, and is passed over.
   assert desk.admit() == ["b"]
@@ -123,23 +130,23 @@ def test_a_group_waits_until_its_prompt_is_known(desk):
   group = [desk.ask("abcdefghij", most=most) for most in (8, 7, 6)]
   assert desk.admit() == ["abcdefghij"]
   # After a chunk of 4 the others would still have to feed the next 4.
-  desk.fly(group[0], feed=4)
+  desk.run(group[0], feed=4)
   assert len(desk.admit()) == 1
   # Behind 8 there is no whole page to wait for: they feed "ij" themselves.
-  desk.fly(group[0], feed=4)
+  desk.run(group[0], feed=4)
   assert len(desk.admit()) == 3
   assert [one.cached_tokens for one in group] == [0, 8, 8]
   # In the same two pages.
-  leases = [one.lease for one in group]
-  assert len({tuple(lease.pages[:2]) for lease in leases if lease}) == 1
+  tables = [one.page_table for one in group]
+  assert len({tuple(table.pages[:2]) for table in tables if table}) == 1
 
 
 def test_a_prompt_of_whole_pages_is_waited_for_to_its_end(desk):
   first, second = desk.ask("abcdefgh"), desk.ask("abcdefghij")
   assert desk.admit() == ["abcdefgh"]
-  desk.fly(first, feed=4)
+  desk.run(first, feed=4)
   assert desk.admit() == ["abcdefgh"]
-  desk.fly(first, "X")
+  desk.run(first, "X")
   assert desk.admit() == ["abcdefgh", "abcdefghij"]
   assert second.cached_tokens == 8
 
@@ -147,7 +154,7 @@ def test_a_prompt_of_whole_pages_is_waited_for_to_its_end(desk):
 def test_a_prompt_of_one_whole_page_is_waited_for(desk):
   first, second = desk.ask("abcd"), desk.ask("abcdefgh")
   assert desk.admit() == ["abcd"]
-  desk.fly(first, "X")
+  desk.run(first, "X")
   assert desk.admit() == ["abcd", "abcdefgh"]
   assert second.cached_tokens == 4
 
@@ -162,8 +169,8 @@ def test_who_has_no_page_in_common_does_not_wait(desk, other):
 def test_who_waits_for_one_that_is_aborted_takes_its_place(desk):
   first, second = desk.ask("abcdefgh"), desk.ask("abcdefgh")
   desk.admit()
-  desk.fly(first, feed=4)
-  desk.batch.finish(first, "abort")
+  desk.run(first, feed=4)
+  desk.queue.finish(first, "abort")
   assert desk.admit() == ["abcdefgh"]
   assert second.cached_tokens == 4
 
@@ -175,36 +182,37 @@ def bias(value):
 def test_equal_biases_share_a_row_and_others_wait_for_one(desk):
   a, b, c = (desk.ask(text, bias=bias(1)) for text in "abc")
   assert desk.admit() == ["a", "b", "c"]
-  assert a.bias == b.bias == c.bias > 0
+  assert a.bias_row == b.bias_row == c.bias_row > 0
   for one in (b, c):
-    desk.batch.finish(one, "abort")
+    desk.queue.finish(one, "abort")
   desk.ask("d", bias=bias(2))
   third = desk.ask("e", bias=bias(3))
   desk.ask("f", bias=bias(2))
   desk.ask("g")
   # Both rows are taken: who has no bias goes past those that wait for one.
   assert desk.admit() == ["a", "d", "g"]
-  copies, uploads = desk.batch.take_errands()
+  copies, uploads = desk.queue.take_pending_copies_and_biases()
   assert copies == []
   assert [value[0] for _, value in uploads] == [1, 2]
-  assert desk.batch.take_errands() == ([], [])
-  row = a.bias
-  desk.batch.finish(a, "abort")
+  assert desk.queue.take_pending_copies_and_biases() == ([], [])
+  row = a.bias_row
+  desk.queue.finish(a, "abort")
   assert desk.admit() == ["d", "g", "e"]
-  assert third.bias == row
+  assert third.bias_row == row
 
 
 def test_a_bias_that_comes_back_is_still_there(desk):
   for value in (1, 2, 1):
     one = desk.ask("a", bias=bias(value))
     desk.admit()
-    desk.batch.finish(one, "abort")
-  assert len(desk.batch.take_errands()[1]) == 2
+    desk.queue.finish(one, "abort")
+  assert len(desk.queue.take_pending_copies_and_biases()[1]) == 2
   # A third one takes a row of one of them.
   one = desk.ask("a", bias=bias(3))
   desk.admit()
-  assert [(one.bias, 3.0)] == [
-    (row, value[0]) for row, value in desk.batch.take_errands()[1]
+  assert [(one.bias_row, 3.0)] == [
+    (row, value[0])
+    for row, value in desk.queue.take_pending_copies_and_biases()[1]
   ]
 
 
@@ -212,11 +220,11 @@ def test_who_finds_no_pages_waits_and_keeps_its_turn(tight):
   # 6 of 9 pages; the next needs 4 and one for the first; the last only 1.
   long = tight.ask("a" * 23)
   assert tight.admit() == ["a" * 23]
-  tight.fly(long)
+  tight.run(long)
   tight.ask("b" * 12)
   tight.ask("c")
   assert len(tight.admit()) == 1
-  tight.batch.finish(long, "abort")
+  tight.queue.finish(long, "abort")
   assert tight.admit() == ["b" * 12, "c"]
 
 
@@ -224,66 +232,66 @@ def test_pages_come_from_the_last_in_order_that_may_lose_them(tight):
   first, second, third = (tight.ask(letter * 8, most=24) for letter in "abc")
   tight.admit()
   for one in (first, second, third):
-    tight.fly(one)
-  third.flights = 1
+    tight.run(one)
+  third.in_flight = 1
   # 9 pages: 2 each, 3 are free. 6 pages for the first: the second loses its.
-  assert tight.batch.make_room(first, 24, [])
-  assert (second.lease, tight.batch.preemptions) == (None, 1)
+  assert tight.queue.ensure_pages(first, 24, [])
+  assert (second.page_table, tight.queue.preemptions) == (None, 1)
   # 7: nobody is left that may lose some.
-  assert not tight.batch.make_room(first, 32, [])
-  third.flights = 0
-  assert not tight.batch.make_room(first, 32, [third])
-  assert not tight.batch.make_room(third, 32, [])
-  assert tight.batch.make_room(first, 32, [])
-  assert tight.batch.preemptions == 2
-  tight.batch.check()
+  assert not tight.queue.ensure_pages(first, 32, [])
+  third.in_flight = 0
+  assert not tight.queue.ensure_pages(first, 32, [third])
+  assert not tight.queue.ensure_pages(third, 32, [])
+  assert tight.queue.ensure_pages(first, 32, [])
+  assert tight.queue.preemptions == 2
+  tight.queue.check()
 
 
 def test_a_preempted_request_goes_on_where_it_was(tight):
   one = tight.ask("abcdefgh", most=8)
   tight.admit()
-  tight.fly(one, "XYZ")
-  tight.batch.preempt(one)
-  assert (one.begun, one.slot, one.lease) == (True, -1, None)
+  tight.run(one, "XYZ")
+  tight.queue.preempt(one)
+  assert (one.has_started, one.slot, one.page_table) == (True, -1, None)
   tight.ask("z")
   # By its old turn; all but the last id, which was never fed, is known.
   assert tight.admit() == ["abcdefgh", "z"]
-  assert one.lease is not None
-  assert (one.lease.cached, one.pending, one.left) == (10, 1, 5)
+  assert one.page_table is not None
+  assert (one.page_table.cached, one.pending, one.remaining) == (10, 1, 5)
   assert one.cached_tokens == 0
-  tight.fly(one, "UVW12")
+  tight.run(one, "UVW12")
   assert "".join(map(chr, one.future.result().tokens)) == "XYZUVW12"
 
 
 def test_while_old_weights_drain_only_who_has_run_goes_on(desk):
   one = desk.ask("a")
   desk.admit()
-  desk.batch.preempt(one)
+  desk.queue.preempt(one)
   new = desk.ask("b", priority=())
-  assert desk.batch.has_begun
-  assert desk.admit(again_only=True) == ["a"]
-  desk.batch.finish(one, "abort")
-  assert not desk.batch.has_begun
-  assert desk.admit(again_only=True) == []
+  assert desk.queue.any_started
+  assert desk.admit(started_only=True) == ["a"]
+  desk.queue.finish(one, "abort")
+  assert not desk.queue.any_started
+  assert desk.admit(started_only=True) == []
   assert desk.admit() == ["b"]
-  desk.batch.finish(new, "abort")
+  desk.queue.finish(new, "abort")
 
 
 def test_after_new_weights_all_begin_again_and_share_their_prompt(desk):
   group = [desk.ask("abcdefgh", most=most) for most in (8, 7)]
   desk.admit()
-  desk.fly(group[0], "X")
+  desk.run(group[0], "X")
   desk.admit()
-  desk.fly(group[1], "XY")
-  desk.batch.restart()
-  pages = desk.batch.paging
+  desk.run(group[1], "XY")
+  desk.queue.restart()
+  pages = desk.queue.blocks
   assert (pages.num_free, pages.num_idle) == (pages.num_pages, 0)
-  assert desk.batch.preemptions == 0
+  assert desk.queue.preemptions == 0
   assert len(desk.admit()) == 1
-  desk.fly(group[0], "Y", version=1)
+  desk.run(group[0], "Y", version=1)
   assert len(desk.admit()) == 2
-  assert [one.lease and one.lease.cached for one in group] == [9, 9]
-  desk.fly(group[1], "ZUVWS", version=1)
+  assert [one.page_table and one.page_table.cached for one in group] == [9, 9]
+  desk.run(group[1], "ZUVWS", version=1)
   done = group[1].future.result()
   assert done.versions.tolist() == [0, 0, 1, 1, 1, 1, 1]
   # Its keys and values are all of the new weights.
@@ -293,46 +301,46 @@ def test_after_new_weights_all_begin_again_and_share_their_prompt(desk):
 def test_after_new_weights_one_of_a_group_has_room_for_all_it_may_become(tight):
   first, second = (tight.ask("abcdefghijkl", most=20) for _ in range(2))
   tight.admit()
-  tight.fly(first, "X")
+  tight.run(first, "X")
   tight.admit()
-  tight.fly(second, "Y")
-  tight.batch.restart()
+  tight.run(second, "Y")
+  tight.queue.restart()
   for one in (first, second):
     tight.admit()
-    tight.fly(one, "Z", version=1)
-  tight.batch.finish(first, "abort")
+    tight.run(one, "Z", version=1)
+  tight.queue.finish(first, "abort")
   # 8 of 9 pages: none is held twice, as would be after each had fed its own.
-  assert tight.batch.make_room(second, 32, [])
+  assert tight.queue.ensure_pages(second, 32, [])
 
 
 def test_what_is_kept_tells_the_oldest_it_was_computed_with(desk):
   one = desk.ask("abcdefgh", most=4)
   desk.admit()
-  desk.fly(one, "XY", version=3)
-  desk.fly(one, "Z", version=5)
-  desk.batch.finish(one, "abort")
+  desk.run(one, "XY", version=3)
+  desk.run(one, "Z", version=5)
+  desk.queue.finish(one, "abort")
   done = one.future.result()
   assert (done.versions.tolist(), done.oldest_kv) == ([3, 3, 5], 3)
   # Nothing sampled, nothing to tell.
   other = desk.ask("abcdefghi")
   desk.admit()
-  desk.batch.finish(other, "abort")
+  desk.queue.finish(other, "abort")
   assert other.future.result().oldest_kv == -1
 
 
 def test_the_counts_are_of_context_and_of_what_was_sampled(desk):
   one = desk.ask("abcdefgh", most=8)
   desk.admit()
-  desk.fly(one, feed=5)
-  assert desk.fly(one, "XY") == 1
+  desk.run(one, feed=5)
+  assert desk.run(one, "XY") == 1
   # "Y" is fed as well, but it is no context.
-  desk.fly(one, "Z")
-  counts = desk.batch.counts
+  desk.run(one, "Z")
+  counts = desk.queue.counts
   assert (counts["prefilled"], counts["sampled"]) == (8, 3)
-  desk.batch.finish(one, "stop")
+  desk.queue.finish(one, "stop")
   again = desk.ask("abcdefghXYZ12")
   desk.admit()
-  desk.fly(again, "Q")
+  desk.run(again, "Q")
   # "Z", which was never fed, and "12".
   assert (counts["prefilled"], counts["cached"]) == (8 + 3, 10)
 
@@ -341,23 +349,23 @@ def test_a_stop_id_or_the_limit_ends_a_request_and_frees_its_row(desk):
   stopped = desk.ask("ab", most=4, stop_ids=(ord("X"),))
   limited = desk.ask("cd", most=2, stop_ids=(ord("X"),))
   desk.admit()
-  assert desk.fly(stopped, "WX") == 0
-  assert desk.fly(limited, "UV") == 0
+  assert desk.run(stopped, "WX") == 0
+  assert desk.run(limited, "UV") == 0
   ends = [one.future.result() for one in (stopped, limited)]
   assert [done.stop for done in ends] == ["stop", "length"]
   assert [done.tokens.tolist() for done in ends] == [
     [ord("W"), ord("X")],
     [ord("U"), ord("V")],
   ]
-  assert (desk.batch.running, desk.batch.requests) == ([], {})
+  assert (desk.queue.running, desk.queue.requests) == ([], {})
 
 
 @pytest.mark.parametrize("how", ["abort", "cancel"])
-def test_what_lands_for_a_request_that_ended_is_nobodys(desk, how):
+def test_tokens_for_a_request_that_has_ended_are_dropped(desk, how):
   one = desk.ask("abcdefgh", most=8)
   desk.admit()
-  desk.fly(one, feed=4)
-  flight = dispatch_plan.Flight(
+  desk.run(one, feed=4)
+  dispatch = dispatch_plan.Dispatch(
     [one],
     [4],
     [0],
@@ -366,13 +374,13 @@ def test_what_lands_for_a_request_that_ended_is_nobodys(desk, how):
     decode_step.empty_plan(1, (1, 4), 1, slots=3),
     trajectory.PolicyVersion(0),
   )
-  one.flights += 1
-  one.future.cancel() if how == "cancel" else desk.batch.finish(one, "abort")
-  assert desk.land(flight, "X") == 0
-  assert (one.num_sampled, one.flights) == (0, 0)
+  one.in_flight += 1
+  one.future.cancel() if how == "cancel" else desk.queue.finish(one, "abort")
+  assert desk.complete(dispatch, "X") == 0
+  assert (one.num_sampled, one.in_flight) == (0, 0)
   if how == "cancel":
-    desk.batch.finish(one, "abort")
-  # The 4 that had landed before are known.
+    desk.queue.finish(one, "abort")
+  # The 4 that were fed before are cached.
   other = desk.ask("abcdefgh")
   desk.admit()
   assert other.cached_tokens == 4
@@ -380,15 +388,31 @@ def test_what_lands_for_a_request_that_ended_is_nobodys(desk, how):
 
 def test_sessions_that_ended_a_turn_are_expected_for_a_while(desk):
   for text in ("a", "b"):
-    desk.batch.finish(desk.ask(text, session=text), "abort")
-  assert desk.batch.expected(60.0) == 2
+    desk.queue.finish(desk.ask(text, session=text), "abort")
+  assert desk.queue.num_returning(60.0) == 2
   desk.ask("a again", session="a")
-  assert desk.batch.expected(60.0) == 1
-  assert desk.batch.expected(-1.0) == 0
+  assert desk.queue.num_returning(60.0) == 1
+  assert desk.queue.num_returning(-1.0) == 0
 
 
 def test_clearing_leaves_nobody(desk):
   asked = [desk.ask(text) for text in "abcde"]
   desk.admit()
-  assert desk.batch.clear() == asked
-  assert (desk.batch.running, desk.batch.num_waiting) == ([], 0)
+  assert desk.queue.clear() == asked
+  assert (desk.queue.running, desk.queue.num_waiting) == ([], 0)
+
+
+def test_the_queue_forgets_requests_that_ended_while_they_waited():
+  loop = asyncio.new_event_loop()
+  desk = Desk(queue_of(dataclasses.replace(SHAPES, slots=1)), loop)
+  desk.ask("a", request_id="runs")
+  desk.admit()
+  stays = [desk.ask("a", request_id=f"stays {i}") for i in range(3)]
+  for i in range(100):
+    desk.queue.finish(desk.ask("a", request_id=f"leaves {i}"), "abort")
+  assert len(desk.queue._waiting) <= 2 * len(stays) + 1
+  desk.queue.finish(desk.queue.running[0], "abort")
+  desk.admit()
+  # The order is the same.
+  assert desk.queue.running == stays[:1]
+  loop.close()

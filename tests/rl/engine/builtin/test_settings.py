@@ -1,4 +1,4 @@
-"""The size of the built-in engine: which shapes follow, and what is refused."""
+"""Settings of the built-in engine: refusals, and the engine that they build."""
 
 import math
 
@@ -19,13 +19,6 @@ SETTINGS = engine_settings.EngineSettings(
 )
 
 
-def test_buckets_are_ascending_and_end_with_the_largest_size():
-  assert SETTINGS.rows == (4, 8, 24)
-  assert SETTINGS.lengths(600) == (100, 512, 600)
-  assert SETTINGS.lengths(512) == (100, 512)
-  assert SETTINGS.lengths(64) == (64,)
-
-
 def test_rows_that_the_mesh_splits_are_named_by_their_setting():
   assert SETTINGS.split_rows == {
     "engine.slots": 24,
@@ -33,74 +26,6 @@ def test_rows_that_the_mesh_splits_are_named_by_their_setting():
     "engine.row_buckets[1]": 4,
     "engine.row_buckets[2]": 8,
   }
-
-
-def test_pages_are_enough_for_every_slot_unless_they_are_given():
-  assert [SETTINGS.width(length) for length in (1, 16, 17, 100)] == [1, 1, 2, 7]
-  # 24 slots of 7 pages, and one that is copied from while all are full.
-  assert SETTINGS.num_pages(100) == 24 * 7 + 1
-  few = engine_settings.EngineSettings(pages=9)
-  assert few.num_pages(100) == 9
-
-
-@pytest.mark.parametrize(
-  ("rows", "parts", "expected"),
-  [
-    # 64 ids are 16 chunks of 4 and 2 of 32; no more chunks than rows.
-    (24, 1, ((0, 1), (16, 4), (2, 32))),
-    (8, 1, ((0, 1), (8, 4), (2, 32))),
-    (1, 1, ((0, 1), (1, 4), (1, 32))),
-    # Rows with chunks are split over the parts of the mesh as all are.
-    (8, 4, ((0, 1), (8, 4), (4, 32))),
-    (24, 3, ((0, 1), (18, 4), (3, 32))),
-  ],
-)
-def test_chunks_of_all_rows_are_about_as_many_ids_as_allowed(
-  rows, parts, expected
-):
-  assert SETTINGS.chunks(rows, parts) == expected
-  for count, _ in expected:
-    assert count % parts == 0
-    assert (rows - count) % parts == 0
-
-
-def test_a_chunk_longer_than_a_dispatch_still_goes_one_at_a_time():
-  settings = engine_settings.EngineSettings(
-    chunk_buckets=(32,), prefill_tokens=8
-  )
-  assert settings.chunks(8) == ((0, 1), (1, 32))
-
-
-def test_fewer_chunks_are_another_form_where_padding_would_cost_more():
-  settings = engine_settings.EngineSettings(
-    chunk_buckets=(8, 32), prefill_tokens=1024
-  )
-  # A quarter of 64 rows: 16 chunks of 32 fewer are 512 ids, of 8 they are 384.
-  assert settings.chunks(64) == ((0, 1), (16, 8), (64, 8), (16, 32), (32, 32))
-  # 24 chunks of 8 fewer are 192 ids. The 8 of 32 are a multiple of 16, as rows.
-  assert settings.chunks(32) == ((0, 1), (32, 8), (16, 32), (32, 32))
-
-
-@pytest.mark.parametrize(
-  ("ready", "fixed", "rows"),
-  [
-    (1, 8, 4),
-    # 4 of 8 + 4 rather than 5 of 8 + 8; 6 of 8 + 8 rather than 4 of 8 + 4.
-    (5, 8, 4),
-    (6, 8, 8),
-    # 8 of 8 + 8, and 15 or 16 of 8 + 24.
-    (15, 8, 8),
-    (16, 8, 24),
-    # Where a step costs much anyway, all go at once.
-    (4, 512, 4),
-    (5, 512, 8),
-    (9, 512, 24),
-  ],
-)
-def test_rows_are_as_many_as_make_most_of_a_dispatch(ready, fixed, rows):
-  assert SETTINGS.bucket(ready, fixed) == rows
-  share = min(ready, rows) / (fixed + rows)
-  assert SETTINGS.efficiency(ready, fixed) == share
 
 
 def test_the_default_size_is_valid():
@@ -118,8 +43,14 @@ def test_the_default_size_is_valid():
     ({"row_buckets": ()}, r"engine.row_buckets=\(\) needs positive"),
     ({"chunk_buckets": (4, 0)}, r"engine.chunk_buckets=\(4, 0\) needs"),
     ({"length_buckets": (-1,)}, r"engine.length_buckets=\(-1,\) needs"),
-    ({"linger_s": math.nan}, r"engine.linger_s=nan is not in \[0, 1\)"),
-    ({"linger_s": 1.0}, r"engine.linger_s=1.0 is not in \[0, 1\)"),
+    (
+      {"batching_delay_s": math.nan},
+      r"engine.batching_delay_s=nan is not in \[0, 1\)",
+    ),
+    (
+      {"batching_delay_s": 1.0},
+      r"engine.batching_delay_s=1.0 is not in \[0, 1\)",
+    ),
     ({"bias_slots": -1}, "engine.bias_slots=-1 is below 0"),
   ],
 )
@@ -150,7 +81,7 @@ def test_settings_build_the_engine_that_they_describe(spans, one_device):
   built = engine_settings.EngineSettings(bias_slots=0).build(
     model_config.tiny(max_length=48), one_device, thread
   )
-  assert isinstance(built, builtin_engine.JaxEngine)
+  assert isinstance(built, builtin_engine.BuiltinEngine)
   able = built.capabilities
   assert (able.max_length, able.bias, able.experts) == (48, False, False)
   with pytest.raises(ValueError, match="slots=0"):

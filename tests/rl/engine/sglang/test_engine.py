@@ -109,7 +109,7 @@ def output(tokens, version=3, flushed=3, cached=0):
 
 def record(length=5, max_tokens=9):
   request = sglang_requests.of_length("one", length, max_tokens)
-  return sglang_requests.Record(request)
+  return sglang_requests.TrackedRequest(request)
 
 
 def test_a_request_goes_on_behind_what_it_has():
@@ -121,11 +121,11 @@ def test_a_request_goes_on_behind_what_it_has():
   assert one.rid != first
   assert len(one.rid) == len(first)
   assert one.ids == [0, 0, 0, 0, 0, 7, 8]
-  assert one.left == 7
+  assert one.remaining == 7
   # 5 + 2 ids are encoded again, and what was cached first is what counts.
   assert one.add(output([9], version=4, flushed=4)) == (7, 0)
   one.finish("length")
-  last = one.news.get_nowait()
+  last = one.deltas.get_nowait()
   assert isinstance(last, contract.Delta)
   assert last.completion is not None
   done = last.completion

@@ -1,0 +1,144 @@
+"""A request inside the built-in engine: its ids, and what it holds."""
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Int32
+
+from rl.data import trajectory
+from rl.engine import contract
+from rl.engine.builtin import block_manager
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class RequestState:
+  """A request, waiting or running.
+
+  The next dispatch is planned while the one before still runs. So two numbers
+  come twice: as they are, and as they will be when every dispatch in flight
+  has sampled all that it may.
+
+  Attributes:
+    order: the lowest is admitted first and has its context encoded first; the
+      highest gives up its pages first.
+    ids: the conversation, with room for all that may be sampled.
+    known: ids that are given or sampled.
+    planned_known: `known` after the dispatches in flight.
+    planned_cached: `page_table.cached` after the dispatches in flight.
+    in_flight: dispatches in flight that have a row for it.
+    last_dispatch: number of the last one.
+    started: time.monotonic() of its arrival.
+    slot, page_table, bias_row: held while it runs.
+    prefix_shared: others find its encoded context in the prefix cache.
+    cached_tokens: ids that the cache held when it was first admitted; None
+      before.
+    oldest_kv: lowest version that the last sampled token attended to.
+    first_token_s: seconds from its arrival to its first token; 0 before.
+    logprobs, versions: of the tokens sampled so far.
+    deltas: queue that a stream reads, None ends it.
+    num_emitted: sampled tokens that were put there.
+  """
+
+  request: contract.DecodeRequest
+  future: asyncio.Future[contract.Completion]
+  order: tuple[tuple[int, ...], int]
+  ids: Int32[np.ndarray, " N"]
+  known: int
+  started: float = dataclasses.field(default_factory=time.monotonic)
+  slot: int = -1
+  page_table: block_manager.PageTable | None = None
+  bias_row: int = 0
+  planned_cached: int = 0
+  planned_known: int = 0
+  in_flight: int = 0
+  last_dispatch: int = 0
+  prefix_shared: bool = False
+  cached_tokens: int | None = None
+  oldest_kv: int = -1
+  first_token_s: float = 0.0
+  logprobs: list[float] = dataclasses.field(default_factory=list)
+  versions: list[int] = dataclasses.field(default_factory=list)
+  deltas: asyncio.Queue[contract.Delta | None] | None = None
+  num_emitted: int = 0
+
+  @property
+  def pending(self) -> int:
+    """Ids that the next dispatch may feed."""
+    return self.planned_known - self.planned_cached
+
+  @property
+  def remaining(self) -> int:
+    """Tokens to sample after the dispatches in flight."""
+    given = len(self.request.tokens)
+    return self.request.max_tokens - (self.planned_known - given)
+
+  def sync_counters(self) -> None:
+    """Makes the planned numbers the real ones: nothing is in flight."""
+    assert self.page_table is not None
+    self.planned_cached = self.page_table.cached
+    self.planned_known = self.known
+
+  @property
+  def has_started(self) -> bool:
+    """True if it runs, or did before it gave up its pages."""
+    return self.cached_tokens is not None
+
+  @property
+  def num_sampled(self) -> int:
+    """Tokens sampled so far."""
+    return len(self.versions)
+
+  @property
+  def first_version(self) -> trajectory.PolicyVersion | None:
+    """Version of its first token, if there is one."""
+    return trajectory.PolicyVersion(self.versions[0]) if self.versions else None
+
+  def append(
+    self, tokens: Sequence[int], logprobs: Sequence[float], version: int
+  ) -> None:
+    """Appends the tokens of one dispatch, at least one."""
+    if not self.versions:
+      self.first_token_s = time.monotonic() - self.started
+    count = len(tokens)
+    self.ids[self.known : self.known + count] = tokens
+    self.known += count
+    self.logprobs += logprobs
+    self.versions += [version] * count
+
+  def stop_reason(self) -> trajectory.Stop | None:
+    """Returns why sampling is over, or None."""
+    sampled = self.num_sampled
+    if sampled and int(self.ids[self.known - 1]) in self.request.stop_ids:
+      return "stop"
+    return "length" if sampled >= self.request.max_tokens else None
+
+  def emit_delta(self, completion: contract.Completion | None = None) -> None:
+    """Puts the tokens since the last delta into the stream, if one reads."""
+    if self.deltas is None or (
+      self.num_emitted == self.num_sampled and not completion
+    ):
+      return
+    given = len(self.request.tokens)
+    delta = contract.Delta(
+      tokens=self.ids[given + self.num_emitted : self.known].copy(),
+      logprobs=np.asarray(self.logprobs[self.num_emitted :], np.float32),
+      versions=np.asarray(self.versions[self.num_emitted :], np.int32),
+      completion=completion,
+    )
+    self.num_emitted = self.num_sampled
+    self.deltas.put_nowait(delta)
+
+  def fail(self, error: Exception) -> None:
+    """Ends the request with an error."""
+    if not self.future.done():
+      self.future.set_exception(error)
+    if self.deltas is not None:
+      self.deltas.put_nowait(None)
+
+
+def by_order(state: RequestState) -> tuple[tuple[int, ...], int]:
+  """Returns the order of a request, as a sort key."""
+  return state.order

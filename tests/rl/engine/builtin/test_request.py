@@ -1,0 +1,80 @@
+"""One request: its end, its first token, and its stream."""
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from rl.engine import contract
+from tests.helpers import request_states
+
+
+@pytest.fixture
+def running():
+  """See `request_states.maker`."""
+  loop = asyncio.new_event_loop()
+  yield request_states.maker(loop)
+  loop.close()
+
+
+def test_a_request_ends_behind_a_stop_id_or_at_its_limit(running):
+  # Ids are their own positions: the last sampled one of 5 + 3 is 7.
+  assert running(5, 7, 3, stop_ids=(7,)).stop_reason() == "stop"
+  assert running(5, 7, 3, most=3, stop_ids=(7,)).stop_reason() == "stop"
+  assert running(5, 7, 3, most=3, stop_ids=(6,)).stop_reason() == "length"
+  assert running(5, 7, 3, stop_ids=(6,)).stop_reason() is None
+  # A stop id in the prompt is none.
+  assert running(5, 4, 0, stop_ids=(4,)).stop_reason() is None
+
+
+def test_the_first_token_sets_first_version_and_first_token_s(running):
+  state = running(5, 5)
+  state.started -= 30.0
+  assert (state.first_version, state.first_token_s) == (None, 0.0)
+  state.append([7, 6], [-1.0, -2.0], 3)
+  first_s = state.first_token_s
+  assert first_s >= 30.0
+  state.started -= 30.0
+  state.append([5], [-3.0], 4)
+  assert (state.first_version, state.first_token_s) == (3, first_s)
+  assert state.ids[: state.known].tolist() == [0, 1, 2, 3, 4, 7, 6, 5]
+  assert (state.versions, state.logprobs) == ([3, 3, 4], [-1.0, -2.0, -3.0])
+
+
+def test_a_stream_gets_new_tokens_and_everything_at_the_end(running):
+  state = running(5, 6, 2)
+  state.emit_delta()
+  state.deltas = asyncio.Queue()
+  state.emit_delta()
+  state.emit_delta()
+  state.append([7], [-2.0], 3)
+  state.emit_delta()
+  completion = contract.Completion(
+    tokens=np.zeros(0, np.int32),
+    logprobs=np.zeros(0, np.float32),
+    versions=np.zeros(0, np.int32),
+    stop="abort",
+    cached_tokens=0,
+    decode_s=0.0,
+  )
+  state.emit_delta(completion)
+  deltas = [state.deltas.get_nowait() for _ in range(state.deltas.qsize())]
+  told = [delta and delta.tokens.tolist() for delta in deltas]
+  assert told == [[5, 6], [7], []]
+  assert [delta and delta.completion for delta in deltas] == [
+    None,
+    None,
+    completion,
+  ]
+  assert deltas[1] is not None
+  assert deltas[1].logprobs.tolist() == [-2.0]
+  assert deltas[1].versions.tolist() == [3]
+
+
+def test_an_error_reaches_the_caller_and_ends_the_stream(running):
+  state = running(5, 5)
+  state.deltas = asyncio.Queue()
+  state.fail(contract.EngineClosed("closed"))
+  state.fail(contract.EngineClosed("again"))
+  assert str(state.future.exception()) == "closed"
+  assert state.deltas.get_nowait() is None
