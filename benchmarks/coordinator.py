@@ -51,7 +51,8 @@ from rl.loop import coordinator
 from rl.loop import progress as progress_lib
 from rl.pools import router
 from rl.rollout import grading, group_rollout, prompts
-from rl.runtime import mesh_thread, trace, watchdog
+from rl.runtime import mesh_thread, trace
+from rl.runtime import watchdog as watchdog_lib
 from rl.schedule import overlap
 from rl.simulation import learner as simulated_learner
 from rl.testing import fakes
@@ -130,7 +131,7 @@ class _Run:
     clock = asyncio.get_running_loop().time
     self._case, self._rounds = case, rounds
     self._spans = trace.Trace(folder / "spans.jsonl")
-    self._dog = watchdog.Watchdog()
+    self._watchdog = watchdog_lib.Watchdog()
     self._source = at_once.Games(case.turns, case.yields)
     self._tasks = prompts.Prompts(self._source, 0)
     self._thread: mesh_thread.MeshThread | None = None
@@ -164,7 +165,7 @@ class _Run:
       tasks=self._tasks,
       log=self.log,
       spans=self._spans,
-      dog=self._dog,
+      watchdog=self._watchdog,
       observer=self.watcher,
     )
     try:
@@ -179,12 +180,12 @@ class _Run:
       source=self._source,
       engine=self._router,
       chat=at_once.CHAT,
-      graders=grading.Graders(rewards.Outcome(), dog=self._dog),
+      graders=grading.Graders(rewards.Outcome(), watchdog=self._watchdog),
       limits=group_rollout.Rollout(
         group_size=_MEMBERS, max_turns=self._case.turns + 1, max_tokens=256
       ),
       log=self.log,
-      dog=self._dog,
+      watchdog=self._watchdog,
       progress_timeout_s=60.0,
       priority=overlap.priority(self._case.schedule),
     )

@@ -176,7 +176,9 @@ class Bench:
         log,
         parts.spans,
       ),
-      player=assemble.player(experiment, serving, parts.chat, log, parts.dog),
+      player=assemble.player(
+        experiment, serving, parts.chat, log, parts.watchdog
+      ),
       tasks=assemble.tasks(experiment),
     )
 

@@ -50,7 +50,7 @@ async def _evaluate(
   async with load_run.restored(experiment, run_dir) as (parts, found):
     await parts.start(found.state, trajectory.PolicyVersion(found.step))
     settings = experiment.evaluation
-    outcome, _ = await parts.dog.wait(
+    outcome, _ = await parts.watchdog.wait(
       evaluate.evaluate(
         parts.player,
         episodes=_EPISODES.value,
@@ -61,7 +61,7 @@ async def _evaluate(
       owner="the run",
       what="the evaluation",
       deadline_s=experiment.progress_timeout_s,
-      in_steps=True,
+      renew_on_heartbeat=True,
     )
   print(
     f"{experiment.environment.name} after {found.step} rounds: success "

@@ -16,7 +16,8 @@ from rl.engine import contract
 from rl.loop import coordinator, progress
 from rl.pools import router, weight_publisher
 from rl.rollout import episode, grading, group_rollout, prompts
-from rl.runtime import mesh_thread, trace, watchdog
+from rl.runtime import mesh_thread, trace
+from rl.runtime import watchdog as watchdog_lib
 from rl.schedule import overlap
 from rl.train import learner, scoring, skipped_updates, train_state
 from rl.train import trainer as trainer_lib
@@ -49,7 +50,7 @@ class Parts:
   tasks: prompts.Prompts
   log: event_log.EventLog
   spans: trace.Trace
-  dog: watchdog.Watchdog
+  watchdog: watchdog_lib.Watchdog
   trainer: trainer_lib.Training
 
   async def start(
@@ -92,7 +93,7 @@ def build(
   spans = trace.Trace(run_dir / "spans.jsonl" if run_dir else None)
   log = event_log.EventLog(run_dir / "events.jsonl" if run_dir else None)
   chat = experiment.chat()
-  dog = watchdog.Watchdog(report)
+  watchdog = watchdog_lib.Watchdog(report)
   learner_thread = mesh_thread.MeshThread("learner", spans)
   threads = [mesh_thread.MeshThread("decode", spans) for _ in decode_layouts]
   model = weight_publisher.pool_model(
@@ -120,11 +121,11 @@ def build(
     publisher=publisher(
       experiment, serving, decode_layouts, learner_thread, log, spans
     ),
-    player=player(experiment, serving, chat, log, dog),
+    player=player(experiment, serving, chat, log, watchdog),
     tasks=tasks(experiment),
     log=log,
     spans=spans,
-    dog=dog,
+    watchdog=watchdog,
     trainer=trainer(
       experiment,
       learner_layout,
@@ -257,7 +258,7 @@ def player(
   sessions: group_rollout.Sessions,
   chat: episode.Chat,
   log: event_log.EventLog,
-  dog: watchdog.Watchdog,
+  watchdog: watchdog_lib.Watchdog,
 ) -> group_rollout.Player:
   """Returns what plays the groups of an experiment."""
   limits, schedule = experiment.rollout, experiment.overlap
@@ -265,10 +266,12 @@ def player(
     source=experiment.environment,
     engine=sessions,
     chat=chat,
-    graders=grading.Graders(experiment.reward, limits.grading, dog=dog),
+    graders=grading.Graders(
+      experiment.reward, limits.grading, watchdog=watchdog
+    ),
     limits=limits,
     log=log,
-    dog=dog,
+    watchdog=watchdog,
     progress_timeout_s=experiment.progress_timeout_s,
     priority=overlap.priority(schedule),
     extra_members=schedule.redundancy.extra_members,
@@ -309,7 +312,7 @@ def coordinate(
     tasks=parts.tasks,
     log=parts.log,
     spans=parts.spans,
-    dog=parts.dog,
+    watchdog=parts.watchdog,
     observer=observer,
     gauges=lambda: _gauges(parts),
   )

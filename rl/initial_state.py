@@ -119,7 +119,7 @@ async def restore(
   if found is None or frozen is None:
     return found
   _, frozen = _without_frozen(await _first_state(parts))
-  checkpoint.check_same(found.host[_FROZEN], checkpoint.digests(frozen))
+  checkpoint.check_same(found.host[_FROZEN], checkpoint.checksums(frozen))
   params = lora.join(found.state.params, frozen)
   return dataclasses.replace(found, state=found.state._replace(params=params))
 
@@ -130,7 +130,7 @@ def save(
 ) -> None:
   """Starts a checkpoint that can be restored; see `Checkpoints.save`."""
   state, frozen = _without_frozen(now.state)
-  host = now.to_host() | {_FROZEN: checkpoint.digests(frozen)}
+  host = now.to_host() | {_FROZEN: checkpoint.checksums(frozen)}
   checkpoints.save(now.trained, state, host)
 
 

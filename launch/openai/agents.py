@@ -23,7 +23,7 @@ from launch.openai import http_server
 from rl.agents import answer_stream, served_agent, sessions
 from rl.data import trajectory
 from rl.rollout import episode as episode_lib
-from rl.runtime import watchdog
+from rl.runtime import watchdog as watchdog_lib
 
 Agent = Callable[[str, base.Task], Any]
 """(base_url, task) -> reward, or None if graded elsewhere; async or not."""
@@ -43,7 +43,7 @@ class Agents:
   sessions: sessions.Sessions
   address: str
   pool: threads.ThreadPool
-  dog: watchdog.Watchdog | None = None
+  watchdog: watchdog_lib.Watchdog | None = None
 
   async def play(
     self, agent: Agent, episode: episode_lib.Episode, *, deadline_s: float
@@ -63,7 +63,7 @@ class Agents:
       return await result if isinstance(result, Awaitable) else result
 
     return await served_agent.play(
-      self.sessions, episode, run, deadline_s=deadline_s, dog=self.dog
+      self.sessions, episode, run, deadline_s=deadline_s, watchdog=self.watchdog
     )
 
 
@@ -76,7 +76,7 @@ async def serving(
   host: str = "127.0.0.1",
   port: int = 0,
   max_sessions: int = 4096,
-  dog: watchdog.Watchdog | None = None,
+  watchdog: watchdog_lib.Watchdog | None = None,
 ) -> AsyncIterator[Agents]:
   """Serves an engine on the running event loop while agents play.
 
@@ -90,7 +90,7 @@ async def serving(
   async with http_server.listening(
     app, http_server.bind(host, port)
   ) as address:
-    yield Agents(sessions=opened, address=address, pool=pool, dog=dog)
+    yield Agents(sessions=opened, address=address, pool=pool, watchdog=watchdog)
 
 
 def _is_async(agent: Agent) -> bool:

@@ -38,7 +38,8 @@ from rl.data import trajectory
 from rl.loop import coordinator
 from rl.loop import progress as progress_lib
 from rl.rollout import evaluate
-from rl.runtime import checkpoint, trace, watchdog
+from rl.runtime import checkpoint, trace
+from rl.runtime import watchdog as watchdog_lib
 from rl.train import skipped_updates
 
 _EPISODES_KEPT = 4
@@ -64,7 +65,7 @@ def train(
     screen.note(f"error: initial={error}")
     return 2
   except (
-    watchdog.Stalled,
+    watchdog_lib.Stalled,
     checkpoint.Mismatch,
     checkpoint.Unsaved,
     round_warnings.NothingTrained,
@@ -149,7 +150,7 @@ class _Run:
     try:
       with (
         self._signals.calling(loop.stop),
-        parts.dog.guard(loop_lag_s=_LOOP_LAG_S),
+        parts.watchdog.guard(loop_lag_s=_LOOP_LAG_S),
       ):
         await loop.run(progress)
     except coordinator.Stopped:
@@ -325,12 +326,12 @@ class _Run:
 
   async def _evaluate_apart(self, version: int) -> None:
     """As `_evaluate`, outside of the rounds, where nobody else waits for it."""
-    await self._parts.dog.wait(
+    await self._parts.watchdog.wait(
       self._evaluate(version),
       owner="the run",
       what=f"the evaluation of version {version}",
       deadline_s=self._experiment.progress_timeout_s,
-      in_steps=True,
+      renew_on_heartbeat=True,
     )
 
   async def _evaluate(self, version: int) -> None:

@@ -11,7 +11,8 @@ from rl.agents import session_tree, sessions
 from rl.data import trajectory
 from rl.engine import contract
 from rl.rollout import episode as episode_lib
-from rl.runtime import isolation, watchdog
+from rl.runtime import isolation
+from rl.runtime import watchdog as watchdog_lib
 
 _NOT_IN_NAMES = re.compile(r"[^\w.:~@=+-]", re.ASCII)
 
@@ -22,7 +23,7 @@ async def play(
   agent: Callable[[str], Awaitable[object]],
   *,
   deadline_s: float,
-  dog: watchdog.Watchdog | None = None,
+  watchdog: watchdog_lib.Watchdog | None = None,
 ) -> list[trajectory.Trajectory]:
   """Plays an agent once and returns its trajectories, at least one.
 
@@ -32,7 +33,7 @@ async def play(
   Args:
     agent: gets the name of the session in which to ask for answers; returns
       the reward, or None if it is graded elsewhere.
-    dog: lists the agent in its table while this waits.
+    watchdog: lists the agent in its table while this waits.
 
   Returns:
     An agent that raises, overruns the deadline, returns something other than a
@@ -51,7 +52,7 @@ async def play(
     with session.request_running():
       owner = f"episode {episode.name}"
       reward = await isolation.guarded(
-        lambda: agent(name), deadline_s, "agent", dog, owner
+        lambda: agent(name), deadline_s, "agent", watchdog, owner
       )
     reward = None if reward is None else isolation.checked_reward(reward)
     ending = _ending(episode, trajectory.Status.COMPLETED, reward=reward)

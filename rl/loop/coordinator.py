@@ -28,7 +28,8 @@ from rl.engine import contract
 from rl.loop import producer, round_metrics
 from rl.loop import progress as progress_lib
 from rl.rollout import group_rollout
-from rl.runtime import trace, watchdog
+from rl.runtime import trace
+from rl.runtime import watchdog as watchdog_lib
 from rl.schedule import overlap
 from rl.train import trainer as trainer_lib
 
@@ -109,7 +110,7 @@ class Coordinator:
     tasks: producer.Tasks,
     log: event_log.EventLog,
     spans: trace.Trace,
-    dog: watchdog.Watchdog,
+    watchdog: watchdog_lib.Watchdog,
     observer: progress_lib.Observer,
     gauges: Callable[[], Mapping[str, float]] = dict,
   ):
@@ -120,7 +121,7 @@ class Coordinator:
     self._tasks = tasks
     self._log = log
     self._spans = spans
-    self._dog = dog
+    self._watchdog = watchdog
     self._observer = observer
     self._gauges = gauges
     self._producer = producer.Producer(
@@ -144,7 +145,7 @@ class Coordinator:
 
     Raises:
       Stopped: `stop` was called; the observer has seen the boundary.
-      watchdog.Stalled: something waited longer than `progress_timeout_s`.
+      watchdog_lib.Stalled: something waited longer than `progress_timeout_s`.
     """
     self._trained = progress.trained
     self._trainer.restore(progress.state)
@@ -316,7 +317,7 @@ class Coordinator:
     """Returns when nothing is being published."""
     if self._publishing is not None:
       # What it waits for itself has deadlines, so this wait ends.
-      with self._dog.noted(
+      with self._watchdog.track(
         owner="learner",
         what="the version before to be served",
         deadline_s=self._settings.progress_timeout_s,
@@ -333,19 +334,19 @@ class Coordinator:
     await self._guarded(
       self._observer.on_published(version),
       f"the evaluation of version {version}",
-      in_steps=True,
+      renew_on_heartbeat=True,
     )
     self._producer.release(version)
 
   async def _guarded(
-    self, work: Any, what: str, *, in_steps: bool = False
+    self, work: Any, what: str, *, renew_on_heartbeat: bool = False
   ) -> Any:
-    return await self._dog.wait(
+    return await self._watchdog.wait(
       work,
       owner="learner",
       what=what,
       deadline_s=self._settings.progress_timeout_s,
-      in_steps=in_steps,
+      renew_on_heartbeat=renew_on_heartbeat,
     )
 
   # Metrics.

@@ -17,7 +17,8 @@ from jaxtyping import Int32
 from envs import base
 from rl.data import trajectory
 from rl.engine import contract
-from rl.runtime import isolation, watchdog
+from rl.runtime import isolation
+from rl.runtime import watchdog as watchdog_lib
 
 _T = TypeVar("_T")
 _Request = Callable[..., contract.DecodeRequest]
@@ -128,7 +129,7 @@ class _Guarded:
 
   environment: Any  # What the source built; it may be nonsense too.
   step_s: float
-  dog: watchdog.Watchdog | None
+  watchdog: watchdog_lib.Watchdog | None
   owner: str
   late: set[asyncio.Task[None]]
   calls: set[asyncio.Task[Any]] = dataclasses.field(default_factory=set)
@@ -175,7 +176,7 @@ class _Guarded:
       call,
       self.step_s,
       what,
-      self.dog,
+      self.watchdog,
       self.owner,
       " of the environment",
       late=self.calls,
@@ -258,7 +259,7 @@ async def play(
   chat: Chat,
   limits: Limits,
   record: Record,
-  dog: watchdog.Watchdog | None = None,
+  watchdog: watchdog_lib.Watchdog | None = None,
   priority: tuple[int, ...] = (),
   closing: set[asyncio.Task[None]] | None = None,
   late: set[asyncio.Task[None]] | None = None,
@@ -268,7 +269,7 @@ async def play(
   Args:
     source: builds the environment, which is closed here on every path.
     record: fresh; after an exception it holds what was sampled.
-    dog: its table names the environment while this waits for it.
+    watchdog: its table names the environment while this waits for it.
     priority: of its requests.
     closing: gets the task that closes the environment, until it is done; None
       waits for it here. A slow one need not hold up the reward.
@@ -289,7 +290,7 @@ async def play(
   except isolation.Fault as fault:
     return record.end(trajectory.Status.ENV_FAULT, str(fault))
   left = set() if late is None else late
-  environment = _Guarded(built, limits.step_s, dog, owner, left)
+  environment = _Guarded(built, limits.step_s, watchdog, owner, left)
   try:
     request = _request(episode, chat, limits, priority)
     return await _turns(record, environment, engine, chat, limits, request)

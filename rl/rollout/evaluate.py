@@ -73,8 +73,8 @@ async def _play(
   player: group_rollout.Player, one: episode.Episode
 ) -> trajectory.Trajectory:
   played = await player.member(one)
-  if player.dog is not None:
-    player.dog.got_on()
+  if player.watchdog is not None:
+    player.watchdog.heartbeat()
   return played
 
 

@@ -18,7 +18,8 @@ from typing import Any
 
 from envs import base
 from rl.data import trajectory
-from rl.runtime import isolation, watchdog
+from rl.runtime import isolation
+from rl.runtime import watchdog as watchdog_lib
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -125,7 +126,7 @@ class Graders:
   Args:
     reward: stateless.
     max_concurrent: calls at once; more wait, first come, first served.
-    dog: its table names what each trajectory waits for.
+    watchdog: its table names what each trajectory waits for.
 
   Raises:
     ValueError: the reward is not stateless, or a setting allows no call.
@@ -136,7 +137,7 @@ class Graders:
     reward: base.Reward,
     retries: Retries | None = None,
     max_concurrent: int = 256,
-    dog: watchdog.Watchdog | None = None,
+    watchdog: watchdog_lib.Watchdog | None = None,
   ):
     refuse_stateful(reward)
     if max_concurrent < 1:
@@ -144,7 +145,7 @@ class Graders:
     self._reward = reward
     self._retries = retries or Retries()
     self._retries.validate()
-    self._dog = dog
+    self._watchdog = watchdog
     self._places = asyncio.Semaphore(max_concurrent)
     self._late: set[asyncio.Task[Any]] = set()
     self._stats = Stats()
@@ -202,7 +203,7 @@ class Graders:
       lambda: self._reward(task, [transcript]),
       self._retries.deadline_s,
       "reward",
-      self._dog,
+      self._watchdog,
       owner,
       late=self._late,
       check=isolation.checked_grade,
@@ -215,7 +216,7 @@ class Graders:
     start = time()
     self._count(waiting=1)
     try:
-      with self._noted(owner):
+      with self._tracked(owner):
         await self._places.acquire()
     finally:
       self._count(waiting=-1)
@@ -227,11 +228,11 @@ class Graders:
       self._count(in_flight=-1, busy_s=time() - begun)
       self._places.release()
 
-  def _noted(self, owner: str) -> contextlib.AbstractContextManager[None]:
-    if self._dog is None:
+  def _tracked(self, owner: str) -> contextlib.AbstractContextManager[None]:
+    if self._watchdog is None:
       return contextlib.nullcontext()
     # Within that time every call that holds a place has ended.
-    return self._dog.noted(
+    return self._watchdog.track(
       owner=owner,
       what="a place to be graded",
       deadline_s=self._retries.deadline_s,

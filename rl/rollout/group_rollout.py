@@ -19,7 +19,8 @@ from rl.data import trajectory
 from rl.engine import contract
 from rl.rollout import episode as episode_lib
 from rl.rollout import grading as grading_lib
-from rl.runtime import cancellable, watchdog
+from rl.runtime import cancellable
+from rl.runtime import watchdog as watchdog_lib
 
 _STATUS = {
   "stale": trajectory.Status.STALE,
@@ -98,7 +99,7 @@ class Player:
     extra_members: played beyond `limits.group_size`.
     closing: environments of episodes that are over.
     late: what is left of those that did not end in time.
-    dog: its table names what each episode waits for.
+    watchdog: its table names what each episode waits for.
     progress_timeout_s: deadline in that table; the learner's wait enforces
       it.
   """
@@ -109,7 +110,7 @@ class Player:
   graders: grading_lib.Graders
   limits: Rollout
   log: event_log.EventLog
-  dog: watchdog.Watchdog | None = None
+  watchdog: watchdog_lib.Watchdog | None = None
   progress_timeout_s: float = math.inf
   priority: Callable[[int, int], tuple[int, ...]] = lambda group, index: (
     group,
@@ -353,7 +354,7 @@ class _Member:
         player.chat,
         player.limits,
         self._record,
-        player.dog,
+        player.watchdog,
         priority=player.priority(episode.group_id, episode.index),
         closing=player.closing,
         late=player.late,
@@ -370,7 +371,7 @@ class _Member:
     player, asked = self._player, asyncio.get_running_loop().time()
     self._request = request.request_id
     try:
-      with self._noted(request.session):
+      with self._tracked(request.session):
         completion = await player.engine.generate(request)
     finally:
       self._request = ""
@@ -386,10 +387,10 @@ class _Member:
       completion = dataclasses.replace(completion, stop="abort")
     return completion
 
-  def _noted(self, session: str) -> contextlib.AbstractContextManager[None]:
-    if self._player.dog is None:
+  def _tracked(self, session: str) -> contextlib.AbstractContextManager[None]:
+    if self._player.watchdog is None:
       return contextlib.nullcontext()
-    return self._player.dog.noted(
+    return self._player.watchdog.track(
       owner=f"episode {session}",
       what="an answer of the engine",
       deadline_s=self._player.progress_timeout_s,

@@ -1,4 +1,4 @@
-"""Work that can be cancelled without whoever waits for it."""
+"""Work that can be cancelled without cancelling its waiter."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -10,7 +10,7 @@ _T = TypeVar("_T")
 class Cancellable:
   """Runs work, one piece after another, until it is cancelled.
 
-  Whoever waits calls `run`, and anybody `cancel`, on one event loop.
+  The waiter calls `run`, and anyone `cancel`, on one event loop.
   """
 
   def __init__(self):
@@ -18,16 +18,16 @@ class Cancellable:
     self._cancelled = False
 
   def cancel(self) -> None:
-    """Ends what is run now and what would be run later."""
+    """Cancels the current work and all later work."""
     self._cancelled = True
     if self._task is not None:
       self._task.cancel()
 
   async def run(self, work: Coroutine[Any, Any, _T]) -> _T | None:
-    """Returns what work returns, or None when it was cancelled.
+    """Returns the result of the work, or None if it was cancelled.
 
-    So it was, too, when it says so by itself and nobody has called `cancel`.
-    Cancel who waits, and the work is over before that is.
+    Also returns None if the work raises CancelledError itself. Cancelling the
+    caller cancels the work and waits for it.
     """
     self._task = asyncio.create_task(work)
     if self._cancelled:

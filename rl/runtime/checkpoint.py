@@ -11,14 +11,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from absl import logging
-from jaxtyping import Array, PyTree, Shaped, UInt32
+from jaxtyping import PyTree
 
-# Failures that say nothing about the checkpoint; any other exception does, for
-# orbax raises all kinds on files that are cut, changed or gone, bare Exception
-# included.
+from rl.runtime import checksum
+
+# Failures that are not the checkpoint's. Any other exception is: orbax raises
+# all kinds, bare Exception included, on files that are cut, changed or gone.
 _NOT_DAMAGE = (MemoryError, PermissionError, jax.errors.JaxRuntimeError)
 _DELETED = ".deleted"
 _UNFINISHED = ".orbax-checkpoint-tmp"
@@ -29,16 +29,12 @@ class Mismatch(Exception):
 
 
 class Unsaved(Exception):
-  """A checkpoint could not be written, or none of those there can be read."""
+  """A checkpoint could not be written, or no existing one can be read."""
 
 
 @contextlib.contextmanager
 def saving(what: str) -> Iterator[None]:
-  """Says what could not be saved, whatever Orbax raises in the body.
-
-  Raises:
-    Unsaved: it raised something.
-  """
+  """Turns any exception of the body into Unsaved, which names `what`."""
   try:
     yield
   except Exception as error:  # Orbax raises all kinds.
@@ -47,12 +43,12 @@ def saving(what: str) -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Restored:
-  """What `Checkpoints.restore` found.
+  """The result of `Checkpoints.restore`.
 
   Attributes:
     step: of the checkpoint in use.
-    state: arrays in the tree and on the shardings that were asked for.
-    host: as it was saved, after a round trip through JSON.
+    state: arrays in the requested tree and shardings.
+    host: as saved, after a round trip through JSON.
     skipped: name and reason of each newer checkpoint that is damaged.
   """
 
@@ -67,18 +63,18 @@ class Checkpoints:
 
   One process owns the directory and calls `save`; it must `restore` before
   its first save. Others may `restore` meanwhile: that changes nothing on
-  disk. The directory is of a file system with an atomic rename.
+  disk. The file system must rename atomically.
 
-  Every leaf has a 32-bit digest, computed where the leaf lives: one read of
-  device memory, and one small compilation for each new shape.
+  Every leaf has a checksum, computed on its devices: one read of their memory,
+  and one small compilation for each new shape.
   """
 
   def __init__(self, directory: pathlib.Path | str, keep: int):
     """Opens a directory, which may not exist yet.
 
     Args:
-      keep: newest checkpoints to keep, >= 1. While one is being written it
-        comes on top of them.
+      keep: newest checkpoints to keep, >= 1, not counting the one being
+        written.
     """
     if keep < 1:
       raise ValueError(f"keep={keep} leaves nothing to resume from; use >= 1")
@@ -100,19 +96,19 @@ class Checkpoints:
       host: data for JSON; copied before the return.
 
     Raises:
-      ValueError: the step is there already.
-      Exception: whatever the save before this one failed with.
+      ValueError: the step exists already.
+      Exception: the error of the save before this one.
     """
     self.wait()
     self._tidy()
-    arrays, sums = _by_name(state), digests(state)
+    arrays, sums = _by_name(state), checksums(state)
     with jax.transfer_guard("allow"):
       leaves = {
-        name: {"like": _like(x), "digest": sums[name]}
+        name: {"like": _like(x), "checksum": sums[name]}
         for name, x in arrays.items()
       }
       # Through JSON and back: the caller may change its data while orbax
-      # writes, and keys become the strings that the sum will see again.
+      # writes, and keys become the strings that the sum will see on reading.
       body = json.loads(json.dumps({"leaves": leaves, "host": host}))
       self._orbax.save(
         self._directory / str(step),
@@ -127,7 +123,7 @@ class Checkpoints:
     """Returns when the last save is whole; deletes those beyond `keep`.
 
     Raises:
-      Exception: whatever that save failed with, once.
+      Exception: the error of that save, once.
     """
     self._orbax.wait_until_finished()
     if self._writing:
@@ -143,15 +139,15 @@ class Checkpoints:
       self._orbax.close()
 
   def restore(self, abstract: PyTree) -> Restored | None:
-    """Reads the newest checkpoint that is whole; None when there is none.
+    """Reads the newest whole checkpoint; None when there is none.
 
-    A damaged one is skipped with a warning, and moved out of the way to
+    A damaged one is skipped with a warning, and moved aside to
     `<step>.damaged` by the next save.
 
     Args:
       abstract: jax.ShapeDtypeStructs with shardings. It may lack fields at
-        the top of the saved state: `{"params": params}` reads no more than
-        the parameters of a state with such a field.
+        the top of the saved state: `{"params": params}` reads only the
+        parameters of a state with such a field.
 
     Raises:
       Mismatch: the newest readable one has another tree, shape or dtype.
@@ -193,9 +189,9 @@ class Checkpoints:
         )
       ),
     ).state
-    for name, digest in digests(arrays).items():
-      if digest != body["leaves"][name]["digest"]:
-        raise ValueError(f"leaf {name} does not match its digest")
+    for name, found in checksums(arrays).items():
+      if found != body["leaves"][name]["checksum"]:
+        raise ValueError(f"leaf {name} does not match its checksum")
     tree = jax.tree.structure(abstract)
     return tree.unflatten([arrays[name] for name in wanted]), body["host"]
 
@@ -209,7 +205,7 @@ class Checkpoints:
     )
 
   def _tidy(self) -> None:
-    """Removes what a killed run left; moves damaged checkpoints aside."""
+    """Removes leftovers of a killed run; moves damaged checkpoints aside."""
     self._directory.mkdir(parents=True, exist_ok=True)
     for path in list(self._directory.iterdir()):
       if _UNFINISHED in path.name or path.name.endswith(_DELETED):
@@ -224,50 +220,30 @@ class Checkpoints:
     self._damaged = []
 
 
-def digests(tree: PyTree) -> dict[str, int]:
-  """Returns the digest of each leaf by its path."""
+def checksums(tree: PyTree) -> dict[str, str]:
+  """Returns the checksum of each leaf by its path."""
   with jax.transfer_guard("allow"):
-    # One at a time: programs that sum over many virtual devices, dispatched
-    # together, can wait for each other's threads on the CPU of jax 0.8.
     return {
-      name: int(_digest(_on_device(leaf)))
+      name: checksum.of_leaf(_on_device(leaf))
       for name, leaf in _by_name(tree).items()
     }
 
 
-def check_same(saved: Mapping[str, int], found: Mapping[str, int]) -> None:
-  """Raises Mismatch naming the first leaf with another digest than saved."""
+def check_same(saved: Mapping[str, str], found: Mapping[str, str]) -> None:
+  """Raises Mismatch naming the first leaf whose checksum differs."""
   for name in [*found, *saved]:
     if saved.get(name) != found.get(name):
       raise Mismatch(
         f"the checkpoint was trained on top of frozen parameters of which "
-        f"{name} has digest {saved.get(name, 'none')}, but here it has "
+        f"{name} has checksum {saved.get(name, 'none')}, but here it has "
         f"{found.get(name, 'none')}; use the weights that the run started "
         "from, or another directory"
       )
 
 
 def _on_device(leaf: Any) -> Any:
-  """Returns a leaf that lies in the memory of a host where programs reach."""
+  """Moves a leaf from host memory to where programs can read it."""
   return jax.device_put(leaf, leaf.sharding.with_memory_kind("device"))
-
-
-@jax.jit
-def _digest(x: Shaped[Array, "..."]) -> UInt32[Array, ""]:
-  """Returns sum over i of bits(x[i]) * (2 i + 1), modulo 2**32.
-
-  Odd weights: a change of any one element always changes the sum. Integers:
-  the order of summation, and so the sharding, does not matter.
-  """
-  if x.dtype == jnp.bool_:
-    x = x.astype(jnp.uint8)
-  bits = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
-  index, stride = jnp.uint32(0), 1
-  for axis in reversed(range(x.ndim)):
-    iota = jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)
-    index = index + iota * jnp.uint32(stride % 2**32)
-    stride *= x.shape[axis]
-  return jnp.sum(bits.astype(jnp.uint32) * (2 * index + 1), dtype=jnp.uint32)
 
 
 def _by_name(tree: PyTree) -> dict[str, Any]:
@@ -306,7 +282,7 @@ def _sum(body: Any) -> int:
 
 
 def _delete(path: pathlib.Path) -> None:
-  # Renamed first: a kill during the deletion must not leave half of one.
+  # Renamed first: a kill during the deletion must not leave half of it.
   trash = path.with_name(path.name + _DELETED)
   path.rename(trash)
   shutil.rmtree(trash)
@@ -320,10 +296,10 @@ def _warn(directory: pathlib.Path, skipped: list[str], instead: str) -> None:
 
 
 def _in_short(error: Exception) -> str:
-  # The messages of orbax run to pages.
+  # Messages of orbax fill pages.
   return (str(error).splitlines() or [type(error).__name__])[0][:100]
 
 
 def _is_not_chatter(record: python_logging.LogRecord) -> bool:
-  """Drops what orbax logs below errors: pages for each save and restore."""
+  """Drops logs of orbax below errors: pages for each save and restore."""
   return record.levelno >= logging.ERROR or "orbax" not in record.pathname

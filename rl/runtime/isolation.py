@@ -1,8 +1,8 @@
-"""Foreign code: a call of it ends in time, with a value as promised or a Fault.
+"""Guarded calls of user code: in time and checked, or a Fault.
 
-call -> its own task -> [ waits, under a deadline ]* -> check -> value
-                              |
-                              +-- too late -> cancelled and left behind
+guarded: call -> _outcome in its own task -> under a deadline -> check -> value
+                                               |
+                                               +-- too late -> _leave_behind
 """
 
 import asyncio
@@ -21,9 +21,12 @@ from typing import Any, TypeVar, get_args
 import numpy as np
 
 from envs import base
-from rl.runtime import watchdog
+from rl.runtime import watchdog as watchdog_lib
 
 _T = TypeVar("_T")
+
+TESTED_PYTHONS = ((3, 11), (3, 13))
+"""First and last version of CPython whose internals `detach_task` knows."""
 
 _ROLES = get_args(base.Role)
 # Advantages are float32: a reward beyond this would be infinite there.
@@ -31,43 +34,43 @@ _MAX_REWARD = float(np.finfo(np.float32).max)
 
 
 class Fault(Exception):
-  """Foreign code raised, overran its deadline or returned nonsense."""
+  """User code raised, overran its deadline or returned nonsense."""
 
 
 async def guarded(
   call: Callable[[], Awaitable[Any]],
   deadline_s: float,
   what: str,
-  dog: watchdog.Watchdog | None = None,
+  watchdog: watchdog_lib.Watchdog | None = None,
   owner: str = "",
   of: str = "",
   late: set[asyncio.Task[Any]] | None = None,
   check: Callable[[Any], _T] = lambda value: value,
 ) -> _T:
-  """Returns what foreign code returns in time, and raises Fault else.
+  """Returns the checked result of user code, or raises Fault.
 
-  The call has a task of its own. When it is late, or nobody waits for it any
-  more, it is cancelled and left behind: one that catches its cancellation
-  would have no deadline else, and what it returned then would count.
+  The call has a task of its own. A call that is late, or whose caller is
+  cancelled, is cancelled and left behind: waiting for it would let code that
+  catches its cancellation overrun the deadline.
 
   Args:
     call: makes the awaitable; it may raise or return nonsense too.
-    what: a word for the call: "step".
-    dog: its table says that `owner` waits for `what` + `of`.
-    late: has the call while it is left behind, until it ends.
-    check: returns what the value should be, or raises Fault; what it looks at
-      is foreign code too.
+    what: a word for the call, such as "step".
+    watchdog: lists that `owner` waits for `what` + `of`.
+    late: holds the call while it is left behind, until it ends.
+    check: returns the valid value or raises Fault; looking at the value may
+      run user code too.
   """
-  noted = contextlib.nullcontext()
-  if dog is not None:
-    noted = dog.noted(owner=owner, what=what + of, deadline_s=deadline_s)
-  with noted:
+  tracked = contextlib.nullcontext()
+  if watchdog is not None:
+    tracked = watchdog.track(owner=owner, what=what + of, deadline_s=deadline_s)
+  with tracked:
     work = asyncio.create_task(_outcome(call))
     try:
       await asyncio.wait([work], timeout=deadline_s)
     finally:
       if not work.done():
-        _leave(work, set() if late is None else late)
+        _leave_behind(work, set() if late is None else late)
   if not work.done():
     raise Fault(f"{what} took over {deadline_s:g} s")
   value, error = work.result()
@@ -79,7 +82,7 @@ async def guarded(
 async def _outcome(
   call: Callable[[], Awaitable[_T]],
 ) -> tuple[_T | None, BaseException | None]:
-  """Returns what a call returns, or what it raises.
+  """Returns the value of a call and None, or None and its exception.
 
   Caught here, since asyncio ends the loop when a task raises SystemExit.
   """
@@ -91,21 +94,32 @@ async def _outcome(
     return None, error
 
 
-def _leave(work: asyncio.Task[Any], late: set[asyncio.Task[Any]]) -> None:
-  """Cancels a call for which nobody waits any more."""
+def _leave_behind(
+  work: asyncio.Task[Any], late: set[asyncio.Task[Any]]
+) -> None:
+  """Cancels a call that has no waiter any more."""
   late.add(work)
   work.add_done_callback(late.discard)
   work.cancel()
-  # It may catch whatever would end it: asyncio.run, which waits for every task
-  # that it knows, would never end, nor the process, which collects the rest.
-  asyncio.tasks._unregister_task(work)
-  held = ctypes.py_object(work)
-  ctypes.pythonapi.Py_IncRef(held)
-  work.add_done_callback(lambda _: ctypes.pythonapi.Py_DecRef(held))
+  detach_task(work)
+
+
+def detach_task(task: asyncio.Task[Any]) -> None:
+  """Lets the loop and the process end although a task catches its own end.
+
+  `asyncio.run` waits for every task that it knows, and the end of the process
+  closes every coroutine that it collects; user code that catches both would
+  run forever. There is no public way around either, so this uses CPython's
+  own: see TESTED_PYTHONS.
+  """
+  asyncio.tasks._unregister_task(task)  # asyncio.run does not wait for it.
+  held = ctypes.py_object(task)
+  ctypes.pythonapi.Py_IncRef(held)  # The end of the process does not close it.
+  task.add_done_callback(lambda _: ctypes.pythonapi.Py_DecRef(held))
 
 
 def contained(call: Callable[[], _T], what: str) -> _T:
-  """Returns what foreign code returns, and raises Fault when it raises."""
+  """Returns the result of user code; whatever it raises becomes a Fault."""
   try:
     return call()
   except (KeyboardInterrupt, Fault):
@@ -115,7 +129,7 @@ def contained(call: Callable[[], _T], what: str) -> _T:
 
 
 def checked_messages(messages: object, what: str) -> list[base.Message]:
-  """Returns messages that are what they claim, and raises Fault else."""
+  """Returns valid messages, or raises Fault."""
   if not isinstance(messages, Sequence):
     raise Fault(f"{what} returned {_kind(messages)}, not a list of messages")
   said = contained(lambda: list(messages), f"{what} returned messages, which")
@@ -132,7 +146,7 @@ def checked_messages(messages: object, what: str) -> list[base.Message]:
 
 
 def checked_step(step: object) -> base.Step:
-  """Returns a step that is what it claims, and raises Fault else."""
+  """Returns a valid step, or raises Fault."""
   if not isinstance(step, base.Step):
     raise Fault(f"step returned {_kind(step)}, not a Step")
   if not isinstance(step.done, (bool, np.bool_)):
@@ -142,12 +156,12 @@ def checked_step(step: object) -> base.Step:
 
 
 def checked_reward(reward: object, what: str = "reward") -> float:
-  """Returns a number that is finite as float32, and raises Fault else."""
+  """Returns a number that is finite as float32, or raises Fault."""
   if type(reward) is float and abs(reward) <= _MAX_REWARD:
-    return reward  # As nearly all are, and what follows takes longer.
-  # numpy's numbers are Real too; bool is an int, but no reward.
+    return reward  # The common case, and the rest takes longer.
+  # numpy's numbers are Real too; bool is an int, but not a reward.
   if isinstance(reward, numbers.Real) and not isinstance(reward, bool):
-    # An int may be too large for float(), and a foreign class may do anything.
+    # An int may be too large for float(), and a user's class may do anything.
     with contextlib.suppress(Exception):
       value = float(reward)
       if abs(value) <= _MAX_REWARD:
@@ -156,7 +170,7 @@ def checked_reward(reward: object, what: str = "reward") -> float:
 
 
 def checked_grade(grades: object) -> tuple[float, dict[str, float]]:
-  """Returns (value, parts) of the only grade, and raises Fault else."""
+  """Returns (value, parts) of a list of one valid grade, or raises Fault."""
   if not isinstance(grades, Sequence) or len(grades) != 1:
     raise Fault(f"reward returned {_shown(grades)}, not a list of one Grade")
   grade = grades[0]
@@ -184,7 +198,7 @@ def _kind(value: object) -> str:
 
 
 def _shown(value: object) -> str:
-  """Returns a short repr, or the type of what has none."""
+  """Returns a short repr, or the type if repr fails."""
   try:
     return reprlib.repr(value)
   except (Exception, SystemExit):

@@ -1,4 +1,4 @@
-"""One thread a mesh: runs its programs one by one, off the event loop."""
+"""One thread for each mesh: runs its programs in order, off the event loop."""
 
 import asyncio
 import contextlib
@@ -18,9 +18,9 @@ _CLOSE_S = 5.0
 class MeshThread:
   """Dispatches to one mesh, waits for the results and records busy spans.
 
-  The coordinator calls `run` and the engine `submit` from the event loop;
-  `close` is called once by whoever built it. Implicit transfers inside are
-  errors, so everything that reaches the mesh is placed on purpose.
+  The trainer calls `run` and the engine `submit` from the event loop;
+  `assemble.Parts` closes it. Implicit transfers inside are errors, so
+  everything that reaches the mesh is placed on purpose.
   """
 
   def __init__(self, track: str, spans: trace.Trace):
@@ -37,7 +37,7 @@ class MeshThread:
   async def run(self, name: str, function: Callable[..., Any], *args) -> Any:
     """Returns `function(*args)`, its arrays ready; records one span.
 
-    A caller that is cancelled leaves the program running: the next one queues
+    Cancelling the caller leaves the program running: the next one queues
     behind it, so state is never seen half-way.
 
     Raises:
@@ -59,7 +59,7 @@ class MeshThread:
         result, error = self._timed(name, function, args), None
       except BaseException as raised:
         result, error = None, raised
-      # The loop may have ended meanwhile: then nobody waits any more.
+      # The loop may have ended meanwhile: then there is no waiter.
       with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(_deliver, done, result, error)
 
@@ -69,7 +69,7 @@ class MeshThread:
   def _work(self) -> None:
     while (job := self._jobs.get()) is not None:
       job()
-      del job  # Until the next one it would keep arguments and result alive.
+      del job  # It would keep arguments and result alive until the next one.
 
   def _timed(self, name: str, function: Callable[..., Any], args: tuple) -> Any:
     start = time.monotonic()
@@ -79,7 +79,7 @@ class MeshThread:
     return result
 
   def close(self) -> None:
-    """Ends the thread after what is queued; leaves a hung one behind."""
+    """Ends the thread after the queued jobs; leaves a hung one behind."""
     self._closed = True
     self._jobs.put(None)
     self._thread.join(_CLOSE_S)

@@ -1,4 +1,4 @@
-"""When each mesh worked: spans of device work and waits, and their overlap.
+"""The trace: spans of device work and waits of each mesh, and their overlap.
 
 Tracks are "learner", "decode" and "host" (publishing, packing, checkpoints,
 evaluation). All times are seconds since the start of the trace.
@@ -23,7 +23,7 @@ _MAX_CHROME = 200_000
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Span:
-  """One stretch of work on a track; `args` say what it worked on."""
+  """One stretch of work on a track; `args` describe the work."""
 
   track: str
   name: str
@@ -36,8 +36,8 @@ class Trace:
   """Collects the spans of a run and appends them to a file.
 
   Any thread may add. Its owner flushes once a round, and a long round is
-  flushed on the way: memory stays flat, and a crash costs at most the spans
-  since. A resumed run goes on behind the last span of its file, so that the
+  flushed on the way: memory stays flat, and a crash loses only the spans since
+  then. A resumed run continues after the last span of its file, so that the
   time in between takes no room.
 
   Attributes:
@@ -52,7 +52,7 @@ class Trace:
     path: pathlib.Path | None,
     clock: Callable[[], float] = time.monotonic,
   ):
-    """Goes on with the JSON lines of `path`; keeps no file when None."""
+    """Continues the JSON lines of `path`; None keeps no file."""
     self._path = path
     self._clock = clock
     self._writing = threading.Lock()
@@ -88,14 +88,14 @@ class Trace:
       self.add(track, name, start, self._clock(), **args)
 
   def flush(self) -> None:
-    """Writes what was added since the last call, and forgets it."""
+    """Writes the spans added since the last call, and forgets them."""
     if not self._path:
       return
     with self._writing:
       fresh = self.spans[:]
       with self._path.open("a") as file:
         file.writelines(f"{_line(span)}\n" for span in fresh)
-      # What other threads have added meanwhile is behind these.
+      # Other threads append behind these meanwhile.
       del self.spans[: len(fresh)]
 
 
@@ -127,7 +127,7 @@ def read(path: pathlib.Path) -> list[Span]:
 
 
 def busy(spans: Sequence[Span], track: str) -> list[Interval]:
-  """Returns when a track worked: disjoint intervals in order."""
+  """Returns the busy times of a track: disjoint intervals in order."""
   merged: list[Interval] = []
   for start, end in sorted((s.start, s.end) for s in spans if s.track == track):
     if merged and start <= merged[-1][1]:
@@ -166,7 +166,7 @@ class Overlap:
 
   @property
   def share(self) -> float:
-    """Part of the less busy track's work that the other one hides, 0 to 1."""
+    """Share of the less busy track's work that the other one hides, 0 to 1."""
     shorter = min(self.first_s, self.second_s)
     return self.both_s / shorter if shorter else 0.0
 
@@ -191,7 +191,7 @@ Checks on the learner's mesh, copies, compilation and a warm start do not.
 
 
 def is_work(span: Span) -> bool:
-  """Whether a span is work of the learner or of an engine."""
+  """Returns True for a span of work of the learner or an engine."""
   return span.name in WORK.get(span.track, ())
 
 
@@ -199,8 +199,8 @@ class Meter:
   """Measures the overlap of work from one `take` to the next.
 
   Append `add` to the listeners of a trace; any thread may call it. A span
-  counts where it ends, so work across a `take` loses its overlap with what
-  came before.
+  counts where it ends, so work across a `take` loses its overlap with earlier
+  work.
   """
 
   def __init__(self):
@@ -237,7 +237,7 @@ def lanes(spans: Sequence[Span]) -> list[int]:
 def write_chrome(spans: Iterable[Span], path: pathlib.Path) -> None:
   """Writes a file for ui.perfetto.dev: a process a track, a thread a lane.
 
-  Of more than 200,000 spans, which no viewer shows, the last ones.
+  Keeps the last 200,000 spans; viewers show no more.
   """
   spans = list(collections.deque(spans, _MAX_CHROME))
   tracks = list(dict.fromkeys(span.track for span in spans))

@@ -1,10 +1,10 @@
-"""An event loop whose clock jumps: waiting costs no time, order is the same.
+"""An event loop with a virtual clock: waits cost no time, order is the same.
 
   ready callbacks -> run them -> nothing is ready -> time() = next timer -> ...
 
-All that asyncio has works on it unchanged, as long as every wait ends by a
-timer or by another task. What comes from outside, a thread or a socket, has no
-place in virtual time: nothing waits for it.
+All of asyncio works on it unchanged, as long as every wait ends by a timer or
+by another task. Threads and sockets have no place in virtual time: the loop
+does not wait for them.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ class Deadlock(RuntimeError):
 
 
 class _Clock(selectors.SelectSelector):
-  """Where the loop would sleep; here the time just passes."""
+  """A selector that advances the clock where the loop would sleep."""
 
   def __init__(self):
     super().__init__()
@@ -64,7 +64,7 @@ class EventLoop(asyncio.SelectorEventLoop):
 
   @property
   def jumps(self) -> int:
-    """How often the clock has jumped."""
+    """Number of times that the clock has jumped."""
     return self._clock.jumps
 
 
@@ -72,14 +72,14 @@ def run(main: Coroutine[Any, Any, _T]) -> _T:
   """Returns the result of `main`, run from time 0 of a fresh virtual loop.
 
   Raises:
-    Deadlock: names the tasks that wait for nothing that could come.
+    Deadlock: names the tasks that wait for each other.
   """
   with asyncio.Runner(loop_factory=EventLoop) as runner:
     return runner.run(main)
 
 
 def _describe(loop: asyncio.AbstractEventLoop | None) -> str:
-  """Returns who waits, and in which line."""
+  """Returns the waiting tasks, each with its line."""
   tasks = sorted(asyncio.all_tasks(loop), key=lambda task: task.get_name())
   lines = [f"  {task.get_name()}: {_place(task)}" for task in tasks]
   more = len(lines) - _NUM_NAMED

@@ -1,4 +1,4 @@
-"""Every wait has a deadline, an owner and a name."""
+"""The watchdog: gives every wait a deadline, an owner and a name."""
 
 import asyncio
 import contextlib
@@ -15,7 +15,7 @@ _T = TypeVar("_T")
 
 
 class Stalled(TimeoutError):
-  """A wait passed its deadline; the message holds everyone who waited."""
+  """A wait passed its deadline; the message lists all waits."""
 
 
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False)
@@ -23,9 +23,9 @@ class Wait:
   """One wait in progress.
 
   Attributes:
-    owner: who waits: "learner".
-    what: what for: "groups 12..19".
-    since_s: when it began or last got on, on the clock of the loop.
+    owner: the waiter, such as "learner".
+    what: the thing waited for, such as "groups 12..19".
+    since_s: time of its begin or last heartbeat, on the clock of the loop.
     deadline_s: seconds it may take.
   """
 
@@ -49,8 +49,8 @@ def table(waits: Iterable[Wait], now_s: float) -> str:
   )
 
 
-class _Noted:
-  """Lists a wait while its body runs; several a turn, so no generator."""
+class _Tracked:
+  """Lists a wait while its body runs; entered often, so not a generator."""
 
   __slots__ = ("_wait", "_waits")
 
@@ -66,10 +66,10 @@ class _Noted:
 
 
 class _Deadline:
-  """Of one wait; entered, it cancels what it holds when it has passed.
+  """The deadline of one wait; cancels the body of its `with` when it passes.
 
   Attributes:
-    stalled: how things stood when it passed.
+    stalled: description of all waits when it passed.
   """
 
   def __init__(self, wait: Wait, describe: Callable[[Wait], str]):
@@ -88,11 +88,11 @@ class _Deadline:
 
   @property
   def expired(self) -> bool:
-    """Whether it was this that ended the body."""
+    """True if this deadline ended the body."""
     return self._timeout.expired()
 
   def renew(self, now_s: float) -> None:
-    """Begins anew, unless it has passed."""
+    """Restarts the deadline, unless it has passed."""
     if self.stalled is None:
       self.wait.since_s = now_s
       self._timer.cancel()
@@ -103,7 +103,7 @@ class _Deadline:
     self._timer = loop.call_later(self.wait.deadline_s, self._pass)
 
   def _pass(self) -> None:
-    # Before anything is cancelled: what hangs is still in the table.
+    # Before anything is cancelled: hanging waits are still in the table.
     self.stalled = self._describe(self.wait)
     self._timeout.reschedule(-math.inf)
 
@@ -111,8 +111,8 @@ class _Deadline:
 class Watchdog:
   """The waits of one event loop.
 
-  `wait`, `got_on` and `guard` are called on the loop; `dump` anywhere, in a
-  signal handler or another thread too.
+  `wait`, `track`, `heartbeat` and `guard` are called on the loop; `dump`
+  anywhere, also in a signal handler or another thread.
   """
 
   def __init__(
@@ -123,15 +123,15 @@ class Watchdog:
     """Starts with no waits.
 
     Args:
-      report: gets the text of every stall, besides the one who raises it. It
+      report: gets the text of every stall, in addition to the exception. It
         may be called from another thread.
-      clock: of the loop, in seconds, also when its time is virtual. `guard`
-        keeps to real time.
+      clock: of the loop, in seconds, real or virtual. `guard` always uses real
+        time.
     """
     self._clock = clock
     self._report = report or (lambda text: None)
     self._waits: set[Wait] = set()
-    self._in_steps: set[_Deadline] = set()
+    self._renewable: set[_Deadline] = set()
 
   async def wait(
     self,
@@ -140,13 +140,12 @@ class Watchdog:
     owner: str,
     what: str,
     deadline_s: float,
-    in_steps: bool = False,
+    renew_on_heartbeat: bool = False,
   ) -> _T:
     """Returns the result of `awaitable`, which is cancelled on overrun.
 
     Args:
-      in_steps: each call of `got_on` meanwhile is a step, and the deadline is
-        that of one step.
+      renew_on_heartbeat: every `heartbeat` meanwhile restarts the deadline.
 
     Raises:
       Stalled: it took longer than `deadline_s`.
@@ -157,8 +156,8 @@ class Watchdog:
     self._waits.add(wait)
     try:
       async with deadline:
-        if in_steps:
-          self._in_steps.add(deadline)
+        if renew_on_heartbeat:
+          self._renewable.add(deadline)
         return await awaitable
     except TimeoutError as error:
       # Another TimeoutError is a result of the awaitable, like any exception.
@@ -168,32 +167,32 @@ class Watchdog:
       raise Stalled(deadline.stalled) from error
     finally:
       self._waits.discard(wait)
-      self._in_steps.discard(deadline)
+      self._renewable.discard(deadline)
 
-  def got_on(self) -> None:
-    """Begins the deadlines of all waits in steps anew."""
-    for deadline in self._in_steps:
+  def heartbeat(self) -> None:
+    """Restarts the deadlines of all waits that renew on a heartbeat."""
+    for deadline in self._renewable:
       deadline.renew(self._clock())
 
-  def noted(
+  def track(
     self, *, owner: str, what: str, deadline_s: float
   ) -> contextlib.AbstractContextManager[None]:
     """Lists the body of a `with` in `dump`, and enforces nothing.
 
-    For the many waits that another, guarded wait depends on.
+    For the many waits on which a guarded wait depends.
     """
     since_s = self._clock()
     wait = Wait(owner=owner, what=what, since_s=since_s, deadline_s=deadline_s)
-    return _Noted(self._waits, wait)
+    return _Tracked(self._waits, wait)
 
   def dump(self) -> str:
-    """Returns a table of everyone who waits now."""
+    """Returns a table of all current waits."""
     # set.copy() is one step of the interpreter, so safe in another thread.
     return table(self._waits.copy(), self._clock())
 
   @contextlib.contextmanager
   def guard(self, *, loop_lag_s: float) -> Iterator[None]:
-    """Reports, from a thread, when the running loop itself is blocked.
+    """Reports, from a thread, a blocked event loop.
 
     A blocked loop cannot notice its own deadlines. Each blockage is reported
     once, with the stack of the loop's thread.
@@ -212,7 +211,7 @@ class Watchdog:
     try:
       yield
     finally:
-      # Not joined: the thread waits for a beat of the loop that we are on.
+      # Not joined: the thread waits for a beat of this very loop.
       stop.set()
 
   def _watch(

@@ -23,7 +23,8 @@ from rl.loop import coordinator
 from rl.loop import progress as progress_lib
 from rl.pools import affinity, placement, router
 from rl.rollout import grading, group_rollout, prompts
-from rl.runtime import trace, virtual_clock, watchdog
+from rl.runtime import trace, virtual_clock
+from rl.runtime import watchdog as watchdog_lib
 from rl.schedule import overlap as overlap_lib
 from rl.settings import checks
 from rl.simulation import engine as simulated_engine
@@ -291,9 +292,11 @@ class _Run:
       log=self.log,
     )
     self.served: dict[int, list[float]] = {}
-    self.coordinator = self._coordinator(watchdog.Watchdog(clock=clock))
+    self.coordinator = self._coordinator(watchdog_lib.Watchdog(clock=clock))
 
-  def _coordinator(self, dog: watchdog.Watchdog) -> coordinator.Coordinator:
+  def _coordinator(
+    self, watchdog: watchdog_lib.Watchdog
+  ) -> coordinator.Coordinator:
     settings, schedule = self._settings, self._settings.overlap
     graders = grading.Graders(
       world_lib.Reward(self.world),
@@ -329,7 +332,7 @@ class _Run:
       tasks=self.tasks,
       log=self.log,
       spans=self.spans,
-      dog=dog,
+      watchdog=watchdog,
       observer=progress_lib.Unobserved(),
     )
 

@@ -14,7 +14,8 @@ from rl.loop import coordinator
 from rl.loop import progress as progress_lib
 from rl.pools import router, weight_publisher
 from rl.rollout import grading, group_rollout, prompts
-from rl.runtime import mesh_thread, trace, watchdog
+from rl.runtime import mesh_thread, trace
+from rl.runtime import watchdog as watchdog_lib
 from rl.schedule import overlap
 from rl.testing import fakes
 from rl.train import trainer
@@ -177,7 +178,7 @@ class Run:
       tasks=self.tasks,
       log=self.log,
       spans=self.spans,
-      dog=watchdog.Watchdog(None),
+      watchdog=watchdog_lib.Watchdog(None),
       observer=self.observer,
     )
 

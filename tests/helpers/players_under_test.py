@@ -38,7 +38,7 @@ def fake(answers=(YES,), delay_s=lambda priority: 0.0):
   return fakes.FakeEngine(answers, word_chat.END, delay_s)
 
 
-def player(source, served=None, reward=None, dog=None, **fields):
+def player(source, served=None, reward=None, watchdog=None, **fields):
   """Returns what plays on the running loop; its log has the loop's time."""
   log = event_log.EventLog(clock=asyncio.get_running_loop().time)
   fields = {"limits": LIMITS, **fields}
@@ -46,9 +46,11 @@ def player(source, served=None, reward=None, dog=None, **fields):
     source=source,
     engine=router.Router([served or fake()], log=log),
     chat=CHAT,
-    graders=grading.Graders(reward or rewards.Outcome(), _ONCE, dog=dog),
+    graders=grading.Graders(
+      reward or rewards.Outcome(), _ONCE, watchdog=watchdog
+    ),
     log=log,
-    dog=dog,
+    watchdog=watchdog,
     **fields,
   )
 

@@ -19,7 +19,8 @@ from rl.loop import coordinator
 from rl.loop import progress as progress_lib
 from rl.pools import router
 from rl.rollout import grading, group_rollout, prompts
-from rl.runtime import trace, virtual_clock, watchdog
+from rl.runtime import trace, virtual_clock
+from rl.runtime import watchdog as watchdog_lib
 from rl.schedule import overlap
 from rl.simulation import learner as simulated_learner
 from rl.testing import fakes
@@ -218,7 +219,7 @@ class Run:
       tasks=self.tasks,
       log=self.log,
       spans=self.spans,
-      dog=watchdog.Watchdog(None),
+      watchdog=watchdog_lib.Watchdog(None),
       observer=self.observer,
     )
 

@@ -5,7 +5,8 @@ import asyncio
 import pytest
 
 from rl.rollout import evaluate
-from rl.runtime import virtual_clock, watchdog
+from rl.runtime import virtual_clock
+from rl.runtime import watchdog as watchdog_lib
 from rl.testing import fakes
 from tests.helpers import players_under_test as players
 
@@ -13,20 +14,20 @@ from tests.helpers import players_under_test as players
 async def _evaluated(answer_s, deadline_s):
   """Evaluates 6 episodes of one turn under a deadline in steps."""
   clock = asyncio.get_running_loop().time
-  dog = watchdog.Watchdog(clock=clock)
+  watchdog = watchdog_lib.Watchdog(clock=clock)
   playing = players.player(
     fakes.Counting(turns=1),
     players.fake(delay_s=lambda priority: answer_s(priority[0])),
-    dog=dog,
+    watchdog=watchdog,
   )
-  outcome, _ = await dog.wait(
+  outcome, _ = await watchdog.wait(
     evaluate.evaluate(
       playing, episodes=6, temperature=1.0, success=1.0, seed=0
     ),
     owner="the run",
     what="the evaluation",
     deadline_s=deadline_s,
-    in_steps=True,
+    renew_on_heartbeat=True,
   )
   return outcome, clock(), playing.log.events
 
@@ -42,7 +43,7 @@ def test_an_evaluation_may_take_long_as_long_as_its_episodes_end():
 def test_an_evaluation_without_answers_stalls():
   # Episodes 0 to 2 have ended after 3 s; the next never does.
   answers = _evaluated(lambda i: i + 1.0 if i < 3 else 1e6, 2.0)
-  with pytest.raises(watchdog.Stalled) as stalled:
+  with pytest.raises(watchdog_lib.Stalled) as stalled:
     virtual_clock.run(answers)
   text = str(stalled.value)
   assert text.startswith("the run waited 2.0 s for the evaluation")

@@ -12,7 +12,8 @@ import pytest
 from envs import base, rewards, threads
 from rl.data import trajectory
 from rl.rollout import grading
-from rl.runtime import virtual_clock, watchdog
+from rl.runtime import virtual_clock
+from rl.runtime import watchdog as watchdog_lib
 from rl.testing import fakes
 
 TASK = fakes.Counting().task(0, "train")
@@ -321,17 +322,17 @@ def test_a_grade_whose_parts_cannot_be_read_is_a_fault():
 
 
 def test_the_watchdog_names_the_call_and_the_wait_for_a_place():
-  dog = watchdog.Watchdog()
+  watchdog = watchdog_lib.Watchdog()
 
   async def scenario():
     reward = fakes.Judge(delay_s=lambda index, call: 2.0)
-    graders = grading.Graders(reward, RETRIES, 1, dog)
+    graders = grading.Graders(reward, RETRIES, 1, watchdog)
     ends = [
       asyncio.create_task(graded(graders, i, f"train/3/0/{i}"))
       for i in range(2)
     ]
     await asyncio.sleep(1)
-    lines = dog.dump().splitlines()[1:]
+    lines = watchdog.dump().splitlines()[1:]
     await asyncio.gather(*ends)
     return sorted(line.rsplit("  ", 2)[0].split("  ")[:2] for line in lines)
 
@@ -339,7 +340,7 @@ def test_the_watchdog_names_the_call_and_the_wait_for_a_place():
     ["episode train/3/0/0", "reward"],
     ["episode train/3/0/1", "a place to be graded"],
   ]
-  assert dog.dump() == "nobody waits"
+  assert watchdog.dump() == "nobody waits"
 
 
 def test_work_in_a_thread_holds_up_no_other_grading():

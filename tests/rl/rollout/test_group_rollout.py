@@ -15,7 +15,8 @@ from rl.algorithms import reward_shaping
 from rl.data import trajectory
 from rl.engine import contract
 from rl.rollout import episode
-from rl.runtime import virtual_clock, watchdog
+from rl.runtime import virtual_clock
+from rl.runtime import watchdog as watchdog_lib
 from rl.testing import fakes
 from tests.helpers import players_under_test as players
 
@@ -183,16 +184,16 @@ def test_a_member_cancelled_hard_logs_the_answer_that_was_being_stepped():
 
 def test_the_watchdog_names_who_is_waited_for():
   async def table(source, delay_s=0.0, reward=None):
-    dog = watchdog.Watchdog()
+    watchdog = watchdog_lib.Watchdog()
     playing = players.player(
-      source, players.fake(delay_s=lambda _: delay_s), reward, dog
+      source, players.fake(delay_s=lambda _: delay_s), reward, watchdog
     )
     play = asyncio.create_task(players.begin(playing).run())
     await asyncio.sleep(0.05)
-    lines = dog.dump().splitlines()[1:]
+    lines = watchdog.dump().splitlines()[1:]
     play.cancel()
     await asyncio.wait([play])
-    assert dog.dump() == "nobody waits"
+    assert watchdog.dump() == "nobody waits"
     return sorted(line.split("  ")[:2] for line in lines)
 
   one = fakes.Counting(turns=1)

@@ -280,7 +280,7 @@ def test_a_step_that_exists_is_not_overwritten(two_saved):
 _SAVE_FOREVER = """
 import itertools, sys
 import jax.numpy as jnp
-from rl import checkpoint
+from rl.runtime import checkpoint
 checkpoints = checkpoint.Checkpoints(sys.argv[1], keep=1)
 for step in itertools.count(1):
   checkpoints.save(step, {"w": jnp.full((512, 512), step)}, {"cursor": step})

@@ -1,7 +1,8 @@
-"""Tests of calls of foreign code: time, cancellation, nonsense."""
+"""Tests of calls of user code: time, cancellation, nonsense."""
 
 import asyncio
 import collections
+import pathlib
 import subprocess
 import sys
 
@@ -70,7 +71,7 @@ def test_who_catches_its_cancellation_has_a_deadline_all_the_same():
 def test_the_process_ends_although_a_call_catches_whatever_would_end_it():
   code = """
 import asyncio
-from rl import foreign
+from rl.runtime import isolation
 
 async def step():
   while True:
@@ -80,14 +81,34 @@ async def step():
       pass
 
 try:
-  asyncio.run(foreign.guarded(step, 0.01, "step"))
-except foreign.Fault as fault:
+  asyncio.run(isolation.guarded(step, 0.01, "step"))
+except isolation.Fault as fault:
   print(fault)
 """
   command = [sys.executable, "-c", code]
   done = subprocess.run(command, capture_output=True, text=True, timeout=120)
   assert (done.returncode, done.stderr) == (0, "")
   assert done.stdout == "step took over 0.01 s\n"
+
+
+def test_a_detached_task_is_forgotten_by_its_loop():
+  async def run():
+    task = asyncio.create_task(asyncio.sleep(60))
+    isolation.detach_task(task)
+    forgotten = task not in asyncio.all_tasks()
+    task.cancel()
+    await asyncio.wait([task])  # It still runs, and can be waited for.
+    return forgotten, task.cancelled()
+
+  assert asyncio.run(run()) == (True, True)
+
+
+def test_the_internals_are_those_of_every_python_that_setup_allows():
+  first, last = isolation.TESTED_PYTHONS
+  assert first <= sys.version_info[:2] <= last
+  text = (pathlib.Path(__file__).parents[3] / "setup.py").read_text()
+  allowed = f">={first[0]}.{first[1]},<{last[0]}.{last[1] + 1}"
+  assert f'python_requires="{allowed}"' in text
 
 
 def test_who_is_cancelled_does_not_wait_for_a_call_that_goes_on():

@@ -1,3 +1,5 @@
+"""Tests of the watchdog: deadlines, the table of waits, a blocked loop."""
+
 import asyncio
 import re
 import signal
@@ -66,17 +68,21 @@ def test_a_stall_names_owner_what_and_everyone_who_waits():
   assert watch.dump() == "nobody waits"
 
 
-async def _steps(watch, seconds, *, in_steps):
+async def _steps(watch, seconds, *, renew_on_heartbeat):
   """Work in steps of so many seconds, under a deadline of 2 s."""
 
   async def work():
     for step_s in seconds:
       await asyncio.sleep(step_s)
-      watch.got_on()
+      watch.heartbeat()
     return len(seconds)
 
   return await watch.wait(
-    work(), owner="run", what="all", deadline_s=2.0, in_steps=in_steps
+    work(),
+    owner="run",
+    what="all",
+    deadline_s=2.0,
+    renew_on_heartbeat=renew_on_heartbeat,
   )
 
 
@@ -94,18 +100,18 @@ def _in_virtual_time(work, *args, **fields):
   return virtual_clock.run(main())
 
 
-def test_the_deadline_of_a_wait_in_steps_is_that_of_one_step():
+def test_the_deadline_of_a_wait_renew_on_heartbeat_is_that_of_one_step():
   # 4 steps of 1.5 s take 6 s, but none takes 2 s.
   seconds = [1.5] * 4
-  done = _in_virtual_time(_steps, seconds, in_steps=True)
+  done = _in_virtual_time(_steps, seconds, renew_on_heartbeat=True)
   assert done == (4, pytest.approx(6.0))
-  text, at = _in_virtual_time(_steps, [1.5, 1.5, 9.0], in_steps=True)
+  text, at = _in_virtual_time(_steps, [1.5, 1.5, 9.0], renew_on_heartbeat=True)
   assert text.startswith("run waited 2.0 s for all (deadline 2.0 s)")
   assert at == pytest.approx(5.0)
 
 
-def test_a_wait_that_is_not_in_steps_has_one_deadline():
-  text, at = _in_virtual_time(_steps, [1.5] * 4, in_steps=False)
+def test_a_wait_that_is_not_renew_on_heartbeat_has_one_deadline():
+  text, at = _in_virtual_time(_steps, [1.5] * 4, renew_on_heartbeat=False)
   assert text.startswith("run waited 2.0 s")
   assert at == pytest.approx(2.0)
 
@@ -113,7 +119,7 @@ def test_a_wait_that_is_not_in_steps_has_one_deadline():
 def test_the_table_of_a_stall_shows_what_hung_before_it_is_cancelled():
   async def work(watch) -> str:
     async def hang():
-      with watch.noted(owner="episode 3", what="an answer", deadline_s=9.0):
+      with watch.track(owner="episode 3", what="an answer", deadline_s=9.0):
         await asyncio.sleep(60.0)
 
     await _wait(watch, hang(), 2.0)
@@ -126,7 +132,7 @@ def test_the_table_of_a_stall_shows_what_hung_before_it_is_cancelled():
 def test_seconds_are_those_of_the_clock_that_was_given():
   now = [100.0]
   watch = watchdog.Watchdog(clock=lambda: now[0])
-  with watch.noted(owner="episode 3", what="a step", deadline_s=60.0):
+  with watch.track(owner="episode 3", what="a step", deadline_s=60.0):
     now[0] = 142.0
     table = watch.dump().splitlines()
   assert table[1] == "episode 3  a step  42.0 s    60.0 s"
