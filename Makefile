@@ -1,6 +1,6 @@
 # Needs a Python 3.11, 3.12 or 3.13 and the network once; `make help` says more.
 
-.PHONY: help setup train test test-slow test-all lint interop sglang lock clean
+.PHONY: help setup train test test-slow test-all lint docs interop sglang lock clean
 
 python = .venv/bin/python
 ARGS =
@@ -10,6 +10,7 @@ help:
 	@echo 'make test    run the tests but for the slow ones'
 	@echo 'make test-slow  run the slow ones; make test-all runs both'
 	@echo 'make lint    check style and types'
+	@echo 'make docs    build the documentation into site/'
 	@echo 'make interop load what we export in transformers, in an environment apart'
 	@echo 'make sglang  run the tests of sglang-jax as an engine, in an environment apart'
 	@echo 'make setup   make .venv; the commands above do so when needed'
@@ -48,6 +49,11 @@ lint: .venv/ready
 	@$(python) -m ruff format --check .
 	@$(python) -m pyright
 
+docs: .venv/ready
+	@$(python) -m scripts.make_docs --check
+	@NO_MKDOCS_2_WARNING=1 $(python) -m mkdocs build --strict --quiet
+	@echo site/index.html
+
 .venv-interop/ready: scripts/setup_interop.sh
 	@scripts/setup_interop.sh
 
@@ -72,5 +78,5 @@ lock: .venv/ready
 	  --annotation-style line --custom-compile-command 'make lock' $(ARGS)
 
 clean:
-	@rm -rf .venv .venv-interop .venv-sglang .pytest_cache .ruff_cache build dist *.egg-info
+	@rm -rf .venv .venv-interop .venv-sglang .pytest_cache .ruff_cache build dist site *.egg-info
 	@find . -name __pycache__ -prune -exec rm -rf {} +

@@ -26,6 +26,7 @@ TEST = [
 # it is no part of "all". scripts/setup_sglang.sh makes one.
 SGLANG = ["sglang-jax==0.0.2"]
 LINT = ["ruff>=0.12", "pyright[nodejs]>=1.1.400"]
+DOCS = ["mkdocs-material>=9.6", "mkdocstrings[python]>=1.0"]
 
 setuptools.setup(
   name="twinmesh",
@@ -59,6 +60,7 @@ setuptools.setup(
     "sglang": SGLANG,
     "test": TEST,
     "lint": LINT,
-    "all": [*TEST, *LINT],
+    "docs": DOCS,
+    "all": [*TEST, *LINT, *DOCS],
   },
 )

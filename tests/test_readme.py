@@ -49,11 +49,7 @@ def test_every_command_of_the_readme_is_one_that_is_run():
     "launch.train",
     "launch.evaluate",
     "launch.report",
-    "launch.report",
-    "launch.export",
-    "launch.train",
     "launch.serve",
-    "launch.simulate",
     "launch.simulate",
     "launch.train",
   ]

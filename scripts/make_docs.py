@@ -1,0 +1,517 @@
+"""Writes the parts of the documentation that follow from other files.
+
+  python -m scripts.make_docs [--check]
+
+- The tables of docs/performance.md, from benchmarks/results. A table stands
+  between `<!-- table NAME -->` and `<!-- end -->`; the prose around it stays.
+- docs/packages.svg, from the floors and rooms of tests/test_house.py.
+
+With --check nothing is written: a file that differs is an error.
+"""
+
+import json
+import pathlib
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from scripts import make_docs_picture
+
+ROOT = pathlib.Path(__file__).parents[1]
+PERFORMANCE = ROOT / "docs" / "performance.md"
+PICTURE = ROOT / "docs" / "packages.svg"
+RESULTS = ROOT / "benchmarks" / "results"
+_TABLE = re.compile(
+  r"(?<=^<!-- table )(\w+) -->\n.*?^<!-- end -->", re.DOTALL | re.MULTILINE
+)
+
+Rows = Iterator[Sequence[str]]
+
+_SCHEDULES = {
+  "sync": "sync",
+  "strict_pipeline": "strict pipeline",
+  "rollout_pipe": "round pipelined",
+  "hard_frontier": "round pipelined, hard window",
+  "one_step_off": "one step off",
+  "bounded": "bounded, eta = 2",
+  "in_flight": "in flight, eta = 1",
+  "keep_kv": "in flight, caches kept",
+  "drop": "in flight, as completed, drop",
+  "recycle": "in flight, as completed, recycle",
+}
+_ESTIMATES = {
+  "SequenceTruncated(cap=inf)": (
+    "trajectory's importance weight, with REINFORCE"
+  ),
+  "SequenceTruncated": "the same, truncated at 2",
+  "Cispo": "token's importance weight (CISPO, AIPO, truncated)",
+  "Reinforce": "REINFORCE, uncorrected",
+  "ClippedSurrogate": "clipped ratio",
+  "Gspo": "GSPO",
+  "GeometricRejection": "geometric rejection, 0.999 to 1.001",
+}
+
+
+def seeds_guess_number_moe(result: Mapping[str, Any]) -> Rows:
+  """Yields success before and after training, a row a seed."""
+  yield "seed", "after the warm start", "after 1,000 rounds", "minutes in all"
+  yield from _seeds(result)
+
+
+def seeds_frozen_lake_moe(result: Mapping[str, Any]) -> Rows:
+  """Yields success before and after training, a row a seed."""
+  yield "seed", "after the warm start", "after 160 rounds", "minutes in all"
+  yield from _seeds(result)
+
+
+def _seeds(result: Mapping[str, Any]) -> Rows:
+  for row in result["rows"]:
+    yield (
+      row["seed"],
+      _success(row["before"]),
+      _success(row["after"]),
+      f"{row['minutes']:.1f}",
+    )
+
+
+def _success(row: Mapping[str, float]) -> str:
+  return (
+    f"{row['success']:.1%} [{100 * row['low']:.1f}, {100 * row['high']:.1f}]"
+  ).replace("%", " %")
+
+
+def overlap(result: Mapping[str, Any]) -> Rows:
+  """Yields a row for each task and schedule."""
+  yield (
+    "task", "schedule", "round", "speed-up", "learner, decode busy",
+    "both busy", "lag: mean, max", "useful tokens", "success",
+    "simulated / measured",
+  )  # fmt: skip
+  tasks = {"as_is": "as it is", "slow": "steps of 30 ms"}
+  first: dict[str, float] = {}
+  for row in result["rows"]:
+    measured = row["measured"]
+    step_s = measured["step_s"]
+    busy = [
+      f"{1000 * measured[name] / result['rounds']:.0f}"
+      for name in ("learner_busy_s", "decode_busy_s", "both_busy_s")
+    ]
+    yield (
+      tasks[row["task"]],
+      _SCHEDULES[row["schedule"]],
+      f"{1000 * step_s:,.0f} ms",
+      f"{first.setdefault(row['task'], step_s) / step_s:.2f}x",
+      f"{busy[0]}, {busy[1]} ms",
+      f"{busy[2]} ms",
+      f"{measured['lag']:.2f}, {measured['max_lag']:.0f}",
+      f"{100 * measured['useful']:.0f} %",
+      f"{100 * measured['success']:.1f} %",
+      f"{row['ratio']:.2f}x",
+    )
+
+
+def rollart_trajectories(result: Mapping[str, Any]) -> Rows:
+  """Yields the published and the simulated speed-up at each latency."""
+  yield "sigma of a step", "published", "simulated", "deviation"
+  for row in result["rows"]:
+    yield (
+      f"{row['sigma_s']} s",
+      f"{row['published']:.2f}x",
+      f"{row['speedup']:.2f}x",
+      _signed(row["deviation"]),
+    )
+
+
+def rollart_redundancy(result: Mapping[str, Any]) -> Rows:
+  """Yields the published and the simulated speed-up for each surplus."""
+  yield "members", "groups", "published", "simulated", "deviation", "aborted"
+  for row in result["rows"]:
+    yield (
+      str(row["group size"]),
+      str(row["groups"]),
+      f"{row['published']:.2f}x",
+      f"{row['speedup']:.2f}x",
+      _signed(row["deviation"]),
+      f"{100 * row['aborted']:.0f} %",
+    )
+
+
+def rollart_affinity(result: Mapping[str, Any]) -> Rows:
+  """Yields the speed-up of each way to route over pools of one kind."""
+  yield (
+    "prefill share: math, game", "routing", "over bandwidth only",
+    "over compute only",
+  )  # fmt: skip
+  published = result["published"]
+  low, high = published["over_208_h20"], published["over_72_h800"]
+  yield (
+    "", "published", f"{low[0]:.2f} to {low[1]:.2f}x",
+    f"{high[0]:.2f} to {high[1]:.2f}x",
+  )  # fmt: skip
+  names = {
+    "blind": "no affinity",
+    "declared": "declared",
+    "strict": "declared, never another pool",
+    "learned": "learned",
+  }
+  for row in [*result["rows"], *result["sweep"]]:
+    yield (
+      f"{row['math']}, {row['game']}",
+      names[row["routing"]],
+      f"{row['over 208 H20']:.2f}x",
+      f"{row['over 72 H800']:.2f}x",
+    )
+
+
+def rollart_ladder(result: Mapping[str, Any]) -> Rows:
+  """Yields each rung's speed-up over the one below, a column a trace."""
+  cells: dict[str, dict[str, str]] = {}
+  dropped: dict[str, list[float]] = {}
+  for latency, traces in result["latencies"].items():
+    for row in traces["rows"]:
+      trace = f"{row['model']}, {latency}"
+      cells.setdefault(row["rung"], {})[trace] = f"{row['over']:.2f}x"
+      dropped.setdefault(row["rung"], []).append(100 * row["dropped"])
+  columns = list(cells["sync"])
+  yield "schedule", "published", *columns, "tokens dropped"
+  for rung, row in cells.items():
+    low, high = result["published"].get(rung, (0, 0))
+    yield (
+      "ours, in order of submission" if rung == "ours in order" else rung,
+      f"{low:.2f} to {high:.2f}x" if high else "",
+      *(row[column] for column in columns),
+      f"{min(dropped[rung]):.0f} to {max(dropped[rung]):.0f} %",
+    )
+
+
+def rollout_pipe(result: Mapping[str, Any]) -> Rows:
+  """Yields what pipelining saves of a round, and of the learner's waits."""
+  yield "groups a round", "schedule", "round", "saved", "waits saved"
+  names = {
+    "CGP": "as groups complete",
+    "CGP + FGD": "as groups complete, frontier first",
+    "in order": "in the order of submission",
+    "hard window 4": "hard window of two updates",
+    "hard window 2": "hard window of one update",
+    "shuffled CGP": "requests shuffled, as groups complete",
+    "shuffled CGP + FGD": "requests shuffled, frontier first",
+  }
+  for row in result["rows"]:
+    if row["schedule"] in names:
+      yield (
+        str(row["R"]),
+        names[row["schedule"]],
+        f"{row['T']:.0f} s",
+        f"{100 * row['saved']:.1f} %",
+        f"{100 * row['waits less']:.0f} %",
+      )
+
+
+def decode(result: Mapping[str, Any]) -> Rows:
+  """Yields each side's time over that of the built-in engine."""
+  yield (
+    "conversations", "at once", "tokens/s", "bare step",
+    "google-tunix 0.1.7", "sglang-jax 0.0.2",
+  )  # fmt: skip
+  turns = {"single": "one turn", "five": "five turns"}
+  for name, sides in result.items():
+    if name == "machine":
+      continue
+    kind, at_once = name.split(", ")
+    yield (
+      turns[kind],
+      at_once,
+      f"{sides['built_in']['tokens/s']:,.0f}",
+      *(
+        f"{sides[side]['over ours, wall_s']:.2f}x, "
+        f"{sides[side]['over ours, cpu_s']:.2f}x"
+        for side in ("floor", "tunix", "sglang")
+      ),
+    )
+
+
+def engine(result: Mapping[str, Any]) -> Rows:
+  """Yields the engine's rate beside that of the bare program."""
+  yield "engine", "bare decode program", "ratio", "host time a turn"
+  yield (
+    f"{result['engine tokens/s']:,.0f} tokens/s",
+    f"{result['bare loop tokens/s']:,.0f} tokens/s",
+    f"{result['ratio']:.2f} ({_range(result)})",
+    f"{result['host us a turn']:.0f} us",
+  )
+
+
+def learner(result: Mapping[str, Any]) -> Rows:
+  """Yields the learner's rate beside that of the bare step."""
+  yield "learner", "bare step", "ratio"
+  yield (
+    f"{result['learner tokens/s']:,.0f} tokens/s",
+    f"{result['bare step tokens/s']:,.0f} tokens/s",
+    f"{result['ratio']:.2f} ({_range(result)})",
+  )
+
+
+def _range(row: Mapping[str, float]) -> str:
+  return f"{row['ratio min']:.2f} to {row['ratio max']:.2f}"
+
+
+def coordinator(result: Mapping[str, Any]) -> Rows:
+  """Yields turns a second of one core for each case."""
+  yield "case", "turns/s", "a turn"
+  names = {
+    "sync": "one round after the other",
+    "in flight": "in flight, eta = 1",
+    "yielding": "the same, each answer a turn of the event loop later",
+    "checked": "the same, log checked and tokens booked",
+    "packed": "the same, trained groups packed into rows",
+  }
+  for name, case in result["cases"].items():
+    yield (
+      names[name],
+      f"{case['turns_per_s']:,.0f}",
+      f"{case['us_per_turn']:.0f} us",
+    )
+
+
+def coordinator_memory(result: Mapping[str, Any]) -> Rows:
+  """Yields memory over the trajectories that were played."""
+  memory = result["memory"]
+  yield "trajectories", *(f"after {at}" for at in memory["resident_mib"])
+  yield (
+    f"{memory['trajectories']:,}",
+    *(f"{mib:.1f} MiB" for mib in memory["resident_mib"].values()),
+  )
+
+
+def publish(result: Mapping[str, Any]) -> Rows:
+  """Yields how long decoding and its device stand still, in decode steps."""
+  yield "`on_publish`", "decoding stands still", "device idle"
+  for name, row in result["under load"].items():
+    yield (
+      f"`{name}`",
+      f"{row['stall ratio']:.2f}",
+      f"{row['idle ratio']:.1f}",
+    )
+
+
+def publish_moved(result: Mapping[str, Any]) -> Rows:
+  """Yields the bytes that move for each form of the weights."""
+  yield "weights", "bytes", "share"
+  for name, row in result["moved"].items():
+    yield (
+      name,
+      f"{row['bytes']:,}",
+      f"{100 * row['share of float32']:.0f} %",
+    )
+
+
+def moe(result: Mapping[str, Any]) -> Rows:
+  """Yields seconds for each number of experts."""
+  yield (
+    "experts", "forward and backward", "train step",
+    "google-tunix 0.1.7, train step", "ratio of wall time, of CPU time",
+  )  # fmt: skip
+  passes = result["forward and backward"]
+  for experts, row in passes["experts"].items():
+    step = result["train step"].get(experts)
+    more = passes.get(f"{experts} over 8")
+    yield (
+      experts,
+      _median(row) + (f" ({more['wall_s']:.2f}x of 8)" if more else ""),
+      _median(step["ours"]) if step else "",
+      _median(step["tunix"]) if step else "",
+      "{wall_s:.1f}x, {cpu_s:.1f}x".format_map(step["tunix over ours"])
+      if step
+      else "",
+    )
+
+
+def _median(row: Mapping[str, Mapping[str, float]]) -> str:
+  return f"{row['wall_s']['median']:.2f} s"
+
+
+def train_step(result: Mapping[str, Any]) -> Rows:
+  """Yields the speed of a step, and of a hand-written one of the model."""
+  yield (
+    "model", "tokens/s", "hand-written step", "ratio of wall time",
+    "of CPU time", "share of matmul",
+  )  # fmt: skip
+  for row in result["rows"]:
+    plain = row.get("plain")
+    yield (
+      row["name"],
+      f"{row['ours']['tokens/s']:,.0f}",
+      f"{plain['tokens/s']:,.0f}" if plain else "",
+      f"{row['ours / plain, wall']['median']:.2f}x" if plain else "",
+      f"{row['ours / plain, CPU']['median']:.2f}x" if plain else "",
+      f"{100 * row['ours']['share of matmul']:.0f} %",
+    )
+
+
+def train_step_logprobs(result: Mapping[str, Any]) -> Rows:
+  """Yields memory of the head, in chunks and whole."""
+  row = result["logprobs"]
+  yield (
+    "tokens",
+    "words",
+    f"chunks of {row['chunk']:,}",
+    "whole",
+    "logits alone",
+  )
+  yield (
+    f"{row['tokens']:,}",
+    f"{row['words']:,}",
+    *(f"{row[f'{name} MB']:,.0f} MB" for name in ("chunks", "whole", "logits")),
+  )
+
+
+def packing(result: Mapping[str, Any]) -> Rows:
+  """Yields tokens, rows and speed-up of each mix of lengths."""
+  yield "groups of 8", "tokens", "rows", "speed-up"
+  for row in result["rows"]:
+    yield (
+      row["case"],
+      f"{row['tokens']:,} to {row['tokens shared']:,}",
+      f"{row['rows']} to {row['rows shared']} of {row['row length']:,}",
+      f"{row['step speed-up']:.2f}x",
+    )
+
+
+def fill(result: Mapping[str, Any]) -> Rows:
+  """Yields the share of rows that is tokens, by shape and policy."""
+  yield "rows x length", "last batch", "halves", "fill", "batches an update"
+  names = {
+    "apart": "each on its own",
+    "carry": "rest carried over",
+    "whole": "together",
+  }
+  for row in result["rows"]:
+    if row["groups"] == "all":
+      yield (
+        f"{row['rows']} x {row['length']}",
+        f"{row['tail']} rows",
+        names[row["packed"]],
+        f"{100 * row['fill']:.1f} %",
+        f"{row['batches']:.1f}",
+      )
+
+
+def estimator_bias(result: Mapping[str, Any]) -> Rows:
+  """Yields the bias of each estimate, a column a lag."""
+  columns = {
+    "lag 0": "on policy",
+    "lag 1": "lag 1",
+    "lag 2": "lag 2",
+    "lag 4": "lag 4",
+    "mixed": "mixed",
+  }
+  yield "estimate", *columns.values()
+  for name, label in _ESTIMATES.items():
+    biases = result["off_policy"][name]
+    yield label, *(f"{100 * biases[lag][0]:.0f} %" for lag in columns)
+
+
+def attention(result: Mapping[str, Any]) -> Rows:
+  """Yields time and memory of plain and tiled attention."""
+  yield "rows of", "plain", "tiles"
+  rows = {
+    "rows of 64": "64",
+    "rows of 256": "256",
+    "rows of 1024": "1,024",
+    "rows of 4096": "4,096",
+    "rows of 2048, 8 packed": "2,048, 8 segments each",
+  }
+  for name, label in rows.items():
+    forms = result["forms"][name]
+    yield (
+      label,
+      *(
+        f"{forms[form]['ms']:,.0f} ms, {forms[form]['MiB']:,.0f} MiB"
+        for form in ("reference", "blockwise")
+      ),
+    )
+
+
+def checkpoints(result: Mapping[str, Any]) -> Rows:
+  """Yields time and host memory of reading and writing a checkpoint."""
+  yield "", "time", "peak of host memory"
+  for name in ("load", "export"):
+    yield (
+      name,
+      f"{result[f'{name} s']:.2f} s",
+      f"{result[f'{name} host peak MiB']:.0f} MiB",
+    )
+
+
+def _signed(share: float) -> str:
+  return f"{100 * share:+.1f} %" if share else "0 %"
+
+
+TABLES: Sequence[Callable[[Mapping[str, Any]], Rows]] = (
+  seeds_guess_number_moe, seeds_frozen_lake_moe, overlap,
+  rollart_trajectories, rollart_redundancy, rollart_affinity, rollart_ladder,
+  rollout_pipe, decode, engine, learner, coordinator, coordinator_memory,
+  publish, publish_moved, moe, train_step, train_step_logprobs, packing, fill,
+  estimator_bias, attention, checkpoints,
+)  # fmt: skip
+"""A table's name begins with that of its file in benchmarks/results."""
+
+
+def tables() -> dict[str, str]:
+  """Returns every table as Markdown, by its name."""
+  return {table.__name__: _markdown(table) for table in TABLES}
+
+
+def _markdown(table: Callable[[Mapping[str, Any]], Rows]) -> str:
+  name = table.__name__
+  file = next(p for p in _results() if name.startswith(p.stem))
+  head, *rows = table(json.loads(file.read_text()))
+  lines = [head, ["---"] * len(head), *rows]
+  return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def _results() -> list[pathlib.Path]:
+  """Returns the files of results, longer names first."""
+  return sorted(RESULTS.glob("*.json"), key=lambda p: -len(p.stem))
+
+
+def with_tables(page: str) -> str:
+  """Returns a page with its tables written anew.
+
+  Raises:
+    KeyError: there is no table of a name that the page has.
+  """
+  made = tables()
+
+  def replaced(match: re.Match[str]) -> str:
+    return f"{match[1]} -->\n\n{made[match[1]]}\n<!-- end -->"
+
+  return _TABLE.sub(replaced, page)
+
+
+def outdated() -> dict[pathlib.Path, str]:
+  """Returns the text of each file that differs from its sources."""
+  texts = {
+    PERFORMANCE: with_tables(PERFORMANCE.read_text("utf-8")),
+    PICTURE: make_docs_picture.draw(),
+  }
+  return {
+    path: text
+    for path, text in texts.items()
+    if not path.exists() or path.read_text("utf-8") != text
+  }
+
+
+def main() -> None:
+  """Writes what differs, or reports it with --check."""
+  differing = outdated()
+  names = ", ".join(str(path.relative_to(ROOT)) for path in differing)
+  if "--check" in sys.argv[1:] and differing:
+    sys.exit(f"{names}: not up to date; run python -m scripts.make_docs")
+  for path, text in differing.items():
+    path.write_text(text, "utf-8")
+
+
+if __name__ == "__main__":
+  main()

@@ -1,0 +1,211 @@
+"""Documentation: tables, commands, paths and names are those of the code."""
+
+import ast
+import functools
+import pathlib
+import re
+import shlex
+
+import pytest
+
+from launch.cli import flags
+from scripts import make_docs, make_docs_docstrings
+
+ROOT = pathlib.Path(__file__).parents[1]
+PAGES = [
+  ROOT / "README.md",
+  ROOT / "CONTRIBUTING.md",
+  *sorted((ROOT / "docs").rglob("*.md")),
+]
+ROOMS = ("rl", "models", "launch", "envs", "configs", "benchmarks", "scripts")
+FOLDERS = (*ROOMS, "docs", "notebooks", "tests")
+FILE = re.compile(r"\.(py|md|lock|svg|jsonl?|html|yml)$")
+# Other projects' names.
+OTHERS = {"dataclasses", "flax", "openai", "optax", "transformers", "ui"}
+
+each_page = pytest.mark.parametrize(
+  "page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES]
+)
+
+
+def blocks(page: pathlib.Path, language: str = "") -> list[str]:
+  """Returns the code blocks of a page in one language."""
+  fences = re.findall(
+    r"^ *```(.*?)\n(.*?)^ *```$", page.read_text(), re.MULTILINE | re.DOTALL
+  )
+  return [text for found, text in fences if found == language]
+
+
+def commands(page: pathlib.Path) -> list[list[str]]:
+  """Returns the arguments of every command in a page's code blocks."""
+  lines = "".join(blocks(page)).replace("\\\n", " ").splitlines()
+  words = [shlex.split(line, comments=True) for line in lines if line.strip()]
+  return [w for w in words if w[:1] == ["make"] or w[:2] == ["python", "-m"]]
+
+
+@functools.cache
+def modules() -> dict[str, list[pathlib.Path]]:
+  """Returns the modules of all rooms by their last name."""
+  found: dict[str, list[pathlib.Path]] = {}
+  for room in ROOMS:
+    for path in (ROOT / room).rglob("*.py"):
+      found.setdefault(path.stem, []).append(path)
+  return found
+
+
+@functools.cache
+def names_in(path: pathlib.Path) -> frozenset[str]:
+  """Returns all names that a module defines or imports, members included."""
+  names = set()
+  for node in ast.walk(ast.parse(path.read_text())):
+    if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+      names.add(node.name)
+    elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+      names.add(node.id)
+    elif isinstance(node, ast.alias):
+      names.add((node.asname or node.name).partition(".")[0])
+  return frozenset(names)
+
+
+@functools.cache
+def settings() -> frozenset[str]:
+  """Returns the annotated fields of all classes of rl and models."""
+  fields = set()
+  for paths in modules().values():
+    for path in paths:
+      for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ClassDef):
+          fields |= {
+            item.target.id
+            for item in node.body
+            if isinstance(item, ast.AnnAssign)
+            and isinstance(item.target, ast.Name)
+          }
+  return frozenset(fields)
+
+
+def exists(name: str) -> bool:
+  """Whether a dotted name is a module, part of one, or a setting."""
+  parts = name.split(".")
+  if parts[0] in ROOMS:
+    path = ROOT
+    while parts and (path / parts[0]).is_dir():
+      path /= parts.pop(0)
+    if parts and (path / f"{parts[0]}.py").is_file():
+      path = path / f"{parts.pop(0)}.py"
+    if path.is_dir():
+      return not parts
+    return set(parts) <= names_in(path)
+  if set(parts) <= settings():
+    return True
+  if parts[0][0].isupper():
+    return any(
+      set(parts) <= names_in(path)
+      for paths in modules().values()
+      for path in paths
+    )
+  return any(
+    set(parts[1:]) <= names_in(path) for path in modules().get(parts[0], [])
+  )
+
+
+def known_flags(module: str) -> set[str]:
+  """Returns the flags that a command and its imports of launch define."""
+  path = ROOT.joinpath(*module.split("."))
+  path = path / "__main__.py" if path.is_dir() else path.with_suffix(".py")
+  names, waiting, seen = set(), [path], set()
+  while waiting:
+    path = waiting.pop()
+    if path in seen or not path.is_file():
+      continue
+    seen.add(path)
+    text = path.read_text()
+    names |= set(re.findall(r'DEFINE_\w+\(\s*"(\w+)"', text))
+    for package, imported in re.findall(
+      r"^from (launch[\w.]*) import (.+)$", text, re.MULTILINE
+    ):
+      folder = ROOT.joinpath(*package.split("."))
+      waiting += [folder / f"{n}.py" for n in re.findall(r"\w+", imported)]
+  return names
+
+
+def test_tables_and_picture_are_up_to_date():
+  stale = [str(p.relative_to(ROOT)) for p in make_docs.outdated()]
+  assert not stale, "run python -m scripts.make_docs"
+
+
+def test_every_table_has_its_place():
+  page = make_docs.PERFORMANCE.read_text()
+  for name in make_docs.tables():
+    assert f"<!-- table {name} -->" in page
+
+
+@each_page
+def test_commands_name_what_exists(page):
+  makefile = (ROOT / "Makefile").read_text()
+  for command in commands(page):
+    if command[0] == "make":
+      assert re.search(rf"^{command[1]}:", makefile, re.MULTILINE), command
+      continue
+    module, arguments = command[2], command[3:]
+    assert exists(module), command
+    known = known_flags(module)
+    for argument in arguments:
+      if flag := re.match(r"--(\w+)", argument):
+        name = flag[1].removeprefix("no") if "." in argument else flag[1]
+        assert name in known, (command, argument)
+
+
+@each_page
+def test_settings_on_command_lines_are_accepted(page):
+  for command in commands(page):
+    given = dict(a.removeprefix("--").partition("=")[::2] for a in command[3:])
+    path = given.get("config")
+    if command[0] == "make" or path is None or path.endswith(".json"):
+      continue
+    changes = {
+      name.removeprefix("no").removeprefix("config."): (
+        None if name.startswith("no") else value
+      )
+      for name, value in given.items()
+      if re.match(r"(no)?config\.", name)
+    }
+    flags.load(str(ROOT / path), changes)
+
+
+@each_page
+def test_paths_exist(page):
+  for name in re.findall(r"`([\w./-]+)`", page.read_text()):
+    first, slash, _ = name.partition("/")
+    if slash and first in FOLDERS:
+      assert (ROOT / name).exists(), name
+    elif not slash and name.endswith(".py"):
+      assert name.removesuffix(".py") in modules(), name
+
+
+@each_page
+def test_names_exist(page):
+  text = re.sub(r"^ *```.*?^ *```", "", page.read_text(), flags=re.M | re.S)
+  for name in re.findall(r"`([A-Za-z_]\w*(?:\.\w+)+)(?:\(.*?\))?`", text):
+    if name.partition(".")[0] not in OTHERS and not FILE.search(name):
+      assert exists(name), name
+
+
+def test_code_of_the_readme_stands_in_a_config():
+  sources = [path.read_text() for path in (ROOT / "configs").glob("*.py")]
+  pieces = blocks(PAGES[0], "python")
+  assert len(pieces) == 4
+  for piece in pieces:
+    assert any(piece in source for source in sources), piece
+
+
+def test_the_readme_is_one_page():
+  assert len((ROOT / "README.md").read_text()) <= 9_000
+
+
+def test_drawings_of_docstrings_become_blocks():
+  text = "Says.\n\na -> b   -> c\n\nProse x[a][b].\n\nArgs:\n  x: of y[a][b]."
+  assert make_docs_docstrings.markdown(text) == (
+    "Says.\n\n```text\na -> b   -> c\n```\n\nProse x[a]\\[b].\n\n"
+    "Args:\n  x: of y[a]\\[b]."
+  )
