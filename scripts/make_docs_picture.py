@@ -123,7 +123,8 @@ def _purpose(room: str) -> str:
   path = _path(room)
   path = path / "__init__.py" if path.is_dir() else path
   docstring = ast.get_docstring(ast.parse(path.read_text("utf-8"))) or ""
-  return docstring.partition("\n\n")[0].replace("\n", " ").rstrip(".")
+  line = docstring.partition("\n\n")[0].replace("\n", " ")
+  return line.rstrip(".").replace("`", "")
 
 
 def _text(x: float, y: float, text: str, style: str) -> str:

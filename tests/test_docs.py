@@ -4,12 +4,12 @@ import ast
 import functools
 import pathlib
 import re
-import shlex
 
 import pytest
 
 from launch.cli import flags
 from scripts import make_docs, make_docs_docstrings
+from tests.helpers import markdown
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = [
@@ -26,21 +26,6 @@ OTHERS = {"dataclasses", "flax", "openai", "optax", "transformers", "ui"}
 each_page = pytest.mark.parametrize(
   "page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES]
 )
-
-
-def blocks(page: pathlib.Path, language: str = "") -> list[str]:
-  """Returns the code blocks of a page in one language."""
-  fences = re.findall(
-    r"^ *```(.*?)\n(.*?)^ *```$", page.read_text(), re.MULTILINE | re.DOTALL
-  )
-  return [text for found, text in fences if found == language]
-
-
-def commands(page: pathlib.Path) -> list[list[str]]:
-  """Returns the arguments of every command in a page's code blocks."""
-  lines = "".join(blocks(page)).replace("\\\n", " ").splitlines()
-  words = [shlex.split(line, comments=True) for line in lines if line.strip()]
-  return [w for w in words if w[:1] == ["make"] or w[:2] == ["python", "-m"]]
 
 
 @functools.cache
@@ -143,7 +128,7 @@ def test_every_table_has_its_place():
 @each_page
 def test_commands_name_what_exists(page):
   makefile = (ROOT / "Makefile").read_text()
-  for command in commands(page):
+  for command in markdown.commands(page):
     if command[0] == "make":
       assert re.search(rf"^{command[1]}:", makefile, re.MULTILINE), command
       continue
@@ -158,7 +143,7 @@ def test_commands_name_what_exists(page):
 
 @each_page
 def test_settings_on_command_lines_are_accepted(page):
-  for command in commands(page):
+  for command in markdown.commands(page):
     given = dict(a.removeprefix("--").partition("=")[::2] for a in command[3:])
     path = given.get("config")
     if command[0] == "make" or path is None or path.endswith(".json"):
@@ -193,7 +178,7 @@ def test_names_exist(page):
 
 def test_code_of_the_readme_stands_in_a_config():
   sources = [path.read_text() for path in (ROOT / "configs").glob("*.py")]
-  pieces = blocks(PAGES[0], "python")
+  pieces = markdown.blocks(PAGES[0], "python")
   assert len(pieces) == 4
   for piece in pieces:
     assert any(piece in source for source in sources), piece

@@ -2,15 +2,18 @@
 
 import pathlib
 import re
-import shlex
 import subprocess
 import sys
 import threading
 
 import pytest
 
+from tests.helpers import markdown
+
 ROOT = pathlib.Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text()
+PAGE = ROOT / "README.md"
+README = PAGE.read_text()
+COMMANDS = markdown.commands(PAGE)
 SMALL = [
   "--config.rounds=1",
   "--config.model.num_layers=1",
@@ -31,16 +34,9 @@ SMALL_CLUSTER = [
 SMALL_PLAN = ["--config.max_simulations=2", "--config.rounds=2"]
 
 
-def _commands():
-  """Returns the arguments of every command in the README's code blocks."""
-  blocks = re.findall(r"^```\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
-  lines = "".join(blocks).replace("\\\n", " ").splitlines()
-  return [shlex.split(line, comments=True) for line in lines if line.strip()]
-
-
 def test_every_command_of_the_readme_is_one_that_is_run():
-  make = [c for c in _commands() if c[0] == "make"]
-  python = [c for c in _commands() if c[0] == "python"]
+  make = [c for c in COMMANDS if c[0] == "make"]
+  python = [c for c in COMMANDS if c[0] == "python"]
   assert make == [["make", "train"], ["make", "test"]]
   ci = (ROOT / ".ci" / "run").read_text()
   assert "make test" in ci
@@ -53,11 +49,11 @@ def test_every_command_of_the_readme_is_one_that_is_run():
     "launch.simulate",
     "launch.train",
   ]
-  assert len(make) + len(python) == len(_commands())
+  assert len(make) + len(python) == len(COMMANDS)
 
 
 def test_the_commands_of_the_readme_work(tmp_path):
-  for command in _commands():
+  for command in COMMANDS:
     if command[0] != "python":
       continue
     small = {
