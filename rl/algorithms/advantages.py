@@ -21,6 +21,7 @@ import numpy as np
 from jaxtyping import Float, Float64
 
 from rl.algorithms import returns as returns_lib
+from rl.settings import checks
 
 Scope = Literal["group", "batch"]
 Pool = Literal["group", "task"]
@@ -139,10 +140,8 @@ class Grpo(_Outcome):
 
   def validate(self) -> None:
     """Raises ValueError unless ddof is 0 or 1 and eps is a number >= 0."""
-    if self.ddof not in (0, 1) or not 0 <= self.eps < math.inf:
-      raise ValueError(
-        f"Grpo: ddof={self.ddof} must be 0 or 1 and eps={self.eps} at least 0"
-      )
+    checks.one_of(self, (0, 1), "ddof")
+    checks.finite_at_least(self, 0, "eps")
 
   def of_rewards(
     self, rewards: Float64[np.ndarray, " G"]
@@ -214,9 +213,8 @@ class Reinforce(_Outcome):
   baseline: float = 0.0
 
   def validate(self) -> None:
-    """Raises ValueError unless the baseline is a number."""
-    if not math.isfinite(self.baseline):
-      raise ValueError(f"Reinforce: baseline={self.baseline} must be finite")
+    """Raises ValueError unless the baseline is finite."""
+    checks.finite(self, "baseline")
 
   @property
   def min_group_size(self) -> int:
@@ -255,8 +253,7 @@ class PassAtK(_Outcome):
 
   def validate(self) -> None:
     """Raises ValueError unless k is at least 1."""
-    if self.k < 1:
-      raise ValueError(f"PassAtK: k={self.k} must be at least 1")
+    checks.at_least(self, 1, "k")
 
   @property
   def min_group_size(self) -> int:

@@ -25,6 +25,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from rl.algorithms import packed_row
+from rl.settings import checks, short_names
 
 
 class Weights(NamedTuple):
@@ -82,8 +83,8 @@ class TokenTruncated:
   weighs = True
 
   def validate(self) -> None:
-    """Raises ValueError on a cap that cuts a ratio of 1, or no number."""
-    _validate_cap(self, self.cap)
+    """Raises ValueError on a cap that cuts a ratio of 1; inf cuts none."""
+    checks.at_least(self, 1, "cap")
 
   def __call__(self, row: packed_row.Row) -> Weights:
     """Returns the weights by token."""
@@ -107,8 +108,8 @@ class SequenceTruncated:
   weighs = True
 
   def validate(self) -> None:
-    """Raises ValueError on a cap that cuts a ratio of 1, or no number."""
-    _validate_cap(self, self.cap)
+    """Raises ValueError on a cap that cuts a ratio of 1; inf cuts none."""
+    checks.at_least(self, 1, "cap")
 
   def __call__(self, row: packed_row.Row) -> Weights:
     """Returns the weights by token."""
@@ -135,8 +136,9 @@ class IcePop:
   weighs = True
 
   def validate(self) -> None:
-    """Raises ValueError unless 1 is within the bounds."""
-    _validate_band(self, self.low, self.high)
+    """Raises ValueError unless the ratio on policy, 1, is within the bounds."""
+    checks.in_unit(self, "low")
+    checks.at_least(self, 1, "high")
 
   def __call__(self, row: packed_row.Row) -> Weights:
     """Returns the weights by token."""
@@ -162,8 +164,9 @@ class SequenceMasked:
   weighs = True
 
   def validate(self) -> None:
-    """Raises ValueError unless 1 is within the bounds."""
-    _validate_band(self, self.low, self.high)
+    """Raises ValueError unless the ratio on policy, 1, is within the bounds."""
+    checks.in_unit(self, "low")
+    checks.at_least(self, 1, "high")
 
   def __call__(self, row: packed_row.Row) -> Weights:
     """Returns the weights by token."""
@@ -188,8 +191,9 @@ class GeometricRejection:
   weighs = False
 
   def validate(self) -> None:
-    """Raises ValueError unless 1 is within the bounds."""
-    _validate_band(self, self.low, self.high)
+    """Raises ValueError unless the ratio on policy, 1, is within the bounds."""
+    checks.in_unit(self, "low")
+    checks.at_least(self, 1, "high")
 
   def __call__(self, row: packed_row.Row) -> Weights:
     """Returns the weights by token, 0 or 1."""
@@ -217,7 +221,7 @@ class Veto:
     """Raises ValueError unless the bound is between 0 and 1."""
     if not math.exp(-packed_row.MAX_LOG_RATIO) < self.least < 1:
       raise ValueError(
-        f"Veto: least={self.least} must be between "
+        f"veto.least={self.least} must be between "
         f"{math.exp(-packed_row.MAX_LOG_RATIO):.1g} and 1, as ratios are"
       )
 
@@ -247,12 +251,9 @@ class OffPolicySequenceMask:
   weighs = False
 
   def validate(self) -> None:
-    """Raises ValueError unless delta is a number of at least 0."""
-    if not 0 <= self.delta < math.inf:
-      raise ValueError(
-        f"OffPolicySequenceMask: delta={self.delta} must be at least 0 nats; "
-        "use correction=none to mask nothing"
-      )
+    """Raises ValueError on a bound, in nats, that is below 0 or infinite."""
+    out = "use correction=none to mask nothing"
+    checks.finite_at_least(self, 0, "delta", out=out)
 
   def __call__(self, row: packed_row.Row) -> Weights:
     """Returns the weights by token, 0 or 1."""
@@ -282,12 +283,9 @@ class DppoMask:
   weighs = False
 
   def validate(self) -> None:
-    """Raises ValueError unless the bound is within (0, 1]."""
-    if not 0 < self.bound <= 1:
-      raise ValueError(
-        f"DppoMask: bound={self.bound} must be above 0 and at most 1, as a "
-        "difference of probabilities is"
-      )
+    """Raises ValueError on a bound that no difference of probabilities has."""
+    checks.above(self, 0, "bound")
+    checks.in_unit(self, "bound")
 
   def __call__(self, row: packed_row.Row) -> Weights:
     """Returns the weights by token, 0 or 1."""
@@ -321,8 +319,8 @@ class Both:
     """Raises ValueError where both give importance weights."""
     if self.first.weighs and self.second.weighs:
       raise ValueError(
-        f"Both: first={type(self.first).__name__} and second="
-        f"{type(self.second).__name__} both weigh by rho, which would count "
+        f"both: first={short_names.of(self.first)} and second="
+        f"{short_names.of(self.second)} both weigh by rho, which would count "
         "twice; let one of them only mask"
       )
 
@@ -364,18 +362,3 @@ def _without(masked: Bool[Array, " L"], row: packed_row.Row) -> Weights:
 
 def _constant(x: Float[Array, " L"]) -> Float[Array, " L"]:
   return jax.lax.stop_gradient(x)
-
-
-def _validate_cap(correction: Correction, cap: float) -> None:
-  if not cap >= 1:
-    raise ValueError(
-      f"{type(correction).__name__}: cap={cap} must be at least 1, or inf"
-    )
-
-
-def _validate_band(correction: Correction, low: float, high: float) -> None:
-  if not 0 <= low <= 1 <= high:
-    raise ValueError(
-      f"{type(correction).__name__}: low={low} and high={high} must be around "
-      "1, for that is the ratio on policy"
-    )

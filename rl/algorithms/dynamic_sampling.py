@@ -1,11 +1,11 @@
 """Which finished groups are not worth training: dynamic sampling."""
 
 import dataclasses
-import math
 from typing import Literal, Protocol, runtime_checkable
 
 from rl.algorithms import advantage_estimation, advantages, reward_shaping
 from rl.data import trajectory
+from rl.settings import checks
 
 Reason = Literal["faults", "zero_variance"]
 
@@ -44,16 +44,10 @@ class DynamicSampling:
   min_spread: float = 0.0
 
   def validate(self) -> None:
-    """Raises ValueError on a number below its least."""
-    if self.max_refills < 1:
-      raise ValueError(
-        f"DynamicSampling: max_refills={self.max_refills} is below 1; to train "
-        "every group set it to none as a whole"
-      )
-    if not 0 <= self.min_spread < math.inf:
-      raise ValueError(
-        f"DynamicSampling: min_spread={self.min_spread} is no number >= 0"
-      )
+    """Raises ValueError on a number below its bound."""
+    out = "use algorithm.sampling=none to train every group"
+    checks.at_least(self, 1, "max_refills", out=out)
+    checks.finite_at_least(self, 0, "min_spread")
 
   def reason(
     self, group: trajectory.Group, estimator: advantages.Estimator

@@ -1,7 +1,6 @@
 """How far the policy is from a reference, token by token, and its price."""
 
 import dataclasses
-import math
 from typing import Literal, assert_never
 
 import jax
@@ -9,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from rl.algorithms import packed_row
+from rl.settings import checks
 
 Estimator = Literal["k1", "k2", "k3", "k3_plus"]
 
@@ -47,16 +47,13 @@ class KlPenalty:
   where: Literal["loss", "reward"] = "loss"
 
   def validate(self) -> None:
-    """Raises ValueError on k1 as a loss, or a weight that is no number."""
-    if not 0 < self.weight < math.inf:
-      raise ValueError(
-        f"KlPenalty: weight={self.weight} must be a number above 0; use "
-        "kl=none to leave it out"
-      )
+    """Raises ValueError on k1 as a loss, or a weight that is not above 0."""
+    out = "use kl=none to leave it out"
+    checks.finite_above(self, 0, "weight", out=out)
     if self.estimator == "k1" and self.where == "loss":
       raise ValueError(
-        "KlPenalty: estimator=k1 with where=loss has a gradient of mean 0; use "
-        "estimator=k2 or k3_plus, or where=reward"
+        "kl_penalty.estimator=k1 with where=loss has a gradient of mean 0; "
+        "use estimator=k2 or k3_plus, or where=reward"
       )
 
   def __call__(

@@ -7,7 +7,6 @@ Letters: L row length.
 """
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
@@ -15,6 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from rl.algorithms import packed_row
+from rl.settings import checks
 
 
 @runtime_checkable
@@ -92,12 +92,9 @@ class Constant:
   length: float
 
   def validate(self) -> None:
-    """Raises ValueError unless the length is a number above 0."""
-    if not 0 < self.length < math.inf:
-      raise ValueError(
-        f"Constant: length={self.length} must be a number above 0; use the "
-        "longest answer allowed"
-      )
+    """Raises ValueError unless the length is above 0."""
+    out = "use the longest answer allowed"
+    checks.finite_above(self, 0, "length", out=out)
 
   def __call__(
     self, values: Float[Array, " L"], row: packed_row.Row

@@ -12,7 +12,6 @@ Letters: L row length.
 """
 
 import dataclasses
-import math
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -20,6 +19,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from rl.algorithms import loss_aggregation, packed_row
+from rl.settings import checks
 
 
 class Terms(NamedTuple):
@@ -94,13 +94,11 @@ class ClippedSurrogate:
   has_ratio = True
 
   def validate(self) -> None:
-    """Raises ValueError on bounds that clip a ratio of 1, or no number."""
-    _validate_bounds(self, self.clip_low, self.clip_high)
-    if self.dual_clip is not None and not self.dual_clip > 1:
-      raise ValueError(
-        f"ClippedSurrogate: dual_clip={self.dual_clip} must be above 1, the "
-        "ratio on policy; use none to leave it out"
-      )
+    """Raises ValueError on bounds that clip a ratio of 1."""
+    checks.in_unit(self, "clip_low")
+    checks.at_least(self, 0, "clip_high")
+    out = "use none to leave it out"
+    checks.above(self, 1, "dual_clip", out=out)
 
   def __call__(self, row: packed_row.Row) -> Terms:
     """Returns the loss; clipped are tokens without a gradient."""
@@ -137,8 +135,9 @@ class Gspo:
   has_ratio = True
 
   def validate(self) -> None:
-    """Raises ValueError on bounds that clip a ratio of 1, or no number."""
-    _validate_bounds(self, self.clip_low, self.clip_high)
+    """Raises ValueError on bounds that clip a ratio of 1."""
+    checks.in_unit(self, "clip_low")
+    checks.at_least(self, 0, "clip_high")
 
   def __call__(self, row: packed_row.Row) -> Terms:
     """Returns the loss; clipped are all tokens of a trajectory or none."""
@@ -196,9 +195,9 @@ class Cispo:
   has_ratio = True
 
   def validate(self) -> None:
-    """Raises ValueError on bounds that clip a ratio of 1, or no number."""
-    low = 1.0 if self.clip_low is None else self.clip_low
-    _validate_bounds(self, low, self.clip_high)
+    """Raises ValueError on bounds that clip a ratio of 1."""
+    checks.in_unit(self, "clip_low")
+    checks.at_least(self, 0, "clip_high")
 
   def __call__(self, row: packed_row.Row) -> Terms:
     """Returns the loss; clipped are tokens whose weight is at a bound."""
@@ -253,9 +252,8 @@ class Aipo:
   has_ratio = True
 
   def validate(self) -> None:
-    """Raises ValueError on a cap that cuts a ratio of 1, or no number."""
-    if not self.cap >= 1:
-      raise ValueError(f"Aipo: cap={self.cap} must be at least 1, or inf")
+    """Raises ValueError on a cap that cuts a ratio of 1; inf cuts none."""
+    checks.at_least(self, 1, "cap")
 
   def __call__(self, row: packed_row.Row) -> Terms:
     """Returns the loss; clipped are tokens whose weight is the cap."""
@@ -314,11 +312,8 @@ class Sapo:
   has_ratio = True
 
   def validate(self) -> None:
-    """Raises ValueError on a temperature that is no number above 0."""
-    for name in ("tau_positive", "tau_negative"):
-      value = getattr(self, name)
-      if not 0 < value < math.inf:
-        raise ValueError(f"Sapo: {name}={value} must be a number above 0")
+    """Raises ValueError on a temperature that is not above 0."""
+    checks.finite_above(self, 0, "tau_positive", "tau_negative")
 
   def __call__(self, row: packed_row.Row) -> Terms:
     """Returns the loss; nothing is clipped."""
@@ -383,11 +378,3 @@ def _reinforce(
 
 def _unclipped(loss: Float[Array, " L"]) -> Terms:
   return Terms(loss, jnp.zeros(loss.shape, bool))
-
-
-def _validate_bounds(loss: Loss, low: float, high: float) -> None:
-  if not (0 <= low <= 1 and high >= 0):
-    raise ValueError(
-      f"{type(loss).__name__}: clip_low={low} must be in [0, 1] and clip_high="
-      f"{high} at least 0"
-    )

@@ -9,7 +9,6 @@ Letters: B rows, L row length, K lags.
 """
 
 import dataclasses
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -22,7 +21,7 @@ from rl.algorithms import kl as kl_lib
 from rl.algorithms import losses, packed_row
 from rl.algorithms import value_loss as value_loss_lib
 from rl.data import batch as batch_lib
-from rl.settings import short_names
+from rl.settings import checks, short_names
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,26 +51,16 @@ class Objective:
   z_weight: float = 0.0
 
   def validate(self) -> None:
-    """Raises ValueError on weights that mean nothing or count twice.
-
-    Those are no finite numbers, below 0 for a router, or a correction's beside
-    those of the loss itself.
-    """
-    for name in ("entropy_bonus", "balance_weight", "z_weight"):
-      value = getattr(self, name)
-      is_reversed = value < 0 and name != "entropy_bonus"
-      if not math.isfinite(value) or is_reversed:
-        raise ValueError(
-          f"{name}={value} is no number that weighs a loss; use 0 to leave it "
-          "out"
-        )
+    """Raises ValueError on an infinite weight, or tokens weighed twice."""
+    words: Any = {"where": "algorithm", "out": "use 0 to leave it out"}
+    checks.finite(self, "entropy_bonus", **words)
+    checks.finite_at_least(self, 0, "balance_weight", "z_weight", **words)
     correction = self.correction
     if correction is not None and correction.weighs and self.loss.own_weight:
       raise ValueError(
-        f"correction={short_names.of(self.correction)} with loss="
+        f"correction={short_names.of(correction)} with loss="
         f"{short_names.of(self.loss)}, which weighs each token against the "
-        "policy that sampled it: it would be weighed twice; use "
-        "correction=none"
+        "policy that sampled it: it would be weighed twice; use correction=none"
       )
 
   @property

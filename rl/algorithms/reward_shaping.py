@@ -1,12 +1,12 @@
 """What is taken from a reward before it is compared: length, repetition."""
 
 import dataclasses
-import math
 from typing import ClassVar
 
 import numpy as np
 
 from rl.data import trajectory as trajectory_lib
+from rl.settings import checks, short_names
 
 _BEFORE = "unshaped"
 
@@ -32,16 +32,13 @@ class Overlong:
 
   def validate(self) -> None:
     """Raises ValueError on a buffer or a penalty that cannot work."""
-    if not 0 < self.buffer <= self.max_tokens:
+    checks.at_least(self, 1, "buffer")
+    if self.buffer > self.max_tokens:
       raise ValueError(
-        f"Overlong: buffer={self.buffer} is outside [1, max_tokens="
-        f"{self.max_tokens}]"
+        f"overlong.buffer={self.buffer} must be at most max_tokens="
+        f"{self.max_tokens}"
       )
-    if not 0 < self.penalty < math.inf:
-      raise ValueError(
-        f"Overlong: penalty={self.penalty} is no number above 0; for none set "
-        "the shaping to none"
-      )
+    _check_penalty(self)
 
   def __call__(self, trajectory: trajectory_lib.Trajectory) -> float:
     """Returns what to add to the reward: from -penalty to 0."""
@@ -69,13 +66,8 @@ class Repetition:
 
   def validate(self) -> None:
     """Raises ValueError on a size or a penalty that cannot work."""
-    if self.size < 1:
-      raise ValueError(f"Repetition: size={self.size} is below 1")
-    if not 0 < self.penalty < math.inf:
-      raise ValueError(
-        f"Repetition: penalty={self.penalty} is no number above 0; for none "
-        "set the shaping to none"
-      )
+    checks.at_least(self, 1, "size")
+    _check_penalty(self)
 
   def __call__(self, trajectory: trajectory_lib.Trajectory) -> float:
     """Returns what to add to the reward: from -penalty to 0."""
@@ -86,6 +78,12 @@ class Repetition:
         total += len(grams)
         distinct += len(np.unique(grams, axis=0))
     return -self.penalty * (1 - distinct / total) if distinct < total else 0.0
+
+
+def _check_penalty(part: Overlong | Repetition) -> None:
+  checks.finite_above(
+    part, 0, "penalty", out=f"for none set {short_names.of(part)} to none"
+  )
 
 
 def apply(

@@ -6,7 +6,6 @@ what comes late, and is biased by that.
 """
 
 import dataclasses
-import math
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
@@ -15,6 +14,7 @@ from jaxtyping import Float, Float64
 
 from rl.algorithms import advantages as advantages_lib
 from rl.algorithms import returns as returns_lib
+from rl.settings import checks
 
 Over = Literal["tokens", "members"]
 
@@ -42,16 +42,6 @@ def whiten(
   centred = values - np.average(values, weights=weights)
   std = np.sqrt(np.average(centred**2, weights=weights))
   return np.split(centred / (std + eps), np.cumsum(lengths)[:-1])
-
-
-def _check_unit(name: str, field: str, value: float) -> None:
-  if not 0 <= value <= 1:
-    raise ValueError(f"{name}: {field}={value} must lie in [0, 1]")
-
-
-def _check_eps(name: str, value: float) -> None:
-  if not 0 <= value < math.inf:
-    raise ValueError(f"{name}: eps={value} must be at least 0")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,8 +74,8 @@ class ReinforcePlusPlus(advantages_lib.Estimator):
 
   def validate(self) -> None:
     """Raises ValueError on a discount outside [0, 1] or an eps below 0."""
-    _check_unit("ReinforcePlusPlus", "discount", self.discount)
-    _check_eps("ReinforcePlusPlus", self.eps)
+    checks.in_unit(self, "discount")
+    checks.finite_at_least(self, 0, "eps")
 
   @property
   def scope(self) -> advantages_lib.Scope:
@@ -186,10 +176,9 @@ class Gae(advantages_lib.Estimator):
   eps: float = 1e-8
 
   def validate(self) -> None:
-    """Raises ValueError on a number outside of its range."""
-    _check_unit("Gae", "discount", self.discount)
-    _check_unit("Gae", "lambda_", self.lambda_)
-    _check_eps("Gae", self.eps)
+    """Raises ValueError on a number outside its range."""
+    checks.in_unit(self, "discount", "lambda_")
+    checks.finite_at_least(self, 0, "eps")
 
   @property
   def scope(self) -> advantages_lib.Scope:
@@ -300,11 +289,9 @@ class StepGroups(_Turns):
   eps: float = 1e-6
 
   def validate(self) -> None:
-    """Raises ValueError on a number outside of its range."""
-    _check_unit("StepGroups", "discount", self.discount)
-    _check_eps("StepGroups", self.eps)
-    if not 0 <= self.weight < math.inf:
-      raise ValueError(f"StepGroups: weight={self.weight} must be at least 0")
+    """Raises ValueError on a number outside its range."""
+    checks.in_unit(self, "discount")
+    checks.finite_at_least(self, 0, "eps", "weight")
 
   def of_turns(
     self, members: Sequence[returns_lib.Played]
@@ -353,7 +340,7 @@ class TurnReturns(_Turns):
 
   def validate(self) -> None:
     """Raises ValueError on a discount outside [0, 1]."""
-    _check_unit("TurnReturns", "discount", self.discount)
+    checks.in_unit(self, "discount")
 
   def of_turns(
     self, members: Sequence[returns_lib.Played]

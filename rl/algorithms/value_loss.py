@@ -4,13 +4,13 @@ Letters: B rows, L row length.
 """
 
 import dataclasses
-import math
 from typing import NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from rl.data import batch as batch_lib
+from rl.settings import checks
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,11 +34,8 @@ class ValueLoss:
   through_body: bool = True
 
   def validate(self) -> None:
-    """Raises ValueError on a weight or a clip that is no number above 0."""
-    for name in ("weight", "clip"):
-      value = getattr(self, name)
-      if value is not None and not 0 < value < math.inf:
-        raise ValueError(f"ValueLoss: {name}={value} is no number above 0")
+    """Raises ValueError on a weight or a clip that is not above 0."""
+    checks.finite_above(self, 0, "weight", "clip")
 
   def __call__(
     self,

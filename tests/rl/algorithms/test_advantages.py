@@ -282,28 +282,28 @@ def test_of_one_task_leave_one_out_needs_all_groups_of_an_update():
 @pytest.mark.parametrize(
   ("estimator", "message"),
   [
-    (advantages.Grpo(ddof=8), "Grpo: ddof=8 must be 0 or 1"),
-    (advantages.Grpo(eps=float("nan")), "Grpo: .*eps=nan"),
-    (advantages.Reinforce(baseline=float("inf")), "Reinforce: baseline=inf"),
-    (advantages.PassAtK(k=0), "PassAtK: k=0"),
+    (advantages.Grpo(ddof=8), "grpo.ddof=8 must be 0 or 1"),
+    (advantages.Grpo(eps=float("nan")), "grpo.eps=nan"),
+    (advantages.Reinforce(baseline=float("inf")), "reinforce.baseline=inf"),
+    (advantages.PassAtK(k=0), "pass_at_k.k=0"),
     (
       token_advantages.ReinforcePlusPlus(discount=1.1),
-      "discount=1.1 must lie in",
+      "discount=1.1 must be in",
     ),
     (
       token_advantages.ReinforcePlusPlus(eps=-1.0),
-      "ReinforcePlusPlus: eps=-1.0",
+      "reinforce_pp.eps=-1.0",
     ),
-    (token_advantages.Gae(lambda_=-0.1), "Gae: lambda_=-0.1"),
-    (token_advantages.Gae(discount=float("nan")), "Gae: discount=nan"),
-    (token_advantages.Gae(eps=float("inf")), "Gae: eps=inf"),
+    (token_advantages.Gae(lambda_=-0.1), "gae.lambda_=-0.1"),
+    (token_advantages.Gae(discount=float("nan")), "gae.discount=nan"),
+    (token_advantages.Gae(eps=float("inf")), "gae.eps=inf"),
     (
       token_advantages.StepGroups(weight=float("nan")),
-      "StepGroups: weight=nan",
+      "step_groups.weight=nan",
     ),
-    (token_advantages.StepGroups(discount=2.0), "StepGroups: discount=2.0"),
-    (token_advantages.StepGroups(eps=-1e-9), "StepGroups: eps=-1e-09"),
-    (token_advantages.TurnReturns(discount=-1.0), "TurnReturns: discount=-1.0"),
+    (token_advantages.StepGroups(discount=2.0), "step_groups.discount=2.0"),
+    (token_advantages.StepGroups(eps=-1e-9), "step_groups.eps=-1e-09"),
+    (token_advantages.TurnReturns(discount=-1.0), "turn_returns.discount=-1.0"),
   ],
 )
 def test_an_estimator_with_nonsense_is_refused(estimator, message):

@@ -290,9 +290,9 @@ def test_which_policy_is_compared_and_who_weighs():
 @pytest.mark.parametrize(
   ("make_correction", "words"),
   [
-    (lambda: corrections.TokenTruncated(cap=0.9), "TokenTruncated: cap=0.9"),
+    (lambda: corrections.TokenTruncated(cap=0.9), "token_truncated.cap=0.9"),
     (lambda: corrections.SequenceTruncated(cap=math.nan), "cap=nan"),
-    (lambda: corrections.IcePop(low=1.5), "IcePop: low=1.5"),
+    (lambda: corrections.IcePop(low=1.5), "ice_pop.low=1.5"),
     (lambda: corrections.SequenceMasked(high=0.9), "high=0.9"),
     (lambda: corrections.GeometricRejection(low=-1.0), "low=-1.0"),
     (lambda: corrections.Veto(least=0.0), "least=0.0"),
@@ -305,7 +305,7 @@ def test_which_policy_is_compared_and_who_weighs():
       lambda: corrections.Both(
         first=corrections.TokenTruncated(), second=corrections.IcePop()
       ),
-      "first=TokenTruncated and second=IcePop",
+      "first=token_truncated and second=ice_pop",
     ),
   ],
 )

@@ -109,5 +109,5 @@ def test_without_dynamic_sampling_every_group_is_trained():
   "bad", [{"max_refills": 0}, {"min_spread": -1.0}, {"min_spread": np.nan}]
 )
 def test_nonsense_is_refused(bad):
-  with pytest.raises(ValueError, match=f"DynamicSampling: {next(iter(bad))}="):
+  with pytest.raises(ValueError, match=f"dynamic_sampling.{next(iter(bad))}="):
     dynamic_sampling.DynamicSampling(**bad).validate()

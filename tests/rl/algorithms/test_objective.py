@@ -295,13 +295,13 @@ def test_a_penalty_is_in_the_loss_or_in_the_rewards(where):
 )
 def test_weights_that_are_no_numbers_are_refused(name):
   for value in (math.nan, math.inf):
-    with pytest.raises(ValueError, match=f"{name}={value} is no .* use 0"):
+    with pytest.raises(ValueError, match=f"{name}={value} must be .*; use 0"):
       dataclasses.replace(PLAIN, **{name: value}).validate()
   backward = dataclasses.replace(PLAIN, **{name: -0.1})
   if name == "entropy_bonus":
     backward.validate()
   else:
-    with pytest.raises(ValueError, match=f"{name}=-0.1 is no number that"):
+    with pytest.raises(ValueError, match=f"{name}=-0.1 must be a finite"):
       backward.validate()
 
 

@@ -36,9 +36,9 @@ def test_a_value_that_went_far_enough_is_taken_no_further():
 @pytest.mark.parametrize(
   ("setting", "message"),
   [
-    ({"weight": 0.0}, "ValueLoss: weight=0.0 is no number above 0"),
-    ({"clip": -1.0}, "ValueLoss: clip=-1.0 is no number above 0"),
-    ({"clip": math.nan}, "ValueLoss: clip=nan is no number above 0"),
+    ({"weight": 0.0}, "value_loss.weight=0.0 must be a finite number above 0"),
+    ({"clip": -1.0}, "value_loss.clip=-1.0 must be a finite number above 0"),
+    ({"clip": math.nan}, "value_loss.clip=nan must be a finite number above 0"),
   ],
 )
 def test_a_value_loss_that_means_nothing_is_refused(setting, message):
