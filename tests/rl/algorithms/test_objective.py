@@ -27,6 +27,7 @@ from rl.algorithms import (
 )
 from rl.data import batch
 from rl.pools import placement
+from rl.settings import short_names
 from tests.helpers import packed_rows, scored_episodes
 
 ROWS, LENGTH = 8, 32
@@ -310,7 +311,7 @@ def test_a_loss_with_a_weight_of_its_own_takes_masks_alone(loss):
   for correction in packed_rows.CORRECTIONS:
     what = objective.Objective(loss=loss, correction=correction)
     if loss.own_weight and correction.weighs:
-      name = type(correction).__name__
+      name = short_names.of(correction)
       with pytest.raises(ValueError, match=f"={name} .* use correction=none"):
         what.validate()
     else:
