@@ -469,17 +469,17 @@ def tables() -> dict[str, str]:
   return {table.__name__: _markdown(table) for table in TABLES}
 
 
+def result(name: str) -> Any:
+  """Returns a file of benchmarks/results."""
+  return json.loads((RESULTS / f"{name}.json").read_text("utf-8"))
+
+
 def _markdown(table: Callable[[Mapping[str, Any]], Rows]) -> str:
-  name = table.__name__
-  file = next(p for p in _results() if name.startswith(p.stem))
-  head, *rows = table(json.loads(file.read_text()))
+  names = sorted((path.stem for path in RESULTS.glob("*.json")), key=len)
+  name = next(n for n in reversed(names) if table.__name__.startswith(n))
+  head, *rows = table(result(name))
   lines = [head, ["---"] * len(head), *rows]
   return "".join(f"| {' | '.join(line)} |\n" for line in lines)
-
-
-def _results() -> list[pathlib.Path]:
-  """Returns the files of results, longer names first."""
-  return sorted(RESULTS.glob("*.json"), key=lambda p: -len(p.stem))
 
 
 def with_tables(page: str) -> str:

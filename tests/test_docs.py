@@ -4,6 +4,7 @@ import ast
 import functools
 import pathlib
 import re
+import statistics
 
 import pytest
 
@@ -174,6 +175,42 @@ def test_names_exist(page):
   for name in re.findall(r"`([A-Za-z_]\w*(?:\.\w+)+)(?:\(.*?\))?`", text):
     if name.partition(".")[0] not in OTHERS and not FILE.search(name):
       assert exists(name), name
+
+
+def test_figures_of_the_readme_are_those_of_the_results():
+  readme = " ".join((ROOT / "README.md").read_text().split())
+  rows = make_docs.result("seeds_guess_number_moe")["rows"]
+  for moment in ("before", "after"):
+    a, b, c = (f"{100 * row[moment]['success']:.1f}" for row in rows)
+    assert f"{a}, {b} and {c} %" in readme
+  minutes = sorted(row["minutes"] for row in rows)
+  assert f"{minutes[0]:.1f} to {minutes[-1]:.1f} minutes" in readme
+  lake = make_docs.result("seeds_frozen_lake_moe")["rows"][0]
+  a, b = (100 * lake[moment]["success"] for moment in ("before", "after"))
+  assert f"from {a:.1f} to {b:.1f} %" in readme
+
+  gains = {
+    (row["task"], row["schedule"]): row["measured"]["step_s"]
+    for row in make_docs.result("overlap")["rows"]
+  }
+  gains = {key: gains[key[0], "sync"] / s for key, s in gains.items()}
+  assert f"{gains['slow', 'in_flight']:.2f} times as fast" in readme
+  low, high = gains["slow", "recycle"], gains["slow", "drop"]
+  assert f"{low:.2f} to {high:.2f} times" in readme
+  others = [x for (task, name), x in gains.items() if task == "as_is"]
+  assert f"{min(others):.2f} to {max(others):.2f} times" in readme
+
+  finals: dict[str, list[float]] = {}
+  for row in make_docs.result("learning")["rows"]:
+    if row["algorithm"] == "grpo" and row["learning_rate"] == 0.001:
+      name = f"{row['schedule']} {row['arm']}"
+      finals.setdefault(name, []).append(100 * row["curve"][-1])
+  uncorrected, ratio, sync = (
+    f"{statistics.fmean(finals[name]):.0f} %"
+    for name in ("eta4 uncorrected", "eta4 ratio", "sync on policy")
+  )
+  assert f"wins {uncorrected} of its games" in readme
+  assert f"{ratio}, as against {sync} on policy" in readme
 
 
 def test_code_of_the_readme_stands_in_a_config():
