@@ -93,8 +93,8 @@ def overlap_slow(result: Mapping[str, Any]) -> Rows:
 
 def _overlap(result: Mapping[str, Any], task: str) -> Rows:
   yield (
-    "schedule", "round", "speed-up", "learner, decode busy", "both busy",
-    "lag: mean, max", "useful tokens", "success", "simulated / measured",
+    "schedule", "round, ms", "speed-up", "learner, decode busy, ms",
+    "both busy, ms", "lag: mean, max", "useful tokens", "success", "simulated / measured",
   )  # fmt: skip
   rows = [row for row in result["rows"] if row["task"] == task]
   for row in rows:
@@ -106,10 +106,10 @@ def _overlap(result: Mapping[str, Any], task: str) -> Rows:
     speedup = rows[0]["measured"]["step_s"] / measured["step_s"]
     yield (
       _SCHEDULES[row["schedule"]],
-      f"{1000 * measured['step_s']:,.0f} ms",
+      f"{1000 * measured['step_s']:,.0f}",
       f"{speedup:.2f}x",
-      f"{busy[0]}, {busy[1]} ms",
-      f"{busy[2]} ms",
+      f"{busy[0]}, {busy[1]}",
+      busy[2],
       f"{measured['lag']:.2f}, {measured['max_lag']:.0f}",
       f"{100 * measured['useful']:.0f} %",
       f"{100 * measured['success']:.1f} %",
