@@ -94,7 +94,8 @@ def overlap_slow(result: Mapping[str, Any]) -> Rows:
 def _overlap(result: Mapping[str, Any], task: str) -> Rows:
   yield (
     "schedule", "round, ms", "speed-up", "learner, decode busy, ms",
-    "both busy, ms", "lag: mean, max", "useful tokens", "success", "simulated / measured",
+    "both busy, ms", "lag: mean, max", "useful tokens", "success",
+    "simulated / measured",
   )  # fmt: skip
   rows = [row for row in result["rows"] if row["task"] == task]
   for row in rows:
