@@ -5,7 +5,7 @@
   python -m launch.simulate --plan --config=FILE --base=configs/X.py --out=Y.py
   python -m launch.simulate --plan --config=FILE --calibrate=RUN_DIRECTORY
 
-FILE has a get_config() that returns a `problem.Planning`. With --base and
+FILE has a get_config() that returns a `problem_lib.Planning`. With --base and
 --out the plan becomes a config for `launch.train`: the base with the schedule,
 placement and routing of the best choice. With --calibrate speeds and tasks are
 those of an earlier run. Nothing touches a device.
@@ -24,7 +24,8 @@ from absl import flags as absl_flags
 
 from launch.cli import flags
 from rl import experiment
-from rl.planning import calibration, plan_config, problem, search
+from rl.planning import calibration, plan_config, search
+from rl.planning import problem as problem_lib
 from rl.settings import overrides
 
 _PLAN = absl_flags.DEFINE_bool(
@@ -61,31 +62,31 @@ def wanted() -> bool:
 def main() -> None:
   """Loads the question, answers it, prints and writes the answer."""
   with flags.exit_on_setting_error():
-    asked = flags.load_from_command_line(check)
+    problem = flags.load_from_command_line(check)
     if _CALIBRATE.value is not None:
       run_dir = pathlib.Path(_CALIBRATE.value)
-      asked = calibration.apply(asked, run_dir, _KIND.value)
-    base = _load_base(asked)
-    waiting, refused = search.candidates(asked, _fits(asked, base))
-  plan = search.best_of(asked, waiting, refused, _tell)
-  show(plan, asked, sys.stdout)
+      problem = calibration.apply(problem, run_dir, _KIND.value)
+    base = _load_base(problem)
+    waiting, refused = search.candidates(problem, _fits(problem, base))
+  plan = search.best_of(problem, waiting, refused, _tell)
+  show(plan, problem, sys.stdout)
   if base is not None and _OUT.value is not None:
-    write(plan, asked, base, _BASE.value or "", pathlib.Path(_OUT.value))
+    write(plan, problem, base, _BASE.value or "", pathlib.Path(_OUT.value))
   if not plan.met:
     sys.exit("the goal is not met; the first line of the table is the nearest")
 
 
-def check(asked: Any) -> None:
+def check(problem: Any) -> None:
   """Raises SettingError on settings of anything but a plan."""
-  if not isinstance(asked, problem.Planning):
+  if not isinstance(problem, problem_lib.Planning):
     raise overrides.SettingError(
-      f"--config: {type(asked).__name__} is no rl.planning.problem.Planning; "
+      f"--config: {type(problem).__name__} is no rl.planning.problem.Planning; "
       "use a file"
       " such as configs/fleet_small.py"
     )
 
 
-def _load_base(asked: problem.Planning) -> experiment.Experiment | None:
+def _load_base(problem: problem_lib.Planning) -> experiment.Experiment | None:
   if _BASE.value is None:
     if _OUT.value is not None:
       raise overrides.SettingError(
@@ -94,7 +95,7 @@ def _load_base(asked: problem.Planning) -> experiment.Experiment | None:
       )
     return None
   base = flags.load(_BASE.value, check=experiment.check_experiment)
-  plan_config.check_base(asked, base)
+  plan_config.check_base(problem, base)
   if _OUT.value is not None:
     _check_out(pathlib.Path(_OUT.value))
   return base
@@ -127,11 +128,11 @@ def make_directory(path: pathlib.Path, setting: str) -> None:
 
 
 def _fits(
-  asked: problem.Planning, base: experiment.Experiment | None
+  problem: problem_lib.Planning, base: experiment.Experiment | None
 ) -> search.Fits:
   if base is None:
     return lambda choice: None
-  return lambda choice: plan_config.misfit(asked, choice, base)
+  return lambda choice: plan_config.misfit(problem, choice, base)
 
 
 def _tell(one: search.Estimate) -> None:
@@ -142,7 +143,9 @@ def _tell(one: search.Estimate) -> None:
   )
 
 
-def show(plan: search.Plan, asked: problem.Planning, stream: TextIO) -> None:
+def show(
+  plan: search.Plan, problem: problem_lib.Planning, stream: TextIO
+) -> None:
   """Prints the best choices as a table, and what is to be said of the first."""
   rows = [_HEAD, *(_row(one) for one in plan.estimates[:_SHOWN])]
   widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -153,7 +156,7 @@ def show(plan: search.Plan, asked: problem.Planning, stream: TextIO) -> None:
     )
     print("  ".join((first, second, *numbers)).rstrip(), file=stream)
   print(file=stream)
-  for line in said(plan, asked):
+  for line in said(plan, problem):
     print(line, file=stream)
 
 
@@ -193,7 +196,7 @@ def _short(number: float) -> str:
   return f"{number:,.0f}" if number >= 1000 else f"{number:.3g}"
 
 
-def said(plan: search.Plan, asked: problem.Planning) -> Iterator[str]:
+def said(plan: search.Plan, problem: problem_lib.Planning) -> Iterator[str]:
   """Yields what the best choice is, and how sure that is."""
   best = plan.best
   yield f"plan: {best.choice.split}, {best.choice.schedule}"
@@ -207,19 +210,19 @@ def said(plan: search.Plan, asked: problem.Planning) -> Iterator[str]:
   if plan.complete:
     yield (
       f"simulated {number} of {plan.choices} choices; the bound of no other "
-      f"one is better by more than {asked.tolerance:.0%}"
+      f"one is better by more than {problem.tolerance:.0%}"
     )
   else:
     yield (
       f"simulated {number} of {plan.choices} choices and stopped there, at "
-      f"max_simulations={asked.max_simulations}: others may be better"
+      f"max_simulations={problem.max_simulations}: others may be better"
     )
   if plan.refused:
     reason = max(plan.refused, key=lambda why: plan.refused[why])
     count = sum(plan.refused.values())
     yield f"{count} more do not fit the base, such as: {reason}"
   if not plan.met:
-    goal = asked.goal
+    goal = problem.goal
     yield (
       f"goal not met: max_step_s={goal.max_step_s:g}, max_cost="
       f"{goal.max_cost:g}; the nearest takes {_short(best.result.step_s)} s "
@@ -229,7 +232,7 @@ def said(plan: search.Plan, asked: problem.Planning) -> Iterator[str]:
 
 def write(
   plan: search.Plan,
-  asked: problem.Planning,
+  problem: problem_lib.Planning,
   base: experiment.Experiment,
   base_path: str,
   out: pathlib.Path,
@@ -240,11 +243,11 @@ def write(
     base_path: of the base; the file names it relative to where it is itself.
     out: in a directory that is there.
   """
-  lines = [textwrap.wrap(text, 78) for text in said(plan, asked)]
+  lines = [textwrap.wrap(text, 78) for text in said(plan, problem)]
   # The first says which choice it is, as the file's first line does.
   summary = "\n".join(itertools.chain(*lines[1:]))
   text = plan_config.source(
-    asked,
+    problem,
     plan.best.choice,
     base,
     name=str(out),

@@ -26,7 +26,8 @@ import numpy as np
 
 from rl import experiment
 from rl.audit import event_log
-from rl.planning import fitting, fleet, problem
+from rl.planning import fitting, fleet
+from rl.planning import problem as problem_lib
 from rl.pools import placement
 from rl.runtime import trace
 from rl.settings import overrides
@@ -184,8 +185,8 @@ def _lines(path: pathlib.Path) -> Iterator[dict[str, Any]]:
 
 
 def apply(
-  asked: problem.Planning, path: pathlib.Path, kind: str | None = None
-) -> problem.Planning:
+  problem: problem_lib.Planning, path: pathlib.Path, kind: str | None = None
+) -> problem_lib.Planning:
   """Returns a question with the speeds and tasks of a run.
 
   Slots, room for ids, costs and all other kinds of devices stay as stated.
@@ -197,7 +198,7 @@ def apply(
   Raises:
     ValueError: the run cannot tell, with the way out.
   """
-  kinds = asked.fleet.by_name
+  kinds = problem.fleet.by_name
   if kind is None and len(kinds) == 1:
     kind = next(iter(kinds))
   if kind is None or kind not in kinds:
@@ -210,14 +211,14 @@ def apply(
   known = _measured(kinds[kind], run, found)
   found_tasks = tuple(tasks(run))
   return dataclasses.replace(
-    asked,
+    problem,
     fleet=dataclasses.replace(
-      asked.fleet,
+      problem.fleet,
       kinds=tuple(known if k.name == kind else k for k in kinds.values()),
       transfer_s=found.transfer_s,
     ),
     workloads=found_tasks,
-    routing=asked.routing.of([one.name for one in found_tasks]),
+    routing=problem.routing.of([one.name for one in found_tasks]),
   )
 
 

@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float64
 
 from rl.audit import event_log
 from rl.data import trajectory
-from rl.planning import problem
+from rl.planning import problem as problem_lib
 from rl.schedule import overlap
 from rl.simulation import learner as simulated_learner
 from rl.simulation import processor as simulated_processor
@@ -53,31 +53,31 @@ class Demands:
   """The demand of a question, for every redundancy that it allows.
 
   Args:
-    asked: `Planning.window` says how many rounds there are.
+    problem: `Planning.window` says how many rounds there are.
   """
 
-  def __init__(self, asked: problem.Planning):
-    self._asked = asked
+  def __init__(self, problem: problem_lib.Planning):
+    self._asked = problem
     self.of = functools.cache(self._of)
 
   def _of(self, redundancy: overlap.Redundancy) -> Demand:
     """Returns the demand of all groups until the last round that counts."""
-    asked = self._asked
-    groups = asked.groups_per_round + redundancy.extra_groups
-    members = asked.rollout.group_size + redundancy.extra_members
-    count = asked.window.stop * groups
+    problem = self._asked
+    groups = problem.groups_per_round + redundancy.extra_groups
+    members = problem.rollout.group_size + redundancy.extra_members
+    count = problem.window.stop * groups
     run = simulate.Simulation(
       cluster=simulate.Cluster(
         learner=simulated_learner.Learner(token_s=0.0, update_s=0.0),
         pools=(simulate.Pool(engines=1, speed=_NO_LIMIT),),
         transfer_s=0.0,
       ),
-      workloads=asked.workloads,
+      workloads=problem.workloads,
       overlap=overlap.sync(count),
-      rollout=dataclasses.replace(asked.rollout, group_size=members),
+      rollout=dataclasses.replace(problem.rollout, group_size=members),
       rounds=1,
       warmup=0,
-      seed=asked.seed,
+      seed=problem.seed,
     )
     return _measured(simulate.simulate(run), count, members)
 

@@ -4,23 +4,25 @@ import dataclasses
 from typing import Any
 
 from rl import experiment
-from rl.planning import problem
+from rl.planning import problem as problem_lib
 from rl.pools import affinity, placement
 
 _FIELDS = tuple(
   field.name
-  for field in dataclasses.fields(problem.overlap_lib.Overlap)
+  for field in dataclasses.fields(problem_lib.overlap_lib.Overlap)
   if field.name not in ("old_logprob", "too_slow_after", "redundancy")
 )
 
 
-def overlap_fields(choice: problem.Choice) -> dict[str, Any]:
+def overlap_fields(choice: problem_lib.Choice) -> dict[str, Any]:
   """Returns what a choice says of the schedule; the rest stays as it is."""
   return {name: getattr(choice.overlap, name) for name in _FIELDS}
 
 
 def meshes(
-  asked: problem.Planning, choice: problem.Choice, base: placement.Placement
+  problem: problem_lib.Planning,
+  choice: problem_lib.Choice,
+  base: placement.Placement,
 ) -> dict[str, tuple[int, int]]:
   """Returns (data axis, first device) of the learner and of each pool.
 
@@ -30,12 +32,12 @@ def meshes(
   Raises:
     ValueError: the other axes do not divide the devices.
   """
-  kinds = asked.fleet.by_name
+  kinds = problem.fleet.by_name
   learner = base.learner.expert * base.learner.tensor
   found = {
     "learner": (
       _over(choice.devices, learner, "placement.learner"),
-      asked.fleet.first_device(choice.learner),
+      problem.fleet.first_device(choice.learner),
     )
   }
   for name, _ in choice.engines:
@@ -43,7 +45,7 @@ def meshes(
     decode = base.decode.expert * base.decode.tensor
     found[name] = (
       _over(kinds[name].engine_devices, decode, "placement.decode"),
-      asked.fleet.first_device(name) + taken,
+      problem.fleet.first_device(name) + taken,
     )
   return found
 
@@ -58,8 +60,8 @@ def _over(devices: int, others: int, where: str) -> int:
 
 
 def apply(
-  asked: problem.Planning,
-  choice: problem.Choice,
+  problem: problem_lib.Planning,
+  choice: problem_lib.Choice,
   base: experiment.Experiment,
 ) -> experiment.Experiment:
   """Returns the base with the schedule, placement and routing of a choice.
@@ -67,8 +69,8 @@ def apply(
   Raises:
     ValueError: its meshes cannot be split so; nothing else is checked.
   """
-  where, place = meshes(asked, choice, base.placement), base.placement
-  kinds, (first, *others) = asked.fleet.by_name, choice.engines
+  where, place = meshes(problem, choice, base.placement), base.placement
+  kinds, (first, *others) = problem.fleet.by_name, choice.engines
   pools = [
     placement.DecodePool(
       name=name,
@@ -77,7 +79,7 @@ def apply(
       ),
       replicas=count,
       kind=kinds[name].kind,
-      cost=_cost(asked, name),
+      cost=_cost(problem, name),
     )
     for name, count in (first, *others)
   ]
@@ -101,34 +103,36 @@ def apply(
       more=tuple(pools[1:]),
       colocated=False,
     ),
-    routing=routing(asked, base),
+    routing=routing(problem, base),
   )
 
 
 def routing(
-  asked: problem.Planning, base: experiment.Experiment
+  problem: problem_lib.Planning, base: experiment.Experiment
 ) -> affinity.Routing:
   """Returns what the tasks of the base prefer; those planned may be others."""
-  return asked.routing.of([source.name for source in base.sources])
+  return problem.routing.of([source.name for source in base.sources])
 
 
 def misfit(
-  asked: problem.Planning,
-  choice: problem.Choice,
+  problem: problem_lib.Planning,
+  choice: problem_lib.Choice,
   base: experiment.Experiment,
 ) -> str | None:
   """Returns why the base cannot be run with a choice, or nothing."""
   try:
-    apply(asked, choice, base).validate()
+    apply(problem, choice, base).validate()
   except ValueError as error:
     return str(error)
   return None
 
 
-def check_base(asked: problem.Planning, base: experiment.Experiment) -> None:
+def check_base(
+  problem: problem_lib.Planning, base: experiment.Experiment
+) -> None:
   """Raises ValueError when the question is about other episodes."""
   for name in ("group_size", "max_turns", "turn_tokens", "max_tokens"):
-    ours, theirs = getattr(asked.rollout, name), getattr(base.rollout, name)
+    ours, theirs = getattr(problem.rollout, name), getattr(base.rollout, name)
     if ours != theirs:
       raise ValueError(
         f"rollout.{name}={ours} is not what the base plays, {theirs}; plan "
@@ -136,8 +140,8 @@ def check_base(asked: problem.Planning, base: experiment.Experiment) -> None:
       )
 
 
-def _cost(asked: problem.Planning, name: str) -> float:
-  kind = asked.fleet.by_name[name]
+def _cost(problem: problem_lib.Planning, name: str) -> float:
+  kind = problem.fleet.by_name[name]
   return kind.cost * kind.engine_devices
 
 
@@ -187,8 +191,8 @@ def get_config() -> config.Experiment:
 
 
 def source(
-  asked: problem.Planning,
-  choice: problem.Choice,
+  problem: problem_lib.Planning,
+  choice: problem_lib.Choice,
   base: experiment.Experiment,
   *,
   name: str,
@@ -202,7 +206,7 @@ def source(
     base_path: of the base, from where the file is.
     summary: what is expected of it.
   """
-  where = meshes(asked, choice, base.placement)
+  where = meshes(problem, choice, base.placement)
   (first, replicas), *others = choice.engines
   data, device = where["learner"]
   fields = overlap_fields(choice)
@@ -217,10 +221,10 @@ def source(
     device=device,
     first_mesh=_mesh(where[first]),
     replicas=replicas,
-    kind=asked.fleet.by_name[first].kind,
-    cost=_cost(asked, first),
-    more=_pools(asked, others, where),
-    routing=f"affinity.{routing(asked, base)!r}",
+    kind=problem.fleet.by_name[first].kind,
+    cost=_cost(problem, first),
+    more=_pools(problem, others, where),
+    routing=f"affinity.{routing(problem, base)!r}",
   )
 
 
@@ -230,7 +234,7 @@ def _mesh(where: tuple[int, int]) -> str:
 
 
 def _pools(
-  asked: problem.Planning,
+  problem: problem_lib.Planning,
   engines: list[tuple[str, int]],
   where: dict[str, tuple[int, int]],
 ) -> str:
@@ -240,8 +244,8 @@ def _pools(
           name={name!r},
           mesh={_mesh(where[name])},
           replicas={count},
-          kind={asked.fleet.by_name[name].kind!r},
-          cost={_cost(asked, name)!r},
+          kind={problem.fleet.by_name[name].kind!r},
+          cost={_cost(problem, name)!r},
         ),"""
     for name, count in engines
   ]

@@ -1,4 +1,4 @@
-"""What a planner is asked, and what it may answer.
+"""What a planner is problem, and what it may answer.
 
 Planning (fleet, tasks, goal, space) --choices--> Choice --simulated--> run
 """

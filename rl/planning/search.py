@@ -11,13 +11,14 @@ import collections
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from rl.planning import demand, lower_bound, problem
+from rl.planning import demand, lower_bound
+from rl.planning import problem as problem_lib
 from rl.simulation import result as simulation_result
 from rl.simulation import simulate
 
-Fits = Callable[[problem.Choice], str | None]
+Fits = Callable[[problem_lib.Choice], str | None]
 """Returns why a choice cannot be used, or nothing."""
-Estimated = Callable[[problem.Planning, "Candidate"], "Estimate"]
+Estimated = Callable[[problem_lib.Planning, "Candidate"], "Estimate"]
 """Returns what a choice is worth, as `estimate` does."""
 
 
@@ -29,7 +30,7 @@ class Candidate:
     key: of `Goal.key` at the lower bound.
   """
 
-  choice: problem.Choice
+  choice: problem_lib.Choice
   floor: lower_bound.Floor
   key: tuple[float, ...]
 
@@ -46,7 +47,7 @@ class Estimate:
     key: of `Goal.key`.
   """
 
-  choice: problem.Choice
+  choice: problem_lib.Choice
   floor: lower_bound.Floor
   result: simulation_result.Result
   cost: float
@@ -96,24 +97,24 @@ class Plan:
 
 
 def search(
-  asked: problem.Planning,
+  problem: problem_lib.Planning,
   fits: Fits = lambda choice: None,
   told: Callable[[Estimate], None] = lambda estimate: None,
 ) -> Plan:
   """Returns the best choice, having simulated what could be it.
 
   Args:
-    fits: asked before anything is simulated.
+    fits: called before anything is simulated.
     told: of each run when it has ended.
 
   Raises:
     ValueError: the question has no answer; with the way out.
   """
-  return best_of(asked, *candidates(asked, fits), told)
+  return best_of(problem, *candidates(problem, fits), told)
 
 
 def best_of(
-  asked: problem.Planning,
+  problem: problem_lib.Planning,
   waiting: Sequence[Candidate],
   refused: Mapping[str, int],
   told: Callable[[Estimate], None] = lambda estimate: None,
@@ -129,36 +130,36 @@ def best_of(
   estimates: list[Estimate] = []
   complete = True
   for candidate in waiting:
-    if best is not None and not _promising(candidate.key, best.key, asked):
+    if best is not None and not _promising(candidate.key, best.key, problem):
       break
-    if len(estimates) == asked.max_simulations:
+    if len(estimates) == problem.max_simulations:
       complete = False
       break
-    estimates.append((estimated or estimate)(asked, candidate))
+    estimates.append((estimated or estimate)(problem, candidate))
     told(estimates[-1])
-    best = min(estimates, key=lambda one: _rank(asked, one))
-  return _plan(asked, estimates, waiting, refused, complete)
+    best = min(estimates, key=lambda one: _rank(problem, one))
+  return _plan(problem, estimates, waiting, refused, complete)
 
 
 def exhaustive(
-  asked: problem.Planning, fits: Fits = lambda choice: None
+  problem: problem_lib.Planning, fits: Fits = lambda choice: None
 ) -> Plan:
   """Returns the best choice, having simulated every one."""
-  waiting, refused = candidates(asked, fits)
-  estimates = [estimate(asked, candidate) for candidate in waiting]
-  return _plan(asked, estimates, waiting, refused, complete=True)
+  waiting, refused = candidates(problem, fits)
+  estimates = [estimate(problem, candidate) for candidate in waiting]
+  return _plan(problem, estimates, waiting, refused, complete=True)
 
 
 def fitting(
-  asked: problem.Planning, fits: Fits = lambda choice: None
-) -> tuple[list[problem.Choice], dict[str, int]]:
+  problem: problem_lib.Planning, fits: Fits = lambda choice: None
+) -> tuple[list[problem_lib.Choice], dict[str, int]]:
   """Returns choices that fit, and why how many others do not.
 
   Raises:
-    ValueError: none fits, or the question cannot be asked.
+    ValueError: none fits, or the question cannot be problem.
   """
-  asked.validate()
-  choices = asked.choices()
+  problem.validate()
+  choices = problem.choices()
   reasons = [fits(choice) for choice in choices]
   refused = dict(collections.Counter(why for why in reasons if why))
   fit = [one for one, why in zip(choices, reasons, strict=True) if not why]
@@ -172,52 +173,54 @@ def fitting(
 
 
 def candidates(
-  asked: problem.Planning, fits: Fits = lambda choice: None
+  problem: problem_lib.Planning, fits: Fits = lambda choice: None
 ) -> tuple[list[Candidate], dict[str, int]]:
   """Returns choices that fit, the most promising first, and why others do not.
 
   Raises:
-    ValueError: none fits, or the question cannot be asked.
+    ValueError: none fits, or the question cannot be problem.
   """
-  fit, refused = fitting(asked, fits)
-  demands = demand.Demands(asked)
-  found = [_candidate(asked, choice, demands) for choice in fit]
+  fit, refused = fitting(problem, fits)
+  demands = demand.Demands(problem)
+  found = [_candidate(problem, choice, demands) for choice in fit]
   # Of what may be equally good the cheapest is looked at first.
-  found.sort(key=lambda one: (one.key, asked.cost(one.choice)))
+  found.sort(key=lambda one: (one.key, problem.cost(one.choice)))
   return found, refused
 
 
 def _candidate(
-  asked: problem.Planning, choice: problem.Choice, demands: demand.Demands
+  problem: problem_lib.Planning,
+  choice: problem_lib.Choice,
+  demands: demand.Demands,
 ) -> Candidate:
   redundancy = choice.overlap.redundancy
   needs = demands.of(redundancy)
   if not needs.tokens.any():
     raise ValueError(
       f"workloads: nothing is sampled, for no prompt leaves room in rollout."
-      f"max_tokens={asked.rollout.max_tokens}; raise it"
+      f"max_tokens={problem.rollout.max_tokens}; raise it"
     )
   bound = lower_bound.floor(
     needs,
-    cluster := asked.cluster(choice),
+    cluster := problem.cluster(choice),
     choice.overlap,
-    asked.window,
-    asked.rollout.group_size,
+    problem.window,
+    problem.rollout.group_size,
   )
-  if redundancy.extra_groups and len(asked.workloads) > 1:
+  if redundancy.extra_groups and len(problem.workloads) > 1:
     # Which tasks are played depends on which came too late.
     publish_s = lower_bound.publish_s(cluster)
     bound = dataclasses.replace(bound, step_s=publish_s, tokens=float("inf"))
-  key = asked.goal.key(bound.step_s, asked.cost(choice), bound.tokens)
+  key = problem.goal.key(bound.step_s, problem.cost(choice), bound.tokens)
   return Candidate(choice=choice, floor=bound, key=key)
 
 
-def estimate(asked: problem.Planning, candidate: Candidate) -> Estimate:
+def estimate(problem: problem_lib.Planning, candidate: Candidate) -> Estimate:
   """Returns what a simulated run of a choice was worth."""
   choice = candidate.choice
-  record = simulate.simulate(asked.simulated(choice))
+  record = simulate.simulate(problem.simulated(choice))
   result = simulation_result.measure(record)
-  cost = asked.cost(choice)
+  cost = problem.cost(choice)
   tokens = demand.num_tokens(record) / result.rounds
   bound_by, share = binding(result, candidate.floor)
   return Estimate(
@@ -228,7 +231,7 @@ def estimate(asked: problem.Planning, candidate: Candidate) -> Estimate:
     tokens=tokens,
     bound_by=bound_by,
     share=share,
-    key=asked.goal.key(result.step_s, cost, tokens),
+    key=problem.goal.key(result.step_s, cost, tokens),
   )
 
 
@@ -255,27 +258,29 @@ def binding(
 
 
 def _promising(
-  least: tuple[float, ...], best: tuple[float, ...], asked: problem.Planning
+  least: tuple[float, ...],
+  best: tuple[float, ...],
+  problem: problem_lib.Planning,
 ) -> bool:
   """Whether what is at least `least` could beat the best noticeably."""
   if least[0] != best[0]:
     return least[0] < best[0]
-  return least[1] < best[1] * (1.0 - asked.tolerance)
+  return least[1] < best[1] * (1.0 - problem.tolerance)
 
 
-def _rank(asked: problem.Planning, one: Estimate) -> tuple[float, ...]:
-  return (*one.key, asked.cost(one.choice))
+def _rank(problem: problem_lib.Planning, one: Estimate) -> tuple[float, ...]:
+  return (*one.key, problem.cost(one.choice))
 
 
 def _plan(
-  asked: problem.Planning,
+  problem: problem_lib.Planning,
   estimates: Iterable[Estimate],
   waiting: Sequence[Candidate],
   refused: Mapping[str, int],
   complete: bool,
 ) -> Plan:
   return Plan(
-    estimates=sorted(estimates, key=lambda one: _rank(asked, one)),
+    estimates=sorted(estimates, key=lambda one: _rank(problem, one)),
     choices=len(waiting),
     refused=refused,
     complete=complete,

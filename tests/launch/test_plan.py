@@ -12,7 +12,8 @@ from absl.testing import flagsaver
 from configs import fleet_small, guess_number_moe
 from launch import plan, simulate
 from launch.cli import flags
-from rl.planning import fleet, plan_config, problem, search
+from rl.planning import fleet, plan_config, search
+from rl.planning import problem as problem_lib
 from rl.pools import placement
 from tests.helpers import planned_fleets
 
@@ -76,14 +77,14 @@ def test_the_command_prints_a_plan_and_writes_a_config_that_trains(
 
 
 def test_the_written_config_is_the_base_with_the_choice(tmp_path):
-  asked, base = question(), guess_number_moe.get_config()
-  for number, choice in enumerate(asked.choices()):
-    if plan_config.misfit(asked, choice, base):
+  problem, base = question(), guess_number_moe.get_config()
+  for number, choice in enumerate(problem.choices()):
+    if plan_config.misfit(problem, choice, base):
       continue
     out = tmp_path / f"plan_{number}.py"
     out.write_text(
       plan_config.source(
-        asked,
+        problem,
         choice,
         base,
         name=out.name,
@@ -91,26 +92,28 @@ def test_the_written_config_is_the_base_with_the_choice(tmp_path):
         summary="As a test.",
       )
     )
-    assert flags.load(str(out)) == plan_config.apply(asked, choice, base)
+    assert flags.load(str(out)) == plan_config.apply(problem, choice, base)
 
 
 def test_preferences_of_tasks_that_the_base_has_not_are_left_out():
-  base, asked = guess_number_moe.get_config(), planned_fleets.question()
+  base, problem = guess_number_moe.get_config(), planned_fleets.question()
   guessing = {planned_fleets.GUESSES.name: "compute"}
-  both = dataclasses.replace(asked.routing, prefer={"game": "any", **guessing})
-  asked = dataclasses.replace(asked, routing=both)
-  assert plan_config.routing(asked, base).prefer == guessing
+  both = dataclasses.replace(
+    problem.routing, prefer={"game": "any", **guessing}
+  )
+  problem = dataclasses.replace(problem, routing=both)
+  assert plan_config.routing(problem, base).prefer == guessing
 
 
 def test_devices_of_a_kind_lie_side_by_side_its_learner_first():
-  asked = question()
+  problem = question()
   choice = next(
     c
-    for c in asked.choices()
+    for c in problem.choices()
     if c.devices == 1 and c.engines == (("quick", 2), ("wide", 1))
   )
   place = plan_config.apply(
-    asked, choice, guess_number_moe.get_config()
+    problem, choice, guess_number_moe.get_config()
   ).placement
   assert place.ranges == (range(1), range(1, 2), range(2, 3), range(3, 4))
   assert [pool.name for pool in place.pools] == ["decode", "wide"]
@@ -120,37 +123,37 @@ def test_devices_of_a_kind_lie_side_by_side_its_learner_first():
 
 def test_a_device_kind_that_trains_may_come_after_one_that_decodes():
   kinds = tuple(reversed(planned_fleets.small_fleet().kinds))
-  asked = dataclasses.replace(question(), fleet=fleet.Fleet(kinds=kinds))
-  choice = next(c for c in asked.choices() if c.engines == (("wide", 1),))
+  problem = dataclasses.replace(question(), fleet=fleet.Fleet(kinds=kinds))
+  choice = next(c for c in problem.choices() if c.engines == (("wide", 1),))
   place = plan_config.apply(
-    asked, choice, guess_number_moe.get_config()
+    problem, choice, guess_number_moe.get_config()
   ).placement
   # The one wide device is number 0, the quick ones follow.
   assert place.ranges == (range(1, 2), range(1))
 
 
 def test_meshes_keep_the_other_axes_of_the_base():
-  asked, base = question(), guess_number_moe.get_config()
+  problem, base = question(), guess_number_moe.get_config()
   split = dataclasses.replace(
     base,
     placement=placement.Placement(learner=placement.MeshSpec(expert=2)),
   )
-  two = next(c for c in asked.choices() if c.devices == 2)
-  mesh = plan_config.apply(asked, two, split).placement.learner
+  two = next(c for c in problem.choices() if c.devices == 2)
+  mesh = plan_config.apply(problem, two, split).placement.learner
   assert (mesh.data, mesh.expert) == (1, 2)
-  one = next(c for c in asked.choices() if c.devices == 1)
+  one = next(c for c in problem.choices() if c.devices == 1)
   assert "1 devices are not divided by" in str(
-    plan_config.misfit(asked, one, split)
+    plan_config.misfit(problem, one, split)
   )
 
 
 def test_a_plan_says_what_it_is_worth_and_what_was_not_met():
-  asked = planned_fleets.question(
-    goal=problem.Goal(max_step_s=0.1), max_simulations=1
+  problem = planned_fleets.question(
+    goal=problem_lib.Goal(max_step_s=0.1), max_simulations=1
   )
-  found = search.search(asked)
+  found = search.search(problem)
   stream = io.StringIO()
-  plan.show(found, asked, stream)
+  plan.show(found, problem, stream)
   head, *rows = stream.getvalue().splitlines()
   assert head.startswith("devices that train | engines")
   assert rows[0].startswith(found.best.choice.split)
@@ -228,7 +231,7 @@ def test_the_directory_of_a_plan_is_made(tmp_path):
 
 
 def test_the_example_can_be_planned():
-  asked = fleet_small.get_config()
-  choices, refused = search.fitting(asked)
+  problem = fleet_small.get_config()
+  choices, refused = search.fitting(problem)
   assert len(choices) > 100
   assert not refused

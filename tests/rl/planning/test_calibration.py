@@ -186,15 +186,15 @@ def test_a_question_gets_the_speeds_of_its_kind_and_keeps_the_rest(
   tmp_path, records
 ):
   write(tmp_path, records["sync"])
-  asked = planned_fleets.question()
-  found = calibration.apply(asked, tmp_path, "quick")
+  problem = planned_fleets.question()
+  found = calibration.apply(problem, tmp_path, "quick")
   quick, wide = found.fleet.kinds
-  assert wide == asked.fleet.kinds[1]
+  assert wide == problem.fleet.kinds[1]
   assert [w.name for w in found.workloads] == ["many", "one"]
-  assert asked.routing.prefer
+  assert problem.routing.prefer
   assert found.routing.prefer == {}  # Of tasks that there are no more.
   assert found.fleet.transfer_s == pytest.approx(0.7, abs=0.01)
-  assert quick.speed.slots == asked.fleet.kinds[0].speed.slots
+  assert quick.speed.slots == problem.fleet.kinds[0].speed.slots
   # The run trained on 4 devices: as fast again on 4 of this kind.
   assert quick.learner(4).token_s == pytest.approx(1e-3, rel=0.01)
   assert quick.learner(4).describe_s == pytest.approx(0.2)
@@ -267,16 +267,16 @@ def test_records_that_lack_something_are_refused(
 
 
 def test_what_cannot_calibrate_is_refused_with_the_way_out(tmp_path, records):
-  asked = planned_fleets.question()
+  problem = planned_fleets.question()
   with pytest.raises(
     ValueError, match=r"--kind=None is no kind.*quick or wide"
   ):
-    calibration.apply(asked, tmp_path)
+    calibration.apply(problem, tmp_path)
   with pytest.raises(ValueError, match=r"there is no config.json; name the"):
-    calibration.apply(asked, tmp_path, "quick")
+    calibration.apply(problem, tmp_path, "quick")
   write(tmp_path, records["sync"], size=2)
   with pytest.raises(ValueError, match=r"engines have 2 devices.*; use 2"):
-    calibration.apply(asked, tmp_path, "quick")
+    calibration.apply(problem, tmp_path, "quick")
   (tmp_path / "events.jsonl").write_text("")
   with pytest.raises(ValueError, match="it has trained no round; let it run"):
-    calibration.apply(asked, tmp_path, "quick")
+    calibration.apply(problem, tmp_path, "quick")

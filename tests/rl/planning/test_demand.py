@@ -21,10 +21,10 @@ TASK = dict(
 
 
 def needs(redundancy=PLAIN, **faults):
-  asked = planned_fleets.question(
+  problem = planned_fleets.question(
     workloads=(workload.Workload(**TASK, **faults),)
   )
-  return demand.Demands(asked).of(redundancy)
+  return demand.Demands(problem).of(redundancy)
 
 
 def close(number):

@@ -5,7 +5,8 @@ import functools
 
 import pytest
 
-from rl.planning import demand, fleet, lower_bound, problem
+from rl.planning import demand, fleet, lower_bound
+from rl.planning import problem as problem_lib
 from rl.planning import search as search_lib
 from rl.schedule import overlap
 from rl.simulation import distributions, simulate, workload
@@ -28,38 +29,40 @@ def everything(process):
   return {one.choice: one for one in plan.estimates}
 
 
-def key(asked, one):
+def key(problem, one):
   """Returns how good a run is for the goal of a question."""
-  return asked.goal.key(one.result.step_s, asked.cost(one.choice), one.tokens)
+  return problem.goal.key(
+    one.result.step_s, problem.cost(one.choice), one.tokens
+  )
 
 
-def search(asked, everything):
+def search(problem, everything):
   """Returns the plan, with the runs that are known."""
 
-  def known(asked, candidate):
+  def known(problem, candidate):
     one = everything[candidate.choice]
-    return dataclasses.replace(one, key=key(asked, one))
+    return dataclasses.replace(one, key=key(problem, one))
 
-  found = search_lib.candidates(asked)
-  return search_lib.best_of(asked, *found, estimated=known)
+  found = search_lib.candidates(problem)
+  return search_lib.best_of(problem, *found, estimated=known)
 
 
 GOALS = {
-  "quick": problem.Goal(),
-  "cheap": problem.Goal(minimise="cost"),
-  "cheap tokens": problem.Goal(minimise="cost_per_token"),
-  "cheap in time": problem.Goal(minimise="cost", max_step_s=2.4),
-  "quick for little": problem.Goal(max_cost=12.0),
-  "impossible": problem.Goal(max_step_s=1.0),
+  "quick": problem_lib.Goal(),
+  "cheap": problem_lib.Goal(minimise="cost"),
+  "cheap tokens": problem_lib.Goal(minimise="cost_per_token"),
+  "cheap in time": problem_lib.Goal(minimise="cost", max_step_s=2.4),
+  "quick for little": problem_lib.Goal(max_cost=12.0),
+  "impossible": problem_lib.Goal(max_step_s=1.0),
 }
 
 
 @pytest.mark.parametrize("name", GOALS)
 def test_the_plan_is_the_best_of_all_choices(everything, name):
-  asked = question(goal=GOALS[name])
-  plan = search(asked, everything)
+  problem = question(goal=GOALS[name])
+  plan = search(problem, everything)
   assert plan.complete
-  best = min(key(asked, one) for one in everything.values())
+  best = min(key(problem, one) for one in everything.values())
   assert plan.best.key == best
   assert plan.met == (name != "impossible")
 
@@ -96,7 +99,7 @@ MIXES = {
   "games": (planned_fleets.GAME,),
   "both": (LONG, dataclasses.replace(planned_fleets.GAME, share=2.0)),
 }
-REDUNDANT = problem.Space(
+REDUNDANT = problem_lib.Space(
   max_staleness=3,
   updates_per_round=2,
   extra_groups=(0, 1),
@@ -110,10 +113,10 @@ REDUNDANT = problem.Space(
 def test_the_bound_holds_for_every_schedule_redundancy_and_mix(
   process, mix, seed
 ):
-  asked = question(workloads=MIXES[mix], space=REDUNDANT, seed=seed, rounds=5)
-  waiting, _ = search_lib.candidates(asked)
+  problem = question(workloads=MIXES[mix], space=REDUNDANT, seed=seed, rounds=5)
+  waiting, _ = search_lib.candidates(problem)
   some = waiting[seed :: len(waiting) // 17]
-  for one in process.map(functools.partial(search_lib.estimate, asked), some):
+  for one in process.map(functools.partial(search_lib.estimate, problem), some):
     assert one.floor.step_s <= one.result.step_s, one.choice
     assert one.tokens <= one.floor.tokens
 
@@ -122,7 +125,7 @@ def test_the_bound_is_exact_where_nothing_varies_or_queues():
   # 4 groups of 2 answers of 100 tokens fill two engines of 4 slots: a token
   # takes 0.01 (1 + 4 / 8) = 0.015 s, all of them 1.5 s. Training is 8 x 120
   # ids of 1 ms and an update of 0.2 s, a publish 0.5 s and 0.3 s.
-  asked = question(
+  problem = question(
     workloads=(
       workload.Workload(
         prompt_tokens=distributions.Constant(20.0),
@@ -138,9 +141,9 @@ def test_the_bound_is_exact_where_nothing_varies_or_queues():
     pools=(simulate.Pool(engines=2, speed=speed),),
     transfer_s=0.5,
   )
-  needs = demand.Demands(asked).of(overlap.Redundancy())
+  needs = demand.Demands(problem).of(overlap.Redundancy())
   bound = lower_bound.floor(
-    needs, cluster, overlap.sync(4), asked.window, group_size=2
+    needs, cluster, overlap.sync(4), problem.window, group_size=2
   )
   assert bound.step_s == pytest.approx(1.5 + 0.96 + 0.2 + 0.8, rel=1e-4)
   assert bound.parts["decode"] == pytest.approx(1.5)
@@ -149,9 +152,9 @@ def test_the_bound_is_exact_where_nothing_varies_or_queues():
   record = simulate.simulate(
     simulate.Simulation(
       cluster=cluster,
-      workloads=asked.workloads,
+      workloads=problem.workloads,
       overlap=overlap.sync(4),
-      rollout=asked.rollout,
+      rollout=problem.rollout,
       rounds=4,
     )
   )
@@ -160,9 +163,9 @@ def test_the_bound_is_exact_where_nothing_varies_or_queues():
 
 
 def test_the_same_question_has_the_same_answer(process):
-  asked = question(max_simulations=2)
-  first = search_lib.search(asked)
-  second = process.submit(search_lib.search, asked).result()
+  problem = question(max_simulations=2)
+  first = search_lib.search(problem)
+  second = process.submit(search_lib.search, problem).result()
   assert [e.choice for e in first.estimates] == [
     e.choice for e in second.estimates
   ]
@@ -177,11 +180,11 @@ def test_what_binds_is_the_learner_when_it_is_slow_and_decoding_when_it_is(
     for kind, token_s in ((_learner(), 5e-2), (_learner(), 1e-5))
   )
   for kind, expected in ((slow, {"learner"}), (quick, {"decode", "tail"})):
-    asked = question(
+    problem = question(
       fleet=planned_fleets.small_fleet(kinds=(kind,)),
       workloads=(planned_fleets.MATH,),
     )
-    plan = process.submit(search_lib.search, asked).result()
+    plan = process.submit(search_lib.search, problem).result()
     assert plan.best.bound_by in expected
 
 
@@ -192,10 +195,10 @@ def _learner():
 def test_the_largest_lag_that_is_allowed_decides_which_schedules_are_tried(
   everything,
 ):
-  asked = question(goal=problem.Goal(max_lag=0))
-  plan = search(asked, everything)
+  problem = question(goal=problem_lib.Goal(max_lag=0))
+  plan = search(problem, everything)
   assert plan.best.lag_max == 0
-  assert all(not c.overlap.max_staleness for c in asked.choices())
+  assert all(not c.overlap.max_staleness for c in problem.choices())
 
 
 def test_choices_that_do_not_fit_are_left_out_with_their_reason():
@@ -240,28 +243,28 @@ def kind(**changes):
       r"fleet.kinds.0.cost=0.0 is not above 0",
     ),
     (
-      {"space": problem.Space(schedules=("in_fligth",))},
+      {"space": problem_lib.Space(schedules=("in_fligth",))},
       "space.schedules=in_fligth is unknown.* did you mean in_flight",
     ),
     (
-      {"goal": problem.Goal(minimise="time")},
+      {"goal": problem_lib.Goal(minimise="time")},
       "goal.minimise=time is unknown; use step_s, cost",
     ),
     (
       {
-        "goal": problem.Goal(max_lag=0),
-        "space": problem.Space(schedules=("in_flight",)),
+        "goal": problem_lib.Goal(max_lag=0),
+        "space": problem_lib.Space(schedules=("in_flight",)),
       },
       "goal.max_lag=0 is below what every schedule.* nearest is max_lag=1",
     ),
     (
-      {"space": problem.Space(updates_per_round=3)},
+      {"space": problem_lib.Space(updates_per_round=3)},
       "updates_per_round=3 does not divide groups_per_round=4",
     ),
     ({"rounds": 0}, "rounds=0 is below 1"),
     ({"tolerance": 1.0}, r"tolerance=1.0 is not in \[0, 1\)"),
     (
-      {"routing": problem.affinity.Routing(prefer={"game": "quick"})},
+      {"routing": problem_lib.affinity.Routing(prefer={"game": "quick"})},
       "routing.prefer.game=quick is unknown; use compute",
     ),
   ],
