@@ -41,7 +41,7 @@ def of(run: one_engine.Run, rounds: int) -> simulate.Simulation:
   experiment, log = run.experiment, run.events
   cluster = simulate.Cluster(
     learner=learner(run),
-    pools=(simulate.Pool(engines=1, speed=speed(run)),),
+    pools=(simulate.EnginePool(engines=1, speed=speed(run)),),
     transfer_s=_publish_s(log),
   )
   return simulate.Simulation(
@@ -140,8 +140,8 @@ def slowed(
 def _times(
   distribution: distributions.Distribution, factor: float
 ) -> distributions.Distribution:
-  if isinstance(distribution, distributions.Constant):
-    return distributions.Constant(factor * distribution.value)
+  if isinstance(distribution, distributions.Fixed):
+    return distributions.Fixed(factor * distribution.value)
   assert isinstance(distribution, distributions.Histogram)
   edges = tuple(factor * edge for edge in distribution.edges)
   return dataclasses.replace(distribution, edges=edges)
@@ -211,9 +211,9 @@ def task(log: Sequence[event_log.Event]) -> workload.Workload:
   return workload.Workload(
     name="calibrated",
     turns=fitting.counts([e["turns"] for e in ended]),
-    prompt_tokens=distributions.Constant(max(prompt, 2.0)),
+    prompt_tokens=distributions.Fixed(max(prompt, 2.0)),
     answer_tokens=fitting.counts([e["tokens"] for e in turns if e["tokens"]]),
-    reply_tokens=distributions.Constant(reply),
+    reply_tokens=distributions.Fixed(reply),
     start_s=fitting.seconds(
       _usual([*fitting.starts_s(event_log.of_kind(log, "admitted"), turns)])
     ),
@@ -236,11 +236,11 @@ def likeness(log: Sequence[event_log.Event]) -> float:
   for event in turns:
     round_s[rounds[event["group"]]].append(event["env_s"])
   usual_s = {version: statistics.fmean(s) for version, s in round_s.items()}
-  excess_s: dict[fitting.Place, list[float]] = collections.defaultdict(list)
+  excess_s: dict[fitting.MemberId, list[float]] = collections.defaultdict(list)
   for event in turns:
     seconds = event["env_s"] - usual_s[rounds[event["group"]]]
     excess_s[event_log.member(event)].append(seconds)
-  return fitting.likeness(excess_s)
+  return fitting.correlation(excess_s)
 
 
 def _pairs(
@@ -265,7 +265,7 @@ def _usual(values: Sequence[float]) -> list[float]:
 # Training.
 
 
-def learner(run: one_engine.Run) -> simulated_learner.Learner:
+def learner(run: one_engine.Run) -> simulated_learner.LearnerSpeed:
   """Returns what an id and an optimizer step cost, packing included."""
   spans: dict[str, list[float]] = collections.defaultdict(list)
   for span in run.spans:
@@ -283,7 +283,7 @@ def learner(run: one_engine.Run) -> simulated_learner.Learner:
   # The median round: others may have waited for the machine.
   per_round = ids / len(took)
   token_s = max(statistics.median(took) - update_s, 0.0) / per_round
-  return simulated_learner.Learner(
+  return simulated_learner.LearnerSpeed(
     token_s=token_s,
     update_s=update_s,
     describe_s=statistics.median(spans["score"] or [0.0]),

@@ -193,7 +193,7 @@ class _Run:
   def _trainer(self) -> tuple[trainer_lib.Trainer, Any]:
     """Returns a trainer and the state that it begins with."""
     if not self._case.packed:
-      free = simulated_learner.Learner(token_s=0.0, update_s=0.0)
+      free = simulated_learner.LearnerSpeed(token_s=0.0, update_s=0.0)
       return simulated_learner.SimulatedTrainer(free, self._spans), 0
     self._thread = mesh_thread.MeshThread("learner", self._spans)
     programs = fakes.FakeLearner()

@@ -69,10 +69,10 @@ def slowdown(share: float) -> float:
   return share / COMPUTE_RATIO + (1.0 - share) / BANDWIDTH_RATIO
 
 
-def pool(name: str, accelerators: int) -> simulate.Pool:
+def pool(name: str, accelerators: int) -> simulate.EnginePool:
   """Returns so many H800 or H20; other names are of H800 too."""
   h20 = name == "h20"
-  return simulate.Pool(
+  return simulate.EnginePool(
     name=name,
     engines=accelerators // _PER_ENGINE,
     speed=simulated_processor.Speed(
@@ -102,9 +102,9 @@ def workloads(
   return tuple(
     workload.Workload(
       name=name,
-      turns=distributions.Constant(float(turns)),
-      prompt_tokens=distributions.Constant(_IDS * shares[name] / turns),
-      reply_tokens=distributions.Constant(_IDS * shares[name] / turns),
+      turns=distributions.Fixed(float(turns)),
+      prompt_tokens=distributions.Fixed(_IDS * shares[name] / turns),
+      reply_tokens=distributions.Fixed(_IDS * shares[name] / turns),
       answer_tokens=distributions.LogNormal(
         mean=_IDS * (1.0 - shares[name]) / turns, sigma=sigma
       ),
@@ -114,7 +114,7 @@ def workloads(
 
 
 def play(
-  pools: tuple[simulate.Pool, ...],
+  pools: tuple[simulate.EnginePool, ...],
   routing: affinity.Routing,
   shares: Mapping[str, float],
   *,
@@ -123,7 +123,7 @@ def play(
   """Returns seconds of as much work as a round is, and the router's counts."""
   chosen = simulate.Simulation(
     cluster=simulate.Cluster(
-      learner=simulated_learner.Learner(token_s=0.0, update_s=0.0),
+      learner=simulated_learner.LearnerSpeed(token_s=0.0, update_s=0.0),
       pools=pools,
       transfer_s=0.0,
     ),
@@ -143,7 +143,7 @@ def play(
   return _GROUPS * _MEMBERS / _sessions_per_s(record), record.routes
 
 
-def _sessions_per_s(record: simulate.Record) -> float:
+def _sessions_per_s(record: simulate.RunRecord) -> float:
   """Returns sessions a second, each turn as a part of one.
 
   Work that later rounds will train counts when it is done: from publish to

@@ -108,8 +108,8 @@ def _task(
   return workload.Workload(
     name=name,
     turns=distributions.LogNormal(mean=turns, sigma=0.4, max_value=50.0),
-    prompt_tokens=distributions.Constant(reply),
-    reply_tokens=distributions.Constant(reply),
+    prompt_tokens=distributions.Fixed(reply),
+    reply_tokens=distributions.Fixed(reply),
     answer_tokens=distributions.LogNormal(
       mean=answer, sigma=0.5, max_value=16_000.0
     ),
@@ -139,13 +139,13 @@ _HEAVY = ("frozen_lake", "webshop", "swe")
 
 def _pool(
   name: str, accelerators: int, model: Model, stop_s: float
-) -> simulate.Pool:
+) -> simulate.EnginePool:
   h20 = name == "h20"
   tau0_s = model.tau0_s / (_BANDWIDTH_RATIO if h20 else 1.0)
   # Of an H800: 1,000 ids of context take 4.5 times as long as 200 of answers.
   batch = simulated_processor.Speed(tau0_s=model.tau0_s, b0=_B0, slots=_SLOTS)
   encoded = 1_000.0 / (4.5 * 200.0) * batch.tokens_per_s
-  return simulate.Pool(
+  return simulate.EnginePool(
     name=name,
     engines=accelerators // 4,
     speed=simulated_processor.Speed(
@@ -206,7 +206,7 @@ def settings(
   ahead = 2 * rung.schedule.max_staleness
   return simulate.Simulation(
     cluster=simulate.Cluster(
-      learner=simulated_learner.Learner(
+      learner=simulated_learner.LearnerSpeed(
         token_s=token_s, update_s=0.0, accelerators=16
       ),
       pools=pools,

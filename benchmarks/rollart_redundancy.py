@@ -77,8 +77,8 @@ def settings(
   )
   return simulate.Simulation(
     cluster=simulate.Cluster(
-      learner=simulated_learner.Learner(token_s=0.0, update_s=0.0),
-      pools=(simulate.Pool(engines=_ENGINES, speed=speed),),
+      learner=simulated_learner.LearnerSpeed(token_s=0.0, update_s=0.0),
+      pools=(simulate.EnginePool(engines=_ENGINES, speed=speed),),
       transfer_s=0.0,
     ),
     workloads=(

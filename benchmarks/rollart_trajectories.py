@@ -65,16 +65,16 @@ def settings(
   )
   return simulate.Simulation(
     cluster=simulate.Cluster(
-      learner=simulated_learner.Learner(token_s=0.0, update_s=0.0),
-      pools=(simulate.Pool(engines=1, speed=speed),),
+      learner=simulated_learner.LearnerSpeed(token_s=0.0, update_s=0.0),
+      pools=(simulate.EnginePool(engines=1, speed=speed),),
       transfer_s=0.0,
     ),
     workloads=(
       workload.Workload(
         name="game",
-        turns=distributions.Constant(float(turns)),
-        answer_tokens=distributions.Constant(float(_ANSWER)),
-        reply_tokens=distributions.Constant(2.0),
+        turns=distributions.Fixed(float(turns)),
+        answer_tokens=distributions.Fixed(float(_ANSWER)),
+        reply_tokens=distributions.Fixed(2.0),
         step_s=step_s,
         correlation=0.0,
       ),

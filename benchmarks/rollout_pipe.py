@@ -55,7 +55,7 @@ FIRST_S = {"serial": (509.0, 543.0), "CGP": (46.0, 90.0),
 _K, _U = 8, 2
 _SLOTS, _B0, _SIGMA, _RHO = 64, 16.0, 0.4, 0.5
 _SHUFFLED = distributions.Histogram(edges=(0.0, 2.0), counts=(1.0,))
-_AT_ONCE = distributions.Constant(0.0)
+_AT_ONCE = distributions.Fixed(0.0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -110,7 +110,7 @@ def play(
   return row
 
 
-def _first_s(record: simulate.Record) -> float:
+def _first_s(record: simulate.RunRecord) -> float:
   """Returns when training begins, mean over the rounds that count."""
   dequeued: dict[int, float] = {}
   for event in event_log.of_kind(record.events, "dequeued"):
@@ -132,8 +132,10 @@ def _settings(
   )
   return simulate.Simulation(
     cluster=simulate.Cluster(
-      learner=simulated_learner.Learner(token_s=rates.token_s, update_s=0.0),
-      pools=(simulate.Pool(engines=1, speed=speed),),
+      learner=simulated_learner.LearnerSpeed(
+        token_s=rates.token_s, update_s=0.0
+      ),
+      pools=(simulate.EnginePool(engines=1, speed=speed),),
       transfer_s=0.0,
     ),
     workloads=(

@@ -121,13 +121,13 @@ class _InStep:
     await self._inner.close()
 
 
-def rounds_s(record: simulate.Record) -> list[float]:
+def rounds_s(record: simulate.RunRecord) -> list[float]:
   """Returns seconds from publish to publish, the first from the beginning."""
   ends = [e["t"] for e in event_log.of_kind(record.events, "published")]
   return [b - a for a, b in itertools.pairwise([0.0, *ends])]
 
 
-def checked(record: simulate.Record) -> simulate.Record:
+def checked(record: simulate.RunRecord) -> simulate.RunRecord:
   """Returns the record of a run that kept every promise of its schedule.
 
   Raises:

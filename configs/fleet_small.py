@@ -1,6 +1,6 @@
-"""Sixteen devices of two kinds: what should train, what decode, and how?
+"""A planning problem: sixteen devices of two kinds.
 
-python -m launch.simulate --plan --config=configs/fleet_small.py
+python -m launch.plan --config=configs/fleet_small.py
 
 Eight devices that compute well may train; eight that are cheaper only decode.
 Tasks are short games with slow steps and long answers of one turn. A plan

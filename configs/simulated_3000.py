@@ -58,11 +58,11 @@ def _cluster() -> simulate.Cluster:
     update_s=10.0,
   )
   return simulate.Cluster(
-    learner=simulated_learner.Learner(
+    learner=simulated_learner.LearnerSpeed(
       token_s=8e-6, update_s=5.0, accelerators=504
     ),
     pools=(
-      simulate.Pool(
+      simulate.EnginePool(
         name="h800",
         engines=96,
         speed=compute,
@@ -70,7 +70,7 @@ def _cluster() -> simulate.Cluster:
         cost=2.85,
         accelerators=16,
       ),
-      simulate.Pool(
+      simulate.EnginePool(
         name="h20",
         engines=60,
         speed=bandwidth,
@@ -129,7 +129,7 @@ def _workloads() -> tuple[workload.Workload, ...]:
       name="frozen_lake",
       turns=distributions.LogNormal(mean=48.0, sigma=0.4, max_value=100.0),
       answer_tokens=distributions.LogNormal(mean=120.0, sigma=0.7),
-      step_s=distributions.Constant(0.02),
+      step_s=distributions.Fixed(0.02),
     ),
     workload.Workload(
       name="game",

@@ -1,11 +1,11 @@
-"""Plans a run: what should train, what decode, and by which schedule.
+"""Plans a run: the devices that train, those that decode, and the schedule.
 
-  python -m launch.simulate --plan --config=configs/fleet_small.py
-  python -m launch.simulate --plan --config=FILE --config.goal.max_lag=1
-  python -m launch.simulate --plan --config=FILE --base=configs/X.py --out=Y.py
-  python -m launch.simulate --plan --config=FILE --calibrate=RUN_DIRECTORY
+  python -m launch.plan --config=configs/fleet_small.py
+  python -m launch.plan --config=FILE --config.goal.max_lag=1
+  python -m launch.plan --config=FILE --base=configs/X.py --out=Y.py
+  python -m launch.plan --config=FILE --calibrate=RUN_DIRECTORY
 
-FILE has a get_config() that returns a `problem_lib.Planning`. With --base and
+FILE has a get_config() that returns a `problem.Planning`. With --base and
 --out the plan becomes a config for `launch.train`: the base with the schedule,
 placement and routing of the best choice. With --calibrate speeds and tasks are
 those of an earlier run. Nothing touches a device.
@@ -14,31 +14,29 @@ those of an earlier run. Nothing touches a device.
 import itertools
 import os
 import pathlib
+import signal
 import sys
-import tempfile
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, TextIO
 
+from absl import app
 from absl import flags as absl_flags
 
-from launch.cli import flags
+from launch.cli import flags, workdir
 from rl import experiment
 from rl.planning import calibration, plan_config, search
 from rl.planning import problem as problem_lib
 from rl.settings import overrides
 
-_PLAN = absl_flags.DEFINE_bool(
-  "plan", False, "Searches the best use of a fleet; see launch/plan.py."
-)
 _BASE = absl_flags.DEFINE_string(
-  "base", None, "Config of the run that is planned, for --plan."
+  "base", None, "Config of the run that is planned."
 )
 _OUT = absl_flags.DEFINE_string(
   "out", None, "Python file for the planned config; needs --base."
 )
 _CALIBRATE = absl_flags.DEFINE_string(
-  "calibrate", None, "Directory of a run whose speeds --plan should use."
+  "calibrate", None, "Directory of a run whose speeds the plan should use."
 )
 _KIND = absl_flags.DEFINE_string(
   "kind", None, "Kind of the fleet's devices that the run of --calibrate used."
@@ -47,20 +45,18 @@ absl_flags.adopt_module_key_flags(flags)
 _SHOWN = 8
 
 
-def wanted() -> bool:
-  """Whether the command line asks for a plan.
+def main(argv: Sequence[str]) -> None:
+  """Loads the problem, solves it, prints and writes the plan."""
+  if len(argv) > 1:
+    raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
+  try:
+    _plan()
+  except KeyboardInterrupt:
+    print("interrupted", file=sys.stderr)
+    sys.exit(128 + signal.SIGINT)
 
-  Raises:
-    SettingError: it does not, but says how to.
-  """
-  for flag in (_BASE, _OUT, _CALIBRATE, _KIND):
-    if flag.value is not None and not _PLAN.value:
-      raise overrides.SettingError(f"--{flag.name} is of use only with --plan")
-  return _PLAN.value
 
-
-def main() -> None:
-  """Loads the question, answers it, prints and writes the answer."""
+def _plan() -> None:
   with flags.exit_on_setting_error():
     problem = flags.load_from_command_line(check)
     if _CALIBRATE.value is not None:
@@ -68,7 +64,7 @@ def main() -> None:
       problem = calibration.apply(problem, run_dir, _KIND.value)
     base = _load_base(problem)
     waiting, refused = search.candidates(problem, _fits(problem, base))
-  plan = search.best_of(problem, waiting, refused, _tell)
+  plan = search.best_of(problem, waiting, refused, _log)
   show(plan, problem, sys.stdout)
   if base is not None and _OUT.value is not None:
     write(plan, problem, base, _BASE.value or "", pathlib.Path(_OUT.value))
@@ -80,9 +76,8 @@ def check(problem: Any) -> None:
   """Raises SettingError on settings of anything but a plan."""
   if not isinstance(problem, problem_lib.Planning):
     raise overrides.SettingError(
-      f"--config: {type(problem).__name__} is no rl.planning.problem.Planning; "
-      "use a file"
-      " such as configs/fleet_small.py"
+      f"--config must give an rl.planning.problem.Planning, not "
+      f"{type(problem).__name__}; use a file such as configs/fleet_small.py"
     )
 
 
@@ -104,27 +99,7 @@ def _load_base(problem: problem_lib.Planning) -> experiment.Experiment | None:
 def _check_out(out: pathlib.Path) -> None:
   if out.suffix != ".py" or out.is_dir():
     raise overrides.SettingError(f"--out={out}: expected a .py file")
-  make_directory(out.parent, f"--out={out}")
-
-
-def make_directory(path: pathlib.Path, setting: str) -> None:
-  """Makes a directory, if need be, for what is to be written there later.
-
-  Raises:
-    SettingError: it cannot be, or nothing can be written there.
-  """
-  try:
-    path.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryFile(dir=path):
-      pass
-  except FileExistsError as error:
-    raise overrides.SettingError(
-      f"{setting} cannot be written: {path} is a file"
-    ) from error
-  except OSError as error:
-    raise overrides.SettingError(
-      f"{setting} cannot be written: {error.strerror or error}"
-    ) from error
+  workdir.make_writable(out.parent, f"--out={out}")
 
 
 def _fits(
@@ -135,7 +110,7 @@ def _fits(
   return lambda choice: plan_config.misfit(problem, choice, base)
 
 
-def _tell(one: search.Estimate) -> None:
+def _log(one: search.ChoiceEstimate) -> None:
   print(
     f"simulated {one.choice.split}, {one.choice.schedule}: "
     f"{_short(one.result.step_s)} s a step",
@@ -144,9 +119,9 @@ def _tell(one: search.Estimate) -> None:
 
 
 def show(
-  plan: search.Plan, problem: problem_lib.Planning, stream: TextIO
+  plan: search.FleetPlan, problem: problem_lib.Planning, stream: TextIO
 ) -> None:
-  """Prints the best choices as a table, and what is to be said of the first."""
+  """Prints the best choices as a table, and a summary of the first."""
   rows = [_HEAD, *(_row(one) for one in plan.estimates[:_SHOWN])]
   widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
   for row in rows:
@@ -156,7 +131,7 @@ def show(
     )
     print("  ".join((first, second, *numbers)).rstrip(), file=stream)
   print(file=stream)
-  for line in said(plan, problem):
+  for line in summary(plan, problem):
     print(line, file=stream)
 
 
@@ -175,12 +150,12 @@ _HEAD = (
 )
 
 
-def _row(one: search.Estimate) -> tuple[str, ...]:
+def _row(one: search.ChoiceEstimate) -> tuple[str, ...]:
   return (
     one.choice.split,
     one.choice.schedule,
     _short(one.result.step_s) + " s",
-    _short(one.floor.step_s) + " s",
+    _short(one.bound.step_s) + " s",
     f"{one.result.efficiency:.0%}",
     f"{one.lag_mean:.2f}",
     str(one.lag_max),
@@ -196,15 +171,17 @@ def _short(number: float) -> str:
   return f"{number:,.0f}" if number >= 1000 else f"{number:.3g}"
 
 
-def said(plan: search.Plan, problem: problem_lib.Planning) -> Iterator[str]:
-  """Yields what the best choice is, and how sure that is."""
+def summary(
+  plan: search.FleetPlan, problem: problem_lib.Planning
+) -> Iterator[str]:
+  """Yields the best choice, its result, and the extent of the search."""
   best = plan.best
   yield f"plan: {best.choice.split}, {best.choice.schedule}"
   yield (
     f"a step takes {_short(best.result.step_s)} s and costs "
     f"{_short(best.cost)}; {best.share:.0%} of it goes to the "
     f"{best.bound_by}; no step of these devices takes less than "
-    f"{_short(best.floor.step_s)} s"
+    f"{_short(best.bound.step_s)} s"
   )
   number = len(plan.estimates)
   if plan.complete:
@@ -231,7 +208,7 @@ def said(plan: search.Plan, problem: problem_lib.Planning) -> Iterator[str]:
 
 
 def write(
-  plan: search.Plan,
+  plan: search.FleetPlan,
   problem: problem_lib.Planning,
   base: experiment.Experiment,
   base_path: str,
@@ -240,24 +217,29 @@ def write(
   """Writes a config of the best choice, and checks it as a run would.
 
   Args:
-    base_path: of the base; the file names it relative to where it is itself.
-    out: in a directory that is there.
+    base_path: of the base; the file holds it relative to its own place.
+    out: in an existing directory.
   """
-  lines = [textwrap.wrap(text, 78) for text in said(plan, problem)]
-  # The first says which choice it is, as the file's first line does.
-  summary = "\n".join(itertools.chain(*lines[1:]))
+  lines = [textwrap.wrap(text, 78) for text in summary(plan, problem)]
+  # The first line names the choice, as the title of the file does.
+  text_below = "\n".join(itertools.chain(*lines[1:]))
   text = plan_config.source(
     problem,
     plan.best.choice,
     base,
     name=str(out),
     base_path=os.path.relpath(base_path, out.parent),
-    summary=summary,
+    summary=text_below,
   )
   out.write_text(text)
   flags.load(str(out), check=experiment.check_experiment)
   print(f"{out}: python -m launch.train --config={out} --workdir=DIR")
 
 
+def run() -> None:
+  """Entry point of the command line."""
+  app.run(main, flags_parser=flags.parse)
+
+
 if __name__ == "__main__":
-  sys.exit("use python -m launch.simulate --plan --config=FILE")
+  run()

@@ -1,12 +1,11 @@
-"""Runs a schedule on a cluster that is not there, in virtual time.
+"""Runs a schedule on a simulated cluster, in virtual time.
 
   python -m launch.simulate --config=configs/simulated_3000.py
   python -m launch.simulate --config=FILE --config.overlap.max_staleness=2
   python -m launch.simulate --config=FILE --timeline=DIR
-  python -m launch.simulate --plan --config=FILE      see launch/plan.py
 
-FILE has a get_config() that returns a `simulate.Simulation`. What is printed
-is explained in `rl.simulation.result`. Nothing touches a device.
+FILE has a get_config() that returns a `simulate.Simulation`; see
+`rl.simulation.result` for the numbers printed. Nothing touches a device.
 """
 
 import pathlib
@@ -19,8 +18,8 @@ from typing import Any, TextIO
 from absl import app
 from absl import flags as absl_flags
 
-from launch import plan, simulated_timeline
-from launch.cli import flags
+from launch import simulated_timeline
+from launch.cli import flags, workdir
 from rl.runtime import trace, watchdog
 from rl.settings import overrides
 from rl.simulation import result as simulation_result
@@ -31,13 +30,13 @@ _TIMELINE = absl_flags.DEFINE_string(
   None,
   "Directory for timeline.json, to be opened with ui.perfetto.dev.",
 )
-absl_flags.adopt_module_key_flags(plan)
+absl_flags.adopt_module_key_flags(flags)
 _CAUSES = {
   "publish": "new weights arrive",
   "drain": "requests end before that",
   "environments": "all sessions wait for theirs",
   "rewards": "all sessions have ended, and some are being graded",
-  "gate": "no session: the bound on staleness holds the next back",
+  "gate": "no session: the staleness bound holds the next back",
   "data": "no groups are ready",
 }
 
@@ -46,10 +45,8 @@ def main(argv: Sequence[str]) -> None:
   """Simulates, prints the result and writes the timeline."""
   if len(argv) > 1:
     raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
-  with flags.exit_on_setting_error():
-    planned = plan.wanted()
   try:
-    plan.main() if planned else _simulate()
+    _simulate()
   except KeyboardInterrupt:
     print("interrupted", file=sys.stderr)
     sys.exit(128 + signal.SIGINT)
@@ -60,7 +57,7 @@ def _simulate() -> None:
     chosen = flags.load_from_command_line(check)
     if _TIMELINE.value is not None:
       directory = pathlib.Path(_TIMELINE.value)
-      plan.make_directory(directory, f"--timeline={directory}")
+      workdir.make_writable(directory, f"--timeline={directory}")
   try:
     record = simulate.simulate(chosen)
   except watchdog.Stalled as stalled:
@@ -79,9 +76,8 @@ def check(chosen: Any) -> None:
   """Raises SettingError on settings of anything but a simulation."""
   if not isinstance(chosen, simulate.Simulation):
     raise overrides.SettingError(
-      f"--config: {type(chosen).__name__} is no "
-      "rl.simulation.simulate.Simulation; "
-      "use a file such as configs/simulated_3000.py"
+      f"--config must give an rl.simulation.simulate.Simulation, not "
+      f"{type(chosen).__name__}; use a file such as configs/simulated_3000.py"
     )
 
 
@@ -122,8 +118,8 @@ def lines(result: simulation_result.Result) -> Iterator[tuple[str, str]]:
   yield "staleness of groups", _lags(result.group_lags)
   yield "staleness of tokens", _lags(result.token_lags)
   yield "useful tokens", f"{result.useful:.1%} of those sampled"
-  told = ", ".join(f"{kind} {n:,}" for kind, n in result.faults.items())
-  yield "faults", f"{told or 'none'}, of {result.episodes:,} episodes"
+  faults = ", ".join(f"{kind} {n:,}" for kind, n in result.faults.items())
+  yield "faults", f"{faults or 'none'}, of {result.episodes:,} episodes"
   yield "ledger", str(result.ledger)
   yield (
     "simulated",
@@ -138,7 +134,7 @@ def lines(result: simulation_result.Result) -> Iterator[tuple[str, str]]:
   )
 
 
-def write(record: simulate.Record, directory: pathlib.Path) -> None:
+def write(record: simulate.RunRecord, directory: pathlib.Path) -> None:
   """Writes timeline.json into a directory."""
   path = directory / "timeline.json"
   trace.write_chrome(simulated_timeline.spans(record), path)

@@ -1,4 +1,4 @@
-"""The timeline of a simulated run: as text, and as spans of a trace."""
+"""The timeline of a simulated run, as text and as spans of a trace."""
 
 from collections.abc import Sequence
 
@@ -9,8 +9,8 @@ from rl.simulation import simulate
 _SHADES = " ▁▂▃▄▅▆▇█"
 
 
-def spans(record: simulate.Record) -> list[trace.Span]:
-  """Returns what the learner, publishing and each engine did, and when."""
+def spans(record: simulate.RunRecord) -> list[trace.Span]:
+  """Returns the spans of the learner, of publishes and of each engine."""
   found = list(record.spans)
   numbers: dict[str, int] = {}
   for pool, states in zip(record.engine_pools, record.states, strict=True):
@@ -25,7 +25,7 @@ def spans(record: simulate.Record) -> list[trace.Span]:
   return found
 
 
-def text(record: simulate.Record, width: int) -> str:
+def text(record: simulate.RunRecord, width: int) -> str:
   """Returns a row for the learner, one for each pool, and one of publishes.
 
   A full block is all of the time, or all of a pool's engines, at work.

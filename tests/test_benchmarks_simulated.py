@@ -44,7 +44,7 @@ def test_episodes_in_lockstep_wait_for_the_slowest_of_each_turn():
 
 
 def test_without_noise_lockstep_costs_nothing():
-  latency = distributions.Constant(10.0)
+  latency = distributions.Fixed(10.0)
   chosen = rollart_trajectories.settings(latency, rounds=1, turns=3, groups=2)
   together, alone = rollart_trajectories.compare(chosen)
   assert together == pytest.approx(alone, rel=1e-3)

@@ -9,6 +9,7 @@ import pathlib
 import shlex
 import shutil
 import sys
+import tempfile
 from typing import Any, TextIO
 
 from launch.cli import config_file
@@ -239,3 +240,23 @@ def _python() -> str:
   if python.is_relative_to(here):
     return str(python.relative_to(here))
   return str(python)
+
+
+def make_writable(path: pathlib.Path, setting: str) -> None:
+  """Makes a directory unless it exists, and checks that files can be written.
+
+  Raises:
+    SettingError: they cannot.
+  """
+  try:
+    path.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=path):
+      pass
+  except FileExistsError as error:
+    raise overrides.SettingError(
+      f"{setting} cannot be written: {path} is a file"
+    ) from error
+  except OSError as error:
+    raise overrides.SettingError(
+      f"{setting} cannot be written: {error.strerror or error}"
+    ) from error

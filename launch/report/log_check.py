@@ -23,12 +23,12 @@ _MAX_ROWS = 120
 _Row = list[Any]
 
 
-class Unreadable(Exception):
+class UnreadableLog(Exception):
   """There is no run to check, or not enough of it."""
 
 
 @dataclasses.dataclass(kw_only=True)
-class Source:
+class SourceCounts:
   """How many groups a source of tasks was given, and what became of them.
 
   Attributes:
@@ -70,7 +70,7 @@ class Verdict:
   selection: token_ledger.SelectionBias
   lags: collections.Counter[int]
   faults: collections.Counter[str]
-  sources: Mapping[str, Source]
+  sources: Mapping[str, SourceCounts]
   rounds: int
   groups: Sequence[_Row]
   num_cut: int
@@ -142,8 +142,8 @@ class Mix:
   """Counts the groups of each source; memory is that of those under way."""
 
   def __init__(self):
-    self.sources: collections.defaultdict[str, Source] = (
-      collections.defaultdict(Source)
+    self.sources: collections.defaultdict[str, SourceCounts] = (
+      collections.defaultdict(SourceCounts)
     )
     # Of the first attempt at a group, and of the last.
     self._first: dict[int, str] = {}
@@ -236,15 +236,17 @@ def of_run(run_dir: pathlib.Path) -> Verdict:
   """Returns the verdict on a run.
 
   Raises:
-    Unreadable: it has no log, or no settings to hold it to.
+    UnreadableLog: it has no log, or no settings to hold it to.
   """
   if not (run_dir / "events.jsonl").is_file():
-    raise Unreadable(f"{run_dir}/events.jsonl: there is no such log of a run")
+    raise UnreadableLog(
+      f"{run_dir}/events.jsonl: there is no such log of a run"
+    )
   try:
     text = (run_dir / "config.json").read_text("utf-8")
     schedule, group_size = schedule_of(json.loads(text))
   except (OSError, ValueError, LookupError, TypeError) as error:
-    raise Unreadable(
+    raise UnreadableLog(
       f"{run_dir}/config.json: it should hold the schedule: {error}"
     ) from error
   verdict = read(run_dir / "events.jsonl", schedule, group_size)
@@ -293,14 +295,14 @@ def read(
   """Returns what a log says; nothing is checked without a schedule.
 
   Raises:
-    Unreadable: its events are of another program, or an older one.
+    UnreadableLog: its events are of another program, or an older one.
   """
   reader, log = _Reader(schedule, group_size), event_log.LogFile(path)
   try:
     for event in event_log.surviving(log):
       reader.observe(event)
   except (LookupError, TypeError) as error:
-    raise Unreadable(f"{path.name}: an event lacks {error}") from error
+    raise UnreadableLog(f"{path.name}: an event lacks {error}") from error
   return reader.verdict(log)
 
 

@@ -10,7 +10,7 @@ _HEAD = ("name", "unit", "formula", "meaning", "worse")
 _NUMBER = "k"
 
 
-class Entry(NamedTuple):
+class MetricEntry(NamedTuple):
   """One row of a table.
 
   Attributes:
@@ -47,14 +47,14 @@ def _pattern(name: str) -> str:
   )
 
 
-def entries(page: pathlib.Path = PAGE) -> list[Entry]:
+def entries(page: pathlib.Path = PAGE) -> list[MetricEntry]:
   """Returns what the page says; nothing where it is not installed."""
   if not page.is_file():
     return []
   return list(_rows(page.read_text("utf-8").splitlines()))
 
 
-def _rows(lines: Sequence[str]) -> Iterator[Entry]:
+def _rows(lines: Sequence[str]) -> Iterator[MetricEntry]:
   is_ours = False
   for line in lines:
     cells = tuple(x.strip() for x in line.strip().strip("|").split("|"))
@@ -64,7 +64,7 @@ def _rows(lines: Sequence[str]) -> Iterator[Entry]:
       is_ours = True
     elif is_ours and not set(line) <= set("|- "):
       name, *rest = cells
-      yield Entry(name.strip("`"), *rest)
+      yield MetricEntry(name.strip("`"), *rest)
 
 
 def explain(

@@ -28,7 +28,7 @@ _MAX_SPANS = 50_000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Run:
+class RunData:
   """What a run directory holds; what is missing is empty.
 
   Attributes:
@@ -57,7 +57,9 @@ class Run:
   notes: Sequence[str]
 
 
-def read(path: pathlib.Path, verdict: log_check.Verdict | None = None) -> Run:
+def read(
+  path: pathlib.Path, verdict: log_check.Verdict | None = None
+) -> RunData:
   """Reads a run directory, whatever state it is in.
 
   Args:
@@ -87,7 +89,7 @@ def read(path: pathlib.Path, verdict: log_check.Verdict | None = None) -> Run:
   spans, num_spans = run_files.spans(path / "spans.jsonl", notes)
   metrics = [rounds[i] for i in sorted(rounds)]
   notes += learning_section.complaints(metrics, path)
-  return Run(
+  return RunData(
     path=path,
     config=config,
     metrics=metrics,
@@ -123,12 +125,12 @@ def _verdict(
     notes.append("config.json has no schedule to check the events against.")
   try:
     return log_check.read(log, schedule, group_size)
-  except log_check.Unreadable as error:
+  except log_check.UnreadableLog as error:
     notes.append(f"{error}.")
     return None
 
 
-def tiles(run: Run) -> list[tuple[str, str, str]]:
+def tiles(run: RunData) -> list[tuple[str, str, str]]:
   """Returns (label, value, note) of the outcomes on top of the page."""
 
   def column(key: str) -> list[float]:
@@ -199,7 +201,7 @@ def _told(verdict: log_check.Verdict) -> list[tuple[str, str, str]]:
   ]
 
 
-def _trained(run: Run) -> int:
+def _trained(run: RunData) -> int:
   return run.verdict.lags.total() if run.verdict else 0
 
 
@@ -224,7 +226,7 @@ def _columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
   }
 
 
-def _timeline(run: Run) -> dict[str, Any]:
+def _timeline(run: RunData) -> dict[str, Any]:
   """Returns the spans as rows of numbers; of a long run, the middle."""
   spans = sorted(run.spans, key=lambda span: span.start)
   start = max(0, (len(spans) - _MAX_SPANS) // 2)
@@ -252,7 +254,7 @@ def _timeline(run: Run) -> dict[str, Any]:
   }
 
 
-def page(run: Run) -> str:
+def page(run: RunData) -> str:
   """Returns the report as one HTML page that refers to nothing else."""
   verdict, columns = run.verdict, _columns(run.metrics)
   data = {
@@ -312,7 +314,7 @@ def check_run(run_dir: pathlib.Path) -> int:
   """
   try:
     verdict = log_check.of_run(run_dir)
-  except log_check.Unreadable as error:
+  except log_check.UnreadableLog as error:
     print(f"error: {error}", file=sys.stderr)
     return 2
   print(verdict.text)

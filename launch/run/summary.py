@@ -58,6 +58,9 @@ def report_on_failure(
       verdict = log_check.of_run(run_dir)
       print_verdict(verdict, log)
       log(f"report: {report_page.write(run_dir, verdict)}")
-    except (OSError, log_check.Unreadable) as error:  # Not what ended the run.
+    except (
+      OSError,
+      log_check.UnreadableLog,
+    ) as error:  # Not what ended the run.
       log(f"the log was not checked: {error}")
     raise

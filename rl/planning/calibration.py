@@ -1,15 +1,15 @@
-"""What a run took, as the speeds and tasks of a question to the planner.
+"""Calibrates a planning problem: the speeds and tasks of an earlier run.
 
 events.jsonl  turns     -> tau(b): seconds of a token when b answers are under
                            way on an engine; environments' seconds
-              episodes  -> turns, ids, how much members of a group are alike
+              episodes  -> turns, ids, within-group correlation
               publishes -> seconds of a transfer
 spans.jsonl   learner   -> seconds of a trained id, of an optimizer step
 metrics.jsonl           -> seconds for which decoding stood still
 
-A short run of any schedule will do: nothing is taken from how its parts waited
-for each other. Speeds are not those of the first round, in which programs are
-compiled, unless there is no other.
+A short run of any schedule will do, since waits between its parts do not count.
+Neither does the first round, in which programs are compiled, unless it is the
+only one.
 """
 
 import collections
@@ -35,7 +35,7 @@ from rl.simulation import distributions, workload
 
 _MORE = "let it run for a few rounds"
 _PLACE = ("group", "attempt", "index")
-# What is looked at of each kind of event; see `rl.audit.event_log`.
+# The fields used of each kind of event; see `rl.audit.event_log`.
 _FIELDS: Mapping[str, Sequence[str]] = {
   "submitted": ("group", "attempt", "source"),
   "admitted": (*_PLACE, "engine"),
@@ -51,13 +51,13 @@ _FIELDS: Mapping[str, Sequence[str]] = {
 
 
 class Rates(NamedTuple):
-  """What a run's hardware did.
+  """Speeds of a run's hardware.
 
   Attributes:
     tau0_s, b0: see `processor.Speed`.
     token_s, update_s: of the whole learner's mesh, for an id and a step.
-    describe_s: in which a sample is scored after each publish.
-    transfer_s: until new weights have travelled.
+    describe_s: for scoring a sample after each publish.
+    transfer_s: for new weights to travel.
     stand_s: for which decoding then stands still.
   """
 
@@ -71,13 +71,13 @@ class Rates(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Run:
-  """What is on disk of a run.
+class CalibrationRun:
+  """The records of a run, read from its directory.
 
   Attributes:
     first: version from which on speeds count.
-    start_s: when that round begins.
-    stand_s: of every publish, as the metrics have it.
+    start_s: start of that round.
+    stand_s: of every publish, from the metrics.
     sources: of every attempt at a group.
   """
 
@@ -100,17 +100,17 @@ class Run:
     ]
 
 
-def read(path: pathlib.Path) -> Run:
+def read(path: pathlib.Path) -> CalibrationRun:
   """Returns a run from its directory.
 
   Raises:
-    ValueError: it is no run, has trained no round, or a line of its records
-      lacks what should be there.
+    ValueError: it does not hold a run that has trained a round, or a line of
+      its records lacks a field.
   """
   for name in ("config.json", "events.jsonl", "spans.jsonl"):
     if not (path / name).is_file():
       raise ValueError(
-        f"--calibrate={path}: there is no {name}; name the --workdir of a run"
+        f"--calibrate={path}: {name} is missing; name the --workdir of a run"
       )
   log = _log(path)
   ends = {e["version"]: e["end"] for e in event_log.of_kind(log, "update")}
@@ -119,7 +119,7 @@ def read(path: pathlib.Path) -> Run:
   first, *others = sorted(ends)
   metrics = path / "metrics.jsonl"
   rows = _lines(metrics) if metrics.is_file() else []
-  return Run(
+  return CalibrationRun(
     path=path,
     log=log,
     spans=_spans(path),
@@ -136,12 +136,12 @@ def read(path: pathlib.Path) -> Run:
 
 
 def _log(path: pathlib.Path) -> list[event_log.Event]:
-  """Returns events that have all the fields that their kinds should have."""
+  """Returns the events, each with all fields of its kind."""
   try:
     log = list(event_log.LogFile(path / "events.jsonl"))
-  except (KeyError, TypeError) as error:  # It looks at their kinds.
+  except (KeyError, TypeError) as error:
     raise ValueError(
-      f"--calibrate={path}: events.jsonl has a line that is no event of a kind"
+      f"--calibrate={path}: events.jsonl has a line without an event"
     ) from error
   for event in log:
     expected = ("t", *_FIELDS.get(event["kind"], ()))
@@ -158,7 +158,7 @@ def _spans(path: pathlib.Path) -> list[trace.Span]:
     return trace.read(path / "spans.jsonl")
   except TypeError as error:
     raise ValueError(
-      f"--calibrate={path}: spans.jsonl has a line that is no span: {error}"
+      f"--calibrate={path}: spans.jsonl has a line without a span: {error}"
     ) from error
 
 
@@ -170,14 +170,13 @@ def _placement(path: pathlib.Path) -> placement.Placement:
   if not isinstance(found, experiment.Experiment):
     raise ValueError(
       f"--calibrate={path}: config.json holds no rl.experiment.Experiment; "
-      "name "
-      "the --workdir of a run"
+      "name the --workdir of a run"
     )
   return found.placement
 
 
 def _lines(path: pathlib.Path) -> Iterator[dict[str, Any]]:
-  """Yields what is on each line; a crash may have cut the last."""
+  """Yields the object of each line; a crash may have cut the last."""
   for text in path.read_text(errors="replace").splitlines():
     with contextlib.suppress(json.JSONDecodeError):
       if isinstance(row := json.loads(text), dict):
@@ -187,7 +186,7 @@ def _lines(path: pathlib.Path) -> Iterator[dict[str, Any]]:
 def apply(
   problem: problem_lib.Planning, path: pathlib.Path, kind: str | None = None
 ) -> problem_lib.Planning:
-  """Returns a question with the speeds and tasks of a run.
+  """Returns a problem with the speeds and tasks of a run.
 
   Slots, room for ids, costs and all other kinds of devices stay as stated.
   Seconds of a token include the encoding of its answer's context.
@@ -196,34 +195,34 @@ def apply(
     kind: of the devices that the run used; may be None if there is only one.
 
   Raises:
-    ValueError: the run cannot tell, with the way out.
+    ValueError: the run does not suffice, with the way out.
   """
   kinds = problem.fleet.by_name
   if kind is None and len(kinds) == 1:
     kind = next(iter(kinds))
   if kind is None or kind not in kinds:
     raise ValueError(
-      f"--calibrate={path}: --kind={kind} is no kind of the fleet; its devices "
-      f"are those of {' or '.join(kinds)}"
+      f"--calibrate={path}: --kind={kind} must be a kind of the fleet: "
+      f"{' or '.join(kinds)}"
     )
   run = read(path)
   found = rates(run)
-  known = _measured(kinds[kind], run, found)
-  found_tasks = tuple(tasks(run))
+  calibrated = _calibrated(kinds[kind], run, found)
+  workloads = tuple(tasks(run))
   return dataclasses.replace(
     problem,
     fleet=dataclasses.replace(
       problem.fleet,
-      kinds=tuple(known if k.name == kind else k for k in kinds.values()),
+      kinds=tuple(calibrated if k.name == kind else k for k in kinds.values()),
       transfer_s=found.transfer_s,
     ),
-    workloads=found_tasks,
-    routing=problem.routing.of([one.name for one in found_tasks]),
+    workloads=workloads,
+    routing=problem.routing.of([one.name for one in workloads]),
   )
 
 
-def _measured(
-  kind: fleet.DeviceKind, run: Run, found: Rates
+def _calibrated(
+  kind: fleet.DeviceKind, run: CalibrationRun, found: Rates
 ) -> fleet.DeviceKind:
   """Returns a kind as fast as the run was."""
   size = run.placement.decode.size
@@ -250,8 +249,8 @@ def _measured(
   )
 
 
-def rates(run: Run) -> Rates:
-  """Returns how fast a run was.
+def rates(run: CalibrationRun) -> Rates:
+  """Returns the speeds of a run.
 
   Raises:
     ValueError: nothing was sampled or trained, or engines differ.
@@ -281,7 +280,7 @@ def rates(run: Run) -> Rates:
   )
 
 
-def _learner(run: Run) -> tuple[float, float, float]:
+def _learner(run: CalibrationRun) -> tuple[float, float, float]:
   """Returns seconds of a trained id, an optimizer step, a scored sample."""
   lengths = {event_log.member(e): e["length"] for e in run.of("ended")}
   trained = [e for e in run.of("trained") if e["version"] >= run.first]
@@ -292,7 +291,7 @@ def _learner(run: Run) -> tuple[float, float, float]:
   )
   took: dict[str, list[float]] = collections.defaultdict(list)
   for span in run.spans:
-    # Spans are not rounded as events are.
+    # Events are rounded to 1 us, spans are not.
     if span.track == "learner" and span.start >= run.start_s - 1e-5:
       took[span.name].append(span.end - span.start)
   if not ids or not took["update"]:
@@ -307,11 +306,11 @@ def _learner(run: Run) -> tuple[float, float, float]:
 # Decoding.
 
 
-def answers(run: Run) -> tuple[fitting.Samples, fitting.Samples]:
-  """Returns for every answer how many were under way, and seconds a token.
+def answers(run: CalibrationRun) -> tuple[fitting.Samples, fitting.Samples]:
+  """Returns the load and the seconds a token of every answer.
 
-  The number is the mean over the time of the answer, itself included, on its
-  engine.
+  The load is the number of answers under way on its engine, itself included,
+  as a mean over its time.
   """
   homes = {event_log.member(e): e["engine"] for e in run.of("admitted")}
   by_engine: dict[int, list[event_log.Event]] = collections.defaultdict(list)
@@ -328,15 +327,15 @@ def answers(run: Run) -> tuple[fitting.Samples, fitting.Samples]:
 # Tasks.
 
 
-def tasks(run: Run) -> Iterator[workload.Workload]:
-  """Yields what the episodes of each source drew: turns, ids and seconds."""
+def tasks(run: CalibrationRun) -> Iterator[workload.Workload]:
+  """Yields the turns, ids and seconds of the episodes of each source."""
   ended = run.of("ended")
   names = [run.sources[e["group"], e["attempt"]] for e in ended]
   for name, count in sorted(collections.Counter(names).items()):
     yield _task(run, name, count / len(names))
 
 
-def _task(run: Run, name: str, share: float) -> workload.Workload:
+def _task(run: CalibrationRun, name: str, share: float) -> workload.Workload:
   turns, ended = run.of("turn", name), run.of("ended", name)
   prompt, reply = fitting.contexts(ended)
   before = {event_log.member(e): e["t"] for e in run.of("grading", name)}
@@ -346,33 +345,33 @@ def _task(run: Run, name: str, share: float) -> workload.Workload:
     name=name,
     share=share,
     turns=fitting.counts([max(e["turns"], 1) for e in ended]),
-    prompt_tokens=distributions.Constant(max(prompt, 2.0)),
+    prompt_tokens=distributions.Fixed(max(prompt, 2.0)),
     answer_tokens=fitting.counts([e["tokens"] for e in turns if e["tokens"]]),
-    reply_tokens=distributions.Constant(reply),
+    reply_tokens=distributions.Fixed(reply),
     start_s=fitting.seconds(
       [*fitting.starts_s(run.of("admitted", name), turns)]
     ),
     step_s=fitting.seconds([e["env_s"] for e in turns]),
     reward_s=fitting.seconds(graded),
-    correlation=likeness(turns, ended),
+    correlation=correlation(turns, ended),
   )
 
 
-def likeness(
+def correlation(
   turns: Sequence[event_log.Event], ended: Sequence[event_log.Event]
 ) -> float:
-  """Returns the correlation of what members of a group draw.
+  """Returns the correlation of draws within groups.
 
-  A workload has one for all: this is the mean of that of the turns and that of
-  the tokens of an answer, or of the one that varies.
+  A workload has one for all draws: the mean of those of the turns and of the
+  tokens of an answer, or of the one that varies.
   """
-  lengths: dict[fitting.Place, list[float]] = collections.defaultdict(list)
+  lengths: dict[fitting.MemberId, list[float]] = collections.defaultdict(list)
   for event in turns:
     if event["tokens"]:
       lengths[event_log.member(event)].append(float(event["tokens"]))
   counts = {event_log.member(e): [float(e["turns"])] for e in ended}
   found = [
-    fitting.likeness(draws)
+    fitting.correlation(draws)
     for draws in (lengths, counts)
     if len({one for own in draws.values() for one in own}) > 1
   ]

@@ -1,10 +1,10 @@
-"""What a log says of speeds and of tasks: lines, counts and histograms.
+"""Fits speeds and tasks to a log: lines, counts and histograms.
 
-  turns     -> seconds of a token, and how many answers were under way
-  episodes  -> ids of contexts, how much members of a group are alike
-  seconds   -> histograms, as `distributions` draws from
+  turns     -> seconds of a token by the number of answers under way
+  episodes  -> ids of contexts, within-group correlation
+  seconds   -> histograms that `distributions` can draw from
 
-Both kinds of calibration are made of it: of a run's directory, for the planner
+Used by both calibrations: of a run's directory, for the planner
 (calibration.py), and of benchmarks on one machine.
 """
 
@@ -21,7 +21,7 @@ from rl.simulation import distributions
 _BINS = 60
 _BODY = 0.9
 _NORMAL = statistics.NormalDist()
-Place = tuple[int, int, int]
+MemberId = tuple[int, int, int]
 Samples = Float64[np.ndarray, " N"]
 
 
@@ -29,14 +29,15 @@ Samples = Float64[np.ndarray, " N"]
 
 
 def asked_s(turn: event_log.Event) -> float:
-  """Returns when a turn's answer was asked for."""
+  """Returns the time at which a turn's answer was requested."""
   return turn["t"] - turn["env_s"] - turn["decode_s"]
 
 
 def answers(turns: Iterable[event_log.Event]) -> tuple[Samples, Samples]:
-  """Returns for every answer how many were under way, and seconds a token.
+  """Returns the load and the seconds a token of every answer.
 
-  The number is the mean over the time of the answer, itself included.
+  The load is the number of answers under way, itself included, as a mean over
+  its time.
 
   Args:
     turns: of one engine, each with at least one token.
@@ -57,9 +58,9 @@ def answers(turns: Iterable[event_log.Event]) -> tuple[Samples, Samples]:
 
 
 def line(x: Samples, y: Samples) -> tuple[float, float]:
-  """Returns intercept and slope, both above 0, that are closest to y."""
+  """Returns the least-squares intercept and slope, both kept above 0."""
   least = 1e-3 * float(np.mean(y))
-  if np.ptp(x) < 1e-6:  # One x cannot tell them apart.
+  if np.ptp(x) < 1e-6:  # A single x does not determine a slope.
     return float(np.mean(y)), 1e-3 * least
   slope, at_zero = np.polyfit(x, y, 1)
   if at_zero < least:
@@ -72,7 +73,7 @@ def line(x: Samples, y: Samples) -> tuple[float, float]:
 def starts_s(
   admitted: Iterable[event_log.Event], turns: Iterable[event_log.Event]
 ) -> Iterator[float]:
-  """Yields seconds from an engine to the first request."""
+  """Yields seconds from the admission of a member to its first request."""
   begun = {event_log.member(e): asked_s(e) for e in turns if e["number"] == 0}
   for event in admitted:
     if event_log.member(event) in begun:
@@ -83,7 +84,7 @@ def starts_s(
 
 
 def contexts(ended: Sequence[event_log.Event]) -> tuple[float, float]:
-  """Returns ids of a first context, and of what follows an answer."""
+  """Returns the mean ids of a first context, and of the reply to an answer."""
   after = np.array([e["turns"] - 1.0 for e in ended])
   ids = np.array([float(e["length"] - e["tokens"]) for e in ended])
   if np.ptp(after) == 0:
@@ -92,33 +93,35 @@ def contexts(ended: Sequence[event_log.Event]) -> tuple[float, float]:
   return float(prompt), max(float(reply), 1.0)
 
 
-def likeness(draws: Mapping[Place, Sequence[float]]) -> float:
-  """Returns the correlation of the draws of a group's members, 0 to 1.
+def correlation(draws: Mapping[MemberId, Sequence[float]]) -> float:
+  """Returns the correlation of draws within groups, 0 to 1.
 
-  It is that of normal variables of the same ranks, as `workload.correlated`
-  mixes them. Every draw shares the one factor of its group, so means of k draws
-  are more alike than draws are: those of r give k r / (1 + (k - 1) r), where k
-  is the harmonic mean if members differ in it.
+  It is the correlation of normal variables of the same ranks, as
+  `workload.correlated` mixes them. All draws share the one factor of their
+  group, so means of k draws correlate more than the draws: a correlation r of
+  draws gives k r / (1 + (k - 1) r), where k is the harmonic mean if members
+  differ in it.
 
   Args:
-    draws: one or more of each member.
+    draws: one or more for each member.
   """
   ranked = iter(scores([one for own in draws.values() for one in own]).tolist())
   groups: dict[tuple[int, int], list[list[float]]] = {}
   for (group, attempt, _), own in draws.items():
-    mine = [next(ranked) for _ in own]
-    groups.setdefault((group, attempt), []).append(mine)
+    member_scores = [next(ranked) for _ in own]
+    groups.setdefault((group, attempt), []).append(member_scores)
   size = max(map(len, groups.values()), default=0)
   whole = [group for group in groups.values() if len(group) == size]
   if not whole:
     return 0.0
-  alike = intraclass([[statistics.fmean(o) for o in group] for group in whole])
+  means = [[statistics.fmean(own) for own in group] for group in whole]
+  of_means = intraclass(means)
   k = statistics.harmonic_mean([len(own) for group in whole for own in group])
-  return alike / (k - (k - 1.0) * alike)
+  return of_means / (k - (k - 1.0) * of_means)
 
 
 def scores(values: Sequence[float]) -> Samples:
-  """Returns standard normal values of the same ranks; equals stay equal."""
+  """Returns standard normal values of the same ranks; ties stay ties."""
   _, place, counts = np.unique(values, return_inverse=True, return_counts=True)
   middle = (np.cumsum(counts) - counts / 2.0) / max(len(values), 1)
   return np.array([_NORMAL.inv_cdf(p) for p in middle.tolist()])[place]
@@ -143,15 +146,15 @@ def intraclass(groups: Sequence[Sequence[float]]) -> float:
 
 
 def seconds(values: Sequence[float]) -> distributions.Distribution:
-  """Returns what was measured, in bins of equal shares, finer in the tail."""
+  """Returns a histogram with bins of equal shares, finer in the tail."""
   if not values or max(values) <= 0:
-    return distributions.Constant(0.0)
+    return distributions.Fixed(0.0)
   body = np.linspace(0.0, _BODY, _BINS)
   last = min(1.0 / len(values), 1.0 - _BODY)
   tail = 1.0 - np.geomspace(1.0 - _BODY, last, _BINS)
   shares = np.unique(np.concatenate([body, tail, [1.0]]))
   edges = np.maximum(np.quantile(values, shares), 0.0)
-  # What is equal would make bins of no width.
+  # Equal quantiles would make bins of no width.
   edges = np.maximum.accumulate(edges) + np.arange(len(edges)) * 1e-9
   return distributions.Histogram(
     edges=tuple(edges.tolist()), counts=tuple(np.diff(shares).tolist())
@@ -159,7 +162,7 @@ def seconds(values: Sequence[float]) -> distributions.Distribution:
 
 
 def counts(values: Sequence[int]) -> distributions.Histogram:
-  """Returns whole numbers as often as they were."""
+  """Returns the frequencies of whole numbers."""
   counted = collections.Counter(values)
   numbers = range(min(counted), max(counted) + 1)
   edges = [number - 0.5 for number in (*numbers, numbers.stop)]

@@ -1,7 +1,7 @@
-"""What there is to train and decode on: kinds of devices, their speed and cost.
+"""The devices that a plan may use, by kind, with their speed and cost.
 
-A kind has devices that are alike. Some of one kind make the learner's mesh,
-others, of any kinds, make engines of a fixed size.
+Some devices of one kind make the learner's mesh; others, of any kinds, make
+engines of a fixed size.
 """
 
 import dataclasses
@@ -16,21 +16,21 @@ from rl.simulation import processor as simulated_processor
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeviceKind:
-  """Devices that are alike.
+  """A number of equal devices.
 
   Attributes:
-    count: how many there are.
+    count: of the devices.
     cost: of one device for a second, in any unit that all kinds share.
-    kind: what they are good at, for routing.
+    kind: their strength, for routing.
     engine_devices: of one engine.
     speed: of one engine.
-    learner_devices: sizes that a learner's mesh may have here; none: these
+    learner_devices: sizes that a learner's mesh may have here; empty if these
       devices only decode.
     token_s: seconds for an id that one device trains, context included.
     scaling: share of its speed that a device keeps when the mesh doubles.
     update_s: seconds of an optimizer step, on a mesh of any size.
-    describe_s: seconds after each publish in which what the engines recorded
-      is compared, the same.
+    describe_s: seconds of the comparison of log-probabilities after each
+      publish, on a mesh of any size.
   """
 
   name: str
@@ -47,10 +47,10 @@ class DeviceKind:
   update_s: float = 0.0
   describe_s: float = 0.0
 
-  def learner(self, devices: int) -> simulated_learner.Learner:
-    """Returns a learner on so many devices."""
+  def learner(self, devices: int) -> simulated_learner.LearnerSpeed:
+    """Returns the speed of a learner on a number of devices."""
     faster = devices * self.scaling ** math.log2(devices)
-    return simulated_learner.Learner(
+    return simulated_learner.LearnerSpeed(
       token_s=self.token_s / faster,
       update_s=self.update_s,
       describe_s=self.describe_s,
@@ -58,11 +58,11 @@ class DeviceKind:
     )
 
   def engines(self, taken: int = 0) -> int:
-    """Returns how many engines fit when so many devices are taken."""
+    """Returns the number of engines that fit beside `taken` devices."""
     return (self.count - taken) // self.engine_devices
 
   def validate(self, where: str) -> None:
-    """Raises ValueError on devices that cannot be."""
+    """Raises ValueError on impossible counts, costs and speeds."""
     for name in ("count", "engine_devices"):
       if getattr(self, name) < 1:
         raise ValueError(f"{where}.{name}={getattr(self, name)} is below 1")
@@ -109,7 +109,7 @@ class Fleet:
     return sum(kind.count for kind in self.kinds[: names.index(name)])
 
   def validate(self) -> None:
-    """Raises ValueError on a fleet that cannot train, or not decode as well."""
+    """Raises ValueError on a fleet that cannot both train and decode."""
     names = [kind.name for kind in self.kinds]
     if not names or len(set(names)) < len(names):
       raise ValueError(f"fleet.kinds: {names} are not one or more names")
@@ -132,6 +132,6 @@ class Fleet:
     )
 
   def _engines(self, learner: DeviceKind, size: int) -> int:
-    """Returns how many engines there is room for beside a learner."""
+    """Returns the number of engines that fit beside a learner."""
     taken = {learner.name: size}
     return sum(kind.engines(taken.get(kind.name, 0)) for kind in self.kinds)

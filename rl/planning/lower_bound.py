@@ -1,11 +1,10 @@
-"""How fast a choice could be at best: a bound that no simulated run breaks.
+"""Lower bounds of a choice's step time, which no simulated run breaks.
 
-A round v has W of training, w of which is its last batch, a publish of s, and
-groups that take R = max(path, D, P) at least: the longest of them alone, its
-grading included, and all tokens and contexts at the rate of all engines in full
-use. Let e(v) be when
-round v - 1 is trained and p(v) when version v serves, which admits what round
-v + eta trains. Then
+Round v demand seconds W of training, w of them for its last batch, s of a
+publish, and R = max(path, D, P) of rollout: the longest group alone, grading
+included, all tokens, and all contexts, at the rate of all engines in full use.
+Let e(v) be the end of training round v - 1 and p(v) the time at which version v
+serves, which admits the groups of round v + eta. Then
 
   p(v)           >= e(v) + s
   e(v + 1)       >= e(v) + W
@@ -13,10 +12,10 @@ v + eta trains. Then
   e(v + n)       >= p(v) + D of rounds v + eta ... v + n - 1, and w
   e(v + 1)       >= p(v) + W            unless engines drain, and then
   e(v + 2)       >= p(v) + W,  p(v + 1) >= p(v) + path of round v + eta
-  e(v + 1)       >= p(v) + c + W        on-policy; c: the first batch is ready,
-                                        all of them when the round is waited for
+  e(v + 1)       >= p(v) + c + W        on-policy; c: until the first batch is
+                                        ready, or the round, if it is waited for
 
-and the longest way through these from the first to the last e is the bound.
+and the longest path through these from the first to the last e is the bound.
 """
 
 import dataclasses
@@ -26,25 +25,25 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float64
 
-from rl.planning import demand
+from rl.planning import workload_demand
 from rl.schedule import overlap as overlap_lib
 from rl.simulation import simulate
 
-# Of the simulated engine: a token may end this much earlier, as may a timer.
+# Rounding of the simulated engine: a token or timer may end so much earlier.
 _SLACK = 1e-5
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Floor:
+class LowerBound:
   """Lower bounds of a step, as means over the rounds that count.
 
   Attributes:
-    step_s: of a step, with everything that one waits for.
-    tokens: most that a step can train.
-    parts: seconds of a step that one thing alone takes: "decode", "prefill",
-      "learner", "publish" (new weights), "tail" (decoding of the longest
-      episode) and "environments" (their part in it, and that of rewards), the
-      last two divided by the rounds over which they may spread.
+    step_s: of a step, with all waits that cannot be avoided.
+    tokens: upper bound of the tokens that a step trains.
+    parts: seconds that each part of a step takes alone: "decode", "prefill",
+      "learner", "publish", "tail" (decoding of the longest episode) and
+      "environments" (with rewards, in that episode); the last two are divided
+      by the rounds over which they may spread.
   """
 
   step_s: float
@@ -54,12 +53,12 @@ class Floor:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Rounds:
-  """Numbers of every round, in seconds.
+  """Lower bounds of every round, in seconds.
 
   Attributes:
     decode, prefill: with all engines in full use.
     path, first: until the last group, or the first batch, can be ready.
-    episode: until the last episode can end; it is still to be graded.
+    episode: until the last episode can end, before its grading.
     wait: of the environments and rewards in `path`.
     train, last: of all groups and of the last batch, updates included.
   """
@@ -79,15 +78,15 @@ class _Rounds:
     return np.maximum(np.maximum(self.decode, self.prefill), self.path)
 
 
-def floor(
-  needs: demand.Demand,
+def of_choice(
+  demand: workload_demand.WorkloadDemand,
   cluster: simulate.Cluster,
   schedule: overlap_lib.Overlap,
   window: range,
   group_size: int,
-) -> Floor:
-  """Returns bounds on the mean step of the rounds of a window."""
-  rounds = _rounds(needs, cluster, schedule, window.stop, group_size)
+) -> LowerBound:
+  """Returns the bounds of a choice, as means over the rounds of a window."""
+  rounds = _rounds(demand, cluster, schedule, window.stop, group_size)
   links = _links(rounds, cluster, schedule, window)
   step_s = _longest(links, window) / len(window)
   within = slice(window.start, window.stop)
@@ -101,8 +100,8 @@ def floor(
     "tail": (path - wait) / spread,
     "environments": wait / spread,
   }
-  most = _by_round(needs.tokens.sum(1), window.stop)[within]
-  return Floor(
+  most = _by_round(demand.tokens.sum(1), window.stop)[within]
+  return LowerBound(
     step_s=step_s * (1.0 - _SLACK),
     tokens=float(most.sum(1).mean()),
     parts={name: float(seconds) for name, seconds in parts.items()},
@@ -110,7 +109,7 @@ def floor(
 
 
 class _Link(NamedTuple):
-  """`end` is so many seconds behind `start`, or more; both (round, kind)."""
+  """A bound on two moments (round, kind): `end` >= `start` + seconds."""
 
   start: tuple[int, str]
   end: tuple[int, str]
@@ -126,7 +125,7 @@ def _links(
   schedule: overlap_lib.Overlap,
   window: range,
 ) -> Iterator[_Link]:
-  """Yields what must lie between the moments of a run."""
+  """Yields the bounds between the moments of a run."""
   eta, drains = schedule.max_staleness, schedule.drains
   train, tail = rounds.train, rounds.roll + rounds.last
   for v in window:
@@ -155,12 +154,12 @@ def _work(
   v: int,
   stop: int,
 ) -> Iterator[_Link]:
-  """Yields the links of engines in full use, from one version on."""
+  """Yields the links of engines in full use, starting at version v."""
   eta, pause_s = schedule.max_staleness, cluster.blocked_s
   for end in range(v + eta + 2, stop + 1):
     inside = slice(v + eta, end)
-    # Versions that must serve before the last of these groups is admitted, or
-    # without drained engines before the last of them is trained.
+    # Versions that must serve before the last of these groups is admitted, or,
+    # without drained engines, before it is trained.
     pauses = end - 1 - v - (eta if schedule.drains else 0)
     decode_s = rounds.decode[inside].sum() + pauses * pause_s
     work_s = max(decode_s, rounds.prefill[inside].sum())
@@ -169,9 +168,9 @@ def _work(
 
 
 def _longest(links: Iterable[_Link], window: range) -> float:
-  """Returns the least time from the first to the last round trained."""
+  """Returns the longest path from the first to the last round trained."""
   reached = {(window.start, _TRAINED): 0.0}
-  # All ways lead from e(v) to p(v), or to a later round.
+  # Links lead from e(v) to p(v) or to a later round, so sorting is enough.
   for start, end, seconds in sorted(links):
     if start in reached:
       behind = reached[start] + float(seconds)
@@ -180,12 +179,12 @@ def _longest(links: Iterable[_Link], window: range) -> float:
 
 
 def publish_s(cluster: simulate.Cluster) -> float:
-  """Returns seconds of a publish for which nothing else is waited for."""
+  """Returns the seconds of a publish on its own."""
   return cluster.transfer_s + cluster.update_s
 
 
 def _rounds(
-  needs: demand.Demand,
+  demand: workload_demand.WorkloadDemand,
   cluster: simulate.Cluster,
   schedule: overlap_lib.Overlap,
   stop: int,
@@ -195,28 +194,32 @@ def _rounds(
   token_s = min(speed.tau_s(1) for speed in speeds)
   encode_s = min(1.0 / speed.prefill_per_s for speed in speeds)
   prefill = sum(p.engines * p.speed.prefill_per_s for p in cluster.pools)
-  alone_s = needs.wait_s + needs.tokens * token_s + needs.context * encode_s
+  alone_s = demand.wait_s + demand.tokens * token_s + demand.context * encode_s
   episode = _kth(alone_s, size)
-  # Whichever members make the group, one of them is graded no earlier.
-  path = _kth(alone_s + needs.reward_s, size)
-  wait = _kth(needs.wait_s + needs.reward_s, size)
-  ids = _by_round(_least_trained(needs, size), stop)
+  # Any G members hold one that is graded no earlier.
+  path = _kth(alone_s + demand.reward_s, size)
+  wait = _kth(demand.wait_s + demand.reward_s, size)
+  ids = _by_round(_least_trained(demand, size), stop)
   learner, total = cluster.learner, schedule.groups_per_round
   batch = _per_batch(schedule)
   in_order = schedule.consume == "submit"
   ready = _by_round(path, stop)
   return _Rounds(
-    decode=_fewest(_by_round(_least(needs.tokens, size), stop), total)
+    decode=_smallest_sum(
+      _by_round(_smallest_sum(demand.tokens, size), stop), total
+    )
     / cluster.tokens_per_s,
-    prefill=_fewest(_by_round(_least(needs.context, size), stop), total)
+    prefill=_smallest_sum(
+      _by_round(_smallest_sum(demand.context, size), stop), total
+    )
     / prefill,
     path=_kth(ready, total),
     episode=_kth(_by_round(episode, stop), total),
     wait=_kth(_by_round(wait, stop), total),
     first=ready[:, :batch].max(1) if in_order else _kth(ready, batch),
-    train=_fewest(ids, total) * learner.token_s
+    train=_smallest_sum(ids, total) * learner.token_s
     + schedule.updates_per_round * learner.update_s,
-    last=(ids[:, -batch:].sum(1) if in_order else _fewest(ids, batch))
+    last=(ids[:, -batch:].sum(1) if in_order else _smallest_sum(ids, batch))
     * learner.token_s
     + learner.update_s,
   )
@@ -231,20 +234,14 @@ def _per_batch(schedule: overlap_lib.Overlap) -> int:
 def _by_round(
   values: Float64[np.ndarray, " N"], rounds: int
 ) -> Float64[np.ndarray, "V M"]:
-  """Returns groups by the round in which they are submitted."""
+  """Returns the groups by the round that submits them."""
   return values.reshape(rounds, -1)
 
 
-def _fewest(
+def _smallest_sum(
   values: Float64[np.ndarray, "V M"], count: int
 ) -> Float64[np.ndarray, " V"]:
-  """Returns sums of the smallest `count`."""
-  return np.sort(values, 1)[:, :count].sum(1)
-
-
-def _least(
-  values: Float64[np.ndarray, "N G"], count: int
-) -> Float64[np.ndarray, " N"]:
+  """Returns the sum of the `count` smallest of each row."""
   return np.sort(values, 1)[:, :count].sum(1)
 
 
@@ -256,12 +253,12 @@ def _kth(
 
 
 def _least_trained(
-  needs: demand.Demand, size: int
+  demand: workload_demand.WorkloadDemand, size: int
 ) -> Float64[np.ndarray, " N"]:
-  """Returns ids of the members that give the learner the least to do.
+  """Returns the ids of each group's cheapest members to train.
 
-  One that broke gives it nothing, but takes the place of no other.
+  A broken member costs nothing, but replaces no other.
   """
-  ordered = np.sort(np.where(needs.broken, np.inf, needs.trained), 1)
+  ordered = np.sort(np.where(demand.broken, np.inf, demand.trained), 1)
   ordered = ordered[:, :size]
   return np.where(np.isinf(ordered), 0.0, ordered).sum(1)

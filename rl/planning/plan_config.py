@@ -1,4 +1,4 @@
-"""A planned choice as settings of a run, and as the file that says them."""
+"""A planned choice as the settings of a run, and as a config file."""
 
 import dataclasses
 from typing import Any
@@ -14,14 +14,14 @@ _FIELDS = tuple(
 )
 
 
-def overlap_fields(choice: problem_lib.Choice) -> dict[str, Any]:
-  """Returns what a choice says of the schedule; the rest stays as it is."""
+def overlap_fields(choice: problem_lib.FleetChoice) -> dict[str, Any]:
+  """Returns the schedule fields that a choice sets; others keep the base's."""
   return {name: getattr(choice.overlap, name) for name in _FIELDS}
 
 
 def meshes(
   problem: problem_lib.Planning,
-  choice: problem_lib.Choice,
+  choice: problem_lib.FleetChoice,
   base: placement.Placement,
 ) -> dict[str, tuple[int, int]]:
   """Returns (data axis, first device) of the learner and of each pool.
@@ -61,7 +61,7 @@ def _over(devices: int, others: int, where: str) -> int:
 
 def apply(
   problem: problem_lib.Planning,
-  choice: problem_lib.Choice,
+  choice: problem_lib.FleetChoice,
   base: experiment.Experiment,
 ) -> experiment.Experiment:
   """Returns the base with the schedule, placement and routing of a choice.
@@ -110,16 +110,16 @@ def apply(
 def routing(
   problem: problem_lib.Planning, base: experiment.Experiment
 ) -> affinity.Routing:
-  """Returns what the tasks of the base prefer; those planned may be others."""
+  """Returns the planned routing for the tasks that the base has."""
   return problem.routing.of([source.name for source in base.sources])
 
 
 def misfit(
   problem: problem_lib.Planning,
-  choice: problem_lib.Choice,
+  choice: problem_lib.FleetChoice,
   base: experiment.Experiment,
 ) -> str | None:
-  """Returns why the base cannot be run with a choice, or nothing."""
+  """Returns the reason why the base cannot run a choice, or None."""
   try:
     apply(problem, choice, base).validate()
   except ValueError as error:
@@ -130,12 +130,12 @@ def misfit(
 def check_base(
   problem: problem_lib.Planning, base: experiment.Experiment
 ) -> None:
-  """Raises ValueError when the question is about other episodes."""
+  """Raises ValueError when the problem plans other episodes than the base's."""
   for name in ("group_size", "max_turns", "turn_tokens", "max_tokens"):
     ours, theirs = getattr(problem.rollout, name), getattr(base.rollout, name)
     if ours != theirs:
       raise ValueError(
-        f"rollout.{name}={ours} is not what the base plays, {theirs}; plan "
+        f"rollout.{name}={ours} differs from {theirs} of the base; plan "
         f"with --config.rollout.{name}={theirs}"
       )
 
@@ -155,13 +155,15 @@ python -m launch.train --config={name} --workdir=DIR
 import dataclasses
 import pathlib
 
-from launch import flags
-from rl import affinity, config, overlap, placement
+from launch.cli import flags
+from rl import experiment
+from rl.pools import affinity, placement
+from rl.schedule import overlap
 
 _BASE = pathlib.Path(__file__).resolve().parent / {base!r}
 
 
-def get_config() -> config.Experiment:
+def get_config() -> experiment.Experiment:
   """Returns the base with the schedule and placement of the plan."""
   base = flags.load(str(_BASE))
   place = base.placement
@@ -192,7 +194,7 @@ def get_config() -> config.Experiment:
 
 def source(
   problem: problem_lib.Planning,
-  choice: problem_lib.Choice,
+  choice: problem_lib.FleetChoice,
   base: experiment.Experiment,
   *,
   name: str,
@@ -203,8 +205,8 @@ def source(
 
   Args:
     name: of the file, for its first lines.
-    base_path: of the base, from where the file is.
-    summary: what is expected of it.
+    base_path: of the base, relative to the file.
+    summary: the expected result.
   """
   where = meshes(problem, choice, base.placement)
   (first, replicas), *others = choice.engines

@@ -1,6 +1,6 @@
-"""What a planner is problem, and what it may answer.
+"""The planning problem: fleet, tasks, goal, and the choices to search.
 
-Planning (fleet, tasks, goal, space) --choices--> Choice --simulated--> run
+Planning (fleet, tasks, goal, space) --choices--> FleetChoice --simulated--> run
 """
 
 import dataclasses
@@ -27,21 +27,22 @@ SCHEDULES = (
 """The presets of `rl.schedule.overlap`."""
 
 OBJECTIVES = ("step_s", "cost", "cost_per_token")
-"""What can be least: seconds or cost of a step, or cost of a token that is
-trained, both of the devices that are used."""
+"""Quantities to minimise: seconds or cost of a step, cost of a trained token.
+
+Both costs are those of the devices in use."""
 
 _FIRST_POOL = "decode"  # As `placement.Placement` calls it.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Goal:
-  """What is wanted.
+  """The goal of a plan.
 
   Attributes:
-    minimise: which of `OBJECTIVES` should be least.
+    minimise: one of `OBJECTIVES`.
     max_step_s, max_cost: of a step.
     max_lag: rounds between the first token of a group and its training; a
-      promise of the schedule, not only what was seen. None is no bound.
+      promise of the schedule, not only an observation. None: unbounded.
   """
 
   minimise: str = "step_s"
@@ -50,9 +51,10 @@ class Goal:
   max_lag: int | None = None
 
   def key(self, step_s: float, cost: float, tokens: float) -> tuple[float, ...]:
-    """Returns (how far from the bounds, what is minimised): less is better.
+    """Returns (excess over the bounds, objective): less is better.
 
-    Neither falls when `step_s` rises, so the key of a lower bound is one.
+    Neither falls when `step_s` rises, so the key of a lower bound is a lower
+    bound of the key.
 
     Args:
       cost: of a second.
@@ -61,15 +63,15 @@ class Goal:
     above = max(
       step_s / self.max_step_s - 1.0, cost * step_s / self.max_cost - 1.0, 0.0
     )
-    wanted = {
+    objectives = {
       "step_s": step_s,
       "cost": cost * step_s,
       "cost_per_token": cost * step_s / tokens,
     }
-    return above, wanted[self.minimise]
+    return above, objectives[self.minimise]
 
   def validate(self) -> None:
-    """Raises ValueError on bounds that nothing could keep."""
+    """Raises ValueError on bounds that no run could keep."""
     _known("goal.minimise", self.minimise, OBJECTIVES)
     for name in ("max_step_s", "max_cost"):
       if not getattr(self, name) > 0:
@@ -82,15 +84,15 @@ class Goal:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Space:
-  """What may be chosen, besides which devices do what.
+  """The schedules to choose from.
 
   Attributes:
     schedules: of `SCHEDULES`.
     max_staleness: largest bound of "bounded" and "in_flight".
     updates_per_round: of "rollout_pipe"; it must divide the groups of a round.
-    extra_groups, extra_members: each with each; groups only where nothing is
-      stale.
-    points: most numbers of engines of a kind that are tried, evenly spread.
+    extra_groups, extra_members: all pairs; extra groups only with a bound of
+      0.
+    points: numbers of engines of a kind to try, evenly spread; an upper bound.
   """
 
   schedules: tuple[str, ...] = SCHEDULES
@@ -103,7 +105,7 @@ class Space:
   def overlaps(
     self, groups_per_round: int
   ) -> Iterator[tuple[str, overlap_lib.Overlap]]:
-    """Yields (name, schedule) of all, redundancy included."""
+    """Yields (name, schedule) of all schedules, redundancy included."""
     for groups, members in itertools.product(
       self.extra_groups, self.extra_members
     ):
@@ -156,13 +158,13 @@ class Space:
 
 
 @dataclasses.dataclass(frozen=True)
-class Choice:
+class FleetChoice:
   """One way to use a fleet.
 
   Attributes:
-    learner, devices: the kind that trains, and how many of it.
-    engines: (kind, how many) of all that decode.
-    schedule: its name; `overlap` says what it means.
+    learner, devices: the kind that trains, and the number of its devices.
+    engines: (kind, count) of all engines.
+    schedule: the name of `overlap`.
   """
 
   learner: str
@@ -180,14 +182,14 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Planning:
-  """A question to the planner.
+  """A planning problem.
 
   Attributes:
-    workloads, rollout, groups_per_round: what a round has to do.
+    workloads, rollout, groups_per_round: the work of a round.
     rounds: that count in each simulated run; all choices see the same tasks.
     tolerance: the plan is at most this share worse than the best choice.
-    max_simulations: after so many the best so far is taken, and the plan says
-      so.
+    max_simulations: after so many the search ends with the best so far, and
+      the plan says so.
   """
 
   fleet: fleet.Fleet
@@ -206,7 +208,7 @@ class Planning:
 
   @property
   def window(self) -> range:
-    """Rounds that count: the same for every choice."""
+    """The rounds that count, the same for every choice."""
     overlaps = self.space.overlaps(self.groups_per_round)
     start = 1 + max(schedule.max_staleness for _, schedule in overlaps)
     return range(start, start + self.rounds)
@@ -233,25 +235,28 @@ class Planning:
         f"speed.kv_tokens={room} of a kind: an episode could never end there"
       )
 
-  def choices(self) -> list[Choice]:
-    """Returns all that may be chosen.
+  def choices(self) -> list[FleetChoice]:
+    """Returns all choices.
 
     Raises:
-      ValueError: nothing keeps `goal.max_lag`.
+      ValueError: no schedule keeps `goal.max_lag`.
     """
-    most = self.goal.max_lag
+    max_lag = self.goal.max_lag
     overlaps = list(self.space.overlaps(self.groups_per_round))
     kept = [
-      pair for pair in overlaps if most is None or pair[1].max_staleness <= most
+      pair
+      for pair in overlaps
+      if max_lag is None or pair[1].max_staleness <= max_lag
     ]
     if not kept:
       least = min(schedule.max_staleness for _, schedule in overlaps)
       raise ValueError(
-        f"goal.max_lag={most} is below what every schedule of space.schedules="
-        f"{self.space.schedules} allows; the nearest is max_lag={least}"
+        f"goal.max_lag={max_lag} is below what every schedule of "
+        f"space.schedules={self.space.schedules} allows; the nearest is "
+        f"max_lag={least}"
       )
     return [
-      Choice(*split, *pair)
+      FleetChoice(*split, *pair)
       for split, pair in itertools.product(self._splits(), kept)
     ]
 
@@ -273,8 +278,8 @@ class Planning:
           if engines:
             yield learner.name, devices, engines
 
-  def cost(self, choice: Choice) -> float:
-    """Returns the cost of a second of the devices that are used."""
+  def cost(self, choice: FleetChoice) -> float:
+    """Returns the cost of a second on the devices in use."""
     kinds = self.fleet.by_name
     learner = choice.devices * kinds[choice.learner].cost
     return learner + sum(
@@ -282,11 +287,11 @@ class Planning:
       for name, count in choice.engines
     )
 
-  def cluster(self, choice: Choice) -> simulate.Cluster:
+  def cluster(self, choice: FleetChoice) -> simulate.Cluster:
     """Returns the hardware of a choice."""
     kinds = self.fleet.by_name
     pools = tuple(
-      simulate.Pool(
+      simulate.EnginePool(
         name=name if number else _FIRST_POOL,
         engines=count,
         speed=kinds[name].speed,
@@ -302,8 +307,8 @@ class Planning:
       transfer_s=self.fleet.transfer_s,
     )
 
-  def simulated(self, choice: Choice) -> simulate.Simulation:
-    """Returns the run that shows what a choice is worth."""
+  def simulated(self, choice: FleetChoice) -> simulate.Simulation:
+    """Returns the simulated run of a choice."""
     window, eta = self.window, choice.overlap.max_staleness
     return simulate.Simulation(
       cluster=self.cluster(choice),

@@ -1,54 +1,54 @@
-"""Searches the best way to use a fleet: bounds first, then simulated runs.
+"""Searches the best use of a fleet: lower bounds first, then simulated runs.
 
-choices --floor--> sorted by their best case --simulate--> until none that is
-                                                           left can be better
+choices --lower_bound--> candidates, sorted by their best case
+        --estimate--> simulated one by one, until none of the rest can be better
 
-A choice whose lower bound is no better than the best run so far is never
-simulated, so the plan is that of simulating all of them.
+Choices whose lower bound does not beat the best run so far are never simulated,
+so the plan is the same as after simulating all of them.
 """
 
 import collections
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from rl.planning import demand, lower_bound
+from rl.planning import lower_bound, workload_demand
 from rl.planning import problem as problem_lib
 from rl.simulation import result as simulation_result
 from rl.simulation import simulate
 
-Fits = Callable[[problem_lib.Choice], str | None]
-"""Returns why a choice cannot be used, or nothing."""
-Estimated = Callable[[problem_lib.Planning, "Candidate"], "Estimate"]
-"""Returns what a choice is worth, as `estimate` does."""
+Fits = Callable[[problem_lib.FleetChoice], str | None]
+"""Returns the reason against a choice, or None."""
+Estimated = Callable[[problem_lib.Planning, "Candidate"], "ChoiceEstimate"]
+"""Returns the estimate of a choice, as `estimate` does."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Candidate:
-  """A choice and how good it could be.
+  """A choice with its best case.
 
   Attributes:
-    key: of `Goal.key` at the lower bound.
+    key: `Goal.key` of the lower bound.
   """
 
-  choice: problem_lib.Choice
-  floor: lower_bound.Floor
+  choice: problem_lib.FleetChoice
+  bound: lower_bound.LowerBound
   key: tuple[float, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Estimate:
-  """A choice that was simulated.
+class ChoiceEstimate:
+  """A simulated choice.
 
   Attributes:
-    cost: of a step, on the devices that are used.
+    cost: of a step, on the devices in use.
     tokens: trained in a step.
-    bound_by: what most of a step's time goes to; see `binding`.
-    share: of a step's time that does.
-    key: of `Goal.key`.
+    bound_by: the largest part of a step's time; see `binding`.
+    share: of that part in a step's time.
+    key: `Goal.key` of the result.
   """
 
-  choice: problem_lib.Choice
-  floor: lower_bound.Floor
+  choice: problem_lib.FleetChoice
+  bound: lower_bound.LowerBound
   result: simulation_result.Result
   cost: float
   tokens: float
@@ -58,76 +58,75 @@ class Estimate:
 
   @property
   def lag_mean(self) -> float:
-    """Rounds from the first token of a group to its training."""
+    """Mean rounds from the first token of a group to its training."""
     lags = self.result.group_lags
     return sum(lag * n for lag, n in lags.items()) / sum(lags.values())
 
   @property
   def lag_max(self) -> int:
-    """The largest of these."""
+    """Most rounds from the first token of a group to its training."""
     return max(self.result.group_lags)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan:
-  """An answer.
+class FleetPlan:
+  """The answer to a planning problem.
 
   Attributes:
-    estimates: all that were simulated, the best first.
-    choices: how many there were.
-    refused: why choices did not fit, and how many for that reason.
-    complete: nothing that was not simulated can be better by more than
-      `Planning.tolerance`.
+    estimates: of all simulated choices, the best first.
+    choices: number of choices that fit.
+    refused: numbers of choices that do not fit, by reason.
+    complete: no other choice can be better by more than `Planning.tolerance`.
   """
 
-  estimates: Sequence[Estimate]
+  estimates: Sequence[ChoiceEstimate]
   choices: int
   refused: Mapping[str, int]
   complete: bool
 
   @property
-  def best(self) -> Estimate:
-    """What to do."""
+  def best(self) -> ChoiceEstimate:
+    """The best choice."""
     return self.estimates[0]
 
   @property
   def met(self) -> bool:
-    """Whether it keeps the bounds of the goal; else it is the nearest."""
+    """True when the best keeps the bounds of the goal."""
     return self.best.key[0] == 0.0
 
 
 def search(
   problem: problem_lib.Planning,
   fits: Fits = lambda choice: None,
-  told: Callable[[Estimate], None] = lambda estimate: None,
-) -> Plan:
-  """Returns the best choice, having simulated what could be it.
+  on_estimate: Callable[[ChoiceEstimate], None] = lambda estimate: None,
+) -> FleetPlan:
+  """Returns the best choice, after simulating all that could be.
 
   Args:
     fits: called before anything is simulated.
-    told: of each run when it has ended.
+    on_estimate: is given each simulated choice.
 
   Raises:
-    ValueError: the question has no answer; with the way out.
+    ValueError: the problem has no solution; with the way out.
   """
-  return best_of(problem, *candidates(problem, fits), told)
+  return best_of(problem, *candidates(problem, fits), on_estimate)
 
 
 def best_of(
   problem: problem_lib.Planning,
   waiting: Sequence[Candidate],
   refused: Mapping[str, int],
-  told: Callable[[Estimate], None] = lambda estimate: None,
+  on_estimate: Callable[[ChoiceEstimate], None] = lambda estimate: None,
   estimated: Estimated | None = None,
-) -> Plan:
-  """Returns the best of all candidates, having simulated what could be it.
+) -> FleetPlan:
+  """Returns the best of all candidates, after simulating all that could be.
 
   Args:
     waiting, refused: see `candidates`.
-    estimated: simulates; `estimate` if nothing else does.
+    estimated: simulates a candidate; None: `estimate`.
   """
-  best: Estimate | None = None
-  estimates: list[Estimate] = []
+  best: ChoiceEstimate | None = None
+  estimates: list[ChoiceEstimate] = []
   complete = True
   for candidate in waiting:
     if best is not None and not _promising(candidate.key, best.key, problem):
@@ -136,15 +135,15 @@ def best_of(
       complete = False
       break
     estimates.append((estimated or estimate)(problem, candidate))
-    told(estimates[-1])
+    on_estimate(estimates[-1])
     best = min(estimates, key=lambda one: _rank(problem, one))
   return _plan(problem, estimates, waiting, refused, complete)
 
 
 def exhaustive(
   problem: problem_lib.Planning, fits: Fits = lambda choice: None
-) -> Plan:
-  """Returns the best choice, having simulated every one."""
+) -> FleetPlan:
+  """Returns the best choice, after simulating every one."""
   waiting, refused = candidates(problem, fits)
   estimates = [estimate(problem, candidate) for candidate in waiting]
   return _plan(problem, estimates, waiting, refused, complete=True)
@@ -152,11 +151,11 @@ def exhaustive(
 
 def fitting(
   problem: problem_lib.Planning, fits: Fits = lambda choice: None
-) -> tuple[list[problem_lib.Choice], dict[str, int]]:
-  """Returns choices that fit, and why how many others do not.
+) -> tuple[list[problem_lib.FleetChoice], dict[str, int]]:
+  """Returns the choices that fit, and the number of others by reason.
 
   Raises:
-    ValueError: none fits, or the question cannot be problem.
+    ValueError: none fits, or a setting of the problem cannot work.
   """
   problem.validate()
   choices = problem.choices()
@@ -175,57 +174,59 @@ def fitting(
 def candidates(
   problem: problem_lib.Planning, fits: Fits = lambda choice: None
 ) -> tuple[list[Candidate], dict[str, int]]:
-  """Returns choices that fit, the most promising first, and why others do not.
+  """Returns candidates, the most promising first, and the others by reason.
 
   Raises:
-    ValueError: none fits, or the question cannot be problem.
+    ValueError: none fits, or a setting of the problem cannot work.
   """
   fit, refused = fitting(problem, fits)
-  demands = demand.Demands(problem)
+  demands = workload_demand.Demands(problem)
   found = [_candidate(problem, choice, demands) for choice in fit]
-  # Of what may be equally good the cheapest is looked at first.
+  # Among equally good candidates the cheapest comes first.
   found.sort(key=lambda one: (one.key, problem.cost(one.choice)))
   return found, refused
 
 
 def _candidate(
   problem: problem_lib.Planning,
-  choice: problem_lib.Choice,
-  demands: demand.Demands,
+  choice: problem_lib.FleetChoice,
+  demands: workload_demand.Demands,
 ) -> Candidate:
   redundancy = choice.overlap.redundancy
-  needs = demands.of(redundancy)
-  if not needs.tokens.any():
+  demand = demands.of(redundancy)
+  if not demand.tokens.any():
     raise ValueError(
       f"workloads: nothing is sampled, for no prompt leaves room in rollout."
       f"max_tokens={problem.rollout.max_tokens}; raise it"
     )
-  bound = lower_bound.floor(
-    needs,
+  bound = lower_bound.of_choice(
+    demand,
     cluster := problem.cluster(choice),
     choice.overlap,
     problem.window,
     problem.rollout.group_size,
   )
   if redundancy.extra_groups and len(problem.workloads) > 1:
-    # Which tasks are played depends on which came too late.
+    # The tasks that are played depend on those that came too late.
     publish_s = lower_bound.publish_s(cluster)
     bound = dataclasses.replace(bound, step_s=publish_s, tokens=float("inf"))
   key = problem.goal.key(bound.step_s, problem.cost(choice), bound.tokens)
-  return Candidate(choice=choice, floor=bound, key=key)
+  return Candidate(choice=choice, bound=bound, key=key)
 
 
-def estimate(problem: problem_lib.Planning, candidate: Candidate) -> Estimate:
-  """Returns what a simulated run of a choice was worth."""
+def estimate(
+  problem: problem_lib.Planning, candidate: Candidate
+) -> ChoiceEstimate:
+  """Simulates a choice and measures the run."""
   choice = candidate.choice
   record = simulate.simulate(problem.simulated(choice))
   result = simulation_result.measure(record)
   cost = problem.cost(choice)
-  tokens = demand.num_tokens(record) / result.rounds
-  bound_by, share = binding(result, candidate.floor)
-  return Estimate(
+  tokens = workload_demand.num_tokens(record) / result.rounds
+  bound_by, share = binding(result, candidate.bound)
+  return ChoiceEstimate(
     choice=choice,
-    floor=candidate.floor,
+    bound=candidate.bound,
     result=result,
     cost=cost * result.step_s,
     tokens=tokens,
@@ -236,14 +237,13 @@ def estimate(problem: problem_lib.Planning, candidate: Candidate) -> Estimate:
 
 
 def binding(
-  result: simulation_result.Result, bound: lower_bound.Floor
+  result: simulation_result.Result, bound: lower_bound.LowerBound
 ) -> tuple[str, float]:
-  """Returns what most of the learner's time goes to, and that share of it.
+  """Returns the largest part of the learner's time, and its share.
 
-  "learner" trains and "publish" waits for weights to arrive. When it waits for
-  groups, that is for what takes longest to make them: "decode" (all engines in
-  full use), "prefill", "tail" (the longest answers, one after another) or
-  "environments".
+  "learner" is training and "publish" the wait for weights to arrive. The wait
+  for groups counts for their slowest maker: "decode" (all engines in full use),
+  "prefill", "tail" (the longest answers, one after another) or "environments".
   """
   waits = result.learner_idle
   shares = {
@@ -258,28 +258,30 @@ def binding(
 
 
 def _promising(
-  least: tuple[float, ...],
+  bound: tuple[float, ...],
   best: tuple[float, ...],
   problem: problem_lib.Planning,
 ) -> bool:
-  """Whether what is at least `least` could beat the best noticeably."""
-  if least[0] != best[0]:
-    return least[0] < best[0]
-  return least[1] < best[1] * (1.0 - problem.tolerance)
+  """True when a key of at least `bound` could beat the best noticeably."""
+  if bound[0] != best[0]:
+    return bound[0] < best[0]
+  return bound[1] < best[1] * (1.0 - problem.tolerance)
 
 
-def _rank(problem: problem_lib.Planning, one: Estimate) -> tuple[float, ...]:
+def _rank(
+  problem: problem_lib.Planning, one: ChoiceEstimate
+) -> tuple[float, ...]:
   return (*one.key, problem.cost(one.choice))
 
 
 def _plan(
   problem: problem_lib.Planning,
-  estimates: Iterable[Estimate],
+  estimates: Iterable[ChoiceEstimate],
   waiting: Sequence[Candidate],
   refused: Mapping[str, int],
   complete: bool,
-) -> Plan:
-  return Plan(
+) -> FleetPlan:
+  return FleetPlan(
     estimates=sorted(estimates, key=lambda one: _rank(problem, one)),
     choices=len(waiting),
     refused=refused,

@@ -43,7 +43,7 @@ class Distribution(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class Constant:
+class Fixed:
   """Always the same number."""
 
   value: float = 0.0

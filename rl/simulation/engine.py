@@ -60,7 +60,7 @@ class SimulatedEngine:
     return trajectory.PolicyVersion(self._processor.version)
 
   @property
-  def states(self) -> Sequence[tuple[float, simulated_processor.State]]:
+  def states(self) -> Sequence[tuple[float, simulated_processor.EngineState]]:
     """(second, state) of each change up to now; the last one goes on."""
     self._advance()
     return self._processor.states

@@ -17,7 +17,7 @@ from rl.train import trainer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Learner:
+class LearnerSpeed:
   """What the learner's mesh can do.
 
   Attributes:
@@ -49,7 +49,7 @@ class SimulatedTrainer:
   The coordinator calls it; see `trainer.Trainer`.
   """
 
-  def __init__(self, learner: Learner, spans: trace.Trace):
+  def __init__(self, learner: LearnerSpeed, spans: trace.Trace):
     self._learner = learner
     self._spans = spans
     self._version = 0

@@ -22,7 +22,7 @@ from rl.settings import checks
 # In tokens: more than what rounding of the loop's clock is worth.
 _CLOSE = 1e-4
 
-State = Literal[
+EngineState = Literal[
   "decode", "prefill", "publish", "drain", "environments", "rewards", "gate"
 ]
 """What an engine does, or what it has nothing to do for.
@@ -135,7 +135,7 @@ class Processor:
     self.paused = False
     self.sessions = self.graded = 0
     self.running = self.decoding = 0
-    self.states: list[tuple[float, State]] = []
+    self.states: list[tuple[float, EngineState]] = []
     self.served = self.stood_s = 0.0
     self.sampled = self.prefilled = self.hits = 0
     self.now_s = 0.0
@@ -179,7 +179,7 @@ class Processor:
     tokens = (now_s - self.now_s) / self.speed.tau_s(self.decoding)
     return self.served + tokens * self.decoding
 
-  def _state(self) -> State:
+  def _state(self) -> EngineState:
     if self._stands:
       return "publish"
     if self.decoding:

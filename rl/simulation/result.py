@@ -102,7 +102,7 @@ class Result:
     return self.tokens / self.step_s
 
 
-def measure(record: simulate.Record) -> Result:
+def measure(record: simulate.RunRecord) -> Result:
   """Returns the result of a simulated run."""
   settings, schedule = record.settings, record.settings.overlap
   rounds = settings.counted
@@ -167,11 +167,11 @@ def _ideal_s(
   return max(decode_s, train_s) + blocked_s
 
 
-def _of(record: simulate.Record, kind: str) -> Iterator[event_log.Event]:
+def _of(record: simulate.RunRecord, kind: str) -> Iterator[event_log.Event]:
   return event_log.of_kind(record.events, kind)
 
 
-def _busy(record: simulate.Record, track: str) -> list[trace.Interval]:
+def _busy(record: simulate.RunRecord, track: str) -> list[trace.Interval]:
   return trace.busy(record.spans, track)
 
 
@@ -193,7 +193,7 @@ def in_state(
 
 
 def _states(
-  record: simulate.Record, window: trace.Interval
+  record: simulate.RunRecord, window: trace.Interval
 ) -> dict[str, float]:
   """Returns the share of the engines' time in each state, by accelerators."""
   shares: dict[str, float] = collections.defaultdict(float)
@@ -207,7 +207,7 @@ def _states(
   return {name: shares[name] for name in ("decode", "prefill", *_IDLE)}
 
 
-def _use(record: simulate.Record, seconds: float) -> float:
+def _use(record: simulate.RunRecord, seconds: float) -> float:
   """Returns tokens of the rounds that count against every slot in use."""
   settings = record.settings
   before, after = (
@@ -217,7 +217,7 @@ def _use(record: simulate.Record, seconds: float) -> float:
   return (after - before) / (seconds * settings.cluster.tokens_per_s)
 
 
-def _overlap(record: simulate.Record, window: trace.Interval) -> float:
+def _overlap(record: simulate.RunRecord, window: trace.Interval) -> float:
   """Returns how much one mesh hides of the other, mean over engines."""
   learner = _clipped(_busy(record, "learner"), window)
   trained_s = sum(b - a for a, b in learner)
@@ -230,7 +230,7 @@ def _overlap(record: simulate.Record, window: trace.Interval) -> float:
   return math.fsum(shares) / len(shares)
 
 
-def _bound(record: simulate.Record) -> float:
+def _bound(record: simulate.RunRecord) -> float:
   """Returns the on-policy bound, mean over the rounds that count."""
   settings = record.settings
   ends = [0.0, *(e["t"] for e in _of(record, "published"))]
@@ -300,7 +300,7 @@ def on_policy_s(
 
 
 def _token_lags(
-  record: simulate.Record, trained: Sequence[event_log.Event]
+  record: simulate.RunRecord, trained: Sequence[event_log.Event]
 ) -> Iterator[tuple[int, int]]:
   """Yields (staleness, tokens) of every stretch of trained tokens."""
   ended = {event_log.member(e): e["versions"] for e in _of(record, "ended")}

@@ -38,7 +38,7 @@ _Place = tuple[int, int, int]  # Group, attempt and index of a member.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Pool:
+class EnginePool:
   """Engines that are alike.
 
   Attributes:
@@ -75,10 +75,10 @@ class Cluster:
       `Speed.update_s` are those for which it then stands still.
   """
 
-  learner: simulated_learner.Learner = dataclasses.field(
-    default_factory=simulated_learner.Learner
+  learner: simulated_learner.LearnerSpeed = dataclasses.field(
+    default_factory=simulated_learner.LearnerSpeed
   )
-  pools: tuple[Pool, ...] = (Pool(),)
+  pools: tuple[EnginePool, ...] = (EnginePool(),)
   transfer_s: float = 3.0
 
   @property
@@ -193,7 +193,7 @@ class Simulation:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Record:
+class RunRecord:
   """All that a simulated run leaves behind, times in virtual seconds.
 
   Attributes:
@@ -207,7 +207,7 @@ class Record:
   settings: Simulation
   events: Sequence[event_log.Event]
   spans: Sequence[trace.Span]
-  states: Sequence[Sequence[tuple[float, simulated_processor.State]]]
+  states: Sequence[Sequence[tuple[float, simulated_processor.EngineState]]]
   served: Mapping[int, Sequence[float]]
   routes: Mapping[str, float]
   virtual_s: float
@@ -215,7 +215,7 @@ class Record:
   jumps: int
 
   @property
-  def engine_pools(self) -> list[Pool]:
+  def engine_pools(self) -> list[EnginePool]:
     """The pool of each engine."""
     pools = self.settings.cluster.pools
     return [pool for pool in pools for _ in range(pool.engines)]
@@ -223,7 +223,7 @@ class Record:
 
 def simulate(
   settings: Simulation, world: world_lib.World | None = None
-) -> Record:
+) -> RunRecord:
   """Returns what happened, from the first task to the last publish.
 
   Args:
@@ -246,13 +246,13 @@ def simulate(
     gc.set_threshold(*before)
 
 
-async def _simulate(settings: Simulation, world: world_lib.World) -> Record:
+async def _simulate(settings: Simulation, world: world_lib.World) -> RunRecord:
   loop = asyncio.get_running_loop()
   assert isinstance(loop, virtual_clock.EventLoop)
   start_s = time.perf_counter()
   run = _Run(settings, world)
   await run.coordinator.run(progress_lib.beginning(0, run.tasks.cursor))
-  return Record(
+  return RunRecord(
     settings=settings,
     events=run.log.events,
     spans=run.spans.spans,
@@ -299,7 +299,7 @@ class _Run:
   ) -> coordinator.Coordinator:
     settings, schedule = self._settings, self._settings.overlap
     graders = grading.Graders(
-      world_lib.Reward(self.world),
+      world_lib.SimulatedReward(self.world),
       settings.rollout.grading,
       max_concurrent=1 << 20,
     )

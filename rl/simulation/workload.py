@@ -20,9 +20,9 @@ from rl.simulation import distributions
 _NORMAL = statistics.NormalDist()
 _PACKERS = [struct.Struct(f"<{count}q") for count in range(8)]
 _SQRT2 = math.sqrt(2.0)
-_AT_ONCE = distributions.Constant(0.0)
-_ONE = distributions.Constant(1.0)
-_SHORT = distributions.Constant(100.0)
+_AT_ONCE = distributions.Fixed(0.0)
+_ONE = distributions.Fixed(1.0)
+_SHORT = distributions.Fixed(100.0)
 _LONG = distributions.LogNormal(mean=2000.0, sigma=0.9)
 
 
@@ -122,7 +122,7 @@ class Workload:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Member:
+class GroupMember:
   """Who draws: a member of a group that plays a task.
 
   Attributes:
@@ -149,24 +149,24 @@ class Draws:
     draw = uniform(self._seed, self._source, _NUMBERS[what], task)
     return self._distribution(what).quantile(draw)
 
-  def of_turn(self, what: What, member: Member, turn: int = 0) -> float:
+  def of_turn(self, what: What, member: GroupMember, turn: int = 0) -> float:
     """Returns a draw of one member, correlated with those of its group."""
     distribution = self._distribution(what)
-    if isinstance(distribution, distributions.Constant):
+    if isinstance(distribution, distributions.Fixed):
       return distribution.value
     number, rho = _NUMBERS[what], self._workload.correlation
     own = normal(self._seed, self._source, number, *self._own(member, turn))
     shared = self._shared(number, member.task) if rho else 0.0
     return distribution.quantile(correlated(rho, shared, own))
 
-  def count(self, what: What, member: Member, turn: int = 0) -> int:
+  def count(self, what: What, member: GroupMember, turn: int = 0) -> int:
     """Returns `of_turn` as a whole number, 1 at the least."""
     return max(1, round(self.of_turn(what, member, turn)))
 
   def faulty(
     self,
     call: Literal["start", "step", "reward"],
-    member: Member,
+    member: GroupMember,
     turn: int = 0,
   ) -> bool:
     """Whether this call raises."""
@@ -176,7 +176,7 @@ class Draws:
     key = (self._seed, self._source, _FAULTS[call], *self._own(member, turn))
     return uniform(*key) < share
 
-  def succeeds(self, member: Member) -> bool:
+  def succeeds(self, member: GroupMember) -> bool:
     """Whether the episode's reward is 1."""
     own = normal(self._seed, self._source, _SUCCESS, *self._own(member, 0))
     shared = self._shared(_SUCCESS, member.task)
@@ -186,7 +186,7 @@ class Draws:
   def _distribution(self, what: What) -> distributions.Distribution:
     return getattr(self._workload, what)
 
-  def _own(self, member: Member, turn: int) -> tuple[int, int, int]:
+  def _own(self, member: GroupMember, turn: int) -> tuple[int, int, int]:
     return member.task, member.number, turn
 
   def _shared_normal(self, number: int, task: int) -> float:

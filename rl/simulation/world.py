@@ -19,7 +19,7 @@ from rl.engine import contract
 from rl.simulation import workload as workload_lib
 
 _STOP_ID = 1
-_Play = tuple[int, workload_lib.Member]
+_Play = tuple[int, workload_lib.GroupMember]
 """Number of the source, and who plays."""
 
 
@@ -66,7 +66,7 @@ class World:
     source = self._numbers[task.source]
     return _Environment(
       self._draws[source],
-      workload_lib.Member(task.index, number),
+      workload_lib.GroupMember(task.index, number),
       source + len(self.workloads) * number,
     )
 
@@ -112,7 +112,7 @@ class World:
   def _play(self, index: int, code: int) -> _Play:
     """Returns whose play the first two ids of a conversation name."""
     number, source = divmod(code, len(self.workloads))
-    return source, workload_lib.Member(index, number)
+    return source, workload_lib.GroupMember(index, number)
 
   # The chat.
 
@@ -140,7 +140,7 @@ class World:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Reward:
+class SimulatedReward:
   """The rewards of a world."""
 
   world: World
@@ -189,7 +189,7 @@ class _Environment:
   """
 
   def __init__(
-    self, draws: workload_lib.Draws, member: workload_lib.Member, code: int
+    self, draws: workload_lib.Draws, member: workload_lib.GroupMember, code: int
   ):
     self._draws = draws
     self._member = member

@@ -16,14 +16,14 @@ QUICK = simulated_processor.Speed(
 )
 WIDE = dataclasses.replace(QUICK, tau0_s=0.015, b0=32.0, slots=8, update_s=0.1)
 MATH = workload.Workload(
-  prompt_tokens=distributions.Constant(20.0),
+  prompt_tokens=distributions.Fixed(20.0),
   answer_tokens=distributions.LogNormal(mean=80.0, sigma=0.8, max_value=400.0),
 )
 GAME = workload.Workload(
   name="game",
   turns=distributions.LogNormal(mean=3.0, sigma=0.5, max_value=6.0),
-  prompt_tokens=distributions.Constant(40.0),
-  reply_tokens=distributions.Constant(10.0),
+  prompt_tokens=distributions.Fixed(40.0),
+  reply_tokens=distributions.Fixed(10.0),
   answer_tokens=distributions.LogNormal(mean=15.0, sigma=0.7),
   start_s=distributions.LogNormal(mean=0.3, sigma=0.5),
   step_s=distributions.LogNormal(mean=0.4, sigma=1.0, max_value=8.0),
@@ -36,9 +36,9 @@ GAME = workload.Workload(
 GUESSES = dataclasses.replace(
   GAME,
   name="guess_number",
-  prompt_tokens=distributions.Constant(6.0),
-  reply_tokens=distributions.Constant(2.0),
-  answer_tokens=distributions.Constant(2.0),
+  prompt_tokens=distributions.Fixed(6.0),
+  reply_tokens=distributions.Fixed(2.0),
+  answer_tokens=distributions.Fixed(2.0),
 )
 
 

@@ -145,7 +145,7 @@ def run(mode: str, draw: random.Random, rounds: int = 12) -> virtual_run.Run:
     retries=grading.Retries(attempts=2, first_wait_s=0.1),
     sampling=refills if draw.random() < 0.3 else None,
     delay_s=lambda priority: _tail(draw, 1.0),
-    learner=simulated_learner.Learner(token_s=0.01, update_s=slow),
+    learner=simulated_learner.LearnerSpeed(token_s=0.01, update_s=slow),
     transfer_s=draw.choice([0.0, 1.0, 20.0]),
     update_s=draw.choice([0.0, 0.5, 5.0]),
     num_engines=draw.randint(1, 3),

@@ -15,11 +15,11 @@ SPEED = simulated_processor.Speed(
   tau0_s=0.01, b0=8.0, slots=8, kv_tokens=1 << 16, update_s=2.0
 )
 CONSTANT = workload.Workload(
-  prompt_tokens=distributions.Constant(2.0),
-  answer_tokens=distributions.Constant(100.0),
+  prompt_tokens=distributions.Fixed(2.0),
+  answer_tokens=distributions.Fixed(100.0),
 )
 HEAVY = workload.Workload(
-  prompt_tokens=distributions.Constant(2.0),
+  prompt_tokens=distributions.Fixed(2.0),
   answer_tokens=distributions.LogNormal(mean=100.0, sigma=0.9, max_value=800.0),
 )
 AGENT = workload.Workload(
@@ -39,8 +39,8 @@ def settings(schedule, *workloads, engines=1, size=2, **changes):
   return dataclasses.replace(
     simulate.Simulation(
       cluster=simulate.Cluster(
-        learner=simulated_learner.Learner(token_s=1e-3, update_s=1.0),
-        pools=(simulate.Pool(engines=engines, speed=SPEED),),
+        learner=simulated_learner.LearnerSpeed(token_s=1e-3, update_s=1.0),
+        pools=(simulate.EnginePool(engines=engines, speed=SPEED),),
         transfer_s=3.0,
       ),
       workloads=workloads or (CONSTANT,),

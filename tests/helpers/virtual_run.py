@@ -138,8 +138,8 @@ class Run:
   retries: grading.Retries = dataclasses.field(default_factory=grading.Retries)
   sampling: dynamic_sampling.DynamicSampling | None = None
   delay_s: Callable[[tuple[int, ...]], float] = lambda priority: 1.0
-  learner: simulated_learner.Learner = dataclasses.field(
-    default_factory=lambda: simulated_learner.Learner(token_s=0.0)
+  learner: simulated_learner.LearnerSpeed = dataclasses.field(
+    default_factory=lambda: simulated_learner.LearnerSpeed(token_s=0.0)
   )
   answers: tuple[int, ...] = (YES, NO)
   transfer_s: float = 0.0

@@ -10,7 +10,7 @@ import pytest
 from absl.testing import flagsaver
 
 from configs import fleet_small, guess_number_moe
-from launch import plan, simulate
+from launch import plan
 from launch.cli import flags
 from rl.planning import fleet, plan_config, search
 from rl.planning import problem as problem_lib
@@ -21,7 +21,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 BASE = ROOT / "configs" / "guess_number_moe.py"
 
 FLEET = '''"""Four devices for a short game."""
-from tests.rl import planned_fleets
+from tests.helpers import planned_fleets
 
 get_config = planned_fleets.guessing
 '''
@@ -37,7 +37,7 @@ def fleet_file(tmp_path):
 
 def command(*arguments):
   return subprocess.run(
-    [sys.executable, "-m", "launch.simulate", "--plan", *arguments],
+    [sys.executable, "-m", "launch.plan", *arguments],
     capture_output=True,
     text=True,
     cwd=ROOT,
@@ -48,9 +48,9 @@ def command(*arguments):
 def refused(capsys, *arguments):
   """Returns what the command says before it ends without a plan."""
   with flagsaver.flagsaver():
-    flags.parse(["simulate", "--plan", *map(str, arguments)])
+    flags.parse(["plan", *map(str, arguments)])
     with pytest.raises(SystemExit) as ended:
-      simulate.main([])
+      plan.main(["plan"])
   said = capsys.readouterr()
   assert ended.value.code == 2
   assert said.out == ""
@@ -166,18 +166,21 @@ def test_a_plan_says_what_it_is_worth_and_what_was_not_met():
 @pytest.mark.parametrize(
   ("arguments", "words"),
   [
-    ([f"--config={BASE}"], "Experiment is no rl.planning.problem.Planning"),
+    (
+      [f"--config={BASE}"],
+      "must give an rl.planning.problem.Planning, not Exp",
+    ),
     (
       ["--config=configs/fleet_small.py", "--out=x.py"],
       "--out=x.py without --base",
     ),
     (
       ["--config=configs/fleet_small.py", f"--base={BASE}"],
-      "rollout.max_turns=16 is not what the base plays, 8; plan with",
+      "rollout.max_turns=16 differs from 8 of the base; plan with",
     ),
     (
       ["--config=configs/fleet_small.py", "--calibrate=nowhere"],
-      "--kind=None is no kind of the fleet",
+      "--kind=None must be a kind of the fleet",
     ),
     (
       ["--config=configs/fleet_small.py", "--config.goal.minimise=tokens"],
@@ -223,11 +226,6 @@ def test_a_plan_that_could_not_be_written_is_not_searched(
   )
   assert said.startswith(f"error: --out={path}")
   assert words in said
-
-
-def test_the_directory_of_a_plan_is_made(tmp_path):
-  plan.make_directory(tmp_path / "a" / "b", "--out=x")
-  assert list((tmp_path / "a" / "b").iterdir()) == []
 
 
 def test_the_example_can_be_planned():

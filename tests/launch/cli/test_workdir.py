@@ -91,3 +91,8 @@ def test_the_command_names_this_python(python, expected, tmp_path, monkeypatch):
   monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
   start = expected or "'/elsewhere/a b/python'"
   assert workdir.command() == f"{start} train.py '--workdir=a b'"
+
+
+def test_a_directory_that_can_be_written_is_made(tmp_path):
+  workdir.make_writable(tmp_path / "a" / "b", "--out=x")
+  assert list((tmp_path / "a" / "b").iterdir()) == []

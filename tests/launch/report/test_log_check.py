@@ -159,8 +159,8 @@ def test_each_source_is_told_with_what_it_was_given_and_what_it_trained(
   _write(run_dir / "events.jsonl", _mixed(replaced=False))
   found = log_check.of_run(run_dir)
   assert found.sources == {
-    "chess": log_check.Source(submitted=1, trained=1),
-    "maze": log_check.Source(submitted=1, trained=1),
+    "chess": log_check.SourceCounts(submitted=1, trained=1),
+    "maze": log_check.SourceCounts(submitted=1, trained=1),
   }
   told = (
     "groups of chess: 50.0% of those submitted, 50.0% of those trained; 0 "
@@ -176,8 +176,8 @@ def test_a_source_that_is_too_slow_is_named_with_its_places_and_attempts(
   _write(run_dir / "events.jsonl", _mixed(replaced=True))
   found = log_check.of_run(run_dir)
   assert found.sources == {
-    "chess": log_check.Source(submitted=1, too_slow=1, attempts=4),
-    "maze": log_check.Source(submitted=1, trained=2),
+    "chess": log_check.SourceCounts(submitted=1, too_slow=1, attempts=4),
+    "maze": log_check.SourceCounts(submitted=1, trained=2),
   }
   told = (
     "groups of chess: 50.0% of those submitted, 0.0% of those trained; 1 "
@@ -193,7 +193,9 @@ def test_a_restored_group_without_its_history_is_of_no_known_source():
   mix = log_check.Mix()
   mix.observe({"kind": "restored", "group": 3, "attempt": 0})
   mix.observe({"kind": "trained", "group": 3, "attempt": 0})
-  assert mix.sources == {"unknown": log_check.Source(submitted=1, trained=1)}
+  assert mix.sources == {
+    "unknown": log_check.SourceCounts(submitted=1, trained=1)
+  }
 
 
 def test_a_run_without_a_group_size_has_that_of_the_defaults(run_dir):

@@ -119,7 +119,7 @@ def straggling(schedule, rounds=40):
     source=fakes.Counting(
       turns=1, lag_s=lambda index, member: STRAGGLER_S if member == 5 else 1.0
     ),
-    learner=simulated_learner.Learner(token_s=0.0, update_s=UPDATE_S),
+    learner=simulated_learner.LearnerSpeed(token_s=0.0, update_s=UPDATE_S),
   )
 
 

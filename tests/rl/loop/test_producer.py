@@ -36,7 +36,7 @@ def test_what_was_too_old_does_not_use_up_the_refills_of_a_place():
     rounds=30,
     source=fakes.Counting(turns=1),
     sampling=dynamic_sampling.DynamicSampling(max_refills=refills),
-    learner=simulated_learner.Learner(token_s=0.0, update_s=5.0),
+    learner=simulated_learner.LearnerSpeed(token_s=0.0, update_s=5.0),
   ).start()
   reasons = collections.defaultdict(collections.Counter)
   for event in this.of("dropped"):

@@ -260,7 +260,7 @@ def test_a_run_that_stopped_with_its_round_complete_goes_on_within_its_bound():
     run.loop.stop()
 
   settings = {
-    "learner": simulated_learner.Learner(token_s=1.0),
+    "learner": simulated_learner.LearnerSpeed(token_s=1.0),
     "rounds": 3,
   }
   first = slow_groups(groups(2), disturb=stop, **settings)

@@ -24,18 +24,18 @@ TASKS = (
   workload.Workload(
     name="one",
     share=3.0,
-    prompt_tokens=distributions.Constant(30.0),
+    prompt_tokens=distributions.Fixed(30.0),
     answer_tokens=distributions.LogNormal(mean=60.0, sigma=0.6),
-    reward_s=distributions.Constant(0.25),
+    reward_s=distributions.Fixed(0.25),
     correlation=0.5,
   ),
   workload.Workload(
     name="many",
     turns=distributions.LogNormal(mean=3.0, sigma=0.4),
-    prompt_tokens=distributions.Constant(12.0),
-    reply_tokens=distributions.Constant(7.0),
+    prompt_tokens=distributions.Fixed(12.0),
+    reply_tokens=distributions.Fixed(7.0),
     answer_tokens=distributions.LogNormal(mean=20.0, sigma=0.3),
-    start_s=distributions.Constant(0.5),
+    start_s=distributions.Fixed(0.5),
     step_s=distributions.LogNormal(mean=1.0, sigma=0.8),
     correlation=0.5,
   ),
@@ -53,10 +53,10 @@ def played(schedule):
   """Returns what a run with known rates looks like."""
   return simulate.Simulation(
     cluster=simulate.Cluster(
-      learner=simulated_learner.Learner(
+      learner=simulated_learner.LearnerSpeed(
         token_s=1e-3, update_s=0.3, describe_s=0.2
       ),
-      pools=(simulate.Pool(engines=2, speed=SPEED),),
+      pools=(simulate.EnginePool(engines=2, speed=SPEED),),
       transfer_s=0.7,
     ),
     workloads=TASKS,
@@ -144,7 +144,7 @@ def events_of(source, size=8, groups=200):
   draws = workload.Draws(source, 0)
   turns, ended = [], []
   for group, index in itertools.product(range(groups), range(size)):
-    member = workload.Member(group, index)
+    member = workload.GroupMember(group, index)
     place = {"group": group, "attempt": 0, "index": index}
     count = draws.count("turns", member)
     ended.append({**place, "turns": count})
@@ -155,8 +155,8 @@ def events_of(source, size=8, groups=200):
   return turns, ended
 
 
-ONE = distributions.Constant(1.0)
-EIGHT = distributions.Constant(8.0)
+ONE = distributions.Fixed(1.0)
+EIGHT = distributions.Fixed(8.0)
 SOME = distributions.LogNormal(mean=6.0, sigma=0.6)
 LONG = distributions.LogNormal(mean=200.0, sigma=1.2)
 
@@ -171,7 +171,7 @@ def test_members_are_as_alike_as_they_were_drawn(turns, tokens, correlation):
   source = workload.Workload(
     turns=turns, answer_tokens=tokens, correlation=correlation
   )
-  found = calibration.likeness(*events_of(source))
+  found = calibration.correlation(*events_of(source))
   # Of 200 groups of 8 the standard error of an intraclass correlation r is
   # sqrt(2 / 200) (1 - r) (1 + 7 r) / sqrt(56): 0.03 at 0.6, where it is most.
   assert found == pytest.approx(correlation, abs=0.06)
@@ -179,7 +179,7 @@ def test_members_are_as_alike_as_they_were_drawn(turns, tokens, correlation):
 
 def test_what_never_varies_is_alike_in_nothing():
   source = workload.Workload(answer_tokens=EIGHT)
-  assert calibration.likeness(*events_of(source, groups=3)) == 0.0
+  assert calibration.correlation(*events_of(source, groups=3)) == 0.0
 
 
 def test_a_question_gets_the_speeds_of_its_kind_and_keeps_the_rest(
@@ -242,15 +242,19 @@ OTHER = json.dumps(overrides.to_json(placement.Placement()))
 @pytest.mark.parametrize(
   ("file", "line", "words"),
   [
-    ("events.jsonl", '{"t": 1.0}', "events.jsonl has .* no event of a kind"),
-    ("events.jsonl", "[1]", "events.jsonl has a line that is no event"),
+    ("events.jsonl", '{"t": 1.0}', "events.jsonl has a line without an event"),
+    ("events.jsonl", "[1]", "events.jsonl has a line without an event"),
     ("events.jsonl", '{"kind": "turn"}', "without t, group, attempt, index"),
     (
       "events.jsonl",
       '{"t": 1.0, "kind": "update", "version": 3}',
       "events.jsonl has a line without end",
     ),
-    ("spans.jsonl", '{"track": "learner"}', "spans.jsonl has .* no span"),
+    (
+      "spans.jsonl",
+      '{"track": "learner"}',
+      "spans.jsonl has a line without a span",
+    ),
     ("config.json", OTHER, "config.json holds no rl.experiment.Experiment"),
     ("config.json", "{}", "config.json: config={}: expected object"),
     ("config.json", "{", "config.json: Expecting"),
@@ -269,10 +273,10 @@ def test_records_that_lack_something_are_refused(
 def test_what_cannot_calibrate_is_refused_with_the_way_out(tmp_path, records):
   problem = planned_fleets.question()
   with pytest.raises(
-    ValueError, match=r"--kind=None is no kind.*quick or wide"
+    ValueError, match=r"--kind=None must be a kind.*quick or wide"
   ):
     calibration.apply(problem, tmp_path)
-  with pytest.raises(ValueError, match=r"there is no config.json; name the"):
+  with pytest.raises(ValueError, match=r"config.json is missing; name the"):
     calibration.apply(problem, tmp_path, "quick")
   write(tmp_path, records["sync"], size=2)
   with pytest.raises(ValueError, match=r"engines have 2 devices.*; use 2"):

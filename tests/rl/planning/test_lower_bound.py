@@ -3,14 +3,14 @@
 import numpy as np
 import pytest
 
-from rl.planning import demand, lower_bound
+from rl.planning import lower_bound, workload_demand
 from rl.schedule import overlap
 from rl.simulation import learner as simulated_learner
 from rl.simulation import simulate
 
 CLUSTER = simulate.Cluster(
-  learner=simulated_learner.Learner(token_s=0.01, update_s=0.0),
-  pools=(simulate.Pool(engines=1),),
+  learner=simulated_learner.LearnerSpeed(token_s=0.01, update_s=0.0),
+  pools=(simulate.EnginePool(engines=1),),
   transfer_s=0.0,
 )
 
@@ -18,7 +18,7 @@ CLUSTER = simulate.Cluster(
 def bound(trained, broken, wait_s, reward_s, size=2):
   """Returns the bound of a synchronous round of one group, without decoding."""
   none = np.zeros((1, len(trained)))
-  needs = demand.Demand(
+  needs = workload_demand.WorkloadDemand(
     tokens=none,
     context=none,
     trained=np.array([trained], np.float64),
@@ -26,7 +26,7 @@ def bound(trained, broken, wait_s, reward_s, size=2):
     wait_s=np.array([wait_s], np.float64),
     reward_s=np.array([reward_s], np.float64),
   )
-  return lower_bound.floor(needs, CLUSTER, overlap.sync(1), range(1), size)
+  return lower_bound.of_choice(needs, CLUSTER, overlap.sync(1), range(1), size)
 
 
 @pytest.mark.parametrize(

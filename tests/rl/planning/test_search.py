@@ -5,7 +5,7 @@ import functools
 
 import pytest
 
-from rl.planning import demand, fleet, lower_bound
+from rl.planning import fleet, lower_bound, workload_demand
 from rl.planning import problem as problem_lib
 from rl.planning import search as search_lib
 from rl.schedule import overlap
@@ -128,8 +128,8 @@ def test_the_bound_is_exact_where_nothing_varies_or_queues():
   problem = question(
     workloads=(
       workload.Workload(
-        prompt_tokens=distributions.Constant(20.0),
-        answer_tokens=distributions.Constant(100.0),
+        prompt_tokens=distributions.Fixed(20.0),
+        answer_tokens=distributions.Fixed(100.0),
       ),
     )
   )
@@ -138,11 +138,11 @@ def test_the_bound_is_exact_where_nothing_varies_or_queues():
     learner=fleet.DeviceKind(
       name="one", count=1, token_s=1e-3, update_s=0.2
     ).learner(1),
-    pools=(simulate.Pool(engines=2, speed=speed),),
+    pools=(simulate.EnginePool(engines=2, speed=speed),),
     transfer_s=0.5,
   )
-  needs = demand.Demands(problem).of(overlap.Redundancy())
-  bound = lower_bound.floor(
+  needs = workload_demand.Demands(problem).of(overlap.Redundancy())
+  bound = lower_bound.of_choice(
     needs, cluster, overlap.sync(4), problem.window, group_size=2
   )
   assert bound.step_s == pytest.approx(1.5 + 0.96 + 0.2 + 0.8, rel=1e-4)
@@ -276,7 +276,7 @@ def test_what_cannot_be_planned_is_refused_before_anything_runs(changes, words):
 
 def test_tasks_without_room_for_an_answer_are_refused():
   endless = dataclasses.replace(
-    planned_fleets.MATH, prompt_tokens=distributions.Constant(1200.0)
+    planned_fleets.MATH, prompt_tokens=distributions.Fixed(1200.0)
   )
   with pytest.raises(ValueError, match=r"nothing is sampled.*max_tokens=1200"):
     search_lib.search(question(workloads=(endless,)))

@@ -13,7 +13,7 @@ def draws(distribution, count=20_000):
 
 
 def test_a_constant_is_always_the_same():
-  assert set(draws(distributions.Constant(3.5), 10)) == {3.5}
+  assert set(draws(distributions.Fixed(3.5), 10)) == {3.5}
 
 
 def test_a_log_normal_has_its_mean_and_its_spread():
@@ -80,7 +80,7 @@ def test_the_mean_of_a_log_normal_is_found_from_its_quantiles():
 @pytest.mark.parametrize(
   ("make", "words"),
   [
-    (lambda: distributions.Constant(-1.0), r"value=-1.0 is below 0"),
+    (lambda: distributions.Fixed(-1.0), r"value=-1.0 is below 0"),
     (lambda: distributions.Gaussian(mean=1.0, sigma=-2.0), "sigma=-2.0"),
     (lambda: distributions.LogNormal(mean=0.0, sigma=1.0), "mean=0.0 is not"),
     (

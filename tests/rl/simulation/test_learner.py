@@ -40,7 +40,7 @@ def spans_of_now():
 def test_it_takes_the_seconds_of_all_ids_without_a_fault():
   async def main():
     spans = spans_of_now()
-    learner = simulated_learner.Learner(token_s=0.1, update_s=5.0)
+    learner = simulated_learner.LearnerSpeed(token_s=0.1, update_s=5.0)
     trainer = simulated_learner.SimulatedTrainer(learner, spans)
     group = trajectory.Group(
       group_id=0,
@@ -98,6 +98,6 @@ def test_weights_travel_and_then_every_engine_stands_still():
   [("token_s", -1.0), ("update_s", -0.5), ("accelerators", 0)],
 )
 def test_a_learner_faster_than_time_is_refused(field, value):
-  learner = simulated_learner.Learner(**{field: value})
+  learner = simulated_learner.LearnerSpeed(**{field: value})
   with pytest.raises(ValueError, match=rf"cluster\.learner\.{field}={value}"):
     learner.validate()

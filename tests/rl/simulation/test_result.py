@@ -59,9 +59,9 @@ def test_slots_that_are_always_in_use_are_all_of_decoding():
     overlap.in_flight(4, 4),
     rounds=14,
     cluster=simulate.Cluster(
-      learner=simulated_learner.Learner(token_s=0.0, update_s=0.0),
+      learner=simulated_learner.LearnerSpeed(token_s=0.0, update_s=0.0),
       pools=(
-        simulate.Pool(
+        simulate.EnginePool(
           engines=1, speed=dataclasses.replace(SPEED, update_s=0.0)
         ),
       ),
@@ -72,7 +72,7 @@ def test_slots_that_are_always_in_use_are_all_of_decoding():
 
 
 def test_idle_time_while_rewards_are_called_is_theirs():
-  slow = dataclasses.replace(CONSTANT, reward_s=distributions.Constant(20.0))
+  slow = dataclasses.replace(CONSTANT, reward_s=distributions.Fixed(20.0))
   result = run(overlap.sync(4), slow)
   step_s = 8.816 + 20.0
   assert result.step_s == close(step_s)
@@ -82,7 +82,7 @@ def test_idle_time_while_rewards_are_called_is_theirs():
 
 def test_idle_time_while_a_reward_is_called_again_is_its_too():
   broken = dataclasses.replace(
-    CONSTANT, reward_s=distributions.Constant(1.0), reward_fault=1.0
+    CONSTANT, reward_s=distributions.Fixed(1.0), reward_fault=1.0
   )
   result = run(overlap.sync(4), broken)
   # Three calls, and 0.5 and 1 s between them; nothing is left to train.
@@ -99,9 +99,9 @@ def test_publishing_beside_training_hides_it_from_the_ideal_as_well(eta):
     schedule,
     rounds=12,
     cluster=simulate.Cluster(
-      learner=simulated_learner.Learner(token_s=0.0, update_s=10.0),
+      learner=simulated_learner.LearnerSpeed(token_s=0.0, update_s=10.0),
       pools=(
-        simulate.Pool(
+        simulate.EnginePool(
           engines=1, speed=dataclasses.replace(SPEED, update_s=5.0)
         ),
       ),
@@ -118,8 +118,8 @@ def test_decoding_is_blocked_for_as_long_as_its_engines_are_on_average():
   slow = dataclasses.replace(SPEED, slots=1, update_s=8.0)
   cluster = simulate.Cluster(
     pools=(
-      simulate.Pool(name="a", engines=1, speed=SPEED),
-      simulate.Pool(name="b", engines=2, speed=slow),
+      simulate.EnginePool(name="a", engines=1, speed=SPEED),
+      simulate.EnginePool(name="b", engines=2, speed=slow),
     )
   )
   one = 1 / (0.01 * (1 + 1 / 8))
@@ -137,10 +137,10 @@ def test_nothing_on_policy_is_faster_than_its_bound(name, describe_s):
     dataclasses.replace(HEAVY, start_fault=0.6),
     seed=3,
     cluster=simulate.Cluster(
-      learner=simulated_learner.Learner(
+      learner=simulated_learner.LearnerSpeed(
         token_s=1e-3, update_s=8 / 3, describe_s=describe_s
       ),
-      pools=(simulate.Pool(engines=1, speed=SPEED),),
+      pools=(simulate.EnginePool(engines=1, speed=SPEED),),
       transfer_s=0.0,
     ),
   )

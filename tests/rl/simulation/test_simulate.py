@@ -52,9 +52,7 @@ def test_one_step_off_takes_the_longer_of_both_and_the_publish():
   schedule = overlap.one_step_off(4)
   # Training 8 x 502 ids and an update, 5.016 s, hides 2 s of decoding; the
   # transfer goes on beside the next round, and decoding stands 2 s for it.
-  slow = dataclasses.replace(
-    CONSTANT, prompt_tokens=distributions.Constant(402.0)
-  )
+  slow = dataclasses.replace(CONSTANT, prompt_tokens=distributions.Fixed(402.0))
   result = run(schedule, slow, rounds=8)
   assert result.train_s == close(5.016)
   assert 5.016 <= result.step_s <= 2.0 + 5.016
@@ -64,7 +62,7 @@ def test_one_step_off_takes_the_longer_of_both_and_the_publish():
 
 def test_in_flight_the_step_is_that_of_the_learner_when_it_is_slower():
   slow = dataclasses.replace(
-    CONSTANT, prompt_tokens=distributions.Constant(1202.0)
+    CONSTANT, prompt_tokens=distributions.Fixed(1202.0)
   )
   result = run(overlap.in_flight(4, 2), slow, rounds=10)
   # 8 x 1302 ids and an update, and the publish, which the learner waits for.
@@ -126,9 +124,9 @@ def ladder():
   }
   cluster = simulate.Cluster(
     # A round is 8 x 4 x 100 tokens: 3.2 s of training, 4 s of decoding.
-    learner=simulated_learner.Learner(token_s=1e-3, update_s=0.0),
+    learner=simulated_learner.LearnerSpeed(token_s=1e-3, update_s=0.0),
     pools=(
-      simulate.Pool(
+      simulate.EnginePool(
         engines=2,
         speed=dataclasses.replace(SPEED, update_s=0.1),
       ),
@@ -182,8 +180,8 @@ def test_the_same_seed_repeats_the_same_run():
 
 def test_sessions_go_where_the_routing_says():
   pools = (
-    simulate.Pool(name="fast", engines=1, speed=SPEED, kind="compute"),
-    simulate.Pool(name="wide", engines=1, speed=SPEED, kind="bandwidth"),
+    simulate.EnginePool(name="fast", engines=1, speed=SPEED, kind="compute"),
+    simulate.EnginePool(name="wide", engines=1, speed=SPEED, kind="bandwidth"),
   )
   simulated = settings(
     overlap.sync(4),
@@ -223,7 +221,7 @@ def test_sessions_go_where_the_routing_says():
     (
       {
         "cluster": simulate.Cluster(
-          learner=simulated_learner.Learner(token_s=math.inf)
+          learner=simulated_learner.LearnerSpeed(token_s=math.inf)
         )
       },
       r"cluster.learner.token_s=inf is below 0, or never ends",
@@ -233,13 +231,13 @@ def test_sessions_go_where_the_routing_says():
       r"cluster.transfer_s=-1.0 is below 0",
     ),
     (
-      {"cluster": simulate.Cluster(pools=(simulate.Pool(engines=0),))},
+      {"cluster": simulate.Cluster(pools=(simulate.EnginePool(engines=0),))},
       r"cluster.pools.0.engines=0 is below 1",
     ),
     (
       {
         "cluster": simulate.Cluster(
-          learner=simulated_learner.Learner(token_s=-1.0)
+          learner=simulated_learner.LearnerSpeed(token_s=-1.0)
         )
       },
       r"cluster.learner.token_s=-1.0 is below 0",
@@ -248,7 +246,9 @@ def test_sessions_go_where_the_routing_says():
       {
         "cluster": simulate.Cluster(
           pools=(
-            simulate.Pool(speed=simulated_processor.Speed(kv_tokens=5000)),
+            simulate.EnginePool(
+              speed=simulated_processor.Speed(kv_tokens=5000)
+            ),
           )
         )
       },

@@ -21,7 +21,7 @@ def groups(source, count, size=4, seed=0):
   draws = workload.Draws(source, seed)
   return [
     [
-      draws.of_turn("answer_tokens", workload.Member(task, number))
+      draws.of_turn("answer_tokens", workload.GroupMember(task, number))
       for number in range(size)
     ]
     for task in range(count)
@@ -33,7 +33,7 @@ def test_a_draw_depends_on_its_key_alone(source):
   assert groups(source, 5) == first
   assert groups(source, 3) == first[:3]
   draws = workload.Draws(source, 0)
-  late = draws.of_turn("answer_tokens", workload.Member(4, 2))
+  late = draws.of_turn("answer_tokens", workload.GroupMember(4, 2))
   assert late == first[4][2]
 
 
@@ -52,7 +52,7 @@ def test_another_seed_or_source_draws_otherwise(source, change):
 
 def test_turns_and_quantities_draw_on_their_own(source):
   draws = workload.Draws(dataclasses.replace(source, reply_tokens=LAW), 0)
-  member = workload.Member(0, 0)
+  member = workload.GroupMember(0, 0)
   turns = [draws.of_turn("answer_tokens", member, turn) for turn in range(50)]
   assert len(set(turns)) == 50
   assert draws.of_turn("reply_tokens", member) != turns[0]
@@ -98,7 +98,9 @@ def test_counts_are_whole_and_at_least_1(source):
     source, turns=distributions.Gaussian(mean=1.0, sigma=1.0)
   )
   draws = workload.Draws(law, 0)
-  counts = [draws.count("turns", workload.Member(i, 0)) for i in range(500)]
+  counts = [
+    draws.count("turns", workload.GroupMember(i, 0)) for i in range(500)
+  ]
   assert min(counts) == 1
   assert max(counts) > 2
   assert all(isinstance(count, int) for count in counts)
@@ -107,7 +109,7 @@ def test_counts_are_whole_and_at_least_1(source):
 def test_faults_and_successes_come_in_their_share(source):
   law = dataclasses.replace(source, step_fault=0.1, success=0.25)
   draws = workload.Draws(law, 0)
-  members = [workload.Member(i, 0) for i in range(4000)]
+  members = [workload.GroupMember(i, 0) for i in range(4000)]
   # Standard errors: 0.005 and 0.007.
   faults = statistics.fmean(draws.faulty("step", m, 3) for m in members)
   assert faults == pytest.approx(0.1, abs=0.02)

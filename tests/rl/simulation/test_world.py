@@ -16,17 +16,17 @@ from rl.simulation import world as world_lib
 MATH = workload.Workload(
   name="math",
   share=3.0,
-  prompt_tokens=distributions.Constant(50.0),
+  prompt_tokens=distributions.Fixed(50.0),
   answer_tokens=distributions.LogNormal(mean=100.0, sigma=0.5),
 )
 GAME = workload.Workload(
   name="game",
-  turns=distributions.Constant(2.0),
-  reply_tokens=distributions.Constant(7.0),
-  answer_tokens=distributions.Constant(9.0),
-  start_s=distributions.Constant(5.0),
-  step_s=distributions.Constant(2.0),
-  reward_s=distributions.Constant(1.0),
+  turns=distributions.Fixed(2.0),
+  reply_tokens=distributions.Fixed(7.0),
+  answer_tokens=distributions.Fixed(9.0),
+  start_s=distributions.Fixed(5.0),
+  step_s=distributions.Fixed(2.0),
+  reward_s=distributions.Fixed(1.0),
 )
 
 
@@ -63,7 +63,7 @@ def test_it_is_a_source_a_mixture_and_a_chat(world, contract):
 def test_it_has_the_sources_and_shares_of_its_workloads(world):
   assert [source.name for source in world.sources] == ["math", "game"]
   assert world.weights == (3.0, 1.0)
-  assert isinstance(world_lib.Reward(world), base.Reward)
+  assert isinstance(world_lib.SimulatedReward(world), base.Reward)
 
 
 def test_an_episode_takes_its_turns_and_their_seconds(world):
@@ -110,7 +110,7 @@ def test_an_answer_belongs_to_its_play_whoever_asks_for_it(world):
 
 def test_a_reward_takes_its_seconds_and_is_0_or_1(world):
   async def grade():
-    reward = world_lib.Reward(world)
+    reward = world_lib.SimulatedReward(world)
     grades = [(await reward(task, [play]))[0].value for play in plays]
     return grades, asyncio.get_running_loop().time()
 

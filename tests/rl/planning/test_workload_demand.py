@@ -3,20 +3,20 @@
 import numpy as np
 import pytest
 
-from rl.planning import demand
+from rl.planning import workload_demand
 from rl.schedule import overlap
 from rl.simulation import distributions, workload
 from tests.helpers import planned_fleets
 
 PLAIN = overlap.Redundancy()
 TASK = dict(
-  turns=distributions.Constant(2.0),
-  prompt_tokens=distributions.Constant(20.0),
-  answer_tokens=distributions.Constant(30.0),
-  reply_tokens=distributions.Constant(5.0),
-  start_s=distributions.Constant(0.5),
-  step_s=distributions.Constant(1.0),
-  reward_s=distributions.Constant(0.25),
+  turns=distributions.Fixed(2.0),
+  prompt_tokens=distributions.Fixed(20.0),
+  answer_tokens=distributions.Fixed(30.0),
+  reply_tokens=distributions.Fixed(5.0),
+  start_s=distributions.Fixed(0.5),
+  step_s=distributions.Fixed(1.0),
+  reward_s=distributions.Fixed(0.25),
 )
 
 
@@ -24,7 +24,7 @@ def needs(redundancy=PLAIN, **faults):
   problem = planned_fleets.question(
     workloads=(workload.Workload(**TASK, **faults),)
   )
-  return demand.Demands(problem).of(redundancy)
+  return workload_demand.Demands(problem).of(redundancy)
 
 
 def close(number):

@@ -1,9 +1,9 @@
-"""What the tasks of a run ask for, whatever hardware it has.
+"""The demand of a workload: tokens and waits on any hardware.
 
-One simulated run in which nothing ever queues: what is left of time without
-decoding is that of environments and rewards. Draws depend on the seed and the
-play of a task alone, so these are the tokens and waits of every other run of
-the same tasks, but for which member of a group has which of its plays.
+Measured in one simulated run in which nothing ever queues, so that its time
+without decoding is that of environments and rewards. Draws depend only on the
+seed and the play of a task, so every other run of the same tasks has the same
+tokens and waits; only the members that get them may differ.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from rl.simulation import learner as simulated_learner
 from rl.simulation import processor as simulated_processor
 from rl.simulation import simulate
 
-# What a token takes however many decode; it is taken off again.
+# Seconds of a token under any load; subtracted again from the waits.
 _TOKEN_S = 0.01
 _NO_LIMIT = simulated_processor.Speed(
   tau0_s=_TOKEN_S, b0=1e18, slots=1 << 40, kv_tokens=1 << 60
@@ -28,15 +28,15 @@ _NO_LIMIT = simulated_processor.Speed(
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Demand:
-  """Numbers of N groups in the order of submission, each of G members.
+class WorkloadDemand:
+  """The demand of N groups of G members, in the order of submission.
 
   Attributes:
     tokens: sampled.
     context: ids that come from environments, each encoded once at least.
     trained: ids that the learner computes; 0 of a member with a fault.
-    broken: a fault ended the episode, which is then part of a group only for
-      want of others; where only the reward failed it is like any other.
+    broken: a fault ended the episode, so it joins a group only if too few
+      others are left; a failed reward alone does not count.
     wait_s: from the first call to the end of the episode, without decoding.
     reward_s: of all calls of the reward, until one succeeds or none is left.
   """
@@ -50,26 +50,26 @@ class Demand:
 
 
 class Demands:
-  """The demand of a question, for every redundancy that it allows.
+  """The demand of a planning problem, for every redundancy that it allows.
 
   Args:
-    problem: `Planning.window` says how many rounds there are.
+    problem: `Planning.window` bounds the rounds.
   """
 
   def __init__(self, problem: problem_lib.Planning):
-    self._asked = problem
+    self._problem = problem
     self.of = functools.cache(self._of)
 
-  def _of(self, redundancy: overlap.Redundancy) -> Demand:
+  def _of(self, redundancy: overlap.Redundancy) -> WorkloadDemand:
     """Returns the demand of all groups until the last round that counts."""
-    problem = self._asked
+    problem = self._problem
     groups = problem.groups_per_round + redundancy.extra_groups
     members = problem.rollout.group_size + redundancy.extra_members
     count = problem.window.stop * groups
     run = simulate.Simulation(
       cluster=simulate.Cluster(
-        learner=simulated_learner.Learner(token_s=0.0, update_s=0.0),
-        pools=(simulate.Pool(engines=1, speed=_NO_LIMIT),),
+        learner=simulated_learner.LearnerSpeed(token_s=0.0, update_s=0.0),
+        pools=(simulate.EnginePool(engines=1, speed=_NO_LIMIT),),
         transfer_s=0.0,
       ),
       workloads=problem.workloads,
@@ -82,7 +82,9 @@ class Demands:
     return _measured(simulate.simulate(run), count, members)
 
 
-def _measured(record: simulate.Record, count: int, members: int) -> Demand:
+def _measured(
+  record: simulate.RunRecord, count: int, members: int
+) -> WorkloadDemand:
   tokens, context, trained, wait_s, reward_s = np.zeros((5, count, members))
   broken = np.ones((count, members), bool)
   began = np.zeros(count)
@@ -107,11 +109,11 @@ def _measured(record: simulate.Record, count: int, members: int) -> Demand:
     elif where in grading:
       reward_s[where] = event["t"] - grading[where]
       trained[where] *= kind == "reward"
-  return Demand(tokens, context, trained, broken, wait_s, reward_s)
+  return WorkloadDemand(tokens, context, trained, broken, wait_s, reward_s)
 
 
-def num_tokens(record: simulate.Record) -> int:
-  """Returns tokens that were trained in the rounds that count."""
+def num_tokens(record: simulate.RunRecord) -> int:
+  """Returns the tokens trained in the rounds that count."""
   counted = record.settings.counted
   return sum(
     event["tokens"]
