@@ -155,7 +155,7 @@ class _Run:
         seed=0,
         progress_timeout_s=60.0,
         success=1.0,
-        unfit=dynamic_sampling.take_all,
+        group_filter=dynamic_sampling.keep_all,
       ),
       trainer=trainer,
       publisher=simulated_learner.SimulatedPublisher(

@@ -66,7 +66,9 @@ class Ranked(advantages.Estimator):
   off does not drown the others.
   """
 
-  def __call__(self, members: Sequence[returns.Played]) -> advantages.Estimate:
+  def __call__(
+    self, members: Sequence[returns.EpisodeReturnInputs]
+  ) -> advantages.Estimate:
     """Returns the same number, from -1 to 1, for all tokens of a member."""
     rewards = np.array([member.reward for member in members])
     ranks = np.sign(rewards[:, None] - rewards).mean(axis=1)

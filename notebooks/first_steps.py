@@ -112,15 +112,15 @@ print(member.status, member.reward)
 
 # %%
 estimator = experiment.algorithm.advantage
-chosen = advantage_estimation.trained(groups, estimator)
+selection = advantage_estimation.select(groups, estimator)
 packed = batch.pack(
-  advantage_estimation.members(groups, chosen),
+  selection.members,
   rows=experiment.batch.rows,
   length=experiment.batch.length,
   version=0,
   share_prompts=experiment.batch.share_prompts,
 )
-estimate = advantage_estimation.of_groups(groups, chosen, estimator)
+estimate = selection.estimate()
 packed = batch.with_column(packed, "advantages", estimate.advantages)
 
 

@@ -302,7 +302,7 @@ def coordinate(
       seed=experiment.seed,
       progress_timeout_s=experiment.progress_timeout_s,
       success=experiment.evaluation.success,
-      unfit=dynamic_sampling.unfit(
+      group_filter=dynamic_sampling.group_filter(
         experiment.algorithm.sampling, experiment.algorithm.advantage
       ),
     ),

@@ -28,7 +28,13 @@ def tiles(rows: Rows) -> list[Tile]:
     _course(rows, "entropy", "Entropy", "{:.3g}", "nats a token"),
     _largest(rows, "clip_fraction", "Clipped", "{:.1%}", "of the tokens"),
     _kl_to_sampler(rows),
-    _share(rows, "flat_groups", "groups", "Flat groups", "taught nothing"),
+    _share(
+      rows,
+      "zero_variance_groups",
+      "groups",
+      "Zero-variance groups",
+      "taught nothing",
+    ),
     _skipped(rows),
   ]
   return [tile for tile in found if tile is not None]
@@ -53,7 +59,7 @@ def complaints(rows: Rows, run_dir: pathlib.Path) -> list[str]:
     for row in rows
     if row.get("trained_tokens") == 0
     and row.get("faults")
-    and not row.get("flat_groups")
+    and not row.get("zero_variance_groups")
   ]
   if empty:
     found.append(

@@ -194,7 +194,9 @@ class Display:
     )
     rows.add_row("overlap", cells["overlap"], "staleness", cells["staleness"])
     rows.add_row("reward", cells["reward"], "entropy", cells["entropy"])
-    rows.add_row("flat groups", cells["flat"], "faults", cells["faults"])
+    rows.add_row(
+      "zero variance", cells["zero_variance"], "faults", cells["faults"]
+    )
     if "max_load" in self._metrics:
       rows.add_row(
         "router entropy", cells["router"], "busiest expert", cells["load"]
@@ -230,7 +232,7 @@ def _cells(metrics: Mapping[str, float]) -> dict[str, str]:
     "staleness": f"{most_frequent_fault}/{bound}",
     "reward": _number(get("reward_mean"), ".3f"),
     "entropy": _number(get("entropy"), ".3f"),
-    "flat": _number(get("zero_variance_groups"), ".0f"),
+    "zero_variance": _number(get("zero_variance_groups"), ".0f"),
     "router": _number(get("router_entropy"), ".3f"),
     "load": f"{_number(get('max_load'), '.2f')}x{_dropped(metrics)}",
     "faults": _number(get("faults"), ".0f"),

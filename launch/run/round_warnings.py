@@ -92,7 +92,7 @@ class RoundWarnings:
     is_empty = metrics.get("trained_tokens") == 0
     fault = (
       most_frequent_fault(groups)
-      if is_empty and not metrics["flat_groups"]
+      if is_empty and not metrics["zero_variance_groups"]
       else None
     )
     self._in_a_row = self._in_a_row + 1 if fault else 0
@@ -130,9 +130,10 @@ class RoundWarnings:
 
 
 def _why_empty(metrics: Mapping[str, float]) -> str:
-  if metrics.get("flat_groups"):
+  if metrics.get("zero_variance_groups"):
     return (
-      f"in {metrics['flat_groups']:.0f} of {metrics['groups']:.0f} groups all "
-      "members did equally well; told again only after a round that trains"
+      f"in {metrics['zero_variance_groups']:.0f} of {metrics['groups']:.0f} "
+      "groups all members did equally well; told again only after a round that "
+      "trains"
     )
   return "no group has members with tokens and rewards to compare"

@@ -1,14 +1,17 @@
-"""Which members of groups are trained, and what each of them learns.
+"""Selects the members of groups that are trained, and estimates advantages.
 
-  groups -> trained -> members -> [scores of their tokens] -> of_groups
+  groups -> select -> Selection.members -> [scores of their tokens]
+         -> Selection.estimate -> advantages
 
 Letters: G members of a group, T sampled tokens.
 """
 
+import dataclasses
+import functools
 import hashlib
 import math
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 from jaxtyping import Bool, Float, Float32
@@ -16,28 +19,13 @@ from jaxtyping import Bool, Float, Float32
 from rl.algorithms import advantages, returns
 from rl.data import trajectory
 
-Reason = Literal["lone", "flat"]
-
-
-class Trained(NamedTuple):
-  """Which members of a group are trained.
-
-  Attributes:
-    members: False for one that has no reward or no token, or for a `reason`.
-    reason: why those have nothing to learn that have both: "lone", as fewer
-      are left than the estimator compares, or "flat", as they did equally
-      well; None when they have.
-  """
-
-  members: Bool[np.ndarray, " G"]
-  reason: Reason | None
+Untrained = Literal["singleton", "zero_variance"]
+"""Reasons not to train usable members: fewer are left than the estimator
+compares, or they did equally well."""
 
 
 def usable(group: trajectory.Group) -> Bool[np.ndarray, " G"]:
-  """Returns which members have a reward to compare and a token to train.
-
-  A reward that is no finite number is none.
-  """
+  """Returns a mask of members with a finite reward and a token to train."""
   return np.array(
     [
       t.status.trainable
@@ -50,142 +38,159 @@ def usable(group: trajectory.Group) -> Bool[np.ndarray, " G"]:
   )
 
 
-def trained(
+def select(
   groups: Sequence[trajectory.Group],
   estimator: advantages.Estimator,
   *,
   penalised: bool = False,
-  keep_flat: bool = False,
-) -> list[Trained]:
-  """Returns who is trained of each group, before anything is scored.
+  keep_zero_variance: bool = False,
+) -> "Selection":
+  """Selects the members to train, before anything is scored.
 
   Args:
     groups: all of the update if the estimator's scope is "batch"; else it does
       not matter how many.
     penalised: whether there will be penalties, so that members differ however
       equal their rewards.
-    keep_flat: whether members of flat groups are trained, with advantages of
-      0, because more than their advantages is.
+    keep_zero_variance: whether groups without variance are trained, with
+      advantages of 0, because more than their advantages has a gradient.
   """
-  found = [usable(group) for group in groups]
-  chosen = [Trained(used, None) for used in found]
-  for indices in _pools(groups, estimator.pool):
-    compared = [
-      played(t) for i in indices for t in _chosen(groups[i], found[i])
+  trained = [usable(group) for group in groups]
+  reasons: list[Untrained | None] = [None] * len(groups)
+  pools = _pools(groups, estimator.pool)
+  for pool in pools:
+    inputs = [
+      return_inputs(t) for i in pool for t in _of(groups[i], trained[i])
     ]
-    reason: Reason | None = None
-    if len(compared) < estimator.min_group_size:
-      reason = "lone"
-    elif not penalised and estimator.flat(compared):
-      reason = "flat"
-    if reason is not None:
-      kept = keep_flat and reason == "flat"
-      for i in indices:
-        used = found[i] if kept else np.zeros_like(found[i])
-        chosen[i] = Trained(used, reason)
-  return chosen
+    reason: Untrained | None = None
+    if len(inputs) < estimator.min_group_size:
+      reason = "singleton"
+    elif not penalised and estimator.zero_variance(inputs):
+      reason = "zero_variance"
+    for i in pool:
+      reasons[i] = reason
+      if reason and not (keep_zero_variance and reason == "zero_variance"):
+        trained[i] = np.zeros_like(trained[i])
+  return Selection(groups, estimator, trained, reasons, pools)
 
 
-def members(
-  groups: Sequence[trajectory.Group], chosen: Sequence[Trained]
-) -> list[trajectory.Trajectory]:
-  """Returns those that are trained, group after group."""
-  return [
-    member
-    for group, (used, _) in zip(groups, chosen, strict=True)
-    for member in _chosen(group, used)
-  ]
+@dataclasses.dataclass(frozen=True, eq=False)
+class Selection:
+  """The trained members of the groups that are accumulated together.
 
-
-def of_groups(
-  groups: Sequence[trajectory.Group],
-  chosen: Sequence[Trained],
-  estimator: advantages.Estimator,
-  *,
-  penalties: Sequence[Float[np.ndarray, " _"]] | None = None,
-  values: Sequence[Float[np.ndarray, " _"]] | None = None,
-) -> advantages.Estimate:
-  """Returns, in float32, what each of `members(groups, chosen)` is to learn.
-
-  Args:
-    groups, chosen: as for `trained`, and from it.
-    penalties, values: of the sampled tokens of each of these members, as in
-      `returns.Played`.
-
-  Raises:
-    ValueError: there are no values, but the estimator needs them.
+  Attributes:
+    trained: by group, a mask of its members; False without a reward or a
+      token, or for a reason.
+    reasons: by group; None where there is something to learn.
+    pools: indices of the groups whose members are compared with one another.
   """
-  chosen_members = members(groups, chosen)
-  nothing = [None] * len(chosen_members)
-  taken = [
-    played(member, penalty, value)
-    for member, penalty, value in zip(
-      chosen_members,
-      nothing if penalties is None else penalties,
-      nothing if values is None else values,
-      strict=True,
+
+  groups: Sequence[trajectory.Group]
+  estimator: advantages.Estimator
+  trained: Sequence[Bool[np.ndarray, " G"]]
+  reasons: Sequence[Untrained | None]
+  pools: Sequence[Sequence[int]]
+
+  @functools.cached_property
+  def members(self) -> list[trajectory.Trajectory]:
+    """The trained members, group after group."""
+    pairs = zip(self.groups, self.trained, strict=True)
+    return [member for group, mask in pairs for member in _of(group, mask)]
+
+  @property
+  def left_out(self) -> list[list[trajectory.Trajectory]]:
+    """The usable members of each zero-variance group that is not trained."""
+    return [
+      _of(group, usable(group))
+      for group, mask, reason in zip(
+        self.groups, self.trained, self.reasons, strict=True
+      )
+      if reason == "zero_variance" and not mask.any()
+    ]
+
+  def estimate(
+    self,
+    *,
+    penalties: Sequence[Float[np.ndarray, " _"]] | None = None,
+    values: Sequence[Float[np.ndarray, " _"]] | None = None,
+  ) -> advantages.Estimate:
+    """Returns the advantages of `members` and their returns, in float32.
+
+    Args:
+      penalties, values: of the sampled tokens of each of these members, as in
+        `returns.EpisodeReturnInputs`.
+
+    Raises:
+      ValueError: the estimator needs values, and there are none.
+    """
+    estimator, nothing = self.estimator, [None] * len(self.members)
+    inputs = [
+      return_inputs(member, penalty, value)
+      for member, penalty, value in zip(
+        self.members,
+        nothing if penalties is None else penalties,
+        nothing if values is None else values,
+        strict=True,
+      )
+    ]
+    ends = np.cumsum([0] + [mask.sum() for mask in self.trained]).tolist()
+    order: list[int] = []
+    joined = advantages.Estimate([], [] if estimator.needs_values else None)
+    for pool in self.pools:
+      indices = [k for i in pool for k in range(ends[i], ends[i + 1])]
+      if indices:
+        part = estimator([inputs[k] for k in indices])
+        order += indices
+        joined.advantages.extend(part.advantages)
+        if joined.returns is not None and part.returns is not None:
+          joined.returns.extend(part.returns)
+    final = joined.advantages
+    if estimator.scope == "batch":
+      final = estimator.over_batch(final)
+    return advantages.Estimate(
+      _in_order(final, order),
+      None if joined.returns is None else _in_order(joined.returns, order),
     )
-  ]
-  ends = np.cumsum([0] + [used.sum() for used, _ in chosen]).tolist()
-  order: list[int] = []
-  found = advantages.Estimate([], [] if estimator.needs_values else None)
-  for indices in _pools(groups, estimator.pool):
-    places = [p for i in indices for p in range(ends[i], ends[i + 1])]
-    if places:
-      own = estimator([taken[place] for place in places])
-      order += places
-      found.advantages.extend(own.advantages)
-      if found.returns is not None and own.returns is not None:
-        found.returns.extend(own.returns)
-  final = found.advantages
-  if estimator.scope == "batch":
-    final = estimator.over_batch(final)
-  return advantages.Estimate(
-    _in_order(final, order),
-    None if found.returns is None else _in_order(found.returns, order),
-  )
+
+  def mean_advantages(
+    self, estimate: advantages.Estimate
+  ) -> list[Float32[np.ndarray, " _"]]:
+    """Returns, by group, the mean advantage of each of its G members.
+
+    It is 0 for untrained members: for a log, not for a loss.
+    """
+    means = iter([x.mean(dtype=np.float64) for x in estimate.advantages])
+    return [
+      np.array([next(means) if one else 0.0 for one in mask], np.float32)
+      for mask in self.trained
+    ]
 
 
-def by_member(
-  chosen: Sequence[Trained], found: advantages.Estimate
-) -> list[Float32[np.ndarray, " _"]]:
-  """Returns the mean advantage of all G members of each group.
-
-  It is 0 for those that are not trained: for a log, not for a loss.
-  """
-  means = iter([values.mean(dtype=np.float64) for values in found.advantages])
-  return [
-    np.array([next(means) if own else 0.0 for own in used], np.float32)
-    for used, _ in chosen
-  ]
-
-
-def _chosen(
-  group: trajectory.Group, used: Bool[np.ndarray, " G"]
+def _of(
+  group: trajectory.Group, mask: Bool[np.ndarray, " G"]
 ) -> list[trajectory.Trajectory]:
-  return [group.trajectories[i] for i in np.flatnonzero(used).tolist()]
+  return [group.trajectories[i] for i in np.flatnonzero(mask).tolist()]
 
 
 def _pools(
   groups: Sequence[trajectory.Group], pool: advantages.Pool
 ) -> list[list[int]]:
-  """Returns the groups whose members are compared, as indices."""
   if pool == "group":
     return [[i] for i in range(len(groups))]
-  found: dict[str, list[int]] = {}
+  by_task: dict[str, list[int]] = {}
   for i, group in enumerate(groups):
-    found.setdefault(group.task.id, []).append(i)
-  return list(found.values())
+    by_task.setdefault(group.task.id, []).append(i)
+  return list(by_task.values())
 
 
-def played(
+def return_inputs(
   member: trajectory.Trajectory,
   penalties: Float[np.ndarray, " T"] | None = None,
   values: Float[np.ndarray, " T"] | None = None,
-) -> returns.Played:
-  """Returns what an estimator is told of a member, which has to be usable."""
+) -> returns.EpisodeReturnInputs:
+  """Returns an estimator's view of a member, which must be usable."""
   assert member.reward is not None  # As it is usable.
-  return returns.Played(
+  return returns.EpisodeReturnInputs(
     reward=float(member.reward),
     turns=np.repeat(
       np.arange(len(member.turns)), [len(t.tokens) for t in member.turns]

@@ -74,11 +74,15 @@ class Estimator(Protocol):
   def validate(self) -> None:
     """Raises ValueError on settings that cannot work."""
 
-  def flat(self, members: Sequence[returns_lib.Played]) -> bool:
+  def zero_variance(
+    self, members: Sequence[returns_lib.EpisodeReturnInputs]
+  ) -> bool:
     """Whether nothing can be learned from them: they did equally well."""
     return returns_lib.same(np.array([m.reward for m in members], np.float64))
 
-  def __call__(self, members: Sequence[returns_lib.Played]) -> Estimate:
+  def __call__(
+    self, members: Sequence[returns_lib.EpisodeReturnInputs]
+  ) -> Estimate:
     """Returns the estimate for all that are compared, in float64."""
     ...
 
@@ -98,7 +102,9 @@ class _Outcome(Estimator):
     """Returns one advantage a member."""
     raise NotImplementedError
 
-  def __call__(self, members: Sequence[returns_lib.Played]) -> Estimate:
+  def __call__(
+    self, members: Sequence[returns_lib.EpisodeReturnInputs]
+  ) -> Estimate:
     """Returns what `of_rewards` says of the rewards, less their penalties."""
     rewards = np.array([returns_lib.total(m) for m in members], np.float64)
     values = self.of_rewards(rewards)
@@ -125,7 +131,7 @@ class Grpo(_Outcome):
 
   Biased, as each task is weighted by one over its deviation. Bias: 7 % aside of
   the gradient on policy. A penalty in the reward is divided by the deviation
-  too, however small the rest of the spread. A lone member is masked, where verl
+  too, however small the rest of the spread. A singleton is masked, where verl
   takes its reward for the advantage.
 
   Attributes:
@@ -221,7 +227,9 @@ class Reinforce(_Outcome):
     """One: members are not compared."""
     return 1
 
-  def flat(self, members: Sequence[returns_lib.Played]) -> bool:
+  def zero_variance(
+    self, members: Sequence[returns_lib.EpisodeReturnInputs]
+  ) -> bool:
     """Never: equal rewards teach as much as others."""
     return False
 

@@ -274,9 +274,9 @@ def _validate_result(
     )
 
 
-def _played(reward: float) -> returns.Played:
+def _played(reward: float) -> returns.EpisodeReturnInputs:
   """Returns an episode of three tokens in two turns."""
-  return returns.Played(
+  return returns.EpisodeReturnInputs(
     reward=reward,
     turns=np.array([0, 0, 1]),
     turn_rewards=np.zeros(2, np.float32),

@@ -1,29 +1,20 @@
-"""Which finished groups are not worth training: dynamic sampling."""
+"""Dynamic sampling: drops groups that teach nothing, so others are played."""
 
 import dataclasses
-from typing import Literal, Protocol, runtime_checkable
+from collections.abc import Callable
+from typing import Literal
 
-from rl.algorithms import advantage_estimation, advantages, reward_shaping
+from rl.algorithms import advantage_estimation, advantages
 from rl.data import trajectory
 from rl.settings import checks
 
-Reason = Literal["faults", "zero_variance"]
+Dropped = Literal["faults", "zero_variance"]
+GroupFilter = Callable[[trajectory.Group, int], Dropped | None]
+"""(group, refills) -> the reason to drop it, or None to train it; `refills`
+counts the attempts in its place that were dropped before."""
 
 
-@runtime_checkable
-class Unfit(Protocol):
-  """Says which groups to drop."""
-
-  def __call__(self, group: trajectory.Group, refills: int) -> Reason | None:
-    """Returns why a group is dropped; None when it is to be trained.
-
-    Args:
-      refills: attempts in its place that were dropped so before.
-    """
-    ...
-
-
-def take_all(group: trajectory.Group, refills: int) -> None:
+def keep_all(group: trajectory.Group, refills: int) -> None:
   """Drops nothing."""
 
 
@@ -32,9 +23,9 @@ class DynamicSampling:
   """Drops groups that teach nothing, so that others take their place.
 
   Attributes:
-    max_refills: how often a place is filled again; what comes then is trained
-      whatever it is like, so that every round ends. What was too old for the
-      bound does not count.
+    max_refills: how often a place is filled again; the group after that is
+      trained whatever it is like, so that every round ends. Groups that were
+      too old for the bound do not count.
     min_spread: rewards that differ by no more than this count as equal.
 
   Source: DAPO, arXiv 2503.14476, section 3.2.
@@ -51,18 +42,18 @@ class DynamicSampling:
 
   def reason(
     self, group: trajectory.Group, estimator: advantages.Estimator
-  ) -> Reason | None:
-    """Returns why a group should not be trained; None when it should.
+  ) -> Dropped | None:
+    """Returns the reason not to train a group, or None.
 
-    Rewards count as they were graded, before shaping. What an estimator learns
-    from equal rewards too, as from turns, is asked of it.
+    Rewards count as they were graded, before shaping. The estimator is asked if
+    it learns from equal rewards all the same, as from turns.
     """
     graded = [
-      (advantage_estimation.played(member), reward)
+      (advantage_estimation.return_inputs(member), reward)
       for member, used in zip(
         group.trajectories, advantage_estimation.usable(group), strict=True
       )
-      if used and (reward := reward_shaping.unshaped(member)) is not None
+      if used and (reward := member.graded_reward) is not None
     ]
     if len(graded) < max(estimator.min_group_size, 1):
       return "faults"
@@ -70,21 +61,21 @@ class DynamicSampling:
     if max(rewards) - min(rewards) > self.min_spread:
       return None
     equal = [member._replace(reward=rewards[0]) for member, _ in graded]
-    return "zero_variance" if estimator.flat(equal) else None
+    return "zero_variance" if estimator.zero_variance(equal) else None
 
 
-def unfit(
+def group_filter(
   sampling: DynamicSampling | None, estimator: advantages.Estimator
-) -> Unfit:
-  """Returns what drops a group as long as its place has refills left.
+) -> GroupFilter:
+  """Returns a filter that drops a group while its place has refills left.
 
   Args:
     sampling: None drops nothing.
   """
   if sampling is None:
-    return take_all
+    return keep_all
 
-  def reason(group: trajectory.Group, refills: int) -> Reason | None:
+  def reason(group: trajectory.Group, refills: int) -> Dropped | None:
     if refills >= sampling.max_refills:
       return None
     return sampling.reason(group, estimator)

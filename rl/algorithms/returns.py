@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Float, Float32, Float64, Int
 
 
-class Played(NamedTuple):
+class EpisodeReturnInputs(NamedTuple):
   """What an estimator of advantages sees of one episode, T and K at least 1.
 
   Attributes:
@@ -45,14 +45,14 @@ def same(values: Float64[np.ndarray, " n"]) -> bool:
   return bool((narrow == narrow[:1]).all())
 
 
-def total(member: Played) -> float:
+def total(member: EpisodeReturnInputs) -> float:
   """Returns the reward of the episode, less its penalties."""
   if member.penalties is None:
     return member.reward
   return member.reward - float(member.penalties.sum(dtype=np.float64))
 
 
-def of_turns(member: Played) -> Float64[np.ndarray, " K"]:
+def of_turns(member: EpisodeReturnInputs) -> Float64[np.ndarray, " K"]:
   """Returns each turn's reward, less its penalties; they sum to `total`."""
   rewards = member.turn_rewards.astype(np.float64)
   rewards[-1] += member.reward - rewards.sum()
@@ -61,7 +61,7 @@ def of_turns(member: Played) -> Float64[np.ndarray, " K"]:
   return rewards
 
 
-def of_tokens(member: Played) -> Float64[np.ndarray, " T"]:
+def of_tokens(member: EpisodeReturnInputs) -> Float64[np.ndarray, " T"]:
   """Returns the reward of each sampled token; they sum to `total`.
 
   A turn's reward is that of its last token. Of a turn without tokens it goes

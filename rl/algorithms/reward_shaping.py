@@ -8,8 +8,6 @@ import numpy as np
 from rl.data import trajectory as trajectory_lib
 from rl.settings import checks, short_names
 
-_BEFORE = "unshaped"
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Overlong:
@@ -94,22 +92,10 @@ def apply(
   A faulty one, which has no reward, is returned as it is, and so is any
   without a shaping. To shape what was shaped before replaces the penalties.
   """
-  before, wanted = unshaped(trajectory), [s for s in shapings if s is not None]
-  if before is None or not wanted:
+  graded = trajectory.graded_reward
+  penalties = {s.part: s(trajectory) for s in shapings if s is not None}
+  if graded is None or not penalties:
     return trajectory
-  penalties = {shaping.part: shaping(trajectory) for shaping in wanted}
-  parts = {**trajectory.parts, **penalties, _BEFORE: before}
-  reward = before + sum(penalties.values())
+  reward = graded + sum(penalties.values())
+  parts = {**trajectory.parts, **penalties}
   return dataclasses.replace(trajectory, reward=reward, parts=parts)
-
-
-def unshaped(trajectory: trajectory_lib.Trajectory) -> float | None:
-  """Returns the reward as it was graded.
-
-  Success, pass rates and the variance of a group are of this one: a success
-  stays one however long it is, and a group of nothing but successes has
-  nothing to teach but brevity.
-  """
-  if trajectory.reward is None:
-    return None
-  return trajectory.parts.get(_BEFORE, trajectory.reward)

@@ -87,12 +87,14 @@ class ReinforcePlusPlus(advantages_lib.Estimator):
     """With a baseline two: a single reward is its own mean."""
     return 1 if self.baseline == "none" else 2
 
-  def flat(self, members: Sequence[returns_lib.Played]) -> bool:
+  def zero_variance(
+    self, members: Sequence[returns_lib.EpisodeReturnInputs]
+  ) -> bool:
     """Without a baseline never: groups are compared with each other."""
-    return self.baseline == "group" and super().flat(members)
+    return self.baseline == "group" and super().zero_variance(members)
 
   def __call__(
-    self, members: Sequence[returns_lib.Played]
+    self, members: Sequence[returns_lib.EpisodeReturnInputs]
   ) -> advantages_lib.Estimate:
     """Returns the returns of tokens, not yet whitened."""
     rewards = np.array([m.reward for m in members], np.float64)
@@ -132,12 +134,14 @@ class Distillation(advantages_lib.Estimator):
     """One: members are not compared."""
     return 1
 
-  def flat(self, members: Sequence[returns_lib.Played]) -> bool:
+  def zero_variance(
+    self, members: Sequence[returns_lib.EpisodeReturnInputs]
+  ) -> bool:
     """Never, as rewards do not count."""
     return False
 
   def __call__(
-    self, members: Sequence[returns_lib.Played]
+    self, members: Sequence[returns_lib.EpisodeReturnInputs]
   ) -> advantages_lib.Estimate:
     """Returns minus the penalties; 0 where there are none."""
     return advantages_lib.Estimate(
@@ -195,12 +199,14 @@ class Gae(advantages_lib.Estimator):
     """Always: advantages are rewards less these values."""
     return True
 
-  def flat(self, members: Sequence[returns_lib.Played]) -> bool:
+  def zero_variance(
+    self, members: Sequence[returns_lib.EpisodeReturnInputs]
+  ) -> bool:
     """Never: members are compared with the critic."""
     return False
 
   def __call__(
-    self, members: Sequence[returns_lib.Played]
+    self, members: Sequence[returns_lib.EpisodeReturnInputs]
   ) -> advantages_lib.Estimate:
     """Returns advantages, not yet whitened, and returns.
 
@@ -236,17 +242,19 @@ class _Turns(advantages_lib.Estimator):
   """One advantage a turn, from what all members earned in theirs."""
 
   def of_turns(
-    self, members: Sequence[returns_lib.Played]
+    self, members: Sequence[returns_lib.EpisodeReturnInputs]
   ) -> list[Float64[np.ndarray, " _"]]:
     """Returns one advantage for each turn of each member."""
     raise NotImplementedError
 
-  def flat(self, members: Sequence[returns_lib.Played]) -> bool:
+  def zero_variance(
+    self, members: Sequence[returns_lib.EpisodeReturnInputs]
+  ) -> bool:
     """Whether no turn of any member did better than another."""
     return not any(own.any() for own in self.of_turns(members))
 
   def __call__(
-    self, members: Sequence[returns_lib.Played]
+    self, members: Sequence[returns_lib.EpisodeReturnInputs]
   ) -> advantages_lib.Estimate:
     """Returns each turn's advantage for all of its tokens."""
     return advantages_lib.Estimate(
@@ -294,7 +302,7 @@ class StepGroups(_Turns):
     checks.finite_at_least(self, 0, "eps", "weight")
 
   def of_turns(
-    self, members: Sequence[returns_lib.Played]
+    self, members: Sequence[returns_lib.EpisodeReturnInputs]
   ) -> list[Float64[np.ndarray, " _"]]:
     """Returns the sum of both parts."""
     totals = np.array([returns_lib.total(m) for m in members], np.float64)
@@ -306,7 +314,7 @@ class StepGroups(_Turns):
       sums[alike] += self.weight * self._compare(earned[alike])
     return np.split(sums, np.cumsum(lengths)[:-1])
 
-  def _keys(self, member: returns_lib.Played) -> Sequence[bytes]:
+  def _keys(self, member: returns_lib.EpisodeReturnInputs) -> Sequence[bytes]:
     if self.alike == "history":
       return member.histories
     return member.observations
@@ -343,7 +351,7 @@ class TurnReturns(_Turns):
     checks.in_unit(self, "discount")
 
   def of_turns(
-    self, members: Sequence[returns_lib.Played]
+    self, members: Sequence[returns_lib.EpisodeReturnInputs]
   ) -> list[Float64[np.ndarray, " _"]]:
     """Returns one advantage for each turn of each member."""
     earned = _earned(members, self.discount)
@@ -362,7 +370,7 @@ class TurnReturns(_Turns):
 
 
 def _earned(
-  members: Sequence[returns_lib.Played], discount: float
+  members: Sequence[returns_lib.EpisodeReturnInputs], discount: float
 ) -> list[Float64[np.ndarray, " _"]]:
   return [returns_lib.to_go(returns_lib.of_turns(m), discount) for m in members]
 

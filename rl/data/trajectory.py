@@ -115,6 +115,10 @@ class Trajectory:
     group_id, index: its group and its place among the members.
     turns: may be empty when the environment failed to start.
     reward: None unless `status.trainable`.
+    graded_reward: the reward before shaping; set to `reward` if left out.
+      Success, pass rates and the variance of a group are of this one: a success
+      stays one however long it is, and a group of nothing but successes has
+      nothing to teach but brevity.
     parts: named parts of the reward.
     fault: what went wrong, in words; empty when nothing did.
   """
@@ -127,6 +131,14 @@ class Trajectory:
   reward: float | None = None
   parts: Mapping[str, float] = dataclasses.field(default_factory=dict)
   fault: str = ""
+  graded_reward: float | None = None
+
+  def __post_init__(self):
+    """Fills in the graded reward."""
+    graded = self.reward if self.graded_reward is None else self.graded_reward
+    if self.reward is None:
+      graded = None
+    object.__setattr__(self, "graded_reward", graded)
 
   @property
   def ids(self) -> Int32[np.ndarray, " L"]:
@@ -251,6 +263,7 @@ def trajectory_to_json(trajectory: Trajectory) -> dict[str, Any]:
     "turns": turns,
     "status": trajectory.status.value,
     "reward": trajectory.reward,
+    "graded_reward": trajectory.graded_reward,
     "parts": dict(trajectory.parts),
     "fault": trajectory.fault,
   }
@@ -279,6 +292,7 @@ def trajectory_from_json(data: Mapping[str, Any]) -> Trajectory:
     turns=turns,
     status=Status(data["status"]),
     reward=data["reward"],
+    graded_reward=data["graded_reward"],
     parts=data["parts"],
     fault=data["fault"],
   )

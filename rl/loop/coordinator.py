@@ -46,7 +46,7 @@ class Settings:
   """The numbers of the loop; see `experiment.Experiment`.
 
   Attributes:
-    unfit: why a group is not to be trained but played again, or nothing.
+    group_filter: drops groups that teach nothing; others are played instead.
   """
 
   schedule: overlap.Overlap
@@ -54,7 +54,7 @@ class Settings:
   seed: int
   progress_timeout_s: float
   success: float
-  unfit: dynamic_sampling.Unfit
+  group_filter: dynamic_sampling.GroupFilter
 
 
 @runtime_checkable
@@ -76,7 +76,7 @@ class _Round:
   """What accumulates while a round is trained."""
 
   groups: list[trajectory.Group] = dataclasses.field(default_factory=list)
-  used: list[trainer_lib.Used] = dataclasses.field(default_factory=list)
+  used: list[trainer_lib.MemberUse] = dataclasses.field(default_factory=list)
   updates: list[dict[str, float]] = dataclasses.field(default_factory=list)
 
 
@@ -130,7 +130,7 @@ class Coordinator:
       seed=settings.seed,
       player=player,
       tasks=tasks,
-      unfit=settings.unfit,
+      group_filter=settings.group_filter,
       log=log,
     )
     self._publishing: asyncio.Task[None] | None = None

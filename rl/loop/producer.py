@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from envs import base
-from rl.algorithms import dynamic_sampling, reward_shaping
+from rl.algorithms import dynamic_sampling
 from rl.audit import event_log
 from rl.data import trajectory
 from rl.rollout import group_rollout
@@ -64,7 +64,7 @@ class Producer:
     seed: int,
     player: group_rollout.Player,
     tasks: Tasks,
-    unfit: dynamic_sampling.Unfit,
+    group_filter: dynamic_sampling.GroupFilter,
     log: event_log.EventLog,
   ):
     self._schedule = schedule
@@ -72,7 +72,7 @@ class Producer:
     self._seed = seed
     self._player = player
     self._tasks = tasks
-    self._unfit = unfit
+    self._group_filter = group_filter
     self._log = log
     self._plays: dict[int, group_rollout.Play] = {}
     self._trained = 0
@@ -188,7 +188,7 @@ class Producer:
           return
         reason = self._why_not(play, group, attempt.refills)
         if not play.aborted:
-          rewards = [reward_shaping.unshaped(t) for t in group.trajectories]
+          rewards = [t.graded_reward for t in group.trajectories]
           self._tasks.learned(play.task, rewards)
         if not reason:
           break
@@ -211,7 +211,7 @@ class Producer:
     """Returns why a group will not be trained; nothing when it may be."""
     if play.aborted:
       return play.aborted
-    return self._too_old(group) or self._unfit(group, refills) or ""
+    return self._too_old(group) or self._group_filter(group, refills) or ""
 
   def _too_old(self, group: trajectory.Group) -> str:
     checked = self._schedule.checks_age

@@ -94,7 +94,7 @@ class Observer(Protocol):
     groups: Sequence[trajectory.Group],
     advantages: Sequence[Float32[np.ndarray, " G"]],
   ) -> None:
-    """A round was trained; `advantages` are `trainer.Used.advantages`."""
+    """A round was trained; `advantages` are `trainer.MemberUse.advantages`."""
     ...
 
   async def on_published(self, version: trajectory.PolicyVersion) -> None:

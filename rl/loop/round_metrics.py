@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from rl.algorithms import reward_shaping
 from rl.audit import event_log
 from rl.data import trajectory
 from rl.runtime import trace
@@ -21,8 +20,8 @@ _RENAMED = {"clipped": "clip_fraction"}
 _ADDED = {
   "tokens": "trained_tokens",
   "dropped": "dropped_assignments",
-  "flat_groups": "flat_groups",
-  "lone_groups": "lone_groups",
+  "zero_variance_groups": "zero_variance_groups",
+  "singleton_groups": "singleton_groups",
   "skipped": "skipped_updates",
 }
 
@@ -52,7 +51,6 @@ def of_groups(
   return {
     **_scores(episodes, success),
     "groups": float(len(groups)),
-    "zero_variance_groups": float(sum(map(_no_variance, groups))),
     "turns_mean": _mean([len(t.turns) for t in episodes]),
     "sampled_tokens": float(sum(t.num_sampled for t in episodes)),
     "truncated": float(counts[trajectory.Status.TRUNCATED]),
@@ -68,7 +66,7 @@ def _scores(
 ) -> dict[str, float]:
   """Returns the share of successes and the mean reward, shaping included."""
   graded = [t for t in episodes if t.reward is not None]
-  before = [reward_shaping.unshaped(t) for t in graded]
+  before = [t.graded_reward for t in graded]
   return {
     "success": _mean([b is not None and b >= success for b in before]),
     "reward_mean": _mean([t.reward for t in graded]),
@@ -77,12 +75,6 @@ def _scores(
 
 def _mean(values: Sequence[Any]) -> float:
   return float(np.mean(values)) if values else np.nan
-
-
-def _no_variance(group: trajectory.Group) -> bool:
-  """Whether its rewards, two or more of them, are all equal."""
-  rewards = [t.reward for t in group.trajectories if t.reward is not None]
-  return len(rewards) > 1 and len(set(rewards)) == 1
 
 
 class Slots:

@@ -70,7 +70,7 @@ class SimulatedTrainer:
 
   async def accumulate(
     self, groups: Sequence[trajectory.Group]
-  ) -> Sequence[trainer.Used]:
+  ) -> Sequence[trainer.MemberUse]:
     """Takes the time of all ids of members without a fault."""
     used = [_used(group) for group in groups]
     ids = sum(
@@ -147,9 +147,9 @@ class SimulatedPublisher:
     return [engine.stats().paused_s for engine in self._router.engines]
 
 
-def _used(group: trajectory.Group) -> trainer.Used:
+def _used(group: trajectory.Group) -> trainer.MemberUse:
   trained = np.array([t.status.trainable for t in group.trajectories], bool)
-  return trainer.Used(np.zeros(len(trained), np.float32), trained)
+  return trainer.MemberUse(np.zeros(len(trained), np.float32), trained)
 
 
 def _length(member: trajectory.Trajectory) -> int:

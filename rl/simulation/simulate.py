@@ -320,7 +320,7 @@ class _Run:
         seed=settings.seed,
         progress_timeout_s=settings.progress_timeout_s,
         success=1.0,
-        unfit=dynamic_sampling.take_all,
+        group_filter=dynamic_sampling.keep_all,
       ),
       trainer=simulated_learner.SimulatedTrainer(
         settings.cluster.learner, self.spans

@@ -263,7 +263,7 @@ class Learner:
     self,
     state: train_state.TrainState,
     total: Accumulator,
-    flat_count: float = 0.0,
+    zero_variance_count: float = 0.0,
   ) -> tuple[train_state.TrainState, dict[str, Array]]:
     """Returns the state after an optimizer step, and metrics on the mesh.
 
@@ -274,10 +274,12 @@ class Learner:
     again.
 
     Args:
-      flat_count: is added to what the loss is divided by.
+      zero_variance_count: is added to what the loss is divided by.
     """
     trainable, frozen = train_state.split(state.params, state.critic)
-    count = jax.device_put(np.float32(flat_count), self._layout.sharding())
+    count = jax.device_put(
+      np.float32(zero_variance_count), self._layout.sharding()
+    )
     new, opt_state, updates, master, metrics = self._apply(
       trainable, *state[1:4], *total, count
     )
@@ -294,10 +296,10 @@ class Learner:
     self,
     state: train_state.TrainState,
     total: Accumulator,
-    flat_count: float = 0.0,
+    zero_variance_count: float = 0.0,
   ) -> tuple[train_state.TrainState, dict[str, float]]:
     """Returns what `update` does, with its metrics on the host."""
-    state, metrics = self.update(state, total, flat_count)
+    state, metrics = self.update(state, total, zero_variance_count)
     found = jax.device_get(metrics)
     return state, {name: float(value) for name, value in found.items()}
 
@@ -367,12 +369,14 @@ class Learner:
     master: train_state.Trainable | None,
     grads: train_state.Trainable,
     sums: objective_lib.Sums,
-    flat_count: Array,
+    zero_variance_count: Array,
   ) -> tuple[
     train_state.Trainable, optax.OptState, Array, Any, dict[str, Array]
   ]:
     means: Any
-    means, norm, divisor = mean_gradient(Accumulator(grads, sums), flat_count)
+    means, norm, divisor = mean_gradient(
+      Accumulator(grads, sums), zero_variance_count
+    )
     is_finite = jnp.isfinite(norm) & jnp.isfinite(sums.loss)
     exact: Any = trainable if master is None else master
     changes: Any
@@ -414,10 +418,10 @@ def score_program(
 
 
 def mean_gradient(
-  total: Accumulator, flat_count: float | Array
+  total: Accumulator, zero_variance_count: float | Array
 ) -> tuple[train_state.Trainable, Array, Array]:
   """Returns the gradient of an update, its norm, and what divided it."""
-  divisor = jnp.maximum(total.sums.divisor + flat_count, 1.0)
+  divisor = jnp.maximum(total.sums.divisor + zero_variance_count, 1.0)
   means: Any = jax.tree.map(lambda g: g / divisor, total.grads)
   return means, optax.tree.norm(means), divisor
 

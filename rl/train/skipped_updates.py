@@ -43,8 +43,8 @@ class SkippedUpdate(NamedTuple):
     params, critic: those that the batches met, as a `TrainState` has them.
     version: that they were trained at.
     number: of the update within its round.
-    flat_count: what groups that teach nothing add to what the loss is divided
-      by.
+    zero_variance_count: what the groups left out add to what the loss is
+      divided by.
     owners: of the segments; of older runs they are not known.
   """
 
@@ -53,7 +53,7 @@ class SkippedUpdate(NamedTuple):
   critic: Any
   version: int
   number: int
-  flat_count: float
+  zero_variance_count: float
   owners: Sequence[segment_index.Owner] = ()
 
   @property
@@ -84,7 +84,7 @@ class Quarantine:
     batches: Sequence[batch_lib.Batch],
     version: int,
     number: int,
-    flat_count: float = 0.0,
+    zero_variance_count: float = 0.0,
     owners: Sequence[segment_index.Owner] = (),
   ) -> pathlib.Path:
     """Writes a skipped update; returns where.
@@ -96,7 +96,7 @@ class Quarantine:
       state: an update that is skipped has left it as it was.
       batches: one or more.
       version: that they were trained at; `number` of the update in its round.
-      flat_count, owners: see `SkippedUpdate`.
+      zero_variance_count, owners: see `SkippedUpdate`.
     """
     path = self.directory / name(version + 1, number)
     unfinished = self.directory / _UNFINISHED
@@ -111,7 +111,11 @@ class Quarantine:
     segment_index.write(unfinished / _OWNERS, owners)
     saved = checkpoint.Checkpoints(unfinished / _STATE, keep=1)
     try:
-      host = {"version": version, "number": number, "flat_count": flat_count}
+      host = {
+        "version": version,
+        "number": number,
+        "zero_variance_count": zero_variance_count,
+      }
       saved.save(0, _policy(state), host)
     finally:
       saved.close()

@@ -4,6 +4,7 @@ groups -> who is trained -> scores of their tokens -> advantages -> packed rows
   -> accumulate (sums on the mesh) -> update, once an epoch
 """
 
+import collections
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -11,7 +12,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Bool, Float32
 
-from rl.algorithms import advantage_estimation, advantages
+from rl.algorithms import advantage_estimation, advantages, loss_aggregation
 from rl.algorithms import objective as objective_lib
 from rl.data import batch, segment_index, trajectory
 from rl.runtime import mesh_thread
@@ -25,7 +26,7 @@ from rl.train import (
 )
 
 
-class Used(NamedTuple):
+class MemberUse(NamedTuple):
   """What became of the G members of a group.
 
   Attributes:
@@ -64,7 +65,7 @@ class Trainer(Protocol):
 
   async def accumulate(
     self, groups: Sequence[trajectory.Group]
-  ) -> Sequence[Used]:
+  ) -> Sequence[MemberUse]:
     """Adds the gradient of whole groups; says what was used of each."""
     ...
 
@@ -108,16 +109,259 @@ class Settings:
   max_skipped: int = 2
 
 
-class _Groups(NamedTuple):
-  """Groups of an update that teach nothing; see `advantage_estimation.Trained`.
+class _Unlearnable(NamedTuple):
+  """Groups of an update without an advantage, by `Selection.reasons`.
 
   Attributes:
-    divisor: what they add to what the loss is divided by.
+    divisor: what those left out add to what the loss is divided by. Their loss
+      is 0 whatever the weights, so they are not computed; but they stand in the
+      divisor, as if they had been.
   """
 
-  flat: int = 0
-  lone: int = 0
+  zero_variance: int = 0
+  singleton: int = 0
   divisor: float = 0.0
+
+  def plus(
+    self,
+    selection: advantage_estimation.Selection,
+    aggregate: loss_aggregation.Aggregate,
+  ) -> "_Unlearnable":
+    """Returns the sums with these groups included."""
+    counts = collections.Counter(selection.reasons)
+    divisor = sum(
+      aggregate.count([member.num_sampled for member in members])
+      for members in selection.left_out
+    )
+    return _Unlearnable(
+      self.zero_variance + counts["zero_variance"],
+      self.singleton + counts["singleton"],
+      self.divisor + divisor,
+    )
+
+
+class Training:
+  """The trainer of one mesh; see `Trainer` for who calls what when."""
+
+  def __init__(
+    self,
+    settings: Settings,
+    programs: learner.Learner,
+    thread: mesh_thread.MeshThread,
+    *,
+    estimator: advantages.Estimator,
+    objective: objective_lib.Objective,
+    reference: scoring.ReferenceProgram | None = None,
+    kept: skipped_updates.Quarantine | None = None,
+  ):
+    """Does nothing yet.
+
+    Args:
+      programs: built with the same objective.
+      reference: scores batches under the reference; None when there is none.
+      kept: gets the batches of skipped updates; None forgets them.
+    """
+    self._settings = settings
+    self._programs = programs
+    self._thread = thread
+    self._estimator = estimator
+    self._objective = objective
+    self._keep_zero_variance = objective.regularises(
+      has_routers=settings.has_routers
+    )
+    self._scorer = scoring.Scorer(programs, thread, self._pack, reference)
+    self._quarantine = kept
+    self._state: train_state.TrainState | None = None
+    self._served: dict[int, Any] = {}
+    self._critic: tuple[Any, Any] | None = None
+    self._version = 0
+    self._accumulation: Accumulation | None = None
+    self._unlearnable = _Unlearnable()
+    self._penalties: list[Float32[np.ndarray, " _"]] = []
+    self._number = 0
+    self._skipped = 0
+    self._probe: batch.Batch | None = None
+    self._gap: logprob_gap.Gap | None = None
+
+  def restore(self, state: train_state.TrainState) -> None:
+    """Goes on from a restored or fresh state."""
+    self._state = state
+    self._served = {}
+
+  @property
+  def state(self) -> train_state.TrainState:
+    """Valid until the next update."""
+    if self._state is None:
+      raise RuntimeError("a trainer without a state; call `restore` first")
+    return self._state
+
+  @property
+  def params(self) -> Any:
+    """The newest weights."""
+    return self.state.params
+
+  async def begin_round(self, version: int) -> None:
+    """Keeps the weights of this version as long as groups may have begun so.
+
+    The critic of now says the values of all groups of the round.
+    """
+    self._version, self._number = version, 0
+    oldest = version - self._settings.max_staleness
+    self._served = {v: p for v, p in self._served.items() if v >= oldest}
+    self._served[version] = self.state.params
+    if self._estimator.needs_values:
+      self._critic = self.state.params, self.state.critic
+    self._probe = None
+
+  async def accumulate(
+    self, groups: Sequence[trajectory.Group]
+  ) -> Sequence[MemberUse]:
+    """Adds the gradient of whole groups; says what was used of each."""
+    if self._accumulation is None:
+      self._accumulation = Accumulation(
+        self._programs, self._thread, self._pack
+      )
+    selection = advantage_estimation.select(
+      groups,
+      self._estimator,
+      penalised=self._objective.reward_kl is not None,
+      keep_zero_variance=self._keep_zero_variance,
+    )
+    self._unlearnable = self._unlearnable.plus(
+      selection, self._objective.loss.aggregate
+    )
+    members = selection.members
+    scores = await self._scorer.score(
+      members, self.state, self._old(), self._critic
+    )
+    penalties = scoring.penalties(self._objective.reward_kl, members, scores)
+    self._penalties += penalties or []
+    estimate = selection.estimate(penalties=penalties, values=scores.values)
+    columns: dict[batch.Column, scoring.Tokens] = {
+      "advantages": estimate.advantages,
+      **scores.columns,
+    }
+    if estimate.returns is not None:
+      columns["returns"] = estimate.returns
+    await self._accumulation.add(self.state, members, columns)
+    # The first batch of a round is a sample as good as any.
+    self._probe = self._probe or next(iter(self._accumulation.batches), None)
+    means = selection.mean_advantages(estimate)
+    return list(map(MemberUse, means, selection.trained))
+
+  def _pack(
+    self,
+    members: Sequence[trajectory.Trajectory],
+    *,
+    only_full: bool = False,
+  ) -> batch.Packed:
+    settings = self._settings
+    return batch.pack(
+      members,
+      rows=settings.rows,
+      length=settings.length,
+      version=self._version,
+      share_prompts=settings.share_prompts,
+      shards=settings.shards,
+      tail_rows=settings.tail_rows,
+      only_full=only_full,
+    )
+
+  def _old(self) -> Any | None:
+    """Returns the weights that the ratio compares with; None: the engine's."""
+    match self._settings.old_logprob:
+      case "decode":
+        return None
+      case "snapshot":
+        return self._served[self._version]
+      case "recompute":
+        return self.state.params
+
+  async def update(self) -> dict[str, float]:
+    """Takes a step an epoch; of nothing at all it takes none.
+
+    A loss or gradient that is not finite changes nothing: the update is
+    skipped with its remaining epochs, and its batches are kept.
+
+    Raises:
+      FloatingPointError: that has happened too often in a row.
+    """
+    this, self._accumulation = self._accumulation, None
+    left, self._unlearnable = self._unlearnable, _Unlearnable()
+    number, self._number = self._number, self._number + 1
+    penalties, self._penalties = self._penalties, []
+    more = {
+      "zero_variance_groups": float(left.zero_variance),
+      "singleton_groups": float(left.singleton),
+    }
+    if penalties and (penalty := self._objective.reward_kl) is not None:
+      mean = np.concatenate(penalties).mean(dtype=np.float64)
+      more["kl"] = float(mean) / penalty.weight
+    if this is not None:
+      await this.flush(self.state)
+    if this is None or not this.batches:
+      return dict.fromkeys(learner.METRICS, 0.0) | more
+    self._probe = self._probe or this.batches[0]
+    steps: list[dict[str, float]] = []
+    for epoch in range(self._settings.epochs):
+      if epoch:
+        await this.repeat(self.state)
+      self._state, sums = await this.step(self.state, left.divisor)
+      steps.append(sums)
+      if sums["skipped"]:
+        await self._keep(this, number, left.divisor, sums)
+        break
+    else:
+      self._skipped = 0
+    return _over_epochs(steps) | more | {"fill": this.fill}
+
+  async def _keep(
+    self,
+    this: "Accumulation",
+    number: int,
+    zero_variance_count: float,
+    sums: dict[str, float],
+  ) -> None:
+    """Puts a skipped update away; raises when it was one too many."""
+    self._skipped += 1
+    where = "nobody kept its batches"
+    if self._quarantine is not None:
+      directory = await self._thread.run(
+        "quarantine",
+        self._quarantine.keep,
+        self.state,
+        this.batches,
+        self._version,
+        number,
+        zero_variance_count,
+        this.owners,
+      )
+      where = f"its batches are in {directory}"
+    if self._skipped > self._settings.max_skipped:
+      raise FloatingPointError(
+        f"round {self._version + 1}: updates in a row whose loss or gradient "
+        f"is not finite: {self._skipped}, and max_skipped="
+        f"{self._settings.max_skipped} allows no more; the last has loss "
+        f"{sums['loss']} and gradient norm {sums['grad_norm']}; {where}. "
+        "Lower optimizer.learning_rate or optimizer.max_grad_norm in a new "
+        "run, or mend the data that launch.replay names"
+      )
+
+  async def describe(self) -> dict[str, float]:
+    """Compares what the engine recorded with what its weights give."""
+    self._gap = await logprob_gap.measure(
+      self._programs,
+      self._thread,
+      self._served,
+      self._probe,
+      self._settings.probe_rows,
+    )
+    return logprob_gap.metrics(self._gap)
+
+  @property
+  def gap(self) -> logprob_gap.Gap | None:
+    """What `describe` last compared."""
+    return self._gap
 
 
 class _Waiting(NamedTuple):
@@ -187,15 +431,15 @@ class Accumulation:
     await self._accumulate(state, self.batches)
 
   async def step(
-    self, state: train_state.TrainState, flat_count: float
+    self, state: train_state.TrainState, zero_variance_count: float
   ) -> tuple[train_state.TrainState, dict[str, float]]:
     """Returns the state after an optimizer step, and its metrics.
 
     Args:
-      flat_count: what groups that were not accumulated add to the divisor.
+      zero_variance_count: what the groups left out add to the divisor.
     """
     return await self._thread.run(
-      "update", self._programs.step, state, self._total, flat_count
+      "update", self._programs.step, state, self._total, zero_variance_count
     )
 
   async def _train(
@@ -238,255 +482,6 @@ class Accumulation:
         packed,
         state.critic,
       )
-
-
-class Training:
-  """The trainer of one mesh; see `Trainer` for who calls what when."""
-
-  def __init__(
-    self,
-    settings: Settings,
-    programs: learner.Learner,
-    thread: mesh_thread.MeshThread,
-    *,
-    estimator: advantages.Estimator,
-    objective: objective_lib.Objective,
-    reference: scoring.ReferenceProgram | None = None,
-    kept: skipped_updates.Quarantine | None = None,
-  ):
-    """Does nothing yet.
-
-    Args:
-      programs: built with the same objective.
-      reference: scores batches under the reference; None when there is none.
-      kept: gets the batches of skipped updates; None forgets them.
-    """
-    self._settings = settings
-    self._programs = programs
-    self._thread = thread
-    self._estimator = estimator
-    self._objective = objective
-    self._keep_flat = objective.regularises(has_routers=settings.has_routers)
-    self._scorer = scoring.Scorer(programs, thread, self._pack, reference)
-    self._quarantine = kept
-    self._state: train_state.TrainState | None = None
-    self._served: dict[int, Any] = {}
-    self._critic: tuple[Any, Any] | None = None
-    self._version = 0
-    self._accumulation: Accumulation | None = None
-    self._flat = _Groups()
-    self._penalties: list[Float32[np.ndarray, " _"]] = []
-    self._number = 0
-    self._skipped = 0
-    self._probe: batch.Batch | None = None
-    self._gap: logprob_gap.Gap | None = None
-
-  def restore(self, state: train_state.TrainState) -> None:
-    """Goes on from a restored or fresh state."""
-    self._state = state
-    self._served = {}
-
-  @property
-  def state(self) -> train_state.TrainState:
-    """Valid until the next update."""
-    if self._state is None:
-      raise RuntimeError("a trainer without a state; call `restore` first")
-    return self._state
-
-  @property
-  def params(self) -> Any:
-    """The newest weights."""
-    return self.state.params
-
-  async def begin_round(self, version: int) -> None:
-    """Keeps the weights of this version as long as groups may have begun so.
-
-    The critic of now says the values of all groups of the round.
-    """
-    self._version, self._number = version, 0
-    oldest = version - self._settings.max_staleness
-    self._served = {v: p for v, p in self._served.items() if v >= oldest}
-    self._served[version] = self.state.params
-    if self._estimator.needs_values:
-      self._critic = self.state.params, self.state.critic
-    self._probe = None
-
-  async def accumulate(
-    self, groups: Sequence[trajectory.Group]
-  ) -> Sequence[Used]:
-    """Adds the gradient of whole groups; says what was used of each."""
-    if self._accumulation is None:
-      self._accumulation = Accumulation(
-        self._programs, self._thread, self._pack
-      )
-    chosen = advantage_estimation.trained(
-      groups,
-      self._estimator,
-      penalised=self._objective.reward_kl is not None,
-      keep_flat=self._keep_flat,
-    )
-    self._flat = self._counted(groups, chosen)
-    members = advantage_estimation.members(groups, chosen)
-    scores = await self._scorer.score(
-      members, self.state, self._old(), self._critic
-    )
-    penalties = scoring.penalties(self._objective.reward_kl, members, scores)
-    self._penalties += penalties or []
-    found = advantage_estimation.of_groups(
-      groups,
-      chosen,
-      self._estimator,
-      penalties=penalties,
-      values=scores.values,
-    )
-    columns: dict[batch.Column, scoring.Tokens] = {
-      "advantages": found.advantages,
-      **scores.columns,
-    }
-    if found.returns is not None:
-      columns["returns"] = found.returns
-    await self._accumulation.add(self.state, members, columns)
-    # The first batch of a round is a sample as good as any.
-    self._probe = self._probe or next(iter(self._accumulation.batches), None)
-    means = advantage_estimation.by_member(chosen, found)
-    return [
-      Used(values, used)
-      for values, (used, _) in zip(means, chosen, strict=True)
-    ]
-
-  def _counted(
-    self,
-    groups: Sequence[trajectory.Group],
-    chosen: Sequence[advantage_estimation.Trained],
-  ) -> _Groups:
-    """Returns what of this update teaches nothing, these groups included.
-
-    Where the loss of flat ones is 0 whatever the weights they are not computed;
-    but they stand in the divisor, as if they had been.
-    """
-    flat, lone, divisor = self._flat
-    for group, (used, reason) in zip(groups, chosen, strict=True):
-      lone += reason == "lone"
-      flat += reason == "flat"
-      if reason == "flat" and not used.any():
-        left_out = np.flatnonzero(advantage_estimation.usable(group)).tolist()
-        sizes = [group.trajectories[i].num_sampled for i in left_out]
-        divisor += self._objective.loss.aggregate.count(sizes)
-    return _Groups(flat, lone, divisor)
-
-  def _pack(
-    self,
-    members: Sequence[trajectory.Trajectory],
-    *,
-    only_full: bool = False,
-  ) -> batch.Packed:
-    settings = self._settings
-    return batch.pack(
-      members,
-      rows=settings.rows,
-      length=settings.length,
-      version=self._version,
-      share_prompts=settings.share_prompts,
-      shards=settings.shards,
-      tail_rows=settings.tail_rows,
-      only_full=only_full,
-    )
-
-  def _old(self) -> Any | None:
-    """Returns the weights that the ratio compares with; None: the engine's."""
-    match self._settings.old_logprob:
-      case "decode":
-        return None
-      case "snapshot":
-        return self._served[self._version]
-      case "recompute":
-        return self.state.params
-
-  async def update(self) -> dict[str, float]:
-    """Takes a step an epoch; of nothing at all it takes none.
-
-    A loss or gradient that is not finite changes nothing: the update is
-    skipped with its remaining epochs, and its batches are kept.
-
-    Raises:
-      FloatingPointError: that has happened too often in a row.
-    """
-    this, self._accumulation = self._accumulation, None
-    flat, self._flat = self._flat, _Groups()
-    number, self._number = self._number, self._number + 1
-    penalties, self._penalties = self._penalties, []
-    more = {
-      "flat_groups": float(flat.flat),
-      "lone_groups": float(flat.lone),
-    }
-    if penalties and (penalty := self._objective.reward_kl) is not None:
-      mean = np.concatenate(penalties).mean(dtype=np.float64)
-      more["kl"] = float(mean) / penalty.weight
-    if this is not None:
-      await this.flush(self.state)
-    if this is None or not this.batches:
-      return dict.fromkeys(learner.METRICS, 0.0) | more
-    self._probe = self._probe or this.batches[0]
-    steps: list[dict[str, float]] = []
-    for epoch in range(self._settings.epochs):
-      if epoch:
-        await this.repeat(self.state)
-      self._state, sums = await this.step(self.state, flat.divisor)
-      steps.append(sums)
-      if sums["skipped"]:
-        await self._keep(this, number, flat.divisor, sums)
-        break
-    else:
-      self._skipped = 0
-    return _over_epochs(steps) | more | {"fill": this.fill}
-
-  async def _keep(
-    self,
-    this: Accumulation,
-    number: int,
-    flat_count: float,
-    sums: dict[str, float],
-  ) -> None:
-    """Puts a skipped update away; raises when it was one too many."""
-    self._skipped += 1
-    where = "nobody kept its batches"
-    if self._quarantine is not None:
-      directory = await self._thread.run(
-        "quarantine",
-        self._quarantine.keep,
-        self.state,
-        this.batches,
-        self._version,
-        number,
-        flat_count,
-        this.owners,
-      )
-      where = f"its batches are in {directory}"
-    if self._skipped > self._settings.max_skipped:
-      raise FloatingPointError(
-        f"round {self._version + 1}: updates in a row whose loss or gradient "
-        f"is not finite: {self._skipped}, and max_skipped="
-        f"{self._settings.max_skipped} allows no more; the last has loss "
-        f"{sums['loss']} and gradient norm {sums['grad_norm']}; {where}. "
-        "Lower optimizer.learning_rate or optimizer.max_grad_norm in a new "
-        "run, or mend the data that launch.replay names"
-      )
-
-  async def describe(self) -> dict[str, float]:
-    """Compares what the engine recorded with what its weights give."""
-    self._gap = await logprob_gap.measure(
-      self._programs,
-      self._thread,
-      self._served,
-      self._probe,
-      self._settings.probe_rows,
-    )
-    return logprob_gap.metrics(self._gap)
-
-  @property
-  def gap(self) -> logprob_gap.Gap | None:
-    """What `describe` last compared."""
-    return self._gap
 
 
 def _over_epochs(steps: Sequence[dict[str, float]]) -> dict[str, float]:

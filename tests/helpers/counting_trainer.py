@@ -75,9 +75,9 @@ class Programs(fakes.FakeLearner):
     self.batches.append(batch)
     return super().accumulate(params, total, batch, critic)
 
-  def update(self, state, total, flat_count=0.0):
-    after, sums = super().update(state, total, flat_count)
-    self.masked.append(flat_count)
+  def update(self, state, total, zero_variance_count=0.0):
+    after, sums = super().update(state, total, zero_variance_count)
+    self.masked.append(zero_variance_count)
     if not math.isfinite(self.grad_norm):
       return state, {**sums, "grad_norm": self.grad_norm, "skipped": 1.0}
     return after, {**sums, "grad_norm": self.grad_norm}

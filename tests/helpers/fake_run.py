@@ -153,7 +153,9 @@ class Run:
         seed=0,
         progress_timeout_s=self.progress_timeout_s,
         success=1.0,
-        unfit=dynamic_sampling.unfit(self.sampling, advantages.Grpo()),
+        group_filter=dynamic_sampling.group_filter(
+          self.sampling, advantages.Grpo()
+        ),
       ),
       trainer=self._training(thread, programs),
       publisher=weight_publisher.WeightPublisher(

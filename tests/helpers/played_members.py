@@ -22,7 +22,7 @@ def played(
   seen: Sequence[str] | None = None,
   penalties: ArrayLike | None = None,
   values: ArrayLike | None = None,
-) -> returns.Played:
+) -> returns.EpisodeReturnInputs:
   """Returns what an estimator sees of a member.
 
   Args:
@@ -34,7 +34,7 @@ def played(
   count = len(lengths)
   words = seen or [f"turn {i}" for i in range(count)]
   histories = ["/".join(words[: i + 1]) for i in range(count)]
-  return returns.Played(
+  return returns.EpisodeReturnInputs(
     reward=float(reward),
     turns=np.repeat(np.arange(count), lengths),
     turn_rewards=np.array([0.0] * count if earned is None else earned, "f4"),
@@ -45,7 +45,7 @@ def played(
   )
 
 
-def rewards(*values: float) -> list[returns.Played]:
+def rewards(*values: float) -> list[returns.EpisodeReturnInputs]:
   """Returns one member of one turn for each reward."""
   return [played(value) for value in values]
 
@@ -86,10 +86,9 @@ def of_group(
   group: trajectory.Group, estimator: advantages.Estimator
 ) -> tuple[Float32[np.ndarray, " G"], Bool[np.ndarray, " G"]]:
   """Returns (mean advantages, trained) of a group that is all of an update."""
-  chosen = advantage_estimation.trained([group], estimator)
-  found = advantage_estimation.of_groups([group], chosen, estimator)
-  (means,) = advantage_estimation.by_member(chosen, found)
-  return means, chosen[0].members
+  selection = advantage_estimation.select([group], estimator)
+  (means,) = selection.mean_advantages(selection.estimate())
+  return means, selection.trained[0]
 
 
 def _turn(place: int, length: int, reward: float) -> trajectory.Turn:

@@ -35,7 +35,7 @@ RETURN = loss_aggregation.Constant(length=1.0)
 def members(
   values: Float64[np.ndarray, "P T"] | None = None,
   penalties: Float64[np.ndarray, "P T"] | None = None,
-) -> list[returns_lib.Played]:
+) -> list[returns_lib.EpisodeReturnInputs]:
   """Returns every path as estimators of advantages see it.
 
   A state is what the environment shows before a turn.
@@ -47,7 +47,7 @@ def members(
     steps = np.stack([states, every.tokens[path, sampled]], 1)
     turns, firsts = np.unique(tabular.TURN[states], return_index=True)
     found.append(
-      returns_lib.Played(
+      returns_lib.EpisodeReturnInputs(
         reward=float(every.rewards[path]),
         turns=tabular.TURN[states],
         turn_rewards=every.turn_rewards[path, turns].astype(np.float32),
@@ -65,7 +65,7 @@ def members(
 def advantages_of(
   estimator: advantages_lib.Estimator,
   played: Int[np.ndarray, "N G"],
-  every: list[returns_lib.Played],
+  every: list[returns_lib.EpisodeReturnInputs],
   groups_per_update: int | None = None,
 ) -> Float64[np.ndarray, "N G T"]:
   """Returns the advantages of tokens; 0 in padding.

@@ -209,7 +209,9 @@ class Run:
         seed=self.seed,
         progress_timeout_s=self.progress_timeout_s,
         success=1.0,
-        unfit=dynamic_sampling.unfit(self.sampling, advantages.Grpo()),
+        group_filter=dynamic_sampling.group_filter(
+          self.sampling, advantages.Grpo()
+        ),
       ),
       trainer=simulated_learner.SimulatedTrainer(self.learner, self.spans),
       publisher=simulated_learner.SimulatedPublisher(

@@ -188,7 +188,7 @@ def test_equal_rewards_train_the_routers_of_a_model_with_experts_alone(
   rounds, _, log = run(experiment(model=model, reward=Alike(), rounds=1))
   ledger = token_ledger.of(log)
   assert ledger.error == 0
-  assert rounds[0]["flat_groups"] == 4
+  assert rounds[0]["zero_variance_groups"] == 4
   assert (ledger.trained > 0, ledger.masked > 0) == (is_trained, not is_trained)
   assert (rounds[0]["grad_norm"] > 0) == is_trained
 

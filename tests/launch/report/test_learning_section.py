@@ -28,20 +28,23 @@ def test_a_single_round_is_its_own_first_and_last():
 
 def test_only_what_was_recorded_is_told():
   assert learning_section.tiles([]) == []
-  rows = [{"clip_fraction": None, "flat_groups": 3.0}]
+  rows = [{"clip_fraction": None, "zero_variance_groups": 3.0}]
   assert learning_section.tiles(rows) == []
 
 
 def test_clips_flat_groups_and_skipped_updates_are_summed_up():
   rows = [
-    {"clip_fraction": 0.01, "flat_groups": 1.0, "groups": 4.0},
-    {"clip_fraction": 0.03, "flat_groups": 2.0, "groups": 4.0},
+    {"clip_fraction": 0.01, "zero_variance_groups": 1.0, "groups": 4.0},
+    {"clip_fraction": 0.03, "zero_variance_groups": 2.0, "groups": 4.0},
   ]
   rows = [row | {"skipped_updates": float(i)} for i, row in enumerate(rows)]
   found = _tiles(rows)
   assert found["Clipped"] == ("2.0%", "of the tokens; in a round at most 3.0%")
   # 3 of 8.
-  assert found["Flat groups"] == ("38%", "3 of 8 groups taught nothing")
+  assert found["Zero-variance groups"] == (
+    "38%",
+    "3 of 8 groups taught nothing",
+  )
   assert found["Skipped updates"] == ("1", "in 1 of 2 rounds")
 
 
@@ -69,10 +72,10 @@ def test_skipped_updates_are_complained_of_with_a_command(tmp_path):
 
 
 def test_rounds_that_faults_left_empty_are_complained_of(tmp_path):
-  empty = {"trained_tokens": 0.0, "faults": 8.0, "flat_groups": 0.0}
+  empty = {"trained_tokens": 0.0, "faults": 8.0, "zero_variance_groups": 0.0}
   rows = [{"round": i} | empty for i in range(1, 12)]
-  # Flat groups are no fault.
-  rows.append({"round": 12} | empty | {"flat_groups": 1.0})
+  # Zero-variance groups are no fault.
+  rows.append({"round": 12} | empty | {"zero_variance_groups": 1.0})
   (line,) = learning_section.complaints(rows, tmp_path)
   assert "in rounds 1, 2, 3, 4, 5, 6, 7, 8 and 3 more; " in line
 

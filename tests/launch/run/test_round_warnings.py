@@ -38,7 +38,7 @@ OK = (STATUS.COMPLETED,)
 
 
 def _metrics(number, **changes):
-  base = {"trained_tokens": 0.0, "flat_groups": 0.0, "groups": 1.0}
+  base = {"trained_tokens": 0.0, "zero_variance_groups": 0.0, "groups": 1.0}
   return {"round": float(number), "skipped_updates": 0.0, **base, **changes}
 
 
@@ -93,15 +93,15 @@ def test_a_few_such_rounds_in_a_row_are_hopeless(warnings):
   assert "reward_fault: Outcome returned nan" in warnings.hopeless
 
 
-def test_flat_groups_are_told_once_and_are_never_hopeless(warnings):
-  flat = {"flat_groups": 1.0}
-  first = warnings.after(_metrics(1, **flat), [_group(OK, OK, NAN)])
+def test_zero_variance_groups_are_told_once_and_are_never_hopeless(warnings):
+  equal = {"zero_variance_groups": 1.0}
+  first = warnings.after(_metrics(1, **equal), [_group(OK, OK, NAN)])
   assert first[0].startswith("round 1 trained nothing: in 1 of 1 groups all ")
   for number in range(2, 9):
-    assert warnings.after(_metrics(number, **flat), [_group(OK, OK)]) == []
+    assert warnings.after(_metrics(number, **equal), [_group(OK, OK)]) == []
   assert warnings.hopeless == ""
   warnings.after(_metrics(9, trained_tokens=8.0), [_group(OK, OK)])
-  assert warnings.after(_metrics(10, **flat), [_group(OK, OK)])
+  assert warnings.after(_metrics(10, **equal), [_group(OK, OK)])
 
 
 def test_each_skipped_update_has_the_command_that_looks_into_it(

@@ -18,15 +18,13 @@ def _group(*members, task="game/train/0"):
 
 def _update(groups, estimator):
   """Returns (mean advantages, trained) of each group of an update."""
-  chosen = advantage_estimation.trained(groups, estimator)
-  found = advantage_estimation.of_groups(groups, chosen, estimator)
-  means = advantage_estimation.by_member(chosen, found)
-  return means, [used.tolist() for used, _ in chosen]
+  selection = advantage_estimation.select(groups, estimator)
+  means = selection.mean_advantages(selection.estimate())
+  return means, [mask.tolist() for mask in selection.trained]
 
 
 def _reasons(groups, estimator, **kwargs):
-  chosen = advantage_estimation.trained(groups, estimator, **kwargs)
-  return [reason for _, reason in chosen]
+  return advantage_estimation.select(groups, estimator, **kwargs).reasons
 
 
 def test_a_faulted_member_is_in_no_mean_and_not_trained():
@@ -80,7 +78,7 @@ def test_a_member_without_reward_or_tokens_is_in_no_mean(unusable):
 )
 def test_of_a_group_with_too_few_left_nobody_is_trained(estimator, members):
   group = played.group(*members)
-  assert _reasons([group], estimator) == ["lone"]
+  assert _reasons([group], estimator) == ["singleton"]
   values, trained = played.of_group(group, estimator)
   assert not trained.any()
   assert values.tolist() == [0.0] * len(members)
@@ -89,7 +87,7 @@ def test_of_a_group_with_too_few_left_nobody_is_trained(estimator, members):
 def test_pass_at_k_needs_k_members():
   group = _group((1.0, 1), (0.0, 1), (0.0, 1))
   assert _reasons([group], advantages.PassAtK(k=3)) == [None]
-  assert _reasons([group], advantages.PassAtK(k=4)) == ["lone"]
+  assert _reasons([group], advantages.PassAtK(k=4)) == ["singleton"]
 
 
 @pytest.mark.parametrize(
@@ -110,7 +108,7 @@ def test_a_group_of_equal_rewards_is_not_trained_and_says_why(estimator):
     _group((1.0, 2), (1.0, 2), task="a"),
     _group((1.0, 2), (0.0, 2), task="b"),
   ]
-  assert _reasons(groups, estimator) == ["flat", None]
+  assert _reasons(groups, estimator) == ["zero_variance", None]
   means, trained = _update(groups, estimator)
   assert means[0].tolist() == [0.0, 0.0]
   assert trained == [[False, False], [True, True]]
@@ -126,19 +124,16 @@ def test_who_compares_no_members_trains_equal_rewards_and_single_ones(
   groups = [_group((1.0, 2), (1.0, 2)), _group((0.0, 1))]
   assert _reasons(groups, estimator) == [None, None]
   faults = played.group((FAULT, None, [3]))
-  assert _reasons([faults], estimator) == ["lone"]
+  assert _reasons([faults], estimator) == ["singleton"]
 
 
-def test_with_penalties_equal_rewards_are_not_flat():
+def test_with_penalties_equal_rewards_have_variance():
   groups = [_group((1.0, 1), (1.0, 2))]
   assert _reasons(groups, advantages.Rloo(), penalised=True) == [None]
-  chosen = advantage_estimation.trained(
+  selection = advantage_estimation.select(
     groups, advantages.Rloo(), penalised=True
   )
-  found = advantage_estimation.of_groups(
-    groups,
-    chosen,
-    advantages.Rloo(),
+  found = selection.estimate(
     penalties=[np.array([0.5], "f4"), np.array([0.25, 0.5], "f4")],
   )
   # 1 - 0.5 and 1 - 0.75.
@@ -151,14 +146,9 @@ def test_penalties_and_values_are_those_of_the_members_that_are_trained():
     _group((3.0, 1), (5.0, 1)),
   ]
   estimator = token_advantages.Gae(lambda_=1.0)
-  chosen = advantage_estimation.trained(groups, estimator)
-  assert [
-    len(t.turns) for t in advantage_estimation.members(groups, chosen)
-  ] == [2, 1, 1]
-  found = advantage_estimation.of_groups(
-    groups,
-    chosen,
-    estimator,
+  selection = advantage_estimation.select(groups, estimator)
+  assert [len(t.turns) for t in selection.members] == [2, 1, 1]
+  found = selection.estimate(
     penalties=[np.array(x, "f4") for x in ([0.5, 0.25], [0.0], [1.0])],
     values=[np.array(x, "f4") for x in ([0.25, 0.5], [1.0], [1.0])],
   )
@@ -173,11 +163,9 @@ def test_penalties_and_values_are_those_of_the_members_that_are_trained():
 
 def test_scores_for_too_few_members_are_refused():
   groups = [_group((1.0, 1), (0.0, 1))]
-  chosen = advantage_estimation.trained(groups, advantages.Rloo())
+  selection = advantage_estimation.select(groups, advantages.Rloo())
   with pytest.raises(ValueError, match="shorter"):
-    advantage_estimation.of_groups(
-      groups, chosen, advantages.Rloo(), penalties=[np.zeros(1, "f4")]
-    )
+    selection.estimate(penalties=[np.zeros(1, "f4")])
 
 
 def test_what_an_environment_gave_a_turn_is_credited_to_it():
@@ -186,9 +174,8 @@ def test_what_an_environment_gave_a_turn_is_credited_to_it():
     (OK, 1.0, [1, 2]), (OK, 1.0, [2, 1]), earned=[[1.0, 0.0], [0.0, 1.0]]
   )
   estimator = token_advantages.TurnReturns()
-  assert _reasons([plain, group], estimator) == ["flat", None]
-  chosen = advantage_estimation.trained([group], estimator)
-  found = advantage_estimation.of_groups([group], chosen, estimator)
+  assert _reasons([plain, group], estimator) == ["zero_variance", None]
+  found = advantage_estimation.select([group], estimator).estimate()
   # Both have 1 from the start on; in the second turn the second earns it.
   assert [own.tolist() for own in found.advantages] == [
     [0.0, -1.0, -1.0],
@@ -201,8 +188,7 @@ def test_turns_with_the_same_context_are_alike():
   estimator = token_advantages.StepGroups(
     normalise="mean", weight=10.0, discount=1.0
   )
-  chosen = advantage_estimation.trained([group], estimator)
-  found = advantage_estimation.of_groups([group], chosen, estimator)
+  found = advantage_estimation.select([group], estimator).estimate()
   assert [own.tolist() for own in found.advantages] == [[5.5] * 2, [-5.5] * 2]
 
 
@@ -215,8 +201,7 @@ def test_turns_are_alike_by_history_only_after_the_same_answers():
     estimator = token_advantages.StepGroups(
       alike=alike, normalise="mean", discount=1.0
     )
-    chosen = advantage_estimation.trained([group], estimator)
-    own = advantage_estimation.of_groups([group], chosen, estimator).advantages
+    own = advantage_estimation.select([group], estimator).estimate().advantages
     found[alike] = [values.tolist() for values in own]
   # Episodes +- 1/2; at the start +- 1/2 more; at turn 1 only where alike.
   assert found["observation"] == [[1.0, 1.0], [-1.0, -1.0]]
@@ -229,8 +214,7 @@ def test_turns_that_saw_the_same_after_another_context_have_no_history_alike():
   estimator = token_advantages.StepGroups(
     alike="history", normalise="mean", discount=1.0
   )
-  chosen = advantage_estimation.trained([group], estimator)
-  found = advantage_estimation.of_groups([group], chosen, estimator)
+  found = advantage_estimation.select([group], estimator).estimate()
   # Nothing is alike from the start on: episodes alone.
   assert [own.tolist() for own in found.advantages] == [[0.5] * 2, [-0.5] * 2]
 
@@ -255,8 +239,7 @@ def test_whitening_leaves_out_faults_and_groups_that_are_not_trained():
 def test_whitening_over_an_update_has_mean_zero_over_all_its_groups():
   groups = [_group((1.0, 1), (0.0, 3)), _group((4.0, 2), (0.0, 2))]
   estimator = token_advantages.ReinforcePlusPlus()
-  chosen = advantage_estimation.trained(groups, estimator)
-  found = advantage_estimation.of_groups(groups, chosen, estimator)
+  found = advantage_estimation.select(groups, estimator).estimate()
   values = np.concatenate(found.advantages)
   assert values.mean() == pytest.approx(0, abs=1e-7)
   assert values.std() == pytest.approx(1, abs=1e-6)
@@ -305,18 +288,18 @@ def test_leave_one_out_per_task_compares_groups_of_the_same_task():
   np.testing.assert_allclose(means[2], [1 / 3, -1], rtol=1e-6)
   assert trained == [[True, True]] * 3
   # Each on its own, the first would teach nothing.
-  assert _reasons(groups, advantages.Rloo()) == ["flat", None, None]
+  assert _reasons(groups, advantages.Rloo()) == ["zero_variance", None, None]
 
 
-def test_per_task_a_member_that_is_alone_in_its_group_is_not_lone():
+def test_per_task_a_member_that_is_alone_in_its_group_is_no_singleton():
   groups = [
     played.group((OK, 1.0, [1]), (FAULT, None, [1]), task="a"),
     played.group((FAULT, None, [1]), (OK, 0.0, [1]), task="a"),
     played.group((OK, 1.0, [1]), (FAULT, None, [1]), task="b"),
   ]
-  assert _reasons(groups, advantages.Rloo()) == ["lone"] * 3
+  assert _reasons(groups, advantages.Rloo()) == ["singleton"] * 3
   estimator = advantages.Rloo(others="task")
-  assert _reasons(groups, estimator) == [None, None, "lone"]
+  assert _reasons(groups, estimator) == [None, None, "singleton"]
   means, _ = _update(groups, estimator)
   assert [own.tolist() for own in means] == [[1, 0], [0, -1], [0, 0]]
 

@@ -78,17 +78,19 @@ def test_by_default_grpo_has_the_ddof_and_the_eps_of_verl():
 @pytest.mark.parametrize("reward", [0.0, 1.0, 0.1, -1e8])
 @pytest.mark.parametrize("size", [2, 3, 7])
 @pytest.mark.parametrize("estimator", COMPARING)
-def test_equal_rewards_are_flat_and_exactly_zero(estimator, size, reward):
+def test_equal_rewards_have_no_variance_and_exactly_zero(
+  estimator, size, reward
+):
   # By the formulas it would be 0 / 0 or what rounding left of it.
   group = members.rewards(*[reward] * size)
-  assert estimator.flat(group)
+  assert estimator.zero_variance(group)
   assert _values(estimator, *[reward] * size).tolist() == [0.0] * size
 
 
 @pytest.mark.parametrize("estimator", COMPARING)
-def test_rewards_that_differ_by_rounding_alone_are_flat(estimator):
-  assert estimator.flat(members.rewards(0.1 + 0.2, 0.3))
-  assert not estimator.flat(members.rewards(0.3, 0.31))
+def test_rewards_that_differ_by_rounding_alone_have_no_variance(estimator):
+  assert estimator.zero_variance(members.rewards(0.1 + 0.2, 0.3))
+  assert not estimator.zero_variance(members.rewards(0.3, 0.31))
   np.testing.assert_allclose(_values(estimator, 0.1 + 0.2, 0.3), 0, atol=2e-16)
 
 
@@ -158,7 +160,7 @@ def test_small_differences_of_large_rewards_survive():
 def test_reinforce_compares_nothing():
   estimator = advantages.Reinforce(baseline=0.25)
   assert _values(estimator, 1.0).tolist() == [0.75]
-  assert not estimator.flat(members.rewards(1.0, 1.0))
+  assert not estimator.zero_variance(members.rewards(1.0, 1.0))
   assert estimator.min_group_size == 1
 
 

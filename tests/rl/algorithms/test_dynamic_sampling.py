@@ -95,14 +95,14 @@ def test_an_estimator_that_compares_nobody_learns_from_equal_rewards():
 
 def test_the_last_attempt_is_trained_whatever_it_is_like():
   sampling = dynamic_sampling.DynamicSampling(max_refills=2)
-  unfit = dynamic_sampling.unfit(sampling, advantages.Grpo())
-  got = [unfit(_group((1.0, 2), (1.0, 2)), i) for i in range(4)]
+  why = dynamic_sampling.group_filter(sampling, advantages.Grpo())
+  got = [why(_group((1.0, 2), (1.0, 2)), i) for i in range(4)]
   assert got == ["zero_variance", "zero_variance", None, None]
 
 
 def test_without_dynamic_sampling_every_group_is_trained():
-  unfit = dynamic_sampling.unfit(None, advantages.Grpo())
-  assert unfit(_group((None, 0)), 0) is None
+  why = dynamic_sampling.group_filter(None, advantages.Grpo())
+  assert why(_group((None, 0)), 0) is None
 
 
 @pytest.mark.parametrize(

@@ -74,8 +74,8 @@ def test_the_penalty_is_in_the_reward_and_a_part_of_its_own():
 def test_the_reward_before_shaping_is_kept_exactly():
   penalty = reward_shaping.Overlong(max_tokens=20480, buffer=4096, penalty=0.3)
   episode = _episode(18000, 0.1)
-  assert reward_shaping.unshaped(episode) == 0.1
-  assert reward_shaping.unshaped(reward_shaping.apply(episode, penalty)) == 0.1
+  assert episode.graded_reward == 0.1
+  assert reward_shaping.apply(episode, penalty).graded_reward == 0.1
 
 
 def test_shaping_twice_is_shaping_once():
@@ -95,7 +95,7 @@ def test_a_fault_gets_no_reward_by_being_long():
   penalty = reward_shaping.Overlong(max_tokens=100, buffer=20)
   fault = _episode(200, None, trajectory.Status.ENV_FAULT)
   assert reward_shaping.apply(fault, penalty) is fault
-  assert reward_shaping.unshaped(fault) is None
+  assert fault.graded_reward is None
 
 
 def _says(*answers):
@@ -141,7 +141,7 @@ def test_both_penalties_are_taken_and_told_apart():
   again = -0.5 * 88 / 89
   assert got.parts["repetition"] == pytest.approx(again)
   assert got.reward == pytest.approx(1.0 - 0.5 + again)
-  assert reward_shaping.unshaped(got) == 1.0
+  assert got.graded_reward == 1.0
   assert reward_shaping.apply(episode, None) is episode
 
 

@@ -113,11 +113,13 @@ def test_whitening_nothing_gives_nothing():
 
 def test_only_the_baseline_form_compares_the_members_of_a_group():
   equal = members.rewards(1.0, 1.0)
-  assert token_advantages.ReinforcePlusPlus(baseline="group").flat(equal)
+  assert token_advantages.ReinforcePlusPlus(baseline="group").zero_variance(
+    equal
+  )
   assert (
     token_advantages.ReinforcePlusPlus(baseline="group").min_group_size == 2
   )
-  assert not token_advantages.ReinforcePlusPlus().flat(equal)
+  assert not token_advantages.ReinforcePlusPlus().zero_variance(equal)
   assert token_advantages.ReinforcePlusPlus().min_group_size == 1
 
 
@@ -136,7 +138,7 @@ def test_gae_steps_from_the_last_token_of_a_turn_to_the_first_of_the_next():
 
 def test_gae_learns_from_equal_rewards_too():
   group = [members.played(1.0, [1], values=[0.25])] * 2
-  assert not token_advantages.Gae().flat(group)
+  assert not token_advantages.Gae().zero_variance(group)
   assert _whole(token_advantages.Gae(), [group]) == [[0.75], [0.75]]
 
 
@@ -213,9 +215,9 @@ def test_step_groups_without_weight_are_grpo():
 def test_equal_rewards_are_flat_only_if_no_step_differs():
   quick = members.played(1.0, [1], seen=["start"])
   slow = members.played(1.0, [1, 1], seen=["start", "door"])
-  assert token_advantages.StepGroups().flat([quick, quick])
-  assert not token_advantages.StepGroups().flat([quick, slow])
-  assert token_advantages.StepGroups(discount=1.0).flat([quick, slow])
+  assert token_advantages.StepGroups().zero_variance([quick, quick])
+  assert not token_advantages.StepGroups().zero_variance([quick, slow])
+  assert token_advantages.StepGroups(discount=1.0).zero_variance([quick, slow])
 
 
 # Rewards of turns.
@@ -265,8 +267,8 @@ def test_turn_returns_of_one_turn_are_leave_one_out():
 def test_turns_of_one_grade_are_flat_only_if_they_earned_alike():
   equal = members.played(1.0, [1, 1], earned=[1, 0])
   late = members.played(1.0, [1, 1], earned=[0, 1])
-  assert token_advantages.TurnReturns().flat([equal, equal])
-  assert not token_advantages.TurnReturns().flat([equal, late])
+  assert token_advantages.TurnReturns().zero_variance([equal, equal])
+  assert not token_advantages.TurnReturns().zero_variance([equal, late])
 
 
 # Of all of them.

@@ -112,10 +112,10 @@ class Seen:
     """Returns the programs, which now keep what `update` is given."""
     update = programs.update
 
-    def recorded(state, total, flat_count=0.0):
+    def recorded(state, total, zero_variance_count=0.0):
       self.params.append(jax.device_get(state.params))
       self.gradients.append(jax.device_get(total))
-      return update(state, total, flat_count)
+      return update(state, total, zero_variance_count)
 
     programs.update = recorded
     return programs

@@ -67,8 +67,7 @@ def test_a_round_is_counted_over_all_members_of_its_groups():
   # Trained at version 4: the first group began at 3, the others at 4.
   assert got["staleness_mean"] == pytest.approx(1 / 3)
   assert got["staleness_max"] == 1
-  # A single reward has no variance to miss; two equal ones do.
-  assert (got["groups"], got["zero_variance_groups"]) == (3, 1)
+  assert got["groups"] == 3
   assert (got["truncated"], got["faults"], got["faults/env_fault"]) == (1, 1, 1)
   assert got["faults/reward_fault"] == got["faults/engine_fault"] == 0
 
@@ -80,8 +79,7 @@ def test_a_round_without_rewards_has_no_success_rather_than_none():
   assert math.isnan(got["reward_mean"])
   # No token: as old as its admission.
   assert got["staleness_max"] == 1
-  # A group of nothing but faults has no variance to speak of.
-  assert (got["faults"], got["zero_variance_groups"]) == (1, 0)
+  assert got["faults"] == 1
 
 
 def test_what_was_cut_off_on_purpose_is_no_fault():

@@ -31,9 +31,9 @@ class Programs(fakes.FakeLearner):
     self.batches.append(batch)
     return super().accumulate(params, total, batch, critic)
 
-  def update(self, state, total, flat_count=0.0):
-    self.counts.append(flat_count)
-    return super().update(state, total, flat_count)
+  def update(self, state, total, zero_variance_count=0.0):
+    self.counts.append(zero_variance_count)
+    return super().update(state, total, zero_variance_count)
 
 
 def run(scenario, *, share_prompts=False, tail_rows=None):

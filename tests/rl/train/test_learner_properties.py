@@ -356,18 +356,18 @@ def assert_same_steps(steps: Any, expected: Any) -> None:
 
 @pytest.mark.parametrize("aggregate", packed_rows.AGGREGATES, ids=repr)
 def test_groups_that_come_one_by_one_are_an_update_of_all_at_once(aggregate):
-  """And what flat ones would have added is what leaving them out does."""
+  """Zero-variance groups add to the divisor alone, computed or left out."""
   plain = presets.Grpo(loss=losses.ClippedSurrogate(aggregate=aggregate))
-  # Next to nothing, but then flat groups are computed as well.
+  # Next to nothing, but then zero-variance groups are computed as well.
   whole = dataclasses.replace(plain, entropy_bonus=1e-30)
   computed, all_of = trained(DENSE, whole, at_once=6)
   left_out, some = trained(DENSE, plain, at_once=1)
-  assert all_of["flat_groups"] == some["flat_groups"] == 2
+  assert all_of["zero_variance_groups"] == some["zero_variance_groups"] == 2
   assert some["tokens"] < all_of["tokens"]
   assert_same_steps(left_out, computed)
 
 
-def test_a_router_is_balanced_over_all_tokens_those_of_flat_groups_too():
+def test_a_router_is_balanced_over_tokens_of_zero_variance_groups_too():
   balanced = presets.Grpo(balance_weight=1.0, z_weight=0.1)
   computed = dataclasses.replace(balanced, entropy_bonus=1e-30)
   # One micro-batch holds them all, for balance is not linear over several.
@@ -375,6 +375,6 @@ def test_a_router_is_balanced_over_all_tokens_those_of_flat_groups_too():
     trained(CONFIG, algorithm, at_once=6, shape=(16, None))
     for algorithm in (balanced, computed)
   )
-  assert sums["flat_groups"] == 2
+  assert sums["zero_variance_groups"] == 2
   assert sums["tokens"] == all_of["tokens"]
   assert_same_steps(steps, expected)

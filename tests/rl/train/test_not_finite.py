@@ -187,8 +187,8 @@ class Skipping(fakes.FakeLearner):
     super().__init__()
     self.bad, self.taken = bad, 0
 
-  def update(self, state, total, flat_count=0.0):
-    after, sums = super().update(state, total, flat_count)
+  def update(self, state, total, zero_variance_count=0.0):
+    after, sums = super().update(state, total, zero_variance_count)
     bad = self.taken % 2 in self.bad
     self.taken += 1
     return (state, {**sums, "skipped": 1.0}) if bad else (after, sums)

@@ -63,7 +63,11 @@ def test_every_column_comes_back_bit_by_bit(tmp_path, programs, state, packed):
   path = kept.keep(state, batches, 11, 3, 2.5, whose)
   assert path == tmp_path / "round_000012_update_3"
   found = skipped_updates.read(path, programs.abstract)
-  assert (found.version, found.number, found.flat_count) == (11, 3, 2.5)
+  assert (found.version, found.number, found.zero_variance_count) == (
+    11,
+    3,
+    2.5,
+  )
   # Version 11 is what round 12 trains.
   assert (found.round, found.owners) == (12, whose)
   assert jax.tree.structure(found.batches) == jax.tree.structure(batches)

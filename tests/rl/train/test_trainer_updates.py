@@ -95,10 +95,10 @@ class Later(Programs):
 
   steps = 0
 
-  def update(self, state, total, flat_count=0.0):
+  def update(self, state, total, zero_variance_count=0.0):
     self.steps += 1
     self.grad_norm = 1.0 if self.steps % 2 else math.nan
-    return super().update(state, total, flat_count)
+    return super().update(state, total, zero_variance_count)
 
 
 def test_a_later_epoch_that_is_not_finite_ends_an_update_that_counts():
@@ -158,7 +158,7 @@ def test_a_group_that_teaches_nothing_is_masked_and_stays_in_the_divisor():
 
   used, sums = trained(scenario, programs)
   assert [one.trained.any() for one in used] == [True, False, False]
-  assert (sums["flat_groups"], sums["lone_groups"]) == (1, 1)
+  assert (sums["zero_variance_groups"], sums["singleton_groups"]) == (1, 1)
   # Two trajectories; those of a fault, or alone, are nowhere.
   assert programs.masked == [2.0]
   assert sum(packed.sampled.sum() for packed in programs.batches) == 4
@@ -174,7 +174,7 @@ def test_groups_that_are_not_computed_stay_in_the_divisor_of_every_epoch():
       await trainer.update()
 
   trained(scenario, programs, epochs=3)
-  # Two trajectories of a flat group, and in the next update no more.
+  # Two trajectories of a zero-variance group, and no more in the next update.
   assert programs.masked == [2.0] * 6
 
 
@@ -191,7 +191,7 @@ def test_a_group_without_an_advantage_is_trained_where_entropy_counts():
   )
   assert used.trained.all()
   assert not used.advantages.any()
-  assert (sums["flat_groups"], programs.masked) == (1, [0.0])
+  assert (sums["zero_variance_groups"], programs.masked) == (1, [0.0])
 
 
 @pytest.mark.parametrize("weight", ["balance_weight", "z_weight"])
