@@ -87,7 +87,7 @@ class Selection:
 
   groups: Sequence[trajectory.Group]
   estimator: advantages.Estimator
-  trained: Sequence[Bool[np.ndarray, " G"]]
+  trained: Sequence[Bool[np.ndarray, " _"]]
   reasons: Sequence[Untrained | None]
   pools: Sequence[Sequence[int]]
 
