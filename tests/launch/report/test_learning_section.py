@@ -32,7 +32,7 @@ def test_only_what_was_recorded_is_told():
   assert learning_section.tiles(rows) == []
 
 
-def test_clips_flat_groups_and_skipped_updates_are_summed_up():
+def test_clips_zero_variance_groups_and_skipped_updates_are_summed_up():
   rows = [
     {"clip_fraction": 0.01, "zero_variance_groups": 1.0, "groups": 4.0},
     {"clip_fraction": 0.03, "zero_variance_groups": 2.0, "groups": 4.0},
