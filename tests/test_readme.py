@@ -52,6 +52,7 @@ def test_every_command_of_the_readme_is_one_that_is_run():
   assert all(re.match(r"make |python -m |    --", line) for line in lines)
 
 
+@pytest.mark.process
 def test_the_commands_of_the_readme_work(tmp_path):
   for command in COMMANDS:
     if command[0] != "python":
@@ -75,6 +76,27 @@ def test_the_commands_of_the_readme_work(tmp_path):
       check=False,
     )
     assert result.returncode == 0, (command, result.stderr)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("config", ["next_letter", "guess_number_own"])
+def test_the_configs_that_the_readme_quotes_train(config, tmp_path):
+  result = subprocess.run(
+    [
+      sys.executable,
+      *("-m", "launch.train", f"--config=configs/{config}.py"),
+      f"--workdir={tmp_path}",
+      *SMALL,
+    ],
+    cwd=ROOT,
+    capture_output=True,
+    text=True,
+    timeout=240,
+    stdin=subprocess.DEVNULL,
+    check=False,
+  )
+  assert result.returncode == 0, result.stderr
+  assert (tmp_path / "report.html").exists()
 
 
 def _serves(arguments, tmp_path):
