@@ -68,8 +68,7 @@ interop: .venv/ready .venv-interop/ready
 # A missing engine fails here, where the suite would otherwise skip it.
 sglang: .venv-sglang/ready
 	@TWINMESH_ENGINES=sglang .venv-sglang/bin/python -m pytest \
-	  tests/rl/engine/test_contract.py tests/rl/engine/test_contract_updates.py \
-	  tests/rl/engine/sglang $(ARGS)
+	  tests/rl/engine/test_contract.py tests/rl/engine/sglang $(ARGS)
 
 lock: .venv/ready
 	@$(python) -m pip install --quiet --disable-pip-version-check uv

@@ -198,6 +198,29 @@ class Served:
       assert not queue.biases._users.total()
 
 
+def mixture(served: Served, count: int) -> list[contract.DecodeRequest]:
+  """Returns requests with seeds, temperatures and filters of all kinds."""
+  rng = np.random.default_rng(0)
+  bias = np.where(np.arange(24) % 5 == 0, -np.inf, 0).astype(np.float32)
+  kinds: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.5, "top_k": 5},
+    {"top_p": 0.8},
+    {"temperature": 2.0, "min_p": 0.05},
+    {"bias": bias},
+    {"temperature": 0.0},
+    {"top_k": 9, "top_p": 0.9, "min_p": 0.01, "bias": bias},
+  ]
+  return [
+    served.request(
+      rng.integers(24, size=rng.integers(1, 18)).tolist(),
+      int(rng.integers(2, 14)),
+      **{"temperature": 1.0, "seed": seed - 4, **kinds[seed % len(kinds)]},
+    )
+    for seed in range(count)
+  ]
+
+
 @contextlib.contextmanager
 def serve(
   data: int = 1,

@@ -1,7 +1,6 @@
 """Fixtures over a tiny engine that really decodes."""
 
 import dataclasses
-import functools
 
 import pytest
 
@@ -98,7 +97,15 @@ def meshed(request):
 
 
 @pytest.fixture
+def exact():
+  """In float32, with one shape of new context."""
+  with tiny.serve(row_buckets=(4,), chunk_buckets=(4,)) as served:
+    yield served
+
+
+@pytest.fixture
 def bfloat16():
+  """As `exact`, in bfloat16."""
   compute = config_lib.Compute(dtype="bfloat16")
   config = dataclasses.replace(tiny.CONFIG, compute=compute)
   with tiny.serve(
@@ -107,15 +114,8 @@ def bfloat16():
     yield served
 
 
-@pytest.fixture
-def serving():
-  """Starts an engine of its own, of the model without experts."""
-  return functools.partial(tiny.serve, config=tiny.DENSE)
-
-
-@pytest.fixture
-def flying():
-  """For one test alone: nothing came before, so two dispatches queue up."""
+@pytest.fixture(scope="module")
+def _queueing():
   with tiny.serve(
     config=tiny.DENSE,
     row_buckets=(4,),
@@ -123,6 +123,14 @@ def flying():
     batching_delay_s=0.0,
   ) as served:
     yield served
+
+
+@pytest.fixture
+def queueing(_queueing):
+  """As `served`, and two dispatches queue up: all rows are seen to go on."""
+  _queueing.engine._scheduler._survival = 1.0
+  yield _queueing
+  _queueing.check()
 
 
 @pytest.fixture

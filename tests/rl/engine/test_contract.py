@@ -1,14 +1,18 @@
-"""What every engine must do, whichever it is: sampling, and ends."""
+"""The contract of decode engines, which every installed engine must keep.
+
+Sampling, ends of requests, new weights; every test runs on each engine.
+"""
 
 import asyncio
-import contextlib
 import dataclasses
 import math
 
 import numpy as np
 import pytest
 
+from rl.data import trajectory
 from rl.engine import contract
+from rl.runtime import checksum
 from tests.helpers import engines_under_test
 from tests.helpers.engines_under_test import CLOSE, LONG, check_shape
 
@@ -148,15 +152,19 @@ def test_a_conversation_may_be_as_long_as_the_model_allows(served):
   check_shape(done, 1)
   done = served.run(served.answer([1], longest - 1))
   check_shape(done, longest - 1)
+  assert done.tokens.tolist() == served.greedy([1], longest - 1)
 
 
 def test_deltas_add_up_to_the_completion(served):
   async def scenario():
-    request = served.request([4, 5], LONG, temperature=1.0)
-    return [delta async for delta in served.engine.stream(request)]
+    request = served.request([4, 5], LONG, temperature=1.0, seed=3)
+    deltas = [delta async for delta in served.engine.stream(request)]
+    again = await served.answer([4, 5], LONG, temperature=1.0, seed=3)
+    return deltas, again
 
-  deltas = served.run(scenario())
+  deltas, again = served.run(scenario())
   done = deltas[-1].completion
+  assert done.tokens.tolist() == again.tokens.tolist()
   assert [delta.completion for delta in deltas[:-1]] == [None] * (
     len(deltas) - 1
   )
@@ -311,6 +319,7 @@ def test_aborting_all_ends_all(served):
     await served.begun(4)
     served.engine.abort(None)
     ended = await asyncio.gather(*tasks)
+    served.engine.abort(None)
     return ended, await served.answer([1, 2], 5)
 
   ended, after = served.run(scenario())
@@ -325,51 +334,111 @@ def test_cancelling_aborts(served):
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
       await task
-    stream = served.engine.stream(served.request([3, 2], LONG))
+    request = served.request([3, 2], 20)
+    stream = served.engine.stream(request)
     await anext(stream)
     await stream.aclose()
-    return served.engine.stats(), await served.answer([2], 3)
+    with pytest.raises(StopAsyncIteration):
+      await anext(stream)
+    # Its name is free again.
+    return served.engine.stats(), await served.engine.generate(request)
 
   stats, after = served.run(scenario())
   assert stats.running == stats.waiting == 0
-  assert after.tokens.tolist() == served.greedy([2], 3)
+  assert after.tokens.tolist() == served.greedy([3, 2], 20)
+
+
+ABLE = contract.Capabilities(
+  in_flight=frozenset(),
+  max_length=32,
+  vocab_size=24,
+  max_stop_ids=4,
+  seeds=True,
+  bias=True,
+  experts=False,
+)
 
 
 @pytest.mark.parametrize(
-  "changes",
+  ("changes", "message"),
   [
-    {"tokens": np.zeros(0, np.int32)},
-    {"tokens": np.zeros(90, np.int32)},
-    {"tokens": np.asarray([24], np.int32)},
-    {"tokens": np.asarray([-1], np.int32)},
-    {"max_tokens": 0},
-    {"temperature": math.nan},
-    {"temperature": -1.0},
-    {"top_p": 0.0},
-    {"top_k": -1},
-    {"stop_ids": (24,)},
-    {"request_id": "first"},
+    ({"tokens": np.zeros(0, np.int32)}, "no tokens; send at least one"),
+    ({"tokens": np.array([1, 24], np.int32)}, r"outside \[0, 24\)"),
+    ({"tokens": np.array([-1], np.int32)}, r"outside \[0, 24\)"),
+    ({"tokens": np.array([1])}, r"tokens must be int32\[N\]"),
+    # 30 + 3 = 33 is one more than max_length.
+    ({"tokens": np.ones(30, np.int32)}, "do not fit model.max_length=32"),
+    ({"max_tokens": 0}, "max_tokens=0 is below 1"),
+    ({"max_tokens": 1.5}, "must be integers, not 1.5"),
+    ({"temperature": math.nan}, "temperature=nan must be 0 or in"),
+    ({"temperature": -1.0}, "temperature=-1.0 must be 0 or in"),
+    ({"temperature": math.inf}, "temperature=inf must be 0 or in"),
+    ({"temperature": 1e-40}, "temperature=1e-40 must be 0 or in"),
+    ({"temperature": "hot"}, "must be numbers, not 'hot'"),
+    ({"top_k": -1}, "top_k=-1"),
+    ({"top_p": 0.0}, "top_p=0.0"),
+    ({"min_p": math.nan}, "min_p=nan"),
+    ({"stop_ids": (1, 2, 3, 4, 5)}, "5 stop ids, at most 4"),
+    ({"stop_ids": (24,)}, r"stop_ids=\(24,\) must be in \[0, 24\)"),
+    ({"seed": 2**31}, "seed=2147483648 needs more than 32 bits"),
+    ({"bias": np.zeros(23, np.float32)}, "use one value for each of 24 ids"),
+    ({"bias": np.zeros(24)}, r"bias must be float32\[V\]"),
+    ({"bias": np.full(24, -np.inf, np.float32)}, "forbids every id"),
+    ({"bias": np.full(24, np.nan, np.float32)}, r"at most 1e\+06, or -inf"),
+    ({"experts": True}, "experts are not recorded"),
   ],
   ids=str,
 )
-def test_what_cannot_be_served_is_refused_and_others_go_on(served, changes):
+def test_a_request_beyond_the_capabilities_is_refused(changes, message):
+  request = contract.DecodeRequest(
+    request_id="one",
+    session="one",
+    tokens=np.array([1, 2], np.int32),
+    max_tokens=3,
+  )
+  contract.check_request(request, ABLE)
+  with pytest.raises(ValueError, match=f"request one: .*{message}"):
+    contract.check_request(dataclasses.replace(request, **changes), ABLE)
+
+
+def test_seed_and_bias_are_refused_where_the_engine_has_none():
+  request = contract.DecodeRequest(
+    request_id="one",
+    session="one",
+    tokens=np.array([1, 2], np.int32),
+    max_tokens=3,
+  )
+  able = dataclasses.replace(ABLE, seeds=False, bias=False)
+  contract.check_request(request, able)
+  for changes in ({"seed": 1}, {"bias": np.zeros(24, np.float32)}):
+    with pytest.raises(ValueError, match="this engine"):
+      contract.check_request(dataclasses.replace(request, **changes), able)
+
+
+def test_a_refused_request_fails_alone(served):
+  refused = [{"max_tokens": 0}, {"stop_ids": (24,)}, {"request_id": "first"}]
+
   async def scenario():
     _, first = served.begin([1, 2], 12, request_id="first")
     await asyncio.sleep(0)
-    bad = dataclasses.replace(served.request([1], 10), **changes)
-    with pytest.raises(ValueError, match="request"):
-      await served.engine.generate(bad)
-    with pytest.raises(ValueError, match="request"):
-      await anext(served.engine.stream(bad))
+    for changes in refused:
+      bad = dataclasses.replace(served.request([1], 10), **changes)
+      with pytest.raises(ValueError, match="request"):
+        await served.engine.generate(bad)
+      with pytest.raises(ValueError, match="request"):
+        await anext(served.engine.stream(bad))
     return await first
 
   done = served.run(scenario())
   assert done.tokens.tolist() == served.greedy([1, 2], 12)
 
 
-def test_aborting_what_is_not_there_is_refused(served):
-  with pytest.raises(ValueError, match="no one"):
-    served.engine.abort("no one")
+def test_aborting_what_is_not_in_flight_is_refused(served):
+  ended = served.request([9], 1)
+  served.run(served.engine.generate(ended))
+  for name in ("no one", ended.request_id):
+    with pytest.raises(ValueError, match=f"{name} is not in flight"):
+      served.engine.abort(name)
 
 
 def test_a_flushed_cache_remembers_nothing(served):
@@ -386,15 +455,230 @@ def test_a_flushed_cache_remembers_nothing(served):
   assert forgotten.tokens.tolist() == known.tokens.tolist()
 
 
-def test_closing_ends_what_is_in_flight(breakable):
+async def _updated(served, in_flight):
+  """Publishes while four answers are sampled and three requests wait."""
+  tasks = [served.begin([i, 2, 3], LONG)[1] for i in range(7)]
+  await served.begun(8)
+  await served.engine.pause()  # Lest an answer ends before the update.
+  old = served.version
+  new = await served.publish(in_flight)
+  served.engine.resume()
+  return await asyncio.gather(*tasks), old, new
+
+
+def cut_of(done, old, new):
+  """Asserts that old versions come before new ones; returns their number."""
+  cut = int((done.versions == old).sum())
+  assert 0 < cut < LONG
+  assert done.versions.tolist() == [old] * cut + [new] * (LONG - cut)
+  return cut
+
+
+def test_recomputed_answers_go_on_under_the_new_weights(served):
+  (done, *_), old, new = served.run(_updated(served, "recompute"))
+  check_shape(done, LONG)
+  cut, tokens = cut_of(done, old, new), done.tokens.tolist()
+  so_far = [0, 2, 3, *tokens[:cut]]
+  assert tokens[:cut] == served.greedy([0, 2, 3], cut, old)
+  assert tokens[cut:] == served.greedy(so_far, LONG - cut, new)
+  expected = served.logprobs(so_far, tokens[cut:], 0.0)
+  np.testing.assert_allclose(done.logprobs[cut:], expected, atol=CLOSE)
+  assert done.oldest_kv in (new, -1)
+
+
+def test_weights_may_come_while_others_are_decoded(served):
+  starts = [[i, 2 * i, 5] for i in range(6)]
+
+  async def scenario():
+    tasks = [served.begin(prompt, LONG)[1] for prompt in starts]
+    for _ in range(3):
+      await served.begun(8)
+      await served.publish("recompute")
+    return await asyncio.gather(*tasks)
+
+  versions = set()
+  for prompt, done in zip(starts, served.run(scenario()), strict=True):
+    check_shape(done, LONG)
+    tokens = done.tokens.tolist()
+    for version, start, end in done.spans:
+      so_far = [*prompt, *tokens[:start]]
+      expected = served.greedy(so_far, end - start, version)
+      assert tokens[start:end] == expected
+      versions.add(version)
+  assert len(versions) > 1
+
+
+def test_a_drain_ends_running_answers_and_keeps_the_queue(served):
+  answers, old, new = served.run(_updated(served, "drain"))
+  versions = [set(done.versions.tolist()) for done in answers]
+  assert versions == [{old}] * 4 + [{new}] * 3
+  for i, done in enumerate(answers):
+    (version,) = versions[i]
+    assert done.tokens.tolist() == served.greedy([i, 2, 3], LONG, version)
+  after = served.run(served.answer([0, 2, 3], 9))
+  assert after.tokens.tolist() == served.greedy([0, 2, 3], 9)
+  assert after.cached_tokens == 0
+  assert after.oldest_kv == new
+
+
+def test_aborted_answers_keep_their_tokens_and_the_queue_goes_on(served):
+  answers, old, new = served.run(_updated(served, "abort"))
+  assert [done.stop for done in answers] == ["abort"] * 4 + ["length"] * 3
+  for i, done in enumerate(answers):
+    version = old if i < 4 else new
+    assert set(done.versions.tolist()) <= {version}
+    expected = served.greedy([i, 2, 3], len(done.tokens), version)
+    assert done.tokens.tolist() == expected
+  assert all(len(done.tokens) < LONG for done in answers[:4])
+  assert any(len(done.tokens) for done in answers[:4])
+
+
+def test_kept_keys_and_values_show_in_versions(served):
+  (done, *_), old, new = served.run(_updated(served, "keep_kv"))
+  check_shape(done, LONG)
+  cut, tokens = cut_of(done, old, new), done.tokens.tolist()
+  # sglang-jax does not always know.
+  assert done.oldest_kv in ([old] if served.name == "built_in" else [old, -1])
+  assert [version for version, _, _ in done.spans] == [old, new]
+  assert tokens[:cut] == served.greedy([0, 2, 3], cut, old)
+  # What was kept matters: these are not the log-probabilities of either.
+  expected = served.logprobs([0, 2, 3, *tokens[:cut]], tokens[cut:], 0.0)
+  assert abs(done.logprobs[cut:] - expected).max() > 10 * CLOSE
+  # A prefix may be from before, but not in secret.
+  after = served.run(served.answer([0, 2, 3], 9))
+  if after.oldest_kv == new:
+    assert after.tokens.tolist() == served.greedy([0, 2, 3], 9)
+  else:
+    assert after.cached_tokens > 0
+  # The next recomputation leaves nothing old.
+  newest = served.run(served.publish("recompute"))
+  after = served.run(served.answer([0, 2, 3], 9))
+  assert (after.cached_tokens, after.oldest_kv) == (0, newest)
+  assert after.tokens.tolist() == served.greedy([0, 2, 3], 9)
+
+
+def test_wrong_weights_are_refused_and_the_old_ones_serve(served):
+  version = trajectory.PolicyVersion(served.version + 1)
+  good = served.placed(version)
+  missing = {name: leaf for name, leaf in good.items() if name != "embed"}
+  misshaped = good | {"final_norm": good["final_norm"][:-1]}
+  old = trajectory.PolicyVersion(served.version)
+  cases = [
+    (old, good, "recompute", f"version {old} is not above the served {old}"),
+    (version, missing, "recompute", "embed"),
+    (version, misshaped, "drain", "final_norm"),
+    (version, good, "never", "in_flight"),
+  ]
+  for new, params, in_flight, words in cases:
+    with pytest.raises(ValueError, match=words):
+      served.run(served.engine.update_weights(new, params, in_flight))
+  assert served.version == version - 1
+  done = served.run(served.answer([1, 2], 6))
+  assert done.tokens.tolist() == served.greedy([1, 2], 6)
+
+
+def test_a_cancelled_update_leaves_the_old_weights(served):
+  async def scenario():
+    _, running = served.begin([1, 2, 3], LONG)
+    await served.begun(3)
+    update = asyncio.create_task(served.publish("drain"))
+    await served.begun(3)
+    update.cancel()
+    with pytest.raises(asyncio.CancelledError):
+      await update
+    return await running, await served.answer([3], 4)
+
+  version = served.version
+  done, after = served.run(scenario())
+  assert served.version == version
+  assert done.tokens.tolist() == served.greedy([1, 2, 3], LONG)
+  assert after.tokens.tolist() == served.greedy([3], 4)
+
+
+def test_the_checksum_is_that_of_the_weights(served):
+  version, number = served.run(served.engine.checksum())
+  assert (version, number) == (
+    served.version,
+    checksum.of(engines_under_test.weights(version % 5)),
+  )
+
+
+@pytest.mark.parametrize(
+  "in_flight", ["drain", "abort", "recompute", "keep_kv"]
+)
+def test_a_paused_engine_takes_weights_and_stays_paused(served, in_flight):
+  async def scenario():
+    _, task = served.begin([2, 3, 4], LONG)
+    await served.begun(5)
+    await served.engine.pause()
+    _, late = served.begin([5], 5)
+    new = await served.publish(in_flight)
+    before = served.engine.stats().sampled_tokens
+    await asyncio.sleep(0.1)
+    held = served.engine.stats().sampled_tokens - before
+    waits = not late.done()
+    served.engine.resume()
+    ended = await task, await late, new, held, waits
+    await served.engine.flush_cache()
+    return ended
+
+  done, late, new, held, waits = served.run(scenario())
+  assert held == 0
+  assert waits
+  assert done.stop == ("abort" if in_flight == "abort" else "length")
+  check_shape(done, len(done.tokens))
+  assert set(late.versions.tolist()) == {new}
+  assert late.tokens.tolist() == served.greedy([5], 5)
+
+
+def test_a_pause_holds_everything_until_the_resume(served):
+  async def scenario():
+    _, task = served.begin([6, 7], LONG)
+    await served.begun(5)
+    await served.engine.pause()
+    before = served.engine.stats().sampled_tokens
+    _, late = served.begin([8], 5)
+    await asyncio.sleep(0.1)
+    held = served.engine.stats().sampled_tokens - before
+    assert served.engine.stats().waiting == 1
+    served.engine.resume()
+    return held, await task, await late
+
+  held, done, late = served.run(scenario())
+  assert held == 0
+  assert done.tokens.tolist() == served.greedy([6, 7], LONG)
+  assert late.tokens.tolist() == served.greedy([8], 5)
+
+
+def test_an_abort_while_paused_answers_at_once(served):
+  async def scenario():
+    request, task = served.begin([3], LONG)
+    await served.begun(1)
+    await served.engine.pause()
+    served.engine.abort(request.request_id)
+    done = await task
+    served.engine.resume()
+    return done
+
+  done = served.run(scenario())
+  assert done.stop == "abort"
+  assert 0 < len(done.tokens) < LONG
+
+
+def test_closing_ends_what_is_in_flight_and_refuses_what_follows(breakable):
   async def scenario():
     tasks = [breakable.begin([i], LONG)[1] for i in range(6)]
     await breakable.begun(3)
     await breakable.engine.close()
-    ended = await asyncio.gather(*tasks, return_exceptions=True)
-    with contextlib.suppress(contract.EngineClosed):
-      ended.append(await breakable.answer([1], 1))
-    return ended
+    later = (
+      breakable.answer([1], 1),
+      breakable.engine.pause(),
+      breakable.engine.checksum(),
+      breakable.engine.flush_cache(),
+      breakable.engine.update_weights(1, breakable.placed(1)),
+    )
+    return await asyncio.gather(*tasks, *later, return_exceptions=True)
 
   ended = breakable.run(scenario())
-  assert [type(one) for one in ended] == [contract.EngineClosed] * 6
+  assert [type(one) for one in ended] == [contract.EngineClosed] * 11
+  breakable.run(breakable.engine.close())

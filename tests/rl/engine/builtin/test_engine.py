@@ -1,11 +1,17 @@
-"""Requests of the built-in engine: what is shared, waited for and refused."""
+"""The built-in engine: what is shared, waited for, swapped and given back."""
 
 import asyncio
 import dataclasses
 import functools
 
+import jax
 import numpy as np
 import pytest
+
+from rl.engine import contract
+from rl.engine.builtin import settings as engine_settings
+from rl.runtime import mesh_thread, trace
+from tests.helpers import engine_load, tiny_engine
 
 
 def some_ids(rng, low, high):
@@ -14,6 +20,9 @@ def some_ids(rng, low, high):
 
 def prefilled(served):
   return served.engine.stats().prefilled_tokens
+
+
+# Prefixes, pages and rows.
 
 
 def test_a_later_turn_feeds_only_what_is_new(served):
@@ -78,13 +87,6 @@ def test_requests_of_one_session_may_overlap(served):
   served.run(scenario())
 
 
-def test_a_conversation_may_fill_the_whole_length(served):
-  ids = some_ids(np.random.default_rng(1), 20, 21)
-  answer = served.run(served.answer(ids, 12))
-  assert served.is_greedy(ids, answer.tokens)
-  assert (len(answer.tokens), answer.stop) == (12, "length")
-
-
 def test_more_sessions_than_slots_are_served_by_priority(served):
   order = []
 
@@ -101,7 +103,7 @@ def test_more_sessions_than_slots_are_served_by_priority(served):
   assert waves == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
 
 
-def test_least_recently_used_beginnings_make_room(dense):
+def test_least_recently_used_prefixes_make_room(dense):
   # 24 pages of 4 positions: of these conversations three.
   rng = np.random.default_rng(4)
   first, *others = [some_ids(rng, 31, 32) for _ in range(5)]
@@ -124,6 +126,31 @@ def test_least_recently_used_beginnings_make_room(dense):
   dense.run(dense.engine.flush_cache())
   stats = dense.engine.stats()
   assert stats.free_pages == stats.pages == 24
+
+
+@pytest.mark.parametrize("mode", ["recompute", "keep_kv"])
+def test_a_group_that_fills_all_pages_outlives_new_weights(pressed, mode):
+  prompt = some_ids(np.random.default_rng(8), 15, 16)
+
+  async def scenario():
+    # 3 of 10 pages are shared, and each needs 5 of its own.
+    begun = [
+      pressed.begin(prompt, 17, temperature=1.0, seed=seed) for seed in range(4)
+    ]
+    for _ in range(3):
+      await pressed.begun(6)
+      await pressed.publish(mode)
+      pressed.check()
+    for _, task in begun:
+      answer = await task
+      assert (answer.stop, len(answer.tokens)) == ("length", 17)
+
+  before = pressed.engine.stats()
+  pressed.run(scenario())
+  assert pressed.engine.stats().preemptions > before.preemptions
+
+
+# Sampling.
 
 
 def test_sampling_ends_behind_a_stop_id_and_at_the_limit(served):
@@ -159,7 +186,7 @@ def test_a_bias_forbids_and_more_of_them_than_rows_wait(served):
   served.run(scenario())
 
 
-def test_filters_leave_the_most_probable_alone_if_they_say_so(served):
+def test_the_strictest_filters_leave_the_most_probable_id(served):
   async def scenario():
     for filters in ({"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}):
       answer = await served.answer([3, 1], 8, temperature=2.0, **filters)
@@ -168,45 +195,69 @@ def test_filters_leave_the_most_probable_alone_if_they_say_so(served):
   served.run(scenario())
 
 
-def test_abort_ends_running_and_waiting_requests_and_no_other(served):
+async def sampled(served, requests, order=None, gap_s=0.0):
+  """The answers to requests that arrive in an order; order of the requests."""
+  tasks = {}
+  for at in range(len(requests)) if order is None else order:
+    own = dataclasses.replace(requests[at], request_id=served.name())
+    tasks[at] = asyncio.create_task(served.engine.generate(own))
+    await asyncio.sleep(gap_s)
+  return [await tasks[at] for at in range(len(requests))]
+
+
+def test_the_same_seeds_give_the_same_tokens_under_any_schedule(
+  served, pressed
+):
+  while (pressed.version - served.version) % 5:
+    pressed.run(pressed.publish("recompute"))
+  requests = tiny_engine.mixture(served, 21)
+  first = served.run(sampled(served, requests))
+  alone = [served.run(sampled(served, [one]))[0] for one in requests[::5]]
+  order = np.random.default_rng(5).permutation(21).tolist()
+  slow = served.run(sampled(served, requests, order, gap_s=0.002))
+  # Other rows, chunks and steps of a dispatch; and pages run out.
+  before = pressed.engine.stats().preemptions
+  other = pressed.run(sampled(pressed, requests, order[::-1]))
+  assert pressed.engine.stats().preemptions > before
+  for answers, expected in (
+    (alone, first[::5]),
+    (slow, first),
+    (other, first),
+  ):
+    for answer, same in zip(answers, expected, strict=True):
+      assert answer.tokens.tolist() == same.tokens.tolist()
+      np.testing.assert_allclose(answer.logprobs, same.logprobs, atol=1e-4)
+
+
+def test_abort_leaves_the_tokens_of_all_others_as_they_were(served):
+  requests = tiny_engine.mixture(served, 14)
+  expected = served.run(sampled(served, requests))
+
+  async def disturb(seed):
+    rng = np.random.default_rng(seed)
+    for _ in range(12):
+      request, task = served.begin(some_ids(rng, 1, 18), 14, priority=(-1,))
+      await asyncio.sleep(rng.choice([0, 0.001, 0.004]))
+      if not task.done():
+        served.engine.abort(request.request_id)
+      await task
+
+  async def both():
+    disturbing = [asyncio.create_task(disturb(seed)) for seed in range(3)]
+    answers = await sampled(served, requests)
+    await asyncio.gather(*disturbing)
+    return answers
+
+  for answer, same in zip(served.run(both()), expected, strict=True):
+    assert answer.tokens.tolist() == same.tokens.tolist()
+
+
+# Aborts and cancellation.
+
+
+def test_an_abort_of_all_requests_before_a_dispatch_is_harmless(served):
   async def scenario():
-    begun = [served.begin([i + 1], 20) for i in range(6)]
-    await served.begun(4)
-    for i in (1, 5):  # A running one, and one that waits for a row.
-      served.engine.abort(begun[i][0].request_id)
-    answers = [await task for _, task in begun]
-    for (request, _), answer in zip(begun, answers, strict=True):
-      if len(answer.tokens):
-        assert served.is_greedy(request.tokens, answer.tokens)
-    ends = [answer.stop for answer in answers]
-    assert ends == ["length", "abort", *["length"] * 3, "abort"]
-    sizes = [len(answer.tokens) for answer in answers]
-    assert 0 < sizes[1] < 20
-    assert [*sizes[:1], *sizes[2:]] == [20, 20, 20, 20, 0]
-
-  served.run(scenario())
-
-
-def test_abort_of_all_ends_all_and_of_the_unknown_is_refused(served):
-  async def scenario():
-    finished, task = served.begin([9], 1)
-    await task
-    begun = [served.begin([i + 1], 20) for i in range(6)]
-    await served.begun(1)
-    for unknown in ("unknown", finished.request_id):
-      with pytest.raises(ValueError, match=f"{unknown} is not in flight"):
-        served.engine.abort(unknown)
-    served.engine.abort(None)
-    assert {(await task).stop for _, task in begun} == {"abort"}
-    served.engine.abort(None)
-    assert served.engine.stats().waiting == 0
-
-  served.run(scenario())
-
-
-def test_abort_of_all_that_runs_before_a_dispatch_is_no_failure(served):
-  async def scenario():
-    # A session that idles lets the engine linger before it dispatches.
+    # A session that idles makes the engine delay its dispatch.
     await served.answer([9], 1)
     request, task = served.begin([3], 20)
     await served.begun(1)
@@ -237,101 +288,494 @@ def test_a_cancelled_request_gives_back_its_name_and_its_row(served, position):
   served.run(scenario())
 
 
-def test_a_stream_tells_everything_once_and_ends_with_all_of_it(served):
-  async def read(request):
-    return [delta async for delta in served.engine.stream(request)]
+# Dispatches that queue up behind one on the device.
+
+
+def test_the_next_dispatch_is_planned_while_one_runs(queueing):
+  async def scenario():
+    begun = [queueing.begin([i + 1], 20) for i in range(4)]
+    async with queueing.held(2):
+      for _ in range(100):
+        await asyncio.sleep(0)
+      # And no third one.
+      now = queueing.engine.stats()
+      assert (now.dispatches, now.sampled_tokens) == (2, 0)
+    for request, task in begun:
+      assert queueing.is_greedy(request.tokens, (await task).tokens)
+
+  queueing.run(scenario())
+
+
+@pytest.mark.parametrize("stopping", [1, 2, 3])
+def test_rows_go_on_where_the_dispatch_before_stopped(queueing, stopping):
+  async def scenario():
+    # The first id of an answer stops some: with half of them the dispatch
+    # ends, though the next one was planned as if all had gone on.
+    begun = []
+    for i in range(4):
+      (first,) = queueing.greedy([i + 1], 1)
+      stop_ids = (first,) if i < stopping else ()
+      begun.append(queueing.begin([i + 1], 20, stop_ids=stop_ids))
+    async with queueing.held(2):
+      # Who comes now takes the rows of those that stopped, and their pages.
+      begun += [queueing.begin([i + 9], 20) for i in range(4)]
+    for i, (request, task) in enumerate(begun):
+      answer = await task
+      assert queueing.is_greedy(request.tokens, answer.tokens)
+      assert len(answer.tokens) == (1 if i < stopping else 20)
+    queueing.check()
+
+  queueing.run(scenario())
+
+
+@pytest.mark.parametrize("how", ["abort", "cancel"])
+def test_rows_and_pages_of_the_aborted_are_used_during_their_dispatch(
+  queueing, how
+):
+  async def scenario():
+    await queueing.engine.flush_cache()
+    prompts = [[i, *range(14)] for i in range(4)]
+    begun = [queueing.begin(ids, 17) for ids in prompts]
+    async with queueing.held(2):
+      for request, task in begun[:3]:
+        if how == "abort":
+          queueing.engine.abort(request.request_id)
+        else:
+          task.cancel()
+      # 33 pages: the new ones need those of the old ones.
+      later = [queueing.begin([i, *range(20)], 11) for i in range(9, 13)]
+      again = [queueing.begin(ids, 17) for ids in prompts[:3]]
+    for request, task in [begun[3], *later, *again]:
+      answer = await task
+      assert answer.stop == "length"
+      assert queueing.is_greedy(request.tokens, answer.tokens)
+    for _, task in begun[:3]:
+      if how == "cancel":
+        with pytest.raises(asyncio.CancelledError):
+          await task
+      else:
+        assert len((await task).tokens) == 0
+    queueing.check()
+
+  queueing.run(scenario())
+
+
+def test_closing_during_a_dispatch_fails_every_request(breakable):
+  async def read():
+    return [
+      d async for d in breakable.engine.stream(breakable.request([7], 20))
+    ]
 
   async def scenario():
-    requests = [served.request([i], 11, temperature=1.0) for i in range(6)]
-    plain = [await served.answer([i], 11, temperature=1.0) for i in range(6)]
-    streams = await asyncio.gather(*map(read, requests))
-    for deltas, expected in zip(streams, plain, strict=True):
-      assert all(delta.completion is None for delta in deltas[:-1])
-      done = deltas[-1].completion
-      for field in ("tokens", "logprobs", "versions"):
-        parts = [getattr(delta, field) for delta in deltas]
-        np.testing.assert_array_equal(
-          np.concatenate(parts), getattr(done, field)
-        )
-      np.testing.assert_array_equal(done.tokens, expected.tokens)
-      # 3 tokens of a dispatch: 4 of them at least.
-      assert len(deltas) >= 4
+    tasks = [breakable.begin([i + 1], 20)[1] for i in range(6)]
+    tasks.append(asyncio.create_task(read()))
+    async with breakable.held(2):
+      await breakable.engine.close()
+      for task in tasks:
+        with pytest.raises(contract.EngineClosed, match="was closed"):
+          await task
+
+  breakable.run(scenario())
+
+
+# New weights.
+
+
+def test_new_weights_in_the_middle_of_a_prompt_encode_all_of_it_again(served):
+  async def scenario():
+    _, early = served.begin([4, 5], 20)
+    await served.begun(3)
+    # Chunks are of 6 ids.
+    prompt = list(range(19))
+    _, late = served.begin(prompt, 8)
+    old = served.version
+    async with served.held(1):
+      publishing = asyncio.create_task(served.publish("recompute"))
+    await publishing
+    await early
+    done = await late
+    tokens, kept = done.tokens.tolist(), done.versions.tolist().count(old)
+    assert tokens[:kept] == served.greedy(prompt, kept, version=old)
+    assert done.versions.tolist() == [old] * kept + [old + 1] * (8 - kept)
+    assert served.is_greedy([*prompt, *tokens[:kept]], tokens[kept:])
+    assert done.oldest_kv == old + 1
 
   served.run(scenario())
 
 
-def test_a_stream_that_is_closed_early_aborts_its_request(served):
+def test_drain_lets_the_preempted_finish_and_nobody_else(pressed):
   async def scenario():
-    request = served.request([4], 20)
-    stream = served.engine.stream(request)
-    first = await anext(stream)
-    assert 0 < len(first.tokens) < 20
-    await stream.aclose()
-    assert served.engine.stats().running == 0
-    # Its name is free, and it is not missed.
-    again = await served.engine.generate(request)
-    assert served.is_greedy([4], again.tokens)
-    with pytest.raises(StopAsyncIteration):
-      await anext(stream)
-
-  served.run(scenario())
-
-
-def test_an_aborted_stream_ends_with_what_it_has(served):
-  async def scenario():
-    request = served.request([4], 20)
-    told = []
-    async for delta in served.engine.stream(request):
-      told.append(delta)
-      if delta.completion is None and len(told) == 1:
-        served.engine.abort(request.request_id)
-    done = told[-1].completion
-    assert (done.stop, len(told)) == ("abort", 2)
-    assert done.tokens.tolist() == told[0].tokens.tolist()
-
-  served.run(scenario())
-
-
-BAD = [
-  ({"tokens": np.zeros(0, np.int32)}, "no tokens"),
-  ({"tokens": np.array([1, 24], np.int32)}, r"outside \[0, 24\)"),
-  ({"tokens": np.array([-1], np.int32)}, r"outside \[0, 24\)"),
-  # 30 + 3 = 33 is one more than max_length.
-  ({"tokens": np.ones(30, np.int32)}, "do not fit model.max_length=32"),
-  ({"max_tokens": 0}, "max_tokens=0 is below 1"),
-  ({"temperature": float("nan")}, "temperature=nan"),
-  ({"temperature": -1.0}, "temperature=-1.0"),
-  ({"temperature": float("inf")}, "temperature=inf"),
-  ({"top_k": -1}, "top_k=-1"),
-  ({"top_p": 0.0}, "top_p=0.0"),
-  ({"min_p": float("nan")}, "min_p=nan"),
-  ({"stop_ids": (1, 2, 3, 4, 5)}, "5 stop ids, at most 4"),
-  ({"stop_ids": (24,)}, r"stop_ids=\(24,\) must be in \[0, 24\)"),
-  ({"seed": 2**31}, "seed=2147483648 needs more than 32 bits"),
-  ({"bias": np.zeros(23, np.float32)}, "shape"),
-  ({"bias": np.full(24, -np.inf, np.float32)}, "forbids every id"),
-  ({"bias": np.full(24, np.nan, np.float32)}, r"at most 1e\+06, or -inf"),
-  ({"experts": True}, "experts are not recorded"),
-  ({"temperature": 1e-40}, "temperature=1e-40 must be 0 or in"),
-  ({"request_id": "taken"}, "already in flight"),
-]
-
-
-@pytest.mark.parametrize("streamed", [False, True])
-def test_a_request_that_cannot_be_served_fails_alone(served, streamed):
-  async def fail(bad):
-    if streamed:
-      await anext(served.engine.stream(bad))
-    else:
-      await served.engine.generate(bad)
-
-  async def scenario():
-    _, other = served.begin([5], 20, request_id="taken")
+    before = pressed.engine.stats()
+    begun = [pressed.begin([i, *range(9)], 21) for i in range(6)]
+    await pressed.until(lambda now: now.preemptions > before.preemptions)
+    run = [one.request for one in pressed.engine._queue.running]
+    draining = asyncio.create_task(pressed.publish("drain"))
     await asyncio.sleep(0)
-    for change, message in BAD:
-      bad = dataclasses.replace(served.request([1, 2], 3), **change)
-      with pytest.raises(ValueError, match=message):
-        await fail(bad)
-    assert served.is_greedy([5], (await other).tokens)
+    late = pressed.begin([7], 3, priority=(-1,))
+    await draining
+    assert pressed.version == before.version + 1
+    for request, task in begun:
+      answer = await task
+      assert pressed.is_greedy(
+        request.tokens, answer.tokens, version=answer.oldest_kv
+      )
+      assert len(set(answer.versions)) == 1
+      if request in run:
+        assert answer.oldest_kv == before.version
+    assert set((await late[1]).versions) == {before.version + 1}
+
+  pressed.run(scenario())
+
+
+def test_a_cancelled_update_and_one_that_waits_for_it_change_nothing(served):
+  async def scenario():
+    old = served.version
+    for mode in ("recompute", "keep_kv", "abort"):
+      _, task = served.begin([2, 4], 20)
+      await served.begun(1)
+      async with served.held(1):
+        publishing = asyncio.create_task(served.publish(mode))
+        queued = asyncio.create_task(served.publish("recompute"))
+        await asyncio.sleep(0.005)
+        assert not publishing.done()
+        for update in (queued, publishing):
+          update.cancel()
+        await asyncio.wait([publishing, queued])
+        assert publishing.cancelled()
+        assert queued.cancelled()
+      answer = await task
+      assert (answer.stop, set(answer.versions)) == ("length", {old})
+      assert served.is_greedy([2, 4], answer.tokens)
+    await served.publish("recompute")
+    assert served.version == old + 1
 
   served.run(scenario())
+
+
+def test_a_pause_during_an_update_holds_what_comes_after_it(served):
+  async def scenario():
+    _, task = served.begin([2, 4], 25)
+    await served.begun(1)
+    async with served.held(1):
+      publishing = asyncio.create_task(served.publish("recompute"))
+      pausing = asyncio.create_task(served.engine.pause())
+      await asyncio.sleep(0.005)
+      assert not publishing.done()
+      assert not pausing.done()
+    await asyncio.gather(publishing, pausing)
+    before = served.engine.stats().dispatches
+    await asyncio.sleep(0.02)
+    assert served.engine.stats().dispatches == before
+    served.engine.resume()
+    assert (await task).stop == "length"
+
+  served.run(scenario())
+
+
+# Load.
+
+
+async def episode(served, seed, check):
+  """Three turns of a session, of which some are stopped in the middle."""
+  rng = np.random.default_rng(seed)
+  # Sessions of a group of four have the same beginning.
+  session = served.name()
+  ids = some_ids(np.random.default_rng(seed // 4), 1, 16)
+  for _ in range(3):
+    await asyncio.sleep(rng.choice([0, 0, 0.01]))
+    count = int(rng.integers(1, 33 - len(ids)))
+    request, answer = served.begin(ids, count, session=session)
+    fate = rng.choice(["whole", "whole", "whole", "abort", "cancel"])
+    await asyncio.sleep(0 if fate == "whole" else rng.choice([0, 0.004, 0.01]))
+    if fate == "cancel":
+      answer.cancel()
+    elif fate == "abort" and not answer.done():
+      served.engine.abort(request.request_id)
+    try:
+      done = await answer
+    except asyncio.CancelledError:
+      check(fate, request, None)
+      continue
+    check(fate, request, done)
+    ids = [*ids, *done.tokens.tolist(), *some_ids(rng, 1, 5)]
+    if len(ids) > 27:
+      break
+
+
+@pytest.mark.parametrize("engine", ["served", "pressed"])
+def test_200_greedy_answers_are_those_of_the_plain_model(engine, request):
+  served = request.getfixturevalue(engine)
+  before = served.engine.stats()
+  seen = dict.fromkeys(("asked", "whole", "cached", "stopped"), 0)
+
+  def check(fate, request, done):
+    seen["asked"] += 1
+    if done is None:
+      return
+    assert len(done.logprobs) == len(done.versions) == len(done.tokens)
+    assert done.stop == "length" or fate == "abort"
+    if done.stop == "length":
+      assert len(done.tokens) == request.max_tokens
+    if len(done.tokens):
+      assert served.is_greedy(request.tokens, done.tokens)
+      assert set(done.versions) == {done.oldest_kv} == {served.version}
+    seen["whole"] += done.stop == "length"
+    seen["cached"] += done.cached_tokens > 0
+    seen["stopped"] += done.stop == "abort"
+
+  async def load():
+    # At times more sessions than rows, at times as many.
+    for start in range(0, 120, 24):
+      seeds = range(start, start + 20), range(start + 20, start + 24)
+      for some in seeds:
+        await asyncio.gather(*(episode(served, s, check) for s in some))
+      served.check()
+
+  served.run(load())
+  assert seen["asked"] >= 200
+  # How many are stopped in time depends on the clock.
+  assert seen["whole"] > 100
+  assert seen["cached"] > 50
+  assert seen["stopped"] > 4
+  stats = served.engine.stats()
+  # 2 numbers of rows times 3 forms of chunks, or 1 times 2, and two more.
+  compiled = {"served": 2 * 3 + 2, "pressed": 1 * 2 + 2}[engine]
+  assert stats.compilations == before.compilations == compiled
+  preempted = stats.preemptions - before.preemptions
+  assert preempted > 10 if engine == "pressed" else preempted == 0
+
+
+SIZES = {
+  "pages of one id": {
+    "slots": 3,
+    "pages": 33,
+    "page_size": 1,
+    "chunk_buckets": (5,),
+    "prefill_tokens": 5,
+    "steps_per_dispatch": 1,
+  },
+  "several lengths": {
+    "slots": 8,
+    "pages": 14,
+    "page_size": 3,
+    "row_buckets": (8,),
+    "chunk_buckets": (2,),
+    "length_buckets": (12,),
+    "steps_per_dispatch": 5,
+  },
+}
+
+
+@pytest.fixture(params=["few pages", *SIZES])
+def loaded(request):
+  if request.param == "few pages":
+    yield request.getfixturevalue("pressed")
+  else:
+    with tiny_engine.serve(
+      config=tiny_engine.DENSE, **SIZES[request.param]
+    ) as served:
+      yield served
+      served.check()
+
+
+def test_every_answer_is_right_whatever_else_happens(loaded):
+  num_clients, turns = 10, 10
+
+  async def load():
+    finished = asyncio.Event()
+    operating = asyncio.create_task(engine_load.operate(loaded, finished))
+    answers = await asyncio.gather(
+      *(engine_load.client(loaded, seed, turns) for seed in range(num_clients))
+    )
+    finished.set()
+    await operating
+    return sum(answers)
+
+  before = loaded.engine.stats()
+  assert loaded.run(load()) > num_clients * turns // 2
+  stats = loaded.engine.stats()
+  assert stats.version > before.version + 5
+  assert stats.preemptions > before.preemptions
+  assert stats.compilations == before.compilations
+
+
+@pytest.mark.parametrize(
+  "updates", [200, pytest.param(1000, marks=pytest.mark.slow)]
+)
+def test_updates_under_load_lose_and_repeat_nothing(dense, updates):
+  start, answers = dense.engine.stats(), []
+  modes = ["recompute", "keep_kv", "recompute", "drain", "recompute"]
+
+  async def client(seed, finished):
+    rng = np.random.default_rng(seed)
+    while not finished.is_set():
+      prompt = rng.integers(24, size=rng.integers(1, 12))
+      count = int(rng.integers(1, 9))
+      answer = await dense.answer(prompt, count)
+      assert (answer.stop, len(answer.tokens)) == ("length", count)
+      assert (np.diff(answer.versions) >= 0).all()
+      assert answer.oldest_kv <= answer.versions[-1]
+      answers.append((prompt, answer))
+
+  async def scenario():
+    finished = asyncio.Event()
+    async with asyncio.TaskGroup() as clients:
+      for seed in range(5):
+        clients.create_task(client(seed, finished))
+      for i in range(updates):
+        # At times half-way: then nothing has happened, and it comes again.
+        publishing = asyncio.create_task(dense.publish(modes[i % 5]))
+        await asyncio.sleep(0)
+        if i % 9 == 0 and not publishing.done():
+          publishing.cancel()
+          await asyncio.wait([publishing])
+          if publishing.cancelled():
+            await dense.publish(modes[i % 5])
+        await publishing if not publishing.done() else None
+        await asyncio.sleep(0 if i % 7 else 0.002)
+      finished.set()
+
+  dense.run(scenario())
+  stats = dense.engine.stats()
+  assert stats.version == start.version + updates
+  delivered = sum(len(answer.tokens) for _, answer in answers)
+  assert stats.sampled_tokens - start.sampled_tokens == delivered
+  assert any(len(set(answer.versions)) > 1 for _, answer in answers)
+  assert stats.compilations == start.compilations
+  # Of one version and none of it older: the plain model's.
+  whole = [
+    (prompt, answer)
+    for prompt, answer in answers
+    if len({answer.oldest_kv, *answer.versions}) == 1
+  ]
+  assert len(whole) > updates // 10
+  for prompt, answer in whole[:200]:
+    assert dense.is_greedy(prompt, answer.tokens, version=answer.oldest_kv)
+
+
+@pytest.mark.parametrize(
+  "asked", [2_800, pytest.param(10_000, marks=pytest.mark.slow)]
+)
+def test_requests_leak_no_page_and_compile_nothing(dense, asked):
+  before = dense.engine.stats()
+
+  async def client(seed):
+    rng = np.random.default_rng(seed)
+    done = 0
+    for number in range(asked // 40):
+      length = 1 + int(rng.integers(2 if number % 10 else 28))
+      ids = rng.integers(24, size=length)
+      count = 12 if number % 10 == 5 else 1 + number % 3
+      answer = asyncio.create_task(dense.answer(ids, count))
+      if number % 7 == 0:
+        await asyncio.sleep(0)
+        answer.cancel()
+      await asyncio.wait([answer])
+      done += not answer.cancelled() and len(answer.result().tokens) > 0
+    return done
+
+  async def load():
+    return sum(await asyncio.gather(*map(client, range(40))))
+
+  done = dense.run(load())
+  assert 0.85 * asked < done < asked
+  after = dense.engine.stats()
+  assert after.preemptions > before.preemptions
+  # 1 number of rows, 2 lengths, 2 forms of chunks, and two more.
+  assert after.compilations == before.compilations == 1 * 2 * 2 + 2
+  dense.check()
+  dense.run(dense.engine.flush_cache())
+  stats = dense.engine.stats()
+  assert stats.free_pages == stats.pages
+
+
+# Failures and the end.
+
+
+def test_closing_a_paused_engine_fails_its_requests_and_all_that_follows(
+  breakable,
+):
+  async def scenario():
+    tasks = [breakable.begin([1], 20)[1] for _ in range(3)]
+    await breakable.begun(1)
+    await breakable.engine.pause()
+    await breakable.engine.close()
+    for task in (
+      *tasks,
+      breakable.answer([1], 1),
+      breakable.engine.pause(),
+      breakable.engine.checksum(),
+      breakable.engine.flush_cache(),
+      breakable.engine.update_weights(1, breakable.placed(1)),
+    ):
+      with pytest.raises(contract.EngineClosed, match="was closed"):
+        await task
+    await breakable.engine.close()
+
+  breakable.run(scenario())
+
+
+def test_close_ends_every_update_that_waits(breakable):
+  async def scenario():
+    _, task = breakable.begin([1], 20)
+    await breakable.begun(1)
+    async with breakable.held(1):
+      # The second waits for the first.
+      updates = [
+        asyncio.create_task(breakable.publish(mode))
+        for mode in ("drain", "recompute")
+      ]
+      pausing = asyncio.create_task(breakable.engine.pause())
+      await asyncio.sleep(0.005)
+      await breakable.engine.close()
+      for waiting in (*updates, pausing, task):
+        with pytest.raises(contract.EngineClosed, match="was closed"):
+          await waiting
+
+  breakable.run(scenario())
+
+
+def test_close_before_the_start_returns(config, one_device):
+  thread = mesh_thread.MeshThread("decode", trace.Trace(None))
+  unborn = engine_settings.EngineSettings().build(config, one_device, thread)
+  asyncio.run(unborn.close())
+  thread.close()
+
+
+def test_a_device_program_that_fails_fails_the_requests(breakable):
+  async def scenario():
+    tasks = [breakable.begin([1], 20)[1] for _ in range(3)]
+    await breakable.begun(1)
+    # On another device than the cache: the next dispatch raises.
+    elsewhere = jax.device_put(breakable.placed(1), jax.devices()[1])
+    await breakable.engine.update_weights(1, elsewhere)
+    for task in (
+      *tasks,
+      breakable.answer([1], 1),
+      breakable.publish("recompute"),
+    ):
+      with pytest.raises(
+        contract.EngineClosed, match="decoding raised Value"
+      ) as raised:
+        await task
+      assert isinstance(raised.value.__cause__, ValueError)
+
+  breakable.run(scenario())
+
+
+def test_an_update_after_which_nothing_can_be_launched_ends_the_engine(
+  breakable,
+):
+  async def scenario():
+    await breakable.engine.pause()
+    _, task = breakable.begin([1, 2], 5)
+    await asyncio.sleep(0)
+    breakable.engine.resume()
+    breakable.thread.close()
+    # The update is the first that launches a dispatch.
+    with pytest.raises(contract.EngineClosed, match="thread was closed"):
+      await breakable.publish("recompute")
+    with pytest.raises(contract.EngineClosed, match="thread was closed"):
+      await asyncio.wait_for(task, 10)
+
+  breakable.run(scenario())
