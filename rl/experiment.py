@@ -20,7 +20,7 @@ from rl.pools import affinity, weight_publisher
 from rl.pools import placement as placement_lib
 from rl.rollout import grading, group_rollout, prompts
 from rl.schedule import overlap as overlap_lib
-from rl.settings import overrides
+from rl.settings import checks, overrides, short_names
 from rl.train import optimizers
 
 
@@ -43,6 +43,15 @@ class BatchShape:
   tail_rows: int | None = None
   share_prompts: bool = False
 
+  def validate(self) -> None:
+    """Raises ValueError on a shape without rows, or a tail that is no less."""
+    checks.at_least(self, 1, "rows", "tail_rows", where="batch")
+    if self.tail_rows is not None and self.tail_rows >= self.rows:
+      raise ValueError(
+        f"batch.tail_rows={self.tail_rows} must be below batch.rows="
+        f"{self.rows}; use fewer, or none"
+      )
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Evaluation:
@@ -59,6 +68,13 @@ class Evaluation:
   episodes: int = 200
   temperature: float = 1.0
   success: float = 1.0
+
+  def validate(self) -> None:
+    """Raises ValueError on a number outside its range."""
+    checks.at_least(self, 0, "every", "episodes")
+    checks.finite_at_least(self, 0, "temperature")
+    if math.isnan(self.success):
+      raise ValueError("evaluation.success=nan must be a number")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,6 +94,11 @@ class Retention:
   checkpoints: int = 2
   episodes_every: int = 10
   skipped: int = 3
+
+  def validate(self) -> None:
+    """Raises ValueError on a number below 1."""
+    names = ("checkpoint_every", "checkpoints", "episodes_every", "skipped")
+    checks.at_least(self, 1, *names)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -196,40 +217,14 @@ class Experiment:
       )
 
   def _validate_counts(self) -> None:
-    tail = 1 if self.batch.tail_rows is None else self.batch.tail_rows
-    for name, value, least in (
-      ("rounds", self.rounds, 0 if self.warm_start else 1),
-      ("seed", self.seed, 0),
-      ("max_skipped", self.max_skipped, 0),
-      ("batch.rows", self.batch.rows, 1),
-      ("batch.tail_rows", tail, 1),
-      ("evaluation.every", self.evaluation.every, 0),
-      ("evaluation.episodes", self.evaluation.episodes, 0),
-      ("retention.checkpoint_every", self.retention.checkpoint_every, 1),
-      ("retention.checkpoints", self.retention.checkpoints, 1),
-      ("retention.episodes_every", self.retention.episodes_every, 1),
-      ("retention.skipped", self.retention.skipped, 1),
-    ):
-      if value < least:
-        raise ValueError(f"{name}={value} is below {least}")
-    if self.batch.tail_rows is not None and tail >= self.batch.rows:
-      raise ValueError(
-        f"batch.tail_rows={tail} is not below batch.rows={self.batch.rows}; "
-        "use fewer, or none"
-      )
-    if not 0 <= self.evaluation.temperature < math.inf:
-      raise ValueError(
-        f"evaluation.temperature={self.evaluation.temperature} is no number "
-        ">= 0"
-      )
-    if math.isnan(self.evaluation.success):
-      raise ValueError("evaluation.success=nan is no reward to compare with")
+    checks.at_least(self, 0 if self.warm_start else 1, "rounds", where="")
+    checks.at_least(self, 0, "seed", "max_skipped", where="")
     advantage = self.algorithm.advantage
     least = advantage.min_group_size
     if self.rollout.group_size < least and advantage.pool == "group":
       raise ValueError(
         f"rollout.group_size={self.rollout.group_size} is below the {least} "
-        f"that {type(advantage).__name__} compares; raise it or use "
+        f"that {short_names.of(advantage)} compares; raise it or use "
         "algorithm.advantage=reinforce"
       )
 

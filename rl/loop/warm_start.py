@@ -22,6 +22,7 @@ from rl.data import trajectory
 from rl.engine import contract
 from rl.rollout import episode
 from rl.runtime import checkpoint, mesh_thread
+from rl.settings import checks
 from rl.train import learner, optimizers, train_state
 
 
@@ -47,21 +48,11 @@ class WarmStart:
 
   def validate(self) -> None:
     """Raises ValueError on counts below 1 or a share outside [0, 1]."""
-    for name in ("steps", "episodes"):
-      if getattr(self, name) < 1:
-        raise ValueError(
-          f"warm_start.{name}={getattr(self, name)} is below 1; set "
-          "warm_start=none to go without"
-        )
-    if self.checkpoint_every < 1:
-      raise ValueError(
-        f"warm_start.checkpoint_every={self.checkpoint_every} is below 1; it "
-        f"counts steps, and {self.steps} saves nothing on the way"
-      )
-    if not 0 <= self.exploration <= 1:
-      raise ValueError(
-        f"warm_start.exploration={self.exploration} is outside [0, 1]"
-      )
+    out = "set warm_start=none to go without"
+    checks.at_least(self, 1, "steps", "episodes", out=out)
+    out = f"it counts steps, and {self.steps} saves nothing on the way"
+    checks.at_least(self, 1, "checkpoint_every", out=out)
+    checks.in_unit(self, "exploration")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

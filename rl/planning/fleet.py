@@ -63,19 +63,12 @@ class DeviceKind:
 
   def validate(self, where: str) -> None:
     """Raises ValueError on impossible counts, costs and speeds."""
-    for name in ("count", "engine_devices"):
-      if getattr(self, name) < 1:
-        raise ValueError(f"{where}.{name}={getattr(self, name)} is below 1")
-    for name in ("cost", "token_s"):
-      if not 0 < getattr(self, name) < math.inf:
-        raise ValueError(
-          f"{where}.{name}={getattr(self, name)} is not above 0 and finite"
-        )
-    for name in ("update_s", "describe_s"):
-      checks.check_seconds(f"{where}.{name}", getattr(self, name))
+    checks.at_least(self, 1, "count", "engine_devices", where=where)
+    checks.finite_above(self, 0, "cost", "token_s", where=where)
+    checks.finite_at_least(self, 0, "update_s", "describe_s", where=where)
     if not 0.5 <= self.scaling <= 1:
       raise ValueError(
-        f"{where}.scaling={self.scaling} is not in [0.5, 1]: below it more "
+        f"{where}.scaling={self.scaling} must be in [0.5, 1]: below it more "
         "devices would be slower"
       )
     for size in self.learner_devices:
@@ -115,7 +108,7 @@ class Fleet:
       raise ValueError(f"fleet.kinds: {names} are not one or more names")
     for number, kind in enumerate(self.kinds):
       kind.validate(f"fleet.kinds.{number}")
-    checks.check_seconds("fleet.transfer_s", self.transfer_s)
+    checks.finite_at_least(self, 0, "transfer_s", where="fleet")
     sizes = [(k, n) for k in self.kinds for n in k.learner_devices]
     if not sizes:
       raise ValueError(

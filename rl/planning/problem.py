@@ -73,13 +73,8 @@ class Goal:
   def validate(self) -> None:
     """Raises ValueError on bounds that no run could keep."""
     _known("goal.minimise", self.minimise, OBJECTIVES)
-    for name in ("max_step_s", "max_cost"):
-      if not getattr(self, name) > 0:
-        raise ValueError(f"goal.{name}={getattr(self, name)} is not above 0")
-    if self.max_lag is not None and self.max_lag < 0:
-      raise ValueError(
-        f"goal.max_lag={self.max_lag} is below 0; 0 is on-policy"
-      )
+    checks.above(self, 0, "max_step_s", "max_cost", where="goal")
+    checks.at_least(self, 0, "max_lag", where="goal", out="0 is on-policy")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -147,11 +142,8 @@ class Space:
     """Raises ValueError on a space that is empty or unknown."""
     for name in self.schedules:
       _known("space.schedules", name, SCHEDULES)
-    if self.points < 1 or self.max_staleness < 1:
-      raise ValueError(
-        f"space.points={self.points} and space.max_staleness="
-        f"{self.max_staleness} must be 1 or more; leave schedules out instead"
-      )
+    out = "leave schedules out instead"
+    checks.at_least(self, 1, "points", "max_staleness", where="space", out=out)
     for name in ("schedules", "extra_groups", "extra_members"):
       if not getattr(self, name):
         raise ValueError(f"space.{name}=(): nothing to choose from; give one")
@@ -217,11 +209,8 @@ class Planning:
     """Raises ValueError, with the bound and the way out."""
     for part in (self.fleet, self.goal, self.space, self.rollout, self.routing):
       part.validate()
-    for name, least in (("rounds", 1), ("max_simulations", 1)):
-      if getattr(self, name) < least:
-        raise ValueError(f"{name}={getattr(self, name)} is below {least}")
-    if not 0 <= self.tolerance < 1:
-      raise ValueError(f"tolerance={self.tolerance} is not in [0, 1)")
+    checks.at_least(self, 1, "rounds", "max_simulations", where="")
+    checks.below_one(self, "tolerance", where="")
     for _, schedule in self.space.overlaps(self.groups_per_round):
       schedule.validate()
     self.routing.validate_domains([one.name for one in self.workloads])

@@ -53,16 +53,10 @@ class Routing:
 
   def validate(self) -> None:
     """Raises ValueError on a setting that cannot work."""
-    if self.explore_every < 0:
-      raise ValueError(
-        f"routing.explore_every={self.explore_every} is below 0; use 0 to "
-        "never explore"
-      )
-    if self.overload is not None and not self.overload >= 1:
-      raise ValueError(
-        f"routing.overload={self.overload} is below 1: no session would get "
-        "its preferred pool; use 1 or more, or none"
-      )
+    out = "use 0 to never explore"
+    checks.at_least(self, 0, "explore_every", where="routing", out=out)
+    out = "below it no session would get its preferred pool; none is no limit"
+    checks.at_least(self, 1, "overload", where="routing", out=out)
     if self.learn and self.default is not None:
       raise ValueError(
         f"routing.default={self.default} leaves nothing to routing.learn=true;"

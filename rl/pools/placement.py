@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from models import sharding
+from rl.settings import checks
 
 _PLATFORMS = ("cpu", "gpu", "tpu")
 # jax's own names of what runs on a GPU.
@@ -182,15 +183,9 @@ class Placement:
     self._validate_platform()
     self._validate_pools()
     for name, spec in self.meshes.items():
-      for axis in sharding.MESH_AXES:
-        if getattr(spec, axis) < 1:
-          raise ValueError(
-            f"placement.{name}.{axis}={getattr(spec, axis)} is below 1"
-          )
-      if spec.first_device is not None and spec.first_device < 0:
-        raise ValueError(
-          f"placement.{name}.first_device={spec.first_device} is below 0"
-        )
+      where = f"placement.{name}"
+      checks.at_least(spec, 1, *sharding.MESH_AXES, where=where)
+      checks.at_least(spec, 0, "first_device", where=where)
       spec.rules.validate(f"placement.{name}.rules")
     if self.num_devices > _MAX_DEVICES:
       raise ValueError(

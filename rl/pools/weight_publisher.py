@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import weakref
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,7 @@ from rl.engine import contract
 from rl.pools import router as router_lib
 from rl.runtime import checksum as checksum_lib
 from rl.runtime import mesh_thread, trace
+from rl.settings import checks
 
 Dtype = Literal["same", "bfloat16", "int8"]
 """Type of the weights in a pool.
@@ -52,11 +53,7 @@ class Publishing:
 
   def validate(self) -> None:
     """Raises ValueError on an unknown type."""
-    known = get_args(Dtype)
-    if self.dtype not in known:
-      raise ValueError(
-        f"publishing.dtype={self.dtype}; use {' or '.join(known)}"
-      )
+    checks.one_of(self, Dtype, "dtype")
 
 
 _PLAIN = Publishing()

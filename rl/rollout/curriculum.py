@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from envs import base
+from rl.settings import checks
 
 _Plays = tuple[tuple[int, int], ...]  # (passed, graded) of each, oldest first
 
@@ -37,22 +38,14 @@ class PassRate:
     """Raises ValueError on an empty range or a count that filters nothing."""
     if not 0 <= self.low <= self.high <= 1:
       raise ValueError(
-        f"PassRate: low={self.low}, high={self.high}: needs "
+        f"pass_rate: low={self.low}, high={self.high}: needs "
         "0 <= low <= high <= 1"
       )
-    for name, least in (
-      ("window", 1),
-      ("revisit", 2),
-      ("max_skips", 1),
-      ("max_tasks", 1),
-    ):
-      if getattr(self, name) < least:
-        raise ValueError(
-          f"PassRate: {name}={getattr(self, name)} is below {least}; for no "
-          "filter set curriculum=none"
-        )
+    out = "for no filter set curriculum=none"
+    checks.at_least(self, 1, "window", "max_skips", "max_tasks", out=out)
+    checks.at_least(self, 2, "revisit", out=out)
     if math.isnan(self.success):
-      raise ValueError("PassRate: success=nan is no reward to compare with")
+      raise ValueError("pass_rate.success=nan must be a number")
 
 
 class Curriculum:

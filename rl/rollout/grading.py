@@ -12,7 +12,6 @@ what comes after the deadline of its call is nobody's.
 import asyncio
 import contextlib
 import dataclasses
-import math
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
@@ -20,6 +19,7 @@ from envs import base
 from rl.data import trajectory
 from rl.runtime import isolation
 from rl.runtime import watchdog as watchdog_lib
+from rl.settings import checks
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,26 +41,15 @@ class Retries:
   deadline_s: float = 30.0
 
   def validate(self) -> None:
-    """Raises ValueError on what no call, or no wait, can be made of."""
-    if self.attempts < 1:
-      raise ValueError(
-        f"rollout.grading.attempts={self.attempts} is below 1; use 1 to call "
-        "once"
-      )
-    if not 0 < self.deadline_s < math.inf:
-      raise ValueError(
-        f"rollout.grading.deadline_s={self.deadline_s} is not above 0, or "
-        "never ends"
-      )
-    if not self.factor >= 1:
-      raise ValueError(
-        f"rollout.grading.factor={self.factor} is below 1; 1 is equal waits"
-      )
-    if not 0 <= self.first_wait_s <= self.max_wait_s < math.inf:
-      raise ValueError(
-        f"rollout.grading.first_wait_s={self.first_wait_s} is not in "
-        f"[0, rollout.grading.max_wait_s={self.max_wait_s}], or that never ends"
-      )
+    """Raises ValueError on numbers that allow no call, or no wait."""
+    where = "rollout.grading"
+    checks.at_least(self, 1, "attempts", where=where, out="use 1 to call once")
+    checks.finite_above(self, 0, "deadline_s", where=where)
+    checks.at_least(self, 1, "factor", where=where, out="1 is equal waits")
+    checks.finite_at_least(self, 0, "first_wait_s", where=where)
+    out = "it is no shorter than first_wait_s"
+    least = self.first_wait_s
+    checks.finite_at_least(self, least, "max_wait_s", where=where, out=out)
 
   def wait_s(self, failures: int) -> float:
     """Returns the seconds to wait after so many failures, 1 or more."""

@@ -21,6 +21,7 @@ from rl.rollout import episode as episode_lib
 from rl.rollout import grading as grading_lib
 from rl.runtime import cancellable
 from rl.runtime import watchdog as watchdog_lib
+from rl.settings import checks
 
 _STATUS = {
   "stale": trajectory.Status.STALE,
@@ -73,21 +74,16 @@ class Rollout(episode_lib.Limits):
 
   def validate(self) -> None:
     """Raises ValueError on a limit that allows no episode."""
-    for name in ("group_size", "max_turns", "turn_tokens"):
-      if getattr(self, name) < 1:
-        raise ValueError(f"rollout.{name}={getattr(self, name)} is below 1")
+    counts = ("group_size", "max_turns", "turn_tokens")
+    checks.at_least(self, 1, *counts, where="rollout")
     if self.max_tokens <= self.turn_tokens:
       raise ValueError(
         f"rollout.max_tokens={self.max_tokens} leaves no room for context "
         f"beside rollout.turn_tokens={self.turn_tokens}"
       )
-    if not 0 < self.temperature < math.inf:
-      raise ValueError(
-        f"rollout.temperature={self.temperature} is not above 0: a greedy "
-        "group has no variance"
-      )
-    if not self.step_s > 0:
-      raise ValueError(f"rollout.step_s={self.step_s} is not above 0")
+    out = "a greedy group has no variance"
+    checks.finite_above(self, 0, "temperature", where="rollout", out=out)
+    checks.above(self, 0, "step_s", where="rollout")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

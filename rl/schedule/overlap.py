@@ -3,9 +3,10 @@
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Literal, get_args
+from typing import Literal
 
 from rl.engine import contract
+from rl.settings import checks
 
 Consume = Literal["submit", "ready", "drop", "recycle"]
 """In which order groups are trained.
@@ -52,11 +53,8 @@ class Redundancy:
 
   def validate(self) -> None:
     """Raises ValueError on a negative count."""
-    for name in ("extra_groups", "extra_members"):
-      if getattr(self, name) < 0:
-        raise ValueError(
-          f"overlap.redundancy.{name}={getattr(self, name)} is below 0"
-        )
+    names = ("extra_groups", "extra_members")
+    checks.at_least(self, 0, *names, where="overlap.redundancy")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -141,17 +139,10 @@ class Overlap:
   def validate(self) -> None:
     """Raises ValueError on a schedule that cannot run or keep its bound."""
     self._validate_counts()
-    for name, kind in (
-      ("consume", Consume),
-      ("on_publish", contract.InFlight),
-      ("admission", Admission),
-      ("old_logprob", OldLogprob),
-    ):
-      if getattr(self, name) not in get_args(kind):
-        raise ValueError(
-          f"overlap.{name}={getattr(self, name)}; use "
-          + " or ".join(get_args(kind))
-        )
+    checks.one_of(self, Consume, "consume")
+    checks.one_of(self, contract.InFlight, "on_publish")
+    checks.one_of(self, Admission, "admission")
+    checks.one_of(self, OldLogprob, "old_logprob")
     self.redundancy.validate()
     if self.max_staleness and self.updates_per_round > 1:
       raise ValueError(
@@ -163,17 +154,11 @@ class Overlap:
     self._validate_order()
 
   def _validate_counts(self) -> None:
-    for name in (
-      "groups_per_round",
-      "updates_per_round",
-      "groups_per_microbatch",
-      "too_slow_after",
-    ):
-      if getattr(self, name) < 1:
-        raise ValueError(
-          f"overlap.{name}={getattr(self, name)} is below 1; a round trains"
-          " at least one group"
-        )
+    counts = ("groups_per_round", "updates_per_round", "groups_per_microbatch")
+    out = "a round trains at least one group"
+    checks.at_least(self, 1, *counts, "too_slow_after", out=out)
+    checks.at_least(self, 0, "frontier_groups", out="0 is none")
+    checks.at_least(self, 0, "max_staleness", out="0 is synchronous")
     if self.groups_per_round % self.updates_per_round:
       raise ValueError(
         f"overlap.updates_per_round={self.updates_per_round} does not divide"
@@ -185,15 +170,6 @@ class Overlap:
         f"overlap.groups_per_microbatch={self.groups_per_microbatch} does "
         f"not divide the {self.groups_per_update} groups of an update; use "
         f"{math.gcd(self.groups_per_microbatch, self.groups_per_update)}"
-      )
-    if self.frontier_groups < 0:
-      raise ValueError(
-        f"overlap.frontier_groups={self.frontier_groups} is below 0; 0 is none"
-      )
-    if self.max_staleness < 0:
-      raise ValueError(
-        f"overlap.max_staleness={self.max_staleness} is below 0; 0 is "
-        "synchronous"
       )
 
   def _validate_on_publish(self) -> None:

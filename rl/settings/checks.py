@@ -8,7 +8,8 @@ the setting, its value, the bound and the way out:
 
 None passes: it turns an optional setting off.
 
-  where: what the object is called in a message; its short name by default.
+  where: what the object is called in a message; its short name by default,
+    and "" at the root of the settings.
   out: the way out, where the bound alone does not tell it.
 """
 
@@ -21,60 +22,50 @@ from typing import Any
 from rl.settings import short_names
 
 
-def at_least(
-  part: object, least: float, *names: str, where: str = "", out: str = ""
-) -> None:
+def at_least(part: object, least: float, *names: str, **words: str) -> None:
   """Checks numbers against a lower bound; inf passes."""
-  words = f"at least {least:g}"
-  _check(part, names, lambda x: x >= least, words, where, out)
+  _check(part, names, lambda x: x >= least, f"at least {least}", **words)
 
 
-def above(
-  part: object, bound: float, *names: str, where: str = "", out: str = ""
-) -> None:
+def above(part: object, bound: float, *names: str, **words: str) -> None:
   """Checks numbers against a bound that they must exceed; inf passes."""
-  _check(part, names, lambda x: x > bound, f"above {bound:g}", where, out)
+  _check(part, names, lambda x: x > bound, f"above {bound}", **words)
 
 
 def finite_at_least(
-  part: object, least: float, *names: str, where: str = "", out: str = ""
+  part: object, least: float, *names: str, **words: str
 ) -> None:
   """Checks finite numbers against a lower bound."""
-  words = f"a finite number of at least {least:g}"
-  _check(part, names, lambda x: least <= x < math.inf, words, where, out)
+  bound = f"a finite number of at least {least}"
+  _check(part, names, lambda x: least <= x < math.inf, bound, **words)
 
 
-def finite_above(
-  part: object, bound: float, *names: str, where: str = "", out: str = ""
-) -> None:
+def finite_above(part: object, bound: float, *names: str, **words: str) -> None:
   """Checks finite numbers against a bound that they must exceed."""
-  words = f"a finite number above {bound:g}"
-  _check(part, names, lambda x: bound < x < math.inf, words, where, out)
+  text = f"a finite number above {bound}"
+  _check(part, names, lambda x: bound < x < math.inf, text, **words)
 
 
-def finite(part: object, *names: str, where: str = "", out: str = "") -> None:
+def finite(part: object, *names: str, **words: str) -> None:
   """Checks numbers of either sign."""
-  _check(part, names, math.isfinite, "a finite number", where, out)
+  _check(part, names, math.isfinite, "a finite number", **words)
 
 
-def in_unit(part: object, *names: str, where: str = "", out: str = "") -> None:
+def in_unit(part: object, *names: str, **words: str) -> None:
   """Checks shares and probabilities."""
-  _check(part, names, lambda x: 0 <= x <= 1, "in [0, 1]", where, out)
+  _check(part, names, lambda x: 0 <= x <= 1, "in [0, 1]", **words)
 
 
-def one_of(
-  part: object, known: Any, *names: str, where: str = "", out: str = ""
-) -> None:
-  """Checks words against a Literal, or a collection of them."""
+def below_one(part: object, *names: str, **words: str) -> None:
+  """Checks decay rates and the like."""
+  _check(part, names, lambda x: 0 <= x < 1, "in [0, 1)", **words)
+
+
+def one_of(part: object, known: Any, *names: str, **words: str) -> None:
+  """Checks values against a Literal, or a collection."""
   values = tuple(typing.get_args(known) or known)
-  words = " or ".join(map(str, values))
-  _check(part, names, values.__contains__, words, where, out)
-
-
-def check_seconds(where: str, value: float) -> None:
-  """Raises ValueError on a time that is below 0, or never ends."""
-  if not 0 <= value < math.inf:
-    raise ValueError(f"{where}={value} is below 0, or never ends")
+  text = " or ".join(map(str, values))
+  _check(part, names, values.__contains__, text, **words)
 
 
 def nearest(name: str, known: Collection[str]) -> str:
@@ -87,12 +78,13 @@ def _check(
   part: object,
   names: Collection[str],
   fits: Callable[[Any], bool],
-  words: str,
-  where: str,
-  out: str,
+  bound: str,
+  where: str | None = None,
+  out: str = "",
 ) -> None:
   for name in names:
     value = getattr(part, name)
     if value is not None and not fits(value):
-      setting = f"{where or short_names.of(part)}.{name}={value}"
-      raise ValueError(f"{setting} must be {words}" + (out and f"; {out}"))
+      prefix = short_names.of(part) if where is None else where
+      setting = f"{prefix}.{name}={value}".removeprefix(".")
+      raise ValueError(f"{setting} must be {bound}" + (out and f"; {out}"))

@@ -35,12 +35,11 @@ class LearnerSpeed:
 
   def validate(self) -> None:
     """Raises ValueError on a learner that is faster than time."""
-    for name in ("token_s", "update_s", "describe_s"):
-      checks.check_seconds(f"cluster.learner.{name}", getattr(self, name))
-    if self.accelerators < 1:
-      raise ValueError(
-        f"cluster.learner.accelerators={self.accelerators} is below 1"
-      )
+    where = "cluster.learner"
+    checks.finite_at_least(
+      self, 0, "token_s", "update_s", "describe_s", where=where
+    )
+    checks.at_least(self, 1, "accelerators", where=where)
 
 
 class SimulatedTrainer:

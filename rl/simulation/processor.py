@@ -56,14 +56,11 @@ class Speed:
   update_s: float = 0.0
 
   def validate(self, where: str) -> None:
-    """Raises ValueError, naming the setting below `where`, on no speed."""
-    for name in ("tau0_s", "b0", "prefill_per_s", "slots", "kv_tokens"):
-      value = getattr(self, name)
-      if not value > 0:
-        raise ValueError(f"{where}.{name}={value} is not above 0")
-    if self.tau0_s == math.inf:
-      raise ValueError(f"{where}.tau0_s=inf: no token would ever end")
-    checks.check_seconds(f"{where}.update_s", self.update_s)
+    """Raises ValueError, naming the setting below `where`, without a speed."""
+    sizes = ("b0", "prefill_per_s", "slots", "kv_tokens")
+    checks.above(self, 0, *sizes, where=where)
+    checks.finite_above(self, 0, "tau0_s", where=where)
+    checks.finite_at_least(self, 0, "update_s", where=where)
 
   def tau_s(self, sequences: int) -> float:
     """Returns seconds of a token when so many sequences decode."""

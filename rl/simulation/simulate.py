@@ -58,11 +58,8 @@ class EnginePool:
 
   def validate(self, where: str) -> None:
     """Raises ValueError on a pool that cannot decode."""
-    for name in ("engines", "accelerators"):
-      if getattr(self, name) < 1:
-        raise ValueError(f"{where}.{name}={getattr(self, name)} is below 1")
-    if not self.cost > 0:
-      raise ValueError(f"{where}.cost={self.cost} is not above 0")
+    checks.at_least(self, 1, "engines", "accelerators", where=where)
+    checks.above(self, 0, "cost", where=where)
     self.speed.validate(f"{where}.speed")
 
 
@@ -115,7 +112,7 @@ class Cluster:
     names = [pool.name for pool in self.pools]
     if len(set(names)) < len(names):
       raise ValueError(f"cluster.pools: {names} are not all different")
-    checks.check_seconds("cluster.transfer_s", self.transfer_s)
+    checks.finite_at_least(self, 0, "transfer_s", where="cluster")
 
 
 _ROLLOUT = group_rollout.Rollout(
@@ -165,14 +162,9 @@ class Simulation:
     self.overlap.validate()
     self.rollout.validate()
     self.routing.validate()
-    kinds: dict[str, placement.Kind] = {
-      pool.name: pool.kind for pool in self.cluster.pools
-    }
-    self.routing.validate_pools(kinds)
-    if not self.progress_timeout_s > 0:
-      raise ValueError(
-        f"progress_timeout_s={self.progress_timeout_s} is not above 0"
-      )
+    pools = self.cluster.pools
+    self.routing.validate_pools({pool.name: pool.kind for pool in pools})
+    checks.above(self, 0, "progress_timeout_s", where="")
     names = [one.name for one in self.workloads]
     if not names or len(set(names)) < len(names):
       raise ValueError(f"workloads: {names} are not one or more names")
@@ -184,7 +176,7 @@ class Simulation:
         f"overlap.max_staleness={self.overlap.max_staleness} takes {ahead} "
         f"more; use rounds={max(self.warmup, 0) + ahead + 4}"
       )
-    room = min(pool.speed.kv_tokens for pool in self.cluster.pools)
+    room = min(pool.speed.kv_tokens for pool in pools)
     if self.rollout.max_tokens > room:
       raise ValueError(
         f"rollout.max_tokens={self.rollout.max_tokens} is above the "

@@ -7,7 +7,6 @@
 
 import abc
 import dataclasses
-import math
 from typing import Protocol, runtime_checkable
 
 import jax
@@ -16,6 +15,7 @@ import optax
 from jaxtyping import Array, Float, Int
 from optax import contrib
 
+from rl.settings import checks
 from rl.train import muon as muon_lib
 
 
@@ -54,11 +54,8 @@ class ConstantRate:
 
   def validate(self) -> None:
     """Raises ValueError on a negative warm-up."""
-    if self.warmup_updates < 0:
-      raise ValueError(
-        f"{type(self).__name__}.warmup_updates={self.warmup_updates} is below "
-        "0; use 0 to begin with the whole rate"
-      )
+    out = "use 0 to begin with the whole rate"
+    checks.at_least(self, 0, "warmup_updates", out=out)
 
   def __call__(self, updates: Int[Array, ""]) -> Float[Array, ""]:
     """Returns the factor of an update."""
@@ -90,21 +87,10 @@ class _Decay(ConstantRate):
   def validate(self) -> None:
     """Raises ValueError on a time or an end that cannot work."""
     super().validate()
-    if self.hold_updates < 0:
-      raise ValueError(
-        f"{type(self).__name__}.hold_updates={self.hold_updates} is below 0; "
-        "use 0 to fall at once"
-      )
-    if self.decay_updates < 1:
-      raise ValueError(
-        f"{type(self).__name__}.decay_updates={self.decay_updates} is below 1; "
-        "use the updates of the run, or ConstantRate"
-      )
-    if not 0 <= self.end <= 1:
-      raise ValueError(
-        f"{type(self).__name__}.end={self.end} must be a share of the peak; "
-        "use 0 to 1"
-      )
+    checks.at_least(self, 0, "hold_updates", out="use 0 to fall at once")
+    out = "use the updates of the run, or constant_rate"
+    checks.at_least(self, 1, "decay_updates", out=out)
+    checks.in_unit(self, "end", out="it is a share of the peak")
 
   def _fall(self) -> optax.Schedule:
     """Returns the factors from the last update at the peak on."""
@@ -158,17 +144,9 @@ class Descent(abc.ABC):
 
   def validate(self) -> None:
     """Raises ValueError on a rate, schedule, norm or decay that cannot work."""
-    self._above_0("learning_rate")
-    if not self.max_grad_norm > 0:
-      raise ValueError(
-        f"{self._name}.max_grad_norm={self.max_grad_norm} must be above 0; use "
-        "inf to scale nothing"
-      )
-    if not 0 <= self.weight_decay < math.inf:
-      raise ValueError(
-        f"{self._name}.weight_decay={self.weight_decay} must be a finite "
-        "number >= 0; use 0 for none"
-      )
+    checks.finite_above(self, 0, "learning_rate")
+    checks.above(self, 0, "max_grad_norm", out="use inf to scale nothing")
+    checks.finite_at_least(self, 0, "weight_decay", out="use 0 for none")
     self.schedule.validate()
 
   def __call__(self) -> optax.GradientTransformation:
@@ -192,21 +170,6 @@ class Descent(abc.ABC):
   def _name(self) -> str:
     return type(self).__name__
 
-  def _above_0(self, *names: str) -> None:
-    for name in names:
-      if not 0 < getattr(self, name) < math.inf:
-        raise ValueError(
-          f"{self._name}.{name}={getattr(self, name)} must be a finite number "
-          "above 0"
-        )
-
-  def _below_1(self, *names: str) -> None:
-    for name in names:
-      if not 0 <= getattr(self, name) < 1:
-        raise ValueError(
-          f"{self._name}.{name}={getattr(self, name)} is not in [0, 1)"
-        )
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdamW(Descent):
@@ -226,7 +189,7 @@ class AdamW(Descent):
   def validate(self) -> None:
     """Raises ValueError on a setting that cannot work."""
     super().validate()
-    self._below_1("b1", "b2")
+    checks.below_one(self, "b1", "b2")
 
   def _rule(self) -> optax.GradientTransformation:
     return optax.scale_by_adam(self.b1, self.b2)
@@ -259,12 +222,9 @@ class Adafactor(Descent):
   def validate(self) -> None:
     """Raises ValueError on a setting that cannot work."""
     super().validate()
-    self._above_0("decay_exponent", "max_step_rms")
-    if self.least_factored < 1:
-      raise ValueError(
-        f"Adafactor.least_factored={self.least_factored} is below 1; use 1 to "
-        "factor every matrix"
-      )
+    checks.finite_above(self, 0, "decay_exponent", "max_step_rms")
+    out = "use 1 to factor every matrix"
+    checks.at_least(self, 1, "least_factored", out=out)
 
   def _rule(self) -> optax.GradientTransformation:
     return optax.chain(
@@ -304,12 +264,9 @@ class Muon(Descent):
   def validate(self) -> None:
     """Raises ValueError on a setting that cannot work."""
     super().validate()
-    self._above_0("step_rms")
-    self._below_1("momentum", "b1", "b2")
-    if self.iterations < 1:
-      raise ValueError(
-        f"Muon.iterations={self.iterations} is below 1; use 5, or AdamW"
-      )
+    checks.finite_above(self, 0, "step_rms")
+    checks.below_one(self, "momentum", "b1", "b2")
+    checks.at_least(self, 1, "iterations", out="use 5, or adamw")
 
   def _rule(self) -> optax.GradientTransformation:
     muon = optax.chain(

@@ -191,7 +191,12 @@ def test_a_hugging_face_directory_is_served_with_its_tools(hugging_face):
     ("directory", "nowhere", {}, r"config\.json cannot be read"),
     ("run", "run", {"engine.slotz": "4"}, r"engine\.slots"),
     ("directory", "hugging_face", {"engine.slotz": "4"}, r"engine\.slots"),
-    ("run", "run", {"engine.slots": "0"}, r"engine\.slots=0 is below 1"),
+    (
+      "run",
+      "run",
+      {"engine.slots": "0"},
+      r"engine\.slots=0 must be at least 1",
+    ),
     (
       *("directory", "hugging_face"),
       *({"model.max_length": "9999"}, "use 512 or less"),

@@ -103,7 +103,7 @@ def test_a_setting_that_cannot_work_ends_it_before_it_begins(config):
     (
       ["--config.progress_timeout_s=0"],
       2,
-      "error: progress_timeout_s=0.0 is not above 0",
+      "error: progress_timeout_s=0.0 must be above 0",
     ),
     (
       ["--config.progress_timeout_s=0.5"],

@@ -77,7 +77,7 @@ def test_settings_that_fit_together_are_accepted(experiment, overrides):
     ),
     (
       {"rollout.group_size": "1"},
-      "rollout.group_size=1 is below the 2 that Grpo compares; raise it or"
+      "rollout.group_size=1 is below the 2 that grpo compares; raise it or"
       " use algorithm.advantage=reinforce",
     ),
     (
@@ -127,8 +127,8 @@ def test_settings_that_fit_together_are_accepted(experiment, overrides):
       "batch.tail_rows=2: no number below batch.rows=10 divides over "
       "placement.learner.data * expert = 10; use none",
     ),
-    ({"batch.tail_rows": "0"}, "batch.tail_rows=0 is below 1"),
-    ({"batch.tail_rows": "10"}, "batch.tail_rows=10 is not below batch.rows"),
+    ({"batch.tail_rows": "0"}, "batch.tail_rows=0 must be at least 1"),
+    ({"batch.tail_rows": "10"}, "batch.tail_rows=10 must be below batch.rows"),
     # Rows of decoding are 32, 64, 128 and the 256 slots.
     (
       {"placement.decode.data": "3"},
@@ -172,22 +172,34 @@ def test_settings_that_fit_together_are_accepted(experiment, overrides):
       "placement.platform=cuda is unknown; use cpu, gpu, tpu or none; did you"
       " mean gpu?",
     ),
-    ({"rounds": "0", "warm_start": "none"}, "rounds=0 is below 1"),
-    ({"rounds": "-1"}, "rounds=-1 is below 0"),
-    ({"batch.rows": "0"}, "batch.rows=0 is below 1"),
-    ({"evaluation.every": "-1"}, "evaluation.every=-1 is below 0"),
-    ({"evaluation.episodes": "-1"}, "evaluation.episodes=-1 is below 0"),
-    ({"evaluation.temperature": "-1"}, "evaluation.temperature=-1.0 is no"),
-    ({"evaluation.temperature": "nan"}, "evaluation.temperature=nan is no"),
-    ({"evaluation.temperature": "inf"}, "evaluation.temperature=inf is no"),
-    ({"evaluation.success": "nan"}, "evaluation.success=nan is no reward"),
-    ({"seed": "-1"}, "seed=-1 is below 0"),
-    ({"optimizer.learning_rate": "-1"}, "AdamW.learning_rate=-1.0 is no"),
+    ({"rounds": "0", "warm_start": "none"}, "rounds=0 must be at least 1"),
+    ({"rounds": "-1"}, "rounds=-1 must be at least 0"),
+    ({"batch.rows": "0"}, "batch.rows=0 must be at least 1"),
+    ({"evaluation.every": "-1"}, "evaluation.every=-1 must be at least 0"),
+    (
+      {"evaluation.episodes": "-1"},
+      "evaluation.episodes=-1 must be at least 0",
+    ),
+    (
+      {"evaluation.temperature": "-1"},
+      "evaluation.temperature=-1.0 must be a finite",
+    ),
+    (
+      {"evaluation.temperature": "nan"},
+      "evaluation.temperature=nan must be a finite",
+    ),
+    (
+      {"evaluation.temperature": "inf"},
+      "evaluation.temperature=inf must be a finite",
+    ),
+    ({"evaluation.success": "nan"}, "evaluation.success=nan must be a number"),
+    ({"seed": "-1"}, "seed=-1 must be at least 0"),
+    ({"optimizer.learning_rate": "-1"}, "adamw.learning_rate=-1.0 must be"),
     (
       {"optimizer.schedule.warmup_updates": "-4"},
-      "ConstantRate.warmup_updates=-4 is below",
+      "constant_rate.warmup_updates=-4 must be at least 0",
     ),
-    ({"warm_start.optimizer.b1": "1"}, "AdamW.b1=1.0 is not in [0, 1)"),
+    ({"warm_start.optimizer.b1": "1"}, "adamw.b1=1.0 must be in [0, 1)"),
     ({"algorithm.loss.clip_low": "-3"}, "clipped_surrogate.clip_low=-3.0"),
     (
       {"algorithm.entropy_bonus": "nan"},
@@ -196,16 +208,19 @@ def test_settings_that_fit_together_are_accepted(experiment, overrides):
     ({"algorithm.advantage.ddof": "8"}, "grpo.ddof=8 must be 0 or 1"),
     (
       {"engine.batching_delay_s": "nan"},
-      "engine.batching_delay_s=nan is not in [0, 1)",
+      "engine.batching_delay_s=nan must be in [0, 1)",
     ),
     (
       {"retention.checkpoint_every": "0"},
-      "retention.checkpoint_every=0 is below",
+      "retention.checkpoint_every=0 must be at least 1",
     ),
-    ({"retention.checkpoints": "0"}, "retention.checkpoints=0 is below 1"),
+    (
+      {"retention.checkpoints": "0"},
+      "retention.checkpoints=0 must be at least 1",
+    ),
     (
       {"retention.episodes_every": "0"},
-      "retention.episodes_every=0 is below 1",
+      "retention.episodes_every=0 must be at least 1",
     ),
     # An episode: 8 turns and a start of at most 60 s; three calls of a reward,
     # 30 s each, with waits of 0.5 and 1 s between them.
@@ -257,7 +272,7 @@ def test_settings_that_fit_together_are_accepted(experiment, overrides):
     ),
     (
       {"rollout.grading.attempts": "0"},
-      "rollout.grading.attempts=0 is below 1; use 1 to call once",
+      "rollout.grading.attempts=0 must be at least 1; use 1 to call once",
     ),
   ],
 )
@@ -367,7 +382,9 @@ def test_a_preference_for_a_pool_that_does_not_exist_is_refused(experiment):
   ],
 )
 def test_every_part_of_the_tree_is_checked_and_named(experiment, path, text):
-  with pytest.raises(ValueError, match=rf"^{re.escape(path)}={text} is below"):
+  with pytest.raises(
+    ValueError, match=rf"^{re.escape(path)}={text} (must be at|is below)"
+  ):
     _override(experiment, {path: text}).validate()
 
 

@@ -7,6 +7,7 @@ from models import config as model_config
 from models import sharding
 from rl.engine.builtin import dispatch_shapes, engine
 from rl.runtime import mesh_thread
+from rl.settings import checks
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,25 +32,14 @@ class EngineSettings(dispatch_shapes.DispatchShapes):
 
   def validate(self) -> None:
     """Raises ValueError on a size that cannot work."""
-    for name in (
-      "slots",
-      "page_size",
-      "min_copied_ids",
-      "prefill_tokens",
-      "steps_per_dispatch",
-    ):
-      if getattr(self, name) < 1:
-        raise ValueError(f"engine.{name}={getattr(self, name)} is below 1")
+    sizes = ("slots", "page_size", "min_copied_ids", "prefill_tokens")
+    checks.at_least(self, 1, *sizes, "steps_per_dispatch", where="engine")
+    checks.at_least(self, 0, "bias_slots", where="engine")
+    checks.below_one(self, "batching_delay_s", where="engine")
     for name in ("row_buckets", "chunk_buckets", "length_buckets"):
       sizes = getattr(self, name)
       if not sizes or min(sizes) < 1:
         raise ValueError(f"engine.{name}={sizes} needs positive sizes")
-    if not 0 <= self.batching_delay_s < 1:
-      raise ValueError(
-        f"engine.batching_delay_s={self.batching_delay_s} is not in [0, 1)"
-      )
-    if self.bias_slots < 0:
-      raise ValueError(f"engine.bias_slots={self.bias_slots} is below 0")
 
   def validate_model(self, config: model_config.ModelConfig) -> None:
     """Raises ValueError on a model that such an engine cannot serve.

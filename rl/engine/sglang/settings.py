@@ -8,7 +8,6 @@ Needs `pip install twinmesh[sglang]`.
 import dataclasses
 import importlib.metadata
 import importlib.util
-import math
 from collections.abc import Mapping
 from typing import ClassVar
 
@@ -20,6 +19,7 @@ from rl.engine.sglang import requests as sglang_requests
 from rl.engine.sglang import upstream as sglang_upstream
 from rl.engine.sglang import weights as sglang_weights
 from rl.runtime import mesh_thread
+from rl.settings import checks
 
 _KEYS_ON_CPU = 2560
 """Keys of all rows together, with which each query is compared: beyond it more
@@ -58,10 +58,8 @@ class SglangSettings:
 
   def validate(self) -> None:
     """Raises ValueError on a size that cannot work."""
-    for name in ("slots", "max_total_tokens", "page_size"):
-      value = getattr(self, name)
-      if value is not None and value < 1:
-        raise ValueError(f"engine.{name}={value} is below 1; use None or more")
+    sizes = ("slots", "max_total_tokens", "page_size")
+    checks.at_least(self, 1, *sizes, where="engine", out="use none or more")
     for name in ("row_buckets", "token_buckets"):
       sizes = getattr(self, name)
       if sizes and min(sizes) < 1:
@@ -70,10 +68,7 @@ class SglangSettings:
       raise ValueError(
         f"engine.memory_fraction={self.memory_fraction} is not in (0, 1)"
       )
-    if not 0 < self.patience_s < math.inf:
-      raise ValueError(
-        f"engine.patience_s={self.patience_s} must be finite and above 0"
-      )
+    checks.finite_above(self, 0, "patience_s", where="engine")
 
   def validate_installed(self) -> None:
     """Raises ValueError when sglang-jax is missing."""

@@ -56,11 +56,17 @@ def test_exploring_mixes_in_random_answers_that_repeat():
 @pytest.mark.parametrize(
   ("fields", "words"),
   [
-    ({"steps": 0}, r"warm_start\.steps=0 is below 1; .*warm_start=none"),
-    ({"episodes": -1}, r"warm_start\.episodes=-1 is below 1"),
-    ({"checkpoint_every": 0}, r"warm_start\.checkpoint_every=0 is below 1"),
-    ({"exploration": 1.5}, r"warm_start\.exploration=1\.5 is outside"),
-    ({"exploration": float("nan")}, r"warm_start\.exploration=nan is outside"),
+    (
+      {"steps": 0},
+      r"warm_start\.steps=0 must be at least 1; .*warm_start=none",
+    ),
+    ({"episodes": -1}, r"warm_start\.episodes=-1 must be at least 1"),
+    (
+      {"checkpoint_every": 0},
+      r"warm_start\.checkpoint_every=0 must be at least 1",
+    ),
+    ({"exploration": 1.5}, r"warm_start\.exploration=1\.5 must be in"),
+    ({"exploration": float("nan")}, r"warm_start\.exploration=nan must be in"),
   ],
 )
 def test_a_warm_start_that_cannot_run_is_refused(fields, words):

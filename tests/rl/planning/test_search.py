@@ -240,7 +240,7 @@ def kind(**changes):
     ({"fleet": fleet.Fleet(kinds=())}, r"fleet.kinds: \[\] are not one"),
     (
       {"fleet": fleet.Fleet(kinds=(kind(cost=0.0),))},
-      r"fleet.kinds.0.cost=0.0 is not above 0",
+      r"fleet.kinds.0.cost=0.0 must be a finite number above 0",
     ),
     (
       {"space": problem_lib.Space(schedules=("in_fligth",))},
@@ -261,8 +261,8 @@ def kind(**changes):
       {"space": problem_lib.Space(updates_per_round=3)},
       "updates_per_round=3 does not divide groups_per_round=4",
     ),
-    ({"rounds": 0}, "rounds=0 is below 1"),
-    ({"tolerance": 1.0}, r"tolerance=1.0 is not in \[0, 1\)"),
+    ({"rounds": 0}, "rounds=0 must be at least 1"),
+    ({"tolerance": 1.0}, r"tolerance=1.0 must be in \[0, 1\)"),
     (
       {"routing": problem_lib.affinity.Routing(prefer={"game": "quick"})},
       "routing.prefer.game=quick is unknown; use compute",

@@ -69,9 +69,9 @@ def test_a_domain_that_does_not_exist_is_refused():
 @pytest.mark.parametrize(
   ("routing", "message"),
   [
-    ({"explore_every": -1}, "explore_every=-1 is below 0"),
-    ({"overload": 0.5}, r"overload=0\.5 is below 1"),
-    ({"overload": math.nan}, "overload=nan is below 1"),
+    ({"explore_every": -1}, "explore_every=-1 must be at least 0"),
+    ({"overload": 0.5}, r"overload=0\.5 must be at least 1"),
+    ({"overload": math.nan}, "overload=nan must be at least 1"),
     ({"learn": True, "default": "wide"}, "leaves nothing to routing.learn"),
   ],
 )

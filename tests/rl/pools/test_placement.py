@@ -164,7 +164,7 @@ def test_every_engine_has_the_name_and_kind_of_its_pool():
     ({"cost": 0.0}, r"more\.0\.cost=0\.0 is not above 0"),
     ({"cost": float("nan")}, r"more\.0\.cost=nan is not above 0"),
     ({"replicas": 0}, r"more\.0\.replicas=0 is below 1"),
-    ({"mesh": MeshSpec(data=0)}, r"more\.0\.mesh\.data=0 is below 1"),
+    ({"mesh": MeshSpec(data=0)}, r"more\.0\.mesh\.data=0 must be at least 1"),
     (
       {"mesh": MeshSpec(rules=sharding.Rules(heads="tensors"))},
       r"more\.0\.mesh\.rules\.heads=tensors",
@@ -213,7 +213,7 @@ def test_meshes_may_share_devices_when_it_is_declared():
 )
 def test_a_mesh_without_devices_is_refused(name, fields):
   ((field, value),) = fields.items()
-  message = rf"placement\.{name}\.{field}={value} is below"
+  message = rf"placement\.{name}\.{field}={value} must be at"
   with pytest.raises(ValueError, match=message):
     dataclasses.replace(Placement(), **{name: MeshSpec(**fields)}).validate()
 

@@ -126,7 +126,7 @@ def test_a_saved_state_does_not_change_with_the_curriculum():
   ],
 )
 def test_settings_that_filter_nothing_are_refused(bad):
-  with pytest.raises(ValueError, match=f"PassRate: .*{next(iter(bad))}="):
+  with pytest.raises(ValueError, match=f"pass_rate.*{next(iter(bad))}="):
     curriculum.PassRate(**bad).validate()
 
 

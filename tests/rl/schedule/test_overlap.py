@@ -57,7 +57,7 @@ from rl.schedule import overlap
     (
       {"redundancy": overlap.Redundancy(extra_members=-1)},
       "redundancy.extra_members=-1",
-      "below 0",
+      "at least 0",
     ),
     (
       {"admission": "hard_frontier"},
@@ -73,8 +73,8 @@ from rl.schedule import overlap
       "consume=ready",
       "use consume=submit",
     ),
-    ({"too_slow_after": 0}, "too_slow_after=0", "below 1"),
-    ({"frontier_groups": -1}, "frontier_groups=-1", "below 0"),
+    ({"too_slow_after": 0}, "too_slow_after=0", "at least 1"),
+    ({"frontier_groups": -1}, "frontier_groups=-1", "at least 0"),
   ],
 )
 def test_a_schedule_that_cannot_run_names_its_value_and_the_way_out(
@@ -191,15 +191,17 @@ def test_requests_go_by_group_unless_they_go_as_they_come():
 @pytest.mark.parametrize(
   ("name", "way_out"),
   [
-    ("consume", "use submit or ready or drop or recycle"),
-    ("on_publish", "use drain or abort or recompute or keep_kv"),
-    ("admission", "use fifo or frontier or hard_frontier"),
-    ("old_logprob", "use decode or snapshot or recompute"),
+    ("consume", "submit or ready or drop or recycle"),
+    ("on_publish", "drain or abort or recompute or keep_kv"),
+    ("admission", "fifo or frontier or hard_frontier"),
+    ("old_logprob", "decode or snapshot or recompute"),
   ],
 )
 def test_a_word_that_means_nothing_is_refused_with_those_that_do(name, way_out):
   schedule = overlap.Overlap()
   # Types are checked where this runs, but not where a user's config does.
   object.__setattr__(schedule, name, "random")
-  with pytest.raises(ValueError, match=f"overlap.{name}=random; {way_out}"):
+  with pytest.raises(
+    ValueError, match=f"overlap.{name}=random must be {way_out}"
+  ):
     schedule.validate()

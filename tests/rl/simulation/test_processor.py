@@ -161,18 +161,18 @@ def test_a_session_is_cached_once():
 def test_an_engine_without_speed_is_refused(field):
   value = 0 if field in ("slots", "kv_tokens") else 0.0
   speed = dataclasses.replace(SPEED, **{field: value})
-  with pytest.raises(ValueError, match=rf"pools.0.speed.{field}={value} is"):
+  with pytest.raises(ValueError, match=rf"pools.0.speed.{field}={value} must"):
     speed.validate("pools.0.speed")
 
 
 @pytest.mark.parametrize("update_s", [-1.0, math.inf, math.nan])
 def test_a_pause_below_0_or_without_an_end_is_refused(update_s):
   speed = simulated_processor.Speed(update_s=update_s)
-  words = rf"x\.update_s={update_s} is below 0, or never ends"
+  words = rf"x\.update_s={update_s} must be a finite number of at least 0"
   with pytest.raises(ValueError, match=words):
     speed.validate("x")
 
 
 def test_tokens_that_never_end_are_refused():
-  with pytest.raises(ValueError, match=r"x\.tau0_s=inf: no token"):
+  with pytest.raises(ValueError, match=r"x\.tau0_s=inf must be a finite"):
     simulated_processor.Speed(tau0_s=math.inf).validate("x")

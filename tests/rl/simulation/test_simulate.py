@@ -212,11 +212,11 @@ def test_sessions_go_where_the_routing_says():
     ({"rounds": 2}, r"rounds=2 leaves none to measure.* use rounds=7"),
     ({"workloads": ()}, r"workloads: \[\] are not"),
     ({"workloads": (HEAVY, HEAVY)}, "are not one or more names"),
-    ({"progress_timeout_s": 0.0}, "progress_timeout_s=0.0 is not above 0"),
+    ({"progress_timeout_s": 0.0}, "progress_timeout_s=0.0 must be above 0"),
     ({"cluster": simulate.Cluster(pools=())}, "nothing decodes"),
     (
       {"cluster": simulate.Cluster(transfer_s=math.inf)},
-      r"cluster.transfer_s=inf is below 0, or never ends",
+      r"cluster.transfer_s=inf must be a finite number of at least 0",
     ),
     (
       {
@@ -224,15 +224,15 @@ def test_sessions_go_where_the_routing_says():
           learner=simulated_learner.LearnerSpeed(token_s=math.inf)
         )
       },
-      r"cluster.learner.token_s=inf is below 0, or never ends",
+      r"cluster.learner.token_s=inf must be a finite number of at least 0",
     ),
     (
       {"cluster": simulate.Cluster(transfer_s=-1.0)},
-      r"cluster.transfer_s=-1.0 is below 0",
+      r"cluster.transfer_s=-1.0 must be a finite number of at least 0",
     ),
     (
       {"cluster": simulate.Cluster(pools=(simulate.EnginePool(engines=0),))},
-      r"cluster.pools.0.engines=0 is below 1",
+      r"cluster.pools.0.engines=0 must be at least 1",
     ),
     (
       {
@@ -240,7 +240,7 @@ def test_sessions_go_where_the_routing_says():
           learner=simulated_learner.LearnerSpeed(token_s=-1.0)
         )
       },
-      r"cluster.learner.token_s=-1.0 is below 0",
+      r"cluster.learner.token_s=-1.0 must be a finite number of at least 0",
     ),
     (
       {

@@ -36,22 +36,25 @@ def test_the_default_size_is_valid():
 @pytest.mark.parametrize(
   ("change", "message"),
   [
-    ({"slots": 0}, "engine.slots=0 is below 1"),
-    ({"page_size": 0}, "engine.page_size=0 is below 1"),
-    ({"prefill_tokens": -1}, "engine.prefill_tokens=-1 is below 1"),
-    ({"steps_per_dispatch": 0}, "engine.steps_per_dispatch=0 is below 1"),
+    ({"slots": 0}, "engine.slots=0 must be at least 1"),
+    ({"page_size": 0}, "engine.page_size=0 must be at least 1"),
+    ({"prefill_tokens": -1}, "engine.prefill_tokens=-1 must be at least 1"),
+    (
+      {"steps_per_dispatch": 0},
+      "engine.steps_per_dispatch=0 must be at least 1",
+    ),
     ({"row_buckets": ()}, r"engine.row_buckets=\(\) needs positive"),
     ({"chunk_buckets": (4, 0)}, r"engine.chunk_buckets=\(4, 0\) needs"),
     ({"length_buckets": (-1,)}, r"engine.length_buckets=\(-1,\) needs"),
     (
       {"batching_delay_s": math.nan},
-      r"engine.batching_delay_s=nan is not in \[0, 1\)",
+      r"engine.batching_delay_s=nan must be in \[0, 1\)",
     ),
     (
       {"batching_delay_s": 1.0},
-      r"engine.batching_delay_s=1.0 is not in \[0, 1\)",
+      r"engine.batching_delay_s=1.0 must be in \[0, 1\)",
     ),
-    ({"bias_slots": -1}, "engine.bias_slots=-1 is below 0"),
+    ({"bias_slots": -1}, "engine.bias_slots=-1 must be at least 0"),
   ],
 )
 def test_sizes_that_cannot_work_are_refused(change, message):
