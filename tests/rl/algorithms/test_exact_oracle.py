@@ -297,6 +297,7 @@ UNBIASED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("estimator", UNBIASED)
 def test_unbiased_estimators_are_within_3_standard_errors(estimator):
   own, factor = UNBIASED[estimator]
@@ -304,6 +305,7 @@ def test_unbiased_estimators_are_within_3_standard_errors(estimator):
   assert_unbiased(in_groups(rule, "lag 0", own), factor * oracle())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("estimator", UNBIASED)
 @pytest.mark.parametrize("lag", list(LAGS)[1:])
 def test_unbiased_estimators_stay_so_at_any_lag_with_whole_ratios(
@@ -314,6 +316,7 @@ def test_unbiased_estimators_stay_so_at_any_lag_with_whole_ratios(
   assert_unbiased(in_groups(rule, lag, own), factor * oracle())
 
 
+@pytest.mark.slow
 def test_leaving_one_out_of_all_groups_of_a_task_is_unbiased():
   # Two groups of a task are compared as one of twice the size.
   pooled = played("lag 0", 2 * GROUP_SIZE)
@@ -325,6 +328,7 @@ def test_leaving_one_out_of_all_groups_of_a_task_is_unbiased():
   assert_unbiased(found, oracle())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("k", [1, 2, 4, GROUP_SIZE])
 def test_pass_at_k_has_the_gradient_of_the_best_of_k(k):
   table, truth = tabular.TABLES[0], oracle()
@@ -335,6 +339,7 @@ def test_pass_at_k_has_the_gradient_of_the_best_of_k(k):
   assert_unbiased(found, truth)
 
 
+@pytest.mark.slow
 def test_token_mean_is_within_3_standard_errors_of_its_own_oracle():
   lengths = tabular.paths().sampled.sum(-1)
   mean_length = tabular.chances_under(tabular.TABLES[0]) @ lengths
@@ -343,6 +348,7 @@ def test_token_mean_is_within_3_standard_errors_of_its_own_oracle():
   assert_unbiased(found, oracle() / mean_length)
 
 
+@pytest.mark.slow
 def test_unbiased_estimates_are_as_far_off_as_chance_says():
   # The mean of T squared is its degrees of freedom, 14, and its deviation
   # sqrt(28): over 64 samples within 3 sqrt(28 / 64) = 2.
@@ -384,6 +390,7 @@ BIASED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", BIASED)
 def test_biased_estimates_are_seen_to_be_so(case):
   lag, estimator, rule = BIASED[case]
