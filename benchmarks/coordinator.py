@@ -197,7 +197,7 @@ class _Run:
       return simulated_learner.SimulatedTrainer(free, self._spans), 0
     self._thread = mesh_thread.MeshThread("learner", self._spans)
     programs = fakes.FakeLearner()
-    settings = trainer_lib.Settings(
+    settings = trainer_lib.TrainerSettings(
       rows=16,
       length=256,
       share_prompts=False,

@@ -214,7 +214,7 @@ def measure_aggregate(aggregate: loss_aggregation.Aggregate) -> Direction:
 
 
 def measure_kl(
-  estimator: kl_lib.Estimator,
+  estimator: kl_lib.KlEstimator,
 ) -> dict[str, tuple[float, float]]:
   """Returns lag -> (bias, cosine) of a KL loss; the reference is of lag 4.
 

@@ -159,7 +159,7 @@ def _tell_input(
 
 def _first_if_all(
   programs: learner.Learner, skipped: skipped_updates.SkippedUpdate
-) -> nonfinite_diagnosis.Place | None:
+) -> nonfinite_diagnosis.RowPlace | None:
   """Returns the first row, if it and those after it all fail, each alone.
 
   None when one of the first is finite, or when there is one row alone.
@@ -181,7 +181,7 @@ def _search(
   programs: learner.Learner,
   skipped: skipped_updates.SkippedUpdate,
   say: Callable[[str], None],
-) -> nonfinite_diagnosis.Place | None:
+) -> nonfinite_diagnosis.RowPlace | None:
   """Says which parts are not finite alone; returns the first smallest."""
   found, looked = None, 0
   for number, packed in enumerate(skipped.batches):
@@ -208,8 +208,10 @@ def _search(
 def _bad(
   programs: learner.Learner,
   skipped: skipped_updates.SkippedUpdate,
-  places: Iterable[nonfinite_diagnosis.Place],
-) -> Iterator[tuple[nonfinite_diagnosis.Place, nonfinite_diagnosis.Outcome]]:
+  places: Iterable[nonfinite_diagnosis.RowPlace],
+) -> Iterator[
+  tuple[nonfinite_diagnosis.RowPlace, nonfinite_diagnosis.UpdateOutcome]
+]:
   """Yields the parts that are not finite when they run alone."""
   for place in places:
     part = nonfinite_diagnosis.alone(skipped.batches[place.batch], place)
@@ -221,9 +223,9 @@ def _bad(
 def _take_apart(
   programs: learner.Learner,
   skipped: skipped_updates.SkippedUpdate,
-  row: nonfinite_diagnosis.Place,
+  row: nonfinite_diagnosis.RowPlace,
   say: Callable[[str], None],
-) -> nonfinite_diagnosis.Place | None:
+) -> nonfinite_diagnosis.RowPlace | None:
   """Says which trajectories of a row are not finite; returns the first."""
   packed, parts = (
     skipped.batches[row.batch],
@@ -249,7 +251,7 @@ def _take_apart(
 def _tell_where(
   programs: learner.Learner,
   skipped: skipped_updates.SkippedUpdate,
-  place: nonfinite_diagnosis.Place | None,
+  place: nonfinite_diagnosis.RowPlace | None,
   say: Callable[[str], None],
 ) -> None:
   batches = skipped.batches
@@ -269,18 +271,18 @@ def _tell_where(
   say("no operation makes a nan: something is infinite")
 
 
-def _numbers(outcome: nonfinite_diagnosis.Outcome) -> str:
+def _numbers(outcome: nonfinite_diagnosis.UpdateOutcome) -> str:
   verdict = "finite" if outcome.is_finite else "NOT FINITE"
   numbers = f"loss {outcome.loss:.4g}, gradient norm {outcome.norm:.4g}"
   return f"{numbers}: {verdict}"
 
 
-def _at(place: nonfinite_diagnosis.Place) -> str:
+def _at(place: nonfinite_diagnosis.RowPlace) -> str:
   return f"in micro-batch {place.batch} row {place.row} segment {place.segment}"
 
 
 def _whose(
-  skipped: skipped_updates.SkippedUpdate, place: nonfinite_diagnosis.Place
+  skipped: skipped_updates.SkippedUpdate, place: nonfinite_diagnosis.RowPlace
 ) -> str:
   """Returns " (group 3 member 1 of game/train/7)", where that is known."""
   owner = nonfinite_diagnosis.owner(skipped, place)

@@ -191,7 +191,7 @@ def trainer(
   algorithm, batch = experiment.algorithm, experiment.batch
   data = layout.num_batch
   return trainer_lib.Training(
-    trainer_lib.Settings(
+    trainer_lib.TrainerSettings(
       rows=batch.rows,
       length=batch.length,
       share_prompts=batch.share_prompts,

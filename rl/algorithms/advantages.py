@@ -1,12 +1,12 @@
-"""How much better each member of a group did: rewards -> advantages.
+"""Advantages of the members of a group, one for all tokens of a member.
 
-The estimators here give all tokens of a member one advantage; those that tell
-its turns or tokens apart are in `credit`. `estimation` calls both.
+Estimators that tell turns or tokens apart are in `token_advantages`;
+`advantage_estimation` calls both.
 
-What is said of bias holds on policy and for losses that add up tokens over a
-constant (`loss_aggregation.Constant`): then the mean over members of the sum of
+Bias is stated on policy, for losses that add up tokens over a constant
+(`loss_aggregation.Constant`): then the mean over members of the sum of
 A_t grad log pi_t estimates the gradient of the expected reward, times the
-factor named. What is biased has a part aside of that gradient besides, here as
+factor named. A biased estimate has a part aside of that gradient besides, as
 `benchmarks/estimator_bias.py` measures it on a small task with a known one.
 
 Letters: G members, T sampled tokens.
@@ -28,7 +28,7 @@ Pool = Literal["group", "task"]
 
 
 class Estimate(NamedTuple):
-  """What some members are to learn from their T sampled tokens.
+  """Advantages of the T sampled tokens of some members.
 
   Attributes:
     advantages: one array a member.
@@ -41,15 +41,15 @@ class Estimate(NamedTuple):
 
 @runtime_checkable
 class Estimator(Protocol):
-  """Frozen callable from members that are compared to their advantages.
+  """Frozen callable from the members of a group to their advantages.
 
-  What it does not say otherwise is as below: groups of at least two, each on
-  its own, by their rewards alone.
+  By default it compares groups of at least two, each on its own, by their
+  rewards alone.
   """
 
   @property
   def scope(self) -> Scope:
-    """What is needed at once: a group, or all groups of an update.
+    """The groups needed at once: one, or all of an update.
 
     The advantages of scope "batch" are unknown until the last group of the
     update is there, so no gradient can be accumulated before.
@@ -58,7 +58,7 @@ class Estimator(Protocol):
 
   @property
   def pool(self) -> Pool:
-    """Who is compared: a group, or, of scope "batch", all of one task."""
+    """The members compared: a group or, with scope "batch", a task."""
     return "group"
 
   @property
@@ -68,7 +68,7 @@ class Estimator(Protocol):
 
   @property
   def needs_values(self) -> bool:
-    """Whether `Played.values` must be there."""
+    """True if it needs `EpisodeReturnInputs.values`."""
     return False
 
   def validate(self) -> None:
@@ -77,19 +77,19 @@ class Estimator(Protocol):
   def zero_variance(
     self, members: Sequence[returns_lib.EpisodeReturnInputs]
   ) -> bool:
-    """Whether nothing can be learned from them: they did equally well."""
+    """Returns True if they did equally well, so that nothing is learned."""
     return returns_lib.same(np.array([m.reward for m in members], np.float64))
 
   def __call__(
     self, members: Sequence[returns_lib.EpisodeReturnInputs]
   ) -> Estimate:
-    """Returns the estimate for all that are compared, in float64."""
+    """Returns the estimate for all these members, in float64."""
     ...
 
   def over_batch(
     self, advantages: Sequence[Float[np.ndarray, " _"]]
   ) -> list[Float[np.ndarray, " _"]]:
-    """Returns those of all members of an update, whitened if it does that."""
+    """Returns the advantages of all members of an update, maybe whitened."""
     return list(advantages)
 
 
@@ -105,7 +105,7 @@ class _Outcome(Estimator):
   def __call__(
     self, members: Sequence[returns_lib.EpisodeReturnInputs]
   ) -> Estimate:
-    """Returns what `of_rewards` says of the rewards, less their penalties."""
+    """Returns `of_rewards` of the rewards less their penalties."""
     rewards = np.array([returns_lib.total(m) for m in members], np.float64)
     values = self.of_rewards(rewards)
     return Estimate(
@@ -242,11 +242,11 @@ class Reinforce(_Outcome):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PassAtK(_Outcome):
-  """What a member adds to the best of k: trains pass@k instead of pass@1.
+  """Gain of a member to the best of k: trains pass@k instead of pass@1.
 
   k times the mean, over all sets of k members with it, of how much their best
-  reward falls without it. The worst member gets 0 and nobody less. For k = 1,
-  where nothing is left without it, that is `Rloo`.
+  reward falls without it. The worst member gets 0 and no member less. For k =
+  1, where nothing is left without it, it is `Rloo`.
 
   Unbiased for the gradient of the expected best reward of k episodes.
 

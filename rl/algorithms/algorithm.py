@@ -1,4 +1,4 @@
-"""What is learned from groups of episodes, and which parts go together."""
+"""The algorithm of a run: its parts, and the checks that they fit together."""
 
 import dataclasses
 from collections.abc import Callable
@@ -26,11 +26,11 @@ from rl.settings import short_names
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Algorithm(objective.Objective):
-  """From rewards to what is minimised.
+  """An objective, and the advantages that it is given.
 
   Attributes:
-    advantage: what each token of an episode was worth.
-    reference: whom `kl` compares with; None without a `kl`.
+    advantage: estimates the advantage of each token.
+    reference: the policy that `kl` compares with; None without a `kl`.
     sampling: drops groups that teach nothing and plays others, or None.
     epochs: optimizer steps on the same groups. The policy that ratios are
       against stays that of `overlap.old_logprob`. For several steps on parts
@@ -48,7 +48,7 @@ class Algorithm(objective.Objective):
   short_name = "free"
 
   def validate(self) -> None:
-    """Raises ValueError on parts that do not go together, or are no parts."""
+    """Raises ValueError on parts that do not fit their place or each other."""
     _validate_protocols(self)
     super().validate()
     if self.epochs < 1:
@@ -70,7 +70,7 @@ class Algorithm(objective.Objective):
       self._validate_sampling()
 
   def _validate_distillation(self) -> None:
-    """Raises when there is nobody to learn from, or nothing to learn."""
+    """Raises without a teacher, or without a penalty to learn from."""
     kl = self.kl
     if kl is None or (kl.where, kl.estimator) != ("reward", "k1"):
       raise ValueError(
@@ -81,8 +81,8 @@ class Algorithm(objective.Objective):
     if not isinstance(self.reference, references.Teacher):
       name = "none" if self.reference is None else self.reference.short_name
       raise ValueError(
-        f"algorithm.advantage=distillation with reference={name}: there is no "
-        "teacher but the policy itself; use algorithm.reference="
+        f"algorithm.advantage=distillation with reference={name}: it "
+        "needs a teacher other than the policy; use algorithm.reference="
         "teacher(model=..., directory=...), as configs/guess_number_distill.py "
         "does"
       )
@@ -208,7 +208,7 @@ class Algorithm(objective.Objective):
 def _nothing_to_compare(
   correction: corrections.Correction, schedule: overlap.Overlap
 ) -> str:
-  """Returns what is wrong with a correction of what the engine recorded."""
+  """Returns the error for a correction of the recorded log-probabilities."""
   name = short_names.of(correction)
   way_out = "use old_logprob=recompute, or correction=none"
   if schedule.max_staleness and not correction.weighs:
@@ -226,7 +226,7 @@ def _nothing_to_compare(
 
 
 def _validate_protocols(algorithm: Algorithm) -> None:
-  """Raises on parts of one's own that are not called as they should be.
+  """Raises on parts of one's own that break their protocol.
 
   Nothing is computed: a loss and a correction are traced, on four tokens.
   """

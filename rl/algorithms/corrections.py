@@ -2,15 +2,15 @@
 
 Between sampling (mu, `behaviour`) and training lie other kernels, other
 precision and, where rollout overlaps training, other weights. A correction
-multiplies the loss of each token; it has no gradient. What it masks keeps its
-place in every denominator: the loss is not scaled up for what is left out.
+multiplies the loss of each token; it has no gradient. A masked token keeps its
+place in every denominator: the loss is not scaled up for it.
 
-rho = old / mu. In bypass mode old is mu and rho is 1, so what compares old does
-nothing there, and a ratio in the loss is not multiplied twice.
+rho = old / mu. In bypass mode old is mu and rho is 1: a correction that
+compares old does nothing there, so a ratio in the loss is not multiplied twice.
 
-Bias is what they leave of that of `losses.Reinforce`, old scored again by the
-policy that is trained, or, for those that do not compare old, of token ratios
-that nothing clips; as `losses` defines it. `SequenceTruncated(cap=inf)` and
+Bias, as `losses` defines it, is the rest of that of `losses.Reinforce` with old
+scored again by the trained policy or, for corrections that do not compare old,
+of unclipped token ratios. `SequenceTruncated(cap=inf)` and
 `SequenceMasked(low=0, high=inf)` leave none, at any lag and in any mixture.
 
 Letters: L row length.
@@ -29,7 +29,7 @@ from rl.settings import checks, short_names
 
 
 class Weights(NamedTuple):
-  """What multiplies the loss of each token.
+  """Factors of the loss of each token.
 
   Attributes:
     weights: without gradient; 0 where masked, 1 where nothing was sampled.
@@ -48,16 +48,16 @@ class Correction(Protocol):
 
   @property
   def compares_old(self) -> bool:
-    """Whether it holds `Row.old` against the policy that sampled.
+    """True if it compares `Row.old` with the policy that sampled.
 
-    Then there is nothing to correct in bypass mode. Else it holds
-    `Row.logprobs` against it, the policy of this very update.
+    Then there is nothing to correct in bypass mode. Else it compares
+    `Row.logprobs`, the policy of this very update.
     """
     ...
 
   @property
   def weighs(self) -> bool:
-    """Whether it gives importance weights, rather than only 0 and 1."""
+    """True if it gives importance weights, rather than only 0 and 1."""
     ...
 
   def __call__(self, row: packed_row.Row) -> Weights:
@@ -307,12 +307,12 @@ class Both:
 
   @property
   def compares_old(self) -> bool:
-    """Whether either part does, for that part needs it scored."""
+    """True if either part does, as that part needs it scored."""
     return self.first.compares_old or self.second.compares_old
 
   @property
   def weighs(self) -> bool:
-    """Whether either part does."""
+    """True if either part does."""
     return self.first.weighs or self.second.weighs
 
   def validate(self) -> None:

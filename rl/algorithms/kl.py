@@ -1,4 +1,4 @@
-"""How far the policy is from a reference, token by token, and its price."""
+"""KL divergence to a reference policy, token by token, as a penalty."""
 
 import dataclasses
 from typing import Literal, assert_never
@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float
 from rl.algorithms import packed_row
 from rl.settings import checks
 
-Estimator = Literal["k1", "k2", "k3", "k3_plus"]
+KlEstimator = Literal["k1", "k2", "k3", "k3_plus"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,11 +27,10 @@ class KlPenalty:
     gradient as a loss is that of the reverse, KL(reference, pi).
   - k3_plus: the value of k3 with the gradient of k2.
 
-  So of these only k2 and k3_plus have the gradient of what they are meant to
-  estimate, and k1 is for rewards alone. All this is of tokens that pi sampled:
-  of late ones, which nothing weighs here, they are biased; the gradient of k2
-  and k3_plus by 6 % at lag 1 and 27 % at lag 4, on the task of
-  benchmarks/estimator_bias.py. k3 takes gaps below -20 nats for -20.
+  So only k2 and k3_plus have the gradient of what they estimate, and k1 is for
+  rewards alone. All are biased on late tokens, which nothing weighs here:
+  the gradient of k2 and k3_plus by 6 % at lag 1 and 27 % at lag 4, on the task
+  of benchmarks/estimator_bias.py. k3 takes gaps below -20 nats as -20.
 
   Attributes:
     weight: price of a nat.
@@ -42,7 +41,7 @@ class KlPenalty:
   arXiv 2402.03300, eq. 4; k3_plus, k3 with the gradient of k2: verl.
   """
 
-  estimator: Estimator = "k3_plus"
+  estimator: KlEstimator = "k3_plus"
   weight: float = 0.001
   where: Literal["loss", "reward"] = "loss"
 
@@ -73,7 +72,7 @@ class KlPenalty:
 
 
 def estimate(
-  estimator: Estimator, gap: Float[Array, "*shape"]
+  estimator: KlEstimator, gap: Float[Array, "*shape"]
 ) -> Float[Array, "*shape"]:
   """Returns the estimate in nats from log pi - log reference."""
   match estimator:

@@ -1,4 +1,4 @@
-"""From values of tokens to one number: a sum, and the count that divides it.
+"""Aggregates token losses to a sum, and the count that divides it.
 
 Sums and counts add up over rows, micro-batches and devices and are divided
 once an update, so the result does not depend on how trajectories were packed.
@@ -19,19 +19,19 @@ from rl.settings import checks
 
 @runtime_checkable
 class Aggregate(Protocol):
-  """How much a token counts beside others; a frozen callable over one row."""
+  """Weighs tokens against one another; a frozen callable over one row."""
 
   def __call__(
     self, values: Float[Array, " L"], row: packed_row.Row
   ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """Returns (sum, count); values of what was not sampled do not count."""
+    """Returns (sum, count) over the sampled tokens."""
     ...
 
   def count(self, num_tokens: Sequence[int]) -> float:
-    """Returns the count of trajectories with so many sampled tokens each.
+    """Returns the count that trajectories of these sizes would add in a row.
 
-    It is what they would add in a row. A trajectory without a token adds
-    nothing.
+    Args:
+      num_tokens: sampled tokens of each; one without a token adds nothing.
     """
     ...
 
@@ -58,7 +58,7 @@ class TokenMean:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SequenceMean:
-  """Every trajectory counts the same, its tokens share that.
+  """Every trajectory counts the same, shared by its tokens.
 
   A token of a short trajectory weighs more than one of a long trajectory.
   Bias: 39 % aside of the gradient on policy.

@@ -1,8 +1,8 @@
 """Policy losses: frozen callables that give one packed row's loss by token.
 
-In a formula pi is the policy that is trained, old the one a ratio is against,
-mu the one that sampled, A the advantage, r = pi / old, sg() has no gradient.
-All are minimised. What sums them up is their field `aggregate`.
+In a formula pi is the trained policy, old the one that a ratio is against, mu
+the one that sampled, A the advantage, r = pi / old, and sg() has no gradient.
+All are minimised; their field `aggregate` sums them up.
 
 Bias is |mean gradient - policy gradient| / |policy gradient| off policy, by lag
 in optimizer steps, in bypass mode and without a correction, on the task of
@@ -40,23 +40,23 @@ class Loss(Protocol):
 
   @property
   def own_weight(self) -> bool:
-    """Whether it weighs tokens against the policy that sampled them.
+    """True if it weighs tokens by pi over the policy that sampled them.
 
-    Then a correction that does so as well would weigh them twice.
+    A correction that does so as well would weigh them twice.
     """
     ...
 
   @property
   def has_ratio(self) -> bool:
-    """Whether it holds pi against an older policy.
+    """True if it compares pi with an older policy.
 
-    If not, whatever it is given counts as sampled by pi itself.
+    If not, every token counts as sampled by pi itself.
     """
     ...
 
   @property
   def aggregate(self) -> loss_aggregation.Aggregate:
-    """How its tokens become one number; see `aggregates`."""
+    """The sum over tokens; see `loss_aggregation`."""
     ...
 
   def __call__(self, row: packed_row.Row) -> Terms:
@@ -266,8 +266,8 @@ class Aipo:
 class Topr:
   """-sg(w) A log pi: w is 1 where A >= 0, else the trajectory's ratio up to 1.
 
-  What was good is imitated however unlikely it has become; what was bad is
-  forgotten as it becomes unlikely, with w = min(product of pi / mu, 1). The
+  Good tokens are imitated however unlikely they have become; bad ones are
+  forgotten as they become unlikely, with w = min(product of pi / mu, 1). The
   ratio is of the whole trajectory, the sign of A of each token; the paper has
   one reward for both. It is its own correction.
   Bias: 14 % at lag 1, 39 % at lag 4, 23 % mixed.

@@ -1,4 +1,4 @@
-"""What a gradient is of: losses of packed rows, summed over micro-batches.
+"""The training objective of packed rows, summed over micro-batches.
 
   rows -> per token: loss x correction + KL - entropy + value loss
        -> aggregate: (sum, count) -> sums over all micro-batches of an update
@@ -26,7 +26,7 @@ from rl.settings import checks, short_names
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Objective:
-  """What is minimised. Every part is aggregated as the policy's loss is.
+  """The sum to minimise; each part is aggregated like the policy's loss.
 
   Attributes:
     correction: weighs tokens for the gap between the policy that sampled them
@@ -74,7 +74,7 @@ class Objective:
     return self.kl if self.loss_kl is None else None
 
   def regularises(self, *, has_routers: bool) -> bool:
-    """Whether a token without an advantage has a gradient all the same."""
+    """Returns True if tokens without an advantage have a gradient too."""
     of_routers = bool(self.balance_weight) or bool(self.z_weight)
     return (
       bool(self.entropy_bonus)
@@ -84,11 +84,11 @@ class Objective:
 
 
 class Scored(NamedTuple):
-  """What the model says of a batch; entry t is of token t.
+  """The model's scores of a batch; entry t is of token t.
 
   Attributes:
-    values: the critic's, of what came before the token; None without one.
-    aux: how the routers did; None without any.
+    values: the critic's, of the state before the token; None without one.
+    aux: statistics of the routers; None without any.
   """
 
   logprobs: Float[Array, "B L"]
@@ -106,12 +106,12 @@ class CorrectionSums(NamedTuple):
   masked: Float[Array, ""]
 
 
-class Sums(NamedTuple):
+class ObjectiveSums(NamedTuple):
   """Sums over micro-batches. Divide by `tokens` for means of a token.
 
   Attributes:
     tokens: that the policy sampled.
-    divisor: what the aggregated loss is divided by; see `aggregates`.
+    divisor: of the aggregated loss; see `loss_aggregation`.
     loss: of the policy, correction included, as aggregated.
     ratio, ratio_squared: policy / behaviour of each token, within the bounds
       of `packed_row.MAX_LOG_RATIO`.
@@ -135,13 +135,13 @@ class Sums(NamedTuple):
   lag_kl: Float[Array, " K"]
   correction: CorrectionSums | None
   kl: Float[Array, ""] | None
-  critic: value_loss_lib.Sums | None
+  critic: value_loss_lib.ValueSums | None
   router: transformer.Aux | None
 
 
 def zero(
   objective: Objective, *, num_lags: int, critic: bool, num_experts: int
-) -> Sums:
+) -> ObjectiveSums:
   """Returns sums of nothing.
 
   Args:
@@ -157,7 +157,7 @@ def zero(
     router = transformer.Aux(
       *(jnp.zeros(sizes.get(name, ())) for name in transformer.Aux._fields)
     )
-  return Sums(
+  return ObjectiveSums(
     tokens=scalar,
     divisor=scalar,
     loss=scalar,
@@ -174,7 +174,7 @@ def zero(
   )
 
 
-def metrics(sums: Sums, divisor: Float[Array, ""]) -> dict[str, Array]:
+def metrics(sums: ObjectiveSums, divisor: Float[Array, ""]) -> dict[str, Array]:
   """Returns scalars: means, and one for each entry of a vector.
 
   `ess` is the effective sample size, (sum w)^2 / (n sum w^2), of n tokens, with
@@ -223,8 +223,8 @@ def of_batch(
   batch: batch_lib.Batch,
   *,
   num_lags: int,
-) -> tuple[Float[Array, ""], Sums]:
-  """Returns what to differentiate, not yet divided, and the sums.
+) -> tuple[Float[Array, ""], ObjectiveSums]:
+  """Returns the loss to differentiate, not yet divided, and the sums.
 
   Args:
     batch: of jax arrays, with the columns that the objective reads.
@@ -256,7 +256,7 @@ def of_batch(
   total = loss + _aggregate(objective, more, rows)[0]
   gap = jnp.where(sampled, scored.logprobs - behaviour, 0.0)
   ratio = jnp.where(sampled, packed_row.bounded_exp(gap), 0.0)
-  sums = Sums(
+  sums = ObjectiveSums(
     tokens=sampled.sum().astype(jnp.float32),
     divisor=count,
     loss=loss,
@@ -289,7 +289,7 @@ def _aggregate(
 def _corrected(
   objective: Objective, loss: Float[Array, "B L"], rows: packed_row.Row
 ) -> tuple[Float[Array, "B L"], CorrectionSums | None]:
-  """Returns the weighed loss, and what is to be told of the weights."""
+  """Returns the weighed loss, and the sums of its weights."""
   if objective.correction is None:
     return loss, None
   found = jax.vmap(objective.correction)(rows)
@@ -315,7 +315,7 @@ def _kl(
 def _by_lag(
   gap: Float[Array, "B L"], batch: batch_lib.Batch, num_lags: int
 ) -> dict[str, Float[Array, " K"]]:
-  """Returns `lag_tokens` and `lag_kl` of `Sums`."""
+  """Returns `lag_tokens` and `lag_kl` of `ObjectiveSums`."""
   late = jax.nn.one_hot(jnp.minimum(batch.lags, num_lags - 1), num_lags)
   late = jnp.where(batch.sampled[..., None], late, 0.0)
   kl = kl_lib.estimate("k3", -gap)

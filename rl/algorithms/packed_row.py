@@ -11,19 +11,19 @@ from jaxtyping import Array, Bool, Float, Int
 
 MAX_LOG_RATIO = 20.0
 """Log ratios are kept within this many nats, so that e^20 = 4.9e8 bounds every
-ratio and a product of two is far from infinity. Beyond it there is no gradient
-through the ratio. verl bounds them alike (`core_algos.py`)."""
+ratio and a product of two is far from infinity. Beyond it the ratio has no
+gradient. verl bounds them alike (`core_algos.py`)."""
 
 
 class Row(NamedTuple):
   """Several trajectories, side by side; index t is of token t.
 
-  Log-probabilities are in nats. What is not sampled holds anything, even nan.
+  Log-probabilities are in nats. Entries that were not sampled may be nan.
 
   Attributes:
-    logprobs: of the policy that is trained; the only one with a gradient.
-    old: of the policy that a ratio is against, pi_old. Where it was not scored
-      again it is `behaviour`.
+    logprobs: of the trained policy; only these have a gradient.
+    old: of the policy that a ratio is against, pi_old; `behaviour` if it was
+      not scored again.
     behaviour: of the engine that sampled the token, mu; a row may mix versions.
     sampled: the tokens of the policy.
     segments: the trajectory that a sampled token belongs to, in [0, L]; no
@@ -49,7 +49,7 @@ def log_ratio(
 def bounded_exp(
   log_ratios: Float[Array, "*shape"],
 ) -> Float[Array, "*shape"]:
-  """Returns e to the power of that, within `MAX_LOG_RATIO`."""
+  """Returns the exponential, within `MAX_LOG_RATIO`."""
   return jnp.exp(jnp.clip(log_ratios, -MAX_LOG_RATIO, MAX_LOG_RATIO))
 
 

@@ -1,11 +1,11 @@
-"""What is learned from groups of episodes: one value of a config.
+"""Published algorithms, each with the parts and numbers of its paper.
 
-  algorithm=algorithms.Dapo()         --config.algorithm=dapo
-  algorithm=algorithms.Grpo(loss=losses.ClippedSurrogate(clip_high=0.3))
+  algorithm=presets.Dapo()            --config.algorithm=dapo
+  algorithm=presets.Grpo(loss=losses.ClippedSurrogate(clip_high=0.3))
                                       --config.algorithm.loss.clip_high=0.3
 
-Every preset is an `algorithm.Algorithm` with the values of its paper, but for
-what its docstring names; any of its parts may be replaced.
+Every preset is an `algorithm.Algorithm`. Its docstring names where it differs
+from the paper; any of its parts may be replaced.
 """
 
 import dataclasses
@@ -42,7 +42,7 @@ class Grpo(algorithm.Algorithm):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DrGrpo(algorithm.Algorithm):
-  """GRPO without what favours long answers and extreme tasks.
+  """GRPO without its favour for long answers and extreme tasks.
 
   The paper's `loss.aggregate.length` is the longest answer allowed. It is 1
   here, whatever the task: the gradient of the expected return, a sum over

@@ -1,4 +1,4 @@
-"""What an episode earns from each of its tokens on: rewards -> returns.
+"""Returns of an episode, by turn and by token: rewards -> returns.
 
 Letters: T sampled tokens, K turns. All in float64.
 """
@@ -11,7 +11,7 @@ from jaxtyping import Float, Float32, Float64, Int
 
 
 class EpisodeReturnInputs(NamedTuple):
-  """What an estimator of advantages sees of one episode, T and K at least 1.
+  """One episode as an estimator sees it; T and K are at least 1.
 
   Attributes:
     reward: as graded and shaped; of the episode as a whole.
@@ -19,10 +19,9 @@ class EpisodeReturnInputs(NamedTuple):
     turn_rewards: the environment's for each turn. A part of `reward`, not in
       addition to it: the rest, `reward - sum(turn_rewards)`, is earned by the
       end of the last turn.
-    observations: what was appended before each turn, as K keys.
-    histories: all that came before each turn, as K keys.
-    penalties: what to subtract from the reward of each token, its weight
-      included: a KL in the reward.
+    observations: the ids appended before each turn, as K keys.
+    histories: all ids before each turn, as K keys.
+    penalties: a KL to subtract from the reward of each token, weight included.
     values: the critic's, of the state before each sampled token.
   """
 
@@ -36,10 +35,10 @@ class EpisodeReturnInputs(NamedTuple):
 
 
 def same(values: Float64[np.ndarray, " n"]) -> bool:
-  """Whether all are equal, as far as float32 can tell.
+  """Returns True if all are equal, as far as float32 can tell.
 
-  Sums of the same parts in another order are one reward: of 0.1 + 0.2 and 0.3
-  there is nothing to learn.
+  0.1 + 0.2 and 0.3 are one reward: sums of the same parts in another order must
+  teach nothing.
   """
   narrow = values.astype(np.float32)
   return bool((narrow == narrow[:1]).all())
@@ -98,9 +97,9 @@ def gae(
   """Returns generalised advantage estimates of an episode that has ended.
 
   Args:
-    values: of the state before each sampled token. What an environment wrote
-      in between is no step: after the last token of a turn comes the first of
-      the next one. After the last of all the value is 0.
+    values: of the state before each sampled token. The reply of an
+      environment is not a step: after the last token of a turn comes the first
+      of the next one. After the last of all the value is 0.
 
   Source: arXiv 1506.02438, eq. 16, as the recursion of PPO, 1707.06347, eq. 11.
   """

@@ -1,4 +1,4 @@
-"""What is taken from a reward before it is compared: length, repetition."""
+"""Penalties on the reward of an episode: length and repetition."""
 
 import dataclasses
 from typing import ClassVar
@@ -47,10 +47,10 @@ class Overlong:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Repetition:
-  """A penalty for answers that say the same again.
+  """A penalty for answers that repeat themselves.
 
-  `penalty` times the share of n-grams that their own answer has had before.
-  None lies across two answers: to act alike in two turns is no repetition.
+  `penalty` times the share of n-grams that occurred before in the same answer.
+  Acting alike in two turns does not count as repetition.
 
   Attributes:
     size: n, in tokens.
@@ -89,8 +89,8 @@ def apply(
 ) -> trajectory_lib.Trajectory:
   """Returns the trajectory with each penalty in its reward and as a part.
 
-  A faulty one, which has no reward, is returned as it is, and so is any
-  without a shaping. To shape what was shaped before replaces the penalties.
+  A trajectory without a reward, or without a shaping, is returned as it is.
+  Shaping again replaces the penalties.
   """
   graded = trajectory.graded_reward
   penalties = {s.part: s(trajectory) for s in shapings if s is not None}

@@ -1,8 +1,7 @@
-"""Which turns and tokens of an episode earned its reward.
+"""Advantages that differ between the turns or tokens of an episode.
 
-Estimators of advantages that differ within a member. What is said of bias is
-meant as in `advantages`, and without a discount: one below 1 cares less for
-what comes late, and is biased by that.
+Bias is stated as in `advantages`, and without a discount: one below 1 counts
+late rewards less, and is biased by that.
 """
 
 import dataclasses
@@ -27,8 +26,7 @@ def whiten(
   Args:
     advantages: of the tokens of each member. All 0 comes out if all are equal.
       The deviation has no degree of freedom taken off.
-    over: whether each of the "tokens" counts the same, or each of the
-      "members", however long it is.
+    over: "tokens" count the same each, or "members", however long.
   """
   lengths = np.array([len(own) for own in advantages], np.int64)
   if not lengths.any():
@@ -48,12 +46,12 @@ def whiten(
 class ReinforcePlusPlus(advantages_lib.Estimator):
   """Discounted return of each token, whitened over all tokens of an update.
 
-  Penalties are subtracted from the token that they are of. An update in which
-  nothing varies gets advantages of exactly 0.
+  Each token's penalty is subtracted from its reward. An update in which nothing
+  varies gets advantages of exactly 0.
 
   Biased by the whitening: its deviation and its mean have a share of each
-  member's own return. Bias: 2 % aside of the gradient on policy. What is
-  whitened is unbiased, times (G - 1) / G where a group's mean is subtracted.
+  member's own return. Bias: 2 % aside of the gradient on policy. Before
+  whitening it is unbiased, times (G - 1) / G with a group's mean subtracted.
 
   Attributes:
     baseline: "group" subtracts the mean reward of the group first, so that a
@@ -119,7 +117,7 @@ class ReinforcePlusPlus(advantages_lib.Estimator):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Distillation(advantages_lib.Estimator):
-  """What a teacher would have said of each token; rewards count for nothing.
+  """Advantages from a teacher's log-probabilities; rewards do not count.
 
   The advantage of a token is minus its penalty: with a KL of estimator k1 in
   the reward, weight x (log teacher - log policy). Later tokens have no part in
@@ -159,16 +157,15 @@ class Gae(advantages_lib.Estimator):
   """Generalised advantage estimation with a critic.
 
   The returns that the critic learns are advantage + value. Only sampled tokens
-  are steps, so its values of anything else are not asked for. An episode that
-  was cut ends like another: its reward is the last that comes.
+  are steps. A truncated episode ends like any other: its reward is the last.
 
   Unbiased for lambda_ = 1, whatever the critic says, before whitening. Below 1
   it is biased by as much as the critic is wrong.
 
   Attributes:
     discount, lambda_: a token.
-    whitened: whether to whiten over the tokens of an update, which needs all
-      its groups at once.
+    whitened: whitens over the tokens of an update, which needs all its groups
+      at once.
     eps: added to the deviation then.
 
   Source: arXiv 1506.02438, eq. 16.
@@ -250,7 +247,7 @@ class _Turns(advantages_lib.Estimator):
   def zero_variance(
     self, members: Sequence[returns_lib.EpisodeReturnInputs]
   ) -> bool:
-    """Whether no turn of any member did better than another."""
+    """Returns True if no turn of any member did better than another."""
     return not any(own.any() for own in self.of_turns(members))
 
   def __call__(
@@ -269,9 +266,9 @@ class _Turns(advantages_lib.Estimator):
 class StepGroups(_Turns):
   """The episode's advantage, plus that of each turn among its likes (GiGPO).
 
-  What was earned from turns on is compared where these are alike, at whatever
-  place and of whatever member of the group. A turn without its like has only
-  the episode's advantage.
+  The returns of turns that are alike are compared, at whatever place and of
+  whatever member of the group. A turn without its like has only the episode's
+  advantage.
 
   Biased, even by means alone and without a discount: a turn's own return is in
   the mean of its step group, whose size depends on what was done before.

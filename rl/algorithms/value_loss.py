@@ -1,4 +1,4 @@
-"""What a critic learns: squared errors of its values, and how good these are.
+"""The loss of a critic: squared errors of its values, and their metrics.
 
 Letters: B rows, L row length.
 """
@@ -23,8 +23,7 @@ class ValueLoss:
   Attributes:
     weight: of this loss beside that of the policy.
     clip: None clips nothing.
-    through_body: whether its gradient reaches the policy's layers, or the
-      head alone.
+    through_body: its gradient reaches the policy's layers, not the head alone.
 
   Source: PPO, arXiv 1707.06347, eq. 9; clipping: OpenAI baselines, ppo2.
   """
@@ -51,7 +50,7 @@ class ValueLoss:
     return 0.5 * error
 
 
-class Sums(NamedTuple):
+class ValueSums(NamedTuple):
   """Of the loss, of the targets R and of the errors R - V, over tokens."""
 
   loss: Float[Array, ""]
@@ -61,14 +60,14 @@ class Sums(NamedTuple):
   errors_squared: Float[Array, ""]
 
 
-def zero() -> Sums:
+def zero() -> ValueSums:
   """Returns sums of nothing."""
-  return Sums._make([jnp.zeros(())] * len(Sums._fields))
+  return ValueSums._make([jnp.zeros(())] * len(ValueSums._fields))
 
 
 def of_batch(
   loss: ValueLoss, values: Float[Array, "B L"], batch: batch_lib.Batch
-) -> tuple[Float[Array, "B L"], Sums]:
+) -> tuple[Float[Array, "B L"], ValueSums]:
   """Returns the loss of each sampled token, 0 elsewhere, and the sums.
 
   Args:
@@ -85,7 +84,7 @@ def of_batch(
     for x in (values, batch.values, batch.returns)
   )
   found, errors = loss(values, old, returns), returns - values
-  sums = Sums(
+  sums = ValueSums(
     loss=found.sum(),
     targets=returns.sum(),
     targets_squared=jnp.square(returns).sum(),
@@ -95,7 +94,7 @@ def of_batch(
   return found, sums
 
 
-def metrics(sums: Sums, tokens: Float[Array, ""]) -> dict[str, Array]:
+def metrics(sums: ValueSums, tokens: Float[Array, ""]) -> dict[str, Array]:
   """Returns means of a token.
 
   `explained_variance` is 1 - var(R - V) / var(R): 1 of a critic that knows all,

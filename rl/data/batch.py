@@ -24,7 +24,7 @@ from rl.data import packing, trajectory
 
 
 class Prefix(NamedTuple):
-  """How the members of a group share the one copy of their prompt in a row.
+  """Links the members of a group to the one copy of their prompt in a row.
 
   Attributes:
     parents: segment of the prompt that the token's conversation began with,
@@ -40,7 +40,7 @@ class Prefix(NamedTuple):
 
 
 Column = Literal["advantages", "old", "reference", "values", "returns"]
-"""What is known of a sampled token only after packing."""
+"""Values of sampled tokens that come after packing."""
 
 
 class Batch(NamedTuple):
@@ -52,18 +52,17 @@ class Batch(NamedTuple):
     versions: policy that sampled the token, where `sampled`.
     sampled: True on the tokens of the policy and nowhere else.
     behaviour: log-probability under the policy that sampled it, in nats.
-    advantages: 0 where not sampled; what a token is worth may differ by token.
+    advantages: 0 where not sampled; they may differ within a trajectory.
     lags: version it is trained at, minus `versions`; 0 where not sampled.
     prefix: None when rows never share a prompt.
     experts: those that the engine chose for the token, or -1 where the
       routers are free; None when they are everywhere. Of a shared prompt:
       those of the first trajectory that has it in the row.
     old, reference: log-probability under the policy that a ratio is against,
-      and under the one to stay close to, in nats.
-    values: that a critic gave before the token.
-    returns: that the critic shall learn.
-
-  The last four are None when a run does not need them.
+      and under the one to stay close to, in nats; None if not needed, like the
+      next two.
+    values: the critic's, before the token.
+    returns: targets of the critic.
   """
 
   tokens: Int32[np.ndarray, "B L"]
@@ -119,8 +118,8 @@ def empty(
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Place:
-  """Where the T sampled tokens of a trajectory lie, in order."""
+class TokenPlace:
+  """The positions of the T sampled tokens of a trajectory, in order."""
 
   batch: int
   row: int
@@ -135,7 +134,7 @@ class Packed(NamedTuple):
   """
 
   batches: list[Batch]
-  places: list[Place | None]
+  places: list[TokenPlace | None]
 
 
 def pack(
@@ -151,7 +150,7 @@ def pack(
 ) -> Packed:
   """Packs whole trajectories into batches of shape [rows, length].
 
-  See `packing.plan` for which lies where. Advantages are 0 until `with_column`
+  `packing.plan` says where each lies. Advantages are 0 until `with_column`
   writes them.
 
   Args:
@@ -163,8 +162,8 @@ def pack(
       which the cost of attention is balanced.
     tail_rows: of the last, smaller batches; see `packing.heights`. None: all
       batches have one shape.
-    only_full: leaves out what does not fill a batch. It has no place, and is
-      to be packed with what comes later.
+    only_full: leaves out trajectories that do not fill a batch; they have no
+      place, and are to be packed with later ones.
 
   Raises:
     ValueError: a trajectory is longer than a row, they carry experts of
@@ -181,7 +180,7 @@ def pack(
   )
   experts = _experts_of_a_token(trajectories)
   batches: list[Batch] = []
-  places: list[Place | None] = [None] * len(trajectories)
+  places: list[TokenPlace | None] = [None] * len(trajectories)
   for number, planned in enumerate(plan):
     batch = empty(
       len(planned), length, share_prompts=share_prompts, experts=experts
@@ -190,7 +189,7 @@ def pack(
       for member, segment in _fill(batch, row, parts, trajectories, version):
         own = batch.sampled[row] & (batch.segments[row] == segment)
         index = np.flatnonzero(own).astype(np.int32)
-        places[member] = Place(number, row, index)
+        places[member] = TokenPlace(number, row, index)
     batches.append(batch)
   return Packed(batches, places)
 
@@ -227,7 +226,7 @@ def with_column(
 def collect(
   packed: Packed, scores: Sequence[Float32[np.ndarray, "B L"]]
 ) -> list[Float32[np.ndarray, " _T"]]:
-  """Returns by trajectory what its sampled tokens have in `scores`.
+  """Returns the `scores` of the sampled tokens of each trajectory.
 
   Args:
     scores: of each batch, on the host.
@@ -242,13 +241,13 @@ def collect(
 
 def _by_prompt(
   trajectories: Sequence[trajectory.Trajectory],
-) -> list[packing.Part]:
-  """Returns all trajectories with ids, put together where they may share."""
-  found: dict[tuple[int, bytes], packing.Part] = {}
+) -> list[packing.RowPart]:
+  """Returns all trajectories with ids, grouped where they may share."""
+  found: dict[tuple[int, bytes], packing.RowPart] = {}
   for i, episode in enumerate(trajectories):
     if len(episode.ids):
       prompt = episode.turns[0].context
-      part = packing.Part([], len(prompt))
+      part = packing.RowPart([], len(prompt))
       key = (episode.group_id, prompt.tobytes())
       found.setdefault(key, part).members.append(i)
   return list(found.values())
@@ -257,7 +256,7 @@ def _by_prompt(
 def _fill(
   batch: Batch,
   row: int,
-  parts: Sequence[packing.Part],
+  parts: Sequence[packing.RowPart],
   trajectories: Sequence[trajectory.Trajectory],
   version: int,
 ) -> Iterator[tuple[int, int]]:
@@ -283,7 +282,7 @@ def _fill(
 def _columns(
   episode: trajectory.Trajectory, version: int
 ) -> dict[str, np.ndarray]:
-  """Returns what a batch says of each of its ids, by field of the batch."""
+  """Returns the columns of its ids, by field of the batch."""
   ids, sampled = episode.ids, episode.sampled
   versions = np.zeros(len(ids), np.int32)
   behaviour = np.zeros(len(ids), np.float32)

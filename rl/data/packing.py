@@ -1,9 +1,9 @@
-"""Where each trajectory lies: sizes -> rows -> micro-batches. Pure.
+"""Plans rows and micro-batches from the sizes of trajectories. Pure.
 
   sizes --best fit, longest first--> rows --deal, costliest first--> batches
 
-A batch is split over data shards in contiguous blocks of rows, and the shard
-with the most to attend to is the one that all others wait for.
+A batch is split over data shards in contiguous blocks of rows, and all shards
+wait for the one with the most attention.
 """
 
 import itertools
@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Int
 
 
-class Part(NamedTuple):
+class RowPart(NamedTuple):
   """Trajectories that begin with the same `prompt` ids, kept once in a row.
 
   Attributes:
@@ -28,24 +28,24 @@ class Part(NamedTuple):
 
 def plan(
   sizes: Sequence[int],
-  alike: Sequence[Part] = (),
+  alike: Sequence[RowPart] = (),
   *,
   rows: int,
   length: int,
   shards: int = 1,
   tail_rows: int | None = None,
   only_full: bool = False,
-) -> list[list[list[Part]]]:
-  """Returns batches, their rows, and in order what lies in a row.
+) -> list[list[list[RowPart]]]:
+  """Returns batches, their rows, and the parts of each row in order.
 
   A trajectory is never split, and one of no ids is left out. The order depends
   on nothing but the arguments.
 
   Args:
     sizes: ids of each trajectory.
-    alike: which of them may share a prompt: each with ids is in one of these,
-      or there are none. They share it as long as that takes no more rows than
-      not sharing.
+    alike: trajectories that may share a prompt: each with ids is in one of
+      these, or there are none. They share it as long as that takes no more
+      rows than not sharing.
     rows: of a batch; see `heights` for `tail_rows`, which are `rows` where
       None.
     shards: blocks of rows of a batch that are computed side by side.
@@ -68,15 +68,15 @@ def plan(
         f"{-(-height // shards) * shards}"
       )
   filled = best_fit(
-    [Part([i], 0) for i, n in enumerate(sizes) if n], sizes, length
+    [RowPart([i], 0) for i, n in enumerate(sizes) if n], sizes, length
   )
   if alike:
-    # Greedy has bad days: with short prompts the order may cost a row.
+    # Best fit can need one row more when prompts are short; keep the better.
     filled = min(best_fit(alike, sizes, length), filled, key=len)
   if only_full:
     fullest = sorted(filled, key=lambda row: -num_ids(row, sizes))
     filled = fullest[: len(filled) // rows * rows]
-  batches: list[list[list[Part]]] = [
+  batches: list[list[list[RowPart]]] = [
     [[] for _ in range(height)] for height in heights(len(filled), rows, tail)
   ]
   slots = deal(
@@ -90,8 +90,8 @@ def plan(
 def heights(count: int, rows: int, tail: int) -> list[int]:
   """Returns the rows of each batch that it takes to hold `count` rows.
 
-  Behind the full batches what is left goes to batches of `tail` rows, a second
-  program, as long as these have fewer rows than one more of the first.
+  The rest behind the full batches goes to batches of `tail` rows, a second
+  program, as long as these have fewer rows than one more full batch.
   """
   full, rest = divmod(count, rows)
   short = -(-rest // tail)
@@ -100,7 +100,7 @@ def heights(count: int, rows: int, tail: int) -> list[int]:
   return [rows] * (full + 1)
 
 
-def num_ids(row: Sequence[Part], sizes: Sequence[int]) -> int:
+def num_ids(row: Sequence[RowPart], sizes: Sequence[int]) -> int:
   """Returns how many places of a row are taken."""
   return sum(
     prompt + sum(sizes[i] - prompt for i in members) for members, prompt in row
@@ -108,20 +108,20 @@ def num_ids(row: Sequence[Part], sizes: Sequence[int]) -> int:
 
 
 def best_fit(
-  groups: Sequence[Part], sizes: Sequence[int], length: int
-) -> list[list[Part]]:
-  """Returns, row by row, what lies in it, with as many rows as it takes.
+  groups: Sequence[RowPart], sizes: Sequence[int], length: int
+) -> list[list[RowPart]]:
+  """Returns the parts of each row, with as many rows as it takes.
 
-  Largest first, each into the row that it leaves the least room in: of those
-  that hold its prompt already or else of all.
+  Largest first, each into the row that has the least room left afterwards: of
+  the rows that hold its prompt already, or else of all.
   """
   room = np.full(len(sizes), length)
-  rows: list[list[Part]] = [[] for _ in sizes]
+  rows: list[list[RowPart]] = [[] for _ in sizes]
 
   for members, prompt in sorted(
     groups, key=lambda group: -num_ids([group], sizes)
   ):
-    parts: dict[int, Part] = {}
+    parts: dict[int, RowPart] = {}
     for i in sorted(members, key=lambda i: -sizes[i]):
       rest = sizes[i] - prompt
       row = _tightest(room, list(parts), rest)
@@ -129,7 +129,7 @@ def best_fit(
         # There is one: as many rows as trajectories, and none is longer.
         row = _tightest(room, range(len(room)), sizes[i])
         assert row is not None
-        parts[row] = Part([], prompt)
+        parts[row] = RowPart([], prompt)
         rows[row].append(parts[row])
         room[row] -= prompt
       parts[row].members.append(i)
@@ -147,13 +147,13 @@ def _tightest(
   return int(rows[np.argmin(room[rows])]) if len(rows) else None
 
 
-def cost(row: Sequence[Part], sizes: Sequence[int]) -> int:
+def cost(row: Sequence[RowPart], sizes: Sequence[int]) -> int:
   """Returns the attention cost of a row: pairs of tokens that see each other.
 
-  A conversation of n ids costs n^2, which is twice its causal pairs. Of those
-  that share a prompt of p ids each further one costs n^2 - p^2: the prompt is
-  computed once, and all that is theirs still attends to it. All else that a
-  row costs is the same for every row of a length, full or not.
+  A conversation of n ids costs n^2, which is twice its causal pairs. With a
+  shared prompt of p ids each further one costs n^2 - p^2: the prompt is
+  computed once, and their own ids still attend to it. All other costs are the
+  same for every row of a length, full or not.
   """
   return sum(
     prompt**2 + sum(sizes[i] ** 2 - prompt**2 for i in members)

@@ -1,4 +1,4 @@
-"""Whose the segments of packed rows are: which task, group and member."""
+"""Maps each packed segment to its task, group and member."""
 
 import json
 import pathlib
@@ -37,7 +37,7 @@ def of(
   """Yields the owner of every segment in which something was sampled.
 
   Args:
-    members: those that were packed, in their order.
+    members: the packed trajectories, in order.
     first: number of the first of these batches within the update.
   """
   for place, member in zip(packed.places, members, strict=True):
@@ -59,10 +59,10 @@ def write(file: pathlib.Path, owners: Sequence[Owner]) -> None:
 
 
 def read(file: pathlib.Path) -> list[Owner]:
-  """Returns what `write` wrote; nothing where there is no such file.
+  """Reads the file of `write`; returns an empty list if it is missing.
 
   Raises:
-    ValueError: that is no such list.
+    ValueError: the file holds something else.
   """
   if not file.exists():
     return []

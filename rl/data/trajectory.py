@@ -1,4 +1,4 @@
-"""What a rollout leaves behind: Turn, Trajectory, Group. Host data, numpy."""
+"""The record of a rollout: Turn, Trajectory, Group. Host data, numpy."""
 
 import dataclasses
 import enum
@@ -21,7 +21,7 @@ Stop = Literal["stop", "length", "abort"]
 
 
 class Status(enum.Enum):
-  """How a trajectory ended; a fault is data, never a reward of 0."""
+  """The end of a trajectory; a fault is data, never a reward of 0."""
 
   COMPLETED = "completed"
   TRUNCATED = "truncated"
@@ -33,12 +33,12 @@ class Status(enum.Enum):
 
   @property
   def trainable(self) -> bool:
-    """Whether the reward can be trusted, so that the tokens may be trained."""
+    """True if the reward can be trusted, so that the tokens may be trained."""
     return self in (Status.COMPLETED, Status.TRUNCATED)
 
   @property
   def is_fault(self) -> bool:
-    """Whether something broke; else it has ended, or nobody wants it."""
+    """True if something broke; else it ended, or was cut off on purpose."""
     return self in (
       Status.ENV_FAULT,
       Status.REWARD_FAULT,
@@ -57,8 +57,8 @@ class Turn:
     versions: policy that sampled each token; never decreases.
     stop: why sampling ended.
     decode_s, env_s: seconds spent on the answer and on the reply to it.
-    reward: the environment's for this answer; 0 when it did not get so far.
-      What a trajectory is worth is its own `reward`, as graded.
+    reward: the environment's for this answer; 0 when it did not get so far. A
+      trajectory has its own `reward`, as graded.
     experts: k experts that each of S sparse layers chose for every id, context
       first, because replaying a token needs the routes of all before it. -1
       where the engine kept none, as for an id that it never ran.
@@ -158,7 +158,7 @@ class Trajectory:
 
   @property
   def experts(self) -> Int32[np.ndarray, "L S k"] | None:
-    """Those of every id, -1 where unknown; None when no turn has any.
+    """The experts of every id, -1 where unknown; None if no turn has any.
 
     Raises:
       ValueError: turns differ in layers or in experts of a token.
@@ -187,7 +187,7 @@ class Trajectory:
 
   @property
   def versions(self) -> list[tuple[int, int]]:
-    """Run lengths of the policies that sampled it: (version, tokens)."""
+    """Run lengths of its policy versions: (version, tokens)."""
     runs: list[tuple[int, int]] = []
     for turn in self.turns:
       for version, count in run_lengths(turn.versions):
@@ -206,7 +206,7 @@ class Trajectory:
 
 
 NO_TASK = base.Task(id="", index=0, split="train", seed=0)
-"""Of a group that was not played."""
+"""The task of a group that was not played."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -215,7 +215,7 @@ class Group:
 
   Attributes:
     group_id: its place in the order of submission.
-    task: what all of them played.
+    task: the same for all of them.
     admitted: newest published policy when its first member began.
     attempt: how many groups were played in this place before and dropped.
     redundant_tokens: sampled by members beyond the G.

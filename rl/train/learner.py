@@ -1,4 +1,4 @@
-"""The only training jit: accumulate over micro-batches, then one update.
+"""The training programs: accumulate over micro-batches, then one update.
 
   init -> state -+-> accumulate(batch) -> ... -> update -> state
                  |        sums of gradients and counts     |
@@ -40,7 +40,7 @@ METRICS: tuple[str, ...] = (
   "behaviour_ess",
   "skipped",
 )
-"""What every update reports; see `objective.metrics` for what comes on top."""
+"""Metrics of every update; `objective.metrics` has more."""
 
 
 class Accumulator(NamedTuple):
@@ -50,7 +50,7 @@ class Accumulator(NamedTuple):
   """
 
   grads: train_state.Trainable
-  sums: objective_lib.Sums
+  sums: objective_lib.ObjectiveSums
 
 
 def score_tokens(
@@ -63,7 +63,7 @@ def score_tokens(
   temperature: float,
   through_body: bool = True,
 ) -> objective_lib.Scored:
-  """Returns what the model says of every token, in nats and in float32.
+  """Returns the scores of every token, in nats and in float32.
 
   Entry t comes from the hidden state of the token before it, so the first
   entry of a row, and of every segment without a parent, means nothing: a
@@ -170,8 +170,7 @@ class Learner:
       has_reference=reference is not None,
     )
     placed = train_state.shardings(shapes, config, layout, optimizer, reference)
-    self.abstract = train_state.abstract(shapes, placed)
-    self._placed = placed
+    self._placed, self.abstract = placed, train_state.abstract(shapes, placed)
     trained, _ = train_state.split(placed.params, placed.critic)
     replicated: Any = layout.sharding()
     sums = Accumulator(trained, replicated)
@@ -328,7 +327,7 @@ class Learner:
     trainable: train_state.Trainable,
     frozen: Any,
     batch: batch_lib.Batch,
-  ) -> tuple[Array, objective_lib.Sums]:
+  ) -> tuple[Array, objective_lib.ObjectiveSums]:
     """Returns what to differentiate, summed over tokens, and the sums."""
     scored = self._scored(
       lora.join(trainable.policy, frozen),
@@ -368,7 +367,7 @@ class Learner:
     updates: Array,
     master: train_state.Trainable | None,
     grads: train_state.Trainable,
-    sums: objective_lib.Sums,
+    sums: objective_lib.ObjectiveSums,
     zero_variance_count: Array,
   ) -> tuple[
     train_state.Trainable, optax.OptState, Array, Any, dict[str, Array]

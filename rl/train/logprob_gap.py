@@ -1,4 +1,4 @@
-"""Do engine and learner agree on the log-probability of what was sampled?"""
+"""The gap between log-probabilities of engine and learner."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -15,12 +15,12 @@ from rl.train import learner
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Gap:
-  """What was compared, token by token; log-probabilities in nats.
+  """Sampled tokens scored twice; log-probabilities in nats.
 
   Attributes:
     engine: as recorded when the token was sampled.
     learner: under the same weights.
-    lags: versions between these weights and those that are trained.
+    lags: versions between these weights and the trained ones.
   """
 
   engine: Float32[np.ndarray, " N"]
@@ -29,7 +29,7 @@ class Gap:
 
   @property
   def tokens(self) -> int:
-    """How many were compared."""
+    """Number of tokens compared."""
     return len(self.engine)
 
   @property
@@ -50,7 +50,7 @@ class Gap:
   def sample(self, most: int) -> "Gap":
     """Returns at most so many tokens, evenly spread.
 
-    What is largest, or no number, is always among them.
+    The largest gap, or a nan, is always among them.
     """
     if self.tokens <= most:
       return self

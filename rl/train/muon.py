@@ -1,8 +1,8 @@
-"""Which parameters are matrices, and along which axes: what Muon asks.
+"""Dimension numbers for Muon: the parameters that are matrices, their axes.
 
 Projections of attention, all heads in one, of MLPs, of each expert, and their
-adapters. Not embeddings, heads and routers, whose rows are looked up or
-compared one by one, nor norms and a critic, which are vectors.
+adapters. Embeddings, heads and routers do not count, as their rows are
+looked up or compared one by one, nor do norms and a critic, which are vectors.
 """
 
 import itertools
@@ -34,7 +34,7 @@ def labels(params: Any) -> Any:
 def numbers(matrices: Any) -> Any:
   """Returns contrib.MuonDimensionNumbers for each of a tree of matrices.
 
-  Parameters that are none are `optax.MaskedNode`, and stay it.
+  Other parameters are `optax.MaskedNode`, and stay so.
   """
   return jax.tree.map_with_path(
     lambda path, _: contrib.MuonDimensionNumbers(*_of_matrix(path)), matrices
@@ -58,9 +58,9 @@ def scale_to_rms(rms: float) -> optax.GradientTransformation:
 
 
 class _Sides(NamedTuple):
-  """Axes that a matrix sums over, and those of what it gives.
+  """Axes that a matrix sums over, and the axes of its result.
 
-  Further axes, those of experts, are one matrix each.
+  Further axes, of experts, count one matrix each.
   """
 
   summed: tuple[int, ...]
@@ -74,7 +74,7 @@ def _of_matrix(path: tuple[Any, ...]) -> _Sides:
 
 
 def _sides(path: tuple[Any, ...]) -> _Sides | None:
-  """Returns the sides of a parameter, or None where it is no matrix."""
+  """Returns the sides of a parameter, or None if it is not a matrix."""
   names = _axes(path)
   if not names or "norm" in names or "router" in names:
     return None

@@ -1,9 +1,9 @@
-"""What makes a gradient that is not finite: batch, row, trajectory, operation.
+"""Finds the batch, row, trajectory and operation of a nonfinite gradient.
 
   update -> micro-batches -> rows, each alone -> trajectories, each alone
 
-Alone is a batch of the same shape in which all else is padding, so that one
-program does for all of them.
+"Alone" means a batch of the same shape in which all else is padding, so that
+one program does for all of them.
 
 Letters: B rows, L row length.
 """
@@ -39,8 +39,8 @@ _COLUMNS = (
 )
 
 
-class Outcome(NamedTuple):
-  """What came of one or more micro-batches.
+class UpdateOutcome(NamedTuple):
+  """Loss and gradient of one or more micro-batches.
 
   Attributes:
     loss: of the policy, as the update reports it.
@@ -54,12 +54,12 @@ class Outcome(NamedTuple):
 
   @property
   def is_finite(self) -> bool:
-    """Whether the update would be taken."""
+    """True if the update would be taken."""
     return math.isfinite(self.loss) and math.isfinite(self.norm)
 
 
-class Place(NamedTuple):
-  """Of a row, or of a trajectory within it.
+class RowPlace(NamedTuple):
+  """A row, or a trajectory within it.
 
   Attributes:
     segment: None is the whole row.
@@ -83,15 +83,15 @@ class Extremes(NamedTuple):
   low: float
   high: float
   bad: int
-  first: tuple[Place, int] | None
+  first: tuple[RowPlace, int] | None
 
 
 class Parameters(NamedTuple):
-  """What the batches met.
+  """The parameters that the batches met.
 
   Attributes:
-    bad: those that are not finite, by their paths.
-    largest: magnitude of a finite entry, and whose it is.
+    bad: parameters that are not finite, by their paths.
+    largest: magnitude of a finite entry, and the path of its parameter.
   """
 
   bad: tuple[str, ...]
@@ -102,15 +102,15 @@ def outcome(
   programs: learner.Learner,
   skipped: skipped_updates.SkippedUpdate,
   batches: Sequence[batch_lib.Batch],
-) -> Outcome:
-  """Accumulates micro-batches and returns what the update would see."""
+) -> UpdateOutcome:
+  """Accumulates micro-batches; returns their loss and gradient."""
   total = programs.zero()
   for packed in batches:
     total = programs.accumulate(skipped.params, total, packed, skipped.critic)
   loss, norm, finite = jax.device_get(
     _summary(total, skipped.zero_variance_count)
   )
-  return Outcome(float(loss), float(norm), _paths(finite, which=False))
+  return UpdateOutcome(float(loss), float(norm), _paths(finite, which=False))
 
 
 def _summary(
@@ -126,7 +126,7 @@ def _summary(
 
 
 def _paths(flags: PyTree, *, which: bool) -> tuple[str, ...]:
-  """Returns the paths of the leaves that are this."""
+  """Returns the paths of the leaves with this flag."""
   return tuple(
     jax.tree_util.keystr(path, simple=True, separator="/")
     for path, flag in jax.tree_util.tree_leaves_with_path(flags)
@@ -136,15 +136,15 @@ def _paths(flags: PyTree, *, which: bool) -> tuple[str, ...]:
 
 def rows(
   skipped: skipped_updates.SkippedUpdate, number: int
-) -> Iterator[Place]:
+) -> Iterator[RowPlace]:
   """Yields the rows of a micro-batch in which something was sampled."""
   for row in np.flatnonzero(skipped.batches[number].sampled.any(1)).tolist():
-    yield Place(number, row)
+    yield RowPlace(number, row)
 
 
 def trajectories(
-  skipped: skipped_updates.SkippedUpdate, row: Place
-) -> Iterator[Place]:
+  skipped: skipped_updates.SkippedUpdate, row: RowPlace
+) -> Iterator[RowPlace]:
   """Yields the trajectories of a row that have a sampled token."""
   packed = skipped.batches[row.batch]
   own = packed.segments[row.row][packed.sampled[row.row]]
@@ -152,10 +152,10 @@ def trajectories(
     yield row._replace(segment=segment)
 
 
-def alone(packed: batch_lib.Batch, place: Place) -> batch_lib.Batch:
+def alone(packed: batch_lib.Batch, place: RowPlace) -> batch_lib.Batch:
   """Returns a batch of the same shape with nothing but this in it.
 
-  A trajectory has the prompt along that it shares with others.
+  A trajectory brings the prompt that it shares with others.
   """
   keep = _tokens(packed, place)
   height, length = packed.tokens.shape
@@ -179,7 +179,9 @@ def alone(packed: batch_lib.Batch, place: Place) -> batch_lib.Batch:
   return jax.tree.map(cut, packed, padding)
 
 
-def _tokens(packed: batch_lib.Batch, place: Place) -> Bool[np.ndarray, "B L"]:
+def _tokens(
+  packed: batch_lib.Batch, place: RowPlace
+) -> Bool[np.ndarray, "B L"]:
   keep = np.zeros(packed.tokens.shape, bool)
   own = packed.segments[place.row]
   if place.segment is None:
@@ -193,7 +195,7 @@ def _tokens(packed: batch_lib.Batch, place: Place) -> Bool[np.ndarray, "B L"]:
   return keep
 
 
-def span(packed: batch_lib.Batch, place: Place) -> tuple[int, int, int]:
+def span(packed: batch_lib.Batch, place: RowPlace) -> tuple[int, int, int]:
   """Returns first index, last index and number of its sampled tokens."""
   found = np.flatnonzero(
     _tokens(packed, place)[place.row] & packed.sampled[place.row]
@@ -202,14 +204,14 @@ def span(packed: batch_lib.Batch, place: Place) -> tuple[int, int, int]:
 
 
 def owner(
-  skipped: skipped_updates.SkippedUpdate, place: Place
+  skipped: skipped_updates.SkippedUpdate, place: RowPlace
 ) -> segment_index.Owner | None:
-  """Returns whose a segment is; None when that was not written down."""
+  """Returns the owner of a segment; None if it was not written down."""
   return next((x for x in skipped.owners if x[:3] == place), None)
 
 
 def parameters(skipped: skipped_updates.SkippedUpdate) -> Parameters:
-  """Returns what of the parameters is not finite, and how large they are."""
+  """Returns the parameters that are not finite, and the largest."""
   tree = {"policy": skipped.params, "critic": skipped.critic}
   finite, sizes = jax.device_get(_sizes(tree))
   paths = _paths(jax.tree.map(lambda _: True, finite), which=True)
@@ -228,7 +230,7 @@ def _sizes(tree: PyTree) -> tuple[PyTree, PyTree]:
 def columns(
   programs: learner.Learner, skipped: skipped_updates.SkippedUpdate
 ) -> list[Extremes]:
-  """Returns the extremes of what a loss is made of.
+  """Returns the extremes of the columns that a loss is made of.
 
   `logprobs` and `log ratio` are of these parameters, the ratio over `old`, or
   over `behaviour` where that was not scored again.
@@ -263,7 +265,7 @@ def _extremes(
     bad += len(wrong)
     if first is None and len(wrong):
       row, index = wrong[0].tolist()
-      first = Place(i, row, int(packed.segments[row, index])), index
+      first = RowPlace(i, row, int(packed.segments[row, index])), index
   joined = np.concatenate(good)
   low, high = math.nan, math.nan
   if len(joined):
@@ -275,7 +277,7 @@ def suspect(found: Parameters, told: Sequence[Extremes]) -> str:
   """Returns where to look when every row fails, each on its own.
 
   Args:
-    told: from `columns`; what these parameters make of the data is left out.
+    told: from `columns`; only columns of the data are looked at.
   """
   if found.bad or found.largest[0] > _ABSURD:
     return "the parameters, not the data"
@@ -293,12 +295,12 @@ def suspect(found: Parameters, told: Sequence[Extremes]) -> str:
 def first_nan(function: Callable[..., Any], *args: Any) -> str | None:
   """Runs a program operation by operation until one makes a nan.
 
-  It is slow: nothing is compiled as a whole. One that makes infinities only
-  runs to its end, and so does one that is finite.
+  It is slow: nothing is compiled as a whole. A program that makes infinities
+  only runs to its end, like a finite one.
 
   Returns:
     The operation and the line of this project that asks for it, of a gradient
-    the line whose gradient it is; None when there is no nan.
+    the line that it belongs to; None without a nan.
   """
   try:
     with jax.debug_nans(True), jax.disable_jit():

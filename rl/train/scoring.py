@@ -1,4 +1,4 @@
-"""What is known of the tokens of some trajectories before their gradient.
+"""Scores the tokens of trajectories before their gradient is taken.
 
   trajectories -> packed rows -> scores on the mesh -> arrays by trajectory
 
@@ -30,11 +30,11 @@ Tokens = Sequence[Float32[np.ndarray, " _"]]
 
 
 class Scores(NamedTuple):
-  """By trajectory; None where nobody asks for it.
+  """Scores by trajectory; None if not needed.
 
   Attributes:
     old: log-probabilities under the policy that ratios are against, in nats;
-      None when that is the one that sampled.
+      None if that is the policy that sampled.
     reference: the same under the policy to stay close to.
     values: the critic's, of the state before each token.
   """
@@ -45,7 +45,7 @@ class Scores(NamedTuple):
 
   @property
   def columns(self) -> dict[batch_lib.Column, Tokens]:
-    """Returns those that are there, as columns of a batch."""
+    """Returns the scores that are there, as columns of a batch."""
     named: dict[batch_lib.Column, Tokens | None] = {
       "old": self.old,
       "reference": self.reference,
@@ -75,7 +75,7 @@ class Scorer:
     old: Any | None,
     critic: tuple[Any, Any] | None = None,
   ) -> Scores:
-    """Returns what is known of every trajectory.
+    """Returns the scores of every trajectory.
 
     Args:
       old: parameters of the policy that ratios are against, or None.
@@ -123,9 +123,9 @@ def penalties(
   trajectories: Sequence[trajectory.Trajectory],
   scores: Scores,
 ) -> Tokens | None:
-  """Returns what a KL takes from the reward of each token; None without one.
+  """Returns the KL penalty on the reward of each token; None without one.
 
-  It is of the policy that ratios are against, to the reference.
+  It compares the policy that ratios are against with the reference.
   """
   if penalty is None:
     return None
@@ -135,7 +135,7 @@ def penalties(
   if not old:
     return []
   gap = np.concatenate(old) - np.concatenate(scores.reference)
-  # Each size is a program of its own, so there shall be few.
+  # Each size is a program of its own: powers of two keep them few.
   padded = np.zeros(1 << len(gap).bit_length(), np.float32)
   padded[: len(gap)] = gap
   nats = np.asarray(kl.estimate(penalty.estimator, jnp.asarray(padded)))

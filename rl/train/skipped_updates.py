@@ -1,8 +1,8 @@
-"""Batches whose loss or gradient was not finite, on disk, for a post mortem.
+"""Keeps the batches of updates that were not finite on disk, for diagnosis.
 
 run/skipped/round_000012_update_0/
   batches.npz   every micro-batch of the update, column by column
-  owners.json   whose their segments are
+  owners.json   the trajectories of their segments
   state/        the parameters that it met, as a checkpoint
 
 `launch.replay` reads them. Rounds count from 1, as in metrics.jsonl and on the
@@ -26,22 +26,22 @@ from rl.runtime import checkpoint
 from rl.train import train_state
 
 BATCHES = "batches.npz"
-"""Whoever has it has all of an update: it appears whole, by a rename."""
+"""Appears last, by a rename, so an update that has it is whole."""
 _OWNERS = "owners.json"
 _STATE = "state"
 _UNFINISHED = "unfinished"
 
 
 class Unreadable(Exception):
-  """No whole skipped update lies there."""
+  """The directory holds no whole skipped update."""
 
 
 class SkippedUpdate(NamedTuple):
-  """One update that changed nothing, and what it met.
+  """One update that changed nothing, and the parameters that it met.
 
   Attributes:
-    params, critic: those that the batches met, as a `TrainState` has them.
-    version: that they were trained at.
+    params, critic: as in a `TrainState`.
+    version: at which the batches were trained.
     number: of the update within its round.
     zero_variance_count: what the groups left out add to what the loss is
       divided by.
@@ -67,7 +67,7 @@ class Quarantine:
   """The directory of a run's skipped updates.
 
   Attributes:
-    most: so many updates are kept, the newest: the last ones end a run.
+    most: number of updates to keep, the newest: the last ones end a run.
   """
 
   directory: pathlib.Path
@@ -87,15 +87,15 @@ class Quarantine:
     zero_variance_count: float = 0.0,
     owners: Sequence[segment_index.Owner] = (),
   ) -> pathlib.Path:
-    """Writes a skipped update; returns where.
+    """Writes a skipped update; returns its directory.
 
-    It takes the place of one with the same name, which a run that goes on from
-    an earlier checkpoint may meet again.
+    It replaces one with the same name, which a run that goes on from an earlier
+    checkpoint may meet again.
 
     Args:
       state: an update that is skipped has left it as it was.
       batches: one or more.
-      version: that they were trained at; `number` of the update in its round.
+      version: at which they were trained; `number` of the update in its round.
       zero_variance_count, owners: see `SkippedUpdate`.
     """
     path = self.directory / name(version + 1, number)
@@ -178,7 +178,7 @@ def read(path: pathlib.Path, abstract: train_state.TrainState) -> SkippedUpdate:
 
 
 def _policy(state: train_state.TrainState) -> dict[str, Any]:
-  """Returns what a gradient depends on."""
+  """Returns the part of a state that a gradient depends on."""
   return {"params": state.params, "critic": state.critic}
 
 

@@ -1,7 +1,7 @@
-"""From groups to weights: what an optimizer step rests on.
+"""Trains on groups: select, score, estimate, pack, accumulate, update.
 
-groups -> who is trained -> scores of their tokens -> advantages -> packed rows
-  -> accumulate (sums on the mesh) -> update, once an epoch
+groups -> select -> score -> estimate -> Accumulation.add (packed rows)
+  -> Learner.accumulate (sums on the mesh) -> Learner.step, once an epoch
 """
 
 import collections
@@ -27,7 +27,7 @@ from rl.train import (
 
 
 class MemberUse(NamedTuple):
-  """What became of the G members of a group.
+  """The use that training made of the G members of a group.
 
   Attributes:
     advantages: means over the tokens of each; 0 for one that is not trained.
@@ -39,7 +39,7 @@ class MemberUse(NamedTuple):
 
 @runtime_checkable
 class Trainer(Protocol):
-  """What the coordinator asks of whoever trains.
+  """The coordinator's view of a trainer.
 
   `restore`; then, round by round, `begin_round`, for each of its updates
   `accumulate` one or more times and `update`, and `describe`.
@@ -51,7 +51,7 @@ class Trainer(Protocol):
 
   @property
   def state(self) -> Any:
-    """What a checkpoint holds; valid until the next update."""
+    """The state that a checkpoint holds; valid until the next update."""
     ...
 
   @property
@@ -60,13 +60,13 @@ class Trainer(Protocol):
     ...
 
   async def begin_round(self, version: int) -> None:
-    """A round begins, with these weights as its version."""
+    """Begins a round, with these weights as its version."""
     ...
 
   async def accumulate(
     self, groups: Sequence[trajectory.Group]
   ) -> Sequence[MemberUse]:
-    """Adds the gradient of whole groups; says what was used of each."""
+    """Adds the gradient of whole groups; returns the use made of each."""
     ...
 
   async def update(self) -> dict[str, float]:
@@ -82,8 +82,8 @@ class Trainer(Protocol):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings:
-  """How groups become batches and these become steps.
+class TrainerSettings:
+  """Settings of `Training`: shapes of batches, and epochs.
 
   Attributes:
     rows, length, tail_rows, share_prompts: see `experiment.BatchShape`.
@@ -145,7 +145,7 @@ class Training:
 
   def __init__(
     self,
-    settings: Settings,
+    settings: TrainerSettings,
     programs: learner.Learner,
     thread: mesh_thread.MeshThread,
     *,
@@ -203,7 +203,7 @@ class Training:
   async def begin_round(self, version: int) -> None:
     """Keeps the weights of this version as long as groups may have begun so.
 
-    The critic of now says the values of all groups of the round.
+    The current critic values all groups of the round.
     """
     self._version, self._number = version, 0
     oldest = version - self._settings.max_staleness
@@ -216,7 +216,7 @@ class Training:
   async def accumulate(
     self, groups: Sequence[trajectory.Group]
   ) -> Sequence[MemberUse]:
-    """Adds the gradient of whole groups; says what was used of each."""
+    """Adds the gradient of whole groups; returns the use made of each."""
     if self._accumulation is None:
       self._accumulation = Accumulation(
         self._programs, self._thread, self._pack
@@ -268,7 +268,7 @@ class Training:
     )
 
   def _old(self) -> Any | None:
-    """Returns the weights that the ratio compares with; None: the engine's."""
+    """Returns the weights of the old policy; None if the engine's are it."""
     match self._settings.old_logprob:
       case "decode":
         return None
@@ -278,7 +278,7 @@ class Training:
         return self.state.params
 
   async def update(self) -> dict[str, float]:
-    """Takes a step an epoch; of nothing at all it takes none.
+    """Takes a step an epoch, or none if nothing was accumulated.
 
     A loss or gradient that is not finite changes nothing: the update is
     skipped with its remaining epochs, and its batches are kept.
@@ -322,7 +322,7 @@ class Training:
     zero_variance_count: float,
     sums: dict[str, float],
   ) -> None:
-    """Puts a skipped update away; raises when it was one too many."""
+    """Keeps a skipped update on disk; raises if it was one too many."""
     self._skipped += 1
     where = "nobody kept its batches"
     if self._quarantine is not None:
@@ -348,7 +348,7 @@ class Training:
       )
 
   async def describe(self) -> dict[str, float]:
-    """Compares what the engine recorded with what its weights give."""
+    """Compares recorded log-probabilities with those of the same weights."""
     self._gap = await logprob_gap.measure(
       self._programs,
       self._thread,
@@ -360,7 +360,7 @@ class Training:
 
   @property
   def gap(self) -> logprob_gap.Gap | None:
-    """What `describe` last compared."""
+    """The tokens that `describe` compared last."""
     return self._gap
 
 
@@ -370,14 +370,14 @@ class _Waiting(NamedTuple):
 
 
 class Accumulation:
-  """Sums the gradient of one update on a mesh.
+  """The gradient of one update, summed on the mesh as trajectories come in.
 
   `Training` calls `add` any number of times, `flush`, and `step`; for
   another epoch it calls `repeat` and `step`.
 
   Attributes:
-    batches: what was accumulated.
-    owners: whose the segments of these batches are.
+    batches: accumulated so far.
+    owners: the trajectories of their segments.
   """
 
   def __init__(
@@ -413,7 +413,7 @@ class Accumulation:
     members: Sequence[trajectory.Trajectory],
     columns: Mapping[batch.Column, scoring.Tokens],
   ) -> None:
-    """Accumulates whatever fills a batch now; the rest waits."""
+    """Accumulates full batches; the rest waits for more trajectories."""
     for i, member in enumerate(members):
       own: dict[batch.Column, Float32[np.ndarray, " _"]] = {
         name: values[i] for name, values in columns.items()
@@ -422,7 +422,7 @@ class Accumulation:
     await self._train(state, only_full=True)
 
   async def flush(self, state: train_state.TrainState) -> None:
-    """Accumulates what still waits."""
+    """Accumulates the trajectories that still wait."""
     await self._train(state, only_full=False)
 
   async def repeat(self, state: train_state.TrainState) -> None:

@@ -17,7 +17,7 @@ from rl.train import trainer as trainer_lib
 STATUS = trajectory.Status
 GRPO = presets.Grpo()
 NOTHING = dict.fromkeys(learner.METRICS, 0.0)
-SETTINGS = trainer_lib.Settings(
+SETTINGS = trainer_lib.TrainerSettings(
   rows=4,
   length=8,
   share_prompts=False,

@@ -186,7 +186,7 @@ class Run:
 
   def _training(self, thread, programs):
     return trainer.Training(
-      trainer.Settings(
+      trainer.TrainerSettings(
         rows=8,
         length=32,
         share_prompts=self.share_prompts,

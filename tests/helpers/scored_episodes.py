@@ -141,7 +141,7 @@ def pack(
 def alone(episodes: Episodes, *, rows: int, length: int) -> batch.Packed:
   """Every trajectory in a row of its own, in batches of `rows`."""
   batches: list[batch.Batch] = []
-  places: list[batch.Place | None] = []
+  places: list[batch.TokenPlace | None] = []
   singles = [
     pack(only(episodes, i), rows=1, length=length)
     for i in range(len(episodes.members))
@@ -152,7 +152,7 @@ def alone(episodes: Episodes, *, rows: int, length: int) -> batch.Packed:
   for i, single in enumerate(singles):
     (place,) = single.places
     assert place is not None
-    places.append(batch.Place(i // rows, i % rows, place.index))
+    places.append(batch.TokenPlace(i // rows, i % rows, place.index))
   return batch.Packed(batches, places)
 
 

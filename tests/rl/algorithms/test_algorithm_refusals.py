@@ -151,7 +151,9 @@ def test_a_student_learns_from_the_log_ratio_in_the_reward_alone(penalty):
 
 @pytest.mark.parametrize("own", [references.Initial(), references.Base()])
 def test_nobody_is_a_teacher_of_its_own(own):
-  with pytest.raises(ValueError, match="no teacher but the policy") as error:
+  with pytest.raises(
+    ValueError, match="needs a teacher other than the policy"
+  ) as error:
     distilled(reference=own).validate()
   assert "use algorithm.reference=teacher(" in str(error.value)
 

@@ -13,7 +13,7 @@ from rl.algorithms import kl
 WRAPS = pytest.mark.parametrize(
   "wrap", [jax.jit, lambda f: f], ids=["jit", "eager"]
 )
-ESTIMATORS = get_args(kl.Estimator)
+ESTIMATORS = get_args(kl.KlEstimator)
 EACH = pytest.mark.parametrize("estimator", ESTIMATORS)
 
 

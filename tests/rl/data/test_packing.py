@@ -5,7 +5,7 @@ import pytest
 
 from rl.data import packing
 
-Part = packing.Part
+Part = packing.RowPart
 
 
 def _random_sizes(draws, count=40, length=60):

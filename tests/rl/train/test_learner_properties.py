@@ -317,7 +317,7 @@ def trained(
   programs = learner.Learner(model, layout, algorithm, optax.sgd(1e4))
   thread = mesh_thread.MeshThread("learner", trace.Trace(None))
   trainer = trainer_lib.Training(
-    trainer_lib.Settings(
+    trainer_lib.TrainerSettings(
       rows=shape[0],
       length=LENGTH,
       tail_rows=shape[1],

@@ -12,7 +12,7 @@ from rl.data import batch
 from rl.train import learner, nonfinite_diagnosis, optimizers, skipped_updates
 
 GOAL = objective.Objective(loss=losses.ClippedSurrogate())
-BAD = nonfinite_diagnosis.Place(1, 2, 2)
+BAD = nonfinite_diagnosis.RowPlace(1, 2, 2)
 
 
 @pytest.fixture(scope="module")
@@ -183,7 +183,9 @@ def test_a_trajectory_alone_has_its_shared_prompt_and_no_other(skipped):
   packed.experts[:] = 5
   packed.prefix.parents[:] = [-1, -1, 1, 1, 1, 1, -1, -1]
   packed.prefix.previous[:] = [0, 0, 1, 2, 1, 4, 5, 6]
-  alone = nonfinite_diagnosis.alone(packed, nonfinite_diagnosis.Place(0, 1, 3))
+  alone = nonfinite_diagnosis.alone(
+    packed, nonfinite_diagnosis.RowPlace(0, 1, 3)
+  )
   assert alone.segments.tolist() == [[0] * 8, [1, 1, 0, 0, 3, 3, 0, 0]]
   assert alone.tokens[1].tolist() == [10, 11, 0, 0, 14, 15, 0, 0]
   assert alone.prefix is not None

@@ -18,7 +18,7 @@ from rl.testing import fakes
 from rl.train import learner, optimizers, scoring
 from rl.train import trainer as trainer_lib
 
-SETTINGS = trainer_lib.Settings(
+SETTINGS = trainer_lib.TrainerSettings(
   rows=4,
   length=12,
   share_prompts=False,
