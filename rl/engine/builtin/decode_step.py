@@ -14,7 +14,8 @@ on the device, in the row's slot of `Carry`.
 """
 
 import functools
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -189,6 +190,29 @@ def advance(
   sampled = _room(len(tables), max_steps, experts if record_experts else None)
   sampled = _record(sampled, 0, started, token, logprob)
 
+  alive = _alive(started, rows, token, sampled)
+  loop = _sample_on(
+    feed,
+    pick,
+    rows,
+    jnp.minimum(plan.integers[0, STEPS], max_steps),
+    _Loop(jnp.int32(1), alive, token, past, sampled),
+  )
+  cache = _commit(cache, tables, rows, fed, loop)
+  room = None if room is None else loop.past
+  return cache, _next_carry(carry, rows, loop), loop.sampled, room
+
+
+def _sample_on(
+  feed: Callable[..., Any],
+  pick: Callable[..., Any],
+  rows: _Rows,
+  steps: Int32[Array, ""],
+  first: _Loop,
+) -> _Loop:
+  """Feeds each sampled token and samples the next, up to `steps` of a row."""
+  started = rows.budget > 0
+
   def body(loop: _Loop) -> _Loop:
     at = rows.known + loop.step - 1
     positions = jnp.where(loop.alive, at, kv_cache.EMPTY)
@@ -204,15 +228,21 @@ def advance(
     alive = _alive(loop.alive, rows, last, sampled)
     return _Loop(loop.step + 1, alive, last, past, sampled)
 
-  steps = jnp.minimum(plan.integers[0, STEPS], max_steps)
-
   def worthwhile(loop: _Loop) -> Bool[Array, ""]:
     return (loop.step < steps) & (2 * loop.alive.sum() > started.sum())
 
-  alive = _alive(started, rows, token, sampled)
-  loop = jax.lax.while_loop(
-    worthwhile, body, _Loop(jnp.int32(1), alive, token, past, sampled)
-  )
+  return jax.lax.while_loop(worthwhile, body, first)
+
+
+def _commit(
+  cache: kv_cache.Cache,
+  tables: Int32[Array, "R W"],
+  rows: _Rows,
+  fed: kv_cache.Fresh,
+  loop: _Loop,
+) -> kv_cache.Cache:
+  """Writes the keys and values of the new ids and of the sampled ones."""
+  max_steps = loop.sampled.tokens.shape[1]
   # The last sampled token has not been fed.
   step = jnp.arange(max_steps - 1, dtype=jnp.int32)
   stepped = jnp.where(
@@ -221,13 +251,11 @@ def advance(
     kv_cache.EMPTY,
   )
   every = jnp.arange(len(tables), dtype=jnp.int32)
-  cache = kv_cache.commit(
+  return kv_cache.commit(
     cache,
     tables,
     [(rows.owners, fed), (every, kv_cache.take(loop.past, stepped))],
   )
-  room = None if room is None else loop.past
-  return cache, _next_carry(carry, rows, loop), loop.sampled, room
 
 
 def _rows(plan: DispatchPlan, carry: Carry, chunks: tuple[int, int]) -> _Rows:

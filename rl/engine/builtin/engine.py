@@ -106,8 +106,7 @@ class BuiltinEngine:
     # The mode of the update that waits for the dispatches in flight.
     self._updating: contract.InFlight | None = None
     self._update_lock = asyncio.Lock()
-    self._wake = asyncio.Event()
-    self._progress = asyncio.Event()
+    self._wake, self._progress = asyncio.Event(), asyncio.Event()
     self._closed: contract.EngineClosed | None = None
     self._server: asyncio.Task[None] | None = None
     self._num_dispatches = 0

@@ -31,7 +31,7 @@ class ModelRunner:
   Args:
     layout: rows are split over its data and expert axes; pages are replicated
       over these, and their heads are split over tensor.
-    bias_slots: rows of the bias table, beside that of no bias.
+    bias_slots: rows of the bias table, beside the one of zeros.
     record_experts: return the experts of every id.
   """
 

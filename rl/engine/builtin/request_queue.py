@@ -32,7 +32,7 @@ from rl.engine.builtin import request as request_lib
 
 
 class BiasTable:
-  """Users of the rows of the bias table; row 0 is no bias.
+  """Users of the rows of the bias table; row 0 stands for none.
 
   Attributes:
     uploads: (row, bias) that the device has not been given yet.
