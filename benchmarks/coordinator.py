@@ -33,19 +33,17 @@ import statistics
 import tempfile
 import time
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 from absl import app
 from absl import flags as absl_flags
-from jaxtyping import Float32
 
 from benchmarks import at_once, machine
 from envs import rewards
 from rl.algorithms import advantages, dynamic_sampling, presets
 from rl.audit import checker, event_log, token_ledger
-from rl.data import trajectory
 from rl.engine import contract
 from rl.loop import coordinator
 from rl.loop import progress as progress_lib
@@ -98,21 +96,15 @@ CASES = {
 }
 
 
-class _Watcher(progress_lib.Unobserved):
+class _Watcher(progress_lib.RunObserver):
   """An observer that keeps counts, and the memory after each round."""
 
   def __init__(self):
     self.turns = self.trajectories = 0
     self.memory: list[tuple[int, int]] = []
 
-  async def on_round(
-    self,
-    metrics: Mapping[str, float],
-    groups: Sequence[trajectory.Group],
-    advantages: Sequence[Float32[np.ndarray, " G"]],
-  ) -> None:
-    del metrics, advantages
-    members = [t for group in groups for t in group.trajectories]
+  async def on_round(self, trained: progress_lib.TrainedRound) -> None:
+    members = [t for group in trained.groups for t in group.trajectories]
     self.trajectories += len(members)
     self.turns += sum(len(t.turns) for t in members)
     self.memory.append((self.trajectories, _resident()))
@@ -149,7 +141,7 @@ class _Run:
     """Plays all rounds."""
     trainer, state = self._trainer()
     loop = coordinator.Coordinator(
-      coordinator.Settings(
+      coordinator.LoopSettings(
         schedule=self._case.schedule,
         rounds=self._rounds,
         seed=0,
@@ -178,7 +170,7 @@ class _Run:
   def _player(self) -> group_rollout.Player:
     return group_rollout.Player(
       source=self._source,
-      engine=self._router,
+      router=self._router,
       chat=at_once.CHAT,
       graders=grading.Graders(rewards.Outcome(), watchdog=self._watchdog),
       limits=group_rollout.Rollout(

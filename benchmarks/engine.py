@@ -51,7 +51,7 @@ async def _play(parts: assemble.Parts, number: int) -> tuple[float, int, int]:
       index = (number * _GAMES + game) * slots + i
       task = parts.experiment.environment.task(index, "train")
       played.append(
-        await parts.player.member(episode.Episode(task, index, 0, 0))
+        await parts.player.play_alone(episode.Episode(task, index, 0, 0))
       )
     return played
 

@@ -242,7 +242,7 @@ class Bench:
     return await run("init", parts.programs.wrap, self._params[seed])
 
 
-class _Watcher(progress.Unobserved):
+class _Watcher(progress.RunObserver):
   """An observer that looks at held-out tasks as training goes on.
 
   Attributes:
@@ -255,10 +255,8 @@ class _Watcher(progress.Unobserved):
     self.curve: list[float] = []
     self.metrics: list[Mapping[str, float]] = []
 
-  async def on_round(
-    self, metrics: Mapping[str, float], groups: Any, advantages: Any
-  ) -> None:
-    self.metrics.append(metrics)
+  async def on_round(self, trained: progress.TrainedRound) -> None:
+    self.metrics.append(trained.metrics)
 
   async def on_published(self, version: trajectory.PolicyVersion) -> None:
     updates = version * self._parts.experiment.overlap.updates_per_round

@@ -227,21 +227,16 @@ class _Renewed:
     await self._served.update_weights(version, params, in_flight)
 
 
-class _Watcher(progress.Unobserved):
+class _Watcher(progress.RunObserver):
   """An observer that only keeps the metrics."""
 
   def __init__(self):
     self.metrics: list[Mapping[str, float]] = []
     self.trained: Trained = ()
 
-  async def on_round(
-    self,
-    metrics: Mapping[str, float],
-    groups: Sequence[trajectory.Group],
-    advantages: Sequence[Float32[np.ndarray, " G"]],
-  ) -> None:
-    self.metrics.append(metrics)
-    self.trained = list(zip(groups, advantages, strict=True))
+  async def on_round(self, trained: progress.TrainedRound) -> None:
+    self.metrics.append(trained.metrics)
+    self.trained = list(zip(trained.groups, trained.advantages, strict=True))
 
 
 def _compile(parts: assemble.Parts, state: train_state.TrainState) -> None:

@@ -40,6 +40,7 @@ from launch.run import rollout_samples
 from rl import assemble, initial_state
 from rl.algorithms import advantage_estimation, presets
 from rl.data import batch, trajectory
+from rl.rollout import group_rollout
 from rl.train import train_state
 
 parts = assemble.build(experiment)
@@ -75,8 +76,12 @@ print(parts.router.stats())
 async def roll_out(count):
   """Plays `count` groups side by side."""
   plays = [
-    parts.player.play(
-      parts.tasks.next(), i, experiment.seed, trajectory.PolicyVersion(0)
+    group_rollout.GroupRollout(
+      parts.player,
+      parts.tasks.next(),
+      group_id=i,
+      seed=experiment.seed,
+      admitted=trajectory.PolicyVersion(0),
     )
     for i in range(count)
   ]

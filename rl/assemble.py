@@ -255,7 +255,7 @@ def tasks(experiment: experiment_lib.Experiment) -> prompts.Prompts:
 
 def player(
   experiment: experiment_lib.Experiment,
-  sessions: group_rollout.Sessions,
+  serving: contract.SessionRouter,
   chat: episode.Chat,
   log: event_log.EventLog,
   watchdog: watchdog_lib.Watchdog,
@@ -264,7 +264,7 @@ def player(
   limits, schedule = experiment.rollout, experiment.overlap
   return group_rollout.Player(
     source=experiment.environment,
-    engine=sessions,
+    router=serving,
     chat=chat,
     graders=grading.Graders(
       experiment.reward, limits.grading, watchdog=watchdog
@@ -291,12 +291,12 @@ def _check_able(
 
 
 def coordinate(
-  parts: Parts, observer: progress.Observer
+  parts: Parts, observer: progress.RunObserver
 ) -> coordinator.Coordinator:
   """Returns the loop over started parts."""
   experiment = parts.experiment
   return coordinator.Coordinator(
-    coordinator.Settings(
+    coordinator.LoopSettings(
       schedule=experiment.overlap,
       rounds=experiment.rounds,
       seed=experiment.seed,

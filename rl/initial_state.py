@@ -22,7 +22,7 @@ _FROZEN = "frozen"
 async def create(
   parts: assemble.Parts,
   report: Callable[[str], None] = lambda text: None,
-  observer: warm_start.Observer = warm_start.UNOBSERVED,
+  observer: warm_start.WarmStartObserver | None = None,
 ) -> train_state.TrainState:
   """Returns initial parameters, after the warm start if there is one.
 
@@ -35,7 +35,7 @@ async def create(
   if settings is None:
     return await _first_state(parts)
   programs = _imitation_programs(experiment, settings, parts.learner_layout)
-  found = None
+  found, observer = None, observer or warm_start.WarmStartObserver()
   if observer.checkpoints is not None:
     found = await restore(parts, observer.checkpoints, programs.abstract)
   observer.on_begin(found)

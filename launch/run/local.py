@@ -15,10 +15,6 @@ import os
 import pathlib
 import sys
 import time
-from collections.abc import Mapping, Sequence
-
-import numpy as np
-from jaxtyping import Float32
 
 from launch.cli import workdir
 from launch.report import run_files
@@ -81,7 +77,7 @@ def train(
     screen.close()
 
 
-class _Run:
+class _Run(progress_lib.RunObserver):
   """The coordinator's observer: metrics, evaluations and checkpoints."""
 
   def __init__(
@@ -259,15 +255,11 @@ class _Run:
 
   # The observer.
 
-  async def on_round(
-    self,
-    metrics: Mapping[str, float],
-    groups: Sequence[trajectory.Group],
-    advantages: Sequence[Float32[np.ndarray, " G"]],
-  ) -> None:
+  async def on_round(self, trained: progress_lib.TrainedRound) -> None:
     """Writes and shows the numbers of a round and a few of its episodes."""
+    groups = trained.groups
     time_s = time.monotonic() - self._parts.spans.origin
-    metrics = {**metrics, "time_s": time_s}
+    metrics = {**trained.metrics, "time_s": time_s}
     self._metrics.write(int(metrics["round"]), metrics)
     self._screen.update(
       metrics, str(round_warnings.most_frequent_fault(groups) or "")
@@ -276,13 +268,13 @@ class _Run:
       self._screen.warn(line)
     every = self._experiment.retention.episodes_every
     if (number := int(metrics["round"])) % every == 1 % every:
-      if (gap := self._parts.trainer.gap) is not None:
-        rollout_samples.write_gap(self._dir, number, gap)
+      if trained.gap is not None:
+        rollout_samples.write_gap(self._dir, number, trained.gap)
       rollout_samples.write(
         self._dir,
         number,
         groups[:_EPISODES_KEPT],
-        advantages[:_EPISODES_KEPT],
+        trained.advantages[:_EPISODES_KEPT],
         self._parts.chat,
       )
     self._flush()

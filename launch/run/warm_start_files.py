@@ -23,7 +23,7 @@ class WarmStartStopped(Exception):
   """The warm start was asked to stop; the message says what is saved."""
 
 
-class WarmStartFiles:
+class WarmStartFiles(warm_start.WarmStartObserver):
   """The observer of a warm start, and the only writer of its files.
 
   `initial_state.create` calls the `on_` methods. A line has `step` (counted
@@ -35,8 +35,6 @@ class WarmStartFiles:
   Attributes:
     checkpoints: of the warm start.
   """
-
-  checkpoints: checkpoint.Checkpoints | None
 
   def __init__(
     self,

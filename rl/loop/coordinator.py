@@ -1,16 +1,19 @@
-"""The loops that keep learner, engines and environments busy at once.
+"""The coordinator: keeps learner, engines and environments busy at once.
 
-  producer:  admit -> play -> ready        (groups, see rl/loop/producer.py)
-               ^                | take
-               |                v
-            release <- publish <- update <- accumulate*      (one round)
-                          |
-                          +-> suspend, update every engine, resume
+  Producer.run     admits and plays groups, beside the rounds
+  _round
+    _ready         waits for groups; unblocked by Producer._put and `stop`
+    _update        Producer.take -> Trainer.accumulate*, Trainer.update,
+                   Producer.commit
+    _publish       waits in _published for the version before
+      _ship        waits for Publisher.publish and RunObserver.on_published;
+                   then Producer.release unblocks the gate
+    RunObserver.on_round, RunObserver.on_boundary
 
-A round takes `groups_per_round` groups and ends with a publish. While the
-learner waits for the first groups of a round, and while it trains, decoding
-goes on; with a bound of 0 it is the gate that makes the next round wait. Where
-engines drain before they take weights, the next round trains meanwhile.
+A round trains `groups_per_round` groups and ends with a publish. Decoding goes
+on while the learner waits for groups and while it trains; with a bound of 0
+the gate makes the next round wait. Where engines drain before they take
+weights, `_ship` runs beside the next round.
 """
 
 import asyncio
@@ -27,23 +30,23 @@ from rl.data import trajectory
 from rl.engine import contract
 from rl.loop import producer, round_metrics
 from rl.loop import progress as progress_lib
-from rl.rollout import group_rollout
+from rl.rollout import group_rollout, prompts
 from rl.runtime import trace
 from rl.runtime import watchdog as watchdog_lib
 from rl.schedule import overlap
 from rl.train import trainer as trainer_lib
 
 _GRACE_S = 10.0
-"""For what is played to end with all its tokens when a run stops."""
+"""Time for episodes to end with all their tokens when a run stops."""
 
 
 class Stopped(Exception):
-  """The user asked the run to stop; what was consumed is still saved."""
+  """The user asked the run to stop; all consumed groups are saved."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Settings:
-  """The numbers of the loop; see `experiment.Experiment`.
+class LoopSettings:
+  """Settings of the loop; see `experiment.Experiment`.
 
   Attributes:
     group_filter: drops groups that teach nothing; others are played instead.
@@ -59,7 +62,7 @@ class Settings:
 
 @runtime_checkable
 class Publisher(Protocol):
-  """The way of the weights; `weight_publisher.WeightPublisher` is one."""
+  """Ships weights to engines, such as `weight_publisher.WeightPublisher`."""
 
   async def publish(
     self,
@@ -67,34 +70,34 @@ class Publisher(Protocol):
     params: Any,
     in_flight: contract.InFlight,
   ) -> float:
-    """Returns once every engine serves them; seconds that decoding stood."""
+    """Returns the seconds of stall, once every engine serves `params`."""
     ...
 
 
 @dataclasses.dataclass(eq=False)
 class _Round:
-  """What accumulates while a round is trained."""
+  """Groups, uses and metrics that accumulate while a round is trained."""
 
   groups: list[trajectory.Group] = dataclasses.field(default_factory=list)
-  used: list[trainer_lib.MemberUse] = dataclasses.field(default_factory=list)
+  uses: list[trainer_lib.MemberUse] = dataclasses.field(default_factory=list)
   updates: list[dict[str, float]] = dataclasses.field(default_factory=list)
 
 
 class _Interval(NamedTuple):
-  """What happened from the end of training in one round to that in the next.
+  """Events and work from the end of training in one round to that in the next.
 
-  The next round is played already while this one is described.
+  The next round is already being played while this one is described.
   """
 
   wall_s: float
-  news: list[event_log.Event]
+  events: list[event_log.Event]
   work: trace.Overlap
 
 
 class Coordinator:
   """Runs the schedule from a `Progress` to the last round.
 
-  `run` is called once; `stop` may be called at any time, from the event loop.
+  Call `run` once; `stop` at any time, from the event loop.
 
   Args:
     gauges: further metrics, read at the end of every round.
@@ -102,16 +105,16 @@ class Coordinator:
 
   def __init__(
     self,
-    settings: Settings,
+    settings: LoopSettings,
     *,
     trainer: trainer_lib.Trainer,
     publisher: Publisher,
     player: group_rollout.Player,
-    tasks: producer.Tasks,
+    tasks: prompts.Prompts,
     log: event_log.EventLog,
     spans: trace.Trace,
     watchdog: watchdog_lib.Watchdog,
-    observer: progress_lib.Observer,
+    observer: progress_lib.RunObserver,
     gauges: Callable[[], Mapping[str, float]] = dict,
   ):
     self._settings = settings
@@ -136,15 +139,15 @@ class Coordinator:
     self._publishing: asyncio.Task[None] | None = None
     self._stall_s = 0.0
     self._stopping = False
-    self._news: list[event_log.Event] = []
-    self._slots = round_metrics.Slots()
+    self._events: list[event_log.Event] = []
+    self._slots = round_metrics.SlotSources()
     self._meter = trace.Meter()
 
   async def run(self, progress: progress_lib.Progress) -> Any:
     """Returns the trainer's state after the last round.
 
     Raises:
-      Stopped: `stop` was called; the observer has seen the boundary.
+      Stopped: `stop` was called; the observer has got the last boundary.
       watchdog_lib.Stalled: something waited longer than `progress_timeout_s`.
     """
     self._trained = progress.trained
@@ -153,7 +156,7 @@ class Coordinator:
       self._log.emit(
         "resumed", trained=progress.trained, next_group=progress.next_group
       )
-    self._log.listeners.append(self._news.append)
+    self._log.listeners.append(self._events.append)
     self._spans.listeners.append(self._meter.add)
     self._producer.restore(
       progress.trained,
@@ -170,7 +173,7 @@ class Coordinator:
         cause = cause.exceptions[0]
       raise cause from None
     finally:
-      self._log.listeners.remove(self._news.append)
+      self._log.listeners.remove(self._events.append)
       self._spans.listeners.remove(self._meter.add)
 
   async def _run(self, tasks: asyncio.TaskGroup) -> Any:
@@ -195,9 +198,9 @@ class Coordinator:
         self._publishing.cancel()
 
   def stop(self) -> None:
-    """Ends the run at the next point from which it can go on."""
+    """Ends the run at the next point from which it can continue."""
     self._stopping = True
-    self._producer.news.set()
+    self._producer.group_ready.set()
 
   def _progress(self) -> progress_lib.Progress:
     return progress_lib.Progress(
@@ -223,24 +226,30 @@ class Coordinator:
     self._producer.advance(self._trained)
     await self._publish()
     metrics = await self._describe(this, interval)
-    advantages = [used.advantages for used in this.used]
-    await self._observer.on_round(metrics, this.groups, advantages)
+    await self._observer.on_round(
+      progress_lib.TrainedRound(
+        metrics=metrics,
+        groups=this.groups,
+        advantages=[use.advantages for use in this.uses],
+        gap=self._trainer.gap,
+      )
+    )
     await self._observer.on_boundary(self._progress())
 
   async def _ready(self, count: int, this: _Round) -> None:
-    """Returns when the next `count` groups are ready."""
+    """Waits until the next `count` groups are ready."""
     while not self._producer.ready(count):
       self._stop_if_clean(this)
       missing = self._producer.missing(count)
-      self._producer.news.clear()
+      self._producer.group_ready.clear()
       await self._guarded(
-        self._producer.news.wait(),
+        self._producer.group_ready.wait(),
         f"{len(missing)} groups, the first of them {min(missing, default=0)}",
       )
     self._stop_if_clean(this)
 
   def _stop_if_clean(self, this: _Round) -> None:
-    """A round that has updated nothing yet can be given back whole."""
+    """Stops a round that has updated nothing: it can be given back whole."""
     if self._stopping and not this.updates:
       raise Stopped
 
@@ -254,7 +263,7 @@ class Coordinator:
       groups = self._producer.take(per_batch)
       start = self._now() if start is None else start
       this.groups += groups
-      this.used += await self._guarded(
+      this.uses += await self._guarded(
         self._trainer.accumulate(groups), "its mesh to accumulate"
       )
     sums = await self._guarded(self._trainer.update(), "its mesh to update")
@@ -262,8 +271,8 @@ class Coordinator:
     self._producer.commit()
     number = len(this.updates) - 1
     skipped = sums.get("skipped", 0.0) >= 1  # No step was taken at all.
-    for group, used in zip(this.groups[first:], this.used[first:], strict=True):
-      self._book(group, used.trained & (not skipped), number, skipped)
+    for group, use in zip(this.groups[first:], this.uses[first:], strict=True):
+      self._log_trained(group, use.trained & (not skipped), number, skipped)
     self._log.emit(
       "update",
       version=self._trained,
@@ -277,7 +286,7 @@ class Coordinator:
     reading = asyncio.get_running_loop().time()
     return round(self._log.since(reading), 6)
 
-  def _book(
+  def _log_trained(
     self,
     group: trajectory.Group,
     trained: np.ndarray,
@@ -286,16 +295,16 @@ class Coordinator:
   ) -> None:
     members = group.trajectories
     used = [t for t, is_used in zip(members, trained, strict=True) if is_used]
-    kept = sum(t.num_sampled for t in used)
+    tokens = sum(t.num_sampled for t in used)
     self._log.emit(
       "trained",
       group=group.group_id,
       attempt=group.attempt,
       version=self._trained,
-      first_version=int(group.first_version),
+      first_version=group.first_version,
       update=number,
-      tokens=kept,
-      masked=sum(t.num_sampled for t in members) - kept,
+      tokens=tokens,
+      masked=sum(t.num_sampled for t in members) - tokens,
       members=[t.index for t in members],
       used=[t.index for t in used],
       **({"skipped": True} if skipped else {}),
@@ -304,7 +313,7 @@ class Coordinator:
   # Publishing.
 
   async def _publish(self) -> None:
-    """Has the engines take the weights of now, one version after the other."""
+    """Ships the current weights, after the version before."""
     await self._published()
     version = trajectory.PolicyVersion(self._trained)
     work = self._ship(version, self._trainer.params)
@@ -314,9 +323,9 @@ class Coordinator:
       await work
 
   async def _published(self) -> None:
-    """Returns when nothing is being published."""
+    """Waits until no version is being published."""
     if self._publishing is not None:
-      # What it waits for itself has deadlines, so this wait ends.
+      # Its own waits have deadlines, so this one ends.
       with self._watchdog.track(
         owner="learner",
         what="the version before to be served",
@@ -352,21 +361,21 @@ class Coordinator:
   # Metrics.
 
   def _interval(self) -> _Interval:
-    """Returns what happened since the last call."""
+    """Returns the interval since the last call."""
     now = asyncio.get_running_loop().time()
     wall_s, self._mark = (now - self._mark) or math.nan, now
-    news = list(self._news)
-    self._news.clear()
-    return _Interval(wall_s, news, self._meter.take())
+    events = list(self._events)
+    self._events.clear()
+    return _Interval(wall_s, events, self._meter.take())
 
   async def _describe(
     self, this: _Round, interval: _Interval
   ) -> dict[str, float]:
     """Returns the metrics of a round."""
-    more = await self._guarded(
+    trainer_metrics = await self._guarded(
       self._trainer.describe(), "its mesh to score a sample"
     )
-    wall_s, news, work = interval
+    wall_s, events, work = interval
     return {
       "round": float(self._trained),
       **round_metrics.of_groups(
@@ -376,17 +385,17 @@ class Coordinator:
       ),
       **round_metrics.of_sources(
         this.groups,
-        news,
+        events,
         success=self._settings.success,
         trained_at=self._trained - 1,
-        slots=self._slots.follow(news),
+        slots=self._slots.follow(events),
       ),
-      **round_metrics.of_selection(this.groups, news),
+      **round_metrics.of_selection(this.groups, events),
       **round_metrics.of_updates(this.updates),
       **round_metrics.of_schedule(self._schedule),
-      **more,
+      **trainer_metrics,
       **round_metrics.of_spans(work, wall_s),
-      **round_metrics.of_speed(news, this.updates, wall_s),
+      **round_metrics.of_speed(events, this.updates, wall_s),
       "publish_stall_s": self._stall_s,
       **self._gauges(),
     }

@@ -1,59 +1,38 @@
-"""The rollout side of the loop: groups from admission to the learner's queue.
+"""The producer: takes groups from admission to the learner's queue.
 
-  gate.admit -> tasks.next -> play --+-- fit ------> buffer -> take
-       ^                      ^      |                 |
-       | release              |      +-- dropped <-----+ too old by now
-       |                      +----------- again, in the same place
+  run       StalenessGate.admit -> Prompts.next -> _submit
+            waits for `_room`; unblocked by `release` and the end of a `_play`
+  _play     GroupRollout.run -> fit ----> _put -> GroupBuffer -> take
+              ^                 |
+              +---- _another ---+-- dropped: too old, or not worth training
+  advance   drops the groups of the buffer that have become too old
 
-A group that is dropped is played again in its place: another task, or the same
-one when stale work is recycled. What begins later is never older, so the gate
-need not know.
+A dropped group is played again in its place: another task, or the same one
+when stale work is recycled. A later attempt is never older, so the gate need
+not know.
 """
 
 import asyncio
 import contextlib
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Mapping
 
 from envs import base
 from rl.algorithms import dynamic_sampling
 from rl.audit import event_log
 from rl.data import trajectory
-from rl.rollout import group_rollout
+from rl.rollout import group_rollout, prompts
 from rl.schedule import group_buffer, overlap, staleness_gate
-
-
-@runtime_checkable
-class Tasks(Protocol):
-  """An endless stream of tasks; `prompts.Prompts` is one."""
-
-  def next(self, source: str | None = None) -> base.Task:
-    """Returns the next task, of that source if one is named."""
-    ...
-
-  def give_back(self, task: base.Task) -> None:
-    """It will not be trained, and nothing takes its place."""
-    ...
-
-  def learned(self, task: base.Task, rewards: Sequence[float | None]) -> None:
-    """A group of this task was graded so."""
-    ...
-
-  @property
-  def cursor(self) -> dict[str, Any]:
-    """JSON data of where it is."""
-    ...
 
 
 class Producer:
   """Keeps as many groups under way as the bound allows.
 
-  The coordinator calls `begin`, then `ready`, `take` and `commit` for what it
-  trains, `advance` when a round has been trained, `release` when its weights
-  serve, and `stop`. All on one event loop.
+  The coordinator calls `restore` and `run`, then `ready`, `take` and `commit`
+  for the groups that it trains, `advance` when a round has been trained,
+  `release` when its weights serve, and `stop`. All on one event loop.
 
   Attributes:
-    news: set whenever a group is ready.
+    group_ready: set whenever a group is ready.
   """
 
   def __init__(
@@ -63,7 +42,7 @@ class Producer:
     rounds: int,
     seed: int,
     player: group_rollout.Player,
-    tasks: Tasks,
+    tasks: prompts.Prompts,
     group_filter: dynamic_sampling.GroupFilter,
     log: event_log.EventLog,
   ):
@@ -74,13 +53,13 @@ class Producer:
     self._tasks = tasks
     self._group_filter = group_filter
     self._log = log
-    self._plays: dict[int, group_rollout.Play] = {}
+    self._rollouts: dict[int, group_rollout.GroupRollout] = {}
     self._trained = 0
-    self._got = 0
+    self._num_ready = 0  # Since the last release.
     self._shed_at = 0
     self._stopping = False
     self._room = asyncio.Event()
-    self.news = asyncio.Event()
+    self.group_ready = asyncio.Event()
 
   # Begin and end.
 
@@ -91,7 +70,7 @@ class Producer:
     untrained: Mapping[int, trajectory.Group],
     in_flight: Mapping[int, group_buffer.Attempt],
   ) -> None:
-    """Goes on where a run was saved after so many rounds."""
+    """Continues a run that was saved after `trained` rounds."""
     per_round = self._schedule.groups_per_round
     self._trained = trained
     self._gate = staleness_gate.StalenessGate(
@@ -104,8 +83,8 @@ class Producer:
     self._buffer = group_buffer.GroupBuffer(
       trained * per_round, in_order=self._schedule.consume == "submit"
     )
-    self._again = dict(in_flight)
-    self._got = len(untrained)
+    self._replays = dict(in_flight)
+    self._num_ready = len(untrained)
     for group_id, group in sorted(untrained.items()):
       self._buffer.restore(group)
       self._log.emit(
@@ -113,28 +92,28 @@ class Producer:
         group=group_id,
         attempt=group.attempt,
         tokens=group.num_sampled - group.redundant_tokens,
-        first_version=int(group.first_version),
+        first_version=group.first_version,
       )
 
   async def run(self) -> None:
     """Plays until it is cancelled.
 
     Raises:
-      ExceptionGroup: playing a group failed as a whole, which no fault of its
-        environment or reward does.
+      ExceptionGroup: playing a group failed as a whole; faults of environments
+        and rewards do not do that.
     """
-    async with asyncio.TaskGroup() as plays:
-      self._group = plays
-      for group_id, attempt in sorted(self._again.items()):
-        del self._again[group_id]
-        self._submit(plays, group_id, attempt, replayed=True)
+    async with asyncio.TaskGroup() as tasks:
+      self._group_tasks = tasks
+      for group_id, attempt in sorted(self._replays.items()):
+        del self._replays[group_id]
+        self._submit(group_id, attempt, replayed=True)
       if self._full:
         self._shed()
       while True:
         self._room.clear()
         while self._may_admit:
           attempt = group_buffer.Attempt(self._tasks.next())
-          self._submit(plays, self._gate.admit(), attempt)
+          self._submit(self._gate.admit(), attempt)
         await self._room.wait()
 
   @property
@@ -142,80 +121,86 @@ class Producer:
     schedule = self._schedule
     at_frontier = (
       schedule.admission == "hard_frontier"
-      and len(self._plays) >= schedule.frontier_groups
+      and len(self._rollouts) >= schedule.frontier_groups
     )
     closed = at_frontier or self._full or self._stopping
     return self._gate.may_admit() and not closed
 
   def _submit(
-    self,
-    plays: asyncio.TaskGroup,
-    group_id: int,
-    attempt: group_buffer.Attempt,
-    **fields: bool,
+    self, group_id: int, attempt: group_buffer.Attempt, **fields: bool
   ) -> None:
-    play = self._prepare(group_id, attempt, **fields)
-    plays.create_task(self._play(play, attempt), name=f"group {group_id}")
+    rollout = self._prepare(group_id, attempt, **fields)
+    self._group_tasks.create_task(
+      self._play(rollout, attempt), name=f"group {group_id}"
+    )
 
   def _prepare(
     self, group_id: int, attempt: group_buffer.Attempt, **fields: bool
-  ) -> group_rollout.Play:
+  ) -> group_rollout.GroupRollout:
     self._buffer.submit(group_id, attempt)
     version = self._gate.version
     self._log.emit(
       "submitted",
       group=group_id,
       attempt=attempt.number,
-      version=int(version),
+      version=version,
       source=attempt.task.source,
       task=attempt.task.id,
       **fields,
     )
-    play = self._plays[group_id] = self._player.play(
-      attempt.task, group_id, self._seed, version, attempt.number
+    rollout = self._rollouts[group_id] = group_rollout.GroupRollout(
+      self._player,
+      attempt.task,
+      group_id=group_id,
+      seed=self._seed,
+      admitted=version,
+      attempt=attempt.number,
     )
-    return play
+    return rollout
 
   async def _play(
-    self, play: group_rollout.Play, attempt: group_buffer.Attempt
+    self, rollout: group_rollout.GroupRollout, attempt: group_buffer.Attempt
   ) -> None:
-    """Plays in one place until there is a group that may be trained."""
-    group_id = play.group_id
+    """Plays in one place until a group may be trained."""
+    group_id = rollout.group_id
     try:
       while True:
-        group = await play.run()
-        if play.aborted == "stopped":
+        group = await rollout.run()
+        if rollout.aborted == "stopped":
           return
-        reason = self._why_not(play, group, attempt.refills)
-        if not play.aborted:
+        reason = self._drop_reason(rollout, group, attempt.refills)
+        if not rollout.aborted:
           rewards = [t.graded_reward for t in group.trajectories]
-          self._tasks.learned(play.task, rewards)
+          self._tasks.learned(rollout.task, rewards)
         if not reason:
           break
         self._drop(group, reason)
         if reason == "redundant":
-          self._give_up(group_id, play.task)
+          self._give_up(group_id, rollout.task)
           return
         if self._stopping:
           return
         attempt = self._another(group_id, attempt, reason)
-        play = self._prepare(group_id, attempt)
+        rollout = self._prepare(group_id, attempt)
     finally:
-      del self._plays[group_id]
+      del self._rollouts[group_id]
       self._room.set()
     self._put(group)
 
-  def _why_not(
-    self, play: group_rollout.Play, group: trajectory.Group, refills: int
+  def _drop_reason(
+    self,
+    rollout: group_rollout.GroupRollout,
+    group: trajectory.Group,
+    refills: int,
   ) -> str:
-    """Returns why a group will not be trained; nothing when it may be."""
-    if play.aborted:
-      return play.aborted
+    """Returns why a group will not be trained; "" if it may be."""
+    if rollout.aborted:
+      return rollout.aborted
     return self._too_old(group) or self._group_filter(group, refills) or ""
 
   def _too_old(self, group: trajectory.Group) -> str:
     checked = self._schedule.checks_age
-    first = int(group.first_version)
+    first = group.first_version
     old = checked and self._gate.too_old(first, self._trained)
     return "stale" if old else ""
 
@@ -225,7 +210,7 @@ class Producer:
       group=group.group_id,
       attempt=group.attempt,
       reason=reason,
-      version=int(self._gate.version),
+      version=self._gate.version,
       tokens=group.num_sampled,
     )
 
@@ -237,15 +222,15 @@ class Producer:
   def _another(
     self, group_id: int, before: group_buffer.Attempt, reason: str
   ) -> group_buffer.Attempt:
-    """Returns what is played where an attempt was dropped.
+    """Returns the next attempt in the place of a dropped one.
 
-    Of the same source, so that the mix holds in what is trained; unless that
-    has been too slow for the bound too often.
+    Its task is of the same source, so that the trained mix holds; unless that
+    source has been too slow for the bound too often.
     """
     task, number = before.task, before.number + 1
     if reason != "stale":
-      again = self._tasks.next(task.source)
-      return group_buffer.Attempt(again, number, refills=before.refills + 1)
+      refill = self._tasks.next(task.source)
+      return group_buffer.Attempt(refill, number, refills=before.refills + 1)
     stale = before.stale + 1
     if stale >= self._schedule.too_slow_after:
       self._log.emit(
@@ -269,36 +254,36 @@ class Producer:
       "ready",
       group=group.group_id,
       attempt=group.attempt,
-      version=int(self._gate.version),
-      first_version=int(group.first_version),
+      version=self._gate.version,
+      first_version=group.first_version,
     )
-    self._got += 1
+    self._num_ready += 1
     if self._full:
       self._shed()
-    self.news.set()
+    self.group_ready.set()
 
   @property
   def _sheds(self) -> bool:
-    """Whether what a round does not need is no use to the next."""
+    """True if groups that a round does not need are useless to the next."""
     schedule = self._schedule
     return schedule.redundancy.extra_groups > 0 and not schedule.max_staleness
 
   @property
   def _full(self) -> bool:
-    """Whether the round has its groups, and needs none of the others."""
-    return self._sheds and self._got >= self._schedule.groups_per_round
+    """True if the round has its groups, and sheds the others."""
+    return self._sheds and self._num_ready >= self._schedule.groups_per_round
 
   def _shed(self) -> None:
     self._shed_at = self._gate.version
-    for play in self._plays.values():
-      play.abort("redundant")
+    for rollout in self._rollouts.values():
+      rollout.abort("redundant")
 
   def ready(self, count: int) -> bool:
-    """Whether the next `count` groups may be taken."""
+    """Returns True if the next `count` groups may be taken."""
     return self._buffer.has(count)
 
   def missing(self, count: int) -> list[int]:
-    """Ids of groups that the next `count` wait for."""
+    """Returns ids of groups that the next `count` wait for."""
     return self._buffer.missing(count)
 
   def take(self, count: int) -> list[trajectory.Group]:
@@ -309,7 +294,7 @@ class Producer:
     """
     groups = self._buffer.take(count)
     for group in groups:
-      first = int(group.first_version)
+      first = group.first_version
       self._gate.check(first, self._trained, group.group_id)
       self._log.emit(
         "dequeued",
@@ -320,11 +305,11 @@ class Producer:
     return groups
 
   def commit(self) -> None:
-    """An optimizer step holds what was taken."""
+    """Forgets the taken groups: an optimizer step holds them."""
     self._buffer.commit()
 
   def advance(self, trained: int) -> None:
-    """So many rounds are trained: what is too old for the next one goes."""
+    """Drops groups that are too old after `trained` rounds."""
     self._trained = trained
     if self._sheds:
       self._shed()
@@ -336,28 +321,29 @@ class Producer:
         self._drop(group, reason)
         self._buffer.withdraw(group.group_id)
         before = group_buffer.Attempt(group.task, group.attempt)
-        again = self._another(group.group_id, before, reason)
-        self._submit(self._group, group.group_id, again)
+        self._submit(
+          group.group_id, self._another(group.group_id, before, reason)
+        )
     if self._schedule.checks_age:
-      for play in self._plays.values():
-        first = play.first_version
+      for rollout in self._rollouts.values():
+        first = rollout.first_version
         if first is not None and self._gate.too_old(first, trained):
-          play.abort("stale")
+          rollout.abort("stale")
 
   def release(self, version: trajectory.PolicyVersion) -> None:
-    """Every engine serves this version: more may be admitted."""
+    """Opens the gate for a version that every engine serves."""
     self._gate.release(version)
-    self._got = 0
+    self._num_ready = 0
     self._room.set()
 
   async def stop(self, grace_s: float) -> None:
     """Ends what is played; every token that was sampled is counted."""
     self._stopping = True
-    for play in list(self._plays.values()):
-      play.abort("stopped")
+    for rollout in list(self._rollouts.values()):
+      rollout.abort("stopped")
     with contextlib.suppress(TimeoutError):
       async with asyncio.timeout(grace_s):
-        while self._plays:
+        while self._rollouts:
           self._room.clear()
           await self._room.wait()
         await asyncio.gather(*self._player.closing)
@@ -369,10 +355,10 @@ class Producer:
 
   @property
   def in_flight(self) -> Mapping[int, group_buffer.Attempt]:
-    """What is played, or is about to be."""
-    return {**self._again, **self._buffer.in_flight}
+    """Attempts that are being played, or are about to be."""
+    return {**self._replays, **self._buffer.in_flight}
 
   @property
   def next_group(self) -> int:
-    """Id of the group that is admitted next."""
+    """Id of the next group to be admitted."""
     return self._gate.next_group

@@ -1,8 +1,8 @@
-"""How far a run is: what is saved between rounds, and who is told."""
+"""Run progress: the state checkpointed between rounds, and its observer."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float32
@@ -10,18 +10,19 @@ from jaxtyping import Float32
 from envs import base
 from rl.data import trajectory
 from rl.schedule import group_buffer
+from rl.train import logprob_gap
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Progress:
-  """All that a resumed run needs.
+  """The complete state of a run between two rounds.
 
   Attributes:
     state: after `trained` rounds; valid until the next update.
     cursor: of the prompts.
     untrained: finished groups that no update holds.
     in_flight: groups to be played again.
-    next_group: id of the next one to be admitted.
+    next_group: id of the next group to be admitted.
   """
 
   state: Any
@@ -32,7 +33,7 @@ class Progress:
   next_group: int
 
   def to_host(self) -> dict[str, Any]:
-    """Returns all but the state as JSON data."""
+    """Returns everything but the arrays of the state, as JSON data."""
     return {
       "trained": self.trained,
       "cursor": dict(self.cursor),
@@ -84,41 +85,29 @@ def beginning(state: Any, cursor: Mapping[str, Any]) -> Progress:
   )
 
 
-@runtime_checkable
-class Observer(Protocol):
-  """Who is told; called on the event loop, between rounds."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class TrainedRound:
+  """The result of a round.
 
-  async def on_round(
-    self,
-    metrics: Mapping[str, float],
-    groups: Sequence[trajectory.Group],
-    advantages: Sequence[Float32[np.ndarray, " G"]],
-  ) -> None:
-    """A round was trained; `advantages` are `trainer.MemberUse.advantages`."""
-    ...
+  Attributes:
+    advantages: of the members of each group.
+    gap: log-probabilities of engine and learner, where they were compared.
+  """
 
-  async def on_published(self, version: trajectory.PolicyVersion) -> None:
-    """Every engine serves `version`; nothing is published meanwhile."""
-    ...
-
-  async def on_boundary(self, progress: Progress) -> None:
-    """The run may be saved as it is now."""
-    ...
+  metrics: Mapping[str, float]
+  groups: Sequence[trajectory.Group]
+  advantages: Sequence[Float32[np.ndarray, " G"]]
+  gap: logprob_gap.Gap | None = None
 
 
-class Unobserved:
-  """An observer who keeps nothing; derive from it to keep some of it."""
+class RunObserver:
+  """Hooks of a run, called on the event loop between rounds; override some."""
 
-  async def on_round(
-    self,
-    metrics: Mapping[str, float],
-    groups: Sequence[trajectory.Group],
-    advantages: Sequence[Float32[np.ndarray, " G"]],
-  ) -> None:
-    """Does nothing."""
+  async def on_round(self, trained: TrainedRound) -> None:
+    """Called when a round was trained and its weights are published."""
 
   async def on_published(self, version: trajectory.PolicyVersion) -> None:
-    """Does nothing."""
+    """Called when every engine serves `version`; nothing else is published."""
 
   async def on_boundary(self, progress: Progress) -> None:
-    """Does nothing."""
+    """Called when the run may be saved as it is now."""

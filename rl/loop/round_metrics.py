@@ -1,6 +1,6 @@
-"""What one round was like, as flat numbers: metrics from groups and spans.
+"""Metrics of one round, from its groups, events and spans.
 
-Shares and means of nothing are nan.
+Shares and means over nothing are nan.
 """
 
 import collections
@@ -35,9 +35,9 @@ def of_groups(
   """Returns success, reward, lengths, staleness and faults of a round.
 
   Args:
-    groups: may be none.
-    success: an episode succeeds when its reward is at least this, before
-      anything was taken from it for its length.
+    groups: may be empty.
+    success: an episode succeeds when its graded reward, before shaping, is at
+      least this.
     trained_at: the version before the round's updates.
   """
   episodes = [t for group in groups for t in group.trajectories]
@@ -77,26 +77,26 @@ def _mean(values: Sequence[Any]) -> float:
   return float(np.mean(values)) if values else np.nan
 
 
-class Slots:
-  """Which source each slot plays, for logs that name only the slot.
+class SlotSources:
+  """Sources of the slots, for events that name only the slot.
 
-  The coordinator calls `follow` once a round. What was trained, or is gone, in
-  one round is forgotten in the next.
+  The coordinator calls `follow` once a round. A slot that was trained or given
+  up in one round is forgotten in the next.
   """
 
   def __init__(self):
     self._sources: dict[int, str] = {}
     self._gone: set[int] = set()
 
-  def follow(self, news: Sequence[event_log.Event]) -> Mapping[int, str]:
+  def follow(self, events: Sequence[event_log.Event]) -> Mapping[int, str]:
     """Returns the source of every slot that the events of a round name."""
     for group in self._gone:
       self._sources.pop(group, None)
-    self._sources |= _submitted(news)
-    trained = {event["group"] for event in event_log.of_kind(news, "trained")}
+    self._sources |= _submitted(events)
+    trained = {e["group"] for e in event_log.of_kind(events, "trained")}
     redundant = {
       event["group"]
-      for event in event_log.of_kind(news, "dropped")
+      for event in event_log.of_kind(events, "dropped")
       if event["reason"] == "redundant"
     }
     self._gone = trained | redundant
@@ -105,37 +105,37 @@ class Slots:
 
 def of_sources(
   groups: Sequence[trajectory.Group],
-  news: Sequence[event_log.Event],
+  events: Sequence[event_log.Event],
   *,
   success: float,
   trained_at: int,
   slots: Mapping[int, str] = types.MappingProxyType({}),
 ) -> dict[str, float]:
-  """Returns what each source gave a round, as `source/<name>/...`.
+  """Returns the metrics of each source, as `source/<name>/...`.
 
-  `groups` and `share` are of the groups trained, and so are rewards, lengths
-  (in ids) and staleness. `episodes` are those that ended or were cut off
-  meanwhile; `fault_rate` and `abort_rate` are shares of them. `dropped` are
-  attempts, `too_slow` the times that a place gave up on the source because it
-  is too slow for the bound: its share of what is trained falls.
+  `groups`, `share`, rewards, lengths (in ids) and staleness are of the trained
+  groups. `episodes` counts those that ended or were aborted meanwhile;
+  `fault_rate` and `abort_rate` are shares of them. `dropped` counts attempts,
+  `too_slow` the times that a slot gave up on the source because it is too slow
+  for the bound, so that its share of the trained groups falls.
 
   Args:
     groups: trained in this round.
-    news: events of the round.
-    slots: sources of slots that earlier rounds submitted; see `Slots`. Events
-      of slots of which nothing is known are left out.
+    events: of the round.
+    slots: sources of slots that earlier rounds submitted; see `SlotSources`.
+      Events of unknown slots are left out.
   """
   trained = collections.defaultdict(list)
   for group in groups:
     trained[_source(group)].append(group)
-  known = {
+  sources = {
     **slots,
     **{group.group_id: _source(group) for group in groups},
-    **_submitted(news),
+    **_submitted(events),
   }
   counts = collections.defaultdict(collections.Counter)
-  for event in news:
-    if source := known.get(event.get("group", -1)):
+  for event in events:
+    if source := sources.get(event.get("group", -1)):
       counts[source][event["kind"]] += 1
   report = {}
   for name in sorted({*trained, *counts}):
@@ -149,14 +149,14 @@ def of_sources(
   return report
 
 
-def _submitted(news: Sequence[event_log.Event]) -> dict[int, str]:
-  """Returns the source of each slot that a log submits."""
-  submitted = event_log.of_kind(news, "submitted")
+def _submitted(events: Sequence[event_log.Event]) -> dict[int, str]:
+  """Returns the source of each slot that the events submit."""
+  submitted = event_log.of_kind(events, "submitted")
   return {event["group"]: event["source"] for event in submitted}
 
 
 def _source(group: trajectory.Group) -> str:
-  """Returns who made its task: the first part of the task's id."""
+  """Returns the source of its task: the first part of the task's id."""
   return group.trajectories[0].task_id.partition("/")[0]
 
 
@@ -194,17 +194,17 @@ def _length(episode: trajectory.Trajectory) -> int:
 
 
 def of_selection(
-  groups: Sequence[trajectory.Group], news: Sequence[event_log.Event]
+  groups: Sequence[trajectory.Group], events: Sequence[event_log.Event]
 ) -> dict[str, float]:
-  """Returns how long what was trained is, next to what was launched, in ids.
+  """Returns mean lengths of trained and of launched episodes, in ids.
 
-  A share below 1 over many rounds says that the schedule prefers short
-  episodes. Launched are those that ended or were cut off in the round, with
-  the length that they had then: what was cut off would have been longer.
+  A share below 1 over many rounds shows that the schedule prefers short
+  episodes. Launched are those that ended or were aborted in the round, with
+  their length at that time: aborted ones would have been longer.
 
   Args:
     groups: trained in this round.
-    news: events of the round.
+    events: of the round.
   """
   trained = [
     _length(t)
@@ -212,7 +212,7 @@ def of_selection(
     for t in group.trajectories
     if t.status.trainable
   ]
-  launched = [event["length"] for event in _finished(news)]
+  launched = [event["length"] for event in _finished(events)]
   means = _mean(trained), _mean(launched)
   return {
     "length_trained_mean": means[0],
@@ -221,32 +221,32 @@ def of_selection(
   }
 
 
-def _finished(news: Sequence[event_log.Event]) -> list[event_log.Event]:
-  """Returns the ends of episodes, of their own accord or not."""
-  return [event for event in news if event["kind"] in ("ended", "aborted")]
+def _finished(events: Sequence[event_log.Event]) -> list[event_log.Event]:
+  """Returns the ends of episodes, aborted ones included."""
+  return [event for event in events if event["kind"] in ("ended", "aborted")]
 
 
 def of_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
   """Returns the learner's per-token means, averaged over a round's updates.
 
-  Names are the learner's, whatever the model adds to those of every update;
-  an update without some of them does not count there.
+  Names are the learner's, including those that a model adds. An update that
+  lacks a name does not count in its mean.
   """
-  found = trainer.means(updates)
+  means = trainer.means(updates)
   added = {
     new: sum(sums[name] for sums in updates if name in sums)
     for name, new in _ADDED.items()
-    if name in found
+    if name in means
   }
   return added | {
     _RENAMED.get(name, name): mean
-    for name, mean in found.items()
+    for name, mean in means.items()
     if name not in _ADDED
   }
 
 
 def of_schedule(schedule: overlap.Overlap) -> dict[str, float]:
-  """Returns the bounds that a round was held to.
+  """Returns the bounds of a round.
 
   `updates_late_max`: update j of a round trains on data j updates old.
   """
@@ -257,16 +257,16 @@ def of_schedule(schedule: overlap.Overlap) -> dict[str, float]:
 
 
 def of_speed(
-  log: Sequence[event_log.Event],
+  events: Sequence[event_log.Event],
   updates: Sequence[Mapping[str, float]],
   wall_s: float,
 ) -> dict[str, float]:
   """Returns sampled tokens a second, as played and as trained.
 
   Args:
-    log: events of the round; an episode counts when it ends or is cut off.
+    events: of the round; an episode counts when it ends or is aborted.
   """
-  played = sum(event["tokens"] for event in _finished(log))
+  played = sum(event["tokens"] for event in _finished(events))
   trained = sum(sums["tokens"] for sums in updates)
   return {
     "decode_tokens_per_s": played / wall_s,
@@ -276,7 +276,7 @@ def of_speed(
 
 
 def of_spans(both: trace.Overlap, wall_s: float) -> dict[str, float]:
-  """Returns how busy both meshes were over `wall_s` seconds, and at once."""
+  """Returns the busy shares of both meshes over `wall_s`, and their overlap."""
   return {
     "learner_busy": both.first_s / wall_s,
     "decode_busy": both.second_s / wall_s,

@@ -1,9 +1,9 @@
-"""A short supervised start: imitate noisy demonstrations of an oracle.
+"""The warm start: a few supervised steps on noisy demonstrations of an oracle.
 
 oracle -> environment -> Trajectory -> packed rows -> the same learner jits
 
-What a step sees follows from its number and the seed alone, so a warm start
-that goes on from a checkpoint repeats one that was never stopped.
+The demonstrations of a step depend only on its number and the seed, so a warm
+start resumed from a checkpoint repeats one that was never stopped.
 """
 
 import asyncio
@@ -11,10 +11,9 @@ import dataclasses
 import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
-from jaxtyping import Int32
 
 from envs import base
 from rl.data import batch as batch_lib
@@ -33,8 +32,8 @@ class WarmStart:
   Attributes:
     steps: optimizer steps, each on fresh demonstrations.
     episodes: demonstrations of a step.
-    exploration: share of answers that are random instead of the oracle's.
-    optimizer: of its own; the run's starts afresh afterwards.
+    exploration: share of random answers instead of the oracle's.
+    optimizer: its own; the run's starts afresh afterwards.
     checkpoint_every: steps between checkpoints, until the run has its own.
   """
 
@@ -57,11 +56,11 @@ class WarmStart:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Imitation:
-  """How far a warm start is: all that going on with it needs.
+  """The progress of a warm start.
 
   Attributes:
     state: after `trained` steps; valid until the next one.
-    skipped: how many steps in a row were skipped, up to this one.
+    skipped: steps skipped in a row, up to this one.
     loss: of the last step, in nats a token; nan before the first.
   """
 
@@ -71,7 +70,7 @@ class Imitation:
   loss: float = math.nan
 
   def to_host(self) -> dict[str, Any]:
-    """Returns all but the state as JSON data."""
+    """Returns everything but the arrays of the state, as JSON data."""
     loss = self.loss if math.isfinite(self.loss) else None
     return {"trained": self.trained, "skipped": self.skipped, "loss": loss}
 
@@ -84,79 +83,23 @@ def from_host(
   return Imitation(state, host["trained"], host["skipped"], loss)
 
 
-class Observer(Protocol):
-  """Who is told; called on the event loop, between steps.
+class WarmStartObserver:
+  """Hooks of a warm start, called between steps; override some.
 
   Attributes:
-    checkpoints: where the warm start goes on from; None begins afresh.
+    checkpoints: to continue from; None begins afresh.
   """
-
-  checkpoints: checkpoint.Checkpoints | None
-
-  def on_begin(self, found: checkpoint.Restored | None) -> None:
-    """The warm start goes on from a checkpoint, or begins without one."""
-    ...
-
-  def on_step(self, number: int, metrics: Mapping[str, float]) -> None:
-    """A step was taken or skipped; they are counted from 1."""
-    ...
-
-  def on_boundary(self, now: Imitation) -> None:
-    """It may be saved as it is now; whatever is raised here ends it."""
-    ...
-
-
-class Unobserved:
-  """An observer who keeps nothing."""
 
   checkpoints: checkpoint.Checkpoints | None = None
 
   def on_begin(self, found: checkpoint.Restored | None) -> None:
-    """Does nothing."""
+    """Called before the first step, with the checkpoint it continues."""
 
   def on_step(self, number: int, metrics: Mapping[str, float]) -> None:
-    """Does nothing."""
+    """Called when step `number`, counted from 1, was taken or skipped."""
 
   def on_boundary(self, now: Imitation) -> None:
-    """Does nothing."""
-
-
-UNOBSERVED = Unobserved()
-
-
-@dataclasses.dataclass(eq=False)
-class _Demonstrator:
-  """A decode engine that answers with the oracle's words.
-
-  It serves one task; `seed` of the request decides which answers are random.
-
-  Attributes:
-    messages: what both sides have said; whoever plays extends it.
-  """
-
-  source: base.Source
-  task: base.Task
-  exploration: float
-  encode: Callable[[str], Int32[np.ndarray, " T"]]
-  messages: list[base.Message]
-
-  async def generate(
-    self, request: contract.DecodeRequest
-  ) -> contract.Completion:
-    seed = zlib.crc32(request.tokens.tobytes(), request.seed)
-    if np.random.default_rng(seed).random() < self.exploration:
-      text = self.source.explore(self.task, self.messages, seed)
-    else:
-      text = self.source.oracle(self.task, self.messages)
-    tokens = np.asarray(self.encode(text), np.int32)
-    return contract.Completion(
-      tokens=tokens,
-      logprobs=np.zeros(len(tokens), np.float32),
-      versions=np.zeros(len(tokens), np.int32),
-      stop="stop",
-      cached_tokens=0,
-      decode_s=0.0,
-    )
+    """Called when it may be saved as it is now; an exception ends it."""
 
 
 async def demonstrate(
@@ -168,12 +111,33 @@ async def demonstrate(
   seed: int,
 ) -> trajectory.Trajectory:
   """Returns one episode played by the oracle, with random answers mixed in."""
-  record = episode.Record(episode.Episode(task, task.index, 0, seed))
-  demonstrator = _Demonstrator(
-    source, task, exploration, chat.encode_answer, record.messages
+  partial = episode.PartialTrajectory(
+    episode.Episode(task, task.index, 0, seed)
   )
-  played, _ = await episode.play(source, demonstrator, chat, limits, record)
-  return played
+
+  async def demonstrate_answer(
+    request: contract.DecodeRequest,
+  ) -> contract.Completion:
+    # The seed of the request decides which answers are random.
+    answer_seed = zlib.crc32(request.tokens.tobytes(), request.seed)
+    if np.random.default_rng(answer_seed).random() < exploration:
+      text = source.explore(task, partial.messages, answer_seed)
+    else:
+      text = source.oracle(task, partial.messages)
+    tokens = np.asarray(chat.encode_answer(text), np.int32)
+    return contract.Completion(
+      tokens=tokens,
+      logprobs=np.zeros(len(tokens), np.float32),
+      versions=np.zeros(len(tokens), np.int32),
+      stop="stop",
+      cached_tokens=0,
+      decode_s=0.0,
+    )
+
+  demonstration, _ = await episode.play(
+    source, demonstrate_answer, chat, limits, partial
+  )
+  return demonstration
 
 
 async def run(
@@ -189,7 +153,7 @@ async def run(
   length: int,
   seed: int,
   max_skipped: int,
-  observer: Observer,
+  observer: WarmStartObserver,
   report: Callable[[str], None] = lambda text: None,
 ) -> train_state.TrainState:
   """Returns the state after `settings.steps` of imitation.
@@ -199,12 +163,12 @@ async def run(
   Args:
     programs: built with `losses.NegativeLogLikelihood` and the optimizer of
       `settings`.
-    now: where it begins, or goes on.
+    now: the progress to start from.
     rows, length: shape of the packed batches.
     max_skipped: steps in a row that may be skipped.
 
   Raises:
-    FloatingPointError: more were.
+    FloatingPointError: more were skipped.
     RuntimeError: no demonstration could be played.
   """
   for step in range(now.trained, settings.steps):
@@ -237,7 +201,7 @@ async def _demonstrations(
   limits: episode.Limits,
   seed: int,
 ) -> list[trajectory.Trajectory]:
-  """Returns those of a step that can be learned from, counted from 0."""
+  """Returns the usable demonstrations of a step, counted from 0."""
   first = step * settings.episodes
   episodes = await asyncio.gather(
     *(

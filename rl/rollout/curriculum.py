@@ -1,4 +1,4 @@
-"""Which tasks are worth playing again: a filter by their recent pass rates."""
+"""The curriculum: skips tasks by their recent pass rates."""
 
 import collections
 import dataclasses
@@ -16,14 +16,14 @@ _Plays = tuple[tuple[int, int], ...]  # (passed, graded) of each, oldest first
 class PassRate:
   """Skips tasks that are too easy or too hard at present.
 
-  A task that was never played is taken. One whose pass rate over its last
-  `window` groups is outside [low, high] is skipped when it comes again, but
-  for every `revisit`-th time: the policy may have changed.
+  A new task is taken. A task whose pass rate over its last `window` groups is
+  outside [low, high] is skipped when it comes again, except every `revisit`-th
+  time: the policy may have changed.
 
   Attributes:
     success: an episode passes when its reward is at least this.
     max_skips: tasks skipped in a row; the next is taken whatever its rate.
-    max_tasks: that are remembered; the one played longest ago goes first.
+    max_tasks: remembered tasks; the one played longest ago is forgotten first.
   """
 
   low: float = 0.05
@@ -49,7 +49,7 @@ class PassRate:
 
 
 class Curriculum:
-  """What is known of each task. Pure bookkeeping.
+  """Pass rates of the tasks played so far. Pure bookkeeping.
 
   The stream of tasks calls `choose` for each draw, and `learned` when a group
   was graded; `state` and `restore` go through a checkpoint.
@@ -66,7 +66,7 @@ class Curriculum:
   def choose(self, draw: Callable[[], base.Task]) -> base.Task:
     """Returns the first task drawn that is worth playing.
 
-    At most `max_skips` are left out: then the next one must do.
+    After `max_skips` skipped tasks the next one is taken.
     """
     for _ in range(self._settings.max_skips):
       task = draw()
@@ -78,7 +78,7 @@ class Curriculum:
     return task
 
   def _skips(self, task_id: str) -> bool:
-    """Decides on one draw, and counts it when it is skipped."""
+    """Returns True if a drawn task is skipped, and counts it then."""
     rate = self.rate(task_id)
     if rate is None or self._settings.low <= rate <= self._settings.high:
       return False
@@ -87,14 +87,14 @@ class Curriculum:
     return count < self._settings.revisit
 
   def rate(self, task_id: str) -> float | None:
-    """Returns the recent pass rate of a task; None: nothing is known."""
+    """Returns the recent pass rate of a task; None if it was never graded."""
     plays = self._plays.get(task_id)
     if plays is None:
       return None
     return sum(passed for passed, _ in plays) / sum(count for _, count in plays)
 
   def learned(self, task_id: str, rewards: Sequence[float | None]) -> None:
-    """Notes the rewards of a group; None, of a faulty member, says nothing."""
+    """Adds the rewards of a group; None, of a faulty member, is ignored."""
     graded = [reward for reward in rewards if reward is not None]
     if not graded:
       return

@@ -1,6 +1,7 @@
-"""One episode: environment x engine -> Trajectory, token for token.
+"""One episode: environment x engine -> trajectory, token for token.
 
-build -> start -> [ context -> generate -> text -> step ]* -> close
+play: source(task) -> start -> _turns -> close
+_turns: [ context -> sample -> decode -> step ]*
 """
 
 import asyncio
@@ -22,12 +23,15 @@ from rl.runtime import watchdog as watchdog_lib
 
 _T = TypeVar("_T")
 _Request = Callable[..., contract.DecodeRequest]
-"""A request of an episode without what differs from turn to turn."""
+"""Builds a request from the fields that differ from turn to turn."""
+
+Sample = Callable[[contract.DecodeRequest], Awaitable[contract.Completion]]
+"""Samples one answer, as `contract.DecodeEngine.generate`."""
 
 
 @runtime_checkable
 class Chat(Protocol):
-  """Messages <-> ids, append-only; `models.chat.word_chat` has one."""
+  """Messages <-> ids, append-only, such as `models.chat.word_chat.WordChat`."""
 
   @property
   def stop_ids(self) -> tuple[int, ...]:
@@ -44,7 +48,7 @@ class Chat(Protocol):
     """Returns the ids that follow an answer.
 
     Args:
-      answer_ended: by a stop id, and not cut off before one.
+      answer_ended: with a stop id, rather than cut off.
     """
     ...
 
@@ -53,7 +57,7 @@ class Chat(Protocol):
     ...
 
   def encode_answer(self, text: str) -> Int32[np.ndarray, " T"]:
-    """Returns the ids with which a policy would say `text`."""
+    """Returns the ids of `text` as an answer of the policy."""
     ...
 
   def token(self, index: int) -> str:
@@ -61,30 +65,19 @@ class Chat(Protocol):
     ...
 
 
-@runtime_checkable
-class Sampler(Protocol):
-  """The part of a decode engine that playing needs."""
-
-  async def generate(
-    self, request: contract.DecodeRequest
-  ) -> contract.Completion:
-    """Samples one answer; see `contract.DecodeEngine`."""
-    ...
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Limits:
-  """How one episode is played.
+  """Limits of one episode, and its sampling.
 
   Attributes:
     max_turns: answers in an episode.
-    turn_tokens: sampled in one answer at most.
-    max_tokens: of a whole episode, context included.
+    turn_tokens: maximum of one answer.
+    max_tokens: maximum of a whole episode, context included.
     temperature: of sampling; 0 takes the most probable token.
     step_s: deadline of one start, step or close of an environment. The first
       start of a process may import the environment's package.
-    record_experts: keep which experts the engine chose for every id, so that
-      the learner takes the same.
+    record_experts: keep the experts that the engine chose for every id, so
+      that the learner takes the same.
   """
 
   max_turns: int = 16
@@ -97,7 +90,7 @@ class Limits:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Episode:
-  """Which episode this is: member `index` of an attempt at a group."""
+  """The identity of an episode: member `index` of an attempt at a group."""
 
   task: base.Task
   group_id: int
@@ -123,11 +116,11 @@ class _Guarded:
   """An environment that keeps to its contract in time, or raises Fault.
 
   Attributes:
-    late: gets what ends it, when that takes too long.
-    calls: that were given up and have not ended.
+    late: gets the task that closes it, when that overruns its deadline.
+    calls: left behind and still running.
   """
 
-  environment: Any  # What the source built; it may be nonsense too.
+  environment: Any  # The source may have built nonsense.
   step_s: float
   watchdog: watchdog_lib.Watchdog | None
   owner: str
@@ -138,7 +131,7 @@ class _Guarded:
     return await self._ask(
       lambda: self.environment.start(),
       "start",
-      lambda said: isolation.checked_messages(said, "start"),
+      lambda messages: isolation.checked_messages(messages, "start"),
     )
 
   async def step(self, answer: base.Message) -> base.Step:
@@ -147,7 +140,7 @@ class _Guarded:
     )
 
   async def close(self) -> None:
-    """Closes it, and waits for that no longer than `step_s`."""
+    """Closes it, and waits at most `step_s` for that."""
     ending = asyncio.create_task(self._end())
     try:
       await asyncio.wait([ending], timeout=self.step_s)
@@ -157,10 +150,10 @@ class _Guarded:
         ending.add_done_callback(self.late.discard)
 
   async def _end(self) -> None:
-    """Closes it when its last call has ended: one at a time is its contract."""
+    """Closes it after its last call: its contract is one call at a time."""
     if self.calls:
       await asyncio.wait(self.calls)
-    # The episode is over; what it was worth is already known.
+    # The episode is over, and its reward is known: a fault changes nothing.
     with contextlib.suppress(isolation.Fault):
       await self._ask(lambda: self.environment.close(), "close", _ignored)
     if self.calls:
@@ -185,20 +178,20 @@ class _Guarded:
 
 
 def _ignored(value: object) -> None:
-  """Whatever a close returns."""
+  """Accepts any result of a close."""
 
 
 @dataclasses.dataclass(slots=True)
-class Record:
-  """What has happened in one episode so far; `play` fills it.
+class PartialTrajectory:
+  """The trajectory of an episode in progress; `play` fills it.
 
   Attributes:
-    turned: told of every turn before it is added.
-    over: nothing more will happen but the close of the environment.
+    on_turn: called with every turn before it is added.
+    over: True when only the close of the environment is left.
   """
 
   episode: Episode
-  turned: Callable[[trajectory.Turn], None] = lambda turn: None
+  on_turn: Callable[[trajectory.Turn], None] = lambda turn: None
   over: bool = False
   turns: list[trajectory.Turn] = dataclasses.field(default_factory=list)
   messages: list[base.Message] = dataclasses.field(default_factory=list)
@@ -211,14 +204,17 @@ class Record:
     env_s: float,
     reward: float,
   ) -> None:
-    """Appends a turn; `context` is what the turn before did not have.
+    """Appends a turn.
 
     The last id of a turn is fed with the context of the next: only then are
     its experts known.
+
+    Args:
+      context: ids since the answer before.
     """
     experts = completion.experts
     if experts is not None:
-      # Of the whole conversation: the ids of this turn are its last.
+      # They cover the whole conversation, and end with the ids of this turn.
       first = len(experts) - len(context) - len(completion.tokens)
       if self.turns:
         self.turns[-1] = _fed(self.turns[-1], experts[first - 1])
@@ -234,7 +230,7 @@ class Record:
       reward=reward,
       experts=experts,
     )
-    self.turned(turn)
+    self.on_turn(turn)
     self.turns.append(turn)
 
   def end(
@@ -242,7 +238,7 @@ class Record:
   ) -> tuple[trajectory.Trajectory, base.Transcript]:
     """Returns the trajectory without its reward, and its text."""
     self.over = True
-    record = trajectory.Trajectory(
+    partial = trajectory.Trajectory(
       task_id=self.episode.task.id,
       group_id=self.episode.group_id,
       index=self.episode.index,
@@ -250,15 +246,15 @@ class Record:
       status=status,
       fault=fault,
     )
-    return record, base.Transcript(self.messages, self.rewards)
+    return partial, base.Transcript(self.messages, self.rewards)
 
 
 async def play(
   source: base.Source,
-  engine: Sampler,
+  sample: Sample,
   chat: Chat,
   limits: Limits,
-  record: Record,
+  partial: PartialTrajectory,
   watchdog: watchdog_lib.Watchdog | None = None,
   priority: tuple[int, ...] = (),
   closing: set[asyncio.Task[None]] | None = None,
@@ -268,13 +264,13 @@ async def play(
 
   Args:
     source: builds the environment, which is closed here on every path.
-    record: fresh; after an exception it holds what was sampled.
-    watchdog: its table names the environment while this waits for it.
+    partial: fresh; after an exception it holds all sampled turns.
+    watchdog: lists the waits for the environment.
     priority: of its requests.
-    closing: gets the task that closes the environment, until it is done; None
-      waits for it here. A slow one need not hold up the reward.
-    late: gets what is left of an environment that did not end in time, until
-      it does; it is closed as soon as its last call has ended.
+    closing: gets the task that closes the environment, until it is done: a
+      slow one need not hold up the reward. None waits for it here.
+    late: gets the cleanup task of an environment that overran its deadline,
+      until it is done; it closes the environment after its last call.
 
   Returns:
     The trajectory without its reward, and its text. An environment that
@@ -284,18 +280,18 @@ async def play(
   Raises:
     EngineClosed: the engine stopped; the task may be replayed elsewhere.
   """
-  episode, owner = record.episode, f"episode {record.episode.name}"
+  episode, owner = partial.episode, f"episode {partial.episode.name}"
   try:
     built = isolation.contained(lambda: source(episode.task), "building it")
   except isolation.Fault as fault:
-    return record.end(trajectory.Status.ENV_FAULT, str(fault))
-  left = set() if late is None else late
-  environment = _Guarded(built, limits.step_s, watchdog, owner, left)
+    return partial.end(trajectory.Status.ENV_FAULT, str(fault))
+  late = set() if late is None else late
+  environment = _Guarded(built, limits.step_s, watchdog, owner, late)
   try:
     request = _request(episode, chat, limits, priority)
-    return await _turns(record, environment, engine, chat, limits, request)
+    return await _turns(partial, environment, sample, chat, limits, request)
   except isolation.Fault as fault:
-    return record.end(trajectory.Status.ENV_FAULT, str(fault))
+    return partial.end(trajectory.Status.ENV_FAULT, str(fault))
   finally:
     if closing is None:
       await environment.close()
@@ -306,29 +302,29 @@ async def play(
 
 
 async def _turns(
-  record: Record,
+  partial: PartialTrajectory,
   environment: _Guarded,
-  engine: Sampler,
+  sample: Sample,
   chat: Chat,
   limits: Limits,
   request: _Request,
 ) -> tuple[trajectory.Trajectory, base.Transcript]:
-  loop, name = asyncio.get_running_loop(), record.episode.name
+  loop, name = asyncio.get_running_loop(), partial.episode.name
   observation = await environment.start()
-  record.messages.extend(observation)
+  partial.messages.extend(observation)
   context = _encode(chat.open, observation)
   ids = context
   for number in range(limits.max_turns):
     room = limits.max_tokens - len(ids)
     if room < 1:
-      if not record.turns:
+      if not partial.turns:
         raise isolation.Fault(
           f"a context of {len(ids)} ids leaves no room for an answer in "
           f"rollout.max_tokens={limits.max_tokens}"
         )
       break
     try:
-      completion = await engine.generate(
+      completion = await sample(
         request(
           request_id=f"{name}/{number}",
           tokens=ids,
@@ -336,37 +332,37 @@ async def _turns(
         )
       )
     except ValueError as error:
-      return record.end(trajectory.Status.ENGINE_FAULT, str(error))
+      return partial.end(trajectory.Status.ENGINE_FAULT, str(error))
     asked, reward = loop.time(), 0.0
     try:
       if completion.stop == "abort":
-        return record.end(trajectory.Status.ENGINE_FAULT, "aborted")
+        return partial.end(trajectory.Status.ENGINE_FAULT, "aborted")
       text = chat.decode(completion.tokens.tolist())
       answer = base.Message("assistant", text)
-      record.messages.append(answer)
+      partial.messages.append(answer)
       step = await environment.step(answer)
       reward = float(step.reward)
     finally:
-      # On every path: tokens that were sampled are never lost.
-      record.add(context, completion, loop.time() - asked, reward)
-    record.rewards.append(step.reward)
-    record.messages.extend(step.messages)
+      # On every path: sampled tokens are never lost.
+      partial.add(context, completion, loop.time() - asked, reward)
+    partial.rewards.append(step.reward)
+    partial.messages.extend(step.messages)
     if step.done:
-      return record.end(trajectory.Status.COMPLETED)
+      return partial.end(trajectory.Status.COMPLETED)
     append = functools.partial(
       chat.append, answer_ended=completion.stop == "stop"
     )
     context = _encode(append, step.messages)
     ids = np.concatenate([ids, completion.tokens, context])
-  return record.end(trajectory.Status.TRUNCATED)
+  return partial.end(trajectory.Status.TRUNCATED)
 
 
 def _request(
   episode: Episode, chat: Chat, limits: Limits, priority: tuple[int, ...]
 ) -> _Request:
-  """Returns what builds a request; the parts that stay are made once."""
-  # No function of our own: its annotations would make a new type of array,
-  # at 30 us and in need of the garbage collector, in every episode.
+  """Returns a builder of requests; the constant fields are set once."""
+  # Not a nested function: its annotations would make a new type of array in
+  # every episode, at 30 us, and work for the garbage collector.
   return functools.partial(
     contract.DecodeRequest,
     session=episode.name,
@@ -381,7 +377,7 @@ def _request(
 def _fed(
   turn: trajectory.Turn, last: Int32[np.ndarray, "S k"]
 ) -> trajectory.Turn:
-  """Returns the turn with the experts of its last id, where it had none."""
+  """Returns the turn with the experts of its last id filled in."""
   if turn.experts is None:
     return turn
   experts = turn.experts.copy()
@@ -395,7 +391,7 @@ def _encode(
 ) -> Int32[np.ndarray, " P"]:
   try:
     return np.asarray(encode(messages), np.int32)
-  except Exception as error:  # What the environment said has no encoding.
+  except Exception as error:  # The environment's message has no encoding.
     raise isolation.Fault(
       f"its message cannot be read: {isolation.reason(error)}"
     ) from error

@@ -1,4 +1,4 @@
-"""Held-out tasks played by the served weights: how good is the policy now?"""
+"""Evaluation: held-out tasks played by the served weights."""
 
 import asyncio
 import dataclasses
@@ -10,12 +10,12 @@ from rl.rollout import episode, group_rollout
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Outcome:
-  """Result of one evaluation.
+class EvaluationResult:
+  """The result of one evaluation.
 
   Attributes:
-    episodes: graded ones; faults are not among them.
-    success: share of them that succeeded; nan when there are none.
+    episodes: graded ones, without faults.
+    success: share of them that succeeded; nan if there are none.
     low, high: 95 % Wilson interval of the share.
     reward: their mean reward.
     faults: episodes that ended without a reward.
@@ -36,14 +36,14 @@ async def evaluate(
   temperature: float,
   success: float,
   seed: int,
-) -> tuple[Outcome, list[trajectory.Trajectory]]:
+) -> tuple[EvaluationResult, list[trajectory.Trajectory]]:
   """Plays the first `episodes` tasks of the held-out split, one episode each.
 
-  Its watchdog hears of every episode that is over: how long all of them take
-  depends on how many there are, so the deadline is that of one.
+  Each episode that ends is a heartbeat for the player's watchdog, so that a
+  deadline of the whole is that of one episode.
 
   Args:
-    player: that of training; its log is left alone.
+    player: of training; its log is not written.
     success: an episode succeeds when its reward is at least this.
   """
   limits = dataclasses.replace(
@@ -59,37 +59,39 @@ async def evaluate(
     log=event_log.EventLog(clock=asyncio.get_running_loop().time),
     closing=set(),
   )
-  played = await asyncio.gather(
+  trajectories = await asyncio.gather(
     *(
       _play(quiet, episode.Episode(player.source.task(i, "eval"), i, 0, seed))
       for i in range(episodes)
     )
   )
   await asyncio.gather(*quiet.closing)
-  return summarise(played, success), played
+  return summarise(trajectories, success), trajectories
 
 
 async def _play(
-  player: group_rollout.Player, one: episode.Episode
+  player: group_rollout.Player, held_out: episode.Episode
 ) -> trajectory.Trajectory:
-  played = await player.member(one)
+  graded = await player.play_alone(held_out)
   if player.watchdog is not None:
     player.watchdog.heartbeat()
-  return played
+  return graded
 
 
-def summarise(played: list[trajectory.Trajectory], success: float) -> Outcome:
+def summarise(
+  trajectories: list[trajectory.Trajectory], success: float
+) -> EvaluationResult:
   """Returns the share of graded episodes with at least `success` as reward."""
-  rewards = [t.reward for t in played if t.reward is not None]
+  rewards = [t.reward for t in trajectories if t.reward is not None]
   wins = sum(reward >= success for reward in rewards)
-  low, high = wilson(wins, len(rewards)) if rewards else (0.0, 1.0)
-  return Outcome(
+  low, high = wilson(wins, len(rewards))
+  return EvaluationResult(
     episodes=len(rewards),
     success=wins / len(rewards) if rewards else math.nan,
     low=low,
     high=high,
     reward=sum(rewards) / len(rewards) if rewards else math.nan,
-    faults=len(played) - len(rewards),
+    faults=len(trajectories) - len(rewards),
   )
 
 
@@ -97,7 +99,7 @@ def wilson(successes: int, trials: int, z: float = 1.96) -> tuple[float, float]:
   """Returns the Wilson score interval of a success rate, within [0, 1].
 
   Args:
-    trials: none at all gives (0, 1).
+    trials: 0 gives (0, 1).
     z: quantile of the normal distribution; 1.96 for 95 %.
 
   Source: Wilson, 1927; Brown, Cai and DasGupta, 2001, eq. 4.

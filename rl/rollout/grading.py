@@ -1,12 +1,12 @@
-"""Grading: the reward of a trajectory, called when it ends, in nobody's way.
+"""Grading: the reward of a trajectory when it ends, without blocking others.
 
-grade -> a place -> call -> check --+--> the trajectory with its reward
-            ^                       |
-            +--- wait, ever longer -+    raised, late or nonsense
-                                    +--> REWARD_FAULT: it was the last attempt
+  grade -> _place -> _ask: call -> check --+--> the trajectory with its reward
+             ^                             |
+             +------- wait, ever longer ---+    raised, late or nonsense
+                                           +--> REWARD_FAULT after `attempts`
 
-Its reward is called at least once, and a trajectory gets one grade at most:
-what comes after the deadline of its call is nobody's.
+The reward is called at least once, and a trajectory gets at most one grade: a
+result after the deadline of its call is discarded.
 """
 
 import asyncio
@@ -24,12 +24,12 @@ from rl.settings import checks
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Retries:
-  """How often a reward that fails is called again, and when.
+  """Retries of a failing reward.
 
   Attributes:
-    attempts: calls at most, the first included.
+    attempts: maximum of calls, the first included.
     first_wait_s: between the first failure and the second call.
-    factor: each wait is so many times the one before.
+    factor: ratio of each wait to the one before.
     max_wait_s: of one wait.
     deadline_s: of one call.
   """
@@ -60,20 +60,20 @@ class Retries:
 
   @property
   def longest_s(self) -> float:
-    """Seconds of one grading at most, but for waits for a place."""
+    """Maximal seconds of one grading, without waits for a place."""
     waits = sum(self.wait_s(failures) for failures in range(1, self.attempts))
     return self.attempts * self.deadline_s + waits
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Stats:
-  """What graders have done since they were built, and what they do now.
+  """Counters of graders since they were built, and their current load.
 
   Attributes:
-    calls: of the reward that began; `retries` of them were not the first.
+    calls: of the reward; `retries` of them were not the first.
     faults: trajectories whose attempts were exhausted.
-    in_flight, waiting: calls, and those that wait for a place.
-    late: calls that were given up and have not ended.
+    in_flight, waiting: running calls, and calls that wait for a place.
+    late: calls left behind that have not ended.
     busy_s, queue_s: sums over all calls that ended, and all that got a place.
   """
 
@@ -88,7 +88,7 @@ class Stats:
 
 
 def refuse_stateful(reward: object) -> None:
-  """Raises ValueError on a reward that text alone is not enough for."""
+  """Raises ValueError on a reward that needs more than text."""
   name = type(reward).__name__
   stateless = getattr(reward, "stateless", None)
   if stateless is None:
@@ -108,14 +108,14 @@ def refuse_stateful(reward: object) -> None:
 class Graders:
   """Grades trajectories side by side; called from one event loop.
 
-  A reward runs on that loop: one that only looks at text may, one that
-  computes for milliseconds holds up everything else. Such work belongs in
-  `envs.threads.call`, whose deadline leaves the thread behind.
+  A reward runs on that loop: computing for milliseconds would block everything
+  else. Such work belongs in `envs.threads.call`, whose deadline leaves the
+  thread behind.
 
   Args:
     reward: stateless.
-    max_concurrent: calls at once; more wait, first come, first served.
-    watchdog: its table names what each trajectory waits for.
+    max_concurrent: calls at once; others wait, first come, first served.
+    watchdog: lists the wait of each trajectory.
 
   Raises:
     ValueError: the reward is not stateless, or a setting allows no call.
@@ -145,7 +145,7 @@ class Graders:
 
   async def grade(
     self,
-    record: trajectory.Trajectory,
+    ungraded: trajectory.Trajectory,
     transcript: base.Transcript,
     task: base.Task,
     called: Callable[[], None] = lambda: None,
@@ -153,18 +153,18 @@ class Graders:
   ) -> trajectory.Trajectory:
     """Returns the trajectory with its reward, or with REWARD_FAULT and none.
 
-    One that is not trainable comes back as it is. Cancel it, and the call is
-    given up and its place is free.
+    An untrainable one is returned unchanged. Cancelling leaves the call behind
+    and frees its place.
 
     Args:
-      called: is told when the reward is called for the first time.
-      name: of the episode, for those who look at who waits for what.
+      called: called when the reward is called for the first time.
+      name: of the episode, for the watchdog.
     """
-    if not record.status.trainable:
-      return record
-    owner = f"episode {name or record.task_id}"
-    tries, what = self._retries.attempts, ""
-    for attempt in range(tries):
+    if not ungraded.status.trainable:
+      return ungraded
+    owner = f"episode {name or ungraded.task_id}"
+    attempts, fault_text = self._retries.attempts, ""
+    for attempt in range(attempts):
       if attempt:
         await asyncio.sleep(self._retries.wait_s(attempt))
       async with self._place(owner):
@@ -174,14 +174,16 @@ class Graders:
         try:
           value, parts = await self._ask(transcript, task, owner)
         except isolation.Fault as fault:
-          what = str(fault)
+          fault_text = str(fault)
         else:
-          return dataclasses.replace(record, reward=value, parts=parts)
+          return dataclasses.replace(ungraded, reward=value, parts=parts)
     self._count(faults=1)
     return dataclasses.replace(
-      record,
+      ungraded,
       status=trajectory.Status.REWARD_FAULT,
-      fault=what if tries == 1 else f"{what}; so ended {tries} attempts",
+      fault=fault_text
+      if attempts == 1
+      else f"{fault_text}; so ended {attempts} attempts",
     )
 
   async def _ask(
@@ -220,13 +222,13 @@ class Graders:
   def _tracked(self, owner: str) -> contextlib.AbstractContextManager[None]:
     if self._watchdog is None:
       return contextlib.nullcontext()
-    # Within that time every call that holds a place has ended.
+    # Every call that holds a place ends within this time.
     return self._watchdog.track(
       owner=owner,
       what="a place to be graded",
       deadline_s=self._retries.deadline_s,
     )
 
-  def _count(self, **more: int | float) -> None:
-    for name, count in more.items():
+  def _count(self, **counts: int | float) -> None:
+    for name, count in counts.items():
       setattr(self._stats, name, getattr(self._stats, name) + count)

@@ -1,21 +1,26 @@
-"""Groups: G episodes of one task side by side, each graded as it ends.
+"""Group rollouts: G episodes of one task side by side, each graded as it ends.
 
-Player.play -> Play.run: member 0: begin -> play -> end -> grade --+-> Group
-                         member 1: begin -> play -> end -> grade --+
-                         ...  redundant members are aborted when G have ended
+  GroupRollout.run
+    member 0: Router.begin -> episode.play -> Router.end -> _grade --+-> Group
+    member 1: Router.begin -> episode.play -> Router.end -> _grade --+
+    ...  redundant members are aborted when G have ended
+
+  episode.play -> _Requests.sample -> Router.generate
+
+A member is one episode of a group; its record is a `trajectory.Trajectory`.
 """
 
 import asyncio
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from envs import base
 from rl.algorithms import reward_shaping
 from rl.audit import event_log
-from rl.data import trajectory
+from rl.data import trajectory as trajectory_lib
 from rl.engine import contract
 from rl.rollout import episode as episode_lib
 from rl.rollout import grading as grading_lib
@@ -24,44 +29,19 @@ from rl.runtime import watchdog as watchdog_lib
 from rl.settings import checks
 
 _STATUS = {
-  "stale": trajectory.Status.STALE,
-  "redundant": trajectory.Status.REDUNDANT,
-  "stopped": trajectory.Status.ENGINE_FAULT,
+  "stale": trajectory_lib.Status.STALE,
+  "redundant": trajectory_lib.Status.REDUNDANT,
+  "stopped": trajectory_lib.Status.ENGINE_FAULT,
 }
-
-
-@runtime_checkable
-class Sessions(episode_lib.Sampler, Protocol):
-  """What serves whole conversations; `router.Router` does."""
-
-  async def begin(self, session: str, domain: str) -> int:
-    """Returns the number of the engine, once one takes new sessions."""
-    ...
-
-  def serves(self, number: int) -> int:
-    """Returns the version that an engine serves."""
-    ...
-
-  def end(self, session: str) -> None:
-    """The conversation is over."""
-    ...
-
-  def abort(self, request_id: str | None) -> None:
-    """Ends a request with what it has; see `contract.DecodeEngine`."""
-    ...
-
-  def begun(self, request_id: str) -> trajectory.PolicyVersion | None:
-    """Returns the version of a request's first token, if it has one."""
-    ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rollout(episode_lib.Limits):
-  """How groups are played: the limits of an episode, and what grades them.
+  """Limits of the groups: of their episodes and of their grading.
 
   Attributes:
     group_size: G episodes of one task.
-    grading: deadline and repetition of a reward's calls.
+    grading: deadline and retries of a reward's calls.
     overlong, repetition: penalties for answers nearly too long, or repetitive.
   """
 
@@ -88,20 +68,19 @@ class Rollout(episode_lib.Limits):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Player:
-  """All that playing needs; the same for training and evaluation.
+  """The parts that playing needs, for training and evaluation alike.
 
   Attributes:
-    priority: (group, index) -> that of its requests; the lowest goes first.
+    priority: (group, index) -> priority of its requests; the lowest goes first.
     extra_members: played beyond `limits.group_size`.
-    closing: environments of episodes that are over.
-    late: what is left of those that did not end in time.
-    watchdog: its table names what each episode waits for.
-    progress_timeout_s: deadline in that table; the learner's wait enforces
-      it.
+    closing: tasks that close the environments of ended episodes.
+    late: cleanup tasks of environments that overran their deadline.
+    watchdog: lists the waits of each episode.
+    progress_timeout_s: deadline in that list; the learner's wait enforces it.
   """
 
   source: base.Source
-  engine: Sessions
+  router: contract.SessionRouter
   chat: episode_lib.Chat
   graders: grading_lib.Graders
   limits: Rollout
@@ -116,37 +95,32 @@ class Player:
   closing: set[asyncio.Task[None]] = dataclasses.field(default_factory=set)
   late: set[asyncio.Task[None]] = dataclasses.field(default_factory=set)
 
-  def play(
-    self,
-    task: base.Task,
-    group_id: int,
-    seed: int,
-    admitted: trajectory.PolicyVersion,
-    attempt: int = 0,
-  ) -> "Play":
-    """Returns one attempt at a group; `Play.run` plays it."""
-    return Play(self, task, group_id, seed, admitted, attempt)
-
-  async def member(self, episode: episode_lib.Episode) -> trajectory.Trajectory:
-    """Plays and grades one episode on its own."""
+  async def play_alone(
+    self, episode: episode_lib.Episode
+  ) -> trajectory_lib.Trajectory:
+    """Plays and grades one episode without a group."""
     return await _Member(self, episode).run()
 
 
-class Play:
+class GroupRollout:
   """One attempt at a group: `run` once, `abort` at any time meanwhile.
 
+  Args:
+    admitted: version of the weights when it was admitted.
+
   Attributes:
-    aborted: why, when it was.
+    aborted: the reason of `abort`; "" before it is called.
   """
 
   def __init__(
     self,
     player: Player,
     task: base.Task,
+    *,
     group_id: int,
     seed: int,
-    admitted: trajectory.PolicyVersion,
-    attempt: int,
+    admitted: trajectory_lib.PolicyVersion,
+    attempt: int = 0,
   ):
     self._player = player
     self._admitted = admitted
@@ -160,33 +134,33 @@ class Play:
       _Member(
         player,
         episode_lib.Episode(task, group_id, i, seed, attempt),
-        self._ended,
+        self._is_needed,
       )
       for i in range(self._group_size + player.extra_members)
     ]
 
-  async def run(self) -> trajectory.Group:
+  async def run(self) -> trajectory_lib.Group:
     """Plays the members side by side and returns the group of G.
 
-    Those are the first G that ended without a fault; when fewer did, members
-    with faults fill it up.
+    It holds the first G members that end without a fault, filled up with
+    faulty ones if there are fewer.
     """
     try:
-      async with asyncio.TaskGroup() as members:
-        plays = [members.create_task(member.run()) for member in self._members]
+      async with asyncio.TaskGroup() as tasks:
+        runs = [tasks.create_task(member.run()) for member in self._members]
     finally:
-      self._members = []  # They know this: a circle would keep every token.
-    every = [play.result() for play in plays]
-    rest = [t.index for t in every if t.index not in self._finished]
-    chosen = sorted([*self._finished, *rest][: self._group_size])
-    return trajectory.Group(
+      self._members = []  # A reference cycle would keep every token.
+    trajectories = [run.result() for run in runs]
+    faulty = [i for i in range(len(runs)) if i not in self._finished]
+    chosen = sorted([*self._finished, *faulty][: self._group_size])
+    return trajectory_lib.Group(
       group_id=self.group_id,
-      trajectories=[every[i] for i in chosen],
+      trajectories=[trajectories[i] for i in chosen],
       admitted=self._admitted,
       task=self.task,
       attempt=self.attempt,
       redundant_tokens=sum(
-        t.num_sampled for t in every if t.index not in chosen
+        t.num_sampled for t in trajectories if t.index not in chosen
       ),
     )
 
@@ -202,8 +176,8 @@ class Play:
     firsts = [member.first_version for member in self._members]
     return min((v for v in firsts if v is not None), default=None)
 
-  def _ended(self, index: int) -> bool:
-    """A member has ended without a fault; returns whether it is needed."""
+  def _is_needed(self, index: int) -> bool:
+    """Counts a member that ended without a fault; False if G had ended."""
     if len(self._finished) == self._group_size:
       return False
     self._finished.append(index)
@@ -215,171 +189,206 @@ class Play:
 
 
 class _Member:
-  """One episode, which can be aborted.
-
-  Its way to the engine goes through here, so that what it waits for is known.
-  """
+  """One episode, played and graded; can be aborted."""
 
   def __init__(
     self,
     player: Player,
     episode: episode_lib.Episode,
-    ended: Callable[[int], bool] = lambda index: True,
+    is_needed: Callable[[int], bool] = lambda index: True,
   ):
     self._player = player
     self._episode = episode
-    self._tell = ended
-    self._where = {
+    self._is_needed = is_needed
+    self._place = {
       "group": episode.group_id,
       "attempt": episode.attempt,
       "index": episode.index,
     }
     self._work = cancellable.Cancellable()
-    self._request = ""
-    self._first: int | None = None
+    self._requests = _Requests(player, self._place)
     self._reason = ""
-    self._record = episode_lib.Record(episode, self._turned)
+    self._partial = episode_lib.PartialTrajectory(episode, self._log_turn)
 
   @property
   def first_version(self) -> int | None:
-    """Of its first token, which may have been sampled just now."""
-    if self._first is None and self._request:
-      with contextlib.suppress(ValueError):  # It has just ended.
-        begun = self._player.engine.begun(self._request)
-        return None if begun is None else int(begun)
-    return self._first
+    """Version of its first token; None before that is sampled."""
+    return self._requests.first_version
 
   def abort(self, reason: str) -> None:
     """Ends the episode, or its grading when it has ended."""
     if self._reason:
       return
-    if not self._record.over:
+    if not self._partial.over:
       self._reason = reason
-    if self._request:
-      # It comes back with what it has, or is on its way: no token is lost.
-      with contextlib.suppress(ValueError):
-        self._player.engine.abort(self._request)
-    else:
-      self._work.cancel()
+      if self._requests.abort():
+        return  # The request returns the tokens it has: none is lost.
+    self._work.cancel()
 
-  async def run(self) -> trajectory.Trajectory:
-    """Plays and grades; what was aborted is not graded."""
+  async def run(self) -> trajectory_lib.Trajectory:
+    """Returns the trajectory; an aborted one is not graded."""
     try:
-      played, transcript = await self._play()
+      trajectory, transcript = await self._play()
     except BaseException as error:
-      # The run stops, or the engine: the ledger still owns these tokens.
-      lost, _ = self._record.end(trajectory.Status.ENGINE_FAULT)
+      # The run stops, or the engine: the ledger still counts these tokens.
+      lost, _ = self._partial.end(trajectory_lib.Status.ENGINE_FAULT)
       stopped = isinstance(error, asyncio.CancelledError)
       self._log_end("aborted", lost, reason="stopped" if stopped else "error")
       raise
     if self._reason:
-      played = dataclasses.replace(
-        played, status=_STATUS[self._reason], fault=self._reason
+      trajectory = dataclasses.replace(
+        trajectory, status=_STATUS[self._reason], fault=self._reason
       )
-      self._log_end("aborted", played, reason=self._reason)
-      return played
-    self._log_end("ended", played, status=played.status.value)
-    if played.status.trainable and not self._tell(self._episode.index):
-      return played
-    return await self._grade(played, transcript)
+      self._log_end("aborted", trajectory, reason=self._reason)
+      return trajectory
+    self._log_end("ended", trajectory, status=trajectory.status.value)
+    trainable = trajectory.status.trainable
+    if trainable and not self._is_needed(self._episode.index):
+      return trajectory
+    return await self._grade(trajectory, transcript)
 
-  async def _grade(
-    self, played: trajectory.Trajectory, transcript: base.Transcript
-  ) -> trajectory.Trajectory:
-    player, log = self._player, self._player.log
-    graded = played
-    if played.status.trainable:
-      graded = await self._work.run(
-        player.graders.grade(
-          played,
-          transcript,
-          self._episode.task,
-          lambda: log.emit("grading", **self._where),
-          self._episode.name,
-        )
-      )
-    if graded is None:  # Aborted: its group is not wanted.
-      return played
-    rules = player.limits
-    graded = reward_shaping.apply(graded, rules.overlong, rules.repetition)
-    if graded.fault:
-      status = graded.status.value
-      log.emit("fault", **self._where, status=status, what=graded.fault)
-    else:
-      log.emit("reward", **self._where, value=graded.reward)
-    return graded
-
-  def _log_end(
-    self, kind: str, played: trajectory.Trajectory, **fields: Any
-  ) -> None:
-    self._player.log.emit(
-      kind,
-      **self._where,
-      **fields,
-      turns=len(played.turns),
-      tokens=played.num_sampled,
-      length=sum(len(t.context) + len(t.tokens) for t in played.turns),
-      versions=played.versions,
-    )
-    # It has ended. A circle of the two would keep its tokens until the garbage
-    # is collected.
-    self._record.turned = lambda turn: None
-
-  async def _play(self) -> tuple[trajectory.Trajectory, base.Transcript]:
+  async def _play(
+    self,
+  ) -> tuple[trajectory_lib.Trajectory, base.Transcript]:
     """Plays to the end, or to where `abort` found it."""
-    played = await self._work.run(self._session())
-    if played is None:
-      # Environments cannot do that, so without a reason it was an engine.
+    result = await self._work.run(self._session())
+    if result is None:
+      # Environments cannot cancel it, so without a reason the engine did.
       fault = self._reason or "the engine cancelled its answer"
-      return self._record.end(trajectory.Status.ENGINE_FAULT, fault)
-    return played
+      return self._partial.end(trajectory_lib.Status.ENGINE_FAULT, fault)
+    return result
 
-  async def _session(self) -> tuple[trajectory.Trajectory, base.Transcript]:
+  async def _session(
+    self,
+  ) -> tuple[trajectory_lib.Trajectory, base.Transcript]:
     player, episode = self._player, self._episode
     try:
-      number = await player.engine.begin(episode.name, episode.task.source)
+      number = await player.router.begin(episode.name, episode.task.source)
       player.log.emit(
         "admitted",
-        **self._where,
+        **self._place,
         engine=number,
-        version=player.engine.serves(number),
+        version=player.router.serves(number),
       )
       return await episode_lib.play(
         player.source,
-        self,
+        self._requests.sample,
         player.chat,
         player.limits,
-        self._record,
+        self._partial,
         player.watchdog,
         priority=player.priority(episode.group_id, episode.index),
         closing=player.closing,
         late=player.late,
       )
     finally:
-      player.engine.end(episode.name)
+      player.router.end(episode.name)
 
-  async def generate(
+  async def _grade(
+    self, trajectory: trajectory_lib.Trajectory, transcript: base.Transcript
+  ) -> trajectory_lib.Trajectory:
+    player, log = self._player, self._player.log
+    graded = trajectory
+    if trajectory.status.trainable:
+      graded = await self._work.run(
+        player.graders.grade(
+          trajectory,
+          transcript,
+          self._episode.task,
+          lambda: log.emit("grading", **self._place),
+          self._episode.name,
+        )
+      )
+    if graded is None:  # Aborted: its group is not wanted.
+      return trajectory
+    rules = player.limits
+    graded = reward_shaping.apply(graded, rules.overlong, rules.repetition)
+    if graded.fault:
+      status = graded.status.value
+      log.emit("fault", **self._place, status=status, what=graded.fault)
+    else:
+      log.emit("reward", **self._place, value=graded.reward)
+    return graded
+
+  def _log_turn(self, turn: trajectory_lib.Turn) -> None:
+    self._player.log.emit(
+      "turn",
+      **self._place,
+      number=len(self._partial.turns),
+      tokens=len(turn.tokens),
+      decode_s=round(turn.decode_s, 6),
+      env_s=round(turn.env_s, 6),
+    )
+
+  def _log_end(
+    self, kind: str, trajectory: trajectory_lib.Trajectory, **fields: Any
+  ) -> None:
+    self._player.log.emit(
+      kind,
+      **self._place,
+      **fields,
+      turns=len(trajectory.turns),
+      tokens=trajectory.num_sampled,
+      length=sum(len(t.context) + len(t.tokens) for t in trajectory.turns),
+      versions=trajectory.versions,
+    )
+    # A reference cycle would keep its tokens until the garbage is collected.
+    self._partial.on_turn = lambda turn: None
+
+
+class _Requests:
+  """The requests of one member, one at a time, between `play` and the router.
+
+  Logs the first token and lists the wait for each answer.
+  """
+
+  def __init__(self, player: Player, place: Mapping[str, int]):
+    self._player = player
+    self._place = place
+    self._current = ""
+    self._first: int | None = None
+    self._aborted = False
+
+  @property
+  def first_version(self) -> int | None:
+    """Version of the first token; None before that is sampled."""
+    if self._first is None and self._current:
+      with contextlib.suppress(ValueError):  # It has just ended.
+        begun = self._player.router.begun(self._current)
+        return None if begun is None else int(begun)
+    return self._first
+
+  def abort(self) -> bool:
+    """Ends the current request and refuses later ones; False if none runs."""
+    self._aborted = True
+    if not self._current:
+      return False
+    with contextlib.suppress(ValueError):  # It has just ended.
+      self._player.router.abort(self._current)
+    return True
+
+  async def sample(
     self, request: contract.DecodeRequest
   ) -> contract.Completion:
-    """Samples one answer; the watchdog can name who waits for it."""
-    if self._reason:  # Whatever the environment made of that.
+    """Samples one answer; see `contract.SessionRouter.generate`."""
+    if self._aborted:  # The environment caught its cancellation.
       raise asyncio.CancelledError
-    player, asked = self._player, asyncio.get_running_loop().time()
-    self._request = request.request_id
+    player, asked_s = self._player, asyncio.get_running_loop().time()
+    self._current = request.request_id
     try:
       with self._tracked(request.session):
-        completion = await player.engine.generate(request)
+        completion = await player.router.generate(request)
     finally:
-      self._request = ""
+      self._current = ""
     if self._first is None and len(completion.versions):
       self._first = int(completion.versions[0])
-      self._player.log.emit(
+      player.log.emit(
         "first_token",
-        t=player.log.since(asked + completion.first_token_s),
-        **self._where,
+        t=player.log.since(asked_s + completion.first_token_s),
+        **self._place,
         version=self._first,
       )
-    if self._reason:  # It may have ended by itself at the same moment.
+    if self._aborted:  # It may have ended by itself at the same moment.
       completion = dataclasses.replace(completion, stop="abort")
     return completion
 
@@ -390,14 +399,4 @@ class _Member:
       owner=f"episode {session}",
       what="an answer of the engine",
       deadline_s=self._player.progress_timeout_s,
-    )
-
-  def _turned(self, turn: trajectory.Turn) -> None:
-    self._player.log.emit(
-      "turn",
-      **self._where,
-      number=len(self._record.turns),
-      tokens=len(turn.tokens),
-      decode_s=round(turn.decode_s, 6),
-      env_s=round(turn.env_s, 6),
     )

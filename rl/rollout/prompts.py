@@ -1,6 +1,7 @@
 """The stream of tasks: seeded, in proportion, with a checkpointed cursor.
 
-next -> whose turn it is -> its grain stream -> worth playing? -> Task
+next: turn (the source that is due) -> _draw: its grain stream
+        -> Curriculum.choose -> task
 """
 
 import dataclasses
@@ -19,27 +20,27 @@ _SPAN = 2**31 - 1
 
 @runtime_checkable
 class Mixed(Protocol):
-  """A source made of others, such as `envs.mixture.Mixture`."""
+  """A source made of others; `envs.mixture.Mixture` and simulated ones."""
 
   @property
   def sources(self) -> Sequence[base.Source]:
-    """What the tasks come from; names differ."""
+    """Sources of the tasks, with different names."""
     ...
 
   @property
   def weights(self) -> Sequence[float]:
-    """Of the sources, in the same order, above 0."""
+    """Weights of the sources, in the same order, above 0."""
     ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TaskOrder:
-  """Which training tasks there are, and which of them are played.
+  """The pool of training tasks, and the choice among them.
 
   Attributes:
     pool: training tasks of each source. When all have come they come again, in
-      another order. None: there is no end, and no task comes twice.
-    curriculum: leaves out what is too easy or too hard, or None.
+      another order. None: endless, and a task never comes twice.
+    curriculum: skips tasks that are too easy or too hard; None skips none.
   """
 
   pool: int | None = None
@@ -54,27 +55,27 @@ class TaskOrder:
       )
     if self.curriculum is not None and self.pool is None:
       raise ValueError(
-        "TaskOrder: curriculum needs tasks that come again, and with pool=none "
-        "none does; give pool a number of tasks, or set curriculum=none"
+        "TaskOrder: curriculum needs tasks that come again, and pool=none has "
+        "none; give pool a number of tasks, or set curriculum=none"
       )
 
 
 def sources_of(source: base.Source) -> Sequence[base.Source]:
-  """Returns what tasks come from: the parts of a mixture, or the one."""
+  """Returns the parts of a mixture, or the one source."""
   return source.sources if isinstance(source, Mixed) else (source,)
 
 
 class Prompts:
   """Training tasks of one source, or of several in proportion.
 
-  Each source has a stream of its own, whose order follows from the seed alone:
-  what is drawn from others does not change it.
+  Each source has a stream of its own, whose order depends on the seed alone,
+  not on draws from the others.
 
-  The coordinator calls `next` for each slot; `next(source)` when it plays a
-  slot again, so that a slot keeps its source whatever becomes of its tasks;
-  `give_back` when a slot is gone; `learned` when a group was graded. So the
-  proportions hold among the slots that are trained, however slow a source is.
-  `cursor` and `seek` save and restore all of it.
+  The producer calls `next` for each slot; `next(source)` when it plays a slot
+  again, so that a slot keeps its source when its tasks are dropped;
+  `give_back` when it gives a slot up; `learned` when a group was graded. So
+  the proportions hold among the trained slots, however slow a source is.
+  `cursor` and `seek` save and restore all of this.
 
   Args:
     pool, curriculum: see `TaskOrder`.
@@ -102,11 +103,11 @@ class Prompts:
     """Returns the next task.
 
     Args:
-      source: whose; the draw is then not counted, as it is for a slot that was
-        counted before. None: whose turn it is.
+      source: draw from this one, uncounted: its slot was counted before. None
+        draws from the source that is due.
 
     Raises:
-      ValueError: there is no such source, or it makes tasks of another name.
+      ValueError: the source is unknown, or makes tasks of another name.
     """
     if source is not None:
       return self._draw(self._number(source))
@@ -135,7 +136,7 @@ class Prompts:
     return self._names.index(source)
 
   def give_back(self, task: base.Task) -> None:
-    """Notes that the slot of a task is gone: its source is owed another one.
+    """Takes a slot back: the source of its task is owed another one.
 
     Raises:
       ValueError: no slot of its source is left.
@@ -149,37 +150,37 @@ class Prompts:
     self._slots[number] -= 1
 
   def learned(self, task: base.Task, rewards: Sequence[float | None]) -> None:
-    """Tells the curriculum, if there is one, how a group of the task went.
+    """Passes the rewards of a group to the curriculum, if there is one.
 
     Args:
-      rewards: of its members, as the environment gave them: before anything
-        was added for length; None of a faulty member.
+      rewards: graded rewards of its members, before shaping; None of a faulty
+        member.
     """
     if self._curriculum is not None:
       self._curriculum.learned(task.id, rewards)
 
   @property
   def cursor(self) -> dict[str, Any]:
-    """JSON data from which `seek` goes on."""
+    """JSON data for `seek`."""
     states = [dict(stream.get_state()) for stream in self._streams]
-    known = self._curriculum and self._curriculum.state
+    curriculum = self._curriculum and self._curriculum.state
     return {
       "streams": dict(zip(self._names, states, strict=True)),
       "slots": dict(zip(self._names, self._slots, strict=True)),
-      "curriculum": known,
+      "curriculum": curriculum,
     }
 
   def seek(self, cursor: Mapping[str, Any]) -> None:
-    """Goes to a saved place.
+    """Continues from a saved cursor.
 
     Raises:
-      ValueError: it is a place among other sources.
+      ValueError: it belongs to other sources.
     """
     saved = cursor.get("streams", {})
     if set(saved) != set(self._names):
       raise ValueError(
         f"the cursor is of sources {sorted(saved)}, but these are "
-        f"{sorted(self._names)}; go on with the same sources, or start a new "
+        f"{sorted(self._names)}; resume with the same sources, or start a new "
         "run from the weights"
       )
     for name, stream in zip(self._names, self._streams, strict=True):
@@ -190,11 +191,11 @@ class Prompts:
 
 
 def turn(slots: Sequence[int], shares: Sequence[fractions.Fraction]) -> int:
-  """Returns which source gets the next slot, so that shares hold throughout.
+  """Returns the source that gets the next slot, so that shares hold throughout.
 
-  Of the sources that are not ahead of their share the one whose next slot is
-  due first. If every slot was given out this way, each source has its share
-  of any number of them to within less than one.
+  It is the one whose next slot is due first, among those that are not ahead of
+  their share. If every slot was given out this way, each source has its share
+  of any number of slots to within less than one.
 
   Args:
     slots: of each source so far.

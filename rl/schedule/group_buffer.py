@@ -1,4 +1,7 @@
-"""Groups between rollout and learner: in flight -> ready -> taken -> gone."""
+"""The buffer between rollout and learner.
+
+submit -> in flight -> put -> ready -> take -> taken -> commit -> forgotten
+"""
 
 import dataclasses
 from collections.abc import Mapping
@@ -9,12 +12,12 @@ from rl.data import trajectory
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Attempt:
-  """What is played in the place of a group.
+  """A task that is played in the place of a group.
 
   Attributes:
-    number: attempts that were dropped there before.
-    stale: of them the last ones in a row that were too old.
-    refills: of them those that were not worth training.
+    number: attempts dropped there before.
+    stale: how many of the last of them, in a row, were too old.
+    refills: how many of them were not worth training.
   """
 
   task: base.Task
@@ -27,12 +30,12 @@ class GroupBuffer:
   """Hands groups out, in the order of submission or of completion.
 
   Pure bookkeeping: the producer calls `submit`, `put` and `withdraw`, the
-  learner's loop `take` and, once an optimizer step holds them, `commit`. What
-  was taken but not committed is still here for a checkpoint.
+  learner's loop `take` and, once an optimizer step holds the groups, `commit`.
+  Groups that are taken but not committed are still here for a checkpoint.
 
   Args:
     next_group: first in the order of submission.
-    in_order: of submission.
+    in_order: hand out in the order of submission, not of completion.
   """
 
   def __init__(self, next_group: int = 0, *, in_order: bool = True):
@@ -43,11 +46,11 @@ class GroupBuffer:
     self._taken: dict[int, trajectory.Group] = {}
 
   def submit(self, group_id: int, attempt: Attempt) -> None:
-    """Notes a group whose rollout starts now."""
+    """Adds a group whose rollout starts now."""
     self._attempts[group_id] = attempt
 
   def put(self, group: trajectory.Group) -> None:
-    """Notes a finished group, rewards and all.
+    """Adds a finished group with its rewards.
 
     Raises:
       RuntimeError: it was never submitted, or it was put before.
@@ -58,7 +61,7 @@ class GroupBuffer:
     self._ready[group.group_id] = group
 
   def restore(self, group: trajectory.Group) -> None:
-    """Takes a group that was finished before a restart."""
+    """Adds a group that was finished before a restart."""
     self._ready[group.group_id] = group
 
   def withdraw(self, group_id: int) -> None:
@@ -67,22 +70,22 @@ class GroupBuffer:
     self._ready.pop(group_id, None)
 
   def _first(self, count: int) -> list[int]:
-    """Returns the ids of those ready ones that come next, up to `count`."""
+    """Returns ids of the ready groups among the next `count`."""
     if not self._in_order:
       return list(self._ready)[:count]
-    wanted = range(self._next, self._next + count)
-    return [i for i in wanted if i in self._ready]
+    following = range(self._next, self._next + count)
+    return [i for i in following if i in self._ready]
 
   def has(self, count: int) -> bool:
-    """Whether the next `count` groups are all ready."""
+    """Returns True if the next `count` groups are all ready."""
     return len(self._first(count)) == count
 
   def missing(self, count: int) -> list[int]:
-    """Ids of groups that the next `count` may still wait for."""
+    """Returns ids of groups that the next `count` may still wait for."""
     if not self._in_order:
       return sorted(self._attempts)
-    wanted = range(self._next, self._next + count)
-    return [i for i in wanted if i not in self._ready]
+    following = range(self._next, self._next + count)
+    return [i for i in following if i not in self._ready]
 
   def take(self, count: int) -> list[trajectory.Group]:
     """Returns the next `count` groups, which must be ready."""
@@ -100,7 +103,7 @@ class GroupBuffer:
 
   @property
   def ready(self) -> Mapping[int, trajectory.Group]:
-    """Finished groups that were not taken, in the order of completion."""
+    """Finished groups that are not taken, in the order of completion."""
     return dict(self._ready)
 
   @property
@@ -110,5 +113,5 @@ class GroupBuffer:
 
   @property
   def in_flight(self) -> Mapping[int, Attempt]:
-    """What is played."""
+    """Attempts that are being played."""
     return dict(self._attempts)

@@ -1,4 +1,4 @@
-"""The schedule as a value: what may run while what else runs."""
+"""The schedule as a value: the overlap of rollout, training and publishing."""
 
 import dataclasses
 import math
@@ -9,41 +9,41 @@ from rl.engine import contract
 from rl.settings import checks
 
 Consume = Literal["submit", "ready", "drop", "recycle"]
-"""In which order groups are trained.
+"""The order of training.
 
-submit: in the order in which they were submitted. Nothing is ever too old.
-ready: as they are complete; only within a round of one version.
-drop: as they are complete. What can no longer be trained within the bound is
-  cancelled at once, and another task of the same source takes its place.
-recycle: as "drop", and the same task is played again.
+submit: in the order of submission. Nothing is ever too old.
+ready: in the order of completion; only within a round of one version.
+drop: in the order of completion. Groups that grow too old for the bound are
+  cancelled at once, and another task of the same source takes their place.
+recycle: as "drop", but the same task is played again.
 """
 
 Admission = Literal["fifo", "frontier", "hard_frontier"]
-"""Which groups decode first.
+"""The groups that decode first.
 
-fifo: requests are served as they come.
+fifo: requests in the order of arrival.
 frontier: the groups submitted first, and others wherever there is room.
 hard_frontier: no more than `frontier_groups` unfinished groups are played.
 """
 
 OldLogprob = Literal["decode", "snapshot", "recompute"]
-"""What the ratio of the loss compares with.
+"""The log-probability that the ratio of the loss compares with.
 
-decode: the log-probability that the engine recorded with each token.
-snapshot: that of the learner's weights from the start of the round.
-recompute: that of the learner's weights when the group is trained.
+decode: as the engine recorded it with each token.
+snapshot: under the learner's weights at the start of the round.
+recompute: under the learner's weights when the group is trained.
 """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Redundancy:
-  """What is played beyond need, so that the slowest need not be waited for.
+  """Redundant rollouts, so that the learner need not wait for the slowest.
 
   Attributes:
-    extra_groups: of a round. With a bound of 0 the rest is aborted as soon as
-      the round has its groups. Else it goes on: the next round trains what
-      this one did not need, and the slowest of it grows too old and is dropped.
-    extra_members: of a group; the first `group_size` that end make it up.
+    extra_groups: of a round. With a bound of 0 redundant groups are aborted as
+      soon as the round has its groups. Else they go on: the next round trains
+      them, and the slowest grow too old and are dropped.
+    extra_members: of a group; its first `group_size` to end make it up.
 
   Source: RollArt, arXiv 2512.22560, section 6.3.
   """
@@ -59,9 +59,9 @@ class Redundancy:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Overlap:
-  """When groups are admitted, trained and their weights published.
+  """The schedule of admission, training and publishing.
 
-  A round is what one publish rests on. Group i is admitted when
+  A round ends with one publish. Group i is admitted when
   i < (version + max_staleness + 1) * groups_per_round. Consumed in that order
   it trains at version i // groups_per_round, so admission alone bounds
   staleness; in any other order the bound is checked.
@@ -73,28 +73,28 @@ class Overlap:
     groups_per_microbatch: groups of one gradient accumulation.
     wait_for_round: train only when the last group of the round is ready, as a
       synchronous system does; else as soon as a micro-batch is.
-    max_staleness: eta, in rounds: T - F of every trained group is at most
-      this, from the version of its first token to the one it trains at.
-    consume: order of training, and what becomes of groups that are too old.
-    on_publish: what becomes of what is in flight when weights arrive. With a
-      bound of 0 nothing is. "drain": an engine first ends the trajectories
+    max_staleness: eta, in rounds: the bound on T - F of every trained group,
+      from the version F of its first token to the version T it trains at.
+    consume: order of training, and the fate of groups that are too old.
+    on_publish: the fate of trajectories in flight when weights arrive; with a
+      bound of 0 there are none. "drain": an engine first ends the trajectories
       that have begun on it, while others decode, so each has one version.
       "recompute": trajectories go on, and every token is sampled from keys and
       values of its own version. "keep_kv": from older ones as well; publishing
-      is cheaper, and no forward pass of one version gives its log-probability
-      again. What the engine recorded is still what the ratio needs, but
-      whether engine and learner agree can no longer be measured.
-    admission: which groups decode first.
+      is cheaper, but no forward pass of one version repeats its
+      log-probability. The recorded one is still right for the ratio, but the
+      gap between engine and learner can no longer be measured.
+    admission: the groups that decode first.
     frontier_groups: F unfinished groups of a hard frontier.
-    old_logprob: the policy that the ratio of a loss is against. "decode": the
-      one that sampled, token by token, as the engine recorded it. "snapshot":
-      the weights at the beginning of the round; "recompute": those at the time
-      of training. What lies between either and the engine is for
-      `algorithm.correction` to weigh.
-    redundancy: what is played beyond need.
-    too_slow_after: attempts in a row, in the place of one group, that grew too
-      old, after which their source is too slow for the bound there and any
-      source may take the place.
+    old_logprob: the policy in the denominator of the loss's ratio. "decode":
+      the one that sampled each token, as the engine recorded it. "snapshot":
+      the weights at the beginning of the round. "recompute": those at the time
+      of training. `algorithm.correction` weighs the difference between either
+      of the last two and the engine.
+    redundancy: rollouts beyond need.
+    too_slow_after: attempts in a row, in the place of one group, that grow too
+      old before its source counts as too slow there and any source may take
+      the place.
 
   Source: keeping keys and values, PipelineRL, arXiv 2509.19128; frontier,
   RolloutPipe, 2606.26997.
@@ -120,7 +120,7 @@ class Overlap:
 
   @property
   def streams(self) -> bool:
-    """Whether gradients accumulate before the groups of an update are all."""
+    """True if gradients accumulate before all groups of an update are ready."""
     return (
       not self.wait_for_round
       and self.groups_per_microbatch < self.groups_per_update
@@ -128,12 +128,12 @@ class Overlap:
 
   @property
   def checks_age(self) -> bool:
-    """Whether a group can turn out to be too old."""
+    """True if a group can turn out to be too old."""
     return self.max_staleness > 0 and self.consume in ("drop", "recycle")
 
   @property
   def drains(self) -> bool:
-    """Whether trajectories of one version outlive a round of training."""
+    """True if trajectories of one version outlive a round of training."""
     return self.max_staleness > 0 and self.on_publish == "drain"
 
   def validate(self) -> None:
@@ -188,14 +188,14 @@ class Overlap:
     if self.wait_for_round and self.max_staleness:
       raise ValueError(
         f"overlap.wait_for_round=true with max_staleness={self.max_staleness}:"
-        " a round that is waited for whole has no use for the next one; use "
-        "max_staleness=0, or wait_for_round=false"
+        " a learner that waits for the whole round gains nothing from the next "
+        "one; use max_staleness=0, or wait_for_round=false"
       )
     if self.max_staleness and self.consume == "ready":
       raise ValueError(
         f"overlap.consume=ready with max_staleness={self.max_staleness}: in "
         "the order of completion a slow group grows older than any bound; use "
-        "consume=submit, or drop or recycle, which check it"
+        "consume=submit, or drop or recycle, which check the age"
       )
     if not self.max_staleness and self.consume in ("drop", "recycle"):
       raise ValueError(
@@ -226,7 +226,7 @@ class Overlap:
 def priority(
   schedule: Overlap,
 ) -> Callable[[int, int], tuple[int, ...]]:
-  """Returns what orders requests: (group, index) -> priority, lowest first."""
+  """Returns (group, index) -> priority of its requests, lowest first."""
   if schedule.admission == "fifo":
     return lambda group, index: ()
   return lambda group, index: (group, index)
@@ -273,11 +273,11 @@ def rollout_pipe(
 ) -> Overlap:
   """Returns several updates a round, on complete groups, as its tail decodes.
 
-  The weights of the decode pools are fixed for the round. That is not lag 0:
-  update j of a round trains on data j updates old, as it does in `sync`.
+  The decode pools keep their weights for the round. That is not lag 0: update
+  j of a round trains on data j updates old, as in `sync`.
 
   Args:
-    hard: play no more than `frontier_groups` at once, by default those of one
+    hard: play at most `frontier_groups` at once, by default those of one
       update; else they only go first.
 
   Source: complete-group pipelining and frontier-group dispatch of RolloutPipe,
@@ -299,7 +299,7 @@ def one_step_off(
 ) -> Overlap:
   """Returns rollout of the next round while this one trains: a lag of 1.
 
-  Weights are published when all that has begun has ended.
+  Weights are published when all trajectories that have begun have ended.
 
   Source: slime's train_async; StreamRL, arXiv 2504.15930.
   """

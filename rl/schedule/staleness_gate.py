@@ -1,4 +1,4 @@
-"""How many groups may be under way: pure accounting, no clock, no task."""
+"""The staleness gate: admits groups within the bound. No clock, no task."""
 
 from rl.data import trajectory
 from rl.schedule import overlap as overlap_lib
@@ -11,12 +11,12 @@ class StalenessGate:
   staleness never exceeds eta, however long it waits in a queue.
   `redundancy.extra_groups` come on top; cancelled groups no longer count.
 
-  The producer calls `may_admit`, `admit` and `cancel`; whoever publishes calls
-  `release` once every engine serves the new version, and not before.
+  The producer calls `may_admit`, `admit` and `cancel`, and `release` once every
+  engine serves the new version, not before.
 
   Args:
-    total: groups of the whole run that will be trained.
-    admitted, next_group, version: where a resumed run goes on.
+    total: groups that the whole run will train.
+    admitted, next_group, version: state of a resumed run.
   """
 
   def __init__(
@@ -45,7 +45,7 @@ class StalenessGate:
     return min(window, self._total) + self._extra - self._cancelled
 
   def may_admit(self) -> bool:
-    """Whether one more group keeps the bound."""
+    """Returns True if one more group keeps the bound."""
     return self.admitted < self.limit
 
   def admit(self) -> int:
@@ -63,16 +63,16 @@ class StalenessGate:
     return self.next_group - 1
 
   def cancel(self, version: int) -> None:
-    """Forgets one admitted group: its version does not need it.
+    """Forgets one admitted group that its version does not need.
 
-    None takes its place while that version lasts.
+    No group takes its place while that version lasts.
     """
     self.admitted -= 1
     if version == self.version:
       self._cancelled += 1
 
   def release(self, version: trajectory.PolicyVersion) -> None:
-    """Opens the window for a version that every engine acknowledged."""
+    """Opens the window for a version that every engine serves."""
     if version != self.version + 1:
       raise RuntimeError(
         f"version {version} was released after version {self.version}"
@@ -81,7 +81,7 @@ class StalenessGate:
     self._cancelled = 0
 
   def too_old(self, first_version: int, trained_version: int) -> bool:
-    """Whether what began then would break the bound if it trained now."""
+    """Returns True if training a group now would break the bound."""
     return trained_version - first_version > self._eta
 
   def check(

@@ -58,6 +58,8 @@ class SimulatedTrainer:
     """Goes on after so many updates."""
     self.state = state
 
+  gap = None  # Its log-probabilities are not simulated.
+
   @property
   def params(self) -> int:
     """The number of updates."""

@@ -297,7 +297,7 @@ class _Run:
     )
     player = group_rollout.Player(
       source=self.world,
-      engine=self.router,
+      router=self.router,
       chat=self.world,
       graders=graders,
       limits=settings.rollout,
@@ -306,7 +306,7 @@ class _Run:
       extra_members=schedule.redundancy.extra_members,
     )
     return coordinator.Coordinator(
-      coordinator.Settings(
+      coordinator.LoopSettings(
         schedule=schedule,
         rounds=settings.rounds,
         seed=settings.seed,
@@ -325,7 +325,7 @@ class _Run:
       log=self.log,
       spans=self.spans,
       watchdog=watchdog,
-      observer=progress_lib.Unobserved(),
+      observer=progress_lib.RunObserver(),
     )
 
   def _listen(self, event: event_log.Event) -> None:

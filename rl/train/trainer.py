@@ -80,6 +80,11 @@ class Trainer(Protocol):
     """Returns further metrics at the end of a round."""
     ...
 
+  @property
+  def gap(self) -> logprob_gap.Gap | None:
+    """Log-probabilities that `describe` last compared, if any."""
+    ...
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainerSettings:

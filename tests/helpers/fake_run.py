@@ -49,7 +49,7 @@ SCHEDULES = {
 
 
 @dataclasses.dataclass(eq=False)
-class Recorder:
+class Recorder(progress_lib.RunObserver):
   """An observer that keeps what it sees, and may stop the run."""
 
   stop_at: int = -1
@@ -59,10 +59,10 @@ class Recorder:
   last: Any = None
   groups: list = dataclasses.field(default_factory=list)
 
-  async def on_round(self, metrics, groups, advantages):
-    self.rounds.append(metrics)
-    self.groups += [group.group_id for group in groups]
-    if metrics["round"] == self.stop_at:
+  async def on_round(self, trained):
+    self.rounds.append(trained.metrics)
+    self.groups += [group.group_id for group in trained.groups]
+    if trained.metrics["round"] == self.stop_at:
       self.loop.stop()
 
   async def on_published(self, version):
@@ -147,7 +147,7 @@ class Run:
   def _coordinator(self, thread, programs):
     self.router = router.Router(self.engines, log=self.log)
     return coordinator.Coordinator(
-      coordinator.Settings(
+      coordinator.LoopSettings(
         schedule=self.schedule,
         rounds=self.rounds,
         seed=0,
@@ -167,7 +167,7 @@ class Run:
       ),
       player=group_rollout.Player(
         source=self.source,
-        engine=self.router,
+        router=self.router,
         chat=CHAT,
         graders=grading.Graders(self.reward, self.retries),
         limits=group_rollout.Rollout(

@@ -44,7 +44,7 @@ def player(source, served=None, reward=None, watchdog=None, **fields):
   fields = {"limits": LIMITS, **fields}
   return group_rollout.Player(
     source=source,
-    engine=router.Router([served or fake()], log=log),
+    router=router.Router([served or fake()], log=log),
     chat=CHAT,
     graders=grading.Graders(
       reward or rewards.Outcome(), _ONCE, watchdog=watchdog
@@ -58,7 +58,13 @@ def player(source, served=None, reward=None, watchdog=None, **fields):
 def begin(playing, group_id=3):
   """Returns a play of the first task that is still to be run."""
   task = playing.source.task(0, "train")
-  return playing.play(task, group_id, 0, trajectory.PolicyVersion(0))
+  return group_rollout.GroupRollout(
+    playing,
+    task,
+    group_id=group_id,
+    seed=0,
+    admitted=trajectory.PolicyVersion(0),
+  )
 
 
 def play_group(source, *args, **fields):

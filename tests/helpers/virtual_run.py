@@ -7,7 +7,7 @@ from a list; the learner and the transfer of weights take virtual seconds.
 import asyncio
 import collections
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from envs import base, rewards
@@ -91,7 +91,7 @@ class _Closing:
 
 
 @dataclasses.dataclass(eq=False)
-class Observer:
+class Observer(progress_lib.RunObserver):
   """Keeps the groups of each round and the versions; both may take time.
 
   Attributes:
@@ -100,13 +100,13 @@ class Observer:
 
   evaluate: Callable[[int], Any] | None = None
   rounds: list[list[trajectory.Group]] = dataclasses.field(default_factory=list)
-  metrics: list[dict[str, float]] = dataclasses.field(default_factory=list)
+  metrics: list[Mapping[str, float]] = dataclasses.field(default_factory=list)
   published: list[int] = dataclasses.field(default_factory=list)
   last: progress_lib.Progress | None = None
 
-  async def on_round(self, metrics, groups, advantages):
-    self.rounds.append(list(groups))
-    self.metrics.append(metrics)
+  async def on_round(self, trained):
+    self.rounds.append(list(trained.groups))
+    self.metrics.append(trained.metrics)
 
   async def on_published(self, version):
     if self.evaluate is not None:
@@ -203,7 +203,7 @@ class Run:
 
   def _coordinator(self) -> coordinator.Coordinator:
     return coordinator.Coordinator(
-      coordinator.Settings(
+      coordinator.LoopSettings(
         schedule=self.schedule,
         rounds=self.rounds,
         seed=self.seed,
@@ -229,7 +229,7 @@ class Run:
     """Returns what plays the groups of this run."""
     return group_rollout.Player(
       source=self.source,
-      engine=self.router,
+      router=self.router,
       chat=CHAT,
       graders=grading.Graders(self.reward, self.retries, self.max_graders),
       limits=group_rollout.Rollout(

@@ -44,20 +44,14 @@ def experiment(**changes):
   return dataclasses.replace(plain, **changes)
 
 
-class Watching:
+class Watching(progress.RunObserver):
   """An observer that keeps the metrics."""
 
   def __init__(self):
     self.rounds = []
 
-  async def on_round(self, metrics, groups, advantages):
-    self.rounds.append(metrics)
-
-  async def on_published(self, version):
-    pass
-
-  async def on_boundary(self, progress):
-    pass
+  async def on_round(self, trained):
+    self.rounds.append(trained.metrics)
 
 
 def run(settings):

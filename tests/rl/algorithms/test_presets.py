@@ -242,21 +242,15 @@ def test_a_preset_has_the_values_of_its_paper(name):
 
 
 @dataclasses.dataclass(eq=False)
-class Ran:
+class Ran(progress.RunObserver):
   """A run that has ended; what it told an observer."""
 
   rounds: list[dict[str, float]] = dataclasses.field(default_factory=list)
   log: list[event_log.Event] = dataclasses.field(default_factory=list)
   moved: float = 0.0
 
-  async def on_round(self, metrics, groups, advantages):
-    self.rounds.append(dict(metrics))
-
-  async def on_published(self, version):
-    pass
-
-  async def on_boundary(self, progress):
-    pass
+  async def on_round(self, trained):
+    self.rounds.append(dict(trained.metrics))
 
 
 def run(tree: experiment_lib.Experiment) -> Ran:

@@ -64,14 +64,14 @@ def experiment(**changes):
   return dataclasses.replace(base, **changes)
 
 
-class Watching(progress.Unobserved):
+class Watching(progress.RunObserver):
   """Keeps the metrics of every round."""
 
   def __init__(self):
     self.rounds = []
 
-  async def on_round(self, metrics, groups, advantages):
-    self.rounds.append(metrics)
+  async def on_round(self, trained):
+    self.rounds.append(trained.metrics)
 
 
 def run(tree):

@@ -83,7 +83,7 @@ def experiment(schedule: overlap.Overlap, rounds: int = ROUNDS):
 
 
 @dataclasses.dataclass(eq=False)
-class Seen:
+class Seen(progress.RunObserver):
   """An observer of a run that keeps its groups and what is published.
 
   Attributes:
@@ -99,14 +99,8 @@ class Seen:
   log: list[event_log.Event] = dataclasses.field(default_factory=list)
   last: Any = None
 
-  async def on_round(self, metrics, groups, advantages):
-    self.rounds.append(groups)
-
-  async def on_published(self, version):
-    pass
-
-  async def on_boundary(self, progress):
-    pass
+  async def on_round(self, trained):
+    self.rounds.append(trained.groups)
 
   def record(self, programs: learner.Learner) -> learner.Learner:
     """Returns the programs, which now keep what `update` is given."""
@@ -325,8 +319,12 @@ def test_one_step_off_equals_a_loop_that_is_written_by_hand():
 
     async def generate(batch, version):
       plays = [
-        parts.player.play(
-          tasks[i], i, parts.experiment.seed, trajectory.PolicyVersion(version)
+        group_rollout.GroupRollout(
+          parts.player,
+          tasks[i],
+          group_id=i,
+          seed=parts.experiment.seed,
+          admitted=trajectory.PolicyVersion(version),
         )
         for i in range(batch * R, batch * R + R)
       ]

@@ -52,18 +52,15 @@ def experiment(**changes):
   return dataclasses.replace(base, **changes)
 
 
-class Saving:
+class Saving(progress.RunObserver):
   """An observer that keeps metrics, and saves where a round is due."""
 
   def __init__(self, checkpoints: checkpoint.Checkpoints | None, at=()):
     self.rounds = []
     self._checkpoints, self._at = checkpoints, at
 
-  async def on_round(self, metrics, groups, advantages):
-    self.rounds.append(metrics)
-
-  async def on_published(self, version):
-    pass
+  async def on_round(self, trained):
+    self.rounds.append(trained.metrics)
 
   async def on_boundary(self, progress):
     if self._checkpoints and progress.trained in self._at:

@@ -211,7 +211,7 @@ def test_the_last_evaluation_is_of_the_last_policy_and_comes(name):
 
   async def evaluate(version):
     task = run.source.task(len(seen), "eval")
-    played = await run.player().member(
+    played = await run.player().play_alone(
       episode.Episode(task, len(seen), 0, run.seed)
     )
     seen.append((version, played.versions, played.status))

@@ -106,8 +106,8 @@ def test_advantages_are_over_exactly_the_g_that_make_up_the_group():
   seen = []
 
   class Values(fake_run.Recorder):
-    async def on_round(self, metrics, groups, advantages):
-      seen.extend(zip(groups, advantages, strict=True))
+    async def on_round(self, trained):
+      seen.extend(zip(trained.groups, trained.advantages, strict=True))
 
   schedule = members(extra=2)
   run = fake_run.Run(

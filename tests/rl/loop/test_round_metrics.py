@@ -168,7 +168,7 @@ def test_faults_and_aborts_are_shares_of_the_episodes_of_their_source():
 
 
 def test_slots_are_known_from_submission_to_the_round_after_their_end():
-  slots = round_metrics.Slots()
+  slots = round_metrics.SlotSources()
   first = [
     {"kind": "submitted", "group": i, "source": name}
     for i, name in enumerate(["a", "b", "a", "b"])

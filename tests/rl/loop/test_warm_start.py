@@ -74,7 +74,7 @@ def test_a_warm_start_that_cannot_run_is_refused(fields, words):
     warm_start.WarmStart(**fields).validate()
 
 
-class Watching(warm_start.Unobserved):
+class Watching(warm_start.WarmStartObserver):
   """Keeps what it is told of: the number of each step, how far it was."""
 
   def __init__(self):
@@ -102,7 +102,10 @@ class Steps(fakes.FakeLearner):
     return state, sums | {"skipped": 1.0, "loss": math.nan}
 
 
-def imitated(norms, max_skipped, behind=(), watching=warm_start.UNOBSERVED):
+UNOBSERVED = warm_start.WarmStartObserver()
+
+
+def imitated(norms, max_skipped, behind=(), watching=UNOBSERVED):
   """Returns how many of some steps were taken, and the last report.
 
   Args:

@@ -37,10 +37,12 @@ class Foreign(fakes.Counting):
 def play(source, engine=None, **limits):
   """Plays one episode; 60 s of deadline are never waited for."""
   task = source.task(0, "train")
-  record = episode.Record(episode.Episode(task, 3, 0, 0))
+  partial = episode.PartialTrajectory(episode.Episode(task, 3, 0, 0))
   engine = engine or fakes.FakeEngine((5,), word_chat.END)
   settings = episode.Limits(**limits)
-  played, _ = asyncio.run(episode.play(source, engine, CHAT, settings, record))
+  played, _ = asyncio.run(
+    episode.play(source, engine.generate, CHAT, settings, partial)
+  )
   return played
 
 

@@ -14,7 +14,7 @@ from models.chat import word_chat
 from rl.algorithms import reward_shaping
 from rl.data import trajectory
 from rl.engine import contract
-from rl.rollout import episode
+from rl.rollout import episode, group_rollout
 from rl.runtime import virtual_clock
 from rl.runtime import watchdog as watchdog_lib
 from rl.testing import fakes
@@ -235,7 +235,9 @@ def test_one_hanging_environment_does_not_hold_up_the_others():
     async def one(index):
       task = source.task(index, "train")
       version = trajectory.PolicyVersion(0)
-      await playing.play(task, index, 0, version).run()
+      await group_rollout.GroupRollout(
+        playing, task, group_id=index, seed=0, admitted=version
+      ).run()
       done[index] = asyncio.get_running_loop().time()
 
     await asyncio.gather(*(one(i) for i in range(8)))

@@ -175,7 +175,7 @@ def test_an_abort_reaches_a_request_whose_engine_was_lost():
     engines = [players.fake(delay_s=lambda _: 10.0) for _ in range(2)]
     playing = players.player(fakes.Counting(), limits=players.ONE)
     pool = router.Router(engines)
-    playing = dataclasses.replace(playing, engine=pool)
+    playing = dataclasses.replace(playing, router=pool)
     play = players.begin(playing)
     running = asyncio.create_task(play.run())
     await asyncio.sleep(4)
@@ -197,7 +197,7 @@ def test_an_abort_reaches_a_request_whose_engine_dies_at_the_same_moment():
     engines = [players.fake(delay_s=lambda _: 10.0) for _ in range(2)]
     pool = router.Router(engines)
     playing = players.player(fakes.Counting(), limits=players.ONE)
-    playing = dataclasses.replace(playing, engine=pool)
+    playing = dataclasses.replace(playing, router=pool)
     play = players.begin(playing)
     running = asyncio.create_task(play.run())
     await asyncio.sleep(4)
