@@ -221,8 +221,8 @@ def test_an_answer_that_is_ready_when_its_play_is_aborted_is_not_lost():
     await asyncio.sleep(1.0)
     # After the engine's own timer of that moment, before anyone wakes up.
     loop = asyncio.get_running_loop()
-    for play in run.loop._producer._plays.values():
-      loop.call_at(ready_s, play.abort, "stale")
+    for rollout in run.loop._producer._rollouts.values():
+      loop.call_at(ready_s, rollout.abort, "stale")
 
   this = virtual_run.Run(
     DROP,
