@@ -1,4 +1,4 @@
-"""Numbers that vary: distributions as their quantiles, and nothing random.
+"""Distributions as quantile functions; nothing here is random.
 
 A draw is the quantile of a uniform number, so that draws can be correlated
 while each keeps its own distribution.
@@ -38,13 +38,13 @@ class Distribution(Protocol):
   """Numbers >= 0 as their quantiles."""
 
   def quantile(self, probability: float) -> float:
-    """Returns the value that this share of draws, in (0, 1), stays below."""
+    """Returns the value that a share of draws, in (0, 1), stays below."""
     ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Fixed:
-  """Always the same number."""
+  """A constant."""
 
   value: float = 0.0
 
@@ -52,20 +52,20 @@ class Fixed:
     _at_least(0.0, value=self.value)
 
   def quantile(self, probability: float) -> float:
-    """Returns the number."""
+    """Returns the constant."""
     return self.value
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LogNormal:
-  """A log-normal body; the largest draws follow a Pareto tail.
+  """A log-normal body with a Pareto tail.
 
   Attributes:
-    mean: of the body, as if it had neither tail nor cap.
+    mean: of the body without tail and cap.
     sigma: of the body's logarithm.
-    tail_share: share of draws in the tail; it begins where the body's largest
-      draws of that share would.
-    tail_index: of the tail: P(X > x) falls as x ** -tail_index.
+    tail_share: share of draws in the tail, which replaces the same share of the
+      body's largest draws.
+    tail_index: P(X > x) falls as x ** -tail_index in the tail.
     max_value: larger draws become this.
   """
 
@@ -78,11 +78,11 @@ class LogNormal:
   def __post_init__(self) -> None:
     _at_least(0.0, sigma=self.sigma, tail_share=self.tail_share)
     _above(0.0, mean=self.mean, max_value=self.max_value)
-    _above(1.0, tail_index=self.tail_index)  # Below it there is no mean.
+    _above(1.0, tail_index=self.tail_index)  # Else the mean is infinite.
     _below(1.0, tail_share=self.tail_share)
 
   def quantile(self, probability: float) -> float:
-    """Returns the body's quantile, or the tail's behind where it begins."""
+    """Returns the quantile of the body or, beyond its start, of the tail."""
     above = 1.0 - probability
     if above >= self.tail_share:
       value = self._body(probability)
@@ -107,16 +107,16 @@ class Gaussian:
     _at_least(0.0, mean=self.mean, sigma=self.sigma)
 
   def quantile(self, probability: float) -> float:
-    """Returns the quantile, 0 at the least."""
+    """Returns the quantile, at least 0."""
     return max(0.0, self.mean + self.sigma * _NORMAL.inv_cdf(probability))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Histogram:
-  """What was measured: counts between edges, even within each bin.
+  """A measured distribution: counts between edges, uniform within a bin.
 
   Attributes:
-    edges: rising, one more than there are counts.
+    edges: rising, one more than counts.
     counts: weights of the bins.
   """
 
@@ -133,21 +133,23 @@ class Histogram:
     if not rising or self.edges[0] < 0:
       raise ValueError(f"edges={self.edges} do not rise from 0 or above")
     if min(self.counts) < 0 or not sum(self.counts) > 0:
-      raise ValueError(f"counts={self.counts} are no weights of bins")
+      raise ValueError(
+        f"counts={self.counts} must be 0 or above, and one of them above 0"
+      )
 
   def quantile(self, probability: float) -> float:
     """Returns the quantile, linear within a bin."""
     sums = [0.0, *itertools.accumulate(self.counts)]
-    wanted = probability * sums[-1]
-    i = min(bisect.bisect_right(sums, wanted), len(self.counts)) - 1
-    share = (wanted - sums[i]) / (sums[i + 1] - sums[i])
+    target = probability * sums[-1]
+    i = min(bisect.bisect_right(sums, target), len(self.counts)) - 1
+    share = (target - sums[i]) / (sums[i + 1] - sums[i])
     return self.edges[i] + share * (self.edges[i + 1] - self.edges[i])
 
 
 def mean(distribution: Distribution, points: int = 1 << 14) -> float:
   """Returns the mean of a distribution by the midpoint rule on its quantiles.
 
-  Of a Pareto tail it misses what lies beyond the last point.
+  It misses the part of a Pareto tail beyond the last point.
   """
   values = (distribution.quantile((i + 0.5) / points) for i in range(points))
   return math.fsum(values) / points

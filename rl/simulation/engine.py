@@ -1,6 +1,6 @@
-"""A decode engine without a device: it takes virtual seconds, and no others.
+"""A decode engine without a device: answers take virtual seconds.
 
-generate -> Processor (who decodes when) -> a timer for whatever is due next
+generate -> _submit -> Processor (decides when) -> _arm: a timer for what is due
 """
 
 import asyncio
@@ -21,13 +21,13 @@ _IDS = 2**31 - 1
 
 
 class SimulatedEngine:
-  """Answers of a given length in the time that they would take.
+  """A `contract.DecodeEngine` whose answers are only lengths.
 
   Ids are 0 and log-probabilities constant. All methods belong to one event
-  loop, whose clock is the only one. See `contract.DecodeEngine`.
+  loop, and all times are those of its clock.
 
   Args:
-    answer_tokens: how long an answer is, cut at the request's max_tokens.
+    answer_tokens: length of an answer, cut at the request's max_tokens.
   """
 
   def __init__(
@@ -56,18 +56,18 @@ class SimulatedEngine:
 
   @property
   def version(self) -> trajectory.PolicyVersion:
-    """Of the weights that are served."""
+    """The version of the served weights."""
     return trajectory.PolicyVersion(self._processor.version)
 
   @property
   def states(self) -> Sequence[tuple[float, simulated_processor.EngineState]]:
-    """(second, state) of each change up to now; the last one goes on."""
+    """(second, state) of each change so far; the last one goes on."""
     self._advance()
     return self._processor.states
 
   @property
   def served(self) -> float:
-    """Tokens that were sampled up to now, also of what has not ended."""
+    """Tokens sampled so far, answers under way included."""
     return self._processor.served_by(asyncio.get_running_loop().time())
 
   # Requests.
@@ -75,7 +75,7 @@ class SimulatedEngine:
   async def generate(
     self, request: contract.DecodeRequest
   ) -> contract.Completion:
-    """Returns an answer when it would have been sampled."""
+    """Returns an answer at the time at which it would be sampled."""
     job = self._submit(request)
     try:
       return await job.tag
@@ -99,9 +99,9 @@ class SimulatedEngine:
     )
 
   def abort(self, request_id: str | None) -> None:
-    """Ends a request, or all of them, with what it has."""
+    """Ends a request, or all of them, with the tokens sampled so far."""
     if request_id is not None:
-      self._asked(request_id)
+      self._in_flight(request_id)
     names = list(self._jobs) if request_id is None else [request_id]
     self._advance()
     for name in names:
@@ -110,18 +110,18 @@ class SimulatedEngine:
 
   def begun(self, request_id: str) -> trajectory.PolicyVersion | None:
     """Returns the version of the first token of a request in flight."""
-    job = self._asked(request_id)
+    job = self._in_flight(request_id)
     if job.first_s is None:
       return None
     return trajectory.PolicyVersion(job.first_version)
 
-  def _asked(self, request_id: str) -> simulated_processor.Job:
+  def _in_flight(self, request_id: str) -> simulated_processor.Job:
     if request_id not in self._jobs:
       raise ValueError(f"request {request_id} is not in flight")
     return self._jobs[request_id]
 
   def expect(self, sessions: int = 0, graded: int = 0) -> None:
-    """Notes how many more live here, or are graded, for causes of idle time."""
+    """Adds to the sessions here, and to those graded: causes of idle time."""
     self._advance()
     self._processor.sessions += sessions
     self._processor.graded += graded
@@ -197,7 +197,7 @@ class SimulatedEngine:
     self._processor.hold = hold
 
   def _take(self, version: int, in_flight: contract.InFlight) -> None:
-    """Does to requests in flight what the new weights ask for."""
+    """Applies new weights to the requests in flight."""
     begun = [job for job in self._jobs.values() if job.first_s is not None]
     for job in begun:
       self._processor.mark(job)
@@ -210,12 +210,12 @@ class SimulatedEngine:
       self._processor.forget()
 
   async def checksum(self) -> tuple[trajectory.PolicyVersion, int]:
-    """Returns the served version, and it again for want of weights."""
+    """Returns (version, version): a simulated engine has no weights."""
     self._check_open()
     return self.version, int(self.version)
 
   async def flush_cache(self) -> None:
-    """Forgets what sessions have said before the request that runs."""
+    """Empties the cache of earlier turns."""
     self._check_open()
     self._processor.forget()
 
@@ -244,7 +244,9 @@ class SimulatedEngine:
     for job in self._jobs.values():
       job.place = "ended"
       if not job.tag.done():
-        job.tag.set_exception(contract.EngineClosed("it was closed"))
+        job.tag.set_exception(
+          contract.EngineClosed("the simulated engine was closed")
+        )
     self._jobs.clear()
     self._changed.set()
 
@@ -258,7 +260,7 @@ class SimulatedEngine:
     self._processor.advance(asyncio.get_running_loop().time())
 
   def _go_on(self) -> None:
-    """Ends what is due, lets others begin, and sets the timer."""
+    """Ends and begins requests that are due, and sets the timer."""
     while done := self._processor.settle():
       for job in done:
         cut = job.length == job.request.max_tokens
@@ -266,9 +268,9 @@ class SimulatedEngine:
     self._arm(self._processor.now_s + self._processor.wait_s())
 
   def _arm(self, when_s: float) -> None:
-    """Sets the timer, unless the one that is set comes early enough.
+    """Sets the timer, unless it is set early enough.
 
-    One that comes too early finds nothing due, and sets itself again.
+    A timer that is too early finds nothing due and is set again.
     """
     if when_s == math.inf:
       return
@@ -311,7 +313,7 @@ class SimulatedEngine:
 def _versions(
   spans: Sequence[tuple[int, int]], count: int, last: int
 ) -> Int32[np.ndarray, " T"]:
-  """Returns the version of each token; those beyond the spans are of `last`."""
+  """Returns the version of each token; tokens after the spans have `last`."""
   versions = np.full(count, last, np.int32)
   start = 0
   for version, tokens in spans:

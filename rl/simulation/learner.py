@@ -1,4 +1,4 @@
-"""The learner and the way of the weights in a simulated run: seconds alone."""
+"""The trainer and the weight publisher of a simulated run: both only wait."""
 
 import asyncio
 import dataclasses
@@ -18,13 +18,13 @@ from rl.train import trainer
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LearnerSpeed:
-  """What the learner's mesh can do.
+  """The speed of the learner's mesh.
 
   Attributes:
-    token_s: seconds of an id that is trained, context included.
+    token_s: seconds of a trained id, context included.
     update_s: seconds of an optimizer step.
-    describe_s: seconds after each publish in which what the engine recorded
-      is compared with what its weights give.
+    describe_s: seconds after each publish to compare the log-probabilities of
+      engine and learner.
     accelerators: of its mesh.
   """
 
@@ -34,7 +34,7 @@ class LearnerSpeed:
   accelerators: int = 8
 
   def validate(self) -> None:
-    """Raises ValueError on a learner that is faster than time."""
+    """Raises ValueError on a time below 0, or a mesh without accelerators."""
     where = "cluster.learner"
     checks.finite_at_least(
       self, 0, "token_s", "update_s", "describe_s", where=where
@@ -55,7 +55,7 @@ class SimulatedTrainer:
     self.state = 0
 
   def restore(self, state: int) -> None:
-    """Goes on after so many updates."""
+    """Goes on after a number of updates."""
     self.state = state
 
   gap = None  # Its log-probabilities are not simulated.
@@ -66,13 +66,13 @@ class SimulatedTrainer:
     return self.state
 
   async def begin_round(self, version: int) -> None:
-    """Spans from here on are of this round."""
+    """Assigns the spans from here on to a round."""
     self._version = version
 
   async def accumulate(
     self, groups: Sequence[trajectory.Group]
   ) -> Sequence[trainer.MemberUse]:
-    """Takes the time of all ids of members without a fault."""
+    """Waits for the time of all ids of members without a fault."""
     used = [_used(group) for group in groups]
     ids = sum(
       _length(member)
@@ -84,13 +84,13 @@ class SimulatedTrainer:
     return used
 
   async def update(self) -> dict[str, float]:
-    """Takes the time of an optimizer step."""
+    """Waits for the time of an optimizer step."""
     await self._work("update", self._learner.update_s)
     self.state += 1
     return {"tokens": 0.0, "grad_norm": 0.0}
 
   async def describe(self) -> dict[str, float]:
-    """Takes the time of the comparison; there is no gap to measure."""
+    """Waits for the time of the comparison; returns no metrics."""
     if self._learner.describe_s:
       await self._work("score", self._learner.describe_s)
     return {}
@@ -104,7 +104,7 @@ class SimulatedTrainer:
 
 
 class SimulatedPublisher:
-  """Gives every engine its weights after the seconds of a transfer.
+  """Updates every engine after the seconds of a transfer.
 
   Args:
     hidden_s: seconds of the transfer, in which decoding goes on.
@@ -128,7 +128,7 @@ class SimulatedPublisher:
     params: Any,
     in_flight: contract.InFlight,
   ) -> float:
-    """Returns the longest time for which an engine stood still."""
+    """Publishes; returns the longest time for which an engine stood still."""
     loop = asyncio.get_running_loop()
     start = loop.time()
     await asyncio.sleep(self._hidden_s)

@@ -1,11 +1,11 @@
-"""What a simulated engine computes, and when: pure bookkeeping of its time.
+"""The time of a simulated engine: pure bookkeeping of its requests.
 
 submit -> waiting --slot, KV--> prefill --ids / rate--> decode --> ended
           (by priority)           (one by one)    (all at once, evenly)
 
-Decoding is processor sharing: with b sequences each token of each of them takes
-tau(b) = tau0 (1 + b / b0). A clock of service, in tokens a sequence, runs at
-1 / tau(b), and a sequence ends when that clock has gone on by its length. So
+Decoding is processor sharing: with b sequences a token of each takes
+tau(b) = tau0 (1 + b / b0). A service clock, in tokens a sequence, runs at
+1 / tau(b), and a sequence ends when that clock has advanced by its length. So
 an arrival or an end costs O(log n), and a token costs nothing.
 """
 
@@ -19,32 +19,32 @@ from typing import Any, Literal
 from rl.engine import contract
 from rl.settings import checks
 
-# In tokens: more than what rounding of the loop's clock is worth.
+# In tokens: above the rounding errors of the loop's clock.
 _CLOSE = 1e-4
 
 EngineState = Literal[
   "decode", "prefill", "publish", "drain", "environments", "rewards", "gate"
 ]
-"""What an engine does, or what it has nothing to do for.
+"""The work of an engine, or the cause of its idle time.
 
-publish: weights arrive. drain: it waits for requests to end before they do.
-environments: all of its sessions wait for theirs. rewards: all of its sessions
-have ended, and some are being graded. gate: it has no session.
+publish: weights arrive. drain: requests end before weights arrive.
+environments: all sessions wait for theirs. rewards: all sessions have ended,
+and some are being graded. gate: the engine has no session.
 """
 Hold = Literal["", "drain", "publish"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Speed:
-  """What an engine can do.
+  """The speed and size of an engine.
 
   Attributes:
-    tau0_s: seconds of a token when nothing else decodes, nearly.
-    b0: sequences that double it.
+    tau0_s: seconds of a token at no load: tau(b) = tau0_s (1 + b / b0).
+    b0: number of sequences that doubles it.
     prefill_per_s: ids of context encoded a second.
     slots: sequences that decode at once.
-    kv_tokens: ids of context and answers for which there is room. An answer's
-      are set aside when it starts, so that nothing is ever preempted.
+    kv_tokens: room for ids of contexts and answers. An answer's ids are
+      reserved when it starts, so that no request is ever preempted.
     update_s: seconds for which decoding stands still when weights arrive.
   """
 
@@ -56,14 +56,14 @@ class Speed:
   update_s: float = 0.0
 
   def validate(self, where: str) -> None:
-    """Raises ValueError, naming the setting below `where`, without a speed."""
+    """Raises ValueError on impossible speeds; `where` is the setting."""
     sizes = ("b0", "prefill_per_s", "slots", "kv_tokens")
     checks.above(self, 0, *sizes, where=where)
     checks.finite_above(self, 0, "tau0_s", where=where)
     checks.finite_at_least(self, 0, "update_s", where=where)
 
   def tau_s(self, sequences: int) -> float:
-    """Returns seconds of a token when so many sequences decode."""
+    """Returns the seconds of a token while `sequences` decode."""
     return self.tau0_s * (1.0 + sequences / self.b0)
 
   @property
@@ -78,15 +78,15 @@ class Job:
 
   Attributes:
     length: tokens of its answer.
-    tag: whatever its owner keeps with it.
-    place: where it is.
-    left: tokens still to decode, as of when it last was not decoding.
+    tag: free for the owner's use.
+    place: stage of the request.
+    left: tokens left to decode when it last entered or left decoding.
     target: reading of the service clock at which it ends.
-    first_s: when its first token was sampled; None: none is.
+    first_s: time of its first token; None before that.
     first_version: of that token.
     oldest_kv: lowest version of its keys and values.
-    cached: ids that were not encoded for it.
-    spans: (version, tokens) of what older weights sampled.
+    cached: ids that need not be encoded.
+    spans: (version, tokens) sampled by older weights.
   """
 
   request: contract.DecodeRequest
@@ -104,24 +104,24 @@ class Job:
 
   @property
   def room(self) -> int:
-    """Ids of the cache that are set aside for it."""
+    """Ids of the cache that are reserved for it."""
     return len(self.request.tokens) + self.length
 
 
 class Processor:
-  """The requests of one engine in their places, and its clock of service.
+  """The requests of one engine by stage, and its service clock.
 
-  Its owner calls `advance` with the time before anything else, then changes
-  what it has to, then `settle`, and calls again `wait_s` later.
+  The owner calls `advance` with the time first, then submits, ends or holds
+  requests, then calls `settle`, and starts again `wait_s` later.
 
   Attributes:
     version: of the weights that sample.
     hold: "drain" admits nothing; "publish" stops everything, as `paused` does.
-    sessions, graded: that live here, and whose episodes are being graded; idle
-      time has its cause in them.
+    sessions, graded: sessions of this engine, and episodes being graded; the
+      causes of idle time.
     running, decoding: jobs with a slot, and those of them that decode.
     states: (second, state) of each change; the last one goes on.
-    served: tokens of all sequences by now, fractions included.
+    served: tokens of all sequences so far, fractions included.
     stood_s: seconds of "publish".
   """
 
@@ -147,11 +147,11 @@ class Processor:
 
   @property
   def free(self) -> int:
-    """Ids for which there is room."""
+    """Room for more ids."""
     return self.speed.kv_tokens - self._reserved - self._cached_tokens
 
   def advance(self, now_s: float) -> None:
-    """Lets the time since the last call pass."""
+    """Accounts for the time since the last call."""
     passed_s = now_s - self.now_s
     if passed_s <= 0:
       return
@@ -170,7 +170,7 @@ class Processor:
       self._encoded += passed_s * self.speed.prefill_per_s
 
   def served_by(self, now_s: float) -> float:
-    """Returns what `served` will be if nothing changes; changes nothing."""
+    """Returns `served` at a later time if nothing changes; changes nothing."""
     if self._stands or not self.decoding:
       return self.served
     tokens = (now_s - self.now_s) / self.speed.tau_s(self.decoding)
@@ -199,10 +199,9 @@ class Processor:
     heapq.heappush(self._waiting, entry)
 
   def settle(self) -> list[Job]:
-    """Begins and admits what is due; returns those that have their length.
+    """Begins and admits jobs that are due; returns those of full length.
 
-    They are not ended yet: that is for `end`, and what comes after it for
-    another call.
+    The caller ends them with `end`, and then calls again.
     """
     if self._stands:
       return []
@@ -218,7 +217,7 @@ class Processor:
     return done
 
   def wait_s(self) -> float:
-    """Returns the seconds until something is due, if nothing else happens."""
+    """Returns the seconds until the next job is due."""
     wait_s = math.inf
     if self._stands:
       return wait_s
@@ -231,14 +230,14 @@ class Processor:
     return max(wait_s, 0.0)
 
   def count(self, job: Job) -> int:
-    """Returns tokens sampled so far: each when its time begins."""
+    """Returns the tokens sampled so far; each counts when its time begins."""
     if job.first_s is None:
       return 0
     left = job.left if job.place != "decode" else job.target - self._service
     return min(job.length, math.floor(job.length - left + _CLOSE) + 1)
 
   def end(self, job: Job) -> int:
-    """Frees what a job holds; returns how many tokens it has."""
+    """Frees the slot and room of a job; returns its number of tokens."""
     count, place = self.count(job), job.place
     if place == "prefill":
       self._leave(job)
@@ -248,7 +247,7 @@ class Processor:
       self.running -= 1
       self._reserved -= job.room
     if count:
-      # The last id was never fed.
+      # The last id is never fed.
       known = len(job.request.tokens) + count - 1
       self._cached_tokens += known - self._cached.get(job.request.session, 0)
       self._cached[job.request.session] = known
@@ -256,7 +255,7 @@ class Processor:
     return count
 
   def _leave(self, job: Job) -> None:
-    """Takes what is not encoded yet of a job out of the way of the others."""
+    """Removes the rest of a job's prefill, so that later ones move up."""
     before, left = self._encoded, 0.0
     queue = list(self._prefill)
     self._prefill.clear()
@@ -270,12 +269,12 @@ class Processor:
     self.prefilled -= math.floor(left + _CLOSE)
 
   def mark(self, job: Job) -> None:
-    """Notes that what a job has sampled so far is of these weights."""
+    """Assigns the tokens sampled since the last call to `version`."""
     if fresh := self.count(job) - sum(count for _, count in job.spans):
       job.spans.append((self.version, fresh))
 
   def encode_again(self, jobs: list[Job]) -> None:
-    """Sends jobs with a slot, all of them, back to be encoded, in order."""
+    """Sends all jobs with a slot back to prefill, by priority."""
     for job in jobs:
       if job.place == "decode":
         job.left = job.target - self._service
@@ -287,7 +286,7 @@ class Processor:
       self._enqueue(job, len(job.request.tokens) + self.count(job))
 
   def forget(self) -> None:
-    """Empties the cache of what sessions have said before."""
+    """Empties the cache of earlier turns."""
     self._cached.clear()
     self._cached_tokens = 0
 
@@ -302,7 +301,7 @@ class Processor:
       heapq.heappop(self._waiting)
 
   def _start(self, job: Job) -> None:
-    """Gives a request its slot and its room, and encodes what is new."""
+    """Gives a request its slot and its room, and encodes its new ids."""
     self.running += 1
     self._reserved += job.room
     known = self._cached.pop(job.request.session, 0)
@@ -328,7 +327,7 @@ class Processor:
     self._prefill.append((self._queued, job))
 
   def _begin(self, job: Job) -> None:
-    """Joins those that decode; the first token is sampled at once."""
+    """Starts decoding; the first token is sampled at once."""
     job.place = "decode"
     job.target = self._service + job.left
     self.decoding += 1

@@ -1,17 +1,17 @@
-"""What a simulated run was worth: its step time beside what was possible.
+"""The result of a simulated run: its step time T beside the ideal.
 
 D   decode work: tokens of a round / tokens a second with every slot in use
-W   training work: seconds a round for which the learner is busy
+W   training work: busy seconds of the learner in a round
 s   seconds of a publish; decoding stands still for s_blk of them
-T*  = max(D, W) + s_blk, for the learner waits for new weights to be served; if
-    engines drain it does not, and T* = max(D + s_blk, W). Over many rounds no
-    schedule with the same way to publish is faster: decoding at its best and
-    learner both work all the time. Over few, groups may have been decoded in
-    part before the first that counts, and T can be that much less.
-on-policy bound  = max(T_roll + w_n, c_1 + W) + s: none of staleness 0 is,
-    where groups are ready after c_1 (the first batch) to T_roll (the last)
-    and the last batch takes w_n; the learner may still be describing the round
-    before when the first is ready, which c_1 includes and W here does not
+T*  = max(D, W) + s_blk, since the learner waits until new weights are served;
+    if engines drain it does not, and T* = max(D + s_blk, W). Over many rounds
+    no schedule with the same kind of publish is faster: decoding, at its best,
+    and the learner work all the time. Over few rounds T can be less, as groups
+    may have been decoded in part before the first round that counts.
+on-policy bound  = max(T_roll + w_n, c_1 + W) + s: the shortest step of
+    staleness 0. The first batch is ready after c_1, the last group after
+    T_roll, and the last batch trains for w_n. c_1, but not W, includes the
+    comparison of log-probabilities of the round before.
 """
 
 import collections
@@ -37,20 +37,18 @@ class Result:
     decode_s, train_s: D and W.
     blocked_s, publish_s: s_blk, of all engines in full use, and s.
     ideal_s: T*, the step time of a perfect schedule.
-    on_policy_s: its bound; None where staleness is allowed.
-    tokens: sampled of the groups that a round trained.
-    decode_use: tokens that all engines sampled, answers that ended later or
-      were never trained included, against every slot in use.
+    on_policy_s: the on-policy bound; None where staleness is allowed.
+    tokens: sampled in the groups that a round trained.
+    decode_use: tokens of all engines, those never trained included, over the
+      tokens with every slot in use.
     prefill: share of time in which engines encode context and decode nothing.
-    decode_idle: share of the engines' time by cause: "publish", "drain",
-      "environments" (all sessions wait for theirs), "rewards" (of sessions
-      that have ended, and there is no other) and "gate" (no session).
-    learner_idle: the same of the learner: "publish" and "data".
+    decode_idle: share of the engines' time by cause; see
+      `processor.EngineState`.
+    learner_idle: share of the learner's time by cause: "publish" and "data".
     overlap: share of the less busy mesh's work that the other one hides.
     group_lags, token_lags: trained groups and tokens by their staleness.
-    useful: trained by sampled tokens, of the whole run.
     episodes, faults: of the whole run; faults by status.
-    violations: promises of the schedule that the log breaks; must be none.
+    violations: broken promises of the schedule; must be empty.
     events, turns: of the whole run, like `virtual_s` and `real_s`.
   """
 
@@ -88,12 +86,12 @@ class Result:
 
   @property
   def on_policy_efficiency(self) -> float | None:
-    """The on-policy bound by T; None where staleness is allowed."""
+    """The on-policy bound over T; None where staleness is allowed."""
     return None if self.on_policy_s is None else self.on_policy_s / self.step_s
 
   @property
   def useful(self) -> float:
-    """Trained tokens by sampled ones."""
+    """Trained tokens over sampled ones, of the whole run."""
     return self.ledger.trained / max(self.ledger.sampled, 1)
 
   @property
@@ -106,7 +104,7 @@ def measure(record: simulate.RunRecord) -> Result:
   """Returns the result of a simulated run."""
   settings, schedule = record.settings, record.settings.overlap
   rounds = settings.counted
-  # From the end of one round's training to that of another's.
+  # The window reaches from one end of training to another.
   ends = [
     0.0,
     *{e["version"]: e["end"] for e in _of(record, "update")}.values(),
@@ -178,7 +176,7 @@ def _busy(record: simulate.RunRecord, track: str) -> list[trace.Interval]:
 def _clipped(
   intervals: Sequence[trace.Interval], window: trace.Interval
 ) -> list[trace.Interval]:
-  """Returns what of the intervals is in the window."""
+  """Returns the parts of intervals inside a window."""
   start, end = window
   cut = ((max(a, start), min(b, end)) for a, b in intervals)
   return [(a, b) for a, b in cut if a < b]
@@ -187,7 +185,7 @@ def _clipped(
 def in_state(
   states: Sequence[tuple[float, str]], end_s: float, state: str
 ) -> list[trace.Interval]:
-  """Returns when an engine was in a state."""
+  """Returns the intervals that an engine spent in a state."""
   edges = itertools.pairwise([*states, (end_s, "")])
   return [(start, end) for (start, name), (end, _) in edges if name == state]
 
@@ -208,7 +206,7 @@ def _states(
 
 
 def _use(record: simulate.RunRecord, seconds: float) -> float:
-  """Returns tokens of the rounds that count against every slot in use."""
+  """Returns the tokens of the rounds that count over those of full use."""
   settings = record.settings
   before, after = (
     math.fsum(record.served.get(version, ()))
@@ -218,7 +216,7 @@ def _use(record: simulate.RunRecord, seconds: float) -> float:
 
 
 def _overlap(record: simulate.RunRecord, window: trace.Interval) -> float:
-  """Returns how much one mesh hides of the other, mean over engines."""
+  """Returns the share of work hidden by the other mesh, mean over engines."""
   learner = _clipped(_busy(record, "learner"), window)
   trained_s = sum(b - a for a, b in learner)
   shares = []
@@ -252,14 +250,14 @@ def _bound(record: simulate.RunRecord) -> float:
 
 
 _Work = Sequence[tuple[str, float]]
-"""(name, seconds) of what the learner did, in order."""
+"""(name, seconds) of the learner's spans, in order."""
 
 
 def _work(
   spans: Sequence[trace.Span],
 ) -> tuple[Mapping[int, _Work], Mapping[int, float]]:
-  """Returns the learner's work on each version, and how it was described."""
-  # Not by their times: those of events are rounded, those of spans are not.
+  """Returns the learner's work, and the seconds it compares, by version."""
+  # Times of events are rounded and those of spans are not, so these decide.
   work: dict[int, list[tuple[str, float]]] = collections.defaultdict(list)
   described_s: dict[int, float] = {}
   for span in spans:
@@ -289,8 +287,8 @@ def on_policy_s(
   """Returns the bound of one round without its publish.
 
   Args:
-    ready_s: when its groups were ready, in the order of training.
-    before_s: for which the learner still describes the round before.
+    ready_s: times at which its groups were ready, in the order of training.
+    before_s: of the learner for the comparison of the round before.
   """
   last = max(i for i, (name, _) in enumerate(work) if name == "accumulate")
   last_s = sum(seconds for _, seconds in work[last:])
@@ -312,7 +310,7 @@ def _token_lags(
 
 
 def _counted(pairs: Iterator[tuple[int, int]]) -> dict[int, int]:
-  """Returns sums by their key, in order."""
+  """Returns sums by key, sorted."""
   sums: collections.Counter[int] = collections.Counter()
   for key, number in pairs:
     sums[key] += number

@@ -1,4 +1,4 @@
-"""A run in virtual time: the coordinator is the real one, all else waits.
+"""Simulates a run: the real coordinator, in virtual time.
 
   World (tasks, environments, rewards) --> Player --> Router --> engines
                                              |                      ^
@@ -6,9 +6,9 @@
                     |                                               |
                     +--> SimulatedTrainer --> SimulatedPublisher ---+
 
-Coordinator, gate, buffer, player and router are those of a run, on an event
-loop whose clock jumps; engines, learner, environments, rewards and the transfer
-of weights take seconds of it.
+Coordinator, gate, buffer, player and router are those of a real run, on an
+event loop whose clock jumps; engines, learner, environments, rewards and
+publishes only wait.
 """
 
 import asyncio
@@ -39,10 +39,10 @@ _Place = tuple[int, int, int]  # Group, attempt and index of a member.
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EnginePool:
-  """Engines that are alike.
+  """A number of equal engines.
 
   Attributes:
-    engines: how many.
+    engines: count.
     accelerators: of each engine.
     cost: of an hour of one of its engines, in any unit.
   """
@@ -68,8 +68,8 @@ class Cluster:
   """All hardware of a simulated run.
 
   Attributes:
-    transfer_s: seconds in which new weights travel while decoding goes on;
-      `Speed.update_s` are those for which it then stands still.
+    transfer_s: seconds in which new weights travel while decoding goes on,
+      before it stands still for `Speed.update_s`.
   """
 
   learner: simulated_learner.LearnerSpeed = dataclasses.field(
@@ -80,7 +80,7 @@ class Cluster:
 
   @property
   def accelerators(self) -> int:
-    """Of the learner and all engines."""
+    """Number of accelerators of the learner and all engines."""
     decode = sum(pool.engines * pool.accelerators for pool in self.pools)
     return self.learner.accelerators + decode
 
@@ -91,12 +91,12 @@ class Cluster:
 
   @property
   def update_s(self) -> float:
-    """Longest time for which an engine stands still for new weights."""
+    """Seconds for which the slowest engine stands still for new weights."""
     return max(pool.speed.update_s for pool in self.pools)
 
   @property
   def blocked_s(self) -> float:
-    """Seconds of all engines in full use that one publish costs decoding."""
+    """Seconds of full decoding that one publish costs."""
     lost = (
       p.engines * p.speed.tokens_per_s * p.speed.update_s for p in self.pools
     )
@@ -125,11 +125,10 @@ class Simulation:
   """The settings of a simulated run.
 
   Attributes:
-    workloads: sources of tasks; their names differ.
-    rollout: limits of an episode. Longer answers are cut, later steps faults.
+    workloads: sources of tasks, with different names.
+    rollout: limits of an episode; longer answers are cut, slower steps fault.
     rounds: simulated in all.
-    warmup: rounds at the beginning that no statistic counts, besides those
-      that a bound on staleness lets run ahead.
+    warmup: first rounds that are not measured, besides eta at either end.
     progress_timeout_s: virtual seconds without progress that end it.
   """
 
@@ -149,10 +148,7 @@ class Simulation:
 
   @property
   def counted(self) -> range:
-    """Rounds that count: at both ends the gate is open wider than it is long.
-
-    At the start it lets decoding run ahead, at the end nothing follows.
-    """
+    """Rounds measured: without the first and last eta, warm-up and drain."""
     eta = self.overlap.max_staleness
     return range(self.warmup + eta, self.rounds - eta)
 
@@ -186,13 +182,13 @@ class Simulation:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class RunRecord:
-  """All that a simulated run leaves behind, times in virtual seconds.
+  """The record of a simulated run, in virtual seconds.
 
   Attributes:
     states: of every engine, (second, state) of each change.
     served: tokens that each engine had sampled when a version's training
       ended, answers under way included.
-    virtual_s, real_s: how long it took there and here.
+    virtual_s, real_s: duration on the virtual clock, and in real time.
     jumps: of the virtual clock.
   """
 
@@ -216,21 +212,21 @@ class RunRecord:
 def simulate(
   settings: Simulation, world: world_lib.World | None = None
 ) -> RunRecord:
-  """Returns what happened, from the first task to the last publish.
+  """Simulates a run, from the first task to the last publish.
 
   Args:
-    world: what is played, if not just the workloads.
+    world: its tasks; None: those of the workloads.
 
   Raises:
-    ValueError: of `Simulation.validate`.
-    virtual.Deadlock: everything waits for something else.
+    ValueError: see `Simulation.validate`.
+    virtual_clock.Deadlock: every task waits for another.
   """
   settings.validate()
   if world is None:
     world = world_lib.World(settings.workloads, settings.seed)
   before = gc.get_threshold()
-  # A log of a million events is no garbage; looking at all of it takes a third
-  # of the time.
+  # A log of a million events stays alive; scanning it takes a third of the
+  # time.
   gc.set_threshold(100_000, 50, 100)
   try:
     return virtual_clock.run(_simulate(settings, world))
@@ -329,7 +325,7 @@ class _Run:
     )
 
   def _listen(self, event: event_log.Event) -> None:
-    """Tells engines which sessions are theirs, for the causes of idle time."""
+    """Counts the sessions of each engine, for the causes of idle time."""
     kind = event["kind"]
     if kind == "update":
       self.served[event["version"]] = [e.served for e in self.engines]

@@ -1,8 +1,8 @@
-"""What a simulated run has to do: its sources of tasks, and their draws.
+"""The workload of a simulated run: its sources of tasks, and their draws.
 
-Nothing draws from a shared stream. A draw is a function of the seed, of what
-is drawn and for whom, so it does not depend on the order of events: two
-schedules compared on one seed face the same answers, turn for turn.
+No draw comes from a shared stream. Each is a function of the seed, the quantity
+and the member, so it does not depend on the order of events: two schedules
+compared on one seed face the same answers, turn for turn.
 """
 
 import dataclasses
@@ -27,14 +27,14 @@ _LONG = distributions.LogNormal(mean=2000.0, sigma=0.9)
 
 
 def uniform(*key: int) -> float:
-  """Returns a number in (0, 1) that follows from at most 7 whole numbers."""
+  """Returns a number in (0, 1) derived from at most 7 whole numbers."""
   data = _PACKERS[len(key)].pack(*key)
   digest = hashlib.blake2b(data, digest_size=8).digest()
   return ((int.from_bytes(digest, "little") >> 11) + 0.5) * 2.0**-53
 
 
 def normal(*key: int) -> float:
-  """Returns a standard normal draw that follows from the key."""
+  """Returns a standard normal draw derived from the key."""
   return _NORMAL.inv_cdf(uniform(*key))
 
 
@@ -48,7 +48,7 @@ def correlated(rho: float, shared: float, own: float) -> float:
   return min(max(0.5 * math.erfc(-mixed / _SQRT2), 1e-12), 1.0 - 1e-12)
 
 
-What = Literal[
+Quantity = Literal[
   "turns",
   "prompt_tokens",
   "answer_tokens",
@@ -58,7 +58,7 @@ What = Literal[
   "reward_s",
 ]
 _NUMBERS: Mapping[str, int] = {
-  name: number for number, name in enumerate(get_args(What))
+  name: number for number, name in enumerate(get_args(Quantity))
 }
 _FAULTS = {"start": 16, "step": 17, "reward": 18}
 _SUCCESS = 19
@@ -73,20 +73,20 @@ _SHARES = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Workload:
-  """One source of tasks, as the simulation knows it.
+  """A source of simulated tasks.
 
   Attributes:
     name: of the source.
-    share: of the groups that are from it, against the other sources' shares.
+    share: of the groups from it, relative to the other sources' shares.
     turns: answers in an episode.
-    prompt_tokens: of the first context; members of a group have the same.
+    prompt_tokens: of the first context, the same for members of a group.
     answer_tokens: sampled in one turn.
     reply_tokens: context that the environment adds after a turn.
     start_s, step_s, reward_s: seconds of a start, a step and a grading.
-    correlation: 0 to 1, of members of a group, in each of the above.
-    start_fault, step_fault, reward_fault: share of calls that raise; a reward
-      is called again, as often as the rollout says.
-    success: share of episodes whose reward is 1; the others' is 0.
+    correlation: 0 to 1, within a group, of each of the above.
+    start_fault, step_fault, reward_fault: share of calls that raise; rewards
+      are retried as the rollout says.
+    success: share of episodes with reward 1; the others have 0.
   """
 
   name: str = "math"
@@ -123,11 +123,11 @@ class Workload:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GroupMember:
-  """Who draws: a member of a group that plays a task.
+  """A member of a group that plays a task, as the key of draws.
 
   Attributes:
     task: index in its source.
-    number: of the task's plays, in all attempts at its group.
+    number: of the play, counted over all attempts at the task.
   """
 
   task: int
@@ -135,22 +135,24 @@ class GroupMember:
 
 
 class Draws:
-  """The draws of one source under one seed; the same key draws the same."""
+  """The draws of one source under one seed; equal keys draw equal values."""
 
   def __init__(self, workload: Workload, seed: int):
     self._workload = workload
     self._seed = seed
     self._source = zlib.crc32(workload.name.encode())
-    # A group's factor is asked for by each of its members, turn after turn.
+    # Every member of a group asks for its factor, turn after turn.
     self._shared = functools.lru_cache(maxsize=1 << 16)(self._shared_normal)
 
-  def of_task(self, what: What, task: int) -> float:
-    """Returns what all members of a group have alike."""
+  def of_task(self, what: Quantity, task: int) -> float:
+    """Returns the draw that all members of a group share."""
     draw = uniform(self._seed, self._source, _NUMBERS[what], task)
     return self._distribution(what).quantile(draw)
 
-  def of_turn(self, what: What, member: GroupMember, turn: int = 0) -> float:
-    """Returns a draw of one member, correlated with those of its group."""
+  def of_turn(
+    self, what: Quantity, member: GroupMember, turn: int = 0
+  ) -> float:
+    """Returns the draw of one member, correlated within its group."""
     distribution = self._distribution(what)
     if isinstance(distribution, distributions.Fixed):
       return distribution.value
@@ -159,8 +161,8 @@ class Draws:
     shared = self._shared(number, member.task) if rho else 0.0
     return distribution.quantile(correlated(rho, shared, own))
 
-  def count(self, what: What, member: GroupMember, turn: int = 0) -> int:
-    """Returns `of_turn` as a whole number, 1 at the least."""
+  def count(self, what: Quantity, member: GroupMember, turn: int = 0) -> int:
+    """Returns `of_turn` as a whole number, at least 1."""
     return max(1, round(self.of_turn(what, member, turn)))
 
   def faulty(
@@ -169,7 +171,7 @@ class Draws:
     member: GroupMember,
     turn: int = 0,
   ) -> bool:
-    """Whether this call raises."""
+    """True when this call raises."""
     share = getattr(self._workload, f"{call}_fault")
     if not share:
       return False
@@ -177,13 +179,13 @@ class Draws:
     return uniform(*key) < share
 
   def succeeds(self, member: GroupMember) -> bool:
-    """Whether the episode's reward is 1."""
+    """True when the episode's reward is 1."""
     own = normal(self._seed, self._source, _SUCCESS, *self._own(member, 0))
     shared = self._shared(_SUCCESS, member.task)
     draw = correlated(self._workload.correlation, shared, own)
     return draw < self._workload.success
 
-  def _distribution(self, what: What) -> distributions.Distribution:
+  def _distribution(self, what: Quantity) -> distributions.Distribution:
     return getattr(self._workload, what)
 
   def _own(self, member: GroupMember, turn: int) -> tuple[int, int, int]:

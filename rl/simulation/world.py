@@ -1,9 +1,9 @@
 """Environments, chat and reward of a simulated run: they only take time.
 
-Words are numbers: a message says how many ids it is worth, and the first two
-ids of a conversation say which play of which task it is. So whoever sees a
-request, or a transcript, knows what the environment knows: turns, answers and
-gradings of a play are drawn together, whatever the order of events.
+Messages are numbers: the count of their ids, then the first two ids. These name
+the task and the play of a conversation, so that engine and reward can identify
+the play from a request or a transcript, and draw with the environment whatever
+the order of events.
 """
 
 import asyncio
@@ -20,18 +20,17 @@ from rl.simulation import workload as workload_lib
 
 _STOP_ID = 1
 _Play = tuple[int, workload_lib.GroupMember]
-"""Number of the source, and who plays."""
+"""Number of the source, and the member that plays."""
 
 
 @dataclasses.dataclass(eq=False)
 class World:
-  """All sources of a simulated run as one; their rewards, answers and chat.
+  """The source, reward and chat of a simulated run, and lengths of answers.
 
-  It is the source, the reward and the chat of a run, and says how long answers
-  are. Plays of a task draw differently: the first that begins, the second ...
+  Plays of a task differ in their draws: they are numbered as they begin.
 
   Args:
-    workloads: their names differ.
+    workloads: with different names.
   """
 
   workloads: Sequence[workload_lib.Workload]
@@ -71,13 +70,13 @@ class World:
     )
 
   def oracle(self, task: base.Task, messages: Sequence[base.Message]) -> str:
-    """Returns nothing: no answer is better than another."""
+    """Returns "": all answers are equally good."""
     return ""
 
   def explore(
     self, task: base.Task, messages: Sequence[base.Message], seed: int
   ) -> str:
-    """Returns nothing."""
+    """Returns "": all answers are equally good."""
     return ""
 
   # The reward.
@@ -85,10 +84,10 @@ class World:
   async def grade(
     self, task: base.Task, transcripts: Sequence[base.Transcript]
   ) -> Sequence[base.Grade]:
-    """Returns 1 or 0 when the grading would have ended.
+    """Returns a reward of 1 or 0, after the seconds of a grading.
 
     Args:
-      transcripts: of one play; grading it again takes other seconds.
+      transcripts: of one play; a retry draws other seconds.
     """
     (transcript,) = transcripts
     _, *play = _numbers(transcript.messages[0])
@@ -104,30 +103,30 @@ class World:
   # The engine's answers.
 
   def answer_tokens(self, request: contract.DecodeRequest) -> int:
-    """Returns how long an answer would be, were it not cut off."""
+    """Returns the length of an answer before it is cut."""
     source, member = self._play(*request.tokens[:2].tolist())
     turn = int(request.request_id.rpartition("/")[2])
     return self._draws[source].count("answer_tokens", member, turn)
 
   def _play(self, index: int, code: int) -> _Play:
-    """Returns whose play the first two ids of a conversation name."""
+    """Returns the play that the first two ids of a conversation name."""
     number, source = divmod(code, len(self.workloads))
     return source, workload_lib.GroupMember(index, number)
 
   # The chat.
 
   def open(self, messages: Sequence[base.Message]) -> Int32[np.ndarray, " P"]:
-    """Returns the first context: as long as the message says."""
+    """Returns the first context, with as many ids as the message says."""
     return _ids(messages)
 
   def append(
     self, messages: Sequence[base.Message], answer_ended: bool = True
   ) -> Int32[np.ndarray, " P"]:
-    """Returns as many ids as the messages are worth."""
+    """Returns as many ids as the messages say."""
     return _ids(messages)
 
   def decode(self, ids: Sequence[int]) -> str:
-    """Returns nothing: nobody reads answers."""
+    """Returns "": answers have no text."""
     return ""
 
   def encode_answer(self, text: str) -> Int32[np.ndarray, " T"]:
@@ -149,13 +148,13 @@ class SimulatedReward:
   async def __call__(
     self, task: base.Task, transcripts: Sequence[base.Transcript]
   ) -> Sequence[base.Grade]:
-    """Returns 1 or 0 when the grading would have ended."""
+    """Returns a reward of 1 or 0, after the seconds of a grading."""
     return await self.world.grade(task, transcripts)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Source:
-  """The tasks of one workload; the world has their environments."""
+  """The tasks of one workload; the world builds their environments."""
 
   workload: workload_lib.Workload
   number: int
@@ -182,10 +181,10 @@ class _Source:
 
 
 class _Environment:
-  """One episode: so many turns, each of which takes so long.
+  """One episode, with drawn turns and seconds.
 
   Args:
-    code: of its play, for the second id of the conversation.
+    code: of the play: the second id of the conversation.
   """
 
   def __init__(
@@ -225,7 +224,7 @@ async def _wait(seconds: float) -> None:
 
 
 def _numbers(message: base.Message) -> list[int]:
-  """Returns how many ids a message is worth, and the first two of them."""
+  """Returns the number of ids of a message, and the first two of them."""
   return list(map(int, message.content.split()))
 
 

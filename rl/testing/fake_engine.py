@@ -1,6 +1,6 @@
-"""A decode engine without a model or a device: for tests of what is around it.
+"""A decode engine without a model or a device, to test its callers.
 
-generate -> waits while paused or updated -> first id -> delay_s -> stop id
+generate -> wait while paused or updated -> first id -> delay_s -> stop id
 """
 
 import asyncio
@@ -22,7 +22,7 @@ _Hold = Literal["", "drain", "update"]
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Underway:
-  """A request of the fake engine; it runs as soon as it has a token."""
+  """A request of the fake engine; it runs once it has a token."""
 
   request: contract.DecodeRequest
   accepted: float
@@ -46,19 +46,18 @@ class _Underway:
 
 
 class FakeEngine:
-  """Answers one of some words, "yes" or "no", by the seed.
+  """Answers with one of some words, chosen by the seed, and a stop id.
 
-  The first id of an answer is sampled as soon as its request runs, the stop id
-  at its end. What a session has said is "cached" until it is flushed, or new
-  weights arrive. All times are those of the running loop, so a virtual one
-  does as well.
+  The word is sampled as soon as the request runs, the stop id at its end.
+  Earlier turns of a session count as cached until a flush or new weights. All
+  times are those of the running event loop, which may be virtual.
 
   Args:
     answers: ids to choose from, each followed by `stop_id`.
     delay_s: seconds of one answer, by priority of the request.
     update_s: seconds for which decoding stands still when weights arrive.
-    experts: (S, k) to tell of: expert j of layer s for id i is i + s + j +
-      version; None is a model without experts.
+    experts: (S, k) of the routes to record: expert j of layer s for id i is
+      i + s + j + version; None: a model without experts.
   """
 
   def __init__(
@@ -106,13 +105,13 @@ class FakeEngine:
   ) -> AsyncGenerator[contract.Delta]:
     """Yields the two ids of an answer one by one."""
     deltas: asyncio.Queue[contract.Delta | None] = asyncio.Queue()
-    # A task: that nobody takes the deltas must not hold up the engine.
+    # A task, so that an unread stream does not hold up the engine.
     answer = asyncio.create_task(self._answer(request, deltas.put_nowait))
     answer.add_done_callback(lambda _: deltas.put_nowait(None))
     try:
       while (delta := await deltas.get()) is not None:
         yield delta
-      await answer  # Raises what ended it.
+      await answer  # Raises its error.
     finally:
       answer.cancel()
       await asyncio.wait([answer])
@@ -120,27 +119,27 @@ class FakeEngine:
   async def _answer(
     self,
     request: contract.DecodeRequest,
-    tell: Callable[[contract.Delta], None],
+    emit: Callable[[contract.Delta], None],
   ) -> contract.Completion:
     self._check_open()
     contract.check_request(request, self.capabilities)
-    name, mine = request.request_id, _Underway(request, _now())
+    name, this = request.request_id, _Underway(request, _now())
     if name in self._requests:
       raise ValueError(f"request {name} is already in flight")
-    self._requests[name] = mine
+    self._requests[name] = this
     pick = (request.seed + len(request.tokens)) % len(self._answers)
     try:
-      await self._until(lambda: mine.ended.is_set() or self._admits())
-      if not mine.ended.is_set():
-        self._begin(mine)
-        self._sample(mine, self._answers[pick])
-        tell(mine.since(0))
+      await self._until(lambda: this.ended.is_set() or self._admits())
+      if not this.ended.is_set():
+        self._begin(this)
+        self._sample(this, self._answers[pick])
+        emit(this.since(0))
         with contextlib.suppress(TimeoutError):
           async with asyncio.timeout(self._delay_s(request.priority)):
-            await mine.ended.wait()
-        await self._until(lambda: mine.ended.is_set() or self._samples())
-      start, completion = len(mine.tokens), self._finish(mine)
-      tell(mine.since(start, completion))
+            await this.ended.wait()
+        await self._until(lambda: this.ended.is_set() or self._samples())
+      start, completion = len(this.tokens), self._finish(this)
+      emit(this.since(start, completion))
       return completion
     finally:
       del self._requests[name]
@@ -151,45 +150,45 @@ class FakeEngine:
       raise contract.EngineClosed("the fake engine was closed")
 
   async def _until(self, ready: Callable[[], bool]) -> None:
-    """Returns when it is so; looks again whenever something changes."""
+    """Waits for a condition; checks it again at every change."""
     self._check_open()
     while not ready():
       self._changed.clear()
       await self._changed.wait()
       self._check_open()
 
-  def _begin(self, mine: _Underway) -> None:
-    count = len(mine.request.tokens)
-    mine.oldest_kv = int(self.version)
-    mine.first_token_s = _now() - mine.accepted
-    mine.cached = min(self._cached.get(mine.request.session, 0), count - 1)
-    self._prefilled += count - mine.cached
+  def _begin(self, this: _Underway) -> None:
+    count = len(this.request.tokens)
+    this.oldest_kv = int(self.version)
+    this.first_token_s = _now() - this.accepted
+    this.cached = min(self._cached.get(this.request.session, 0), count - 1)
+    self._prefilled += count - this.cached
 
-  def _sample(self, mine: _Underway, token: int) -> None:
-    mine.tokens.append(token)
-    mine.versions.append(int(self.version))
+  def _sample(self, this: _Underway, token: int) -> None:
+    this.tokens.append(token)
+    this.versions.append(int(self.version))
     self._sampled += 1
 
-  def _finish(self, mine: _Underway) -> contract.Completion:
-    request = mine.request
+  def _finish(self, this: _Underway) -> contract.Completion:
+    request = this.request
     stop: trajectory.Stop = "stop" if request.max_tokens > 1 else "length"
-    if mine.ended.is_set():
+    if this.ended.is_set():
       stop = "abort"
     elif stop == "stop":
-      self._sample(mine, self._stop_id)
-    ids = np.concatenate([request.tokens, np.array(mine.tokens, np.int32)])
-    if mine.tokens:  # The last id is never fed.
+      self._sample(this, self._stop_id)
+    ids = np.concatenate([request.tokens, np.array(this.tokens, np.int32)])
+    if this.tokens:  # The last id is never fed.
       self._cached[request.session] = len(ids) - 1
-    all_ = mine.since(0)
+    all_ = this.since(0)
     return contract.Completion(
       tokens=all_.tokens,
       logprobs=all_.logprobs,
       versions=all_.versions,
       stop=stop,
-      cached_tokens=mine.cached,
-      decode_s=_now() - mine.accepted,
-      first_token_s=mine.first_token_s,
-      oldest_kv=mine.oldest_kv,
+      cached_tokens=this.cached,
+      decode_s=_now() - this.accepted,
+      first_token_s=this.first_token_s,
+      oldest_kv=this.oldest_kv,
       experts=self._routes(ids) if request.experts else None,
     )
 
@@ -203,12 +202,12 @@ class FakeEngine:
     return routes
 
   def abort(self, request_id: str | None) -> None:
-    """Ends a request, or all of them, with what it has."""
+    """Ends a request, or all of them, with the ids so far."""
     if request_id is not None and request_id not in self._requests:
       raise ValueError(f"request {request_id} is not in flight")
-    for name, mine in self._requests.items():
+    for name, this in self._requests.items():
       if request_id in (None, name):
-        mine.ended.set()
+        this.ended.set()
     self._changed.set()
 
   def begun(self, request_id: str) -> trajectory.PolicyVersion | None:
@@ -220,7 +219,7 @@ class FakeEngine:
 
   @property
   def _running(self) -> list[_Underway]:
-    return [mine for mine in self._requests.values() if mine.versions]
+    return [this for this in self._requests.values() if this.versions]
 
   def _admits(self) -> bool:
     return not self._paused and not self._hold
@@ -229,7 +228,7 @@ class FakeEngine:
     return self._admits() or self._hold == "drain"
 
   def _turn(self, paused: bool, hold: _Hold = "") -> None:
-    """Changes what may go on, and adds up the time in which nothing may."""
+    """Changes the hold, and adds up the time in which nothing is sampled."""
     before, now = self._samples(), _now()
     self._paused, self._hold = paused, hold
     if before and not self._samples():
@@ -239,7 +238,7 @@ class FakeEngine:
     self._changed.set()
 
   async def pause(self) -> None:
-    """Suspends at once; what is under way ends after `resume`."""
+    """Suspends at once; requests under way end after `resume`."""
     self._check_open()
     self._turn(True, self._hold)
 
@@ -257,7 +256,7 @@ class FakeEngine:
     async with self._updates:
       self._check_open()
       contract.check_version(version, self.version)
-      if self.params is not None:  # Nothing is known of the first ones.
+      if self.params is not None:  # The first weights may have any form.
         contract.check_same_tree(self.params, params)
       able = sorted(self.capabilities.in_flight)
       if in_flight not in able:
@@ -269,11 +268,11 @@ class FakeEngine:
         self._turn(self._paused, "update")
         await asyncio.sleep(self._update_s)
         self._check_open()
-        for mine in self._running:
+        for this in self._running:
           if in_flight == "abort":
-            mine.ended.set()
+            this.ended.set()
           elif in_flight == "recompute":
-            mine.oldest_kv = int(version)
+            this.oldest_kv = int(version)
         self._cached.clear()
         self.version, self.params = version, params
       finally:
@@ -285,12 +284,12 @@ class FakeEngine:
     return self.version, checksum_lib.of(self.params)
 
   async def flush_cache(self) -> None:
-    """Forgets what sessions have said before the request that runs."""
+    """Empties the cache of earlier turns."""
     self._check_open()
     self._cached.clear()
 
   def stats(self) -> contract.EngineStats:
-    """Returns the counters; nothing is dispatched or compiled."""
+    """Returns the counters; those of dispatches and programs are 0."""
     since = 0.0 if self._samples() else _now() - self._since
     return contract.EngineStats(
       version=int(self.version),
@@ -304,8 +303,8 @@ class FakeEngine:
   async def close(self) -> None:
     """Stops; requests in flight raise EngineClosed."""
     self._closed = True
-    for mine in self._requests.values():
-      mine.ended.set()
+    for this in self._requests.values():
+      this.ended.set()
     self._changed.set()
 
 

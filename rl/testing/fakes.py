@@ -1,4 +1,4 @@
-"""Fakes for tests of schedules and faults: no device, no third party."""
+"""Fakes for tests of schedules and faults; they need no device."""
 
 import asyncio
 import collections
@@ -8,27 +8,24 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from envs import base
-from rl.testing import fake_engine
 from rl.train import learner, train_state
-
-FakeEngine = fake_engine.FakeEngine
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Counting:
-  """Tasks in which any answer is right; the last of `turns` ends the episode.
+  """Tasks whose reward is the share of answers that are "yes".
 
-  The reward is the share of answers that were the word "yes".
+  An episode ends after `turns` answers.
 
   Attributes:
     delay_s: seconds of one step, by task index and step number.
-    lag_s: seconds of each step beside those, by task index and member: the
-      environments of a task are numbered 0, 1, ... as they are built.
-    fault: what goes wrong, in tasks whose index `faulty` accepts and there for
-      members that `member` accepts: "start", "step" and "close" raise;
-      "hang_start", "hang" (in a step) and "hang_close" never return; "nan" and
-      "text" are rewards of a step, "word" says what no tokenizer knows.
-    built: how many environments each task had so far, by its id.
+    lag_s: more seconds of each step, by task index and member: environments of
+      a task are numbered 0, 1, ... as they are built.
+    fault: of tasks with an index that `faulty` accepts, for members that
+      `member` accepts: "start", "step" and "close" raise; "hang_start", "hang"
+      (in a step) and "hang_close" never return; "nan" and "text" are rewards of
+      a step, "word" is a message that no tokenizer knows.
+    built: environments so far, by task id.
   """
 
   turns: int = 2
@@ -44,7 +41,7 @@ class Counting:
 
   @property
   def words(self) -> Sequence[str]:
-    """Every word that its environments say or understand."""
+    """All words that its environments say or understand."""
     return ("go", "on", "yes", "no")
 
   def task(self, index: int, split: base.Split) -> base.Task:
@@ -110,13 +107,13 @@ class _Counter:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Judge:
-  """A reward that is what the environment gave, late or not at all.
+  """A reward that returns the environment's, late or not at all.
 
   Attributes:
-    delay_s: seconds of one call, by task index and call: those of a task are
+    delay_s: seconds of a call, by task index and call: calls of a task are
       numbered 0, 1, ... as they come.
-    fails: whether a call raises after that, by the same.
-    calls: how many came so far, by id of the task.
+    fails: true for calls that raise after that, by the same.
+    calls: calls so far, by task id.
   """
 
   delay_s: Callable[[int, int], float] = lambda index, call: 0.0
@@ -139,7 +136,7 @@ class Judge:
 
 
 class FakeLearner(learner.Learner):
-  """A learner whose parameters count updates, and which trains nothing."""
+  """A learner that trains nothing; its parameters count updates."""
 
   def __init__(self, step_s: float = 0.0):
     """Lets one accumulation take `step_s` seconds."""
@@ -163,7 +160,7 @@ class FakeLearner(learner.Learner):
     return self.place(batch).behaviour
 
   def score_base(self, params: Any, batch: Any) -> Any:
-    """Returns the same."""
+    """Returns the log-probabilities that the engine recorded."""
     return self.place(batch).behaviour
 
   def values(self, params: Any, critic: Any, batch: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A decode engine that says what it is told: to try agents and servers with."""
+"""A decode engine with scripted answers, to test agents and servers."""
 
 import asyncio
 import contextlib
@@ -23,7 +23,7 @@ _ABLE = contract.Capabilities(
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Underway:
-  """A request that has not ended, and what it has; times are the loop's."""
+  """A request in flight; times are those of the event loop."""
 
   accepted: float
   ended: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
@@ -56,8 +56,8 @@ class ScriptedEngine:
   """Answers with given ids, one after the other.
 
   Attributes:
-    requests: all that came, in order.
-    version: of the ids to come.
+    requests: all so far, in order.
+    version: of the next ids.
   """
 
   def __init__(
@@ -70,8 +70,8 @@ class ScriptedEngine:
     """Takes the script.
 
     Args:
-      answer: the ids to say; max_tokens and stop_ids end them as they would a
-        real answer. The i-th has log-probability -(i + 1) / 8.
+      answer: returns the ids of an answer; max_tokens and stop_ids end it as
+        they end a real one. The i-th has log-probability -(i + 1) / 8.
       step_s: seconds before each id.
     """
     self.capabilities = capabilities
@@ -102,26 +102,26 @@ class ScriptedEngine:
     if request.request_id in self._running:
       raise ValueError(f"request {request.request_id} is already in flight")
     time = asyncio.get_running_loop().time
-    mine = self._running[request.request_id] = _Underway(time())
+    this = self._running[request.request_id] = _Underway(time())
     self.requests.append(request)
     stop: trajectory.Stop | None = None
     try:
       for token in self._answer(request):
-        if await self._waits(mine.ended):
+        if await self._waits(this.ended):
           break
-        mine.say(token, self.version, time())
+        this.say(token, self.version, time())
         self._sampled += 1
-        if token in request.stop_ids or len(mine.tokens) == request.max_tokens:
+        if token in request.stop_ids or len(this.tokens) == request.max_tokens:
           stop = "stop" if token in request.stop_ids else "length"
           break
-        yield _last(mine.completion("stop", time()), 1)
-      completion = mine.completion(stop or "abort", time())
+        yield _last(this.completion("stop", time()), 1)
+      completion = this.completion(stop or "abort", time())
       yield _last(completion, int(stop is not None), completion)
     finally:
       del self._running[request.request_id]
 
   async def _waits(self, ended: asyncio.Event) -> bool:
-    """Returns whether the request was ended before the next id."""
+    """Waits for the time of an id; returns True if the request ended before."""
     with contextlib.suppress(TimeoutError):
       async with asyncio.timeout(self._step_s):
         await ended.wait()
@@ -130,12 +130,12 @@ class ScriptedEngine:
     return ended.is_set()
 
   def abort(self, request_id: str | None) -> None:
-    """Ends a request, or all of them, with what it has."""
+    """Ends a request, or all of them, with the ids so far."""
     if request_id is not None and request_id not in self._running:
       raise ValueError(f"request {request_id} is not in flight")
-    for name, mine in self._running.items():
+    for name, this in self._running.items():
       if request_id in (None, name):
-        mine.ended.set()
+        this.ended.set()
 
   def begun(self, request_id: str) -> trajectory.PolicyVersion | None:
     """Returns the version of a first token; see `contract.DecodeEngine`."""
@@ -145,7 +145,7 @@ class ScriptedEngine:
     return trajectory.PolicyVersion(versions[0]) if versions else None
 
   def stats(self) -> contract.EngineStats:
-    """Returns the counters; nothing is prefilled or cached."""
+    """Returns the counters; those of prefill and cache are 0."""
     return contract.EngineStats(
       version=self.version,
       running=len(self._running),

@@ -17,7 +17,7 @@ from rl.rollout import grading, group_rollout, prompts
 from rl.runtime import mesh_thread, trace
 from rl.runtime import watchdog as watchdog_lib
 from rl.schedule import overlap
-from rl.testing import fakes
+from rl.testing import fake_engine, fakes
 from rl.train import trainer
 
 GROUP = 2
@@ -124,7 +124,7 @@ class Run:
       self.tasks.seek(progress.cursor)
     version = trajectory.PolicyVersion(progress.trained if progress else 0)
     self.engines = [
-      fakes.FakeEngine(
+      fake_engine.FakeEngine(
         (5, 6), word_chat.END, self.decode_s, update_s=self.update_s
       )
       for _ in range(self.num_engines)

@@ -10,7 +10,7 @@ from rl.data import trajectory
 from rl.pools import router
 from rl.rollout import grading, group_rollout
 from rl.runtime import virtual_clock
-from rl.testing import fakes
+from rl.testing import fake_engine, fakes
 
 LIMITS = group_rollout.Rollout(
   group_size=4, max_turns=4, turn_tokens=2, max_tokens=32, step_s=0.2
@@ -35,7 +35,7 @@ class Kept(fakes.Counting):
 
 
 def fake(answers=(YES,), delay_s=lambda priority: 0.0):
-  return fakes.FakeEngine(answers, word_chat.END, delay_s)
+  return fake_engine.FakeEngine(answers, word_chat.END, delay_s)
 
 
 def player(source, served=None, reward=None, watchdog=None, **fields):

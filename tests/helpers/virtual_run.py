@@ -23,7 +23,7 @@ from rl.runtime import trace, virtual_clock
 from rl.runtime import watchdog as watchdog_lib
 from rl.schedule import overlap
 from rl.simulation import learner as simulated_learner
-from rl.testing import fakes
+from rl.testing import fake_engine, fakes
 
 CHAT = word_chat.WordChat(("go", "on", "yes", "no"))
 YES, NO = 5, 6
@@ -195,7 +195,7 @@ class Run:
     """Returns a fresh engine; one that the run did not build has a version."""
     if self.build is not None:
       return self.build()
-    engine = fakes.FakeEngine(
+    engine = fake_engine.FakeEngine(
       self.answers, word_chat.END, self.delay_s, update_s=self.update_s
     )
     engine.version = version

@@ -13,12 +13,12 @@ from rl.audit import event_log
 from rl.data import trajectory
 from rl.pools import placement, router, weight_publisher
 from rl.runtime import checksum
-from rl.testing import fakes
+from rl.testing import fake_engine
 
 VERSION = trajectory.PolicyVersion(7)
 
 
-class Recorded(fakes.FakeEngine):
+class Recorded(fake_engine.FakeEngine):
   """Writes down what it is told, in a list that all engines share."""
 
   def __init__(self, name="a", story=None, fault=None, update_s=0.0):
@@ -33,7 +33,7 @@ class Recorded(fakes.FakeEngine):
     await super().update_weights(version, params, in_flight)
 
 
-class Damaged(fakes.FakeEngine):
+class Damaged(fake_engine.FakeEngine):
   """Flips one bit of what it is given."""
 
   async def update_weights(self, version, params, in_flight="recompute"):

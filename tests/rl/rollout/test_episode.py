@@ -11,7 +11,7 @@ from envs import base
 from models.chat import word_chat
 from rl.data import batch, trajectory
 from rl.rollout import episode
-from rl.testing import fakes
+from rl.testing import fake_engine, fakes
 
 CHAT = word_chat.WordChat(("go", "on", "yes", "no"))
 
@@ -38,7 +38,7 @@ def play(source, engine=None, **limits):
   """Plays one episode; 60 s of deadline are never waited for."""
   task = source.task(0, "train")
   partial = episode.PartialTrajectory(episode.Episode(task, 3, 0, 0))
-  engine = engine or fakes.FakeEngine((5,), word_chat.END)
+  engine = engine or fake_engine.FakeEngine((5,), word_chat.END)
   settings = episode.Limits(**limits)
   played, _ = asyncio.run(
     episode.play(source, engine.generate, CHAT, settings, partial)
@@ -139,7 +139,7 @@ def test_a_first_observation_without_room_for_an_answer_is_a_fault():
   assert "rollout.max_tokens=5" in member.fault
 
 
-class Routed(fakes.FakeEngine):
+class Routed(fake_engine.FakeEngine):
   """Expert j of layer s is id + s + j, and one more for each answer before."""
 
   def __init__(self, experts: tuple[int, int] | None = (2, 2)):
@@ -201,7 +201,7 @@ def test_an_engine_that_knows_no_experts_says_so():
 
 
 def test_an_answer_that_was_aborted_ends_the_episode_and_keeps_its_tokens():
-  class Aborting(fakes.FakeEngine):
+  class Aborting(fake_engine.FakeEngine):
     async def generate(self, request):
       answer = asyncio.create_task(super().generate(request))
       await asyncio.sleep(0)

@@ -17,7 +17,7 @@ from rl.engine import contract
 from rl.rollout import episode, group_rollout
 from rl.runtime import virtual_clock
 from rl.runtime import watchdog as watchdog_lib
-from rl.testing import fakes
+from rl.testing import fake_engine, fakes
 from tests.helpers import players_under_test as players
 
 
@@ -37,7 +37,7 @@ def test_a_trajectory_holds_the_ids_exactly_as_sampled():
 def test_each_request_begins_with_every_id_before_it():
   seen = []
 
-  class Recording(fakes.FakeEngine):
+  class Recording(fake_engine.FakeEngine):
     async def generate(self, request):
       seen.append(request.tokens.tolist())
       return await super().generate(request)
@@ -146,7 +146,7 @@ def test_a_fault_of_the_environment_is_data(fault, words):
 
 
 def test_an_engine_that_closes_leaves_the_sampled_tokens_in_the_log():
-  class Closing(fakes.FakeEngine):
+  class Closing(fake_engine.FakeEngine):
     async def generate(self, request):
       if request.request_id.endswith("/2"):
         raise contract.EngineClosed("stopped")
@@ -320,7 +320,7 @@ def test_grading_starts_while_other_members_still_play():
 
 
 def test_a_request_that_the_engine_refuses_is_an_engine_fault():
-  class Refusing(fakes.FakeEngine):
+  class Refusing(fake_engine.FakeEngine):
     async def generate(self, request):
       raise ValueError("request does not fit")
 

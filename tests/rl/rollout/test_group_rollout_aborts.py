@@ -10,7 +10,7 @@ from rl.audit import event_log
 from rl.data import trajectory
 from rl.pools import router
 from rl.runtime import virtual_clock
-from rl.testing import fakes
+from rl.testing import fake_engine, fakes
 from tests.helpers import players_under_test as players
 
 STATUS = trajectory.Status
@@ -57,7 +57,7 @@ def test_a_member_that_decodes_comes_back_with_what_it_has():
 
 
 def test_an_answer_that_ends_at_the_moment_of_the_abort_is_not_stepped():
-  class Last(fakes.FakeEngine):
+  class Last(fake_engine.FakeEngine):
     """Has an answer whole although it is to be aborted."""
 
     def abort(self, request_id):
@@ -78,7 +78,7 @@ def test_an_answer_that_ends_at_the_moment_of_the_abort_is_not_stepped():
 
 
 def test_an_answer_that_is_on_its_way_to_the_member_is_booked():
-  class Far(fakes.FakeEngine):
+  class Far(fake_engine.FakeEngine):
     """Has forgotten an answer for a second when it arrives."""
 
     async def generate(self, request):

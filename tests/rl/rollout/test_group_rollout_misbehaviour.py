@@ -11,7 +11,7 @@ from rl.data import trajectory
 from rl.pools import router
 from rl.runtime import virtual_clock
 from rl.schedule import overlap
-from rl.testing import fakes
+from rl.testing import fake_engine, fakes
 from tests.helpers import players_under_test as players
 from tests.helpers import virtual_run
 
@@ -145,7 +145,7 @@ def test_what_is_aborted_between_two_answers_asks_for_no_other():
 
 
 def test_an_engine_that_cancels_by_itself_loses_no_group():
-  class Cancelling(fakes.FakeEngine):
+  class Cancelling(fake_engine.FakeEngine):
     """Cancels its answers to member 1."""
 
     async def generate(self, request):
