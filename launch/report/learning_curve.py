@@ -46,7 +46,7 @@ def draw(
 def window(spans: Sequence[trace.Span]) -> trace.Interval:
   """Returns four publishing periods in the middle of the run, in seconds.
 
-  All of the run when it published less than five times.
+  The whole run if it published less than five times.
   """
   published = sorted(span.end for span in spans if span.name == "publish")
   first = len(published) // 2 - 2
@@ -102,10 +102,10 @@ def trend(
   y: Callable[[float], float],
   colour: str,
 ) -> list[str]:
-  """Returns a curve, thin, and the means of its neighbours, bold.
+  """Returns a thin curve of the values, and a bold one of moving means.
 
   Args:
-    at: where on the page each value lies.
+    at: horizontal positions of the values.
   """
   parts = []
   for line, style in (
@@ -212,6 +212,6 @@ def _box(x: float, y: float, width: float, colour: str) -> str:
 
 
 def _key(x: float, y: float, track: str, words: str) -> list[str]:
-  """Returns a dot in the colour of a track and what it stands for."""
+  """Returns a legend entry: a dot in the colour of a track, and its words."""
   colour = _COLOURS[track]
   return [_dot(x + 5, y - 4, colour), _label(x + 16, y, words, "start")]

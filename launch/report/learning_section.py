@@ -1,27 +1,25 @@
-"""What learning came to, on top of a report: tiles and sentences.
+"""The outcome of learning, on top of a report: tiles and sentences.
 
-Whatever the run has not recorded is left out. What it began and ended with is
-the mean of its first and its last rounds, a tenth of all on either side.
+Metrics that the run has not recorded are left out. Start and end values are
+means over the first and the last tenth of the rounds.
 """
 
 import pathlib
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
+from launch.report import run_files
 from rl.train import skipped_updates
-
-Rows = Sequence[Mapping[str, Any]]
-"""The lines of metrics.jsonl; what was not finite is None."""
 
 Tile = tuple[str, str, str]
 """Label, value, note."""
 
+_MAX_LISTED = 8
 _BY_LAG = re.compile(r"behaviour_kl/lag_(\d+)")
 
 
-def tiles(rows: Rows) -> list[Tile]:
-  """Returns those of rewards, policy and updates."""
+def tiles(rows: run_files.Rows) -> list[Tile]:
+  """Returns the tiles of rewards, policy and updates."""
   found = [
     _course(rows, "success", "Success in training", "{:.0%}", "episodes won"),
     _course(rows, "reward_mean", "Reward", "{:.3g}", "mean of an episode"),
@@ -40,11 +38,11 @@ def tiles(rows: Rows) -> list[Tile]:
   return [tile for tile in found if tile is not None]
 
 
-def complaints(rows: Rows, run_dir: pathlib.Path) -> list[str]:
-  """Returns a sentence for what went wrong with updates, and where to look.
+def complaints(rows: run_files.Rows, run_dir: pathlib.Path) -> list[str]:
+  """Returns sentences about failed updates, and where to look.
 
   Args:
-    run_dir: for the commands.
+    run_dir: named in the commands.
   """
   found = []
   if skipped := [row["round"] for row in rows if row.get("skipped_updates")]:
@@ -63,26 +61,30 @@ def complaints(rows: Rows, run_dir: pathlib.Path) -> list[str]:
   ]
   if empty:
     found.append(
-      f"Faults left nothing to train in {_rounds(empty)}; what they said is "
+      f"Faults left nothing to train in {_rounds(empty)}; their messages are "
       "with the trajectories."
     )
   return found
 
 
-def _rounds(numbers: Sequence[float], most: int = 8) -> str:
-  listed = ", ".join(f"{n:.0f}" for n in numbers[:most])
-  more = f" and {len(numbers) - most} more" if len(numbers) > most else ""
+def _rounds(numbers: Sequence[float]) -> str:
+  listed = ", ".join(f"{n:.0f}" for n in numbers[:_MAX_LISTED])
+  more = (
+    f" and {len(numbers) - _MAX_LISTED} more"
+    if len(numbers) > _MAX_LISTED
+    else ""
+  )
   return f"{'rounds' if len(numbers) > 1 else 'round'} {listed}{more}"
 
 
-def _column(rows: Rows, key: str) -> list[float]:
+def _column(rows: run_files.Rows, key: str) -> list[float]:
   return [x for row in rows if (x := row.get(key)) is not None]
 
 
 def _course(
-  rows: Rows, key: str, label: str, form: str, what: str
+  rows: run_files.Rows, key: str, label: str, form: str, what: str
 ) -> Tile | None:
-  """Returns what a metric began and ended with."""
+  """Returns the start and end values of a metric."""
   values = _column(rows, key)
   if not values:
     return None
@@ -94,7 +96,7 @@ def _course(
 
 
 def _largest(
-  rows: Rows, key: str, label: str, form: str, what: str
+  rows: run_files.Rows, key: str, label: str, form: str, what: str
 ) -> Tile | None:
   """Returns the mean of a metric, and its largest."""
   values = _column(rows, key)
@@ -104,8 +106,8 @@ def _largest(
   return label, mean, f"{what}; in a round at most {form.format(max(values))}"
 
 
-def _kl_to_sampler(rows: Rows) -> Tile | None:
-  """Returns how far the policy was from what sampled its latest tokens."""
+def _kl_to_sampler(rows: run_files.Rows) -> Tile | None:
+  """Returns the KL to the policy that sampled the oldest tokens."""
   lags = {
     int(found[1])
     for row in rows
@@ -127,7 +129,7 @@ def _kl_to_sampler(rows: Rows) -> Tile | None:
 
 
 def _share(
-  rows: Rows, key: str, whole: str, label: str, what: str
+  rows: run_files.Rows, key: str, whole: str, label: str, what: str
 ) -> Tile | None:
   parts, all_ = _column(rows, key), sum(_column(rows, whole))
   if not parts or not all_:
@@ -136,7 +138,7 @@ def _share(
   return label, share, f"{sum(parts):,.0f} of {all_:,.0f} groups {what}"
 
 
-def _skipped(rows: Rows) -> Tile | None:
+def _skipped(rows: run_files.Rows) -> Tile | None:
   values = _column(rows, "skipped_updates")
   if not values:
     return None

@@ -1,9 +1,9 @@
-"""Whether the log of a run keeps the promises of its schedule.
+"""Checks that the log of a run keeps the promises of its schedule.
 
   python -m launch.report --check runs/first
 
-One pass over events.jsonl, in flat memory: it may be of millions of episodes,
-of a run that goes on, or of one that was killed.
+One pass over events.jsonl, in flat memory; the run may have millions of
+episodes, still go on, or have been killed.
 """
 
 import collections
@@ -24,20 +24,20 @@ _Row = list[Any]
 
 
 class UnreadableLog(Exception):
-  """There is no run to check, or not enough of it."""
+  """The run to check is missing, or lacks its log or settings."""
 
 
 @dataclasses.dataclass(kw_only=True)
 class SourceCounts:
-  """How many groups a source of tasks was given, and what became of them.
+  """The groups that were given to a source of tasks, and their fate.
 
   Attributes:
-    submitted: places in the order of submission. They are given by the weights
-      of the sources, so this is the mix that was asked for; the place of a
-      redundant group is given again, and counts once.
+    submitted: places in the order of submission. The weights of the sources
+      assign them, so this is the mix that was requested; the place of a
+      redundant group is assigned again, and counts once.
     trained: groups of its tasks.
-    too_slow: places that it lost, because it was too slow for the bound.
-    attempts: that these had taken.
+    too_slow: places that it lost because it was too slow for the bound.
+    attempts: at those places.
   """
 
   submitted: int = 0
@@ -48,18 +48,19 @@ class SourceCounts:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Verdict:
-  """What the log of a run says.
+  """The result of checking a log.
 
   Attributes:
     bound: eta of the schedule; None when the settings are unknown.
-    checks: what was checked, a line each; empty without settings.
-    violations: a sentence for every way in which a promise was broken.
+    checks: the promises that were checked, a line each; empty without
+      settings.
+    violations: a sentence each.
     lags: trained groups by T - F.
     faults: by status.
     sources: by name.
-    rounds: that were trained, in whole or in part.
-    groups: some attempts, spread over the run: see `Ages`.
-    num_cut: lines of the log that a crash has cut; they were left out.
+    rounds: trained, in whole or in part.
+    groups: some attempts, spread over the run; see `Ages`.
+    num_cut: lines left out because a crash has cut them.
   """
 
   bound: int | None
@@ -77,7 +78,7 @@ class Verdict:
 
   @property
   def summary(self) -> str:
-    """One sentence for the end of a run."""
+    """A sentence for the end of a run."""
     bound = "an unknown bound" if self.bound is None else str(self.bound)
     return (
       f"staleness: at most {max(self.lags, default=0)} of {bound} allowed, "
@@ -96,7 +97,7 @@ class Verdict:
 
   @property
   def text(self) -> str:
-    """All of it, for a terminal."""
+    """The whole verdict, for a terminal."""
     chosen, launched = self.selection.trained, self.selection.launched
     lines = [self.summary]
     if len(self.by_source) > 1:
@@ -121,11 +122,11 @@ class Verdict:
   @property
   def _mix(self) -> list[str]:
     """A line for each source, when there are several or one is too slow."""
-    told = self.sources.values()
-    if len(told) < 2 and not any(source.too_slow for source in told):
+    sources = self.sources.values()
+    if len(sources) < 2 and not any(source.too_slow for source in sources):
       return []
-    submitted = sum(source.submitted for source in told)
-    trained = sum(source.trained for source in told)
+    submitted = sum(source.submitted for source in sources)
+    trained = sum(source.trained for source in sources)
     return [
       f"groups of {name}: {_share(source.submitted, submitted)} of those "
       f"submitted, {_share(source.trained, trained)} of those trained; "
@@ -145,7 +146,7 @@ class Mix:
     self.sources: collections.defaultdict[str, SourceCounts] = (
       collections.defaultdict(SourceCounts)
     )
-    # Of the first attempt at a group, and of the last.
+    # Sources of the first attempt at a group, and of the last.
     self._first: dict[int, str] = {}
     self._last: dict[int, str] = {}
 
@@ -155,8 +156,8 @@ class Mix:
       case "submitted":
         self._begin(event["group"], event["source"])
       case "restored":
-        known = self._last.get(event["group"], token_ledger.UNKNOWN)
-        self._begin(event["group"], known)
+        source = self._last.get(event["group"], token_ledger.UNKNOWN)
+        self._begin(event["group"], source)
       case "source_too_slow":
         source = self.sources[event["source"]]
         source.too_slow += 1
@@ -182,11 +183,11 @@ class Mix:
 
 
 class Ages:
-  """How long attempts waited, played, queued and trained, of some of them.
+  """Seconds that a sample of attempts waited, played, queued and trained.
 
-  Rows are [group, attempt, outcome, wait_s, play_s, queue_s, train_s]; what a
-  dropped attempt never reached is 0. Memory is flat: as the log grows, fewer
-  and fewer groups are kept, every second, every fourth and so on.
+  Rows are [group, attempt, outcome, wait_s, play_s, queue_s, train_s]; phases
+  that a dropped attempt never reached are 0. Memory is flat: as the log grows,
+  only every second group is kept, then every fourth and so on.
   """
 
   def __init__(self):
@@ -195,7 +196,7 @@ class Ages:
     self._times: dict[tuple[int, int], list[float]] = {}
 
   def observe(self, event: event_log.Event) -> None:
-    """Notes the time of one transition."""
+    """Takes the time of one transition."""
     kind = event["kind"]
     if kind not in _SEEN or event["group"] % self._stride:
       return
@@ -204,7 +205,7 @@ class Ages:
       self._times[place] = [event["t"]]
     elif place in self._times:
       times = self._times[place]
-      # An attempt is dropped in any phase; one that was left out took no time.
+      # An attempt is dropped in any phase; skipped phases took no time.
       phase = _PHASES.get(kind, len(times))
       if len(times) <= phase:
         times += [times[-1]] * (phase - len(times)) + [event["t"]]
@@ -236,11 +237,11 @@ def of_run(run_dir: pathlib.Path) -> Verdict:
   """Returns the verdict on a run.
 
   Raises:
-    UnreadableLog: it has no log, or no settings to hold it to.
+    UnreadableLog: it has no log, or no settings.
   """
   if not (run_dir / "events.jsonl").is_file():
     raise UnreadableLog(
-      f"{run_dir}/events.jsonl: there is no such log of a run"
+      f"{run_dir}/events.jsonl is missing; name the --workdir of a run"
     )
   try:
     text = (run_dir / "config.json").read_text("utf-8")
@@ -257,17 +258,17 @@ def of_run(run_dir: pathlib.Path) -> Verdict:
 
 
 def _missing(metrics: pathlib.Path, rounds: int) -> list[str]:
-  """Returns what to say when the metrics go on where the log ends.
+  """Returns a violation when the metrics go on after the end of the log.
 
-  They are written a moment before the events of the same round.
+  Metrics are written a moment before the events of the same round.
   """
   if not metrics.is_file():
     return []
-  told = metrics.read_bytes().count(b"\n")
-  if told <= rounds + 1:
+  rows = metrics.read_bytes().count(b"\n")
+  if rows <= rounds + 1:
     return []
   return [
-    f"the log ends in round {rounds}, but {metrics.name} has {told}: lines are "
+    f"the log ends in round {rounds}, but {metrics.name} has {rows}: lines are "
     "missing at its end"
   ]
 
@@ -276,7 +277,7 @@ def schedule_of(config: Mapping[str, Any]) -> tuple[overlap.Overlap, int]:
   """Returns the schedule and the group size in the settings of a run.
 
   Raises:
-    LookupError: there is no schedule.
+    LookupError: the settings have no schedule.
     ValueError: a setting is unknown or does not fit.
   """
   data = {"class": "rl.schedule.overlap.Overlap", **config["overlap"]}
@@ -292,10 +293,10 @@ def read(
   schedule: overlap.Overlap | None = None,
   group_size: int = 0,
 ) -> Verdict:
-  """Returns what a log says; nothing is checked without a schedule.
+  """Reads a log; without a schedule nothing is checked.
 
   Raises:
-    UnreadableLog: its events are of another program, or an older one.
+    UnreadableLog: an event lacks a field, as one of an older version may.
   """
   reader, log = _Reader(schedule, group_size), event_log.LogFile(path)
   try:
@@ -307,7 +308,7 @@ def read(
 
 
 class _Reader:
-  """Gives each event to all who want it."""
+  """Gives each event to the checker, the ledger and the counters."""
 
   def __init__(self, schedule: overlap.Overlap | None, group_size: int):
     self._bound = schedule.max_staleness if schedule else None
@@ -342,7 +343,7 @@ class _Reader:
         violations.append(f"the ledger does not balance: {ledger}")
     if log.num_garbled:
       violations.append(
-        f"{log.num_garbled} lines in the middle of the log are no events"
+        f"{log.num_garbled} lines in the middle of the log are not events"
       )
     return Verdict(
       bound=self._bound,

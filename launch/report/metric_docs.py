@@ -1,4 +1,4 @@
-"""What the names of metrics mean: the tables of docs/metrics.md, read."""
+"""Explanations of metrics, read from the tables of docs/metrics.md."""
 
 import pathlib
 import re
@@ -14,8 +14,9 @@ class MetricEntry(NamedTuple):
   """One row of a table.
 
   Attributes:
-    name: of a metric, or of many: `<k>` is a number, `<other>` anything.
-    worse: an arrow; "–" where neither direction is.
+    name: of a metric or of many: `<k>` stands for a number, `<other>` for any
+      text.
+    worse: an arrow; "–" where neither direction is worse.
   """
 
   name: str
@@ -25,18 +26,18 @@ class MetricEntry(NamedTuple):
   worse: str
 
   def matches(self, metric: str) -> bool:
-    """Whether it explains this metric."""
+    """True when the row explains a metric."""
     return re.fullmatch(_pattern(self.name), metric) is not None
 
   def __str__(self) -> str:
-    said = {
+    fields = {
       "Formula": self.formula,
       "Unit": self.unit,
       "Worse": self.worse,
     }
-    known = [f" {name}: {x}." for name, x in said.items() if x != "–"]
+    present = [f" {name}: {x}." for name, x in fields.items() if x != "–"]
     meaning = self.meaning[0].upper() + self.meaning[1:]
-    return f"{meaning}.{''.join(known)}".replace("`", "")
+    return f"{meaning}.{''.join(present)}".replace("`", "")
 
 
 def _pattern(name: str) -> str:
@@ -48,7 +49,7 @@ def _pattern(name: str) -> str:
 
 
 def entries(page: pathlib.Path = PAGE) -> list[MetricEntry]:
-  """Returns what the page says; nothing where it is not installed."""
+  """Returns the rows of the page; empty where it is not installed."""
   if not page.is_file():
     return []
   return list(_rows(page.read_text("utf-8").splitlines()))
@@ -71,6 +72,6 @@ def explain(
   metrics: Sequence[str], page: pathlib.Path = PAGE
 ) -> Mapping[str, str]:
   """Returns a sentence or two for each metric that the page explains."""
-  told = entries(page)
-  found = ((name, [x for x in told if x.matches(name)]) for name in metrics)
-  return {name: str(own[0]) for name, own in found if own}
+  rows = entries(page)
+  found = ((name, [x for x in rows if x.matches(name)]) for name in metrics)
+  return {name: str(matching[0]) for name, matching in found if matching}

@@ -1,6 +1,7 @@
 """Renders a run directory as one static page and one picture for a README.
-The page is one file that needs no network. It also renders a run that is still
-going on or that crashed: what is missing is named on top of the page.
+
+The page is one file that needs no network. It also renders a run that still
+goes on or has crashed, and names the missing parts on top.
 """
 
 import dataclasses
@@ -29,11 +30,10 @@ _MAX_SPANS = 50_000
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunData:
-  """What a run directory holds; what is missing is empty.
+  """The contents of a run directory; missing parts are empty.
 
   Attributes:
-    metrics: one row a round, in order; a repeated round counts once. What
-      was not finite is None, here and elsewhere.
+    metrics: one row a round, in order; a repeated round counts once.
     evaluations: one row each, in order, of those that graded an episode.
     spans: of the whole run, or the middle of a long one.
     num_spans: of the whole run.
@@ -41,7 +41,7 @@ class RunData:
     trajectories: a sample, see `run_files.sample_trajectories`.
     gaps: a sample of comparisons, see `run_files.sample_gaps`.
     warm_start: one row a step, in order.
-    notes: sentences about what is missing, unreadable or went wrong.
+    notes: sentences about missing or unreadable parts, and failures.
   """
 
   path: pathlib.Path
@@ -53,7 +53,7 @@ class RunData:
   verdict: log_check.Verdict | None
   trajectories: Sequence[Mapping[str, Any]]
   gaps: Sequence[Mapping[str, Any]]
-  warm_start: warm_start_section.Rows
+  warm_start: run_files.Rows
   notes: Sequence[str]
 
 
@@ -63,7 +63,7 @@ def read(
   """Reads a run directory, whatever state it is in.
 
   Args:
-    verdict: on its event log, when it is known: the log is not read again.
+    verdict: on its event log; None: the log is read.
   """
   notes: list[str] = []
 
@@ -76,7 +76,7 @@ def read(
   except (OSError, json.JSONDecodeError):
     config = {}
     notes.append("config.json is missing or unreadable.")
-  # A resumed run repeats the rounds behind its checkpoint: the last one counts.
+  # A resumed run repeats the rounds after its checkpoint: the last one counts.
   rounds = {row["round"]: row for row in rows("metrics.jsonl")}
   evaluations = {
     row["round"]: row
@@ -98,7 +98,7 @@ def read(
     num_spans=num_spans,
     verdict=verdict,
     trajectories=run_files.sample_trajectories(
-      # A run of no rounds plays nothing that it could miss.
+      # A run of no rounds has no trajectories to miss.
       path / "trajectories",
       [] if config.get("rounds") == 0 else notes,
     ),
@@ -113,7 +113,7 @@ def read(
 def _verdict(
   path: pathlib.Path, config: Mapping[str, Any], notes: list[str]
 ) -> log_check.Verdict | None:
-  """Returns what the event log says; notes what cannot be told."""
+  """Returns the verdict on the event log, and notes missing parts."""
   log = path / "events.jsonl"
   if not log.exists():
     notes.append(f"{log.name} is missing.")
@@ -164,18 +164,18 @@ def tiles(run: RunData) -> list[tuple[str, str, str]]:
       f"{max(gaps):.2g}" if gaps else "–",
       "nats, largest, engine to learner",
     ),
-    *(_told(run.verdict) if run.verdict else _UNTOLD),
+    *(_verdict_tiles(run.verdict) if run.verdict else _NO_VERDICT),
   ]
 
 
-_UNTOLD = [
+_NO_VERDICT = [
   (name, "–", "no event log")
   for name in ("Largest lag", "Faults", "Useful tokens", "Invariants")
 ]
 
 
-def _told(verdict: log_check.Verdict) -> list[tuple[str, str, str]]:
-  """Returns the outcomes that the event log tells."""
+def _verdict_tiles(verdict: log_check.Verdict) -> list[tuple[str, str, str]]:
+  """Returns the outcomes in the event log."""
   ledger, bound, broken = verdict.ledger, verdict.bound, verdict.violations
   kinds = ", ".join(f"{kind} {n}" for kind, n in verdict.faults.items())
   useful = f"{ledger.trained / ledger.sampled:.0%}" if ledger.sampled else "–"
@@ -255,7 +255,7 @@ def _timeline(run: RunData) -> dict[str, Any]:
 
 
 def page(run: RunData) -> str:
-  """Returns the report as one HTML page that refers to nothing else."""
+  """Returns the report as one self-contained HTML page."""
   verdict, columns = run.verdict, _columns(run.metrics)
   data = {
     "notes": run.notes,
@@ -282,7 +282,7 @@ def page(run: RunData) -> str:
     "data": text.replace("<", "\\u003c"),
   } | {path.name: path.read_text("utf-8") for path in _HERE.glob("*.js")}
   template = (_HERE / "report.html").read_text("utf-8")
-  # One pass: text of the run that looks like a field is left alone.
+  # One pass, so that text of the run that looks like a field stays.
   return re.sub(r"{{([\w.]+)}}", lambda field: parts[field[1]], template)
 
 
@@ -292,13 +292,15 @@ def write(
   """Writes report.html and learning_curve.svg; returns the page's path.
 
   Args:
-    verdict: on its event log, when it is known.
+    verdict: on its event log; None: the log is read.
 
   Raises:
-    FileNotFoundError: there is no such directory.
+    FileNotFoundError: the directory is missing.
   """
   if not run_dir.is_dir():
-    raise FileNotFoundError(f"{run_dir} is no directory of a run")
+    raise FileNotFoundError(
+      f"{run_dir} is not a directory; name the --workdir of a run"
+    )
   run = read(run_dir, verdict)
   picture = learning_curve.draw(run.metrics, run.evaluations, run.spans)
   (run_dir / "learning_curve.svg").write_text(picture, "utf-8")
@@ -308,9 +310,9 @@ def write(
 
 
 def check_run(run_dir: pathlib.Path) -> int:
-  """Prints the ledger, the checks and what is broken; returns the exit code.
+  """Prints the ledger, the checks and all violations; returns the exit code.
 
-  0: nothing is broken; 1: something is; 2: there is no run to check.
+  0: no violations; 1: violations; 2: the run cannot be checked.
   """
   try:
     verdict = log_check.of_run(run_dir)

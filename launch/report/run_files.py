@@ -1,13 +1,16 @@
-"""What a page can show of the files of a run, whatever state they are in."""
+"""Reads the files of a run for a page, whatever state they are in."""
 
 import collections
 import itertools
 import json
 import pathlib
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
 from rl.runtime import trace
+
+Rows = Sequence[Mapping[str, Any]]
+"""Lines of a JSON lines file, in order; a number that is not finite is None."""
 
 _KEPT = ("index", "status", "reward", "parts", "fault", "advantage")
 _MAX_SPANS_READ = 500_000
@@ -36,7 +39,7 @@ def lines(path: pathlib.Path, notes: list[str]) -> Iterator[dict[str, Any]]:
 
 
 def spans(path: pathlib.Path, notes: list[str]) -> tuple[list[trace.Span], int]:
-  """Returns the spans in the middle of a run, and how many there are."""
+  """Returns the spans in the middle of a run, and the number of all."""
   count = sum(1 for _ in lines(path, notes))
   start = max(0, (count - _MAX_SPANS_READ) // 2)
   middle = itertools.islice(lines(path, []), start, start + _MAX_SPANS_READ)
@@ -56,7 +59,7 @@ def sample_trajectories(
   picked = [files[i] for i in _spread(len(files))[:_MAX_ROUNDS]]
   rounds = [_groups(path, notes) for path in picked]
   chosen, size = [], 0
-  # One group of every round, then a second one: what fits is spread evenly.
+  # One group of every round, then a second one, so that they spread evenly.
   for group in itertools.chain(*itertools.zip_longest(*rounds, fillvalue=[])):
     cost = len(json.dumps(group))
     fits = size + cost <= _MAX_TRAJECTORY_BYTES
@@ -72,28 +75,28 @@ def sample_gaps(
   """Returns comparisons of engine and learner; see `rollout_samples.write_gap`.
 
   As many as fit a page: of 8 rounds, the last of them and others spread over
-  the run, in its order. A run that compared nothing is not worth a note.
+  the run, in its order. No note is made of a run without comparisons.
 
   Args:
-    rounds: that there are. Others were superseded when the run was resumed.
+    rounds: of the run; a resume superseded others.
   """
   if not path.exists():
     return []
-  # Of a round that was repeated the last line counts.
+  # The last line of a repeated round counts.
   found = {row["round"]: row for row in lines(path, notes)}
-  known = sorted(rounds & found.keys(), reverse=True)
-  picked = [known[i] for i in _spread(len(known))[:_MAX_GAPS]]
+  current = sorted(rounds & found.keys(), reverse=True)
+  picked = [current[i] for i in _spread(len(current))[:_MAX_GAPS]]
   return [found[i] for i in sorted(picked)]
 
 
 def _spread(count: int) -> list[int]:
-  """Returns range(count) so ordered that every prefix is evenly spread."""
+  """Returns range(count), ordered so that every prefix is evenly spread."""
   steps = [1 << k for k in reversed(range(count.bit_length() + 1))]
   return list(dict.fromkeys(i for step in steps for i in range(0, count, step)))
 
 
 def _groups(path: pathlib.Path, notes: list[str]) -> list[list[dict[str, Any]]]:
-  """Returns the groups of one round, with what the page shows of them."""
+  """Returns the groups of one round, with the fields that the page shows."""
   groups: dict[int, list[dict[str, Any]]] = collections.defaultdict(list)
   for row in lines(path, notes):
     groups[row["group_id"]].append(

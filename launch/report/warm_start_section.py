@@ -1,9 +1,7 @@
-"""The warm start in a report: its loss by step, and what it came to."""
+"""The warm start in a report: its loss by step, and its outcome."""
 
 import math
 import pathlib
-from collections.abc import Mapping, Sequence
-from typing import Any
 
 from launch.cli import workdir
 from launch.report import learning_curve, run_files
@@ -11,15 +9,12 @@ from launch.report import learning_curve, run_files
 _WIDTH, _HEIGHT = 1040, 260
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52, _WIDTH - 12, 12, _HEIGHT - 34
 
-Rows = Sequence[Mapping[str, Any]]
-"""The lines of warm_start.jsonl; what was not finite is None."""
 
-
-def read(run_dir: pathlib.Path, notes: list[str]) -> Rows:
-  """Returns the steps in order; none of a run without a warm start.
+def read(run_dir: pathlib.Path, notes: list[str]) -> run_files.Rows:
+  """Returns the steps in order; empty for a run without a warm start.
 
   Args:
-    notes: is told of lines that cannot be read.
+    notes: takes a sentence about unreadable lines.
   """
   path = run_dir / workdir.WARM_START_LINES
   if not path.exists():
@@ -28,7 +23,7 @@ def read(run_dir: pathlib.Path, notes: list[str]) -> Rows:
   return [found[step] for step in sorted(found)]
 
 
-def tiles(rows: Rows) -> list[tuple[str, str, str]]:
+def tiles(rows: run_files.Rows) -> list[tuple[str, str, str]]:
   """Returns (label, value, note) of the outcome; empty without steps."""
   losses = [row["loss"] for row in rows if row["loss"] is not None]
   if not rows:
@@ -37,7 +32,7 @@ def tiles(rows: Rows) -> list[tuple[str, str, str]]:
   return [("Warm start", value, f"nats a token, {_steps(rows)}")]
 
 
-def section(rows: Rows) -> str:
+def section(rows: run_files.Rows) -> str:
   """Returns the section of the page, as HTML; "" without steps."""
   if not rows:
     return ""
@@ -56,13 +51,13 @@ def section(rows: Rows) -> str:
   )
 
 
-def _steps(rows: Rows) -> str:
+def _steps(rows: run_files.Rows) -> str:
   skipped = sum(1 for row in rows if row["skipped"])
   words = f"{len(rows):,} steps"
   return f"{words}, {skipped:,} skipped as not finite" if skipped else words
 
 
-def _curve(rows: Rows) -> str:
+def _curve(rows: run_files.Rows) -> str:
   """Returns an SVG in the colours of the page."""
   steps = [row["step"] for row in rows]
   losses = [row["loss"] for row in rows]

@@ -43,6 +43,6 @@ class Invariant:
 
   @staticmethod
   def binds(schedule: overlap.Overlap) -> bool:
-    """Whether a schedule makes this promise; most are made by all."""
+    """Returns True for schedules that make this promise; most do."""
     del schedule
     return True

@@ -60,7 +60,9 @@ class SimulatedEngine:
     return trajectory.PolicyVersion(self._processor.version)
 
   @property
-  def states(self) -> Sequence[tuple[float, simulated_processor.EngineState]]:
+  def states(
+    self,
+  ) -> Sequence[tuple[float, simulated_processor.EngineActivity]]:
     """(second, state) of each change so far; the last one goes on."""
     self._advance()
     return self._processor.states

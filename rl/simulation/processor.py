@@ -22,7 +22,7 @@ from rl.settings import checks
 # In tokens: above the rounding errors of the loop's clock.
 _CLOSE = 1e-4
 
-EngineState = Literal[
+EngineActivity = Literal[
   "decode", "prefill", "publish", "drain", "environments", "rewards", "gate"
 ]
 """The work of an engine, or the cause of its idle time.
@@ -132,7 +132,7 @@ class Processor:
     self.paused = False
     self.sessions = self.graded = 0
     self.running = self.decoding = 0
-    self.states: list[tuple[float, EngineState]] = []
+    self.states: list[tuple[float, EngineActivity]] = []
     self.served = self.stood_s = 0.0
     self.sampled = self.prefilled = self.hits = 0
     self.now_s = 0.0
@@ -176,7 +176,7 @@ class Processor:
     tokens = (now_s - self.now_s) / self.speed.tau_s(self.decoding)
     return self.served + tokens * self.decoding
 
-  def _state(self) -> EngineState:
+  def _state(self) -> EngineActivity:
     if self._stands:
       return "publish"
     if self.decoding:

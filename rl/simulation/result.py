@@ -43,7 +43,7 @@ class Result:
       tokens with every slot in use.
     prefill: share of time in which engines encode context and decode nothing.
     decode_idle: share of the engines' time by cause; see
-      `processor.EngineState`.
+      `processor.EngineActivity`.
     learner_idle: share of the learner's time by cause: "publish" and "data".
     overlap: share of the less busy mesh's work that the other one hides.
     group_lags, token_lags: trained groups and tokens by their staleness.

@@ -195,7 +195,7 @@ class RunRecord:
   settings: Simulation
   events: Sequence[event_log.Event]
   spans: Sequence[trace.Span]
-  states: Sequence[Sequence[tuple[float, simulated_processor.EngineState]]]
+  states: Sequence[Sequence[tuple[float, simulated_processor.EngineActivity]]]
   served: Mapping[int, Sequence[float]]
   routes: Mapping[str, float]
   virtual_s: float

@@ -62,7 +62,7 @@ def test_a_run_that_breaks_one_ends_with_exit_code_1(run_dir, capsys):
 
 def test_what_cannot_be_checked_ends_with_exit_code_2(run_dir, capsys):
   assert report_page.check_run(run_dir / "none") == 2
-  assert "there is no such log of a run" in capsys.readouterr().err
+  assert "events.jsonl is missing; name" in capsys.readouterr().err
   (run_dir / "config.json").write_text('{"overlap": {"rounds": 3}}')
   assert report_page.check_run(run_dir) == 2
   assert "rounds" in capsys.readouterr().err
@@ -223,7 +223,7 @@ def test_a_line_that_no_crash_has_cut_is_a_violation(run_dir):
   lines = log.read_text().splitlines(keepends=True)
   log.write_text("".join([*lines[:50], '{"t": 3, "ki\n', *lines[50:]]))
   found = log_check.of_run(run_dir)
-  words = "1 lines in the middle of the log are no events"
+  words = "1 lines in the middle of the log are not events"
   assert (found.num_cut, found.violations) == (1, [words])
 
 

@@ -85,8 +85,8 @@ def test_a_tolerance_saves_runs_and_costs_no_more_than_it_says(everything):
 
 def test_no_run_is_faster_than_its_bound(everything):
   for one in everything.values():
-    assert one.floor.step_s <= one.result.step_s, one.choice
-    assert one.tokens <= one.floor.tokens
+    assert one.bound.step_s <= one.result.step_s, one.choice
+    assert one.tokens <= one.bound.tokens
     assert not one.result.violations
 
 
@@ -117,8 +117,8 @@ def test_the_bound_holds_for_every_schedule_redundancy_and_mix(
   waiting, _ = search_lib.candidates(problem)
   some = waiting[seed :: len(waiting) // 17]
   for one in process.map(functools.partial(search_lib.estimate, problem), some):
-    assert one.floor.step_s <= one.result.step_s, one.choice
-    assert one.tokens <= one.floor.tokens
+    assert one.bound.step_s <= one.result.step_s, one.choice
+    assert one.tokens <= one.bound.tokens
 
 
 def test_the_bound_is_exact_where_nothing_varies_or_queues():

@@ -101,7 +101,7 @@ def test_the_mean_of_a_log_normal_is_found_from_its_quantiles():
     ),
     (
       lambda: distributions.Histogram(edges=(0.0, 1.0), counts=(0.0,)),
-      "no weights of bins",
+      "must be 0 or above, and one",
     ),
   ],
 )
