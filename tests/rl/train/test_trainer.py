@@ -3,18 +3,22 @@
 import asyncio
 import dataclasses
 import math
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from rl.algorithms import advantages, corrections, presets, token_advantages
+from rl.data import batch, segment_index
 from rl.pools import placement
 from rl.runtime import mesh_thread, trace
 from rl.schedule import overlap
 from rl.testing import fakes
-from rl.train import learner, optimizers
+from rl.train import learner, optimizers, scoring, skipped_updates
 from rl.train import trainer as trainer_lib
+from tests.helpers import scored_episodes
 from tests.helpers.counting_trainer import (
   GRPO,
   NOTHING,
@@ -288,3 +292,362 @@ def test_a_mesh_compares_with_its_own_weights(
   # Of one version: log(old / -0.5 nats) is what the policy was off by.
   assert weight < 0.5
   assert math.isclose(weight, again, rel_tol=1e-5) != changes
+
+
+@pytest.mark.parametrize("norm", [math.nan, math.inf])
+def test_updates_that_are_not_finite_are_skipped_and_too_many_end_the_run(norm):
+  programs, skipped = Programs(grad_norm=norm), []
+
+  async def scenario(trainer):
+    await trainer.begin_round(5)
+    for _ in range(3):
+      await trainer.accumulate([group(1.0, 0.0)])
+      skipped.append((await trainer.update())["skipped"])
+
+  message = (
+    f"round 6: .* not finite: 3, and max_skipped=2 allows .* norm {norm}; "
+    "nobody kept .* Lower optimizer.learning_rate or .* launch.replay"
+  )
+  with pytest.raises(FloatingPointError, match=message):
+    trained(scenario, programs, max_skipped=2)
+  assert skipped == [1.0, 1.0]
+  assert programs.weights == [0, 0, 0]
+
+
+def test_what_is_skipped_lies_under_its_round_and_its_place_there(tmp_path):
+  built = Programs(grad_norm=math.nan)
+  thread = mesh_thread.MeshThread("learner", trace.Trace(None))
+  trainer = trainer_lib.Training(
+    dataclasses.replace(SETTINGS, max_skipped=2),
+    built,
+    thread,
+    estimator=GRPO.advantage,
+    objective=GRPO,
+    kept=skipped_updates.Quarantine(tmp_path, most=9),
+  )
+
+  async def scenario():
+    # What is put away lies on a device.
+    trainer.restore(built.abstract._replace(params={"updates": jnp.int32(0)}))
+    for version, count in ((5, 2), (6, 1)):
+      await trainer.begin_round(version)
+      for _ in range(count):
+        await trainer.accumulate([group(1.0, 0.0)])
+        await trainer.update()
+
+  # Version 5 is trained in round 6, as in metrics.jsonl.
+  ends = ("6_update_0", "6_update_1", "7_update_0")
+  names = [f"round_00000{end}" for end in ends]
+  try:
+    with pytest.raises(FloatingPointError, match=names[-1]):
+      asyncio.run(scenario())
+  finally:
+    thread.close()
+  assert sorted(x.name for x in tmp_path.iterdir()) == names
+  # Both members of the group, in the order in which they were packed.
+  found = segment_index.read(tmp_path / names[-1] / "owners.json")
+  assert [x[3:] for x in found] == [("t", 0, 0), ("t", 0, 1)]
+
+
+def test_skipped_updates_count_only_in_a_row():
+  programs = Programs()
+
+  async def scenario(trainer):
+    await trainer.begin_round(0)
+    for norm in (math.nan, 1.0, math.nan, 1.0):
+      programs.grad_norm = norm
+      await trainer.accumulate([group(1.0, 0.0)])
+      await trainer.update()
+    return trainer.state.updates
+
+  assert trained(scenario, programs, max_skipped=1) == 2
+
+
+class Later(Programs):
+  """Programs of which every second step is not finite."""
+
+  steps = 0
+
+  def update(self, state, total, zero_variance_count=0.0):
+    self.steps += 1
+    self.grad_norm = 1.0 if self.steps % 2 else math.nan
+    return super().update(state, total, zero_variance_count)
+
+
+def test_a_later_epoch_that_is_not_finite_ends_an_update_that_counts():
+  programs = Later()
+
+  async def scenario(trainer):
+    await trainer.begin_round(0)
+    await trainer.accumulate([group(1.0, 0.0)])
+    return await trainer.update(), trainer.state.updates
+
+  sums, updates = trained(scenario, programs, epochs=3)
+  # One step of two; the third epoch is not even tried.
+  assert (programs.steps, updates, sums["skipped"]) == (2, 1, 0.5)
+  assert sums["tokens"] == 4.0
+
+
+def test_updates_whose_later_epochs_are_not_finite_count_in_a_row():
+  programs, skipped = Later(), []
+
+  async def scenario(trainer):
+    await trainer.begin_round(0)
+    for _ in range(6):
+      await trainer.accumulate([group(1.0, 0.0)])
+      skipped.append((await trainer.update())["skipped"])
+
+  with pytest.raises(FloatingPointError, match=r"not finite: 3, .* norm nan"):
+    trained(scenario, programs, epochs=2, max_skipped=2)
+  assert skipped == [0.5, 0.5]
+
+
+def test_every_epoch_is_a_step_on_the_same_groups_and_the_same_old_policy():
+  programs = Programs()
+
+  async def scenario(trainer):
+    await trainer.begin_round(0)
+    for _ in range(2):
+      await trainer.accumulate([group(1.0, 0.0)] * 4)
+    sums = await trainer.update()
+    return trainer.state.updates, sums["tokens"]
+
+  found = trained(scenario, programs, epochs=3, old_logprob="recompute")
+  # Two full batches three times; tokens are those of one epoch.
+  assert found == (3, 32.0)
+  assert programs.weights == [0, 0, 1, 1, 2, 2]
+  assert programs.compared_with == [-0.5] * 6
+
+
+def test_a_group_that_teaches_nothing_is_masked_and_stays_in_the_divisor():
+  programs = Programs()
+
+  async def scenario(trainer):
+    await trainer.begin_round(0)
+    used = await trainer.accumulate(
+      [group(1.0, 0.0), group(1.0, 1.0, None), group(1.0, None)]
+    )
+    return used, await trainer.update()
+
+  used, sums = trained(scenario, programs)
+  assert [one.trained.any() for one in used] == [True, False, False]
+  assert (sums["zero_variance_groups"], sums["singleton_groups"]) == (1, 1)
+  # Two trajectories; those of a fault, or alone, are nowhere.
+  assert programs.masked == [2.0]
+  assert sum(packed.sampled.sum() for packed in programs.batches) == 4
+
+
+def test_groups_that_are_not_computed_stay_in_the_divisor_of_every_epoch():
+  programs = Programs()
+
+  async def scenario(trainer):
+    await trainer.begin_round(0)
+    for _ in range(2):
+      await trainer.accumulate([group(1.0, 0.0), group(1.0, 1.0)])
+      await trainer.update()
+
+  trained(scenario, programs, epochs=3)
+  # Two trajectories of a zero-variance group, and no more in the next update.
+  assert programs.masked == [2.0] * 6
+
+
+def test_a_group_without_an_advantage_is_trained_where_entropy_counts():
+  programs = Programs()
+
+  async def scenario(trainer):
+    await trainer.begin_round(0)
+    used = await trainer.accumulate([group(1.0, 1.0)])
+    return used, await trainer.update()
+
+  (used,), sums = trained(
+    scenario, programs, objective=presets.Grpo(entropy_bonus=0.01)
+  )
+  assert used.trained.all()
+  assert not used.advantages.any()
+  assert (sums["zero_variance_groups"], programs.masked) == (1, [0.0])
+
+
+@pytest.mark.parametrize("weight", ["balance_weight", "z_weight"])
+def test_a_group_without_an_advantage_is_trained_where_routers_are_balanced(
+  weight,
+):
+  none = presets.Grpo(balance_weight=0.0, z_weight=0.0)
+  objective = dataclasses.replace(none, **{weight: 0.1})
+
+  async def scenario(trainer):
+    await trainer.begin_round(0)
+    (used,) = await trainer.accumulate([group(1.0, 1.0)])
+    await trainer.update()
+    return used.trained.all()
+
+  for value, has_routers, is_trained in (
+    (objective, True, True),
+    (objective, False, False),
+    (none, True, False),
+  ):
+    found = trained(scenario, objective=value, has_routers=has_routers)
+    assert found == is_trained
+
+
+EPISODES = scored_episodes.draw(4)
+ROWS, LENGTH = 2, 20
+
+
+class Keeping(fakes.FakeLearner):
+  """A learner that keeps what it is called with."""
+
+  def __init__(self):
+    super().__init__()
+    self.batches: list[batch.Batch] = []
+    self.params: list[Any] = []
+    self.counts: list[float] = []
+
+  def accumulate(self, params, total, batch, critic=None):
+    assert critic is None
+    self.params.append(params["updates"])
+    self.batches.append(batch)
+    return super().accumulate(params, total, batch, critic)
+
+  def update(self, state, total, zero_variance_count=0.0):
+    self.counts.append(zero_variance_count)
+    return super().update(state, total, zero_variance_count)
+
+
+def accumulated(scenario, *, share_prompts=False, tail_rows=None):
+  """Returns what the scenario does, and what the learner was told."""
+  programs = Keeping()
+  thread = mesh_thread.MeshThread("learner", trace.Trace(None))
+
+  def pack(members, *, only_full=False):
+    return batch.pack(
+      members,
+      rows=ROWS,
+      length=LENGTH,
+      version=scored_episodes.VERSION,
+      share_prompts=share_prompts,
+      tail_rows=tail_rows,
+      only_full=only_full,
+    )
+
+  this = trainer_lib.Accumulation(programs, thread, pack)
+  try:
+    return asyncio.run(scenario(this, programs.abstract)), programs
+  finally:
+    thread.close()
+
+
+def part(start, stop):
+  columns: dict[batch.Column, scoring.Tokens] = {
+    name: own[start:stop] for name, own in EPISODES.columns.items()
+  }
+  return EPISODES.members[start:stop], columns
+
+
+def tokens(batches):
+  """What each sampled token carries, in an order of its own."""
+  names = ("tokens", "positions", "behaviour", *scored_episodes.COLUMNS)
+  return sorted(
+    tuple(float(getattr(b, name)[row, at]) for name in names)
+    for b in batches
+    for row, at in zip(*np.nonzero(b.sampled), strict=True)
+  )
+
+
+def expected():
+  whole = scored_episodes.pack(EPISODES, rows=ROWS, length=LENGTH)
+  return tokens(whole.batches)
+
+
+@pytest.mark.parametrize("share_prompts", [False, True])
+@pytest.mark.parametrize("step", [1, 3, 16])
+def test_every_token_is_accumulated_once_with_all_that_is_known_of_it(
+  step, share_prompts
+):
+  async def scenario(this, state):
+    for start in range(0, len(EPISODES.members), step):
+      await this.add(state, *part(start, start + step))
+    await this.flush(state)
+    return this.batches
+
+  batches, kept = accumulated(scenario, share_prompts=share_prompts)
+  assert len(expected()) == sum(EPISODES.sizes)
+  assert tokens(kept.batches) == expected()
+  assert [id(b) for b in batches] == [id(b) for b in kept.batches]
+
+
+@pytest.mark.parametrize("share_prompts", [False, True])
+def test_every_trajectory_owns_the_segment_in_which_its_tokens_lie(
+  share_prompts,
+):
+  async def scenario(this, state):
+    for start in range(len(EPISODES.members)):
+      await this.add(state, *part(start, start + 1))
+    await this.flush(state)
+    return this
+
+  this, _ = accumulated(scenario, share_prompts=share_prompts)
+  found = {(owner.group, owner.member): owner for owner in this.owners}
+  assert len(found) == len(this.owners) == len(EPISODES.members)
+  for member in EPISODES.members:
+    owner = found[member.group_id, member.index]
+    packed = this.batches[owner.batch]
+    own = packed.sampled[owner.row]
+    own = own & (packed.segments[owner.row] == owner.segment)
+    np.testing.assert_array_equal(
+      packed.tokens[owner.row][own], member.ids[member.sampled]
+    )
+
+
+def test_what_fills_no_batch_waits_for_others():
+  async def scenario(this, state):
+    counts = []
+    for start in range(len(EPISODES.members)):
+      await this.add(state, *part(start, start + 1))
+      counts.append(len(this.batches))
+    return counts, this
+
+  (counts, this), _ = accumulated(scenario)
+  assert counts[0] == 0
+  assert counts == sorted(counts)
+  # Full batches alone: every row holds something.
+  assert all((b.segments > 0).any(1).all() for b in this.batches)
+  assert counts[-1] > 1
+
+
+def test_the_rest_makes_a_smaller_batch_where_that_leaves_less_empty():
+  async def scenario(this, state):
+    await this.add(state, *part(0, 1))
+    await this.flush(state)
+
+  _, kept = accumulated(scenario, tail_rows=1)
+  assert [b.tokens.shape for b in kept.batches] == [(1, LENGTH)]
+  _, kept = accumulated(scenario)
+  assert [b.tokens.shape for b in kept.batches] == [(ROWS, LENGTH)]
+
+
+def test_a_second_epoch_has_the_same_batches_and_newer_weights():
+  async def scenario(this, state):
+    await this.add(state, *part(0, 16))
+    await this.flush(state)
+    state, first = await this.step(state, 3.0)
+    await this.repeat(state)
+    _, second = await this.step(state, 3.0)
+    return first["tokens"], second["tokens"]
+
+  sums, kept = accumulated(scenario)
+  half = len(kept.batches) // 2
+  assert [id(b) for b in kept.batches[:half]] == [
+    id(b) for b in kept.batches[half:]
+  ]
+  assert kept.params == [0] * half + [1] * half
+  assert kept.counts == [3.0, 3.0]
+  # Each starts from nothing.
+  assert sums == (sum(EPISODES.sizes),) * 2
+
+
+def test_a_flush_of_nothing_does_nothing():
+  async def scenario(this, state):
+    await this.flush(state)
+    return this.batches
+
+  assert accumulated(scenario)[0] == []
