@@ -80,7 +80,7 @@ async def play(
 
 
 async def start(
-  settings: contract.Settings,
+  settings: contract.EngineSpec,
 ) -> tuple[contract.StartableEngine, mesh_thread.MeshThread]:
   """Returns an engine of random weights, and its thread."""
   _, layout = placement.Placement(colocated=True).layouts()
@@ -94,7 +94,7 @@ async def start(
   return served, thread
 
 
-def _settings(name: str) -> contract.Settings:
+def _settings(name: str) -> contract.EngineSpec:
   if name == "built_in":
     return BUILT_IN
   from rl.engine.sglang import settings as sglang_settings

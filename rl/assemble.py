@@ -137,7 +137,7 @@ def build(
 
 
 def engines(
-  settings: contract.Settings,
+  settings: contract.EngineSpec,
   model: model_config.ModelConfig,
   layouts: Sequence[sharding.Layout],
   threads: Sequence[mesh_thread.MeshThread],

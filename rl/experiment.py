@@ -135,7 +135,7 @@ class Experiment:
   engine: (
     engine_settings.EngineSettings
     | sglang_settings.SglangSettings
-    | contract.Settings
+    | contract.EngineSpec
   ) = dataclasses.field(default_factory=engine_settings.EngineSettings)
   publishing: weight_publisher.Publishing = dataclasses.field(
     default_factory=weight_publisher.Publishing

@@ -54,7 +54,7 @@ class Hosting:
   """
 
   model: model_config.ModelConfig
-  engine: contract.Settings = dataclasses.field(
+  engine: contract.EngineSpec = dataclasses.field(
     default_factory=lambda: engine_settings.EngineSettings(slots=16)
   )
   placement: placement_lib.Placement = dataclasses.field(

@@ -480,8 +480,8 @@ class SessionRouter(Protocol):
 
 
 @runtime_checkable
-class Settings(Protocol):
-  """Settings of an engine, a frozen dataclass: its sizes, and `build`."""
+class EngineSpec(Protocol):
+  """Settings of an engine, a frozen dataclass with its sizes and `build`."""
 
   def validate(self) -> None:
     """Raises ValueError on a size that cannot work."""

@@ -33,7 +33,7 @@ CONFIG = config_lib.tiny_moe(
   max_length=96,
   compute=config_lib.Compute(moe_block=4),
 )
-SETTINGS: dict[str, contract.Settings] = {
+SETTINGS: dict[str, contract.EngineSpec] = {
   "built_in": engine_settings.EngineSettings(
     slots=4,
     page_size=4,
@@ -200,7 +200,7 @@ class Served:
 def serve(
   name: str,
   config: config_lib.ModelConfig = CONFIG,
-  settings: contract.Settings | None = None,
+  settings: contract.EngineSpec | None = None,
   tensor: int = 1,
 ):
   """Starts an engine of its own, on devices behind the first."""

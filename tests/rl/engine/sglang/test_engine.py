@@ -32,7 +32,7 @@ SMALL = SglangSettings(slots=2, row_buckets=(2,), token_buckets=(32,))
 
 
 def test_the_defaults_are_settings_that_a_run_can_have():
-  settings: contract.Settings = SglangSettings()
+  settings: contract.EngineSpec = SglangSettings()
   settings.validate()
   settings.validate_model(CONFIG)
   assert settings.split_rows == {}
