@@ -300,46 +300,46 @@ schedule. All runs of a seed begin with the same weights, which have imitated
 random guesses and a binary search in equal parts, and succeed in {before} of
 all games. Then come {updates} updates of {groups} groups of {members} games:
 {samples:,} games for every run, whatever its schedule, with the same learning
-rate, {rate:g}. The policy is a dense transformer of two layers, width 64.
+rate, {rate:g}. The policy is a dense transformer of two layers and width 64.
 
 Written by `python -m benchmarks.learning` ({machine}).
 
 ![success by schedule, a panel for each algorithm](learning.svg)
 
-| schedule | what it is |
+| schedule | samples |
 |---|---|
-| sync | every token is of the weights that it trains |
-| round pipelined | two updates a round: every second one trains samples that are one update late |
-| eta 1, 2, 4 | in flight: up to that many rounds between the first token of a group and its training; weights arrive inside of games |
+| sync | on policy: the weights in training sampled every token |
+| round pipelined | two updates a round: every second update trains samples that are one update late |
+| eta 1, 2, 4 | in flight: up to that many rounds between the first token of a group and its training; weights arrive in the middle of games |
 
-| arm | what is done about it |
+| arm | correction |
 |---|---|
-| uncorrected | nothing: the ratio is against the weights of training, so it is 1, as if they had sampled (`old_logprob=recompute`, weights of 1). A run refuses this; the benchmark does it on purpose |
-| ratio | the ratio of the loss is against the policy that sampled (`old_logprob=decode`, the default). GRPO, Dr.GRPO and DAPO give no gradient to tokens that have moved too far from it, GSPO to such games; CISPO stops none and weighs up to 5. The loss of RLOO has no ratio |
-| truncated | the ratio is against the weights of training, and every token weighs min(p, 2), with p the probability of these weights over that of the policy that sampled (`old_logprob=recompute`, `correction=TokenTruncated(cap=2.0)`) |
+| uncorrected | none: the ratio is against the weights in training, so it is 1, as if these had sampled (`old_logprob=recompute`, weights of 1). A run refuses this; the benchmark does it on purpose |
+| ratio | the ratio of the loss is against the policy that sampled (`old_logprob=decode`, the default). GRPO, Dr.GRPO and DAPO stop the gradient of tokens whose ratio is out of bounds, GSPO that of whole games; CISPO stops none and weighs up to 5. The loss of RLOO has no ratio |
+| truncated | the ratio is against the weights in training, and every token weighs min(p, 2), with p its probability under these weights over that under the policy that sampled it (`old_logprob=recompute`, `correction=token_truncated(cap=2)`) |
 
-On policy all three are the same run, but for rounding: that of the column sync.
-Here every batch has one update, so a ratio against the weights of training
-never leaves its bounds: what is uncorrected or truncated is clipped by nothing.
+On policy all three are the same run, but for rounding: the column sync. Every
+batch has one update, so a ratio against the weights in training never leaves
+its bounds: the arms uncorrected and truncated clip nothing.
 
 Runs in flight do not repeat, and small differences grow: two runs of one seed
 may end several points apart, as two seeds do."""  # noqa: E501
 _FINAL = """Held-out games won after the last update, at temperature 1: mean
-over the seeds, least and most of them. A sample is a game that was trained.
-DAPO leaves out groups that teach nothing and plays others in their place, which
-are not counted here: see "played / trained" below."""
+over the seeds, lowest and highest in brackets. A sample is a trained game. DAPO
+replaces groups whose rewards are all equal by others, and the replaced ones are
+not counted here: see "played / trained" below."""
 _COSTS = """At eta 4, in percentage points between the means above."""
 _AREA = """The same as a mean over the samples of the run: the area under the
-curve of held-out success, which is looked at every {every} updates."""
-_LAGS = """As measured: mean over all runs of a schedule, least and most. A
-group is late by the version of its first token; tokens that were sampled after
-weights had arrived are less so. In a round of two updates every second one is
-an update late."""
-_DETAILS = """At eta 4: KL(who sampled, policy) in nats a token, for tokens of
+curve of held-out success, measured every {every} updates."""
+_LAGS = """Mean over all runs of a schedule, lowest and highest in brackets. The
+version of its first token decides how late a group is; tokens that were sampled
+after weights had arrived are less late. In a round of two updates every second
+one is an update late."""
+_DETAILS = """At eta 4: KL(sampler, policy) in nats a token, for tokens of
 each lag in rounds; the share of tokens that a bound clips; effective sample
 size of the weights as a share of tokens; entropy in nats a token; games played
-for each that is trained."""
-_RATES = """One for all, chosen by GRPO in sync alone: the one that learned
-most over the run. Others might have done better with their own: Dr.GRPO and
-RLOO sum over the tokens of a game where others average, and a clip of the
-gradient's norm at 1 then acts more often."""
+for each trained one."""
+_RATES = """One for all, chosen for GRPO in sync: the one with the most success
+over the run. Other algorithms might do better with their own: Dr.GRPO and RLOO
+sum over the tokens of a game where others average, and a clip of the gradient's
+norm at 1 then acts more often."""
