@@ -10,6 +10,8 @@ from rl.algorithms import corrections, losses
 from tests.helpers import packed_rows
 from tests.helpers.packed_rows import make
 
+pytestmark = pytest.mark.compiled
+
 WRAPS = pytest.mark.parametrize(
   "wrap", [jax.jit, lambda f: f], ids=["jit", "eager"]
 )

@@ -39,6 +39,8 @@ from rl.testing import tabular
 from tests.helpers import tabular_estimates as estimates_lib
 from tests.helpers.tabular_estimates import Rule
 
+pytestmark = pytest.mark.compiled
+
 LAGS = estimator_bias.LAGS
 GROUP_SIZE, EPISODES, SEED = 8, 100_000, 0
 THREE_SIGMA = 0.0027

@@ -10,6 +10,8 @@ import pytest
 
 from rl.algorithms import kl
 
+pytestmark = pytest.mark.compiled
+
 WRAPS = pytest.mark.parametrize(
   "wrap", [jax.jit, lambda f: f], ids=["jit", "eager"]
 )

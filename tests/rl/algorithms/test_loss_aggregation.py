@@ -8,6 +8,8 @@ import pytest
 from rl.algorithms import loss_aggregation
 from tests.helpers import packed_rows
 
+pytestmark = pytest.mark.compiled
+
 WRAPS = pytest.mark.parametrize(
   "wrap", [jax.jit, lambda f: f], ids=["jit", "eager"]
 )

@@ -11,6 +11,8 @@ from rl.algorithms import loss_aggregation, losses
 from tests.helpers import packed_rows
 from tests.helpers.packed_rows import make, of_ratios
 
+pytestmark = pytest.mark.compiled
+
 WRAPS = pytest.mark.parametrize(
   "wrap", [jax.jit, lambda f: f], ids=["jit", "eager"]
 )

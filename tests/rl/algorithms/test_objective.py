@@ -30,6 +30,8 @@ from rl.pools import placement
 from rl.settings import short_names
 from tests.helpers import packed_rows, scored_episodes
 
+pytestmark = pytest.mark.compiled
+
 ROWS, LENGTH = 8, 32
 NUM_LAGS = 3
 EPISODES = scored_episodes.draw(0)

@@ -10,6 +10,8 @@ import pytest
 from rl.algorithms import packed_row
 from tests.helpers import packed_rows
 
+pytestmark = pytest.mark.compiled
+
 WRAPS = pytest.mark.parametrize(
   "wrap", [jax.jit, lambda f: f], ids=["jit", "eager"]
 )

@@ -240,6 +240,9 @@ def test_a_preset_has_the_values_of_its_paper(name):
 
 # In a run.
 
+# Each of their parts is in the run of another preset, or of another test.
+LIKE_OTHERS = {"dr_grpo", "rloo", "cispo", "free"}
+
 
 @dataclasses.dataclass(eq=False)
 class Ran(progress.RunObserver):
@@ -283,11 +286,18 @@ SYNC = overlap.sync(R)
 IN_FLIGHT = overlap.in_flight(R, max_staleness=1, groups_per_microbatch=R)
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize(
   ("name", "schedule"),
   [
     *(
-      pytest.param(name, IN_FLIGHT, id=f"{name}-in_flight") for name in PRESETS
+      pytest.param(
+        name,
+        IN_FLIGHT,
+        id=f"{name}-in_flight",
+        marks=[pytest.mark.slow] if name in LIKE_OTHERS else [],
+      )
+      for name in PRESETS
     ),
     # Whose own loss is for fresh tokens, and the two that score them again.
     *(

@@ -18,6 +18,8 @@ from tests.helpers import real_programs, scored_episodes
 from tests.helpers import tiny_engine as tiny
 from tests.helpers.real_programs import on_mesh
 
+pytestmark = pytest.mark.compiled
+
 CONFIG = tiny.DENSE
 TEACHER = dataclasses.replace(
   CONFIG, vocab_size=32, num_layers=2, d_model=24, d_ff=32

@@ -5,6 +5,8 @@ import pytest
 from benchmarks import estimator_bias
 from rl.algorithms import kl, loss_aggregation
 
+pytestmark = [pytest.mark.compiled, pytest.mark.slow]
+
 
 def words(subject: object) -> str:
   return " ".join((type(subject).__doc__ or "").split())

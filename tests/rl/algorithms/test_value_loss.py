@@ -10,6 +10,8 @@ import pytest
 from rl.algorithms import value_loss
 from rl.data import batch
 
+pytestmark = pytest.mark.compiled
+
 
 def test_a_value_loss_is_half_the_square_or_that_of_the_clipped_value():
   loss = value_loss.ValueLoss(clip=0.2)

@@ -8,6 +8,8 @@ from benchmarks import estimator_bias
 from rl.testing import tabular
 from tests.helpers import tabular_estimates
 
+pytestmark = pytest.mark.compiled
+
 LAGS = estimator_bias.LAGS
 EPISODES = 100_000
 

@@ -31,6 +31,8 @@ from rl.train import trainer as trainer_lib
 from tests.helpers import packed_rows, real_programs, scored_episodes
 from tests.helpers.real_programs import on_mesh
 
+pytestmark = pytest.mark.compiled
+
 # Sums over meshes are compared to 1e-5.
 optimised = real_programs.optimised
 
@@ -243,7 +245,15 @@ def test_parameters_survive_an_update_and_the_moments_do_not(
   assert np.abs(after.params["embed"] - params["embed"]).max() > 1e-4
 
 
-@pytest.mark.parametrize("shape", [(2, 2, 2), (4, 1, 1), (1, 4, 2)], ids=str)
+@pytest.mark.parametrize(
+  "shape",
+  [
+    (2, 2, 2),
+    pytest.param((4, 1, 1), marks=pytest.mark.slow),
+    pytest.param((1, 4, 2), marks=pytest.mark.slow),
+  ],
+  ids=str,
+)
 def test_meshes_agree_with_one_device(
   config, programs, params, packed, total, shape, tmp_path
 ):

@@ -12,6 +12,8 @@ from rl.data import batch
 from rl.runtime import mesh_thread, trace
 from rl.train import learner, logprob_gap, optimizers
 
+pytestmark = pytest.mark.compiled
+
 
 @pytest.fixture(scope="module")
 def programs(config, one_device):

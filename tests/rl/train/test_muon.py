@@ -12,6 +12,8 @@ from models import lora, transformer
 from rl.train import muon as muon_lib
 from rl.train import optimizers
 
+pytestmark = pytest.mark.compiled
+
 SIZES = {
   "num_layers": 2,
   "d_model": 16,

@@ -11,6 +11,8 @@ from rl.algorithms import losses, objective, value_loss
 from rl.data import batch
 from rl.train import learner, nonfinite_diagnosis, optimizers, skipped_updates
 
+pytestmark = pytest.mark.compiled
+
 GOAL = objective.Objective(loss=losses.ClippedSurrogate())
 BAD = nonfinite_diagnosis.RowPlace(1, 2, 2)
 

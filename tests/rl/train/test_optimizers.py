@@ -8,6 +8,8 @@ import pytest
 
 from rl.train import optimizers
 
+pytestmark = pytest.mark.compiled
+
 AdamW = optimizers.AdamW
 Adafactor = optimizers.Adafactor
 Muon = optimizers.Muon

@@ -18,6 +18,8 @@ from rl.testing import fakes
 from rl.train import learner, optimizers, scoring
 from rl.train import trainer as trainer_lib
 
+pytestmark = pytest.mark.compiled
+
 SETTINGS = trainer_lib.TrainerSettings(
   rows=4,
   length=12,

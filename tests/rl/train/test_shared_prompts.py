@@ -16,6 +16,8 @@ from rl.data import batch, trajectory
 from rl.pools import placement
 from rl.train import learner
 
+pytestmark = pytest.mark.compiled
+
 ROWS, LENGTH, VOCAB = 8, 32, 24
 TEMPERATURE = 0.7
 OBJECTIVE = objective.Objective(

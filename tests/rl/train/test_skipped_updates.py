@@ -20,6 +20,8 @@ from rl.train import learner, optimizers, skipped_updates, trainer
 from tests.helpers import counting_trainer, fake_run, scored_episodes
 from tests.helpers import tiny_engine as tiny
 
+pytestmark = pytest.mark.compiled
+
 
 def _programs(config, layout, critic=False):
   goal = objective.Objective(loss=losses.ClippedSurrogate())

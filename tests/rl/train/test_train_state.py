@@ -16,6 +16,8 @@ from rl.pools import placement
 from rl.runtime import checkpoint
 from rl.train import learner, optimizers, train_state
 
+pytestmark = pytest.mark.compiled
+
 OBJECTIVE = objective.Objective(loss=losses.ClippedSurrogate())
 F32 = config_lib.tiny(
   vocab_size=16, num_layers=2, d_model=16, num_heads=2, head_dim=8, d_ff=32

@@ -254,6 +254,7 @@ def meshed(dense_config):
   )
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize(
   ("old_logprob", "changes"),
   [("decode", False), ("snapshot", False), ("recompute", True)],
