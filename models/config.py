@@ -48,11 +48,8 @@ class Compute:
   def validate(self) -> None:
     """Raises ValueError for sizes that cannot work."""
     for name in ("attention_block", "moe_block", "logprob_chunk"):
-      if getattr(self, name) < 1:
-        raise ValueError(
-          f"model.compute.{name}={getattr(self, name)} is below 1; use 1 or "
-          "more"
-        )
+      if (value := getattr(self, name)) < 1:
+        raise ValueError(f"model.compute.{name}={value} must be at least 1")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -130,18 +127,15 @@ class ModelConfig:
       value = getattr(self, field.name)
       bound = least.get(field.name, 1)
       if field.type is int and value < bound:
-        raise ValueError(
-          f"model.{field.name}={value} is below {bound}; use {bound} or more"
-        )
+        raise ValueError(f"model.{field.name}={value} must be at least {bound}")
       if field.type is float and not 0 < value < math.inf:
         raise ValueError(
-          f"model.{field.name}={value} is not a number above 0; use "
+          f"model.{field.name}={value} must be a finite number above 0; use "
           f"{field.default} unless the weights were trained otherwise"
         )
     self._validate_attention()
     self._validate_experts()
     self._validate_lora()
-    self.compute.validate()
 
   def _validate_attention(self) -> None:
     heads, groups = self.num_heads, self.num_kv_heads
@@ -161,8 +155,6 @@ class ModelConfig:
         f"model.rope_theta={self.rope_theta} is not above 1, and every pair "
         "would turn as fast; use 10000 or more"
       )
-    if self.rope_scaling is not None:
-      self.rope_scaling.validate()
 
   def _validate_experts(self) -> None:
     if self.num_experts and self.experts_per_token > self.num_experts:
@@ -180,7 +172,6 @@ class ModelConfig:
   def _validate_lora(self) -> None:
     if self.lora is None:
       return
-    self.lora.validate()
     for name in self.lora.targets:
       if name in ("embed", "head") and self.tie_embeddings:
         raise ValueError(

@@ -49,7 +49,7 @@ class Rules:
     """Returns the axes of the mesh that a logical axis is split over."""
     return _names(axis and getattr(self, axis))
 
-  def validate(self, where: str = "rules") -> None:
+  def check(self, where: str) -> None:
     """Raises ValueError for a rule that no mesh can follow."""
     for field in dataclasses.fields(self):
       names = self.of(field.name)
@@ -239,7 +239,7 @@ def validate(
     where: setting that holds the mesh's sizes, and `rules`.
   """
   _validate_mesh(layout.mesh)
-  layout.rules.validate(f"{where}.rules")
+  layout.rules.check(f"{where}.rules")
   for leaf in jax.tree.leaves(axes, is_leaf=is_axes):
     _validate_once(leaf, layout.rules, where)
   splits = list(_splits(config, layout.rules))

@@ -1,9 +1,9 @@
 """The settings of a run: one typed, frozen tree, checked as a whole."""
 
 import dataclasses
+import functools
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from envs import base
 from models import config as model_config
@@ -178,12 +178,16 @@ class Experiment:
   def validate(self) -> None:
     """Raises ValueError on a setting that cannot work; touches no device.
 
-    What `initial` and a teacher name is not looked at: `validate_initial` does,
-    for only a run that trains needs it.
+    Checks each part once, however often it is called: by the command line, and
+    by `assemble` for a tree that was built in Python. The checkpoints of
+    `initial` and of a teacher are left to `validate_initial`, as only a run
+    that trains needs them.
     """
-    for node in _nodes(self):
-      if hasattr(node, "validate"):
-        node.validate()
+    _ = self._is_valid
+
+  @functools.cached_property
+  def _is_valid(self) -> bool:
+    checks.validate_parts(self)
     grading.refuse_stateful(self.reward)
     self._validate_counts()
     self._validate_schedule()
@@ -193,6 +197,7 @@ class Experiment:
     self._validate_attention()
     self.engine.validate_model(self.model)
     self._validate_experts()
+    return True
 
   def validate_initial(self) -> None:
     """Raises ValueError when weights of others that it names cannot be used.
@@ -343,15 +348,6 @@ class Experiment:
           f"{name}.compute.attention={form} with batch.length={batch.length} "
           f"and batch.share_prompts={str(batch.share_prompts).lower()} {reason}"
         )
-
-
-def _nodes(tree: Any) -> Iterator[Any]:
-  """Yields every dataclass below a setting, itself not included."""
-  for field in dataclasses.fields(tree):
-    value = getattr(tree, field.name)
-    if dataclasses.is_dataclass(value):
-      yield value
-      yield from _nodes(value)
 
 
 def check_experiment(tree: object) -> None:

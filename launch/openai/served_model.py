@@ -23,7 +23,7 @@ from rl.pools import placement as placement_lib
 from rl.pools import router
 from rl.rollout import episode as episode_lib
 from rl.runtime import mesh_thread, trace
-from rl.settings import overrides
+from rl.settings import checks, overrides
 
 _MAX_LENGTH = 4096
 
@@ -63,8 +63,7 @@ class Hosting:
 
   def validate(self) -> None:
     """Raises ValueError on a setting that cannot work; touches no device."""
-    for node in (self.model, self.engine, self.placement):
-      node.validate()
+    checks.validate_parts(self)
     self.engine.validate_model(self.model)
     for name, spec in self.placement.meshes.items():
       if name != "learner":

@@ -98,6 +98,8 @@ def from_hf(
   try:
     config = _read(data, compute)
     config.validate()
+    if config.rope_scaling is not None:
+      config.rope_scaling.validate()
   except ValueError as error:
     raise ValueError(f"{path}: {error}") from error
   return config

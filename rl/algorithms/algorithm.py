@@ -237,7 +237,6 @@ def _validate_protocols(algorithm: Algorithm) -> None:
     _validate_attributes("correction", algorithm.correction, protocol)
     _validate_result("correction", algorithm.correction, corrections.Weights)
   _validate_attributes("advantage", algorithm.advantage, advantages.Estimator)
-  algorithm.advantage.validate()
   found = algorithm.advantage([_played(0.0), _played(1.0)])
   if not isinstance(found, advantages.Estimate) or (
     [len(own) for own in found.advantages] != [3, 3]

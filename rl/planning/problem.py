@@ -207,12 +207,11 @@ class Planning:
 
   def validate(self) -> None:
     """Raises ValueError, with the bound and the way out."""
-    for part in (self.fleet, self.goal, self.space, self.rollout, self.routing):
-      part.validate()
+    checks.validate_parts(self)
     checks.at_least(self, 1, "rounds", "max_simulations", where="")
     checks.below_one(self, "tolerance", where="")
     for _, schedule in self.space.overlaps(self.groups_per_round):
-      schedule.validate()
+      checks.validate(schedule)
     self.routing.validate_domains([one.name for one in self.workloads])
     kinds = get_args(placement.Kind)
     for domain, kind in self.routing.prefer.items():

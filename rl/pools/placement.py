@@ -186,7 +186,7 @@ class Placement:
       where = f"placement.{name}"
       checks.at_least(spec, 1, *sharding.MESH_AXES, where=where)
       checks.at_least(spec, 0, "first_device", where=where)
-      spec.rules.validate(f"placement.{name}.rules")
+      spec.rules.check(f"placement.{name}.rules")
     if self.num_devices > _MAX_DEVICES:
       raise ValueError(
         f"placement needs {self.num_devices} devices, {_MAX_DEVICES} at most; "

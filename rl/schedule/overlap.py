@@ -143,7 +143,6 @@ class Overlap:
     checks.one_of(self, contract.InFlight, "on_publish")
     checks.one_of(self, Admission, "admission")
     checks.one_of(self, OldLogprob, "old_logprob")
-    self.redundancy.validate()
     if self.max_staleness and self.updates_per_round > 1:
       raise ValueError(
         f"overlap.updates_per_round={self.updates_per_round} with "

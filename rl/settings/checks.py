@@ -13,6 +13,7 @@ None passes: it turns an optional setting off.
   out: the way out, where the bound alone does not tell it.
 """
 
+import dataclasses
 import difflib
 import math
 import typing
@@ -20,6 +21,21 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from rl.settings import short_names
+
+
+def validate(tree: Any) -> None:
+  """Calls every `validate` in a tree of dataclasses once, inner parts first."""
+  validate_parts(tree)
+  if hasattr(tree, "validate"):
+    tree.validate()
+
+
+def validate_parts(tree: Any) -> None:
+  """Calls every `validate` below an object: its own checks may rely on them."""
+  for field in dataclasses.fields(tree):
+    part = getattr(tree, field.name)
+    if dataclasses.is_dataclass(part):
+      validate(part)
 
 
 def at_least(part: object, least: float, *names: str, **words: str) -> None:

@@ -104,7 +104,6 @@ class Cluster:
 
   def validate(self) -> None:
     """Raises ValueError on hardware that cannot run."""
-    self.learner.validate()
     if not self.pools:
       raise ValueError("cluster.pools=(): nothing decodes; give one or more")
     for number, pool in enumerate(self.pools):
@@ -154,10 +153,7 @@ class Simulation:
 
   def validate(self) -> None:
     """Raises ValueError, with the bound and the way out."""
-    self.cluster.validate()
-    self.overlap.validate()
-    self.rollout.validate()
-    self.routing.validate()
+    checks.validate_parts(self)
     pools = self.cluster.pools
     self.routing.validate_pools({pool.name: pool.kind for pool in pools})
     checks.above(self, 0, "progress_timeout_s", where="")

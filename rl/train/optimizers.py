@@ -147,7 +147,6 @@ class Descent(abc.ABC):
     checks.finite_above(self, 0, "learning_rate")
     checks.above(self, 0, "max_grad_norm", out="use inf to scale nothing")
     checks.finite_at_least(self, 0, "weight_decay", out="use 0 for none")
-    self.schedule.validate()
 
   def __call__(self) -> optax.GradientTransformation:
     """Returns clip -> rule -> decay, scaled by the rate of the update."""

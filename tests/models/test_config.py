@@ -22,27 +22,32 @@ from rl.settings import overrides as overrides_lib
       {"experts_per_token": 5},
       "model.experts_per_token=5 is above num_experts=4; use 4 or fewer",
     ),
-    ({"num_layers": 0}, "model.num_layers=0 is below 1; use 1 or more"),
-    ({"num_experts": -1}, "model.num_experts=-1 is below 0; use 0 or more"),
+    ({"num_layers": 0}, "model.num_layers=0 must be at least 1"),
+    ({"num_experts": -1}, "model.num_experts=-1 must be at least 0"),
     (
       {"norm_eps": 0.0},
-      "model.norm_eps=0.0 is not a number above 0; use 1e-06",
+      "model.norm_eps=0.0 must be a finite number above 0; use 1e-06",
     ),
-    ({"rope_theta": math.inf}, "model.rope_theta=inf is not a number above 0"),
+    (
+      {"rope_theta": math.inf},
+      "model.rope_theta=inf must be a finite number above 0",
+    ),
     ({"rope_theta": 1.0}, "model.rope_theta=1.0 is not above 1, and every"),
     (
       {"dense_layers": (1, 4)},
       "model.dense_layers=(1, 4) names layer 4, but they are 0 to 3",
-    ),
-    (
-      {"compute": config_lib.Compute(moe_block=0)},
-      "model.compute.moe_block=0 is below 1; use 1 or more",
     ),
   ],
 )
 def test_a_size_that_cannot_work_is_refused_with_a_way_out(overrides, message):
   with pytest.raises(ValueError, match=re.escape(message)):
     config_lib.tiny_moe(**overrides).validate()
+
+
+def test_a_block_of_nothing_is_refused():
+  words = r"model\.compute\.moe_block=0 must be at least 1"
+  with pytest.raises(ValueError, match=words):
+    config_lib.Compute(moe_block=0).validate()
 
 
 def test_the_defaults_are_valid():

@@ -141,6 +141,5 @@ def test_llama3_spares_what_turns_often():
   ],
 )
 def test_a_scaling_that_cannot_work_is_refused(scaling, message):
-  config = config_lib.tiny(rope_scaling=scaling)
   with pytest.raises(ValueError, match=re.escape(f"rope_scaling.{message}")):
-    config.validate()
+    scaling.validate()

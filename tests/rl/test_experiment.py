@@ -1,5 +1,6 @@
 """The settings of a run: a valid one, and each combination that is not."""
 
+import collections
 import dataclasses
 import json
 import pathlib
@@ -281,6 +282,33 @@ def test_settings_that_do_not_fit_together_say_what_would(
 ):
   with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
     _override(experiment, overrides).validate()
+
+
+def test_every_part_is_validated_once_from_the_file_to_the_run(monkeypatch):
+  def parts(node):
+    yield node
+    for field in dataclasses.fields(node):
+      if dataclasses.is_dataclass(child := getattr(node, field.name)):
+        yield from parts(child)
+
+  counts = collections.Counter()
+
+  def counted(own):
+    def validate(part):
+      counts[id(part)] += 1
+      own(part)
+
+    return validate
+
+  file = "configs/guess_number_moe.py"
+  for cls in {type(part) for part in parts(flags.load(file))}:
+    if hasattr(cls, "validate") and cls is not experiment_lib.Experiment:
+      monkeypatch.setattr(cls, "validate", counted(cls.validate))
+  tree = flags.load(file)
+  # As assemble.build does, for trees that no file was read for.
+  tree.validate()
+  checked = [part for part in parts(tree) if hasattr(part, "validate")]
+  assert [counts[id(part)] for part in checked[1:]] == [1] * (len(checked) - 1)
 
 
 @pytest.mark.parametrize(

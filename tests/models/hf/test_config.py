@@ -169,7 +169,7 @@ def test_any_computation_can_be_asked_for(tmp_path):
     ({"head_dim": None}, "head_dim is missing; every published file has it"),
     ({"hidden_size": "1024"}, 'hidden_size="1024" is no int; correct it'),
     ({"num_hidden_layers": True}, "num_hidden_layers=true is no int"),
-    ({"vocab_size": 0}, "model.vocab_size=0 is below 1"),
+    ({"vocab_size": 0}, "model.vocab_size=0 must be at least 1"),
     ({"num_key_value_heads": 3}, "model.num_heads=16 does not split over"),
     ({"dtype": "float32"}, "dtype=float32 and torch_dtype=bfloat16 contradict"),
     ({"torch_dtype": "int8"}, "dtype='int8' is not computed in; pass"),

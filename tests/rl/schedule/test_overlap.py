@@ -6,6 +6,7 @@ import re
 import pytest
 
 from rl.schedule import overlap
+from rl.settings import checks
 
 
 @pytest.mark.parametrize(
@@ -81,7 +82,7 @@ def test_a_schedule_that_cannot_run_names_its_value_and_the_way_out(
   fields, value, way_out
 ):
   with pytest.raises(ValueError, match=re.escape(f"overlap.{value}")) as error:
-    overlap.Overlap(**fields).validate()
+    checks.validate(overlap.Overlap(**fields))
   assert way_out in str(error.value)
 
 

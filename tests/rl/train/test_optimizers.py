@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 
+from rl.settings import checks
 from rl.train import optimizers
 
 pytestmark = pytest.mark.compiled
@@ -324,4 +325,4 @@ def test_defaults_can_work(kind):
 )
 def test_a_setting_that_cannot_work_is_refused(optimizer, message):
   with pytest.raises(ValueError, match=message):
-    optimizer.validate()
+    checks.validate(optimizer)
