@@ -369,7 +369,7 @@ class DecodeEngine(Protocol):
     ...
 
   def resume(self) -> None:
-    """Goes on after `pause`."""
+    """Resumes decoding after `pause`."""
     ...
 
   async def update_weights(
@@ -424,7 +424,7 @@ class StartableEngine(DecodeEngine, Protocol):
     """Takes the first weights, compiles its programs and begins to serve.
 
     Args:
-      report: told about progress.
+      report: gets messages about progress.
     """
     ...
 

@@ -83,9 +83,10 @@ class BlockManager:
     """Returns a page table with the longest cached prefix, and a page to copy.
 
     At most N - 1 ids count as cached, so that one is always fed. Whole pages
-    are shared. The page in which the prefix ends will be written: it is taken
-    over where the prefix is all that it holds and nobody writes it, and copied
-    otherwise; without a free page for the copy, the prefix ends a page earlier.
+    are shared. The page in which the prefix ends will be written. It is taken
+    over if no other request writes it and the prefix is all that it holds, and
+    copied otherwise; without a free page to copy to, the prefix ends a page
+    earlier.
 
     Returns:
       The page table and (source, target) or None. The engine copies the page

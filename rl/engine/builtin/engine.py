@@ -211,13 +211,13 @@ class BuiltinEngine:
   # Weights.
 
   async def pause(self) -> None:
-    """Suspends; see `contract.DecodeEngine.pause`."""
+    """Stops decoding; see `contract.DecodeEngine.pause`."""
     self._check_open()
     self._paused = True
     await self._until(lambda: not self._in_flight)
 
   def resume(self) -> None:
-    """Goes on after `pause`."""
+    """Resumes decoding after `pause`."""
     self._paused = False
     self._wake.set()
 
@@ -274,7 +274,7 @@ class BuiltinEngine:
     return version, await self._thread.run("checksum", checksum_lib.of, params)
 
   async def flush_cache(self) -> None:
-    """Forgets every prefix that no running request uses."""
+    """Drops every cached prefix that no running request uses."""
     self._check_open()
     self._queue.blocks.flush()
 

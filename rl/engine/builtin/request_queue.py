@@ -4,8 +4,8 @@ accept -> waiting --admit--> running --finish--> completion
              ^                  |
              +-----preempt------+   pages ran out: others go first
 
-Pure bookkeeping: the device is told of page copies and biases by
-`take_pending_copies_and_biases`, and tells of tokens by `apply_results`.
+Pure bookkeeping: page copies and biases go to the device through
+`take_pending_copies_and_biases`, and tokens come back through `apply_results`.
 """
 
 import asyncio
@@ -77,7 +77,7 @@ class RequestQueue:
 
   Attributes:
     requests: all that have not ended, by name.
-    running: those that hold a slot.
+    running: the requests that hold a slot.
     blocks: pages of the cache.
     biases: of the running ones.
     preemptions: so far.

@@ -204,7 +204,7 @@ class SglangEngine:
     bridge.post(lambda: bridge.send(message))
 
   def abort(self, request_id: str | None) -> None:
-    """Ends a request, or all, with what it has."""
+    """Ends a request with what it has; see `contract.DecodeEngine.abort`."""
     requests = self._requests
     if request_id is not None and request_id not in requests.all:
       raise ValueError(f"request {request_id} is not in flight")
@@ -220,14 +220,14 @@ class SglangEngine:
   # Weights.
 
   async def pause(self) -> None:
-    """Suspends: returns when no device step runs."""
+    """Stops decoding; see `contract.DecodeEngine.pause`."""
     async with self._updating:
       self._check_open()
       self._paused, self._requests.admits = True, False
       await self._run_job(self._open_bridge.hold)
 
   def resume(self) -> None:
-    """Goes on after `pause`."""
+    """Resumes decoding after `pause`."""
     self._paused = False
     self._admit_again()
     if self._bridge is not None:
@@ -331,7 +331,7 @@ class SglangEngine:
     return self._version, self._checksum
 
   async def flush_cache(self) -> None:
-    """Forgets every prefix that no running request uses."""
+    """Drops every cached prefix that no running request uses."""
     self._check_open()
     await self._run_job(self._open_bridge.flush)
 

@@ -1,9 +1,9 @@
-"""Keeps what importing and starting sglang-jax does to a process from staying.
+"""Undoes the changes that starting sglang-jax makes to the process.
 
 It takes over signals (a child's exit status is lost, SIGQUIT kills every
-process below), the policy of event loops, the root logger, seeds, limits,
-jax's cache of compilations and the resource tracker of multiprocessing, and at
-the exit it kills child processes.
+child), the policy of event loops, the root logger, seeds, limits, jax's cache
+of compilations and the resource tracker of multiprocessing, and at the exit it
+kills child processes.
 """
 
 import asyncio
@@ -35,14 +35,14 @@ _SIGNALS = (signal.SIGCHLD, signal.SIGQUIT, signal.SIGTERM, signal.SIGINT)
 
 @contextlib.contextmanager
 def contained(platform: str) -> Iterator[None]:
-  """Undoes at its end what imports and constructors of sglang-jax do.
+  """Undoes the effects of imports and constructors of sglang-jax at its end.
 
   Args:
-    platform: of the devices, which JAX_PLATFORMS names meanwhile: sglang-jax
-      compares the two.
+    platform: of the devices. JAX_PLATFORMS names it meanwhile, because
+      sglang-jax compares the two.
 
   Raises:
-    RuntimeError: this is not the main thread, and only that handles signals.
+    RuntimeError: called outside the main thread, which alone handles signals.
   """
   if threading.current_thread() is not threading.main_thread():
     raise RuntimeError(
@@ -59,14 +59,14 @@ def contained(platform: str) -> Iterator[None]:
 
 
 def stays_alive(engine: Any) -> None:
-  """Takes back that the exit kills all children of this process."""
+  """Keeps the exit of this process from killing its children."""
   atexit.unregister(engine.shutdown)
 
 
 def close_sockets(owner: Any, kind: type) -> None:
-  """Closes the sockets of an object, which nobody reads or writes.
+  """Closes the unused sockets of an object.
 
-  Left open, they would block whatever thread happens to collect them.
+  Left open, they block the thread that collects them as garbage.
 
   Args:
     kind: zmq.Socket.

@@ -268,7 +268,7 @@ class Requests:
 def of_length(
   name: str, length: int, max_tokens: int
 ) -> contract.DecodeRequest:
-  """Returns a greedy request of so many ids."""
+  """Returns a greedy request with a prompt of so many ids."""
   return contract.DecodeRequest(
     request_id=f"compiling {name}",
     session=f"compiling {name}",

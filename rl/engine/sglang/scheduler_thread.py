@@ -166,7 +166,7 @@ class Bridge:
 
   @property
   def pages(self) -> tuple[int, int]:
-    """Pages of the cache, and how many hold nothing."""
+    """Pages of the cache, and the number that hold nothing."""
     # The thread may be ending at this moment.
     pool = getattr(self.scheduler, "token_to_kv_pool_allocator", None)
     if pool is None:
@@ -201,7 +201,7 @@ class Bridge:
     self.version = version
 
   def flush(self) -> None:
-    """Forgets every prefix that no running request uses."""
+    """Drops every cached prefix that no running request uses."""
     if self.scheduler.is_fully_idle():
       self.scheduler.flush_cache()
       self.flushed = self.version

@@ -126,7 +126,7 @@ class SglangSettings:
       max_total_tokens=total,
       min_tokens=needed,
       page_size=page_size,
-      # A CPU's share is of all memory, and `max_total_tokens` bounds it.
+      # On a CPU `max_total_tokens` is the bound.
       memory_fraction=0.95 if on_cpu else self.memory_fraction,
       patience_s=self.patience_s,
     )
@@ -157,7 +157,7 @@ class SglangSettings:
 def _check_released(
   config: model_config.ModelConfig, layout: sharding.Layout
 ) -> None:
-  """Raises ValueError for what release 0.0.2 cannot do."""
+  """Raises ValueError on a model that release 0.0.2 cannot serve."""
   if config.num_sparse and layout.mesh.size > 1:
     raise ValueError(
       f"sglang-jax {compat.RELEASE} serves experts on one device only; "

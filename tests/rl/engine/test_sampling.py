@@ -134,7 +134,7 @@ def test_noise_follows_from_seed_and_position_alone():
     ({"min_p": 0.6}, [0, 1, 1, 0, 0]),
     ({"min_p": 0.3}, [0, 1, 1, 1, 1]),
     ({"min_p": 1.0}, [0, 0, 1, 0, 0]),
-    # Each on its own: who passes all is left.
+    # Each filter on its own; the ids that pass all of them remain.
     ({"top_k": 2, "top_p": 0.99, "min_p": 0.1}, [0, 1, 1, 0, 0]),
     ({"top_k": 4, "top_p": 0.64, "min_p": 0.1}, [0, 1, 1, 0, 0]),
     ({"top_k": 4, "top_p": 0.99, "min_p": 0.9}, [0, 0, 1, 0, 0]),

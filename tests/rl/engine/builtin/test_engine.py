@@ -317,7 +317,7 @@ def test_rows_go_on_where_the_dispatch_before_stopped(queueing, stopping):
       stop_ids = (first,) if i < stopping else ()
       begun.append(queueing.begin([i + 1], 20, stop_ids=stop_ids))
     async with queueing.held(2):
-      # Who comes now takes the rows of those that stopped, and their pages.
+      # New requests take the rows and pages of the stopped ones.
       begun += [queueing.begin([i + 9], 20) for i in range(4)]
     for i, (request, task) in enumerate(begun):
       answer = await task
@@ -403,7 +403,7 @@ def test_new_weights_in_the_middle_of_a_prompt_encode_all_of_it_again(served):
   served.run(scenario())
 
 
-def test_drain_lets_the_preempted_finish_and_nobody_else(pressed):
+def test_a_drain_finishes_preempted_requests_and_admits_no_new_ones(pressed):
   async def scenario():
     before = pressed.engine.stats()
     begun = [pressed.begin([i, *range(9)], 21) for i in range(6)]
@@ -478,7 +478,7 @@ def test_a_pause_during_an_update_holds_what_comes_after_it(served):
 async def episode(served, seed, check):
   """Three turns of a session, of which some are stopped in the middle."""
   rng = np.random.default_rng(seed)
-  # Sessions of a group of four have the same beginning.
+  # Sessions of a group of four have the same prompt.
   session = served.name()
   ids = some_ids(np.random.default_rng(seed // 4), 1, 16)
   for _ in range(3):

@@ -1,4 +1,4 @@
-"""The tree of known beginnings: neighbours, users, order of eviction."""
+"""The tree of cached prefixes: neighbours, users, order of eviction."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ def _ids(*ids: int) -> bytes:
 
 
 def _idle(tree, parent, ids, page):
-  """Adds a page that nobody uses."""
+  """Adds an idle page."""
   tree.use(parent)
   node = tree.add(parent, ids, page, 0)
   tree.release(node)
@@ -30,7 +30,7 @@ def test_whole_pages_are_followed_as_far_as_all_their_ids_agree():
 
 # 256 and 1 differ in the second byte, 65537 and 1 in the third.
 @pytest.mark.parametrize("seed", range(4))
-def test_the_nearest_child_has_the_longest_common_beginning(seed):
+def test_the_nearest_child_has_the_longest_common_prefix(seed):
   draws = np.random.default_rng(seed)
   some = np.array([0, 1, 256, 65537, 2**31 - 1], np.int32)
   tree = prefix_cache.PrefixTree(4)

@@ -29,7 +29,7 @@ def ids(text):
 
 @dataclasses.dataclass
 class Desk:
-  """A queue, and dispatches that do what they are told at once."""
+  """A queue, and dispatches that complete at once."""
 
   queue: request_queue.RequestQueue
   loop: asyncio.AbstractEventLoop
@@ -107,7 +107,7 @@ def tight():
   loop.close()
 
 
-def test_the_lowest_priority_is_served_first_and_then_who_came_first(desk):
+def test_the_lowest_priority_is_served_first_and_then_the_first_to_come(desk):
   for text, priority in (("a", 2), ("b", 1), ("c", 1), ("d", 0), ("e", 1)):
     desk.ask(text, priority=(priority,))
   assert desk.admit() == ["d", "b", "c"]
@@ -160,13 +160,13 @@ def test_a_prompt_of_one_whole_page_is_waited_for(desk):
 
 
 @pytest.mark.parametrize("other", ["abcX", "Xbcdefgh", "abc"])
-def test_who_has_no_page_in_common_does_not_wait(desk, other):
+def test_a_request_without_a_common_page_does_not_wait(desk, other):
   desk.ask("abcdefgh")
   desk.ask(other)
   assert desk.admit() == ["abcdefgh", other]
 
 
-def test_who_waits_for_one_that_is_aborted_takes_its_place(desk):
+def test_a_request_that_waits_for_an_aborted_one_takes_its_place(desk):
   first, second = desk.ask("abcdefgh"), desk.ask("abcdefgh")
   desk.admit()
   desk.run(first, feed=4)
@@ -189,7 +189,7 @@ def test_equal_biases_share_a_row_and_others_wait_for_one(desk):
   third = desk.ask("e", bias=bias(3))
   desk.ask("f", bias=bias(2))
   desk.ask("g")
-  # Both rows are taken: who has no bias goes past those that wait for one.
+  # Both rows are taken: a request without bias passes those that wait for one.
   assert desk.admit() == ["a", "d", "g"]
   copies, uploads = desk.queue.take_pending_copies_and_biases()
   assert copies == []
@@ -216,7 +216,7 @@ def test_a_bias_that_comes_back_is_still_there(desk):
   ]
 
 
-def test_who_finds_no_pages_waits_and_keeps_its_turn(tight):
+def test_a_request_without_pages_waits_and_keeps_its_turn(tight):
   # 6 of 9 pages; the next needs 4 and one for the first; the last only 1.
   long = tight.ask("a" * 23)
   assert tight.admit() == ["a" * 23]
@@ -237,7 +237,7 @@ def test_pages_come_from_the_last_in_order_that_may_lose_them(tight):
   # 9 pages: 2 each, 3 are free. 6 pages for the first: the second loses its.
   assert tight.queue.ensure_pages(first, 24, [])
   assert (second.page_table, tight.queue.preemptions) == (None, 1)
-  # 7: nobody is left that may lose some.
+  # 7 pages: no other request may be preempted.
   assert not tight.queue.ensure_pages(first, 32, [])
   third.in_flight = 0
   assert not tight.queue.ensure_pages(first, 32, [third])
@@ -263,7 +263,7 @@ def test_a_preempted_request_goes_on_where_it_was(tight):
   assert "".join(map(chr, one.future.result().tokens)) == "XYZUVW12"
 
 
-def test_while_old_weights_drain_only_who_has_run_goes_on(desk):
+def test_while_old_weights_drain_only_started_requests_go_on(desk):
   one = desk.ask("a")
   desk.admit()
   desk.queue.preempt(one)
@@ -313,7 +313,7 @@ def test_after_new_weights_one_of_a_group_has_room_for_all_it_may_become(tight):
   assert tight.queue.ensure_pages(second, 32, [])
 
 
-def test_what_is_kept_tells_the_oldest_it_was_computed_with(desk):
+def test_kept_keys_and_values_have_their_oldest_version(desk):
   one = desk.ask("abcdefgh", most=4)
   desk.admit()
   desk.run(one, "XY", version=3)
@@ -395,7 +395,7 @@ def test_sessions_that_ended_a_turn_are_expected_for_a_while(desk):
   assert desk.queue.num_returning(-1.0) == 0
 
 
-def test_clearing_leaves_nobody(desk):
+def test_clearing_forgets_every_request(desk):
   asked = [desk.ask(text) for text in "abcde"]
   desk.admit()
   assert desk.queue.clear() == asked

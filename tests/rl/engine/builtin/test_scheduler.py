@@ -222,7 +222,7 @@ def test_where_most_end_early_the_next_dispatch_waits(case):
   case.ask(8)
   first = case.launch()
   # An average moves by a tenth of the way: after 3 such landings it is 0.73,
-  # and below three quarters nobody follows.
+  # and below three quarters no row follows.
   for _ in range(2):
     case.chooser.completed(first, 0)
   assert case.launch(first) is not None
