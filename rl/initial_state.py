@@ -104,8 +104,8 @@ async def restore(
 ) -> checkpoint.Restored | None:
   """Returns the newest checkpoint that is whole; None when there is none.
 
-  Frozen parameters are no part of it: they are made again as at the start of
-  the run.
+  Frozen parameters are not saved: they are made again as at the start of the
+  run.
 
   Args:
     abstract: of the state, where it is not that of the rounds.

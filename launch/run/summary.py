@@ -11,7 +11,7 @@ from rl.runtime import trace
 Log = Callable[[str], None]
 
 
-def conclude(run_dir: pathlib.Path, work: trace.Overlap, log: Log) -> int:
+def conclude(run_dir: pathlib.Path, work: trace.TrackOverlap, log: Log) -> int:
   """Leaves trace and report; returns 1 when an invariant broke.
 
   Args:

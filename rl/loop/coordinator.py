@@ -91,7 +91,7 @@ class _Interval(NamedTuple):
 
   wall_s: float
   events: list[event_log.Event]
-  work: trace.Overlap
+  work: trace.TrackOverlap
 
 
 class Coordinator:

@@ -275,7 +275,7 @@ def of_speed(
   }
 
 
-def of_spans(both: trace.Overlap, wall_s: float) -> dict[str, float]:
+def of_spans(both: trace.TrackOverlap, wall_s: float) -> dict[str, float]:
   """Returns the busy shares of both meshes over `wall_s`, and their overlap."""
   return {
     "learner_busy": both.first_s / wall_s,

@@ -55,7 +55,9 @@ class Routing:
     """Raises ValueError on a setting that cannot work."""
     out = "use 0 to never explore"
     checks.at_least(self, 0, "explore_every", where="routing", out=out)
-    out = "below it no session would get its preferred pool; none is no limit"
+    out = (
+      "below it no session would get its preferred pool; use none for no limit"
+    )
     checks.at_least(self, 1, "overload", where="routing", out=out)
     if self.learn and self.default is not None:
       raise ValueError(

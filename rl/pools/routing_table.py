@@ -19,7 +19,7 @@ from typing import Literal
 
 from rl.pools import affinity, placement
 
-EngineState = Literal["open", "draining", "updating", "lost"]
+RouteState = Literal["open", "draining", "updating", "lost"]
 """The work that an engine accepts.
 
 open: everything.
@@ -94,7 +94,7 @@ class RoutingTable:
     self._affinity = affinity.Affinity(infos, routing)
     self._num_sessions = [0] * len(infos)
     self._unbound_requests = [0] * len(infos)
-    self._states: list[EngineState] = ["open"] * len(infos)
+    self._states: list[RouteState] = ["open"] * len(infos)
     self._sessions: dict[str, _Session] = {}
     self._max_sessions = max_sessions
     # The engine of each unbound session, and of each request.
@@ -102,7 +102,7 @@ class RoutingTable:
     self._requests: dict[str, tuple[int, bool]] = {}
     self._domains_on_fallback: set[str] = set()
 
-  def of(self, *states: EngineState) -> list[int]:
+  def of(self, *states: RouteState) -> list[int]:
     """Returns the engines that are in one of these states, in order."""
     return [i for i, state in enumerate(self._states) if state in states]
 
@@ -378,9 +378,7 @@ class RoutingTable:
     if self._states[engine] != "lost":
       self._states[engine] = "open"
 
-  def _change(
-    self, engine: int, before: EngineState, after: EngineState
-  ) -> None:
+  def _change(self, engine: int, before: RouteState, after: RouteState) -> None:
     if self._states[engine] != before:
       raise ValueError(
         f"engine {engine} is {self._states[engine]}, not {before}"

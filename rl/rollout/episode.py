@@ -1,7 +1,7 @@
 """One episode: environment x engine -> trajectory, token for token.
 
 play: source(task) -> start -> _turns -> close
-_turns: [ context -> sample -> decode -> step ]*
+_turns: [ context -> generate -> decode -> step ]*
 """
 
 import asyncio
@@ -25,7 +25,7 @@ _T = TypeVar("_T")
 _Request = Callable[..., contract.DecodeRequest]
 """Builds a request from the fields that differ from turn to turn."""
 
-Sample = Callable[[contract.DecodeRequest], Awaitable[contract.Completion]]
+Generate = Callable[[contract.DecodeRequest], Awaitable[contract.Completion]]
 """Samples one answer, as `contract.DecodeEngine.generate`."""
 
 
@@ -251,7 +251,7 @@ class PartialTrajectory:
 
 async def play(
   source: base.Source,
-  sample: Sample,
+  generate: Generate,
   chat: Chat,
   limits: Limits,
   partial: PartialTrajectory,
@@ -289,7 +289,7 @@ async def play(
   environment = _Guarded(built, limits.step_s, watchdog, owner, late)
   try:
     request = _request(episode, chat, limits, priority)
-    return await _turns(partial, environment, sample, chat, limits, request)
+    return await _turns(partial, environment, generate, chat, limits, request)
   except isolation.Fault as fault:
     return partial.end(trajectory.Status.ENV_FAULT, str(fault))
   finally:
@@ -304,7 +304,7 @@ async def play(
 async def _turns(
   partial: PartialTrajectory,
   environment: _Guarded,
-  sample: Sample,
+  generate: Generate,
   chat: Chat,
   limits: Limits,
   request: _Request,
@@ -324,7 +324,7 @@ async def _turns(
         )
       break
     try:
-      completion = await sample(
+      completion = await generate(
         request(
           request_id=f"{name}/{number}",
           tokens=ids,

@@ -47,7 +47,7 @@ class Retries:
     checks.finite_above(self, 0, "deadline_s", where=where)
     checks.at_least(self, 1, "factor", where=where, out="1 is equal waits")
     checks.finite_at_least(self, 0, "first_wait_s", where=where)
-    out = "it is no shorter than first_wait_s"
+    out = "it must be first_wait_s or longer"
     least = self.first_wait_s
     checks.finite_at_least(self, least, "max_wait_s", where=where, out=out)
 

@@ -5,7 +5,7 @@
     member 1: Router.begin -> episode.play -> Router.end -> _grade --+
     ...  redundant members are aborted when G have ended
 
-  episode.play -> _Requests.sample -> Router.generate
+  episode.play -> _Requests.generate -> Router.generate
 
 A member is one episode of a group; its record is a `trajectory.Trajectory`.
 """
@@ -272,7 +272,7 @@ class _Member:
       )
       return await episode_lib.play(
         player.source,
-        self._requests.sample,
+        self._requests.generate,
         player.chat,
         player.limits,
         self._partial,
@@ -367,7 +367,7 @@ class _Requests:
       self._player.router.abort(self._current)
     return True
 
-  async def sample(
+  async def generate(
     self, request: contract.DecodeRequest
   ) -> contract.Completion:
     """Samples one answer; see `contract.SessionRouter.generate`."""

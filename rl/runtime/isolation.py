@@ -109,8 +109,8 @@ def detach_task(task: asyncio.Task[Any]) -> None:
 
   `asyncio.run` waits for every task that it knows, and the end of the process
   closes every coroutine that it collects; user code that catches both would
-  run forever. There is no public way around either, so this uses CPython's
-  own: see TESTED_PYTHONS.
+  run forever. Python offers no public remedy, so this uses CPython's internals:
+  see TESTED_PYTHONS.
   """
   asyncio.tasks._unregister_task(task)  # asyncio.run does not wait for it.
   held = ctypes.py_object(task)

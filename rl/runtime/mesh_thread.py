@@ -59,7 +59,7 @@ class MeshThread:
         result, error = self._timed(name, function, args), None
       except BaseException as raised:
         result, error = None, raised
-      # The loop may have ended meanwhile: then there is no waiter.
+      # The loop may have ended meanwhile, and the waiter with it.
       with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(_deliver, done, result, error)
 

@@ -150,15 +150,15 @@ def intersection(a: Sequence[Interval], b: Sequence[Interval]) -> float:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Overlap:
+class TrackOverlap:
   """Busy seconds of two tracks and of both at once."""
 
   first_s: float
   second_s: float
   both_s: float
 
-  def __add__(self, other: "Overlap") -> "Overlap":
-    return Overlap(
+  def __add__(self, other: "TrackOverlap") -> "TrackOverlap":
+    return TrackOverlap(
       first_s=self.first_s + other.first_s,
       second_s=self.second_s + other.second_s,
       both_s=self.both_s + other.both_s,
@@ -173,10 +173,10 @@ class Overlap:
 
 def overlap(
   spans: Sequence[Span], first: str = "learner", second: str = "decode"
-) -> Overlap:
+) -> TrackOverlap:
   """Returns how much of the work of two tracks happened at once."""
   a, b = busy(spans, first), busy(spans, second)
-  return Overlap(
+  return TrackOverlap(
     first_s=math.fsum(end - start for start, end in a),
     second_s=math.fsum(end - start for start, end in b),
     both_s=intersection(a, b),
@@ -211,7 +211,7 @@ class Meter:
     if is_work(span):
       self._spans.append(span)
 
-  def take(self) -> Overlap:
+  def take(self) -> TrackOverlap:
     """Returns the overlap since the last call, and forgets it."""
     fresh = self._spans[:]
     del self._spans[: len(fresh)]
