@@ -1,15 +1,14 @@
-"""What synchronous runs took, as the settings of a simulation.
+"""Calibrates a simulation on synchronous runs of one machine.
 
   turns      -> tau(b): seconds of a token when b answers are under way
              -> environments: seconds of a step, a start, a grading
-  episodes   -> turns, ids, how much members of a group are alike
+  episodes   -> turns, ids, within-group correlation
   updates    -> seconds of a trained id, an optimizer step, a publish
-  beside     -> how much slower either mesh is while the other one works
+  beside     -> slowdown of either mesh while the other one works
 
-Nothing is fitted to the schedules that are predicted. Host time has no place of
-its own: what turns and steps wait for the event loop is part of what they took.
-The meshes of one machine share its cores. In a second run the learner works all
-the time, which says what that costs both.
+Nothing is fitted to the schedules that are predicted. Waits of turns and steps
+for the event loop count as part of their time. The meshes of one machine share
+its cores: a second run, in which the learner always works, measures the cost.
 """
 
 import collections
@@ -63,12 +62,12 @@ def settled(run: one_engine.Run) -> one_engine.Run:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sharing:
-  """What it costs to work at the same time: 0 is nothing, 1 is twice as long.
+  """The cost of working at the same time, as a share of the time alone.
 
   Attributes:
-    learner: of its seconds while the engine has requests.
-    answers, host: of those of answers, and of environments and rewards, while
-      the learner works.
+    learner: on its seconds while the engine has requests.
+    answers, host: on the seconds of answers, and of environments and rewards,
+      while the learner works.
   """
 
   learner: float
@@ -99,11 +98,11 @@ def slowed(
   learner_share: float,
   answers_share: float,
 ) -> simulate.Simulation:
-  """Returns a simulation in which both meshes work together for so long.
+  """Returns a simulation slowed down for the time that both meshes work.
 
   Args:
-    learner_share: of the learner's time, in which the engine has requests.
-    answers_share: of that time, in which the learner works.
+    learner_share: of the learner's time with requests on the engine.
+    answers_share: of the time of requests while the learner works.
   """
   cluster, tasks = settings.cluster, settings.workloads[0]
   pool, trains = cluster.pools[0], cluster.learner
@@ -148,7 +147,7 @@ def _times(
 
 
 def _learner_cost(run: one_engine.Run) -> float:
-  """Returns how much longer work takes if the engine has requests all along."""
+  """Returns the cost on the learner while the engine always has requests."""
   under_way = trace.busy([*answer_spans(run.events)], "answers")
   work = [s for s in run.spans if s.name == one_engine.BESIDE]
   took = np.array([span.end - span.start for span in work])
@@ -168,7 +167,7 @@ def _step_s(log: Sequence[event_log.Event]) -> float:
 
 
 def answer_spans(log: Sequence[event_log.Event]) -> Iterator[trace.Span]:
-  """Yields when an engine had a request, on a track "answers"."""
+  """Yields the spans in which an engine had a request, on track "answers"."""
   for event in event_log.of_kind(log, "turn"):
     end = event["t"] - event["env_s"]
     yield trace.Span("answers", "answer", end - event["decode_s"], end)
@@ -178,7 +177,7 @@ def answer_spans(log: Sequence[event_log.Event]) -> Iterator[trace.Span]:
 
 
 def speed(run: one_engine.Run) -> simulated_processor.Speed:
-  """Returns tau(b) through what answers took, encoding of context included."""
+  """Fits tau(b) to the seconds of answers, encoding of context included."""
   settings, model = run.experiment.engine, run.experiment.model
   assert isinstance(settings, engine_settings.EngineSettings)
   tau0_s, slope_s = fitting.line(*answers(run.events))
@@ -193,7 +192,7 @@ def speed(run: one_engine.Run) -> simulated_processor.Speed:
 def answers(
   log: Sequence[event_log.Event],
 ) -> tuple[fitting.Samples, fitting.Samples]:
-  """Returns what `fitting.answers` does, of the only engine."""
+  """Returns `fitting.answers` of the only engine."""
   return fitting.answers(
     e for e in event_log.of_kind(log, "turn") if e["tokens"]
   )
@@ -203,7 +202,7 @@ def answers(
 
 
 def task(log: Sequence[event_log.Event]) -> workload.Workload:
-  """Returns what episodes drew: turns, ids and seconds."""
+  """Returns the turns, ids and seconds of episodes as a workload."""
   turns = list(event_log.of_kind(log, "turn"))
   ended = list(event_log.of_kind(log, "ended"))
   prompt, reply = fitting.contexts(ended)
@@ -219,19 +218,19 @@ def task(log: Sequence[event_log.Event]) -> workload.Workload:
     ),
     step_s=fitting.seconds([e["env_s"] for e in turns]),
     reward_s=fitting.seconds(_usual([b["t"] - a["t"] for a, b in graded])),
-    correlation=likeness(log),
+    correlation=correlation(log),
     success=statistics.fmean(end["value"] >= 1.0 for _, end in graded),
   )
 
 
-def likeness(log: Sequence[event_log.Event]) -> float:
-  """Returns the correlation of draws with which episodes are alike as here.
+def correlation(log: Sequence[event_log.Event]) -> float:
+  """Returns the within-group correlation of environment seconds.
 
-  That is in the seconds of their environments, which the engine has no part in.
+  The engine has no part in these.
   """
   rounds = {e["group"]: e["version"] for e in event_log.of_kind(log, "trained")}
   turns = list(event_log.of_kind(log, "turn"))
-  # What a whole round has in common, the machine alone is the cause of.
+  # Only the machine causes a deviation that a whole round has in common.
   round_s: dict[int, list[float]] = collections.defaultdict(list)
   for event in turns:
     round_s[rounds[event["group"]]].append(event["env_s"])
@@ -253,20 +252,20 @@ def _pairs(
 
 
 def _usual(values: Sequence[float]) -> list[float]:
-  """Returns values without what is far beyond.
+  """Returns values with outliers cut.
 
-  There the machine has stood still for all at once; drawn one by one it would
-  stand still in every round.
+  In an outlier the machine stood still for all episodes at once; drawn one by
+  one it would stand still in every round.
   """
-  most = _FAR * statistics.median(values)
-  return [min(value, most) for value in values]
+  largest = _FAR * statistics.median(values)
+  return [min(value, largest) for value in values]
 
 
 # Training.
 
 
 def learner(run: one_engine.Run) -> simulated_learner.LearnerSpeed:
-  """Returns what an id and an optimizer step cost, packing included."""
+  """Returns the seconds of an id and an optimizer step, packing included."""
   spans: dict[str, list[float]] = collections.defaultdict(list)
   for span in run.spans:
     if span.track == "learner":
@@ -292,7 +291,7 @@ def learner(run: one_engine.Run) -> simulated_learner.LearnerSpeed:
 
 
 def _publish_s(log: Sequence[event_log.Event]) -> float:
-  """Returns seconds from an optimizer step to when its weights serve."""
+  """Returns the seconds from an optimizer step until its weights serve."""
   ends = [e["end"] for e in event_log.of_kind(log, "update")]
   served = [e["t"] for e in event_log.of_kind(log, "published")]
   return statistics.median(b - a for a, b in zip(ends, served, strict=True))

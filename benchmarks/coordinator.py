@@ -1,23 +1,23 @@
-"""What the coordinator itself costs, on one core: turns a second, and memory.
+"""The cost of the coordinator on one core: turns a second, and memory.
 
   python -m benchmarks.coordinator [--turns=100000] [--trajectories=1000000]
 
 The coordinator, producer, player, router, graders, prompts and event log of a
-run, over an engine and environments that answer at once: all that is left is
-the work of the event loop. The trainer takes no time; events and spans go to
+run, over an engine and environments that answer at once, so that only the work
+of the event loop is left. The trainer takes no time; events and spans go to
 files. Episodes have 8 turns, groups 8 members, rounds 16 groups. Cases:
 
   sync        one round after the other
   in flight   eta = 1
   yielding    the same, but each answer comes after a turn of the event loop
   checked     the same, while the log is checked and the tokens are counted
-  packed      the same, and the groups that are trained become packed rows
+  packed      the same, and trained groups become packed rows
 
-Rates are over CPU seconds of the process, which has one busy thread. Where they
-go is sampled every millisecond of CPU time: a sample counts for the innermost
-file of ours on the stack, and without one for the event loop. Then
-`--trajectories` of one turn are played, and the memory that is resident is read
-after every round. Writes benchmarks/results/coordinator.json.
+Rates are over CPU seconds of the process, which has one busy thread. They are
+profiled by a sample every millisecond of CPU time, which counts for the
+innermost file of ours on the stack, or else for the event loop. Then
+`--trajectories` of one turn are played, and resident memory is read after every
+round. Writes benchmarks/results/coordinator.json.
 """
 
 import asyncio
@@ -70,7 +70,7 @@ _OURS = ("rl", "models", "envs", "benchmarks")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-  """How one run is measured.
+  """The settings of one measured run.
 
   Attributes:
     turns: of an episode.

@@ -15,10 +15,10 @@ equally long. An engine is 4 accelerators that serve one request after the
 other, at the rate of a full batch; an id of context is as much as an H800
 encodes in the time of a sampled one. Cached prefixes outlive a publish.
 
-  blind         sessions go where the fewest are
+  blind         sessions go to the engine with the fewest
   declared      routing.prefer by task; a session goes elsewhere when the other
                 pool has fewer sessions an engine (overload=1)
-  strict        declared, and nothing ever leaves its pool
+  strict        declared, and no session leaves its pool
   learned       routing.learn, with the same tasks and no declaration
 
 `limit` is the gain of the mixed pool if no engine were ever idle and H20 had
@@ -65,12 +65,12 @@ ROUTINGS = {
 
 
 def slowdown(share: float) -> float:
-  """Returns the time of a task on one H20 by that on one H800."""
+  """Returns the time of a task on an H20 over that on an H800."""
   return share / COMPUTE_RATIO + (1.0 - share) / BANDWIDTH_RATIO
 
 
 def pool(name: str, accelerators: int) -> simulate.EnginePool:
-  """Returns so many H800 or H20; other names are of H800 too."""
+  """Returns a pool of H800 or H20; other names are H800 too."""
   h20 = name == "h20"
   return simulate.EnginePool(
     name=name,
@@ -98,7 +98,7 @@ POOLS = {
 def workloads(
   shares: Mapping[str, float], sigma: float = 0.6
 ) -> tuple[workload.Workload, ...]:
-  """Returns tasks, each of which takes an H800 as long, in those shares."""
+  """Returns tasks in the given shares, equally long on an H800."""
   return tuple(
     workload.Workload(
       name=name,
@@ -120,7 +120,7 @@ def play(
   *,
   rounds: int,
 ) -> tuple[float, Mapping[str, float]]:
-  """Returns seconds of as much work as a round is, and the router's counts."""
+  """Returns the seconds of one round's work, and the router's counts."""
   chosen = simulate.Simulation(
     cluster=simulate.Cluster(
       learner=simulated_learner.LearnerSpeed(token_s=0.0, update_s=0.0),
@@ -146,8 +146,8 @@ def play(
 def _sessions_per_s(record: simulate.RunRecord) -> float:
   """Returns sessions a second, each turn as a part of one.
 
-  Work that later rounds will train counts when it is done: from publish to
-  publish nearly a round more or less of it may have been.
+  Work that later rounds train counts when it is done, which may be nearly a
+  round more or less between two publishes.
   """
   ends = [e["t"] for e in event_log.of_kind(record.events, "published")]
   counted = record.settings.counted
@@ -165,10 +165,10 @@ def _sessions_per_s(record: simulate.RunRecord) -> float:
 
 
 def limit(shares: Mapping[str, float], one: str) -> float:
-  """Returns the gain over pools of one kind when nothing is ever idle.
+  """Returns the gain over pools of one kind without any idle time.
 
-  H20 take tasks in the order of what they lose there, until both kinds of
-  accelerator need as long.
+  H20 take tasks in the order of their slowdown there, until both kinds of
+  accelerator need equally long.
   """
   each = sorted(slowdown(shares[name]) for name in _TURNS)
   alone = len(each) / 72 if one == "72 H800" else sum(each) / 208
@@ -213,7 +213,7 @@ def gains(
 
 
 def alike(rounds: int) -> list[dict[str, Any]]:
-  """Returns what routing changes where all accelerators are of one kind."""
+  """Returns the effect of routing when all accelerators are of one kind."""
   pools = POOLS["36 H800 + 36 H800"]
   blind, _ = play(pools, ROUTINGS["blind"], MIDDLE, rounds=rounds)
   rows = []

@@ -4,15 +4,15 @@
 
   sync          rollout, then training; environments wait for the slowest of
                 each turn, rewards for the last episode, at 16 local graders
-  sync+         trajectories and rewards go their own ways; graders are enough
+  sync+         trajectories and rewards do not wait; graders are unlimited
   one off       the next round decodes while this one trains, and ends before
                 it takes new weights (an engine at a time)
   start-bound   weights arrive inside trajectories; a bound of 1 at admission
-                and nowhere else. AReaL trains in the order of completion and
-                lets what began in time grow older; that is refused here, so
-                groups train in the order of submission, which keeps the bound
-  checked       the same, in the order of completion, and whatever grows too
-                old is aborted and played anew; weights travel hidden
+                only. AReaL trains in the order of completion and lets groups
+                grow older after admission; that is refused here, so groups
+                train in the order of submission, which keeps the bound
+  checked       the same, in the order of completion; groups that grow too old
+                are aborted and played anew; weights travel hidden
   ours          checked, on two thirds H800 and one third H20 by affinity: at
                 0.84 of the cost
   ours in order as start-bound, with hidden weights and affinity
@@ -21,11 +21,11 @@ The published ladder (RollArt, arXiv 2512.22560, 7.2) is throughput from 8B to
 32B on 128 H800, 32 of which train, and 96 H800 + 32 H20 for RollArt; here half
 of it, with half of a batch of 512. Weights travel as in tables 3 and 4, ratios
 of H20 to H800 are those of table 2, and context takes 0.8 of an H800's time in
-FrozenLake as in 3.1. Training takes 84 / 281 of what rollout takes in sync+, as
-in the step of 3.1. Lengths and latencies are not published: environments have
+FrozenLake as in 3.1. Training takes 84 / 281 of the rollout of sync+, as in the
+step of 3.1. Lengths and latencies are not published: environments have
 log-normal latencies with a Pareto tail or, in the second table, the Gaussian
-(10 s, 5 s) of R2. An id of context stands for all times that it is encoded, so
-what is cached outlives a publish here: recomputing it would count many times.
+(10 s, 5 s) of R2. An id of context stands for all its encodings, so the cache
+outlives a publish here: recomputing it would count many times.
 
 Rates are trained tokens a second; `over` is against the rung before, for both
 rows of ours against start-bound. `dropped` are sampled tokens that were not
@@ -68,7 +68,7 @@ class Model:
 
   Attributes:
     tau0_s: of a token on H800.
-    exposed_s: decoding stands still for it when weights go over TCP.
+    exposed_s: for which decoding stands still when weights go over TCP.
     push_s, pull_s: hidden and exposed seconds through a store.
     swe: it plays SWE tasks.
     latency: of its environments, a key of `LATENCIES`.
@@ -232,7 +232,7 @@ def settings(
 def play(
   rung: Rung, model: Model, token_s: float, rounds: int
 ) -> simulation_result.Result:
-  """Returns what a rung was worth."""
+  """Returns the result of a rung."""
   chosen = settings(rung, model, token_s, rounds)
   world = None
   if rung.lockstep:
@@ -248,7 +248,7 @@ def play(
 
 
 def cost(rung: Rung, model: Model) -> float:
-  """Returns what an hour of all accelerators costs, by that of H800 alone."""
+  """Returns the cost of all accelerators over that of H800 alone."""
   cluster = settings(rung, model, 0.0, 1).cluster
   trains = 2.85 * cluster.learner.accelerators
   decodes = sum(pool.cost * pool.engines for pool in cluster.pools)
@@ -303,7 +303,7 @@ def slower(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def holds(rows: Sequence[dict[str, Any]]) -> dict[str, bool]:
-  """Returns for each model whether no published rung is slower than before."""
+  """Returns for each model True if no published rung is slower than before."""
   kept = dict.fromkeys(MODELS, True)
   for row in rows:
     kept[row["model"]] &= row["rung"] not in PUBLISHED or row["over"] >= 1.0

@@ -99,7 +99,7 @@ def settings(
 
 
 def play(chosen: simulate.Simulation) -> dict[str, float]:
-  """Returns seconds of a round, and what redundancy costs."""
+  """Returns the seconds of a round, and the cost of redundancy."""
   record = simulated.checked(simulate.simulate(chosen))
   ledger = token_ledger.of(record.events)
   ended = {

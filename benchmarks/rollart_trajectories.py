@@ -59,7 +59,7 @@ def settings(
   answer_s: float = 0.001,
   groups: int = _GROUPS,
 ) -> simulate.Simulation:
-  """Returns a run in which only environments take time, and answers some."""
+  """Returns a run in which environments take most of the time."""
   speed = simulated_processor.Speed(
     tau0_s=answer_s / _ANSWER, b0=math.inf, slots=groups * _MEMBERS
   )

@@ -15,14 +15,14 @@ train, 2 that decode. Rows:
 
 Only serial numbers are fitted, those of LSAT at R = 96: seconds of rollout
 (1098 - 587, by the time of a token) and of training (587, by the time of a
-trained token). R = 32 and all pipelined rows are predictions. How many
-sequences decode at once is not published, and serial times hardly tell: 64 are
-assumed, and a sweep shows others. Lengths are log-normal.
+trained token). R = 32 and all pipelined rows are predictions. The number of
+sequences that decode at once is not published, and serial times hardly depend
+on it: 64 are assumed, and a sweep shows others. Lengths are log-normal.
 
 T is from the begin of rollout to the end of training, without the publish.
 `waits` is 1 - W / T, where W are the seconds of training: the published ratio
-has a second definition that is not known (647 s with 586 of training are called
-14.2 %, not 9.4 %). `first` is when training begins. `bound` is the on-policy
+has a second, unknown definition (647 s with 586 of training are called 14.2 %,
+not 9.4 %). `first` is the start of training. `bound` is the on-policy
 bound max(T_roll + w_n, c_1 + W) by T.
 Writes benchmarks/results/rollout_pipe.json.
 """
@@ -60,7 +60,7 @@ _AT_ONCE = distributions.Fixed(0.0)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rates:
-  """What is fitted: seconds of a sampled token, alone, and of a trained one."""
+  """The fitted seconds of a sampled token at no load, and of a trained one."""
 
   tau0_s: float = 0.01
   token_s: float = 0.0
@@ -91,7 +91,7 @@ def play(
   rounds: int,
   start_s: distributions.Distribution = _AT_ONCE,
 ) -> dict[str, float]:
-  """Returns what is measured of one row, means over all rounds."""
+  """Returns the measurements of one row, means over all rounds."""
   record = simulate.simulate(_settings(schedule, rates, rounds, start_s))
   simulated.checked(record)
   total_s = statistics.mean(simulated.rounds_s(record)[1:])
@@ -111,7 +111,7 @@ def play(
 
 
 def _first_s(record: simulate.RunRecord) -> float:
-  """Returns when training begins, mean over the rounds that count."""
+  """Returns the start of training, mean over the rounds that count."""
   dequeued: dict[int, float] = {}
   for event in event_log.of_kind(record.events, "dequeued"):
     dequeued.setdefault(event["version"], event["t"])
@@ -157,7 +157,7 @@ def _settings(
 def fit(slots: int, rounds: int) -> Rates:
   """Returns the rates with which serial R = 96 takes as long as published.
 
-  Rollout alone is proportional to the time of a token, so one run tells.
+  Rollout is proportional to the time of a token, so one run is enough.
   """
   guess = Rates(slots=slots)
   alone = play(overlap.sync(96, 48), guess, rounds=rounds)

@@ -1,4 +1,4 @@
-"""What benchmarks on simulated hardware share: a world in lockstep, a table."""
+"""Shared by benchmarks on simulated hardware: a world in lockstep, a table."""
 
 import asyncio
 import dataclasses
@@ -20,12 +20,12 @@ class Lockstep(world.World):
   """A world in which all episodes of a round wait for the slowest, each turn.
 
   Environments step when all have their answers, and answers are sampled when
-  all have stepped: what systems do that hold a batch of environments.
+  all have stepped, as in systems that hold a batch of environments.
 
   Args:
-    episodes: of a round, all of which play at the same time.
+    episodes: of a round, all at the same time.
     graded_together: rewards begin when the last episode has ended.
-    graders: rewards that are computed at once; 0 is no limit.
+    graders: rewards computed at once; 0: unlimited.
   """
 
   episodes: int = 0
@@ -53,10 +53,10 @@ class Lockstep(world.World):
 
 
 class Barrier:
-  """Lets nobody on before all who are left have come; then it begins anew.
+  """A reusable barrier that parties may leave.
 
   Args:
-    parties: who come; when all have left, as many come again.
+    parties: number of waiters; when all have left, as many come again.
   """
 
   def __init__(self, parties: int):
@@ -65,10 +65,10 @@ class Barrier:
     self._opened = asyncio.Event()
 
   async def wait(self, leaves: bool = False) -> None:
-    """Returns when all have come.
+    """Returns when all remaining parties wait.
 
     Args:
-      leaves: this one will not come again.
+      leaves: this one does not come again.
     """
     self._waiting += 1
     self._leaving += leaves
@@ -77,7 +77,7 @@ class Barrier:
     await opened.wait()
 
   def leave(self) -> None:
-    """Nobody waits for this one any more."""
+    """Lets the others go on without this one."""
     self._left -= 1
     self._open_if_all()
 
@@ -144,12 +144,12 @@ def checked(record: simulate.RunRecord) -> simulate.RunRecord:
 
 
 def deviation(ours: float, published: float) -> float:
-  """Returns how far ours is from what was published, as a share of that."""
+  """Returns the relative deviation from a published number."""
   return ours / published - 1.0
 
 
 def place(ours: float, low: float, high: float) -> str:
-  """Returns whether a number is in a published range, or how far outside."""
+  """Returns "in range", or the deviation from the nearer end of a range."""
   if low <= ours <= high:
     return "in range"
   edge = low if ours < low else high

@@ -1,4 +1,4 @@
-"""Small fleets and tasks that tests plan for, and where they are simulated."""
+"""Small fleets and tasks for tests to plan, and a pool to simulate them in."""
 
 import concurrent.futures
 import dataclasses

@@ -1,4 +1,4 @@
-"""The plan as a command: its table, its errors, and the config it writes."""
+"""The command of the planner: its table, its errors, the config it writes."""
 
 import dataclasses
 import io

@@ -1,4 +1,4 @@
-"""The simulator's command: its table, its timeline, its refusals."""
+"""The command of the simulator: its table, its timeline, its errors."""
 
 import json
 import pathlib

@@ -1,4 +1,4 @@
-"""What learning came to, from rows by hand."""
+"""Tiles and sentences on learning, from rows by hand."""
 
 from launch.report import learning_section
 
@@ -74,7 +74,7 @@ def test_skipped_updates_are_complained_of_with_a_command(tmp_path):
 def test_rounds_that_faults_left_empty_are_complained_of(tmp_path):
   empty = {"trained_tokens": 0.0, "faults": 8.0, "zero_variance_groups": 0.0}
   rows = [{"round": i} | empty for i in range(1, 12)]
-  # Zero-variance groups are no fault.
+  # A group of zero variance is not a fault.
   rows.append({"round": 12} | empty | {"zero_variance_groups": 1.0})
   (line,) = learning_section.complaints(rows, tmp_path)
   assert "in rounds 1, 2, 3, 4, 5, 6, 7, 8 and 3 more; " in line

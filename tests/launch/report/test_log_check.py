@@ -1,4 +1,4 @@
-"""What a terminal is told of the log of a run, and with which exit code."""
+"""Verdicts on the log of a run, as text and as exit codes."""
 
 import itertools
 import json

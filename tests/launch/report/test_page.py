@@ -1,5 +1,4 @@
-"""Tests of launch/report/page.py: numbers by hand, the page in a real "
-"browser."""
+"""The page of a run: numbers by hand, and the page in a real browser."""
 
 import json
 import math
@@ -120,7 +119,7 @@ def _trajectories(noise, number):
 
 
 def _gaps(noise):
-  """3 of 40 tokens of every tenth round; one of round 20 is no number."""
+  """3 of 40 tokens of every tenth round; one of round 20 is not finite."""
   for i in range(0, _ROUNDS, 10):
     engine = [-2 * noise.random() for _ in range(3)]
     yield {

@@ -1,4 +1,4 @@
-"""What is read of the files of a run, by hand."""
+"""Files of a run, read in any state, by hand."""
 
 import json
 import random

@@ -1,4 +1,4 @@
-"""What a report shows of a warm start, with lines missing, cut or skipped."""
+"""The warm start in a report, with lines missing, cut or skipped."""
 
 import json
 import re

@@ -1,6 +1,6 @@
-"""Logs that keep every promise, whole and cut off, and what a checker says.
+"""The checker on logs that keep every promise, whole and cut off.
 
-What is broken is in the tests of the files that hold the invariants.
+Broken logs are in the tests of the files that hold the invariants.
 """
 
 import gc

@@ -1,4 +1,4 @@
-"""The log on disk, and what a restart leaves of it."""
+"""The log on disk, and the part of it that survives a restart."""
 
 import json
 
@@ -145,7 +145,7 @@ def _surviving(log):
 
 
 def _served(version):
-  """What a restart adds when its weights had not been published."""
+  """The publish that a restart adds when its weights had not been published."""
   return [
     {"t": 0.0, "kind": kind, "version": version}
     for kind in ("publish_start", "published")

@@ -1,4 +1,4 @@
-"""The order of transitions: what may follow upon what, and what is kept."""
+"""The order of transitions, and the state kept of attempts under way."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""The token ledger: every column by hand, and errors that it must show."""
+"""The token ledger: every column by hand, and errors that it must find."""
 
 import dataclasses
 

@@ -192,7 +192,7 @@ def test_a_question_gets_the_speeds_of_its_kind_and_keeps_the_rest(
   assert wide == problem.fleet.kinds[1]
   assert [w.name for w in found.workloads] == ["many", "one"]
   assert problem.routing.prefer
-  assert found.routing.prefer == {}  # Of tasks that there are no more.
+  assert found.routing.prefer == {}  # Its tasks are gone.
   assert found.fleet.transfer_s == pytest.approx(0.7, abs=0.01)
   assert quick.speed.slots == problem.fleet.kinds[0].speed.slots
   # The run trained on 4 devices: as fast again on 4 of this kind.

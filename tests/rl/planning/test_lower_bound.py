@@ -1,4 +1,4 @@
-"""Bounds of one group a round, worked out by hand; with runs: test_planner."""
+"""Bounds of one group a round, worked out by hand; with runs: test_search."""
 
 import numpy as np
 import pytest

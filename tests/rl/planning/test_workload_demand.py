@@ -1,4 +1,4 @@
-"""What tasks ask for, worked out by hand."""
+"""The demand of tasks, worked out by hand."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The simulated learner and publisher: what takes how long."""
+"""The simulated trainer and publisher: their seconds."""
 
 import asyncio
 

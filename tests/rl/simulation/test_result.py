@@ -130,7 +130,7 @@ def test_decoding_is_blocked_for_as_long_as_its_engines_are_on_average():
 @pytest.mark.parametrize("name", ["sync", "pipe"])
 def test_nothing_on_policy_is_faster_than_its_bound(name, describe_s):
   # Groups whose environments do not start are ready when weights arrive, and
-  # 8/3 s are no whole microseconds: neither may book work in another round.
+  # 8/3 s are not whole microseconds: neither may move work to another round.
   schedule = overlap.sync(4) if name == "sync" else overlap.rollout_pipe(4, 2)
   result = run(
     schedule,

@@ -1,4 +1,4 @@
-"""Simulated runs: by hand where everything is constant, by order else."""
+"""Simulated runs: by hand if all is constant, otherwise by order."""
 
 import dataclasses
 import math

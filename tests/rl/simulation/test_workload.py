@@ -1,4 +1,4 @@
-"""Draws of a workload: repeatable, distributed as told, alike in a group."""
+"""Draws of a workload: repeatable, of the set distribution, correlated."""
 
 import dataclasses
 import math

@@ -1,4 +1,4 @@
-"""The fake environments and rewards do what tests tell them to."""
+"""The fake environments and rewards follow their settings."""
 
 import asyncio
 

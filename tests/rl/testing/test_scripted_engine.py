@@ -1,4 +1,4 @@
-"""The scripted engine keeps to the protocol of engines."""
+"""The scripted engine keeps the contract of engines."""
 
 import asyncio
 
