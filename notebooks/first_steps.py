@@ -133,14 +133,12 @@ def train(state: train_state.TrainState):
   """Returns the state after one update, and its metrics."""
   total = parts.programs.zero()
   for rows in packed.batches:
-    total = parts.programs.accumulate(
-      state.params, total, parts.programs.place(rows)
-    )
-  return parts.programs.update(state, total)
+    total = parts.programs.accumulate(state.params, total, rows)
+  return parts.programs.step(state, total)
 
 
 state, metrics = run(parts.learner_thread.run("update", train, state))
-print({name: round(float(value), 4) for name, value in metrics.items()})
+print({name: round(value, 4) for name, value in metrics.items()})
 
 # %% [markdown]
 # ## Publish

@@ -12,8 +12,8 @@ path is a product of numbers in tables, an expectation is a sum over 481 paths,
 and gradients of both follow by the chain rule, in float64. Rewards are given
 to turns; a part of the grade depends on the whole path.
 
-Versions: `TABLES[n]` is the policy n optimizer steps before the one that is
-trained, `TABLES[0]`. What sampled a token is a matter of its place: `lags` are
+Versions: `TABLES[n]` is the policy n optimizer steps before the trained one,
+`TABLES[0]`. The policy that sampled a token depends on its place: `lags` are
 versions by kind of trajectory and place, so [[1] * 5] is one old policy and
 `MIXED` has versions that change in the middle of trajectories.
 
@@ -37,7 +37,7 @@ _ASCENT = 0.5
 
 
 class Paths(NamedTuple):
-  """Every way through the task; what is not sampled is 0."""
+  """Every path through the task; 0 where nothing was sampled."""
 
   states: Int[np.ndarray, "P T"]
   tokens: Int[np.ndarray, "P T"]
@@ -48,7 +48,7 @@ class Paths(NamedTuple):
 
 
 def _chances() -> Float64[np.ndarray, "S A S+1"]:
-  """Returns the distribution of what follows a token in a state."""
+  """Returns the distribution of the states after a token."""
   chances = np.zeros((STATES, CHOICES, STATES + 1))
   chances[0, 1:, 1] = 1.0  # The turn goes on.
   chances[2:4, 2, 4] = 1.0
@@ -97,7 +97,7 @@ def _ways(state: int) -> Iterator[list[tuple[int, int, int]]]:
 
 
 def _grade(way: list[tuple[int, int, int]]) -> float:
-  """Returns what the grader adds when all is over."""
+  """Returns the grader's part of the reward, added at the end."""
   tokens = [token for _, token, _ in way]
   agrees = 1.0 if tokens[0] == tokens[-1] and len(way) > 1 else 0.0
   return agrees - 0.5 * (TURN[way[-1][0]] == 0)
@@ -246,7 +246,7 @@ def chances_under(
 def values_by_history(
   table: Float64[np.ndarray, "S A"],
 ) -> Float64[np.ndarray, "P T"]:
-  """Returns what a perfect critic says before each token; 0 in padding.
+  """Returns the values of a perfect critic before each token; 0 in padding.
 
   It is the mean of the rewards still to come, given all that was so far. The
   reward of a turn comes with its last token, the rest of the grade at the end.

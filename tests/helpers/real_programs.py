@@ -1,4 +1,4 @@
-"""What tests of a real learner share: how its programs are run and kept."""
+"""Runs and restores the programs of a real learner, for its tests."""
 
 import asyncio
 from typing import Any
@@ -19,7 +19,7 @@ def on_mesh(function, *args) -> Any:
 
 
 def saved_and_restored(path, state, abstract) -> Any:
-  """What a checkpoint of the state gives back."""
+  """Saves a state and returns it as restored."""
   checkpoints = checkpoint.Checkpoints(path, keep=1)
   checkpoints.save(1, state, {})
   checkpoints.wait()

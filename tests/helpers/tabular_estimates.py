@@ -102,7 +102,7 @@ def _unchecked() -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rule:
-  """What is done with a sampled token.
+  """The treatment of a sampled token.
 
   Attributes:
     old: the version that ratios are against. None is the one that sampled the
@@ -129,7 +129,7 @@ class Estimates(NamedTuple):
 
 
 class Errors(NamedTuple):
-  """How far estimates are from an oracle.
+  """The distance of estimates from an oracle.
 
   Attributes:
     standard: of every coordinate, in standard errors of the mean.

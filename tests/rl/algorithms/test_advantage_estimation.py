@@ -1,4 +1,4 @@
-"""Who is trained at all, and what becomes of the groups of an update."""
+"""The selection of trained members, and the advantages of an update."""
 
 import numpy as np
 import pytest

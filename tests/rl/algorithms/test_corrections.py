@@ -88,7 +88,7 @@ def test_one_token_out_of_thin_air_vetoes_its_trajectory(wrap):
 @WRAPS
 def test_bad_trajectories_that_the_policy_left_are_masked(wrap):
   # mean log mu / pi: 0.2 in trajectories 1 and 2, of which only the bad one is
-  # masked; -0.2 in the third, which the policy moved towards. Old is no matter.
+  # masked; -0.2 in the third, which the policy moved towards. Old is unused.
   row = make(
     [-1.1, -1.3, -1.1, -1.3, -0.8],
     old=-9.0,

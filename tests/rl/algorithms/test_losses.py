@@ -161,7 +161,7 @@ def test_gspo_token_is_gspo_where_advantages_are_equal(wrap, seed):
 @WRAPS
 def test_cispo_keeps_the_gradient_of_tokens_beyond_the_bounds(wrap):
   # Log-probabilities log(2) - 1 and log(0.1) - 2; weights 1.5 and 0.1, for
-  # without clip_low there is no lower bound. The gradient is -weight * A.
+  # without clip_low nothing bounds it below. The gradient is -weight * A.
   row = of_ratios([2, 0.1], advantages=[1, -1])
   values = [1.5 * (1 - math.log(2)), 0.1 * (math.log(0.1) - 2)]
   loss = losses.Cispo(clip_high=0.5)

@@ -40,7 +40,7 @@ PLAIN = objective.Objective(loss=losses.Reinforce())
 
 
 class Said(NamedTuple):
-  """What the model says of each token; the last entry is of padding."""
+  """The model's scores of each token; the last entry is of padding."""
 
   logprobs: jax.Array
   entropy: jax.Array
@@ -230,7 +230,7 @@ def alike(**columns: float) -> Any:
 
 
 def routed(load_balance: jax.Array, z_loss: jax.Array) -> moe_layer.Aux:
-  """What one router of one expert says."""
+  """The statistics of one router with one expert."""
   zero = jnp.zeros(())
   return moe_layer.Aux(load_balance, z_loss, zero, jnp.zeros(1), zero, zero)
 

@@ -1,4 +1,4 @@
-"""Who a policy is held against stays what it was, wherever it is kept."""
+"""A reference policy stays what it was, wherever it is kept."""
 
 import dataclasses
 import functools

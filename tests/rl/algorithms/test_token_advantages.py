@@ -34,7 +34,7 @@ def test_reinforce_plus_plus_whitens_the_returns_of_all_tokens():
 
 
 def test_reinforce_plus_plus_charges_a_penalty_up_to_its_token():
-  # What a token costs is no fault of those after it. Of 1 - 0.5 - 0.25,
+  # The penalty of a token does not count against later ones. Of 1 - 0.5 - 0.25,
   # 1 - 0.25 and 1, halved with each token on the way:
   member = members.played(1.0, [2, 1], penalties=[0.5, 0.25, 0.0])
   plain = token_advantages.ReinforcePlusPlus()([member]).advantages

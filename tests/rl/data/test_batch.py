@@ -71,7 +71,7 @@ def test_trajectories_lie_where_they_can_be_worked_out():
 
 def test_a_shared_prompt_lies_once_before_the_rests_of_its_group():
   # Of group 1 remain 4 + 2 + 1 ids and the prompt 7 8 9: 3 + 7 of 12 places.
-  # Group 2, of one, fills the row; a prompt without company is no segment.
+  # Group 2, of one, fills the row; a prompt that is not shared has no segment.
   prompt = [7, 8, 9]
   episodes = [
     drawn.episode([(3, 2)], 20, group=1, prompt=prompt),

@@ -1,4 +1,4 @@
-"""Which row a trajectory lies in, and which shard a row."""
+"""The row of each trajectory, and the shard of each row."""
 
 import numpy as np
 import pytest

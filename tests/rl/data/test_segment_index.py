@@ -1,4 +1,4 @@
-"""Whose a segment is, on the way to disk and back."""
+"""Owners of segments, on the way to disk and back."""
 
 import numpy as np
 import pytest

@@ -486,7 +486,7 @@ def whole_gradient() -> learner.Accumulator:
 def assert_same(found: learner.Accumulator, expected: learner.Accumulator):
   """Gradients to 1e-5 of the largest entry of each leaf, and means to 1e-5.
 
-  What a network computes in float32 is no better: in matrix products of other
+  Float32 does not allow less: in matrix products of other
   shapes sums are taken in another order, and 2e-6 to 5e-6 were measured. The
   objective itself is held to 1e-6 in `test_objective`.
   """

@@ -1,4 +1,4 @@
-"""Which parameters Muon makes orthogonal, and along which axes."""
+"""The parameters that Muon makes orthogonal, and along which axes."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What is known of tokens before their gradient, and what follows from it."""
+"""Scores of tokens before their gradient, and penalties made of them."""
 
 import asyncio
 import dataclasses
@@ -89,7 +89,7 @@ class Programs(fakes.FakeLearner):
     return (batch.tokens - 5).astype(np.float32) / 2
 
   def column(self, name) -> dict[int, float]:
-    """What each id that was sampled has there; all have one value each."""
+    """The value of each sampled id there; each has one."""
     return {
       int(token): float(value)
       for b in self.batches
@@ -220,7 +220,7 @@ def test_a_round_of_faults_has_no_penalties_and_ends_nothing():
 def test_gae_learns_from_the_values_of_the_critic():
   programs = Programs()
   gae = token_advantages.Gae(discount=0.9, lambda_=0.5)
-  # Two turns with an observation between them, which is no step.
+  # Two turns with an observation between them, which does not count as a step.
   trained(
     once(group(member(1.0, [2, 1]))), programs, presets.Ppo(advantage=gae)
   )

@@ -1,4 +1,4 @@
-"""What an optimizer step rests on: whose weights, which members, which sums."""
+"""The basis of an optimizer step: weights, members, sums, and its batches."""
 
 import asyncio
 import dataclasses
@@ -545,7 +545,7 @@ def part(start, stop):
 
 
 def tokens(batches):
-  """What each sampled token carries, in an order of its own."""
+  """All columns of each sampled token, in an order of their own."""
   names = ("tokens", "positions", "behaviour", *scored_episodes.COLUMNS)
   return sorted(
     tuple(float(getattr(b, name)[row, at]) for name in names)
