@@ -1,4 +1,4 @@
-"""A small student learns to guess numbers from a larger policy's say.
+"""Distils a larger policy into a small student that guesses numbers.
 
 python -m launch.train --config=configs/guess_number_distill.py:teacher \\
     --workdir=runs/teacher
@@ -6,9 +6,9 @@ python -m launch.export --run=runs/teacher --directory=runs/teacher-hf
 python -m launch.train --config=configs/guess_number_distill.py \\
     --workdir=DIR
 
-The student plays, the teacher scores each token that it said, and how much
-likelier the teacher thinks it than the student does is its advantage. No reward
-is used, and no oracle: success is only measured. The teacher, 1 M parameters
+The student plays and the teacher scores each of its tokens: the log-ratio of
+teacher to student is the advantage. No reward and no oracle is used; success is
+only measured. The teacher, 1 M parameters
 with experts, is trained by reinforcement learning; the student has a tenth of
 that, no experts, and random weights.
 

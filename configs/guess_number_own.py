@@ -22,6 +22,7 @@ from rl.algorithms import (
   packed_row,
   returns,
 )
+from rl.settings import checks
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,8 +45,7 @@ class Spo:
 
   def validate(self) -> None:
     """Raises ValueError on a bound that is not above 0."""
-    if not self.bound > 0:
-      raise ValueError(f"Spo: bound={self.bound} must be above 0")
+    checks.above(self, 0, "bound")
 
   def __call__(self, row: packed_row.Row) -> losses.Terms:
     """Returns the loss; clipped are tokens that are pulled back."""

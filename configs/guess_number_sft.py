@@ -3,8 +3,8 @@
 python -m launch.train --config=configs/guess_number_sft.py --workdir=DIR
 python -m launch.export --run=DIR --directory=DIR-hf
 
-The oracle of the environment plays binary search; the policy imitates what it
-says, in the learner and with the batches of every other run. What comes out is
+The oracle of the environment plays binary search; the policy imitates its
+moves, in the learner and with the batches of every other run. The result is
 a checkpoint like any other: a run with `--config.initial=DIR-hf` goes on from
 it by reinforcement learning. So does this run with a larger `--config.rounds`.
 

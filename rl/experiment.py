@@ -30,11 +30,11 @@ class BatchShape:
 
   Attributes:
     rows: split over the learner's data axis.
-    tail_rows: of the last batch of an update, where that leaves less empty;
-      another program. None gives all batches the same shape.
+    tail_rows: of the last batch of an update, where that leaves less empty; it
+      compiles another program. None gives all batches the same shape.
     length: tokens of a row; the longest episode must fit.
-    share_prompts: the members of a group that begin with the same context have
-      it once in a row. Worth it when prompts are long next to what follows, as
+    share_prompts: stores the context that members of a group share once a row.
+      Worth it when prompts are long next to the answers, as
       `benchmarks/packing.py` shows; rows should then hold several members.
   """
 
@@ -44,7 +44,7 @@ class BatchShape:
   share_prompts: bool = False
 
   def validate(self) -> None:
-    """Raises ValueError on a shape without rows, or a tail that is no less."""
+    """Raises ValueError unless 1 <= tail_rows < rows."""
     checks.at_least(self, 1, "rows", "tail_rows", where="batch")
     if self.tail_rows is not None and self.tail_rows >= self.rows:
       raise ValueError(
@@ -61,7 +61,7 @@ class Evaluation:
     every: rounds between evaluations; 0: only before and after the run.
     episodes: one a task.
     temperature: 0 plays greedily.
-    success: an episode succeeds when its reward is at least this.
+    success: smallest reward of an episode that succeeds.
   """
 
   every: int = 25
@@ -79,7 +79,7 @@ class Evaluation:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Retention:
-  """What stays on disk.
+  """Checkpoints and records to keep on disk.
 
   Attributes:
     checkpoint_every: rounds between checkpoints.
@@ -109,15 +109,15 @@ class Experiment:
   `algorithm` with its `advantage` and `loss`, and `optimizer`.
 
   Attributes:
-    tasks: which training tasks there are, and which are played.
-    algorithm: what is learned from an episode; a preset, or parts of one.
+    tasks: number and order of the training tasks.
+    algorithm: from rewards to the objective; a preset, or parts of one.
     max_skipped: updates in a row that are skipped because a loss or gradient
-      is not finite; one more ends the run, as so many rounds do that train
+      is not finite; one more ends the run, as do as many rounds that train
       nothing because of faults. Batches of such updates stay in `skipped/` of
       the run, for `launch.replay`.
-    routing: which decode pool a conversation goes to.
-    initial: directory of a Hugging Face checkpoint with the parameters that
-      the run starts from; None draws them from the seed.
+    routing: the choice of a decode pool for a conversation.
+    initial: directory of a Hugging Face checkpoint with the initial
+      parameters; None draws them from the seed.
     seed: of parameters, task order and sampling noise.
     rounds: publishes until the end; 0 is the warm start alone.
     warm_start: supervised steps before the first round, or None.
@@ -172,7 +172,7 @@ class Experiment:
 
   @property
   def sources(self) -> Sequence[base.Source]:
-    """What the tasks come from: the parts of a mixture, or one."""
+    """The sources of tasks: the parts of a mixture, or one."""
     return prompts.sources_of(self.environment)
 
   def validate(self) -> None:
@@ -326,7 +326,7 @@ class Experiment:
       )
 
   def _validate_attention(self) -> None:
-    """Raises when the form of attention that is forced cannot learn."""
+    """Raises when a forced form of attention cannot learn."""
     models = {"model": self.model}
     if isinstance(reference := self.algorithm.reference, references.Teacher):
       models["algorithm.reference.model"] = reference.model
@@ -351,10 +351,9 @@ class Experiment:
 
 
 def check_experiment(tree: object) -> None:
-  """Raises SettingError on settings of something else than a training run."""
+  """Raises SettingError unless the settings are of a training run."""
   if not isinstance(tree, Experiment):
     raise overrides.SettingError(
-      f"{type(tree).__name__} is no rl.experiment.Experiment, which a "
-      "training run "
-      "takes; use a file such as configs/guess_number_moe.py"
+      "a training run takes a rl.experiment.Experiment, not "
+      f"{type(tree).__name__}; use a file such as configs/guess_number_moe.py"
     )

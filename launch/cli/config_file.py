@@ -1,4 +1,4 @@
-"""A config file as a module, and kept with the settings that need it.
+"""Config files: loaded as modules, and kept with the settings that need them.
 
 A file may define a loss or an environment of its own. config.json then names
 a class of it, so it keeps the file as well:
@@ -31,7 +31,7 @@ _ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
 def load(file: pathlib.Path) -> types.ModuleType:
-  """Runs a file as a module that no import statement can name by chance.
+  """Runs a file as a module, under a name that no import statement uses.
 
   The later of two files of one name takes the place of the earlier.
 
@@ -47,11 +47,11 @@ def load(file: pathlib.Path) -> types.ModuleType:
 
 
 def to_json(tree: Any) -> dict[str, Any]:
-  """Returns plain JSON data, with the config files whose classes are in it.
+  """Returns plain JSON data, with the config files that define its classes.
 
   Raises:
-    SettingError: a value that is no setting, or whose class cannot be found
-      again: it is inside a function, or of a file that was loaded once more.
+    SettingError: a value that cannot be a setting, or a class that cannot be
+      found again: inside a function, or of a file that was loaded once more.
   """
   kept = {}
   for cls in _classes(tree):
@@ -72,7 +72,7 @@ def read_json(file: pathlib.Path, *, as_kept: bool = True) -> Any:
       loaded is taken for the one that is kept.
 
   Raises:
-    SettingError: it is no such file, or does not fit the settings of today.
+    SettingError: another file, or one that does not fit the current settings.
     OSError: it cannot be read.
   """
   put_root_on_path()
@@ -90,7 +90,7 @@ def read_json(file: pathlib.Path, *, as_kept: bool = True) -> Any:
 
 
 def put_root_on_path() -> None:
-  """Lets what a config names be imported, wherever the program was started."""
+  """Lets configs import the project, wherever the program was started."""
   if str(_ROOT) not in sys.path:
     sys.path.append(str(_ROOT))
 
@@ -128,7 +128,7 @@ def _place(
 def _run(
   name: str, path: str, lines: list[str], source: str
 ) -> types.ModuleType:
-  """Returns a module of some lines, which believes to be the file at `path`.
+  """Returns a module of some lines, that takes itself for the file at `path`.
 
   Args:
     source: what the lines are called in a traceback.
@@ -145,7 +145,7 @@ def _run(
 
 
 def _checked(kept: Any) -> dict[str, tuple[str, list[str]]]:
-  """Returns path and lines of each module that JSON keeps."""
+  """Returns path and lines of each module kept in JSON."""
   try:
     return {
       name: (str(entry["path"]), [str(line) for line in entry["lines"]])
@@ -161,7 +161,7 @@ def _checked(kept: Any) -> dict[str, tuple[str, list[str]]]:
 def _restore(
   file: pathlib.Path, name: str, path: str, lines: list[str]
 ) -> None:
-  """Makes a config file that was kept the module that its classes name."""
+  """Runs a kept config file as the module that its classes name."""
   if getattr(sys.modules.get(name), _LINES, None) == lines:
     return
   source = f"{path} as kept in {file}"
@@ -173,7 +173,7 @@ def _restore(
 
 
 def _module_of(cls: type) -> types.ModuleType:
-  """Returns the config file in which a class will be looked for.
+  """Returns the config file that defines a class.
 
   Raises:
     SettingError: it cannot be found.

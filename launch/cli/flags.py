@@ -41,7 +41,7 @@ def parse(argv: Sequence[str]) -> list[str]:
   too, and is true then. Of a setting given twice the later counts.
 
   Returns:
-    The arguments that are no flags, program name first.
+    The arguments that are not flags, program name first.
   """
   _overrides.clear()
   remaining, rest = [], list(argv)
@@ -82,7 +82,7 @@ def arguments(changes: Mapping[str, str | None]) -> list[str]:
 def load_from_command_line(
   check: Callable[[Any], None] | None = None,
 ) -> Any:
-  """Returns `load` of --config and the overrides that stood beside it."""
+  """Returns `load` of --config and the overrides beside it."""
   if not _CONFIG.value:
     raise overrides_lib.SettingError(
       "--config is missing; name a file, as in --config=configs/NAME.py"

@@ -1,4 +1,4 @@
-"""What must be set before jax touches a device: platform, number, cache."""
+"""Platform, device count and compilation cache, set before jax starts."""
 
 import os
 import pathlib

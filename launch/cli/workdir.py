@@ -44,8 +44,8 @@ def claim(
 ) -> TextIO:
   """Writes config.json and returns a lock that is held while it is open.
 
-  What a run left that never saved a checkpoint is removed: it starts over.
-  Records beside which no run left its config.json are not touched.
+  A run that never saved a checkpoint starts over: its records are removed.
+  Records without the config.json of a run are not touched.
 
   Raises:
     SettingError: the directory cannot be written, another process uses it, it
@@ -91,7 +91,7 @@ def read(
     as_kept: see `config_file.read_json`.
 
   Raises:
-    SettingError: there is no run, or its config cannot be read.
+    SettingError: no run is there, or its config cannot be read.
   """
   file = pathlib.Path(path) / "config.json"
   if not file.parent.is_dir():
@@ -107,7 +107,7 @@ def read(
 
 
 def read_trained(path: str | os.PathLike) -> experiment_lib.Experiment:
-  """Returns the settings of a run whose checkpoint is to be used.
+  """Returns the settings of a run, to use its checkpoint.
 
   The directory that it started from may be gone, unless the checkpoint holds
   adapters only.
@@ -124,7 +124,7 @@ def read_trained(path: str | os.PathLike) -> experiment_lib.Experiment:
 def check_initial(
   path: str | os.PathLike, experiment: experiment_lib.Experiment
 ) -> None:
-  """Checks what a run starts from, unless its checkpoints hold all of it.
+  """Checks the initial weights, unless the checkpoints of the run hold them.
 
   Args:
     path: of the run; "" is none.
@@ -140,7 +140,7 @@ def check_initial(
 def checkpoints(path: str | os.PathLike, of: str = CHECKPOINTS) -> list[str]:
   """Returns the names of a run's checkpoints: whole ones, and damaged ones.
 
-  What a save left that was cut off is none.
+  Leftovers of an interrupted save do not count.
 
   Args:
     of: CHECKPOINTS or WARM_START.
@@ -153,7 +153,7 @@ def checkpoints(path: str | os.PathLike, of: str = CHECKPOINTS) -> list[str]:
 
 
 def check_none_damaged(path: str | os.PathLike, of: str = CHECKPOINTS) -> None:
-  """Checks that a run of which nothing can be read has saved nothing.
+  """Checks that a run without a readable checkpoint has saved none.
 
   Raises:
     checkpoint.Unsaved: it has: it must not start over unasked.
@@ -173,7 +173,7 @@ def has_saved(path: str | os.PathLike) -> bool:
 
 
 def _check_ours(directory: pathlib.Path) -> None:
-  """Raises unless a run wrote what is here, or nothing of a run is here."""
+  """Raises on a directory with records of something else than a run."""
   file = directory / "config.json"
   if file.exists():
     try:

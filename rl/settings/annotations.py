@@ -1,4 +1,4 @@
-"""What the annotation of a setting asks for, and what it is called in words."""
+"""Type annotations of settings: their members, fields and names in words."""
 
 import dataclasses
 import enum
@@ -18,19 +18,19 @@ class SettingError(ValueError):
 
 
 def is_setting(cls: Any) -> bool:
-  """Whether a class may be part of the tree: a frozen dataclass."""
+  """Returns whether a class may be part of the tree: a frozen dataclass."""
   params = getattr(cls, "__dataclass_params__", None)
   return isinstance(cls, type) and params is not None and params.frozen
 
 
 def hints(cls: Any) -> dict[str, Any]:
-  """Returns the annotation of each field that can be given, by its name."""
+  """Returns the annotation of each field of `__init__`, by its name."""
   found = typing.get_type_hints(cls)
   return {f.name: found[f.name] for f in dataclasses.fields(cls) if f.init}
 
 
 def made(maker: Any) -> Any:
-  """Returns a class itself, or the class that a function says it returns."""
+  """Returns a class itself, or the return annotation of a function."""
   if isinstance(maker, type):
     return maker
   try:
@@ -45,9 +45,9 @@ def path(maker: Any) -> str:
 
 
 def parameters(maker: Any) -> dict[str, Any]:
-  """Returns the annotation of all that a class or a function can be given.
+  """Returns the annotations of the parameters of a class or a function.
 
-  A function with `**overrides` takes the fields of what it returns.
+  A function with `**overrides` also takes the fields of the class it returns.
   """
   if isinstance(maker, type):
     return hints(maker)
@@ -79,7 +79,7 @@ def kind(hint: Any) -> Any:
 
 
 def is_a(cls: Any, base: Any) -> bool:
-  """Whether it is a class, and below another."""
+  """Returns whether it is a class, and another or a subclass of it."""
   return isinstance(cls, type) and issubclass(cls, base)
 
 
@@ -91,7 +91,7 @@ def members(hint: Any) -> list[Any]:
 
 
 def is_object(member: Any) -> bool:
-  """Whether a value is an object, told by its class: no number, no tuple."""
+  """Returns whether values are objects, not numbers, words or tuples."""
   own = kind(member)
   if own in SCALARS or own is Literal or is_a(own, enum.Enum):
     return False
@@ -114,7 +114,7 @@ def item_hints(hint: Any, length: int) -> list[Any] | None:
 
 
 def fits(own: Any, value: Any) -> bool:
-  """Whether an object is of a class, or has all that a protocol names."""
+  """Returns whether an object is of a class, or has all a protocol names."""
   # A Protocol that is not runtime_checkable refuses isinstance().
   if getattr(own, "_is_protocol", False):
     return public(own) <= {*dir(value)}
@@ -122,7 +122,7 @@ def fits(own: Any, value: Any) -> bool:
 
 
 def public(protocol: Any) -> set[str]:
-  """Returns what an object must have to fit a protocol."""
+  """Returns the names that an object must have to fit a protocol."""
   names = [*dir(protocol), *typing.get_type_hints(protocol)]
   return {n for n in names if n == "__call__" or not n.startswith("_")}
 

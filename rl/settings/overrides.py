@@ -101,10 +101,10 @@ def difference(before: Any, after: Any, path: str = "") -> list[str]:
 
 
 def to_json(tree: Any) -> dict[str, Any]:
-  """Returns plain JSON data from which `from_json` makes an equal tree.
+  """Returns plain JSON data, the inverse of `from_json`.
 
   Raises:
-    SettingError: a value that is no setting, such as a plain function.
+    SettingError: a value that cannot be a setting, such as a plain function.
   """
   return _plain(tree, "config")
 
@@ -119,7 +119,7 @@ def from_json(data: Any) -> Any:
 
 
 def _children(node: Any, hint: Any) -> dict[str, tuple[Any, Any]]:
-  """Returns (annotation, value) of what lies below; nothing below a leaf."""
+  """Returns (annotation, value) of each child, by name; none of a leaf."""
   if is_setting(type(node)):
     hints = annotations.hints(type(node))
     return {name: (hints[name], getattr(node, name)) for name in hints}
@@ -143,7 +143,7 @@ def _replace(node: Any, name: str, value: Any) -> Any:
 
 
 def _no_such(tree: Any, path: str, above: str, hint: Any, node: Any) -> str:
-  """Returns why `path` leads nowhere below `above`, the part that exists."""
+  """Returns the reason why `path` ends at `above`, the part that exists."""
   start = f"--config.{path}: "
   if node is None:
     form, *_ = [*suggestions.forms(hint), "CLASS(...)"]
@@ -188,6 +188,6 @@ def _plain(value: Any, where: str) -> Any:
       for key, item in value.items()
     }
   raise SettingError(
-    f"{where}: {value!r} is no setting; use a number, a string, an enum, a"
-    " tuple, a mapping or a frozen dataclass"
+    f"{where}: {value!r} must be a number, a string, an enum, a tuple, a "
+    "mapping or a frozen dataclass"
   )

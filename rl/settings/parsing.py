@@ -22,7 +22,6 @@ from typing import Any, Literal
 
 from rl.settings import annotations, short_names, suggestions
 
-SettingError = annotations.SettingError
 _MAX_SHOWN = 80
 
 
@@ -37,21 +36,21 @@ class Text:
 
 
 class _Mismatch(Exception):
-  """A raw value does not fit; whoever knows the key words the error.
+  """A raw value that does not fit; the caller knows the key and adds it.
 
-  Its text, if any, is a reason that the words alone give.
+  The text, if any, is the reason.
   """
 
 
 def read_field(
   hint: Any, raw: Any, where: str, parts: Mapping[str, Any] | None = None
 ) -> Any:
-  """Returns a raw value as its annotation has it.
+  """Returns a raw value as the type that its annotation asks for.
 
   Args:
     raw: a `Text`, or plain data of JSON.
     where: the key, for errors.
-    parts: annotations of what may be set below instead.
+    parts: annotations of the parts that may be set instead.
 
   Raises:
     SettingError: it does not fit; names what does, the nearest first.
@@ -62,7 +61,7 @@ def read_field(
     reason = str(error)
   wrong, words = f"{where}={_shown(raw)}", annotations.describe(hint)
   if reason:
-    raise SettingError(f"{wrong}: {reason}; expected {words}")
+    raise annotations.SettingError(f"{wrong}: {reason}; expected {words}")
   message = f"{wrong}: expected {words}"
   meant = None
   if isinstance(raw, Text):
@@ -74,11 +73,11 @@ def read_field(
       for name, part in parts.items()
     )
     message += ", or set a part of it: " + ", ".join(below)
-  raise SettingError(message)
+  raise annotations.SettingError(message)
 
 
 def turned_off(hint: Any, where: str) -> bool | None:
-  """Returns what turns a setting off: False, or None.
+  """Returns the value that turns a setting off: False, or None.
 
   Raises:
     SettingError: it takes neither.
@@ -89,7 +88,9 @@ def turned_off(hint: Any, where: str) -> bool | None:
   if types.NoneType in members:
     return None
   words = annotations.describe(hint)
-  raise SettingError(f"{where}: {words} cannot be turned off; give it a value")
+  raise annotations.SettingError(
+    f"{where}: {words} cannot be turned off; give it a value"
+  )
 
 
 def _shown(raw: Any) -> str:
@@ -237,7 +238,7 @@ def _read_items(hint: Any, items: Any, where: str) -> Any:
 
 
 def _read_object(hint: Any, data: Any, where: str) -> Any:
-  """Returns what {"class": name, field: raw value} says, if it fits."""
+  """Returns the object of {"class": name, field: raw value}, if it fits."""
   if isinstance(data, Text) and data.text in short_names.choices(hint):
     data = {"class": data.text}
   if not isinstance(data, dict) or not isinstance(data.get("class"), str):
@@ -262,16 +263,18 @@ def _resolve(name: str, hint: Any, where: str) -> Any:
     if name in found:
       return found[name]
     advice = suggestions.advice(hint, name)
-    raise SettingError(f"{where}: there is no {name}{advice}")
+    raise annotations.SettingError(
+      f"{where}: nothing here is called {name}{advice}"
+    )
   try:
     maker = pkgutil.resolve_name(name)
   except (ImportError, AttributeError, ValueError) as error:
     advice = suggestions.advice(hint, name) or suggestions.moved(name)
-    raise SettingError(
+    raise annotations.SettingError(
       f"{where}: cannot import {name}: {error}{advice}"
     ) from error
   if not annotations.is_setting(annotations.made(maker)):
-    raise SettingError(
+    raise annotations.SettingError(
       f"{where}: {name} must be a frozen dataclass, or a function with one as "
       "its return annotation"
     )
@@ -279,17 +282,17 @@ def _resolve(name: str, hint: Any, where: str) -> Any:
 
 
 def _make(maker: Any, fields: Mapping[str, Any], where: str) -> Any:
-  """Returns what a class or a function makes of raw values by name."""
+  """Calls a class or a function with raw values by name."""
   hints = annotations.parameters(maker)
   for name in fields:
     if name not in hints:
       near = difflib.get_close_matches(name, hints, 1)
       out = f"did you mean {near[0]}?" if near else f"it has {', '.join(hints)}"
-      raise SettingError(
+      raise annotations.SettingError(
         f"{where}.{name}: {short_names.of(maker)} has no such field; " + out
       )
   if missing := [n for n in annotations.required(maker) if n not in fields]:
-    raise SettingError(
+    raise annotations.SettingError(
       f"{where}: needs {', '.join(missing)}, as in {suggestions.form(maker)}"
     )
   values = {
@@ -299,4 +302,4 @@ def _make(maker: Any, fields: Mapping[str, Any], where: str) -> Any:
   try:
     return maker(**values)
   except (TypeError, ValueError) as error:
-    raise SettingError(f"{where}: {error}") from error
+    raise annotations.SettingError(f"{where}: {error}") from error

@@ -60,7 +60,7 @@ def classes(package: str) -> Iterator[type]:
 def _fits(cls: type, own: type) -> bool:
   if inspect.isabstract(cls) or not _is_below(cls, own):
     return False
-  # Many protocols are no more than a call. Shapes are equal by their words.
+  # Many protocols are just a call. Shapes are equal by their words.
   returned, asked = (annotations.made(c.__call__) for c in (cls, own))
   if None in (returned, asked) or str(returned) == str(asked):
     return True

@@ -81,7 +81,7 @@ def test_settings_of_something_else_are_refused(tmp_path):
     check=False,
   )
   assert result.returncode == 2
-  assert "Planning is no rl.experiment.Experiment" in result.stderr
+  assert "takes a rl.experiment.Experiment, not Planning" in result.stderr
 
 
 def test_a_config_without_variations_says_so(tmp_path):

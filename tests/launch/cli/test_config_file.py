@@ -90,7 +90,7 @@ def file(tmp_path):
   path = tmp_path / "my-own.py"
   path.write_text(OWN)
   yield path
-  # Its loss is no choice for the tests that follow.
+  # Its loss must not be offered in the tests that follow.
   sys.modules.pop("_config_my_own", None)
 
 

@@ -1,4 +1,4 @@
-"""What the environment of a process sets is left alone."""
+"""Settings of the process environment are left alone."""
 
 import os
 import subprocess

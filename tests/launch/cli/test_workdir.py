@@ -1,4 +1,4 @@
-"""What a claim refuses, what it clears, and the command that goes on."""
+"""Claims of a run directory: refusals, clearing, and the command to go on."""
 
 import dataclasses
 import json
@@ -58,7 +58,7 @@ def test_a_run_that_never_saved_starts_over_with_any_config(
   workdir.claim(tmp_path, experiment).close()
   (tmp_path / "metrics.jsonl").write_text("{}")
   (tmp_path / "trajectories").mkdir()
-  # The first save was cut off: that is no checkpoint.
+  # The first save was cut off, and does not count.
   (tmp_path / "checkpoints" / "25.orbax-checkpoint-tmp-7").mkdir(parents=True)
   workdir.claim(tmp_path, other(experiment)).close()
   assert not (tmp_path / "metrics.jsonl").exists()

@@ -1,4 +1,4 @@
-"""What is typed on the command line, read as the type of its field."""
+"""Command-line text, read as the type of its field."""
 
 import dataclasses
 import re
@@ -176,7 +176,11 @@ def test_object_is_replaced_by_its_class_and_arguments(path, text, value):
     ("loss", "clipped(scale=)", "text with other signs needs quotes; expected"),
     ("pool", "pool(name=1.7b)", "put 1.7b in quotes: name='1.7b'; expected"),
     ("pool", "pool(name=/a/b)", "put /a/b in quotes: name='/a/b'; expected"),
-    ("loss", "Clipped()", "there is no Clipped; did you mean clipped? There"),
+    (
+      "loss",
+      "Clipped()",
+      "nothing here is called Clipped; did you mean cli",
+    ),
     ("loss", "clippd", "expected Loss; did you mean clipped? There are clip"),
     ("loss", "@Cliped()", "; did you mean clipped? There are clipped, plain"),
     ("loss", "old.Clipped()", f"did you mean clipped ({HERE}.Clipped)? There"),

@@ -1,4 +1,4 @@
-"""What the errors of a real run offer can be typed as it stands."""
+"""Suggestions in the errors of a real run can be typed as they stand."""
 
 import typing
 
