@@ -44,6 +44,8 @@ setuptools.setup(
   package_data={"launch.report": ["*.html", "*.js"]},
   install_requires=[
     "jax>=0.8.3,<0.13",
+    # 0.12.6 works with jax 0.8.3, and 0.12.12 with jax 0.12.
+    "flax>=0.12.6,<0.13",
     "optax>=0.2.6",
     "orbax-checkpoint>=0.11.30",
     "grain>=0.2.14",

@@ -24,7 +24,8 @@ from absl import app
 
 from benchmarks import machine
 from models import config as config_lib
-from models import sharding, transformer
+from models import policy as policy_lib
+from models import sharding
 from models.hf import export, load
 from rl.pools import placement
 
@@ -58,8 +59,8 @@ def _host_peak(call: Callable[[], Any]) -> int:
 
 def _measure(layout: sharding.Layout, root: pathlib.Path) -> dict[str, float]:
   init = jax.jit(
-    functools.partial(transformer.init, config=CONFIG),
-    out_shardings=layout.tree(transformer.logical_axes(CONFIG)),
+    policy_lib.of(CONFIG).init,
+    out_shardings=layout.tree(policy_lib.of(CONFIG).axes),
   )
   params = jax.block_until_ready(init(jax.random.key(0)))
   sizes = [x.nbytes for x in jax.tree.leaves(params)]

@@ -18,7 +18,7 @@ import numpy as np
 
 from benchmarks import decode_load
 from models import config as model_config
-from models import transformer
+from models import policy as policy_lib
 from rl.data import trajectory
 from rl.engine import contract
 from rl.engine.builtin import settings as engine_settings
@@ -87,8 +87,8 @@ async def start(
   thread = mesh_thread.MeshThread("decode", trace.Trace(None))
   served = settings.build(MODEL, layout, thread)
   params = jax.jit(
-    lambda: transformer.init(jax.random.key(0), MODEL),
-    out_shardings=layout.tree(transformer.logical_axes(MODEL)),
+    lambda: policy_lib.of(MODEL).init(jax.random.key(0)),
+    out_shardings=layout.tree(policy_lib.of(MODEL).axes),
   )()
   await served.start(params, trajectory.PolicyVersion(0))
   return served, thread

@@ -19,20 +19,21 @@ import jax.numpy as jnp
 
 from benchmarks import decode_load
 from models import config as model_config
-from models import kv_cache, transformer
+from models import kv_cache
+from models import logprobs as logprobs_lib
+from models import policy as policy_lib
 
 
 def floor(
-  config: model_config.ModelConfig, params: transformer.Params, rows: int
+  config: model_config.ModelConfig, params: policy_lib.Params, rows: int
 ) -> Callable[[str, int], tuple[float, float, int]]:
   """Returns what does as many bare calls as a load of `rows` needs at least."""
 
   @functools.partial(jax.jit, donate_argnums=1)
   def step(params, past, at, ids):
     positions = jnp.full(rows, at, jnp.int32)
-    hidden, past, _, _ = transformer.feed(
-      params, config, past, positions + 1, ids, positions, (0, 1)
-    )
+    model = policy_lib.of(config).bind(params)
+    hidden, past, _, _ = model.feed(past, positions + 1, ids, positions, (0, 1))
     return past, *_sample(params, config, hidden, at)
 
   @functools.partial(jax.jit, donate_argnums=1, static_argnums=3)
@@ -40,14 +41,9 @@ def floor(
     positions = at + jnp.arange(size, dtype=jnp.int32)
     ids = jnp.zeros(rows * size, jnp.int32)
     lengths = jnp.full(rows, at + size, jnp.int32)
-    hidden, past, _, _ = transformer.feed(
-      params,
-      config,
-      past,
-      lengths,
-      ids,
-      jnp.tile(positions, rows),
-      (rows, size),
+    model = policy_lib.of(config).bind(params)
+    hidden, past, _, _ = model.feed(
+      past, lengths, ids, jnp.tile(positions, rows), (rows, size)
     )
     return past, *_sample(params, config, hidden[size - 1 :: size], at)
 
@@ -77,7 +73,8 @@ def floor(
 
 
 def _sample(params, config, hidden, at):
-  logprobs = jax.nn.log_softmax(transformer.head(params, config, hidden))
+  model = policy_lib.of(config).bind(params)
+  logprobs = jax.nn.log_softmax(logprobs_lib.logits(model.terms(hidden)))
   noise = jax.random.fold_in(jax.random.key(0), at)
   token = jax.random.categorical(noise, logprobs).astype(jnp.int32)
   return token, jnp.take_along_axis(logprobs, token[:, None], 1)
@@ -88,7 +85,7 @@ def main() -> None:
   config = model_config.ModelConfig(
     **decode_load.MODEL, max_length=decode_load.MAX_LENGTH
   )
-  params = jax.jit(lambda: transformer.init(jax.random.key(0), config))()
+  params = jax.jit(lambda: policy_lib.of(config).init(jax.random.key(0)))()
   floors = {n: floor(config, params, n) for n in decode_load.CONCURRENCIES}
   print("ready", flush=True)
   for line in sys.stdin:

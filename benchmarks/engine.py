@@ -26,7 +26,8 @@ from absl import flags as absl_flags
 
 from benchmarks import machine
 from launch.cli import flags, jax_setup
-from models import kv_cache, transformer
+from models import kv_cache
+from models import policy as policy_lib
 from rl import assemble, initial_state
 from rl.data import trajectory
 from rl.engine.builtin import decode_step
@@ -85,9 +86,7 @@ def _bare_loop(parts: assemble.Parts, state: train_state.TrainState):
     donate_argnums=(1, 2, 5),
     keep_unused=True,
   )
-  params = jax.device_put(
-    state.params, layout.tree(transformer.logical_axes(model))
-  )
+  params = jax.device_put(state.params, layout.tree(policy_lib.of(model).axes))
   whole = layout.sharding()
   tables = np.arange(slots * width, dtype=np.int32).reshape(slots, width)
   cache = kv_cache.init_cache(model, slots * width, settings.page_size)

@@ -34,7 +34,8 @@ from absl import app, flags
 
 from benchmarks import machine
 from models import config as config_lib
-from models import transformer
+from models import logprobs as logprobs_lib
+from models import policy as policy_lib
 
 _REPEATS = flags.DEFINE_integer("repeats", 5, "Steps of each side.")
 _TUNIX = flags.DEFINE_string(
@@ -57,7 +58,7 @@ def _config(num_experts: int) -> config_lib.ModelConfig:
   )
 
 
-def _gradient(num_experts: int) -> tuple[transformer.Params, Callable]:
+def _gradient(num_experts: int) -> tuple[policy_lib.Params, Callable]:
   """Returns parameters, and the gradient of the loss of the fixed batch."""
   config = _config(num_experts)
   random = np.random.default_rng(0)
@@ -68,13 +69,14 @@ def _gradient(num_experts: int) -> tuple[transformer.Params, Callable]:
   segments = jnp.ones(shape, jnp.int32)
 
   def loss(params):
-    hidden, _ = transformer.hidden(params, config, tokens, positions, segments)
-    logits = transformer.head(params, config, hidden[:, :-1])
+    model = policy_lib.of(config).bind(params)
+    hidden, _ = model.hidden(tokens, positions, segments)
+    logits = logprobs_lib.logits(model.terms(hidden[:, :-1]))
     logprobs = jax.nn.log_softmax(logits)
     scored = jnp.take_along_axis(logprobs, tokens[:, 1:, None], -1)[..., 0]
     return -jnp.mean(advantages * scored)
 
-  params = jax.jit(lambda: transformer.init(jax.random.key(0), config))()
+  params = jax.jit(lambda: policy_lib.of(config).init(jax.random.key(0)))()
   return params, jax.grad(loss)
 
 

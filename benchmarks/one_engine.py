@@ -20,7 +20,7 @@ import jax
 import numpy as np
 from jaxtyping import Float32
 
-from models import transformer
+from models import policy as policy_lib
 from rl import assemble, initial_state
 from rl import experiment as experiment_lib
 from rl.audit import checker, event_log
@@ -150,7 +150,7 @@ class Bench:
   def _fresh(self) -> train_state.TrainState:
     parts = self._parts
     places = parts.learner_layout.tree(
-      transformer.logical_axes(parts.experiment.model)
+      policy_lib.of(parts.experiment.model).axes
     )
     with jax.transfer_guard("allow"):
       return parts.programs.wrap(jax.device_put(self._params, places))

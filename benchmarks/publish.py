@@ -41,7 +41,8 @@ from absl import flags as absl_flags
 from benchmarks import machine
 from launch.cli import jax_setup
 from models import config as model_config
-from models import lora, sharding, transformer
+from models import lora, sharding
+from models import policy as policy_lib
 from rl.audit import event_log
 from rl.data import trajectory
 from rl.engine import contract
@@ -262,8 +263,8 @@ async def _moved(
 
 
 def _init(config: model_config.ModelConfig, layout: sharding.Layout) -> Any:
-  places = layout.tree(transformer.logical_axes(config))
-  draw = functools.partial(transformer.init, config=config)
+  places = layout.tree(policy_lib.of(config).axes)
+  draw = policy_lib.of(config).init
   return jax.jit(draw, out_shardings=places)(jax.random.key(0))
 
 

@@ -37,7 +37,8 @@ from absl import flags as absl_flags
 
 from benchmarks import machine, yardstick
 from models import config as model_config
-from models import logprobs, transformer
+from models import logprobs
+from models import policy as policy_lib
 from rl.algorithms import losses, objective
 from rl.data import batch
 from rl.pools import placement
@@ -203,7 +204,7 @@ def _ours(work: Workload) -> Callable[[], float]:
 
 def _plain(work: Workload) -> Callable[[], float]:
   optimizer = optimizers.AdamW()()
-  params = transformer.init(jax.random.key(0), work.config)
+  params = policy_lib.of(work.config).init(jax.random.key(0))
   opt_state = optimizer.init(params)
   run = yardstick.build(work.config, optimizer, _OBJECTIVE.balance_weight)
   placed = jax.device_put(packed(work))

@@ -16,10 +16,10 @@ import jax.numpy as jnp
 import optax
 
 from models import config as model_config
-from models import transformer
+from models import policy as policy_lib
 from rl.data import batch as batch_lib
 
-Step = Callable[..., tuple[transformer.Params, optax.OptState, jax.Array]]
+Step = Callable[..., tuple[policy_lib.Params, optax.OptState, jax.Array]]
 
 
 def build(
@@ -58,7 +58,7 @@ def _forward(params, config: model_config.ModelConfig, tokens):
   """Returns logits, and the mean load-balance loss of the routers."""
   x = params["embed"][tokens]
   balances = []
-  for layer in params["layers"]:
+  for layer in params["layers"].values():
     normed = _norm(x, layer["attention_norm"])
     x = x + _attention(layer["attention"], config, normed)
     normed = _norm(x, layer["mlp_norm"])

@@ -10,7 +10,8 @@ import rich.console
 import rich.table
 
 from models import config as model_config
-from models import lora, memory_report, sharding, transformer
+from models import lora, memory_report, sharding
+from models import policy as policy_lib
 from rl import assemble
 from rl import experiment as experiment_lib
 from rl.engine.builtin import settings as engine_settings
@@ -98,7 +99,7 @@ def decode_bytes(
   model = weight_publisher.pool_model(model, dtype)
   shapes = jax.eval_shape(
     functools.partial(weight_publisher.cast, dtype=dtype),
-    transformer.shapes(experiment.model),
+    policy_lib.of(experiment.model).shapes,
   )
   places = weight_publisher.pool_shardings(experiment.model, layout, dtype)
   held = memory_report.placed(shapes, places)

@@ -1,15 +1,16 @@
 """What a model is: its sizes, checked, as published, and what they add up to.
 
 qwen3("1.7b") qwen3_moe("30b-a3b")   published sizes
-ModelConfig.from_hf(directory)       those of a checkpoint
+models.hf.config.load(directory)     those of a checkpoint
 tiny() tiny_moe()                    for a CPU
 """
 
 import dataclasses
 import math
-import pathlib
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, runtime_checkable
+
+from jaxtyping import PRNGKeyArray
 
 from models import lora as lora_lib
 from models import rope
@@ -52,6 +53,19 @@ class Compute:
         raise ValueError(f"model.compute.{name}={value} must be at least 1")
 
 
+@runtime_checkable
+class PolicyMaker(Protocol):
+  """Makes a policy: a frozen dataclass that is called."""
+
+  def __call__(self, config: "ModelConfig", key: PRNGKeyArray) -> Any:
+    """Returns a `policy.Policy`; it takes of the sizes what it has a use for.
+
+    Args:
+      key: of its random parameters.
+    """
+    ...
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
   """Sizes of a Qwen3 or Qwen3-MoE decoder.
@@ -71,6 +85,7 @@ class ModelConfig:
     tie_embeddings: the embedding is also the output projection.
     compute: how it is computed.
     lora: adapters, which then are all that trains; None trains everything.
+    policy: makes another policy than ours; None is `transformer.Transformer`.
   """
 
   vocab_size: int = 64
@@ -92,24 +107,7 @@ class ModelConfig:
   tie_embeddings: bool = True
   compute: Compute = Compute()
   lora: lora_lib.Lora | None = None
-
-  @staticmethod
-  def from_hf(
-    directory: str | pathlib.Path, compute: Compute | None = None
-  ) -> "ModelConfig":
-    """Returns what config.json of a Hugging Face checkpoint says.
-
-    Args:
-      compute: None is the default, in the type of the checkpoint's weights.
-
-    Raises:
-      ValueError: names the field that is not supported, missing or unknown,
-        its value, and the way out.
-    """
-    # Not on top: hf_config imports this module.
-    from models.hf import config as hf_config
-
-    return hf_config.from_hf(directory, compute)
+  policy: PolicyMaker | None = None
 
   def is_sparse(self, layer: int) -> bool:
     """Whether a layer, from 0, has experts."""

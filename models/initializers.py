@@ -1,11 +1,13 @@
-"""Random parameters, each from its own name."""
+"""Random parameters, each from its own path name."""
 
+import dataclasses
 import math
 import zlib
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jaxtyping import PRNGKeyArray
 
 from models import config as config_lib
@@ -14,25 +16,77 @@ from models import lora, sharding
 _INIT_STD = 0.02
 
 
-def draw(key: PRNGKeyArray, config: config_lib.ModelConfig, axes: Any) -> Any:
-  """Returns parameters with these axes, and 1 where the axis is of a norm."""
-  sizes = config_lib.axis_sizes(config, sparse="moe" in axes)
+@dataclasses.dataclass(frozen=True)
+class Initializer:
+  """Makes the parameters of one module, whose shapes follow from their axes.
 
-  def leaf(path, axes):
-    name = jax.tree_util.keystr(path)
-    if axes == ("norm",):
-      heads = name.endswith(("['query_norm']", "['key_norm']"))
-      width = config.head_dim if heads else config.d_model
-      return jnp.ones(width, config.compute.dtype)
-    shape = tuple(sizes[axis] for axis in axes)
-    if name.endswith("['b']"):
-      return jnp.zeros(shape, config.compute.dtype)
-    residual = name.endswith(("['out']", "['down']"))
-    std = _INIT_STD / math.sqrt(2 * config.num_layers if residual else 1)
-    if name.endswith("['a']"):
-      std = lora.init_std(path[-2].key, shape)
-    own = jax.random.fold_in(key, zlib.crc32(name.encode()))
-    noise = std * jax.random.normal(own, shape)
-    return noise.astype(config.compute.dtype)
+  Attributes:
+    key: shared by a layer's modules, or by what is outside of layers.
+    sparse: the layer has experts; see `config.axis_sizes`.
+    path: of the module, in the notation of `jax.tree_util.keystr`.
+  """
 
-  return jax.tree_util.tree_map_with_path(leaf, axes, is_leaf=sharding.is_axes)
+  config: config_lib.ModelConfig
+  key: PRNGKeyArray
+  sparse: bool = False
+  path: str = ""
+
+  def inside(self, name: str) -> "Initializer":
+    """Returns the initializer of an inner module."""
+    return dataclasses.replace(self, path=f"{self.path}['{name}']")
+
+  def norm(self, width: int) -> nnx.Param:
+    """Returns the scale of a norm: ones."""
+    return sharding.parameter(
+      jnp.ones(width, self.config.compute.dtype), ("norm",)
+    )
+
+  def matrix(
+    self, name: str, *axes: str, is_residual: bool = False
+  ) -> nnx.Param:
+    """Returns a matrix with a standard deviation of 0.02.
+
+    Args:
+      is_residual: it writes into the residual stream, whose variance must not
+        grow with depth. Source: GPT-2, Radford et al. 2019, section 2.3.
+    """
+    depth = 2 * self.config.num_layers if is_residual else 1
+    return self._normal(name, axes, _INIT_STD / math.sqrt(depth))
+
+  def adapt(self, module: lora.Adapted) -> None:
+    """Gives the module the adapters that the config wants of its matrices."""
+    settings = self.config.lora
+    matrices = module.matrices()
+    names = [x for x in (settings.targets if settings else ()) if x in matrices]
+    if settings is None or not names:
+      return
+    inside = self.inside("lora")
+    module.lora = nnx.Dict(
+      {
+        name: inside.inside(name)._adapter(name, settings, matrices[name])
+        for name in names
+      }
+    )
+
+  def _adapter(
+    self, name: str, settings: lora.Lora, matrix: nnx.Param
+  ) -> lora.Adapter:
+    a, b = lora.adapter_axes(name, sharding.axes_of(matrix))
+    dtype = self.config.compute.dtype
+    return lora.Adapter(
+      self._normal("a", a, lora.init_std(name, self._shape(a))),
+      sharding.parameter(jnp.zeros(self._shape(b), dtype), b),
+      settings.scale,
+    )
+
+  def _normal(self, name: str, axes: tuple[str, ...], std: float) -> nnx.Param:
+    path = f"{self.path}['{name}']"
+    own = jax.random.fold_in(self.key, zlib.crc32(path.encode()))
+    noise = std * jax.random.normal(own, self._shape(axes))
+    return sharding.parameter(noise.astype(self.config.compute.dtype), axes)
+
+  def _shape(self, axes: tuple[str, ...]) -> tuple[int, ...]:
+    sizes: dict[str, Any] = config_lib.axis_sizes(
+      self.config, sparse=self.sparse
+    )
+    return tuple(sizes[axis] for axis in axes)

@@ -32,6 +32,10 @@ EMPTY = int(np.iinfo(np.int32).max)
 """Position of a token that is padding."""
 
 
+Experts = Int32[Array, "B L S k"] | None
+"""Those that each token took in every sparse layer, -1 of padding."""
+
+
 class Cache(NamedTuple):
   """Pages of keys and values, one array a layer."""
 

@@ -20,8 +20,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
-from models import config as config_lib
-from models import lora, quantize, sharding
+from models import sharding
 
 
 class Term(NamedTuple):
@@ -39,23 +38,6 @@ class Term(NamedTuple):
 class _Settings(NamedTuple):
   temperature: float
   layout: sharding.Layout | None
-
-
-def terms(
-  params: dict[str, Any],
-  config: config_lib.ModelConfig,
-  hidden: Float[Array, "*any D"],
-) -> tuple[Term, ...]:
-  """Returns what the logits of `transformer.head` are the sum of."""
-  if config.tie_embeddings:
-    table = quantize.dequantize(params["embed"], hidden.dtype)
-    return (Term(hidden, table),)
-  adapter = lora.scaled(params, config.lora).get("lora", {}).get("head")
-  table = quantize.dequantize(params["head"], hidden.dtype)
-  head = Term(hidden, table.T)
-  if adapter is None:
-    return (head,)
-  return head, Term(hidden @ adapter["a"], adapter["b"].T)
 
 
 def logits(terms: Sequence[Term]) -> Float32[Array, "*any V"]:

@@ -7,8 +7,8 @@ leaves of the one tree of parameters, wherever it goes:
   a [in..., r]      b [r, out...]        of W [in..., out...]
   a [E, in, r]      b [E, r, out]        of experts W [E, in, out]
 
-The factor alpha / r is no part of `b`: `scaled` applies it where the model
-runs, and `merge` where the adapters end.
+The factor alpha / r is no part of `b`: `Adapted.values` applies it where the
+model runs, and `merge` where the adapters end.
 
 Source: arXiv 2106.09685, section 4.1.
 """
@@ -21,11 +21,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jaxtyping import Array, Float, Int32
 
 from models import quantize
 
-Params = Mapping[str, Any]
+Params = Mapping[Any, Any]
 
 TARGETS = (
   *("query", "key", "value", "out"),
@@ -83,19 +84,56 @@ class Lora:
         raise ValueError(f"model.lora.targets names {name!r} twice; do it once")
 
 
-def with_axes(axes: Mapping[str, Any], settings: Lora | None) -> dict[str, Any]:
-  """Returns a module's logical axes, with those of its adapters."""
-  adapters = {}
-  for name in settings.targets if settings else ():
-    if name in axes:
-      # Leading axes: that of experts, and those that the product sums over.
-      stacked = axes[name][0] == "experts"
-      num_in = stacked + (2 if name == "out" else 1)
-      adapters[name] = {
-        "a": (*axes[name][:num_in], "rank"),
-        "b": (*axes[name][:stacked], "rank", *axes[name][num_in:]),
+class Adapter(nnx.Module):
+  """What is added to the product with one matrix."""
+
+  def __init__(self, a: nnx.Param, b: nnx.Param, scale: float):
+    """Takes the two factors, and the factor that is no part of `b`."""
+    self.a = a
+    self.b = b
+    self.scale = scale
+
+
+class Adapted(nnx.Module):
+  """A module of matrices and norms, some of which may have adapters."""
+
+  lora: nnx.Dict[Adapter]
+
+  def matrices(self) -> dict[str, nnx.Param]:
+    """Returns the module's own parameters by name."""
+    return {
+      name: node for name, node in vars(self).items() if _is_parameter(node)
+    }
+
+  def values(self) -> dict[str, Any]:
+    """Returns the module's own arrays; adapters hold the factor alpha / r."""
+    values: dict[str, Any] = {
+      name: param.get_value() for name, param in self.matrices().items()
+    }
+    adapters = vars(self).get(_KEY)
+    if adapters is not None:
+      values[_KEY] = {
+        name: {
+          "a": adapter.a.get_value(),
+          "b": adapter.b.get_value() * adapter.scale,
+        }
+        for name, adapter in adapters.items()
       }
-  return {**axes, _KEY: adapters} if adapters else dict(axes)
+    return values
+
+
+def _is_parameter(node: Any) -> bool:
+  return isinstance(node, nnx.Param)
+
+
+def adapter_axes(
+  name: str, axes: tuple[str, ...]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+  """Returns the logical axes of the two factors for a matrix with these."""
+  # Leading axes: that of experts, and those that the product sums over.
+  stacked = axes[0] == "experts"
+  num_in = stacked + (2 if name == "out" else 1)
+  return (*axes[:num_in], "rank"), (*axes[:stacked], "rank", *axes[num_in:])
 
 
 def init_std(name: str, shape: Sequence[int]) -> float:
@@ -144,26 +182,6 @@ def lookup(
   return x if adapter is None else x + adapter["a"][ids] @ adapter["b"]
 
 
-def scaled(params: Any, settings: Lora | None) -> Any:
-  """Returns parameters whose adapters hold the factor alpha / rank."""
-  if settings is None:
-    return params
-
-  def adapters(trees):
-    return {
-      name: {"a": tree["a"], "b": tree["b"] * settings.scale}
-      for name, tree in trees.items()
-    }
-
-  return _map_modules(
-    lambda module: {
-      name: adapters(node) if name == _KEY else node
-      for name, node in module.items()
-    },
-    params,
-  )
-
-
 def split(params: Any) -> tuple[Any, Any]:
   """Returns (what is trained, what is frozen).
 
@@ -181,9 +199,6 @@ def join(trainable: Any, frozen: Any) -> Any:
   """Returns the parameters that `split` took apart."""
   if frozen is None:
     return trainable
-  if _is_layers(frozen):
-    pairs = zip(trainable, frozen, strict=True)
-    return tuple(join(layer, rest) for layer, rest in pairs)
   joined = dict(frozen)
   for name, node in trainable.items():
     joined[name] = node if name == _KEY else join(node, frozen[name])
@@ -235,34 +250,25 @@ def _merged(
   return (weight.astype(jnp.float32) + scale * change).astype(weight.dtype)
 
 
-def _adapters(node: Any) -> Any:
+def _adapters(node: Params) -> dict[Any, Any]:
   """Returns the tree with nothing but adapters in it."""
-  if _is_layers(node):
-    return tuple(map(_adapters, node))
   kept = {}
   for name, child in node.items():
     if name == _KEY:
       kept[name] = child
-    elif isinstance(child, Mapping) or _is_layers(child):
+    elif isinstance(child, Mapping):
       kept[name] = _adapters(child)
   return kept
 
 
 def _map_modules(
-  function: Callable[[dict[str, Any]], dict[str, Any]], node: Any
-) -> Any:
+  function: Callable[[dict[Any, Any]], dict[Any, Any]], node: Params
+) -> dict[Any, Any]:
   """Returns the tree with `function` applied to every dict, inside first."""
-  if _is_layers(node):
-    return tuple(_map_modules(function, layer) for layer in node)
   inner = {
     name: _map_modules(function, child)
-    if name != _KEY and (isinstance(child, Mapping) or _is_layers(child))
+    if name != _KEY and isinstance(child, Mapping)
     else child
     for name, child in node.items()
   }
   return function(inner)
-
-
-def _is_layers(node: Any) -> bool:
-  # A tuple of names, and the like, is a leaf.
-  return isinstance(node, tuple) and all(isinstance(x, Mapping) for x in node)

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from models import config as config_lib
-from models import kv_cache, lora, sharding, transformer
+from models import kv_cache, lora, sharding
+from models import policy as policy_lib
 from models.attention import backend
 
 
@@ -45,8 +46,8 @@ def parameters(
   Args:
     layout: validated; of existing devices or of an AbstractMesh.
   """
-  axes = transformer.logical_axes(config)
-  shapes = jax.tree.leaves(transformer.shapes(config))
+  policy = policy_lib.of(config)
+  axes, shapes = policy.axes, jax.tree.leaves(policy.shapes)
   leaves = jax.tree_util.tree_leaves_with_path(axes, is_leaf=sharding.is_axes)
   found: dict[tuple, list[int]] = {}
   for (path, names), leaf in zip(leaves, shapes, strict=True):
@@ -105,7 +106,8 @@ def cache_bytes(
   page_size: int,
 ) -> int:
   """Returns bytes on one device of the pages of a KV cache."""
-  shapes = jax.eval_shape(lambda: kv_cache.init_cache(config, pages, page_size))
+  init_cache = policy_lib.of(config).module.init_cache
+  shapes = jax.eval_shape(lambda: init_cache(pages, page_size))
   place = layout.sharding(*kv_cache.AXES)
   return device_bytes(placed(shapes, jax.tree.map(lambda _: place, shapes)))
 
@@ -125,7 +127,7 @@ def past_bytes(
   """
 
   def gather():
-    store = kv_cache.init_cache(config, pages, page_size)
+    store = policy_lib.of(config).module.init_cache(pages, page_size)
     return kv_cache.gather(store, jnp.zeros((rows, pages), jnp.int32))
 
   shapes = jax.eval_shape(gather)
@@ -219,18 +221,24 @@ def _gathered_bytes(
     sizes = jax.tree.map(size, names, tree, is_leaf=sharding.is_axes)
     return sum(jax.tree.leaves(sizes))
 
-  axes = transformer.logical_axes(config)
-  shapes = transformer.shapes(config)
-  layers = list(map(total, axes.pop("layers"), shapes.pop("layers")))
+  policy = policy_lib.of(config)
+  layers = [
+    total(policy.axes["layers"][i], policy.shapes["layers"][i])
+    for i in range(config.num_layers)
+  ]
   inside = sum(layers) if config.compute.remat == "none" else max(layers)
-  return inside + total(axes, shapes)
+  outside = policy.axes.keys() - {"layers"}
+  return inside + sum(
+    total(policy.axes[name], policy.shapes[name]) for name in outside
+  )
 
 
 def _gradient_bytes(
   config: config_lib.ModelConfig, layout: sharding.Layout
 ) -> int:
-  shapes, _ = lora.split(transformer.shapes(config))
-  axes, _ = lora.split(transformer.logical_axes(config))
+  policy = policy_lib.of(config)
+  shapes, _ = lora.split(policy.shapes)
+  axes, _ = lora.split(policy.axes)
   return device_bytes(placed(shapes, layout.tree(axes)))
 
 

@@ -3,26 +3,25 @@
 Letters: D width, F hidden width. Source: arXiv 2002.05202.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 import jax
 from jaxtyping import Array, Float
 
-from models import lora
-
-AXES = {
-  "gate": ("embed", "mlp"),
-  "up": ("embed", "mlp"),
-  "down": ("mlp", "embed"),
-}
-"""Logical axes of the parameters."""
+from models import initializers, lora
 
 
-def apply(
-  params: Mapping[str, Any], x: Float[Array, "*any D"]
-) -> Float[Array, "*any D"]:
-  """Returns (silu(x gate) * x up) down."""
-  gate = lora.matmul(params, "gate", x)
-  up = lora.matmul(params, "up", x)
-  return lora.matmul(params, "down", jax.nn.silu(gate) * up)
+class Mlp(lora.Adapted):
+  """(silu(x gate) * x up) down."""
+
+  def __init__(self, initializer: initializers.Initializer):
+    """Draws the parameters."""
+    self.gate = initializer.matrix("gate", "embed", "mlp")
+    self.up = initializer.matrix("up", "embed", "mlp")
+    self.down = initializer.matrix("down", "mlp", "embed", is_residual=True)
+    initializer.adapt(self)
+
+  def __call__(self, x: Float[Array, "*any D"]) -> Float[Array, "*any D"]:
+    """Returns what the layer adds to the residual stream."""
+    params = self.values()
+    gate = lora.matmul(params, "gate", x)
+    up = lora.matmul(params, "up", x)
+    return lora.matmul(params, "down", jax.nn.silu(gate) * up)

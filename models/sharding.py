@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
+from flax import nnx
 from jaxtyping import Array
 
 MESH_AXES = ("data", "expert", "tensor")
@@ -164,6 +165,24 @@ def constrain(layout: Layout | None, x: Array, *axes: str | None) -> Array:
   return jax.lax.with_sharding_constraint(x, layout.sharding(*axes))
 
 
+def parameter(value: Array, axes: tuple[str | None, ...]) -> nnx.Param:
+  """Returns a parameter of a module, with its logical axes."""
+  # Arrays are placed by whoever compiles the program that makes them.
+  return nnx.Param(value, out_sharding=axes, eager_sharding=False)
+
+
+def axes_of(node: Any) -> Any:
+  """Returns the logical axes of a parameter, or a module's tree of them.
+
+  A parameter that was declared without lies whole on every device.
+  """
+  if isinstance(node, nnx.Variable):
+    axes = node.get_metadata("out_sharding", None)
+    return (None,) * len(node.get_value().shape) if axes is None else axes
+  state = nnx.state(node)
+  return nnx.to_pure_dict(state, extract_fn=axes_of)
+
+
 def gathered(layout: Layout | None, params: Any, axes: Any) -> Any:
   """Returns parameters that are whole along the axes over which rows are split.
 
@@ -233,7 +252,7 @@ def validate(
 
   Args:
     config: `models.config.ModelConfig`.
-    axes: `models.transformer.logical_axes(config)`.
+    axes: of the parameters, as in `definition.Definition`.
     layout: of existing devices or of an AbstractMesh.
     rows: setting -> number of rows that are split over the mesh.
     where: setting that holds the mesh's sizes, and `rules`.
@@ -275,15 +294,18 @@ def _validate_mesh(
     )
 
 
-def _validate_once(leaf: tuple[str, ...], rules: Rules, where: str) -> None:
+def _validate_once(
+  leaf: tuple[str | None, ...], rules: Rules, where: str
+) -> None:
   """Raises ValueError when two axes of a parameter are split over the same."""
-  users: dict[str, str] = {}
+  users: dict[str, str | None] = {}
   for axis in leaf:
     for name in rules.of(axis):
       if name in users:
         raise ValueError(
           f"{where}.rules.{users[name]} and {where}.rules.{axis} are both "
-          f"{name}, but there are parameters of axes ({', '.join(leaf)}); set "
+          f"{name}, but there are parameters of axes "
+          f"({', '.join(map(str, leaf))}); set "
           "one of the two to none"
         )
       users[name] = axis

@@ -2,30 +2,34 @@
 
   hidden   whole rows, several segments packed into one: training, scoring
   feed     new ids on top of a cache: chunks of some rows, one id of others
-  head     logits of hidden states, where they are wanted
+  terms    products that add up to logits, where they are wanted
 
-Parameters are a plain tree: a dict, whose "layers" are a tuple of dicts.
 Letters: B rows, L row length, R rows of a cache, P of them with chunks of C
 ids, N new ids in all, D width, V words, S sparse layers, k experts of a token.
 """
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int32, PRNGKeyArray
+from flax import nnx
+from jaxtyping import Array, Float, Int32, Key, PRNGKeyArray
 
 from models import config as config_lib
-from models import initializers, kv_cache, logprobs, lora, mlp, sharding
+from models import (
+  definition,
+  initializers,
+  kv_cache,
+  logprobs,
+  lora,
+  mlp,
+  quantize,
+  sharding,
+)
 from models.attention import attention, backend, blockwise, mask
 from models.moe import layer as moe_layer
-
-Params = dict[str, Any]
-Aux = moe_layer.Aux
-Experts = Int32[Array, "B L S k"] | None
-"""Those that each token took in every sparse layer, -1 of padding."""
 
 REMAT: dict[str, Callable[[Callable], Callable]] = {
   "none": lambda layer: layer,
@@ -44,188 +48,239 @@ REMAT: dict[str, Callable[[Callable], Callable]] = {
 products and tiled attention, or all of a layer."""
 
 
-def logical_axes(config: config_lib.ModelConfig) -> Params:
-  """Returns the tree of parameters with their axis names as leaves."""
+class Block(nnx.Module):
+  """A layer: attention, then an MLP or experts, each around a norm."""
 
-  def layer(index: int) -> Params:
-    sparse = config.is_sparse(index)
-    return {
-      "attention_norm": ("norm",),
-      "attention": lora.with_axes(attention.AXES, config.lora),
-      "mlp_norm": ("norm",),
-      "moe" if sparse else "mlp": lora.with_axes(
-        moe_layer.AXES if sparse else mlp.AXES, config.lora
-      ),
-    }
+  def __init__(self, initializer: initializers.Initializer):
+    """Draws the parameters; the initializer says whether there are experts."""
+    self.config = initializer.config
+    self.attention_norm = initializer.norm(self.config.d_model)
+    self.attention = attention.Attention(initializer.inside("attention"))
+    self.mlp_norm = initializer.norm(self.config.d_model)
+    if initializer.sparse:
+      self.moe = moe_layer.Moe(initializer.inside("moe"))
+    else:
+      self.mlp = mlp.Mlp(initializer.inside("mlp"))
 
-  axes = {
-    "embed": ("vocab", "embed"),
-    "layers": tuple(map(layer, range(config.num_layers))),
-    "final_norm": ("norm",),
-  }
-  if not config.tie_embeddings:
-    axes["head"] = ("embed", "vocab")
-  return lora.with_axes(axes, config.lora)
+  def __call__(
+    self,
+    x: Float[Array, "B L D"],
+    copies: Int32[Array, "B L"],
+    attend: Callable[[attention.Attention, Array], Array],
+    chosen: Int32[Array, "T k"] | None,
+    layout: sharding.Layout | None,
+  ) -> tuple[Float[Array, "B L D"], tuple[moe_layer.Aux, Array] | None]:
+    """Returns the residual stream, and what the router did if there is one.
+
+    Args:
+      attend: (attention, its input) -> mixed values.
+    """
+    place = functools.partial(sharding.constrain, layout)
+    normed = self._norm(x, self.attention_norm)
+    out = self.attention.merge(attend(self.attention, normed))
+    x = place(x + out, "batch", None, None)
+    normed = self._norm(x, self.mlp_norm)
+    if not hasattr(self, "moe"):
+      return place(x + self.mlp(normed), "batch", None, None), None
+    flat = normed.reshape(-1, self.config.d_model)
+    y, aux, took = self.moe(flat, copies.reshape(-1), layout, chosen)
+    x = place(x + y.reshape(x.shape), "batch", None, None)
+    return x, (aux, took.reshape(*x.shape[:2], -1))
+
+  def _norm(self, x: Array, scale: nnx.Param) -> Array:
+    return attention.rms_norm(x, scale.get_value(), self.config.norm_eps)
 
 
-def shapes(config: config_lib.ModelConfig) -> Params:
-  """Returns the tree of parameters with a ShapeDtypeStruct as each leaf."""
-  # The key is made inside: outside it would be put on a device.
-  return jax.eval_shape(lambda: init(jax.random.key(0), config))
+class Transformer(lora.Adapted):
+  """A Qwen3 or Qwen3-MoE decoder; whose methods are those of `policy.Policy`.
 
-
-def init(key: PRNGKeyArray, config: config_lib.ModelConfig) -> Params:
-  """Returns random parameters; norms are 1.
-
-  Matrices have a standard deviation of 0.02, and those that write into the
-  residual stream less, so that its variance does not grow with depth. They
-  are the same with and without adapters, which add nothing yet.
-  Source: GPT-2, Radford et al. 2019, section 2.3.
+  Random matrices have a standard deviation of 0.02, and those that write into
+  the residual stream less. They are the same with and without adapters, which
+  add nothing yet.
   """
-  axes = logical_axes(config)
-  layer_axes = axes.pop("layers")
-  keys = jax.random.split(key, config.num_layers + 1)
-  layers: list[Params] = [{}] * config.num_layers
+
+  def __init__(self, config: config_lib.ModelConfig, key: PRNGKeyArray):
+    """Draws the parameters."""
+    keys = jax.random.split(key, config.num_layers + 1)
+    initializer = initializers.Initializer(config, keys[0])
+    self.config = config
+    self.embed = initializer.matrix("embed", "vocab", "embed")
+    self.layers = nnx.List(_blocks(config, keys[1:]))
+    self.final_norm = initializer.norm(config.d_model)
+    if not config.tie_embeddings:
+      self.head = initializer.matrix("head", "embed", "vocab")
+    initializer.adapt(self)
+
+  def hidden(
+    self,
+    tokens: Int32[Array, "B L"],
+    positions: Int32[Array, "B L"],
+    segments: Int32[Array, "B L"],
+    *,
+    parents: Int32[Array, "B L"] | None = None,
+    copies: Int32[Array, "B L"] | None = None,
+    experts: Int32[Array, "B L S k"] | None = None,
+    layout: sharding.Layout | None = None,
+  ) -> tuple[Float[Array, "B L D"], moe_layer.Aux]:
+    """Returns hidden states of packed rows, and how the routers did."""
+    marks = mask.packed_marks(segments, parents)
+    if copies is None:
+      copies = (segments > 0).astype(jnp.int32)
+    compute = self.config.compute
+
+    def attend(_, module, x):
+      query, k, v = module.project(x, positions)
+      return attention.attend(
+        query,
+        marks,
+        [mask.Source(k, v, marks)],
+        form=compute.attention,
+        block=compute.attention_block,
+        layout=layout,
+      )
+
+    x, aux, _ = self._layers(
+      tokens, copies, attend, experts, layout, REMAT[compute.remat]
+    )
+    return x, aux
+
+  def feed(
+    self,
+    past: kv_cache.Past,
+    lengths: Int32[Array, " R"],
+    tokens: Int32[Array, " N"],
+    positions: Int32[Array, " N"],
+    chunks: tuple[int, int],
+    *,
+    layout: sharding.Layout | None = None,
+  ) -> tuple[
+    Float[Array, "N D"], kv_cache.Past, kv_cache.Fresh, kv_cache.Experts
+  ]:
+    """Returns hidden states of new ids, and where their keys and values are.
+
+    One pass over the weights for all rows.
+    """
+    num_rows, length = past.k[0].shape[:2]
+    owners = _owners(num_rows, chunks)
+    parts = _parts(lengths, positions, chunks, length)
+    keys, values = list(past.k), list(past.v)
+    new_keys, new_values = [], []
+
+    def attend(index, module, x):
+      query, k, v = module.project(x, positions[:, None])
+      new_keys.append(k)
+      new_values.append(v)
+      # EMPTY lies past the end: such writes are dropped.
+      at = (owners, positions)
+      keys[index] = keys[index].at[at].set(k[:, 0], mode="drop")
+      values[index] = values[index].at[at].set(v[:, 0], mode="drop")
+      past = keys[index], values[index]
+      return jnp.concatenate(
+        [_attend_past(self.config, layout, x, query, *past) for x in parts]
+      )
+
+    copies = (positions != kv_cache.EMPTY).astype(jnp.int32)[:, None]
+    x, _, experts = self._layers(tokens[:, None], copies, attend, None, layout)
+    fresh = kv_cache.Fresh(
+      tuple(new_keys), tuple(new_values), positions[:, None]
+    )
+    past = kv_cache.Past(tuple(keys), tuple(values))
+    return x[:, 0], past, fresh, experts
+
+  def terms(
+    self,
+    hidden: Float[Array, "*any D"],
+    *,
+    layout: sharding.Layout | None = None,
+  ) -> tuple[logprobs.Term, ...]:
+    """Returns the products of which the logits of hidden states are the sum."""
+    params = self._outside(layout)
+    if self.config.tie_embeddings:
+      table = quantize.dequantize(params["embed"], hidden.dtype)
+      return (logprobs.Term(hidden, table),)
+    adapter = params.get("lora", {}).get("head")
+    table = quantize.dequantize(params["head"], hidden.dtype)
+    term = logprobs.Term(hidden, table.T)
+    if adapter is None:
+      return (term,)
+    return term, logprobs.Term(hidden @ adapter["a"], adapter["b"].T)
+
+  def init_cache(self, pages: int, page_size: int) -> kv_cache.Cache:
+    """Returns a cache of zeros."""
+    return kv_cache.init_cache(self.config, pages, page_size)
+
+  def _layers(
+    self,
+    tokens: Int32[Array, "B L"],
+    copies: Int32[Array, "B L"],
+    attend: Callable[[int, attention.Attention, Array], Array],
+    experts: Int32[Array, "B L S k"] | None,
+    layout: sharding.Layout | None,
+    # With a cache nothing is differentiated, and `attend` has side effects.
+    remat: Callable[[Callable], Callable] = REMAT["none"],
+  ) -> tuple[Float[Array, "B L D"], moe_layer.Aux, kv_cache.Experts]:
+    """Returns hidden states after the final norm, Aux, and the experts taken.
+
+    Args:
+      attend: (index of the layer, its attention, input) -> mixed values.
+    """
+    config = self.config
+
+    def run(index, graphdef, axes, params, x, chosen):
+      block = nnx.merge(graphdef, sharding.gathered(layout, params, axes))
+      return block(x, copies, functools.partial(attend, index), chosen, layout)
+
+    x = lora.lookup(
+      self._outside(layout), "embed", tokens, config.compute.dtype
+    )
+    x = sharding.constrain(layout, x, "batch", None, None)
+    stats, taken = [], []
+    for index, block in enumerate(self.layers):
+      chosen = None
+      if experts is not None and config.is_sparse(index):
+        chosen = experts[:, :, len(stats)].reshape(-1, experts.shape[-1])
+      graphdef, state = nnx.split(block)
+      axes = sharding.axes_of(block)
+      apply = remat(functools.partial(run, index, graphdef, axes))
+      x, routed = apply(nnx.to_pure_dict(state), x, chosen)
+      if routed is not None:
+        stats.append(routed[0])
+        taken.append(routed[1])
+    x = attention.rms_norm(x, self.final_norm.get_value(), config.norm_eps)
+    aux = moe_layer.average(stats, config.num_experts)
+    return x, aux, jnp.stack(taken, 2) if taken else None
+
+  def _outside(self, layout: sharding.Layout | None) -> definition.Params:
+    """Returns the parameters outside of layers, gathered."""
+    params = self.values()
+    if layout is None:
+      return params
+    axes = sharding.axes_of(self)
+    return sharding.gathered(layout, params, {x: axes[x] for x in params})
+
+
+def _blocks(
+  config: config_lib.ModelConfig, keys: Key[Array, " layers"]
+) -> list[Block]:
+  """Returns the layers, each with its own key."""
+  blocks: dict[int, Block] = {}
   for sparse in (False, True):
     same = [
       i for i in range(config.num_layers) if config.is_sparse(i) == sparse
     ]
     if not same:
       continue
+    block = definition.define(
+      lambda key, sparse=sparse: Block(
+        initializers.Initializer(config, key, sparse)
+      )
+    )
     # One draw for all layers of a kind, so that XLA compiles it only once.
-    draw = jax.vmap(
-      lambda key, at=same[0]: initializers.draw(key, config, layer_axes[at])
-    )
-    stacked = draw(keys[1:][jnp.asarray(same)])
+    stacked = jax.vmap(block.init)(keys[jnp.asarray(same)])
     for place, i in enumerate(same):
-      layers[i] = jax.tree.map(lambda leaf, at=place: leaf[at], stacked)
-  return initializers.draw(keys[0], config, axes) | {"layers": tuple(layers)}
-
-
-def hidden(
-  params: Params,
-  config: config_lib.ModelConfig,
-  tokens: Int32[Array, "B L"],
-  positions: Int32[Array, "B L"],
-  segments: Int32[Array, "B L"],
-  *,
-  parents: Int32[Array, "B L"] | None = None,
-  copies: Int32[Array, "B L"] | None = None,
-  experts: Int32[Array, "B L S k"] | None = None,
-  layout: sharding.Layout | None = None,
-) -> tuple[Float[Array, "B L D"], Aux]:
-  """Returns hidden states of packed rows, and how the routers did.
-
-  Args:
-    positions: of each token within its conversation.
-    segments: tokens attend within their own; 0 is padding, whose hidden
-      states mean nothing.
-    parents: another segment of the row, before this one, that a token attends
-      to as well, or `mask.NO_PARENT`.
-    copies: how many tokens each stands for in Aux; None is 1 each.
-    experts: those that the routers must choose, such as were chosen when the
-      tokens were sampled; -1 leaves a choice to the router.
-    layout: of mesh and rules; None is one device.
-
-  Returns:
-    The hidden state at index t is about the token at t + 1. Aux is averaged
-    over layers with experts and over tokens that are not padding.
-  """
-  marks = mask.packed_marks(segments, parents)
-  if copies is None:
-    copies = (segments > 0).astype(jnp.int32)
-
-  def attend(_, params, x):
-    query, k, v = attention.project(params, config, x, positions)
-    return attention.attend(
-      query,
-      marks,
-      [mask.Source(k, v, marks)],
-      form=config.compute.attention,
-      block=config.compute.attention_block,
-      layout=layout,
-    )
-
-  x, aux, _ = _layers(
-    params,
-    config,
-    tokens,
-    copies,
-    attend,
-    experts,
-    layout,
-    REMAT[config.compute.remat],
-  )
-  return x, aux
-
-
-def feed(
-  params: Params,
-  config: config_lib.ModelConfig,
-  past: kv_cache.Past,
-  lengths: Int32[Array, " R"],
-  tokens: Int32[Array, " N"],
-  positions: Int32[Array, " N"],
-  chunks: tuple[int, int],
-  *,
-  layout: sharding.Layout | None = None,
-) -> tuple[Float[Array, "N D"], kv_cache.Past, kv_cache.Fresh, Experts]:
-  """Returns hidden states of new ids, and where their keys and values are.
-
-  One pass over the weights for all rows: the first P have up to C new ids
-  each, the others one. N = P * C + R - P, in the order of the rows. A step of
-  a decoding loop has no chunks: (0, 1).
-
-  Args:
-    past: keys and values of before; below `lengths` they are valid once the
-      new ones are written.
-    lengths: of each row, with its new ids.
-    positions: cache.EMPTY marks padding: nobody sees it, its output means
-      nothing.
-    chunks: (P, C).
-
-  Returns:
-    Hidden states; `past` with the new tokens in it, written in place where
-    nobody else holds it; these alone, in N rows of one; and the experts that
-    they took.
-  """
-  num_rows, length = past.k[0].shape[:2]
-  owners = _owners(num_rows, chunks)
-  parts = _parts(lengths, positions, chunks, length)
-  keys, values = list(past.k), list(past.v)
-  new_keys, new_values = [], []
-
-  def attend(index, params, x):
-    query, k, v = attention.project(params, config, x, positions[:, None])
-    new_keys.append(k)
-    new_values.append(v)
-    # EMPTY lies past the end: such writes are dropped.
-    at = (owners, positions)
-    keys[index] = keys[index].at[at].set(k[:, 0], mode="drop")
-    values[index] = values[index].at[at].set(v[:, 0], mode="drop")
-    past = keys[index], values[index]
-    return jnp.concatenate(
-      [_attend_past(config, layout, part, query, *past) for part in parts]
-    )
-
-  copies = (positions != kv_cache.EMPTY).astype(jnp.int32)[:, None]
-  x, _, experts = _layers(
-    params, config, tokens[:, None], copies, attend, None, layout
-  )
-  fresh = kv_cache.Fresh(tuple(new_keys), tuple(new_values), positions[:, None])
-  return x[:, 0], kv_cache.Past(tuple(keys), tuple(values)), fresh, experts
-
-
-def head(
-  params: Params,
-  config: config_lib.ModelConfig,
-  hidden: Float[Array, "*any D"],
-  *,
-  layout: sharding.Layout | None = None,
-) -> Float32[Array, "*any V"]:
-  """Returns float32 logits of final hidden states, as training sees them."""
-  params = _outside(params, logical_axes(config), layout)
-  return logprobs.logits(logprobs.terms(params, config, hidden))
+      own = jax.tree.map(lambda leaf, at=place: leaf[at], stacked)
+      blocks[i] = block.bind(own)
+  return [blocks[i] for i in range(config.num_layers)]
 
 
 class _Part(NamedTuple):
@@ -301,68 +356,3 @@ def _attend_past(
     layout=layout,
   )
   return mixed.reshape(-1, 1, *heads)
-
-
-def _layers(
-  params: Params,
-  config: config_lib.ModelConfig,
-  tokens: Int32[Array, "B L"],
-  copies: Int32[Array, "B L"],
-  attend: Callable[[int, Params, Array], Array],
-  experts: Int32[Array, "B L S k"] | None,
-  layout: sharding.Layout | None,
-  # With a cache nothing is differentiated, and `attend` has side effects.
-  remat: Callable[[Callable], Callable] = REMAT["none"],
-) -> tuple[Float[Array, "B L D"], Aux, Experts]:
-  """Returns hidden states after the final norm, Aux, and who was chosen.
-
-  Args:
-    attend: (index of the layer, its parameters, input) -> mixed values.
-  """
-  eps = config.norm_eps
-  axes = logical_axes(config)
-  place = functools.partial(sharding.constrain, layout)
-
-  def block(index, layer, x, chosen):
-    layer = sharding.gathered(layout, layer, axes["layers"][index])
-    normed = attention.rms_norm(x, layer["attention_norm"], eps)
-    mixed = attend(index, layer["attention"], normed)
-    out = attention.merge(layer["attention"], mixed)
-    x = place(x + out, "batch", None, None)
-    normed = attention.rms_norm(x, layer["mlp_norm"], eps)
-    if "mlp" in layer:
-      x = place(x + mlp.apply(layer["mlp"], normed), "batch", None, None)
-      return x, None
-    flat = normed.reshape(-1, config.d_model)
-    y, aux, took = moe_layer.apply(
-      layer["moe"], config, flat, copies.reshape(-1), layout, chosen
-    )
-    x = place(x + y.reshape(x.shape), "batch", None, None)
-    return x, (aux, took.reshape(*x.shape[:2], -1))
-
-  params = lora.scaled(params, config.lora)
-  tables = _outside(params, axes, layout)
-  x = lora.lookup(tables, "embed", tokens, config.compute.dtype)
-  x = place(x, "batch", None, None)
-  stats, taken = [], []
-  for index, layer in enumerate(params["layers"]):
-    chosen = None
-    if experts is not None and config.is_sparse(index):
-      chosen = experts[:, :, len(stats)].reshape(-1, experts.shape[-1])
-    x, routed = remat(functools.partial(block, index))(layer, x, chosen)
-    if routed is not None:
-      stats.append(routed[0])
-      taken.append(routed[1])
-  x = attention.rms_norm(x, params["final_norm"], eps)
-  aux = moe_layer.average(stats, config.num_experts)
-  return x, aux, jnp.stack(taken, 2) if taken else None
-
-
-def _outside(
-  params: Params, axes: Params, layout: sharding.Layout | None
-) -> Params:
-  """Returns the parameters outside of layers, gathered."""
-  names = [name for name in params if name != "layers"]
-  return sharding.gathered(
-    layout, {n: params[n] for n in names}, {n: axes[n] for n in names}
-  )

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from envs import base
 from models import config as model_config
-from models import sharding, transformer
+from models import policy as policy_lib
+from models import sharding
 from models.attention import backend
 from models.chat import word_chat
 from models.hf import load
@@ -296,7 +297,7 @@ class Experiment:
       )
 
   def _validate_divisions(self) -> None:
-    axes = transformer.logical_axes(self.model)
+    axes = policy_lib.of(self.model).axes
     rows, parts = self.batch.rows, self.placement.learner.plan.num_batch
     if self.batch.tail_rows is not None and rows == parts:
       raise ValueError(
@@ -319,7 +320,7 @@ class Experiment:
     if isinstance(reference := self.algorithm.reference, references.Teacher):
       sharding.validate(
         reference.model,
-        transformer.logical_axes(reference.model),
+        policy_lib.of(reference.model).axes,
         self.placement.learner.plan,
         rows={},
         where="algorithm.reference on placement.learner",

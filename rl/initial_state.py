@@ -7,7 +7,8 @@ from typing import Any
 import jax
 
 from models import config as model_config
-from models import lora, sharding, transformer
+from models import lora, sharding
+from models import policy as policy_lib
 from models.hf import load
 from rl import assemble
 from rl import experiment as experiment_lib
@@ -167,7 +168,7 @@ def loaded_state(
     if config.lora is not None:
       places, _ = lora.split(_shardings(config, layout))
       draw = jax.jit(
-        lambda key: lora.split(transformer.init(key, config))[0],
+        lambda key: lora.split(policy_lib.of(config).init(key))[0],
         out_shardings=places,
       )
       params = lora.join(draw(jax.random.key(seed)), params)
@@ -175,4 +176,4 @@ def loaded_state(
 
 
 def _shardings(config: model_config.ModelConfig, layout: sharding.Layout):
-  return layout.tree(transformer.logical_axes(config))
+  return layout.tree(policy_lib.of(config).axes)

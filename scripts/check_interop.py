@@ -81,7 +81,7 @@ def write_adapters(directory: pathlib.Path, tokens) -> None:
   """Exports adapters of some of the models, beside what both compute."""
   import dataclasses
 
-  from models import lora, transformer
+  from models import lora
   from models.hf import peft
 
   directory.mkdir()
@@ -90,7 +90,7 @@ def write_adapters(directory: pathlib.Path, tokens) -> None:
     settings = lora.Lora(rank=2, alpha=3.0, targets=targets)
     config = dataclasses.replace(bare, lora=settings)
     config.validate()
-    adapters, _ = lora.split(transformer.shapes(config))
+    adapters, _ = lora.split(policy_lib.of(config).shapes)
     params = lora.join(random_leaves(adapters), random_params(bare))
     peft.export(directory / name, params, config, base)
     np.savez(
@@ -120,9 +120,8 @@ def adapted():
 
 def random_params(config):
   """Returns weights without structure, so that no part of a model is idle."""
-  from models import transformer
 
-  return random_leaves(transformer.shapes(config))
+  return random_leaves(policy_lib.of(config).shapes)
 
 
 def random_leaves(shapes):
@@ -142,16 +141,15 @@ def logits(params, config, tokens):
   import jax
   import jax.numpy as jnp
 
-  from models import transformer
+  from models import logprobs
 
   positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
 
   @jax.jit
   def forward(params, tokens):
-    hidden, _ = transformer.hidden(
-      params, config, tokens, positions, jnp.ones_like(tokens)
-    )
-    return transformer.head(params, config, hidden)
+    model = policy_lib.of(config).bind(params)
+    hidden, _ = model.hidden(tokens, positions, jnp.ones_like(tokens))
+    return logprobs.logits(model.terms(hidden))
 
   return np.asarray(forward(params, jnp.asarray(tokens)))
 

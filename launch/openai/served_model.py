@@ -11,7 +11,9 @@ import jax
 from launch.cli import jax_setup, workdir
 from launch.run import load_run
 from models import config as model_config
-from models import sharding, transformer
+from models import policy as policy_lib
+from models import sharding
+from models.hf import config as hf_config
 from models.hf import load
 from rl import assemble
 from rl import experiment as experiment_lib
@@ -69,7 +71,7 @@ class Hosting:
       if name != "learner":
         sharding.validate(
           self.model,
-          transformer.logical_axes(self.model),
+          policy_lib.of(self.model).axes,
           spec.plan,
           rows=self.engine.split_rows,
           where=f"placement.{name}",
@@ -105,7 +107,7 @@ def read_directory(
     ValueError: the checkpoint does not exist, or cannot be served with these
       settings.
   """
-  model = model_config.ModelConfig.from_hf(directory)
+  model = hf_config.load(directory)
   length = min(model.max_length, _MAX_LENGTH)
   hosting = Hosting(model=dataclasses.replace(model, max_length=length))
   hosting = overrides.apply(hosting, changes)
@@ -164,6 +166,6 @@ def _load(
   directory: pathlib.Path,
   model: model_config.ModelConfig,
   layout: sharding.Layout,
-) -> transformer.Params:
+) -> policy_lib.Params:
   with jax.transfer_guard("allow"):
     return load.load(directory, model, layout)

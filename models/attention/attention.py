@@ -7,26 +7,14 @@ Source: Qwen3, arXiv 2505.09388, section 2.
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from models import config as config_lib
-from models import lora, rope, sharding
+from models import initializers, lora, rope, sharding
 from models.attention import backend, blockwise, mask, splash
-
-AXES = {
-  "query": ("embed", "heads", "head_dim"),
-  "key": ("embed", "kv_heads", "head_dim"),
-  "value": ("embed", "kv_heads", "head_dim"),
-  "out": ("heads", "head_dim", "embed"),
-  "query_norm": ("norm",),
-  "key_norm": ("norm",),
-}
-"""Logical axes of the parameters."""
 
 
 def rms_norm(
@@ -41,23 +29,40 @@ def rms_norm(
   return (wide * jax.lax.rsqrt(mean + eps)).astype(x.dtype) * scale
 
 
-def project(
-  params: Mapping[str, Any],
-  config: config_lib.ModelConfig,
-  x: Float[Array, "B L D"],
-  positions: Int32[Array, "B L"],
-) -> tuple[
-  Float[Array, "B L H d"], Float[Array, "B L K d"], Float[Array, "B L K d"]
-]:
-  """Returns queries, keys and values; the first two normed and rotated."""
-  query = lora.matmul(params, "query", x)
-  key = lora.matmul(params, "key", x)
-  value = lora.matmul(params, "value", x)
-  query = rms_norm(query, params["query_norm"], config.norm_eps)
-  key = rms_norm(key, params["key_norm"], config.norm_eps)
-  theta, scaling = config.rope_theta, config.rope_scaling
-  query = rope.rotate(query, positions, theta, scaling)
-  return query, rope.rotate(key, positions, theta, scaling), value
+class Attention(lora.Adapted):
+  """Projections around the softmax, which `attend` is."""
+
+  def __init__(self, initializer: initializers.Initializer):
+    """Draws the parameters."""
+    self.config = initializer.config
+    matrix, width = initializer.matrix, self.config.head_dim
+    self.query = matrix("query", "embed", "heads", "head_dim")
+    self.key = matrix("key", "embed", "kv_heads", "head_dim")
+    self.value = matrix("value", "embed", "kv_heads", "head_dim")
+    self.out = matrix("out", "heads", "head_dim", "embed", is_residual=True)
+    self.query_norm = initializer.norm(width)
+    self.key_norm = initializer.norm(width)
+    initializer.adapt(self)
+
+  def project(
+    self, x: Float[Array, "B L D"], positions: Int32[Array, "B L"]
+  ) -> tuple[
+    Float[Array, "B L H d"], Float[Array, "B L K d"], Float[Array, "B L K d"]
+  ]:
+    """Returns queries, keys and values; the first two normed and rotated."""
+    params, eps = self.values(), self.config.norm_eps
+    query = lora.matmul(params, "query", x)
+    key = lora.matmul(params, "key", x)
+    value = lora.matmul(params, "value", x)
+    query = rms_norm(query, params["query_norm"], eps)
+    key = rms_norm(key, params["key_norm"], eps)
+    theta, scaling = self.config.rope_theta, self.config.rope_scaling
+    query = rope.rotate(query, positions, theta, scaling)
+    return query, rope.rotate(key, positions, theta, scaling), value
+
+  def merge(self, mixed: Float[Array, "B L H d"]) -> Float[Array, "B L D"]:
+    """Returns the heads' values, projected into the residual stream."""
+    return lora.matmul(self.values(), "out", mixed, num_in=2)
 
 
 def attend(
@@ -106,13 +111,6 @@ def attend(
         "blockwise or splash"
       )
   return _on_each_device(kernel, layout, query, marks, sources)
-
-
-def merge(
-  params: Mapping[str, Any], mixed: Float[Array, "B L H d"]
-) -> Float[Array, "B L D"]:
-  """Returns the heads' values, projected into the residual stream."""
-  return lora.matmul(params, "out", mixed, num_in=2)
 
 
 def _reference(

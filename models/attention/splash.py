@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas.ops.tpu import splash_attention
 from jaxtyping import Array, Float
 
 from models.attention import mask
@@ -30,6 +29,9 @@ def attend(
   interpret: bool,
 ) -> Float[Array, "B L H d"]:
   """Returns what `attention.attend` does; for what, see `attention_form`."""
+  # Not on top: importing it takes longer than all of models.
+  from jax.experimental.pallas.ops.tpu import splash_attention
+
   (source,) = sources
   length, heads, width = query.shape[1:]
   # The largest tile that divides the row, and of which several fit in VMEM.

@@ -77,10 +77,18 @@ _SCALINGS = {"linear": rope.Linear, "yarn": rope.Yarn, "llama3": rope.Llama3}
 _ROPE_NAMES = {"original_max_length": "original_max_position_embeddings"}
 
 
-def from_hf(
+def load(
   directory: str | pathlib.Path, compute: config_lib.Compute | None = None
 ) -> config_lib.ModelConfig:
-  """Returns the sizes of a checkpoint; see `ModelConfig.from_hf`."""
+  """Returns the config that config.json of a checkpoint stands for.
+
+  Args:
+    compute: None is the default, in the type of the checkpoint's weights.
+
+  Raises:
+    ValueError: names the field that is not supported, missing or unknown, its
+      value, and the way out.
+  """
   path = pathlib.Path(directory, "config.json")
   try:
     data = json.loads(path.read_text("utf-8"))
@@ -108,7 +116,7 @@ def from_hf(
 def to_hf(config: config_lib.ModelConfig) -> dict[str, Any]:
   """Returns a config.json that transformers reads from 4.51 on.
 
-  `from_hf` reads an equal config from it, up to `compute` and `lora`. With
+  `load` reads an equal config from it, up to `compute` and `lora`. With
   Yarn, transformers before 5 puts max_length / original_max_length in the
   place of `factor`; make them equal for its sake.
   """

@@ -15,7 +15,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from models import config as config_lib
-from models import transformer
+from models import policy as policy_lib
 from models.chat import word_chat
 from models.hf import config as hf_config
 from models.hf import parameter_names, safetensors_io, tokenizer_files
@@ -30,7 +30,7 @@ _to_stored = jax.jit(
 
 def export(
   directory: str | os.PathLike[str],
-  params: transformer.Params,
+  params: policy_lib.Params,
   config: config_lib.ModelConfig,
   tokenizer: Tokenizer = None,
   max_file_bytes: int = 5_000_000_000,
@@ -85,7 +85,7 @@ def _write(
 
 
 def _checked(
-  params: transformer.Params, config: config_lib.ModelConfig
+  params: policy_lib.Params, config: config_lib.ModelConfig
 ) -> list[_Leaf]:
   """Returns the leaves, which are those of the config."""
   entries = parameter_names.entries(config)

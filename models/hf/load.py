@@ -21,7 +21,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from models import config as config_lib
-from models import sharding, transformer
+from models import policy as policy_lib
+from models import sharding
+from models.hf import config as hf_config
 from models.hf import parameter_names, safetensors_io, tokenizer_files
 
 _MOST = 10
@@ -39,10 +41,10 @@ def load(
   directory: str | os.PathLike[str],
   config: config_lib.ModelConfig,
   layout: sharding.Layout | None = None,
-) -> transformer.Params:
+) -> policy_lib.Params:
   """Returns the parameters of a checkpoint, in `config.compute.dtype`.
 
-  The tree is that of `transformer.logical_axes`, without adapters. With tied
+  The tree is that of `policy.of`, without adapters. With tied
   embeddings a stored head is compared with the embedding and left out.
 
   Args:
@@ -139,7 +141,7 @@ def _config_problems(
   if not (directory / "config.json").is_file():
     return ["it holds no config.json"]
   try:
-    theirs = config_lib.ModelConfig.from_hf(directory, config.compute)
+    theirs = hf_config.load(directory, config.compute)
   except (OSError, ValueError) as error:
     return [f"config.json: {error}"]
   differ = []
@@ -156,14 +158,14 @@ def _config_problems(
     elif ours != found:
       differ.append(
         f"model.{field.name}={ours}, but config.json has {found}; "
-        "ModelConfig.from_hf(directory) reads all of it"
+        "models.hf.config.load(directory) reads all of it"
       )
   return differ
 
 
 def _irrelevant(*configs: config_lib.ModelConfig) -> set[str]:
   """Returns fields that do not change what either model computes."""
-  names = {"compute", "lora"}
+  names = {"compute", "lora", "policy"}
   if not any(config.num_sparse for config in configs):
     names |= {"num_experts", "experts_per_token", "d_expert"}
     names |= {"norm_topk_prob", "dense_layers"}
@@ -223,7 +225,7 @@ def place(
   files: safetensors_io.TensorFiles,
   config: config_lib.ModelConfig,
   layout: sharding.Layout | None = None,
-) -> transformer.Params:
+) -> policy_lib.Params:
   """Returns what `load` returns, from open files that passed `check`.
 
   `files.bytes_read` grows by what the devices of this host keep; what several

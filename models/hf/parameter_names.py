@@ -9,8 +9,11 @@ import dataclasses
 import math
 from typing import Any
 
+import jax
+
 from models import config as config_lib
-from models import sharding, transformer
+from models import policy as policy_lib
+from models import sharding
 
 EMBED = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
@@ -46,7 +49,7 @@ class Entry:
 
   Attributes:
     names: of the tensor, or of one for each expert.
-    axes: logical axes of ours, as in `transformer.logical_axes`.
+    axes: logical axes of ours, as in `definition.Definition`.
     shape: of ours.
     num_in: input axes of a Linear, not counting experts; 0 for what is stored
       as it is.
@@ -99,47 +102,22 @@ class Entry:
     return flat.swapaxes(-1, -2)
 
 
-def entries(config: config_lib.ModelConfig) -> transformer.Params:
+def entries(config: config_lib.ModelConfig) -> policy_lib.Params:
   """Returns the tree of parameters with an Entry as each leaf; no adapters."""
-  config = dataclasses.replace(config, lora=None)
-  axes = transformer.logical_axes(config)
-  layers = axes.pop("layers")
+  bare = policy_lib.of(dataclasses.replace(config, lora=None))
 
-  def leaf(name: str, axes: tuple[str, ...]) -> Entry:
-    theirs, num_in = _TOP[name]
-    return Entry((theirs,), axes, _shape(config, name, axes), num_in)
-
-  return {name: leaf(name, value) for name, value in axes.items()} | {
-    "layers": tuple(
-      _layer(config, index, tree) for index, tree in enumerate(layers)
-    )
-  }
-
-
-def _layer(
-  config: config_lib.ModelConfig, index: int, tree: transformer.Params
-) -> transformer.Params:
-
-  def leaf(name: str, axes: tuple[str, ...]) -> Entry:
-    theirs, num_in = _LAYER[name]
-    full = f"model.layers.{index}.{theirs}.weight"
+  def leaf(path, axes: tuple[str, ...], shape: jax.ShapeDtypeStruct) -> Entry:
+    keys = [key.key for key in path]
+    if keys[0] != "layers":
+      theirs, num_in = _TOP[keys[0]]
+      return Entry((theirs,), axes, shape.shape, num_in)
+    theirs, num_in = _LAYER[".".join(keys[2:])]
+    full = f"model.layers.{keys[1]}.{theirs}.weight"
     names = (full,)
     if axes[0] == "experts":
       names = tuple(full.format(e) for e in range(config.num_experts))
-    return Entry(names, axes, _shape(config, name, axes), num_in)
+    return Entry(names, axes, shape.shape, num_in)
 
-  return {
-    name: leaf(name, node)
-    if sharding.is_axes(node)
-    else {inner: leaf(f"{name}.{inner}", axes) for inner, axes in node.items()}
-    for name, node in tree.items()
-  }
-
-
-def _shape(
-  config: config_lib.ModelConfig, name: str, axes: tuple[str, ...]
-) -> tuple[int, ...]:
-  heads = name in ("attention.query_norm", "attention.key_norm")
-  sizes = config_lib.axis_sizes(config, sparse=name.startswith("moe."))
-  sizes["norm"] = config.head_dim if heads else config.d_model
-  return tuple(sizes[axis] for axis in axes)
+  return jax.tree.map_with_path(
+    leaf, bare.axes, bare.shapes, is_leaf=sharding.is_axes
+  )

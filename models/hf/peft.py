@@ -32,7 +32,8 @@ import safetensors.numpy
 from jax.experimental import multihost_utils
 
 from models import config as config_lib
-from models import lora, sharding, transformer
+from models import lora, sharding
+from models import policy as policy_lib
 from models.hf import load as load_lib
 from models.hf import parameter_names, safetensors_io
 
@@ -96,7 +97,7 @@ class _Target:
 
 def export(
   directory: str | os.PathLike[str],
-  params: transformer.Params,
+  params: policy_lib.Params,
   config: config_lib.ModelConfig,
   base: str | None = None,
 ) -> None:
@@ -133,7 +134,7 @@ def load(
   directory: str | os.PathLike[str],
   config: config_lib.ModelConfig,
   layout: sharding.Layout | None = None,
-) -> transformer.Params:
+) -> policy_lib.Params:
   """Returns adapters in `config.compute.dtype`; `lora.join` adds the base.
 
   Args:
@@ -148,7 +149,7 @@ def load(
   """
   path = pathlib.Path(directory)
   _raise(path, _config_problems(path, config))
-  shapes, _ = lora.split(transformer.shapes(config))
+  shapes, _ = lora.split(policy_lib.of(config).shapes)
   tensors = _read(path, config, shapes)
   adapters = jax.tree.map(lambda leaf: leaf, shapes)
   for target in _targets(config):
@@ -159,16 +160,16 @@ def load(
   _raise(path, _shared(tensors, _tensors(adapters, config)))
   if layout is None:
     return jax.device_put(adapters)
-  axes, _ = lora.split(transformer.logical_axes(config))
+  axes, _ = lora.split(policy_lib.of(config).axes)
   return jax.device_put(adapters, layout.tree(axes))
 
 
 def _targets(config: config_lib.ModelConfig) -> Iterator[_Target]:
   """Yields the adapters that PEFT has for a model, in a fixed order."""
   entries = parameter_names.entries(config)
-  adapters, _ = lora.split(transformer.logical_axes(config))
+  adapters, _ = lora.split(policy_lib.of(config).axes)
   modules: list[tuple[str | int, ...]] = [()]
-  for index, layer in enumerate(adapters["layers"]):
+  for index, layer in adapters["layers"].items():
     modules += [("layers", index, name) for name in layer]
   for path in modules:
     ours, theirs = _at(adapters, path), _at(entries, path)
@@ -363,7 +364,7 @@ def _shared(
 
 
 def _check(adapters: Any, config: config_lib.ModelConfig) -> None:
-  shapes, _ = lora.split(transformer.shapes(config))
+  shapes, _ = lora.split(policy_lib.of(config).shapes)
   like = functools.partial(jax.tree.map, lambda x: (x.shape, x.dtype))
   if config.lora is None or like(adapters) != like(shapes):
     raise ValueError(

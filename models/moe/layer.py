@@ -22,21 +22,13 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Float32, Int32
 
 from models import config as config_lib
-from models import lora, quantize, sharding
+from models import initializers, lora, quantize, sharding
 from models.moe import (
   expert_parallel,
   grouped_matmul,
   grouped_matmul_loop,
   router,
 )
-
-AXES = {
-  "router": ("embed", "router"),
-  "gate": ("experts", "embed", "mlp"),
-  "up": ("experts", "embed", "mlp"),
-  "down": ("experts", "mlp", "embed"),
-}
-"""Logical axes of the parameters."""
 
 SAVED = ("expert_gate", "expert_up")
 """Names of what the backward pass of the experts needs."""
@@ -67,39 +59,54 @@ class Aux(NamedTuple):
   dropped: Float32[Array, ""]
 
 
-def apply(
-  params: Mapping[str, Any],
-  config: config_lib.ModelConfig,
-  x: Float[Array, "T D"],
-  copies: Int32[Array, " T"],
-  layout: sharding.Layout | None = None,
-  chosen: Int32[Array, "T k"] | None = None,
-) -> tuple[Float[Array, "T D"], Aux, Int32[Array, "T k"]]:
-  """Returns what the experts add to each token, how the router did, and whom
-  it took: -1 for padding.
+class Moe(lora.Adapted):
+  """A router and its experts."""
 
-  On one CPU device the bits of a token do not depend on the others or on its
-  place when T and `moe_block` are multiples of 16, so that XLA's loops have no
-  tails.
+  def __init__(self, initializer: initializers.Initializer):
+    """Draws the parameters."""
+    self.config = initializer.config
+    matrix = initializer.matrix
+    self.router = matrix("router", "embed", "router")
+    self.gate = matrix("gate", "experts", "embed", "mlp")
+    self.up = matrix("up", "experts", "embed", "mlp")
+    self.down = matrix("down", "experts", "mlp", "embed", is_residual=True)
+    initializer.adapt(self)
 
-  Args:
-    params: may hold adapters of router and experts; see `models.lora`.
-    copies: how many tokens each stands for in Aux: 1, more for those of a
-      shared prompt, 0 for padding, which no expert sees and which gets zeros.
-    layout: where tokens and experts lie; None is one device.
-    chosen: experts that each token must take, -1 for the router's own choice.
-  """
-  if layout is None or layout.mesh.size == 1:
-    gates, experts, sums = _router(config)(params, x, copies, chosen)
-    form = grouped_matmul.choose(
-      config.compute.experts, sharding.platform(layout)
-    )
-    y, placed = mix(
-      params, x, gates, experts, form=form, least=config.compute.moe_block
+  def __call__(
+    self,
+    x: Float[Array, "T D"],
+    copies: Int32[Array, " T"],
+    layout: sharding.Layout | None = None,
+    chosen: Int32[Array, "T k"] | None = None,
+  ) -> tuple[Float[Array, "T D"], Aux, Int32[Array, "T k"]]:
+    """Returns what the experts add to each token, how the router did, and
+    which it took: -1 for padding.
+
+    On one CPU device the bits of a token do not depend on the others or on its
+    place when T and `moe_block` are multiples of 16, so that XLA's loops have
+    no tails.
+
+    Args:
+      copies: how many tokens each stands for in Aux: 1, more for those of a
+        shared prompt, 0 for padding, which no expert sees and which gets zeros.
+      layout: where tokens and experts lie; None is one device.
+      chosen: experts that each token must take, -1 for the router's own choice.
+    """
+    config, params = self.config, self.values()
+    if layout is None or layout.mesh.size == 1:
+      gates, experts, sums = _router(config)(params, x, copies, chosen)
+      form = grouped_matmul.choose(
+        config.compute.experts, sharding.platform(layout)
+      )
+      y, placed = mix(
+        params, x, gates, experts, form=form, least=config.compute.moe_block
+      )
+      return y, _aux(sums, placed, config), experts
+    axes = sharding.follow(sharding.axes_of(self), params)
+    y, sums, placed, experts = _on_mesh(
+      params, axes, config, x, copies, chosen, layout
     )
     return y, _aux(sums, placed, config), experts
-  y, sums, placed, experts = _on_mesh(params, config, x, copies, chosen, layout)
-  return y, _aux(sums, placed, config), experts
 
 
 def average(layers: Sequence[Aux], num_experts: int = 0) -> Aux:
@@ -225,6 +232,7 @@ def _router(config: config_lib.ModelConfig) -> Callable[..., Any]:
 
 def _on_mesh(
   params: Mapping[str, Any],
+  axes: Any,
   config: config_lib.ModelConfig,
   x: Float[Array, "T D"],
   copies: Int32[Array, " T"],
@@ -236,9 +244,6 @@ def _on_mesh(
   """Returns results, sums over all tokens, assignments that had a slot, and
   the experts of each token.
   """
-  names = tuple(params.get("lora", {}))
-  adapters = lora.Lora(targets=names) if names else None
-  axes = sharding.follow(lora.with_axes(AXES, adapters), params)
   form = grouped_matmul.choose(config.compute.experts, layout.platform)
   if form.interpret:
     raise ValueError(

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from models import transformer
+from models import policy as policy_lib
 from rl.algorithms import corrections as corrections_lib
 from rl.algorithms import kl as kl_lib
 from rl.algorithms import losses, packed_row
@@ -94,7 +94,7 @@ class Scored(NamedTuple):
   logprobs: Float[Array, "B L"]
   entropy: Float[Array, "B L"]
   values: Float[Array, "B L"] | None
-  aux: transformer.Aux | None
+  aux: policy_lib.Aux | None
 
 
 class CorrectionSums(NamedTuple):
@@ -136,7 +136,7 @@ class ObjectiveSums(NamedTuple):
   correction: CorrectionSums | None
   kl: Float[Array, ""] | None
   critic: value_loss_lib.ValueSums | None
-  router: transformer.Aux | None
+  router: policy_lib.Aux | None
 
 
 def zero(
@@ -154,8 +154,8 @@ def zero(
   router = None
   if num_experts:
     sizes = {"load": num_experts}
-    router = transformer.Aux(
-      *(jnp.zeros(sizes.get(name, ())) for name in transformer.Aux._fields)
+    router = policy_lib.Aux(
+      *(jnp.zeros(sizes.get(name, ())) for name in policy_lib.Aux._fields)
     )
   return ObjectiveSums(
     tokens=scalar,

@@ -21,7 +21,8 @@ import jax
 import jax.numpy as jnp
 
 from models import config as model_config
-from models import quantize, sharding, transformer
+from models import policy as policy_lib
+from models import quantize, sharding
 from rl.audit import event_log
 from rl.data import trajectory
 from rl.engine import contract
@@ -74,11 +75,9 @@ def pool_shardings(
   config: model_config.ModelConfig, layout: sharding.Layout, dtype: Dtype
 ) -> Any:
   """Returns the shardings of a pool's parameters, after `cast`."""
-  axes = transformer.logical_axes(config)
-  shapes = jax.eval_shape(
-    functools.partial(cast, dtype=dtype), transformer.shapes(config)
-  )
-  return layout.tree(sharding.follow(axes, shapes))
+  policy = policy_lib.of(config)
+  shapes = jax.eval_shape(functools.partial(cast, dtype=dtype), policy.shapes)
+  return layout.tree(sharding.follow(policy.axes, shapes))
 
 
 def cast(params: Any, dtype: Dtype) -> Any:

@@ -24,7 +24,8 @@ from jaxtyping import Array, Float, Float32
 
 from models import config as model_config
 from models import logprobs as logprobs_lib
-from models import lora, sharding, transformer
+from models import lora, sharding
+from models import policy as policy_lib
 from rl.algorithms import objective as objective_lib
 from rl.algorithms import references
 from rl.data import batch as batch_lib
@@ -54,8 +55,8 @@ class Accumulator(NamedTuple):
 
 
 def score_tokens(
-  params: transformer.Params,
-  critic: transformer.Params | None,
+  params: policy_lib.Params,
+  critic: policy_lib.Params | None,
   batch: batch_lib.Batch,
   *,
   config: model_config.ModelConfig,
@@ -74,9 +75,8 @@ def score_tokens(
   """
   placed = _as_jax(batch)
   prefix = placed.prefix
-  hidden, aux = transformer.hidden(
-    params,
-    config,
+  policy = policy_lib.of(config).bind(params)
+  hidden, aux = policy.hidden(
     placed.tokens,
     placed.positions,
     placed.segments,
@@ -92,7 +92,7 @@ def score_tokens(
     # Scores move, being smaller than hidden states.
     targets = jnp.roll(targets, -1, axis=1)
   logprobs, entropy = logprobs_lib.score(
-    logprobs_lib.terms(params, config, hidden),
+    policy.terms(hidden),
     targets,
     temperature=temperature,
     chunk=config.compute.logprob_chunk,
@@ -113,7 +113,7 @@ def score_tokens(
 
 
 def _values(
-  critic: transformer.Params, hidden: Float[Array, "B L D"]
+  critic: policy_lib.Params, hidden: Float[Array, "B L D"]
 ) -> Float32[Array, "B L"]:
   wide = hidden.astype(jnp.float32)
   return jnp.einsum("bld,d->bl", wide, critic["kernel"]) + critic["bias"]
@@ -175,7 +175,7 @@ class Learner:
     replicated: Any = layout.sharding()
     sums = Accumulator(trained, replicated)
     self._draw = jax.jit(
-      lambda key: transformer.init(key, config), out_shardings=placed.params
+      policy_lib.of(config).init, out_shardings=placed.params
     )
     self._begin = jax.jit(begin, out_shardings=tuple(placed[1:4]))
     self._no_values = jax.jit(
@@ -202,7 +202,7 @@ class Learner:
     """Returns a fresh state, born sharded."""
     return self.wrap(self._draw(key))
 
-  def wrap(self, params: transformer.Params) -> train_state.TrainState:
+  def wrap(self, params: policy_lib.Params) -> train_state.TrainState:
     """Returns a state that holds these parameters, placed as in `abstract`.
 
     Its optimizer is fresh, its critic says 0, and the parameters themselves are
@@ -223,21 +223,21 @@ class Learner:
     return jax.device_put(batch, self._layout.sharding("batch"))
 
   def score(
-    self, params: transformer.Params, batch: batch_lib.Batch
+    self, params: policy_lib.Params, batch: batch_lib.Batch
   ) -> Float32[Array, "B L"]:
     """Returns the log-probability of every token, in nats."""
     return self._score(params, self.place(batch))
 
   def score_base(
-    self, params: transformer.Params, batch: batch_lib.Batch
+    self, params: policy_lib.Params, batch: batch_lib.Batch
   ) -> Float32[Array, "B L"]:
     """Returns the same without adapters."""
     return self._score_base(lora.drop(params), self.place(batch))
 
   def values(
     self,
-    params: transformer.Params,
-    critic: transformer.Params,
+    params: policy_lib.Params,
+    critic: policy_lib.Params,
     batch: batch_lib.Batch,
   ) -> Float32[Array, "B L"]:
     """Returns the critic's value before every token."""
@@ -249,10 +249,10 @@ class Learner:
 
   def accumulate(
     self,
-    params: transformer.Params,
+    params: policy_lib.Params,
     total: Accumulator,
     batch: batch_lib.Batch,
-    critic: transformer.Params | None = None,
+    critic: policy_lib.Params | None = None,
   ) -> Accumulator:
     """Returns the sums with one more batch in them; donates `total`."""
     trainable, frozen = train_state.split(params, critic)
@@ -306,8 +306,8 @@ class Learner:
 
   def _scored(
     self,
-    params: transformer.Params,
-    critic: transformer.Params | None,
+    params: policy_lib.Params,
+    critic: policy_lib.Params | None,
     batch: batch_lib.Batch,
     *,
     through_body: bool,

@@ -5,6 +5,7 @@ adapters. Embeddings, heads and routers do not count, as their rows are
 looked up or compared one by one, nor do norms and a critic, which are vectors.
 """
 
+import functools
 import itertools
 import math
 from typing import Any, NamedTuple
@@ -13,15 +14,9 @@ import jax
 import optax
 from optax import contrib
 
-from models import lora, mlp
-from models.attention import attention
-from models.moe import layer as moe_layer
-
-_MODULES = {
-  "attention": lora.with_axes(attention.AXES, lora.Lora()),
-  "mlp": lora.with_axes(mlp.AXES, lora.Lora()),
-  "moe": lora.with_axes(moe_layer.AXES, lora.Lora()),
-}
+from models import config as model_config
+from models import lora
+from models import policy as policy_lib
 
 
 def labels(params: Any) -> Any:
@@ -87,7 +82,21 @@ def _sides(path: tuple[Any, ...]) -> _Sides | None:
 def _axes(path: tuple[Any, ...]) -> tuple[str, ...]:
   """Returns the logical axes of a parameter; none outside of the modules."""
   keys = [k.key for k in path if isinstance(k, jax.tree_util.DictKey)]
-  node: Any = _MODULES
-  for key in itertools.dropwhile(lambda key: key not in _MODULES, keys):
+  node: Any = _modules()
+  for key in itertools.dropwhile(lambda key: key not in _modules(), keys):
     node = node.get(key, {})
   return node if isinstance(node, tuple) else ()
+
+
+@functools.cache
+def _modules() -> dict[str, Any]:
+  """Returns the logical axes of each kind of module, adapters included."""
+  config = model_config.tiny_moe(
+    num_layers=2, dense_layers=(0,), lora=lora.Lora()
+  )
+  dense, sparse = policy_lib.of(config).axes["layers"].values()
+  return {
+    "attention": dense["attention"],
+    "mlp": dense["mlp"],
+    "moe": sparse["moe"],
+  }

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32
 
-from models import sharding, transformer
+from models import policy as policy_lib
+from models import sharding
 from models.hf import load
 from rl.algorithms import kl, references
 from rl.data import batch as batch_lib
@@ -189,7 +190,7 @@ class _TeacherProgram:
     self._teacher = teacher
     self._layout = layout
     self._score = learner.score_program(teacher.model, layout, temperature)
-    self._where = layout.tree(transformer.logical_axes(teacher.model))
+    self._where = layout.tree(policy_lib.of(teacher.model).axes)
     self._params: Any = None
 
   def __call__(

@@ -9,7 +9,8 @@ import optax
 from jaxtyping import Array
 
 from models import config as model_config
-from models import lora, sharding, transformer
+from models import lora, sharding
+from models import policy as policy_lib
 from rl.algorithms import references
 
 
@@ -27,22 +28,22 @@ class TrainState(NamedTuple):
     reference: the initial parameters, to stay close to; None if not kept.
   """
 
-  params: transformer.Params
+  params: policy_lib.Params
   opt_state: optax.OptState
   updates: Array
   master: "Trainable | None" = None
-  critic: transformer.Params | None = None
-  reference: transformer.Params | None = None
+  critic: policy_lib.Params | None = None
+  reference: policy_lib.Params | None = None
 
 
 class Trainable(NamedTuple):
   """The parameters with a gradient: all or the adapters, and the critic."""
 
-  policy: transformer.Params
-  critic: transformer.Params | None
+  policy: policy_lib.Params
+  critic: policy_lib.Params | None
 
 
-def critic_head(config: model_config.ModelConfig) -> transformer.Params:
+def critic_head(config: model_config.ModelConfig) -> policy_lib.Params:
   """Returns the shapes of a critic's head; it begins with zeros."""
   return {
     "kernel": jax.ShapeDtypeStruct((config.d_model,), jnp.float32),
@@ -74,12 +75,12 @@ def begin(
 def shapes(
   config: model_config.ModelConfig,
   begin: Callable[..., tuple[optax.OptState, Array, Trainable | None]],
-  head: transformer.Params | None,
+  head: policy_lib.Params | None,
   *,
   has_reference: bool,
 ) -> TrainState:
   """Returns the state as jax.ShapeDtypeStructs."""
-  params = transformer.shapes(config)
+  params = policy_lib.of(config).shapes
   begun = jax.eval_shape(begin, split(params, head)[0])
   kept = params if has_reference else None
   return TrainState(params, *begun, critic=head, reference=kept)
@@ -98,7 +99,7 @@ def shardings(
   belong to; the reference may lie in the memory of the host.
   """
   replicated: Any = layout.sharding()
-  params = layout.tree(transformer.logical_axes(config))
+  params = layout.tree(policy_lib.of(config).axes)
   critic = jax.tree.map(lambda _: replicated, shapes.critic)
   trained, _ = split(params, critic)
   exact = shapes.master

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 from models import config as config_lib
-from models import sharding, transformer
+from models import logprobs, sharding
+from models import policy as policy_lib
 from rl.data import trajectory
 from rl.engine import contract
 from rl.engine.builtin import settings as engine_settings
@@ -74,7 +75,7 @@ def parameters() -> list[Any]:
 @functools.cache
 def weights(seed: int, config: config_lib.ModelConfig = CONFIG) -> Any:
   """Large and without structure, so that answers vary."""
-  leaves, tree = jax.tree.flatten(transformer.init(jax.random.key(0), config))
+  leaves, tree = jax.tree.flatten(policy_lib.of(config).init(jax.random.key(0)))
   rng = np.random.default_rng(seed)
   noisy = [
     leaf + rng.normal(scale=0.4, size=leaf.shape).astype(np.float32)
@@ -86,10 +87,9 @@ def weights(seed: int, config: config_lib.ModelConfig = CONFIG) -> Any:
 @functools.partial(jax.jit, static_argnums=2)
 def _forward(params: Any, tokens: Any, config: config_lib.ModelConfig) -> Any:
   positions = jnp.arange(tokens.shape[1])[None]
-  hidden, _ = transformer.hidden(
-    params, config, tokens, positions, jnp.ones_like(tokens)
-  )
-  return transformer.head(params, config, hidden)[0]
+  model = policy_lib.of(config).bind(params)
+  hidden, _ = model.hidden(tokens, positions, jnp.ones_like(tokens))
+  return logprobs.logits(model.terms(hidden))[0]
 
 
 @dataclasses.dataclass
@@ -210,7 +210,7 @@ def serve(
   settings = settings or SETTINGS[name]
   with asyncio.Runner() as runner:
     engine_ = settings.build(config, layout, thread)
-    shardings = layout.tree(transformer.logical_axes(config))
+    shardings = layout.tree(policy_lib.of(config).axes)
     served = Served(name, runner, engine_, shardings, config)
     start = engine_.start(served.placed(0), trajectory.PolicyVersion(0))
     served.run(start)

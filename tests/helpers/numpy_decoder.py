@@ -127,7 +127,7 @@ def checkpoint(params: Mapping[str, Any]) -> dict[str, np.ndarray]:
   }
   if "head" in params:
     named["lm_head"] = params["head"].T
-  for index, layer in enumerate(params["layers"]):
+  for index, layer in params["layers"].items():
     ours, d_model = layer["attention"], len(params["final_norm"])
     own = {
       "input_layernorm": layer["attention_norm"],

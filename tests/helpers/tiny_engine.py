@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from models import config as config_lib
-from models import sharding, transformer
+from models import logprobs, sharding
+from models import policy as policy_lib
 from rl.data import trajectory
 from rl.engine import contract
 from rl.engine.builtin import engine as builtin_engine
@@ -56,9 +57,9 @@ SETTINGS = engine_settings.EngineSettings(
 
 
 @functools.cache
-def weights(seed: int, config: config_lib.ModelConfig) -> transformer.Params:
+def weights(seed: int, config: config_lib.ModelConfig) -> policy_lib.Params:
   """Large and without structure, so that answers vary."""
-  leaves, tree = jax.tree.flatten(transformer.init(jax.random.key(0), config))
+  leaves, tree = jax.tree.flatten(policy_lib.of(config).init(jax.random.key(0)))
   rng = np.random.default_rng(seed)
   noisy = [
     leaf + rng.normal(scale=0.4, size=leaf.shape).astype(leaf.dtype)
@@ -71,10 +72,9 @@ def weights(seed: int, config: config_lib.ModelConfig) -> transformer.Params:
 def _best(config, params, tokens):
   """The most probable next id at every position."""
   positions = jnp.arange(config.max_length)[None]
-  hidden, _ = transformer.hidden(
-    params, config, tokens, positions, jnp.ones_like(tokens)
-  )
-  return transformer.head(params, config, hidden)[0].argmax(-1)
+  model = policy_lib.of(config).bind(params)
+  hidden, _ = model.hidden(tokens, positions, jnp.ones_like(tokens))
+  return logprobs.logits(model.terms(hidden))[0].argmax(-1)
 
 
 @dataclasses.dataclass
@@ -90,7 +90,7 @@ class Served:
   layout: sharding.Layout
   thread: mesh_thread.MeshThread
   names: int = 0
-  ready: dict[int, transformer.Params] = dataclasses.field(default_factory=dict)
+  ready: dict[int, policy_lib.Params] = dataclasses.field(default_factory=dict)
 
   @property
   def version(self) -> int:
@@ -175,10 +175,10 @@ class Served:
     finally:
       go.set()
 
-  def placed(self, version: int) -> transformer.Params:
+  def placed(self, version: int) -> policy_lib.Params:
     """The weights of a version where the engine wants them."""
     if version % 5 not in self.ready:
-      axes = transformer.logical_axes(self.config)
+      axes = policy_lib.of(self.config).axes
       params = weights(version % 5, self.config)
       self.ready[version % 5] = jax.device_put(params, self.layout.tree(axes))
     return self.ready[version % 5]

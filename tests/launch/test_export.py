@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from launch.cli import flags, workdir
-from models import config as model_config
-from models import lora, transformer
+from models import lora
+from models import policy as policy_lib
+from models.hf import config as hf_config
 from models.hf import export, load, peft
 from rl import assemble, initial_state
 from rl.loop import progress
@@ -68,7 +69,7 @@ def run(tmp_path_factory):
   """A run, from a checkpoint that is no longer there."""
   directory = tmp_path_factory.mktemp("runs")
   source, settings = directory / "source", experiment()
-  params = transformer.init(jax.random.key(1), settings.model)
+  params = policy_lib.of(settings.model).init(jax.random.key(1))
   export.export(source, params, settings.model)
   settings = dataclasses.replace(settings, initial=str(source))
   params = saved_run(directory / "guesses", settings)
@@ -82,7 +83,7 @@ def test_the_newest_checkpoint_is_written(run, tmp_path):
   result = launch(f"--run={directory}", f"--directory={target}")
   assert result.returncode == 0, result.stderr
   assert result.stdout == f"{target}: guess_number after 3 rounds\n"
-  model = model_config.ModelConfig.from_hf(target)
+  model = hf_config.load(target)
   loaded = load.load(target, model)
   assert jax.tree.all(jax.tree.map(np.array_equal, loaded, params))
   vocab = json.loads((target / "tokenizer.json").read_text())["model"]["vocab"]
@@ -109,7 +110,7 @@ def test_adapters_are_merged_unless_they_are_asked_for(adapted, tmp_path):
     where = [f"--run={directory}", f"--directory={target}"]
     result = launch(*where, *more)
     assert result.returncode == 0, result.stderr
-  loaded = load.load(whole, model_config.ModelConfig.from_hf(whole))
+  loaded = load.load(whole, hf_config.load(whole))
   merged = lora.merge(jax.device_put(params), model.lora)
   assert jax.tree.all(jax.tree.map(np.array_equal, loaded, merged))
   loaded = peft.load(adapter, model)

@@ -11,7 +11,8 @@ import pytest
 import safetensors.numpy
 
 from launch.cli import flags, workdir
-from models import lora, transformer
+from models import lora
+from models import policy as policy_lib
 from models.chat import word_chat
 from models.hf import export
 
@@ -44,7 +45,7 @@ def settings(source, **changes):
 def source(tmp_path):
   """A checkpoint with a tokenizer of words that the game does not have."""
   model = flags.load(str(ROOT / CONFIG), TINY).model
-  params = transformer.init(jax.random.key(1), model)
+  params = policy_lib.of(model).init(jax.random.key(1))
   words = word_chat.WordChat(("other", "words"))
   export.export(tmp_path / "source", params, model, words)
   return tmp_path / "source"

@@ -20,7 +20,7 @@ import pytest
 from launch.cli import flags, workdir
 from launch.openai import served_model
 from models import config as model_config
-from models import transformer
+from models import policy as policy_lib
 from models.hf import export
 from rl import assemble, initial_state
 from rl.data import trajectory
@@ -122,7 +122,7 @@ def hugging_face(tmp_path_factory):
   """A tiny checkpoint with a tokenizer and a template that knows tools."""
   directory = tmp_path_factory.mktemp("models") / "tiny"
   config = model_config.tiny_moe(max_length=512, **SIZES)
-  params = transformer.init(jax.random.key(0), config)
+  params = policy_lib.of(config).init(jax.random.key(0))
   export.export(directory, params, config, GOLDEN)
   return directory
 

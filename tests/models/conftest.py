@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from models import config as config_lib
-from models import transformer
+from models import policy as policy_lib
 
 
 @pytest.fixture
@@ -33,5 +33,5 @@ def params(config):
     return jnp.asarray(values, leaf.dtype)
 
   key = jax.random.key(0)
-  shapes = jax.eval_shape(lambda: transformer.init(key, config))
+  shapes = jax.eval_shape(lambda: policy_lib.of(config).init(key))
   return jax.tree.map(noise, shapes)

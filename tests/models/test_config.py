@@ -6,7 +6,8 @@ import jax
 import pytest
 
 from models import config as config_lib
-from models import rope, transformer
+from models import policy as policy_lib
+from models import rope
 from rl.settings import overrides as overrides_lib
 
 
@@ -58,7 +59,7 @@ def test_the_defaults_are_valid():
 @pytest.mark.parametrize("tied", [True, False])
 def test_every_parameter_is_counted(tied):
   config = config_lib.tiny_moe(tie_embeddings=tied, dense_layers=(2,))
-  params = jax.eval_shape(lambda: transformer.init(jax.random.key(0), config))
+  params = jax.eval_shape(lambda: policy_lib.of(config).init(jax.random.key(0)))
   total, active = config_lib.num_params(config)
   assert total == sum(leaf.size for leaf in jax.tree.leaves(params))
   # A token skips 2 of 4 experts in each of 3 layers: 3 * 128 * 128 each.

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from models import config as config_lib
-from models import logprobs, lora, sharding, transformer
+from models import logprobs, lora, sharding
+from models import policy as policy_lib
 
 TEMPERATURE = 0.7
 ROWS, LENGTH, WIDTH, WORDS = 8, 13, 16, 48
@@ -221,15 +222,16 @@ def test_the_terms_sum_up_to_the_logits_of_the_model(kind):
     tie_embeddings=kind == "tied",
     lora=adapter if kind == "adapted" else None,
   )
-  params = transformer.init(jax.random.key(0), config)
+  params = policy_lib.of(config).init(jax.random.key(0))
   # A fresh adapter adds nothing.
   params = jax.tree.map(lambda x: x + 0.1, params)
   hidden = jax.random.normal(jax.random.key(1), (2, 3, 8))
-  terms = logprobs.terms(params, config, hidden)
+  model = policy_lib.of(config).bind(params)
+  terms = model.terms(hidden)
   assert len(terms) == 1 + (kind == "adapted")
   logits = sum(term.hidden @ term.table.T for term in terms)
   np.testing.assert_allclose(
-    logits, transformer.head(params, config, hidden), rtol=1e-5, atol=1e-5
+    logits, logprobs.logits(model.terms(hidden)), rtol=1e-5, atol=1e-5
   )
   targets = jnp.arange(6, dtype=jnp.int32).reshape(2, 3)
   scores, _ = logprobs.score(terms, targets, temperature=1.0, chunk=2)

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from models import config as config_lib
-from models import kv_cache, lora, sharding, transformer
+from models import kv_cache, logprobs, lora, sharding
+from models import policy as policy_lib
 
 EVERYWHERE = lora.Lora(rank=2, alpha=3.0, targets=lora.TARGETS)
 
@@ -40,7 +41,7 @@ def noisy(config, seed=0):
     values = rng.normal(float(leaf.ndim == 1), 0.3, leaf.shape)
     return jnp.asarray(values, leaf.dtype)
 
-  return jax.tree.map(noise, transformer.shapes(config))
+  return jax.tree.map(noise, policy_lib.of(config).shapes)
 
 
 def rows(num_rows=2):
@@ -51,10 +52,9 @@ def rows(num_rows=2):
 
 
 def logits(params, config, tokens, positions, segments, layout=None):
-  hidden, _ = transformer.hidden(
-    params, config, tokens, positions, segments, layout=layout
-  )
-  return transformer.head(params, config, hidden)[:, :7]  # The last is padding.
+  model = policy_lib.of(config).bind(params)
+  hidden, _ = model.hidden(tokens, positions, segments, layout=layout)
+  return logprobs.logits(model.terms(hidden))[:, :7]  # The last is padding.
 
 
 def plain(config):
@@ -89,7 +89,7 @@ def test_a_product_is_that_with_the_sum_of_weights_and_adapter(num_in, wrap):
 def test_fresh_adapters_add_nothing_to_the_same_weights():
   config = model()
   key = jax.random.key(0)
-  adapted, bare = (transformer.init(key, c) for c in (config, plain(config)))
+  adapted, bare = (policy_lib.of(c).init(key) for c in (config, plain(config)))
   same(lora.drop(adapted), bare)
   got = jax.jit(lambda p: logits(p, config, *rows()))(adapted)
   expected = jax.jit(lambda p: logits(p, plain(config), *rows()))(bare)
@@ -104,7 +104,7 @@ def test_fresh_adapters_are_drawn_by_the_width_that_they_sum_over():
   # PEFT draws from +-1 / sqrt(width): a deviation of 1 / sqrt(3 width). Of
   # experts "down" sums over 8, and attention's "out" over 4 heads of 4.
   config = model(lora=lora.Lora(rank=256, targets=("out", "down", "query")))
-  layer = transformer.init(jax.random.key(0), config)["layers"][0]
+  layer = policy_lib.of(config).init(jax.random.key(0))["layers"][0]
   for part, name, width in (
     ("attention", "query", 16),
     ("attention", "out", 16),
@@ -116,7 +116,7 @@ def test_fresh_adapters_are_drawn_by_the_width_that_they_sum_over():
 
 
 def test_all_that_can_be_adapted_is_where_its_weights_are():
-  axes = transformer.logical_axes(model())
+  axes = policy_lib.of(model()).axes
   layer = axes["layers"][0]
   assert layer["attention"]["lora"]["out"] == {
     "a": ("heads", "head_dim", "rank"),
@@ -135,7 +135,7 @@ def test_all_that_can_be_adapted_is_where_its_weights_are():
 @pytest.mark.parametrize("changes", [{}, {"lora": None}], ids=["lora", "none"])
 def test_the_number_of_parameters_is_that_of_the_tree(changes):
   config = model(**changes)
-  shapes = transformer.shapes(config)
+  shapes = policy_lib.of(config).shapes
   total, active = config_lib.num_params(config)
   assert total == sum(leaf.size for leaf in jax.tree.leaves(shapes))
   trainable, _ = lora.split(shapes)
@@ -175,8 +175,8 @@ def test_without_adapters_all_is_trained():
 
 def test_axes_and_shapes_split_as_parameters_do():
   config = model()
-  axes, _ = lora.split(transformer.logical_axes(config))
-  shapes, _ = lora.split(transformer.shapes(config))
+  axes, _ = lora.split(policy_lib.of(config).axes)
+  shapes, _ = lora.split(policy_lib.of(config).shapes)
   ranks = jax.tree.map(len, axes, is_leaf=sharding.is_axes)
   assert ranks == jax.tree.map(lambda leaf: leaf.ndim, shapes)
 
@@ -189,7 +189,7 @@ def test_merged_weights_compute_what_the_adapters_do(wrap):
   merged = wrap(lambda p: lora.merge(p, config.lora))(params)
   same(
     jax.tree.map(jnp.shape, merged),
-    jax.tree.map(jnp.shape, transformer.shapes(plain(config))),
+    jax.tree.map(jnp.shape, policy_lib.of(plain(config)).shapes),
   )
   expected = logits(merged, plain(config), *rows())
   # Rounding alone, of logits up to about 5.
@@ -251,10 +251,9 @@ def test_decoding_with_adapters_agrees_with_merged_rows():
 
   @jax.jit
   def step(params, past, token, position):
-    hidden, past, _, _ = transformer.feed(
-      params, config, past, position + 1, token, position, (0, 1)
-    )
-    return transformer.head(params, config, hidden), past
+    model = policy_lib.of(config).bind(params)
+    hidden, past, _, _ = model.feed(past, position + 1, token, position, (0, 1))
+    return logprobs.logits(model.terms(hidden)), past
 
   got = []
   for t in range(4):
@@ -282,7 +281,7 @@ def test_adapters_on_eight_devices_agree_with_one():
 
   parts = lora.split(params)
   (_, expected), grads = both(None)(*parts)
-  shardings = layout.tree(transformer.logical_axes(config))
+  shardings = layout.tree(policy_lib.of(config).axes)
   placed = lora.split(jax.device_put(params, shardings))
   (_, out), sharded = both(layout)(*placed)
   np.testing.assert_allclose(out, expected, atol=1e-5)

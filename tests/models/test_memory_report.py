@@ -9,7 +9,14 @@ import numpy as np
 import pytest
 
 from models import config as config_lib
-from models import kv_cache, lora, memory_report, sharding, transformer
+from models import (
+  kv_cache,
+  logprobs,
+  lora,
+  memory_report,
+  sharding,
+)
+from models import policy as policy_lib
 
 AUTO = (jax.sharding.AxisType.Auto,) * 3
 
@@ -77,8 +84,8 @@ def test_planned_bytes_are_those_of_arrays():
   )
   plan = make_plan(2, 2, 2)
   params = jax.device_put(
-    jax.tree.map(jnp.zeros_like, transformer.shapes(config)),
-    layout.tree(transformer.logical_axes(config)),
+    jax.tree.map(jnp.zeros_like, policy_lib.of(config).shapes),
+    layout.tree(policy_lib.of(config).axes),
   )
   store = jax.device_put(
     kv_cache.init_cache(config, 5, 3), layout.sharding(*kv_cache.AXES)
@@ -94,8 +101,8 @@ def test_planned_bytes_are_those_of_arrays():
 
   rows = memory_report.parameters(config, plan)
   assert sum(row.device_bytes for row in rows) == held(params)
-  places = plan.tree(transformer.logical_axes(config))
-  tree = memory_report.placed(transformer.shapes(config), places)
+  places = plan.tree(policy_lib.of(config).axes)
+  tree = memory_report.placed(policy_lib.of(config).shapes, places)
   assert memory_report.device_bytes(tree) == held(params)
   pages = memory_report.cache_bytes(config, plan, pages=5, page_size=3)
   assert pages == held(store)
@@ -113,8 +120,8 @@ def temporary_bytes(config, layout, rows, length):
   """Returns what XLA takes for a micro-batch's gradient beside its in- and
   outputs.
   """
-  places = layout.tree(transformer.logical_axes(config))
-  shapes = memory_report.placed(transformer.shapes(config), places)
+  places = layout.tree(policy_lib.of(config).axes)
+  shapes = memory_report.placed(policy_lib.of(config).shapes, places)
   tokens = jax.ShapeDtypeStruct(
     (rows, length), jnp.int32, sharding=layout.sharding("batch")
   )
@@ -123,10 +130,11 @@ def temporary_bytes(config, layout, rows, length):
     positions = jnp.broadcast_to(
       jnp.arange(length, dtype=jnp.int32), tokens.shape
     )
-    hidden, aux = transformer.hidden(
-      params, config, tokens, positions, jnp.ones_like(tokens), layout=layout
+    model = policy_lib.of(config).bind(params)
+    hidden, aux = model.hidden(
+      tokens, positions, jnp.ones_like(tokens), layout=layout
     )
-    logits = transformer.head(params, config, hidden, layout=layout)
+    logits = logprobs.logits(model.terms(hidden, layout=layout))
     return jax.nn.logsumexp(logits, -1).sum() + aux.load_balance
 
   def accumulate(params, sums, tokens):

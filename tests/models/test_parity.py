@@ -13,10 +13,12 @@ import numpy as np
 import pytest
 from safetensors import numpy as safetensors
 
-from models import config as config_lib
-from models import kv_cache, transformer
+from models import kv_cache
+from models import logprobs as logprobs_lib
+from models import policy as policy_lib
+from models.hf import config as hf_config
 from models.hf import load
-from tests.helpers import numpy_decoder
+from tests.helpers import numpy_decoder, small_models
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 MODELS = ("qwen3", "qwen3_tied_yarn", "qwen3_moe", "qwen3_moe_unnormed")
@@ -26,8 +28,8 @@ GRADIENT = 1e-4  # Of the largest entry of a parameter's gradient.
 ALONE = ((0,), (1,), (2,), (3,), (4,))
 PACKED = ((0, 1, 2), (3, 4))
 
-HIDDEN = jax.jit(transformer.hidden, static_argnames="config")
-FEED = jax.jit(transformer.feed, static_argnames=("config", "chunks"))
+HIDDEN = jax.jit(small_models.hidden, static_argnames="config")
+FEED = jax.jit(small_models.feed, static_argnames=("config", "chunks"))
 
 
 @pytest.fixture(params=MODELS)
@@ -39,7 +41,7 @@ def name(request):
 def golden(name):
   """Returns config, parameters, and what transformers says about them."""
   directory = GOLDEN / name
-  config = config_lib.ModelConfig.from_hf(directory)
+  config = hf_config.load(directory)
   expected = dict(np.load(directory / "expected.npz"))
   return config, load.load(directory, config), expected
 
@@ -82,13 +84,14 @@ def lay_out(expected, rows):
 
 @pytest.mark.parametrize("rows", [ALONE, PACKED], ids=["prefill", "packed"])
 @pytest.mark.parametrize(
-  "hidden", [HIDDEN, transformer.hidden], ids=["jit", "eager"]
+  "hidden", [HIDDEN, small_models.hidden], ids=["jit", "eager"]
 )
 def test_rows_have_the_logits_of_transformers(name, rows, hidden):
   config, params, expected = golden(name)
   tokens, positions, segments, _, places = lay_out(expected, rows)
   states, _ = hidden(params, config, tokens, positions, segments)
-  logits = transformer.head(params, config, states)
+  model = policy_lib.of(config).bind(params)
+  logits = logprobs_lib.logits(model.terms(states))
   for i, wanted in enumerate(sequences(expected, "logits")):
     np.testing.assert_allclose(logits[places[i]], wanted, 0, LOGITS)
 
@@ -98,7 +101,7 @@ def test_rows_have_the_logits_of_transformers(name, rows, hidden):
   [
     (((5, 5), (2, 1, 1)), FEED),
     (((1,) * 4, (1,) * 10), FEED),
-    (((8, 6),), transformer.feed),
+    (((8, 6),), small_models.feed),
   ],
   ids=["chunks", "one-by-one", "chunks-eager"],
 )
@@ -135,14 +138,16 @@ def test_cached_decoding_has_the_logits_of_transformers(name, dispatches, feed):
       pieces = pieces or [(jnp.repeat(rows, size), new)]
     pieces.append((rows, kv_cache.take(past, positions[:, start:done])))
     store = kv_cache.commit(store, tables, pieces)
-  logits = transformer.head(params, config, jnp.concatenate(states, 1))
+  model = policy_lib.of(config).bind(params)
+  logits = logprobs_lib.logits(model.terms(jnp.concatenate(states, 1)))
   for i, wanted in enumerate(sequences(expected, "logits")):
     np.testing.assert_allclose(logits[places[i]], wanted, 0, LOGITS)
 
 
 def loss(params, config, tokens, positions, segments, targets):
-  states, _ = transformer.hidden(params, config, tokens, positions, segments)
-  logprobs = jax.nn.log_softmax(transformer.head(params, config, states))
+  model = policy_lib.of(config).bind(params)
+  states, _ = model.hidden(tokens, positions, segments)
+  logprobs = jax.nn.log_softmax(logprobs_lib.logits(model.terms(states)))
   picked = jnp.take_along_axis(
     logprobs, jnp.maximum(targets, 0)[..., None], -1
   )[..., 0]

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from models import config as config_lib
-from models import lora, quantize, sharding, transformer
+from models import logprobs, lora, quantize, sharding
+from models import policy as policy_lib
 from tests.helpers import small_models
 
 AUTO = (jax.sharding.AxisType.Auto,) * 3
@@ -39,7 +40,7 @@ def make_params(config):
     channels = np.exp(rng.normal(size=leaf.shape[-1:])) if leaf.ndim > 1 else 1
     return jnp.asarray(values * channels, leaf.dtype)
 
-  return jax.tree.map(noise, transformer.shapes(config))
+  return jax.tree.map(noise, policy_lib.of(config).shapes)
 
 
 def multiplied_out(params, dtype=jnp.float32):
@@ -57,16 +58,11 @@ def multiplied_out(params, dtype=jnp.float32):
 def logits(params, config, layout=None, experts=None):
   tokens = jax.random.randint(jax.random.key(0), (8, 5), 0, config.vocab_size)
   positions = jnp.tile(jnp.arange(5, dtype=jnp.int32), (8, 1))
-  hidden, _ = transformer.hidden(
-    params,
-    config,
-    tokens,
-    positions,
-    jnp.ones_like(tokens),
-    experts=experts,
-    layout=layout,
+  model = policy_lib.of(config).bind(params)
+  hidden, _ = model.hidden(
+    tokens, positions, jnp.ones_like(tokens), experts=experts, layout=layout
   )
-  return transformer.head(params, config, hidden, layout=layout)
+  return logprobs.logits(model.terms(hidden, layout=layout))
 
 
 @pytest.mark.parametrize("wrap", [jax.jit, lambda f: f], ids=["jit", "eager"])
@@ -96,7 +92,7 @@ def test_no_weight_is_off_by_more_than_half_a_step_of_its_channel():
 def test_every_output_channel_has_a_scale_and_nothing_else_is_quantised():
   params = make_params(TIED)
   small = quantize.quantize(params)
-  dense, sparse = small["layers"]
+  dense, sparse = small["layers"].values()
   assert small["embed"].scale.shape == (16, 1)
   assert dense["attention"]["query"].scale.shape == (1, 4, 4)
   assert dense["attention"]["key"].scale.shape == (1, 2, 4)
@@ -153,7 +149,8 @@ def test_a_quantised_model_is_close_to_the_one_that_it_is_of(config):
 def test_a_model_of_bfloat16_multiplies_out_to_bfloat16():
   small = quantize.quantize(make_params(BFLOAT16))
   tokens = jnp.zeros((1, 5), jnp.int32)
-  hidden, _ = transformer.hidden(small, BFLOAT16, tokens, tokens, tokens + 1)
+  model = policy_lib.of(BFLOAT16).bind(small)
+  hidden, _ = model.hidden(tokens, tokens, tokens + 1)
   assert hidden.dtype == jnp.bfloat16
   wide = np.asarray(logits(multiplied_out(small, jnp.bfloat16), BFLOAT16))
   off = np.asarray(logits(small, BFLOAT16)) - wide
@@ -169,7 +166,7 @@ def test_a_quantised_model_on_a_mesh_is_that_of_one_device(config, rules):
   mesh = jax.sharding.Mesh(devices, sharding.MESH_AXES, axis_types=AUTO)
   layout = sharding.Layout(mesh, getattr(sharding, rules))
   small = quantize.quantize(make_params(config))
-  axes = sharding.follow(transformer.logical_axes(config), small)
+  axes = sharding.follow(policy_lib.of(config).axes, small)
   placed = jax.device_put(small, layout.tree(axes))
   down = placed["layers"][1]["moe"]["down"]
   # Experts, hidden width and, in training, width are split; the scale has

@@ -10,6 +10,7 @@ import pytest
 
 from models import config as config_lib
 from models import rope
+from models.hf import config as hf_config
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 CASES = json.loads((GOLDEN / "rope.json").read_text())
@@ -27,7 +28,7 @@ def test_frequencies_are_those_of_transformers(name, tmp_path):
   data = json.loads((GOLDEN / "qwen3" / "config.json").read_text())
   del data["rope_parameters"]
   (tmp_path / "config.json").write_text(json.dumps(data | CASES[name]))
-  config = config_lib.ModelConfig.from_hf(tmp_path)
+  config = hf_config.load(tmp_path)
   found, factor = rope.frequencies(
     config.head_dim, config.rope_theta, config.rope_scaling
   )

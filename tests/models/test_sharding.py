@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from models import config as config_lib
-from models import lora, sharding, transformer
+from models import logprobs as logprobs_lib
+from models import lora, sharding
+from models import policy as policy_lib
 
 needs_devices = pytest.mark.skipif(
   jax.device_count() < 8, reason="needs 8 devices"
@@ -67,7 +69,7 @@ def make_params(config):
     values = rng.normal(float(leaf.ndim == 1), 0.3, leaf.shape)
     return jnp.asarray(values, leaf.dtype)
 
-  return jax.tree.map(noise, transformer.shapes(config))
+  return jax.tree.map(noise, policy_lib.of(config).shapes)
 
 
 def batch():
@@ -82,10 +84,9 @@ def train(params, tokens, positions, segments, *, config, layout=None):
   """Returns the loss, its log-probabilities, and all gradients."""
 
   def loss(params):
-    hidden, aux = transformer.hidden(
-      params, config, tokens, positions, segments, layout=layout
-    )
-    logits = transformer.head(params, config, hidden, layout=layout)
+    model = policy_lib.of(config).bind(params)
+    hidden, aux = model.hidden(tokens, positions, segments, layout=layout)
+    logits = logprobs_lib.logits(model.terms(hidden, layout=layout))
     logprobs = jax.nn.log_softmax(logits)
     hit = jnp.arange(24) == tokens[..., None]
     chosen = jnp.sum(jnp.where(hit & (segments[..., None] > 0), logprobs, 0))
@@ -103,7 +104,7 @@ def on_one_device(config):
 
 def on_mesh(config, layout):
   """Returns what `train` does there, and the compiled program's text."""
-  places = layout.tree(transformer.logical_axes(config))
+  places = layout.tree(policy_lib.of(config).axes)
   rows = jax.device_put(batch(), layout.sharding("batch"))
   params = jax.device_put(make_params(config), places)
   run = jax.jit(
@@ -137,7 +138,7 @@ def assert_equal(actual, expected):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_loss_and_every_gradient_are_those_of_one_device(shape):
   config, layout = make_config(), make_layout(*shape)
-  axes = transformer.logical_axes(config)
+  axes = policy_lib.of(config).axes
   sharding.validate(config, axes, layout, rows={"rows": ROWS})
   actual, program = on_mesh(config, layout)
   assert_equal(actual, on_one_device(config))
@@ -193,7 +194,7 @@ def test_rules_change_where_things_lie_and_nothing_else(changes):
   config = make_config(num_kv_heads=2 if "kv_heads" in changes else 8)
   shape = (2, 1, 4) if "kv_heads" in changes else (2, 2, 2)
   layout = make_layout(*shape, rules=sharding.Rules(**changes))
-  sharding.validate(config, transformer.logical_axes(config), layout)
+  sharding.validate(config, policy_lib.of(config).axes, layout)
   actual, _ = on_mesh(config, layout)
   assert_equal(actual, on_one_device(config))
 
@@ -219,7 +220,7 @@ def test_without_a_mesh_nothing_is_moved():
 
 
 def validate(config, plan, **others):
-  axes = transformer.logical_axes(config)
+  axes = policy_lib.of(config).axes
   sharding.validate(config, axes, plan, where="placement.learner", **others)
 
 
@@ -332,7 +333,7 @@ def test_rows_that_do_not_divide_are_refused_with_a_way_out():
 )
 def test_a_rule_that_no_mesh_can_follow_is_refused(rules, message):
   config = make_config()
-  axes = transformer.logical_axes(config)
+  axes = policy_lib.of(config).axes
   with pytest.raises(ValueError, match=f"^{re.escape('mesh.' + message)}"):
     sharding.validate(config, axes, make_plan(2, 2, 2, **rules))
 

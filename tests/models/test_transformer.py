@@ -6,18 +6,20 @@ import numpy as np
 import pytest
 
 from models import config as config_lib
-from models import kv_cache, logprobs, transformer
+from models import kv_cache, logprobs
+from models import policy as policy_lib
 from models.hf import config as hf_config
-from tests.helpers import numpy_decoder
+from tests.helpers import numpy_decoder, small_models
 
-HIDDEN = jax.jit(transformer.hidden, static_argnames="config")
-FEED = jax.jit(transformer.feed, static_argnames=("config", "chunks"))
+HIDDEN = jax.jit(small_models.hidden, static_argnames="config")
+FEED = jax.jit(small_models.feed, static_argnames=("config", "chunks"))
 LENGTHS = ((5, 4), (9,), (2, 1))  # of the segments of each row of 10
 
 
 def apply(hidden, params, config, tokens, positions, segments):
   states, aux = hidden(params, config, tokens, positions, segments)
-  return transformer.head(params, config, states), aux
+  model = policy_lib.of(config).bind(params)
+  return logprobs.logits(model.terms(states)), aux
 
 
 def packed(lengths, width=10):
@@ -35,7 +37,7 @@ def packed(lengths, width=10):
 
 
 @pytest.mark.parametrize(
-  "hidden", [HIDDEN, transformer.hidden], ids=["jit", "eager"]
+  "hidden", [HIDDEN, small_models.hidden], ids=["jit", "eager"]
 )
 def test_packed_rows_agree_with_a_float64_model_of_each_segment(
   params, config, hidden
@@ -67,7 +69,7 @@ def test_gradients_of_rows_with_padding_are_finite(params, config):
 
   def loss(params):
     logits, aux = apply(
-      transformer.hidden, params, config, tokens, positions, segments
+      small_models.hidden, params, config, tokens, positions, segments
     )
     losses = jnp.where(segments > 0, jax.nn.logsumexp(logits, -1), 0)
     return jnp.mean(losses) + aux.load_balance + aux.router_entropy
@@ -81,7 +83,8 @@ def test_a_tied_head_is_the_embedding(params, config):
   tied = {k: v for k, v in params.items() if k != "head"}
   config = dataclasses.replace(config, tie_embeddings=True)
   hidden = jnp.eye(config.d_model)
-  logits = transformer.head(tied, config, hidden)
+  model = policy_lib.of(config).bind(tied)
+  logits = logprobs.logits(model.terms(hidden))
   np.testing.assert_allclose(logits, params["embed"].T, rtol=1e-6)
 
 
@@ -116,7 +119,8 @@ def decode(params, config, tokens, dispatches, feed):
       hidden.append(h.reshape(3, size, -1))
     fresh = kv_cache.take(past, positions[:, before:done])
     store = kv_cache.commit(store, tables, [(rows, fresh)])
-  logits = transformer.head(params, config, jnp.concatenate(hidden, 1))
+  model = policy_lib.of(config).bind(params)
+  logits = logprobs.logits(model.terms(jnp.concatenate(hidden, 1)))
   return [logits[row, row:] for row in range(3)]
 
 
@@ -125,7 +129,7 @@ def decode(params, config, tokens, dispatches, feed):
   [
     ([(12,)], FEED),
     ([(4, 1, 1), (1, 1, 4)], FEED),
-    ([(4, 4), (4,)], transformer.feed),
+    ([(4, 4), (4,)], small_models.feed),
   ],
   ids=["whole-jit", "chunks-jit", "chunks-eager"],
 )
@@ -161,14 +165,14 @@ def test_a_row_of_nothing_but_padding_stays_finite(params, config, chunks):
 def test_a_past_is_written_in_place(config, chunks):
   # Wide, so that keys outweigh the marks of who sees them.
   config = dataclasses.replace(config, head_dim=64)
-  params = transformer.shapes(config)
+  params = policy_lib.of(config).shapes
   tables = jax.ShapeDtypeStruct((4, 2**10), jnp.int32)
   pages = jax.eval_shape(lambda: kv_cache.init_cache(config, 4, 4))
   past = jax.eval_shape(kv_cache.gather, pages, tables)
   ids = jax.ShapeDtypeStruct((4 * chunks[1],), jnp.int32)
   lengths = jax.ShapeDtypeStruct((4,), jnp.int32)
   feed = jax.jit(
-    transformer.feed, static_argnames=("config", "chunks"), donate_argnums=2
+    small_models.feed, static_argnames=("config", "chunks"), donate_argnums=2
   )
   run = feed.lower(params, config, past, lengths, ids, ids, chunks).compile()
   memory = run.memory_analysis()
@@ -180,8 +184,8 @@ def test_a_past_is_written_in_place(config, chunks):
 
 
 def test_what_writes_into_the_residual_stream_starts_smaller(config):
-  init = jax.jit(transformer.init, static_argnames="config")
-  layer = init(jax.random.key(0), config)["layers"][1]
+  init = jax.jit(policy_lib.of(config).init)
+  layer = init(jax.random.key(0))["layers"][1]
   # 0.02 / sqrt(2 * 2 layers) = 0.01; 512 samples of it err by 3% (1 sigma).
   assert np.std(layer["moe"]["down"]) == pytest.approx(0.01, rel=0.15)
   assert np.std(layer["moe"]["up"]) == pytest.approx(0.02, rel=0.15)
@@ -195,15 +199,17 @@ def test_the_head_of_the_engine_is_as_exact_as_that_of_the_learner():
     vocab_size=64, compute=config_lib.Compute(dtype="bfloat16")
   )
   table = rng.normal(size=(64, config.d_model))
-  params = {"embed": jnp.asarray(table, jnp.bfloat16)}
+  params = policy_lib.of(config).init(jax.random.key(0))
+  params |= {"embed": jnp.asarray(table, jnp.bfloat16)}
   hidden = jnp.asarray(rng.normal(size=(2, 5, config.d_model)), jnp.bfloat16)
   targets = jnp.asarray(rng.integers(64, size=(2, 5)), jnp.int32)
-  logits = transformer.head(params, config, hidden)
+  model = policy_lib.of(config).bind(params)
+  logits = logprobs.logits(model.terms(hidden))
   assert logits.dtype == jnp.float32
   assert np.abs(logits).max() > 20
   found = jax.nn.log_softmax(logits)
   found = jnp.take_along_axis(found, targets[..., None], -1)[..., 0]
-  terms = logprobs.terms(params, config, hidden)
+  terms = model.terms(hidden)
   expected, _ = logprobs.score(terms, targets, temperature=1.0, chunk=4)
   np.testing.assert_allclose(found, expected, atol=1e-5)
 
@@ -218,16 +224,15 @@ def test_recorded_experts_reach_the_router_of_their_layer(remat):
     dense_layers=(1,),
     compute=config_lib.Compute(remat=remat),
   )
-  params = transformer.init(jax.random.key(0), config)
+  params = policy_lib.of(config).init(jax.random.key(0))
   tokens, positions, segments = packed([(6, 4), (10,)])
   # Layer 0 sends everything to experts 0 and 1, layer 2 to 1 and 3.
   recorded = jnp.array([[0, 1], [3, 1]], jnp.int32)
   recorded = jnp.broadcast_to(recorded, (2, 10, 2, 2))
 
   def total(params):
-    hidden, aux = transformer.hidden(
-      params, config, tokens, positions, segments, experts=recorded
-    )
+    model = policy_lib.of(config).bind(params)
+    hidden, aux = model.hidden(tokens, positions, segments, experts=recorded)
     return jnp.sum(jnp.sin(hidden)), aux
 
   gradient, aux = jax.jit(jax.grad(total, has_aux=True))(params)

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from models import config as config_lib
-from models import kv_cache, mlp, sharding, transformer
+from models import definition, kv_cache, sharding, transformer
+from models import policy as policy_lib
 from models.attention import attention, mask
-from models.moe import layer as moe_layer
 from models.moe import router
+from tests.helpers import small_models
 
 # Every axis divides over 8 devices; two layers of experts, one without.
 CONFIG = config_lib.tiny_moe(
@@ -49,14 +50,14 @@ def make_params():
     values = rng.normal(float(leaf.ndim == 1), 0.3, leaf.shape)
     return jnp.asarray(values, leaf.dtype)
 
-  return jax.tree.map(noise, transformer.shapes(CONFIG))
+  return jax.tree.map(noise, policy_lib.of(CONFIG).shapes)
 
 
 @functools.cache
 def whole_rows():
   """Returns ids, hidden states, and the experts of each token and layer.
 
-  Hidden states are those of `transformer.hidden`; experts are asked of
+  Hidden states are those of `Transformer.hidden`; experts are asked of
   `router.route`, by layers that are put together here.
   """
   rng = np.random.default_rng(1)
@@ -66,7 +67,7 @@ def whole_rows():
   )
   segments = jnp.ones_like(ids)
   params = make_params()
-  hidden, _ = jax.jit(transformer.hidden, static_argnames="config")(
+  hidden, _ = jax.jit(small_models.hidden, static_argnames="config")(
     params, CONFIG, ids, positions, segments
   )
   x, taken = jax.jit(by_layers)(params, ids, positions)
@@ -78,26 +79,27 @@ def by_layers(params, ids, positions):
   marks = mask.packed_marks(jnp.ones_like(ids))
   copies, eps = jnp.ones(ids.size, jnp.int32), CONFIG.norm_eps
   x, taken = params["embed"][ids], []
-  for layer in params["layers"]:
-    normed = attention.rms_norm(x, layer["attention_norm"], eps)
-    weights = layer["attention"]
-    query, k, v = attention.project(weights, CONFIG, normed, positions)
+  create = functools.partial(transformer.Transformer, CONFIG)
+  model = definition.define(create).bind(params)
+  for block in model.layers:
+    normed = attention.rms_norm(x, block.attention_norm[...], eps)
+    query, k, v = block.attention.project(normed, positions)
     sources = [mask.Source(k, v, marks)]
     mixed = attention.attend(query, marks, sources, form="reference")
-    x += attention.merge(weights, mixed)
-    normed = attention.rms_norm(x, layer["mlp_norm"], eps)
-    if "mlp" in layer:
-      x += mlp.apply(layer["mlp"], normed)
+    x += block.attention.merge(mixed)
+    normed = attention.rms_norm(x, block.mlp_norm[...], eps)
+    if hasattr(block, "mlp"):
+      x += block.mlp(normed)
       continue
     flat = normed.reshape(-1, CONFIG.d_model)
     _, experts, _ = router.route(
-      layer["moe"],
+      block.moe.values(),
       flat,
       copies,
       num_chosen=CONFIG.experts_per_token,
       normalise=CONFIG.norm_topk_prob,
     )
-    y, _, _ = moe_layer.apply(layer["moe"], CONFIG, flat, copies)
+    y, _, _ = block.moe(flat, copies)
     x += y.reshape(x.shape)
     taken.append(experts.reshape(*ids.shape, -1))
   return attention.rms_norm(x, params["final_norm"], eps), jnp.stack(taken, 2)
@@ -153,15 +155,9 @@ def advance(params, store, plan, *, chunks, layout=None):
     lambda x: sharding.constrain(layout, x, *kv_cache.ROW_AXES),
     kv_cache.gather(store, plan.tables),
   )
-  hidden, past, fed, experts = transformer.feed(
-    params,
-    CONFIG,
-    past,
-    plan.lengths,
-    plan.ids,
-    plan.positions,
-    chunks,
-    layout=layout,
+  model = policy_lib.of(CONFIG).bind(params)
+  hidden, past, fed, experts = model.feed(
+    past, plan.lengths, plan.ids, plan.positions, chunks, layout=layout
   )
   assert experts is not None
   pieces, stepped = [(plan.owners, fed)], ()
@@ -170,8 +166,9 @@ def advance(params, store, plan, *, chunks, layout=None):
     index, ids, positions = now
     # Of a row that has stopped this is beyond what was written.
     lengths = plan.lengths + index + 1
-    hidden, past, _, experts = transformer.feed(
-      params, CONFIG, past, lengths, ids, positions, (0, 1), layout=layout
+    model = policy_lib.of(CONFIG).bind(params)
+    hidden, past, _, experts = model.feed(
+      past, lengths, ids, positions, (0, 1), layout=layout
     )
     assert experts is not None
     return past, (hidden, experts[:, 0])
@@ -248,7 +245,7 @@ def on_mesh(shape, rules, chunks):
     donate_argnums=1,
     out_shardings=(pages, None, None),
   )
-  places = layout.tree(transformer.logical_axes(CONFIG))
+  places = layout.tree(policy_lib.of(CONFIG).axes)
   params = jax.device_put(make_params(), places)
   return run, params, jax.device_put(full_pages(), pages)
 

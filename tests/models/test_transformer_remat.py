@@ -9,6 +9,8 @@ import pytest
 
 from models import config as config_lib
 from models import kv_cache, transformer
+from models import policy as policy_lib
+from tests.helpers import small_models
 
 CONFIGS = {
   "dense": config_lib.tiny(
@@ -30,9 +32,8 @@ def gradient(config, remat):
     positions = jnp.broadcast_to(
       jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape
     )
-    hidden, aux = transformer.hidden(
-      params, config, tokens, positions, jnp.ones_like(tokens)
-    )
+    model = policy_lib.of(config).bind(params)
+    hidden, aux = model.hidden(tokens, positions, jnp.ones_like(tokens))
     return jnp.sum(jnp.sin(hidden)) + aux.load_balance
 
   return jax.jit(jax.grad(total))
@@ -42,7 +43,7 @@ def gradient(config, remat):
 @pytest.mark.parametrize("remat", ["dots", "layer"])
 def test_gradients_are_equal(kind, remat):
   config = CONFIGS[kind]
-  params = transformer.init(jax.random.key(0), config)
+  params = policy_lib.of(config).init(jax.random.key(0))
   tokens = jax.random.randint(jax.random.key(1), (4, 12), 0, 16, jnp.int32)
   expected = gradient(config, "none")(params, tokens)
   found = gradient(config, remat)(params, tokens)
@@ -61,7 +62,7 @@ def test_the_less_is_kept_the_less_memory_it_takes(kind):
   tokens = jax.ShapeDtypeStruct((8, 64), jnp.int32)
 
   def room(remat):
-    run = gradient(config, remat).lower(transformer.shapes(config), tokens)
+    run = gradient(config, remat).lower(policy_lib.of(config).shapes, tokens)
     memory = run.compile().memory_analysis()
     assert memory is not None
     return memory.temp_size_in_bytes
@@ -76,13 +77,13 @@ def test_the_less_is_kept_the_less_memory_it_takes(kind):
 @pytest.mark.parametrize("remat", ["dots", "layer"])
 def test_decoding_has_nothing_to_compute_again(remat):
   config = CONFIGS["sparse"]
-  params = transformer.init(jax.random.key(0), config)
+  params = policy_lib.of(config).init(jax.random.key(0))
   tables = jnp.array([[1, 3], [0, 2]], jnp.int32)
   past = kv_cache.gather(kv_cache.init_cache(config, 4, 4), tables)
   tokens = jnp.array([1, 2, 3, 4, 5, 6], jnp.int32)
   positions = jnp.tile(jnp.arange(3, dtype=jnp.int32), 2)
   lengths = jnp.full(2, 3, jnp.int32)
-  feed = jax.jit(transformer.feed, static_argnames=("config", "chunks"))
+  feed = jax.jit(small_models.feed, static_argnames=("config", "chunks"))
 
   def decode(config):
     return feed(params, config, past, lengths, tokens, positions, (2, 3))

@@ -12,7 +12,9 @@ import safetensors.numpy
 
 from envs import rewards
 from models import config as model_config
-from models import lora, transformer
+from models import lora
+from models import policy as policy_lib
+from models.hf import config as hf_config
 from models.hf import export, load
 from rl import assemble, initial_state
 from rl import experiment as experiment_lib
@@ -29,7 +31,7 @@ MODEL = model_config.tiny_moe(
 
 @pytest.fixture(scope="module")
 def params():
-  return transformer.init(jax.random.key(7), MODEL)
+  return policy_lib.of(MODEL).init(jax.random.key(7))
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +82,7 @@ def test_they_lie_on_the_learners_mesh(directory, params):
   found, parts = initial_params(
     experiment(directory, placement=placement.Placement(learner=four))
   )
-  axes = transformer.logical_axes(MODEL)
+  axes = policy_lib.of(MODEL).axes
   wanted = parts.learner_layout.tree(axes)
   assert jax.tree.map(lambda x: x.sharding, found) == wanted
   assert_equal(found, params)
@@ -160,7 +162,7 @@ def test_weights_that_are_no_numbers_end_a_run_before_it_starts(
 
 
 def test_the_config_of_the_checkpoint_is_the_one_that_fits(directory):
-  model = model_config.ModelConfig.from_hf(directory)
+  model = hf_config.load(directory)
   experiment(directory, model).validate_initial()
   data = json.loads((directory / "config.json").read_text())
   assert data["vocab_size"] == model.vocab_size == 8

@@ -23,7 +23,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Float32, Int32
 
 from models import config as model_config
-from models import kv_cache, sharding, transformer
+from models import kv_cache, logprobs, sharding
+from models import policy as policy_lib
 from rl.engine import sampling
 
 MAX_STOP_IDS = 4
@@ -144,7 +145,7 @@ class _Loop(NamedTuple):
 
 
 def advance(
-  params: transformer.Params,
+  params: policy_lib.Params,
   cache: kv_cache.Cache,
   carry: Carry,
   biases: Float32[Array, "biases V"],
@@ -176,13 +177,14 @@ def advance(
     lambda x: sharding.constrain(layout, x, *kv_cache.ROW_AXES),
     kv_cache.gather(cache, tables),
   )
-  feed = functools.partial(transformer.feed, params, config, layout=layout)
+  policy = policy_lib.of(config).bind(params)
+  feed = functools.partial(policy.feed, layout=layout)
   hidden, past, fed, experts = feed(
     past, rows.known, rows.ids, rows.positions, chunks
   )
 
   def pick(hidden, positions):
-    logits = transformer.head(params, config, hidden, layout=layout)
+    logits = logprobs.logits(policy.terms(hidden, layout=layout))
     return sampling.sample(logits, positions, rows.params, biases)
 
   token, logprob = pick(hidden[rows.newest], rows.known)

@@ -20,7 +20,8 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
 from models import config as model_config
-from models import sharding, transformer
+from models import policy as policy_lib
+from models import sharding
 from rl.data import trajectory
 from rl.engine import contract
 from rl.engine.builtin import (
@@ -98,7 +99,7 @@ class BuiltinEngine:
       platform=layout.platform,
     )
     self._version = trajectory.PolicyVersion(-1)
-    self._params: transformer.Params | None = None
+    self._params: policy_lib.Params | None = None
     self._in_flight: collections.deque[
       tuple[dispatch_plan.Dispatch, asyncio.Future[decode_step.Sampled]]
     ] = collections.deque()
@@ -117,7 +118,7 @@ class BuiltinEngine:
 
   async def start(
     self,
-    params: transformer.Params,
+    params: policy_lib.Params,
     version: trajectory.PolicyVersion,
     report: Callable[[str], None] = lambda text: None,
   ) -> None:
@@ -224,7 +225,7 @@ class BuiltinEngine:
   async def update_weights(
     self,
     version: trajectory.PolicyVersion,
-    params: transformer.Params,
+    params: policy_lib.Params,
     in_flight: contract.InFlight = "recompute",
   ) -> None:
     """Serves `params` from now on; see `contract.DecodeEngine`."""
@@ -253,7 +254,7 @@ class BuiltinEngine:
   def _swap(
     self,
     version: trajectory.PolicyVersion,
-    params: transformer.Params,
+    params: policy_lib.Params,
     in_flight: contract.InFlight,
   ) -> None:
     if in_flight == "abort":
@@ -387,7 +388,7 @@ class BuiltinEngine:
 
   def _execute(
     self,
-    params: transformer.Params,
+    params: policy_lib.Params,
     dispatch: dispatch_plan.Dispatch,
     copies: Sequence[tuple[int, int]],
     biases: Sequence[tuple[int, Any]],

@@ -15,7 +15,8 @@ import numpy as np
 from jaxtyping import Float32
 
 from models import config as model_config
-from models import kv_cache, sharding, transformer
+from models import kv_cache, sharding
+from models import policy as policy_lib
 from rl.engine.builtin import block_manager, decode_step, dispatch_shapes
 
 _MAX_COPIES = 8
@@ -107,7 +108,7 @@ class ModelRunner:
     num_pages = self._shapes.num_pages(config.max_length)
 
     def cache():
-      return kv_cache.init_cache(config, num_pages, page_size)
+      return policy_lib.of(config).module.init_cache(num_pages, page_size)
 
     def rest():
       biases = jnp.zeros((self._bias_slots + 1, config.vocab_size))
@@ -123,7 +124,7 @@ class ModelRunner:
         )(self._cache, jax.device_put(tables, self._whole))
     self._carry, self._biases = jax.jit(rest, out_shardings=self._whole)()
 
-  def warm_up(self, params: transformer.Params, shape: Shape) -> None:
+  def warm_up(self, params: policy_lib.Params, shape: Shape) -> None:
     """Compiles one shape, by a dispatch of idle rows."""
     rows, chunks, length = shape
     width = self._shapes.width(length)
@@ -137,7 +138,7 @@ class ModelRunner:
 
   def advance(
     self,
-    params: transformer.Params,
+    params: policy_lib.Params,
     plan: decode_step.DispatchPlan,
     chunks: tuple[int, int],
     copies: Sequence[tuple[int, int]] = (),

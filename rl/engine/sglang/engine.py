@@ -21,7 +21,8 @@ from typing import Any
 import jax
 
 from models import config as model_config
-from models import sharding, transformer
+from models import policy as policy_lib
+from models import sharding
 from rl.data import trajectory
 from rl.engine import contract
 from rl.engine.sglang import requests as sglang_requests
@@ -60,7 +61,7 @@ class SglangEngine:
     self._layout = layout
     self._thread = thread
     self._upstream = upstream
-    self._shapes: transformer.Params = {}
+    self._shapes: policy_lib.Params = {}
     self._program = jax.jit(
       functools.partial(sglang_weights.convert, config=config)
     )
@@ -94,7 +95,7 @@ class SglangEngine:
 
   async def start(
     self,
-    params: transformer.Params,
+    params: policy_lib.Params,
     version: trajectory.PolicyVersion,
     report: Callable[[str], None] = lambda text: None,
   ) -> None:
@@ -240,7 +241,7 @@ class SglangEngine:
   async def update_weights(
     self,
     version: trajectory.PolicyVersion,
-    params: transformer.Params,
+    params: policy_lib.Params,
     in_flight: contract.InFlight = "recompute",
   ) -> None:
     """Serves `params` from now on; see `contract.DecodeEngine`."""
@@ -289,7 +290,7 @@ class SglangEngine:
       self._swapping = False
       self._admit_again()
 
-  def _convert(self, params: transformer.Params) -> tuple[list[Any], int]:
+  def _convert(self, params: policy_lib.Params) -> tuple[list[Any], int]:
     converted = self._program(params)
     paths, leaves = self._open_bridge.leaves
     filled = sglang_weights.fill(converted, paths, leaves)

@@ -26,7 +26,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from models import config as config_lib
-from models import lora, quantize, transformer
+from models import lora, quantize
+from models import policy as policy_lib
 from models.hf import config as hf_config
 
 HEAD_DIM = 128
@@ -92,7 +93,7 @@ def name_of(path: str) -> str:
 
 
 def convert(
-  params: transformer.Params, config: config_lib.ModelConfig
+  params: policy_lib.Params, config: config_lib.ModelConfig
 ) -> dict[str, Float[Array, "..."]]:
   """Returns the leaves of sglang-jax by name; call it inside of jit."""
   params = quantize.dequantize(params, config.compute.dtype)
@@ -103,7 +104,7 @@ def convert(
   }
   if not config.tie_embeddings:
     leaves["lm_head.embedding"] = params["head"].T
-  for index, layer in enumerate(params["layers"]):
+  for index, layer in params["layers"].items():
     for name, leaf in _layer(layer).items():
       leaves[f"layers.{index}.{name}"] = leaf
   return leaves
@@ -147,7 +148,7 @@ def fill(
   return filled
 
 
-def _layer(layer: transformer.Params) -> dict[str, Float[Array, "..."]]:
+def _layer(layer: policy_lib.Params) -> dict[str, Float[Array, "..."]]:
   attention = layer["attention"]
   root = math.sqrt(HEAD_DIM / attention["query"].shape[-1])
   leaves = {

@@ -67,7 +67,7 @@ YARN = {
 
 def read(path, data):
   (path / "config.json").write_text(json.dumps(data))
-  return config_lib.ModelConfig.from_hf(path)
+  return hf_config.load(path)
 
 
 def test_published_files_are_the_presets(tmp_path):
@@ -80,11 +80,11 @@ def test_published_files_are_the_presets(tmp_path):
 
 def test_files_of_transformers_5_are_read():
   # decoder_sparse_step=2 leaves layers 1, 3, 5, and mlp_only_layers the last 2.
-  config = config_lib.ModelConfig.from_hf(GOLDEN / "qwen3_moe")
+  config = hf_config.load(GOLDEN / "qwen3_moe")
   assert config.dense_layers == (0, 1, 2, 4)
   assert (config.num_experts, config.num_layers) == (6, 6)
   assert config.compute == config_lib.Compute()
-  config = config_lib.ModelConfig.from_hf(str(GOLDEN / "qwen3_tied_yarn"))
+  config = hf_config.load(str(GOLDEN / "qwen3_tied_yarn"))
   assert config.rope_theta == 1000
   assert config.rope_scaling == rope.Yarn(
     factor=4.0, original_max_length=64, beta_fast=4.0
@@ -119,9 +119,9 @@ def test_any_computation_can_be_asked_for(tmp_path):
     json.dumps(DENSE | {"torch_dtype": "float16"})
   )
   with pytest.raises(ValueError, match="dtype='float16' is not computed in"):
-    config_lib.ModelConfig.from_hf(tmp_path)
+    hf_config.load(tmp_path)
   compute = config_lib.Compute(dtype="float32", remat="layer")
-  config = config_lib.ModelConfig.from_hf(tmp_path, compute)
+  config = hf_config.load(tmp_path, compute)
   assert config == config_lib.qwen3("0.6b", compute=compute)
 
 
@@ -262,12 +262,12 @@ def test_what_the_file_leaves_out_is_as_in_transformers(tmp_path):
 def test_a_file_that_holds_no_object_is_refused(text, tmp_path):
   (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
   with pytest.raises(ValueError, match=r"no JSON.*; fetch it again"):
-    config_lib.ModelConfig.from_hf(tmp_path)
+    hf_config.load(tmp_path)
 
 
 def test_a_directory_without_a_checkpoint_is_refused(tmp_path):
   with pytest.raises(ValueError, match=r"cannot be read \(No such file"):
-    config_lib.ModelConfig.from_hf(tmp_path / "absent")
+    hf_config.load(tmp_path / "absent")
 
 
 def test_adapters_and_computation_are_not_written(tmp_path):

@@ -10,8 +10,10 @@ import pytest
 import safetensors.numpy
 
 from models import config as config_lib
-from models import lora, rope, sharding, transformer
+from models import lora, rope, sharding
+from models import policy as policy_lib
 from models.chat import word_chat
+from models.hf import config as hf_config
 from models.hf import export, load
 from tests.helpers import small_models
 
@@ -25,7 +27,7 @@ def sizes(dtype: Any = "float32", **changes):
 
 def random_params(config):
   rng = np.random.default_rng(0)
-  shapes = jax.eval_shape(lambda: transformer.init(jax.random.key(0), config))
+  shapes = jax.eval_shape(lambda: policy_lib.of(config).init(jax.random.key(0)))
   return jax.tree.map(
     lambda x: jax.numpy.asarray(rng.normal(size=x.shape), x.dtype), shapes
   )
@@ -61,7 +63,7 @@ def test_what_was_exported_is_loaded_bit_for_bit(dtype, changes, tmp_path):
   config = sizes(dtype, **changes)
   params = random_params(config)
   layout = on_mesh()
-  axes = transformer.logical_axes(config)
+  axes = policy_lib.of(config).axes
   split = jax.device_put(params, layout.tree(axes))
   one, several = tmp_path / "one", tmp_path / "several"
   export.export(one, params, config)
@@ -71,7 +73,7 @@ def test_what_was_exported_is_loaded_bit_for_bit(dtype, changes, tmp_path):
   # Each is read where it was not written.
   assert_bits_equal(load.load(one, config, layout), params)
   assert_bits_equal(load.load(several, config), params)
-  read = config_lib.ModelConfig.from_hf(one)
+  read = hf_config.load(one)
   assert read.compute.dtype == dtype
   load.check(several, read)
 

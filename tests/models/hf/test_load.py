@@ -10,7 +10,8 @@ import pytest
 import safetensors.numpy
 
 from models import config as config_lib
-from models import sharding, transformer
+from models import policy as policy_lib
+from models import sharding
 from models.hf import export, load, safetensors_io, tokenizer_files
 from tests.helpers import small_models
 
@@ -31,7 +32,7 @@ def mesh(data=2, expert=2, tensor=2):
 
 def random_params(config, seed=0):
   rng = np.random.default_rng(seed)
-  shapes = jax.eval_shape(lambda: transformer.init(jax.random.key(0), config))
+  shapes = jax.eval_shape(lambda: policy_lib.of(config).init(jax.random.key(0)))
   return jax.tree.map(
     lambda x: jax.numpy.asarray(rng.normal(size=x.shape), x.dtype), shapes
   )
@@ -81,7 +82,7 @@ def test_every_number_goes_where_the_formulas_of_the_model_want_it(
   layout = layout and sharding.Layout(mesh())
   params = load.load(directory, CONFIG, layout)
   # A matrix [out, in] holds out * width_in + in; D = 8, H = 4, K = 2, d = 4.
-  first, second = params["layers"]
+  first, second = params["layers"].values()
   attention = first["attention"]
   # query[D=5, H=2, d=3] is at row 2 * 4 + 3 = 11, column 5: 11 * 8 + 5.
   assert attention["query"].shape == (8, 4, 4)
@@ -106,7 +107,7 @@ def test_every_number_goes_where_the_formulas_of_the_model_want_it(
 def test_arrays_lie_where_the_layout_says(directory):
   layout = sharding.Layout(mesh())
   params = load.load(directory, CONFIG, layout)
-  wanted = layout.tree(transformer.logical_axes(CONFIG))
+  wanted = layout.tree(policy_lib.of(CONFIG).axes)
   assert jax.tree.map(lambda x: x.sharding, params) == wanted
 
 

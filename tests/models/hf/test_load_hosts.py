@@ -11,7 +11,7 @@ import numpy as np
 import safetensors.numpy
 
 from models import config as config_lib
-from models import transformer
+from models import policy as policy_lib
 from models.hf import export
 
 _HOST = """
@@ -21,11 +21,12 @@ import numpy as np
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
 process, address, source, target = sys.argv[1:]
 jax.distributed.initialize(address, 2, int(process))
-from models import config as config_lib, export, load, sharding, tensor_files
-config = config_lib.ModelConfig.from_hf(source)
+from models import sharding
+from models.hf import config as hf_config, export, load, safetensors_io
+config = hf_config.load(source)
 grid = np.array(jax.devices()).reshape(2, 2, 1)
 layout = sharding.Layout(jax.sharding.Mesh(grid, sharding.MESH_AXES))
-with tensor_files.TensorFiles(source) as files:
+with safetensors_io.TensorFiles(source) as files:
   params = load.place(files, config, layout)
 export.export(target, params, config)
 print(files.bytes_read)
@@ -39,7 +40,7 @@ def test_each_of_two_hosts_reads_its_part_and_the_first_one_exports(tmp_path):
   rng = np.random.default_rng(0)
   params = jax.tree.map(
     lambda x: jax.numpy.asarray(rng.normal(size=x.shape), x.dtype),
-    jax.eval_shape(lambda: transformer.init(jax.random.key(0), config)),
+    jax.eval_shape(lambda: policy_lib.of(config).init(jax.random.key(0))),
   )
   several = tmp_path / "several"
   export.export(several, params, config, max_file_bytes=20_000)

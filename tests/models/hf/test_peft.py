@@ -12,7 +12,8 @@ import pytest
 import safetensors.numpy
 
 from models import config as config_lib
-from models import lora, sharding, transformer
+from models import lora, sharding
+from models import policy as policy_lib
 from models.hf import load, peft
 
 LINEAR = lora.Lora(
@@ -47,7 +48,7 @@ def model(
 
 def noisy(config):
   rng = np.random.default_rng(0)
-  shapes = transformer.shapes(config)
+  shapes = policy_lib.of(config).shapes
   return jax.tree.map(
     lambda leaf: jnp.asarray(rng.normal(0, 0.3, leaf.shape), leaf.dtype), shapes
   )
@@ -188,7 +189,7 @@ def test_adapters_of_eight_devices_come_back_on_eight(tmp_path):
   config = model()
   grid = np.asarray(jax.devices()[:8]).reshape(2, 2, 2)
   layout = sharding.Layout(jax.sharding.Mesh(grid, sharding.MESH_AXES))
-  shardings = layout.tree(transformer.logical_axes(config))
+  shardings = layout.tree(policy_lib.of(config).axes)
   params = jax.device_put(noisy(config), shardings)
   peft.export(tmp_path / "adapter", params, config)
   loaded = peft.load(tmp_path / "adapter", config, layout)

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from models import config as config_lib
-from models import sharding
+from models import lora, sharding
 from models.moe import expert_parallel
-from models.moe import layer as moe_layer
+from tests.helpers import small_models
 
 MESHES = [
   (data, expert, 8 // data // expert)
@@ -49,7 +49,9 @@ def stepper(config, layout):
   """Returns a jitted (gradients, (results, aux, experts)) of the layer."""
 
   def loss(params, x, copies, chosen, target):
-    y, aux, took = moe_layer.apply(params, config, x, copies, layout, chosen)
+    y, aux, took = small_models.moe(config).bind(params)(
+      x, copies, layout, chosen
+    )
     losses = aux.load_balance + aux.z_loss + aux.router_entropy
     return jnp.vdot(y.astype(jnp.float32), target) + losses, (y, aux, took)
 
@@ -106,7 +108,9 @@ def wanted():
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
 def test_every_mesh_computes_what_one_device_does(sizes, wanted):
   layout = layout_of(sizes)
-  params = jax.device_put(weights(CONFIG), layout.tree(moe_layer.AXES))
+  params = jax.device_put(
+    weights(CONFIG), layout.tree(small_models.moe(CONFIG).axes)
+  )
   step, target = stepper(CONFIG, layout), noise(7, TOKENS, WIDTH)
   for name, x, copies, chosen in batches():
     found = step(params, x, copies, chosen, target)
@@ -144,12 +148,14 @@ def test_the_rounds_have_room_for_any_choice(num_experts, num_chosen):
 def compiled(sizes, tokens):
   layout = layout_of(sizes)
   apply = jax.jit(
-    lambda params, x: moe_layer.apply(
-      params, CONFIG, x, jnp.ones(tokens, jnp.int32), layout
+    lambda params, x: small_models.moe(CONFIG).bind(params)(
+      x, jnp.ones(tokens, jnp.int32), layout
     )[0]
   )
   x = jax.device_put(noise(5, tokens, WIDTH), layout.sharding("batch"))
-  params = jax.device_put(weights(CONFIG), layout.tree(moe_layer.AXES))
+  params = jax.device_put(
+    weights(CONFIG), layout.tree(small_models.moe(CONFIG).axes)
+  )
   return str(apply.lower(params, x).compile().as_text())
 
 
@@ -198,9 +204,11 @@ def test_adapters_are_split_as_their_experts_are(sizes):
     "router": {"a": noise(14, WIDTH, 3), "b": noise(15, 3, 8)},
   }
   params = weights(CONFIG) | {"lora": adapters}
+  settings = lora.Lora(rank=3, alpha=3.0, targets=tuple(adapters))
+  config = dataclasses.replace(CONFIG, lora=settings)
   x, ones = noise(5, TOKENS, WIDTH), jnp.ones(TOKENS, jnp.int32)
   args = (params, x, ones, None, noise(7, TOKENS, WIDTH))
-  agree(stepper(CONFIG, layout)(*args), stepper(CONFIG, None)(*args))
+  agree(stepper(config, layout)(*args), stepper(config, None)(*args))
 
 
 def test_other_rules_for_parameters_change_nothing(wanted):
@@ -209,7 +217,9 @@ def test_other_rules_for_parameters_change_nothing(wanted):
   name, x, copies, chosen = next(batches())
   for rules in (sharding.DECODE, sharding.Rules(experts=None, mlp=None)):
     layout = dataclasses.replace(layout, rules=rules)
-    params = jax.device_put(weights(CONFIG), layout.tree(moe_layer.AXES))
+    params = jax.device_put(
+      weights(CONFIG), layout.tree(small_models.moe(CONFIG).axes)
+    )
     got = stepper(CONFIG, layout)(params, x, copies, chosen, target)
     agree(got, wanted[name])
 
@@ -218,9 +228,7 @@ def test_interpreted_kernels_are_refused_on_a_mesh():
   compute = config_lib.Compute(experts="pallas")
   config = dataclasses.replace(CONFIG, compute=compute)
   with pytest.raises(ValueError, match=r"experts=pallas .* use auto"):
-    moe_layer.apply(
-      weights(config),
-      config,
+    small_models.moe(config).bind(weights(config))(
       noise(5, 8, WIDTH),
       jnp.ones(8, jnp.int32),
       layout_of((8, 1, 1)),

@@ -6,8 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from models import lora
 from models.moe import layer as moe_layer
 from models.moe import router
+from tests.helpers import small_models
 
 
 @pytest.fixture
@@ -54,8 +56,8 @@ def check_against_dense(layer, config, x, wrap, experts=None):
     return wrap(jax.grad(loss, (0, 1), has_aux=True))(layer, x)
 
   got = run(
-    lambda layer, x: moe_layer.apply(
-      layer, config, x, ones(len(x)), None, experts
+    lambda layer, x: small_models.moe(config).bind(layer)(
+      x, ones(len(x)), None, experts
     )[0],
     wrap,
   )
@@ -89,7 +91,7 @@ def test_kernels_agree_with_all_experts_on_all_tokens(layer, config):
 
 def test_no_token_is_dropped_when_all_choose_the_same_experts(layer, config):
   x = jnp.tile(some_tokens(1, config), (33, 1))
-  y, aux, _ = moe_layer.apply(layer, config, x, ones(33))
+  y, aux, _ = small_models.moe(config).bind(layer)(x, ones(33))
   np.testing.assert_allclose(y, dense(layer, config, x), atol=1e-6, rtol=1e-6)
   # Two of four experts have half of all assignments each, twice their share.
   assert aux.dropped == 0
@@ -107,14 +109,14 @@ def test_permuting_tokens_permutes_their_bits(layer, config, count, wrap):
   config = in_blocks(config, 16)
   x, order = some_tokens(count, config), np.random.default_rng(3)
   order = order.permutation(count)
-  mix = wrap(lambda x: moe_layer.apply(layer, config, x, ones(count))[0])
+  mix = wrap(lambda x: small_models.moe(config).bind(layer)(x, ones(count))[0])
   np.testing.assert_array_equal(mix(x[order]), np.asarray(mix(x))[order])
 
 
 def test_a_token_does_not_depend_on_its_companions(layer, config):
   config = in_blocks(config, 16)
   x = some_tokens(64, config)
-  mix = jax.jit(lambda x: moe_layer.apply(layer, config, x, ones(64))[0])
+  mix = jax.jit(lambda x: small_models.moe(config).bind(layer)(x, ones(64))[0])
   others = x.at[32:].set(-3 * x[32:])
   np.testing.assert_array_equal(mix(others)[:32], mix(x)[:32])
 
@@ -124,7 +126,7 @@ def test_padding_gets_zeros_and_is_not_counted(layer, config, planted):
   x, copies = some_tokens(9, config), (jnp.arange(9) < 6).astype(jnp.int32)
 
   def loss(layer, x, copies):
-    y, aux, _ = moe_layer.apply(layer, config, x, copies)
+    y, aux, _ = small_models.moe(config).bind(layer)(x, copies)
     total = jnp.sum(y**2) + aux.load_balance + aux.z_loss + aux.router_entropy
     return total, (y, aux)
 
@@ -142,7 +144,7 @@ def test_padding_gets_zeros_and_is_not_counted(layer, config, planted):
 
 def test_a_batch_of_padding_has_finite_statistics_and_gradients(layer, config):
   def loss(layer, x):
-    y, aux, _ = moe_layer.apply(layer, config, x, jnp.zeros(4, jnp.int32))
+    y, aux, _ = small_models.moe(config).bind(layer)(x, jnp.zeros(4, jnp.int32))
     return jnp.sum(y) + sum(jnp.sum(value) for value in aux), (y, aux)
 
   x = some_tokens(4, config)
@@ -154,8 +156,10 @@ def test_a_batch_of_padding_has_finite_statistics_and_gradients(layer, config):
 def test_a_token_with_copies_counts_as_often(layer, config):
   x = some_tokens(3, config)
   copies = jnp.array([3, 1, 2], jnp.int32)
-  y, shared, _ = moe_layer.apply(layer, config, x, copies)
-  every = moe_layer.apply(layer, config, jnp.repeat(x, copies, 0), ones(6))
+  y, shared, _ = small_models.moe(config).bind(layer)(x, copies)
+  every = small_models.moe(config).bind(layer)(
+    jnp.repeat(x, copies, 0), ones(6)
+  )
   np.testing.assert_allclose(jnp.repeat(y, copies, 0), every[0], atol=1e-6)
   jax.tree.map(
     lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), shared, every[1]
@@ -168,7 +172,9 @@ def test_statistics_of_a_router_that_is_sure_and_of_one_that_is_not(
   x = jnp.ones((8, config.d_model))
 
   def aux(router):
-    return moe_layer.apply(layer | {"router": router}, config, x, ones(8))[1]
+    return small_models.moe(config).bind(layer | {"router": router})(
+      x, ones(8)
+    )[1]
 
   # All probabilities 1/4, so the two experts taken do not matter:
   # 4 * (1/2 * 1/4 + 1/2 * 1/4) = 1, and ln 4 nats; the logits sum to 4.
@@ -214,7 +220,9 @@ def test_it_tells_whom_the_router_chose_and_padding_took_nobody(
 ):
   x, copies = some_tokens(21, config), jnp.arange(21, dtype=jnp.int32) % 3
   apply = wrap(
-    lambda chosen: moe_layer.apply(layer, config, x, copies, None, chosen)[2]
+    lambda chosen: small_models.moe(config).bind(layer)(
+      x, copies, None, chosen
+    )[2]
   )
   _, experts, _ = router.route(
     layer, x, ones(21), num_chosen=2, normalise=config.norm_topk_prob
@@ -234,7 +242,9 @@ def test_it_tells_whom_the_router_chose_and_padding_took_nobody(
 def test_replaying_its_own_choice_changes_no_bit(layer, config, wrap):
   x = some_tokens(32, config)
   apply = wrap(
-    lambda chosen: moe_layer.apply(layer, config, x, ones(32), None, chosen)
+    lambda chosen: small_models.moe(config).bind(layer)(
+      x, ones(32), None, chosen
+    )
   )
   free, again = apply(None), apply(own_choice(layer, config, x))
   jax.tree.map(np.testing.assert_array_equal, free, again)
@@ -248,7 +258,7 @@ def test_replay_takes_the_recorded_experts_and_no_others(layer, config, normed):
   recorded = jnp.asarray(order[:, :2], jnp.int32)
   assert (recorded != own_choice(layer, config, x)).any()
   check_against_dense(layer, config, x, jax.jit, recorded)
-  _, aux, _ = moe_layer.apply(layer, config, x, ones(30), None, recorded)
+  _, aux, _ = small_models.moe(config).bind(layer)(x, ones(30), None, recorded)
   counts = np.bincount(np.asarray(recorded).ravel(), minlength=4)
   np.testing.assert_allclose(aux.load, counts / 60, rtol=1e-6)
 
@@ -262,7 +272,7 @@ def test_under_replay_the_router_learns_from_the_recorded_experts(
 
   def mixed(router):
     changed = layer | {"router": router}
-    return moe_layer.apply(changed, config, x, ones(6), None, chosen)[0]
+    return small_models.moe(config).bind(changed)(x, ones(6), None, chosen)[0]
 
   @jax.jit
   def loss(router):
@@ -281,7 +291,7 @@ def test_where_nothing_is_recorded_the_router_chooses(layer, config):
   x = some_tokens(20, config)
   own = own_choice(layer, config, x)
   recorded = jnp.where(jnp.arange(20)[:, None] < 10, 3 - own, -1)
-  y, _, _ = moe_layer.apply(layer, config, x, ones(20), None, recorded)
+  y, _, _ = small_models.moe(config).bind(layer)(x, ones(20), None, recorded)
   experts = jnp.where(recorded < 0, own, recorded)
   np.testing.assert_allclose(
     y, dense(layer, config, x, experts), atol=1e-6, rtol=1e-6
@@ -295,7 +305,7 @@ def test_a_half_recorded_token_takes_the_best_of_the_other_experts(
   best = own_choice(layer, config, x)
   # Its best expert is recorded, in the other place: the second best is free.
   recorded = jnp.stack([jnp.full(20, -1, jnp.int32), best[:, 0]], 1)
-  y, aux, _ = moe_layer.apply(layer, config, x, ones(20), None, recorded)
+  y, aux, _ = small_models.moe(config).bind(layer)(x, ones(20), None, recorded)
   np.testing.assert_allclose(y, dense(layer, config, x), atol=1e-6, rtol=1e-6)
   assert aux.dropped == 0
 
@@ -303,14 +313,13 @@ def test_a_half_recorded_token_takes_the_best_of_the_other_experts(
 def test_a_recorded_expert_that_does_not_exist_shows_as_dropped(layer, config):
   x = some_tokens(5, config)
   recorded = own_choice(layer, config, x).at[2, 1].set(4)
-  y, aux, _ = moe_layer.apply(layer, config, x, ones(5), None, recorded)
+  y, aux, _ = small_models.moe(config).bind(layer)(x, ones(5), None, recorded)
   assert aux.dropped == 1
   assert jnp.isfinite(y).all()
 
 
 def test_adapters_compute_what_merged_weights_do(layer, config):
   rng, x = np.random.default_rng(5), some_tokens(21, config)
-  layer = {name: layer[name] for name in moe_layer.AXES}
 
   def noise(*shape):
     return jnp.asarray(0.3 * rng.normal(size=shape), jnp.float32)
@@ -325,7 +334,12 @@ def test_adapters_compute_what_merged_weights_do(layer, config):
     merged[name] = weight + adapters[name]["a"] @ adapters[name]["b"]
 
   def loss(layer, x):
-    y, aux, _ = moe_layer.apply(layer, config, x, ones(21))
+    settings = config
+    if "lora" in layer:
+      # A factor of alpha / rank = 1.
+      wanted = lora.Lora(rank=3, alpha=3.0, targets=tuple(adapters))
+      settings = dataclasses.replace(config, lora=wanted)
+    y, aux, _ = small_models.moe(settings).bind(layer)(x, ones(21))
     return jnp.sum(y**2) + aux.load_balance, (y, aux)
 
   step = jax.jit(jax.grad(loss, (0, 1), has_aux=True))
@@ -334,7 +348,7 @@ def test_adapters_compute_what_merged_weights_do(layer, config):
   close = lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5, rtol=1e-4)  # noqa: E731
   jax.tree.map(close, (y, aux), (y_merged, aux_merged))
   close(grads[1], want[1])
-  for name in moe_layer.AXES:
+  for name in adapters:
     # d/dA of a function of W + A B is its d/dW times B^T, and A^T for B.
     a, b = adapters[name]["a"], adapters[name]["b"]
     got, dw = grads[0]["lora"][name], want[0][name]
@@ -352,7 +366,7 @@ def test_the_backward_pass_keeps_no_hidden_values(layer, config):
 
   def saved(x):
     _, pull = jax.vjp(
-      lambda layer, x: moe_layer.apply(layer, config, x, ones(4096))[0],
+      lambda layer, x: small_models.moe(config).bind(layer)(x, ones(4096))[0],
       layer,
       x,
     )

@@ -15,7 +15,7 @@ import pytest
 
 from envs import rewards
 from models import config as model_config
-from models import transformer
+from models import policy as policy_lib
 from models.hf import export
 from rl import assemble, initial_state
 from rl import experiment as experiment_lib
@@ -99,7 +99,7 @@ def named(name: str, teacher: str = "", **changes) -> experiment_lib.Experiment:
 def teacher(tmp_path_factory) -> str:
   """A larger model with a strong opinion on every token."""
   directory = tmp_path_factory.mktemp("teacher") / "hf"
-  params = transformer.init(jax.random.key(5), TEACHER)
+  params = policy_lib.of(TEACHER).init(jax.random.key(5))
   params["embed"] = 20 * params["embed"]
   export.export(directory, params, TEACHER)
   return str(directory)

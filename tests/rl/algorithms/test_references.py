@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from models import config as model_config
-from models import lora, transformer
+from models import logprobs, lora
+from models import policy as policy_lib
 from models.hf import export
 from rl.algorithms import kl, losses, objective, references
 from rl.pools import placement
@@ -127,7 +128,7 @@ def test_the_base_is_the_policy_with_adapters_at_zero():
 @pytest.fixture(scope="module")
 def taught(tmp_path_factory):
   """Weights of a larger model, and the directory that holds them."""
-  params = transformer.init(jax.random.key(7), TEACHER)
+  params = policy_lib.of(TEACHER).init(jax.random.key(7))
   params = jax.tree.map(lambda x: 2 * x, params)
   directory = tmp_path_factory.mktemp("teacher") / "hf"
   export.export(directory, params, TEACHER)
@@ -146,13 +147,10 @@ def test_a_teacher_says_what_its_checkpoint_says(
   programs = build(CONFIG)
   found = scored(teacher, programs, start(programs))
   own = data()
+  model = policy_lib.of(TEACHER).bind(params)
   for row in np.flatnonzero(own.sampled.any(1)):
-    hidden, _ = transformer.hidden(
-      params,
-      TEACHER,
-      *(jax.numpy.asarray(x[[row]]) for x in own[:3]),
-    )
-    logits = transformer.head(params, TEACHER, hidden[0]) / TEMPERATURE
+    hidden, _ = model.hidden(*(jax.numpy.asarray(x[[row]]) for x in own[:3]))
+    logits = logprobs.logits(model.terms(hidden[0])) / TEMPERATURE
     at = np.flatnonzero(own.sampled[row])
     chosen = np.asarray(jax.nn.log_softmax(logits))[at - 1, own.tokens[row, at]]
     before = own.sampled[:row].sum()

@@ -8,7 +8,7 @@ import pytest
 
 from envs import rewards
 from models import config as model_config
-from models import transformer
+from models import policy as policy_lib
 from models.hf import export
 from rl import assemble, initial_state
 from rl import experiment as experiment_lib
@@ -36,7 +36,7 @@ STUDENT = model_config.tiny(num_layers=1, d_model=16, d_ff=16, **SIZES)
 def teacher(tmp_path_factory):
   """A checkpoint with a strong opinion on every token."""
   directory = tmp_path_factory.mktemp("teacher") / "hf"
-  params = transformer.init(jax.random.key(5), TEACHER)
+  params = policy_lib.of(TEACHER).init(jax.random.key(5))
   params["embed"] = 20 * params["embed"]
   export.export(directory, params, TEACHER)
   return references.Teacher(model=TEACHER, directory=str(directory))

@@ -10,7 +10,8 @@ import pytest
 
 from envs import rewards
 from models import config as model_config
-from models import lora, transformer
+from models import lora
+from models import policy as policy_lib
 from models.hf import export
 from rl import assemble, initial_state
 from rl import experiment as experiment_lib
@@ -231,7 +232,7 @@ def test_a_run_from_a_loaded_model_adds_fresh_adapters(ran, tmp_path):
     placement=placement.Placement(learner=placement.MeshSpec(data=2, expert=2)),
   )
   bare = dataclasses.replace(settings.model, lora=None)
-  base = transformer.init(jax.random.key(7), bare)
+  base = policy_lib.of(bare).init(jax.random.key(7))
   export.export(tmp_path / "base", base, bare)
   state = begin(settings, initial_state.create)
   adapters, frozen = lora.split(state.params)

@@ -10,7 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import lora, quantize, sharding, transformer
+from models import logprobs as logprobs_lib
+from models import lora, quantize, sharding
+from models import policy as policy_lib
 from rl.audit import event_log
 from rl.data import trajectory
 from rl.engine import contract
@@ -50,7 +52,7 @@ def model():
   rng = np.random.default_rng(0)
   return jax.tree.map(
     lambda leaf: rng.normal(size=leaf.shape).astype(leaf.dtype),
-    transformer.shapes(CONFIG),
+    policy_lib.of(CONFIG).shapes,
   )
 
 
@@ -86,7 +88,7 @@ def pool_shardings(sizes, dtype):
 def test_any_sharding_becomes_any_other_bit_by_bit(
   make, model, expected, sizes
 ):
-  learner = layout(sizes, sharding.TRAIN).tree(transformer.logical_axes(CONFIG))
+  learner = layout(sizes, sharding.TRAIN).tree(policy_lib.of(CONFIG).axes)
   params = jax.device_put(model, learner)
 
   async def scenario(dtype, pool):
@@ -155,10 +157,11 @@ def test_an_engine_decodes_what_int8_stands_for_on_a_mesh(
   decode.close()
   ids = jnp.asarray(np.concatenate([prompt, answer.tokens]))[None]
   whole = quantize.dequantize(jax.device_put(expected["int8"]), jnp.float32)
-  hidden, _ = transformer.hidden(
-    whole, CONFIG, ids, jnp.arange(ids.shape[1])[None], jnp.ones_like(ids)
+  model = policy_lib.of(CONFIG).bind(whole)
+  hidden, _ = model.hidden(
+    ids, jnp.arange(ids.shape[1])[None], jnp.ones_like(ids)
   )
-  logprobs = jax.nn.log_softmax(transformer.head(whole, CONFIG, hidden))[
+  logprobs = jax.nn.log_softmax(logprobs_lib.logits(model.terms(hidden)))[
     0, 5:-1
   ]
   # 1e-4 nats: sums in another order, of logits of order 10.

@@ -13,7 +13,8 @@ import optax
 import pytest
 
 from models import config as config_lib
-from models import transformer
+from models import logprobs
+from models import policy as policy_lib
 from rl.algorithms import algorithm as algorithm_lib
 from rl.algorithms import (
   corrections,
@@ -122,10 +123,9 @@ def plain_loss(params, *, config, data):
   @jax.jit
   def policies(params, ids):
     positions, segments = jnp.arange(len(ids))[None], jnp.ones_like(ids)[None]
-    hidden, _ = transformer.hidden(
-      params, config, ids[None], positions, segments
-    )
-    logits = transformer.head(params, config, hidden[0])
+    model = policy_lib.of(config).bind(params)
+    hidden, _ = model.hidden(ids[None], positions, segments)
+    logits = logprobs.logits(model.terms(hidden[0]))
     return jax.nn.softmax(logits / TEMPERATURE)
 
   total, entropies = 0.0, 0.0
@@ -412,11 +412,11 @@ def build_whole(
 
 
 @functools.cache
-def weights() -> tuple[transformer.Params, Any]:
+def weights() -> tuple[policy_lib.Params, Any]:
   """Large and without structure, so that nothing is nearly 0."""
   draws = np.random.default_rng(5)
   with jax.transfer_guard("allow"):
-    params = transformer.init(jax.random.key(0), CONFIG)
+    params = policy_lib.of(CONFIG).init(jax.random.key(0))
   params = jax.tree.map(
     lambda x: (
       np.asarray(x) + draws.normal(scale=0.2, size=x.shape).astype("f4")

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from models import config as config_lib
-from models import lora, transformer
+from models import lora
+from models import policy as policy_lib
 from rl.train import muon as muon_lib
 from rl.train import optimizers
 
@@ -26,14 +27,14 @@ SIZES = {
 
 def _shapes(sparse, adapters=None):
   kind = config_lib.tiny_moe if sparse else config_lib.tiny
-  return transformer.shapes(kind(**SIZES, lora=adapters))
+  return policy_lib.of(kind(**SIZES, lora=adapters)).shapes
 
 
 def _labels(params):
   """Returns the label of each parameter by the names on its path."""
   labelled = jax.tree.leaves_with_path(muon_lib.labels(params))
   return {
-    tuple(k.key for k in path if isinstance(k, jax.tree_util.DictKey)): label
+    tuple(k.key for k in path if isinstance(getattr(k, "key", 0), str)): label
     for path, label in labelled
   }
 

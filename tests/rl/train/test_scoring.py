@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import transformer
+from models import logprobs as logprobs_lib
+from models import policy as policy_lib
 from rl.algorithms import corrections, kl, presets, token_advantages
 from rl.data import batch, trajectory
 from rl.pools import placement
@@ -337,16 +338,15 @@ def test_scores_are_those_of_each_trajectory_on_its_own(
   assert found.old is not None
   assert found.reference is not None
   assert found.values is not None
+  model = policy_lib.of(dense_config).bind(state.params)
   for i, own in enumerate(members):
     ids, at = own.ids, np.flatnonzero(own.sampled)
-    hidden, _ = transformer.hidden(
-      state.params,
-      dense_config,
+    hidden, _ = model.hidden(
       jnp.asarray(ids)[None],
       jnp.arange(len(ids))[None],
       jnp.ones((1, len(ids)), np.int32),
     )
-    logits = transformer.head(state.params, dense_config, hidden[0])
+    logits = logprobs_lib.logits(model.terms(hidden[0]))
     logprobs = np.asarray(jax.nn.log_softmax(logits))[at - 1, ids[at]]
     values = np.asarray(hidden[0] @ critic["kernel"])[at - 1] + 0.5
     np.testing.assert_allclose(found.old[i], logprobs, atol=1e-5)

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 from models import config as config_lib
-from models import transformer
+from models import policy as policy_lib
 from rl.algorithms import losses, objective
 from rl.data import batch, trajectory
 from rl.pools import placement
@@ -68,7 +68,7 @@ def params_of(model):
     values = rng.normal(float(leaf.ndim == 1), 0.2, leaf.shape)
     return jnp.asarray(values, leaf.dtype)
 
-  return jax.tree.map(noise, transformer.shapes(config))
+  return jax.tree.map(noise, policy_lib.of(config).shapes)
 
 
 @functools.cache

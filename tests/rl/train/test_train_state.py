@@ -9,7 +9,8 @@ import optax
 import pytest
 
 from models import config as config_lib
-from models import lora, sharding, transformer
+from models import lora, sharding
+from models import policy as policy_lib
 from rl.algorithms import losses, objective
 from rl.data import batch
 from rl.pools import placement
@@ -243,8 +244,8 @@ def layout() -> sharding.Layout:
 
 def _placed(optimizer, layout, config=SPARSE):
   """Returns the shardings of the parameters and of the optimizer's state."""
-  shapes, _ = lora.split(transformer.shapes(config))
-  axes, _ = lora.split(layout.tree(transformer.logical_axes(config)))
+  shapes, _ = lora.split(policy_lib.of(config).shapes)
+  axes, _ = lora.split(layout.tree(policy_lib.of(config).axes))
   state = train_state.optimizer_shardings(
     optimizer(), shapes, axes, layout.sharding()
   )
@@ -264,7 +265,7 @@ def _updated(optimizer, params, gradients, places=None):
 
 
 def _draws(seed):
-  shapes = transformer.shapes(SPARSE)
+  shapes = policy_lib.of(SPARSE).shapes
   leaves, tree = jax.tree.flatten(shapes)
   keys = jax.random.split(jax.random.key(seed), len(leaves))
   drawn = [
@@ -289,7 +290,7 @@ def test_a_mesh_takes_the_steps_of_one_device(optimizer, layout):
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=IDS)
 def test_a_moment_lies_where_its_parameter_does(optimizer, layout):
   params, state = _placed(optimizer, layout)
-  shapes = jax.eval_shape(optimizer().init, transformer.shapes(SPARSE))
+  shapes = jax.eval_shape(optimizer().init, policy_lib.of(SPARSE).shapes)
   found = {
     jax.tree_util.keystr(path): (shape.shape, place.spec)
     for (path, shape), place in zip(

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import kv_cache, transformer
+from models import kv_cache, logprobs
+from models import policy as policy_lib
 from rl.engine.builtin import decode_step
 
 PROMPTS = ([1, 2, 3, 7, 8], [4, 5], [6])
@@ -49,10 +50,9 @@ def plain(dense_config, dense_params):
   @jax.jit
   def forward(ids):
     at = jnp.arange(ids.shape[1])[None]
-    hidden, _ = transformer.hidden(
-      dense_params, dense_config, ids, at, jnp.ones_like(ids)
-    )
-    return transformer.head(dense_params, dense_config, hidden)[0]
+    model = policy_lib.of(dense_config).bind(dense_params)
+    hidden, _ = model.hidden(ids, at, jnp.ones_like(ids))
+    return logprobs.logits(model.terms(hidden))[0]
 
   def logits(ids):
     padded = np.zeros((1, 8), np.int32)

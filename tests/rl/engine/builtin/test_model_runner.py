@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 from models import config as config_lib
-from models import transformer
+from models import logprobs
+from models import policy as policy_lib
 from rl.data import batch, trajectory
 from rl.engine.builtin import decode_step, dispatch_shapes, model_runner
 from rl.train import learner
@@ -160,10 +161,9 @@ def test_logprobs_in_bfloat16_are_near_the_learners(one_device, bfloat16):
 def routed(config, params, tokens, experts):
   positions = jnp.arange(tokens.shape[1])[None]
   ones = jnp.ones_like(tokens)
-  hidden, _ = transformer.hidden(
-    params, config, tokens, positions, ones, experts=experts
-  )
-  return transformer.head(params, config, hidden)
+  model = policy_lib.of(config).bind(params)
+  hidden, _ = model.hidden(tokens, positions, ones, experts=experts)
+  return logprobs.logits(model.terms(hidden))
 
 
 def test_a_mesh_gives_the_answers_and_experts_of_one_device(meshed):

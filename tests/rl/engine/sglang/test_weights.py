@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from models import config as config_lib
-from models import lora, quantize, rope, transformer
+from models import logprobs, lora, quantize, rope
+from models import policy as policy_lib
 from rl.engine.sglang import weights as sglang_weights
 
 SMALL = config_lib.tiny(
@@ -28,7 +29,7 @@ SPARSE = dataclasses.replace(
 
 
 def weights(config):
-  shapes, rng = transformer.shapes(config), np.random.default_rng(0)
+  shapes, rng = policy_lib.of(config).shapes, np.random.default_rng(0)
   return jax.tree.map(
     lambda leaf: jnp.asarray(
       rng.normal(0.5 * (len(leaf.shape) == 1), 0.3, leaf.shape), leaf.dtype
@@ -43,16 +44,15 @@ def logits(params, config):
   rng = np.random.default_rng(1)
   ids = jnp.asarray(rng.integers(0, 11, (2, 20)), jnp.int32)
   positions = jnp.broadcast_to(jnp.arange(20), ids.shape)
-  hidden, _ = transformer.hidden(
-    params, config, ids, positions, jnp.ones_like(ids)
-  )
-  return transformer.head(params, config, hidden)
+  model = policy_lib.of(config).bind(params)
+  hidden, _ = model.hidden(ids, positions, jnp.ones_like(ids))
+  return logprobs.logits(model.terms(hidden))
 
 
 def ours_again(leaves, config):
   """Our tree of the widened model out of sglang-jax's leaves."""
   wide = dataclasses.replace(config, head_dim=sglang_weights.HEAD_DIM)
-  shapes = transformer.shapes(wide)
+  shapes = policy_lib.of(wide).shapes
   names = {
     "query": "self_attn.q_proj.weight",
     "key": "self_attn.k_proj.weight",

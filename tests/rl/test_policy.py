@@ -1,0 +1,164 @@
+"""A decoder that is not ours is trained and sampled from.
+
+It knows the seam alone: `models.policy` and what its methods take and give.
+"""
+
+import asyncio
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from envs import rewards
+from models import config as config_lib
+from models import kv_cache, logprobs, policy, sharding
+from rl import assemble, initial_state
+from rl import experiment as experiment_lib
+from rl.data import trajectory
+from rl.engine.builtin import settings as engine_settings
+from rl.loop import progress
+from rl.pools import weight_publisher
+from rl.rollout import group_rollout
+from rl.schedule import overlap
+from rl.testing import fakes
+from rl.train import optimizers
+
+
+class Recall(nnx.Module):
+  """Each id looks up what earlier ids have stored: attention of one head."""
+
+  def __init__(self, config, key):
+    def parameter(name, shape, axes):
+      own = jax.random.fold_in(key, name)
+      return sharding.parameter(0.3 * jax.random.normal(own, shape), axes)
+
+    width, head = config.d_model, config.head_dim
+    self.config = config
+    self.words = parameter(0, (config.vocab_size, width), ("vocab", "embed"))
+    self.ask = parameter(1, (width, head), ("embed", "head_dim"))
+    self.store = parameter(2, (width, 2 * head), ("embed", None))
+    self.answer = parameter(3, (head, width), ("head_dim", "embed"))
+
+  def hidden(
+    self,
+    tokens,
+    positions,
+    segments,
+    *,
+    parents=None,
+    copies=None,
+    experts=None,
+    layout=None,
+  ):
+    x = self.words[...][tokens]
+    k, v = jnp.split(x @ self.store[...], 2, -1)
+    seen = segments[:, :, None] == segments[:, None, :]
+    if parents is not None:
+      seen |= parents[:, :, None] == segments[:, None, :]
+    seen &= jnp.tri(tokens.shape[1], dtype=bool)
+    zero = jnp.zeros(())
+    aux = policy.Aux(zero, zero, zero, jnp.zeros(0), zero, zero)
+    return self._recall(x, k, v, seen), aux
+
+  def feed(self, past, lengths, tokens, positions, chunks, *, layout=None):
+    rows, length = past.k[0].shape[:2]
+    (num, size), row = chunks, jnp.arange(rows)
+    owners = jnp.concatenate([jnp.repeat(row[:num], size), row[num:]])
+    x = self.words[...][tokens]
+    new_k, new_v = jnp.split(x @ self.store[...], 2, -1)
+    at = owners, positions
+    k = past.k[0].at[at].set(new_k[:, None], mode="drop")
+    v = past.v[0].at[at].set(new_v[:, None], mode="drop")
+    # Padding, at position EMPTY, sees everything; what it says is unused.
+    seen = jnp.arange(length) <= positions[:, None]
+    out = self._recall(
+      x[:, None], k[owners, :, 0], v[owners, :, 0], seen[:, None]
+    )
+    new_k, new_v = new_k[:, None, None], new_v[:, None, None]
+    fresh = kv_cache.Fresh((new_k,), (new_v,), positions[:, None])
+    return out[:, 0], kv_cache.Past((k,), (v,)), fresh, None
+
+  def terms(self, hidden, *, layout=None):
+    return (logprobs.Term(hidden, self.words[...]),)
+
+  def init_cache(self, pages, page_size):
+    return kv_cache.init_cache(self.config, pages, page_size)
+
+  def _recall(self, x, k, v, seen):
+    scores = jnp.einsum("bld,bsd->bls", x @ self.ask[...], k)
+    weights = jax.nn.softmax(jnp.where(seen, scores, -1e9))
+    return x + jnp.einsum("bls,bsd->bld", weights, v) @ self.answer[...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Recalling:
+  """The setting that names it."""
+
+  def __call__(self, config, key):
+    return Recall(config, key)
+
+
+MODEL = config_lib.tiny(
+  vocab_size=8,
+  num_layers=1,
+  d_model=16,
+  num_kv_heads=1,
+  head_dim=8,
+  max_length=16,
+  policy=Recalling(),
+)
+
+
+class Rounds:
+  """An observer that keeps the metrics."""
+
+  def __init__(self):
+    self.metrics = []
+
+  async def on_round(self, metrics, groups, advantages):
+    self.metrics.append(metrics)
+
+  async def on_published(self, version):
+    pass
+
+  async def on_boundary(self, progress):
+    pass
+
+
+def test_a_round_of_a_decoder_that_is_not_ours_decodes_and_trains():
+  settings = experiment_lib.Experiment(
+    environment=fakes.Counting(turns=2),
+    reward=rewards.Outcome(),
+    model=MODEL,
+    optimizer=optimizers.AdamW(learning_rate=0.01),
+    rollout=group_rollout.Rollout(group_size=4, max_tokens=16),
+    engine=engine_settings.EngineSettings(
+      slots=16, row_buckets=(16,), chunk_buckets=(4,)
+    ),
+    publishing=weight_publisher.Publishing(verify=True),
+    overlap=overlap.sync(4, 2),
+    batch=experiment_lib.BatchShape(rows=8, length=16),
+    rounds=2,
+  )
+  rounds = Rounds()
+
+  async def run():
+    parts = assemble.build(settings)
+    try:
+      state = await initial_state.create(parts)
+      start = progress.beginning(state, parts.tasks.cursor)
+      await parts.start(start.state, trajectory.PolicyVersion(0))
+      last = await assemble.coordinate(parts, rounds).run(start)
+      return state.params, last.params
+    finally:
+      await parts.close()
+
+  first, last = asyncio.run(run())
+  assert first.keys() == {"words", "ask", "store", "answer"}
+  changed = [np.abs(last[name] - first[name]).max() for name in first]
+  assert min(changed) > 1e-4
+  # The engine and the learner agree on what was sampled, up to rounding.
+  assert all(x["logprob_gap_max"] < 1e-5 for x in rounds.metrics)
+  assert all(x["grad_norm"] > 0 for x in rounds.metrics)
