@@ -111,20 +111,14 @@ MODEL = config_lib.tiny(
 )
 
 
-class Rounds:
+class Rounds(progress.RunObserver):
   """An observer that keeps the metrics."""
 
   def __init__(self):
     self.metrics = []
 
-  async def on_round(self, metrics, groups, advantages):
-    self.metrics.append(metrics)
-
-  async def on_published(self, version):
-    pass
-
-  async def on_boundary(self, progress):
-    pass
+  async def on_round(self, trained):
+    self.metrics.append(trained.metrics)
 
 
 def test_a_round_of_a_decoder_that_is_not_ours_decodes_and_trains():
