@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import config as config_lib
 from models import rope
 from models.hf import config as hf_config
 
