@@ -20,7 +20,7 @@ _BY_LAG = re.compile(r"behaviour_kl/lag_(\d+)")
 
 def tiles(rows: run_files.Rows) -> list[Tile]:
   """Returns the tiles of rewards, policy and updates."""
-  found = [
+  candidates = [
     _course(rows, "success", "Success in training", "{:.0%}", "episodes won"),
     _course(rows, "reward_mean", "Reward", "{:.3g}", "mean of an episode"),
     _course(rows, "entropy", "Entropy", "{:.3g}", "nats a token"),
@@ -35,7 +35,7 @@ def tiles(rows: run_files.Rows) -> list[Tile]:
     ),
     _skipped(rows),
   ]
-  return [tile for tile in found if tile is not None]
+  return [tile for tile in candidates if tile is not None]
 
 
 def complaints(rows: run_files.Rows, run_dir: pathlib.Path) -> list[str]:
@@ -44,11 +44,13 @@ def complaints(rows: run_files.Rows, run_dir: pathlib.Path) -> list[str]:
   Args:
     run_dir: named in the commands.
   """
-  found = []
+  sentences = []
   if skipped := [row["round"] for row in rows if row.get("skipped_updates")]:
-    kept = skipped_updates.updates(run_dir / "skipped")
-    look = f" Look into one: python -m launch.replay {kept[-1]}" if kept else ""
-    found.append(
+    saved = skipped_updates.updates(run_dir / "skipped")
+    look = (
+      f" Look into one: python -m launch.replay {saved[-1]}" if saved else ""
+    )
+    sentences.append(
       "Updates were skipped, as their loss or gradient was not finite, in "
       f"{_rounds(skipped)}.{look}"
     )
@@ -60,11 +62,11 @@ def complaints(rows: run_files.Rows, run_dir: pathlib.Path) -> list[str]:
     and not row.get("zero_variance_groups")
   ]
   if empty:
-    found.append(
+    sentences.append(
       f"Faults left nothing to train in {_rounds(empty)}; their messages are "
       "with the trajectories."
     )
-  return found
+  return sentences
 
 
 def _rounds(numbers: Sequence[float]) -> str:

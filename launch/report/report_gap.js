@@ -1,4 +1,4 @@
-// Draws what engine and learner say of the same tokens, one over the other.
+// Draws the log-probabilities of engine and learner, one over the other.
 "use strict";
 
 const LAG_COLOURS = ["learner", "decode", "host"];

@@ -1,4 +1,4 @@
-// How long groups of a report waited, played and queued: one bar for each.
+// Draws the seconds that groups waited, played and queued, a bar each.
 "use strict";
 
 const PHASES = [

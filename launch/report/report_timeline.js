@@ -1,4 +1,4 @@
-// The timeline of a report: a canvas, of which only what is visible is drawn.
+// The timeline of a report: a canvas that draws only its visible part.
 "use strict";
 
 const LABELS = 64;
@@ -158,7 +158,7 @@ function drawPublishes(pen, height) {
   const lines = timeline.lanes.flatMap(({ spans }) => spans.filter((span) =>
     span.name === timeline.publish && span.end >= timeline.view[0] &&
     span.end <= timeline.view[1]));
-  // More than one in ten pixels would hide what they should explain.
+  // More than one in ten pixels would hide the timeline.
   if (lines.length > (timeline.x(timeline.view[1]) - LABELS) / 10) return;
   pen.fillStyle = colour("host");
   for (const { end } of lines)

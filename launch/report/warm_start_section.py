@@ -19,8 +19,8 @@ def read(run_dir: pathlib.Path, notes: list[str]) -> run_files.Rows:
   path = run_dir / workdir.WARM_START_LINES
   if not path.exists():
     return []
-  found = {row["step"]: row for row in run_files.lines(path, notes)}
-  return [found[step] for step in sorted(found)]
+  steps = {row["step"]: row for row in run_files.lines(path, notes)}
+  return [steps[step] for step in sorted(steps)]
 
 
 def tiles(rows: run_files.Rows) -> list[tuple[str, str, str]]:

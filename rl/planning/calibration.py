@@ -92,11 +92,11 @@ class CalibrationRun:
 
   def of(self, kind: str, source: str | None = None) -> list[event_log.Event]:
     """Returns events of a kind, of one source or of all."""
-    found = event_log.of_kind(self.log, kind)
+    events = event_log.of_kind(self.log, kind)
     if source is None:
-      return list(found)
+      return list(events)
     return [
-      e for e in found if self.sources[e["group"], e["attempt"]] == source
+      e for e in events if self.sources[e["group"], e["attempt"]] == source
     ]
 
 
@@ -164,15 +164,17 @@ def _spans(path: pathlib.Path) -> list[trace.Span]:
 
 def _placement(path: pathlib.Path) -> placement.Placement:
   try:
-    found = overrides.from_json(json.loads((path / "config.json").read_text()))
+    settings = overrides.from_json(
+      json.loads((path / "config.json").read_text())
+    )
   except ValueError as error:
     raise ValueError(f"--calibrate={path}: config.json: {error}") from error
-  if not isinstance(found, experiment.Experiment):
+  if not isinstance(settings, experiment.Experiment):
     raise ValueError(
       f"--calibrate={path}: config.json holds no rl.experiment.Experiment; "
       "name the --workdir of a run"
     )
-  return found.placement
+  return settings.placement
 
 
 def _lines(path: pathlib.Path) -> Iterator[dict[str, Any]]:
@@ -206,15 +208,15 @@ def apply(
       f"{' or '.join(kinds)}"
     )
   run = read(path)
-  found = rates(run)
-  calibrated = _calibrated(kinds[kind], run, found)
+  measured = rates(run)
+  calibrated = _calibrated(kinds[kind], run, measured)
   workloads = tuple(tasks(run))
   return dataclasses.replace(
     problem,
     fleet=dataclasses.replace(
       problem.fleet,
       kinds=tuple(calibrated if k.name == kind else k for k in kinds.values()),
-      transfer_s=found.transfer_s,
+      transfer_s=measured.transfer_s,
     ),
     workloads=workloads,
     routing=problem.routing.of([one.name for one in workloads]),
@@ -222,7 +224,7 @@ def apply(
 
 
 def _calibrated(
-  kind: fleet.DeviceKind, run: CalibrationRun, found: Rates
+  kind: fleet.DeviceKind, run: CalibrationRun, measured: Rates
 ) -> fleet.DeviceKind:
   """Returns a kind as fast as the run was."""
   size = run.placement.decode.size
@@ -233,18 +235,18 @@ def _calibrated(
     )
   devices = run.placement.learner.size
   # `DeviceKind.learner` divides by this again.
-  alone = found.token_s * devices * kind.scaling ** math.log2(devices)
+  alone = measured.token_s * devices * kind.scaling ** math.log2(devices)
   return dataclasses.replace(
     kind,
     token_s=max(alone, 1e-12),
-    update_s=found.update_s,
-    describe_s=found.describe_s,
+    update_s=measured.update_s,
+    describe_s=measured.describe_s,
     speed=dataclasses.replace(
       kind.speed,
-      tau0_s=found.tau0_s,
-      b0=found.b0,
+      tau0_s=measured.tau0_s,
+      b0=measured.b0,
       prefill_per_s=math.inf,
-      update_s=found.stand_s,
+      update_s=measured.stand_s,
     ),
   )
 
@@ -370,9 +372,9 @@ def correlation(
     if event["tokens"]:
       lengths[event_log.member(event)].append(float(event["tokens"]))
   counts = {event_log.member(e): [float(e["turns"])] for e in ended}
-  found = [
+  correlations = [
     fitting.correlation(draws)
     for draws in (lengths, counts)
     if len({one for own in draws.values() for one in own}) > 1
   ]
-  return statistics.fmean(found or [0.0])
+  return statistics.fmean(correlations or [0.0])

@@ -100,10 +100,10 @@ def of_choice(
     "tail": (path - wait) / spread,
     "environments": wait / spread,
   }
-  most = _by_round(demand.tokens.sum(1), window.stop)[within]
+  max_tokens = _by_round(demand.tokens.sum(1), window.stop)[within]
   return LowerBound(
     step_s=step_s * (1.0 - _SLACK),
-    tokens=float(most.sum(1).mean()),
+    tokens=float(max_tokens.sum(1).mean()),
     parts={name: float(seconds) for name, seconds in parts.items()},
   )
 

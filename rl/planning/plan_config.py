@@ -34,7 +34,7 @@ def meshes(
   """
   kinds = problem.fleet.by_name
   learner = base.learner.expert * base.learner.tensor
-  found = {
+  meshes_by_name = {
     "learner": (
       _over(choice.devices, learner, "placement.learner"),
       problem.fleet.first_device(choice.learner),
@@ -43,11 +43,11 @@ def meshes(
   for name, _ in choice.engines:
     taken = choice.devices if name == choice.learner else 0
     decode = base.decode.expert * base.decode.tensor
-    found[name] = (
+    meshes_by_name[name] = (
       _over(kinds[name].engine_devices, decode, "placement.decode"),
       problem.fleet.first_device(name) + taken,
     )
-  return found
+  return meshes_by_name
 
 
 def _over(devices: int, others: int, where: str) -> int:

@@ -231,12 +231,12 @@ class Planning:
     """
     max_lag = self.goal.max_lag
     overlaps = list(self.space.overlaps(self.groups_per_round))
-    kept = [
+    allowed = [
       pair
       for pair in overlaps
       if max_lag is None or pair[1].max_staleness <= max_lag
     ]
-    if not kept:
+    if not allowed:
       least = min(schedule.max_staleness for _, schedule in overlaps)
       raise ValueError(
         f"goal.max_lag={max_lag} is below what every schedule of "
@@ -245,7 +245,7 @@ class Planning:
       )
     return [
       FleetChoice(*split, *pair)
-      for split, pair in itertools.product(self._splits(), kept)
+      for split, pair in itertools.product(self._splits(), allowed)
     ]
 
   def _splits(

@@ -181,10 +181,10 @@ def candidates(
   """
   fit, refused = fitting(problem, fits)
   demands = workload_demand.Demands(problem)
-  found = [_candidate(problem, choice, demands) for choice in fit]
+  waiting = [_candidate(problem, choice, demands) for choice in fit]
   # Among equally good candidates the cheapest comes first.
-  found.sort(key=lambda one: (one.key, problem.cost(one.choice)))
-  return found, refused
+  waiting.sort(key=lambda one: (one.key, problem.cost(one.choice)))
+  return waiting, refused
 
 
 def _candidate(
