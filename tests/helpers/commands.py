@@ -1,0 +1,126 @@
+"""Runs the commands of `launch`: in a process of their own, or in this one."""
+
+import contextlib
+import dataclasses
+import io
+import os
+import pathlib
+import runpy
+import subprocess
+import sys
+from collections.abc import Iterator
+
+from absl import flags as absl_flags
+from absl.testing import flagsaver
+
+from launch.cli import flags
+
+ROOT = pathlib.Path(__file__).parents[2]
+CONFIG = "configs/guess_number_moe.py"
+# One shape for all: its programs are compiled once and then found in the cache.
+TINY = {
+  "rounds": "4",
+  "model.num_layers": "2",
+  "model.d_model": "32",
+  "model.d_expert": "32",
+  "model.num_heads": "2",
+  "model.head_dim": "16",
+  "rollout.group_size": "4",
+  "engine.slots": "32",
+  "engine.row_buckets": "32,",
+  "engine.chunk_buckets": "8,",
+  "overlap.groups_per_round": "4",
+  "overlap.groups_per_microbatch": "2",
+  "batch.rows": "8",
+  "warm_start": "none",
+  "evaluation.episodes": "16",
+  "evaluation.every": "2",
+  "retention.checkpoint_every": "2",
+  "retention.episodes_every": "2",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+  """Exit code and output of a command."""
+
+  returncode: int
+  stdout: str
+  stderr: str
+
+
+def train(workdir, settings=None, config=CONFIG) -> list[str]:
+  """Returns the arguments of launch.train, TINY by default."""
+  settings = TINY if settings is None else settings
+  return [
+    "launch.train",
+    f"--config={config}",
+    f"--workdir={workdir}",
+    *flags.arguments(settings),
+  ]
+
+
+def start(module, *arguments, **options) -> subprocess.Popen[str]:
+  """Starts a command as a user would: without the test suite's XLA flags."""
+  environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+  return subprocess.Popen(
+    [sys.executable, "-m", module, *map(str, arguments)],
+    cwd=ROOT,
+    env=environment,
+    stdin=subprocess.DEVNULL,
+    stdout=subprocess.PIPE,
+    text=True,
+    **{"stderr": subprocess.STDOUT, **options},
+  )
+
+
+def launch(module, *arguments, timeout=240) -> Result:
+  """Runs a command in a process of its own."""
+  with start(module, *arguments, stderr=subprocess.PIPE) as process:
+    try:
+      output, errors = process.communicate(timeout=timeout)
+    except BaseException:
+      process.kill()
+      raise
+  return Result(process.returncode, output, errors)
+
+
+def run(module, *arguments) -> Result:
+  """Runs a command in this process, which saves the import of jax."""
+  output, errors = io.StringIO(), io.StringIO()
+  with (
+    _without_flags_of_commands(),
+    flagsaver.flagsaver(),
+    contextlib.chdir(ROOT),
+    contextlib.redirect_stdout(output),
+    contextlib.redirect_stderr(errors),
+  ):
+    try:
+      command = runpy.run_module(module, run_name=f"{module} under test")
+      command["main"](flags.parse([module, *map(str, arguments)]))
+      code = 0
+    except SystemExit as end:
+      code = end.code or 0
+      if isinstance(code, str):
+        print(code, file=sys.stderr)
+        code = 1
+  return Result(code, output.getvalue(), errors.getvalue())
+
+
+@contextlib.contextmanager
+def _without_flags_of_commands() -> Iterator[None]:
+  """Takes the flags of imported commands out: --run is a flag of several."""
+  registered = absl_flags.FLAGS.flags_by_module_dict()
+  ours = {
+    flag.name: flag
+    for module, found in registered.items()
+    for flag in found
+    if module.startswith("launch.") and module != flags.__name__
+  }
+  for name in ours:
+    delattr(absl_flags.FLAGS, name)
+  try:
+    yield
+  finally:
+    for name, flag in ours.items():
+      absl_flags.FLAGS[name] = flag
