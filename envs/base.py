@@ -1,4 +1,4 @@
-"""What an environment, a task and a reward are: text in, text out."""
+"""The contract of environments, tasks and rewards: text in, text out."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -18,13 +18,13 @@ class Message:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Task:
-  """One thing to do; the same task always builds the same environment.
+  """One thing to do; equal tasks build equal environments.
 
   Attributes:
     id: unique within a run, readable: "guess_number/train/17".
     index: position in the stream of its split.
     split: eval tasks never appear in training.
-    seed: everything random in the environment follows from it.
+    seed: determines all randomness of the environment.
   """
 
   id: str
@@ -34,18 +34,18 @@ class Task:
 
   @property
   def source(self) -> str:
-    """Name of the source that made it: the first part of the id."""
+    """Name of the source that made the task: the first part of its id."""
     return self.id.partition("/")[0]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Step:
-  """What the environment says to one answer.
+  """The environment's reply to one answer.
 
   Attributes:
-    messages: what the agent sees next; may be empty when done.
-    reward: of this step. Untrusted: the rollout checks that it is a finite
-      number, and anything else is a fault of the environment.
+    messages: shown to the agent next; may be empty when done.
+    reward: of this step. Untrusted: the rollout requires a finite number, and
+      anything else is a fault of the environment.
     done: the episode is over.
   """
 
@@ -56,7 +56,7 @@ class Step:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Transcript:
-  """A finished episode as text: all that a stateless reward may look at.
+  """A finished episode as text, the only input of a stateless reward.
 
   Attributes:
     messages: both sides, in order.
@@ -87,11 +87,11 @@ class Environment(Protocol):
     ...
 
   async def step(self, answer: Message) -> Step:
-    """Returns what follows the agent's answer."""
+    """Returns the reply to the agent's answer."""
     ...
 
   async def close(self) -> None:
-    """Releases what the episode holds; called once, on every path."""
+    """Releases the resources of the episode; called once, on every path."""
     ...
 
 
@@ -109,7 +109,7 @@ class Source(Protocol):
 
   @property
   def words(self) -> Sequence[str]:
-    """Every word that its environments say or understand, without repeats."""
+    """Every word of its environments' messages and answers, without repeats."""
     ...
 
   def task(self, index: int, split: Split) -> Task:
@@ -135,7 +135,7 @@ class Reward(Protocol):
 
   @property
   def stateless(self) -> bool:
-    """Whether it may be called anywhere, and again after a failure."""
+    """True if calls may run anywhere and be repeated after a failure."""
     ...
 
   async def __call__(

@@ -1,4 +1,4 @@
-"""A source whose environments take their time: long tails, on purpose."""
+"""A source that delays every step by a long-tailed wait, for tests of load."""
 
 import asyncio
 import dataclasses
@@ -15,9 +15,10 @@ class Delayed:
   """Adds a log-normal wait to every step of another source.
 
   Attributes:
-    source: all but the waits.
-    median_s: half of the waits are longer.
-    sigma: of the wait's logarithm; at 1, one in a hundred is over 10 medians.
+    source: makes the tasks and environments.
+    median_s: median of the waits.
+    sigma: standard deviation of the wait's logarithm; at 1, one wait in a
+      hundred is longer than 10 medians.
   """
 
   source: base.Source
@@ -60,10 +61,10 @@ class Delayed:
     return self.source.explore(task, messages, seed)
 
   def wait_s(self, task: base.Task, answers: Sequence[str]) -> float:
-    """Returns the wait after the last of the answers of an episode.
+    """Returns the wait after the last answer of an episode so far.
 
-    It follows from the task and these answers alone: a repeated run waits the
-    same, and members of a group part when their answers do.
+    It depends on the task and these answers only: a repeated run waits the
+    same, and members of a group differ once their answers do.
     """
     key = "\n".join([str(task.seed), *answers])
     draw = random.Random(zlib.crc32(key.encode())).gauss(0.0, self.sigma)
@@ -71,7 +72,7 @@ class Delayed:
 
 
 class _Slow:
-  """One environment and the answers that it got."""
+  """One environment, with its answers so far."""
 
   def __init__(self, delayed: Delayed, task: base.Task):
     self._delayed = delayed

@@ -17,26 +17,26 @@ _ACTIONS = ("left", "down", "right", "up")  # in gymnasium's numbering
 _MOVES = {"left": (0, -1), "down": (1, 0), "right": (0, 1), "up": (-1, 0)}
 _POSITION = re.compile(r"r(\d+) c(\d+)$")
 
-# Maps with this share of the hashes are for evaluation: a fifth.
+# One map in five, by its hash, is for evaluation.
 _EVAL_EVERY = 5
 _MAX_SEEDS = 1000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FrozenLake:
-  """Walk from the start to the goal and into no hole.
+  """Walk from the start to the goal and avoid the holes.
 
   The first message is the map, row by row, and the position; every reply is
   the new position. Anything but a direction is `invalid` and costs a turn.
   The reward is 1 at the goal and 0 otherwise.
 
-  A hash of the map decides its split, so no map of one is ever in the other.
+  A hash of the map decides its split, so the splits share no map.
 
   Attributes:
     size: rows and columns of the map.
-    frozen_probability: of each cell between start and goal to be no hole; maps
-      without a way to the goal are drawn again.
-    slippery: two moves of three go sideways.
+    frozen_probability: that a cell between start and goal is not a hole; maps
+      without a path to the goal are drawn again.
+    slippery: two of three moves go sideways.
     turns: answers before the episode is lost.
   """
 
@@ -52,8 +52,8 @@ class FrozenLake:
       )
     if not 0.5 <= self.frozen_probability < 1:
       raise ValueError(
-        f"frozen_probability={self.frozen_probability}: give 0.5 or more,"
-        " as fewer maps have a way, and less than 1, as there is one map at 1"
+        f"frozen_probability={self.frozen_probability}: must be in [0.5, 1);"
+        " below it few maps have a path, and at 1 there is only one map"
       )
 
   @property
@@ -63,18 +63,18 @@ class FrozenLake:
 
   @property
   def words(self) -> Sequence[str]:
-    """Every word that the lake says or understands."""
+    """Every word of the lake's messages and answers."""
     cells = ("s", "f", "h", "g")
     places = [f"{axis}{i}" for axis in "rc" for i in range(self.size)]
     return (*cells, *places, *_ACTIONS, "invalid", "goal", "hole", "lost")
 
   def task(self, index: int, split: base.Split) -> base.Task:
-    """Returns a task; its seed is the first whose map falls in the split.
+    """Returns a task; its seed is the first one whose map is of the split.
 
     Takes about 0.05 ms for training, 0.2 ms for evaluation (4 x 4 cells).
 
     Raises:
-      ValueError: no map of this size and probability falls in the split.
+      ValueError: no map of this size and probability is of the split.
     """
     for attempt in range(_MAX_SEEDS):
       seed = zlib.crc32(f"{split}/{index}/{attempt}".encode())
@@ -100,19 +100,19 @@ class FrozenLake:
     return _Lake(self, task.seed)
 
   def oracle(self, task: base.Task, messages: Sequence[base.Message]) -> str:
-    """Returns the first move of a shortest way to the goal."""
+    """Returns the first move of a shortest path to the goal."""
     cells = _cells(messages, self.size)
     return _first_move(cells, _position(messages))
 
   def explore(
     self, task: base.Task, messages: Sequence[base.Message], seed: int
   ) -> str:
-    """Returns a random direction, be it into a hole."""
+    """Returns a random direction, even into a hole."""
     return random.Random(seed).choice(_ACTIONS)
 
 
 class _Lake:
-  """One walk: what gymnasium returns, in the words of the source."""
+  """One walk: gymnasium's replies in the words of the source."""
 
   def __init__(self, source: FrozenLake, seed: int):
     self._source = source
@@ -178,7 +178,7 @@ def _split(rows: Sequence[str]) -> base.Split:
 def _cells(
   messages: Sequence[base.Message], size: int
 ) -> dict[tuple[int, int], str]:
-  """Returns the cell at each (row, column), read off the first observation."""
+  """Returns the cell at each (row, column) of the first observation."""
   first = next(m.content for m in messages if m.role == "user")
   cells = first.split()[: size * size]
   return {divmod(i, size): cell for i, cell in enumerate(cells)}
@@ -188,14 +188,16 @@ def _position(messages: Sequence[base.Message]) -> tuple[int, int]:
   """Returns (row, column) of the last observation."""
   match = _POSITION.search(messages[-1].content)
   if match is None:
-    raise ValueError(f"{messages[-1].content!r} ends with no position")
+    raise ValueError(
+      f"{messages[-1].content!r} must end with a position such as r0 c0"
+    )
   return int(match[1]), int(match[2])
 
 
 def _first_move(
   cells: dict[tuple[int, int], str], start: tuple[int, int]
 ) -> str:
-  """Returns the first move of a shortest way, by breadth-first search."""
+  """Returns the first move of a shortest path, by breadth-first search."""
   firsts = {start: ""}
   queue = collections.deque([start])
   while queue:
@@ -206,7 +208,7 @@ def _first_move(
       if there not in firsts and cells.get(there, "h") != "h":
         firsts[there] = firsts[here] or move
         queue.append(there)
-  raise ValueError(f"no way to the goal from {start}")
+  raise ValueError(f"no path to the goal from {start}")
 
 
 def _neighbours(

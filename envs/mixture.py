@@ -1,4 +1,4 @@
-"""Several sources as one: tasks in given proportions, each with its reward."""
+"""Mixes several sources in given proportions, each with its own reward."""
 
 import dataclasses
 import fractions
@@ -22,8 +22,8 @@ class Part:
   def __post_init__(self) -> None:
     if not 0 < self.weight < math.inf:
       raise ValueError(
-        f"weight={self.weight} of {self.source.name}: give a number above 0, or"
-        " leave the source out"
+        f"weight={self.weight} of {self.source.name}: must be a finite number"
+        " above 0; or leave the source out"
       )
 
 
@@ -31,16 +31,15 @@ class Part:
 class Mixture:
   """A source whose tasks come from other sources, in proportion.
 
-  Tasks keep the ids of the source that made them, and environments, oracle and
-  exploration are that source's. A beginning of either split holds each source
-  in proportion to its weight, to within about a task. What *training* holds is
-  up to whoever draws from `sources` by `weights`: `rl.rollout.prompts.Prompts`
-  does.
+  Tasks keep the ids of their source, which also makes their environments and
+  answers. The first n tasks of a split hold each source in proportion to its
+  weight, to within about one task. In training `rl.rollout.prompts.Prompts`
+  draws from `sources` by `weights` itself.
 
-  A wrapper such as `delayed.Delayed` goes around a part, not around this.
+  Wrap a part in `delayed.Delayed`, not the mixture.
 
   Attributes:
-    parts: their sources' names differ.
+    parts: the names of their sources must differ.
   """
 
   parts: tuple[Part, ...]
@@ -51,46 +50,46 @@ class Mixture:
       raise ValueError("parts=(): a mixture needs at least one source")
     if twice := sorted({name for name in names if names.count(name) > 1}):
       raise ValueError(
-        f"sources {twice} are in the mixture more than once: task ids could not"
-        " tell them apart; give each source another name, or a higher weight"
+        f"sources {twice} are in the mixture more than once, so their task ids"
+        " would be equal; use one with a higher weight, or another name"
       )
     if wrong := [name for name in names if not name or "/" in name]:
       raise ValueError(
         f"sources named {wrong}: a name is the first part of a task id, so it "
-        "is not empty and has no slash"
+        "must not be empty or contain a slash"
       )
 
   @property
   def name(self) -> str:
-    """Names of the sources; task ids begin with one of them, not with this."""
+    """Names of all sources, joined; task ids begin with one of them."""
     return "+".join(part.source.name for part in self.parts)
 
   @property
   def words(self) -> Sequence[str]:
-    """Words of all sources, without repeats, those of the first part first."""
-    said = (word for part in self.parts for word in part.source.words)
-    return tuple(dict.fromkeys(said))
+    """Words of all sources in the order of the parts, without repeats."""
+    words = (word for part in self.parts for word in part.source.words)
+    return tuple(dict.fromkeys(words))
 
   @property
   def sources(self) -> tuple[base.Source, ...]:
-    """What the tasks come from."""
+    """The sources of the parts."""
     return tuple(part.source for part in self.parts)
 
   @property
   def weights(self) -> tuple[float, ...]:
-    """Of the sources, in the same order."""
+    """The weights of the sources, in the same order."""
     return tuple(part.weight for part in self.parts)
 
   def task(self, index: int, split: base.Split) -> base.Task:
-    """Returns a task of one source; its `index` is the place within that."""
-    part, place = _position(index, self.weights)
-    return self.parts[part].source.task(place, split)
+    """Returns a task of one source, whose `index` counts that source alone."""
+    part, source_index = _position(index, self.weights)
+    return self.parts[part].source.task(source_index, split)
 
   def __call__(self, task: base.Task) -> base.Environment:
     """Returns a fresh environment of the task's source.
 
     Raises:
-      ValueError: the task is of no source of the mixture.
+      ValueError: the task belongs to another mixture.
     """
     return self._source(task)(task)
 
@@ -109,13 +108,13 @@ class Mixture:
       if source.name == task.source:
         return source
     raise ValueError(
-      f"task {task.id} is of none of {[s.name for s in self.sources]}"
+      f"task {task.id} must belong to one of {[s.name for s in self.sources]}"
     )
 
 
 @dataclasses.dataclass(frozen=True)
 class RewardRule:
-  """How the tasks of one source are graded."""
+  """The reward for the tasks of one source."""
 
   source: str
   reward: base.Reward
@@ -126,8 +125,8 @@ class ByTask:
   """A reward for each source of a mixture.
 
   Attributes:
-    rules: their sources differ.
-    default: for sources without a rule; None: there must be none.
+    rules: their sources must differ.
+    default: for sources without a rule; None if every source has one.
   """
 
   rules: tuple[RewardRule, ...]
@@ -136,13 +135,13 @@ class ByTask:
   def __post_init__(self) -> None:
     names = [rule.source for rule in self.rules]
     if twice := sorted({name for name in names if names.count(name) > 1}):
-      raise ValueError(f"sources {twice} have two rewards; give each one rule")
+      raise ValueError(f"sources {twice} have two rules; give each one rule")
     if not names and self.default is None:
       raise ValueError("rules=() without a default grade nothing; give either")
 
   @property
   def stateless(self) -> bool:
-    """Whether all rewards are."""
+    """True if all rewards are stateless."""
     rewards = [rule.reward for rule in self.rules]
     if self.default is not None:
       rewards.append(self.default)
@@ -152,7 +151,7 @@ class ByTask:
     """Returns the reward of the task's source.
 
     Raises:
-      ValueError: it has none.
+      ValueError: the source has no reward.
     """
     for rule in self.rules:
       if rule.source == task.source:
@@ -167,22 +166,22 @@ class ByTask:
   async def __call__(
     self, task: base.Task, transcripts: Sequence[base.Transcript]
   ) -> Sequence[base.Grade]:
-    """Returns the grades that the reward of the task's source gives."""
+    """Returns the grades of the reward of the task's source."""
     return await self.reward_of(task)(task, transcripts)
 
 
 def _position(index: int, weights: Sequence[float]) -> tuple[int, int]:
-  """Returns whose task is at `index`, and which of its own it is.
+  """Returns (part, index within the part) of the task at `index`.
 
-  Task j of a part with share p stands at time (2j + 1) / 2p, so that about one
-  task falls on each unit of time. What lies before a time is a product, so
-  only the last few tasks before `index` are counted one by one.
+  Task j of a part with share p has the time (2j + 1) / 2p, so about one task
+  falls into each unit of time. The number of tasks before a time is a product,
+  so only the last few tasks before `index` are counted one by one.
 
   Source: the method of Webster and Sainte-Laguë.
   """
   exact = [fractions.Fraction(weight) for weight in weights]
   shares = [weight / sum(exact) for weight in exact]
-  # At this time at most half a task a part more than `start` has come.
+  # By this time at most half a task per part beyond `start` has come.
   start = max(0, index - len(shares))
   counts = [
     math.floor(share * start + fractions.Fraction(1, 2)) for share in shares

@@ -1,4 +1,4 @@
-"""Rewards: grades of finished episodes, from their text alone."""
+"""Rewards: grades of finished episodes, based on their text alone."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from envs import base
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-  """The sum of what the environment gave for each step."""
+  """The sum of the environment's step rewards."""
 
   stateless = True
 

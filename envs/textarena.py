@@ -13,10 +13,10 @@ from typing import Any
 
 from envs import base, threads
 
-_GUESS = re.compile(r"\[(\d+)\]")  # what the game takes for a guess
+_GUESS = re.compile(r"\[(\d+)\]")  # a guess, as the game parses it
 _LIMIT = re.compile(r"Guess: (\d+), Target: (\d+)")
 
-# int() refuses more than 4300 digits: no answer may fault the game.
+# int() raises for over 4300 digits, and answers must not crash the game.
 _MAX_CHARS = 1000
 
 # The game draws its target from the global generator, which it seeds itself.
@@ -27,15 +27,15 @@ _global_random = threading.Lock()
 class GuessTheNumber:
   """Find a number from the hints `higher` and `lower`.
 
-  An answer is a bare number. A number that is repeated or out of range, or any
-  other text, is `invalid`: it costs no turn, but the second in a row loses.
-  The reward is 1 for finding the number and 0 otherwise; textarena's own, which
-  pays for coming close, is not used.
+  An answer is a bare number. A repeated number, one out of range or any other
+  text is `invalid`: it costs no turn, but the second in a row loses. The reward
+  is 1 for finding the number and 0 otherwise; textarena's own reward, which
+  pays for close guesses, is not used.
 
-  Evaluation has seeds of its own, not targets of its own: there are too few.
+  Evaluation has its own seeds but not its own targets, as these are too few.
 
   Attributes:
-    low, high: the target lies between them, both included.
+    low, high: bounds of the target, both included.
     turns: valid guesses; binary search needs 5 for 20 numbers.
   """
 
@@ -46,8 +46,8 @@ class GuessTheNumber:
   def __post_init__(self) -> None:
     if not 0 <= self.low < self.high:
       raise ValueError(
-        f"low={self.low}, high={self.high}: needs 0 <= low < high; the game"
-        " reads no negative numbers"
+        f"low={self.low}, high={self.high}: must be 0 <= low < high; the game"
+        " cannot read negative numbers"
       )
     if self.turns < 1:
       raise ValueError(f"turns={self.turns}: give at least 1")
@@ -59,7 +59,7 @@ class GuessTheNumber:
 
   @property
   def words(self) -> Sequence[str]:
-    """Every word that the game says or understands."""
+    """Every word of the game's messages and answers."""
     numbers = (str(n) for n in range(self.low, self.high + 1))
     return ("guess", "higher", "lower", "invalid", "correct", "lost", *numbers)
 
@@ -73,14 +73,15 @@ class GuessTheNumber:
     )
 
   def __call__(self, task: base.Task) -> "_Game":
-    """Returns a fresh game; the first `start` of a process imports textarena.
+    """Returns a fresh game.
 
-    That takes seconds of CPU time, so a deadline should leave room for it.
+    The first `start` of a process imports textarena, which takes seconds of CPU
+    time; deadlines should allow for it.
     """
     return _Game(self, task.seed)
 
   def oracle(self, task: base.Task, messages: Sequence[base.Message]) -> str:
-    """Returns the middle of what the hints so far have left."""
+    """Returns the middle of the numbers that the hints so far allow."""
     low, high = self.low, self.high
     for answer, reply in itertools.pairwise(messages):
       if answer.role != "assistant":
@@ -95,13 +96,13 @@ class GuessTheNumber:
     self, task: base.Task, messages: Sequence[base.Message], seed: int
   ) -> str:
     """Returns a random number that has not been guessed."""
-    said = {m.content for m in messages if m.role == "assistant"}
+    guessed = {m.content for m in messages if m.role == "assistant"}
     numbers = [str(n) for n in range(self.low, self.high + 1)]
-    return random.Random(seed).choice([n for n in numbers if n not in said])
+    return random.Random(seed).choice([n for n in numbers if n not in guessed])
 
 
 class _Game:
-  """One game: what textarena says, in the words of the source."""
+  """One game: textarena's replies in the words of the source."""
 
   def __init__(self, source: GuessTheNumber, seed: int):
     self._source = source
@@ -125,7 +126,7 @@ class _Game:
     # Not at the top: it imports all of nltk and scipy.
     import textarena
 
-    # Raw: the default wrappers repeat the whole history in each observation.
+    # The wrappers of other variants repeat the history in each observation.
     self._game = textarena.make(
       "GuessTheNumber-v0-raw",
       min_number=self._source.low,
@@ -139,49 +140,51 @@ class _Game:
     self._game.get_observation()
 
   def _play(self, answer: base.Message) -> tuple[str, bool]:
-    """Returns the word for the game's reply and whether the game is over."""
+    """Returns (word for the game's reply, the game is over)."""
     done, _ = self._game.step(_action(answer))
     if done:
       _, info = self._game.close()
       return _verdict(info[0]["reason"]), True
     _, observation = self._game.get_observation()
     word = _hint(observation[-1][1])
-    # textarena's own limit comes one guess later than its prompt says.
+    # textarena ends a game one guess later than its prompt says.
     self._num_guesses += word != "invalid"
     lost = self._num_guesses == self._source.turns
     return ("lost", True) if lost else (word, False)
 
 
 def _action(answer: base.Message) -> str:
-  """Returns the answer as the game reads it: a bare number gets brackets."""
+  """Returns the answer in the game's form: a bare number gets brackets."""
   text = answer.content.strip()[:_MAX_CHARS]
   return f"[{text}]" if text.isdecimal() else text
 
 
 def _guess(answer: base.Message) -> int:
-  """Returns the number in an answer that the game took for a guess."""
+  """Returns the number of an answer that the game accepted as a guess."""
   match = _GUESS.search(_action(answer))
   if match is None:
-    raise ValueError(f"a hint follows {answer.content!r}, which is no guess")
+    raise ValueError(
+      f"a hint follows {answer.content!r}, which must be a number"
+    )
   return int(match[1])
 
 
 def _hint(text: str) -> str:
-  """Returns the word for what the game says while it goes on."""
+  """Returns the word for the game's reply to a guess."""
   for word in ("higher", "lower"):
     if text == f"The target number is {word}.":
       return word
   if text.startswith("You attempted an invalid move."):
     return "invalid"
-  raise ValueError(f"textarena said something new: {text!r}")
+  raise ValueError(f"unknown reply of textarena: {text!r}")
 
 
 def _verdict(reason: str) -> str:
-  """Returns the word for the game's reason to end."""
+  """Returns the word for the end of a game."""
   limit = _LIMIT.search(reason)
-  # The limit may be the reason given although the last guess was right.
+  # The game may report its limit although the last guess was right.
   if "Congratulations" in reason or (limit and limit[1] == limit[2]):
     return "correct"
   if limit or reason.startswith("Invalid Move"):
     return "lost"
-  raise ValueError(f"textarena said something new: {reason!r}")
+  raise ValueError(f"unknown reply of textarena: {reason!r}")

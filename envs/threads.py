@@ -1,10 +1,10 @@
-"""Calls blocking environments in threads that a deadline can give up.
+"""Calls blocking environments in threads that can be abandoned.
 
-  call(fn) -> queue -> a daemon thread runs fn -> the event loop wakes up
+  call(fn) -> queue -> a daemon thread runs fn -> deliver() wakes the caller
 
-concurrent.futures joins its threads at exit, so that one hung environment would
-keep the process alive. Threads cannot be killed: here a hung one is left
-behind, another takes its place, and being a daemon it does not delay the exit.
+Threads cannot be killed. A hung one is abandoned here and replaced; as a daemon
+it does not delay the exit. concurrent.futures is not used because it joins its
+threads at exit, so one hung environment would keep the process alive.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from typing import Any, TypeVar, TypeVarTuple, Unpack
 _T = TypeVar("_T")
 _Ts = TypeVarTuple("_Ts")
 
-# A call that waits longer than this finds every thread busy, maybe hung.
+# After this wait all threads are assumed busy, maybe hung.
 _PATIENCE_S = 0.1
 
 
@@ -38,7 +38,7 @@ class _Job:
   state: _State = _State.WAITING
 
   def deliver(self, value: Any, error: Exception | None) -> None:
-    """Wakes the caller, in its event loop, unless it was cancelled."""
+    """Wakes the caller unless it was cancelled; runs on its event loop."""
     # A pair, not set_exception: futures refuse StopIteration.
     if not self.future.done():
       self.future.set_result((value, error))
@@ -48,12 +48,12 @@ class ThreadPool:
   """Daemon threads that run one call each; usable from any event loop."""
 
   def __init__(self, *, size: int = 4, max_size: int = 32):
-    """Starts nothing yet.
+    """Starts no thread yet.
 
     Args:
       size: threads started by the first call.
-      max_size: calls that block for long (or forever) let the pool grow up to
-        this many threads, those that were abandoned not counted.
+      max_size: to which the pool grows when calls block for long; abandoned
+        threads do not count.
     """
     self._size = size
     self._max_size = max_size
@@ -65,8 +65,8 @@ class ThreadPool:
   async def call(self, fn: Callable[[Unpack[_Ts]], _T], *args: *_Ts) -> _T:
     """Returns `fn(*args)`, run in one of the threads.
 
-    When the caller is cancelled, a call that still waits never runs; one that
-    runs is abandoned with its thread, and what it returns is thrown away.
+    If the caller is cancelled, a waiting call never runs; a running one is
+    abandoned with its thread, and its result is discarded.
 
     Raises:
       Exception: what `fn` raises.
@@ -91,7 +91,7 @@ class ThreadPool:
     return value
 
   def abandoned(self) -> int:
-    """Returns how many running calls were given up so far."""
+    """Returns the number of abandoned calls so far."""
     return self._num_abandoned
 
   def _fill(self) -> None:
@@ -117,12 +117,12 @@ class ThreadPool:
     threading.Thread(target=self._work, daemon=True, name="environment").start()
 
   def _work(self) -> None:
-    # No local names a job here: an idle thread keeps no environment alive.
+    # No local variable holds a job: an idle thread keeps no environment alive.
     while self._run(self._jobs.get()):
       pass
 
   def _run(self, job: _Job) -> bool:
-    """Returns whether the thread still belongs to the pool."""
+    """Runs a job; returns whether the thread still belongs to the pool."""
     if not self._move(job, _State.WAITING, _State.RUNNING):
       return True
     value, error = None, None

@@ -1,4 +1,4 @@
-"""Plays held-out tasks: python -m launch.evaluate --run=DIR [--episodes=N]."""
+"""Evaluates a run: python -m launch.evaluate --run=DIR [--episodes=N]."""
 
 import asyncio
 import dataclasses
@@ -21,12 +21,12 @@ _EPISODES = absl_flags.DEFINE_integer(
   "episodes", 500, "Held-out tasks to play, one episode each.", lower_bound=1
 )
 _TEMPERATURE = absl_flags.DEFINE_float(
-  "temperature", None, "Of sampling; 0 is greedy. Default: the run's."
+  "temperature", None, "Sampling temperature; 0 is greedy. Default: the run's."
 )
 
 
 def main(argv: list[str]) -> None:
-  """Restores the newest checkpoint and prints success with its interval."""
+  """Plays held-out tasks; prints the success rate with its interval."""
   if len(argv) > 1:
     raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
   with flags.exit_on_setting_error():

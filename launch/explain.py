@@ -1,4 +1,4 @@
-"""What `launch.train --explain` prints: what lies where, and its memory."""
+"""Prints the placement and memory of a run, for `launch.train --explain`."""
 
 import functools
 import shutil
@@ -18,17 +18,17 @@ from rl.engine.builtin import settings as engine_settings
 from rl.pools import placement, weight_publisher
 from rl.train import train_state
 
-_LEAST_WIDTH = 100
+_MIN_WIDTH = 100
 _SHORT = {"float32": "f32", "bfloat16": "bf16"}
 
 
 def show(experiment: experiment_lib.Experiment, stream: TextIO) -> None:
-  """Prints both pools of a validated experiment.
+  """Prints the learner and the decode pools of a validated experiment.
 
-  No device of the placement need exist: jax is only asked for shapes.
+  The devices of the placement need not exist: only shapes are traced.
   """
-  # Lines that are cut are worse than lines that a narrow terminal wraps.
-  width = max(_LEAST_WIDTH, shutil.get_terminal_size().columns)
+  # Better wrapped by a narrow terminal than cut.
+  width = max(_MIN_WIDTH, shutil.get_terminal_size().columns)
   console = rich.console.Console(
     file=stream, markup=False, emoji=False, highlight=False, width=width
   )
@@ -57,7 +57,7 @@ def show(experiment: experiment_lib.Experiment, stream: TextIO) -> None:
 
 
 def learner_bytes(experiment: experiment_lib.Experiment) -> dict[str, int]:
-  """Returns bytes on each device of the learner by what they are for."""
+  """Returns bytes on each device of the learner, by purpose."""
   spec, batch = experiment.placement.learner, experiment.batch
   programs = assemble.learner_programs(experiment, spec.plan)
   state = programs.abstract
@@ -86,12 +86,13 @@ def learner_bytes(experiment: experiment_lib.Experiment) -> dict[str, int]:
 def decode_bytes(
   experiment: experiment_lib.Experiment, spec: placement.MeshSpec | None = None
 ) -> dict[str, int]:
-  """Returns bytes on each device of a decode pool by what they are for.
+  """Returns bytes on each device of a decode pool, by purpose.
 
-  Of the engines only the built-in one lets its cache be known before it runs.
+  The cache is included for the built-in engine only: other engines decide its
+  size when they start.
 
   Args:
-    spec: mesh of the pool; that of the first one by default.
+    spec: mesh of the pool; of the first pool by default.
   """
   model, engine = experiment.model, experiment.engine
   layout = (spec or experiment.placement.decode).plan
@@ -118,7 +119,7 @@ def _cache_lines(
   engine: engine_settings.EngineSettings,
   layout: sharding.Layout,
 ) -> dict[str, int]:
-  """Returns bytes of the pages, and of what the largest dispatch copies."""
+  """Returns bytes of the pages, and of the largest dispatch's copy of them."""
   pages, size = engine.num_pages(model.max_length), engine.page_size
   width, rows = engine.width(model.max_length), engine.rows[-1]
   held = memory_report.cache_bytes(model, layout, pages=pages, page_size=size)
@@ -134,10 +135,10 @@ def _cache_lines(
 def _pool(
   pool: placement.DecodePool, experiment: experiment_lib.Experiment
 ) -> str:
-  """Returns what a decode pool has beside its mesh, in words."""
+  """Returns the description of a decode pool, apart from its mesh."""
   words = "" if pool.name == "decode" else f", pool {pool.name}"
   words += "" if pool.kind == "any" else f" for {pool.kind}"
-  words += f", {pool.replicas} replicas of it" if pool.replicas > 1 else ""
+  words += f", {pool.replicas} replicas" if pool.replicas > 1 else ""
   int8 = experiment.publishing.dtype == "int8"
   return words + (", matrices in int8" if int8 else "")
 
@@ -176,7 +177,7 @@ def _totals(lines: Mapping[str, int]) -> rich.table.Table:
 
 
 def _table(*names: str) -> rich.table.Table:
-  """Returns a table without lines whose last column is of numbers."""
+  """Returns a table without lines; the last column is aligned right."""
   table = rich.table.Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
   for name in names[:-1]:
     table.add_column(name, overflow="fold")
@@ -185,7 +186,7 @@ def _table(*names: str) -> rich.table.Table:
 
 
 def _bytes(number: int) -> str:
-  """Returns three digits or so: 345 B, 1.2 KiB, 12 GiB."""
+  """Returns up to three digits: 345 B, 1.2 KiB, 12 GiB."""
   size, units = float(number), ["B", "KiB", "MiB", "GiB", "TiB"]
   while size >= 1000 and len(units) > 1:
     size /= 1024
@@ -195,7 +196,7 @@ def _bytes(number: int) -> str:
 
 
 def _count(number: int) -> str:
-  """Returns three digits or so: 12,345, 1.23 million, 235 billion."""
+  """Returns up to three digits: 12,345, 1.23 million, 235 billion."""
   for scale, unit in ((1e9, "billion"), (1e6, "million")):
     if number >= scale:
       return f"{number / scale:.3g} {unit}"

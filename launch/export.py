@@ -1,8 +1,8 @@
 """Exports a run: python -m launch.export --run=DIR --directory=OUT.
 
-OUT is then a Hugging Face checkpoint: weights of the newest checkpoint of the
-run, config, tokenizer and chat template. Adapters are merged into the weights,
-or with --adapter are all that is written, as PEFT loads them.
+OUT becomes a Hugging Face checkpoint: the weights of the run's newest
+checkpoint, config, tokenizer and chat template. Adapters are merged into the
+weights; --adapter writes the adapters alone, in the format of PEFT.
 """
 
 import asyncio
@@ -24,25 +24,25 @@ _RUN = absl_flags.DEFINE_string(
   "run", None, "Directory of a run.", required=True
 )
 _DIRECTORY = absl_flags.DEFINE_string(
-  "directory", None, "Is made, and must not exist.", required=True
+  "directory", None, "Directory to write; must not exist.", required=True
 )
 _TOKENIZER = absl_flags.DEFINE_string(
   "tokenizer",
   None,
-  "Directory whose tokenizer and chat template are copied. Default: those that"
-  " the run was trained with.",
+  "Directory whose tokenizer and chat template are copied. Default: those of"
+  " the run.",
 )
 _ADAPTER = absl_flags.DEFINE_bool(
   "adapter",
   False,
-  "Writes the adapters of a run with model.lora alone, for PEFT on top of the"
-  " model that the run started from.",
+  "Writes only the adapters of a run with model.lora, for PEFT on top of the"
+  " initial model of the run.",
 )
 _PLATFORM = absl_flags.DEFINE_enum(
   "platform",
   None,
   ["cpu", "gpu", "tpu"],
-  "Where the weights pass through. Default: as in the run.",
+  "Devices that load the weights. Default: those of the run.",
 )
 
 
@@ -61,7 +61,7 @@ def main(argv: list[str]) -> None:
     experiment.validate()
     experiment.validate_initial()
     experiment.engine.validate_installed()
-    # False where it may not even be looked for, which ends up in writing.
+    # os.path.exists is False without permission; writing then reports it.
     if os.path.exists(target):
       raise overrides.SettingError(
         f"--directory={target} exists; remove it or choose another"
@@ -83,13 +83,13 @@ def _check_adapter(
 ) -> None:
   if experiment.model.lora is None:
     raise overrides.SettingError(
-      "--adapter: the run has no adapters, for its model.lora is none; leave "
+      "--adapter: the run has no adapters, as model.lora is none; leave "
       "--adapter out to write its weights"
     )
   if source is not None:
     raise overrides.SettingError(
-      f"--tokenizer={source}: an adapter has none; leave one of --adapter and "
-      "--tokenizer out"
+      f"--tokenizer={source}: an adapter has no tokenizer; leave out either "
+      "--adapter or --tokenizer"
     )
 
 
@@ -98,7 +98,7 @@ async def _export(
   run_dir: pathlib.Path,
   target: pathlib.Path,
 ) -> int:
-  """Returns the rounds behind the weights that were written."""
+  """Writes the weights; returns the number of rounds that trained them."""
   async with load_run.restored(experiment, run_dir) as (parts, found):
     model, params = experiment.model, found.state.params
     with flags.exit_on_setting_error():

@@ -1,12 +1,12 @@
 """Serves the OpenAI API: python -m launch.serve --run=DIR | --model=DIR.
 
-A client of the `openai` package talks to it as it is; its base_url is the
-address that is printed, or ADDRESS/sessions/NAME/v1 for requests of one
-session. --record=FILE gets every session as trajectories, one JSON a line.
-There is no key: whoever reaches the port may ask.
+Clients of the `openai` package need no change; base_url is the address that is
+printed, or ADDRESS/sessions/NAME/v1 for the requests of one session.
+--record=FILE appends the trajectories of every session as JSON lines. Requests
+need no key: anyone who reaches the port is answered.
 
-Ctrl-C or SIGTERM ends it, with what is under way: sessions that nobody
-finished are recorded as truncated.
+Ctrl-C or SIGTERM aborts running requests and ends the server; unfinished
+sessions are recorded as truncated.
 """
 
 import asyncio
@@ -15,11 +15,10 @@ import dataclasses
 import json
 import os
 import pathlib
-import signal
 import socket
 import sys
 from collections.abc import Sequence
-from typing import Any, TextIO
+from typing import TextIO
 
 from absl import app
 from absl import flags as absl_flags
@@ -27,63 +26,64 @@ from absl import flags as absl_flags
 from launch.cli import flags
 from launch.openai import app as openai_app
 from launch.openai import http_server, served_model
+from launch.run import signals
 from models.chat import hf_chat
 from rl.agents import sessions
 from rl.data import trajectory
 from rl.settings import overrides
 
 _RUN = absl_flags.DEFINE_string(
-  "run", None, "Directory of a run, whose newest checkpoint is served."
+  "run", None, "Directory of a run; serves its newest checkpoint."
 )
 _MODEL = absl_flags.DEFINE_string(
-  "model", None, "Directory of a Hugging Face checkpoint, which is served."
+  "model", None, "Directory of a Hugging Face checkpoint to serve."
 )
 _HOST = absl_flags.DEFINE_string("host", "127.0.0.1", "Address to listen on.")
 _PORT = absl_flags.DEFINE_integer(
-  "port", 8000, "Port; 0 takes one that is free.", 0, 65535
+  "port", 8000, "Port; 0 takes any free one.", 0, 65535
 )
 _RECORD = absl_flags.DEFINE_string(
-  "record", None, "File to which trajectories are appended, as JSON lines."
+  "record", None, "File that trajectories are appended to, as JSON lines."
 )
 _TEMPERATURE = absl_flags.DEFINE_float(
   "temperature",
   None,
-  "Of requests that name none. Default: the run's, or 1.",
+  "Temperature of requests without one. Default: the run's, or 1.",
 )
 _ONE_TEMPERATURE = absl_flags.DEFINE_bool(
   "one_temperature",
   False,
-  "Samples all requests at that temperature, whatever they name.",
+  "Samples all requests at --temperature, whatever they ask for.",
 )
 _MAX_SESSIONS = absl_flags.DEFINE_integer(
-  "max_sessions", 4096, "Sessions that are open at a time.", 1
+  "max_sessions", 4096, "Sessions open at a time.", 1
 )
 _ANSWER_S = absl_flags.DEFINE_float(
-  "answer_s", 600.0, "Seconds that the answers to a request may take.", 0.001
+  "answer_s", 600.0, "Deadline of the answers to a request, in s.", 0.001
 )
 
 
 def main(argv: list[str]) -> None:
-  """Checks flags, settings, port and file, and serves until a signal."""
+  """Checks flags, settings, port and file; serves until a signal."""
   if len(argv) > 1:
     raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
   with contextlib.ExitStack() as closing:
     with flags.exit_on_setting_error():
-      how = openai_app.Serving(
+      serving = openai_app.Serving(
         temperature=1.0 if _TEMPERATURE.value is None else _TEMPERATURE.value,
         one_temperature=_ONE_TEMPERATURE.value,
         answer_s=_ANSWER_S.value,
       )
       port = closing.enter_context(_bind())
       record = closing.enter_context(_open_record(_RECORD.value))
-      served = _served()
-    sys.exit(asyncio.run(_Server(how, port, record).serve(served)))
+      loading = _loading()
+    sys.exit(asyncio.run(_Server(serving, port, record).serve(loading)))
 
 
-def _served() -> contextlib.AbstractAsyncContextManager[
+def _loading() -> contextlib.AbstractAsyncContextManager[
   served_model.ServedModel
 ]:
-  """Returns what is to be served, checked and not loaded."""
+  """Returns the checked model of the flags; entering it loads the weights."""
   if absl_flags.FLAGS["config"].present:
     raise overrides.SettingError(
       "--config: name a run with --run=DIR, which has its settings; "
@@ -106,8 +106,8 @@ def _bind() -> socket.socket:
     return http_server.bind(_HOST.value, _PORT.value)
   except OSError as error:
     raise overrides.SettingError(
-      f"--host={_HOST.value} --port={_PORT.value} is not to be had: "
-      f"{error.strerror}; use --port=0 for one that is free"
+      f"--host={_HOST.value} --port={_PORT.value} cannot be used: "
+      f"{error.strerror}; use --port=0 for any free port"
     ) from error
 
 
@@ -128,69 +128,59 @@ class _Server:
   """Serves on a bound port; `serve` is called once."""
 
   def __init__(
-    self, how: openai_app.Serving, port: socket.socket, record: TextIO
+    self, serving: openai_app.Serving, port: socket.socket, record: TextIO
   ):
-    self._how = how
+    self._serving = serving
     self._port = port
     self._record = record
-    self._ready = False
-    self._signal = 0
-    self._stop = asyncio.Event()
 
   async def serve(
     self,
     loading: contextlib.AbstractAsyncContextManager[served_model.ServedModel],
   ) -> int:
-    """Returns 0 when a signal ended it; 128 + its number before it served."""
-    loop, current = asyncio.get_running_loop(), asyncio.current_task()
+    """Returns 0 after a signal, or 128 + its number if it came too early."""
+    current, stopping = asyncio.current_task(), asyncio.Event()
     assert current is not None
-    for number in (signal.SIGINT, signal.SIGTERM):
-      loop.add_signal_handler(number, self._on_signal, number, current)
+    handlers = signals.Signals(current.cancel, _progress)
     try:
       async with loading as served:
-        await self._serve(served)
+        await self._serve(served, handlers, stopping)
     except asyncio.CancelledError:
-      if not self._signal:
+      if not handlers.number:
         raise
-      return 128 + self._signal
+      return 128 + handlers.number
     return 0
 
-  def _on_signal(self, number: int, current: asyncio.Task[Any]) -> None:
-    if self._signal:  # The user insists.
-      signal.signal(number, signal.SIG_DFL)
-      os.kill(os.getpid(), number)
-    self._signal = number
-    if self._ready:
-      self._stop.set()
-    else:
-      current.cancel()
-
-  async def _serve(self, served: served_model.ServedModel) -> None:
-    how = dataclasses.replace(self._how, model=served.name)
+  async def _serve(
+    self,
+    served: served_model.ServedModel,
+    handlers: signals.Signals,
+    stopping: asyncio.Event,
+  ) -> None:
+    serving = dataclasses.replace(self._serving, model=served.name)
     if _TEMPERATURE.value is None:
-      how = dataclasses.replace(how, temperature=served.temperature)
+      serving = dataclasses.replace(serving, temperature=served.temperature)
     opened = sessions.Sessions(
       served.chat, max_sessions=_MAX_SESSIONS.value, keep=self._keep
     )
-    application = openai_app.app(served.engine, opened, how)
+    application = openai_app.app(served.engine, opened, serving)
     try:
       async with http_server.listening(application, self._port) as address:
         version = served.engine.stats().version
-        self._ready = True
-        print(
-          f"{served.name}, version {version}, is served at {address}/v1",
-          flush=True,
-        )
-        await self._stop.wait()
-        _progress("stopping; again to end at once")
-        # What is under way ends with what it has, and is recorded.
+        with handlers.calling(stopping.set):
+          print(
+            f"{served.name}, version {version}, is served at {address}/v1",
+            flush=True,
+          )
+          await stopping.wait()
+        # Running requests end with their tokens so far, and are recorded.
         served.engine.abort(None)
     finally:
       if count := opened.close():
         _progress(f"{count} sessions were not finished")
 
-  def _keep(self, left: Sequence[trajectory.Trajectory]) -> None:
-    lines = [json.dumps(trajectory.trajectory_to_json(t)) for t in left]
+  def _keep(self, branches: Sequence[trajectory.Trajectory]) -> None:
+    lines = [json.dumps(trajectory.trajectory_to_json(t)) for t in branches]
     self._record.write("".join(f"{line}\n" for line in lines))
     self._record.flush()
 

@@ -1,8 +1,8 @@
 """Runs every variation of a config: python -m launch.sweep --config=FILE.
 
-The file's sweep() lists the overrides of each run. Every run is a process of
-its own, `launch.train` with its own directory and log, so one that fails does
-not end the others. The same command goes on where a sweep was stopped.
+The file's sweep() lists the overrides of each run. Every run is a process,
+`launch.train` with its own directory and log, so a failed run does not end the
+others. The same command continues a stopped sweep.
 """
 
 import concurrent.futures
@@ -20,17 +20,17 @@ from rl import experiment
 from rl.settings import overrides as overrides_lib
 
 _WORKDIR = absl_flags.DEFINE_string(
-  "workdir", None, "Directory above those of the runs.", required=True
+  "workdir", None, "Parent directory of all runs.", required=True
 )
 _PARALLEL = absl_flags.DEFINE_integer(
   "parallel", 1, "Runs at the same time.", lower_bound=1
 )
-# So that --help tells of --config too.
+# Shows --config in --help.
 absl_flags.adopt_module_key_flags(flags)
 
 
 def main(argv: list[str]) -> None:
-  """Checks every run, then starts them; exits with 1 when one failed."""
+  """Checks every run, then starts them; exits with 1 if one failed."""
   if len(argv) > 1:
     raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
   path = absl_flags.FLAGS.config
@@ -39,10 +39,12 @@ def main(argv: list[str]) -> None:
     flags.load_from_command_line(experiment.check_experiment)
     swept = flags.sweep(path)
     for overrides in swept:
-      _check_apart(given, overrides)
+      _check_disjoint(given, overrides)
     runs = [{**given, **overrides} for overrides in swept]
     if not runs:
-      raise overrides_lib.SettingError(f"{path} has no sweep() that lists runs")
+      raise overrides_lib.SettingError(
+        f"{path} has no sweep() that lists runs; add one, or use launch.train"
+      )
     root = pathlib.Path(_WORKDIR.value)
     directories = [root / f"run_{i:03d}" for i in range(len(runs))]
     for directory, overrides in zip(directories, runs, strict=True):
@@ -54,10 +56,10 @@ def main(argv: list[str]) -> None:
   sys.exit(1 if any(codes) else 0)
 
 
-def _check_apart(
+def _check_disjoint(
   given: Mapping[str, str | None], overrides: Mapping[str, str | None]
 ) -> None:
-  """Raises when a run would undo what the command line asks for."""
+  """Raises SettingError if a run would override the command line."""
   for key in given.keys() & overrides.keys():
     raise overrides_lib.SettingError(
       f"{overrides_lib.argument(key, given[key])} is given, but sweep() sets "

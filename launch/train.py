@@ -1,6 +1,6 @@
 """Trains an agent: python -m launch.train --config=FILE --workdir=DIR.
 
-With --explain instead of --workdir it prints what would lie where, and stops.
+--explain instead of --workdir prints the placement and memory of the run.
 """
 
 import sys
@@ -19,15 +19,15 @@ from rl.settings import overrides
 _WORKDIR = absl_flags.DEFINE_string(
   "workdir",
   "",
-  "Directory of the run. The same command goes on where a run in it ended.",
+  "Directory of the run. The same command continues the run in it.",
 )
 _EXPLAIN = absl_flags.DEFINE_bool(
   "explain",
   False,
-  "Prints every parameter with its place on both meshes, and the memory that"
-  " the run needs on each device; starts nothing, and needs no such device.",
+  "Prints every parameter with its place on both meshes and the memory that"
+  " the run needs on each device; starts nothing and needs no device.",
 )
-# So that --help tells of --config too.
+# Shows --config in --help.
 absl_flags.adopt_module_key_flags(flags)
 
 
@@ -40,7 +40,7 @@ def main(argv: list[str]) -> None:
     workdir.check_initial(_WORKDIR.value, experiment)
     lock = None if _EXPLAIN.value else _claim(experiment)
   if lock is None:
-    # Tracing shapes may ask jax for a device, if only for a zero.
+    # Tracing shapes may create a constant, and that needs some device.
     jax.config.update("jax_platforms", "cpu")
     explain.show(experiment, sys.stdout)
     return
@@ -58,7 +58,7 @@ def _claim(experiment: experiment_lib.Experiment) -> TextIO:
   experiment.engine.validate_installed()
   jax_setup.prepare(experiment.placement)
   experiment.placement.layouts()
-  # Last: it writes, and clears what a run left that saved nothing.
+  # Last: it writes, and clears a run without checkpoints.
   return workdir.claim(_WORKDIR.value, experiment)
 
 

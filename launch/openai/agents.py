@@ -69,7 +69,7 @@ class Agents:
 
 @contextlib.asynccontextmanager
 async def serving(
-  engine: answer_stream.Streamer,
+  engine: answer_stream.ServedEngine,
   chat: episode_lib.Chat,
   how: openai_app.Serving | None = None,
   *,

@@ -34,7 +34,7 @@ class PendingAnswer:
     answer_s: deadline of all choices together, in seconds.
   """
 
-  engine: answer_stream.Streamer
+  engine: answer_stream.ServedEngine
   sessions: sessions_lib.Sessions
   session: session_tree.Session
   opening: session_tree.Opening

@@ -66,7 +66,7 @@ class Serving:
 
 
 def app(
-  engine: answer_stream.Streamer,
+  engine: answer_stream.ServedEngine,
   sessions: sessions_lib.Sessions,
   serving: Serving | None = None,
 ) -> applications.Starlette:
@@ -150,7 +150,7 @@ class _Api:
 
   def __init__(
     self,
-    engine: answer_stream.Streamer,
+    engine: answer_stream.ServedEngine,
     sessions: sessions_lib.Sessions,
     serving: Serving,
   ):

@@ -39,7 +39,7 @@ class ServedModel:
     temperature: at which a learner would score its samples.
   """
 
-  engine: answer_stream.Streamer
+  engine: answer_stream.ServedEngine
   chat: episode_lib.Chat
   name: str
   temperature: float = 1.0

@@ -1,4 +1,4 @@
-"""What the user sees: a live panel in a terminal, plain lines elsewhere."""
+"""The display of a run: a live panel in a terminal, plain lines elsewhere."""
 
 import itertools
 import math
@@ -20,9 +20,9 @@ _MAX_FAULT = 72
 class Display:
   """Shows the progress of one run on a stream.
 
-  A terminal gets a panel that stays below everything else; any other stream
-  gets ASCII lines: rounds at most every two seconds, the last one, and every
-  evaluation and note. A metric that is missing or not finite is a dash.
+  A terminal gets a panel below all other output; any other stream gets ASCII
+  lines: rounds at most every two seconds, the last round, and every evaluation
+  and note. A metric that is missing or not finite is a dash.
   """
 
   def __init__(
@@ -34,7 +34,7 @@ class Display:
     """Shows nothing yet.
 
     Args:
-      clock: seconds; for the time left and for how often lines come.
+      clock: in seconds, for the time left and the pause between lines.
     """
     self._total_rounds = total_rounds
     self._clock = clock
@@ -46,22 +46,22 @@ class Display:
     self._phase = "starting"
     self._fault = ""
     self._successes: list[float] = []
-    # Rounds that were done at the first update, and when that was.
+    # (rounds done, time) at the first update.
     self._first: tuple[int, float] | None = None
     self._line_s = -math.inf
     self._waiting_line = False
     self._live = None
     if _can_draw(stream, self._console):
-      # Last: it asks for the panel at once.
+      # Last: Live calls _panel at once.
       self._live = rich.live.Live(
         console=self._console,
         get_renderable=self._panel,
-        # What goes elsewhere is none of the panel's business.
+        # Leave stderr alone when it goes to a file.
         redirect_stderr=sys.stderr.isatty(),
       )
 
   def start(self) -> None:
-    """Begins to draw; lines need no start."""
+    """Starts drawing the panel, if there is one."""
     if self._live:
       self._live.start()
 
@@ -73,10 +73,7 @@ class Display:
       self._print_round()
 
   def phase(self, name: str) -> None:
-    """Shows what goes on outside the rounds: "warm start 12/40".
-
-    The next update replaces it.
-    """
+    """Shows the work outside the rounds, "warm start 12/40", until `update`."""
     is_same = _without_count(name) == _without_count(self._phase)
     self._phase = name
     if not self._live and not (is_same and self._is_soon()):
@@ -91,7 +88,7 @@ class Display:
         staleness_max, staleness_bound, zero_variance_groups, faults and
         skipped_updates; with experts also router_entropy, max_load and
         dropped_assignments.
-      fault: kind and message of the most frequent one.
+      fault: status and message of the most frequent fault.
     """
     is_due = bool(self._phase) or not self._is_soon()
     self._metrics, self._phase, self._fault = dict(metrics), "", fault
@@ -111,16 +108,13 @@ class Display:
       self._console.print(f"evaluation: success {self._evaluation_text()}")
 
   def note(self, text: str) -> None:
-    """Shows a notice, above the panel where there is one.
-
-    The round before it is shown first.
-    """
+    """Shows a notice above the panel, after the line of the latest round."""
     if self._waiting_line and not self._live:
       self._print_round()
     self._console.print(text, soft_wrap=True)
 
   def warn(self, text: str) -> None:
-    """Prints a warning on stderr; a panel stays below it."""
+    """Prints a warning on stderr, above the panel."""
     print(f"warning: {text}", file=sys.stderr, flush=True)
 
   @property
@@ -145,7 +139,7 @@ class Display:
     return f"{success} ({low} to {high})"
 
   def _left(self) -> str:
-    """Time left at the mean pace since the first update."""
+    """Returns the time left at the mean pace since the first update."""
     if self._first is None or self._done == self._first[0]:
       return "-"
     done, since_s = self._first
@@ -156,18 +150,18 @@ class Display:
     cells = _cells(self._metrics)
     width = len(str(self._total_rounds))
     evaluated = _percent(self._evaluation[0] if self._evaluation else None)
-    wrong = ""
+    troubles = ""
     if self._metrics.get("skipped_updates"):
-      wrong += f"  skipped {cells['skipped']}"
+      troubles += f"  skipped {cells['skipped']}"
     if self._metrics.get("faults"):
-      wrong += f"  faults {cells['faults']}"
-      wrong += f" ({_short(self._fault)})" if self._fault else ""
+      troubles += f"  faults {cells['faults']}"
+      troubles += f" ({_short(self._fault)})" if self._fault else ""
     return (
       f"round {self._done:>{width}}/{self._total_rounds}"
       f"  success {cells['success']:>4}  eval {evaluated:>4}"
       f"  decode {cells['decode']:>5}/s  learner {cells['learner']:>5}/s"
       f"  overlap {cells['overlap']:>4}  stale {cells['staleness']}"
-      f"  left {self._left()}{wrong}"
+      f"  left {self._left()}{troubles}"
     )
 
   def _panel(self) -> rich.console.RenderableType:
@@ -183,7 +177,7 @@ class Display:
       self._phase or f"left {self._left()}",
     )
     rows = rich.table.Table.grid(padding=(0, 2))
-    # Wide enough for the sparkline from the start, so that nothing moves.
+    # Wide enough for a full sparkline, so that columns never move.
     for style, min_width in (("dim", 0), ("bold", 30), ("dim", 0), ("bold", 0)):
       rows.add_column(style=style, min_width=min_width)
     success = f"{cells['success']}  {sparkline(self._successes)}"
@@ -222,14 +216,14 @@ def sparkline(values: Sequence[float], width: int = 24) -> str:
 
 def _cells(metrics: Mapping[str, float]) -> dict[str, str]:
   get = metrics.get
-  most_frequent_fault = _number(get("staleness_max"), ".0f")
+  stalest = _number(get("staleness_max"), ".0f")
   bound = _number(get("staleness_bound"), ".0f")
   return {
     "success": _percent(get("success")),
     "decode": _thousands(get("decode_tokens_per_s")),
     "learner": _thousands(get("learner_tokens_per_s")),
     "overlap": _percent(get("overlap_share")),
-    "staleness": f"{most_frequent_fault}/{bound}",
+    "staleness": f"{stalest}/{bound}",
     "reward": _number(get("reward_mean"), ".3f"),
     "entropy": _number(get("entropy"), ".3f"),
     "zero_variance": _number(get("zero_variance_groups"), ".0f"),
@@ -241,7 +235,7 @@ def _cells(metrics: Mapping[str, float]) -> dict[str, str]:
 
 
 def _dropped(metrics: Mapping[str, float]) -> str:
-  """Returns a complaint where experts left out what they were given."""
+  """Returns the number of assignments that experts dropped, or ""."""
   count = metrics.get("dropped_assignments", 0.0)
   return f", {count:.0f} dropped" if count else ""
 
@@ -273,7 +267,7 @@ def _percent(rate: float | None) -> str:
 
 
 def _thousands(value: float | None) -> str:
-  """Returns three digits or so: 345, 1.2k, 12k, 1.2M."""
+  """Returns up to three digits: 345, 1.2k, 12k, 1.2M."""
   if value is None or not math.isfinite(value):
     return "-"
   for scale, unit in ((1e6, "M"), (1e3, "k")):

@@ -1,4 +1,4 @@
-"""A run whose newest checkpoint is used, and not trained any further."""
+"""Loads the newest checkpoint of a run for evaluation, export or serving."""
 
 import contextlib
 import pathlib
@@ -15,10 +15,10 @@ from rl.runtime import checkpoint
 async def restored(
   experiment: experiment_lib.Experiment, run_dir: pathlib.Path
 ) -> AsyncIterator[tuple[assemble.Parts, checkpoint.Restored]]:
-  """Gives the parts of a run, which are not started, and its checkpoint.
+  """Gives the parts of a run, not started, and its newest checkpoint.
 
-  Ends the process when there is none that can be read, or when the frozen
-  weights that it needs are gone, damaged or others.
+  Exits the process if no checkpoint can be read, or if the frozen weights it
+  needs are missing, damaged or changed.
   """
   parts = assemble.build(experiment)
   saved = checkpoint.Checkpoints(run_dir / "checkpoints", keep=1)

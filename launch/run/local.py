@@ -1,10 +1,11 @@
-"""One process: every role a task on one event loop.
+"""Trains in one process: every role is a task on one event loop.
 
-restore, or warm start -> engine up -> evaluate -> rounds -> evaluate
-              | (a line a step, checkpoints)         | (metrics, checkpoints)
-              +-- Ctrl-C, SIGTERM -------------------+-> save, say how to go on
+_restore, or _begin (warm start) -> _open (engine up) -> _evaluate_alone
+  -> _rounds -> _evaluate_alone -> _conclude (trace, report, verdict)
 
-However it ends, what its log shows is said.
+The coordinator calls `on_round`, `on_published` and `on_boundary`. Ctrl-C or
+SIGTERM ends the rounds at a boundary, in `_stopped`, and all else at once, in
+`_cancelled`. On every path the event log is checked and its verdict printed.
 """
 
 import asyncio
@@ -49,8 +50,8 @@ def train(
 
   0: all rounds are done and every invariant held. 1: an invariant broke,
   something stalled, gradients were no longer finite, faults left nothing to
-  train, or a checkpoint could not be written or read. 2: what `initial` holds
-  cannot be used. 128 + signal: stopped; what was saved stays.
+  train, or a checkpoint could not be written or read. 2: the weights of
+  `initial` cannot be used. 128 + signal: stopped; checkpoints stay.
   """
   run_dir = pathlib.Path(path)
   screen = display.Display(experiment.rounds, sys.stdout)
@@ -71,14 +72,14 @@ def train(
   except FloatingPointError as error:
     screen.note(f"error: {error}")
     for path in skipped_updates.updates(run_dir / "skipped")[-1:]:
-      screen.note(f"what is wrong with it:\n  python -m launch.replay {path}")
+      screen.note(f"to find the cause:\n  python -m launch.replay {path}")
     return 1
   finally:
     screen.close()
 
 
 class _Run(progress_lib.RunObserver):
-  """The coordinator's observer: metrics, evaluations and checkpoints."""
+  """One run; also the observer that the coordinator calls."""
 
   def __init__(
     self,
@@ -112,7 +113,7 @@ class _Run(progress_lib.RunObserver):
     except (asyncio.CancelledError, KeyboardInterrupt):
       if not self._signals.number:
         raise
-      return self._cut_off()
+      return self._cancelled()
     except warm_start_files.WarmStartStopped as stopped:
       self._screen.note(f"{stopped}; to go on:\n  {workdir.command()}")
       return 128 + self._signals.number
@@ -122,25 +123,25 @@ class _Run(progress_lib.RunObserver):
       self._checkpoints.close()
 
   async def _train(self, parts: assemble.Parts) -> int:
-    progress = await self._begin()
+    progress = await self._restore() or await self._begin()
     with summary.report_on_failure(self._dir, self._flush, self._screen.note):
       if progress.trained >= self._experiment.rounds:
         return await self._complete(progress)
       await self._open(progress)
-      await self._evaluate_apart(progress.trained)
+      await self._evaluate_alone(progress.trained)
       await self._rounds(progress)
       if self._signals.number:
         return self._stopped()
-      await self._evaluate_apart(self._experiment.rounds)
+      await self._evaluate_alone(self._experiment.rounds)
       return self._finish()
 
   async def _rounds(self, progress: progress_lib.Progress) -> None:
-    """Returns after the last round, or where a signal stopped the loop."""
+    """Runs the rounds up to the last one, or up to a signal."""
     parts = self._parts
     parts.spans.listeners.append(self._meter.add)
     loop = assemble.coordinate(parts, self)
-    # What lives as long as the run need not be looked at again: the event loop
-    # would stand still for 0.1 s each time.
+    # Objects that live as long as the run need no further collections, which
+    # would stop the event loop for 0.1 s each.
     gc.collect()
     gc.freeze()
     try:
@@ -155,15 +156,15 @@ class _Run(progress_lib.RunObserver):
       parts.spans.listeners.remove(self._meter.add)
 
   async def _complete(self, progress: progress_lib.Progress) -> int:
-    """Makes up for what a kill after the last checkpoint left undone.
+    """Evaluates and reports if a kill after the last checkpoint prevented it.
 
-    Of a run of no rounds that is all there is after its warm start.
+    A run of zero rounds ends here after its warm start.
     """
     code = 0
     await self.on_boundary(progress)
     if not self._is_evaluated(progress.trained):
       await self._open(progress)
-      await self._evaluate_apart(progress.trained)
+      await self._evaluate_alone(progress.trained)
       code = self._finish()
     elif not self._is_reported(progress.trained):
       code = self._finish()
@@ -185,7 +186,7 @@ class _Run(progress_lib.RunObserver):
     return page.exists() and page.stat().st_mtime >= saved.stat().st_mtime
 
   async def _open(self, progress: progress_lib.Progress) -> None:
-    """Opens the metrics and lets the engine serve."""
+    """Opens the metrics and starts the engine."""
     self._metrics = metrics_writer.MetricsWriter(
       self._dir, first_round=progress.trained + 1
     )
@@ -196,30 +197,30 @@ class _Run(progress_lib.RunObserver):
       self._screen.phase,
     )
 
-  async def _begin(self) -> progress_lib.Progress:
+  async def _restore(self) -> progress_lib.Progress | None:
+    """Returns the progress of the newest checkpoint; None without one."""
     parts = self._parts
     self._screen.phase("looking for a checkpoint")
     found = await initial_state.restore(parts, self._checkpoints)
     if found is None:
       workdir.check_none_damaged(self._dir)
-      self._note_tokenizer()
-      return await self._start()
+      return None
     warm_start_files.forget(self._dir)
     for name in found.skipped:
       self._screen.note(f"checkpoint {name} is damaged and was left out")
-    done = f"{found.step} rounds" if found.step else self._of(0)
+    done = f"{found.step} rounds" if found.step else self._checkpoint_name(0)
     self._screen.note(f"going on after {done}")
     self._saved = found.step
     parts.tasks.seek(found.host["cursor"])
     progress = progress_lib.from_host(found.state, found.host)
     if not progress.next_group and (self._dir / "events.jsonl").stat().st_size:
-      # The coordinator, to whom this is a beginning, cannot know of a round
-      # that a kill cut off.
+      # The coordinator sees a fresh run and cannot know that a killed process
+      # has logged part of its first round.
       parts.log.emit("resumed", trained=progress.trained, next_group=0)
     return progress
 
   def _note_tokenizer(self) -> None:
-    """Says so when initial weights meet their words under other ids."""
+    """Notes that the tokenizer of the initial weights is not used."""
     source, chat = self._experiment.initial, self._parts.chat
     if source is not None and tokenizer_files.is_other(chat, source):
       self._screen.note(
@@ -228,8 +229,9 @@ class _Run(progress_lib.RunObserver):
         f"{chat.vocab_size - len(chat.words)} on"
       )
 
-  async def _start(self) -> progress_lib.Progress:
-    """Returns a run before its first round; saves what a warm start gave."""
+  async def _begin(self) -> progress_lib.Progress:
+    """Returns a run before its first round; a warm start is saved."""
+    self._note_tokenizer()
     parts, experiment = self._parts, self._experiment
     if experiment.warm_start is None:
       state = await initial_state.create(parts, self._screen.phase)
@@ -243,12 +245,12 @@ class _Run(progress_lib.RunObserver):
     await self.on_boundary(progress)
     self._wait_for_save()
     warm_start_files.forget(self._dir)
-    if self._signals.number:  # It came behind the last step.
+    if self._signals.number:  # It came after the last step.
       raise asyncio.CancelledError
     return progress
 
-  def _of(self, trained: int) -> str:
-    """Returns what a checkpoint is of, in words."""
+  def _checkpoint_name(self, trained: int) -> str:
+    """Returns the checkpoint of "round 3" or of "the warm start"."""
     if trained or self._experiment.warm_start is None:
       return f"round {trained}"
     return "the warm start"
@@ -256,7 +258,7 @@ class _Run(progress_lib.RunObserver):
   # The observer.
 
   async def on_round(self, trained: progress_lib.TrainedRound) -> None:
-    """Writes and shows the numbers of a round and a few of its episodes."""
+    """Writes and shows the metrics of a round and a few of its episodes."""
     groups = trained.groups
     time_s = time.monotonic() - self._parts.spans.origin
     metrics = {**trained.metrics, "time_s": time_s}
@@ -284,13 +286,13 @@ class _Run(progress_lib.RunObserver):
     self._parts.spans.flush()
 
   async def on_published(self, version: trajectory.PolicyVersion) -> None:
-    """Evaluates now and then."""
+    """Evaluates every few versions."""
     every = self._experiment.evaluation.every
     if every and version % every == 0:
       await self._evaluate(int(version))
 
   async def on_boundary(self, progress: progress_lib.Progress) -> None:
-    """Saves every few rounds, at the end and when asked to stop.
+    """Saves every few rounds, at the end and after a signal.
 
     Raises:
       round_warnings.NothingTrained: in too many rounds; this one is saved.
@@ -304,11 +306,13 @@ class _Run(progress_lib.RunObserver):
       raise round_warnings.NothingTrained(hopeless)
 
   def _save(self, progress: progress_lib.Progress) -> None:
-    """Starts a checkpoint, unless there is that of this round already."""
+    """Starts a checkpoint, unless this round is saved already."""
     trained = progress.trained
     if trained == self._saved:
       return
-    what = f"the checkpoint of {self._of(trained)}, or that before it,"
+    what = (
+      f"the checkpoint of {self._checkpoint_name(trained)}, or that before it,"
+    )
     with (
       self._parts.spans.span("host", "checkpoint", round=trained),
       checkpoint.saving(what),
@@ -316,8 +320,8 @@ class _Run(progress_lib.RunObserver):
       initial_state.save(self._checkpoints, progress)
     self._saved = trained
 
-  async def _evaluate_apart(self, version: int) -> None:
-    """As `_evaluate`, outside of the rounds, where nobody else waits for it."""
+  async def _evaluate_alone(self, version: int) -> None:
+    """Evaluates outside the rounds, where only this watches the deadline."""
     await self._parts.watchdog.wait(
       self._evaluate(version),
       owner="the run",
@@ -345,16 +349,18 @@ class _Run(progress_lib.RunObserver):
     self._screen.evaluation(outcome.success, outcome.low, outcome.high)
 
   def _wait_for_save(self) -> None:
-    with checkpoint.saving(f"the checkpoint of {self._of(self._saved)}"):
+    with checkpoint.saving(
+      f"the checkpoint of {self._checkpoint_name(self._saved)}"
+    ):
       self._checkpoints.wait()
 
-  def _cut_off(self) -> int:
-    """Ends a run that a signal cancelled outside of its rounds."""
+  def _cancelled(self) -> int:
+    """Ends a run that a signal cancelled outside its rounds."""
     self._wait_for_save()
     if not workdir.has_saved(self._dir):
       self._screen.note("stopped before the first round: nothing to save")
     else:
-      saved = self._of(max(0, self._saved))
+      saved = self._checkpoint_name(max(0, self._saved))
       self._screen.note(
         f"stopped: the checkpoint of {saved} stays; to go on:\n"
         f"  {workdir.command()}"
@@ -362,7 +368,7 @@ class _Run(progress_lib.RunObserver):
     return 128 + self._signals.number
 
   def _stopped(self) -> int:
-    """Ends a run that a signal stopped between rounds, where it can go on."""
+    """Ends a run that a signal stopped between two rounds."""
     self._signals.interrupt()
     self._wait_for_save()
     self._screen.note(
@@ -376,6 +382,6 @@ class _Run(progress_lib.RunObserver):
     return self._conclude()
 
   def _conclude(self) -> int:
-    """Leaves trace and report; returns 1 when an invariant broke."""
+    """Writes trace and report; returns 1 if an invariant broke, else 0."""
     self._flush()
     return summary.conclude(self._dir, self._meter.take(), self._screen.note)

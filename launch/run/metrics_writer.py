@@ -1,4 +1,4 @@
-"""The numbers of a run, on disk: JSON lines and TensorBoard."""
+"""Writes the metrics of a run as JSON lines and for TensorBoard."""
 
 import json
 import math
@@ -12,17 +12,16 @@ class MetricsWriter:
   """Appends one line for each round and each evaluation of a run.
 
   Files: metrics.jsonl, evaluations.jsonl and tensorboard/ in the directory of
-  the run. The coordinator calls `write` and `evaluation`; a line is on its
-  way to disk when they return.
+  the run. The observer of the run calls `write` and `evaluation`, which flush.
   """
 
   def __init__(self, run_dir: pathlib.Path | str, *, first_round: int = 0):
     """Opens the files, creating them and the directory as needed.
 
     Args:
-      first_round: of this process. What an earlier one wrote of this round
-        and later ones is dropped: a resumed run has each round once. So are
-        evaluations from the round before on: it is evaluated again.
+      first_round: of this process. Lines of this round and later, from an
+        earlier process, are dropped: a resumed run has each round once. So are
+        evaluations from the round before on, which is evaluated again.
     """
     # Half a second that a process without metrics should not pay.
     import tensorboardX
@@ -37,7 +36,7 @@ class MetricsWriter:
     self._board = tensorboardX.SummaryWriter(
       str(run_dir / "tensorboard"), purge_step=max(0, last), flush_secs=10
     )
-    # A purge knows no tags: it takes the metrics of the last round along.
+    # The purge drops the metrics of the last round with its evaluation.
     for row in rows:
       if row["round"] == last:
         self._scalars(row, last)
@@ -58,7 +57,7 @@ class MetricsWriter:
 
   def _scalars(self, row: Mapping[str, Any], round: int) -> None:
     for name, value in row.items():
-      # TensorBoard draws no other number, and complains of each.
+      # TensorBoard warns about each value that is not finite.
       if value is not None and math.isfinite(value):
         self._board.add_scalar(name, float(value), round)
 
@@ -72,12 +71,12 @@ class MetricsWriter:
 def json_line(
   number: int, metrics: Mapping[str, int | float], key: str = "round"
 ) -> str:
-  """Returns a line of JSON; what is not finite is null.
+  """Returns a line of JSON; values that are not finite become null.
 
   Args:
-    key: of the number.
+    key: name of `number`.
   """
-  # JSON has no nan and no inf; readers of other languages refuse them.
+  # JSON has neither nan nor inf; parsers in other languages reject them.
   values = {name: float(value) for name, value in metrics.items()}
   finite = {k: v if math.isfinite(v) else None for k, v in values.items()}
   return json.dumps({key: number} | finite | {key: number}) + "\n"
@@ -86,10 +85,12 @@ def json_line(
 def cut_back(
   path: pathlib.Path, first: int, key: str = "round"
 ) -> list[dict[str, Any]]:
-  """Keeps the whole lines before a number; at any kill, all or the rest.
+  """Cuts a file to the complete lines whose number is below `first`.
+
+  Atomic: a kill leaves the old file or the new one.
 
   Returns:
-    The rows that are kept; none where there is no file.
+    The kept rows; none if the file does not exist.
   """
   if not path.exists():
     return []

@@ -1,4 +1,4 @@
-"""Samples of what was played and compared, on disk, as JSON lines."""
+"""Writes samples of trajectories and log-probability gaps as JSON lines."""
 
 import json
 import math
@@ -25,14 +25,16 @@ def write(
 ) -> pathlib.Path:
   """Writes every member of `groups` to trajectories/round_NNNNNN.jsonl.
 
-  A line holds `trajectory_to_json`, the advantage, and every id as a word.
+  A line holds `trajectory_to_json`, the advantage, and the text of every id.
   """
   path = run_dir / "trajectories" / f"round_{round_:06d}.jsonl"
   path.parent.mkdir(exist_ok=True)
   with path.open("w") as file:
-    for group, of_group in zip(groups, advantages, strict=True):
-      for member, value in zip(group.trajectories, of_group, strict=True):
-        line = readable(member, chat) | {"advantage": float(value)}
+    for group, group_advantages in zip(groups, advantages, strict=True):
+      for member, advantage in zip(
+        group.trajectories, group_advantages, strict=True
+      ):
+        line = readable(member, chat) | {"advantage": float(advantage)}
         file.write(json.dumps(line) + "\n")
   return path
 
@@ -40,7 +42,7 @@ def write(
 def readable(
   member: trajectory.Trajectory, chat: episode.Chat
 ) -> dict[str, Any]:
-  """Returns a trajectory as JSON data with its ids spelled out."""
+  """Returns a trajectory as JSON data with the text of its ids."""
   data = trajectory.trajectory_to_json(member)
   for turn in data["turns"]:
     turn["context_words"] = [chat.token(i) for i in turn["context"]]
@@ -53,10 +55,10 @@ def write_gap(
 ) -> pathlib.Path:
   """Appends a round's comparison to logprob_gap.jsonl.
 
-  A line holds the round, how many tokens were compared with `mean` and `max`
-  of their gaps in nats, and of at most 512 of them `engine`, `learner` and
-  `lags`; see `logprob_gap.Gap.sample`. What is not finite is null. A round that
-  is played again has another line: the last one counts.
+  A line holds `round`, the number of compared `tokens`, `mean` and `max` of
+  their gaps in nats, and `engine`, `learner` and `lags` of at most 512 of them;
+  see `logprob_gap.Gap.sample`. Values that are not finite are null. A round
+  that is repeated adds another line, and the last one counts.
   """
   sample = gap.sample(_TOKENS_KEPT)
   row = {

@@ -1,7 +1,7 @@
-"""What a user is warned of after a round: skipped updates, nothing to learn.
+"""Warns after a round about skipped updates and rounds that train nothing.
 
-A round whose episodes all ended in faults trains nothing, and so would the
-next one: after a few in a row there is no hope.
+A round whose episodes all ended in faults trains nothing. After a few of them
+in a row the run should end.
 """
 
 import collections
@@ -16,16 +16,16 @@ _MAX_MESSAGE = 160
 
 
 class NothingTrained(Exception):
-  """Faults left nothing to train, round after round."""
+  """Round after round, faults left nothing to train."""
 
 
 class FaultSummary(NamedTuple):
   """The most frequent fault of a round.
 
   Attributes:
-    status: as in `faults/<status>` of the metrics.
-    episodes: that ended so.
-    message: what most of them said, in one line of ASCII.
+    status: as in the metric `faults/<status>`.
+    episodes: number of episodes with this status.
+    message: the most frequent one, in one line of ASCII.
   """
 
   status: str
@@ -39,7 +39,7 @@ class FaultSummary(NamedTuple):
 def most_frequent_fault(
   groups: Sequence[trajectory.Group],
 ) -> FaultSummary | None:
-  """Returns the most frequent fault; None when there was none."""
+  """Returns the most frequent fault; None without faults."""
   messages: collections.defaultdict[str, list[str]] = collections.defaultdict(
     list
   )
@@ -60,18 +60,18 @@ def _one_line(message: str) -> str:
 
 
 class RoundWarnings:
-  """What is to be said after each round of a run; `after` is called for each.
+  """The warnings of a run; call `after` once per round.
 
   Attributes:
-    hopeless: why the run should end, when it should; else "".
+    hopeless: the reason to end the run, or "".
   """
 
   def __init__(self, run_dir: pathlib.Path, max_in_a_row: int):
-    """Has seen nothing yet.
+    """Starts before the first round.
 
     Args:
       run_dir: as the user typed it.
-      max_in_a_row: so many rounds may train nothing because of faults.
+      max_in_a_row: rounds in a row that may train nothing because of faults.
     """
     self._run_dir = run_dir
     self._max_in_a_row = max_in_a_row
@@ -82,11 +82,11 @@ class RoundWarnings:
   def after(
     self, metrics: Mapping[str, float], groups: Sequence[trajectory.Group]
   ) -> list[str]:
-    """Returns a line for each warning.
+    """Returns one line per warning.
 
     Args:
       metrics: of the round, as in metrics.jsonl.
-      groups: that it took.
+      groups: consumed by the round.
     """
     lines = self._skipped(metrics)
     is_empty = metrics.get("trained_tokens") == 0
@@ -103,14 +103,14 @@ class RoundWarnings:
         f"{start}: {fault.episodes} of {episodes} episodes ended with {fault}"
       )
     elif is_empty and not self._was_empty:
-      # Of a task that is solved, or too hard, every round is so.
+      # Warn once: on a solved or too hard task every round looks like this.
       lines.append(f"{start}: {_why_empty(metrics)}")
     if fault is not None and self._in_a_row > self._max_in_a_row:
       self.hopeless = (
         f"rounds in a row that trained nothing because of faults: "
         f"{self._in_a_row}, and max_skipped={self._max_in_a_row} allows no "
-        f"more; most episodes ended with {fault}. Mend the environment or the "
-        "reward; the same command goes on from here"
+        f"more; most episodes ended with {fault}. Fix the environment or the "
+        "reward; the same command continues from here"
       )
     self._was_empty = is_empty
     return lines
@@ -125,7 +125,8 @@ class RoundWarnings:
       "finite"
     )
     return [
-      f"{start}; look into it: python -m launch.replay {path}" for path in kept
+      f"{start}; to find the cause: python -m launch.replay {path}"
+      for path in kept
     ] or [start]
 
 

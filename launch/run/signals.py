@@ -10,22 +10,22 @@ _NUMBERS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Signals:
-  """What the user has asked for; one for each run, on its event loop.
+  """Signal handlers of one process, on its event loop.
 
   Attributes:
     number: of the first signal; 0 before it.
   """
 
-  def __init__(self, stop: Callable[[], object], note: Callable[[str], None]):
-    """Listens from now on.
+  def __init__(self, stop: Callable[[], object], log: Callable[[str], None]):
+    """Installs the handlers.
 
     Args:
-      stop: what the first signal calls.
-      note: is told what the signal does.
+      stop: called by the first signal.
+      log: gets a line that says what the signal does.
     """
     self.number = 0
     self._stop = stop
-    self._note = note
+    self._log = log
     self._loop = asyncio.get_running_loop()
     for number in _NUMBERS:
       self._loop.add_signal_handler(number, self._on_signal, number)
@@ -35,12 +35,12 @@ class Signals:
       signal.signal(number, signal.SIG_DFL)
       os.kill(os.getpid(), number)
     self.number = number
-    self._note("stopping at the next safe point; again to end at once")
+    self._log("stopping at the next safe point; again to end at once")
     self._stop()
 
   @contextlib.contextmanager
   def calling(self, stop: Callable[[], object]) -> Iterator[None]:
-    """Has the first signal call something else in the body of a `with`."""
+    """Replaces `stop` in the body of a `with`."""
     before, self._stop = self._stop, stop
     try:
       yield
@@ -48,7 +48,7 @@ class Signals:
       self._stop = before
 
   def interrupt(self) -> None:
-    """Lets a signal raise KeyboardInterrupt in code that does not await."""
+    """Makes a signal raise KeyboardInterrupt, for code that does not await."""
     for number in _NUMBERS:
       self._loop.remove_signal_handler(number)
       signal.signal(number, self._raise)

@@ -1,4 +1,4 @@
-"""What is said, and left behind, when a run ends: verdict, trace, report."""
+"""Writes trace and report when a run ends, and prints the verdict."""
 
 import contextlib
 import pathlib
@@ -12,13 +12,13 @@ Log = Callable[[str], None]
 
 
 def conclude(run_dir: pathlib.Path, work: trace.TrackOverlap, log: Log) -> int:
-  """Leaves trace and report; returns 1 when an invariant broke.
+  """Writes trace and report; returns 1 if an invariant broke, else 0.
 
   Args:
-    run_dir: its log and spans are on disk.
-    work: of learner and engines over the whole run.
+    run_dir: holds the event log and spans, flushed.
+    work: busy times of learner and engines over the whole run.
   """
-  if work.first_s:  # Of rounds, and there may have been none.
+  if work.first_s:  # Zero if there were no rounds.
     log(
       f"learner busy {work.first_s:.1f} s, decode busy {work.second_s:.1f} s,"
       f" both at once {work.both_s:.1f} s ({work.share:.0%} of the shorter)"
@@ -32,7 +32,7 @@ def conclude(run_dir: pathlib.Path, work: trace.TrackOverlap, log: Log) -> int:
 
 
 def print_verdict(verdict: log_check.Verdict, log: Log) -> int:
-  """Says what the log shows; returns 1 when an invariant broke."""
+  """Logs the verdict on the event log; returns 1 if an invariant broke."""
   log(verdict.summary)
   for line in verdict.violations:
     log(f"error: {line}")
@@ -43,12 +43,10 @@ def print_verdict(verdict: log_check.Verdict, log: Log) -> int:
 def report_on_failure(
   run_dir: pathlib.Path, flush: Callable[[], None], log: Log
 ) -> Iterator[None]:
-  """Says what the log shows before an exception of the body goes on.
-
-  There is a report of such a run, too.
+  """Checks the event log and writes the report if the body raises.
 
   Args:
-    flush: brings log and spans to disk.
+    flush: writes log and spans to disk.
   """
   try:
     yield
@@ -58,9 +56,6 @@ def report_on_failure(
       verdict = log_check.of_run(run_dir)
       print_verdict(verdict, log)
       log(f"report: {report_page.write(run_dir, verdict)}")
-    except (
-      OSError,
-      log_check.UnreadableLog,
-    ) as error:  # Not what ended the run.
+    except (OSError, log_check.UnreadableLog) as error:  # Keep the first error.
       log(f"the log was not checked: {error}")
     raise

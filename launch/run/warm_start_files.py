@@ -1,7 +1,7 @@
-"""What a warm start leaves in the directory of its run, and where it stops.
+"""Files of a warm start in the directory of its run, and its stops.
 
-warm_start.jsonl   a line a step
-warm_start/N       checkpoints after N steps, until the run has one of its own
+warm_start.jsonl   one line per step
+warm_start/N       checkpoint after N steps, until the run has one of its own
 """
 
 import pathlib
@@ -20,7 +20,7 @@ _COLUMNS = ("loss", "grad_norm", "tokens", "entropy", "skipped")
 
 
 class WarmStartStopped(Exception):
-  """The warm start was asked to stop; the message says what is saved."""
+  """The warm start was stopped; the message names the saved step."""
 
 
 class WarmStartFiles(warm_start.WarmStartObserver):
@@ -30,7 +30,7 @@ class WarmStartFiles(warm_start.WarmStartObserver):
   from 1), `loss` in nats a token, `grad_norm`, sampled `tokens`, `entropy` in
   nats, whether it was `skipped`, `step_s` since the line before, and `time_s`
   since the run began.
-  The file has each step once: what a kill left behind the checkpoint is cut.
+  The file has each step once: a continued run cuts lines after its checkpoint.
 
   Attributes:
     checkpoints: of the warm start.
@@ -43,11 +43,11 @@ class WarmStartFiles(warm_start.WarmStartObserver):
     spans: trace.Trace,
     note: Callable[[str], None],
   ):
-    """Opens the checkpoints, and nothing else yet.
+    """Opens the checkpoints only; `on_begin` opens the lines.
 
     Args:
       experiment: has a warm start.
-      note: is told what the user has to know.
+      note: shows a line to the user.
     """
     assert experiment.warm_start is not None
     self.checkpoints = self._saved = checkpoint.Checkpoints(
@@ -59,20 +59,20 @@ class WarmStartFiles(warm_start.WarmStartObserver):
     self._lines = None
 
   def stop(self) -> None:
-    """Ends the warm start after the step that is being taken."""
+    """Ends the warm start after the current step."""
     self._stopping = True
 
   def close(self) -> None:
-    """Closes what is open; checkpoints and lines stay."""
+    """Closes the files; checkpoints and lines stay on disk."""
     if self._lines is not None:
       self._lines.close()
     self._saved.close()
 
   def on_begin(self, found: checkpoint.Restored | None) -> None:
-    """Cuts the lines back to where the warm start goes on.
+    """Cuts the lines back to the step from which the warm start continues.
 
     Raises:
-      checkpoint.Unsaved: there are checkpoints, but all are damaged.
+      checkpoint.Unsaved: all checkpoints are damaged.
     """
     taken = 0
     if found is None:
@@ -88,7 +88,7 @@ class WarmStartFiles(warm_start.WarmStartObserver):
     self._mark_s = time.monotonic()
 
   def on_step(self, number: int, metrics: Mapping[str, float]) -> None:
-    """Writes the line of a step."""
+    """Writes one line."""
     assert self._lines is not None
     before_s, self._mark_s = self._mark_s, time.monotonic()
     row = {name: metrics[name] for name in _COLUMNS} | {
@@ -99,13 +99,13 @@ class WarmStartFiles(warm_start.WarmStartObserver):
     self._lines.flush()
 
   def on_boundary(self, now: warm_start.Imitation) -> None:
-    """Saves every few steps, and when asked to stop.
+    """Saves every few steps and when stopped.
 
-    After the last step the run saves one of its own.
+    After the last step the run saves a checkpoint of its own.
 
     Raises:
-      WarmStartStopped: it was asked to.
-      checkpoint.Unsaved: it could not be saved.
+      WarmStartStopped: `stop` was called.
+      checkpoint.Unsaved: the checkpoint could not be saved.
     """
     settings = self._settings
     due = now.trained % settings.checkpoint_every == 0
@@ -128,5 +128,5 @@ class WarmStartFiles(warm_start.WarmStartObserver):
 
 
 def forget(run_dir: pathlib.Path) -> None:
-  """Removes the checkpoints of the warm start, if any: the run has its own."""
+  """Removes the checkpoints of the warm start once the run has its own."""
   shutil.rmtree(run_dir / workdir.WARM_START, ignore_errors=True)

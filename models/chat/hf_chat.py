@@ -3,16 +3,15 @@
   <|im_start|>user ... assistant | sampled ids <|im_end|> | <|im_start|>user ...
   '------ open(messages) -------' '---- the engine's ----' '-- append(...) ----
 
-Ids that were sampled are never encoded again. To render the whole conversation
-anew would give other ids: text has more than one encoding, and Qwen3's template
-drops the thinking of turns before the last question. Here they stay as they
-were sampled: what a policy sees of its past is what it said. `append` renders
-the new messages behind a stand-in for the answer, and takes what follows it;
-that this depends on nothing else is checked when a directory is loaded.
+Sampled ids are never encoded again: the policy sees its past answers exactly as
+sampled. Rendering the whole conversation anew would give other ids, because
+text has more than one encoding and Qwen3's template drops earlier thinking.
+`append` renders the new messages after a stand-in for the answer and takes the
+text that follows it; `load` checks that this text depends on nothing else.
 
-Text of messages holds no control tokens, whatever it spells: `chat_template`
-tells the template's from others, which are encoded as the text they are. Added
-tokens that are not special, such as <think> or <tool_call>, are text to all.
+Messages cannot spell control tokens: `models.chat.template` marks those in
+messages, which are encoded as plain text. Added tokens that are not special,
+such as <think> or <tool_call>, are text for all.
 """
 
 import codecs
@@ -29,21 +28,21 @@ import tokenizers
 from jaxtyping import Int32
 from tokenizers import decoders
 
+from models.chat import message as message_lib
 from models.chat import template as template_lib
 from models.chat import tool_calls
-from models.chat.template import Message
 
 _NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
 @dataclasses.dataclass(frozen=True)
 class HfChat:
-  """Messages <-> ids of a model with a byte-level tokenizer; `load` makes it.
+  """The chat of a model with a byte-level tokenizer; see `load`.
 
   Attributes:
-    tokenizer: tokenizer.json, as text.
-    template: knows every special token of the tokenizer.
-    stop_ids: end an answer; the first is how the template ends it.
+    tokenizer: text of tokenizer.json.
+    template: its control tokens are the special tokens of the tokenizer.
+    stop_ids: end an answer; the first is the one that the template writes.
   """
 
   tokenizer: str = dataclasses.field(repr=False)
@@ -56,14 +55,14 @@ class HfChat:
     directory: str | os.PathLike[str],
     variables: Mapping[str, Any] | None = None,
   ) -> "HfChat":
-    """Reads a directory and checks that its template only ever appends.
+    """Reads a directory and checks that its template is append-only.
 
     Args:
-      variables: more that the template may read, as enable_thinking=False.
+      variables: further variables of the template, as enable_thinking=False.
 
     Raises:
       ValueError: files are missing or broken, the tokenizer is not byte-level,
-        or the template rewrites what came before.
+        or the template rewrites earlier messages.
     """
     root = pathlib.Path(directory)
     try:
@@ -95,37 +94,37 @@ class HfChat:
 
   @functools.cached_property
   def vocab_size(self) -> int:
-    """One more than the largest id; a model may have more."""
+    """The largest id plus one; a model may have more."""
     return max(_tokenizer(self.tokenizer).get_vocab().values()) + 1
 
   @functools.cached_property
   def thinks(self) -> bool:
-    """Whether the prompt opens the thinking, so that an answer closes it."""
+    """True if the prompt opens the thinking, which the answer closes."""
     return self.template.prompt().rstrip().endswith("<think>")
 
   def open(
     self,
-    messages: Iterable[Message],
+    messages: Iterable[message_lib.ChatMessage],
     tools: Sequence[Mapping[str, Any]] = (),
   ) -> Int32[np.ndarray, " P"]:
     """Returns the ids of a conversation, up to where the next answer begins.
 
     Args:
-      tools: JSON schemas of functions, as those of the OpenAI API.
+      tools: JSON schemas of functions, as in the OpenAI API.
 
     Raises:
-      ValueError: a message has no encoding, or the template refuses it.
+      ValueError: a message cannot be encoded, or the template rejects it.
     """
     return self._encode(self.template.render(messages, tools, prompt=True))
 
   def append(
-    self, messages: Iterable[Message], answer_ended: bool = True
+    self, messages: Iterable[message_lib.ChatMessage], answer_ended: bool = True
   ) -> Int32[np.ndarray, " P"]:
-    """Returns the ids that follow sampled ones, up to the next answer.
+    """Returns the ids after an answer, up to the next answer.
 
     Args:
-      answer_ended: whether the sampled ids end with a stop id. If not, the
-        answer was cut off, and the ids begin with what ends its turn.
+      answer_ended: the sampled ids end with a stop id. Otherwise the answer
+        was cut, and the returned ids begin with the end of its turn.
 
     Raises:
       ValueError: as `open`.
@@ -135,32 +134,33 @@ class HfChat:
     return self._encode(rest.removeprefix(end) if answer_ended else rest)
 
   def encode_answer(self, text: str) -> Int32[np.ndarray, " T"]:
-    """Returns the ids with which a policy would say `text`, and end."""
+    """Returns the ids with which a policy would answer `text`."""
     return np.asarray([*self._text_ids(text), self.stop_ids[0]], np.int32)
 
   def decode(self, ids: Sequence[int] | Int32[np.ndarray, " L"]) -> str:
     """Returns the text without special tokens.
 
-    Bytes that are no UTF-8 become U+FFFD, and an id that no token has, say 42,
-    "<id 42>": a model may have more ids than its tokenizer.
+    Invalid UTF-8 becomes U+FFFD, and an id beyond the tokenizer, which a model
+    may have, "<id 42>".
     """
-    return b"".join(self._said(int(i)) for i in ids).decode("utf-8", "replace")
+    text = b"".join(self._text_bytes(int(i)) for i in ids)
+    return text.decode("utf-8", "replace")
 
   def parse(
     self, ids: Sequence[int] | Int32[np.ndarray, " L"]
   ) -> tool_calls.Answer:
-    """Returns what an answer says, thinks and calls; see `tool_calls.parse`."""
+    """Returns the parsed answer; see `tool_calls.parse`."""
     return tool_calls.parse(self.decode(ids), thinking=self.thinks)
 
   def decoder(self) -> "TextDecoder":
-    """Returns what decodes one answer while it is sampled."""
+    """Returns a decoder of one answer while it is sampled."""
     return TextDecoder(self)
 
   def token(self, index: int) -> str:
-    """Returns one id as text, special or not; bytes that are none as \\xNN."""
+    """Returns the text of an id, special or not; invalid UTF-8 as \\xNN."""
     return self._bytes(index).decode("utf-8", "backslashreplace")
 
-  def _said(self, index: int) -> bytes:
+  def _text_bytes(self, index: int) -> bytes:
     return b"" if index in self._controls else self._bytes(index)
 
   def _bytes(self, index: int) -> bytes:
@@ -184,7 +184,7 @@ class HfChat:
     try:
       encode = _tokenizer(self.tokenizer).encode
       return encode(text, add_special_tokens=False).ids
-    except TypeError as error:  # Half a surrogate pair, which is no text.
+    except TypeError as error:  # Half a surrogate pair.
       raise ValueError(f"{text[:40]!r} has no encoding: {error}") from error
 
   @functools.cached_property
@@ -200,7 +200,7 @@ class HfChat:
 
 
 class TextDecoder:
-  """The text of one answer, piece by piece, never half a character.
+  """Decodes one answer piece by piece, never half a character.
 
   decoder = chat.decoder()
   text = decoder.feed([5]) + decoder.feed([8, 13]) + decoder.end()
@@ -212,19 +212,21 @@ class TextDecoder:
     self._text = codecs.getincrementaldecoder("utf-8")("replace")
 
   def feed(self, ids: Iterable[int] | Int32[np.ndarray, " t"]) -> str:
-    """Returns the text that is certain now and was not before."""
-    said = b"".join(self._chat._said(int(i)) for i in ids)
-    return self._text.decode(said)
+    """Returns the text that became complete."""
+    text = b"".join(self._chat._text_bytes(int(i)) for i in ids)
+    return self._text.decode(text)
 
   def end(self) -> str:
-    """Returns U+FFFD for a character that did not come whole, if any."""
+    """Returns U+FFFD for an incomplete last character, or ""."""
     return self._text.decode(b"", final=True)
 
 
 def _byte_table() -> dict[str, int]:
-  """Returns the byte of each character that a byte-level token is written in.
+  """Returns the byte of each character of byte-level tokens.
 
   Printable bytes of Latin-1 stand for themselves, others count up from 256.
+
+  Source: bytes_to_unicode of GPT-2.
   """
   printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
   others = (byte for byte in range(256) if byte not in printable)
@@ -238,22 +240,22 @@ _BYTES = _byte_table()
 
 @functools.lru_cache(maxsize=4)
 def _tokenizer(source: str) -> tokenizers.Tokenizer:
-  """Returns a tokenizer that takes no text for a special token."""
+  """Returns a tokenizer that encodes special tokens in text as plain text."""
   try:
     tokenizer = tokenizers.Tokenizer.from_str(source)
-  except Exception as error:  # It raises nothing more special.
-    raise ValueError(f"tokenizer.json is no tokenizer: {error}") from error
+  except Exception as error:  # The package raises plain Exceptions.
+    raise ValueError(f"tokenizer.json cannot be read: {error}") from error
   if not isinstance(tokenizer.decoder, decoders.ByteLevel):
     raise ValueError(
-      f"its tokenizer decodes with {tokenizer.decoder}; only a byte-level one "
-      "tells the bytes of every id. What a run exported with its words is "
-      "served with --run"
+      f"its tokenizer decodes with {tokenizer.decoder}; it must be byte-level, "
+      "to know the bytes of every id. Serve a run on a list of words with "
+      "--run, not its export"
     )
   missing = [c for c in _BYTES if tokenizer.token_to_id(c) is None]
   if missing:
     raise ValueError(
       f"its tokenizer has no token for {len(missing)} of 256 bytes, which "
-      f"would vanish from messages; the first is {_BYTES[missing[0]]:#x}"
+      f"messages would lose; the first is {_BYTES[missing[0]]:#x}"
     )
   tokenizer.no_truncation()
   tokenizer.no_padding()
@@ -269,7 +271,7 @@ def _control(tokenizer: tokenizers.Tokenizer) -> dict[str, int]:
       continue
     if token.lstrip or token.rstrip or token.single_word:
       raise ValueError(
-        f"special token {token.content!r} looks at the text around it; set "
+        f"special token {token.content!r} depends on the text around it; set "
         "its lstrip, rstrip and single_word in tokenizer.json to false"
       )
     found[token.content] = index
@@ -279,15 +281,15 @@ def _control(tokenizer: tokenizers.Tokenizer) -> dict[str, int]:
 
 
 def _json(path: pathlib.Path) -> dict[str, Any]:
-  """Returns what a file says; nothing where there is none."""
+  """Returns the object of a JSON file; {} if the file does not exist."""
   if not path.is_file():
     return {}
   try:
     data = json.loads(path.read_text("utf-8"))
   except ValueError as error:
-    raise ValueError(f"{path.name} is no JSON: {error}") from error
+    raise ValueError(f"{path.name} is not valid JSON: {error}") from error
   if not isinstance(data, dict):
-    raise ValueError(f"{path.name} holds no object")
+    raise ValueError(f"{path.name} must hold an object")
   return data
 
 
@@ -308,7 +310,7 @@ def _template(root: pathlib.Path, settings: dict[str, Any]) -> str:
 
 
 def _special_names(settings: dict[str, Any]) -> dict[str, Any]:
-  """Returns the special tokens that templates call by name."""
+  """Returns the named special tokens: bos_token, eos_token .."""
   found = {}
   for name in _NAMES:
     token = settings.get(name)
@@ -321,16 +323,16 @@ def _special_names(settings: dict[str, Any]) -> dict[str, Any]:
 def _eos_ids(
   root: pathlib.Path, settings: dict[str, Any], control: dict[str, int]
 ) -> list[int]:
-  """Returns the ids that end a text, from the file that is asked first."""
+  """Returns the ids that end a text, from the first file that has them."""
   for name in ("generation_config.json", "config.json"):
     found = _json(root / name).get("eos_token_id")
     if found is None:
       continue
     ids = found if isinstance(found, list) else [found]
-    strange = [i for i in ids if i not in control.values()]
-    if strange:
+    unknown = [i for i in ids if i not in control.values()]
+    if unknown:
       raise ValueError(
-        f"{name} has eos_token_id={found}, but {strange[0]} is none of the "
+        f"{name} has eos_token_id={found}; {unknown[0]} must be one of the "
         f"tokenizer's special tokens {sorted(control.values())}"
       )
     return ids

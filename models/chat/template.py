@@ -1,14 +1,13 @@
-"""The chat template of a model: messages -> text that no message can forge.
+"""Chat templates of models: messages cannot forge control tokens.
 
-  message --guard--> template --render--> text --split--> control token, text
+  message --_guard--> template --render--> text --split--> control token, text
   <|im_start|>user ... <|im_start|>assistant ANSWER <|im_end|> ... assistant
                                                    '---- after_answer ----
 
 Only the template may end a turn. Where a message spells a control token, say
-<|im_end|>, or its beginning at its very end, a mark is put in front: the
-template's own logic sees the same text, and `split` then takes for control
-tokens only those without a mark. The mark is a code point that no text may
-hold, and is not part of what is encoded.
+<|im_end|>, or ends with the beginning of one, `_guard` puts a mark before it,
+and `split` treats only tokens without a mark as control tokens. The mark is a
+code point that messages must not contain, and it is never encoded.
 """
 
 import dataclasses
@@ -17,45 +16,28 @@ import functools
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NoReturn, Protocol, runtime_checkable
+from typing import Any, NoReturn
 
 import jinja2
 from jinja2 import ext, meta, nodes, parser, sandbox
 
+from models.chat.message import ChatMessage
+
 ROLES = ("system", "user", "assistant", "tool")
-MARK = "\ufdd0"  # Unicode keeps it free for use within a program.
-# Behind an odd number of backslashes it is no escape.
+MARK = "\ufdd0"  # Unicode reserves it for use within a program.
+# After an odd number of backslashes it is not an escape.
 _ESCAPED_MARK = re.compile(rf"(?<!\\)((?:\\\\)*)\\u{ord(MARK):04x}")
 
-_ANSWER = "\ufdd1"  # Stands for one in a render.
-
-
-@runtime_checkable
-class Message(Protocol):
-  """One message of a conversation.
-
-  It may have more: `name`, `tool_call_id`, `reasoning` (texts or None) and
-  `tool_calls`, each with `name`, `arguments` (JSON text) and perhaps `id`.
-  """
-
-  @property
-  def role(self) -> str:
-    """Who speaks: one of ROLES."""
-    ...
-
-  @property
-  def content(self) -> str | None:
-    """What is said; None is the empty text."""
-    ...
+_ANSWER = "\ufdd1"  # Stands for an answer in rendered text.
 
 
 @dataclasses.dataclass(frozen=True)
-class _Said:
+class _Sample:
   role: str
   content: str
 
 
-_QUESTION = _Said("user", "1")
+_QUESTION = _Sample("user", "1")
 _TOOL = {
   "type": "function",
   "function": {
@@ -68,12 +50,12 @@ _TOOL = {
 
 @dataclasses.dataclass(frozen=True)
 class ChatTemplate:
-  """A Jinja template in the sandbox, with what Hugging Face adds to it.
+  """A Jinja template in a sandbox, with the functions of Hugging Face.
 
   Attributes:
     source: of the template, untrusted.
     control: texts that only the template may write, none of them empty.
-    variables: names that the template knows besides the conversation.
+    variables: variables of the template besides the conversation.
   """
 
   source: str = dataclasses.field(repr=False)
@@ -82,15 +64,19 @@ class ChatTemplate:
 
   def __post_init__(self):
     if not all(self.control) or not self.control:
-      raise ValueError(f"control={self.control} holds no token or an empty one")
+      raise ValueError(
+        f"control={self.control} must hold tokens, none of them empty"
+      )
     try:
       _compiled(self.source)
     except jinja2.TemplateError as error:
-      raise ValueError(f"the chat template is no template: {error}") from error
+      raise ValueError(
+        f"the chat template is not valid Jinja: {error}"
+      ) from error
 
   def render(
     self,
-    messages: Iterable[Message],
+    messages: Iterable[ChatMessage],
     tools: Sequence[Mapping[str, Any]] = (),
     *,
     prompt: bool,
@@ -98,11 +84,11 @@ class ChatTemplate:
     """Returns the text of a conversation, with marks.
 
     Args:
-      tools: JSON schemas of functions, as those of the OpenAI API.
-      prompt: whether the text ends where the next answer begins.
+      tools: JSON schemas of functions, as in the OpenAI API.
+      prompt: end the text where the next answer begins.
 
     Raises:
-      ValueError: a message has no encoding, or the template refuses it.
+      ValueError: a message cannot be encoded, or the template rejects it.
     """
     if tools and not self.knows("tools"):
       raise ValueError(
@@ -110,12 +96,12 @@ class ChatTemplate:
         "use tools=() or another template"
       )
     try:
-      said = self._guard([_as_dict(message) for message in messages])
+      conversation = self._guard([_as_dict(message) for message in messages])
       shown = self._guard(list(tools)) or None
     except RecursionError as error:
       raise ValueError("a message or tool is nested too deeply") from error
     names: dict[str, Any] = dict(self.variables)
-    names |= {"messages": said, "tools": shown, "documents": None}
+    names |= {"messages": conversation, "tools": shown, "documents": None}
     try:
       return _compiled(self.source).render(names, add_generation_prompt=prompt)
     except Exception as error:  # The template is foreign code.
@@ -123,70 +109,72 @@ class ChatTemplate:
         f"the chat template refuses the messages: {error}"
       ) from error
 
-  def after_answer(self, messages: Iterable[Message], *, prompt: bool) -> str:
-    """Returns the text behind an answer that messages follow, with marks.
+  def after_answer(
+    self, messages: Iterable[ChatMessage], *, prompt: bool
+  ) -> str:
+    """Returns the text after an answer that messages follow, with marks.
 
     It begins with `end_of_turn()`. Raises as `render`.
     """
     return self._after([_QUESTION], messages, prompt=prompt)
 
   def prompt(self) -> str:
-    """Returns the text that asks for an answer, with marks."""
-    asked = self.render([_QUESTION], prompt=True)
-    return asked.removeprefix(self.render([_QUESTION], prompt=False))
+    """Returns the text that prompts for an answer, with marks."""
+    prompted = self.render([_QUESTION], prompt=True)
+    return prompted.removeprefix(self.render([_QUESTION], prompt=False))
 
   def end_of_turn(self) -> str:
     """Returns the control token that ends an answer.
 
     Raises:
-      ValueError: there is none, or conversations do not only grow: what
-        follows an answer depends on more than the messages that follow it.
+      ValueError: it does not exist, or the template is not append-only: the
+        text after an answer depends on more than the messages after it.
     """
-    answer = _Said("assistant", _ANSWER)
-    asked = self.render([_QUESTION], prompt=False)
+    answer = _Sample("assistant", _ANSWER)
+    question = self.render([_QUESTION], prompt=False)
     answered = self.render([_QUESTION, answer], prompt=False)
-    _check_kept(asked, answered, "an answer")
+    _check_kept(question, answered, "an answer")
     if answered.count(_ANSWER) != 1:
       raise ValueError(
         "the chat template does not only append: it writes an answer "
         f"{answered.count(_ANSWER)} times"
       )
     for role in ("user", "tool") if "tool" in self.source else ("user",):
-      self._check_appends(_Said(role, "2"))
+      self._check_appends(_Sample(role, "2"))
     rest = self.after_answer([], prompt=False)
     end = self._controls.match(rest)
     if end is None:
       raise ValueError(
-        f"the chat template ends an answer with {rest[:40]!r}, which is no "
-        "special token; nothing that is sampled would end it"
+        f"the chat template ends an answer with {rest[:40]!r}, which must be a "
+        "special token; otherwise no sampled token ends the answer"
       )
     return end[0]
 
-  def _check_appends(self, new: Message) -> None:
-    """Raises ValueError unless only `new` decides what follows an answer."""
+  def _check_appends(self, new: ChatMessage) -> None:
+    """Checks that only `new` decides the text after an answer."""
     rest = self.after_answer([new], prompt=False)
     _check_kept(self.after_answer([], prompt=False), rest, "a message")
-    asked = self.after_answer([new], prompt=True)
-    _check_kept(rest, asked, "the prompt for an answer")
-    if rest == asked:
+    prompted = self.after_answer([new], prompt=True)
+    _check_kept(rest, prompted, "the prompt for an answer")
+    if rest == prompted:
       raise ValueError("the chat template has no prompt for an answer")
-    later = [new, _Said("assistant", "3"), _QUESTION]
+    later = [new, _Sample("assistant", "3"), _QUESTION]
     _check_kept(rest, self.after_answer(later, prompt=False), "later messages")
-    earlier = [_QUESTION, _Said("assistant", "3"), _QUESTION]
+    earlier = [_QUESTION, _Sample("assistant", "3"), _QUESTION]
     _check_kept(rest, self._after(earlier, [new]), "earlier messages")
     if self.knows("tools"):
       _check_kept(rest, self._after([_QUESTION], [new], (_TOOL,)), "tools")
 
   def _after(
     self,
-    before: Sequence[Message],
-    messages: Iterable[Message],
+    before: Sequence[ChatMessage],
+    messages: Iterable[ChatMessage],
     tools: Sequence[Mapping[str, Any]] = (),
     *,
     prompt: bool = False,
   ) -> str:
-    said = [*before, _Said("assistant", _ANSWER), *messages]
-    return self.render(said, tools, prompt=prompt).partition(_ANSWER)[2]
+    conversation = [*before, _Sample("assistant", _ANSWER), *messages]
+    return self.render(conversation, tools, prompt=prompt).partition(_ANSWER)[2]
 
   def split(self, text: str) -> list[str]:
     """Returns texts without marks; every second one is a control token."""
@@ -199,7 +187,7 @@ class ChatTemplate:
     return variable in _undeclared(self.source)
 
   def _guard(self, value: Any) -> Any:
-    """Returns a value of JSON with marks in all of its texts."""
+    """Returns a JSON value with marks in all its strings."""
     if isinstance(value, str):
       return self._guard_text(value)
     if isinstance(value, Mapping):
@@ -211,8 +199,8 @@ class ChatTemplate:
   def _guard_text(self, text: str) -> str:
     if MARK in text:
       raise ValueError(
-        f"a message holds U+{ord(MARK):04X} at {text.index(MARK)}, which is "
-        "no character; remove it"
+        f"a message holds U+{ord(MARK):04X} at {text.index(MARK)}, which "
+        "Unicode reserves; remove it"
       )
     try:
       text.encode()
@@ -223,8 +211,8 @@ class ChatTemplate:
 
     def marked(first: re.Match[str]) -> str:
       at = first.start()
-      # A slice that ends with the text may be the beginning of a token, of
-      # which the template might write the end.
+      # A slice at the end of the text may begin a token that the template
+      # could complete.
       inside = any(t.startswith(text[at : at + len(t)]) for t in self.control)
       return MARK + first[0] if inside else first[0]
 
@@ -242,8 +230,8 @@ class ChatTemplate:
     return re.compile(f"(?<!{MARK})({tokens})")
 
 
-def _as_dict(message: Message) -> dict[str, Any]:
-  """Returns a message as templates expect it."""
+def _as_dict(message: ChatMessage) -> dict[str, Any]:
+  """Returns a message in the form that templates expect."""
   if message.role not in ROLES:
     raise ValueError(f"role {message.role!r} is not one of {', '.join(ROLES)}")
   content = "" if message.content is None else message.content
@@ -268,7 +256,7 @@ def _as_dict(message: Message) -> dict[str, Any]:
 
 def _call_as_dict(call: Any) -> dict[str, Any]:
   try:
-    # Templates write objects as JSON, and JSON text as a string in a string.
+    # Templates serialise objects; JSON text would be quoted as a string.
     arguments = json.loads(call.arguments)
   except (ValueError, TypeError, RecursionError):
     arguments = call.arguments
@@ -279,20 +267,20 @@ def _call_as_dict(call: Any) -> dict[str, Any]:
 
 
 def _check_kept(before: str, after: str, added: str) -> None:
-  """Raises ValueError unless a text goes on as it began."""
+  """Raises ValueError unless `after` starts with `before`."""
   if after.startswith(before):
     return
   pairs = enumerate(zip(before, after, strict=False))
-  same = next((i for i, (a, b) in pairs if a != b), len(after))
+  first = next((i for i, (a, b) in pairs if a != b), len(after))
   raise ValueError(
     f"the chat template does not only append: with {added} it writes "
-    f"{after[same : same + 40]!r} instead of {before[same : same + 40]!r}; "
+    f"{after[first : first + 40]!r} instead of {before[first : first + 40]!r}; "
     "ids that were sampled cannot be rewritten, so use another template"
   )
 
 
 class _Generation(ext.Extension):
-  """{% generation %}: what others train on; here it is what it holds."""
+  """Accepts {% generation %} blocks, which mark answers, and renders them."""
 
   tags = {"generation"}  # noqa: RUF012
 
@@ -312,7 +300,7 @@ def _tojson(
   separators: tuple[str, str] | None = None,
   sort_keys: bool = False,
 ) -> str:
-  # Jinja's own escapes for HTML.
+  # Jinja's own filter escapes HTML.
   text = json.dumps(
     value,
     ensure_ascii=ensure_ascii,
@@ -320,7 +308,7 @@ def _tojson(
     separators=separators,
     sort_keys=sort_keys,
   )
-  # An escaped mark would mark nothing.
+  # split() does not recognise an escaped mark.
   return _ESCAPED_MARK.sub(rf"\1{MARK}", text) if ensure_ascii else text
 
 

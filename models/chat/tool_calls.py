@@ -1,19 +1,19 @@
-"""What an answer says, thinks and calls, read from its text.
+"""Parses the text of an answer into reasoning, content and tool calls.
 
   <think> reasoning </think> content <tool_call> {"name": ...} </tool_call>
 
-The form is that of Hermes, which Qwen3 was trained on. What is not of this form
-is content: sampled text has no errors.
+This is the format of Hermes, on which Qwen3 was trained. Text that does not
+match it is content: sampled text never raises an error.
 """
 
 import dataclasses
 import json
 import re
 
-_THINK, _THOUGHT = "<think>", "</think>"
+_THINK, _THINK_END = "<think>", "</think>"
 _CALL = re.compile(r"<tool_call>\s*")
 _DECODER = json.JSONDecoder()
-_CALLED = re.compile(r"\s*</tool_call>")
+_CALL_END = re.compile(r"\s*</tool_call>")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class ToolCall:
 
   Attributes:
     arguments: JSON text of an object, without NaN or infinity.
-    id: tells calls of one conversation apart; sampled text has none.
+    id: unique within a conversation; None in sampled text.
   """
 
   name: str
@@ -32,11 +32,12 @@ class ToolCall:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Answer:
-  """An answer taken apart.
+  """A parsed answer.
 
   Attributes:
-    content: all that is neither; byte for byte the text where there is neither.
-    reasoning: between the tags of thinking.
+    content: the text apart from reasoning and calls; byte for byte the whole
+      text if it has neither.
+    reasoning: the text between the thinking tags.
   """
 
   content: str
@@ -45,54 +46,54 @@ class Answer:
 
 
 def parse(text: str, *, thinking: bool = False) -> Answer:
-  """Takes an answer apart; whatever the text is, this raises nothing.
+  """Parses an answer; accepts any text.
 
-  A block that is not closed, or does not hold an object of a name and
-  arguments, stays in the content, tags included. Thinking that is not closed
-  was cut off: all that follows is reasoning, and nothing in it is a call.
+  A block that is not closed, or not an object with name and arguments, stays
+  in the content, tags included. Thinking that is not closed was cut off: the
+  rest is reasoning without calls.
 
   Args:
     thinking: the prompt has opened the thinking already.
   """
   reasoning, text = _split_thinking(text, thinking)
-  calls, said, start = [], [], 0
-  # A tag within a string of a call opens none: quotes are escaped there.
-  for opened in _CALL.finditer(text):
-    found = _call_at(text, opened.end())
+  calls, pieces, start = [], [], 0
+  # A tag inside a string of a call is no call: quotes are escaped there.
+  for tag in _CALL.finditer(text):
+    found = _call_at(text, tag.end())
     if found is None:
       continue
-    said.append(text[start : opened.start()])
+    pieces.append(text[start : tag.start()])
     calls.append(found[0])
     start = found[1]
-  said.append(text[start:])
-  content = "".join(said)
+  pieces.append(text[start:])
+  content = "".join(pieces)
   return Answer(content.strip() if calls else content, tuple(calls), reasoning)
 
 
 def _split_thinking(text: str, thinking: bool) -> tuple[str, str]:
-  """Returns what was thought, and the rest."""
+  """Returns (reasoning, the text after it)."""
   opened = text.lstrip()
   if opened.startswith(_THINK):
     text, thinking = opened[len(_THINK) :], True
   if not thinking:
     return "", text
-  reasoning, _, rest = text.partition(_THOUGHT)
+  reasoning, _, rest = text.partition(_THINK_END)
   return reasoning.strip("\n"), rest.lstrip("\n")
 
 
 def _call_at(text: str, start: int) -> tuple[ToolCall, int] | None:
-  """Returns the call whose JSON starts here, and where its block ends."""
+  """Returns the call whose JSON starts at `start`, and the end of its block."""
   try:
     data, end = _DECODER.raw_decode(text, start)
-    closed = _CALLED.match(text, end)
+    closed = _CALL_END.match(text, end)
     if closed is None or not isinstance(data, dict):
       return None
     name, arguments = data["name"], data["arguments"]
     if not (name and isinstance(name, str) and isinstance(arguments, dict)):
       return None
-    # Python reads NaN and 1e999, which are no JSON.
+    # Python parses NaN and 1e999, which JSON does not have.
     encoded = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-    # Halves of surrogate pairs are escapes in JSON and no text at all here.
+    # JSON can escape half a surrogate pair, which UTF-8 cannot encode.
     (name + encoded).encode()
   except (ValueError, KeyError, RecursionError):
     return None

@@ -1,48 +1,35 @@
-"""Words <-> ids, and the template of a conversation, which only ever grows.
+"""A tokenizer and append-only chat template over a fixed list of words.
 
   <words of the environment> <agent> <sampled words> <end> <words ...> <agent>
   '------ open(messages) ---------' '--- sampled ------' '-- append(...) --'
 
-Ids that were emitted are never encoded again: the conversation is the ids, and
-its text is only a view of them.
+Emitted ids are never encoded again: the ids are the conversation, and its text
+is only a view of them.
 """
 
 import dataclasses
 import difflib
 import functools
 from collections.abc import Iterable, Sequence
-from typing import Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Int32
 
+from models.chat import message as message_lib
+
 PAD, END, AGENT = 0, 1, 2
 _SPECIAL = ("<pad>", "<end>", "<agent>")
-
-
-@runtime_checkable
-class Message(Protocol):
-  """One message of a conversation."""
-
-  @property
-  def role(self) -> str:
-    """Who speaks."""
-    ...
-
-  @property
-  def content(self) -> str:
-    """What is said: words of the list, separated by white space."""
-    ...
 
 
 @dataclasses.dataclass(frozen=True)
 class WordChat:
   """Tokenizer and chat template over a fixed list of words.
 
-  Roles leave no trace: whatever is not sampled was said by the other side.
+  Roles are not encoded: all ids that are not sampled come from the environment.
 
   Attributes:
-    words: unique; the first one has id 3.
+    words: unique; the first has id 3. Messages are words of this list,
+      separated by white space.
   """
 
   words: tuple[str, ...]
@@ -66,25 +53,26 @@ class WordChat:
     """Ids that end an answer."""
     return (END,)
 
-  def open(self, messages: Iterable[Message]) -> Int32[np.ndarray, " P"]:
-    """Returns the first context, up to where the agent speaks."""
-    said = [i for message in messages for i in self._encode(message.content)]
-    return np.asarray([*said, AGENT], np.int32)
+  def open(
+    self, messages: Iterable[message_lib.ChatMessage]
+  ) -> Int32[np.ndarray, " P"]:
+    """Returns the ids of the first context, up to the agent's answer."""
+    ids = [i for one in messages for i in self._encode(one.content or "")]
+    return np.asarray([*ids, AGENT], np.int32)
 
   def append(
-    self, messages: Iterable[Message], answer_ended: bool = True
+    self, messages: Iterable[message_lib.ChatMessage], answer_ended: bool = True
   ) -> Int32[np.ndarray, " P"]:
-    """Returns what follows the sampled ids, up to the next answer.
+    """Returns the ids after an answer, up to the next answer.
 
     Args:
-      answer_ended: changes nothing: an answer that was cut off before <end>
-        stays so.
+      answer_ended: ignored: an answer that was cut before <end> stays cut.
     """
     del answer_ended
     return self.open(messages)
 
   def encode_answer(self, text: str) -> Int32[np.ndarray, " T"]:
-    """Returns the ids that a policy would sample to say `text`."""
+    """Returns the ids with which a policy would answer `text`."""
     return np.asarray([*self._encode(text), END], np.int32)
 
   def decode(self, ids: Sequence[int] | Int32[np.ndarray, " L"]) -> str:
@@ -92,10 +80,10 @@ class WordChat:
     return " ".join(self.token(int(i)) for i in ids if i >= len(_SPECIAL))
 
   def token(self, index: int) -> str:
-    """Returns one id as text, special or not.
+    """Returns the text of an id, special or not.
 
-    A model may have more ids than there are words: id 42 is then "<id 42>",
-    which is never a word, for it holds a space.
+    An id beyond the words, which a model may have, is "<id 42>"; no word can
+    collide with it, because it holds a space.
     """
     if index < 0:
       raise ValueError(f"id {index} is below 0")

@@ -8,8 +8,7 @@ beginning of a stop text, of a thinking tag or of a call.
 
 import contextlib
 import dataclasses
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from typing import Protocol, cast, runtime_checkable
+from collections.abc import AsyncGenerator, Sequence
 
 import numpy as np
 from jaxtyping import Float32, Int32
@@ -21,6 +20,8 @@ from rl.rollout import episode as episode_lib
 
 _THINK, _THINK_END = "<think>", "</think>"
 _CALL, _CALL_END = "<tool_call>", "</tool_call>"
+
+ServedEngine = contract.DecodeEngine | contract.SessionRouter
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -37,36 +38,6 @@ class AnswerDelta:
   tokens: Int32[np.ndarray, " t"]
   logprobs: Float32[np.ndarray, " t"]
   completion: contract.Completion | None = None
-
-
-@runtime_checkable
-class Streamer(Protocol):
-  """The part of a decode engine, or of a pool of them, that serving needs."""
-
-  @property
-  def capabilities(self) -> contract.Capabilities:
-    """What it can do."""
-    ...
-
-  async def generate(
-    self, request: contract.DecodeRequest
-  ) -> contract.Completion:
-    """Samples one answer; see `contract.DecodeEngine`."""
-    ...
-
-  def stream(
-    self, request: contract.DecodeRequest
-  ) -> AsyncIterator[contract.Delta]:
-    """Yields an answer as it is sampled; see `contract.DecodeEngine`."""
-    ...
-
-  def abort(self, request_id: str | None) -> None:
-    """Ends a request with what it has."""
-    ...
-
-  def stats(self) -> contract.EngineStats:
-    """Returns the counters."""
-    ...
 
 
 class AnswerParser:
@@ -221,7 +192,7 @@ def truncated(
 
 
 async def stream_answer(
-  engine: Streamer,
+  engine: ServedEngine,
   request: contract.DecodeRequest,
   parser: AnswerParser,
 ) -> AsyncGenerator[AnswerDelta]:
@@ -233,8 +204,7 @@ async def stream_answer(
   Raises:
     ValueError, EngineClosed: as `DecodeEngine.stream`.
   """
-  # An AsyncIterator has no aclose, but the contract promises one.
-  deltas = cast(AsyncGenerator[contract.Delta], engine.stream(request))
+  deltas = engine.stream(request)
   async with contextlib.aclosing(deltas):
     async for delta in deltas:
       before, was_stopped = parser.num_tokens, parser.stopped
@@ -258,7 +228,7 @@ async def stream_answer(
 
 
 async def sample_answer(
-  engine: Streamer,
+  engine: ServedEngine,
   request: contract.DecodeRequest,
   parser: AnswerParser,
 ) -> contract.Completion:

@@ -1,4 +1,4 @@
-"""A decode engine with scripted answers, to test agents and servers."""
+"""A session router with given answers, for tests of agents and servers."""
 
 import asyncio
 import contextlib
@@ -143,6 +143,17 @@ class ScriptedEngine:
       raise ValueError(f"request {request_id} is not in flight")
     versions = self._running[request_id].versions
     return trajectory.PolicyVersion(versions[0]) if versions else None
+
+  async def begin(self, session: str, domain: str) -> int:
+    """Returns 0, the number of the only engine."""
+    return 0
+
+  def serves(self, number: int) -> int:
+    """Returns the version of the ids to come."""
+    return self.version
+
+  def end(self, session: str) -> None:
+    """Does nothing: sessions hold no state here."""
 
   def stats(self) -> contract.EngineStats:
     """Returns the counters; those of prefill and cache are 0."""

@@ -125,7 +125,9 @@ def test_environment_oracle_and_exploration_are_the_sources(play):
 
 
 def test_a_task_of_another_source_is_refused():
-  with pytest.raises(ValueError, match=r"c/train/0 is of none of \['a', 'b'\]"):
+  with pytest.raises(
+    ValueError, match=r"c/train/0 must belong to one of \['a', 'b'\]"
+  ):
     _mixture(a=1.0, b=1.0)(Echo("c").task(0, "train"))
 
 

@@ -2,10 +2,10 @@
 
 import contextlib
 import dataclasses
+import importlib.util
 import io
 import os
 import pathlib
-import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -96,8 +96,12 @@ def run(module, *arguments) -> Result:
     contextlib.redirect_stderr(errors),
   ):
     try:
-      command = runpy.run_module(module, run_name=f"{module} under test")
-      command["main"](flags.parse([module, *map(str, arguments)]))
+      spec = importlib.util.find_spec(module)
+      assert spec is not None
+      assert spec.loader is not None
+      command = importlib.util.module_from_spec(spec)
+      spec.loader.exec_module(command)
+      command.main(flags.parse([module, *map(str, arguments)]))
       code = 0
     except SystemExit as end:
       code = end.code or 0
@@ -111,16 +115,17 @@ def run(module, *arguments) -> Result:
 def _without_flags_of_commands() -> Iterator[None]:
   """Takes the flags of imported commands out: --run is a flag of several."""
   registered = absl_flags.FLAGS.flags_by_module_dict()
-  ours = {
-    flag.name: flag
+  ours = [
+    (module, flag)
     for module, found in registered.items()
     for flag in found
     if module.startswith("launch.") and module != flags.__name__
-  }
-  for name in ours:
-    delattr(absl_flags.FLAGS, name)
+  ]
+  for _, flag in ours:
+    delattr(absl_flags.FLAGS, flag.name)
   try:
     yield
   finally:
-    for name, flag in ours.items():
-      absl_flags.FLAGS[name] = flag
+    for module, flag in ours:
+      absl_flags.FLAGS[flag.name] = flag
+      absl_flags.FLAGS.register_flag_by_module(module, flag)

@@ -20,27 +20,37 @@ from tests.helpers.chat_messages import GOLDEN
 
 HF = hf_chat.HfChat.load(GOLDEN)
 WORDS = word_chat.WordChat(("go", "on", "yes", "no"))
+END, AGENT, GO, ON, YES, NO = range(1, 7)
+ADD = {
+  "type": "function",
+  "function": {
+    "name": "add",
+    "description": "Adds two numbers.",
+    "parameters": {"type": "object", "properties": {}},
+  },
+}
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 
 
 class Server:
-  """The server runs on an event loop in a thread; clients need not.
+  """A server on an event loop in a thread.
 
-  `text` is what the engine says next: text for the chat, or ids.
+  `text` is the engine's next answer: text of the chat, or ids.
   """
 
-  def __init__(self, chat, step_s=0.0, **how):
+  def __init__(self, chat, step_s=0.0, **settings):
     self.chat = chat
     self.text: str | list[int] = "yes"
     self.kept = []
-    self.engine = scripted_engine.ScriptedEngine(self._say, step_s=step_s)
+    self.engine = scripted_engine.ScriptedEngine(self._answer, step_s=step_s)
     self.sessions = sessions.Sessions(
       chat, keep=self.kept.extend, max_sessions=64
     )
-    serving = openai_app.Serving(**{"model": "tiny", **how})
+    serving = openai_app.Serving(**{"model": "tiny", **settings})
     self.app = openai_app.app(self.engine, self.sessions, serving)
     self.address = ""
 
-  def _say(self, request):
+  def _answer(self, request):
     if isinstance(self.text, str):
       return self.chat.encode_answer(self.text).tolist()
     return self.text
@@ -53,26 +63,26 @@ class Server:
       **{"max_retries": 0, "timeout": 20.0, **settings},
     )
 
-  def ask(self, *said, client=None, **options) -> Any:
-    """Returns the reply to a conversation of the user's and our turns."""
+  def ask(self, *turns, client=None, **options) -> Any:
+    """Returns the reply to turns of the user and the assistant."""
     roles = ("user", "assistant")
     conversation = [
       {"role": roles[i % 2], "content": text} if isinstance(text, str) else text
-      for i, text in enumerate(said)
+      for i, text in enumerate(turns)
     ]
     return (client or self.client()).chat.completions.create(
       model="any", messages=conversation, **options
     )
 
   def connect(self):
-    """Returns a connection without the manners of a client."""
+    """Returns a plain HTTP connection."""
     where = urllib.parse.urlsplit(self.address)
     assert where.hostname
     link = http.client.HTTPConnection(where.hostname, where.port, timeout=20)
     return contextlib.closing(link)
 
   def send(self, method, path, body: Any = b""):
-    """Returns (status, JSON) of a request as it is."""
+    """Sends a plain HTTP request; returns (status, JSON)."""
     body = body if isinstance(body, bytes) else json.dumps(body).encode()
     with self.connect() as link:
       link.request(method, path, body)
@@ -80,7 +90,7 @@ class Server:
       return reply.status, json.loads(reply.read())
 
   def until(self, condition):
-    """Waits, 10 s at most, until something is so."""
+    """Waits until a condition holds, 10 s at most."""
     deadline = time.monotonic() + 10
     while not condition():
       assert time.monotonic() < deadline

@@ -162,7 +162,7 @@ def test_a_mistyped_update_is_answered_with_the_nearest(wild):
   path = skipped_updates.updates(wild.path / "skipped")[-1]
   done = commands.run("launch.replay", str(path)[:-1] + "7")
   assert done.returncode == 2
-  assert "is no skipped update; did you mean" in done.stderr
+  assert "is not a skipped update; did you mean" in done.stderr
   assert str(path) in done.stderr
 
 
@@ -170,7 +170,7 @@ def test_a_run_in_place_of_an_update_is_answered_with_what_it_has(wild):
   path = skipped_updates.updates(wild.path / "skipped")[-1]
   for wrong in (wild.path, wild.path / "skipped"):
     with pytest.raises(overrides.SettingError, match=f"did you mean .*{path}"):
-      replay.named(str(wrong))
+      replay.resolve(str(wrong))
 
 
 def test_a_mistyped_directory_on_the_way_is_named(wild):
@@ -180,12 +180,12 @@ def test_a_mistyped_directory_on_the_way_is_named(wild):
     with pytest.raises(
       overrides.SettingError, match=f"did you mean {right}\\?"
     ):
-      replay.named(path.replace(part, wrong))
+      replay.resolve(path.replace(part, wrong))
 
 
 def test_where_there_is_no_update_at_all_its_form_is_told(tmp_path):
   with pytest.raises(overrides.SettingError, match="RUN/skipped/round_0000"):
-    replay.named(str(tmp_path / "nowhere" / "at_all"))
+    replay.resolve(str(tmp_path / "nowhere" / "at_all"))
 
 
 def test_an_update_that_cannot_be_read_is_refused(wild, tmp_path):

@@ -9,25 +9,17 @@ import pytest
 
 from rl.data import trajectory
 from tests.helpers import openai_server
-from tests.helpers.openai_server import HF, WORDS
-
-GO, ON, YES, NO = 3, 4, 5, 6
-END, AGENT = 1, 2
-ADD = {
-  "type": "function",
-  "function": {
-    "name": "add",
-    "description": "Adds two numbers.",
-    "parameters": {"type": "object", "properties": {}},
-  },
-}
-CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
-
-
-@pytest.fixture(scope="module")
-def words():
-  with openai_server.serve(WORDS) as server:
-    yield server
+from tests.helpers.openai_server import (
+  ADD,
+  AGENT,
+  CALL,
+  END,
+  GO,
+  HF,
+  NO,
+  ON,
+  YES,
+)
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +30,7 @@ def tools():
 
 @pytest.fixture(autouse=True)
 def fresh(request):
-  """Every test has the engine say "yes" unless it says otherwise."""
+  """Lets the engines answer "yes" at the start of every test."""
   for name in ("words", "tools"):
     if name in request.fixturenames:
       request.getfixturevalue(name).text = "yes"

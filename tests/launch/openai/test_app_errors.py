@@ -1,4 +1,4 @@
-"""What the server refuses, what it gives up, and how it says so."""
+"""Requests that the server refuses or aborts, and its error replies."""
 
 import asyncio
 import threading
@@ -12,30 +12,12 @@ from rl.agents import sessions
 from rl.engine import contract
 from rl.testing import scripted_engine
 from tests.helpers import openai_server
-from tests.helpers.openai_server import WORDS
-
-GO, ON, YES, NO = 3, 4, 5, 6
-END, AGENT = 1, 2
-ADD = {
-  "type": "function",
-  "function": {
-    "name": "add",
-    "description": "Adds two numbers.",
-    "parameters": {"type": "object", "properties": {}},
-  },
-}
-CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
-
-
-@pytest.fixture(scope="module")
-def words():
-  with openai_server.serve(WORDS) as server:
-    yield server
+from tests.helpers.openai_server import ADD, WORDS, YES
 
 
 @pytest.fixture(scope="module")
 def slow():
-  """Five seconds a token: whoever waits for one was told otherwise."""
+  """Takes five seconds per token, beyond its deadline for answers."""
   with openai_server.serve(WORDS, step_s=5.0, answer_s=0.3) as server:
     yield server
 

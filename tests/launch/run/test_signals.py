@@ -31,10 +31,10 @@ def test_the_first_signal_asks_to_stop(number):
   told = []
 
   async def run():
-    asked = signals.Signals(lambda: told.append("stop"), told.append)
-    assert asked.number == 0
+    installed = signals.Signals(lambda: told.append("stop"), told.append)
+    assert installed.number == 0
     await send(number)
-    assert asked.number == number
+    assert installed.number == number
 
   asyncio.run(run())
   assert told == [
@@ -48,8 +48,10 @@ def test_it_calls_what_is_in_charge_when_it_comes(when):
   called = []
 
   async def run():
-    asked = signals.Signals(lambda: called.append("behind"), lambda text: None)
-    with asked.calling(lambda: called.append("inside")):
+    installed = signals.Signals(
+      lambda: called.append("behind"), lambda text: None
+    )
+    with installed.calling(lambda: called.append("inside")):
       if when == "inside":
         await send(signal.SIGTERM)
     if when == "behind":
@@ -61,19 +63,20 @@ def test_it_calls_what_is_in_charge_when_it_comes(when):
 
 def test_code_that_does_not_await_can_be_interrupted():
   async def run():
-    asked = signals.Signals(lambda: None, lambda text: None)
-    asked.interrupt()
+    installed = signals.Signals(lambda: None, lambda text: None)
+    installed.interrupt()
     with pytest.raises(KeyboardInterrupt):
       os.kill(os.getpid(), signal.SIGTERM)
-    return asked.number
+    return installed.number
 
   assert asyncio.run(run()) == signal.SIGTERM
 
 
+@pytest.mark.process
 def test_the_second_signal_ends_the_process():
   program = """
 import asyncio, os, signal
-from launch import signals
+from launch.run import signals
 
 async def run():
   signals.Signals(lambda: print("asked", flush=True), lambda text: None)

@@ -224,7 +224,7 @@ def test_stop_ids_begin_with_the_end_of_a_turn(directory):
   edit(directory / "config.json", eos_token_id=[END, TEXT_END])
   assert hf_chat.HfChat.load(directory).stop_ids == (END, TEXT_END)
   edit(directory / "config.json", eos_token_id=7)
-  with pytest.raises(ValueError, match=r"eos_token_id=7, but 7 is none of"):
+  with pytest.raises(ValueError, match=r"eos_token_id=7; 7 must be one of"):
     hf_chat.HfChat.load(directory)
 
 
@@ -259,10 +259,14 @@ def test_templates_know_special_tokens_by_name(directory):
 @pytest.mark.parametrize(
   ("name", "text", "message"),
   [
-    ("tokenizer.json", "{}", "model: tokenizer.json is no tokenizer"),
-    ("tokenizer_config.json", "{", "tokenizer_config.json is no JSON"),
-    ("generation_config.json", "[]", "generation_config.json holds no object"),
-    ("chat_template.jinja", "{% if %}", "the chat template is no template"),
+    ("tokenizer.json", "{}", "model: tokenizer.json cannot be read"),
+    ("tokenizer_config.json", "{", "tokenizer_config.json is not valid JSON"),
+    (
+      "generation_config.json",
+      "[]",
+      "generation_config.json must hold an object",
+    ),
+    ("chat_template.jinja", "{% if %}", "the chat template is not valid Jinja"),
     ("chat_template.jinja", "{{ raise_exception('no') }}", "messages: no"),
     ("chat_template.jinja", "x", "it writes an answer 0 times"),
   ],
@@ -284,10 +288,10 @@ def change(directory, **parts):
 @pytest.mark.parametrize(
   ("parts", "message"),
   [
-    ({"decoder": {"type": "Fuse"}}, "decodes with Fuse.*only a byte-level one"),
+    ({"decoder": {"type": "Fuse"}}, "decodes with Fuse.*must be byte-level"),
     (
       {"added_tokens": lambda all_: [{**all_[0], "rstrip": True}, *all_[1:]]},
-      "'<|endoftext|>' looks at the text around it",
+      "'<|endoftext|>' depends on the text around it",
     ),
     (
       {"added_tokens": lambda all_: [{**x, "special": False} for x in all_]},
