@@ -52,7 +52,7 @@ class Hosting:
   Attributes:
     model: conversations have at most `max_length` ids; the cache holds
       `engine.slots` of them.
-    placement: of the decode pool; there is no learner.
+    placement: of the decode pool; the learner mesh is unused.
   """
 
   model: model_config.ModelConfig

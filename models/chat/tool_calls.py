@@ -57,7 +57,7 @@ def parse(text: str, *, thinking: bool = False) -> Answer:
   """
   reasoning, text = _split_thinking(text, thinking)
   calls, pieces, start = [], [], 0
-  # A tag inside a string of a call is no call: quotes are escaped there.
+  # A tag inside a string of a call cannot open one: its quotes are escaped.
   for tag in _CALL.finditer(text):
     found = _call_at(text, tag.end())
     if found is None:

@@ -23,7 +23,7 @@ def replies(transcript: base.Transcript) -> list[str]:
 
 @pytest.mark.parametrize("size", [2, 4, 6])
 def test_the_oracle_always_reaches_the_goal(play_all, size):
-  # 30 turns are more than the longest of the shortest ways of 6 x 6 maps here.
+  # 30 turns suffice for all shortest paths of these 6 x 6 maps.
   source = gymnasium.FrozenLake(size=size, turns=30)
   tasks = [source.task(i, s) for i in range(60) for s in ("train", "eval")]
   for transcript in play_all(source, tasks, source.oracle):
@@ -69,7 +69,7 @@ def test_anything_but_a_direction_is_invalid_and_costs_a_turn(play, text):
 
 
 def test_the_goal_on_the_last_turn_counts(play):
-  # Without holes on the way the goal of a 4 x 4 map is 3 + 3 = 6 moves away.
+  # Without holes the goal of a 4 x 4 map is 3 + 3 = 6 moves away.
   source = gymnasium.FrozenLake(turns=6)
   task = next(t for t in TASKS if not any("H" in r for r in SOURCE.map(t.seed)))
   transcript = play(source, task, source.oracle)
@@ -142,7 +142,7 @@ def test_settings_that_cannot_work_are_refused(fields):
 
 
 def test_a_split_without_maps_is_an_error_and_no_endless_search():
-  # Nearly every map has no hole at all: one of the splits goes without.
+  # Nearly all maps are without holes, so one split has no map.
   source = gymnasium.FrozenLake(size=2, frozen_probability=1 - 1e-9)
   with pytest.raises(ValueError, match="frozen_probability"):
     [source.task(0, split) for split in ("train", "eval")]

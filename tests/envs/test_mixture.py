@@ -1,4 +1,4 @@
-"""A mixture: who makes which task, and who grades it."""
+"""Mixtures: the source and the reward of every task."""
 
 import asyncio
 import dataclasses
@@ -11,7 +11,7 @@ from envs import base, mixture, rewards
 
 @dataclasses.dataclass(frozen=True)
 class Echo:
-  """A source that says its own words; an episode is one answer."""
+  """A source with its own words; an episode is one answer."""
 
   name: str
   words: tuple[str, ...] = ("go",)
@@ -136,7 +136,7 @@ def test_a_task_of_another_source_is_refused():
   [
     ([], "at least one source"),
     (["a", "b", "a"], r"\['a'\] are in the mixture more than once"),
-    (["a/b"], "has no slash"),
+    (["a/b"], "contain a slash"),
     ([""], "is not empty"),
   ],
 )

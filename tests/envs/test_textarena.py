@@ -16,7 +16,7 @@ def explorer(task, messages):
 
 
 def script(*answers: str):
-  """Returns an agent that gives the answers in turn, whatever it hears."""
+  """Returns an agent that gives fixed answers in turn."""
   # One user message first, then two messages a turn.
   return lambda task, messages: answers[len(messages) // 2]
 

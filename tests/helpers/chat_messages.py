@@ -1,4 +1,4 @@
-"""Messages of the tests, and those of the golden conversations."""
+"""Messages of tests and of the golden conversations."""
 
 import dataclasses
 import json
@@ -13,8 +13,8 @@ CASES: dict[str, dict[str, Any]] = EXPECTED["conversations"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Said:
-  """A message with all that one may have."""
+class GoldenMessage:
+  """A message with every optional field."""
 
   role: str
   content: str | None
@@ -22,16 +22,16 @@ class Said:
   reasoning: str | None = None
 
 
-def messages_of(case: dict[str, Any]) -> list[Said]:
-  """Returns the messages that transformers got."""
+def messages_of(case: dict[str, Any]) -> list[GoldenMessage]:
+  """Returns the messages that transformers encoded."""
   return [
-    Said(
+    GoldenMessage(
       data["role"],
       data["content"],
       tuple(
         ToolCall(
           call["function"]["name"],
-          # Another spelling of the same: templates write it anew.
+          # Other white space: templates serialise the value anew.
           json.dumps(call["function"]["arguments"], separators=(",", ":")),
         )
         for call in data.get("tool_calls", ())

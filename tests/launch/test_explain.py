@@ -1,4 +1,4 @@
-"""The plan of a run, printed for devices that are not there."""
+"""--explain: memory and placement of a run, without its devices."""
 
 import dataclasses
 import io
@@ -51,7 +51,7 @@ def printed(experiment):
 
 def test_a_model_for_a_pod_is_planned_without_one(big):
   text = printed(big)
-  # As published: 235B parameters of which 22B are used.
+  # As published: 235B parameters, 22B of them active.
   assert "235 billion parameters, of which a token uses 22.2 billion" in text
   assert "placement.learner: 64 devices, data 8 x expert 4 x tensor 2" in text
   assert "placement.decode: 32 devices, data 1 x expert 8 x tensor 4" in text
@@ -82,7 +82,7 @@ def test_bytes_of_the_decode_pool_follow_from_its_rules(big):
   # over 4 devices.
   token = 94 * 2 * 4 * 128 * 2 // 4
   # 256 slots of 40960 / 16 pages, and one; every row of devices has them all.
-  # Of what is copied it has an 8th of the rows.
+  # Each device copies an 8th of the rows.
   tokens = 256 * 40_960
   pages = "KV cache, 10,485,776 tokens in 655,361 pages"
   assert lines[pages] == (tokens + 16) * token
@@ -159,7 +159,7 @@ def test_the_command_prints_both_pools_and_starts_nothing(tmp_path):
     f"--config={commands.CONFIG}",
     "--explain",
     f"--workdir={tmp_path / 'run'}",
-    # There are no such devices here.
+    # This machine has no such devices.
     "--config.placement.platform=tpu",
     "--config.placement.learner.data=64",
     "--config.batch.rows=64",

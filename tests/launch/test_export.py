@@ -1,4 +1,4 @@
-"""The command that turns a run into a Hugging Face directory."""
+"""launch.export: writes a run as a Hugging Face directory."""
 
 import dataclasses
 import json
@@ -31,10 +31,10 @@ def experiment():
 
 
 def saved_run(directory, settings, change=0.0):
-  """Leaves what a run leaves after 3 rounds; returns its parameters.
+  """Writes the files of a run after 3 rounds; returns its parameters.
 
   Args:
-    change: what training has added to every number that it trains.
+    change: added to every trained parameter.
   """
   workdir.claim(directory, settings).close()
   parts = assemble.build(settings)
@@ -51,7 +51,7 @@ def saved_run(directory, settings, change=0.0):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-  """A run, from a checkpoint that is no longer there."""
+  """A run whose initial checkpoint was removed."""
   directory = tmp_path_factory.mktemp("runs")
   source, settings = directory / "source", experiment()
   params = policy_lib.of(settings.model).init(jax.random.key(1))
@@ -87,7 +87,7 @@ def adapted(tmp_path_factory):
     str(commands.ROOT / commands.CONFIG),
     CHANGES | {"model.lora": "lora(rank=2)"},
   )
-  # Fresh ones add nothing, and so would look like none.
+  # Fresh adapters add nothing, which would look like no adapters.
   return directory, saved_run(directory, settings, 0.1), settings.model
 
 

@@ -1,4 +1,4 @@
-"""The launched program, from a checkpoint that is odd, bad or gone."""
+"""Runs that start from a checkpoint that is odd, damaged or removed."""
 
 import dataclasses
 
@@ -52,7 +52,7 @@ def test_a_run_goes_on_without_the_weights_that_it_started_from(
   assert result.returncode == 0, result.stderr
   assert "going on after 1 rounds" in result.stdout
   assert "its tokenizer" not in result.stdout
-  # Another run still needs them.
+  # A new run needs the initial weights.
   result = commands.run(*commands.train(tmp_path / "new", {}, config))
   assert result.returncode == 2
   assert f"error: initial={source} cannot be loaded:" in result.stderr

@@ -1,4 +1,4 @@
-"""A run whose gradients are no numbers, and what is said of it afterwards."""
+"""launch.replay: finds the nan in the skipped updates of a run."""
 
 import dataclasses
 import json
@@ -36,7 +36,7 @@ EXPERIMENT = flags.load(
     "warm_start": "none",
     "evaluation.episodes": "0",
     "retention.checkpoint_every": "1",
-    # The first step is taken; what it leaves gives no number any more.
+    # The first step is taken; all later losses are nan.
     "optimizer.learning_rate": "1e30",
   },
 )
@@ -54,7 +54,7 @@ class _Run:
 
 @pytest.fixture(scope="module")
 def wild(tmp_path_factory):
-  """A run with steps of 1e30 that was started, and then started again."""
+  """A run with steps of 1e30, started twice."""
   path = tmp_path_factory.mktemp("runs") / "wild"
   told, warned = path.with_name("told.txt"), path.with_name("warned.txt")
 
@@ -90,7 +90,7 @@ def test_a_run_without_finite_gradients_ends_with_a_line(wild):
   assert "not finite: 3, and max_skipped=2 allows no more" in wild.told
   assert "Traceback" not in wild.told
   assert f"python -m launch.replay {last.parent}/round_" in wild.told
-  # Tokens of skipped updates are masked, and nothing is lost.
+  # Tokens of skipped updates count as masked.
   assert "error 0" in wild.told
   log = (wild.path / "events.jsonl").read_text().splitlines()
   events = [json.loads(line) for line in log if line]
@@ -119,10 +119,10 @@ def test_metrics_directories_and_messages_number_rounds_alike(wild):
   rows = (wild.path / "metrics.jsonl").read_text().splitlines()
   found = [json.loads(row) for row in rows]
   skipped = [x["round"] for x in found if x["skipped_updates"]]
-  # It was gone on with after round 3, and ended in round 6 again.
+  # It continued after round 3, and ended in round 6 again.
   assert skipped == [2, 3, 4, 5]
   names = [x.name for x in skipped_updates.updates(wild.path / "skipped")]
-  # All three that ended it; those of before have made room.
+  # The last three are kept; older ones are removed.
   assert names == [f"round_00000{number}_update_0" for number in (4, 5, 6)]
   assert "round 6: updates in a row" in wild.told_again
   assert "round  3/12" in wild.told
@@ -138,7 +138,7 @@ def test_the_ledger_and_the_report_tell_what_was_skipped(wild):
 
 def test_a_run_without_finite_gradients_can_be_gone_on_with(wild):
   assert "going on after" in wild.told_again
-  # Its weights are what they were.
+  # Its weights have not changed.
   assert wild.code_again == 1
   assert "not finite: 3" in wild.told_again
 
@@ -151,7 +151,7 @@ def test_a_skipped_update_is_replayed_from_the_command_line(wild):
   lines = done.stdout.splitlines()
   assert any(x.startswith("parameters: ") for x in lines)
   assert any(x.startswith("update: ") and "NOT FINITE" in x for x in lines)
-  # It is the weights: not one row has a finite gradient.
+  # Bad weights: the gradient of every row is not finite.
   assert "every row: look at the parameters, not the data" in lines
   assert len(lines) < 16
   assert "first operation with a nan: " in lines[-1]
@@ -194,7 +194,7 @@ def test_an_update_that_cannot_be_read_is_refused(wild, tmp_path):
     replay.read(tmp_path, EXPERIMENT)
 
 
-# What follows plants numbers in an update of a sound run.
+# The tests below plant values in an update of a sound run.
 
 
 @pytest.fixture(scope="module")
@@ -205,7 +205,7 @@ def programs():
 
 @pytest.fixture
 def sound(wild, programs):
-  """Micro-batches of the run with weights and columns that are numbers."""
+  """Micro-batches of the run with finite weights and columns."""
   path = skipped_updates.updates(wild.path / "skipped")[0]
   _, kept = replay.read(path, EXPERIMENT)
   batches = [
@@ -278,7 +278,7 @@ def test_a_norm_that_overflows_is_told_from_a_gradient_that_does(
   code, lines = _told(programs, sound._replace(batches=batches))
   assert code == 1
   assert any("their norm overflows" in x for x in lines)
-  # Every row does, by itself: no need to take them apart.
+  # Every row overflows alone, so no row is searched.
   assert lines[-1] == (
     "every row: look at what the data has as advantages, not the parameters"
   )

@@ -1,4 +1,4 @@
-"""The command that serves a run, or a Hugging Face directory."""
+"""launch.serve: serves a run, or a Hugging Face directory."""
 
 import contextlib
 import json
@@ -39,7 +39,7 @@ SIZES = {
 
 
 class Command:
-  """`launch.serve` with some arguments, until the end of the `with`."""
+  """A `launch.serve` process, killed at the end of the `with`."""
 
   def __init__(self, *arguments):
     self.process = commands.start(
@@ -67,7 +67,7 @@ class Command:
     return found[1]
 
   def end(self, number=signal.SIGTERM):
-    """Sends a signal; returns standard error once it has ended."""
+    """Sends a signal; returns standard error after the end."""
     with contextlib.suppress(ProcessLookupError):
       self.process.send_signal(number)
     _, self.err = self.process.communicate(timeout=60)

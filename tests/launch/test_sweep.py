@@ -1,4 +1,4 @@
-"""A sweep runs its variations, each in a process and directory of its own."""
+"""launch.sweep: runs every variation in its own process and directory."""
 
 import json
 
@@ -18,7 +18,7 @@ def sweep():
   return {runs}
 """
 GIVEN = commands.TINY | {"rounds": "1", "evaluation.episodes": "8"}
-# The sweep sets it: what both set is refused.
+# The sweep sets these; a setting given twice is refused.
 del GIVEN["rollout.group_size"], GIVEN["evaluation.every"]
 
 

@@ -134,7 +134,7 @@ def test_a_stopped_run_saves_and_the_same_command_goes_on(tmp_path):
   if python.is_relative_to(commands.ROOT):
     python = python.relative_to(commands.ROOT)
   assert f"{python} -m launch.train" in output
-  # A stopped run can be looked at.
+  # A stopped run has a report.
   for name in ("report.html", "trace.json"):
     assert (tmp_path / name).stat().st_size > 1000
   again = commands.launch(*commands.train(tmp_path, settings))

@@ -1,4 +1,4 @@
-"""Agents written against the `openai` package, trained from what is recorded.
+"""Agents written against the `openai` package, trained from their records.
 
 They know nothing of this project; the engine is the real one, with a tiny
 model.
@@ -25,7 +25,7 @@ from rl.testing import scripted_engine
 from rl.train import learner
 from tests.helpers import tiny_engine as tiny
 
-# 21 words and 3 special ids: all 24 of the tiny model are something to say.
+# 21 words and 3 special ids: every one of the 24 ids has a text.
 CHAT = word_chat.WordChat(tuple("abcdefghijklmnopqrstu"))
 TEMPERATURE = 0.7
 
@@ -36,7 +36,7 @@ def the_episode(index=0):
 
 
 async def talker(base_url, task):
-  """Talks three times, with all of its history; keeps no ids."""
+  """Asks three times with its whole history as text."""
   async with openai.AsyncOpenAI(base_url=base_url, api_key="none") as client:
     history: list = [{"role": "user", "content": f"a b {'cdefgh'[task.index]}"}]
     for number in range(3):
@@ -49,7 +49,7 @@ async def talker(base_url, task):
 
 
 def plain(base_url, task):
-  """As many are: not async, and streaming."""
+  """Not async, and streaming."""
   with openai.OpenAI(base_url=base_url, api_key="none") as client:
     stream = client.chat.completions.create(
       model="gpt-4o",
@@ -73,7 +73,7 @@ def test_an_unchanged_agent_leaves_what_the_engine_sampled_and_can_be_trained(
   completions = []
 
   class Watched:
-    """The engine, with a note of what it answered."""
+    """The engine, with a list of its completions."""
 
     def __getattr__(self, name):
       return getattr(served.engine, name)
@@ -111,7 +111,7 @@ def test_an_unchanged_agent_leaves_what_the_engine_sampled_and_can_be_trained(
         assert np.array_equal(getattr(turn, name), getattr(done, name))
       at += len(turn.tokens)
     assert len(member.turns) == 3
-  # A fresh forward pass of the learner agrees with what was recorded.
+  # A fresh forward pass of the learner agrees with the record.
   (packed,) = batch.pack(members, rows=6, length=32, version=0).batches
   assert packed.sampled.sum() == sum(len(d.tokens) for _, d in completions)
   _, layout = placement.Placement(colocated=True).layouts()

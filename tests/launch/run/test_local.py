@@ -1,4 +1,4 @@
-"""How a run in one process ends when something in it goes wrong."""
+"""Ends of a run in one process: stalls, faults, non-finite gradients."""
 
 import asyncio
 import dataclasses
@@ -26,7 +26,7 @@ LIMITS = group_rollout.Rollout(group_size=4, max_tokens=16)
 
 
 class _Silent(builtin_engine.BuiltinEngine):
-  """Answers no request of an evaluation, as a device that hangs."""
+  """Never answers requests of an evaluation, like a device that hangs."""
 
   async def generate(self, request):
     if request.session.startswith("eval/"):
@@ -36,7 +36,7 @@ class _Silent(builtin_engine.BuiltinEngine):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SilentSettings(engine_settings.EngineSettings):
-  """Those of an engine that leaves evaluations without an answer."""
+  """Settings of an engine that never answers evaluations."""
 
   def build(self, config, layout, thread):
     return _Silent(
@@ -70,7 +70,7 @@ def experiment(engine=engine_settings.EngineSettings, episodes=0, **changes):
 
 @pytest.fixture
 def run_dir(tmp_path):
-  """The directory of a run; the test fails when it takes for ever."""
+  """The directory of a run; the test fails if the run hangs."""
   data = {
     "overlap": overrides.to_json(SCHEDULE),
     "rollout": {"group_size": LIMITS.group_size},
@@ -88,7 +88,7 @@ def run_dir(tmp_path):
 
 
 def test_an_evaluation_without_an_answer_ends_the_run(run_dir, capsys):
-  # Of an episode of 1 turn of at most 0.1 s; nothing has been trained yet.
+  # One turn of at most 0.1 s; nothing is trained yet.
   quick = dataclasses.replace(LIMITS, max_turns=1, step_s=0.1)
   quick = dataclasses.replace(
     quick,
@@ -108,7 +108,7 @@ def test_the_log_of_a_run_that_fails_is_checked_and_told(run_dir, capsys):
   assert local.train(experiment(optimizer=wild), run_dir) == 1
   told = capsys.readouterr().out
   assert "gradient norm nan" in told
-  # What was taken, played or ready when it failed is in flight.
+  # Groups that were played or ready at the failure count as in flight.
   assert "staleness: at most" in told
   assert "error 0" in told
   assert told.count("error: ") == 1
@@ -116,7 +116,7 @@ def test_the_log_of_a_run_that_fails_is_checked_and_told(run_dir, capsys):
 
 @dataclasses.dataclass(frozen=True)
 class Broken:
-  """A reward that is no number, or raises."""
+  """A reward that is nan, or raises."""
 
   raises: bool
   stateless: bool = True
@@ -144,7 +144,7 @@ def test_a_reward_that_never_works_ends_the_run_and_is_named(
   assert "error: rounds in a row that trained nothing" in told.out
   assert "3, and max_skipped=2 allows no more" in told.out
   assert " faults) + 0 dropped" in told.out
-  # What it has come to is saved, and has a report.
+  # The last round is saved and has a report.
   assert (run_dir / "checkpoints" / "3").exists()
   assert "Faults left nothing to train" in (run_dir / "report.html").read_text()
 
@@ -181,7 +181,7 @@ def test_a_run_of_no_rounds_is_its_warm_start_and_is_saved(run_dir, capsys):
   assert "evaluation: success" in capsys.readouterr().out
   (row,) = (run_dir / "evaluations.jsonl").read_text().splitlines()
   assert json.loads(row)["version"] == 0
-  # The same command finds everything done.
+  # The same command finds nothing left to do.
   assert local.train(tree, run_dir) == 0
   assert "going on after the warm start" in capsys.readouterr().out
 
@@ -207,7 +207,7 @@ def test_critic_and_reference_outlive_a_stop(run_dir, tmp_path_factory):
   ]
   for one, other in zip(*rows, strict=True):
     for name in ("kl", "value_loss", "loss", "grad_norm"):
-      # But for the engine's last bits: which rows share a dispatch varies.
+      # Not bit-equal: the rows that share a dispatch vary.
       assert other[name] == pytest.approx(one[name], rel=1e-3, abs=1e-6)
   # The policy has moved away from where it began.
   assert 0 < rows[1][0]["kl"] < 0.5 * rows[1][-1]["kl"]

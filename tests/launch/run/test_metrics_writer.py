@@ -64,7 +64,7 @@ def test_a_resumed_run_has_each_round_once(tmp_path):
   with (tmp_path / "metrics.jsonl").open("a") as file:
     file.write('{"round": 1, "succ')  # Killed while it wrote.
   resumed = metrics_writer.MetricsWriter(tmp_path, first_round=3)
-  # It begins with an evaluation of what round 2 left.
+  # It starts with an evaluation after round 2.
   resumed.evaluation(2, {})
   resumed.write(3, {})
   resumed.evaluation(3, {})

@@ -1,4 +1,4 @@
-"""What is said after a round, worked out from metrics and groups by hand."""
+"""Warnings after a round, from metrics and groups made by hand."""
 
 import pathlib
 
@@ -83,7 +83,7 @@ def test_a_few_such_rounds_in_a_row_are_hopeless(warnings):
   for number in (1, 2):
     assert warnings.after(_metrics(number), [_group(NAN)])
   assert warnings.hopeless == ""
-  # One that trains begins anew.
+  # A round that trains resets the count.
   assert warnings.after(_metrics(3, trained_tokens=8.0), [_group(NAN)]) == []
   for number in (4, 5):
     warnings.after(_metrics(number), [_group(NAN)])
@@ -108,7 +108,7 @@ def test_each_skipped_update_has_the_command_that_looks_into_it(
   tmp_path, monkeypatch
 ):
   monkeypatch.chdir(tmp_path)
-  # As the user has typed it: relative.
+  # As the user typed it: relative.
   run_dir = pathlib.Path("runs/wild")
   names = ["round_000002_update_0", "round_000003_update_0"]
   names += ["round_000003_update_1"]

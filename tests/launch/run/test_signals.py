@@ -1,4 +1,4 @@
-"""The first signal asks, the second ends; what is asked may change."""
+"""The first signal calls `stop`, the second ends the process."""
 
 import asyncio
 import os

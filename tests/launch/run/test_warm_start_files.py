@@ -1,4 +1,4 @@
-"""A warm start that is recorded, stopped, killed, damaged, and goes on."""
+"""Files of a warm start that is stopped, killed, damaged and continued."""
 
 import asyncio
 import contextlib
@@ -71,7 +71,7 @@ def experiment(model=DENSE, every=4, **changes):
 
 
 def imitate(run_dir, tree, stop_after=0, during=lambda files: None):
-  """Runs a warm start in a directory, stopped after so many steps if any.
+  """Runs a warm start in a directory, up to step `stop_after` if above 0.
 
   Returns:
     (state or None, what was noted). `during` is called before the last step.
@@ -113,7 +113,7 @@ def lines(run_dir):
 
 
 def learned(run_dir):
-  """Returns what of the lines does not tell the time."""
+  """Returns the lines without their times."""
   return [
     {k: v for k, v in row.items() if "_s" not in k} for row in lines(run_dir)
   ]
@@ -128,7 +128,7 @@ def damage(run_dir, step):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-  """Directory and parameters of a warm start that nobody stopped."""
+  """Directory and parameters of an uninterrupted warm start."""
   run_dir = tmp_path_factory.mktemp("whole")
   state, _ = imitate(run_dir, experiment())
   return run_dir, as_bytes(state)
@@ -157,7 +157,7 @@ def test_each_step_has_a_line(whole):
     # Two turns of an episode, each a word and the end of the answer.
     assert (row["tokens"], row["skipped"]) == (4 * 2 * 2, 0)
     assert min(row["grad_norm"], row["step_s"]) > 0
-  # Seven words of which none is likelier: ln 7. It learns what comes often.
+  # Seven equally likely words: ln 7. Then it learns the frequent ones.
   assert rows[0]["loss"] == pytest.approx(math.log(7), abs=0.3)
   assert rows[-1]["loss"] < 0.8 * rows[0]["loss"]
   times = [row["time_s"] for row in rows]
@@ -269,7 +269,7 @@ def test_a_run_of_no_rounds_says_what_is_done_and_what_goes_on(
   told = capsys.readouterr().out
   assert "going on after the warm start" in told
   assert done in told
-  # More rounds follow upon it, and do not repeat it.
+  # More rounds continue from it and do not repeat it.
   assert train(tmp_path, experiment(rounds=1)) == 0
   assert "warm start 1/" not in capsys.readouterr().out
   assert lines(tmp_path) == before
@@ -289,7 +289,7 @@ def test_a_run_that_ends_before_its_first_checkpoint_keeps_its_warm_start(
   told = capsys.readouterr().out
   assert "going on after the warm start" in told
   assert "warm start 1/" not in told
-  # The round that was cut off and the one in its place are one in the log.
+  # The log counts the interrupted round and its repetition once.
   kinds = [
     json.loads(line)["kind"]
     for line in (tmp_path / "events.jsonl").read_text().splitlines()

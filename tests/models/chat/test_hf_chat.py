@@ -11,11 +11,11 @@ import tokenizers
 
 from models.chat import hf_chat, tool_calls
 from tests.helpers import chat_messages
-from tests.helpers.chat_messages import GOLDEN, Said
+from tests.helpers.chat_messages import GOLDEN, GoldenMessage
 
 START, END, TEXT_END = 1, 2, 0
 CHAT = hf_chat.HfChat.load(GOLDEN)
-# Of which nothing is ours: it decodes, and takes no text for a special token.
+# Independent of our code; encodes special tokens in text as plain text.
 PLAIN = tokenizers.Tokenizer.from_file(str(GOLDEN / "tokenizer.json"))
 PLAIN.encode_special_tokens = True
 WORDS = "a<think>\u00e9\u6771\U0001f600\U0001f468\u200d\U0001f469\r\n  x\x00~"
@@ -30,7 +30,7 @@ def chat_of(case):
 
 
 def replay(case):
-  """Returns the ids of a conversation that grew, answer by answer."""
+  """Returns the ids of a conversation that grows answer by answer."""
   chat, messages = chat_of(case), chat_messages.messages_of(case)
   answers = [i for i, said in enumerate(messages) if said.role == "assistant"]
   edges = [*answers, len(messages)]
@@ -84,7 +84,7 @@ def test_thinking_before_the_last_question_stays_as_it_was_sampled():
 
 
 def test_what_follows_an_answer_that_was_cut_off_ends_its_turn_first():
-  new = [Said("user", "And now?")]
+  new = [GoldenMessage("user", "And now?")]
   whole, cut = CHAT.append(new), CHAT.append(new, answer_ended=False)
   assert cut.tolist() == [END, *whole.tolist()]
   assert whole.tolist() == [
@@ -96,7 +96,7 @@ def test_what_follows_an_answer_that_was_cut_off_ends_its_turn_first():
     START,
     *text_ids("assistant\n"),
   ]
-  # Nothing to say: the next answer is asked for.
+  # No messages: only the prompt for the next answer.
   assert CHAT.append([]).tolist() == [
     *text_ids("\n"),
     START,
@@ -106,17 +106,19 @@ def test_what_follows_an_answer_that_was_cut_off_ends_its_turn_first():
 
 def test_text_that_spells_control_tokens_is_text():
   spelled = chat_messages.EXPECTED["spelled"]
-  text, empty = spelled["text"], Said("user", "")
+  text, empty = spelled["text"], GoldenMessage("user", "")
   assert {START, END} < set(spelled["forged"])
   for encode in (CHAT.open, CHAT.append):
     expected = encode([empty]).tolist()
     # The prompt's and the message's: <|im_start|>user\n HERE <|im_end|>.
     at = expected.index(END)
     expected[at:at] = spelled["ids"]
-    assert encode([Said("user", text)]).tolist() == expected
+    assert encode([GoldenMessage("user", text)]).tolist() == expected
   assert CHAT.encode_answer(text).tolist() == [*spelled["ids"], END]
   for role in ("system", "assistant", "tool"):
-    ids = CHAT.open([Said("user", "?"), Said(role, text)]).tolist()
+    ids = CHAT.open(
+      [GoldenMessage("user", "?"), GoldenMessage(role, text)]
+    ).tolist()
     assert [ids.count(i) for i in (TEXT_END, START, END)] == [0, 3, 2]
 
 
@@ -130,7 +132,7 @@ def test_an_answer_survives_the_round_trip():
 
 
 def random_ids(rng):
-  """Returns ids among which characters are cut and special tokens are."""
+  """Returns ids with split characters and special tokens."""
   ids = text_ids("".join(rng.choices(WORDS, k=8)))
   for _ in range(rng.randrange(4)):
     ids[rng.randrange(len(ids))] = rng.randrange(CHAT.vocab_size)
@@ -163,7 +165,7 @@ def test_half_a_character_waits_for_its_other_half():
   assert said == ["", "", "\u6771", "", "", "", "\U0001f600", "!"]
   assert decoder.end() == ""
   decoder = CHAT.decoder()
-  # A special token in between says nothing, and parts no character.
+  # A special token in between has no text and splits no character.
   assert decoder.feed([ids[0], START, *ids[1:5]]) == "\u6771"
   assert decoder.feed([]) == ""
   assert decoder.end() == "\ufffd"
@@ -174,7 +176,7 @@ def test_every_id_has_a_text():
   assert CHAT.token(text_ids("<think>")[0]) == "<think>"
   assert CHAT.token(text_ids("\u6771")[0]) == "\\xe6"
   assert all(CHAT.token(i) for i in range(CHAT.vocab_size))
-  # A model of a padded vocabulary may sample more.
+  # A model with a padded vocabulary may sample larger ids.
   padded = CHAT.vocab_size
   assert CHAT.token(padded) == f"<id {padded}>"
   assert CHAT.decode([*text_ids("a"), padded, END]) == f"a<id {padded}>"
@@ -191,7 +193,7 @@ def test_sampled_ids_are_parsed():
   assert CHAT.parse(ids) == tool_calls.Answer(
     "So.", (tool_calls.ToolCall("f", '{"x": "\u6771"}'),), "hm"
   )
-  # Cut within a character of the call: content, and no error.
+  # Cut within a character of the call: it stays content.
   cut = ids[: -len(text_ids('"}}\n</tool_call>')) - 2]
   assert CHAT.parse(cut).tool_calls == ()
   assert CHAT.parse(cut).content.endswith('"x": "\ufffd')
@@ -251,9 +253,11 @@ def test_templates_know_special_tokens_by_name(directory):
   path = directory / "chat_template.jinja"
   source = "{{ eos_token }}{{ pad_token }}{{ bos_token is defined }}"
   path.write_text(source + path.read_text("utf-8"), "utf-8")
-  ids = hf_chat.HfChat.load(directory).open([Said("user", "?")]).tolist()
+  ids = (
+    hf_chat.HfChat.load(directory).open([GoldenMessage("user", "?")]).tolist()
+  )
   named = [END, TEXT_END, *text_ids("False")]
-  assert ids == named + CHAT.open([Said("user", "?")]).tolist()
+  assert ids == named + CHAT.open([GoldenMessage("user", "?")]).tolist()
 
 
 @pytest.mark.parametrize(
@@ -321,7 +325,7 @@ def test_settings_that_cut_texts_short_are_not_obeyed(directory):
     "stride": 0,
   }
   change(directory, truncation=cut)
-  question = [Said("user", "Weather in Ulm?")]
+  question = [GoldenMessage("user", "Weather in Ulm?")]
   ids = hf_chat.HfChat.load(directory).open(question)
   assert ids.tolist() == CHAT.open(question).tolist()
 
@@ -337,11 +341,11 @@ def test_a_directory_without_a_tokenizer_is_refused(tmp_path):
 
 
 def test_a_chat_is_a_value():
-  CHAT.open([Said("user", "?")])
+  CHAT.open([GoldenMessage("user", "?")])
   copy = pickle.loads(pickle.dumps(CHAT))
   assert copy == CHAT
   assert hash(copy) == hash(CHAT)
   assert len(repr(CHAT)) < 300
-  # Guards are part of it.
-  evil = [Said("user", "<|im_end|>")]
+  # With the guards.
+  evil = [GoldenMessage("user", "<|im_end|>")]
   assert copy.open(evil).tolist() == CHAT.open(evil).tolist()

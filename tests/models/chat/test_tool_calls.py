@@ -49,7 +49,7 @@ def test_text_without_either_stays_byte_for_byte(text):
     '{"name": "f", "arguments": "{}"}',
     '{"name": "f", "arguments": null}',
     '{"name": "f", "arguments": {"x": NaN}}',
-    # A float of this size is infinite, which JSON cannot say.
+    # A float of this size is infinite, which JSON cannot express.
     '{"name": "f", "arguments": {"x": 1e999}}',
     '{"name": "f", "arguments": {}} and more',
     '{"name": "f", "arguments": {"x": "\\ud800"}}',
@@ -89,7 +89,7 @@ def test_calls_that_are_only_thought_of_are_not_made():
   thought = f"maybe {block(call('f'))}"
   closed = tool_calls.parse(f"<think>{thought}</think>No.")
   assert closed == tool_calls.Answer("No.", (), thought)
-  # Cut off while thinking: there is no answer yet.
+  # Cut while thinking, before the answer.
   cut = tool_calls.parse(f"\n<think>\n{thought}")
   assert cut == tool_calls.Answer("", (), thought)
 
@@ -102,5 +102,5 @@ def test_a_prompt_may_have_opened_the_thinking():
   assert tool_calls.parse("so", thinking=True) == tool_calls.Answer(
     "", (), "so"
   )
-  # Opened once more by the model, it is open all the same.
+  # Opened by the prompt and again by the model.
   assert tool_calls.parse(f"<think>{text}", thinking=True).reasoning == "so"

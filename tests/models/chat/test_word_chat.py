@@ -7,7 +7,7 @@ from models.chat import word_chat
 
 
 @dataclasses.dataclass(frozen=True)
-class Said:
+class GoldenMessage:
   role: str
   content: str
 
@@ -18,9 +18,11 @@ def chat():
 
 
 def test_a_conversation_is_the_pieces_in_order(chat):
-  first = chat.open([Said("system", "guess"), Said("user", "1  2\n")])
+  first = chat.open(
+    [GoldenMessage("system", "guess"), GoldenMessage("user", "1  2\n")]
+  )
   answer = chat.encode_answer("2")
-  more = chat.append([Said("user", "lower")])
+  more = chat.append([GoldenMessage("user", "lower")])
   # <pad> <end> <agent> are 0 1 2; guess higher lower 1 2 are 3 to 7.
   assert first.tolist() == [3, 6, 7, word_chat.AGENT]
   assert answer.tolist() == [7, word_chat.END]
@@ -43,7 +45,7 @@ def test_special_tokens_are_printed_but_are_not_part_of_the_text(chat):
 
 def test_an_unknown_word_is_named_with_the_nearest_known_one(chat):
   with pytest.raises(ValueError, match=r"'hihger' .* nearest is 'higher'"):
-    chat.open([Said("user", "guess hihger")])
+    chat.open([GoldenMessage("user", "guess hihger")])
   # Text cannot end a turn: special tokens are not words.
   with pytest.raises(ValueError, match="'<end>' is not among the 5 known"):
     chat.encode_answer("1 <end>")
@@ -64,7 +66,7 @@ def test_a_list_that_cannot_be_told_apart_is_refused(words, message):
 
 
 def test_an_id_past_the_words_is_shown_as_what_it_is(chat):
-  # Ids are 0 to 7; a model of a padded vocabulary may sample 42.
+  # Ids are 0 to 7; a model with a padded vocabulary may sample 42.
   assert chat.token(42) == "<id 42>"
   assert chat.decode([3, 8, word_chat.END]) == "guess <id 8>"
   with pytest.raises(ValueError, match="id -1 is below 0"):

@@ -1,4 +1,4 @@
-"""Text of answers, piece by piece, with a real tokenizer and template."""
+"""Answers parsed piece by piece, with a real tokenizer and template."""
 
 import asyncio
 import dataclasses
@@ -21,7 +21,7 @@ CALLED = (tool_calls.ToolCall("add", '{"a": 1}'),)
 
 
 def read(ids, pieces=None, chat: episode.Chat = HF, **how):
-  """Returns the parser, and all (content, reasoning) that it showed."""
+  """Returns the parser and every (content, reasoning) that it returned."""
   parser = answer_stream.AnswerParser(chat, **how)
   shown = []
   for size in pieces or [1] * len(ids):
@@ -31,7 +31,7 @@ def read(ids, pieces=None, chat: episode.Chat = HF, **how):
 
 
 def said(text, **how):
-  """Returns what is shown of a text, with no more than content."""
+  """Returns the parser and the shown content of a text without reasoning."""
   parser, shown = read(HF.encode_answer(text).tolist(), **how)
   assert not any(reasoning for _, reasoning in shown)
   return parser, "".join(content for content, _ in shown)
@@ -73,7 +73,7 @@ def test_text_is_shown_as_soon_as_it_is_certain():
   ids = HF.encode_answer("<think>a</think>\n\nb <tool_call>").tolist()
   _, shown = read(ids, calls=True)
   shown = [piece for piece in shown if any(piece)]
-  # Thinking as a whole, when it ends; what may be a call not before the end.
+  # Thinking comes whole when it ends, a possible call only at the end.
   assert shown[0] == ("", "a")
   assert shown[1][0].startswith("b")
   assert shown[-1][0].endswith("<tool_call>")
@@ -183,7 +183,7 @@ def test_the_engine_stops_where_the_text_does(whole):
   assert done.tokens.tolist() == ids[:count]
   assert done.logprobs.tolist() == [-(i + 1) / 8 for i in range(count)]
   assert len(done.versions) == count
-  # It was told to stop, and sampled no more than the id on its way.
+  # Aborted, after at most one more id.
   assert one.stats().sampled_tokens <= count + 1
   assert one.stats().running == 0
 

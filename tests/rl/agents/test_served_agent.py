@@ -1,4 +1,4 @@
-"""Agents played through a session: what they leave, and their faults."""
+"""Agents played through a session: their trajectories and faults."""
 
 import asyncio
 
@@ -18,7 +18,7 @@ EPISODE = episode.Episode(TASK, group_id=9, index=3, seed=1)
 
 
 class Server:
-  """What a server does with a request, without its HTTP."""
+  """A server without HTTP."""
 
   def __init__(self):
     self.engine = scripted_engine.ScriptedEngine(lambda request: [4, 1])

@@ -1,4 +1,4 @@
-"""Sessions: which ids are on record, which are new, and what is left."""
+"""Session trees: recorded ids, new ids and trajectories."""
 
 import dataclasses
 import json
@@ -42,7 +42,7 @@ def completion(*tokens, stop="stop", version=0, **changes):
 
 
 class Talk:
-  """A session, and the time that passes in it."""
+  """A session with a clock."""
 
   def __init__(self, chat: episode.Chat = WORDS):
     self.now_s = 0.0
@@ -51,7 +51,7 @@ class Talk:
     )
 
   def ask(self, history, answer, *tokens, tools=(), **changes):
-    """Returns the ids of a request, after putting an answer on record."""
+    """Records an answer; returns the ids of its request."""
     opening = self.session.begin(history, tools)
     self.now_s += 1.0
     self.session.record(opening, completion(*tokens, **changes), answer)
@@ -86,7 +86,7 @@ def test_sampled_ids_stay_even_where_their_text_would_be_encoded_otherwise():
   talk, known = Talk(HF), [HF.token(i) for i in range(260, 300)]
   text = next(token for token in known if token.isalpha() and token.isascii())
   whole = HF.encode_answer(text).tolist()
-  # One id a byte: what no encoder would choose.
+  # One id per byte, which no encoder would choose.
   bytes_ = [HF.encode_answer(character).tolist()[0] for character in text]
   assert len(bytes_) > len(whole) - 1
   talk.ask([user("hi")], said(text), *bytes_, HF.stop_ids[0])
@@ -150,7 +150,7 @@ def test_a_second_way_on_is_a_branch_with_the_past_as_context():
   talk.ask([*past, user("on")], said("no"), NO, END)
   talk.ask([*past, user("go")], said("yes"), YES, END)
   talk.ask([*past, user("go"), said("yes"), user("no")], said("on"), ON, END)
-  # And the first request once more, as a client does that heard nothing.
+  # The first request again, as a client retries after a lost reply.
   talk.ask([user("go")], said("no"), NO, END)
   assert talk.left() == [
     [([GO, AGENT], [YES, END]), ([ON, AGENT], [NO, END])],
@@ -203,7 +203,7 @@ def test_ids_go_on_behind_the_ids_they_begin_with():
   assert ask([GO, AGENT, YES, YES], NO) == [GO, AGENT, YES, YES]
   assert ask([GO], NO) == [GO]
   assert [len(branch) for branch in talk.left()] == [2, 1, 1]
-  # Messages never are those of a conversation of ids.
+  # Messages never match a conversation that came as ids.
   assert talk.ask([user("go")], said("no"), NO) == [GO, AGENT]
   assert len(talk.left()) == 4
 

@@ -1,4 +1,4 @@
-"""Sessions by name: opened, finished once, given up when there are too many."""
+"""Sessions by name: opened, finished once, ended when there are too many."""
 
 import numpy as np
 import pytest
@@ -26,7 +26,7 @@ def answer(session):
 
 
 def opened(**settings):
-  """Returns sessions, and what they left as they ended."""
+  """Returns sessions and the list of their recorded trajectories."""
   kept = []
   return sessions.Sessions(CHAT, keep=kept.append, **settings), kept
 
