@@ -104,12 +104,11 @@ class _Run(progress_lib.RunObserver):
 
   async def train(self) -> int:
     """Runs to the last round, or to a signal."""
-    parts = self._parts
     current = asyncio.current_task()
     assert current is not None
     self._signals = signals.Signals(current.cancel, self._screen.note)
     try:
-      return await self._train(parts)
+      return await self._train()
     except (asyncio.CancelledError, KeyboardInterrupt):
       if not self._signals.number:
         raise
@@ -118,11 +117,11 @@ class _Run(progress_lib.RunObserver):
       self._screen.note(f"{stopped}; to go on:\n  {workdir.command()}")
       return 128 + self._signals.number
     finally:
-      await parts.close()
+      await self._parts.close()
       self._closing.close()
       self._checkpoints.close()
 
-  async def _train(self, parts: assemble.Parts) -> int:
+  async def _train(self) -> int:
     progress = await self._restore() or await self._begin()
     with summary.report_on_failure(self._dir, self._flush, self._screen.note):
       if progress.trained >= self._experiment.rounds:
@@ -250,7 +249,7 @@ class _Run(progress_lib.RunObserver):
     return progress
 
   def _checkpoint_name(self, trained: int) -> str:
-    """Returns the checkpoint of "round 3" or of "the warm start"."""
+    """Returns "round 3" or "the warm start"."""
     if trained or self._experiment.warm_start is None:
       return f"round {trained}"
     return "the warm start"

@@ -137,7 +137,7 @@ def test_a_task_of_another_source_is_refused():
     ([], "at least one source"),
     (["a", "b", "a"], r"\['a'\] are in the mixture more than once"),
     (["a/b"], "contain a slash"),
-    ([""], "is not empty"),
+    ([""], "must not be empty"),
   ],
 )
 def test_sources_that_ids_cannot_tell_apart_are_refused(names, message):
