@@ -47,7 +47,7 @@ class Sessions:
       clock: in seconds.
     """
     if max_sessions < 1:
-      raise ValueError(f"max_sessions={max_sessions} is below 1")
+      raise ValueError(f"max_sessions={max_sessions} must be at least 1")
     self.chat = chat
     self._max = max_sessions
     self._keep = keep or (lambda trajectories: None)

@@ -120,5 +120,5 @@ def test_a_session_stays_open_when_what_it_left_cannot_be_kept():
 
 
 def test_there_must_be_room_for_a_session():
-  with pytest.raises(ValueError, match="max_sessions=0 is below 1"):
+  with pytest.raises(ValueError, match="max_sessions=0 must be at least 1"):
     sessions.Sessions(CHAT, max_sessions=0)
