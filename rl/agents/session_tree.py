@@ -258,16 +258,16 @@ class Session:
     self, branch: Sequence[_Answer], ending: Ending
   ) -> trajectory.Trajectory:
     task = base.Task(ending.task_id or self.name, 0, "train", 0)
-    record = episode_lib.Record(
+    partial = episode_lib.PartialTrajectory(
       episode_lib.Episode(task, ending.group_id, ending.index, self._seed)
     )
-    _turns(record, branch)
+    _add_turns(partial, branch)
     status, fault, reward = ending.status, ending.fault, ending.reward
-    if status.trainable and any(turn.stop == "abort" for turn in record.turns):
+    if status.trainable and any(turn.stop == "abort" for turn in partial.turns):
       status, fault = trajectory.Status.ENGINE_FAULT, "aborted"
       reward = None
     parts = {} if reward is None else dict(ending.parts)
-    ended, _ = record.end(status, fault)
+    ended, _ = partial.end(status, fault)
     return dataclasses.replace(ended, reward=reward, parts=parts)
 
   def _branches(self) -> list[list[_Answer]]:
@@ -320,8 +320,10 @@ class Session:
     )
 
 
-def _turns(record: episode_lib.Record, branch: Sequence[_Answer]) -> None:
-  """Adds the answers of a branch to an empty record."""
+def _add_turns(
+  partial: episode_lib.PartialTrajectory, branch: Sequence[_Answer]
+) -> None:
+  """Adds the answers of a branch to an empty trajectory."""
   for place, answer in enumerate(branch):
     context = answer.context
     if not place and answer.before is not None:
@@ -329,4 +331,4 @@ def _turns(record: episode_lib.Record, branch: Sequence[_Answer]) -> None:
     env_s = 0.0
     if answer.children:
       env_s = max(answer.children[0].asked_s - answer.answered_s, 0.0)
-    record.add(context, answer.completion, env_s, 0.0)
+    partial.add(context, answer.completion, env_s, 0.0)
