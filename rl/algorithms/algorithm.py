@@ -21,7 +21,7 @@ from rl.algorithms import (
   token_advantages,
 )
 from rl.schedule import overlap
-from rl.settings import short_names
+from rl.settings import checks, short_names
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,8 +51,7 @@ class Algorithm(objective.Objective):
     """Raises ValueError on parts that do not fit their place or each other."""
     _validate_protocols(self)
     super().validate()
-    if self.epochs < 1:
-      raise ValueError(f"algorithm.epochs={self.epochs} is below 1")
+    checks.at_least(self, 1, "epochs", where="algorithm")
     if isinstance(self.advantage, token_advantages.Distillation):
       self._validate_distillation()
     if self.kl is not None and self.reference is None:

@@ -3,7 +3,6 @@
 import dataclasses
 import difflib
 import itertools
-import math
 from collections.abc import Mapping
 from typing import Literal, NamedTuple, get_args
 
@@ -204,19 +203,16 @@ class Placement:
   def _validate_pools(self) -> None:
     for name, count in self._counts.items():
       if count < 1:
-        raise ValueError(f"{name}={count} is below 1: nothing would decode")
+        raise ValueError(f"{name}={count} must be at least 1 to decode")
+    checks.finite_above(self, 0, "decode_cost")
+    checks.one_of(self, Kind, "decode_kind")
+    for number, pool in enumerate(self.more):
+      where = f"placement.more.{number}"
+      checks.finite_above(pool, 0, "cost", where=where)
+      checks.one_of(pool, Kind, "kind", where=where)
     names = [pool.name for pool in self.pools]
     for i, pool in enumerate(self.pools):
       prefix = f"more.{i - 1}." if i else "decode_"
-      if not 0 < pool.cost < math.inf:
-        raise ValueError(
-          f"placement.{prefix}cost={pool.cost} is not above 0 and finite"
-        )
-      if pool.kind not in get_args(Kind):
-        raise ValueError(
-          f"placement.{prefix}kind={pool.kind} is unknown; use "
-          + " or ".join(get_args(Kind))
-        )
       if pool.name in (*names[:i], *get_args(Kind), "learner", ""):
         raise ValueError(
           f"placement.{prefix}name={pool.name!r} is taken, by another part or "

@@ -130,7 +130,7 @@ class Graders:
   ):
     refuse_stateful(reward)
     if max_concurrent < 1:
-      raise ValueError(f"max_concurrent={max_concurrent} calls is below 1")
+      raise ValueError(f"max_concurrent={max_concurrent} must be at least 1")
     self._reward = reward
     self._retries = retries or Retries()
     self._retries.validate()

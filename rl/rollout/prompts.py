@@ -50,12 +50,12 @@ class TaskOrder:
     """Raises ValueError on an empty pool, or a curriculum without one."""
     if self.pool is not None and not 1 <= self.pool <= _SPAN:
       raise ValueError(
-        f"TaskOrder: pool={self.pool} is outside [1, {_SPAN}]; use none for "
+        f"tasks.pool={self.pool} must be in [1, {_SPAN}]; use none for "
         "tasks without end"
       )
     if self.curriculum is not None and self.pool is None:
       raise ValueError(
-        "TaskOrder: curriculum needs tasks that come again, and pool=none has "
+        "tasks.curriculum needs tasks that come again, and pool=none has "
         "none; give pool a number of tasks, or set curriculum=none"
       )
 

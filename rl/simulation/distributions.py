@@ -12,25 +12,9 @@ import statistics
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
+from rl.settings import checks
+
 _NORMAL = statistics.NormalDist()
-
-
-def _at_least(bound: float, **values: float) -> None:
-  for name, value in values.items():
-    if not value >= bound:
-      raise ValueError(f"{name}={value} is below {bound:g}")
-
-
-def _above(bound: float, **values: float) -> None:
-  for name, value in values.items():
-    if not value > bound:
-      raise ValueError(f"{name}={value} is not above {bound:g}")
-
-
-def _below(bound: float, **values: float) -> None:
-  for name, value in values.items():
-    if not value < bound:
-      raise ValueError(f"{name}={value} is not below {bound:g}")
 
 
 @runtime_checkable
@@ -49,7 +33,7 @@ class Fixed:
   value: float = 0.0
 
   def __post_init__(self) -> None:
-    _at_least(0.0, value=self.value)
+    checks.at_least(self, 0, "value", where="")
 
   def quantile(self, probability: float) -> float:
     """Returns the constant."""
@@ -76,10 +60,11 @@ class LogNormal:
   max_value: float = math.inf
 
   def __post_init__(self) -> None:
-    _at_least(0.0, sigma=self.sigma, tail_share=self.tail_share)
-    _above(0.0, mean=self.mean, max_value=self.max_value)
-    _above(1.0, tail_index=self.tail_index)  # Else the mean is infinite.
-    _below(1.0, tail_share=self.tail_share)
+    checks.at_least(self, 0, "sigma", where="")
+    checks.above(self, 0, "mean", "max_value", where="")
+    out = "else the mean is infinite"
+    checks.above(self, 1, "tail_index", where="", out=out)
+    checks.below_one(self, "tail_share", where="")
 
   def quantile(self, probability: float) -> float:
     """Returns the quantile of the body or, beyond its start, of the tail."""
@@ -104,7 +89,7 @@ class Gaussian:
   sigma: float
 
   def __post_init__(self) -> None:
-    _at_least(0.0, mean=self.mean, sigma=self.sigma)
+    checks.at_least(self, 0, "mean", "sigma", where="")
 
   def quantile(self, probability: float) -> float:
     """Returns the quantile, at least 0."""

@@ -15,6 +15,7 @@ import zlib
 from collections.abc import Mapping
 from typing import Literal, get_args
 
+from rl.settings import checks
 from rl.simulation import distributions
 
 _NORMAL = statistics.NormalDist()
@@ -110,15 +111,8 @@ class Workload:
         f"name={self.name!r} is empty or has a slash: it is the first part of "
         "the ids of tasks, and the slash ends it"
       )
-    if not 0 < self.share < math.inf:
-      raise ValueError(
-        f"{self.name}: share={self.share} is not above 0 and finite"
-      )
-    for name in _SHARES:
-      if not 0 <= getattr(self, name) <= 1:
-        raise ValueError(
-          f"{self.name}: {name}={getattr(self, name)} is not in [0, 1]"
-        )
+    checks.finite_above(self, 0, "share", where=self.name)
+    checks.in_unit(self, *_SHARES, where=self.name)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

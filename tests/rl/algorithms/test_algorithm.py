@@ -206,7 +206,7 @@ def taught(**changes) -> references.Teacher:
 @pytest.mark.parametrize(
   ("algorithm", "what", "way_out"),
   [
-    (free(epochs=0), "algorithm.epochs=0", "is below 1"),
+    (free(epochs=0), "algorithm.epochs=0", "must be at least 1"),
     (free(kl=kl.KlPenalty()), "algorithm.kl without a ref", "kl=none"),
     (
       presets.Distill(),

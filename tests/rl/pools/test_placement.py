@@ -126,7 +126,9 @@ def test_a_replica_that_lies_on_the_learner_is_refused():
 
 @pytest.mark.parametrize("replicas", [0, -1])
 def test_a_pool_without_replicas_is_refused(replicas):
-  with pytest.raises(ValueError, match=rf"placement\.replicas={replicas} is"):
+  with pytest.raises(
+    ValueError, match=rf"placement\.replicas={replicas} must be"
+  ):
     Placement(replicas=replicas).validate()
 
 
@@ -161,9 +163,9 @@ def test_every_engine_has_the_name_and_kind_of_its_pool():
     ({"name": "decode"}, r"more\.0\.name='decode' is taken"),
     ({"name": "compute"}, r"more\.0\.name='compute' is taken"),
     ({"name": ""}, r"more\.0\.name='' is taken"),
-    ({"cost": 0.0}, r"more\.0\.cost=0\.0 is not above 0"),
-    ({"cost": float("nan")}, r"more\.0\.cost=nan is not above 0"),
-    ({"replicas": 0}, r"more\.0\.replicas=0 is below 1"),
+    ({"cost": 0.0}, r"more\.0\.cost=0\.0 must be a finite number above 0"),
+    ({"cost": float("nan")}, r"more\.0\.cost=nan must be a finite"),
+    ({"replicas": 0}, r"more\.0\.replicas=0 must be at least 1"),
     ({"mesh": MeshSpec(data=0)}, r"more\.0\.mesh\.data=0 must be at least 1"),
     (
       {"mesh": MeshSpec(rules=sharding.Rules(heads="tensors"))},
@@ -181,7 +183,7 @@ def test_two_pools_of_one_name_are_refused_and_the_first_has_a_cost_too():
   twins = (DecodePool(name="far"), DecodePool(name="far"))
   with pytest.raises(ValueError, match=r"more\.1\.name='far' is taken"):
     Placement(more=twins).validate()
-  with pytest.raises(ValueError, match=r"placement\.decode_cost=-1\.0 is not"):
+  with pytest.raises(ValueError, match=r"placement\.decode_cost=-1\.0 must be"):
     Placement(decode_cost=-1.0).validate()
 
 

@@ -199,8 +199,8 @@ def test_a_cursor_of_other_sources_is_refused():
 @pytest.mark.parametrize(
   ("order", "match"),
   [
-    ({"pool": 0}, "pool=0 is outside"),
-    ({"pool": 2**31}, "pool=2147483648 is outside"),
+    ({"pool": 0}, "pool=0 must be in"),
+    ({"pool": 2**31}, "pool=2147483648 must be in"),
     ({"curriculum": curriculum.PassRate()}, "tasks that come again"),
   ],
 )

@@ -80,16 +80,19 @@ def test_the_mean_of_a_log_normal_is_found_from_its_quantiles():
 @pytest.mark.parametrize(
   ("make", "words"),
   [
-    (lambda: distributions.Fixed(-1.0), r"value=-1.0 is below 0"),
+    (lambda: distributions.Fixed(-1.0), r"value=-1.0 must be at least 0"),
     (lambda: distributions.Gaussian(mean=1.0, sigma=-2.0), "sigma=-2.0"),
-    (lambda: distributions.LogNormal(mean=0.0, sigma=1.0), "mean=0.0 is not"),
+    (
+      lambda: distributions.LogNormal(mean=0.0, sigma=1.0),
+      "mean=0.0 must be above",
+    ),
     (
       lambda: distributions.LogNormal(mean=1.0, sigma=1.0, tail_index=1.0),
-      "tail_index=1.0 is not above 1",
+      "tail_index=1.0 must be above 1",
     ),
     (
       lambda: distributions.LogNormal(mean=1.0, sigma=1.0, tail_share=1.0),
-      "tail_share=1.0 is not below 1",
+      "tail_share=1.0 must be in",
     ),
     (
       lambda: distributions.Histogram(edges=(0.0, 1.0), counts=(1.0, 1.0)),

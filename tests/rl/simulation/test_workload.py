@@ -129,7 +129,7 @@ def test_faults_and_successes_come_in_their_share(source):
   ],
 )
 def test_what_is_no_share_is_refused(field, value):
-  with pytest.raises(ValueError, match=rf"math: {field}={value} is not"):
+  with pytest.raises(ValueError, match=rf"math\.{field}={value} must be"):
     workload.Workload(**{field: value})
 
 
