@@ -15,7 +15,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 _WIDTH, _LEFT, _GAP, _TOP = 880, 150, 8, 104
 _PAPER, _INK, _MUTED, _GRID = "#fdfcf9", "#1f2430", "#626b7a", "#e8e4db"
 _FONT = "system-ui, -apple-system, Segoe UI, Helvetica, sans-serif"
-_LINE, _PER_CHARACTER, _PADDING = 16, 6.3, 12
+_LINE, _PER_CHARACTER, _PADDING = 16, 6.9, 12
 
 # The top packages from the highest down, with their colours.
 _COLOURS = {
