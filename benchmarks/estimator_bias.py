@@ -17,7 +17,7 @@ On the task of `rl/testing/tabular.py`, whose policy gradient is known. Bias is
   episodes, with `Rloo` as a control variate, and have a standard error.
 
 Docstrings of `rl` state what is measured here;
-tests/rl/algorithms/test_exact_oracle.py
+tests/claims/test_exact_oracle.py
 reads them. Writes benchmarks/results/estimator_bias.json.
 """
 

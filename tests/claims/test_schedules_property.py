@@ -16,7 +16,7 @@ from rl.schedule import overlap, staleness_gate
 from tests.helpers import schedule_load, virtual_run
 
 _DEADLINE_S = 900
-_ROOT = pathlib.Path(__file__).parents[3]
+_ROOT = pathlib.Path(__file__).parents[2]
 
 
 def loads(seeds, trajectories):
