@@ -264,7 +264,7 @@ BAD = {
   "a negative bound": ({"overlap.max_staleness": "-1"}, ["max_staleness=-1"]),
   "one member": (
     {"rollout.group_size": "1"},
-    ["rollout.group_size=1", "Grpo", "Reinforce"],
+    ["rollout.group_size=1", "grpo", "advantage=reinforce"],
   ),
   "rows that do not divide": (
     {"placement.learner.data": "16"},
