@@ -144,10 +144,9 @@ class Grpo(_Outcome):
   ddof: int = 1
   eps: float = 1e-6
 
-  def validate(self) -> None:
-    """Raises ValueError unless ddof is 0 or 1 and eps is a number >= 0."""
-    checks.one_of(self, (0, 1), "ddof")
-    checks.finite_at_least(self, 0, "eps")
+  validate = checks.fields(
+    (checks.one_of, (0, 1), "ddof"), (checks.finite_at_least, 0, "eps")
+  )
 
   def of_rewards(
     self, rewards: Float64[np.ndarray, " G"]
@@ -218,9 +217,7 @@ class Reinforce(_Outcome):
 
   baseline: float = 0.0
 
-  def validate(self) -> None:
-    """Raises ValueError unless the baseline is finite."""
-    checks.finite(self, "baseline")
+  validate = checks.fields((checks.finite, "baseline"))
 
   @property
   def min_group_size(self) -> int:
@@ -259,9 +256,7 @@ class PassAtK(_Outcome):
 
   k: int
 
-  def validate(self) -> None:
-    """Raises ValueError unless k is at least 1."""
-    checks.at_least(self, 1, "k")
+  validate = checks.fields((checks.at_least, 1, "k"))
 
   @property
   def min_group_size(self) -> int:

@@ -82,9 +82,7 @@ class TokenTruncated:
   compares_old = True
   weighs = True
 
-  def validate(self) -> None:
-    """Raises ValueError on a cap that cuts a ratio of 1; inf cuts none."""
-    checks.at_least(self, 1, "cap")
+  validate = checks.fields((checks.at_least, 1, "cap"))
 
   def __call__(self, row: packed_row.Row) -> Weights:
     """Returns the weights by token."""
@@ -107,9 +105,7 @@ class SequenceTruncated:
   compares_old = True
   weighs = True
 
-  def validate(self) -> None:
-    """Raises ValueError on a cap that cuts a ratio of 1; inf cuts none."""
-    checks.at_least(self, 1, "cap")
+  validate = checks.fields((checks.at_least, 1, "cap"))
 
   def __call__(self, row: packed_row.Row) -> Weights:
     """Returns the weights by token."""
@@ -135,10 +131,9 @@ class IcePop:
   compares_old = True
   weighs = True
 
-  def validate(self) -> None:
-    """Raises ValueError unless the ratio on policy, 1, is within the bounds."""
-    checks.in_unit(self, "low")
-    checks.at_least(self, 1, "high")
+  validate = checks.fields(
+    (checks.in_unit, "low"), (checks.at_least, 1, "high")
+  )
 
   def __call__(self, row: packed_row.Row) -> Weights:
     """Returns the weights by token."""
@@ -163,10 +158,9 @@ class SequenceMasked:
   compares_old = True
   weighs = True
 
-  def validate(self) -> None:
-    """Raises ValueError unless the ratio on policy, 1, is within the bounds."""
-    checks.in_unit(self, "low")
-    checks.at_least(self, 1, "high")
+  validate = checks.fields(
+    (checks.in_unit, "low"), (checks.at_least, 1, "high")
+  )
 
   def __call__(self, row: packed_row.Row) -> Weights:
     """Returns the weights by token."""
@@ -190,10 +184,9 @@ class GeometricRejection:
   compares_old = True
   weighs = False
 
-  def validate(self) -> None:
-    """Raises ValueError unless the ratio on policy, 1, is within the bounds."""
-    checks.in_unit(self, "low")
-    checks.at_least(self, 1, "high")
+  validate = checks.fields(
+    (checks.in_unit, "low"), (checks.at_least, 1, "high")
+  )
 
   def __call__(self, row: packed_row.Row) -> Weights:
     """Returns the weights by token, 0 or 1."""
@@ -282,10 +275,9 @@ class DppoMask:
   compares_old = False
   weighs = False
 
-  def validate(self) -> None:
-    """Raises ValueError on a bound that no difference of probabilities has."""
-    checks.above(self, 0, "bound")
-    checks.in_unit(self, "bound")
+  validate = checks.fields(
+    (checks.above, 0, "bound"), (checks.in_unit, "bound")
+  )
 
   def __call__(self, row: packed_row.Row) -> Weights:
     """Returns the weights by token, 0 or 1."""

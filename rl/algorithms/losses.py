@@ -134,10 +134,9 @@ class Gspo:
   own_weight = False
   has_ratio = True
 
-  def validate(self) -> None:
-    """Raises ValueError on bounds that clip a ratio of 1."""
-    checks.in_unit(self, "clip_low")
-    checks.at_least(self, 0, "clip_high")
+  validate = checks.fields(
+    (checks.in_unit, "clip_low"), (checks.at_least, 0, "clip_high")
+  )
 
   def __call__(self, row: packed_row.Row) -> Terms:
     """Returns the loss; clipped are all tokens of a trajectory or none."""
@@ -194,10 +193,9 @@ class Cispo:
   own_weight = False
   has_ratio = True
 
-  def validate(self) -> None:
-    """Raises ValueError on bounds that clip a ratio of 1."""
-    checks.in_unit(self, "clip_low")
-    checks.at_least(self, 0, "clip_high")
+  validate = checks.fields(
+    (checks.in_unit, "clip_low"), (checks.at_least, 0, "clip_high")
+  )
 
   def __call__(self, row: packed_row.Row) -> Terms:
     """Returns the loss; clipped are tokens whose weight is at a bound."""
@@ -251,9 +249,7 @@ class Aipo:
   own_weight = True
   has_ratio = True
 
-  def validate(self) -> None:
-    """Raises ValueError on a cap that cuts a ratio of 1; inf cuts none."""
-    checks.at_least(self, 1, "cap")
+  validate = checks.fields((checks.at_least, 1, "cap"))
 
   def __call__(self, row: packed_row.Row) -> Terms:
     """Returns the loss; clipped are tokens whose weight is the cap."""
@@ -311,9 +307,9 @@ class Sapo:
   own_weight = False
   has_ratio = True
 
-  def validate(self) -> None:
-    """Raises ValueError on a temperature that is not above 0."""
-    checks.finite_above(self, 0, "tau_positive", "tau_negative")
+  validate = checks.fields(
+    (checks.finite_above, 0, "tau_positive", "tau_negative")
+  )
 
   def __call__(self, row: packed_row.Row) -> Terms:
     """Returns the loss; nothing is clipped."""

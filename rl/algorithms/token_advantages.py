@@ -70,10 +70,9 @@ class ReinforcePlusPlus(advantages_lib.Estimator):
   eps: float = 1e-8
   short_name = "reinforce_pp"
 
-  def validate(self) -> None:
-    """Raises ValueError on a discount outside [0, 1] or an eps below 0."""
-    checks.in_unit(self, "discount")
-    checks.finite_at_least(self, 0, "eps")
+  validate = checks.fields(
+    (checks.in_unit, "discount"), (checks.finite_at_least, 0, "eps")
+  )
 
   @property
   def scope(self) -> advantages_lib.Scope:
@@ -176,10 +175,9 @@ class Gae(advantages_lib.Estimator):
   whitened: bool = False
   eps: float = 1e-8
 
-  def validate(self) -> None:
-    """Raises ValueError on a number outside its range."""
-    checks.in_unit(self, "discount", "lambda_")
-    checks.finite_at_least(self, 0, "eps")
+  validate = checks.fields(
+    (checks.in_unit, "discount", "lambda_"), (checks.finite_at_least, 0, "eps")
+  )
 
   @property
   def scope(self) -> advantages_lib.Scope:
@@ -293,10 +291,9 @@ class StepGroups(_Turns):
   normalise: Literal["std", "mean"] = "std"
   eps: float = 1e-6
 
-  def validate(self) -> None:
-    """Raises ValueError on a number outside its range."""
-    checks.in_unit(self, "discount")
-    checks.finite_at_least(self, 0, "eps", "weight")
+  validate = checks.fields(
+    (checks.in_unit, "discount"), (checks.finite_at_least, 0, "eps", "weight")
+  )
 
   def of_turns(
     self, members: Sequence[returns_lib.EpisodeReturnInputs]
@@ -343,9 +340,7 @@ class TurnReturns(_Turns):
 
   discount: float = 1.0
 
-  def validate(self) -> None:
-    """Raises ValueError on a discount outside [0, 1]."""
-    checks.in_unit(self, "discount")
+  validate = checks.fields((checks.in_unit, "discount"))
 
   def of_turns(
     self, members: Sequence[returns_lib.EpisodeReturnInputs]

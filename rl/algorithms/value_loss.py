@@ -32,9 +32,7 @@ class ValueLoss:
   clip: float | None = 0.2
   through_body: bool = True
 
-  def validate(self) -> None:
-    """Raises ValueError on a weight or a clip that is not above 0."""
-    checks.finite_above(self, 0, "weight", "clip")
+  validate = checks.fields((checks.finite_above, 0, "weight", "clip"))
 
   def __call__(
     self,

@@ -38,6 +38,20 @@ def validate_parts(tree: Any) -> None:
       validate(part)
 
 
+def fields(*bounds: tuple[Any, ...]) -> Any:
+  """Returns a method `validate` that makes checks with these arguments.
+
+  validate = checks.fields((checks.in_unit, "low"), (checks.at_least, 1, "cap"))
+  """
+
+  def validate(self: Any) -> None:
+    """Raises ValueError on a setting outside its bounds."""
+    for check, *arguments in bounds:
+      check(self, *arguments)
+
+  return validate
+
+
 def at_least(part: object, least: float, *names: str, **words: str) -> None:
   """Checks numbers against a lower bound; inf passes."""
   _check(part, names, lambda x: x >= least, f"at least {least}", **words)
