@@ -50,11 +50,11 @@ def _rows(form: str, length: int, segments: int) -> tuple[Callable, list[Any]]:
   ids = jnp.asarray(np.tile(ids, (batch, 1)), jnp.int32)
 
   def step(q, k, v, cotangent, ids):
-    marks = mask.packed_marks(ids)
+    token_mask = mask.packed_mask(ids)
 
     def attend(q, k, v):
-      source = mask.Source(k, v, marks)
-      return attention.attend(q, marks, [source], form=form)
+      source = mask.KeyValues(k, v, token_mask)
+      return attention.attend(q, token_mask, [source], form=form)
 
     out, pull = jax.vjp(attend, q, k, v)
     return out, pull(cotangent)
@@ -72,13 +72,13 @@ def _decode(form: str, length: int, written: int) -> tuple[Callable, list[Any]]:
 
   def step(q, k, v, new_k, new_v, filled):
     order = jnp.tile(jnp.arange(length, dtype=jnp.int32), (rows, 1))
-    past = mask.Marks(order, jnp.where(order < filled, 1, -1))
-    marks = mask.Marks(filled, jnp.ones_like(filled))
+    past = mask.TokenMask(order, jnp.where(order < filled, 1, -1))
+    token_mask = mask.TokenMask(filled, jnp.ones_like(filled))
     sources = [
-      mask.Source(k, v, past),
-      mask.Source(new_k, new_v, marks),
+      mask.KeyValues(k, v, past),
+      mask.KeyValues(new_k, new_v, token_mask),
     ]
-    return attention.attend(q, marks, sources, form=form)
+    return attention.attend(q, token_mask, sources, form=form)
 
   return step, [*arrays, filled]
 

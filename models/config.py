@@ -1,7 +1,7 @@
-"""What a model is: its sizes, checked, as published, and what they add up to.
+"""The sizes of a model: checked, as published, and what they add up to.
 
 qwen3("1.7b") qwen3_moe("30b-a3b")   published sizes
-models.hf.config.load(directory)     those of a checkpoint
+models.hf.config.load(directory)     sizes of a checkpoint
 tiny() tiny_moe()                    for a CPU
 """
 
@@ -18,7 +18,7 @@ from models import rope
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Compute:
-  """How a model is computed: nothing here changes more than rounding.
+  """The way a model is computed: nothing here changes more than rounding.
 
   Attributes:
     dtype: of parameters and activations. Norms, softmax, routing, rotary
@@ -110,7 +110,7 @@ class ModelConfig:
   policy: PolicyMaker | None = None
 
   def is_sparse(self, layer: int) -> bool:
-    """Whether a layer, from 0, has experts."""
+    """Returns whether a layer, counted from 0, has experts."""
     return self.num_experts > 0 and layer not in self.dense_layers
 
   @property
@@ -298,7 +298,7 @@ def _published(
 ) -> ModelConfig:
   if size not in sizes:
     raise ValueError(
-      f"there is no {family} of size {size!r}; use {', '.join(sizes)}"
+      f"{family} does not come in size {size!r}; use {', '.join(sizes)}"
     )
   same = {
     "vocab_size": 151_936,

@@ -47,15 +47,15 @@ class Definition(Generic[M]):
     """Returns the module with these parameters, some perhaps quantised.
 
     Raises:
-      ValueError: they are those of another module.
+      ValueError: they belong to another module.
     """
     found = jax.tree.structure(params, is_leaf=quantize.is_quantized)
     wanted = jax.tree.structure(self.shapes)
     if found != wanted:
       raise ValueError(
-        f"the parameters are not those of this {type(self.module).__name__}: "
-        f"{_first_difference(params, self.shapes)}; use those that its "
-        "definition made"
+        f"the parameters do not fit this {type(self.module).__name__}: "
+        f"{_first_difference(params, self.shapes)}; make them with "
+        "`init` of the same definition"
       )
     return nnx.merge(self.graphdef, params)
 
@@ -64,7 +64,7 @@ def define(create: Callable[[PRNGKeyArray], M]) -> Definition[M]:
   """Returns the definition of what is created, without touching a device.
 
   Raises:
-    ValueError: the module has state that is no parameter.
+    ValueError: the module has other state than parameters.
   """
   # The key is made inside: outside it would be put on a device.
   module = nnx.eval_shape(lambda: create(jax.random.key(0)))
@@ -72,7 +72,7 @@ def define(create: Callable[[PRNGKeyArray], M]) -> Definition[M]:
   if jax.tree.leaves(rest):
     names = [jax.tree_util.keystr(path) for path, _ in nnx.to_flat_state(rest)]
     raise ValueError(
-      f"{type(module).__name__} holds state that is no nnx.Param: "
+      f"{type(module).__name__} must hold nnx.Param only, and has "
       f"{', '.join(names)}; draw random numbers where it is created only"
     )
   shapes = nnx.to_pure_dict(state)

@@ -7,7 +7,7 @@ leaves of the one tree of parameters, wherever it goes:
   a [in..., r]      b [r, out...]        of W [in..., out...]
   a [E, in, r]      b [E, r, out]        of experts W [E, in, out]
 
-The factor alpha / r is no part of `b`: `Adapted.values` applies it where the
+`b` does not contain the factor alpha / r: `Adapted.values` applies it where the
 model runs, and `merge` where the adapters end.
 
 Source: arXiv 2106.09685, section 4.1.
@@ -26,7 +26,7 @@ from jaxtyping import Array, Float, Int32
 
 from models import quantize
 
-Params = Mapping[Any, Any]
+_Params = Mapping[Any, Any]
 
 TARGETS = (
   *("query", "key", "value", "out"),
@@ -40,7 +40,7 @@ _KEY = "lora"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Lora:
-  """Which projections are adapted, and by how much. The rest is frozen.
+  """The projections that are adapted, and by how much. The rest is frozen.
 
   Attributes:
     rank: inner width r.
@@ -67,8 +67,8 @@ class Lora:
       )
     if not 0 < self.alpha < math.inf:
       raise ValueError(
-        f"model.lora.alpha={self.alpha} is no number above 0; use {self.rank} "
-        "for a factor of 1"
+        f"model.lora.alpha={self.alpha} must be a number above 0; use "
+        f"{self.rank} for a factor of 1"
       )
     if not self.targets:
       raise ValueError(
@@ -85,10 +85,10 @@ class Lora:
 
 
 class Adapter(nnx.Module):
-  """What is added to the product with one matrix."""
+  """The addition to the product with one matrix."""
 
   def __init__(self, a: nnx.Param, b: nnx.Param, scale: float):
-    """Takes the two factors, and the factor that is no part of `b`."""
+    """Takes the two matrices, and the factor of their product."""
     self.a = a
     self.b = b
     self.scale = scale
@@ -148,7 +148,7 @@ def init_std(name: str, shape: Sequence[int]) -> float:
 
 
 def matmul(
-  params: Params, name: str, x: Float[Array, "..."], num_in: int = 1
+  params: _Params, name: str, x: Float[Array, "..."], num_in: int = 1
 ) -> Float[Array, "..."]:
   """Returns x @ params[name], and what its adapter adds.
 
@@ -166,7 +166,7 @@ def matmul(
 
 
 def lookup(
-  params: Params,
+  params: _Params,
   name: str,
   ids: Int32[Array, "..."],
   dtype: jax.typing.DTypeLike = jnp.float32,
@@ -238,7 +238,7 @@ def merge(params: Any, settings: Lora | None) -> Any:
 
 
 def _merged(
-  weight: Float[Array, "..."], adapter: Params, scale: float
+  weight: Float[Array, "..."], adapter: _Params, scale: float
 ) -> Float[Array, "..."]:
   a, b = (adapter[name].astype(jnp.float32) for name in ("a", "b"))
   # Accelerators round the factors of a float32 product unless told otherwise.
@@ -250,7 +250,7 @@ def _merged(
   return (weight.astype(jnp.float32) + scale * change).astype(weight.dtype)
 
 
-def _adapters(node: Params) -> dict[Any, Any]:
+def _adapters(node: _Params) -> dict[Any, Any]:
   """Returns the tree with nothing but adapters in it."""
   kept = {}
   for name, child in node.items():
@@ -262,7 +262,7 @@ def _adapters(node: Params) -> dict[Any, Any]:
 
 
 def _map_modules(
-  function: Callable[[dict[Any, Any]], dict[Any, Any]], node: Params
+  function: Callable[[dict[Any, Any]], dict[Any, Any]], node: _Params
 ) -> dict[Any, Any]:
   """Returns the tree with `function` applied to every dict, inside first."""
   inner = {

@@ -1,4 +1,4 @@
-"""What lies where on a mesh, and how much memory that takes: arithmetic only.
+"""The layout of a model on a mesh, and the memory it takes: arithmetic only.
 
 Nothing here touches a device, so a laptop can plan for a pod. Parameters, and
 whatever is laid out like them, are exact; activations are an estimate.
@@ -274,7 +274,7 @@ def _has_scores(
   length: int,
   platform: str,
 ) -> bool:
-  """Whether all scores of a layer's attention exist at the same time."""
+  """Returns whether all scores of a layer's attention exist at once."""
   case = backend.Case(
     batch=rows // layout.num_batch,
     queries=length,

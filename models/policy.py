@@ -31,8 +31,8 @@ class Policy(Protocol):
   with its logical axes; one without lies whole on every device.
 
   Attributes:
-    config: of its sizes, those are read that say something about ids, keys
-      and values, hidden states, experts and dtypes.
+    config: sizes; the rest of the program reads those of ids, keys and
+      values, hidden states and experts, and the dtype.
   """
 
   config: config_lib.ModelConfig
@@ -57,7 +57,7 @@ class Policy(Protocol):
       parents: another segment of the row, before this one, that a token attends
         to as well, or `mask.NO_PARENT`.
       copies: how many tokens each stands for in Aux; None is 1 each.
-      experts: those that the routers must choose, such as were chosen when the
+      experts: the routers must choose them, for example those chosen when the
         tokens were sampled; -1 leaves a choice to the router.
       layout: of mesh and rules; None is one device.
 

@@ -79,7 +79,7 @@ def quantize_matrix(
   """
   wide = weight.astype(jnp.float32)
   top = jnp.max(jnp.abs(wide), axes, keepdims=True)
-  # A channel of zeros has steps as well, and is none of them.
+  # A channel of zeros needs a step as well.
   scale = jnp.maximum(top / _STEPS, _TINY)
   return Quantized(jnp.round(wide / scale).astype(jnp.int8), scale)
 
@@ -100,5 +100,5 @@ def dequantize(params: Any, dtype: jax.typing.DTypeLike) -> Any:
 
 
 def is_quantized(node: Any) -> bool:
-  """Whether a node of a tree of parameters stands for a matrix."""
+  """Returns whether a node of a tree of parameters stands for a matrix."""
   return isinstance(node, Quantized)

@@ -1,4 +1,4 @@
-"""On which axis of the mesh each logical axis lies: sharding as data.
+"""The map from logical axes to axes of the mesh: sharding as data.
 
 A mesh has the axes ("data", "expert", "tensor"). Rows of a batch are split
 over the first two; parameters over all three, as the rules say. Splitting
@@ -18,7 +18,7 @@ from jaxtyping import Array
 
 MESH_AXES = ("data", "expert", "tensor")
 
-# In the order in which an override is read: "none" is no axis.
+# In the order in which an override is read: "none" means no axis.
 MeshAxes = None | tuple[str, ...] | str
 
 
@@ -133,7 +133,7 @@ class Layout:
     return jax.sharding.NamedSharding(self.mesh, jax.P(*map(kept, axes)))
 
   def is_whole(self, shape: tuple[int, ...], *axes: str | None) -> bool:
-    """Whether a parameter lies as in use anyway, and is not gathered."""
+    """Returns whether a parameter lies as in use anyway."""
     used, kept = self.whole(*axes), self.sharding(*axes)
     return used.shard_shape(shape) == kept.shard_shape(shape)
 
@@ -232,7 +232,7 @@ def follow(axes: Any, params: Any) -> Any:
 
 
 def is_axes(node: Any) -> bool:
-  """Whether a node of a tree of axis names is a leaf: a tuple of names."""
+  """Returns whether a node of a tree of axis names is a leaf: a tuple."""
   return (
     isinstance(node, tuple)
     and bool(node)

@@ -92,11 +92,10 @@ class Block(nnx.Module):
 
 
 class Transformer(lora.Adapted):
-  """A Qwen3 or Qwen3-MoE decoder; whose methods are those of `policy.Policy`.
+  """A Qwen3 or Qwen3-MoE decoder, with the methods of `policy.Policy`.
 
-  Random matrices have a standard deviation of 0.02, and those that write into
-  the residual stream less. They are the same with and without adapters, which
-  add nothing yet.
+  Random matrices are the same with and without adapters, which add nothing yet.
+  `Initializer.matrix` gives their standard deviations.
   """
 
   def __init__(self, config: config_lib.ModelConfig, key: PRNGKeyArray):
@@ -123,7 +122,7 @@ class Transformer(lora.Adapted):
     layout: sharding.Layout | None = None,
   ) -> tuple[Float[Array, "B L D"], moe_layer.Aux]:
     """Returns hidden states of packed rows, and how the routers did."""
-    marks = mask.packed_marks(segments, parents)
+    token_mask = mask.packed_mask(segments, parents)
     if copies is None:
       copies = (segments > 0).astype(jnp.int32)
     compute = self.config.compute
@@ -132,8 +131,8 @@ class Transformer(lora.Adapted):
       query, k, v = module.project(x, positions)
       return attention.attend(
         query,
-        marks,
-        [mask.Source(k, v, marks)],
+        token_mask,
+        [mask.KeyValues(k, v, token_mask)],
         form=compute.attention,
         block=compute.attention_block,
         layout=layout,
@@ -292,8 +291,8 @@ class _Part(NamedTuple):
 
   rows: slice
   ids: slice
-  queries: mask.Marks
-  keys: mask.Marks
+  queries: mask.TokenMask
+  keys: mask.TokenMask
 
 
 def _parts(
@@ -316,8 +315,8 @@ def _parts(
     return _Part(
       rows,
       ids,
-      mask.Marks(at, jnp.ones_like(at)),
-      mask.Marks(order[rows], written[rows]),
+      mask.TokenMask(at, jnp.ones_like(at)),
+      mask.TokenMask(order[rows], written[rows]),
     )
 
   parts = []
@@ -349,7 +348,7 @@ def _attend_past(
   mixed = attention.attend(
     query[part.ids].reshape(*part.queries.segments.shape, *heads),
     part.queries,
-    [mask.Source(k[part.rows], v[part.rows], part.keys)],
+    [mask.KeyValues(k[part.rows], v[part.rows], part.keys)],
     # One that is meant for whole rows may not do here.
     form=form if form in backend.UNIVERSAL else "auto",
     block=config.compute.attention_block,

@@ -209,7 +209,7 @@ def check_logits(directory: pathlib.Path, name: str) -> None:
 
 
 def check_saved_again(directory: pathlib.Path, name: str) -> None:
-  """What transformers saves after loading ours is ours, tensor by tensor."""
+  """Checks that transformers saves ours as it was, tensor by tensor."""
   import tempfile
 
   import safetensors.numpy

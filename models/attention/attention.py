@@ -67,8 +67,8 @@ class Attention(lora.Adapted):
 
 def attend(
   query: Float[Array, "B L H d"],
-  marks: mask.Marks,
-  sources: Sequence[mask.Source],
+  token_mask: mask.TokenMask,
+  sources: Sequence[mask.KeyValues],
   *,
   form: str = "auto",
   block: int = 256,
@@ -88,7 +88,7 @@ def attend(
   Raises:
     ValueError: the form that was asked for cannot do this.
   """
-  asked = _case(query, marks, sources, layout)
+  asked = _case(query, token_mask, sources, layout)
   platform = sharding.platform(layout)
   if form == "auto":
     form = backend.choose(platform, asked)
@@ -97,7 +97,7 @@ def attend(
   match form:
     case "reference":
       # Left whole: XLA splits it as it splits what is around it.
-      return _reference(query, marks, sources)
+      return _reference(query, token_mask, sources)
     case "blockwise":
       kernel = functools.partial(blockwise.attend, block=block)
     case "fused":
@@ -110,19 +110,21 @@ def attend(
         f"attention={form!r} is unknown; use auto, reference, fused, "
         "blockwise or splash"
       )
-  return _on_each_device(kernel, layout, query, marks, sources)
+  return _on_each_device(kernel, layout, query, token_mask, sources)
 
 
 def _reference(
   query: Float[Array, "B L H d"],
-  marks: mask.Marks,
-  sources: Sequence[mask.Source],
+  token_mask: mask.TokenMask,
+  sources: Sequence[mask.KeyValues],
 ) -> Float[Array, "B L H d"]:
   batch, length, heads, width = query.shape
   kv_heads = sources[0].k.shape[2]
   q_BLKGd = query.reshape(batch, length, kv_heads, heads // kv_heads, width)
   scores = [
-    blockwise.scores(q_BLKGd, source.k, mask.visible(marks, source.marks))
+    blockwise.scores(
+      q_BLKGd, source.k, mask.visible(token_mask, source.token_mask)
+    )
     for source in sources
   ]
   # The scores are joined, not the keys: those of the cache are never copied.
@@ -142,12 +144,12 @@ def _reference(
 
 def _fused(
   query: Float[Array, "B L H d"],
-  marks: mask.Marks,
-  sources: Sequence[mask.Source],
+  token_mask: mask.TokenMask,
+  sources: Sequence[mask.KeyValues],
   *,
   cudnn: bool,
 ) -> Float[Array, "B L H d"]:
-  masks = [mask.visible(marks, source.marks) for source in sources]
+  masks = [mask.visible(token_mask, source.token_mask) for source in sources]
   return jax.nn.dot_product_attention(
     query,
     jnp.concatenate([source.k for source in sources], 1),
@@ -161,18 +163,18 @@ def _on_each_device(
   kernel: Callable[..., Array],
   layout: sharding.Layout | None,
   query: Float[Array, "B L H d"],
-  marks: mask.Marks,
-  sources: Sequence[mask.Source],
+  token_mask: mask.TokenMask,
+  sources: Sequence[mask.KeyValues],
 ) -> Float[Array, "B L H d"]:
   """Runs a kernel on every device's own rows and heads: nothing is gathered.
 
   An axis that its devices do not divide stays whole on all of them.
   """
   if layout is None or layout.mesh.size == 1:
-    return kernel(query, marks, sources)
+    return kernel(query, token_mask, sources)
   rows, heads = _split(layout, query, sources[0])
   wide = layout.spec(rows, None, heads, None)
-  args = (query, marks, tuple(sources))
+  args = (query, token_mask, tuple(sources))
   mapped = jax.shard_map(
     kernel,
     mesh=layout.mesh,
@@ -189,7 +191,7 @@ def _on_each_device(
 def _split(
   layout: sharding.Layout,
   query: Float[Array, "B L H d"],
-  source: mask.Source,
+  source: mask.KeyValues,
 ) -> tuple[str | None, str | None]:
   """Returns the logical axes over which rows and heads can be split."""
   rules = layout.rules
@@ -201,8 +203,8 @@ def _split(
 
 def _case(
   query: Float[Array, "B L H d"],
-  marks: mask.Marks,
-  sources: Sequence[mask.Source],
+  token_mask: mask.TokenMask,
+  sources: Sequence[mask.KeyValues],
   layout: sharding.Layout | None,
 ) -> backend.Case:
   batch, queries, heads, width = query.shape
@@ -211,7 +213,10 @@ def _case(
     batch //= layout.size("batch") if rows else 1
     heads //= layout.size("heads") if split else 1
   arrays = [query, *(x for source in sources for x in (source.k, source.v))]
-  orders = [marks.order, *(source.marks.order for source in sources)]
+  explicit = [
+    token_mask.positions,
+    *(source.token_mask.positions for source in sources),
+  ]
   return backend.Case(
     batch=batch,
     queries=queries,
@@ -220,6 +225,6 @@ def _case(
     head_dim=width,
     dtypes=frozenset(x.dtype.name for x in arrays),
     sources=len(sources),
-    parents=marks.parents is not None,
-    in_order=all(order is None for order in orders),
+    parents=token_mask.parents is not None,
+    in_order=all(positions is None for positions in explicit),
   )

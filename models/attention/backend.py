@@ -1,8 +1,8 @@
-"""Which form of attention is taken, by platform and shape.
+"""The choice of a form of attention, by platform and shape.
 
 reference   plain jnp; all scores exist at once
 fused       jax.nn.dot_product_attention: cuDNN's kernel on GPU
-blockwise   tiles, see `flash`; memory grows with the length of a row
+blockwise   tiles, see `blockwise`; memory grows with the length of a row
 splash      a TPU kernel, see `splash`
 """
 
@@ -19,7 +19,7 @@ _MAX_SCORES = 2**28
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-  """What a call of `attention.attend` asks of one device.
+  """One call of `attention.attend`, as one device sees it.
 
   Attributes:
     keys: of all sources.
@@ -39,7 +39,7 @@ class Case:
 
 
 def choose(platform: str, case: Case) -> str:
-  """Returns the form that is fastest, of those that fit into memory.
+  """Returns the fastest form that fits into memory.
 
   Args:
     platform: "cpu", "gpu" or "tpu".
@@ -86,7 +86,7 @@ def refusal(form: str, case: Case) -> str | None:
 
 
 def cudnn_can(case: Case) -> bool:
-  """Whether cuDNN's kernel takes these types and sizes, also backward."""
+  """Returns whether cuDNN's kernel takes types and sizes, also backward."""
   return (
     case.dtypes in ({"bfloat16"}, {"float16"})
     and case.head_dim % 8 == 0

@@ -6,7 +6,7 @@
               mix / sum -> result; of the scores only log(sum) is kept
     backward  the same tiles: scores -> weights -> parts of dq, dk and dv
 
-Which tiles are visited follows from the extremes of their marks, so a packed
+The tiles that are visited follow from the extremes of their tokens, so a packed
 row costs the squares of its segments, not of its length, and a cache what is
 written in it. The last tile begins early enough to be whole; what it shares
 with the one before is masked.
@@ -51,14 +51,14 @@ class _Ask(NamedTuple):
   row: Int32[Array, ""]
   number: Int32[Array, ""]
   start: Int32[Array, ""]
-  marks: mask_lib.Marks
+  token_mask: mask_lib.TokenMask
   q: Float[Array, "1 q K G d"]
 
 
 def attend(
   query: Float[Array, "B L H d"],
-  marks: mask_lib.Marks,
-  sources: Sequence[mask_lib.Source],
+  token_mask: mask_lib.TokenMask,
+  sources: Sequence[mask_lib.KeyValues],
   *,
   block: int,
 ) -> Float[Array, "B L H d"]:
@@ -67,9 +67,11 @@ def attend(
   Rows are worked on one after the other, so give every device its own. A
   query that sees no key gets zeros.
   """
-  marks = _ordered(marks)
-  sources = tuple(s._replace(marks=_ordered(s.marks)) for s in sources)
-  return _attend(query, marks, sources, block)
+  token_mask = _ordered(token_mask)
+  sources = tuple(
+    s._replace(token_mask=_ordered(s.token_mask)) for s in sources
+  )
+  return _attend(query, token_mask, sources, block)
 
 
 def scores(
@@ -89,26 +91,26 @@ def scores(
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _attend(
   query: Float[Array, "B L H d"],
-  marks: mask_lib.Marks,
-  sources: tuple[mask_lib.Source, ...],
+  token_mask: mask_lib.TokenMask,
+  sources: tuple[mask_lib.KeyValues, ...],
   block: int,
 ) -> Float[Array, "B L H d"]:
-  return _forward(query, marks, sources, block)[0]
+  return _forward(query, token_mask, sources, block)[0]
 
 
 def _forward(
   query: Float[Array, "B L H d"],
-  marks: mask_lib.Marks,
-  sources: tuple[mask_lib.Source, ...],
+  token_mask: mask_lib.TokenMask,
+  sources: tuple[mask_lib.KeyValues, ...],
   block: int,
 ) -> tuple[Float[Array, "B L H d"], Any]:
   """Returns the result, and what the backward pass needs."""
   grouped = _grouped(query, sources)
-  plans = [_plan(marks, s.marks, block) for s in sources]
+  plans = [_plan(token_mask, s.token_mask, block) for s in sources]
 
   def tile(number, carry):
     out, norms = carry
-    ask = _ask(grouped, marks, number, block)
+    ask = _ask(grouped, token_mask, number, block)
     mixed, norm = _softmax(ask, sources, plans, block)
     at = ask.row, ask.start
     return _put(out, mixed.astype(out.dtype), *at), _put(norms, norm, *at)
@@ -118,12 +120,12 @@ def _forward(
   out, norms = jax.lax.fori_loop(0, num_tiles, tile, zeros)
   out = checkpoint_name(out.reshape(query.shape), SAVED[0])
   norms = checkpoint_name(norms, SAVED[1])
-  return out, (query, marks, sources, plans, out, norms)
+  return out, (query, token_mask, sources, plans, out, norms)
 
 
 def _softmax(
   ask: _Ask,
-  sources: Sequence[mask_lib.Source],
+  sources: Sequence[mask_lib.KeyValues],
   plans: Sequence[_Plan],
   block: int,
 ) -> tuple[Float32[Array, "1 q K G d"], Float32[Array, "1 q K G"]]:
@@ -162,15 +164,15 @@ def _softmax(
 
 def _backward(
   block: int, saved: Any, d_out: Float[Array, "B L H d"]
-) -> tuple[Float[Array, "B L H d"], None, tuple[mask_lib.Source, ...]]:
-  query, marks, sources, plans, out, norms = saved
+) -> tuple[Float[Array, "B L H d"], None, tuple[mask_lib.KeyValues, ...]]:
+  query, token_mask, sources, plans, out, norms = saved
   grouped, d_grouped = _grouped(query, sources), _grouped(d_out, sources)
   # Of every query: the sum over keys of weight * d_weight.
   drift = jnp.sum(d_grouped * _grouped(out, sources).astype(jnp.float32), -1)
 
   def tile(number, carry):
     d_query, d_sources = carry
-    ask = _ask(grouped, marks, number, block)
+    ask = _ask(grouped, token_mask, number, block)
     cut = functools.partial(_take, row=ask.row, start=ask.start, size=block)
     given = cut(d_grouped), cut(norms), cut(drift)
     dq, d_sources = _gradients(ask, given, sources, plans, d_sources, block)
@@ -183,10 +185,10 @@ def _backward(
   num_tiles = len(query) * len(_starts(query.shape[1], block))
   d_query, d_sources = jax.lax.fori_loop(0, num_tiles, tile, zeros)
   d_query = d_query.reshape(query.shape).astype(query.dtype)
-  # Marks have no gradient.
+  # TokenMask have no gradient.
   d_sources = tuple(
     source._replace(
-      k=dk.astype(source.k.dtype), v=dv.astype(source.v.dtype), marks=None
+      k=dk.astype(source.k.dtype), v=dv.astype(source.v.dtype), token_mask=None
     )
     for source, (dk, dv) in zip(sources, d_sources, strict=True)
   )
@@ -199,7 +201,7 @@ _attend.defvjp(_forward, _backward)
 def _gradients(
   ask: _Ask,
   given: tuple[Array, Array, Array],
-  sources: Sequence[mask_lib.Source],
+  sources: Sequence[mask_lib.KeyValues],
   plans: Sequence[_Plan],
   d_sources: Any,
   block: int,
@@ -235,7 +237,9 @@ def _gradients(
   return jnp.moveaxis(dq, 2, 1), added
 
 
-def _plan(queries: mask_lib.Marks, keys: mask_lib.Marks, block: int) -> _Plan:
+def _plan(
+  queries: mask_lib.TokenMask, keys: mask_lib.TokenMask, block: int
+) -> _Plan:
   """Returns which tiles see each other, as far as their extremes tell."""
 
   def tiles(x):
@@ -247,8 +251,8 @@ def _plan(queries: mask_lib.Marks, keys: mask_lib.Marks, block: int) -> _Plan:
     lowest = jnp.where(segments < 0, _HIGHEST_ID, segments)
     return jnp.min(lowest, -1), jnp.max(segments, -1)
 
-  first = jnp.min(tiles(keys.order), -1)[:, None]
-  last = jnp.max(tiles(queries.order), -1)[:, :, None]
+  first = jnp.min(tiles(keys.positions), -1)[:, None]
+  last = jnp.max(tiles(queries.positions), -1)[:, :, None]
   low, high = (x[:, None] for x in extremes(keys.segments))
   meet = jnp.zeros((), bool)
   for segments in (queries.segments, queries.parents):
@@ -265,7 +269,7 @@ def _plan(queries: mask_lib.Marks, keys: mask_lib.Marks, block: int) -> _Plan:
 
 def _ask(
   grouped: Float[Array, "B L K G d"],
-  marks: mask_lib.Marks,
+  token_mask: mask_lib.TokenMask,
   number: Int32[Array, ""],
   block: int,
 ) -> _Ask:
@@ -274,12 +278,12 @@ def _ask(
   row, index = number // len(starts), number % len(starts)
   start = jnp.asarray(starts)[index]
   cut = functools.partial(_take, row=row, start=start, size=block)
-  return _Ask(row, index, start, jax.tree.map(cut, marks), cut(grouped))
+  return _Ask(row, index, start, jax.tree.map(cut, token_mask), cut(grouped))
 
 
 def _keys(
   ask: _Ask,
-  source: mask_lib.Source,
+  source: mask_lib.KeyValues,
   plan: _Plan,
   step: Int32[Array, ""],
   block: int,
@@ -293,9 +297,9 @@ def _keys(
   index = plan.tiles[ask.row, ask.number, step]
   start = jnp.asarray(_starts(source.k.shape[1], block))[index]
   cut = functools.partial(_take, row=ask.row, start=start, size=block)
-  k, v, marks = jax.tree.map(cut, source)
+  k, v, token_mask = jax.tree.map(cut, source)
   fresh = start + jnp.arange(k.shape[1]) >= index * block
-  return k, v, mask_lib.visible(ask.marks, marks) & fresh, start
+  return k, v, mask_lib.visible(ask.token_mask, token_mask) & fresh, start
 
 
 def _starts(length: int, block: int) -> np.ndarray:
@@ -324,12 +328,12 @@ def _product(spec: str, a: Array, b: Array) -> Float32[Array, "..."]:
 
 
 def _grouped(
-  x: Float[Array, "B L H d"], sources: Sequence[mask_lib.Source]
+  x: Float[Array, "B L H d"], sources: Sequence[mask_lib.KeyValues]
 ) -> Float[Array, "B L K G d"]:
   batch, length, heads, width = x.shape
   kv_heads = sources[0].k.shape[2]
   return x.reshape(batch, length, kv_heads, heads // kv_heads, width)
 
 
-def _ordered(marks: mask_lib.Marks) -> mask_lib.Marks:
-  return marks._replace(order=mask_lib.order(marks))
+def _ordered(token_mask: mask_lib.TokenMask) -> mask_lib.TokenMask:
+  return token_mask._replace(positions=mask_lib.positions(token_mask))

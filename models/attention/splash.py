@@ -23,12 +23,12 @@ _NOBODY = int(jnp.iinfo(jnp.int32).min)
 
 def attend(
   query: Float[Array, "B L H d"],
-  marks: mask.Marks,
-  sources: Sequence[mask.Source],
+  token_mask: mask.TokenMask,
+  sources: Sequence[mask.KeyValues],
   *,
   interpret: bool,
 ) -> Float[Array, "B L H d"]:
-  """Returns what `attention.attend` does; for what, see `attention_form`."""
+  """Returns what `attention.attend` does, within `backend.refusal`."""
   # Not on top: importing it takes longer than all of models.
   from jax.experimental.pallas.ops.tpu import splash_attention
 
@@ -52,9 +52,9 @@ def attend(
     q_seq_shards=1,
     interpret=interpret,
   )
-  keys = source.marks.segments
+  keys = source.token_mask.segments
   segments = splash_attention.SegmentIds(
-    q=marks.segments, kv=jnp.where(keys < 0, _NOBODY, keys)
+    q=token_mask.segments, kv=jnp.where(keys < 0, _NOBODY, keys)
   )
   scaled = (query.astype(jnp.float32) * width**-0.5).astype(query.dtype)
   by_head = (jnp.swapaxes(x, 1, 2) for x in (scaled, source.k, source.v))

@@ -98,9 +98,11 @@ def load(
       "Hugging Face checkpoint"
     ) from error
   except ValueError as error:
-    raise ValueError(f"{path} is no JSON: {error}; fetch it again") from error
+    raise ValueError(
+      f"{path} cannot be parsed: {error}; fetch it again"
+    ) from error
   if not isinstance(data, dict):
-    raise ValueError(f"{path} holds no JSON object; fetch it again")
+    raise ValueError(f"{path} must hold a JSON object; fetch it again")
   # What is null takes its default in transformers, and so it does here.
   data = {name: value for name, value in data.items() if value is not None}
   try:
@@ -229,7 +231,7 @@ def _typed(name: str, value: Any, kind: Any) -> Any:
     return float(value)
   if type(value) is not kind:
     raise ValueError(
-      f"{name}={json.dumps(value)} is no {kind.__name__}; correct it"
+      f"{name}={json.dumps(value)} must be of type {kind.__name__}; correct it"
     )
   return value
 

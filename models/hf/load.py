@@ -100,12 +100,12 @@ def _problems(
 
 
 def _place_problem(files: safetensors_io.TensorFiles) -> str | None:
-  """Returns why a path is no directory of weights, and what might be meant."""
+  """Returns why a path holds no weights, and what might be meant."""
   path = files.directory
   if path.is_file():
     return f"it is a file; name the directory that holds it, {path.parent}"
   if not path.is_dir():
-    problem = "there is no such directory"
+    problem = "the directory does not exist"
     if _HUB_NAME.fullmatch(str(path)):
       problem += (
         "; if this is the name of a published model, download it first and "
@@ -212,7 +212,10 @@ def tensor_problems(
   ]
   for title, lines in (
     ("misshaped tensors", shapes),
-    ("tensors that are no floats; quantised weights are not read", no_floats),
+    (
+      "tensors of other types than floats; quantised weights are not read",
+      no_floats,
+    ),
   ):
     if lines:
       more = f" and {len(lines) - _MOST} more" * (len(lines) > _MOST)

@@ -1,4 +1,4 @@
-"""Where each of our parameters lies among the tensors of Hugging Face's Qwen3.
+"""The map between our parameters and the tensors of Hugging Face's Qwen3.
 
 A Linear is stored there as a matrix [out, in]; ours is [*in, *out], with heads
 and their width as axes of their own. Experts are a tensor each there, and
@@ -62,7 +62,7 @@ class Entry:
 
   @property
   def stacked(self) -> bool:
-    """Whether the first axis is of experts."""
+    """Returns whether the first axis is of experts."""
     return self.axes[0] == "experts"
 
   @property

@@ -63,7 +63,7 @@ _PLAIN = {
 
 @dataclasses.dataclass(frozen=True)
 class _Target:
-  """One adapter of theirs, and those of ours that are in it.
+  """One adapter of theirs, and ours that are in it.
 
   Attributes:
     module: of theirs, which holds it.
@@ -197,7 +197,7 @@ def _of_experts(
   path: tuple[str | int, ...],
   names: Sequence[str],
 ) -> Iterator[_Target]:
-  """Yields those of the two parameters that all experts of a layer are."""
+  """Yields the parameters, at most two, that all experts of a layer are."""
   fused = tuple(name for name in _FUSED if name in names)
   for parameter, own in (("gate_up_proj", fused), ("down_proj", ("down",))):
     if not own or own[0] not in names:
@@ -301,7 +301,7 @@ def _config_problems(
   except (OSError, ValueError) as error:
     return [f"{CONFIG}: {error}"]
   if not isinstance(found, dict):
-    return [f"{CONFIG} is no JSON object"]
+    return [f"{CONFIG} must hold a JSON object"]
   problems = [
     f"{CONFIG} has {name}={found[name]!r}, which is not supported; use "
     f"{allowed[0]!r}"

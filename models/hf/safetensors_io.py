@@ -33,7 +33,7 @@ _SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
 
 
 class Stored(NamedTuple):
-  """What a header says of a tensor.
+  """A tensor as the header describes it.
 
   Attributes:
     dtype: None for one that is not a float, which cannot be read.
@@ -81,7 +81,7 @@ class TensorFiles:
     elif index and (self.directory / index).exists():
       self._open_indexed(index)
     elif not self.directory.is_dir():
-      self.problems.append("there is no such directory")
+      self.problems.append("the directory does not exist")
     else:
       needed = " and no ".join(filter(None, (single, index)))
       self.problems.append(f"it holds no {needed}")
@@ -121,7 +121,7 @@ class TensorFiles:
     except (safetensors.SafetensorError, OSError) as error:
       size = path.stat().st_size if path.is_file() else 0
       self.problems.append(
-        f"{file} ({size:,} bytes) is no whole safetensors file: {error}; "
+        f"{file} ({size:,} bytes) is damaged or cut short: {error}; "
         "download or copy it again"
       )
       return []
@@ -229,7 +229,9 @@ def _weight_map(path: pathlib.Path) -> dict[str, str]:
     raise ValueError("it has no weight_map")
   for name, file in weight_map.items():
     if not isinstance(file, str) or pathlib.PurePath(file).name != file:
-      raise ValueError(f"{name} lies in {file!r}, which is no file's name")
+      raise ValueError(
+        f"{name} lies in {file!r}, which must be the name of a file"
+      )
   return weight_map
 
 

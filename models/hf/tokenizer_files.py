@@ -28,7 +28,7 @@ _KINDS = ("tokenizer.json", "vocab.json", "tokenizer.model")
 _TREES = ("additional_chat_templates",)
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
-# As WordChat's, special tokens are no words: text cannot end a turn.
+# As WordChat's, special tokens are not words: text cannot end a turn.
 _TEMPLATE = """\
 {%- for message in messages -%}
 {%- for token in SPECIAL -%}
@@ -79,7 +79,7 @@ def num_ids(directory: str | os.PathLike[str]) -> int:
   """Returns one more than the largest id of a tokenizer.json; 0 without one.
 
   Raises:
-    ValueError: the file is no tokenizer.
+    ValueError: the file cannot be read as a tokenizer.
   """
   path = pathlib.Path(directory, "tokenizer.json")
   if not path.is_file():
@@ -89,7 +89,9 @@ def num_ids(directory: str | os.PathLike[str]) -> int:
     added = [token["id"] for token in data.get("added_tokens", ())]
     vocab = data["model"]["vocab"]
   except (ValueError, TypeError, KeyError, AttributeError) as error:
-    raise ValueError(f"{path} is no tokenizer: {error!r}") from error
+    raise ValueError(
+      f"{path} cannot be read as a tokenizer: {error!r}"
+    ) from error
   ids = vocab.values() if isinstance(vocab, dict) else range(len(vocab))
   return max([-1, *added, *ids]) + 1
 

@@ -20,7 +20,8 @@ Source: the exchange of GShard, arXiv 2006.16668, section 3.2, without capacity.
 
 import functools
 import math
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,24 +35,13 @@ SLACK = 1.5
 _FEW = 256
 
 
-@runtime_checkable
-class Compute(Protocol):
-  """What the experts of this device add to rows."""
-
-  def __call__(
-    self,
-    x: Float[Array, "R D"],
-    gates: Float[Array, "R k"],
-    experts: Int32[Array, "R k"],
-    most: int,
-  ) -> tuple[Float[Array, "R D"], Int32[Array, ""]]:
-    """Returns sums over the experts here, and how many assignments had room.
-
-    Args:
-      experts: those here count from 0; outside of them is no assignment.
-      most: bound on the number of assignments.
-    """
-    ...
+ExpertSum = Callable[
+  [Float[Array, "R D"], Float[Array, "R k"], Int32[Array, "R k"], int],
+  tuple[Float[Array, "R D"], Int32[Array, ""]],
+]
+"""(rows, gates, experts, bound on the number of assignments) -> sums over the
+experts of this device, and how many assignments had room. Experts count from 0
+here; others mean no assignment."""
 
 
 class Room(NamedTuple):
@@ -96,7 +86,7 @@ def rooms(
 
 
 def exchange(
-  compute: Compute,
+  compute: ExpertSum,
   x: Float[Array, "t D"],
   gates: Float[Array, "t k"],
   experts: Int32[Array, "t k"],
@@ -110,7 +100,7 @@ def exchange(
   Call it inside of a `shard_map`, with everything varying over `agree`.
 
   Args:
-    experts: k different ones of all devices; outside of them is no assignment.
+    experts: k different ones of all devices; others mean no assignment.
     axis: of the mesh, over which experts lie in order.
     agree: axes of the mesh whose devices must take the same way.
   """
@@ -143,7 +133,7 @@ def exchange(
 
 
 def _rounds(
-  compute: Compute,
+  compute: ExpertSum,
   here: int,
   axis: str,
   room: Room,
@@ -179,7 +169,7 @@ def _rounds(
 
 
 def _round(
-  compute: Compute,
+  compute: ExpertSum,
   here: int,
   axis: str,
   room: Room,

@@ -30,7 +30,7 @@ _CHUNK_ROWS = 512
 
 
 class Form(NamedTuple):
-  """How `matmul` is computed.
+  """The way `matmul` is computed.
 
   Attributes:
     kernel: "blocks" is plain jax, a loop over the blocks in use; "triton" and
@@ -71,7 +71,7 @@ def block_rows(
 
 
 class Places(NamedTuple):
-  """Where assignments lie, and back.
+  """The slots of assignments, and back.
 
   Attributes:
     slots: of each assignment; S for one that has none.
@@ -83,7 +83,7 @@ class Places(NamedTuple):
 
 
 class Plan(NamedTuple):
-  """Which blocks belong to whom.
+  """The blocks of each expert.
 
   Attributes:
     owner: expert of each block, ascending.
@@ -104,7 +104,7 @@ def plan(
   """Sorts assignments by expert into blocks.
 
   Args:
-    experts: k different ones; outside of [0, num_experts) is no assignment.
+    experts: k different ones; others than [0, num_experts) mean no assignment.
     most: bound on the number of assignments, None for T * k; beyond it some
       would get no slot.
   """

@@ -139,7 +139,7 @@ def outer_mosaic(
       dimension_semantics=("parallel", "parallel", "arbitrary")
     ),
   )
-  # No block ever wrote to an expert without rows: what is there is no number.
+  # No block ever wrote to an expert without rows: its memory holds anything.
   used = jnp.diff(starts) > 0
   dw = call(owner, starts, blocks, dy)
   return jnp.where(used[:, None, None], dw, 0)

@@ -35,7 +35,7 @@ SAVED = ("expert_gate", "expert_up")
 
 
 class Aux(NamedTuple):
-  """How the router did, on average over tokens that are not padding.
+  """Statistics of the router: means over tokens that are not padding.
 
   Attributes:
     load_balance: E * sum_e f_e P_e, for the share f_e of the assignments and

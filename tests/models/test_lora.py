@@ -307,7 +307,7 @@ def test_every_adapter_has_a_gradient():
   ("settings", "message"),
   [
     ({"rank": 0}, r"lora.rank=0 is below 1"),
-    ({"alpha": 0.0}, r"lora.alpha=0.0 is no number above 0; use 8"),
+    ({"alpha": 0.0}, r"lora.alpha=0.0 must be a number above 0; use 8"),
     ({"alpha": float("nan")}, r"lora.alpha=nan"),
     ({"targets": ()}, r"lora.targets is empty"),
     ({"targets": ("gate_proj",)}, r"'gate_proj'; did you mean 'gate'\?"),

@@ -163,7 +163,7 @@ def test_a_row_of_nothing_but_padding_stays_finite(params, config, chunks):
 
 @pytest.mark.parametrize("chunks", [(4, 2), (0, 1)], ids=["chunks", "step"])
 def test_a_past_is_written_in_place(config, chunks):
-  # Wide, so that keys outweigh the marks of who sees them.
+  # Wide, so that keys outweigh the token_mask of who sees them.
   config = dataclasses.replace(config, head_dim=64)
   params = policy_lib.of(config).shapes
   tables = jax.ShapeDtypeStruct((4, 2**10), jnp.int32)

@@ -76,7 +76,7 @@ def whole_rows():
 
 
 def by_layers(params, ids, positions):
-  marks = mask.packed_marks(jnp.ones_like(ids))
+  token_mask = mask.packed_mask(jnp.ones_like(ids))
   copies, eps = jnp.ones(ids.size, jnp.int32), CONFIG.norm_eps
   x, taken = params["embed"][ids], []
   create = functools.partial(transformer.Transformer, CONFIG)
@@ -84,8 +84,8 @@ def by_layers(params, ids, positions):
   for block in model.layers:
     normed = attention.rms_norm(x, block.attention_norm[...], eps)
     query, k, v = block.attention.project(normed, positions)
-    sources = [mask.Source(k, v, marks)]
-    mixed = attention.attend(query, marks, sources, form="reference")
+    sources = [mask.KeyValues(k, v, token_mask)]
+    mixed = attention.attend(query, token_mask, sources, form="reference")
     x += block.attention.merge(mixed)
     normed = attention.rms_norm(x, block.mlp_norm[...], eps)
     if hasattr(block, "mlp"):

@@ -40,11 +40,11 @@ def segment_ids(rows=SEGMENTS):
   )
 
 
-def whole(q, k, v, marks, form, **kwargs):
+def whole(q, k, v, token_mask, form, **kwargs):
   """Attention of rows to themselves, in tiles of 48."""
-  source = mask.Source(k, v, marks)
+  source = mask.KeyValues(k, v, token_mask)
   options = {"form": form, "block": 48} | kwargs
-  return attention.attend(q, marks, [source], **options)
+  return attention.attend(q, token_mask, [source], **options)
 
 
 def softmax(q, k, v, sees):
@@ -84,7 +84,7 @@ def test_a_token_mixes_what_came_before_it_in_its_segment(form, wrap):
   segments = segment_ids()
   ids = np.asarray(segments)
   attend = wrap(
-    lambda q, k, v, segments: whole(q, k, v, mask.packed_marks(segments), form)
+    lambda q, k, v, segments: whole(q, k, v, mask.packed_mask(segments), form)
   )
   expected = softmax(q, k, v, lambda b, t, s: s <= t and ids[b, s] == ids[b, t])
   assert_close(attend(q, k, v, segments), expected, 2e-6)
@@ -93,10 +93,12 @@ def test_a_token_mixes_what_came_before_it_in_its_segment(form, wrap):
 @pytest.mark.parametrize("form", ["fused", "blockwise", "splash"])
 def test_gradients_are_those_of_the_reference(form):
   args = tokens(2, LENGTH)
-  marks = mask.packed_marks(segment_ids())
+  token_mask = mask.packed_mask(segment_ids())
   cotangent = draw(*args[0].shape, seed=9)
   actual, expected = (
-    gradients(functools.partial(whole, marks=marks, form=f), args, cotangent)
+    gradients(
+      functools.partial(whole, token_mask=token_mask, form=f), args, cotangent
+    )
     for f in (form, "reference")
   )
   for a, e in zip(actual, expected, strict=True):
@@ -107,17 +109,17 @@ def test_gradients_are_those_of_the_reference(form):
 def test_a_packed_row_is_its_segments_one_by_one(form):
   args = tokens(1, LENGTH)
   row = SEGMENTS[0]
-  marks = mask.packed_marks(segment_ids([row]))
+  token_mask = mask.packed_mask(segment_ids([row]))
   cotangent = draw(*args[0].shape, seed=9)
   packed = gradients(
-    functools.partial(whole, marks=marks, form=form), args, cotangent
+    functools.partial(whole, token_mask=token_mask, form=form), args, cotangent
   )
   start = 0
   for _, size in row:
     at = np.s_[:, start : start + size]
-    alone = mask.packed_marks(jnp.ones((1, size), jnp.int32))
+    alone = mask.packed_mask(jnp.ones((1, size), jnp.int32))
     expected = gradients(
-      functools.partial(whole, marks=alone, form="reference"),
+      functools.partial(whole, token_mask=alone, form="reference"),
       [x[at] for x in args],
       cotangent[at],
     )
@@ -135,9 +137,11 @@ def test_huge_values_of_other_segments_and_of_the_future_do_not_leak(form):
   planted = (q, k.at[:, at].set(1e30), v.at[:, at].set(-1e30))
   seen = np.s_[:, 40:99]
   cotangent = jnp.zeros_like(q).at[seen].set(draw(1, 59, 4, 8, seed=9))
-  marks = mask.packed_marks(segments)
+  token_mask = mask.packed_mask(segments)
   clean, dirty = (
-    gradients(functools.partial(whole, marks=marks, form=form), x, cotangent)
+    gradients(
+      functools.partial(whole, token_mask=token_mask, form=form), x, cotangent
+    )
     for x in ((q, k, v), planted)
   )
   for a, e in zip(dirty, clean, strict=True):
@@ -151,21 +155,23 @@ def test_members_that_share_a_prompt_are_as_with_a_prompt_each(form):
   numbers = np.repeat([1, 2, 3, 4], sizes)
   args = tokens(1, numbers.size)
   cotangent = draw(*args[0].shape, seed=9)
-  marks = mask.packed_marks(
+  token_mask = mask.packed_mask(
     jnp.array([numbers], jnp.int32),
     jnp.array([np.repeat(parents, sizes)], jnp.int32),
   )
   shared = gradients(
-    functools.partial(whole, marks=marks, form=form, block=4), args, cotangent
+    functools.partial(whole, token_mask=token_mask, form=form, block=4),
+    args,
+    cotangent,
   )
   total = [np.zeros_like(x) for x in shared]
   for number, parent in zip((2, 3, 4), parents[1:], strict=True):
     at = np.flatnonzero((numbers == number) | (numbers == parent))
-    alone = mask.packed_marks(jnp.ones((1, at.size), jnp.int32))
+    alone = mask.packed_mask(jnp.ones((1, at.size), jnp.int32))
     # The prompt's own output is asked for once, not by every member.
     own = (numbers[at] == number) | (number == 2)
     out, *grads = gradients(
-      functools.partial(whole, marks=alone, form="reference"),
+      functools.partial(whole, token_mask=alone, form="reference"),
       [x[:, at] for x in args],
       cotangent[:, at] * own[:, None, None],
     )
@@ -180,9 +186,9 @@ def test_members_that_share_a_prompt_are_as_with_a_prompt_each(form):
 def test_a_cache_and_fresh_tokens_are_as_whole_rows(form):
   q, k, v = tokens(2, 24)
   cotangent = draw(*q.shape, seed=9)
-  marks = mask.packed_marks(jnp.ones((2, 24), jnp.int32))
+  token_mask = mask.packed_mask(jnp.ones((2, 24), jnp.int32))
   expected = gradients(
-    functools.partial(whole, marks=marks, form="reference"),
+    functools.partial(whole, token_mask=token_mask, form="reference"),
     (q, k, v),
     cotangent,
   )
@@ -190,10 +196,10 @@ def test_a_cache_and_fresh_tokens_are_as_whole_rows(form):
   done, order = 17, np.array([3, 0, 6, 1, 5, 2, 4])
   fresh = done + order
   room = jnp.pad(jnp.ones((2, done), jnp.int32), ((0, 0), (0, 3)))
-  past = mask.Marks(
+  past = mask.TokenMask(
     jnp.tile(jnp.arange(20, dtype=jnp.int32), (2, 1)), room - (room == 0)
   )
-  new = mask.Marks(
+  new = mask.TokenMask(
     jnp.tile(jnp.asarray(fresh, jnp.int32), (2, 1)),
     jnp.ones((2, 7), jnp.int32),
   )
@@ -202,8 +208,8 @@ def test_a_cache_and_fresh_tokens_are_as_whole_rows(form):
     padded = [jnp.pad(x[:, :done], ((0, 0), (0, 3), (0, 0), (0, 0)))
               for x in (k, v)]  # fmt: skip
     sources = [
-      mask.Source(padded[0], padded[1], past),
-      mask.Source(k[:, fresh], v[:, fresh], new),
+      mask.KeyValues(padded[0], padded[1], past),
+      mask.KeyValues(k[:, fresh], v[:, fresh], new),
     ]
     return attention.attend(q[:, fresh], new, sources, form=form, block=6)
 
@@ -218,9 +224,9 @@ def test_a_cache_and_fresh_tokens_are_as_whole_rows(form):
 @pytest.mark.parametrize("form", ANY_TOKENS)
 def test_one_token_alone_gets_its_own_value(form):
   q, k, v = tokens(3, 1)
-  marks = mask.packed_marks(jnp.ones((3, 1), jnp.int32))
+  token_mask = mask.packed_mask(jnp.ones((3, 1), jnp.int32))
   out, dq, _, dv = gradients(
-    functools.partial(whole, marks=marks, form=form), (q, k, v), q
+    functools.partial(whole, token_mask=token_mask, form=form), (q, k, v), q
   )
   # Heads 0 and 1 read kv head 0, heads 2 and 3 read kv head 1.
   np.testing.assert_allclose(out, np.repeat(v, 2, 2), rtol=1e-6)
@@ -232,13 +238,13 @@ def test_one_token_alone_gets_its_own_value(form):
 @pytest.mark.parametrize("form", FORMS)
 def test_bfloat16_errs_by_its_own_rounding_only(form):
   args = tokens(2, LENGTH, dtype=jnp.bfloat16)
-  marks = mask.packed_marks(segment_ids())
+  token_mask = mask.packed_mask(segment_ids())
   cotangent = draw(*args[0].shape, seed=9, dtype=jnp.bfloat16)
   actual = gradients(
-    functools.partial(whole, marks=marks, form=form), args, cotangent
+    functools.partial(whole, token_mask=token_mask, form=form), args, cotangent
   )
   expected = gradients(
-    functools.partial(whole, marks=marks, form="reference"),
+    functools.partial(whole, token_mask=token_mask, form="reference"),
     [x.astype(jnp.float32) for x in args],
     cotangent.astype(jnp.float32),
   )
@@ -252,9 +258,11 @@ def test_bfloat16_errs_by_its_own_rounding_only(form):
 @pytest.mark.parametrize("form", FORMS)
 def test_any_number_of_heads_shares_a_kv_head(form, kv_heads):
   q, k, v = tokens(1, LENGTH, kv_heads=kv_heads)
-  marks = mask.packed_marks(jnp.ones((1, LENGTH), jnp.int32))
+  token_mask = mask.packed_mask(jnp.ones((1, LENGTH), jnp.int32))
   expected = softmax(q, k, v, lambda b, t, s: s <= t)
-  out = jax.jit(functools.partial(whole, marks=marks, form=form))(q, k, v)
+  out = jax.jit(functools.partial(whole, token_mask=token_mask, form=form))(
+    q, k, v
+  )
   assert_close(out, expected, 2e-6)
 
 
@@ -275,9 +283,9 @@ def test_a_mesh_gathers_nothing_and_changes_nothing(form):
   cotangent = draw(*args[0].shape, seed=9)
 
   def attend(q, k, v, segments, cotangent, layout):
-    marks = mask.packed_marks(segments)
+    token_mask = mask.packed_mask(segments)
     out, pull = jax.vjp(
-      lambda q, k, v: whole(q, k, v, marks, form, layout=layout), q, k, v
+      lambda q, k, v: whole(q, k, v, token_mask, form, layout=layout), q, k, v
     )
     return out, *pull(cotangent)
 
@@ -308,8 +316,10 @@ def test_a_mesh_gathers_nothing_and_changes_nothing(form):
 def test_axes_that_the_mesh_does_not_divide_stay_whole(layout_args):
   layout = mesh_layout(*layout_args[0], **layout_args[1])
   args = tokens(3, 10)
-  marks = mask.packed_marks(jnp.ones((3, 10), jnp.int32))
-  attend = functools.partial(whole, marks=marks, form="blockwise", block=4)
+  token_mask = mask.packed_mask(jnp.ones((3, 10), jnp.int32))
+  attend = functools.partial(
+    whole, token_mask=token_mask, form="blockwise", block=4
+  )
   expected = gradients(attend, args, args[0])
   actual = gradients(functools.partial(attend, layout=layout), args, args[0])
   for a, e in zip(actual, expected, strict=True):
@@ -322,8 +332,8 @@ def test_axes_that_the_mesh_does_not_divide_stay_whole(layout_args):
 )
 def test_a_form_lowers_for_accelerators(form, platform):
   args = tokens(1, LENGTH, dtype=jnp.bfloat16)
-  marks = mask.packed_marks(jnp.ones((1, LENGTH), jnp.int32))
-  attend = functools.partial(whole, marks=marks, form=form)
+  token_mask = mask.packed_mask(jnp.ones((1, LENGTH), jnp.int32))
+  attend = functools.partial(whole, token_mask=token_mask, form=form)
   loss = jax.jit(jax.grad(lambda *args: attend(*args).sum(), (0, 1, 2)))
   text = loss.trace(*args).lower(lowering_platforms=(platform,)).as_text()
   assert "dot_general" in text
@@ -333,10 +343,12 @@ def test_a_form_lowers_for_accelerators(form, platform):
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
 def test_cudnn_agrees_with_the_reference():
   args = tokens(2, LENGTH, width=64, dtype=jnp.bfloat16)
-  marks = mask.packed_marks(segment_ids())
+  token_mask = mask.packed_mask(segment_ids())
   cotangent = draw(*args[0].shape, seed=9, dtype=jnp.bfloat16)
   actual, expected = (
-    gradients(functools.partial(whole, marks=marks, form=f), args, cotangent)
+    gradients(
+      functools.partial(whole, token_mask=token_mask, form=f), args, cotangent
+    )
     for f in ("fused", "reference")
   )
   for a, e in zip(actual, expected, strict=True):
@@ -346,17 +358,17 @@ def test_cudnn_agrees_with_the_reference():
 def test_a_form_that_cannot_is_refused_and_not_chosen():
   q, k, v = tokens(1, LENGTH)
   alone = jnp.ones((1, LENGTH), jnp.int32)
-  shared = mask.packed_marks(alone, alone * mask.NO_PARENT)
+  shared = mask.packed_mask(alone, alone * mask.NO_PARENT)
   with pytest.raises(
     ValueError, match=r"attention='splash' knows no shared prompts; use auto"
   ):
     whole(q, k, v, shared, "splash")
-  marks = mask.packed_marks(alone)
+  token_mask = mask.packed_mask(alone)
   with pytest.raises(ValueError, match="needs one dtype and got bfloat16, f"):
-    whole(q.astype(jnp.bfloat16), k, v, marks, "fused")
+    whole(q.astype(jnp.bfloat16), k, v, token_mask, "fused")
   with pytest.raises(ValueError, match="'flash' is unknown; use auto, refer"):
-    whole(q, k, v, marks, "flash")
-  ordered = marks._replace(order=mask.order(marks))
+    whole(q, k, v, token_mask, "flash")
+  ordered = token_mask._replace(positions=mask.positions(token_mask))
   with pytest.raises(ValueError, match="order of their indices"):
     whole(q, k, v, ordered, "splash")
   np.testing.assert_allclose(

@@ -13,35 +13,35 @@ def draw(*shape, seed=0):
 
 
 def packed(batch, length, heads=4, kv_heads=2, width=4, segments=1):
-  """Returns queries, keys, values, and marks of segments of equal length."""
+  """Returns queries, keys, values, and the mask of equal segments."""
   numbers = 1 + np.arange(length) * segments // length
-  marks = mask.packed_marks(
+  token_mask = mask.packed_mask(
     jnp.asarray(np.tile(numbers, (batch, 1)), jnp.int32)
   )
   shapes = ((heads, 0), (kv_heads, 1), (kv_heads, 2))
   arrays = (draw(batch, length, num, width, seed=seed) for num, seed in shapes)
-  return *arrays, marks
+  return *arrays, token_mask
 
 
-def tiled(q, k, v, marks, block):
-  source = mask.Source(k, v, marks)
-  return blockwise.attend(q, marks, [source], block=block)
+def tiled(q, k, v, token_mask, block):
+  source = mask.KeyValues(k, v, token_mask)
+  return blockwise.attend(q, token_mask, [source], block=block)
 
 
-def gradient(q, k, v, marks, block):
+def gradient(q, k, v, token_mask, block):
   def loss(q, k, v):
-    return jnp.sum(jnp.sin(tiled(q, k, v, marks, block)))
+    return jnp.sum(jnp.sin(tiled(q, k, v, token_mask, block)))
 
   return jax.grad(loss, (0, 1, 2))(q, k, v)
 
 
 def random_marks(rng, length, first):
-  """Returns marks in no order at all, from place `first` on."""
+  """Returns token_mask in no order at all, from place `first` on."""
   order, segments, parents = (
     jnp.asarray(rng.integers(low, high, (2, length)), jnp.int32)
     for low, high in ((first, 20), (-1, 4), (-1, 4))
   )
-  return mask.Marks(order, segments, parents)
+  return mask.TokenMask(order, segments, parents)
 
 
 @pytest.mark.parametrize("wrap", [jax.jit, lambda f: f], ids=["jit", "eager"])
@@ -49,21 +49,21 @@ def random_marks(rng, length, first):
 def test_tiles_of_any_size_see_what_a_whole_matrix_sees(block, wrap):
   rng = np.random.default_rng(block)
   q, first, second = draw(2, 9, 4, 4), draw(2, 7, 2, 4), draw(2, 12, 2, 4)
-  marks = random_marks(rng, 9, first=9)
-  marks = marks._replace(segments=jnp.maximum(marks.segments, 1))
+  token_mask = random_marks(rng, 9, first=9)
+  token_mask = token_mask._replace(segments=jnp.maximum(token_mask.segments, 1))
   past = random_marks(rng, 7, first=0)
   # Three first tokens, so that every query sees one.
-  new = mask.Marks(
+  new = mask.TokenMask(
     jnp.asarray(rng.integers(0, 20, (2, 12)), jnp.int32).at[:, :3].set(0),
     jnp.tile(jnp.array([1, 2, 3, -1], jnp.int32), (2, 3)),
   )
 
   def mix(attend, q, first, second):
     sources = [
-      mask.Source(first, first + 1, past),
-      mask.Source(second, second + 1, new),
+      mask.KeyValues(first, first + 1, past),
+      mask.KeyValues(second, second + 1, new),
     ]
-    return attend(q, marks, sources)
+    return attend(q, token_mask, sources)
 
   def run(attend, *args):
     out, pull = jax.vjp(functools.partial(mix, attend), *args)
@@ -83,8 +83,8 @@ def test_tiles_of_any_size_see_what_a_whole_matrix_sees(block, wrap):
 
 
 def test_a_query_that_sees_nothing_gets_zeros_and_no_gradient():
-  q, k, v, marks = packed(1, 6)
-  hidden = marks._replace(segments=marks.segments.at[0, 2:4].set(-1))
+  q, k, v, token_mask = packed(1, 6)
+  hidden = token_mask._replace(segments=token_mask.segments.at[0, 2:4].set(-1))
   out = tiled(q, k, v, hidden, 2)
   np.testing.assert_array_equal(out[0, 2:4], 0)
   assert np.abs(out[0, 4:]).min() > 0
@@ -96,11 +96,13 @@ def test_a_query_that_sees_nothing_gets_zeros_and_no_gradient():
 def test_tiles_that_nobody_sees_are_not_read():
   # Segments of 8 in tiles of 4: of the first and the last segment, nothing is
   # touched on the way to the middle one.
-  q, k, v, marks = packed(1, 24, segments=3)
+  q, k, v, token_mask = packed(1, 24, segments=3)
   far = np.r_[0:8, 16:24]
   planted = (q, k.at[:, far].set(jnp.nan), v.at[:, far].set(jnp.nan))
-  out = tiled(*planted, marks, 4)
-  np.testing.assert_array_equal(out[:, 8:16], tiled(q, k, v, marks, 4)[:, 8:16])
+  out = tiled(*planted, token_mask, 4)
+  np.testing.assert_array_equal(
+    out[:, 8:16], tiled(q, k, v, token_mask, 4)[:, 8:16]
+  )
   assert np.isnan(out[:, far]).all()
 
 
@@ -121,12 +123,12 @@ def test_memory_grows_with_the_length_and_not_with_its_square(function):
 
 
 def test_only_what_is_named_is_kept_for_the_backward_pass():
-  q, k, v, marks = packed(1, 64)
+  q, k, v, token_mask = packed(1, 64)
   policy = jax.checkpoint_policies.save_only_these_names(*blockwise.SAVED)
 
   def loops(policy):
     attend = jax.checkpoint(
-      lambda q, k, v: tiled(q, k, v, marks, 16).sum(), policy=policy
+      lambda q, k, v: tiled(q, k, v, token_mask, 16).sum(), policy=policy
     )
     text = str(jax.make_jaxpr(jax.grad(attend))(q, k, v))
     return text.count(" while[")

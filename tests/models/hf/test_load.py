@@ -267,7 +267,7 @@ def test_damage_is_told_without_listing_what_the_files_would_hold(
   file = directory / "model.safetensors"
   file.write_bytes(file.read_bytes()[:-4])
   message = refusal(directory)
-  assert "bytes) is no whole safetensors file" in message
+  assert "bytes) is damaged or cut short" in message
   assert "missing" not in message
   file = sorted(several.glob("*.safetensors"))[1]
   file.unlink()
@@ -279,7 +279,7 @@ def test_damage_is_told_without_listing_what_the_files_would_hold(
 def test_a_directory_without_a_checkpoint_says_what_it_lacks(
   directory, tmp_path
 ):
-  assert "there is no such directory" in refusal(tmp_path / "nothing")
+  assert "the directory does not exist" in refusal(tmp_path / "nothing")
   (directory / "model.safetensors").unlink()
   message = refusal(directory)
   assert (
@@ -354,4 +354,6 @@ def test_a_tokenizer_with_more_ids_than_the_model_is_refused(tmp_path):
   message = refusal(tmp_path / "hf", config)
   assert "tokenizer.json has 5 ids, but model.vocab_size=4" in message
   (tmp_path / "hf" / "tokenizer.json").write_text("{}")
-  assert "tokenizer.json is no tokenizer" in refusal(tmp_path / "hf", config)
+  assert "tokenizer.json cannot be read as a tokenizer" in refusal(
+    tmp_path / "hf", config
+  )

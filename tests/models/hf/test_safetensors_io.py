@@ -121,7 +121,7 @@ def test_a_damaged_file_is_named_with_its_size(single, change):
   data = change(file.read_bytes())
   file.write_bytes(data)
   (problem,) = problems(single)
-  start = f"{SINGLE} ({len(data)} bytes) is no whole safetensors file: "
+  start = f"{SINGLE} ({len(data)} bytes) is damaged or cut short: "
   assert problem.startswith(start)
   assert problem.endswith("; download or copy it again")
 
@@ -153,8 +153,14 @@ def test_a_file_that_is_missing_from_the_index_is_named(several):
     ("{", f"{INDEX}: Expecting property name"),
     ("[]", "it has no weight_map"),
     ('{"weight_map": {}}', "it has no weight_map"),
-    ('{"weight_map": {"x": "../y"}}', "x lies in '../y', which is no file's"),
-    ('{"weight_map": {"x": 3}}', "x lies in 3, which is no file's name"),
+    (
+      '{"weight_map": {"x": "../y"}}',
+      "x lies in '../y', which must be the name of a file",
+    ),
+    (
+      '{"weight_map": {"x": 3}}',
+      "x lies in 3, which must be the name of a file",
+    ),
   ],
 )
 def test_an_index_that_is_none_is_told(several, text, reason):
@@ -165,7 +171,7 @@ def test_an_index_that_is_none_is_told(several, text, reason):
 
 def test_a_directory_without_files_says_what_it_lacks(tmp_path):
   assert problems(tmp_path) == [f"it holds no {SINGLE} and no {INDEX}"]
-  assert problems(tmp_path / "none") == ["there is no such directory"]
+  assert problems(tmp_path / "none") == ["the directory does not exist"]
 
 
 def test_names_are_listed_in_the_order_of_layers_and_counted():

@@ -46,7 +46,7 @@ def test_ids_are_counted_whatever_kind_of_tokenizer_it_is(tmp_path):
     assert tokenizer_files.num_ids(tmp_path) == expected
   for text in ("", "[]", "{}", '{"model": 3}'):
     path.write_text(text)
-    with pytest.raises(ValueError, match="is no tokenizer"):
+    with pytest.raises(ValueError, match="cannot be read as a tokenizer"):
       tokenizer_files.num_ids(tmp_path)
 
 
