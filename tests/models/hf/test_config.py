@@ -267,7 +267,9 @@ def test_what_the_file_leaves_out_is_as_in_transformers(tmp_path):
 @pytest.mark.parametrize("text", ["{", "[]", "\xff"])
 def test_a_file_that_holds_no_object_is_refused(text, tmp_path):
   (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
-  with pytest.raises(ValueError, match=r"no JSON.*; fetch it again"):
+  with pytest.raises(
+    ValueError, match=r"(parsed|hold a JSON object).*; fetch it again"
+  ):
     hf_config.load(tmp_path)
 
 

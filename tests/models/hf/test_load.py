@@ -216,7 +216,7 @@ def test_everything_that_is_wrong_with_tensors_is_told_at_once(directory):
     "misshaped tensors (1): lm_head.weight is [8, 16] instead of [16, 8]\n"
   ) in message
   assert (
-    "no floats; quantised weights are not read (1): "
+    "other types than floats; quantised weights are not read (1): "
     "model.layers.0.mlp.gate_proj.weight is I8"
   ) in message
   # The same before any device is touched.
@@ -300,7 +300,10 @@ def test_what_is_no_directory_of_weights_says_what_might_be_meant(
   ) in refusal(file)
   monkeypatch.chdir(tmp_path)
   message = refusal("Qwen/Qwen3-0.6B")
-  assert "no such directory; if this is the name of a published" in message
+  assert (
+    "the directory does not exist; if this is the name of a published"
+    in message
+  )
   assert "published" not in refusal(tmp_path / "Qwen" / "Qwen3-0.6B")
   adapter = tmp_path / "adapter"
   adapter.mkdir()

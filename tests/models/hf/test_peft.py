@@ -264,7 +264,7 @@ def quantise(tensors):
     (widen, r"down_proj\.lora_B\.weight is \[32, 2\] instead of \[16, 2\]"),
     (poison, r"NaN or infinity in .*layers\.2\.mlp\.gate\.lora_B"),
     (share, r"gate and up share factors.*layers\.2\.mlp\.experts\.base_layer"),
-    (quantise, r"no floats.*lm_head\.lora_A\.weight is F8_E4M3"),
+    (quantise, r"than floats.*lm_head\.lora_A\.weight is F8_E4M3"),
   ],
 )
 def test_tensors_that_do_not_fit_are_listed(tmp_path, change, message):
