@@ -28,7 +28,7 @@ class Prefix(NamedTuple):
 
   Attributes:
     parents: segment of the prompt that the token's conversation began with,
-      or -1; see `models.attention.mask.Marks`.
+      or -1; see `models.attention.mask.TokenMask`.
     previous: index in the row of the token before this one; any index where
       there is none.
     copies: trajectories that the token belongs to; 0 is padding.
