@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 from collections.abc import Sequence
 
 from envs import base
@@ -74,8 +73,7 @@ class Evaluation:
     """Raises ValueError on a number outside its range."""
     checks.at_least(self, 0, "every", "episodes")
     checks.finite_at_least(self, 0, "temperature")
-    if math.isnan(self.success):
-      raise ValueError("evaluation.success=nan must be a number")
+    checks.not_nan(self, "success")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

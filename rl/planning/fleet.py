@@ -66,17 +66,12 @@ class DeviceKind:
     checks.at_least(self, 1, "count", "engine_devices", where=where)
     checks.finite_above(self, 0, "cost", "token_s", where=where)
     checks.finite_at_least(self, 0, "update_s", "describe_s", where=where)
-    if not 0.5 <= self.scaling <= 1:
-      raise ValueError(
-        f"{where}.scaling={self.scaling} must be in [0.5, 1]: below it more "
-        "devices would be slower"
-      )
-    for size in self.learner_devices:
-      if not 1 <= size <= self.count:
-        raise ValueError(
-          f"{where}.learner_devices={self.learner_devices}: {size} is not in "
-          f"1 to count={self.count}"
-        )
+    out = "below it more devices would be slower"
+    checks.within(self, 0.5, 1, "scaling", where=where, out=out)
+    sizes = self.learner_devices
+    if sizes and not 1 <= min(sizes) <= max(sizes) <= self.count:
+      text = f"must be 1 to count={self.count} each"
+      raise ValueError(f"{where}.learner_devices={sizes} {text}")
     self.speed.validate(f"{where}.speed")
 
 
@@ -103,9 +98,7 @@ class Fleet:
 
   def validate(self) -> None:
     """Raises ValueError on a fleet that cannot both train and decode."""
-    names = [kind.name for kind in self.kinds]
-    if not names or len(set(names)) < len(names):
-      raise ValueError(f"fleet.kinds: {names} are not one or more names")
+    checks.unique("fleet.kinds", [kind.name for kind in self.kinds])
     for number, kind in enumerate(self.kinds):
       kind.validate(f"fleet.kinds.{number}")
     checks.finite_at_least(self, 0, "transfer_s", where="fleet")
@@ -115,14 +108,13 @@ class Fleet:
         "fleet.kinds: none has learner_devices, so nothing trains; give the "
         "sizes that a learner's mesh may have, such as learner_devices=(1,)"
       )
-    if any(self._engines(kind, size) for kind, size in sizes):
-      return
-    kind, size = min(sizes, key=lambda pair: pair[1])
-    raise ValueError(
-      f"fleet.kinds: {size} devices of {kind.name} train, and what is left "
-      f"has no engine of engine_devices={kind.engine_devices}: nothing "
-      "decodes; raise count, or lower learner_devices or engine_devices"
-    )
+    if not any(self._engines(kind, size) for kind, size in sizes):
+      kind, size = min(sizes, key=lambda pair: pair[1])
+      raise ValueError(
+        f"fleet.kinds: {size} devices of {kind.name} train, and what is left "
+        f"has no engine of engine_devices={kind.engine_devices}: nothing "
+        "decodes; raise count, or lower learner_devices or engine_devices"
+      )
 
   def _engines(self, learner: DeviceKind, size: int) -> int:
     """Returns the number of engines that fit beside a learner."""

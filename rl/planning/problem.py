@@ -14,6 +14,7 @@ from rl.pools import affinity, placement
 from rl.rollout import group_rollout
 from rl.schedule import overlap as overlap_lib
 from rl.settings import checks
+from rl.simulation import processor as simulated_processor
 from rl.simulation import simulate, workload
 
 SCHEDULES = (
@@ -72,7 +73,7 @@ class Goal:
 
   def validate(self) -> None:
     """Raises ValueError on bounds that no run could keep."""
-    _known("goal.minimise", self.minimise, OBJECTIVES)
+    checks.known_name("goal.minimise", self.minimise, OBJECTIVES)
     checks.above(self, 0, "max_step_s", "max_cost", where="goal")
     checks.at_least(self, 0, "max_lag", where="goal", out="0 is on-policy")
 
@@ -141,7 +142,7 @@ class Space:
   def validate(self) -> None:
     """Raises ValueError on a space that is empty or unknown."""
     for name in self.schedules:
-      _known("space.schedules", name, SCHEDULES)
+      checks.known_name("space.schedules", name, SCHEDULES)
     out = "leave schedules out instead"
     checks.at_least(self, 1, "points", "max_staleness", where="space", out=out)
     for name in ("schedules", "extra_groups", "extra_members"):
@@ -215,13 +216,9 @@ class Planning:
     self.routing.validate_domains([one.name for one in self.workloads])
     kinds = get_args(placement.Kind)
     for domain, kind in self.routing.prefer.items():
-      _known(f"routing.prefer.{domain}", kind, kinds)
-    room = min(kind.speed.kv_tokens for kind in self.fleet.kinds)
-    if self.rollout.max_tokens > room:
-      raise ValueError(
-        f"rollout.max_tokens={self.rollout.max_tokens} is above the "
-        f"speed.kv_tokens={room} of a kind: an episode could never end there"
-      )
+      checks.known_name(f"routing.prefer.{domain}", kind, kinds)
+    speeds = [kind.speed for kind in self.fleet.kinds]
+    simulated_processor.check_room(self.rollout.max_tokens, speeds)
 
   def choices(self) -> list[FleetChoice]:
     """Returns all choices.
@@ -314,10 +311,3 @@ def _spread(most: int, points: int) -> Sequence[int]:
   """Returns 0 and up to `points` numbers up to `most`, evenly spread."""
   steps = min(points, most)
   return sorted({0, *(round(most * i / steps) for i in range(1, steps + 1))})
-
-
-def _known(where: str, name: str, names: Sequence[str]) -> None:
-  if name in names:
-    return
-  hint = checks.nearest(name, names)
-  raise ValueError(f"{where}={name} is unknown; use {', '.join(names)}{hint}")

@@ -2,7 +2,6 @@
 
 import collections
 import dataclasses
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -37,15 +36,11 @@ class PassRate:
   def validate(self) -> None:
     """Raises ValueError on an empty range or a count that filters nothing."""
     if not 0 <= self.low <= self.high <= 1:
-      raise ValueError(
-        f"pass_rate: low={self.low}, high={self.high}: needs "
-        "0 <= low <= high <= 1"
-      )
+      checks.refuse(self, "low", "high", why="needs 0 <= low <= high <= 1")
     out = "for no filter set curriculum=none"
     checks.at_least(self, 1, "window", "max_skips", "max_tasks", out=out)
     checks.at_least(self, 2, "revisit", out=out)
-    if math.isnan(self.success):
-      raise ValueError("pass_rate.success=nan must be a number")
+    checks.not_nan(self, "success")
 
 
 class Curriculum:

@@ -14,6 +14,7 @@ import grain
 
 from envs import base
 from rl.rollout import curriculum as curriculum_lib
+from rl.settings import checks
 
 _SPAN = 2**31 - 1
 
@@ -48,11 +49,8 @@ class TaskOrder:
 
   def validate(self) -> None:
     """Raises ValueError on an empty pool, or a curriculum without one."""
-    if self.pool is not None and not 1 <= self.pool <= _SPAN:
-      raise ValueError(
-        f"tasks.pool={self.pool} must be in [1, {_SPAN}]; use none for "
-        "tasks without end"
-      )
+    out = "use none for tasks without end"
+    checks.within(self, 1, _SPAN, "pool", where="tasks", out=out)
     if self.curriculum is not None and self.pool is None:
       raise ValueError(
         "tasks.curriculum needs tasks that come again, and pool=none has "

@@ -1,6 +1,7 @@
 """The schedule as a value: the overlap of rollout, training and publishing."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Literal
@@ -138,88 +139,52 @@ class Overlap:
 
   def validate(self) -> None:
     """Raises ValueError on a schedule that cannot run or keep its bound."""
-    self._validate_counts()
-    checks.one_of(self, Consume, "consume")
-    checks.one_of(self, contract.InFlight, "on_publish")
-    checks.one_of(self, Admission, "admission")
-    checks.one_of(self, OldLogprob, "old_logprob")
-    if self.max_staleness and self.updates_per_round > 1:
-      raise ValueError(
-        f"overlap.updates_per_round={self.updates_per_round} with "
-        f"max_staleness={self.max_staleness}: in flight, weights are "
-        "published after every update; use updates_per_round=1"
-      )
-    self._validate_on_publish()
-    self._validate_order()
-
-  def _validate_counts(self) -> None:
     counts = ("groups_per_round", "updates_per_round", "groups_per_microbatch")
     out = "a round trains at least one group"
     checks.at_least(self, 1, *counts, "too_slow_after", out=out)
     checks.at_least(self, 0, "frontier_groups", out="0 is none")
     checks.at_least(self, 0, "max_staleness", out="0 is synchronous")
-    if self.groups_per_round % self.updates_per_round:
-      raise ValueError(
-        f"overlap.updates_per_round={self.updates_per_round} does not divide"
-        f" groups_per_round={self.groups_per_round}; use "
-        f"{math.gcd(self.updates_per_round, self.groups_per_round)}"
-      )
-    if self.groups_per_update % self.groups_per_microbatch:
-      raise ValueError(
-        f"overlap.groups_per_microbatch={self.groups_per_microbatch} does "
-        f"not divide the {self.groups_per_update} groups of an update; use "
-        f"{math.gcd(self.groups_per_microbatch, self.groups_per_update)}"
-      )
-
-  def _validate_on_publish(self) -> None:
+    what = f"groups_per_round={self.groups_per_round}"
+    checks.divides(self, self.groups_per_round, what, "updates_per_round")
+    what = f"the {self.groups_per_update} groups of an update"
+    checks.divides(self, self.groups_per_update, what, "groups_per_microbatch")
+    checks.one_of(self, Consume, "consume")
+    checks.one_of(self, contract.InFlight, "on_publish")
+    checks.one_of(self, Admission, "admission")
+    checks.one_of(self, OldLogprob, "old_logprob")
+    refuse = functools.partial(checks.refuse, self)
     if self.on_publish == "abort":
-      raise ValueError(
-        "overlap.on_publish='abort' would end episodes as faults of the "
-        "engine, with nothing to train on; use on_publish=recompute"
-      )
-    if not self.max_staleness and self.on_publish == "keep_kv":
-      raise ValueError(
-        "overlap.on_publish='keep_kv' with max_staleness=0: nothing is in "
-        "flight, so all it could keep is stale prefixes; use on_publish=drain"
-      )
-
-  def _validate_order(self) -> None:
-    if self.wait_for_round and self.max_staleness:
-      raise ValueError(
-        f"overlap.wait_for_round=true with max_staleness={self.max_staleness}:"
-        " a learner that waits for the whole round gains nothing from the next "
-        "one; use max_staleness=0, or wait_for_round=false"
-      )
-    if self.max_staleness and self.consume == "ready":
-      raise ValueError(
-        f"overlap.consume=ready with max_staleness={self.max_staleness}: in "
-        "the order of completion a slow group grows older than any bound; use "
-        "consume=submit, or drop or recycle, which check the age"
-      )
-    if not self.max_staleness and self.consume in ("drop", "recycle"):
-      raise ValueError(
-        f"overlap.consume={self.consume} with max_staleness=0: nothing can be "
-        "too old; use consume=ready or submit"
-      )
+      why = "all that is in flight would end as faults, untrained; "
+      refuse("on_publish", why=why + "use on_publish=recompute")
+    if self.max_staleness:
+      if self.updates_per_round > 1:
+        why = "in flight, every update publishes; use updates_per_round=1"
+        refuse("updates_per_round", "max_staleness", why=why)
+      if self.wait_for_round:
+        why = "a learner that waits for a whole round gains nothing from the "
+        why += "next; use max_staleness=0, or wait_for_round=false"
+        refuse("wait_for_round", "max_staleness", why=why)
+      if self.consume == "ready":
+        why = "a slow group would grow older than any bound; use "
+        why += "consume=submit, or drop or recycle, which check the age"
+        refuse("consume", "max_staleness", why=why)
+    else:
+      if self.on_publish == "keep_kv":
+        why = "nothing is in flight, so all it could keep is stale prefixes; "
+        refuse("on_publish", "max_staleness", why=why + "use on_publish=drain")
+      if self.consume in ("drop", "recycle"):
+        why = "nothing can be too old; use consume=ready or submit"
+        refuse("consume", "max_staleness", why=why)
     if self.redundancy.extra_groups and self.consume == "submit":
-      raise ValueError(
-        "overlap.redundancy.extra_groups="
-        f"{self.redundancy.extra_groups} with consume=submit: the slowest "
-        "group would be waited for all the same; use consume="
-        + ("drop" if self.max_staleness else "ready")
-      )
-    hard = self.admission == "hard_frontier"
-    if hard and self.frontier_groups < 1:
-      raise ValueError(
-        f"overlap.frontier_groups={self.frontier_groups} with "
-        "admission=hard_frontier: nothing would be played; use at least "
-        f"{self.groups_per_microbatch}"
-      )
-    if hard and self.consume != "submit":
-      raise ValueError(
-        f"overlap.consume={self.consume} with admission=hard_frontier: a "
-        "frontier is the groups submitted first; use consume=submit"
-      )
+      way = "drop" if self.max_staleness else "ready"
+      why = f"the slowest group would be waited for; use consume={way}"
+      refuse("redundancy.extra_groups", "consume", why=why)
+    if self.admission == "hard_frontier" and self.frontier_groups < 1:
+      why = f"nothing would be played; use {self.groups_per_microbatch} or more"
+      refuse("frontier_groups", "admission", why=why)
+    if self.admission == "hard_frontier" and self.consume != "submit":
+      why = "a frontier is the groups submitted first; use consume=submit"
+      refuse("consume", "admission", why=why)
 
 
 def priority(

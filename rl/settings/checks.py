@@ -16,9 +16,10 @@ None passes: it turns an optional setting off.
 import dataclasses
 import difflib
 import math
+import operator
 import typing
-from collections.abc import Callable, Collection
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NoReturn
 
 from rl.settings import short_names
 
@@ -91,11 +92,55 @@ def below_one(part: object, *names: str, **words: str) -> None:
   _check(part, names, lambda x: 0 <= x < 1, "in [0, 1)", **words)
 
 
+def within(
+  part: object, least: float, most: float, *names: str, **words: str
+) -> None:
+  """Checks numbers against two bounds that they may reach."""
+  text = f"in [{least}, {most}]"
+  _check(part, names, lambda x: least <= x <= most, text, **words)
+
+
+def not_nan(part: object, *names: str, **words: str) -> None:
+  """Checks numbers that may be infinite."""
+  _check(part, names, lambda x: not math.isnan(x), "a number", **words)
+
+
+def divides(part: object, whole: int, what: str, name: str) -> None:
+  """Checks that a count divides `whole`, which is `what` in the message."""
+  if whole % (count := getattr(part, name)):
+    out = f"does not divide {what}; use {math.gcd(count, whole)}"
+    raise ValueError(f"{short_names.of(part)}.{name}={count} {out}")
+
+
 def one_of(part: object, known: Any, *names: str, **words: str) -> None:
   """Checks values against a Literal, or a collection."""
   values = tuple(typing.get_args(known) or known)
   text = " or ".join(map(str, values))
   _check(part, names, values.__contains__, text, **words)
+
+
+def unique(setting: str, names: Sequence[str]) -> None:
+  """Checks that there are names, and that no two are the same."""
+  if not names or len(set(names)) < len(names):
+    raise ValueError(f"{setting}: {names} are not one or more names")
+
+
+def known_name(setting: str, name: str, names: Collection[str]) -> None:
+  """Checks a name, and suggests one near it."""
+  if name not in names:
+    use = f"use {', '.join(names)}{nearest(name, names)}"
+    raise ValueError(f"{setting}={name} is unknown; {use}")
+
+
+def refuse(part: object, *names: str, why: str) -> NoReturn:
+  """Refuses settings that do not go together, each with its value.
+
+  overlap.consume=ready with max_staleness=2: WHY
+  """
+  values = [operator.attrgetter(name)(part) for name in names]
+  texts = [str(v).lower() if isinstance(v, bool) else v for v in values]
+  pairs = [f"{n}={text}" for n, text in zip(names, texts, strict=True)]
+  raise ValueError(f"{short_names.of(part)}.{' with '.join(pairs)}: {why}")
 
 
 def nearest(name: str, known: Collection[str]) -> str:

@@ -14,6 +14,7 @@ import dataclasses
 import heapq
 import itertools
 import math
+from collections.abc import Collection
 from typing import Any, Literal
 
 from rl.engine import contract
@@ -70,6 +71,15 @@ class Speed:
   def tokens_per_s(self) -> float:
     """Tokens sampled a second with every slot in use."""
     return self.slots / self.tau_s(self.slots)
+
+
+def check_room(max_tokens: int, speeds: Collection[Speed]) -> None:
+  """Checks that the KV cache of every engine holds the longest episode."""
+  if max_tokens > (room := min(speed.kv_tokens for speed in speeds)):
+    raise ValueError(
+      f"rollout.max_tokens={max_tokens} is above the kv_tokens={room} of an "
+      "engine: an episode could never end there; lower it"
+    )
 
 
 @dataclasses.dataclass(slots=True, eq=False)

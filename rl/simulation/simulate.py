@@ -108,9 +108,7 @@ class Cluster:
       raise ValueError("cluster.pools=(): nothing decodes; give one or more")
     for number, pool in enumerate(self.pools):
       pool.validate(f"cluster.pools.{number}")
-    names = [pool.name for pool in self.pools]
-    if len(set(names)) < len(names):
-      raise ValueError(f"cluster.pools: {names} are not all different")
+    checks.unique("cluster.pools", [pool.name for pool in self.pools])
     checks.finite_at_least(self, 0, "transfer_s", where="cluster")
 
 
@@ -158,8 +156,7 @@ class Simulation:
     self.routing.validate_pools({pool.name: pool.kind for pool in pools})
     checks.above(self, 0, "progress_timeout_s", where="")
     names = [one.name for one in self.workloads]
-    if not names or len(set(names)) < len(names):
-      raise ValueError(f"workloads: {names} are not one or more names")
+    checks.unique("workloads", names)
     self.routing.validate_domains(names)
     if self.warmup < 0 or not self.counted:
       ahead = 2 * self.overlap.max_staleness
@@ -168,12 +165,8 @@ class Simulation:
         f"overlap.max_staleness={self.overlap.max_staleness} takes {ahead} "
         f"more; use rounds={max(self.warmup, 0) + ahead + 4}"
       )
-    room = min(pool.speed.kv_tokens for pool in pools)
-    if self.rollout.max_tokens > room:
-      raise ValueError(
-        f"rollout.max_tokens={self.rollout.max_tokens} is above the "
-        f"kv_tokens={room} of a pool: an episode could never end there"
-      )
+    speeds = [pool.speed for pool in pools]
+    simulated_processor.check_room(self.rollout.max_tokens, speeds)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

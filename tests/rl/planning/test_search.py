@@ -235,7 +235,7 @@ def kind(**changes):
     ),
     (
       {"fleet": fleet.Fleet(kinds=(kind(learner_devices=(4,)),))},
-      r"learner_devices=\(4,\): 4 is not in 1 to count=3",
+      r"learner_devices=\(4,\) must be 1 to count=3 each",
     ),
     ({"fleet": fleet.Fleet(kinds=())}, r"fleet.kinds: \[\] are not one"),
     (

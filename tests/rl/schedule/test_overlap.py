@@ -29,14 +29,14 @@ from rl.settings import checks
       "use updates_per_round=1",
     ),
     # Whatever the bound: it would make faults of what is in flight.
-    ({"on_publish": "abort"}, "on_publish='abort'", "use on_publish=recompute"),
+    ({"on_publish": "abort"}, "on_publish=abort", "use on_publish=recompute"),
     (
       {"max_staleness": 1, "on_publish": "abort"},
-      "on_publish='abort'",
+      "on_publish=abort",
       "use on_publish=recompute",
     ),
     # A prefix that all share would be of the first weights for ever.
-    ({"on_publish": "keep_kv"}, "on_publish='keep_kv'", "use on_publish=drain"),
+    ({"on_publish": "keep_kv"}, "on_publish=keep_kv", "use on_publish=drain"),
     # In the order of completion there is no bound but a checked one.
     (
       {"max_staleness": 1, "consume": "ready"},
