@@ -47,10 +47,8 @@ class BatchShape:
     """Raises ValueError unless 1 <= tail_rows < rows."""
     checks.at_least(self, 1, "rows", "tail_rows", where="batch")
     if self.tail_rows is not None and self.tail_rows >= self.rows:
-      raise ValueError(
-        f"batch.tail_rows={self.tail_rows} must be below batch.rows="
-        f"{self.rows}; use fewer, or none"
-      )
+      why = f"must be below batch.rows={self.rows}; use fewer, or none"
+      raise ValueError(f"batch.tail_rows={self.tail_rows} {why}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -205,10 +203,9 @@ class Experiment:
     """
     if isinstance(self.algorithm.reference, references.Teacher):
       self.algorithm.reference.check()
-    if self.initial is None:
-      return
     try:
-      load.check(self.initial, self.model)
+      if self.initial is not None:
+        load.check(self.initial, self.model)
     except load.Unusable as error:
       raise ValueError(f"initial={error}") from error
 
@@ -224,23 +221,20 @@ class Experiment:
     checks.at_least(self, 0 if self.warm_start else 1, "rounds", where="")
     checks.at_least(self, 0, "seed", "max_skipped", where="")
     advantage = self.algorithm.advantage
-    least = advantage.min_group_size
-    if self.rollout.group_size < least and advantage.pool == "group":
-      raise ValueError(
-        f"rollout.group_size={self.rollout.group_size} is below the {least} "
-        f"that {short_names.of(advantage)} compares; raise it or use "
-        "algorithm.advantage=reinforce"
-      )
+    if advantage.pool == "group":
+      least = advantage.min_group_size
+      bound = f"the {least} that {short_names.of(advantage)} compares"
+      out = "raise it or use algorithm.advantage=reinforce"
+      members = self.rollout.group_size
+      checks.enough("rollout.group_size", members, least, bound, out)
 
   def _validate_schedule(self) -> None:
     """Raises when parts of a run that are fine alone do not go together."""
     self.algorithm.validate_schedule(self.overlap)
     self.algorithm.validate_model(self.model)
-    pools = self.placement.pools
-    sources = self.sources
     # A mixture of sources has a reward for each.
     if (reward_of := getattr(self.reward, "reward_of", None)) is not None:
-      for source in sources:
+      for source in self.sources:
         reward_of(source.task(0, "train"))
     overlong = self.rollout.overlong
     if overlong is not None and overlong.max_tokens > self.rollout.max_tokens:
@@ -249,80 +243,61 @@ class Experiment:
         f"rollout.max_tokens={self.rollout.max_tokens}: no episode would ever "
         "be that long; lower it"
       )
-    self.routing.validate_domains([source.name for source in sources])
+    self.routing.validate_domains([source.name for source in self.sources])
+    pools = self.placement.pools
     self.routing.validate_pools({pool.name: pool.kind for pool in pools})
 
   def _validate_waits(self) -> None:
     limits = self.rollout
     episode_s = (limits.max_turns + 1) * limits.step_s
     episode_s += limits.grading.longest_s
-    if not self.progress_timeout_s >= episode_s:
-      raise ValueError(
-        f"progress_timeout_s={self.progress_timeout_s:g} is below the "
-        f"{episode_s:g} s that an episode may take by rollout.max_turns, "
-        "step_s and grading; raise it or lower those"
-      )
+    given = self.progress_timeout_s
+    bound = f"the {episode_s:g} s that an episode may take"
+    out = "raise it or lower rollout.max_turns, step_s or grading"
+    checks.enough("progress_timeout_s", given, episode_s, bound, out)
 
   def _validate_lengths(self) -> None:
-    words = self.chat().vocab_size
-    if self.model.vocab_size < words:
-      out = f"use {words} or more"
-      if self.initial is not None:
-        out = (
-          f"initial={self.initial} has too few ids for them, so start from a "
-          "checkpoint with more, or take an environment of fewer words"
-        )
-      raise ValueError(
-        f"model.vocab_size={self.model.vocab_size} is below the {words} ids "
-        f"that the words of {self.environment.name} make; {out}"
+    words, initial = self.chat().vocab_size, self.initial
+    bound = f"the {words} ids that the words of {self.environment.name} make"
+    out = f"use {words} or more"
+    if initial is not None:
+      out = (
+        f"initial={initial} has too few ids for them, so start from a "
+        "checkpoint with more, or take an environment of fewer words"
       )
-    longest = self.rollout.max_tokens
-    for name, room in (
-      ("model.max_length", self.model.max_length),
-      ("batch.length", self.batch.length),
-    ):
-      if room >= longest:
-        continue
-      out = f"use {longest} or more"
-      if name == "model.max_length" and self.initial is not None:
-        out = (
-          f"lower rollout.max_tokens to {room}, or use {longest} or more if "
-          f"config.json of initial={self.initial} allows it"
-        )
-      raise ValueError(
-        f"{name}={room} is below rollout.max_tokens={longest}; an episode "
-        f"would not fit; {out}"
+    checks.enough("model.vocab_size", self.model.vocab_size, words, bound, out)
+    longest, room = self.rollout.max_tokens, self.model.max_length
+    bound = f"rollout.max_tokens={longest}; an episode would not fit"
+    out = raised = f"use {longest} or more"
+    if initial is not None:
+      out = (
+        f"lower rollout.max_tokens to {room}, or {raised} if config.json of "
+        f"initial={initial} allows it"
       )
+    checks.enough("model.max_length", room, longest, bound, out)
+    checks.enough("batch.length", self.batch.length, longest, bound, raised)
 
   def _validate_divisions(self) -> None:
+    learner = self.placement.learner.plan
+    parts = learner.num_batch
+    rows = {"batch.rows": self.batch.rows}
+    if (tail := self.batch.tail_rows) is not None:
+      if self.batch.rows == parts:
+        raise ValueError(
+          f"batch.tail_rows={tail}: no number below batch.rows={parts} divides "
+          f"over placement.learner.data * expert = {parts}; use none"
+        )
+      rows["batch.tail_rows"] = tail
     axes = policy_lib.of(self.model).axes
-    rows, parts = self.batch.rows, self.placement.learner.plan.num_batch
-    if self.batch.tail_rows is not None and rows == parts:
-      raise ValueError(
-        f"batch.tail_rows={self.batch.tail_rows}: no number below "
-        f"batch.rows={rows} divides over placement.learner.data * expert = "
-        f"{parts}; use none"
-      )
     for name, mesh in self.placement.meshes.items():
-      rows = {"batch.rows": self.batch.rows}
-      if self.batch.tail_rows is not None:
-        rows["batch.tail_rows"] = self.batch.tail_rows
-      sharding.validate(
-        self.model,
-        axes,
-        mesh.plan,
-        rows=rows if name == "learner" else self.engine.split_rows,
-        where=f"placement.{name}",
-      )
+      split = rows if name == "learner" else self.engine.split_rows
+      where = f"placement.{name}"
+      sharding.validate(self.model, axes, mesh.plan, rows=split, where=where)
     # A teacher scores where the learner learns.
     if isinstance(reference := self.algorithm.reference, references.Teacher):
-      sharding.validate(
-        reference.model,
-        policy_lib.of(reference.model).axes,
-        self.placement.learner.plan,
-        rows={},
-        where="algorithm.reference on placement.learner",
-      )
+      axes = policy_lib.of(reference.model).axes
+      where = "algorithm.reference on placement.learner"
+      sharding.validate(reference.model, axes, learner, where=where)
 
   def _validate_attention(self) -> None:
     """Raises when a forced form of attention cannot learn."""

@@ -94,7 +94,7 @@ def test_the_student_is_much_smaller_than_the_teacher_that_it_names(
   assert str(error.value).endswith("; run " + " && ".join(commands))
   # Another directory is told of as ever.
   other = overrides.override(student, "algorithm.reference.directory", "no")
-  with pytest.raises(ValueError, match="no such directory"):
+  with pytest.raises(ValueError, match="directory does not exist"):
     other.validate_initial()
 
 

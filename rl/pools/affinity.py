@@ -55,15 +55,11 @@ class Routing:
     """Raises ValueError on a setting that cannot work."""
     out = "use 0 to never explore"
     checks.at_least(self, 0, "explore_every", where="routing", out=out)
-    out = (
-      "below it no session would get its preferred pool; use none for no limit"
-    )
+    out = "below it no pool is ever preferred; use none for no limit"
     checks.at_least(self, 1, "overload", where="routing", out=out)
     if self.learn and self.default is not None:
-      raise ValueError(
-        f"routing.default={self.default} leaves nothing to routing.learn=true;"
-        " use one of them"
-      )
+      why = "leaves nothing to routing.learn=true; use one of them"
+      raise ValueError(f"routing.default={self.default} {why}")
 
   def validate_domains(self, names: Collection[str]) -> None:
     """Raises ValueError on a preference of an unknown domain.
@@ -72,12 +68,10 @@ class Routing:
       names: of all sources of tasks.
     """
     for name in self.prefer:
-      if name in names:
-        continue
-      raise ValueError(
-        f"routing.prefer.{name}: no source of tasks has that name; there are "
-        f"{', '.join(sorted(names))}{checks.nearest(name, names)}"
-      )
+      if name not in names:
+        known = f"{', '.join(sorted(names))}{checks.nearest(name, names)}"
+        why = f"no source of tasks has that name; there are {known}"
+        raise ValueError(f"routing.prefer.{name}: {why}")
 
   def of(self, names: Collection[str]) -> "Routing":
     """Returns the same with the preferences of these sources only."""
@@ -96,13 +90,10 @@ class Routing:
     pools = ", ".join(f"{name} ({kind})" for name, kind in kinds.items())
     for key, name in settings.items():
       alike = len(set(kinds.values())) == 1 and name in get_args(placement.Kind)
-      if name in (*kinds, *kinds.values(), "any") or alike:
-        continue
-      hint = checks.nearest(name, (*kinds, *kinds.values()))
-      raise ValueError(
-        f"routing.{key}={name} names neither a pool nor a kind; there are "
-        f"{pools}{hint}"
-      )
+      if name not in (*kinds, *kinds.values(), "any") and not alike:
+        hint = checks.nearest(name, (*kinds, *kinds.values()))
+        why = f"names neither a pool nor a kind; there are {pools}{hint}"
+        raise ValueError(f"routing.{key}={name} {why}")
 
 
 class Sample(NamedTuple):

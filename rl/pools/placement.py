@@ -1,7 +1,6 @@
 """Placement: the devices that train and those that decode."""
 
 import dataclasses
-import difflib
 import itertools
 from collections.abc import Mapping
 from typing import Literal, NamedTuple, get_args
@@ -179,19 +178,24 @@ class Placement:
 
     A mesh is impossible if it is empty or shares devices undeclared.
     """
-    self._validate_platform()
+    if self.platform not in (None, *_PLATFORMS):
+      name = self.platform.lower()
+      near = checks.nearest("gpu" if name in _GPUS else name, _PLATFORMS)
+      use = f"use {', '.join(_PLATFORMS)} or none{near}"
+      raise ValueError(f"placement.platform={self.platform} is unknown; {use}")
     self._validate_pools()
     for name, spec in self.meshes.items():
       where = f"placement.{name}"
       checks.at_least(spec, 1, *sharding.MESH_AXES, where=where)
       checks.at_least(spec, 0, "first_device", where=where)
-      spec.rules.check(f"placement.{name}.rules")
+      spec.rules.check(f"{where}.rules")
     if self.num_devices > _MAX_DEVICES:
       raise ValueError(
         f"placement needs {self.num_devices} devices, {_MAX_DEVICES} at most; "
         f"lower {' or '.join(self._counts)} or the sizes of its meshes"
       )
-    self._validate_disjoint()
+    if not self.colocated:
+      self._validate_disjoint()
 
   @property
   def _counts(self) -> Mapping[str, int]:
@@ -201,27 +205,23 @@ class Placement:
     return {f"placement.{name}": count for name, count in counts.items()}
 
   def _validate_pools(self) -> None:
-    for name, count in self._counts.items():
-      if count < 1:
-        raise ValueError(f"{name}={count} must be at least 1 to decode")
+    checks.at_least(self, 1, "replicas")
     checks.finite_above(self, 0, "decode_cost")
     checks.one_of(self, Kind, "decode_kind")
     for number, pool in enumerate(self.more):
       where = f"placement.more.{number}"
+      checks.at_least(pool, 1, "replicas", where=where)
       checks.finite_above(pool, 0, "cost", where=where)
       checks.one_of(pool, Kind, "kind", where=where)
-    names = [pool.name for pool in self.pools]
+    taken = {*get_args(Kind), "learner", ""}
     for i, pool in enumerate(self.pools):
-      prefix = f"more.{i - 1}." if i else "decode_"
-      if pool.name in (*names[:i], *get_args(Kind), "learner", ""):
-        raise ValueError(
-          f"placement.{prefix}name={pool.name!r} is taken, by another part or "
-          "by a kind; choose another name"
-        )
+      if pool.name in taken:
+        name = f"more.{i - 1}.name" if i else "decode_name"
+        why = "is taken, by another part or by a kind; choose another name"
+        raise ValueError(f"placement.{name}={pool.name!r} {why}")
+      taken.add(pool.name)
 
   def _validate_disjoint(self) -> None:
-    if self.colocated:
-      return
     named = [("placement.learner", "placement.learner.first_device")]
     for name, pool in zip(list(self.meshes)[1:], self.pools, strict=True):
       times = f" x {pool.replicas} replicas" if pool.replicas > 1 else ""
@@ -234,18 +234,6 @@ class Placement:
           f"{one} and {other} share devices {list(shared)}; move "
           f"{out}.first_device or set placement.colocated=true"
         )
-
-  def _validate_platform(self) -> None:
-    if self.platform is None or self.platform in _PLATFORMS:
-      return
-    name = self.platform.lower()
-    near = difflib.get_close_matches(name, _PLATFORMS, 1)
-    near = ["gpu"] if name in _GPUS else near
-    hint = f"; did you mean {near[0]}?" if near else ""
-    raise ValueError(
-      f"placement.platform={self.platform} is unknown; use "
-      f"{', '.join(_PLATFORMS)} or none{hint}"
-    )
 
   def layouts(self) -> tuple[sharding.Layout, ...]:
     """Returns the layout of the learner, and then of every engine.

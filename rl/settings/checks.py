@@ -119,6 +119,15 @@ def one_of(part: object, known: Any, *names: str, **words: str) -> None:
   _check(part, names, values.__contains__, text, **words)
 
 
+def enough(
+  setting: str, value: float, least: float, bound: str, out: str
+) -> None:
+  """Checks a number against what other settings ask, `bound` in words."""
+  if not value >= least:
+    text = f"{value:g}" if isinstance(value, float) else value
+    raise ValueError(f"{setting}={text} is below {bound}; {out}")
+
+
 def unique(setting: str, names: Sequence[str]) -> None:
   """Checks that there are names, and that no two are the same."""
   if not names or len(set(names)) < len(names):

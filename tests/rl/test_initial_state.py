@@ -117,7 +117,9 @@ def test_a_checkpoint_of_another_model_is_refused_before_devices_are_touched(
 
 def test_a_directory_that_does_not_exist_is_refused(directory):
   settings = experiment(directory.with_name("hff"))
-  with pytest.raises(ValueError, match=r"hff cannot .*\n.*no such dir"):
+  with pytest.raises(
+    ValueError, match=r"hff cannot .*\n.*directory does not exist"
+  ):
     settings.validate_initial()
 
 
