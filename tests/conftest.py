@@ -1,8 +1,9 @@
 """Set-up of all tests: devices, levels, and what `--room` selects.
 
 Three levels, by marker: a test without one is a unit test and runs no XLA
-program; `compiled` ones may; `process` ones start processes as well. `slow`
-tests are left to `make test-slow`.
+program; `compiled` ones may; `process` ones start processes as well. A unit
+test that compiles a program, or starts a process, fails. `slow` tests are left
+to `make test-slow`.
 
 The environment is set before jax is imported, also for the processes that
 tests start: eight CPU devices, because shardings are tested on these; a
@@ -12,8 +13,10 @@ here. XLA's own passes run as ever.
 """
 
 import gc
+import multiprocessing.process
 import os
 import pathlib
+import subprocess
 import sys
 
 import pytest
@@ -36,6 +39,8 @@ os.environ.setdefault(
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
 _TESTS = pathlib.Path(__file__).parent
+_COMPILED = "/jax/core/compile/backend_compile_duration"
+_counts = {"compiled": 0, "process": 0}
 
 
 def pytest_addoption(parser):
@@ -48,8 +53,19 @@ def pytest_addoption(parser):
   )
 
 
+def _count(level, function):
+  def counted(*args, **kwargs):
+    _counts[level] += 1
+    return function(*args, **kwargs)
+
+  return counted
+
+
 def pytest_configure(config):
-  """Checks `--room`."""
+  """Counts the processes that tests start, and checks `--room`."""
+  for cls in (subprocess.Popen, multiprocessing.process.BaseProcess):
+    name = "__init__" if cls is subprocess.Popen else "start"
+    setattr(cls, name, _count("process", getattr(cls, name)))
   room = config.getoption("--room")
   if room and not (rooms.ROOT / room).exists():
     raise pytest.UsageError(f"--room={room}: there is no such package or file")
@@ -93,6 +109,43 @@ def pytest_collection_modifyitems(config, items):
   ]
   items[:] = [item for item in items if item not in left_out]
   config.hook.pytest_deselected(items=left_out)
+
+
+def _listen():
+  """Counts compiled programs from now on, once jax is there."""
+  if "jax" in sys.modules and "listens" not in _counts:
+    import jax
+
+    _counts["listens"] = 1
+    jax.monitoring.register_event_duration_secs_listener(
+      lambda event, *_, **__: _counts.update(
+        compiled=_counts["compiled"] + (event == _COMPILED)
+      )
+    )
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_setup(item):
+  """Notes the counts from which the test starts."""
+  _listen()
+  item.stash[_BEFORE] = dict(_counts)
+  return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+  """Fails a test that did what its level does not allow."""
+  result = yield
+  allowed = {"process": ("process",), "compiled": ("compiled", "process")}
+  for level, markers in allowed.items():
+    is_marked = any(map(item.get_closest_marker, markers))
+    if not is_marked and _counts[level] > item.stash[_BEFORE][level]:
+      did = {"process": "starts a process", "compiled": "runs an XLA program"}
+      pytest.fail(f"it {did[level]}; mark it {level}", pytrace=False)
+  return result
+
+
+_BEFORE = pytest.StashKey[dict[str, int]]()
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -86,6 +86,7 @@ def test_a_run_that_is_not_corrected_would_be_refused(schedule):
     dataclasses.replace(one, algorithm=plain).validate()
 
 
+@pytest.mark.compiled
 def test_what_is_left_untouched_weighs_1_however_far_the_policy_has_moved():
   zeros = jnp.zeros(3)
   row = packed_row.Row(

@@ -110,6 +110,7 @@ def test_the_supervised_run_ends_with_its_warm_start():
   assert run.warm_start.exploration == 0  # The oracle's answers alone.
 
 
+@pytest.mark.compiled
 def test_a_loss_of_ones_own_pulls_back_beyond_its_bound():
   run = flags.load(str(_CONFIGS / "guess_number_own.py"))
 

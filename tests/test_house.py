@@ -1,16 +1,29 @@
 """Rules of the whole project, read from its files."""
 
 import ast
+import collections
 import re
 
 import pytest
 
 from tests.helpers import rooms
 
+pytestmark = pytest.mark.process  # It asks git for the files.
+
 # Floors from the ground up: a room imports from floors below its own, and
 # nothing beside or above it.
 FLOORS = {
   "envs": [["envs"]],
+  "models": [
+    ["models.chat", "models.quantize", "models.rope", "models.sharding"],
+    ["models.definition", "models.logprobs", "models.lora"],
+    ["models.config"],
+    ["models.initializers", "models.kv_cache"],
+    ["models.attention", "models.mlp", "models.moe"],
+    ["models.transformer"],
+    ["models.policy"],
+    ["models.hf", "models.memory_report"],
+  ],
   "rl": [
     ["rl.settings", "rl.runtime", "rl.data"],
     ["rl.engine"],
@@ -45,6 +58,18 @@ MAY_IMPORT = {
 # Nothing may be imported relatively: "" is what stands before the first dot.
 OURS = {*MAY_IMPORT, "benchmarks", "notebooks", "tests", ""}
 NAMES_THAT_SAY_NOTHING = {"utils", "common", "helpers", "types", "misc"}
+# Packages of others that one room imports, for all of the project.
+ONE_IMPORTER = {"sgl_jax": "rl.engine.sglang"}
+# A preset is named like the estimator or the loss that its paper is known for.
+NAMED_BY_PAPERS = {
+  "Cispo",
+  "DrGrpo",
+  "Grpo",
+  "Gspo",
+  "Reinforce",
+  "ReinforcePlusPlus",
+  "Rloo",
+}
 QUESTION = re.compile(
   r"(What|Who|Whose|Whom|Which|How|Where|When|Whether|Why)\b"
 )
@@ -108,6 +133,16 @@ def questions(source: str) -> list[str]:
   ]
 
 
+def public_classes(source: str) -> list[str]:
+  """Returns the public classes that a module defines."""
+  return [
+    node.name
+    for node in ast.parse(source).body
+    if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+  ]
+
+
+@pytest.mark.process
 @pytest.mark.parametrize("package", sorted(MAY_IMPORT))
 def test_imports_point_one_way_between_top_packages(package):
   wrong = {
@@ -174,6 +209,33 @@ def test_files_are_named_for_what_they_hold():
   assert not [p for p in files if p.stem in NAMES_THAT_SAY_NOTHING]
 
 
+@pytest.mark.parametrize("package", sorted(ONE_IMPORTER))
+def test_a_package_of_others_has_one_importer(package):
+  use = re.compile(rf'import_module\(\s*f?"{package}\b|import {package}\b')
+  importers = {
+    rooms.room_of(".".join(path.relative_to(rooms.ROOT).with_suffix("").parts))
+    for path in rooms.python_files(*rooms.TOPS)
+    if use.search(path.read_text())
+  }
+  assert importers == {ONE_IMPORTER[package]}
+
+
+def test_a_test_file_is_named_for_the_file_that_it_tests():
+  product = {
+    f"tests/{path.parent}/test_{path.stem}.py"
+    for file in rooms.python_files(*rooms.TOPS)
+    for path in [file.relative_to(rooms.ROOT)]
+  }
+  tests = {
+    str(path.relative_to(rooms.ROOT))
+    for package in rooms.TOPS
+    for path in rooms.python_files("tests")
+    if path.stem.startswith("test_")
+    and path.is_relative_to(rooms.ROOT / "tests" / package)
+  }
+  assert not tests - product
+
+
 def test_public_names_have_docstrings():
   missing = {
     str(path.relative_to(rooms.ROOT)): names
@@ -188,9 +250,27 @@ def test_a_missing_docstring_is_seen():
   assert undocumented(source) == ["module", "f"]
 
 
+def test_docstrings_name_a_thing_or_say_what_is_done():
+  wrong = {
+    str(path.relative_to(rooms.ROOT)): lines
+    for path in rooms.python_files(*rooms.TOPS)
+    if (lines := questions(path.read_text()))
+  }
+  assert not wrong
+
+
 def test_a_docstring_that_begins_with_a_question_is_seen():
   source = "'''Whose it is.'''\ndef f():\n  '''Returns what it was.'''\n"
   assert questions(source) == ["Whose it is."]
+
+
+def test_one_public_class_name_stands_for_one_thing():
+  places = collections.defaultdict(list)
+  for path in rooms.python_files("envs", "models", "rl", "launch"):
+    for name in public_classes(path.read_text()):
+      places[name].append(str(path.relative_to(rooms.ROOT)))
+  shared = {name: at for name, at in places.items() if len(at) > 1}
+  assert {*shared} <= NAMED_BY_PAPERS, shared
 
 
 @pytest.mark.parametrize("pattern", [MACHINE_PATH, REGISTRY])

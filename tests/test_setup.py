@@ -71,6 +71,7 @@ def this_python() -> str:
   return getattr(sys, "_base_executable", sys.executable)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
   "unusable",
   [BROKEN_SHIM, as_version("3.10.13"), as_version("3.14.0"), WITHOUT_ENSUREPIP],
@@ -80,20 +81,24 @@ def test_a_python_that_will_not_do_is_passed_over(find, unusable):
   assert found(find({"python3.12": unusable, "python3": REAL})) == this_python()
 
 
+@pytest.mark.process
 def test_3_12_is_preferred_and_the_answer_is_what_lies_behind_the_name(find):
   programs = {f"python3.{n}": as_version(f"3.{n}.0") for n in (11, 12, 13)}
   assert found(find(programs)) == "Python 3.12.0"
 
 
+@pytest.mark.process
 def test_a_shim_may_talk_before_it_runs(find):
   assert found(find({"python3": NOISY})) == this_python()
 
 
+@pytest.mark.process
 def test_versions_of_pyenv_are_found_although_none_is_selected(find, tmp_path):
   program(tmp_path / ".pyenv/versions/3.12.9/bin/python", REAL)
   assert found(find({"python3.12": BROKEN_SHIM})) == this_python()
 
 
+@pytest.mark.process
 def test_without_any_python_the_report_says_what_each_one_said(find):
   report = refused(
     find(
@@ -113,6 +118,7 @@ def test_without_any_python_the_report_says_what_each_one_said(find):
   assert "apt install python3" in report
 
 
+@pytest.mark.process
 def test_a_python_that_was_asked_for_is_never_replaced(find, tmp_path):
   old = program(tmp_path / "old", as_version("3.10.13"))
   report = refused(find({"python3.12": REAL}, PYTHON=str(old)))
@@ -121,6 +127,7 @@ def test_a_python_that_was_asked_for_is_never_replaced(find, tmp_path):
   assert "python9: not found" in report
 
 
+@pytest.mark.process
 def test_a_python_that_was_asked_for_comes_before_3_12(find):
   programs = {"python3.12": REAL, "mine": as_version("3.13.0")}
   assert found(find(programs, PYTHON="mine")) == "Python 3.13.0"
@@ -148,6 +155,7 @@ def set_up(tmp_path):
   )
 
 
+@pytest.mark.process
 def test_set_up_that_failed_says_why_and_starts_afresh(set_up, tmp_path):
   (tmp_path / "offline").touch()
   failed = set_up()
@@ -162,6 +170,7 @@ def test_set_up_that_failed_says_why_and_starts_afresh(set_up, tmp_path):
   assert not (tmp_path / ".venv/half-installed").exists()
 
 
+@pytest.mark.process
 def test_set_up_that_succeeded_is_updated_in_place(set_up, tmp_path):
   assert set_up().returncode == 0
   (tmp_path / ".venv/installed").touch()

@@ -14,9 +14,10 @@ import pytest
 from rl.algorithms import corrections, kl, loss_aggregation, losses
 from tests.helpers.packed_rows import make, of_ratios
 
-pytestmark = pytest.mark.parametrize(
-  "wrap", [jax.jit, lambda f: f], ids=["jit", "eager"]
-)
+pytestmark = [
+  pytest.mark.compiled,
+  pytest.mark.parametrize("wrap", [jax.jit, lambda f: f], ids=["jit", "eager"]),
+]
 
 
 def _total(wrap, loss, row):

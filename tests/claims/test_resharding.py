@@ -22,6 +22,8 @@ from rl.runtime import mesh_thread
 from rl.testing import fake_engine
 from tests.helpers import small_models
 
+pytestmark = pytest.mark.compiled
+
 AUTO = (jax.sharding.AxisType.Auto,) * 3
 CONFIG = dataclasses.replace(small_models.CONFIG, lora=lora.Lora(rank=2))
 DTYPES = ("same", "bfloat16", "int8")

@@ -43,6 +43,7 @@ def loads(seeds, trajectories):
   return [json.loads(text) for text in texts]
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
   ("seeds", "trajectories"),
   [(1, 2_000), pytest.param(2, 51_000, marks=pytest.mark.slow)],

@@ -155,6 +155,7 @@ def test_one_pool_serves_several_event_loops_at_once():
   assert sums == [328350] * 4
 
 
+@pytest.mark.process
 def test_a_process_with_a_hung_thread_exits_promptly():
   program = (
     "import asyncio, time\n"

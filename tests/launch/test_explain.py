@@ -18,6 +18,8 @@ from rl.pools import placement, weight_publisher
 from rl.train import learner
 from tests.helpers import commands
 
+pytestmark = pytest.mark.compiled
+
 
 @pytest.fixture(scope="module")
 def experiment():
@@ -172,6 +174,7 @@ def test_the_command_prints_both_pools_and_starts_nothing(tmp_path):
   assert "Traceback" not in result.stderr
 
 
+@pytest.mark.process
 def test_the_command_refuses_a_mesh_that_does_not_divide():
   config = f"--config={commands.CONFIG}"
   tensor = "--config.placement.learner.tensor=2"
@@ -182,6 +185,7 @@ def test_the_command_refuses_a_mesh_that_does_not_divide():
   assert "placement.learner.rules.vocab=none" in result.stderr
 
 
+@pytest.mark.process
 def test_a_run_without_a_workdir_is_told_of_both():
   result = commands.run("launch.train", f"--config={commands.CONFIG}")
   assert result.returncode == 2

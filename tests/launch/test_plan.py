@@ -58,6 +58,7 @@ def refused(capsys, *arguments):
   return said.err
 
 
+@pytest.mark.process
 def test_the_command_prints_a_plan_and_writes_a_config_that_trains(
   tmp_path, fleet_file
 ):

@@ -17,6 +17,8 @@ from rl.settings import overrides
 from rl.train import skipped_updates
 from tests.helpers import commands
 
+pytestmark = pytest.mark.compiled
+
 EXPERIMENT = flags.load(
   str(commands.ROOT / commands.CONFIG),
   {
@@ -158,6 +160,7 @@ def test_a_skipped_update_is_replayed_from_the_command_line(wild):
   assert "models/" in lines[-1]
 
 
+@pytest.mark.process
 def test_a_mistyped_update_is_answered_with_the_nearest(wild):
   path = skipped_updates.updates(wild.path / "skipped")[-1]
   done = commands.run("launch.replay", str(path)[:-1] + "7")

@@ -65,6 +65,7 @@ def launched(*arguments):
   )
 
 
+@pytest.mark.process
 def test_the_command_prints_a_table_and_writes_a_timeline(config, tmp_path):
   out = launched(
     f"--config={config}",
@@ -87,6 +88,7 @@ def test_the_command_prints_a_table_and_writes_a_timeline(config, tmp_path):
   assert {"learner", "host", "decode 0", "decode 1"} <= names
 
 
+@pytest.mark.process
 def test_a_setting_that_cannot_work_ends_it_before_it_begins(config):
   out = launched(f"--config={config}", "--config.rounds=1")
   assert out.returncode == 2

@@ -41,6 +41,7 @@ def saved_params(workdir, step):
   return {name: np.asarray(leaf) for name, leaf in like.items()}
 
 
+@pytest.mark.process
 def test_a_run_ends_well_and_leaves_its_files(finished):
   run_dir = finished.path
   metrics = lines(run_dir / "metrics.jsonl")
@@ -67,6 +68,7 @@ def test_a_run_prints_its_overlap_and_staleness(finished):
   assert "Traceback" not in finished.result.stderr
 
 
+@pytest.mark.process
 def test_a_finished_run_says_so(finished, tmp_path):
   copy = finished.copy(tmp_path)
   again = commands.run(*commands.train(copy))
@@ -97,6 +99,7 @@ def test_evaluate_plays_the_latest_checkpoint(finished):
   assert 0 <= outcome["low"] <= outcome["success"] <= outcome["high"] <= 1
 
 
+@pytest.mark.process
 def test_a_workdir_of_another_config_is_refused(finished, tmp_path):
   settings = TINY | {"rollout.group_size": "8"}
   copy = finished.copy(tmp_path)
@@ -207,6 +210,7 @@ def test_checkpoints_that_are_all_damaged_end_the_run(finished, tmp_path):
   assert len(lines(copy / "metrics.jsonl")) == 4
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("lost", ["evaluation and report", "report"])
 def test_a_run_killed_after_its_last_checkpoint_is_completed(
   lost, finished, tmp_path
@@ -241,6 +245,7 @@ def test_a_resumed_run_stopped_before_a_round_keeps_its_checkpoint(
   assert "nothing to save" not in rest
 
 
+@pytest.mark.process
 def test_a_checkpoint_cut_short_gives_way_to_the_one_before(finished, tmp_path):
   copy = finished.copy(tmp_path)
   damage(copy, 4)
@@ -296,6 +301,7 @@ def no_devices(monkeypatch):
   monkeypatch.setattr(jax, "local_devices", asked)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("name", BAD)
 def test_a_setting_that_cannot_work_is_named_before_any_device(
   name, tmp_path, no_devices
@@ -308,6 +314,7 @@ def test_a_setting_that_cannot_work_is_named_before_any_device(
   assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.process
 def test_a_missing_config_file_names_the_nearest(tmp_path):
   config = "configs/guess_numbr_moe.py"
   result = commands.run(*commands.train(tmp_path, {}, config))
@@ -324,6 +331,7 @@ def test_a_platform_that_is_not_there_is_named(tmp_path):
   assert "Traceback" not in result.stderr
 
 
+@pytest.mark.process
 def test_a_workdir_in_use_is_refused(tmp_path):
   with (tmp_path / ".lock").open("a") as lock:
     fcntl.flock(lock, fcntl.LOCK_EX)
@@ -332,6 +340,7 @@ def test_a_workdir_in_use_is_refused(tmp_path):
   assert "in use by another process" in result.stderr
 
 
+@pytest.mark.process
 def test_a_workdir_that_cannot_be_written_is_refused(tmp_path):
   (tmp_path / "file").write_text("not a directory")
   result = commands.run(*commands.train(tmp_path / "file" / "run"))

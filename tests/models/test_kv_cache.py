@@ -8,6 +8,8 @@ import pytest
 from models import config as config_lib
 from models import kv_cache
 
+pytestmark = pytest.mark.compiled
+
 CONFIG = config_lib.tiny(num_layers=2, d_model=8, num_kv_heads=2, head_dim=4)
 EMPTY = kv_cache.EMPTY
 NUM_PAGES = 12

@@ -13,6 +13,8 @@ from models import config as config_lib
 from models import logprobs, lora, sharding
 from models import policy as policy_lib
 
+pytestmark = pytest.mark.compiled
+
 TEMPERATURE = 0.7
 ROWS, LENGTH, WIDTH, WORDS = 8, 13, 16, 48
 

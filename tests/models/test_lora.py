@@ -11,6 +11,8 @@ from models import config as config_lib
 from models import kv_cache, logprobs, lora, sharding
 from models import policy as policy_lib
 
+pytestmark = pytest.mark.compiled
+
 EVERYWHERE = lora.Lora(rank=2, alpha=3.0, targets=lora.TARGETS)
 
 

@@ -75,6 +75,7 @@ def test_the_rows_are_all_parameters(config):
   assert sum(row.device_bytes for row in rows) == 4 * total
 
 
+@pytest.mark.compiled
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
 def test_planned_bytes_are_those_of_arrays():
   config = config_lib.tiny_moe(num_layers=1)
@@ -148,6 +149,7 @@ def temporary_bytes(config, layout, rows, length):
   return analysis.temp_size_in_bytes
 
 
+@pytest.mark.compiled
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
 @pytest.mark.parametrize("num_experts", [0, 8], ids=["dense", "sparse"])
 @pytest.mark.parametrize("remat", ["none", "dots", "layer"])

@@ -13,6 +13,8 @@ from models import logprobs, lora, quantize, sharding
 from models import policy as policy_lib
 from tests.helpers import small_models
 
+pytestmark = pytest.mark.compiled
+
 AUTO = (jax.sharding.AxisType.Auto,) * 3
 CONFIG = dataclasses.replace(
   small_models.CONFIG, compute=config_lib.Compute(moe_block=4)

@@ -11,6 +11,8 @@ import pytest
 from models import rope
 from models.hf import config as hf_config
 
+pytestmark = pytest.mark.compiled
+
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 CASES = json.loads((GOLDEN / "rope.json").read_text())
 EXPECTED = np.load(GOLDEN / "rope.npz")

@@ -13,6 +13,8 @@ from models import logprobs as logprobs_lib
 from models import lora, sharding
 from models import policy as policy_lib
 
+pytestmark = pytest.mark.compiled
+
 needs_devices = pytest.mark.skipif(
   jax.device_count() < 8, reason="needs 8 devices"
 )

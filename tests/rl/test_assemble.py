@@ -25,6 +25,8 @@ from rl.testing import fakes
 from rl.train import optimizers
 from tests.helpers import players_under_test as players
 
+pytestmark = pytest.mark.compiled
+
 
 def experiment(**changes):
   plain = experiment_lib.Experiment(

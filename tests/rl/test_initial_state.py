@@ -23,6 +23,8 @@ from rl.pools import placement
 from rl.rollout import group_rollout
 from rl.testing import fakes
 
+pytestmark = pytest.mark.compiled
+
 # Counting has 7 ids; the vocabulary is padded to 8.
 MODEL = model_config.tiny_moe(
   vocab_size=8, num_layers=1, d_model=32, max_length=16

@@ -111,6 +111,7 @@ def run(tmp_path_factory):
   return directory / "own"
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
   ("module", "arguments", "code", "told"),
   [
@@ -135,6 +136,7 @@ def test_a_launcher_reads_the_run(run, tmp_path, module, arguments, code, told):
   assert told in done.stdout
 
 
+@pytest.mark.process
 def test_the_server_reads_the_run(run):
   # It ends before it loads: the flags are those of a run that it has read.
   done = launch(
@@ -144,6 +146,7 @@ def test_the_server_reads_the_run(run):
   assert "did you mean --config.algorithm.loss.scale (float)?" in done.stderr
 
 
+@pytest.mark.process
 def test_a_run_goes_on_with_the_file_wherever_it_lies_and_whatever_it_says(
   run, tmp_path
 ):

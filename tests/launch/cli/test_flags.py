@@ -67,6 +67,7 @@ def config(tmp_path):
   return str(file)
 
 
+@pytest.mark.process
 def test_a_program_takes_settings_in_every_form(tmp_path, config):
   main = tmp_path / "main.py"
   main.write_text(MAIN)

@@ -41,6 +41,7 @@ def _check(*arguments):
   )
 
 
+@pytest.mark.process
 def test_a_run_that_keeps_its_promises_is_checked_with_exit_code_0(run_dir):
   done = _check(f"--check={run_dir}")
   assert done.returncode == 0, done.stderr
@@ -68,6 +69,7 @@ def test_what_cannot_be_checked_ends_with_exit_code_2(run_dir, capsys):
   assert "rounds" in capsys.readouterr().err
 
 
+@pytest.mark.process
 def test_a_check_and_a_page_are_not_asked_for_at_once(run_dir):
   done = _check(f"--check={run_dir}", f"--run={run_dir}")
   assert done.returncode == 1

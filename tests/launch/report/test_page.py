@@ -159,6 +159,7 @@ def run_dir(tmp_path):
   return path
 
 
+@pytest.mark.process
 def test_the_page_draws_every_part_of_a_run(run_dir, browse):
   page = browse(report_page.write(run_dir))
   lines = [attrs for tag, attrs in page.elements if tag == "polyline"]
@@ -185,6 +186,7 @@ def test_the_page_draws_every_part_of_a_run(run_dir, browse):
   assert not page.having("class", "notes")
 
 
+@pytest.mark.process
 def test_clicks_zoom_choose_a_metric_filter_and_open_a_trajectory(
   run_dir, browse
 ):
@@ -213,6 +215,7 @@ def test_clicks_zoom_choose_a_metric_filter_and_open_a_trajectory(
   ]
 
 
+@pytest.mark.process
 def test_tokens_without_a_gap_lie_on_the_line_and_others_off_it(
   run_dir, browse
 ):
@@ -231,6 +234,7 @@ def test_tokens_without_a_gap_lie_on_the_line_and_others_off_it(
   assert "for lack of a finite number: 1." in text
 
 
+@pytest.mark.process
 def test_one_round_of_comparisons_can_be_chosen(run_dir, browse):
   page = browse(
     report_page.write(run_dir),
@@ -246,6 +250,7 @@ def test_one_round_of_comparisons_can_be_chosen(run_dir, browse):
   assert "2 of 40 tokens compared" in " ".join(page.text)
 
 
+@pytest.mark.process
 def test_an_empty_directory_renders_and_says_what_is_missing(tmp_path, browse):
   page = browse(report_page.write(tmp_path))
   text = " ".join(page.text)
@@ -258,6 +263,7 @@ def test_an_empty_directory_renders_and_says_what_is_missing(tmp_path, browse):
   xml.etree.ElementTree.parse(tmp_path / "learning_curve.svg")
 
 
+@pytest.mark.process
 def test_cut_last_lines_are_left_out_and_said(run_dir, browse):
   names = ("metrics", "evaluations", "spans", "events")
   # A cut log is that of a run that was killed: it breaks no promise.
@@ -271,6 +277,7 @@ def test_cut_last_lines_are_left_out_and_said(run_dir, browse):
     assert f"{name}.jsonl: unreadable lines left out: 1." in text
 
 
+@pytest.mark.process
 def test_text_of_the_run_never_becomes_markup(run_dir, browse):
   evil = "</script><img src=x onerror=alert(1)><!--{{title}}"
   path = run_dir / "trajectories" / "round_000000.jsonl"
@@ -288,6 +295,7 @@ def test_the_page_refers_to_nothing_else(run_dir):
     assert word not in text
 
 
+@pytest.mark.process
 def test_what_a_metric_means_stands_beside_its_curve(run_dir, browse):
   page = browse(
     report_page.write(run_dir),
@@ -304,6 +312,7 @@ def test_what_a_metric_means_stands_beside_its_curve(run_dir, browse):
   assert "Training episodes that succeeded" not in text
 
 
+@pytest.mark.process
 def test_skipped_updates_stand_on_top_of_the_page(run_dir, browse):
   rows = [{"round": i, "skipped_updates": float(i > 1)} for i in (1, 2, 3)]
   _write_lines(run_dir / "metrics.jsonl", rows)
@@ -379,6 +388,7 @@ def test_a_log_of_another_program_is_named_and_left_out(tmp_path):
   assert "events.jsonl: an event lacks 'group'." in run.notes
 
 
+@pytest.mark.process
 def test_a_broken_promise_stands_on_the_page(run_dir, browse):
   log = event_logs.change(_events(), "trained", where={"group": 9}, masked=3)
   _write_lines(run_dir / "events.jsonl", log)

@@ -35,9 +35,10 @@ from rl.train import optimizers
 from tests.helpers import commands
 
 # See test_checkpoint: orbax drops its other reads when one fails.
-pytestmark = pytest.mark.filterwarnings(
-  "ignore::pytest.PytestUnraisableExceptionWarning"
-)
+pytestmark = [
+  pytest.mark.compiled,
+  pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
 STEPS = 12
 DENSE = model_config.tiny(vocab_size=7, num_layers=1, d_model=32, max_length=16)
 MODELS = {

@@ -10,6 +10,8 @@ import pytest
 from models import sharding
 from models.attention import attention, mask
 
+pytestmark = pytest.mark.compiled
+
 FORMS = ("reference", "fused", "blockwise", "splash")
 ANY_TOKENS = ("reference", "fused", "blockwise")
 LENGTH = 128  # a row of splash

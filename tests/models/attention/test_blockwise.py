@@ -7,6 +7,8 @@ import pytest
 
 from models.attention import attention, blockwise, mask
 
+pytestmark = pytest.mark.compiled
+
 
 def draw(*shape, seed=0):
   return jnp.asarray(np.random.default_rng(seed).normal(size=shape), "float32")

@@ -17,6 +17,8 @@ from models.hf import config as hf_config
 from models.hf import export, load
 from tests.helpers import small_models
 
+pytestmark = pytest.mark.compiled
+
 CONFIG, CHAT = small_models.CONFIG, small_models.CHAT
 
 

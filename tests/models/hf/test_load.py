@@ -15,6 +15,8 @@ from models import sharding
 from models.hf import export, load, safetensors_io, tokenizer_files
 from tests.helpers import small_models
 
+pytestmark = pytest.mark.compiled
+
 CONFIG, CHAT = small_models.CONFIG, small_models.CHAT
 TIED = dataclasses.replace(CONFIG, tie_embeddings=True)
 

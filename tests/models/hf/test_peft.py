@@ -16,6 +16,8 @@ from models import lora, sharding
 from models import policy as policy_lib
 from models.hf import load, peft
 
+pytestmark = pytest.mark.compiled
+
 LINEAR = lora.Lora(
   rank=2, alpha=3.0, targets=(*lora.TARGETS[:7], "embed", "head")
 )

@@ -12,6 +12,8 @@ from models import lora, sharding
 from models.moe import expert_parallel
 from tests.helpers import small_models
 
+pytestmark = pytest.mark.compiled
+
 MESHES = [
   (data, expert, 8 // data // expert)
   for data, expert in itertools.product((1, 2, 4, 8), repeat=2)

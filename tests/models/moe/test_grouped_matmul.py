@@ -8,6 +8,8 @@ import pytest
 from models.moe import grouped_matmul
 from models.moe import layer as moe_layer
 
+pytestmark = pytest.mark.compiled
+
 BLOCKS = grouped_matmul.Form("blocks")
 KERNELS = [
   grouped_matmul.Form("mosaic", interpret=True),

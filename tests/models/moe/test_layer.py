@@ -11,6 +11,8 @@ from models.moe import layer as moe_layer
 from models.moe import router
 from tests.helpers import small_models
 
+pytestmark = pytest.mark.compiled
+
 
 @pytest.fixture
 def layer(params):

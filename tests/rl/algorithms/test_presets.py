@@ -328,6 +328,7 @@ def test_every_preset_trains_a_real_policy_and_loses_no_token(
   assert ledger.trained > 0
 
 
+@pytest.mark.compiled
 def test_the_reward_goes_up():
   """From one word of eight to half of the answers right."""
   larger = group_rollout.Rollout(group_size=8, max_tokens=16)

@@ -16,6 +16,8 @@ from rl.runtime import checksum
 from tests.helpers import engines_under_test
 from tests.helpers.engines_under_test import CLOSE, LONG, check_shape
 
+pytestmark = pytest.mark.compiled
+
 
 @pytest.fixture(scope="module", params=engines_under_test.parameters())
 def served(request):

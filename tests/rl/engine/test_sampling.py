@@ -9,6 +9,8 @@ import pytest
 
 from rl.engine import sampling
 
+pytestmark = pytest.mark.compiled
+
 WRAPS = pytest.mark.parametrize(
   "wrap", [jax.jit, lambda f: f], ids=["jit", "eager"]
 )

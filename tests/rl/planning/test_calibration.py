@@ -97,6 +97,7 @@ def write(directory, record, size=1, more=()):
   return directory
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_rates_are_found_whatever_the_schedule(tmp_path, records, name):
   rates = calibration.rates(calibration.read(write(tmp_path, records[name])))

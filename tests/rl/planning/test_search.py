@@ -57,6 +57,7 @@ GOALS = {
 }
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("name", GOALS)
 def test_the_plan_is_the_best_of_all_choices(everything, name):
   problem = question(goal=GOALS[name])

@@ -15,6 +15,8 @@ from rl.pools import placement, router, weight_publisher
 from rl.runtime import checksum
 from rl.testing import fake_engine
 
+pytestmark = pytest.mark.compiled
+
 VERSION = trajectory.PolicyVersion(7)
 
 

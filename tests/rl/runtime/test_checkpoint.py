@@ -18,9 +18,10 @@ from rl.runtime import checkpoint
 
 # When one read or write of orbax fails, it drops the others mid-way, and their
 # exceptions surface wherever the garbage collector happens to run.
-pytestmark = pytest.mark.filterwarnings(
-  "ignore::pytest.PytestUnraisableExceptionWarning"
-)
+pytestmark = [
+  pytest.mark.compiled,
+  pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
 
 _ROOT = pathlib.Path(__file__).parents[3]
 
@@ -288,6 +289,7 @@ for step in itertools.count(1):
 """
 
 
+@pytest.mark.process
 def test_a_killed_run_leaves_its_last_checkpoint_whole(checkpoints, directory):
   child = subprocess.Popen(
     [sys.executable, "-c", _SAVE_FOREVER, directory],

@@ -8,6 +8,8 @@ import pytest
 from models import quantize
 from rl.runtime import checksum
 
+pytestmark = pytest.mark.compiled
+
 DTYPES = ["float32", "bfloat16", "int8"]
 
 

@@ -68,6 +68,7 @@ def test_who_catches_its_cancellation_has_a_deadline_all_the_same():
   assert (stubborn.caught, stubborn.ended) == (1, False)
 
 
+@pytest.mark.process
 def test_the_process_ends_although_a_call_catches_whatever_would_end_it():
   code = """
 import asyncio

@@ -216,6 +216,7 @@ def test_number_of_items_is_one_difference():
   assert lines[0].startswith("pools: (Pool(")
 
 
+@pytest.mark.process
 def test_settings_are_read_without_jax():
   code = "import sys, rl.settings.overrides; assert 'jax' not in sys.modules"
   subprocess.run([sys.executable, "-c", code], check=True)

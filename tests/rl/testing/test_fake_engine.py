@@ -299,6 +299,7 @@ def test_an_answer_of_one_token_ends_for_its_length():
   assert (answer.tokens.tolist(), answer.stop) == ([5], "length")
 
 
+@pytest.mark.compiled
 def test_the_checksum_is_that_of_the_served_weights():
   async def scenario():
     fake = quick()

@@ -315,6 +315,7 @@ def test_updates_that_are_not_finite_are_skipped_and_too_many_end_the_run(norm):
   assert programs.weights == [0, 0, 0]
 
 
+@pytest.mark.compiled
 def test_what_is_skipped_lies_under_its_round_and_its_place_there(tmp_path):
   built = Programs(grad_norm=math.nan)
   thread = mesh_thread.MeshThread("learner", trace.Trace(None))

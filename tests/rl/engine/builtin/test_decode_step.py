@@ -11,6 +11,8 @@ from models import kv_cache, logprobs
 from models import policy as policy_lib
 from rl.engine.builtin import decode_step
 
+pytestmark = pytest.mark.compiled
+
 PROMPTS = ([1, 2, 3, 7, 8], [4, 5], [6])
 # Pages of 4 positions: two for each of four rows.
 PAGES, WIDTH, SLOTS, STEPS = 8, 2, 4, 3

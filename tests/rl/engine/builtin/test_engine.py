@@ -13,6 +13,8 @@ from rl.engine.builtin import settings as engine_settings
 from rl.runtime import mesh_thread, trace
 from tests.helpers import engine_load, tiny_engine
 
+pytestmark = pytest.mark.compiled
+
 
 def some_ids(rng, low, high):
   return rng.integers(24, size=rng.integers(low, high)).tolist()

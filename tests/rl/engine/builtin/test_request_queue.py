@@ -17,6 +17,8 @@ from rl.engine.builtin import (
   request_queue,
 )
 
+pytestmark = pytest.mark.compiled
+
 CONFIG = model_config.tiny(vocab_size=8, max_length=32)
 SHAPES = dispatch_shapes.DispatchShapes(
   slots=3, page_size=4, steps_per_dispatch=4

@@ -20,6 +20,8 @@ from rl.engine.builtin import (
 )
 from tests.helpers import request_states
 
+pytestmark = pytest.mark.compiled
+
 CONFIG = model_config.tiny(vocab_size=8, max_length=64)
 SHAPES = dispatch_shapes.DispatchShapes(
   slots=16,

@@ -13,6 +13,8 @@ from models import logprobs, lora, quantize, rope
 from models import policy as policy_lib
 from rl.engine.sglang import weights as sglang_weights
 
+pytestmark = pytest.mark.compiled
+
 SMALL = config_lib.tiny(
   vocab_size=11,
   num_layers=2,

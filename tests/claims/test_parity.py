@@ -20,7 +20,9 @@ from models.hf import config as hf_config
 from models.hf import load
 from tests.helpers import numpy_decoder, small_models
 
-GOLDEN = pathlib.Path(__file__).parent / "golden"
+pytestmark = pytest.mark.compiled
+
+GOLDEN = pathlib.Path(__file__).parents[1] / "models" / "golden"
 MODELS = ("qwen3", "qwen3_tied_yarn", "qwen3_moe", "qwen3_moe_unnormed")
 LOGITS = 2e-5  # Absolute; the largest logit is 5.
 GRADIENT = 1e-4  # Of the largest entry of a parameter's gradient.
