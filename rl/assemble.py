@@ -19,6 +19,7 @@ from rl.rollout import episode, grading, group_rollout, prompts
 from rl.runtime import mesh_thread, trace
 from rl.runtime import watchdog as watchdog_lib
 from rl.schedule import overlap
+from rl.settings import checks
 from rl.train import learner, scoring, skipped_updates, train_state
 from rl.train import trainer as trainer_lib
 
@@ -100,7 +101,9 @@ def build(
     experiment.model, experiment.publishing.dtype
   )
   decoders = engines(experiment.engine, model, decode_layouts, threads)
-  _check_able(decoders[0].capabilities, experiment)
+  able = sorted(decoders[0].capabilities.in_flight)
+  out = "the engine offers no other"
+  checks.one_of(experiment.overlap, able, "on_publish", out=out)
   serving = router.Router(
     decoders,
     infos=experiment.placement.engine_infos,
@@ -276,18 +279,6 @@ def player(
     priority=overlap.priority(schedule),
     extra_members=schedule.redundancy.extra_members,
   )
-
-
-def _check_able(
-  able: contract.Capabilities, experiment: experiment_lib.Experiment
-) -> None:
-  """Raises ValueError when the engine cannot do what the run asks of it."""
-  on_publish = experiment.overlap.on_publish
-  if on_publish not in able.in_flight:
-    raise ValueError(
-      f"overlap.on_publish={on_publish}: the engine can only "
-      + " or ".join(sorted(able.in_flight))
-    )
 
 
 def coordinate(

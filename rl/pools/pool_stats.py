@@ -58,25 +58,6 @@ def stats(
   return contract.EngineStats(**sums)
 
 
-def check_newest(
-  back: contract.DecodeEngine,
-  number: int,
-  engines: Sequence[contract.DecodeEngine],
-  sent: int,
-) -> None:
-  """Raises ValueError unless a returning engine has the newest weights.
-
-  Args:
-    sent: newest version that any engine was sent.
-  """
-  newest = max([int(sent), *(one.stats().version for one in engines)])
-  if (version := back.stats().version) != newest:
-    raise ValueError(
-      f"engine {number} would come back with version {version}, but version "
-      f"{newest} is the newest; give it those weights first"
-    )
-
-
 async def close(engines: Sequence[contract.DecodeEngine]) -> None:
   """Stops every engine.
 

@@ -344,7 +344,13 @@ class Router:
     Raises:
       ValueError: none was lost there, or this one cannot take its place.
     """
-    pool_stats.check_newest(engine, number, self._engines, self._version)
+    versions = [one.stats().version for one in self._engines]
+    newest = max(int(self._version), *versions)
+    if (version := engine.stats().version) != newest:
+      raise ValueError(
+        f"engine {number} would come back with version {version}, but version "
+        f"{newest} is the newest; give it those weights first"
+      )
     after = [engine if i == number else x for i, x in enumerate(self._engines)]
     pool_stats.capabilities(after)
     self._table.recover(number)

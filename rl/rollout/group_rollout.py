@@ -54,16 +54,12 @@ class Rollout(episode_lib.Limits):
 
   def validate(self) -> None:
     """Raises ValueError on a limit that allows no episode."""
-    counts = ("group_size", "max_turns", "turn_tokens")
-    checks.at_least(self, 1, *counts, where="rollout")
-    if self.max_tokens <= self.turn_tokens:
-      raise ValueError(
-        f"rollout.max_tokens={self.max_tokens} leaves no room for context "
-        f"beside rollout.turn_tokens={self.turn_tokens}"
-      )
+    checks.at_least(self, 1, "group_size", "max_turns", "turn_tokens")
+    out = "no room for context is left beside rollout.turn_tokens; raise it"
+    checks.above(self, self.turn_tokens, "max_tokens", out=out)
     out = "a greedy group has no variance"
-    checks.finite_above(self, 0, "temperature", where="rollout", out=out)
-    checks.above(self, 0, "step_s", where="rollout")
+    checks.finite_above(self, 0, "temperature", out=out)
+    checks.above(self, 0, "step_s")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

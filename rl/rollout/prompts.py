@@ -52,10 +52,8 @@ class TaskOrder:
     out = "use none for tasks without end"
     checks.within(self, 1, _SPAN, "pool", where="tasks", out=out)
     if self.curriculum is not None and self.pool is None:
-      raise ValueError(
-        "tasks.curriculum needs tasks that come again, and pool=none has "
-        "none; give pool a number of tasks, or set curriculum=none"
-      )
+      why = "give pool a number of tasks, or set curriculum=none"
+      raise ValueError(f"tasks.curriculum needs tasks that come again: {why}")
 
 
 def sources_of(source: base.Source) -> Sequence[base.Source]:

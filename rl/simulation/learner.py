@@ -36,9 +36,8 @@ class LearnerSpeed:
   def validate(self) -> None:
     """Raises ValueError on a time below 0, or a mesh without accelerators."""
     where = "cluster.learner"
-    checks.finite_at_least(
-      self, 0, "token_s", "update_s", "describe_s", where=where
-    )
+    times = ("token_s", "update_s", "describe_s")
+    checks.finite_at_least(self, 0, *times, where=where)
     checks.at_least(self, 1, "accelerators", where=where)
 
 
