@@ -1,7 +1,6 @@
 """The algorithm of a run: its parts, and the checks that they fit together."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -52,47 +51,14 @@ class Algorithm(objective.Objective):
     _validate_protocols(self)
     super().validate()
     checks.at_least(self, 1, "epochs", where="algorithm")
-    if isinstance(self.advantage, token_advantages.Distillation):
-      self._validate_distillation()
-    if self.kl is not None and self.reference is None:
-      raise ValueError(
-        "algorithm.kl without a reference to stay close to; use algorithm."
-        "reference=initial, a teacher(model=..., directory=...), or kl=none"
-      )
-    if self.kl is None and self.reference is not None:
-      raise ValueError(
-        f"algorithm.reference={self.reference.short_name} without a kl is "
-        "scored for nothing; use reference=none, or kl=kl_penalty"
-      )
     self._validate_loss()
-    if self.sampling is not None:
-      self._validate_sampling()
-
-  def _validate_distillation(self) -> None:
-    """Raises without a teacher, or without a penalty to learn from."""
-    kl = self.kl
-    if kl is None or (kl.where, kl.estimator) != ("reward", "k1"):
-      raise ValueError(
-        "algorithm.advantage=distillation learns from the penalty of each token"
-        " alone; use algorithm.kl=kl_penalty(estimator=k1, weight=1.0, "
-        "where=reward)"
-      )
-    if not isinstance(self.reference, references.Teacher):
-      name = "none" if self.reference is None else self.reference.short_name
-      raise ValueError(
-        f"algorithm.advantage=distillation with reference={name}: it "
-        "needs a teacher other than the policy; use algorithm.reference="
-        "teacher(model=..., directory=...), as configs/guess_number_distill.py "
-        "does"
-      )
-
-  def _validate_sampling(self) -> None:
-    """Raises when groups of equal rewards teach something after all."""
-    reason = None
+    self._validate_reference()
+    if self.sampling is None:
+      return
+    reason, name = None, short_names.of(self.advantage)
     if self.advantage.min_group_size < 2:
-      reason = f"advantage={short_names.of(self.advantage)} compares no members"
+      reason = f"advantage={name} compares no members"
     elif self.advantage.pool == "task":
-      name = short_names.of(self.advantage)
       reason = f"advantage={name} compares groups of one task with each other"
     elif self.reward_kl is not None:
       reason = "a kl in the rewards makes members differ"
@@ -102,8 +68,34 @@ class Algorithm(objective.Objective):
         "they teach as others do; use algorithm.sampling=none"
       )
 
+  def _validate_reference(self) -> None:
+    kl, reference = self.kl, self.reference
+    name = "none" if reference is None else reference.short_name
+    if isinstance(self.advantage, token_advantages.Distillation):
+      if kl is None or (kl.where, kl.estimator) != ("reward", "k1"):
+        raise ValueError(
+          "algorithm.advantage=distillation learns from the penalty of each "
+          "token alone; use "
+          "algorithm.kl=kl_penalty(estimator=k1, weight=1.0, where=reward)"
+        )
+      if not isinstance(reference, references.Teacher):
+        raise ValueError(
+          f"algorithm.advantage=distillation with reference={name}: it needs a "
+          "teacher other than the policy; use algorithm.reference=teacher("
+          "model=..., directory=...), as configs/guess_number_distill.py does"
+        )
+    if kl is not None and reference is None:
+      raise ValueError(
+        "algorithm.kl without a reference to stay close to; use algorithm."
+        "reference=initial, a teacher(model=..., directory=...), or kl=none"
+      )
+    if kl is None and reference is not None:
+      raise ValueError(
+        f"algorithm.reference={name} without a kl is scored for nothing; use "
+        "reference=none, or kl=kl_penalty"
+      )
+
   def _validate_loss(self) -> None:
-    """Raises when the loss is for another purpose."""
     name = short_names.of(self.loss)
     if isinstance(self.loss, losses.NegativeLogLikelihood):
       raise ValueError(
@@ -128,14 +120,14 @@ class Algorithm(objective.Objective):
         f"groups_per_microbatch={schedule.groups_per_update}"
         + ("" if schedule.max_staleness else ", or wait_for_round=true")
       )
-    correction = self.correction
+    correction, old = self.correction, schedule.old_logprob
     if correction is not None and not correction.compares_old:
       correction = None
-    if correction is not None and schedule.old_logprob == "decode":
+    if correction is not None and old == "decode":
       raise ValueError(_nothing_to_compare(correction, schedule))
-    if self.loss.own_weight and schedule.old_logprob != "decode":
+    if self.loss.own_weight and old != "decode":
       raise ValueError(
-        f"overlap.old_logprob={schedule.old_logprob} with algorithm.loss="
+        f"overlap.old_logprob={old} with algorithm.loss="
         f"{short_names.of(self.loss)}, which compares with the policy that "
         "sampled: it is scored for nothing; use old_logprob=decode"
       )
@@ -145,40 +137,35 @@ class Algorithm(objective.Objective):
 
   def _validate_late(self, schedule: overlap.Overlap) -> None:
     """Raises when nothing would tell late samples from fresh ones."""
-    old = schedule.old_logprob
-    if not self.loss.has_ratio and schedule.max_staleness:
+    old, lag = schedule.old_logprob, schedule.max_staleness
+    if not self.loss.has_ratio and lag:
       raise ValueError(
-        f"algorithm.loss={short_names.of(self.loss)} with "
-        f"overlap.max_staleness={schedule.max_staleness}: it has no ratio, and "
-        "would take the tokens of older policies for its own; use "
-        "overlap.old_logprob=recompute with "
-        "algorithm.correction=token_truncated, or a loss with weights of its "
-        "own, such as aipo"
+        f"algorithm.loss={short_names.of(self.loss)} with overlap.max_staleness"
+        f"={lag}: it has no ratio, and would take the tokens of older policies "
+        "for its own; use overlap.old_logprob=recompute with algorithm."
+        "correction=token_truncated, or a loss with its own weights, as aipo"
       )
-    if old == "decode":
-      return
-    out = (
-      "use old_logprob=decode, or algorithm.correction=token_truncated to "
-      "weigh tokens for that"
-    )
+    use, reason = "decode", None
     if schedule.on_publish == "keep_kv":
-      raise ValueError(
-        f"overlap.old_logprob={old} with on_publish=keep_kv: no weights give "
-        "the log-probabilities of tokens sampled from mixed keys and values; "
-        + out
+      reason = (
+        "on_publish=keep_kv: no weights give the log-probabilities of tokens "
+        "sampled from mixed keys and values"
       )
-    if schedule.max_staleness:
-      raise ValueError(
-        f"overlap.old_logprob={old} with max_staleness="
-        f"{schedule.max_staleness}: the ratio would forget which policy "
-        f"sampled the tokens; {out}"
+    elif lag:
+      reason = (
+        f"max_staleness={lag}: the ratio would forget which policy sampled the "
+        "tokens"
       )
-    if old == "recompute" and schedule.updates_per_round > 1:
+    elif old == "recompute" and (parts := schedule.updates_per_round) > 1:
+      use = "snapshot, or old_logprob=decode"
+      reason = (
+        f"updates_per_round={parts}: a group that comes late would be compared "
+        "with weights that its round has already trained"
+      )
+    if old != "decode" and reason:
       raise ValueError(
-        "overlap.old_logprob=recompute with updates_per_round="
-        f"{schedule.updates_per_round}: a group that comes late would be "
-        "compared with weights that its round has already trained; use "
-        f"old_logprob=snapshot, or {out.removeprefix('use ')}"
+        f"overlap.old_logprob={old} with {reason}; use old_logprob={use}, or "
+        "algorithm.correction=token_truncated to weigh tokens for that"
       )
 
   def validate_model(self, model: model_config.ModelConfig) -> None:
@@ -195,13 +182,14 @@ class Algorithm(objective.Objective):
           "never changes; use reference=base"
         )
       case references.Teacher(model=teacher):
-        for name in ("vocab_size", "max_length"):
-          own, other = getattr(model, name), getattr(teacher, name)
-          if other < own:
-            raise ValueError(
-              f"algorithm.reference.model.{name}={other} is below the {own} of "
-              "model, whose tokens it scores; use a teacher with as many"
-            )
+        where: Any = {"where": "algorithm.reference.model"}
+        out = "as in model, whose tokens it scores; use a teacher with as many"
+        checks.at_least(
+          teacher, model.vocab_size, "vocab_size", out=out, **where
+        )
+        checks.at_least(
+          teacher, model.max_length, "max_length", out=out, **where
+        )
 
 
 def _nothing_to_compare(
@@ -209,18 +197,16 @@ def _nothing_to_compare(
 ) -> str:
   """Returns the error for a correction of the recorded log-probabilities."""
   name = short_names.of(correction)
-  way_out = "use old_logprob=recompute, or correction=none"
+  way_out = "use old_logprob=recompute"
   if schedule.max_staleness and not correction.weighs:
     # Or else the next refusal would be of a mask that does not weigh late ones.
-    way_out = (
-      "use old_logprob=recompute with algorithm.correction=both("
-      "first=token_truncated, "
-      f"second={short_names.of(correction)}), or correction=none"
+    way_out += (
+      f" with algorithm.correction=both(first=token_truncated, second={name})"
     )
   return (
     f"algorithm.correction={name} with overlap.old_logprob=decode: it compares "
     "the old policy with the one that sampled, which then are the same, and a "
-    f"ratio in the loss corrects already; {way_out}"
+    f"ratio in the loss corrects already; {way_out}, or correction=none"
   )
 
 
@@ -229,47 +215,40 @@ def _validate_protocols(algorithm: Algorithm) -> None:
 
   Nothing is computed: a loss and a correction are traced, on four tokens.
   """
-  _validate_attributes("loss", algorithm.loss, losses.Loss)
-  _validate_result("loss", algorithm.loss, losses.Terms)
-  if algorithm.correction is not None:
-    protocol = corrections.Correction
-    _validate_attributes("correction", algorithm.correction, protocol)
-    _validate_result("correction", algorithm.correction, corrections.Weights)
-  _validate_attributes("advantage", algorithm.advantage, advantages.Estimator)
-  found = algorithm.advantage([_played(0.0), _played(1.0)])
-  if not isinstance(found, advantages.Estimate) or (
-    [len(own) for own in found.advantages] != [3, 3]
-  ):
-    raise ValueError(
-      f"algorithm.advantage={short_names.of(algorithm.advantage)} does not "
-      "return a rl.algorithms.advantages.Estimate with one array a member, "
-      "one number a sampled token"
-    )
-
-
-def _validate_attributes(name: str, part: object, protocol: type) -> None:
-  wanted = [x for x in vars(protocol) if not x.startswith("_")]
-  if missing := [x for x in wanted if not hasattr(part, x)]:
-    raise ValueError(
-      f"algorithm.{name}={short_names.of(part)} has no {', '.join(missing)}; "
-      f"see {protocol.__module__}.{protocol.__name__}"
-    )
-
-
-def _validate_result(
-  name: str, part: Callable[[packed_row.Row], Any], expected: type
-) -> None:
   dtypes = {"sampled": jnp.bool_, "segments": jnp.int32}
   row = packed_row.Row._make(
     jax.ShapeDtypeStruct((4,), dtypes.get(column, jnp.float32))
     for column in packed_row.Row._fields
   )
-  found = jax.eval_shape(part, row)
-  if not isinstance(found, expected) or any(x.shape != (4,) for x in found):
-    raise ValueError(
-      f"algorithm.{name}={short_names.of(part)} does not return "
-      f"{expected.__module__}.{expected.__name__}, each with one entry a token"
-    )
+  protocols: Any = (
+    ("loss", losses.Loss, losses.Terms),
+    ("correction", corrections.Correction, corrections.Weights),
+    ("advantage", advantages.Estimator, advantages.Estimate),
+  )
+  for name, protocol, result in protocols:
+    part = getattr(algorithm, name)
+    if part is None:
+      continue
+    setting = f"algorithm.{name}={short_names.of(part)}"
+    wanted = [x for x in vars(protocol) if not x.startswith("_")]
+    if missing := [x for x in wanted if not hasattr(part, x)]:
+      raise ValueError(
+        f"{setting} has no {', '.join(missing)}; see {protocol.__module__}."
+        f"{protocol.__name__}"
+      )
+    if name == "advantage":
+      found, each = part([_played(0.0), _played(1.0)]), "array a member"
+      fits = isinstance(found, result) and (
+        [len(own) for own in found.advantages] == [3, 3]
+      )
+    else:
+      found, each = jax.eval_shape(part, row), "entry a token"
+      fits = isinstance(found, result) and all(x.shape == (4,) for x in found)
+    if not fits:
+      raise ValueError(
+        f"{setting} does not return {result.__module__}.{result.__name__}, "
+        f"each with one {each}"
+      )
 
 
 def _played(reward: float) -> returns.EpisodeReturnInputs:

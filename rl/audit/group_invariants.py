@@ -1,92 +1,100 @@
 """Promises about one attempt at a group, checked when the attempt is over."""
 
 import itertools
+from collections.abc import Iterator
 
-from rl.audit import invariant, lifecycle
+from rl.audit import event_log, invariant, lifecycle
 from rl.schedule import overlap
 
 
 class AttemptInvariant(invariant.Invariant):
-  """A promise about single attempts: `check` keeps no state between them."""
+  """A promise about single attempts: it keeps no state between them.
+
+  A subclass yields violations `of_member`, `of_trained` or `of_attempt`.
+  """
 
   def __init__(self, context: invariant.Context):
     super().__init__(context)
-    self.handles = {invariant.ATTEMPT_OVER: self.check}
+    self.handles = {invariant.ATTEMPT_OVER: self._report_all}
 
-  def check(self, attempt: lifecycle.AttemptRecord) -> None:
-    """Reports the violations of one attempt."""
-    raise NotImplementedError
+  def _report_all(self, attempt: lifecycle.AttemptRecord) -> None:
+    for i, member in attempt.members.items():
+      for violation in self.of_member(member):
+        self.report(f"{attempt} member {i}: {violation}")
+    for violation in self.of_attempt(attempt):
+      self.report(f"{attempt}: {violation}")
+
+  def of_member(self, member: lifecycle.MemberRecord) -> Iterator[str]:
+    """Yields the violations of one member."""
+    del member
+    yield from ()
+
+  def of_attempt(self, attempt: lifecycle.AttemptRecord) -> Iterator[str]:
+    """Yields those of one attempt, by default those of a trained one."""
+    if attempt.trained:
+      yield from self.of_trained(attempt, attempt.trained)
+
+  def of_trained(
+    self, attempt: lifecycle.AttemptRecord, trained: event_log.Event
+  ) -> Iterator[str]:
+    """Yields those of an attempt with its event of training."""
+    del attempt, trained
+    yield from ()
 
 
 class WholeGroups(AttemptInvariant):
   """G different members, all graded when it was ready, form the group."""
 
-  def check(self, attempt: lifecycle.AttemptRecord) -> None:
-    """Looks at the members of a trained group."""
-    if not attempt.trained:
-      return
-    size, members = self.group_size, sorted(attempt.trained["members"])
+  def of_trained(
+    self, attempt: lifecycle.AttemptRecord, trained: event_log.Event
+  ) -> Iterator[str]:
+    """Looks at the members."""
+    size, members = self.group_size, sorted(trained["members"])
     if len(set(members)) != size or len(members) != size:
-      self.report(
-        f"{attempt}: trained with members {members}, not {size} of them"
-      )
+      yield f"trained with members {members}, not {size} of them"
     missing = sorted(set(members) - attempt.graded)
     if missing and not attempt.restored:
-      self.report(
-        f"{attempt}: members {missing} were not graded when it was ready"
-      )
+      yield f"members {missing} were not graded when it was ready"
 
 
 class AllLaunched(AttemptInvariant):
   """G and the redundant members are played, and all of them come to an end."""
 
-  def check(self, attempt: lifecycle.AttemptRecord) -> None:
+  def of_attempt(self, attempt: lifecycle.AttemptRecord) -> Iterator[str]:
     """Counts the members, and those that never ended."""
     launched = self.group_size + self.schedule.redundancy.extra_members
     beyond = [i for i in attempt.members if not 0 <= i < launched]
     if beyond:
-      self.report(
-        f"{attempt}: members {beyond} beyond the {launched} that are played"
-      )
+      yield f"members {beyond} beyond the {launched} that are played"
     if attempt.overdue and attempt.open:
-      self.report(f"{attempt}: members {attempt.open} never ended")
+      yield f"members {attempt.open} never ended"
     elif attempt.overdue:
-      self.report(
-        f"{attempt}: {len(attempt.members)} of {launched} members were played"
-      )
+      yield f"{len(attempt.members)} of {launched} members were played"
 
 
 class TokensBalance(AttemptInvariant):
   """All sampled tokens are trained, masked or dropped, to the token."""
 
-  def check(self, attempt: lifecycle.AttemptRecord) -> None:
+  def of_attempt(self, attempt: lifecycle.AttemptRecord) -> Iterator[str]:
     """Compares both sides of a trained or dropped attempt."""
-    if attempt.trained:
-      self._check_trained(attempt, attempt.trained["tokens"])
-    elif attempt.dropped and not attempt.open:
-      dropped = attempt.dropped["tokens"]
-      if dropped != attempt.sampled:
-        self.report(
-          f"{attempt}: {attempt.sampled} tokens were sampled, but {dropped} "
-          "dropped"
-        )
+    yield from super().of_attempt(attempt)
+    if attempt.dropped and not attempt.trained and not attempt.open:
+      dropped, sampled = attempt.dropped["tokens"], attempt.sampled
+      if dropped != sampled:
+        yield f"{sampled} tokens were sampled, but {dropped} dropped"
 
-  def _check_trained(
-    self, attempt: lifecycle.AttemptRecord, trained: int
-  ) -> None:
-    assert attempt.trained
-    accounted = trained + attempt.trained["masked"]
-    used = attempt.sampled_by(attempt.used)
+  def of_trained(
+    self, attempt: lifecycle.AttemptRecord, trained: event_log.Event
+  ) -> Iterator[str]:
+    """Compares the tokens chosen and used with those trained."""
+    tokens, sampled = trained["tokens"], attempt.sampled_by(attempt.used)
+    accounted = tokens + trained["masked"]
     if accounted != attempt.chosen:
-      self.report(
-        f"{attempt}: {attempt.chosen} tokens were sampled, but {accounted} are "
-        "trained or masked"
-      )
-    elif "used" in attempt.trained and not attempt.restored and trained != used:
-      self.report(
-        f"{attempt}: {trained} tokens are trained, but members {attempt.used} "
-        f"sampled {used}"
-      )
+      counts = f"{attempt.chosen} tokens were sampled, but {accounted}"
+      yield f"{counts} are trained or masked"
+    elif "used" in trained and not attempt.restored and tokens != sampled:
+      counts = f"{tokens} tokens are trained, but members {attempt.used}"
+      yield f"{counts} sampled {sampled}"
 
 
 class TokensCounted(AttemptInvariant):
@@ -95,27 +103,15 @@ class TokensCounted(AttemptInvariant):
   An answer that was cut off is a turn too, and so is one of no tokens.
   """
 
-  def check(self, attempt: lifecycle.AttemptRecord) -> None:
-    """Adds up the turns and versions of each member."""
-    for i, member in attempt.members.items():
-      tokens = sum(count for _, count in member.versions)
-      if tokens != member.tokens:
-        self.report(
-          f"{attempt} member {i}: {tokens} tokens have a version, of "
-          f"{member.tokens}"
-        )
-      if not member.over:
-        continue
-      if member.turn_tokens != member.tokens:
-        self.report(
-          f"{attempt} member {i}: turns of {member.turn_tokens} tokens, of "
-          f"{member.tokens}"
-        )
-      if member.num_turns != member.turns:
-        self.report(
-          f"{attempt} member {i}: {member.num_turns} turns were logged, of "
-          f"{member.turns}"
-        )
+  def of_member(self, member: lifecycle.MemberRecord) -> Iterator[str]:
+    """Adds up the turns and versions."""
+    tokens = sum(count for _, count in member.versions)
+    if tokens != member.tokens:
+      yield f"{tokens} tokens have a version, of {member.tokens}"
+    if member.over and member.turn_tokens != member.tokens:
+      yield f"turns of {member.turn_tokens} tokens, of {member.tokens}"
+    if member.over and member.num_turns != member.turns:
+      yield f"{member.num_turns} turns were logged, of {member.turns}"
 
 
 class EndsInTime(AttemptInvariant):
@@ -133,16 +129,14 @@ class EndsInTime(AttemptInvariant):
   without a token is given as many publishes, one without an engine any number.
   """
 
-  def check(self, attempt: lifecycle.AttemptRecord) -> None:
+  def of_attempt(self, attempt: lifecycle.AttemptRecord) -> Iterator[str]:
     """Compares the last version it was open at with the bound."""
-    schedule = self.schedule
+    schedule, last = self.schedule, attempt.open_at
     since = _bound_since(attempt) if schedule.checks_age else attempt.begun_at
-    if since is None:
-      return
-    if attempt.open_at >= since + schedule.max_staleness + 2:
-      self.report(
-        f"{attempt}: neither trained nor dropped by version {attempt.open_at}, "
-        f"though under way since version {since}"
+    if since is not None and last >= since + schedule.max_staleness + 2:
+      yield (
+        f"neither trained nor dropped by version {last}, though under way "
+        f"since version {since}"
       )
 
 
@@ -163,40 +157,34 @@ def _bound_since(attempt: lifecycle.AttemptRecord) -> int | None:
 class VersionsRise(AttemptInvariant):
   """Versions never fall along a sequence."""
 
-  def check(self, attempt: lifecycle.AttemptRecord) -> None:
+  def of_member(self, member: lifecycle.MemberRecord) -> Iterator[str]:
     """Compares neighbouring versions."""
-    for i, member in attempt.members.items():
-      versions = [version for version, _ in member.versions]
-      if any(a > b for a, b in itertools.pairwise(versions)):
-        self.report(f"{attempt} member {i}: versions fall: {versions}")
+    versions = [version for version, _ in member.versions]
+    if any(a > b for a, b in itertools.pairwise(versions)):
+      yield f"versions fall: {versions}"
 
 
 class FirstVersion(AttemptInvariant):
   """F is the oldest first token of the members that make up the group."""
 
-  def check(self, attempt: lifecycle.AttemptRecord) -> None:
-    """Compares the logged first versions with those of the sequences."""
-    for i, member in attempt.members.items():
-      logged, sampled = member.first_version, _first(member)
-      if logged is not None and sampled is not None and logged != sampled:
-        self.report(
-          f"{attempt} member {i}: its first token was of version {logged}, its "
-          f"sequence begins with {sampled}"
-        )
-    if not attempt.trained:
-      return
-    chosen = attempt.trained["members"]
-    firsts = [
-      _first(attempt.members[i]) for i in chosen if i in attempt.members
-    ]
+  def of_member(self, member: lifecycle.MemberRecord) -> Iterator[str]:
+    """Compares the logged first version with that of the sequence."""
+    logged, sampled = member.first_version, _first(member)
+    if logged is not None and sampled is not None and logged != sampled:
+      token = f"its first token was of version {logged}"
+      yield f"{token}, its sequence begins with {sampled}"
+
+  def of_trained(
+    self, attempt: lifecycle.AttemptRecord, trained: event_log.Event
+  ) -> Iterator[str]:
+    """Compares the version of the group with those of its members."""
+    known = [i for i in trained["members"] if i in attempt.members]
+    firsts = [_first(attempt.members[i]) for i in known]
     oldest = min([f for f in firsts if f is not None], default=None)
-    for event in (attempt.ready, attempt.trained):
+    for event in (attempt.ready, trained):
       if event and oldest is not None and event["first_version"] != oldest:
-        self.report(
-          f"{attempt}: {event['kind']} as if begun at "
-          f"{event['first_version']}, but its first token is of version "
-          f"{oldest}"
-        )
+        begun = f"{event['kind']} as if begun at {event['first_version']}"
+        yield f"{begun}, but its first token is of version {oldest}"
 
 
 def _first(member: lifecycle.MemberRecord) -> int | None:
@@ -206,33 +194,27 @@ def _first(member: lifecycle.MemberRecord) -> int | None:
 class BoundedStaleness(AttemptInvariant):
   """T - F is at most eta, and never below 0."""
 
-  def check(self, attempt: lifecycle.AttemptRecord) -> None:
-    """Compares the staleness of a trained group with the bound."""
-    if not attempt.trained:
-      return
-    trained, began = (
-      attempt.trained["version"],
-      attempt.trained["first_version"],
-    )
-    if not 0 <= trained - began <= self.schedule.max_staleness:
-      self.report(
-        f"{attempt}: trained at version {trained} but began at {began}; the "
-        f"bound is {self.schedule.max_staleness}"
-      )
+  def of_trained(
+    self, attempt: lifecycle.AttemptRecord, trained: event_log.Event
+  ) -> Iterator[str]:
+    """Compares the staleness with the bound."""
+    at, began = trained["version"], trained["first_version"]
+    bound = self.schedule.max_staleness
+    if not 0 <= at - began <= bound:
+      lag = f"trained at version {at} but began at {began}"
+      yield f"{lag}; the bound is {bound}"
 
 
 class TrainedInItsRound(AttemptInvariant):
   """A group is trained in the round that took it."""
 
-  def check(self, attempt: lifecycle.AttemptRecord) -> None:
+  def of_trained(
+    self, attempt: lifecycle.AttemptRecord, trained: event_log.Event
+  ) -> Iterator[str]:
     """Compares the versions of both events."""
-    if not (attempt.trained and attempt.dequeued):
-      return
-    taken, trained = attempt.dequeued["version"], attempt.trained["version"]
-    if taken != trained:
-      self.report(
-        f"{attempt}: taken in round {taken} but trained in round {trained}"
-      )
+    taken = (attempt.dequeued or trained)["version"]
+    if taken != trained["version"]:
+      yield f"taken in round {taken} but trained in round {trained['version']}"
 
 
 class OneVersion(AttemptInvariant):
@@ -243,12 +225,11 @@ class OneVersion(AttemptInvariant):
     """Those that drain engines before weights change."""
     return schedule.on_publish == "drain"
 
-  def check(self, attempt: lifecycle.AttemptRecord) -> None:
-    """Counts the versions of each member."""
-    for i, member in attempt.members.items():
-      versions = sorted({version for version, _ in member.versions})
-      if len(versions) > 1:
-        self.report(f"{attempt} member {i}: sampled by versions {versions}")
+  def of_member(self, member: lifecycle.MemberRecord) -> Iterator[str]:
+    """Counts the versions."""
+    versions = sorted({version for version, _ in member.versions})
+    if len(versions) > 1:
+      yield f"sampled by versions {versions}"
 
 
 class OnPolicy(AttemptInvariant):
@@ -259,18 +240,16 @@ class OnPolicy(AttemptInvariant):
     """Those with a bound of 0."""
     return schedule.max_staleness == 0
 
-  def check(self, attempt: lifecycle.AttemptRecord) -> None:
-    """Looks for tokens of other versions in a trained group."""
-    if not attempt.trained:
-      return
-    round_ = attempt.trained["version"]
-    for i in attempt.trained["members"]:
+  def of_trained(
+    self, attempt: lifecycle.AttemptRecord, trained: event_log.Event
+  ) -> Iterator[str]:
+    """Looks for tokens of other versions."""
+    round_ = trained["version"]
+    for i in trained["members"]:
       runs = attempt.members[i].versions if i in attempt.members else ()
       others = sorted({version for version, _ in runs} - {round_})
       if others:
-        self.report(
-          f"{attempt} member {i} of round {round_}: tokens of {others}"
-        )
+        yield f"member {i} has tokens of {others} in round {round_}"
 
 
 class OneStepOff(AttemptInvariant):
@@ -289,14 +268,13 @@ class OneStepOff(AttemptInvariant):
       and schedule.admission != "hard_frontier"
     )
 
-  def check(self, attempt: lifecycle.AttemptRecord) -> None:
+  def of_trained(
+    self, attempt: lifecycle.AttemptRecord, trained: event_log.Event
+  ) -> Iterator[str]:
     """Looks at the lag of a first attempt."""
-    if not attempt.trained or attempt.number or attempt.replayed:
-      return
-    trained = attempt.trained["version"]
-    lag = trained - attempt.trained["first_version"]
-    if lag != min(trained, 1):
-      self.report(f"{attempt}: trained in round {trained} with a lag of {lag}")
+    at, lag = trained["version"], trained["version"] - trained["first_version"]
+    if not attempt.number and not attempt.replayed and lag != min(at, 1):
+      yield f"trained in round {at} with a lag of {lag}"
 
 
 INVARIANTS = (

@@ -8,7 +8,7 @@ update_weights(version, params, in_flight): new weights, and the treatment of
 import dataclasses
 import itertools
 import math
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import jax
@@ -188,105 +188,79 @@ class EngineStats:
 
 def check_request(request: DecodeRequest, capabilities: Capabilities) -> None:
   """Raises ValueError on a request that such an engine cannot serve."""
-  name = f"request {request.request_id}"
-  _check_types(name, request)
-  _check_ids(name, request, capabilities)
-  _check_sampling(name, request, capabilities)
-  bias = request.bias
-  if bias is not None:
-    if not capabilities.bias:
-      raise ValueError(
-        f"{name}: this engine takes no bias; use engine.bias_slots=1 or more "
-        "of the built-in engine"
-      )
-    if bias.shape != (capabilities.vocab_size,):
-      raise ValueError(
-        f"{name}: bias has shape {bias.shape}; use one value for each of "
-        f"{capabilities.vocab_size} ids"
-      )
-    if not (bias <= _MAX_BIAS).all():  # Also false for nan.
-      raise ValueError(
-        f"{name}: bias must be at most {_MAX_BIAS:g}, or -inf to forbid an id"
-      )
-    if not (bias > -math.inf).any():
-      raise ValueError(f"{name}: bias forbids every id; leave one above -inf")
-  if request.experts and not capabilities.experts:
-    raise ValueError(
-      f"{name}: experts are not recorded; use engine.record_experts=true with "
-      "a model that has some"
-    )
+  for problems in (_wrong_types, _wrong_ids, _wrong_sampling, _wrong_bias):
+    for problem in problems(request, capabilities):
+      raise ValueError(f"request {request.request_id}: {problem}")
 
 
-def _check_types(name: str, request: DecodeRequest) -> None:
+def _wrong_types(request: DecodeRequest, _: Capabilities) -> Iterator[str]:
   tokens, bias = request.tokens, request.bias
   if getattr(tokens, "dtype", None) != np.int32 or tokens.ndim != 1:
-    raise ValueError(
-      f"{name}: tokens must be int32[N]; use np.asarray(ids, np.int32)"
-    )
+    yield "tokens must be int32[N]; use np.asarray(ids, np.int32)"
   if bias is not None and getattr(bias, "dtype", None) != np.float32:
-    raise ValueError(
-      f"{name}: bias must be float32[V]; use np.asarray(bias, np.float32)"
-    )
+    yield "bias must be float32[V]; use np.asarray(bias, np.float32)"
   whole = (request.max_tokens, request.top_k, request.seed)
   for value in (*whole, *request.stop_ids, *request.priority):
     if not isinstance(value, int | np.integer):
       fields = "max_tokens, top_k, seed, stop_ids and priority"
-      raise ValueError(f"{name}: {fields} must be integers, not {value!r}")
+      yield f"{fields} must be integers, not {value!r}"
   for value in (request.temperature, request.top_p, request.min_p):
     if not isinstance(value, int | float | np.integer | np.floating):
-      fields = "temperature, top_p and min_p"
-      raise ValueError(f"{name}: {fields} must be numbers, not {value!r}")
+      yield f"temperature, top_p and min_p must be numbers, not {value!r}"
 
 
-def _check_ids(
-  name: str, request: DecodeRequest, capabilities: Capabilities
-) -> None:
-  ids = request.tokens
+def _wrong_ids(request: DecodeRequest, able: Capabilities) -> Iterator[str]:
+  ids, most, stop_ids = request.tokens, request.max_tokens, request.stop_ids
   if not len(ids):
-    raise ValueError(f"{name}: no tokens; send at least one")
+    yield "no tokens; send at least one"
   # Negative ids are huge when unsigned.
-  if int(ids.view(np.uint32).max()) >= capabilities.vocab_size:
-    raise ValueError(f"{name}: an id is outside [0, {capabilities.vocab_size})")
-  if request.max_tokens < 1:
-    raise ValueError(f"{name}: max_tokens={request.max_tokens} is below 1")
-  if len(ids) + request.max_tokens > capabilities.max_length:
-    raise ValueError(
-      f"{name}: {len(ids)} tokens and max_tokens={request.max_tokens} do "
-      f"not fit model.max_length={capabilities.max_length}; use fewer"
-    )
-  if len(request.stop_ids) > capabilities.max_stop_ids:
-    raise ValueError(
-      f"{name}: {len(request.stop_ids)} stop ids, at most "
-      f"{capabilities.max_stop_ids}"
-    )
-  if any(not 0 <= id_ < capabilities.vocab_size for id_ in request.stop_ids):
-    raise ValueError(
-      f"{name}: stop_ids={request.stop_ids} must be in "
-      f"[0, {capabilities.vocab_size})"
-    )
+  if int(ids.view(np.uint32).max()) >= able.vocab_size:
+    yield f"an id is outside [0, {able.vocab_size})"
+  if most < 1:
+    yield f"max_tokens={most} is below 1"
+  if len(ids) + most > able.max_length:
+    sizes = f"{len(ids)} tokens and max_tokens={most}"
+    yield f"{sizes} do not fit model.max_length={able.max_length}; use fewer"
+  if len(stop_ids) > able.max_stop_ids:
+    yield f"{len(stop_ids)} stop ids, at most {able.max_stop_ids}"
+  if any(not 0 <= id_ < able.vocab_size for id_ in stop_ids):
+    yield f"stop_ids={stop_ids} must be in [0, {able.vocab_size})"
 
 
-def _check_sampling(
-  name: str, request: DecodeRequest, capabilities: Capabilities
-) -> None:
+def _wrong_sampling(
+  request: DecodeRequest, able: Capabilities
+) -> Iterator[str]:
+  heat, seed = request.temperature, request.seed
   lowest, highest = _MIN_TEMPERATURE, 1 / _MIN_TEMPERATURE
-  if request.temperature and not lowest <= request.temperature <= highest:
-    raise ValueError(
-      f"{name}: temperature={request.temperature} must be 0 or in "
-      f"[{lowest:g}, {highest:g}]"
-    )
+  if heat and not lowest <= heat <= highest:
+    yield f"temperature={heat} must be 0 or in [{lowest:g}, {highest:g}]"
   if not 0 <= request.top_k < 2**31:
-    raise ValueError(f"{name}: top_k={request.top_k} is below 0; 0 is all")
+    yield f"top_k={request.top_k} must be in [0, 2**31); 0 is all"
   if not 0 < request.top_p <= 1:
-    raise ValueError(f"{name}: top_p={request.top_p} is not in (0, 1]")
+    yield f"top_p={request.top_p} must be in (0, 1]"
   if not 0 <= request.min_p <= 1:
-    raise ValueError(f"{name}: min_p={request.min_p} is not in [0, 1]")
-  if not -(2**31) <= request.seed < 2**31:
-    raise ValueError(f"{name}: seed={request.seed} needs more than 32 bits")
-  if request.seed and not capabilities.seeds:
-    raise ValueError(
-      f"{name}: seed={request.seed}, but this engine has no seeds; use 0"
-    )
+    yield f"min_p={request.min_p} must be in [0, 1]"
+  if not -(2**31) <= seed < 2**31:
+    yield f"seed={seed} needs more than 32 bits"
+  if seed and not able.seeds:
+    yield f"seed={seed}, but this engine has no seeds; use 0"
+
+
+def _wrong_bias(request: DecodeRequest, able: Capabilities) -> Iterator[str]:
+  if (bias := request.bias) is not None:
+    if not able.bias:
+      out = "use engine.bias_slots=1 or more of the built-in engine"
+      yield f"this engine takes no bias; {out}"
+    if bias.shape != (able.vocab_size,):
+      out = f"use one value for each of {able.vocab_size} ids"
+      yield f"bias has shape {bias.shape}; {out}"
+    if not (bias <= _MAX_BIAS).all():  # Also false for nan.
+      yield f"bias must be at most {_MAX_BIAS:g}, or -inf to forbid an id"
+    if not (bias > -math.inf).any():
+      yield "bias forbids every id; leave one above -inf"
+  if request.experts and not able.experts:
+    out = "use engine.record_experts=true with a model that has some"
+    yield f"experts are not recorded; {out}"
 
 
 def check_version(

@@ -145,12 +145,12 @@ def test_parts_of_ones_own_are_taken():
     ),
     (
       {"advantage": Listed()},
-      "algorithm.advantage=listed does not return a "
+      "algorithm.advantage=listed does not return "
       "rl.algorithms.advantages.Estimate",
     ),
     (
       {"advantage": Alike()},
-      "algorithm.advantage=alike does not return a "
+      "algorithm.advantage=alike does not return "
       "rl.algorithms.advantages.Estimate",
     ),
   ],
@@ -468,13 +468,13 @@ def test_what_compares_all_groups_of_an_update_waits_for_them(advantage):
     (
       taught(vocab_size=7),
       MODEL,
-      "reference.model.vocab_size=7 is below the 8",
+      "reference.model.vocab_size=7 must be at least 8",
       "use a teacher with as many",
     ),
     (
       taught(max_length=15),
       MODEL,
-      "reference.model.max_length=15 is below the 16",
+      "reference.model.max_length=15 must be at least 16",
       "use a teacher with as many",
     ),
   ],

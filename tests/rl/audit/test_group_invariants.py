@@ -140,7 +140,7 @@ BROKEN = {
     [
       "group 3: ready as if begun at 1, but its first token is of version 0",
       "group 3: trained as if begun at 1, but its first token is of version 0",
-      "group 3 member 1 of round 1: tokens of [0]",
+      "group 3: member 1 has tokens of [0] in round 1",
     ],
   ),
   "one step off with a group that began a version later": (
