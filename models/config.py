@@ -7,7 +7,7 @@ tiny() tiny_moe()                    for a CPU
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from jaxtyping import PRNGKeyArray
@@ -120,67 +120,44 @@ class ModelConfig:
 
   def validate(self) -> None:
     """Raises ValueError for sizes that cannot work."""
-    least = {"num_experts": 0}
-    for field in dataclasses.fields(self):
-      value = getattr(self, field.name)
-      bound = least.get(field.name, 1)
-      if field.type is int and value < bound:
-        raise ValueError(f"model.{field.name}={value} must be at least {bound}")
-      if field.type is float and not 0 < value < math.inf:
-        raise ValueError(
-          f"model.{field.name}={value} must be a finite number above 0; use "
-          f"{field.default} unless the weights were trained otherwise"
-        )
-    self._validate_attention()
-    self._validate_experts()
-    self._validate_lora()
+    for problem in self._problems():
+      raise ValueError(f"model.{problem}")
 
-  def _validate_attention(self) -> None:
+  def _problems(self) -> Iterator[str]:
+    for field in dataclasses.fields(self):
+      name, value = field.name, getattr(self, field.name)
+      least = 0 if name == "num_experts" else 1
+      if field.type is int and value < least:
+        yield f"{name}={value} must be at least {least}"
+      if field.type is float and not 0 < value < math.inf:
+        out = f"use {field.default} unless the weights were trained otherwise"
+        yield f"{name}={value} must be a finite number above 0; {out}"
     heads, groups = self.num_heads, self.num_kv_heads
     if heads % groups:
-      above = (heads // groups + 1) * groups
-      raise ValueError(
-        f"model.num_heads={heads} does not split over "
-        f"num_kv_heads={groups}; use {above}"
-      )
-    if self.head_dim % 2:
-      raise ValueError(
-        f"model.head_dim={self.head_dim} is odd, and rotary positions turn "
-        f"pairs; use {self.head_dim + 1}"
-      )
+      out = f"num_kv_heads={groups}; use {(heads // groups + 1) * groups}"
+      yield f"num_heads={heads} does not split over {out}"
+    if (width := self.head_dim) % 2:
+      out = f"rotary positions turn pairs; use {width + 1}"
+      yield f"head_dim={width} is odd, and {out}"
     if self.rope_theta <= 1:
-      raise ValueError(
-        f"model.rope_theta={self.rope_theta} is not above 1, and every pair "
-        "would turn as fast; use 10000 or more"
-      )
-
-  def _validate_experts(self) -> None:
-    if self.num_experts and self.experts_per_token > self.num_experts:
-      raise ValueError(
-        f"model.experts_per_token={self.experts_per_token} is above "
-        f"num_experts={self.num_experts}; use {self.num_experts} or fewer"
-      )
+      out = "every pair would turn as fast; use 10000 or more"
+      yield f"rope_theta={self.rope_theta} is not above 1, and {out}"
+    chosen, experts = self.experts_per_token, self.num_experts
+    if experts and chosen > experts:
+      out = f"use {experts} or fewer"
+      yield f"experts_per_token={chosen} is above num_experts={experts}; {out}"
     for layer in self.dense_layers:
       if not 0 <= layer < self.num_layers:
-        raise ValueError(
-          f"model.dense_layers={self.dense_layers} names layer {layer}, but "
-          f"they are 0 to {self.num_layers - 1}"
-        )
-
-  def _validate_lora(self) -> None:
-    if self.lora is None:
-      return
-    for name in self.lora.targets:
-      if name in ("embed", "head") and self.tie_embeddings:
-        raise ValueError(
-          f"model.lora.targets names {name!r}, which tie_embeddings=true makes "
-          "both embedding and head; leave it out"
-        )
-      if name == "router" and not self.num_sparse:
-        raise ValueError(
-          "model.lora.targets names 'router', but no layer has one with "
-          f"num_experts={self.num_experts}; leave it out"
-        )
+        bound = f"names layer {layer}, but they are 0 to {self.num_layers - 1}"
+        yield f"dense_layers={self.dense_layers} {bound}"
+    targets = self.lora.targets if self.lora else ()
+    for name in targets if self.tie_embeddings else ():
+      if name in ("embed", "head"):
+        both = "which tie_embeddings=true makes both embedding and head"
+        yield f"lora.targets names {name!r}, {both}; leave it out"
+    if "router" in targets and not self.num_sparse:
+      why = f"no layer has one with num_experts={experts}"
+      yield f"lora.targets names 'router', but {why}; leave it out"
 
 
 def qwen3(size: str, **overrides: Any) -> ModelConfig:

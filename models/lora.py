@@ -16,7 +16,7 @@ Source: arXiv 2106.09685, section 4.1.
 import dataclasses
 import difflib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -60,28 +60,24 @@ class Lora:
 
   def validate(self) -> None:
     """Raises ValueError for a rank, factor or target that cannot work."""
+    for problem in self._problems():
+      raise ValueError(f"model.lora.{problem}")
+
+  def _problems(self) -> Iterator[str]:
     if self.rank < 1:
-      raise ValueError(
-        f"model.lora.rank={self.rank} is below 1; use 1 or more, or "
-        "model.lora=None to train all parameters"
-      )
+      out = "use 1 or more, or model.lora=none to train all parameters"
+      yield f"rank={self.rank} must be at least 1; {out}"
     if not 0 < self.alpha < math.inf:
-      raise ValueError(
-        f"model.lora.alpha={self.alpha} must be a number above 0; use "
-        f"{self.rank} for a factor of 1"
-      )
+      out = f"use {self.rank} for a factor of 1"
+      yield f"alpha={self.alpha} must be a finite number above 0; {out}"
     if not self.targets:
-      raise ValueError(
-        "model.lora.targets is empty; name some of " + ", ".join(TARGETS)
-      )
+      yield f"targets is empty; name some of {', '.join(TARGETS)}"
     for name in self.targets:
       if name not in TARGETS:
         near = difflib.get_close_matches(name, TARGETS, 1, 0)[0]
-        raise ValueError(
-          f"model.lora.targets names {name!r}; did you mean {near!r}?"
-        )
+        yield f"targets names {name!r}; did you mean {near!r}?"
       if self.targets.count(name) > 1:
-        raise ValueError(f"model.lora.targets names {name!r} twice; do it once")
+        yield f"targets names {name!r} twice; do it once"
 
 
 class Adapter(nnx.Module):

@@ -52,34 +52,32 @@ class Rules:
 
   def check(self, where: str) -> None:
     """Raises ValueError for a rule that no mesh can follow."""
+    for problem in self._problems():
+      raise ValueError(f"{where}.{problem}")
+
+  def _problems(self) -> Iterator[str]:
     for field in dataclasses.fields(self):
-      names = self.of(field.name)
+      names, setting = self.of(field.name), field.name
       for name in names:
         if name not in MESH_AXES:
           near = difflib.get_close_matches(name, MESH_AXES, 1, 0)[0]
-          raise ValueError(
-            f"{where}.{field.name}={name}: a mesh has the axes "
-            f"{', '.join(MESH_AXES)}; did you mean {near}?"
-          )
+          axes = f"a mesh has the axes {', '.join(MESH_AXES)}"
+          yield f"{setting}={name}: {axes}; did you mean {near}?"
       if len(set(names)) < len(names):
-        raise ValueError(
-          f"{where}.{field.name}={','.join(names)} names an axis twice; use "
-          f"{','.join(dict.fromkeys(names))}"
-        )
+        out = f"use {','.join(dict.fromkeys(names))}"
+        yield f"{setting}={','.join(names)} names an axis twice; {out}"
+    rows = self.of("batch")
     for field in ("vocab", "heads", "kv_heads"):
-      shared = set(self.of(field)) & set(self.of("batch"))
-      if shared:
-        raise ValueError(
-          f"{where}.{field}={','.join(self.of(field))}: rows are split over "
-          f"{' and '.join(sorted(shared))}, and so are activations that have "
-          "both; use tensor or none"
+      if shared := sorted(set(self.of(field)) & set(rows)):
+        yield (
+          f"{field}={','.join(self.of(field))}: rows are split over "
+          f"{' and '.join(shared)}, and so are activations that have both; use "
+          "tensor or none"
         )
     # Experts exchange tokens over "expert" and add up over "tensor".
-    if self.of("batch") != MESH_AXES[:2]:
-      raise ValueError(
-        f"{where}.batch={','.join(self.of('batch')) or 'none'}: rows are split "
-        f"over {' and '.join(MESH_AXES[:2])}; use {','.join(MESH_AXES[:2])}"
-      )
+    if rows != (only := MESH_AXES[:2]):
+      why = f"rows are split over {' and '.join(only)}; use {','.join(only)}"
+      yield f"batch={','.join(rows) or 'none'}: {why}"
 
 
 TRAIN = Rules()
@@ -257,41 +255,34 @@ def validate(
     rows: setting -> number of rows that are split over the mesh.
     where: setting that holds the mesh's sizes, and `rules`.
   """
-  _validate_mesh(layout.mesh)
+  mesh = layout.mesh
+  if mesh.axis_names != MESH_AXES:
+    raise ValueError(f"the mesh has axes {mesh.axis_names}; use {MESH_AXES}")
+  # XLA places what lies between the annotated arrays.
+  if set(mesh.axis_types) != {jax.sharding.AxisType.Auto}:
+    use = "use jax.sharding.AxisType.Auto for all"
+    raise ValueError(f"the mesh has axis types {mesh.axis_types}; {use}")
   layout.rules.check(f"{where}.rules")
   for leaf in jax.tree.leaves(axes, is_leaf=is_axes):
     _validate_once(leaf, layout.rules, where)
   splits = list(_splits(config, layout.rules))
   for axis, setting, size, names in splits:
-    parts = math.prod(layout.mesh.shape[name] for name in names)
+    parts = math.prod(mesh.shape[name] for name in names)
     if size % parts:
+      out = _ways_out(axis, names, splits, mesh.shape, where)
+      if axis == "vocab":
+        out += f" or model.{setting}={-(-size // parts) * parts}"
+      over = _product(where, names, parts)
       raise ValueError(
-        f"model.{setting}={size} does not divide over "
-        f"{_product(where, names, parts)}; use "
-        + _ways_out(axis, names, splits, layout.mesh.shape, where)
-        + (axis == "vocab") * f" or model.{setting}={-(-size // parts) * parts}"
+        f"model.{setting}={size} does not divide over {over}; use {out}"
       )
-  parts = layout.num_batch
+  parts, names = layout.num_batch, layout.rules.of("batch")
   for setting, number in (rows or {}).items():
     if number % parts:
+      over, out = _product(where, names, parts), -(-number // parts) * parts
       raise ValueError(
-        f"{setting}={number} does not divide over "
-        f"{_product(where, layout.rules.of('batch'), parts)}; use "
-        f"{-(-number // parts) * parts}"
+        f"{setting}={number} does not divide over {over}; use {out}"
       )
-
-
-def _validate_mesh(
-  mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
-) -> None:
-  if mesh.axis_names != MESH_AXES:
-    raise ValueError(f"the mesh has axes {mesh.axis_names}; use {MESH_AXES}")
-  # XLA places what lies between the annotated arrays.
-  if set(mesh.axis_types) != {jax.sharding.AxisType.Auto}:
-    raise ValueError(
-      f"the mesh has axis types {mesh.axis_types}; use "
-      "jax.sharding.AxisType.Auto for all"
-    )
 
 
 def _validate_once(
@@ -302,11 +293,10 @@ def _validate_once(
   for axis in leaf:
     for name in rules.of(axis):
       if name in users:
+        both = f"{where}.rules.{users[name]} and {where}.rules.{axis}"
         raise ValueError(
-          f"{where}.rules.{users[name]} and {where}.rules.{axis} are both "
-          f"{name}, but there are parameters of axes "
-          f"({', '.join(map(str, leaf))}); set "
-          "one of the two to none"
+          f"{both} are both {name}, but there are parameters of axes "
+          f"({', '.join(map(str, leaf))}); set one of the two to none"
         )
       users[name] = axis
 

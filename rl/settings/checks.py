@@ -58,6 +58,12 @@ def at_least(part: object, least: float, *names: str, **words: str) -> None:
   _check(part, names, lambda x: x >= least, f"at least {least}", **words)
 
 
+def all_at_least(part: object, least: float, *names: str, **words: str) -> None:
+  """Checks one or more numbers each, against a lower bound."""
+  bound = f"numbers of at least {least}"
+  _check(part, names, lambda x: bool(x) and min(x) >= least, bound, **words)
+
+
 def above(part: object, bound: float, *names: str, **words: str) -> None:
   """Checks numbers against a bound that they must exceed; inf passes."""
   _check(part, names, lambda x: x > bound, f"above {bound}", **words)

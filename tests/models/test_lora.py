@@ -308,8 +308,8 @@ def test_every_adapter_has_a_gradient():
 @pytest.mark.parametrize(
   ("settings", "message"),
   [
-    ({"rank": 0}, r"lora.rank=0 is below 1"),
-    ({"alpha": 0.0}, r"lora.alpha=0.0 must be a number above 0; use 8"),
+    ({"rank": 0}, r"lora.rank=0 must be at least 1"),
+    ({"alpha": 0.0}, r"lora.alpha=0.0 must be a finite number above 0; use 8"),
     ({"alpha": float("nan")}, r"lora.alpha=nan"),
     ({"targets": ()}, r"lora.targets is empty"),
     ({"targets": ("gate_proj",)}, r"'gate_proj'; did you mean 'gate'\?"),

@@ -36,10 +36,8 @@ class EngineSettings(dispatch_shapes.DispatchShapes):
     checks.at_least(self, 1, *sizes, "steps_per_dispatch", where="engine")
     checks.at_least(self, 0, "bias_slots", where="engine")
     checks.below_one(self, "batching_delay_s", where="engine")
-    for name in ("row_buckets", "chunk_buckets", "length_buckets"):
-      sizes = getattr(self, name)
-      if not sizes or min(sizes) < 1:
-        raise ValueError(f"engine.{name}={sizes} needs positive sizes")
+    names = ("row_buckets", "chunk_buckets", "length_buckets")
+    checks.all_at_least(self, 1, *names, where="engine", out="name one or more")
 
   def validate_model(self, config: model_config.ModelConfig) -> None:
     """Raises ValueError on a model that such an engine cannot serve.
@@ -49,16 +47,12 @@ class EngineSettings(dispatch_shapes.DispatchShapes):
     """
     # One more: while a page is copied, its source is still in use.
     least = self.width(config.max_length) + 1
-    if self.pages is not None and self.pages < least:
-      raise ValueError(
-        f"engine.pages={self.pages} of {self.page_size} positions cannot hold "
-        f"one conversation of model.max_length={config.max_length}; use "
-        f"{least} or more"
-      )
+    length, size = config.max_length, f"{self.page_size} positions"
+    out = f"one conversation of model.max_length={length} in pages of {size}"
+    checks.at_least(self, least, "pages", where="engine", out=f"to hold {out}")
     if self.record_experts and not config.num_experts:
-      raise ValueError(
-        "engine.record_experts=true: the model has no experts; use false"
-      )
+      why = "the model has no experts; use false"
+      raise ValueError(f"engine.record_experts=true: {why}")
 
   def validate_installed(self) -> None:
     """Accepts: it is part of this project."""

@@ -60,22 +60,19 @@ class SglangSettings:
     """Raises ValueError on a size that cannot work."""
     sizes = ("slots", "max_total_tokens", "page_size")
     checks.at_least(self, 1, *sizes, where="engine", out="use none or more")
-    for name in ("row_buckets", "token_buckets"):
-      sizes = getattr(self, name)
-      if sizes and min(sizes) < 1:
-        raise ValueError(f"engine.{name}={sizes} needs positive sizes")
-    if not 0 < self.memory_fraction < 1:
-      raise ValueError(
-        f"engine.memory_fraction={self.memory_fraction} is not in (0, 1)"
-      )
-    checks.finite_above(self, 0, "patience_s", where="engine")
+    for sizes in ("row_buckets", "token_buckets"):
+      if getattr(self, sizes):  # () leaves the choice to the platform.
+        checks.all_at_least(self, 1, sizes, where="engine")
+    checks.below_one(self, "memory_fraction", where="engine")
+    checks.finite_above(
+      self, 0, "memory_fraction", "patience_s", where="engine"
+    )
 
   def validate_installed(self) -> None:
     """Raises ValueError when sglang-jax is missing."""
     if importlib.util.find_spec("sgl_jax") is None:
-      raise ValueError(
-        "engine=sglang needs sglang-jax: pip install twinmesh[sglang]"
-      )
+      out = "pip install twinmesh[sglang]"
+      raise ValueError(f"engine=sglang needs sglang-jax: {out}")
 
   def validate_model(self, config: model_config.ModelConfig) -> None:
     """Raises ValueError on a model that such an engine cannot serve."""
@@ -147,19 +144,11 @@ class SglangSettings:
     self.validate_model(config)
     sglang_weights.check_split(config, layout.mesh.size)
     released = importlib.metadata.version("sglang-jax") == compat.RELEASE
-    if released:
-      _check_released(config, layout)
+    if released and config.num_sparse and layout.mesh.size > 1:
+      raise ValueError(
+        f"sglang-jax {compat.RELEASE} serves experts on one device only; use "
+        "its main"
+      )
     sizes = self.sizes(config, layout.platform)
     upstream = sglang_upstream.Upstream(config, sizes, layout, released)
     return sglang_engine.SglangEngine(config, sizes, layout, thread, upstream)
-
-
-def _check_released(
-  config: model_config.ModelConfig, layout: sharding.Layout
-) -> None:
-  """Raises ValueError on a model that release 0.0.2 cannot serve."""
-  if config.num_sparse and layout.mesh.size > 1:
-    raise ValueError(
-      f"sglang-jax {compat.RELEASE} serves experts on one device only; "
-      "use its main"
-    )

@@ -43,9 +43,18 @@ def test_the_default_size_is_valid():
       {"steps_per_dispatch": 0},
       "engine.steps_per_dispatch=0 must be at least 1",
     ),
-    ({"row_buckets": ()}, r"engine.row_buckets=\(\) needs positive"),
-    ({"chunk_buckets": (4, 0)}, r"engine.chunk_buckets=\(4, 0\) needs"),
-    ({"length_buckets": (-1,)}, r"engine.length_buckets=\(-1,\) needs"),
+    (
+      {"row_buckets": ()},
+      r"engine.row_buckets=\(\) must be numbers of at least 1",
+    ),
+    (
+      {"chunk_buckets": (4, 0)},
+      r"engine.chunk_buckets=\(4, 0\) must be numbers",
+    ),
+    (
+      {"length_buckets": (-1,)},
+      r"engine.length_buckets=\(-1,\) must be numbers",
+    ),
     (
       {"batching_delay_s": math.nan},
       r"engine.batching_delay_s=nan must be in \[0, 1\)",
@@ -67,7 +76,9 @@ def test_pages_for_less_than_one_conversation_are_refused(pages):
   # 100 positions are 7 pages of 16, and one is copied from.
   settings = engine_settings.EngineSettings(pages=pages)
   config = model_config.tiny(max_length=100)
-  with pytest.raises(ValueError, match=f"pages={pages} .*use 8 or more"):
+  with pytest.raises(
+    ValueError, match=f"pages={pages} must be at least 8; to hold"
+  ):
     settings.validate_model(config)
   engine_settings.EngineSettings(pages=8).validate_model(config)
 
