@@ -133,12 +133,12 @@ def test_presets_are_overridden_by_name():
     (
       config_lib.qwen3,
       "7b",
-      "no Qwen3 of size '7b'; use 0.6b, 1.7b, 4b, 8b, 14b, 32b",
+      "Qwen3 does not come in size '7b'; use 0.6b, 1.7b, 4b, 8b, 14b, 32b",
     ),
     (
       config_lib.qwen3_moe,
       "30B-A3B",
-      "no Qwen3-MoE of size '30B-A3B'; use 30b-a3b, 235b-a22b, 480b-a35b",
+      "Qwen3-MoE does not come in size '30B-A3B'; use 30b-a3b, 235b-a22b, 480b-a35b",
     ),
   ],
 )
