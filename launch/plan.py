@@ -18,7 +18,7 @@ import signal
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence
-from typing import Any, TextIO
+from typing import TextIO
 
 from absl import app
 from absl import flags as absl_flags
@@ -72,13 +72,7 @@ def _plan() -> None:
     sys.exit("the goal is not met; the first line of the table is the nearest")
 
 
-def check(problem: Any) -> None:
-  """Raises SettingError on settings of anything but a plan."""
-  if not isinstance(problem, problem_lib.Planning):
-    raise overrides.SettingError(
-      f"--config must give an rl.planning.problem.Planning, not "
-      f"{type(problem).__name__}; use a file such as configs/fleet_small.py"
-    )
+check = flags.instance_of(problem_lib.Planning, "configs/fleet_small.py")
 
 
 def _load_base(problem: problem_lib.Planning) -> experiment.Experiment | None:

@@ -13,7 +13,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TextIO
+from typing import TextIO
 
 from absl import app
 from absl import flags as absl_flags
@@ -21,7 +21,6 @@ from absl import flags as absl_flags
 from launch import simulated_timeline
 from launch.cli import flags, workdir
 from rl.runtime import trace, watchdog
-from rl.settings import overrides
 from rl.simulation import result as simulation_result
 from rl.simulation import simulate
 
@@ -72,13 +71,7 @@ def _simulate() -> None:
     sys.exit(f"the schedule broke {len(result.violations)} promises")
 
 
-def check(chosen: Any) -> None:
-  """Raises SettingError on settings of anything but a simulation."""
-  if not isinstance(chosen, simulate.Simulation):
-    raise overrides.SettingError(
-      f"--config must give an rl.simulation.simulate.Simulation, not "
-      f"{type(chosen).__name__}; use a file such as configs/simulated_3000.py"
-    )
+check = flags.instance_of(simulate.Simulation, "configs/simulated_3000.py")
 
 
 def show(result: simulation_result.Result, stream: TextIO) -> None:

@@ -120,6 +120,19 @@ def load(
   return tree
 
 
+def instance_of(cls: type, example: str) -> Callable[[Any], None]:
+  """Returns a check that refuses settings of another class."""
+
+  def check(tree: Any) -> None:
+    if not isinstance(tree, cls):
+      raise overrides_lib.SettingError(
+        f"--config must give an {cls.__module__}.{cls.__name__}, not "
+        f"{type(tree).__name__}; use a file such as {example}"
+      )
+
+  return check
+
+
 def sweep(path: str) -> list[dict[str, str]]:
   """Returns the overrides of each run of the file's sweep(), or no runs."""
   file, _ = _split(path)

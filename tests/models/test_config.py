@@ -138,7 +138,8 @@ def test_presets_are_overridden_by_name():
     (
       config_lib.qwen3_moe,
       "30B-A3B",
-      "Qwen3-MoE does not come in size '30B-A3B'; use 30b-a3b, 235b-a22b, 480b-a35b",
+      "Qwen3-MoE does not come in size '30B-A3B'; use 30b-a3b, 235b-a22b, "
+      "480b-a35b",
     ),
   ],
 )

@@ -37,16 +37,12 @@ HEAD_DIM = 128
 def check(config: config_lib.ModelConfig) -> None:
   """Raises ValueError for a model that sglang-jax would compute otherwise."""
   if HEAD_DIM % config.head_dim or config.head_dim % 2:
-    raise ValueError(
-      f"model.head_dim={config.head_dim}: sglang-jax serves even divisors of "
-      f"{HEAD_DIM}; use one of them, or engine=built_in"
-    )
+    out = f"serves even divisors of {HEAD_DIM}; use one, or engine=built_in"
+    raise ValueError(f"model.head_dim={config.head_dim}: sglang-jax {out}")
   if config.rope_scaling is not None:
     kind = type(config.rope_scaling).__name__
-    raise ValueError(
-      f"model.rope_scaling={kind}: sglang-jax ignores it in Qwen3; use "
-      "engine=built_in"
-    )
+    out = "sglang-jax ignores it in Qwen3; use engine=built_in"
+    raise ValueError(f"model.rope_scaling={kind}: {out}")
 
 
 def check_split(config: config_lib.ModelConfig, num_devices: int) -> None:
@@ -58,12 +54,10 @@ def check_split(config: config_lib.ModelConfig, num_devices: int) -> None:
   sizes += ["d_ff"] * (config.num_sparse < config.num_layers)
   sizes += ["d_expert"] * (config.num_sparse > 0)
   for name in sizes:
-    if getattr(config, name) % num_devices:
-      raise ValueError(
-        f"model.{name}={getattr(config, name)} does not divide over the "
-        f"{num_devices} devices of a decode mesh; use fewer, or "
-        "engine=built_in"
-      )
+    if (size := getattr(config, name)) % num_devices:
+      devices = f"{num_devices} devices of a decode mesh"
+      out = f"over the {devices}; use fewer, or engine=built_in"
+      raise ValueError(f"model.{name}={size} does not divide {out}")
 
 
 def config_json(
