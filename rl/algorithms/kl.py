@@ -50,10 +50,9 @@ class KlPenalty:
     out = "use kl=none to leave it out"
     checks.finite_above(self, 0, "weight", out=out)
     if self.estimator == "k1" and self.where == "loss":
-      raise ValueError(
-        "kl_penalty.estimator=k1 with where=loss has a gradient of mean 0; "
-        "use estimator=k2 or k3_plus, or where=reward"
-      )
+      out = "use estimator=k2 or k3_plus, or where=reward"
+      why = f"its gradient has mean 0; {out}"
+      checks.refuse(self, "estimator", "where", why=why)
 
   def __call__(
     self,

@@ -6,7 +6,7 @@ from typing import ClassVar
 import numpy as np
 
 from rl.data import trajectory as trajectory_lib
-from rl.settings import checks, short_names
+from rl.settings import checks
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,13 +30,10 @@ class Overlong:
 
   def validate(self) -> None:
     """Raises ValueError on a buffer or a penalty that cannot work."""
-    checks.at_least(self, 1, "buffer")
-    if self.buffer > self.max_tokens:
-      raise ValueError(
-        f"overlong.buffer={self.buffer} must be at most max_tokens="
-        f"{self.max_tokens}"
-      )
-    _check_penalty(self)
+    out = "it is the last of max_tokens"
+    checks.within(self, 1, self.max_tokens, "buffer", out=out)
+    out = "for none set overlong to none"
+    checks.finite_above(self, 0, "penalty", out=out)
 
   def __call__(self, trajectory: trajectory_lib.Trajectory) -> float:
     """Returns what to add to the reward: from -penalty to 0."""
@@ -65,7 +62,8 @@ class Repetition:
   def validate(self) -> None:
     """Raises ValueError on a size or a penalty that cannot work."""
     checks.at_least(self, 1, "size")
-    _check_penalty(self)
+    out = "for none set repetition to none"
+    checks.finite_above(self, 0, "penalty", out=out)
 
   def __call__(self, trajectory: trajectory_lib.Trajectory) -> float:
     """Returns what to add to the reward: from -penalty to 0."""
@@ -76,12 +74,6 @@ class Repetition:
         total += len(grams)
         distinct += len(np.unique(grams, axis=0))
     return -self.penalty * (1 - distinct / total) if distinct < total else 0.0
-
-
-def _check_penalty(part: Overlong | Repetition) -> None:
-  checks.finite_above(
-    part, 0, "penalty", out=f"for none set {short_names.of(part)} to none"
-  )
 
 
 def apply(

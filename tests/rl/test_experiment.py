@@ -264,7 +264,7 @@ def test_settings_that_fit_together_are_accepted(experiment, overrides):
     ),
     (
       {"rollout.overlong": "overlong(max_tokens=32, buffer=33)"},
-      "overlong.buffer=33 must be at most max_tokens=32",
+      "overlong.buffer=33 must be in [1, 32]; it is the last of max_tokens",
     ),
     (
       {"routing.default": "bandwith", "placement.decode_kind": "bandwidth"},
