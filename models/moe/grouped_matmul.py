@@ -17,13 +17,11 @@ Source: MegaBlocks, arXiv 2211.15841, section 5.
 """
 
 import functools
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
-
-from models.moe import grouped_matmul_pallas
 
 _CHUNK_BLOCKS = 8
 _CHUNK_ROWS = 512
@@ -241,7 +239,7 @@ def _matmul_forward(rows, weights, plan, form):
 def _matmul_backward(form, saved, dy):
   rows, weights, plan = saved
   drows = _product(dy, weights, plan, form, transpose=True)
-  outer = getattr(grouped_matmul_pallas, f"outer_{form.kernel}")
+  outer = getattr(_kernels(), f"outer_{form.kernel}")
   dw = outer(
     _blocks(rows, plan),
     _blocks(dy, plan),
@@ -255,6 +253,14 @@ def _matmul_backward(form, saved, dy):
 matmul.defvjp(_matmul_forward, _matmul_backward)
 
 
+def _kernels() -> Any:
+  """Returns the module of the kernels, which a CPU needs in tests only."""
+  # Not on top: Pallas takes as long to import as half of jax.
+  from models.moe import grouped_matmul_pallas
+
+  return grouped_matmul_pallas
+
+
 def _product(
   rows: Float[Array, "S I"],
   weights: Float[Array, "E D F"],
@@ -264,7 +270,7 @@ def _product(
   transpose: bool,
 ) -> Float[Array, "S O"]:
   """Returns rows @ weights[owner], or by the transpose of the weights."""
-  product = getattr(grouped_matmul_pallas, f"product_{form.kernel}")
+  product = getattr(_kernels(), f"product_{form.kernel}")
   out = product(
     _blocks(rows, plan),
     weights,
