@@ -9,6 +9,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 
 from envs import rewards
@@ -24,6 +25,8 @@ from rl.rollout import group_rollout
 from rl.schedule import overlap
 from rl.testing import fakes
 from rl.train import optimizers
+
+pytestmark = pytest.mark.compiled
 
 
 class Recall(nnx.Module):
