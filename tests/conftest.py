@@ -2,8 +2,8 @@
 
 Three levels, by marker: a test without one is a unit test and runs no XLA
 program; `compiled` ones may; `process` ones start processes as well. A unit
-test that compiles a program, or starts a process, fails. `slow` tests are left
-to `make test-slow`.
+test that compiles a program, or starts a process, fails. `slow` tests may do
+either and are left to `make test-slow`.
 
 The environment is set before jax is imported, also for the processes that
 tests start: eight CPU devices, because shardings are tested on these; a
@@ -136,7 +136,10 @@ def pytest_runtest_setup(item):
 def pytest_runtest_call(item):
   """Fails a test that did what its level does not allow."""
   result = yield
-  allowed = {"process": ("process",), "compiled": ("compiled", "process")}
+  allowed = {
+    "process": ("process", "slow"),
+    "compiled": ("compiled", "process", "slow"),
+  }
   for level, markers in allowed.items():
     is_marked = any(map(item.get_closest_marker, markers))
     if not is_marked and _counts[level] > item.stash[_BEFORE][level]:

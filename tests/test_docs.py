@@ -145,7 +145,11 @@ def test_commands_name_what_exists(page):
 @each_page
 def test_settings_on_command_lines_are_accepted(page):
   for command in markdown.commands(page):
-    given = dict(a.removeprefix("--").partition("=")[::2] for a in command[3:])
+    given = {
+      name: value
+      for argument in command[3:]
+      for name, _, value in [argument.removeprefix("--").partition("=")]
+    }
     path = given.get("config")
     if command[0] == "make" or path is None or path.endswith(".json"):
       continue

@@ -21,6 +21,8 @@ from rl.schedule import overlap
 from rl.testing import fakes
 from rl.train import optimizers
 
+pytestmark = pytest.mark.compiled
+
 SIZES = {
   "vocab_size": 8,
   "num_heads": 2,

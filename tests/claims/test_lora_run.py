@@ -27,6 +27,8 @@ from rl.settings import overrides
 from rl.testing import fakes
 from rl.train import optimizers, train_state
 
+pytestmark = pytest.mark.compiled
+
 
 def experiment(**changes):
   base = experiment_lib.Experiment(

@@ -18,7 +18,7 @@ from rl.data import trajectory
 from rl.engine import contract
 from rl.engine.builtin import settings as engine_settings
 from rl.pools import router, weight_publisher
-from rl.runtime import mesh_thread
+from rl.runtime import mesh_thread, trace
 from rl.testing import fake_engine
 from tests.helpers import small_models
 
@@ -28,6 +28,18 @@ AUTO = (jax.sharding.AxisType.Auto,) * 3
 CONFIG = dataclasses.replace(small_models.CONFIG, lora=lora.Lora(rank=2))
 DTYPES = ("same", "bfloat16", "int8")
 MESHES = list(itertools.product((1, 2), repeat=3))
+
+
+@pytest.fixture
+def spans():
+  return trace.Trace(None)
+
+
+@pytest.fixture
+def thread(spans):
+  thread = mesh_thread.MeshThread("learner", spans)
+  yield thread
+  thread.close()
 
 
 @pytest.fixture

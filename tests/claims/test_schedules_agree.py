@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import pytest
 
 from envs import rewards
 from models import config as model_config
@@ -30,6 +31,8 @@ from rl.rollout import group_rollout
 from rl.schedule import overlap
 from rl.testing import fakes
 from rl.train import learner, optimizers, train_state
+
+pytestmark = pytest.mark.compiled
 
 R, GROUP, ROUNDS = 4, 4, 3
 DEADLINE_S = 300.0

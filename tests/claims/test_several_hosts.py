@@ -8,11 +8,14 @@ import sys
 
 import jax
 import numpy as np
+import pytest
 import safetensors.numpy
 
 from models import config as config_lib
 from models import policy as policy_lib
 from models.hf import export
+
+pytestmark = pytest.mark.process
 
 _HOST = """
 import sys

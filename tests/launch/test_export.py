@@ -17,6 +17,8 @@ from rl.loop import progress
 from rl.runtime import checkpoint
 from tests.helpers import commands
 
+pytestmark = pytest.mark.compiled
+
 # The game has 29 ids; the vocabulary is padded to 32.
 CHANGES = {
   "model.vocab_size": "32",

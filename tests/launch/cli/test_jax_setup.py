@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.process
+
 _SECONDS = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
 _BYTES = "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"
 _PROGRAM = """

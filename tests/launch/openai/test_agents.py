@@ -25,6 +25,8 @@ from rl.testing import scripted_engine
 from rl.train import learner
 from tests.helpers import tiny_engine as tiny
 
+pytestmark = pytest.mark.compiled
+
 # 21 words and 3 special ids: every one of the 24 ids has a text.
 CHAT = word_chat.WordChat(tuple("abcdefghijklmnopqrstu"))
 TEMPERATURE = 0.7

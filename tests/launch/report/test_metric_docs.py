@@ -17,6 +17,8 @@ from rl.schedule import overlap
 from rl.settings import overrides
 from rl.testing import fakes
 
+pytestmark = pytest.mark.compiled
+
 PAGE = """
 | name | unit | formula | meaning | worse |
 |---|---|---|---|---|

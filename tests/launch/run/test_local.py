@@ -21,6 +21,8 @@ from rl.settings import overrides
 from rl.testing import fakes
 from rl.train import optimizers
 
+pytestmark = pytest.mark.compiled
+
 SCHEDULE = overlap.in_flight(4, 1, 2)
 LIMITS = group_rollout.Rollout(group_size=4, max_tokens=16)
 

@@ -10,6 +10,8 @@ import pytest
 
 from rl.runtime import mesh_thread
 
+pytestmark = pytest.mark.compiled
+
 
 def test_work_runs_in_order_on_one_thread_off_the_event_loop(thread, spans):
   order = []
