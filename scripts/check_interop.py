@@ -82,6 +82,7 @@ def write_adapters(directory: pathlib.Path, tokens) -> None:
   import dataclasses
 
   from models import lora
+  from models import policy as policy_lib
   from models.hf import peft
 
   directory.mkdir()
@@ -121,6 +122,8 @@ def adapted():
 def random_params(config):
   """Returns weights without structure, so that no part of a model is idle."""
 
+  from models import policy as policy_lib
+
   return random_leaves(policy_lib.of(config).shapes)
 
 
@@ -142,6 +145,7 @@ def logits(params, config, tokens):
   import jax.numpy as jnp
 
   from models import logprobs
+  from models import policy as policy_lib
 
   positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
 
