@@ -24,6 +24,8 @@ from rl.engine.sglang import requests as sglang_requests
 from rl.engine.sglang.settings import SglangSettings
 from tests.helpers import engines_under_test
 
+pytestmark = pytest.mark.process
+
 INSTALLED = importlib.util.find_spec("sgl_jax") is not None
 needs_sglang = pytest.mark.skipif(not INSTALLED, reason="not installed")
 CONFIG = engines_under_test.CONFIG
