@@ -308,7 +308,7 @@ def slow():
   ("options", "words_of_it", "param"),
   [
     ({"temperature": -1}, "temperature=-1.0 must be 0 or in", None),
-    ({"top_p": 0}, "top_p=0.0 is not in", None),
+    ({"top_p": 0}, "top_p=0.0 must be in (0, 1]", None),
     ({"max_tokens": 0}, "max_tokens=0 is below 1", None),
     ({"max_tokens": 1 << 16}, "leaves room for 65534", "messages"),
     ({"seed": 1 << 31}, "seed=2147483648 must be in [-2**31", "seed"),
