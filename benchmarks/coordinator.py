@@ -42,7 +42,7 @@ from absl import flags as absl_flags
 
 from benchmarks import at_once, machine
 from envs import rewards
-from rl.algorithms import advantages, dynamic_sampling, presets
+from rl.algorithms import advantages, group_filters, presets
 from rl.audit import checker, event_log, token_ledger
 from rl.engine import contract
 from rl.loop import coordinator
@@ -147,7 +147,7 @@ class _Run:
         seed=0,
         progress_timeout_s=60.0,
         success=1.0,
-        group_filter=dynamic_sampling.keep_all,
+        group_filter=group_filters.keep_all,
       ),
       trainer=trainer,
       publisher=simulated_learner.SimulatedPublisher(

@@ -9,7 +9,7 @@ from models import config as model_config
 from models import sharding
 from models.chat import word_chat
 from rl import experiment as experiment_lib
-from rl.algorithms import dynamic_sampling, references
+from rl.algorithms import group_filters, references
 from rl.audit import event_log
 from rl.data import trajectory
 from rl.engine import contract
@@ -293,8 +293,8 @@ def coordinate(
       seed=experiment.seed,
       progress_timeout_s=experiment.progress_timeout_s,
       success=experiment.evaluation.success,
-      group_filter=dynamic_sampling.group_filter(
-        experiment.algorithm.sampling, experiment.algorithm.advantage
+      group_filter=group_filters.group_filter(
+        experiment.algorithm.dynamic_sampling, experiment.algorithm.advantage
       ),
     ),
     trainer=parts.trainer,

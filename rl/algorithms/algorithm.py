@@ -11,7 +11,7 @@ from models import config as model_config
 from rl.algorithms import (
   advantages,
   corrections,
-  dynamic_sampling,
+  group_filters,
   losses,
   objective,
   packed_row,
@@ -30,7 +30,7 @@ class Algorithm(objective.Objective):
   Attributes:
     advantage: estimates the advantage of each token.
     reference: the policy that `kl` compares with; None without a `kl`.
-    sampling: drops groups that teach nothing and plays others, or None.
+    dynamic_sampling: drops groups that teach nothing and plays others, or None.
     epochs: optimizer steps on the same groups. The policy that ratios are
       against stays that of `overlap.old_logprob`. For several steps on parts
       of a round see `overlap.updates_per_round`; a part has all its epochs
@@ -42,7 +42,7 @@ class Algorithm(objective.Objective):
   )
   loss: losses.Loss = dataclasses.field(default_factory=losses.ClippedSurrogate)
   reference: references.Reference | None = None
-  sampling: dynamic_sampling.DynamicSampling | None = None
+  dynamic_sampling: group_filters.DynamicSampling | None = None
   epochs: int = 1
   short_name = "free"
 
@@ -53,7 +53,7 @@ class Algorithm(objective.Objective):
     checks.at_least(self, 1, "epochs", where="algorithm")
     self._validate_loss()
     self._validate_reference()
-    if self.sampling is None:
+    if self.dynamic_sampling is None:
       return
     reason, name = None, short_names.of(self.advantage)
     if self.advantage.min_group_size < 2:
@@ -64,8 +64,9 @@ class Algorithm(objective.Objective):
       reason = "a kl in the rewards makes members differ"
     if reason is not None:
       raise ValueError(
-        f"algorithm.sampling drops groups of equal rewards, but {reason}, so "
-        "they teach as others do; use algorithm.sampling=none"
+        "algorithm.dynamic_sampling drops groups of equal rewards, but "
+        f"{reason}, so they teach as others do; use "
+        "algorithm.dynamic_sampling=none"
       )
 
   def _validate_reference(self) -> None:

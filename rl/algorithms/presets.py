@@ -13,7 +13,7 @@ import dataclasses
 from rl.algorithms import (
   advantages,
   algorithm,
-  dynamic_sampling,
+  group_filters,
   loss_aggregation,
   losses,
   references,
@@ -80,8 +80,8 @@ class Dapo(algorithm.Algorithm):
       clip_low=0.2, clip_high=0.28
     )
   )
-  sampling: dynamic_sampling.DynamicSampling | None = dataclasses.field(
-    default_factory=dynamic_sampling.DynamicSampling
+  dynamic_sampling: group_filters.DynamicSampling | None = dataclasses.field(
+    default_factory=group_filters.DynamicSampling
   )
   short_name = "dapo"
 

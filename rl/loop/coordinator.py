@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
-from rl.algorithms import dynamic_sampling
+from rl.algorithms import group_filters
 from rl.audit import event_log
 from rl.data import trajectory
 from rl.engine import contract
@@ -57,7 +57,7 @@ class LoopSettings:
   seed: int
   progress_timeout_s: float
   success: float
-  group_filter: dynamic_sampling.GroupFilter
+  group_filter: group_filters.GroupFilter
 
 
 @runtime_checkable

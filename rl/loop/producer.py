@@ -17,7 +17,7 @@ import contextlib
 from collections.abc import Mapping
 
 from envs import base
-from rl.algorithms import dynamic_sampling
+from rl.algorithms import group_filters
 from rl.audit import event_log
 from rl.data import trajectory
 from rl.rollout import group_rollout, prompts
@@ -43,7 +43,7 @@ class Producer:
     seed: int,
     player: group_rollout.Player,
     tasks: prompts.Prompts,
-    group_filter: dynamic_sampling.GroupFilter,
+    group_filter: group_filters.GroupFilter,
     log: event_log.EventLog,
   ):
     self._schedule = schedule

@@ -17,7 +17,7 @@ import gc
 import time
 from collections.abc import Mapping, Sequence
 
-from rl.algorithms import dynamic_sampling
+from rl.algorithms import group_filters
 from rl.audit import event_log
 from rl.loop import coordinator
 from rl.loop import progress as progress_lib
@@ -297,7 +297,7 @@ class _Run:
         seed=settings.seed,
         progress_timeout_s=settings.progress_timeout_s,
         success=1.0,
-        group_filter=dynamic_sampling.keep_all,
+        group_filter=group_filters.keep_all,
       ),
       trainer=simulated_learner.SimulatedTrainer(
         settings.cluster.learner, self.spans

@@ -9,7 +9,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from rl.algorithms import advantages, dynamic_sampling
+from rl.algorithms import advantages, group_filters
 from rl.data import trajectory
 from rl.rollout import episode
 from rl.schedule import overlap
@@ -188,7 +188,7 @@ def test_a_group_of_equal_answers_teaches_nothing_and_is_seen_to(name):
     group_size=4,
     source=fakes.Counting(turns=1),
     answers=(virtual_run.YES,),
-    sampling=dynamic_sampling.DynamicSampling(max_refills=refills),
+    dynamic_sampling=group_filters.DynamicSampling(max_refills=refills),
   ).start()
   # Each place is played again as often as it may; the last try is trained.
   reasons = collections.Counter(e["reason"] for e in run.of("dropped"))

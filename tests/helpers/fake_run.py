@@ -7,7 +7,7 @@ from typing import Any
 
 from envs import base, rewards
 from models.chat import word_chat
-from rl.algorithms import advantages, dynamic_sampling, presets
+from rl.algorithms import advantages, group_filters, presets
 from rl.audit import checker, event_log, token_ledger
 from rl.data import trajectory
 from rl.loop import coordinator
@@ -96,7 +96,7 @@ class Run:
   source: base.Source = dataclasses.field(default_factory=fakes.Counting)
   reward: base.Reward = dataclasses.field(default_factory=rewards.Outcome)
   retries: grading.Retries = dataclasses.field(default_factory=grading.Retries)
-  sampling: dynamic_sampling.DynamicSampling | None = None
+  dynamic_sampling: group_filters.DynamicSampling | None = None
   decode_s: Callable[[tuple[int, ...]], float] = lambda priority: 0.0
   learner_s: float = 0.0
   update_s: float = 0.0
@@ -153,8 +153,8 @@ class Run:
         seed=0,
         progress_timeout_s=self.progress_timeout_s,
         success=1.0,
-        group_filter=dynamic_sampling.group_filter(
-          self.sampling, advantages.Grpo()
+        group_filter=group_filters.group_filter(
+          self.dynamic_sampling, advantages.Grpo()
         ),
       ),
       trainer=self._training(thread, programs),

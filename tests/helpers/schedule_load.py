@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from envs import base, mixture
-from rl.algorithms import dynamic_sampling
+from rl.algorithms import group_filters
 from rl.audit import checker as checker_lib
 from rl.audit import event_log, token_ledger
 from rl.rollout import grading
@@ -136,14 +136,14 @@ def run(mode: str, draw: random.Random, rounds: int = 12) -> virtual_run.Run:
     other = mixture.Part(_source(draw, "two"), weight)
     source = mixture.Mixture((mixture.Part(source), other))
   slow = draw.choice([0.0, 0.1, 3.0, 30.0])
-  refills = dynamic_sampling.DynamicSampling(max_refills=draw.randint(1, 4))
+  refills = group_filters.DynamicSampling(max_refills=draw.randint(1, 4))
   return virtual_run.Run(
     schedule(mode, draw),
     rounds=rounds,
     source=source,
     reward=Dice(draw),
     retries=grading.Retries(attempts=2, first_wait_s=0.1),
-    sampling=refills if draw.random() < 0.3 else None,
+    dynamic_sampling=refills if draw.random() < 0.3 else None,
     delay_s=lambda priority: _tail(draw, 1.0),
     learner=simulated_learner.LearnerSpeed(token_s=0.01, update_s=slow),
     transfer_s=draw.choice([0.0, 1.0, 20.0]),

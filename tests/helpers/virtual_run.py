@@ -12,7 +12,7 @@ from typing import Any
 
 from envs import base, rewards
 from models.chat import word_chat
-from rl.algorithms import advantages, dynamic_sampling
+from rl.algorithms import advantages, group_filters
 from rl.audit import checker, event_log, token_ledger
 from rl.data import trajectory
 from rl.loop import coordinator
@@ -136,7 +136,7 @@ class Run:
   source: Any = dataclasses.field(default_factory=fakes.Counting)
   reward: base.Reward = dataclasses.field(default_factory=rewards.Outcome)
   retries: grading.Retries = dataclasses.field(default_factory=grading.Retries)
-  sampling: dynamic_sampling.DynamicSampling | None = None
+  dynamic_sampling: group_filters.DynamicSampling | None = None
   delay_s: Callable[[tuple[int, ...]], float] = lambda priority: 1.0
   learner: simulated_learner.LearnerSpeed = dataclasses.field(
     default_factory=lambda: simulated_learner.LearnerSpeed(token_s=0.0)
@@ -209,8 +209,8 @@ class Run:
         seed=self.seed,
         progress_timeout_s=self.progress_timeout_s,
         success=1.0,
-        group_filter=dynamic_sampling.group_filter(
-          self.sampling, advantages.Grpo()
+        group_filter=group_filters.group_filter(
+          self.dynamic_sampling, advantages.Grpo()
         ),
       ),
       trainer=simulated_learner.SimulatedTrainer(self.learner, self.spans),

@@ -56,7 +56,7 @@ def _override(tree, overrides):
       "algorithm.advantage": ("reinforce_pp(baseline=group)"),
       "overlap.groups_per_microbatch": "16",
     },
-    {"algorithm.sampling": "dynamic_sampling"},
+    {"algorithm.dynamic_sampling": "dynamic_sampling"},
     {"rollout.overlong": "overlong(max_tokens=32, buffer=32)"},
     {"routing.default": "decode"},
     {"model.compute.attention": "splash", "batch.length": "128"},
@@ -251,11 +251,11 @@ def test_settings_that_fit_together_are_accepted(experiment, overrides):
     (
       {
         "algorithm.advantage": "reinforce",
-        "algorithm.sampling": "dynamic_sampling",
+        "algorithm.dynamic_sampling": "dynamic_sampling",
       },
-      "algorithm.sampling drops groups of equal rewards, but advantage="
+      "algorithm.dynamic_sampling drops groups of equal rewards, but advantage="
       "reinforce compares no members, so they teach as others do; use "
-      "algorithm.sampling=none",
+      "algorithm.dynamic_sampling=none",
     ),
     (
       {"rollout.overlong": "overlong(max_tokens=33, buffer=4)"},

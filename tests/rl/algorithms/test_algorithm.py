@@ -15,7 +15,7 @@ from rl.algorithms import (
   advantages,
   algorithm,
   corrections,
-  dynamic_sampling,
+  group_filters,
   kl,
   loss_aggregation,
   losses,
@@ -219,19 +219,19 @@ def taught(**changes) -> references.Teacher:
       "use reference=none, or kl=kl_penalty",
     ),
     (
-      presets.Ppo(sampling=dynamic_sampling.DynamicSampling()),
+      presets.Ppo(dynamic_sampling=group_filters.DynamicSampling()),
       "sampling drops .* advantage=gae compares no members",
-      "use algorithm.sampling=none",
+      "use algorithm.dynamic_sampling=none",
     ),
     (
       presets.Dapo(advantage=advantages.Rloo(others="task")),
       "sampling drops .* advantage=rloo compares groups of one task",
-      "use algorithm.sampling=none",
+      "use algorithm.dynamic_sampling=none",
     ),
     (
       presets.Dapo(kl=PENALTY, reference=references.Initial()),
       "sampling drops .* a kl in the rewards makes members differ",
-      "use algorithm.sampling=none",
+      "use algorithm.dynamic_sampling=none",
     ),
     (
       free(loss=losses.Aipo(), correction=CORRECTION),

@@ -22,7 +22,7 @@ from rl import experiment as experiment_lib
 from rl.algorithms import (
   advantages,
   corrections,
-  dynamic_sampling,
+  group_filters,
   kl,
   loss_aggregation,
   losses,
@@ -160,7 +160,7 @@ def parts(loss, advantage, **others):
     "correction": None,
     "kl": None,
     "reference": None,
-    "sampling": None,
+    "dynamic_sampling": None,
     "epochs": 1,
     "value": value_loss.ValueLoss(weight=0.5, clip=0.2, through_body=True),
     "entropy_bonus": 0.0,
@@ -193,7 +193,9 @@ VALUES = {
   "dapo": parts(
     surrogate(0.28, TOKENS),
     GRPO,
-    sampling=dynamic_sampling.DynamicSampling(max_refills=4, min_spread=0.0),
+    dynamic_sampling=group_filters.DynamicSampling(
+      max_refills=4, min_spread=0.0
+    ),
   ),
   "rloo": parts(
     losses.Reinforce(aggregate=SUM), advantages.Rloo(others="group")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from envs import mixture
-from rl.algorithms import advantages, dynamic_sampling
+from rl.algorithms import advantages, group_filters
 from rl.audit import event_log
 from rl.loop import coordinator, progress
 from rl.schedule import overlap
@@ -41,7 +41,7 @@ def test_what_was_too_old_does_not_use_up_the_refills_of_a_place():
     EAGER_DROP,
     rounds=30,
     source=fakes.Counting(turns=1),
-    sampling=dynamic_sampling.DynamicSampling(max_refills=refills),
+    dynamic_sampling=group_filters.DynamicSampling(max_refills=refills),
     learner=simulated_learner.LearnerSpeed(token_s=0.0, update_s=5.0),
   ).start()
   reasons = collections.defaultdict(collections.Counter)

@@ -1,4 +1,4 @@
-"""Dynamic sampling: drops groups that teach nothing, so others are played."""
+"""Dynamic sampling and other filters of the groups that are trained."""
 
 import dataclasses
 from collections.abc import Callable
@@ -36,7 +36,7 @@ class DynamicSampling:
 
   def validate(self) -> None:
     """Raises ValueError on a number below its bound."""
-    out = "use algorithm.sampling=none to train every group"
+    out = "use algorithm.dynamic_sampling=none to train every group"
     checks.at_least(self, 1, "max_refills", out=out)
     checks.finite_at_least(self, 0, "min_spread")
 

@@ -1,9 +1,9 @@
-"""Dynamic sampling: which groups teach nothing, and when that is the end."""
+"""Dynamic sampling: the groups that it drops, and when it stops."""
 
 import numpy as np
 import pytest
 
-from rl.algorithms import advantages, dynamic_sampling, reward_shaping
+from rl.algorithms import advantages, group_filters, reward_shaping
 from rl.data import trajectory
 from tests.helpers import played_members
 
@@ -55,7 +55,7 @@ def _group(*members, attempt=0):
 )
 def test_what_an_estimator_cannot_learn_from_has_a_reason(members, expected):
   group = _group(*members)
-  got = dynamic_sampling.DynamicSampling().reason(group, advantages.Grpo())
+  got = group_filters.DynamicSampling().reason(group, advantages.Grpo())
   assert got == expected
   # The estimator agrees: no advantage, or nobody trained.
   values, _ = played_members.of_group(group, advantages.Grpo())
@@ -64,8 +64,8 @@ def test_what_an_estimator_cannot_learn_from_has_a_reason(members, expected):
 
 def test_rewards_within_the_spread_count_as_equal():
   group = _group((1.0, 2), (0.9, 2))
-  narrow = dynamic_sampling.DynamicSampling(min_spread=0.05)
-  wide = dynamic_sampling.DynamicSampling(min_spread=0.2)
+  narrow = group_filters.DynamicSampling(min_spread=0.05)
+  wide = group_filters.DynamicSampling(min_spread=0.2)
   assert narrow.reason(group, advantages.Grpo()) is None
   assert wide.reason(group, advantages.Grpo()) == "zero_variance"
 
@@ -79,13 +79,13 @@ def test_a_penalty_for_length_makes_no_variance():
     admitted=group.admitted,
   )
   assert [t.reward for t in shaped.trajectories] == [0.5, 1.0]
-  got = dynamic_sampling.DynamicSampling().reason(shaped, advantages.Grpo())
+  got = group_filters.DynamicSampling().reason(shaped, advantages.Grpo())
   assert got == "zero_variance"
 
 
 def test_an_estimator_that_compares_nobody_learns_from_equal_rewards():
   sampling, estimator = (
-    dynamic_sampling.DynamicSampling(),
+    group_filters.DynamicSampling(),
     advantages.Reinforce(),
   )
   assert sampling.reason(_group((1.0, 2), (1.0, 2)), estimator) is None
@@ -94,14 +94,14 @@ def test_an_estimator_that_compares_nobody_learns_from_equal_rewards():
 
 
 def test_the_last_attempt_is_trained_whatever_it_is_like():
-  sampling = dynamic_sampling.DynamicSampling(max_refills=2)
-  why = dynamic_sampling.group_filter(sampling, advantages.Grpo())
+  sampling = group_filters.DynamicSampling(max_refills=2)
+  why = group_filters.group_filter(sampling, advantages.Grpo())
   got = [why(_group((1.0, 2), (1.0, 2)), i) for i in range(4)]
   assert got == ["zero_variance", "zero_variance", None, None]
 
 
 def test_without_dynamic_sampling_every_group_is_trained():
-  why = dynamic_sampling.group_filter(None, advantages.Grpo())
+  why = group_filters.group_filter(None, advantages.Grpo())
   assert why(_group((None, 0)), 0) is None
 
 
@@ -110,4 +110,4 @@ def test_without_dynamic_sampling_every_group_is_trained():
 )
 def test_nonsense_is_refused(bad):
   with pytest.raises(ValueError, match=f"dynamic_sampling.{next(iter(bad))}="):
-    dynamic_sampling.DynamicSampling(**bad).validate()
+    group_filters.DynamicSampling(**bad).validate()
