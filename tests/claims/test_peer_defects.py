@@ -17,7 +17,7 @@ from rl.simulation import engine as simulated_engine
 from rl.simulation import learner as simulated_learner
 from rl.simulation import processor as simulated_processor
 from rl.testing import fakes
-from tests.helpers import fake_run, played_members, virtual_run
+from tests.helpers import played_members, virtual_run
 
 ASYNCHRONOUS = {
   "drain": overlap.bounded(4, 2, 1),
@@ -205,7 +205,7 @@ def test_a_group_of_equal_answers_teaches_nothing_and_is_seen_to(name):
 # The end.
 
 
-@pytest.mark.parametrize("name", fake_run.SCHEDULES)
+@pytest.mark.parametrize("name", virtual_run.SCHEDULES)
 def test_the_last_evaluation_is_of_the_last_policy_and_comes(name):
   seen = []
 
@@ -217,7 +217,7 @@ def test_the_last_evaluation_is_of_the_last_policy_and_comes(name):
     seen.append((version, played.versions, played.status))
 
   run = virtual_run.Run(
-    fake_run.SCHEDULES[name],
+    virtual_run.SCHEDULES[name],
     rounds=5,
     observer=virtual_run.Observer(evaluate),
     transfer_s=3.0,

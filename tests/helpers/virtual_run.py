@@ -1,7 +1,8 @@
 """The real coordinator in virtual time: all that it waits for only waits.
 
 Gate, buffer, producer, player and router are those of a run. Engines answer
-from a list; the learner and the transfer of weights take virtual seconds.
+from a list; the learner and the transfer of weights take virtual seconds, or
+are the real trainer and publisher over programs that do nothing.
 """
 
 import asyncio
@@ -12,21 +13,47 @@ from typing import Any
 
 from envs import base, rewards
 from models.chat import word_chat
-from rl.algorithms import advantages, group_filters
+from rl.algorithms import advantages, group_filters, presets
 from rl.audit import checker, event_log, token_ledger
 from rl.data import trajectory
 from rl.loop import coordinator
 from rl.loop import progress as progress_lib
-from rl.pools import router
+from rl.pools import router, weight_publisher
 from rl.rollout import grading, group_rollout, prompts
-from rl.runtime import trace, virtual_clock
+from rl.runtime import mesh_thread, trace, virtual_clock
 from rl.runtime import watchdog as watchdog_lib
 from rl.schedule import overlap
 from rl.simulation import learner as simulated_learner
 from rl.testing import fake_engine, fakes
+from rl.train import learner as learner_lib
+from rl.train import trainer as trainer_lib
 
 CHAT = word_chat.WordChat(("go", "on", "yes", "no"))
 YES, NO = 5, 6
+
+SCHEDULES = {
+  "sync": overlap.sync(4, 2, 2),
+  "strict pipeline": overlap.strict_pipeline(4, 1),
+  "rollout pipe": overlap.rollout_pipe(4, 2, 1),
+  "hard frontier": overlap.rollout_pipe(4, 2, 1, hard=True),
+  "as completed": dataclasses.replace(
+    overlap.strict_pipeline(4, 1),
+    consume="ready",
+    redundancy=overlap.Redundancy(extra_groups=2, extra_members=1),
+  ),
+  "one step off": overlap.one_step_off(4, 2),
+  "bounded": overlap.bounded(4, 2, 2),
+  "in flight, 1": overlap.in_flight(4, 1, 2),
+  "in flight, 3": overlap.in_flight(4, 3, 1),
+  "keep kv": overlap.in_flight(4, 2, 2, on_publish="keep_kv"),
+  "drop": dataclasses.replace(overlap.in_flight(4, 1, 2), consume="drop"),
+  "recycle": dataclasses.replace(
+    overlap.in_flight(4, 1, 2),
+    consume="recycle",
+    redundancy=overlap.Redundancy(extra_members=1),
+  ),
+}
+"""One of each kind, four groups a round."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,6 +144,29 @@ class Observer(progress_lib.RunObserver):
     self.last = progress
 
 
+class InlineThread(mesh_thread.MeshThread):
+  """Runs programs on the loop, each in five virtual milliseconds."""
+
+  def __init__(self):
+    pass
+
+  async def run(self, name, function, *args):
+    await asyncio.sleep(0.005)  # A program in no time would overlap nothing.
+    return function(*args)
+
+
+class Placing(fakes.FakeLearner):
+  """Programs that do nothing, and keep every batch that they are given."""
+
+  def __init__(self):
+    super().__init__()
+    self.batches = []
+
+  def place(self, batch):
+    self.batches.append(batch)
+    return batch
+
+
 @dataclasses.dataclass(eq=False)
 class Run:
   """A coordinator in virtual time, and everything that it touched.
@@ -129,6 +179,9 @@ class Run:
     max_graders: calls of the reward at once.
     seconds, sampled_by_engines: how long it took, and tokens, when it is over.
     disturb: runs beside the coordinator and is given this.
+    programs: of the real trainer and publisher; None simulates both.
+    estimator, packing: of the real trainer, and changes of its settings.
+    state: of the trainer, after the last round.
   """
 
   schedule: overlap.Overlap
@@ -155,6 +208,11 @@ class Run:
   max_graders: int = 256
   disturb: Callable[["Run"], Any] | None = None
   listeners: tuple[Callable[[event_log.Event], None], ...] = ()
+  programs: learner_lib.Learner | None = None
+  estimator: advantages.Estimator = dataclasses.field(
+    default_factory=advantages.Reinforce
+  )
+  packing: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
   def start(self, progress: progress_lib.Progress | None = None) -> "Run":
     """Runs to the last round, from there if it is given; returns itself.
@@ -176,11 +234,12 @@ class Run:
     self.engines = [self.engine(version) for _ in range(self.num_engines)]
     self.router = router.Router(self.engines, log=self.log)
     self.loop = self._coordinator()
-    begin = progress or progress_lib.beginning(0, self.tasks.cursor)
+    first = self.programs.abstract if self.programs else 0
+    begin = progress or progress_lib.beginning(first, self.tasks.cursor)
     self.tasks.seek(begin.cursor)
     beside = asyncio.create_task(self.disturb(self)) if self.disturb else None
     try:
-      await self.loop.run(begin)
+      self.state = await self.loop.run(begin)
     finally:
       self.seconds = clock()
       counts = [engine.stats().sampled_tokens for engine in self.engines]
@@ -201,6 +260,38 @@ class Run:
     engine.version = version
     return engine
 
+  def _trainer(self) -> trainer_lib.Trainer:
+    if self.programs is None:
+      return simulated_learner.SimulatedTrainer(self.learner, self.spans)
+    settings = trainer_lib.TrainerSettings(
+      rows=8,
+      length=32,
+      share_prompts=False,
+      probe_rows=8,
+      max_staleness=self.schedule.max_staleness,
+      old_logprob=self.schedule.old_logprob,
+    )
+    return trainer_lib.Training(
+      dataclasses.replace(settings, **self.packing),
+      self.programs,
+      InlineThread(),
+      estimator=self.estimator,
+      objective=presets.Grpo(),
+    )
+
+  def _publisher(self) -> coordinator.Publisher:
+    if self.programs is None:
+      return simulated_learner.SimulatedPublisher(
+        self.router, self.transfer_s, self.log, self.spans
+      )
+    return weight_publisher.WeightPublisher(
+      self.router,
+      [None] * self.num_engines,
+      InlineThread(),
+      self.log,
+      self.spans,
+    )
+
   def _coordinator(self) -> coordinator.Coordinator:
     return coordinator.Coordinator(
       coordinator.LoopSettings(
@@ -213,10 +304,8 @@ class Run:
           self.dynamic_sampling, advantages.Grpo()
         ),
       ),
-      trainer=simulated_learner.SimulatedTrainer(self.learner, self.spans),
-      publisher=simulated_learner.SimulatedPublisher(
-        self.router, self.transfer_s, self.log, self.spans
-      ),
+      trainer=self._trainer(),
+      publisher=self._publisher(),
       player=self.player(),
       tasks=self.tasks,
       log=self.log,
@@ -253,6 +342,14 @@ class Run:
   def ledger(self) -> token_ledger.Ledger:
     """Returns where every sampled token went."""
     return token_ledger.of(self.log.events)
+
+  def kinds(self, *kinds: str) -> list[tuple[str, int | None]]:
+    """Returns (kind, version) of the events of some kinds."""
+    return [
+      (event["kind"], event.get("version"))
+      for event in self.log.events
+      if event["kind"] in kinds
+    ]
 
   def of(self, kind: str, **fields: Any) -> list[event_log.Event]:
     """Returns the events of a kind with these values, in order."""

@@ -1,15 +1,16 @@
-"""Tests of the schedules with a fake engine, learner and environment."""
+"""Tests of the coordinator: every schedule, in virtual time."""
 
 import asyncio
 
 import pytest
 
-from rl.audit import event_log, token_ledger
+from rl.audit import checker, event_log, token_ledger
 from rl.loop import coordinator
 from rl.runtime import watchdog
 from rl.schedule import overlap
+from rl.simulation import learner as simulated_learner
 from rl.testing import fakes
-from tests.helpers import fake_run, virtual_run
+from tests.helpers import virtual_run
 
 
 def later(event):
@@ -23,16 +24,40 @@ def uneven(priority):
   return 0.02 if sum(priority) % 5 == 0 else 0.002
 
 
-@pytest.mark.parametrize("name", fake_run.SCHEDULES)
+def at_once(priority):
+  return 0.0
+
+
+def slow_learner(update_s):
+  return simulated_learner.LearnerSpeed(token_s=0.0, update_s=update_s)
+
+
+def stopped_after_two_rounds(build):
+  """Returns a run that was asked to stop when its second round ended."""
+
+  class Stopping(virtual_run.Observer):
+    async def on_round(self, trained):
+      await super().on_round(trained)
+      if trained.metrics["round"] == 2:
+        run.loop.stop()
+
+  run = build(observer=Stopping())
+  with pytest.raises(coordinator.Stopped):
+    run.start()
+  return run
+
+
+@pytest.mark.parametrize("name", virtual_run.SCHEDULES)
 def test_every_schedule_trains_16_groups_once_each(name):
-  schedule = fake_run.SCHEDULES[name]
-  run = fake_run.Run(schedule, decode_s=uneven, learner_s=0.005)
-  state = run.start()
-  trained = run.observer.groups
+  schedule = virtual_run.SCHEDULES[name]
+  run = virtual_run.Run(
+    schedule, delay_s=uneven, programs=virtual_run.Placing()
+  ).start()
+  trained = [group.group_id for group in run.groups]
   assert len(set(trained)) == len(trained) == 16
   if schedule.consume == "submit":
     assert trained == list(range(16))
-  assert state.updates == 4 * schedule.updates_per_round
+  assert run.state.updates == 4 * schedule.updates_per_round
   assert run.observer.published == [1, 2, 3, 4]
   assert run.violations() == []
   assert run.ledger.error == 0
@@ -42,16 +67,18 @@ def test_every_schedule_trains_16_groups_once_each(name):
 def test_staleness_reaches_the_bound_and_never_passes_it(eta):
   schedule = overlap.in_flight(4, eta, 1)
   # The learner is far slower than rollout, so the window is always full.
-  run = fake_run.Run(schedule, rounds=8, learner_s=0.03)
-  run.start()
+  run = virtual_run.Run(
+    schedule, rounds=8, delay_s=at_once, learner=slow_learner(0.03)
+  ).start()
   lags = event_log.staleness(run.log.events)
   assert max(lags) == eta
   assert min(lags) >= 0
 
 
 def test_synchronous_rollout_and_training_never_overlap():
-  run = fake_run.Run(overlap.sync(4, 1, 2), decode_s=uneven, learner_s=0.01)
-  run.start()
+  run = virtual_run.Run(
+    overlap.sync(4, 1, 2), delay_s=uneven, learner=slow_learner(0.01)
+  ).start()
   for round_ in range(4):
     ready = [
       e["t"]
@@ -70,10 +97,9 @@ def test_a_pipelined_round_trains_while_its_tail_decodes():
   def slow_last(priority):
     return 0.2 if priority[0] % 4 == 3 else 0.0
 
-  run = fake_run.Run(
-    overlap.rollout_pipe(4, 1, 1), rounds=1, decode_s=slow_last
-  )
-  run.start()
+  run = virtual_run.Run(
+    overlap.rollout_pipe(4, 1, 1), rounds=1, delay_s=slow_last
+  ).start()
   order = [
     (e["kind"], e["group"])
     for e in run.log.events
@@ -83,8 +109,9 @@ def test_a_pipelined_round_trains_while_its_tail_decodes():
 
 
 def test_weights_go_out_as_soon_as_a_round_is_trained():
-  run = fake_run.Run(overlap.in_flight(4, 1, 4), learner_s=0.01)
-  run.start()
+  run = virtual_run.Run(
+    overlap.in_flight(4, 1, 4), delay_s=at_once, learner=slow_learner(0.01)
+  ).start()
   kinds = [
     e["kind"]
     for e in run.log.events
@@ -95,8 +122,7 @@ def test_weights_go_out_as_soon_as_a_round_is_trained():
 
 
 def test_the_gate_opens_only_after_the_weights_are_served():
-  run = fake_run.Run(overlap.sync(4, 1, 2))
-  run.start()
+  run = virtual_run.Run(overlap.sync(4, 1, 2)).start()
   for event in event_log.of_kind(run.log.events, "submitted"):
     assert event["version"] == event["group"] // 4
   order = run.kinds("submitted", "published")
@@ -107,9 +133,14 @@ def test_the_gate_opens_only_after_the_weights_are_served():
 def test_members_of_a_group_share_their_prompt_when_they_are_asked_to():
   packed = []
   for share in (False, True):
-    run = fake_run.Run(overlap.sync(4, 1, 4), rounds=1, share_prompts=share)
-    run.start()
-    packed.append(run.batches[0])
+    programs = virtual_run.Placing()
+    virtual_run.Run(
+      overlap.sync(4, 1, 4),
+      rounds=1,
+      programs=programs,
+      packing={"share_prompts": share},
+    ).start()
+    packed.append(programs.batches[0])
   own, shared = packed
   assert own.prefix is None
   assert shared.prefix is not None
@@ -118,24 +149,25 @@ def test_members_of_a_group_share_their_prompt_when_they_are_asked_to():
   assert (own.segments > 0).sum() - (shared.segments > 0).sum() == 4 * 2
 
 
-@pytest.mark.parametrize("name", fake_run.SCHEDULES)
+@pytest.mark.parametrize("name", virtual_run.SCHEDULES)
 def test_a_stopped_run_goes_on_without_losing_or_repeating_a_group(name):
-  first = fake_run.Run(
-    fake_run.SCHEDULES[name],
-    decode_s=uneven,
-    observer=fake_run.Recorder(stop_at=2),
-  )
-  with pytest.raises(coordinator.Stopped):
-    first.start()
+  schedule = virtual_run.SCHEDULES[name]
+
+  def run(**settings):
+    return virtual_run.Run(
+      schedule, delay_s=uneven, programs=virtual_run.Placing(), **settings
+    )
+
+  first = stopped_after_two_rounds(run)
   saved = first.observer.last
+  assert saved
   assert saved.trained in (2, 3)
-  again = fake_run.Run(fake_run.SCHEDULES[name], decode_s=uneven)
-  state = again.start(saved)
-  assert state.updates == 4 * fake_run.SCHEDULES[name].updates_per_round
-  trained = first.observer.groups + again.observer.groups
+  again = run().start(saved)
+  assert again.state.updates == 4 * schedule.updates_per_round
+  trained = [group.group_id for group in (*first.groups, *again.groups)]
   assert len(set(trained)) == len(trained) == 16
-  whole = [*first.log.events, *map(later, again.log.events)]
-  assert fake_run.violations(whole, fake_run.SCHEDULES[name]) == []
+  log = [*first.log.events, *map(later, again.log.events)]
+  assert checker.violations(event_log.surviving(log), schedule, 2) == []
 
 
 def test_a_resumed_run_plays_the_same_tasks_as_one_that_never_stopped():
@@ -144,15 +176,12 @@ def test_a_resumed_run_plays_the_same_tasks_as_one_that_never_stopped():
       e["group"]: e["tokens"] for e in run.log.events if e["kind"] == "trained"
     }
 
-  whole = fake_run.Run(overlap.sync(4, 1, 2))
-  whole.start()
-  cut = fake_run.Run(
-    overlap.sync(4, 1, 2), observer=fake_run.Recorder(stop_at=2)
-  )
-  with pytest.raises(coordinator.Stopped):
-    cut.start()
-  rest = fake_run.Run(overlap.sync(4, 1, 2))
-  rest.start(cut.observer.last)
+  def run(**settings):
+    return virtual_run.Run(overlap.sync(4, 1, 2), **settings)
+
+  whole = run().start()
+  cut = stopped_after_two_rounds(run)
+  rest = run().start(cut.observer.last)
   assert {**tasks(cut), **tasks(rest)} == tasks(whole)
   assert rest.tasks.cursor == whole.tasks.cursor
 
@@ -160,12 +189,17 @@ def test_a_resumed_run_plays_the_same_tasks_as_one_that_never_stopped():
 @pytest.mark.parametrize("fault", ["start", "step", "nan", "text", "hang"])
 def test_faulty_environments_cost_their_tokens_and_nothing_else(fault):
   source = fakes.Counting(fault=fault, faulty=lambda index: index % 3 == 0)
-  run = fake_run.Run(overlap.in_flight(4, 1, 2), source=source, step_s=0.1)
-  run.start()
+  run = virtual_run.Run(
+    overlap.in_flight(4, 1, 2),
+    source=source,
+    step_s=0.1,
+    delay_s=at_once,
+    programs=virtual_run.Placing(),
+  ).start()
   assert len(run.observer.rounds) == 4
-  faults = sum(m["faults/env_fault"] for m in run.observer.rounds)
+  faults = sum(m["faults/env_fault"] for m in run.observer.metrics)
   broken = {e["group"] for e in run.log.events if e["kind"] == "fault"}
-  assert faults == fake_run.GROUP * len(broken) > 0
+  assert faults == 2 * len(broken) > 0  # Groups of two.
   ledger = run.ledger
   assert ledger.error == 0
   assert (ledger.masked > 0) == (fault != "start")
@@ -188,17 +222,20 @@ def test_the_log_says_which_members_of_a_group_were_trained():
 
 
 def test_groups_that_are_all_faults_do_not_stop_the_run():
-  run = fake_run.Run(overlap.sync(2, 1, 1), source=fakes.Counting(fault="step"))
-  run.start()
-  assert [m["trained_tokens"] for m in run.observer.rounds] == [0.0] * 4
+  run = virtual_run.Run(
+    overlap.sync(2, 1, 1),
+    source=fakes.Counting(fault="step"),
+    programs=virtual_run.Placing(),
+  ).start()
+  assert [m["trained_tokens"] for m in run.observer.metrics] == [0.0] * 4
 
 
 def test_a_dead_wait_is_named():
   def forever(priority):
     return 60.0 if priority[0] == 1 else 0.0
 
-  run = fake_run.Run(
-    overlap.sync(4, 1, 2), decode_s=forever, progress_timeout_s=0.3
+  run = virtual_run.Run(
+    overlap.sync(4, 1, 2), delay_s=forever, progress_timeout_s=0.3
   )
   with pytest.raises(watchdog.Stalled, match=r"learner.*1 groups.*them 1"):
     run.start()
@@ -213,7 +250,7 @@ async def _never(version):
 def test_an_evaluation_that_never_ends_ends_the_run_instead(name):
   # The engines that drain are evaluated while the next round trains.
   run = virtual_run.Run(
-    fake_run.SCHEDULES[name],
+    virtual_run.SCHEDULES[name],
     observer=virtual_run.Observer(_never),
     progress_timeout_s=100.0,
   )
@@ -229,7 +266,7 @@ def test_an_evaluation_that_never_ends_ends_the_run_instead(name):
 
 def test_engines_that_never_take_weights_end_the_run():
   run = virtual_run.Run(
-    fake_run.SCHEDULES["bounded"], update_s=1e6, progress_timeout_s=100.0
+    virtual_run.SCHEDULES["bounded"], update_s=1e6, progress_timeout_s=100.0
   )
   with pytest.raises(watchdog.Stalled, match="engines to take version 1"):
     run.start()
@@ -240,13 +277,14 @@ def test_an_engine_that_dies_ends_the_run_with_its_reason():
   def die(priority):
     raise RuntimeError("device lost")
 
-  run = fake_run.Run(overlap.sync(4, 1, 2), decode_s=die)
+  run = virtual_run.Run(overlap.sync(4, 1, 2), delay_s=die)
   with pytest.raises(RuntimeError, match="device lost"):
     run.start()
 
 
 def test_the_log_probability_gap_is_reported_every_round():
-  run = fake_run.Run(overlap.in_flight(4, 1, 2))
-  run.start()
+  run = virtual_run.Run(
+    overlap.in_flight(4, 1, 2), programs=virtual_run.Placing()
+  ).start()
   # The fake learner scores what the engine reported: a gap of exactly 0.
-  assert [m["logprob_gap_max"] for m in run.observer.rounds] == [0.0] * 4
+  assert [m["logprob_gap_max"] for m in run.observer.metrics] == [0.0] * 4

@@ -17,7 +17,7 @@ from rl.simulation import engine as simulated_engine
 from rl.simulation import learner as simulated_learner
 from rl.simulation import processor as simulated_processor
 from rl.testing import fakes
-from tests.helpers import fake_run, played_members, virtual_run
+from tests.helpers import played_members, virtual_run
 
 EAGER_DROP = dataclasses.replace(
   overlap.in_flight(4, 1, 1),
@@ -422,21 +422,21 @@ def test_the_engine_and_the_environments_are_rid_of_a_redundant_member():
 def test_advantages_are_over_exactly_the_g_that_make_up_the_group():
   seen = []
 
-  class Values(fake_run.Recorder):
+  class Values(virtual_run.Observer):
     async def on_round(self, trained):
       seen.extend(zip(trained.groups, trained.advantages, strict=True))
 
   schedule = members(extra=2)
-  run = fake_run.Run(
+  run = virtual_run.Run(
     schedule,
     rounds=4,
     group_size=GROUP,
     observer=Values(),
+    programs=virtual_run.Placing(),
     estimator=advantages.Grpo(),
     source=fakes.Counting(turns=1),
-    decode_s=lambda priority: 0.2 * (priority[1] not in FIRST),
-  )
-  run.start()
+    delay_s=lambda priority: 0.2 * (priority[1] not in FIRST),
+  ).start()
   assert len(seen) == 4 * 2
   varied = 0
   for group, values in seen:

@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 
 from models import config as model_config
-from rl.algorithms import advantages, losses, objective, presets
+from rl.algorithms import losses, objective
 from rl.audit import token_ledger
 from rl.data import batch, segment_index
 from rl.pools import placement
 from rl.runtime import checkpoint
 from rl.schedule import overlap
 from rl.testing import fakes
-from rl.train import learner, optimizers, skipped_updates, trainer
-from tests.helpers import counting_trainer, fake_run, scored_episodes
+from rl.train import learner, optimizers, skipped_updates
+from tests.helpers import scored_episodes, virtual_run
 from tests.helpers import tiny_engine as tiny
 
 pytestmark = pytest.mark.compiled
@@ -372,28 +372,6 @@ class Skipping(fakes.FakeLearner):
     return (state, {**sums, "skipped": 1.0}) if bad else (after, sums)
 
 
-@dataclasses.dataclass(eq=False)
-class Run(fake_run.Run):
-  """Two epochs an update, of which some are not finite.
-
-  Attributes:
-    bad: which of the two.
-  """
-
-  bad: tuple[int, ...] = ()
-
-  def _training(self, thread, programs):
-    return trainer.Training(
-      dataclasses.replace(
-        counting_trainer.SETTINGS, rows=8, length=32, probe_rows=8, epochs=2
-      ),
-      Skipping(self.bad),
-      thread,
-      estimator=advantages.Reinforce(),
-      objective=presets.Grpo(),
-    )
-
-
 @pytest.mark.parametrize(
   ("bad", "updates", "share"),
   [((), 2, 0.0), ((1,), 1, 0.5), ((0,), 0, 1.0)],
@@ -402,10 +380,12 @@ class Run(fake_run.Run):
 def test_tokens_of_which_one_step_was_taken_are_booked_as_trained(
   bad, updates, share
 ):
-  run = Run(overlap.sync(4), rounds=1, bad=bad)
-  state = run.start()
-  assert state.updates == updates
-  assert [m["skipped_updates"] for m in run.observer.rounds] == [share]
+  # Two epochs an update, of which some are not finite.
+  run = virtual_run.Run(
+    overlap.sync(4), rounds=1, programs=Skipping(bad), packing={"epochs": 2}
+  ).start()
+  assert run.state.updates == updates
+  assert [m["skipped_updates"] for m in run.observer.metrics] == [share]
   ledger = token_ledger.of(run.log.events)
   assert ledger.error == 0
   # Four groups of two, whose members say a word and its end in each of two
