@@ -38,8 +38,8 @@ setuptools.setup(
   package_dir={"": "."},
   packages=[
     package
-    for room in ("configs", "envs", "launch", "models", "rl")
-    for package in setuptools.find_packages(include=[room, f"{room}.*"])
+    for top in ("configs", "envs", "launch", "models", "rl")
+    for package in setuptools.find_packages(include=[top, f"{top}.*"])
   ],
   package_data={"launch.report": ["*.html", "*.js"]},
   install_requires=[

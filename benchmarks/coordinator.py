@@ -221,14 +221,14 @@ async def _play(
 
 @contextlib.contextmanager
 def _sampled(samples: collections.Counter[str] | None) -> Iterator[None]:
-  """Counts the rooms in which the body of a `with` spends CPU time."""
+  """Counts the files in which the body of a `with` spends CPU time."""
   if samples is None:
     yield
     return
 
   def look(number: int, frame: Any) -> None:
     del number
-    samples[_room(frame)] += 1
+    samples[_file(frame)] += 1
 
   before = signal.signal(signal.SIGPROF, look)
   signal.setitimer(signal.ITIMER_PROF, _SAMPLE_S, _SAMPLE_S)
@@ -239,7 +239,7 @@ def _sampled(samples: collections.Counter[str] | None) -> Iterator[None]:
     signal.signal(signal.SIGPROF, before)
 
 
-def _room(frame: Any) -> str:
+def _file(frame: Any) -> str:
   """Returns the innermost of our files on a stack."""
   # Below that is who called asyncio.run: a file of ours too.
   while frame is not None and frame.f_code.co_name != "run_forever":
@@ -251,7 +251,7 @@ def _room(frame: Any) -> str:
 
 
 def _measure(case: Case) -> dict[str, Any]:
-  """Returns the rates of a case, and microseconds of a turn by room."""
+  """Returns the rates of a case, and microseconds of a turn by file."""
   rounds = max(2, _TURNS.value // (_GROUPS * _MEMBERS * case.turns))
   asyncio.run(_play(case, 2))  # Imports what is imported late.
   seconds, run = [], None
@@ -271,9 +271,9 @@ def _measure(case: Case) -> dict[str, Any]:
     "turns_per_s_worst": run.watcher.turns / max(seconds),
     "us_per_turn": 1e6 * each,
     "turns": run.watcher.turns,
-    "us_per_turn_by_room": {
-      room: 1e6 * each * count / samples.total()
-      for room, count in samples.most_common()
+    "us_per_turn_by_file": {
+      name: 1e6 * each * count / samples.total()
+      for name, count in samples.most_common()
     },
   }
 
@@ -320,12 +320,12 @@ def main(argv: list[str]) -> None:
   for name in ("turns_per_s", "trajectories_per_s", "us_per_turn"):
     cells = "".join(f"{row[name]:11,.1f}" for row in cases.values())
     print(f"  {name:24}{cells}")
-  rooms = collections.Counter[str]()
+  files = collections.Counter[str]()
   for row in cases.values():
-    rooms.update(row["us_per_turn_by_room"])
-  for room, _ in rooms.most_common(20):
-    each = [row["us_per_turn_by_room"].get(room, 0.0) for row in cases.values()]
-    print(f"  {room:24}" + "".join(f"{value:11.2f}" for value in each))
+    files.update(row["us_per_turn_by_file"])
+  for name, _ in files.most_common(20):
+    each = [row["us_per_turn_by_file"].get(name, 0.0) for row in cases.values()]
+    print(f"  {name:24}" + "".join(f"{value:11.2f}" for value in each))
   machine.keep(
     "coordinator",
     groups=_GROUPS,

@@ -90,10 +90,10 @@ def _bare_loop(parts: assemble.Parts, state: train_state.TrainState):
   whole = layout.sharding()
   tables = np.arange(slots * width, dtype=np.int32).reshape(slots, width)
   cache = kv_cache.init_cache(model, slots * width, settings.page_size)
-  room = kv_cache.gather(cache, jnp.asarray(tables))
+  scratch = kv_cache.gather(cache, jnp.asarray(tables))
   biases = jnp.zeros((1, model.vocab_size))
-  cache, carry, biases, room = jax.device_put(
-    (cache, decode_step.init_carry(slots), biases, room), whole
+  cache, carry, biases, scratch = jax.device_put(
+    (cache, decode_step.init_carry(slots), biases, scratch), whole
   )
   plans = []
   for turn in range(4):
@@ -109,12 +109,12 @@ def _bare_loop(parts: assemble.Parts, state: train_state.TrainState):
     plans.append(jax.device_put(plan, whole))
 
   def run(dispatches: int) -> tuple[float, int]:
-    nonlocal cache, carry, room
+    nonlocal cache, carry, scratch
     start = time.monotonic()
     counts = []
     for i in range(dispatches):
-      cache, carry, sampled, room = program(
-        params, cache, carry, biases, plans[i % len(plans)], room
+      cache, carry, sampled, scratch = program(
+        params, cache, carry, biases, plans[i % len(plans)], scratch
       )
       counts.append(sampled.counts)
     tokens = int(sum(np.sum(count) for count in jax.device_get(counts)))

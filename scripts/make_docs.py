@@ -4,7 +4,7 @@
 
 - The tables of docs/performance.md, from benchmarks/results. A table stands
   between `<!-- table NAME -->` and `<!-- end -->`; the prose around it stays.
-- docs/packages.svg, from the floors and rooms of tests/test_house.py.
+- docs/packages.svg, from the floors of tests/test_house.py.
 
 With --check nothing is written: a file that differs is an error.
 """

@@ -34,8 +34,8 @@ def draw() -> str:
   y = _TOP
   for name, colour in _COLOURS.items():
     start = y
-    for rooms in reversed(floors.get(name, [[name]])):
-      row, height = _floor(rooms, y, colour)
+    for packages in reversed(floors.get(name, [[name]])):
+      row, height = _floor(packages, y, colour)
       boxes += row
       y += height + _GAP
     boxes.append(_text(30, start + 22, name, f'fill="{colour}" {_BOLD}'))
@@ -83,15 +83,17 @@ def _frame(height: int) -> Iterator[str]:
   )
 
 
-def _floor(rooms: Sequence[str], y: int, colour: str) -> tuple[list[str], int]:
+def _floor(
+  packages: Sequence[str], y: int, colour: str
+) -> tuple[list[str], int]:
   """Returns the boxes of a floor, side by side, and its height."""
-  free = _WIDTH - _LEFT - 28 - _GAP * (len(rooms) - 1)
-  width = free // len(rooms)
+  free = _WIDTH - _LEFT - 28 - _GAP * (len(packages) - 1)
+  width = free // len(packages)
   characters = int((width - 2 * _PADDING) / _PER_CHARACTER)
-  texts = [textwrap.wrap(_purpose(room), characters) for room in rooms]
+  texts = [textwrap.wrap(_purpose(package), characters) for package in packages]
   height = 2 * _PADDING + _LINE * max(1 + len(lines) for lines in texts)
   parts = []
-  for place, (room, lines) in enumerate(zip(rooms, texts, strict=True)):
+  for place, (package, lines) in enumerate(zip(packages, texts, strict=True)):
     x = _LEFT + place * (width + _GAP)
     parts.append(
       f'<rect x="{x}" y="{y}" width="{width}" height="{height}" rx="8" '
@@ -99,7 +101,7 @@ def _floor(rooms: Sequence[str], y: int, colour: str) -> tuple[list[str], int]:
       'stroke-opacity="0.35"/>'
     )
     left, top = x + _PADDING, y + _PADDING + 11
-    parts.append(_text(left, top, _label(room), 'font-weight="600"'))
+    parts.append(_text(left, top, _label(package), 'font-weight="600"'))
     parts += [
       _text(left, top + _LINE * i, line, f'fill="{_MUTED}"')
       for i, line in enumerate(lines, start=1)
@@ -107,20 +109,20 @@ def _floor(rooms: Sequence[str], y: int, colour: str) -> tuple[list[str], int]:
   return parts, height
 
 
-def _path(room: str) -> pathlib.Path:
-  """Returns a room's folder, or the file where it is a single module."""
-  path = ROOT.joinpath(*room.split("."))
+def _path(package: str) -> pathlib.Path:
+  """Returns a package's folder, or the file where it is a single module."""
+  path = ROOT.joinpath(*package.split("."))
   return path if path.is_dir() else path.with_suffix(".py")
 
 
-def _label(room: str) -> str:
-  path = str(_path(room).relative_to(ROOT))
+def _label(package: str) -> str:
+  path = str(_path(package).relative_to(ROOT))
   return path if "/" in path else f"{path}/*.py"
 
 
-def _purpose(room: str) -> str:
+def _purpose(package: str) -> str:
   """Returns the first line of a package's or a module's docstring."""
-  path = _path(room)
+  path = _path(package)
   path = path / "__init__.py" if path.is_dir() else path
   docstring = ast.get_docstring(ast.parse(path.read_text("utf-8"))) or ""
   line = docstring.partition("\n\n")[0].replace("\n", " ")

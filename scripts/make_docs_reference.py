@@ -12,7 +12,7 @@ from mkdocs.config import defaults
 from mkdocs.structure import files as files_lib
 
 ROOT = pathlib.Path(__file__).parents[1]
-_ROOMS = ("rl", "models", "launch", "envs")
+_TOPS = ("rl", "models", "launch", "envs")
 _TITLE = "API reference"
 
 
@@ -21,23 +21,23 @@ def on_files(
 ) -> files_lib.Files:
   """Adds the pages, and their names to the navigation."""
   entries = []
-  for room in _ROOMS:
+  for top in _TOPS:
     packages = []
-    for name, modules in _packages(room):
+    for name, modules in _packages(top):
       path = f"reference/{name}.md"
       content = "\n\n".join(_page(name, modules)) + "\n"
       files.append(files_lib.File.generated(config, path, content=content))
       packages.append({name: path})
-    entries.append({room: packages})
+    entries.append({top: packages})
   for entry in config.nav or []:
     if _TITLE in entry:
       entry[_TITLE] = entries
   return files
 
 
-def _packages(room: str) -> Iterator[tuple[str, list[str]]]:
-  """Yields each package of a room with its modules, both dotted."""
-  for package in sorted((ROOT / room).rglob("__init__.py")):
+def _packages(top: str) -> Iterator[tuple[str, list[str]]]:
+  """Yields each package of a top package with its modules, both dotted."""
+  for package in sorted((ROOT / top).rglob("__init__.py")):
     folder = package.parent
     name = ".".join(folder.relative_to(ROOT).parts)
     modules = [

@@ -21,7 +21,7 @@ import sys
 
 import pytest
 
-from tests.helpers import rooms
+from tests.helpers import packages
 
 _DEVICES = "--xla_force_host_platform_device_count"
 
@@ -49,7 +49,7 @@ def pytest_addoption(parser):
     "--room",
     metavar="PACKAGE",
     help="run the tests of a package, such as rl/engine, and the unit tests of "
-    "the rooms that import it",
+    "the packages that import it",
   )
 
 
@@ -67,21 +67,22 @@ def pytest_configure(config):
     name = "__init__" if cls is subprocess.Popen else "start"
     setattr(cls, name, _count("process", getattr(cls, name)))
   room = config.getoption("--room")
-  if room and not (rooms.ROOT / room).exists():
+  if room and not (packages.ROOT / room).exists():
     raise pytest.UsageError(f"--room={room}: there is no such package or file")
 
 
-def _tests_of(room):
-  """Returns the directory, or the file, of the tests of a room."""
-  path = _TESTS.joinpath(*room.split("."))
+def _tests_of(package):
+  """Returns the directory, or the file, of the tests of a package."""
+  path = _TESTS.joinpath(*package.split("."))
   return path if path.is_dir() else path.with_name(f"test_{path.name}.py")
 
 
 def _selected(config):
-  """Returns the places of tests of the room itself, and of its importers."""
+  """Returns the places of tests of the package itself, and of its importers."""
   room = config.getoption("--room").rstrip("/").removesuffix(".py")
   name = room.replace("/", ".")
-  return _tests_of(name), [_tests_of(other) for other in rooms.importers(name)]
+  importers = packages.importers(name)
+  return _tests_of(name), [_tests_of(other) for other in importers]
 
 
 def pytest_ignore_collect(collection_path, config):
@@ -89,7 +90,7 @@ def pytest_ignore_collect(collection_path, config):
   if not config.getoption("--room") or collection_path.is_dir():
     return None
   own, others = _selected(config)
-  # A top package's own room is its files, and not the packages in it.
+  # Of a top package its own files count, and not the packages in it.
   wanted = collection_path.is_relative_to(own) or any(
     collection_path in (place, *place.glob("test_*.py")) for place in others
   )

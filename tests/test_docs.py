@@ -18,8 +18,8 @@ PAGES = [
   ROOT / "CONTRIBUTING.md",
   *sorted((ROOT / "docs").rglob("*.md")),
 ]
-ROOMS = ("rl", "models", "launch", "envs", "configs", "benchmarks", "scripts")
-FOLDERS = (*ROOMS, "docs", "notebooks", "tests")
+TOPS = ("rl", "models", "launch", "envs", "configs", "benchmarks", "scripts")
+FOLDERS = (*TOPS, "docs", "notebooks", "tests")
 FILE = re.compile(r"\.(py|md|lock|svg|jsonl?|html|yml)$")
 # Other projects' names.
 OTHERS = {"dataclasses", "flax", "openai", "optax", "transformers", "ui"}
@@ -31,10 +31,10 @@ each_page = pytest.mark.parametrize(
 
 @functools.cache
 def modules() -> dict[str, list[pathlib.Path]]:
-  """Returns the modules of all rooms by their last name."""
+  """Returns the modules of all packages by their last name."""
   found: dict[str, list[pathlib.Path]] = {}
-  for room in ROOMS:
-    for path in (ROOT / room).rglob("*.py"):
+  for top in TOPS:
+    for path in (ROOT / top).rglob("*.py"):
       found.setdefault(path.stem, []).append(path)
   return found
 
@@ -73,7 +73,7 @@ def settings() -> frozenset[str]:
 def exists(name: str) -> bool:
   """Whether a dotted name is a module, part of one, or a setting."""
   parts = name.split(".")
-  if parts[0] in ROOMS:
+  if parts[0] in TOPS:
     path = ROOT
     while parts and (path / parts[0]).is_dir():
       path /= parts.pop(0)

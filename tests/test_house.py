@@ -6,11 +6,11 @@ import re
 
 import pytest
 
-from tests.helpers import rooms
+from tests.helpers import packages
 
 pytestmark = pytest.mark.process  # It asks git for the files.
 
-# Floors from the ground up: a room imports from floors below its own, and
+# Floors from the ground up: a package imports from floors below its own, and
 # nothing beside or above it.
 FLOORS = {
   "envs": [["envs"]],
@@ -47,7 +47,7 @@ FLOORS = {
     ["launch"],
   ],
 }
-# Rooms of other top packages that may be imported.
+# Packages of other top packages that may be imported.
 MAY_IMPORT = {
   "envs": [],
   "models": [],
@@ -58,7 +58,7 @@ MAY_IMPORT = {
 # Nothing may be imported relatively: "" is what stands before the first dot.
 OURS = {*MAY_IMPORT, "benchmarks", "notebooks", "tests", ""}
 NAMES_THAT_SAY_NOTHING = {"utils", "common", "helpers", "types", "misc"}
-# Packages of others that one room imports, for all of the project.
+# Distributions that one package imports, for all of the project.
 ONE_IMPORTER = {"sgl_jax": "rl.engine.sglang"}
 # A preset is named like the estimator or the loss that its paper is known for.
 NAMED_BY_PAPERS = {
@@ -84,15 +84,15 @@ def wrong_imports(package: str, source: str) -> list[str]:
   allowed = [package, *MAY_IMPORT[package]]
   return [
     name
-    for name in rooms.imported(source)
+    for name in packages.imported(source)
     if name.partition(".")[0] in OURS
     and not any(f"{name}.".startswith(f"{ok}.") for ok in allowed)
   ]
 
 
 def floor_numbers(floors: list[list[str]]) -> dict[str, int]:
-  """Returns the floor of each room of a top package, 0 at the bottom."""
-  return {room: n for n, level in enumerate(floors) for room in level}
+  """Returns the floor of each package of a top package, 0 at the bottom."""
+  return {package: n for n, level in enumerate(floors) for package in level}
 
 
 def wrong_arrows(
@@ -146,8 +146,8 @@ def public_classes(source: str) -> list[str]:
 @pytest.mark.parametrize("package", sorted(MAY_IMPORT))
 def test_imports_point_one_way_between_top_packages(package):
   wrong = {
-    str(path.relative_to(rooms.ROOT)): names
-    for path in rooms.python_files(package)
+    str(path.relative_to(packages.ROOT)): names
+    for path in packages.python_files(package)
     if (names := wrong_imports(package, path.read_text()))
   }
   assert not wrong
@@ -171,14 +171,16 @@ def test_a_wrong_import_is_seen(package, source, wrong):
 
 @pytest.mark.parametrize("package", sorted(FLOORS))
 def test_imports_lead_to_lower_floors(package):
-  assert not wrong_arrows(FLOORS[package], rooms.arrows())
+  assert not wrong_arrows(FLOORS[package], packages.arrows())
 
 
 @pytest.mark.parametrize("package", sorted(FLOORS))
 def test_every_room_has_a_floor(package):
   found = {
-    rooms.room_of(".".join(path.relative_to(rooms.ROOT).with_suffix("").parts))
-    for path in rooms.python_files(package)
+    packages.package_of(
+      ".".join(path.relative_to(packages.ROOT).with_suffix("").parts)
+    )
+    for path in packages.python_files(package)
     if path.name != "__init__.py"
   }
   assert found == {*floor_numbers(FLOORS[package])}
@@ -199,13 +201,13 @@ def test_an_arrow_up_or_sideways_is_seen(arrow, is_wrong):
 
 
 def test_importers_are_the_rooms_that_import_a_package_or_a_part_of_it():
-  found = rooms.importers("rl.engine")
+  found = packages.importers("rl.engine")
   assert {"rl.rollout", "rl.pools", "rl.assemble"} <= found
   assert not found & {"rl.engine", "rl.engine.builtin", "rl.data", "models"}
 
 
 def test_files_are_named_for_what_they_hold():
-  files = rooms.python_files()
+  files = packages.python_files()
   assert not [p for p in files if p.stem in NAMES_THAT_SAY_NOTHING]
 
 
@@ -213,8 +215,10 @@ def test_files_are_named_for_what_they_hold():
 def test_a_package_of_others_has_one_importer(package):
   use = re.compile(rf'import_module\(\s*f?"{package}\b|import {package}\b')
   importers = {
-    rooms.room_of(".".join(path.relative_to(rooms.ROOT).with_suffix("").parts))
-    for path in rooms.python_files(*rooms.TOPS)
+    packages.package_of(
+      ".".join(path.relative_to(packages.ROOT).with_suffix("").parts)
+    )
+    for path in packages.python_files(*packages.TOPS)
     if use.search(path.read_text())
   }
   assert importers == {ONE_IMPORTER[package]}
@@ -223,23 +227,23 @@ def test_a_package_of_others_has_one_importer(package):
 def test_a_test_file_is_named_for_the_file_that_it_tests():
   product = {
     f"tests/{path.parent}/test_{path.stem}.py"
-    for file in rooms.python_files(*rooms.TOPS)
-    for path in [file.relative_to(rooms.ROOT)]
+    for file in packages.python_files(*packages.TOPS)
+    for path in [file.relative_to(packages.ROOT)]
   }
   tests = {
-    str(path.relative_to(rooms.ROOT))
-    for package in rooms.TOPS
-    for path in rooms.python_files("tests")
+    str(path.relative_to(packages.ROOT))
+    for package in packages.TOPS
+    for path in packages.python_files("tests")
     if path.stem.startswith("test_")
-    and path.is_relative_to(rooms.ROOT / "tests" / package)
+    and path.is_relative_to(packages.ROOT / "tests" / package)
   }
   assert not tests - product
 
 
 def test_public_names_have_docstrings():
   missing = {
-    str(path.relative_to(rooms.ROOT)): names
-    for path in rooms.python_files("envs", "models", "rl", "launch")
+    str(path.relative_to(packages.ROOT)): names
+    for path in packages.python_files("envs", "models", "rl", "launch")
     if (names := undocumented(path.read_text()))
   }
   assert not missing
@@ -252,8 +256,8 @@ def test_a_missing_docstring_is_seen():
 
 def test_docstrings_name_a_thing_or_say_what_is_done():
   wrong = {
-    str(path.relative_to(rooms.ROOT)): lines
-    for path in rooms.python_files(*rooms.TOPS)
+    str(path.relative_to(packages.ROOT)): lines
+    for path in packages.python_files(*packages.TOPS)
     if (lines := questions(path.read_text()))
   }
   assert not wrong
@@ -266,9 +270,9 @@ def test_a_docstring_that_begins_with_a_question_is_seen():
 
 def test_one_public_class_name_stands_for_one_thing():
   places = collections.defaultdict(list)
-  for path in rooms.python_files("envs", "models", "rl", "launch"):
+  for path in packages.python_files("envs", "models", "rl", "launch"):
     for name in public_classes(path.read_text()):
-      places[name].append(str(path.relative_to(rooms.ROOT)))
+      places[name].append(str(path.relative_to(packages.ROOT)))
   shared = {name: at for name, at in places.items() if len(at) > 1}
   assert {*shared} <= NAMED_BY_PAPERS, shared
 
@@ -276,13 +280,13 @@ def test_one_public_class_name_stands_for_one_thing():
 @pytest.mark.parametrize("pattern", [MACHINE_PATH, REGISTRY])
 def test_nothing_depends_on_one_machine_or_registry(pattern):
   found = []
-  for path in rooms.project_files():
+  for path in packages.project_files():
     try:
       lines = path.read_text().splitlines()
     except UnicodeDecodeError:
       continue
     found += [
-      f"{path.relative_to(rooms.ROOT)}:{number}: {line.strip()}"
+      f"{path.relative_to(packages.ROOT)}:{number}: {line.strip()}"
       for number, line in enumerate(lines, start=1)
       if pattern.search(line)
     ]

@@ -6,16 +6,17 @@
     all-to-all -> compute: each row's sum over the experts here
     all-to-all -> every token sums what its destinations sent back
 
-Shapes are static, so C and the room for assignments are bounded: enough while
-no device gets more than `SLACK` times its even share. Devices agree beforehand
-on whether all have room. If not, the same happens in several rounds over
+Shapes are static, so C and the number of assignments have a capacity, which
+holds while no device gets more than `SLACK` times its even share. Devices agree
+beforehand on whether all fit. If not, the same happens in several rounds over
 smaller slices of tokens, as many as the worst case takes, so nothing is ever
 dropped and no buffer grows. The rounds are recomputed in the backward pass.
 
 Letters: t tokens of a device, k experts of a token, E experts, P devices, C
 rows from one device to another, R = P * C, D width.
 
-Source: the exchange of GShard, arXiv 2006.16668, section 3.2, without capacity.
+Source: the exchange of GShard, arXiv 2006.16668, section 3.2, which drops
+tokens above the capacity.
 """
 
 import functools
@@ -30,7 +31,7 @@ from jaxtyping import Array, Float, Int32, Shaped
 from models.moe import grouped_matmul
 
 SLACK = 1.5
-"""Room for tokens in the usual case, relative to an even spread."""
+"""Capacity in the usual case, relative to an even spread."""
 
 _FEW = 256
 
@@ -40,17 +41,17 @@ ExpertSum = Callable[
   tuple[Float[Array, "R D"], Int32[Array, ""]],
 ]
 """(rows, gates, experts, bound on the number of assignments) -> sums over the
-experts of this device, and how many assignments had room. Experts count from 0
+experts of this device, and how many assignments fitted. Experts count from 0
 here; others mean no assignment."""
 
 
-class Room(NamedTuple):
-  """Sizes of the buffers of one round.
+class Capacity(NamedTuple):
+  """Sizes of the buffers of a round, and the number of rounds.
 
   Attributes:
     rows: C, tokens from one device to another.
     assignments: of the experts of one device, from all devices.
-    rounds: that move every token whatever it chose.
+    rounds: as many as move every token.
   """
 
   rows: int
@@ -58,10 +59,10 @@ class Room(NamedTuple):
   rounds: int
 
 
-def rooms(
+def capacities(
   num_tokens: int, num_chosen: int, num_experts: int, parts: int
-) -> tuple[Room, Room]:
-  """Returns the room of the usual case, and of the rounds of the worst case.
+) -> tuple[Capacity, Capacity]:
+  """Returns the capacity of the usual case, and of rounds in the worst case.
 
   They are equal where the worst case takes no more than the usual one.
   """
@@ -77,11 +78,11 @@ def rooms(
   if worst <= _FEW:
     rows, assignments = num_tokens, worst
   if rows == num_tokens and assignments == worst:
-    return Room(rows, worst, 1), Room(rows, worst, 1)
+    return Capacity(rows, worst, 1), Capacity(rows, worst, 1)
   small = min(rows, assignments // (parts * most))
   return (
-    Room(rows, assignments, 1),
-    Room(small, small * parts * most, -(-num_tokens // small)),
+    Capacity(rows, assignments, 1),
+    Capacity(small, small * parts * most, -(-num_tokens // small)),
   )
 
 
@@ -108,14 +109,14 @@ def exchange(
   if parts == 1:
     return compute(x, gates, experts, experts.size)
   num_tokens, num_chosen = experts.shape
-  usual, worst = rooms(num_tokens, num_chosen, num_experts, parts)
+  usual, worst = capacities(num_tokens, num_chosen, num_experts, parts)
   here = num_experts // parts
   inside = (experts >= 0) & (experts < num_experts)
   targets = jnp.where(inside, experts // here, -1)
 
-  def way(room):
+  def way(capacity):
     def exchanged(x, gates, experts, targets):
-      return _rounds(compute, here, axis, room, x, gates, experts, targets)
+      return _rounds(compute, here, axis, capacity, x, gates, experts, targets)
 
     return exchanged
 
@@ -136,7 +137,7 @@ def _rounds(
   compute: ExpertSum,
   here: int,
   axis: str,
-  room: Room,
+  capacity: Capacity,
   x: Float[Array, "t D"],
   gates: Float[Array, "t k"],
   experts: Int32[Array, "t k"],
@@ -148,13 +149,13 @@ def _rounds(
   counts = jnp.diff(firsts)[:, None]
 
   def one(number: Array | int):
-    rank = number * room.rows + jnp.arange(room.rows, dtype=jnp.int32)
+    rank = number * capacity.rows + jnp.arange(capacity.rows, dtype=jnp.int32)
     places = grouped_matmul.place(
       order, firsts[:-1, None] + rank, rank < counts, experts.shape
     )
-    return _round(compute, here, axis, room, x, gates, experts, places)
+    return _round(compute, here, axis, capacity, x, gates, experts, places)
 
-  if room.rounds == 1:
+  if capacity.rounds == 1:
     return one(0)
 
   # Nothing of a round is kept: in the worst case memory matters most.
@@ -165,14 +166,15 @@ def _rounds(
   # Of an integer, which is 0 for sure and varies as the places do.
   zero = firsts[0] * 0
   zeros = jnp.zeros_like(x) + zero.astype(x.dtype), zero
-  return jax.lax.scan(add, zeros, jnp.arange(room.rounds, dtype=jnp.int32))[0]
+  numbers = jnp.arange(capacity.rounds, dtype=jnp.int32)
+  return jax.lax.scan(add, zeros, numbers)[0]
 
 
 def _round(
   compute: ExpertSum,
   here: int,
   axis: str,
-  room: Room,
+  capacity: Capacity,
   x: Float[Array, "t D"],
   gates: Float[Array, "t k"],
   experts: Int32[Array, "t k"],
@@ -190,7 +192,7 @@ def _round(
   row_experts = jnp.where(
     row_experts < 0, -1, row_experts - here * jax.lax.axis_index(axis)
   )
-  y, placed = compute(rows, row_gates, row_experts, room.assignments)
+  y, placed = compute(rows, row_gates, row_experts, capacity.assignments)
   return grouped_matmul.collect(swap(y), places), placed
 
 

@@ -1,4 +1,4 @@
-"""Chunks of tokens give what all logits at once would, and cost less room."""
+"""Chunks of tokens give what all logits at once would, and cost less memory."""
 
 import functools
 import math
@@ -181,15 +181,15 @@ def test_the_room_it_takes_follows_the_chunk_and_not_the_tokens():
   targets = jax.ShapeDtypeStruct(shape, jnp.int32)
   weights = jax.ShapeDtypeStruct((2, *shape), jnp.float32)
 
-  def room(chunk):
+  def memory(chunk):
     run = jax.jit(gradient(chunk)).lower(hidden, table, targets, weights)
     memory = run.compile().memory_analysis()
     assert memory is not None
     return memory.temp_size_in_bytes
 
   logits = 1024 * 151_936 * 4
-  assert room(64) < logits / 5
-  assert room(1024) > logits
+  assert memory(64) < logits / 5
+  assert memory(1024) > logits
 
 
 def test_a_frozen_table_has_no_gradient_to_be_stored(data):
@@ -197,7 +197,7 @@ def test_a_frozen_table_has_no_gradient_to_be_stored(data):
   hidden, _, targets, weights = data
   table = jnp.ones((151_936, WIDTH))
 
-  def room(argnums):
+  def memory(argnums):
     function = functools.partial(total, chunk=1)
     run = jax.jit(jax.grad(function, argnums=argnums, has_aux=True))
     run = run.lower(hidden, table, targets, weights).compile()
@@ -205,7 +205,7 @@ def test_a_frozen_table_has_no_gradient_to_be_stored(data):
     assert memory is not None
     return memory.temp_size_in_bytes + memory.output_size_in_bytes
 
-  assert room((0, 1)) - room((0,)) > 0.9 * table.nbytes
+  assert memory((0, 1)) - memory((0,)) > 0.9 * table.nbytes
 
 
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])

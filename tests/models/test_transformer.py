@@ -569,17 +569,17 @@ def test_the_less_is_kept_the_less_memory_it_takes(kind):
   config = CONFIGS[kind]
   tokens = jax.ShapeDtypeStruct((8, 64), jnp.int32)
 
-  def room(remat):
+  def temporary(remat):
     run = gradient(config, remat).lower(policy_lib.of(config).shapes, tokens)
     memory = run.compile().memory_analysis()
     assert memory is not None
     return memory.temp_size_in_bytes
 
   assert set(ORDER) == set(transformer.REMAT)
-  rooms = [room(remat) for remat in ORDER]
-  assert rooms == sorted(rooms)
+  sizes = [temporary(remat) for remat in ORDER]
+  assert sizes == sorted(sizes)
   # Of three layers, one at a time.
-  assert rooms[0] < 0.6 * rooms[-1]
+  assert sizes[0] < 0.6 * sizes[-1]
 
 
 @pytest.mark.parametrize("remat", ["dots", "layer"])

@@ -150,7 +150,7 @@ def advance(
   carry: Carry,
   biases: Float32[Array, "biases V"],
   plan: DispatchPlan,
-  room: kv_cache.Past | None = None,
+  scratch: kv_cache.Past | None = None,
   *,
   config: model_config.ModelConfig,
   layout: sharding.Layout,
@@ -165,8 +165,8 @@ def advance(
   rows that began have ended, so that they do not wait for the longest.
 
   Args:
-    room: memory for the gathered pages, with any content; the last result is
-      room for the next dispatch. Donate it where a program's temporary memory
+    scratch: memory for the gathered pages, with any content; the last result
+      is that of the next dispatch. Donate it where a program's temporary memory
       is cleared each time, as on a CPU.
     chunks: (P, C).
     max_steps: K.
@@ -189,7 +189,9 @@ def advance(
 
   token, logprob = pick(hidden[rows.newest], rows.known)
   started = rows.budget > 0
-  sampled = _room(len(tables), max_steps, experts if record_experts else None)
+  sampled = _unsampled(
+    len(tables), max_steps, experts if record_experts else None
+  )
   sampled = _record(sampled, 0, started, token, logprob)
 
   alive = _alive(started, rows, token, sampled)
@@ -201,8 +203,8 @@ def advance(
     _Loop(jnp.int32(1), alive, token, past, sampled),
   )
   cache = _commit(cache, tables, rows, fed, loop)
-  room = None if room is None else loop.past
-  return cache, _next_carry(carry, rows, loop), loop.sampled, room
+  scratch = None if scratch is None else loop.past
+  return cache, _next_carry(carry, rows, loop), loop.sampled, scratch
 
 
 def _sample_on(
@@ -302,7 +304,7 @@ def _rows(plan: DispatchPlan, carry: Carry, chunks: tuple[int, int]) -> _Rows:
   )
 
 
-def _room(
+def _unsampled(
   rows: int, max_steps: int, experts: Int32[Array, "N 1 layers k"] | None
 ) -> Sampled:
   """Returns zeros for the tokens, and the experts of the ids that were fed."""

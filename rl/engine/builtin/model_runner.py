@@ -52,7 +52,7 @@ class ModelRunner:
     self._pages = layout.sharding(*kv_cache.AXES)
     self._rows = layout.sharding(*kv_cache.ROW_AXES)
     # By the shape of the page tables; None where memory needs no clearing.
-    self._room: dict[tuple[int, int], kv_cache.Past] | None = (
+    self._scratch: dict[tuple[int, int], kv_cache.Past] | None = (
       {} if layout.platform == "cpu" else None
     )
     all_chunks = {
@@ -72,7 +72,7 @@ class ModelRunner:
           record_experts=record_experts,
         ),
         donate_argnums=(1, 2, 5),
-        # `room` is unused but for its memory.
+        # `scratch` is unused but for its memory.
         keep_unused=True,
         out_shardings=(self._pages, self._whole, self._whole, self._rows),
       )
@@ -115,11 +115,11 @@ class ModelRunner:
       return decode_step.init_carry(self._shapes.slots), biases
 
     self._cache = jax.jit(cache, out_shardings=self._pages)()
-    if self._room is not None:
+    if self._scratch is not None:
       for rows, _, length in self.shapes:
         width = self._shapes.width(length)
         tables = np.zeros((rows, width), np.int32)
-        self._room[rows, width] = jax.jit(
+        self._scratch[rows, width] = jax.jit(
           kv_cache.gather, out_shardings=self._rows
         )(self._cache, jax.device_put(tables, self._whole))
     self._carry, self._biases = jax.jit(rest, out_shardings=self._whole)()
@@ -152,12 +152,12 @@ class ModelRunner:
       self.copy(copies)
     placed = jax.device_put(plan, self._whole)
     shape = plan.tables.shape
-    room = None if self._room is None else self._room[shape]
-    self._cache, self._carry, sampled, room = self._programs[chunks](
-      params, self._cache, self._carry, self._biases, placed, room
+    scratch = None if self._scratch is None else self._scratch[shape]
+    self._cache, self._carry, sampled, scratch = self._programs[chunks](
+      params, self._cache, self._carry, self._biases, placed, scratch
     )
-    if self._room is not None:
-      self._room[shape] = room
+    if self._scratch is not None:
+      self._scratch[shape] = scratch
     return jax.device_get(sampled)
 
   def copy(self, copies: Sequence[tuple[int, int]]) -> None:

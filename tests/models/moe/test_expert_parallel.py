@@ -125,13 +125,13 @@ def test_every_mesh_computes_what_one_device_does(sizes, wanted):
 def test_the_batches_take_both_ways_through_the_exchange():
   # At 8 devices of one expert each: 64 tokens, of which a quarter goes to each,
   # times 1.5; and 128 assignments, times 1.5. All of them want one device.
-  usual, worst = expert_parallel.rooms(64, 2, 8, 8)
+  usual, worst = expert_parallel.capacities(64, 2, 8, 8)
   assert usual == (24, 192, 1)
   assert usual.rows < 64
   # 192 assignments are 24 rows from each of 8: 3 rounds for 64 tokens.
   assert worst == (24, 192, 3)
   # Few tokens are not worth two ways.
-  few = expert_parallel.rooms(8, 2, 8, 8)
+  few = expert_parallel.capacities(8, 2, 8, 8)
   assert few == ((8, 64, 1), (8, 64, 1))
 
 
@@ -139,7 +139,9 @@ def test_the_batches_take_both_ways_through_the_exchange():
 @pytest.mark.parametrize("num_experts", [8, 64])
 def test_the_rounds_have_room_for_any_choice(num_experts, num_chosen):
   for tokens, parts in itertools.product((1, 37, 4096), (2, 4, 8)):
-    usual, worst = expert_parallel.rooms(tokens, num_chosen, num_experts, parts)
+    usual, worst = expert_parallel.capacities(
+      tokens, num_chosen, num_experts, parts
+    )
     most = min(num_chosen, num_experts // parts)
     assert worst.rows * worst.rounds >= tokens
     assert worst.assignments >= worst.rows * parts * most

@@ -268,7 +268,7 @@ def test_the_experts_of_all_that_was_fed_are_told(config, params, one_device):
   plan = empty()
   set_row(plan, 0, 2, 0, PROMPTS[0], 3)
   set_row(plan, 3, 0, 0, PROMPTS[2], 3)
-  *state, sampled, room = advance(*unused(config), biases, plan)
+  *state, sampled, scratch = advance(*unused(config), biases, plan)
   # Two chunks of 7, and one id of each other row.
   assert sampled.fed.shape == (16, config.num_layers, 2)
   assert sampled.stepped.shape == (SLOTS, STEPS - 1, config.num_layers, 2)
@@ -278,7 +278,7 @@ def test_the_experts_of_all_that_was_fed_are_told(config, params, one_device):
   plan = empty()
   ids = [*PROMPTS[0], *told(sampled, 0)[:2]]
   set_row(plan, 1, 1, 0, ids, 0)
-  *_, again, room = advance(*state, biases, plan, room)
+  *_, again, scratch = advance(*state, biases, plan, scratch)
   both = np.concatenate([sampled.fed[:5], sampled.stepped[0]])
   np.testing.assert_array_equal(again.fed[7:14], both)
   assert ((both >= 0) & (both < config.num_experts)).all()

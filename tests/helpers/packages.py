@@ -1,7 +1,7 @@
-"""The rooms of the project and the imports between them, read from its files.
+"""The packages of the project and the imports between them, read from files.
 
-A room is a package (`rl.train`) or a single file beside packages
-(`rl.assemble`). Only files are read; nothing of the project is imported.
+A single file beside packages (`rl.assemble`) counts as one. Only
+files are read; nothing of the project is imported.
 """
 
 import ast
@@ -35,12 +35,12 @@ def project_files() -> list[pathlib.Path]:
   return files
 
 
-def python_files(*packages: str) -> list[pathlib.Path]:
+def python_files(*tops: str) -> list[pathlib.Path]:
   """Returns the Python files of some top packages, or of the whole project."""
   files = [path for path in project_files() if path.suffix == ".py"]
-  if not packages:
+  if not tops:
     return files
-  return [p for p in files if p.relative_to(ROOT).parts[0] in packages]
+  return [p for p in files if p.relative_to(ROOT).parts[0] in tops]
 
 
 def imported(source: str) -> Iterator[str]:
@@ -53,11 +53,11 @@ def imported(source: str) -> Iterator[str]:
       yield from (f"{module}.{alias.name}" for alias in node.names)
 
 
-def room_of(name: str) -> str | None:
-  """Returns the room that a dotted name lies in; None is not ours.
+def package_of(name: str) -> str | None:
+  """Returns the package that a dotted name lies in; None is not ours.
 
   A file of `envs`, `configs` or `launch` beside packages is of the top
-  package; one of `rl` or `models` is a room of its own.
+  package; one of `rl` or `models` counts as a package of its own.
   """
   parts = name.split(".")
   if parts[0] not in TOPS:
@@ -72,26 +72,25 @@ def room_of(name: str) -> str | None:
 
 @functools.cache
 def arrows() -> dict[tuple[str, str], tuple[str, ...]]:
-  """Returns (room, imported room) -> the files that draw this arrow."""
+  """Returns (package, imported package) -> the files that draw this arrow."""
   drawn: dict[tuple[str, str], set[str]] = {}
   for path in python_files(*TOPS):
     relative = path.relative_to(ROOT)
     if relative.name == "__init__.py":
       continue
-    here = room_of(".".join(relative.with_suffix("").parts))
+    here = package_of(".".join(relative.with_suffix("").parts))
     for name in imported(path.read_text()):
-      there = room_of(name)
+      there = package_of(name)
       if here and there and there != here:
         drawn.setdefault((here, there), set()).add(str(relative))
   return {arrow: tuple(sorted(files)) for arrow, files in drawn.items()}
 
 
-def importers(room: str) -> set[str]:
-  """Returns the rooms that import one, or a room inside it, directly."""
-  inside = (room, f"{room}.")
+def importers(package: str) -> set[str]:
+  """Returns the packages that import one, or one inside it, directly."""
+  inside = f"{package}."
   return {
     here
     for here, there in arrows()
-    if (there == room or there.startswith(inside[1]))
-    and not (here == room or here.startswith(inside[1]))
+    if f"{there}.".startswith(inside) and not f"{here}.".startswith(inside)
   }
