@@ -1,1 +1,1 @@
-"""Command lines and processes: what a user types."""
+"""The commands that a user types, one a file."""

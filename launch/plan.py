@@ -161,7 +161,7 @@ def _row(one: search.ChoiceEstimate) -> tuple[str, ...]:
 
 
 def _short(number: float) -> str:
-  """Returns three digits, or all before the point."""
+  """Returns three digits, or all digits before the point if there are more."""
   return f"{number:,.0f}" if number >= 1000 else f"{number:.3g}"
 
 

@@ -1,1 +1,1 @@
-"""Language models in plain jax: no word of reinforcement learning in here."""
+"""Language models as Flax NNX modules, without reinforcement learning."""

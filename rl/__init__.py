@@ -1,1 +1,1 @@
-"""The loop: rollout, schedule, losses, learner and the way of the weights."""
+"""The loop: rollout, schedule, algorithms, learner, weight synchronisation."""

@@ -97,14 +97,14 @@ def put_root_on_path() -> None:
 
 @contextlib.contextmanager
 def blame(file: pathlib.Path, source: str | None = None) -> Iterator[None]:
-  """Turns an exception of the user's file into its line of that file.
+  """Turns an exception of the user's file into an error that names the line.
 
   Args:
-    source: what its code is called in a traceback; None is its path.
+    source: the name of its code in a traceback; None is its path.
   """
   try:
     yield
-  # Whatever the file does is its author's to correct.
+  # Any fault of the file is for its author to correct.
   except Exception as error:
     reason = f"{type(error).__name__}: {error}".splitlines()[0]
     place, line = _place(file, source or str(file.resolve()), error)
@@ -128,10 +128,10 @@ def _place(
 def _run(
   name: str, path: str, lines: list[str], source: str
 ) -> types.ModuleType:
-  """Returns a module of some lines, that takes itself for the file at `path`.
+  """Runs the lines as a module with `path` as its file.
 
   Args:
-    source: what the lines are called in a traceback.
+    source: the name of the lines in a traceback.
   """
   put_root_on_path()
   module = types.ModuleType(name)

@@ -70,7 +70,7 @@ def parse(argv: Sequence[str]) -> list[str]:
 
 
 def overrides() -> dict[str, str | None]:
-  """Returns what is overridden by path; None is --noconfig.a.b."""
+  """Returns the overrides by path; None is --noconfig.a.b."""
   return dict(_overrides)
 
 

@@ -47,7 +47,7 @@ def bind(host: str = "127.0.0.1", port: int = 0) -> socket.socket:
 async def listening(
   app: Any, bound: socket.socket, grace_s: int = 5
 ) -> AsyncIterator[str]:
-  """Serves an application and gives its address, "http://127.0.0.1:8000".
+  """Serves an application and yields its address, "http://127.0.0.1:8000".
 
   Args:
     bound: from `bind`; closed here.

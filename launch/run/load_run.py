@@ -15,7 +15,7 @@ from rl.runtime import checkpoint
 async def restored(
   experiment: experiment_lib.Experiment, run_dir: pathlib.Path
 ) -> AsyncIterator[tuple[assemble.Parts, checkpoint.Restored]]:
-  """Gives the parts of a run, not started, and its newest checkpoint.
+  """Yields the parts of a run, not started yet, and its newest checkpoint.
 
   Exits the process if no checkpoint can be read, or if the frozen weights it
   needs are missing, damaged or changed.

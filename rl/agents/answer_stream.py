@@ -26,7 +26,7 @@ ServedEngine = contract.DecodeEngine | contract.SessionRouter
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class AnswerDelta:
-  """The part of an answer since the delta before.
+  """The part of an answer since the last delta.
 
   Attributes:
     content, reasoning: new text to show.
@@ -74,7 +74,7 @@ class AnswerParser:
 
   @property
   def may_stop(self) -> bool:
-    """Returns whether text can end the answer before the engine does."""
+    """Returns whether a stop text can end the answer before the engine does."""
     return bool(self._stops) or (self._calls and self._one_call)
 
   def feed(self, tokens: Int32[np.ndarray, " t"]) -> tuple[str, str]:
@@ -168,7 +168,7 @@ def _after(shown: str, text: str) -> str:
 
 
 def _overlap(text: str, mark: str) -> int:
-  """Returns the length of the longest end of `text` that begins `mark`."""
+  """Returns the length of the longest suffix of `text` that begins `mark`."""
   longest = min(len(mark) - 1, len(text))
   ends = (n for n in range(longest, 0, -1) if text.endswith(mark[:n]))
   return next(ends, 0)
@@ -177,7 +177,7 @@ def _overlap(text: str, mark: str) -> int:
 def truncated(
   completion: contract.Completion, num_tokens: int
 ) -> contract.Completion:
-  """Returns a completion that its text ended after `num_tokens` tokens."""
+  """Returns the completion cut to `num_tokens` tokens, where its text ended."""
   experts, beyond = completion.experts, len(completion.tokens) - num_tokens
   if experts is not None:
     experts = experts[: len(experts) - beyond]
@@ -250,7 +250,7 @@ async def sample_answer(
 
 
 class _ChatDecoder:
-  """Decodes with a chat that has no decoder: decodes all ids at each call."""
+  """Decodes all ids anew at each call, for a chat without a decoder."""
 
   def __init__(self, chat: episode_lib.Chat):
     self._chat = chat

@@ -25,7 +25,7 @@ async def play(
   deadline_s: float,
   watchdog: watchdog_lib.Watchdog | None = None,
 ) -> list[trajectory.Trajectory]:
-  """Plays an agent once and returns its trajectories, at least one.
+  """Plays an agent once; returns its trajectories, at least one.
 
   An agent that edits its history, or leads several conversations, leaves one
   trajectory per branch, all with its reward.

@@ -1,1 +1,1 @@
-"""The event log, the token ledger and every invariant over them."""
+"""The event log, the token ledger and the invariants of a schedule."""

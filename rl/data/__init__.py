@@ -1,1 +1,1 @@
-"""Trajectories, packed batches and where each segment comes from."""
+"""Trajectories, packed batches and the origin of each segment."""

@@ -1,1 +1,1 @@
-"""The coordinator, the producer and the state of a run."""
+"""The loop of a run: coordinator, producer, progress, warm start."""

@@ -84,7 +84,7 @@ class _Round:
 
 
 class _Interval(NamedTuple):
-  """Events and work from the end of training in one round to that in the next.
+  """Events and work between the ends of training of two rounds.
 
   The next round is already being played while this one is described.
   """

@@ -8,8 +8,8 @@
   advance   drops the groups of the buffer that have become too old
 
 A dropped group is played again in its place: another task, or the same one
-when stale work is recycled. A later attempt is never older, so the gate need
-not know.
+when stale work is recycled. A later attempt is never older, so the gate does
+not need to know of it.
 """
 
 import asyncio
@@ -264,13 +264,13 @@ class Producer:
 
   @property
   def _sheds(self) -> bool:
-    """True if groups that a round does not need are useless to the next."""
+    """True if the next round has no use for the surplus groups of this one."""
     schedule = self._schedule
     return schedule.redundancy.extra_groups > 0 and not schedule.max_staleness
 
   @property
   def _full(self) -> bool:
-    """True if the round has its groups, and sheds the others."""
+    """True if the round has its groups and the surplus is dropped."""
     return self._sheds and self._num_ready >= self._schedule.groups_per_round
 
   def _shed(self) -> None:
@@ -305,7 +305,7 @@ class Producer:
     return groups
 
   def commit(self) -> None:
-    """Forgets the taken groups: an optimizer step holds them."""
+    """Forgets the taken groups: an optimizer step has used them."""
     self._buffer.commit()
 
   def advance(self, trained: int) -> None:
@@ -337,7 +337,7 @@ class Producer:
     self._room.set()
 
   async def stop(self, grace_s: float) -> None:
-    """Ends what is played; every token that was sampled is counted."""
+    """Ends all attempts; every token that was sampled is counted."""
     self._stopping = True
     for rollout in list(self._rollouts.values()):
       rollout.abort("stopped")
@@ -350,7 +350,7 @@ class Producer:
 
   @property
   def untrained(self) -> Mapping[int, trajectory.Group]:
-    """Finished groups that no optimizer step holds yet."""
+    """Finished groups that no optimizer step has used yet."""
     return self._buffer.untrained
 
   @property

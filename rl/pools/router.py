@@ -403,7 +403,7 @@ class Aborts:
 
   @contextlib.contextmanager
   def asking(self, request_id: str) -> Generator[None]:
-    """Knows a request in the body of a `with`.
+    """Knows a request as in flight in the body of a `with`.
 
     Raises:
       ValueError: a request of this name is in flight.
@@ -433,7 +433,7 @@ class Aborts:
 
 
 class Signal:
-  """Wakes all current waiters; each checks its own condition again."""
+  """Wakes all current waiters; each then checks its own condition."""
 
   def __init__(self):
     self._event = asyncio.Event()

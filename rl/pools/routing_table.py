@@ -176,7 +176,7 @@ class RoutingTable:
     return self._counted(domain, assignment)
 
   def _first(self, domain: str) -> affinity.Assignment | None:
-    """Returns where a session begins, if anywhere yet."""
+    """Returns the first engine of a session; None: it must wait."""
     free = self.of("open")
     preferred = self._affinity.preferred(domain)
     if preferred is not None and preferred.isdisjoint(free):
@@ -299,7 +299,7 @@ class RoutingTable:
     return assignment
 
   def answered(self, request: str) -> None:
-    """Takes a request from its engine."""
+    """Forgets a request: its engine no longer counts it."""
     engine, unbound = self._requests.pop(request)
     self._unbound_requests[engine] -= unbound
 

@@ -236,7 +236,7 @@ class WeightPublisher:
   async def _sum(
     self, named: dict[int, tuple[_Path, Any]], ready: dict[int, Any]
   ) -> None:
-    """Keeps the parts of the leaves in the checksum that engines must have."""
+    """Records the checksums of these leaves, which the engines must match."""
     sums = await self._thread.run(
       "checksum", lambda: {i: checksum_lib.parts(x) for i, x in ready.items()}
     )
@@ -250,7 +250,7 @@ class WeightPublisher:
     copies: Sequence[Any],
     in_flight: contract.InFlight,
   ) -> None:
-    """Gives every engine its copy, side by side; the first fault ends all."""
+    """Updates all engines at once; the first fault cancels the rest."""
     updated: list[int] = []
     fault = None
 

@@ -1,1 +1,1 @@
-"""The episode side: prompts, environments, grading, groups."""
+"""Rollouts: prompts, episodes, grading, groups, evaluation."""

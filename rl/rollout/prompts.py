@@ -132,7 +132,7 @@ class Prompts:
     return self._names.index(source)
 
   def give_back(self, task: base.Task) -> None:
-    """Takes a slot back: the source of its task is owed another one.
+    """Takes a slot back; the source of its task gets another one for it.
 
     Raises:
       ValueError: no slot of its source is left.

@@ -97,7 +97,7 @@ async def _outcome(
 def _leave_behind(
   work: asyncio.Task[Any], late: set[asyncio.Task[Any]]
 ) -> None:
-  """Cancels a call that has no waiter any more."""
+  """Cancels a call that nobody waits for any more."""
   late.add(work)
   work.add_done_callback(late.discard)
   work.cancel()
@@ -105,7 +105,7 @@ def _leave_behind(
 
 
 def detach_task(task: asyncio.Task[Any]) -> None:
-  """Lets the loop and the process end although a task catches its own end.
+  """Lets the loop and the process end although a task resists being cancelled.
 
   `asyncio.run` waits for every task that it knows, and the end of the process
   closes every coroutine that it collects; user code that catches both would

@@ -12,7 +12,7 @@ from rl.data import trajectory
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Attempt:
-  """A task that is played in the place of a group.
+  """A task played in the place of a group, and the number of the attempt.
 
   Attributes:
     number: attempts dropped there before.
@@ -98,7 +98,7 @@ class GroupBuffer:
     return groups
 
   def commit(self) -> None:
-    """Forgets the taken groups: an optimizer step holds them now."""
+    """Forgets the taken groups: an optimizer step has used them."""
     self._taken.clear()
 
   @property
@@ -108,7 +108,7 @@ class GroupBuffer:
 
   @property
   def untrained(self) -> Mapping[int, trajectory.Group]:
-    """Finished groups that no optimizer step holds yet."""
+    """Finished groups that no optimizer step has used yet."""
     return self._taken | self._ready
 
   @property

@@ -201,7 +201,7 @@ def sync(
   updates_per_round: int = 1,
   groups_per_microbatch: int | None = None,
 ) -> Overlap:
-  """Returns rollout, then training, then publishing: nothing overlaps."""
+  """Returns the schedule without overlap: rollout, training, publishing."""
   return Overlap(
     groups_per_round=groups_per_round,
     updates_per_round=updates_per_round,
@@ -215,9 +215,10 @@ def sync(
 def strict_pipeline(
   groups_per_round: int, groups_per_microbatch: int | None = None
 ) -> Overlap:
-  """Returns one update a round, its gradient summed while the tail decodes.
+  """Returns a schedule of one update a round, begun while its tail decodes.
 
-  The gradient is that of `sync`: every token is of the weights that it trains.
+  The gradient is that of `sync`: the weights that sampled a token are those
+  that it trains.
 
   Source: FlexMARL, arXiv 2602.09578; Periodic Asynchrony, 2511.18871.
   """
@@ -235,9 +236,10 @@ def rollout_pipe(
   frontier_groups: int | None = None,
   hard: bool = False,
 ) -> Overlap:
-  """Returns several updates a round, on complete groups, as its tail decodes.
+  """Returns a schedule of several updates a round, which its tail overlaps.
 
-  The decode pools keep their weights for the round. That is not lag 0: update
+  An update takes complete groups, and the decode pools keep their weights for
+  the round. That is not lag 0: update
   j of a round trains on data j updates old, as in `sync`.
 
   Args:
@@ -261,7 +263,7 @@ def rollout_pipe(
 def one_step_off(
   groups_per_round: int, groups_per_microbatch: int | None = None
 ) -> Overlap:
-  """Returns rollout of the next round while this one trains: a lag of 1.
+  """Returns a schedule that plays the next round while this one trains: lag 1.
 
   Weights are published when all trajectories that have begun have ended.
 
@@ -275,7 +277,7 @@ def bounded(
   max_staleness: int,
   groups_per_microbatch: int | None = None,
 ) -> Overlap:
-  """Returns rollout within a bound, with one version a trajectory.
+  """Returns a schedule within a bound, with one version a trajectory.
 
   Engines take new weights one by one, each when the trajectories that have
   begun on it have ended; `one_step_off` is this with a bound of 1.
@@ -296,7 +298,7 @@ def in_flight(
   groups_per_microbatch: int | None = None,
   on_publish: contract.InFlight = "recompute",
 ) -> Overlap:
-  """Returns rollout that never stops: weights arrive inside trajectories.
+  """Returns a schedule that plays on: weights arrive inside trajectories.
 
   Every token carries the version that sampled it. Cached keys and values are
   recomputed under the new weights, or with "keep_kv" left as they are.
@@ -313,5 +315,5 @@ def in_flight(
 
 
 def _microbatch(groups_per_update: int, given: int | None) -> int:
-  """Returns `given`, or the largest divisor that 8 has as well."""
+  """Returns `given`, or the greatest common divisor with 8."""
   return math.gcd(8, groups_per_update) if given is None else given

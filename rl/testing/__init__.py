@@ -1,1 +1,1 @@
-"""Fakes and oracles that are shipped for tests."""
+"""Fakes and oracles for tests, shipped with the package."""

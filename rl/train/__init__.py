@@ -1,1 +1,1 @@
-"""The learner side: training programs, optimizer state, trainer."""
+"""The learner: training programs, optimizers, scoring, diagnosis."""
