@@ -217,8 +217,8 @@ def strict_pipeline(
 ) -> Overlap:
   """Returns a schedule of one update a round, begun while its tail decodes.
 
-  The gradient is that of `sync`: the weights that sampled a token are those
-  that it trains.
+  The gradient is summed as groups complete, and is that of `sync`: a token is
+  trained under the weights that sampled it.
 
   Source: FlexMARL, arXiv 2602.09578; Periodic Asynchrony, 2511.18871.
   """
@@ -236,11 +236,11 @@ def rollout_pipe(
   frontier_groups: int | None = None,
   hard: bool = False,
 ) -> Overlap:
-  """Returns a schedule of several updates a round, which its tail overlaps.
+  """Returns a schedule of several updates a round, the first while it decodes.
 
   An update takes complete groups, and the decode pools keep their weights for
-  the round. That is not lag 0: update
-  j of a round trains on data j updates old, as in `sync`.
+  the round. That is not lag 0: update j of a round trains on data j updates
+  old, as in `sync`.
 
   Args:
     hard: play at most `frontier_groups` at once, by default those of one
