@@ -487,7 +487,7 @@ def with_tables(page: str) -> str:
   """Returns a page with its tables written anew.
 
   Raises:
-    KeyError: there is no table of a name that the page has.
+    KeyError: the page names a table that is not in TABLES.
   """
   made = tables()
 

@@ -200,7 +200,7 @@ def test_an_arrow_up_or_sideways_is_seen(arrow, is_wrong):
   assert bool(wrong_arrows(floors, {arrow: ("a/x.py",)})) == is_wrong
 
 
-def test_importers_are_the_rooms_that_import_a_package_or_a_part_of_it():
+def test_importers_are_the_packages_that_import_one_or_a_part_of_it():
   found = packages.importers("rl.engine")
   assert {"rl.rollout", "rl.pools", "rl.assemble"} <= found
   assert not found & {"rl.engine", "rl.engine.builtin", "rl.data", "models"}

@@ -30,7 +30,7 @@ _ALIKE = affinity.Routing()
 class Router:
   """Engines of one model behind one `contract.SessionRouter`.
 
-  Bracket a conversation with `begin` and `end`. A session that never began
+  Bracket a session with `begin` and `end`. A session that never began
   gets an engine at its first request and keeps it, but no update waits for it.
 
   Args:
@@ -118,7 +118,7 @@ class Router:
 
     Raises:
       EngineClosed: every engine has stopped.
-      ValueError: no engine has the weights of its conversation.
+      ValueError: no engine has the weights of its session.
     """
     asked_s = asyncio.get_running_loop().time()
     with self._aborts.asking(request.request_id):
@@ -235,7 +235,7 @@ class Router:
     """Gives one engine its weights, one version after another.
 
     With "drain" its sessions end first, and no other begins there meanwhile: a
-    conversation has one version. A failure or a cancellation reopens the
+    session has one version. A failure or a cancellation reopens the
     engine, still at the version before. A lost engine, lost now or meanwhile,
     takes none; see `recover`.
 

@@ -79,7 +79,7 @@ class RoutingTable:
   Attributes:
     counts: of the decisions so far.
     one_version: engines drain before they take weights, so that all tokens of
-      a conversation are of one version.
+      a session are of one version.
   """
 
   def __init__(
@@ -238,7 +238,7 @@ class RoutingTable:
   ) -> affinity.Assignment | None:
     """Gives an orphaned session an engine; None: it must wait, or all are lost.
 
-    The versions of a conversation never fall, and if they can stay they do: an
+    The version of a session never falls, and stays the same if it can: an
     engine that drains still has the weights with which the session began.
 
     Args:
