@@ -8,9 +8,9 @@ python -m launch.train --config=configs/guess_number_distill.py \\
 
 The student plays and the teacher scores each of its tokens: the log-ratio of
 teacher to student is the advantage. No reward and no oracle is used; success is
-only measured. The teacher, 1 M parameters
-with experts, is trained by reinforcement learning; the student has a tenth of
-that, no experts, and random weights.
+only measured. The teacher, 1 M parameters with experts, is trained by
+reinforcement learning; the student has a tenth of that, no experts, and random
+weights.
 
 Hardware: two CPU cores. Duration: the teacher as guess_number_moe, the student
 about two minutes. Expected: nearly the success of the teacher on held-out

@@ -9,10 +9,11 @@ from envs import delayed, mixture
 from rl.algorithms import corrections, kl, losses, presets, token_advantages
 from rl.settings import annotations, overrides, short_names, suggestions
 from rl.train import optimizers
+from tests.helpers import packed_rows
 
 RUN = guess_number_moe.get_config()
-LOSSES = (
-  "clipped_surrogate, gspo, gspo_token, cispo, reinforce, aipo, topr, sapo"
+LOSSES = ", ".join(
+  dict.fromkeys(short_names.of(loss) for loss in packed_rows.LOSSES)
 )
 
 
