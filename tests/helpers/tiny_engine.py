@@ -21,6 +21,7 @@ from rl.engine.builtin import engine as builtin_engine
 from rl.engine.builtin import settings as engine_settings
 from rl.pools import placement
 from rl.runtime import mesh_thread, trace
+from tests.helpers import page_holders
 
 CONFIG = config_lib.tiny_moe(
   vocab_size=24,
@@ -190,7 +191,7 @@ class Served:
   def check(self) -> None:
     """No page has two holders; when nothing is asked, nothing is held."""
     queue, stats = self.engine._queue, self.engine.stats()
-    queue.check()
+    page_holders.check_queue(queue)
     if not queue.requests:
       assert (stats.running, stats.waiting) == (0, 0)
       assert stats.free_pages + queue.blocks.num_idle == stats.pages

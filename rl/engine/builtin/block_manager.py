@@ -3,7 +3,6 @@
 begin --> grow, share ... --> end: its prefix stays cached for later requests
 """
 
-import collections
 import dataclasses
 from collections.abc import Iterable
 
@@ -218,34 +217,6 @@ class BlockManager:
       self._prefixes.use(self._prefixes.root)
       table.pages, table.cached, table.oldest_kv = [], 0, None
       table.node, table.duplicate_pages = self._prefixes.root, []
-
-  def check(self, tables: Iterable[PageTable]) -> None:
-    """Raises RuntimeError unless every page has one holder, or is free.
-
-    Args:
-      tables: all that have not ended.
-    """
-    tables = list(tables)
-    ends = [_open_node(table) for table in tables]
-    if len(tables) != self._num_tables:
-      raise RuntimeError(f"{len(tables)} page tables of {self._num_tables}")
-    cached = self._prefixes.check(ends)
-    holders = collections.Counter(self._free + cached)
-    for table, node in zip(tables, ends, strict=True):
-      holders.update(table.duplicate_pages + table.pages[node.depth :])
-      while node.parent is not None:
-        page = table.pages[node.depth - 1]
-        if page != node.page and page not in table.duplicate_pages:
-          raise RuntimeError(
-            f"{table} reads page {page}, which it does not hold"
-          )
-        node = node.parent
-    wrong = {page: holders[page] for page in range(self.num_pages)} | holders
-    wrong = {page: count for page, count in wrong.items() if count != 1}
-    if wrong or holders.total() != self.num_pages:
-      raise RuntimeError(
-        f"of {self.num_pages} pages these have not one holder: {wrong}"
-      )
 
 
 def simultaneous_copies(

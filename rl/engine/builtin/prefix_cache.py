@@ -12,7 +12,6 @@ of those bytes.
 import bisect
 import collections
 import dataclasses
-from collections.abc import Iterable
 
 ID_BYTES = 4
 
@@ -162,45 +161,6 @@ class PrefixTree:
     node, _ = self.idle.popitem(last=False)
     self._unlink(node)
     return node.page
-
-  def check(self, ends: Iterable[Node]) -> list[int]:
-    """Returns the pages of all nodes.
-
-    Args:
-      ends: the node at which each page table ends.
-
-    Raises:
-      RuntimeError: a node's users are not these page tables and its children
-        in use, or an index or the order of eviction is wrong.
-    """
-    users = collections.Counter([self.root, *ends])
-    age = {node: i for i, node in enumerate(self.idle)}
-    pages, num_idle, below = [], 0, [self.root]
-    while below:
-      node = below.pop()
-      children = node.children.values()
-      below += children
-      pages += [child.page for child in children]
-      num_idle += not node.users
-      users[node] += sum(child.users > 0 for child in children)
-      wrong = {
-        "users": node.users != users[node],
-        "idle": (node in age) != (not node.users),
-        "evicted before a child": any(
-          age.get(child, -1) > age.get(node, len(age)) for child in children
-        ),
-        "index": node.order != sorted(node.children),
-        "children of part of a page": bool(children)
-        and len(node.ids) % self._page_bytes > 0,
-      }
-      if any(wrong.values()):
-        bad = [name for name, is_so in wrong.items() if is_so]
-        raise RuntimeError(f"page {node.page} of the prefix cache: {bad}")
-    if len(age) != num_idle:
-      raise RuntimeError(
-        f"{len(age)} pages in `idle`, {num_idle} without users"
-      )
-    return pages
 
   def _unlink(self, leaf: Node) -> None:
     assert leaf.parent is not None

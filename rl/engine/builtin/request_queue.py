@@ -13,7 +13,7 @@ import collections
 import heapq
 import itertools
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 
 import numpy as np
 from jaxtyping import Float32
@@ -375,15 +375,8 @@ class RequestQueue:
 
     So requests with the same prefix encode it once more, not each of them.
     """
-    self.blocks.restart(self._page_tables())
+    tables = (state.page_table for state in self.running)
+    self.blocks.restart(table for table in tables if table is not None)
     self._copies.clear()
     for state in list(self.running):
       self.preempt(state)
-
-  def check(self) -> None:
-    """Raises RuntimeError unless every page has one holder, or is free."""
-    self.blocks.check(self._page_tables())
-
-  def _page_tables(self) -> Iterable[block_manager.PageTable]:
-    tables = (state.page_table for state in self.running)
-    return [table for table in tables if table is not None]

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from rl.engine.builtin import block_manager
+from tests.helpers import page_holders
 
 
 def _ids(text):
@@ -41,7 +42,7 @@ def test_whole_pages_are_shared_and_one_id_is_always_left_to_feed():
   assert same.cached == 7
   assert copy == (one.pages[1], same.pages[1])
   assert same.pages[0] == one.pages[0]
-  pages.check([one, other, same])
+  page_holders.check_blocks(pages, [one, other, same])
 
 
 def test_the_end_of_a_conversation_goes_on_in_its_page():
@@ -74,7 +75,7 @@ def test_only_the_first_goes_on_in_a_page_and_others_get_a_copy():
   pages.end(table, _ids("abcdeX"))
   assert _run(pages, "abcdefX+") == 7
   assert _run(pages, "abcdefY+") == 7
-  pages.check([])
+  page_holders.check_blocks(pages, [])
 
 
 def test_without_a_page_for_the_copy_whole_pages_are_all():
@@ -87,7 +88,7 @@ def test_without_a_page_for_the_copy_whole_pages_are_all():
   assert (second.cached, copy) == (4, None)
   assert second.pages == first.pages[:1]
   assert not pages.grow(second, 7)
-  pages.check([first, second, other])
+  page_holders.check_blocks(pages, [first, second, other])
 
 
 def test_the_last_page_that_can_go_is_used_in_place_of_its_copy():
@@ -96,7 +97,7 @@ def test_the_last_page_that_can_go_is_used_in_place_of_its_copy():
   # The copy of "efgh" can only have the page of "efgh" itself.
   table, copy = pages.begin(_ids("abcdefX"))
   assert (table.cached, copy, len(table.pages)) == (6, None, 2)
-  pages.check([table])
+  page_holders.check_blocks(pages, [table])
   pages.end(table, _ids("abcdefX"))
   assert _run(pages, "abcdefgh") == 6
 
@@ -128,10 +129,10 @@ def test_of_two_requests_with_the_same_ids_the_cache_keeps_the_first():
   pages.share(second, _ids("abcdefghijkl"))
   third, _ = pages.begin(_ids("abcdefghijkl+"))
   assert third.pages == [*first.pages, second.pages[2]]
-  pages.check([first, second, third])
+  page_holders.check_blocks(pages, [first, second, third])
   pages.end(second, _ids("abcdefghijkl"))
   assert pages.num_free == 8 - 3
-  pages.check([first, third])
+  page_holders.check_blocks(pages, [first, third])
 
 
 def test_pages_beyond_what_was_fed_are_free_at_the_end():
@@ -218,7 +219,7 @@ def test_a_flush_spares_pages_in_use():
   assert (pages.num_free, pages.num_idle) == (7, 0)
   assert _known_of(pages, "abcdefgh") == 4
   assert _known_of(pages, "xyz+") == 0
-  pages.check([table])
+  page_holders.check_blocks(pages, [table])
 
 
 def test_new_weights_empty_the_page_tables_and_the_cache():
@@ -285,12 +286,12 @@ def test_pages_that_do_not_add_up_are_found(spoil):
   other, _ = pages.begin(_ids("x"))
   _feed(pages, table, "abcdefgh")
   _feed(pages, other, "x")
-  pages.check([table, other])
-  with pytest.raises(RuntimeError, match="1 page tables of 2"):
-    pages.check([table])
+  page_holders.check_blocks(pages, [table, other])
+  with pytest.raises(AssertionError, match="1 page tables of 2"):
+    page_holders.check_blocks(pages, [table])
   spoil(table, other)
-  with pytest.raises(RuntimeError, match="page"):
-    pages.check([table, other])
+  with pytest.raises(AssertionError, match="page"):
+    page_holders.check_blocks(pages, [table, other])
 
 
 def test_copies_in_order_are_the_same_made_at_once():
@@ -330,7 +331,7 @@ def test_nothing_known_is_missed_while_there_is_room(seed):
     else:
       pages.end(table, _ids(text))
       del running[at]
-  pages.check([table for table, _ in running])
+  page_holders.check_blocks(pages, [table for table, _ in running])
   assert pages.num_free > 0
 
 
@@ -419,7 +420,7 @@ class _Device:
 
   def check(self):
     """Every table finds its own ids, and no version below what it says."""
-    self.blocks.check([one.table for one in self.requests])
+    page_holders.check_blocks(self.blocks, [one.table for one in self.requests])
     cells = self.after_copies()
     for one in self.requests:
       table = one.table
@@ -464,6 +465,6 @@ def test_every_request_finds_its_own_ids_whatever_happens(
   assert device.cached > 1000
   while device.requests:
     device.end()
-  device.blocks.check([])
+  page_holders.check_blocks(device.blocks, [])
   device.blocks.flush()
   assert device.blocks.num_free == num_pages

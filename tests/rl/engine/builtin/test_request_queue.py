@@ -16,6 +16,7 @@ from rl.engine.builtin import (
   dispatch_shapes,
   request_queue,
 )
+from tests.helpers import page_holders
 
 pytestmark = pytest.mark.compiled
 
@@ -51,7 +52,7 @@ class Desk:
   def admit(self, **kwargs):
     """The conversations that run now, in the order of their admission."""
     self.queue.admit(**kwargs)
-    self.queue.check()
+    page_holders.check_queue(self.queue)
     return ["".join(map(chr, one.request.tokens)) for one in self.queue.running]
 
   def run(self, one, sampled="", *, feed=None, version=0):
@@ -84,7 +85,7 @@ class Desk:
         counts=jnp.array([count], jnp.int32),
       ),
     )
-    self.queue.check()
+    page_holders.check_queue(self.queue)
     return going_on
 
 
@@ -246,7 +247,7 @@ def test_pages_come_from_the_last_in_order_that_may_lose_them(tight):
   assert not tight.queue.ensure_pages(third, 32, [])
   assert tight.queue.ensure_pages(first, 32, [])
   assert tight.queue.preemptions == 2
-  tight.queue.check()
+  page_holders.check_queue(tight.queue)
 
 
 def test_a_preempted_request_goes_on_where_it_was(tight):

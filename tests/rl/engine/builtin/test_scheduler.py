@@ -18,7 +18,7 @@ from rl.engine.builtin import (
   request_queue,
   scheduler,
 )
-from tests.helpers import request_states
+from tests.helpers import page_holders, request_states
 
 pytestmark = pytest.mark.compiled
 
@@ -318,7 +318,7 @@ class Loop:
     self.chooser.completed(
       dispatch, self.queue.apply_results(dispatch, sampled)
     )
-    self.queue.check()
+    page_holders.check_queue(self.queue)
     return True
 
 
