@@ -48,12 +48,9 @@ class Checker:
     self._num_violations = 0
     context = invariant.Context(schedule, group_size, self._report)
     self._invariants = [x(context) for x in _INVARIANTS if x.binds(schedule)]
-    self._of_attempts = self._handlers(invariant.ATTEMPT_OVER)
-    self._of_kind = {
-      kind: self._handlers(invariant.EVERY_EVENT, kind)
-      for kind in event_log.KINDS
-    }
-    self._of_unknown = self._handlers(invariant.EVERY_EVENT)
+    self._of_attempts = self._handlers("attempt_over")
+    self._of_unknown = self._handlers("event")
+    self._of_kind = {k: self._handlers("event", k) for k in event_log.KINDS}
 
   @property
   def checks(self) -> list[str]:
@@ -76,12 +73,8 @@ class Checker:
     return self._violations + [f"and {more:,} more"] * (more > 0)
 
   def _handlers(self, *keys: str) -> list[invariant.Handler]:
-    return [
-      one.handles[key]
-      for one in self._invariants
-      for key in keys
-      if key in one.handles
-    ]
+    found = (one.handler(key) for one in self._invariants for key in keys)
+    return [handle for handle in found if handle]
 
   def _check_attempt(self, attempt: lifecycle.AttemptRecord) -> None:
     for handle in self._of_attempts:

@@ -6,38 +6,35 @@ from collections.abc import Iterator
 from rl.audit import event_log, invariant, lifecycle
 from rl.schedule import overlap
 
+_Attempt = lifecycle.AttemptRecord
+_Member = lifecycle.MemberRecord
+_Event = event_log.Event
+_Violations = Iterator[str]
+
 
 class AttemptInvariant(invariant.Invariant):
   """A promise about single attempts: it keeps no state between them.
 
-  A subclass yields violations `of_member`, `of_trained` or `of_attempt`.
+  A subclass yields the violations of a member, of an attempt or of a trained
+  attempt.
   """
 
-  def __init__(self, context: invariant.Context):
-    super().__init__(context)
-    self.handles = {invariant.ATTEMPT_OVER: self._report_all}
-
-  def _report_all(self, attempt: lifecycle.AttemptRecord) -> None:
+  def _on_attempt_over(self, attempt: _Attempt) -> None:
     for i, member in attempt.members.items():
-      for violation in self.of_member(member):
+      for violation in self._of_member(member):
         self.report(f"{attempt} member {i}: {violation}")
-    for violation in self.of_attempt(attempt):
+    for violation in self._of_attempt(attempt):
       self.report(f"{attempt}: {violation}")
 
-  def of_member(self, member: lifecycle.MemberRecord) -> Iterator[str]:
-    """Yields the violations of one member."""
+  def _of_member(self, member: _Member) -> _Violations:
     del member
     yield from ()
 
-  def of_attempt(self, attempt: lifecycle.AttemptRecord) -> Iterator[str]:
-    """Yields those of one attempt, by default those of a trained one."""
+  def _of_attempt(self, attempt: _Attempt) -> _Violations:
     if attempt.trained:
-      yield from self.of_trained(attempt, attempt.trained)
+      yield from self._of_trained(attempt, attempt.trained)
 
-  def of_trained(
-    self, attempt: lifecycle.AttemptRecord, trained: event_log.Event
-  ) -> Iterator[str]:
-    """Yields those of an attempt with its event of training."""
+  def _of_trained(self, attempt: _Attempt, trained: _Event) -> _Violations:
     del attempt, trained
     yield from ()
 
@@ -45,10 +42,7 @@ class AttemptInvariant(invariant.Invariant):
 class WholeGroups(AttemptInvariant):
   """G different members, all graded when it was ready, form the group."""
 
-  def of_trained(
-    self, attempt: lifecycle.AttemptRecord, trained: event_log.Event
-  ) -> Iterator[str]:
-    """Looks at the members."""
+  def _of_trained(self, attempt: _Attempt, trained: _Event) -> _Violations:
     size, members = self.group_size, sorted(trained["members"])
     if len(set(members)) != size or len(members) != size:
       yield f"trained with members {members}, not {size} of them"
@@ -60,8 +54,7 @@ class WholeGroups(AttemptInvariant):
 class AllLaunched(AttemptInvariant):
   """G and the redundant members are played, and all of them come to an end."""
 
-  def of_attempt(self, attempt: lifecycle.AttemptRecord) -> Iterator[str]:
-    """Counts the members, and those that never ended."""
+  def _of_attempt(self, attempt: _Attempt) -> _Violations:
     launched = self.group_size + self.schedule.redundancy.extra_members
     beyond = [i for i in attempt.members if not 0 <= i < launched]
     if beyond:
@@ -75,18 +68,14 @@ class AllLaunched(AttemptInvariant):
 class TokensBalance(AttemptInvariant):
   """All sampled tokens are trained, masked or dropped, to the token."""
 
-  def of_attempt(self, attempt: lifecycle.AttemptRecord) -> Iterator[str]:
-    """Compares both sides of a trained or dropped attempt."""
-    yield from super().of_attempt(attempt)
+  def _of_attempt(self, attempt: _Attempt) -> _Violations:
+    yield from super()._of_attempt(attempt)
     if attempt.dropped and not attempt.trained and not attempt.open:
       dropped, sampled = attempt.dropped["tokens"], attempt.sampled
       if dropped != sampled:
         yield f"{sampled} tokens were sampled, but {dropped} dropped"
 
-  def of_trained(
-    self, attempt: lifecycle.AttemptRecord, trained: event_log.Event
-  ) -> Iterator[str]:
-    """Compares the tokens chosen and used with those trained."""
+  def _of_trained(self, attempt: _Attempt, trained: _Event) -> _Violations:
     tokens, sampled = trained["tokens"], attempt.sampled_by(attempt.used)
     accounted = tokens + trained["masked"]
     if accounted != attempt.chosen:
@@ -103,8 +92,7 @@ class TokensCounted(AttemptInvariant):
   An answer that was cut off is a turn too, and so is one of no tokens.
   """
 
-  def of_member(self, member: lifecycle.MemberRecord) -> Iterator[str]:
-    """Adds up the turns and versions."""
+  def _of_member(self, member: _Member) -> _Violations:
     tokens = sum(count for _, count in member.versions)
     if tokens != member.tokens:
       yield f"{tokens} tokens have a version, of {member.tokens}"
@@ -129,8 +117,7 @@ class EndsInTime(AttemptInvariant):
   without a token is given as many publishes, one without an engine any number.
   """
 
-  def of_attempt(self, attempt: lifecycle.AttemptRecord) -> Iterator[str]:
-    """Compares the last version it was open at with the bound."""
+  def _of_attempt(self, attempt: _Attempt) -> _Violations:
     schedule, last = self.schedule, attempt.open_at
     since = _bound_since(attempt) if schedule.checks_age else attempt.begun_at
     if since is not None and last >= since + schedule.max_staleness + 2:
@@ -140,7 +127,7 @@ class EndsInTime(AttemptInvariant):
       )
 
 
-def _bound_since(attempt: lifecycle.AttemptRecord) -> int | None:
+def _bound_since(attempt: _Attempt) -> int | None:
   """Returns the version from which on no other may overtake an attempt."""
   if attempt.restored:
     return attempt.restored["first_version"]
@@ -157,8 +144,7 @@ def _bound_since(attempt: lifecycle.AttemptRecord) -> int | None:
 class VersionsRise(AttemptInvariant):
   """Versions never fall along a sequence."""
 
-  def of_member(self, member: lifecycle.MemberRecord) -> Iterator[str]:
-    """Compares neighbouring versions."""
+  def _of_member(self, member: _Member) -> _Violations:
     versions = [version for version, _ in member.versions]
     if any(a > b for a, b in itertools.pairwise(versions)):
       yield f"versions fall: {versions}"
@@ -167,17 +153,13 @@ class VersionsRise(AttemptInvariant):
 class FirstVersion(AttemptInvariant):
   """F is the oldest first token of the members that make up the group."""
 
-  def of_member(self, member: lifecycle.MemberRecord) -> Iterator[str]:
-    """Compares the logged first version with that of the sequence."""
+  def _of_member(self, member: _Member) -> _Violations:
     logged, sampled = member.first_version, _first(member)
     if logged is not None and sampled is not None and logged != sampled:
       token = f"its first token was of version {logged}"
       yield f"{token}, its sequence begins with {sampled}"
 
-  def of_trained(
-    self, attempt: lifecycle.AttemptRecord, trained: event_log.Event
-  ) -> Iterator[str]:
-    """Compares the version of the group with those of its members."""
+  def _of_trained(self, attempt: _Attempt, trained: _Event) -> _Violations:
     known = [i for i in trained["members"] if i in attempt.members]
     firsts = [_first(attempt.members[i]) for i in known]
     oldest = min([f for f in firsts if f is not None], default=None)
@@ -187,17 +169,14 @@ class FirstVersion(AttemptInvariant):
         yield f"{begun}, but its first token is of version {oldest}"
 
 
-def _first(member: lifecycle.MemberRecord) -> int | None:
+def _first(member: _Member) -> int | None:
   return member.versions[0][0] if member.versions else None
 
 
 class BoundedStaleness(AttemptInvariant):
   """T - F is at most eta, and never below 0."""
 
-  def of_trained(
-    self, attempt: lifecycle.AttemptRecord, trained: event_log.Event
-  ) -> Iterator[str]:
-    """Compares the staleness with the bound."""
+  def _of_trained(self, attempt: _Attempt, trained: _Event) -> _Violations:
     at, began = trained["version"], trained["first_version"]
     bound = self.schedule.max_staleness
     if not 0 <= at - began <= bound:
@@ -208,10 +187,7 @@ class BoundedStaleness(AttemptInvariant):
 class TrainedInItsRound(AttemptInvariant):
   """A group is trained in the round that took it."""
 
-  def of_trained(
-    self, attempt: lifecycle.AttemptRecord, trained: event_log.Event
-  ) -> Iterator[str]:
-    """Compares the versions of both events."""
+  def _of_trained(self, attempt: _Attempt, trained: _Event) -> _Violations:
     taken = (attempt.dequeued or trained)["version"]
     if taken != trained["version"]:
       yield f"taken in round {taken} but trained in round {trained['version']}"
@@ -225,8 +201,7 @@ class OneVersion(AttemptInvariant):
     """Those that drain engines before weights change."""
     return schedule.on_publish == "drain"
 
-  def of_member(self, member: lifecycle.MemberRecord) -> Iterator[str]:
-    """Counts the versions."""
+  def _of_member(self, member: _Member) -> _Violations:
     versions = sorted({version for version, _ in member.versions})
     if len(versions) > 1:
       yield f"sampled by versions {versions}"
@@ -240,10 +215,7 @@ class OnPolicy(AttemptInvariant):
     """Those with a bound of 0."""
     return schedule.max_staleness == 0
 
-  def of_trained(
-    self, attempt: lifecycle.AttemptRecord, trained: event_log.Event
-  ) -> Iterator[str]:
-    """Looks for tokens of other versions."""
+  def _of_trained(self, attempt: _Attempt, trained: _Event) -> _Violations:
     round_ = trained["version"]
     for i in trained["members"]:
       runs = attempt.members[i].versions if i in attempt.members else ()
@@ -268,10 +240,7 @@ class OneStepOff(AttemptInvariant):
       and schedule.admission != "hard_frontier"
     )
 
-  def of_trained(
-    self, attempt: lifecycle.AttemptRecord, trained: event_log.Event
-  ) -> Iterator[str]:
-    """Looks at the lag of a first attempt."""
+  def _of_trained(self, attempt: _Attempt, trained: _Event) -> _Violations:
     at, lag = trained["version"], trained["version"] - trained["first_version"]
     if not attempt.number and not attempt.replayed and lag != min(at, 1):
       yield f"trained in round {at} with a lag of {lag}"

@@ -1,12 +1,9 @@
 """The form of an invariant: a promise, and the events that can break it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from rl.schedule import overlap
-
-EVERY_EVENT = "every event"
-ATTEMPT_OVER = "attempt over"
 
 Handler = Callable[[Any], None]
 
@@ -30,16 +27,17 @@ class Invariant:
   A subclass keeps a few numbers, or the state of groups under way, so its
   memory does not grow with the log.
 
-  Attributes:
-    handles: methods by the kind of event that each is called with. Two keys
-      stand for more: an `EVERY_EVENT` method is called with all events, an
-      `ATTEMPT_OVER` method with each `lifecycle.AttemptRecord` that is over.
+  Methods are called by name: `_on_KIND` with each event of that kind,
+  `_on_event` with every event, `_on_attempt_over` with each
+  `lifecycle.AttemptRecord` that is over.
   """
-
-  handles: Mapping[str, Handler]
 
   def __init__(self, context: Context):
     self.schedule, self.group_size, self.report = context
+
+  def handler(self, key: str) -> Handler | None:
+    """Returns the method for a kind, "event" or "attempt_over", if any."""
+    return getattr(self, f"_on_{key}", None)
 
   @staticmethod
   def binds(schedule: overlap.Overlap) -> bool:

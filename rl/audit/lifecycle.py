@@ -268,7 +268,7 @@ class Lifecycle:
     if wrong := late(attempt, event):
       return Misplaced(_violation(attempt, event, wrong), ignored=True)
     wrong = early(attempt, event)
-    _APPLY[kind](attempt, event)
+    _apply(attempt, event)
     if kind in _ENDS:
       attempt.ended_at = self._version
     if attempt.trained or attempt.dropped:
@@ -305,26 +305,23 @@ class Lifecycle:
         attempt.over_at = self._published
         self._over.add(place)
       return
+    self._forget(place)
+
+  def _forget(self, place: tuple[int, int]) -> None:
     self._over.discard(place)
-    del self._open[place]
-    self._on_close(attempt)
+    self._on_close(self._open.pop(place))
 
   def _publish(self, version: int) -> None:
     self._version = version
     self._published += 1
-    self._give_up()
-    for attempt in self._open.values():
-      if not (attempt.trained or attempt.dropped):
-        attempt.open_at = version
-
-  def _give_up(self) -> None:
     for place in list(self._over):
       attempt = self._open[place]
       if self._published - attempt.over_at >= _PATIENCE:
         attempt.overdue = True
-        self._over.discard(place)
-        del self._open[place]
-        self._on_close(attempt)
+        self._forget(place)
+    for attempt in self._open.values():
+      if not (attempt.trained or attempt.dropped):
+        attempt.open_at = version
 
 
 def _violation(
@@ -334,66 +331,31 @@ def _violation(
   return f"{attempt}{where}: {event['kind']} {wrong}"
 
 
-def _member(attempt: AttemptRecord, event: event_log.Event) -> MemberRecord:
-  return attempt.members.setdefault(event["index"], MemberRecord())
-
-
-def _apply_admitted(attempt: AttemptRecord, event: event_log.Event) -> None:
-  _member(attempt, event).admitted_t = event["t"]
-
-
-def _apply_first_token(attempt: AttemptRecord, event: event_log.Event) -> None:
-  member = _member(attempt, event)
-  member.first_t, member.first_version = event["t"], event["version"]
-
-
-def _apply_turn(attempt: AttemptRecord, event: event_log.Event) -> None:
-  member = _member(attempt, event)
-  member.number = event["number"]
-  member.num_turns += 1
-  member.turn_tokens += event["tokens"]
-
-
-def _apply_end(attempt: AttemptRecord, event: event_log.Event) -> None:
-  member = _member(attempt, event)
-  member.over = event["kind"]
-  member.reason = event.get("reason", "")
-  member.turns = event["turns"]
-  member.tokens = event["tokens"]
-  member.length = event["length"]
-  member.versions = event["versions"]
-
-
-def _apply_grading(attempt: AttemptRecord, event: event_log.Event) -> None:
-  _member(attempt, event).grading = True
-
-
-def _apply_outcome(attempt: AttemptRecord, event: event_log.Event) -> None:
-  _member(attempt, event).outcome = event["kind"]
-
-
-def _apply_ready(attempt: AttemptRecord, event: event_log.Event) -> None:
-  attempt.ready = event
-  attempt.graded = frozenset(
-    i for i, m in attempt.members.items() if m.over == "ended" and m.outcome
-  )
-
-
 def _apply(attempt: AttemptRecord, event: event_log.Event) -> None:
-  setattr(attempt, event["kind"], event)
-
-
-_APPLY: dict[str, Callable[[AttemptRecord, event_log.Event], None]] = {
-  "admitted": _apply_admitted,
-  "first_token": _apply_first_token,
-  "turn": _apply_turn,
-  "ended": _apply_end,
-  "aborted": _apply_end,
-  "grading": _apply_grading,
-  "reward": _apply_outcome,
-  "fault": _apply_outcome,
-  "ready": _apply_ready,
-  "dropped": _apply,
-  "dequeued": _apply,
-  "trained": _apply,
-}
+  kind = event["kind"]
+  if kind not in event_log.OF_MEMBER:
+    setattr(attempt, kind, event)
+    if kind == "ready":
+      attempt.graded = frozenset(
+        i for i, m in attempt.members.items() if m.over == "ended" and m.outcome
+      )
+    return
+  member = attempt.members.setdefault(event["index"], MemberRecord())
+  match kind:
+    case "admitted":
+      member.admitted_t = event["t"]
+    case "first_token":
+      member.first_t, member.first_version = event["t"], event["version"]
+    case "turn":
+      member.number = event["number"]
+      member.num_turns += 1
+      member.turn_tokens += event["tokens"]
+    case "ended" | "aborted":
+      member.over = kind
+      member.reason = event.get("reason", "")
+      for field in ("turns", "tokens", "length", "versions"):
+        setattr(member, field, event[field])
+    case "grading":
+      member.grading = True
+    case "reward" | "fault":
+      member.outcome = kind

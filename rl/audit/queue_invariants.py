@@ -16,13 +16,6 @@ class AttemptOrder(invariant.Invariant):
     self._dropped: dict[int, event_log.Event] = {}
     self._too_slow: set[str] = set()
     self._over = _Ids()
-    self.handles = {
-      "submitted": self._on_submitted,
-      "source_too_slow": self._on_source_too_slow,
-      "restored": self._on_restored,
-      "dropped": self._on_dropped,
-      "trained": self._on_trained,
-    }
 
   def _on_submitted(self, event: event_log.Event) -> None:
     group = event["group"]
@@ -121,12 +114,6 @@ class AdmissionWindow(invariant.Invariant):
     super().__init__(context)
     self._under_way: set[int] = set()
     self._admitted = 0
-    self.handles = {
-      "submitted": self._on_submitted,
-      "restored": self._on_restored,
-      "dropped": self._on_dropped,
-      "trained": self._on_trained,
-    }
 
   def _on_submitted(self, event: event_log.Event) -> None:
     group, version = event["group"], event["version"]
@@ -165,11 +152,6 @@ class HardFrontier(invariant.Invariant):
   def __init__(self, context: invariant.Context):
     super().__init__(context)
     self._playing: set[int] = set()
-    self.handles = {
-      "admitted": self._on_admitted,
-      "ready": self._on_finished,
-      "dropped": self._on_finished,
-    }
 
   @staticmethod
   def binds(schedule: overlap.Overlap) -> bool:
@@ -187,8 +169,10 @@ class HardFrontier(invariant.Invariant):
         f"frontier holds {limit}"
       )
 
-  def _on_finished(self, event: event_log.Event) -> None:
+  def _on_ready(self, event: event_log.Event) -> None:
     self._playing.discard(event["group"])
+
+  _on_dropped = _on_ready
 
 
 class SubmitOrder(invariant.Invariant):
@@ -201,10 +185,6 @@ class SubmitOrder(invariant.Invariant):
     super().__init__(context)
     self._next = 0
     self._cancelled: set[int] = set()
-    self.handles = {
-      "dropped": self._on_dropped,
-      "dequeued": self._on_dequeued,
-    }
 
   @staticmethod
   def binds(schedule: overlap.Overlap) -> bool:
@@ -233,12 +213,6 @@ class WholeRounds(invariant.Invariant):
     super().__init__(context)
     self._waiting: set[int] = set()
     self._taken = 0
-    self.handles = {
-      "ready": self._on_ready,
-      "restored": self._on_ready,
-      "dropped": self._on_dropped,
-      "dequeued": self._on_dequeued,
-    }
 
   @staticmethod
   def binds(schedule: overlap.Overlap) -> bool:
@@ -247,6 +221,8 @@ class WholeRounds(invariant.Invariant):
 
   def _on_ready(self, event: event_log.Event) -> None:
     self._waiting.add(event["group"])
+
+  _on_restored = _on_ready
 
   def _on_dropped(self, event: event_log.Event) -> None:
     self._waiting.discard(event["group"])

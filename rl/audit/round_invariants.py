@@ -13,23 +13,17 @@ _STATUSES = frozenset(status.value for status in trajectory.Status)
 class KnownWords(invariant.Invariant):
   """Every event has a known kind, and every end a known status."""
 
-  def __init__(self, context: invariant.Context):
-    super().__init__(context)
-    self.handles = {
-      invariant.EVERY_EVENT: self._on_event,
-      "ended": self._on_end,
-      "fault": self._on_end,
-    }
-
   def _on_event(self, event: event_log.Event) -> None:
     if event["kind"] not in event_log.KINDS:
       self.report(f"an event of unknown kind {event['kind']!r}")
 
-  def _on_end(self, event: event_log.Event) -> None:
+  def _on_ended(self, event: event_log.Event) -> None:
     if event["status"] not in _STATUSES:
       self.report(
         f"{_member(event)}: ended with unknown status {event['status']!r}"
       )
+
+  _on_fault = _on_ended
 
 
 class TimeRises(invariant.Invariant):
@@ -38,7 +32,6 @@ class TimeRises(invariant.Invariant):
   def __init__(self, context: invariant.Context):
     super().__init__(context)
     self._last = 0.0
-    self.handles = {invariant.EVERY_EVENT: self._on_event}
 
   def _on_event(self, event: event_log.Event) -> None:
     if event["kind"] == "first_token":
@@ -57,10 +50,6 @@ class Publishes(invariant.Invariant):
     super().__init__(context)
     self._open: int | None = None
     self._last = 0
-    self.handles = {
-      "publish_start": self._on_publish_start,
-      "published": self._on_published,
-    }
 
   def _on_publish_start(self, event: event_log.Event) -> None:
     version = event["version"]
@@ -86,28 +75,23 @@ class PublishedVersions(invariant.Invariant):
   def __init__(self, context: invariant.Context):
     super().__init__(context)
     self._newest = 0
-    self.handles = {
-      "publish_start": self._on_publish_start,
-      "submitted": self._on_attempt,
-      "ready": self._on_attempt,
-      "dropped": self._on_attempt,
-      "admitted": self._on_admitted,
-      "ended": self._on_end,
-      "aborted": self._on_end,
-    }
 
   def _on_publish_start(self, event: event_log.Event) -> None:
     self._newest = max(self._newest, event["version"])
 
-  def _on_attempt(self, event: event_log.Event) -> None:
+  def _on_submitted(self, event: event_log.Event) -> None:
     self._compare(f"{_attempt(event)}: {event['kind']} at", event["version"])
+
+  _on_ready = _on_dropped = _on_submitted
 
   def _on_admitted(self, event: event_log.Event) -> None:
     self._compare(f"{_member(event)}: admitted at", event["version"])
 
-  def _on_end(self, event: event_log.Event) -> None:
+  def _on_ended(self, event: event_log.Event) -> None:
     newest = max((version for version, _ in event["versions"]), default=0)
     self._compare(f"{_member(event)}: sampled by", newest)
+
+  _on_aborted = _on_ended
 
   def _compare(self, use: str, version: int) -> None:
     if version > self._newest:
@@ -148,11 +132,6 @@ class Rounds(invariant.Invariant):
     super().__init__(context)
     self._rounds: dict[int, _Round] = collections.defaultdict(_Round)
     self._end = 0.0
-    self.handles = {
-      "trained": self._on_trained,
-      "update": self._on_update,
-      "publish_start": self._on_publish_start,
-    }
 
   def _on_trained(self, event: event_log.Event) -> None:
     self._rounds[event["version"]].groups[event["update"]] += 1
@@ -191,13 +170,6 @@ class TrainingApart(invariant.Invariant):
     super().__init__(context)
     self._ready: dict[int, float] = {}
     self._rounds: dict[int, _Round] = collections.defaultdict(_Round)
-    self.handles = {
-      "ready": self._on_ready,
-      "dropped": self._on_dropped,
-      "trained": self._on_trained,
-      "update": self._on_update,
-      "publish_start": self._on_publish_start,
-    }
 
   @staticmethod
   def binds(schedule: overlap.Overlap) -> bool:
