@@ -197,7 +197,7 @@ class _Run:
       max_staleness=self._case.schedule.max_staleness,
       old_logprob=self._case.schedule.old_logprob,
     )
-    trainer = trainer_lib.Training(
+    trainer = trainer_lib.MeshTrainer(
       settings,
       programs,
       self._thread,

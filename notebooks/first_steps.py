@@ -47,7 +47,7 @@ jax_setup.prepare(experiment.placement)
 # %%
 from launch.run import rollout_samples
 from rl import assemble, initial_state
-from rl.algorithms import advantage_estimation, presets
+from rl.algorithms import group_selection, presets
 from rl.data import batch, trajectory
 from rl.rollout import group_rollout
 from rl.train import train_state
@@ -126,7 +126,7 @@ print(member.status, member.reward)
 
 # %%
 estimator = experiment.algorithm.advantage
-selection = advantage_estimation.select(groups, estimator)
+selection = group_selection.select(groups, estimator)
 packed = batch.pack(
   selection.members,
   rows=experiment.batch.rows,

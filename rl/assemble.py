@@ -52,7 +52,7 @@ class Parts:
   log: event_log.EventLog
   spans: trace.Trace
   watchdog: watchdog_lib.Watchdog
-  trainer: trainer_lib.Training
+  trainer: trainer_lib.MeshTrainer
 
   async def start(
     self,
@@ -91,8 +91,8 @@ def build(
   """
   experiment.validate()
   learner_layout, *decode_layouts = experiment.placement.layouts()
-  spans = trace.Trace(run_dir / "spans.jsonl" if run_dir else None)
-  log = event_log.EventLog(run_dir / "events.jsonl" if run_dir else None)
+  spans = trace.Trace(run_dir and run_dir / "spans.jsonl")
+  log = event_log.EventLog(run_dir and run_dir / "events.jsonl")
   chat = experiment.chat()
   watchdog = watchdog_lib.Watchdog(report)
   learner_thread = mesh_thread.MeshThread("learner", spans)
@@ -111,6 +111,9 @@ def build(
     log=log,
   )
   programs = learner_programs(experiment, learner_layout)
+  kept = run_dir and skipped_updates.Quarantine(
+    run_dir / "skipped", experiment.retention.skipped
+  )
   return Parts(
     experiment=experiment,
     chat=chat,
@@ -129,13 +132,7 @@ def build(
     log=log,
     spans=spans,
     watchdog=watchdog,
-    trainer=trainer(
-      experiment,
-      learner_layout,
-      programs,
-      learner_thread,
-      _quarantine(experiment, run_dir),
-    ),
+    trainer=trainer(experiment, learner_layout, programs, learner_thread, kept),
   )
 
 
@@ -150,16 +147,6 @@ def engines(
     settings.build(model, layout, thread)
     for layout, thread in zip(layouts, threads, strict=True)
   ]
-
-
-def _quarantine(
-  experiment: experiment_lib.Experiment, run_dir: pathlib.Path | None
-) -> skipped_updates.Quarantine | None:
-  if run_dir is None:
-    return None
-  return skipped_updates.Quarantine(
-    run_dir / "skipped", experiment.retention.skipped
-  )
 
 
 def learner_programs(
@@ -185,7 +172,7 @@ def trainer(
   programs: learner.Learner,
   thread: mesh_thread.MeshThread,
   kept: skipped_updates.Quarantine | None,
-) -> trainer_lib.Training:
+) -> trainer_lib.MeshTrainer:
   """Returns what turns groups into weights.
 
   Args:
@@ -193,7 +180,7 @@ def trainer(
   """
   algorithm, batch = experiment.algorithm, experiment.batch
   data = layout.num_batch
-  return trainer_lib.Training(
+  return trainer_lib.MeshTrainer(
     trainer_lib.TrainerSettings(
       rows=batch.rows,
       length=batch.length,

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Literal
 
-from rl.algorithms import advantage_estimation, advantages
+from rl.algorithms import advantages, group_selection
 from rl.data import trajectory
 from rl.settings import checks
 
@@ -49,9 +49,9 @@ class DynamicSampling:
     it learns from equal rewards all the same, as from turns.
     """
     graded = [
-      (advantage_estimation.return_inputs(member), reward)
+      (group_selection.return_inputs(member), reward)
       for member, used in zip(
-        group.trajectories, advantage_estimation.usable(group), strict=True
+        group.trajectories, group_selection.usable(group), strict=True
       )
       if used and (reward := member.graded_reward) is not None
     ]

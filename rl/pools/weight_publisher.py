@@ -88,7 +88,7 @@ def cast(params: Any, dtype: Dtype) -> Any:
 
 
 def _cast(dtype: Dtype, path: _Path, leaf: Any) -> Any:
-  axes = _summed(dtype, path)
+  axes = _scale_axes(dtype, path)
   if axes is not None:
     return _quantized(leaf, axes)
   if dtype == "bfloat16" and _is_wide(leaf):
@@ -100,7 +100,7 @@ _quantized = jax.jit(quantize.quantize_matrix, static_argnums=1)
 _narrowed = jax.jit(lambda leaf: leaf.astype(jnp.bfloat16))
 
 
-def _summed(dtype: Dtype, path: _Path) -> tuple[int, ...] | None:
+def _scale_axes(dtype: Dtype, path: _Path) -> tuple[int, ...] | None:
   """Returns the axes of each scale of a leaf that becomes int8, else None."""
   return quantize.summed(path) if dtype == "int8" else None
 
@@ -208,7 +208,7 @@ class WeightPublisher:
     }
     ready = await self._cast(changed)
     if self._verify:
-      await self._sum(changed, ready)
+      await self._record_checksums(changed, ready)
     placed = []
     for number, copies in kept.items():
       places = _places(self._shardings[number], params, self._dtype)
@@ -233,7 +233,7 @@ class WeightPublisher:
       "cast", lambda: {i: _cast(self._dtype, *x) for i, x in named.items()}
     )
 
-  async def _sum(
+  async def _record_checksums(
     self, named: dict[int, tuple[_Path, Any]], ready: dict[int, Any]
   ) -> None:
     """Records the checksums of these leaves, which the engines must match."""
@@ -316,11 +316,9 @@ def _places(shardings: Any, params: Any, dtype: Dtype) -> list[Any]:
   a whole subtree, and None leaves the devices to jax.
   """
   mark: Any = 0
+  pair = quantize.Quantized(mark, mark)
   marks = jax.tree_util.tree_map_with_path(
-    lambda path, _: (
-      mark if _summed(dtype, path) is None else quantize.Quantized(mark, mark)
-    ),
-    params,
+    lambda path, _: mark if _scale_axes(dtype, path) is None else pair, params
   )
   flat: list[jax.sharding.Sharding | None] = []
   jax.tree.map(

@@ -180,7 +180,7 @@ class FakeLearner(learner.Learner):
     return learner.Accumulator._make(({}, tokens))
 
   def update(
-    self, state: Any, total: Any, zero_variance_count: float = 0.0
+    self, state: Any, total: Any, left_out_divisor: float = 0.0
   ) -> tuple[train_state.TrainState, dict[str, Any]]:
     """Counts one more update."""
     sums: dict[str, Any] = dict.fromkeys(learner.METRICS, 0.0)

@@ -131,6 +131,12 @@ class Learner:
       total = learner.accumulate(state.params, total, batch, state.critic)
     state, metrics = learner.step(state, total)
 
+  Args:
+    temperature: that of sampling, so that ratios start at 1.
+    critic: whether there is one.
+    reference: where to keep the first parameters; None does not keep them.
+    num_lags: how many are told apart in the metrics.
+
   Attributes:
     abstract: shapes and shardings of the state, for restoring it.
   """
@@ -149,14 +155,6 @@ class Learner:
     reference: references.Memory | None = None,
     num_lags: int = 1,
   ):
-    """Compiles nothing yet.
-
-    Args:
-      temperature: that of sampling, so that ratios start at 1.
-      critic: whether there is one.
-      reference: where to keep the first parameters; None does not keep them.
-      num_lags: how many are told apart in the metrics.
-    """
     self._config, self._layout = config, layout
     self._objective, self._optimizer = objective, optimizer
     self._temperature, self._num_lags = temperature, num_lags
@@ -262,7 +260,7 @@ class Learner:
     self,
     state: train_state.TrainState,
     total: Accumulator,
-    zero_variance_count: float = 0.0,
+    left_out_divisor: float = 0.0,
   ) -> tuple[train_state.TrainState, dict[str, Array]]:
     """Returns the state after an optimizer step, and metrics on the mesh.
 
@@ -273,11 +271,11 @@ class Learner:
     again.
 
     Args:
-      zero_variance_count: is added to what the loss is divided by.
+      left_out_divisor: is added to what the loss is divided by.
     """
     trainable, frozen = train_state.split(state.params, state.critic)
     count = jax.device_put(
-      np.float32(zero_variance_count), self._layout.sharding()
+      np.float32(left_out_divisor), self._layout.sharding()
     )
     new, opt_state, updates, master, metrics = self._apply(
       trainable, *state[1:4], *total, count
@@ -295,10 +293,10 @@ class Learner:
     self,
     state: train_state.TrainState,
     total: Accumulator,
-    zero_variance_count: float = 0.0,
+    left_out_divisor: float = 0.0,
   ) -> tuple[train_state.TrainState, dict[str, float]]:
     """Returns what `update` does, with its metrics on the host."""
-    state, metrics = self.update(state, total, zero_variance_count)
+    state, metrics = self.update(state, total, left_out_divisor)
     found = jax.device_get(metrics)
     return state, {name: float(value) for name, value in found.items()}
 
@@ -368,13 +366,13 @@ class Learner:
     master: train_state.Trainable | None,
     grads: train_state.Trainable,
     sums: objective_lib.ObjectiveSums,
-    zero_variance_count: Array,
+    left_out_divisor: Array,
   ) -> tuple[
     train_state.Trainable, optax.OptState, Array, Any, dict[str, Array]
   ]:
     means: Any
     means, norm, divisor = mean_gradient(
-      Accumulator(grads, sums), zero_variance_count
+      Accumulator(grads, sums), left_out_divisor
     )
     is_finite = jnp.isfinite(norm) & jnp.isfinite(sums.loss)
     exact: Any = trainable if master is None else master
@@ -417,10 +415,10 @@ def score_program(
 
 
 def mean_gradient(
-  total: Accumulator, zero_variance_count: float | Array
+  total: Accumulator, left_out_divisor: float | Array
 ) -> tuple[train_state.Trainable, Array, Array]:
   """Returns the gradient of an update, its norm, and what divided it."""
-  divisor = jnp.maximum(total.sums.divisor + zero_variance_count, 1.0)
+  divisor = jnp.maximum(total.sums.divisor + left_out_divisor, 1.0)
   means: Any = jax.tree.map(lambda g: g / divisor, total.grads)
   return means, optax.tree.norm(means), divisor
 

@@ -107,20 +107,18 @@ def outcome(
   total = programs.zero()
   for packed in batches:
     total = programs.accumulate(skipped.params, total, packed, skipped.critic)
-  loss, norm, finite = jax.device_get(
-    _summary(total, skipped.zero_variance_count)
-  )
+  loss, norm, finite = jax.device_get(_summary(total, skipped.left_out_divisor))
   return UpdateOutcome(float(loss), float(norm), _paths(finite, which=False))
 
 
 def _summary(
-  total: learner.Accumulator, zero_variance_count: float
+  total: learner.Accumulator, left_out_divisor: float
 ) -> tuple[Array, Array, PyTree]:
   """Returns loss, norm and whether each leaf is finite, as `update` has them.
 
   See `learner.Learner.update`.
   """
-  _, norm, divisor = learner.mean_gradient(total, zero_variance_count)
+  _, norm, divisor = learner.mean_gradient(total, left_out_divisor)
   finite = jax.tree.map(lambda g: jnp.isfinite(g).all(), total.grads)
   return total.sums.loss / divisor, norm, finite
 

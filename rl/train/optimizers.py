@@ -138,7 +138,7 @@ class Descent(abc.ABC):
   """
 
   learning_rate: float
-  schedule: LearningRate = dataclasses.field(default_factory=ConstantRate)
+  schedule: LearningRate = ConstantRate()
   max_grad_norm: float = 1.0
   weight_decay: float = 0.0
 
@@ -165,10 +165,6 @@ class Descent(abc.ABC):
   def _rule(self) -> optax.GradientTransformation:
     """Returns gradient -> step at a rate of 1, uphill."""
 
-  @property
-  def _name(self) -> str:
-    return type(self).__name__
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdamW(Descent):
@@ -185,10 +181,7 @@ class AdamW(Descent):
   b2: float = 0.99
   short_name = "adamw"
 
-  def validate(self) -> None:
-    """Raises ValueError on a setting that cannot work."""
-    super().validate()
-    checks.below_one(self, "b1", "b2")
+  validate = checks.fields((Descent.validate,), (checks.below_one, "b1", "b2"))
 
   def _rule(self) -> optax.GradientTransformation:
     return optax.scale_by_adam(self.b1, self.b2)

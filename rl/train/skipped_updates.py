@@ -43,7 +43,7 @@ class SkippedUpdate(NamedTuple):
     params, critic: as in a `TrainState`.
     version: at which the batches were trained.
     number: of the update within its round.
-    zero_variance_count: what the groups left out add to what the loss is
+    left_out_divisor: what the groups left out add to what the loss is
       divided by.
     owners: of the segments; of older runs they are not known.
   """
@@ -53,7 +53,7 @@ class SkippedUpdate(NamedTuple):
   critic: Any
   version: int
   number: int
-  zero_variance_count: float
+  left_out_divisor: float
   owners: Sequence[segment_index.Owner] = ()
 
   @property
@@ -84,7 +84,7 @@ class Quarantine:
     batches: Sequence[batch_lib.Batch],
     version: int,
     number: int,
-    zero_variance_count: float = 0.0,
+    left_out_divisor: float = 0.0,
     owners: Sequence[segment_index.Owner] = (),
   ) -> pathlib.Path:
     """Writes a skipped update; returns its directory.
@@ -96,7 +96,7 @@ class Quarantine:
       state: an update that is skipped has left it as it was.
       batches: one or more.
       version: at which they were trained; `number` of the update in its round.
-      zero_variance_count, owners: see `SkippedUpdate`.
+      left_out_divisor, owners: see `SkippedUpdate`.
     """
     path = self.directory / name(version + 1, number)
     unfinished = self.directory / _UNFINISHED
@@ -114,7 +114,7 @@ class Quarantine:
       host = {
         "version": version,
         "number": number,
-        "zero_variance_count": zero_variance_count,
+        "left_out_divisor": left_out_divisor,
       }
       saved.save(0, _policy(state), host)
     finally:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Bool, Float32
 
-from rl.algorithms import advantage_estimation, advantages, loss_aggregation
+from rl.algorithms import advantages, group_selection, loss_aggregation
 from rl.algorithms import objective as objective_lib
 from rl.data import batch, segment_index, trajectory
 from rl.runtime import mesh_thread
@@ -88,7 +88,7 @@ class Trainer(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainerSettings:
-  """Settings of `Training`: shapes of batches, and epochs.
+  """Settings of `MeshTrainer`: shapes of batches, and epochs.
 
   Attributes:
     rows, length, tail_rows, share_prompts: see `experiment.BatchShape`.
@@ -115,12 +115,11 @@ class TrainerSettings:
 
 
 class _Unlearnable(NamedTuple):
-  """Groups of an update without an advantage, by `Selection.reasons`.
+  """Numbers of groups without an advantage in an update, by reason.
 
   Attributes:
-    divisor: what those left out add to what the loss is divided by. Their loss
-      is 0 whatever the weights, so they are not computed; but they stand in the
-      divisor, as if they had been.
+    divisor: their share in the divisor of the loss. Their loss is 0 whatever
+      the weights, so they are left out of the batches but not of the mean.
   """
 
   zero_variance: int = 0
@@ -129,7 +128,7 @@ class _Unlearnable(NamedTuple):
 
   def plus(
     self,
-    selection: advantage_estimation.Selection,
+    selection: group_selection.Selection,
     aggregate: loss_aggregation.Aggregate,
   ) -> "_Unlearnable":
     """Returns the sums with these groups included."""
@@ -145,8 +144,14 @@ class _Unlearnable(NamedTuple):
     )
 
 
-class Training:
-  """The trainer of one mesh; see `Trainer` for who calls what when."""
+class MeshTrainer:
+  """The trainer of one mesh; see `Trainer` for who calls what when.
+
+  Args:
+    programs: built with the same objective.
+    reference: scores batches under the reference; None when there is none.
+    kept: gets the batches of skipped updates; None forgets them.
+  """
 
   def __init__(
     self,
@@ -159,13 +164,6 @@ class Training:
     reference: scoring.ReferenceProgram | None = None,
     kept: skipped_updates.Quarantine | None = None,
   ):
-    """Does nothing yet.
-
-    Args:
-      programs: built with the same objective.
-      reference: scores batches under the reference; None when there is none.
-      kept: gets the batches of skipped updates; None forgets them.
-    """
     self._settings = settings
     self._programs = programs
     self._thread = thread
@@ -206,9 +204,9 @@ class Training:
     return self.state.params
 
   async def begin_round(self, version: int) -> None:
-    """Keeps the weights of this version as long as groups may have begun so.
+    """Keeps the weights while groups that began with them may be trained.
 
-    The current critic values all groups of the round.
+    All groups of the round are valued by the critic as it is now.
     """
     self._version, self._number = version, 0
     oldest = version - self._settings.max_staleness
@@ -226,7 +224,7 @@ class Training:
       self._accumulation = Accumulation(
         self._programs, self._thread, self._pack
       )
-    selection = advantage_estimation.select(
+    selection = group_selection.select(
       groups,
       self._estimator,
       penalised=self._objective.reward_kl is not None,
@@ -318,13 +316,14 @@ class Training:
         break
     else:
       self._skipped = 0
-    return _over_epochs(steps) | more | {"fill": this.fill}
+    more |= {"tokens": steps[0]["tokens"], "fill": this.fill}
+    return means(steps) | more
 
   async def _keep(
     self,
     this: "Accumulation",
     number: int,
-    zero_variance_count: float,
+    left_out_divisor: float,
     sums: dict[str, float],
   ) -> None:
     """Keeps a skipped update on disk; raises if it was one too many."""
@@ -338,7 +337,7 @@ class Training:
         this.batches,
         self._version,
         number,
-        zero_variance_count,
+        left_out_divisor,
         this.owners,
       )
       where = f"its batches are in {directory}"
@@ -377,8 +376,11 @@ class _Waiting(NamedTuple):
 class Accumulation:
   """The gradient of one update, summed on the mesh as trajectories come in.
 
-  `Training` calls `add` any number of times, `flush`, and `step`; for
+  `MeshTrainer` calls `add` any number of times, `flush`, and `step`; for
   another epoch it calls `repeat` and `step`.
+
+  Args:
+    pack: (trajectories, only_full=) -> rows; see `batch.pack`.
 
   Attributes:
     batches: accumulated so far.
@@ -391,11 +393,6 @@ class Accumulation:
     thread: mesh_thread.MeshThread,
     pack: Callable[..., batch.Packed],
   ):
-    """Does nothing yet.
-
-    Args:
-      pack: (trajectories, only_full=) -> rows; see `batch.pack`.
-    """
     self.batches: list[batch.Batch] = []
     self.owners: list[segment_index.Owner] = []
     self._programs = programs
@@ -436,15 +433,15 @@ class Accumulation:
     await self._accumulate(state, self.batches)
 
   async def step(
-    self, state: train_state.TrainState, zero_variance_count: float
+    self, state: train_state.TrainState, left_out_divisor: float
   ) -> tuple[train_state.TrainState, dict[str, float]]:
     """Returns the state after an optimizer step, and its metrics.
 
     Args:
-      zero_variance_count: what the groups left out add to the divisor.
+      left_out_divisor: what the groups left out add to the divisor.
     """
     return await self._thread.run(
-      "update", self._programs.step, state, self._total, zero_variance_count
+      "update", self._programs.step, state, self._total, left_out_divisor
     )
 
   async def _train(
@@ -487,11 +484,6 @@ class Accumulation:
         packed,
         state.critic,
       )
-
-
-def _over_epochs(steps: Sequence[dict[str, float]]) -> dict[str, float]:
-  """Returns means over the steps of an update; its tokens count once."""
-  return means(steps) | {"tokens": steps[0]["tokens"]}
 
 
 def means(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:

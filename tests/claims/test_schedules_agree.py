@@ -109,10 +109,10 @@ class Seen(progress.RunObserver):
     """Returns the programs, which now keep what `update` is given."""
     update = programs.update
 
-    def recorded(state, total, zero_variance_count=0.0):
+    def recorded(state, total, left_out_divisor=0.0):
       self.params.append(jax.device_get(state.params))
       self.gradients.append(jax.device_get(total))
-      return update(state, total, zero_variance_count)
+      return update(state, total, left_out_divisor)
 
     programs.update = recorded
     return programs

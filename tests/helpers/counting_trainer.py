@@ -75,9 +75,9 @@ class Programs(fakes.FakeLearner):
     self.batches.append(batch)
     return super().accumulate(params, total, batch, critic)
 
-  def update(self, state, total, zero_variance_count=0.0):
-    after, sums = super().update(state, total, zero_variance_count)
-    self.masked.append(zero_variance_count)
+  def update(self, state, total, left_out_divisor=0.0):
+    after, sums = super().update(state, total, left_out_divisor)
+    self.masked.append(left_out_divisor)
     if not math.isfinite(self.grad_norm):
       return state, {**sums, "grad_norm": self.grad_norm, "skipped": 1.0}
     return after, {**sums, "grad_norm": self.grad_norm}
@@ -113,7 +113,7 @@ def trained(
   """Runs a scenario on a trainer of fake programs that starts afresh."""
   thread = mesh_thread.MeshThread("learner", trace.Trace(None))
   built = programs or Programs()
-  trainer = trainer_lib.Training(
+  trainer = trainer_lib.MeshTrainer(
     dataclasses.replace(SETTINGS, **changes),
     built,
     thread,

@@ -7,7 +7,7 @@ from jaxtyping import Bool, Float32
 from numpy.typing import ArrayLike
 
 from envs import base
-from rl.algorithms import advantage_estimation, advantages, returns
+from rl.algorithms import advantages, group_selection, returns
 from rl.data import trajectory
 
 OK = trajectory.Status.COMPLETED
@@ -86,7 +86,7 @@ def of_group(
   group: trajectory.Group, estimator: advantages.Estimator
 ) -> tuple[Float32[np.ndarray, " G"], Bool[np.ndarray, " G"]]:
   """Returns (mean advantages, trained) of a group that is all of an update."""
-  selection = advantage_estimation.select([group], estimator)
+  selection = group_selection.select([group], estimator)
   (means,) = selection.mean_advantages(selection.estimate())
   return means, selection.trained[0]
 

@@ -271,7 +271,7 @@ class Run:
       max_staleness=self.schedule.max_staleness,
       old_logprob=self.schedule.old_logprob,
     )
-    return trainer_lib.Training(
+    return trainer_lib.MeshTrainer(
       dataclasses.replace(settings, **self.packing),
       self.programs,
       InlineThread(),

@@ -94,8 +94,8 @@ class Steps(fakes.FakeLearner):
     super().__init__()
     self.norms = iter(norms)
 
-  def update(self, state, total, zero_variance_count=0.0):
-    after, sums = super().update(state, total, zero_variance_count)
+  def update(self, state, total, left_out_divisor=0.0):
+    after, sums = super().update(state, total, left_out_divisor)
     sums |= {"grad_norm": next(self.norms), "loss": 0.25}
     if math.isfinite(sums["grad_norm"]):
       return after, sums

@@ -650,7 +650,7 @@ def trained(
   layout, _ = placement.Placement(colocated=True).layouts()
   programs = learner.Learner(model, layout, algorithm, optax.sgd(1e4))
   thread = mesh_thread.MeshThread("learner", trace.Trace(None))
-  trainer = trainer_lib.Training(
+  trainer = trainer_lib.MeshTrainer(
     trainer_lib.TrainerSettings(
       rows=shape[0],
       length=LENGTH,

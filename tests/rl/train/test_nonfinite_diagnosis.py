@@ -76,7 +76,7 @@ def test_a_finite_update_is_finite_in_all_of_its_parts(programs, skipped):
 
 
 def test_loss_and_norm_are_those_of_the_update(programs, skipped):
-  skipped = skipped._replace(zero_variance_count=3.0)
+  skipped = skipped._replace(left_out_divisor=3.0)
   total, state = programs.zero(), programs.init(jax.random.key(0))
   for packed in skipped.batches:
     total = programs.accumulate(state.params, total, programs.place(packed))

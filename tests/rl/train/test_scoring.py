@@ -108,7 +108,7 @@ def half_as_likely(state, placed):
 def trained(scenario, programs, algorithm, reference=None, **changes):
   """Runs a scenario on a trainer of fake programs that starts afresh."""
   thread = mesh_thread.MeshThread("learner", trace.Trace(None))
-  trainer = trainer_lib.Training(
+  trainer = trainer_lib.MeshTrainer(
     dataclasses.replace(SETTINGS, **changes),
     programs,
     thread,
@@ -357,7 +357,7 @@ def test_scores_are_those_of_each_trajectory_on_its_own(
 def test_a_critic_comes_to_know_what_episodes_earn(real):
   thread = mesh_thread.MeshThread("learner", trace.Trace(None))
   algorithm = presets.Ppo()
-  trainer = trainer_lib.Training(
+  trainer = trainer_lib.MeshTrainer(
     dataclasses.replace(SETTINGS, epochs=4),
     real,
     thread,

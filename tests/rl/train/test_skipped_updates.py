@@ -74,7 +74,7 @@ def test_every_column_comes_back_bit_by_bit(tmp_path, programs, state, packed):
   path = kept.keep(state, batches, 11, 3, 2.5, whose)
   assert path == tmp_path / "round_000012_update_3"
   found = skipped_updates.read(path, programs.abstract)
-  assert (found.version, found.number, found.zero_variance_count) == (
+  assert (found.version, found.number, found.left_out_divisor) == (
     11,
     3,
     2.5,
@@ -365,8 +365,8 @@ class Skipping(fakes.FakeLearner):
     super().__init__()
     self.bad, self.taken = bad, 0
 
-  def update(self, state, total, zero_variance_count=0.0):
-    after, sums = super().update(state, total, zero_variance_count)
+  def update(self, state, total, left_out_divisor=0.0):
+    after, sums = super().update(state, total, left_out_divisor)
     bad = self.taken % 2 in self.bad
     self.taken += 1
     return (state, {**sums, "skipped": 1.0}) if bad else (after, sums)

@@ -236,7 +236,7 @@ def test_a_round_of_nothing_compares_nothing():
 def test_a_trainer_without_a_state_says_what_it_needs():
   thread = mesh_thread.MeshThread("learner", trace.Trace(None))
   programs = fakes.FakeLearner()
-  trainer = trainer_lib.Training(
+  trainer = trainer_lib.MeshTrainer(
     SETTINGS, programs, thread, estimator=advantages.Grpo(), objective=GRPO
   )
   with pytest.raises(RuntimeError, match="call `restore` first"):
@@ -267,7 +267,7 @@ def test_a_mesh_compares_with_its_own_weights(
     SETTINGS, share_prompts=True, old_logprob=old_logprob
   )
   thread = mesh_thread.MeshThread("learner", trace.Trace(None))
-  trainer = trainer_lib.Training(
+  trainer = trainer_lib.MeshTrainer(
     settings,
     meshed,
     thread,
@@ -319,7 +319,7 @@ def test_updates_that_are_not_finite_are_skipped_and_too_many_end_the_run(norm):
 def test_what_is_skipped_lies_under_its_round_and_its_place_there(tmp_path):
   built = Programs(grad_norm=math.nan)
   thread = mesh_thread.MeshThread("learner", trace.Trace(None))
-  trainer = trainer_lib.Training(
+  trainer = trainer_lib.MeshTrainer(
     dataclasses.replace(SETTINGS, max_skipped=2),
     built,
     thread,
@@ -370,10 +370,10 @@ class Later(Programs):
 
   steps = 0
 
-  def update(self, state, total, zero_variance_count=0.0):
+  def update(self, state, total, left_out_divisor=0.0):
     self.steps += 1
     self.grad_norm = 1.0 if self.steps % 2 else math.nan
-    return super().update(state, total, zero_variance_count)
+    return super().update(state, total, left_out_divisor)
 
 
 def test_a_later_epoch_that_is_not_finite_ends_an_update_that_counts():
@@ -510,9 +510,9 @@ class Keeping(fakes.FakeLearner):
     self.batches.append(batch)
     return super().accumulate(params, total, batch, critic)
 
-  def update(self, state, total, zero_variance_count=0.0):
-    self.counts.append(zero_variance_count)
-    return super().update(state, total, zero_variance_count)
+  def update(self, state, total, left_out_divisor=0.0):
+    self.counts.append(left_out_divisor)
+    return super().update(state, total, left_out_divisor)
 
 
 def accumulated(scenario, *, share_prompts=False, tail_rows=None):

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from rl.algorithms import advantage_estimation, advantages, token_advantages
+from rl.algorithms import advantages, group_selection, token_advantages
 from rl.data import trajectory
 from tests.helpers import played_members as played
 
@@ -18,13 +18,13 @@ def _group(*members, task="game/train/0"):
 
 def _update(groups, estimator):
   """Returns (mean advantages, trained) of each group of an update."""
-  selection = advantage_estimation.select(groups, estimator)
+  selection = group_selection.select(groups, estimator)
   means = selection.mean_advantages(selection.estimate())
   return means, [mask.tolist() for mask in selection.trained]
 
 
 def _reasons(groups, estimator, **kwargs):
-  return advantage_estimation.select(groups, estimator, **kwargs).reasons
+  return group_selection.select(groups, estimator, **kwargs).reasons
 
 
 def test_a_faulted_member_is_in_no_mean_and_not_trained():
@@ -41,7 +41,7 @@ def test_a_faulted_member_is_in_no_mean_and_not_trained():
 
 def test_a_truncated_member_is_trained():
   group = played.group((OK, 1.0, [3]), (trajectory.Status.TRUNCATED, 0.0, [3]))
-  assert advantage_estimation.usable(group).tolist() == [True, True]
+  assert group_selection.usable(group).tolist() == [True, True]
 
 
 @pytest.mark.parametrize(
@@ -130,9 +130,7 @@ def test_who_compares_no_members_trains_equal_rewards_and_single_ones(
 def test_with_penalties_equal_rewards_have_variance():
   groups = [_group((1.0, 1), (1.0, 2))]
   assert _reasons(groups, advantages.Rloo(), penalised=True) == [None]
-  selection = advantage_estimation.select(
-    groups, advantages.Rloo(), penalised=True
-  )
+  selection = group_selection.select(groups, advantages.Rloo(), penalised=True)
   found = selection.estimate(
     penalties=[np.array([0.5], "f4"), np.array([0.25, 0.5], "f4")],
   )
@@ -146,7 +144,7 @@ def test_penalties_and_values_are_those_of_the_members_that_are_trained():
     _group((3.0, 1), (5.0, 1)),
   ]
   estimator = token_advantages.Gae(lambda_=1.0)
-  selection = advantage_estimation.select(groups, estimator)
+  selection = group_selection.select(groups, estimator)
   assert [len(t.turns) for t in selection.members] == [2, 1, 1]
   found = selection.estimate(
     penalties=[np.array(x, "f4") for x in ([0.5, 0.25], [0.0], [1.0])],
@@ -163,7 +161,7 @@ def test_penalties_and_values_are_those_of_the_members_that_are_trained():
 
 def test_scores_for_too_few_members_are_refused():
   groups = [_group((1.0, 1), (0.0, 1))]
-  selection = advantage_estimation.select(groups, advantages.Rloo())
+  selection = group_selection.select(groups, advantages.Rloo())
   with pytest.raises(ValueError, match="shorter"):
     selection.estimate(penalties=[np.zeros(1, "f4")])
 
@@ -175,7 +173,7 @@ def test_what_an_environment_gave_a_turn_is_credited_to_it():
   )
   estimator = token_advantages.TurnReturns()
   assert _reasons([plain, group], estimator) == ["zero_variance", None]
-  found = advantage_estimation.select([group], estimator).estimate()
+  found = group_selection.select([group], estimator).estimate()
   # Both have 1 from the start on; in the second turn the second earns it.
   assert [own.tolist() for own in found.advantages] == [
     [0.0, -1.0, -1.0],
@@ -188,7 +186,7 @@ def test_turns_with_the_same_context_are_alike():
   estimator = token_advantages.StepGroups(
     normalise="mean", weight=10.0, discount=1.0
   )
-  found = advantage_estimation.select([group], estimator).estimate()
+  found = group_selection.select([group], estimator).estimate()
   assert [own.tolist() for own in found.advantages] == [[5.5] * 2, [-5.5] * 2]
 
 
@@ -201,7 +199,7 @@ def test_turns_are_alike_by_history_only_after_the_same_answers():
     estimator = token_advantages.StepGroups(
       alike=alike, normalise="mean", discount=1.0
     )
-    own = advantage_estimation.select([group], estimator).estimate().advantages
+    own = group_selection.select([group], estimator).estimate().advantages
     found[alike] = [values.tolist() for values in own]
   # Episodes +- 1/2; at the start +- 1/2 more; at turn 1 only where alike.
   assert found["observation"] == [[1.0, 1.0], [-1.0, -1.0]]
@@ -214,7 +212,7 @@ def test_turns_that_saw_the_same_after_another_context_have_no_history_alike():
   estimator = token_advantages.StepGroups(
     alike="history", normalise="mean", discount=1.0
   )
-  found = advantage_estimation.select([group], estimator).estimate()
+  found = group_selection.select([group], estimator).estimate()
   # Nothing is alike from the start on: episodes alone.
   assert [own.tolist() for own in found.advantages] == [[0.5] * 2, [-0.5] * 2]
 
@@ -239,7 +237,7 @@ def test_whitening_leaves_out_faults_and_groups_that_are_not_trained():
 def test_whitening_over_an_update_has_mean_zero_over_all_its_groups():
   groups = [_group((1.0, 1), (0.0, 3)), _group((4.0, 2), (0.0, 2))]
   estimator = token_advantages.ReinforcePlusPlus()
-  found = advantage_estimation.select(groups, estimator).estimate()
+  found = group_selection.select(groups, estimator).estimate()
   values = np.concatenate(found.advantages)
   assert values.mean() == pytest.approx(0, abs=1e-7)
   assert values.std() == pytest.approx(1, abs=1e-6)
