@@ -8,6 +8,7 @@ Letters: B rows, L row length, H heads, d head width, half = d / 2.
 
 import dataclasses
 import math
+from collections.abc import Iterator
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,14 +16,25 @@ from jaxtyping import Array, Float, Float32, Int32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Linear:
-  """Divides every position by `factor`. Source: arXiv 2306.15595, eq. 4."""
-
+class _Stretching:
   factor: float
 
   def validate(self) -> None:
-    """Raises ValueError on a factor that cannot work."""
-    _validate_factor(self.factor)
+    """Raises ValueError on values that cannot work."""
+    for problem in self._problems():
+      raise ValueError(f"rope_scaling.{problem}")
+
+  def _problems(self) -> Iterator[str]:
+    if not 1 <= self.factor < math.inf:
+      yield f"factor={self.factor} is not a number from 1 up; use 1 or more"
+    if (length := getattr(self, "original_max_length", 1)) < 1:
+      out = "use the length that the model was trained on"
+      yield f"original_max_length={length} is below 1; {out}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Linear(_Stretching):
+  """Divides every position by `factor`. Source: arXiv 2306.15595, eq. 4."""
 
   def __call__(
     self, periods: Float32[np.ndarray, " half"], theta: float
@@ -33,7 +45,7 @@ class Linear:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Yarn:
+class Yarn(_Stretching):
   """Divides the positions of slow pairs by `factor`, of fast ones by 1.
 
   Between the two the divisor changes linearly with the index of the pair.
@@ -50,7 +62,6 @@ class Yarn:
   Source: arXiv 2309.00071, sections 3.2 and 3.4; as transformers computes it.
   """
 
-  factor: float
   original_max_length: int
   beta_fast: float = 32.0
   beta_slow: float = 1.0
@@ -59,22 +70,17 @@ class Yarn:
   mscale_all_dim: float | None = None
   truncate: bool = True
 
-  def validate(self) -> None:
-    """Raises ValueError on values that cannot work."""
-    _validate_factor(self.factor)
-    _validate_length(self.original_max_length)
-    if not 0 < self.beta_slow < self.beta_fast < math.inf:
-      raise ValueError(
-        f"rope_scaling.beta_slow={self.beta_slow} is not between 0 and "
-        f"beta_fast={self.beta_fast}; use 1 and 32"
-      )
+  def _problems(self) -> Iterator[str]:
+    yield from super()._problems()
+    slow, fast = self.beta_slow, self.beta_fast
+    if not 0 < slow < fast < math.inf:
+      bound = f"is not between 0 and beta_fast={fast}; use 1 and 32"
+      yield f"beta_slow={slow} {bound}"
     for name in ("attention_factor", "mscale", "mscale_all_dim"):
       value = getattr(self, name)
       if value is not None and not 0 < value < math.inf:
-        raise ValueError(
-          f"rope_scaling.{name}={value} is not above 0; leave it out, and it "
-          "follows from factor"
-        )
+        out = "leave it out, and it follows from factor"
+        yield f"{name}={value} is not above 0; {out}"
 
   def __call__(
     self, periods: Float32[np.ndarray, " half"], theta: float
@@ -108,7 +114,7 @@ class Yarn:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Llama3:
+class Llama3(_Stretching):
   """Divides slow pairs by `factor`, as Llama 3.1 does, and fast ones by 1.
 
   Between the two the frequency changes linearly with its unscaled value.
@@ -121,20 +127,16 @@ class Llama3:
   Source: the code of Llama 3.1; as transformers computes it.
   """
 
-  factor: float
   original_max_length: int
   low_freq_factor: float = 1.0
   high_freq_factor: float = 4.0
 
-  def validate(self) -> None:
-    """Raises ValueError on values that cannot work."""
-    _validate_factor(self.factor)
-    _validate_length(self.original_max_length)
-    if not 0 < self.low_freq_factor < self.high_freq_factor < math.inf:
-      raise ValueError(
-        f"rope_scaling.low_freq_factor={self.low_freq_factor} is not between "
-        f"0 and high_freq_factor={self.high_freq_factor}; use 1 and 4"
-      )
+  def _problems(self) -> Iterator[str]:
+    yield from super()._problems()
+    low, high = self.low_freq_factor, self.high_freq_factor
+    if not 0 < low < high < math.inf:
+      bound = f"is not between 0 and high_freq_factor={high}; use 1 and 4"
+      yield f"low_freq_factor={low} {bound}"
 
   def __call__(
     self, periods: Float32[np.ndarray, " half"], theta: float
@@ -180,18 +182,3 @@ def rotate(
   a, b = jnp.split(x.astype(jnp.float32), 2, -1)
   turned = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
   return turned.astype(x.dtype)
-
-
-def _validate_factor(factor: float) -> None:
-  if not 1 <= factor < math.inf:
-    raise ValueError(
-      f"rope_scaling.factor={factor} is not a number from 1 up; use 1 or more"
-    )
-
-
-def _validate_length(length: int) -> None:
-  if length < 1:
-    raise ValueError(
-      f"rope_scaling.original_max_length={length} is below 1; use the length "
-      "that the model was trained on"
-    )

@@ -47,8 +47,8 @@ class BatchShape:
     """Raises ValueError unless 1 <= tail_rows < rows."""
     checks.at_least(self, 1, "rows", "tail_rows", where="batch")
     if self.tail_rows is not None and self.tail_rows >= self.rows:
-      why = f"must be below batch.rows={self.rows}; use fewer, or none"
-      raise ValueError(f"batch.tail_rows={self.tail_rows} {why}")
+      why = "a tail has fewer rows; use fewer, or none"
+      checks.refuse(self, "tail_rows", "rows", why=why, where="batch")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -126,38 +126,24 @@ class Experiment:
   environment: base.Source
   reward: base.Reward
   model: model_config.ModelConfig
-  rollout: group_rollout.Rollout = dataclasses.field(
-    default_factory=group_rollout.Rollout
-  )
+  rollout: group_rollout.Rollout = group_rollout.Rollout()
   engine: (
     engine_settings.EngineSettings
     | sglang_settings.SglangSettings
     | contract.EngineSpec
-  ) = dataclasses.field(default_factory=engine_settings.EngineSettings)
-  publishing: weight_publisher.Publishing = dataclasses.field(
-    default_factory=weight_publisher.Publishing
-  )
-  overlap: overlap_lib.Overlap = dataclasses.field(
-    default_factory=overlap_lib.Overlap
-  )
-  placement: placement_lib.Placement = dataclasses.field(
-    default_factory=placement_lib.Placement
-  )
-  routing: affinity.Routing = dataclasses.field(
-    default_factory=affinity.Routing
-  )
-  tasks: prompts.TaskOrder = dataclasses.field(
-    default_factory=prompts.TaskOrder
-  )
-  algorithm: presets.Named = dataclasses.field(default_factory=presets.Grpo)
-  optimizer: optimizers.Optimizer = dataclasses.field(
-    default_factory=optimizers.AdamW
-  )
-  batch: BatchShape = dataclasses.field(default_factory=BatchShape)
+  ) = engine_settings.EngineSettings()
+  publishing: weight_publisher.Publishing = weight_publisher.Publishing()
+  overlap: overlap_lib.Overlap = overlap_lib.Overlap()
+  placement: placement_lib.Placement = placement_lib.Placement()
+  routing: affinity.Routing = affinity.Routing()
+  tasks: prompts.TaskOrder = prompts.TaskOrder()
+  algorithm: presets.Named = presets.Grpo()
+  optimizer: optimizers.Optimizer = optimizers.AdamW()
+  batch: BatchShape = BatchShape()
   initial: str | None = None
   warm_start: warm_start_lib.WarmStart | None = None
-  evaluation: Evaluation = dataclasses.field(default_factory=Evaluation)
-  retention: Retention = dataclasses.field(default_factory=Retention)
+  evaluation: Evaluation = Evaluation()
+  retention: Retention = Retention()
   seed: int = 0
   rounds: int = 100
   max_skipped: int = 2
@@ -212,10 +198,8 @@ class Experiment:
   def _validate_experts(self) -> None:
     recorded = getattr(self.engine, "record_experts", False)
     if self.rollout.record_experts and not recorded:
-      raise ValueError(
-        "rollout.record_experts=true: the engine records none; use the built-in"
-        " engine with engine.record_experts=true"
-      )
+      why = "it records none; use engine=built_in(record_experts=true)"
+      checks.refuse(self, "rollout.record_experts", "engine", why=why, where="")
 
   def _validate_counts(self) -> None:
     checks.at_least(self, 0 if self.warm_start else 1, "rounds", where="")
@@ -238,11 +222,8 @@ class Experiment:
         reward_of(source.task(0, "train"))
     overlong = self.rollout.overlong
     if overlong is not None and overlong.max_tokens > self.rollout.max_tokens:
-      raise ValueError(
-        f"rollout.overlong.max_tokens={overlong.max_tokens} is above "
-        f"rollout.max_tokens={self.rollout.max_tokens}: no episode would ever "
-        "be that long; lower it"
-      )
+      why = "no episode would ever be that long; lower the first"
+      checks.refuse(self.rollout, "overlong.max_tokens", "max_tokens", why=why)
     self.routing.validate_domains([source.name for source in self.sources])
     pools = self.placement.pools
     self.routing.validate_pools({pool.name: pool.kind for pool in pools})
@@ -283,10 +264,9 @@ class Experiment:
     rows = {"batch.rows": self.batch.rows}
     if (tail := self.batch.tail_rows) is not None:
       if self.batch.rows == parts:
-        raise ValueError(
-          f"batch.tail_rows={tail}: no number below batch.rows={parts} divides "
-          f"over placement.learner.data * expert = {parts}; use none"
-        )
+        over = f"placement.learner.data * expert = {parts}"
+        why = f"no number below divides over {over}; use none"
+        checks.refuse(self.batch, "tail_rows", "rows", why=why, where="batch")
       rows["batch.tail_rows"] = tail
     axes = policy_lib.of(self.model).axes
     for name, mesh in self.placement.meshes.items():

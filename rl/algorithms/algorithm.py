@@ -1,7 +1,10 @@
 """The algorithm of a run: its parts, and the checks that they fit together."""
 
 import dataclasses
-from typing import Any
+import functools
+import types
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +23,7 @@ from rl.algorithms import (
   token_advantages,
 )
 from rl.schedule import overlap
-from rl.settings import checks, short_names
+from rl.settings import annotations, checks, short_names
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,10 +40,8 @@ class Algorithm(objective.Objective):
       before the next.
   """
 
-  advantage: advantages.Estimator = dataclasses.field(
-    default_factory=advantages.Grpo
-  )
-  loss: losses.Loss = dataclasses.field(default_factory=losses.ClippedSurrogate)
+  advantage: advantages.Estimator = advantages.Grpo()
+  loss: losses.Loss = losses.ClippedSurrogate()
   reference: references.Reference | None = None
   dynamic_sampling: group_filters.DynamicSampling | None = None
   epochs: int = 1
@@ -51,10 +52,14 @@ class Algorithm(objective.Objective):
     _validate_protocols(self)
     super().validate()
     checks.at_least(self, 1, "epochs", where="algorithm")
-    self._validate_loss()
-    self._validate_reference()
-    if self.dynamic_sampling is None:
-      return
+    refuse = functools.partial(checks.refuse, self, where="algorithm")
+    if isinstance(self.loss, losses.NegativeLogLikelihood):
+      out = "use reinforce, or a warm_start to imitate an oracle"
+      refuse("loss", why="imitates whatever was sampled, good or bad", out=out)
+    if not self.loss.has_ratio and self.epochs > 1:
+      why = "without a ratio, later epochs would take old tokens for its own"
+      refuse("epochs", "loss", why=why, out="use epochs=1, or loss=cispo")
+    self._validate_reference(refuse)
     reason, name = None, short_names.of(self.advantage)
     if self.advantage.min_group_size < 2:
       reason = f"advantage={name} compares no members"
@@ -62,153 +67,101 @@ class Algorithm(objective.Objective):
       reason = f"advantage={name} compares groups of one task with each other"
     elif self.reward_kl is not None:
       reason = "a kl in the rewards makes members differ"
-    if reason is not None:
-      raise ValueError(
-        "algorithm.dynamic_sampling drops groups of equal rewards, but "
-        f"{reason}, so they teach as others do; use "
-        "algorithm.dynamic_sampling=none"
-      )
+    if self.dynamic_sampling is not None and reason is not None:
+      why = f"{reason}, so groups of equal rewards teach as others do"
+      refuse("dynamic_sampling", why=why, out="use dynamic_sampling=none")
 
-  def _validate_reference(self) -> None:
+  def _validate_reference(self, refuse: Callable[..., NoReturn]) -> None:
     kl, reference = self.kl, self.reference
-    name = "none" if reference is None else reference.short_name
+    teacher = "reference=teacher(model=..., directory=...)"
     if isinstance(self.advantage, token_advantages.Distillation):
       if kl is None or (kl.where, kl.estimator) != ("reward", "k1"):
-        raise ValueError(
-          "algorithm.advantage=distillation learns from the penalty of each "
-          "token alone; use "
-          "algorithm.kl=kl_penalty(estimator=k1, weight=1.0, where=reward)"
-        )
+        why = "it learns from the penalty of each token alone"
+        out = "use kl=kl_penalty(estimator=k1, weight=1.0, where=reward)"
+        refuse("advantage", "kl", why=why, out=out)
       if not isinstance(reference, references.Teacher):
-        raise ValueError(
-          f"algorithm.advantage=distillation with reference={name}: it needs a "
-          "teacher other than the policy; use algorithm.reference=teacher("
-          "model=..., directory=...), as configs/guess_number_distill.py does"
-        )
+        why = "it needs a teacher other than the policy"
+        out = f"use {teacher}, as configs/guess_number_distill.py does"
+        refuse("advantage", "reference", why=why, out=out)
     if kl is not None and reference is None:
-      raise ValueError(
-        "algorithm.kl without a reference to stay close to; use algorithm."
-        "reference=initial, a teacher(model=..., directory=...), or kl=none"
-      )
+      out = f"use reference=initial, {teacher}, or kl=none"
+      refuse("kl", "reference", why="it has nothing to compare with", out=out)
     if kl is None and reference is not None:
-      raise ValueError(
-        f"algorithm.reference={name} without a kl is scored for nothing; use "
-        "reference=none, or kl=kl_penalty"
-      )
-
-  def _validate_loss(self) -> None:
-    name = short_names.of(self.loss)
-    if isinstance(self.loss, losses.NegativeLogLikelihood):
-      raise ValueError(
-        f"algorithm.loss={name} imitates whatever was sampled, good or bad; "
-        "use reinforce, or a warm_start to imitate an oracle"
-      )
-    if not self.loss.has_ratio and self.epochs > 1:
-      raise ValueError(
-        f"algorithm.epochs={self.epochs} with loss={name}, which has no ratio: "
-        "a second epoch would take the tokens of another policy for its own; "
-        "use epochs=1, or loss=cispo"
-      )
+      out = "use reference=none, or kl=kl_penalty"
+      refuse("reference", "kl", why="it is scored for nothing", out=out)
 
   def validate_schedule(self, schedule: overlap.Overlap) -> None:
     """Raises ValueError when it cannot learn on such a schedule."""
+    both = types.SimpleNamespace(algorithm=self, overlap=schedule)
+    refuse = functools.partial(checks.refuse, both, where="")
     if self.advantage.scope == "batch" and schedule.streams:
-      name = short_names.of(self.advantage)
-      raise ValueError(
-        f"algorithm.advantage={name} compares all groups of an update, but with"
-        f" overlap.groups_per_microbatch={schedule.groups_per_microbatch} "
-        "gradients accumulate before the last of them is ready; use "
-        f"groups_per_microbatch={schedule.groups_per_update}"
-        + ("" if schedule.max_staleness else ", or wait_for_round=true")
-      )
+      why = "gradients accumulate before all groups that it compares are ready"
+      out = f"use groups_per_microbatch={schedule.groups_per_update}"
+      out += "" if schedule.max_staleness else ", or wait_for_round=true"
+      names = "algorithm.advantage", "overlap.groups_per_microbatch"
+      refuse(*names, why=why, out=out)
     correction, old = self.correction, schedule.old_logprob
     if correction is not None and not correction.compares_old:
       correction = None
     if correction is not None and old == "decode":
-      raise ValueError(_nothing_to_compare(correction, schedule))
+      way = "old_logprob=recompute"
+      if schedule.max_staleness and not correction.weighs:
+        # A mask alone would be refused next: it does not weigh late tokens.
+        name = short_names.of(correction)
+        way += f" with correction=both(first=token_truncated, second={name})"
+      why = "the old policy is the one that sampled, so both are the same"
+      out = f"use {way}, or correction=none: a ratio in the loss corrects too"
+      refuse("algorithm.correction", "overlap.old_logprob", why=why, out=out)
     if self.loss.own_weight and old != "decode":
-      raise ValueError(
-        f"overlap.old_logprob={old} with algorithm.loss="
-        f"{short_names.of(self.loss)}, which compares with the policy that "
-        "sampled: it is scored for nothing; use old_logprob=decode"
-      )
+      why = "the loss compares with the policy that sampled, and with no other"
+      out = "use old_logprob=decode"
+      refuse("overlap.old_logprob", "algorithm.loss", why=why, out=out)
     # A mask alone does not say how much likelier a token has become.
     if correction is None or not correction.weighs:
-      self._validate_late(schedule)
+      self._validate_late(schedule, refuse)
 
-  def _validate_late(self, schedule: overlap.Overlap) -> None:
-    """Raises when nothing would tell late samples from fresh ones."""
-    old, lag = schedule.old_logprob, schedule.max_staleness
-    if not self.loss.has_ratio and lag:
-      raise ValueError(
-        f"algorithm.loss={short_names.of(self.loss)} with overlap.max_staleness"
-        f"={lag}: it has no ratio, and would take the tokens of older policies "
-        "for its own; use overlap.old_logprob=recompute with algorithm."
-        "correction=token_truncated, or a loss with its own weights, as aipo"
-      )
-    use, reason = "decode", None
+  def _validate_late(
+    self, schedule: overlap.Overlap, refuse: Callable[..., NoReturn]
+  ) -> None:
+    """Refuses what would not tell late samples from fresh ones."""
+    weigh = "algorithm.correction=token_truncated"
+    if schedule.max_staleness and not self.loss.has_ratio:
+      why = "without a ratio it would take the tokens of others for its own"
+      out = f"use overlap.old_logprob=recompute with {weigh}, or loss=aipo"
+      refuse("algorithm.loss", "overlap.max_staleness", why=why, out=out)
+    if schedule.old_logprob == "decode":
+      return
+    use, cause, why = "decode", "", ""
     if schedule.on_publish == "keep_kv":
-      reason = (
-        "on_publish=keep_kv: no weights give the log-probabilities of tokens "
-        "sampled from mixed keys and values"
-      )
-    elif lag:
-      reason = (
-        f"max_staleness={lag}: the ratio would forget which policy sampled the "
-        "tokens"
-      )
-    elif old == "recompute" and (parts := schedule.updates_per_round) > 1:
-      use = "snapshot, or old_logprob=decode"
-      reason = (
-        f"updates_per_round={parts}: a group that comes late would be compared "
-        "with weights that its round has already trained"
-      )
-    if old != "decode" and reason:
-      raise ValueError(
-        f"overlap.old_logprob={old} with {reason}; use old_logprob={use}, or "
-        "algorithm.correction=token_truncated to weigh tokens for that"
-      )
+      cause = "on_publish"
+      why = "no weights give log-probabilities from mixed keys and values"
+    elif schedule.max_staleness:
+      cause = "max_staleness"
+      why = "the ratio would forget which policy sampled the tokens"
+    elif schedule.old_logprob == "recompute" and schedule.updates_per_round > 1:
+      cause, use = "updates_per_round", "snapshot, or old_logprob=decode"
+      why = "late groups would be compared with weights trained on their round"
+    if cause:
+      out = f"use old_logprob={use}, or {weigh} to weigh tokens for that"
+      refuse("overlap.old_logprob", f"overlap.{cause}", why=why, out=out)
 
   def validate_model(self, model: model_config.ModelConfig) -> None:
     """Raises ValueError when such a model has no such reference."""
+    refuse = functools.partial(checks.refuse, self, "reference")
+    refuse = functools.partial(refuse, where="algorithm")
     match self.reference:
       case references.Base() if model.lora is None:
-        raise ValueError(
-          "algorithm.reference=base is what lies below adapters, and model.lora"
-          " is none; use reference=initial"
-        )
+        why = "it is what lies below adapters, and model.lora is none"
+        refuse(why=why, out="use reference=initial")
       case references.Initial() if model.lora is not None:
-        raise ValueError(
-          "algorithm.reference=initial would keep a copy of what model.lora "
-          "never changes; use reference=base"
-        )
+        why = "it would keep a copy of what model.lora never changes"
+        refuse(why=why, out="use reference=base")
       case references.Teacher(model=teacher):
-        where: Any = {"where": "algorithm.reference.model"}
+        where = "algorithm.reference.model"
         out = "as in model, whose tokens it scores; use a teacher with as many"
-        checks.at_least(
-          teacher, model.vocab_size, "vocab_size", out=out, **where
-        )
-        checks.at_least(
-          teacher, model.max_length, "max_length", out=out, **where
-        )
-
-
-def _nothing_to_compare(
-  correction: corrections.Correction, schedule: overlap.Overlap
-) -> str:
-  """Returns the error for a correction of the recorded log-probabilities."""
-  name = short_names.of(correction)
-  way_out = "use old_logprob=recompute"
-  if schedule.max_staleness and not correction.weighs:
-    # Or else the next refusal would be of a mask that does not weigh late ones.
-    way_out += (
-      f" with algorithm.correction=both(first=token_truncated, second={name})"
-    )
-  return (
-    f"algorithm.correction={name} with overlap.old_logprob=decode: it compares "
-    "the old policy with the one that sampled, which then are the same, and a "
-    f"ratio in the loss corrects already; {way_out}, or correction=none"
-  )
+        for name in ("vocab_size", "max_length"):
+          least = getattr(model, name)
+          checks.at_least(teacher, least, name, where=where, out=out)
 
 
 def _validate_protocols(algorithm: Algorithm) -> None:
@@ -227,29 +180,23 @@ def _validate_protocols(algorithm: Algorithm) -> None:
     ("advantage", advantages.Estimator, advantages.Estimate),
   )
   for name, protocol, result in protocols:
-    part = getattr(algorithm, name)
-    if part is None:
+    if (part := getattr(algorithm, name)) is None:
       continue
     setting = f"algorithm.{name}={short_names.of(part)}"
     wanted = [x for x in vars(protocol) if not x.startswith("_")]
     if missing := [x for x in wanted if not hasattr(part, x)]:
-      raise ValueError(
-        f"{setting} has no {', '.join(missing)}; see {protocol.__module__}."
-        f"{protocol.__name__}"
-      )
+      see = f"see {annotations.path(protocol)}"
+      raise ValueError(f"{setting} has no {', '.join(missing)}; {see}")
     if name == "advantage":
       found, each = part([_played(0.0), _played(1.0)]), "array a member"
-      fits = isinstance(found, result) and (
-        [len(own) for own in found.advantages] == [3, 3]
-      )
+      sizes = isinstance(found, result) and list(map(len, found.advantages))
+      fits = sizes == [3, 3]
     else:
       found, each = jax.eval_shape(part, row), "entry a token"
       fits = isinstance(found, result) and all(x.shape == (4,) for x in found)
     if not fits:
-      raise ValueError(
-        f"{setting} does not return {result.__module__}.{result.__name__}, "
-        f"each with one {each}"
-      )
+      what = f"{annotations.path(result)}, each with one {each}"
+      raise ValueError(f"{setting} does not return {what}")
 
 
 def _played(reward: float) -> returns.EpisodeReturnInputs:

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from rl.algorithms import packed_row
-from rl.settings import checks, short_names
+from rl.settings import checks
 
 
 class Weights(NamedTuple):
@@ -212,11 +212,10 @@ class Veto:
 
   def validate(self) -> None:
     """Raises ValueError unless the bound is between 0 and 1."""
-    if not math.exp(-packed_row.MAX_LOG_RATIO) < self.least < 1:
-      raise ValueError(
-        f"veto.least={self.least} must be between "
-        f"{math.exp(-packed_row.MAX_LOG_RATIO):.1g} and 1, as ratios are"
-      )
+    least = math.exp(-packed_row.MAX_LOG_RATIO)
+    if not least < self.least < 1:
+      why = f"ratios are clipped to {least:.1g}; use more, and less than 1"
+      checks.refuse(self, "least", why=why)
 
   def __call__(self, row: packed_row.Row) -> Weights:
     """Returns the weights by token, 0 or 1."""
@@ -310,11 +309,8 @@ class Both:
   def validate(self) -> None:
     """Raises ValueError where both give importance weights."""
     if self.first.weighs and self.second.weighs:
-      raise ValueError(
-        f"both: first={short_names.of(self.first)} and second="
-        f"{short_names.of(self.second)} both weigh by rho, which would count "
-        "twice; let one of them only mask"
-      )
+      why = "rho would count twice; let one of them only mask"
+      checks.refuse(self, "first", "second", why=why)
 
   def __call__(self, row: packed_row.Row) -> Weights:
     """Returns the weights by token."""

@@ -50,8 +50,7 @@ class KlPenalty:
     out = "use kl=none to leave it out"
     checks.finite_above(self, 0, "weight", out=out)
     if self.estimator == "k1" and self.where == "loss":
-      out = "use estimator=k2 or k3_plus, or where=reward"
-      why = f"its gradient has mean 0; {out}"
+      why = "its gradient has mean 0; use k2 or k3_plus, or where=reward"
       checks.refuse(self, "estimator", "where", why=why)
 
   def __call__(

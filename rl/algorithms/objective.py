@@ -21,7 +21,7 @@ from rl.algorithms import kl as kl_lib
 from rl.algorithms import losses, packed_row
 from rl.algorithms import value_loss as value_loss_lib
 from rl.data import batch as batch_lib
-from rl.settings import checks, short_names
+from rl.settings import checks
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,9 +43,7 @@ class Objective:
   loss: losses.Loss
   correction: corrections_lib.Correction | None = None
   kl: kl_lib.KlPenalty | None = None
-  value: value_loss_lib.ValueLoss = dataclasses.field(
-    default_factory=value_loss_lib.ValueLoss
-  )
+  value: value_loss_lib.ValueLoss = value_loss_lib.ValueLoss()
   entropy_bonus: float = 0.0
   balance_weight: float = 0.01
   z_weight: float = 0.0
@@ -57,10 +55,10 @@ class Objective:
     checks.finite_at_least(self, 0, "balance_weight", "z_weight", **words)
     correction = self.correction
     if correction is not None and correction.weighs and self.loss.own_weight:
-      raise ValueError(
-        f"correction={short_names.of(correction)} with loss="
-        f"{short_names.of(self.loss)}, which weighs each token against the "
-        "policy that sampled it: it would be weighed twice; use correction=none"
+      why = "both weigh each token against the policy that sampled it"
+      out = "use correction=none"
+      checks.refuse(
+        self, "correction", "loss", why=why, out=out, where="algorithm"
       )
 
   @property

@@ -158,6 +158,16 @@ class Delta:
   completion: Completion | None = None
 
 
+def whole_delta(answer: Completion) -> Delta:
+  """Returns a finished answer as its only delta."""
+  return Delta(
+    tokens=answer.tokens,
+    logprobs=answer.logprobs,
+    versions=answer.versions,
+    completion=answer,
+  )
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
   """Counters since the engine was built, and its current load.
@@ -276,10 +286,7 @@ def check_same_tree(old: Any, new: Any) -> None:
 
   def describe(tree: Any) -> dict[str, Any]:
     return {
-      jax.tree_util.keystr(path): (
-        getattr(leaf, "shape", None),
-        getattr(leaf, "dtype", None),
-      )
+      jax.tree_util.keystr(path): (np.shape(leaf), getattr(leaf, "dtype", None))
       for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
     }
 

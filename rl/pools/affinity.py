@@ -58,8 +58,8 @@ class Routing:
     out = "below it no pool is ever preferred; use none for no limit"
     checks.at_least(self, 1, "overload", where="routing", out=out)
     if self.learn and self.default is not None:
-      why = "leaves nothing to routing.learn=true; use one of them"
-      raise ValueError(f"routing.default={self.default} {why}")
+      why = "nothing is left to learn"
+      checks.refuse(self, "default", "learn", why=why, out="use one of them")
 
   def validate_domains(self, names: Collection[str]) -> None:
     """Raises ValueError on a preference of an unknown domain.
@@ -68,10 +68,7 @@ class Routing:
       names: of all sources of tasks.
     """
     for name in self.prefer:
-      if name not in names:
-        known = f"{', '.join(sorted(names))}{checks.nearest(name, names)}"
-        why = f"no source of tasks has that name; there are {known}"
-        raise ValueError(f"routing.prefer.{name}: {why}")
+      checks.known_name("routing.prefer", name, sorted(names))
 
   def of(self, names: Collection[str]) -> "Routing":
     """Returns the same with the preferences of these sources only."""
@@ -140,7 +137,7 @@ class _Domain:
   begun: int = 0
   used: dict[str, int] = dataclasses.field(default_factory=dict)
   pools: dict[str, Sample] = dataclasses.field(default_factory=dict)
-  lengths: Sample = dataclasses.field(default_factory=Sample)
+  lengths: Sample = Sample()
   sessions: float = 0.0
 
 

@@ -52,8 +52,8 @@ class TaskOrder:
     out = "use none for tasks without end"
     checks.within(self, 1, _SPAN, "pool", where="tasks", out=out)
     if self.curriculum is not None and self.pool is None:
-      why = "give pool a number of tasks, or set curriculum=none"
-      raise ValueError(f"tasks.curriculum needs tasks that come again: {why}")
+      why = "no task comes again; give pool a number, or use curriculum=none"
+      checks.refuse(self, "curriculum", "pool", why=why, where="tasks")
 
 
 def sources_of(source: base.Source) -> Sequence[base.Source]:

@@ -147,15 +147,33 @@ def known_name(setting: str, name: str, names: Collection[str]) -> None:
     raise ValueError(f"{setting}={name} is unknown; {use}")
 
 
-def refuse(part: object, *names: str, why: str) -> NoReturn:
+def refuse(
+  part: object,
+  *names: str,
+  why: str,
+  out: str = "",
+  where: str | None = None,
+) -> NoReturn:
   """Refuses settings that do not go together, each with its value.
 
-  overlap.consume=ready with max_staleness=2: WHY
+  overlap.consume=ready with max_staleness=2: WHY; OUT
   """
-  values = [operator.attrgetter(name)(part) for name in names]
-  texts = [str(v).lower() if isinstance(v, bool) else v for v in values]
-  pairs = [f"{n}={text}" for n, text in zip(names, texts, strict=True)]
-  raise ValueError(f"{short_names.of(part)}.{' with '.join(pairs)}: {why}")
+  values = map(_shown, (operator.attrgetter(name)(part) for name in names))
+  pairs = [f"{n}={text}" for n, text in zip(names, values, strict=True)]
+  why += out and f"; {out}"
+  raise ValueError(f"{_prefix(part, where)}{' with '.join(pairs)}: {why}")
+
+
+def _shown(value: Any) -> Any:
+  """Returns a value as it is typed on the command line."""
+  if isinstance(value, bool | None):
+    return str(value).lower()
+  return short_names.of(value) if dataclasses.is_dataclass(value) else value
+
+
+def _prefix(part: object, where: str | None) -> str:
+  prefix = short_names.of(part) if where is None else where
+  return prefix and f"{prefix}."
 
 
 def nearest(name: str, known: Collection[str]) -> str:
@@ -175,6 +193,5 @@ def _check(
   for name in names:
     value = getattr(part, name)
     if value is not None and not fits(value):
-      prefix = short_names.of(part) if where is None else where
-      setting = f"{prefix}.{name}={value}".removeprefix(".")
+      setting = f"{_prefix(part, where)}{name}={value}"
       raise ValueError(f"{setting} must be {bound}" + (out and f"; {out}"))

@@ -75,11 +75,9 @@ class Speed:
 
 def check_room(max_tokens: int, speeds: Collection[Speed]) -> None:
   """Checks that the KV cache of every engine holds the longest episode."""
-  if max_tokens > (room := min(speed.kv_tokens for speed in speeds)):
-    raise ValueError(
-      f"rollout.max_tokens={max_tokens} is above the kv_tokens={room} of an "
-      "engine: an episode could never end there; lower it"
-    )
+  room, bound = min(s.kv_tokens for s in speeds), f"{max_tokens=}"
+  out = "an episode could never end there, so lower rollout.max_tokens"
+  checks.enough("speed.kv_tokens", room, max_tokens, f"rollout.{bound}", out)
 
 
 @dataclasses.dataclass(slots=True, eq=False)

@@ -163,7 +163,7 @@ def test_faults_are_told_by_their_status():
 def test_preferences_of_tasks_that_do_not_exist_are_refused(config):
   prefer = '{"maths": "compute"}'
   with pytest.raises(
-    ValueError, match=r"prefer\.maths: no source of tasks has"
+    ValueError, match=r"routing\.prefer=maths is unknown; use"
   ):
     flags.load(str(config), {"routing.prefer": prefer})
 

@@ -52,7 +52,7 @@ class EngineSettings(dispatch_shapes.DispatchShapes):
     checks.at_least(self, least, "pages", where="engine", out=f"to hold {out}")
     if self.record_experts and not config.num_experts:
       why = "the model has no experts; use false"
-      raise ValueError(f"engine.record_experts=true: {why}")
+      checks.refuse(self, "record_experts", why=why, where="engine")
 
   def validate_installed(self) -> None:
     """Accepts: it is part of this project."""

@@ -307,7 +307,7 @@ def test_which_policy_is_compared_and_who_weighs():
       lambda: corrections.Both(
         first=corrections.TokenTruncated(), second=corrections.IcePop()
       ),
-      "first=token_truncated and second=ice_pop",
+      "first=token_truncated with second=ice_pop",
     ),
   ],
 )

@@ -201,7 +201,7 @@ def test_a_cursor_of_other_sources_is_refused():
   [
     ({"pool": 0}, "pool=0 must be in"),
     ({"pool": 2**31}, "pool=2147483648 must be in"),
-    ({"curriculum": curriculum.PassRate()}, "tasks that come again"),
+    ({"curriculum": curriculum.PassRate()}, "no task comes again"),
   ],
 )
 def test_an_order_that_cannot_work_is_refused(order, match):
