@@ -1,7 +1,7 @@
 """Advantages of the members of a group, one for all tokens of a member.
 
 Estimators that tell turns or tokens apart are in `token_advantages`;
-`advantage_estimation` calls both.
+`group_selection` calls both.
 
 Bias is stated on policy, for losses that add up tokens over a constant
 (`loss_aggregation.Constant`): then the mean over members of the sum of
@@ -25,6 +25,8 @@ from rl.settings import checks
 
 Scope = Literal["group", "batch"]
 Pool = Literal["group", "task"]
+Members = Sequence[returns_lib.EpisodeReturnInputs]
+Rewards = Float64[np.ndarray, " G"]
 
 
 class Estimate(NamedTuple):
@@ -74,15 +76,11 @@ class Estimator(Protocol):
   def validate(self) -> None:
     """Raises ValueError on settings that cannot work."""
 
-  def zero_variance(
-    self, members: Sequence[returns_lib.EpisodeReturnInputs]
-  ) -> bool:
+  def zero_variance(self, members: Members) -> bool:
     """Returns True if they did equally well, so that nothing is learned."""
     return returns_lib.same(np.array([m.reward for m in members], np.float64))
 
-  def __call__(
-    self, members: Sequence[returns_lib.EpisodeReturnInputs]
-  ) -> Estimate:
+  def __call__(self, members: Members) -> Estimate:
     """Returns the estimate for all these members, in float64."""
     ...
 
@@ -96,15 +94,11 @@ class Estimator(Protocol):
 class _Outcome(Estimator):
   """One advantage a member, from the rewards of all."""
 
-  def of_rewards(
-    self, rewards: Float64[np.ndarray, " G"]
-  ) -> Float64[np.ndarray, " G"]:
+  def of_rewards(self, rewards: Rewards) -> Rewards:
     """Returns one advantage a member."""
     raise NotImplementedError
 
-  def __call__(
-    self, members: Sequence[returns_lib.EpisodeReturnInputs]
-  ) -> Estimate:
+  def __call__(self, members: Members) -> Estimate:
     """Returns `of_rewards` of the rewards less their penalties."""
     rewards = np.array([returns_lib.total(m) for m in members], np.float64)
     values = self.of_rewards(rewards)
@@ -116,9 +110,7 @@ class _Outcome(Estimator):
     )
 
 
-def centred(
-  rewards: Float64[np.ndarray, " G"],
-) -> Float64[np.ndarray, " G"]:
+def centred(rewards: Rewards) -> Rewards:
   """Returns rewards less their mean: exactly 0 where all are the same."""
   if returns_lib.same(rewards):
     return np.zeros_like(rewards)
@@ -148,9 +140,7 @@ class Grpo(_Outcome):
     (checks.one_of, (0, 1), "ddof"), (checks.finite_at_least, 0, "eps")
   )
 
-  def of_rewards(
-    self, rewards: Float64[np.ndarray, " G"]
-  ) -> Float64[np.ndarray, " G"]:
+  def of_rewards(self, rewards: Rewards) -> Rewards:
     """Returns (r - mean) / (std + eps)."""
     values = centred(rewards)
     if not values.any():
@@ -167,9 +157,7 @@ class DrGrpo(_Outcome):
   Source: Understanding R1-Zero-like training, arXiv 2503.20783, section 3.2.
   """
 
-  def of_rewards(
-    self, rewards: Float64[np.ndarray, " G"]
-  ) -> Float64[np.ndarray, " G"]:
+  def of_rewards(self, rewards: Rewards) -> Rewards:
     """Returns r - mean."""
     return centred(rewards)
 
@@ -199,9 +187,7 @@ class Rloo(_Outcome):
     """As set."""
     return self.others
 
-  def of_rewards(
-    self, rewards: Float64[np.ndarray, " G"]
-  ) -> Float64[np.ndarray, " G"]:
+  def of_rewards(self, rewards: Rewards) -> Rewards:
     """Returns r - mean of the others; 0 for one that is alone."""
     return centred(rewards) * (len(rewards) / max(len(rewards) - 1, 1))
 
@@ -224,15 +210,11 @@ class Reinforce(_Outcome):
     """One: members are not compared."""
     return 1
 
-  def zero_variance(
-    self, members: Sequence[returns_lib.EpisodeReturnInputs]
-  ) -> bool:
+  def zero_variance(self, members: Members) -> bool:
     """Never: equal rewards teach as much as others."""
     return False
 
-  def of_rewards(
-    self, rewards: Float64[np.ndarray, " G"]
-  ) -> Float64[np.ndarray, " G"]:
+  def of_rewards(self, rewards: Rewards) -> Rewards:
     """Returns r - baseline."""
     return rewards - self.baseline
 
@@ -263,9 +245,7 @@ class PassAtK(_Outcome):
     """The k of a set, and two to compare."""
     return max(self.k, 2)
 
-  def of_rewards(
-    self, rewards: Float64[np.ndarray, " G"]
-  ) -> Float64[np.ndarray, " G"]:
+  def of_rewards(self, rewards: Rewards) -> Rewards:
     """Returns the closed form, from rewards in ascending order."""
     if self.k == 1:
       return Rloo().of_rewards(rewards)

@@ -16,14 +16,15 @@ from jaxtyping import Array, Float
 from rl.algorithms import packed_row
 from rl.settings import checks
 
+_Values = Float[Array, " L"]
+_SumAndCount = tuple[Float[Array, ""], Float[Array, ""]]
+
 
 @runtime_checkable
 class Aggregate(Protocol):
   """Weighs tokens against one another; a frozen callable over one row."""
 
-  def __call__(
-    self, values: Float[Array, " L"], row: packed_row.Row
-  ) -> tuple[Float[Array, ""], Float[Array, ""]]:
+  def __call__(self, values: _Values, row: packed_row.Row) -> _SumAndCount:
     """Returns (sum, count) over the sampled tokens."""
     ...
 
@@ -45,9 +46,7 @@ class TokenMean:
   Source: DAPO, arXiv 2503.14476, section 3.3.
   """
 
-  def __call__(
-    self, values: Float[Array, " L"], row: packed_row.Row
-  ) -> tuple[Float[Array, ""], Float[Array, ""]]:
+  def __call__(self, values: _Values, row: packed_row.Row) -> _SumAndCount:
     """Returns (sum, number of sampled tokens)."""
     return _sum(values, row), row.sampled.sum().astype(jnp.float32)
 
@@ -66,9 +65,7 @@ class SequenceMean:
   Source: GRPO, arXiv 2402.03300, eq. 3; GSPO, 2507.18071, eq. 5.
   """
 
-  def __call__(
-    self, values: Float[Array, " L"], row: packed_row.Row
-  ) -> tuple[Float[Array, ""], Float[Array, ""]]:
+  def __call__(self, values: _Values, row: packed_row.Row) -> _SumAndCount:
     """Returns (sum of the trajectories' means, number of trajectories)."""
     shares = values / packed_row.sizes(row)
     return _sum(shares, row), packed_row.num_trajectories(row)
@@ -96,9 +93,7 @@ class Constant:
     out = "use the longest answer allowed"
     checks.finite_above(self, 0, "length", out=out)
 
-  def __call__(
-    self, values: Float[Array, " L"], row: packed_row.Row
-  ) -> tuple[Float[Array, ""], Float[Array, ""]]:
+  def __call__(self, values: _Values, row: packed_row.Row) -> _SumAndCount:
     """Returns (sum / length, number of trajectories)."""
     return _sum(values, row) / self.length, packed_row.num_trajectories(row)
 
@@ -107,7 +102,7 @@ class Constant:
     return _num_trajectories(num_tokens)
 
 
-def _sum(values: Float[Array, " L"], row: packed_row.Row) -> Float[Array, ""]:
+def _sum(values: _Values, row: packed_row.Row) -> Float[Array, ""]:
   return jnp.where(row.sampled, values, 0.0).sum()
 
 

@@ -87,9 +87,7 @@ class ClippedSurrogate:
   clip_low: float = 0.2
   clip_high: float = 0.28
   dual_clip: float | None = None
-  aggregate: loss_aggregation.Aggregate = dataclasses.field(
-    default_factory=loss_aggregation.TokenMean
-  )
+  aggregate: loss_aggregation.Aggregate = loss_aggregation.TokenMean()
   own_weight = False
   has_ratio = True
 
@@ -128,9 +126,7 @@ class Gspo:
 
   clip_low: float = 3e-4
   clip_high: float = 4e-4
-  aggregate: loss_aggregation.Aggregate = dataclasses.field(
-    default_factory=loss_aggregation.SequenceMean
-  )
+  aggregate: loss_aggregation.Aggregate = loss_aggregation.SequenceMean()
   own_weight = False
   has_ratio = True
 
@@ -187,9 +183,7 @@ class Cispo:
 
   clip_low: float | None = None
   clip_high: float = 4.0
-  aggregate: loss_aggregation.Aggregate = dataclasses.field(
-    default_factory=loss_aggregation.TokenMean
-  )
+  aggregate: loss_aggregation.Aggregate = loss_aggregation.TokenMean()
   own_weight = False
   has_ratio = True
 
@@ -217,9 +211,7 @@ class Reinforce:
   arXiv 2402.14740.
   """
 
-  aggregate: loss_aggregation.Aggregate = dataclasses.field(
-    default_factory=lambda: loss_aggregation.Constant(length=1.0)
-  )
+  aggregate: loss_aggregation.Aggregate = loss_aggregation.Constant(length=1.0)
   own_weight = False
   has_ratio = False
 
@@ -243,9 +235,7 @@ class Aipo:
   """
 
   cap: float = 5.0
-  aggregate: loss_aggregation.Aggregate = dataclasses.field(
-    default_factory=lambda: loss_aggregation.Constant(length=1.0)
-  )
+  aggregate: loss_aggregation.Aggregate = loss_aggregation.Constant(length=1.0)
   own_weight = True
   has_ratio = True
 
@@ -271,9 +261,7 @@ class Topr:
   Source: TOPR, arXiv 2503.14286, section 3: the taper clips to [0, 1].
   """
 
-  aggregate: loss_aggregation.Aggregate = dataclasses.field(
-    default_factory=lambda: loss_aggregation.Constant(length=1.0)
-  )
+  aggregate: loss_aggregation.Aggregate = loss_aggregation.Constant(length=1.0)
   own_weight = True
   has_ratio = True
 
@@ -301,9 +289,7 @@ class Sapo:
 
   tau_positive: float = 1.0
   tau_negative: float = 1.05
-  aggregate: loss_aggregation.Aggregate = dataclasses.field(
-    default_factory=loss_aggregation.SequenceMean
-  )
+  aggregate: loss_aggregation.Aggregate = loss_aggregation.SequenceMean()
   own_weight = False
   has_ratio = True
 
@@ -323,9 +309,7 @@ class Sapo:
 class NegativeLogLikelihood:
   """-log pi: imitation of the sampled tokens, whatever their advantage."""
 
-  aggregate: loss_aggregation.Aggregate = dataclasses.field(
-    default_factory=loss_aggregation.TokenMean
-  )
+  aggregate: loss_aggregation.Aggregate = loss_aggregation.TokenMean()
   own_weight = False
   has_ratio = False
 

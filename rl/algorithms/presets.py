@@ -32,10 +32,8 @@ class Grpo(algorithm.Algorithm):
   Source: arXiv 2402.03300, eq. 3.
   """
 
-  loss: losses.Loss = dataclasses.field(
-    default_factory=lambda: losses.ClippedSurrogate(
-      clip_high=0.2, aggregate=loss_aggregation.SequenceMean()
-    )
+  loss: losses.Loss = losses.ClippedSurrogate(
+    clip_high=0.2, aggregate=loss_aggregation.SequenceMean()
   )
   short_name = "grpo"
 
@@ -52,13 +50,9 @@ class DrGrpo(algorithm.Algorithm):
   Source: arXiv 2503.20783, section 3.2.
   """
 
-  advantage: advantages.Estimator = dataclasses.field(
-    default_factory=advantages.DrGrpo
-  )
-  loss: losses.Loss = dataclasses.field(
-    default_factory=lambda: losses.ClippedSurrogate(
-      clip_high=0.2, aggregate=loss_aggregation.Constant(length=1.0)
-    )
+  advantage: advantages.Estimator = advantages.DrGrpo()
+  loss: losses.Loss = losses.ClippedSurrogate(
+    clip_high=0.2, aggregate=loss_aggregation.Constant(length=1.0)
   )
   short_name = "dr_grpo"
 
@@ -75,13 +69,9 @@ class Dapo(algorithm.Algorithm):
   Source: arXiv 2503.14476, section 3.
   """
 
-  loss: losses.Loss = dataclasses.field(
-    default_factory=lambda: losses.ClippedSurrogate(
-      clip_low=0.2, clip_high=0.28
-    )
-  )
-  dynamic_sampling: group_filters.DynamicSampling | None = dataclasses.field(
-    default_factory=group_filters.DynamicSampling
+  loss: losses.Loss = losses.ClippedSurrogate(clip_low=0.2, clip_high=0.28)
+  dynamic_sampling: group_filters.DynamicSampling | None = (
+    group_filters.DynamicSampling()
   )
   short_name = "dapo"
 
@@ -96,10 +86,8 @@ class Rloo(algorithm.Algorithm):
   Source: arXiv 2402.14740, section 3.3.
   """
 
-  advantage: advantages.Estimator = dataclasses.field(
-    default_factory=advantages.Rloo
-  )
-  loss: losses.Loss = dataclasses.field(default_factory=losses.Reinforce)
+  advantage: advantages.Estimator = advantages.Rloo()
+  loss: losses.Loss = losses.Reinforce()
   short_name = "rloo"
 
 
@@ -110,20 +98,12 @@ class ReinforcePlusPlus(algorithm.Algorithm):
   Source: arXiv 2501.03262, section 3.
   """
 
-  advantage: advantages.Estimator = dataclasses.field(
-    default_factory=token_advantages.ReinforcePlusPlus
+  advantage: advantages.Estimator = token_advantages.ReinforcePlusPlus()
+  loss: losses.Loss = losses.ClippedSurrogate(clip_high=0.2)
+  kl: kl_lib.KlPenalty | None = kl_lib.KlPenalty(
+    estimator="k1", weight=0.01, where="reward"
   )
-  loss: losses.Loss = dataclasses.field(
-    default_factory=lambda: losses.ClippedSurrogate(clip_high=0.2)
-  )
-  kl: kl_lib.KlPenalty | None = dataclasses.field(
-    default_factory=lambda: kl_lib.KlPenalty(
-      estimator="k1", weight=0.01, where="reward"
-    )
-  )
-  reference: references.Reference | None = dataclasses.field(
-    default_factory=references.Initial
-  )
+  reference: references.Reference | None = references.Initial()
   short_name = "reinforce_pp"
 
 
@@ -136,12 +116,8 @@ class Ppo(algorithm.Algorithm):
   Source: arXiv 1707.06347, eq. 9 and 11.
   """
 
-  advantage: advantages.Estimator = dataclasses.field(
-    default_factory=token_advantages.Gae
-  )
-  loss: losses.Loss = dataclasses.field(
-    default_factory=lambda: losses.ClippedSurrogate(clip_high=0.2)
-  )
+  advantage: advantages.Estimator = token_advantages.Gae()
+  loss: losses.Loss = losses.ClippedSurrogate(clip_high=0.2)
   short_name = "ppo"
 
 
@@ -152,7 +128,7 @@ class Gspo(algorithm.Algorithm):
   Source: arXiv 2507.18071, eq. 5.
   """
 
-  loss: losses.Loss = dataclasses.field(default_factory=losses.Gspo)
+  loss: losses.Loss = losses.Gspo()
   short_name = "gspo"
 
 
@@ -163,7 +139,7 @@ class Cispo(algorithm.Algorithm):
   Source: MiniMax-M1, arXiv 2506.13585, section 3.1.
   """
 
-  loss: losses.Loss = dataclasses.field(default_factory=losses.Cispo)
+  loss: losses.Loss = losses.Cispo()
   short_name = "cispo"
 
 
@@ -174,12 +150,8 @@ class Gigpo(algorithm.Algorithm):
   Source: arXiv 2505.10978, section 3.
   """
 
-  advantage: advantages.Estimator = dataclasses.field(
-    default_factory=token_advantages.StepGroups
-  )
-  loss: losses.Loss = dataclasses.field(
-    default_factory=lambda: losses.ClippedSurrogate(clip_high=0.2)
-  )
+  advantage: advantages.Estimator = token_advantages.StepGroups()
+  loss: losses.Loss = losses.ClippedSurrogate(clip_high=0.2)
   short_name = "gigpo"
 
 
@@ -193,13 +165,9 @@ class Distill(algorithm.Algorithm):
   Source: arXiv 2306.13649, section 3, with the reverse KL.
   """
 
-  advantage: advantages.Estimator = dataclasses.field(
-    default_factory=token_advantages.Distillation
-  )
-  kl: kl_lib.KlPenalty | None = dataclasses.field(
-    default_factory=lambda: kl_lib.KlPenalty(
-      estimator="k1", weight=1.0, where="reward"
-    )
+  advantage: advantages.Estimator = token_advantages.Distillation()
+  kl: kl_lib.KlPenalty | None = kl_lib.KlPenalty(
+    estimator="k1", weight=1.0, where="reward"
   )
   short_name = "distill"
 

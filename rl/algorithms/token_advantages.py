@@ -4,8 +4,10 @@ Bias is stated as in `advantages`, and without a discount: one below 1 counts
 late rewards less, and is biased by that.
 """
 
+import collections
 import dataclasses
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
@@ -16,6 +18,8 @@ from rl.algorithms import returns as returns_lib
 from rl.settings import checks
 
 Over = Literal["tokens", "members"]
+_Members = advantages_lib.Members
+_PerTurn = list[Float64[np.ndarray, " _"]]
 
 
 def whiten(
@@ -84,15 +88,11 @@ class ReinforcePlusPlus(advantages_lib.Estimator):
     """With a baseline two: a single reward is its own mean."""
     return 1 if self.baseline == "none" else 2
 
-  def zero_variance(
-    self, members: Sequence[returns_lib.EpisodeReturnInputs]
-  ) -> bool:
+  def zero_variance(self, members: _Members) -> bool:
     """Without a baseline never: groups are compared with each other."""
     return self.baseline == "group" and super().zero_variance(members)
 
-  def __call__(
-    self, members: Sequence[returns_lib.EpisodeReturnInputs]
-  ) -> advantages_lib.Estimate:
+  def __call__(self, members: _Members) -> advantages_lib.Estimate:
     """Returns the returns of tokens, not yet whitened."""
     rewards = np.array([m.reward for m in members], np.float64)
     if self.baseline == "group":
@@ -131,15 +131,11 @@ class Distillation(advantages_lib.Estimator):
     """One: members are not compared."""
     return 1
 
-  def zero_variance(
-    self, members: Sequence[returns_lib.EpisodeReturnInputs]
-  ) -> bool:
+  def zero_variance(self, members: _Members) -> bool:
     """Never, as rewards do not count."""
     return False
 
-  def __call__(
-    self, members: Sequence[returns_lib.EpisodeReturnInputs]
-  ) -> advantages_lib.Estimate:
+  def __call__(self, members: _Members) -> advantages_lib.Estimate:
     """Returns minus the penalties; 0 where there are none."""
     return advantages_lib.Estimate(
       [
@@ -194,15 +190,11 @@ class Gae(advantages_lib.Estimator):
     """Always: advantages are rewards less these values."""
     return True
 
-  def zero_variance(
-    self, members: Sequence[returns_lib.EpisodeReturnInputs]
-  ) -> bool:
+  def zero_variance(self, members: _Members) -> bool:
     """Never: members are compared with the critic."""
     return False
 
-  def __call__(
-    self, members: Sequence[returns_lib.EpisodeReturnInputs]
-  ) -> advantages_lib.Estimate:
+  def __call__(self, members: _Members) -> advantages_lib.Estimate:
     """Returns advantages, not yet whitened, and returns.
 
     Raises:
@@ -236,21 +228,15 @@ class Gae(advantages_lib.Estimator):
 class _Turns(advantages_lib.Estimator):
   """One advantage a turn, from what all members earned in theirs."""
 
-  def of_turns(
-    self, members: Sequence[returns_lib.EpisodeReturnInputs]
-  ) -> list[Float64[np.ndarray, " _"]]:
+  def of_turns(self, members: _Members) -> _PerTurn:
     """Returns one advantage for each turn of each member."""
     raise NotImplementedError
 
-  def zero_variance(
-    self, members: Sequence[returns_lib.EpisodeReturnInputs]
-  ) -> bool:
+  def zero_variance(self, members: _Members) -> bool:
     """Returns True if no turn of any member did better than another."""
     return not any(own.any() for own in self.of_turns(members))
 
-  def __call__(
-    self, members: Sequence[returns_lib.EpisodeReturnInputs]
-  ) -> advantages_lib.Estimate:
+  def __call__(self, members: _Members) -> advantages_lib.Estimate:
     """Returns each turn's advantage for all of its tokens."""
     return advantages_lib.Estimate(
       [
@@ -295,27 +281,22 @@ class StepGroups(_Turns):
     (checks.in_unit, "discount"), (checks.finite_at_least, 0, "eps", "weight")
   )
 
-  def of_turns(
-    self, members: Sequence[returns_lib.EpisodeReturnInputs]
-  ) -> list[Float64[np.ndarray, " _"]]:
+  def of_turns(self, members: _Members) -> _PerTurn:
     """Returns the sum of both parts."""
     totals = np.array([returns_lib.total(m) for m in members], np.float64)
     lengths = [len(m.turn_rewards) for m in members]
     sums = np.repeat(self._compare(totals), lengths)
     earned = np.concatenate(_earned(members, self.discount))
-    keys = [key for member in members for key in self._keys(member)]
-    for alike in _alike(keys):
-      sums[alike] += self.weight * self._compare(earned[alike])
+    alike: dict[bytes, list[int]] = collections.defaultdict(list)
+    by_history = self.alike == "history"
+    keys = [m.histories if by_history else m.observations for m in members]
+    for place, key in enumerate(itertools.chain.from_iterable(keys)):
+      alike[key].append(place)
+    for places in alike.values():
+      sums[places] += self.weight * self._compare(earned[places])
     return np.split(sums, np.cumsum(lengths)[:-1])
 
-  def _keys(self, member: returns_lib.EpisodeReturnInputs) -> Sequence[bytes]:
-    if self.alike == "history":
-      return member.histories
-    return member.observations
-
-  def _compare(
-    self, rewards: Float64[np.ndarray, " n"]
-  ) -> Float64[np.ndarray, " n"]:
+  def _compare(self, rewards: advantages_lib.Rewards) -> advantages_lib.Rewards:
     if self.normalise == "mean":
       return advantages_lib.centred(rewards)
     return advantages_lib.Grpo(eps=self.eps).of_rewards(rewards)
@@ -342,9 +323,7 @@ class TurnReturns(_Turns):
 
   validate = checks.fields((checks.in_unit, "discount"))
 
-  def of_turns(
-    self, members: Sequence[returns_lib.EpisodeReturnInputs]
-  ) -> list[Float64[np.ndarray, " _"]]:
+  def of_turns(self, members: _Members) -> _PerTurn:
     """Returns one advantage for each turn of each member."""
     earned = _earned(members, self.discount)
     found = [np.zeros_like(own) for own in earned]
@@ -361,15 +340,5 @@ class TurnReturns(_Turns):
     return found
 
 
-def _earned(
-  members: Sequence[returns_lib.EpisodeReturnInputs], discount: float
-) -> list[Float64[np.ndarray, " _"]]:
+def _earned(members: _Members, discount: float) -> _PerTurn:
   return [returns_lib.to_go(returns_lib.of_turns(m), discount) for m in members]
-
-
-def _alike(keys: Iterable[bytes]) -> list[list[int]]:
-  """Returns the places of each key."""
-  found: dict[bytes, list[int]] = {}
-  for place, key in enumerate(keys):
-    found.setdefault(key, []).append(place)
-  return list(found.values())

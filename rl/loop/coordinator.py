@@ -254,9 +254,7 @@ class Coordinator:
       raise Stopped
 
   async def _update(self, this: _Round) -> None:
-    per_batch = self._schedule.groups_per_microbatch
-    if not self._schedule.streams:
-      per_batch = self._schedule.groups_per_update
+    per_batch = self._schedule.groups_per_batch
     first, start = len(this.groups), None
     for _ in range(self._schedule.groups_per_update // per_batch):
       await self._ready(per_batch, this)

@@ -40,9 +40,7 @@ class WarmStart:
   steps: int = 60
   episodes: int = 64
   exploration: float = 0.7
-  optimizer: optimizers.Optimizer = dataclasses.field(
-    default_factory=lambda: optimizers.AdamW(learning_rate=1e-3)
-  )
+  optimizer: optimizers.Optimizer = optimizers.AdamW(learning_rate=1e-3)
   checkpoint_every: int = 25
 
   def validate(self) -> None:

@@ -207,7 +207,13 @@ class Graders:
     start = time()
     self._count(waiting=1)
     try:
-      with self._tracked(owner):
+      with watchdog_lib.track(
+        self._watchdog,
+        owner=owner,
+        what="a place to be graded",
+        # Every call that holds a place ends within this time.
+        deadline_s=self._retries.deadline_s,
+      ):
         await self._places.acquire()
     finally:
       self._count(waiting=-1)
@@ -218,16 +224,6 @@ class Graders:
     finally:
       self._count(in_flight=-1, busy_s=time() - begun)
       self._places.release()
-
-  def _tracked(self, owner: str) -> contextlib.AbstractContextManager[None]:
-    if self._watchdog is None:
-      return contextlib.nullcontext()
-    # Every call that holds a place ends within this time.
-    return self._watchdog.track(
-      owner=owner,
-      what="a place to be graded",
-      deadline_s=self._retries.deadline_s,
-    )
 
   def _count(self, **counts: int | float) -> None:
     for name, count in counts.items():

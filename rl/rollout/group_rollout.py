@@ -46,9 +46,7 @@ class Rollout(episode_lib.Limits):
   """
 
   group_size: int = 8
-  grading: grading_lib.Retries = dataclasses.field(
-    default_factory=grading_lib.Retries
-  )
+  grading: grading_lib.Retries = grading_lib.Retries()
   overlong: reward_shaping.Overlong | None = None
   repetition: reward_shaping.Repetition | None = None
 
@@ -372,7 +370,12 @@ class _Requests:
     player, asked_s = self._player, asyncio.get_running_loop().time()
     self._current = request.request_id
     try:
-      with self._tracked(request.session):
+      with watchdog_lib.track(
+        player.watchdog,
+        owner=f"episode {request.session}",
+        what="an answer of the engine",
+        deadline_s=player.progress_timeout_s,
+      ):
         completion = await player.router.generate(request)
     finally:
       self._current = ""
@@ -387,12 +390,3 @@ class _Requests:
     if self._aborted:  # It may have ended by itself at the same moment.
       completion = dataclasses.replace(completion, stop="abort")
     return completion
-
-  def _tracked(self, session: str) -> contextlib.AbstractContextManager[None]:
-    if self._player.watchdog is None:
-      return contextlib.nullcontext()
-    return self._player.watchdog.track(
-      owner=f"episode {session}",
-      what="an answer of the engine",
-      deadline_s=self._player.progress_timeout_s,
-    )
