@@ -13,7 +13,8 @@ def spans(record: simulate.RunRecord) -> list[trace.Span]:
   """Returns the spans of the learner, of publishes and of each engine."""
   found = list(record.spans)
   numbers: dict[str, int] = {}
-  for pool, states in zip(record.engine_pools, record.states, strict=True):
+  pools = record.settings.cluster.engine_pools
+  for pool, states in zip(pools, record.states, strict=True):
     number = numbers[pool.name] = numbers.get(pool.name, -1) + 1
     for state in ("decode", "prefill", "publish"):
       found += [
@@ -35,7 +36,8 @@ def text(record: simulate.RunRecord, width: int) -> str:
   columns = max(1, width - name_width - 3)
   end_s = record.virtual_s
   rows = {"learner": [trace.busy(record.spans, "learner")]}
-  for pool, states in zip(record.engine_pools, record.states, strict=True):
+  pools = record.settings.cluster.engine_pools
+  for pool, states in zip(pools, record.states, strict=True):
     decode = simulation_result.in_state(states, end_s, "decode")
     rows.setdefault(pool.name, []).append(decode)
   rows["publish"] = [trace.busy(record.spans, "host")]

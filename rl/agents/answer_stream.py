@@ -41,7 +41,14 @@ class AnswerDelta:
 
 
 class AnswerParser:
-  """Parses one answer: `feed` ids as they come, then `end`, then `answer`."""
+  """Parses one answer: `feed` ids as they come, then `end`, then `answer`.
+
+  Args:
+    stops: the text ends before the first of them, and sampling after it.
+    raw: treat all text as content, thinking included.
+    calls: parse tool calls out of the text.
+    one_call: sampling ends after the first call.
+  """
 
   def __init__(
     self,
@@ -52,14 +59,6 @@ class AnswerParser:
     calls: bool = False,
     one_call: bool = False,
   ):
-    """Starts with no text.
-
-    Args:
-      stops: the text ends before the first of them, and sampling after it.
-      raw: treat all text as content, thinking included.
-      calls: parse tool calls out of the text.
-      one_call: sampling ends after the first call.
-    """
     if isinstance(chat, messages.ToolChat):
       self._decoder, self._tags = chat.decoder(), not raw
     else:

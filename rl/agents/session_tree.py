@@ -110,7 +110,13 @@ class Opening:
 
 
 class Session:
-  """The conversations of one agent in one episode."""
+  """The conversations of one agent in one episode.
+
+  Args:
+    seed: seeds the requests that have no seed of their own.
+    priority: of its requests in the engine's queue.
+    clock: in seconds.
+  """
 
   def __init__(
     self,
@@ -120,13 +126,6 @@ class Session:
     priority: tuple[int, ...] = (),
     clock: Callable[[], float] = time.monotonic,
   ):
-    """Starts without answers; called by `Sessions.open`.
-
-    Args:
-      seed: seeds the requests that have no seed of their own.
-      priority: of its requests in the engine's queue.
-      clock: in seconds.
-    """
     self.name = name
     self.priority = priority
     self.running = 0

@@ -27,7 +27,15 @@ class TooManySessions(RuntimeError):
 
 
 class Sessions:
-  """The sessions of one server; all methods belong to one event loop."""
+  """The sessions of one server; all methods belong to one event loop.
+
+  Args:
+    max_sessions: open at a time. One more ends the session that was idle for
+      longest, as TRUNCATED and without a reward.
+    keep: receives the trajectories of each session as it ends. If it raises,
+      the session stays open.
+    clock: in seconds.
+  """
 
   def __init__(
     self,
@@ -37,15 +45,6 @@ class Sessions:
     keep: Callable[[Sequence[trajectory.Trajectory]], None] | None = None,
     clock: Callable[[], float] = time.monotonic,
   ):
-    """Starts without sessions.
-
-    Args:
-      max_sessions: open at a time. One more ends the session that was idle for
-        longest, as TRUNCATED and without a reward.
-      keep: receives the trajectories of each session as it ends. If it raises,
-        the session stays open.
-      clock: in seconds.
-    """
     if max_sessions < 1:
       raise ValueError(f"max_sessions={max_sessions} must be at least 1")
     self.chat = chat

@@ -38,9 +38,7 @@ class DeviceKind:
   cost: float = 1.0
   kind: placement.Kind = "any"
   engine_devices: int = 1
-  speed: simulated_processor.Speed = dataclasses.field(
-    default_factory=simulated_processor.Speed
-  )
+  speed: simulated_processor.Speed = simulated_processor.Speed()
   learner_devices: tuple[int, ...] = ()
   token_s: float = 1e-4
   scaling: float = 1.0

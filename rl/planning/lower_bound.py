@@ -96,7 +96,7 @@ def of_choice(
     "decode": rounds.decode[within].mean(),
     "prefill": rounds.prefill[within].mean(),
     "learner": rounds.train[within].mean(),
-    "publish": publish_s(cluster),
+    "publish": cluster.publish_s,
     "tail": (path - wait) / spread,
     "environments": wait / spread,
   }
@@ -130,7 +130,7 @@ def _links(
   train, tail = rounds.train, rounds.roll + rounds.last
   for v in window:
     served = v, _SERVED
-    yield _Link((v, _TRAINED), served, publish_s(cluster))
+    yield _Link((v, _TRAINED), served, cluster.publish_s)
     yield _Link((v, _TRAINED), (v + 1, _TRAINED), train[v])
     if v + eta < window.stop:
       yield _Link(served, (v + eta + 1, _TRAINED), tail[v + eta])
@@ -178,11 +178,6 @@ def _longest(links: Iterable[_Link], window: range) -> float:
   return reached[window.stop, _TRAINED]
 
 
-def publish_s(cluster: simulate.Cluster) -> float:
-  """Returns the seconds of a publish on its own."""
-  return cluster.transfer_s + cluster.update_s
-
-
 def _rounds(
   demand: workload_demand.WorkloadDemand,
   cluster: simulate.Cluster,
@@ -201,7 +196,7 @@ def _rounds(
   wait = _kth(demand.wait_s + demand.reward_s, size)
   ids = _by_round(_least_trained(demand, size), stop)
   learner, total = cluster.learner, schedule.groups_per_round
-  batch = _per_batch(schedule)
+  batch = schedule.groups_per_batch
   in_order = schedule.consume == "submit"
   ready = _by_round(path, stop)
   return _Rounds(
@@ -223,12 +218,6 @@ def _rounds(
     * learner.token_s
     + learner.update_s,
   )
-
-
-def _per_batch(schedule: overlap_lib.Overlap) -> int:
-  if schedule.streams:
-    return schedule.groups_per_microbatch
-  return schedule.groups_per_update
 
 
 def _by_round(

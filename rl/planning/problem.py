@@ -6,7 +6,7 @@ Planning (fleet, tasks, goal, space) --choices--> FleetChoice --simulated--> run
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import get_args
 
 from rl.planning import fleet
@@ -118,26 +118,17 @@ class Space:
         )
 
   def _presets(self, count: int) -> Iterator[tuple[str, overlap_lib.Overlap]]:
-    plain: Mapping[str, Callable[[], overlap_lib.Overlap]] = {
-      "sync": lambda: overlap_lib.sync(count),
-      "strict_pipeline": lambda: overlap_lib.strict_pipeline(count),
-      "rollout_pipe": lambda: overlap_lib.rollout_pipe(
-        count, self.updates_per_round
-      ),
-      "one_step_off": lambda: overlap_lib.one_step_off(count),
-    }
     for name in self.schedules:
-      if name in plain:
-        yield name, plain[name]()
-        continue
-      # A bound of 1 without in-flight updates is one step off.
-      least = 2 if name == "bounded" and "one_step_off" in self.schedules else 1
-      make = {
-        "bounded": overlap_lib.bounded,
-        "in_flight": overlap_lib.in_flight,
-      }
-      for eta in range(least, self.max_staleness + 1):
-        yield f"{name}({eta})", make[name](count, eta)
+      make = getattr(overlap_lib, name)
+      if name in ("bounded", "in_flight"):
+        # A bound of 1 without in-flight updates is one step off.
+        is_known = name == "bounded" and "one_step_off" in self.schedules
+        for eta in range(2 if is_known else 1, self.max_staleness + 1):
+          yield f"{name}({eta})", make(count, eta)
+      elif name == "rollout_pipe":
+        yield name, make(count, self.updates_per_round)
+      else:
+        yield name, make(count)
 
   def validate(self) -> None:
     """Raises ValueError on a space that is empty or unknown."""
@@ -189,11 +180,9 @@ class Planning:
   workloads: tuple[workload.Workload, ...]
   groups_per_round: int
   rollout: group_rollout.Rollout
-  goal: Goal = dataclasses.field(default_factory=Goal)
-  space: Space = dataclasses.field(default_factory=Space)
-  routing: affinity.Routing = dataclasses.field(
-    default_factory=affinity.Routing
-  )
+  goal: Goal = Goal()
+  space: Space = Space()
+  routing: affinity.Routing = affinity.Routing()
   rounds: int = 8
   tolerance: float = 0.01
   max_simulations: int = 200

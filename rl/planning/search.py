@@ -9,6 +9,7 @@ so the plan is the same as after simulating all of them.
 
 import collections
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from rl.planning import lower_bound, workload_demand
@@ -95,23 +96,6 @@ class FleetPlan:
     return self.best.key[0] == 0.0
 
 
-def search(
-  problem: problem_lib.Planning,
-  fits: Fits = lambda choice: None,
-  on_estimate: Callable[[ChoiceEstimate], None] = lambda estimate: None,
-) -> FleetPlan:
-  """Returns the best choice, after simulating all that could be.
-
-  Args:
-    fits: called before anything is simulated.
-    on_estimate: is given each simulated choice.
-
-  Raises:
-    ValueError: the problem has no solution; with the way out.
-  """
-  return best_of(problem, *candidates(problem, fits), on_estimate)
-
-
 def best_of(
   problem: problem_lib.Planning,
   waiting: Sequence[Candidate],
@@ -138,15 +122,6 @@ def best_of(
     on_estimate(estimates[-1])
     best = min(estimates, key=lambda one: _rank(problem, one))
   return _plan(problem, estimates, waiting, refused, complete)
-
-
-def exhaustive(
-  problem: problem_lib.Planning, fits: Fits = lambda choice: None
-) -> FleetPlan:
-  """Returns the best choice, after simulating every one."""
-  waiting, refused = candidates(problem, fits)
-  estimates = [estimate(problem, candidate) for candidate in waiting]
-  return _plan(problem, estimates, waiting, refused, complete=True)
 
 
 def fitting(
@@ -180,8 +155,11 @@ def candidates(
     ValueError: none fits, or a setting of the problem cannot work.
   """
   fit, refused = fitting(problem, fits)
-  demands = workload_demand.Demands(problem)
-  waiting = [_candidate(problem, choice, demands) for choice in fit]
+  demand = functools.cache(functools.partial(workload_demand.of, problem))
+  waiting = [
+    _candidate(problem, choice, demand(choice.overlap.redundancy))
+    for choice in fit
+  ]
   # Among equally good candidates the cheapest comes first.
   waiting.sort(key=lambda one: (one.key, problem.cost(one.choice)))
   return waiting, refused
@@ -190,26 +168,26 @@ def candidates(
 def _candidate(
   problem: problem_lib.Planning,
   choice: problem_lib.FleetChoice,
-  demands: workload_demand.Demands,
+  demand: workload_demand.WorkloadDemand,
 ) -> Candidate:
-  redundancy = choice.overlap.redundancy
-  demand = demands.of(redundancy)
   if not demand.tokens.any():
     raise ValueError(
       f"workloads: nothing is sampled, for no prompt leaves room in rollout."
       f"max_tokens={problem.rollout.max_tokens}; raise it"
     )
+  cluster = problem.cluster(choice)
   bound = lower_bound.of_choice(
     demand,
-    cluster := problem.cluster(choice),
+    cluster,
     choice.overlap,
     problem.window,
     problem.rollout.group_size,
   )
-  if redundancy.extra_groups and len(problem.workloads) > 1:
+  if choice.overlap.redundancy.extra_groups and len(problem.workloads) > 1:
     # The tasks that are played depend on those that came too late.
-    publish_s = lower_bound.publish_s(cluster)
-    bound = dataclasses.replace(bound, step_s=publish_s, tokens=float("inf"))
+    bound = dataclasses.replace(
+      bound, step_s=cluster.publish_s, tokens=float("inf")
+    )
   key = problem.goal.key(bound.step_s, problem.cost(choice), bound.tokens)
   return Candidate(choice=choice, bound=bound, key=key)
 

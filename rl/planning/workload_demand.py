@@ -7,7 +7,6 @@ tokens and waits; only the members that get them may differ.
 """
 
 import dataclasses
-import functools
 
 import numpy as np
 from jaxtyping import Bool, Float64
@@ -49,37 +48,27 @@ class WorkloadDemand:
   reward_s: Float64[np.ndarray, "N G"]
 
 
-class Demands:
-  """The demand of a planning problem, for every redundancy that it allows.
-
-  Args:
-    problem: `Planning.window` bounds the rounds.
-  """
-
-  def __init__(self, problem: problem_lib.Planning):
-    self._problem = problem
-    self.of = functools.cache(self._of)
-
-  def _of(self, redundancy: overlap.Redundancy) -> WorkloadDemand:
-    """Returns the demand of all groups until the last round that counts."""
-    problem = self._problem
-    groups = problem.groups_per_round + redundancy.extra_groups
-    members = problem.rollout.group_size + redundancy.extra_members
-    count = problem.window.stop * groups
-    run = simulate.Simulation(
-      cluster=simulate.Cluster(
-        learner=simulated_learner.LearnerSpeed(token_s=0.0, update_s=0.0),
-        pools=(simulate.EnginePool(engines=1, speed=_NO_LIMIT),),
-        transfer_s=0.0,
-      ),
-      workloads=problem.workloads,
-      overlap=overlap.sync(count),
-      rollout=dataclasses.replace(problem.rollout, group_size=members),
-      rounds=1,
-      warmup=0,
-      seed=problem.seed,
-    )
-    return _measured(simulate.simulate(run), count, members)
+def of(
+  problem: problem_lib.Planning, redundancy: overlap.Redundancy
+) -> WorkloadDemand:
+  """Returns the demand of all groups until the last round that counts."""
+  groups = problem.groups_per_round + redundancy.extra_groups
+  members = problem.rollout.group_size + redundancy.extra_members
+  count = problem.window.stop * groups
+  run = simulate.Simulation(
+    cluster=simulate.Cluster(
+      learner=simulated_learner.LearnerSpeed(token_s=0.0, update_s=0.0),
+      pools=(simulate.EnginePool(engines=1, speed=_NO_LIMIT),),
+      transfer_s=0.0,
+    ),
+    workloads=problem.workloads,
+    overlap=overlap.sync(count),
+    rollout=dataclasses.replace(problem.rollout, group_size=members),
+    rounds=1,
+    warmup=0,
+    seed=problem.seed,
+  )
+  return _measured(simulate.simulate(run), count, members)
 
 
 def _measured(

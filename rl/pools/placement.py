@@ -26,10 +26,6 @@ any: neither stands out, or all pools are alike.
 """
 
 
-def _decode_mesh() -> "MeshSpec":
-  return MeshSpec(rules=sharding.DECODE)
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshSpec:
   """A mesh of `data * expert * tensor` devices.
@@ -88,7 +84,7 @@ class DecodePool:
   """
 
   name: str
-  mesh: MeshSpec = dataclasses.field(default_factory=_decode_mesh)
+  mesh: MeshSpec = MeshSpec(rules=sharding.DECODE)
   replicas: int = 1
   kind: Kind = "any"
   cost: float = 1.0
@@ -109,8 +105,8 @@ class Placement:
     colocated: the meshes may share devices.
   """
 
-  learner: MeshSpec = dataclasses.field(default_factory=MeshSpec)
-  decode: MeshSpec = dataclasses.field(default_factory=_decode_mesh)
+  learner: MeshSpec = MeshSpec()
+  decode: MeshSpec = MeshSpec(rules=sharding.DECODE)
   replicas: int = 1
   decode_kind: Kind = "any"
   decode_cost: float = 1.0

@@ -159,7 +159,7 @@ class Router:
         except contract.EngineClosed:
           if begun or not self._table.serving:
             raise
-    yield whole_delta(unsent(asked_s))
+    yield contract.whole_delta(unsent(asked_s))
 
   def _measure(
     self,
@@ -461,14 +461,4 @@ def unsent(asked_s: float) -> contract.Completion:
     stop="abort",
     cached_tokens=0,
     decode_s=asyncio.get_running_loop().time() - asked_s,
-  )
-
-
-def whole_delta(answer: contract.Completion) -> contract.Delta:
-  """Returns a finished answer as its only delta."""
-  return contract.Delta(
-    tokens=answer.tokens,
-    logprobs=answer.logprobs,
-    versions=answer.versions,
-    completion=answer,
   )

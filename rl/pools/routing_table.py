@@ -43,7 +43,7 @@ class _Session:
   engine: int | None
   version: int = -1
   sampled: int = -1
-  sample: affinity.Sample = dataclasses.field(default_factory=affinity.Sample)
+  sample: affinity.Sample = affinity.Sample()
 
 
 @dataclasses.dataclass(eq=False)
@@ -122,12 +122,6 @@ class RoutingTable:
     """Engines that have not been lost, in order."""
     return self.of("open", "draining", "updating")
 
-  @property
-  def bindings(self) -> Mapping[str, int]:
-    """The engine of every assigned session that has one."""
-    bound = {name: session.engine for name, session in self._sessions.items()}
-    return {name: i for name, i in bound.items() if i is not None}
-
   def describe(self) -> dict[str, float]:
     """Returns the decisions, by the names of metrics.
 
@@ -150,11 +144,6 @@ class RoutingTable:
       **sessions,
       **seconds,
     }
-
-  @property
-  def num_remembered(self) -> int:
-    """Unbound sessions that have an engine."""
-    return len(self._homes)
 
   def assign(self, name: str, domain: str) -> affinity.Assignment | None:
     """Begins a session; None: it must wait, or all engines are lost.

@@ -67,15 +67,13 @@ class Checkpoints:
 
   Every leaf has a checksum, computed on its devices: one read of their memory,
   and one small compilation for each new shape.
+
+  Args:
+    keep: newest checkpoints to keep, >= 1, not counting the one being
+      written.
   """
 
   def __init__(self, directory: pathlib.Path | str, keep: int):
-    """Opens a directory, which may not exist yet.
-
-    Args:
-      keep: newest checkpoints to keep, >= 1, not counting the one being
-        written.
-    """
     if keep < 1:
       raise ValueError(f"keep={keep} leaves nothing to resume from; use >= 1")
     logging.get_absl_logger().addFilter(_is_not_chatter)

@@ -61,10 +61,8 @@ async def guarded(
     check: returns the valid value or raises Fault; looking at the value may
       run user code too.
   """
-  tracked = contextlib.nullcontext()
-  if watchdog is not None:
-    tracked = watchdog.track(owner=owner, what=what + of, deadline_s=deadline_s)
-  with tracked:
+  wait = {"owner": owner, "what": what + of, "deadline_s": deadline_s}
+  with watchdog_lib.track(watchdog, **wait):
     work = asyncio.create_task(_outcome(call))
     try:
       await asyncio.wait([work], timeout=deadline_s)

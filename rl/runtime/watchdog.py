@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 _T = TypeVar("_T")
+Listed = contextlib.AbstractContextManager[None]
 
 
 class Stalled(TimeoutError):
@@ -108,11 +109,22 @@ class _Deadline:
     self._timeout.reschedule(-math.inf)
 
 
+def track(watchdog: "Watchdog | None", **wait: Any) -> Listed:
+  """Lists the body of a `with` as `Watchdog.track` does, if there is one."""
+  return watchdog.track(**wait) if watchdog else contextlib.nullcontext()
+
+
 class Watchdog:
   """The waits of one event loop.
 
   `wait`, `track`, `heartbeat` and `guard` are called on the loop; `dump`
   anywhere, also in a signal handler or another thread.
+
+  Args:
+    report: gets the text of every stall, in addition to the exception. It
+      may be called from another thread.
+    clock: of the loop, in seconds, real or virtual. `guard` always uses real
+      time.
   """
 
   def __init__(
@@ -120,14 +132,6 @@ class Watchdog:
     report: Callable[[str], None] | None = None,
     clock: Callable[[], float] = time.monotonic,
   ):
-    """Starts with no waits.
-
-    Args:
-      report: gets the text of every stall, in addition to the exception. It
-        may be called from another thread.
-      clock: of the loop, in seconds, real or virtual. `guard` always uses real
-        time.
-    """
     self._clock = clock
     self._report = report or (lambda text: None)
     self._waits: set[Wait] = set()
@@ -174,9 +178,7 @@ class Watchdog:
     for deadline in self._renewable:
       deadline.renew(self._clock())
 
-  def track(
-    self, *, owner: str, what: str, deadline_s: float
-  ) -> contextlib.AbstractContextManager[None]:
+  def track(self, *, owner: str, what: str, deadline_s: float) -> Listed:
     """Lists the body of a `with` in `dump`, and enforces nothing.
 
     For the many waits on which a guarded wait depends.

@@ -111,7 +111,7 @@ class Overlap:
   admission: Admission = "frontier"
   frontier_groups: int = 0
   old_logprob: OldLogprob = "decode"
-  redundancy: Redundancy = dataclasses.field(default_factory=Redundancy)
+  redundancy: Redundancy = Redundancy()
   too_slow_after: int = 3
 
   @property
@@ -126,6 +126,13 @@ class Overlap:
       not self.wait_for_round
       and self.groups_per_microbatch < self.groups_per_update
     )
+
+  @property
+  def groups_per_batch(self) -> int:
+    """Groups that are accumulated together."""
+    if self.streams:
+      return self.groups_per_microbatch
+    return self.groups_per_update
 
   @property
   def checks_age(self) -> bool:
@@ -154,24 +161,23 @@ class Overlap:
     checks.one_of(self, OldLogprob, "old_logprob")
     refuse = functools.partial(checks.refuse, self)
     if self.on_publish == "abort":
-      why = "all that is in flight would end as faults, untrained; "
-      refuse("on_publish", why=why + "use on_publish=recompute")
+      why = "all in flight would end as faults; use on_publish=recompute"
+      refuse("on_publish", why=why)
     if self.max_staleness:
       if self.updates_per_round > 1:
         why = "in flight, every update publishes; use updates_per_round=1"
         refuse("updates_per_round", "max_staleness", why=why)
       if self.wait_for_round:
-        why = "a learner that waits for a whole round gains nothing from the "
-        why += "next; use max_staleness=0, or wait_for_round=false"
+        why = "nothing is gained; use max_staleness=0, or wait_for_round=false"
         refuse("wait_for_round", "max_staleness", why=why)
       if self.consume == "ready":
-        why = "a slow group would grow older than any bound; use "
-        why += "consume=submit, or drop or recycle, which check the age"
+        why = "no bound holds for slow groups; use consume=submit, or drop or "
+        why += "recycle, which check the age"
         refuse("consume", "max_staleness", why=why)
     else:
       if self.on_publish == "keep_kv":
-        why = "nothing is in flight, so all it could keep is stale prefixes; "
-        refuse("on_publish", "max_staleness", why=why + "use on_publish=drain")
+        why = "nothing in flight could keep any; use on_publish=drain"
+        refuse("on_publish", "max_staleness", why=why)
       if self.consume in ("drop", "recycle"):
         why = "nothing can be too old; use consume=ready or submit"
         refuse("consume", "max_staleness", why=why)

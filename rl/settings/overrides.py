@@ -81,15 +81,6 @@ def _read(hint: Any, text: str | None, path: str, old: Any) -> Any:
   return parsing.read_field(hint, parsing.Text(text), f"--config.{path}", parts)
 
 
-def leaves(tree: Any) -> dict[str, tuple[str, Any]]:
-  """Returns the type, in words, and the value of every setting by its path."""
-  return {
-    path: (annotations.describe(hint), value)
-    for path, hint, value in _walk(tree, type(tree))
-    if not _children(value, hint)
-  }
-
-
 def difference(before: Any, after: Any, path: str = "") -> list[str]:
   """Returns a line `rollout.group_size: 8 -> 16` for each unequal setting."""
   old, new = _children(before, Any), _children(after, Any)

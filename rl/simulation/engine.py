@@ -92,13 +92,7 @@ class SimulatedEngine:
     self, request: contract.DecodeRequest
   ) -> AsyncGenerator[contract.Delta]:
     """Yields the whole answer at its end."""
-    whole = await self.generate(request)
-    yield contract.Delta(
-      tokens=whole.tokens,
-      logprobs=whole.logprobs,
-      versions=whole.versions,
-      completion=whole,
-    )
+    yield contract.whole_delta(await self.generate(request))
 
   def abort(self, request_id: str | None) -> None:
     """Ends a request, or all of them, with the tokens sampled so far."""

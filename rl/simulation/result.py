@@ -113,8 +113,9 @@ def measure(record: simulate.RunRecord) -> Result:
   seconds, count = window[1] - window[0], len(rounds)
   trained = [e for e in _of(record, "trained") if e["version"] in rounds]
   tokens = sum(e["tokens"] + e["masked"] for e in trained)
-  busy_s = sum(b - a for a, b in _clipped(_busy(record, "learner"), window))
-  publish = _clipped(_busy(record, "host"), window)
+  learner = _clipped(trace.busy(record.spans, "learner"), window)
+  busy_s = sum(b - a for a, b in learner)
+  publish = _clipped(trace.busy(record.spans, "host"), window)
   states = _states(record, window)
   waits_s = 0.0 if schedule.drains else sum(b - a for a, b in publish)
   idle = {"publish": waits_s / seconds}
@@ -135,7 +136,7 @@ def measure(record: simulate.RunRecord) -> Result:
     prefill=states["prefill"],
     decode_idle={cause: states[cause] for cause in _IDLE},
     learner_idle=idle,
-    overlap=_overlap(record, window),
+    overlap=_overlap(record, learner, window),
     group_lags=_counted(
       (e["version"] - e["first_version"], 1) for e in trained
     ),
@@ -169,10 +170,6 @@ def _of(record: simulate.RunRecord, kind: str) -> Iterator[event_log.Event]:
   return event_log.of_kind(record.events, kind)
 
 
-def _busy(record: simulate.RunRecord, track: str) -> list[trace.Interval]:
-  return trace.busy(record.spans, track)
-
-
 def _clipped(
   intervals: Sequence[trace.Interval], window: trace.Interval
 ) -> list[trace.Interval]:
@@ -195,7 +192,7 @@ def _states(
 ) -> dict[str, float]:
   """Returns the share of the engines' time in each state, by accelerators."""
   shares: dict[str, float] = collections.defaultdict(float)
-  pools = record.engine_pools
+  pools = record.settings.cluster.engine_pools
   whole = (window[1] - window[0]) * sum(pool.accelerators for pool in pools)
   for pool, states in zip(pools, record.states, strict=True):
     edges = itertools.pairwise([*states, (record.virtual_s, "")])
@@ -215,9 +212,12 @@ def _use(record: simulate.RunRecord, seconds: float) -> float:
   return (after - before) / (seconds * settings.cluster.tokens_per_s)
 
 
-def _overlap(record: simulate.RunRecord, window: trace.Interval) -> float:
+def _overlap(
+  record: simulate.RunRecord,
+  learner: Sequence[trace.Interval],
+  window: trace.Interval,
+) -> float:
   """Returns the share of work hidden by the other mesh, mean over engines."""
-  learner = _clipped(_busy(record, "learner"), window)
   trained_s = sum(b - a for a, b in learner)
   shares = []
   for states in record.states:
@@ -242,11 +242,9 @@ def _bound(record: simulate.RunRecord) -> float:
   for number in settings.counted:
     ready_s = [at_s - ends[number] for at_s in taken[number]]
     before_s = described_s.get(number - 1, 0.0)
-    bounds.append(
-      on_policy_s(ready_s, work[number], _per_batch(settings), before_s)
-    )
-  publish_s = settings.cluster.transfer_s + settings.cluster.update_s
-  return math.fsum(bounds) / len(bounds) + publish_s
+    per_batch = settings.overlap.groups_per_batch
+    bounds.append(on_policy_s(ready_s, work[number], per_batch, before_s))
+  return math.fsum(bounds) / len(bounds) + settings.cluster.publish_s
 
 
 _Work = Sequence[tuple[str, float]]
@@ -269,13 +267,6 @@ def _work(
     else:
       work[version].append((span.name, seconds))
   return work, described_s
-
-
-def _per_batch(settings: simulate.Simulation) -> int:
-  schedule = settings.overlap
-  if schedule.streams:
-    return schedule.groups_per_microbatch
-  return schedule.groups_per_update
 
 
 def on_policy_s(

@@ -49,9 +49,7 @@ class EnginePool:
 
   name: str = "decode"
   engines: int = 4
-  speed: simulated_processor.Speed = dataclasses.field(
-    default_factory=simulated_processor.Speed
-  )
+  speed: simulated_processor.Speed = simulated_processor.Speed()
   kind: placement.Kind = "any"
   cost: float = 1.0
   accelerators: int = 1
@@ -72,9 +70,7 @@ class Cluster:
       before it stands still for `Speed.update_s`.
   """
 
-  learner: simulated_learner.LearnerSpeed = dataclasses.field(
-    default_factory=simulated_learner.LearnerSpeed
-  )
+  learner: simulated_learner.LearnerSpeed = simulated_learner.LearnerSpeed()
   pools: tuple[EnginePool, ...] = (EnginePool(),)
   transfer_s: float = 3.0
 
@@ -85,6 +81,11 @@ class Cluster:
     return self.learner.accelerators + decode
 
   @property
+  def engine_pools(self) -> list[EnginePool]:
+    """The pool of each engine."""
+    return [pool for pool in self.pools for _ in range(pool.engines)]
+
+  @property
   def tokens_per_s(self) -> float:
     """Tokens sampled a second when every slot of every engine is in use."""
     return sum(p.engines * p.speed.tokens_per_s for p in self.pools)
@@ -93,6 +94,11 @@ class Cluster:
   def update_s(self) -> float:
     """Seconds for which the slowest engine stands still for new weights."""
     return max(pool.speed.update_s for pool in self.pools)
+
+  @property
+  def publish_s(self) -> float:
+    """Seconds of a publish on its own."""
+    return self.transfer_s + self.update_s
 
   @property
   def blocked_s(self) -> float:
@@ -129,15 +135,11 @@ class Simulation:
     progress_timeout_s: virtual seconds without progress that end it.
   """
 
-  cluster: Cluster = dataclasses.field(default_factory=Cluster)
+  cluster: Cluster = Cluster()
   workloads: tuple[workload.Workload, ...] = (workload.Workload(),)
-  overlap: overlap_lib.Overlap = dataclasses.field(
-    default_factory=overlap_lib.Overlap
-  )
+  overlap: overlap_lib.Overlap = overlap_lib.Overlap()
   rollout: group_rollout.Rollout = _ROLLOUT
-  routing: affinity.Routing = dataclasses.field(
-    default_factory=affinity.Routing
-  )
+  routing: affinity.Routing = affinity.Routing()
   rounds: int = 10
   warmup: int = 1
   seed: int = 0
@@ -190,12 +192,6 @@ class RunRecord:
   virtual_s: float
   real_s: float
   jumps: int
-
-  @property
-  def engine_pools(self) -> list[EnginePool]:
-    """The pool of each engine."""
-    pools = self.settings.cluster.pools
-    return [pool for pool in pools for _ in range(pool.engines)]
 
 
 def simulate(
@@ -255,9 +251,7 @@ class _Run:
     self.spans = trace.Trace(None, clock=clock)
     self.world = world
     self.tasks = prompts.Prompts(self.world, settings.seed, pool=_POOL_TASKS)
-    pools = [
-      pool for pool in settings.cluster.pools for _ in range(pool.engines)
-    ]
+    pools = settings.cluster.engine_pools
     self.engines = [
       simulated_engine.SimulatedEngine(pool.speed, self.world.answer_tokens)
       for pool in pools

@@ -5,7 +5,7 @@ import dataclasses
 import multiprocessing
 
 from configs import guess_number_moe
-from rl.planning import fleet, problem
+from rl.planning import fleet, problem, search
 from rl.pools import affinity
 from rl.rollout import group_rollout
 from rl.simulation import distributions, workload
@@ -112,3 +112,14 @@ def untyped_process() -> concurrent.futures.Executor:
   return concurrent.futures.ProcessPoolExecutor(
     1, multiprocessing.get_context("spawn")
   )
+
+
+def simulate_all(question: problem.Planning) -> list[search.ChoiceEstimate]:
+  """Returns the estimates of all choices."""
+  waiting, _ = search.candidates(question)
+  return [search.estimate(question, candidate) for candidate in waiting]
+
+
+def plan_of(question: problem.Planning, *fits: search.Fits) -> search.FleetPlan:
+  """Returns the plan, among choices that fit."""
+  return search.best_of(question, *search.candidates(question, *fits))

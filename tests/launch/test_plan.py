@@ -152,7 +152,7 @@ def test_a_plan_says_what_it_is_worth_and_what_was_not_met():
   problem = planned_fleets.question(
     goal=problem_lib.Goal(max_step_s=0.1), max_simulations=1
   )
-  found = search.search(problem)
+  found = search.best_of(problem, *search.candidates(problem))
   stream = io.StringIO()
   plan.show(found, problem, stream)
   head, *rows = stream.getvalue().splitlines()

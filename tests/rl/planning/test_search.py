@@ -25,8 +25,8 @@ def process():
 @pytest.fixture(scope="module")
 def everything(process):
   """All choices of the small fleet, simulated."""
-  plan = process.submit(search_lib.exhaustive, question()).result()
-  return {one.choice: one for one in plan.estimates}
+  estimates = process.submit(planned_fleets.simulate_all, question()).result()
+  return {one.choice: one for one in estimates}
 
 
 def key(problem, one):
@@ -142,7 +142,7 @@ def test_the_bound_is_exact_where_nothing_varies_or_queues():
     pools=(simulate.EnginePool(engines=2, speed=speed),),
     transfer_s=0.5,
   )
-  needs = workload_demand.Demands(problem).of(overlap.Redundancy())
+  needs = workload_demand.of(problem, overlap.Redundancy())
   bound = lower_bound.of_choice(
     needs, cluster, overlap.sync(4), problem.window, group_size=2
   )
@@ -165,8 +165,8 @@ def test_the_bound_is_exact_where_nothing_varies_or_queues():
 
 def test_the_same_question_has_the_same_answer(process):
   problem = question(max_simulations=2)
-  first = search_lib.search(problem)
-  second = process.submit(search_lib.search, problem).result()
+  first = planned_fleets.plan_of(problem)
+  second = process.submit(planned_fleets.plan_of, problem).result()
   assert [e.choice for e in first.estimates] == [
     e.choice for e in second.estimates
   ]
@@ -185,7 +185,7 @@ def test_what_binds_is_the_learner_when_it_is_slow_and_decoding_when_it_is(
       fleet=planned_fleets.small_fleet(kinds=(kind,)),
       workloads=(planned_fleets.MATH,),
     )
-    plan = process.submit(search_lib.search, problem).result()
+    plan = process.submit(planned_fleets.plan_of, problem).result()
     assert plan.best.bound_by in expected
 
 
@@ -203,18 +203,18 @@ def test_the_largest_lag_that_is_allowed_decides_which_schedules_are_tried(
 
 
 def test_choices_that_do_not_fit_are_left_out_with_their_reason():
-  plan = search_lib.search(
+  plan = planned_fleets.plan_of(
     question(max_simulations=2),
     lambda choice: "two are too many" if choice.devices == 2 else "",
   )
   assert plan.refused["two are too many"] > 0
   assert all(one.choice.devices == 1 for one in plan.estimates)
   with pytest.raises(ValueError, match=r"none of \d+ choices fits.*no way"):
-    search_lib.search(question(), lambda choice: "no way")
+    planned_fleets.plan_of(question(), lambda choice: "no way")
 
 
 def test_a_search_that_is_cut_off_says_so():
-  plan = search_lib.search(question(max_simulations=1))
+  plan = planned_fleets.plan_of(question(max_simulations=1))
   assert len(plan.estimates) == 1
   assert not plan.complete
 
@@ -280,4 +280,4 @@ def test_tasks_without_room_for_an_answer_are_refused():
     planned_fleets.MATH, prompt_tokens=distributions.Fixed(1200.0)
   )
   with pytest.raises(ValueError, match=r"nothing is sampled.*max_tokens=1200"):
-    search_lib.search(question(workloads=(endless,)))
+    planned_fleets.plan_of(question(workloads=(endless,)))

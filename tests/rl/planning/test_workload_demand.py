@@ -24,7 +24,7 @@ def needs(redundancy=PLAIN, **faults):
   problem = planned_fleets.question(
     workloads=(workload.Workload(**TASK, **faults),)
   )
-  return workload_demand.Demands(problem).of(redundancy)
+  return workload_demand.of(problem, redundancy)
 
 
 def close(number):

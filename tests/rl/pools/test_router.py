@@ -397,7 +397,7 @@ def test_the_answer_to_what_was_never_sent_has_no_token():
 
   answer = pools.run(run())
   assert (answer.stop, answer.decode_s) == ("abort", 3.0)
-  delta = router.whole_delta(answer)
+  delta = contract.whole_delta(answer)
   assert delta.completion is answer
   for ids in (answer.tokens, answer.logprobs, answer.versions, delta.tokens):
     assert len(ids) == 0

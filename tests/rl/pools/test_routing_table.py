@@ -18,6 +18,12 @@ def alike(count, max_sessions=100):
   return routing_table.RoutingTable(infos, affinity.Routing(), max_sessions)
 
 
+def bindings(table):
+  """Returns the engine of every assigned session that has one."""
+  bound = {name: one.engine for name, one in table._sessions.items()}
+  return {name: i for name, i in bound.items() if i is not None}
+
+
 class Asked:
   """Sends requests that have names by themselves."""
 
@@ -52,7 +58,7 @@ def test_the_session_not_seen_for_longest_is_forgotten():
   # At 0, at 1, again at 0; "c" goes to 1, and "b" is the one to go.
   assert [ask(name) for name in "abac"] == [0, 1, 0, 1]
   table.answered("r0")
-  assert table.num_remembered == 2
+  assert len(table._homes) == 2
   assert ask("b") == 0
 
 
@@ -68,7 +74,7 @@ def test_a_session_that_began_counts_once_whatever_it_asks():
   table.end("a")
   table.answered("r0")
   assert table.load == [0, 0]
-  assert table.bindings == {}
+  assert bindings(table) == {}
   with pytest.raises(ValueError, match="request r0 is not in flight"):
     table.engine_of("r0")
   with pytest.raises(ValueError, match="request r1 is already in flight"):
@@ -99,7 +105,7 @@ def test_a_pool_that_is_down_is_left_at_once_and_taken_again_when_it_is_back():
   table = routing_table.RoutingTable([FAST, WIDE, WIDE], MATH)
   assert [table.assign(n, "math") for n in "ab"] == [(1, ""), (2, "")]
   table.lose(1, 0)
-  assert table.bindings == {"b": 2}
+  assert bindings(table) == {"b": 2}
   assert table.assign("c", "math") == (2, "")
   table.lose(2, 0)
   assert table.assign("d", "math") == (0, "wide")
@@ -111,7 +117,7 @@ def test_a_pool_that_is_down_is_left_at_once_and_taken_again_when_it_is_back():
   assert table.assign("e", "math") == (2, "")
   # Who fell back stays where its keys and values are.
   assert table.send("t", "d") == (0, "")
-  assert table.bindings == {"a": 0, "d": 0, "e": 2}
+  assert bindings(table) == {"a": 0, "d": 0, "e": 2}
   assert (table.counts.fallbacks, table.counts.returns) == (2, 1)
   described = table.describe()
   assert described["engines_lost"] == 1.0
@@ -300,7 +306,7 @@ def test_pools_of_one_kind_are_shared_as_if_there_were_no_settings(kind):
       name = live.pop(chance.randrange(len(live)))
       for table in tables:
         # Seconds that differ from pool to pool must not matter.
-        engine = table.bindings[name]
+        engine = bindings(table)[name]
         took = affinity.Sample(0.0, 0.0, 1.0 + engine, 1.0)
         table.measure(name, engine, took)
         table.end(name)
@@ -423,8 +429,8 @@ def test_sessions_stick_whatever_happens_to_engines_and_others(seed):
   for _ in range(3000):
     step()
     bound = {name: at for name, at in oracle.where.items() if at is not None}
-    assert table.bindings == bound
-    assert table.num_remembered <= 5
+    assert bindings(table) == bound
+    assert len(table._homes) <= 5
   for request in oracle.requests:
     table.answered(request)
   for name in names:

@@ -102,15 +102,6 @@ def test_item_of_a_tuple_is_reached_by_its_number():
   assert tree.pools == (Pool(), Pool(chips=2, name="v5p"))
 
 
-def test_leaves_have_type_and_value_by_path():
-  leaves = overrides.leaves(Tree())
-  assert leaves["kinds.limit"] == ("int | none", 7)
-  assert leaves["loss.bounds"] == ("tuple[float, float]", (0.2, 0.28))
-  assert leaves["pools.1.name"] == ("str", "v5p")
-  assert leaves["pool"] == ("Pool | none", None)
-  assert "loss" not in leaves
-
-
 def test_json_makes_an_equal_tree():
   tree = Tree(
     kinds=Kinds(

@@ -252,7 +252,7 @@ def test_sessions_go_where_the_routing_says():
           )
         )
       },
-      r"rollout.max_tokens=10000 is above the kv_tokens=5000",
+      r"speed.kv_tokens=5000 is below rollout.max_tokens=10000",
     ),
   ],
 )
