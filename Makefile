@@ -33,8 +33,10 @@ train: .venv/ready
 	@$(python) -m launch.train --config=configs/guess_number_moe.py \
 	  --workdir=runs/guess_number_moe $(ARGS)
 
-# Two at a time, a file in one piece: its tests share compiled programs.
-pytest = $(python) -m pytest --numprocesses=2 --dist=loadfile
+# Two at a time, a file in one piece: its tests share compiled programs. Files
+# stay in the order of tests/conftest.py, which is long ones first.
+pytest = $(python) -m pytest --numprocesses=2 --dist=loadfile \
+  --no-loadscope-reorder
 
 test: .venv/ready
 	@$(pytest) -m 'not slow' $(if $(ROOM),--room=$(ROOM)) $(ARGS)

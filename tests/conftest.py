@@ -12,10 +12,12 @@ and machine code without optimisation, because a program runs only a few times
 here. XLA's own passes run as ever.
 """
 
+import collections
 import gc
 import multiprocessing.process
 import os
 import pathlib
+import platform
 import subprocess
 import sys
 
@@ -41,6 +43,8 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 _TESTS = pathlib.Path(__file__).parent
 _COMPILED = "/jax/core/compile/backend_compile_duration"
 _counts = {"compiled": 0, "process": 0}
+_BEFORE = pytest.StashKey[dict[str, int]]()
+_SELECTED = pytest.StashKey[tuple[pathlib.Path, set[pathlib.Path]]]()
 
 
 def pytest_addoption(parser):
@@ -62,13 +66,16 @@ def _count(level, function):
 
 
 def pytest_configure(config):
-  """Counts the processes that tests start, and checks `--room`."""
+  """Counts the processes that tests start, and selects what `--room` says."""
+  # Asks `uname`, once a process: the first client of openai would be blamed.
+  platform.processor()
   for cls in (subprocess.Popen, multiprocessing.process.BaseProcess):
     name = "__init__" if cls is subprocess.Popen else "start"
     setattr(cls, name, _count("process", getattr(cls, name)))
-  room = config.getoption("--room")
-  if room and not (packages.ROOT / room).exists():
-    raise pytest.UsageError(f"--room={room}: there is no such package or file")
+  if room := config.getoption("--room"):
+    if not (packages.ROOT / room).exists():
+      raise pytest.UsageError(f"--room={room}: no such package or file")
+    config.stash[_SELECTED] = _select(room)
 
 
 def _tests_of(package):
@@ -77,31 +84,47 @@ def _tests_of(package):
   return path if path.is_dir() else path.with_name(f"test_{path.name}.py")
 
 
-def _selected(config):
-  """Returns the places of tests of the package itself, and of its importers."""
-  room = config.getoption("--room").rstrip("/").removesuffix(".py")
-  name = room.replace("/", ".")
-  importers = packages.importers(name)
-  return _tests_of(name), [_tests_of(other) for other in importers]
+def _select(room):
+  """Returns where the package's own tests are, and those of its importers."""
+  name = room.rstrip("/").removesuffix(".py").replace("/", ".")
+  others = [_tests_of(other) for other in packages.importers(name)]
+  # Of a top package its own files count, and not the packages in it.
+  files = [file for place in others for file in place.glob("test_*.py")]
+  return _tests_of(name), {*others, *files}
 
 
 def pytest_ignore_collect(collection_path, config):
   """Leaves out the files that `--room` does not select."""
-  if not config.getoption("--room") or collection_path.is_dir():
+  if _SELECTED not in config.stash or collection_path.is_dir():
     return None
-  own, others = _selected(config)
-  # Of a top package its own files count, and not the packages in it.
-  wanted = collection_path.is_relative_to(own) or any(
-    collection_path in (place, *place.glob("test_*.py")) for place in others
-  )
+  own, others = config.stash[_SELECTED]
+  wanted = collection_path.is_relative_to(own) or collection_path in others
   return None if wanted else True
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+  """Takes all that is imported out of the searches for garbage."""
+  gc.disable()
+  try:
+    return (yield)
+  finally:
+    gc.freeze()
+    gc.enable()
+
+
 def pytest_collection_modifyitems(config, items):
-  """Leaves out tests of importers that are above the unit level."""
-  if not config.getoption("--room"):
+  """Puts long files first; leaves out what `--room` does not select."""
+  level = {"process": 2, "compiled": 1}
+  highest = collections.Counter()
+  for item in items:
+    marked = (level.get(mark.name, 0) for mark in item.iter_markers())
+    highest[item.path] = max(highest[item.path], *marked, 0)
+  # At the end short ones are left, and all workers end together.
+  items.sort(key=lambda item: -highest[item.path])
+  if _SELECTED not in config.stash:
     return
-  own, _ = _selected(config)
+  own, _ = config.stash[_SELECTED]
   left_out = [
     item
     for item in items
@@ -147,9 +170,6 @@ def pytest_runtest_call(item):
       did = {"process": "starts a process", "compiled": "runs an XLA program"}
       pytest.fail(f"it {did[level]}; mark it {level}", pytrace=False)
   return result
-
-
-_BEFORE = pytest.StashKey[dict[str, int]]()
 
 
 @pytest.fixture(scope="module", autouse=True)
