@@ -125,14 +125,14 @@ def pytest_collection_modifyitems(config, items):
   if _SELECTED not in config.stash:
     return
   own, _ = config.stash[_SELECTED]
-  left_out = [
+  left_out = {
     item
     for item in items
     if not item.path.is_relative_to(own)
-    and any(map(item.get_closest_marker, ("compiled", "process")))
-  ]
+    and any(map(item.get_closest_marker, level))
+  }
   items[:] = [item for item in items if item not in left_out]
-  config.hook.pytest_deselected(items=left_out)
+  config.hook.pytest_deselected(items=list(left_out))
 
 
 def _listen():

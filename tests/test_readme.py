@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from tests.helpers import markdown
+from tests.helpers import commands, markdown
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGE = ROOT / "README.md"
@@ -66,35 +66,15 @@ def test_the_commands_of_the_readme_work(tmp_path):
     if command[2] == "launch.serve":
       _serves(arguments[1:], tmp_path)
       continue
-    result = subprocess.run(
-      [sys.executable, *arguments[1:], *small],
-      cwd=ROOT,
-      capture_output=True,
-      text=True,
-      timeout=240,
-      stdin=subprocess.DEVNULL,
-      check=False,
-    )
+    result = commands.launch(*arguments[2:], *small)
     assert result.returncode == 0, (command, result.stderr)
 
 
 @pytest.mark.process
 @pytest.mark.parametrize("config", ["next_letter", "guess_number_own"])
 def test_the_configs_that_the_readme_quotes_train(config, tmp_path):
-  result = subprocess.run(
-    [
-      sys.executable,
-      *("-m", "launch.train", f"--config=configs/{config}.py"),
-      f"--workdir={tmp_path}",
-      *SMALL,
-    ],
-    cwd=ROOT,
-    capture_output=True,
-    text=True,
-    timeout=240,
-    stdin=subprocess.DEVNULL,
-    check=False,
-  )
+  where = [f"--config=configs/{config}.py", f"--workdir={tmp_path}"]
+  result = commands.run("launch.train", *where, *SMALL)
   assert result.returncode == 0, result.stderr
   assert (tmp_path / "report.html").exists()
 

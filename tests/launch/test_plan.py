@@ -2,9 +2,6 @@
 
 import dataclasses
 import io
-import pathlib
-import subprocess
-import sys
 
 import pytest
 from absl.testing import flagsaver
@@ -15,10 +12,9 @@ from launch.cli import flags
 from rl.planning import fleet, plan_config, search
 from rl.planning import problem as problem_lib
 from rl.pools import placement
-from tests.helpers import planned_fleets
+from tests.helpers import commands, planned_fleets
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
-BASE = ROOT / "configs" / "guess_number_moe.py"
+BASE = commands.ROOT / commands.CONFIG
 
 FLEET = '''"""Four devices for a short game."""
 from tests.helpers import planned_fleets
@@ -33,16 +29,6 @@ def fleet_file(tmp_path):
   file = tmp_path / "fleet.py"
   file.write_text(FLEET)
   return file
-
-
-def command(*arguments):
-  return subprocess.run(
-    [sys.executable, "-m", "launch.plan", *arguments],
-    capture_output=True,
-    text=True,
-    cwd=ROOT,
-    check=False,
-  )
 
 
 def refused(capsys, *arguments):
@@ -63,7 +49,8 @@ def test_the_command_prints_a_plan_and_writes_a_config_that_trains(
   tmp_path, fleet_file
 ):
   out = tmp_path / "plans" / "best.py"
-  done = command(f"--config={fleet_file}", f"--base={BASE}", f"--out={out}")
+  given = [f"--config={fleet_file}", f"--base={BASE}", f"--out={out}"]
+  done = commands.launch("launch.plan", *given)
   assert done.returncode == 0, done.stderr
   assert done.stdout.startswith("devices that train | engines")
   assert "the bound of no other one is better" in done.stdout

@@ -1,9 +1,6 @@
 """The command of the simulator: its table, its timeline, its errors."""
 
 import json
-import pathlib
-import subprocess
-import sys
 
 import pytest
 from absl.testing import flagsaver
@@ -15,8 +12,8 @@ from rl.settings import overrides
 from rl.simulation import result as simulation_result
 from rl.simulation import simulate as simulate_lib
 from rl.simulation import workload
+from tests.helpers import commands
 
-ROOT = pathlib.Path(__file__).parents[2]
 SMALL = '''
 """Two engines, four groups of two."""
 from rl.rollout import group_rollout
@@ -54,20 +51,10 @@ def record(config):
   return simulate_lib.simulate(flags.load(str(config), check=simulate.check))
 
 
-def launched(*arguments):
-  return subprocess.run(
-    [sys.executable, "-m", "launch.simulate", *map(str, arguments)],
-    cwd=ROOT,
-    capture_output=True,
-    text=True,
-    timeout=120,
-    check=False,
-  )
-
-
 @pytest.mark.process
 def test_the_command_prints_a_table_and_writes_a_timeline(config, tmp_path):
-  out = launched(
+  out = commands.launch(
+    "launch.simulate",
     f"--config={config}",
     "--config.cluster.learner.accelerators=6",
     f"--timeline={tmp_path / 'out'}",
@@ -90,7 +77,9 @@ def test_the_command_prints_a_table_and_writes_a_timeline(config, tmp_path):
 
 @pytest.mark.process
 def test_a_setting_that_cannot_work_ends_it_before_it_begins(config):
-  out = launched(f"--config={config}", "--config.rounds=1")
+  out = commands.run(
+    "launch.simulate", f"--config={config}", "--config.rounds=1"
+  )
   assert out.returncode == 2
   assert "rounds=1 leaves none to measure" in out.stderr
   assert "use rounds=5" in out.stderr
@@ -172,12 +161,12 @@ def test_settings_of_a_training_run_are_refused():
   with pytest.raises(
     overrides.SettingError, match=r"simulate\.Simulation, not Experiment"
   ):
-    flags.load(str(ROOT / "configs/guess_number_moe.py"), check=simulate.check)
+    flags.load(str(commands.ROOT / commands.CONFIG), check=simulate.check)
 
 
 def test_the_cluster_of_3000_accelerators_is_one():
   chosen = flags.load(
-    str(ROOT / "configs/simulated_3000.py"), check=simulate.check
+    str(commands.ROOT / "configs/simulated_3000.py"), check=simulate.check
   )
   assert chosen.cluster.accelerators == 3000
   # One trains for five that decode.

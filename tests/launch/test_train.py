@@ -88,7 +88,7 @@ def test_the_written_config_is_that_of_the_experiment(finished, tmp_path):
 
 @pytest.mark.process
 def test_evaluate_plays_the_latest_checkpoint(finished):
-  result = commands.launch(
+  result = commands.run(
     "launch.evaluate", f"--run={finished.path}", "--episodes=20"
   )
   assert result.returncode == 0, result.stderr

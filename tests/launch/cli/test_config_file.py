@@ -2,9 +2,7 @@
 
 import dataclasses
 import json
-import pathlib
 import shutil
-import subprocess
 import sys
 import typing
 
@@ -12,8 +10,8 @@ import pytest
 
 from launch.cli import config_file, flags, workdir
 from rl.settings import overrides
+from tests.helpers import commands
 
-ROOT = pathlib.Path(__file__).parents[3]
 OWN = """
 import dataclasses
 
@@ -73,25 +71,18 @@ TINY = {
 }
 
 
-def launch(module, *arguments):
-  return subprocess.run(
-    [sys.executable, "-m", module, *map(str, arguments)],
-    cwd=ROOT,
-    capture_output=True,
-    text=True,
-    timeout=240,
-    stdin=subprocess.DEVNULL,
-    check=False,
-  )
+@pytest.fixture(autouse=True)
+def forgotten():
+  """Forgets the file after each test, as another process would not know it."""
+  yield
+  sys.modules.pop("_config_my_own", None)
 
 
 @pytest.fixture
 def file(tmp_path):
   path = tmp_path / "my-own.py"
   path.write_text(OWN)
-  yield path
-  # Its loss must not be offered in the tests that follow.
-  sys.modules.pop("_config_my_own", None)
+  return path
 
 
 @pytest.fixture(scope="module")
@@ -100,12 +91,7 @@ def run(tmp_path_factory):
   directory = tmp_path_factory.mktemp("runs")
   path = directory / "my-own.py"
   path.write_text(OWN)
-  done = launch(
-    "launch.train",
-    f"--config={path}",
-    *flags.arguments(TINY),
-    f"--workdir={directory / 'own'}",
-  )
+  done = commands.launch(*commands.train(directory / "own", TINY, path))
   assert done.returncode == 0, done.stdout + done.stderr
   path.unlink()
   return directory / "own"
@@ -118,7 +104,6 @@ def run(tmp_path_factory):
     ("launch.evaluate", "--run={run} --episodes=4", 0, "on 4 held-out"),
     ("launch.export", "--run={run} --directory={new}", 0, "after 1 rounds"),
     ("launch.replay", "{skipped}", 1, "loss nan"),
-    ("launch.report", "--check {run}", 0, "0 violations"),
     (
       "launch.train",
       "--config={run}/config.json --workdir={run}",
@@ -129,17 +114,25 @@ def run(tmp_path_factory):
   ],
 )
 def test_a_launcher_reads_the_run(run, tmp_path, module, arguments, code, told):
+  assert "_config_my_own" not in sys.modules
   (skipped,) = (run / "skipped").iterdir()
   words = arguments.format(run=run, skipped=skipped, new=tmp_path / "hf")
-  done = launch(module, *words.split())
+  done = commands.run(module, *words.split())
   assert done.returncode == code, done.stderr
   assert told in done.stdout
 
 
 @pytest.mark.process
+def test_another_process_reads_the_run(run):
+  done = commands.launch("launch.report", "--check", run)
+  assert done.returncode == 0, done.stderr
+  assert "0 violations" in done.stdout
+
+
+@pytest.mark.process
 def test_the_server_reads_the_run(run):
   # It ends before it loads: the flags are those of a run that it has read.
-  done = launch(
+  done = commands.run(
     "launch.serve", f"--run={run}", "--port=0", "--config.algorithm.loss.scal=2"
   )
   assert done.returncode == 2
@@ -153,8 +146,7 @@ def test_a_run_goes_on_with_the_file_wherever_it_lies_and_whatever_it_says(
   run = shutil.copytree(run, tmp_path / "run")
   path = tmp_path / "my-own.py"
   path.write_text(OWN.replace("jnp.nan", "1.0").replace("# Not", "# No more"))
-  arguments = [f"--config={path}", *flags.arguments(TINY | {"rounds": "2"})]
-  done = launch("launch.train", *arguments, f"--workdir={run}")
+  done = commands.run(*commands.train(run, TINY | {"rounds": "2"}, path))
   assert done.returncode == 0, done.stderr
   assert "going on after 1 rounds" in done.stdout
   assert "skipped" not in done.stdout
@@ -207,7 +199,7 @@ def test_what_is_kept_must_be_whole(tmp_path, kept):
 
 
 def test_a_config_without_classes_of_its_own_keeps_no_file():
-  tree = flags.load(str(ROOT / "configs" / "guess_number_moe.py"))
+  tree = flags.load(str(commands.ROOT / commands.CONFIG))
   assert config_file.to_json(tree) == overrides.to_json(tree)
 
 

@@ -2,9 +2,6 @@
 
 import itertools
 import json
-import pathlib
-import subprocess
-import sys
 
 import pytest
 
@@ -12,9 +9,8 @@ from launch.report import log_check
 from launch.report import page as report_page
 from rl.schedule import overlap
 from rl.settings import overrides
-from tests.helpers import event_logs
+from tests.helpers import commands, event_logs
 
-ROOT = pathlib.Path(__file__).parents[3]
 SCHEDULE = overlap.in_flight(4, 1, 1)
 LOG = event_logs.run(SCHEDULE, 60)
 
@@ -34,16 +30,9 @@ def run_dir(tmp_path):
   return tmp_path
 
 
-def _check(*arguments):
-  command = [sys.executable, "-m", "launch.report", *arguments]
-  return subprocess.run(
-    command, capture_output=True, text=True, timeout=120, check=False, cwd=ROOT
-  )
-
-
 @pytest.mark.process
 def test_a_run_that_keeps_its_promises_is_checked_with_exit_code_0(run_dir):
-  done = _check(f"--check={run_dir}")
+  done = commands.launch("launch.report", f"--check={run_dir}")
   assert done.returncode == 0, done.stderr
   # 60 rounds of 4 groups of 2 members of 10 tokens, one of two masked.
   assert "4,800 tokens sampled = 2,400 trained + 2,400 masked" in done.stdout
@@ -71,7 +60,8 @@ def test_what_cannot_be_checked_ends_with_exit_code_2(run_dir, capsys):
 
 @pytest.mark.process
 def test_a_check_and_a_page_are_not_asked_for_at_once(run_dir):
-  done = _check(f"--check={run_dir}", f"--run={run_dir}")
+  both = [f"--check={run_dir}", f"--run={run_dir}"]
+  done = commands.launch("launch.report", *both)
   assert done.returncode == 1
   assert "Exactly one of (run, check)" in done.stderr
 
