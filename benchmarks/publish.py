@@ -49,7 +49,7 @@ from rl.engine import contract
 from rl.engine.builtin import settings as engine_settings
 from rl.pools import placement, router, weight_publisher
 from rl.runtime import mesh_thread, trace
-from rl.testing import fake_engine
+from rl.testing import scripted_engine
 
 _REPEATS = absl_flags.DEFINE_integer("repeats", 5, "Of each way.")
 _ROWS = absl_flags.DEFINE_integer("rows", 16, "Answers decoded at once.")
@@ -239,7 +239,7 @@ async def _moved(
   spans = trace.Trace(None)
   learner = mesh_thread.MeshThread("learner", spans)
   publisher = weight_publisher.WeightPublisher(
-    router.Router([fake_engine.FakeEngine(answers=(1,), stop_id=2)]),
+    router.Router([scripted_engine.ScriptedEngine(lambda request: ())]),
     [weight_publisher.pool_shardings(config, layouts[1], dtype)],
     learner,
     event_log.EventLog(),

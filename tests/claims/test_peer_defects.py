@@ -18,6 +18,7 @@ from rl.simulation import learner as simulated_learner
 from rl.simulation import processor as simulated_processor
 from rl.testing import fakes
 from tests.helpers import played_members, virtual_run
+from tests.helpers import players_under_test as players
 
 ASYNCHRONOUS = {
   "drain": overlap.bounded(4, 2, 1),
@@ -187,7 +188,7 @@ def test_a_group_of_equal_answers_teaches_nothing_and_is_seen_to(name):
     {"sync": overlap.sync(4), **ASYNCHRONOUS}[name],
     group_size=4,
     source=fakes.Counting(turns=1),
-    answers=(virtual_run.YES,),
+    answers=(players.YES,),
     dynamic_sampling=group_filters.DynamicSampling(max_refills=refills),
   ).start()
   # Each place is played again as often as it may; the last try is trained.

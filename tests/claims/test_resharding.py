@@ -19,7 +19,7 @@ from rl.engine import contract
 from rl.engine.builtin import settings as engine_settings
 from rl.pools import router, weight_publisher
 from rl.runtime import mesh_thread, trace
-from rl.testing import fake_engine
+from rl.testing import scripted_engine
 from tests.helpers import small_models
 
 pytestmark = pytest.mark.compiled
@@ -52,7 +52,7 @@ def make(thread, spans, log):
   """Returns a publisher to an engine, whose weights lie so."""
 
   def make(where, dtype, served=None):
-    served = served or fake_engine.FakeEngine(answers=(1,), stop_id=2)
+    served = served or scripted_engine.ScriptedEngine(lambda request: ())
     publishing = weight_publisher.Publishing(dtype=dtype)
     return weight_publisher.WeightPublisher(
       router.Router([served]), [where], thread, log, spans, publishing
@@ -128,7 +128,7 @@ def test_of_a_model_with_adapters_only_those_are_cast_and_move(
   where = pool_shardings((1, 1, 1), dtype)
 
   async def scenario():
-    served = fake_engine.FakeEngine(answers=(1,), stop_id=2)
+    served = scripted_engine.ScriptedEngine(lambda request: ())
     publisher = make(where, dtype, served)
     await publisher.publish(trajectory.PolicyVersion(7), params, "drain")
     await publisher.publish(trajectory.PolicyVersion(8), after, "drain")

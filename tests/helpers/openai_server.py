@@ -42,7 +42,9 @@ class Server:
     self.chat = chat
     self.text: str | list[int] = "yes"
     self.kept = []
-    self.engine = scripted_engine.ScriptedEngine(self._answer, step_s=step_s)
+    self.engine = scripted_engine.ScriptedEngine(
+      self._answer, lambda request, i: step_s
+    )
     self.sessions = sessions.Sessions(
       chat, keep=self.kept.extend, max_sessions=64
     )

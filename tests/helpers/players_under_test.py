@@ -1,4 +1,4 @@
-"""Players over a fake engine, and what they leave in the log, for tests."""
+"""Players over a scripted engine, and what they leave in the log, for tests."""
 
 import asyncio
 import dataclasses
@@ -10,7 +10,7 @@ from rl.data import trajectory
 from rl.pools import router
 from rl.rollout import grading, group_rollout
 from rl.runtime import virtual_clock
-from rl.testing import fake_engine, fakes
+from rl.testing import fakes, scripted_engine
 
 LIMITS = group_rollout.Rollout(
   group_size=4, max_turns=4, turn_tokens=2, max_tokens=32, step_s=0.2
@@ -34,8 +34,18 @@ class Kept(fakes.Counting):
     return environment
 
 
-def fake(answers=(YES,), delay_s=lambda priority: 0.0):
-  return fake_engine.FakeEngine(answers, word_chat.END, delay_s)
+def engine(
+  words=(YES,),
+  delay_s=lambda priority: 0.0,
+  kind=scripted_engine.ScriptedEngine,
+  **settings,
+):
+  """Returns an engine whose stop ids come so late after their word."""
+
+  def later_s(request, i):
+    return delay_s(request.priority) if i else 0.0
+
+  return kind(scripted_engine.one_of(words, word_chat.END), later_s, **settings)
 
 
 def player(source, served=None, reward=None, watchdog=None, **fields):
@@ -44,7 +54,7 @@ def player(source, served=None, reward=None, watchdog=None, **fields):
   fields = {"limits": LIMITS, **fields}
   return group_rollout.Player(
     source=source,
-    router=router.Router([served or fake()], log=log),
+    router=router.Router([served or engine()], log=log),
     chat=CHAT,
     graders=grading.Graders(
       reward or rewards.Outcome(), _ONCE, watchdog=watchdog

@@ -1,4 +1,4 @@
-"""Routers over fake engines, and who plays on them, for tests."""
+"""Routers over scripted engines, and who plays on them, for tests."""
 
 import asyncio
 
@@ -9,7 +9,15 @@ from rl.data import trajectory
 from rl.engine import contract
 from rl.pools import affinity, router
 from rl.runtime import virtual_clock
-from rl.testing import fake_engine
+from rl.testing import scripted_engine
+
+
+def engine(
+  words=(5, 6), delay_s=0.0, kind=scripted_engine.ScriptedEngine, **settings
+):
+  """Returns an engine that takes `delay_s` for every answer."""
+  say = scripted_engine.one_of(words, word_chat.END)
+  return kind(say, lambda request, i: i * delay_s, **settings)
 
 
 def request(name="a", session=None, ids=(3, 1), **fields):
@@ -19,16 +27,14 @@ def request(name="a", session=None, ids=(3, 1), **fields):
     session=session or name,
     tokens=np.array(ids, np.int32),
     max_tokens=2,
+    stop_ids=(word_chat.END,),
     **fields,
   )
 
 
 def pool(count=2, delay_s=0.0, *, log=None, routing=None, infos=None):
   """Returns a router over engines that take `delay_s` for every answer."""
-  engines = [
-    fake_engine.FakeEngine((5, 6), word_chat.END, lambda _: delay_s)
-    for _ in range(count)
-  ]
+  engines = [engine(delay_s=delay_s) for _ in range(count)]
   settings = affinity.Routing(**(routing or {}))
   pooled = router.Router(engines, infos=infos, routing=settings, log=log)
   return pooled, engines

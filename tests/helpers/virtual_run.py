@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from envs import base, rewards
-from models.chat import word_chat
 from rl.algorithms import advantages, group_filters, presets
 from rl.audit import checker, event_log, token_ledger
 from rl.data import trajectory
@@ -24,12 +23,10 @@ from rl.runtime import mesh_thread, trace, virtual_clock
 from rl.runtime import watchdog as watchdog_lib
 from rl.schedule import overlap
 from rl.simulation import learner as simulated_learner
-from rl.testing import fake_engine, fakes
+from rl.testing import fakes
 from rl.train import learner as learner_lib
 from rl.train import trainer as trainer_lib
-
-CHAT = word_chat.WordChat(("go", "on", "yes", "no"))
-YES, NO = 5, 6
+from tests.helpers import players_under_test as players
 
 SCHEDULES = {
   "sync": overlap.sync(4, 2, 2),
@@ -194,7 +191,7 @@ class Run:
   learner: simulated_learner.LearnerSpeed = dataclasses.field(
     default_factory=lambda: simulated_learner.LearnerSpeed(token_s=0.0)
   )
-  answers: tuple[int, ...] = (YES, NO)
+  answers: tuple[int, ...] = (players.YES, players.NO)
   transfer_s: float = 0.0
   update_s: float = 0.0
   num_engines: int = 1
@@ -254,9 +251,7 @@ class Run:
     """Returns a fresh engine; one that the run did not build has a version."""
     if self.build is not None:
       return self.build()
-    engine = fake_engine.FakeEngine(
-      self.answers, word_chat.END, self.delay_s, update_s=self.update_s
-    )
+    engine = players.engine(self.answers, self.delay_s, update_s=self.update_s)
     engine.version = version
     return engine
 
@@ -319,7 +314,7 @@ class Run:
     return group_rollout.Player(
       source=self.source,
       router=self.router,
-      chat=CHAT,
+      chat=players.CHAT,
       graders=grading.Graders(self.reward, self.retries, self.max_graders),
       limits=group_rollout.Rollout(
         group_size=self.group_size, step_s=self.step_s

@@ -171,9 +171,11 @@ def test_an_agent_that_is_not_async_plays_in_a_thread(served):
     assert left.num_sampled > 0
 
 
-def play(agent, deadline_s=20.0, **settings):
+def play(agent, deadline_s=20.0, step_s=0.0):
   async def scenario():
-    engine = scripted_engine.ScriptedEngine(lambda request: [4, 1], **settings)
+    engine = scripted_engine.ScriptedEngine(
+      lambda request: [4, 1], lambda request, i: step_s
+    )
     async with agents.serving(engine, CHAT) as players:
       left = await players.play(agent, the_episode(), deadline_s=deadline_s)
       return left, engine.stats()

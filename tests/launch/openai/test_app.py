@@ -1,6 +1,7 @@
 """The server as the real `openai` client sees it."""
 
 import asyncio
+import dataclasses
 import json
 import threading
 from typing import Any
@@ -12,7 +13,6 @@ import pytest
 from launch.openai import app as openai_app
 from rl.agents import sessions
 from rl.data import trajectory
-from rl.engine import contract
 from rl.testing import scripted_engine
 from tests.helpers import openai_server
 from tests.helpers.openai_server import (
@@ -475,10 +475,8 @@ def test_one_temperature_may_be_that_of_all():
 
 
 def test_an_engine_that_cannot_stop_where_answers_end_is_refused():
-  able = scripted_engine.ScriptedEngine(lambda request: []).capabilities
-  few = {name: getattr(able, name) for name in able.__slots__}
-  unable = contract.Capabilities(**{**few, "max_stop_ids": 0})
-  one = scripted_engine.ScriptedEngine(lambda request: [], capabilities=unable)
+  one = scripted_engine.ScriptedEngine(lambda request: [])
+  one.capabilities = dataclasses.replace(one.capabilities, max_stop_ids=0)
   with pytest.raises(ValueError, match="end with 1 ids; the engine takes 0"):
     openai_app.app(one, sessions.Sessions(WORDS))
 

@@ -5,20 +5,15 @@ import dataclasses
 
 import pytest
 
-from models.chat import word_chat
 from rl.data import trajectory
 from rl.pools import pool_stats
-from rl.testing import fake_engine
 from tests.helpers import pools_under_test as pools
 
 
 def test_counters_are_sums_and_the_version_is_the_lowest_that_serves():
   async def scenario():
     engines = [
-      fake_engine.FakeEngine(
-        (5, 6), word_chat.END, lambda _: 1.0, update_s=update_s
-      )
-      for update_s in (2.0, 0.0)
+      pools.engine(delay_s=1.0, update_s=update_s) for update_s in (2.0, 0.0)
     ]
     for name in "ab":
       await engines[0].generate(pools.request(name))
@@ -42,10 +37,13 @@ def test_counters_are_sums_and_the_version_is_the_lowest_that_serves():
 def test_a_pool_can_do_what_each_of_its_engines_can():
   _, engines = pools.pool(2)
   engines[0].capabilities = dataclasses.replace(
-    engines[0].capabilities, max_length=7, experts=True, bias=True
+    engines[0].capabilities, max_length=7, experts=True
   )
   engines[1].capabilities = dataclasses.replace(
-    engines[1].capabilities, in_flight=frozenset({"drain"}), experts=True
+    engines[1].capabilities,
+    in_flight=frozenset({"drain"}),
+    experts=True,
+    bias=False,
   )
   able = pool_stats.capabilities(engines)
   assert (able.max_length, able.experts, able.bias) == (7, True, False)
@@ -59,5 +57,5 @@ def test_a_pool_of_nothing_or_of_two_models_is_refused():
   engines[0].capabilities = dataclasses.replace(
     engines[0].capabilities, vocab_size=8
   )
-  with pytest.raises(ValueError, match=r"vocabularies \[8, 1048576\]"):
+  with pytest.raises(ValueError, match=r"vocabularies \[8, 262144\]"):
     pool_stats.capabilities(engines)

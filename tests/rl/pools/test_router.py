@@ -11,7 +11,7 @@ from rl.audit import event_log
 from rl.data import trajectory
 from rl.engine import contract
 from rl.pools import affinity, placement, router
-from rl.testing import fake_engine
+from rl.testing import scripted_engine
 from tests.helpers import pools_under_test as pools
 
 FAST = placement.EngineInfo("fast", "compute")
@@ -52,7 +52,7 @@ def test_requests_of_an_engine_that_stops_are_answered_by_another():
     await engines[0].close()
     later = await pools.begun(pooled, "d")
     assert pools.busy(engines) == [0, 4]
-    alone = fake_engine.FakeEngine((5, 6), word_chat.END)
+    alone = pools.engine()
     expected = (await alone.generate(pools.request(seed=1))).tokens.tolist()
     assert (await later).stop == "stop"
     return [(await one).tokens.tolist() == expected for one in answers]
@@ -96,8 +96,8 @@ def test_a_stream_moves_before_its_first_delta_and_ends_behind_it():
     await engines[1].close()
     with pytest.raises(contract.EngineClosed, match="was closed"):
       await anext(waiting)
-    third = fake_engine.FakeEngine((5,), word_chat.END, lambda _: 0.05)
-    pooled = router.Router([third, fake_engine.FakeEngine((5,), 1)])
+    third = pools.engine((5,), 0.05)
+    pooled = router.Router([third, pools.engine((5,))])
     begun = pooled.stream(pools.request())
     await anext(begun)
     await third.close()
@@ -227,18 +227,18 @@ def test_what_is_flushed_is_flushed_everywhere():
 
 
 def test_all_are_closed_even_when_one_cannot_be():
-  class Stuck(fake_engine.FakeEngine):
+  class Stuck(scripted_engine.ScriptedEngine):
     async def close(self):
       raise OSError("the device hangs")
 
-  class Slow(fake_engine.FakeEngine):
+  class Slow(scripted_engine.ScriptedEngine):
     async def close(self):
       await asyncio.sleep(0.02)
       await super().close()
 
   async def scenario():
-    other = Slow((5,), word_chat.END, lambda _: 5.0)
-    pooled = router.Router([other, Stuck((5,), word_chat.END)])
+    other = pools.engine((5,), 5.0, Slow)
+    pooled = router.Router([other, pools.engine((5,), kind=Stuck)])
     answer = await pools.begun(pooled)
     with pytest.raises(OSError, match="the device hangs"):
       await pooled.close()
@@ -268,8 +268,8 @@ def test_a_mapped_domain_falls_back_within_a_dispatch_and_returns():
     assert (number, versions) == (1, [0] * 6)
     assert await pooled.begin("b", "math") == 0
     with pytest.raises(ValueError, match="engine 0 is open, not lost"):
-      pooled.recover(0, fake_engine.FakeEngine((5,), word_chat.END))
-    pooled.recover(1, fake_engine.FakeEngine((5,), word_chat.END))
+      pooled.recover(0, pools.engine((5,)))
+    pooled.recover(1, pools.engine((5,)))
     assert await pooled.begin("c", "math") == 1
     assert (await pooled.generate(pools.request("r", "c"))).tokens[0] == 5
     return log.events, pooled.describe()
@@ -279,7 +279,7 @@ def test_a_mapped_domain_falls_back_within_a_dispatch_and_returns():
     {
       "kind": "engine_lost",
       "engine": 1,
-      "reason": "the fake engine was closed",
+      "reason": "the scripted engine was closed",
     },
     {"kind": "fallback", "session": "a", "wanted": "wide", "engine": 0},
     {"kind": "fallback", "session": "b", "wanted": "wide", "engine": 0},
@@ -297,11 +297,11 @@ def test_an_engine_comes_back_with_the_newest_weights_or_not_at_all():
     await engines[1].close()
     await pooled.flush_cache()  # So that the router knows.
     await pools.publish(pooled, 3)
-    back = fake_engine.FakeEngine((5,), word_chat.END)
+    back = pools.engine((5,))
     with pytest.raises(ValueError, match=r"with version 0, but version 3 is"):
       pooled.recover(1, back)
     await back.update_weights(trajectory.PolicyVersion(3), None)
-    other = fake_engine.FakeEngine((5,), word_chat.END)
+    other = pools.engine((5,))
     other.version = trajectory.PolicyVersion(3)
     other.capabilities = dataclasses.replace(other.capabilities, vocab_size=8)
     with pytest.raises(ValueError, match="vocabularies"):
@@ -315,7 +315,7 @@ def test_an_engine_comes_back_with_the_newest_weights_or_not_at_all():
 
 
 def test_what_is_measured_moves_each_domain_to_its_better_pool():
-  class Machine(fake_engine.FakeEngine):
+  class Machine(scripted_engine.ScriptedEngine):
     """Takes `swift` for one domain, known by its priority, and 3 s for others.
 
     The first id comes at once, so all of it is decoding.
@@ -323,10 +323,10 @@ def test_what_is_measured_moves_each_domain_to_its_better_pool():
 
     def __init__(self, swift):
       self.swift = swift
-      super().__init__((5, 6), word_chat.END, self.seconds)
+      super().__init__(lambda request: (5, word_chat.END), self.seconds)
 
-    def seconds(self, priority):
-      return 1.0 if priority == (self.swift,) else 3.0
+    def seconds(self, request, i):
+      return i * (1.0 if request.priority == (self.swift,) else 3.0)
 
   async def scenario():
     engines = [Machine(0), Machine(1)]
@@ -421,7 +421,7 @@ def test_a_signal_wakes_all_who_wait_and_nobody_who_comes_later():
   assert pools.run(run()) == [True, True, True, False]
 
 
-class Narrow(fake_engine.FakeEngine):
+class Narrow(scripted_engine.ScriptedEngine):
   """Serves one request at a time."""
 
   def __init__(self, *args, **kwargs):
@@ -437,8 +437,7 @@ class Narrow(fake_engine.FakeEngine):
 def test_drains_end_with_more_episodes_in_flight_than_can_run(count):
   async def scenario():
     engines = [
-      Narrow((5, 6), word_chat.END, lambda _: 1.0, update_s=2.0)
-      for _ in range(count)
+      pools.engine(delay_s=1.0, kind=Narrow, update_s=2.0) for _ in range(count)
     ]
     pooled = router.Router(engines)
     rooms = asyncio.Semaphore(4)
@@ -514,12 +513,12 @@ def test_sessions_that_never_began_are_not_waited_for():
 
 
 def test_an_engine_opens_again_when_its_update_fails_or_is_cancelled():
-  class Broken(fake_engine.FakeEngine):
+  class Broken(scripted_engine.ScriptedEngine):
     async def update_weights(self, version, params, in_flight="recompute"):
       raise ValueError("another model's")
 
   async def scenario():
-    pooled = router.Router([Broken((5, 6), word_chat.END)])
+    pooled = router.Router([pools.engine(kind=Broken)])
     await pooled.begin("a", "")
     failing = asyncio.ensure_future(pools.publish(pooled, 1))
     later = asyncio.create_task(pooled.begin("b", ""))
@@ -584,7 +583,7 @@ def test_an_engine_lost_while_it_drains_holds_up_nobody():
   assert played == [(0, [0] * 4), (1, [0] * 4)]
   kinds = [(event["kind"], event["engine"]) for event in told]
   assert kinds == [("engine_lost", 1), ("engine_lost", 0)]
-  assert told[0]["reason"] == "the fake engine was closed"
+  assert told[0]["reason"] == "the scripted engine was closed"
 
 
 def test_who_loses_the_newest_weights_waits_until_another_has_them():
@@ -611,9 +610,7 @@ def test_who_loses_the_newest_weights_waits_until_another_has_them():
 
 def test_an_engine_lost_while_it_takes_weights_is_left_without():
   async def scenario():
-    engines = [
-      fake_engine.FakeEngine((5,), word_chat.END, update_s=1.0) for _ in "ab"
-    ]
+    engines = [pools.engine((5,), update_s=1.0) for _ in "ab"]
     pooled = router.Router(engines)
     published = asyncio.ensure_future(pools.publish(pooled, 1))
     await asyncio.sleep(0.5)
@@ -633,7 +630,7 @@ def test_an_engine_that_comes_back_while_it_drains_needs_no_weights():
     published = asyncio.ensure_future(pools.publish(pooled, 1))
     await asyncio.sleep(0.1)
     await engines[1].close()
-    back = fake_engine.FakeEngine((5,), word_chat.END)
+    back = pools.engine((5,))
     await back.update_weights(trajectory.PolicyVersion(1), None)
     # Both at once, so that the update sees only that it is another.
     pooled._lose(1, "it was closed")
@@ -708,7 +705,7 @@ def test_engines_that_come_and_go_between_publishes_stop_nobody(seed, mode):
         await pooled.engines[number].close()
         await asyncio.sleep(3 * chance.random())
         if pooled.lost(number):
-          back = fake_engine.FakeEngine((5, 6), word_chat.END, lambda _: 1.0)
+          back = pools.engine(delay_s=1.0)
           back.version = trajectory.PolicyVersion(sent[-1])
           pooled.recover(number, back)
 

@@ -13,18 +13,18 @@ from rl.audit import event_log
 from rl.data import trajectory
 from rl.pools import placement, router, weight_publisher
 from rl.runtime import checksum
-from rl.testing import fake_engine
+from rl.testing import scripted_engine
 
 pytestmark = pytest.mark.compiled
 
 VERSION = trajectory.PolicyVersion(7)
 
 
-class Recorded(fake_engine.FakeEngine):
+class Recorded(scripted_engine.ScriptedEngine):
   """Writes down what it is told, in a list that all engines share."""
 
   def __init__(self, name="a", story=None, fault=None, update_s=0.0):
-    super().__init__(answers=(1,), stop_id=2, update_s=update_s)
+    super().__init__(lambda request: (), update_s=update_s)
     self.name, self.fault = name, fault
     self.story = [] if story is None else story
 
@@ -35,7 +35,7 @@ class Recorded(fake_engine.FakeEngine):
     await super().update_weights(version, params, in_flight)
 
 
-class Damaged(fake_engine.FakeEngine):
+class Damaged(scripted_engine.ScriptedEngine):
   """Flips one bit of what it is given."""
 
   async def update_weights(self, version, params, in_flight="recompute"):
@@ -318,7 +318,7 @@ def test_engines_tell_the_checksum_of_what_the_learner_sent(
 def test_an_engine_that_serves_other_weights_is_named(make, params, where, log):
 
   async def scenario():
-    engines = [Recorded(), Damaged(answers=(1,), stop_id=2)]
+    engines = [Recorded(), Damaged(lambda request: ())]
     publisher = make(engines, where, verify=True)
     with pytest.raises(RuntimeError) as caught:
       await publisher.publish(VERSION, params, "drain")

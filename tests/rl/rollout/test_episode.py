@@ -11,11 +11,12 @@ from envs import base
 from models.chat import word_chat
 from rl.data import batch, trajectory
 from rl.rollout import episode
-from rl.testing import fake_engine, fakes
+from rl.testing import fakes, scripted_engine
 
 CHAT = word_chat.WordChat(("go", "on", "yes", "no"))
 
 
+SAY_YES = scripted_engine.one_of((5,), word_chat.END)
 SAID = [base.Message("user", "on")]
 
 
@@ -38,7 +39,7 @@ def play(source, engine=None, **limits):
   """Plays one episode; 60 s of deadline are never waited for."""
   task = source.task(0, "train")
   partial = episode.PartialTrajectory(episode.Episode(task, 3, 0, 0))
-  engine = engine or fake_engine.FakeEngine((5,), word_chat.END)
+  engine = engine or scripted_engine.ScriptedEngine(SAY_YES)
   settings = episode.Limits(**limits)
   played, _ = asyncio.run(
     episode.play(source, engine.generate, CHAT, settings, partial)
@@ -139,11 +140,11 @@ def test_a_first_observation_without_room_for_an_answer_is_a_fault():
   assert "rollout.max_tokens=5" in member.fault
 
 
-class Routed(fake_engine.FakeEngine):
+class Routed(scripted_engine.ScriptedEngine):
   """Expert j of layer s is id + s + j, and one more for each answer before."""
 
   def __init__(self, experts: tuple[int, int] | None = (2, 2)):
-    super().__init__((5,), word_chat.END, experts=experts)
+    super().__init__(SAY_YES, experts=experts)
 
   async def generate(self, request):
     answer = await super().generate(request)
@@ -201,13 +202,13 @@ def test_an_engine_that_knows_no_experts_says_so():
 
 
 def test_an_answer_that_was_aborted_ends_the_episode_and_keeps_its_tokens():
-  class Aborting(fake_engine.FakeEngine):
+  class Aborting(scripted_engine.ScriptedEngine):
     async def generate(self, request):
       answer = asyncio.create_task(super().generate(request))
       await asyncio.sleep(0)
       self.abort(request.request_id)
       return await answer
 
-  member = play(fakes.Counting(), Aborting((5,), word_chat.END))
+  member = play(fakes.Counting(), Aborting(SAY_YES))
   assert member.status is trajectory.Status.ENGINE_FAULT
   assert (member.fault, member.num_sampled) == ("aborted", 1)

@@ -17,7 +17,7 @@ async def _evaluated(answer_s, deadline_s):
   watchdog = watchdog_lib.Watchdog(clock=clock)
   playing = players.player(
     fakes.Counting(turns=1),
-    players.fake(delay_s=lambda priority: answer_s(priority[0])),
+    players.engine(delay_s=lambda priority: answer_s(priority[0])),
     watchdog=watchdog,
   )
   outcome, _ = await watchdog.wait(

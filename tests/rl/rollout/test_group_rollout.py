@@ -20,7 +20,7 @@ from rl.rollout import episode, group_rollout
 from rl.runtime import virtual_clock
 from rl.runtime import watchdog as watchdog_lib
 from rl.schedule import overlap
-from rl.testing import fake_engine, fakes
+from rl.testing import fakes, scripted_engine
 from tests.helpers import players_under_test as players
 from tests.helpers import virtual_run
 
@@ -41,12 +41,12 @@ def test_a_trajectory_holds_the_ids_exactly_as_sampled():
 def test_each_request_begins_with_every_id_before_it():
   seen = []
 
-  class Recording(fake_engine.FakeEngine):
+  class Recording(scripted_engine.ScriptedEngine):
     async def generate(self, request):
       seen.append(request.tokens.tolist())
       return await super().generate(request)
 
-  recording = Recording((players.YES,), word_chat.END)
+  recording = players.engine(kind=Recording)
   players.play_group(fakes.Counting(turns=3), recording, limits=players.ONE)
   assert len(seen) == 3
   for before, after in itertools.pairwise(seen):
@@ -101,7 +101,7 @@ def test_an_answer_that_is_nearly_too_long_is_worth_less():
 
 def test_the_log_tells_the_way_of_a_member_and_when():
   async def run():
-    served = players.fake(delay_s=lambda priority: 0.5)
+    served = players.engine(delay_s=lambda priority: 0.5)
     playing = players.player(
       fakes.Counting(turns=1), served, limits=players.ONE
     )
@@ -150,14 +150,14 @@ def test_a_fault_of_the_environment_is_data(fault, words):
 
 
 def test_an_engine_that_closes_leaves_the_sampled_tokens_in_the_log():
-  class Closing(fake_engine.FakeEngine):
+  class Closing(scripted_engine.ScriptedEngine):
     async def generate(self, request):
       if request.request_id.endswith("/2"):
         raise contract.EngineClosed("stopped")
       return await super().generate(request)
 
   async def run():
-    closing = Closing((players.YES,), word_chat.END)
+    closing = players.engine(kind=Closing)
     playing = players.player(
       fakes.Counting(turns=3), closing, limits=players.ONE
     )
@@ -190,7 +190,7 @@ def test_the_watchdog_names_who_is_waited_for():
   async def table(source, delay_s=0.0, reward=None):
     watchdog = watchdog_lib.Watchdog()
     playing = players.player(
-      source, players.fake(delay_s=lambda _: delay_s), reward, watchdog
+      source, players.engine(delay_s=lambda _: delay_s), reward, watchdog
     )
     play = asyncio.create_task(players.begin(playing).run())
     await asyncio.sleep(0.05)
@@ -315,7 +315,7 @@ def test_a_reward_that_fails_is_a_fault_and_never_zero(how, words):
 def test_grading_starts_while_other_members_still_play():
   async def run():
     # Member 3 answers after 0.5 s, the others at once.
-    served = players.fake(delay_s=lambda priority: 0.5 * (priority[1] == 3))
+    served = players.engine(delay_s=lambda priority: 0.5 * (priority[1] == 3))
     playing = players.player(fakes.Counting(turns=1), served)
     await players.begin(playing).run()
     return [(e["index"], e["t"]) for e in players.of_kind(playing, "reward")]
@@ -324,13 +324,11 @@ def test_grading_starts_while_other_members_still_play():
 
 
 def test_a_request_that_the_engine_refuses_is_an_engine_fault():
-  class Refusing(fake_engine.FakeEngine):
+  class Refusing(scripted_engine.ScriptedEngine):
     async def generate(self, request):
       raise ValueError("request does not fit")
 
-  group = players.play_group(
-    fakes.Counting(), Refusing((players.YES,), word_chat.END)
-  )
+  group = players.play_group(fakes.Counting(), players.engine(kind=Refusing))
   member = group.trajectories[0]
   assert member.status is trajectory.Status.ENGINE_FAULT
   assert "does not fit" in member.fault
@@ -338,7 +336,7 @@ def test_a_request_that_the_engine_refuses_is_an_engine_fault():
 
 def test_json_keeps_a_trajectory_exactly():
   group = players.play_group(
-    fakes.Counting(turns=3), players.fake((players.YES, players.NO))
+    fakes.Counting(turns=3), players.engine((players.YES, players.NO))
   )
   again = trajectory.group_from_json(trajectory.group_to_json(group))
   assert (again.task, again.attempt) == (group.task, group.attempt)
@@ -378,7 +376,7 @@ def slow(seconds, *indices):
 
 def test_a_member_that_decodes_comes_back_with_what_it_has():
   async def run():
-    served = players.fake(delay_s=lambda _: 10.0)
+    served = players.engine(delay_s=lambda _: 10.0)
     playing = players.player(fakes.Counting(turns=3), served)
     # 10 s for the first answer of two ids; the second has one at 15 s.
     group, end = await aborted(players.begin(playing), 15.0)
@@ -397,14 +395,14 @@ def test_a_member_that_decodes_comes_back_with_what_it_has():
 
 
 def test_an_answer_that_ends_at_the_moment_of_the_abort_is_not_stepped():
-  class Last(fake_engine.FakeEngine):
+  class Last(scripted_engine.ScriptedEngine):
     """Has an answer whole although it is to be aborted."""
 
     def abort(self, request_id):
       pass
 
   async def run():
-    served = Last((players.YES,), word_chat.END, lambda _: 10.0)
+    served = players.engine(delay_s=lambda _: 10.0, kind=Last)
     source = players.Kept()
     playing = players.player(source, served, limits=players.ONE)
     group, end = await aborted(players.begin(playing), 5.0)
@@ -418,7 +416,7 @@ def test_an_answer_that_ends_at_the_moment_of_the_abort_is_not_stepped():
 
 
 def test_an_answer_that_is_on_its_way_to_the_member_is_booked():
-  class Far(fake_engine.FakeEngine):
+  class Far(scripted_engine.ScriptedEngine):
     """Has forgotten an answer for a second when it arrives."""
 
     async def generate(self, request):
@@ -427,7 +425,7 @@ def test_an_answer_that_is_on_its_way_to_the_member_is_booked():
       return answer
 
   async def run():
-    far = Far((players.YES,), word_chat.END)
+    far = players.engine(kind=Far)
     playing = players.player(fakes.Counting(), far, limits=players.ONE)
     group, end = await aborted(players.begin(playing), 0.5)
     assert far.stats().sampled_tokens == group.num_sampled
@@ -559,7 +557,7 @@ def test_to_abort_what_has_ended_changes_nothing():
 def test_a_member_that_is_graded_keeps_its_grade_when_redundant_ones_go():
   async def run():
     # All are graded from 0 s to 0.08 s but member 1, which decodes until 9 s.
-    served = players.fake(delay_s=slow(9.0, 1))
+    served = players.engine(delay_s=slow(9.0, 1))
     judge = fakes.Judge(delay_s=lambda index, call: 0.08)
     source = fakes.Counting(turns=1)
     playing = players.player(source, served, judge, extra_members=1)
@@ -633,7 +631,7 @@ def test_an_episode_that_is_over_is_whole_before_anybody_has_looked():
 
 def test_redundant_members_are_aborted_when_as_many_as_needed_have_ended():
   async def run():
-    served = players.fake(delay_s=slow(9.0, 1, 3))
+    served = players.engine(delay_s=slow(9.0, 1, 3))
     playing = players.player(fakes.Counting(), served, extra_members=2)
     group = await players.begin(playing).run()
     return (
@@ -655,7 +653,7 @@ def test_redundant_members_are_aborted_when_as_many_as_needed_have_ended():
 
 def test_a_group_without_redundancy_ends_with_its_slowest_member():
   async def run():
-    served = players.fake(delay_s=slow(9.0, 1))
+    served = players.engine(delay_s=slow(9.0, 1))
     playing = players.player(fakes.Counting(turns=1), served)
     group = await players.begin(playing).run()
     return group, asyncio.get_running_loop().time(), booked(playing, "index")
@@ -709,7 +707,7 @@ def test_what_ends_after_its_group_is_whole_is_not_graded():
 
 def test_how_old_a_group_is_can_be_told_while_it_decodes():
   async def run():
-    served = players.fake(delay_s=lambda _: 2.0)
+    served = players.engine(delay_s=lambda _: 2.0)
     playing = players.player(fakes.Counting(turns=3), served)
     play = players.begin(playing)
     await served.pause()
@@ -844,7 +842,7 @@ def test_an_environment_that_leaves_the_process_is_data():
 
 def test_what_is_aborted_between_two_answers_asks_for_no_other():
   async def run():
-    served = players.fake()
+    served = players.engine()
     playing = players.player(
       fakes.Counting(turns=3), served, limits=players.ONE
     )
@@ -862,7 +860,7 @@ def test_what_is_aborted_between_two_answers_asks_for_no_other():
 
 
 def test_an_engine_that_cancels_by_itself_loses_no_group():
-  class Cancelling(fake_engine.FakeEngine):
+  class Cancelling(scripted_engine.ScriptedEngine):
     """Cancels its answers to member 1."""
 
     async def generate(self, request):
@@ -873,7 +871,7 @@ def test_an_engine_that_cancels_by_itself_loses_no_group():
       return await super().generate(request)
 
   async def run():
-    served = Cancelling((players.YES,), word_chat.END)
+    served = players.engine(kind=Cancelling)
     playing = players.player(fakes.Counting(), served)
     group = await players.begin(playing).run()
     return group, players.of_kind(playing, "fault")
@@ -889,7 +887,7 @@ def test_an_engine_that_cancels_by_itself_loses_no_group():
 
 def test_an_abort_reaches_a_request_whose_engine_was_lost():
   async def run():
-    engines = [players.fake(delay_s=lambda _: 10.0) for _ in range(2)]
+    engines = [players.engine(delay_s=lambda _: 10.0) for _ in range(2)]
     playing = players.player(fakes.Counting(), limits=players.ONE)
     pool = router.Router(engines)
     playing = dataclasses.replace(playing, router=pool)
@@ -911,7 +909,7 @@ def test_an_abort_reaches_a_request_whose_engine_was_lost():
 def test_an_abort_reaches_a_request_whose_engine_dies_at_the_same_moment():
   async def run():
     loop = asyncio.get_running_loop()
-    engines = [players.fake(delay_s=lambda _: 10.0) for _ in range(2)]
+    engines = [players.engine(delay_s=lambda _: 10.0) for _ in range(2)]
     pool = router.Router(engines)
     playing = players.player(fakes.Counting(), limits=players.ONE)
     playing = dataclasses.replace(playing, router=pool)
