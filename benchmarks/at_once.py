@@ -10,7 +10,6 @@ import numpy as np
 
 from envs import base
 from models.chat import word_chat
-from rl.data import trajectory
 from rl.engine import contract
 
 CHAT = word_chat.WordChat(("go", "on", "yes", "no"))
@@ -57,7 +56,7 @@ class Engine:
 
   async def update_weights(
     self,
-    version: trajectory.PolicyVersion,
+    version: int,
     params: Any,
     in_flight: contract.InFlight = "recompute",
   ) -> None:
@@ -69,7 +68,7 @@ class Engine:
     """Nothing is ever in flight."""
     del request_id
 
-  def begun(self, request_id: str) -> trajectory.PolicyVersion | None:
+  def begun(self, request_id: str) -> int | None:
     """Nothing is ever in flight."""
     del request_id
     return None

@@ -19,7 +19,6 @@ import numpy as np
 from benchmarks import decode_load
 from models import config as model_config
 from models import policy as policy_lib
-from rl.data import trajectory
 from rl.engine import contract
 from rl.engine.builtin import settings as engine_settings
 from rl.pools import placement
@@ -90,7 +89,7 @@ async def start(
     lambda: policy_lib.of(MODEL).init(jax.random.key(0)),
     out_shardings=layout.tree(policy_lib.of(MODEL).axes),
   )()
-  await served.start(params, trajectory.PolicyVersion(0))
+  await served.start(params, 0)
   return served, thread
 
 

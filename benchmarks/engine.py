@@ -141,7 +141,7 @@ def main(argv: list[str]) -> None:
 
 async def _measure(parts: assemble.Parts) -> dict[str, float]:
   state = await initial_state.create(parts)
-  await parts.start(state, trajectory.PolicyVersion(0))
+  await parts.start(state, 0)
   await _play(parts, 0)  # Imports the game.
   bare = _bare_loop(parts, state)
   bare(8)

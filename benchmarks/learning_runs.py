@@ -22,7 +22,6 @@ from rl import experiment as experiment_lib
 from rl.algorithms import algorithm as algorithm_lib
 from rl.algorithms import corrections, packed_row, presets
 from rl.audit import checker, event_log
-from rl.data import trajectory
 from rl.engine.builtin import settings as engine_settings
 from rl.loop import progress, warm_start
 from rl.rollout import evaluate, group_rollout
@@ -205,7 +204,7 @@ class Bench:
     parts = self._parts(experiment(case))
     try:
       state = await self._state(parts)
-      await parts.start(state, trajectory.PolicyVersion(0))
+      await parts.start(state, 0)
       watcher = _Watcher(parts)
       await watcher.look(0)
       await assemble.coordinate(parts, watcher).run(
@@ -258,7 +257,7 @@ class _Watcher(progress.RunObserver):
   async def on_round(self, trained: progress.TrainedRound) -> None:
     self.metrics.append(trained.metrics)
 
-  async def on_published(self, version: trajectory.PolicyVersion) -> None:
+  async def on_published(self, version: int) -> None:
     updates = version * self._parts.experiment.overlap.updates_per_round
     if updates % EVERY == 0:
       await self.look(updates)

@@ -71,7 +71,7 @@ class Bench:
     parts = self._parts
     state = await initial_state.create(parts)
     self._params = jax.device_get(state.params)
-    await parts.start(state, trajectory.PolicyVersion(0))
+    await parts.start(state, 0)
     await parts.learner_thread.run("warm up", _compile, parts, state)
 
   async def play(
@@ -143,7 +143,7 @@ class Bench:
     state = await parts.learner_thread.run("init", self._fresh)
     for number, served in enumerate(parts.engines):
       placed, _ = await parts.publisher.place(state.params, number)
-      version = trajectory.PolicyVersion(served.stats().version + 1)
+      version = served.stats().version + 1
       await served.update_weights(version, placed, "abort")
     return state
 
@@ -204,12 +204,10 @@ class _Renewed:
       oldest_kv=max(answer.oldest_kv - self._before, -1),
     )
 
-  def begun(self, request_id: str) -> trajectory.PolicyVersion | None:
+  def begun(self, request_id: str) -> int | None:
     """Returns the version of a first token."""
     version = self._served.begun(request_id)
-    if version is None:
-      return None
-    return trajectory.PolicyVersion(version - self._before)
+    return None if version is None else version - self._before
 
   def stats(self) -> contract.EngineStats:
     """Returns the counters."""
@@ -218,13 +216,12 @@ class _Renewed:
 
   async def update_weights(
     self,
-    version: trajectory.PolicyVersion,
+    version: int,
     params: Any,
     in_flight: contract.InFlight = "recompute",
   ) -> None:
     """Serves new weights."""
-    version = trajectory.PolicyVersion(version + self._before)
-    await self._served.update_weights(version, params, in_flight)
+    await self._served.update_weights(version + self._before, params, in_flight)
 
 
 class _Watcher(progress.RunObserver):

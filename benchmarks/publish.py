@@ -44,7 +44,6 @@ from models import config as model_config
 from models import lora, sharding
 from models import policy as policy_lib
 from rl.audit import event_log
-from rl.data import trajectory
 from rl.engine import contract
 from rl.engine.builtin import settings as engine_settings
 from rl.pools import placement, router, weight_publisher
@@ -153,9 +152,7 @@ async def _one(
   """Returns what one publish costs, and a window of the same length before."""
   await asyncio.sleep(_WINDOW_S)
   start = time.monotonic()
-  stall_s = await publisher.publish(
-    trajectory.PolicyVersion(version), params, way
-  )
+  stall_s = await publisher.publish(version, params, way)
   publish_s = time.monotonic() - start
   # What was encoded again, or had to wait, shows in the next tokens.
   await asyncio.sleep(_AFTER_S)
@@ -200,7 +197,7 @@ async def _under_load(
     spans,
   )
   copy, _ = await publisher.place(params)
-  await served.start(copy, trajectory.PolicyVersion(0), lambda text: None)
+  await served.start(copy, 0, lambda text: None)
   load = Load(served, [[] for _ in range(_ROWS.value)])
   rows = [asyncio.create_task(load.row(i)) for i in range(_ROWS.value)]
   found: dict[str, list[dict[str, float]]] = {way: [] for way in _WAYS}

@@ -11,7 +11,6 @@ from absl import flags as absl_flags
 from launch.cli import flags, jax_setup, workdir
 from launch.run import load_run
 from rl import experiment as experiment_lib
-from rl.data import trajectory
 from rl.rollout import evaluate
 
 _RUN = absl_flags.DEFINE_string(
@@ -48,7 +47,7 @@ async def _evaluate(
   experiment: experiment_lib.Experiment, run_dir: pathlib.Path
 ) -> None:
   async with load_run.restored(experiment, run_dir) as (parts, found):
-    await parts.start(found.state, trajectory.PolicyVersion(found.step))
+    await parts.start(found.state, found.step)
     settings = experiment.evaluation
     outcome, _ = await parts.watchdog.wait(
       evaluate.evaluate(

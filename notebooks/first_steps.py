@@ -48,7 +48,7 @@ jax_setup.prepare(experiment.placement)
 from launch.run import rollout_samples
 from rl import assemble, initial_state
 from rl.algorithms import group_selection, presets
-from rl.data import batch, trajectory
+from rl.data import batch
 from rl.rollout import group_rollout
 from rl.train import train_state
 
@@ -73,7 +73,7 @@ def run(work):
 
 # %%
 state = run(initial_state.create(parts))
-run(parts.start(state, trajectory.PolicyVersion(0)))
+run(parts.start(state, 0))
 print(parts.router.stats())
 
 # %% [markdown]
@@ -90,7 +90,7 @@ async def roll_out(count):
       parts.tasks.next(),
       group_id=i,
       seed=experiment.seed,
-      admitted=trajectory.PolicyVersion(0),
+      admitted=0,
     )
     for i in range(count)
   ]
@@ -154,11 +154,7 @@ print({name: round(value, 4) for name, value in metrics.items()})
 # The new weights go to the decode mesh; the engine serves version 1.
 
 # %%
-run(
-  parts.publisher.publish(
-    trajectory.PolicyVersion(1), state.params, "recompute"
-  )
-)
+run(parts.publisher.publish(1, state.params, "recompute"))
 print("served version:", parts.router.stats().version)
 again = run(roll_out(1))[0].trajectories[0]
 print("sampled by version", again.turns[0].versions.tolist())

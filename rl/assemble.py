@@ -11,7 +11,6 @@ from models.chat import word_chat
 from rl import experiment as experiment_lib
 from rl.algorithms import group_filters, references
 from rl.audit import event_log
-from rl.data import trajectory
 from rl.engine import contract
 from rl.loop import coordinator, progress
 from rl.pools import router, weight_publisher
@@ -57,7 +56,7 @@ class Parts:
   async def start(
     self,
     state: train_state.TrainState,
-    version: trajectory.PolicyVersion,
+    version: int,
     report: Callable[[str], None] = lambda text: None,
   ) -> None:
     """Places the weights, compiles the engines and lets them serve."""

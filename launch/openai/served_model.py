@@ -18,7 +18,6 @@ from models.hf import load
 from rl import assemble
 from rl import experiment as experiment_lib
 from rl.agents import answer_stream
-from rl.data import trajectory
 from rl.engine import contract
 from rl.engine.builtin import settings as engine_settings
 from rl.pools import placement as placement_lib
@@ -126,7 +125,7 @@ async def of_run(
 ) -> AsyncIterator[ServedModel]:
   """Serves the newest checkpoint of a run; ends the process without one."""
   async with load_run.restored(experiment, run_dir) as (parts, found):
-    version = trajectory.PolicyVersion(found.step)
+    version = found.step
     await parts.start(found.state, version, report)
     yield ServedModel(
       engine=parts.router,
@@ -153,7 +152,7 @@ async def of_directory(
     for engine, layout, thread in zip(engines, layouts, threads, strict=True):
       report(f"loading {directory}")
       params = await thread.run("load", _load, directory, hosting.model, layout)
-      await engine.start(params, trajectory.PolicyVersion(0), report)
+      await engine.start(params, 0, report)
     yield ServedModel(engine=serving, chat=chat, name=directory.resolve().name)
   finally:
     for engine in engines:

@@ -31,7 +31,6 @@ from launch.run import (
 from models.hf import load, tokenizer_files
 from rl import assemble, initial_state
 from rl import experiment as experiment_lib
-from rl.data import trajectory
 from rl.loop import coordinator
 from rl.loop import progress as progress_lib
 from rl.rollout import evaluate
@@ -192,7 +191,7 @@ class _Run(progress_lib.RunObserver):
     self._closing.callback(self._metrics.close)
     await self._parts.start(
       progress.state,
-      trajectory.PolicyVersion(progress.trained),
+      progress.trained,
       self._screen.phase,
     )
 
@@ -284,11 +283,11 @@ class _Run(progress_lib.RunObserver):
     self._parts.log.flush()
     self._parts.spans.flush()
 
-  async def on_published(self, version: trajectory.PolicyVersion) -> None:
+  async def on_published(self, version: int) -> None:
     """Evaluates every few versions."""
     every = self._experiment.evaluation.every
     if every and version % every == 0:
-      await self._evaluate(int(version))
+      await self._evaluate(version)
 
   async def on_boundary(self, progress: progress_lib.Progress) -> None:
     """Saves every few rounds, at the end and after a signal.

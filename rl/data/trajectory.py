@@ -1,21 +1,19 @@
-"""The record of a rollout: Turn, Trajectory, Group. Host data, numpy."""
+"""The record of a rollout: Turn, Trajectory, Group. Host data, numpy.
+
+A version counts the rounds of training behind the weights: the only clock of
+the system. A round ends with a publish. It is one optimizer step unless the
+schedule has several updates in a round.
+"""
 
 import dataclasses
 import enum
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NewType
+from typing import Any, Literal
 
 import numpy as np
 from jaxtyping import Bool, Float32, Int32
 
 from envs import base
-
-PolicyVersion = NewType("PolicyVersion", int)
-"""Rounds of training behind the weights: the only clock of the system.
-
-A round ends with a publish. It is one optimizer step unless the schedule has
-several updates in a round.
-"""
 
 Stop = Literal["stop", "length", "abort"]
 
@@ -197,11 +195,11 @@ class Trajectory:
     return runs
 
   @property
-  def first_version(self) -> PolicyVersion | None:
+  def first_version(self) -> int | None:
     """Policy of the first sampled token: the F in the bound T - F <= eta."""
     for turn in self.turns:
       if len(turn.versions):
-        return PolicyVersion(int(turn.versions[0]))
+        return int(turn.versions[0])
     return None
 
 
@@ -223,7 +221,7 @@ class Group:
 
   group_id: int
   trajectories: Sequence[Trajectory]
-  admitted: PolicyVersion
+  admitted: int
   task: base.Task = NO_TASK
   attempt: int = 0
   redundant_tokens: int = 0
@@ -234,7 +232,7 @@ class Group:
     return self.redundant_tokens + sum(t.num_sampled for t in self.trajectories)
 
   @property
-  def first_version(self) -> PolicyVersion:
+  def first_version(self) -> int:
     """Oldest first token of its members; `admitted` when none has any."""
     firsts = [t.first_version for t in self.trajectories]
     return min([v for v in firsts if v is not None], default=self.admitted)
@@ -321,7 +319,7 @@ def group_from_json(data: Mapping[str, Any]) -> Group:
   return Group(
     group_id=data["group_id"],
     trajectories=[trajectory_from_json(t) for t in data["trajectories"]],
-    admitted=PolicyVersion(data["admitted"]),
+    admitted=data["admitted"],
     task=base.Task(**data["task"]),
     attempt=data["attempt"],
     redundant_tokens=data["redundant_tokens"],

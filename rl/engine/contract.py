@@ -273,9 +273,7 @@ def _wrong_bias(request: DecodeRequest, able: Capabilities) -> Iterator[str]:
     yield f"experts are not recorded; {out}"
 
 
-def check_version(
-  version: trajectory.PolicyVersion, served: trajectory.PolicyVersion
-) -> None:
+def check_version(version: int, served: int) -> None:
   """Raises ValueError unless a version is above the served one."""
   if version <= served:
     raise ValueError(f"version {version} is not above the served {served}")
@@ -332,7 +330,7 @@ class DecodeEngine(Protocol):
     """
     ...
 
-  def begun(self, request_id: str) -> trajectory.PolicyVersion | None:
+  def begun(self, request_id: str) -> int | None:
     """Returns the version of the first token of a request in flight.
 
     None until it is sampled; new weights do not change it.
@@ -355,7 +353,7 @@ class DecodeEngine(Protocol):
 
   async def update_weights(
     self,
-    version: trajectory.PolicyVersion,
+    version: int,
     params: Any,
     in_flight: InFlight = "recompute",
   ) -> None:
@@ -375,7 +373,7 @@ class DecodeEngine(Protocol):
     """
     ...
 
-  async def checksum(self) -> tuple[trajectory.PolicyVersion, int]:
+  async def checksum(self) -> tuple[int, int]:
     """Returns the served version and `checksum.of` its weights."""
     ...
 
@@ -399,7 +397,7 @@ class StartableEngine(DecodeEngine, Protocol):
   async def start(
     self,
     params: Any,
-    version: trajectory.PolicyVersion,
+    version: int,
     report: Callable[[str], None] = lambda text: None,
   ) -> None:
     """Takes the first weights, compiles its programs and begins to serve.
@@ -451,7 +449,7 @@ class SessionRouter(Protocol):
     """Ends a request with what it has; None ends all of them."""
     ...
 
-  def begun(self, request_id: str) -> trajectory.PolicyVersion | None:
+  def begun(self, request_id: str) -> int | None:
     """Returns the version of a request's first token, if it has one."""
     ...
 

@@ -66,7 +66,7 @@ class Publisher(Protocol):
 
   async def publish(
     self,
-    version: trajectory.PolicyVersion,
+    version: int,
     params: Any,
     in_flight: contract.InFlight,
   ) -> float:
@@ -313,7 +313,7 @@ class Coordinator:
   async def _publish(self) -> None:
     """Ships the current weights, after the version before."""
     await self._published()
-    version = trajectory.PolicyVersion(self._trained)
+    version = self._trained
     work = self._ship(version, self._trainer.params)
     if self._schedule.drains:
       self._publishing = self._background.create_task(work, name="publisher")
@@ -332,7 +332,7 @@ class Coordinator:
         await self._publishing
       self._publishing = None
 
-  async def _ship(self, version: trajectory.PolicyVersion, params: Any) -> None:
+  async def _ship(self, version: int, params: Any) -> None:
     self._stall_s = await self._guarded(
       self._publisher.publish(version, params, self._schedule.on_publish),
       f"the engines to take version {version}",

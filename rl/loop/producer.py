@@ -330,7 +330,7 @@ class Producer:
         if first is not None and self._gate.too_old(first, trained):
           rollout.abort("stale")
 
-  def release(self, version: trajectory.PolicyVersion) -> None:
+  def release(self, version: int) -> None:
     """Opens the gate for a version that every engine serves."""
     self._gate.release(version)
     self._num_ready = 0

@@ -106,7 +106,7 @@ class RunObserver:
   async def on_round(self, trained: TrainedRound) -> None:
     """Called when a round was trained and its weights are published."""
 
-  async def on_published(self, version: trajectory.PolicyVersion) -> None:
+  async def on_published(self, version: int) -> None:
     """Called when every engine serves `version`; nothing else is published."""
 
   async def on_boundary(self, progress: Progress) -> None:

@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 
 from rl.audit import event_log
-from rl.data import trajectory
 from rl.engine import contract
 from rl.pools import affinity, placement, pool_stats, routing_table
 
@@ -58,7 +57,7 @@ class Router:
     self._table = routing_table.RoutingTable(infos, routing, max_sessions)
     self._log = log
     self._reason = ""
-    self._version = trajectory.PolicyVersion(0)  # The newest to be served.
+    self._version = 0  # The newest to be served.
     self._aborts = Aborts()
     self._opened, self._ended = Signal(), Signal()
 
@@ -215,7 +214,7 @@ class Router:
     with contextlib.suppress(ValueError):
       self._engines[self._table.engine_of(request_id)].abort(request_id)
 
-  def begun(self, request_id: str) -> trajectory.PolicyVersion | None:
+  def begun(self, request_id: str) -> int | None:
     """Returns the version of a request's first token, if it has one.
 
     Raises:
@@ -228,7 +227,7 @@ class Router:
   async def update_weights(
     self,
     number: int,
-    version: trajectory.PolicyVersion,
+    version: int,
     params: Any,
     in_flight: contract.InFlight = "recompute",
   ) -> None:
@@ -274,7 +273,7 @@ class Router:
     # A replacement came with the weights that were on their way.
     return engine is self._engines[number] and not self.lost(number)
 
-  async def checksum(self, number: int) -> tuple[trajectory.PolicyVersion, int]:
+  async def checksum(self, number: int) -> tuple[int, int]:
     """Returns what one engine serves; see `contract.DecodeEngine`.
 
     Raises:
@@ -345,7 +344,7 @@ class Router:
       ValueError: none was lost there, or this one cannot take its place.
     """
     versions = [one.stats().version for one in self._engines]
-    newest = max(int(self._version), *versions)
+    newest = max(self._version, *versions)
     if (version := engine.stats().version) != newest:
       raise ValueError(
         f"engine {number} would come back with version {version}, but version "

@@ -24,7 +24,6 @@ from models import config as model_config
 from models import policy as policy_lib
 from models import quantize, sharding
 from rl.audit import event_log
-from rl.data import trajectory
 from rl.engine import contract
 from rl.pools import router as router_lib
 from rl.runtime import checksum as checksum_lib
@@ -161,7 +160,7 @@ class WeightPublisher:
 
   async def publish(
     self,
-    version: trajectory.PolicyVersion,
+    version: int,
     params: Any,
     in_flight: contract.InFlight,
   ) -> float:
@@ -179,15 +178,15 @@ class WeightPublisher:
     placed = await self._place(params, range(len(self._shardings)))
     copies = [copy for copy, _ in placed]
     moved = sum(num_bytes for _, num_bytes in placed)
-    self._log.emit("publish_start", version=int(version), moved_bytes=moved)
+    self._log.emit("publish_start", version=version, moved_bytes=moved)
     before_s = self._paused_s()
     with self._spans.span(
-      "host", "publish", version=int(version), moved_bytes=moved
+      "host", "publish", version=version, moved_bytes=moved
     ):
       await self._update(version, copies, in_flight)
     if self._verify:
       await self._check(version, params)
-    self._log.emit("published", version=int(version))
+    self._log.emit("published", version=version)
     pauses_s = zip(before_s, self._paused_s(), strict=True)
     return max(after - before for before, after in pauses_s)
 
@@ -246,7 +245,7 @@ class WeightPublisher:
 
   async def _update(
     self,
-    version: trajectory.PolicyVersion,
+    version: int,
     copies: Sequence[Any],
     in_flight: contract.InFlight,
   ) -> None:
@@ -273,14 +272,12 @@ class WeightPublisher:
     if fault is not None:
       raise fault
 
-  async def _check(
-    self, version: trajectory.PolicyVersion, params: Any
-  ) -> None:
+  async def _check(self, version: int, params: Any) -> None:
     """Raises RuntimeError unless every engine has the right checksum."""
     parts: dict[str, str] = {}
     for path, _ in jax.tree_util.tree_leaves_with_path(params):
       parts |= self._parts[jax.tree_util.keystr(path)]
-    sent = int(version), checksum_lib.combine(parts)
+    sent = version, checksum_lib.combine(parts)
     answers = await asyncio.gather(
       *(self._router.checksum(i) for i in range(len(self._shardings))),
       return_exceptions=True,

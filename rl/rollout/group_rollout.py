@@ -113,7 +113,7 @@ class GroupRollout:
     *,
     group_id: int,
     seed: int,
-    admitted: trajectory_lib.PolicyVersion,
+    admitted: int,
     attempt: int = 0,
   ):
     self._player = player

@@ -1,6 +1,5 @@
 """The staleness gate: admits groups within the bound. No clock, no task."""
 
-from rl.data import trajectory
 from rl.schedule import overlap as overlap_lib
 
 
@@ -34,7 +33,7 @@ class StalenessGate:
     self._cancelled = 0
     self.admitted = admitted
     self.next_group = admitted if next_group is None else next_group
-    self.version = trajectory.PolicyVersion(version)
+    self.version = version
 
   @property
   def limit(self) -> int:
@@ -71,7 +70,7 @@ class StalenessGate:
     if version == self.version:
       self._cancelled += 1
 
-  def release(self, version: trajectory.PolicyVersion) -> None:
+  def release(self, version: int) -> None:
     """Opens the window for a version that every engine serves."""
     if version != self.version + 1:
       raise RuntimeError(

@@ -55,9 +55,9 @@ class SimulatedEngine:
     self._updates = asyncio.Lock()
 
   @property
-  def version(self) -> trajectory.PolicyVersion:
+  def version(self) -> int:
     """The version of the served weights."""
-    return trajectory.PolicyVersion(self._processor.version)
+    return self._processor.version
 
   @property
   def states(
@@ -104,12 +104,10 @@ class SimulatedEngine:
       self._end(self._jobs[name], "abort")
     self._go_on()
 
-  def begun(self, request_id: str) -> trajectory.PolicyVersion | None:
+  def begun(self, request_id: str) -> int | None:
     """Returns the version of the first token of a request in flight."""
     job = self._in_flight(request_id)
-    if job.first_s is None:
-      return None
-    return trajectory.PolicyVersion(job.first_version)
+    return None if job.first_s is None else job.first_version
 
   def _in_flight(self, request_id: str) -> simulated_processor.Job:
     if request_id not in self._jobs:
@@ -162,7 +160,7 @@ class SimulatedEngine:
 
   async def update_weights(
     self,
-    version: trajectory.PolicyVersion,
+    version: int,
     params: Any,
     in_flight: contract.InFlight = "recompute",
   ) -> None:
@@ -181,7 +179,7 @@ class SimulatedEngine:
         await asyncio.sleep(self.speed.update_s)
         self._check_open()
         self._advance()
-        self._take(int(version), in_flight)
+        self._take(version, in_flight)
         self.params = params
       finally:
         self._turn("")
@@ -205,10 +203,10 @@ class SimulatedEngine:
       self._processor.encode_again(jobs)
       self._processor.forget()
 
-  async def checksum(self) -> tuple[trajectory.PolicyVersion, int]:
+  async def checksum(self) -> tuple[int, int]:
     """Returns (version, version): a simulated engine has no weights."""
     self._check_open()
-    return self.version, int(self.version)
+    return self.version, self.version
 
   async def flush_cache(self) -> None:
     """Empties the cache of earlier turns."""
@@ -297,7 +295,7 @@ class SimulatedEngine:
     return contract.Completion(
       tokens=np.zeros(count, np.int32),
       logprobs=np.full(count, _LOGPROB, np.float32),
-      versions=_versions(job.spans, count, int(self.version)),
+      versions=_versions(job.spans, count, self.version),
       stop=stop,
       cached_tokens=job.cached,
       decode_s=now_s - job.arrived_s,

@@ -123,7 +123,7 @@ class SimulatedPublisher:
 
   async def publish(
     self,
-    version: trajectory.PolicyVersion,
+    version: int,
     params: Any,
     in_flight: contract.InFlight,
   ) -> float:
@@ -131,15 +131,15 @@ class SimulatedPublisher:
     loop = asyncio.get_running_loop()
     start = loop.time()
     await asyncio.sleep(self._hidden_s)
-    self._log.emit("publish_start", version=int(version), moved_bytes=0)
+    self._log.emit("publish_start", version=version, moved_bytes=0)
     before_s = self._paused_s()
     async with asyncio.TaskGroup() as updates:
       for i in range(len(before_s)):
         updates.create_task(
           self._router.update_weights(i, version, params, in_flight)
         )
-    self._log.emit("published", version=int(version))
-    self._spans.add("host", "publish", start, loop.time(), version=int(version))
+    self._log.emit("published", version=version)
+    self._spans.add("host", "publish", start, loop.time(), version=version)
     pauses_s = zip(before_s, self._paused_s(), strict=True)
     return max(after - before for before, after in pauses_s)
 

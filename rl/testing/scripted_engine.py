@@ -95,7 +95,7 @@ class ScriptedEngine:
       experts=experts is not None,
     )
     self.requests: list[contract.DecodeRequest] = []
-    self.version = trajectory.PolicyVersion(0)
+    self.version = 0
     self.params: Any = None
     self._script = answer
     self._delay_s = delay_s
@@ -193,7 +193,7 @@ class ScriptedEngine:
 
   def _begin(self, this: _Underway) -> None:
     count = len(this.request.tokens)
-    this.running, this.oldest_kv = True, int(self.version)
+    this.running, this.oldest_kv = True, self.version
     this.cached = min(self._cached.get(this.request.session, 0), count - 1)
     self._prefilled += count - this.cached
 
@@ -201,7 +201,7 @@ class ScriptedEngine:
     if not this.tokens:
       this.first_token_s = _now() - this.accepted
     this.tokens.append(token)
-    this.versions.append(int(self.version))
+    this.versions.append(self.version)
     self._sampled += 1
 
   def _completion(
@@ -227,7 +227,7 @@ class ScriptedEngine:
     self, ids: Int32[np.ndarray, " ids"]
   ) -> Int32[np.ndarray, "ids S k"]:
     layers, count = self._experts or (0, 0)
-    offsets = np.arange(layers)[:, None] + np.arange(count) + int(self.version)
+    offsets = np.arange(layers)[:, None] + np.arange(count) + self.version
     routes = (ids[:, None, None] + offsets).astype(np.int32)
     routes[-1] = -1
     return routes
@@ -241,10 +241,10 @@ class ScriptedEngine:
       self._in_flight(request_id).ended.set()
     self._changed.set()
 
-  def begun(self, request_id: str) -> trajectory.PolicyVersion | None:
+  def begun(self, request_id: str) -> int | None:
     """Returns the version of a first token; see `contract.DecodeEngine`."""
     versions = self._in_flight(request_id).versions
-    return trajectory.PolicyVersion(versions[0]) if versions else None
+    return versions[0] if versions else None
 
   def _in_flight(self, request_id: str) -> _Underway:
     if request_id not in self._underway:
@@ -297,7 +297,7 @@ class ScriptedEngine:
 
   async def update_weights(
     self,
-    version: trajectory.PolicyVersion,
+    version: int,
     params: Any,
     in_flight: contract.InFlight = "recompute",
   ) -> None:
@@ -321,13 +321,13 @@ class ScriptedEngine:
           if in_flight == "abort":
             this.ended.set()
           elif in_flight == "recompute":
-            this.oldest_kv = int(version)
+            this.oldest_kv = version
         self._cached.clear()
         self.version, self.params = version, params
       finally:
         self._turn(self._paused, "")
 
-  async def checksum(self) -> tuple[trajectory.PolicyVersion, int]:
+  async def checksum(self) -> tuple[int, int]:
     """Returns the served version and `checksum.of` its weights."""
     self._check_open()
     return self.version, checksum_lib.of(self.params)
@@ -341,7 +341,7 @@ class ScriptedEngine:
     """Returns the counters; those of dispatches and programs are 0."""
     since = 0.0 if self._samples() else _now() - self._since
     return contract.EngineStats(
-      version=int(self.version),
+      version=self.version,
       running=len(self._running),
       waiting=len(self._underway) - len(self._running),
       sampled_tokens=self._sampled,

@@ -13,7 +13,6 @@ from models.hf import export
 from rl import assemble, initial_state
 from rl import experiment as experiment_lib
 from rl.algorithms import presets, references
-from rl.data import trajectory
 from rl.engine.builtin import settings as engine_settings
 from rl.loop import progress, warm_start
 from rl.rollout import group_rollout
@@ -84,7 +83,7 @@ def run(tree):
     try:
       async with asyncio.timeout(300):
         state = await initial_state.create(parts)
-        await parts.start(state, trajectory.PolicyVersion(0))
+        await parts.start(state, 0)
         start = progress.beginning(state, parts.tasks.cursor)
         await assemble.coordinate(parts, watching).run(start)
     finally:

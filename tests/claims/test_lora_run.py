@@ -15,7 +15,6 @@ from models import policy as policy_lib
 from models.hf import export
 from rl import assemble, initial_state
 from rl import experiment as experiment_lib
-from rl.data import trajectory
 from rl.engine.builtin import engine as builtin_engine
 from rl.engine.builtin import settings as engine_settings
 from rl.loop import progress, warm_start
@@ -94,7 +93,7 @@ def run(settings, checkpoints=None, save_at=()):
       else:
         state = await initial_state.create(parts)
         start = progress.beginning(state, parts.tasks.cursor)
-      await parts.start(start.state, trajectory.PolicyVersion(start.trained))
+      await parts.start(start.state, start.trained)
       saving = Saving(checkpoints, save_at)
       last = await assemble.coordinate(parts, saving).run(start)
       (engine,) = parts.engines

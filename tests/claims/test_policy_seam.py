@@ -17,7 +17,6 @@ from models import config as config_lib
 from models import kv_cache, logprobs, policy, sharding
 from rl import assemble, initial_state
 from rl import experiment as experiment_lib
-from rl.data import trajectory
 from rl.engine.builtin import settings as engine_settings
 from rl.loop import progress
 from rl.pools import weight_publisher
@@ -146,7 +145,7 @@ def test_a_round_of_a_decoder_that_is_not_ours_decodes_and_trains():
     try:
       state = await initial_state.create(parts)
       start = progress.beginning(state, parts.tasks.cursor)
-      await parts.start(start.state, trajectory.PolicyVersion(0))
+      await parts.start(start.state, 0)
       last = await assemble.coordinate(parts, rounds).run(start)
       return state.params, last.params
     finally:

@@ -14,7 +14,6 @@ from models import logprobs as logprobs_lib
 from models import lora, quantize, sharding
 from models import policy as policy_lib
 from rl.audit import event_log
-from rl.data import trajectory
 from rl.engine import contract
 from rl.engine.builtin import settings as engine_settings
 from rl.pools import router, weight_publisher
@@ -130,8 +129,8 @@ def test_of_a_model_with_adapters_only_those_are_cast_and_move(
   async def scenario():
     served = scripted_engine.ScriptedEngine(lambda request: ())
     publisher = make(where, dtype, served)
-    await publisher.publish(trajectory.PolicyVersion(7), params, "drain")
-    await publisher.publish(trajectory.PolicyVersion(8), after, "drain")
+    await publisher.publish(7, params, "drain")
+    await publisher.publish(8, after, "drain")
     return served
 
   served = asyncio.run(scenario())
@@ -162,7 +161,7 @@ def test_an_engine_decodes_what_int8_stands_for_on_a_mesh(
     pool = layout((2, 1, 2), sharding.DECODE)
     served = settings.build(CONFIG, pool, decode)
     copy, _ = await make(places, "int8").place(jax.device_put(model))
-    await served.start(copy, trajectory.PolicyVersion(0))
+    await served.start(copy, 0)
     answer = await served.generate(request)
     await served.close()
     return answer

@@ -135,7 +135,7 @@ def run(schedule: overlap.Overlap, first: Any = None, rounds: int = ROUNDS):
     try:
       async with asyncio.timeout(DEADLINE_S):
         state = await initial_state.create(parts)
-        await parts.start(state, trajectory.PolicyVersion(0))
+        await parts.start(state, 0)
         if first is None:
           start = progress.beginning(state, parts.tasks.cursor)
           seen.last = await assemble.coordinate(parts, seen).run(start)
@@ -327,7 +327,7 @@ def test_one_step_off_equals_a_loop_that_is_written_by_hand():
           tasks[i],
           group_id=i,
           seed=parts.experiment.seed,
-          admitted=trajectory.PolicyVersion(version),
+          admitted=version,
         )
         for i in range(batch * R, batch * R + R)
       ]
@@ -344,7 +344,7 @@ def test_one_step_off_equals_a_loop_that_is_written_by_hand():
         await training.accumulate(batch[i : i + 2])
       await training.update()
       seen.rounds.append(batch)
-      version = trajectory.PolicyVersion(k + 1)
+      version = k + 1
       await parts.publisher.publish(version, training.params, "drain")
     return training.state
 

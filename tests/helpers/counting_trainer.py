@@ -51,9 +51,7 @@ def group(*rewards, **fields):
     )
     for index, reward in enumerate(rewards)
   ]
-  return trajectory.Group(
-    group_id=0, trajectories=members, admitted=trajectory.PolicyVersion(0)
-  )
+  return trajectory.Group(group_id=0, trajectories=members, admitted=0)
 
 
 class Programs(fakes.FakeLearner):

@@ -17,7 +17,6 @@ import pytest
 from models import config as config_lib
 from models import logprobs, sharding
 from models import policy as policy_lib
-from rl.data import trajectory
 from rl.engine import contract
 from rl.engine.builtin import settings as engine_settings
 from rl.engine.sglang.settings import SglangSettings
@@ -182,7 +181,7 @@ class Served:
     await asyncio.sleep(0)  # Until then its task has not asked the engine.
     while (version := self.engine.begun(request.request_id)) is None:
       await asyncio.sleep(0.001)
-    return int(version)
+    return version
 
   def placed(self, version: int) -> Any:
     return jax.device_put(weights(version % 5, self.config), self.shardings)
@@ -190,9 +189,7 @@ class Served:
   async def publish(self, in_flight: contract.InFlight = "recompute") -> int:
     """Serves the next version; returns it."""
     version = self.version + 1
-    await self.engine.update_weights(
-      trajectory.PolicyVersion(version), self.placed(version), in_flight
-    )
+    await self.engine.update_weights(version, self.placed(version), in_flight)
     return version
 
 
@@ -212,7 +209,7 @@ def serve(
     engine_ = settings.build(config, layout, thread)
     shardings = layout.tree(policy_lib.of(config).axes)
     served = Served(name, runner, engine_, shardings, config)
-    start = engine_.start(served.placed(0), trajectory.PolicyVersion(0))
+    start = engine_.start(served.placed(0), 0)
     served.run(start)
     yield served
     served.run(engine_.close())

@@ -77,7 +77,7 @@ def group(
       )
       for index, (status, reward, lengths) in enumerate(members)
     ],
-    admitted=trajectory.PolicyVersion(0),
+    admitted=0,
     task=base.Task(id=task, index=0, split="train", seed=0),
   )
 

@@ -6,7 +6,6 @@ import dataclasses
 from envs import rewards
 from models.chat import word_chat
 from rl.audit import event_log
-from rl.data import trajectory
 from rl.pools import router
 from rl.rollout import grading, group_rollout
 from rl.runtime import virtual_clock
@@ -73,7 +72,7 @@ def begin(playing, group_id=3):
     task,
     group_id=group_id,
     seed=0,
-    admitted=trajectory.PolicyVersion(0),
+    admitted=0,
   )
 
 

@@ -5,7 +5,6 @@ import asyncio
 import numpy as np
 
 from models.chat import word_chat
-from rl.data import trajectory
 from rl.engine import contract
 from rl.pools import affinity, router
 from rl.runtime import virtual_clock
@@ -72,7 +71,6 @@ async def episode(pooled, session, domain="", turns=3, thought_s=0.5):
 
 def publish(pooled, version, in_flight="drain"):
   """Gives every engine a version, side by side, as the publisher does."""
-  version = trajectory.PolicyVersion(version)
   updates = [
     pooled.update_weights(i, version, None, in_flight)
     for i in range(len(pooled.engines))

@@ -15,7 +15,6 @@ import numpy as np
 from models import config as config_lib
 from models import logprobs, sharding
 from models import policy as policy_lib
-from rl.data import trajectory
 from rl.engine import contract
 from rl.engine.builtin import engine as builtin_engine
 from rl.engine.builtin import settings as engine_settings
@@ -185,7 +184,7 @@ class Served:
     return self.ready[version % 5]
 
   async def publish(self, mode: contract.InFlight) -> None:
-    version = trajectory.PolicyVersion(self.version + 1)
+    version = self.version + 1
     await self.engine.update_weights(version, self.placed(version), mode)
 
   def check(self) -> None:
@@ -240,7 +239,7 @@ def serve(
   with asyncio.Runner() as runner:
     engine = settings.build(config, layout, thread)
     served = Served(runner, engine, config, layout, thread)
-    served.run(engine.start(served.placed(0), trajectory.PolicyVersion(0)))
+    served.run(engine.start(served.placed(0), 0))
     yield served
     served.run(engine.close())
   thread.close()

@@ -134,8 +134,8 @@ class Observer(progress_lib.RunObserver):
 
   async def on_published(self, version):
     if self.evaluate is not None:
-      await self.evaluate(int(version))
-    self.published.append(int(version))
+      await self.evaluate(version)
+    self.published.append(version)
 
   async def on_boundary(self, progress):
     self.last = progress
@@ -227,7 +227,7 @@ class Run:
     self.log.listeners.extend(self.listeners)
     self.spans = trace.Trace(None)
     self.tasks = prompts.Prompts(self.source, self.seed, pool=self.pool)
-    version = trajectory.PolicyVersion(progress.trained if progress else 0)
+    version = progress.trained if progress else 0
     self.engines = [self.engine(version) for _ in range(self.num_engines)]
     self.router = router.Router(self.engines, log=self.log)
     self.loop = self._coordinator()
@@ -247,7 +247,7 @@ class Run:
     if beside is not None and not beside.cancelled():
       await beside  # Raises what was wrong there.
 
-  def engine(self, version: trajectory.PolicyVersion) -> Any:
+  def engine(self, version: int) -> Any:
     """Returns a fresh engine; one that the run did not build has a version."""
     if self.build is not None:
       return self.build()

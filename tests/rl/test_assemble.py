@@ -61,7 +61,7 @@ def run(settings):
     parts = assemble.build(settings)
     try:
       state = await initial_state.create(parts)
-      await parts.start(state, trajectory.PolicyVersion(0))
+      await parts.start(state, 0)
       watching = Watching()
       start = progress.beginning(state, parts.tasks.cursor)
       await assemble.coordinate(parts, watching).run(start)

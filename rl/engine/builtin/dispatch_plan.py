@@ -9,7 +9,6 @@ import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from rl.data import trajectory
 from rl.engine.builtin import decode_step, dispatch_shapes
 from rl.engine.builtin import request as request_lib
 
@@ -56,13 +55,13 @@ class Dispatch:
   chunks: tuple[int, int]
   num_continuing: int
   plan: decode_step.DispatchPlan
-  version: trajectory.PolicyVersion
+  version: int
 
 
 def build(
   choice: DispatchChoice,
   shapes: dispatch_shapes.DispatchShapes,
-  version: trajectory.PolicyVersion,
+  version: int,
 ) -> Dispatch:
   """Returns the dispatch, and counts it in the planned numbers of its rows.
 

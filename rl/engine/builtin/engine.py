@@ -22,7 +22,6 @@ from typing import Any
 from models import config as model_config
 from models import policy as policy_lib
 from models import sharding
-from rl.data import trajectory
 from rl.engine import contract
 from rl.engine.builtin import (
   decode_step,
@@ -98,7 +97,7 @@ class BuiltinEngine:
       parts=layout.num_batch,
       platform=layout.platform,
     )
-    self._version = trajectory.PolicyVersion(-1)
+    self._version = -1
     self._params: policy_lib.Params | None = None
     self._in_flight: collections.deque[
       tuple[dispatch_plan.Dispatch, asyncio.Future[decode_step.Sampled]]
@@ -119,7 +118,7 @@ class BuiltinEngine:
   async def start(
     self,
     params: policy_lib.Params,
-    version: trajectory.PolicyVersion,
+    version: int,
     report: Callable[[str], None] = lambda text: None,
   ) -> None:
     """Takes the first weights, compiles every shape and begins to serve."""
@@ -203,7 +202,7 @@ class BuiltinEngine:
       self._queue.finish(requests[name], "abort")
     self._wake.set()
 
-  def begun(self, request_id: str) -> trajectory.PolicyVersion | None:
+  def begun(self, request_id: str) -> int | None:
     """Returns the version of a first token; see `contract.DecodeEngine`."""
     if request_id not in self._queue.requests:
       raise ValueError(f"request {request_id} is not in flight")
@@ -224,7 +223,7 @@ class BuiltinEngine:
 
   async def update_weights(
     self,
-    version: trajectory.PolicyVersion,
+    version: int,
     params: policy_lib.Params,
     in_flight: contract.InFlight = "recompute",
   ) -> None:
@@ -253,7 +252,7 @@ class BuiltinEngine:
 
   def _swap(
     self,
-    version: trajectory.PolicyVersion,
+    version: int,
     params: policy_lib.Params,
     in_flight: contract.InFlight,
   ) -> None:
@@ -268,7 +267,7 @@ class BuiltinEngine:
       self._queue.restart()
     self._params, self._version = params, version
 
-  async def checksum(self) -> tuple[trajectory.PolicyVersion, int]:
+  async def checksum(self) -> tuple[int, int]:
     """Returns the served version and `checksum.of` its weights."""
     self._check_open()
     version, params = self._version, self._params
@@ -306,7 +305,7 @@ class BuiltinEngine:
     """Returns the counters."""
     queue = self._queue
     return contract.EngineStats(
-      version=int(self._version),
+      version=self._version,
       running=len(queue.running),
       waiting=queue.num_waiting,
       sampled_tokens=queue.counts["sampled"],

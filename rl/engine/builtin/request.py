@@ -92,9 +92,9 @@ class RequestState:
     return len(self.versions)
 
   @property
-  def first_version(self) -> trajectory.PolicyVersion | None:
+  def first_version(self) -> int | None:
     """Version of its first token, if there is one."""
-    return trajectory.PolicyVersion(self.versions[0]) if self.versions else None
+    return self.versions[0] if self.versions else None
 
   def append(
     self, tokens: Sequence[int], logprobs: Sequence[float], version: int

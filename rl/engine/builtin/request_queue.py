@@ -334,7 +334,7 @@ class RequestQueue:
     """
     # Lists: numpy's scalars cost more than the rest of this loop.
     tokens, logprobs, counts = (x.tolist() for x in sampled[:3])
-    version, alive = int(dispatch.version), 0
+    version, alive = dispatch.version, 0
     for i, state in enumerate(dispatch.rows):
       state.in_flight -= 1
       table, count, fed = state.page_table, counts[i], dispatch.fed[i]

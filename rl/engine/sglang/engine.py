@@ -23,7 +23,6 @@ import jax
 from models import config as model_config
 from models import policy as policy_lib
 from models import sharding
-from rl.data import trajectory
 from rl.engine import contract
 from rl.engine.sglang import requests as sglang_requests
 from rl.engine.sglang import scheduler_thread
@@ -65,7 +64,7 @@ class SglangEngine:
     self._program = jax.jit(
       functools.partial(sglang_weights.convert, config=config)
     )
-    self._version = trajectory.PolicyVersion(-1)
+    self._version = -1
     self._checksum = 0
     self._requests = sglang_requests.Requests(
       sizes.slots, self._submit, self._abort
@@ -96,7 +95,7 @@ class SglangEngine:
   async def start(
     self,
     params: policy_lib.Params,
-    version: trajectory.PolicyVersion,
+    version: int,
     report: Callable[[str], None] = lambda text: None,
   ) -> None:
     """Starts sglang-jax with these weights, and compiles every shape.
@@ -195,7 +194,7 @@ class SglangEngine:
       self._requests.end(tracked, "abort")
 
   def _submit(self, tracked: sglang_requests.TrackedRequest) -> None:
-    self._send(self._upstream.request(tracked, int(self._version)))
+    self._send(self._upstream.request(tracked, self._version))
 
   def _abort(self, tracked: sglang_requests.TrackedRequest) -> None:
     self._send(self._upstream.abort(tracked.rid))
@@ -212,7 +211,7 @@ class SglangEngine:
     for name in list(requests.all) if request_id is None else [request_id]:
       requests.end(requests.all[name], "abort")
 
-  def begun(self, request_id: str) -> trajectory.PolicyVersion | None:
+  def begun(self, request_id: str) -> int | None:
     """Returns the version of a first token; see `contract.DecodeEngine`."""
     if request_id not in self._requests.all:
       raise ValueError(f"request {request_id} is not in flight")
@@ -240,7 +239,7 @@ class SglangEngine:
 
   async def update_weights(
     self,
-    version: trajectory.PolicyVersion,
+    version: int,
     params: policy_lib.Params,
     in_flight: contract.InFlight = "recompute",
   ) -> None:
@@ -261,7 +260,7 @@ class SglangEngine:
 
   async def _update(
     self,
-    version: trajectory.PolicyVersion,
+    version: int,
     leaves: list[Any],
     checksum: int,
     in_flight: contract.InFlight,
@@ -311,7 +310,7 @@ class SglangEngine:
 
   async def _swap(
     self,
-    version: trajectory.PolicyVersion,
+    version: int,
     leaves: list[Any],
     checksum: int,
     *,
@@ -320,13 +319,13 @@ class SglangEngine:
     bridge = self._open_bridge
 
     def swap() -> None:
-      bridge.swap(leaves, int(version))
+      bridge.swap(leaves, version)
       bridge.flush()
 
     await self._run_job(swap, idle=idle)
     self._version, self._checksum = version, checksum
 
-  async def checksum(self) -> tuple[trajectory.PolicyVersion, int]:
+  async def checksum(self) -> tuple[int, int]:
     """Returns the served version and `checksum.of` its weights."""
     self._check_open()
     return self._version, self._checksum
@@ -341,7 +340,7 @@ class SglangEngine:
     bridge, counts = self._bridge, self._requests.counts
     running = len(self._requests.running)
     return contract.EngineStats(
-      version=int(self._version),
+      version=self._version,
       running=running,
       waiting=len(self._requests.all) - running,
       sampled_tokens=counts["sampled"],

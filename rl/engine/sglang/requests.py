@@ -87,9 +87,9 @@ class TrackedRequest:
     self._fresh = True
 
   @property
-  def first_version(self) -> trajectory.PolicyVersion | None:
+  def first_version(self) -> int | None:
     """Version of its first token, if there is one."""
-    return trajectory.PolicyVersion(self.versions[0]) if self.versions else None
+    return self.versions[0] if self.versions else None
 
   @property
   def ids(self) -> list[int]:

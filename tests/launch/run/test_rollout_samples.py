@@ -41,7 +41,7 @@ def _group(group_id, size=2):
   return trajectory.Group(
     group_id=group_id,
     trajectories=members,
-    admitted=trajectory.PolicyVersion(2),
+    admitted=2,
   )
 
 

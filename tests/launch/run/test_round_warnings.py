@@ -27,9 +27,7 @@ def _member(index, status, fault=""):
 
 def _group(*ends):
   members = [_member(i, *end) for i, end in enumerate(ends)]
-  return trajectory.Group(
-    group_id=0, trajectories=members, admitted=trajectory.PolicyVersion(0)
-  )
+  return trajectory.Group(group_id=0, trajectories=members, admitted=0)
 
 
 NAN = (STATUS.REWARD_FAULT, "Outcome returned nan")

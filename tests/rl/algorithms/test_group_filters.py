@@ -35,7 +35,7 @@ def _group(*members, attempt=0):
   return trajectory.Group(
     group_id=0,
     trajectories=trajectories,
-    admitted=trajectory.PolicyVersion(0),
+    admitted=0,
     attempt=attempt,
   )
 

@@ -32,7 +32,6 @@ from rl.algorithms import (
   value_loss,
 )
 from rl.audit import checker, event_log, token_ledger
-from rl.data import trajectory
 from rl.engine.builtin import settings as engine_settings
 from rl.loop import progress
 from rl.rollout import group_rollout
@@ -265,7 +264,7 @@ def run(tree: experiment_lib.Experiment) -> Ran:
       async with asyncio.timeout(DEADLINE_S):
         state = await initial_state.create(parts)
         before = jax.device_get(state.params)
-        await parts.start(state, trajectory.PolicyVersion(0))
+        await parts.start(state, 0)
         start = progress.beginning(state, parts.tasks.cursor)
         last = await assemble.coordinate(parts, ran).run(start)
     finally:

@@ -10,8 +10,6 @@ import pytest
 from envs import base
 from rl.data import trajectory
 
-VERSION = trajectory.PolicyVersion
-
 
 def _turn(context, tokens, versions, experts=None):
   return trajectory.Turn(
@@ -33,7 +31,7 @@ def _trajectory(*turns, index=0, **fields):
 
 
 def _group(*members):
-  return trajectory.Group(group_id=7, trajectories=members, admitted=VERSION(4))
+  return trajectory.Group(group_id=7, trajectories=members, admitted=4)
 
 
 def test_ids_are_context_and_answer_of_each_turn_in_order():

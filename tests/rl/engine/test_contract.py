@@ -10,7 +10,6 @@ import math
 import numpy as np
 import pytest
 
-from rl.data import trajectory
 from rl.engine import contract
 from rl.runtime import checksum
 from tests.helpers import engines_under_test
@@ -560,11 +559,11 @@ def test_kept_keys_and_values_show_in_versions(served):
 
 
 def test_wrong_weights_are_refused_and_the_old_ones_serve(served):
-  version = trajectory.PolicyVersion(served.version + 1)
+  version = served.version + 1
   good = served.placed(version)
   missing = {name: leaf for name, leaf in good.items() if name != "embed"}
   misshaped = good | {"final_norm": good["final_norm"][:-1]}
-  old = trajectory.PolicyVersion(served.version)
+  old = served.version
   cases = [
     (old, good, "recompute", f"version {old} is not above the served {old}"),
     (version, missing, "recompute", "embed"),

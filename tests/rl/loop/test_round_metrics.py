@@ -47,7 +47,7 @@ def _group(*members, admitted=0, group_id=0, source="game"):
   return trajectory.Group(
     group_id=group_id,
     trajectories=members,
-    admitted=trajectory.PolicyVersion(admitted),
+    admitted=admitted,
   )
 
 

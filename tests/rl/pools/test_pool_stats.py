@@ -5,7 +5,6 @@ import dataclasses
 
 import pytest
 
-from rl.data import trajectory
 from rl.pools import pool_stats
 from tests.helpers import pools_under_test as pools
 
@@ -19,9 +18,8 @@ def test_counters_are_sums_and_the_version_is_the_lowest_that_serves():
       await engines[0].generate(pools.request(name))
     third = asyncio.create_task(engines[1].generate(pools.request("c")))
     await asyncio.sleep(0.5)
-    version = trajectory.PolicyVersion(3)
-    await engines[0].update_weights(version, None)
-    await engines[1].update_weights(trajectory.PolicyVersion(1), None)
+    await engines[0].update_weights(3, None)
+    await engines[1].update_weights(1, None)
     each = [pool_stats.stats(engines, some) for some in ([0, 1], [0], [])]
     await third
     return each

@@ -8,7 +8,6 @@ import pytest
 
 from models.chat import word_chat
 from rl.audit import event_log
-from rl.data import trajectory
 from rl.engine import contract
 from rl.pools import affinity, placement, router
 from rl.testing import scripted_engine
@@ -159,7 +158,7 @@ def test_an_abort_reaches_a_request_that_waits_for_an_engine(streamed):
   async def scenario():
     pooled, engines = pools.pool()
     await pooled.begin("a", "")
-    engines[0].version = trajectory.PolicyVersion(1)
+    engines[0].version = 1
     await pooled.generate(pools.request("a"))
     await engines[0].close()
     # The other has not been given that version yet.
@@ -300,9 +299,9 @@ def test_an_engine_comes_back_with_the_newest_weights_or_not_at_all():
     back = pools.engine((5,))
     with pytest.raises(ValueError, match=r"with version 0, but version 3 is"):
       pooled.recover(1, back)
-    await back.update_weights(trajectory.PolicyVersion(3), None)
+    await back.update_weights(3, None)
     other = pools.engine((5,))
-    other.version = trajectory.PolicyVersion(3)
+    other.version = 3
     other.capabilities = dataclasses.replace(other.capabilities, vocab_size=8)
     with pytest.raises(ValueError, match="vocabularies"):
       pooled.recover(1, other)
@@ -631,7 +630,7 @@ def test_an_engine_that_comes_back_while_it_drains_needs_no_weights():
     await asyncio.sleep(0.1)
     await engines[1].close()
     back = pools.engine((5,))
-    await back.update_weights(trajectory.PolicyVersion(1), None)
+    await back.update_weights(1, None)
     # Both at once, so that the update sees only that it is another.
     pooled._lose(1, "it was closed")
     pooled.recover(1, back)
@@ -706,7 +705,7 @@ def test_engines_that_come_and_go_between_publishes_stop_nobody(seed, mode):
         await asyncio.sleep(3 * chance.random())
         if pooled.lost(number):
           back = pools.engine(delay_s=1.0)
-          back.version = trajectory.PolicyVersion(sent[-1])
+          back.version = sent[-1]
           pooled.recover(number, back)
 
     async def update():

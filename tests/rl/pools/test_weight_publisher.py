@@ -10,14 +10,13 @@ import pytest
 
 from models import quantize
 from rl.audit import event_log
-from rl.data import trajectory
 from rl.pools import placement, router, weight_publisher
 from rl.runtime import checksum
 from rl.testing import scripted_engine
 
 pytestmark = pytest.mark.compiled
 
-VERSION = trajectory.PolicyVersion(7)
+VERSION = 7
 
 
 class Recorded(scripted_engine.ScriptedEngine):
@@ -123,10 +122,7 @@ def test_the_stall_is_that_of_the_engine_that_stood_longest(
   async def scenario():
     engines = [Recorded(update_s=s) for s in (0.0, 0.06, 0.03)]
     publisher = make(engines, where)
-    stalls = [
-      await publisher.publish(trajectory.PolicyVersion(n), params, "recompute")
-      for n in (1, 2)
-    ]
+    stalls = [await publisher.publish(n, params, "recompute") for n in (1, 2)]
     return stalls, [engine.stats().paused_s for engine in engines]
 
   stalls, stood = asyncio.run(scenario())
@@ -172,7 +168,7 @@ def test_an_engine_that_fails_propagates_and_says_who_serves_what(
     # The last one was still at it, and was cancelled.
     assert [engine.version for engine in engines] == [7, 0, 0]
     engines[1].fault, engines[2]._update_s = None, 0.0
-    await publisher.publish(trajectory.PolicyVersion(8), params, "recompute")
+    await publisher.publish(8, params, "recompute")
     assert [engine.version for engine in engines] == [8, 8, 8]
     return caught.value.__notes__
 
@@ -199,10 +195,10 @@ def test_a_copy_that_fails_leaves_every_engine_and_one_may_publish_again(
     await publisher.publish(VERSION, params, "drain")
     served = [engine.params for engine in engines]
     with pytest.raises(RuntimeError, match="deleted"):
-      await publisher.publish(trajectory.PolicyVersion(8), gone, "drain")
+      await publisher.publish(8, gone, "drain")
     for engine, copy in zip(engines, served, strict=True):
       assert (engine.version, engine.params) == (7, copy)
-    await publisher.publish(trajectory.PolicyVersion(8), second, "drain")
+    await publisher.publish(8, second, "drain")
     return engines, served
 
   engines, served = asyncio.run(scenario())
@@ -307,7 +303,7 @@ def test_engines_tell_the_checksum_of_what_the_learner_sent(
     await publisher.publish(VERSION, params, "drain")
     after = params | {"adapter": params["adapter"] + 1}
     first = len(spans.spans)
-    await publisher.publish(trajectory.PolicyVersion(8), after, "drain")
+    await publisher.publish(8, after, "drain")
     assert [span.name for span in spans.spans[first:]].count("checksum") == 1
     return [await engine.checksum() for engine in engines], after
 

@@ -148,7 +148,7 @@ class Routed(scripted_engine.ScriptedEngine):
 
   async def generate(self, request):
     answer = await super().generate(request)
-    self.version = trajectory.PolicyVersion(self.version + 1)
+    self.version += 1
     return answer
 
 

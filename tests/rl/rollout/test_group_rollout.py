@@ -238,9 +238,8 @@ def test_one_hanging_environment_does_not_hold_up_the_others():
 
     async def one(index):
       task = source.task(index, "train")
-      version = trajectory.PolicyVersion(0)
       await group_rollout.GroupRollout(
-        playing, task, group_id=index, seed=0, admitted=version
+        playing, task, group_id=index, seed=0, admitted=0
       ).run()
       done[index] = asyncio.get_running_loop().time()
 
@@ -485,9 +484,8 @@ def test_who_waits_for_an_engine_that_drains_waits_no_longer():
     loop = asyncio.get_running_loop()
     first = asyncio.create_task(players.begin(playing).run())
     await asyncio.sleep(1)
-    version = trajectory.PolicyVersion(1)
     update = asyncio.create_task(
-      playing.router.update_weights(0, version, {}, "drain")
+      playing.router.update_weights(0, 1, {}, "drain")
     )
     await asyncio.sleep(0)
     group, end = await aborted(players.begin(playing, 4), 1.0)
@@ -714,11 +712,11 @@ def test_how_old_a_group_is_can_be_told_while_it_decodes():
     running = asyncio.create_task(play.run())
     await asyncio.sleep(1)
     told = [play.first_version]
-    await served.update_weights(trajectory.PolicyVersion(3), {})
+    await served.update_weights(3, {})
     served.resume()
     await asyncio.sleep(1)
     told.append(play.first_version)
-    await served.update_weights(trajectory.PolicyVersion(4), {})
+    await served.update_weights(4, {})
     await asyncio.sleep(3)
     told.append(play.first_version)
     await running

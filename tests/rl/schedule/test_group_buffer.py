@@ -15,7 +15,7 @@ def _group(group_id):
   return trajectory.Group(
     group_id=group_id,
     trajectories=[],
-    admitted=trajectory.PolicyVersion(0),
+    admitted=0,
   )
 
 

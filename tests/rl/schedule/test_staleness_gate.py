@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-from rl.data import trajectory
 from rl.schedule import overlap, staleness_gate
 
 
@@ -45,7 +44,7 @@ def test_what_is_admitted_takes_its_place_in_the_window():
 def test_without_staleness_a_round_waits_for_its_weights():
   gate = _gate(eta=0)
   assert _fill(gate) == [0, 1, 2, 3]
-  gate.release(trajectory.PolicyVersion(1))
+  gate.release(1)
   assert _fill(gate) == [4, 5, 6, 7]
 
 
@@ -65,7 +64,7 @@ def test_admission_beyond_the_window_is_an_error():
 def test_versions_are_released_one_after_the_other(version):
   gate = _gate()
   with pytest.raises(RuntimeError, match=f"version {version} was released"):
-    gate.release(trajectory.PolicyVersion(version))
+    gate.release(version)
   assert gate.version == 0
 
 
@@ -86,18 +85,18 @@ def test_a_redundant_group_is_admitted_once_a_version_and_leaves_no_room():
   gate.cancel(0)
   gate.cancel(0)
   assert _fill(gate) == []
-  gate.release(trajectory.PolicyVersion(1))
+  gate.release(1)
   assert _fill(gate) == [6, 7, 8, 9, 10, 11]
   gate.cancel(1)
   gate.cancel(1)
-  gate.release(trajectory.PolicyVersion(2))
+  gate.release(2)
   assert _fill(gate) == []
 
 
 def test_a_redundant_group_that_ends_late_costs_the_next_version_nothing():
   gate = _gate(eta=0, total=8, extra=2)
   _fill(gate)
-  gate.release(trajectory.PolicyVersion(1))
+  gate.release(1)
   # Two of version 0 are still under way, and so there is room for four.
   assert _fill(gate) == [6, 7, 8, 9]
   gate.cancel(0)
@@ -158,7 +157,7 @@ def _lags(seed, eta, per_round, num_groups, consume):
           lags += [trained - first[group] for group in taken]
           trained += 1
       elif action == 4 and gate.version < trained:
-        gate.release(trajectory.PolicyVersion(gate.version + 1))
+        gate.release(gate.version + 1)
   return lags
 
 

@@ -8,7 +8,6 @@ import asyncio
 import numpy as np
 import pytest
 
-from rl.data import trajectory
 from rl.engine import contract
 from rl.runtime import virtual_clock
 from rl.simulation import engine as simulated_engine
@@ -236,7 +235,7 @@ def test_begun_tells_the_version_of_the_first_token():
     second = asyncio.create_task(served.generate(request("b/100")))
     await asyncio.sleep(0.1)
     before = served.begun("a/100"), served.begun("b/100")
-    await served.update_weights(trajectory.PolicyVersion(1), None, "keep_kv")
+    await served.update_weights(1, None, "keep_kv")
     after = served.begun("a/100")
     await asyncio.gather(first, second)
     with pytest.raises(ValueError, match="a/100 is not in flight"):
@@ -251,7 +250,7 @@ def test_versions_change_in_the_middle_of_an_answer():
     served = simulated(update_s=2.0)
     answer = asyncio.create_task(ended(served, request("a/100")))
     await asyncio.sleep(0.11 * 4 + 0.005)  # 40 tokens; the 41st has begun.
-    await served.update_weights(trajectory.PolicyVersion(1), None, "keep_kv")
+    await served.update_weights(1, None, "keep_kv")
     return *(await answer), served.stats()
 
   completion, at_s, stats = virtual_clock.run(main())
@@ -266,7 +265,7 @@ def test_recomputing_encodes_all_that_is_in_flight_again():
     served = simulated(prefill_per_s=100.0, update_s=1.0)
     answer = asyncio.create_task(ended(served, request("a/100", tokens=50)))
     await asyncio.sleep(0.5 + 0.11 * 4 + 0.005)
-    await served.update_weights(trajectory.PolicyVersion(1), None, "recompute")
+    await served.update_weights(1, None, "recompute")
     return await answer
 
   completion, at_s = virtual_clock.run(main())
@@ -281,9 +280,7 @@ def test_draining_lets_running_requests_end_and_others_wait():
     served = simulated(update_s=1.0)
     first = asyncio.create_task(ended(served, request("a/100")))
     await asyncio.sleep(0.1)
-    update = asyncio.create_task(
-      served.update_weights(trajectory.PolicyVersion(1), None, "drain")
-    )
+    update = asyncio.create_task(served.update_weights(1, None, "drain"))
     await asyncio.sleep(0.1)
     second = asyncio.create_task(ended(served, request("b/100")))
     await update
@@ -299,7 +296,7 @@ def test_weights_that_abort_end_what_runs():
     served = simulated()
     answer = asyncio.create_task(served.generate(request("a/100")))
     await asyncio.sleep(0.11)
-    await served.update_weights(trajectory.PolicyVersion(1), None, "abort")
+    await served.update_weights(1, None, "abort")
     return await answer
 
   completion = virtual_clock.run(main())
@@ -309,9 +306,9 @@ def test_weights_that_abort_end_what_runs():
 def test_a_version_that_is_not_newer_is_refused():
   async def main():
     served = simulated()
-    await served.update_weights(trajectory.PolicyVersion(2), "w")
+    await served.update_weights(2, "w")
     with pytest.raises(ValueError, match="version 2 is not above"):
-      await served.update_weights(trajectory.PolicyVersion(2), "x")
+      await served.update_weights(2, "x")
     return served.params, await served.checksum()
 
   assert virtual_clock.run(main()) == ("w", (2, 2))
@@ -362,7 +359,7 @@ def test_states_say_what_each_second_went_to():
     await served.generate(request("a/100", tokens=200))
     await asyncio.sleep(2.0)
     served.expect(-1)
-    await served.update_weights(trajectory.PolicyVersion(1), None)
+    await served.update_weights(1, None)
     return served.states
 
   # No session for 1 s, 2 s of context, 1.1 s of tokens, 2 s elsewhere.

@@ -48,7 +48,7 @@ def test_it_takes_the_seconds_of_all_ids_without_a_fault():
         member(0, 20),
         member(1, 1000, trajectory.Status.ENV_FAULT),
       ],
-      admitted=trajectory.PolicyVersion(0),
+      admitted=0,
     )
     (used,) = await trainer.accumulate([group])
     accumulated_s = asyncio.get_running_loop().time()
@@ -79,9 +79,7 @@ def test_weights_travel_and_then_every_engine_stands_still():
     publisher = simulated_learner.SimulatedPublisher(
       router.Router(engines), 10.0, log, spans
     )
-    stood_s = await publisher.publish(
-      trajectory.PolicyVersion(1), "w", "recompute"
-    )
+    stood_s = await publisher.publish(1, "w", "recompute")
     return stood_s, log.events, [engine.params for engine in engines]
 
   stood_s, log, served = virtual_clock.run(main())

@@ -7,12 +7,11 @@ import re
 import numpy as np
 import pytest
 
-from rl.data import trajectory
 from rl.engine import contract
 from rl.runtime import checksum, virtual_clock
 from rl.testing import scripted_engine
 
-FIRST = trajectory.PolicyVersion(1)
+FIRST = 1
 STOP = 1
 
 
@@ -203,12 +202,11 @@ def test_an_update_that_fails_or_is_cancelled_leaves_the_old_version_serving():
     ]
     for version, shape, mode, words in refused:
       params = {"w": np.zeros(shape)}
-      above = trajectory.PolicyVersion(version)
       with pytest.raises(ValueError, match=re.escape(words)):
-        await one.update_weights(above, params, mode)
+        await one.update_weights(version, params, mode)
     first = await begun(one)
     params = {"w": np.ones(2)}
-    draining = one.update_weights(trajectory.PolicyVersion(2), params, "drain")
+    draining = one.update_weights(2, params, "drain")
     with pytest.raises(TimeoutError):
       await asyncio.wait_for(draining, 0.1)
     second = await begun(one, "b")

@@ -628,9 +628,7 @@ def graded() -> list[trajectory.Group]:
       if m.group_id == number
     ]
     groups.append(
-      trajectory.Group(
-        group_id=number, trajectories=own, admitted=trajectory.PolicyVersion(0)
-      )
+      trajectory.Group(group_id=number, trajectories=own, admitted=0)
     )
   return groups
 

@@ -61,7 +61,7 @@ def group(*members):
     trajectories=[
       dataclasses.replace(m, index=i) for i, m in enumerate(members)
     ],
-    admitted=trajectory.PolicyVersion(0),
+    admitted=0,
   )
 
 

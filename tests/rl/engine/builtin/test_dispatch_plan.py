@@ -5,7 +5,6 @@ import asyncio
 import numpy as np
 import pytest
 
-from rl.data import trajectory
 from rl.engine.builtin import decode_step, dispatch_plan, dispatch_shapes
 from tests.helpers import request_states
 
@@ -46,7 +45,7 @@ def test_a_dispatch_says_what_every_row_does(running):
   choice = dispatch_plan.DispatchChoice(
     [context, ending, decoding], (2, 8), 4, 1000, steps=3
   )
-  dispatch = dispatch_plan.build(choice, SHAPES, trajectory.PolicyVersion(4))
+  dispatch = dispatch_plan.build(choice, SHAPES, 4)
   # Slot, cached, new, budget, seed, top k, bias, follow, steps.
   assert dispatch.plan.integers[:, : decode_step.STEPS + 1].tolist() == [
     [0, 4, 8, 0, -3, 5, 0, 0, 3],
@@ -96,8 +95,7 @@ def test_a_row_that_samples_follows_and_one_that_is_fed_does_not(running):
     [context, decoding], (2, 8), 2, 1000, steps=2
   )
   first, second, third, fourth = (
-    dispatch_plan.build(choice, SHAPES, trajectory.PolicyVersion(0))
-    for _ in range(4)
+    dispatch_plan.build(choice, SHAPES, 0) for _ in range(4)
   )
   columns = slice(decode_step.PAST, decode_step.BUDGET + 1)
   follow = decode_step.FOLLOW

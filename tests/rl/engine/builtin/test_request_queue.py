@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from models import config as model_config
-from rl.data import trajectory
 from rl.engine import contract
 from rl.engine.builtin import (
   decode_step,
@@ -68,7 +67,7 @@ class Desk:
       (1, new),
       1,
       decode_step.empty_plan(1, (1, new), 1, slots=3),
-      trajectory.PolicyVersion(version),
+      version,
     )
     one.planned_cached += new + max(len(sampled) - 1, 0)
     one.planned_known += len(sampled)
@@ -375,7 +374,7 @@ def test_tokens_for_a_request_that_has_ended_are_dropped(desk, how):
     (1, 4),
     1,
     decode_step.empty_plan(1, (1, 4), 1, slots=3),
-    trajectory.PolicyVersion(0),
+    0,
   )
   one.in_flight += 1
   one.future.cancel() if how == "cancel" else desk.queue.finish(one, "abort")

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from models import config as model_config
-from rl.data import trajectory
 from rl.engine import contract
 from rl.engine.builtin import (
   decode_step,
@@ -40,7 +39,7 @@ LENGTHS = dispatch_shapes.DispatchShapes(
   steps_per_dispatch=4,
 )
 LONGEST = 4000
-VERSION = trajectory.PolicyVersion(0)
+VERSION = 0
 SAMPLED = 7
 
 
@@ -302,8 +301,7 @@ class Loop:
       choice = self.chooser.next(self.in_flight[-1] if self.in_flight else None)
       if choice is None:
         break
-      version = trajectory.PolicyVersion(0)
-      self.in_flight.append(dispatch_plan.build(choice, self.shapes, version))
+      self.in_flight.append(dispatch_plan.build(choice, self.shapes, 0))
       self.queue.take_pending_copies_and_biases()
       self.num_dispatches += 1
     if not self.in_flight:
