@@ -6,11 +6,13 @@ Sampling, ends of requests, new weights; every test runs on each engine.
 import asyncio
 import dataclasses
 import math
+import re
 
 import numpy as np
 import pytest
 
 from rl.engine import contract
+from rl.engine.builtin import engine as builtin_engine
 from rl.runtime import checksum
 from tests.helpers import engines_under_test
 from tests.helpers.engines_under_test import CLOSE, LONG, check_shape
@@ -539,7 +541,8 @@ def test_kept_keys_and_values_show_in_versions(served):
   check_shape(done, LONG)
   cut, tokens = cut_of(done, old, new), done.tokens.tolist()
   # sglang-jax does not always know.
-  assert done.oldest_kv in ([old] if served.name == "built_in" else [old, -1])
+  built_in = isinstance(served.engine, builtin_engine.BuiltinEngine)
+  assert done.oldest_kv in ([old] if built_in else [old, -1])
   assert [version for version, _, _ in done.spans] == [old, new]
   assert tokens[:cut] == served.greedy([0, 2, 3], cut, old)
   # What was kept matters: these are not the log-probabilities of either.
@@ -558,24 +561,37 @@ def test_kept_keys_and_values_show_in_versions(served):
   assert after.tokens.tolist() == served.greedy([0, 2, 3], 9)
 
 
-def test_wrong_weights_are_refused_and_the_old_ones_serve(served):
-  version = served.version + 1
-  good = served.placed(version)
-  missing = {name: leaf for name, leaf in good.items() if name != "embed"}
-  misshaped = good | {"final_norm": good["final_norm"][:-1]}
+def test_wrong_weights_are_refused_by_name_and_the_old_ones_serve(served):
   old = served.version
+  new, good = old + 1, served.placed(old + 1)
+  norm = good["final_norm"]
+  missing = {name: leaf for name, leaf in good.items() if name != "embed"}
+  misshaped = good | {"final_norm": norm[:-1]}
+  shapes = re.escape("((32,), ") + ".*, got " + re.escape("((31,), ")
   cases = [
     (old, good, "recompute", f"version {old} is not above the served {old}"),
-    (version, missing, "recompute", "embed"),
-    (version, misshaped, "drain", "final_norm"),
-    (version, good, "never", "in_flight"),
+    (old - 1, good, "keep_kv", f"{old - 1} is not above the served {old}"),
+    (new, missing, "recompute", "'embed'.*, got None"),
+    (new, good | {"more": norm}, "abort", "'more'.*: expected None, got"),
+    (new, misshaped, "drain", "'final_norm'.*: expected " + shapes),
+    (new, good, "never", "in_flight='never'.*; use .*abort"),
   ]
-  for new, params, in_flight, words in cases:
-    with pytest.raises(ValueError, match=words):
-      served.run(served.engine.update_weights(new, params, in_flight))
-  assert served.version == version - 1
-  done = served.run(served.answer([1, 2], 6))
-  assert done.tokens.tolist() == served.greedy([1, 2], 6)
+
+  async def scenario():
+    request, running = served.begin([1, 2, 3], LONG)
+    await served.first_token(request)
+    await served.engine.pause()  # Lest it ends before the last refusal.
+    for version, params, in_flight, words in cases:
+      with pytest.raises(ValueError, match=words):
+        await served.engine.update_weights(version, params, in_flight)
+    served.engine.resume()
+    return await running, await served.answer([1, 2], 6)
+
+  done, after = served.run(scenario())
+  assert served.version == old
+  assert set(done.versions.tolist()) == {old}
+  assert done.tokens.tolist() == served.greedy([1, 2, 3], LONG)
+  assert after.tokens.tolist() == served.greedy([1, 2], 6)
 
 
 def test_a_cancelled_update_leaves_the_old_weights(served):
