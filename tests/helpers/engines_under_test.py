@@ -1,4 +1,4 @@
-"""Every engine that is installed, and the plain model it must agree with."""
+"""Engines that really decode, and the plain model they must agree with."""
 
 import asyncio
 import contextlib
@@ -6,8 +6,8 @@ import dataclasses
 import functools
 import importlib.util
 import os
-from collections.abc import Coroutine, Sequence
-from typing import Any
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -48,7 +48,7 @@ SETTINGS: dict[str, contract.EngineSpec] = {
 # Float32: sums in other orders differ by some 1e-6 in log-probabilities.
 CLOSE = 1e-4
 LONG = 60
-_WAIT_S = 120
+_WAIT_S = 180
 
 
 def check_shape(done: contract.Completion, count: int) -> None:
@@ -72,12 +72,14 @@ def parameters() -> list[Any]:
 
 
 @functools.cache
-def weights(seed: int, config: config_lib.ModelConfig = CONFIG) -> Any:
+def weights(
+  seed: int, config: config_lib.ModelConfig = CONFIG
+) -> policy_lib.Params:
   """Large and without structure, so that answers vary."""
   leaves, tree = jax.tree.flatten(policy_lib.of(config).init(jax.random.key(0)))
   rng = np.random.default_rng(seed)
   noisy = [
-    leaf + rng.normal(scale=0.4, size=leaf.shape).astype(np.float32)
+    leaf + rng.normal(scale=0.4, size=leaf.shape).astype(leaf.dtype)
     for leaf in leaves
   ]
   return jax.tree.unflatten(tree, noisy)
@@ -93,16 +95,16 @@ def _forward(params: Any, tokens: Any, config: config_lib.ModelConfig) -> Any:
 
 @dataclasses.dataclass
 class Served:
-  """A running engine and the event loop on which it lives.
+  """A running engine, the event loop on which it lives, and its weights.
 
   Version v serves `weights(v % 5)`.
   """
 
-  name: str
   runner: asyncio.Runner
   engine: Any
-  shardings: Any
   config: config_lib.ModelConfig
+  layout: sharding.Layout
+  thread: mesh_thread.MeshThread
   names: int = 0
 
   @property
@@ -115,6 +117,11 @@ class Served:
         return await scenario
 
     return self.runner.run(guarded())
+
+  def name(self) -> str:
+    """Returns a new one for a request or a session."""
+    self.names += 1
+    return f"name {self.names}"
 
   def logits(
     self, ids: Sequence[int], version: int | None = None
@@ -130,7 +137,7 @@ class Served:
     self, prompt: Sequence[int], count: int, version: int | None = None
   ) -> list[int]:
     """The most probable answer, by a forward pass for each token."""
-    ids = list(prompt)
+    ids = [*map(int, prompt)]
     for _ in range(count):
       ids.append(int(self.logits(ids, version)[-1].argmax()))
     return ids[len(prompt) :]
@@ -148,16 +155,11 @@ class Served:
     self, prompt: Sequence[int], max_tokens: int, **kwargs: Any
   ) -> contract.DecodeRequest:
     """A greedy request under new names, unless `kwargs` say otherwise."""
-    self.names += 1
-    fields: dict[str, Any] = {
-      "request_id": f"request {self.names}",
-      "session": f"session {self.names}",
-      "temperature": 0.0,
-      **kwargs,
-    }
-    tokens = np.asarray(prompt, np.int32)
+    names = {"request_id": self.name(), "session": self.name()}
     return contract.DecodeRequest(
-      tokens=tokens, max_tokens=max_tokens, **fields
+      tokens=np.asarray(prompt, np.int32),
+      max_tokens=max_tokens,
+      **{**names, "temperature": 0.0, **kwargs},
     )
 
   async def answer(self, *args: Any, **kwargs: Any) -> contract.Completion:
@@ -170,11 +172,14 @@ class Served:
     request = self.request(*args, **kwargs)
     return request, asyncio.create_task(self.engine.generate(request))
 
+  async def until(self, done: Callable[[contract.EngineStats], bool]) -> None:
+    while not done(self.engine.stats()):
+      await asyncio.sleep(0.0005)  # 0 would starve the device's thread.
+
   async def begun(self, count: int) -> None:
     """Returns when `count` more tokens have been sampled."""
     goal = self.engine.stats().sampled_tokens + count
-    while self.engine.stats().sampled_tokens < goal:
-      await asyncio.sleep(0.001)
+    await self.until(lambda stats: stats.sampled_tokens >= goal)
 
   async def first_token(self, request: contract.DecodeRequest) -> int:
     """Returns the version of a request's first token, once there is one."""
@@ -183,8 +188,11 @@ class Served:
       await asyncio.sleep(0.001)
     return version
 
-  def placed(self, version: int) -> Any:
-    return jax.device_put(weights(version % 5, self.config), self.shardings)
+  def placed(self, version: int) -> policy_lib.Params:
+    """Returns the weights of a version where the engine wants them."""
+    axes = policy_lib.of(self.config).axes
+    params = weights(version % 5, self.config)
+    return jax.device_put(params, self.layout.tree(axes))
 
   async def publish(self, in_flight: contract.InFlight = "recompute") -> int:
     """Serves the next version; returns it."""
@@ -193,7 +201,28 @@ class Served:
     return version
 
 
+_S = TypeVar("_S", bound=Served)
+
+
 @contextlib.contextmanager
+def running(
+  kind: type[_S],
+  settings: contract.EngineSpec,
+  config: config_lib.ModelConfig,
+  where: placement.Placement,
+) -> Iterator[_S]:
+  """Starts an engine of its own on the decode mesh of a placement."""
+  _, layout = where.layouts()
+  thread = mesh_thread.MeshThread("decode", trace.Trace(None))
+  with asyncio.Runner() as runner:
+    engine = settings.build(config, layout, thread)
+    served = kind(runner, engine, config, layout, thread)
+    served.run(engine.start(served.placed(0), 0))
+    yield served
+    served.run(engine.close())
+  thread.close()
+
+
 def serve(
   name: str,
   config: config_lib.ModelConfig = CONFIG,
@@ -202,15 +231,5 @@ def serve(
 ):
   """Starts an engine of its own, on devices behind the first."""
   decode = placement.MeshSpec(tensor=tensor, rules=sharding.DECODE)
-  _, layout = placement.Placement(decode=decode).layouts()
-  thread = mesh_thread.MeshThread("decode", trace.Trace(None))
-  settings = settings or SETTINGS[name]
-  with asyncio.Runner() as runner:
-    engine_ = settings.build(config, layout, thread)
-    shardings = layout.tree(policy_lib.of(config).axes)
-    served = Served(name, runner, engine_, shardings, config)
-    start = engine_.start(served.placed(0), 0)
-    served.run(start)
-    yield served
-    served.run(engine_.close())
-  thread.close()
+  where = placement.Placement(decode=decode)
+  return running(Served, settings or SETTINGS[name], config, where)

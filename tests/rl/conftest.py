@@ -7,6 +7,7 @@ import pytest
 from models import config as config_lib
 from rl.pools import placement
 from rl.runtime import mesh_thread, trace
+from tests.helpers import engines_under_test
 from tests.helpers import tiny_engine as tiny
 
 
@@ -17,7 +18,7 @@ def config():
 
 @pytest.fixture(scope="module")
 def params():
-  return tiny.weights(0, tiny.CONFIG)
+  return engines_under_test.weights(0, tiny.CONFIG)
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +28,7 @@ def dense_config():
 
 @pytest.fixture(scope="module")
 def dense_params():
-  return tiny.weights(0, tiny.DENSE)
+  return engines_under_test.weights(0, tiny.DENSE)
 
 
 @pytest.fixture(scope="module")
