@@ -10,8 +10,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-import grain
-
 from envs import base
 from rl.rollout import curriculum as curriculum_lib
 from rl.settings import checks
@@ -213,6 +211,9 @@ def turn(slots: Sequence[int], shares: Sequence[fractions.Fraction]) -> int:
 
 def _stream(source: base.Source, seed: int, pool: int | None) -> Any:
   """Returns an iterator with a state over a source's training tasks."""
+  # Here, not on top: it imports a fifth of what --help would wait for.
+  import grain
+
   pipeline = (
     grain.MapDataset.range(pool or _SPAN)
     .seed(seed)

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
-import orbax.checkpoint as ocp
 from absl import logging
 from jaxtyping import PyTree
 
@@ -79,6 +78,9 @@ class Checkpoints:
     logging.get_absl_logger().addFilter(_is_not_chatter)
     self._directory = pathlib.Path(directory).absolute()
     self._keep = keep
+    # Here, not on top: it imports a fifth of what --help would wait for.
+    import orbax.checkpoint as ocp
+
     self._orbax = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
     self._writing = False
     self._damaged: list[int] = []
@@ -97,6 +99,8 @@ class Checkpoints:
       ValueError: the step exists already.
       Exception: the error of the save before this one.
     """
+    import orbax.checkpoint as ocp
+
     self.wait()
     self._tidy()
     arrays, sums = _by_name(state), checksums(state)
@@ -169,6 +173,8 @@ class Checkpoints:
   def _read(
     self, path: pathlib.Path, abstract: PyTree
   ) -> tuple[PyTree, dict[str, Any]]:
+    import orbax.checkpoint as ocp
+
     record = self._orbax.restore(
       path, args=ocp.args.Composite(record=ocp.args.JsonRestore())
     ).record
