@@ -145,6 +145,7 @@ def test_a_hugging_face_directory_is_served_with_its_tools(hugging_face):
   assert (command.code, "Traceback" in err) == (0, False), err
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
   ("read", "directory", "changes", "words"),
   [

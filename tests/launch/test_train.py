@@ -61,6 +61,7 @@ def test_a_run_ends_well_and_leaves_its_files(finished):
   assert len(first["words"]) == len(first["logprobs"]) == len(first["tokens"])
 
 
+@pytest.mark.process
 def test_a_run_prints_its_overlap_and_staleness(finished):
   assert "both at once" in finished.result.stdout
   assert "staleness: at most" in finished.result.stdout
@@ -77,6 +78,7 @@ def test_a_finished_run_says_so(finished, tmp_path):
   assert len(lines(copy / "metrics.jsonl")) == 4
 
 
+@pytest.mark.process
 def test_the_written_config_is_that_of_the_experiment(finished, tmp_path):
   written = finished.path / "config.json"
   again = flags.load(str(written), {"rounds": "1"})
