@@ -112,7 +112,7 @@ def _mlp(params, x):
 
 
 def _experts(params, config: model_config.ModelConfig, x):
-  probs = jax.nn.softmax((x @ params["router"]).astype(jnp.float32))
+  probs = jax.nn.softmax((x @ params["router"]["kernel"]).astype(jnp.float32))
   _, chosen = jax.lax.top_k(probs, config.experts_per_token)
   picked = jax.nn.one_hot(chosen, config.num_experts).sum(-2)
   gates = picked * probs

@@ -53,20 +53,23 @@ class Initializer:
     depth = 2 * self.config.num_layers if is_residual else 1
     return self._normal(name, axes, _INIT_STD / math.sqrt(depth))
 
-  def adapt(self, module: lora.Adapted) -> None:
-    """Gives the module the adapters that the config wants of its matrices."""
+  def adapt(self, module: lora.Adapted, **targets: str) -> None:
+    """Gives the module the adapters that the config wants of its matrices.
+
+    Args:
+      targets: matrix -> its name in `lora.TARGETS`, where that is another.
+    """
     settings = self.config.lora
-    matrices = module.matrices()
-    names = [x for x in (settings.targets if settings else ()) if x in matrices]
-    if settings is None or not names:
+    if settings is None:
       return
     inside = self.inside("lora")
-    module.lora = nnx.Dict(
-      {
-        name: inside.inside(name)._adapter(name, settings, matrices[name])
-        for name in names
-      }
-    )
+    adapters = {
+      name: inside.inside(target)._adapter(target, settings, matrix)
+      for name, matrix in module.matrices().items()
+      if (target := targets.get(name, name)) in settings.targets
+    }
+    if adapters:
+      module.lora = nnx.Dict(adapters)
 
   def _adapter(
     self, name: str, settings: lora.Lora, matrix: nnx.Param

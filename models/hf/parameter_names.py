@@ -35,7 +35,7 @@ _LAYER = {
   "mlp.gate": ("mlp.gate_proj", 1),
   "mlp.up": ("mlp.up_proj", 1),
   "mlp.down": ("mlp.down_proj", 1),
-  "moe.router": ("mlp.gate", 1),
+  "moe.router.kernel": ("mlp.gate", 1),
   "moe.gate": ("mlp.experts.{}.gate_proj", 1),
   "moe.up": ("mlp.experts.{}.up_proj", 1),
   "moe.down": ("mlp.experts.{}.down_proj", 1),

@@ -168,13 +168,10 @@ def _targets(config: config_lib.ModelConfig) -> Iterator[_Target]:
   """Yields the adapters that PEFT has for a model, in a fixed order."""
   entries = parameter_names.entries(config)
   adapters, _ = lora.split(policy_lib.of(config).axes)
-  modules: list[tuple[str | int, ...]] = [()]
-  for index, layer in adapters["layers"].items():
-    modules += [("layers", index, name) for name in layer]
-  for path in modules:
+  for path in _adapted(adapters):
     ours, theirs = _at(adapters, path), _at(entries, path)
     stacked = []
-    for name in ours.get("lora", ()):
+    for name in ours["lora"]:
       if theirs[name].stacked:
         stacked.append(name)
         continue
@@ -184,6 +181,17 @@ def _targets(config: config_lib.ModelConfig) -> Iterator[_Target]:
       parameter = ".".join(module.split(".")[-2:]) + ".weight"
       yield _Target(module, parameter if is_parameter else "", path, (name,))
     yield from _of_experts(theirs, path, stacked)
+
+
+def _adapted(
+  adapters: Any, path: tuple[str | int, ...] = ()
+) -> Iterator[tuple[str | int, ...]]:
+  """Yields the path of each of our modules that has adapters."""
+  if "lora" in adapters:
+    yield path
+  for name, inner in adapters.items():
+    if name != "lora":
+      yield from _adapted(inner, (*path, name))
 
 
 def _at(tree: Any, path: Sequence[str | int]) -> Any:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Float32, Int32
 
@@ -66,7 +67,7 @@ class Moe(lora.Adapted):
     """Draws the parameters."""
     self.config = initializer.config
     matrix = initializer.matrix
-    self.router = matrix("router", "embed", "router")
+    self.router = router.TopKRouter(initializer)
     self.gate = matrix("gate", "experts", "embed", "mlp")
     self.up = matrix("up", "experts", "embed", "mlp")
     self.down = matrix("down", "experts", "mlp", "embed", is_residual=True)
@@ -92,20 +93,18 @@ class Moe(lora.Adapted):
       layout: where tokens and experts lie; None is one device.
       chosen: experts that each token must take, -1 for the router's own choice.
     """
-    config, params = self.config, self.values()
+    config = self.config
     if layout is None or layout.mesh.size == 1:
-      gates, experts, sums = _router(config)(params, x, copies, chosen)
+      params = self.values()
+      gates, experts, sums = self.router(x, copies, chosen)
       form = grouped_matmul.choose(
         config.compute.experts, sharding.platform(layout)
       )
       y, placed = mix(
         params, x, gates, experts, form=form, least=config.compute.moe_block
       )
-      return y, _aux(sums, placed, config), experts
-    axes = sharding.follow(sharding.axes_of(self), params)
-    y, sums, placed, experts = _on_mesh(
-      params, axes, config, x, copies, chosen, layout
-    )
+    else:
+      y, sums, placed, experts = _on_mesh(self, x, copies, chosen, layout)
     return y, _aux(sums, placed, config), experts
 
 
@@ -221,19 +220,8 @@ def _swiglu_by_kernels(
   return grouped_matmul.collect(_swiglu(matmul, rows, scale), plan.places)
 
 
-def _router(config: config_lib.ModelConfig) -> Callable[..., Any]:
-  """Returns `router.route` of this model."""
-  return functools.partial(
-    router.route,
-    num_chosen=config.experts_per_token,
-    normalise=config.norm_topk_prob,
-  )
-
-
 def _on_mesh(
-  params: Mapping[str, Any],
-  axes: Any,
-  config: config_lib.ModelConfig,
+  moe: Moe,
   x: Float[Array, "T D"],
   copies: Int32[Array, " T"],
   chosen: Int32[Array, "T k"] | None,
@@ -244,6 +232,7 @@ def _on_mesh(
   """Returns results, sums over all tokens, assignments that had a slot, and
   the experts of each token.
   """
+  config = moe.config
   form = grouped_matmul.choose(config.compute.experts, layout.platform)
   if form.interpret:
     raise ValueError(
@@ -252,10 +241,14 @@ def _on_mesh(
     )
   everywhere = sharding.MESH_AXES
   rows = everywhere[:2]
+  graphdef, state = nnx.split(moe.router)
+  params = moe.values() | {"router": nnx.to_pure_dict(state)}
+  axes = sharding.follow(sharding.axes_of(moe), params)
 
   def local(params, x, copies, chosen):
     params = _whole(params, axes, layout)
-    gates, taken, sums = _router(config)(params, x, copies, chosen)
+    own = nnx.merge(graphdef, params["router"])
+    gates, taken, sums = own(x, copies, chosen)
     # What is equal on several devices varies from here on, so that gradients
     # are summed over them here and nowhere else.
     params, x, gates, experts = expert_parallel.vary(
@@ -287,7 +280,7 @@ def _on_mesh(
     in_specs=(_specs(axes, layout), *[jax.P(rows)] * 3),
     out_specs=(jax.P(rows), jax.P(), jax.P(), jax.P(rows)),
   )
-  y, sums, placed, taken = mapped(dict(params), x, copies, chosen)
+  y, sums, placed, taken = mapped(params, x, copies, chosen)
   return y[:tokens], sums, placed, taken[:tokens]
 
 

@@ -9,14 +9,13 @@ Source: Switch, arXiv 2101.03961; replay of recorded experts: 2510.11370 and
 2507.18071.
 """
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
-from models import lora
+from models import initializers, lora
 
 
 class Sums(NamedTuple):
@@ -38,60 +37,58 @@ class Sums(NamedTuple):
   square: Float32[Array, ""]
 
 
-def route(
-  params: Mapping[str, Any],
-  x: Float[Array, "T D"],
-  copies: Int32[Array, " T"],
-  chosen: Int32[Array, "T k"] | None = None,
-  *,
-  num_chosen: int,
-  normalise: bool,
-) -> tuple[Float32[Array, "T k"], Int32[Array, "T k"], Sums]:
-  """Returns gates, their experts, and sums for statistics.
+class TopKRouter(lora.Adapted):
+  """A linear layer of one output for each expert."""
 
-  Args:
-    copies: 0 is padding, whose experts are -1; it may hold anything.
-    chosen: experts that a token must take; the rest of its k, where it says
-      -1, are the router's best others. One that does not exist is taken as it
-      is, so that it shows as dropped.
-    num_chosen: k.
-    normalise: the gates of a token sum to 1.
-  """
-  valid = copies > 0
-  x = jnp.where(valid[:, None], x, 0)
-  adapters = params.get("lora", {})
-  wide = jax.tree.map(
-    lambda leaf: leaf.astype(jnp.float32),
-    {
-      "router": params["router"],
-      "lora": {name: adapters[name] for name in adapters if name == "router"},
-    },
-  )
-  with jax.default_matmul_precision("highest"):
-    logits = lora.matmul(wide, "router", x.astype(jnp.float32))
-  # Shifted first: large logits would leave few digits for what differs.
-  top = jax.lax.stop_gradient(jnp.max(logits, -1, keepdims=True))
-  rest = jax.nn.logsumexp(logits - top, -1, keepdims=True)
-  logprobs = logits - top - rest
-  normaliser = (top + rest)[:, 0]
-  probs = jnp.exp(logprobs)
-  experts = _choose(probs, chosen, num_chosen)
-  picked = jax.nn.one_hot(experts, probs.shape[1])
-  gates = jnp.sum(picked * probs[:, None], -1)
-  if normalise:
-    # Experts whose probabilities are all 0 share nothing, instead of nan.
-    total = jnp.sum(gates, -1, keepdims=True)
-    gates = gates / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
-  weight = copies.astype(jnp.float32)
-  sums = Sums(
-    tokens=jnp.sum(weight),
-    assigned=jnp.sum(valid, dtype=jnp.int32) * num_chosen,
-    picked=jnp.sum(weight[:, None] * jnp.sum(picked, 1), 0),
-    probs=jnp.sum(weight[:, None] * probs, 0),
-    entropy=-jnp.sum(weight * jnp.sum(probs * logprobs, -1)),
-    square=jnp.sum(weight * normaliser**2),
-  )
-  return gates, jnp.where(valid[:, None], experts, -1), sums
+  def __init__(self, initializer: initializers.Initializer):
+    """Draws the parameters with the initializer of `Moe`."""
+    self.config = initializer.config
+    self.kernel = initializer.matrix("router", "embed", "router")
+    initializer.adapt(self, kernel="router")
+
+  def __call__(
+    self,
+    x: Float[Array, "T D"],
+    copies: Int32[Array, " T"],
+    chosen: Int32[Array, "T k"] | None = None,
+  ) -> tuple[Float32[Array, "T k"], Int32[Array, "T k"], Sums]:
+    """Returns gates, their experts, and sums for statistics.
+
+    Args:
+      copies: 0 is padding, whose experts are -1; it may hold anything.
+      chosen: experts that a token must take; the rest of its k, where it says
+        -1, are the router's best others. One that does not exist is taken as
+        it is, so that it shows as dropped.
+    """
+    k = self.config.experts_per_token
+    valid = copies > 0
+    x = jnp.where(valid[:, None], x, 0)
+    wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), self.values())
+    with jax.default_matmul_precision("highest"):
+      logits = lora.matmul(wide, "kernel", x.astype(jnp.float32))
+    # Shifted first: large logits would leave few digits for what differs.
+    top = jax.lax.stop_gradient(jnp.max(logits, -1, keepdims=True))
+    rest = jax.nn.logsumexp(logits - top, -1, keepdims=True)
+    logprobs = logits - top - rest
+    normaliser = (top + rest)[:, 0]
+    probs = jnp.exp(logprobs)
+    experts = _choose(probs, chosen, k)
+    picked = jax.nn.one_hot(experts, probs.shape[1])
+    gates = jnp.sum(picked * probs[:, None], -1)
+    if self.config.norm_topk_prob:
+      # Experts whose probabilities are all 0 share nothing, instead of nan.
+      total = jnp.sum(gates, -1, keepdims=True)
+      gates = gates / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
+    weight = copies.astype(jnp.float32)
+    sums = Sums(
+      tokens=jnp.sum(weight),
+      assigned=jnp.sum(valid, dtype=jnp.int32) * k,
+      picked=jnp.sum(weight[:, None] * jnp.sum(picked, 1), 0),
+      probs=jnp.sum(weight[:, None] * probs, 0),
+      entropy=-jnp.sum(weight * jnp.sum(probs * logprobs, -1)),
+      square=jnp.sum(weight * normaliser**2),
+    )
+    return gates, jnp.where(valid[:, None], experts, -1), sums
 
 
 def _choose(

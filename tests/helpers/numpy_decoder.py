@@ -143,7 +143,7 @@ def checkpoint(params: Mapping[str, Any]) -> dict[str, np.ndarray]:
       if "mlp" in layer:
         own[f"mlp.{name}_proj"] = layer["mlp"][name].T
         continue
-      own["mlp.gate"] = layer["moe"]["router"].T
+      own["mlp.gate"] = layer["moe"]["router"]["kernel"].T
       for e, matrix in enumerate(layer["moe"][name]):
         own[f"mlp.experts.{e}.{name}_proj"] = matrix.T
     named |= {f"model.layers.{index}.{k}": v for k, v in own.items()}

@@ -128,7 +128,7 @@ def test_all_that_can_be_adapted_is_where_its_weights_are():
     "a": ("experts", "embed", "rank"),
     "b": ("experts", "rank", "mlp"),
   }
-  assert layer["moe"]["lora"]["router"]["b"] == ("rank", "router")
+  assert layer["moe"]["router"]["lora"]["kernel"]["b"] == ("rank", "router")
   assert axes["layers"][1]["mlp"]["lora"]["down"]["a"] == ("mlp", "rank")
   assert axes["lora"]["embed"]["a"] == ("vocab", "rank")
   assert axes["lora"]["head"]["b"] == ("rank", "vocab")

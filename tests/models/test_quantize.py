@@ -106,7 +106,8 @@ def test_every_output_channel_has_a_scale_and_nothing_else_is_quantised():
   head = quantize.quantize(make_params(CONFIG))["head"]
   assert head.scale.shape == (1, 16)
   before = params["layers"][1]["moe"]
-  assert sparse["moe"]["router"] is before["router"]
+  router = before["router"]["kernel"]
+  assert sparse["moe"]["router"]["kernel"] is router
   adapters = map(jax.tree.leaves, (sparse["moe"]["lora"], before["lora"]))
   assert all(a is b for a, b in zip(*adapters, strict=True))
   assert small["final_norm"] is params["final_norm"]

@@ -152,7 +152,6 @@ def test_loss_and_every_gradient_are_those_of_one_device(shape):
     "final_norm": (16,),
   }
   sparse = {
-    "router": (16 // data, 8),
     "up": (8 // expert, 16 // data, 32 // tensor),
     "down": (8 // expert, 32 // tensor, 16 // data),
   }
@@ -162,6 +161,7 @@ def test_loss_and_every_gradient_are_those_of_one_device(shape):
     (gradients, parts),
     (layers[0]["mlp"], {"gate": (16 // data, 48 // tensor)}),
     (layers[1]["moe"], sparse),
+    (layers[1]["moe"]["router"], {"kernel": (16 // data, 8)}),
     (layers[1]["attention"], {"out": (8 // tensor, 2, 16 // data)}),
   ):
     for name, part in expected.items():

@@ -165,7 +165,7 @@ def _layer(layer: policy_lib.Params) -> dict[str, Float[Array, "..."]]:
     }
   moe = layer["moe"]
   return leaves | {
-    "moe_gate.kernel": moe["router"],
+    "moe_gate.kernel": moe["router"]["kernel"],
     "mlp.wi_0": moe["gate"],
     "mlp.wi_1": moe["up"],
     "mlp.wo": moe["down"],

@@ -98,7 +98,7 @@ def test_every_number_goes_where_the_formulas_of_the_model_want_it(
   assert first["mlp"]["gate"][3, 5] == 43
   assert first["mlp"]["down"][5, 3] == 23
   # router[D=3, E=2]: 2 * 8 + 3. down[E=3, F=9, D=2]: 1000 + 2 * 10 + 9.
-  assert second["moe"]["router"][3, 2] == 19
+  assert second["moe"]["router"]["kernel"][3, 2] == 19
   assert second["moe"]["down"][3, 9, 2] == 1029
   # embed[V=15, D=3]: 15 * 8 + 3, and so is the head, turned.
   assert params["embed"][15, 3] == 123

@@ -34,7 +34,7 @@ def noise(seed, *shape):
 def weights(config):
   experts, hidden = config.num_experts, config.d_expert
   return {
-    "router": noise(0, WIDTH, experts),
+    "router": {"kernel": noise(0, WIDTH, experts)},
     "gate": noise(1, experts, WIDTH, hidden),
     "up": noise(2, experts, WIDTH, hidden),
     "down": noise(3, experts, hidden, WIDTH),
@@ -205,10 +205,11 @@ def test_adapters_are_split_as_their_experts_are(sizes):
   adapters = {
     "gate": {"a": noise(10, 8, WIDTH, 3), "b": noise(11, 8, 3, 8)},
     "down": {"a": noise(12, 8, 8, 3), "b": noise(13, 8, 3, WIDTH)},
-    "router": {"a": noise(14, WIDTH, 3), "b": noise(15, 3, 8)},
   }
+  of_router = {"a": noise(14, WIDTH, 3), "b": noise(15, 3, 8)}
   params = weights(CONFIG) | {"lora": adapters}
-  settings = lora.Lora(rank=3, alpha=3.0, targets=tuple(adapters))
+  params["router"]["lora"] = {"kernel": of_router}
+  settings = lora.Lora(rank=3, alpha=3.0, targets=(*adapters, "router"))
   config = dataclasses.replace(CONFIG, lora=settings)
   x, ones = noise(5, TOKENS, WIDTH), jnp.ones(TOKENS, jnp.int32)
   args = (params, x, ones, None, noise(7, TOKENS, WIDTH))

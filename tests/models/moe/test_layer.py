@@ -8,7 +8,6 @@ import pytest
 
 from models import lora
 from models.moe import layer as moe_layer
-from models.moe import router
 from tests.helpers import small_models
 
 pytestmark = pytest.mark.compiled
@@ -21,7 +20,7 @@ def layer(params):
 
 def dense(layer, config, x, experts=None):
   """Every expert on every token; those that it does not take weigh nothing."""
-  probs = jax.nn.softmax(x @ layer["router"])
+  probs = jax.nn.softmax(x @ layer["router"]["kernel"])
   if experts is None:
     experts = jax.lax.top_k(probs, config.experts_per_token)[1]
   gates = probs * jax.nn.one_hot(experts, config.num_experts).sum(1)
@@ -174,9 +173,9 @@ def test_statistics_of_a_router_that_is_sure_and_of_one_that_is_not(
   x = jnp.ones((8, config.d_model))
 
   def aux(router):
-    return small_models.moe(config).bind(layer | {"router": router})(
-      x, ones(8)
-    )[1]
+    return small_models.moe(config).bind(
+      layer | {"router": {"kernel": router}}
+    )(x, ones(8))[1]
 
   # All probabilities 1/4, so the two experts taken do not matter:
   # 4 * (1/2 * 1/4 + 1/2 * 1/4) = 1, and ln 4 nats; the logits sum to 4.
@@ -212,7 +211,7 @@ def test_layers_are_averaged_but_for_the_worst_load_and_what_is_dropped():
 
 
 def own_choice(layer, config, x):
-  probs = jax.nn.softmax(x @ layer["router"])
+  probs = jax.nn.softmax(x @ layer["router"]["kernel"])
   return jax.lax.top_k(probs, config.experts_per_token)[1].astype(jnp.int32)
 
 
@@ -226,9 +225,8 @@ def test_it_tells_whom_the_router_chose_and_padding_took_nobody(
       x, copies, None, chosen
     )[2]
   )
-  _, experts, _ = router.route(
-    layer, x, ones(21), num_chosen=2, normalise=config.norm_topk_prob
-  )
+  router = small_models.moe(config).bind(layer).router
+  _, experts, _ = router(x, ones(21))
   np.testing.assert_array_equal(experts, own_choice(layer, config, x))
   padding = copies[:, None] == 0
   expected = jnp.where(padding, -1, experts)
@@ -270,21 +268,22 @@ def test_under_replay_the_router_learns_from_the_recorded_experts(
 ):
   x, target = some_tokens(6, config), some_tokens(12, config)[6:]
   # The worst two experts of each token: the router would never take them.
-  chosen = jnp.argsort(x @ layer["router"])[:, :2].astype(jnp.int32)
+  chosen = jnp.argsort(x @ layer["router"]["kernel"])[:, :2].astype(jnp.int32)
 
   def mixed(router):
-    changed = layer | {"router": router}
+    changed = layer | {"router": {"kernel": router}}
     return small_models.moe(config).bind(changed)(x, ones(6), None, chosen)[0]
 
   @jax.jit
   def loss(router):
     return jnp.sum(mixed(router) * target)
 
-  grad = jax.grad(loss)(layer["router"])
+  kernel = layer["router"]["kernel"]
+  grad = jax.grad(loss)(kernel)
   assert jnp.abs(grad).max() > 1e-3
   direction = jnp.sign(grad)
   step = 1e-2 * direction
-  slope = (loss(layer["router"] + step) - loss(layer["router"] - step)) / 0.02
+  slope = (loss(kernel + step) - loss(kernel - step)) / 0.02
   # Central differences in float32: 1e-2^2 times the curvature.
   np.testing.assert_allclose(slope, jnp.vdot(grad, direction), rtol=1e-2)
 
@@ -326,8 +325,9 @@ def test_adapters_compute_what_merged_weights_do(layer, config):
   def noise(*shape):
     return jnp.asarray(0.3 * rng.normal(size=shape), jnp.float32)
 
+  weights = layer | {"router": layer["router"]["kernel"]}
   adapters, merged = {}, {}
-  for name, weight in layer.items():
+  for name, weight in weights.items():
     *stack, rows, columns = weight.shape
     adapters[name] = {
       "a": noise(*stack, rows, 3),
@@ -335,25 +335,28 @@ def test_adapters_compute_what_merged_weights_do(layer, config):
     }
     merged[name] = weight + adapters[name]["a"] @ adapters[name]["b"]
 
-  def loss(layer, x):
-    settings = config
-    if "lora" in layer:
+  def loss(weights, adapters, x):
+    router, settings, own = {"kernel": weights["router"]}, config, {}
+    if adapters:
       # A factor of alpha / rank = 1.
       wanted = lora.Lora(rank=3, alpha=3.0, targets=tuple(adapters))
       settings = dataclasses.replace(config, lora=wanted)
-    y, aux, _ = small_models.moe(settings).bind(layer)(x, ones(21))
+      router["lora"] = {"kernel": adapters["router"]}
+      own["lora"] = {x: adapters[x] for x in adapters if x != "router"}
+    params = weights | own | {"router": router}
+    y, aux, _ = small_models.moe(settings).bind(params)(x, ones(21))
     return jnp.sum(y**2) + aux.load_balance, (y, aux)
 
-  step = jax.jit(jax.grad(loss, (0, 1), has_aux=True))
-  grads, (y, aux) = step(layer | {"lora": adapters}, x)
-  want, (y_merged, aux_merged) = step(merged, x)
+  step = jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))
+  grads, (y, aux) = step(weights, adapters, x)
+  want, (y_merged, aux_merged) = step(merged, {}, x)
   close = lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5, rtol=1e-4)  # noqa: E731
   jax.tree.map(close, (y, aux), (y_merged, aux_merged))
-  close(grads[1], want[1])
+  close(grads[2], want[2])
   for name in adapters:
     # d/dA of a function of W + A B is its d/dW times B^T, and A^T for B.
     a, b = adapters[name]["a"], adapters[name]["b"]
-    got, dw = grads[0]["lora"][name], want[0][name]
+    got, dw = grads[1][name], want[0][name]
     close(got["a"], dw @ jnp.swapaxes(b, -1, -2))
     close(got["b"], jnp.swapaxes(a, -1, -2) @ dw)
 
@@ -362,9 +365,8 @@ def test_the_backward_pass_keeps_no_hidden_values(layer, config):
   # What is saved: inputs, and integers of 4 bytes for slots. Hidden values of
   # one matmul alone would be 2 x 4096 x 64 floats.
   config = dataclasses.replace(config, d_expert=64)
-  shapes = {"router": (16, 4), "gate": (4, 16, 64), "down": (4, 64, 16)}
-  shapes["up"] = shapes["gate"]
-  layer = {name: jnp.zeros(shape) for name, shape in shapes.items()}
+  shapes = small_models.moe(config).shapes
+  layer = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape), shapes)
 
   def saved(x):
     _, pull = jax.vjp(

@@ -325,7 +325,8 @@ def test_the_balance_of_the_router_is_part_of_what_is_minimised(
   balanced = build(config, balance_weight=0.5)
   sums = on_mesh(accumulate, balanced, params, [packed])
   routers = [
-    x.grads.policy["layers"][0]["moe"]["router"] for x in (sums, total)
+    x.grads.policy["layers"][0]["moe"]["router"]["kernel"]
+    for x in (sums, total)
   ]
   assert np.abs(routers[0] - routers[1]).max() > 1e-3
   assert sums.sums.router.load_balance == total.sums.router.load_balance
@@ -339,7 +340,9 @@ def test_the_z_loss_of_the_router_adds_to_the_gradient_in_proportion(
     for weight in (0.5, 1.0)
   )
   added = jax.tree.map(np.subtract, once.grads, total.grads)
-  assert np.abs(added.policy["layers"][0]["moe"]["router"]).max() > 1e-3
+  assert (
+    np.abs(added.policy["layers"][0]["moe"]["router"]["kernel"]).max() > 1e-3
+  )
   # Weights 0, 1/2 and 1 are on a line.
   expected = jax.tree.map(lambda x, y: x + y, once.grads, added)
   assert_close(twice.grads, expected, rtol=1e-5)
@@ -558,7 +561,7 @@ def test_the_router_of_all_tokens_at_once_is_balanced_alike(mesh, layout):
     np.testing.assert_allclose(leaf, other, rtol=1e-5)
   # Its losses do weigh: without them its gradient is another.
   gradients = (
-    x.grads.policy["layers"][0]["moe"]["router"]
+    x.grads.policy["layers"][0]["moe"]["router"]["kernel"]
     for x in (expected, whole_gradient())
   )
   assert scored_episodes.difference(*gradients) > 0.01

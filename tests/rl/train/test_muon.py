@@ -49,7 +49,7 @@ def test_projections_are_matrices_and_all_else_is_not(sparse):
   assert muon == expected
   adam = {path[-1] for path, label in labelled.items() if label == "adam"}
   assert {"embed", "final_norm", "query_norm", "attention_norm"} <= adam
-  assert ("router" in adam) == sparse
+  assert ("kernel" in adam) == sparse
 
 
 @pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])

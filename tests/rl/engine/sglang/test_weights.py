@@ -67,7 +67,7 @@ def ours_again(leaves, config):
     "mlp.gate": "mlp.gate_proj.weight",
     "mlp.up": "mlp.up_proj.weight",
     "mlp.down": "mlp.down_proj.weight",
-    "moe.router": "moe_gate.kernel",
+    "router.kernel": "moe_gate.kernel",
     "moe.gate": "mlp.wi_0",
     "moe.up": "mlp.wi_1",
     "moe.down": "mlp.wo",
