@@ -41,7 +41,7 @@ from absl import flags as absl_flags
 from benchmarks import machine
 from launch.cli import jax_setup
 from models import config as model_config
-from models import lora, sharding
+from models import lora, memory_report, sharding
 from models import policy as policy_lib
 from rl.audit import event_log
 from rl.engine import contract
@@ -298,7 +298,7 @@ def main(argv: list[str]) -> None:
     "publish",
     rows=_ROWS.value,
     repeats=_REPEATS.value,
-    params=model_config.num_params(_MODEL)[0],
+    params=memory_report.num_params(_MODEL).total,
     **result,
   )
 

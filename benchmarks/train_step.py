@@ -37,7 +37,7 @@ from absl import flags as absl_flags
 
 from benchmarks import machine, yardstick
 from models import config as model_config
-from models import logprobs
+from models import logprobs, memory_report
 from models import policy as policy_lib
 from rl.algorithms import losses, objective
 from rl.data import batch
@@ -116,7 +116,9 @@ def _large() -> list[Workload]:
   ):
     whole = make(compute=compute)
     one, two = (
-      model_config.num_params(dataclasses.replace(whole, num_layers=layers))[0]
+      memory_report.num_params(
+        dataclasses.replace(whole, num_layers=layers)
+      ).total
       for layers in (1, 2)
     )
     layers = int(min(whole.num_layers, 1 + (room - one) // (two - one)))
@@ -138,7 +140,7 @@ def _large() -> list[Workload]:
 
 def flops_a_token(config: model_config.ModelConfig, length: int) -> float:
   """Returns model FLOPs of a train step; the formula is on top."""
-  _, active = model_config.num_params(config)
+  active = memory_report.num_params(config).active
   if not config.tie_embeddings:
     # Looking a word up multiplies nothing.
     active -= config.vocab_size * config.d_model

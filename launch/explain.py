@@ -33,11 +33,11 @@ def show(experiment: experiment_lib.Experiment, stream: TextIO) -> None:
     file=stream, markup=False, emoji=False, highlight=False, width=width
   )
   model = experiment.model
-  total, active = model_config.num_params(model)
-  trained = model_config.num_trainable(model)
+  count = memory_report.num_params(model)
+  trained = "all" if model.lora is None else _count(count.trained)
   console.print(
-    f"{_count(total)} parameters, of which a token uses {_count(active)} and "
-    f"{'all' if trained == total else _count(trained)} train"
+    f"{_count(count.total)} parameters, of which a token uses "
+    f"{_count(count.active)} and {trained} train"
   )
   pools = [None, *experiment.placement.pools]
   for (name, spec), pool in zip(
@@ -159,7 +159,7 @@ def _parameters(
       row.name,
       "x".join(map(str, row.shape)),
       " ".join(
-        ":".join([axis, ",".join(layout.rules.of(axis))]).rstrip(":")
+        ":".join([axis or "-", ",".join(layout.rules.of(axis))]).rstrip(":")
         for axis in row.axes
       ),
       _SHORT.get(row.dtype, row.dtype),

@@ -195,28 +195,6 @@ def tiny_moe(**overrides: Any) -> ModelConfig:
   return dataclasses.replace(ModelConfig(), **overrides)
 
 
-def num_params(config: ModelConfig) -> tuple[int, int]:
-  """Returns how many parameters there are, and how many a token uses."""
-  heads = 2 * config.num_heads + 2 * config.num_kv_heads
-  attention = config.d_model * heads * config.head_dim + 2 * config.head_dim
-  tables = 1 if config.tie_embeddings else 2
-  outside = tables * config.vocab_size * config.d_model + config.d_model
-  outside += config.num_layers * (attention + 2 * config.d_model)
-  dense = config.num_layers - config.num_sparse
-  outside += dense * 3 * config.d_model * config.d_ff
-  router = config.d_model * config.num_experts
-  expert = 3 * config.d_model * config.d_expert
-  total, active = (
-    outside + config.num_sparse * (router + num * expert) + adapters
-    for num, adapters in zip(
-      (config.num_experts, config.experts_per_token),
-      _num_adapters(config),
-      strict=True,
-    )
-  )
-  return total, active
-
-
 def axis_sizes(config: ModelConfig, *, sparse: bool) -> dict[str, int]:
   """Returns the size of each logical axis, but of "norm", which has several.
 
@@ -234,37 +212,6 @@ def axis_sizes(config: ModelConfig, *, sparse: bool) -> dict[str, int]:
     "mlp": config.d_expert if sparse else config.d_ff,
     "rank": config.lora.rank if config.lora else 0,
   }
-
-
-def num_trainable(config: ModelConfig) -> int:
-  """Returns how many parameters train: all of them, or the adapters."""
-  return (_num_adapters(config) if config.lora else num_params(config))[0]
-
-
-def _num_adapters(config: ModelConfig) -> tuple[int, int]:
-  if (settings := config.lora) is None:
-    return 0, 0
-
-  def size(**others: int) -> int:
-    # One end of each projection is as wide as the model.
-    ends = [others[name] for name in settings.targets if name in others]
-    return settings.rank * sum(config.d_model + end for end in ends)
-
-  heads = config.num_heads * config.head_dim
-  kv_heads = config.num_kv_heads * config.head_dim
-  attention = size(query=heads, key=kv_heads, value=kv_heads, out=heads)
-  outside = size(embed=config.vocab_size, head=config.vocab_size)
-  outside += config.num_layers * attention
-  wide = config.d_ff
-  dense = config.num_layers - config.num_sparse
-  outside += dense * size(gate=wide, up=wide, down=wide)
-  outside += config.num_sparse * size(router=config.num_experts)
-  wide = config.d_expert
-  experts = config.num_sparse * size(gate=wide, up=wide, down=wide)
-  return (
-    outside + config.num_experts * experts,
-    outside + config.experts_per_token * experts,
-  )
 
 
 def _published(

@@ -31,9 +31,9 @@ ROW_AXES = ("batch", None, "kv_heads", None)
 EMPTY = int(np.iinfo(np.int32).max)
 """Position of a token that is padding."""
 
-
 Experts = Int32[Array, "B L S k"] | None
-"""Those that each token took in every sparse layer, -1 of padding."""
+"""The experts of each token in every sparse layer: -1 for padding, None for a
+model without experts."""
 
 
 class Cache(NamedTuple):
@@ -83,7 +83,7 @@ def gather(cache: Cache, tables: Int32[Array, "R W"]) -> Past:
 
 
 def take(past: Past, positions: Int32[Array, "R N"]) -> Fresh:
-  """Returns the tokens at N positions of each row; of EMPTY ones anything."""
+  """Returns the tokens at N positions of each row; at EMPTY, any token."""
   rows = jnp.arange(len(positions), dtype=jnp.int32)[:, None]
 
   def read(part):

@@ -7,7 +7,7 @@ whatever is laid out like them, are exact; activations are an estimate.
 import dataclasses
 import math
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,11 +31,40 @@ class Parameter:
 
   name: str
   shape: tuple[int, ...]
-  axes: tuple[str, ...]
+  axes: tuple[str | None, ...]
   spec: jax.sharding.PartitionSpec
   dtype: str
   count: int
   device_bytes: int
+
+
+class ParameterCount(NamedTuple):
+  """Numbers of parameters: all, those that a token uses, those that train."""
+
+  total: int
+  active: int
+  trained: int
+
+
+def num_params(config: config_lib.ModelConfig) -> ParameterCount:
+  """Returns how many parameters the policy has."""
+  policy = policy_lib.of(config)
+  trained, _ = lora.split(policy.shapes)
+
+  def active(names, leaf):
+    if "experts" not in names:
+      return leaf.size
+    experts = leaf.shape[names.index("experts")]
+    return leaf.size // experts * config.experts_per_token
+
+  used = jax.tree.map(
+    active, policy.axes, policy.shapes, is_leaf=sharding.is_axes
+  )
+  total, trained = (
+    sum(leaf.size for leaf in jax.tree.leaves(tree))
+    for tree in (policy.shapes, trained)
+  )
+  return ParameterCount(total, sum(jax.tree.leaves(used)), trained)
 
 
 def parameters(
@@ -223,10 +252,11 @@ def _gathered_bytes(
 
   policy = policy_lib.of(config)
   layers = [
-    total(policy.axes["layers"][i], policy.shapes["layers"][i])
-    for i in range(config.num_layers)
+    total(axes, policy.shapes["layers"][i])
+    for i, axes in policy.axes.get("layers", {}).items()
   ]
-  inside = sum(layers) if config.compute.remat == "none" else max(layers)
+  join = sum if config.compute.remat == "none" else max
+  inside = join(layers) if layers else 0
   outside = policy.axes.keys() - {"layers"}
   return inside + sum(
     total(policy.axes[name], policy.shapes[name]) for name in outside

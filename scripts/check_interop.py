@@ -8,6 +8,9 @@ compute and the ids that we emit; the second, in an environment with PyTorch,
 loads each of them in transformers and PEFT and compares.
 """
 
+# PyTorch and transformers are in an environment of their own.
+# pyright: reportMissingImports=false
+
 import json
 import pathlib
 import sys
@@ -121,7 +124,6 @@ def adapted():
 
 def random_params(config):
   """Returns weights without structure, so that no part of a model is idle."""
-
   from models import policy as policy_lib
 
   return random_leaves(policy_lib.of(config).shapes)

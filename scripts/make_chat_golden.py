@@ -17,6 +17,9 @@ few hundred tokens, and expected.json:
                  for text, and when it is not: `forged`
 """
 
+# PyTorch and transformers are in an environment of their own.
+# pyright: reportMissingImports=false
+
 import json
 import pathlib
 import re

@@ -12,7 +12,7 @@ import pytest
 
 from configs import guess_number_moe, guess_number_schedules
 from launch.cli import flags
-from models import config as model_config
+from models import memory_report
 from rl.schedule import overlap
 from rl.settings import overrides
 from tests.helpers import packed_rows, played_members
@@ -79,7 +79,7 @@ def test_the_student_is_much_smaller_than_the_teacher_that_it_names(
   file = _CONFIGS / "guess_number_distill.py"
   student, teacher = (flags.load(f"{file}:{r}") for r in ("student", "teacher"))
   own, theirs = (
-    model_config.num_params(each.model)[0] for each in (student, teacher)
+    memory_report.num_params(each.model).total for each in (student, teacher)
   )
   assert theirs > 5 * own
   assert student.algorithm.reference.model == teacher.model

@@ -26,8 +26,8 @@ _CONFIG = absl_flags.DEFINE_string(
   "Settings of the run: a Python file with get_config(), FILE.py:ARGUMENT for"
   " get_config(ARGUMENT), or a JSON file of an earlier run. --config.a.b=VALUE"
   " replaces one setting, and --noconfig.a.b turns one off: false, or none."
-  " Parts come before what lies in them, in whatever order they are given, so"
-  " --config.a.b=VALUE holds beside --config.a=NAME.",
+  " The order does not matter: --config.a=NAME replaces all of a, and then"
+  " --config.a.b=VALUE changes a setting in it.",
 )
 
 # absl has no flag whose name is open-ended, so parse() leaves them here.

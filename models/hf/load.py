@@ -65,12 +65,12 @@ def load(
 def check(
   directory: str | os.PathLike[str], config: config_lib.ModelConfig
 ) -> None:
-  """Reads headers and config.json only; touches no device.
+  """Checks a checkpoint by its headers and config.json; touches no device.
 
   Raises:
-    Unusable: lists what is wrong: files that are damaged or not there,
-      tensors that are missing, unknown, of another shape or no floats, and
-      what config.json says otherwise.
+    Unusable: lists everything wrong: missing or damaged files, tensors that
+      are missing, unknown, misshaped or not floats, and settings that differ
+      from config.json.
   """
   with safetensors_io.TensorFiles(directory) as files:
     _raise(files, _problems(files, config))

@@ -10,7 +10,7 @@ import pytest
 
 from envs import rewards
 from models import config as model_config
-from models import lora
+from models import lora, memory_report
 from models import policy as policy_lib
 from models.hf import export
 from rl import assemble, initial_state
@@ -163,7 +163,7 @@ def test_adapters_change_and_nothing_else_does(ran):
 
 
 def test_optimizer_and_gradients_are_of_adapters_alone(ran):
-  num = model_config.num_trainable(experiment().model)
+  num = memory_report.num_params(experiment().model).trained
   moments = [x for x in jax.tree.leaves(ran.last.opt_state) if x.ndim]
   # Two moments of Adam.
   assert sum(x.size for x in moments) == 2 * num
@@ -177,7 +177,7 @@ def test_the_engine_samples_with_the_learners_probabilities(ran):
 
 
 def test_publishing_moves_adapters_alone(ran):
-  num_bytes = 4 * model_config.num_trainable(experiment().model)
+  num_bytes = 4 * memory_report.num_params(experiment().model).trained
   moved = [
     event["moved_bytes"]
     for event in ran.events

@@ -5,6 +5,8 @@ It knows the seam alone: `models.policy` and what its methods take and give.
 
 import asyncio
 import dataclasses
+import io
+import re
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +15,7 @@ import pytest
 from flax import nnx
 
 from envs import rewards
+from launch import explain
 from models import config as config_lib
 from models import kv_cache, logprobs, policy, sharding
 from rl import assemble, initial_state
@@ -113,6 +116,22 @@ MODEL = config_lib.tiny(
 )
 
 
+SETTINGS = experiment_lib.Experiment(
+  environment=fakes.Counting(turns=2),
+  reward=rewards.Outcome(),
+  model=MODEL,
+  optimizer=optimizers.AdamW(learning_rate=0.01),
+  rollout=group_rollout.Rollout(group_size=4, max_tokens=16),
+  engine=engine_settings.EngineSettings(
+    slots=16, row_buckets=(16,), chunk_buckets=(4,)
+  ),
+  publishing=weight_publisher.Publishing(verify=True),
+  overlap=overlap.sync(4, 2),
+  batch=experiment_lib.BatchShape(rows=8, length=16),
+  rounds=2,
+)
+
+
 class Rounds(progress.RunObserver):
   """An observer that keeps the metrics."""
 
@@ -124,24 +143,10 @@ class Rounds(progress.RunObserver):
 
 
 def test_a_round_of_a_decoder_that_is_not_ours_decodes_and_trains():
-  settings = experiment_lib.Experiment(
-    environment=fakes.Counting(turns=2),
-    reward=rewards.Outcome(),
-    model=MODEL,
-    optimizer=optimizers.AdamW(learning_rate=0.01),
-    rollout=group_rollout.Rollout(group_size=4, max_tokens=16),
-    engine=engine_settings.EngineSettings(
-      slots=16, row_buckets=(16,), chunk_buckets=(4,)
-    ),
-    publishing=weight_publisher.Publishing(verify=True),
-    overlap=overlap.sync(4, 2),
-    batch=experiment_lib.BatchShape(rows=8, length=16),
-    rounds=2,
-  )
   rounds = Rounds()
 
   async def run():
-    parts = assemble.build(settings)
+    parts = assemble.build(SETTINGS)
     try:
       state = await initial_state.create(parts)
       start = progress.beginning(state, parts.tasks.cursor)
@@ -158,3 +163,12 @@ def test_a_round_of_a_decoder_that_is_not_ours_decodes_and_trains():
   # The engine and the learner agree on what was sampled, up to rounding.
   assert all(x["logprob_gap_max"] < 1e-5 for x in rounds.metrics)
   assert all(x["grad_norm"] > 0 for x in rounds.metrics)
+
+
+def test_its_parameters_are_counted_and_explained():
+  # 8 ids x 16, 16 x 8, 16 x 16 and 8 x 16; a token uses all of them.
+  text = io.StringIO()
+  explain.show(SETTINGS, text)
+  start = "640 parameters, of which a token uses 640 and all train\n"
+  assert text.getvalue().startswith(start)
+  assert re.search(r"store +16x16 +embed:data - +f32", text.getvalue())

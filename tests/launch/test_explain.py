@@ -10,7 +10,7 @@ import pytest
 from launch import explain
 from launch.cli import flags
 from models import config as model_config
-from models import lora, sharding
+from models import lora, memory_report, sharding
 from rl import experiment as experiment_lib
 from rl.engine.builtin import settings as engine_settings
 from rl.engine.sglang import settings as sglang_settings
@@ -64,7 +64,7 @@ def test_a_model_for_a_pod_is_planned_without_one(big):
 
 def test_bytes_of_the_learner_follow_from_the_number_of_parameters(big):
   lines = explain.learner_bytes(big)
-  total, _ = model_config.num_params(big.model)
+  total = memory_report.num_params(big.model).total
   # Experts are split over all 64 devices, the rest (but norms and routers) over
   # data and tensor, 16. In bytes: 2 of a parameter, 4 of its gradient, and 4
   # each of two moments and the master copy.
@@ -121,7 +121,7 @@ def test_of_adapters_alone_there_are_gradients(experiment):
   model = dataclasses.replace(experiment.model, lora=lora.Lora(rank=2))
   adapted = dataclasses.replace(experiment, model=model)
   lines = explain.learner_bytes(adapted)
-  trained = model_config.num_trainable(model)
+  trained = memory_report.num_params(model).trained
   assert lines["gradients, summed"] == 4 * trained
   # Two moments, and two counters of 4 bytes at most.
   assert 0 <= lines["optimizer state"] - 8 * trained <= 8

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from models import config as config_lib
-from models import kv_cache, logprobs, lora, sharding
+from models import kv_cache, logprobs, lora, memory_report, sharding
 from models import policy as policy_lib
 
 pytestmark = pytest.mark.compiled
@@ -138,12 +138,10 @@ def test_all_that_can_be_adapted_is_where_its_weights_are():
 def test_the_number_of_parameters_is_that_of_the_tree(changes):
   config = model(**changes)
   shapes = policy_lib.of(config).shapes
-  total, active = config_lib.num_params(config)
+  total, active, trained = memory_report.num_params(config)
   assert total == sum(leaf.size for leaf in jax.tree.leaves(shapes))
   trainable, _ = lora.split(shapes)
-  assert config_lib.num_trainable(config) == sum(
-    leaf.size for leaf in jax.tree.leaves(trainable)
-  )
+  assert trained == sum(leaf.size for leaf in jax.tree.leaves(trainable))
   # 2 of 4 experts are idle, with 3 matrices of 16 x 8 each, and adapters of
   # rank 2 and 16 + 8 a side.
   idle = 2 * 3 * (16 * 8 + (2 * (16 + 8) if config.lora else 0))

@@ -71,7 +71,7 @@ def test_a_row_says_where_its_parameter_lies():
 )
 def test_the_rows_are_all_parameters(config):
   rows = memory_report.parameters(config, make_plan())
-  total, _ = config_lib.num_params(config)
+  total = memory_report.num_params(config).total
   assert sum(row.device_bytes for row in rows) == 4 * total
 
 
