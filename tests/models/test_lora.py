@@ -161,7 +161,8 @@ def test_joining_undoes_splitting():
   names = [path for path, _ in jax.tree.leaves_with_path(trainable)]
   # Of attention twice, of experts and router, of the MLP, and of both tables.
   assert len(names) == 2 * (2 * 4 + 4 + 3 + 2)
-  assert all(path[-2].key in lora.TARGETS for path in names)
+  targets = {*lora.TARGETS, "kernel"}  # The router's.
+  assert all(path[-2].key in targets for path in names)
 
 
 def test_without_adapters_all_is_trained():

@@ -13,7 +13,6 @@ from models import definition, kv_cache, logprobs, sharding, transformer
 from models import policy as policy_lib
 from models.attention import attention, mask
 from models.hf import config as hf_config
-from models.moe import router
 from tests.helpers import numpy_decoder, small_models
 
 pytestmark = pytest.mark.compiled
@@ -295,7 +294,7 @@ def whole_rows():
   """Returns ids, hidden states, and the experts of each token and layer.
 
   Hidden states are those of `Transformer.hidden`; experts are asked of
-  `router.route`, by layers that are put together here.
+  `TopKRouter`, by layers that are put together here.
   """
   rng = np.random.default_rng(1)
   ids = jnp.asarray(rng.integers(24, size=(ROWS, max(ENDS))), jnp.int32)
@@ -329,13 +328,7 @@ def by_layers(params, ids, positions):
       x += block.mlp(normed)
       continue
     flat = normed.reshape(-1, CONFIG.d_model)
-    _, experts, _ = router.route(
-      block.moe.values(),
-      flat,
-      copies,
-      num_chosen=CONFIG.experts_per_token,
-      normalise=CONFIG.norm_topk_prob,
-    )
+    _, experts, _ = block.moe.router(flat, copies)
     y, _, _ = block.moe(flat, copies)
     x += y.reshape(x.shape)
     taken.append(experts.reshape(*ids.shape, -1))

@@ -1,6 +1,7 @@
 import dataclasses
 import itertools
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -207,7 +208,7 @@ def test_adapters_are_split_as_their_experts_are(sizes):
     "down": {"a": noise(12, 8, 8, 3), "b": noise(13, 8, 3, WIDTH)},
   }
   of_router = {"a": noise(14, WIDTH, 3), "b": noise(15, 3, 8)}
-  params = weights(CONFIG) | {"lora": adapters}
+  params: Any = weights(CONFIG) | {"lora": adapters}
   params["router"]["lora"] = {"kernel": of_router}
   settings = lora.Lora(rank=3, alpha=3.0, targets=(*adapters, "router"))
   config = dataclasses.replace(CONFIG, lora=settings)
