@@ -19,13 +19,13 @@ import jax.numpy as jnp
 
 from benchmarks import decode_load
 from models import config as model_config
-from models import kv_cache
+from models import definition, kv_cache
 from models import logprobs as logprobs_lib
 from models import policy as policy_lib
 
 
 def floor(
-  config: model_config.ModelConfig, params: policy_lib.Params, rows: int
+  config: model_config.ModelConfig, params: definition.Params, rows: int
 ) -> Callable[[str, int], tuple[float, float, int]]:
   """Returns what does as many bare calls as a load of `rows` needs at least."""
 

@@ -34,6 +34,7 @@ from absl import app, flags
 
 from benchmarks import machine
 from models import config as config_lib
+from models import definition
 from models import logprobs as logprobs_lib
 from models import policy as policy_lib
 
@@ -58,7 +59,7 @@ def _config(num_experts: int) -> config_lib.ModelConfig:
   )
 
 
-def _gradient(num_experts: int) -> tuple[policy_lib.Params, Callable]:
+def _gradient(num_experts: int) -> tuple[definition.Params, Callable]:
   """Returns parameters, and the gradient of the loss of the fixed batch."""
   config = _config(num_experts)
   random = np.random.default_rng(0)

@@ -16,10 +16,10 @@ import jax.numpy as jnp
 import optax
 
 from models import config as model_config
-from models import policy as policy_lib
+from models import definition
 from rl.data import batch as batch_lib
 
-Step = Callable[..., tuple[policy_lib.Params, optax.OptState, jax.Array]]
+Step = Callable[..., tuple[definition.Params, optax.OptState, jax.Array]]
 
 
 def build(

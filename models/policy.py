@@ -19,10 +19,6 @@ from models import config as config_lib
 from models import definition, kv_cache, logprobs, sharding, transformer
 from models.moe import layer as moe_layer
 
-Params = definition.Params
-Aux = moe_layer.Aux
-Experts = kv_cache.Experts
-
 
 class Policy(Protocol):
   """A decoder that can be trained and sampled from: an `nnx.Module`.
@@ -47,7 +43,7 @@ class Policy(Protocol):
     copies: Int32[Array, "B L"] | None = None,
     experts: Int32[Array, "B L S k"] | None = None,
     layout: sharding.Layout | None = None,
-  ) -> tuple[Float[Array, "B L D"], Aux]:
+  ) -> tuple[Float[Array, "B L D"], moe_layer.Aux]:
     """Returns hidden states of packed rows, and how the routers did.
 
     Args:
@@ -76,7 +72,9 @@ class Policy(Protocol):
     chunks: tuple[int, int],
     *,
     layout: sharding.Layout | None = None,
-  ) -> tuple[Float[Array, "N D"], kv_cache.Past, kv_cache.Fresh, Experts]:
+  ) -> tuple[
+    Float[Array, "N D"], kv_cache.Past, kv_cache.Fresh, kv_cache.Experts
+  ]:
     """Returns hidden states of new ids, and where their keys and values are.
 
     The first P rows have up to C new ids each, the others one.

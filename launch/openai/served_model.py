@@ -11,8 +11,8 @@ import jax
 from launch.cli import jax_setup, workdir
 from launch.run import load_run
 from models import config as model_config
+from models import definition, sharding
 from models import policy as policy_lib
-from models import sharding
 from models.hf import config as hf_config
 from models.hf import load
 from rl import assemble
@@ -87,11 +87,7 @@ def read_run(
   """
   experiment = workdir.read_trained(run_dir)
   experiment = overrides.apply(experiment, changes)
-  experiment.validate()
-  experiment.validate_initial()
-  experiment.engine.validate_installed()
-  jax_setup.prepare(experiment.placement)
-  experiment.placement.layouts()
+  load_run.prepare(experiment)
   return experiment
 
 
@@ -165,6 +161,6 @@ def _load(
   directory: pathlib.Path,
   model: model_config.ModelConfig,
   layout: sharding.Layout,
-) -> policy_lib.Params:
+) -> definition.Params:
   with jax.transfer_guard("allow"):
     return load.load(directory, model, layout)

@@ -15,7 +15,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from models import config as config_lib
-from models import policy as policy_lib
+from models import definition
 from models.chat import word_chat
 from models.hf import config as hf_config
 from models.hf import parameter_names, safetensors_io, tokenizer_files
@@ -30,7 +30,7 @@ _to_stored = jax.jit(
 
 def export(
   directory: str | os.PathLike[str],
-  params: policy_lib.Params,
+  params: definition.Params,
   config: config_lib.ModelConfig,
   tokenizer: Tokenizer = None,
   max_file_bytes: int = 5_000_000_000,
@@ -85,7 +85,7 @@ def _write(
 
 
 def _checked(
-  params: policy_lib.Params, config: config_lib.ModelConfig
+  params: definition.Params, config: config_lib.ModelConfig
 ) -> list[_Leaf]:
   """Returns the leaves, which are those of the config."""
   entries = parameter_names.entries(config)
@@ -131,11 +131,7 @@ def _gathered(
   """Yields every tensor on the host, in the order of `_plan`."""
   for entry, leaf in zip(entries, leaves, strict=True):
     like = parameter_names.Entry((), entry.axes, entry.shape, entry.num_in)
-    stored = _to_stored(leaf, like)
-    if stored.is_fully_addressable:
-      host = jax.device_get(stored)
-    else:
-      host = multihost_utils.process_allgather(stored, tiled=True)
+    host = safetensors_io.on_host(_to_stored(leaf, like))
     yield from host if entry.stacked else [host]
 
 
@@ -172,7 +168,7 @@ def _write_tensors(
       file.write(safetensors_io.header(content))
       for tensor in content:
         # bfloat16 has no buffers of its own.
-        data = np.ascontiguousarray(next(tensors)).reshape(-1).view(np.uint8)
+        data = next(tensors).reshape(-1).view(np.uint8)
         total += file.write(data.data)
         places[tensor] = name
   # Past the last one: the generator ends as it does on the other hosts.

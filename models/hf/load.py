@@ -13,7 +13,7 @@ import functools
 import os
 import pathlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -21,8 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from models import config as config_lib
-from models import policy as policy_lib
-from models import sharding
+from models import definition, sharding
 from models.hf import config as hf_config
 from models.hf import parameter_names, safetensors_io, tokenizer_files
 
@@ -41,7 +40,7 @@ def load(
   directory: str | os.PathLike[str],
   config: config_lib.ModelConfig,
   layout: sharding.Layout | None = None,
-) -> policy_lib.Params:
+) -> definition.Params:
   """Returns the parameters of a checkpoint, in `config.compute.dtype`.
 
   The tree is that of `policy.of`, without adapters. With tied
@@ -58,7 +57,7 @@ def load(
       infinity.
   """
   with safetensors_io.TensorFiles(directory) as files:
-    _raise(files, _problems(files, config))
+    refuse(files.directory, _problems(files, config))
     return place(files, config, layout)
 
 
@@ -73,13 +72,14 @@ def check(
       from config.json.
   """
   with safetensors_io.TensorFiles(directory) as files:
-    _raise(files, _problems(files, config))
+    refuse(files.directory, _problems(files, config))
 
 
-def _raise(files: safetensors_io.TensorFiles, problems: list[str]) -> None:
+def refuse(directory: pathlib.Path, problems: Sequence[str]) -> None:
+  """Raises Unusable for a directory with problems."""
   if problems:
     listing = "\n  ".join(problems)
-    raise Unusable(f"{files.directory} cannot be loaded:\n  {listing}")
+    raise Unusable(f"{directory} cannot be loaded:\n  {listing}")
 
 
 def _problems(
@@ -228,7 +228,7 @@ def place(
   files: safetensors_io.TensorFiles,
   config: config_lib.ModelConfig,
   layout: sharding.Layout | None = None,
-) -> policy_lib.Params:
+) -> definition.Params:
   """Returns what `load` returns, from open files that passed `check`.
 
   `files.bytes_read` grows by what the devices of this host keep; what several
@@ -267,7 +267,7 @@ def place(
       f"NaN or infinity in {len(bad)} tensors: {names}; copy the files again, "
       "or use another checkpoint"
     )
-    _raise(files, [problem])
+    refuse(files.directory, [problem])
   if config.tie_embeddings and parameter_names.HEAD in files.tensors:
     equal = jax.jit(jnp.array_equal, out_shardings=layout and layout.sharding())
     entry = dataclasses.replace(entries["embed"], names=(parameter_names.HEAD,))
@@ -277,7 +277,7 @@ def place(
         "tie_embeddings=false, "
         "here and in config.json, uses both"
       )
-      _raise(files, [problem])
+      refuse(files.directory, [problem])
   return params
 
 

@@ -12,8 +12,8 @@ from typing import Any
 import jax
 
 from models import config as config_lib
+from models import definition, sharding
 from models import policy as policy_lib
-from models import sharding
 
 EMBED = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
@@ -102,7 +102,7 @@ class Entry:
     return flat.swapaxes(-1, -2)
 
 
-def entries(config: config_lib.ModelConfig) -> policy_lib.Params:
+def entries(config: config_lib.ModelConfig) -> definition.Params:
   """Returns the tree of parameters with an Entry as each leaf; no adapters."""
   bare = policy_lib.of(dataclasses.replace(config, lora=None))
 

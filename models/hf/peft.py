@@ -29,10 +29,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import safetensors.numpy
-from jax.experimental import multihost_utils
 
 from models import config as config_lib
-from models import lora, sharding
+from models import definition, lora, sharding
 from models import policy as policy_lib
 from models.hf import load as load_lib
 from models.hf import parameter_names, safetensors_io
@@ -97,7 +96,7 @@ class _Target:
 
 def export(
   directory: str | os.PathLike[str],
-  params: policy_lib.Params,
+  params: definition.Params,
   config: config_lib.ModelConfig,
   base: str | None = None,
 ) -> None:
@@ -119,7 +118,8 @@ def export(
   adapters, _ = lora.split(params)
   _check(adapters, config)
   tensors = {
-    name: _host(tensor) for name, tensor in _tensors(adapters, config).items()
+    name: safetensors_io.on_host(tensor)
+    for name, tensor in _tensors(adapters, config).items()
   }
   if jax.process_index():
     return
@@ -134,7 +134,7 @@ def load(
   directory: str | os.PathLike[str],
   config: config_lib.ModelConfig,
   layout: sharding.Layout | None = None,
-) -> policy_lib.Params:
+) -> definition.Params:
   """Returns adapters in `config.compute.dtype`; `lora.join` adds the base.
 
   Args:
@@ -148,7 +148,7 @@ def load(
       not finite.
   """
   path = pathlib.Path(directory)
-  _raise(path, _config_problems(path, config))
+  load_lib.refuse(path, _config_problems(path, config))
   shapes, _ = lora.split(policy_lib.of(config).shapes)
   tensors = _read(path, config, shapes)
   adapters = jax.tree.map(lambda leaf: leaf, shapes)
@@ -157,7 +157,7 @@ def load(
     pairs = zip(target.of(adapters), target.of(shapes), strict=True)
     for place, (own, like) in enumerate(pairs):
       own["a"], own["b"] = _unpack(target, place, a, b, like)
-  _raise(path, _shared(tensors, _tensors(adapters, config)))
+  load_lib.refuse(path, _shared(tensors, _tensors(adapters, config)))
   if layout is None:
     return jax.device_put(adapters)
   axes, _ = lora.split(policy_lib.of(config).axes)
@@ -345,11 +345,11 @@ def _read(
   ]
   with safetensors_io.TensorFiles(path, TENSORS, None) as files:
     problems = load_lib.tensor_problems(files, entries, tied=False)
-    _raise(path, [*files.problems, *problems])
+    load_lib.refuse(path, [*files.problems, *problems])
     tensors = {name: files.read(name) for name in wanted}
   bad = [name for name, x in tensors.items() if not np.isfinite(x).all()]
   if bad:
-    _raise(path, [f"NaN or infinity in {safetensors_io.listing(bad)}"])
+    load_lib.refuse(path, [f"NaN or infinity in {safetensors_io.listing(bad)}"])
   dtype = jnp.dtype(config.compute.dtype)
   return {name: tensor.astype(dtype) for name, tensor in tensors.items()}
 
@@ -379,15 +379,3 @@ def _check(adapters: Any, config: config_lib.ModelConfig) -> None:
       "the parameters have no adapters, or not those of model.lora="
       f"{config.lora}; pass the config that they were made with"
     )
-
-
-def _host(tensor: jax.Array) -> np.ndarray:
-  if tensor.is_fully_addressable:
-    return np.ascontiguousarray(jax.device_get(tensor))
-  return multihost_utils.process_allgather(tensor, tiled=True)
-
-
-def _raise(path: pathlib.Path, problems: Sequence[str]) -> None:
-  if problems:
-    listing = "\n  ".join(problems)
-    raise load_lib.Unusable(f"{path} cannot be loaded:\n  {listing}")

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from models import policy as policy_lib
+from models.moe import layer as moe_layer
 from rl.algorithms import corrections as corrections_lib
 from rl.algorithms import kl as kl_lib
 from rl.algorithms import losses, packed_row
@@ -92,7 +92,7 @@ class Scored(NamedTuple):
   logprobs: Float[Array, "B L"]
   entropy: Float[Array, "B L"]
   values: Float[Array, "B L"] | None
-  aux: policy_lib.Aux | None
+  aux: moe_layer.Aux | None
 
 
 class CorrectionSums(NamedTuple):
@@ -134,7 +134,7 @@ class ObjectiveSums(NamedTuple):
   correction: CorrectionSums | None
   kl: Float[Array, ""] | None
   critic: value_loss_lib.ValueSums | None
-  router: policy_lib.Aux | None
+  router: moe_layer.Aux | None
 
 
 def zero(
@@ -152,8 +152,8 @@ def zero(
   router = None
   if num_experts:
     sizes = {"load": num_experts}
-    router = policy_lib.Aux(
-      *(jnp.zeros(sizes.get(name, ())) for name in policy_lib.Aux._fields)
+    router = moe_layer.Aux(
+      *(jnp.zeros(sizes.get(name, ())) for name in moe_layer.Aux._fields)
     )
   return ObjectiveSums(
     tokens=scalar,

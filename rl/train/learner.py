@@ -23,8 +23,8 @@ import optax
 from jaxtyping import Array, Float, Float32
 
 from models import config as model_config
+from models import definition, lora, sharding
 from models import logprobs as logprobs_lib
-from models import lora, sharding
 from models import policy as policy_lib
 from rl.algorithms import objective as objective_lib
 from rl.algorithms import references
@@ -55,8 +55,8 @@ class Accumulator(NamedTuple):
 
 
 def score_tokens(
-  params: policy_lib.Params,
-  critic: policy_lib.Params | None,
+  params: definition.Params,
+  critic: definition.Params | None,
   batch: batch_lib.Batch,
   *,
   config: model_config.ModelConfig,
@@ -113,7 +113,7 @@ def score_tokens(
 
 
 def _values(
-  critic: policy_lib.Params, hidden: Float[Array, "B L D"]
+  critic: definition.Params, hidden: Float[Array, "B L D"]
 ) -> Float32[Array, "B L"]:
   wide = hidden.astype(jnp.float32)
   return jnp.einsum("bld,d->bl", wide, critic["kernel"]) + critic["bias"]
@@ -200,7 +200,7 @@ class Learner:
     """Returns a fresh state, born sharded."""
     return self.wrap(self._draw(key))
 
-  def wrap(self, params: policy_lib.Params) -> train_state.TrainState:
+  def wrap(self, params: definition.Params) -> train_state.TrainState:
     """Returns a state that holds these parameters, placed as in `abstract`.
 
     Its optimizer is fresh, its critic says 0, and the parameters themselves are
@@ -221,21 +221,21 @@ class Learner:
     return jax.device_put(batch, self._layout.sharding("batch"))
 
   def score(
-    self, params: policy_lib.Params, batch: batch_lib.Batch
+    self, params: definition.Params, batch: batch_lib.Batch
   ) -> Float32[Array, "B L"]:
     """Returns the log-probability of every token, in nats."""
     return self._score(params, self.place(batch))
 
   def score_base(
-    self, params: policy_lib.Params, batch: batch_lib.Batch
+    self, params: definition.Params, batch: batch_lib.Batch
   ) -> Float32[Array, "B L"]:
     """Returns the same without adapters."""
     return self._score_base(lora.drop(params), self.place(batch))
 
   def values(
     self,
-    params: policy_lib.Params,
-    critic: policy_lib.Params,
+    params: definition.Params,
+    critic: definition.Params,
     batch: batch_lib.Batch,
   ) -> Float32[Array, "B L"]:
     """Returns the critic's value before every token."""
@@ -247,10 +247,10 @@ class Learner:
 
   def accumulate(
     self,
-    params: policy_lib.Params,
+    params: definition.Params,
     total: Accumulator,
     batch: batch_lib.Batch,
-    critic: policy_lib.Params | None = None,
+    critic: definition.Params | None = None,
   ) -> Accumulator:
     """Returns the sums with one more batch in them; donates `total`."""
     trainable, frozen = train_state.split(params, critic)
@@ -304,8 +304,8 @@ class Learner:
 
   def _scored(
     self,
-    params: policy_lib.Params,
-    critic: policy_lib.Params | None,
+    params: definition.Params,
+    critic: definition.Params | None,
     batch: batch_lib.Batch,
     *,
     through_body: bool,

@@ -9,7 +9,7 @@ import optax
 from jaxtyping import Array
 
 from models import config as model_config
-from models import lora, sharding
+from models import definition, lora, sharding
 from models import policy as policy_lib
 from rl.algorithms import references
 
@@ -28,22 +28,22 @@ class TrainState(NamedTuple):
     reference: the initial parameters, to stay close to; None if not kept.
   """
 
-  params: policy_lib.Params
+  params: definition.Params
   opt_state: optax.OptState
   updates: Array
   master: "Trainable | None" = None
-  critic: policy_lib.Params | None = None
-  reference: policy_lib.Params | None = None
+  critic: definition.Params | None = None
+  reference: definition.Params | None = None
 
 
 class Trainable(NamedTuple):
   """The parameters with a gradient: all or the adapters, and the critic."""
 
-  policy: policy_lib.Params
-  critic: policy_lib.Params | None
+  policy: definition.Params
+  critic: definition.Params | None
 
 
-def critic_head(config: model_config.ModelConfig) -> policy_lib.Params:
+def critic_head(config: model_config.ModelConfig) -> definition.Params:
   """Returns the shapes of a critic's head; it begins with zeros."""
   return {
     "kernel": jax.ShapeDtypeStruct((config.d_model,), jnp.float32),
@@ -75,7 +75,7 @@ def begin(
 def shapes(
   config: model_config.ModelConfig,
   begin: Callable[..., tuple[optax.OptState, Array, Trainable | None]],
-  head: policy_lib.Params | None,
+  head: definition.Params | None,
   *,
   has_reference: bool,
 ) -> TrainState:

@@ -17,7 +17,8 @@ from flax import nnx
 from envs import rewards
 from launch import explain
 from models import config as config_lib
-from models import kv_cache, logprobs, policy, sharding
+from models import kv_cache, logprobs, sharding
+from models.moe import layer as moe_layer
 from rl import assemble, initial_state
 from rl import experiment as experiment_lib
 from rl.engine.builtin import settings as engine_settings
@@ -64,7 +65,7 @@ class Recall(nnx.Module):
       seen |= parents[:, :, None] == segments[:, None, :]
     seen &= jnp.tri(tokens.shape[1], dtype=bool)
     zero = jnp.zeros(())
-    aux = policy.Aux(zero, zero, zero, jnp.zeros(0), zero, zero)
+    aux = moe_layer.Aux(zero, zero, zero, jnp.zeros(0), zero, zero)
     return self._recall(x, k, v, seen), aux
 
   def feed(self, past, lengths, tokens, positions, chunks, *, layout=None):

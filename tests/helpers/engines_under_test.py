@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from models import config as config_lib
-from models import logprobs, sharding
+from models import definition, logprobs, sharding
 from models import policy as policy_lib
 from rl.engine import contract
 from rl.engine.builtin import settings as engine_settings
@@ -74,7 +74,7 @@ def parameters() -> list[Any]:
 @functools.cache
 def weights(
   seed: int, config: config_lib.ModelConfig = CONFIG
-) -> policy_lib.Params:
+) -> definition.Params:
   """Large and without structure, so that answers vary."""
   leaves, tree = jax.tree.flatten(policy_lib.of(config).init(jax.random.key(0)))
   rng = np.random.default_rng(seed)
@@ -188,7 +188,7 @@ class Served:
       await asyncio.sleep(0.001)
     return version
 
-  def placed(self, version: int) -> policy_lib.Params:
+  def placed(self, version: int) -> definition.Params:
     """Returns the weights of a version where the engine wants them."""
     axes = policy_lib.of(self.config).axes
     params = weights(version % 5, self.config)

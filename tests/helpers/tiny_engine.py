@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from models import config as config_lib
-from models import policy as policy_lib
-from models import sharding
+from models import definition, sharding
 from rl.engine import contract
 from rl.engine.builtin import engine as builtin_engine
 from rl.engine.builtin import settings as engine_settings
@@ -47,7 +46,7 @@ class Served(engines_under_test.Served):
   """A running built-in engine; its weights are placed once."""
 
   engine: builtin_engine.BuiltinEngine
-  ready: dict[int, policy_lib.Params] = dataclasses.field(default_factory=dict)
+  ready: dict[int, definition.Params] = dataclasses.field(default_factory=dict)
 
   def is_greedy(
     self,
@@ -71,7 +70,7 @@ class Served(engines_under_test.Served):
     finally:
       go.set()
 
-  def placed(self, version: int) -> policy_lib.Params:
+  def placed(self, version: int) -> definition.Params:
     if version % 5 not in self.ready:
       self.ready[version % 5] = super().placed(version)
     return self.ready[version % 5]

@@ -23,7 +23,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float32, Int32
 
 from models import config as model_config
-from models import kv_cache, logprobs, sharding
+from models import definition, kv_cache, logprobs, sharding
 from models import policy as policy_lib
 from rl.engine import sampling
 
@@ -145,7 +145,7 @@ class _Loop(NamedTuple):
 
 
 def advance(
-  params: policy_lib.Params,
+  params: definition.Params,
   cache: kv_cache.Cache,
   carry: Carry,
   biases: Float32[Array, "biases V"],

@@ -20,8 +20,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
 from models import config as model_config
-from models import policy as policy_lib
-from models import sharding
+from models import definition, sharding
 from rl.engine import contract
 from rl.engine.builtin import (
   decode_step,
@@ -98,7 +97,7 @@ class BuiltinEngine:
       platform=layout.platform,
     )
     self._version = -1
-    self._params: policy_lib.Params | None = None
+    self._params: definition.Params | None = None
     self._in_flight: collections.deque[
       tuple[dispatch_plan.Dispatch, asyncio.Future[decode_step.Sampled]]
     ] = collections.deque()
@@ -117,7 +116,7 @@ class BuiltinEngine:
 
   async def start(
     self,
-    params: policy_lib.Params,
+    params: definition.Params,
     version: int,
     report: Callable[[str], None] = lambda text: None,
   ) -> None:
@@ -224,7 +223,7 @@ class BuiltinEngine:
   async def update_weights(
     self,
     version: int,
-    params: policy_lib.Params,
+    params: definition.Params,
     in_flight: contract.InFlight = "recompute",
   ) -> None:
     """Serves `params` from now on; see `contract.DecodeEngine`."""
@@ -253,7 +252,7 @@ class BuiltinEngine:
   def _swap(
     self,
     version: int,
-    params: policy_lib.Params,
+    params: definition.Params,
     in_flight: contract.InFlight,
   ) -> None:
     if in_flight == "abort":
@@ -387,7 +386,7 @@ class BuiltinEngine:
 
   def _execute(
     self,
-    params: policy_lib.Params,
+    params: definition.Params,
     dispatch: dispatch_plan.Dispatch,
     copies: Sequence[tuple[int, int]],
     biases: Sequence[tuple[int, Any]],

@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Float32
 
 from models import config as model_config
-from models import kv_cache, sharding
+from models import definition, kv_cache, sharding
 from models import policy as policy_lib
 from rl.engine.builtin import block_manager, decode_step, dispatch_shapes
 
@@ -124,7 +124,7 @@ class ModelRunner:
         )(self._cache, jax.device_put(tables, self._whole))
     self._carry, self._biases = jax.jit(rest, out_shardings=self._whole)()
 
-  def warm_up(self, params: policy_lib.Params, shape: Shape) -> None:
+  def warm_up(self, params: definition.Params, shape: Shape) -> None:
     """Compiles one shape, by a dispatch of idle rows."""
     rows, chunks, length = shape
     width = self._shapes.width(length)
@@ -138,7 +138,7 @@ class ModelRunner:
 
   def advance(
     self,
-    params: policy_lib.Params,
+    params: definition.Params,
     plan: decode_step.DispatchPlan,
     chunks: tuple[int, int],
     copies: Sequence[tuple[int, int]] = (),

@@ -21,8 +21,7 @@ from typing import Any
 import jax
 
 from models import config as model_config
-from models import policy as policy_lib
-from models import sharding
+from models import definition, sharding
 from rl.engine import contract
 from rl.engine.sglang import requests as sglang_requests
 from rl.engine.sglang import scheduler_thread
@@ -60,7 +59,7 @@ class SglangEngine:
     self._layout = layout
     self._thread = thread
     self._upstream = upstream
-    self._shapes: policy_lib.Params = {}
+    self._shapes: definition.Params = {}
     self._program = jax.jit(
       functools.partial(sglang_weights.convert, config=config)
     )
@@ -94,7 +93,7 @@ class SglangEngine:
 
   async def start(
     self,
-    params: policy_lib.Params,
+    params: definition.Params,
     version: int,
     report: Callable[[str], None] = lambda text: None,
   ) -> None:
@@ -240,7 +239,7 @@ class SglangEngine:
   async def update_weights(
     self,
     version: int,
-    params: policy_lib.Params,
+    params: definition.Params,
     in_flight: contract.InFlight = "recompute",
   ) -> None:
     """Serves `params` from now on; see `contract.DecodeEngine`."""
@@ -289,7 +288,7 @@ class SglangEngine:
       self._swapping = False
       self._admit_again()
 
-  def _convert(self, params: policy_lib.Params) -> tuple[list[Any], int]:
+  def _convert(self, params: definition.Params) -> tuple[list[Any], int]:
     converted = self._program(params)
     paths, leaves = self._open_bridge.leaves
     filled = sglang_weights.fill(converted, paths, leaves)

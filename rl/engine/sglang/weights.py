@@ -26,8 +26,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from models import config as config_lib
-from models import lora, quantize
-from models import policy as policy_lib
+from models import definition, lora, quantize
 from models.hf import config as hf_config
 
 HEAD_DIM = 128
@@ -87,7 +86,7 @@ def name_of(path: str) -> str:
 
 
 def convert(
-  params: policy_lib.Params, config: config_lib.ModelConfig
+  params: definition.Params, config: config_lib.ModelConfig
 ) -> dict[str, Float[Array, "..."]]:
   """Returns the leaves of sglang-jax by name; call it inside of jit."""
   params = quantize.dequantize(params, config.compute.dtype)
@@ -142,7 +141,7 @@ def fill(
   return filled
 
 
-def _layer(layer: policy_lib.Params) -> dict[str, Float[Array, "..."]]:
+def _layer(layer: definition.Params) -> dict[str, Float[Array, "..."]]:
   attention = layer["attention"]
   root = math.sqrt(HEAD_DIM / attention["query"].shape[-1])
   leaves = {

@@ -13,7 +13,7 @@ import optax
 import pytest
 
 from models import config as config_lib
-from models import logprobs
+from models import definition, logprobs
 from models import policy as policy_lib
 from rl.algorithms import algorithm as algorithm_lib
 from rl.algorithms import (
@@ -415,7 +415,7 @@ def build_whole(
 
 
 @functools.cache
-def weights() -> tuple[policy_lib.Params, Any]:
+def weights() -> tuple[definition.Params, Any]:
   """Large and without structure, so that nothing is nearly 0."""
   draws = np.random.default_rng(5)
   with jax.transfer_guard("allow"):
