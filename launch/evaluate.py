@@ -8,7 +8,7 @@ import pathlib
 from absl import app
 from absl import flags as absl_flags
 
-from launch.cli import flags, jax_setup, workdir
+from launch.cli import flags, workdir
 from launch.run import load_run
 from rl import experiment as experiment_lib
 from rl.rollout import evaluate
@@ -24,10 +24,9 @@ _TEMPERATURE = absl_flags.DEFINE_float(
 )
 
 
-def main(argv: list[str]) -> None:
+@flags.command
+def main() -> None:
   """Plays held-out tasks; prints the success rate with its interval."""
-  if len(argv) > 1:
-    raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
   with flags.exit_on_setting_error():
     experiment = workdir.read_trained(_RUN.value)
     if _TEMPERATURE.value is not None:
@@ -35,11 +34,7 @@ def main(argv: list[str]) -> None:
         experiment.evaluation, temperature=_TEMPERATURE.value
       )
       experiment = dataclasses.replace(experiment, evaluation=settings)
-    experiment.validate()
-    experiment.validate_initial()
-    experiment.engine.validate_installed()
-    jax_setup.prepare(experiment.placement)
-    experiment.placement.layouts()
+    load_run.prepare(experiment)
   asyncio.run(_evaluate(experiment, pathlib.Path(_RUN.value)))
 
 

@@ -13,7 +13,7 @@ import pathlib
 from absl import app
 from absl import flags as absl_flags
 
-from launch.cli import flags, jax_setup, workdir
+from launch.cli import flags, workdir
 from launch.run import load_run
 from models import lora
 from models.hf import export, peft
@@ -46,10 +46,9 @@ _PLATFORM = absl_flags.DEFINE_enum(
 )
 
 
-def main(argv: list[str]) -> None:
+@flags.command
+def main() -> None:
   """Restores the newest checkpoint and writes it."""
-  if len(argv) > 1:
-    raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
   target = pathlib.Path(_DIRECTORY.value)
   with flags.exit_on_setting_error():
     experiment = workdir.read_trained(_RUN.value)
@@ -58,9 +57,6 @@ def main(argv: list[str]) -> None:
         experiment.placement, platform=_PLATFORM.value
       )
       experiment = dataclasses.replace(experiment, placement=placement)
-    experiment.validate()
-    experiment.validate_initial()
-    experiment.engine.validate_installed()
     # os.path.exists is False without permission; writing then reports it.
     if os.path.exists(target):
       raise overrides.SettingError(
@@ -71,8 +67,7 @@ def main(argv: list[str]) -> None:
       raise overrides.SettingError(f"--tokenizer={source}: no such directory")
     if _ADAPTER.value:
       _check_adapter(experiment, source)
-    jax_setup.prepare(experiment.placement)
-    experiment.placement.layouts()
+    load_run.prepare(experiment)
   run_dir = pathlib.Path(_RUN.value)
   step = asyncio.run(_export(experiment, run_dir, target))
   print(f"{target}: {experiment.environment.name} after {step} rounds")

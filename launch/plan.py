@@ -14,10 +14,9 @@ those of an earlier run. Nothing touches a device.
 import itertools
 import os
 import pathlib
-import signal
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TextIO
 
 from absl import app
@@ -45,18 +44,9 @@ absl_flags.adopt_module_key_flags(flags)
 _SHOWN = 8
 
 
-def main(argv: Sequence[str]) -> None:
+@flags.command
+def main() -> None:
   """Loads the problem, solves it, prints and writes the plan."""
-  if len(argv) > 1:
-    raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
-  try:
-    _plan()
-  except KeyboardInterrupt:
-    print("interrupted", file=sys.stderr)
-    sys.exit(128 + signal.SIGINT)
-
-
-def _plan() -> None:
   with flags.exit_on_setting_error():
     problem = flags.load_from_command_line(check)
     if _CALIBRATE.value is not None:
@@ -230,10 +220,5 @@ def write(
   print(f"{out}: python -m launch.train --config={out} --workdir=DIR")
 
 
-def run() -> None:
-  """Entry point of the command line."""
-  app.run(main, flags_parser=flags.parse)
-
-
 if __name__ == "__main__":
-  run()
+  app.run(main, flags_parser=flags.parse)

@@ -63,10 +63,9 @@ _ANSWER_S = absl_flags.DEFINE_float(
 )
 
 
-def main(argv: list[str]) -> None:
+@flags.command
+def main() -> None:
   """Checks flags, settings, port and file; serves until a signal."""
-  if len(argv) > 1:
-    raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
   with contextlib.ExitStack() as closing:
     with flags.exit_on_setting_error():
       serving = openai_app.Serving(

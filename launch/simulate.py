@@ -10,9 +10,8 @@ FILE has a get_config() that returns a `simulate.Simulation`; see
 
 import pathlib
 import shutil
-import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import TextIO
 
 from absl import app
@@ -40,18 +39,9 @@ _CAUSES = {
 }
 
 
-def main(argv: Sequence[str]) -> None:
+@flags.command
+def main() -> None:
   """Simulates, prints the result and writes the timeline."""
-  if len(argv) > 1:
-    raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
-  try:
-    _simulate()
-  except KeyboardInterrupt:
-    print("interrupted", file=sys.stderr)
-    sys.exit(128 + signal.SIGINT)
-
-
-def _simulate() -> None:
   with flags.exit_on_setting_error():
     chosen = flags.load_from_command_line(check)
     if _TIMELINE.value is not None:
@@ -146,10 +136,5 @@ def _lags(lags: Mapping[int, int]) -> str:
   return ", ".join(f"{lag}: {n / total:.1%}" for lag, n in lags.items())
 
 
-def run() -> None:
-  """Entry point of the command line."""
-  app.run(main, flags_parser=flags.parse)
-
-
 if __name__ == "__main__":
-  run()
+  app.run(main, flags_parser=flags.parse)

@@ -29,10 +29,9 @@ _PARALLEL = absl_flags.DEFINE_integer(
 absl_flags.adopt_module_key_flags(flags)
 
 
-def main(argv: list[str]) -> None:
+@flags.command
+def main() -> None:
   """Checks every run, then starts them; exits with 1 if one failed."""
-  if len(argv) > 1:
-    raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
   path = absl_flags.FLAGS.config
   with flags.exit_on_setting_error():
     given = flags.overrides()

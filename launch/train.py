@@ -31,10 +31,9 @@ _EXPLAIN = absl_flags.DEFINE_bool(
 absl_flags.adopt_module_key_flags(flags)
 
 
-def main(argv: list[str]) -> None:
+@flags.command
+def main() -> None:
   """Loads and checks settings and devices, claims the directory, runs."""
-  if len(argv) > 1:
-    raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
   with flags.exit_on_setting_error():
     experiment = flags.load_from_command_line(experiment_lib.check_experiment)
     workdir.check_initial(_WORKDIR.value, experiment)

@@ -168,12 +168,8 @@ def _by_part(settings: _Settings, x):
 
 
 def _logits(settings: _Settings, hidden, tables) -> Float32[Array, "P C V"]:
-  logits, *others = (
-    jnp.einsum("pcd,vd->pcv", x, table, preferred_element_type=jnp.float32)
-    for x, table in zip(hidden, tables, strict=True)
-  )
-  logits = sum(others, logits) / settings.temperature
-  return sharding.constrain(settings.layout, logits, "batch", None, "vocab")
+  whole = logits(list(map(Term, hidden, tables))) / settings.temperature
+  return sharding.constrain(settings.layout, whole, "batch", None, "vocab")
 
 
 class _Summary(NamedTuple):

@@ -98,7 +98,9 @@ class Adapted(nnx.Module):
   def matrices(self) -> dict[str, nnx.Param]:
     """Returns the module's own parameters by name."""
     return {
-      name: node for name, node in vars(self).items() if _is_parameter(node)
+      name: node
+      for name, node in vars(self).items()
+      if isinstance(node, nnx.Param)
     }
 
   def values(self) -> dict[str, Any]:
@@ -116,10 +118,6 @@ class Adapted(nnx.Module):
         for name, adapter in adapters.items()
       }
     return values
-
-
-def _is_parameter(node: Any) -> bool:
-  return isinstance(node, nnx.Param)
 
 
 def adapter_axes(

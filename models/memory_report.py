@@ -6,7 +6,7 @@ whatever is laid out like them, are exact; activations are an estimate.
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -283,18 +283,14 @@ def _name(path: tuple[Any, ...]) -> tuple[int, str]:
 def _ranges(numbers: Iterable[int]) -> str:
   """Returns "0-2,5" for 0, 1, 2, 5."""
 
-  def runs() -> Iterator[tuple[int, int]]:
-    first = last = None
-    for number in numbers:
-      if last is None or first is None or number != last + 1:
-        if first is not None and last is not None:
-          yield first, last
-        first = number
-      last = number
-    if first is not None and last is not None:
-      yield first, last
-
-  return ",".join(f"{a}-{b}" if b > a else f"{a}" for a, b in runs())
+  runs: list[tuple[int, int]] = []
+  for number in numbers:
+    first, last = runs.pop() if runs else (number, number)
+    if number > last + 1:
+      runs.append((first, last))
+      first = number
+    runs.append((first, number))
+  return ",".join(f"{a}-{b}" if b > a else f"{a}" for a, b in runs)
 
 
 def _has_scores(

@@ -84,7 +84,11 @@ def read_json(file: pathlib.Path, *, as_kept: bool = True) -> Any:
         _restore(file, name, path, lines)
     return overrides.from_json(data)
   except overrides.SettingError as error:
-    raise overrides.SettingError(f"{file}: {error}") from error
+    raise overrides.SettingError(
+      f"{file}: {error} (If an older version saved this run, it cannot be "
+      "loaded, as settings and parameters had other names: start a new run, or "
+      "use that version.)"
+    ) from error
   except ValueError as error:
     raise overrides.SettingError(f"{file} is not JSON: {error}") from error
 

@@ -3,13 +3,16 @@
   python -m launch.train --config=configs/x.py --config.rollout.group_size=8
 
 A program that takes it is `app.run(main, flags_parser=flags.parse)`, with
-`load_from_command_line()` inside `exit_on_setting_error()` in its main.
+`load_from_command_line()` inside `exit_on_setting_error()` in its main, which
+is a `command`.
 """
 
 import contextlib
 import difflib
+import functools
 import pathlib
 import re
+import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -32,6 +35,22 @@ _CONFIG = absl_flags.DEFINE_string(
 
 # absl has no flag whose name is open-ended, so parse() leaves them here.
 _overrides: dict[str, str | None] = {}
+
+
+def command(program: Callable[[], None]) -> Callable[[Sequence[str]], None]:
+  """Returns the `main` of a program that takes flags only; Ctrl-C ends it."""
+
+  @functools.wraps(program)
+  def main(argv: Sequence[str]) -> None:
+    if len(argv) > 1:
+      raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
+    try:
+      program()
+    except KeyboardInterrupt:
+      print("interrupted", file=sys.stderr)
+      sys.exit(128 + signal.SIGINT)
+
+  return main
 
 
 def parse(argv: Sequence[str]) -> list[str]:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float32
 
-from launch.openai import json_fields
+from launch.openai import disconnect, json_fields
 from launch.openai import replies as openai_replies
 from launch.openai import requests as openai_requests
 from rl.agents import answer_stream, session_tree
@@ -62,7 +62,7 @@ class PendingAnswer:
         async with asyncio.timeout(self.answer_s):
           completions = await asyncio.gather(*answers)
     finally:
-      await _cancel(answers)
+      await disconnect.cancel(*answers)
     return self.reply_format.reply(
       [self._record(i, done) for i, done in enumerate(completions)]
     )
@@ -277,10 +277,4 @@ async def _merged(
       else:
         yield item
   finally:
-    await _cancel(pumps)
-
-
-async def _cancel(tasks: Sequence[asyncio.Task[Any]]) -> None:
-  for task in tasks:
-    task.cancel()
-  await asyncio.gather(*tasks, return_exceptions=True)
+    await disconnect.cancel(*pumps)

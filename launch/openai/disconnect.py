@@ -1,9 +1,4 @@
-"""Cancels work for a client when the client disconnects.
-
-Starlette's StreamingResponse is not used: with ASGI 2.4 it notices a client
-that left only at the next send, and a request that waits for its next token
-would hold its slot until then.
-"""
+"""Cancels work for a client when the client disconnects."""
 
 import asyncio
 import contextlib
@@ -31,16 +26,20 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T:
   """
   working = asyncio.create_task(work)
   watching = asyncio.create_task(_disconnected(receive))
-  both = (working, watching)
   try:
-    await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
     if not working.done():
       raise ClientGone
     return working.result()
   finally:
-    for task in both:
-      task.cancel()
-    await asyncio.gather(*both, return_exceptions=True)
+    await cancel(working, watching)
+
+
+async def cancel(*tasks: asyncio.Task[Any]) -> None:
+  """Cancels tasks and waits for their end, whatever it is."""
+  for task in tasks:
+    task.cancel()
+  await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _disconnected(receive: Receive) -> None:
@@ -48,8 +47,12 @@ async def _disconnected(receive: Receive) -> None:
     pass
 
 
-class Events(responses.Response):
+class Events(responses.StreamingResponse):
   """Server-sent events, until they end or the client disconnects.
+
+  With ASGI 2.4 a StreamingResponse notices a client that left only at the next
+  send, and a request that waits for its next token would hold its slot until
+  then.
 
   Args:
     events: encoded; closed here.
@@ -64,9 +67,7 @@ class Events(responses.Response):
     on_end: Callable[[], None],
     headers: dict[str, str],
   ):
-    self.status_code = 200
-    self.background = None
-    self.init_headers({"cache-control": "no-cache", **headers})
+    super().__init__(events, headers={"cache-control": "no-cache", **headers})
     self._events = events
     self._on_end = on_end
 
@@ -75,21 +76,6 @@ class Events(responses.Response):
     try:
       async with contextlib.aclosing(self._events):
         with contextlib.suppress(ClientGone):
-          await unless_gone(receive, self._send(send))
+          await unless_gone(receive, self.stream_response(send))
     finally:
       self._on_end()
-
-  async def _send(self, send: Send) -> None:
-    await send(
-      {
-        "type": "http.response.start",
-        "status": self.status_code,
-        "headers": self.raw_headers,
-      }
-    )
-    async for event in self._events:
-      if event:
-        await send(
-          {"type": "http.response.body", "body": event, "more_body": True}
-        )
-    await send({"type": "http.response.body", "body": b""})

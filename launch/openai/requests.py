@@ -126,13 +126,7 @@ def chat_query(body: Mapping[str, Any]) -> ChatQuery:
     )
   parallel = json_fields.get(body, "parallel_tool_calls", bool, True)
   logprobs = json_fields.get(body, "logprobs", bool, False)
-  num_top = json_fields.get(body, "top_logprobs", int, 0)
-  if num_top:
-    raise json_fields.BadRequest(
-      f"top_logprobs={num_top}: only those of sampled tokens are known; use 0",
-      "top_logprobs",
-      "unsupported_value",
-    )
+  _num_top(body, "top_logprobs")
   limits = [
     json_fields.get(body, name, int, None)
     for name in ("max_completion_tokens", "max_tokens")
@@ -154,17 +148,11 @@ def text_query(body: Mapping[str, Any]) -> TextQuery:
     BadRequest: as `chat_query`.
   """
   _refuse_others(body, {*_SAMPLING, "prompt"})
-  num_top = json_fields.get(body, "logprobs", int, None)
-  if num_top:
-    raise json_fields.BadRequest(
-      f"logprobs={num_top}: only those of sampled tokens are known; use 0",
-      "logprobs",
-      "unsupported_value",
-    )
+  logprobs = _num_top(body, "logprobs") is not None
   limit = json_fields.get(body, "max_tokens", int, None)
   return TextQuery(
     prompt=_prompt(body.get("prompt")),
-    sampling=_sampling(body, limit, num_top is not None),
+    sampling=_sampling(body, limit, logprobs),
   )
 
 
@@ -200,6 +188,18 @@ def ending(body: Mapping[str, Any]) -> session_tree.Ending:
     )
   except ValueError as error:
     raise json_fields.BadRequest(str(error)) from error
+
+
+def _num_top(body: Mapping[str, Any], name: str) -> int | None:
+  """Returns how many other tokens are to be listed: 0, or None if not given."""
+  number = json_fields.get(body, name, int, None)
+  if number:
+    raise json_fields.BadRequest(
+      f"{name}={number}: only those of sampled tokens are known; use 0",
+      name,
+      "unsupported_value",
+    )
+  return number
 
 
 def _prompt(prompt: Any) -> str | tuple[int, ...]:
@@ -250,12 +250,7 @@ def _sampling(
     )
   for name, value in options.items():
     if name != "include_usage" and value:
-      raise json_fields.BadRequest(
-        f"stream_options.{name}={json_fields.shown(value)} is not supported; "
-        "leave it out",
-        f"stream_options.{name}",
-        "unsupported_parameter",
-      )
+      raise _unsupported(f"stream_options.{name}", value)
   return Sampling(
     temperature=json_fields.get(body, "temperature", float, None),
     top_p=json_fields.get(body, "top_p", float, 1.0),
@@ -308,12 +303,8 @@ def _message(data: Any, where: str) -> messages_lib.AgentMessage:
     known |= {"reasoning_content"}
   for name, value in data.items():
     if name not in known and value not in (None, []):
-      raise json_fields.BadRequest(
-        f"{where}.{name}={json_fields.shown(value)} cannot be shown to the "
-        "model; leave it out",
-        f"{where}.{name}",
-        "unsupported_parameter",
-      )
+      why = "cannot be shown to the model"
+      raise _unsupported(f"{where}.{name}", value, why)
   calls = json_fields.get(data, "tool_calls", list, [], f"{where}.")
   if calls and role != "assistant":
     raise json_fields.BadRequest(
@@ -351,11 +342,7 @@ def _part(part: Any, where: str) -> str:
 
 
 def _call(data: Any, where: str) -> tool_calls.ToolCall:
-  function = data.get("function") if isinstance(data, dict) else None
-  if not isinstance(function, dict) or data.get("type") != "function":
-    raise json_fields.BadRequest(
-      f"{where}: only function calls are supported", where
-    )
+  function = _function(data, where, "function calls")
   return tool_calls.ToolCall(
     name=json_fields.get(function, "name", str, where=f"{where}.function."),
     arguments=json_fields.get(
@@ -366,11 +353,7 @@ def _call(data: Any, where: str) -> tool_calls.ToolCall:
 
 
 def _tool(data: Any, where: str) -> Mapping[str, Any]:
-  function = data.get("function") if isinstance(data, dict) else None
-  if not isinstance(function, dict) or data.get("type") != "function":
-    raise json_fields.BadRequest(
-      f"{where}: only functions are supported", where
-    )
+  function = _function(data, where, "functions")
   json_fields.get(function, "name", str, where=f"{where}.function.")
   json_fields.get(function, "parameters", dict, {}, f"{where}.function.")
   if function.get("strict"):
@@ -380,6 +363,16 @@ def _tool(data: Any, where: str) -> Mapping[str, Any]:
       "unsupported_value",
     )
   return data
+
+
+def _function(data: Any, where: str, supported: str) -> Mapping[str, Any]:
+  """Returns the function of a call, or of a tool."""
+  function = data.get("function") if isinstance(data, dict) else None
+  if not isinstance(function, dict) or data.get("type") != "function":
+    raise json_fields.BadRequest(
+      f"{where}: only {supported} are supported", where
+    )
+  return function
 
 
 def _refuse_others(body: Mapping[str, Any], known: set[str]) -> None:
@@ -395,12 +388,18 @@ def _refuse_others(body: Mapping[str, Any], known: set[str]) -> None:
         if is_bool is (harmless is False)
       ):
         continue
-      raise json_fields.BadRequest(
-        f"{name}={json_fields.shown(value)} is not supported; leave it out",
-        name,
-        "unsupported_parameter",
-      )
+      raise _unsupported(name, value)
     raise _unknown(name, known)
+
+
+def _unsupported(
+  name: str, value: Any, why: str = "is not supported"
+) -> json_fields.BadRequest:
+  return json_fields.BadRequest(
+    f"{name}={json_fields.shown(value)} {why}; leave it out",
+    name,
+    "unsupported_parameter",
+  )
 
 
 def _unknown(name: str, known: Iterable[str]) -> json_fields.BadRequest:

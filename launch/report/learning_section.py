@@ -26,13 +26,7 @@ def tiles(rows: run_files.Rows) -> list[Tile]:
     _course(rows, "entropy", "Entropy", "{:.3g}", "nats a token"),
     _largest(rows, "clip_fraction", "Clipped", "{:.1%}", "of the tokens"),
     _kl_to_sampler(rows),
-    _share(
-      rows,
-      "zero_variance_groups",
-      "groups",
-      "Zero-variance groups",
-      "taught nothing",
-    ),
+    _zero_variance(rows),
     _skipped(rows),
   ]
   return [tile for tile in candidates if tile is not None]
@@ -130,14 +124,13 @@ def _kl_to_sampler(rows: run_files.Rows) -> Tile | None:
   return _largest(rows, key, "KL to the sampler", "{:.2g}", what)
 
 
-def _share(
-  rows: run_files.Rows, key: str, whole: str, label: str, what: str
-) -> Tile | None:
-  parts, all_ = _column(rows, key), sum(_column(rows, whole))
-  if not parts or not all_:
+def _zero_variance(rows: run_files.Rows) -> Tile | None:
+  parts = _column(rows, "zero_variance_groups")
+  groups = sum(_column(rows, "groups"))
+  if not parts or not groups:
     return None
-  share = f"{sum(parts) / all_:.0%}"
-  return label, share, f"{sum(parts):,.0f} of {all_:,.0f} groups {what}"
+  note = f"{sum(parts):,.0f} of {groups:,.0f} groups taught nothing"
+  return "Zero-variance groups", f"{sum(parts) / groups:.0%}", note
 
 
 def _skipped(rows: run_files.Rows) -> Tile | None:

@@ -5,10 +5,24 @@ import pathlib
 import sys
 from collections.abc import AsyncIterator
 
+from launch.cli import jax_setup
 from models.hf import load
 from rl import assemble, initial_state
 from rl import experiment as experiment_lib
 from rl.runtime import checkpoint
+
+
+def prepare(experiment: experiment_lib.Experiment) -> None:
+  """Checks the settings of a run, and starts jax on the devices it needs.
+
+  Raises:
+    ValueError: a setting cannot work, here or at all.
+  """
+  experiment.validate()
+  experiment.validate_initial()
+  experiment.engine.validate_installed()
+  jax_setup.prepare(experiment.placement)
+  experiment.placement.layouts()
 
 
 @contextlib.asynccontextmanager

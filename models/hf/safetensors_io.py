@@ -16,9 +16,11 @@ import shutil
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import safetensors
+from jax.experimental import multihost_utils
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -189,6 +191,13 @@ def whole_directory(target: pathlib.Path) -> Iterator[pathlib.Path]:
     ) from error
   finally:
     shutil.rmtree(partial, ignore_errors=True)
+
+
+def on_host(array: jax.Array) -> np.ndarray:
+  """Returns a whole array in order of its axes; each of several hosts calls."""
+  if array.is_fully_addressable:
+    return np.ascontiguousarray(jax.device_get(array))
+  return multihost_utils.process_allgather(array, tiled=True)
 
 
 def num_bytes(shape: tuple[int, ...], dtype: np.dtype) -> int:

@@ -272,12 +272,18 @@ def _check_same_model(
   tops = {name.split("/")[0] for name in wanted}
   has = {k: v["like"] for k, v in saved.items() if k.split("/")[0] in tops}
   wants = {k: _like(v) for k, v in wanted.items()}
+  renamed = ""
+  if wants.keys() - has.keys() and has.keys() - wants.keys():
+    renamed = (
+      ". If an older version saved it, parameters had other names: start again,"
+      " or use that version"
+    )
   for name in [*wants, *has]:
     if has.get(name) != wants.get(name):
       raise Mismatch(
         f"{path}: leaf {name} is {has.get(name, 'absent')}, but the state"
         f" to restore has {wants.get(name, 'no such leaf')}; use the model,"
-        " algorithm and optimizer of that run, or another directory"
+        f" algorithm and optimizer of that run, or another directory{renamed}"
       )
 
 

@@ -52,6 +52,20 @@ def test_a_directory_of_other_things_may_be_used(tmp_path, experiment):
   assert workdir.read(tmp_path) == experiment
 
 
+def test_a_run_of_an_older_version_says_why_it_cannot_be_read(tmp_path):
+  (tmp_path / "config.json").write_text('{"class": "rl.config.Experiment"}')
+  with pytest.raises(overrides.SettingError) as error:
+    workdir.read(tmp_path)
+  assert str(error.value).startswith(
+    f"{tmp_path}/config.json: config: cannot import rl.config.Experiment: "
+  )
+  assert str(error.value).endswith(
+    "; did you mean rl.experiment.Experiment? (If an older version saved this "
+    "run, it cannot be loaded, as settings and parameters had other names: "
+    "start a new run, or use that version.)"
+  )
+
+
 def test_a_run_that_never_saved_starts_over_with_any_config(
   tmp_path, experiment
 ):

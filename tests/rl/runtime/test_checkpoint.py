@@ -251,6 +251,16 @@ def test_another_model_is_an_error_that_names_the_leaf(
     checkpoints.restore(_abstract(other))
 
 
+def test_a_model_with_other_names_may_be_of_an_older_version(checkpoints):
+  checkpoints.save(1, {"params": {"router": jnp.ones(2)}}, {})
+  checkpoints.wait()
+  new = {"params": {"router": {"kernel": jnp.ones(2)}}}
+  with pytest.raises(checkpoint.Mismatch) as error:
+    checkpoints.restore(_abstract(new))
+  assert "leaf params/router/kernel is absent" in str(error.value)
+  assert "an older version saved it, parameters had other" in str(error.value)
+
+
 def test_a_leaf_that_was_never_saved_is_an_error(two_saved):
   abstract = _abstract(_state(0)._asdict() | {"ema": jnp.ones(3)})
   with pytest.raises(checkpoint.Mismatch, match="leaf ema is absent"):
