@@ -82,15 +82,22 @@ def read_json(file: pathlib.Path, *, as_kept: bool = True) -> Any:
     for name, (path, lines) in _checked(kept).items():
       if as_kept or name not in sys.modules:
         _restore(file, name, path, lines)
+    return _of_this_version(data)
+  except overrides.SettingError as error:
+    raise overrides.SettingError(f"{file}: {error}") from error
+  except ValueError as error:
+    raise overrides.SettingError(f"{file} is not JSON: {error}") from error
+
+
+def _of_this_version(data: Any) -> Any:
+  try:
     return overrides.from_json(data)
   except overrides.SettingError as error:
     raise overrides.SettingError(
-      f"{file}: {error} (If an older version saved this run, it cannot be "
-      "loaded, as settings and parameters had other names: start a new run, or "
-      "use that version.)"
+      f"{error} (If an older version saved this run, it cannot be loaded, as "
+      "settings and parameters had other names: start a new run, or use that "
+      "version.)"
     ) from error
-  except ValueError as error:
-    raise overrides.SettingError(f"{file} is not JSON: {error}") from error
 
 
 def put_root_on_path() -> None:
