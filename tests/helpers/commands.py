@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import importlib
 import importlib.util
 import io
 import os
@@ -87,6 +88,8 @@ def launch(module, *arguments, timeout=240) -> Result:
 
 def run(module, *arguments) -> Result:
   """Runs a command in this process, which saves the import of jax."""
+  # Its flags, defined on import, must be there before others are saved.
+  importlib.import_module("grain")
   output, errors = io.StringIO(), io.StringIO()
   with (
     _without_flags_of_commands(),
