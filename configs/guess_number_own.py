@@ -39,9 +39,7 @@ class Spo:
   """
 
   bound: float = 0.2
-  aggregate: loss_aggregation.Aggregate = dataclasses.field(
-    default_factory=loss_aggregation.TokenMean
-  )
+  aggregate: loss_aggregation.Aggregate = loss_aggregation.TokenMean()
   # The ratio is against `row.old`; no weight of its own corrects the rest.
   has_ratio = True
   own_weight = False

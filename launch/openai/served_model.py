@@ -55,12 +55,8 @@ class Hosting:
   """
 
   model: model_config.ModelConfig
-  engine: contract.EngineSpec = dataclasses.field(
-    default_factory=lambda: engine_settings.EngineSettings(slots=16)
-  )
-  placement: placement_lib.Placement = dataclasses.field(
-    default_factory=lambda: placement_lib.Placement(colocated=True)
-  )
+  engine: contract.EngineSpec = engine_settings.EngineSettings(slots=16)
+  placement: placement_lib.Placement = placement_lib.Placement(colocated=True)
 
   def validate(self) -> None:
     """Raises ValueError on a setting that cannot work; touches no device."""

@@ -7,6 +7,8 @@
     ^                                          |
     +--- _complete <---- _on_completed <-------+
 
+  update_weights --> _swap, between two dispatches
+
 A dispatch feeds running requests the ids that are not in the cache yet, in
 chunks where there are many, and samples several tokens of each. The next one
 is planned while it runs, and may go on with the same requests: their tokens
