@@ -178,9 +178,16 @@ def _programs():
 
   Each maps memory, and a process may have 65,530 such maps: XLA dies of more.
   """
+  frozen = gc.get_freeze_count()
   yield
   if "jax" in sys.modules:
     import jax
 
     jax.clear_caches()
-  gc.collect()
+  if gc.get_freeze_count() > frozen:
+    # A run in this process has frozen what is garbage by now.
+    gc.unfreeze()
+    gc.collect()
+    gc.freeze()
+  else:
+    gc.collect()

@@ -52,7 +52,7 @@ def test_every_command_of_the_readme_is_one_that_is_run():
   assert all(re.match(r"make |python -m |    --", line) for line in lines)
 
 
-@pytest.mark.process
+@pytest.mark.slow
 def test_the_commands_of_the_readme_work(tmp_path):
   for command in COMMANDS:
     if command[0] != "python":
@@ -70,7 +70,7 @@ def test_the_commands_of_the_readme_work(tmp_path):
     assert result.returncode == 0, (command, result.stderr)
 
 
-@pytest.mark.process
+@pytest.mark.slow
 @pytest.mark.parametrize("config", ["next_letter", "guess_number_own"])
 def test_the_configs_that_the_readme_quotes_train(config, tmp_path):
   where = [f"--config=configs/{config}.py", f"--workdir={tmp_path}"]

@@ -93,6 +93,7 @@ def run(tree):
   return asyncio.run(all_of_it())
 
 
+@pytest.mark.slow
 def test_a_student_comes_closer_to_its_teacher_without_a_reward(teacher):
   found = run(experiment(algorithm=presets.Distill(reference=teacher)))
   # The mean of log student - log teacher over what the student says.

@@ -188,6 +188,7 @@ def test_publishing_moves_adapters_alone(ran):
   assert bits(ran.served) == bits(ran.last.params)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_ends_bit_equal_to_one_that_was_not(ran, checkpoints):
   resumed = run(experiment(), checkpoints)
   assert [metrics["round"] for metrics in resumed.rounds] == [3, 4]

@@ -145,7 +145,7 @@ def test_a_run_without_finite_gradients_can_be_gone_on_with(wild):
   assert "not finite: 3" in wild.told_again
 
 
-@pytest.mark.process
+@pytest.mark.slow
 def test_a_skipped_update_is_replayed_from_the_command_line(wild):
   path = skipped_updates.updates(wild.path / "skipped")[-1]
   done = commands.launch("launch.replay", path, "--where")

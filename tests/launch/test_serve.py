@@ -85,7 +85,7 @@ def hugging_face(tmp_path_factory):
   return directory
 
 
-@pytest.mark.process
+@pytest.mark.slow
 def test_a_run_is_served_and_its_sessions_are_recorded(finished, tmp_path):
   record = tmp_path / "sessions.jsonl"
   given = (f"--run={finished.path}", "--port=0", f"--record={record}")

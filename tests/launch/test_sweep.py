@@ -33,7 +33,7 @@ def sweep(tmp_path, runs, run=commands.run):
   )
 
 
-@pytest.mark.process
+@pytest.mark.slow
 def test_every_run_gets_its_overrides_and_a_directory(tmp_path):
   # The command line's evaluation.episodes=8 applies to the sweep's Evaluation.
   whole = {"evaluation": "rl.experiment.Evaluation(every=7)"}

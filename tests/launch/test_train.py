@@ -122,7 +122,7 @@ def wait_for_rounds(workdir, count, process, deadline_s=200):
   raise AssertionError(f"no {count} rounds: {process.communicate()[0]}")
 
 
-@pytest.mark.process
+@pytest.mark.slow
 def test_a_stopped_run_saves_and_the_same_command_goes_on(tmp_path):
   settings = TINY | {
     "rounds": "24",
@@ -160,7 +160,7 @@ def test_a_stopped_run_saves_and_the_same_command_goes_on(tmp_path):
   assert all(a["t"] <= b["t"] for a, b in itertools.pairwise(in_order))
 
 
-@pytest.mark.process
+@pytest.mark.slow
 def test_a_killed_synchronous_run_ends_bit_equal_to_one_that_was_not(tmp_path):
   settings = TINY | SYNC | {"rounds": "6"}
   whole, killed = tmp_path / "whole", tmp_path / "killed"

@@ -78,7 +78,8 @@ def run(settings):
 @pytest.mark.parametrize(
   "where",
   [
-    placement.Placement(),
+    # Nearly every other run of the tests has one device a mesh.
+    pytest.param(placement.Placement(), marks=pytest.mark.slow),
     placement.Placement(colocated=True),
     placement.Placement(
       learner=placement.MeshSpec(data=2, expert=2),

@@ -110,6 +110,7 @@ def written(tmp_path_factory):
   return found - {"evaluation/round"}
 
 
+@pytest.mark.slow
 def test_every_name_that_a_run_writes_is_explained_once(written):
   told = metric_docs.entries()
   counts = {name: [x.name for x in told if x.matches(name)] for name in written}

@@ -188,6 +188,7 @@ def test_a_run_of_no_rounds_is_its_warm_start_and_is_saved(run_dir, capsys):
   assert "going on after the warm start" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_critic_and_reference_outlive_a_stop(run_dir, tmp_path_factory):
   whole = tmp_path_factory.mktemp("whole")
   (whole / "config.json").write_text((run_dir / "config.json").read_text())

@@ -353,7 +353,7 @@ def uninterrupted(tmp_path_factory):
   return run_dir
 
 
-@pytest.mark.process
+@pytest.mark.slow
 def test_the_same_command_ends_bit_equal_after_signals(uninterrupted, tmp_path):
   process = start(tmp_path)
   wait_for_steps(tmp_path, 20, process)

@@ -136,7 +136,7 @@ def test_batches_have_the_estimates_of_their_rows(estimator):
 
 
 def test_k1_as_a_loss_is_refused_with_the_way_out():
-  with pytest.raises(ValueError, match=r"mean 0; use estimator=k2 or k3_plus"):
+  with pytest.raises(ValueError, match="mean 0; use k2 or k3_plus, or where"):
     kl.KlPenalty(estimator="k1", where="loss").validate()
 
 

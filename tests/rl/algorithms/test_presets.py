@@ -241,8 +241,8 @@ def test_a_preset_has_the_values_of_its_paper(name):
 
 # In a run.
 
-# Each of their parts is in the run of another preset, or of another test.
-LIKE_OTHERS = {"dr_grpo", "rloo", "cispo", "free"}
+# The presets, and with them every kind of part, that `make test` runs.
+QUICK = {"grpo", "gspo", "gigpo", "distill"}
 
 
 @dataclasses.dataclass(eq=False)
@@ -296,13 +296,18 @@ IN_FLIGHT = overlap.in_flight(R, max_staleness=1, groups_per_microbatch=R)
         name,
         IN_FLIGHT,
         id=f"{name}-in_flight",
-        marks=[pytest.mark.slow] if name in LIKE_OTHERS else [],
+        marks=[] if name in QUICK else [pytest.mark.slow],
       )
       for name in PRESETS
     ),
     # Whose own loss is for fresh tokens, and the two that score them again.
     *(
-      pytest.param(name, SYNC, id=f"{name}-sync")
+      pytest.param(
+        name,
+        SYNC,
+        id=f"{name}-sync",
+        marks=[] if name == "ppo" else [pytest.mark.slow],
+      )
       for name in ("rloo", "reinforce_pp", "ppo")
     ),
   ],
