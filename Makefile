@@ -1,6 +1,6 @@
 # Needs a Python 3.11, 3.12 or 3.13 and the network once; `make help` says more.
 
-.PHONY: help setup train test test-slow test-all lint docs interop sglang lock clean
+.PHONY: help setup train test test-slow test-all lint docs interop sglang reasoning lock clean
 
 python = .venv/bin/python
 ARGS =
@@ -13,6 +13,7 @@ help:
 	@echo 'make docs    build the documentation into site/'
 	@echo 'make interop load what we export in transformers, in an environment apart'
 	@echo 'make sglang  run the tests of sglang-jax as an engine, in an environment apart'
+	@echo 'make reasoning  add reasoning-gym to .venv (takes a C compiler), run its tests'
 	@echo 'make setup   make .venv; the commands above do so when needed'
 	@echo 'make lock    resolve setup.py again into requirements.lock'
 	@echo 'make clean   remove environments and caches, keep runs/'
@@ -71,6 +72,15 @@ interop: .venv/ready .venv-interop/ready
 sglang: .venv-sglang/ready
 	@TWINMESH_ENGINES=sglang .venv-sglang/bin/python -m pytest \
 	  tests/rl/engine/test_contract.py tests/rl/engine/sglang $(ARGS)
+
+.venv/reasoning: .venv/ready
+	@$(python) -m pip install --no-input --quiet --editable '.[reasoning]' \
+	  --constraint requirements.lock
+	@touch $@
+
+# Slow ones, too: they hold every dataset against junk.
+reasoning: .venv/reasoning
+	@$(pytest) tests/envs/test_reasoning*.py $(ARGS)
 
 lock: .venv/ready
 	@$(python) -m pip install --quiet --disable-pip-version-check uv

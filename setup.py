@@ -7,6 +7,13 @@ that file again. The ranges here are for projects that depend on this one.
 import setuptools
 
 ENVS = ["textarena>=0.7.3", "gymnasium>=1.0"]
+# One of its dependencies must be compiled, so it is no part of "all".
+REASONING = ["reasoning-gym>=0.1.25"]
+REWARDS = ["math-verify>=0.8", "jsonschema>=4.23"]
+# Methods of a class as tools.
+TOOLS = ["pydantic>=2.10"]
+# Rows of Parquet files as tasks; JSON lines need nothing.
+PARQUET = ["pyarrow>=17"]
 # Tokenizers and chat templates of Hugging Face, and HTTP.
 SERVE = [
   "tokenizers>=0.21",
@@ -21,6 +28,9 @@ TEST = [
   "openai>=1.60",
   *SERVE,
   *ENVS,
+  *REWARDS,
+  *TOOLS,
+  *PARQUET,
 ]
 # Of python 3.12 and jax 0.8 or 0.10: an environment of its own, which is why
 # it is no part of "all". scripts/setup_sglang.sh makes one.
@@ -58,6 +68,10 @@ setuptools.setup(
   ],
   extras_require={
     "envs": ENVS,
+    "reasoning": REASONING,
+    "rewards": REWARDS,
+    "tools": TOOLS,
+    "parquet": PARQUET,
     "serve": SERVE,
     "sglang": SGLANG,
     "test": TEST,

@@ -9,7 +9,9 @@ The environment is set before jax is imported, also for the processes that
 tests start: eight CPU devices, because shardings are tested on these; a
 compilation cache that outlives the run, because most of a test's time is XLA;
 and machine code without optimisation, because a program runs only a few times
-here. XLA's own passes run as ever.
+here. XLA's own passes run as ever. Where PYTHONDONTWRITEBYTECODE keeps bytecode
+out of the checkout, it is cached beside the compiled programs, because dozens
+of processes import the project.
 """
 
 import collections
@@ -18,6 +20,7 @@ import multiprocessing.process
 import os
 import pathlib
 import platform
+import signal
 import subprocess
 import sys
 
@@ -34,15 +37,21 @@ if _DEVICES not in os.environ.get("XLA_FLAGS", ""):
   )
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
-_caches = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
-os.environ.setdefault(
-  "JAX_COMPILATION_CACHE_DIR", str(pathlib.Path(_caches, "twinmesh", "xla"))
+_caches = pathlib.Path(
+  os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache", "twinmesh"
 )
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(_caches / "xla"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+
+if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
+  sys.dont_write_bytecode = False
+  sys.pycache_prefix = os.environ.setdefault(
+    "PYTHONPYCACHEPREFIX", str(_caches / "bytecode")
+  )
 
 _TESTS = pathlib.Path(__file__).parent
 _COMPILED = "/jax/core/compile/backend_compile_duration"
-_counts = {"compiled": 0, "process": 0}
+_counts = {"compiled": 0, "process": 0, "frozen": 0}
 _BEFORE = pytest.StashKey[dict[str, int]]()
 _SELECTED = pytest.StashKey[tuple[pathlib.Path, set[pathlib.Path]]]()
 
@@ -57,6 +66,10 @@ def pytest_addoption(parser):
   )
 
 
+def _interrupt(number, frame):
+  signal.default_int_handler(number, frame)
+
+
 def _count(level, function):
   def counted(*args, **kwargs):
     _counts[level] += 1
@@ -67,6 +80,9 @@ def _count(level, function):
 
 def pytest_configure(config):
   """Counts the processes that tests start, and selects what `--room` says."""
+  # `asyncio.run` replaces Python's own handler, and to put that back, `signal`
+  # writes the result of the whole run into an error message that nobody sees.
+  signal.signal(signal.SIGINT, _interrupt)
   # Asks `uname`, once a process: the first client of openai would be blamed.
   platform.processor()
   for cls in (subprocess.Popen, multiprocessing.process.BaseProcess):
@@ -110,6 +126,10 @@ def pytest_collection():
     return (yield)
   finally:
     gc.freeze()
+    gc.freeze = _count("frozen", gc.freeze)
+    # Tracing creates millions of short-lived objects, few of them in cycles;
+    # searching for those took a tenth of the time.
+    gc.set_threshold(100_000, 50, 1000)
     gc.enable()
 
 
@@ -178,16 +198,15 @@ def _programs():
 
   Each maps memory, and a process may have 65,530 such maps: XLA dies of more.
   """
-  frozen = gc.get_freeze_count()
+  before = dict(_counts)
   yield
-  if "jax" in sys.modules:
+  if _counts["compiled"] > before["compiled"]:
     import jax
 
     jax.clear_caches()
-  if gc.get_freeze_count() > frozen:
-    # A run in this process has frozen what is garbage by now.
+  has_frozen = _counts["frozen"] > before["frozen"]
+  if has_frozen:  # What a run in this process froze is garbage by now.
     gc.unfreeze()
-    gc.collect()
+  gc.collect()
+  if has_frozen:
     gc.freeze()
-  else:
-    gc.collect()
