@@ -1,0 +1,102 @@
+"""The place of an answer in a text, and numbers as exact fractions."""
+
+from fractions import Fraction
+
+import pytest
+
+from envs import answers, base
+
+
+def test_only_the_content_of_the_last_answer_counts():
+  messages = [
+    base.Message("assistant", "41"),
+    base.Message("user", "sure?"),
+    base.Message("assistant", "no", reasoning="42"),
+    base.Message("tool", "43"),
+  ]
+  assert answers.last(base.Transcript(messages, [])) == "no"
+  assert answers.last(base.Transcript(messages[1:2], [])) == ""
+
+
+@pytest.mark.parametrize("answer", [None, "", " \n", 42])
+def test_a_task_without_an_answer_is_named(answer):
+  task = base.Task("sums/train/3", 3, "train", 0, answer)
+  with pytest.raises(ValueError, match="sums/train/3 has answer="):
+    answers.reference(task)
+
+
+@pytest.mark.parametrize(
+  ("place", "text", "found"),
+  [
+    ("whole", " 42\n", "42"),
+    ("whole", " ", None),
+    ("whole", "x" * (answers.MAX_CHARS + 1), None),
+    ("boxed", r"so \boxed{42}.", "42"),
+    ("boxed", r"\boxed{1} or \boxed{ 2 }", "2"),
+    ("boxed", r"\boxed {\frac{1}{2}}", r"\frac{1}{2}"),
+    ("boxed", r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+    ("boxed", r"\boxed{\left\{ 1 \right.}", r"\left\{ 1 \right."),
+    ("boxed", r"\boxed{1}, no: \boxed{2", None),
+    ("boxed", r"\boxed{}", None),
+    ("boxed", r"\boxed 42", None),
+    ("boxed", "42", None),
+    ("boxed", r"\boxed{42}" + "x" * answers.MAX_CHARS, None),
+    ("boxed", "x" * answers.MAX_CHARS + r"\boxed{42}", "42"),
+    ("marker", "#### 1\nno\n#### 2 \nthe end", "2"),
+    ("marker", "#### 42", "42"),
+    ("marker", "42", None),
+    ("marker", "42 ####", None),
+    ("marker", "####\n42", None),
+    ("marker", "", None),
+  ],
+)
+def test_an_answer_is_found_in_its_place(place, text, found):
+  assert answers.find(text, place, "####") == found
+
+
+@pytest.mark.parametrize(
+  ("text", "value"),
+  [
+    ("42", 42),
+    ("It is 42.", 42),
+    ("x=-5", -5),
+    ("−5", -5),  # the sign of typesetting
+    ("7-5", 5),
+    ("(7)-5", 5),
+    ("1,234,567.5", Fraction(2469135, 2)),
+    ("1{,}234", 1234),
+    ("1,2", 2),
+    ("12,3456", 3456),
+    ("3/4", Fraction(3, 4)),
+    ("-.5", Fraction(-1, 2)),
+    ("1e-3", Fraction(1, 1000)),
+    ("5kg", 5),
+    ("$5 or 50%", 50),
+    ("答案是42元", 42),
+    ("1 2 3", 3),
+    # One more than a float can tell from the number before.
+    ("9007199254740993", 9007199254740993),
+    ("1e999", 10**999),
+    ("1/0", None),
+    ("", None),
+    ("none", None),
+    ("nan inf -inf", None),
+    ("x2", None),
+    ("٤٢", None),
+    ("４２", None),
+    ("4٢", None),
+    ("5²", None),
+    ("1e99999", None),
+    ("9" * 101, None),
+  ],
+)
+def test_the_last_number_of_a_text_is_exact(text, value):
+  assert answers.last_number(text) == value
+
+
+@pytest.mark.parametrize(
+  ("text", "value"),
+  [("42 apples", 42), ("42 = 42.0", 42), ("41 or 42", None), ("a", None)],
+)
+def test_a_text_with_two_numbers_has_no_single_one(text, value):
+  assert answers.number(text) == value
