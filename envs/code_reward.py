@@ -1,0 +1,116 @@
+"""Unit tests as a reward of code that a model wrote."""
+
+import ast
+import asyncio
+import dataclasses
+import functools
+import json
+import os
+import pathlib
+import re
+import secrets
+import weakref
+from collections.abc import Sequence
+
+from envs import answers, base, code_harness, sandbox
+
+MAX_CHARS = 50_000
+"""Length of an answer above which its code is not tried."""
+
+_BLOCK = re.compile(
+  r"^ {0,3}```([^\n`]*)\n(.*?)^ {0,3}```[ \t]*$", re.DOTALL | re.MULTILINE
+)
+_LANGUAGES = {"", "python", "py", "python3"}
+# More at once would only make each other late.
+_SLOTS: weakref.WeakKeyDictionary[
+  asyncio.AbstractEventLoop, asyncio.Semaphore
+] = weakref.WeakKeyDictionary()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class UnitTests:
+  """1 if the last block of Python of the last message passes the task's tests.
+
+  The tests are the text in `base.Task.answer`: statements with `assert`, and
+  functions `test...` without arguments. They call functions of the answer by
+  name, with plain data: numbers, text, bytes, None, and lists, tuples, sets and
+  dicts of these. What they import they import themselves. They run in another
+  process than the answer, which can neither read them nor end them with a pass.
+
+  Attributes:
+    limits: of one answer with its tests.
+  """
+
+  limits: sandbox.Sandbox = sandbox.Sandbox()
+  stateless = True
+
+  def __post_init__(self) -> None:
+    if self.limits.processes < 2:
+      raise ValueError(
+        f"limits.processes={self.limits.processes}: tests need 2 at least"
+      )
+
+  def check_task(self, task: base.Task) -> None:
+    """Raises ValueError on a task without tests."""
+    _tests(task)
+
+  async def __call__(
+    self, task: base.Task, transcripts: Sequence[base.Transcript]
+  ) -> Sequence[base.Grade]:
+    """Returns one grade for each transcript, in order.
+
+    Raises:
+      SandboxError: this machine has no sandbox.
+    """
+    tests = _tests(task)
+    passed = await asyncio.gather(
+      *(self._passes(code(t), tests) for t in transcripts)
+    )
+    return [base.Grade(float(p), {"unit_tests": float(p)}) for p in passed]
+
+  async def _passes(self, answer: str, tests: str) -> bool:
+    if not answer.strip():
+      return False
+    slots = _SLOTS.setdefault(
+      asyncio.get_running_loop(), asyncio.Semaphore(os.cpu_count() or 1)
+    )
+    word = secrets.token_hex(16)
+    async with slots:
+      done = await self.limits.run(
+        _harness(), json.dumps([answer, tests, word])
+      )
+    return done.status == "ok" and done.stdout == word
+
+
+def code(transcript: base.Transcript) -> str:
+  """Returns the last block of Python in the last answer; "" if it has none."""
+  text = answers.last(transcript)
+  if len(text) > MAX_CHARS:
+    return ""
+  # All blocks, in pairs: the end of another language's must not begin one.
+  blocks = [
+    block
+    for language, block in _BLOCK.findall(text)
+    if language.strip().lower() in _LANGUAGES
+  ]
+  return blocks[-1] if blocks else ""
+
+
+def _tests(task: base.Task) -> str:
+  out = f"task {task.id} has no tests for reward unit_tests"
+  if not isinstance(task.answer, str):
+    raise ValueError(f"{out}: its source must give them as base.Task.answer")
+  try:
+    nodes = ast.walk(ast.parse(task.answer))
+  except (SyntaxError, ValueError) as error:
+    raise ValueError(
+      f"{out}, but a text that is not Python: {error}"
+    ) from error
+  if not any(isinstance(node, ast.Assert | ast.Raise) for node in nodes):
+    raise ValueError(f"{out}: there is no assert in {task.answer[:60]!r}")
+  return task.answer
+
+
+@functools.cache
+def _harness() -> str:
+  return pathlib.Path(code_harness.__file__).read_text()

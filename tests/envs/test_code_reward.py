@@ -1,0 +1,193 @@
+"""Code that is tried by unit tests: right, wrong, and cheating."""
+
+import asyncio
+import shutil
+
+import pytest
+
+from envs import base, code_reward, sandbox
+
+TESTS = """
+assert add(2, 3) == 5
+assert add("a", "b") == "ab"
+
+def test_of_large_numbers():
+  assert add(10**30, 1) == 10**30 + 1
+"""
+RIGHT = "def add(a, b):\n  return a + b"
+LIMITS = sandbox.Sandbox(wall_s=20, cpu_s=2, memory_mib=128)
+
+needs_bubblewrap = pytest.mark.skipif(
+  shutil.which("bwrap") is None,
+  reason="there is no bwrap: apt-get install bubblewrap",
+)
+
+
+def transcript(content):
+  """Returns an episode of one answer."""
+  question = base.Message("user", "Write add.")
+  return base.Transcript([question, base.Message("assistant", content)], [0.0])
+
+
+def reward(*codes, tests=TESTS):
+  """Returns the rewards of answers."""
+  task = base.Task("code/train/0", 0, "train", 0, tests)
+  answers = [transcript(f"So:\n```python\n{code}\n```\n") for code in codes]
+  unit_tests = code_reward.UnitTests(limits=LIMITS)
+  return [g.value for g in asyncio.run(unit_tests(task, answers))]
+
+
+CHEATS = {
+  "nothing": "",
+  "prints": "print('passed', 'ok', 0)",
+  "ends at once": "import os; os._exit(0)",
+  "ends when it is called": "def add(a, b):\n  import os\n  os._exit(0)",
+  "raises SystemExit": "def add(a, b):\n  raise SystemExit(0)",
+  "equal to all": """
+class Any(int):
+  def __eq__(self, other): return True
+  def __ne__(self, other): return False
+  __hash__ = None
+def add(a, b): return Any()""",
+  "says that it is equal": """
+class Any:
+  def __repr__(self): return "type('A', (), {'__eq__': lambda *_: True})()"
+def add(a, b): return Any()""",
+  "has builtins of its own": """
+import builtins
+def add(a, b): return 0
+def all(x): return True
+def isinstance(*_): return True
+def __eq__(*_): return True
+builtins.AssertionError = Exception""",
+  "raises what a test may catch": "def add(a, b):\n  raise AssertionError",
+  "looks through frames and objects": """
+import gc, sys
+def add(a, b):
+  frame = sys._getframe()
+  while frame:
+    for value in [*frame.f_locals.values(), *frame.f_globals.values()]:
+      if isinstance(value, str) and len(value) == 32:
+        print(value)
+    frame = frame.f_back
+  found = [o for o in gc.get_objects() if isinstance(o, (str, list))]
+  for o in found:
+    if any(isinstance(x, str) and len(x) == 32 for x in o):
+      print(o)
+  return 0""",
+  "writes to all files": """
+import os
+for fd in range(64):
+  try: os.write(fd, b"x" * 32)
+  except OSError: pass""",
+  "reads the process of the tests": """
+import os, ctypes
+libc = ctypes.CDLL(None)
+def add(a, b):
+  for pid in range(1, 9):
+    for name in ("mem", "environ", "cmdline", "fd/0", "fd/1"):
+      try: print(open(f"/proc/{pid}/{name}", "rb").read())
+      except OSError: pass
+    libc.ptrace(16, pid, 0, 0)
+  return 0""",
+  "kills the tests": """
+import os, signal
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
+  os.kill(os.getppid(), number)
+def add(a, b): return 0""",
+  "leaves modules for the tests": """
+import os, sys
+for path in [".", *sys.path]:
+  for name in ("ast.py", "json.py", "types.py", "sitecustomize.py"):
+    try: open(f"{path}/{name}", "w").write("import os; os._exit(0)")
+    except OSError: pass
+def add(a, b): return 0""",
+  "runs on": "while True: pass",
+}
+
+
+@pytest.mark.process
+@needs_bubblewrap
+def test_no_cheat_is_rewarded():
+  assert dict(
+    zip(CHEATS, reward(*CHEATS.values()), strict=True)
+  ) == dict.fromkeys(CHEATS, 0.0)
+
+
+@pytest.mark.process
+@needs_bubblewrap
+def test_only_right_code_is_rewarded():
+  wrong = RIGHT.replace("+", "-")
+  prints = f"print('working', end='')\n{RIGHT}"
+  small = "def add(a, b):\n  return a + b if a != 10**30 else 0"
+  values = reward(RIGHT, wrong, prints, small, "def add(")
+  assert values == [1.0, 0.0, 1.0, 0.0, 0.0]
+
+
+@pytest.mark.process
+@needs_bubblewrap
+def test_plain_values_and_exceptions_come_as_they_are():
+  code = """
+def same(x, times=1):
+  return x
+def fail(x):
+  [][x]
+def decode(x):
+  raise UnicodeDecodeError("utf-8", b"", 0, 1, "x")
+"""
+  tests = """
+import math
+values = [None, True, 1.5, -math.inf, 2j, "\\u4e2d", b"x", (1,), {1}, set(), {}]
+assert [same(v, times=2) for v in values] == values
+assert [type(same(v)) for v in values] == [type(v) for v in values]
+assert math.isnan(same([math.nan])[0])
+def test_of_exceptions():
+  for call, error in ((fail, IndexError), (decode, RuntimeError)):
+    try:
+      call(3)
+    except error:
+      continue
+    raise AssertionError
+"""
+  assert reward(code, tests=tests) == [1.0]
+
+
+@pytest.mark.process
+@needs_bubblewrap
+def test_a_failing_sandbox_is_a_fault_and_no_reward(monkeypatch, tmp_path):
+  monkeypatch.setenv("PATH", str(tmp_path))
+  with pytest.raises(sandbox.SandboxError):
+    reward(RIGHT)
+
+
+@pytest.mark.parametrize(
+  ("text", "code"),
+  [
+    ("```python\na\n```\nand\n```py\nb\n```", "b\n"),
+    ("```\na\n```", "a\n"),
+    ("```python\na\n```\n```json\n{}\n```\n", "a\n"),
+    ("```json\n{}\n```\nno code\n```sh\nls\n```", ""),
+    ("```python\na", ""),
+    ("a = 1", ""),
+    ("", ""),
+    ("```python\n" + "a" * code_reward.MAX_CHARS + "\n```", ""),
+  ],
+)
+def test_code_is_the_last_block_of_python(text, code):
+  assert code_reward.code(transcript(text)) == code
+
+
+def test_an_episode_without_an_answer_has_no_code():
+  assert not code_reward.code(base.Transcript([base.Message("user", "?")], []))
+
+
+@pytest.mark.parametrize("tests", [None, "", "add(1, 2)", "assert (", 42])
+def test_a_task_without_tests_is_refused(tests):
+  task = base.Task("code/train/0", 0, "train", 0, tests)
+  with pytest.raises(ValueError, match="code/train/0 has no tests"):
+    code_reward.UnitTests().check_task(task)
+
+
+def test_tests_need_a_process_beside_that_of_the_answer():
+  with pytest.raises(ValueError, match=r"limits\.processes=1"):
+    code_reward.UnitTests(limits=sandbox.Sandbox(processes=1))
