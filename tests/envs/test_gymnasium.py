@@ -146,3 +146,128 @@ def test_a_split_without_maps_is_an_error_and_no_endless_search():
   source = gymnasium.FrozenLake(size=2, frozen_probability=1 - 1e-9)
   with pytest.raises(ValueError, match="frozen_probability"):
     [source.task(0, split) for split in ("train", "eval")]
+
+
+GAMES = [
+  gymnasium.FrozenLake(),
+  gymnasium.Taxi(),
+  gymnasium.CliffWalking(),
+  gymnasium.Blackjack(),
+]
+games = pytest.mark.parametrize("game", GAMES, ids=lambda game: game.name)
+
+
+def both_splits(game, count: int) -> list[base.Task]:
+  return [
+    game.task(i, split) for i in range(count) for split in ("train", "eval")
+  ]
+
+
+@games
+def test_a_game_says_only_its_words_and_begins_the_same_again(play_all, game):
+  tasks = both_splits(game, 100)
+  agents = [
+    game.oracle,
+    lambda task, messages: game.explore(task, messages, len(messages)),
+    script("invalid"),
+  ]
+  played = [play_all(game, tasks, agent) for agent in agents]
+  said = {
+    word
+    for transcripts in played
+    for transcript in transcripts
+    for message in transcript.messages
+    for word in message.content.split()
+  }
+  assert said <= {*game.words}
+  assert len(game.words) == len({*game.words})
+  assert play_all(game, tasks, game.oracle) == played[0]
+
+
+@games
+@pytest.mark.parametrize("junk", ["", " ", "0", "Left", "hit hit", "x" * 9999])
+def test_junk_earns_nothing_and_ends(play_all, game, junk):
+  for transcript in play_all(game, both_splits(game, 5), script(junk)):
+    assert transcript.step_rewards == [0.0] * game.turns
+    assert replies(transcript)[-1] == "lost"
+
+
+@games
+def test_no_start_of_evaluation_is_a_start_of_training(play_all, game):
+  starts = {
+    split: {
+      replies(transcript)[0]
+      for transcript in play_all(
+        game, [game.task(i, split) for i in range(300)], game.oracle
+      )
+    }
+    for split in ("train", "eval")
+  }
+  assert not starts["train"] & starts["eval"]
+  assert min(map(len, starts.values())) > 3
+
+
+@pytest.mark.parametrize("game", GAMES[1:3], ids=lambda game: game.name)
+def test_the_oracle_of_a_game_without_luck_always_wins(play_all, game):
+  for transcript in play_all(game, both_splits(game, 200), game.oracle):
+    assert transcript.step_rewards[-1] == 1.0
+    assert sum(transcript.step_rewards) == 1.0
+
+
+def test_a_taxi_needs_at_most_18_actions(play_all):
+  # Corner to corner is 4 + 4 and the walls add up to 2, twice: so at most
+  # 8 + 8 moves, pickup and dropoff.
+  game = gymnasium.Taxi()
+  played = play_all(game, both_splits(game, 400), game.oracle)
+  assert max(len(t.step_rewards) for t in played) <= 18
+
+
+def test_a_wrong_pickup_changes_nothing(play):
+  game = gymnasium.Taxi(turns=3)
+  # At r0 c0, with the passenger at green.
+  task = base.Task("taxi/train/0", 0, "train", 25)
+  transcript = play(game, task, script("pickup", "dropoff"))
+  assert replies(transcript) == [*["r0 c0 green red"] * 3, "lost"]
+
+
+def test_the_way_around_the_cliff_from_the_corner_has_13_moves(play):
+  # Up, eleven to the right, down.
+  game = gymnasium.CliffWalking()
+  task = base.Task("cliff_walking/train/0", 0, "train", 36)
+  moves = [m.content for m in play(game, task, game.oracle).messages[1::2]]
+  assert moves == ["up", *["right"] * 11, "down"]
+
+
+def test_who_falls_off_the_cliff_is_back_at_the_corner(play):
+  game = gymnasium.CliffWalking(turns=2)
+  task = base.Task("cliff_walking/train/0", 0, "train", 36)
+  transcript = play(game, task, script("right"))
+  assert replies(transcript) == ["r3 c0", "cliff r3 c0", "lost"]
+
+
+def test_basic_strategy_loses_little_and_beats_other_ways_to_play(play_all):
+  # The best play without splitting or doubling loses about 0.05 of a bet: the
+  # mean reward is (1 - 0.05) / 2 = 0.475, with a standard error of 0.011 in
+  # 2,000 games.
+  game = gymnasium.Blackjack()
+  tasks = [game.task(i, "train") for i in range(2000)]
+  agents = (game.oracle, script("stick"), script("hit"))
+  best, sticks, hits = (
+    sum(t.step_rewards[-1] for t in play_all(game, tasks, agent)) / 2000
+    for agent in agents
+  )
+  assert 0.44 < best < 0.52
+  assert best > sticks + 0.04 > hits
+
+
+def test_a_draw_pays_half(play_all):
+  game = gymnasium.Blackjack()
+  played = play_all(game, both_splits(game, 100), game.oracle)
+  paid = {(replies(t)[-1], t.step_rewards[-1]) for t in played}
+  assert paid == {("win", 1.0), ("draw", 0.5), ("lose", 0.0)}
+
+
+@pytest.mark.parametrize("kind", [type(game) for game in GAMES])
+def test_a_game_without_turns_is_refused(kind):
+  with pytest.raises(ValueError, match="turns=0"):
+    kind(turns=0)
