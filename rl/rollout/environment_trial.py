@@ -1,0 +1,327 @@
+"""Episodes of an environment played without a model, to see what it does.
+
+answers' text -> chat -> episode.play -> reward = PlayedEpisode
+                            |
+                            +-- _Watched environment: seconds, tools, close
+"""
+
+import asyncio
+import dataclasses
+import json
+import random
+import time
+import zlib
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from envs import base
+from rl.data import trajectory
+from rl.engine import contract
+from rl.rollout import episode, grading, prompts
+from rl.runtime import isolation
+
+Pace = Callable[[], Awaitable[None]]
+"""Waits before an answer."""
+
+_RANDOM_IDS = 16
+_ANSWER_S = 600.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Question:
+  """A conversation that waits for an answer; `seed` differs from turn to turn.
+
+  Attributes:
+    tools: their JSON schemas.
+  """
+
+  task: base.Task
+  messages: Sequence[base.Message]
+  tools: Sequence[Mapping[str, Any]] = ()
+  seed: int = 0
+
+
+Respond = Callable[[Question], Awaitable[str]]
+"""Returns the text of an answer."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Trial:
+  """An environment as a run would play it.
+
+  Attributes:
+    chat: of the run.
+    respond: gives the answers.
+    plays_well: its answers should reach the end within the limits.
+    reward_s: deadline of the reward.
+  """
+
+  source: base.Source
+  reward: base.Reward
+  limits: episode.Limits
+  chat: episode.Chat
+  respond: Respond
+  plays_well: bool = False
+  reward_s: float = 30.0
+  seed: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class PlayedEpisode:
+  """One episode and its times.
+
+  Attributes:
+    answers: as they were given, before limits cut any.
+    tools: schemas of the environment's tools; none after a fault.
+    seconds: of each call, by method.
+    closing: what went wrong in `close`, or "".
+  """
+
+  task: base.Task
+  trajectory: trajectory.Trajectory
+  transcript: base.Transcript
+  answers: Sequence[str]
+  tools: Sequence[Mapping[str, Any]]
+  seconds: Mapping[str, Sequence[float]]
+  closing: str
+
+  @property
+  def outcome(self) -> dict[str, Any]:
+    """All that the same answers must bring about again, but for the grade."""
+    return {
+      "status": self.trajectory.status.value,
+      "messages": list(self.transcript.messages),
+      "rewards of its steps": list(self.transcript.step_rewards),
+      "metrics": dict(self.trajectory.metrics),
+    }
+
+
+def demonstrates(source: base.Source) -> bool:
+  """Returns whether a source, and all that it mixes or wraps, has an oracle."""
+  try:
+    for part in prompts.sources_of(source):
+      base.demonstrator(part)
+  except ValueError:
+    return False
+  return True
+
+
+def demonstration(source: base.Source) -> Respond:
+  """Returns the source's oracle as a source of answers.
+
+  Raises:
+    ValueError: it has none.
+  """
+  for part in prompts.sources_of(source):
+    base.demonstrator(part)
+  oracle = base.demonstrator(source).oracle
+
+  async def respond(question: Question) -> str:
+    return _text(oracle(question.task, question.messages))
+
+  return respond
+
+
+def exploration(source: base.Source, chat: episode.Chat) -> Respond:
+  """Returns the source's random answers, or ones of random ids."""
+  if demonstrates(source):
+    explore = base.demonstrator(source).explore
+
+    async def respond(question: Question) -> str:
+      one = question
+      return _text(explore(one.task, one.messages, one.seed))
+
+    return respond
+
+  async def random_ids(question: Question) -> str:
+    draw = random.Random(question.seed)
+    count = draw.randint(1, _RANDOM_IDS)
+    ids = [draw.randrange(chat.vocab_size) for _ in range(count)]
+    return chat.decode(ids)
+
+  return random_ids
+
+
+def script(answers: Sequence[str]) -> Respond:
+  """Gives these answers, one a turn, and repeats the last one."""
+
+  async def scripted(question: Question) -> str:
+    turn = sum(m.role == "assistant" for m in question.messages)
+    return answers[min(turn, len(answers) - 1)]
+
+  return scripted
+
+
+async def at_once() -> None:
+  """Paces a session that is played alone."""
+
+
+async def play(
+  trial: Trial, task: base.Task, pace: Pace = at_once
+) -> PlayedEpisode:
+  """Plays a task to its end and grades it; faults are data."""
+  watched = _WatchedSource(trial.source)
+  partial = episode.PartialTrajectory(
+    episode.Episode(task, task.index, 0, trial.seed)
+  )
+  answers: list[str] = []
+
+  async def answer(request: contract.DecodeRequest) -> contract.Completion:
+    await pace()
+    seed = zlib.crc32(request.tokens.tobytes(), request.seed) & 0x7FFFFFFF
+    tools = watched.environment.tools_shown if watched.environment else ()
+    question = Question(task, list(partial.messages), tools, seed)
+    text = await isolation.guarded(
+      lambda: trial.respond(question), _ANSWER_S, "giving an answer"
+    )
+    answers.append(text)
+    ids = np.asarray(trial.chat.encode_answer(text), np.int32)
+    return _completion(ids, request.max_tokens)
+
+  late: set[asyncio.Task[None]] = set()
+  ungraded, transcript = await episode.play(
+    watched, answer, trial.chat, trial.limits, partial, late=late
+  )
+  once = grading.Retries(attempts=1, deadline_s=trial.reward_s)
+  graders = grading.Graders(trial.reward, once)
+  graded = await graders.grade(ungraded, transcript, task)
+  seen = watched.environment
+  return PlayedEpisode(
+    task=task,
+    trajectory=graded,
+    transcript=transcript,
+    answers=answers,
+    tools=list(seen.tools_shown) if seen and graded.status.trainable else [],
+    seconds=seen.seconds if seen else {},
+    closing=seen.closing if seen else "",
+  )
+
+
+class Lockstep:
+  """Paces sessions so that each answers when all that still play have asked.
+
+  Args:
+    sessions: how many begin; each calls `leave` at its end.
+  """
+
+  def __init__(self, sessions: int):
+    self._playing, self._asked = sessions, 0
+    self._turn = asyncio.Event()
+
+  async def ask(self) -> None:
+    """Waits for the others."""
+    turn = self._turn
+    self._asked += 1
+    self._advance()
+    await turn.wait()
+
+  def leave(self) -> None:
+    """Ends a session."""
+    self._playing -= 1
+    self._advance()
+
+  def _advance(self) -> None:
+    if self._asked == self._playing:
+      self._turn.set()
+      self._turn, self._asked = asyncio.Event(), 0
+
+
+async def play_together(
+  trials: Sequence[tuple[Trial, base.Task]],
+) -> list[PlayedEpisode]:
+  """Plays all tasks at the same time, their steps in lockstep."""
+  lockstep = Lockstep(len(trials))
+
+  async def one(trial: Trial, task: base.Task) -> PlayedEpisode:
+    try:
+      return await play(trial, task, lockstep.ask)
+    finally:
+      lockstep.leave()
+
+  return await asyncio.gather(*(one(*pair) for pair in trials))
+
+
+@dataclasses.dataclass(eq=False)
+class _WatchedSource:
+  """A source that keeps the one environment that it builds."""
+
+  source: base.Source
+  environment: "_Watched | None" = None
+
+  @property
+  def name(self) -> str:
+    return self.source.name
+
+  def task(self, index: int, split: base.Split) -> base.Task:
+    return self.source.task(index, split)
+
+  def __call__(self, task: base.Task) -> "_Watched":
+    self.environment = _Watched(self.source(task))
+    return self.environment
+
+
+@dataclasses.dataclass(eq=False)
+class _Watched:
+  """An environment whose calls are timed; `closing` says how close ended."""
+
+  environment: base.Environment
+  seconds: dict[str, list[float]] = dataclasses.field(default_factory=dict)
+  tools_shown: Sequence[Mapping[str, Any]] = ()
+  closing: str = "close was not called"
+
+  def __getattr__(self, name: str) -> Any:
+    """Returns the environment's own attributes, its tools among them."""
+    value = getattr(self.environment, name)
+    if name == "tools":
+      self.tools_shown = value
+    return value
+
+  async def start(self) -> Sequence[base.Message]:
+    return await self._timed("start", lambda: self.environment.start())
+
+  async def step(self, answer: base.Message) -> base.Step:
+    return await self._timed("step", lambda: self.environment.step(answer))
+
+  async def close(self) -> None:
+    self.closing = "close has not returned"
+    try:
+      await self._timed("close", lambda: self.environment.close())
+    except asyncio.CancelledError:
+      raise
+    except BaseException as error:
+      self.closing = f"close raised {isolation.reason(error)}"
+      raise
+    self.closing = ""
+
+  async def _timed(self, what: str, call: Callable[[], Awaitable[Any]]) -> Any:
+    begun = time.perf_counter()
+    try:
+      return await call()
+    finally:
+      taken = time.perf_counter() - begun
+      self.seconds.setdefault(what, []).append(taken)
+
+
+def tool_call(name: str, arguments: Mapping[str, Any]) -> str:
+  """Returns the text of an answer that calls a tool."""
+  call = base.ToolCall(name, json.dumps(arguments))
+  return episode.as_text(base.Message("assistant", "", (call,)))
+
+
+def _text(said: str | base.Message) -> str:
+  return said if isinstance(said, str) else episode.as_text(said)
+
+
+def _completion(ids: np.ndarray, max_tokens: int) -> contract.Completion:
+  """Returns an answer, cut where an engine would cut it."""
+  tokens = ids[:max_tokens]
+  return contract.Completion(
+    tokens=tokens,
+    logprobs=np.zeros(len(tokens), np.float32),
+    versions=np.zeros(len(tokens), np.int32),
+    stop="stop" if len(ids) <= max_tokens else "length",
+    cached_tokens=0,
+    decode_s=0.0,
+  )

@@ -1,0 +1,189 @@
+"""The command on configs of ours, on a broken one, and on wrong flags."""
+
+import asyncio
+import io
+import re
+
+import pytest
+import rich.console
+
+from configs import next_letter
+from envs import base, rewards
+from launch import try_environment
+from models.chat import hf_chat, word_chat
+from rl.rollout import environment_trial, episode
+from tests.helpers import chat_messages, commands, openai_server
+
+LETTERS = "--config=configs/next_letter.py"
+BROKEN = """
+import dataclasses
+from configs import next_letter
+from envs import base
+
+class Generous:
+  def __init__(self, task):
+    self.task = task
+  async def start(self):
+    return [base.Message("user", "a")]
+  async def step(self, answer):
+    return base.Step([], reward=1.0, done=True, metrics={"said": 2})
+  async def close(self):
+    pass
+
+@dataclasses.dataclass(frozen=True)
+class Source(next_letter.NextLetter):
+  def __call__(self, task):
+    return Generous(task)
+
+def get_config():
+  return dataclasses.replace(next_letter.get_config(), environment=Source())
+"""
+
+
+def tried(*arguments):
+  return commands.run("launch.try_environment", *arguments)
+
+
+@pytest.fixture(autouse=True)
+def wide(monkeypatch):
+  monkeypatch.setenv("COLUMNS", "400")
+
+
+@pytest.mark.parametrize(
+  ("config", "start"),
+  [
+    ("next_letter", r"[a-g]<agent>\[[b-h]<end>\]\n"),
+    ("guess_number_moe", r"guess<agent>\[10<end>\]\n(low|high)er<agent>\[\d+<"),
+  ],
+)
+def test_our_environments_are_shown_and_pass(config, start):
+  result = tried(f"--config=configs/{config}.py", "--tasks=4")
+  assert result.returncode == 0, result.stdout + result.stderr
+  assert re.search(start, result.stdout)
+  assert "status completed, reward 1" in result.stdout
+  assert "FAILED" not in result.stdout
+  assert result.stdout.endswith("all is well\n")
+
+
+def test_what_is_wrong_is_said_and_is_the_exit_code(tmp_path):
+  file = tmp_path / "broken.py"
+  file.write_text(BROKEN)
+  result = tried(f"--config={file}", "--tasks=2")
+  assert result.returncode == 1
+  assert re.search(r"junk +FAILED +12 of 12 answers; empty: ear", result.stdout)
+  assert "env/said 2" in result.stdout
+  assert result.stdout.endswith("1 of 11 checks failed\n")
+
+
+def test_answers_of_a_user_are_played(tmp_path):
+  file = tmp_path / "answers.txt"
+  file.write_text("c\n")
+  result = tried(LETTERS, f"--answers={file}", "--tasks=1")
+  assert result.returncode == 0, result.stdout
+  assert "<agent>[c<end>]" in result.stdout
+  unknown = tried(LETTERS, "--answer=z", "--tasks=1")
+  assert unknown.returncode == 1
+  assert "engine_fault: word 'z' is not among" in unknown.stdout
+
+
+def test_random_answers_are_played():
+  result = tried(LETTERS, "--policy=random", "--tasks=2")
+  assert result.returncode == 0, result.stdout
+
+
+def test_a_served_model_plays():
+  chat = word_chat.WordChat(next_letter.LETTERS)
+  with openai_server.serve(chat) as server:
+    server.text = "d"
+    url = f"--base_url={server.address}/v1"
+    result = tried(LETTERS, url, "--tasks=2")
+  assert result.returncode == 0, result.stdout
+  assert "<agent>[d<end>]" in result.stdout
+  # The server is gone: said, and no traceback.
+  gone = tried(LETTERS, url, "--tasks=1")
+  assert gone.returncode == 1
+  assert "giving an answer raised APIConnectionError" in gone.stdout
+
+
+def test_a_run_that_talks_as_a_model_is_shown_in_its_template():
+  length = 192
+  result = tried(
+    LETTERS,
+    f"--config.chat=hf(directory='{chat_messages.GOLDEN}')",
+    "--config.model.vocab_size=400",
+    f"--config.model.max_length={length}",
+    f"--config.rollout.max_tokens={length}",
+    "--config.rollout.turn_tokens=4",
+    f"--config.batch.length={length}",
+    "--tasks=1",
+  )
+  assert result.returncode == 0, result.stdout + result.stderr
+  turn = r"<\|im_start\|>user\n[a-g]<\|im_end\|>\n<\|im_start\|>assistant\n"
+  assert re.search(rf"{turn}\[[b-h]<\|im_end\|>\]\n", result.stdout)
+
+
+def test_a_source_is_tried_without_a_config():
+  result = tried("--environment=guess_the_number(turns=2)", "--tasks=2")
+  assert "guess<agent>[10<end>]" in result.stdout
+  assert result.returncode == 0, result.stdout
+
+
+@pytest.mark.parametrize(
+  ("arguments", "words"),
+  [
+    ([], "--config is missing"),
+    (["--environment=guess_the_numbr"], "did you mean guess_the_number?"),
+    (["--environment=frozen_lake", LETTERS], "use --config.environment='fro"),
+    ([LETTERS, "--policy=scripted"], "needs answers: --answer=TEXT"),
+    ([LETTERS, "--policy=served"], "needs the address of an OpenAI API"),
+    ([LETTERS, "--policy=random", "--base_url=x"], "and no other takes one"),
+    ([LETTERS, "--policy=random", "--answer=a"], "has its own answers"),
+    ([LETTERS, "--answers=none.txt"], "--answers=none.txt cannot be read"),
+    (["--config=configs/simulated_3000.py"], "must give an rl.experiment"),
+  ],
+)
+def test_flags_that_cannot_work_are_refused(arguments, words):
+  result = tried(*arguments)
+  assert result.returncode == 2
+  assert words in result.stderr
+  assert not result.stdout
+
+
+def test_text_of_several_ids_is_whole_and_control_characters_are_visible():
+  chat = hf_chat.HfChat.load(chat_messages.GOLDEN)
+  ids = chat.open([base.Message("user", "\U0001f642\x1b[2J")])
+  assert "user\n\U0001f642\\x1b[2J<|im_end|>" in try_environment.shown(
+    chat, ids
+  )
+
+
+@pytest.mark.parametrize(
+  ("terminal", "no_colour", "mark"),
+  [
+    (True, False, "a<agent>\x1b[7mb<end>\x1b[0m\n"),
+    (True, True, "a<agent>[b<end>]\n"),
+    (False, False, "a<agent>[b<end>]\n"),
+  ],
+)
+def test_what_is_sampled_is_inverse_on_a_terminal_that_may_have_colour(
+  terminal, no_colour, mark, monkeypatch
+):
+  monkeypatch.delenv("NO_COLOR", raising=False)
+  monkeypatch.setenv("TERM", "xterm")
+  if no_colour:
+    monkeypatch.setenv("NO_COLOR", "1")
+  source = next_letter.NextLetter()
+  chat = word_chat.WordChat(next_letter.LETTERS)
+  trial = environment_trial.Trial(
+    source=source,
+    reward=rewards.Outcome(),
+    limits=episode.Limits(),
+    chat=chat,
+    respond=environment_trial.demonstration(source),
+  )
+  task = base.Task("next_letter/train/0", 0, "train", seed=0)
+  played = asyncio.run(environment_trial.play(trial, task))
+  file = io.StringIO()
+  console = rich.console.Console(file=file, force_terminal=terminal)
+  try_environment.show(played, chat, console)
+  assert mark in file.getvalue()

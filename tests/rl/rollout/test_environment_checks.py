@@ -1,0 +1,266 @@
+"""Each check finds the environment that breaks its rule, and no other does."""
+
+import asyncio
+import dataclasses
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from envs import base, rewards
+from models.chat import byte_chat
+from rl.rollout import environment_checks, environment_trial, episode
+
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+LIMITS = episode.Limits(turn_tokens=20, max_tokens=200, max_turns=4)
+_counter = itertools.count()
+
+
+@dataclasses.dataclass(frozen=True)
+class Echo:
+  """Says a number twice; an answer that repeats it earns a half."""
+
+  flaw: str = ""
+  tags: Any = ()
+  name: str = "echo"
+
+  def task(self, index: int, split: base.Split) -> base.Task:
+    if self.flaw == "task raises":
+      raise OSError("no such file")
+    if self.flaw == "task changes":
+      drawn = next(_counter)
+      return base.Task(f"{self.name}/{split}/{index}", index, split, drawn)
+    shown = "train" if self.flaw == "split is in no id" else split
+    return base.Task(f"{self.name}/{shown}/{index}", index, split, index)
+
+  def __call__(self, task: base.Task) -> "_Echo":
+    return _Echo(self.flaw, task)
+
+  def oracle(self, task: base.Task, messages: Sequence[base.Message]) -> str:
+    return messages[-1].content
+
+  def explore(
+    self, task: base.Task, messages: Sequence[base.Message], seed: int
+  ) -> str:
+    return str(seed)
+
+
+class _Echo:
+  target = "state of the class, which every session starts anew"
+
+  def __init__(self, flaw: str, task: base.Task):
+    self._flaw, self._task, self._steps = flaw, task, 0
+    self._said = str(1_000 + task.seed)
+    self.tools: Any = {"tool raises": TOOLS, "tools": 5}.get(flaw, ())
+
+  async def start(self) -> Sequence[base.Message]:
+    if self._flaw == "random":
+      self._said = str(next(_counter))
+    if self._flaw == "held-out raises" and self._task.split == "eval":
+      raise KeyError("held-out row")
+    _Echo.target = self._said
+    return [base.Message("user", self._said)]
+
+  async def step(self, answer: base.Message) -> base.Step:
+    self._steps += 1
+    right = _Echo.target if self._flaw == "shared" else self._said
+    reward = (answer.content == right) / 2
+    if self._flaw == "junk raises":
+      int(answer.content)
+    if self._flaw == "tool raises" and answer.tool_calls:
+      assert answer.tool_calls[0].name != "add", "no argument a"
+    if self._flaw == "junk pays":
+      reward = max(reward, (not answer.content.strip()) / 2)
+    if self._flaw == "nan":
+      reward = math.nan
+    metrics = {"n": next(_counter)} if self._flaw == "random metric" else {}
+    said = [base.Message("user", self._said)]
+    return base.Step(said, reward, self._steps == 2, metrics)
+
+  async def close(self) -> None:
+    if self._flaw == "close raises":
+      raise OSError("gone")
+    if self._flaw == "close hangs":
+      await asyncio.Event().wait()
+
+
+@dataclasses.dataclass(frozen=True)
+class Moody:
+  """A reward that never gives the same grade twice."""
+
+  stateless = True
+
+  async def __call__(
+    self, task: base.Task, transcripts: Sequence[base.Transcript]
+  ) -> Sequence[base.Grade]:
+    return [base.Grade(-float(next(_counter)), {}) for _ in transcripts]
+
+
+def trial_of(source, reward=None, limits=LIMITS):
+  return environment_trial.Trial(
+    source=source,
+    reward=reward or rewards.Outcome(),
+    limits=limits,
+    chat=byte_chat.ByteChat(),
+    respond=environment_trial.demonstration(source),
+    plays_well=True,
+  )
+
+
+def faults_of(source, num_tasks=3, **changes):
+  trial = trial_of(source, **changes)
+  _, results = asyncio.run(environment_checks.run(trial, num_tasks))
+  return {r.name: r.fault for r in results if r.fault}
+
+
+def test_a_sound_environment_passes_all_checks():
+  played, results = asyncio.run(environment_checks.run(trial_of(Echo()), 3))
+  assert not [r for r in results if r.fault]
+  assert [r.name for r in results] == [
+    "source",
+    "tasks",
+    "episodes",
+    "lengths",
+    "times",
+    "close",
+    "repeats",
+    "parallel sessions",
+    "reward",
+    "junk",
+    "held-out tasks",
+  ]
+  seen = {r.name: r.seen for r in results}
+  assert seen["episodes"] == "3 completed"
+  # <user>1000<end><assistant> 1000<end> and the same again: 2 * (7 + 5).
+  assert seen["lengths"] == "up to 24 tokens and 2 turns"
+  assert seen["reward"] == "from 1 to 1"
+  assert seen["held-out tasks"].startswith("3 of 3 begin like")
+  assert len(played) == 3
+
+
+@pytest.mark.parametrize(
+  ("flaw", "check", "words"),
+  [
+    ("task raises", "tasks", "task raised OSError: no such file"),
+    ("task changes", "tasks", "task(0, 'train') gives another task"),
+    ("split is in no id", "tasks", "has the id echo/train/0 of task(0, 'tr"),
+    ("tools", "episodes", "tools are int, not a list of JSON schemas"),
+    ("nan", "episodes", "3 of 3 ended with a fault; echo/train/0: env_fault"),
+    ("close raises", "close", "echo/train/0: close raised OSError: gone"),
+    (
+      "random",
+      "repeats",
+      "played twice with the same answers, echo/train/0",
+    ),
+    ("random metric", "repeats", "has other metrics"),
+    ("shared", "parallel sessions", "sessions share state"),
+    ("junk raises", "junk", "empty: env_fault: step raised ValueError"),
+    ("tool raises", "junk", "1 of 13 answers; wrong arguments of add: env_fau"),
+    ("junk pays", "junk", "3 of 12 answers; empty: earns 1; white space: earn"),
+    ("held-out raises", "held-out tasks", "3 of 3 ended with a fault; echo/ev"),
+  ],
+)
+def test_a_flaw_fails_its_own_check_alone(flaw, check, words):
+  faults = faults_of(Echo(flaw))
+  assert [*faults] == [check]
+  assert words in faults[check]
+
+
+def test_a_reward_that_is_not_finite_is_named():
+  assert "nan is not a finite number" in faults_of(Echo("nan"))["episodes"]
+
+
+def test_a_reward_that_changes_its_mind_is_found():
+  faults = faults_of(Echo(), reward=Moody())
+  assert [*faults] == ["reward"]
+  assert "echo/train/0 was graded (-" in faults["reward"]
+
+
+class _Socket:
+  __hash__ = object.__hash__
+
+  def __reduce__(self):
+    raise TypeError("cannot pickle a socket")
+
+
+@pytest.mark.parametrize(
+  ("tags", "words"),
+  [
+    ([], "cannot be hashed (TypeError: unhashable type: 'list')"),
+    (_Socket(), "cannot be pickled (TypeError: cannot pickle a socket)"),
+    (math.nan, "a pickled copy of it is not equal to it"),
+  ],
+)
+def test_a_source_that_is_no_setting_is_found(tags, words):
+  assert words in environment_checks.check_source(Echo(tags=tags)).fault
+
+
+@pytest.mark.parametrize(
+  ("changes", "words"),
+  [
+    ({"turn_tokens": 4}, "rollout.turn_tokens=4 cut 6 answers"),
+    ({"max_turns": 1}, "rollout.max_turns=1 cut 3 episodes"),
+    # One token of room is left for the second answer.
+    ({"max_tokens": 20}, "rollout.max_tokens=20 cut 3 episodes"),
+  ],
+)
+def test_a_limit_that_cuts_demonstrations_is_found(changes, words):
+  limits = dataclasses.replace(LIMITS, **changes)
+  trial = trial_of(Echo(), limits=limits)
+  tasks = [trial.source.task(i, "train") for i in range(3)]
+  played = [asyncio.run(environment_trial.play(trial, t)) for t in tasks]
+  found = environment_checks.check_lengths(played, limits, plays_well=True)
+  assert words in found.fault
+  # A random player may be cut: it is counted, and no fault.
+  found = environment_checks.check_lengths(played, limits, plays_well=False)
+  assert not found.fault
+  assert words in found.seen
+
+
+def test_slow_calls_are_found_and_times_are_medians():
+  trial = trial_of(Echo())
+  played = asyncio.run(
+    environment_trial.play(trial, trial.source.task(0, "train"))
+  )
+  slow = dataclasses.replace(
+    played, seconds={"start": [2.0], "step": [0.25, 0.5, 6.0]}
+  )
+  found = environment_checks.check_times([slow], step_s=10.0)
+  assert found.fault.startswith("a call took 6 s of the 10 s that rollout.step")
+  assert found.seen == (
+    "start 2 s (median), 2 s (max); step 5e+02 ms (median), 6 s (max)"
+  )
+  assert not environment_checks.check_times([slow], step_s=12.0).fault
+
+
+def test_a_close_that_does_not_return_is_found():
+  limits = dataclasses.replace(LIMITS, step_s=0.2)
+  trial = trial_of(Echo("close hangs"), limits=limits)
+  played = asyncio.run(
+    environment_trial.play(trial, trial.source.task(0, "train"))
+  )
+  found = environment_checks.check_close([played])
+  assert found.fault == "echo/train/0: close has not returned"
+
+
+def test_answers_that_fail_at_times_are_not_blamed_on_the_tasks():
+  asked = itertools.count()
+
+  async def respond(question):
+    if next(asked) == 5:  # The second answer when it plays again.
+      raise ConnectionError("reset")
+    return question.messages[-1].content
+
+  trial = dataclasses.replace(trial_of(Echo()), respond=respond)
+  _, results = asyncio.run(environment_checks.run(trial, 2))
+  faults = {r.name: r.fault for r in results if r.fault}
+  assert [*faults] == ["episodes again"]
+  assert "giving an answer raised ConnectionError" in faults["episodes again"]
+
+
+def test_where_nothing_can_be_played_the_other_checks_are_left_out():
+  trial = trial_of(Echo("nan"))
+  _, results = asyncio.run(environment_checks.run(trial, 2))
+  assert results[-1].name == "close"
