@@ -1,6 +1,7 @@
 """The contract of environments, tasks and rewards: text in, text out."""
 
 import dataclasses
+import types
 from collections.abc import Mapping, Sequence
 from typing import Literal, Protocol, runtime_checkable
 
@@ -9,11 +10,37 @@ Split = Literal["train", "eval"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class ToolCall:
+  """One call of a tool by the agent.
+
+  Attributes:
+    arguments: JSON text of an object.
+    id: unique within a conversation; None in sampled text, which has none.
+  """
+
+  name: str
+  arguments: str
+  id: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Message:
-  """One message of a conversation."""
+  """One message of a conversation.
+
+  Attributes:
+    content: text; of an answer, what is left without reasoning and tool calls.
+    tool_calls: of an answer, in order, where the model's format has such.
+    reasoning: of an answer: what the model thought before it.
+    name: of the tool whose result this is.
+    tool_call_id: the call whose result this is.
+  """
 
   role: Role
   content: str
+  tool_calls: tuple[ToolCall, ...] = ()
+  reasoning: str | None = None
+  name: str | None = None
+  tool_call_id: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -25,12 +52,16 @@ class Task:
     index: position in the stream of its split.
     split: eval tasks never appear in training.
     seed: determines all randomness of the environment.
+    answer: the final answer alone, such as "42", for a reward that compares
+      (`envs.rewards`); None if there is none. Only rewards read it: it must
+      not stand in a message.
   """
 
   id: str
   index: int
   split: Split
   seed: int
+  answer: str | None = None
 
   @property
   def source(self) -> str:
@@ -47,11 +78,14 @@ class Step:
     reward: of this step. Untrusted: the rollout requires a finite number, and
       anything else is a fault of the environment.
     done: the episode is over.
+    metrics: numbers of the environment's own, by name. They are summed over an
+      episode; a round reports their mean over its episodes as `env/<name>`.
   """
 
   messages: Sequence[Message]
   reward: float
   done: bool
+  metrics: Mapping[str, float] = types.MappingProxyType({})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -80,6 +114,8 @@ class Environment(Protocol):
   """One episode. Single-use: start, step until done, close.
 
   Any method may raise; the rollout turns it into a status of the trajectory.
+  An environment with tools also has an attribute `tools`, read after `start`:
+  JSON schemas of functions, as in the OpenAI API.
   """
 
   async def start(self) -> Sequence[Message]:
@@ -99,17 +135,13 @@ class Environment(Protocol):
 class Source(Protocol):
   """A family of tasks and how to build their environments.
 
-  Frozen, hashable, picklable: it is a setting of the run.
+  Frozen, hashable, picklable: it is a setting of the run. A source may also be
+  a `WordList` and may be one that `Demonstrates`.
   """
 
   @property
   def name(self) -> str:
     """Short name: the first part of every task id."""
-    ...
-
-  @property
-  def words(self) -> Sequence[str]:
-    """Every word of its environments' messages and answers, without repeats."""
     ...
 
   def task(self, index: int, split: Split) -> Task:
@@ -120,18 +152,69 @@ class Source(Protocol):
     """Returns a fresh environment; does no slow work (that is `start`)."""
     ...
 
-  def oracle(self, task: Task, messages: Sequence[Message]) -> str:
-    """Returns a good answer to a conversation, for demonstrations."""
-    ...
 
-  def explore(self, task: Task, messages: Sequence[Message], seed: int) -> str:
-    """Returns a random legal answer; the same seed gives the same answer."""
+@runtime_checkable
+class WordList(Protocol):
+  """A source of few words, which a model without a tokenizer can learn."""
+
+  @property
+  def words(self) -> Sequence[str]:
+    """Every word of its environments' messages and answers, without repeats."""
     ...
 
 
 @runtime_checkable
+class Demonstrates(Protocol):
+  """A source that plays its own tasks, for a warm start."""
+
+  def oracle(self, task: Task, messages: Sequence[Message]) -> str | Message:
+    """Returns a good answer to a conversation, tool calls included."""
+    ...
+
+  def explore(
+    self, task: Task, messages: Sequence[Message], seed: int
+  ) -> str | Message:
+    """Returns a random legal answer; the same seed gives the same answer."""
+    ...
+
+
+def words(source: Source) -> Sequence[str]:
+  """Returns the words of a source.
+
+  Raises:
+    ValueError: it has no list of them.
+  """
+  if isinstance(source, WordList):
+    return source.words
+  raise ValueError(
+    f"environment {source.name} has no list of words, so the run needs the "
+    "tokenizer of a model: name one by initial, or use chat=hf(directory='DIR')"
+  )
+
+
+def demonstrator(source: Source) -> Demonstrates:
+  """Returns a source that can play its own tasks.
+
+  Raises:
+    ValueError: it cannot, or what it wraps cannot.
+  """
+  if isinstance(source, Demonstrates):
+    if (wrapped := getattr(source, "source", None)) is not None:
+      demonstrator(wrapped)
+    return source
+  raise ValueError(
+    f"environment {source.name} has no demonstrations, for want of an oracle "
+    "and an explore; use warm_start=none, or add them to its class"
+  )
+
+
+@runtime_checkable
 class Reward(Protocol):
-  """Grades finished episodes from their text alone."""
+  """Grades finished episodes from their text alone.
+
+  It may also have a method `check_task(task)` that raises ValueError on a task
+  that it cannot grade: the first one of each source is tried before a run.
+  """
 
   @property
   def stateless(self) -> bool:
@@ -143,3 +226,9 @@ class Reward(Protocol):
   ) -> Sequence[Grade]:
     """Returns one grade for each transcript, in order."""
     ...
+
+
+def check_task(reward: Reward, task: Task) -> None:
+  """Raises ValueError if a reward says that it cannot grade a task."""
+  if (check := getattr(reward, "check_task", None)) is not None:
+    check(task)

@@ -40,7 +40,7 @@ class Delayed:
   @property
   def words(self) -> Sequence[str]:
     """Words of the source."""
-    return self.source.words
+    return base.words(self.source)
 
   def task(self, index: int, split: base.Split) -> base.Task:
     """Returns the source's task."""
@@ -50,15 +50,17 @@ class Delayed:
     """Returns the source's environment, slowed down."""
     return _Slow(self, task)
 
-  def oracle(self, task: base.Task, messages: Sequence[base.Message]) -> str:
+  def oracle(
+    self, task: base.Task, messages: Sequence[base.Message]
+  ) -> str | base.Message:
     """Returns the source's good answer."""
-    return self.source.oracle(task, messages)
+    return base.demonstrator(self.source).oracle(task, messages)
 
   def explore(
     self, task: base.Task, messages: Sequence[base.Message], seed: int
-  ) -> str:
+  ) -> str | base.Message:
     """Returns the source's random answer."""
-    return self.source.explore(task, messages, seed)
+    return base.demonstrator(self.source).explore(task, messages, seed)
 
   def wait_s(self, task: base.Task, answers: Sequence[str]) -> float:
     """Returns the wait after the last answer of an episode so far.

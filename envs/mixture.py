@@ -67,7 +67,7 @@ class Mixture:
   @property
   def words(self) -> Sequence[str]:
     """Words of all sources in the order of the parts, without repeats."""
-    words = (word for part in self.parts for word in part.source.words)
+    words = (word for part in self.parts for word in base.words(part.source))
     return tuple(dict.fromkeys(words))
 
   @property
@@ -93,15 +93,17 @@ class Mixture:
     """
     return self._source(task)(task)
 
-  def oracle(self, task: base.Task, messages: Sequence[base.Message]) -> str:
+  def oracle(
+    self, task: base.Task, messages: Sequence[base.Message]
+  ) -> str | base.Message:
     """Returns the good answer of the task's source."""
-    return self._source(task).oracle(task, messages)
+    return base.demonstrator(self._source(task)).oracle(task, messages)
 
   def explore(
     self, task: base.Task, messages: Sequence[base.Message], seed: int
-  ) -> str:
+  ) -> str | base.Message:
     """Returns the random answer of the task's source."""
-    return self._source(task).explore(task, messages, seed)
+    return base.demonstrator(self._source(task)).explore(task, messages, seed)
 
   def _source(self, task: base.Task) -> base.Source:
     for source in self.sources:
@@ -162,6 +164,10 @@ class ByTask:
         f"{[rule.source for rule in self.rules]}; add one, or a default"
       )
     return self.default
+
+  def check_task(self, task: base.Task) -> None:
+    """Raises ValueError on a task that has no reward, or not the right one."""
+    base.check_task(self.reward_of(task), task)
 
   async def __call__(
     self, task: base.Task, transcripts: Sequence[base.Transcript]

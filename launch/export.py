@@ -16,8 +16,10 @@ from absl import flags as absl_flags
 from launch.cli import flags, workdir
 from launch.run import load_run
 from models import lora
+from models.chat import word_chat
 from models.hf import export, peft
 from rl import experiment as experiment_lib
+from rl.rollout import episode
 from rl.settings import overrides
 
 _RUN = absl_flags.DEFINE_string(
@@ -88,6 +90,15 @@ def _check_adapter(
     )
 
 
+def _tokenizer_of(
+  experiment: experiment_lib.Experiment, chat: episode.Chat
+) -> export.Tokenizer:
+  """Returns the words of a run, or the directory of its tokenizer."""
+  if isinstance(chat, word_chat.WordChat):
+    return chat
+  return getattr(experiment.chosen_chat, "directory", None)
+
+
 async def _export(
   experiment: experiment_lib.Experiment,
   run_dir: pathlib.Path,
@@ -104,7 +115,7 @@ async def _export(
           target,
           lora.merge(params, model.lora),
           dataclasses.replace(model, lora=None),
-          parts.chat if _TOKENIZER.value is None else _TOKENIZER.value,
+          _TOKENIZER.value or _tokenizer_of(experiment, parts.chat),
         )
   return found.step
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 
 from models import config as model_config
 from models import sharding
-from models.chat import word_chat
 from rl import experiment as experiment_lib
 from rl.algorithms import group_filters, references
 from rl.audit import event_log
@@ -37,7 +36,7 @@ class Parts:
   """
 
   experiment: experiment_lib.Experiment
-  chat: word_chat.WordChat
+  chat: episode.Chat
   learner_layout: sharding.Layout
   decode_layouts: Sequence[sharding.Layout]
   programs: learner.Learner
@@ -92,7 +91,7 @@ def build(
   learner_layout, *decode_layouts = experiment.placement.layouts()
   spans = trace.Trace(run_dir and run_dir / "spans.jsonl")
   log = event_log.EventLog(run_dir and run_dir / "events.jsonl")
-  chat = experiment.chat()
+  chat = experiment.build_chat(run_dir)
   watchdog = watchdog_lib.Watchdog(report)
   learner_thread = mesh_thread.MeshThread("learner", spans)
   threads = [mesh_thread.MeshThread("decode", spans) for _ in decode_layouts]

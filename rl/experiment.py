@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import os
+import pathlib
 from collections.abc import Sequence
 
 from envs import base
@@ -9,7 +11,6 @@ from models import config as model_config
 from models import policy as policy_lib
 from models import sharding
 from models.attention import backend
-from models.chat import word_chat
 from models.hf import load
 from rl.algorithms import presets, references
 from rl.engine import contract
@@ -18,7 +19,7 @@ from rl.engine.sglang import settings as sglang_settings
 from rl.loop import warm_start as warm_start_lib
 from rl.pools import affinity, weight_publisher
 from rl.pools import placement as placement_lib
-from rl.rollout import grading, group_rollout, prompts
+from rl.rollout import chats, episode, grading, group_rollout, prompts
 from rl.schedule import overlap as overlap_lib
 from rl.settings import checks, overrides, short_names
 from rl.train import optimizers
@@ -115,6 +116,8 @@ class Experiment:
     routing: the choice of a decode pool for a conversation.
     initial: directory of a Hugging Face checkpoint with the initial
       parameters; None draws them from the seed.
+    chat: the tokenizer and chat template. None takes those of `initial`, and
+      the words of the environment where there are none.
     seed: of parameters, task order and sampling noise.
     rounds: publishes until the end; 0 is the warm start alone.
     warm_start: supervised steps before the first round, or None.
@@ -141,6 +144,7 @@ class Experiment:
   optimizer: optimizers.Optimizer = optimizers.AdamW()
   batch: BatchShape = BatchShape()
   initial: str | None = None
+  chat: chats.Words | chats.Hf | None = None
   warm_start: warm_start_lib.WarmStart | None = None
   evaluation: Evaluation = Evaluation()
   retention: Retention = Retention()
@@ -149,9 +153,14 @@ class Experiment:
   max_skipped: int = 2
   progress_timeout_s: float = 1200.0
 
-  def chat(self) -> word_chat.WordChat:
-    """Returns the tokenizer and template over the environment's words."""
-    return word_chat.WordChat(tuple(self.environment.words))
+  def build_chat(self, run_dir: pathlib.Path | None = None) -> episode.Chat:
+    """Returns the tokenizer with its chat template; see `chats.build`."""
+    return chats.build(self.chosen_chat, self.environment, run_dir)
+
+  @property
+  def chosen_chat(self) -> chats.ChatSetting:
+    """The chat of the run; see `chats.choose`."""
+    return chats.choose(self.chat, self.initial)
 
   @property
   def sources(self) -> Sequence[base.Source]:
@@ -174,6 +183,7 @@ class Experiment:
     grading.refuse_stateful(self.reward)
     self._validate_counts()
     self._validate_schedule()
+    self._validate_demonstrations()
     self._validate_waits()
     self._validate_lengths()
     self._validate_divisions()
@@ -194,6 +204,7 @@ class Experiment:
         load.check(self.initial, self.model)
     except load.Unusable as error:
       raise ValueError(f"initial={error}") from error
+    self.build_chat()
 
   def _validate_experts(self) -> None:
     recorded = getattr(self.engine, "record_experts", False)
@@ -216,10 +227,9 @@ class Experiment:
     """Raises when parts of a run that are fine alone do not go together."""
     self.algorithm.validate_schedule(self.overlap)
     self.algorithm.validate_model(self.model)
-    # A mixture of sources has a reward for each.
-    if (reward_of := getattr(self.reward, "reward_of", None)) is not None:
+    if (check_task := getattr(self.reward, "check_task", None)) is not None:
       for source in self.sources:
-        reward_of(source.task(0, "train"))
+        check_task(source.task(0, "train"))
     overlong = self.rollout.overlong
     if overlong is not None and overlong.max_tokens > self.rollout.max_tokens:
       why = "no episode would ever be that long; lower the first"
@@ -227,6 +237,11 @@ class Experiment:
     self.routing.validate_domains([source.name for source in self.sources])
     pools = self.placement.pools
     self.routing.validate_pools({pool.name: pool.kind for pool in pools})
+
+  def _validate_demonstrations(self) -> None:
+    if self.warm_start is not None:
+      for source in self.sources:
+        base.demonstrator(source)
 
   def _validate_waits(self) -> None:
     limits = self.rollout
@@ -238,15 +253,8 @@ class Experiment:
     checks.enough("progress_timeout_s", given, episode_s, bound, out)
 
   def _validate_lengths(self) -> None:
-    words, initial = self.chat().vocab_size, self.initial
-    bound = f"the {words} ids that the words of {self.environment.name} make"
-    out = f"use {words} or more"
-    if initial is not None:
-      out = (
-        f"initial={initial} has too few ids for them, so start from a "
-        "checkpoint with more, or take an environment of fewer words"
-      )
-    checks.enough("model.vocab_size", self.model.vocab_size, words, bound, out)
+    self._validate_vocabulary()
+    initial = self.initial
     longest, room = self.rollout.max_tokens, self.model.max_length
     bound = f"rollout.max_tokens={longest}; an episode would not fit"
     out = raised = f"use {longest} or more"
@@ -257,6 +265,31 @@ class Experiment:
       )
     checks.enough("model.max_length", room, longest, bound, out)
     checks.enough("batch.length", self.batch.length, longest, bound, raised)
+
+  def _validate_vocabulary(self) -> None:
+    """Raises when the model has too few ids.
+
+    A directory that is missing is left to `validate_initial`: a run that goes
+    on has its own copy.
+    """
+    chosen, initial = self.chosen_chat, self.initial
+    directory = getattr(chosen, "directory", initial)
+    if directory is not None and not os.path.isdir(directory):
+      return
+    ids = self.build_chat().vocab_size
+    if isinstance(chosen, chats.Words):
+      bound = f"the {ids} ids that the words of {self.environment.name} make"
+      fewer = "take an environment of fewer words"
+    else:
+      bound = f"the {ids} ids of the tokenizer in {directory}"
+      fewer = "use the tokenizer that belongs to it"
+    out = f"use {ids} or more"
+    if initial is not None:
+      out = (
+        f"initial={initial} has too few ids for them, so start from a "
+        f"checkpoint with more, or {fewer}"
+      )
+    checks.enough("model.vocab_size", self.model.vocab_size, ids, bound, out)
 
   def _validate_divisions(self) -> None:
     learner = self.placement.learner.plan

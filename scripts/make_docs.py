@@ -2,8 +2,9 @@
 
   python -m scripts.make_docs [--check]
 
-- The tables of docs/performance.md, from benchmarks/results. A table stands
-  between `<!-- table NAME -->` and `<!-- end -->`; the prose around it stays.
+- The tables of docs/performance.md and docs/guides/environments.md, from
+  benchmarks/results. A table stands between `<!-- table NAME -->` and
+  `<!-- end -->`; the prose around it stays.
 - docs/packages.svg, from the floors of tests/test_house.py.
 
 With --check nothing is written: a file that differs is an error.
@@ -20,6 +21,8 @@ from scripts import make_docs_picture
 
 ROOT = pathlib.Path(__file__).parents[1]
 PERFORMANCE = ROOT / "docs" / "performance.md"
+ENVIRONMENTS = ROOT / "docs" / "guides" / "environments.md"
+PAGES = (PERFORMANCE, ENVIRONMENTS)
 PICTURE = ROOT / "docs" / "packages.svg"
 RESULTS = ROOT / "benchmarks" / "results"
 _TABLE = re.compile(
@@ -455,12 +458,32 @@ def _signed(share: float) -> str:
   return f"{100 * share:+.1f} %" if share else "0 %"
 
 
+def environments(result: Mapping[str, Any]) -> Rows:
+  """Yields a row for each environment."""
+  yield (
+    "name", "turns", "tools", "tokens", "ms a task", "ms a start", "ms a step",
+    "offline", "package", "licence",
+  )  # fmt: skip
+  for row in result["rows"]:
+    times = (row["task_ms"], row["start_ms"], row["step_ms"])
+    yield (
+      row["name"].replace("_", " "),
+      f"{row['turns']:.1f}",
+      str(row["tools"]),
+      f"{row['tokens']:.0f}",
+      *(f"{ms:.2f}" for ms in times),
+      "yes" if row["offline"] else "no",
+      row["package"],
+      row["licence"].removesuffix(" License"),
+    )
+
+
 TABLES: Sequence[Callable[[Mapping[str, Any]], Rows]] = (
   seeds_guess_number_moe, seeds_frozen_lake_moe, overlap_as_is, overlap_slow,
   rollart_trajectories, rollart_redundancy, rollart_affinity, rollart_ladder,
   rollout_pipe, decode, engine, learner, coordinator, coordinator_memory,
   publish, publish_moved, moe, train_step, train_step_logprobs, packing, fill,
-  estimator_bias, attention, checkpoints,
+  estimator_bias, attention, checkpoints, environments,
 )  # fmt: skip
 """A table's name begins with that of its file in benchmarks/results."""
 
@@ -499,9 +522,8 @@ def with_tables(page: str) -> str:
 
 def outdated() -> dict[pathlib.Path, str]:
   """Returns the text of each file that differs from its sources."""
-  texts = {
-    PERFORMANCE: with_tables(PERFORMANCE.read_text("utf-8")),
-    PICTURE: make_docs_picture.draw(),
+  texts = {page: with_tables(page.read_text("utf-8")) for page in PAGES} | {
+    PICTURE: make_docs_picture.draw()
   }
   return {
     path: text

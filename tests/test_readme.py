@@ -44,6 +44,7 @@ def test_every_command_of_the_readme_is_one_that_is_run():
     "launch.train",
     "launch.evaluate",
     "launch.report",
+    "launch.try_environment",
     "launch.serve",
     "launch.simulate",
     "launch.train",

@@ -13,6 +13,7 @@ program, the directory of a run should come from somebody you trust.
 import contextlib
 import dataclasses
 import importlib.util
+import inspect
 import json
 import linecache
 import pathlib
@@ -183,7 +184,7 @@ def _restore(
     _run(name, path, lines, source)
 
 
-def _module_of(cls: type) -> types.ModuleType:
+def _module_of(cls: Any) -> types.ModuleType:
   """Returns the config file that defines a class.
 
   Raises:
@@ -206,9 +207,11 @@ def _module_of(cls: type) -> types.ModuleType:
   return module
 
 
-def _classes(node: Any) -> Iterator[type]:
-  """Yields the class of every object in a tree of settings."""
-  if overrides.is_setting(type(node)):
+def _classes(node: Any) -> Iterator[Any]:
+  """Yields the class of every object in a tree of settings, and functions."""
+  if isinstance(node, type) or inspect.isfunction(node):
+    yield node
+  elif overrides.is_setting(type(node)):
     yield type(node)
     for field in dataclasses.fields(node):
       yield from _classes(getattr(node, field.name))

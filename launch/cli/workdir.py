@@ -14,6 +14,7 @@ from typing import Any, TextIO
 
 from launch.cli import config_file
 from rl import experiment as experiment_lib
+from rl.rollout import chats
 from rl.runtime import checkpoint
 from rl.settings import overrides
 
@@ -29,7 +30,7 @@ _RECORDS = (
   "logprob_gap.jsonl",
   WARM_START_LINES,
 )
-_TREES = ("trajectories", "tensorboard", "skipped", WARM_START)
+_TREES = ("trajectories", "tensorboard", "skipped", WARM_START, chats.KEPT)
 _MAY_CHANGE = (
   "rounds",
   "progress_timeout_s",
@@ -75,6 +76,7 @@ def claim(
     _check_same(directory, experiment)
   else:
     _clear(directory)
+  chats.keep(experiment.chosen_chat, directory)
   text = json.dumps(config_file.to_json(experiment), indent=2) + "\n"
   partial = directory / "config.json.partial"
   partial.write_text(text)
@@ -116,9 +118,16 @@ def read_trained(path: str | os.PathLike) -> experiment_lib.Experiment:
     SettingError: as `read`.
   """
   experiment = read(path)
+  kept = pathlib.Path(path) / chats.KEPT
+  if kept.is_dir():
+    chat = experiment.chat or chats.Hf()
+    chat = dataclasses.replace(chat, directory=str(kept))
+    experiment = dataclasses.replace(experiment, chat=chat)
   if experiment.model.lora is not None:
     return experiment
-  return dataclasses.replace(experiment, initial=None)
+  return dataclasses.replace(
+    experiment, initial=None, chat=experiment.chat or chats.Words()
+  )
 
 
 def check_initial(

@@ -19,9 +19,9 @@ from launch.openai import disconnect, json_fields
 from launch.openai import replies as openai_replies
 from launch.openai import requests as openai_requests
 from rl.agents import answer_stream, session_tree
-from rl.agents import messages as messages_lib
 from rl.agents import sessions as sessions_lib
 from rl.engine import contract
+from rl.rollout import episode
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -137,7 +137,7 @@ class PendingAnswer:
     answer = dataclasses.replace(answer, tool_calls=calls)
     message = None
     if self.reply_format.chat:
-      message = messages_lib.AgentMessage("assistant", answer.content, calls)
+      message = episode.as_message(answer)
     self.session.record(self.opening, completion, message)
     return openai_replies.AnswerChoice(completion=completion, answer=answer)
 

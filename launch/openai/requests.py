@@ -9,9 +9,8 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from envs import base
 from launch.openai import json_fields
-from models.chat import tool_calls
-from rl.agents import messages as messages_lib
 from rl.agents import session_tree
 from rl.data import trajectory
 from rl.settings import checks
@@ -86,7 +85,7 @@ class ChatQuery:
     one_call: an answer ends after its first call.
   """
 
-  messages: tuple[messages_lib.AgentMessage, ...]
+  messages: tuple[base.Message, ...]
   tools: tuple[Mapping[str, Any], ...]
   calls: bool
   one_call: bool
@@ -287,7 +286,7 @@ def _bias(body: Mapping[str, Any]) -> dict[int, float]:
   return bias
 
 
-def _message(data: Any, where: str) -> messages_lib.AgentMessage:
+def _message(data: Any, where: str) -> base.Message:
   if not isinstance(data, dict):
     raise json_fields.BadRequest(
       f"{where} is a JSON {json_fields.kind_of(data)}; send an object", where
@@ -318,7 +317,7 @@ def _message(data: Any, where: str) -> messages_lib.AgentMessage:
     )
   if isinstance(text, list):
     text = "".join(_part(part, f"{where}.content") for part in text)
-  return messages_lib.AgentMessage(
+  return base.Message(
     role=_ROLES[role],  # pyright: ignore[reportArgumentType]
     content=text,
     tool_calls=tuple(_call(call, f"{where}.tool_calls") for call in calls),
@@ -341,9 +340,9 @@ def _part(part: Any, where: str) -> str:
   )
 
 
-def _call(data: Any, where: str) -> tool_calls.ToolCall:
+def _call(data: Any, where: str) -> base.ToolCall:
   function = _function(data, where, "function calls")
-  return tool_calls.ToolCall(
+  return base.ToolCall(
     name=json_fields.get(function, "name", str, where=f"{where}.function."),
     arguments=json_fields.get(
       function, "arguments", str, where=f"{where}.function."

@@ -85,8 +85,8 @@ class Display:
     Args:
       metrics: `round`, counted from 1, and any of success, reward_mean,
         entropy, decode_tokens_per_s, learner_tokens_per_s, overlap_share,
-        staleness_max, staleness_bound, zero_variance_groups, faults and
-        skipped_updates; with experts also router_entropy, max_load and
+        staleness_max, staleness_bound, groups, zero_variance_groups, faults
+        and skipped_updates; with experts also router_entropy, max_load and
         dropped_assignments.
       fault: status and message of the most frequent fault.
     """
@@ -161,6 +161,7 @@ class Display:
       f"  success {cells['success']:>4}  eval {evaluated:>4}"
       f"  decode {cells['decode']:>5}/s  learner {cells['learner']:>5}/s"
       f"  overlap {cells['overlap']:>4}  stale {cells['staleness']}"
+      f"  zero-var {cells['zero_variance']:>4}"
       f"  left {self._left()}{troubles}"
     )
 
@@ -226,12 +227,18 @@ def _cells(metrics: Mapping[str, float]) -> dict[str, str]:
     "staleness": f"{stalest}/{bound}",
     "reward": _number(get("reward_mean"), ".3f"),
     "entropy": _number(get("entropy"), ".3f"),
-    "zero_variance": _number(get("zero_variance_groups"), ".0f"),
+    "zero_variance": _percent(_share_of_groups(metrics)),
     "router": _number(get("router_entropy"), ".3f"),
     "load": f"{_number(get('max_load'), '.2f')}x{_dropped(metrics)}",
     "faults": _number(get("faults"), ".0f"),
     "skipped": _number(get("skipped_updates"), ".3g"),
   }
+
+
+def _share_of_groups(metrics: Mapping[str, float]) -> float | None:
+  """Returns the share of groups whose members did equally well."""
+  flat, groups = metrics.get("zero_variance_groups"), metrics.get("groups")
+  return flat / groups if flat is not None and groups else None
 
 
 def _dropped(metrics: Mapping[str, float]) -> str:

@@ -28,6 +28,7 @@ from launch.run import (
   summary,
   warm_start_files,
 )
+from models.chat import word_chat
 from models.hf import load, tokenizer_files
 from rl import assemble, initial_state
 from rl import experiment as experiment_lib
@@ -220,7 +221,9 @@ class _Run(progress_lib.RunObserver):
   def _note_tokenizer(self) -> None:
     """Notes that the tokenizer of the initial weights is not used."""
     source, chat = self._experiment.initial, self._parts.chat
-    if source is not None and tokenizer_files.is_other(chat, source):
+    if source is None or not isinstance(chat, word_chat.WordChat):
+      return
+    if tokenizer_files.is_other(chat, source):
       self._screen.note(
         f"initial={source}: its tokenizer is not used; the words of "
         f"{self._experiment.environment.name} take the ids from "

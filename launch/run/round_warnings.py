@@ -76,7 +76,7 @@ class RoundWarnings:
     self._run_dir = run_dir
     self._max_in_a_row = max_in_a_row
     self._in_a_row = 0
-    self._was_empty = False
+    self._was_empty = self._was_flat = False
     self.hopeless = ""
 
   def after(
@@ -90,6 +90,7 @@ class RoundWarnings:
     """
     lines = self._skipped(metrics)
     is_empty = metrics.get("trained_tokens") == 0
+    is_flat = 0 < metrics["groups"] == metrics.get("zero_variance_groups")
     fault = (
       most_frequent_fault(groups)
       if is_empty and not metrics["zero_variance_groups"]
@@ -105,6 +106,11 @@ class RoundWarnings:
     elif is_empty and not self._was_empty:
       # Warn once: on a solved or too hard task every round looks like this.
       lines.append(f"{start}: {_why_empty(metrics)}")
+    elif is_flat and not (is_empty or self._was_flat):
+      lines.append(
+        f"round {metrics['round']:.0f} learned nothing from its rewards: "
+        f"{_equally_well(metrics)}"
+      )
     if fault is not None and self._in_a_row > self._max_in_a_row:
       self.hopeless = (
         f"rounds in a row that trained nothing because of faults: "
@@ -112,7 +118,7 @@ class RoundWarnings:
         f"more; most episodes ended with {fault}. Fix the environment or the "
         "reward; the same command continues from here"
       )
-    self._was_empty = is_empty
+    self._was_empty, self._was_flat = is_empty, is_flat
     return lines
 
   def _skipped(self, metrics: Mapping[str, float]) -> list[str]:
@@ -132,9 +138,13 @@ class RoundWarnings:
 
 def _why_empty(metrics: Mapping[str, float]) -> str:
   if metrics.get("zero_variance_groups"):
-    return (
-      f"in {metrics['zero_variance_groups']:.0f} of {metrics['groups']:.0f} "
-      "groups all members did equally well; told again only after a round that "
-      "trains"
-    )
+    return _equally_well(metrics)
   return "no group has members with tokens and rewards to compare"
+
+
+def _equally_well(metrics: Mapping[str, float]) -> str:
+  return (
+    f"in {metrics['zero_variance_groups']:.0f} of {metrics['groups']:.0f} "
+    "groups all members did equally well; told again only after a round that "
+    "trains"
+  )

@@ -92,7 +92,7 @@ class HfChat:
     others = _eos_ids(root, settings, control)
     return cls(source, template, tuple(dict.fromkeys((end, *others))))
 
-  @functools.cached_property
+  @property
   def vocab_size(self) -> int:
     """The largest id plus one; a model may have more."""
     return max(_tokenizer(self.tokenizer).get_vocab().values()) + 1

@@ -17,7 +17,7 @@ _CALL_END = re.compile(r"\s*</tool_call>")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class ToolCall:
+class Call:
   """One call of a tool.
 
   Attributes:
@@ -41,7 +41,7 @@ class Answer:
   """
 
   content: str
-  tool_calls: tuple[ToolCall, ...] = ()
+  tool_calls: tuple[Call, ...] = ()
   reasoning: str = ""
 
 
@@ -70,6 +70,33 @@ def parse(text: str, *, thinking: bool = False) -> Answer:
   return Answer(content.strip() if calls else content, tuple(calls), reasoning)
 
 
+def write(answer: Answer) -> str:
+  """Returns the text of an answer: the inverse of `parse`.
+
+  Raises:
+    ValueError: the arguments of a call are not the JSON text of an object.
+  """
+  thought = f"<think>\n{answer.reasoning}\n</think>\n\n"
+  pieces = [thought] if answer.reasoning else []
+  pieces += [answer.content] if answer.content else []
+  for call in answer.tool_calls:
+    try:
+      arguments = json.loads(call.arguments)
+    except ValueError:
+      arguments = None
+    if not isinstance(arguments, dict):
+      raise ValueError(
+        f"arguments of {call.name} must be the JSON text of an object, and not "
+        f"{call.arguments!r}"
+      )
+    data = json.dumps(
+      {"name": call.name, "arguments": arguments}, ensure_ascii=False
+    )
+    gap = "\n" if pieces and pieces[-1] != thought else ""
+    pieces.append(f"{gap}<tool_call>\n{data}\n</tool_call>")
+  return "".join(pieces)
+
+
 def _split_thinking(text: str, thinking: bool) -> tuple[str, str]:
   """Returns (reasoning, the text after it)."""
   opened = text.lstrip()
@@ -81,7 +108,7 @@ def _split_thinking(text: str, thinking: bool) -> tuple[str, str]:
   return reasoning.strip("\n"), rest.lstrip("\n")
 
 
-def _call_at(text: str, start: int) -> tuple[ToolCall, int] | None:
+def _call_at(text: str, start: int) -> tuple[Call, int] | None:
   """Returns the call whose JSON starts at `start`, and the end of its block."""
   try:
     data, end = _DECODER.raw_decode(text, start)
@@ -97,4 +124,4 @@ def _call_at(text: str, start: int) -> tuple[ToolCall, int] | None:
     (name + encoded).encode()
   except (ValueError, KeyError, RecursionError):
     return None
-  return ToolCall(name, encoded), closed.end()
+  return Call(name, encoded), closed.end()

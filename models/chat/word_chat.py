@@ -10,12 +10,14 @@ is only a view of them.
 import dataclasses
 import difflib
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int32
 
 from models.chat import message as message_lib
+from models.chat import tool_calls
 
 PAD, END, AGENT = 0, 1, 2
 _SPECIAL = ("<pad>", "<end>", "<agent>")
@@ -54,9 +56,20 @@ class WordChat:
     return (END,)
 
   def open(
-    self, messages: Iterable[message_lib.ChatMessage]
+    self,
+    messages: Iterable[message_lib.ChatMessage],
+    tools: Sequence[Mapping[str, Any]] = (),
   ) -> Int32[np.ndarray, " P"]:
-    """Returns the ids of the first context, up to the agent's answer."""
+    """Returns the ids of the first context, up to the agent's answer.
+
+    Raises:
+      ValueError: a word is not in the list, or there are tools.
+    """
+    if tools:
+      raise ValueError(
+        f"{len(tools)} tools cannot be shown in a list of words; use the chat "
+        "of a model, as chat=hf"
+      )
     ids = [i for one in messages for i in self._encode(one.content or "")]
     return np.asarray([*ids, AGENT], np.int32)
 
@@ -78,6 +91,12 @@ class WordChat:
   def decode(self, ids: Sequence[int] | Int32[np.ndarray, " L"]) -> str:
     """Returns the words, joined by one space, without special tokens."""
     return " ".join(self.token(int(i)) for i in ids if i >= len(_SPECIAL))
+
+  def parse(
+    self, ids: Sequence[int] | Int32[np.ndarray, " L"]
+  ) -> tool_calls.Answer:
+    """Returns the words as content; there are no tool calls."""
+    return tool_calls.Answer(self.decode(ids))
 
   def token(self, index: int) -> str:
     """Returns the text of an id, special or not.

@@ -96,19 +96,34 @@ def num_ids(directory: str | os.PathLike[str]) -> int:
   return max([-1, *added, *ids]) + 1
 
 
+def lists_words(directory: str | os.PathLike[str]) -> bool:
+  """Returns whether a directory has no tokenizer but a list of words, if any.
+
+  `write` makes such lists.
+  """
+  if not any(pathlib.Path(directory, name).is_file() for name in _KINDS):
+    return True
+  return _tokenizer_model(directory).get("type") == "WordLevel"
+
+
 def is_other(
   chat: word_chat.WordChat, directory: str | os.PathLike[str]
 ) -> bool:
   """Returns whether a directory has a tokenizer that gives other ids."""
   if not any(pathlib.Path(directory, name).is_file() for name in _KINDS):
     return False
+  vocab = _tokenizer_model(directory).get("vocab")
+  return vocab != {chat.token(i): i for i in range(chat.vocab_size)}
+
+
+def _tokenizer_model(directory: str | os.PathLike[str]) -> dict[str, Any]:
+  """Returns the model of tokenizer.json; {} if it cannot be read."""
   try:
     text = pathlib.Path(directory, "tokenizer.json").read_text("utf-8")
-    vocab = json.loads(text)["model"]["vocab"]
+    model = json.loads(text)["model"]
   except (OSError, ValueError, TypeError, KeyError):
-    # One that cannot be read is not what `write` makes.
-    return True
-  return vocab != {chat.token(i): i for i in range(chat.vocab_size)}
+    return {}
+  return model if isinstance(model, dict) else {}
 
 
 def write(

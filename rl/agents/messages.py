@@ -4,7 +4,6 @@ A chat whose template knows tools encodes a whole history at once. Any other
 chat is called message by message: open, encode_answer, append, encode_answer ..
 """
 
-import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
@@ -13,45 +12,12 @@ import numpy as np
 from jaxtyping import Int32
 
 from envs import base
-from models.chat import tool_calls as tool_calls_lib
 from rl.rollout import episode as episode_lib
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class AgentMessage(base.Message):
-  """A message of a conversation with tools.
-
-  Attributes:
-    tool_calls: of an answer.
-    tool_call_id: of the call that a message of role "tool" answers.
-    name: of the speaker or the tool.
-    reasoning: of an answer; ignored when histories are compared, since agents
-      leave it out or change it.
-  """
-
-  tool_calls: tuple[tool_calls_lib.ToolCall, ...] = ()
-  tool_call_id: str | None = None
-  name: str | None = None
-  reasoning: str | None = None
 
 
 @runtime_checkable
 class ToolChat(episode_lib.Chat, Protocol):
   """A chat whose template shows tools, as `models.chat.hf_chat.HfChat`."""
-
-  def open(
-    self,
-    messages: Sequence[base.Message],
-    tools: Sequence[Mapping[str, Any]] = (),
-  ) -> Int32[np.ndarray, " P"]:
-    """Returns the ids of the first context, its answers included."""
-    ...
-
-  def append(
-    self, messages: Sequence[base.Message], answer_ended: bool = True
-  ) -> Int32[np.ndarray, " P"]:
-    """Returns the ids after an answer; they end it first if it was cut."""
-    ...
 
   def decoder(self) -> Any:
     """Returns a decoder of one answer, with methods feed and end."""
@@ -63,8 +29,11 @@ class ToolChat(episode_lib.Chat, Protocol):
     ...
 
 
-def key(message: AgentMessage) -> tuple[Any, ...]:
-  """Returns a key that equal messages share."""
+def key(message: base.Message) -> tuple[Any, ...]:
+  """Returns a key that equal messages share.
+
+  It ignores the reasoning, since agents leave that out or change it.
+  """
   if message.role != "assistant":
     return (message.role, message.content, message.tool_call_id, message.name)
   calls = [(call.name, _value(call.arguments)) for call in message.tool_calls]
@@ -81,7 +50,7 @@ def _value(arguments: str) -> str:
 
 def open_ids(
   chat: episode_lib.Chat,
-  messages: Sequence[AgentMessage],
+  messages: Sequence[base.Message],
   tools: Sequence[Mapping[str, Any]] = (),
 ) -> Int32[np.ndarray, " P"]:
   """Returns the ids of a conversation; answers are encoded from their text.
@@ -107,7 +76,7 @@ def open_ids(
 
 def append_ids(
   chat: episode_lib.Chat,
-  messages: Sequence[AgentMessage],
+  messages: Sequence[base.Message],
   sampled: Int32[np.ndarray, " T"],
 ) -> Int32[np.ndarray, " P"]:
   """Returns the ids of messages after `sampled`; none may be an answer.

@@ -158,7 +158,7 @@ class Session:
 
   def begin(
     self,
-    messages: Sequence[messages_lib.AgentMessage],
+    messages: Sequence[base.Message],
     tools: Sequence[Mapping[str, Any]] = (),
   ) -> Opening:
     """Returns the ids of a conversation and its place in the tree.
@@ -180,7 +180,7 @@ class Session:
 
   def _begin(
     self,
-    messages: Sequence[messages_lib.AgentMessage],
+    messages: Sequence[base.Message],
     tools: Sequence[Mapping[str, Any]],
   ) -> Opening:
     keys = tuple(messages_lib.key(message) for message in messages)
@@ -222,7 +222,7 @@ class Session:
     self,
     opening: Opening,
     completion: contract.Completion,
-    answer: messages_lib.AgentMessage | None,
+    answer: base.Message | None,
   ) -> None:
     """Adds an answer to the tree.
 

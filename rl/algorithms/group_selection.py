@@ -98,6 +98,14 @@ class Selection:
     return [member for group, mask in pairs for member in _of(group, mask)]
 
   @property
+  def zero_variance(self) -> list[bool]:
+    """A flag for each of `members`: all of its group did equally well."""
+    pairs = zip(self.reasons, self.trained, strict=True)
+    return [
+      reason is not None for reason, mask in pairs for _ in range(sum(mask))
+    ]
+
+  @property
   def left_out(self) -> list[list[trajectory.Trajectory]]:
     """The usable members of each zero-variance group that is not trained."""
     return [

@@ -34,6 +34,10 @@ class Objective:
     kl: keeps the policy near a reference; None does not.
     value: loss of the critic, where the advantage needs one.
     entropy_bonus: weight of the policy's entropy, in nats a token.
+    entropy_on_zero_variance: whether the bonus also counts in groups whose
+      members did equally well. Where all groups are such it is the only
+      gradient of the policy, and Adam scales any gradient to full steps: the
+      policy becomes random within a few rounds.
     balance_weight: weight of the router's load-balance loss. It is not linear
       over micro-batches: each balances its own tokens.
     z_weight: weight of the router's z-loss; 0.001 in its source, ST-MoE, arXiv
@@ -45,6 +49,7 @@ class Objective:
   kl: kl_lib.KlPenalty | None = None
   value: value_loss_lib.ValueLoss = value_loss_lib.ValueLoss()
   entropy_bonus: float = 0.0
+  entropy_on_zero_variance: bool = False
   balance_weight: float = 0.01
   z_weight: float = 0.0
 
@@ -72,10 +77,10 @@ class Objective:
     return self.kl if self.loss_kl is None else None
 
   def regularises(self, *, has_routers: bool) -> bool:
-    """Returns True if tokens without an advantage have a gradient too."""
+    """Returns True if groups of zero variance have a gradient too."""
     of_routers = bool(self.balance_weight) or bool(self.z_weight)
     return (
-      bool(self.entropy_bonus)
+      bool(self.entropy_bonus and self.entropy_on_zero_variance)
       or self.loss_kl is not None
       or (has_routers and of_routers)
     )
@@ -242,6 +247,8 @@ def of_batch(
   loss, count = _aggregate(objective, weighed, rows)
   entropy = jnp.where(sampled, scored.entropy, 0.0)
   more = -objective.entropy_bonus * entropy
+  if placed.entropy_weights is not None:
+    more *= placed.entropy_weights
   kl = critic = None
   if (penalty := objective.loss_kl) is not None:
     kl = _kl(penalty, scored.logprobs, batch)

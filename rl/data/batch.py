@@ -39,7 +39,9 @@ class Prefix(NamedTuple):
   copies: Int32[np.ndarray, "B L"]
 
 
-Column = Literal["advantages", "old", "reference", "values", "returns"]
+Column = Literal[
+  "advantages", "old", "reference", "values", "returns", "entropy_weights"
+]
 """Values of sampled tokens that come after packing."""
 
 
@@ -63,6 +65,7 @@ class Batch(NamedTuple):
       next two.
     values: the critic's, before the token.
     returns: targets of the critic.
+    entropy_weights: of the entropy bonus; None is 1 everywhere.
   """
 
   tokens: Int32[np.ndarray, "B L"]
@@ -79,6 +82,7 @@ class Batch(NamedTuple):
   reference: Float32[np.ndarray, "B L"] | None = None
   values: Float32[np.ndarray, "B L"] | None = None
   returns: Float32[np.ndarray, "B L"] | None = None
+  entropy_weights: Float32[np.ndarray, "B L"] | None = None
 
 
 def empty(

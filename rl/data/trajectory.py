@@ -119,6 +119,7 @@ class Trajectory:
       nothing to teach but brevity.
     parts: named parts of the reward.
     fault: what went wrong, in words; empty when nothing did.
+    metrics: the environment's own numbers, summed over its steps.
   """
 
   task_id: str
@@ -130,6 +131,7 @@ class Trajectory:
   parts: Mapping[str, float] = dataclasses.field(default_factory=dict)
   fault: str = ""
   graded_reward: float | None = None
+  metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
   def __post_init__(self):
     """Fills in the graded reward."""
@@ -264,6 +266,7 @@ def trajectory_to_json(trajectory: Trajectory) -> dict[str, Any]:
     "graded_reward": trajectory.graded_reward,
     "parts": dict(trajectory.parts),
     "fault": trajectory.fault,
+    "metrics": dict(trajectory.metrics),
   }
 
 
@@ -293,6 +296,7 @@ def trajectory_from_json(data: Mapping[str, Any]) -> Trajectory:
     graded_reward=data["graded_reward"],
     parts=data["parts"],
     fault=data["fault"],
+    metrics=data.get("metrics", {}),
   )
 
 

@@ -9,7 +9,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
 import jax
 import numpy as np
@@ -19,6 +19,8 @@ from models import config as model_config
 from models import sharding
 from rl.data import trajectory
 from rl.runtime import mesh_thread
+
+_T = TypeVar("_T")
 
 InFlight = Literal["drain", "abort", "recompute", "keep_kv"]
 """Treatment of requests in flight when weights arrive.
@@ -271,6 +273,13 @@ def _wrong_bias(request: DecodeRequest, able: Capabilities) -> Iterator[str]:
   if request.experts and not able.experts:
     out = "use engine.record_experts=true with a model that has some"
     yield f"experts are not recorded; {out}"
+
+
+def find(requests: Mapping[str, _T], request_id: str) -> _T:
+  """Returns the state of a request; ValueError if none of that id is there."""
+  if request_id not in requests:
+    raise ValueError(f"request {request_id} is not in flight")
+  return requests[request_id]
 
 
 def check_version(version: int, served: int) -> None:

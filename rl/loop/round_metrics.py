@@ -58,6 +58,8 @@ def of_groups(
     "staleness_max": float(max(lags, default=np.nan)),
     "faults": sum(faults.values()),
     **faults,
+    **_means_by_name("reward", [t.parts for t in episodes]),
+    **_means_by_name("env", [t.metrics for t in episodes]),
   }
 
 
@@ -71,6 +73,17 @@ def _scores(
     "success": _mean([b is not None and b >= success for b in before]),
     "reward_mean": _mean([t.reward for t in graded]),
   }
+
+
+def _means_by_name(
+  prefix: str, named: Sequence[Mapping[str, float]]
+) -> dict[str, float]:
+  """Returns the mean of each name over those that have it."""
+  values = collections.defaultdict(list)
+  for numbers in named:
+    for name, number in numbers.items():
+      values[f"{prefix}/{name}"].append(number)
+  return {name: _mean(values[name]) for name in sorted(values)}
 
 
 def _mean(values: Sequence[Any]) -> float:

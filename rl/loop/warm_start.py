@@ -112,6 +112,7 @@ async def demonstrate(
   partial = episode.PartialTrajectory(
     episode.Episode(task, task.index, 0, seed)
   )
+  player = base.demonstrator(source)
 
   async def demonstrate_answer(
     request: contract.DecodeRequest,
@@ -119,9 +120,10 @@ async def demonstrate(
     # The seed of the request decides which answers are random.
     answer_seed = zlib.crc32(request.tokens.tobytes(), request.seed)
     if np.random.default_rng(answer_seed).random() < exploration:
-      text = source.explore(task, partial.messages, answer_seed)
+      said = player.explore(task, partial.messages, answer_seed)
     else:
-      text = source.oracle(task, partial.messages)
+      said = player.oracle(task, partial.messages)
+    text = said if isinstance(said, str) else episode.as_text(said)
     tokens = np.asarray(chat.encode_answer(text), np.int32)
     return contract.Completion(
       tokens=tokens,

@@ -9,13 +9,14 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 from jaxtyping import Int32
 
 from envs import base
+from models.chat import tool_calls
 from rl.data import trajectory
 from rl.engine import contract
 from rl.runtime import isolation
@@ -34,12 +35,28 @@ class Chat(Protocol):
   """Messages <-> ids, append-only, such as `models.chat.word_chat.WordChat`."""
 
   @property
+  def vocab_size(self) -> int:
+    """One more than the largest id."""
+    ...
+
+  @property
   def stop_ids(self) -> tuple[int, ...]:
     """Ids that end an answer."""
     ...
 
-  def open(self, messages: Sequence[base.Message]) -> Int32[np.ndarray, " P"]:
-    """Returns the ids of the first context."""
+  def open(
+    self,
+    messages: Sequence[base.Message],
+    tools: Sequence[Mapping[str, Any]] = (),
+  ) -> Int32[np.ndarray, " P"]:
+    """Returns the ids of the first context.
+
+    Args:
+      tools: JSON schemas of functions, as in the OpenAI API.
+
+    Raises:
+      ValueError: it cannot be encoded.
+    """
     ...
 
   def append(
@@ -54,6 +71,10 @@ class Chat(Protocol):
 
   def decode(self, ids: Sequence[int]) -> str:
     """Returns an answer as text."""
+    ...
+
+  def parse(self, ids: Sequence[int]) -> tool_calls.Answer:
+    """Returns an answer as content, reasoning and tool calls; never raises."""
     ...
 
   def encode_answer(self, text: str) -> Int32[np.ndarray, " T"]:
@@ -134,6 +155,13 @@ class _Guarded:
       lambda messages: isolation.checked_messages(messages, "start"),
     )
 
+  def tools(self) -> Sequence[Mapping[str, Any]]:
+    """Returns the schemas of its tools, if it has any."""
+    return isolation.contained(
+      lambda: isolation.checked_tools(getattr(self.environment, "tools", ())),
+      "reading its tools",
+    )
+
   async def step(self, answer: base.Message) -> base.Step:
     return await self._ask(
       lambda: self.environment.step(answer), "step", isolation.checked_step
@@ -177,6 +205,27 @@ class _Guarded:
     )
 
 
+def as_message(answer: tool_calls.Answer) -> base.Message:
+  """Returns a parsed answer as a message of the agent."""
+  return base.Message(
+    "assistant",
+    answer.content,
+    tuple(
+      base.ToolCall(call.name, call.arguments, call.id)
+      for call in answer.tool_calls
+    ),
+    reasoning=answer.reasoning or None,
+  )
+
+
+def as_text(message: base.Message) -> str:
+  """Returns an answer as a model writes it, so that a chat parses it again."""
+  calls = [tool_calls.Call(c.name, c.arguments) for c in message.tool_calls]
+  return tool_calls.write(
+    tool_calls.Answer(message.content, tuple(calls), message.reasoning or "")
+  )
+
+
 def _ignored(value: object) -> None:
   """Accepts any result of a close."""
 
@@ -196,6 +245,7 @@ class PartialTrajectory:
   turns: list[trajectory.Turn] = dataclasses.field(default_factory=list)
   messages: list[base.Message] = dataclasses.field(default_factory=list)
   rewards: list[float] = dataclasses.field(default_factory=list)
+  metrics: dict[str, float] = dataclasses.field(default_factory=dict)
 
   def add(
     self,
@@ -245,6 +295,7 @@ class PartialTrajectory:
       turns=self.turns,
       status=status,
       fault=fault,
+      metrics=self.metrics,
     )
     return partial, base.Transcript(self.messages, self.rewards)
 
@@ -312,7 +363,8 @@ async def _turns(
   loop, name = asyncio.get_running_loop(), partial.episode.name
   observation = await environment.start()
   partial.messages.extend(observation)
-  context = _encode(chat.open, observation)
+  tools = environment.tools()
+  context = _encode(lambda said: chat.open(said, tools), observation)
   ids = context
   for number in range(limits.max_turns):
     room = limits.max_tokens - len(ids)
@@ -337,8 +389,7 @@ async def _turns(
     try:
       if completion.stop == "abort":
         return partial.end(trajectory.Status.ENGINE_FAULT, "aborted")
-      text = chat.decode(completion.tokens.tolist())
-      answer = base.Message("assistant", text)
+      answer = as_message(chat.parse(completion.tokens.tolist()))
       partial.messages.append(answer)
       step = await environment.step(answer)
       reward = float(step.reward)
@@ -346,6 +397,8 @@ async def _turns(
       # On every path: sampled tokens are never lost.
       partial.add(context, completion, loop.time() - asked, reward)
     partial.rewards.append(step.reward)
+    for key, value in step.metrics.items():
+      partial.metrics[key] = partial.metrics.get(key, 0.0) + value
     partial.messages.extend(step.messages)
     if step.done:
       return partial.end(trajectory.Status.COMPLETED)

@@ -8,6 +8,7 @@ guarded: call -> _outcome in its own task -> under a deadline -> check -> value
 import asyncio
 import contextlib
 import ctypes
+import json
 import numbers
 import reprlib
 from collections.abc import (
@@ -143,6 +144,34 @@ def checked_messages(messages: object, what: str) -> list[base.Message]:
   return said
 
 
+def checked_tools(tools: object) -> list[dict[str, Any]]:
+  """Returns tools as plain JSON data, or raises Fault."""
+  if not isinstance(tools, Sequence) or isinstance(tools, str):
+    raise Fault(f"tools are {_kind(tools)}, not a list of JSON schemas")
+  copied = contained(
+    lambda: json.loads(json.dumps(list(tools), allow_nan=False)), "its tools"
+  )
+  for tool in copied:
+    function = tool.get("function") if isinstance(tool, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str) or not name:
+      raise Fault(
+        f"tool {_shown(tool)} has no name; use the form of the OpenAI API: "
+        '{"type": "function", "function": {"name": ..., "parameters": ...}}'
+      )
+  return copied
+
+
+def _checked_metrics(metrics: object) -> dict[str, float]:
+  if not isinstance(metrics, Mapping):
+    raise Fault(f"step returned metrics={_kind(metrics)}, not a mapping")
+  copied = contained(lambda: dict(metrics), "reading the metrics of a step")
+  return {
+    str(name): checked_reward(value, f"metric {_shown(name)}")
+    for name, value in copied.items()
+  }
+
+
 def checked_step(step: object) -> base.Step:
   """Returns a valid step, or raises Fault."""
   if not isinstance(step, base.Step):
@@ -150,7 +179,9 @@ def checked_step(step: object) -> base.Step:
   if not isinstance(step.done, (bool, np.bool_)):
     raise Fault(f"step returned done={_kind(step.done)}, not a bool")
   messages = checked_messages(step.messages, "step")
-  return base.Step(messages, checked_reward(step.reward), bool(step.done))
+  metrics = _checked_metrics(step.metrics) if step.metrics else {}
+  reward = checked_reward(step.reward)
+  return base.Step(messages, reward, bool(step.done), metrics)
 
 
 def checked_reward(reward: object, what: str = "reward") -> float:

@@ -1,12 +1,14 @@
 """Type annotations of settings: their members, fields and names in words."""
 
+import contextlib
 import dataclasses
 import enum
 import inspect
+import pkgutil
 import re
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 SCALARS = (bool, int, float, str, types.NoneType)
@@ -70,6 +72,36 @@ def required(maker: Any) -> list[str]:
     ]
   own = inspect.signature(maker).parameters.values()
   return [p.name for p in own if p.default is p.empty and p.kind not in _MANY]
+
+
+def takes_names(hint: Any) -> bool:
+  """Returns whether a function or a class itself may be the value."""
+  return any(kind(member) in (Callable, type) for member in members(hint))
+
+
+def is_name(text: str) -> bool:
+  """Returns whether a text is MODULE:NAME, as a function is typed."""
+  return re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*", text) is not None
+
+
+def name(value: Any) -> str | None:
+  """Returns MODULE:NAME of a function or a class; None of other objects.
+
+  Raises:
+    SettingError: it has none, as a lambda or a method of an object.
+  """
+  if not (isinstance(value, type) or inspect.isroutine(value)):
+    return None
+  text = f"{value.__module__}:{value.__qualname__}"
+  found = None
+  with contextlib.suppress(ImportError, AttributeError, ValueError):
+    found = pkgutil.resolve_name(text)
+  if found != value:
+    raise SettingError(
+      f"{text} cannot be found by its name; define it with def or class at the "
+      "top of a file, so that the run can be read again"
+    )
+  return text
 
 
 def kind(hint: Any) -> Any:
@@ -140,4 +172,5 @@ def describe(hint: Any) -> str:
     return " | ".join(own.__members__)
   if isinstance(hint, type) and not typing.get_args(hint):
     return getattr(hint, "short_name", hint.__name__)
-  return re.sub(r"(\w+\.)+(?=\w)", "", str(hint))
+  text = re.sub(r"(\w+\.)+(?=\w)", "", str(hint))
+  return f"{text} as 'MODULE:NAME'" if takes_names(hint) else text

@@ -35,7 +35,8 @@ def validate_parts(tree: Any) -> None:
   """Calls every `validate` below an object: its own checks may rely on them."""
   for field in dataclasses.fields(tree):
     part = getattr(tree, field.name)
-    if dataclasses.is_dataclass(part):
+    # A class itself may be a setting, and is then no part.
+    if dataclasses.is_dataclass(part) and not isinstance(part, type):
       validate(part)
 
 

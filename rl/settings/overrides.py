@@ -95,7 +95,7 @@ def to_json(tree: Any) -> dict[str, Any]:
   """Returns plain JSON data, the inverse of `from_json`.
 
   Raises:
-    SettingError: a value that cannot be a setting, such as a plain function.
+    SettingError: a value that cannot be a setting, such as a lambda.
   """
   return _plain(tree, "config")
 
@@ -165,6 +165,11 @@ def _plain(value: Any, where: str) -> Any:
     return value
   if isinstance(value, enum.Enum):
     return value.name
+  try:
+    if (name := annotations.name(value)) is not None:
+      return name
+  except SettingError as error:
+    raise SettingError(f"{where}: {error}") from error
   if is_setting(cls := type(value)):
     fields = {
       name: _plain(child, f"{where}.{name}")
@@ -180,5 +185,5 @@ def _plain(value: Any, where: str) -> Any:
     }
   raise SettingError(
     f"{where}: {value!r} must be a number, a string, an enum, a tuple, a "
-    "mapping or a frozen dataclass"
+    "mapping, a function, a class or a frozen dataclass"
   )

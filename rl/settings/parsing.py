@@ -5,6 +5,7 @@ Text is taken apart by Python's own grammar, and nothing is evaluated:
   2,4   (2, 4)   [2, 4]              items
   {"data": 2}   {data: 2}            pairs
   gspo   gspo(clip_low=3e-4)         an object, with fields by name
+  'package.module:function'           a function or a class itself
   'any text'                         a string that is not a number or a name
 """
 
@@ -100,6 +101,9 @@ def _shown(raw: Any) -> str:
 
 def _read(hint: Any, raw: Any, where: str) -> Any:
   """Returns the typed value; `where` is the key for errors further below."""
+  name = str(raw).strip().strip("'\"")
+  if annotations.takes_names(hint) and annotations.is_name(name):
+    return _named(hint, name, where)
   if len(annotations.members(hint)) > 1:
     return _read_union(hint, raw, where)
   kind, arguments = annotations.kind(hint), typing.get_args(hint)
@@ -129,7 +133,10 @@ def _read_union(hint: Any, raw: Any, where: str) -> Any:
   members, reason = annotations.members(hint), ""
   if any(map(annotations.is_object, members)):
     try:
-      return _read_object(hint, _shape(raw), where)
+      shape = _shape(raw)
+      # Where text will do, a.b is the name of a file.
+      if str not in members or shape != {"class": str(raw).strip()}:
+        return _read_object(hint, shape, where)
     except _Mismatch as error:
       reason = str(error)
   for member in members:
@@ -279,6 +286,21 @@ def _resolve(name: str, hint: Any, where: str) -> Any:
       "its return annotation"
     )
   return maker
+
+
+def _named(hint: Any, name: str, where: str) -> Any:
+  """Returns the function or the class of MODULE:NAME."""
+  try:
+    found = pkgutil.resolve_name(name)
+  except (ImportError, AttributeError, ValueError) as error:
+    raise annotations.SettingError(
+      f"{where}: cannot import {name}: {error}"
+    ) from error
+  wants_class = annotations.kind(hint) is type
+  if not (isinstance(found, type) if wants_class else callable(found)):
+    what = "a class" if wants_class else "a function"
+    raise annotations.SettingError(f"{where}: {name} must be {what}")
+  return found
 
 
 def _make(maker: Any, fields: Mapping[str, Any], where: str) -> Any:

@@ -97,6 +97,8 @@ def _choices(hint: Any) -> list[str]:
 
 def _example(hint: Any, depth: int) -> str:
   """Returns a value of a hint as it may be typed, or "..."."""
+  if annotations.takes_names(hint):
+    return "'MODULE:NAME'"
   first = annotations.members(hint)[0]
   own = annotations.kind(first)
   if own in _EXAMPLES:

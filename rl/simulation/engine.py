@@ -97,7 +97,7 @@ class SimulatedEngine:
   def abort(self, request_id: str | None) -> None:
     """Ends a request, or all of them, with the tokens sampled so far."""
     if request_id is not None:
-      self._in_flight(request_id)
+      contract.find(self._jobs, request_id)
     names = list(self._jobs) if request_id is None else [request_id]
     self._advance()
     for name in names:
@@ -106,13 +106,8 @@ class SimulatedEngine:
 
   def begun(self, request_id: str) -> int | None:
     """Returns the version of the first token of a request in flight."""
-    job = self._in_flight(request_id)
+    job = contract.find(self._jobs, request_id)
     return None if job.first_s is None else job.first_version
-
-  def _in_flight(self, request_id: str) -> simulated_processor.Job:
-    if request_id not in self._jobs:
-      raise ValueError(f"request {request_id} is not in flight")
-    return self._jobs[request_id]
 
   def expect(self, sessions: int = 0, graded: int = 0) -> None:
     """Adds to the sessions here, and to those graded: causes of idle time."""

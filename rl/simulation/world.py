@@ -9,12 +9,14 @@ the order of events.
 import asyncio
 import collections
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int32
 
 from envs import base
+from models.chat import tool_calls
 from rl.engine import contract
 from rl.simulation import workload as workload_lib
 
@@ -37,7 +39,6 @@ class World:
   seed: int
   name: str = "simulated"
   stateless: bool = True
-  words: Sequence[str] = ()
   stop_ids: tuple[int, ...] = (_STOP_ID,)
 
   def __post_init__(self) -> None:
@@ -68,16 +69,6 @@ class World:
       workload_lib.GroupMember(task.index, number),
       source + len(self.workloads) * number,
     )
-
-  def oracle(self, task: base.Task, messages: Sequence[base.Message]) -> str:
-    """Returns "": all answers are equally good."""
-    return ""
-
-  def explore(
-    self, task: base.Task, messages: Sequence[base.Message], seed: int
-  ) -> str:
-    """Returns "": all answers are equally good."""
-    return ""
 
   # The reward.
 
@@ -115,7 +106,16 @@ class World:
 
   # The chat.
 
-  def open(self, messages: Sequence[base.Message]) -> Int32[np.ndarray, " P"]:
+  @property
+  def vocab_size(self) -> int:
+    """Any id is one of a request."""
+    return 2**31
+
+  def open(
+    self,
+    messages: Sequence[base.Message],
+    tools: Sequence[Mapping[str, Any]] = (),
+  ) -> Int32[np.ndarray, " P"]:
     """Returns the first context, with as many ids as the message says."""
     return _ids(messages)
 
@@ -128,6 +128,10 @@ class World:
   def decode(self, ids: Sequence[int]) -> str:
     """Returns "": answers have no text."""
     return ""
+
+  def parse(self, ids: Sequence[int]) -> tool_calls.Answer:
+    """Returns an answer without text."""
+    return tool_calls.Answer("")
 
   def encode_answer(self, text: str) -> Int32[np.ndarray, " T"]:
     """Returns the end of an answer."""
@@ -158,7 +162,6 @@ class _Source:
 
   workload: workload_lib.Workload
   number: int
-  words: Sequence[str] = ()
 
   @property
   def name(self) -> str:
@@ -170,14 +173,6 @@ class _Source:
 
   def __call__(self, task: base.Task) -> base.Environment:
     raise TypeError(f"task {task.id}: environments come from the whole world")
-
-  def oracle(self, task: base.Task, messages: Sequence[base.Message]) -> str:
-    return ""
-
-  def explore(
-    self, task: base.Task, messages: Sequence[base.Message], seed: int
-  ) -> str:
-    return ""
 
 
 class _Environment:

@@ -15,7 +15,7 @@ from rl.train import learner, train_state
 class Counting:
   """Tasks whose reward is the share of answers that are "yes".
 
-  An episode ends after `turns` answers.
+  An episode ends after `turns` answers; its metric `yes` counts those.
 
   Attributes:
     delay_s: seconds of one step, by task index and step number.
@@ -95,7 +95,8 @@ class _Counter:
     reward: Any = (answer.content == "yes") / self.source.turns
     reward = {"nan": float("nan"), "text": "won"}.get(self.fault, reward)
     done = self.steps == self.source.turns
-    return base.Step([base.Message("user", "on")], reward, done)
+    metrics = {"yes": float(answer.content == "yes")}
+    return base.Step([base.Message("user", "on")], reward, done, metrics)
 
   async def close(self) -> None:
     self.closed = True

@@ -238,18 +238,13 @@ class ScriptedEngine:
       for this in self._underway.values():
         this.ended.set()
     else:
-      self._in_flight(request_id).ended.set()
+      contract.find(self._underway, request_id).ended.set()
     self._changed.set()
 
   def begun(self, request_id: str) -> int | None:
     """Returns the version of a first token; see `contract.DecodeEngine`."""
-    versions = self._in_flight(request_id).versions
+    versions = contract.find(self._underway, request_id).versions
     return versions[0] if versions else None
-
-  def _in_flight(self, request_id: str) -> _Underway:
-    if request_id not in self._underway:
-      raise ValueError(f"request {request_id} is not in flight")
-    return self._underway[request_id]
 
   # Sessions.
 

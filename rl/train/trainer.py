@@ -172,6 +172,11 @@ class MeshTrainer:
     self._keep_zero_variance = objective.regularises(
       has_routers=settings.has_routers
     )
+    self._weighs_entropy = (
+      self._keep_zero_variance
+      and bool(objective.entropy_bonus)
+      and not objective.entropy_on_zero_variance
+    )
     self._scorer = scoring.Scorer(programs, thread, self._pack, reference)
     self._quarantine = kept
     self._state: train_state.TrainState | None = None
@@ -246,6 +251,13 @@ class MeshTrainer:
     }
     if estimate.returns is not None:
       columns["returns"] = estimate.returns
+    if self._weighs_entropy:
+      columns["entropy_weights"] = [
+        np.full(member.num_sampled, not is_same, np.float32)
+        for member, is_same in zip(
+          members, selection.zero_variance, strict=True
+        )
+      ]
     await self._accumulation.add(self.state, members, columns)
     # The first batch of a round is a sample as good as any.
     self._probe = self._probe or next(iter(self._accumulation.batches), None)

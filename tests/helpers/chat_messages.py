@@ -5,7 +5,7 @@ import json
 import pathlib
 from typing import Any
 
-from models.chat.tool_calls import ToolCall
+from models.chat.tool_calls import Call
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "models" / "golden" / "chat"
 EXPECTED = json.loads((GOLDEN / "expected.json").read_text("utf-8"))
@@ -18,7 +18,7 @@ class GoldenMessage:
 
   role: str
   content: str | None
-  tool_calls: tuple[ToolCall, ...] = ()
+  tool_calls: tuple[Call, ...] = ()
   reasoning: str | None = None
 
 
@@ -29,7 +29,7 @@ def messages_of(case: dict[str, Any]) -> list[GoldenMessage]:
       data["role"],
       data["content"],
       tuple(
-        ToolCall(
+        Call(
           call["function"]["name"],
           # Other white space: templates serialise the value anew.
           json.dumps(call["function"]["arguments"], separators=(",", ":")),

@@ -77,7 +77,7 @@ def test_the_newest_checkpoint_is_written(run, tmp_path):
   loaded = load.load(target, model)
   assert jax.tree.all(jax.tree.map(np.array_equal, loaded, params))
   vocab = json.loads((target / "tokenizer.json").read_text())["model"]["vocab"]
-  chat = experiment().chat()
+  chat = experiment().build_chat()
   assert {chat.token(i): i for i in range(chat.vocab_size)} == vocab
 
 

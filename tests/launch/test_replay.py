@@ -106,7 +106,8 @@ def test_a_run_without_finite_gradients_ends_with_a_line(wild):
 
 
 def test_each_skipped_update_is_warned_of_as_it_happens(wild):
-  lines = wild.warned.splitlines()
+  # Rewards that are all alike have a warning of their own.
+  lines = [x for x in wild.warned.splitlines() if "an update was skipped" in x]
   skipped = wild.path / "skipped"
   assert [line[: len("warning: round 2: ")] for line in lines] == [
     "warning: round 2: ",

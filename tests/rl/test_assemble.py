@@ -192,7 +192,7 @@ def test_equal_rewards_train_the_routers_of_a_model_with_experts_alone(
 
 def test_demonstrations_mix_in_as_many_random_answers_as_asked():
   source = fakes.Counting(turns=2)
-  chat = experiment().chat()
+  chat = experiment().build_chat()
 
   async def demonstrations(exploration):
     return [

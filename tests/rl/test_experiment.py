@@ -433,4 +433,4 @@ def test_json_makes_an_equal_experiment(experiment):
 
 
 def test_the_tokenizer_has_the_words_of_the_environment(experiment):
-  assert experiment.chat().words == tuple(experiment.environment.words)
+  assert experiment.build_chat().words == tuple(experiment.environment.words)

@@ -197,17 +197,13 @@ class BuiltinEngine:
   def abort(self, request_id: str | None) -> None:
     """Ends a request with what it has; see `contract.DecodeEngine.abort`."""
     requests = self._queue.requests
-    if request_id is not None and request_id not in requests:
-      raise ValueError(f"request {request_id} is not in flight")
     for name in list(requests) if request_id is None else [request_id]:
-      self._queue.finish(requests[name], "abort")
+      self._queue.finish(contract.find(requests, name), "abort")
     self._wake.set()
 
   def begun(self, request_id: str) -> int | None:
     """Returns the version of a first token; see `contract.DecodeEngine`."""
-    if request_id not in self._queue.requests:
-      raise ValueError(f"request {request_id} is not in flight")
-    return self._queue.requests[request_id].first_version
+    return contract.find(self._queue.requests, request_id).first_version
 
   # Weights.
 

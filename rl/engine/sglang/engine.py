@@ -205,16 +205,12 @@ class SglangEngine:
   def abort(self, request_id: str | None) -> None:
     """Ends a request with what it has; see `contract.DecodeEngine.abort`."""
     requests = self._requests
-    if request_id is not None and request_id not in requests.all:
-      raise ValueError(f"request {request_id} is not in flight")
     for name in list(requests.all) if request_id is None else [request_id]:
-      requests.end(requests.all[name], "abort")
+      requests.end(contract.find(requests.all, name), "abort")
 
   def begun(self, request_id: str) -> int | None:
     """Returns the version of a first token; see `contract.DecodeEngine`."""
-    if request_id not in self._requests.all:
-      raise ValueError(f"request {request_id} is not in flight")
-    return self._requests.all[request_id].first_version
+    return contract.find(self._requests.all, request_id).first_version
 
   # Weights.
 

@@ -9,7 +9,7 @@ import typing
 import pytest
 
 from launch.cli import config_file, flags, workdir
-from rl.settings import overrides
+from rl.settings import checks, overrides
 from tests.helpers import commands
 
 OWN = """
@@ -83,6 +83,48 @@ def file(tmp_path):
   path = tmp_path / "my-own.py"
   path.write_text(OWN)
   return path
+
+
+PLAIN = """
+import dataclasses
+
+from configs import guess_number_moe
+from envs import tool_environment
+
+
+@dataclasses.dataclass(frozen=True)
+class Counter:
+  def reset(self):
+    return "Count."
+
+  def add(self) -> int:
+    'Adds.'
+    return 1
+
+  def validate(self):
+    'Is a tool, and no check of settings.'
+
+
+def get_config():
+  return dataclasses.replace(
+    guess_number_moe.get_config(),
+    environment=tool_environment.ToolEnvironment(make=Counter),
+    warm_start=None,
+  )
+"""
+
+
+def test_a_class_that_is_a_setting_itself_is_kept_with_its_file(file, tmp_path):
+  file.write_text(PLAIN)
+  tree = config_file.load(file).get_config()
+  checks.validate(tree.environment)
+  kept = tmp_path / "config.json"
+  kept.write_text(json.dumps(config_file.to_json(tree)))
+  file.unlink()
+  sys.modules.pop("_config_my_own")
+  again = config_file.read_json(kept).environment
+  assert again.make is sys.modules["_config_my_own"].Counter
+  assert sorted(again.tools) == ["add", "validate"]
 
 
 @pytest.fixture(scope="module")

@@ -2,10 +2,9 @@
 
 import pytest
 
+from envs import base
 from launch.openai import json_fields
 from launch.openai import requests as openai_requests
-from models.chat import tool_calls
-from rl.agents import messages
 from rl.data import trajectory
 
 USER = {"role": "user", "content": "go"}
@@ -51,12 +50,12 @@ def test_messages_keep_all_that_a_model_is_shown():
     },
     {"role": "tool", "content": "2", "tool_call_id": "call_0"},
   ]
-  call = tool_calls.ToolCall("add", "{}", "call_0")
+  call = base.ToolCall("add", "{}", "call_0")
   assert chat(messages=said).messages == (
-    messages.AgentMessage("system", "be kind"),
-    messages.AgentMessage("user", "ab", name="ann"),
-    messages.AgentMessage("assistant", "", (call,), reasoning="hm"),
-    messages.AgentMessage("tool", "2", tool_call_id="call_0"),
+    base.Message("system", "be kind"),
+    base.Message("user", "ab", name="ann"),
+    base.Message("assistant", "", (call,), reasoning="hm"),
+    base.Message("tool", "2", tool_call_id="call_0"),
   )
 
 

@@ -26,6 +26,7 @@ _METRICS = {
   "overlap_share": 0.874,
   "staleness_max": 1.0,
   "staleness_bound": 2.0,
+  "groups": 16.0,
   "zero_variance_groups": 3.0,
   "entropy": 1.25,
   "faults": 0.0,
@@ -48,10 +49,11 @@ def test_a_line_shows_a_round():
   # Two rounds took 3 s after the first update; 297 are left: 445.5 s.
   assert stream.getvalue().splitlines() == [
     "round   1/300  success  62%  eval    -  decode  1.2k/s"
-    "  learner  3.4M/s  overlap  87%  stale 1/2  left -",
+    "  learner  3.4M/s  overlap  87%  stale 1/2  zero-var  19%  left -",
     "evaluation: success 58% (51% to 65%)",
     "round   3/300  success  62%  eval  58%  decode  1.2k/s"
-    "  learner  3.4M/s  overlap  87%  stale 1/2  left 7:26  faults 4",
+    "  learner  3.4M/s  overlap  87%  stale 1/2  zero-var  19%  left 7:26"
+    "  faults 4",
   ]
 
 
@@ -81,7 +83,7 @@ def test_missing_and_infinite_metrics_are_dashes():
   shown.update({"round": 1, "success": math.nan})
   assert stream.getvalue() == (
     "round 1/9  success    -  eval    -  decode     -/s  learner     -/s"
-    "  overlap    -  stale -/-  left -\n"
+    "  overlap    -  stale -/-  zero-var    -  left -\n"
   )
 
 

@@ -129,3 +129,16 @@ def test_a_skipped_update_that_nobody_kept_is_told_all_the_same(warnings):
   metrics = _metrics(3, skipped_updates=1.0, trained_tokens=8.0)
   (line,) = warnings.after(metrics, [])
   assert line.endswith("its loss or gradient is not finite")
+
+
+def test_a_round_of_flat_groups_is_told_although_routers_were_trained(warnings):
+  flat = {"trained_tokens": 8.0, "zero_variance_groups": 4.0, "groups": 4.0}
+  mixed = flat | {"zero_variance_groups": 3.0}
+  (line,) = warnings.after(_metrics(1, **flat), [])
+  assert line.startswith(
+    "round 1 learned nothing from its rewards: in 4 of 4 groups all members did"
+  )
+  # Again only after a round that learned something.
+  assert warnings.after(_metrics(2, **flat), []) == []
+  assert warnings.after(_metrics(3, **mixed), []) == []
+  assert len(warnings.after(_metrics(4, **flat), [])) == 1

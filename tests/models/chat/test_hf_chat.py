@@ -191,7 +191,7 @@ def test_sampled_ids_are_parsed():
   )
   ids = CHAT.encode_answer(f"<think>\nhm\n</think>\n\nSo.\n{call}")
   assert CHAT.parse(ids) == tool_calls.Answer(
-    "So.", (tool_calls.ToolCall("f", '{"x": "\u6771"}'),), "hm"
+    "So.", (tool_calls.Call("f", '{"x": "\u6771"}'),), "hm"
   )
   # Cut within a character of the call: it stays content.
   cut = ids[: -len(text_ids('"}}\n</tool_call>')) - 2]

@@ -24,10 +24,44 @@ def test_an_answer_is_taken_apart():
   assert answer.content == "Both."
   # Arguments are JSON again, of the values that were read.
   assert answer.tool_calls == (
-    tool_calls.ToolCall("weather", '{"city": "Ulm"}'),
-    tool_calls.ToolCall("f", '{"x": [1, 2.5, null], "y": "\u00e9"}'),
+    tool_calls.Call("weather", '{"city": "Ulm"}'),
+    tool_calls.Call("f", '{"x": [1, 2.5, null], "y": "\u00e9"}'),
   )
   assert {found.id for found in answer.tool_calls} == {None}
+
+
+@pytest.mark.parametrize(
+  "answer",
+  [
+    tool_calls.Answer("Both."),
+    tool_calls.Answer("", (tool_calls.Call("f", "{}"),)),
+    tool_calls.Answer("", (tool_calls.Call("f", "{}"),), "hm"),
+    tool_calls.Answer(
+      "Both.",
+      (
+        tool_calls.Call("weather", '{"city": "Ulm </tool_call>"}'),
+        tool_calls.Call("f", '{"x": [1, 2.5, null], "y": "\u00e9"}'),
+      ),
+      "warm?\nyes",
+    ),
+  ],
+)
+def test_a_written_answer_is_read_as_it_was(answer):
+  assert tool_calls.parse(tool_calls.write(answer)) == answer
+
+
+def test_a_call_is_written_as_qwen3_writes_it():
+  call = tool_calls.Call("f", '{"x": 1}')
+  assert tool_calls.write(tool_calls.Answer("a", (call,))) == (
+    'a\n<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
+  )
+
+
+@pytest.mark.parametrize("arguments", ["", "[1]", "3", "{"])
+def test_a_call_whose_arguments_are_no_object_cannot_be_written(arguments):
+  answer = tool_calls.Answer("", (tool_calls.Call("f", arguments),))
+  with pytest.raises(ValueError, match="arguments of f"):
+    tool_calls.write(answer)
 
 
 @pytest.mark.parametrize("text", ["", " plain\n", "a </think> b", "x<think>y"])

@@ -17,7 +17,7 @@ from tests.helpers.chat_messages import GOLDEN
 HF = hf_chat.HfChat.load(GOLDEN)
 WORDS = word_chat.WordChat(("go", "on", "yes", "no"))
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
-CALLED = (tool_calls.ToolCall("add", '{"a": 1}'),)
+CALLED = (tool_calls.Call("add", '{"a": 1}'),)
 
 
 def read(ids, pieces=None, chat: episode.Chat = HF, **how):

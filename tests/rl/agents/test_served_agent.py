@@ -6,7 +6,7 @@ import pytest
 
 from envs import base
 from models.chat import word_chat
-from rl.agents import answer_stream, messages, served_agent, sessions
+from rl.agents import answer_stream, served_agent, sessions
 from rl.data import trajectory
 from rl.engine import contract
 from rl.rollout import episode
@@ -27,7 +27,7 @@ class Server:
 
   async def ask(self, name):
     session = self.sessions.open(name)
-    opening = session.begin([messages.AgentMessage("user", "go")])
+    opening = session.begin([base.Message("user", "go")])
     request = contract.DecodeRequest(
       request_id=f"{name}/{session.number}",
       session=name,
@@ -43,7 +43,7 @@ class Server:
     except contract.EngineClosed:
       session.engine_closed = True
       raise
-    text = messages.AgentMessage("assistant", parser.answer().content)
+    text = base.Message("assistant", parser.answer().content)
     session.record(opening, done, text)
 
   def play(self, agent, deadline_s=20.0):

@@ -6,8 +6,9 @@ import json
 import numpy as np
 import pytest
 
-from models.chat import hf_chat, tool_calls, word_chat
-from rl.agents import messages, session_tree
+from envs import base
+from models.chat import hf_chat, word_chat
+from rl.agents import session_tree
 from rl.data import batch, trajectory
 from rl.engine import contract
 from rl.rollout import episode
@@ -22,11 +23,11 @@ ADD = {"type": "function", "function": {"name": "add", "parameters": {}}}
 
 
 def user(text):
-  return messages.AgentMessage("user", text)
+  return base.Message("user", text)
 
 
 def said(text, *calls):
-  return messages.AgentMessage("assistant", text, calls)
+  return base.Message("assistant", text, calls)
 
 
 def completion(*tokens, stop="stop", version=0, **changes):
@@ -115,7 +116,7 @@ def test_an_answer_that_was_cut_off_is_ended_by_the_template():
     (dataclasses.replace(said("yes"), reasoning="so"), True),
     (said("no"), False),
     (said("yes yes"), False),
-    (messages.AgentMessage("user", "yes"), False),
+    (base.Message("user", "yes"), False),
   ],
 )
 def test_white_space_and_thinking_are_no_edits_of_an_answer(changed, same):
@@ -126,7 +127,7 @@ def test_white_space_and_thinking_are_no_edits_of_an_answer(changed, same):
 
 
 def test_calls_are_the_same_however_their_json_is_written():
-  call = tool_calls.ToolCall("add", '{"a": 1, "b": 2}', "call_0")
+  call = base.ToolCall("add", '{"a": 1, "b": 2}', "call_0")
   ids = HF.encode_answer("x").tolist()
   for arguments, tools, same in (
     ('{"b":2,"a":1}', [ADD], True),
@@ -136,8 +137,8 @@ def test_calls_are_the_same_however_their_json_is_written():
   ):
     talk = Talk(HF)
     talk.ask([user("go")], said("", call), *ids, tools=[ADD])
-    again = tool_calls.ToolCall("add", arguments, "another")
-    result = messages.AgentMessage("tool", "3", tool_call_id="another")
+    again = base.ToolCall("add", arguments, "another")
+    result = base.Message("tool", "3", tool_call_id="another")
     history = [user("go"), said("", again), result]
     talk.ask(history, said("x"), *ids, tools=tools)
     assert (len(talk.left()) == 1) == same
@@ -262,7 +263,7 @@ def test_what_cannot_be_encoded_is_refused_and_leaves_no_trace():
     talk.session.begin([user("maybe")])
   with pytest.raises(ValueError, match="has no tools"):
     talk.session.begin([user("go")], [ADD])
-  call = tool_calls.ToolCall("add", "{}")
+  call = base.ToolCall("add", "{}")
   with pytest.raises(ValueError, match="has no tools"):
     talk.session.begin([user("go"), said("", call), user("on")])
   assert talk.session.num_answers == 0

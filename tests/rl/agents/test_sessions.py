@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
+from envs import base
 from models.chat import word_chat
-from rl.agents import messages, session_tree, sessions
+from rl.agents import session_tree, sessions
 from rl.data import trajectory
 from rl.engine import contract
 
@@ -13,7 +14,7 @@ DONE = session_tree.Ending(reward=1.0)
 
 
 def answer(session):
-  opening = session.begin([messages.AgentMessage("user", "go")])
+  opening = session.begin([base.Message("user", "go")])
   completion = contract.Completion(
     tokens=np.array([4, 1], np.int32),
     logprobs=np.array([-0.5, 0.0], np.float32),
@@ -22,7 +23,7 @@ def answer(session):
     cached_tokens=0,
     decode_s=0.0,
   )
-  session.record(opening, completion, messages.AgentMessage("assistant", "yes"))
+  session.record(opening, completion, base.Message("assistant", "yes"))
 
 
 def opened(**settings):
@@ -54,7 +55,7 @@ def test_sessions_without_a_name_have_names_and_seeds_of_their_own():
   some, _ = opened()
   two = [some.open(), some.open()]
   assert two[0].name != two[1].name
-  seeds = [s.begin([messages.AgentMessage("user", "go")]).seed for s in two]
+  seeds = [s.begin([base.Message("user", "go")]).seed for s in two]
   assert seeds[0] != seeds[1]
   with pytest.raises(sessions.UnknownSession):
     some.finish("never", DONE)

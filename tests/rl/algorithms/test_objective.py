@@ -280,6 +280,22 @@ def test_every_part_counts_with_its_sign_and_its_weight(wrap):
   assert (sums.ratio, sums.ratio_squared) == pytest.approx((4 * 4, 4 * 16))
 
 
+def test_the_entropy_bonus_counts_where_its_weight_says_so():
+  what = dataclasses.replace(PLAIN, entropy_bonus=0.1, balance_weight=0.0)
+  data = alike(old=-1.0, behaviour=-1.0, advantages=0.0)
+  weights = jnp.array([[1.0, 1.0], [0.0, 0.0]])
+
+  def total(entropy, data):
+    scored = objective.Scored(jnp.full((2, 2), -1.0), entropy, None, None)
+    return objective.of_batch(what, scored, data, num_lags=1)[0]
+
+  entropy = jnp.full((2, 2), 0.7)
+  everywhere = jax.grad(total)(entropy, data)
+  assert (everywhere < 0).all()
+  weighed = jax.grad(total)(entropy, data._replace(entropy_weights=weights))
+  np.testing.assert_array_equal(weighed, everywhere * weights)
+
+
 @pytest.mark.parametrize("where", ["loss", "reward"])
 def test_a_penalty_is_in_the_loss_or_in_the_rewards(where):
   penalty = kl.KlPenalty(where=where)

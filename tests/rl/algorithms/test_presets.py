@@ -163,6 +163,7 @@ def parts(loss, advantage, **others):
     "epochs": 1,
     "value": value_loss.ValueLoss(weight=0.5, clip=0.2, through_body=True),
     "entropy_bonus": 0.0,
+    "entropy_on_zero_variance": False,
     "balance_weight": 0.01,
     "z_weight": 0.0,
     **others,

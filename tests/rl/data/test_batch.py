@@ -66,7 +66,7 @@ def test_trajectories_lie_where_they_can_be_worked_out():
   own = np.array([[0, 31, 0, 33, 0], [0, 0, 12, 0, 21]])
   np.testing.assert_allclose(packed.behaviour, -own / 7, rtol=1e-6)
   optional = packed[len(PLAIN) :]
-  assert optional == (None,) * 6
+  assert optional == (None,) * 7
 
 
 def test_a_shared_prompt_lies_once_before_the_rests_of_its_group():

@@ -158,7 +158,7 @@ def test_json_keeps_every_bit_of_a_group():
       fault="reward took over 30 s",
     ),
   )
-  task = base.Task("game/train/3", 3, "train", 11)
+  task = base.Task("game/train/3", 3, "train", 11, answer="42")
   group = dataclasses.replace(group, task=task, attempt=2, redundant_tokens=9)
   data = trajectory.group_to_json(group)
   again = trajectory.group_from_json(json.loads(json.dumps(data)))
@@ -175,3 +175,9 @@ def test_json_keeps_every_bit_of_a_group():
   faulted = again.trajectories[1]
   assert faulted.status is trajectory.Status.REWARD_FAULT
   assert faulted.reward is None
+
+
+def test_a_task_saved_before_tasks_had_answers_is_read():
+  data = trajectory.group_to_json(trajectory.Group(0, [], 0))
+  del data["task"]["answer"]
+  assert trajectory.group_from_json(data).task == trajectory.NO_TASK

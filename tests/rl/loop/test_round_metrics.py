@@ -100,6 +100,20 @@ def test_a_long_success_is_a_success_but_its_reward_is_lower():
   assert (got["success"], got["reward_mean"]) == (1.0, 0.75)
 
 
+def test_parts_and_metrics_are_means_over_the_episodes_that_have_them():
+  first = dataclasses.replace(
+    _member(OK, 1.0, 3), parts={"exact": 1.0}, metrics={"errors": 2.0}
+  )
+  second = dataclasses.replace(
+    _member(OK, 0.0, 3), parts={"exact": 0.0, "short": 0.5}
+  )
+  groups = [_group(first, second)]
+  got = round_metrics.of_groups(groups, success=1.0, trained_at=3)
+  assert got["reward/exact"] == 0.5
+  assert got["reward/short"] == 0.5
+  assert got["env/errors"] == 2.0
+
+
 def test_a_round_of_no_groups_has_no_means():
   got = round_metrics.of_groups([], success=1.0, trained_at=4)
   assert (got["groups"], got["faults"], got["sampled_tokens"]) == (0, 0, 0)

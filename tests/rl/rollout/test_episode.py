@@ -2,16 +2,18 @@
 
 import asyncio
 import dataclasses
+import math
 from typing import Any, cast
 
 import numpy as np
 import pytest
 
 from envs import base
-from models.chat import word_chat
+from models.chat import hf_chat, word_chat
 from rl.data import batch, trajectory
 from rl.rollout import episode
 from rl.testing import fakes, scripted_engine
+from tests.helpers import chat_messages
 
 CHAT = word_chat.WordChat(("go", "on", "yes", "no"))
 
@@ -105,6 +107,14 @@ def test_a_start_that_returns_nonsense_is_a_fault(start, words):
     (returning(base.Step(SAID, 1e39, True)), "reward 1e+39 is not"),
     (returning(base.Step(SAID, 10**400, True)), "is not a finite number"),
     (returning(base.Step(SAID, 1.0, cast(Any, "no"))), "done=str, not a bool"),
+    (
+      returning(base.Step(SAID, 1.0, True, {"errors": math.nan})),
+      "metric 'errors' nan is not a finite number",
+    ),
+    (
+      returning(base.Step(SAID, 1.0, True, cast(Any, [1.0]))),
+      "metrics=list, not a mapping",
+    ),
     (raising(OSError("no game")), "step raised OSError: no game"),
     (raising(asyncio.CancelledError()), "step raised CancelledError"),
     (raising(SystemExit("quit")), "step raised SystemExit: quit"),
@@ -212,3 +222,87 @@ def test_an_answer_that_was_aborted_ends_the_episode_and_keeps_its_tokens():
   member = play(fakes.Counting(), Aborting(SAY_YES))
   assert member.status is trajectory.Status.ENGINE_FAULT
   assert (member.fault, member.num_sampled) == ("aborted", 1)
+
+
+TOOL = {
+  "type": "function",
+  "function": {"name": "add", "parameters": {"type": "object"}},
+}
+
+
+class Calculator:
+  """Asks for a sum; its tool is called once."""
+
+  name = "calculator"
+  tools = (TOOL,)
+
+  def __init__(self):
+    self.heard = []
+
+  def task(self, index, split):
+    return base.Task(f"{self.name}/{split}/{index}", index, split, index)
+
+  def __call__(self, task):
+    return self
+
+  async def start(self):
+    return [base.Message("user", "2 + 3?")]
+
+  async def step(self, answer):
+    self.heard.append(answer)
+    done = len(self.heard) == 2
+    result = [] if done else [base.Message("tool", "5", name="add")]
+    return base.Step(result, 1.0, done, {"calls": len(answer.tool_calls)})
+
+  async def close(self):
+    pass
+
+
+def test_tools_are_shown_called_and_counted():
+  chat = hf_chat.HfChat.load(chat_messages.GOLDEN)
+  call = base.ToolCall("add", '{"a": 2, "b": 3}')
+  said = [
+    base.Message("assistant", "", (call,), reasoning="a sum"),
+    base.Message("assistant", "It is 5."),
+  ]
+  encoded = [chat.encode_answer(episode.as_text(m)).tolist() for m in said]
+  answers = iter(encoded)
+  engine = scripted_engine.ScriptedEngine(lambda request: next(answers))
+  source = Calculator()
+  task = source.task(0, "train")
+  partial = episode.PartialTrajectory(episode.Episode(task, 3, 0, 0))
+  limits = episode.Limits(turn_tokens=200, max_tokens=2000)
+  played, transcript = asyncio.run(
+    episode.play(source, engine.generate, chat, limits, partial)
+  )
+  assert played.status is trajectory.Status.COMPLETED, played.fault
+  assert source.heard == said
+  assert transcript.messages == [
+    base.Message("user", "2 + 3?"),
+    said[0],
+    base.Message("tool", "5", name="add"),
+    said[1],
+  ]
+  assert played.metrics == {"calls": 1}
+  shown = "".join(chat.token(i) for i in played.ids.tolist())
+  assert '"name": "add"' in shown.partition("<|im_start|>user")[0]
+  assert "<tool_response>\n5\n</tool_response>" in shown
+
+
+@pytest.mark.parametrize(
+  ("tools", "words"),
+  [
+    (5, "tools are int, not a list"),
+    ("add", "tools are str, not a list"),
+    ([{"name": "add"}], "has no name; use the form of the OpenAI API"),
+    ([{"function": {"name": 1}}], "has no name"),
+    ([object()], "its tools raised TypeError"),
+    ([TOOL], "1 tools cannot be shown in a list of words"),
+  ],
+)
+def test_tools_that_cannot_be_shown_are_a_fault(tools, words):
+  source = Calculator()
+  source.tools = tools
+  played = play(source)
+  assert played.status is trajectory.Status.ENV_FAULT
+  assert words in played.fault

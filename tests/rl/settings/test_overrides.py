@@ -1,8 +1,10 @@
 """Overrides and JSON of a tree of frozen dataclasses."""
 
 import json
+import math
 import subprocess
 import sys
+import typing
 
 import pytest
 
@@ -180,9 +182,39 @@ def test_fields_missing_in_json_take_their_defaults():
   assert overrides.from_json({"class": f"{HERE}.Tree"}) == Tree()
 
 
-def test_function_is_refused_as_a_setting():
-  with pytest.raises(overrides.SettingError, match=r"^config.call: <built-in"):
-    overrides.to_json(Tree(call=abs))
+@pytest.mark.parametrize("call", [abs, math.sqrt, setting_tree.number_of])
+def test_a_function_is_a_setting_by_its_name(call):
+  data = json.loads(json.dumps(overrides.to_json(Tree(call=call))))
+  assert data["call"] == f"{call.__module__}:{call.__name__}"
+  assert overrides.from_json(data).call is call
+  text = f"'{data['call']}'"
+  assert overrides.override(Tree(), "call", text).call is call
+
+
+@pytest.mark.parametrize("call", [lambda x: x, Clipped().__call__])
+def test_a_function_without_a_name_is_refused_as_a_setting(call):
+  with pytest.raises(overrides.SettingError, match=r"^config.call: .* cannot"):
+    overrides.to_json(Tree(call=call))
+
+
+@pytest.mark.parametrize(
+  ("name", "told"),
+  [
+    ("math:gone", "--config.call: cannot import math:gone"),
+    ("nowhere:abs", "--config.call: cannot import nowhere:abs: No module"),
+    ("math:pi", "--config.call: math:pi must be a function"),
+    ("abs", "expected Callable[[float], float] as 'MODULE:NAME'"),
+  ],
+)
+def test_a_name_without_a_function_is_refused(name, told):
+  with pytest.raises(overrides.SettingError) as error:
+    overrides.override(Tree(), "call", f"'{name}'")
+  assert told in str(error.value)
+
+
+def test_an_object_that_is_no_setting_is_refused():
+  with pytest.raises(overrides.SettingError, match=r"^config.call: <object"):
+    overrides.to_json(Tree(call=typing.cast(typing.Any, object())))
 
 
 def test_difference_has_a_line_for_each_changed_setting():

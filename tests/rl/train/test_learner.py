@@ -694,7 +694,9 @@ def test_groups_that_come_one_by_one_are_an_update_of_all_at_once(aggregate):
   """Zero-variance groups add to the divisor alone, computed or left out."""
   plain = presets.Grpo(loss=losses.ClippedSurrogate(aggregate=aggregate))
   # Next to nothing, but then zero-variance groups are computed as well.
-  whole = dataclasses.replace(plain, entropy_bonus=1e-30)
+  whole = dataclasses.replace(
+    plain, entropy_bonus=1e-30, entropy_on_zero_variance=True
+  )
   computed, all_of = trained(DENSE, whole, at_once=6)
   left_out, some = trained(DENSE, plain, at_once=1)
   assert all_of["zero_variance_groups"] == some["zero_variance_groups"] == 2
@@ -704,7 +706,9 @@ def test_groups_that_come_one_by_one_are_an_update_of_all_at_once(aggregate):
 
 def test_a_router_is_balanced_over_tokens_of_zero_variance_groups_too():
   balanced = presets.Grpo(balance_weight=1.0, z_weight=0.1)
-  computed = dataclasses.replace(balanced, entropy_bonus=1e-30)
+  computed = dataclasses.replace(
+    balanced, entropy_bonus=1e-30, entropy_on_zero_variance=True
+  )
   # One micro-batch holds them all, for balance is not linear over several.
   (steps, sums), (expected, all_of) = (
     trained(CONFIG, algorithm, at_once=6, shape=(16, None))

@@ -461,12 +461,42 @@ def test_a_group_without_an_advantage_is_trained_where_entropy_counts():
     used = await trainer.accumulate([group(1.0, 1.0)])
     return used, await trainer.update()
 
-  (used,), sums = trained(
-    scenario, programs, objective=presets.Grpo(entropy_bonus=0.01)
-  )
+  objective = presets.Grpo(entropy_bonus=0.01, entropy_on_zero_variance=True)
+  (used,), sums = trained(scenario, programs, objective=objective)
   assert used.trained.all()
   assert not used.advantages.any()
   assert (sums["zero_variance_groups"], programs.masked) == (1, [0.0])
+  # By default it counts where there is something to learn.
+  objective = presets.Grpo(entropy_bonus=0.01)
+  (used,), _ = trained(scenario, objective=objective)
+  assert not used.trained.any()
+
+
+@pytest.mark.parametrize("entropy_on_zero_variance", [False, True])
+def test_flat_groups_that_routers_need_get_no_entropy_bonus(
+  entropy_on_zero_variance,
+):
+  programs = Programs()
+  objective = presets.Grpo(
+    entropy_bonus=0.01,
+    balance_weight=0.1,
+    entropy_on_zero_variance=entropy_on_zero_variance,
+  )
+
+  async def scenario(trainer):
+    await trainer.begin_round(0)
+    await trainer.accumulate([group(1.0, 0.0), group(1.0, 1.0)])
+    await trainer.update()
+
+  trained(scenario, programs, objective=objective, has_routers=True)
+  for packed in programs.batches:
+    if entropy_on_zero_variance:
+      assert packed.entropy_weights is None
+    else:
+      is_learned = packed.advantages != 0
+      np.testing.assert_array_equal(packed.entropy_weights, is_learned)
+  # Tokens of either kind were there: four of each group.
+  assert sum(packed.sampled.sum() for packed in programs.batches) == 8
 
 
 @pytest.mark.parametrize("weight", ["balance_weight", "z_weight"])

@@ -1,0 +1,274 @@
+"""Rows of data as tasks: from JSONL, Parquet or a grain source.
+
+A file is read once, when it is first asked for, and each of its rows is
+checked before a run. A grain source is read row by row.
+"""
+
+import copy
+import dataclasses
+import functools
+import json
+import pathlib
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, get_args
+
+from envs import base
+
+Data = str | Callable[[], Any]
+"""A file, or a function that returns a source."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Record:
+  """One row, and where it stands, for errors: "data.jsonl:17"."""
+
+  place: str
+  fields: Mapping[str, Any]
+
+  def field(self, name: str, asked_by: str) -> Any:
+    """Returns the value of a field.
+
+    Raises:
+      ValueError: it is missing, or null.
+    """
+    if self.fields.get(name) is None:
+      known = ", ".join(self.fields) or "none"
+      raise ValueError(
+        f"{self.place}: no field {name!r}, which {asked_by} asks for; the "
+        f"row's fields are {known}"
+      )
+    return self.fields[name]
+
+  def messages(self, name: str, asked_by: str) -> list[base.Message]:
+    """Returns the conversation of a field: text, or {"role", "content"}s.
+
+    Raises:
+      ValueError: it is missing, or no conversation that waits for an answer.
+    """
+    value = self.field(name, asked_by)
+    if isinstance(value, str):
+      value = [{"role": "user", "content": value}]
+    try:
+      return _messages(value)
+    except ValueError as error:
+      raise ValueError(f"{self.place}: field {name!r}: {error}") from error
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rows:
+  """Rows of a file or of a grain source, split for training and evaluation.
+
+  Attributes:
+    data: a file whose name ends in .jsonl or .parquet; or a function without
+      arguments that returns an object with `__len__` and `__getitem__`, such as
+      a data source of grain.
+    eval_data: rows for evaluation alone; all others are for training then.
+    eval_every: without `eval_data`, about one row in so many is for evaluation,
+      by a hash of the row, or of its number in a source.
+    split_by: the field that is hashed. Rows that agree in it are in one split.
+  """
+
+  data: Data
+  eval_data: Data | None = None
+  eval_every: int = 10
+  split_by: str | None = None
+
+  def __post_init__(self) -> None:
+    if self.eval_every < 2:
+      raise ValueError(f"eval_every={self.eval_every} must be at least 2")
+    for data in filter(None, (self.data, self.eval_data)):
+      if not callable(data) and pathlib.PurePath(data).suffix not in _READERS:
+        raise ValueError(
+          f"{data} must end in {' or '.join(_READERS)}, or be a function"
+        )
+
+  def __getstate__(self) -> dict[str, Any]:
+    # Without the data: another process reads them itself.
+    return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+
+  def number(self, index: int, split: base.Split) -> int:
+    """Returns the row of a task; after the last the first comes again.
+
+    Raises:
+      ValueError: a file cannot be read, or a split has no rows.
+    """
+    numbers = self._splits[split]
+    return numbers[index % len(numbers)]
+
+  def record(self, number: int, split: base.Split) -> Record:
+    """Returns a row; what becomes of its values changes no other's."""
+    return copy.deepcopy(self._records[split][number])
+
+  def known(self) -> Iterator[Record]:
+    """Yields every row of files, and of a source the first of each split.
+
+    Raises:
+      ValueError: a file cannot be read, or a split has no rows.
+    """
+    for split, numbers in self._splits.items():
+      whole = isinstance(self._records[split], list)
+      for number in numbers if whole else numbers[:1]:
+        yield self._records[split][number]
+
+  @functools.cached_property
+  def _records(self) -> dict[base.Split, "list[Record] | _Lazy"]:
+    train = _read(self.data)
+    return {
+      "train": train,
+      "eval": train if self.eval_data is None else _read(self.eval_data),
+    }
+
+  @functools.cached_property
+  def _splits(self) -> dict[base.Split, list[int]]:
+    """The numbers of the rows of each split."""
+    records = self._records
+    found: dict[base.Split, list[int]] = {"train": [], "eval": []}
+    if self.eval_data is not None:
+      found = {name: [*range(len(rows))] for name, rows in records.items()}
+    else:
+      for number in range(len(records["train"])):
+        is_eval = zlib.crc32(self._key(number)) % self.eval_every == 0
+        found["eval" if is_eval else "train"].append(number)
+    for split, numbers in found.items():
+      if not numbers:
+        raise ValueError(self._empty(split))
+    return found
+
+  def _empty(self, split: base.Split) -> str:
+    if self.eval_data is not None:
+      empty = self.data if split == "train" else self.eval_data
+      return f"{_named(empty)} is empty"
+    return (
+      f"{_named(self.data)}: none of its {len(self._records['train'])} rows is "
+      f"for {split} (eval_every={self.eval_every}); add rows, or eval_data"
+    )
+
+  def _key(self, number: int) -> bytes:
+    records = self._records["train"]
+    if self.split_by is not None:
+      value = records[number].field(self.split_by, "split_by")
+    else:
+      value = records[number].fields if isinstance(records, list) else number
+    return json.dumps(value, sort_keys=True, default=str).encode()
+
+
+class _Lazy:
+  """Rows of a source, read when asked for."""
+
+  def __init__(self, make: Callable[[], Any]):
+    self._name = _named(make)
+    self._source = make()
+    for method in ("__len__", "__getitem__"):
+      if not hasattr(self._source, method):
+        raise ValueError(
+          f"{self._name} returned {type(self._source).__name__}, which has no "
+          f"{method}; return a list, or a data source of grain"
+        )
+
+  def __len__(self) -> int:
+    return len(self._source)
+
+  def __getitem__(self, number: int) -> Record:
+    place, row = f"{self._name}[{number}]", self._source[number]
+    if not isinstance(row, Mapping):
+      raise ValueError(
+        f"{place} is {type(row).__name__}; a row must be a mapping from names "
+        "to values"
+      )
+    return Record(place, row)
+
+
+def _named(data: Data | None) -> str:
+  return getattr(data, "__qualname__", str(data))
+
+
+def _read(data: Data) -> list[Record] | _Lazy:
+  if callable(data):
+    return _Lazy(data)
+  try:
+    return _READERS[pathlib.PurePath(data).suffix](data)
+  except OSError as error:
+    raise ValueError(f"{data} cannot be read: {error.strerror}") from error
+
+
+def _read_jsonl(file: str) -> list[Record]:
+  records = []
+  with open(file, "rb") as lines:
+    for number, line in enumerate(lines, start=1):
+      if not line.strip():
+        continue
+      place = f"{file}:{number}"
+      try:
+        row = json.loads(line.decode("utf-8-sig"))
+      except (ValueError, RecursionError) as error:
+        raise ValueError(f"{place} is not JSON: {error}") from error
+      if not isinstance(row, dict):
+        raise ValueError(
+          f"{place} is {type(row).__name__}; a row must be a JSON object"
+        )
+      records.append(Record(place, row))
+  return records
+
+
+def _read_parquet(file: str) -> list[Record]:
+  try:
+    import pyarrow
+    from pyarrow import parquet
+  except ModuleNotFoundError as error:
+    raise ValueError(
+      f"{file} needs pyarrow: pip install 'twinmesh[parquet]'"
+    ) from error
+  try:
+    with open(file, "rb") as opened:
+      rows = parquet.read_table(opened).to_pylist()
+  except pyarrow.ArrowException as error:
+    raise ValueError(f"{file} is no Parquet file: {error}") from error
+  return [Record(f"{file}: row {n}", row) for n, row in enumerate(rows, 1)]
+
+
+_READERS = {".jsonl": _read_jsonl, ".parquet": _read_parquet}
+
+
+def _messages(value: Any) -> list[base.Message]:
+  if not isinstance(value, Sequence) or not value:
+    raise ValueError(f"{value!r:.60} is no list of messages")
+  messages = []
+  for item in value:
+    said = item if isinstance(item, Mapping) else {}
+    role: Any = said.get("role")
+    content = said.get("content")
+    if role not in get_args(base.Role) or not isinstance(content, str):
+      raise ValueError(
+        f"{item!r:.60} is no message: it needs a role, one of "
+        f"{', '.join(get_args(base.Role))}, and a content that is text"
+      )
+    messages.append(base.Message(role, content))
+  if messages[-1].role not in ("user", "tool"):
+    raise ValueError(
+      f"its last message is of the {messages[-1].role}, so there is nothing to "
+      "answer; end with one of the user"
+    )
+  return messages
+
+
+def with_system(
+  messages: Sequence[base.Message], system: str | None
+) -> list[base.Message]:
+  """Returns a conversation that begins with a system message, if it has none.
+
+  Args:
+    system: None adds none.
+  """
+  if system is None or (messages and messages[0].role == "system"):
+    return list(messages)
+  return [base.Message("system", system), *messages]
+
+
+def check_name(name: str) -> None:
+  """Raises ValueError if a source cannot be called this."""
+  if not name or "/" in name:
+    raise ValueError(
+      f"name={name!r}: a name is the first part of a task id, so it must not "
+      "be empty or contain a slash"
+    )

@@ -1,0 +1,195 @@
+"""A plain class as a source: `reset` opens an episode, its methods are tools.
+
+The contract is that of TRL's `environment_factory`:
+
+  reset(**row) -> str | None   begins an episode; returns the user's message
+  get_reward() -> float        scores it once it is over; may be left out
+  close()                      releases what it holds; may be left out
+  every other public method    is a tool, with a docstring and typed parameters
+"""
+
+import dataclasses
+import inspect
+import re
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from envs import base, threads, tools
+from envs import rows as rows_lib
+
+_RESERVED = frozenset({"reset", "get_reward", "close"})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ToolEnvironment:
+  """Episodes of a class: the agent calls its methods until it needs no more.
+
+  Calls of one answer run in order, in a thread; each result is a message of
+  the role `tool`, as it is if it is a string and else as JSON. A wrong call,
+  or a method that raises, gives the agent an error text, and the episode goes
+  on; `tool_calls` and `tool_errors` count them. An answer without calls ends
+  the episode, and `get_reward` is its reward. Without that method it is 0, for
+  a reward of the run that reads the text.
+
+  `reset` gets the fields of a row, and `seed`, as far as it names them, or all
+  of them as **kwargs. The members of a group have the same: everything random
+  must follow from it. If the row has a field `prompt`, its messages come first,
+  and the text of `reset` is added to the last.
+
+  Attributes:
+    make: the class; each episode has an object of its own.
+    rows: None: `reset` gets `seed` alone.
+    system: begins a conversation that has no system message.
+    max_turns: answers; the last one ends the episode after its calls. Not
+      above `rollout.max_turns`, which would end it without a reward.
+    name: the first part of every task id; that of the class by default.
+  """
+
+  make: type[Any]
+  rows: rows_lib.Rows | None = None
+  system: str | None = None
+  max_turns: int = 8
+  name: str = ""
+
+  def __post_init__(self) -> None:
+    if not isinstance(self.make, type):
+      raise ValueError(f"make={self.make!r} must be a class")
+    if self.max_turns < 1:
+      raise ValueError(f"max_turns={self.max_turns} must be at least 1")
+    if not self.name:
+      words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", self.make.__name__)
+      object.__setattr__(self, "name", words.lower())
+    rows_lib.check_name(self.name)
+    for method in _RESERVED:
+      self._check_reserved(method)
+    self.tools  # noqa: B018
+    if self.rows is None:
+      self.arguments(0, {}, "without rows")
+
+  def _check_reserved(self, method: str) -> None:
+    where = f"{self.make.__qualname__}.{method}"
+    function = getattr(self.make, method, None)
+    if function is None and method != "reset":
+      return
+    if not inspect.isfunction(function):
+      raise ValueError(f"{where} must be a method")
+    if inspect.iscoroutinefunction(function):
+      raise ValueError(f"{where} is a coroutine; write it with def")
+    needed = [p for p in _parameters(function) if p.default is p.empty]
+    if method != "reset" and any(p.kind not in _MANY for p in needed):
+      raise ValueError(
+        f"{where} is called without arguments, and is no tool; give a tool "
+        "another name"
+      )
+
+  @property
+  def tools(self) -> Mapping[str, tools.Tool]:
+    """The tools by name."""
+    return tools.of(self.make, _RESERVED)
+
+  def validate(self) -> None:
+    """Raises ValueError on a row that `reset` cannot take."""
+    for record in self.rows.known() if self.rows is not None else ():
+      self.arguments(0, record.fields, record.place)
+      if record.fields.get("prompt") is not None:
+        record.messages("prompt", "ToolEnvironment")
+
+  def task(self, index: int, split: base.Split) -> base.Task:
+    """Returns a task; its seed is the number of its row, if there are rows."""
+    seed = zlib.crc32(f"{split}/{index}".encode())
+    if self.rows is not None:
+      seed = self.rows.number(index, split)
+    return base.Task(f"{self.name}/{split}/{index}", index, split, seed)
+
+  def __call__(self, task: base.Task) -> "_Episode":
+    """Returns a fresh environment; the class is called in its `start`."""
+    return _Episode(self, task)
+
+  def arguments(
+    self, seed: int, fields: Mapping[str, Any], where: str
+  ) -> Mapping[str, Any]:
+    """Returns the arguments of `reset`.
+
+    Raises:
+      ValueError: it asks for one that is not there.
+    """
+    given = {"seed": seed, **fields}
+    own = _parameters(self.make.reset)
+    for p in own:
+      if p.default is p.empty and p.kind not in _MANY and p.name not in given:
+        raise ValueError(
+          f"{where}: no field {p.name!r}, which {self.make.__qualname__}.reset "
+          f"asks for; it gets {', '.join(given)}"
+        )
+    if any(p.kind is p.VAR_KEYWORD for p in own):
+      return given
+    return {p.name: given[p.name] for p in own if p.name in given}
+
+
+class _Episode:
+  """One object of the class, and the conversation with it."""
+
+  def __init__(self, source: ToolEnvironment, task: base.Task):
+    self._source = source
+    self._task = task
+    self._num_answers = 0
+    self._object: Any = None
+    self.tools = [tool.schema for tool in source.tools.values()]
+
+  async def start(self) -> Sequence[base.Message]:
+    return await threads.call(self._start)
+
+  async def step(self, answer: base.Message) -> base.Step:
+    self._num_answers += 1
+    return await threads.call(self._step, answer)
+
+  async def close(self) -> None:
+    if hasattr(self._object, "close"):
+      await threads.call(self._object.close)
+    self._object = None
+
+  def _start(self) -> Sequence[base.Message]:
+    source, task, fields = self._source, self._task, {}
+    said = []
+    if source.rows is not None:
+      record = source.rows.record(task.seed, task.split)
+      fields = record.fields
+      if fields.get("prompt") is not None:
+        said = record.messages("prompt", "ToolEnvironment")
+    self._object = source.make()
+    text = self._object.reset(**source.arguments(task.seed, fields, task.id))
+    if text is not None and not isinstance(text, str):
+      raise TypeError(f"reset returned {type(text).__name__}, not a text")
+    if text is None and not said:
+      raise ValueError("reset returned None, and no row has a field prompt")
+    last = said.pop() if said else base.Message("user", "")
+    said.append(dataclasses.replace(last, content=last.content + (text or "")))
+    return rows_lib.with_system(said, source.system)
+
+  def _step(self, answer: base.Message) -> base.Step:
+    messages, num_errors = [], 0
+    for asked in answer.tool_calls:
+      text, is_error = tools.call(self._source.tools, self._object, asked)
+      num_errors += is_error
+      messages.append(
+        base.Message("tool", text, name=asked.name, tool_call_id=asked.id)
+      )
+    done = not messages or self._num_answers == self._source.max_turns
+    reward = 0.0
+    if done and hasattr(self._object, "get_reward"):
+      reward = self._object.get_reward()
+    return base.Step(
+      messages,
+      float(reward) if isinstance(reward, bool) else reward,
+      done,
+      {"tool_calls": len(messages), "tool_errors": num_errors},
+    )
+
+
+_MANY = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+def _parameters(function: Any) -> list[inspect.Parameter]:
+  """Returns the parameters of a method after self."""
+  return list(inspect.signature(function).parameters.values())[1:]

@@ -1,0 +1,50 @@
+"""What a source may leave out, and who says so."""
+
+import dataclasses
+
+import pytest
+
+from envs import base, delayed, mixture, textarena
+
+
+@dataclasses.dataclass(frozen=True)
+class Plain:
+  """A source that neither lists its words nor demonstrates anything."""
+
+  name: str = "plain"
+
+  def task(self, index, split):
+    return base.Task(f"{self.name}/{split}/{index}", index, split, index)
+
+  def __call__(self, task):
+    raise NotImplementedError
+
+
+GAME = textarena.GuessTheNumber()
+SLOW = delayed.Delayed(source=Plain())
+MIXED = mixture.Mixture((mixture.Part(GAME), mixture.Part(SLOW)))
+
+
+def test_a_source_needs_neither_words_nor_demonstrations():
+  assert isinstance(Plain(), base.Source)
+  assert not isinstance(Plain(), base.WordList | base.Demonstrates)
+
+
+@pytest.mark.parametrize("source", [Plain(), SLOW, MIXED])
+def test_a_source_without_words_needs_a_tokenizer(source):
+  with pytest.raises(ValueError, match=r"plain has no list of words.*chat=hf"):
+    base.words(source)
+
+
+@pytest.mark.parametrize("source", [Plain(), SLOW])
+def test_a_source_without_an_oracle_cannot_demonstrate(source):
+  message = "plain has no demonstrations.*warm_start=none"
+  with pytest.raises(ValueError, match=message):
+    base.demonstrator(source)
+
+
+def test_a_wrapped_source_keeps_what_it_can_do():
+  slow = delayed.Delayed(source=GAME)
+  assert base.words(slow) == GAME.words
+  task = GAME.task(0, "train")
+  assert base.demonstrator(slow).oracle(task, []) == GAME.oracle(task, [])
