@@ -80,7 +80,7 @@ sglang: .venv-sglang/ready
 
 # Slow ones, too: they hold every dataset against junk.
 reasoning: .venv/reasoning
-	@$(pytest) tests/envs/test_reasoning*.py $(ARGS)
+	@$(pytest) tests/envs/suites/test_reasoning*.py $(ARGS)
 
 lock: .venv/ready
 	@$(python) -m pip install --quiet --disable-pip-version-check uv

@@ -41,7 +41,7 @@ from absl import app
 from absl import flags as absl_flags
 
 from benchmarks import at_once, machine
-from envs import rewards
+from envs.rewards import rewards
 from rl.algorithms import advantages, group_filters, presets
 from rl.audit import checker, event_log, token_ledger
 from rl.engine import contract

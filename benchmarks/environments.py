@@ -33,7 +33,8 @@ from absl import app
 from absl import flags as absl_flags
 
 from benchmarks import machine
-from envs import base, gymnasium, reasoning, textarena
+from envs import base
+from envs.suites import gymnasium, reasoning, textarena
 
 _EPISODES = absl_flags.DEFINE_integer("episodes", 100, "Episodes of a source.")
 

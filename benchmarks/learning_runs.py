@@ -15,7 +15,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from envs import rewards, textarena
+from envs.rewards import rewards
+from envs.suites import textarena
 from models import config as model_config
 from rl import assemble, initial_state
 from rl import experiment as experiment_lib

@@ -7,7 +7,8 @@ minutes. Expected: success on unseen maps from about 0.3 after the warm start to
 0.8 or more; the warm start's oracle would always win.
 """
 
-from envs import gymnasium, rewards
+from envs.rewards import rewards
+from envs.suites import gymnasium
 from models import config as model_config
 from rl import experiment
 from rl.algorithms import losses, presets

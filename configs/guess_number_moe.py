@@ -9,7 +9,8 @@ start to 92 % or more.
 
 from collections.abc import Iterator
 
-from envs import rewards, textarena
+from envs.rewards import rewards
+from envs.suites import textarena
 from models import config as model_config
 from rl import experiment
 from rl.algorithms import losses, presets

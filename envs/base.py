@@ -53,8 +53,8 @@ class Task:
     split: eval tasks never appear in training.
     seed: determines all randomness of the environment.
     answer: the final answer alone, such as "42", for a reward that compares
-      (`envs.rewards`); None if there is none. Only rewards read it: it must
-      not stand in a message.
+      (`envs.rewards`); None if there is none. Only rewards read it: it must not
+      stand in a message.
   """
 
   id: str

@@ -25,7 +25,8 @@ from absl import app
 from absl import flags as absl_flags
 
 import envs
-from envs import base, rewards
+from envs import base
+from envs.rewards import rewards
 from launch.cli import flags
 from launch.openai import player
 from models.chat import byte_chat
@@ -221,7 +222,7 @@ def _trial() -> environment_trial.Trial:
 
 def _read(text: str) -> base.Source:
   # Short names are those of modules that are loaded.
-  for module in pkgutil.iter_modules(envs.__path__, "envs."):
+  for module in pkgutil.walk_packages(envs.__path__, "envs."):
     importlib.import_module(module.name)
   return parsing.read_field(base.Source, parsing.Text(text), "--environment")
 

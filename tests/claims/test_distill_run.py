@@ -6,7 +6,7 @@ import dataclasses
 import jax
 import pytest
 
-from envs import rewards
+from envs.rewards import rewards
 from models import config as model_config
 from models import policy as policy_lib
 from models.hf import export

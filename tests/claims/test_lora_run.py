@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from envs import rewards
+from envs.rewards import rewards
 from models import config as model_config
 from models import lora, memory_report
 from models import policy as policy_lib

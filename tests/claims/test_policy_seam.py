@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from envs import rewards
+from envs.rewards import rewards
 from launch import explain
 from models import config as config_lib
 from models import kv_cache, logprobs, sharding

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 import pytest
 
-from envs import rewards
+from envs.rewards import rewards
 from models import config as model_config
 from rl import assemble, initial_state
 from rl import experiment as experiment_lib

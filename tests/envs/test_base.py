@@ -4,7 +4,8 @@ import dataclasses
 
 import pytest
 
-from envs import base, delayed, mixture, textarena
+from envs import base, delayed, mixture
+from envs.suites import textarena
 
 
 @dataclasses.dataclass(frozen=True)

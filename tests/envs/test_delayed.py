@@ -5,7 +5,8 @@ import time
 
 import pytest
 
-from envs import base, delayed, gymnasium
+from envs import base, delayed
+from envs.suites import gymnasium
 
 LAKE = gymnasium.FrozenLake()
 SOURCE = delayed.Delayed(source=LAKE, median_s=0.005, sigma=0.5)

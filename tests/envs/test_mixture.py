@@ -6,7 +6,8 @@ import pickle
 
 import pytest
 
-from envs import base, mixture, rewards
+from envs import base, mixture
+from envs.rewards import rewards
 
 
 @dataclasses.dataclass(frozen=True)

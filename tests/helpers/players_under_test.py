@@ -3,7 +3,7 @@
 import asyncio
 import dataclasses
 
-from envs import rewards
+from envs.rewards import rewards
 from models.chat import word_chat
 from rl.audit import event_log
 from rl.pools import router

@@ -11,7 +11,8 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from envs import base, rewards
+from envs import base
+from envs.rewards import rewards
 from rl.algorithms import advantages, group_filters, presets
 from rl.audit import checker, event_log, token_ledger
 from rl.data import trajectory

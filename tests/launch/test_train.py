@@ -288,7 +288,7 @@ BAD = {
     ["share devices [0]", "placement.colocated=true"],
   ),
   "an environment that does not exist": (
-    {"environment": "envs.textarena.Chess()"},
+    {"environment": "envs.suites.textarena.Chess()"},
     ["environment", "Chess"],
   ),
 }

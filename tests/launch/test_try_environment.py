@@ -8,7 +8,8 @@ import pytest
 import rich.console
 
 from configs import next_letter
-from envs import base, rewards
+from envs import base
+from envs.rewards import rewards
 from launch import try_environment
 from models.chat import hf_chat, word_chat
 from rl.rollout import environment_trial, episode

@@ -8,7 +8,8 @@ import jax
 import numpy as np
 import pytest
 
-from envs import base, rewards
+from envs import base
+from envs.rewards import rewards
 from models import config as model_config
 from rl import assemble, initial_state
 from rl import experiment as experiment_lib

@@ -8,7 +8,8 @@ import re
 
 import pytest
 
-from envs import mixture, rewards
+from envs import mixture
+from envs.rewards import rewards
 from launch.cli import flags
 from rl import experiment as experiment_lib
 from rl.algorithms import presets, token_advantages

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from envs import rewards
+from envs.rewards import rewards
 from models import config as model_config
 from models import lora
 from models import policy as policy_lib

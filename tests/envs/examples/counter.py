@@ -6,7 +6,7 @@ python -m launch.train --config=counter.py --config.initial=DIR --workdir=RUN
 import dataclasses
 
 from configs import guess_number_moe
-from envs import tool_environment
+from envs.tools import tool_environment
 from rl import experiment
 
 

@@ -18,7 +18,7 @@ import dataclasses
 import jax.numpy as jnp
 
 from configs import guess_number_moe
-from envs import textarena
+from envs.suites import textarena
 from rl.algorithms import advantages, loss_aggregation, losses
 
 
@@ -89,7 +89,7 @@ PLAIN = """
 import dataclasses
 
 from configs import guess_number_moe
-from envs import tool_environment
+from envs.tools import tool_environment
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from envs import rewards
+from envs.rewards import rewards
 from launch.report import metric_docs
 from launch.run import local
 from models import config as model_config

@@ -7,7 +7,8 @@ import signal
 
 import pytest
 
-from envs import base, rewards
+from envs import base
+from envs.rewards import rewards
 from launch.run import local
 from models import config as model_config
 from rl import experiment as experiment_lib

@@ -17,7 +17,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from envs import rewards
+from envs.rewards import rewards
 from launch.cli import flags, workdir
 from launch.run import local, warm_start_files
 from models import config as model_config

@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 
-from envs import rewards
+from envs.rewards import rewards
 from models import config as model_config
 from models import lora
 from rl import experiment as experiment_lib

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 
-from envs import rewards
+from envs.rewards import rewards
 from models import config as model_config
 from models import policy as policy_lib
 from models.hf import export

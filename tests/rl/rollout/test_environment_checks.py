@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from envs import base, rewards
+from envs import base
+from envs.rewards import rewards
 from models.chat import byte_chat
 from rl.rollout import environment_checks, environment_trial, episode
 

@@ -5,7 +5,8 @@ import dataclasses
 
 import pytest
 
-from envs import base, mixture, rewards
+from envs import base, mixture
+from envs.rewards import rewards
 from models.chat import tool_calls, word_chat
 from rl.data import trajectory
 from rl.rollout import environment_trial, episode

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from envs import base, rewards, threads
+from envs import base, threads
+from envs.rewards import rewards
 from rl.data import trajectory
 from rl.rollout import grading
 from rl.runtime import virtual_clock

@@ -4,7 +4,8 @@ from fractions import Fraction
 
 import pytest
 
-from envs import answers, base
+from envs import base
+from envs.rewards import answers
 
 
 def test_only_the_content_of_the_last_answer_counts():

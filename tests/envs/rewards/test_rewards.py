@@ -10,7 +10,8 @@ import threading
 
 import pytest
 
-from envs import base, math_process, mixture, rewards
+from envs import base, mixture
+from envs.rewards import math_process, rewards
 from rl.settings import overrides
 
 SCHEMA = json.dumps(

@@ -2,7 +2,8 @@ import pickle
 
 import pytest
 
-from envs import base, gymnasium
+from envs import base
+from envs.suites import gymnasium
 
 SOURCE = gymnasium.FrozenLake()
 TASKS = [SOURCE.task(i, "train") for i in range(100)]

@@ -6,7 +6,8 @@ import time
 
 import pytest
 
-from envs import base, rows, tool_environment
+from envs import base, rows
+from envs.tools import tool_environment
 from rl.data import trajectory
 from tests.envs.examples import counter
 from tests.helpers import scripted_chats

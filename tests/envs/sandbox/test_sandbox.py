@@ -19,7 +19,7 @@ import sys
 
 import pytest
 
-from envs import sandbox
+from envs.sandbox import sandbox
 
 pytestmark = pytest.mark.process
 

@@ -12,7 +12,9 @@ import secrets
 import weakref
 from collections.abc import Sequence
 
-from envs import answers, base, code_harness, sandbox
+from envs import base
+from envs.rewards import answers, code_harness
+from envs.sandbox import sandbox
 
 MAX_CHARS = 50_000
 """Length of an answer above which its code is not tried."""

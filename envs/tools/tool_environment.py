@@ -15,8 +15,9 @@ import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from envs import base, threads, tools
+from envs import base, threads
 from envs import rows as rows_lib
+from envs.tools import tools
 
 _RESERVED = frozenset({"reset", "get_reward", "close"})
 

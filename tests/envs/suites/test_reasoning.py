@@ -10,7 +10,8 @@ import sys
 
 import pytest
 
-from envs import base, mixture, reasoning
+from envs import base, mixture
+from envs.suites import reasoning
 
 # The message of a run without the package is tested with or without it.
 try:
@@ -155,7 +156,7 @@ def test_the_answer_of_a_dataset_has_its_full_score(dataset):
 def test_items_are_the_same_in_another_process():
   script = """
 import json, random, zlib
-from envs import reasoning
+from envs.suites import reasoning
 random.seed({seed})
 made = {{
   dataset: [

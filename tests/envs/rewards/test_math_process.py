@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from envs import math_process
+from envs.rewards import math_process
 
 pytestmark = pytest.mark.process
 pytest.importorskip("math_verify")

@@ -5,7 +5,9 @@ import shutil
 
 import pytest
 
-from envs import base, code_reward, sandbox
+from envs import base
+from envs.rewards import code_reward
+from envs.sandbox import sandbox
 
 TESTS = """
 assert add(2, 3) == 5

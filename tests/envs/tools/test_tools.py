@@ -10,7 +10,8 @@ from typing import Any, Literal
 import jsonschema
 import pytest
 
-from envs import base, tools
+from envs import base
+from envs.tools import tools
 
 NONE = frozenset[str]()
 

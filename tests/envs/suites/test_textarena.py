@@ -5,7 +5,8 @@ import sys
 
 import pytest
 
-from envs import base, textarena
+from envs import base
+from envs.suites import textarena
 
 SOURCE = textarena.GuessTheNumber()
 TASKS = [SOURCE.task(i, "train") for i in range(100)]

@@ -19,7 +19,8 @@ import unicodedata
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from envs import answers, base, math_process, threads
+from envs import base, threads
+from envs.rewards import answers, math_process
 
 _MAX_MATH_CHARS = 1000
 _TEXT = re.compile(r"\\(?:text|textbf|mathrm)\s*\{([^{}]*)\}")
@@ -49,7 +50,7 @@ class ExactMatch:
   """1 if the answer is the expected text, up to white space.
 
   Attributes:
-    find: where the answer stands, as in `envs.answers.Place`.
+    find: where the answer stands, as in `envs.rewards.answers.Place`.
     marker: the text before the answer, where `find` is marker.
     ignore_case: capitals do not matter.
   """
@@ -92,7 +93,7 @@ class NumericMatch:
 
   Attributes:
     find: number is the last number of the text; in the other places, as in
-      `envs.answers.Place`, there must be no second number.
+      `envs.rewards.answers.Place`, there must be no second number.
     marker: the text before the answer, where `find` is marker.
     relative, absolute: tolerances; the larger one counts.
   """
@@ -160,7 +161,7 @@ class MathMatch:
   `NumericMatch`.
 
   Attributes:
-    find: where the answer stands, as in `envs.answers.Place`.
+    find: where the answer stands, as in `envs.rewards.answers.Place`.
     marker: the text before the answer, where `find` is marker.
     cpu_s: seconds of the processor to compare; what takes longer is 0.
   """

@@ -1,0 +1,1 @@
+"""Rewards: functions of a finished episode."""

@@ -1,0 +1,1 @@
+"""Environments from packages that carry their tasks."""

@@ -1,0 +1,1 @@
+"""Environments whose methods or servers are tools of the policy."""
