@@ -19,7 +19,7 @@ from models import lora
 from models.chat import word_chat
 from models.hf import export, peft
 from rl import experiment as experiment_lib
-from rl.rollout import episode
+from rl.rollout import chats, episode
 from rl.settings import overrides
 
 _RUN = absl_flags.DEFINE_string(
@@ -91,12 +91,12 @@ def _check_adapter(
 
 
 def _tokenizer_of(
-  experiment: experiment_lib.Experiment, chat: episode.Chat
+  run_dir: pathlib.Path, chat: episode.Chat
 ) -> export.Tokenizer:
   """Returns the words of a run, or the directory of its tokenizer."""
   if isinstance(chat, word_chat.WordChat):
     return chat
-  return getattr(experiment.chosen_chat, "directory", None)
+  return run_dir / chats.KEPT
 
 
 async def _export(
@@ -115,7 +115,7 @@ async def _export(
           target,
           lora.merge(params, model.lora),
           dataclasses.replace(model, lora=None),
-          _TOKENIZER.value or _tokenizer_of(experiment, parts.chat),
+          _TOKENIZER.value or _tokenizer_of(run_dir, parts.chat),
         )
   return found.step
 

@@ -155,7 +155,14 @@ class Experiment:
 
   def build_chat(self, run_dir: pathlib.Path | None = None) -> episode.Chat:
     """Returns the tokenizer with its chat template; see `chats.build`."""
-    return chats.build(self.chosen_chat, self.environment, run_dir)
+    if run_dir is not None:
+      return chats.build(self.chosen_chat, self.environment, run_dir)
+    return self._chat
+
+  @functools.cached_property
+  def _chat(self) -> episode.Chat:
+    # A tokenizer of 150,000 words takes a second to read.
+    return chats.build(self.chosen_chat, self.environment, None)
 
   @property
   def chosen_chat(self) -> chats.ChatSetting:

@@ -23,25 +23,13 @@ def conclude(run_dir: pathlib.Path, work: trace.TrackOverlap, log: Log) -> int:
       f"learner busy {work.first_s:.1f} s, decode busy {work.second_s:.1f} s,"
       f" both at once {work.both_s:.1f} s ({work.share:.0%} of the shorter)"
     )
-  log_zero_variance(run_dir, log)
+  _log_zero_variance(run_dir, log)
   trace.write_chrome(
     trace.File(run_dir / "spans.jsonl"), run_dir / "trace.json"
   )
   verdict = log_check.of_run(run_dir)
   log(f"report: {report_page.write(run_dir, verdict)}")
   return print_verdict(verdict, log)
-
-
-def log_zero_variance(run_dir: pathlib.Path, log: Log) -> None:
-  """Logs how many groups taught nothing, as all members did equally well."""
-  rows = list(run_files.lines(run_dir / "metrics.jsonl", []))
-  flat = sum(row.get("zero_variance_groups") or 0 for row in rows)
-  if groups := sum(row.get("groups") or 0 for row in rows):
-    log(
-      f"zero-variance groups: {flat:,.0f} of {groups:,.0f} "
-      f"({flat / groups:.0%}); their members did equally well, so they taught "
-      "nothing"
-    )
 
 
 def print_verdict(verdict: log_check.Verdict, log: Log) -> int:
@@ -72,3 +60,15 @@ def report_on_failure(
     except (OSError, log_check.UnreadableLog) as error:  # Keep the first error.
       log(f"the log was not checked: {error}")
     raise
+
+
+def _log_zero_variance(run_dir: pathlib.Path, log: Log) -> None:
+  """Logs how many groups taught nothing, as all members did equally well."""
+  rows = list(run_files.lines(run_dir / "metrics.jsonl", []))
+  flat = sum(row.get("zero_variance_groups") or 0 for row in rows)
+  if groups := sum(row.get("groups") or 0 for row in rows):
+    log(
+      f"zero-variance groups: {flat:,.0f} of {groups:,.0f} "
+      f"({flat / groups:.0%}); their members did equally well, so they taught "
+      "nothing"
+    )
