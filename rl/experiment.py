@@ -247,8 +247,7 @@ class Experiment:
 
   def _validate_demonstrations(self) -> None:
     if self.warm_start is not None:
-      for source in self.sources:
-        base.demonstrator(source)
+      prompts.demonstrator(self.environment)
 
   def _validate_waits(self) -> None:
     limits = self.rollout

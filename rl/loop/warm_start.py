@@ -123,16 +123,7 @@ async def demonstrate(
       said = player.explore(task, partial.messages, answer_seed)
     else:
       said = player.oracle(task, partial.messages)
-    text = said if isinstance(said, str) else episode.as_text(said)
-    tokens = np.asarray(chat.encode_answer(text), np.int32)
-    return contract.Completion(
-      tokens=tokens,
-      logprobs=np.zeros(len(tokens), np.float32),
-      versions=np.zeros(len(tokens), np.int32),
-      stop="stop",
-      cached_tokens=0,
-      decode_s=0.0,
-    )
+    return episode.given_answer(chat, said)
 
   demonstration, _ = await episode.play(
     source, demonstrate_answer, chat, limits, partial

@@ -14,8 +14,6 @@ import zlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from envs import base
 from rl.data import trajectory
 from rl.engine import contract
@@ -101,8 +99,7 @@ class PlayedEpisode:
 def demonstrates(source: base.Source) -> bool:
   """Returns whether a source, and all that it mixes or wraps, has an oracle."""
   try:
-    for part in prompts.sources_of(source):
-      base.demonstrator(part)
+    prompts.demonstrator(source)
   except ValueError:
     return False
   return True
@@ -114,12 +111,10 @@ def demonstration(source: base.Source) -> Respond:
   Raises:
     ValueError: it has none.
   """
-  for part in prompts.sources_of(source):
-    base.demonstrator(part)
-  oracle = base.demonstrator(source).oracle
+  oracle = prompts.demonstrator(source).oracle
 
   async def respond(question: Question) -> str:
-    return _text(oracle(question.task, question.messages))
+    return episode.as_text(oracle(question.task, question.messages))
 
   return respond
 
@@ -127,11 +122,11 @@ def demonstration(source: base.Source) -> Respond:
 def exploration(source: base.Source, chat: episode.Chat) -> Respond:
   """Returns the source's random answers, or ones of random ids."""
   if demonstrates(source):
-    explore = base.demonstrator(source).explore
+    explore = prompts.demonstrator(source).explore
 
     async def respond(question: Question) -> str:
       one = question
-      return _text(explore(one.task, one.messages, one.seed))
+      return episode.as_text(explore(one.task, one.messages, one.seed))
 
     return respond
 
@@ -177,8 +172,7 @@ async def play(
       lambda: trial.respond(question), _ANSWER_S, "giving an answer"
     )
     answers.append(text)
-    ids = np.asarray(trial.chat.encode_answer(text), np.int32)
-    return _completion(ids, request.max_tokens)
+    return episode.given_answer(trial.chat, text, request.max_tokens)
 
   late: set[asyncio.Task[None]] = set()
   ungraded, transcript = await episode.play(
@@ -308,20 +302,3 @@ def tool_call(name: str, arguments: Mapping[str, Any]) -> str:
   """Returns the text of an answer that calls a tool."""
   call = base.ToolCall(name, json.dumps(arguments))
   return episode.as_text(base.Message("assistant", "", (call,)))
-
-
-def _text(said: str | base.Message) -> str:
-  return said if isinstance(said, str) else episode.as_text(said)
-
-
-def _completion(ids: np.ndarray, max_tokens: int) -> contract.Completion:
-  """Returns an answer, cut where an engine would cut it."""
-  tokens = ids[:max_tokens]
-  return contract.Completion(
-    tokens=tokens,
-    logprobs=np.zeros(len(tokens), np.float32),
-    versions=np.zeros(len(tokens), np.int32),
-    stop="stop" if len(ids) <= max_tokens else "length",
-    cached_tokens=0,
-    decode_s=0.0,
-  )

@@ -218,11 +218,33 @@ def as_message(answer: tool_calls.Answer) -> base.Message:
   )
 
 
-def as_text(message: base.Message) -> str:
+def as_text(answer: str | base.Message) -> str:
   """Returns an answer as a model writes it, so that a chat parses it again."""
-  calls = [tool_calls.Call(c.name, c.arguments) for c in message.tool_calls]
+  if isinstance(answer, str):
+    return answer
+  calls = [tool_calls.Call(c.name, c.arguments) for c in answer.tool_calls]
   return tool_calls.write(
-    tool_calls.Answer(message.content, tuple(calls), message.reasoning or "")
+    tool_calls.Answer(answer.content, tuple(calls), answer.reasoning or "")
+  )
+
+
+def given_answer(
+  chat: Chat, answer: str | base.Message, max_tokens: int | None = None
+) -> contract.Completion:
+  """Returns an answer that no model sampled: its log-probabilities are 0.
+
+  Args:
+    max_tokens: cuts it where an engine would; None leaves it whole.
+  """
+  ids = np.asarray(chat.encode_answer(as_text(answer)), np.int32)
+  tokens = ids[:max_tokens]
+  return contract.Completion(
+    tokens=tokens,
+    logprobs=np.zeros(len(tokens), np.float32),
+    versions=np.zeros(len(tokens), np.int32),
+    stop="stop" if len(tokens) == len(ids) else "length",
+    cached_tokens=0,
+    decode_s=0.0,
   )
 
 

@@ -59,6 +59,17 @@ def sources_of(source: base.Source) -> Sequence[base.Source]:
   return source.sources if isinstance(source, Mixed) else (source,)
 
 
+def demonstrator(source: base.Source) -> base.Demonstrates:
+  """Returns a source that can play its own tasks.
+
+  Raises:
+    ValueError: it cannot, or one that it mixes cannot.
+  """
+  for part in sources_of(source):
+    base.demonstrator(part)
+  return base.demonstrator(source)
+
+
 class Prompts:
   """Training tasks of one source, or of several in proportion.
 
