@@ -108,6 +108,11 @@ class Grade:
   value: float
   parts: Mapping[str, float]
 
+  @classmethod
+  def single(cls, name: str, value: float) -> "Grade":
+    """Returns a grade of one part, which is all of it."""
+    return cls(float(value), {name: float(value)})
+
 
 @runtime_checkable
 class Environment(Protocol):

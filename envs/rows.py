@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, get_args
 
-from envs import base
+from envs import base, extras
 
 Data = str | Callable[[], Any]
 """A file, or a function that returns a source."""
@@ -212,13 +212,10 @@ def _read_jsonl(file: str) -> list[Record]:
 
 
 def _read_parquet(file: str) -> list[Record]:
-  try:
-    import pyarrow
-    from pyarrow import parquet
-  except ModuleNotFoundError as error:
-    raise ValueError(
-      f"{file} needs pyarrow: pip install 'twinmesh[parquet]'"
-    ) from error
+  extras.require("pyarrow", "parquet", file)
+  import pyarrow
+  from pyarrow import parquet
+
   try:
     with open(file, "rb") as opened:
       rows = parquet.read_table(opened).to_pylist()

@@ -68,7 +68,7 @@ class UnitTests:
     passed = await asyncio.gather(
       *(self._passes(code(t), tests) for t in transcripts)
     )
-    return [base.Grade(float(p), {"unit_tests": float(p)}) for p in passed]
+    return [base.Grade.single("unit_tests", p) for p in passed]
 
   async def _passes(self, answer: str, tests: str) -> bool:
     if not answer.strip():

@@ -9,7 +9,6 @@ import asyncio
 import dataclasses
 import fractions
 import functools
-import importlib.util
 import json
 import math
 import os
@@ -19,7 +18,7 @@ import unicodedata
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from envs import base, threads
+from envs import base, extras, threads
 from envs.rewards import answers, math_process
 
 _MAX_MATH_CHARS = 1000
@@ -41,8 +40,9 @@ class Outcome:
     self, task: base.Task, transcripts: Sequence[base.Transcript]
   ) -> Sequence[base.Grade]:
     """Returns one grade for each transcript, in order."""
-    sums = [float(sum(t.step_rewards)) for t in transcripts]
-    return [base.Grade(value, {"outcome": value}) for value in sums]
+    return [
+      base.Grade.single("outcome", sum(t.step_rewards)) for t in transcripts
+    ]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,7 +74,9 @@ class ExactMatch:
     expected = self._normal(answers.reference(task))
     found = _found(transcripts, self.find, self.marker)
     return [
-      _grade("exact_match", text is not None and self._normal(text) == expected)
+      base.Grade.single(
+        "exact_match", text is not None and self._normal(text) == expected
+      )
       for text in found
     ]
 
@@ -128,7 +130,10 @@ class NumericMatch:
     else:
       found = _found(transcripts, self.find, self.marker)
       values = [answers.number(text or "") for text in found]
-    return [_grade("numeric_match", self._near(v, expected)) for v in values]
+    return [
+      base.Grade.single("numeric_match", self._near(v, expected))
+      for v in values
+    ]
 
   def _expected(self, task: base.Task) -> fractions.Fraction:
     text = answers.reference(task)
@@ -175,7 +180,7 @@ class MathMatch:
     _check_marker(self.marker)
     if not 0 < self.cpu_s <= 10:
       raise ValueError(f"cpu_s={self.cpu_s} must be above 0 and at most 10")
-    _require("math_verify", "math_match")
+    extras.require("math_verify", "rewards", "reward math_match")
 
   def check_task(self, task: base.Task) -> None:
     """Raises ValueError on a task without an answer."""
@@ -188,7 +193,7 @@ class MathMatch:
     expected = self._expected(task)
     found = _found(transcripts, self.find, self.marker)
     equal = await asyncio.gather(*(self._equal(expected, t) for t in found))
-    return [_grade("math_match", value) for value in equal]
+    return [base.Grade.single("math_match", value) for value in equal]
 
   def _expected(self, task: base.Task) -> str:
     text = answers.reference(task)
@@ -225,7 +230,7 @@ class JsonSchema:
   stateless = True
 
   def __post_init__(self) -> None:
-    _require("jsonschema", "json_schema")
+    extras.require("jsonschema", "rewards", "reward json_schema")
     validator = _validator(self.schema)
     for empty in (None, {}, [], ""):
       if validator.is_valid(empty):
@@ -240,7 +245,7 @@ class JsonSchema:
   ) -> Sequence[base.Grade]:
     """Returns one grade for each transcript, in order."""
     return [
-      _grade(
+      base.Grade.single(
         "json_schema", await threads.call(_conforms, self.schema, text or "")
       )
       for text in _found(transcripts, "whole", "")
@@ -328,22 +333,10 @@ def _unwrapped(text: str) -> str:
   return wrapped[1].strip() if wrapped else text
 
 
-def _grade(name: str, is_right: bool) -> base.Grade:
-  return base.Grade(float(is_right), {name: float(is_right)})
-
-
 def _check_marker(marker: str) -> None:
   if not marker.strip():
     raise ValueError(
       f"marker={marker!r} must be visible text before the answer, such as ####"
-    )
-
-
-def _require(package: str, name: str) -> None:
-  if importlib.util.find_spec(package) is None:
-    raise ValueError(
-      f"reward {name} needs the package {package}: pip install "
-      "'twinmesh[rewards]'"
     )
 
 

@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Sequence
 from typing import Any
 
-from envs import base, threads
+from envs import base, extras, threads
 
 # One question in five, by its hash, is for evaluation.
 _EVAL_EVERY = 5
@@ -212,14 +212,9 @@ def _package() -> Any:
   Raises:
     ValueError: it is not installed.
   """
-  try:
-    import reasoning_gym  # pyright: ignore[reportMissingImports]
-  except ImportError as error:
-    raise ValueError(
-      "this environment needs the package reasoning-gym, which builds one of "
-      "its parts with a C compiler: pip install 'twinmesh[reasoning]', or "
-      f"`make reasoning` in a checkout ({error})"
-    ) from error
+  extras.require("reasoning_gym", "reasoning", "this environment")
+  import reasoning_gym  # pyright: ignore[reportMissingImports]
+
   return reasoning_gym
 
 

@@ -22,7 +22,7 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from envs import base
+from envs import base, extras
 
 _SECTION = re.compile(
   r"^(Args|Arguments|Returns|Yields|Raises|Examples?|Notes?):[ \t]*$", re.M
@@ -165,14 +165,10 @@ def _arguments(
   where: str, parameters: Mapping[str, inspect.Parameter]
 ) -> tuple[Callable[[str], dict[str, Any]], dict[str, Any]]:
   """Returns a check of JSON text, and its JSON schema."""
-  try:
-    import pydantic
-    import typing_extensions
-    from pydantic import json_schema
-  except ModuleNotFoundError as error:
-    raise ValueError(
-      f"{where} needs pydantic to be a tool: pip install 'twinmesh[tools]'"
-    ) from error
+  extras.require("pydantic", "tools", f"the tool {where}")
+  import pydantic
+  import typing_extensions
+  from pydantic import json_schema
 
   class Plain(json_schema.GenerateJsonSchema):
     """Schemas without a title for each field, which only repeats its name."""

@@ -18,7 +18,7 @@ from envs import base
 from models.chat import byte_chat
 from rl.data import trajectory
 from rl.rollout import environment_trial as trial_lib
-from rl.rollout import episode, grading
+from rl.rollout import episode
 from rl.runtime import isolation
 
 JUNK: Mapping[str, str] = {
@@ -286,11 +286,8 @@ async def check_reward(
   for p in alone:
     if not p.trajectory.status.trainable:
       continue
-    once = grading.Retries(attempts=1, deadline_s=trial.reward_s)
     bare = dataclasses.replace(p.trajectory, reward=None, parts={})
-    again = await grading.Graders(trial.reward, once).grade(
-      bare, p.transcript, p.task
-    )
+    again = await trial_lib.grade(trial, bare, p.transcript, p.task)
     before = p.trajectory.reward, dict(p.trajectory.parts)
     after = again.reward, dict(again.parts)
     if before != after:

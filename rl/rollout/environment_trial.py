@@ -178,9 +178,7 @@ async def play(
   ungraded, transcript = await episode.play(
     watched, answer, trial.chat, trial.limits, partial, late=late
   )
-  once = grading.Retries(attempts=1, deadline_s=trial.reward_s)
-  graders = grading.Graders(trial.reward, once)
-  graded = await graders.grade(ungraded, transcript, task)
+  graded = await grade(trial, ungraded, transcript, task)
   seen = watched.environment
   return PlayedEpisode(
     task=task,
@@ -191,6 +189,18 @@ async def play(
     seconds=seen.seconds if seen else {},
     closing=seen.closing if seen else "",
   )
+
+
+async def grade(
+  trial: Trial,
+  ungraded: trajectory.Trajectory,
+  transcript: base.Transcript,
+  task: base.Task,
+) -> trajectory.Trajectory:
+  """Calls the reward once; see `grading.Graders.grade`."""
+  once = grading.Retries(attempts=1, deadline_s=trial.reward_s)
+  graders = grading.Graders(trial.reward, once)
+  return await graders.grade(ungraded, transcript, task)
 
 
 class Lockstep:
