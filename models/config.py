@@ -15,6 +15,10 @@ from jaxtyping import PRNGKeyArray
 from models import lora as lora_lib
 from models import rope
 
+Remat = Literal["none", "dots", "layer"]
+_LARGE = 100_000_000
+"""Parameters from which on activations are not kept unless asked for."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Compute:
@@ -32,7 +36,8 @@ class Compute:
     experts: form of the grouped matmul; "auto" goes by platform.
     moe_block: fewest rows of a block of the grouped matmul, to which every
       expert pads; with many tokens blocks are larger.
-    remat: what the backward pass computes again; see `transformer.REMAT`.
+    remat: what the backward pass computes again; see `transformer.REMAT`. None
+      is "layer" for a model of over 100 million parameters, and else "none".
     logprob_chunk: tokens whose logits exist at the same time.
   """
 
@@ -43,7 +48,7 @@ class Compute:
   attention_block: int = 256
   experts: Literal["auto", "blocks", "pallas"] = "auto"
   moe_block: int = 16
-  remat: Literal["none", "dots", "layer"] = "none"
+  remat: Remat | None = None
   logprob_chunk: int = 2048
 
   def validate(self) -> None:
@@ -117,6 +122,24 @@ class ModelConfig:
   def num_sparse(self) -> int:
     """Number of layers with experts."""
     return sum(map(self.is_sparse, range(self.num_layers)))
+
+  @property
+  def remat(self) -> Remat:
+    """`compute.remat`, or the one for this size where that is None."""
+    if self.compute.remat is not None:
+      return self.compute.remat
+    return "layer" if self._num_weights > _LARGE else "none"
+
+  @property
+  def _num_weights(self) -> int:
+    """Number of entries of all matrices."""
+    heads = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
+    dense = 3 * self.d_ff
+    sparse = self.num_experts * (3 * self.d_expert + 1)
+    num_dense = self.num_layers - self.num_sparse
+    tables = self.vocab_size * (1 if self.tie_embeddings else 2)
+    layers = self.num_layers * heads + num_dense * dense
+    return self.d_model * (tables + layers + self.num_sparse * sparse)
 
   def validate(self) -> None:
     """Raises ValueError for sizes that cannot work."""

@@ -181,7 +181,7 @@ def activation_bytes(
     inside     of a layer: n (8 D + 4 h + 6 k + 5 f) s, 2 n k_e D s when
                sparse, and 8 bytes for each score of attention, unless it goes
                by tiles
-    kept       of every layer for the backward pass, by `compute.remat`: all of
+    kept       of every layer for the backward pass, by `config.remat`: all of
                it with "none"; n (2 D + h + 2 k) s and, when dense, 2 n f s
                with "dots"; n D s with "layer"
     logits     12 bytes each, of `logprob_chunk` tokens
@@ -204,7 +204,7 @@ def activation_bytes(
     everything += 8 / itemsize * scores
     inside = max(inside, everything)
     by_policy = {"none": everything, "dots": dots, "layer": config.d_model}
-    kept += by_policy[compute.remat]
+    kept += by_policy[config.remat]
   tokens = rows * length // layout.num_batch
   words = config.vocab_size // layout.size("vocab")
   return (
@@ -255,7 +255,7 @@ def _gathered_bytes(
     total(axes, policy.shapes["layers"][i])
     for i, axes in policy.axes.get("layers", {}).items()
   ]
-  join = sum if config.compute.remat == "none" else max
+  join = sum if config.remat == "none" else max
   inside = join(layers) if layers else 0
   outside = policy.axes.keys() - {"layers"}
   return inside + sum(

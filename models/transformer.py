@@ -139,7 +139,7 @@ class Transformer(lora.Adapted):
       )
 
     x, aux, _ = self._layers(
-      tokens, copies, attend, experts, layout, REMAT[compute.remat]
+      tokens, copies, attend, experts, layout, REMAT[self.config.remat]
     )
     return x, aux
 

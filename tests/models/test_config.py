@@ -56,6 +56,25 @@ def test_the_defaults_are_valid():
   config_lib.tiny_moe().validate()
 
 
+def test_a_large_model_computes_its_layers_again_unless_it_is_told_otherwise():
+  # Width 1024 with a vocabulary of 1: 12 layers of an MLP of 2048 and 4 + 4
+  # heads of 128 are 12 * 1024 * (3 * 2048 + 2 * (4 + 4) * 128) = 100.7 million
+  # and the table, 11 are 92.3.
+  sizes = {"vocab_size": 1, "d_model": 1024, "d_ff": 2048, "head_dim": 128}
+  heads = {"num_heads": 4, "num_kv_heads": 4}
+  small, large = (
+    config_lib.tiny(**sizes, **heads, num_layers=layers) for layers in (11, 12)
+  )
+  assert memory_report.num_params(small).total < 100e6
+  assert memory_report.num_params(large).total > 100e6
+  assert (small.remat, large.remat) == ("none", "layer")
+  for size in ("30b-a3b", "235b-a22b"):
+    assert config_lib.qwen3_moe(size).remat == "layer"
+  kept = overrides_lib.override(large, "compute.remat", "none")
+  assert kept.remat == "none"
+  assert overrides_lib.override(kept, "compute.remat", None) == large
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_every_parameter_is_counted(tied):
   config = config_lib.tiny_moe(tie_embeddings=tied, dense_layers=(2,))
