@@ -6,6 +6,7 @@ that file again. The ranges here are for projects that depend on this one.
 
 import setuptools
 
+JAX = ">=0.8.3,<0.13"
 ENVS = ["textarena>=0.7.3", "gymnasium>=1.0"]
 # One of its dependencies must be compiled, so it is no part of "all".
 REASONING = ["reasoning-gym>=0.1.25"]
@@ -53,7 +54,7 @@ setuptools.setup(
   ],
   package_data={"launch.report": ["*.html", "*.js"]},
   install_requires=[
-    "jax>=0.8.3,<0.13",
+    f"jax{JAX}",
     # 0.12.6 works with jax 0.8.3, and 0.12.12 with jax 0.12.
     "flax>=0.12.6,<0.13",
     "optax>=0.2.6",
@@ -74,6 +75,10 @@ setuptools.setup(
     "parquet": PARQUET,
     "serve": SERVE,
     "sglang": SGLANG,
+    # Gigabytes of drivers that only an accelerator's machine has a use for, so
+    # they are no part of "all".
+    "cuda": [f"jax[cuda12]{JAX}"],
+    "tpu": [f"jax[tpu]{JAX}"],
     "test": TEST,
     "lint": LINT,
     "docs": DOCS,

@@ -234,6 +234,14 @@ def test_the_lock_is_within_the_ranges_of_the_package(twinmesh):
       assert version.version in requirement.specifier, pin
 
 
+def test_an_accelerator_brings_its_driver_and_all_extras_bring_none(twinmesh):
+  for extra, name in (("cuda", "cuda12"), ("tpu", "tpu")):
+    asked = [r for r in needs(twinmesh, frozenset([extra])) if name in r.extras]
+    assert [r.name for r in asked] == ["jax"]
+  drivers = [name for name in pins() if "cuda" in name or "tpu" in name]
+  assert drivers == []
+
+
 def test_the_package_brings_few_others(twinmesh):
   # Counted when this was written: 35, and 64 with the environments.
   assert len(all_needs(twinmesh)) <= 45

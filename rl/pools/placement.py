@@ -1,6 +1,8 @@
 """Placement: the devices that train and those that decode."""
 
 import dataclasses
+import importlib.metadata
+import importlib.util
 import itertools
 from collections.abc import Mapping
 from typing import Literal, NamedTuple, get_args
@@ -14,6 +16,7 @@ from rl.settings import checks
 _PLATFORMS = ("cpu", "gpu", "tpu")
 # jax's own names of what runs on a GPU.
 _GPUS = ("cuda", "rocm")
+_EXTRAS = {"gpu": "cuda", "tpu": "tpu"}
 _MAX_DEVICES = 2**20
 _AXIS_TYPES = (jax.sharding.AxisType.Auto,) * len(sharding.MESH_AXES)
 
@@ -243,10 +246,13 @@ class Placement:
     try:
       devices = np.array(jax.devices(self.platform))
     except RuntimeError as error:
+      wanted, out = self.platform, ""
+      if wanted is not None and not has_plugin(wanted):
+        out = f"pip install 'twinmesh[{_EXTRAS[wanted]}]', or "
       raise ValueError(
-        f"placement.platform={str(self.platform).lower()} is not available: "
-        f"{error}; use --config.placement.platform=cpu, or none for the one "
-        "that jax finds"
+        f"placement.platform={str(wanted).lower()} is not available: {error}; "
+        f"{out}use --config.placement.platform=cpu, or none for the one that "
+        "jax finds"
       ) from error
     if len(devices) < self.num_devices:
       fewer = "".join(
@@ -266,6 +272,16 @@ class Placement:
       _layout(spec, devices[list(where)])
       for spec, where in zip(specs, self.ranges, strict=True)
     )
+
+
+def has_plugin(platform: str) -> bool:
+  """Returns whether jax has the package by which it uses a platform."""
+  if platform == "tpu":
+    return importlib.util.find_spec("libtpu") is not None
+  found = importlib.metadata.entry_points(group="jax_plugins")
+  return platform == "cpu" or any(
+    name in plugin.name for plugin in found for name in _GPUS
+  )
 
 
 def _layout(spec: MeshSpec, devices: np.ndarray) -> sharding.Layout:

@@ -232,6 +232,18 @@ def test_meshes_are_disjoint_and_have_their_shape_and_axes():
   assert [*layouts[0].devices, *layouts[1].devices] == jax.devices()[:8]
 
 
+@pytest.mark.parametrize(
+  ("platform", "extra"), [("gpu", "cuda"), ("tpu", "tpu")]
+)
+def test_a_platform_that_jax_lacks_is_answered_with_its_extra(platform, extra):
+  if placement.has_plugin(platform):
+    pytest.skip("installed")
+  with pytest.raises(
+    ValueError, match=rf"'twinmesh\[{extra}\]', or use --conf"
+  ):
+    Placement(platform=platform).layouts()
+
+
 def test_a_plan_is_the_layout_without_its_devices():
   rules = sharding.Rules(vocab=None)
   place = Placement(
