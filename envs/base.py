@@ -219,6 +219,11 @@ class Reward(Protocol):
 
   It may also have a method `check_task(task)` that raises ValueError on a task
   that it cannot grade: the first one of each source is tried before a run.
+
+  One with `compares = True` is called once for a group, when all its members
+  have ended, with the transcripts of those without a fault, two at least. Its
+  attribute `alone` is the reward of an episode that is played without a group,
+  as in an evaluation.
   """
 
   @property
@@ -237,3 +242,24 @@ def check_task(reward: Reward, task: Task) -> None:
   """Raises ValueError if a reward says that it cannot grade a task."""
   if (check := getattr(reward, "check_task", None)) is not None:
     check(task)
+
+
+def compares(reward: Reward) -> bool:
+  """Returns whether a reward grades the members of a group together."""
+  return bool(getattr(reward, "compares", False))
+
+
+def alone(reward: Reward) -> Reward:
+  """Returns the reward of an episode that is played without a group.
+
+  Raises:
+    ValueError: the reward compares, and does not say.
+  """
+  if not compares(reward):
+    return reward
+  if (one := getattr(reward, "alone", None)) is None or compares(one):
+    raise ValueError(
+      f"reward {type(reward).__name__} compares the members of a group; give "
+      "it the attribute alone, a reward for episodes without a group"
+    )
+  return one

@@ -126,6 +126,8 @@ class RewardRule:
 class ByTask:
   """A reward for each source of a mixture.
 
+  If one compares the members of a group, all are called when a group has ended.
+
   Attributes:
     rules: their sources must differ.
     default: for sources without a rule; None if every source has one.
@@ -144,10 +146,28 @@ class ByTask:
   @property
   def stateless(self) -> bool:
     """True if all rewards are stateless."""
-    rewards = [rule.reward for rule in self.rules]
-    if self.default is not None:
-      rewards.append(self.default)
-    return all(reward.stateless for reward in rewards)
+    return all(reward.stateless for reward in self._rewards)
+
+  @property
+  def compares(self) -> bool:
+    """True if one of the rewards compares the members of a group."""
+    return any(base.compares(reward) for reward in self._rewards)
+
+  @property
+  def alone(self) -> "ByTask":
+    """The rewards of episodes without a group."""
+    return ByTask(
+      tuple(
+        dataclasses.replace(rule, reward=base.alone(rule.reward))
+        for rule in self.rules
+      ),
+      self.default and base.alone(self.default),
+    )
+
+  @property
+  def _rewards(self) -> list[base.Reward]:
+    own = [rule.reward for rule in self.rules]
+    return own if self.default is None else [*own, self.default]
 
   def reward_of(self, task: base.Task) -> base.Reward:
     """Returns the reward of the task's source.

@@ -229,6 +229,10 @@ class Experiment:
       out = "raise it or use algorithm.advantage=reinforce"
       members = self.rollout.group_size
       checks.enough("rollout.group_size", members, least, bound, out)
+    if base.compares(self.reward):
+      bound = f"the 2 that reward {short_names.of(self.reward)} compares"
+      members = self.rollout.group_size
+      checks.enough("rollout.group_size", members, 2, bound, "raise it")
 
   def _validate_schedule(self) -> None:
     """Raises when parts of a run that are fine alone do not go together."""

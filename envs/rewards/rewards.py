@@ -296,6 +296,21 @@ class Weighted:
     """True if all its rewards are stateless."""
     return all(criterion.reward.stateless for criterion in self.criteria)
 
+  @property
+  def compares(self) -> bool:
+    """True if one of its rewards compares the members of a group."""
+    return any(base.compares(criterion.reward) for criterion in self.criteria)
+
+  @property
+  def alone(self) -> "Weighted":
+    """The sum for an episode without a group."""
+    return Weighted(
+      tuple(
+        dataclasses.replace(one, reward=base.alone(one.reward))
+        for one in self.criteria
+      )
+    )
+
   def check_task(self, task: base.Task) -> None:
     """Raises ValueError on a task that one of its rewards cannot grade."""
     for criterion in self.criteria:

@@ -1,9 +1,10 @@
-"""Grading: the reward of a trajectory when it ends, without blocking others.
+"""Grading: the reward of a trajectory when it ends, or of a group when it has.
 
-  grade -> _place -> _ask: call -> check --+--> the trajectory with its reward
-             ^                             |
-             +------- wait, ever longer ---+    raised, late or nonsense
-                                           +--> REWARD_FAULT after `attempts`
+  grade -----+
+  compare ---+-> _place -> _ask: call -> check --+--> with reward
+                   ^                             |
+                   +------- wait, ever longer ---+    raised, late or nonsense
+                                                 +--> REWARD_FAULT, `attempts`
 
 The reward is called at least once, and a trajectory gets at most one grade: a
 result after the deadline of its call is discarded.
@@ -12,7 +13,7 @@ result after the deadline of its call is discarded.
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
 from envs import base
@@ -129,6 +130,7 @@ class Graders:
     watchdog: watchdog_lib.Watchdog | None = None,
   ):
     refuse_stateful(reward)
+    self._alone = base.alone(reward)
     if max_concurrent < 1:
       raise ValueError(f"max_concurrent={max_concurrent} must be at least 1")
     self._reward = reward
@@ -138,6 +140,11 @@ class Graders:
     self._places = asyncio.Semaphore(max_concurrent)
     self._late: set[asyncio.Task[Any]] = set()
     self._stats = Stats()
+
+  @property
+  def compares(self) -> bool:
+    """True if the members of a group are graded together, by `compare`."""
+    return base.compares(self._reward)
 
   def stats(self) -> Stats:
     """Returns the counters."""
@@ -153,8 +160,8 @@ class Graders:
   ) -> trajectory.Trajectory:
     """Returns the trajectory with its reward, or with REWARD_FAULT and none.
 
-    An untrainable one is returned unchanged. Cancelling leaves the call behind
-    and frees its place.
+    An untrainable one is returned unchanged. A reward that compares grades by
+    its `alone`. Cancelling leaves the call behind and frees its place.
 
     Args:
       called: called when the reward is called for the first time.
@@ -163,6 +170,44 @@ class Graders:
     if not ungraded.status.trainable:
       return ungraded
     owner = f"episode {name or ungraded.task_id}"
+    (graded,) = await self._grade(
+      self._alone, [ungraded], [transcript], task, called, owner
+    )
+    return graded
+
+  async def compare(
+    self,
+    ungraded: Sequence[trajectory.Trajectory],
+    transcripts: Sequence[base.Transcript],
+    task: base.Task,
+    called: Callable[[], None] = lambda: None,
+    name: str = "",
+  ) -> list[trajectory.Trajectory]:
+    """Returns the members of a group, graded together; see `grade`.
+
+    A member that is left alone has nothing to be compared with, so it gets
+    REWARD_FAULT.
+
+    Args:
+      ungraded: trainable ones.
+    """
+    if len(ungraded) < 2:
+      text = "no other member of the group ended, to be compared with"
+      return [self._faulty(one, text) for one in ungraded]
+    return await self._grade(
+      self._reward, ungraded, transcripts, task, called, f"group {name}"
+    )
+
+  async def _grade(
+    self,
+    reward: base.Reward,
+    ungraded: Sequence[trajectory.Trajectory],
+    transcripts: Sequence[base.Transcript],
+    task: base.Task,
+    called: Callable[[], None],
+    owner: str,
+  ) -> list[trajectory.Trajectory]:
+    """Calls a reward until it answers, or `attempts` are exhausted."""
     attempts, fault_text = self._retries.attempts, ""
     for attempt in range(attempts):
       if attempt:
@@ -172,32 +217,41 @@ class Graders:
         if not attempt:
           called()
         try:
-          value, parts = await self._ask(transcript, task, owner)
+          grades = await self._ask(reward, transcripts, task, owner)
         except isolation.Fault as fault:
           fault_text = str(fault)
         else:
-          return dataclasses.replace(ungraded, reward=value, parts=parts)
+          return [
+            dataclasses.replace(one, reward=value, parts=parts)
+            for one, (value, parts) in zip(ungraded, grades, strict=True)
+          ]
+    if attempts > 1:
+      fault_text += f"; so ended {attempts} attempts"
+    return [self._faulty(one, fault_text) for one in ungraded]
+
+  def _faulty(
+    self, ungraded: trajectory.Trajectory, text: str
+  ) -> trajectory.Trajectory:
     self._count(faults=1)
-    return dataclasses.replace(
-      ungraded,
-      status=trajectory.Status.REWARD_FAULT,
-      fault=fault_text
-      if attempts == 1
-      else f"{fault_text}; so ended {attempts} attempts",
-    )
+    status = trajectory.Status.REWARD_FAULT
+    return dataclasses.replace(ungraded, status=status, fault=text)
 
   async def _ask(
-    self, transcript: base.Transcript, task: base.Task, owner: str
-  ) -> tuple[float, dict[str, float]]:
-    """Calls once; returns the value and its parts, or raises Fault."""
+    self,
+    reward: base.Reward,
+    transcripts: Sequence[base.Transcript],
+    task: base.Task,
+    owner: str,
+  ) -> list[tuple[float, dict[str, float]]]:
+    """Calls once; returns values and their parts, or raises Fault."""
     return await isolation.guarded(
-      lambda: self._reward(task, [transcript]),
+      lambda: reward(task, transcripts),
       self._retries.deadline_s,
       "reward",
       self._watchdog,
       owner,
       late=self._late,
-      check=isolation.checked_grade,
+      check=lambda grades: isolation.checked_grades(grades, len(transcripts)),
     )
 
   @contextlib.asynccontextmanager

@@ -4,6 +4,7 @@
     member 0: Router.begin -> episode.play -> Router.end -> _grade --+-> Group
     member 1: Router.begin -> episode.play -> Router.end -> _grade --+
     ...  redundant members are aborted when G have ended
+  a reward that compares: _compare in place of _grade, once all have ended
 
   episode.play -> _Requests.generate -> Router.generate
 
@@ -120,6 +121,7 @@ class GroupRollout:
     self._admitted = admitted
     self._group_size = player.limits.group_size
     self._finished: list[int] = []
+    self._comparison = cancellable.Cancellable()
     self.task = task
     self.group_id = group_id
     self.attempt = attempt
@@ -129,6 +131,7 @@ class GroupRollout:
         player,
         episode_lib.Episode(task, group_id, i, seed, attempt),
         self._is_needed,
+        player.graders.compares,
       )
       for i in range(self._group_size + player.extra_members)
     ]
@@ -142,9 +145,11 @@ class GroupRollout:
     try:
       async with asyncio.TaskGroup() as tasks:
         runs = [tasks.create_task(member.run()) for member in self._members]
+      trajectories = [run.result() for run in runs]
+      if self._player.graders.compares:
+        await self._compare(trajectories)
     finally:
       self._members = []  # A reference cycle would keep every token.
-    trajectories = [run.result() for run in runs]
     faulty = [i for i in range(len(runs)) if i not in self._finished]
     chosen = sorted([*self._finished, *faulty][: self._group_size])
     return trajectory_lib.Group(
@@ -163,12 +168,36 @@ class GroupRollout:
     self.aborted = self.aborted or reason
     for member in self._members:
       member.abort(reason)
+    self._comparison.cancel()
 
   @property
   def first_version(self) -> int | None:
     """Oldest first token of its members so far; None before the first."""
     firsts = [member.first_version for member in self._members]
     return min((v for v in firsts if v is not None), default=None)
+
+  async def _compare(
+    self, trajectories: list[trajectory_lib.Trajectory]
+  ) -> None:
+    """Grades the members that ended together, in place; unless aborted."""
+    members = [self._members[i] for i in sorted(self._finished)]
+    places = [member.index for member in members]
+
+    def log_grading() -> None:
+      for member in members:
+        member.log_grading()
+
+    graded = await self._comparison.run(
+      self._player.graders.compare(
+        [trajectories[i] for i in places],
+        [member.transcript for member in members],
+        self.task,
+        log_grading,
+        str(self.group_id),
+      )
+    )
+    for member, one in zip(members, graded or (), strict=bool(graded)):
+      trajectories[member.index] = member.conclude(one)
 
   def _is_needed(self, index: int) -> bool:
     """Counts a member that ended without a fault; False if G had ended."""
@@ -183,13 +212,19 @@ class GroupRollout:
 
 
 class _Member:
-  """One episode, played and graded; can be aborted."""
+  """One episode, played and graded; can be aborted.
+
+  Args:
+    is_compared: its group grades it, by `transcript`, and calls `log_grading`
+      and `conclude`.
+  """
 
   def __init__(
     self,
     player: Player,
     episode: episode_lib.Episode,
     is_needed: Callable[[int], bool] = lambda index: True,
+    is_compared: bool = False,
   ):
     self._player = player
     self._episode = episode
@@ -202,6 +237,9 @@ class _Member:
     self._work = cancellable.Cancellable()
     self._requests = _Requests(player, self._place)
     self._reason = ""
+    self._is_compared = is_compared
+    self.index = episode.index
+    self.transcript = base.Transcript((), ())
     self._partial = episode_lib.PartialTrajectory(episode, self._log_turn)
 
   @property
@@ -237,7 +275,10 @@ class _Member:
       return trajectory
     self._log_end("ended", trajectory, status=trajectory.status.value)
     trainable = trajectory.status.trainable
-    if trainable and not self._is_needed(self._episode.index):
+    if trainable and not self._is_needed(self.index):
+      return trajectory
+    if trainable and self._is_compared:
+      self.transcript = transcript
       return trajectory
     return await self._grade(trajectory, transcript)
 
@@ -281,21 +322,30 @@ class _Member:
   async def _grade(
     self, trajectory: trajectory_lib.Trajectory, transcript: base.Transcript
   ) -> trajectory_lib.Trajectory:
-    player, log = self._player, self._player.log
     graded = trajectory
     if trajectory.status.trainable:
       graded = await self._work.run(
-        player.graders.grade(
+        self._player.graders.grade(
           trajectory,
           transcript,
           self._episode.task,
-          lambda: log.emit("grading", **self._place),
+          self.log_grading,
           self._episode.name,
         )
       )
     if graded is None:  # Aborted: its group is not wanted.
       return trajectory
-    rules = player.limits
+    return self.conclude(graded)
+
+  def log_grading(self) -> None:
+    """Logs that its reward is called for the first time."""
+    self._player.log.emit("grading", **self._place)
+
+  def conclude(
+    self, graded: trajectory_lib.Trajectory
+  ) -> trajectory_lib.Trajectory:
+    """Returns the trajectory with its penalties, and logs its reward."""
+    rules, log = self._player.limits, self._player.log
     graded = reward_shaping.apply(graded, rules.overlong, rules.repetition)
     if graded.fault:
       status = graded.status.value

@@ -198,11 +198,17 @@ def checked_reward(reward: object, what: str = "reward") -> float:
   raise Fault(f"{what} {_shown(reward)} is not a finite number (float32)")
 
 
-def checked_grade(grades: object) -> tuple[float, dict[str, float]]:
-  """Returns (value, parts) of a list of one valid grade, or raises Fault."""
-  if not isinstance(grades, Sequence) or len(grades) != 1:
-    raise Fault(f"reward returned {_shown(grades)}, not a list of one Grade")
-  grade = grades[0]
+def checked_grades(
+  grades: object, count: int
+) -> list[tuple[float, dict[str, float]]]:
+  """Returns (value, parts) of each of so many valid grades, or raises Fault."""
+  if not isinstance(grades, Sequence) or len(grades) != count:
+    wanted = "one Grade" if count == 1 else f"{count} of Grade"
+    raise Fault(f"reward returned {_shown(grades)}, not a list of {wanted}")
+  return [_checked_grade(grade) for grade in grades]
+
+
+def _checked_grade(grade: object) -> tuple[float, dict[str, float]]:
   if not isinstance(grade, base.Grade):
     raise Fault(f"reward returned {_kind(grade)} in place of a Grade")
   value = checked_reward(grade.value)

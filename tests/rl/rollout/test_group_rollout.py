@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from envs import base
+from envs.rewards import rewards
 from models.chat import word_chat
 from rl.algorithms import reward_shaping
 from rl.audit import event_log
@@ -951,3 +952,89 @@ def test_a_trajectory_has_one_version_when_an_engine_is_lost_that_drains(
   assert all("which no engine that is left serves" in t.fault for t in lost)
   # At 31.5 s the other engine has newer weights already.
   assert bool(lost) == (lost_s == 31.5)
+
+
+@dataclasses.dataclass(eq=False)
+class Ranked:
+  """Grades the members of a group by their place; keeps what it was given."""
+
+  takes_s: float = 0.0
+  fails: bool = False
+  stateless: bool = True
+  compares: bool = True
+  alone: Any = dataclasses.field(default_factory=rewards.Outcome)
+  seen: list[int] = dataclasses.field(default_factory=list)
+
+  async def __call__(self, task, transcripts):
+    self.seen.append(len(transcripts))
+    await asyncio.sleep(self.takes_s)
+    if self.fails:
+      raise OSError("no judge")
+    return [base.Grade.single("rank", i) for i in range(len(transcripts))]
+
+
+def test_a_reward_that_compares_is_called_once_when_all_have_ended():
+  reward = Ranked()
+
+  async def run():
+    served = players.engine(delay_s=lambda priority: 0.1)
+    # Members take 0, 0.05 s... longer: the last ends after the others.
+    source = fakes.Counting(turns=1, lag_s=lambda index, member: member / 20)
+    playing = players.player(source, served, reward)
+    group = await players.begin(playing).run()
+    return group, playing.log.events
+
+  group, log = virtual_clock.run(run())
+  assert reward.seen == [4]
+  assert [t.reward for t in group.trajectories] == [0.0, 1.0, 2.0, 3.0]
+  kinds = [e["kind"] for e in log]
+  assert kinds[-9:] == ["ended"] + ["grading"] * 4 + ["reward"] * 4
+
+
+def test_a_member_with_a_fault_is_not_compared():
+  reward = Ranked()
+  source = fakes.Counting(fault="step", member=lambda member: member == 1)
+  group = players.play_group(source, reward=reward)
+  assert reward.seen == [3]
+  assert [t.reward for t in group.trajectories] == [0.0, None, 1.0, 2.0]
+
+
+def test_the_last_member_has_nothing_to_be_compared_with():
+  reward = Ranked()
+  source = fakes.Counting(fault="step", member=lambda member: member > 0)
+  first, *others = players.play_group(source, reward=reward).trajectories
+  assert not reward.seen
+  assert first.status is trajectory.Status.REWARD_FAULT
+  assert "no other member" in first.fault
+  assert {t.status for t in others} == {trajectory.Status.ENV_FAULT}
+
+
+def test_a_comparison_that_fails_is_a_fault_of_each_member():
+  group = players.play_group(fakes.Counting(), reward=Ranked(fails=True))
+  for member in group.trajectories:
+    assert member.status is trajectory.Status.REWARD_FAULT
+    assert member.fault == "reward raised OSError: no judge"
+    assert member.reward is None
+
+
+def test_an_abort_ends_a_comparison():
+  async def run():
+    playing = players.player(fakes.Counting(), reward=Ranked(takes_s=0.05))
+    attempt = players.begin(playing)
+    play = asyncio.create_task(attempt.run())
+    await asyncio.sleep(0.01)
+    attempt.abort("stale")
+    return await play, asyncio.get_running_loop().time()
+
+  group, time = virtual_clock.run(run())
+  assert time == 0.01
+  assert [t.reward for t in group.trajectories] == [None] * 4
+
+
+def test_an_episode_without_a_group_is_graded_alone():
+  async def run():
+    playing = players.player(fakes.Counting(), reward=Ranked())
+    task = playing.source.task(0, "eval")
+    return await playing.play_alone(episode.Episode(task, 0, 0, 0))
+
+  assert virtual_clock.run(run()).parts == {"outcome": 1.0}
