@@ -1,6 +1,7 @@
 """The sizes of a model: checked, as published, and what they add up to.
 
 qwen3("1.7b") qwen3_moe("30b-a3b")   published sizes
+llama3("3.1-8b")
 models.hf.config.load(directory)     sizes of a checkpoint
 tiny() tiny_moe()                    for a CPU
 """
@@ -73,7 +74,7 @@ class PolicyMaker(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-  """Sizes of a Qwen3 or Qwen3-MoE decoder.
+  """Sizes of a Qwen3, Qwen3-MoE or Llama 3 decoder.
 
   Attributes:
     num_kv_heads: key and value heads; each serves num_heads / num_kv_heads
@@ -87,6 +88,7 @@ class ModelConfig:
     max_length: longest conversation, in tokens.
     rope_theta: base of the wavelengths of the rotary positions.
     rope_scaling: how they stretch beyond the trained length, or None.
+    qk_norm: queries and keys are normed, as in Qwen3 and not in Llama 3.
     tie_embeddings: the embedding is also the output projection.
     compute: how it is computed.
     lora: adapters, which then are all that trains; None trains everything.
@@ -109,6 +111,7 @@ class ModelConfig:
   rope_theta: float = 10_000.0
   rope_scaling: rope.Scaling | None = None
   norm_eps: float = 1e-6
+  qk_norm: bool = True
   tie_embeddings: bool = True
   compute: Compute = Compute()
   lora: lora_lib.Lora | None = None
@@ -169,6 +172,9 @@ class ModelConfig:
     if experts and chosen > experts:
       out = f"use {experts} or fewer"
       yield f"experts_per_token={chosen} is above num_experts={experts}; {out}"
+    if experts and not self.qk_norm:
+      why = "no published family has both, so it could not be exported"
+      yield f"qk_norm=false with num_experts={experts}: {why}; use one of them"
     for layer in self.dense_layers:
       if not 0 <= layer < self.num_layers:
         bound = f"names layer {layer}, but they are 0 to {self.num_layers - 1}"
@@ -206,6 +212,18 @@ def qwen3_moe(size: str, **overrides: Any) -> ModelConfig:
   Qwen/Qwen3-235B-A22B and Qwen/Qwen3-Coder-480B-A35B-Instruct.
   """
   return _published("Qwen3-MoE", _QWEN3_MOE, size, overrides)
+
+
+def llama3(size: str, **overrides: Any) -> ModelConfig:
+  """Returns a published Llama 3.1 or 3.2 of text, overridden.
+
+  Args:
+    size: 3.2-1b, 3.2-3b, 3.1-8b or 3.1-70b.
+
+  Source: arXiv 2407.21783, table 3, and config.json of
+  meta-llama/Llama-3.2-1B, ...
+  """
+  return _published("Llama 3", _LLAMA3, size, overrides)
 
 
 def tiny(**overrides: Any) -> ModelConfig:
@@ -247,15 +265,7 @@ def _published(
     raise ValueError(
       f"{family} does not come in size {size!r}; use {', '.join(sizes)}"
     )
-  same = {
-    "vocab_size": 151_936,
-    "head_dim": 128,
-    "max_length": 40_960,
-    "rope_theta": 1e6,
-    "norm_eps": 1e-6,
-    "norm_topk_prob": True,
-  }
-  return ModelConfig(**{**same, **sizes[size], **overrides})
+  return ModelConfig(**{**_SAME, **sizes[size], **overrides})
 
 
 def _dense(
@@ -287,6 +297,30 @@ def _sparse(
   }
 
 
+_SAME = {
+  "vocab_size": 151_936,
+  "head_dim": 128,
+  "max_length": 40_960,
+  "rope_theta": 1e6,
+  "norm_eps": 1e-6,
+  "norm_topk_prob": True,
+}
+
+
+def _llama(
+  factor: float, head_dim: int, dense: dict[str, Any]
+) -> dict[str, Any]:
+  return dense | {
+    "vocab_size": 128_256,
+    "head_dim": head_dim,
+    "max_length": 131_072,
+    "rope_theta": 5e5,
+    "rope_scaling": rope.Llama3(factor=factor, original_max_length=8192),
+    "norm_eps": 1e-5,
+    "qk_norm": False,
+  }
+
+
 _QWEN3 = {
   "0.6b": _dense(28, 1024, (16, 8), 3072, True),
   "1.7b": _dense(28, 2048, (16, 8), 6144, True),
@@ -301,4 +335,11 @@ _QWEN3_MOE = {
   "235b-a22b": _sparse(94, 4096, (64, 4), 12_288, 1536, 128),
   "480b-a35b": _sparse(62, 6144, (96, 8), 8192, 2560, 160)
   | {"rope_theta": 1e7, "max_length": 262_144},
+}
+
+_LLAMA3 = {
+  "3.2-1b": _llama(32.0, 64, _dense(16, 2048, (32, 8), 8192, True)),
+  "3.2-3b": _llama(32.0, 128, _dense(28, 3072, (24, 8), 8192, True)),
+  "3.1-8b": _llama(8.0, 128, _dense(32, 4096, (32, 8), 14_336, False)),
+  "3.1-70b": _llama(8.0, 128, _dense(80, 8192, (64, 8), 28_672, False)),
 }

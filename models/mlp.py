@@ -1,4 +1,4 @@
-"""The MLP of a dense layer: SwiGLU, as in Qwen3.
+"""The MLP of a dense layer: SwiGLU, as in Qwen3 and Llama 3.
 
 Letters: D width, F hidden width. Source: arXiv 2002.05202.
 """

@@ -92,7 +92,7 @@ class Block(nnx.Module):
 
 
 class Transformer(lora.Adapted):
-  """A Qwen3 or Qwen3-MoE decoder, with the methods of `policy.Policy`.
+  """A Qwen3, Qwen3-MoE or Llama 3 decoder, with the methods of `policy.Policy`.
 
   Random matrices are the same with and without adapters, which add nothing yet.
   `Initializer.matrix` gives their standard deviations.

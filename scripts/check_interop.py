@@ -76,6 +76,11 @@ def configs():
     "moe_tied": config.tiny_moe(
       **sizes, tie_embeddings=True, dense_layers=(1,), norm_topk_prob=False
     ),
+    "llama": config.tiny(
+      **sizes,
+      qk_norm=False,
+      rope_scaling=rope.Llama3(factor=4.0, original_max_length=16),
+    ),
     "moe_yarn": config.tiny_moe(**sizes, rope_scaling=yarn, dense_layers=(0,)),
   }
 

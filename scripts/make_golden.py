@@ -80,6 +80,18 @@ MODELS = {
   },
   "qwen3_moe_unnormed": EXPERTS
   | {"num_experts_per_tok": 3, "norm_topk_prob": False},
+  # Of the four pairs one is fast, one in between and two are slow.
+  "llama3": {
+    "rope_parameters": {
+      "rope_type": "llama3",
+      "rope_theta": 1e2,
+      "factor": 8.0,
+      "low_freq_factor": 1.0,
+      "high_freq_factor": 4.0,
+      "original_max_position_embeddings": 32,
+    },
+  },
+  "llama3_tied": {"rope_theta": 1e4, "tie_word_embeddings": True},
 }
 
 LONG = {"head_dim": 128, "max_position_embeddings": 40_960}
@@ -138,7 +150,10 @@ def main() -> None:
 
 def write_model(directory: pathlib.Path, sizes: dict) -> None:
   """Writes a model and what it computes."""
-  if "num_experts" in sizes:
+  if directory.name.startswith("llama"):
+    config = transformers.LlamaConfig(**SIZES | sizes)
+    cls = transformers.LlamaForCausalLM
+  elif "num_experts" in sizes:
     config = transformers.Qwen3MoeConfig(**SIZES | sizes)
     config._experts_implementation = "eager"
     cls = transformers.Qwen3MoeForCausalLM

@@ -1,9 +1,9 @@
-"""Grouped-query attention with normed queries and keys, and rotary positions.
+"""Grouped-query attention with rotary positions, and normed or plain heads.
 
 Letters: B rows, L queries, S keys, D width, H heads, K kv heads, G = H / K,
 d head width.
 
-Source: Qwen3, arXiv 2505.09388, section 2.
+Sources: Qwen3, arXiv 2505.09388, section 2; Llama 3, 2407.21783, section 3.2.
 """
 
 import functools
@@ -40,8 +40,9 @@ class Attention(lora.Adapted):
     self.key = matrix("key", "embed", "kv_heads", "head_dim")
     self.value = matrix("value", "embed", "kv_heads", "head_dim")
     self.out = matrix("out", "heads", "head_dim", "embed", is_residual=True)
-    self.query_norm = initializer.norm(width)
-    self.key_norm = initializer.norm(width)
+    if self.config.qk_norm:
+      self.query_norm = initializer.norm(width)
+      self.key_norm = initializer.norm(width)
     initializer.adapt(self)
 
   def project(
@@ -49,13 +50,14 @@ class Attention(lora.Adapted):
   ) -> tuple[
     Float[Array, "B L H d"], Float[Array, "B L K d"], Float[Array, "B L K d"]
   ]:
-    """Returns queries, keys and values; the first two normed and rotated."""
+    """Returns queries, keys and values; the first two rotated, maybe normed."""
     params, eps = self.values(), self.config.norm_eps
     query = lora.matmul(params, "query", x)
     key = lora.matmul(params, "key", x)
     value = lora.matmul(params, "value", x)
-    query = rms_norm(query, params["query_norm"], eps)
-    key = rms_norm(key, params["key_norm"], eps)
+    if self.config.qk_norm:
+      query = rms_norm(query, params["query_norm"], eps)
+      key = rms_norm(key, params["key_norm"], eps)
     theta, scaling = self.config.rope_theta, self.config.rope_scaling
     query = rope.rotate(query, positions, theta, scaling)
     return query, rope.rotate(key, positions, theta, scaling), value

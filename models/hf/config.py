@@ -18,6 +18,7 @@ from models import rope
 ARCHITECTURES = {
   "Qwen3ForCausalLM": "qwen3",
   "Qwen3MoeForCausalLM": "qwen3_moe",
+  "LlamaForCausalLM": "llama",
 }
 """Supported architectures, and what the file calls their family."""
 
@@ -59,6 +60,8 @@ _OTHER = {
   *("architectures", "model_type", "dtype", "torch_dtype", "layer_types"),
   *("rope_theta", "rope_scaling", "rope_parameters"),
 }
+# What transformers knows of one family alone.
+_MUST_BE_LLAMA = {"mlp_bias": False, "pretraining_tp": 1}
 _OTHER_EXPERT = {"num_local_experts", "decoder_sparse_step", "mlp_only_layers"}
 # How the weights were drawn, are sampled from or are kept by transformers.
 _HARMLESS = {
@@ -124,14 +127,15 @@ def to_hf(config: config_lib.ModelConfig) -> dict[str, Any]:
   """
   sparse = config.num_experts > 0
   names = _SIZES | _EXPERT_SIZES if sparse else _SIZES
-  architecture = list(ARCHITECTURES)[sparse]
+  qwen3, qwen3_moe, llama = ARCHITECTURES
+  architecture = (qwen3_moe if sparse else qwen3) if config.qk_norm else llama
   data = {
     "architectures": [architecture],
     "model_type": ARCHITECTURES[architecture],
     "torch_dtype": config.compute.dtype,
     "rope_theta": config.rope_theta,
     "rope_scaling": _scaling_to_hf(config.rope_scaling),
-    **_MUST_BE,
+    **(_MUST_BE if config.qk_norm else _MUST_BE | _MUST_BE_LLAMA),
     **{name: getattr(config, field) for name, field in names.items()},
   }
   if sparse:
@@ -143,12 +147,18 @@ def to_hf(config: config_lib.ModelConfig) -> dict[str, Any]:
 def _read(
   data: dict[str, Any], compute: config_lib.Compute | None
 ) -> config_lib.ModelConfig:
-  sparse = _is_sparse(data)
+  family = _family(data)
+  sparse = family == "qwen3_moe"
   names = _SIZES | _EXPERT_SIZES if sparse else _SIZES
   data = data | _one_name(data, "num_experts", "num_local_experts", sparse)
-  _refuse(data, {*names, *_OTHER, *(_OTHER_EXPERT if sparse else ())})
+  must_be = _MUST_BE
+  if family == "llama":
+    must_be = _MUST_BE | _MUST_BE_LLAMA
+    data = _with_head_dim(data)
+  known = {*names, *_OTHER, *(_OTHER_EXPERT if sparse else ())}
+  _refuse(data, known, must_be)
   kinds = {f.name: f.type for f in dataclasses.fields(config_lib.ModelConfig)}
-  fields: dict[str, Any] = {"num_experts": 0}
+  fields: dict[str, Any] = {"num_experts": 0, "qk_norm": family != "llama"}
   for name, field in names.items():
     if name not in data and name not in _DEFAULTS:
       raise ValueError(f"{name} is missing; every published file has it")
@@ -171,14 +181,14 @@ def _read(
   return config_lib.ModelConfig(**fields, compute=_read_compute(data, compute))
 
 
-def _is_sparse(data: Mapping[str, Any]) -> bool:
-  """Returns whether the architecture is that of a mixture of experts."""
+def _family(data: Mapping[str, Any]) -> str:
+  """Returns the family of the architecture, as the file calls it."""
   named = data.get("architectures")
   architecture = named[0] if isinstance(named, list) and len(named) == 1 else ""
   if architecture not in list(ARCHITECTURES):
     raise ValueError(
       f"architectures={named} is not supported; use a checkpoint of "
-      f"{' or '.join(ARCHITECTURES)}"
+      f"{', '.join(ARCHITECTURES)}"
     )
   family = ARCHITECTURES[architecture]
   if data.get("model_type", family) != family:
@@ -186,13 +196,26 @@ def _is_sparse(data: Mapping[str, Any]) -> bool:
       f"model_type={data['model_type']!r} contradicts architectures={named}; "
       f"use {family!r}"
     )
-  return family == "qwen3_moe"
+  return family
 
 
-def _refuse(data: Mapping[str, Any], known: set[str]) -> None:
+def _with_head_dim(data: dict[str, Any]) -> dict[str, Any]:
+  """Returns the data of a Llama, whose width of heads is a quotient if missing.
+
+  Files of 3.1 do not have it.
+  """
+  width, heads = data.get("hidden_size"), data.get("num_attention_heads")
+  if type(width) is not int or type(heads) is not int or heads < 1:
+    return data
+  return {"head_dim": width // heads} | data
+
+
+def _refuse(
+  data: Mapping[str, Any], known: set[str], must_be: Mapping[str, Any]
+) -> None:
   """Raises ValueError for a field that is not known, or not so valued."""
   for name, value in data.items():
-    wanted = _MUST_BE.get(name, value)
+    wanted = must_be.get(name, value)
     if value != wanted:
       raise ValueError(
         f"{name}={json.dumps(value)} is not supported; use a checkpoint with "
@@ -203,7 +226,7 @@ def _refuse(data: Mapping[str, Any], known: set[str]) -> None:
         f"{name}={json.dumps(value)}: quantized weights are not supported; use "
         "the checkpoint in bfloat16"
       )
-    if name not in known | _HARMLESS | _MUST_BE.keys():
+    if name not in known | _HARMLESS | must_be.keys():
       raise ValueError(
         f"{name}={json.dumps(value)} is unknown and might change the result; "
         "if it does not, take it out of the file"

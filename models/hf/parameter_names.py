@@ -1,4 +1,4 @@
-"""The map between our parameters and the tensors of Hugging Face's Qwen3.
+"""The map between our parameters and the tensors of Hugging Face's models.
 
 A Linear is stored there as a matrix [out, in]; ours is [*in, *out], with heads
 and their width as axes of their own. Experts are a tensor each there, and

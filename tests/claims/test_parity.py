@@ -23,7 +23,10 @@ from tests.helpers import numpy_decoder, small_models
 pytestmark = pytest.mark.compiled
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "models" / "golden"
-MODELS = ("qwen3", "qwen3_tied_yarn", "qwen3_moe", "qwen3_moe_unnormed")
+MODELS = (
+  *("qwen3", "qwen3_tied_yarn", "qwen3_moe", "qwen3_moe_unnormed"),
+  *("llama3", "llama3_tied"),
+)
 LOGITS = 2e-5  # Absolute; the largest logit is 5.
 GRADIENT = 1e-4  # Of the largest entry of a parameter's gradient.
 # Which of the sequences of 9, 1, 14, 5 and 7 tokens share a row.

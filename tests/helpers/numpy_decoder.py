@@ -1,11 +1,13 @@
-"""Qwen3 in float64 NumPy, token by token and head by head.
+"""Qwen3 and Llama 3 in float64 NumPy, token by token and head by head.
 
 It knows a checkpoint by the names of its tensors and its config.json, and
 shares no code with what it checks; `checkpoint` gives our parameters the same
 names.
 
-Sources: Qwen3, arXiv 2505.09388, section 2; RMSNorm, 1910.07467, eq. 4; rotary
-positions, 2104.09864, eq. 15; YaRN, 2309.00071; SwiGLU, 2002.05202, eq. 5.
+Sources: Qwen3, arXiv 2505.09388, section 2; Llama 3, 2407.21783, section 3.2;
+its scaling of positions: the code of Llama 3.1; RMSNorm, 1910.07467, eq. 4;
+rotary positions, 2104.09864, eq. 15; YaRN, 2309.00071; SwiGLU, 2002.05202,
+eq. 5.
 """
 
 from collections.abc import Mapping
@@ -54,7 +56,9 @@ def attention(layer: Tensors, config: Mapping[str, Any], x: np.ndarray):
 
   def placed(name, token, position):
     """Positions turn x[i] + i x[i + half] in the complex plane."""
-    h = norm(heads(name, token), layer[f"self_attn.{name}_norm"], eps)
+    h = heads(name, token)
+    if config["model_type"] != "llama":
+      h = norm(h, layer[f"self_attn.{name}_norm"], eps)
     z = h[:, : width // 2] + 1j * h[:, width // 2 :]
     z = z * np.exp(1j * position * frequency) * growth
     return np.concatenate([z.real, z.imag], -1)
@@ -83,6 +87,11 @@ def rotary(config: Mapping[str, Any]) -> tuple[np.ndarray, float]:
   frequency = theta ** (-2 * pairs / width)
   if rope.get("rope_type", "default") == "default":
     return frequency, 1.0
+  if rope["rope_type"] == "llama3":
+    turns = rope["original_max_position_embeddings"] * frequency / 2 / np.pi
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    smooth = np.clip((turns - low) / (high - low), 0, 1)
+    return ((1 - smooth) / rope["factor"] + smooth) * frequency, 1.0
   assert rope["rope_type"] == "yarn"
 
   def pair(turns):
@@ -136,9 +145,9 @@ def checkpoint(params: Mapping[str, Any]) -> dict[str, np.ndarray]:
       "self_attn.k_proj": ours["key"].reshape(d_model, -1).T,
       "self_attn.v_proj": ours["value"].reshape(d_model, -1).T,
       "self_attn.o_proj": ours["out"].reshape(-1, d_model).T,
-      "self_attn.q_norm": ours["query_norm"],
-      "self_attn.k_norm": ours["key_norm"],
     }
+    for name in ("query", "key") if "query_norm" in ours else ():
+      own[f"self_attn.{name[0]}_norm"] = ours[f"{name}_norm"]
     for name in ("gate", "up", "down"):
       if "mlp" in layer:
         own[f"mlp.{name}_proj"] = layer["mlp"][name].T

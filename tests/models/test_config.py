@@ -35,6 +35,10 @@ from rl.settings import overrides as overrides_lib
     ),
     ({"rope_theta": 1.0}, "model.rope_theta=1.0 is not above 1, and every"),
     (
+      {"qk_norm": False},
+      "model.qk_norm=false with num_experts=4: no published family has both",
+    ),
+    (
       {"dense_layers": (1, 4)},
       "model.dense_layers=(1, 4) names layer 4, but they are 0 to 3",
     ),
@@ -104,6 +108,16 @@ PUBLISHED_MOE = {
 }
 
 
+# In all, by the cards of meta-llama/Llama-3.2-1B and so on; of 3.1-8B and
+# 3.1-70B as their safetensors index counts them.
+PUBLISHED_LLAMA = {
+  "3.2-1b": 1.24,
+  "3.2-3b": 3.21,
+  "3.1-8b": 8.03,
+  "3.1-70b": 70.6,
+}
+
+
 def outside_embeddings(config):
   tables = 1 if config.tie_embeddings else 2
   return tables * config.vocab_size * config.d_model
@@ -135,6 +149,14 @@ def test_sparse_presets_have_the_published_number_of_parameters(size):
     outside = total - outside_embeddings(config)
     assert outside == pytest.approx(rest * 1e9, rel=0.002)
   assert config.num_sparse == config.num_layers
+
+
+@pytest.mark.parametrize("size", PUBLISHED_LLAMA)
+def test_llama_presets_have_the_published_number_of_parameters(size):
+  config = config_lib.llama3(size)
+  config.validate()
+  total = memory_report.num_params(config).total
+  assert total == pytest.approx(PUBLISHED_LLAMA[size] * 1e9, rel=0.005)
 
 
 def test_presets_are_overridden_by_name():

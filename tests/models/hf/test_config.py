@@ -58,6 +58,39 @@ SPARSE = DENSE | {
   "router_aux_loss_coef": 0.001,
   "tie_word_embeddings": False,
 }
+# meta-llama/Llama-3.1-8B, which says no width of heads.
+LLAMA = {
+  "architectures": ["LlamaForCausalLM"],
+  "attention_bias": False,
+  "attention_dropout": 0.0,
+  "bos_token_id": 128000,
+  "eos_token_id": 128001,
+  "hidden_act": "silu",
+  "hidden_size": 4096,
+  "initializer_range": 0.02,
+  "intermediate_size": 14336,
+  "max_position_embeddings": 131072,
+  "mlp_bias": False,
+  "model_type": "llama",
+  "num_attention_heads": 32,
+  "num_hidden_layers": 32,
+  "num_key_value_heads": 8,
+  "pretraining_tp": 1,
+  "rms_norm_eps": 1e-05,
+  "rope_scaling": {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+    "rope_type": "llama3",
+  },
+  "rope_theta": 500000.0,
+  "tie_word_embeddings": False,
+  "torch_dtype": "bfloat16",
+  "transformers_version": "4.43.0.dev0",
+  "use_cache": True,
+  "vocab_size": 128256,
+}
 YARN = {
   "rope_type": "yarn",
   "factor": 4.0,
@@ -76,6 +109,21 @@ def test_published_files_are_the_presets(tmp_path):
   assert read(tmp_path, SPARSE) == config_lib.qwen3_moe(
     "30b-a3b", compute=compute
   )
+  assert read(tmp_path, LLAMA) == config_lib.llama3("3.1-8b", compute=compute)
+
+
+@pytest.mark.parametrize(
+  ("changes", "message"),
+  [
+    ({"mlp_bias": True}, "mlp_bias=true is not supported; use a checkpoint"),
+    ({"pretraining_tp": 2}, "pretraining_tp=2 is not supported; use a"),
+    ({"num_attention_heads": 0}, "head_dim is missing"),
+    ({"use_sliding_window": True}, "use_sliding_window=true is not supported"),
+  ],
+)
+def test_another_llama_is_refused(changes, message, tmp_path):
+  with pytest.raises(ValueError, match=re.escape(message)):
+    read(tmp_path, LLAMA | changes)
 
 
 def test_files_of_transformers_5_are_read():
@@ -96,6 +144,7 @@ def test_files_of_transformers_5_are_read():
   [
     *map(config_lib.qwen3, ("0.6b", "1.7b", "4b", "8b", "14b", "32b")),
     *map(config_lib.qwen3_moe, ("30b-a3b", "235b-a22b", "480b-a35b")),
+    *map(config_lib.llama3, ("3.2-1b", "3.2-3b", "3.1-8b", "3.1-70b")),
     config_lib.tiny(rope_scaling=rope.Linear(factor=2.0)),
     config_lib.tiny(
       rope_scaling=rope.Yarn(
@@ -131,7 +180,7 @@ def test_any_computation_can_be_asked_for(tmp_path):
     (
       {"architectures": ["Qwen2ForCausalLM"]},
       "architectures=['Qwen2ForCausalLM'] is not supported; use a checkpoint "
-      "of Qwen3ForCausalLM or Qwen3MoeForCausalLM",
+      "of Qwen3ForCausalLM, Qwen3MoeForCausalLM, LlamaForCausalLM",
     ),
     ({"architectures": None}, "architectures=None is not supported"),
     ({"architectures": []}, "architectures=[] is not supported"),
