@@ -2,11 +2,14 @@
 
 import dataclasses
 import types
-from collections.abc import Mapping, Sequence
-from typing import Literal, Protocol, runtime_checkable
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, Protocol, runtime_checkable
 
 Role = Literal["system", "user", "assistant", "tool"]
 Split = Literal["train", "eval"]
+
+_MAX_SEEDS = 1000
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -181,6 +184,49 @@ class Demonstrates(Protocol):
   ) -> str | Message:
     """Returns a random legal answer; the same seed gives the same answer."""
     ...
+
+
+def check_name(name: str) -> None:
+  """Raises ValueError if a source cannot be called this."""
+  if not name or "/" in name:
+    raise ValueError(
+      f"name={name!r}: a name is the first part of a task id, so it must not "
+      "be empty or contain a slash"
+    )
+
+
+def split_of(text: str, eval_every: int = 5) -> Split:
+  """Returns the split of a text by its hash: one in so many is for eval."""
+  return "eval" if zlib.crc32(text.encode()) % eval_every == 0 else "train"
+
+
+def first_seed(
+  name: str, split: Split, index: int, beginning: Callable[[int], str]
+) -> int:
+  """Returns the first of a task's seeds that is of the split.
+
+  The splits of a source that takes its seeds from here share no beginning.
+
+  Args:
+    name: of the source, for the error.
+    beginning: seed of 32 bits -> the text by whose hash tasks are split.
+
+  Raises:
+    ValueError: none is.
+  """
+  for attempt in range(_MAX_SEEDS):
+    seed = zlib.crc32(f"{split}/{index}/{attempt}".encode())
+    if split_of(beginning(seed)) == split:
+      return seed
+  raise ValueError(
+    f"none of {_MAX_SEEDS} tasks of {name} is for {split}: these settings have "
+    "too few different ones; use larger or harder ones"
+  )
+
+
+def as_reward(value: Any) -> Any:
+  """Returns what a user's code gave for a reward; a comparison as 0 or 1."""
+  return float(value) if isinstance(value, bool) else value
 
 
 def words(source: Source) -> Sequence[str]:

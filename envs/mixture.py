@@ -53,11 +53,8 @@ class Mixture:
         f"sources {twice} are in the mixture more than once, so their task ids"
         " would be equal; use one with a higher weight, or another name"
       )
-    if wrong := [name for name in names if not name or "/" in name]:
-      raise ValueError(
-        f"sources named {wrong}: a name is the first part of a task id, so it "
-        "must not be empty or contain a slash"
-      )
+    for name in names:
+      base.check_name(name)
 
   @property
   def name(self) -> str:

@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import json
 import pathlib
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, get_args
 
@@ -128,8 +127,7 @@ class Rows:
       found = {name: [*range(len(rows))] for name, rows in records.items()}
     else:
       for number in range(len(records["train"])):
-        is_eval = zlib.crc32(self._key(number)) % self.eval_every == 0
-        found["eval" if is_eval else "train"].append(number)
+        found[base.split_of(self._key(number), self.eval_every)].append(number)
     for split, numbers in found.items():
       if not numbers:
         raise ValueError(self._empty(split))
@@ -144,13 +142,13 @@ class Rows:
       f"for {split} (eval_every={self.eval_every}); add rows, or eval_data"
     )
 
-  def _key(self, number: int) -> bytes:
+  def _key(self, number: int) -> str:
     records = self._records["train"]
     if self.split_by is not None:
       value = records[number].field(self.split_by, "split_by")
     else:
       value = records[number].fields if isinstance(records, list) else number
-    return json.dumps(value, sort_keys=True, default=str).encode()
+    return json.dumps(value, sort_keys=True, default=str)
 
 
 class _Lazy:
@@ -260,12 +258,3 @@ def with_system(
   if system is None or (messages and messages[0].role == "system"):
     return list(messages)
   return [base.Message("system", system), *messages]
-
-
-def check_name(name: str) -> None:
-  """Raises ValueError if a source cannot be called this."""
-  if not name or "/" in name:
-    raise ValueError(
-      f"name={name!r}: a name is the first part of a task id, so it must not "
-      "be empty or contain a slash"
-    )

@@ -56,7 +56,7 @@ class SingleTurn:
       )
     if self.prompt is not None:
       _fields(self.prompt)
-    rows_lib.check_name(self.name)
+    base.check_name(self.name)
 
   def validate(self) -> None:
     """Raises ValueError on a file that cannot be read, or a row that lacks."""
@@ -116,9 +116,7 @@ class _Question:
     reward = await threads.call(
       self._source.grade, answer.content, self._record.fields
     )
-    if isinstance(reward, bool):  # A comparison; rewards must be numbers.
-      reward = float(reward)
-    return base.Step([], reward, True)
+    return base.Step([], base.as_reward(reward), True)
 
   async def close(self) -> None:
     pass

@@ -13,7 +13,6 @@ import dataclasses
 import functools
 import random
 import re
-import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -21,10 +20,6 @@ from envs import base, threads
 
 _POSITION = re.compile(r"r(\d+) c(\d+)")
 _HAND = re.compile(r"(\d+)( soft)? dealer (\d+)$")
-
-# One start in five, by its hash, is for evaluation.
-_EVAL_EVERY = 5
-_MAX_SEEDS = 1000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,14 +54,8 @@ class _Game(abc.ABC):
     Raises:
       ValueError: these settings have no start of the split.
     """
-    for attempt in range(_MAX_SEEDS):
-      seed = zlib.crc32(f"{split}/{index}/{attempt}".encode())
-      if _split(self._start(seed)) == split:
-        return base.Task(f"{self.name}/{split}/{index}", index, split, seed)
-    raise ValueError(
-      f"none of {_MAX_SEEDS} starts of {self} is for {split}; use settings "
-      "with more of them, such as a larger or less frozen lake"
-    )
+    seed = base.first_seed(f"{self}", split, index, self._start)
+    return base.Task(f"{self.name}/{split}/{index}", index, split, seed)
 
   def __call__(self, task: base.Task) -> "_Episode":
     """Returns a fresh game."""
@@ -434,11 +423,6 @@ def _cliff() -> Any:
 @functools.lru_cache(maxsize=1024)
 def _lake_without_slips(lake: FrozenLake, seed: int) -> _Table:
   return dataclasses.replace(lake, slippery=False)._make(seed)[0].P
-
-
-def _split(start: str) -> base.Split:
-  digest = zlib.crc32(start.encode())
-  return "eval" if digest % _EVAL_EVERY == 0 else "train"
 
 
 def _places(rows: int, columns: int) -> Sequence[str]:

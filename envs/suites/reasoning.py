@@ -12,15 +12,10 @@ import os
 import random
 import re
 import threading
-import zlib
 from collections.abc import Sequence
 from typing import Any
 
 from envs import base, extras, threads
-
-# One question in five, by its hash, is for evaluation.
-_EVAL_EVERY = 5
-_MAX_SEEDS = 100
 
 # Some scorers take time that grows with the square of the answer.
 _MAX_CHARS = 20_000
@@ -120,6 +115,7 @@ class ReasoningGym:
         f"system_prompt={self.system_prompt}: must be one of "
         f"{', '.join(prompts)}, or empty"
       )
+    base.check_name(self.name)
     _config(self)
 
   @property
@@ -136,17 +132,14 @@ class ReasoningGym:
     Raises:
       ValueError: no item is of the split.
     """
-    for attempt in range(_MAX_SEEDS):
-      # 31 bits: numpy's generators take no more than 32.
-      seed = zlib.crc32(f"{split}/{index}/{attempt}".encode()) >> 1
-      entry = _entry(self, seed)
-      if _split(entry["question"]) == split:
-        task_id = f"{self.name}/{split}/{index}"
-        return base.Task(task_id, index, split, seed, entry["answer"])
-    raise ValueError(
-      f"none of {_MAX_SEEDS} items of {self.dataset} is for {split}: these "
-      "settings have too few items; make them larger by level or options"
-    )
+
+    def question(seed: int) -> str:
+      return _entry(self, seed >> 1)["question"]
+
+    # 31 bits: numpy's generators take no more than 32.
+    seed = base.first_seed(f"{self}", split, index, question) >> 1
+    answer = _entry(self, seed)["answer"]
+    return base.Task(f"{self.name}/{split}/{index}", index, split, seed, answer)
 
   def __call__(self, task: base.Task) -> "_Question":
     """Returns a fresh question."""
@@ -303,11 +296,6 @@ def _entry(source: ReasoningGym, seed: int) -> dict[str, Any]:
       return _dataset(source)[seed % _SIZE if finite else seed]
     finally:
       random.setstate(before)
-
-
-def _split(question: str) -> base.Split:
-  digest = zlib.crc32(question.encode())
-  return "eval" if digest % _EVAL_EVERY == 0 else "train"
 
 
 def _score(

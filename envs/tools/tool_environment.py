@@ -61,7 +61,7 @@ class ToolEnvironment:
     if not self.name:
       words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", self.make.__name__)
       object.__setattr__(self, "name", words.lower())
-    rows_lib.check_name(self.name)
+    base.check_name(self.name)
     for method in _RESERVED:
       self._check_reserved(method)
     self.tools  # noqa: B018
@@ -182,7 +182,7 @@ class _Episode:
       reward = self._object.get_reward()
     return base.Step(
       messages,
-      float(reward) if isinstance(reward, bool) else reward,
+      base.as_reward(reward),
       done,
       {"tool_calls": len(messages), "tool_errors": num_errors},
     )

@@ -49,3 +49,23 @@ def test_a_wrapped_source_keeps_what_it_can_do():
   assert base.words(slow) == GAME.words
   task = GAME.task(0, "train")
   assert base.demonstrator(slow).oracle(task, []) == GAME.oracle(task, [])
+
+
+def test_splits_share_no_beginning():
+  # 50 beginnings, about 10 of them for eval.
+  begin = "start {}".format
+  seeds = {
+    split: {
+      base.first_seed("x", split, i, lambda s: begin(s % 50)) % 50
+      for i in range(200)
+    }
+    for split in ("train", "eval")
+  }
+  assert not seeds["train"] & seeds["eval"]
+  assert 5 <= len(seeds["eval"]) <= 15
+  assert len(seeds["train"]) + len(seeds["eval"]) == 50
+
+
+def test_a_split_without_a_task_is_an_error():
+  with pytest.raises(ValueError, match="1000 tasks of x is for eval.*larger"):
+    base.first_seed("x", "eval", 0, lambda seed: "the same")
