@@ -349,7 +349,7 @@ def test_an_item_follows_from_its_seed_alone(dataset):
 def test_too_few_questions_are_an_error_and_no_endless_search():
   # How many primes there are between 1 and 1.
   only = source("count_primes", options=(("min_n", 1), ("max_n", 1)))
-  with pytest.raises(ValueError, match="too few items"):
+  with pytest.raises(ValueError, match="too few different"):
     [only.task(0, split) for split in ("train", "eval")]
 
 
