@@ -6,6 +6,9 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from envs import base
+from envs.rewards import rewards
+from models.chat import byte_chat
+from rl.rollout import environment_checks, environment_trial, episode
 
 Agent = Callable[[base.Task, Sequence[base.Message]], str]
 
@@ -50,3 +53,28 @@ def play_all():
 def play(play_all):
   """Returns a function that plays one task."""
   return lambda source, task, agent: play_all(source, [task], agent)[0]
+
+
+@pytest.fixture
+def faults_of():
+  """Returns a function that makes all checks of a source before a run.
+
+  It takes a source and an agent, and returns faults by the name of the check.
+  """
+
+  def faults_of(source: base.Source, answer: Agent) -> dict[str, str]:
+    async def respond(question: environment_trial.Question) -> str:
+      return answer(question.task, question.messages)
+
+    trial = environment_trial.Trial(
+      source=source,
+      reward=rewards.Outcome(),
+      limits=episode.Limits(max_turns=60),
+      chat=byte_chat.ByteChat(),
+      respond=respond,
+    )
+    trial = environment_checks.any_text(trial)
+    _, results = asyncio.run(environment_checks.run(trial, 2))
+    return {result.name: result.fault for result in results if result.fault}
+
+  return faults_of

@@ -67,5 +67,5 @@ def test_splits_share_no_beginning():
 
 
 def test_a_split_without_a_task_is_an_error():
-  with pytest.raises(ValueError, match="1000 tasks of x is for eval.*larger"):
+  with pytest.raises(ValueError, match=r"1000 tasks of x is for eval.*larger"):
     base.first_seed("x", "eval", 0, lambda seed: "the same")

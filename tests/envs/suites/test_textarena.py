@@ -1,3 +1,6 @@
+import asyncio
+import contextlib
+import copy
 import itertools
 import pickle
 import random
@@ -185,3 +188,189 @@ def test_a_source_is_a_setting():
 def test_settings_that_cannot_work_are_refused(fields):
   with pytest.raises(ValueError, match=next(iter(fields))):
     textarena.GuessTheNumber(**fields)
+
+
+def presses(env, seed):
+  """Returns the lights that were pressed to scramble a game of LightsOut."""
+  draw = random.Random(seed)
+  return [
+    f"[{draw.randint(0, 4)} {draw.randint(0, 4)}]"
+    for _ in range(draw.randint(5, 15))
+  ]
+
+
+def safe_cells(env, seed):
+  """Yields cells of Minesweeper; the first move is always safe."""
+  for row, column in itertools.product(range(env.rows), range(env.cols)):
+    if env.grid[row][column] != -1 and not env.revealed[row][column]:
+      yield f"[{row} {column}]"
+
+
+def way(env, seed):
+  """Yields a way over the frozen lake that never goes back up or left."""
+  grid, size = env.state.game_state["grid"], env.size
+  for path in itertools.permutations(["[down]", "[right]"] * (size - 1)):
+    row = column = 0
+    cells = []
+    for move in path:
+      row, column = row + (move == "[down]"), column + (move == "[right]")
+      cells.append(grid[row][column])
+    if "H" not in cells:
+      return path
+  raise ValueError("no such way")
+
+
+def merges(env, seed):
+  """Yields moves of 2048 that change the board."""
+  moves = ("[up]", "[down]", "[left]", "[right]")
+  while True:
+    boards = ((copy.deepcopy(env), i) for i in (3, 1, 2, 0))
+    yield next(moves[i] for board, i in boards if board._apply_move(i)[0])
+
+
+def best(env, seed):
+  """Yields the answers of a secretary who knows all values."""
+  draws = env.state.game_state["draws"]
+  return ["[continue]"] * draws.index(max(draws)) + ["[accept]"]
+
+
+def missing(env, seed):
+  """Yields what is missing in a sudoku."""
+  for row, column in itertools.product(range(9), range(9)):
+    if not env.game_board[row][column]:
+      yield f"[{row + 1} {column + 1} {env.full_grid[row][column]}]"
+
+
+WINNERS = {
+  "2048-v0-ultra-easy": merges,
+  "FrozenLake-v0": way,
+  "LightsOut-v0": presses,
+  "Mastermind-v0": lambda env, seed: [
+    str(env.state.game_state["secret_code"]).replace(",", "")
+  ],
+  "Minesweeper-v0-small": safe_cells,
+  "Secretary-v0": best,
+  "Sudoku-v0-very-easy": missing,
+  "ThreeCardMonte-v0": lambda env, seed: [f"[{env.ball_pos}]"],
+}
+
+
+def solo(game):
+  return textarena.SinglePlayer(game=game)
+
+
+def random_player(source):
+  return lambda task, messages: source.random_answer(
+    100 * task.seed + len(messages)
+  )
+
+
+@pytest.mark.parametrize("game", WINNERS)
+def test_the_solution_of_a_game_pays_once_and_in_full(game):
+  source, pays = solo(game), []
+
+  async def play(task):
+    episode = source(task)
+    await episode.start()
+    for answer in WINNERS[game](episode._game.env, task.seed):
+      step = await episode.step(base.Message("assistant", answer))
+      if step.done:
+        return step.reward
+      assert step.reward == 0
+    return 0.0
+
+  # Some lakes have no way that is a shortest one, and 2048 needs luck.
+  for index in range(10):
+    with contextlib.suppress(ValueError):
+      pays.append(asyncio.run(play(source.task(index, "train"))))
+  assert pays.count(1.0) >= 5
+  assert set(pays) <= {0.0, 1.0}
+  assert game.startswith("2048") or set(pays) == {1.0}
+
+
+@pytest.mark.parametrize(
+  "game",
+  ["Mastermind-v0"]
+  + [
+    pytest.param(g, marks=pytest.mark.slow)
+    for g in WINNERS
+    if g != "Mastermind-v0"
+  ],
+)
+def test_a_game_for_one_passes_all_checks_of_a_trial(faults_of, game):
+  assert not faults_of(solo(game), random_player(solo(game)))
+
+
+def test_every_family_of_games_is_tried():
+  assert {name.partition("-v0")[0] for name in WINNERS} == {*textarena.GAMES}
+
+
+def test_an_invalid_answer_earns_nothing_although_2048_pays_for_it():
+  # With a tile of 32 on the board, textarena's reward for junk is 1.
+  game = textarena.Game("2048-v0-ultra-easy", 1, 0)
+  game.state.game_state["board"][0][0] = 32
+  assert not game.play("junk")
+  assert game.play("junk")
+  assert game.state.rewards == {0: 1.0}
+  assert not textarena._is_won(game)
+
+
+def test_points_without_the_tile_do_not_win_2048():
+  # On a large board many tiles of half the size have points enough.
+  game = textarena.Game("2048-v0-ultra-easy", 1, 0)
+  game.state.set_outcome(reward=1.0, reason="No moves left.")
+  assert not textarena._is_won(game)
+
+
+def test_a_game_draws_the_same_numbers_whatever_others_draw():
+  # 2048 draws a tile at every move.
+  def boards(disturb):
+    game, seen = textarena.Game("2048-v0", 1, 7), []
+    for move in ("[left]", "[down]", "[right]", "[up]") * 5:
+      disturb()
+      game.play(move)
+      seen.append(copy.deepcopy(game.state.game_state["board"]))
+    return seen
+
+  before = random.getstate()
+  once = boards(lambda: None)
+  assert random.getstate() == before
+  assert boards(random.random) == once
+
+
+def test_turns_of_a_game_for_one_are_counted(play):
+  source = textarena.SinglePlayer(game="Mastermind-v0", turns=3)
+  transcript = play(source, source.task(0, "train"), random_player(source))
+  assert transcript.step_rewards == [0.0] * 3
+  assert replies(transcript)[-1] == "No turns are left."
+
+
+def test_no_code_of_evaluation_is_one_of_training():
+  source = solo("Mastermind-v0")
+
+  def codes(split):
+    tasks = (source.task(i, split) for i in range(200))
+    games = (textarena._dealt(source.game, task.seed) for task in tasks)
+    return {tuple(g.state.game_state["secret_code"]) for g in games}
+
+  assert not codes("train") & codes("eval")
+
+
+@pytest.mark.parametrize(
+  ("fields", "message"),
+  [
+    ({"game": "Mastermnd-v0"}, "Mastermnd-v0: must be one of Mastermind-v0"),
+    ({"game": "Hangman-v0"}, "game=Hangman-v0: must be one of"),
+    ({"game": "Sudoku-v0-hard"}, "game=Sudoku-v0-hard: must be one of"),
+    ({"turns": 0}, "turns=0"),
+  ],
+)
+def test_games_that_cannot_be_played_are_refused(fields, message):
+  with pytest.raises(ValueError, match=message):
+    textarena.SinglePlayer(**fields)
+
+
+def test_a_run_without_textarena_is_told_which_extra_to_install(monkeypatch):
+  monkeypatch.setitem(sys.modules, "textarena", None)
+  with pytest.raises(ValueError, match=r"pip install 'twinmesh\[envs\]'"):
+    textarena.SinglePlayer()
