@@ -52,7 +52,10 @@ setuptools.setup(
     for top in ("configs", "envs", "launch", "models", "rl")
     for package in setuptools.find_packages(include=[top, f"{top}.*"])
   ],
-  package_data={"launch.report": ["*.html", "*.js"]},
+  package_data={
+    "launch.report": ["*.html", "*.js"],
+    "models.hf": ["tiny/*"],
+  },
   install_requires=[
     f"jax{JAX}",
     # 0.12.6 works with jax 0.8.3, and 0.12.12 with jax 0.12.

@@ -1,6 +1,7 @@
 """The contract of environments, tasks and rewards: text in, text out."""
 
 import dataclasses
+import json
 import types
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -44,6 +45,12 @@ class Message:
   reasoning: str | None = None
   name: str | None = None
   tool_call_id: str | None = None
+
+
+def calling(tool: str, /, **arguments: Any) -> Message:
+  """Returns an answer that calls one tool."""
+  call = ToolCall(tool, json.dumps(arguments, ensure_ascii=False))
+  return Message("assistant", "", (call,))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -173,7 +180,11 @@ class WordList(Protocol):
 
 @runtime_checkable
 class Demonstrates(Protocol):
-  """A source that plays its own tasks, for a warm start."""
+  """A source that plays its own tasks, for a warm start.
+
+  It may also have a method `check_demonstrations()`, which raises ValueError
+  if it cannot as it is set.
+  """
 
   def oracle(self, task: Task, messages: Sequence[Message]) -> str | Message:
     """Returns a good answer to a conversation, tool calls included."""
@@ -250,8 +261,8 @@ def demonstrator(source: Source) -> Demonstrates:
     ValueError: it cannot, or what it wraps cannot.
   """
   if isinstance(source, Demonstrates):
-    if (wrapped := getattr(source, "source", None)) is not None:
-      demonstrator(wrapped)
+    if (check := getattr(source, "check_demonstrations", None)) is not None:
+      check()
     return source
   raise ValueError(
     f"environment {source.name} has no demonstrations, for want of an oracle "

@@ -50,6 +50,10 @@ class Delayed:
     """Returns the source's environment, slowed down."""
     return _Slow(self, task)
 
+  def check_demonstrations(self) -> None:
+    """Raises ValueError if the source has none."""
+    base.demonstrator(self.source)
+
   def oracle(
     self, task: base.Task, messages: Sequence[base.Message]
   ) -> str | base.Message:

@@ -32,6 +32,8 @@ class SingleTurn:
       or a list of {"role", "content"}.
     system: begins a conversation that has no system message.
     answer: the field with the final answer, for rewards that compare.
+    solution: the field with a good answer as a whole, for a warm start. Its
+      random answers are the solutions of other rows.
     name: the first part of every task id.
   """
 
@@ -41,6 +43,7 @@ class SingleTurn:
   messages: str | None = None
   system: str | None = None
   answer: str | None = None
+  solution: str | None = None
   name: str = "single_turn"
 
   def __post_init__(self) -> None:
@@ -63,6 +66,8 @@ class SingleTurn:
     for record in self.rows.known():
       self.opening(record)
       self._answer(record)
+      if self.solution is not None:
+        record.field(self.solution, "solution")
 
   def task(self, index: int, split: base.Split) -> base.Task:
     """Returns a task; its seed is the number of its row."""
@@ -95,6 +100,28 @@ class SingleTurn:
         ) from error
       found = [base.Message("user", text)]
     return rows_lib.with_system(found, self.system)
+
+  def check_demonstrations(self) -> None:
+    """Raises ValueError without a field `solution`."""
+    if self.solution is None:
+      raise ValueError(
+        f"environment {self.name} has no demonstrations: name the field with a "
+        "good answer by solution=NAME, or use warm_start=none"
+      )
+
+  def oracle(
+    self, task: base.Task, messages: Sequence[base.Message]
+  ) -> str | base.Message:
+    """Returns the solution in the task's row."""
+    self.check_demonstrations()
+    record = self.rows.record(task.seed, task.split)
+    return str(record.field(str(self.solution), "solution"))
+
+  def explore(
+    self, task: base.Task, messages: Sequence[base.Message], seed: int
+  ) -> str | base.Message:
+    """Returns the solution of a row that follows from the seed."""
+    return self.oracle(self.task(seed, "train"), messages)
 
   def _answer(self, record: rows_lib.Record) -> str | None:
     if self.answer is None:

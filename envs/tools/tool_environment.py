@@ -6,20 +6,26 @@ The contract is that of TRL's `environment_factory`:
   get_reward() -> float        scores it once it is over; may be left out
   close()                      releases what it holds; may be left out
   every other public method    is a tool, with a docstring and typed parameters
+
+and, of ours, for a warm start, which may be left out together:
+
+  oracle() -> str | Message    returns a good next answer
+  explore(seed) -> ..          returns a random one; a seed gives the same again
 """
 
 import dataclasses
 import inspect
 import re
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from envs import base, threads
 from envs import rows as rows_lib
 from envs.tools import tools
 
-_RESERVED = frozenset({"reset", "get_reward", "close"})
+_PLAYS = ("oracle", "explore")
+_RESERVED = frozenset({"reset", "get_reward", "close", *_PLAYS})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,9 +44,13 @@ class ToolEnvironment:
   must follow from it. If the row has a field `prompt`, its messages come first,
   and the text of `reset` is added to the last.
 
+  For a demonstration another object of the class is brought to the same point:
+  `reset`, then the calls so far. Then its `oracle` or `explore` answers.
+
   Attributes:
     make: the class; each episode has an object of its own.
     rows: None: `reset` gets `seed` alone.
+    answer: the field with the final answer, for rewards that compare.
     system: begins a conversation that has no system message.
     max_turns: answers; the last one ends the episode after its calls. Not
       above `rollout.max_turns`, which would end it without a reward.
@@ -49,6 +59,7 @@ class ToolEnvironment:
 
   make: type[Any]
   rows: rows_lib.Rows | None = None
+  answer: str | None = None
   system: str | None = None
   max_turns: int = 8
   name: str = ""
@@ -67,6 +78,11 @@ class ToolEnvironment:
     self.tools  # noqa: B018
     if self.rows is None:
       self.arguments(0, {}, "without rows")
+      if self.answer is not None:
+        raise ValueError(
+          f"answer={self.answer!r} is a field of rows, and there are none; "
+          "give rows, or let get_reward compare"
+        )
 
   def _check_reserved(self, method: str) -> None:
     where = f"{self.make.__qualname__}.{method}"
@@ -77,12 +93,15 @@ class ToolEnvironment:
       raise ValueError(f"{where} must be a method")
     if inspect.iscoroutinefunction(function):
       raise ValueError(f"{where} is a coroutine; write it with def")
-    needed = [p for p in _parameters(function) if p.default is p.empty]
-    if method != "reset" and any(p.kind not in _MANY for p in needed):
+    if method == "reset":
+      return
+    try:
+      inspect.signature(function).bind(None, *[0] * (method == "explore"))
+    except TypeError as error:
+      given = "with a seed" if method == "explore" else "without arguments"
       raise ValueError(
-        f"{where} is called without arguments, and is no tool; give a tool "
-        "another name"
-      )
+        f"{where} is called {given}, and is no tool; give a tool another name"
+      ) from error
 
   @property
   def tools(self) -> Mapping[str, tools.Tool]:
@@ -93,19 +112,71 @@ class ToolEnvironment:
     """Raises ValueError on a row that `reset` cannot take."""
     for record in self.rows.known() if self.rows is not None else ():
       self.arguments(0, record.fields, record.place)
+      self._answer(record)
       if record.fields.get("prompt") is not None:
         record.messages("prompt", "ToolEnvironment")
 
   def task(self, index: int, split: base.Split) -> base.Task:
     """Returns a task; its seed is the number of its row, if there are rows."""
-    seed = zlib.crc32(f"{split}/{index}".encode())
+    seed, answer = zlib.crc32(f"{split}/{index}".encode()), None
     if self.rows is not None:
       seed = self.rows.number(index, split)
-    return base.Task(f"{self.name}/{split}/{index}", index, split, seed)
+      answer = self._answer(self.rows.record(seed, split))
+    return base.Task(f"{self.name}/{split}/{index}", index, split, seed, answer)
+
+  def _answer(self, record: rows_lib.Record) -> str | None:
+    if self.answer is None:
+      return None
+    return str(record.field(self.answer, "answer"))
 
   def __call__(self, task: base.Task) -> "_Episode":
     """Returns a fresh environment; the class is called in its `start`."""
     return _Episode(self, task)
+
+  def check_demonstrations(self) -> None:
+    """Raises ValueError unless the class has `oracle` and `explore`."""
+    for method in _PLAYS:
+      if not hasattr(self.make, method):
+        raise ValueError(
+          f"{self.make.__qualname__} has no demonstrations, for want of a "
+          f"method {method}; use warm_start=none, or add it"
+        )
+
+  def oracle(
+    self, task: base.Task, messages: Sequence[base.Message]
+  ) -> str | base.Message:
+    """Returns the answer that the class's `oracle` gives at this point."""
+    return self._play(task, messages, lambda played: played.oracle())
+
+  def explore(
+    self, task: base.Task, messages: Sequence[base.Message], seed: int
+  ) -> str | base.Message:
+    """Returns the answer that the class's `explore` gives at this point."""
+    return self._play(task, messages, lambda played: played.explore(seed))
+
+  def _play(
+    self,
+    task: base.Task,
+    messages: Sequence[base.Message],
+    answer: Callable[[Any], str | base.Message],
+  ) -> str | base.Message:
+    self.check_demonstrations()
+    played = self.make()
+    try:
+      record = self.record(task)
+      played.reset(**self.arguments(task.seed, record.fields, record.place))
+      for asked in (call for said in messages for call in said.tool_calls):
+        tools.call(self.tools, played, asked)
+      return answer(played)
+    finally:
+      if hasattr(played, "close"):
+        played.close()
+
+  def record(self, task: base.Task) -> rows_lib.Record:
+    """Returns the row of a task; without rows an empty one."""
+    if self.rows is None:
+      return rows_lib.Record(task.id, {})
+    return self.rows.record(task.seed, task.split)
 
   def arguments(
     self, seed: int, fields: Mapping[str, Any], where: str
@@ -151,15 +222,14 @@ class _Episode:
     self._object = None
 
   def _start(self) -> Sequence[base.Message]:
-    source, task, fields = self._source, self._task, {}
-    said = []
-    if source.rows is not None:
-      record = source.rows.record(task.seed, task.split)
-      fields = record.fields
-      if fields.get("prompt") is not None:
-        said = record.messages("prompt", "ToolEnvironment")
+    source, task, said = self._source, self._task, []
+    record = source.record(task)
+    if record.fields.get("prompt") is not None:
+      said = record.messages("prompt", "ToolEnvironment")
     self._object = source.make()
-    text = self._object.reset(**source.arguments(task.seed, fields, task.id))
+    text = self._object.reset(
+      **source.arguments(task.seed, record.fields, record.place)
+    )
     if text is not None and not isinstance(text, str):
       raise TypeError(f"reset returned {type(text).__name__}, not a text")
     if text is None and not said:

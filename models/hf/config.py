@@ -15,6 +15,12 @@ from typing import Any
 from models import config as config_lib
 from models import rope
 
+TINY = pathlib.Path(__file__).with_name("tiny")
+"""A mixture of experts for a CPU, with a tokenizer and Qwen3's tags and tools.
+
+It has no weights: a run draws them. `scripts/make_chat_golden.py` made it.
+"""
+
 ARCHITECTURES = {
   "Qwen3ForCausalLM": "qwen3",
   "Qwen3MoeForCausalLM": "qwen3_moe",

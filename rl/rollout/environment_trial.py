@@ -7,7 +7,6 @@ answers' text -> chat -> episode.play -> reward = PlayedEpisode
 
 import asyncio
 import dataclasses
-import json
 import random
 import time
 import zlib
@@ -310,5 +309,4 @@ class _Watched:
 
 def tool_call(name: str, arguments: Mapping[str, Any]) -> str:
   """Returns the text of an answer that calls a tool."""
-  call = base.ToolCall(name, json.dumps(arguments))
-  return episode.as_text(base.Message("assistant", "", (call,)))
+  return episode.as_text(base.calling(name, **arguments))

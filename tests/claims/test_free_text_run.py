@@ -19,7 +19,7 @@ pytestmark = pytest.mark.compiled
 LENGTH = 192
 CHANGES = commands.TINY | {
   "rounds": "2",
-  "model.vocab_size": "400",
+  "model.vocab_size": "768",
   "model.max_length": f"{LENGTH}",
   "rollout.max_tokens": f"{LENGTH}",
   "rollout.turn_tokens": "4",
@@ -121,7 +121,7 @@ def test_the_command_line_names_a_chat(model_dir):
     ({"chat": "hf"}, "chat=hf has no tokenizer: name the directory"),
     (
       {"chat": "hf(directory='GIVEN')", "model.vocab_size": "300"},
-      "model.vocab_size=300 is below the 386 ids of the tokenizer in",
+      "model.vocab_size=300 is below the 749 ids of the tokenizer in",
     ),
     (
       {"chat": "hf", "chat.directory": "GIVEN/none"},

@@ -1,5 +1,6 @@
 """Rows become questions, and a function grades their answers."""
 
+import dataclasses
 import json
 import pickle
 import threading
@@ -47,6 +48,21 @@ def test_tasks_go_through_the_rows_and_splits_share_none():
   assert len(number["train"]) + len(number["eval"]) == 30
   assert not number["train"] & number["eval"]
   assert sums.SUMS.task(5, "train").id == "single_turn/train/5"
+
+
+def test_a_field_with_solutions_demonstrates():
+  solved = dataclasses.replace(sums.SUMS, solution="answer")
+  assert base.demonstrator(solved) is solved
+  task = solved.task(3, "train")
+  row = solved.rows.record(task.seed, "train").fields
+  assert solved.oracle(task, []) == row["answer"]
+  others = {solved.explore(task, [], seed) for seed in range(99)}
+  assert len(others) > 5
+  with pytest.raises(ValueError, match="no demonstrations: name the field"):
+    base.demonstrator(sums.SUMS)
+  lacking = dataclasses.replace(sums.SUMS, solution="steps")
+  with pytest.raises(ValueError, match="no field 'steps', which solution"):
+    lacking.validate()
 
 
 def never(answer, row):

@@ -6,9 +6,14 @@ import pathlib
 from typing import Any
 
 from models.chat.tool_calls import Call
+from models.hf import config
 
-GOLDEN = pathlib.Path(__file__).parents[1] / "models" / "golden" / "chat"
-EXPECTED = json.loads((GOLDEN / "expected.json").read_text("utf-8"))
+GOLDEN = config.TINY
+EXPECTED = json.loads(
+  (
+    pathlib.Path(__file__).parents[1] / "models/golden/chat/expected.json"
+  ).read_text("utf-8")
+)
 CASES: dict[str, dict[str, Any]] = EXPECTED["conversations"]
 
 

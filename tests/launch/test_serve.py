@@ -28,7 +28,7 @@ ENGINE = {
   "engine.length_buckets": "512,",
 }
 SIZES = {
-  "vocab_size": 400,
+  "vocab_size": 768,
   "num_layers": 1,
   "d_model": 16,
   "num_heads": 2,

@@ -111,7 +111,7 @@ def test_a_run_that_talks_as_a_model_is_shown_in_its_template():
   result = tried(
     LETTERS,
     f"--config.chat=hf(directory='{chat_messages.GOLDEN}')",
-    "--config.model.vocab_size=400",
+    "--config.model.vocab_size=768",
     f"--config.model.max_length={length}",
     f"--config.rollout.max_tokens={length}",
     "--config.rollout.turn_tokens=4",

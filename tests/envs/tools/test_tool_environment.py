@@ -1,5 +1,6 @@
 """A plain class plays whole episodes, in the template of a real model."""
 
+import dataclasses
 import json
 import pickle
 import time
@@ -107,7 +108,66 @@ def test_it_is_a_setting():
   assert SOURCE.name == "counter"
   assert hash(SOURCE) == hash(pickle.loads(pickle.dumps(SOURCE)))
   assert isinstance(SOURCE, base.Source)
-  assert not isinstance(SOURCE, base.WordList | base.Demonstrates)
+  assert not isinstance(SOURCE, base.WordList)
+
+
+class Playing:
+  """Counts up to a row's goal; plays itself."""
+
+  closed: list = []  # noqa: RUF012
+
+  def reset(self, goal, seed):
+    self.goal, self.value = goal, seed
+    return f"Count to {goal}."
+
+  def count(self) -> int:
+    """Adds one."""
+    self.value += 1
+    return self.value
+
+  def oracle(self):
+    done = self.value == self.goal
+    return "Done." if done else base.calling("count")
+
+  def explore(self, seed):
+    return f"{seed}?"
+
+  def close(self):
+    self.closed.append(self.value)
+
+
+def two_goals():
+  return [{"goal": 1}, {"goal": 2}]
+
+
+GOALS = tool_environment.ToolEnvironment(
+  make=Playing,
+  rows=rows.Rows(data=two_goals, eval_data=two_goals),
+  answer="goal",
+)
+
+
+def test_a_class_plays_itself_for_a_warm_start():
+  # Row 1 begins at its seed, 1, and its goal is 2: one call, then the end.
+  task, said = GOALS.task(1, "train"), [base.Message("user", "Count to 2.")]
+  assert base.demonstrator(GOALS) is GOALS
+  assert GOALS.oracle(task, said) == base.calling("count")
+  said += [base.calling("count"), base.Message("tool", "2", name="count")]
+  Playing.closed.clear()
+  assert GOALS.oracle(task, said) == "Done."
+  assert GOALS.explore(task, said, 5) == "5?"
+  assert Playing.closed == [2, 2]
+  with pytest.raises(ValueError, match="Counter .*for want of a method oracle"):
+    base.demonstrator(SOURCE)
+
+
+def test_the_field_answer_is_for_rewards_that_compare():
+  assert [GOALS.task(i, "eval").answer for i in range(3)] == ["1", "2", "1"]
+  lacking = dataclasses.replace(GOALS, answer="gaol")
+  with pytest.raises(ValueError, match=r"two_goals\[0\]: no field 'gaol'"):
+    lacking.validate()
+  with pytest.raises(ValueError, match="answer='x' is a field of rows"):
+    tool_environment.ToolEnvironment(make=counter.Counter, answer="x")
 
 
 class Desk:
@@ -232,6 +292,12 @@ class Door(Resting):
     """Closes a door."""
 
 
+class Asked(Resting):
+  def oracle(self, question: str) -> str:
+    """Asks the oracle."""
+    return question
+
+
 class Untyped(Resting):
   def shut(self, door):
     """Shuts a door."""
@@ -245,6 +311,7 @@ class Untyped(Resting):
     ({"make": Asking}, "no field 'target', which Asking.reset asks for"),
     ({"make": AsyncReset}, "AsyncReset.reset is a coroutine"),
     ({"make": Door}, "Door.close is called without arguments, and is no tool"),
+    ({"make": Asked}, "Asked.oracle is called without arguments"),
     ({"make": Untyped}, "Untyped.shut: parameter door has no type"),
     ({"make": Resting, "max_turns": 0}, "max_turns=0 must be at least 1"),
     ({"make": Resting, "name": "a/b"}, "name='a/b'"),
