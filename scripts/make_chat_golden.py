@@ -7,9 +7,9 @@ of its own; chat_template.jinja and config.json are written by hand and stay:
   golden/bin/pip install transformers==5.23.0 tokenizers==0.23.3 jinja2==3.1.6
   golden/bin/python scripts/make_chat_golden.py
 
-The tokenizer is a byte-level BPE of some 750 tokens with the pre-tokenizer and the
-added tokens of Qwen3, trained on conversations with tools that are drawn here.
-tests/models/golden/chat/expected.json has
+The tokenizer is a byte-level BPE of some 750 tokens with the pre-tokenizer and
+the added tokens of Qwen3, trained on conversations with tools that are drawn
+here. tests/models/golden/chat/expected.json has
 
   conversations  for each what `apply_chat_template` was given (`messages`,
                  `tools`, `variables`), the `text` and `ids` it returned, up to
