@@ -130,7 +130,9 @@ class Environment(Protocol):
 
   Any method may raise; the rollout turns it into a status of the trajectory.
   An environment with tools also has an attribute `tools`, read after `start`:
-  JSON schemas of functions, as in the OpenAI API.
+  JSON schemas of functions, as in the OpenAI API. One whose source limits the
+  number of environments has a coroutine `admit()`, awaited before `start` and
+  beyond its deadline, which returns when there is room.
   """
 
   async def start(self) -> Sequence[Message]:
@@ -268,6 +270,45 @@ def demonstrator(source: Source) -> Demonstrates:
     f"environment {source.name} has no demonstrations, for want of an oracle "
     "and an explore; use warm_start=none, or add them to its class"
   )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Wrapper:
+  """A source that changes how the environments of another are played.
+
+  Attributes:
+    source: makes the tasks and environments.
+  """
+
+  source: Source
+
+  @property
+  def name(self) -> str:
+    """Name of the source."""
+    return self.source.name
+
+  @property
+  def words(self) -> Sequence[str]:
+    """Words of the source."""
+    return words(self.source)
+
+  def task(self, index: int, split: Split) -> Task:
+    """Returns the source's task."""
+    return self.source.task(index, split)
+
+  def check_demonstrations(self) -> None:
+    """Raises ValueError if the source has none."""
+    demonstrator(self.source)
+
+  def oracle(self, task: Task, messages: Sequence[Message]) -> str | Message:
+    """Returns the source's good answer."""
+    return demonstrator(self.source).oracle(task, messages)
+
+  def explore(
+    self, task: Task, messages: Sequence[Message], seed: int
+  ) -> str | Message:
+    """Returns the source's random answer."""
+    return demonstrator(self.source).explore(task, messages, seed)
 
 
 @runtime_checkable

@@ -6,22 +6,21 @@ import math
 import random
 import zlib
 from collections.abc import Sequence
+from typing import Any
 
 from envs import base
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Delayed:
+class Delayed(base.Wrapper):
   """Adds a log-normal wait to every step of another source.
 
   Attributes:
-    source: makes the tasks and environments.
     median_s: median of the waits.
     sigma: standard deviation of the wait's logarithm; at 1, one wait in a
       hundred is longer than 10 medians.
   """
 
-  source: base.Source
   median_s: float = 0.03
   sigma: float = 1.0
 
@@ -32,39 +31,9 @@ class Delayed:
         " give median_s > 0 and sigma >= 0"
       )
 
-  @property
-  def name(self) -> str:
-    """Name of the source."""
-    return self.source.name
-
-  @property
-  def words(self) -> Sequence[str]:
-    """Words of the source."""
-    return base.words(self.source)
-
-  def task(self, index: int, split: base.Split) -> base.Task:
-    """Returns the source's task."""
-    return self.source.task(index, split)
-
   def __call__(self, task: base.Task) -> "_Slow":
     """Returns the source's environment, slowed down."""
     return _Slow(self, task)
-
-  def check_demonstrations(self) -> None:
-    """Raises ValueError if the source has none."""
-    base.demonstrator(self.source)
-
-  def oracle(
-    self, task: base.Task, messages: Sequence[base.Message]
-  ) -> str | base.Message:
-    """Returns the source's good answer."""
-    return base.demonstrator(self.source).oracle(task, messages)
-
-  def explore(
-    self, task: base.Task, messages: Sequence[base.Message], seed: int
-  ) -> str | base.Message:
-    """Returns the source's random answer."""
-    return base.demonstrator(self.source).explore(task, messages, seed)
 
   def wait_s(self, task: base.Task, answers: Sequence[str]) -> float:
     """Returns the wait after the last answer of an episode so far.
@@ -85,6 +54,10 @@ class _Slow:
     self._task = task
     self._environment = delayed.source(task)
     self._answers: list[str] = []
+
+  def __getattr__(self, name: str) -> Any:
+    """Returns an attribute of the environment, such as its tools."""
+    return getattr(self._environment, name)
 
   async def start(self) -> Sequence[base.Message]:
     return await self._environment.start()

@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -148,6 +149,14 @@ class _Guarded:
   late: set[asyncio.Task[None]]
   calls: set[asyncio.Task[Any]] = dataclasses.field(default_factory=set)
 
+  async def admit(self) -> None:
+    """Waits until its source, which may limit their number, has room for it."""
+    admit = isolation.contained(
+      lambda: getattr(self.environment, "admit", None), "reading its admit"
+    )
+    if admit is not None:
+      await self._ask(admit, "admit", _ignored, math.inf)
+
   async def start(self) -> list[base.Message]:
     return await self._ask(
       lambda: self.environment.start(),
@@ -192,10 +201,11 @@ class _Guarded:
     call: Callable[[], Awaitable[Any]],
     what: str,
     check: Callable[[Any], _T],
+    deadline_s: float | None = None,
   ) -> _T:
     return await isolation.guarded(
       call,
-      self.step_s,
+      self.step_s if deadline_s is None else deadline_s,
       what,
       self.watchdog,
       self.owner,
@@ -249,7 +259,7 @@ def given_answer(
 
 
 def _ignored(value: object) -> None:
-  """Accepts any result of a close."""
+  """Accepts any result."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -383,6 +393,7 @@ async def _turns(
   request: _Request,
 ) -> tuple[trajectory.Trajectory, base.Transcript]:
   loop, name = asyncio.get_running_loop(), partial.episode.name
+  await environment.admit()
   observation = await environment.start()
   partial.messages.extend(observation)
   tools = environment.tools()

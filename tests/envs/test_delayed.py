@@ -7,6 +7,8 @@ import pytest
 
 from envs import base, delayed
 from envs.suites import gymnasium
+from envs.tools import tool_environment
+from tests.envs.examples import counter
 
 LAKE = gymnasium.FrozenLake()
 SOURCE = delayed.Delayed(source=LAKE, median_s=0.005, sigma=0.5)
@@ -30,6 +32,14 @@ def test_it_speaks_for_its_source():
   assert wrapped.task(3, "eval") == LAKE.task(3, "eval")
   assert wrapped.explore(TASK, [], 5) == LAKE.explore(TASK, [], 5)
   assert pickle.loads(pickle.dumps(SOURCE)) == SOURCE
+
+
+def test_the_tools_of_an_environment_are_shown():
+  slow = delayed.Delayed(
+    source=tool_environment.ToolEnvironment(make=counter.Counter)
+  )
+  (tool,) = slow(slow.task(0, "train")).tools
+  assert tool["function"]["name"] == "add"
 
 
 def test_the_wait_follows_from_the_task_and_the_answers_so_far():

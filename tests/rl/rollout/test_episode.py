@@ -24,14 +24,15 @@ SAID = [base.Message("user", "on")]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Foreign(fakes.Counting):
-  """Environments whose `start` or `step` is a function of the test."""
+  """Environments of which a method is a function of the test."""
 
+  admit: Any = None
   start: Any = None
   step: Any = None
 
   def __call__(self, task):
     environment = super().__call__(task)
-    for name in ("start", "step"):
+    for name in ("admit", "start", "step"):
       if getattr(self, name) is not None:
         setattr(environment, name, getattr(self, name))
     return environment
@@ -139,6 +140,20 @@ def test_an_environment_whose_helper_was_cancelled_does_not_stall_its_group():
   member = play(Foreign(step=step))
   assert member.status is trajectory.Status.ENV_FAULT
   assert "step raised CancelledError" in member.fault
+
+
+def test_an_environment_may_wait_for_room_longer_than_for_a_call():
+  async def admit():
+    await asyncio.sleep(0.3)
+
+  member = play(Foreign(admit=admit), step_s=0.2)
+  assert member.status is not trajectory.Status.ENV_FAULT
+
+
+def test_an_environment_that_is_not_admitted_is_a_fault():
+  member = play(Foreign(admit=raising(OSError("full"))))
+  assert member.status is trajectory.Status.ENV_FAULT
+  assert member.fault == "admit raised OSError: full"
 
 
 def test_a_first_observation_without_room_for_an_answer_is_a_fault():
