@@ -11,6 +11,8 @@ ENVS = ["textarena>=0.7.3", "gymnasium>=1.0"]
 # One of its dependencies must be compiled, so it is no part of "all".
 REASONING = ["reasoning-gym>=0.1.25"]
 REWARDS = ["math-verify>=0.8", "jsonschema>=4.23"]
+# The WebSocket of OpenEnv servers.
+OPENENV = ["websockets>=15"]
 # Methods of a class as tools.
 TOOLS = ["pydantic>=2.10"]
 # Rows of Parquet files as tasks; JSON lines need nothing.
@@ -29,6 +31,7 @@ TEST = [
   "openai>=1.60",
   *SERVE,
   *ENVS,
+  *OPENENV,
   *REWARDS,
   *TOOLS,
   *PARQUET,
@@ -73,6 +76,7 @@ setuptools.setup(
   extras_require={
     "envs": ENVS,
     "reasoning": REASONING,
+    "openenv": OPENENV,
     "rewards": REWARDS,
     "tools": TOOLS,
     "parquet": PARQUET,
