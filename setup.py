@@ -24,6 +24,8 @@ SERVE = [
   "starlette>=0.40",
   "uvicorn>=0.30",
 ]
+# Answers held to a JSON schema or to a call, by a mask of ids.
+CONSTRAINED = ["llguidance>=1.8,<2"]
 TEST = [
   "pytest>=8.0",
   "pytest-xdist>=3.6",
@@ -35,6 +37,7 @@ TEST = [
   *REWARDS,
   *TOOLS,
   *PARQUET,
+  *CONSTRAINED,
 ]
 # Of python 3.12 and jax 0.8 or 0.10: an environment of its own, which is why
 # it is no part of "all". scripts/setup_sglang.sh makes one.
@@ -81,6 +84,7 @@ setuptools.setup(
     "tools": TOOLS,
     "parquet": PARQUET,
     "serve": SERVE,
+    "constrained": CONSTRAINED,
     "sglang": SGLANG,
     # Gigabytes of drivers that only an accelerator's machine has a use for, so
     # they are no part of "all".

@@ -28,6 +28,7 @@ class Engine:
       max_stop_ids=16,
       seeds=True,
       bias=False,
+      constraints=False,
       experts=False,
     )
     self._yields = yields

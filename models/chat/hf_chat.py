@@ -28,9 +28,9 @@ import tokenizers
 from jaxtyping import Int32
 from tokenizers import decoders
 
+from models.chat import answer_grammar, tool_calls
 from models.chat import message as message_lib
 from models.chat import template as template_lib
-from models.chat import tool_calls
 
 _NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
 
@@ -102,6 +102,23 @@ class HfChat:
     """True if the prompt opens the thinking, which the answer closes."""
     return self.template.prompt().rstrip().endswith("<think>")
 
+  @functools.cached_property
+  def thinking(self) -> answer_grammar.Thinking:
+    """The thinking before an answer, as far as the prompt decides it."""
+    if self.thinks:
+      return "opened"
+    closed = self.template.prompt().rstrip().endswith("</think>")
+    known = _tokenizer(self.tokenizer).token_to_id("<think>") is not None
+    return "possible" if known and not closed else "none"
+
+  def pieces(self) -> list[bytes]:
+    """Returns the text of every id; b"" for special tokens and for gaps."""
+    known = _tokenizer(self.tokenizer).get_vocab().values()
+    pieces = [b""] * self.vocab_size
+    for index in known:
+      pieces[index] = self._text_bytes(index)
+    return pieces
+
   def open(
     self,
     messages: Iterable[message_lib.ChatMessage],
@@ -135,7 +152,7 @@ class HfChat:
 
   def encode_answer(self, text: str) -> Int32[np.ndarray, " T"]:
     """Returns the ids with which a policy would answer `text`."""
-    return np.asarray([*self._text_ids(text), self.stop_ids[0]], np.int32)
+    return np.asarray([*self.text_ids(text), self.stop_ids[0]], np.int32)
 
   def decode(self, ids: Sequence[int] | Int32[np.ndarray, " L"]) -> str:
     """Returns the text without special tokens.
@@ -177,10 +194,11 @@ class HfChat:
     control = _control(_tokenizer(self.tokenizer))
     ids = []
     for place, piece in enumerate(self.template.split(text)):
-      ids += [control[piece]] if place % 2 else self._text_ids(piece)
+      ids += [control[piece]] if place % 2 else self.text_ids(piece)
     return np.asarray(ids, np.int32)
 
-  def _text_ids(self, text: str) -> list[int]:
+  def text_ids(self, text: str) -> list[int]:
+    """Returns the ids of text that spells no control token."""
     try:
       encode = _tokenizer(self.tokenizer).encode
       return encode(text, add_special_tokens=False).ids

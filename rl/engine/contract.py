@@ -55,6 +55,7 @@ class Capabilities:
     max_stop_ids: of one request.
     seeds: a request's seed decides its tokens, whatever else is decoded.
     bias: it can forbid or favour ids.
+    constraints: it can hold an answer to a grammar.
     experts: it records the chosen experts.
   """
 
@@ -64,7 +65,35 @@ class Capabilities:
   max_stop_ids: int
   seeds: bool
   bias: bool
+  constraints: bool
   experts: bool
+
+
+class TokenMatcher(Protocol):
+  """The state of a grammar after some ids: the methods of llguidance.LLMatcher.
+
+  A request is given one at the beginning of the grammar and copies it.
+  """
+
+  def deep_copy(self) -> "TokenMatcher":
+    """Returns a matcher in the same state, which goes on apart."""
+    ...
+
+  def compute_bitmask(self) -> bytes:
+    """Returns a bit for each id, the lowest first: whether it may come next.
+
+    Where an answer may end these are ids that end one. Called on another
+    thread than the rest, but never at the same time.
+    """
+    ...
+
+  def consume_token(self, sampled_token: int) -> bool:
+    """Goes on by one id; False if it must not come next."""
+    ...
+
+  def get_error(self) -> str:
+    """Returns why the matcher cannot go on, or ""."""
+    ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -88,6 +117,9 @@ class DecodeRequest:
       position, so the rest of the batch does not matter.
     bias: added to the logits before an id is chosen, -inf forbids it; one
       value for each id. Log-probabilities are those of the plain logits.
+    constraint: ids that it does not allow are forbidden, step by step; its
+      ends of an answer must be stop ids. Log-probabilities stay those of the
+      plain logits, see `rl.engine.sampling`.
     experts: return the chosen experts in the completion.
     priority: waiting requests are served lowest first.
   """
@@ -103,6 +135,7 @@ class DecodeRequest:
   stop_ids: tuple[int, ...] = ()
   seed: int = 0
   bias: Float32[np.ndarray, " V"] | None = None
+  constraint: TokenMatcher | None = None
   experts: bool = False
   priority: tuple[int, ...] = ()
 
@@ -270,6 +303,11 @@ def _wrong_bias(request: DecodeRequest, able: Capabilities) -> Iterator[str]:
       yield f"bias must be at most {_MAX_BIAS:g}, or -inf to forbid an id"
     if not (bias > -math.inf).any():
       yield "bias forbids every id; leave one above -inf"
+    if request.constraint is not None:
+      yield "bias may forbid what its constraint demands; leave one of them out"
+  if request.constraint is not None and not able.constraints:
+    out = "use the built-in engine with engine.bias_slots=1 or more"
+    yield f"this engine takes no constraint; {out}"
   if request.experts and not able.experts:
     out = "use engine.record_experts=true with a model that has some"
     yield f"experts are not recorded; {out}"

@@ -1,8 +1,18 @@
 """From logits to one id a row: temperature, filters, bias and noise.
 
 The reported log-probability is that of the plain distribution at the
-temperature, which the learner can compute again; filters and bias only decide
-the id.
+temperature, which the learner can compute again; filters, biases and masks,
+which are biases of -inf, only decide the id.
+
+Under a mask an id comes from p / Z, the policy p restricted to what is allowed,
+where Z is the probability of all of that. The learner scores by p, so log p is
+reported: the ratio of a new policy to this one is then 1 until the policy
+changes, and clipping and corrections see its drift alone. With log p / Z the
+ratio would begin at Z, almost 0 where a grammar forces what the policy would
+not say, and corrections would drop just these tokens. The price: the gradient
+of log p is that of the restricted policy plus that of log Z. So forced tokens
+are trained too, towards the form where its answers beat the baseline, and away
+from it where they do not; as Z grows to 1 the difference vanishes.
 
 Letters: R rows, V vocabulary.
 """

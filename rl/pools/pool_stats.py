@@ -32,6 +32,7 @@ def capabilities(
     max_stop_ids=min(one.max_stop_ids for one in able),
     seeds=all(one.seeds for one in able),
     bias=all(one.bias for one in able),
+    constraints=all(one.constraints for one in able),
     experts=all(one.experts for one in able),
   )
 

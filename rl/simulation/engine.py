@@ -43,6 +43,7 @@ class SimulatedEngine:
       max_stop_ids=16,
       seeds=True,
       bias=False,
+      constraints=False,
       experts=False,
     )
     self.params: Any = None

@@ -92,6 +92,7 @@ class ScriptedEngine:
       max_stop_ids=16,
       seeds=True,
       bias=True,
+      constraints=False,
       experts=experts is not None,
     )
     self.requests: list[contract.DecodeRequest] = []

@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from rl.engine import contract
 from rl.engine.builtin import decode_step, dispatch_shapes
 from rl.engine.builtin import request as request_lib
 
@@ -47,6 +48,7 @@ class Dispatch:
     chunks: (P, C).
     num_continuing: rows that will want more tokens, unless a stop id comes.
     version: of the weights.
+    masks: (bias row, constraint) of each row that samples under one.
   """
 
   rows: Sequence[request_lib.RequestState]
@@ -56,6 +58,7 @@ class Dispatch:
   num_continuing: int
   plan: decode_step.DispatchPlan
   version: int
+  masks: Sequence[tuple[int, contract.TokenMatcher]] = ()
 
 
 def build(
@@ -76,11 +79,11 @@ def build(
   )
   count, size = choice.chunks
   plan.integers[:, decode_step.STEPS] = choice.steps
-  fed, starts = [], []
+  fed, starts, masks = [], [], []
   for i, state in enumerate(choice.rows):
     assert state.page_table is not None
     new = min(state.pending, size if i < count else 1)
-    budget = min(state.remaining, choice.steps) if new == state.pending else 0
+    budget = min(state.max_steps, choice.steps) if new == state.pending else 0
     start = i * size if i < count else count * (size - 1) + i
     # Its last id is being sampled: known on the device, not yet here.
     follow = state.in_flight > 0 and state.planned_known > state.known
@@ -104,9 +107,18 @@ def build(
     state.planned_cached += new + max(budget - 1, 0)
     state.planned_known += budget
     state.in_flight += 1
+    if budget and state.matcher is not None:
+      masks.append((state.bias_row, state.matcher))
     fed.append(new)
     starts.append(start)
   num_continuing = sum(state.remaining > 0 for state in choice.rows)
   return Dispatch(
-    choice.rows, fed, starts, choice.chunks, num_continuing, plan, version
+    choice.rows,
+    fed,
+    starts,
+    choice.chunks,
+    num_continuing,
+    plan,
+    version,
+    masks,
   )

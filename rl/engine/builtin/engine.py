@@ -72,6 +72,7 @@ class BuiltinEngine:
       max_stop_ids=decode_step.MAX_STOP_IDS,
       seeds=True,
       bias=bias_slots > 0,
+      constraints=bias_slots > 0,
       experts=record_experts,
     )
     self._shapes = shapes
@@ -391,6 +392,9 @@ class BuiltinEngine:
   ) -> decode_step.Sampled:
     for row, bias in biases:
       self._runner.set_bias(row, bias)
+    self._runner.set_masks(
+      [(row, matcher.compute_bitmask()) for row, matcher in dispatch.masks]
+    )
     return self._runner.advance(params, dispatch.plan, dispatch.chunks, copies)
 
   def _delays_batch(self) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float32
+from jaxtyping import Array, Float32, Int32, UInt8
 
 from models import config as model_config
 from models import definition, kv_cache, sharding
@@ -21,6 +21,8 @@ from rl.engine.builtin import block_manager, decode_step, dispatch_shapes
 
 _MAX_COPIES = 8
 """Pages that one program copies."""
+_MAX_MASKS = 8
+"""Masks that one program writes."""
 
 Shape = tuple[int, tuple[int, int], int]
 """Rows, (rows with chunks, ids of a chunk), and length of the longest row."""
@@ -89,6 +91,11 @@ class ModelRunner:
       donate_argnums=0,
       out_shardings=self._whole,
     )
+    self._set_masks: Any = jax.jit(
+      functools.partial(_with_masks),
+      donate_argnums=0,
+      out_shardings=self._whole,
+    )
     self._layout = layout
 
   @property
@@ -135,6 +142,8 @@ class ModelRunner:
     """Compiles the programs beside the dispatches."""
     self.copy([(0, 0)])
     self.set_bias(0, np.zeros(self._config.vocab_size, np.float32))
+    if self._bias_slots:
+      self.set_masks([(self._bias_slots, b"")])
 
   def advance(
     self,
@@ -177,8 +186,40 @@ class ModelRunner:
     args = jax.device_put((np.int32(row), bias), self._whole)
     self._biases = self._set_bias(self._biases, *args)
 
+  def set_masks(self, masks: Sequence[tuple[int, bytes]]) -> None:
+    """Sets rows of the bias table to 0 where a bit is 1, and -inf elsewhere.
+
+    Args:
+      masks: (row, a bit for each id); missing bits are 0.
+    """
+    num_bytes = -(-self._config.vocab_size // 8)
+    for start in range(0, len(masks), _MAX_MASKS):
+      some = masks[start : start + _MAX_MASKS]
+      rows = np.full(_MAX_MASKS, self._bias_slots + 1, np.int32)
+      rows[: len(some)] = [row for row, _ in some]
+      bits = np.zeros((_MAX_MASKS, num_bytes), np.uint8)
+      for i, (_, mask) in enumerate(some):
+        found = np.frombuffer(mask, np.uint8)[:num_bytes]
+        bits[i, : len(found)] = found
+      args = jax.device_put((rows, bits), self._whole)
+      self._biases = self._set_masks(self._biases, *args)
+
   @property
   def compilations(self) -> int:
     """Programs compiled so far."""
-    programs = [*self._programs.values(), self._copy, self._set_bias]
+    others = [self._copy, self._set_bias, self._set_masks]
+    programs = [*self._programs.values(), *others]
     return sum(program._cache_size() for program in programs)
+
+
+def _with_masks(
+  biases: Float32[Array, "slots V"],
+  rows: Int32[Array, " M"],
+  bits: UInt8[Array, "M bytes"],
+) -> Float32[Array, "slots V"]:
+  """Returns the table with masks in some rows; rows behind its end vanish."""
+  allowed = jnp.unpackbits(
+    bits, axis=1, count=biases.shape[1], bitorder="little"
+  )
+  masks = jnp.where(allowed > 0, 0.0, -jnp.inf)
+  return biases.at[rows].set(masks, mode="drop")

@@ -32,6 +32,7 @@ class RequestState:
     last_dispatch: number of the last one.
     started: time.monotonic() of its arrival.
     slot, page_table, bias_row: held while it runs.
+    matcher: the state of its constraint after the ids sampled so far.
     prefix_shared: others find its encoded context in the prefix cache.
     cached_tokens: ids that the cache held when it was first admitted; None
       before.
@@ -51,6 +52,7 @@ class RequestState:
   slot: int = -1
   page_table: block_manager.PageTable | None = None
   bias_row: int = 0
+  matcher: contract.TokenMatcher | None = None
   planned_cached: int = 0
   planned_known: int = 0
   in_flight: int = 0
@@ -64,6 +66,10 @@ class RequestState:
   deltas: asyncio.Queue[contract.Delta | None] | None = None
   num_emitted: int = 0
 
+  def __post_init__(self):
+    if self.request.constraint is not None:
+      self.matcher = self.request.constraint.deep_copy()
+
   @property
   def pending(self) -> int:
     """Ids that the next dispatch may feed."""
@@ -74,6 +80,11 @@ class RequestState:
     """Tokens to sample after the dispatches in flight."""
     given = len(self.request.tokens)
     return self.request.max_tokens - (self.planned_known - given)
+
+  @property
+  def max_steps(self) -> int:
+    """Tokens that the next dispatch may sample: one where masks decide."""
+    return min(self.remaining, 1) if self.matcher else self.remaining
 
   def sync_counters(self) -> None:
     """Makes the planned numbers the real ones: nothing is in flight."""
@@ -107,6 +118,9 @@ class RequestState:
     self.known += count
     self.logprobs += logprobs
     self.versions += [version] * count
+    if self.matcher is not None:
+      for token in tokens:
+        self.matcher.consume_token(token)
 
   def stop_reason(self) -> trajectory.Stop | None:
     """Returns why sampling is over, or None."""

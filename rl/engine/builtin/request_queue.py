@@ -34,6 +34,9 @@ from rl.engine.builtin import request as request_lib
 class BiasTable:
   """Users of the rows of the bias table; row 0 stands for none.
 
+  Requests of one bias share its row. One with a constraint has a row of its
+  own, in which each of its dispatches puts a mask.
+
   Attributes:
     uploads: (row, bias) that the device has not been given yet.
   """
@@ -41,6 +44,7 @@ class BiasTable:
   def __init__(self, rows: int):
     self._free = list(range(rows, 0, -1))
     self._row: dict[bytes, int] = {}
+    self._own: set[int] = set()
     self._users = collections.Counter[int]()
     self.uploads: list[tuple[int, Float32[np.ndarray, " V"]]] = []
 
@@ -50,20 +54,36 @@ class BiasTable:
       return 0
     key = bias.tobytes()
     if key not in self._row:
-      idle = (k for k, row in self._row.items() if not self._users[row])
-      old = None if self._free else next(idle, None)
-      if not self._free and old is None:
+      row = self._unused_row()
+      if row is None:
         return None
-      row = self._free.pop() if old is None else self._row.pop(old)
       self._row[key] = row
       self.uploads.append((row, np.asarray(bias, np.float32)))
     self._users[self._row[key]] += 1
     return self._row[key]
 
+  def acquire_own(self) -> int | None:
+    """Returns a row for one request alone, or None when all are in use."""
+    row = self._unused_row()
+    if row is not None:
+      self._own.add(row)
+      self._users[row] += 1
+    return row
+
   def release(self, row: int) -> None:
     """Ends one use of a row."""
     if row:
       self._users[row] -= 1
+    if row in self._own:
+      self._own.remove(row)
+      self._free.append(row)
+
+  def _unused_row(self) -> int | None:
+    if self._free:
+      return self._free.pop()
+    idle = (bias for bias, row in self._row.items() if not self._users[row])
+    old = next(idle, None)
+    return None if old is None else self._row.pop(old)
 
 
 class RequestQueue:
@@ -146,12 +166,15 @@ class RequestQueue:
   ) -> None:
     """Ends a request with the tokens that it has, and frees what it holds."""
     completion = self._completion(state, stop)
-    del self.requests[state.request.request_id]
-    self._release(state)
-    self._idle_since[state.request.session] = time.monotonic()
+    self._forget(state)
     if not state.future.done():
       state.future.set_result(completion)
     state.emit_delta(completion)
+
+  def _forget(self, state: request_lib.RequestState) -> None:
+    del self.requests[state.request.request_id]
+    self._release(state)
+    self._idle_since[state.request.session] = time.monotonic()
     if len(self._waiting) > 2 * self.num_waiting + self._shapes.slots:
       # Requests that ended while they waited would pile up.
       self._waiting = [x for x in self._waiting if not x[1].future.done()]
@@ -216,12 +239,12 @@ class RequestQueue:
       if state.future.done():
         heapq.heappop(self._waiting)
         continue
-      bias = state.request.bias
+      needs_row = state.request.bias is not None or state.matcher is not None
       stays = started_only and not state.has_started
       stays = stays or self._shares_prefix_being_encoded(state)
-      if stays or not (bias_rows_left or bias is None):
+      if stays or (needs_row and not bias_rows_left):
         later.append((order, state))
-      elif (bias_row := self.biases.acquire(bias)) is None:
+      elif (bias_row := self._bias_row(state)) is None:
         later.append((order, state))
         bias_rows_left = False
       elif not self._start(state, bias_row):
@@ -229,6 +252,11 @@ class RequestQueue:
       heapq.heappop(self._waiting)
     for entry in later:
       heapq.heappush(self._waiting, entry)
+
+  def _bias_row(self, state: request_lib.RequestState) -> int | None:
+    if state.matcher is not None:
+      return self.biases.acquire_own()
+    return self.biases.acquire(state.request.bias)
 
   def _start(self, state: request_lib.RequestState, bias_row: int) -> bool:
     table, copy = self.blocks.begin(state.ids[: state.known])
@@ -360,6 +388,13 @@ class RequestQueue:
         state.prefix_shared = count > 0
       if not state.in_flight:
         state.sync_counters()
+      if state.matcher and (error := state.matcher.get_error()):
+        self._forget(state)
+        name = state.request.request_id
+        state.fail(
+          ValueError(f"request {name}: its constraint failed: {error}")
+        )
+        continue
       stop = state.stop_reason()
       if stop is not None:
         self.finish(state, stop)

@@ -119,7 +119,10 @@ class Scheduler:
       if 4 * alone >= 3 * together:
         return ready
     continuing = [
-      state for state in last.rows if state.page_table and state.remaining > 0
+      state
+      for state in last.rows
+      # The mask of a next token follows from the one that is being sampled.
+      if state.page_table and state.remaining > 0 and not state.matcher
     ]
     if 4 * len(continuing) * self._survival < 3 * len(last.rows):
       return []
@@ -190,7 +193,7 @@ def choose(
     for size in shapes.rows
     if size >= len(rows) and chunks in shapes.chunks(size, parts)
   )
-  remaining = [state.remaining for state in rows if state.pending <= chunks[1]]
+  remaining = [state.max_steps for state in rows if state.pending <= chunks[1]]
   steps = num_steps(remaining, shapes.steps_per_dispatch)
   return dispatch_plan.DispatchChoice(rows, chunks, num_rows, length, steps)
 

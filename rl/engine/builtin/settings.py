@@ -19,7 +19,8 @@ class EngineSettings(dispatch_shapes.DispatchShapes):
       ids of its prefix; fewer are encoded again.
     batching_delay_s: longest wait before a dispatch for sessions whose next
       turn may come at once.
-    bias_slots: different biases in use at once; requests with more wait.
+    bias_slots: different biases, and requests with a constraint, in use at
+      once; more wait.
     record_experts: return the chosen experts with answers that ask for them.
   """
 
@@ -27,7 +28,7 @@ class EngineSettings(dispatch_shapes.DispatchShapes):
 
   min_copied_ids: int = 16
   batching_delay_s: float = 0.002
-  bias_slots: int = 4
+  bias_slots: int = 32
   record_experts: bool = False
 
   def validate(self) -> None:

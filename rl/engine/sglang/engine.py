@@ -86,6 +86,7 @@ class SglangEngine:
       max_stop_ids=self._config.vocab_size,
       seeds=True,
       bias=False,
+      constraints=False,
       experts=False,
     )
 

@@ -14,7 +14,7 @@ import pytest
 from rl.engine import contract
 from rl.engine.builtin import engine as builtin_engine
 from rl.runtime import checksum
-from tests.helpers import engines_under_test
+from tests.helpers import engines_under_test, json_letters
 from tests.helpers.engines_under_test import CLOSE, LONG, check_shape
 
 pytestmark = pytest.mark.compiled
@@ -351,6 +351,7 @@ def test_cancelling_aborts(served):
   assert after.tokens.tolist() == served.greedy([3, 2], 20)
 
 
+CONSTRAINT = json_letters.constraint({"type": "boolean"})
 ABLE = contract.Capabilities(
   in_flight=frozenset(),
   max_length=32,
@@ -358,6 +359,7 @@ ABLE = contract.Capabilities(
   max_stop_ids=4,
   seeds=True,
   bias=True,
+  constraints=True,
   experts=False,
 )
 
@@ -389,6 +391,10 @@ ABLE = contract.Capabilities(
     ({"bias": np.full(24, -np.inf, np.float32)}, "forbids every id"),
     ({"bias": np.full(24, np.nan, np.float32)}, r"at most 1e\+06, or -inf"),
     ({"experts": True}, "experts are not recorded"),
+    (
+      {"bias": np.zeros(24, np.float32), "constraint": CONSTRAINT},
+      "bias may forbid what its constraint demands",
+    ),
   ],
   ids=str,
 )
@@ -404,16 +410,17 @@ def test_a_request_beyond_the_capabilities_is_refused(changes, message):
     contract.check_request(dataclasses.replace(request, **changes), ABLE)
 
 
-def test_seed_and_bias_are_refused_where_the_engine_has_none():
+def test_what_the_engine_has_not_is_refused():
   request = contract.DecodeRequest(
     request_id="one",
     session="one",
     tokens=np.array([1, 2], np.int32),
     max_tokens=3,
   )
-  able = dataclasses.replace(ABLE, seeds=False, bias=False)
+  able = dataclasses.replace(ABLE, seeds=False, bias=False, constraints=False)
   contract.check_request(request, able)
-  for changes in ({"seed": 1}, {"bias": np.zeros(24, np.float32)}):
+  bias = np.zeros(24, np.float32)
+  for changes in ({"seed": 1}, {"bias": bias}, {"constraint": CONSTRAINT}):
     with pytest.raises(ValueError, match="this engine"):
       contract.check_request(dataclasses.replace(request, **changes), able)
 

@@ -5,13 +5,14 @@ import dataclasses
 import functools
 
 import jax
+import jsonschema
 import numpy as np
 import pytest
 
 from rl.engine import contract
 from rl.engine.builtin import settings as engine_settings
 from rl.runtime import mesh_thread, trace
-from tests.helpers import engine_load, tiny_engine
+from tests.helpers import engine_load, json_letters, tiny_engine
 
 pytestmark = pytest.mark.compiled
 
@@ -186,6 +187,106 @@ def test_a_bias_forbids_and_more_of_them_than_rows_wait(served):
     assert served.is_greedy([1, 2], (await plain[1]).tokens)
 
   served.run(scenario())
+
+
+def test_constrained_answers_fit_their_schemas_and_keep_plain_logprobs(served):
+  async def scenario():
+    alone = await served.answer([1, 2], 28, temperature=1.0, seed=5)
+    begun, kinds = [], ({}, {"top_k": 2}, {"temperature": 0.0})
+    for seed, kind in enumerate(kinds * 3):
+      schema = json_letters.SCHEMAS[seed // 3]
+      own = {"temperature": 1.5, "stop_ids": (0,), "seed": seed, **kind}
+      own["constraint"] = json_letters.constraint(schema)
+      begun.append((schema, *served.begin([3, seed], 28, **own)))
+    beside = served.answer([1, 2], 28, temperature=1.0, seed=5)
+    for schema, request, task in begun:
+      done = await task
+      jsonschema.validate(json_letters.value(done.tokens), schema)
+      args = [3, request.seed], done.tokens.tolist(), request.temperature
+      expected = served.logprobs(*args)
+      np.testing.assert_allclose(done.logprobs, expected, atol=1e-4)
+    # A request beside them samples what it samples alone.
+    assert (await beside).tokens.tolist() == alone.tokens.tolist()
+
+  served.run(scenario())
+  served.check()
+
+
+def test_a_greedy_constrained_answer_takes_the_best_of_what_is_allowed(served):
+  async def scenario():
+    constraint = json_letters.constraint(json_letters.SCHEMAS[0])
+    given = {"constraint": constraint, "stop_ids": (0,)}
+    return constraint, await served.answer([7, 7], 28, **given)
+
+  constraint, done = served.run(scenario())
+  matcher, ids = constraint.deep_copy(), [7, 7]
+  for token in done.tokens.tolist():
+    bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+    allowed = np.unpackbits(bits, count=24, bitorder="little") > 0
+    logits = np.where(allowed, served.logits(ids)[-1], -np.inf)
+    assert token == logits.argmax()
+    matcher.consume_token(token)
+    ids.append(token)
+
+
+@pytest.mark.parametrize("engine", ["served", "pressed"])
+def test_a_constraint_outlives_pauses_new_weights_and_lost_pages(
+  engine, request
+):
+  served = request.getfixturevalue(engine)
+
+  async def scenario():
+    schema, begun = json_letters.SCHEMAS[0], []
+    for seed in range(8):
+      own = {"temperature": 1.0, "seed": seed, "stop_ids": (0,)}
+      own["constraint"] = json_letters.constraint(schema)
+      begun.append(served.begin([4, 4, 4, 4, 4, seed], 24, **own))
+    for mode in ("recompute", "keep_kv"):
+      await served.begun(4)
+      await served.engine.pause()
+      served.engine.resume()
+      await served.publish(mode)
+    # These leave their rows of the bias table to others.
+    served.engine.abort(begun[6][0].request_id)
+    begun[7][1].cancel()
+    answers = [await task for _, task in begun[:6]]
+    for done in answers:
+      jsonschema.validate(json_letters.value(done.tokens), schema)
+    assert max(len(set(done.versions)) for done in answers) > 1
+
+  served.run(scenario())
+  served.check()
+
+
+class Failing:
+  """Allows every id, and fails after two."""
+
+  def __init__(self):
+    self.left = 2
+
+  def deep_copy(self):
+    return Failing()
+
+  def compute_bitmask(self):
+    return b"\xff" * 4
+
+  def consume_token(self, sampled_token):
+    self.left -= 1
+    return self.left > 0
+
+  def get_error(self):
+    return "" if self.left else "too complex"
+
+
+def test_a_constraint_that_fails_ends_its_own_request_only(served):
+  async def scenario():
+    beside = served.begin([1, 2], 9)
+    with pytest.raises(ValueError, match="its constraint failed: too complex"):
+      await served.answer([1, 3], 9, constraint=Failing())
+    assert served.is_greedy([1, 2], (await beside[1]).tokens)
+
+  served.run(scenario())
+  served.check()
 
 
 def test_the_strictest_filters_leave_the_most_probable_id(served):
@@ -540,8 +641,8 @@ def test_200_greedy_answers_are_those_of_the_plain_model(engine, request):
   assert seen["cached"] > 50
   assert seen["stopped"] > 4
   stats = served.engine.stats()
-  # 2 numbers of rows times 3 forms of chunks, or 1 times 2, and two more.
-  compiled = {"served": 2 * 3 + 2, "pressed": 1 * 2 + 2}[engine]
+  # 2 numbers of rows times 3 forms of chunks, or 1 times 2, and three more.
+  compiled = {"served": 2 * 3 + 3, "pressed": 1 * 2 + 3}[engine]
   assert stats.compilations == before.compilations == compiled
   preempted = stats.preemptions - before.preemptions
   assert preempted > 10 if engine == "pressed" else preempted == 0
@@ -683,8 +784,8 @@ def test_requests_leak_no_page_and_compile_nothing(dense, asked):
   assert 0.85 * asked < done < asked
   after = dense.engine.stats()
   assert after.preemptions > before.preemptions
-  # 1 number of rows, 2 lengths, 2 forms of chunks, and two more.
-  assert after.compilations == before.compilations == 1 * 2 * 2 + 2
+  # 1 number of rows, 2 lengths, 2 forms of chunks, and three more.
+  assert after.compilations == before.compilations == 1 * 2 * 2 + 3
   dense.check()
   dense.run(dense.engine.flush_cache())
   stats = dense.engine.stats()

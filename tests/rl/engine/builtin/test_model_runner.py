@@ -63,16 +63,27 @@ def test_compilations_are_those_of_this_engine(
   )
   other.allocate()
   other.warm_up_rest()
-  assert (other.compilations, fresh.compilations) == (2, 0)
+  assert (other.compilations, fresh.compilations) == (3, 0)
   rows, chunks, _ = shape = fresh.shapes[0]
   fresh.warm_up(dense_params, shape)
   fresh.warm_up_rest()
-  assert (other.compilations, fresh.compilations) == (2, 3)
+  assert (other.compilations, fresh.compilations) == (3, 4)
   # What was warmed up does not compile again.
   plan = decode_step.empty_plan(rows, chunks, 4, slots=4)
   fresh.advance(dense_params, plan, chunks, [(0, 1)])
   fresh.set_bias(1, np.ones(24, np.float32))
-  assert fresh.compilations == 3
+  fresh.set_masks([(1, b"\1")])
+  assert fresh.compilations == 4
+
+
+def test_a_mask_forbids_what_has_no_bit(fresh):
+  # Ids 0, 9 and 17; one mask more than a program writes, and row 1 stays.
+  mask = np.packbits(np.isin(np.arange(24), [0, 9, 17]), bitorder="little")
+  fresh.set_masks([(1, b""), *[(0, mask.tobytes())] * 8])
+  allowed = [[0, 9, 17], []]
+  for row, ids in zip(np.asarray(fresh._biases), allowed, strict=True):
+    assert row[ids].tolist() == [0.0] * len(ids)
+    assert (np.delete(row, ids) == -np.inf).all()
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -15,7 +15,7 @@ from rl.engine.builtin import (
   dispatch_shapes,
   request_queue,
 )
-from tests.helpers import page_holders
+from tests.helpers import json_letters, page_holders
 
 pytestmark = pytest.mark.compiled
 
@@ -201,6 +201,19 @@ def test_equal_biases_share_a_row_and_others_wait_for_one(desk):
   desk.queue.finish(a, "abort")
   assert desk.admit() == ["d", "g", "e"]
   assert third.bias_row == row
+
+
+def test_each_constraint_has_a_row_of_its_own(desk):
+  constraint = json_letters.constraint(json_letters.SCHEMAS[0])
+  a = desk.ask("a", bias=bias(1))
+  desk.admit()
+  desk.queue.finish(a, "abort")
+  b, c, _ = (desk.ask(text, constraint=constraint) for text in "bcd")
+  # One of the two takes the row of the bias that nobody uses any more.
+  assert desk.admit() == ["b", "c"]
+  assert {b.bias_row, c.bias_row} == {1, 2}
+  desk.queue.finish(b, "abort")
+  assert desk.admit() == ["c", "d"]
 
 
 def test_a_bias_that_comes_back_is_still_there(desk):

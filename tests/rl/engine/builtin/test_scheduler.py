@@ -17,7 +17,7 @@ from rl.engine.builtin import (
   request_queue,
   scheduler,
 )
-from tests.helpers import page_holders, request_states
+from tests.helpers import json_letters, page_holders, request_states
 
 pytestmark = pytest.mark.compiled
 
@@ -164,13 +164,14 @@ class Case:
   chooser: scheduler.Scheduler
   loop: asyncio.AbstractEventLoop
 
-  def ask(self, count, most=16, length=2):
+  def ask(self, count, most=16, length=2, **fields):
     for number in range(count):
       request = contract.DecodeRequest(
         request_id=str(len(self.queue.requests)),
         session="",
         tokens=np.full(length, number % 8, np.int32),
         max_tokens=most,
+        **fields,
       )
       self.queue.accept(request, self.loop.create_future())
     self.queue.admit()
@@ -212,6 +213,20 @@ def test_the_same_rows_follow_while_most_of_them_go_on(case):
   following = case.launch(first)
   assert names(following) == list("01234567")
   assert following.plan.integers[:, 7].tolist() == [1] * 8
+
+
+def test_rows_under_a_constraint_sample_once_and_wait_for_their_next_mask(case):
+  constraint = json_letters.constraint(json_letters.SCHEMAS[0])
+  case.ask(2, constraint=constraint)
+  case.ask(6)
+  first = case.launch()
+  budgets = first.plan.integers[:, decode_step.BUDGET].tolist()
+  assert budgets == [1, 1, 4, 4, 4, 4, 4, 4]
+  assert [row for row, _ in first.masks] == [1, 2]
+  # The others go on meanwhile.
+  following = case.launch(first)
+  assert names(following) == list("234567")
+  assert following.masks == []
 
 
 def test_rows_that_end_with_their_dispatch_do_not_follow(case):

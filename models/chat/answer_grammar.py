@@ -1,0 +1,207 @@
+"""The form that an answer must have, as a mask over the ids of a tokenizer.
+
+  AnswerGrammar --lark--> llguidance --compiled--> matcher: bytes -> mask of ids
+
+A grammar holds for the text after any thinking. Calls are written as
+`models.chat.tool_calls` reads them and as Qwen3's template shows them. Text
+that the grammar leaves no choice about has the tokenizer's own ids.
+"""
+
+import dataclasses
+import functools
+import json
+from collections.abc import Mapping
+from typing import Any, Literal, Protocol, runtime_checkable
+
+_SEPARATORS = {
+  "whitespace_flexible": False,
+  "item_separator": ", ",
+  "key_separator": ": ",
+}
+# Without a bound a small model may go on with white space for ever.
+_CONTENT = {"whitespace_pattern": r"[ \n\r\t]{0,40}"}
+MAX_SCHEMAS = 120_000
+"""Characters of all schemas of a grammar."""
+
+Thinking = Literal["none", "possible", "opened"]
+"""Whether an answer may begin with its thinking, or does, opened by the prompt.
+"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Schema:
+  """A JSON schema.
+
+  Attributes:
+    text: its JSON.
+    name: of the schema in errors.
+  """
+
+  text: str
+  name: str
+
+  def lark(self, options: Mapping[str, Any]) -> str:
+    """Returns the rule of JSON that satisfies it."""
+    schema = json.loads(self.text)
+    if isinstance(schema, dict):
+      schema["x-guidance"] = options
+    return f"%json {json.dumps(schema)}"
+
+
+ANY_OBJECT = Schema(text='{"type": "object"}', name="any object")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AnswerGrammar:
+  """The form of an answer.
+
+  Attributes:
+    content: of an answer that is no call; None is any text.
+    functions: (name, schema of the arguments) of those that may be called.
+    call: an answer must consist of calls.
+    one_call: of several calls there is only the first.
+  """
+
+  content: Schema | None = None
+  functions: tuple[tuple[str, Schema], ...] = ()
+  call: bool = False
+  one_call: bool = False
+
+  def lark(self, thinking: Thinking) -> str:
+    """Returns the grammar in llguidance's variant of Lark.
+
+    Source: docs/syntax.md of llguidance.
+    """
+    first = {"none": "", "possible": "thought?", "opened": "thinking"}
+    lines = [f"start: {first[thinking]} body"]
+    lines += ["thinking: thoughts gap?", r"gap: /\n{1,4}/"]
+    lines += [r"thoughts[lazy]: /(?s:.*)<\/think>/"]
+    lines += ['thought: "<think>" thinking']
+    calls = "call" if self.one_call else r'call ("\n" call)*'
+    if self.call:
+      lines += [f"body: {calls}"]
+    elif self.content is not None:
+      lines += [
+        f"body: {calls} | content" if self.functions else "body: content"
+      ]
+      lines += [f"content: {self.content.lark(_CONTENT)}"]
+    else:
+      repeated = "?" if self.one_call else "*"
+      lines += [rf'body: (before function "\n</tool_call>"){repeated} text']
+      lines += [r"before[lazy]: /(?s:.*)<tool_call>\n/", "text: TEXT"]
+      lines += ["TEXT: /(?s:.*)/ & ~/(?s:.*)<tool_call>(?s:.*)/"]
+    if self.functions:
+      names = [f"function_{i}" for i in range(len(self.functions))]
+      lines += [r'call: "<tool_call>\n" function "\n</tool_call>"']
+      lines += [f"function: {' | '.join(names)}"]
+    for i, (name, arguments) in enumerate(self.functions):
+      start = f'{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": '
+      rule = arguments.lark(_SEPARATORS)
+      lines += [f'function_{i}: {_literal(start)} {rule} "}}"']
+    return "\n".join(lines)
+
+  @property
+  def schemas(self) -> tuple[Schema, ...]:
+    """All of its schemas."""
+    content = () if self.content is None else (self.content,)
+    return (*content, *(arguments for _, arguments in self.functions))
+
+
+@runtime_checkable
+class Vocabulary(Protocol):
+  """A chat whose ids have bytes; hashable. `models.chat.hf_chat.HfChat`."""
+
+  @property
+  def stop_ids(self) -> tuple[int, ...]:
+    """Ids that end an answer."""
+    ...
+
+  @property
+  def thinking(self) -> Thinking:
+    """The thinking before an answer."""
+    ...
+
+  def text_ids(self, text: str) -> list[int]:
+    """Returns the ids of text without special tokens."""
+    ...
+
+  def pieces(self) -> list[bytes]:
+    """Returns the bytes of each id in text; b"" for ids that are no text."""
+    ...
+
+
+@functools.lru_cache(maxsize=64)
+def compiled(
+  vocabulary: Vocabulary, grammar: AnswerGrammar, vocab_size: int
+) -> Any:
+  """Returns a matcher at the beginning of a grammar: copy it for each answer.
+
+  It may take a second for a large schema, without the lock of the interpreter.
+
+  Args:
+    vocab_size: of the model, which may have more ids than the tokenizer.
+
+  Raises:
+    ValueError: a schema cannot be followed, or llguidance is not installed.
+  """
+  try:
+    import llguidance
+  except ImportError as error:
+    raise ValueError(
+      "constrained answers need llguidance: pip install 'twinmesh[constrained]'"
+    ) from error
+  length = sum(len(schema.text) for schema in grammar.schemas)
+  if length > MAX_SCHEMAS:
+    raise ValueError(
+      f"schemas of {length} characters; at most {MAX_SCHEMAS} can be followed"
+    )
+  tokens = _tokens(vocabulary, vocab_size)
+  text = grammar.lark(vocabulary.thinking)
+  matcher = llguidance.LLMatcher(tokens, text, log_level=0)
+  if error := matcher.get_error():
+    for schema in grammar.schemas:
+      alone = llguidance.LLMatcher(
+        tokens, f"start: {schema.lark(_CONTENT)}", log_level=0
+      )
+      if reason := alone.get_error():
+        raise ValueError(f"{schema.name}: {_reason(reason)}")
+    raise ValueError(f"the answer's grammar: {_reason(error)}")
+  return matcher
+
+
+@functools.lru_cache(maxsize=4)
+def _tokens(vocabulary: Vocabulary, vocab_size: int) -> Any:
+  import llguidance
+
+  return llguidance.LLTokenizer(
+    llguidance.TokenizerWrapper(_Pieces(vocabulary, vocab_size)),
+    eos_token=list(vocabulary.stop_ids),
+  )
+
+
+class _Pieces:
+  """A tokenizer as llguidance wants to see it."""
+
+  bos_token_id = None
+
+  def __init__(self, vocabulary: Vocabulary, vocab_size: int):
+    self._text_ids = vocabulary.text_ids
+    self.eos_token_id = vocabulary.stop_ids[0]
+    pieces = vocabulary.pieces()[:vocab_size]
+    pieces += [b""] * (vocab_size - len(pieces))
+    self.special_token_ids = [i for i, text in enumerate(pieces) if not text]
+    # Special ids need names; no text has them.
+    self.tokens = [text or b"<|%d|>" % i for i, text in enumerate(pieces)]
+
+  def __call__(self, text: str) -> list[int]:
+    return self._text_ids(text)
+
+
+def _literal(text: str) -> str:
+  return json.dumps(text, ensure_ascii=False)
+
+
+def _reason(error: str) -> str:
+  """Returns the reason in an error of llguidance, without the grammar."""
+  text = error.split("failed to compile JSON schema: ")[-1]
+  return text.split("\n   1 |")[0].strip()

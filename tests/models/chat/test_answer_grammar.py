@@ -1,0 +1,158 @@
+"""Masks over the ids of a real tokenizer: what they let through, and refuse."""
+
+import json
+import re
+import sys
+
+import numpy as np
+import pytest
+
+from models.chat import answer_grammar, hf_chat, tool_calls
+from tests.helpers.chat_messages import GOLDEN
+
+CHAT = hf_chat.HfChat.load(GOLDEN, {"enable_thinking": False})
+SIZE = CHAT.vocab_size + 30
+CITY = answer_grammar.Schema(
+  text=json.dumps(
+    {
+      "type": "object",
+      "properties": {"city": {"enum": ["Ulm", "Bergen"]}},
+      "required": ["city"],
+      "additionalProperties": False,
+    }
+  ),
+  name="tools[0].function.parameters",
+)
+ANY = answer_grammar.ANY_OBJECT
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm"}}'
+END = "\n</tool_call>"
+
+
+class Opened(hf_chat.HfChat):
+  """A chat whose prompt ends with <think>."""
+
+  thinks = True
+
+
+def grammar(**fields):
+  functions = (("weather", CITY), ('p "1"', ANY))
+  return answer_grammar.AnswerGrammar(**{"functions": functions, **fields})
+
+
+def accepts(form, text, chat=CHAT):
+  """Whether a text is a whole answer, id by id as the tokenizer spells it."""
+  matcher = answer_grammar.compiled(chat, form, SIZE).deep_copy()
+  ids = chat.text_ids(text)
+  return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+
+def walked(form, seed, steps=300):
+  """A random answer: each id is any of those that the mask allows."""
+  matcher = answer_grammar.compiled(CHAT, form, SIZE).deep_copy()
+  rng, ids = np.random.default_rng(seed), []
+  for _ in range(steps):
+    bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+    allowed = np.flatnonzero(np.unpackbits(bits, bitorder="little"))
+    assert allowed.max() < CHAT.vocab_size
+    ids.append(int(rng.choice(allowed)))
+    if ids[-1] in CHAT.stop_ids:
+      return CHAT.decode(ids)
+    assert matcher.consume_token(ids[-1])
+  raise AssertionError(f"no end after {steps} ids")
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_must_be_a_call_is_read_as_one(seed):
+  form = grammar(functions=(("weather", CITY),), call=True)
+  answer = tool_calls.parse(walked(form, seed))
+  assert answer.content == ""
+  assert answer.tool_calls
+  for call in answer.tool_calls:
+    assert call.name == "weather"
+    assert json.loads(call.arguments)["city"] in ("Ulm", "Bergen")
+
+
+@pytest.mark.parametrize(
+  ("fields", "text", "fits"),
+  [
+    ({"call": True}, f"{CALL}{END}", True),
+    ({"call": True}, f"{CALL}{END}\n{CALL}{END}", True),
+    ({"call": True, "one_call": True}, f"{CALL}{END}\n{CALL}{END}", False),
+    ({"call": True}, f"Sure: {CALL}{END}", False),
+    ({"call": True}, CALL.replace("Ulm", "Rome") + END, False),
+    ({"call": True}, "", False),
+    # The name is quoted as JSON does it, and any object goes.
+    (
+      {"call": True},
+      f'<tool_call>\n{{"name": "p \\"1\\"", "arguments": {{}}}}{END}',
+      True,
+    ),
+    ({}, "", True),
+    ({}, "It is cold.", True),
+    ({}, f"Let me look.\n{CALL}{END}\n{CALL}{END}", True),
+    ({}, f"It is cold.\n{CALL.replace('city', 'town')}{END}", False),
+    ({}, CALL, False),
+    ({"one_call": True}, f"{CALL}{END}\n{CALL}{END}", False),
+    ({"content": CITY}, '{ "city":\n"Ulm"}', True),
+    ({"content": CITY}, f"{CALL}{END}", True),
+    ({"content": CITY}, "It is cold.", False),
+    ({"content": CITY, "functions": ()}, f"{CALL}{END}", False),
+  ],
+)
+def test_a_grammar_takes_answers_of_its_form_only(fields, text, fits):
+  assert accepts(grammar(**fields), text) is fits
+
+
+def test_thinking_comes_first_where_the_prompt_leaves_room_for_it():
+  free = hf_chat.HfChat.load(GOLDEN)
+  assert (free.thinking, CHAT.thinking) == ("possible", "none")
+  form, thought = grammar(call=True), "<think>\nHm, {</think>\n\n"
+  assert accepts(form, f"{thought}{CALL}{END}", free)
+  assert accepts(form, f"{CALL}{END}", free)
+  assert not accepts(form, thought, free)
+  assert not accepts(form, f"{thought}{CALL}{END}")
+  opened = Opened.load(GOLDEN)
+  assert accepts(form, f"Hm, {{</think>\n{CALL}{END}", opened)
+  assert not accepts(form, f"{CALL}{END}", opened)
+
+
+def test_what_is_written_for_a_policy_to_imitate_fits():
+  call = tool_calls.Call("weather", '{"city": "Ulm"}')
+  text = tool_calls.write(tool_calls.Answer("", (call, call)))
+  assert accepts(grammar(call=True), text)
+
+
+@pytest.mark.parametrize(
+  ("schema", "words"),
+  [
+    ({"not": {"type": "string"}}, 'Unimplemented keys: ["not"]'),
+    ({"type": "text"}, "Invalid type: text"),
+    ({"type": "string", "pattern": "(?=a)b"}, "look-around"),
+    ({"$ref": "#/$defs/x"}, "'/$defs/x' does not exist"),
+    ({"type": "integer", "minimum": 2, "maximum": 1}, "nsatisfiable"),
+    ({"enum": ["x" * 120_000]}, "at most 120000"),
+    # Options of the library are not for clients.
+    (
+      {"not": {}, "x-guidance": {"lenient": True}},
+      'Unimplemented keys: ["not"',
+    ),
+  ],
+  ids=str,
+)
+def test_a_schema_that_cannot_be_followed_is_refused_by_its_keyword(
+  schema, words
+):
+  bad = answer_grammar.Schema(text=json.dumps(schema), name="tools[1]")
+  form = answer_grammar.AnswerGrammar(functions=(("a", CITY), ("b", bad)))
+  with pytest.raises(ValueError, match=re.escape(words)) as error:
+    answer_grammar.compiled(CHAT, form, SIZE)
+  assert ("tools[1]: " in str(error.value)) is ("at most" not in words)
+
+
+def test_without_its_package_the_error_says_how_to_get_it(monkeypatch):
+  monkeypatch.setitem(sys.modules, "llguidance", None)
+  form = answer_grammar.AnswerGrammar(content=CITY, one_call=True)
+  with pytest.raises(
+    ValueError, match=r"pip install 'twinmesh\[constrained\]'"
+  ):
+    answer_grammar.compiled(CHAT, form, SIZE)
