@@ -165,6 +165,7 @@ def decode_requests(
   sampling: openai_requests.Sampling,
   temperature: float,
   experts: bool,
+  constraint: contract.TokenMatcher | None,
 ) -> list[contract.DecodeRequest]:
   """Returns one engine request per choice.
 
@@ -190,6 +191,12 @@ def decode_requests(
       f"seed={sampling.seed} must be in [-2**31, 2**31)", "seed"
     )
   bias = _bias(sampling, capabilities)
+  if bias is not None and constraint is not None:
+    raise json_fields.BadRequest(
+      "logit_bias may forbid what tools or response_format demand; leave one "
+      "of them out",
+      "logit_bias",
+    )
   return [
     contract.DecodeRequest(
       request_id=f"{session.name}/{session.number}/{index}",
@@ -203,6 +210,7 @@ def decode_requests(
       stop_ids=chat_stops,
       seed=_seed(sampling, opening, index) if capabilities.seeds else 0,
       bias=bias,
+      constraint=constraint,
       experts=experts,
       priority=session.priority,
     )

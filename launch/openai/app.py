@@ -25,6 +25,7 @@ from launch.openai import answers as openai_answers
 from launch.openai import disconnect, json_fields
 from launch.openai import replies as openai_replies
 from launch.openai import requests as openai_requests
+from models.chat import answer_grammar
 from rl.agents import answer_stream, session_tree
 from rl.agents import sessions as sessions_lib
 from rl.data import trajectory
@@ -204,6 +205,7 @@ class _Api:
     session = self._open(request)
     with _as_bad_request("messages"):
       opening = session.begin(query.messages, query.tools)
+    constraint = await self._constraint(query.grammar)
 
     def parser() -> answer_stream.AnswerParser:
       return answer_stream.AnswerParser(
@@ -214,7 +216,13 @@ class _Api:
       )
 
     return await self._answer(
-      request, session, opening, query.sampling, parser, chat=True
+      request,
+      session,
+      opening,
+      query.sampling,
+      parser,
+      chat=True,
+      constraint=constraint,
     )
 
   async def text(self, request: requests.Request) -> responses.Response:
@@ -247,6 +255,7 @@ class _Api:
     parser: Callable[[], answer_stream.AnswerParser],
     *,
     chat: bool,
+    constraint: contract.TokenMatcher | None = None,
   ) -> responses.Response:
     serving, temperature = self._serving, sampling.temperature
     if temperature is None or serving.one_temperature:
@@ -259,6 +268,7 @@ class _Api:
       sampling,
       temperature,
       serving.record_experts,
+      constraint,
     )
     reply_format = openai_replies.ReplyFormat(
       name=f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}",
@@ -291,6 +301,27 @@ class _Api:
       events = pending.events()
       await disconnect.unless_gone(request.receive, _first(events))
       return disconnect.Events(events, running.pop_all().close, headers)
+
+  async def _constraint(
+    self, grammar: answer_grammar.AnswerGrammar | None
+  ) -> contract.TokenMatcher | None:
+    """Returns the compiled grammar, in a thread: large ones take a while."""
+    if grammar is None:
+      return None
+    field = "response_format" if grammar.content else "tools"
+    field = "tool_choice" if grammar.call else field
+    able, chat = self._engine.capabilities, self._sessions.chat
+    if not able.constraints or not isinstance(chat, answer_grammar.Vocabulary):
+      lacking = "tokenizer" if able.constraints else "engine"
+      raise json_fields.BadRequest(
+        f"{field} needs masks of ids, which this {lacking} does not have",
+        field,
+        "unsupported_value",
+      )
+    with _as_bad_request(field):
+      return await asyncio.to_thread(
+        answer_grammar.compiled, chat, grammar, able.vocab_size
+      )
 
   def _open(self, request: requests.Request) -> session_tree.Session:
     path = request.path_params.get("session")

@@ -5,12 +5,14 @@ dropped in silence.
 """
 
 import dataclasses
+import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from envs import base
 from launch.openai import json_fields
+from models.chat import answer_grammar
 from rl.agents import session_tree
 from rl.data import trajectory
 from rl.settings import checks
@@ -23,6 +25,8 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
   "frequency_penalty": (0,),
   "presence_penalty": (0,),
   "response_format": ({"type": "text"},),
+  # Replies always have them.
+  "return_token_ids": (True, False),
   "service_tier": ("auto", "default"),
   "modalities": (["text"],),
   "store": (False,),
@@ -38,8 +42,10 @@ _SAMPLING = (
 )
 _CHAT = (
   *("messages", "tools", "tool_choice", "parallel_tool_calls"),
-  *("max_completion_tokens", "top_logprobs"),
+  *("max_completion_tokens", "top_logprobs", "response_format"),
 )
+# A function without parameters takes none.
+_NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
 _INDEX = re.compile(r"0|[1-9]\d{0,9}", re.ASCII)
 _ROLES = {
   "system": "system",
@@ -83,12 +89,14 @@ class ChatQuery:
     tools: functions that the prompt shows.
     calls: parse tool calls out of the answer's text.
     one_call: an answer ends after its first call.
+    grammar: the form that an answer must have.
   """
 
   messages: tuple[base.Message, ...]
   tools: tuple[Mapping[str, Any], ...]
   calls: bool
   one_call: bool
+  grammar: answer_grammar.AnswerGrammar | None
   sampling: Sampling
 
 
@@ -115,14 +123,7 @@ def chat_query(body: Mapping[str, Any]) -> ChatQuery:
   messages = tuple(_message(m, f"messages[{i}]") for i, m in enumerate(listed))
   listed = json_fields.get(body, "tools", list, [])
   tools = tuple(_tool(tool, f"tools[{i}]") for i, tool in enumerate(listed))
-  choice = body.get("tool_choice")
-  if choice not in (None, "auto", "none"):
-    raise json_fields.BadRequest(
-      f"tool_choice={json_fields.shown(choice)}: sampling cannot be forced to "
-      "call a tool; use 'auto' or 'none'",
-      "tool_choice",
-      "unsupported_value",
-    )
+  choice = _tool_choice(body.get("tool_choice"), tools)
   parallel = json_fields.get(body, "parallel_tool_calls", bool, True)
   logprobs = json_fields.get(body, "logprobs", bool, False)
   _num_top(body, "top_logprobs")
@@ -136,6 +137,7 @@ def chat_query(body: Mapping[str, Any]) -> ChatQuery:
     tools=tools,
     calls=bool(tools) and choice != "none",
     one_call=not parallel,
+    grammar=_grammar(body, tools, choice, not parallel),
     sampling=_sampling(body, min(given) if given else None, logprobs),
   )
 
@@ -352,16 +354,102 @@ def _call(data: Any, where: str) -> base.ToolCall:
 
 
 def _tool(data: Any, where: str) -> Mapping[str, Any]:
-  function = _function(data, where, "functions")
-  json_fields.get(function, "name", str, where=f"{where}.function.")
-  json_fields.get(function, "parameters", dict, {}, f"{where}.function.")
-  if function.get("strict"):
+  function, where = _function(data, where, "functions"), f"{where}.function."
+  json_fields.get(function, "name", str, where=where)
+  parameters = json_fields.get(function, "parameters", dict, _NOTHING, where)
+  strict = json_fields.get(function, "strict", bool, False, where)
+  if strict and parameters.get("type") != "object":
+    kind = json_fields.shown(parameters.get("type"))
     raise json_fields.BadRequest(
-      f"{where}.function.strict: sampling cannot follow a schema; leave it out",
-      f"{where}.function.strict",
-      "unsupported_value",
+      f"{where}parameters.type={kind}: arguments are an object; use "
+      '"object", or leave strict out',
+      f"{where}parameters",
     )
   return data
+
+
+def _tool_choice(choice: Any, tools: Sequence[Mapping[str, Any]]) -> str | int:
+  """Returns "auto", "none", "required", or the place of the named function."""
+  if choice in (None, "auto", "none"):
+    return choice or "auto"
+  names = [tool["function"]["name"] for tool in tools]
+  if choice == "required" and names:
+    return "required"
+  shown = json_fields.shown(choice)
+  if isinstance(choice, dict) and choice.get("type") == "function":
+    name = _function(choice, "tool_choice", "functions").get("name")
+    if name in names:
+      return names.index(name)
+    why = f"is none of the tools{checks.nearest(str(name), names)}"
+  elif choice == "required":
+    why = "needs tools"
+  else:
+    why = "is unknown; use 'auto', 'none', 'required' or one function"
+  raise json_fields.BadRequest(
+    f"tool_choice={shown} {why}", "tool_choice", "unsupported_value"
+  )
+
+
+def _grammar(
+  body: Mapping[str, Any],
+  tools: Sequence[Mapping[str, Any]],
+  choice: str | int,
+  one_call: bool,
+) -> answer_grammar.AnswerGrammar | None:
+  """Returns the form that an answer must have; None if it is free."""
+  content = _content_schema(
+    json_fields.get(body, "response_format", dict, {"type": "text"})
+  )
+  functions = tuple(
+    _function_schema(tool["function"], f"tools[{i}].function.parameters")
+    for i, tool in enumerate(tools)
+  )
+  any_strict = any(tool["function"].get("strict") for tool in tools)
+  if isinstance(choice, int):
+    functions = (functions[choice],)
+  elif choice == "none":
+    functions, any_strict = (), False
+  forced = choice == "required" or isinstance(choice, int)
+  if not (forced or any_strict or content):
+    return None
+  return answer_grammar.AnswerGrammar(
+    content=content,
+    functions=functions,
+    call=forced,
+    one_call=one_call or isinstance(choice, int),
+  )
+
+
+def _function_schema(
+  function: Mapping[str, Any], where: str
+) -> tuple[str, answer_grammar.Schema]:
+  if not function.get("strict"):
+    return function["name"], answer_grammar.ANY_OBJECT
+  parameters = function.get("parameters") or _NOTHING
+  schema = answer_grammar.Schema(text=json.dumps(parameters), name=where)
+  return function["name"], schema
+
+
+def _content_schema(
+  response_format: Mapping[str, Any],
+) -> answer_grammar.Schema | None:
+  kind, where = response_format.get("type"), "response_format"
+  if kind == "text":
+    return None
+  if kind == "json_object":
+    return answer_grammar.ANY_OBJECT
+  if kind != "json_schema":
+    raise json_fields.BadRequest(
+      f"{where}.type={json_fields.shown(kind)}: use text, json_object or "
+      "json_schema",
+      f"{where}.type",
+      "unsupported_value",
+    )
+  inner = json_fields.get(response_format, kind, dict, where=f"{where}.")
+  where = f"{where}.{kind}."
+  json_fields.get(inner, "strict", bool, False, where)
+  schema = json_fields.get(inner, "schema", dict, where=where)
+  return answer_grammar.Schema(text=json.dumps(schema), name=f"{where}schema")
 
 
 def _function(data: Any, where: str, supported: str) -> Mapping[str, Any]:
@@ -384,7 +472,7 @@ def _refuse_others(body: Mapping[str, Any], known: set[str]) -> None:
       if any(
         value == harmless
         for harmless in _HARMLESS[name]
-        if is_bool is (harmless is False)
+        if is_bool is isinstance(harmless, bool)
       ):
         continue
       raise _unsupported(name, value)

@@ -10,6 +10,7 @@ import threading
 from typing import Any
 
 import jax
+import jsonschema
 import openai
 import pytest
 
@@ -26,6 +27,12 @@ ENGINE = {
   "engine.row_buckets": "4,",
   "engine.chunk_buckets": "8,",
   "engine.length_buckets": "512,",
+}
+WEATHER = {
+  "type": "object",
+  "properties": {"warm": {"type": "boolean"}, "city": {"enum": ["Ulm"]}},
+  "required": ["warm", "city"],
+  "additionalProperties": False,
 }
 SIZES = {
   "vocab_size": 768,
@@ -138,6 +145,22 @@ def test_a_hugging_face_directory_is_served_with_its_tools(hugging_face):
         stream=True,
       )
       chunks = list(stream)
+      formed = client.chat.completions.create(
+        model="tiny",
+        messages=[{"role": "user", "content": "Is it warm in Ulm?"}],
+        response_format={
+          "type": "json_schema",
+          "json_schema": {"name": "weather", "schema": WEATHER, "strict": True},
+        },
+        max_tokens=100,
+        n=6,
+        seed=1,
+      )
+    ended = [one for one in formed.choices if one.finish_reason == "stop"]
+    # Some may think until they are cut.
+    assert len(ended) >= 2
+    for one in ended:
+      jsonschema.validate(json.loads(one.message.content or ""), WEATHER)
     last: Any = chunks[-1].choices[0]
     assert 1 <= len(last.token_ids) <= 8
     assert last.finish_reason in ("stop", "length")

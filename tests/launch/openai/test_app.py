@@ -86,6 +86,84 @@ def test_options_reach_the_engine(words):
   assert request.stop_ids == (END,)
 
 
+STRICT = {"type": "function", "function": {**ADD["function"], "strict": True}}
+
+
+@pytest.fixture
+def constrained(tools):
+  """A server whose engine takes constraints, though it plays its script."""
+  able = tools.engine.capabilities
+  tools.engine.capabilities = dataclasses.replace(
+    able, constraints=True, vocab_size=400
+  )
+  yield tools
+  tools.engine.capabilities = able
+
+
+def test_a_forced_call_reaches_the_engine_as_a_mask(constrained):
+  options = {"tools": [STRICT], "tool_choice": "required"}
+  constrained.ask("go", **options)
+  constraint = constrained.engine.requests[-1].constraint
+  bits = np.frombuffer(constraint.compute_bitmask(), np.uint8)
+  allowed = np.flatnonzero(np.unpackbits(bits, bitorder="little"))
+  # The model may also think first.
+  texts = {HF.token(int(i)) for i in allowed}
+  assert {"<think>", "<tool_call>"} <= texts
+  assert all("<think>".startswith(t) or t == "<tool_call>" for t in texts)
+  constrained.ask("go", tools=[ADD])
+  assert constrained.engine.requests[-1].constraint is None
+
+
+@pytest.mark.parametrize(
+  ("options", "param", "why"),
+  [
+    (
+      {
+        "tools": [
+          {
+            "type": "function",
+            "function": {
+              **STRICT["function"],
+              "parameters": {"type": "object", "not": {}},
+            },
+          }
+        ]
+      },
+      "tools",
+      'tools[0].function.parameters: Unimplemented keys: ["not"]',
+    ),
+    (
+      {"response_format": {"type": "json_object"}, "logit_bias": {"5": 1}},
+      "logit_bias",
+      "may forbid what",
+    ),
+  ],
+)
+def test_a_form_that_cannot_be_kept_is_refused(
+  constrained, options, param, why
+):
+  with pytest.raises(openai.BadRequestError) as error:
+    constrained.ask("go", **options)
+  assert error.value.param == param
+  assert why in error.value.message
+
+
+@pytest.mark.parametrize(
+  ("options", "param"),
+  [
+    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"tools": [ADD], "tool_choice": "required"}, "tool_choice"),
+    ({"tools": [STRICT]}, "tools"),
+  ],
+)
+def test_an_engine_without_masks_refuses_the_field_that_needs_them(
+  tools, options, param
+):
+  with pytest.raises(openai.BadRequestError, match="this engine") as error:
+    tools.ask("go", **options)
+  assert error.value.param == param
+
+
 def test_without_options_a_request_gets_all_the_room_and_a_seed_of_its_own(
   words,
 ):

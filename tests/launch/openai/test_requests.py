@@ -1,5 +1,7 @@
 """Bodies of requests: read in full, or refused by the name of the field."""
 
+import json
+
 import pytest
 
 from envs import base
@@ -14,6 +16,13 @@ CALL = {
   "type": "function",
   "function": {"name": "add", "arguments": "{}"},
 }
+
+
+INTEGERS = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+
+def tool(name, **fields):
+  return {"type": "function", "function": {"name": name, **fields}}
 
 
 def chat(**body):
@@ -87,6 +96,7 @@ def test_options_are_read(body, read):
     {"response_format": {"type": "text"}, "modalities": ["text"]},
     {"service_tier": "auto", "store": False},
     {"stream": True, "stream_options": {"include_obfuscation": False}},
+    {"return_token_ids": True},
     {"tool_choice": "auto", "parallel_tool_calls": True},
   ],
 )
@@ -106,7 +116,24 @@ def test_options_that_change_nothing_are_taken(harmless):
     ({"best_of": True}, "best_of", "not supported"),
     ({"metadata": {"a": "b"}}, "metadata", "is unknown"),
     ({"functions": [ADD]}, "functions", "is unknown"),
-    ({"response_format": {"type": "json_object"}}, "response_format", "not"),
+    ({"response_format": "text"}, "response_format", "of type object"),
+    (
+      {"response_format": {"type": "xml"}},
+      "response_format.type",
+      '"xml": use',
+    ),
+    (
+      {"response_format": {"type": "json_schema"}},
+      "response_format.json_schema",
+      "missing",
+    ),
+    (
+      {
+        "response_format": {"type": "json_schema", "json_schema": {"name": "x"}}
+      },
+      "response_format.json_schema.schema",
+      "missing",
+    ),
     ({"model": 5}, "model", "any will do"),
     ({"messages": []}, "messages", "empty"),
     ({"messages": None}, "messages", "missing"),
@@ -128,12 +155,23 @@ def test_options_that_change_nothing_are_taken(harmless):
       "missing",
     ),
     (
-      {"tools": [ADD | {"function": {"name": "add", "strict": True}}]},
+      {"tools": [tool("add", strict=1)]},
       "tools[0].function.strict",
-      "follow a schema",
+      "1 must be of type boolean",
     ),
-    ({"tool_choice": "required"}, "tool_choice", "cannot be forced"),
-    ({"tool_choice": ADD}, "tool_choice", "cannot be forced"),
+    (
+      {"tools": [tool("add", strict=True, parameters={"type": "array"})]},
+      "tools[0].function.parameters",
+      'type="array": arguments are an object',
+    ),
+    ({"tool_choice": "required"}, "tool_choice", "needs tools"),
+    (
+      {"tool_choice": tool("ad"), "tools": [ADD]},
+      "tool_choice",
+      "did you mean add?",
+    ),
+    ({"tool_choice": "any", "tools": [ADD]}, "tool_choice", "is unknown; use"),
+    ({"return_token_ids": 1}, "return_token_ids", "not supported"),
     ({"n": 0}, "n", "must be in [1, 128]"),
     ({"n": True}, "n", "true must be of type integer"),
     ({"n": 1.0}, "n", "1.0 must be of type integer"),
@@ -161,6 +199,63 @@ def test_what_is_wrong_or_not_to_be_had_is_refused_by_name(body, param, words):
     chat(**body)
   assert error.value.param == param
   assert words in str(error.value)
+
+
+STRICT = tool("sum", strict=True, parameters=INTEGERS)
+FORMAT = {"type": "json_schema", "json_schema": {"schema": INTEGERS}}
+ONE = {"tool_choice": "required", "parallel_tool_calls": False}
+
+
+@pytest.mark.parametrize(
+  ("body", "functions", "content", "call", "one_call"),
+  [
+    ({"tools": [STRICT, ADD]}, "sum add", "", False, False),
+    ({"tools": [ADD], "tool_choice": "required"}, "add", "", True, False),
+    ({"tools": [ADD], **ONE}, "add", "", True, True),
+    ({"tools": [STRICT, ADD], "tool_choice": ADD}, "add", "", True, True),
+    ({"response_format": {"type": "json_object"}}, "", "any", False, False),
+    ({"response_format": FORMAT}, "", "integers", False, False),
+    (
+      {"response_format": FORMAT, "tools": [STRICT], "tool_choice": "none"},
+      *("", "integers", False, False),
+    ),
+    (
+      {"response_format": FORMAT, "tools": [ADD]},
+      *("add", "integers", False, False),
+    ),
+  ],
+)
+def test_an_answer_has_the_form_that_is_asked_for(
+  body, functions, content, call, one_call
+):
+  form = chat(**body).grammar
+  assert form is not None
+  assert [name for name, _ in form.functions] == functions.split()
+  integers, anything = json.dumps(INTEGERS), '{"type": "object"}'
+  for name, schema in form.functions:
+    # Only strict functions have their own schema.
+    assert schema.text == (integers if name == "sum" else anything)
+  texts = {"any": anything, "integers": integers}
+  assert (form.content and form.content.text) == texts.get(content)
+  assert (form.call, form.one_call) == (call, one_call)
+
+
+@pytest.mark.parametrize(
+  "body",
+  [
+    {"tools": [ADD]},
+    {"tools": [STRICT], "tool_choice": "none"},
+    {"response_format": {"type": "text"}},
+  ],
+)
+def test_other_answers_are_free(body):
+  assert chat(**body).grammar is None
+
+
+def test_a_strict_function_without_parameters_takes_none():
+  form = chat(tools=[tool("go", strict=True)]).grammar
+  assert form is not None
+  assert '"additionalProperties": false' in form.functions[0][1].text
 
 
 @pytest.mark.parametrize(
