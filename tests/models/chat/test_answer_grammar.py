@@ -31,7 +31,7 @@ END = "\n</tool_call>"
 class Opened(hf_chat.HfChat):
   """A chat whose prompt ends with <think>."""
 
-  thinks = True
+  thinks = True  # pyright: ignore[reportAssignmentType]
 
 
 def grammar(**fields):
