@@ -1,6 +1,6 @@
 # Needs a Python 3.11, 3.12 or 3.13 and the network once; `make help` says more.
 
-.PHONY: help setup train test test-slow test-all lint docs interop sglang reasoning lock clean
+.PHONY: help setup train test test-slow test-all lint docs interop sglang reasoning bfcl lock clean
 
 python = .venv/bin/python
 ARGS =
@@ -14,6 +14,7 @@ help:
 	@echo 'make interop load what we export in transformers, in an environment apart'
 	@echo 'make sglang  run the tests of sglang-jax as an engine, in an environment apart'
 	@echo 'make reasoning  add reasoning-gym to .venv (takes a C compiler), run its tests'
+	@echo 'make bfcl    add bfcl-eval to .venv without its dependencies, run its tests'
 	@echo 'make setup   make .venv; the commands above do so when needed'
 	@echo 'make lock    resolve setup.py again into requirements.lock'
 	@echo 'make clean   remove environments and caches, keep runs/'
@@ -81,6 +82,14 @@ sglang: .venv-sglang/ready
 # Slow ones, too: they hold every dataset against junk.
 reasoning: .venv/reasoning
 	@$(pytest) tests/envs/suites/test_reasoning*.py $(ARGS)
+
+# Its dependencies, 6 GB with torch, are for other parts of it.
+.venv/bfcl: .venv/ready
+	@$(python) -m pip install --no-input --quiet --no-deps 'bfcl-eval>=2026.3'
+	@touch $@
+
+bfcl: .venv/bfcl
+	@$(pytest) tests/envs/suites/test_bfcl.py $(ARGS)
 
 lock: .venv/ready
 	@$(python) -m pip install --quiet --disable-pip-version-check uv
