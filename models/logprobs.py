@@ -6,8 +6,8 @@
 One chunk of C tokens at a time on each device, so that [tokens, V] never
 exists. When all tokens fit one chunk its logits are kept instead.
 
-Letters: B rows, L row length, D width, V vocabulary, P parts that the rows are
-split into over the mesh, N chunks, C tokens of a chunk.
+Letters: B rows, L row length, D width, V vocabulary, P parts that the
+tokens are split into over the mesh, N chunks, C tokens of a chunk.
 
 Source: Cut Cross-Entropy, arXiv 2411.09009, section 4.
 """
@@ -72,25 +72,24 @@ def score(
     chunk: at most so many tokens of a device have logits at the same time.
     layout: of mesh and rules; None is one device.
   """
-  rows, length = targets.shape
-  parts = layout.num_batch if layout else 1
-  tokens = rows * length // parts
+  parts = layout.size("tokens") if layout else 1
+  tokens = targets.size // parts
   num_chunks = max(1, -(-tokens // chunk))
   size = -(-tokens // num_chunks)
   padding = num_chunks * size - tokens
 
   def split(x):
     rest = (None,) * (x.ndim - 2)
-    x = x.reshape(parts, tokens, *x.shape[2:])
+    x = sharding.by_device(layout, x)
     x = jnp.pad(x, ((0, 0), (0, padding), *((0, 0) for _ in rest)))
     x = x.reshape(parts, num_chunks, size, *x.shape[2:])
-    # Cut within each device's own rows: no chunk mixes those of two.
+    # Cut within each device's own tokens: no chunk mixes those of two.
     x = jnp.moveaxis(x, 1, 0)
-    return sharding.constrain(layout, x, None, "batch", None, *rest)
+    return sharding.constrain(layout, x, None, "tokens", None, *rest)
 
   def join(x):
     x = jnp.moveaxis(x, 0, 1).reshape(parts, num_chunks * size)
-    return x[:, :tokens].reshape(rows, length)
+    return sharding.by_row(layout, x[:, :tokens], targets.shape)
 
   settings = _Settings(temperature, layout)
   hidden = tuple(split(term.hidden) for term in terms)
@@ -164,12 +163,12 @@ def _whole(settings: _Settings, tables):
 
 
 def _by_part(settings: _Settings, x):
-  return sharding.constrain(settings.layout, x, "batch", "vocab", None)
+  return sharding.constrain(settings.layout, x, "tokens", "vocab", None)
 
 
 def _logits(settings: _Settings, hidden, tables) -> Float32[Array, "P C V"]:
   whole = logits(list(map(Term, hidden, tables))) / settings.temperature
-  return sharding.constrain(settings.layout, whole, "batch", None, "vocab")
+  return sharding.constrain(settings.layout, whole, "tokens", None, "vocab")
 
 
 class _Summary(NamedTuple):
@@ -234,7 +233,7 @@ def _products(settings: _Settings, d_logits, hidden, tables):
     sharding.constrain(
       settings.layout,
       product("pcv,vd->pcd", d_logits, table).astype(x.dtype),
-      *("batch", None, None),
+      *("tokens", None, None),
     )
     for x, table in zip(hidden, tables, strict=True)
   )

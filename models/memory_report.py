@@ -205,8 +205,11 @@ def activation_bytes(
     inside = max(inside, everything)
     by_policy = {"none": everything, "dots": dots, "layer": config.d_model}
     kept += by_policy[config.remat]
-  tokens = rows * length // layout.num_batch
+  tokens = rows * length // layout.size("tokens")
   words = config.vocab_size // layout.size("vocab")
+  if layout.size("length") > 1:
+    keys = 2 * config.num_kv_heads * config.head_dim / layout.size("kv_heads")
+    inside += keys * layout.size("length")
   return (
     round(tokens * itemsize * (inside + kept))
     + 12 * min(tokens, compute.logprob_chunk) * words
@@ -303,7 +306,7 @@ def _has_scores(
   """Returns whether all scores of a layer's attention exist at once."""
   case = backend.Case(
     batch=rows // layout.num_batch,
-    queries=length,
+    queries=length // layout.size("length"),
     keys=length,
     heads=config.num_heads // layout.size("heads"),
     head_dim=config.head_dim,

@@ -1,22 +1,29 @@
 """The map from logical axes to axes of the mesh: sharding as data.
 
-A mesh has the axes ("data", "expert", "tensor"). Rows of a batch are split
-over the first two; parameters over all three, as the rules say. Splitting
-"embed" over "data" is what is called fully sharded data parallelism (FSDP).
+A mesh has the axes ("data", "expert", "context", "tensor"). Rows of a batch are
+split over the first two and the tokens of a row over "context"; parameters over
+all but "context", as the rules say. Splitting "embed" over "data" is what is
+called fully sharded data parallelism (FSDP).
 """
 
 import dataclasses
 import difflib
 import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from flax import nnx
-from jaxtyping import Array
+from jaxtyping import Array, Shaped
 
-MESH_AXES = ("data", "expert", "tensor")
+MESH_AXES = ("data", "expert", "context", "tensor")
+TOKEN_AXES = MESH_AXES[:3]
+"""Those over which tokens are split."""
+
+_AUTO = (jax.sharding.AxisType.Auto,) * len(MESH_AXES)
 
 # In the order in which an override is read: "none" means no axis.
 MeshAxes = None | tuple[str, ...] | str
@@ -28,6 +35,7 @@ class Rules:
 
   Attributes:
     batch: rows of tokens, and of caches.
+    length: tokens of a row, in training only.
     embed: the model's width, in parameters only; activations keep theirs whole.
     norm: of a scale, as long as what it scales.
     router: experts as outputs of the router.
@@ -35,6 +43,7 @@ class Rules:
   """
 
   batch: MeshAxes = ("data", "expert")
+  length: MeshAxes = "context"
   vocab: MeshAxes = "tensor"
   embed: MeshAxes = "data"
   heads: MeshAxes = "tensor"
@@ -45,6 +54,11 @@ class Rules:
   router: MeshAxes = None
   norm: MeshAxes = None
   rank: MeshAxes = None
+
+  @property
+  def tokens(self) -> tuple[str, ...]:
+    """Axes over which the tokens of all rows are split; see `by_device`."""
+    return *self.of("batch"), *self.of("length")
 
   def of(self, axis: str | None) -> tuple[str, ...]:
     """Returns the axes of the mesh that a logical axis is split over."""
@@ -66,7 +80,7 @@ class Rules:
       if len(set(names)) < len(names):
         out = f"use {','.join(dict.fromkeys(names))}"
         yield f"{setting}={','.join(names)} names an axis twice; {out}"
-    rows = self.of("batch")
+    rows, length = self.of("batch"), self.of("length")
     for field in ("vocab", "heads", "kv_heads"):
       if shared := sorted(set(self.of(field)) & set(rows)):
         yield (
@@ -78,6 +92,9 @@ class Rules:
     if rows != (only := MESH_AXES[:2]):
       why = f"rows are split over {' and '.join(only)}; use {','.join(only)}"
       yield f"batch={','.join(rows) or 'none'}: {why}"
+    if length != ("context",):
+      why = "tokens of a row are split over context; use context"
+      yield f"length={','.join(length) or 'none'}: {why}"
 
 
 TRAIN = Rules()
@@ -117,15 +134,14 @@ class Layout:
     return jax.sharding.NamedSharding(self.mesh, self.spec(*axes))
 
   def whole(self, *axes: str | None) -> jax.sharding.NamedSharding:
-    """Returns that of a parameter in use: not split over the axes of rows.
+    """Returns that of a parameter in use: not split over the axes of tokens.
 
     Experts stay where they are: tokens come to them.
     """
-    rows = self.rules.of("batch")
 
     def kept(axis):
       names = self.rules.of(axis)
-      here = names if axis == "experts" else set(names) - set(rows)
+      here = names if axis == "experts" else set(names) - set(TOKEN_AXES)
       return tuple(name for name in names if name in here) or None
 
     return jax.sharding.NamedSharding(self.mesh, jax.P(*map(kept, axes)))
@@ -151,6 +167,30 @@ class Layout:
     return math.prod(self.mesh.shape[name] for name in self.rules.of(axis))
 
 
+def make_mesh(
+  data: int = 1,
+  expert: int = 1,
+  tensor: int = 1,
+  context: int = 1,
+  *,
+  devices: Sequence[Any] | None = None,
+) -> jax.sharding.Mesh:
+  """Returns a mesh of devices; of the first ones of jax by default."""
+  sizes = (data, expert, context, tensor)
+  if devices is None:
+    devices = jax.devices()[: math.prod(sizes)]
+  grid = np.array(devices).reshape(sizes)
+  return jax.sharding.Mesh(grid, MESH_AXES, axis_types=_AUTO)
+
+
+def plan_mesh(
+  data: int = 1, expert: int = 1, tensor: int = 1, context: int = 1
+) -> jax.sharding.AbstractMesh:
+  """Returns a mesh of devices that need not exist."""
+  sizes = (data, expert, context, tensor)
+  return jax.sharding.AbstractMesh(sizes, MESH_AXES, axis_types=_AUTO)
+
+
 def platform(layout: Layout | None) -> str:
   """Returns the kind of devices of a layout; of none, that of jax's own."""
   return jax.default_backend() if layout is None else layout.platform
@@ -161,6 +201,43 @@ def constrain(layout: Layout | None, x: Array, *axes: str | None) -> Array:
   if layout is None or layout.mesh.size == 1:
     return x
   return jax.lax.with_sharding_constraint(x, layout.sharding(*axes))
+
+
+def by_device(
+  layout: Layout | None, x: Shaped[Array, "B L *any"]
+) -> Shaped[Array, "P T *any"]:
+  """Returns tokens in one row for each part that they are split into.
+
+  No token moves to another device. `by_row` is the way back.
+  """
+  rows = len(x)
+  num_rows = layout.size("batch") if layout else 1
+  num_parts = layout.size("length") if layout else 1
+  rest = x.shape[2:]
+  if num_parts > 1:
+    x = x.reshape(num_rows, rows // num_rows, num_parts, -1, *rest)
+    x = jnp.swapaxes(x, 1, 2)
+  x = x.reshape(num_rows * num_parts, -1, *rest)
+  return constrain(layout, x, "tokens")
+
+
+def by_row(
+  layout: Layout | None,
+  x: Shaped[Array, "P T *any"],
+  shape: tuple[int, ...],
+) -> Shaped[Array, "B L *any"]:
+  """Returns the tokens of `by_device` in B rows of L again.
+
+  Args:
+    shape: (B, L).
+  """
+  num_rows = layout.size("batch") if layout else 1
+  num_parts = layout.size("length") if layout else 1
+  rows, rest = shape[0], x.shape[2:]
+  if num_parts > 1:
+    x = x.reshape(num_rows, num_parts, rows // num_rows, -1, *rest)
+    x = jnp.swapaxes(x, 1, 2)
+  return constrain(layout, x.reshape(*shape, *rest), "batch", "length")
 
 
 def parameter(value: Array, axes: tuple[str | None, ...]) -> nnx.Param:

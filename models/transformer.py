@@ -15,7 +15,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int32, Key, PRNGKeyArray
+from jaxtyping import Array, Float, Int32, Key, PRNGKeyArray, Shaped
 
 from models import config as config_lib
 from models import (
@@ -67,7 +67,7 @@ class Block(nnx.Module):
     x: Float[Array, "B L D"],
     copies: Int32[Array, "B L"],
     attend: Callable[[attention.Attention, Array], Array],
-    chosen: Int32[Array, "T k"] | None,
+    chosen: Int32[Array, "B L k"] | None,
     layout: sharding.Layout | None,
   ) -> tuple[Float[Array, "B L D"], tuple[moe_layer.Aux, Array] | None]:
     """Returns the residual stream, and what the router did if there is one.
@@ -78,14 +78,16 @@ class Block(nnx.Module):
     place = functools.partial(sharding.constrain, layout)
     normed = self._norm(x, self.attention_norm)
     out = self.attention.merge(attend(self.attention, normed))
-    x = place(x + out, "batch", None, None)
+    x = place(x + out, "batch", "length", None)
     normed = self._norm(x, self.mlp_norm)
     if not hasattr(self, "moe"):
-      return place(x + self.mlp(normed), "batch", None, None), None
-    flat = normed.reshape(-1, self.config.d_model)
-    y, aux, took = self.moe(flat, copies.reshape(-1), layout, chosen)
-    x = place(x + y.reshape(x.shape), "batch", None, None)
-    return x, (aux, took.reshape(*x.shape[:2], -1))
+      return place(x + self.mlp(normed), "batch", "length", None), None
+    flat, counts, chosen = jax.tree.map(
+      lambda leaf: _flat(layout, leaf), (normed, copies, chosen)
+    )
+    y, aux, took = self.moe(flat, counts, layout, chosen)
+    y, took = (_unflat(layout, leaf, x.shape[:2]) for leaf in (y, took))
+    return place(x + y, "batch", "length", None), (aux, took)
 
   def _norm(self, x: Array, scale: nnx.Param) -> Array:
     return attention.rms_norm(x, scale.get_value(), self.config.norm_eps)
@@ -232,12 +234,12 @@ class Transformer(lora.Adapted):
     x = lora.lookup(
       self._outside(layout), "embed", tokens, config.compute.dtype
     )
-    x = sharding.constrain(layout, x, "batch", None, None)
+    x = sharding.constrain(layout, x, "batch", "length", None)
     stats, taken = [], []
     for index, block in enumerate(self.layers):
       chosen = None
       if experts is not None and config.is_sparse(index):
-        chosen = experts[:, :, len(stats)].reshape(-1, experts.shape[-1])
+        chosen = experts[:, :, len(stats)]
       graphdef, state = nnx.split(block)
       axes = sharding.axes_of(block)
       apply = remat(functools.partial(run, index, graphdef, axes))
@@ -256,6 +258,27 @@ class Transformer(lora.Adapted):
       return params
     axes = sharding.axes_of(self)
     return sharding.gathered(layout, params, {x: axes[x] for x in params})
+
+
+def _flat(
+  layout: sharding.Layout | None, x: Shaped[Array, "B L *any"]
+) -> Shaped[Array, "T *any"]:
+  """Returns tokens side by side, those of each device together."""
+  if layout is not None and layout.size("length") > 1:
+    x = sharding.by_device(layout, x)
+  return x.reshape(-1, *x.shape[2:])
+
+
+def _unflat(
+  layout: sharding.Layout | None,
+  x: Shaped[Array, "T *any"],
+  shape: tuple[int, ...],
+) -> Shaped[Array, "B L *any"]:
+  rest = x.shape[1:]
+  if layout is None or layout.size("length") == 1:
+    return x.reshape(*shape, *rest)
+  parts = x.reshape(layout.size("tokens"), -1, *rest)
+  return sharding.by_row(layout, parts, shape)
 
 
 def _blocks(

@@ -311,6 +311,13 @@ class Experiment:
         why = f"no number below divides over {over}; use none"
         checks.refuse(self.batch, "tail_rows", "rows", why=why, where="batch")
       rows["batch.tail_rows"] = tail
+    context = self.placement.learner.context
+    if self.batch.length % context:
+      fit = -(-self.batch.length // context) * context
+      raise ValueError(
+        f"batch.length={self.batch.length} does not divide over "
+        f"placement.learner.context={context}; use {fit}"
+      )
     axes = policy_lib.of(self.model).axes
     for name, mesh in self.placement.meshes.items():
       split = rows if name == "learner" else self.engine.split_rows

@@ -240,7 +240,7 @@ def _on_mesh(
       f"for tests on one device, and the mesh has {layout.mesh.size}; use auto"
     )
   everywhere = sharding.MESH_AXES
-  rows = everywhere[:2]
+  rows = sharding.TOKEN_AXES
   graphdef, state = nnx.split(moe.router)
   params = moe.values() | {"router": nnx.to_pure_dict(state)}
   axes = sharding.follow(sharding.axes_of(moe), params)
@@ -269,7 +269,7 @@ def _on_mesh(
     return y, jax.lax.psum(sums, rows), placed, taken
 
   tokens = len(x)
-  padding = -tokens % layout.num_batch
+  padding = -tokens % layout.size("tokens")
   x, copies, chosen = jax.tree.map(
     lambda leaf: jnp.pad(leaf, [(0, padding)] + [(0, 0)] * (leaf.ndim - 1)),
     (x, copies, chosen),
@@ -286,9 +286,8 @@ def _on_mesh(
 
 def _specs(axes: Any, layout: sharding.Layout) -> Any:
   """Returns where parameters lie when the devices' programs start."""
-  split = {"experts": "expert", "mlp": "tensor"}
-  if layout.rules.of("embed") == ("data",):
-    split["embed"] = "data"
+  split: dict[str | None, Any] = {"experts": "expert", "mlp": "tensor"}
+  split["embed"] = _gathered(layout)
 
   def spec(names):
     if "experts" not in names:
@@ -299,14 +298,22 @@ def _specs(axes: Any, layout: sharding.Layout) -> Any:
 
 
 def _whole(params: Any, axes: Any, layout: sharding.Layout) -> Any:
-  """Gathers experts over "data", where their gradients are scattered."""
+  """Gathers experts' widths, where their gradients are scattered."""
+
+  names = _gathered(layout)
 
   def gather(spec, leaf):
-    if "data" not in spec:
+    if names is None or names not in spec:
       return leaf
-    return jax.lax.all_gather(leaf, "data", axis=spec.index("data"), tiled=True)
+    return jax.lax.all_gather(leaf, names, axis=spec.index(names), tiled=True)
 
   return jax.tree.map(gather, _specs(axes, layout), params)
+
+
+def _gathered(layout: sharding.Layout) -> tuple[str, ...] | str | None:
+  """Returns the axes over which the width of experts is gathered in use."""
+  names = layout.rules.of("embed")
+  return jax.P(names)[0] if set(names) <= {"data", "context"} else None
 
 
 def _aux(

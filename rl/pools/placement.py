@@ -4,11 +4,10 @@ import dataclasses
 import importlib.metadata
 import importlib.util
 import itertools
-from collections.abc import Mapping
-from typing import Literal, NamedTuple, get_args
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
-import numpy as np
 
 from models import sharding
 from rl.settings import checks
@@ -18,7 +17,6 @@ _PLATFORMS = ("cpu", "gpu", "tpu")
 _GPUS = ("cuda", "rocm")
 _EXTRAS = {"gpu": "cuda", "tpu": "tpu"}
 _MAX_DEVICES = 2**20
-_AXIS_TYPES = (jax.sharding.AxisType.Auto,) * len(sharding.MESH_AXES)
 
 Kind = Literal["compute", "bandwidth", "any"]
 """The strength of a pool's devices.
@@ -31,12 +29,15 @@ any: neither stands out, or all pools are alike.
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshSpec:
-  """A mesh of `data * expert * tensor` devices.
+  """A mesh of `data * expert * context * tensor` devices.
 
   Attributes:
     data: rows of a batch, or of the cache, are split over this axis, and with
       `sharding.TRAIN` every matrix of parameters.
     expert: experts are split over this axis, and rows as well.
+    context: the tokens of a row are split over this axis, for long ones. Each
+      device computes what its own tokens attend to, from the keys of the whole
+      row. Of the learner only.
     tensor: heads, MLPs and the vocabulary are split over this axis.
     rules: which logical axis lies on which of these, such as
       `--config.placement.learner.rules.embed=none`.
@@ -45,6 +46,7 @@ class MeshSpec:
 
   data: int = 1
   expert: int = 1
+  context: int = 1
   tensor: int = 1
   rules: sharding.Rules = sharding.TRAIN
   first_device: int | None = None
@@ -52,18 +54,21 @@ class MeshSpec:
   @property
   def size(self) -> int:
     """Number of devices."""
-    return self.data * self.expert * self.tensor
+    return self.data * self.expert * self.context * self.tensor
 
   @property
   def plan(self) -> sharding.Layout:
     """Layout on such a mesh, of devices that need not exist."""
-    sizes = (self.data, self.expert, self.tensor)
-    return sharding.Layout(
-      jax.sharding.AbstractMesh(
-        sizes, sharding.MESH_AXES, axis_types=_AXIS_TYPES
-      ),
-      self.rules,
-    )
+    return sharding.Layout(sharding.plan_mesh(**self._sizes), self.rules)
+
+  @property
+  def _sizes(self) -> dict[str, int]:
+    return {axis: getattr(self, axis) for axis in sharding.MESH_AXES}
+
+  def layout(self, devices: Sequence[Any]) -> sharding.Layout:
+    """Returns the layout on `size` devices."""
+    mesh = sharding.make_mesh(**self._sizes, devices=devices)
+    return sharding.Layout(mesh, self.rules)
 
 
 class EngineInfo(NamedTuple):
@@ -188,6 +193,11 @@ class Placement:
       checks.at_least(spec, 1, *sharding.MESH_AXES, where=where)
       checks.at_least(spec, 0, "first_device", where=where)
       spec.rules.check(f"{where}.rules")
+      if name != "learner" and spec.context > 1:
+        raise ValueError(
+          f"{where}.context={spec.context}: only the learner splits rows; use "
+          f"1, or {where}.tensor or replicas for more devices"
+        )
     if self.num_devices > _MAX_DEVICES:
       raise ValueError(
         f"placement needs {self.num_devices} devices, {_MAX_DEVICES} at most; "
@@ -244,7 +254,7 @@ class Placement:
         of its platform.
     """
     try:
-      devices = np.array(jax.devices(self.platform))
+      devices = jax.devices(self.platform)
     except RuntimeError as error:
       wanted, out = self.platform, ""
       if wanted is not None and not has_plugin(wanted):
@@ -269,7 +279,7 @@ class Placement:
     for pool in self.pools:
       specs += [pool.mesh] * pool.replicas
     return tuple(
-      _layout(spec, devices[list(where)])
+      spec.layout([devices[i] for i in where])
       for spec, where in zip(specs, self.ranges, strict=True)
     )
 
@@ -282,9 +292,3 @@ def has_plugin(platform: str) -> bool:
   return platform == "cpu" or any(
     name in plugin.name for plugin in found for name in _GPUS
   )
-
-
-def _layout(spec: MeshSpec, devices: np.ndarray) -> sharding.Layout:
-  grid = devices.reshape(spec.data, spec.expert, spec.tensor)
-  mesh = jax.sharding.Mesh(grid, sharding.MESH_AXES, axis_types=_AXIS_TYPES)
-  return sharding.Layout(mesh, spec.rules)

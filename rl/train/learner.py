@@ -218,7 +218,7 @@ class Learner:
 
   def place(self, batch: batch_lib.Batch) -> batch_lib.Batch:
     """Returns the batch on the mesh."""
-    return jax.device_put(batch, self._layout.sharding("batch"))
+    return jax.device_put(batch, self._layout.sharding("batch", "length"))
 
   def score(
     self, params: definition.Params, batch: batch_lib.Batch

@@ -209,5 +209,5 @@ class _TeacherProgram:
     # Experts that the engine recorded are those of the policy.
     own = batch._replace(experts=None)
     params = jax.device_put(self._params, self._where)
-    own = jax.device_put(own, self._layout.sharding("batch"))
+    own = jax.device_put(own, self._layout.sharding("batch", "length"))
     return self._score(params, own)

@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import functools
 import itertools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +24,6 @@ from tests.helpers import small_models
 
 pytestmark = pytest.mark.compiled
 
-AUTO = (jax.sharding.AxisType.Auto,) * 3
 CONFIG = dataclasses.replace(small_models.CONFIG, lora=lora.Lora(rank=2))
 DTYPES = ("same", "bfloat16", "int8")
 MESHES = list(itertools.product((1, 2), repeat=3))
@@ -85,8 +85,7 @@ def num_bytes(tree):
 def layout(sizes, rules):
   """Of the first devices, or for decoding of the last ones."""
   devices = jax.devices()[:: -1 if rules is sharding.DECODE else 1]
-  grid = np.array(devices[: np.prod(sizes)]).reshape(sizes)
-  mesh = jax.sharding.Mesh(grid, sharding.MESH_AXES, axis_types=AUTO)
+  mesh = sharding.make_mesh(*sizes, devices=devices[: math.prod(sizes)])
   return sharding.Layout(mesh, rules)
 
 

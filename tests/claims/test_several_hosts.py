@@ -27,8 +27,7 @@ jax.distributed.initialize(address, 2, int(process))
 from models import sharding
 from models.hf import config as hf_config, export, load, safetensors_io
 config = hf_config.load(source)
-grid = np.array(jax.devices()).reshape(2, 2, 1)
-layout = sharding.Layout(jax.sharding.Mesh(grid, sharding.MESH_AXES))
+layout = sharding.Layout(sharding.make_mesh(2, 2))
 with safetensors_io.TensorFiles(source) as files:
   params = load.place(files, config, layout)
 export.export(target, params, config)

@@ -267,8 +267,7 @@ def test_adapters_on_eight_devices_agree_with_one():
   config = model(vocab_size=16, num_kv_heads=2)
   params = noisy(config)
   batch = rows(8)
-  grid = np.asarray(jax.devices()[:8]).reshape(2, 2, 2)
-  layout = sharding.Layout(jax.sharding.Mesh(grid, sharding.MESH_AXES))
+  layout = sharding.Layout(sharding.make_mesh(2, 2, 2))
 
   def loss(trainable, frozen, layout=None):
     params = lora.join(trainable, frozen)

@@ -5,7 +5,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from models import config as config_lib
@@ -18,14 +17,9 @@ from models import (
 )
 from models import policy as policy_lib
 
-AUTO = (jax.sharding.AxisType.Auto,) * 3
-
 
 def make_plan(data=1, expert=1, tensor=1, rules=sharding.TRAIN):
-  mesh = jax.sharding.AbstractMesh(
-    (data, expert, tensor), sharding.MESH_AXES, axis_types=AUTO
-  )
-  return sharding.Layout(mesh, rules)
+  return sharding.Layout(sharding.plan_mesh(data, expert, tensor), rules)
 
 
 def by_name(config, layout):
@@ -79,10 +73,7 @@ def test_the_rows_are_all_parameters(config):
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
 def test_planned_bytes_are_those_of_arrays():
   config = config_lib.tiny_moe(num_layers=1)
-  devices = np.array(jax.devices()[:8]).reshape(2, 2, 2)
-  layout = sharding.Layout(
-    jax.sharding.Mesh(devices, sharding.MESH_AXES, axis_types=AUTO)
-  )
+  layout = sharding.Layout(sharding.make_mesh(2, 2, 2))
   plan = make_plan(2, 2, 2)
   params = jax.device_put(
     jax.tree.map(jnp.zeros_like, policy_lib.of(config).shapes),
@@ -165,10 +156,7 @@ def test_estimated_activations_are_within_a_factor_of_two(remat, num_experts):
     d_expert=192,
     compute=config_lib.Compute(remat=remat),
   )
-  devices = np.array(jax.devices()[:4]).reshape(2, 1, 2)
-  layout = sharding.Layout(
-    jax.sharding.Mesh(devices, sharding.MESH_AXES, axis_types=AUTO)
-  )
+  layout = sharding.Layout(sharding.make_mesh(2, 1, 2))
   found = temporary_bytes(config, layout, 8, 128)
   plan = make_plan(2, 1, 2)
   planned = memory_report.activation_bytes(config, plan, rows=8, length=128)

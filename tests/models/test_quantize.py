@@ -15,7 +15,6 @@ from tests.helpers import small_models
 
 pytestmark = pytest.mark.compiled
 
-AUTO = (jax.sharding.AxisType.Auto,) * 3
 CONFIG = dataclasses.replace(
   small_models.CONFIG, compute=config_lib.Compute(moe_block=4)
 )
@@ -165,8 +164,7 @@ def test_a_model_of_bfloat16_multiplies_out_to_bfloat16():
 @pytest.mark.parametrize("rules", ["TRAIN", "DECODE"])
 @pytest.mark.parametrize("config", [CONFIG, TIED], ids=["untied", "tied"])
 def test_a_quantised_model_on_a_mesh_is_that_of_one_device(config, rules):
-  devices = np.array(jax.devices()[:8]).reshape(2, 2, 2)
-  mesh = jax.sharding.Mesh(devices, sharding.MESH_AXES, axis_types=AUTO)
+  mesh = sharding.make_mesh(2, 2, 2)
   layout = sharding.Layout(mesh, getattr(sharding, rules))
   small = quantize.quantize(make_params(config))
   axes = sharding.follow(policy_lib.of(config).axes, small)

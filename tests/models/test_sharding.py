@@ -18,7 +18,6 @@ pytestmark = pytest.mark.compiled
 needs_devices = pytest.mark.skipif(
   jax.device_count() < 8, reason="needs 8 devices"
 )
-AUTO = (jax.sharding.AxisType.Auto,) * 3
 SHAPES = [
   (data, expert, 8 // data // expert)
   for data in (1, 2, 4, 8)
@@ -49,16 +48,11 @@ def make_config(**overrides):
 
 
 def make_layout(data=1, expert=1, tensor=1, rules=sharding.TRAIN):
-  size = data * expert * tensor
-  devices = np.array(jax.devices()[:size]).reshape(data, expert, tensor)
-  mesh = jax.sharding.Mesh(devices, sharding.MESH_AXES, axis_types=AUTO)
-  return sharding.Layout(mesh, rules)
+  return sharding.Layout(sharding.make_mesh(data, expert, tensor), rules)
 
 
 def make_plan(data=1, expert=1, tensor=1, **rules):
-  mesh = jax.sharding.AbstractMesh(
-    (data, expert, tensor), sharding.MESH_AXES, axis_types=AUTO
-  )
+  mesh = sharding.plan_mesh(data, expert, tensor)
   return sharding.Layout(mesh, sharding.Rules(**rules))
 
 
@@ -311,8 +305,8 @@ def test_rows_that_do_not_divide_are_refused_with_a_way_out():
   [
     (
       {"mlp": "tensr"},
-      "rules.mlp=tensr: a mesh has the axes data, expert, tensor; did you "
-      "mean tensor?",
+      "rules.mlp=tensr: a mesh has the axes data, expert, context, tensor; did "
+      "you mean tensor?",
     ),
     (
       {"embed": ("data", "data")},
@@ -330,6 +324,7 @@ def test_rows_that_do_not_divide_are_refused_with_a_way_out():
     ),
     # Logits would have rows and words on one axis.
     ({"vocab": "data"}, "rules.vocab=data: rows are split over data, and so"),
+    ({"length": None}, "rules.length=none: tokens of a row are split over con"),
     ({"batch": None}, "rules.batch=none: rows are split over data and expert"),
   ],
 )
@@ -342,11 +337,12 @@ def test_a_rule_that_no_mesh_can_follow_is_refused(rules, message):
 
 def test_a_mesh_of_other_axes_is_refused():
   config = make_config()
-  one = np.array(jax.devices()[:1]).reshape(1, 1, 1)
-  other = jax.sharding.Mesh(one, ("data", "expert", "model"), axis_types=AUTO)
-  with pytest.raises(ValueError, match=r"use \('data', 'expert', 'tensor'\)"):
+  one = np.array(jax.devices()[:1]).reshape(1, 1, 1, 1)
+  names = ("data", "expert", "context", "model")
+  other = jax.sharding.Mesh(one, names)
+  with pytest.raises(ValueError, match=r"'context', 'tensor'\)$"):
     validate(config, sharding.Layout(other))
-  explicit = (jax.sharding.AxisType.Explicit,) * 3
+  explicit = (jax.sharding.AxisType.Explicit,) * 4
   mesh = jax.sharding.Mesh(one, sharding.MESH_AXES, axis_types=explicit)
   with pytest.raises(ValueError, match=r"use jax.sharding.AxisType.Auto"):
     validate(config, sharding.Layout(mesh))

@@ -466,9 +466,7 @@ def test_a_mix_agrees_with_whole_rows_without_jit():
 
 def on_mesh(shape, rules, chunks):
   """Returns the dispatch, jitted for a mesh, with its parameters and pages."""
-  auto = (jax.sharding.AxisType.Auto,) * 3
-  mesh = jax.make_mesh(shape, sharding.MESH_AXES, axis_types=auto)
-  layout = sharding.Layout(mesh, rules)
+  layout = sharding.Layout(sharding.make_mesh(*shape), rules)
   pages = layout.sharding(*kv_cache.AXES)
   run = jax.jit(
     functools.partial(advance, chunks=chunks, layout=layout),

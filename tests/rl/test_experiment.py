@@ -83,6 +83,11 @@ def test_settings_that_fit_together_are_accepted(experiment, overrides):
       " use algorithm.advantage=reinforce",
     ),
     (
+      {"placement.learner.context": "3", "batch.length": "64"},
+      "batch.length=64 does not divide over placement.learner.context=3; use"
+      " 66",
+    ),
+    (
       {"batch.length": "31"},
       "batch.length=31 is below rollout.max_tokens=32; an episode would not"
       " fit; use 32 or more",
@@ -148,7 +153,7 @@ def test_settings_that_fit_together_are_accepted(experiment, overrides):
     (
       {"placement.decode.rules.mlp": "tensr"},
       "placement.decode.rules.mlp=tensr: a mesh has the axes data, expert,"
-      " tensor; did you mean tensor?",
+      " context, tensor; did you mean tensor?",
     ),
     (
       {"placement.learner.rules.mlp": "data"},

@@ -269,10 +269,7 @@ def test_any_number_of_heads_shares_a_kv_head(form, kv_heads):
 
 
 def mesh_layout(data, expert, tensor, **rules):
-  devices = np.array(jax.devices()[: data * expert * tensor])
-  mesh = jax.sharding.Mesh(
-    devices.reshape(data, expert, tensor), sharding.MESH_AXES
-  )
+  mesh = sharding.make_mesh(data, expert, tensor)
   return sharding.Layout(mesh, sharding.Rules(**rules))
 
 
@@ -307,6 +304,28 @@ def test_a_mesh_gathers_nothing_and_changes_nothing(form):
   assert "dot" in text
   for collective in ("all-gather", "all-reduce", "all-to-all", "permute"):
     assert f" {collective}" not in text
+
+
+@needs_devices
+@pytest.mark.parametrize("form", ["reference", "blockwise", "fused"])
+def test_devices_that_share_a_row_agree_with_one(form):
+  layout = sharding.Layout(sharding.make_mesh(data=2, tensor=2, context=2))
+  args = tokens(4, LENGTH)
+  token_mask = mask.packed_mask(segment_ids(SEGMENTS + SEGMENTS))
+  attend = functools.partial(whole, token_mask=token_mask, form=form)
+  expected = gradients(attend, args, args[0])
+  attend = functools.partial(attend, layout=layout)
+  actual = gradients(attend, args, args[0])
+  for a, e in zip(actual, expected, strict=True):
+    assert_close(a, e, 2e-6)
+  wide = layout.sharding("batch", "length", "heads", None)
+  program = jax.jit(attend).lower(*jax.device_put(args, wide)).compile()
+  out = program(*jax.device_put(args, wide))
+  assert out.sharding.shard_shape(out.shape)[1] == LENGTH // 2
+  # Keys and values come to the queries; these never leave their device.
+  text = program.as_text() or ""
+  assert " all-gather" in text
+  assert " all-to-all" not in text
 
 
 @needs_devices

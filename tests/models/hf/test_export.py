@@ -36,8 +36,7 @@ def random_params(config):
 
 
 def on_mesh():
-  grid = np.array(jax.devices()).reshape(2, 2, 2)
-  return sharding.Layout(jax.sharding.Mesh(grid, sharding.MESH_AXES))
+  return sharding.Layout(sharding.make_mesh(2, 2, 2))
 
 
 def assert_bits_equal(one, other):

@@ -27,9 +27,7 @@ def as_bfloat16(config):
 
 
 def mesh(data=2, expert=2, tensor=2):
-  devices = np.array(jax.devices()[: data * expert * tensor])
-  grid = devices.reshape(data, expert, tensor)
-  return jax.sharding.Mesh(grid, sharding.MESH_AXES)
+  return sharding.make_mesh(data, expert, tensor)
 
 
 def random_params(config, seed=0):

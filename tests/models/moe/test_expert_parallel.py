@@ -43,9 +43,7 @@ def weights(config):
 
 
 def layout_of(sizes):
-  auto = (jax.sharding.AxisType.Auto,) * 3
-  mesh = jax.make_mesh(sizes, sharding.MESH_AXES, axis_types=auto)
-  return sharding.Layout(mesh)
+  return sharding.Layout(sharding.make_mesh(*sizes))
 
 
 def stepper(config, layout):

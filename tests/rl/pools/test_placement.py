@@ -220,14 +220,22 @@ def test_a_mesh_without_devices_is_refused(name, fields):
     dataclasses.replace(Placement(), **{name: MeshSpec(**fields)}).validate()
 
 
+def test_only_the_learner_splits_rows():
+  Placement(learner=MeshSpec(context=2)).validate()
+  message = r"placement\.decode\.context=2: only the learner splits rows; use 1"
+  with pytest.raises(ValueError, match=message):
+    Placement(decode=MeshSpec(context=2)).validate()
+
+
 def test_meshes_are_disjoint_and_have_their_shape_and_axes():
   place = Placement(
     learner=MeshSpec(data=2, tensor=2), decode=MeshSpec(data=1, expert=4)
   )
   layouts = place.layouts()
   learner, decode = (layout.mesh for layout in layouts)
-  assert dict(learner.shape) == {"data": 2, "expert": 1, "tensor": 2}
-  assert dict(decode.shape) == {"data": 1, "expert": 4, "tensor": 1}
+  ones = dict.fromkeys(sharding.MESH_AXES, 1)
+  assert dict(learner.shape) == ones | {"data": 2, "tensor": 2}
+  assert dict(decode.shape) == ones | {"expert": 4}
   assert learner.axis_names == decode.axis_names == sharding.MESH_AXES
   assert [*layouts[0].devices, *layouts[1].devices] == jax.devices()[:8]
 

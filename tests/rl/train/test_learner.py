@@ -395,12 +395,15 @@ def build_whole(
   data: int = 1,
   expert: int = 1,
   tensor: int = 1,
+  context: int = 1,
   *,
   through_body: bool = True,
   critic: bool = True,
   balanced: bool = False,
 ) -> learner.Learner:
-  spec = placement.MeshSpec(data=data, expert=expert, tensor=tensor)
+  spec = placement.MeshSpec(
+    data=data, expert=expert, tensor=tensor, context=context
+  )
   layout, _ = placement.Placement(learner=spec, colocated=True).layouts()
   value = dataclasses.replace(EVERY_PART.value, through_body=through_body)
   weights = {"balance_weight": 1.0, "z_weight": 0.1} if balanced else {}
@@ -546,8 +549,14 @@ def test_how_trajectories_are_packed_changes_nothing(num_batches, layout):
     ((1, 1, 1), lambda: scored_episodes.alone(episodes(), **WHOLE)),
     ((1, 1, 1), lambda: pack_all(**WHOLE, share_prompts=True)),
     ((2, 2, 2), lambda: pack_all(**WHOLE)),
+    ((1, 2, 1, 2), lambda: pack_all(**WHOLE)),
+    pytest.param(
+      (2, 1, 2, 2),
+      lambda: pack_all(**WHOLE, share_prompts=True),
+      marks=pytest.mark.slow,
+    ),
   ],
-  ids=["unpacked", "shared", "eight devices"],
+  ids=["unpacked", "shared", "eight devices", "context", "context, shared"],
 )
 def test_the_router_of_all_tokens_at_once_is_balanced_alike(mesh, layout):
   """Padding has no weight, and a shared prompt that of its copies."""
