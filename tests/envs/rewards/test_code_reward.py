@@ -7,7 +7,7 @@ import pytest
 
 from envs import base
 from envs.rewards import code_reward
-from envs.sandbox import sandbox
+from envs.sandbox import bubblewrap, sandbox
 
 TESTS = """
 assert add(2, 3) == 5
@@ -158,7 +158,7 @@ def test_of_exceptions():
 @needs_bubblewrap
 def test_a_failing_sandbox_is_a_fault_and_no_reward(monkeypatch, tmp_path):
   monkeypatch.setenv("PATH", str(tmp_path))
-  with pytest.raises(sandbox.SandboxError):
+  with pytest.raises(bubblewrap.SandboxError):
     reward(RIGHT)
 
 
