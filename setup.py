@@ -10,7 +10,8 @@ JAX = ">=0.8.3,<0.13"
 ENVS = ["textarena>=0.7.3", "gymnasium>=1.0"]
 # One of its dependencies must be compiled, so it is no part of "all".
 REASONING = ["reasoning-gym>=0.1.25"]
-REWARDS = ["math-verify>=0.8", "jsonschema>=4.23"]
+# A client of HTTP: rewards computed by servers, and judges.
+REWARDS = ["math-verify>=0.8", "jsonschema>=4.23", "httpx2>=2.5"]
 # The WebSocket of OpenEnv servers.
 OPENENV = ["websockets>=15"]
 # Methods of a class as tools.

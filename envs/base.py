@@ -4,7 +4,7 @@ import dataclasses
 import json
 import types
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Protocol, runtime_checkable
 
 Role = Literal["system", "user", "assistant", "tool"]
@@ -334,6 +334,44 @@ class Reward(Protocol):
   ) -> Sequence[Grade]:
     """Returns one grade for each transcript, in order."""
     ...
+
+
+@runtime_checkable
+class Offloaded(Protocol):
+  """A reward, or a part of one, whose work is done elsewhere.
+
+  It is a setting too, so connections and processes are kept beside it, for each
+  event loop. They begin when it is first called, at the latest.
+  """
+
+  async def open(self) -> None:
+    """Checks that the other side can be used; called before a run.
+
+    Raises:
+      OSError: it cannot, with the way out.
+    """
+    ...
+
+  async def close(self) -> None:
+    """Ends connections and processes; a later call begins others."""
+    ...
+
+  def counts(self) -> Mapping[str, float]:
+    """Returns costs since `open`, by name; of all that are called alike the
+    sum is reported as `rewards/<name>`.
+    """
+    ...
+
+
+def parts(reward: object) -> Iterator[Any]:
+  """Yields a reward, or another setting, and all settings in its fields."""
+  if dataclasses.is_dataclass(reward) and not isinstance(reward, type):
+    yield reward
+    for field in dataclasses.fields(reward):
+      yield from parts(getattr(reward, field.name))
+  elif isinstance(reward, tuple | list):
+    for part in reward:
+      yield from parts(part)
 
 
 def check_task(reward: Reward, task: Task) -> None:

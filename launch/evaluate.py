@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import json
 import pathlib
+import sys
 
 from absl import app
 from absl import flags as absl_flags
@@ -11,7 +12,7 @@ from absl import flags as absl_flags
 from launch.cli import flags, workdir
 from launch.run import load_run
 from rl import experiment as experiment_lib
-from rl.rollout import evaluate
+from rl.rollout import evaluate, grading
 
 _RUN = absl_flags.DEFINE_string(
   "run", None, "Directory of a run.", required=True
@@ -42,6 +43,10 @@ async def _evaluate(
   experiment: experiment_lib.Experiment, run_dir: pathlib.Path
 ) -> None:
   async with load_run.restored(experiment, run_dir) as (parts, found):
+    try:
+      await parts.player.graders.open()
+    except grading.RewardUnreachable as error:
+      sys.exit(f"error: {error}")
     await parts.start(found.state, found.step)
     settings = experiment.evaluation
     outcome, _ = await parts.watchdog.wait(

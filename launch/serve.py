@@ -73,7 +73,9 @@ def main() -> None:
         one_temperature=_ONE_TEMPERATURE.value,
         answer_s=_ANSWER_S.value,
       )
-      port = closing.enter_context(_bind())
+      port = closing.enter_context(
+        http_server.bind_flags(_HOST.value, _PORT.value)
+      )
       record = closing.enter_context(_open_record(_RECORD.value))
       loading = _loading()
     sys.exit(asyncio.run(_Server(serving, port, record).serve(loading)))
@@ -98,16 +100,6 @@ def _loading() -> contextlib.AbstractAsyncContextManager[
     directory = pathlib.Path(model)
     return served_model.of_directory(hosting, directory, chat, _progress)
   raise overrides.SettingError("name one of --run=DIR and --model=DIR")
-
-
-def _bind() -> socket.socket:
-  try:
-    return http_server.bind(_HOST.value, _PORT.value)
-  except OSError as error:
-    raise overrides.SettingError(
-      f"--host={_HOST.value} --port={_PORT.value} cannot be used: "
-      f"{error.strerror}; use --port=0 for any free port"
-    ) from error
 
 
 def _open_record(path: str | None) -> TextIO:

@@ -66,6 +66,7 @@ class Parts:
   async def close(self) -> None:
     """Ends the engine and the threads; safe when nothing was started."""
     await asyncio.gather(*self.player.closing)
+    await self.player.graders.close()
     await self.router.close()
     for thread in (*self.decode_threads, self.learner_thread):
       thread.close()
@@ -296,7 +297,8 @@ def coordinate(
 
 def _gauges(parts: Parts) -> dict[str, float]:
   """Returns counters of routing and of rewards, since the run began."""
-  rewards = dataclasses.asdict(parts.player.graders.stats())
+  graders = parts.player.graders
+  rewards = dataclasses.asdict(graders.stats()) | graders.costs()
   return {
     **parts.router.describe(),
     "environments_late": float(len(parts.player.late)),

@@ -261,6 +261,13 @@ class Experiment:
     bound = f"the {episode_s:g} s that an episode may take"
     out = "raise it or lower rollout.max_turns, step_s or grading"
     checks.enough("progress_timeout_s", given, episode_s, bound, out)
+    deadline_s = limits.grading.deadline_s
+    for part in base.parts(self.reward):
+      timeout_s = getattr(part, "timeout_s", 0.0)
+      bound = f"timeout_s={timeout_s:g} of reward {short_names.of(part)}"
+      out = "raise it, or the error of a slow call would not name the URL"
+      where = "rollout.grading.deadline_s"
+      checks.enough(where, deadline_s, timeout_s, bound, out)
 
   def _validate_lengths(self) -> None:
     self._validate_vocabulary()

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.process  # It asks git for the files.
 FLOORS = {
   "envs": [
     ["envs"],
-    ["envs.sandbox"],
+    ["envs.offload", "envs.sandbox"],
     ["envs.rewards", "envs.suites", "envs.tools"],
   ],
   "models": [

@@ -22,7 +22,7 @@ import numpy as np
 from starlette import applications, exceptions, requests, responses, routing
 
 from launch.openai import answers as openai_answers
-from launch.openai import disconnect, json_fields
+from launch.openai import disconnect, http_server, json_fields
 from launch.openai import replies as openai_replies
 from launch.openai import requests as openai_requests
 from models.chat import answer_grammar
@@ -334,20 +334,10 @@ class _Api:
       return self._sessions.open(path or header)
 
   async def _body(self, request: requests.Request) -> dict[str, Any]:
-    body, limit = bytearray(), self._serving.max_body
-    try:
-      async with asyncio.timeout(self._serving.body_s):
-        async for chunk in request.stream():
-          body += chunk
-          if len(body) > limit:
-            raise json_fields.BadRequest(f"the body is over {limit} bytes")
-    except TimeoutError:
-      raise json_fields.BadRequest(
-        f"the body took over {self._serving.body_s:g} s", status=408
-      ) from None
-    except requests.ClientDisconnect:
-      raise disconnect.ClientGone from None
-    return json_fields.loads(bytes(body))
+    serving = self._serving
+    return json_fields.loads(
+      await http_server.body(request, serving.max_body, serving.body_s)
+    )
 
 
 async def _first(events: AsyncGenerator[bytes]) -> bytes:

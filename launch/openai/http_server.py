@@ -1,4 +1,4 @@
-"""Serves an ASGI application on a port while the body of a `with` runs."""
+"""Serves an ASGI application on a port, and receives bodies within limits."""
 
 import asyncio
 import contextlib
@@ -7,6 +7,10 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import uvicorn
+from starlette import requests
+
+from launch.openai import disconnect, json_fields
+from rl.settings import annotations
 
 
 class _Server(uvicorn.Server):
@@ -25,6 +29,31 @@ class _Server(uvicorn.Server):
     yield
 
 
+async def body(
+  request: requests.Request, max_bytes: int, seconds: float
+) -> bytes:
+  """Returns the body of a request.
+
+  Raises:
+    BadRequest: it is too long, or takes too long.
+    ClientGone: the client disconnected.
+  """
+  received = bytearray()
+  try:
+    async with asyncio.timeout(seconds):
+      async for chunk in request.stream():
+        received += chunk
+        if len(received) > max_bytes:
+          raise json_fields.BadRequest(f"the body is over {max_bytes} bytes")
+  except TimeoutError:
+    raise json_fields.BadRequest(
+      f"the body took over {seconds:g} s", status=408
+    ) from None
+  except requests.ClientDisconnect:
+    raise disconnect.ClientGone from None
+  return bytes(received)
+
+
 def bind(host: str = "127.0.0.1", port: int = 0) -> socket.socket:
   """Returns a socket bound to a port and not yet listening; 0 is any free one.
 
@@ -41,6 +70,21 @@ def bind(host: str = "127.0.0.1", port: int = 0) -> socket.socket:
     bound.close()
     raise
   return bound
+
+
+def bind_flags(host: str, port: int) -> socket.socket:
+  """Binds to what --host and --port say; see `bind`.
+
+  Raises:
+    SettingError: they cannot be used.
+  """
+  try:
+    return bind(host, port)
+  except OSError as error:
+    raise annotations.SettingError(
+      f"--host={host} --port={port} cannot be used: {error.strerror}; use "
+      "--port=0 for any free port"
+    ) from error
 
 
 @contextlib.asynccontextmanager

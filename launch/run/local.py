@@ -34,7 +34,7 @@ from rl import assemble, initial_state
 from rl import experiment as experiment_lib
 from rl.loop import coordinator
 from rl.loop import progress as progress_lib
-from rl.rollout import evaluate
+from rl.rollout import evaluate, grading
 from rl.runtime import checkpoint, trace
 from rl.runtime import watchdog as watchdog_lib
 from rl.train import skipped_updates
@@ -66,6 +66,7 @@ def train(
     checkpoint.Mismatch,
     checkpoint.Unsaved,
     round_warnings.NothingTrained,
+    grading.RewardUnreachable,
   ) as error:
     screen.note(f"error: {error}")
     return 1
@@ -190,6 +191,7 @@ class _Run(progress_lib.RunObserver):
       self._dir, first_round=progress.trained + 1
     )
     self._closing.callback(self._metrics.close)
+    await self._parts.player.graders.open()
     await self._parts.start(
       progress.state,
       progress.trained,

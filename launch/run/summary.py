@@ -32,6 +32,23 @@ def conclude(run_dir: pathlib.Path, work: trace.TrackOverlap, log: Log) -> int:
   return print_verdict(verdict, log)
 
 
+def log_offloaded(run_dir: pathlib.Path, log: Log) -> None:
+  """Logs the cost of rewards that were computed elsewhere."""
+  rows = list(run_files.lines(run_dir / "metrics.jsonl", []))
+  costs = {
+    name.removeprefix("rewards/"): value
+    for name, value in (rows[-1] if rows else {}).items()
+    if name.startswith("rewards/")
+  }
+  if "offloaded_calls" in costs:
+    log(
+      f"rewards elsewhere: {costs['offloaded_calls']:,.0f} calls, "
+      f"{costs['billed_s']:,.1f} s billed, {costs['cold_starts']:,.0f} cold "
+      f"starts, {costs['hedges']:,.0f} hedges; {costs['retries']:,.0f} "
+      f"retries, {costs['faults']:,.0f} faults"
+    )
+
+
 def print_verdict(verdict: log_check.Verdict, log: Log) -> int:
   """Logs the verdict on the event log; returns 1 if an invariant broke."""
   log(verdict.summary)

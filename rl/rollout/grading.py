@@ -11,6 +11,7 @@ result after the deadline of its call is discarded.
 """
 
 import asyncio
+import collections
 import contextlib
 import dataclasses
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -88,6 +89,10 @@ class Stats:
   queue_s: float = 0.0
 
 
+class RewardUnreachable(Exception):
+  """The place where a reward is computed cannot be used."""
+
+
 def refuse_stateful(reward: object) -> None:
   """Raises ValueError on a reward that needs more than text."""
   name = type(reward).__name__
@@ -131,6 +136,11 @@ class Graders:
   ):
     refuse_stateful(reward)
     self._alone = base.alone(reward)
+    both = (*base.parts(reward), *base.parts(self._alone))
+    # Equal settings share their connections and processes.
+    self._offloaded = list(
+      dict.fromkeys(one for one in both if isinstance(one, base.Offloaded))
+    )
     if max_concurrent < 1:
       raise ValueError(f"max_concurrent={max_concurrent} must be at least 1")
     self._reward = reward
@@ -140,6 +150,30 @@ class Graders:
     self._places = asyncio.Semaphore(max_concurrent)
     self._late: set[asyncio.Task[Any]] = set()
     self._stats = Stats()
+
+  async def open(self) -> None:
+    """Checks the places where rewards are computed, before a run.
+
+    Raises:
+      RewardUnreachable: one of them cannot be used.
+    """
+    try:
+      for one in self._offloaded:
+        await one.open()
+    except (OSError, ValueError) as error:
+      raise RewardUnreachable(f"reward: {error}") from error
+
+  async def close(self) -> None:
+    """Ends connections and processes of rewards; safe when there are none."""
+    for one in self._offloaded:
+      await one.close()
+
+  def costs(self) -> dict[str, float]:
+    """Returns the costs of rewards computed elsewhere, by name, summed up."""
+    costs: collections.Counter[str] = collections.Counter()
+    for one in self._offloaded:
+      costs.update(one.counts())
+    return dict(costs)
 
   @property
   def compares(self) -> bool:

@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from envs.offload import process_pool
 from envs.rewards import rewards
 from launch.report import metric_docs
 from launch.run import local
@@ -64,10 +65,10 @@ def test_without_the_page_nothing_is_explained(tmp_path):
 
 
 # As much as one run can have: a critic, a KL, a correction, experts, late
-# tokens, evaluations.
+# tokens, evaluations, a reward computed elsewhere.
 EVERYTHING = experiment.Experiment(
   environment=fakes.Counting(turns=2),
-  reward=rewards.Outcome(),
+  reward=process_pool.ProcessPool(reward=rewards.Outcome()),
   model=model_config.tiny_moe(
     vocab_size=7, num_layers=1, d_model=32, max_length=16
   ),

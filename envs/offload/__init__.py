@@ -1,0 +1,1 @@
+"""Rewards computed elsewhere: in processes, by an HTTP function, by Ray."""
