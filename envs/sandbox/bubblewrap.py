@@ -68,6 +68,13 @@ class SandboxError(RuntimeError):
   """No sandbox on this machine; nothing of the code has run."""
 
 
+def check() -> None:
+  """Raises SandboxError where there cannot be a sandbox; starts none."""
+  _filter()
+  for name in ("bwrap", "prlimit"):
+    _tool(name)
+
+
 class Process:
   """A program in a sandbox of its own; `start` makes one, `end` is due then.
 

@@ -1,6 +1,8 @@
 """A plain class as a source: `reset` opens an episode, its methods are tools.
 
-The contract is that of TRL's `environment_factory`:
+Tools may also come from toolboxes, such as a Python interpreter or an MCP
+server, beside the class or without one. The contract of the class is that of
+TRL's `environment_factory`:
 
   reset(**row) -> str | None   begins an episode; returns the user's message
   get_reward() -> float        scores it once it is over; may be left out
@@ -13,6 +15,7 @@ and, of ours, for a warm start, which may be left out together:
   explore(seed) -> ..          returns a random one; a seed gives the same again
 """
 
+import contextlib
 import dataclasses
 import inspect
 import re
@@ -44,20 +47,26 @@ class ToolEnvironment:
   must follow from it. If the row has a field `prompt`, its messages come first,
   and the text of `reset` is added to the last.
 
+  Without a class a row's field `prompt` is the conversation, and the reward is
+  that of the run. A toolbox that fails ends the episode with ENV_FAULT.
+
   For a demonstration another object of the class is brought to the same point:
   `reset`, then the calls so far. Then its `oracle` or `explore` answers.
 
   Attributes:
     make: the class; each episode has an object of its own.
+    toolboxes: more tools; all names must differ.
     rows: None: `reset` gets `seed` alone.
     answer: the field with the final answer, for rewards that compare.
     system: begins a conversation that has no system message.
     max_turns: answers; the last one ends the episode after its calls. Not
       above `rollout.max_turns`, which would end it without a reward.
-    name: the first part of every task id; that of the class by default.
+    name: the first part of every task id; that of the class by default, or
+      "tools".
   """
 
-  make: type[Any]
+  make: type[Any] | None = None
+  toolboxes: tuple[tools.Toolbox, ...] = ()
   rows: rows_lib.Rows | None = None
   answer: str | None = None
   system: str | None = None
@@ -65,16 +74,22 @@ class ToolEnvironment:
   name: str = ""
 
   def __post_init__(self) -> None:
-    if not isinstance(self.make, type):
+    if self.make is None and not (self.toolboxes and self.rows is not None):
+      raise ValueError(
+        "make=none needs toolboxes with the tools, and rows with a field prompt"
+      )
+    if self.make is not None and not isinstance(self.make, type):
       raise ValueError(f"make={self.make!r} must be a class")
     if self.max_turns < 1:
       raise ValueError(f"max_turns={self.max_turns} must be at least 1")
     if not self.name:
-      words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", self.make.__name__)
+      own = self.make.__name__ if self.make is not None else "tools"
+      words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", own)
       object.__setattr__(self, "name", words.lower())
     base.check_name(self.name)
-    for method in _RESERVED:
-      self._check_reserved(method)
+    if self.make is not None:
+      for method in _RESERVED:
+        self._check_reserved(self.make, method)
     self.tools  # noqa: B018
     if self.rows is None:
       self.arguments(0, {}, "without rows")
@@ -84,9 +99,9 @@ class ToolEnvironment:
           "give rows, or let get_reward compare"
         )
 
-  def _check_reserved(self, method: str) -> None:
-    where = f"{self.make.__qualname__}.{method}"
-    function = getattr(self.make, method, None)
+  def _check_reserved(self, make: type[Any], method: str) -> None:
+    where = f"{make.__qualname__}.{method}"
+    function = getattr(make, method, None)
     if function is None and method != "reset":
       return
     if not inspect.isfunction(function):
@@ -105,15 +120,18 @@ class ToolEnvironment:
 
   @property
   def tools(self) -> Mapping[str, tools.Tool]:
-    """The tools by name."""
-    return tools.of(self.make, _RESERVED)
+    """The tools of the class by name."""
+    return {} if self.make is None else tools.of(self.make, _RESERVED)
 
   def validate(self) -> None:
-    """Raises ValueError on a row that `reset` cannot take."""
+    """Raises ValueError on a toolbox, or a row, that cannot work."""
+    for toolbox in self.toolboxes:
+      if (check := getattr(toolbox, "validate", None)) is not None:
+        check()
     for record in self.rows.known() if self.rows is not None else ():
       self.arguments(0, record.fields, record.place)
       self._answer(record)
-      if record.fields.get("prompt") is not None:
+      if self.make is None or record.fields.get("prompt") is not None:
         record.messages("prompt", "ToolEnvironment")
 
   def task(self, index: int, split: base.Split) -> base.Task:
@@ -136,10 +154,11 @@ class ToolEnvironment:
   def check_demonstrations(self) -> None:
     """Raises ValueError unless the class has `oracle` and `explore`."""
     for method in _PLAYS:
-      if not hasattr(self.make, method):
+      if self.make is None or not hasattr(self.make, method):
         raise ValueError(
-          f"{self.make.__qualname__} has no demonstrations, for want of a "
-          f"method {method}; use warm_start=none, or add it"
+          f"{getattr(self.make, '__qualname__', self.name)} has no "
+          f"demonstrations, for want of a method {method}; use "
+          "warm_start=none, or add it"
         )
 
   def oracle(
@@ -161,6 +180,7 @@ class ToolEnvironment:
     answer: Callable[[Any], str | base.Message],
   ) -> str | base.Message:
     self.check_demonstrations()
+    assert self.make is not None
     played = self.make()
     try:
       record = self.record(task)
@@ -187,6 +207,8 @@ class ToolEnvironment:
       ValueError: it asks for one that is not there.
     """
     given = {"seed": seed, **fields}
+    if self.make is None:
+      return {}
     own = _parameters(self.make.reset)
     for p in own:
       if p.default is p.empty and p.kind not in _MANY and p.name not in given:
@@ -200,36 +222,66 @@ class ToolEnvironment:
 
 
 class _Episode:
-  """One object of the class, and the conversation with it."""
+  """One object of the class, its toolboxes, and the conversation with them."""
 
   def __init__(self, source: ToolEnvironment, task: base.Task):
     self._source = source
     self._task = task
     self._num_answers = 0
     self._object: Any = None
+    self._owners: dict[str, tools.OpenToolbox] = {}
+    self._closing = contextlib.AsyncExitStack()
     self.tools = [tool.schema for tool in source.tools.values()]
 
   async def start(self) -> Sequence[base.Message]:
-    return await threads.call(self._start)
+    said = await threads.call(self._start)
+    for toolbox in self._source.toolboxes:
+      opened = await toolbox.open()
+      self._closing.push_async_callback(opened.close)
+      for schema in opened.schemas:
+        name = schema["function"]["name"]
+        if name in self._owners or name in self._source.tools:
+          raise ValueError(f"two tools have the name {name}; leave one out")
+        self._owners[name] = opened
+        self.tools.append(schema)
+    return said
 
   async def step(self, answer: base.Message) -> base.Step:
     self._num_answers += 1
-    return await threads.call(self._step, answer)
+    messages, num_errors = [], 0
+    for asked in answer.tool_calls:
+      text, is_error = await self._call(asked)
+      num_errors += is_error
+      messages.append(
+        base.Message("tool", text, name=asked.name, tool_call_id=asked.id)
+      )
+    done = not messages or self._num_answers == self._source.max_turns
+    reward = 0.0
+    if done and hasattr(self._object, "get_reward"):
+      reward = await threads.call(self._object.get_reward)
+    return base.Step(
+      messages,
+      base.as_reward(reward),
+      done,
+      {"tool_calls": len(messages), "tool_errors": num_errors},
+    )
 
   async def close(self) -> None:
-    if hasattr(self._object, "close"):
-      await threads.call(self._object.close)
-    self._object = None
+    async with self._closing:
+      if hasattr(self._object, "close"):
+        await threads.call(self._object.close)
+      self._object = None
 
   def _start(self) -> Sequence[base.Message]:
-    source, task, said = self._source, self._task, []
+    source, task, said, text = self._source, self._task, [], None
     record = source.record(task)
     if record.fields.get("prompt") is not None:
       said = record.messages("prompt", "ToolEnvironment")
-    self._object = source.make()
-    text = self._object.reset(
-      **source.arguments(task.seed, record.fields, record.place)
-    )
+    if source.make is not None:
+      self._object = source.make()
+      text = self._object.reset(
+        **source.arguments(task.seed, record.fields, record.place)
+      )
     if text is not None and not isinstance(text, str):
       raise TypeError(f"reset returned {type(text).__name__}, not a text")
     if text is None and not said:
@@ -238,23 +290,11 @@ class _Episode:
     said.append(dataclasses.replace(last, content=last.content + (text or "")))
     return rows_lib.with_system(said, source.system)
 
-  def _step(self, answer: base.Message) -> base.Step:
-    messages, num_errors = [], 0
-    for asked in answer.tool_calls:
-      text, is_error = tools.call(self._source.tools, self._object, asked)
-      num_errors += is_error
-      messages.append(
-        base.Message("tool", text, name=asked.name, tool_call_id=asked.id)
-      )
-    done = not messages or self._num_answers == self._source.max_turns
-    reward = 0.0
-    if done and hasattr(self._object, "get_reward"):
-      reward = self._object.get_reward()
-    return base.Step(
-      messages,
-      base.as_reward(reward),
-      done,
-      {"tool_calls": len(messages), "tool_errors": num_errors},
+  async def _call(self, asked: base.ToolCall) -> tuple[str, bool]:
+    if (owner := self._owners.get(asked.name)) is not None:
+      return await owner.call(asked)
+    return await threads.call(
+      tools.call, self._source.tools, self._object, asked, [*self._owners]
     )
 
 

@@ -19,8 +19,8 @@ import json
 import re
 import textwrap
 import typing
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 from envs import base, extras
 
@@ -42,6 +42,37 @@ class Tool:
 
   schema: Mapping[str, Any]
   check: Callable[[str], dict[str, Any]]
+
+
+class OpenToolbox(Protocol):
+  """Tools of one episode; `close` is called once, on every path."""
+
+  @property
+  def schemas(self) -> Sequence[Mapping[str, Any]]:
+    """The tools in the form of the OpenAI API; their names differ."""
+    ...
+
+  async def call(self, asked: base.ToolCall) -> tuple[str, bool]:
+    """Returns (result as text, whether it is an error) of one call.
+
+    Raises:
+      Exception: the tool is at fault, and not the caller: that ends the
+        episode.
+    """
+    ...
+
+  async def close(self) -> None:
+    """Releases the resources of the episode."""
+    ...
+
+
+@runtime_checkable
+class Toolbox(Protocol):
+  """Tools that are no methods of a class. Frozen: a setting of the run."""
+
+  async def open(self) -> OpenToolbox:
+    """Returns the tools for one episode."""
+    ...
 
 
 @functools.lru_cache(maxsize=64)
@@ -66,15 +97,22 @@ def of(cls: type, reserved: frozenset[str]) -> Mapping[str, Tool]:
 
 
 def call(
-  tools: Mapping[str, Tool], instance: object, asked: base.ToolCall
+  tools: Mapping[str, Tool],
+  instance: object,
+  asked: base.ToolCall,
+  others: Collection[str] = (),
 ) -> tuple[str, bool]:
   """Returns (result as text, whether it is an error) of one call.
 
   A wrong call, or a method that raises, gives a text that says so.
+
+  Args:
+    others: names of tools that are called elsewhere.
   """
   try:
     if asked.name not in tools:
-      raise _WrongCall(f"no such tool; there are {', '.join(tools)}")
+      names = ", ".join([*tools, *others])
+      raise _WrongCall(f"no such tool; there are {names}")
     arguments = tools[asked.name].check(asked.arguments)
     result = getattr(instance, asked.name)(**arguments)
     if isinstance(result, str):
