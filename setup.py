@@ -12,6 +12,7 @@ ENVS = ["textarena>=0.7.3", "gymnasium>=1.0"]
 REASONING = ["reasoning-gym>=0.1.25"]
 # A client of HTTP: rewards computed by servers, and judges.
 REWARDS = ["math-verify>=0.8", "jsonschema>=4.23", "httpx2>=2.5"]
+MINIGRID = ["minigrid>=3.0"]
 # The WebSocket of OpenEnv servers.
 OPENENV = ["websockets>=15"]
 # Methods of a class as tools.
@@ -34,6 +35,7 @@ TEST = [
   "openai>=1.60",
   *SERVE,
   *ENVS,
+  *MINIGRID,
   *OPENENV,
   *REWARDS,
   *TOOLS,
@@ -80,6 +82,7 @@ setuptools.setup(
   extras_require={
     "envs": ENVS,
     "reasoning": REASONING,
+    "minigrid": MINIGRID,
     "openenv": OPENENV,
     "rewards": REWARDS,
     "tools": TOOLS,
