@@ -148,6 +148,54 @@ class Environment(Protocol):
     ...
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Endpoint:
+  """The address at which an agent asks for its answers.
+
+  Attributes:
+    url: of its session; "/v1/messages" of Anthropic's API lies below it.
+    key: of the API; it is not secret, and names the session.
+  """
+
+  url: str
+  key: str
+
+  @property
+  def openai_url(self) -> str:
+    """The base_url of a client of the OpenAI API."""
+    return f"{self.url}/v1"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AgentResult:
+  """The end of an agent's episode.
+
+  Attributes:
+    reward: None leaves it to a reward of the run that reads the transcript.
+    metrics: numbers of the agent's own, by name, as those of a `Step`.
+  """
+
+  reward: float | None
+  metrics: Mapping[str, float] = types.MappingProxyType({})
+
+
+@runtime_checkable
+class Agent(Protocol):
+  """One episode of a program that asks for its answers itself.
+
+  A source may build it in place of an `Environment`: `run` takes the place of
+  `start` and `step`. Only a run can play it, with a server of its answers.
+  """
+
+  async def run(self, endpoint: Endpoint) -> AgentResult:
+    """Plays to the end; cancelled when it takes too long between answers."""
+    ...
+
+  async def close(self) -> None:
+    """Releases the resources of the episode; called once, on every path."""
+    ...
+
+
 @runtime_checkable
 class Source(Protocol):
   """A family of tasks and how to build their environments.

@@ -23,9 +23,10 @@ from typing import TextIO
 from absl import app
 from absl import flags as absl_flags
 
+from launch import served_model
 from launch.cli import flags
 from launch.openai import app as openai_app
-from launch.openai import http_server, served_model
+from launch.openai import http_server
 from launch.run import signals
 from models.chat import hf_chat
 from rl.agents import sessions

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from models import config as model_config
 from models import sharding
 from rl import experiment as experiment_lib
+from rl.agents import agent_player
 from rl.algorithms import group_filters, references
 from rl.audit import event_log
 from rl.engine import contract
@@ -67,6 +68,8 @@ class Parts:
     """Ends the engine and the threads; safe when nothing was started."""
     await asyncio.gather(*self.player.closing)
     await self.player.graders.close()
+    if self.player.agents is not None:
+      await self.player.agents.close()
     await self.router.close()
     for thread in (*self.decode_threads, self.learner_thread):
       thread.close()
@@ -78,12 +81,15 @@ def build(
   experiment: experiment_lib.Experiment,
   run_dir: pathlib.Path | None = None,
   report: Callable[[str], None] | None = None,
+  gateway: agent_player.Gateway | None = None,
 ) -> Parts:
   """Returns the parts of a validated experiment.
 
   Args:
     run_dir: where events and spans are appended; None keeps them in memory.
     report: told when something stalls.
+    gateway: serves answers to agents, as `launch.openai.gateway.listen`;
+      without one, an episode of an agent is a fault.
 
   Raises:
     ValueError: a setting cannot work, or devices are missing.
@@ -126,7 +132,7 @@ def build(
     publisher=publisher(
       experiment, serving, decode_layouts, learner_thread, log, spans
     ),
-    player=player(experiment, serving, chat, log, watchdog),
+    player=player(experiment, serving, chat, log, watchdog, gateway),
     tasks=tasks(experiment),
     log=log,
     spans=spans,
@@ -248,9 +254,13 @@ def player(
   chat: episode.Chat,
   log: event_log.EventLog,
   watchdog: watchdog_lib.Watchdog,
+  gateway: agent_player.Gateway | None = None,
 ) -> group_rollout.Player:
-  """Returns what plays the groups of an experiment."""
+  """Returns what plays the groups of an experiment; see `build`."""
   limits, schedule = experiment.rollout, experiment.overlap
+  agents = None
+  if gateway is not None:
+    agents = agent_player.AgentPlayer(serving, chat, gateway)
   return group_rollout.Player(
     source=experiment.environment,
     router=serving,
@@ -264,6 +274,7 @@ def player(
     progress_timeout_s=experiment.progress_timeout_s,
     priority=overlap.priority(schedule),
     extra_members=schedule.redundancy.extra_members,
+    agents=agents,
   )
 
 

@@ -45,9 +45,8 @@ FLOORS = {
   "configs": [["configs"]],
   "launch": [
     ["launch.cli"],
-    ["launch.report"],
+    ["launch.openai", "launch.report"],
     ["launch.run"],
-    ["launch.openai"],
     ["launch"],
   ],
 }

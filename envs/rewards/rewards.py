@@ -32,7 +32,7 @@ _MATH = threads.ThreadPool(size=_NUM_PROCESSES, max_size=_NUM_PROCESSES)
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-  """The sum of the environment's step rewards."""
+  """The sum of the environment's step rewards, of which there must be one."""
 
   stateless = True
 
@@ -40,6 +40,10 @@ class Outcome:
     self, task: base.Task, transcripts: Sequence[base.Transcript]
   ) -> Sequence[base.Grade]:
     """Returns one grade for each transcript, in order."""
+    if not all(t.step_rewards for t in transcripts):
+      raise ValueError(
+        "the episode has no reward of its own; use a reward that reads the text"
+      )
     return [
       base.Grade.single("outcome", sum(t.step_rewards)) for t in transcripts
     ]

@@ -18,6 +18,7 @@ import sys
 import time
 
 from launch.cli import workdir
+from launch.openai import gateway
 from launch.report import run_files
 from launch.run import (
   display,
@@ -91,7 +92,9 @@ class _Run(progress_lib.RunObserver):
     self._experiment = experiment
     self._dir = run_dir
     self._screen = screen
-    self._parts = assemble.build(experiment, run_dir, screen.note)
+    self._parts = assemble.build(
+      experiment, run_dir, screen.note, gateway.listen
+    )
     self._checkpoints = checkpoint.Checkpoints(
       run_dir / "checkpoints", experiment.retention.checkpoints
     )

@@ -9,6 +9,7 @@ beginning of a stop text, of a thinking tag or of a call.
 import contextlib
 import dataclasses
 from collections.abc import AsyncGenerator, Sequence
+from typing import Protocol
 
 import numpy as np
 from jaxtyping import Float32, Int32
@@ -21,7 +22,34 @@ from rl.rollout import episode as episode_lib
 _THINK, _THINK_END = "<think>", "</think>"
 _CALL, _CALL_END = "<tool_call>", "</tool_call>"
 
-ServedEngine = contract.DecodeEngine | contract.SessionRouter
+
+class ServedEngine(Protocol):
+  """The part of an engine, or of a router of several, that answers need."""
+
+  @property
+  def capabilities(self) -> contract.Capabilities:
+    """See `contract.DecodeEngine`, as for the others."""
+    ...
+
+  async def generate(
+    self, request: contract.DecodeRequest
+  ) -> contract.Completion:
+    """Samples one answer."""
+    ...
+
+  def stream(
+    self, request: contract.DecodeRequest
+  ) -> AsyncGenerator[contract.Delta]:
+    """Yields an answer as it is sampled."""
+    ...
+
+  def abort(self, request_id: str | None) -> None:
+    """Ends a request with what it has; None ends all of them."""
+    ...
+
+  def stats(self) -> contract.EngineStats:
+    """Returns the counters."""
+    ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)

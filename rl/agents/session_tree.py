@@ -62,18 +62,23 @@ class Ending:
       )
 
 
+INTERRUPTED = Ending(status=trajectory.Status.TRUNCATED)
+"""The end of a session that nobody finished."""
+
+
 @dataclasses.dataclass(slots=True, eq=False)
 class _Answer:
   """A completion with its context and the answers that continue it.
 
   A history that contains this answer shows `prompt_keys` and then
-  `answer_key`; both are None if the request came as ids. The first of
-  `children` belongs to the same branch.
+  `answer_key`; both are None if the request came as ids. `said` are the same
+  as messages. The first of `children` belongs to the same branch.
   """
 
   before: "_Answer | None"
   prompt_keys: tuple[Any, ...] | None
   answer_key: Any
+  said: tuple[base.Message, ...]
   tools: str
   context: Int32[np.ndarray, " P"]
   completion: contract.Completion
@@ -105,6 +110,7 @@ class Opening:
   context: Int32[np.ndarray, " P"]
   before: _Answer | None
   prompt_keys: tuple[Any, ...] | None
+  said: tuple[base.Message, ...]
   tools: str
   asked_s: float
 
@@ -116,6 +122,11 @@ class Session:
     seed: seeds the requests that have no seed of their own.
     priority: of its requests in the engine's queue.
     clock: in seconds.
+
+  Attributes:
+    running: requests that wait for an answer.
+    engine_closed: one of them never will have one.
+    on_record: called after each answer.
   """
 
   def __init__(
@@ -130,12 +141,14 @@ class Session:
     self.priority = priority
     self.running = 0
     self.engine_closed = False
+    self.on_record: Callable[[], None] = lambda: None
     self._chat = chat
     self._seed = seed
     self._clock = clock
     self._number = 0
     self._roots: list[_Answer] = []
     self._heads: list[_Answer] = []
+    self._last: _Answer | None = None
 
   @property
   def number(self) -> int:
@@ -203,7 +216,8 @@ class Session:
         self._chat, messages[num_recorded:], before.completion.tokens
       )
     context = np.asarray(context, np.int32)
-    return self._opening(before, context, keys[num_recorded:], shown)
+    said = tuple(messages[num_recorded:])
+    return self._opening(before, context, keys[num_recorded:], said, shown)
 
   def begin_ids(self, ids: Int32[np.ndarray, " N"]) -> Opening:
     """Returns the place of a conversation that came as ids."""
@@ -216,7 +230,7 @@ class Session:
       return start
 
     before, num_recorded = self._deepest(end)
-    return self._opening(before, ids[num_recorded:], None, "")
+    return self._opening(before, ids[num_recorded:], None, (), "")
 
   def record(
     self,
@@ -230,10 +244,15 @@ class Session:
       answer: as sent to the agent; None if the request came as ids.
     """
     before = opening.before
+    answered = answer
+    if answered is None:
+      ids = completion.tokens.tolist()
+      answered = episode_lib.as_message(self._chat.parse(ids))
     entry = _Answer(
       before=before,
       prompt_keys=opening.prompt_keys,
       answer_key=answer and messages_lib.key(answer),
+      said=(*opening.said, answered),
       tools=opening.tools,
       context=opening.context,
       completion=completion,
@@ -244,6 +263,25 @@ class Session:
     if before is None or siblings:
       self._heads.append(entry)
     siblings.append(entry)
+    self._last = entry
+    self.on_record()
+
+  def add_to(self, partial: episode_lib.PartialTrajectory) -> None:
+    """Adds all answers to an empty trajectory, branch after branch."""
+    for branch in self._branches():
+      _add_turns(partial, branch)
+
+  @property
+  def messages(self) -> list[base.Message]:
+    """The conversation of the last answer, from its first message on.
+
+    Of a request that came as ids it has the answer alone.
+    """
+    said, answer = [], self._last
+    while answer is not None:
+      said.append(answer.said)
+      answer = answer.before
+    return [message for piece in said[::-1] for message in piece]
 
   def trajectories(self, ending: Ending) -> list[trajectory.Trajectory]:
     """Returns one trajectory per branch, oldest first.
@@ -304,6 +342,7 @@ class Session:
     before: _Answer | None,
     context: Int32[np.ndarray, " P"],
     prompt_keys: tuple[Any, ...] | None,
+    said: tuple[base.Message, ...],
     tools: str,
   ) -> Opening:
     number, self._number = self._number, self._number + 1
@@ -314,6 +353,7 @@ class Session:
       context=context,
       before=before,
       prompt_keys=prompt_keys,
+      said=said,
       tools=tools,
       asked_s=self._clock(),
     )
@@ -322,7 +362,8 @@ class Session:
 def _add_turns(
   partial: episode_lib.PartialTrajectory, branch: Sequence[_Answer]
 ) -> None:
-  """Adds the answers of a branch to an empty trajectory."""
+  """Adds the answers of a branch to a trajectory, as a conversation."""
+  opens = bool(partial.turns)
   for place, answer in enumerate(branch):
     context = answer.context
     if not place and answer.before is not None:
@@ -330,4 +371,6 @@ def _add_turns(
     env_s = 0.0
     if answer.children:
       env_s = max(answer.children[0].asked_s - answer.answered_s, 0.0)
-    partial.add(context, answer.completion, env_s, 0.0)
+    partial.add(
+      context, answer.completion, env_s, 0.0, opens=opens and not place
+    )

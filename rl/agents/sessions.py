@@ -11,7 +11,6 @@ from rl.data import trajectory
 from rl.rollout import episode as episode_lib
 
 _ID = re.compile(r"[\w.:~@=+-]{1,200}", re.ASCII)
-_INTERRUPTED = session_tree.Ending(status=trajectory.Status.TRUNCATED)
 
 
 class UnknownSession(LookupError):
@@ -136,7 +135,10 @@ class Sessions:
   def _interrupt(self, name: str) -> bool:
     session = self._open[name]
     has_answers = session.num_answers > 0
-    self._end(name, session.trajectories(_INTERRUPTED) if has_answers else [])
+    self._end(
+      name,
+      session.trajectories(session_tree.INTERRUPTED) if has_answers else [],
+    )
     return has_answers
 
   def _end(self, name: str, branches: Sequence[trajectory.Trajectory]) -> None:

@@ -215,6 +215,8 @@ def _histories(member: trajectory.Trajectory) -> list[bytes]:
   """Returns a digest of all ids before the answer of each turn."""
   keys, ids = [], hashlib.blake2b(digest_size=16)
   for turn in member.turns:
+    if turn.opens:
+      ids = hashlib.blake2b(digest_size=16)
     ids.update(turn.context.tobytes())
     keys.append(ids.digest())
     ids.update(turn.tokens.tobytes())

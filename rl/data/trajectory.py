@@ -5,8 +5,10 @@ the system. A round ends with a publish. It is one optimizer step unless the
 schedule has several updates in a round.
 """
 
+import collections
 import dataclasses
 import enum
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -60,6 +62,8 @@ class Turn:
     experts: k experts that each of S sparse layers chose for every id, context
       first, because replaying a token needs the routes of all before it. -1
       where the engine kept none, as for an id that it never ran.
+    opens: the context is a whole conversation, and does not continue the turn
+      before. A trajectory's first turn opens one whether it says so or not.
 
   Raises:
     ValueError: `experts` has another length than the ids, or chooses for a
@@ -75,6 +79,7 @@ class Turn:
   env_s: float = 0.0
   reward: float = 0.0
   experts: Int32[np.ndarray, "ids S k"] | None = None
+  opens: bool = False
 
   def __post_init__(self):
     if self.experts is None:
@@ -109,6 +114,9 @@ def run_lengths(versions: Int32[np.ndarray, " T"]) -> list[tuple[int, int]]:
 class Trajectory:
   """One episode, token for token.
 
+  Most are one conversation. An agent that edits its history, or leads several
+  conversations, leaves more: `conversations` are then the samples to train.
+
   Attributes:
     group_id, index: its group and its place among the members.
     turns: may be empty when the environment failed to start.
@@ -139,6 +147,18 @@ class Trajectory:
     if self.reward is None:
       graded = None
     object.__setattr__(self, "graded_reward", graded)
+
+  @property
+  def conversations(self) -> list["Trajectory"]:
+    """Its conversations, each as a trajectory with the reward of all."""
+    firsts = [i for i, turn in enumerate(self.turns) if i and turn.opens]
+    if not firsts:
+      return [self]
+    cuts = itertools.pairwise([0, *firsts, len(self.turns)])
+    return [
+      dataclasses.replace(self, turns=self.turns[start:end])
+      for start, end in cuts
+    ]
 
   @property
   def ids(self) -> Int32[np.ndarray, " L"]:
@@ -187,8 +207,16 @@ class Trajectory:
 
   @property
   def versions(self) -> list[tuple[int, int]]:
-    """Run lengths of its policy versions: (version, tokens)."""
+    """Run lengths of its policy versions: (version, tokens).
+
+    Those of several conversations, which were led side by side, are sorted.
+    """
     runs: list[tuple[int, int]] = []
+    if any(turn.opens for turn in self.turns[1:]):
+      counts = collections.Counter[int]()
+      for turn in self.turns:
+        counts.update(turn.versions.tolist())
+      return sorted(counts.items())
     for turn in self.turns:
       for version, count in run_lengths(turn.versions):
         if runs and runs[-1][0] == version:
@@ -199,10 +227,8 @@ class Trajectory:
   @property
   def first_version(self) -> int | None:
     """Policy of the first sampled token: the F in the bound T - F <= eta."""
-    for turn in self.turns:
-      if len(turn.versions):
-        return int(turn.versions[0])
-    return None
+    firsts = [int(t.versions[0]) for t in self.turns if len(t.versions)]
+    return min(firsts, default=None)
 
 
 NO_TASK = base.Task(id="", index=0, split="train", seed=0)
@@ -253,6 +279,7 @@ def trajectory_to_json(trajectory: Trajectory) -> dict[str, Any]:
       "env_s": turn.env_s,
       "reward": turn.reward,
       "experts": None if turn.experts is None else turn.experts.tolist(),
+      "opens": turn.opens,
     }
     for turn in trajectory.turns
   ]
@@ -283,6 +310,7 @@ def trajectory_from_json(data: Mapping[str, Any]) -> Trajectory:
       env_s=turn["env_s"],
       reward=turn.get("reward", 0.0),
       experts=_experts_from_json(turn.get("experts")),
+      opens=turn.get("opens", False),
     )
     for turn in data["turns"]
   ]

@@ -31,6 +31,10 @@ Generate = Callable[[contract.DecodeRequest], Awaitable[contract.Completion]]
 """Samples one answer, as `contract.DecodeEngine.generate`."""
 
 
+RunAgent = Callable[[base.Endpoint], Awaitable[base.AgentResult]]
+"""Runs the agent of an episode; whatever goes wrong with it is a Fault."""
+
+
 @runtime_checkable
 class Chat(Protocol):
   """Messages <-> ids, append-only, such as `models.chat.word_chat.WordChat`."""
@@ -176,6 +180,15 @@ class _Guarded:
       lambda: self.environment.step(answer), "step", isolation.checked_step
     )
 
+  async def run(self, endpoint: base.Endpoint) -> base.AgentResult:
+    """Runs an agent; the caller has its deadline."""
+    return await self._ask(
+      lambda: self.environment.run(endpoint),
+      "run",
+      isolation.checked_result,
+      deadline_s=math.inf,
+    )
+
   async def close(self) -> None:
     """Closes it, and waits at most `step_s` for that."""
     ending = asyncio.create_task(self._end())
@@ -285,6 +298,7 @@ class PartialTrajectory:
     completion: contract.Completion,
     env_s: float,
     reward: float,
+    opens: bool = False,
   ) -> None:
     """Appends a turn.
 
@@ -293,12 +307,13 @@ class PartialTrajectory:
 
     Args:
       context: ids since the answer before.
+      opens: it begins another conversation, so `context` is all before it.
     """
     experts = completion.experts
     if experts is not None:
       # They cover the whole conversation, and end with the ids of this turn.
       first = len(experts) - len(context) - len(completion.tokens)
-      if self.turns:
+      if self.turns and not opens:
         self.turns[-1] = _fed(self.turns[-1], experts[first - 1])
       experts = experts[first:].copy()
     turn = trajectory.Turn(
@@ -311,6 +326,7 @@ class PartialTrajectory:
       env_s=env_s,
       reward=reward,
       experts=experts,
+      opens=opens,
     )
     self.on_turn(turn)
     self.turns.append(turn)
@@ -332,6 +348,13 @@ class PartialTrajectory:
     return partial, base.Transcript(self.messages, self.rewards)
 
 
+PlayAgent = Callable[
+  [RunAgent, PartialTrajectory],
+  Awaitable[tuple[trajectory.Trajectory, base.Transcript]],
+]
+"""Plays an agent; after an exception the trajectory holds all sampled turns."""
+
+
 async def play(
   source: base.Source,
   generate: Generate,
@@ -342,6 +365,7 @@ async def play(
   priority: tuple[int, ...] = (),
   closing: set[asyncio.Task[None]] | None = None,
   late: set[asyncio.Task[None]] | None = None,
+  play_agent: PlayAgent | None = None,
 ) -> tuple[trajectory.Trajectory, base.Transcript]:
   """Plays one environment to its end, keeping ids exactly as sampled.
 
@@ -354,6 +378,8 @@ async def play(
       slow one need not hold up the reward. None waits for it here.
     late: gets the cleanup task of an environment that overran its deadline,
       until it is done; it closes the environment after its last call.
+    play_agent: plays what a source built in place of an environment; the
+      engine is asked over HTTP then, and not by `generate`.
 
   Returns:
     The trajectory without its reward, and its text. An environment that
@@ -371,6 +397,13 @@ async def play(
   late = set() if late is None else late
   environment = _Guarded(built, limits.step_s, watchdog, owner, late)
   try:
+    asks = isolation.contained(
+      lambda: isinstance(built, base.Agent), "building it"
+    )
+    if asks:
+      if play_agent is None:
+        raise isolation.Fault("it is an agent, which needs a run's server")
+      return await play_agent(environment.run, partial)
     request = _request(episode, chat, limits, priority)
     return await _turns(partial, environment, generate, chat, limits, request)
   except isolation.Fault as fault:

@@ -6,7 +6,8 @@
     ...  redundant members are aborted when G have ended
   a reward that compares: _compare in place of _grade, once all have ended
 
-  episode.play -> _Requests.generate -> Router.generate
+  episode.play -> MemberRequests.generate -> Router.generate
+  AgentPlayer.play -> HTTP -> MemberRequests.stream -> Router.stream
 
 A member is one episode of a group; its record is a `trajectory.Trajectory`.
 """
@@ -15,8 +16,8 @@ import asyncio
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from typing import Any, Protocol
 
 from envs import base
 from rl.algorithms import reward_shaping
@@ -61,6 +62,25 @@ class Rollout(episode_lib.Limits):
     checks.above(self, 0, "step_s")
 
 
+class PlaysAgents(Protocol):
+  """Plays the agents of a run, as `agents.agent_player.AgentPlayer`."""
+
+  async def close(self) -> None:
+    """Ends it, once no agent is played."""
+    ...
+
+  async def play(
+    self,
+    run: episode_lib.RunAgent,
+    partial: episode_lib.PartialTrajectory,
+    requests: "MemberRequests",
+    limits: episode_lib.Limits,
+    priority: tuple[int, ...],
+  ) -> tuple[trajectory_lib.Trajectory, base.Transcript]:
+    """Plays one; see `episode.PlayAgent`."""
+    ...
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Player:
   """The parts that playing needs, for training and evaluation alike.
@@ -68,6 +88,7 @@ class Player:
   Attributes:
     priority: (group, index) -> priority of its requests; the lowest goes first.
     extra_members: played beyond `limits.group_size`.
+    agents: plays what a source builds in place of an environment.
     closing: tasks that close the environments of ended episodes.
     late: cleanup tasks of environments that overran their deadline.
     watchdog: lists the waits of each episode.
@@ -87,6 +108,7 @@ class Player:
     index,
   )
   extra_members: int = 0
+  agents: PlaysAgents | None = None
   closing: set[asyncio.Task[None]] = dataclasses.field(default_factory=set)
   late: set[asyncio.Task[None]] = dataclasses.field(default_factory=set)
 
@@ -235,7 +257,7 @@ class _Member:
       "index": episode.index,
     }
     self._work = cancellable.Cancellable()
-    self._requests = _Requests(player, self._place)
+    self._requests = MemberRequests(player, self._place)
     self._reason = ""
     self._is_compared = is_compared
     self.index = episode.index
@@ -315,9 +337,25 @@ class _Member:
         priority=player.priority(episode.group_id, episode.index),
         closing=player.closing,
         late=player.late,
+        play_agent=None if player.agents is None else self._play_agent,
       )
     finally:
       player.router.end(episode.name)
+
+  async def _play_agent(
+    self,
+    run: episode_lib.RunAgent,
+    partial: episode_lib.PartialTrajectory,
+  ) -> tuple[trajectory_lib.Trajectory, base.Transcript]:
+    player, episode = self._player, self._episode
+    assert player.agents is not None
+    return await player.agents.play(
+      run,
+      partial,
+      self._requests,
+      player.limits,
+      player.priority(episode.group_id, episode.index),
+    )
 
   async def _grade(
     self, trajectory: trajectory_lib.Trajectory, transcript: base.Transcript
@@ -380,8 +418,8 @@ class _Member:
     self._partial.on_turn = lambda turn: None
 
 
-class _Requests:
-  """The requests of one member, one at a time, between `play` and the router.
+class MemberRequests:
+  """The requests of one member, between its player and the router.
 
   Logs the first token and lists the wait for each answer.
   """
@@ -389,36 +427,61 @@ class _Requests:
   def __init__(self, player: Player, place: Mapping[str, int]):
     self._player = player
     self._place = place
-    self._current = ""
+    self._running: set[str] = set()
     self._first: int | None = None
     self._aborted = False
 
   @property
   def first_version(self) -> int | None:
     """Version of the first token; None before that is sampled."""
-    if self._first is None and self._current:
+    if self._first is not None:
+      return self._first
+    return min(self._begun(), default=None)
+
+  def _begun(self) -> Iterator[int]:
+    for request_id in self._running:
       with contextlib.suppress(ValueError):  # It has just ended.
-        begun = self._player.router.begun(self._current)
-        return None if begun is None else int(begun)
-    return self._first
+        begun = self._player.router.begun(request_id)
+        if begun is not None:
+          yield int(begun)
 
   def abort(self) -> bool:
-    """Ends the current request and refuses later ones; False if none runs."""
+    """Ends the current requests and refuses later ones; False if none runs."""
     self._aborted = True
-    if not self._current:
-      return False
-    with contextlib.suppress(ValueError):  # It has just ended.
-      self._player.router.abort(self._current)
-    return True
+    for request_id in self._running:
+      with contextlib.suppress(ValueError):  # It has just ended.
+        self._player.router.abort(request_id)
+    return bool(self._running)
 
   async def generate(
     self, request: contract.DecodeRequest
   ) -> contract.Completion:
     """Samples one answer; see `contract.SessionRouter.generate`."""
+    asked_s = asyncio.get_running_loop().time()
+    with self._asking(request):
+      completion = await self._player.router.generate(request)
+    return self._answered(completion, asked_s)
+
+  async def stream(
+    self, request: contract.DecodeRequest
+  ) -> AsyncGenerator[contract.Delta]:
+    """Yields an answer as it is sampled; see `contract.SessionRouter`."""
+    asked_s = asyncio.get_running_loop().time()
+    with self._asking(request):
+      deltas = self._player.router.stream(request)
+      async with contextlib.aclosing(deltas):
+        async for delta in deltas:
+          if delta.completion is not None:
+            done = self._answered(delta.completion, asked_s)
+            delta = dataclasses.replace(delta, completion=done)
+          yield delta
+
+  @contextlib.contextmanager
+  def _asking(self, request: contract.DecodeRequest) -> Iterator[None]:
     if self._aborted:  # The environment caught its cancellation.
       raise asyncio.CancelledError
-    player, asked_s = self._player, asyncio.get_running_loop().time()
-    self._current = request.request_id
+    player = self._player
+    self._running.add(request.request_id)
     try:
       with watchdog_lib.track(
         player.watchdog,
@@ -426,14 +489,20 @@ class _Requests:
         what="an answer of the engine",
         deadline_s=player.progress_timeout_s,
       ):
-        completion = await player.router.generate(request)
+        yield
     finally:
-      self._current = ""
+      self._running.discard(request.request_id)
+
+  def _answered(
+    self, completion: contract.Completion, asked_s: float
+  ) -> contract.Completion:
     if self._first is None and len(completion.versions):
-      self._first = int(completion.versions[0])
-      player.log.emit(
+      # One that is still running may have begun under older weights.
+      self._first = min([int(completion.versions[0]), *self._begun()])
+      log = self._player.log
+      log.emit(
         "first_token",
-        t=player.log.since(asked_s + completion.first_token_s),
+        t=log.since(asked_s + completion.first_token_s),
         **self._place,
         version=self._first,
       )

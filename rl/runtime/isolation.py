@@ -162,10 +162,10 @@ def checked_tools(tools: object) -> list[dict[str, Any]]:
   return copied
 
 
-def _checked_metrics(metrics: object) -> dict[str, float]:
+def _checked_metrics(metrics: object, what: str) -> dict[str, float]:
   if not isinstance(metrics, Mapping):
-    raise Fault(f"step returned metrics={_kind(metrics)}, not a mapping")
-  copied = contained(lambda: dict(metrics), "reading the metrics of a step")
+    raise Fault(f"{what} returned metrics={_kind(metrics)}, not a mapping")
+  copied = contained(lambda: dict(metrics), f"reading the metrics of {what}")
   return {
     str(name): checked_reward(value, f"metric {_shown(name)}")
     for name, value in copied.items()
@@ -179,9 +179,19 @@ def checked_step(step: object) -> base.Step:
   if not isinstance(step.done, (bool, np.bool_)):
     raise Fault(f"step returned done={_kind(step.done)}, not a bool")
   messages = checked_messages(step.messages, "step")
-  metrics = _checked_metrics(step.metrics) if step.metrics else {}
+  metrics = _checked_metrics(step.metrics, "step") if step.metrics else {}
   reward = checked_reward(step.reward)
   return base.Step(messages, reward, bool(step.done), metrics)
+
+
+def checked_result(result: object) -> base.AgentResult:
+  """Returns a valid result of an agent, or raises Fault."""
+  if not isinstance(result, base.AgentResult):
+    raise Fault(f"run returned {_kind(result)}, not an AgentResult")
+  return base.AgentResult(
+    None if result.reward is None else checked_reward(result.reward),
+    _checked_metrics(result.metrics, "run"),
+  )
 
 
 def checked_reward(reward: object, what: str = "reward") -> float:

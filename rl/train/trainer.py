@@ -6,6 +6,7 @@ groups -> select -> score -> estimate -> Accumulation.add (packed rows)
 
 import collections
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -114,6 +115,39 @@ class TrainerSettings:
   max_skipped: int = 2
 
 
+def conversations(
+  member: trajectory.Trajectory,
+) -> list[trajectory.Trajectory]:
+  """Returns the conversations of a member that hold a token to train."""
+  return [part for part in member.conversations if part.num_sampled]
+
+
+def _joined(
+  values: scoring.Tokens | None,
+  members: Sequence[Sequence[trajectory.Trajectory]],
+) -> scoring.Tokens | None:
+  """Returns values by member, of values by conversation."""
+  if values is None:
+    return None
+  left = iter(values)
+  return [
+    np.concatenate(list(itertools.islice(left, len(parts))))
+    for parts in members
+  ]
+
+
+def _parted(
+  values: scoring.Tokens,
+  members: Sequence[Sequence[trajectory.Trajectory]],
+) -> scoring.Tokens:
+  """Returns values by conversation, of values by member."""
+  parted = []
+  for own, parts in zip(values, members, strict=True):
+    ends = np.cumsum([part.num_sampled for part in parts])[:-1]
+    parted += np.split(own, ends)
+  return parted
+
+
 class _Unlearnable(NamedTuple):
   """Numbers of groups without an advantage in an update, by reason.
 
@@ -134,7 +168,9 @@ class _Unlearnable(NamedTuple):
     """Returns the sums with these groups included."""
     counts = collections.Counter(selection.reasons)
     divisor = sum(
-      aggregate.count([member.num_sampled for member in members])
+      aggregate.count(
+        [s.num_sampled for member in members for s in conversations(member)]
+      )
       for members in selection.left_out
     )
     return _Unlearnable(
@@ -238,27 +274,33 @@ class MeshTrainer:
     self._unlearnable = self._unlearnable.plus(
       selection, self._objective.loss.aggregate
     )
-    members = selection.members
+    members = [conversations(member) for member in selection.members]
+    samples = [sample for member in members for sample in member]
     scores = await self._scorer.score(
-      members, self.state, self._old(), self._critic
+      samples, self.state, self._old(), self._critic
     )
-    penalties = scoring.penalties(self._objective.reward_kl, members, scores)
+    penalties = scoring.penalties(self._objective.reward_kl, samples, scores)
     self._penalties += penalties or []
-    estimate = selection.estimate(penalties=penalties, values=scores.values)
+    # Members are compared as wholes, however many conversations they led.
+    estimate = selection.estimate(
+      penalties=_joined(penalties, members),
+      values=_joined(scores.values, members),
+    )
     columns: dict[batch.Column, scoring.Tokens] = {
-      "advantages": estimate.advantages,
+      "advantages": _parted(estimate.advantages, members),
       **scores.columns,
     }
     if estimate.returns is not None:
-      columns["returns"] = estimate.returns
+      columns["returns"] = _parted(estimate.returns, members)
     if self._weighs_entropy:
       columns["entropy_weights"] = [
-        np.full(member.num_sampled, not is_same, np.float32)
+        np.full(sample.num_sampled, not is_same, np.float32)
         for member, is_same in zip(
           members, selection.zero_variance, strict=True
         )
+        for sample in member
       ]
-    await self._accumulation.add(self.state, members, columns)
+    await self._accumulation.add(self.state, samples, columns)
     # The first batch of a round is a sample as good as any.
     self._probe = self._probe or next(iter(self._accumulation.batches), None)
     means = selection.mean_advantages(estimate)

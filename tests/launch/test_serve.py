@@ -14,7 +14,7 @@ import jsonschema
 import openai
 import pytest
 
-from launch.openai import served_model
+from launch import served_model
 from models import config as model_config
 from models import policy as policy_lib
 from models.hf import export

@@ -79,13 +79,14 @@ def test_the_outcome_is_the_sum_of_the_step_rewards():
   transcripts = [
     base.Transcript([], [0.0, 0.5, 1.0]),
     base.Transcript([], [-1.0]),
-    base.Transcript([], []),
   ]
   reward: base.Reward = rewards.Outcome()
   grades = asyncio.run(reward(TASK, transcripts))
-  assert [g.value for g in grades] == [1.5, -1.0, 0.0]
+  assert [g.value for g in grades] == [1.5, -1.0]
   assert [g.parts for g in grades] == [{"outcome": g.value} for g in grades]
   assert reward.stateless
+  with pytest.raises(ValueError, match="no reward of its own"):
+    asyncio.run(reward(TASK, [base.Transcript([], [])]))
 
 
 NUMBER = rewards.NumericMatch()

@@ -10,7 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rl.algorithms import advantages, corrections, presets, token_advantages
+from rl.algorithms import (
+  advantages,
+  corrections,
+  presets,
+  token_advantages,
+)
 from rl.data import batch, segment_index
 from rl.pools import placement
 from rl.runtime import mesh_thread, trace
@@ -132,6 +137,36 @@ def test_members_with_a_fault_are_not_trained():
   # Two members of two tokens each.
   (packed,) = programs.batches
   assert packed.sampled.sum() == sums["tokens"] == 4
+
+
+@pytest.mark.parametrize(
+  ("objective", "expected"),
+  [
+    # The reward less the mean of the two members; of the samples it were 0.75.
+    (presets.DrGrpo(), [-0.5, 0.5, 0.5, 0.5]),
+    # The values are 0: the first tokens are 6, 4 and 2 before the reward.
+    (presets.Ppo(), [0.0, 0.95**5, 0.95**3, 0.95]),
+  ],
+  ids=["group", "critic"],
+)
+def test_conversations_are_samples_of_one_member(objective, expected):
+  programs = Programs()
+  one, other = group(1.0, 0.0).trajectories
+  turns = [dataclasses.replace(one.turns[0], opens=True) for _ in range(3)]
+  led = dataclasses.replace(one, turns=turns)
+  both = dataclasses.replace(group(1.0, 0.0), trajectories=[led, other])
+
+  async def scenario(trainer):
+    await trainer.begin_round(0)
+    await trainer.accumulate([both])
+    return await trainer.update()
+
+  sums = trained(scenario, programs, objective.advantage, objective=objective)
+  assert sums["tokens"] == 8
+  (packed,) = programs.batches
+  # Behind the context of two ids each sample has its first token.
+  first = packed.advantages[packed.sampled & (packed.positions == 2)]
+  assert sorted(first.tolist()) == pytest.approx(expected)
 
 
 def test_an_update_sums_what_was_accumulated_since_the_last():

@@ -1,0 +1,215 @@
+"""Agents as a source: a program of yours is started for every episode.
+
+  run: task file, variables -> the program -> its last line -> reward
+                                   |
+                                   +-- asks the run for its answers
+
+The program needs no change for training. It finds the server of its answers
+where clients of the OpenAI and Anthropic APIs look for it:
+
+  OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY
+  TASK_FILE     JSON: {"id", "index", "split", "seed", "row"}
+
+It ends with status 0, and the last line of its stdout is a JSON object with its
+reward, {"reward": 1.0}, and maybe numbers of its own, "metrics": {...}.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import tempfile
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+from envs import base, extras
+from envs import rows as rows_lib
+
+_TAIL = 1 << 16
+_SHOWN = 2000
+# A program of another session may hold the pipes of one that has ended.
+_PIPES_S = 1.0
+
+
+class AgentFailed(Exception):
+  """The program failed, or did not print its reward."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OpenAI:
+  """Episodes of a program that asks for answers over HTTP.
+
+  A program that fails, or that `rollout.step_s` passes without a request, is a
+  fault of its own trajectory, with the end of what it wrote to stderr. It is
+  killed with its process group.
+
+  Attributes:
+    command: the program and its arguments, without a shell.
+    rows: None: the task is its seed alone.
+    answer: the field of a row with the final answer, for rewards that compare.
+    prints_reward: False leaves the reward to the run's, which grades the last
+      conversation of the program; its output is ignored then.
+    name: the first part of every task id.
+  """
+
+  command: tuple[str, ...]
+  rows: rows_lib.Rows | None = None
+  answer: str | None = None
+  prints_reward: bool = True
+  name: str = "agent"
+
+  def __post_init__(self) -> None:
+    if not self.command or not self.command[0]:
+      raise ValueError("command=() is empty; use ('python', 'agent.py')")
+    if self.answer is not None and self.rows is None:
+      raise ValueError(
+        f"answer={self.answer!r} is the name of a row's field; give rows"
+      )
+    base.check_name(self.name)
+
+  def validate(self) -> None:
+    """Raises ValueError on a program or a row that is not there."""
+    extras.require("uvicorn", "serve", "environment=agents.OpenAI")
+    if shutil.which(self.command[0]) is None:
+      raise ValueError(
+        f"command={list(self.command)}: no program {self.command[0]} is found; "
+        "give its path, or add its directory to PATH"
+      )
+    for record in self.rows.known() if self.rows is not None else ():
+      self._answer(record)
+
+  def task(self, index: int, split: base.Split) -> base.Task:
+    """Returns a task; its seed is the number of its row, if there are rows."""
+    seed, answer = zlib.crc32(f"{split}/{index}".encode()), None
+    if self.rows is not None:
+      seed = self.rows.number(index, split)
+      answer = self._answer(self.rows.record(seed, split))
+    return base.Task(f"{self.name}/{split}/{index}", index, split, seed, answer)
+
+  def __call__(self, task: base.Task) -> Any:
+    """Returns an agent (`base.Agent`), which starts the program in `run`."""
+    return _Program(self, task)
+
+  def _answer(self, record: rows_lib.Record) -> str | None:
+    if self.answer is None:
+      return None
+    return str(record.field(self.answer, "answer"))
+
+
+class _Program:
+  """The program of one episode, with its task file."""
+
+  def __init__(self, source: OpenAI, task: base.Task):
+    self._source = source
+    self._task = task
+    self._files = contextlib.ExitStack()
+    self._process: asyncio.subprocess.Process | None = None
+
+  async def run(self, endpoint: base.Endpoint) -> base.AgentResult:
+    stdout, stderr = _Tail(), _Tail()
+    pipes: list[int] = []
+    try:
+      for tail in (stdout, stderr):
+        pipes.append(await self._pipe(tail))
+      self._process = await asyncio.create_subprocess_exec(
+        *self._source.command,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=pipes[0],
+        stderr=pipes[1],
+        env=self._variables(endpoint),
+        start_new_session=True,
+      )
+    finally:
+      for pipe in pipes:
+        os.close(pipe)
+    try:
+      status = await self._process.wait()
+    finally:
+      self._kill()
+    await asyncio.wait([stdout.closed, stderr.closed], timeout=_PIPES_S)
+    if status:
+      raise AgentFailed(f"status {status}; stderr: {stderr.text[-_SHOWN:]}")
+    if not self._source.prints_reward:
+      return base.AgentResult(None)
+    return _result(stdout.text)
+
+  def _variables(self, endpoint: base.Endpoint) -> Mapping[str, str]:
+    local = [os.environ.get("NO_PROXY"), "127.0.0.1"]
+    return {
+      **os.environ,
+      "OPENAI_BASE_URL": endpoint.openai_url,
+      "OPENAI_API_KEY": endpoint.key,
+      "ANTHROPIC_BASE_URL": endpoint.url,
+      "ANTHROPIC_API_KEY": endpoint.key,
+      "NO_PROXY": ",".join(filter(None, local)),
+      "TASK_FILE": self._task_file(),
+    }
+
+  def _task_file(self) -> str:
+    task, rows, row = self._task, self._source.rows, None
+    if rows is not None:
+      row = dict(rows.record(task.seed, task.split).fields)
+    keys = ("id", "index", "split", "seed")
+    data = {key: getattr(task, key) for key in keys} | {"row": row}
+    file = tempfile.NamedTemporaryFile("w", suffix=".json")  # noqa: SIM115
+    self._files.enter_context(file)
+    json.dump(data, file, default=str)
+    file.flush()
+    return file.name
+
+  async def _pipe(self, tail: "_Tail") -> int:
+    """Returns the end of a pipe to write to; `tail` reads the other."""
+    reads, writes = os.pipe()
+    # Not one of asyncio's own: its `wait` also waits for the end of those.
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+      lambda: tail, os.fdopen(reads, "rb", 0)
+    )
+    self._files.callback(transport.close)
+    return writes
+
+  def _kill(self) -> None:
+    if self._process is not None:
+      with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(self._process.pid, signal.SIGKILL)
+
+  async def close(self) -> None:
+    self._files.close()
+    if self._process is not None and self._process.returncode is None:
+      self._kill()
+      await self._process.wait()
+
+
+class _Tail(asyncio.Protocol):
+  """The end of a stream; `closed` when there will be no more."""
+
+  def __init__(self):
+    self._data = b""
+    self.closed = asyncio.get_running_loop().create_future()
+
+  def data_received(self, data: bytes) -> None:
+    self._data = (self._data + data)[-_TAIL:]
+
+  def connection_lost(self, exc: Exception | None) -> None:
+    if not self.closed.done():
+      self.closed.set_result(None)
+
+  @property
+  def text(self) -> str:
+    return self._data.decode(errors="replace").strip()
+
+
+def _result(stdout: str) -> base.AgentResult:
+  """Returns the result on the last line of what a program printed."""
+  last = stdout.splitlines()[-1] if stdout else ""
+  try:
+    said = json.loads(last)
+    return base.AgentResult(said["reward"], said.get("metrics", {}))
+  except (ValueError, RecursionError, LookupError, TypeError, AttributeError):
+    raise AgentFailed(
+      'the last line of its stdout must be like {"reward": 1.0}, not '
+      f"{last[:200]!r}"
+    ) from None

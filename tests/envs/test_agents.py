@@ -1,0 +1,145 @@
+"""Programs that are agents: what they are given, and how they may end."""
+
+import asyncio
+import json
+import os
+import pathlib
+import sys
+
+import pytest
+
+from envs import agents, base
+from envs import rows as rows_lib
+
+pytestmark = pytest.mark.process
+
+END = base.Endpoint("http://127.0.0.1:1/sessions/me", "me")
+
+
+def source(code, **fields):
+  return agents.OpenAI(command=(sys.executable, "-Sc", code), **fields)
+
+
+def run(code, after_s=None, **fields):
+  """Runs a program to its end; closes it after so long, if that is given."""
+
+  async def scenario():
+    made = source(code, **fields)
+    agent = made(made.task(0, "train"))
+    try:
+      return await asyncio.wait_for(agent.run(END), after_s)
+    finally:
+      await agent.close()
+
+  return asyncio.run(scenario())
+
+
+def test_a_program_gets_its_server_and_its_task(tmp_path):
+  data = tmp_path / "rows.jsonl"
+  data.write_text('{"question": "1+1", "answer": 2}\n')
+  code = """
+import json, os
+task = open(os.environ["TASK_FILE"]).read()
+names = "OPENAI_BASE_URL OPENAI_API_KEY ANTHROPIC_BASE_URL ANTHROPIC_API_KEY"
+seen = [os.environ[name] for name in names.split()]
+print(json.dumps([seen, task]))
+print(json.dumps({"reward": 1, "metrics": {"length": len(task)}}))
+with open(os.environ["OUT"], "w") as file:
+  json.dump([seen, task], file)
+"""
+  out = tmp_path / "out"
+  os.environ["OUT"] = str(out)
+  try:
+    rows = rows_lib.Rows(data=str(data), eval_data=str(data))
+    made = source(code, rows=rows, answer="answer")
+    task = made.task(0, "train")
+    result = run(code, rows=rows, answer="answer")
+  finally:
+    del os.environ["OUT"]
+  seen, text = json.loads(out.read_text())
+  url = "http://127.0.0.1:1/sessions/me"
+  assert seen == [f"{url}/v1", "me", url, "me"]
+  assert json.loads(text) == {
+    "id": task.id,
+    "index": 0,
+    "split": "train",
+    "seed": task.seed,
+    "row": {"question": "1+1", "answer": 2},
+  }
+  assert task.answer == "2"
+  assert result == base.AgentResult(1, {"length": len(text)})
+
+
+@pytest.mark.parametrize(
+  ("code", "words"),
+  [
+    ("import sys; sys.exit('no more moves')", "status 1; .*no more moves"),
+    ("import os; os.abort()", "status -6"),
+    ("", "must be like"),
+    ("print('1.0')", "must be like .* not '1.0'"),
+    ("print('{\"reward\": 1}\\nbye')", "not 'bye'"),
+    ("print('[' * 10**6)", "must be like"),
+    ("import os; os.write(1, b'\\xff\\n')", "must be like"),
+    ("print('x' * 10**8); raise ValueError('big')", "ValueError: big"),
+  ],
+)
+def test_a_program_that_fails_says_how(code, words):
+  with pytest.raises(agents.AgentFailed, match=f"(?s){words}"):
+    run(code)
+
+
+def test_output_of_a_program_that_others_grade_is_ignored():
+  assert run("print('hi')", prints_reward=False) == base.AgentResult(None)
+
+
+def is_gone(pid):
+  try:
+    text = pathlib.Path(f"/proc/{pid}/stat").read_text()
+  except (FileNotFoundError, ProcessLookupError):
+    return True
+  return text.rpartition(")")[2].split()[0] == "Z"
+
+
+@pytest.mark.parametrize("ends", ["by itself", "cancelled"])
+def test_no_process_is_left_of_a_program(ends, tmp_path):
+  pids = tmp_path / "pids"
+  code = f"""
+import os, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-Sc", "import time; time.sleep(60)"])
+with open({str(tmp_path / "partial")!r}, "w") as file:
+  file.write(f"{{os.getpid()}} {{child.pid}}")
+os.rename({str(tmp_path / "partial")!r}, {str(pids)!r})
+print('{{"reward": 0.5}}', flush=True)
+if {ends == "cancelled"}:
+  time.sleep(60)
+"""
+
+  async def scenario():
+    made = source(code)
+    agent = made(made.task(0, "train"))
+    running = asyncio.create_task(agent.run(END))
+    if ends == "cancelled":
+      while not pids.exists():
+        await asyncio.sleep(0.01)
+      running.cancel()
+    await asyncio.wait([running])
+    await agent.close()
+    left = [int(pid) for pid in pids.read_text().split()]
+    async with asyncio.timeout(20):
+      while not all(map(is_gone, left)):
+        await asyncio.sleep(0.01)
+    return running
+
+  running = asyncio.run(scenario())
+  assert running.cancelled() == (ends == "cancelled")
+  if ends == "by itself":
+    assert running.result().reward == 0.5
+
+
+def test_settings_that_cannot_work_are_refused():
+  with pytest.raises(ValueError, match=r"command=\(\) is empty"):
+    agents.OpenAI(command=())
+  with pytest.raises(ValueError, match="no program misspelt is found"):
+    agents.OpenAI(command=("misspelt", "x")).validate()
+  with pytest.raises(ValueError, match="give rows"):
+    agents.OpenAI(command=("true",), answer="answer")

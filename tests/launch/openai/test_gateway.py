@@ -1,0 +1,137 @@
+"""Agents written against the `openai` package, played over HTTP."""
+
+import asyncio
+import contextlib
+import dataclasses
+from typing import Any
+
+import httpx2 as httpx
+import openai
+import pytest
+
+from envs import base
+from launch.openai import gateway
+from rl.agents import agent_player
+from rl.data import trajectory
+from tests.helpers import agents_under_test as agents
+from tests.helpers import players_under_test as players
+
+pytestmark = pytest.mark.process  # Its server listens on a port.
+LIMITS = dataclasses.replace(players.LIMITS, group_size=2, step_s=20.0)
+
+
+def play_group(play, served=None, **limits):
+  """Plays a group of agents over HTTP, in real time."""
+
+  async def run():
+    source = agents.Source(play=play)
+    playing = players.player(
+      source, served, limits=dataclasses.replace(LIMITS, **limits)
+    )
+    plays = agent_player.AgentPlayer(
+      playing.router, players.CHAT, gateway.listen
+    )
+    playing = dataclasses.replace(playing, agents=plays)
+    try:
+      group = await players.begin(playing).run()
+      await players.closed(playing)
+      return group.trajectories
+    finally:
+      await plays.close()
+
+  return asyncio.run(run())
+
+
+@contextlib.asynccontextmanager
+async def client(endpoint, **settings):
+  url, key = endpoint.openai_url, endpoint.key
+  async with openai.AsyncOpenAI(base_url=url, api_key=key, **settings) as one:
+    yield one
+
+
+async def talker(_, endpoint, task):
+  """Asks twice, with its whole history as text, the second time in a stream."""
+  async with client(endpoint) as one:
+    said: list[Any] = [{"role": "user", "content": "go"}]
+    create = one.chat.completions.create
+    reply = await create(model="gpt-4o", messages=said, temperature=0.3)
+    said += [reply.choices[0].message, {"role": "user", "content": "on"}]
+    stream = await create(model="gpt-4o", messages=said, stream=True)
+    text = "".join(
+      [chunk.choices[0].delta.content or "" async for chunk in stream]
+    )
+  return float(text == "yes")
+
+
+def test_an_unchanged_agent_is_played_token_for_token():
+  for played in play_group(talker):
+    assert (played.reward, played.fault) == (1.0, "")
+    assert played.ids.tolist() == [3, 2, 5, 1, 4, 2, 5, 1]
+
+
+def test_a_refused_answer_is_an_error_that_the_client_knows():
+  async def too_often(_, endpoint, task):
+    said: Any = [{"role": "user", "content": "go"}]
+    async with client(endpoint, max_retries=0) as one:
+      ask = one.chat.completions.create
+      await ask(model="m", messages=said)
+      with pytest.raises(openai.BadRequestError, match="at most 1 answers"):
+        await ask(model="m", messages=said)
+    return 0.0
+
+  for played in play_group(too_often, max_turns=1):
+    assert played.status is trajectory.Status.TRUNCATED
+
+
+async def junk(_, endpoint, task):
+  """Sends what no client sends."""
+  async with httpx.AsyncClient(timeout=20.0) as http:
+    url = endpoint.openai_url
+    for body in (b"", b"{", b"[]", b"\xff", b'{"messages": 1}', b"[" * 10**5):
+      reply = await http.post(f"{url}/chat/completions", content=body)
+      assert reply.status_code == 400
+    other = endpoint.url.replace(endpoint.key, "other") + "/v1/chat/completions"
+    said = {"model": "m", "messages": [{"role": "user", "content": "go"}]}
+    reply = await http.post(other, json=said)
+    assert (reply.status_code, "no agent plays" in reply.text) == (400, True)
+    reply = await http.post(f"{url}/chat/completions", json=said)
+    assert reply.status_code == 200
+  return 0.5
+
+
+def test_junk_is_refused_and_harms_nobody():
+  for played in play_group(junk):
+    assert (played.reward, played.fault) == (0.5, "")
+    assert played.num_sampled == 2
+
+
+async def leaves_in_the_middle(_, endpoint, task):
+  """Hangs up while its answer is sampled, and ends."""
+  async with client(endpoint, timeout=0.3, max_retries=0) as one:
+    ask = one.chat.completions.create
+    said: Any = [{"role": "user", "content": "go"}]
+    with pytest.raises(openai.APITimeoutError):
+      await ask(model="m", messages=said)
+  return 1.0
+
+
+def test_an_agent_that_hangs_up_has_no_answer():
+  slow = players.engine(delay_s=lambda priority: 30.0)
+  for played in play_group(leaves_in_the_middle, slow):
+    assert played.status is trajectory.Status.ENV_FAULT
+    assert "asked for no answer" in played.fault
+
+
+def test_without_a_server_an_agent_is_a_fault_that_says_so():
+  async def run():
+    playing = players.player(agents.Source(play=talker), limits=LIMITS)
+    return (await players.begin(playing).run()).trajectories
+
+  for played in asyncio.run(run()):
+    assert played.status is trajectory.Status.ENV_FAULT
+    assert "needs a run's server" in played.fault
+
+
+def test_the_endpoint_is_where_clients_look():
+  endpoint = base.Endpoint("http://127.0.0.1:1/sessions/me", "me")
+  assert endpoint.openai_url == "http://127.0.0.1:1/sessions/me/v1"
