@@ -62,6 +62,7 @@ setuptools.setup(
     for package in setuptools.find_packages(include=[top, f"{top}.*"])
   ],
   package_data={
+    "configs": ["*.jsonl"],
     "launch.report": ["*.html", "*.js"],
     "models.hf": ["tiny/*"],
   },

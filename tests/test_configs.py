@@ -1,21 +1,29 @@
 """Every file of configs/ loads and holds what its name promises."""
 
 import dataclasses
+import json
 import pathlib
 import re
 import typing
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from configs import guess_number_moe, guess_number_schedules
+from configs import (
+  guess_number_moe,
+  guess_number_schedules,
+  tool_calculator_hf,
+)
 from launch.cli import flags
 from models import memory_report
+from models.chat import hf_chat
+from models.hf import config as hf_config
 from rl.schedule import overlap
 from rl.settings import overrides
-from tests.helpers import packed_rows, played_members
+from tests.helpers import commands, packed_rows, played_members
 
 _CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
 _FILES = sorted(p for p in _CONFIGS.glob("*.py") if p.stem != "__init__")
@@ -138,3 +146,62 @@ def test_an_advantage_of_ones_own_compares_ranks():
     [0.0, 0.0],
     [0.75, 0.75],
   ]
+
+
+def test_no_question_of_the_calculator_is_in_both_splits():
+  source: Any = tool_calculator_hf.get_config().environment
+  asked = {
+    split: {
+      source.record(source.task(i, split)).fields["question"]
+      for i in range(400)
+    }
+    for split in ("train", "eval")
+  }
+  assert len(asked["eval"]) > 300
+  assert not asked["train"] & asked["eval"]
+
+
+@pytest.mark.parametrize(
+  "text", ["", "7", "7+", "7/2", "7**9", "2+3*4", "9" * 10 + "*2", "2 - -3"]
+)
+def test_the_calculator_takes_one_step_of_two_integers(text):
+  calculator = tool_calculator_hf.Calculator()
+  calculator.reset("", 1, [("+", 2)])
+  assert calculator.calculate("-7 * 2") == -14
+  with pytest.raises(ValueError, match="write two integers"):
+    calculator.calculate(text)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["tool_calculator_hf", "counter", "sums"])
+def test_a_run_on_the_tiny_model_talks_in_its_template(name, tmp_path):
+  changes = {
+    "rounds": "2",
+    "model.num_layers": "1",
+    "rollout.group_size": "4",
+    "engine.slots": "16",
+    "engine.row_buckets": "16,",
+    "engine.chunk_buckets": "32,",
+    "overlap.groups_per_round": "2",
+    "overlap.groups_per_microbatch": "2",
+    "batch.rows": "8",
+    "batch.tail_rows": "none",
+    "evaluation.episodes": "4",
+    "retention.episodes_every": "1",
+  }
+  if name != "counter":
+    changes |= {"warm_start.steps": "2", "warm_start.episodes": "8"}
+  config = f"configs/{name}.py"
+  result = commands.run(*commands.train(tmp_path / "run", changes, config))
+  assert result.returncode == 0, result.stdout + result.stderr
+  rows = [
+    json.loads(line)
+    for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+  ]
+  assert [row["faults"] for row in rows] == [0, 0]
+  file = min((tmp_path / "run" / "trajectories").glob("*.jsonl"))
+  turn = json.loads(file.read_text().splitlines()[0])["turns"][0]
+  chat = hf_chat.HfChat.load(hf_config.TINY)
+  shown = "".join(chat.token(i) for i in turn["context"])
+  assert shown.endswith("<|im_end|>\n<|im_start|>assistant\n")
+  assert ("<tools>" in shown) == (name != "sums")

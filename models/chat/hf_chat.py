@@ -80,15 +80,16 @@ class HfChat:
     source = path.read_text("utf-8")
     settings = _json(root / "tokenizer_config.json")
     control = _control(_tokenizer(source))
-    template = template_lib.ChatTemplate(
-      _template(root, settings),
-      tuple(control),
-      tuple((_special_names(settings) | variables).items()),
-    )
+    text, name = _template(root, settings)
+    named = tuple((_special_names(settings) | variables).items())
+    try:
+      template = template_lib.ChatTemplate(text, tuple(control), named)
+      end = control[template.end_of_turn()]
+    except ValueError as error:
+      raise ValueError(f"{name}: {error}") from error
     unread = [name for name in variables if not template.knows(name)]
     if unread:
       raise ValueError(f"its chat template does not read {', '.join(unread)}")
-    end = control[template.end_of_turn()]
     others = _eos_ids(root, settings, control)
     return cls(source, template, tuple(dict.fromkeys((end, *others))))
 
@@ -311,10 +312,11 @@ def _json(path: pathlib.Path) -> dict[str, Any]:
   return data
 
 
-def _template(root: pathlib.Path, settings: dict[str, Any]) -> str:
+def _template(root: pathlib.Path, settings: dict[str, Any]) -> tuple[str, str]:
+  """Returns the chat template, and the name of its file."""
   path = root / "chat_template.jinja"
   if path.is_file():
-    return path.read_text("utf-8")
+    return path.read_text("utf-8"), path.name
   found = settings.get("chat_template")
   if isinstance(found, list):
     named = {entry.get("name"): entry.get("template") for entry in found}
@@ -324,7 +326,7 @@ def _template(root: pathlib.Path, settings: dict[str, Any]) -> str:
       "no chat template: neither chat_template.jinja nor chat_template in "
       "tokenizer_config.json; a base model has none, so copy one"
     )
-  return found
+  return found, "tokenizer_config.json"
 
 
 def _special_names(settings: dict[str, Any]) -> dict[str, Any]:

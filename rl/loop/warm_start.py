@@ -123,7 +123,7 @@ async def demonstrate(
       said = player.explore(task, partial.messages, answer_seed)
     else:
       said = player.oracle(task, partial.messages)
-    return episode.given_answer(chat, said)
+    return episode.given_answer(chat, said, request.max_tokens)
 
   demonstration, _ = await episode.play(
     source, demonstrate_answer, chat, limits, partial

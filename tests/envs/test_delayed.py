@@ -8,7 +8,7 @@ import pytest
 from envs import base, delayed
 from envs.suites import gymnasium
 from envs.tools import tool_environment
-from tests.envs.examples import counter
+from configs import counter
 
 LAKE = gymnasium.FrozenLake()
 SOURCE = delayed.Delayed(source=LAKE, median_s=0.005, sigma=0.5)

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from configs import sums
 from envs import base, rows, single_turn
 from rl.data import trajectory
-from tests.envs.examples import sums
 from tests.helpers import scripted_chats
 
 
@@ -51,7 +51,7 @@ def test_tasks_go_through_the_rows_and_splits_share_none():
 
 
 def test_a_field_with_solutions_demonstrates():
-  solved = dataclasses.replace(sums.SUMS, solution="answer")
+  solved = sums.SUMS
   assert base.demonstrator(solved) is solved
   task = solved.task(3, "train")
   row = solved.rows.record(task.seed, "train").fields
@@ -59,7 +59,7 @@ def test_a_field_with_solutions_demonstrates():
   others = {solved.explore(task, [], seed) for seed in range(99)}
   assert len(others) > 5
   with pytest.raises(ValueError, match="no demonstrations: name the field"):
-    base.demonstrator(sums.SUMS)
+    base.demonstrator(dataclasses.replace(solved, solution=None))
   lacking = dataclasses.replace(sums.SUMS, solution="steps")
   with pytest.raises(ValueError, match="no field 'steps', which solution"):
     lacking.validate()

@@ -54,6 +54,8 @@ def wide(monkeypatch):
   ("config", "start"),
   [
     ("next_letter", r"[a-g]<agent>\[[b-h]<end>\]\n"),
+    ("sums", r"the number alone\.<\|im_end\|>\n<\|im_start\|>assistant\n\["),
+    ("tool_calculator_hf", r'"calculate".*"expression": "\d\d[-+*]\d"'),
     ("guess_number_moe", r"guess<agent>\[10<end>\]\n(low|high)er<agent>\[\d+<"),
   ],
 )

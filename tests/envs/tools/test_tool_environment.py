@@ -7,10 +7,10 @@ import time
 
 import pytest
 
+from configs import counter
 from envs import base, rows
 from envs.tools import tool_environment
 from rl.data import trajectory
-from tests.envs.examples import counter
 from tests.helpers import scripted_chats
 
 SOURCE = tool_environment.ToolEnvironment(make=counter.Counter)

@@ -231,6 +231,21 @@ def test_stop_ids_begin_with_the_end_of_a_turn(directory):
     hf_chat.HfChat.load(directory)
 
 
+def test_a_template_that_rewrites_what_was_said_is_refused_by_its_file(
+  directory,
+):
+  path = directory / "chat_template.jinja"
+  source = path.read_text("utf-8").replace("{{- said -}}", "{{- '...' -}}")
+  told = "the chat template does not only append: it writes an answer 0 times"
+  path.write_text(source, "utf-8")
+  with pytest.raises(ValueError, match=f"model: chat_template.jinja: {told}"):
+    hf_chat.HfChat.load(directory)
+  path.unlink()
+  edit(directory / "tokenizer_config.json", chat_template=source)
+  with pytest.raises(ValueError, match=f"model: tokenizer_config.json: {told}"):
+    hf_chat.HfChat.load(directory)
+
+
 def test_a_template_may_stand_in_the_settings(directory):
   path = directory / "chat_template.jinja"
   source, settings = (

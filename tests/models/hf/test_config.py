@@ -8,6 +8,7 @@ import pytest
 from models import config as config_lib
 from models import rope
 from models.hf import config as hf_config
+from models.hf import tokenizer_files
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
 # As published, by transformers 4.51: Qwen/Qwen3-0.6B and Qwen/Qwen3-30B-A3B.
@@ -331,3 +332,9 @@ def test_adapters_and_computation_are_not_written(tmp_path):
   config = config_lib.tiny(compute=config_lib.Compute(remat="layer"))
   back = read(tmp_path, hf_config.to_hf(config))
   assert back == dataclasses.replace(config, compute=config_lib.Compute())
+
+
+def test_the_tiny_model_has_room_for_its_tokenizer():
+  config = hf_config.load(hf_config.TINY)
+  assert config.num_experts > 0
+  assert config.vocab_size >= tokenizer_files.num_ids(hf_config.TINY)

@@ -1,6 +1,7 @@
 """Demonstrations, and steps that fail; what they teach is a run's to show."""
 
 import asyncio
+import dataclasses
 import itertools
 import json
 import math
@@ -18,13 +19,13 @@ CHAT = word_chat.WordChat(("go", "on", "yes", "no"))
 LIMITS = episode.Limits(record_experts=True)
 
 
-def demonstrations(exploration, count=32, seed=0):
+def demonstrations(exploration, count=32, seed=0, limits=LIMITS):
   source = fakes.Counting(turns=2)
 
   async def run():
     return [
       await warm_start.demonstrate(
-        source, CHAT, LIMITS, source.task(i, "train"), exploration, seed
+        source, CHAT, limits, source.task(i, "train"), exploration, seed
       )
       for i in range(count)
     ]
@@ -42,6 +43,15 @@ def test_an_oracle_that_does_not_explore_is_always_right():
     assert answers(played) == ["yes", "yes"]
     # An oracle has no routers; imitating it leaves the learner's free.
     assert played.experts is None
+
+
+def test_an_answer_is_cut_where_an_engine_would_cut_it():
+  # "yes" and the end of the turn are two ids; rows of a batch have no room for
+  # more than the limits.
+  short = dataclasses.replace(LIMITS, turn_tokens=1)
+  (played,) = demonstrations(0.0, count=1, limits=short)
+  assert [turn.tokens.size for turn in played.turns] == [1, 1]
+  assert [turn.stop for turn in played.turns] == ["length", "length"]
 
 
 def test_exploring_mixes_in_random_answers_that_repeat():

@@ -1,21 +1,29 @@
 """A task of your own with tools, complete: a class whose methods are called.
 
-python -m launch.train --config=counter.py --config.initial=DIR --workdir=RUN
+python -m launch.train --config=configs/counter.py --workdir=DIR
+
+The tiny model shows that all goes together: without demonstrations it calls
+no tool. `--config.initial=DIR` starts from a model that does.
 """
 
 import dataclasses
 
-from configs import guess_number_moe
+from configs import tool_calculator_hf
+from envs.rewards import rewards
 from envs.tools import tool_environment
 from rl import experiment
 
 
 class Counter:
+  """Counts, and should be brought to a target."""
+
   def reset(self, seed: int) -> str:
+    """Begins an episode; returns the user's message."""
     self.value, self.target = 0, seed % 6 + 1
     return f"Bring the counter to {self.target}."
 
   def get_reward(self) -> float:
+    """Returns the reward of the episode."""
     return float(self.value == self.target)
 
   def add(self, step: int) -> int:
@@ -29,8 +37,10 @@ class Counter:
 
 
 def get_config() -> experiment.Experiment:
+  """Returns the run of tool_calculator_hf with this class."""
   return dataclasses.replace(
-    guess_number_moe.get_config(),
-    environment=tool_environment.ToolEnvironment(make=Counter),
+    tool_calculator_hf.get_config(),
+    environment=tool_environment.ToolEnvironment(make=Counter, max_turns=4),
+    reward=rewards.Outcome(),
     warm_start=None,
   )

@@ -1,0 +1,38 @@
+"""A task of your own from data, complete: rows, a prompt and a grader.
+
+python -m launch.train --config=configs/sums.py --workdir=DIR
+
+The tiny model learns from the rows' solutions what an answer looks like, and
+too little arithmetic for held-out rows. `--config.initial=DIR` starts from a
+model that knows some.
+"""
+
+import dataclasses
+import pathlib
+
+from configs import tool_calculator_hf
+from envs import rows, single_turn
+from envs.rewards import rewards
+from rl import experiment
+
+
+def grade(answer: str, row) -> float:
+  """Returns 1 if the last word is the sum."""
+  return answer.split()[-1:] == [row["answer"]]
+
+
+SUMS = single_turn.SingleTurn(
+  rows=rows.Rows(data=str(pathlib.Path(__file__).with_name("sums.jsonl"))),
+  prompt="{question} End with the number alone.",
+  grade=grade,
+  solution="answer",
+)
+
+
+def get_config() -> experiment.Experiment:
+  """Returns the run of tool_calculator_hf on these rows."""
+  return dataclasses.replace(
+    tool_calculator_hf.get_config(),
+    environment=SUMS,
+    reward=rewards.Outcome(),
+  )
