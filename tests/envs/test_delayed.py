@@ -5,10 +5,10 @@ import time
 
 import pytest
 
+from configs import counter
 from envs import base, delayed
 from envs.suites import gymnasium
 from envs.tools import tool_environment
-from configs import counter
 
 LAKE = gymnasium.FrozenLake()
 SOURCE = delayed.Delayed(source=LAKE, median_s=0.005, sigma=0.5)
