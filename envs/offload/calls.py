@@ -168,6 +168,10 @@ class Client(abc.ABC):
     self.calls = Calls(hedge, max_calls)
 
   @abc.abstractmethod
+  async def open(self) -> None:
+    """Checks that the other side can be used; see `base.Offloaded`."""
+
+  @abc.abstractmethod
   async def send(self, request: bytes) -> Any:
     """Returns the answer to a request; see `Calls.call`."""
 
@@ -190,16 +194,17 @@ class Caller(abc.ABC):
   def client(self) -> Client:
     """Returns a new client, which has sent nothing yet."""
 
-  @abc.abstractmethod
   async def open(self) -> None:
-    """Checks that the other side can be used; see `base.Offloaded`."""
+    """Checks that the other side can be used.
+
+    Raises:
+      OSError: it cannot, with the way out.
+    """
+    await self._client.open()
 
   async def call(self, request: bytes) -> Any:
     """Returns the answer to a request, hedged."""
-    kept = _KEPT.setdefault(asyncio.get_running_loop(), {})
-    if self._key not in kept:
-      kept[self._key] = self.client()
-    client = kept[self._key]
+    client = self._client
     return await client.calls.call(lambda: client.send(request))
 
   async def close(self) -> None:
@@ -212,6 +217,13 @@ class Caller(abc.ABC):
     """Returns the costs since the first call."""
     client = _KEPT.get(asyncio.get_running_loop(), {}).get(self._key)
     return {} if client is None else client.calls.counts.as_dict()
+
+  @property
+  def _client(self) -> Client:
+    kept = _KEPT.setdefault(asyncio.get_running_loop(), {})
+    if self._key not in kept:
+      kept[self._key] = self.client()
+    return kept[self._key]
 
   @property
   def _key(self) -> Any:

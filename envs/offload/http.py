@@ -63,30 +63,6 @@ class Http(wire.Elsewhere):
     """Returns a client without a connection."""
     return _Function(self)
 
-  async def open(self) -> None:
-    """Checks that the function computes this reward, with these settings.
-
-    Raises:
-      OSError: it does not, or does not answer.
-    """
-    client = Connections(self.timeout_s)
-    try:
-      text = await client.request("GET", self.url)
-    finally:
-      await client.close()
-    own = wire.identity(self.reward)
-    try:
-      known = json.loads(text)["rewards"]
-    except (ValueError, KeyError, TypeError) as error:
-      raise calls.CallError(
-        f"{self.url} answered {text[:60]!r} and is no reward server"
-      ) from error
-    if own not in known:
-      raise calls.CallError(
-        f"{self.url} computes {', '.join(map(str, known))}, not {own}; start "
-        "it with the settings of the run"
-      )
-
 
 class Connections:
   """Connections to HTTP servers; used on one event loop, and closed."""
@@ -155,6 +131,23 @@ class _Function(calls.Client):
     super().__init__(setting.hedge, setting.max_connections)
     self._setting = setting
     self._connections = Connections(setting.timeout_s)
+
+  async def open(self) -> None:
+    """Checks that the function computes this reward, with these settings."""
+    url = self._setting.url
+    text = await self._connections.request("GET", url)
+    own = wire.identity(self._setting.reward)
+    try:
+      known = json.loads(text)["rewards"]
+    except (ValueError, KeyError, TypeError) as error:
+      raise calls.CallError(
+        f"{url} answered {text[:60]!r} and is no reward server"
+      ) from error
+    if own not in known:
+      raise calls.CallError(
+        f"{url} computes {', '.join(map(str, known))}, not {own}; start it "
+        "with the settings of the run"
+      )
 
   async def send(self, request: bytes) -> list[base.Grade]:
     url = self._setting.url

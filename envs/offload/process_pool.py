@@ -47,14 +47,6 @@ class ProcessPool(wire.Elsewhere):
       raise ValueError(f"idle_s={self.idle_s} must be finite and >= 0")
     _packed(self.reward)
 
-  async def open(self) -> None:
-    """Checks that a process can load the reward.
-
-    Raises:
-      OSError: it cannot.
-    """
-    await self.call(b"")
-
   def client(self) -> "_Pool":
     """Returns a pool without a process."""
     return _Pool(self)
@@ -68,6 +60,9 @@ class _Pool(calls.Client):
     self._setting = setting
     self._idle: list[_Worker] = []
     self._all: set[_Worker] = set()
+
+  async def open(self) -> None:
+    await self.calls.call(lambda: self.send(b""))
 
   async def send(self, request: bytes) -> list[base.Grade]:
     found = self._awake() or await self._start()

@@ -10,52 +10,31 @@ from envs.offload import http
 from envs.rewards import rewards
 from rl.data import trajectory
 from rl.rollout import grading
+from tests.helpers import scripted_http
 
 TASK = base.Task("sum/train/0", 0, "train", 0, answer="4")
 SAID = base.Transcript([base.Message("assistant", "4")], [])
 REWARD = rewards.NumericMatch()
 GRADES = json.dumps({"grades": [{"value": 1.0, "parts": {"n": 1.0}}]}).encode()
+reply = scripted_http.reply
 ONCE = grading.Retries(attempts=1, deadline_s=30.0)
 
 
-def reply(body, status="200 OK", length=None):
-  length = len(body) if length is None else length
-  head = f"HTTP/1.1 {status}\r\ncontent-length: {length}\r\n\r\n"
-  return head.encode() + body
-
-
-async def _hang(_, writer):
-  await asyncio.sleep(60)
-  writer.close()
-
-
 def scripted(*answers):
-  """Returns a handler of connections that sends each answer once, and ends."""
+  """Returns answers in turn, the last of them for good."""
   left = list(answers)
-
-  async def handle(reader, writer):
-    head = await reader.readuntil(b"\r\n\r\n")
-    (size,) = [
-      int(line.split(b":")[1])
-      for line in head.lower().splitlines()
-      if line.startswith(b"content-length")
-    ] or [0]
-    await reader.readexactly(size)
-    answer = left.pop(0) if len(left) > 1 else left[0]
-    if answer is None:
-      await _hang(reader, writer)
-    writer.write(answer)
-    writer.close()
-
-  return handle
+  return lambda path, body, head: left.pop(0) if len(left) > 1 else left[0]
 
 
-def graded(handle, retries=ONCE, **settings):
+def graded(answer, retries=ONCE, **settings):
   """Returns the graded trajectory, and the URL and counters of its reward."""
 
   async def run():
-    server = await asyncio.start_server(handle, "127.0.0.1", 0)
-    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/grade"
+    async with scripted_http.serve(answer) as address:
+      return await grade(address)
+
+  async def grade(address):
+    url = f"{address}/grade"
     reward = http.Http(url=url, reward=REWARD, **settings)
     graders = grading.Graders(reward, retries)
     ungraded = trajectory.Trajectory(
@@ -70,7 +49,6 @@ def graded(handle, retries=ONCE, **settings):
       return record, url, graders.costs()
     finally:
       await graders.close()
-      server.close()
 
   return asyncio.run(run())
 
@@ -78,18 +56,30 @@ def graded(handle, retries=ONCE, **settings):
 @pytest.mark.parametrize(
   ("answer", "message"),
   [
-    (reply(b'{"error": "OSError: x"}', "500 Oops"), "answered 500: OSError: x"),
+    (
+      reply(b'{"error": "OSError: x"}', "500 Oops"),
+      "answered 500: OSError: x",
+    ),
     (reply(b"busy", "503 Busy"), "answered 503: b'busy'"),
     (reply(b"", "302 Found"), "answered 302: b''"),
     (None, "took over 0.2 s"),
     (b"", "cannot be reached: "),
-    (reply(GRADES[:9], length=len(GRADES)), "cannot be reached: "),
+    (
+      reply(GRADES[:9], length=len(GRADES)),
+      "cannot be reached: ",
+    ),
     (b"no http at all\r\n\r\n", "cannot be reached: "),
-    (reply(b"a" * (100 << 20)), "answered more than 4,194,304 bytes"),
+    (
+      reply(b"a" * (100 << 20)),
+      "answered more than 4,194,304 bytes",
+    ),
     (reply(b"<html>"), "answered b'<html>', which are no grades"),
     (reply(b'{"grades": [1]}'), "which are no grades"),
     (reply(b"[" * 100_000), "which are no grades"),
-    (reply(b'{"grades": []}'), "reward returned [], not a list of one Grade"),
+    (
+      reply(b'{"grades": []}'),
+      "reward returned [], not a list of one Grade",
+    ),
     (
       reply(b'{"grades": [{"value": NaN, "parts": {}}]}'),
       "reward nan is not a finite number",
