@@ -116,11 +116,14 @@ def placed(shapes: Any, shardings: Any) -> Any:
 def device_bytes(tree: Any) -> int:
   """Returns bytes on one device of a tree of ShapeDtypeStruct with shardings.
 
-  A leaf without a sharding is taken as whole on every device.
+  A leaf without a sharding is taken as whole on every device. One in the
+  memory of the host takes nothing.
   """
 
   def size(leaf):
     place = leaf.sharding
+    if place is not None and place.memory_kind == "pinned_host":
+      return 0
     shape = leaf.shape if place is None else place.shard_shape(leaf.shape)
     return math.prod(shape) * leaf.dtype.itemsize
 

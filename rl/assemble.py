@@ -167,6 +167,7 @@ def learner_programs(
     experiment.rollout.temperature,
     critic=algorithm.advantage.needs_values,
     reference=references.memory(algorithm.reference),
+    optimizer_memory=experiment.optimizer_memory,
     num_lags=min(experiment.overlap.max_staleness + 1, _MAX_LAGS),
   )
 

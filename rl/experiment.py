@@ -109,6 +109,9 @@ class Experiment:
   Attributes:
     tasks: number and order of the training tasks.
     algorithm: from rewards to the objective; a preset, or parts of one.
+    optimizer_memory: "host" keeps moments and master copies in the memory of
+      the host between updates, so that the device has their room for the
+      activations of long rows.
     max_skipped: updates in a row that are skipped because a loss or gradient
       is not finite; one more ends the run, as do as many rounds that train
       nothing because of faults. Batches of such updates stay in `skipped/` of
@@ -142,6 +145,7 @@ class Experiment:
   tasks: prompts.TaskOrder = prompts.TaskOrder()
   algorithm: presets.Named = presets.Grpo()
   optimizer: optimizers.Optimizer = optimizers.AdamW()
+  optimizer_memory: references.Memory = "device"
   batch: BatchShape = BatchShape()
   initial: str | None = None
   chat: chats.Words | chats.Hf | None = None
@@ -222,6 +226,7 @@ class Experiment:
   def _validate_counts(self) -> None:
     checks.at_least(self, 0 if self.warm_start else 1, "rounds", where="")
     checks.at_least(self, 0, "seed", "max_skipped", where="")
+    checks.one_of(self, references.Memory, "optimizer_memory", where="")
     advantage = self.algorithm.advantage
     if advantage.pool == "group":
       least = advantage.min_group_size

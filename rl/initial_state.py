@@ -79,6 +79,7 @@ def _imitation_programs(
     ),
     settings.optimizer(),
     experiment.rollout.temperature,
+    optimizer_memory=experiment.optimizer_memory,
   )
 
 

@@ -135,6 +135,9 @@ class Learner:
     temperature: that of sampling, so that ratios start at 1.
     critic: whether there is one.
     reference: where to keep the first parameters; None does not keep them.
+    optimizer_memory: where moments and master copies lie between updates. With
+      "host" an update brings them to the device, when there are no activations,
+      and takes them back.
     num_lags: how many are told apart in the metrics.
 
   Attributes:
@@ -153,6 +156,7 @@ class Learner:
     *,
     critic: bool = False,
     reference: references.Memory | None = None,
+    optimizer_memory: references.Memory = "device",
     num_lags: int = 1,
   ):
     self._config, self._layout = config, layout
@@ -167,8 +171,13 @@ class Learner:
       train_state.critic_head(config) if critic else None,
       has_reference=reference is not None,
     )
-    placed = train_state.shardings(shapes, config, layout, optimizer, reference)
-    self._placed, self.abstract = placed, train_state.abstract(shapes, placed)
+    place = functools.partial(
+      train_state.shardings, shapes, config, layout, optimizer, reference
+    )
+    placed, kept = place(), place(optimizer_memory)
+    self._placed, self.abstract = placed, train_state.abstract(shapes, kept)
+    self._kept = (kept.opt_state, kept.master)
+    self._moves = optimizer_memory != "device"
     trained, _ = train_state.split(placed.params, placed.critic)
     replicated: Any = layout.sharding()
     sums = Accumulator(trained, replicated)
@@ -209,6 +218,7 @@ class Learner:
     critic = self._no_values()
     trainable, _ = train_state.split(params, critic)
     opt_state, updates, master = self._begin(trainable)
+    opt_state, master = self._put_away(opt_state, master)
     reference = self._placed.reference
     if reference is not None:
       reference = jax.device_put(params, reference)
@@ -277,9 +287,15 @@ class Learner:
     count = jax.device_put(
       np.float32(left_out_divisor), self._layout.sharding()
     )
+    opt_state, updates, master = state[1:4]
+    if self._moves:
+      opt_state, master = jax.device_put(
+        (opt_state, master), (self._placed.opt_state, self._placed.master)
+      )
     new, opt_state, updates, master, metrics = self._apply(
-      trainable, *state[1:4], *total, count
+      trainable, opt_state, updates, master, *total, count
     )
+    opt_state, master = self._put_away(opt_state, master)
     after = state._replace(
       params=lora.join(new.policy, frozen),
       opt_state=opt_state,
@@ -288,6 +304,12 @@ class Learner:
       critic=new.critic,
     )
     return after, metrics
+
+  def _put_away(self, opt_state: Any, master: Any) -> tuple[Any, Any]:
+    """Returns the optimizer's state where it lies between updates."""
+    if not self._moves:
+      return opt_state, master
+    return jax.device_put((opt_state, master), self._kept)
 
   def step(
     self,

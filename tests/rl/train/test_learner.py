@@ -13,7 +13,7 @@ import optax
 import pytest
 
 from models import config as config_lib
-from models import definition, logprobs
+from models import definition, logprobs, sharding
 from models import policy as policy_lib
 from rl.algorithms import algorithm as algorithm_lib
 from rl.algorithms import (
@@ -51,8 +51,16 @@ def build(config, data=1, expert=1, tensor=1, **changes):
   spec = placement.MeshSpec(data=data, expert=expert, tensor=tensor)
   layout, _ = placement.Placement(learner=spec, colocated=True).layouts()
   optimizer = changes.pop("optimizer", optimizers.AdamW(learning_rate=0.01)())
+  memory = changes.pop("optimizer_memory", "device")
   objective = dataclasses.replace(OBJECTIVE, **changes)
-  return learner.Learner(config, layout, objective, optimizer, TEMPERATURE)
+  return learner.Learner(
+    config,
+    layout,
+    objective,
+    optimizer,
+    TEMPERATURE,
+    optimizer_memory=memory,
+  )
 
 
 @pytest.fixture(scope="module")
@@ -295,6 +303,36 @@ def test_meshes_agree_with_one_device(
   )
 
 
+def test_an_optimizer_may_rest_in_the_memory_of_the_host(
+  config, programs, params, packed, tmp_path
+):
+  rounded = dataclasses.replace(
+    config, compute=dataclasses.replace(config.compute, dtype="bfloat16")
+  )
+  params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+  states = []
+  for memory in ("device", "host"):
+    resting = build(rounded, optimizer_memory=memory)
+    state, _ = on_mesh(step, resting, fresh(resting, params), [packed])
+    state, _ = on_mesh(step, resting, state, [packed])
+    states.append(state)
+  jax.tree.map(np.testing.assert_array_equal, *states)
+  on_device, on_host = states
+  kinds = {
+    leaf.sharding.memory_kind
+    for leaf in jax.tree.leaves((on_host.opt_state, on_host.master))
+  }
+  assert kinds == {"pinned_host"}
+  assert on_host.params["embed"].sharding.memory_kind == "device"
+  assert on_device.master is not None
+  restored = real_programs.saved_and_restored(
+    tmp_path, on_host, resting.abstract
+  )
+  assert jax.tree.map(lambda x: x.sharding, restored) == jax.tree.map(
+    lambda x: x.sharding, on_host
+  )
+
+
 def test_init_has_the_shapes_and_shardings_of_abstract(programs):
   state = programs.init(jax.random.key(0))
 
@@ -402,7 +440,11 @@ def build_whole(
   balanced: bool = False,
 ) -> learner.Learner:
   spec = placement.MeshSpec(
-    data=data, expert=expert, tensor=tensor, context=context
+    data=data,
+    expert=expert,
+    tensor=tensor,
+    context=context,
+    rules=sharding.Rules(embed=("data", "context")),
   )
   layout, _ = placement.Placement(learner=spec, colocated=True).layouts()
   value = dataclasses.replace(EVERY_PART.value, through_body=through_body)
