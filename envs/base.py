@@ -290,6 +290,44 @@ def as_reward(value: Any) -> Any:
   return float(value) if isinstance(value, bool) else value
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Recording:
+  """A conversation that has taken place, for supervised training.
+
+  Attributes:
+    place: where it stands, for errors: "chats.jsonl:17".
+    messages: ends with an answer.
+    tools: JSON schemas of functions, as in the OpenAI API.
+    first: answers from this message on are trained, earlier ones are context.
+  """
+
+  place: str
+  messages: Sequence[Message]
+  tools: Sequence[Mapping[str, Any]] = ()
+  first: int = 0
+
+
+@runtime_checkable
+class Recorded(Protocol):
+  """A source of recorded conversations."""
+
+  @property
+  def paired(self) -> bool:
+    """True if an example is a preferred conversation and a rejected one.
+
+    Else it is a single conversation.
+    """
+    ...
+
+  def examples(self, split: Split) -> Iterator[tuple[Recording, ...]]:
+    """Yields every example of a split once, in order.
+
+    Raises:
+      ValueError: a row holds none; names its place and field.
+    """
+    ...
+
+
 def words(source: Source) -> Sequence[str]:
   """Returns the words of a source.
 

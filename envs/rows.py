@@ -40,18 +40,47 @@ class Record:
     return self.fields[name]
 
   def messages(self, name: str, asked_by: str) -> list[base.Message]:
-    """Returns the conversation of a field: text, or {"role", "content"}s.
+    """Returns a conversation that waits for an answer.
+
+    The field holds the text of the user, or messages as in the OpenAI API.
 
     Raises:
-      ValueError: it is missing, or no conversation that waits for an answer.
+      ValueError: it is missing, or no such conversation.
     """
+    return self._read(name, asked_by, "user", _check_question)
+
+  def conversation(
+    self, name: str, asked_by: str, before: Sequence[base.Message] = ()
+  ) -> list[base.Message]:
+    """Returns a conversation that ends with an answer.
+
+    The field holds the text of an answer, or messages as in the OpenAI API.
+
+    Args:
+      before: messages that those of the field follow.
+
+    Raises:
+      ValueError: the field is missing, or there is no such conversation.
+    """
+    return self._read(name, asked_by, "assistant", _check_turns, before)
+
+  def _read(
+    self,
+    name: str,
+    asked_by: str,
+    role: base.Role,
+    check: Callable[[Sequence[base.Message]], None],
+    before: Sequence[base.Message] = (),
+  ) -> list[base.Message]:
     value = self.field(name, asked_by)
     if isinstance(value, str):
-      value = [{"role": "user", "content": value}]
+      value = [{"role": role, "content": value}]
     try:
-      return _messages(value)
+      messages = [*before, *_messages(value)]
+      check(messages)
     except ValueError as error:
       raise ValueError(f"{self.place}: field {name!r}: {error}") from error
+    return messages
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -109,6 +138,15 @@ class Rows:
       whole = isinstance(self._records[split], list)
       for number in numbers if whole else numbers[:1]:
         yield self._records[split][number]
+
+  def records(self, split: base.Split) -> Iterator[Record]:
+    """Yields every row of a split once, in order.
+
+    Raises:
+      ValueError: as `known`.
+    """
+    for number in self._splits[split]:
+      yield self._records[split][number]
 
   @functools.cached_property
   def _records(self) -> dict[base.Split, "list[Record] | _Lazy"]:
@@ -228,23 +266,99 @@ _READERS = {".jsonl": _read_jsonl, ".parquet": _read_parquet}
 def _messages(value: Any) -> list[base.Message]:
   if not isinstance(value, Sequence) or not value:
     raise ValueError(f"{value!r:.60} is no list of messages")
-  messages = []
-  for item in value:
-    said = item if isinstance(item, Mapping) else {}
-    role: Any = said.get("role")
-    content = said.get("content")
-    if role not in get_args(base.Role) or not isinstance(content, str):
-      raise ValueError(
-        f"{item!r:.60} is no message: it needs a role, one of "
-        f"{', '.join(get_args(base.Role))}, and a content that is text"
+  return [_message(item) for item in value]
+
+
+def _message(item: Any) -> base.Message:
+  said = item if isinstance(item, Mapping) else {}
+  role: Any = said.get("role")
+  calls = said.get("tool_calls") or ()
+  content = said.get("content", "" if calls else None)
+  content = "" if content is None and calls else content
+  if role not in get_args(base.Role) or not isinstance(content, str):
+    raise ValueError(
+      f"{item!r:.60} is no message: it needs a role, one of "
+      f"{', '.join(get_args(base.Role))}, and a content that is text"
+    )
+  if calls and (role != "assistant" or not isinstance(calls, Sequence)):
+    raise ValueError(
+      f"{item!r:.60}: tool_calls must be a list, of a message of the assistant"
+    )
+  return base.Message(
+    role,
+    content,
+    tuple(_call(call) for call in calls),
+    *(
+      _text(said, names)
+      for names in (
+        ("reasoning_content", "reasoning"),
+        ("name",),
+        ("tool_call_id",),
       )
-    messages.append(base.Message(role, content))
-  if messages[-1].role not in ("user", "tool"):
+    ),
+  )
+
+
+def _text(said: Mapping[str, Any], names: Sequence[str]) -> str | None:
+  """Returns the first of some fields that is there."""
+  for name in names:
+    value = said.get(name)
+    if value is not None and not isinstance(value, str):
+      raise ValueError(f"{name}={value!r:.60} of a message must be text")
+    if value:
+      return value
+  return None
+
+
+def _call(call: Any) -> base.ToolCall:
+  """Returns a call of a tool: {"function": {"name", "arguments"}}, or that."""
+  outer = call if isinstance(call, Mapping) else {}
+  inner = outer.get("function", outer)
+  inner = inner if isinstance(inner, Mapping) else {}
+  name, arguments = inner.get("name"), inner.get("arguments", {})
+  try:
+    value = json.loads(arguments) if isinstance(arguments, str) else arguments
+  except (ValueError, RecursionError):
+    value = None
+  if not (name and isinstance(name, str) and isinstance(value, Mapping)):
+    raise ValueError(
+      f"{call!r:.60} is no call of a tool: it needs the name of a function, "
+      "and arguments that are a JSON object, or its text"
+    )
+  text = json.dumps(value, ensure_ascii=False)
+  return base.ToolCall(name, text, _text(outer, ("id",)))
+
+
+def _check_question(messages: Sequence[base.Message]) -> None:
+  """Checks that a conversation waits for an answer."""
+  if (found := messages[-1].role) not in ("user", "tool"):
+    raise ValueError(
+      f"its last message is of the {found}, so there is nothing to answer; end "
+      "with one of the user"
+    )
+
+
+def _check_turns(messages: Sequence[base.Message]) -> None:
+  """Checks that a conversation takes turns, and ends with an answer."""
+  for number, message in enumerate(messages):
+    before = messages[number - 1] if number else None
+    after = before.role if before else "nothing"
+    wrong = {
+      "system": number > 0,
+      "assistant": after not in ("user", "tool"),
+      "tool": not (after == "tool" or (before and before.tool_calls)),
+    }
+    if wrong.get(message.role):
+      raise ValueError(
+        f"message {number} is of the {message.role}, after {after}; a system "
+        "message comes first, an answer after the user or a tool, and a tool "
+        "after the answer that calls it"
+      )
+  if messages[-1].role != "assistant":
     raise ValueError(
       f"its last message is of the {messages[-1].role}, so there is nothing to "
-      "answer; end with one of the user"
+      "learn; end with an answer"
     )
-  return messages
 
 
 def with_system(

@@ -5,6 +5,7 @@ import functools
 import os
 import pathlib
 from collections.abc import Sequence
+from typing import Any, cast
 
 from envs import base
 from models import config as model_config
@@ -16,6 +17,7 @@ from rl.algorithms import presets, references
 from rl.engine import contract
 from rl.engine.builtin import settings as engine_settings
 from rl.engine.sglang import settings as sglang_settings
+from rl.loop import fine_tuning
 from rl.loop import warm_start as warm_start_lib
 from rl.pools import affinity, weight_publisher
 from rl.pools import placement as placement_lib
@@ -123,7 +125,10 @@ class Experiment:
       the words of the environment where there are none.
     seed: of parameters, task order and sampling noise.
     rounds: publishes until the end; 0 is the warm start alone.
-    warm_start: supervised steps before the first round, or None.
+    warm_start: supervised steps before the first round, on demonstrations or on
+      recorded conversations, or None.
+    data: a file of rows, in the place of `environment.rows.data`; None leaves
+      that.
     progress_timeout_s: a longer wait inside the loop ends the run, with a
       table of all waits. During an evaluation: the longest time in which no
       episode ends.
@@ -149,13 +154,29 @@ class Experiment:
   batch: BatchShape = BatchShape()
   initial: str | None = None
   chat: chats.Words | chats.Hf | None = None
-  warm_start: warm_start_lib.WarmStart | None = None
+  data: str | None = None
+  warm_start: warm_start_lib.WarmStart | fine_tuning.FineTuning | None = None
   evaluation: Evaluation = Evaluation()
   retention: Retention = Retention()
   seed: int = 0
   rounds: int = 100
   max_skipped: int = 2
   progress_timeout_s: float = 1200.0
+
+  def __post_init__(self) -> None:
+    """Gives the rows of the environment their data."""
+    if self.data is None:
+      return
+    rows = getattr(self.environment, "rows", None)
+    if not dataclasses.is_dataclass(rows):
+      raise ValueError(
+        f"environment {self.environment.name} has no rows; use one of "
+        "envs.recordings, or envs.single_turn"
+      )
+    changes: Any = {"data": self.data}
+    replaced: Any = {"rows": dataclasses.replace(cast(Any, rows), **changes)}
+    environment = dataclasses.replace(cast(Any, self.environment), **replaced)
+    object.__setattr__(self, "environment", environment)
 
   def build_chat(self, run_dir: pathlib.Path | None = None) -> episode.Chat:
     """Returns the tokenizer with its chat template; see `chats.build`."""
@@ -255,7 +276,9 @@ class Experiment:
     self.routing.validate_pools({pool.name: pool.kind for pool in pools})
 
   def _validate_demonstrations(self) -> None:
-    if self.warm_start is not None:
+    if isinstance(self.warm_start, fine_tuning.FineTuning):
+      fine_tuning.recorded(self.environment, self.warm_start)
+    elif self.warm_start is not None:
       prompts.demonstrator(self.environment)
 
   def _validate_waits(self) -> None:

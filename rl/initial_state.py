@@ -12,10 +12,10 @@ from models import policy as policy_lib
 from models.hf import load
 from rl import assemble
 from rl import experiment as experiment_lib
-from rl.algorithms import losses, objective
-from rl.loop import progress, warm_start
+from rl.algorithms import losses, objective, references
+from rl.loop import fine_tuning, progress, warm_start
 from rl.runtime import checkpoint
-from rl.train import learner, train_state
+from rl.train import learner, scoring, train_state
 
 _FROZEN = "frozen"
 
@@ -35,27 +35,25 @@ async def create(
   settings = experiment.warm_start
   if settings is None:
     return await _first_state(parts)
-  programs = _imitation_programs(experiment, settings, parts.learner_layout)
+  supervision = _supervision(parts, settings, report)
+  programs, reference = _supervised_programs(
+    experiment, settings, parts.learner_layout
+  )
   found, observer = None, observer or warm_start.WarmStartObserver()
   if observer.checkpoints is not None:
     found = await restore(parts, observer.checkpoints, programs.abstract)
-  observer.on_begin(found)
+  observer.on_begin(found, supervision.steps)
   if found is not None:
     now = warm_start.from_host(found.state, found.host)
   else:
     params = (await _first_state(parts)).params
     now = warm_start.Imitation(await thread.run("init", programs.wrap, params))
   state = await warm_start.run(
-    settings,
+    supervision,
     programs,
     now,
     thread,
-    source=experiment.environment,
-    chat=parts.chat,
-    limits=experiment.rollout,
-    rows=experiment.batch.rows,
-    length=experiment.batch.length,
-    seed=experiment.seed,
+    reference=reference,
     max_skipped=experiment.max_skipped,
     observer=observer,
     report=report,
@@ -63,23 +61,55 @@ async def create(
   return await thread.run("init", parts.programs.wrap, state.params)
 
 
-def _imitation_programs(
+def _supervision(
+  parts: assemble.Parts,
+  settings: warm_start.WarmStart | fine_tuning.FineTuning,
+  report: Callable[[str], None],
+) -> warm_start.Supervision:
+  """Returns the batches of a warm start."""
+  experiment = parts.experiment
+  shape: Any = {
+    "rows": experiment.batch.rows,
+    "length": experiment.batch.length,
+    "seed": experiment.seed,
+  }
+  source, chat = experiment.environment, parts.chat
+  if isinstance(settings, fine_tuning.FineTuning):
+    report("reading the recorded conversations")
+    source = fine_tuning.recorded(source, settings)
+    return fine_tuning.supervision(settings, source, chat, report, **shape)
+  return warm_start.demonstrations(
+    settings, source, chat, experiment.rollout, **shape
+  )
+
+
+def _supervised_programs(
   experiment: experiment_lib.Experiment,
-  settings: warm_start.WarmStart,
+  settings: warm_start.WarmStart | fine_tuning.FineTuning,
   layout: sharding.Layout,
-) -> learner.Learner:
-  """Returns the training programs of a warm start."""
-  return learner.Learner(
+) -> tuple[learner.Learner, scoring.ReferenceProgram | None]:
+  """Returns the training programs of a warm start, and its reference."""
+  loss, reference = losses.NegativeLogLikelihood(), None
+  if isinstance(settings, fine_tuning.FineTuning):
+    loss = settings.loss
+    if loss.has_ratio:
+      adapted = experiment.model.lora is not None
+      reference = references.Base() if adapted else references.Initial()
+  programs = learner.Learner(
     experiment.model,
     layout,
     objective.Objective(
-      loss=losses.NegativeLogLikelihood(),
+      loss=loss,
       balance_weight=experiment.algorithm.balance_weight,
       z_weight=experiment.algorithm.z_weight,
     ),
     settings.optimizer(),
-    experiment.rollout.temperature,
+    temperature := experiment.rollout.temperature,
+    reference=references.memory(reference),
     optimizer_memory=experiment.optimizer_memory,
+  )
+  return programs, scoring.reference_program(
+    reference, programs, layout, temperature
   )
 
 

@@ -17,10 +17,11 @@ from configs import (
   guess_number_schedules,
   tool_calculator_hf,
 )
-from launch.cli import flags
+from launch.cli import config_file, flags
 from models import memory_report
 from models.chat import hf_chat
 from models.hf import config as hf_config
+from rl.algorithms import preference_loss
 from rl.schedule import overlap
 from rl.settings import overrides
 from tests.helpers import commands, packed_rows, played_members
@@ -205,3 +206,37 @@ def test_a_run_on_the_tiny_model_talks_in_its_template(name, tmp_path):
   shown = "".join(chat.token(i) for i in turn["context"])
   assert shown.endswith("<|im_end|>\n<|im_start|>assistant\n")
   assert ("<tools>" in shown) == (name != "sums")
+
+
+def test_rows_of_ones_own_take_the_place_of_those_of_the_file(tmp_path):
+  file = tmp_path / "chats.jsonl"
+  said = [{"role": r, "content": "a"} for r in ("user", "assistant")]
+  row = json.dumps({"messages": said})
+  file.write_text("".join(f'{row[:-1]}, "n": {i}}}\n' for i in range(30)))
+  config, changes = str(_CONFIGS / "sft_chats.py"), {"data": str(file)}
+  run = flags.load(config, changes)
+  assert run.environment.rows.data == str(file)
+  assert overrides.from_json(config_file.to_json(run)) == run
+  with file.open("a") as rows:
+    rows.write('{"messages": "a"}\n')
+  with pytest.raises(ValueError, match=r"chats\.jsonl:31: field 'messages': "):
+    flags.load(config, changes)
+  with pytest.raises(
+    ValueError, match=r"--config\.data=x: .* has no rows; use"
+  ):
+    flags.load(str(_CONFIGS / "guess_number_moe.py"), {"data": "x"})
+  with pytest.raises(
+    ValueError, match=r"absent\.jsonl cannot be read: No such"
+  ):
+    flags.load(config, {"data": str(tmp_path / "absent.jsonl")})
+
+
+def test_pairs_are_trained_by_dpo_and_chats_are_not():
+  chats, pairs = (
+    flags.load(str(_CONFIGS / f"{name}.py"))
+    for name in ("sft_chats", "dpo_pairs")
+  )
+  assert isinstance(pairs.warm_start.loss, preference_loss.Dpo)
+  assert (chats.rounds, pairs.rounds) == (0, 0)
+  with pytest.raises(ValueError, match="loss=dpo: it is of pairs"):
+    flags.load(str(_CONFIGS / "sft_chats.py"), {"warm_start.loss": "dpo"})

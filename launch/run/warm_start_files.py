@@ -17,6 +17,10 @@ from rl.loop import warm_start
 from rl.runtime import checkpoint, trace
 
 _COLUMNS = ("loss", "grad_norm", "tokens", "entropy", "skipped")
+_OPTIONAL = (
+  *("accuracy", "margin"),
+  *(f"{warm_start.EVAL}{name}" for name in warm_start.MEASURED),
+)
 
 
 class WarmStartStopped(Exception):
@@ -29,7 +33,8 @@ class WarmStartFiles(warm_start.WarmStartObserver):
   `initial_state.create` calls the `on_` methods. A line has `step` (counted
   from 1), `loss` in nats a token, `grad_norm`, sampled `tokens`, `entropy` in
   nats, whether it was `skipped`, `step_s` since the line before, and `time_s`
-  since the run began.
+  since the run began; of pairs their `accuracy` and `margin`; and `eval/<name>`
+  of held-out rows where they were measured.
   The file has each step once: a continued run cuts lines after its checkpoint.
 
   Attributes:
@@ -68,13 +73,13 @@ class WarmStartFiles(warm_start.WarmStartObserver):
       self._lines.close()
     self._saved.close()
 
-  def on_begin(self, found: checkpoint.Restored | None) -> None:
+  def on_begin(self, found: checkpoint.Restored | None, steps: int) -> None:
     """Cuts the lines back to the step from which the warm start continues.
 
     Raises:
       checkpoint.Unsaved: all checkpoints are damaged.
     """
-    taken = 0
+    taken, self._steps = 0, steps
     if found is None:
       workdir.check_none_damaged(self._dir, workdir.WARM_START)
     else:
@@ -91,7 +96,8 @@ class WarmStartFiles(warm_start.WarmStartObserver):
     """Writes one line."""
     assert self._lines is not None
     before_s, self._mark_s = self._mark_s, time.monotonic()
-    row = {name: metrics[name] for name in _COLUMNS} | {
+    names = [*_COLUMNS, *(n for n in _OPTIONAL if n in metrics)]
+    row = {name: metrics[name] for name in names} | {
       "step_s": self._mark_s - before_s,
       "time_s": self._mark_s - self._spans.origin,
     }
@@ -107,9 +113,8 @@ class WarmStartFiles(warm_start.WarmStartObserver):
       WarmStartStopped: `stop` was called.
       checkpoint.Unsaved: the checkpoint could not be saved.
     """
-    settings = self._settings
-    due = now.trained % settings.checkpoint_every == 0
-    due = due and now.trained < settings.steps
+    due = now.trained % self._settings.checkpoint_every == 0
+    due = due and now.trained < self._steps
     if not (due or self._stopping):
       return
     what = f"the checkpoint after {self._of(now.trained)}, or that before it,"
@@ -124,7 +129,7 @@ class WarmStartFiles(warm_start.WarmStartObserver):
       raise WarmStartStopped(f"saved after {self._of(now.trained)}")
 
   def _of(self, taken: int) -> str:
-    return f"{taken} of {self._settings.steps} steps of the warm start"
+    return f"{taken} of {self._steps} steps of the warm start"
 
 
 def forget(run_dir: pathlib.Path) -> None:

@@ -155,6 +155,27 @@ class HfChat:
     """Returns the ids with which a policy would answer `text`."""
     return np.asarray([*self.text_ids(text), self.stop_ids[0]], np.int32)
 
+  def answers(
+    self,
+    messages: Sequence[message_lib.ChatMessage],
+    tools: Sequence[Mapping[str, Any]] = (),
+    first: int = 0,
+  ) -> list[tuple[Int32[np.ndarray, " P"], Int32[np.ndarray, " T"]]]:
+    """Returns the ids of each answer after those of the context before it.
+
+    They are those of `open`, an answer, `append`, an answer, and so on; and
+    their text is that of the whole conversation.
+
+    Args:
+      first: answers of earlier messages are context.
+
+    Raises:
+      ValueError: as `template.ChatTemplate.answers`.
+    """
+    end = self._controls[self.stop_ids[0]]
+    texts = self.template.answers(messages, tools, end=end, first=first)
+    return [(self._encode(asked), self._encode(said)) for asked, said in texts]
+
   def decode(self, ids: Sequence[int] | Int32[np.ndarray, " L"]) -> str:
     """Returns the text without special tokens.
 

@@ -31,6 +31,10 @@ _ESCAPED_MARK = re.compile(rf"(?<!\\)((?:\\\\)*)\\u{ord(MARK):04x}")
 _ANSWER = "\ufdd1"  # Stands for an answer in rendered text.
 
 
+class Rewritten(ValueError):
+  """A template writes an earlier turn otherwise once others follow."""
+
+
 @dataclasses.dataclass(frozen=True)
 class _Sample:
   role: str
@@ -117,6 +121,63 @@ class ChatTemplate:
     It begins with `end_of_turn()`. Raises as `render`.
     """
     return self._after([_QUESTION], messages, prompt=prompt)
+
+  def answers(
+    self,
+    messages: Sequence[ChatMessage],
+    tools: Sequence[Mapping[str, Any]] = (),
+    *,
+    end: str,
+    first: int = 0,
+  ) -> list[tuple[str, str]]:
+    """Returns each answer of a conversation after the text before it.
+
+    All of these texts, one after the other, are the conversation up to its last
+    answer: as it is written at once, and turn by turn.
+
+    Args:
+      end: `end_of_turn()`, with which each answer ends.
+      first: answers of earlier messages belong to the text before.
+
+    Raises:
+      Rewritten: names the message.
+      ValueError: as `render`.
+    """
+    whole = self.render(messages, tools, prompt=False)
+    found: list[tuple[str, str]] = []
+    start = previous = 0
+    for i, message in enumerate(messages):
+      if message.role != "assistant" or i < first:
+        continue
+      asked = self.render(messages[:i], tools, prompt=True)
+      if found:
+        between = self.after_answer(messages[previous + 1 : i], prompt=True)
+        asked = whole[:start] + between.removeprefix(end)
+      if not whole.startswith(asked):
+        raise Rewritten(
+          f"message {i}: the chat template writes what is before this answer "
+          "otherwise when the answer is there than when it is asked for"
+        )
+      stops = self._controls.finditer(whole, len(asked))
+      stop = next((m.end() for m in stops if m[0] == end), len(whole))
+      answer = whole[len(asked) : stop]
+      self._check_whole(answer, message, i)
+      found.append((asked[start:], answer))
+      start, previous = stop, i
+    return found
+
+  def _check_whole(self, answer: str, message: ChatMessage, i: int) -> None:
+    """Checks that an answer holds all that its message does."""
+    said = [message.content, getattr(message, "reasoning", None)]
+    said += [call.name for call in getattr(message, "tool_calls", None) or ()]
+    # Templates change the white space around thinking, content and calls.
+    written = "".join(answer.replace(MARK, "").split())
+    for text in filter(None, said):
+      if "".join(text.split()) not in written:
+        raise Rewritten(
+          f"message {i}: the chat template leaves {text[:40]!r} out of this "
+          "answer, as it does with thinking when a question follows"
+        )
 
   def prompt(self) -> str:
     """Returns the text that prompts for an answer, with marks."""

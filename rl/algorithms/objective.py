@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float
 from models.moe import layer as moe_layer
 from rl.algorithms import corrections as corrections_lib
 from rl.algorithms import kl as kl_lib
-from rl.algorithms import losses, packed_row
+from rl.algorithms import losses, packed_row, preference_loss
 from rl.algorithms import value_loss as value_loss_lib
 from rl.data import batch as batch_lib
 from rl.settings import checks
@@ -44,7 +44,7 @@ class Objective:
       2202.08906, eq. 6. Both mean nothing to a model without experts.
   """
 
-  loss: losses.Loss
+  loss: losses.Loss | preference_loss.Dpo
   correction: corrections_lib.Correction | None = None
   kl: kl_lib.KlPenalty | None = None
   value: value_loss_lib.ValueLoss = value_loss_lib.ValueLoss()
@@ -123,6 +123,8 @@ class ObjectiveSums(NamedTuple):
       are later.
     kl: to the reference, by the penalty's estimator, without its weight.
     critic: without the weight of its loss; None without one.
+    margin, accuracy: of pairs, and the share whose margin is above 0, as the
+      loss is aggregated; None without pairs.
     router: Aux of each micro-batch, weighted by its divisor, so it divides
       too, except for `dropped`, which is a count; None without experts.
   """
@@ -139,6 +141,8 @@ class ObjectiveSums(NamedTuple):
   correction: CorrectionSums | None
   kl: Float[Array, ""] | None
   critic: value_loss_lib.ValueSums | None
+  margin: Float[Array, ""] | None
+  accuracy: Float[Array, ""] | None
   router: moe_layer.Aux | None
 
 
@@ -160,6 +164,7 @@ def zero(
     router = moe_layer.Aux(
       *(jnp.zeros(sizes.get(name, ())) for name in moe_layer.Aux._fields)
     )
+  paired = isinstance(objective.loss, preference_loss.Dpo)
   return ObjectiveSums(
     tokens=scalar,
     divisor=scalar,
@@ -173,6 +178,8 @@ def zero(
     correction=correction,
     kl=None if objective.loss_kl is None else scalar,
     critic=value_loss_lib.zero() if critic else None,
+    margin=scalar if paired else None,
+    accuracy=scalar if paired else None,
     router=router,
   )
 
@@ -195,6 +202,9 @@ def metrics(sums: ObjectiveSums, divisor: Float[Array, ""]) -> dict[str, Array]:
   for name in ("clipped", "entropy", "kl"):
     if (added := getattr(sums, name)) is not None:
       found[name] = added / tokens
+  for name in ("margin", "accuracy"):
+    if (added := getattr(sums, name)) is not None:
+      found[name] = added / divisor
   found["behaviour_kl"] = sums.lag_kl.sum() / tokens
   found["behaviour_ess"] = sums.ratio**2 / (tokens * sums.ratio_squared)
   for i in range(len(sums.lag_tokens)):
@@ -259,6 +269,11 @@ def of_batch(
     )
     more += objective.value.weight * value_loss
   total = loss + _aggregate(objective, more, rows)[0]
+  margin = accuracy = None
+  if isinstance(terms, preference_loss.PairTerms):
+    margin, _ = _aggregate(objective, terms.margin, rows)
+    is_right = (terms.margin > 0).astype(jnp.float32)
+    accuracy, _ = _aggregate(objective, is_right, rows)
   gap = jnp.where(sampled, scored.logprobs - behaviour, 0.0)
   ratio = jnp.where(sampled, packed_row.bounded_exp(gap), 0.0)
   sums = ObjectiveSums(
@@ -273,6 +288,8 @@ def of_batch(
     correction=correction,
     kl=None if kl is None else kl.sum(),
     critic=critic,
+    margin=margin,
+    accuracy=accuracy,
     router=None,
   )
   if scored.aux is None:

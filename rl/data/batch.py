@@ -151,6 +151,7 @@ def pack(
   shards: int = 1,
   tail_rows: int | None = None,
   only_full: bool = False,
+  pairs: bool = False,
 ) -> Packed:
   """Packs whole trajectories into batches of shape [rows, length].
 
@@ -168,6 +169,8 @@ def pack(
       batches have one shape.
     only_full: leaves out trajectories that do not fill a batch; they have no
       place, and are to be packed with later ones.
+    pairs: trajectories 0 and 1, 2 and 3, .. are in one row each, as segments
+      whose numbers are odd and the next.
 
   Raises:
     ValueError: a trajectory is longer than a row, they carry experts of
@@ -181,6 +184,7 @@ def pack(
     shards=shards,
     tail_rows=tail_rows,
     only_full=only_full,
+    pairs=pairs,
   )
   experts = _experts_of_a_token(trajectories)
   batches: list[Batch] = []

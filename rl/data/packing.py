@@ -35,6 +35,7 @@ def plan(
   shards: int = 1,
   tail_rows: int | None = None,
   only_full: bool = False,
+  pairs: bool = False,
 ) -> list[list[list[RowPart]]]:
   """Returns batches, their rows, and the parts of each row in order.
 
@@ -51,14 +52,20 @@ def plan(
     shards: blocks of rows of a batch that are computed side by side.
     only_full: leaves out the emptiest rows, as many as do not make a batch of
       `rows`.
+    pairs: trajectories 0 and 1, 2 and 3, .. lie in one row each, side by side.
 
   Raises:
     ValueError: a trajectory is longer than a row, or rows do not divide.
   """
-  if sizes and max(sizes) > length:
+  units = [[i] for i, n in enumerate(sizes) if n]
+  if pairs:
+    units = [[i, i + 1] for i in range(0, len(sizes), 2)]
+  whole = [sum(sizes[i] for i in unit) for unit in units]
+  if whole and max(whole) > length:
+    what = "pair of trajectories" if pairs else "trajectory"
     raise ValueError(
-      f"a trajectory of {max(sizes)} tokens does not fit batch.length="
-      f"{length}; raise it or lower rollout.max_tokens"
+      f"a {what} of {max(whole)} tokens does not fit batch.length={length}; "
+      "raise it or lower rollout.max_tokens"
     )
   tail = tail_rows or rows
   for name, height in (("rows", rows), ("tail_rows", tail)):
@@ -67,9 +74,11 @@ def plan(
         f"batch.{name}={height} does not divide over {shards} data shards; use "
         f"{-(-height // shards) * shards}"
       )
-  filled = best_fit(
-    [RowPart([i], 0) for i, n in enumerate(sizes) if n], sizes, length
-  )
+  alone = [RowPart([number], 0) for number in range(len(units))]
+  filled = [
+    [RowPart(units[number], 0) for part in row for number in part.members]
+    for row in best_fit(alone, whole, length)
+  ]
   if alike:
     # Best fit can need one row more when prompts are short; keep the better.
     filled = min(best_fit(alike, sizes, length), filled, key=len)

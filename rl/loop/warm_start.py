@@ -1,16 +1,16 @@
-"""The warm start: a few supervised steps on noisy demonstrations of an oracle.
+"""The warm start: supervised steps, on demonstrations or recorded chats.
 
-oracle -> environment -> Trajectory -> packed rows -> the same learner jits
+Supervision.batches(step) -> packed rows -> the same learner jits
 
-The demonstrations of a step depend only on its number and the seed, so a warm
-start resumed from a checkpoint repeats one that was never stopped.
+The batches of a step depend only on its number and the seed, so a warm start
+resumed from a checkpoint repeats one that was never stopped.
 """
 
 import asyncio
 import dataclasses
 import math
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,12 +22,17 @@ from rl.engine import contract
 from rl.rollout import episode
 from rl.runtime import checkpoint, mesh_thread
 from rl.settings import checks
-from rl.train import learner, optimizers, train_state
+from rl.train import learner, optimizers, scoring, train_state
+
+EVAL = "eval/"
+"""Prefix of what is measured on held-out rows."""
+MEASURED = ("loss", "accuracy", "margin")
+"""Metrics of held-out rows, where the loss has them."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WarmStart:
-  """Supervised steps before reinforcement learning.
+  """Supervised steps on noisy demonstrations of the environment's oracle.
 
   Attributes:
     steps: optimizer steps, each on fresh demonstrations.
@@ -90,8 +95,8 @@ class WarmStartObserver:
 
   checkpoints: checkpoint.Checkpoints | None = None
 
-  def on_begin(self, found: checkpoint.Restored | None) -> None:
-    """Called before the first step, with the checkpoint it continues."""
+  def on_begin(self, found: checkpoint.Restored | None, steps: int) -> None:
+    """Called before the first of `steps`, with the checkpoint it continues."""
 
   def on_step(self, number: int, metrics: Mapping[str, float]) -> None:
     """Called when step `number`, counted from 1, was taken or skipped."""
@@ -131,57 +136,47 @@ async def demonstrate(
   return demonstration
 
 
-async def run(
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Supervision:
+  """The batches of supervised steps.
+
+  Attributes:
+    steps: their number.
+    batches: returns the micro-batches of a step, counted from 0.
+    held_out: batches that are only measured, if there are any.
+    eval_every: steps between two measurements; the last step has one, too.
+  """
+
+  steps: int
+  batches: Callable[[int], Coroutine[Any, Any, Sequence[batch_lib.Batch]]]
+  held_out: Sequence[batch_lib.Batch] = ()
+  eval_every: int = 0
+
+
+def demonstrations(
   settings: WarmStart,
-  programs: learner.Learner,
-  now: Imitation,
-  thread: mesh_thread.MeshThread,
-  *,
   source: base.Source,
   chat: episode.Chat,
   limits: episode.Limits,
+  *,
   rows: int,
   length: int,
   seed: int,
-  max_skipped: int,
-  observer: WarmStartObserver,
-  report: Callable[[str], None] = lambda text: None,
-) -> train_state.TrainState:
-  """Returns the state after `settings.steps` of imitation.
+) -> Supervision:
+  """Returns fresh demonstrations of an oracle for each step.
 
-  A step whose loss or gradient is not finite changes nothing.
+  Its `batches` raises RuntimeError where no demonstration could be played.
 
   Args:
-    programs: built with `losses.NegativeLogLikelihood` and the optimizer of
-      `settings`.
-    now: the progress to start from.
     rows, length: shape of the packed batches.
-    max_skipped: steps in a row that may be skipped.
-
-  Raises:
-    FloatingPointError: more were skipped.
-    RuntimeError: no demonstration could be played.
   """
-  for step in range(now.trained, settings.steps):
-    report(f"warm start {step + 1}/{settings.steps}")
+
+  async def batches(step: int) -> Sequence[batch_lib.Batch]:
     usable = await _demonstrations(settings, step, source, chat, limits, seed)
     packed = batch_lib.pack(usable, rows=rows, length=length, version=0)
-    state, metrics = await thread.run(
-      "warm start", _step, programs, now.state, packed.batches
-    )
-    skipped = now.skipped + 1 if metrics["skipped"] else 0
-    now = Imitation(state, step + 1, skipped, metrics["loss"])
-    observer.on_step(now.trained, metrics)
-    if skipped > max_skipped:
-      raise FloatingPointError(
-        f"warm_start: steps in a row whose loss or gradient is not finite: "
-        f"{skipped}; the last, step {now.trained}, has loss {now.loss} and "
-        f"gradient norm {metrics['grad_norm']}. Use a lower "
-        "warm_start.optimizer.learning_rate"
-      )
-    observer.on_boundary(now)
-  report(f"warm start done: loss {now.loss:.3f} nats a token")
-  return now.state
+    return packed.batches
+
+  return Supervision(steps=settings.steps, batches=batches)
 
 
 async def _demonstrations(
@@ -215,12 +210,110 @@ async def _demonstrations(
   return usable
 
 
+async def run(
+  supervision: Supervision,
+  programs: learner.Learner,
+  now: Imitation,
+  thread: mesh_thread.MeshThread,
+  *,
+  reference: scoring.ReferenceProgram | None = None,
+  max_skipped: int,
+  observer: WarmStartObserver,
+  report: Callable[[str], None] = lambda text: None,
+) -> train_state.TrainState:
+  """Returns the state after all steps.
+
+  A step whose loss or gradient is not finite changes nothing.
+
+  Args:
+    programs: with the loss and the optimizer of the warm start.
+    now: the progress to start from.
+    reference: scores tokens under the policy that ratios are against; None if
+      the loss has no ratio.
+    max_skipped: steps in a row that may be skipped.
+
+  Raises:
+    FloatingPointError: more were skipped.
+  """
+  metrics: dict[str, float] = {}
+  for step in range(now.trained, supervision.steps):
+    report(f"warm start {step + 1}/{supervision.steps}")
+    state, metrics = await thread.run(
+      "warm start",
+      _step,
+      programs,
+      reference,
+      now.state,
+      await supervision.batches(step),
+    )
+    skipped = now.skipped + 1 if metrics["skipped"] else 0
+    now = Imitation(state, step + 1, skipped, metrics["loss"])
+    if _is_due(supervision, now.trained):
+      metrics |= await thread.run(
+        "evaluate", _measure, programs, reference, state, supervision.held_out
+      )
+    observer.on_step(now.trained, metrics)
+    if skipped > max_skipped:
+      raise FloatingPointError(
+        f"warm_start: steps in a row whose loss or gradient is not finite: "
+        f"{skipped}; the last, step {now.trained}, has loss {now.loss} and "
+        f"gradient norm {metrics['grad_norm']}. Use a lower "
+        "warm_start.optimizer.learning_rate"
+      )
+    observer.on_boundary(now)
+  report(f"warm start done: loss {now.loss:.3f}{_held_out(metrics)}")
+  return now.state
+
+
+def _is_due(supervision: Supervision, taken: int) -> bool:
+  every, last = supervision.eval_every, taken == supervision.steps
+  due = last or (every > 0 and taken % every == 0)
+  return due and len(supervision.held_out) > 0
+
+
+def _held_out(metrics: Mapping[str, float]) -> str:
+  """Returns the measurements of held-out rows, in words."""
+  pairs = [
+    f"{name.removeprefix(EVAL)} {value:.3f}"
+    for name, value in metrics.items()
+    if name.startswith(EVAL)
+  ]
+  return f"; on held-out rows {', '.join(pairs)}" if pairs else ""
+
+
 def _step(
   programs: learner.Learner,
+  reference: scoring.ReferenceProgram | None,
   state: train_state.TrainState,
   batches: Sequence[batch_lib.Batch],
 ) -> tuple[train_state.TrainState, dict[str, float]]:
   total = programs.zero()
   for batch in batches:
-    total = programs.accumulate(state.params, total, batch, state.critic)
+    scored = _with_old(reference, state, batch)
+    total = programs.accumulate(state.params, total, scored, state.critic)
   return programs.step(state, total)
+
+
+def _measure(
+  programs: learner.Learner,
+  reference: scoring.ReferenceProgram | None,
+  state: train_state.TrainState,
+  batches: Sequence[batch_lib.Batch],
+) -> dict[str, float]:
+  scored = (_with_old(reference, state, batch) for batch in batches)
+  found = programs.measure(state.params, scored)
+  return {f"{EVAL}{name}": found[name] for name in MEASURED if name in found}
+
+
+def _with_old(
+  reference: scoring.ReferenceProgram | None,
+  state: train_state.TrainState,
+  batch: batch_lib.Batch,
+) -> Any:
+  """Returns a batch with the reference as the policy that ratios are against.
+
+  What it scores stays on the mesh.
+  """
+  if reference is None:
+    return batch
+  return batch._replace(old=reference(state, batch))

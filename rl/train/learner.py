@@ -13,7 +13,7 @@ Letters: B rows, L row length, D width.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -201,6 +201,9 @@ class Learner:
     base = dataclasses.replace(config, lora=None)
     self._score = score_program(config, layout, temperature)
     self._score_base = score_program(base, layout, temperature)
+    self._no_sums = jax.jit(lambda: self._nothing().sums)
+    self._add_sums = jax.jit(self._with_sums, donate_argnums=2)
+    self._means = jax.jit(_means)
     self._values = jax.jit(
       lambda *args: self._scored(*args, through_body=True).values
     )
@@ -322,6 +325,17 @@ class Learner:
     found = jax.device_get(metrics)
     return state, {name: float(value) for name, value in found.items()}
 
+  def measure(
+    self, params: definition.Params, batches: Iterable[batch_lib.Batch]
+  ) -> dict[str, float]:
+    """Returns the metrics of the loss on batches, without a gradient."""
+    trainable, frozen = train_state.split(params, None)
+    sums = self._no_sums()
+    for batch in batches:
+      sums = self._add_sums(trainable, frozen, sums, self.place(batch))
+    found = jax.device_get(self._means(sums))
+    return {name: float(value) for name, value in found.items()}
+
   # What is compiled: loss -> gradient -> sums -> update.
 
   def _scored(
@@ -378,6 +392,16 @@ class Learner:
   ) -> Accumulator:
     gradient = jax.grad(self._loss, has_aux=True)
     new = Accumulator(*gradient(trainable, frozen, batch))
+    return jax.tree.map(jnp.add, total, new)
+
+  def _with_sums(
+    self,
+    trainable: train_state.Trainable,
+    frozen: Any,
+    total: objective_lib.ObjectiveSums,
+    batch: batch_lib.Batch,
+  ) -> objective_lib.ObjectiveSums:
+    _, new = self._loss(trainable, frozen, batch)
     return jax.tree.map(jnp.add, total, new)
 
   def _with_update(
@@ -443,6 +467,10 @@ def mean_gradient(
   divisor = jnp.maximum(total.sums.divisor + left_out_divisor, 1.0)
   means: Any = jax.tree.map(lambda g: g / divisor, total.grads)
   return means, optax.tree.norm(means), divisor
+
+
+def _means(sums: objective_lib.ObjectiveSums) -> dict[str, Array]:
+  return objective_lib.metrics(sums, jnp.maximum(sums.divisor, 1.0))
 
 
 def _as_jax(batch: batch_lib.Batch) -> Any:

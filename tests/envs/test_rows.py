@@ -226,6 +226,15 @@ def test_a_field_that_is_missing_or_null_is_named_with_its_line(file):
     ([{"role": "user"}], "is no message"),
     (["x"], "'x' is no message"),
     (
+      [{"role": "user", "content": "x", "tool_calls": [{"name": "f"}]}],
+      "tool_calls must be a list, of a message of the assistant",
+    ),
+    (
+      [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "["}]}],
+      "is no call of a tool",
+    ),
+    ([{"role": "tool", "content": "x", "name": 5}], "name=5 of a message must"),
+    (
       [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}],
       "its last message is of the assistant",
     ),

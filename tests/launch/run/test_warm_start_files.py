@@ -17,6 +17,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
+from envs import recordings, rows
 from envs.rewards import rewards
 from launch.cli import flags, workdir
 from launch.run import local, warm_start_files
@@ -24,8 +25,9 @@ from models import config as model_config
 from models import lora
 from rl import assemble, initial_state
 from rl import experiment as experiment_lib
+from rl.algorithms import preference_loss
 from rl.engine.builtin import settings as engine_settings
-from rl.loop import warm_start
+from rl.loop import fine_tuning, warm_start
 from rl.rollout import group_rollout
 from rl.runtime import checkpoint
 from rl.schedule import overlap
@@ -165,15 +167,97 @@ def test_each_step_has_a_line(whole):
   assert times == sorted(times)
 
 
-@pytest.mark.parametrize("name", MODELS)
+def spelled():
+  """Chats of two answers, of the words that the models know."""
+  words = ("go", "on", "yes", "no")
+  turn = [{"role": "user"}, {"role": "assistant"}]
+  return [
+    {"messages": [m | {"content": w} for w in (a, b) for m in turn]}
+    for a in words
+    for b in words
+  ]
+
+
+def preferred():
+  """Pairs in which "yes" is better than any other word."""
+  return [
+    {"prompt": asked, "chosen": "yes", "rejected": said}
+    for asked in ("go", "on", "yes", "no")
+    for said in ("go", "on", "no")
+  ]
+
+
+def tuned(source, **changes):
+  return {
+    "environment": source,
+    "warm_start": fine_tuning.FineTuning(
+      steps=STEPS,
+      examples=3,
+      optimizer=optimizers.AdamW(learning_rate=0.01),
+      eval_every=5,
+      checkpoint_every=4,
+      **changes,
+    ),
+  }
+
+
+def same(data):
+  return rows.Rows(data=data, eval_data=data)
+
+
+RUNS = {
+  "dense": {},
+  "adapters": {"model": MODELS["adapters"]},
+  "chats": tuned(recordings.Chats(rows=same(spelled))),
+  "pairs": tuned(
+    recordings.Pairs(rows=same(preferred)), loss=preference_loss.Dpo()
+  ),
+  "pairs and adapters": {"model": MODELS["adapters"]}
+  | tuned(recordings.Pairs(rows=same(preferred)), loss=preference_loss.Dpo()),
+}
+
+
+@pytest.mark.parametrize(
+  "name",
+  [
+    *list(RUNS)[:-1],
+    pytest.param("pairs and adapters", marks=pytest.mark.slow),
+  ],
+)
 def test_one_that_was_stopped_goes_on_bit_equal(name, tmp_path):
-  tree = experiment(MODELS[name])
+  tree = experiment(**RUNS[name])
   state, _ = imitate(tmp_path / "whole", tree)
   assert imitate(tmp_path / "stopped", tree, stop_after=6)[0] is None
   again, said = imitate(tmp_path / "stopped", tree)
   assert said == [f"going on after 6 of {STEPS} steps of the warm start"]
   assert as_bytes(again) == as_bytes(state)
   assert learned(tmp_path / "stopped") == learned(tmp_path / "whole")
+  if name.startswith("pairs"):
+    check_preferences(lines(tmp_path / "whole"))
+
+
+def check_preferences(rows):
+  # ln 2 where the policy is the reference. All pairs are held out, too.
+  assert rows[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
+  measured = [row for row in rows if "eval/loss" in row]
+  assert [row["step"] for row in measured] == [5, 10, STEPS]
+  assert measured[-1]["eval/loss"] < measured[0]["eval/loss"] < math.log(2)
+  assert measured[-1]["eval/accuracy"] > 0.8
+  assert measured[-1]["eval/margin"] > 0
+
+
+def test_held_out_rows_have_the_loss_that_a_step_on_them_would_have(tmp_path):
+  # One step of all 16 chats, so small that the parameters stay.
+  still = optimizers.AdamW(learning_rate=1e-30)
+  settings = tuned(recordings.Chats(rows=same(spelled)))
+  settings["warm_start"] = fine_tuning.FineTuning(
+    epochs=1, examples=16, optimizer=still
+  )
+  imitate(tmp_path, experiment(**settings))
+  (row,) = lines(tmp_path)
+  # Two answers of a word and their end each.
+  assert row["tokens"] == 16 * 2 * 2
+  assert row["eval/loss"] == pytest.approx(row["loss"], rel=1e-6)
 
 
 def test_a_line_that_a_kill_cut_is_written_again(stopped, whole):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tokenizers
 
-from models.chat import hf_chat, tool_calls
+from models.chat import hf_chat, template, tool_calls
 from tests.helpers import chat_messages
 from tests.helpers.chat_messages import GOLDEN, GoldenMessage
 
@@ -81,6 +81,48 @@ def test_thinking_before_the_last_question_stays_as_it_was_sampled():
   at = len(CHAT.open([question]))
   assert ids[at : at + len(thought)] == thought
   assert ids[:at] + ids[at + len(thought) :] == case["ids"]
+
+
+@pytest.mark.parametrize(
+  "name",
+  [n for n, case in chat_messages.CASES.items() if case["answers"]],
+)
+def test_given_answers_lie_where_transformers_writes_them(name):
+  case = chat_messages.CASES[name]
+  messages = chat_messages.messages_of(case)
+  if name == "dropped":
+    # Its thinking is not written where another question follows.
+    with pytest.raises(template.Rewritten, match=r"message 1: .* leaves"):
+      CHAT.answers(messages)
+    return
+  turns = CHAT.answers(messages, case["tools"])
+  wanted = [CHAT.encode_answer(text).tolist() for text in case["answers"]]
+  assert [answer.tolist() for _, answer in turns] == wanted
+  ids = np.concatenate([x for turn in turns for x in turn]).tolist()
+  assert ids == case["ids"][: len(ids)]
+  # Without the first answers, what is before is the same.
+  first = max(i for i, m in enumerate(messages) if m.role == "assistant")
+  ((context, answer),) = CHAT.answers(messages, case["tools"], first)
+  assert answer.tolist() == wanted[-1]
+  assert [*context, *answer] == ids
+
+
+def test_an_answer_that_spells_its_end_has_one_end():
+  said = [GoldenMessage("user", "x"), GoldenMessage("assistant", "<|im_end|>y")]
+  ((_, answer),) = CHAT.answers(said)
+  assert answer.tolist().count(END) == 1
+  # The template adds empty thinking to the last answer.
+  assert CHAT.decode(answer) == "<think>\n\n</think>\n\n<|im_end|>y"
+
+
+def test_a_context_that_changes_with_its_answer_is_refused():
+  chat = hf_chat.HfChat.load(GOLDEN, {"enable_thinking": False})
+  said = [GoldenMessage(role, "x") for role in ("user", "assistant") * 2]
+  # The prompt has empty thinking; of earlier turns the template drops it.
+  with pytest.raises(template.Rewritten, match=r"message 1: .* otherwise"):
+    chat.answers(said)
+  ((context, _),) = chat.answers(said, first=3)
+  assert context.tolist() == chat.open(said[:3]).tolist()
 
 
 def test_what_follows_an_answer_that_was_cut_off_ends_its_turn_first():

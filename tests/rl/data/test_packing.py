@@ -190,3 +190,14 @@ def test_rows_that_do_not_divide_are_refused():
 def test_nothing_takes_no_batch():
   assert packing.plan([], rows=2, length=4) == []
   assert packing.plan([0, 0], rows=2, length=4) == []
+
+
+def test_pairs_lie_in_one_row_in_their_order():
+  # Alone, 5 would lie with 3, and 4 with 4.
+  found = packing.plan([5, 4, 3, 4], rows=2, length=9, pairs=True)
+  assert sorted(part.members for row in found[0] for part in row) == [
+    [0, 1],
+    [2, 3],
+  ]
+  with pytest.raises(ValueError, match="a pair of trajectories of 9 tokens"):
+    packing.plan([5, 4], rows=2, length=8, pairs=True)

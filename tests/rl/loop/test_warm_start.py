@@ -127,16 +127,18 @@ def imitated(norms, max_skipped, behind=(), watching=UNOBSERVED):
   try:
     state = asyncio.run(
       warm_start.run(
-        warm_start.WarmStart(steps=len(norms) + sum(behind[:1]), episodes=2),
+        warm_start.demonstrations(
+          warm_start.WarmStart(steps=len(norms) + sum(behind[:1]), episodes=2),
+          fakes.Counting(turns=2),
+          CHAT,
+          LIMITS,
+          rows=2,
+          length=16,
+          seed=0,
+        ),
         programs,
         warm_start.Imitation(programs.abstract, *behind),
         thread,
-        source=fakes.Counting(turns=2),
-        chat=CHAT,
-        limits=LIMITS,
-        rows=2,
-        length=16,
-        seed=0,
         max_skipped=max_skipped,
         observer=watching,
         report=said.append,
@@ -151,7 +153,7 @@ def test_steps_that_are_not_finite_are_skipped_and_counted_only_in_a_row():
   norms = [1.0, math.nan, math.inf, 1.0, math.nan, math.nan, 1.0]
   taken, said = imitated(norms, max_skipped=2)
   assert taken == 3
-  assert said == "warm start done: loss 0.250 nats a token"
+  assert said == "warm start done: loss 0.250"
 
 
 @pytest.mark.parametrize(("max_skipped", "last"), [(0, 2), (1, 5), (2, 6)])

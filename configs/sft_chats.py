@@ -1,0 +1,84 @@
+"""Fine-tunes a model on chats of one's own: supervised, or a tiny one to try.
+
+python -m launch.train --config=configs/sft_chats.py --workdir=DIR
+python -m launch.train --config=configs/sft_chats.py:MODEL \\
+    --config.data=FILE.jsonl --workdir=DIR
+python -m launch.export --run=DIR --directory=DIR-hf
+
+The first command trains a tiny model, from scratch and in whole words, on chats
+that this file makes up: the user names two letters, and the agent says what
+comes after each. The second trains adapters on top of MODEL, a directory of
+Hugging Face, with its tokenizer and chat template. Each line of FILE.jsonl is
+an object with "messages" as in the OpenAI API and maybe "tools". The answers
+are trained, and nothing else.
+
+Loss and gradient of each step, and the loss on held-out rows, are lines of
+DIR/warm_start.jsonl. The same command goes on where a run was stopped or
+killed.
+
+Hardware: two CPU cores, or what MODEL needs. Duration: the first a minute.
+Expected: a loss on held-out chats below 0.05 nats a token, from 3.4 at first.
+"""
+
+import dataclasses
+import itertools
+
+from envs import recordings, rows
+from envs.rewards import rewards
+from models import config as model_config
+from models import lora
+from models.hf import config as hf_config
+from rl import experiment
+from rl.loop import fine_tuning
+from rl.rollout import group_rollout
+from rl.train import optimizers
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+
+
+def chats() -> list[dict[str, list[dict[str, str]]]]:
+  """Returns a chat of two questions for each pair of letters."""
+
+  def turn(place: int) -> list[dict[str, str]]:
+    return [
+      {"role": "user", "content": LETTERS[place]},
+      {"role": "assistant", "content": LETTERS[place + 1]},
+    ]
+
+  pairs = itertools.product(range(len(LETTERS) - 1), repeat=2)
+  return [{"messages": turn(first) + turn(second)} for first, second in pairs]
+
+
+def get_config(model: str | None = None) -> experiment.Experiment:
+  """Returns a run that ends with its warm start.
+
+  Args:
+    model: a directory of Hugging Face; None trains a tiny model from scratch.
+  """
+  tiny = experiment.Experiment(
+    environment=recordings.Chats(rows=rows.Rows(data=chats)),
+    reward=rewards.Outcome(),
+    model=model_config.tiny(vocab_size=29, num_layers=2, d_model=64),
+    rollout=group_rollout.Rollout(group_size=8, max_tokens=64),
+    batch=experiment.BatchShape(rows=8, length=64),
+    warm_start=fine_tuning.FineTuning(
+      epochs=8,
+      optimizer=optimizers.AdamW(learning_rate=3e-3),
+    ),
+    evaluation=experiment.Evaluation(episodes=0),
+    rounds=0,
+  )
+  if model is None:
+    return tiny
+  length = 2048
+  return dataclasses.replace(
+    tiny,
+    initial=model,
+    model=dataclasses.replace(hf_config.load(model), lora=lora.Lora(rank=16)),
+    rollout=group_rollout.Rollout(max_tokens=length, turn_tokens=512),
+    batch=experiment.BatchShape(rows=8, length=length),
+    warm_start=fine_tuning.FineTuning(
+      epochs=2,
+      optimizer=optimizers.AdamW(learning_rate=2e-4),
+    ),
+  )

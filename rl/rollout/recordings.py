@@ -1,0 +1,153 @@
+"""Recorded conversations -> trajectories, in the ids of a run's chat.
+
+  messages --chat--> context | answer | context | answer --> Trajectory
+
+Answers count as sampled, and so they alone are trained.
+"""
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
+from jaxtyping import Int32
+
+from envs import base
+from models.chat import template
+from rl.data import trajectory
+from rl.rollout import episode
+
+TooLong = Literal["error", "drop"]
+_Turns = Sequence[tuple[Int32[np.ndarray, " P"], Int32[np.ndarray, " T"]]]
+
+
+@runtime_checkable
+class Transcribes(Protocol):
+  """A chat whose template writes answers, as `models.chat.hf_chat.HfChat`."""
+
+  def answers(
+    self,
+    messages: Sequence[base.Message],
+    tools: Sequence[Mapping[str, Any]] = (),
+    first: int = 0,
+  ) -> _Turns:
+    """Returns the ids of each answer after those of the context before it."""
+    ...
+
+
+class Examples(NamedTuple):
+  """Encoded examples: a trajectory each, or a preferred and a rejected one.
+
+  Attributes:
+    dropped: how many were too long.
+  """
+
+  examples: Sequence[tuple[trajectory.Trajectory, ...]]
+  dropped: int
+
+
+def load(
+  source: base.Recorded,
+  chat: episode.Chat,
+  split: base.Split,
+  *,
+  length: int,
+  too_long: TooLong = "error",
+  most: int | None = None,
+) -> Examples:
+  """Returns the examples of a split, in order.
+
+  Args:
+    length: tokens of a packed row, in which an example must fit.
+    most: how many are enough.
+
+  Raises:
+    ValueError: a row cannot be encoded, or is too long; or all are. Names the
+      place of the row.
+  """
+  found: list[tuple[trajectory.Trajectory, ...]] = []
+  dropped, place = 0, ""
+  for recordings in source.examples(split):
+    if len(found) == most:
+      break
+    encoded = tuple(
+      encode(chat, recording, len(found), index)
+      for index, recording in enumerate(recordings)
+    )
+    size = sum(len(one.ids) for one in encoded)
+    place = recordings[0].place
+    if size <= length:
+      found.append(encoded)
+    elif too_long == "drop":
+      dropped += 1
+    else:
+      raise ValueError(
+        f"{place}: its {size} tokens do not fit batch.length={length}; raise "
+        "it, or leave such rows out with warm_start.too_long=drop"
+      )
+  if not found:
+    raise ValueError(
+      f"none of {dropped} examples for {split} fits batch.length={length}, the "
+      f"last of them {place}; raise it"
+    )
+  return Examples(found, dropped)
+
+
+def encode(
+  chat: episode.Chat, recording: base.Recording, group_id: int, index: int
+) -> trajectory.Trajectory:
+  """Returns a conversation as if its answers had been sampled.
+
+  Raises:
+    ValueError: the chat cannot encode it; names its place.
+  """
+  try:
+    if isinstance(chat, Transcribes):
+      turns = chat.answers(recording.messages, recording.tools, recording.first)
+    else:
+      turns = list(_turn_by_turn(chat, recording))
+  except template.Rewritten as error:
+    out = "train it as an example of its own, with environment.each_answer=true"
+    raise ValueError(f"{recording.place}: {error}; {out}") from error
+  except ValueError as error:
+    raise ValueError(f"{recording.place}: {error}") from error
+  return trajectory.Trajectory(
+    task_id=recording.place,
+    group_id=group_id,
+    index=index,
+    turns=[_turn(context, answer) for context, answer in turns],
+    status=trajectory.Status.COMPLETED,
+  )
+
+
+def _turn_by_turn(
+  chat: episode.Chat, recording: base.Recording
+) -> Iterator[tuple[Int32[np.ndarray, " P"], Int32[np.ndarray, " T"]]]:
+  """Yields what an episode would ask for and sample."""
+  context: list[Int32[np.ndarray, " P"]] = []
+  unseen: list[base.Message] = []
+  show = functools.partial(chat.open, tools=recording.tools)
+  for number, message in enumerate(recording.messages):
+    if message.role != "assistant":
+      unseen.append(message)
+      continue
+    context.append(show(unseen))
+    answer = chat.encode_answer(episode.as_text(message))
+    if number < recording.first:
+      context.append(answer)
+    else:
+      yield np.concatenate(context), answer
+      context = []
+    unseen, show = [], chat.append
+
+
+def _turn(
+  context: Int32[np.ndarray, " P"], answer: Int32[np.ndarray, " T"]
+) -> trajectory.Turn:
+  return trajectory.Turn(
+    context=context,
+    tokens=answer,
+    logprobs=np.zeros(len(answer), np.float32),
+    versions=np.zeros(len(answer), np.int32),
+    stop="stop",
+  )

@@ -1,0 +1,179 @@
+"""Recorded conversations: chats and pairs of rows, and their faults."""
+
+import asyncio
+import json
+import pickle
+
+import pytest
+
+from envs import base, recordings, rows
+
+USER = {"role": "user", "content": "hi"}
+SAID = {"role": "assistant", "content": "ho"}
+CALL = {
+  "role": "assistant",
+  "content": None,
+  "reasoning_content": "hm",
+  "tool_calls": [
+    {"id": "1", "type": "function", "function": {"name": "f", "arguments": {}}}
+  ],
+}
+RESULT = {"role": "tool", "content": "1", "tool_call_id": "1"}
+TOOL = {"type": "function", "function": {"name": "f"}}
+
+
+@pytest.fixture
+def of(tmp_path):
+  """Returns a function that makes rows, the same for both splits."""
+
+  def of(*table):
+    path = tmp_path / "chats.jsonl"
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in table))
+    return rows.Rows(data=str(path), eval_data=str(path))
+
+  return of
+
+
+def test_a_chat_is_read_with_its_calls_and_tools(of):
+  source = recordings.Chats(
+    rows=of({"messages": [USER, CALL, RESULT, SAID], "tools": [TOOL]}),
+    system="Be brief.",
+  )
+  source.validate()
+  assert isinstance(source, base.Recorded)
+  assert pickle.loads(pickle.dumps(source)) == source
+  (((found),),) = source.examples("train")
+  assert found.place.endswith("chats.jsonl:1")
+  assert (found.tools, found.first) == ([TOOL], 0)
+  assert found.messages == [
+    base.Message("system", "Be brief."),
+    base.Message("user", "hi"),
+    base.Message(
+      "assistant", "", (base.ToolCall("f", "{}", "1"),), reasoning="hm"
+    ),
+    base.Message("tool", "1", tool_call_id="1"),
+    base.Message("assistant", "ho"),
+  ]
+
+
+def test_each_answer_may_be_an_example_of_its_own(of):
+  source = recordings.Chats(
+    rows=of({"messages": [USER, SAID, USER, SAID]}), each_answer=True
+  )
+  found = [x for (x,) in source.examples("train")]
+  assert [(len(x.messages), x.first) for x in found] == [(2, 1), (4, 3)]
+
+
+@pytest.mark.parametrize(
+  ("row", "settings"),
+  [
+    ({"prompt": "hi", "chosen": "ho", "rejected": "no"}, {}),
+    (
+      {
+        "prompt": [USER],
+        "chosen": [SAID],
+        "rejected": [SAID | {"content": "no"}],
+      },
+      {},
+    ),
+    (
+      {"chosen": [USER, SAID], "rejected": [USER, SAID | {"content": "no"}]},
+      {"prompt": None},
+    ),
+  ],
+)
+def test_a_pair_is_two_answers_to_one_conversation(of, row, settings):
+  source = recordings.Pairs(rows=of(row), **settings)
+  source.validate()
+  ((chosen, rejected),) = source.examples("eval")
+  assert [m.content for m in chosen.messages] == ["hi", "ho"]
+  assert [m.content for m in rejected.messages] == ["hi", "no"]
+  assert (chosen.first, rejected.first) == (1, 1)
+
+
+@pytest.mark.parametrize(
+  ("messages", "told"),
+  [
+    ([SAID], "message 0 is of the assistant, after nothing"),
+    ([USER, SAID, SAID], "message 2 is of the assistant, after assistant"),
+    ([USER, RESULT, SAID], "message 1 is of the tool, after user"),
+    ([USER, SAID, RESULT, SAID], "message 2 is of the tool, after assistant"),
+    (
+      [USER, {"role": "system", "content": "x"}, SAID],
+      "message 1 is of the system, after user",
+    ),
+    (
+      [USER, SAID, USER],
+      "its last message is of the user, so there is nothing",
+    ),
+    ("ho", "message 0 is of the assistant, after nothing"),
+  ],
+)
+def test_a_chat_whose_turns_are_wrong_is_named(of, messages, told):
+  source = recordings.Chats(
+    rows=of({"messages": [USER, SAID]}, {"messages": messages})
+  )
+  with pytest.raises(
+    ValueError, match=rf"chats\.jsonl:2: field 'messages': {told}"
+  ):
+    source.validate()
+
+
+@pytest.mark.parametrize(
+  ("source", "row", "told"),
+  [
+    (
+      recordings.Chats,
+      {"text": "x"},
+      "no field 'messages', which messages asks",
+    ),
+    (
+      recordings.Chats,
+      {"messages": [USER, SAID], "tools": ["f"]},
+      "field 'tools' must be a list of JSON schemas",
+    ),
+    (recordings.Pairs, {"prompt": "x", "chosen": "y"}, "no field 'rejected'"),
+    (
+      recordings.Pairs,
+      {"prompt": "x", "chosen": "y", "rejected": "y"},
+      "fields 'chosen' and 'rejected' do not differ; give two answers",
+    ),
+  ],
+)
+def test_a_row_that_is_no_example_is_named(of, source, row, told):
+  with pytest.raises(ValueError, match=rf"chats\.jsonl:1: {told}"):
+    source(rows=of(row)).validate()
+
+
+def test_whole_conversations_must_begin_alike(of):
+  row = {
+    "chosen": [USER, SAID],
+    "rejected": [SAID | USER | {"content": "?"}, SAID],
+  }
+  with pytest.raises(ValueError, match="do not begin alike"):
+    recordings.Pairs(rows=of(row), prompt=None).validate()
+
+
+def test_its_words_are_those_of_its_messages(of):
+  source = recordings.Pairs(
+    rows=of({"prompt": "b a", "chosen": "c", "rejected": "a d"})
+  )
+  assert source.words == ["a", "b", "c", "d"]
+
+
+def test_an_episode_pays_for_the_recorded_answer_alone(of):
+  source = recordings.Chats(rows=of({"messages": [USER, SAID, USER, CALL]}))
+  task = source.task(0, "eval")
+
+  async def play(answer):
+    environment = source(task)
+    assert [m.role for m in await environment.start()] == [
+      *("user", "assistant", "user")
+    ]
+    step = await environment.step(answer)
+    return step.reward, step.done
+
+  right = source.oracle(task, ())
+  assert source.explore(task, (), 7) == right
+  assert asyncio.run(play(right)) == (1.0, True)
+  assert asyncio.run(play(base.Message("assistant", ""))) == (0.0, True)
