@@ -87,8 +87,12 @@ class TokenMatcher(Protocol):
     """
     ...
 
-  def consume_token(self, sampled_token: int) -> bool:
-    """Goes on by one id; False if it must not come next."""
+  def try_consume_tokens(self, tokens: list[int]) -> int:
+    """Goes on by the first ids, as far as they fit; returns their number."""
+    ...
+
+  def is_accepting(self) -> bool:
+    """Returns whether the answer may end here."""
     ...
 
   def get_error(self) -> str:

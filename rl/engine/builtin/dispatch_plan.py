@@ -48,7 +48,7 @@ class Dispatch:
     chunks: (P, C).
     num_continuing: rows that will want more tokens, unless a stop id comes.
     version: of the weights.
-    masks: (bias row, constraint) of each row that samples under one.
+    masks: (bias row, constraint) of each row that samples under a mask.
   """
 
   rows: Sequence[request_lib.RequestState]
@@ -87,7 +87,7 @@ def build(
     start = i * size if i < count else count * (size - 1) + i
     # Its last id is being sampled: known on the device, not yet here.
     follow = state.in_flight > 0 and state.planned_known > state.known
-    request = state.request
+    request, masked = state.request, state.is_masked
     plan.integers[i, : decode_step.FOLLOW + 1] = (
       state.slot,
       state.planned_cached,
@@ -95,7 +95,8 @@ def build(
       budget,
       request.seed,
       request.top_k,
-      state.bias_row,
+      # Its row may hold the mask of an earlier token.
+      state.bias_row if masked or state.matcher is None else 0,
       follow,
     )
     plan.stop_ids[i, : len(request.stop_ids)] = request.stop_ids
@@ -107,7 +108,7 @@ def build(
     state.planned_cached += new + max(budget - 1, 0)
     state.planned_known += budget
     state.in_flight += 1
-    if budget and state.matcher is not None:
+    if budget and masked and state.matcher is not None:
       masks.append((state.bias_row, state.matcher))
     fed.append(new)
     starts.append(start)

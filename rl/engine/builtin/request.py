@@ -12,10 +12,19 @@ from rl.data import trajectory
 from rl.engine import contract
 from rl.engine.builtin import block_manager
 
+_MAX_MASKED = 16
+"""Tokens under masks after which a request tries again without."""
+
 
 @dataclasses.dataclass(slots=True, eq=False)
 class RequestState:
   """A request, waiting or running.
+
+  Under a constraint a request is sampled freely too, several tokens a dispatch,
+  of which it keeps those that fit. As an id's noise follows from its position,
+  an id that is best of all is best of the allowed: the tokens are those that
+  masks would give. After one that does not fit some are sampled under masks,
+  one a dispatch; filters, which depend on the mask, allow nothing else.
 
   The next dispatch is planned while the one before still runs. So two numbers
   come twice: as they are, and as they will be when every dispatch in flight
@@ -33,6 +42,9 @@ class RequestState:
     started: time.monotonic() of its arrival.
     slot, page_table, bias_row: held while it runs.
     matcher: the state of its constraint after the ids sampled so far.
+    num_masked: tokens to be sampled under masks before it is sampled freely.
+    backoff: the number of them after the next one that does not fit.
+    constraint_error: why its constraint cannot go on, or "".
     prefix_shared: others find its encoded context in the prefix cache.
     cached_tokens: ids that the cache held when it was first admitted; None
       before.
@@ -53,6 +65,9 @@ class RequestState:
   page_table: block_manager.PageTable | None = None
   bias_row: int = 0
   matcher: contract.TokenMatcher | None = None
+  num_masked: int = 1
+  backoff: int = 1
+  constraint_error: str = ""
   planned_cached: int = 0
   planned_known: int = 0
   in_flight: int = 0
@@ -83,8 +98,41 @@ class RequestState:
 
   @property
   def max_steps(self) -> int:
-    """Tokens that the next dispatch may sample: one where masks decide."""
-    return min(self.remaining, 1) if self.matcher else self.remaining
+    """Tokens that the next dispatch may sample: one under a mask."""
+    return min(self.remaining, 1) if self.is_masked else self.remaining
+
+  @property
+  def is_masked(self) -> bool:
+    """True if a mask decides on its next token."""
+    request = self.request
+    filters = request.top_k or request.min_p or request.top_p < 1
+    return self.matcher is not None and bool(filters or self.num_masked)
+
+  def num_fitting(self, tokens: Sequence[int]) -> int:
+    """Goes on in the constraint by sampled tokens, as far as they fit.
+
+    Returns:
+      how many these are; the others are not to be kept.
+    """
+    if self.matcher is None or not tokens:
+      return len(tokens)
+    masked = self.is_masked
+    ends = tokens[-1] in self.request.stop_ids
+    inner = tokens[: len(tokens) - ends]
+    count = self.matcher.try_consume_tokens(list(inner))
+    if ends and count == len(inner) and self.matcher.is_accepting():
+      count += 1
+    self.constraint_error = self.matcher.get_error()
+    if masked:
+      self.num_masked = max(self.num_masked - 1, 0)
+      if not count:
+        self.constraint_error += "its mask allows an id that does not fit"
+    elif count == len(tokens):
+      self.backoff = 1
+    else:
+      self.num_masked = self.backoff
+      self.backoff = min(2 * self.backoff, _MAX_MASKED)
+    return count
 
   def sync_counters(self) -> None:
     """Makes the planned numbers the real ones: nothing is in flight."""
@@ -118,9 +166,6 @@ class RequestState:
     self.known += count
     self.logprobs += logprobs
     self.versions += [version] * count
-    if self.matcher is not None:
-      for token in tokens:
-        self.matcher.consume_token(token)
 
   def stop_reason(self) -> trajectory.Stop | None:
     """Returns why sampling is over, or None."""

@@ -368,8 +368,10 @@ class RequestQueue:
       table, count, fed = state.page_table, counts[i], dispatch.fed[i]
       if state.future.done() or table is None:
         continue
-      start = table.cached
-      table.cached += fed + max(count - 1, 0)
+      start, fits = table.cached, state.num_fitting(tokens[i][:count])
+      # Where none fits the last id that was fed is fed again.
+      table.cached += fed + max(fits - 1, 0) - (fits < min(count, 1))
+      count = fits
       if table.oldest_kv is None:
         table.oldest_kv = version
       if self._experts is not None:
@@ -388,12 +390,11 @@ class RequestQueue:
         state.prefix_shared = count > 0
       if not state.in_flight:
         state.sync_counters()
-      if state.matcher and (error := state.matcher.get_error()):
+      if state.constraint_error:
         self._forget(state)
-        name = state.request.request_id
-        state.fail(
-          ValueError(f"request {name}: its constraint failed: {error}")
-        )
+        name = f"request {state.request.request_id}"
+        why = f"its constraint failed: {state.constraint_error}"
+        state.fail(ValueError(f"{name}: {why}"))
         continue
       stop = state.stop_reason()
       if stop is not None:

@@ -121,7 +121,7 @@ class Scheduler:
     continuing = [
       state
       for state in last.rows
-      # The mask of a next token follows from the one that is being sampled.
+      # Under a constraint the host decides which tokens are kept.
       if state.page_table and state.remaining > 0 and not state.matcher
     ]
     if 4 * len(continuing) * self._survival < 3 * len(last.rows):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rl.engine.builtin import decode_step, dispatch_plan, dispatch_shapes
-from tests.helpers import request_states
+from tests.helpers import json_letters, request_states
 
 SHAPES = dispatch_shapes.DispatchShapes(
   slots=8,
@@ -33,6 +33,18 @@ def test_pages_are_needed_for_all_that_a_row_may_do(running):
   assert choice.needed_length(running(7, 7, 1)) == 7 + 1 + 3
   # No more than the request may ever have.
   assert choice.needed_length(running(7, 8, 2, most=3)) == 10
+
+
+def test_a_row_under_a_constraint_has_a_mask_or_samples_freely(running):
+  constraint = json_letters.constraint({"type": "boolean"})
+  masked, free = (running(5, 5, 1, constraint=constraint) for _ in range(2))
+  free.num_masked = 0
+  masked.bias_row = free.bias_row = 3
+  choice = dispatch_plan.DispatchChoice([masked, free], (0, 1), 2, 1000, 3)
+  dispatch = dispatch_plan.build(choice, SHAPES, 4)
+  columns = [decode_step.BUDGET, decode_step.BIAS]
+  assert dispatch.plan.integers[:, columns].tolist() == [[1, 3], [3, 0]]
+  assert dispatch.masks == [(3, masked.matcher)]
 
 
 def test_a_dispatch_says_what_every_row_does(running):

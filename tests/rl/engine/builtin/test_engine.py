@@ -212,6 +212,22 @@ def test_constrained_answers_fit_their_schemas_and_keep_plain_logprobs(served):
   served.check()
 
 
+def test_a_constrained_answer_is_the_one_that_masks_alone_would_give(served):
+  async def scenario():
+    schema, begun = json_letters.SCHEMAS[0], []
+    for seed in range(12):
+      own = {"seed": seed, "temperature": 1.5, "stop_ids": (0,)}
+      own["constraint"] = json_letters.constraint(schema)
+      # A filter that all ids pass makes it choose every id under a mask.
+      for min_p in (0.0, 1e-30):
+        begun.append(served.begin([seed, 5], 28, min_p=min_p, **own)[1])
+    answers = [(await task).tokens.tolist() for task in begun]
+    assert answers[::2] == answers[1::2]
+    assert len({tuple(answer) for answer in answers}) > 3
+
+  served.run(scenario())
+
+
 def test_a_greedy_constrained_answer_takes_the_best_of_what_is_allowed(served):
   async def scenario():
     constraint = json_letters.constraint(json_letters.SCHEMAS[0])
@@ -270,9 +286,12 @@ class Failing:
   def compute_bitmask(self):
     return b"\xff" * 4
 
-  def consume_token(self, sampled_token):
+  def try_consume_tokens(self, tokens):
     self.left -= 1
-    return self.left > 0
+    return len(tokens) if self.left > 0 else 0
+
+  def is_accepting(self):
+    return False
 
   def get_error(self):
     return "" if self.left else "too complex"

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rl.engine import contract
-from tests.helpers import request_states
+from tests.helpers import json_letters, request_states
 
 
 @pytest.fixture
@@ -78,3 +78,34 @@ def test_an_error_reaches_the_caller_and_ends_the_stream(running):
   state.fail(contract.EngineClosed("again"))
   assert str(state.future.exception()) == "closed"
   assert state.deltas.get_nowait() is None
+
+
+def test_tokens_that_do_not_fit_are_dropped_and_masks_last_longer(running):
+  constraint = json_letters.constraint({"type": "string"})
+  state = running(2, 2, constraint=constraint, stop_ids=(0,))
+  quote, letter, end = 3, 20, 0
+  assert (state.is_masked, state.max_steps) == (True, 1)
+  assert state.num_fitting([quote]) == 1
+  assert (state.is_masked, state.max_steps) == (False, 50)
+  lasted = []
+  for _ in range(3):
+    # The string is still open where the answer ends.
+    assert state.num_fitting([letter, letter, end]) == 2
+    lasted.append(state.num_masked)
+    while state.is_masked:
+      assert state.num_fitting([letter]) == 1
+  assert lasted == [1, 2, 4]
+  assert state.num_fitting([letter] * 3) == 3
+  assert state.num_fitting([end]) == 0
+  assert (state.num_masked, state.constraint_error) == (1, "")
+  assert state.num_fitting([quote]) == 1
+  assert state.num_fitting([end]) == 1
+  assert (state.num_masked, state.constraint_error) == (0, "")
+
+
+def test_filters_leave_every_choice_to_a_mask(running):
+  constraint = json_letters.constraint({"type": "string"})
+  for filters in ({"top_k": 2}, {"top_p": 0.9}, {"min_p": 0.1}):
+    state = running(2, 2, constraint=constraint, **filters)
+    assert state.num_fitting([3]) == 1
+    assert (state.is_masked, state.max_steps) == (True, 1)
