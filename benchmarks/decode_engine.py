@@ -35,6 +35,7 @@ BUILT_IN = engine_settings.EngineSettings(
   prefill_tokens=1024,
   length_buckets=(96,),
   steps_per_dispatch=32,
+  compile_ahead=True,
 )
 
 Round = Callable[[str, int, int], Awaitable[tuple[float, float, int]]]

@@ -168,6 +168,7 @@ def experiment(case: Case) -> experiment_lib.Experiment:
       chunk_buckets=(4,),
       length_buckets=(32,),
       steps_per_dispatch=2,
+      compile_ahead=True,
     ),
     overlap=dataclasses.replace(schedule, old_logprob=arm.old_logprob),
     algorithm=dataclasses.replace(algorithm, correction=arm.correction),

@@ -187,6 +187,7 @@ async def _under_load(
     row_buckets=(_ROWS.value,),
     chunk_buckets=(_PROMPT, _MODEL.max_length),
     length_buckets=(_MODEL.max_length,),
+    compile_ahead=True,
   )
   served = settings.build(_MODEL, layouts[1], decode)
   publisher = weight_publisher.WeightPublisher(

@@ -35,6 +35,7 @@ def get_config() -> experiment.Experiment:
       row_buckets=(32, 128),
       chunk_buckets=(3, 24),
       steps_per_dispatch=2,
+      compile_ahead=True,
     ),
     overlap=overlap.in_flight(
       groups_per_round=16, max_staleness=1, groups_per_microbatch=8

@@ -38,6 +38,7 @@ SETTINGS = engine_settings.EngineSettings(
   steps_per_dispatch=3,
   batching_delay_s=0.004,
   bias_slots=2,
+  compile_ahead=True,
 )
 
 

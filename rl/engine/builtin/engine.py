@@ -49,8 +49,8 @@ class BuiltinEngine:
 
   Args:
     thread: of the pool's mesh; the caller closes it.
-    min_copied_ids, batching_delay_s, bias_slots, record_experts: see
-      `settings.EngineSettings`, which builds engines.
+    min_copied_ids, batching_delay_s, bias_slots, record_experts, compile_ahead:
+      see `settings.EngineSettings`, which builds engines.
   """
 
   def __init__(
@@ -64,6 +64,7 @@ class BuiltinEngine:
     batching_delay_s: float,
     bias_slots: int,
     record_experts: bool,
+    compile_ahead: bool,
   ):
     self.capabilities = contract.Capabilities(
       in_flight=frozenset({"drain", "abort", "recompute", "keep_kv"}),
@@ -77,6 +78,8 @@ class BuiltinEngine:
     )
     self._shapes = shapes
     self._batching_delay_s = batching_delay_s
+    self._compile_ahead = compile_ahead
+    self._compiled: set[model_runner.Shape] = set()
     self._thread = thread
     self._runner = model_runner.ModelRunner(
       config,
@@ -123,16 +126,23 @@ class BuiltinEngine:
     version: int,
     report: Callable[[str], None] = lambda text: None,
   ) -> None:
-    """Takes the first weights, compiles every shape and begins to serve."""
+    """Takes the first weights and begins to serve."""
     self._params = params
     self._version = version
     await self._thread.run("warm up", self._runner.allocate)
+    if self._compile_ahead:
+      await self._compile(params, report)
+    self._server = asyncio.create_task(self._serve(), name="engine")
+
+  async def _compile(
+    self, params: definition.Params, report: Callable[[str], None]
+  ) -> None:
     shapes = self._runner.shapes
     for i, shape in enumerate(shapes):
       report(f"compiling the engine {i + 1}/{len(shapes)}")
       await self._thread.run("warm up", self._runner.warm_up, params, shape)
     await self._thread.run("warm up", self._runner.warm_up_rest)
-    self._server = asyncio.create_task(self._serve(), name="engine")
+    self._compiled.update(shapes)
 
   async def close(self) -> None:
     """Stops; requests in flight raise EngineClosed."""
@@ -371,8 +381,12 @@ class BuiltinEngine:
     dispatch = dispatch_plan.build(choice, self._shapes, self._version)
     copies, biases = self._queue.take_pending_copies_and_biases()
     self._num_dispatches += 1
+    shape = choice.num_rows, choice.chunks, choice.length
+    # Time that goes into compiling is no decoding.
+    name = "decode" if shape in self._compiled else "warm up"
+    self._compiled.add(shape)
     result = self._thread.submit(
-      "decode", self._execute, self._params, dispatch, copies, biases
+      name, self._execute, self._params, dispatch, copies, biases
     )
     result.add_done_callback(self._on_completed)
     self._in_flight.append((dispatch, result))

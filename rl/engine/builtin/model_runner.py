@@ -122,13 +122,6 @@ class ModelRunner:
       return decode_step.init_carry(self._shapes.slots), biases
 
     self._cache = jax.jit(cache, out_shardings=self._pages)()
-    if self._scratch is not None:
-      for rows, _, length in self.shapes:
-        width = self._shapes.width(length)
-        tables = np.zeros((rows, width), np.int32)
-        self._scratch[rows, width] = jax.jit(
-          kv_cache.gather, out_shardings=self._rows
-        )(self._cache, jax.device_put(tables, self._whole))
     self._carry, self._biases = jax.jit(rest, out_shardings=self._whole)()
 
   def warm_up(self, params: definition.Params, shape: Shape) -> None:
@@ -160,14 +153,24 @@ class ModelRunner:
     if copies:
       self.copy(copies)
     placed = jax.device_put(plan, self._whole)
-    shape = plan.tables.shape
-    scratch = None if self._scratch is None else self._scratch[shape]
+    scratch = self._take_scratch(plan.tables)
     self._cache, self._carry, sampled, scratch = self._programs[chunks](
       params, self._cache, self._carry, self._biases, placed, scratch
     )
     if self._scratch is not None:
-      self._scratch[shape] = scratch
+      self._scratch[plan.tables.shape] = scratch
     return jax.device_get(sampled)
+
+  def _take_scratch(
+    self, tables: Int32[np.ndarray, "R W"]
+  ) -> kv_cache.Past | None:
+    """Returns memory for the pages of tables, for the program to reuse."""
+    if self._scratch is None:
+      return None
+    if tables.shape not in self._scratch:
+      gather = jax.jit(kv_cache.gather, out_shardings=self._rows)
+      return gather(self._cache, jax.device_put(tables, self._whole))
+    return self._scratch.pop(tables.shape)
 
   def copy(self, copies: Sequence[tuple[int, int]]) -> None:
     """Copies pages, as if one after the other."""

@@ -22,6 +22,8 @@ class EngineSettings(dispatch_shapes.DispatchShapes):
     bias_slots: different biases, and requests with a constraint, in use at
       once; more wait.
     record_experts: return the chosen experts with answers that ask for them.
+    compile_ahead: compile every shape before serving. Otherwise each is when it
+      is first needed, and rows wait for it.
   """
 
   short_name: ClassVar[str] = "built_in"
@@ -30,6 +32,7 @@ class EngineSettings(dispatch_shapes.DispatchShapes):
   batching_delay_s: float = 0.002
   bias_slots: int = 32
   record_experts: bool = False
+  compile_ahead: bool = False
 
   def validate(self) -> None:
     """Raises ValueError on a size that cannot work."""
@@ -86,4 +89,5 @@ class EngineSettings(dispatch_shapes.DispatchShapes):
       batching_delay_s=self.batching_delay_s,
       bias_slots=self.bias_slots,
       record_experts=self.record_experts,
+      compile_ahead=self.compile_ahead,
     )

@@ -811,6 +811,23 @@ def test_requests_leak_no_page_and_compile_nothing(dense, asked):
   assert stats.free_pages == stats.pages
 
 
+def test_shapes_compile_when_they_are_first_needed_unless_told_otherwise():
+  with tiny_engine.serve(
+    config=tiny_engine.DENSE, compile_ahead=False
+  ) as served:
+    engine = served.engine
+    assert engine.stats().compilations == 0
+    # One form with chunks of 2, and one without for the tokens that follow.
+    for first in (1, 9):
+      served.run(served.answer([first, 2], 5))
+      assert engine.stats().compilations == 2
+    # A chunk of 6; after it there is nothing new.
+    served.run(served.answer([3, 4, 5, 6, 7, 8], 5))
+    assert engine.stats().compilations == 3
+    names = [span.name for span in served.thread._spans.spans]
+    assert (names.count("warm up"), names.count("decode") > 2) == (1 + 3, True)
+
+
 # Failures and the end.
 
 
