@@ -180,6 +180,7 @@ def speed(run: one_engine.Run) -> simulated_processor.Speed:
   """Fits tau(b) to the seconds of answers, encoding of context included."""
   settings, model = run.experiment.engine, run.experiment.model
   assert isinstance(settings, engine_settings.EngineSettings)
+  assert settings.slots is not None
   tau0_s, slope_s = fitting.line(*answers(run.events))
   return simulated_processor.Speed(
     tau0_s=tau0_s,

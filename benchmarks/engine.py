@@ -30,7 +30,7 @@ from models import kv_cache
 from models import policy as policy_lib
 from rl import assemble, initial_state
 from rl.data import trajectory
-from rl.engine.builtin import decode_step
+from rl.engine.builtin import decode_step, sizing
 from rl.engine.builtin import settings as engine_settings
 from rl.rollout import episode
 from rl.runtime import trace
@@ -71,8 +71,9 @@ def _bare_loop(parts: assemble.Parts, state: train_state.TrainState):
   on every row, at the lengths of a game, and waits for nothing.
   """
   experiment, (layout,) = parts.experiment, parts.decode_layouts
-  settings, model = experiment.engine, experiment.model
-  assert isinstance(settings, engine_settings.EngineSettings)
+  model = experiment.model
+  assert isinstance(experiment.engine, engine_settings.EngineSettings)
+  settings = experiment.engine.sizes(model, [sizing.Room(layout)])
   slots, width = settings.slots, settings.width(model.max_length)
   chunks = (slots, min(settings.chunk_buckets))
   program = jax.jit(

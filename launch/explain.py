@@ -1,22 +1,18 @@
 """Prints the placement and memory of a run, for `launch.train --explain`."""
 
-import functools
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TextIO
 
-import jax
 import rich.console
 import rich.table
 
 from models import config as model_config
-from models import lora, memory_report, sharding
-from models import policy as policy_lib
-from rl import assemble
+from models import memory_report, sharding
+from rl import assemble, memory_plan
 from rl import experiment as experiment_lib
-from rl.engine.builtin import settings as engine_settings
 from rl.pools import placement, weight_publisher
-from rl.train import train_state
+from rl.train import learner
 
 _MIN_WIDTH = 100
 _SHORT = {"float32": "f32", "bfloat16": "bf16"}
@@ -32,6 +28,10 @@ def show(experiment: experiment_lib.Experiment, stream: TextIO) -> None:
   console = rich.console.Console(
     file=stream, markup=False, emoji=False, highlight=False, width=width
   )
+  programs = assemble.learner_programs(
+    experiment, experiment.placement.learner.plan
+  )
+  experiment, verdict = _fitted(experiment, programs)
   model = experiment.model
   count = memory_report.num_params(model)
   trained = "all" if model.lora is None else _count(count.trained)
@@ -44,7 +44,9 @@ def show(experiment: experiment_lib.Experiment, stream: TextIO) -> None:
     experiment.placement.meshes.items(), pools, strict=True
   ):
     lines = (
-      decode_bytes(experiment, spec) if pool else learner_bytes(experiment)
+      memory_plan.decode_bytes(experiment, spec)
+      if pool
+      else memory_plan.learner_bytes(experiment, programs)
     )
     words = _pool(pool, experiment) if pool else ""
     console.print(f"\n{_title(name, spec)}{words}\n")
@@ -54,82 +56,42 @@ def show(experiment: experiment_lib.Experiment, stream: TextIO) -> None:
     )
     console.print()
     console.print(_totals(lines))
+  if shared := _shared(memory_plan.shares(experiment, programs)):
+    console.print()
+    console.print(shared)
+  console.print(f"\n{verdict}")
 
 
-def learner_bytes(experiment: experiment_lib.Experiment) -> dict[str, int]:
-  """Returns bytes on each device of the learner, by purpose."""
-  spec, batch = experiment.placement.learner, experiment.batch
-  programs = assemble.learner_programs(experiment, spec.plan)
-  state = programs.abstract
-  sums = jax.eval_shape(programs.zero)
-  trained, _ = train_state.split(state.params, state.critic)
-  sums = memory_report.placed(
-    sums.grads, jax.tree.map(lambda x: x.sharding, trained)
-  )
-  kept = (state.opt_state, state.master)
-  label = "optimizer state, master copy" if state.master else "optimizer state"
-  activations = memory_report.activation_bytes(
-    experiment.model,
-    spec.plan,
-    rows=batch.rows,
-    length=batch.length,
-    platform=experiment.placement.platform or "cpu",
-  )
-  return {
-    "parameters": memory_report.device_bytes(state.params),
-    "gradients, summed": memory_report.device_bytes(sums),
-    label: memory_report.device_bytes(kept),
-    f"activations, about, {batch.rows} x {batch.length} tokens": activations,
-  }
+def _fitted(
+  experiment: experiment_lib.Experiment, programs: learner.Learner
+) -> tuple[experiment_lib.Experiment, str]:
+  """Returns the experiment as it would run, and how it fits the devices."""
+  memory = experiment.placement.memory()
+  if memory is None:
+    out = "placement.device_gib=80 plans for devices of 80 GiB"
+    return experiment, f"the memory of the devices is not known here; {out}"
+  size = memory_report.readable(memory.usable)
+  all_of_it = "all of this host" if memory.is_shared else "each device"
+  try:
+    experiment = memory_plan.fit(experiment, programs, memory)
+  except ValueError as error:
+    return experiment, f"it does not fit: {error}"
+  return experiment, f"it fits the {size} that {all_of_it} can give"
 
 
-def decode_bytes(
-  experiment: experiment_lib.Experiment, spec: placement.MeshSpec | None = None
-) -> dict[str, int]:
-  """Returns bytes on each device of a decode pool, by purpose.
-
-  The cache is included for the built-in engine only: other engines decide its
-  size when they start.
-
-  Args:
-    spec: mesh of the pool; of the first pool by default.
-  """
-  model, engine = experiment.model, experiment.engine
-  layout = (spec or experiment.placement.decode).plan
-  dtype = experiment.publishing.dtype
-  model = weight_publisher.pool_model(model, dtype)
-  shapes = jax.eval_shape(
-    functools.partial(weight_publisher.cast, dtype=dtype),
-    policy_lib.of(experiment.model).shapes,
-  )
-  places = weight_publisher.pool_shardings(experiment.model, layout, dtype)
-  held = memory_report.placed(shapes, places)
-  arriving, _ = lora.split(held)
-  lines = {
-    "parameters": memory_report.device_bytes(held),
-    "their next version, arriving": memory_report.device_bytes(arriving),
-  }
-  if isinstance(engine, engine_settings.EngineSettings):
-    lines |= _cache_lines(model, engine, layout)
-  return lines
-
-
-def _cache_lines(
-  model: model_config.ModelConfig,
-  engine: engine_settings.EngineSettings,
-  layout: sharding.Layout,
-) -> dict[str, int]:
-  """Returns bytes of the pages, and of the largest dispatch's copy of them."""
-  pages, size = engine.num_pages(model.max_length), engine.page_size
-  width, rows = engine.width(model.max_length), engine.rows[-1]
-  held = memory_report.cache_bytes(model, layout, pages=pages, page_size=size)
-  copied = memory_report.past_bytes(
-    model, layout, rows=rows, pages=width, page_size=size
-  )
-  return {
-    f"KV cache, {pages * size:,} tokens in {_plural(pages, 'page')}": held,
-    f"copied of it, {rows} rows of {width * size:,} tokens": copied,
-  }
+def _shared(parts: Sequence[memory_plan.Share]) -> rich.table.Table | None:
+  """Returns the sums of devices that the learner and engines share."""
+  first, *engines = parts
+  held = [0] * max(part.devices.stop for part in parts)
+  for part in parts:
+    for device in part.devices:
+      held[device] += part.total
+  both = {i for x in engines for i in x.devices if i in first.devices}
+  if not both:
+    return None
+  table = _table("on a device that trains and decodes", "")
+  table.add_row("total", memory_report.readable(max(held[i] for i in both)))
+  return table
 
 
 def _pool(
@@ -163,7 +125,7 @@ def _parameters(
         for axis in row.axes
       ),
       _SHORT.get(row.dtype, row.dtype),
-      _bytes(row.device_bytes),
+      memory_report.readable(row.device_bytes),
     )
   return table
 
@@ -171,8 +133,8 @@ def _parameters(
 def _totals(lines: Mapping[str, int]) -> rich.table.Table:
   table = _table("on each device", "")
   for label, number in lines.items():
-    table.add_row(label, _bytes(number))
-  table.add_row("total", _bytes(sum(lines.values())))
+    table.add_row(label, memory_report.readable(number))
+  table.add_row("total", memory_report.readable(sum(lines.values())))
   return table
 
 
@@ -183,16 +145,6 @@ def _table(*names: str) -> rich.table.Table:
     table.add_column(name, overflow="fold")
   table.add_column(names[-1], justify="right", no_wrap=True)
   return table
-
-
-def _bytes(number: int) -> str:
-  """Returns up to three digits: 345 B, 1.2 KiB, 12 GiB."""
-  size, units = float(number), ["B", "KiB", "MiB", "GiB", "TiB"]
-  while size >= 1000 and len(units) > 1:
-    size /= 1024
-    units.pop(0)
-  digits = 0 if units[0] == "B" else 2 if size < 10 else 1 if size < 100 else 0
-  return f"{size:.{digits}f} {units[0]}"
 
 
 def _count(number: int) -> str:

@@ -84,7 +84,8 @@ def read_run(
   experiment = workdir.read_trained(run_dir)
   experiment = overrides.apply(experiment, changes)
   load_run.prepare(experiment)
-  return experiment
+  # Unlike those of the run, conversations may be as long as the model's.
+  return assemble.fit(experiment, experiment.model.max_length)
 
 
 def read_directory(

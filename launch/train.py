@@ -13,6 +13,7 @@ from absl import flags as absl_flags
 from launch import explain
 from launch.cli import flags, jax_setup, workdir
 from launch.run import local
+from rl import assemble
 from rl import experiment as experiment_lib
 from rl.settings import overrides
 
@@ -48,7 +49,7 @@ def main() -> None:
 
 
 def _claim(experiment: experiment_lib.Experiment) -> TextIO:
-  """Returns the lock of the directory, after checking the devices."""
+  """Returns the lock of the directory, after checking devices and memory."""
   if not _WORKDIR.value:
     raise overrides.SettingError(
       "--workdir is missing; name a directory, as in --workdir=runs/mine, or "
@@ -56,7 +57,7 @@ def _claim(experiment: experiment_lib.Experiment) -> TextIO:
     )
   experiment.engine.validate_installed()
   jax_setup.prepare(experiment.placement)
-  experiment.placement.layouts()
+  assemble.fit(experiment)
   # Last: it writes, and clears a run without checkpoints.
   return workdir.claim(_WORKDIR.value, experiment)
 

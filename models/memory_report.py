@@ -130,6 +130,16 @@ def device_bytes(tree: Any) -> int:
   return sum(map(size, jax.tree.leaves(tree)))
 
 
+def readable(number: int) -> str:
+  """Returns bytes with up to three digits: 345 B, 1.2 KiB, 12 GiB."""
+  size, units = float(number), ["B", "KiB", "MiB", "GiB", "TiB"]
+  while size >= 1000 and len(units) > 1:
+    size /= 1024
+    units.pop(0)
+  digits = 0 if units[0] == "B" else 2 if size < 10 else 1 if size < 100 else 0
+  return f"{size:.{digits}f} {units[0]}"
+
+
 def cache_bytes(
   config: config_lib.ModelConfig,
   layout: sharding.Layout,
@@ -219,6 +229,29 @@ def activation_bytes(
     + 2 * _gathered_bytes(config, layout)
     + _gradient_bytes(config, layout)
   )
+
+
+def dispatch_bytes(
+  config: config_lib.ModelConfig,
+  layout: sharding.Layout,
+  *,
+  rows: int,
+  ids: int,
+) -> int:
+  """Estimates what decoding needs on one device beside its cache.
+
+  That is the inside of a layer for new ids, up to a GiB of their scores, and
+  the logits of every row as they are sampled: four arrays of float32.
+  """
+  inside = max(
+    _widths(config, layout, config.is_sparse(index))[0]
+    for index in range(config.num_layers)
+  )
+  heads = config.num_heads / layout.size("heads")
+  scores = min(ids * heads * config.max_length, backend.MAX_SCORES)
+  words = config.vocab_size // layout.size("vocab")
+  itemsize = np.dtype(config.compute.dtype).itemsize
+  return round(itemsize * ids * inside + 4 * scores + 16 * rows * words)
 
 
 def _widths(

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from models import config as model_config
 from models import sharding
 from rl import experiment as experiment_lib
+from rl import memory_plan
 from rl.agents import agent_player
 from rl.algorithms import group_filters, references
 from rl.audit import event_log
@@ -77,6 +78,27 @@ class Parts:
     self.spans.flush()
 
 
+def fit(
+  experiment: experiment_lib.Experiment, longest: int | None = None
+) -> experiment_lib.Experiment:
+  """Returns the experiment with an engine that fits the devices of its run.
+
+  Allocates nothing.
+
+  Args:
+    longest: conversation to expect; None is `rollout.max_tokens`.
+
+  Raises:
+    ValueError: devices are missing, or the run needs more memory than they
+      have.
+  """
+  place = experiment.placement
+  devices = {x for layout in place.layouts() for x in layout.devices}
+  programs = learner_programs(experiment, place.learner.plan)
+  memory = place.memory(list(devices))
+  return memory_plan.fit(experiment, programs, memory, longest)
+
+
 def build(
   experiment: experiment_lib.Experiment,
   run_dir: pathlib.Path | None = None,
@@ -92,9 +114,10 @@ def build(
       without one, an episode of an agent is a fault.
 
   Raises:
-    ValueError: a setting cannot work, or devices are missing.
+    ValueError: a setting cannot work, or devices or their memory are missing.
   """
   experiment.validate()
+  experiment = fit(experiment)
   learner_layout, *decode_layouts = experiment.placement.layouts()
   spans = trace.Trace(run_dir and run_dir / "spans.jsonl")
   log = event_log.EventLog(run_dir and run_dir / "events.jsonl")

@@ -38,7 +38,7 @@ FLOORS = {
     ["rl.loop"],
     ["rl.agents", "rl.testing", "rl.simulation"],
     ["rl.experiment"],
-    ["rl.planning"],
+    ["rl.memory_plan", "rl.planning"],
     ["rl.assemble"],
     ["rl.initial_state"],
   ],

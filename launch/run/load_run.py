@@ -23,7 +23,7 @@ def prepare(experiment: experiment_lib.Experiment) -> None:
   experiment.validate_initial()
   experiment.engine.validate_installed()
   jax_setup.prepare(experiment.placement)
-  experiment.placement.layouts()
+  assemble.fit(experiment)
 
 
 @contextlib.asynccontextmanager

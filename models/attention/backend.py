@@ -13,7 +13,7 @@ from models.attention import splash
 UNIVERSAL = ("reference", "blockwise")
 """Forms that take any tokens, also on top of a cache."""
 
-_MAX_SCORES = 2**28
+MAX_SCORES = 2**28
 """Of one call on one accelerator; 1 GiB in float32."""
 
 
@@ -52,13 +52,13 @@ def choose(platform: str, case: Case) -> str:
   num_masked = case.batch * case.queries * case.keys
   # cuDNN's mask is a whole matrix, though one for all heads, and two sources
   # would have to be copied into one.
-  whole = case.sources == 1 and num_masked <= _MAX_SCORES
+  whole = case.sources == 1 and num_masked <= MAX_SCORES
   if platform == "gpu" and whole and cudnn_can(case):
     return "fused"
   wide = case.head_dim % splash.LANES == 0
   if platform == "tpu" and wide and refusal("splash", case) is None:
     return "splash"
-  many = num_masked * case.heads > _MAX_SCORES
+  many = num_masked * case.heads > MAX_SCORES
   return "blockwise" if many else "reference"
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import importlib.metadata
 import importlib.util
 import itertools
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -71,6 +72,13 @@ class MeshSpec:
     return sharding.Layout(mesh, self.rules)
 
 
+class Memory(NamedTuple):
+  """Bytes of each device that a run may use; or of all of them together."""
+
+  usable: int
+  is_shared: bool = False
+
+
 class EngineInfo(NamedTuple):
   """The pool of an engine, and the kind of its devices."""
 
@@ -111,6 +119,7 @@ class Placement:
     platform: "cpu", "gpu" or "tpu"; None takes the one that jax finds. On
       "cpu" the launcher makes as many virtual devices as the meshes need.
     colocated: the meshes may share devices.
+    device_gib: memory of a device, to plan for devices that are not there.
   """
 
   learner: MeshSpec = MeshSpec()
@@ -121,6 +130,7 @@ class Placement:
   more: tuple[DecodePool, ...] = ()
   platform: str | None = None
   colocated: bool = False
+  device_gib: float | None = None
 
   @property
   def pools(self) -> tuple[DecodePool, ...]:
@@ -188,6 +198,7 @@ class Placement:
       use = f"use {', '.join(_PLATFORMS)} or none{near}"
       raise ValueError(f"placement.platform={self.platform} is unknown; {use}")
     self._validate_pools()
+    checks.finite_above(self, 0, "device_gib")
     for name, spec in self.meshes.items():
       where = f"placement.{name}"
       checks.at_least(spec, 1, *sharding.MESH_AXES, where=where)
@@ -244,6 +255,29 @@ class Placement:
           f"{out}.first_device or set placement.colocated=true"
         )
 
+  def memory(self, devices: Sequence[Any] = ()) -> Memory | None:
+    """Returns the memory of its devices, less a tenth that is kept free.
+
+    Args:
+      devices: that are there; without any, it is planned for `device_gib`, or
+        for the processor of this host.
+
+    Returns:
+      None if nothing is known of it.
+    """
+    if devices:
+      if devices[0].platform == "cpu":
+        return _host_memory()
+      stats = [device.memory_stats() for device in devices]
+      if all(stats):
+        return Memory(min(x["bytes_limit"] for x in stats) * 19 // 20)
+    if self.device_gib is not None:
+      return Memory(round(self.device_gib * 2**30) * 9 // 10)
+    if devices or self.platform in _EXTRAS:
+      return None
+    found = self.platform is None and any(map(has_plugin, _EXTRAS))
+    return None if found else _host_memory()
+
   def layouts(self) -> tuple[sharding.Layout, ...]:
     """Returns the layout of the learner, and then of every engine.
 
@@ -282,6 +316,11 @@ class Placement:
       spec.layout([devices[i] for i in where])
       for spec, where in zip(specs, self.ranges, strict=True)
     )
+
+
+def _host_memory() -> Memory:
+  size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+  return Memory(size * 9 // 10, is_shared=True)
 
 
 def has_plugin(platform: str) -> bool:

@@ -336,6 +336,17 @@ def test_a_platform_that_is_not_there_is_named(tmp_path):
 
 
 @pytest.mark.process
+def test_a_run_that_does_not_fit_leaves_nothing_behind(tmp_path):
+  result = commands.run(
+    *commands.train(tmp_path / "run", TINY | {"engine.pages": "900000000"})
+  )
+  assert result.returncode == 2
+  assert "TiB of this host, where" in result.stderr
+  assert "\n  decode: parameters" in result.stderr
+  assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.process
 def test_a_workdir_in_use_is_refused(tmp_path):
   with (tmp_path / ".lock").open("a") as lock:
     fcntl.flock(lock, fcntl.LOCK_EX)

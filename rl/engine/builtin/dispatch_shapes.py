@@ -14,6 +14,8 @@ _MAX_PADDING = 256
 class DispatchShapes:
   """Sizes of a dispatch and of the cache that it works on.
 
+  `settings.EngineSettings.sizes` makes them fit a model and its devices.
+
   Attributes:
     slots: requests decoded at once; more wait.
     page_size: positions of a page of the KV cache.

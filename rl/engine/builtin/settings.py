@@ -1,20 +1,33 @@
-"""Settings of the built-in engine."""
+"""Settings of the built-in engine, and the sizes that follow from them."""
 
 import dataclasses
+import math
+from collections.abc import Sequence
 from typing import ClassVar
 
 from models import config as model_config
 from models import sharding
-from rl.engine.builtin import dispatch_shapes, engine
+from rl.engine.builtin import dispatch_shapes, engine, sizing
 from rl.runtime import mesh_thread
 from rl.settings import checks
 
+_SLOTS = 256
+_ROWS = (8, 32, 128)
+_CHUNKS = (4, 32, 256)
+_LENGTHS = (128, 512, 2048, 8192, 32_768)
+_LONG = 1024
+"""Length from which on prompts are fed in larger chunks."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EngineSettings(dispatch_shapes.DispatchShapes):
+class EngineSettings:
   """The built-in engine: the shapes that it compiles, and its policies.
 
   Attributes:
+    slots, page_size, pages, row_buckets, chunk_buckets, prefill_tokens,
+      length_buckets, steps_per_dispatch: see `dispatch_shapes.DispatchShapes`.
+      None follows from the model, the longest conversation and the memory of
+      the devices; see `sizes`.
     min_copied_ids: a page is copied for a request if it holds at least so many
       ids of its prefix; fewer are encoded again.
     batching_delay_s: longest wait before a dispatch for sessions whose next
@@ -28,6 +41,14 @@ class EngineSettings(dispatch_shapes.DispatchShapes):
 
   short_name: ClassVar[str] = "built_in"
 
+  slots: int | None = None
+  page_size: int = 16
+  pages: int | None = None
+  row_buckets: tuple[int, ...] | None = None
+  chunk_buckets: tuple[int, ...] | None = None
+  prefill_tokens: int | None = None
+  length_buckets: tuple[int, ...] | None = None
+  steps_per_dispatch: int = 8
   min_copied_ids: int = 16
   batching_delay_s: float = 0.002
   bias_slots: int = 32
@@ -41,7 +62,8 @@ class EngineSettings(dispatch_shapes.DispatchShapes):
     checks.at_least(self, 0, "bias_slots", where="engine")
     checks.below_one(self, "batching_delay_s", where="engine")
     names = ("row_buckets", "chunk_buckets", "length_buckets")
-    checks.all_at_least(self, 1, *names, where="engine", out="name one or more")
+    out = "name one or more, or none to have them chosen"
+    checks.all_at_least(self, 1, *names, where="engine", out=out)
 
   def validate_model(self, config: model_config.ModelConfig) -> None:
     """Raises ValueError on a model that such an engine cannot serve.
@@ -50,7 +72,7 @@ class EngineSettings(dispatch_shapes.DispatchShapes):
     them recorded.
     """
     # One more: while a page is copied, its source is still in use.
-    least = self.width(config.max_length) + 1
+    least = -(-config.max_length // self.page_size) + 1
     length, size = config.max_length, f"{self.page_size} positions"
     out = f"one conversation of model.max_length={length} in pages of {size}"
     checks.at_least(self, least, "pages", where="engine", out=f"to hold {out}")
@@ -64,12 +86,56 @@ class EngineSettings(dispatch_shapes.DispatchShapes):
   @property
   def split_rows(self) -> dict[str, int]:
     """Numbers of rows that are split over the mesh, by their setting."""
+    most = math.inf if self.slots is None else self.slots
     used = {
       f"engine.row_buckets[{place}]": rows
-      for place, rows in enumerate(self.row_buckets)
-      if rows in self.rows
+      for place, rows in enumerate(self.row_buckets or ())
+      if rows <= most
     }
-    return {"engine.slots": self.slots} | used
+    return used if self.slots is None else {"engine.slots": self.slots} | used
+
+  def sizes(
+    self,
+    config: model_config.ModelConfig,
+    rooms: Sequence[sizing.Room],
+    longest: int | None = None,
+  ) -> dispatch_shapes.DispatchShapes:
+    """Returns every size; those that are not set follow.
+
+    There are as many slots, up to 256, as whole conversations fit into the
+    room, each in pages and in the copy that a dispatch makes of them; and pages
+    for all slots, or as many as fit.
+
+    Args:
+      rooms: one for each pool that has such engines.
+      longest: conversation to expect; None is the longest of the model.
+
+    Raises:
+      ValueError: not one conversation for each part of a mesh fits.
+    """
+    longest = min(longest or config.max_length, config.max_length)
+    is_long = longest >= _LONG
+    unit = math.lcm(*(room.layout.num_batch for room in rooms))
+    sizes = dispatch_shapes.DispatchShapes(
+      slots=self.slots or _whole(_SLOTS, unit),
+      page_size=self.page_size,
+      row_buckets=self.row_buckets or tuple(_whole(n, unit) for n in _ROWS),
+      chunk_buckets=self.chunk_buckets or _CHUNKS[: 3 if is_long else 2],
+      prefill_tokens=self.prefill_tokens or (4096 if is_long else 1024),
+      length_buckets=self.length_buckets
+      or (*(length for length in _LENGTHS if length < longest), longest),
+      steps_per_dispatch=self.steps_per_dispatch,
+    )
+    pages = sizes.slots * sizes.width(longest), sizes.width(config.max_length)
+    sizes = dataclasses.replace(sizes, pages=self.pages or max(pages) + 1)
+    return sizing.fit(
+      sizes,
+      config,
+      rooms,
+      longest,
+      slots=self.slots is None,
+      pages=self.pages is None,
+    )
 
   def build(
     self,
@@ -82,7 +148,7 @@ class EngineSettings(dispatch_shapes.DispatchShapes):
     self.validate_model(config)
     return engine.BuiltinEngine(
       config,
-      self,
+      self.sizes(config, [sizing.Room(layout)]),
       layout,
       thread,
       min_copied_ids=self.min_copied_ids,
@@ -91,3 +157,8 @@ class EngineSettings(dispatch_shapes.DispatchShapes):
       record_experts=self.record_experts,
       compile_ahead=self.compile_ahead,
     )
+
+
+def _whole(rows: int, parts: int) -> int:
+  """Returns the next number of rows that so many parts divide."""
+  return -(-rows // parts) * parts

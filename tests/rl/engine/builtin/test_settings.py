@@ -5,8 +5,11 @@ import math
 import pytest
 
 from models import config as model_config
+from models import sharding
 from rl.engine.builtin import engine as builtin_engine
 from rl.engine.builtin import settings as engine_settings
+from rl.engine.builtin import sizing
+from rl.pools import placement
 from rl.runtime import mesh_thread
 
 SETTINGS = engine_settings.EngineSettings(
@@ -26,6 +29,28 @@ def test_rows_that_the_mesh_splits_are_named_by_their_setting():
     "engine.row_buckets[1]": 4,
     "engine.row_buckets[2]": 8,
   }
+
+
+def test_sizes_that_are_not_set_follow_from_lengths_and_the_mesh():
+  plan = placement.MeshSpec(data=3, rules=sharding.DECODE).plan
+  rooms = [sizing.Room(plan)]
+  short = engine_settings.EngineSettings().sizes(
+    model_config.tiny(max_length=64), rooms
+  )
+  # 256 and the like, up to what 3 divides; 64 positions are 4 pages of 16.
+  assert (short.slots, short.pages) == (258, 258 * 4 + 1)
+  assert short.rows == (9, 33, 129, 258)
+  assert short.lengths(64) == (64,)
+  assert (short.chunk_buckets, short.prefill_tokens) == ((4, 32), 1024)
+  long = SETTINGS.sizes(model_config.tiny(max_length=5000), rooms, 3000)
+  # Conversations of 3000 are 188 pages.
+  assert (long.slots, long.pages) == (24, 24 * 188 + 1)
+  assert (long.rows, long.chunk_buckets) == ((4, 8, 24), (4, 32))
+  default = engine_settings.EngineSettings().sizes(
+    model_config.tiny(max_length=5000), rooms, 3000
+  )
+  assert default.lengths(5000) == (128, 512, 2048, 3000, 5000)
+  assert default.chunk_buckets == (4, 32, 256)
 
 
 def test_the_default_size_is_valid():

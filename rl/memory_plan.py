@@ -1,0 +1,246 @@
+"""The memory of a run on each device, and an engine that fits beside the rest.
+
+Arithmetic on shapes: nothing is allocated, and devices need not exist. A device
+that both trains and decodes has to hold the sum.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import jax
+
+from models import config as model_config
+from models import lora, memory_report
+from models import policy as policy_lib
+from rl import experiment as experiment_lib
+from rl.algorithms import references
+from rl.engine.builtin import settings as engine_settings
+from rl.engine.builtin import sizing
+from rl.pools import placement, weight_publisher
+from rl.train import learner, train_state
+
+
+class Share(NamedTuple):
+  """The learner's or an engine's part of a plan.
+
+  Attributes:
+    lines: bytes on each of its devices, by purpose.
+  """
+
+  name: str
+  devices: range
+  lines: Mapping[str, int]
+
+  @property
+  def total(self) -> int:
+    """Bytes on each of its devices."""
+    return sum(self.lines.values())
+
+
+def learner_bytes(
+  experiment: experiment_lib.Experiment, programs: learner.Learner
+) -> dict[str, int]:
+  """Returns bytes on each device of the learner, by purpose.
+
+  Args:
+    programs: on the learner's mesh, or on a plan of it.
+  """
+  spec, batch = experiment.placement.learner, experiment.batch
+  size = memory_report.device_bytes
+  state = programs.abstract
+  sums = jax.eval_shape(programs.zero)
+  trained, _ = train_state.split(state.params, state.critic)
+  sums = memory_report.placed(
+    sums.grads, jax.tree.map(lambda x: x.sharding, trained)
+  )
+  label = "optimizer state, master copy" if state.master else "optimizer state"
+  versions = experiment.overlap.max_staleness + 1
+  lines = {
+    "parameters": size(state.params),
+    f"versions kept of them, {versions}": versions * size(trained.policy),
+    "gradients, summed": size(sums),
+    label: size((state.opt_state, state.master)),
+    f"activations, about, {batch.rows} x {batch.length} tokens": (
+      memory_report.activation_bytes(
+        experiment.model,
+        spec.plan,
+        rows=batch.rows,
+        length=batch.length,
+        platform=experiment.placement.platform or "cpu",
+      )
+    ),
+  }
+  reference = experiment.algorithm.reference
+  if getattr(reference, "memory", None) == "device":
+    model = experiment.model
+    if isinstance(reference, references.Teacher):
+      model = reference.model
+    rows = memory_report.parameters(model, spec.plan)
+    lines["reference"] = sum(row.device_bytes for row in rows)
+  return lines
+
+
+def decode_bytes(
+  experiment: experiment_lib.Experiment, spec: placement.MeshSpec | None = None
+) -> dict[str, int]:
+  """Returns bytes on each device of a decode pool, by purpose.
+
+  The cache is included for the built-in engine only: other engines decide its
+  size when they start.
+
+  Args:
+    spec: mesh of the pool; of the first pool by default.
+  """
+  spec, engine = spec or experiment.placement.decode, experiment.engine
+  lines = _weight_bytes(experiment, spec)
+  if isinstance(engine, engine_settings.EngineSettings):
+    model, longest = _pool_model(experiment), experiment.rollout.max_tokens
+    sizes = engine.sizes(model, [sizing.Room(spec.plan)], longest)
+    lines |= sizing.lines(sizes, model, spec.plan, longest)
+  return lines
+
+
+def shares(
+  experiment: experiment_lib.Experiment,
+  programs: learner.Learner,
+  decoding: Callable[..., dict[str, int]] = decode_bytes,
+) -> list[Share]:
+  """Returns the shares of the learner, and then of every engine.
+
+  Args:
+    decoding: (experiment, mesh) -> lines of an engine.
+  """
+  place = experiment.placement
+  named = [("learner", learner_bytes(experiment, programs))]
+  for pool in place.pools:
+    named += [(pool.name, decoding(experiment, pool.mesh))] * pool.replicas
+  return [
+    Share(name, devices, lines)
+    for (name, lines), devices in zip(named, place.ranges, strict=True)
+  ]
+
+
+def fit(
+  experiment: experiment_lib.Experiment,
+  programs: learner.Learner,
+  memory: placement.Memory | None,
+  longest: int | None = None,
+) -> experiment_lib.Experiment:
+  """Returns the experiment with an engine that fits beside all the rest.
+
+  Sizes of the built-in engine that are not set follow from the memory that
+  weights and training leave; see `EngineSettings.sizes`.
+
+  Args:
+    memory: of the devices; None is not known, and then nothing is checked.
+    longest: conversation to expect; None is `rollout.max_tokens`.
+
+  Raises:
+    ValueError: the run does not fit.
+  """
+  if memory is None:
+    return experiment
+  engine = experiment.engine
+  if isinstance(engine, engine_settings.EngineSettings):
+    rooms = _rooms(experiment, programs, memory)
+    sizes = engine.sizes(
+      _pool_model(experiment), rooms, longest or experiment.rollout.max_tokens
+    )
+    engine = dataclasses.replace(engine, **dataclasses.asdict(sizes))
+    experiment = dataclasses.replace(experiment, engine=engine)
+  _check(shares(experiment, programs), memory)
+  return experiment
+
+
+def _rooms(
+  experiment: experiment_lib.Experiment,
+  programs: learner.Learner,
+  memory: placement.Memory,
+) -> list[sizing.Room]:
+  """Returns what weights and training leave to the engines of each pool.
+
+  Raises:
+    ValueError: these alone do not fit.
+  """
+  parts = shares(experiment, programs, _weight_bytes)
+  _check(parts, memory)
+  left = [memory.usable] * len(parts)
+  for members in _memories(parts, memory):
+    free = memory.usable - sum(parts[i].total for i in members)
+    engines = [i for i in members if i > 0]
+    for i in engines:
+      left[i] = min(left[i], free // len(engines))
+  rooms, first = [], 1
+  for pool in experiment.placement.pools:
+    least = min(left[first : first + pool.replicas])
+    rooms.append(sizing.Room(pool.mesh.plan, least))
+    first += pool.replicas
+  return rooms
+
+
+def _check(parts: Sequence[Share], memory: placement.Memory) -> None:
+  """Raises ValueError if a memory would have to hold more than it can."""
+
+  def held(members):
+    return sum(parts[i].total for i in members)
+
+  fullest = max(_memories(parts, memory), key=held)
+  if held(fullest) <= memory.usable:
+    return
+  text = memory_report.readable
+  listing = "".join(
+    f"\n  {parts[i].name}: "
+    + ", ".join(f"{name} {text(size)}" for name, size in parts[i].lines.items())
+    for i in dict.fromkeys(fullest)
+  )
+  where = "this host" if memory.is_shared else "a device"
+  raise ValueError(
+    f"the run takes {text(held(fullest))} of {where}, where "
+    f"{text(memory.usable)} can be used:{listing}\nlower batch.rows, "
+    "rollout.max_tokens or engine.slots, train adapters (model.lora), use "
+    "model.compute.dtype=bfloat16, or split placement.learner or "
+    "placement.decode over more devices"
+  )
+
+
+def _memories(
+  parts: Sequence[Share], memory: placement.Memory
+) -> list[list[int]]:
+  """Returns for each memory the numbers of the parts in it.
+
+  A part that has several devices in a memory is in it several times.
+  """
+  if memory.is_shared:
+    return [[i for i, part in enumerate(parts) for _ in part.devices]]
+  last = max(part.devices.stop for part in parts)
+  return [
+    [i for i, part in enumerate(parts) if device in part.devices]
+    for device in range(last)
+  ]
+
+
+def _pool_model(
+  experiment: experiment_lib.Experiment,
+) -> model_config.ModelConfig:
+  dtype = experiment.publishing.dtype
+  return weight_publisher.pool_model(experiment.model, dtype)
+
+
+def _weight_bytes(
+  experiment: experiment_lib.Experiment, spec: placement.MeshSpec
+) -> dict[str, int]:
+  """Returns bytes of the weights on each device of a pool."""
+  dtype = experiment.publishing.dtype
+  shapes = jax.eval_shape(
+    functools.partial(weight_publisher.cast, dtype=dtype),
+    policy_lib.of(experiment.model).shapes,
+  )
+  places = weight_publisher.pool_shardings(experiment.model, spec.plan, dtype)
+  held = memory_report.placed(shapes, places)
+  arriving, _ = lora.split(held)
+  return {
+    "parameters": memory_report.device_bytes(held),
+    "their next version, arriving": memory_report.device_bytes(arriving),
+  }

@@ -1,0 +1,252 @@
+"""The memory of a run, device by device, and an engine that fits it."""
+
+import dataclasses
+
+import jax
+import pytest
+
+from launch.cli import flags
+from models import config as model_config
+from models import lora, memory_report, sharding
+from rl import assemble, memory_plan
+from rl.engine.builtin import settings as engine_settings
+from rl.engine.sglang import settings as sglang_settings
+from rl.pools import placement, weight_publisher
+from rl.settings import overrides
+from rl.train import learner
+from tests.helpers import commands, pod_run
+
+pytestmark = pytest.mark.compiled
+
+
+@pytest.fixture(scope="module")
+def experiment():
+  return flags.load(str(commands.ROOT / commands.CONFIG))
+
+
+@pytest.fixture(scope="module")
+def big():
+  return pod_run.experiment()
+
+
+def programs_of(experiment):
+  plan = experiment.placement.learner.plan
+  return assemble.learner_programs(experiment, plan)
+
+
+def learner_bytes(experiment):
+  return memory_plan.learner_bytes(experiment, programs_of(experiment))
+
+
+def test_bytes_of_the_learner_follow_from_the_number_of_parameters(big):
+  lines = learner_bytes(big)
+  total = memory_report.num_params(big.model).total
+  # Experts are split over all 64 devices, the rest (but norms and routers) over
+  # data and tensor, 16. In bytes: 2 of a parameter, 4 of its gradient, and 4
+  # each of two moments and the master copy.
+  experts = 94 * 128 * 3 * 4096 * 1536
+  split = experts / 64 + (total - experts) / 16
+  for label, size in (
+    ("parameters", 2),
+    ("gradients, summed", 4),
+    ("optimizer state, master copy", 12),
+  ):
+    assert lines[label] == pytest.approx(size * split, rel=1e-2)
+
+
+def test_bytes_of_the_decode_pool_follow_from_its_rules(big):
+  lines = memory_plan.decode_bytes(big)
+  # 94 layers of keys and values of 4 heads of 128 numbers of 2 bytes; heads
+  # over 4 devices.
+  token = 94 * 2 * 4 * 128 * 2 // 4
+  # 256 slots of 8192 / 16 pages, and one; every row of devices has them all.
+  # Each device copies an 8th of the rows.
+  tokens = 256 * pod_run.LENGTH
+  pages = "KV cache, 2,097,168 tokens in 131,073 pages"
+  assert lines[pages] == (tokens + 16) * token
+  assert lines["copied of it, 256 rows of 8,192 tokens"] == tokens // 8 * token
+  assert lines["their next version, arriving"] == lines["parameters"]
+
+
+def test_a_cache_has_as_many_pages_as_were_asked_for(experiment):
+  engine = engine_settings.EngineSettings(slots=6, pages=50, page_size=3)
+  changed = dataclasses.replace(
+    experiment,
+    engine=engine,
+    model=dataclasses.replace(experiment.model, max_length=100),
+  )
+  lines = memory_plan.decode_bytes(changed)
+  # An episode of 32 tokens has 11 pages, of 33.
+  assert "KV cache, 150 tokens in 50 pages" in lines
+  assert "copied of it, 6 rows of 33 tokens" in lines
+
+
+def test_an_engine_that_sizes_its_own_cache_has_no_line_for_it(experiment):
+  other = dataclasses.replace(
+    experiment, engine=sglang_settings.SglangSettings()
+  )
+  lines = memory_plan.decode_bytes(other)
+  built_in = memory_plan.decode_bytes(experiment)
+  assert list(lines) == ["parameters", "their next version, arriving"]
+  assert lines.items() < built_in.items()
+  memory = placement.Memory(2**30)
+  assert memory_plan.fit(other, programs_of(other), memory) == other
+
+
+def test_of_adapters_alone_there_are_gradients(experiment):
+  model = dataclasses.replace(experiment.model, lora=lora.Lora(rank=2))
+  adapted = dataclasses.replace(experiment, model=model)
+  lines = learner_bytes(adapted)
+  trained = memory_report.num_params(model).trained
+  assert lines["gradients, summed"] == 4 * trained
+  # Two moments, and two counters of 4 bytes at most.
+  assert 0 <= lines["optimizer state"] - 8 * trained <= 8
+  arriving = memory_plan.decode_bytes(adapted)["their next version, arriving"]
+  assert arriving == 4 * trained
+
+
+@pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
+def test_planned_bytes_are_those_of_the_state_that_training_makes(experiment):
+  spec = placement.MeshSpec(
+    data=2, expert=2, tensor=2, rules=sharding.Rules(vocab=None)
+  )
+  place = placement.Placement(learner=spec, colocated=True)
+  model = dataclasses.replace(experiment.model, num_layers=1)
+  planned = learner_bytes(
+    dataclasses.replace(experiment, model=model, placement=place)
+  )
+  programs = learner.Learner(
+    model, place.layouts()[0], experiment.algorithm, experiment.optimizer()
+  )
+  state = programs.init(jax.random.key(0))
+
+  def held(tree):
+    leaves = jax.tree.leaves(tree)
+    return sum(leaf.addressable_shards[0].data.nbytes for leaf in leaves)
+
+  assert planned["parameters"] == held(state.params)
+  assert planned["optimizer state"] == held(state.opt_state)
+  assert planned["gradients, summed"] == held(programs.zero().grads)
+
+
+def test_a_pool_holds_what_is_published(experiment):
+  publishing = weight_publisher.Publishing(dtype="int8")
+  small = dataclasses.replace(experiment, publishing=publishing)
+  # A scale a channel and the norms stay float32: a bit above a quarter.
+  whole, quarter = (
+    memory_plan.decode_bytes(one)["parameters"] for one in (experiment, small)
+  )
+  assert 0.25 < quarter / whole < 0.3
+
+
+# An engine that fits.
+
+
+@pytest.fixture(scope="module")
+def one_gpu(experiment):
+  """Qwen3-0.6B, trained and decoded on one device of 80 GiB."""
+  changed = dataclasses.replace(
+    experiment,
+    model=model_config.qwen3(
+      "0.6b", compute=model_config.Compute(dtype="bfloat16")
+    ),
+    rollout=dataclasses.replace(experiment.rollout, max_tokens=4096),
+    engine=engine_settings.EngineSettings(),
+    placement=placement.Placement(
+      platform="gpu", colocated=True, device_gib=80.0
+    ),
+    batch=dataclasses.replace(experiment.batch, length=4096),
+  )
+  changed.validate()
+  return changed
+
+
+def fit(experiment, memory=None):
+  memory = memory or experiment.placement.memory()
+  return memory_plan.fit(experiment, programs_of(experiment), memory)
+
+
+def test_an_engine_takes_what_training_leaves_on_its_device(one_gpu):
+  fitted = fit(one_gpu)
+  parts = memory_plan.shares(fitted, programs_of(fitted))
+  assert [part.devices for part in parts] == [range(1), range(1)]
+  # A tenth is kept free. One slot takes 256 pages of 16 tokens and their copy,
+  # in each of 28 layers 8 keys and 8 values of 128 numbers of 2 bytes; and 16
+  # bytes for each of 151,936 logits.
+  usable = 80 * 2**30 * 9 // 10
+  slot = 2 * 4096 * 28 * 2 * 8 * 128 * 2 + 16 * 151_936
+  held = sum(part.total for part in parts)
+  assert usable - 1.1 * slot < held <= usable
+  engine = fitted.engine
+  assert 8 < engine.slots < 256
+  assert engine.pages == engine.slots * 256 + 1
+  # With memory enough there are 256.
+  more = fit(one_gpu, placement.Memory(2**40)).engine
+  assert (more.slots, more.row_buckets) == (256, (8, 32, 128))
+  assert more.length_buckets == (128, 512, 2048, 4096)
+  # What is unset is all that is set, and a second time changes nothing.
+  assert fit(fitted) == fitted
+
+
+def test_sizes_that_are_set_stay_and_pages_make_room(one_gpu):
+  asked = engine_settings.EngineSettings(slots=64, row_buckets=(16,))
+  found = fit(dataclasses.replace(one_gpu, engine=asked)).engine
+  assert (found.slots, found.row_buckets) == (64, (16,))
+  # 64 whole conversations, each twice, would be 56 GiB.
+  assert 257 <= found.pages < 64 * 256 + 1
+
+
+@pytest.mark.parametrize(
+  ("changes", "words"),
+  [
+    ({"engine": "built_in(slots=256)"}, r"engine: .* are left beside the"),
+    (
+      {"engine": "built_in(slots=64,pages=20000)"},
+      r"takes \d+\.?\d* GiB of a device, where 72.0 GiB can be used:\n"
+      r"  learner: parameters 1.11 GiB, .*\n  decode: parameters 1.11 GiB, .*"
+      r"copied of it, 64 rows of 4,096 tokens 28.0 GiB.*\nlower batch.rows",
+    ),
+    ({"batch.rows": "400", "batch.tail_rows": "none"}, "activations, about"),
+  ],
+)
+def test_a_run_that_does_not_fit_is_refused_with_figures(
+  one_gpu, changes, words
+):
+  changed = overrides.apply(one_gpu, changes)
+  with pytest.raises(ValueError, match=words):
+    fit(changed)
+
+
+def test_devices_of_a_host_share_its_memory(experiment):
+  experiment = overrides.override(experiment, "engine.pages", "513")
+  programs = programs_of(experiment)
+  parts = memory_plan.shares(experiment, programs)
+  total = sum(part.total * len(part.devices) for part in parts)
+  enough = placement.Memory(total, is_shared=True)
+  fitted = memory_plan.fit(experiment, programs, enough)
+  assert memory_plan.shares(fitted, programs) == parts
+  # Learner and engine have a device each, of which either would fit.
+  assert max(part.total for part in parts) < total - 1
+  less = placement.Memory(total - 1, is_shared=True)
+  with pytest.raises(ValueError, match="of this host"):
+    memory_plan.fit(experiment, programs, less)
+
+
+def test_engines_on_one_device_divide_what_is_left(one_gpu):
+  mesh = placement.MeshSpec(first_device=0, rules=sharding.DECODE)
+  pool = placement.DecodePool(name="second", mesh=mesh)
+  place = dataclasses.replace(one_gpu.placement, more=(pool,))
+  two = dataclasses.replace(one_gpu, placement=place)
+  two.validate()
+  fitted = fit(two)
+  assert fitted.engine.slots < fit(one_gpu).engine.slots / 2
+  parts = memory_plan.shares(fitted, programs_of(fitted))
+  assert len(parts) == 3
+  assert sum(part.total for part in parts) <= 72 * 2**30
+
+
+def test_nothing_is_said_of_devices_that_are_not_known(one_gpu):
+  unknown = dataclasses.replace(one_gpu.placement, device_gib=None)
+  changed = dataclasses.replace(one_gpu, placement=unknown)
+  assert unknown.memory() is None
+  assert memory_plan.fit(changed, programs_of(changed), None) == changed
