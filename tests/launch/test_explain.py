@@ -30,8 +30,10 @@ def test_a_model_for_a_pod_is_planned_without_one():
   text = printed(pod_run.experiment())
   # As published: 235B parameters, 22B of them active.
   assert "235 billion parameters, of which a token uses 22.2 billion" in text
-  assert "placement.learner: 64 devices, data 8 x expert 4 x tensor 2" in text
-  assert "placement.decode: 32 devices, data 1 x expert 8 x tensor 4" in text
+  learner = "64 devices, data 8 x expert 4 x context 1 x tensor 2"
+  assert f"placement.learner: {learner}" in text
+  decode = "32 devices, data 1 x expert 8 x context 1 x tensor 4"
+  assert f"placement.decode: {decode}" in text
   query = r"layers\.0-93\.attention\.query +4096x64x128 +embed:data "
   assert re.search(query + r"heads:tensor head_dim +bf16 +376 MiB", text)
   assert max(map(len, text.splitlines())) <= 100
