@@ -56,13 +56,14 @@ def learner_bytes(
     sums.grads, jax.tree.map(lambda x: x.sharding, trained)
   )
   label = "optimizer state, master copy" if state.master else "optimizer state"
+  activations = f"activations, about, {batch.rows} x {batch.length} tokens"
   versions = experiment.overlap.max_staleness + 1
   lines = {
     "parameters": size(state.params),
     f"versions kept of them, {versions}": versions * size(trained.policy),
     "gradients, summed": size(sums),
     label: size((state.opt_state, state.master)),
-    f"activations, about, {batch.rows} x {batch.length} tokens": (
+    activations: (
       memory_report.activation_bytes(
         experiment.model,
         spec.plan,
@@ -72,6 +73,13 @@ def learner_bytes(
       )
     ),
   }
+  if experiment.optimizer_memory == "host":
+    # An update has it on the device, where the activations were.
+    moved = jax.tree.map(_on_device, (state.opt_state, state.master))
+    room = lines[activations]
+    lines["optimizer state in an update, beyond those"] = max(
+      0, size(moved) - room
+    )
   reference = experiment.algorithm.reference
   if getattr(reference, "memory", None) == "device":
     model = experiment.model
@@ -219,6 +227,10 @@ def _memories(
     [i for i, part in enumerate(parts) if device in part.devices]
     for device in range(last)
   ]
+
+
+def _on_device(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+  return leaf.update(sharding=leaf.sharding.with_memory_kind("device"))
 
 
 def _pool_model(
