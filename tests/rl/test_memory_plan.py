@@ -1,6 +1,7 @@
 """The memory of a run, device by device, and an engine that fits it."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import pytest
@@ -161,7 +162,7 @@ def one_gpu(experiment):
   return changed
 
 
-def fit(experiment, memory=None):
+def fit(experiment, memory=None) -> Any:
   memory = memory or experiment.placement.memory()
   return memory_plan.fit(experiment, programs_of(experiment), memory)
 
