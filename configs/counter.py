@@ -2,8 +2,11 @@
 
 python -m launch.train --config=configs/counter.py --workdir=DIR
 
-The tiny model shows that all goes together: without demonstrations it calls
-no tool. `--config.initial=DIR` starts from a model that does.
+The tiny model only shows that all goes together: it begins with random weights
+and calls no tool. configs/counter.py:MODEL starts from the Hugging Face
+checkpoint in the directory MODEL, which may need longer limits:
+--config.rollout.turn_tokens=256 --config.rollout.max_tokens=2048
+--config.batch.length=2048
 """
 
 import dataclasses
@@ -36,10 +39,10 @@ class Counter:
     return self.value
 
 
-def get_config() -> experiment.Experiment:
+def get_config(directory: str | None = None) -> experiment.Experiment:
   """Returns the run of tool_calculator_hf with this class."""
   return dataclasses.replace(
-    tool_calculator_hf.get_config(),
+    tool_calculator_hf.get_config(directory),
     environment=tool_environment.ToolEnvironment(make=Counter, max_turns=4),
     reward=rewards.Outcome(),
     warm_start=None,

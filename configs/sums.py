@@ -3,8 +3,8 @@
 python -m launch.train --config=configs/sums.py --workdir=DIR
 
 The tiny model learns from the rows' solutions what an answer looks like, and
-too little arithmetic for held-out rows. `--config.initial=DIR` starts from a
-model that knows some.
+too little arithmetic for held-out rows. configs/sums.py:MODEL starts from the
+Hugging Face checkpoint in the directory MODEL.
 """
 
 import dataclasses
@@ -29,10 +29,10 @@ SUMS = single_turn.SingleTurn(
 )
 
 
-def get_config() -> experiment.Experiment:
+def get_config(directory: str | None = None) -> experiment.Experiment:
   """Returns the run of tool_calculator_hf on these rows."""
   return dataclasses.replace(
-    tool_calculator_hf.get_config(),
+    tool_calculator_hf.get_config(directory),
     environment=SUMS,
     reward=rewards.Outcome(),
   )

@@ -101,8 +101,14 @@ class Calculator:
     return f"{random.Random(seed).randrange(100)}"
 
 
-def get_config() -> experiment.Experiment:
-  """Returns a run of a quarter of an hour on two cores."""
+def get_config(directory: str | None = None) -> experiment.Experiment:
+  """Returns a run of some minutes on two cores.
+
+  Args:
+    directory: of a checkpoint to start from; None is the tiny model, with
+      random weights.
+  """
+  place = directory or str(hf_config.TINY)
   return experiment.Experiment(
     environment=tool_environment.ToolEnvironment(
       make=Calculator,
@@ -111,8 +117,9 @@ def get_config() -> experiment.Experiment:
       max_turns=4,
     ),
     reward=rewards.ExactMatch(),
-    model=hf_config.load(hf_config.TINY),
-    chat=chats.Hf(directory=str(hf_config.TINY)),
+    model=hf_config.load(place),
+    initial=directory,
+    chat=chats.Hf(directory=place),
     rollout=group_rollout.Rollout(
       group_size=8, max_turns=4, turn_tokens=32, max_tokens=256
     ),

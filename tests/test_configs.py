@@ -19,8 +19,10 @@ from configs import (
 )
 from launch.cli import config_file, flags
 from models import memory_report
+from models import policy as policy_lib
 from models.chat import hf_chat
 from models.hf import config as hf_config
+from models.hf import export
 from rl.algorithms import preference_loss
 from rl.schedule import overlap
 from rl.settings import overrides
@@ -193,6 +195,11 @@ def test_a_run_on_the_tiny_model_talks_in_its_template(name, tmp_path):
   if name != "counter":
     changes |= {"warm_start.steps": "2", "warm_start.episodes": "8"}
   config = f"configs/{name}.py"
+  if name == "counter":  # From a checkpoint, as a model of one's own.
+    model = dataclasses.replace(hf_config.load(hf_config.TINY), num_layers=1)
+    params = policy_lib.of(model).init(jax.random.key(0))
+    export.export(tmp_path / "model", params, model, hf_config.TINY)
+    config += f":{tmp_path / 'model'}"
   result = commands.run(*commands.train(tmp_path / "run", changes, config))
   assert result.returncode == 0, result.stdout + result.stderr
   rows = [
