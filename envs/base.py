@@ -397,6 +397,16 @@ class Wrapper:
     return demonstrator(self.source).explore(task, messages, seed)
 
 
+def members_together(source: Source) -> int:
+  """Returns how many members of a group play one episode with each other.
+
+  A source may have such a number as its `members_together`; it is 1 otherwise.
+  """
+  wrapped = getattr(source, "source", None)
+  default = 1 if wrapped is None else members_together(wrapped)
+  return getattr(source, "members_together", default)
+
+
 @runtime_checkable
 class Reward(Protocol):
   """Grades finished episodes from their text alone.

@@ -214,6 +214,7 @@ class Experiment:
     checks.validate_parts(self)
     grading.refuse_stateful(self.reward)
     self._validate_counts()
+    self._validate_partners()
     self._validate_schedule()
     self._validate_demonstrations()
     self._validate_waits()
@@ -259,6 +260,21 @@ class Experiment:
       bound = f"the 2 that reward {short_names.of(self.reward)} compares"
       members = self.rollout.group_size
       checks.enough("rollout.group_size", members, 2, bound, "raise it")
+
+  def _validate_partners(self) -> None:
+    """Raises where members that play each other would miss a partner."""
+    for source in self.sources:
+      together = base.members_together(source)
+      if self.rollout.group_size % together:
+        raise ValueError(
+          f"rollout.group_size={self.rollout.group_size}: {source.name} plays "
+          f"{together} members together; use a multiple of that"
+        )
+      if together > 1 and (extra := self.overlap.redundancy.extra_members):
+        raise ValueError(
+          f"overlap.redundancy.extra_members={extra}: members of {source.name} "
+          "play each other, so none of them is redundant; use 0"
+        )
 
   def _validate_schedule(self) -> None:
     """Raises when parts of a run that are fine alone do not go together."""

@@ -13,7 +13,7 @@ import random
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from envs import base, threads
+from envs import base, extras, threads
 
 _ACTIONS = ("left", "right", "forward", "pickup", "drop", "toggle", "done")
 _UNSEEN = ("unseen", "empty", "floor", "wall", "agent")
@@ -238,15 +238,11 @@ def _package() -> Any:
   """
   # It greets on standard output otherwise.
   os.environ.setdefault("PYGAME_HIDE_SUPPORT_PROMPT", "1")
-  try:
-    import minigrid  # noqa: F401
-    from gymnasium.envs import registration
-    from minigrid.envs.babyai.core import roomgrid_level
-  except ModuleNotFoundError as error:
-    raise ValueError(
-      "this environment needs minigrid: pip install 'twinmesh[minigrid]' "
-      f"({error})"
-    ) from error
+  extras.require("minigrid", "minigrid", "this environment")
+  import minigrid  # noqa: F401
+  from gymnasium.envs import registration
+  from minigrid.envs.babyai.core import roomgrid_level
+
   # It prints every mission that it throws away.
   roomgrid_level.__dict__["print"] = lambda *words: None
   return registration

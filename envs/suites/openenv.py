@@ -13,7 +13,7 @@ import urllib.parse
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
-from envs import base
+from envs import base, extras
 
 # What the server says of an action that it cannot read: the agent's fault.
 _UNREADABLE = "VALIDATION_ERROR"
@@ -230,12 +230,8 @@ def _package() -> Any:
   Raises:
     ValueError: it is not installed.
   """
-  try:
-    import websockets
-    import websockets.asyncio.client
-  except ModuleNotFoundError as error:
-    raise ValueError(
-      "this environment needs websockets: pip install 'twinmesh[openenv]' "
-      f"({error})"
-    ) from error
+  extras.require("websockets", "openenv", "this environment")
+  import websockets
+  import websockets.asyncio.client
+
   return websockets

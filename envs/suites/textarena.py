@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from envs import base, threads
+from envs import base, extras, threads
 
 _GUESS = re.compile(r"\[(\d+)\]")  # a guess, as the game parses it
 _LIMIT = re.compile(r"Guess: (\d+), Target: (\d+)")
@@ -114,13 +114,9 @@ def _package() -> Any:
   Raises:
     ValueError: it is not installed.
   """
-  try:
-    import textarena
-  except ModuleNotFoundError as error:
-    raise ValueError(
-      "this environment needs textarena: pip install 'twinmesh[envs]' "
-      f"({error})"
-    ) from error
+  extras.require("textarena", "envs", "this environment")
+  import textarena
+
   return textarena
 
 

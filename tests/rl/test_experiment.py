@@ -10,6 +10,7 @@ import pytest
 
 from envs import mixture
 from envs.rewards import rewards
+from envs.suites import self_play
 from launch.cli import flags
 from rl import experiment as experiment_lib
 from rl.algorithms import presets, token_advantages
@@ -30,6 +31,28 @@ def _override(tree, overrides):
   for path, text in overrides.items():
     tree = overrides_lib.override(tree, path, text)
   return tree
+
+
+@pytest.mark.parametrize(
+  ("overrides", "message"),
+  [
+    (
+      {"rollout.group_size": "7"},
+      "rollout.group_size=7: tictactoe-v0 plays 2 members together; use a "
+      "multiple",
+    ),
+    (
+      {"overlap.redundancy.extra_members": "2"},
+      "extra_members=2: members of tictactoe-v0 play each other",
+    ),
+  ],
+)
+def test_members_that_play_each_other_need_partners(
+  experiment, overrides, message
+):
+  playing = dataclasses.replace(experiment, environment=self_play.TwoPlayer())
+  with pytest.raises(ValueError, match=re.escape(message)):
+    _override(playing, overrides).validate()
 
 
 @pytest.mark.parametrize(
