@@ -1,6 +1,6 @@
 """Environments in processes of their own, which may crash, leak or hang.
 
-  Processes --task--> _Session --admit--> _Pool --> _Worker == guard, worker
+  Processes --task--> _Session --admit--> _Pool --> _Worker == a process
                         start, step, close ----------> ask ==> environment
 
 A worker that dies takes the episodes with it that it plays at that moment, and
@@ -16,13 +16,12 @@ import itertools
 import json
 import os
 import pickle
-import signal
 import sys
 import weakref
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
 
-from envs import base, process_guard, worker_process
+from envs import base, guarded_process, worker_process
 
 _BOOT = """
 import json, sys
@@ -30,8 +29,6 @@ sys.path[:] = json.loads(sys.argv[1])
 from envs import worker_process
 worker_process.main()
 """
-_TAIL_BYTES = 2000  # Of what a worker wrote, for the message of its death.
-_END_S = 15.0  # Longer than a guard takes to end a worker.
 _FIRST_DELAY_S, _MAX_DELAY_S = 0.1, 30.0
 
 
@@ -245,7 +242,6 @@ class _Worker:
     self._outbox = [worker_process.framed(pickle.dumps(source))]
     self._reason = ""
     self._death = ""
-    self._tail = b""
     self._end = asyncio.Event()
     self._life = _keep(self._live())
 
@@ -304,56 +300,41 @@ class _Worker:
       self._outbox.clear()
 
   async def _live(self) -> None:
-    code = None
+    how = "has ended with the run"
     try:
-      process = await self._spawn()
-      await self._serve(process)
-      code = process.returncode
+      process = await self._start()
+      try:
+        await self._serve(process)
+      finally:
+        how = await process.end()
     except OSError as error:
-      self._reason = f"it cannot start: {error}"
+      how = f"cannot start: {error}"
     finally:
-      self._die(code)
+      self._die(how)
 
-  async def _spawn(self) -> asyncio.subprocess.Process:
-    boot = [sys.executable, "-P", "-c", _BOOT, json.dumps(sys.path)]
-    settings = self._settings
-    return await asyncio.create_subprocess_exec(
-      *process_guard.command(
-        boot,
-        max_rss_mib=settings.max_rss_mib,
-        max_processes=settings.max_processes,
-      ),
-      stdin=asyncio.subprocess.PIPE,
-      stdout=asyncio.subprocess.PIPE,
-      stderr=asyncio.subprocess.PIPE,
+  async def _start(self) -> guarded_process.GuardedProcess:
+    return await guarded_process.GuardedProcess.start(
+      [sys.executable, "-P", "-c", _BOOT, json.dumps(sys.path)],
+      max_rss_mib=self._settings.max_rss_mib,
+      max_processes=self._settings.max_processes,
       # A config file that a worker imports must not take the accelerator.
       env=os.environ | {"JAX_PLATFORMS": "cpu"},
-      start_new_session=True,  # Ctrl-C is for the run, which ends this.
     )
 
-  async def _serve(self, process: asyncio.subprocess.Process) -> None:
+  async def _serve(self, process: guarded_process.GuardedProcess) -> None:
     """Passes requests and answers on until the process is to end, or has."""
-    assert process.stdin
-    assert process.stdout
-    assert process.stderr
-    answers = asyncio.create_task(self._receive(process.stdout))
-    output = asyncio.create_task(self._keep_tail(process.stderr))
-    ending = asyncio.create_task(self._end.wait())
+    tasks = (
+      asyncio.create_task(self._receive(process.stdout)),
+      asyncio.create_task(self._end.wait()),
+    )
     self._stdin = process.stdin
+    self._send(b"")
     try:
-      self._send(b"")
-      await asyncio.wait([answers, ending], return_when="FIRST_COMPLETED")
+      await asyncio.wait(tasks, return_when="FIRST_COMPLETED")
     finally:
-      # Unlike close, this does not wait for the worker to read what was sent.
-      if not process.stdin.is_closing():
-        process.stdin.transport.abort()
-      exit = asyncio.create_task(process.wait())
-      await asyncio.wait([exit, output], timeout=_END_S)
-      if process.returncode is None:
-        process.kill()  # The guard; the kernel then kills the worker.
-        await asyncio.wait([exit], timeout=_END_S)
-      for task in (answers, output, ending, exit):
+      for task in tasks:
         task.cancel()
+      await asyncio.wait(tasks)
 
   async def _receive(self, stdout: asyncio.StreamReader) -> None:
     try:
@@ -366,21 +347,11 @@ class _Worker:
     except ValueError as error:
       self._reason = f"it sent nonsense: {error}"
 
-  async def _keep_tail(self, stderr: asyncio.StreamReader) -> None:
-    while chunk := await stderr.read(65536):
-      self._tail = (self._tail + chunk)[-_TAIL_BYTES:]
-
-  def _die(self, code: int | None) -> None:
-    how = "has ended with the run"
+  def _die(self, how: str) -> None:
     if self._reason:
-      how = f"was ended: {self._reason}"
-    elif code is not None and code < 0:
-      how = f"was ended by {signal.Signals(-code).name}"
-    elif code is not None:
-      how = f"ended with exit code {code}"
-    said = self._tail.decode(errors="replace").strip()
+      how = f"was ended, as {self._reason}; it {how}"
     name = f"worker {self.number} of {self._settings.source.name}"
-    self._death = f"{name} {how}" + (f": {said}" if said else "")
+    self._death = f"{name} {how}"
     for call in self._calls.values():
       if not call.done():
         call.set_exception(WorkerError(self._death))

@@ -72,16 +72,16 @@ def test_tools_and_metrics_come_through():
     ("crash", r"worker \d of told was ended by SIGSEGV: (.|\n)*_crash"),
     (
       "leak",
-      r"was ended by SIGKILL: (.|\n)*resident memory of \d+ MiB is above 200",
+      r"was ended by SIGKILL: (.|\n)*resident memory of \d+ MiB is above 600",
     ),
     (
       "fork",
-      r"was ended by SIGKILL: (.|\n)*\d+ processes at once are above 20",
+      r"was ended by SIGKILL: (.|\n)*\d+ processes at once are above 8",
     ),
   ],
 )
 def test_a_worker_that_dies_takes_its_own_episode_alone(mischief, fault):
-  source = dataclasses.replace(TWO, max_rss_mib=200, max_processes=20)
+  source = dataclasses.replace(TWO, max_rss_mib=600, max_processes=8)
 
   async def run():
     good, bad = await begin(source), await begin(source)
