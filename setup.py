@@ -28,6 +28,8 @@ SERVE = [
 ]
 # Answers held to a JSON schema or to a call, by a mask of ids.
 CONSTRAINED = ["llguidance>=1.8,<2"]
+# Servers of tools that speak the Model Context Protocol.
+MCP = ["mcp>=2.3,<3"]
 TEST = [
   "pytest>=8.0",
   "pytest-xdist>=3.6",
@@ -39,6 +41,7 @@ TEST = [
   *OPENENV,
   *REWARDS,
   *TOOLS,
+  *MCP,
   *PARQUET,
   *CONSTRAINED,
 ]
@@ -87,6 +90,7 @@ setuptools.setup(
     "openenv": OPENENV,
     "rewards": REWARDS,
     "tools": TOOLS,
+    "mcp": [*TOOLS, *MCP],
     "parquet": PARQUET,
     "serve": SERVE,
     "constrained": CONSTRAINED,
