@@ -70,12 +70,13 @@ def get_config(model: str | None = None) -> experiment.Experiment:
   )
   if model is None:
     return tiny
-  length = 2048
+  sizes = hf_config.load(model)
+  length = min(2048, sizes.max_length)
   return dataclasses.replace(
     tiny,
     initial=model,
-    model=dataclasses.replace(hf_config.load(model), lora=lora.Lora(rank=16)),
-    rollout=group_rollout.Rollout(max_tokens=length, turn_tokens=512),
+    model=dataclasses.replace(sizes, lora=lora.Lora(rank=16)),
+    rollout=group_rollout.Rollout(max_tokens=length, turn_tokens=length // 4),
     batch=experiment.BatchShape(rows=8, length=length),
     warm_start=fine_tuning.FineTuning(
       epochs=2,

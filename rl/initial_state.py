@@ -77,7 +77,10 @@ def _supervision(
   if isinstance(settings, fine_tuning.FineTuning):
     report("reading the recorded conversations")
     source = fine_tuning.recorded(source, settings)
-    return fine_tuning.supervision(settings, source, chat, report, **shape)
+    longest = experiment.model.max_length
+    return fine_tuning.supervision(
+      settings, source, chat, report, max_length=longest, **shape
+    )
   return warm_start.demonstrations(
     settings, source, chat, experiment.rollout, **shape
   )

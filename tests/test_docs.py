@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import json
 import pathlib
 import re
 import statistics
@@ -9,6 +10,7 @@ import statistics
 import pytest
 
 from launch.cli import flags
+from models.hf import config as hf_config
 from scripts import make_docs, make_docs_docstrings
 from tests.helpers import markdown
 
@@ -142,8 +144,25 @@ def test_commands_name_what_exists(page):
         assert name in known, (command, argument)
 
 
+def files_of_a_reader(path: pathlib.Path) -> None:
+  """Makes the models and the data that readers of the guides have."""
+  (path / "runs").mkdir()
+  for model in ("my-model", "runs/sft-hf"):
+    (path / model).symlink_to(hf_config.TINY)
+  said = [
+    {"role": "user", "content": "a"},
+    {"role": "assistant", "content": ""},
+  ]
+  pair = {"prompt": "a", "chosen": "b", "rejected": "c"}
+  for name, row in (("chats", {"messages": said}), ("pairs", pair)):
+    rows = (json.dumps(row | {"n": number}) for number in range(30))
+    (path / f"{name}.jsonl").write_text("\n".join(rows))
+
+
 @each_page
-def test_settings_on_command_lines_are_accepted(page):
+def test_settings_on_command_lines_are_accepted(page, tmp_path, monkeypatch):
+  files_of_a_reader(tmp_path)
+  monkeypatch.chdir(tmp_path)
   for command in markdown.commands(page):
     given = {
       name: value

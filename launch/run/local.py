@@ -35,7 +35,7 @@ from rl import assemble, initial_state
 from rl import experiment as experiment_lib
 from rl.loop import coordinator
 from rl.loop import progress as progress_lib
-from rl.rollout import evaluate, grading
+from rl.rollout import evaluate, grading, recordings
 from rl.runtime import checkpoint, trace
 from rl.runtime import watchdog as watchdog_lib
 from rl.train import skipped_updates
@@ -52,7 +52,8 @@ def train(
   0: all rounds are done and every invariant held. 1: an invariant broke,
   something stalled, gradients were no longer finite, faults left nothing to
   train, or a checkpoint could not be written or read. 2: the weights of
-  `initial` cannot be used. 128 + signal: stopped; checkpoints stay.
+  `initial`, or a recorded conversation, cannot be used. 128 + signal: stopped;
+  checkpoints stay.
   """
   run_dir = pathlib.Path(path)
   screen = display.Display(experiment.rounds, sys.stdout)
@@ -61,6 +62,9 @@ def train(
     return asyncio.run(_Run(experiment, run_dir, screen).train())
   except load.Unusable as error:
     screen.note(f"error: initial={error}")
+    return 2
+  except recordings.UnusableRow as error:
+    screen.note(f"error: {error}")
     return 2
   except (
     watchdog_lib.Stalled,

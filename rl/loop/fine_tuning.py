@@ -95,6 +95,7 @@ def supervision(
   *,
   rows: int,
   length: int,
+  max_length: int,
   seed: int,
 ) -> warm_start.Supervision:
   """Returns the batches of all steps, in ids of the chat.
@@ -102,9 +103,10 @@ def supervision(
   Args:
     report: told how many examples there are.
     rows, length: shape of the packed batches.
+    max_length: tokens of the longest conversation that the model takes.
 
   Raises:
-    ValueError: a row cannot be encoded or does not fit; names its place.
+    recordings.UnusableRow: a row cannot be encoded or does not fit.
   """
 
   def load(split: base.Split, most: int | None = None) -> Sequence[_Example]:
@@ -113,6 +115,7 @@ def supervision(
       chat,
       split,
       length=length,
+      max_length=max_length,
       too_long=settings.too_long,
       most=most,
     )

@@ -21,6 +21,10 @@ TooLong = Literal["error", "drop"]
 _Turns = Sequence[tuple[Int32[np.ndarray, " P"], Int32[np.ndarray, " T"]]]
 
 
+class UnusableRow(ValueError):
+  """A recorded conversation cannot be trained; the message names its place."""
+
+
 @runtime_checkable
 class Transcribes(Protocol):
   """A chat whose template writes answers, as `models.chat.hf_chat.HfChat`."""
@@ -52,6 +56,7 @@ def load(
   split: base.Split,
   *,
   length: int,
+  max_length: int,
   too_long: TooLong = "error",
   most: int | None = None,
 ) -> Examples:
@@ -59,14 +64,14 @@ def load(
 
   Args:
     length: tokens of a packed row, in which an example must fit.
+    max_length: those of the longest conversation that the model takes.
     most: how many are enough.
 
   Raises:
-    ValueError: a row cannot be encoded, or is too long; or all are. Names the
-      place of the row.
+    UnusableRow: a row cannot be encoded, or is too long; or all are.
   """
   found: list[tuple[trajectory.Trajectory, ...]] = []
-  dropped, place = 0, ""
+  dropped, place, fault = 0, "", ""
   for recordings in source.examples(split):
     if len(found) == most:
       break
@@ -74,21 +79,26 @@ def load(
       encode(chat, recording, len(found), index)
       for index, recording in enumerate(recordings)
     )
-    size = sum(len(one.ids) for one in encoded)
-    place = recordings[0].place
-    if size <= length:
+    sizes = [len(one.ids) for one in encoded]
+    place, fault = recordings[0].place, ""
+    if max(sizes) > max_length:
+      fault = (
+        f"its {max(sizes)} tokens do not fit model.max_length={max_length}"
+      )
+    elif sum(sizes) > length:
+      fault = f"its {sum(sizes)} tokens do not fit batch.length={length}"
+    if not fault:
       found.append(encoded)
     elif too_long == "drop":
       dropped += 1
     else:
-      raise ValueError(
-        f"{place}: its {size} tokens do not fit batch.length={length}; raise "
-        "it, or leave such rows out with warm_start.too_long=drop"
+      raise UnusableRow(
+        f"{place}: {fault}; raise it, or leave such rows out with "
+        "warm_start.too_long=drop"
       )
   if not found:
-    raise ValueError(
-      f"none of {dropped} examples for {split} fits batch.length={length}, the "
-      f"last of them {place}; raise it"
+    raise UnusableRow(
+      f"none of {dropped} examples for {split} fits: {place}: {fault}; raise it"
     )
   return Examples(found, dropped)
 
@@ -99,7 +109,7 @@ def encode(
   """Returns a conversation as if its answers had been sampled.
 
   Raises:
-    ValueError: the chat cannot encode it; names its place.
+    UnusableRow: the chat cannot encode it.
   """
   try:
     if isinstance(chat, Transcribes):
@@ -108,9 +118,9 @@ def encode(
       turns = list(_turn_by_turn(chat, recording))
   except template.Rewritten as error:
     out = "train it as an example of its own, with environment.each_answer=true"
-    raise ValueError(f"{recording.place}: {error}; {out}") from error
+    raise UnusableRow(f"{recording.place}: {error}; {out}") from error
   except ValueError as error:
-    raise ValueError(f"{recording.place}: {error}") from error
+    raise UnusableRow(f"{recording.place}: {error}") from error
   return trajectory.Trajectory(
     task_id=recording.place,
     group_id=group_id,

@@ -201,8 +201,12 @@ class Learner:
     base = dataclasses.replace(config, lora=None)
     self._score = score_program(config, layout, temperature)
     self._score_base = score_program(base, layout, temperature)
-    self._no_sums = jax.jit(lambda: self._nothing().sums)
-    self._add_sums = jax.jit(self._with_sums, donate_argnums=2)
+    self._no_sums = jax.jit(
+      lambda: self._nothing().sums, out_shardings=replicated
+    )
+    self._add_sums = jax.jit(
+      self._with_sums, donate_argnums=2, out_shardings=replicated
+    )
     self._means = jax.jit(_means)
     self._values = jax.jit(
       lambda *args: self._scored(*args, through_body=True).values

@@ -183,6 +183,10 @@ def test_any_computation_can_be_asked_for(tmp_path):
       "architectures=['Qwen2ForCausalLM'] is not supported; use a checkpoint "
       "of Qwen3ForCausalLM, Qwen3MoeForCausalLM, LlamaForCausalLM",
     ),
+    (
+      {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text"},
+      "architectures=['Gemma3ForCausalLM'] is not supported",
+    ),
     ({"architectures": None}, "architectures=None is not supported"),
     ({"architectures": []}, "architectures=[] is not supported"),
     (

@@ -46,6 +46,7 @@ def supervision(source, **settings):
     lambda text: None,
     rows=2,
     length=8,
+    max_length=8,
     seed=0,
   )
 

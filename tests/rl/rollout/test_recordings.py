@@ -77,23 +77,32 @@ def test_what_a_template_rewrites_is_told_the_way_out():
     recordings.encode(chats, said, 0, 0)
 
 
+def load(source, length, max_length=8, **settings):
+  return recordings.load(
+    source, WORDS, "eval", length=length, max_length=max_length, **settings
+  )
+
+
 def test_examples_that_are_too_long_are_refused_or_counted():
   # Of 4, 5 and, as a pair, 8 tokens.
   short, long = chat("go", "yes"), chat("go on", "yes")
   source = Source((short,), (long,), (short, short))
-  with pytest.raises(ValueError, match=r":3: its 5 tokens do not .*length=4"):
-    recordings.load(source, WORDS, "train", length=4)
-  found = recordings.load(source, WORDS, "train", length=4, too_long="drop")
+  with pytest.raises(ValueError, match=r":3: its 5 .*batch\.length=4; raise"):
+    load(source, 4)
+  with pytest.raises(
+    ValueError, match=r":3: its 5 .*model\.max_length=4; raise"
+  ):
+    load(source, 8, 4)
+  found = load(source, 4, too_long="drop")
   assert (len(found.examples), found.dropped) == (1, 2)
-  found = recordings.load(source, WORDS, "train", length=8)
-  assert [len(x) for x in found.examples] == [1, 1, 2]
+  found = load(source, 8)
   assert [[t.index for t in x] for x in found.examples] == [[0], [0], [0, 1]]
-  found = recordings.load(source, WORDS, "train", length=8, most=2)
-  assert len(found.examples) == 2
+  assert len(load(source, 8, most=2).examples) == 2
 
 
 def test_no_example_at_all_is_refused():
-  with pytest.raises(ValueError, match=r"none of 1 examples for eval fits"):
-    recordings.load(
-      Source((chat("go", "yes"),)), WORDS, "eval", length=3, too_long="drop"
-    )
+  source = Source((chat("go", "yes"),))
+  with pytest.raises(
+    ValueError, match=r"none of 1 examples for eval fits: .*:3"
+  ):
+    load(source, 3, too_long="drop")
