@@ -35,6 +35,7 @@ TEST = [
   "pytest-xdist>=3.6",
   "beartype>=0.19",
   "openai>=1.60",
+  "anthropic>=2.0",
   *SERVE,
   *ENVS,
   *MINIGRID,

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float32
 
-from launch.openai import disconnect, json_fields
+from launch.openai import anthropic_messages, disconnect, json_fields
 from launch.openai import replies as openai_replies
 from launch.openai import requests as openai_requests
 from rl.agents import answer_stream, session_tree
@@ -38,7 +38,7 @@ class PendingAnswer:
   sessions: sessions_lib.Sessions
   session: session_tree.Session
   opening: session_tree.Opening
-  reply_format: openai_replies.ReplyFormat
+  reply_format: openai_replies.ReplyFormat | anthropic_messages.MessageFormat
   requests: Sequence[contract.DecodeRequest]
   parsers: Sequence[answer_stream.AnswerParser]
   answer_s: float
@@ -95,9 +95,9 @@ class PendingAnswer:
         sessions_lib.FinishedSession,
         TimeoutError,
       ) as error:
-        yield openai_replies.error_event(str(error))
+        yield self.reply_format.error_event(str(error))
         return
-    yield openai_replies.DONE
+    yield self.reply_format.done
 
   async def _chunks(
     self,
@@ -139,7 +139,11 @@ class PendingAnswer:
     if self.reply_format.chat:
       message = episode.as_message(answer)
     self.session.record(self.opening, completion, message)
-    return openai_replies.AnswerChoice(completion=completion, answer=answer)
+    return openai_replies.AnswerChoice(
+      completion=completion,
+      answer=answer,
+      stop_text=self.parsers[index].stop_text,
+    )
 
   @contextlib.contextmanager
   def _as_api_errors(self) -> Iterator[None]:

@@ -1,6 +1,7 @@
-"""The OpenAI API over a decode engine: an ASGI application.
+"""The APIs of OpenAI and Anthropic over a decode engine, for ASGI servers.
 
-  POST [/sessions/ID]/v1/chat/completions, /v1/completions    GET /v1/models
+  POST [/sessions/ID]/v1/chat/completions, /v1/completions, /v1/messages
+  GET [/sessions/ID]/v1/models
   GET /sessions/ID    POST /sessions/ID/finish                GET /health
 
   _body -> chat_query -> Session.begin -> engine -> Session.record -> reply
@@ -22,7 +23,12 @@ import numpy as np
 from starlette import applications, exceptions, requests, responses, routing
 
 from launch.openai import answers as openai_answers
-from launch.openai import disconnect, http_server, json_fields
+from launch.openai import (
+  anthropic_messages,
+  disconnect,
+  http_server,
+  json_fields,
+)
 from launch.openai import replies as openai_replies
 from launch.openai import requests as openai_requests
 from models.chat import answer_grammar
@@ -89,6 +95,7 @@ def app(
     for name, call in (
       ("chat/completions", api.chat),
       ("completions", api.text),
+      ("messages", api.messages),
     )
   ]
   return applications.Starlette(
@@ -130,20 +137,21 @@ async def _on_error(
 ) -> responses.Response:
   if isinstance(error, disconnect.ClientGone):
     return responses.Response(status_code=499)  # The client cannot read it.
+  path = request.url.path
+  api = {"type": "error"} if path.endswith("/v1/messages") else {}
   if isinstance(error, json_fields.BadRequest):
     body = openai_replies.error(str(error), param=error.param, code=error.code)
-    return responses.JSONResponse(body, error.status)
+    return responses.JSONResponse(api | body, error.status)
   if isinstance(error, exceptions.HTTPException):
-    path = request.url.path
     body = openai_replies.error(f"{request.method} {path}: {error.detail}")
-    return responses.JSONResponse(body, error.status_code, error.headers)
+    return responses.JSONResponse(api | body, error.status_code, error.headers)
   status, code = _STATUS.get(type(error), (500, "internal_error"))
   kind = "invalid_request_error" if status < 500 else "server_error"
   text = "the server failed" if status == 500 else str(error)
   body = openai_replies.error(text, kind, code=code)
   # Clients retry every 5xx by themselves, which only helps a busy server.
   retry = {} if code == "too_many_sessions" else {"x-should-retry": "false"}
-  return responses.JSONResponse(body, status, retry)
+  return responses.JSONResponse(api | body, status, retry)
 
 
 class _Api:
@@ -201,7 +209,21 @@ class _Api:
 
   async def chat(self, request: requests.Request) -> responses.Response:
     """Answers a conversation."""
-    query = openai_requests.chat_query(await self._body(request))
+    return await self._chat(request, await self._body(request))
+
+  async def messages(self, request: requests.Request) -> responses.Response:
+    """Answers a conversation of Anthropic's API."""
+    body = anthropic_messages.chat_body(await self._body(request))
+    as_reply = anthropic_messages.MessageFormat
+    return await self._chat(request, body, as_reply)
+
+  async def _chat(
+    self,
+    request: requests.Request,
+    body: dict[str, Any],
+    as_reply: Callable[[openai_replies.ReplyFormat], Any] = lambda own: own,
+  ) -> responses.Response:
+    query = openai_requests.chat_query(body)
     session = self._open(request)
     with _as_bad_request("messages"):
       opening = session.begin(query.messages, query.tools)
@@ -223,6 +245,7 @@ class _Api:
       parser,
       chat=True,
       constraint=constraint,
+      as_reply=as_reply,
     )
 
   async def text(self, request: requests.Request) -> responses.Response:
@@ -256,6 +279,7 @@ class _Api:
     *,
     chat: bool,
     constraint: contract.TokenMatcher | None = None,
+    as_reply: Callable[[openai_replies.ReplyFormat], Any] = lambda own: own,
   ) -> responses.Response:
     serving, temperature = self._serving, sampling.temperature
     if temperature is None or serving.one_temperature:
@@ -285,7 +309,7 @@ class _Api:
       sessions=self._sessions,
       session=session,
       opening=opening,
-      reply_format=reply_format,
+      reply_format=as_reply(reply_format),
       requests=answer_requests,
       parsers=[parser() for _ in answer_requests],
       answer_s=serving.answer_s,

@@ -9,7 +9,7 @@ import dataclasses
 import json
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from jaxtyping import Float32, Int32
@@ -19,15 +19,18 @@ from rl.agents import answer_stream
 from rl.engine import contract
 from rl.rollout import episode as episode_lib
 
-DONE = b"data: [DONE]\n\n"
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerChoice:
-  """One answer to a request, as ids and as parsed text."""
+  """One answer to a request, as ids and as parsed text.
+
+  Attributes:
+    stop_text: the text of the request that ended it, if one did.
+  """
 
   completion: contract.Completion
   answer: tool_calls.Answer
+  stop_text: str | None = None
 
   @property
   def finish_reason(self) -> str:
@@ -56,6 +59,7 @@ class ReplyFormat:
   logprobs: bool
   codec: episode_lib.Chat
   created: int = dataclasses.field(default_factory=lambda: int(time.time()))
+  done: ClassVar[bytes] = b"data: [DONE]\n\n"
 
   def reply(self, choices: Sequence[AnswerChoice]) -> dict[str, Any]:
     """Returns a reply that is not streamed."""
@@ -63,7 +67,7 @@ class ReplyFormat:
       **self._head(stream=False),
       "choices": [self._choice(i, c) for i, c in enumerate(choices)],
       "usage": self.usage([choice.completion for choice in choices]),
-      **self._training_fields(),
+      **self.training_fields(),
     }
 
   def first_chunk(self, index: int) -> bytes:
@@ -87,8 +91,8 @@ class ReplyFormat:
     calls = [{"index": i, **call} for i, call in enumerate(calls)]
     delta = {"tool_calls": calls} if calls else {}
     finish = choice.finish_reason
-    fields = {**_sampled(choice.completion), "finish_reason": finish}
-    return self._chunk(index, delta, None, fields, self._training_fields())
+    fields = {**sampled(choice.completion), "finish_reason": finish}
+    return self._chunk(index, delta, None, fields, self.training_fields())
 
   def usage_chunk(self, completions: Sequence[contract.Completion]) -> bytes:
     """Returns the last event of a stream with include_usage."""
@@ -97,14 +101,18 @@ class ReplyFormat:
 
   def usage(self, completions: Sequence[contract.Completion]) -> dict[str, Any]:
     """Returns token counts; the prompt counts once for all choices."""
-    sampled = sum(len(completion.tokens) for completion in completions)
+    count = sum(len(completion.tokens) for completion in completions)
     cached = completions[0].cached_tokens if completions else 0
     return {
       "prompt_tokens": len(self.prompt),
-      "completion_tokens": sampled,
-      "total_tokens": len(self.prompt) + sampled,
+      "completion_tokens": count,
+      "total_tokens": len(self.prompt) + count,
       "prompt_tokens_details": {"cached_tokens": cached},
     }
+
+  def error_event(self, message: str) -> bytes:
+    """Returns the event of an error after a stream has begun."""
+    return _event(error(message, "server_error"))
 
   def _head(self, stream: bool) -> dict[str, Any]:
     kind = "text_completion"
@@ -117,7 +125,8 @@ class ReplyFormat:
       "model": self.model,
     }
 
-  def _training_fields(self) -> dict[str, Any]:
+  def training_fields(self) -> dict[str, Any]:
+    """Returns the fields that no API has; see above."""
     return {
       "session": self.session,
       "temperature": self.temperature,
@@ -134,7 +143,7 @@ class ReplyFormat:
       **text,
       "logprobs": self._logprobs(completion.tokens, completion.logprobs),
       "finish_reason": choice.finish_reason,
-      **_sampled(completion),
+      **sampled(completion),
     }
 
   def _chunk(
@@ -187,17 +196,13 @@ def error(
   return {"error": fields}
 
 
-def error_event(message: str) -> bytes:
-  """Returns the event of an error after a stream has begun."""
-  return _event(error(message, "server_error"))
-
-
 def _event(data: dict[str, Any]) -> bytes:
   text = json.dumps(data, ensure_ascii=False, allow_nan=False)
   return f"data: {text}\n\n".encode()
 
 
-def _sampled(completion: contract.Completion) -> dict[str, Any]:
+def sampled(completion: contract.Completion) -> dict[str, Any]:
+  """Returns the ids of an answer, with their log-probabilities and versions."""
   return {
     "token_ids": completion.tokens.tolist(),
     "token_logprobs": completion.logprobs.tolist(),

@@ -114,7 +114,7 @@ def chat_query(body: Mapping[str, Any]) -> ChatQuery:
   Raises:
     BadRequest: a field is wrong, unknown, or asks for an unsupported feature.
   """
-  _refuse_others(body, {*_SAMPLING, *_CHAT})
+  refuse_others(body, {*_SAMPLING, *_CHAT})
   listed = json_fields.get(body, "messages", list)
   if not listed:
     raise json_fields.BadRequest(
@@ -148,7 +148,7 @@ def text_query(body: Mapping[str, Any]) -> TextQuery:
   Raises:
     BadRequest: as `chat_query`.
   """
-  _refuse_others(body, {*_SAMPLING, "prompt"})
+  refuse_others(body, {*_SAMPLING, "prompt"})
   logprobs = _num_top(body, "logprobs") is not None
   limit = json_fields.get(body, "max_tokens", int, None)
   return TextQuery(
@@ -462,7 +462,8 @@ def _function(data: Any, where: str, supported: str) -> Mapping[str, Any]:
   return function
 
 
-def _refuse_others(body: Mapping[str, Any], known: set[str]) -> None:
+def refuse_others(body: Mapping[str, Any], known: set[str]) -> None:
+  """Raises BadRequest on a field that is neither known nor harmless."""
   for name, value in body.items():
     if name in known or name in _IDENTITIES or value is None:
       continue

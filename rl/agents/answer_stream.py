@@ -76,6 +76,10 @@ class AnswerParser:
     raw: treat all text as content, thinking included.
     calls: parse tool calls out of the text.
     one_call: sampling ends after the first call.
+
+  Attributes:
+    stopped: the text has ended.
+    stop_text: the one of `stops` that ended it.
   """
 
   def __init__(
@@ -97,6 +101,7 @@ class AnswerParser:
     self._stops = tuple(stops)
     self._text = self._content = self._reasoning = ""
     self.stopped = False
+    self.stop_text: str | None = None
     self.num_tokens = 0
 
   @property
@@ -139,9 +144,10 @@ class AnswerParser:
     old_length, self._text = len(self._text), self._text + text
     longest = max(map(len, self._stops), default=0)
     start = max(old_length - longest + 1, 0)
-    found = [self._text.find(stop, start) for stop in self._stops]
-    if places := [place for place in found if place >= 0]:
-      self._text, self.stopped = self._text[: min(places)], True
+    found = [(self._text.find(stop, start), stop) for stop in self._stops]
+    if places := [place for place in found if place[0] >= 0]:
+      end, self.stop_text = min(places)
+      self._text, self.stopped = self._text[:end], True
     elif self._calls and self._one_call and ">" in text:
       has_call_end = _CALL_END in self._text
       self.stopped = has_call_end and bool(self.answer().tool_calls)
