@@ -42,7 +42,7 @@ FLOORS = {
     ["rl.assemble"],
     ["rl.initial_state"],
   ],
-  "configs": [["configs"]],
+  "configs": [["configs.programs"], ["configs"]],
   "launch": [
     ["launch.cli"],
     ["launch.openai", "launch.report"],

@@ -1,0 +1,1 @@
+"""Programs that runs of `configs` start for their episodes."""
