@@ -1,5 +1,7 @@
 """The Messages API, asked by an unchanged client of the `anthropic` package."""
 
+from typing import Any
+
 import anthropic
 import pytest
 
@@ -132,7 +134,8 @@ def test_a_stop_sequence_and_the_limit_of_tokens_are_told(served):
 def test_what_cannot_be_done_is_refused_by_name(served, fields, words):
   with pytest.raises(anthropic.BadRequestError, match=words) as caught:
     ask(served, "Hi", **fields)
-  assert caught.value.body["type"] == "error"
+  body: Any = caught.value.body
+  assert body["type"] == "error"
 
 
 @pytest.mark.parametrize(
