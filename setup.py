@@ -19,13 +19,7 @@ OPENENV = ["websockets>=15"]
 TOOLS = ["pydantic>=2.10"]
 # Rows of Parquet files as tasks; JSON lines need nothing.
 PARQUET = ["pyarrow>=17"]
-# Tokenizers and chat templates of Hugging Face, and HTTP.
-SERVE = [
-  "tokenizers>=0.21",
-  "jinja2>=3.1.6",
-  "starlette>=0.40",
-  "uvicorn>=0.30",
-]
+SERVE = ["starlette>=0.40", "uvicorn>=0.30"]
 # Answers held to a JSON schema or to a call, by a mask of ids.
 CONSTRAINED = ["llguidance>=1.8,<2"]
 # Servers of tools that speak the Model Context Protocol.
@@ -77,6 +71,9 @@ setuptools.setup(
     "optax>=0.2.6",
     "orbax-checkpoint>=0.11.30",
     "grain>=0.2.14",
+    # Tokenizers and chat templates of models.
+    "tokenizers>=0.21",
+    "jinja2>=3.1.6",
     "absl-py>=2.1",
     "numpy>=2.0",
     "jaxtyping>=0.3.2",
