@@ -4,16 +4,20 @@
       [--seeds=0,1,2] [--out=runs/seeds]
 
 Launches `launch.train` once a seed, one after the other, and prints success on
-held-out tasks before and after with 95 % Wilson intervals, and the minutes from
-the command to its end (compiled programs come from the cache after the first).
+held-out tasks before and after with 95 % Wilson intervals, the minutes from the
+command to its end (compiled programs come from the cache after the first), and
+those that it kept processors busy.
 Writes benchmarks/results/seeds_<config>.json.
 """
 
 import json
 import pathlib
+import resource
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
+from typing import Any
 
 from absl import app, flags
 
@@ -30,7 +34,13 @@ def main(argv: list[str]) -> None:
   """Runs all seeds and prints the table."""
   del argv
   name = pathlib.Path(_CONFIG.value).stem
-  rows = [_run(name, seed) for seed in _SEEDS.value]
+  rows = [run(_CONFIG.value, seed)[0] for seed in _SEEDS.value]
+  show(rows)
+  machine.keep(f"seeds_{name}", rows=rows)
+
+
+def show(rows: Sequence[dict[str, Any]]) -> None:
+  """Prints a table."""
   print(machine.describe())
   print("| seed | before | after | rounds | minutes |")
   print("|---|---|---|---|---|")
@@ -39,20 +49,34 @@ def main(argv: list[str]) -> None:
       f"| {row['seed']} | {_rate(row['before'])} | {_rate(row['after'])} | "
       f"{row['after']['round']} | {row['minutes']:.1f} |"
     )
-  machine.keep(f"seeds_{name}", rows=rows)
 
 
-def _run(name: str, seed: str) -> dict:
+def run(config: str, seed: str) -> tuple[dict[str, Any], pathlib.Path]:
+  """Trains once; returns its figures and its directory."""
+  name = pathlib.Path(config).stem
   workdir = pathlib.Path(_OUT.value) / f"{name}_{seed}"
-  command = [sys.executable, "-m", "launch.train", f"--config={_CONFIG.value}"]
+  command = [sys.executable, "-m", "launch.train", f"--config={config}"]
   command += [f"--config.seed={seed}", f"--workdir={workdir}"]
-  start = time.monotonic()
+  start, busy = time.monotonic(), _children_s()
   subprocess.run(command, check=True)
   minutes = (time.monotonic() - start) / 60
+  cpu_minutes = (_children_s() - busy) / 60
   lines = (workdir / "evaluations.jsonl").read_text().splitlines()
   evaluations = [json.loads(line) for line in lines]
-  before, after = evaluations[0], evaluations[-1]
-  return {"seed": seed, "before": before, "after": after, "minutes": minutes}
+  figures = {
+    "seed": seed,
+    "before": evaluations[0],
+    "after": evaluations[-1],
+    "minutes": minutes,
+    "cpu_minutes": cpu_minutes,
+  }
+  return figures, workdir
+
+
+def _children_s() -> float:
+  """Returns the processor time of all children that have ended."""
+  used = resource.getrusage(resource.RUSAGE_CHILDREN)
+  return used.ru_utime + used.ru_stime
 
 
 def _rate(row: dict) -> str:

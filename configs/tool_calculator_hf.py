@@ -9,8 +9,8 @@ The warm start shows how, and guesses instead in a third of the answers: only
 the reward tells that calls are worth more. No question is in both splits.
 
 Hardware: two CPU cores, one virtual device for each mesh. Duration: about ten
-minutes. Expected: success on held-out questions from below 40 % after the warm
-start to 90 % or more.
+minutes. Expected: success on held-out questions rises from below 30 % after the
+warm start; `benchmarks.tools` measures it.
 """
 
 import random
@@ -42,7 +42,7 @@ def problems() -> Sequence[Mapping[str, Any]]:
 def _problem(draw: random.Random) -> Mapping[str, Any]:
   first = value = draw.randrange(10, 100)
   steps = [
-    (draw.choice("+-*"), draw.randrange(2, 10))
+    (draw.choice("++--*"), draw.randrange(2, 10))
     for _ in range(draw.randrange(1, 4))
   ]
   for sign, other in steps:
@@ -125,7 +125,7 @@ def get_config(directory: str | None = None) -> experiment.Experiment:
     ),
     engine=engine_settings.EngineSettings(
       slots=128,
-      row_buckets=(32, 128),
+      row_buckets=(128,),
       chunk_buckets=(16, 96),
       length_buckets=(256,),
       steps_per_dispatch=4,
@@ -136,22 +136,22 @@ def get_config(directory: str | None = None) -> experiment.Experiment:
     algorithm=presets.Grpo(loss=losses.ClippedSurrogate()),
     optimizer=optimizers.Muon(
       learning_rate=1e-3,
-      schedule=optimizers.CosineRate(decay_updates=80, end=0.1),
+      schedule=optimizers.CosineRate(decay_updates=120, end=0.1),
     ),
-    batch=experiment.BatchShape(rows=32, length=256, tail_rows=4),
+    batch=experiment.BatchShape(rows=12, length=512, tail_rows=4),
     warm_start=warm_start.WarmStart(
-      steps=220,
+      steps=600,
       episodes=32,
       exploration=0.35,
       optimizer=optimizers.Muon(
         learning_rate=4e-3,
         schedule=optimizers.CosineRate(
-          warmup_updates=5, decay_updates=215, end=0.1
+          warmup_updates=5, hold_updates=400, decay_updates=195, end=0.1
         ),
       ),
     ),
-    evaluation=experiment.Evaluation(every=20, episodes=200),
-    rounds=80,
+    evaluation=experiment.Evaluation(every=40, episodes=200),
+    rounds=120,
   )
 
 
