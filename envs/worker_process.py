@@ -60,7 +60,7 @@ class PickledSource:
     except (pickle.PicklingError, TypeError, AttributeError) as error:
       raise ValueError(
         f"source {source.name} cannot be sent to a worker: {error}; give it "
-        "plain fields, and define its class at the top of a file"
+        "plain fields, and define its class at the top of a module"
       ) from error
     return cls(stream.getvalue(), pickler.files)
 
@@ -89,17 +89,18 @@ class _Pickler(pickle.Pickler):
     return NotImplemented
 
   def _find(self, name: str) -> None:
-    module = sys.modules.get(name)
-    if module is None or getattr(module, "__spec__", None) is not None:
-      return
-    lines = getattr(module, "__config_lines__", None)
-    if lines is None:
-      if name == "builtins":
-        return
+    """Keeps the file of a module that no import finds, if it is one.
+
+    Raises:
+      PicklingError: it is a program, which a worker does not run.
+    """
+    module: Any = sys.modules.get(name)
+    if (lines := getattr(module, "__config_lines__", None)) is not None:
+      self.files[name] = (module.__file__, lines)
+    elif name == "__main__":
       raise pickle.PicklingError(
-        f"no import finds module {name}, which defines a part of it"
+        "the program that was started defines a part of it"
       )
-    self.files[name] = (str(module.__file__), lines)
 
 
 def frame(value: Any) -> bytes:

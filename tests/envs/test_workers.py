@@ -230,12 +230,19 @@ def test_a_source_of_a_config_file_is_found_in_a_worker(tmp_path, play):
   assert text.step_rewards == [0.5]
 
 
-def test_a_source_that_cannot_be_sent_is_refused():
+@pytest.mark.parametrize(
+  ("module", "words"),
+  [(__name__, "Local"), ("__main__", "the program that was started")],
+)
+def test_a_source_that_cannot_be_sent_is_refused(module, words):
   class Local(failing_environments.Told):
     pass
 
+  Local.__module__ = module
   source = dataclasses.replace(ONE, source=Local())
-  with pytest.raises(ValueError, match="told cannot be sent to a worker"):
+  with pytest.raises(
+    ValueError, match=f"told cannot be sent to a worker: .*{words}"
+  ):
     source.validate()
 
 

@@ -202,6 +202,41 @@ def test_a_url_that_is_no_server_is_named(reply, words):
   asyncio.run(run())
 
 
+def test_a_shared_server_that_died_is_started_again():
+  server = poor("os._exit(5)", shared=True)
+
+  async def run():
+    faults = []
+    for _ in range(2):
+      opened = await server.open()
+      with pytest.raises(mcp.McpServerError, match="exit code 5") as fault:
+        await opened.call(base.ToolCall("go", "{}"))
+      faults.append(fault)
+      await opened.close()
+    return faults
+
+  assert len(asyncio.run(run())) == 2
+
+
+def test_a_token_is_sent_to_its_url(monkeypatch):
+  monkeypatch.setenv("SHOP_TOKEN", "open sesame")
+  seen = []
+
+  async def answer(reader, writer):
+    seen.append(await reader.readuntil(b"\r\n\r\n"))
+    writer.close()
+
+  async def run():
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as listener:
+      port = listener.sockets[0].getsockname()[1]
+      url = f"http://127.0.0.1:{port}/mcp"
+      with pytest.raises(mcp.McpServerError):
+        await mcp.McpServer(url=url, token="SHOP_TOKEN").open()
+
+  asyncio.run(run())
+  assert b"authorization: bearer open sesame\r\n" in seen[0].lower()
+
+
 def test_a_wrong_call_is_told_and_not_a_fault():
   refusal = """
       print(json.dumps({"jsonrpc": "2.0", "id": asked["id"], "error":
