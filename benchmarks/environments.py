@@ -2,19 +2,21 @@
 
   python -m benchmarks.environments [--episodes=100]
 
-Plays each source alone, an episode after the other, by its oracle, or by a
-short answer that is wrong where it has none. Medians of the milliseconds that a
+Plays each source alone, an episode after the other: by its oracle, or by random
+moves where it has none, or by the first move that a game for two offers, or by
+a short answer that is wrong. Medians of the milliseconds that a
 task, a `start` and a `step` take, the last two with the hop to a thread and
 back; means of turns and tokens. Tokens are those of an episode, both sides and
 without a chat template: words where the source has a list of words, else
 characters / 4.
 
-reasoning-gym is all of its datasets, in equal parts: most make a question in
-less than a millisecond, and `slowest` names the one whose task takes longest.
-An environment is offline if it looked up no address. The licence is that of the
-package's metadata.
+Games for two are played against a random player. reasoning-gym is all of its
+datasets, in equal parts: most make a question in less than a millisecond, and
+`slowest` names the one whose task takes longest. An environment is offline if
+it looked up no address. The licence is that of the package's metadata.
 
-Writes benchmarks/results/environments.json.
+Needs reasoning-gym and bfcl-eval: `make reasoning bfcl`. Writes
+benchmarks/results/environments.json.
 """
 
 import asyncio
@@ -23,6 +25,7 @@ import dataclasses
 import importlib.metadata
 import io
 import os
+import re
 import socket
 import statistics
 import time
@@ -34,17 +37,46 @@ from absl import flags as absl_flags
 
 from benchmarks import machine
 from envs import base
-from envs.suites import gymnasium, reasoning, textarena
+from envs.suites import (
+  bfcl,
+  gymnasium,
+  minigrid,
+  reasoning,
+  self_play,
+  textarena,
+)
 
 _EPISODES = absl_flags.DEFINE_integer("episodes", 100, "Episodes of a source.")
 
-_GAMES = (
-  (textarena.GuessTheNumber(), "textarena"),
-  (gymnasium.FrozenLake(), "gymnasium"),
-  (gymnasium.Taxi(), "gymnasium"),
-  (gymnasium.CliffWalking(), "gymnasium"),
-  (gymnasium.Blackjack(), "gymnasium"),
+_SOLO = (
+  "2048-v0-very-easy",
+  "FrozenLake-v0",
+  "LightsOut-v0",
+  "Mastermind-v0",
+  "Minesweeper-v0-small",
+  "Secretary-v0",
+  "Sudoku-v0",
+  "ThreeCardMonte-v0",
 )
+_RANDOM = self_play.RandomPlayer()
+_MOVE = re.compile(r"'(\[[^\]]+\])'")  # as games for two offer them
+
+
+def package_sources() -> Iterator[tuple[base.Source, str]]:
+  """Yields each source with its package, but for those of reasoning-gym."""
+  yield textarena.GuessTheNumber(), "textarena"
+  for game in _SOLO:
+    yield textarena.SinglePlayer(game=game), "textarena"
+  for game in ("TicTacToe-v0", "KuhnPoker-v0"):
+    yield self_play.TwoPlayer(game=game, opponent=_RANDOM), "textarena"
+  yield gymnasium.FrozenLake(), "gymnasium"
+  yield gymnasium.Taxi(), "gymnasium"
+  yield gymnasium.CliffWalking(), "gymnasium"
+  yield gymnasium.Blackjack(), "gymnasium"
+  for level in ("BabyAI-GoToLocal-v0", "BabyAI-UnlockLocal-v0"):
+    yield minigrid.MiniGrid(level=level), "minigrid"
+  for category in ("base", "long_context"):
+    yield bfcl.MultiTurn(category=category), "bfcl-eval"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +103,7 @@ async def play(source: base.Source, index: int) -> Played:
     start_ms = 1000 * (time.perf_counter() - began)
     step_ms, done = [], False
     while not done:
-      answer = base.Message("assistant", _answer(source, task, messages))
+      answer = _answer(source, task, messages)
       began = time.perf_counter()
       step = await environment.step(answer)
       step_ms.append(1000 * (time.perf_counter() - began))
@@ -79,21 +111,29 @@ async def play(source: base.Source, index: int) -> Played:
       done = step.done
   finally:
     await environment.close()
-  tokens = sum(_num_tokens(source, message.content) for message in messages)
+  tokens = sum(_num_tokens(source, message) for message in messages)
   tools = len(getattr(environment, "tools", ()))
   return Played(source.name, task_ms, start_ms, step_ms, tokens, tools)
 
 
 def _answer(
   source: base.Source, task: base.Task, messages: Sequence[base.Message]
-) -> str:
+) -> base.Message:
+  answer: str | base.Message = "0"
   with contextlib.suppress(ValueError):
     answer = base.demonstrator(source).oracle(task, messages)
-    return answer if isinstance(answer, str) else answer.content
-  return "0"
+  if isinstance(source, textarena.SinglePlayer):
+    answer = source.random_answer(task.seed + len(messages))
+  elif offered := _MOVE.findall(messages[-1].content):
+    answer = offered[0]
+  if isinstance(answer, str):
+    return base.Message("assistant", answer)
+  return answer
 
 
-def _num_tokens(source: base.Source, text: str) -> float:
+def _num_tokens(source: base.Source, message: base.Message) -> float:
+  calls = [f"{call.name} {call.arguments}" for call in message.tool_calls]
+  text = " ".join([message.content, *calls])
   is_words = isinstance(source, base.WordList)
   return len(text.split()) if is_words else len(text) / 4
 
@@ -137,7 +177,11 @@ def measure(
   return {
     "name": name,
     "package": f"{package} {metadata['Version']}",
-    "licence": metadata["License-Expression"] or metadata["License"],
+    "licence": next(
+      text
+      for field in ("License-Expression", "License")
+      for text in metadata.get_all(field) or ()
+    ),
     "turns": statistics.mean(len(episode.step_ms) for episode in played),
     "tools": max(episode.tools for episode in played),
     "tokens": statistics.mean(episode.tokens for episode in played),
@@ -165,7 +209,7 @@ def main(_: list[str]) -> None:
   """Measures all, prints a line for each, and keeps the result."""
   episodes = _EPISODES.value
   rows = []
-  for source, package in _GAMES:
+  for source, package in package_sources():
     rows.append(measure(source.name, [source], package, episodes))
     print(rows[-1], flush=True)
   everything = reasoning_sources()

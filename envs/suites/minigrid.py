@@ -10,7 +10,7 @@ import difflib
 import functools
 import os
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from envs import base, extras, threads
@@ -21,7 +21,7 @@ _UNSEEN = ("unseen", "empty", "floor", "wall", "agent")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MiniGrid:
-  """A mission in a grid of rooms (minigrid, Apache-2.0), described in words.
+  """A mission in a grid of rooms (minigrid, MIT), described in words.
 
   The first message has the mission and the actions. Each message says what the
   agent sees, a window of 7 x 7 cells ahead of it, and what it carries. An
@@ -124,7 +124,7 @@ class _Mission:
     self._grid = _fresh(self._source.level, self._seed)
     return (
       f"Mission: {self._grid.mission}\nAnswer with one action: "
-      f"{', '.join(_ACTIONS)}.\n{describe(self._grid)}"
+      f"{', '.join(_ACTIONS)}.\n{self._described(self._grid.gen_obs())}"
     )
 
   def _step(self, answer: base.Message) -> base.Step:
@@ -135,23 +135,18 @@ class _Mission:
       text = f"The answer must be one of {', '.join(_ACTIONS)}."
       metrics = {"invalid": 1.0}
       return base.Step([base.Message("user", text)], 0.0, over, metrics)
-    _, score, terminated, truncated, _ = self._grid.step(action)
+    seen, score, terminated, truncated, _ = self._grid.step(action)
     done = bool(terminated or truncated or over)
     metrics = {"invalid": 0.0, "score": float(score)}
-    messages = [] if done else [base.Message("user", describe(self._grid))]
+    messages = [] if done else [base.Message("user", self._described(seen))]
     return base.Step(messages, float(score > 0), done, metrics)
 
-
-def describe(grid: Any) -> str:
-  """Returns what the agent of a grid sees and carries, in words."""
-  seen = ", ".join(_seen(grid.gen_obs()["image"])) or "nothing"
-  carried = grid.carrying
-  carries = (
-    f"You carry a {carried.color} {carried.type}."
-    if carried
-    else "You carry nothing."
-  )
-  return f"You see {seen}. {carries}"
+  def _described(self, seen: Mapping[str, Any]) -> str:
+    """Returns an observation, and what the agent carries, in words."""
+    things = ", ".join(_seen(seen["image"])) or "nothing"
+    carried = self._grid.carrying
+    own = f"a {carried.color} {carried.type}" if carried else "nothing"
+    return f"You see {things}. You carry {own}."
 
 
 def _seen(image: Any) -> Iterator[str]:
