@@ -24,10 +24,9 @@ SERVE = ["starlette>=0.40", "uvicorn>=0.30"]
 CONSTRAINED = ["llguidance>=1.8,<2"]
 # Servers of tools that speak the Model Context Protocol.
 MCP = ["mcp>=2.3,<3"]
+PYTEST = ["pytest>=8.0", "pytest-xdist>=3.6", "beartype>=0.19"]
 TEST = [
-  "pytest>=8.0",
-  "pytest-xdist>=3.6",
-  "beartype>=0.19",
+  *PYTEST,
   "openai>=1.60",
   "anthropic>=2.0",
   *SERVE,
@@ -97,6 +96,7 @@ setuptools.setup(
     # they are no part of "all".
     "cuda": [f"jax[cuda12]{JAX}"],
     "tpu": [f"jax[tpu]{JAX}"],
+    "pytest": PYTEST,
     "test": TEST,
     "lint": LINT,
     "docs": DOCS,

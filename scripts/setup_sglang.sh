@@ -13,10 +13,13 @@ fi
 echo "Making .venv-sglang with $python; this takes minutes ..."
 rm -rf .venv-sglang
 "$python" -m venv .venv-sglang
-# The versions that they agree on, lest pip tries all of jax from the newest.
+# Of the tests' needs those of an engine's: sglang-jax pins an older pydantic
+# than others take. The versions that they agree on, lest pip tries all of jax
+# from the newest.
 if ! .venv-sglang/bin/python -m pip install --no-input 'jax==0.8.3' \
   'flax==0.12.6' 'optax==0.2.8' 'orbax-checkpoint==0.12.8' 'numpy==2.2.6' \
-  --editable '.[sglang,test]' >.venv-sglang/setup.log 2>&1; then
+  --editable '.[sglang,serve,constrained,rewards,pytest]' \
+  >.venv-sglang/setup.log 2>&1; then
   tail -n 20 .venv-sglang/setup.log >&2
   echo "Set-up failed: see above, or all of .venv-sglang/setup.log." >&2
   exit 1
