@@ -156,14 +156,19 @@ def compiled(
       f"schemas of {length} characters; at most {MAX_SCHEMAS} can be followed"
     )
   tokens = _tokens(vocabulary, vocab_size)
-  text = grammar.lark(vocabulary.thinking)
-  matcher = llguidance.LLMatcher(tokens, text, log_level=0)
-  if error := matcher.get_error():
+
+  def begun(lark: str) -> tuple[Any, str]:
+    matcher = llguidance.LLMatcher(tokens, lark, log_level=0)
+    # A copy looks for a first id: some schemas compile that nothing satisfies.
+    first = matcher.deep_copy()
+    first.compute_bitmask()
+    return matcher, first.get_error()
+
+  matcher, error = begun(grammar.lark(vocabulary.thinking))
+  if error:
     for schema in grammar.schemas:
-      alone = llguidance.LLMatcher(
-        tokens, f"start: {schema.lark(_CONTENT)}", log_level=0
-      )
-      if reason := alone.get_error():
+      _, reason = begun(f"start: {schema.lark(_CONTENT)}")
+      if reason:
         raise ValueError(f"{schema.name}: {_reason(reason)}")
     raise ValueError(f"the answer's grammar: {_reason(error)}")
   return matcher
@@ -203,5 +208,7 @@ def _literal(text: str) -> str:
 
 def _reason(error: str) -> str:
   """Returns the reason in an error of llguidance, without the grammar."""
+  if error.startswith("NoExtension"):
+    return "nothing satisfies it"
   text = error.split("failed to compile JSON schema: ")[-1]
   return text.split("\n   1 |")[0].strip()

@@ -122,7 +122,7 @@ class RequestState:
     count = self.matcher.try_consume_tokens(list(inner))
     if ends and count == len(inner) and self.matcher.is_accepting():
       count += 1
-    self.constraint_error = self.matcher.get_error()
+    self.constraint_error = self.matcher.get_error().partition("\n")[0]
     if masked:
       self.num_masked = max(self.num_masked - 1, 0)
       if not count:

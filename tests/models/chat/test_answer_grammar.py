@@ -149,6 +149,13 @@ def test_a_schema_that_cannot_be_followed_is_refused_by_its_keyword(
   assert ("tools[1]: " in str(error.value)) is ("at most" not in words)
 
 
+def test_a_schema_that_nothing_satisfies_is_refused():
+  schema = answer_grammar.Schema(text='{"$ref": "#"}', name="loop")
+  form = answer_grammar.AnswerGrammar(content=schema)
+  with pytest.raises(ValueError, match="loop: nothing satisfies it"):
+    answer_grammar.compiled(CHAT, form, SIZE)
+
+
 def test_without_its_package_the_error_says_how_to_get_it(monkeypatch):
   monkeypatch.setitem(sys.modules, "llguidance", None)
   form = answer_grammar.AnswerGrammar(content=CITY, one_call=True)
