@@ -192,7 +192,7 @@ class _Pieces:
   def __init__(self, vocabulary: Vocabulary, vocab_size: int):
     self._text_ids = vocabulary.text_ids
     self.eos_token_id = vocabulary.stop_ids[0]
-    pieces = vocabulary.pieces()[:vocab_size]
+    pieces = vocabulary.pieces()
     pieces += [b""] * (vocab_size - len(pieces))
     self.special_token_ids = [i for i, text in enumerate(pieces) if not text]
     # Special ids need names; no text has them.

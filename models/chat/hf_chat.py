@@ -103,7 +103,7 @@ class HfChat:
     """True if the prompt opens the thinking, which the answer closes."""
     return self.template.prompt().rstrip().endswith("<think>")
 
-  @functools.cached_property
+  @property
   def thinking(self) -> answer_grammar.Thinking:
     """The thinking before an answer, as far as the prompt decides it."""
     if self.thinks:

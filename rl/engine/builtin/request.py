@@ -126,7 +126,8 @@ class RequestState:
     if masked:
       self.num_masked = max(self.num_masked - 1, 0)
       if not count:
-        self.constraint_error += "its mask allows an id that does not fit"
+        wrong = "its mask allows an id that does not fit"
+        self.constraint_error = self.constraint_error or wrong
     elif count == len(tokens):
       self.backoff = 1
     else:

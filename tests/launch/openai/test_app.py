@@ -94,7 +94,7 @@ def constrained(tools):
   """A server whose engine takes constraints, though it plays its script."""
   able = tools.engine.capabilities
   tools.engine.capabilities = dataclasses.replace(
-    able, constraints=True, vocab_size=400
+    able, constraints=True, vocab_size=HF.vocab_size
   )
   yield tools
   tools.engine.capabilities = able
