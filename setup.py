@@ -13,6 +13,8 @@ REASONING = ["reasoning-gym>=0.1.25"]
 # A client of HTTP: rewards computed by servers, and judges.
 REWARDS = ["math-verify>=0.8", "jsonschema>=4.23", "httpx2>=2.5"]
 MINIGRID = ["minigrid>=3.0"]
+# Rewards as tasks of Ray: large, so it is no part of "all".
+RAY = ["ray>=2.40"]
 # The WebSocket of OpenEnv servers.
 OPENENV = ["websockets>=15"]
 # Methods of a class as tools.
@@ -86,6 +88,7 @@ setuptools.setup(
     "minigrid": MINIGRID,
     "openenv": OPENENV,
     "rewards": REWARDS,
+    "ray": RAY,
     "tools": TOOLS,
     "mcp": [*TOOLS, *MCP],
     "parquet": PARQUET,

@@ -35,20 +35,20 @@ _HEADER = struct.Struct("=I")
 
 
 @dataclasses.dataclass(frozen=True)
-class PickledSource:
-  """A source on its way to a worker.
+class PickledSetting:
+  """A source or a reward on its way to a worker.
 
   Attributes:
     files: modules that no import finds, by name: path and lines of the config
       files that define its classes.
   """
 
-  source: bytes
+  setting: bytes
   files: Mapping[str, tuple[str, Sequence[str]]]
 
   @classmethod
-  def of(cls, source: base.Source) -> "PickledSource":
-    """Pickles a source.
+  def of(cls, setting: Any, what: str) -> "PickledSetting":
+    """Pickles a setting, which is called `what` in an error.
 
     Raises:
       ValueError: it cannot be pickled, or not be found again.
@@ -56,16 +56,16 @@ class PickledSource:
     stream = io.BytesIO()
     pickler = _Pickler(stream)
     try:
-      pickler.dump(source)
+      pickler.dump(setting)
     except (pickle.PicklingError, TypeError, AttributeError) as error:
       raise ValueError(
-        f"source {source.name} cannot be sent to a worker: {error}; give it "
-        "plain fields, and define its class at the top of a module"
+        f"{what} cannot be sent to a worker: {error}; give it plain fields, "
+        "and define its class at the top of a module"
       ) from error
     return cls(stream.getvalue(), pickler.files)
 
-  def load(self) -> base.Source:
-    """Returns the source, in another process."""
+  def load(self) -> Any:
+    """Returns the setting, in another process."""
     for name, (path, lines) in self.files.items():
       module = types.ModuleType(name)
       module.__file__ = path
@@ -73,7 +73,7 @@ class PickledSource:
       exec(
         compile("\n".join(lines), path, "exec", dont_inherit=True), vars(module)
       )
-    return pickle.loads(self.source)
+    return pickle.loads(self.setting)
 
 
 class _Pickler(pickle.Pickler):

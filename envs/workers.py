@@ -84,7 +84,7 @@ class Processes(base.Wrapper):
       raise ValueError(
         f"workers run on Linux, not on {sys.platform}; use the source itself"
       )
-    worker_process.PickledSource.of(self.source)
+    worker_process.PickledSetting.of(self.source, f"source {self.name}")
 
   def __call__(self, task: base.Task) -> "_Session":
     """Returns an environment whose `start` is played in a worker."""
@@ -138,7 +138,9 @@ class _Pool:
 
   def __init__(self, settings: Processes):
     self._settings = settings
-    self._source = worker_process.PickledSource.of(settings.source)
+    self._source = worker_process.PickledSetting.of(
+      settings.source, f"source {settings.name}"
+    )
     self._workers: list[_Worker | None] = [None] * settings.processes
     self._deaths = [0] * settings.processes  # In succession.
     self._not_before_s = [0.0] * settings.processes
@@ -225,7 +227,7 @@ class _Worker:
   def __init__(
     self,
     settings: Processes,
-    source: worker_process.PickledSource,
+    source: worker_process.PickledSetting,
     number: int,
     pool: _Pool,
   ):

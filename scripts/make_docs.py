@@ -175,6 +175,31 @@ def rollart_affinity(result: Mapping[str, Any]) -> Rows:
     )
 
 
+def rollart_rewards(result: Mapping[str, Any]) -> Rows:
+  """Yields the gain by the spread of lengths, then the use of a platform."""
+  yield ("inputs", "dedicated", "serverless", "gain", "use of the graders")
+  published = result["published"]
+  before, after = published["rollout_s"].values()
+  low, high = published["use"].values()
+  yield (
+    "published", f"{before:.0f} s", f"{after:.0f} s",
+    f"{published['gain']:.2f}x", f"{low:.0%}, then {high:.0%}",
+  )  # fmt: skip
+  for row in result["rows"]:
+    yield (
+      f"spread of lengths {row['sigma']:g}",
+      f"{row['dedicated_s']:.0f} s",
+      f"{row['serverless_s']:.0f} s",
+      f"{row['gain']:.2f}x",
+      f"{row['dedicated_use']:.0%}, dedicated",
+    )
+  for row in result["platforms"]:
+    yield (
+      f"cold start {row['cold_s']:g} s, {row['max_workers']} workers at most",
+      "", f"waits {row['mean_wait_s']:.1f} s", "", f"{row['use']:.0%}",
+    )  # fmt: skip
+
+
 def rollart_ladder(result: Mapping[str, Any]) -> Rows:
   """Yields each rung's speed-up over the one below, a column a trace."""
   cells: dict[str, dict[str, str]] = {}
@@ -493,7 +518,8 @@ def environment_processes(result: Mapping[str, Any]) -> Rows:
 
 TABLES: Sequence[Callable[[Mapping[str, Any]], Rows]] = (
   seeds_guess_number_moe, seeds_frozen_lake_moe, overlap_as_is, overlap_slow,
-  rollart_trajectories, rollart_redundancy, rollart_affinity, rollart_ladder,
+  rollart_trajectories, rollart_redundancy, rollart_affinity, rollart_rewards,
+  rollart_ladder,
   rollout_pipe, decode, engine, learner, coordinator, coordinator_memory,
   publish, publish_moved, moe, train_step, train_step_logprobs, packing, fill,
   estimator_bias, attention, checkpoints, environments,

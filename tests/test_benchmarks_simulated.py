@@ -8,6 +8,7 @@ from benchmarks import (
   rollart_affinity,
   rollart_ladder,
   rollart_redundancy,
+  rollart_rewards,
   rollart_trajectories,
   rollout_pipe,
   simulated,
@@ -83,3 +84,38 @@ def test_pipelining_ends_a_round_earlier_than_the_serial_schedule():
   )
   assert piped["T"] < serial["T"]
   assert piped["first"] < serial["first"]
+
+
+@pytest.mark.parametrize(
+  ("starts_s", "max_workers", "use", "waits_s"),
+  [
+    # Each begins 2 s later and ends its worker 1 s after it: 1 of 4 s is work.
+    ((0.0, 0.5, 10.0), 9, 1 / 4, (2.0, 2.0)),
+    # The second begins when the first ends, at 3 s; the worker lives for 5 s,
+    # the one of the third call for 4 s.
+    ((0.0, 0.5, 10.0), 1, 3 / 9, (6.5 / 3, 2.5)),
+    # The second finds the worker idle: it lives for 2 + 1 + 0.5 + 1 + 1 s.
+    ((0.0, 3.5), 9, 2 / 5.5, (1.0, 2.0)),
+  ],
+)
+def test_a_platform_starts_and_ends_workers_by_the_calls(
+  starts_s, max_workers, use, waits_s
+):
+  calls = [rollart_rewards.Call(start_s, 1.0) for start_s in starts_s]
+  platform = rollart_rewards.Platform(max_workers=max_workers)
+  costs = rollart_rewards.serve(calls, platform)
+  assert costs["use"] == pytest.approx(use)
+  assert (costs["mean_wait_s"], costs["max_wait_s"]) == pytest.approx(waits_s)
+  assert costs["scaled_to_zero"] == (2 if 10.0 in starts_s else 1)
+
+
+@pytest.mark.slow
+def test_rewards_elsewhere_free_their_accelerators_for_the_rollout():
+  more = {"tau0_s": 0.005, "sigma": 0.0, "seed": 0, "rounds": 1}
+  dedicated = rollart_rewards.play(
+    rollart_rewards.settings(4, **more), rollart_rewards.GRADERS
+  )
+  serverless = rollart_rewards.play(rollart_rewards.settings(8, **more))
+  # Equal lengths: twice the accelerators, and no wait for the graders.
+  gain = dedicated.rollout_s / serverless.rollout_s
+  assert gain == pytest.approx(158 / 77, rel=0.02)

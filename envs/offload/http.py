@@ -73,7 +73,8 @@ class Connections:
     self._timeout_s = timeout_s
     self._client = httpx2.AsyncClient(
       timeout=None,  # That of a whole request is ours.
-      limits=httpx2.Limits(max_connections=None, max_keepalive_connections=32),
+      # Callers bound them. Servers close idle ones, after 5 s mostly.
+      limits=httpx2.Limits(max_connections=None, keepalive_expiry=2.0),
       # A small answer must not become a large one.
       headers={"accept-encoding": "identity"},
     )

@@ -8,20 +8,23 @@ stopped otherwise.
 """
 
 import asyncio
-import contextlib
 import dataclasses
-import importlib.util
+import json
 import math
 import os
-import pickle
-import signal
 import sys
-from typing import Any
 
-from envs import base
+from envs import base, guarded_process
 from envs.offload import calls, wire, worker
 
 _MAX_ANSWER = 16 << 20
+_MAX_PROCESSES = 64
+_BOOT = """
+import json, sys
+sys.path[:] = json.loads(sys.argv[1])
+from envs.offload import worker
+worker.main()
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,18 +37,21 @@ class ProcessPool(wire.Elsewhere):
   Attributes:
     processes: at once.
     idle_s: after which a process without work ends.
+    max_rss_mib: resident memory of one, with all that it starts.
   """
 
   processes: int = 2
   idle_s: float = 60.0
+  max_rss_mib: int = 4096
 
   def __post_init__(self) -> None:
     super().__post_init__()
-    if self.processes < 1:
-      raise ValueError(f"processes={self.processes} must be at least 1")
+    for name in ("processes", "max_rss_mib"):
+      if getattr(self, name) < 1:
+        raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
     if not 0 <= self.idle_s < math.inf:
       raise ValueError(f"idle_s={self.idle_s} must be finite and >= 0")
-    _packed(self.reward)
+    worker.packed(self.reward)
 
   def client(self) -> "_Pool":
     """Returns a pool without a process."""
@@ -60,6 +66,7 @@ class _Pool(calls.Client):
     self._setting = setting
     self._idle: list[_Worker] = []
     self._all: set[_Worker] = set()
+    self._ending: set[asyncio.Task[str]] = set()
 
   async def open(self) -> None:
     await self.calls.call(lambda: self.send(b""))
@@ -68,8 +75,13 @@ class _Pool(calls.Client):
     found = self._awake() or await self._start()
     try:
       answer = await found.ask(request)
+    except (asyncio.IncompleteReadError, ConnectionError) as error:
+      self._forget(found)
+      raise calls.CallError(
+        f"during a call a process {await found.process.end()}"
+      ) from error
     except BaseException:
-      await self._end(found)
+      self._bury(found)
       raise
     loop = asyncio.get_running_loop()
     idle_s = self._setting.idle_s
@@ -79,7 +91,11 @@ class _Pool(calls.Client):
 
   async def close(self) -> None:
     for one in list(self._all):
-      await self._end(one)
+      if one.timer is not None:
+        one.timer.cancel()
+      self._bury(one)
+    self._idle.clear()
+    await asyncio.gather(*self._ending)
 
   def _awake(self) -> "_Worker | None":
     """Returns an idle process that has not died meanwhile."""
@@ -87,41 +103,40 @@ class _Pool(calls.Client):
       found = self._idle.pop()
       if found.timer is not None:
         found.timer.cancel()
-      if found.process.returncode is None:
+      if not found.process.stdout.at_eof():
         return found
-      self._forget(found)
+      self._bury(found)
     return None
 
   async def _start(self) -> "_Worker":
     self.calls.counts.cold_starts += 1
+    setting = self._setting
     started = _Worker(
-      await asyncio.create_subprocess_exec(
-        *(sys.executable, "-P", worker.__file__),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        start_new_session=True,  # Ctrl-C is for the run, which ends this.
+      await guarded_process.GuardedProcess.start(
+        [sys.executable, "-P", "-c", _BOOT, json.dumps(sys.path)],
+        max_rss_mib=setting.max_rss_mib,
+        max_processes=_MAX_PROCESSES,
+        # A config file that it imports must not take the accelerator.
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
         limit=_MAX_ANSWER,
       )
     )
     self._all.add(started)
     self.calls.counts.workers = len(self._all)
-    started.tell(_packed(self._setting.reward))
+    started.tell(worker.packed(self._setting.reward))
     return started
 
   def _retire(self, idle: "_Worker") -> None:
     """Ends a process that has had no work for a while."""
     self._idle.remove(idle)
-    idle.kill()  # asyncio's own watcher waits for its end.
-    self._forget(idle)
+    self._bury(idle)
 
-  async def _end(self, one: "_Worker") -> None:
-    if one in self._idle:
-      self._idle.remove(one)
-    if one.timer is not None:
-      one.timer.cancel()
-    one.kill()
+  def _bury(self, one: "_Worker") -> None:
+    """Ends a process, which nobody has to wait for."""
     self._forget(one)
-    await one.process.wait()
+    ending = asyncio.create_task(one.process.end())
+    self._ending.add(ending)
+    ending.add_done_callback(self._ending.discard)
 
   def _forget(self, one: "_Worker") -> None:
     self._all.discard(one)
@@ -136,74 +151,20 @@ class _Worker:
     timer: ends it, while it is idle.
   """
 
-  process: asyncio.subprocess.Process
+  process: guarded_process.GuardedProcess
   timer: asyncio.TimerHandle | None = None
 
   def tell(self, content: bytes) -> None:
-    assert self.process.stdin
     self.process.stdin.write(worker.frame(content))
 
   async def ask(self, request: bytes) -> bytes:
-    stdin, stdout = self.process.stdin, self.process.stdout
-    assert stdin
-    assert stdout
-    try:
-      self.tell(request)
-      await stdin.drain()
-      header = await stdout.readexactly(worker.HEADER)
-      length = int.from_bytes(header, "big")
-      if length > _MAX_ANSWER:
-        raise calls.CallError(
-          f"a process of the reward answered {length} bytes; the most that "
-          f"are read are {_MAX_ANSWER}"
-        )
-      return await stdout.readexactly(length)
-    except (asyncio.IncompleteReadError, ConnectionError) as error:
+    self.tell(request)
+    await self.process.stdin.drain()
+    header = await self.process.stdout.readexactly(worker.HEADER)
+    length = int.from_bytes(header, "big")
+    if length > _MAX_ANSWER:
       raise calls.CallError(
-        "a process of the reward ended with status "
-        f"{await self.process.wait()} during a call"
-      ) from error
-
-  def kill(self) -> None:
-    """Kills it, with all that it has started."""
-    if self.process.returncode is None:
-      with contextlib.suppress(ProcessLookupError):
-        os.killpg(self.process.pid, signal.SIGKILL)
-
-
-def _packed(reward: base.Reward) -> bytes:
-  """Returns a reward as the first frame of a worker.
-
-  Raises:
-    ValueError: it cannot be sent to another process.
-  """
-  try:
-    pickled = pickle.dumps(reward)
-  except Exception as error:
-    raise ValueError(
-      f"reward {type(reward).__name__} cannot be sent to another process: "
-      f"{error}; define its class at the top of a file, with plain fields"
-    ) from error
-  names = sorted({type(part).__module__ for part in base.parts(reward)})
-  files = {name: _file(name) for name in names if not _is_found(name)}
-  if missing := [name for name, file in files.items() if file is None]:
-    raise ValueError(
-      f"reward {type(reward).__name__} cannot be sent to another process: "
-      f"{missing[0]} is no file; define its class at the top of one"
-    )
-  return pickle.dumps([list(files.items()), sys.path, pickled])
-
-
-def _is_found(name: str) -> bool:
-  """Returns whether another process finds a module by its name."""
-  if name == "__main__":
-    return False
-  try:
-    return importlib.util.find_spec(name) is not None
-  except (ImportError, ValueError):
-    return False
-
-
-def _file(name: str) -> Any:
-  """Returns the file of a module that is not found by name, as a config is."""
-  return getattr(sys.modules[name], "__file__", None)
+        f"a process of the reward answered {length} bytes; the most that are "
+        f"read are {_MAX_ANSWER}"
+      )
+    return await self.process.stdout.readexactly(length)

@@ -1,14 +1,13 @@
 """The program in a process that computes a reward: a request, then grades.
 
-  [modules, sys.path, reward], request, request ...  -> grades, grades ...
+  [packed reward], request, request ...  -> grades, grades ...
 
 Frames are a length of 8 bytes and as many bytes. It ends with its parent, even
-amid a grade, as a thread waits for the end of its input. The file is the
-program too, so it imports ours once it knows where that is.
+amid a grade, as a thread waits for the end of its input.
 """
 
 import asyncio
-import importlib.util
+import functools
 import json
 import os
 import pickle
@@ -16,7 +15,11 @@ import queue
 import signal
 import sys
 import threading
+from collections.abc import Callable, Coroutine
 from typing import Any, BinaryIO
+
+from envs import base, worker_process
+from envs.offload import wire
 
 HEADER = 8
 
@@ -26,46 +29,53 @@ def frame(content: bytes) -> bytes:
   return len(content).to_bytes(HEADER, "big") + content
 
 
-def _read(stream: BinaryIO) -> bytes:
-  header = stream.read(HEADER)
-  content = stream.read(int.from_bytes(header, "big"))
-  if len(header) < HEADER or len(content) < int.from_bytes(header, "big"):
-    os.killpg(0, signal.SIGKILL)  # Processes that the reward has started, too.
-  return content
+def packed(reward: base.Reward) -> bytes:
+  """Returns a reward as `compute` takes it.
+
+  Raises:
+    ValueError: it cannot be sent to another process.
+  """
+  name = f"reward {type(reward).__name__}"
+  return pickle.dumps(worker_process.PickledSetting.of(reward, name))
 
 
-def _reward(content: bytes) -> Any:
-  """Returns the reward of the first frame."""
-  modules, sys.path[:], pickled = pickle.loads(content)
-  for name, path in modules:
-    _load(name, path)
-  return pickle.loads(pickled)
+def compute(
+  reward: bytes,
+  request: bytes,
+  run: Callable[[Coroutine[Any, Any, bytes]], bytes] = asyncio.run,
+) -> bytes:
+  """Returns the grades of a request, or its error, as JSON.
+
+  Args:
+    reward: from `packed`.
+    request: see `wire`; empty asks whether the reward can be loaded.
+    run: an event loop.
+  """
+  try:
+    return run(_grade(_load(reward), request))
+  except Exception as error:
+    return json.dumps({"error": f"{type(error).__name__}: {error}"}).encode()
 
 
-def _load(name: str, path: str) -> None:
-  """Runs a file as a module that no import statement finds."""
-  # A program must not take itself for the one that was started.
-  own = "__mp_main__" if name == "__main__" else name
-  spec = importlib.util.spec_from_file_location(own, path)
-  assert spec
-  assert spec.loader
-  module = importlib.util.module_from_spec(spec)
-  sys.modules[name] = sys.modules[own] = module
-  spec.loader.exec_module(module)
+@functools.cache
+def _load(reward: bytes) -> Any:
+  return pickle.loads(reward).load()
 
 
-async def _grade(reward: Any, content: bytes) -> bytes:
-  from envs.offload import wire
-
-  if not content:  # Asks whether the reward can be loaded.
+async def _grade(reward: base.Reward, request: bytes) -> bytes:
+  if not request:
     return wire.write_grades([], 0)
-  _, task, transcripts = wire.read_request(content)
+  _, task, transcripts = wire.read_request(request)
   grades = await reward(task, transcripts)
   return wire.write_grades(grades, len(transcripts))
 
 
-def _error(error: Exception) -> bytes:
-  return json.dumps({"error": f"{type(error).__name__}: {error}"}).encode()
+def _read(stream: BinaryIO) -> bytes:
+  header = stream.read(HEADER)
+  content = stream.read(int.from_bytes(header, "big"))
+  if len(header) < HEADER or len(content) < int.from_bytes(header, "big"):
+    os.kill(os.getpid(), signal.SIGKILL)  # Its guard ends what it has started.
+  return content
 
 
 def main() -> None:
@@ -79,19 +89,8 @@ def main() -> None:
       frames.put(_read(sys.stdin.buffer))
 
   threading.Thread(target=read, daemon=True).start()
-  first = frames.get()
+  reward = frames.get()
   with asyncio.Runner() as runner:
-    reward = None
     while True:
-      request = frames.get()
-      try:
-        reward = _reward(first) if reward is None else reward
-        answer = runner.run(_grade(reward, request))
-      except Exception as error:
-        answer = _error(error)
-      told.write(frame(answer))
+      told.write(frame(compute(reward, frames.get(), runner.run)))
       told.flush()
-
-
-if __name__ == "__main__":
-  main()

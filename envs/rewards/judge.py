@@ -28,7 +28,7 @@ import shlex
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
-from envs import base, extras, process_guard
+from envs import base, extras, guarded_process
 from envs.offload import calls, http
 from envs.rewards import rewards
 
@@ -119,7 +119,7 @@ class _Connection(calls.Client):
     self._connections = http.Connections(setting.timeout_s)
     self._starting = asyncio.Lock()
     self._url, self._model = "", ""
-    self._process: asyncio.subprocess.Process | None = None
+    self._process: guarded_process.GuardedProcess | None = None
     self._output: asyncio.Task[None] | None = None
 
   async def open(self) -> None:
@@ -161,12 +161,11 @@ class _Connection(calls.Client):
   async def close(self) -> None:
     """Closes the connections, and ends the server if it is ours."""
     await self._connections.close()
-    if self._output is not None:
-      self._output.cancel()
     if self._process is not None:
-      assert self._process.stdin
-      self._process.stdin.close()
-      await self._process.wait()
+      assert self._output
+      self._output.cancel()
+      await asyncio.wait([self._output])
+      await self._process.end()
 
   @property
   def _headers(self) -> dict[str, str]:
@@ -177,31 +176,29 @@ class _Connection(calls.Client):
     """Starts the server; returns the URL of its API once it serves."""
     command = self._setting.command
     self.calls.counts.cold_starts += 1
-    process = await asyncio.create_subprocess_exec(
-      *process_guard.command(
-        shlex.split(command), max_rss_mib=_NO_LIMIT, max_processes=_NO_LIMIT
-      ),
-      stdin=asyncio.subprocess.PIPE,
-      stdout=asyncio.subprocess.PIPE,
-      start_new_session=True,  # Ctrl-C is for the run, which ends this.
+    process = await guarded_process.GuardedProcess.start(
+      shlex.split(command),
+      max_rss_mib=_NO_LIMIT,
+      max_processes=_NO_LIMIT,
+      env=os.environ,
     )
-    self._process = process
-    assert process.stdin
-    assert process.stdout
+    ended = ""
     try:
       async with asyncio.timeout(self._setting.start_s):
         async for line in process.stdout:
           if found := _ADDRESS.search(line):
+            self._process = process
             self._output = asyncio.create_task(_drain(process.stdout))
             return f"{found[0].decode()}/v1"
-      await process.wait()
-      text = f"ended with status {process.returncode}"
+      text = ""
     except TimeoutError:
-      text = f"took over start_s={self._setting.start_s:g}"
+      text = f"took over start_s={self._setting.start_s:g}, so it "
     finally:
-      if self._output is None:  # Its guard ends it then.
-        process.stdin.close()
-    raise calls.CallError(f"{command!r} {text} before it printed its address")
+      if self._process is None:
+        ended = await process.end()
+    raise calls.CallError(
+      f"{command!r} {text}{ended} before it printed its address"
+    )
 
 
 async def _drain(stream: asyncio.StreamReader) -> None:

@@ -12,6 +12,7 @@ import pytest
 from envs import base
 from envs.offload import calls, process_pool
 from envs.rewards import rewards
+from launch.cli import flags
 from tests.envs.offload import rewards_to_send
 
 pytestmark = pytest.mark.process
@@ -74,7 +75,7 @@ def test_processes_come_with_calls_and_go_without_and_come_again():
 @pytest.mark.parametrize(
   ("text", "message"),
   [
-    ("exit 3", "ended with status 3 during a call"),
+    ("exit 3", "during a call a process ended with exit code 3: a reward may"),
     ("raise", "OSError: no such file"),
     ("none", r"reward returned \['NoneType'\], not 1 of Grade"),
   ],
@@ -95,7 +96,7 @@ def test_a_call_that_is_given_up_ends_its_process():
     pid = await value(pool, "pid")
     with pytest.raises(TimeoutError):
       await asyncio.wait_for(value(pool, "hang"), 0.3)
-    assert not is_alive(pid)
+    await until(lambda: not is_alive(pid))
     assert await value(pool, "1") == 1
     return pool.counts()
 
@@ -148,48 +149,42 @@ def test_no_process_outlives_its_parent_even_amid_a_grade(tmp_path):
     time.sleep(0.02)
 
 
-def test_a_reward_of_a_file_that_cannot_be_imported_is_loaded_from_it(tmp_path):
-  program = tmp_path / "own.py"
-  program.write_text(
+def test_a_reward_of_a_config_file_is_sent_with_it(tmp_path):
+  config = tmp_path / "mine.py"
+  config.write_text(
     textwrap.dedent("""
-    import asyncio
     import dataclasses
     from envs import base
-    from envs.offload import process_pool
-    from tests.envs.offload.test_process_pool import TASK, value
 
     @dataclasses.dataclass(frozen=True)
-    class Own:
+    class Mine:
       stateless = True
 
       async def __call__(self, task, transcripts):
-        return [base.Grade.single("own", 0.5) for _ in transcripts]
+        return [base.Grade.single("mine", 0.5) for _ in transcripts]
 
-    async def main():
-      pool = process_pool.ProcessPool(reward=Own())
-      await pool.open()
-      print(await value(pool, ""))
-      await pool.close()
-
-    if __name__ == "__main__":
-      asyncio.run(main())
+    def get_config():
+      return Mine()
     """)
   )
-  done = subprocess.run(
-    [sys.executable, program],
-    capture_output=True,
-    text=True,
-    timeout=60,
-    env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-  )
-  assert done.stdout == "0.5\n", done.stderr
+  pool = process_pool.ProcessPool(reward=flags.load(str(config)))
+  config.unlink()
+
+  async def scenario():
+    try:
+      await pool.open()
+      return await value(pool, "")
+    finally:
+      await pool.close()
+
+  assert asyncio.run(scenario()) == 0.5
 
 
 def test_a_reward_that_cannot_be_sent_is_refused_at_once():
   class Local(rewards_to_send.Told):
     pass
 
-  with pytest.raises(ValueError, match="Local cannot be sent to another"):
+  with pytest.raises(ValueError, match="Local cannot be sent to a worker"):
     process_pool.ProcessPool(reward=Local())
 
 
