@@ -1,6 +1,6 @@
 # Needs a Python 3.11, 3.12 or 3.13 and the network once; `make help` says more.
 
-.PHONY: help setup train test test-slow test-all lint docs interop sglang reasoning bfcl lock clean
+.PHONY: help setup train test test-slow test-all lint docs interop sglang reasoning bfcl openenv lock clean
 
 python = .venv/bin/python
 ARGS =
@@ -15,6 +15,7 @@ help:
 	@echo 'make sglang  run the tests of sglang-jax as an engine, in an environment apart'
 	@echo 'make reasoning  add reasoning-gym to .venv (takes a C compiler), run its tests'
 	@echo 'make bfcl    add bfcl-eval to .venv without its dependencies, run its tests'
+	@echo 'make openenv play a server of the package openenv, in an environment apart'
 	@echo 'make setup   make .venv; the commands above do so when needed'
 	@echo 'make lock    resolve setup.py again into requirements.lock'
 	@echo 'make clean   remove environments and caches, keep runs/'
@@ -91,6 +92,16 @@ reasoning: .venv/reasoning
 bfcl: .venv/bfcl
 	@$(pytest) tests/envs/suites/test_bfcl.py $(ARGS)
 
+# The package's server and client, 400 MB; the client here needs neither.
+.venv-openenv/ready: .venv/ready
+	@$(python) -m venv .venv-openenv
+	@.venv-openenv/bin/python -m pip install --no-input --quiet 'openenv>=0.10'
+	@touch $@
+
+openenv: .venv-openenv/ready
+	@TWINMESH_OPENENV=.venv-openenv/bin/python $(pytest) \
+	  tests/envs/suites/test_openenv.py $(ARGS)
+
 lock: .venv/ready
 	@$(python) -m pip install --quiet --disable-pip-version-check uv
 	@$(python) -m uv pip compile --quiet setup.py --universal \
@@ -98,5 +109,5 @@ lock: .venv/ready
 	  --annotation-style line --custom-compile-command 'make lock' $(ARGS)
 
 clean:
-	@rm -rf .venv .venv-interop .venv-sglang .pytest_cache .ruff_cache build dist site *.egg-info
+	@rm -rf .venv .venv-interop .venv-sglang .venv-openenv .pytest_cache .ruff_cache build dist site *.egg-info
 	@find . -name __pycache__ -prune -exec rm -rf {} +

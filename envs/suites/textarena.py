@@ -381,11 +381,11 @@ def _is_won(game: Game) -> bool:
 @functools.lru_cache(maxsize=256)
 def _dealt(game: str, seed: int) -> Game:
   """Returns a game that has begun; players take copies."""
-  for attempt in itertools.count():
+  while True:
     # LightsOut divides by the number of lights that are on, which may be none.
     with contextlib.suppress(ZeroDivisionError):
-      return Game(game, 1, seed + attempt)
-  raise AssertionError("unreachable")
+      return Game(game, 1, seed)
+    seed += 1
 
 
 def _hand(game: str, seed: int) -> str:

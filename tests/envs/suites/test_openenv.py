@@ -1,8 +1,13 @@
 import asyncio
 import contextlib
 import json
+import os
+import pathlib
+import socket
 import struct
+import subprocess
 import sys
+import time
 
 import pytest
 from websockets.asyncio import server as ws_server
@@ -195,6 +200,39 @@ def test_a_refused_session_is_a_fault_with_the_words_of_the_server():
 
   _, (one, _) = played(Full(), "0")
   assert "CAPACITY_REACHED: no" in one.trajectory.fault
+
+
+@pytest.mark.process
+@pytest.mark.skipif("TWINMESH_OPENENV" not in os.environ, reason="make openenv")
+def test_a_server_of_the_package_is_played():
+  with socket.socket() as free:
+    free.bind(("127.0.0.1", 0))
+    port = free.getsockname()[1]
+  file = pathlib.Path(__file__).parents[2] / "helpers" / "openenv_server.py"
+  command = [os.environ["TWINMESH_OPENENV"], str(file), str(port)]
+  url = f"http://127.0.0.1:{port}"
+  with subprocess.Popen(command) as process:
+    try:
+      while not listens(port):  # pytest's timeout is the deadline.
+        assert process.poll() is None
+        time.sleep(0.2)
+      _, both = played(Server(), "0", url=url)
+      assert [one.trajectory.reward for one in both] == [1.0, 1.0]
+      assert both[0].transcript.messages[0].content == "which digit?"
+      _, (one, _) = played(
+        Server(), '{"x": 1}', url=url, action="", max_turns=2
+      )
+      assert one.trajectory.metrics == {"invalid": 2.0}
+      assert "message: Field required" in one.transcript.messages[-1].content
+      _, (one, _) = played(Server(), "crash", url=url)
+      assert f"{url}: EXECUTION_ERROR: boom" in one.trajectory.fault
+    finally:
+      process.kill()
+
+
+def listens(port):
+  with socket.socket() as tried:
+    return tried.connect_ex(("127.0.0.1", port)) == 0
 
 
 @pytest.mark.parametrize(
