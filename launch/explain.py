@@ -1,5 +1,6 @@
 """Prints the placement and memory of a run, for `launch.train --explain`."""
 
+import os
 import shutil
 from collections.abc import Mapping, Sequence
 from typing import TextIO
@@ -60,6 +61,15 @@ def show(experiment: experiment_lib.Experiment, stream: TextIO) -> None:
     console.print()
     console.print(shared)
   console.print(f"\n{verdict}")
+  if is_absent(experiment.initial):
+    console.print(
+      f"initial={experiment.initial} is not there: sizes are the config's"
+    )
+
+
+def is_absent(initial: str | None) -> bool:
+  """Returns whether the weights of a run are missing; a plan needs none."""
+  return initial is not None and not os.path.isdir(initial)
 
 
 def _fitted(

@@ -37,8 +37,11 @@ def main() -> None:
   """Loads and checks settings and devices, claims the directory, runs."""
   with flags.exit_on_setting_error():
     experiment = flags.load_from_command_line(experiment_lib.check_experiment)
-    workdir.check_initial(_WORKDIR.value, experiment)
-    lock = None if _EXPLAIN.value else _claim(experiment)
+    lock = None
+    if not (_EXPLAIN.value and explain.is_absent(experiment.initial)):
+      workdir.check_initial(_WORKDIR.value, experiment)
+    if not _EXPLAIN.value:
+      lock = _claim(experiment)
   if lock is None:
     # Tracing shapes may create a constant, and that needs some device.
     jax.config.update("jax_platforms", "cpu")

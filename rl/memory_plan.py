@@ -174,6 +174,10 @@ def _rooms(
   """
   parts = shares(experiment, programs, _weight_bytes)
   _check(parts, memory)
+  # Activations may be twice their estimate, and the engine can do with less.
+  lines = parts[0].lines
+  margin = sum(size for name, size in lines.items() if "activations" in name)
+  parts[0] = parts[0]._replace(lines={**lines, "margin": margin})
   left = [memory.usable] * len(parts)
   for members in _memories(parts, memory):
     free = memory.usable - sum(parts[i].total for i in members)

@@ -8,6 +8,7 @@ import jax
 from rl.pools import placement
 
 _COUNT = "--xla_force_host_platform_device_count"
+_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 _KEEP_ALL = (
   "jax_persistent_cache_min_compile_time_secs",
   "jax_persistent_cache_min_entry_size_bytes",
@@ -23,6 +24,8 @@ def prepare(wanted: placement.Placement) -> None:
   given = os.environ.get("XLA_FLAGS", "")
   if _COUNT not in given:
     os.environ["XLA_FLAGS"] = f"{given} {_COUNT}={wanted.num_devices}".strip()
+  # Of a GPU jax would take three quarters, and leave the rest to nobody.
+  os.environ.setdefault(_FRACTION, "0.95")
   if wanted.platform is not None:
     jax.config.update("jax_platforms", wanted.platform)
   keep_compiled()
