@@ -60,7 +60,7 @@ CUTS = {
     "model.experts_per_token": "2",
     "placement.learner.expert": "2",
     "placement.decode.tensor": "2",
-    "placement.replicas": "2",
+    "placement.replicas": "1",
   },
 }
 
