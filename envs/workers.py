@@ -4,9 +4,9 @@
                         start, step, close ----------> ask ==> environment
 
 A worker that dies takes the episodes with it that it plays at that moment, and
-nothing else: these end with ENV_FAULT and what they have sampled so far, and
-another process takes its place, at once after the first death and later after
-each further one.
+nothing else: these end with ENV_FAULT and what they have sampled so far.
+Another process takes its place: at once if an episode had ended in order there,
+and later after each death in succession.
 """
 
 import asyncio
@@ -201,18 +201,18 @@ class _Pool:
 
   def _roomy(self) -> "_Worker | None":
     """Returns the worker with the fewest sessions, a new one if possible."""
-    now_s = asyncio.get_running_loop().time()
+    settings, now_s = self._settings, asyncio.get_running_loop().time()
+    alive = [worker for worker in self._workers if worker is not None]
+    if sum(worker.sessions for worker in alive) >= settings.sessions:
+      return None
     for number, worker in enumerate(self._workers):
       if worker is None and now_s >= self._not_before_s[number]:
-        worker = _Worker(self._settings, self._source, number, self)
+        worker = _Worker(settings, self._source, number, self)
         self._workers[number] = worker
         return worker
-    most = -(-self._settings.sessions // self._settings.processes)
-    total = sum(w.sessions for w in self._workers if w is not None)
-    found = [w for w in self._workers if w is not None and w.takes(most)]
-    if total >= self._settings.sessions or not found:
-      return None
-    return min(found, key=lambda worker: worker.sessions)
+    most = -(-settings.sessions // settings.processes)
+    found = [worker for worker in alive if worker.takes(most)]
+    return min(found, key=lambda worker: worker.sessions, default=None)
 
 
 class _Worker:

@@ -172,16 +172,21 @@ class _Connection:
     self, name: str, arguments: dict[str, Any]
   ) -> tuple[str, bool]:
     """Returns the result of a tool as text, and whether it is an error."""
+    calling = self._call(name, arguments)
+    return await self._race(calling, self._server.call_s, f"tool {name}")
+
+  async def _call(
+    self, name: str, arguments: dict[str, Any]
+  ) -> tuple[str, bool]:
+    import mcp
     import mcp_types
 
-    calling = self._client.call_tool(name, arguments)
     try:
-      result = await self._race(calling, self._server.call_s, f"tool {name}")
-    except McpServerError as error:
-      cause = getattr(error.__cause__, "error", None)
-      if getattr(cause, "code", None) == mcp_types.INVALID_PARAMS:
-        return f"error: {name}: {error.__cause__}", True
-      raise
+      result = await self._client.call_tool(name, arguments)
+    except mcp.MCPError as error:
+      if error.error.code != mcp_types.INVALID_PARAMS:
+        raise
+      return f"error: {name}: {error}", True
     parts = [
       part.text
       if isinstance(part, mcp_types.TextContent)

@@ -237,11 +237,25 @@ def test_a_token_is_sent_to_its_url(monkeypatch):
   assert b"authorization: bearer open sesame\r\n" in seen[0].lower()
 
 
-def test_a_wrong_call_is_told_and_not_a_fault():
+def test_a_wrong_call_is_told_and_ends_no_shared_server():
   refusal = """
-      print(json.dumps({"jsonrpc": "2.0", "id": asked["id"], "error":
-          {"code": -32602, "message": "go where?"}}), flush=True)"""
-  assert call(poor(refusal)) == ("error: go: go where?", True)
+      wrong = {"code": -32602, "message": f"go where, {os.getpid()}?"}
+      print(json.dumps({"jsonrpc": "2.0", "id": asked["id"], "error": wrong}),
+            flush=True)"""
+  server = poor(refusal, shared=True)
+
+  async def run():
+    told = []
+    for _ in range(2):
+      opened = await server.open()
+      told.append(await opened.call(base.ToolCall("go", "{}")))
+      await opened.close()
+    return told
+
+  first, second = asyncio.run(run())
+  assert first == second
+  assert first[1]
+  assert first[0].startswith("error: go: go where, ")
 
 
 def test_a_long_result_is_cut_and_says_so():
