@@ -1,6 +1,6 @@
 # Needs a Python 3.11, 3.12 or 3.13 and the network once; `make help` says more.
 
-.PHONY: help setup train test test-slow test-all lint docs interop sglang reasoning bfcl openenv lock clean
+.PHONY: help setup train test test-slow test-all lint docs interop agents sglang reasoning bfcl openenv lock clean
 
 python = .venv/bin/python
 ARGS =
@@ -12,6 +12,7 @@ help:
 	@echo 'make lint    check style and types'
 	@echo 'make docs    build the documentation into site/'
 	@echo 'make interop load what we export in transformers, in an environment apart'
+	@echo 'make agents  play agents of other packages, in an environment apart'
 	@echo 'make sglang  run the tests of sglang-jax as an engine, in an environment apart'
 	@echo 'make reasoning  add reasoning-gym to .venv (takes a C compiler), run its tests'
 	@echo 'make bfcl    add bfcl-eval to .venv without its dependencies, run its tests'
@@ -67,6 +68,15 @@ interop: .venv/ready .venv-interop/ready
 	  $(python) scripts/check_interop.py write "$$directory" && \
 	  .venv-interop/bin/python scripts/check_interop.py check "$$directory"
 
+.venv-agents/ready:
+	@python=$$(scripts/find_python.sh) && $$python -m venv .venv-agents && \
+	  .venv-agents/bin/python -m pip install --no-input --quiet \
+	  'openai-agents>=0.24'
+	@touch $@
+
+agents: .venv/ready .venv-agents/ready
+	@$(python) -m pytest tests/claims/test_agent_packages.py $(ARGS)
+
 .venv-sglang/ready: scripts/setup_sglang.sh setup.py
 	@scripts/setup_sglang.sh
 
@@ -109,5 +119,5 @@ lock: .venv/ready
 	  --annotation-style line --custom-compile-command 'make lock' $(ARGS)
 
 clean:
-	@rm -rf .venv .venv-interop .venv-sglang .venv-openenv .pytest_cache .ruff_cache build dist site *.egg-info
+	@rm -rf .venv .venv-interop .venv-agents .venv-sglang .venv-openenv .pytest_cache .ruff_cache build dist site *.egg-info
 	@find . -name __pycache__ -prune -exec rm -rf {} +

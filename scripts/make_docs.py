@@ -2,7 +2,7 @@
 
   python -m scripts.make_docs [--check]
 
-- The tables of docs/performance.md and of two guides on environments, from
+- The tables of docs/performance.md and of some guides, from
   benchmarks/results. A table stands between `<!-- table NAME -->` and
   `<!-- end -->`; the prose around it stays.
 - docs/packages.svg, from the floors of tests/test_house.py.
@@ -23,7 +23,8 @@ ROOT = pathlib.Path(__file__).parents[1]
 PERFORMANCE = ROOT / "docs" / "performance.md"
 ENVIRONMENTS = ROOT / "docs" / "guides" / "environments.md"
 WORKERS = ROOT / "docs" / "guides" / "workers-and-sandbox.md"
-PAGES = (PERFORMANCE, ENVIRONMENTS, WORKERS)
+AGENTS = ROOT / "docs" / "guides" / "agents.md"
+PAGES = (PERFORMANCE, ENVIRONMENTS, WORKERS, AGENTS)
 PICTURE = ROOT / "docs" / "packages.svg"
 RESULTS = ROOT / "benchmarks" / "results"
 _TABLE = re.compile(
@@ -66,6 +67,12 @@ def seeds_guess_number_moe(result: Mapping[str, Any]) -> Rows:
 def seeds_frozen_lake_moe(result: Mapping[str, Any]) -> Rows:
   """Yields success before and after training, a row a seed."""
   yield "seed", "after the warm start", "after 160 rounds", "minutes in all"
+  yield from _seeds(result)
+
+
+def seeds_agent_letters(result: Mapping[str, Any]) -> Rows:
+  """Yields success before and after training, a row a seed."""
+  yield "seed", "untrained", "after 30 rounds", "minutes in all"
   yield from _seeds(result)
 
 
@@ -517,7 +524,8 @@ def environment_processes(result: Mapping[str, Any]) -> Rows:
 
 
 TABLES: Sequence[Callable[[Mapping[str, Any]], Rows]] = (
-  seeds_guess_number_moe, seeds_frozen_lake_moe, overlap_as_is, overlap_slow,
+  seeds_guess_number_moe, seeds_frozen_lake_moe, seeds_agent_letters,
+  overlap_as_is, overlap_slow,
   rollart_trajectories, rollart_redundancy, rollart_affinity, rollart_rewards,
   rollart_ladder,
   rollout_pipe, decode, engine, learner, coordinator, coordinator_memory,
