@@ -285,6 +285,15 @@ def engine(result: Mapping[str, Any]) -> Rows:
   )
 
 
+def constrained(result: Mapping[str, Any]) -> Rows:
+  """Yields the rate of each form, and what a mask takes."""
+  yield "answers", "tokens/s"
+  for name in ("no form", "text fits", "integers", "a half integers"):
+    yield name, f"{result[name]:,.0f}"
+  few, many = result["us a mask"], result["us a mask of 151,936 ids"]
+  yield "a mask", f"{few:.0f} us; of 151,936 ids {many:.0f} us"
+
+
 def learner(result: Mapping[str, Any]) -> Rows:
   """Yields the learner's rate beside that of the bare step."""
   yield "learner", "bare step", "ratio"
@@ -528,7 +537,8 @@ TABLES: Sequence[Callable[[Mapping[str, Any]], Rows]] = (
   overlap_as_is, overlap_slow,
   rollart_trajectories, rollart_redundancy, rollart_affinity, rollart_rewards,
   rollart_ladder,
-  rollout_pipe, decode, engine, learner, coordinator, coordinator_memory,
+  rollout_pipe, decode, engine, constrained, learner, coordinator,
+  coordinator_memory,
   publish, publish_moved, moe, train_step, train_step_logprobs, packing, fill,
   estimator_bias, attention, checkpoints, environments,
   environment_processes,

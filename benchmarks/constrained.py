@@ -1,0 +1,151 @@
+"""Answers of a given form: what masks cost, with random weights.
+
+  python -m benchmarks.constrained [--repeats=5]
+
+Rates are sampled tokens a second over the wall time of 32 requests of 64 tokens
+on the built-in engine; the kinds take turns, and medians are kept. The ids are
+random words, so that all text fits where the form is "text, or a call with
+strict arguments", and almost none where it is an array of integers. A mask is
+timed in the middle of such an array. Writes
+benchmarks/results/constrained.json.
+"""
+
+import asyncio
+import json
+import statistics
+import time
+from typing import Any
+
+import jax
+import numpy as np
+from absl import app
+from absl import flags as absl_flags
+
+from benchmarks import machine
+from models import config as model_config
+from models import policy as policy_lib
+from models import sharding
+from models.chat import answer_grammar
+from rl.engine import contract
+from rl.engine.builtin import settings as engine_settings
+from rl.pools import placement
+from rl.runtime import mesh_thread, trace
+
+_REPEATS = absl_flags.DEFINE_integer("repeats", 5, "Of each kind.")
+_ROWS, _TOKENS, _IDS = 32, 64, 768
+_SCHEMA = {"type": "array", "items": {"type": "integer"}, "minItems": 99}
+_FREE = None
+_FITS = answer_grammar.AnswerGrammar(
+  functions=(("add", answer_grammar.ANY_OBJECT),)
+)
+_FORCED = answer_grammar.AnswerGrammar(
+  content=answer_grammar.Schema(text=json.dumps(_SCHEMA), name="array")
+)
+# The grammars of both halves of the requests.
+KINDS = {
+  "no form": (_FREE, _FREE),
+  "text fits": (_FITS, _FITS),
+  "integers": (_FORCED, _FORCED),
+  "a half integers": (_FREE, _FORCED),
+}
+
+
+class _Words:
+  """A tokenizer of random words."""
+
+  stop_ids = (0,)
+  thinking: answer_grammar.Thinking = "none"
+
+  def __init__(self, size: int):
+    self._size = size
+
+  def text_ids(self, text: str) -> list[int]:
+    return [byte - 31 for byte in text.encode()]
+
+  def pieces(self) -> list[bytes]:
+    letters = [bytes([byte]) for byte in range(32, 127)]
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(2, 9, self._size - len(letters) - 1)
+    words = [bytes(rng.integers(97, 123, n).tolist()) for n in lengths]
+    return [b"", *letters, *words]
+
+
+def _mask_us(size: int) -> float:
+  words = _Words(size)
+  matcher = answer_grammar.compiled(words, _FORCED, size).deep_copy()
+  matcher.try_consume_tokens(words.text_ids("[12"))
+  start = time.perf_counter()
+  for _ in range(200):
+    matcher.compute_bitmask()
+  return 1e6 * (time.perf_counter() - start) / 200
+
+
+async def _play(engine: Any, words: _Words, kind: str, number: int) -> float:
+  """Returns the sampled tokens a second."""
+  requests = []
+  for i in range(_ROWS):
+    grammar = KINDS[kind][i % 2]
+    matcher = grammar and answer_grammar.compiled(words, grammar, _IDS)
+    requests.append(
+      contract.DecodeRequest(
+        request_id=f"{kind} {number} {i}",
+        session=f"{kind} {number} {i}",
+        tokens=np.arange(i, i + 8, dtype=np.int32),
+        max_tokens=_TOKENS,
+        stop_ids=words.stop_ids,
+        seed=number * _ROWS + i,
+        constraint=matcher,
+      )
+    )
+  start = time.monotonic()
+  answers = await asyncio.gather(*map(engine.generate, requests))
+  seconds = time.monotonic() - start
+  return sum(len(answer.tokens) for answer in answers) / seconds
+
+
+async def _measure(engine: Any, params: Any) -> dict[str, float]:
+  words = _Words(_IDS)
+  await engine.start(params, 0)
+  rates: dict[str, list[float]] = {kind: [] for kind in KINDS}
+  for number in range(_REPEATS.value + 1):
+    for kind in KINDS:
+      rate = await _play(engine, words, kind, number)
+      if number:  # The first compiles the grammars.
+        rates[kind].append(rate)
+  await engine.close()
+  medians = {kind: statistics.median(rates[kind]) for kind in KINDS}
+  return {
+    **medians,
+    "us a mask": _mask_us(_IDS),
+    "us a mask of 151,936 ids": _mask_us(151_936),
+  }
+
+
+def main(argv: list[str]) -> None:
+  """Measures all kinds in turn, and prints and keeps the medians."""
+  del argv
+  config = model_config.tiny_moe(vocab_size=_IDS, max_length=128)
+  decode = placement.MeshSpec(rules=sharding.DECODE)
+  _, layout = placement.Placement(decode=decode, colocated=True).layouts()
+  settings = engine_settings.EngineSettings(
+    slots=_ROWS,
+    row_buckets=(_ROWS,),
+    chunk_buckets=(8,),
+    length_buckets=(config.max_length,),
+  )
+  model = policy_lib.of(config)
+  params = jax.device_put(
+    model.init(jax.random.key(0)), layout.tree(model.axes)
+  )
+  thread = mesh_thread.MeshThread("decode", trace.Trace(None))
+  engine = settings.build(config, layout, thread)
+  row = asyncio.run(_measure(engine, params))
+  thread.close()
+  print(machine.describe())
+  for name, value in row.items():
+    print(f"{name:28} {value:10.1f}")
+  machine.keep("constrained", **row)
+
+
+if __name__ == "__main__":
+  app.run(main)
