@@ -99,12 +99,14 @@ def fit(
       num_pages = int((left - num_slots * cost.slot) // cost.page)
       num_pages = min(sizes.num_pages(config.max_length), most, num_pages)
     if num_slots < unit or num_pages < least:
-      needed = round(cost.rest + unit * cost.slot + least * cost.page)
+      count = unit if slots else num_slots
+      needed = round(cost.rest + count * cost.slot + least * cost.page)
       raise ValueError(
-        f"engine: {unit} conversations of {longest} tokens take {text(needed)} "
-        f"of a device, where {text(room.num_bytes)} are left beside the weights"
-        " and training; lower rollout.max_tokens, model.max_length or "
-        "batch.rows, or split placement over more devices"
+        f"engine: slots={count} for conversations of {longest} tokens take "
+        f"{text(needed)} of a device, where {text(room.num_bytes)} are left "
+        "beside the weights and training; lower engine.slots, "
+        "rollout.max_tokens, model.max_length or batch.rows, or split placement"
+        " over more devices"
       )
     sizes = dataclasses.replace(sizes, slots=num_slots, pages=num_pages)
   return sizes
