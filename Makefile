@@ -68,13 +68,15 @@ interop: .venv/ready .venv-interop/ready
 	  $(python) scripts/check_interop.py write "$$directory" && \
 	  .venv-interop/bin/python scripts/check_interop.py check "$$directory"
 
-.venv-agents/ready:
-	@python=$$(scripts/find_python.sh) && $$python -m venv .venv-agents && \
-	  .venv-agents/bin/python -m pip install --no-input --quiet \
-	  'openai-agents>=0.24'
+# Two, as they need different versions of openai.
+.venv-agents/ready: package = openai-agents>=0.24
+.venv-verifiers/ready: package = verifiers>=0.1.14,<0.2
+.venv-agents/ready .venv-verifiers/ready:
+	@python=$$(scripts/find_python.sh) && $$python -m venv $(@D) && \
+	  $(@D)/bin/python -m pip install --no-input --quiet '$(package)'
 	@touch $@
 
-agents: .venv/ready .venv-agents/ready
+agents: .venv/ready .venv-agents/ready .venv-verifiers/ready
 	@$(python) -m pytest tests/claims/test_agent_packages.py $(ARGS)
 
 .venv-sglang/ready: scripts/setup_sglang.sh setup.py
@@ -119,5 +121,5 @@ lock: .venv/ready
 	  --annotation-style line --custom-compile-command 'make lock' $(ARGS)
 
 clean:
-	@rm -rf .venv .venv-interop .venv-agents .venv-sglang .venv-openenv .pytest_cache .ruff_cache build dist site *.egg-info
+	@rm -rf .venv .venv-interop .venv-agents .venv-verifiers .venv-sglang .venv-openenv .pytest_cache .ruff_cache build dist site *.egg-info
 	@find . -name __pycache__ -prune -exec rm -rf {} +

@@ -261,7 +261,13 @@ class _WatchedSource:
     return self.source.task(index, split)
 
   def __call__(self, task: base.Task) -> "_Watched":
-    self.environment = _Watched(self.source(task))
+    built = self.source(task)
+    if isinstance(built, base.Agent):
+      raise ValueError(
+        "an agent asks for its answers itself, so only a run can play it; try "
+        "its program with launch.serve"
+      )
+    self.environment = _Watched(built)
     return self.environment
 
 

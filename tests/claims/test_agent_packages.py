@@ -14,14 +14,10 @@ from tests.helpers import openai_server
 from tests.helpers import players_under_test as players
 
 HERE = pathlib.Path(__file__).parent
-# An environment of their own: `make agents` makes it.
-PYTHON = HERE.parents[1] / ".venv-agents" / "bin" / "python"
+# Environments of their own: `make agents` makes them.
+PROGRAMS = {"sdk_agent": ".venv-agents", "verifiers_agent": ".venv-verifiers"}
 
-pytestmark = [
-  pytest.mark.process,
-  pytest.mark.slow,
-  pytest.mark.skipif(not PYTHON.exists(), reason="make agents installs them"),
-]
+pytestmark = [pytest.mark.process, pytest.mark.slow]
 HF = openai_server.HF
 CALL = (
   '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
@@ -31,7 +27,12 @@ LIMITS = dataclasses.replace(
 )
 
 
-def test_an_agent_of_openais_sdk_calls_its_tool_and_is_recorded():
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_an_agent_of_another_package_calls_its_tool_and_is_recorded(program):
+  python = HERE.parents[1] / PROGRAMS[program] / "bin" / "python"
+  if not python.exists():
+    pytest.skip("make agents installs it")
+
   async def run():
     asked = []
 
@@ -43,7 +44,7 @@ def test_an_agent_of_openais_sdk_calls_its_tool_and_is_recorded():
     served.capabilities = dataclasses.replace(
       served.capabilities, constraints=True, vocab_size=HF.vocab_size
     )
-    command = (str(PYTHON), str(HERE / "programs" / "sdk_agent.py"))
+    command = (str(python), str(HERE / "programs" / f"{program}.py"))
     playing = players.player(
       agents.OpenAI(command=command), served, limits=LIMITS
     )

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -141,6 +142,23 @@ def test_a_session_that_faults_holds_up_no_other():
     "env_fault",
     "completed",
   ]
+
+
+def test_an_agent_is_left_to_a_run():
+  class Agents(fakes.Counting):
+    def __call__(self, task) -> Any:
+      return Agent()
+
+  class Agent:
+    async def run(self, endpoint):
+      raise NotImplementedError
+
+    async def close(self):
+      pass
+
+  played = play(source=Agents())
+  assert played.trajectory.status is trajectory.Status.ENV_FAULT
+  assert "only a run can play it" in played.trajectory.fault
 
 
 def test_a_tool_call_is_parsed_again():
