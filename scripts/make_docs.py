@@ -24,7 +24,8 @@ PERFORMANCE = ROOT / "docs" / "performance.md"
 ENVIRONMENTS = ROOT / "docs" / "guides" / "environments.md"
 WORKERS = ROOT / "docs" / "guides" / "workers-and-sandbox.md"
 AGENTS = ROOT / "docs" / "guides" / "agents.md"
-PAGES = (PERFORMANCE, ENVIRONMENTS, WORKERS, AGENTS)
+REWARDS = ROOT / "docs" / "guides" / "rewards.md"
+PAGES = (PERFORMANCE, ENVIRONMENTS, WORKERS, AGENTS, REWARDS)
 PICTURE = ROOT / "docs" / "packages.svg"
 RESULTS = ROOT / "benchmarks" / "results"
 _TABLE = re.compile(
@@ -500,6 +501,30 @@ def _signed(share: float) -> str:
   return f"{100 * share:+.1f} %" if share else "0 %"
 
 
+def rewards_places(result: Mapping[str, Any]) -> Rows:
+  """Yields the times of a call in each place."""
+  yield ("computed", "first call", "a call", "calls/s, 64 at a time")
+  for row in result["places"]:
+    yield (
+      row["place"],
+      f"{row['first_ms']:.1f} ms",
+      f"{row['call_ms']:.2f} ms",
+      f"{row['calls_per_s']:,.0f}",
+    )
+
+
+def rewards_rounds(result: Mapping[str, Any]) -> Rows:
+  """Yields what a slow reward adds to a round of each schedule."""
+  yield ("schedule", "reward of 0 s", "reward of 1 s", "added")
+  for row in result["rows"]:
+    yield (
+      row["schedule"],
+      f"{row['fast_s']:.2f} s",
+      f"{row['late_s']:.2f} s",
+      _signed(row["added"]),
+    )
+
+
 def environments(result: Mapping[str, Any]) -> Rows:
   """Yields a row for each environment."""
   yield (
@@ -542,6 +567,7 @@ TABLES: Sequence[Callable[[Mapping[str, Any]], Rows]] = (
   publish, publish_moved, moe, train_step, train_step_logprobs, packing, fill,
   estimator_bias, attention, checkpoints, environments,
   environment_processes,
+  rewards_places, rewards_rounds,
 )  # fmt: skip
 """A table's name begins with that of its file in benchmarks/results."""
 

@@ -24,6 +24,7 @@ def conclude(run_dir: pathlib.Path, work: trace.TrackOverlap, log: Log) -> int:
       f" both at once {work.both_s:.1f} s ({work.share:.0%} of the shorter)"
     )
   _log_zero_variance(run_dir, log)
+  _log_offloaded(run_dir, log)
   trace.write_chrome(
     trace.File(run_dir / "spans.jsonl"), run_dir / "trace.json"
   )
@@ -32,7 +33,7 @@ def conclude(run_dir: pathlib.Path, work: trace.TrackOverlap, log: Log) -> int:
   return print_verdict(verdict, log)
 
 
-def log_offloaded(run_dir: pathlib.Path, log: Log) -> None:
+def _log_offloaded(run_dir: pathlib.Path, log: Log) -> None:
   """Logs the cost of rewards that were computed elsewhere."""
   rows = list(run_files.lines(run_dir / "metrics.jsonl", []))
   costs = {
