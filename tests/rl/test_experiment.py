@@ -111,6 +111,22 @@ def test_settings_that_fit_together_are_accepted(experiment, overrides):
       " 66",
     ),
     (
+      {
+        "rollout.group_size": "1",
+        "algorithm.advantage": "reinforce",
+        "reward": "envs.rewards.comparison.Shortest(among=outcome)",
+      },
+      "rollout.group_size=1 is below the 2 that reward shortest compares; raise"
+      " it",
+    ),
+    (
+      {
+        "reward": "envs.offload.http.Http(url='http://x', reward=outcome)",
+        "rollout.grading.deadline_s": "10",
+      },
+      "rollout.grading.deadline_s=10 is below timeout_s=20 of reward http",
+    ),
+    (
       {"batch.length": "31"},
       "batch.length=31 is below rollout.max_tokens=32; an episode would not"
       " fit; use 32 or more",
