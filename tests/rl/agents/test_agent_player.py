@@ -242,6 +242,7 @@ def test_an_aborted_agent_keeps_every_token_that_was_sampled(at_s):
     answer = await server.ask(endpoint, GO)
     await asyncio.sleep(1.0)
     await server.ask(endpoint, GO, answer, ON)
+    await asyncio.sleep(30.0)  # It need not notice that it was cut off.
     return 1.0
 
   delays = iter([1.0, 3.0])
