@@ -37,6 +37,7 @@ CALL = base.ToolCall("add", '{"a": 1}', "c")
 
 
 def said(text, *steps, **fields):
+  steps = steps or (0.0,)  # Without one there is no outcome.
   return base.Transcript(
     [base.Message("user", "½?"), base.Message("assistant", text, **fields)],
     steps,
