@@ -136,7 +136,7 @@ def get_config(directory: str | None = None) -> experiment.Experiment:
     algorithm=presets.Grpo(loss=losses.ClippedSurrogate()),
     optimizer=optimizers.Muon(
       learning_rate=1e-3,
-      schedule=optimizers.CosineRate(decay_updates=60, end=0.1),
+      schedule=optimizers.CosineRate(decay_updates=120, end=0.1),
     ),
     batch=experiment.BatchShape(rows=12, length=512, tail_rows=4),
     warm_start=warm_start.WarmStart(
@@ -150,8 +150,8 @@ def get_config(directory: str | None = None) -> experiment.Experiment:
         ),
       ),
     ),
-    evaluation=experiment.Evaluation(every=20, episodes=200),
-    rounds=60,
+    evaluation=experiment.Evaluation(every=40, episodes=200),
+    rounds=120,
   )
 
 
