@@ -77,6 +77,23 @@ def seeds_agent_letters(result: Mapping[str, Any]) -> Rows:
   yield from _seeds(result)
 
 
+def tools(result: Mapping[str, Any]) -> Rows:
+  """Yields success and calls before and after training, a row a seed."""
+  rounds = result["rows"][0]["after"]["round"]
+  yield (
+    *("seed", "after the warm start", f"after {rounds} rounds"),
+    *("calls, first rounds", "last", "minutes in all", "of a processor"),
+  )
+  for row, seed in zip(result["rows"], _seeds(result), strict=True):
+    calls = (row[part]["env/tool_calls"] for part in ("first", "last"))
+    yield (
+      *seed[:3],
+      *(f"{number:.2f}" for number in calls),
+      seed[3],
+      f"{row['cpu_minutes']:.1f}",
+    )
+
+
 def _seeds(result: Mapping[str, Any]) -> Rows:
   for row in result["rows"]:
     yield (
@@ -558,7 +575,7 @@ def environment_processes(result: Mapping[str, Any]) -> Rows:
 
 
 TABLES: Sequence[Callable[[Mapping[str, Any]], Rows]] = (
-  seeds_guess_number_moe, seeds_frozen_lake_moe, seeds_agent_letters,
+  tools, seeds_guess_number_moe, seeds_frozen_lake_moe, seeds_agent_letters,
   overlap_as_is, overlap_slow,
   rollart_trajectories, rollart_redundancy, rollart_affinity, rollart_rewards,
   rollart_ladder,
