@@ -243,7 +243,8 @@ def test_a_run_from_a_loaded_model_adds_fresh_adapters(ran, tmp_path):
   fresh, _ = lora.split(ran.first.params)
   assert bits(adapters) == bits(fresh)
   gate = adapters["layers"][0]["moe"]["lora"]["gate"]["b"]
-  assert gate.sharding.mesh.shape == {"data": 2, "expert": 2, "tensor": 1}
+  sizes = {"data": 2, "expert": 2, "context": 1, "tensor": 1}
+  assert gate.sharding.mesh.shape == sizes
 
 
 def test_adapters_can_be_set_on_the_command_line():

@@ -112,12 +112,15 @@ def written(tmp_path_factory):
 
 
 @pytest.mark.slow
+@pytest.mark.process
 def test_every_name_that_a_run_writes_is_explained_once(written):
   told = metric_docs.entries()
   counts = {name: [x.name for x in told if x.matches(name)] for name in written}
   assert {n: found for n, found in counts.items() if len(found) != 1} == {}
 
 
+@pytest.mark.slow
+@pytest.mark.process
 def test_nothing_is_explained_that_no_run_writes(written):
   told = metric_docs.entries()
   assert len(told) > 80

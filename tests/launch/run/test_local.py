@@ -15,6 +15,7 @@ from rl import experiment as experiment_lib
 from rl.algorithms import kl, presets, references
 from rl.engine.builtin import engine as builtin_engine
 from rl.engine.builtin import settings as engine_settings
+from rl.engine.builtin import sizing
 from rl.loop import warm_start
 from rl.rollout import group_rollout
 from rl.schedule import overlap
@@ -44,13 +45,14 @@ class SilentSettings(engine_settings.EngineSettings):
   def build(self, config, layout, thread):
     return _Silent(
       config,
-      self,
+      self.sizes(config, [sizing.Room(layout)]),
       layout,
       thread,
       min_copied_ids=self.min_copied_ids,
       batching_delay_s=self.batching_delay_s,
       bias_slots=self.bias_slots,
       record_experts=self.record_experts,
+      compile_ahead=self.compile_ahead,
     )
 
 

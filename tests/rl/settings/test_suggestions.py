@@ -38,6 +38,9 @@ PLACES = dict(places(RUN))
 # Only what is loaded is on offer.
 MORE = (delayed.Delayed, mixture.Mixture, mixture.ByTask)
 
+# A class or toolboxes; a package that is in no lock.
+NEED_MORE = {"tool_environment": "needs toolboxes", "ray_tasks": "pip install"}
+
 
 @pytest.mark.parametrize("path", PLACES)
 def test_everything_on_offer_is_taken_as_it_is_typed(path):
@@ -47,7 +50,11 @@ def test_everything_on_offer_is_taken_as_it_is_typed(path):
   for maker in offered.values():
     text = suggestions.form(maker)
     # Names of sizes and directories are for the user to choose.
-    if "NAME" not in text:
+    if "NAME" in text:
+      continue
+    if needed := NEED_MORE.get(short_names.of(maker)):
+      assert needed in refused(path, text)
+    else:
       tree: typing.Any = overrides.override(RUN, path, text)
       for name in path.split("."):
         tree = getattr(tree, name)
