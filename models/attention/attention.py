@@ -179,12 +179,9 @@ def _on_each_device(
   if layout.size("length") > 1:
     kernel = functools.partial(_gathering, kernel, layout.rules.of("length"))
     # The index in the row is no longer that of the device's own part.
-    token_mask = token_mask._replace(positions=mask.positions(token_mask))
+    token_mask = mask.with_positions(token_mask)
     sources = [
-      x._replace(
-        token_mask=x.token_mask._replace(positions=mask.positions(x.token_mask))
-      )
-      for x in sources
+      x._replace(token_mask=mask.with_positions(x.token_mask)) for x in sources
     ]
   args = (query, token_mask, tuple(sources))
   mapped = jax.shard_map(

@@ -67,9 +67,10 @@ def attend(
   Rows are worked on one after the other, so give every device its own. A
   query that sees no key gets zeros.
   """
-  token_mask = _ordered(token_mask)
+  token_mask = mask_lib.with_positions(token_mask)
   sources = tuple(
-    s._replace(token_mask=_ordered(s.token_mask)) for s in sources
+    s._replace(token_mask=mask_lib.with_positions(s.token_mask))
+    for s in sources
   )
   return _attend(query, token_mask, sources, block)
 
@@ -333,7 +334,3 @@ def _grouped(
   batch, length, heads, width = x.shape
   kv_heads = sources[0].k.shape[2]
   return x.reshape(batch, length, kv_heads, heads // kv_heads, width)
-
-
-def _ordered(token_mask: mask_lib.TokenMask) -> mask_lib.TokenMask:
-  return token_mask._replace(positions=mask_lib.positions(token_mask))

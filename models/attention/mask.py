@@ -53,6 +53,11 @@ def positions(token_mask: TokenMask) -> Int32[Array, "B L"]:
   return jnp.broadcast_to(index, token_mask.segments.shape)
 
 
+def with_positions(token_mask: TokenMask) -> TokenMask:
+  """Returns the mask with positions that are written out."""
+  return token_mask._replace(positions=positions(token_mask))
+
+
 def visible(queries: TokenMask, keys: TokenMask) -> Bool[Array, "B L S"]:
   """Returns for each query and key whether the query sees the key."""
   key_segments = keys.segments[:, None, :]

@@ -171,12 +171,15 @@ class Learner:
       train_state.critic_head(config) if critic else None,
       has_reference=reference is not None,
     )
-    place = functools.partial(
-      train_state.shardings, shapes, config, layout, optimizer, reference
+    placed = train_state.shardings(shapes, config, layout, optimizer, reference)
+    self._placed = placed
+    self._kept = train_state.in_memory(
+      (placed.opt_state, placed.master), optimizer_memory
     )
-    placed, kept = place(), place(optimizer_memory)
-    self._placed, self.abstract = placed, train_state.abstract(shapes, kept)
-    self._kept = (kept.opt_state, kept.master)
+    opt_state, master = self._kept
+    self.abstract = train_state.abstract(
+      shapes, placed._replace(opt_state=opt_state, master=master)
+    )
     self._moves = optimizer_memory != "device"
     trained, _ = train_state.split(placed.params, placed.critic)
     replicated: Any = layout.sharding()

@@ -92,16 +92,14 @@ def shardings(
   layout: sharding.Layout,
   optimizer: optax.GradientTransformation,
   reference: references.Memory | None,
-  optimizer_memory: references.Memory = "device",
 ) -> TrainState:
   """Returns the shardings of a state.
 
   Moments, master copies and the reference are sharded like the parameters they
-  belong to, and may lie in the memory of the host.
+  belong to.
 
   Args:
     reference: where the reference lies; None is that there is none.
-    optimizer_memory: where moments and master copies lie.
   """
   replicated: Any = layout.sharding()
   params = layout.tree(policy_lib.of(config).axes)
@@ -112,14 +110,14 @@ def shardings(
     exact, _ = split(shapes.params, shapes.critic)
   opt_state = optimizer_shardings(optimizer, exact, trained, replicated)
   master = None if shapes.master is None else trained
-  opt_state, master = _in_memory((opt_state, master), optimizer_memory)
   state = TrainState(params, opt_state, replicated, master, critic)
   if reference is None:
     return state
-  return state._replace(reference=_in_memory(params, reference))
+  return state._replace(reference=in_memory(params, reference))
 
 
-def _in_memory(shardings: Any, memory: references.Memory) -> Any:
+def in_memory(shardings: Any, memory: references.Memory) -> Any:
+  """Returns a tree of the same shardings in the device's or host's memory."""
   kind = references.MEMORY_KINDS[memory]
   return jax.tree.map(lambda x: x.with_memory_kind(kind), shardings)
 
