@@ -1,27 +1,32 @@
 """Every schedule on one task, as measured here and as simulated.
 
-  python -m benchmarks.overlap [--rounds=8] [--repeats=3] [--tasks=as_is,slow]
+  python -m benchmarks.overlap [--rounds=8] [--repeats=3]
+      [--tasks=as_is,slow,accelerator]
 
 Each schedule of configs/guess_number_schedules.py runs from the same weights,
 with the same seed, tasks and number of trained groups, on the same engine and
-learner: the task as it is, and with environment steps of a log-normal time,
-median 30 ms, sigma 1. Repeats take the schedules in turn, every other one
-backwards, and a row shows medians. Rounds in which the bound lets decoding run
-ahead, at the start, or in which nothing follows, at the end, do not count.
+learner: the task as it is; with environment steps of a log-normal time, median
+30 ms, sigma 1; and with 10 ms of sleep in each decode dispatch, the stand-in of
+an accelerator, for the meshes of one machine share its cores but not a sleep.
+Repeats take the schedules in turn, every other one backwards, and a row shows
+medians. Rounds in which the bound lets decoding run ahead, at the start, or in
+which nothing follows, at the end, do not count.
 
 The simulation is calibrated from two runs of `sync` of each repeat, for each
 task, and from nothing else, see calibration.py: all other schedules are
 predictions. A prediction is compared with the run of its own repeat, because
 the machine is not as fast in the next one; the ratio is the median of these.
-Prints both, and what is more than 15 % off; writes
-benchmarks/results/overlap.json.
+Prints both, the step T* of a perfect schedule (rl/simulation/result.py), and
+what is more than 15 % off; writes benchmarks/results/overlap.json.
 """
 
 import asyncio
 import dataclasses
 import math
 import statistics
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from absl import app
 from absl import flags as absl_flags
@@ -33,17 +38,21 @@ from launch.cli import flags, jax_setup
 from rl import assemble
 from rl import experiment as experiment_lib
 from rl.audit import event_log, token_ledger
-from rl.runtime import trace
+from rl.pools import router, weight_publisher
+from rl.runtime import mesh_thread, trace
 from rl.schedule import overlap
 from rl.simulation import result as simulation_result
 from rl.simulation import simulate
 
 _ROUNDS = absl_flags.DEFINE_integer("rounds", 8, "Rounds of each run.")
 _REPEATS = absl_flags.DEFINE_integer("repeats", 3, "Runs of each schedule.")
-_TASKS = absl_flags.DEFINE_list("tasks", ["as_is", "slow"], "Which tasks.")
+_TASKS = absl_flags.DEFINE_list(
+  "tasks", ["as_is", "slow", "accelerator"], "Which tasks."
+)
 _SCHEDULES = absl_flags.DEFINE_list(
   "schedules", list(guess_number_schedules.SCHEDULES), "Which schedules."
 )
+_SLEEP_S = 0.01
 _SIMULATED = 16
 _MAX_PASSES = 4
 _SETTLED = 0.05
@@ -64,7 +73,48 @@ TASKS: Mapping[
 ] = {
   "as_is": lambda experiment: experiment,
   "slow": _slowed,
+  "accelerator": lambda experiment: experiment,
 }
+
+
+class _DecodeThread(mesh_thread.MeshThread):
+  """The thread of a mesh whose dispatches also sleep, off all cores.
+
+  Attributes:
+    sleep_s: of each dispatch.
+  """
+
+  sleep_s = 0.0
+
+  def submit(
+    self, name: str, function: Callable[..., Any], *args
+  ) -> asyncio.Future[Any]:
+    """Queues a program; a dispatch takes `sleep_s` longer."""
+
+    def slept(*args) -> Any:
+      time.sleep(self.sleep_s)
+      return function(*args)
+
+    return super().submit(name, slept if name == "decode" else function, *args)
+
+
+def _on_decode_thread(
+  parts: assemble.Parts,
+) -> tuple[assemble.Parts, _DecodeThread]:
+  """Returns the parts with an engine whose dispatches may sleep."""
+  experiment = parts.experiment
+  thread = _DecodeThread("decode", parts.spans)
+  model = weight_publisher.pool_model(
+    experiment.model, experiment.publishing.dtype
+  )
+  engines = assemble.engines(
+    experiment.engine, model, parts.decode_layouts, [thread]
+  )
+  serving = router.Router(engines, routing=experiment.routing, log=parts.log)
+  slow = dataclasses.replace(
+    parts, engines=engines, decode_threads=[thread], router=serving
+  )
+  return slow, thread
 
 
 # What a run was worth, measured or simulated.
@@ -167,9 +217,11 @@ def _simulated(settings: simulate.Simulation) -> _Row:
     RuntimeError: it broke a promise of the schedule.
   """
   record = simulate.simulate(settings)
-  if broken := simulation_result.measure(record).violations:
+  result = simulation_result.measure(record)
+  if broken := result.violations:
     raise RuntimeError(f"the simulation broke its promises: {broken[:3]}")
-  return outcome(record.events, record.spans, settings.overlap, settings.rounds)
+  row = outcome(record.events, record.spans, settings.overlap, settings.rounds)
+  return row | {"ideal_s": result.ideal_s}
 
 
 # Running all of them.
@@ -181,16 +233,20 @@ _Runs = Mapping[str, Sequence[_Pair]]
 
 async def run_all(base: experiment_lib.Experiment) -> dict[str, _Runs]:
   """Returns for each task the runs by schedule."""
-  parts = assemble.build(base)
+  built = assemble.build(base)
+  parts, thread = _on_decode_thread(built)
   bench = one_engine.Bench(parts)
   runs: dict[str, _Runs] = {}
   try:
     await bench.start()
     for task in _TASKS.value:
       experiment = TASKS[task](base)
+      thread.sleep_s = _SLEEP_S if task == "accelerator" else 0.0
       runs[task] = await _repeat(bench, experiment)
   finally:
     await parts.close()
+    for unused in built.decode_threads:
+      unused.close()
   return runs
 
 
@@ -280,9 +336,9 @@ def _print_measured(rows: Sequence[dict]) -> None:
   print(
     "\n| task | schedule | a round | speed-up | learner busy | decode busy |"
     " both at once | lag, mean and largest | useful tokens | success |"
-    " simulated |"
+    " simulated | T* |"
   )
-  print("|---|---|---|---|---|---|---|---|---|---|---|")
+  print("|---|---|---|---|---|---|---|---|---|---|---|---|")
   sync = {
     row["task"]: row["measured"]["step_s"]
     for row in rows
@@ -298,7 +354,7 @@ def _print_measured(rows: Sequence[dict]) -> None:
       f" {1e3 * got['both_busy_s'] / rounds:.0f} ms |"
       f" {got['lag']:.2f}, {got['max_lag']:.0f} | {got['useful']:.0%} |"
       f" {got['success']:.1%} |"
-      f" {row['ratio']:.2f}x |"
+      f" {row['ratio']:.2f}x | {1e3 * row['simulated']['ideal_s']:.0f} ms |"
     )
 
 
