@@ -121,23 +121,26 @@ class Selection:
     *,
     penalties: Sequence[Float[np.ndarray, " _"]] | None = None,
     values: Sequence[Float[np.ndarray, " _"]] | None = None,
+    finals: Sequence[float] | None = None,
   ) -> advantages.Estimate:
     """Returns the advantages of `members` and their returns, in float32.
 
     Args:
       penalties, values: of the sampled tokens of each of these members, as in
         `returns.EpisodeReturnInputs`.
+      finals: the critic's value of the last state of each.
 
     Raises:
       ValueError: the estimator needs values, and there are none.
     """
     estimator, nothing = self.estimator, [None] * len(self.members)
     inputs = [
-      return_inputs(member, penalty, value)
-      for member, penalty, value in zip(
+      return_inputs(member, penalty, value, final or 0.0)
+      for member, penalty, value, final in zip(
         self.members,
         nothing if penalties is None else penalties,
         nothing if values is None else values,
+        nothing if finals is None else finals,
         strict=True,
       )
     ]
@@ -195,9 +198,15 @@ def return_inputs(
   member: trajectory.Trajectory,
   penalties: Float[np.ndarray, " T"] | None = None,
   values: Float[np.ndarray, " T"] | None = None,
+  final: float = 0.0,
 ) -> returns.EpisodeReturnInputs:
-  """Returns an estimator's view of a member, which must be usable."""
+  """Returns an estimator's view of a member, which must be usable.
+
+  Args:
+    final: the critic's value of its last state.
+  """
   assert member.reward is not None  # As it is usable.
+  is_cut = member.status is trajectory.Status.TRUNCATED
   return returns.EpisodeReturnInputs(
     reward=float(member.reward),
     turns=np.repeat(
@@ -208,6 +217,7 @@ def return_inputs(
     histories=_histories(member),
     penalties=penalties,
     values=values,
+    bootstrap=final if is_cut else 0.0,
   )
 
 

@@ -23,6 +23,8 @@ class EpisodeReturnInputs(NamedTuple):
     histories: all ids before each turn, as K keys.
     penalties: a KL to subtract from the reward of each token, weight included.
     values: the critic's, of the state before each sampled token.
+    bootstrap: the critic's, of the state in which a limit cut the episode; 0
+      of one that ended by itself.
   """
 
   reward: float
@@ -32,6 +34,7 @@ class EpisodeReturnInputs(NamedTuple):
   histories: Sequence[bytes]
   penalties: Float[np.ndarray, " T"] | None = None
   values: Float[np.ndarray, " T"] | None = None
+  bootstrap: float = 0.0
 
 
 def same(values: Float64[np.ndarray, " n"]) -> bool:
@@ -93,16 +96,19 @@ def gae(
   *,
   discount: float,
   lambda_: float,
+  bootstrap: float = 0.0,
 ) -> Float64[np.ndarray, " T"]:
-  """Returns generalised advantage estimates of an episode that has ended.
+  """Returns generalised advantage estimates of an episode.
 
   Args:
     values: of the state before each sampled token. The reply of an
       environment is not a step: after the last token of a turn comes the first
-      of the next one. After the last of all the value is 0.
+      of the next one.
+    bootstrap: the value after the last of all: 0 where the episode has ended.
 
-  Source: arXiv 1506.02438, eq. 16, as the recursion of PPO, 1707.06347, eq. 11.
+  Source: arXiv 1506.02438, eq. 16, as the recursion of PPO, 1707.06347, eq. 11;
+  partial-episode bootstrapping, Pardo et al., 1712.00378.
   """
   wide = values.astype(np.float64)
-  following = np.append(wide[1:], 0.0)
+  following = np.append(wide[1:], bootstrap)
   return to_go(rewards + discount * following - wide, discount * lambda_)

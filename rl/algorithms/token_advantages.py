@@ -18,6 +18,7 @@ from rl.algorithms import returns as returns_lib
 from rl.settings import checks
 
 Over = Literal["tokens", "members"]
+AtLimit = Literal["bootstrap", "end"]
 _Members = advantages_lib.Members
 _PerTurn = list[Float64[np.ndarray, " _"]]
 
@@ -152,22 +153,28 @@ class Gae(advantages_lib.Estimator):
   """Generalised advantage estimation with a critic.
 
   The returns that the critic learns are advantage + value. Only sampled tokens
-  are steps. A truncated episode ends like any other: its reward is the last.
+  are steps.
 
   Unbiased for lambda_ = 1, whatever the critic says, before whitening. Below 1
-  it is biased by as much as the critic is wrong.
+  it is biased by as much as the critic is wrong, as it is for any lambda_ where
+  an episode was cut.
 
   Attributes:
     discount, lambda_: a token.
+    at_limit: what follows an episode that a limit of turns or tokens cut off.
+      "bootstrap": what the critic expects of the state that it was cut in, as
+      if it had gone on. "end": nothing, as of any other; right where the limit
+      is a part of the task, so that being slow has to cost something.
     whitened: whitens over the tokens of an update, which needs all its groups
       at once.
     eps: added to the deviation then.
 
-  Source: arXiv 1506.02438, eq. 16.
+  Source: arXiv 1506.02438, eq. 16; limits of time, 1712.00378.
   """
 
   discount: float = 1.0
   lambda_: float = 0.95
+  at_limit: AtLimit = "bootstrap"
   whitened: bool = False
   eps: float = 1e-8
 
@@ -213,6 +220,7 @@ class Gae(advantages_lib.Estimator):
         member.values,
         discount=self.discount,
         lambda_=self.lambda_,
+        bootstrap=member.bootstrap if self.at_limit == "bootstrap" else 0.0,
       )
       found.advantages.append(own)
       found.returns.append(own + member.values)

@@ -247,6 +247,32 @@ def collect(
   ]
 
 
+def collect_states(
+  packed: Packed, scores: Sequence[Float32[np.ndarray, "B L"]]
+) -> list[Float32[np.ndarray, " _states"]]:
+  """Returns the scores of the states that each trajectory went through.
+
+  They are those before each of its T sampled tokens, and that after its last
+  id; one 0 for a trajectory without a place.
+
+  Args:
+    scores: of the state after each id, of each batch, on the host.
+  """
+  found = []
+  for place in packed.places:
+    if place is None or not len(place.index):
+      found.append(np.zeros(1, np.float32))
+      continue
+    batch, row = packed.batches[place.batch], place.row
+    before = place.index - 1
+    if batch.prefix is not None:
+      before = batch.prefix.previous[row, place.index]
+    segments = batch.segments[row]
+    last = np.flatnonzero(segments == segments[place.index[0]])[-1]
+    found.append(scores[place.batch][row, np.append(before, last)])
+  return found
+
+
 def _by_prompt(
   trajectories: Sequence[trajectory.Trajectory],
 ) -> list[packing.RowPart]:

@@ -128,6 +128,8 @@ class Trajectory:
     parts: named parts of the reward.
     fault: what went wrong, in words; empty when nothing did.
     metrics: the environment's own numbers, summed over its steps.
+    unanswered: ids that followed the last answer of a TRUNCATED episode, as
+      far as the limit of its tokens went: the state that the limit cut it in.
   """
 
   task_id: str
@@ -140,6 +142,9 @@ class Trajectory:
   fault: str = ""
   graded_reward: float | None = None
   metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
+  unanswered: Int32[np.ndarray, " P"] = dataclasses.field(
+    default_factory=lambda: np.zeros(0, np.int32)
+  )
 
   def __post_init__(self):
     """Fills in the graded reward."""
@@ -155,9 +160,14 @@ class Trajectory:
     if not firsts:
       return [self]
     cuts = itertools.pairwise([0, *firsts, len(self.turns)])
-    return [
+    nothing = self.unanswered[:0]
+    *earlier, last = (
       dataclasses.replace(self, turns=self.turns[start:end])
       for start, end in cuts
+    )
+    return [
+      *(dataclasses.replace(one, unanswered=nothing) for one in earlier),
+      last,
     ]
 
   @property
@@ -294,6 +304,7 @@ def trajectory_to_json(trajectory: Trajectory) -> dict[str, Any]:
     "parts": dict(trajectory.parts),
     "fault": trajectory.fault,
     "metrics": dict(trajectory.metrics),
+    "unanswered": trajectory.unanswered.tolist(),
   }
 
 
@@ -325,6 +336,7 @@ def trajectory_from_json(data: Mapping[str, Any]) -> Trajectory:
     parts=data["parts"],
     fault=data["fault"],
     metrics=data.get("metrics", {}),
+    unanswered=np.asarray(data.get("unanswered", []), np.int32),
   )
 
 

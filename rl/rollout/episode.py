@@ -24,6 +24,7 @@ from rl.runtime import isolation
 from rl.runtime import watchdog as watchdog_lib
 
 _T = TypeVar("_T")
+_NOTHING = np.zeros(0, np.int32)
 _Request = Callable[..., contract.DecodeRequest]
 """Builds a request from the fields that differ from turn to turn."""
 
@@ -332,7 +333,10 @@ class PartialTrajectory:
     self.turns.append(turn)
 
   def end(
-    self, status: trajectory.Status, fault: str = ""
+    self,
+    status: trajectory.Status,
+    fault: str = "",
+    unanswered: Int32[np.ndarray, " P"] = _NOTHING,
   ) -> tuple[trajectory.Trajectory, base.Transcript]:
     """Returns the trajectory without its reward, and its text."""
     self.over = True
@@ -344,6 +348,7 @@ class PartialTrajectory:
       status=status,
       fault=fault,
       metrics=self.metrics,
+      unanswered=unanswered,
     )
     return partial, base.Transcript(self.messages, self.rewards)
 
@@ -473,7 +478,10 @@ async def _turns(
     )
     context = _encode(append, step.messages)
     ids = np.concatenate([ids, completion.tokens, context])
-  return partial.end(trajectory.Status.TRUNCATED)
+  room = max(limits.max_tokens - len(ids) + len(context), 0)
+  return partial.end(
+    trajectory.Status.TRUNCATED, unanswered=context[:room].copy()
+  )
 
 
 def _request(

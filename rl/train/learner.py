@@ -76,15 +76,7 @@ def score_tokens(
   placed = _as_jax(batch)
   prefix = placed.prefix
   policy = policy_lib.of(config).bind(params)
-  hidden, aux = policy.hidden(
-    placed.tokens,
-    placed.positions,
-    placed.segments,
-    parents=prefix and prefix.parents,
-    copies=prefix and prefix.copies,
-    experts=placed.experts,
-    layout=layout,
-  )
+  hidden, aux = _hidden(policy, placed, layout)
   targets = placed.tokens
   if prefix is not None:
     hidden = jnp.take_along_axis(hidden, prefix.previous[..., None], 1)
@@ -109,6 +101,22 @@ def score_tokens(
   has_routers = config.num_sparse > 0
   return objective_lib.Scored(
     logprobs, entropy, values, aux if has_routers else None
+  )
+
+
+def _hidden(
+  policy: Any, batch: Any, layout: sharding.Layout
+) -> tuple[Float[Array, "B L D"], Any]:
+  """Returns the state after every token, and statistics of the routers."""
+  prefix = batch.prefix
+  return policy.hidden(
+    batch.tokens,
+    batch.positions,
+    batch.segments,
+    parents=prefix and prefix.parents,
+    copies=prefix and prefix.copies,
+    experts=batch.experts,
+    layout=layout,
   )
 
 
@@ -211,9 +219,7 @@ class Learner:
       self._with_sums, donate_argnums=2, out_shardings=replicated
     )
     self._means = jax.jit(_means)
-    self._values = jax.jit(
-      lambda *args: self._scored(*args, through_body=True).values
-    )
+    self._values = jax.jit(self._states)
 
   def init(self, key: Array) -> train_state.TrainState:
     """Returns a fresh state, born sharded."""
@@ -258,7 +264,7 @@ class Learner:
     critic: definition.Params,
     batch: batch_lib.Batch,
   ) -> Float32[Array, "B L"]:
-    """Returns the critic's value before every token."""
+    """Returns the critic's value of the state after every token."""
     return self._values(params, critic, self.place(batch))
 
   def zero(self) -> Accumulator:
@@ -362,6 +368,16 @@ class Learner:
       temperature=self._temperature,
       through_body=through_body,
     )
+
+  def _states(
+    self,
+    params: definition.Params,
+    critic: definition.Params,
+    batch: batch_lib.Batch,
+  ) -> Float32[Array, "B L"]:
+    policy = policy_lib.of(self._config).bind(params)
+    hidden, _ = _hidden(policy, _as_jax(batch), self._layout)
+    return _values(critic, hidden)
 
   def _loss(
     self,

@@ -38,11 +38,13 @@ class Scores(NamedTuple):
       None if that is the policy that sampled.
     reference: the same under the policy to stay close to.
     values: the critic's, of the state before each token.
+    finals: the critic's, of the last state of each trajectory.
   """
 
   old: Tokens | None = None
   reference: Tokens | None = None
   values: Tokens | None = None
+  finals: Sequence[float] | None = None
 
   @property
   def columns(self) -> dict[batch_lib.Column, Tokens]:
@@ -84,6 +86,8 @@ class Scorer:
     """
     if old is None and self.reference is None and critic is None:
       return Scores()
+    if critic is not None:
+      trajectories = [_with_unanswered(one) for one in trajectories]
     packed = self.pack(trajectories)
     programs, reference = self.programs, self.reference
     under_old = under_reference = values = None
@@ -93,16 +97,23 @@ class Scorer:
       under_reference = functools.partial(reference, state)
     if critic is not None:
       values = functools.partial(programs.values, *critic)
-    return Scores(
+    found = Scores(
       old=await self._collect(packed, under_old),
       reference=await self._collect(packed, under_reference),
-      values=await self._collect(packed, values),
+    )
+    states = await self._collect(packed, values, batch_lib.collect_states)
+    if states is None:
+      return found
+    return found._replace(
+      values=[own[:-1] for own in states],
+      finals=[float(own[-1]) for own in states],
     )
 
   async def _collect(
     self,
     packed: batch_lib.Packed,
     score: Callable[[batch_lib.Batch], jax.Array] | None,
+    collect: Callable[..., Tokens] = batch_lib.collect,
   ) -> Tokens | None:
     if score is None:
       return None
@@ -110,7 +121,22 @@ class Scorer:
       await self.thread.run("score", _on_host, score, batch)
       for batch in packed.batches
     ]
-    return batch_lib.collect(packed, scores)
+    return collect(packed, scores)
+
+
+def _with_unanswered(one: trajectory.Trajectory) -> trajectory.Trajectory:
+  """Returns it up to the state in which it was cut, if it was."""
+  if not len(one.unanswered):
+    return one
+  nothing = np.zeros(0, np.int32)
+  rest = trajectory.Turn(
+    context=one.unanswered,
+    tokens=nothing,
+    logprobs=np.zeros(0, np.float32),
+    versions=nothing,
+    stop="length",
+  )
+  return dataclasses.replace(one, turns=[*one.turns, rest])
 
 
 def _on_host(

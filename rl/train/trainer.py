@@ -136,6 +136,17 @@ def _joined(
   ]
 
 
+def _last(
+  values: Sequence[float] | None,
+  members: Sequence[Sequence[trajectory.Trajectory]],
+) -> list[float] | None:
+  """Returns that of the last conversation of each member."""
+  if values is None:
+    return None
+  ends = itertools.accumulate(map(len, members))
+  return [values[end - 1] for end in ends]
+
+
 def _parted(
   values: scoring.Tokens,
   members: Sequence[Sequence[trajectory.Trajectory]],
@@ -285,6 +296,7 @@ class MeshTrainer:
     estimate = selection.estimate(
       penalties=_joined(penalties, members),
       values=_joined(scores.values, members),
+      finals=_last(scores.finals, members),
     )
     columns: dict[batch.Column, scoring.Tokens] = {
       "advantages": _parted(estimate.advantages, members),

@@ -106,14 +106,27 @@ def test_gae_of_three_tokens_is_as_worked_out_by_hand():
   assert got.tolist() == [0.25, 1.0, 4.0]
 
 
-def _exponential_average(rewards, values, discount, lambda_):
+def test_gae_of_an_episode_that_was_cut_goes_on_with_its_last_value():
+  # As above, with 6 after the end: the last delta is 8 + 3 - 4 = 7; and
+  # backwards, each with a quarter of the next: 7, 7/4, 7/16.
+  got = returns.gae(
+    np.array([0.0, 0.0, 8.0]),
+    np.array([1.0, 2.0, 4.0]),
+    discount=0.5,
+    lambda_=0.5,
+    bootstrap=6.0,
+  )
+  assert got.tolist() == [0.4375, 1.75, 7.0]
+
+
+def _exponential_average(rewards, values, discount, lambda_, bootstrap):
   """Returns (1 - lambda) times the sum of lambda^(n-1) of n-step advantages.
 
   The definition of arXiv 1506.02438, eq. 16; steps beyond the end repeat the
   last advantage, so what is left of the weights goes to it.
   """
   count = len(rewards)
-  following = np.append(values, 0.0)
+  following = np.append(values, bootstrap)
   out = []
   for t in range(count):
     steps, rest, total = count - t, 1.0, 0.0
@@ -129,11 +142,16 @@ def _exponential_average(rewards, values, discount, lambda_):
 
 @pytest.mark.parametrize("lambda_", [0.0, 0.3, 0.95, 1.0])
 @pytest.mark.parametrize("discount", [0.9, 1.0])
-def test_gae_is_the_exponential_average_of_its_definition(discount, lambda_):
+@pytest.mark.parametrize("bootstrap", [0.0, -1.7])
+def test_gae_is_the_exponential_average_of_its_definition(
+  bootstrap, discount, lambda_
+):
   draw = np.random.default_rng(1)
   rewards, values = draw.normal(size=(2, 17))
-  got = returns.gae(rewards, values, discount=discount, lambda_=lambda_)
-  expected = _exponential_average(rewards, values, discount, lambda_)
+  got = returns.gae(
+    rewards, values, discount=discount, lambda_=lambda_, bootstrap=bootstrap
+  )
+  expected = _exponential_average(rewards, values, discount, lambda_, bootstrap)
   np.testing.assert_allclose(got, expected, atol=1e-12)
 
 
@@ -157,6 +175,21 @@ def test_a_perfect_critic_leaves_no_advantage():
   values = returns.to_go(rewards, 0.95)
   got = returns.gae(rewards, values, discount=0.95, lambda_=0.7)
   np.testing.assert_allclose(got, np.zeros(30), atol=1e-14)
+
+
+@pytest.mark.parametrize("lambda_", [0.0, 0.7, 1.0])
+def test_a_perfect_critic_leaves_none_wherever_the_episode_is_cut(lambda_):
+  rewards = np.random.default_rng(5).normal(size=30)
+  values = returns.to_go(rewards, 0.95)
+  for cut in (1, 11, 29):
+    got = returns.gae(
+      rewards[:cut],
+      values[:cut],
+      discount=0.95,
+      lambda_=lambda_,
+      bootstrap=values[cut],
+    )
+    np.testing.assert_allclose(got, np.zeros(cut), atol=1e-14)
 
 
 @pytest.mark.parametrize(

@@ -136,6 +136,18 @@ def test_gae_steps_from_the_last_token_of_a_turn_to_the_first_of_the_next():
   assert found.returns[0].tolist() == [3, 4, 2]
 
 
+def test_gae_of_a_cut_episode_ends_there_only_if_it_is_told_so():
+  # Values 1, 2 and 4 in the state that it was cut in; 3 is earned by the end:
+  # deltas 2 - 1 and 3 + 4 - 2, or 3 - 2 where the limit is the end.
+  member = members.played(3.0, [2], values=[1, 2])._replace(bootstrap=4.0)
+  for at_limit, expected in (("bootstrap", [6, 5]), ("end", [2, 1])):
+    gae = token_advantages.Gae(lambda_=1.0, at_limit=at_limit)
+    found = gae([member])
+    assert found.advantages[0].tolist() == expected
+    assert found.returns is not None
+    assert found.returns[0].tolist() == [expected[0] + 1, expected[1] + 2]
+
+
 def test_gae_learns_from_equal_rewards_too():
   group = [members.played(1.0, [1], values=[0.25])] * 2
   assert not token_advantages.Gae().zero_variance(group)

@@ -320,6 +320,31 @@ def test_an_empty_batch_is_all_padding():
 
 
 @pytest.mark.parametrize("share", [False, True], ids=["own", "shared"])
+@pytest.mark.parametrize("seed", range(5))
+def test_states_are_those_before_each_token_and_after_the_last_id(seed, share):
+  draws = np.random.default_rng(seed)
+  episodes = [
+    *drawn.random_groups(draws),
+    drawn.episode([]),
+    drawn.episode([(3, 0)]),
+    drawn.episode([(2, 2), (3, 0)], 90_000),
+  ]
+  packed = batch.pack(
+    episodes, rows=4, length=25, version=9, share_prompts=share
+  )
+  # The score of a state is the id that led there.
+  read = batch.collect_states(
+    packed, [b.tokens.astype(np.float32) for b in packed.batches]
+  )
+  for states, episode in zip(read, episodes, strict=True):
+    if not episode.num_sampled:
+      assert states.tolist() == [0]
+      continue
+    at = np.flatnonzero(episode.sampled)
+    assert states.tolist() == episode.ids[[*(at - 1), -1]].tolist()
+
+
+@pytest.mark.parametrize("share", [False, True], ids=["own", "shared"])
 @pytest.mark.parametrize("seed", range(20))
 def test_what_is_written_by_trajectory_is_read_by_trajectory(seed, share):
   draws = np.random.default_rng(seed)

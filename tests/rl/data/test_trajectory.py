@@ -157,6 +157,11 @@ def test_json_keeps_every_bit_of_a_group():
       reward=None,
       fault="reward took over 30 s",
     ),
+    _trajectory(
+      index=2,
+      status=trajectory.Status.TRUNCATED,
+      unanswered=np.array([6, 7], np.int32),
+    ),
   )
   task = base.Task("game/train/3", 3, "train", 11, answer="42")
   group = dataclasses.replace(group, task=task, attempt=2, redundant_tokens=9)
@@ -175,6 +180,7 @@ def test_json_keeps_every_bit_of_a_group():
   faulted = again.trajectories[1]
   assert faulted.status is trajectory.Status.REWARD_FAULT
   assert faulted.reward is None
+  assert again.trajectories[2].unanswered.tolist() == [6, 7]
 
 
 def test_a_task_saved_before_tasks_had_answers_is_read():

@@ -50,6 +50,25 @@ def play(source, engine=None, **limits):
   return played
 
 
+@pytest.mark.parametrize(
+  ("limits", "unanswered"),
+  # "go", <agent>; "yes", <end>; "on", <agent>: the fifth id is the first of
+  # the two that were not answered.
+  [({"max_turns": 1}, [4, 2]), ({"max_tokens": 5}, [4])],
+)
+def test_a_cut_episode_keeps_what_it_had_no_answer_to(limits, unanswered):
+  cut = play(Foreign(step=returning(base.Step(SAID, 0.0, False))), **limits)
+  assert cut.status is trajectory.Status.TRUNCATED
+  assert cut.ids.tolist() == [3, 2, 5, 1]
+  assert cut.unanswered.tolist() == unanswered
+
+
+def test_an_episode_that_ended_has_nothing_to_answer():
+  ended = play(Foreign())
+  assert ended.status is trajectory.Status.COMPLETED
+  assert ended.unanswered.tolist() == []
+
+
 def returning(value):
   async def call(*args):
     return value

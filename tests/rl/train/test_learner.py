@@ -512,7 +512,7 @@ def episodes() -> scored_episodes.Episodes:
   near = scored_episodes.about(
     drawn.members, batch.collect(laid, scores), seed=1
   )
-  critics = batch.collect(laid, values)
+  critics = [own[:-1] for own in batch.collect_states(laid, values)]
   noise = np.random.default_rng(2)
   near.columns["values"] = [
     (own + noise.normal(scale=0.5, size=own.shape)).astype(np.float32)

@@ -68,8 +68,9 @@ def group(*members):
 class Programs(fakes.FakeLearner):
   """A learner of few words.
 
-  Under weights of n updates token `id` has -id / 10 - n / 4 nats, and before
-  it the critic says (id - 5) / 2.
+  Under weights of n updates token `id` has -id / 10 - n / 4 nats. Of the state
+  before it the critic says (id - 5) / 2, and of the last in a row 8 more than
+  of the id that led there.
   """
 
   def __init__(self):
@@ -87,7 +88,10 @@ class Programs(fakes.FakeLearner):
     return nats.astype(np.float32)
 
   def values(self, params, critic, batch):
-    return (batch.tokens - 5).astype(np.float32) / 2
+    said = (batch.tokens - 5).astype(np.float32) / 2
+    after = np.roll(said, -1, axis=1)
+    follows = np.roll(batch.segments, -1, axis=1) == batch.segments
+    return np.where(follows, after, said + 8)
 
   def column(self, name) -> dict[int, float]:
     """The value of each sampled id there; each has one."""
@@ -237,6 +241,22 @@ def test_gae_learns_from_the_values_of_the_critic():
   assert programs.column("returns") == pytest.approx(returns)
 
 
+def test_gae_expects_more_of_an_episode_that_was_cut():
+  programs = Programs()
+  ended = member(1.0, [2])
+  cut = dataclasses.replace(
+    member(1.0, [2], first=7),
+    status=trajectory.Status.TRUNCATED,
+    unanswered=np.array([9, 3], np.int32),
+  )
+  gae = token_advantages.Gae(lambda_=0.0)
+  trained(once(group(ended, cut)), programs, presets.Ppo(advantage=gae))
+  # Values 0, 0.5 and 1, 1.5; behind the last id that was seen, 3, there is
+  # (3 - 5) / 2 + 8 = 7. What was not answered is not trained.
+  found = programs.column("advantages")
+  assert found == pytest.approx({5: 0.5, 6: 0.5, 7: 0.5, 8: 1 + 7 - 1.5})
+
+
 def test_without_a_critic_a_reference_or_a_second_policy_nothing_is_scored():
   programs = Programs()
   trained(once(group(member(1.0), member(0.0))), programs, presets.Grpo())
@@ -312,7 +332,10 @@ def real(dense_config):
 def test_scores_are_those_of_each_trajectory_on_its_own(
   real, dense_config, share_prompts
 ):
-  members = [member(1.0, [2, 3]), member(0.0, [4]), member(0.0, [1], first=9)]
+  cut = dataclasses.replace(
+    member(0.0, [4]), unanswered=np.array([3, 2], np.int32)
+  )
+  members = [member(1.0, [2, 3]), cut, member(0.0, [1], first=9)]
   state = real.init(jax.random.key(1))
   critic = {
     "kernel": np.linspace(-1, 1, dense_config.d_model, dtype=np.float32),
@@ -338,9 +361,11 @@ def test_scores_are_those_of_each_trajectory_on_its_own(
   assert found.old is not None
   assert found.reference is not None
   assert found.values is not None
+  assert found.finals is not None
   model = policy_lib.of(dense_config).bind(state.params)
   for i, own in enumerate(members):
-    ids, at = own.ids, np.flatnonzero(own.sampled)
+    at = np.flatnonzero(own.sampled)
+    ids = np.append(own.ids, own.unanswered)
     hidden, _ = model.hidden(
       jnp.asarray(ids)[None],
       jnp.arange(len(ids))[None],
@@ -348,10 +373,11 @@ def test_scores_are_those_of_each_trajectory_on_its_own(
     )
     logits = logprobs_lib.logits(model.terms(hidden[0]))
     logprobs = np.asarray(jax.nn.log_softmax(logits))[at - 1, ids[at]]
-    values = np.asarray(hidden[0] @ critic["kernel"])[at - 1] + 0.5
+    states = np.asarray(hidden[0] @ critic["kernel"]) + 0.5
     np.testing.assert_allclose(found.old[i], logprobs, atol=1e-5)
     np.testing.assert_array_equal(found.reference[i], found.old[i])
-    np.testing.assert_allclose(found.values[i], values, atol=1e-5)
+    np.testing.assert_allclose(found.values[i], states[at - 1], atol=1e-5)
+    np.testing.assert_allclose(found.finals[i], states[-1], atol=1e-5)
 
 
 def test_a_critic_comes_to_know_what_episodes_earn(real):
