@@ -95,6 +95,16 @@ OTHERS = {
     old=1,
   ),
 }
+_LATE: dict[str, corrections.Correction | None] = {
+  "": corrections.TokenTruncated(),
+  ", not weighed": None,
+  ", whole ratios": corrections.SequenceTruncated(cap=math.inf),
+}
+KL = {
+  estimator + name: kl_lib.KlPenalty(estimator=estimator, late=late)
+  for estimator in ("k2", "k3", "k3_plus")
+  for name, late in _LATE.items()
+}
 STATED = {
   type(estimator).__name__: estimator
   for estimator in (
@@ -213,20 +223,17 @@ def measure_aggregate(aggregate: loss_aggregation.Aggregate) -> Direction:
   return _direction(tabular_estimates.exact(rule, lags, better))
 
 
-def measure_kl(
-  estimator: kl_lib.KlEstimator,
-) -> dict[str, tuple[float, float]]:
+def measure_kl(penalty: kl_lib.KlPenalty) -> dict[str, tuple[float, float]]:
   """Returns lag -> (bias, cosine) of a KL loss; the reference is of lag 4.
 
   The oracle is the gradient of KL(policy, reference) in the states visited.
   """
   oracle, _ = tabular_estimates.kl_gradients(reference=4)
-  penalty = kl_lib.KlPenalty(estimator=estimator)
   return {
-    f"lag {lag}": tabular_estimates.bias(
-      tabular_estimates.kl_loss_gradient(penalty, reference=4, lag=lag), oracle
+    name: tabular_estimates.bias(
+      tabular_estimates.kl_loss_gradient(penalty, 4, lags), oracle
     )
-    for lag in (0, 1, 2, 4)
+    for name, lags in LAGS.items()
   }
 
 
@@ -252,16 +259,22 @@ def main(argv: list[str]) -> None:
   for name, found in directions.items():
     error = f" ± {100 * found.error:.1f}" if found.error else ""
     print(f"| {name} | {100 * found.aside:.1f}{error} % | {found.factor:.3f} |")
-  kl = {name: measure_kl(name) for name in ("k2", "k3", "k3_plus")}
+  kl = {name: measure_kl(penalty) for name, penalty in KL.items()}
   for name, by_lag in kl.items():
     cells = [f"{lag} {100 * off:.1f} %" for lag, (off, _) in by_lag.items()]
     print(f"{name} as a loss, bias: {', '.join(cells)}")
+  far, _ = tabular_estimates.bias(
+    tabular_estimates.kl_gradients(reference=4)[0],
+    tabular_estimates.kl_of_episodes_gradient(reference=4),
+  )
+  print(f"of the KL of whole episodes a loss leaves out {100 * far:.1f} %")
   machine.keep(
     "estimator_bias",
     columns=["bias", "cosine"],
     off_policy=off_policy,
     on_policy={n: dataclasses.asdict(d) for n, d in directions.items()},
     kl=kl,
+    kl_left_out=far,
   )
 
 

@@ -1,13 +1,16 @@
-"""KL divergence to a reference policy, token by token, as a penalty."""
+"""KL divergence to a reference policy, token by token, as a penalty.
+
+Letters: L row length.
+"""
 
 import dataclasses
 from typing import Literal, assert_never
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
-from rl.algorithms import packed_row
+from rl.algorithms import corrections, packed_row
 from rl.settings import checks
 
 KlEstimator = Literal["k1", "k2", "k3", "k3_plus"]
@@ -27,46 +30,63 @@ class KlPenalty:
     gradient as a loss is that of the reverse, KL(reference, pi).
   - k3_plus: the value of k3 with the gradient of k2.
 
-  So only k2 and k3_plus have the gradient of what they estimate, and k1 is for
-  rewards alone. All are biased on late tokens, which nothing weighs here:
-  the gradient of k2 and k3_plus by 6 % at lag 1 and 27 % at lag 4, on the task
-  of benchmarks/estimator_bias.py. k3 takes gaps below -20 nats as -20.
+  As a loss only k2 and k3_plus have the gradient of what they estimate: of the
+  divergence in each state that the policy comes to. That a token decides which
+  states come next is left out; it is 4 % of the gradient of the KL of whole
+  episodes, on the task of benchmarks/estimator_bias.py. All of that gradient
+  has k1 in the reward, with an advantage that is unbiased, such as `Rloo`, as
+  each token then has a part in what later ones cost. k2, k3 and k3_plus in the
+  reward leave out their own gradient.
+
+  As a loss they are biased on late tokens as well: the gradient of k2 and
+  k3_plus, weighed by single tokens as `late` does unless it is set, by 2 % at
+  lag 1 and 9 % at lag 4; not weighed, by 6 % and 27 %; weighed by
+  `SequenceTruncated(cap=inf)`, not at all. In the reward it is weighed
+  together with the advantage. k3 takes gaps below -20 nats as -20.
 
   Attributes:
     weight: price of a nat.
     where: "loss" adds it to the loss of each token; "reward" takes it from the
       reward of each token, where it is a number without a gradient.
+    late: weighs it, as a loss, for the gap between the policy that is trained
+      and the one that sampled; None does not.
 
   Source: Schulman 2020, "Approximating KL divergence"; k3 as a loss: GRPO,
-  arXiv 2402.03300, eq. 4; k3_plus, k3 with the gradient of k2: verl.
+  arXiv 2402.03300, eq. 4; k3_plus, k3 with the gradient of k2: verl; weights:
+  DeepSeek-V3.2, 2512.02556, eq. 7.
   """
 
   estimator: KlEstimator = "k3_plus"
   weight: float = 0.001
   where: Literal["loss", "reward"] = "loss"
+  late: corrections.Correction | None = corrections.TokenTruncated()
 
   def validate(self) -> None:
-    """Raises ValueError on k1 as a loss, or a weight that is not above 0."""
+    """Raises ValueError on k1 as a loss, or weights that mean nothing."""
     out = "use kl=none to leave it out"
     checks.finite_above(self, 0, "weight", out=out)
     if self.estimator == "k1" and self.where == "loss":
       why = "its gradient has mean 0; use k2 or k3_plus, or where=reward"
       checks.refuse(self, "estimator", "where", why=why)
+    if self.late is not None and not self.late.compares_old:
+      why = "it compares the policy that is trained with that same policy"
+      out = "use late=token_truncated, or none"
+      checks.refuse(self, "late", why=why, out=out)
 
   def __call__(
-    self,
-    logprobs: Float[Array, "*shape"],
-    reference: Float[Array, "*shape"],
-    sampled: Bool[Array, "*shape"],
-  ) -> Float[Array, "*shape"]:
+    self, row: packed_row.Row, reference: Float[Array, " L"]
+  ) -> Float[Array, " L"]:
     """Returns the estimate of each token in nats, without the weight.
 
-    Args:
-      logprobs: of the policy.
-      sampled: where it is false the estimate is 0, whatever stands there.
+    It is 0 where nothing was sampled, whatever stands there.
     """
-    gap = jnp.where(sampled, logprobs - reference, 0.0)
-    return estimate(self.estimator, gap)
+    found = estimate(
+      self.estimator, packed_row.log_ratio(row.logprobs, reference, row)
+    )
+    if self.late is None:
+      return found
+    now = row._replace(old=jax.lax.stop_gradient(row.logprobs))
+    return found * jnp.where(row.sampled, self.late(now).weights, 0.0)
 
 
 def estimate(

@@ -121,7 +121,8 @@ class ObjectiveSums(NamedTuple):
     lag_tokens, lag_kl: tokens by how many versions they are late, and
       KL(behaviour, policy) of each as k3 has it; the last entry is of all that
       are later.
-    kl: to the reference, by the penalty's estimator, without its weight.
+    kl: to the reference, by the penalty's estimator, without its weight; of
+      late tokens as it weighs them.
     critic: without the weight of its loss; None without one.
     margin, accuracy: of pairs, and the share whose margin is above 0, as the
       loss is aggregated; None without pairs.
@@ -261,7 +262,9 @@ def of_batch(
     more *= placed.entropy_weights
   kl = critic = None
   if (penalty := objective.loss_kl) is not None:
-    kl = _kl(penalty, scored.logprobs, batch)
+    if placed.reference is None:
+      raise ValueError("a batch without log-probabilities of the reference")
+    kl = jax.vmap(penalty)(rows, placed.reference)
     more += penalty.weight * kl
   if scored.values is not None:
     value_loss, critic = value_loss_lib.of_batch(
@@ -323,15 +326,6 @@ def _corrected(
     masked=_count(found.masked & rows.sampled),
   )
   return loss * weights, sums
-
-
-def _kl(
-  penalty: kl_lib.KlPenalty, logprobs: Float[Array, "B L"], batch: Any
-) -> Float[Array, "B L"]:
-  """Returns the estimate for each sampled token, 0 elsewhere."""
-  if batch.reference is None:
-    raise ValueError("a batch without log-probabilities of the reference")
-  return penalty(logprobs, batch.reference, batch.sampled)
 
 
 def _by_lag(

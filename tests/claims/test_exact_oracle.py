@@ -227,15 +227,11 @@ def test_a_kl_in_the_reward_has_the_gradient_of_return_less_kl(estimator):
   # k1 sums to log policy - log reference of the path, whose mean is the KL; the
   # policy in it adds nothing, as the mean of its own gradient is 0.
   penalty = kl_lib.KlPenalty(estimator="k1", weight=0.3, where="reward")
-  sampled = tabular.paths().sampled
   now, reference = (tabular.logprobs(tabular.old(n))[0] for n in (0, 4))
   gaps = penalty.weight * np.asarray(
-    penalty(*map(jnp.asarray, (now, reference, sampled))), np.float64
+    kl_lib.estimate(penalty.estimator, jnp.asarray(now - reference)), np.float64
   )
-  truth = tabular.gradient(
-    tabular.TABLES[0],
-    tabular.paths().rewards - 0.3 * (now - reference).sum(-1),
-  )
+  truth = oracle() - 0.3 * estimates_lib.kl_of_episodes_gradient(reference=4)
   if estimator == "to go":
     zeros = np.zeros_like(gaps)
     found = alone(token_advantages.Gae(lambda_=1.0), zeros, gaps)
@@ -249,23 +245,35 @@ def test_a_kl_in_the_reward_has_the_gradient_of_return_less_kl(estimator):
 
 def test_as_a_loss_k2_and_k3_plus_have_the_gradient_of_the_kl():
   truth, _ = estimates_lib.kl_gradients(reference=4)
+  whole = estimates_lib.kl_of_episodes_gradient(reference=4)
   for kind in ("k2", "k3_plus"):
     penalty = kl_lib.KlPenalty(estimator=kind)
-    found = estimates_lib.kl_loss_gradient(penalty, reference=4)
+    found = estimates_lib.kl_loss_gradient(penalty, 4, LAGS["lag 0"])
     assert far(found, truth) < UP_TO_FLOAT32
+    # That of whole episodes has another part.
+    assert 100 * far(found, whole) == pytest.approx(4, abs=0.5)
+
+
+@pytest.mark.parametrize("kind", ["k2", "k3_plus"])
+@pytest.mark.parametrize("lag", list(LAGS)[1:])
+def test_whole_ratios_correct_the_gradient_of_the_kl_at_any_lag(kind, lag):
+  truth, _ = estimates_lib.kl_gradients(reference=4)
+  penalty = kl_lib.KlPenalty(estimator=kind, late=WHOLE)
+  found = estimates_lib.kl_loss_gradient(penalty, 4, LAGS[lag])
+  assert far(found, truth) < UP_TO_FLOAT32
 
 
 def test_as_a_loss_k3_has_the_gradient_of_the_reverse_kl():
   truth, reverse = estimates_lib.kl_gradients(reference=4)
   penalty = kl_lib.KlPenalty(estimator="k3")
-  found = estimates_lib.kl_loss_gradient(penalty, reference=4)
+  found = estimates_lib.kl_loss_gradient(penalty, 4, LAGS["lag 0"])
   assert far(found, reverse) < UP_TO_FLOAT32
   assert far(found, truth) > 0.05
 
 
 def test_as_a_loss_k1_has_no_gradient_on_average():
   penalty = kl_lib.KlPenalty(estimator="k1")
-  found = estimates_lib.kl_loss_gradient(penalty, reference=4)
+  found = estimates_lib.kl_loss_gradient(penalty, 4, LAGS["lag 0"])
   np.testing.assert_allclose(found, 0.0, atol=1e-7)
 
 

@@ -41,8 +41,12 @@ def test_sequence_mean_states_its_bias_on_policy():
 
 @pytest.mark.parametrize("estimator", ["k2", "k3_plus"])
 def test_a_penalty_states_its_bias_as_a_loss_of_late_tokens(estimator):
-  measured = estimator_bias.measure_kl(estimator)
-  assert measured["lag 0"][0] < 1e-6
-  first, last = (measured[lag][0] for lag in ("lag 1", "lag 4"))
-  stated = f"by {first:.0%} at lag 1 and {last:.0%} at lag 4"
-  assert stated.replace("%", " %") in words(kl.KlPenalty())
+  biases = []
+  for weights in ("", ", not weighed"):
+    penalty = estimator_bias.KL[estimator + weights]
+    measured = estimator_bias.measure_kl(penalty)
+    assert measured["lag 0"][0] < 1e-6
+    biases += [measured[lag][0] for lag in ("lag 1", "lag 4")]
+  first, last, *others = (f"{100 * bias:.0f} %" for bias in biases)
+  stated = f"by {first} at lag 1 and {last} at lag 4; not weighed, by "
+  assert stated + " and ".join(others) in words(kl.KlPenalty())

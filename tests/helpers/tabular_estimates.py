@@ -244,8 +244,17 @@ def kl_gradients(
   )
 
 
+def kl_of_episodes_gradient(reference: int) -> Float64[np.ndarray, "S A"]:
+  """Returns the gradient of the KL between whole paths of both policies.
+
+  Unlike the first of `kl_gradients` it has all of it.
+  """
+  now, other = (tabular.logprobs(tabular.old(lag))[0] for lag in (0, reference))
+  return tabular.gradient(tabular.TABLES[0], (now - other).sum(-1))
+
+
 def kl_loss_gradient(
-  penalty: kl_lib.KlPenalty, reference: int, lag: int = 0
+  penalty: kl_lib.KlPenalty, reference: int, lags: Int[np.ndarray, "M T"]
 ) -> Float64[np.ndarray, "S A"]:
   """Returns the mean gradient of a penalty as a loss, weight left out.
 
@@ -253,19 +262,30 @@ def kl_loss_gradient(
 
   Args:
     reference: the version of that lag.
-    lag: of the version that samples.
+    lags: of the versions that sample.
   """
+  sampled = tabular.paths().sampled
   now, other = (
     jnp.asarray(tabular.logprobs(tabular.old(lag))[0], jnp.float32)
     for lag in (0, reference)
   )
-  sampled = jnp.asarray(tabular.paths().sampled)
-  slopes = jax.grad(lambda own: penalty(own, other, sampled).sum())(now)
-  chances = tabular.chances_under(tabular.TABLES[lag])
-  weights = chances[:, None] * np.asarray(slopes)
-  return tabular.along(tabular.TABLES[0], np.arange(len(weights)), weights).sum(
-    0
-  )
+
+  def total(logprobs: jax.Array, behaviour: jax.Array) -> jax.Array:
+    rows = packed_row.Row(
+      logprobs=logprobs,
+      old=behaviour,
+      behaviour=behaviour,
+      advantages=jnp.zeros_like(logprobs),
+      sampled=jnp.asarray(sampled),
+      segments=jnp.asarray(sampled, jnp.int32),
+    )
+    return jax.vmap(penalty)(rows, other).sum()
+
+  behaviours = jnp.asarray(tabular.logprobs(lags), jnp.float32)
+  slopes = [jax.grad(total)(now, behaviour) for behaviour in behaviours]
+  weights = tabular.probabilities(lags)[..., None] * np.asarray(slopes)
+  played = np.arange(len(sampled))
+  return tabular.along(tabular.TABLES[0], played, weights.mean(0)).sum(0)
 
 
 def controlled(

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rl.algorithms import kl
+from rl.algorithms import corrections, kl, packed_row
 
 pytestmark = pytest.mark.compiled
 
@@ -19,9 +19,20 @@ ESTIMATORS = get_args(kl.KlEstimator)
 EACH = pytest.mark.parametrize("estimator", ESTIMATORS)
 
 
-def _penalty(estimator):
+def _penalty(estimator, late=None):
   where = "reward" if estimator == "k1" else "loss"
-  return kl.KlPenalty(estimator=estimator, where=where)
+  return kl.KlPenalty(estimator=estimator, where=where, late=late)
+
+
+def _row(logprobs, sampled, behaviour=None):
+  return packed_row.Row(
+    logprobs=logprobs,
+    old=jnp.full_like(logprobs, jnp.nan),
+    behaviour=logprobs if behaviour is None else behaviour,
+    advantages=jnp.zeros_like(logprobs),
+    sampled=sampled,
+    segments=jnp.ones(logprobs.shape, jnp.int32),
+  )
 
 
 @WRAPS
@@ -106,7 +117,8 @@ def test_padding_leaks_into_neither_value_nor_gradient(wrap, estimator, poison):
 
   def run(logprobs, reference):
     def total(x):
-      found = _penalty(estimator)(x, reference, sampled)
+      weighed = _penalty(estimator, corrections.TokenTruncated())
+      found = weighed(_row(x, sampled, jnp.zeros(4)), reference)
       return found.sum(), found
 
     return jax.grad(total, has_aux=True)(logprobs)
@@ -129,10 +141,39 @@ def test_padding_leaks_into_neither_value_nor_gradient(wrap, estimator, poison):
 def test_batches_have_the_estimates_of_their_rows(estimator):
   rng = np.random.default_rng(1)
   logprobs, reference = jnp.asarray(rng.normal(size=(2, 3, 4)))
-  batch = (logprobs, reference, jnp.asarray(rng.random((3, 4)) < 0.5))
-  whole = _penalty(estimator)(*batch)
-  rows = [_penalty(estimator)(*row) for row in zip(*batch, strict=True)]
+  sampled = jnp.asarray(rng.random((3, 4)) < 0.5)
+  run = _penalty(estimator, corrections.SequenceTruncated())
+  whole = jax.vmap(run)(_row(logprobs, sampled, logprobs - 0.1), reference)
+  rows = [
+    run(_row(own, mask, own - 0.1), other)
+    for own, mask, other in zip(logprobs, sampled, reference, strict=True)
+  ]
   np.testing.assert_array_equal(whole, rows)
+
+
+@WRAPS
+def test_late_tokens_are_weighed_without_a_gradient_of_the_weight(wrap):
+  # Twice, half and eight times as likely as when they were sampled, of which 2
+  # is the cap; gaps of 1, 2 and -1 nats are slopes of k2.
+  now = jnp.asarray([-1.0, -2.0, -3.0])
+  behaviour = now - jnp.log(jnp.asarray([2.0, 0.5, 8.0]))
+  reference = now - jnp.asarray([1.0, 2.0, -1.0])
+  penalty = _penalty("k2", corrections.TokenTruncated())
+  everything = jnp.ones(3, bool)
+
+  def run(own):
+    found = penalty(_row(own, everything, behaviour), reference)
+    return found.sum(), found
+
+  gradient, values = wrap(jax.grad(run, has_aux=True))(now)
+  np.testing.assert_allclose(values, [2 / 2, 0.5 * 2, 2 / 2], rtol=1e-6)
+  np.testing.assert_allclose(gradient, [2, 1, -2], rtol=1e-6)
+
+
+def test_a_weight_that_compares_the_policy_with_itself_is_refused():
+  penalty = kl.KlPenalty(late=corrections.DppoMask())
+  with pytest.raises(ValueError, match=r"late=dppo_mask.*token_truncated"):
+    penalty.validate()
 
 
 def test_k1_as_a_loss_is_refused_with_the_way_out():

@@ -263,12 +263,13 @@ def test_every_part_counts_with_its_sign_and_its_weight(wrap):
   run = wrap(jax.value_and_grad(total, argnums=(0, 1, 2), has_aux=True))
   (value, sums), slopes = run(said, jnp.float32(1.5), jnp.float32(7.0))
   # Of a token: -3 x -1 nats, twice, as 4 is cut to 2; half of 2^2 / 2 for the
-  # KL; a quarter of (1 - 3)^2 / 2 for the value; less a tenth of the entropy.
-  each = 2 * 3 + 0.5 * 2 + 0.25 * 2 - 0.1 * 0.7
+  # KL, twice as well; a quarter of (1 - 3)^2 / 2 for the value; less a tenth of
+  # the entropy.
+  each = 2 * 3 + 2 * 0.5 * 2 + 0.25 * 2 - 0.1 * 0.7
   # Each trajectory has the mean of its own, and each the losses of the router.
   assert value == pytest.approx(2 * (each + 0.2 * 1.5 + 0.01 * 7))
-  # Half a token's 2 x -3 + 0.5 x 2, -0.1 and 0.25 x (1 - 3).
-  for slope, expected in zip(slopes[0], (-2.5, -0.05, -0.25), strict=True):
+  # Half a token's 2 x -3 + 2 x 0.5 x 2, -0.1 and 0.25 x (1 - 3).
+  for slope, expected in zip(slopes[0], (-2, -0.05, -0.25), strict=True):
     np.testing.assert_allclose(slope, np.full((2, 2), expected), rtol=1e-6)
   assert slopes[1:] == pytest.approx((2 * 0.2, 2 * 0.01))
   # What is told has no weight; all but the loss is summed by token.
@@ -276,7 +277,7 @@ def test_every_part_counts_with_its_sign_and_its_weight(wrap):
   assert sums.critic is not None
   told = (sums.entropy, sums.lag_kl[0], sums.kl, sums.critic.loss)
   late = 4 - 1 - math.log(4)
-  assert told == pytest.approx((4 * 0.7, 4 * late, 4 * 2, 4 * 2))
+  assert told == pytest.approx((4 * 0.7, 4 * late, 4 * 4, 4 * 2))
   assert (sums.ratio, sums.ratio_squared) == pytest.approx((4 * 4, 4 * 16))
 
 
