@@ -72,7 +72,8 @@ class ClippedSurrogate:
   DAPO's. Decoupled PPO (arXiv 2110.00641; AReaL, 2505.24298, section 5.2) is
   this with old scored again, which makes it the proximal policy, and the
   correction `TokenTruncated(cap=inf)`, which weighs by old / mu; with one step
-  a batch old is pi, and nothing is clipped. Bounds 1 and inf clip nothing.
+  of what was scored at once old is pi, and nothing is clipped: see `epochs` and
+  `old_logprob=snapshot`. Bounds 1 and inf clip nothing.
   Bias: 16 % at lag 1, 79 % at lag 4, 56 % mixed.
 
   Attributes:

@@ -261,7 +261,8 @@ def of_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
 def of_schedule(schedule: overlap.Overlap) -> dict[str, float]:
   """Returns the bounds of a round.
 
-  `updates_late_max`: update j of a round trains on data j updates old.
+  `updates_late_max`: within its own round update j trains on data j updates
+  old.
   """
   return {
     "staleness_bound": float(schedule.max_staleness),

@@ -70,7 +70,8 @@ class Overlap:
   Attributes:
     groups_per_round: R groups trained between two publishes.
     updates_per_round: optimizer steps in a round. Update j of a round trains
-      on data from weights j updates old.
+      on data from weights j updates old, and where rounds overlap on some that
+      is older by all updates of a round or more.
     groups_per_microbatch: groups of one gradient accumulation.
     wait_for_round: train only when the last group of the round is ready, as a
       synchronous system does; else as soon as a micro-batch is.
@@ -89,9 +90,11 @@ class Overlap:
     frontier_groups: F unfinished groups of a hard frontier.
     old_logprob: the policy in the denominator of the loss's ratio. "decode":
       the one that sampled each token, as the engine recorded it. "snapshot":
-      the weights at the beginning of the round. "recompute": those at the time
-      of training. `algorithm.correction` weighs the difference between either
-      of the last two and the engine.
+      the weights at the beginning of the round, the same for all its updates:
+      the proximal policy of decoupled PPO. "recompute": those at the time of
+      training, so that only `algorithm.epochs` take the ratio away from 1.
+      `algorithm.correction` weighs the difference between either of the last
+      two and the engine.
     redundancy: rollouts beyond need.
     too_slow_after: attempts in a row, in the place of one group, that grow too
       old before its source counts as too slow there and any source may take
@@ -164,9 +167,6 @@ class Overlap:
       why = "all in flight would end as faults; use on_publish=recompute"
       refuse("on_publish", why=why)
     if self.max_staleness:
-      if self.updates_per_round > 1:
-        why = "in flight, every update publishes; use updates_per_round=1"
-        refuse("updates_per_round", "max_staleness", why=why)
       if self.wait_for_round:
         why = "nothing is gained; use max_staleness=0, or wait_for_round=false"
         refuse("wait_for_round", "max_staleness", why=why)
@@ -303,6 +303,7 @@ def in_flight(
   max_staleness: int = 1,
   groups_per_microbatch: int | None = None,
   on_publish: contract.InFlight = "recompute",
+  updates_per_round: int = 1,
 ) -> Overlap:
   """Returns a schedule that plays on: weights arrive inside trajectories.
 
@@ -314,7 +315,10 @@ def in_flight(
   """
   return Overlap(
     groups_per_round=groups_per_round,
-    groups_per_microbatch=_microbatch(groups_per_round, groups_per_microbatch),
+    updates_per_round=updates_per_round,
+    groups_per_microbatch=_microbatch(
+      groups_per_round // max(updates_per_round, 1), groups_per_microbatch
+    ),
     max_staleness=max_staleness,
     on_publish=on_publish,
   )

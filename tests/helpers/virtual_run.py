@@ -43,6 +43,7 @@ SCHEDULES = {
   "bounded": overlap.bounded(4, 2, 2),
   "in flight, 1": overlap.in_flight(4, 1, 2),
   "in flight, 3": overlap.in_flight(4, 3, 1),
+  "in flight, updates": overlap.in_flight(4, 2, 1, updates_per_round=2),
   "keep kv": overlap.in_flight(4, 2, 2, on_publish="keep_kv"),
   "drop": dataclasses.replace(overlap.in_flight(4, 1, 2), consume="drop"),
   "recycle": dataclasses.replace(

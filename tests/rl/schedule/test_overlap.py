@@ -23,11 +23,6 @@ from rl.settings import checks
       "the 4 groups of an update; use 4",
     ),
     ({"max_staleness": -1}, "max_staleness=-1", "0 is synchronous"),
-    (
-      {"max_staleness": 1, "on_publish": "recompute", "updates_per_round": 2},
-      "updates_per_round=2",
-      "use updates_per_round=1",
-    ),
     # Whatever the bound: it would make faults of what is in flight.
     ({"on_publish": "abort"}, "on_publish=abort", "use on_publish=recompute"),
     (

@@ -84,6 +84,7 @@ MODES = {
   "one step off": overlap.one_step_off(8),
   "bounded": overlap.bounded(8, 2),
   "in flight": overlap.in_flight(8, 1),
+  "updates in flight": overlap.in_flight(8, 2, updates_per_round=4),
   "keep kv": overlap.in_flight(8, 2, on_publish="keep_kv"),
   "drop": dataclasses.replace(overlap.in_flight(8, 1), consume="drop"),
   "recycle": dataclasses.replace(overlap.in_flight(8, 1), consume="recycle"),

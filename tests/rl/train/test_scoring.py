@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import math
 from collections.abc import Sequence
 
 import jax
@@ -31,6 +32,7 @@ SETTINGS = trainer_lib.TrainerSettings(
 )
 PENALTY = kl.KlPenalty(estimator="k1", weight=0.1, where="reward")
 FAULT = trajectory.Status.ENV_FAULT
+DECOUPLED = corrections.TokenTruncated(cap=math.inf)
 
 
 def member(reward, turns: Sequence[int] = (2,), index=0, first=5):
@@ -322,9 +324,10 @@ def real(dense_config):
   return learner.Learner(
     dense_config,
     layout,
-    presets.Ppo(),
+    presets.Ppo(correction=DECOUPLED),
     optimizers.AdamW(learning_rate=0.1)(),
     critic=True,
+    num_lags=2,
   )
 
 
@@ -378,6 +381,45 @@ def test_scores_are_those_of_each_trajectory_on_its_own(
     np.testing.assert_array_equal(found.reference[i], found.old[i])
     np.testing.assert_allclose(found.values[i], states[at - 1], atol=1e-5)
     np.testing.assert_allclose(found.finals[i], states[-1], atol=1e-5)
+
+
+@pytest.mark.parametrize("old_logprob", ["snapshot", "recompute"])
+def test_several_updates_against_one_snapshot_clip_and_one_does_not(
+  real, old_logprob
+):
+  # Samples of version 0 that train in round 1, in two updates of two epochs:
+  # of one group each, and all of as many nats as the engine said.
+  async def scenario(trainer):
+    trainer.restore(real.init(jax.random.key(0)))
+    clipped = []
+    for version in (0, 1):
+      await trainer.begin_round(version)
+      for first in (5, 8):
+        await trainer.accumulate([group(member(1.0, first=first), member(0.0))])
+        clipped.append(await trainer.update())
+    return clipped
+
+  found = {
+    epochs: trained(
+      scenario,
+      real,
+      presets.Ppo(correction=DECOUPLED),
+      old_logprob=old_logprob,
+      max_staleness=1,
+      epochs=epochs,
+    )
+    for epochs in (1, 2)
+  }
+  # The first step meets the very policy that its ratios are against. One that
+  # is scored again before each update stays it until a second epoch.
+  is_clipped = [sums["clipped"] > 0 for sums in found[1]]
+  moves = old_logprob == "snapshot"
+  assert is_clipped == [False, moves, False, moves]
+  assert all(sums["clipped"] > 0 for sums in found[2])
+  # The gap to the engine is weighed, and no part of the ratio.
+  assert found[1][0]["correction/weight"] != pytest.approx(1.0, abs=0.01)
+  assert [sums["lag_share/0"] for sums in found[1]] == [1, 1, 0, 0]
+  assert [sums["lag_share/1"] for sums in found[1]] == [0, 0, 1, 1]
 
 
 def test_a_critic_comes_to_know_what_episodes_earn(real):
