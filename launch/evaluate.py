@@ -67,6 +67,7 @@ async def _evaluate(
     f"{outcome.success:.1%} [{outcome.low:.1%}, {outcome.high:.1%}] "
     f"(95 % Wilson) on {outcome.episodes} held-out episodes, mean reward "
     f"{outcome.reward:.3f}, {outcome.faults} faults"
+    + (f", most of them {outcome.fault}" if outcome.fault else "")
   )
   print(json.dumps({"round": found.step, **dataclasses.asdict(outcome)}))
 

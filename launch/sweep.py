@@ -90,7 +90,10 @@ def _outcome(directory: pathlib.Path, code: int) -> str:
   lines = evaluations.read_text().splitlines() if evaluations.exists() else []
   if not lines:
     return "done"
-  return f"success {json.loads(lines[-1])['success']:.1%}"
+  last = json.loads(lines[-1])
+  if last["success"] is None:
+    return f"no episode was graded: {last['fault']}"
+  return f"success {last['success']:.1%}"
 
 
 def _text(overrides: Mapping[str, str | None]) -> str:

@@ -78,11 +78,13 @@ def read(
     notes.append("config.json is missing or unreadable.")
   # A resumed run repeats the rounds after its checkpoint: the last one counts.
   rounds = {row["round"]: row for row in rows("metrics.jsonl")}
-  evaluations = {
-    row["round"]: row
-    for row in rows("evaluations.jsonl")
-    if row["success"] is not None
-  }
+  evaluations = {row["round"]: row for row in rows("evaluations.jsonl")}
+  notes += [
+    f"The evaluation of version {number} graded no episode: "
+    f"{row.get('fault') or 'all ended in faults'}."
+    for number, row in evaluations.items()
+    if row["success"] is None
+  ]
   verdict = verdict or _verdict(path, config, notes)
   if verdict and verdict.num_cut:
     notes.append(f"events.jsonl: unreadable lines left out: {verdict.num_cut}.")
@@ -93,7 +95,11 @@ def read(
     path=path,
     config=config,
     metrics=metrics,
-    evaluations=[evaluations[i] for i in sorted(evaluations)],
+    evaluations=[
+      evaluations[i]
+      for i in sorted(evaluations)
+      if evaluations[i]["success"] is not None
+    ],
     spans=spans,
     num_spans=num_spans,
     verdict=verdict,

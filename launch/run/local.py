@@ -273,9 +273,7 @@ class _Run(progress_lib.RunObserver):
     time_s = time.monotonic() - self._parts.spans.origin
     metrics = {**trained.metrics, "time_s": time_s}
     self._metrics.write(int(metrics["round"]), metrics)
-    self._screen.update(
-      metrics, str(round_warnings.most_frequent_fault(groups) or "")
-    )
+    self._screen.update(metrics, str(round_warnings.of_groups(groups) or ""))
     for line in self._warnings.after(metrics, groups):
       self._screen.warn(line)
     every = self._experiment.retention.episodes_every
@@ -357,6 +355,8 @@ class _Run(progress_lib.RunObserver):
     row = {"version": version, "time_s": time_s, **dataclasses.asdict(outcome)}
     self._metrics.evaluation(version, row)
     self._screen.evaluation(outcome.success, outcome.low, outcome.high)
+    if warning := round_warnings.of_evaluation(version, outcome):
+      self._screen.warn(warning)
 
   def _wait_for_save(self) -> None:
     with checkpoint.saving(

@@ -47,7 +47,9 @@ class MetricsWriter:
     self._metrics.flush()
     self._scalars(metrics, round)
 
-  def evaluation(self, round: int, metrics: Mapping[str, int | float]) -> None:
+  def evaluation(
+    self, round: int, metrics: Mapping[str, int | float | str]
+  ) -> None:
     """Appends the result of an evaluation made after `round`."""
     self._evaluations.write(json_line(round, metrics))
     self._evaluations.flush()
@@ -58,7 +60,8 @@ class MetricsWriter:
   def _scalars(self, row: Mapping[str, Any], round: int) -> None:
     for name, value in row.items():
       # TensorBoard warns about each value that is not finite.
-      if value is not None and math.isfinite(value):
+      is_number = value is not None and not isinstance(value, str)
+      if is_number and math.isfinite(value):
         self._board.add_scalar(name, float(value), round)
 
   def close(self) -> None:
@@ -69,17 +72,22 @@ class MetricsWriter:
 
 
 def json_line(
-  number: int, metrics: Mapping[str, int | float], key: str = "round"
+  number: int, metrics: Mapping[str, int | float | str], key: str = "round"
 ) -> str:
-  """Returns a line of JSON; values that are not finite become null.
+  """Returns a line of JSON; numbers that are not finite become null.
 
   Args:
     key: name of `number`.
   """
   # JSON has neither nan nor inf; parsers in other languages reject them.
-  values = {name: float(value) for name, value in metrics.items()}
-  finite = {k: v if math.isfinite(v) else None for k, v in values.items()}
+  finite = {name: _finite(value) for name, value in metrics.items()}
   return json.dumps({key: number} | finite | {key: number}) + "\n"
+
+
+def _finite(value: float | str) -> float | str | None:
+  if isinstance(value, str):
+    return value
+  return float(value) if math.isfinite(value) else None
 
 
 def cut_back(

@@ -4,59 +4,37 @@ A round whose episodes all ended in faults trains nothing. After a few of them
 in a row the run should end.
 """
 
-import collections
 import pathlib
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
-from rl.data import trajectory
+from rl.data import fault_summary, trajectory
+from rl.rollout import evaluate
 from rl.train import skipped_updates
-
-_MAX_MESSAGE = 160
 
 
 class NothingTrained(Exception):
   """Round after round, faults left nothing to train."""
 
 
-class FaultSummary(NamedTuple):
-  """The most frequent fault of a round.
-
-  Attributes:
-    status: as in the metric `faults/<status>`.
-    episodes: number of episodes with this status.
-    message: the most frequent one, in one line of ASCII.
-  """
-
-  status: str
-  episodes: int
-  message: str
-
-  def __str__(self) -> str:
-    return f"{self.status}: {self.message}" if self.message else self.status
-
-
-def most_frequent_fault(
+def of_groups(
   groups: Sequence[trajectory.Group],
-) -> FaultSummary | None:
-  """Returns the most frequent fault; None without faults."""
-  messages: collections.defaultdict[str, list[str]] = collections.defaultdict(
-    list
+) -> fault_summary.FaultSummary | None:
+  """Returns the most frequent fault of their members; None without faults."""
+  return fault_summary.most_frequent(
+    member for group in groups for member in group.trajectories
   )
-  for group in groups:
-    for member in group.trajectories:
-      if member.status.is_fault:
-        messages[member.status.value].append(member.fault)
-  if not messages:
+
+
+def of_evaluation(
+  version: int, outcome: evaluate.EvaluationResult
+) -> str | None:
+  """Returns the warning about an evaluation that graded no episode."""
+  if outcome.episodes or not outcome.fault:
     return None
-  status, told = max(messages.items(), key=lambda item: len(item[1]))
-  ((message, _),) = collections.Counter(told).most_common(1)
-  return FaultSummary(status, len(told), _one_line(message))
-
-
-def _one_line(message: str) -> str:
-  line = " ".join(message.split()).encode("ascii", "backslashreplace").decode()
-  return line if len(line) <= _MAX_MESSAGE else f"{line[: _MAX_MESSAGE - 3]}..."
+  return (
+    f"the evaluation of version {version} says nothing of success: all "
+    f"{outcome.faults} episodes ended in faults, most with {outcome.fault}"
+  )
 
 
 class RoundWarnings:
@@ -92,7 +70,7 @@ class RoundWarnings:
     is_empty = metrics.get("trained_tokens") == 0
     is_flat = 0 < metrics["groups"] == metrics.get("zero_variance_groups")
     fault = (
-      most_frequent_fault(groups)
+      of_groups(groups)
       if is_empty and not metrics["zero_variance_groups"]
       else None
     )

@@ -5,7 +5,7 @@ import dataclasses
 import math
 
 from rl.audit import event_log
-from rl.data import trajectory
+from rl.data import fault_summary, trajectory
 from rl.rollout import episode, group_rollout
 
 
@@ -19,6 +19,7 @@ class EvaluationResult:
     low, high: 95 % Wilson interval of the share.
     reward: their mean reward.
     faults: episodes that ended without a reward.
+    fault: status and message of the most frequent fault; "" without faults.
   """
 
   episodes: int
@@ -27,6 +28,7 @@ class EvaluationResult:
   high: float
   reward: float
   faults: int
+  fault: str = ""
 
 
 async def evaluate(
@@ -92,6 +94,7 @@ def summarise(
     high=high,
     reward=sum(rewards) / len(rewards) if rewards else math.nan,
     faults=len(trajectories) - len(rewards),
+    fault=str(fault_summary.most_frequent(trajectories) or ""),
   )
 
 

@@ -277,6 +277,17 @@ def test_cut_last_lines_are_left_out_and_said(run_dir, browse):
     assert f"{name}.jsonl: unreadable lines left out: 1." in text
 
 
+def test_an_evaluation_of_faults_alone_is_a_note_and_no_dot(run_dir):
+  path = run_dir / "evaluations.jsonl"
+  rows = [json.loads(line) for line in path.read_text().splitlines()]
+  rows[-1] |= {"success": None, "episodes": 0, "fault": "env_fault: no game"}
+  _write_lines(path, rows)
+  found = report_page.read(run_dir)
+  assert [row["round"] for row in found.evaluations] == [0, 20, 40]
+  note = "The evaluation of version 60 graded no episode: env_fault: no game."
+  assert note in found.notes
+
+
 @pytest.mark.process
 def test_text_of_the_run_never_becomes_markup(run_dir, browse):
   evil = "</script><img src=x onerror=alert(1)><!--{{title}}"

@@ -44,10 +44,18 @@ def test_nan_and_inf_become_null(tmp_path):
   writer.close()
 
 
+def test_words_are_kept_as_they_are(tmp_path):
+  writer = metrics_writer.MetricsWriter(tmp_path)
+  writer.evaluation(0, {"faults": 2, "fault": "env_fault: late"})
+  line = (tmp_path / "evaluations.jsonl").read_text()
+  assert line == '{"round": 0, "faults": 2.0, "fault": "env_fault: late"}\n'
+  writer.close()
+
+
 def test_tensorboard_gets_the_same_numbers(tmp_path):
   writer = metrics_writer.MetricsWriter(tmp_path)
   writer.write(3, {"success": 0.5})
-  writer.evaluation(3, {"success": 0.75})
+  writer.evaluation(3, {"success": 0.75, "fault": "env_fault: late"})
   writer.close()
   assert list(_scalars(tmp_path / "tensorboard")) == [
     ("success", 3, 0.5),

@@ -7,6 +7,7 @@ import pytest
 
 from launch.run import round_warnings
 from rl.data import trajectory
+from rl.rollout import evaluate
 
 STATUS = trajectory.Status
 
@@ -45,28 +46,20 @@ def warnings(tmp_path):
   return round_warnings.RoundWarnings(tmp_path / "run", 2)
 
 
-def test_the_most_frequent_fault_has_its_most_frequent_message():
-  other = (STATUS.REWARD_FAULT, "reward raised KeyError('x')")
-  found = round_warnings.most_frequent_fault(
-    [_group(NAN, LATE, OK), _group(other, NAN)]
+def test_an_evaluation_of_faults_alone_names_the_most_frequent():
+  members = _group(NAN, NAN, LATE).trajectories
+  outcome = evaluate.summarise(list(members), success=1.0)
+  assert round_warnings.of_evaluation(7, outcome) == (
+    "the evaluation of version 7 says nothing of success: all 3 episodes ended "
+    "in faults, most with reward_fault: Outcome returned nan"
   )
-  assert found == ("reward_fault", 3, "Outcome returned nan")
-  assert str(found) == "reward_fault: Outcome returned nan"
 
 
-def test_what_was_cut_off_is_no_fault():
-  cut = [(STATUS.STALE, "too old"), (STATUS.REDUNDANT, "")]
-  assert round_warnings.most_frequent_fault([_group(OK, *cut)]) is None
-  assert round_warnings.most_frequent_fault([]) is None
-
-
-def test_a_message_is_one_short_line_of_ascii():
-  long = (STATUS.ENV_FAULT, "step raised\n  E\u00df: " + "x" * 500)
-  found = round_warnings.most_frequent_fault([_group(long)])
-  assert found is not None
-  assert found.message.startswith(r"step raised E\xdf: xx")
-  assert len(found.message) == 160
-  assert found.message.endswith("...")
+def test_an_evaluation_with_a_graded_episode_is_no_warning():
+  members = _group(NAN, NAN, OK).trajectories
+  outcome = evaluate.summarise(list(members), success=1.0)
+  assert outcome.fault == "reward_fault: Outcome returned nan"
+  assert round_warnings.of_evaluation(7, outcome) is None
 
 
 def test_a_round_that_faults_left_empty_names_kind_and_message(warnings):

@@ -40,6 +40,18 @@ def test_an_evaluation_may_take_long_as_long_as_its_episodes_end():
   assert log == []
 
 
+def test_an_evaluation_of_faults_alone_names_the_most_frequent():
+  async def evaluated():
+    playing = players.player(fakes.Counting(fault="start"), players.engine())
+    return await evaluate.evaluate(
+      playing, episodes=3, temperature=1.0, success=1.0, seed=0
+    )
+
+  outcome, _ = virtual_clock.run(evaluated())
+  assert (outcome.episodes, outcome.faults) == (0, 3)
+  assert outcome.fault == "env_fault: start raised OSError: no such game"
+
+
 def test_an_evaluation_without_answers_stalls():
   # Episodes 0 to 2 have ended after 3 s; the next never does.
   answers = _evaluated(lambda i: i + 1.0 if i < 3 else 1e6, 2.0)
