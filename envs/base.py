@@ -397,6 +397,23 @@ class Wrapper:
     return demonstrator(self.source).explore(task, messages, seed)
 
 
+def restarts(source: Source, name: str) -> bool:
+  """Returns whether an environment may be started afresh after a failed start.
+
+  A source says so by an attribute `restarts` that is True: building and
+  starting another of the task does no harm, and may succeed.
+
+  Args:
+    name: of the source of the task, where `source` is a mixture.
+  """
+  for part in getattr(source, "sources", ()):
+    if part.name == name:
+      return restarts(part, name)
+  wrapped = getattr(source, "source", None)
+  default = wrapped is not None and restarts(wrapped, name)
+  return bool(getattr(source, "restarts", default))
+
+
 def members_together(source: Source) -> int:
   """Returns how many members of a group play one episode with each other.
 

@@ -15,7 +15,7 @@ from rl.audit import event_log
 from rl.engine import contract
 from rl.loop import coordinator, progress
 from rl.pools import router, weight_publisher
-from rl.rollout import episode, grading, group_rollout, prompts
+from rl.rollout import episode, grading, group_rollout, prompts, starting
 from rl.runtime import mesh_thread, trace
 from rl.runtime import watchdog as watchdog_lib
 from rl.schedule import overlap
@@ -299,6 +299,7 @@ def player(
     priority=overlap.priority(schedule),
     extra_members=schedule.redundancy.extra_members,
     agents=agents,
+    starts=starting.Starts(limits.starting, watchdog),
   )
 
 
@@ -331,11 +332,14 @@ def coordinate(
 
 
 def _gauges(parts: Parts) -> dict[str, float]:
-  """Returns counters of routing and of rewards, since the run began."""
+  """Returns counters of routing, rewards and starts, since the run began."""
   graders = parts.player.graders
   rewards = dataclasses.asdict(graders.stats()) | graders.costs()
   return {
     **parts.router.describe(),
     "environments_late": float(len(parts.player.late)),
     **{f"rewards/{name}": float(value) for name, value in rewards.items()},
+    **{
+      f"starts/{name}": x for name, x in parts.player.starts.describe().items()
+    },
   }

@@ -161,7 +161,7 @@ class Experiment:
   seed: int = 0
   rounds: int = 100
   max_skipped: int = 2
-  progress_timeout_s: float = 1200.0
+  progress_timeout_s: float = 1500.0
 
   def __post_init__(self) -> None:
     """Gives the rows of the environment their data."""
@@ -300,10 +300,12 @@ class Experiment:
   def _validate_waits(self) -> None:
     limits = self.rollout
     episode_s = (limits.max_turns + 1) * limits.step_s
-    episode_s += limits.grading.longest_s
+    episode_s += limits.grading.longest_s(limits.grading.deadline_s)
+    if any(base.restarts(one, one.name) for one in self.sources):
+      episode_s += limits.starting.longest_s(limits.step_s) - limits.step_s
     given = self.progress_timeout_s
     bound = f"the {episode_s:g} s that an episode may take"
-    out = "raise it or lower rollout.max_turns, step_s or grading"
+    out = "raise it or lower rollout.max_turns, step_s, grading or starting"
     checks.enough("progress_timeout_s", given, episode_s, bound, out)
     deadline_s = limits.grading.deadline_s
     for part in base.parts(self.reward):

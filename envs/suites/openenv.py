@@ -56,6 +56,7 @@ class OpenEnv:
   reply_s: float = 30.0
   max_mib: float = 1.0
   name: str = "openenv"
+  restarts = True  # A failed connection has begun no episode.
 
   def __post_init__(self) -> None:
     base.check_name(self.name)

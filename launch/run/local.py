@@ -274,7 +274,8 @@ class _Run(progress_lib.RunObserver):
     metrics = {**trained.metrics, "time_s": time_s}
     self._metrics.write(int(metrics["round"]), metrics)
     self._screen.update(metrics, str(round_warnings.of_groups(groups) or ""))
-    for line in self._warnings.after(metrics, groups):
+    warnings = self._warnings.after(metrics, groups)
+    for line in [*warnings, *self._parts.player.starts.warnings()]:
       self._screen.warn(line)
     every = self._experiment.retention.episodes_every
     if (number := int(metrics["round"])) % every == 1 % every:

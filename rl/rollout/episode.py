@@ -1,6 +1,7 @@
 """One episode: environment x engine -> trajectory, token for token.
 
-play: source(task) -> start -> _turns -> close
+play: _open -> _turns -> close
+_open: source(task) -> admit -> start; again after a failure, see `starting`
 _turns: [ context -> generate -> decode -> step ]*
 """
 
@@ -20,6 +21,7 @@ from envs import base
 from models.chat import tool_calls
 from rl.data import trajectory
 from rl.engine import contract
+from rl.rollout import starting
 from rl.runtime import isolation
 from rl.runtime import watchdog as watchdog_lib
 
@@ -370,6 +372,7 @@ async def play(
   priority: tuple[int, ...] = (),
   closing: set[asyncio.Task[None]] | None = None,
   late: set[asyncio.Task[None]] | None = None,
+  starts: starting.Starts | None = None,
   play_agent: PlayAgent | None = None,
 ) -> tuple[trajectory.Trajectory, base.Transcript]:
   """Plays one environment to its end, keeping ids exactly as sampled.
@@ -383,6 +386,7 @@ async def play(
       slow one need not hold up the reward. None waits for it here.
     late: gets the cleanup task of an environment that overran its deadline,
       until it is done; it closes the environment after its last call.
+    starts: starts the environment; None tries once.
     play_agent: plays what a source built in place of an environment; the
       engine is asked over HTTP then, and not by `generate`.
 
@@ -395,44 +399,76 @@ async def play(
     EngineClosed: the engine stopped; the task may be replayed elsewhere.
   """
   episode, owner = partial.episode, f"episode {partial.episode.name}"
-  try:
+  late = set() if late is None else late
+
+  def build() -> _Guarded:
     built = isolation.contained(lambda: source(episode.task), "building it")
+    return _Guarded(built, limits.step_s, watchdog, owner, late)
+
+  opening = functools.partial(_open, build, closing)
+  try:
+    if starts is None:
+      environment, observation = await opening()
+    else:
+      environment, observation = await starts.run(
+        source, episode.task, opening, owner
+      )
   except isolation.Fault as fault:
     return partial.end(trajectory.Status.ENV_FAULT, str(fault))
-  late = set() if late is None else late
-  environment = _Guarded(built, limits.step_s, watchdog, owner, late)
   try:
-    asks = isolation.contained(
-      lambda: isinstance(built, base.Agent), "building it"
-    )
-    if asks:
+    if observation is None:
       if play_agent is None:
         raise isolation.Fault("it is an agent, which needs a run's server")
       return await play_agent(environment.run, partial)
     request = _request(episode, chat, limits, priority)
-    return await _turns(partial, environment, generate, chat, limits, request)
+    return await _turns(
+      partial, environment, observation, generate, chat, limits, request
+    )
   except isolation.Fault as fault:
     return partial.end(trajectory.Status.ENV_FAULT, str(fault))
   finally:
-    if closing is None:
-      await environment.close()
-    else:
-      task = asyncio.create_task(environment.close())
-      closing.add(task)
-      task.add_done_callback(closing.discard)
+    await _close(environment, closing)
+
+
+async def _open(
+  build: Callable[[], _Guarded], closing: set[asyncio.Task[None]] | None
+) -> tuple[_Guarded, list[base.Message] | None]:
+  """Returns a started environment and what it said; None of an agent."""
+  environment = build()
+  try:
+    is_agent = isolation.contained(
+      lambda: isinstance(environment.environment, base.Agent), "building it"
+    )
+    if is_agent:
+      return environment, None
+    await environment.admit()
+    return environment, await environment.start()
+  except BaseException:
+    await _close(environment, closing)
+    raise
+
+
+async def _close(
+  environment: _Guarded, closing: set[asyncio.Task[None]] | None
+) -> None:
+  if closing is None:
+    await environment.close()
+  else:
+    task = asyncio.create_task(environment.close())
+    closing.add(task)
+    task.add_done_callback(closing.discard)
 
 
 async def _turns(
   partial: PartialTrajectory,
   environment: _Guarded,
+  observation: list[base.Message],
   generate: Generate,
   chat: Chat,
   limits: Limits,
   request: _Request,
 ) -> tuple[trajectory.Trajectory, base.Transcript]:
   loop, name = asyncio.get_running_loop(), partial.episode.name
-  await environment.admit()
-  observation = await environment.start()
   partial.messages.extend(observation)
   tools = environment.tools()
   context = _encode(lambda said: chat.open(said, tools), observation)

@@ -19,52 +19,27 @@ from typing import Any
 
 from envs import base
 from rl.data import trajectory
+from rl.rollout import backoff
 from rl.runtime import isolation
 from rl.runtime import watchdog as watchdog_lib
 from rl.settings import checks
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Retries:
+class Retries(backoff.Backoff):
   """Retries of a failing reward.
 
   Attributes:
-    attempts: maximum of calls, the first included.
-    first_wait_s: between the first failure and the second call.
-    factor: ratio of each wait to the one before.
-    max_wait_s: of one wait.
     deadline_s: of one call.
   """
 
-  attempts: int = 3
-  first_wait_s: float = 0.5
-  factor: float = 2.0
-  max_wait_s: float = 10.0
   deadline_s: float = 30.0
 
   def validate(self) -> None:
     """Raises ValueError on numbers that allow no call, or no wait."""
     where = "rollout.grading"
-    checks.at_least(self, 1, "attempts", where=where, out="use 1 to call once")
+    self.validate_as(where)
     checks.finite_above(self, 0, "deadline_s", where=where)
-    checks.at_least(self, 1, "factor", where=where, out="1 is equal waits")
-    checks.finite_at_least(self, 0, "first_wait_s", where=where)
-    out = "it must be first_wait_s or longer"
-    least = self.first_wait_s
-    checks.finite_at_least(self, least, "max_wait_s", where=where, out=out)
-
-  def wait_s(self, failures: int) -> float:
-    """Returns the seconds to wait after so many failures, 1 or more."""
-    wait_s = self.first_wait_s
-    for _ in range(failures - 1):  # A power of it might overflow.
-      wait_s = min(wait_s * self.factor, self.max_wait_s)
-    return wait_s
-
-  @property
-  def longest_s(self) -> float:
-    """Maximal seconds of one grading, without waits for a place."""
-    waits = sum(self.wait_s(failures) for failures in range(1, self.attempts))
-    return self.attempts * self.deadline_s + waits
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)

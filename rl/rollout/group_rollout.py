@@ -26,6 +26,7 @@ from rl.data import trajectory as trajectory_lib
 from rl.engine import contract
 from rl.rollout import episode as episode_lib
 from rl.rollout import grading as grading_lib
+from rl.rollout import starting as starting_lib
 from rl.runtime import cancellable
 from rl.runtime import watchdog as watchdog_lib
 from rl.settings import checks
@@ -44,11 +45,13 @@ class Rollout(episode_lib.Limits):
   Attributes:
     group_size: G episodes of one task.
     grading: deadline and retries of a reward's calls.
+    starting: retries of starts of environments whose source allows them.
     overlong, repetition: penalties for answers nearly too long, or repetitive.
   """
 
   group_size: int = 8
   grading: grading_lib.Retries = grading_lib.Retries()
+  starting: starting_lib.Starting = starting_lib.Starting()
   overlong: reward_shaping.Overlong | None = None
   repetition: reward_shaping.Repetition | None = None
 
@@ -91,6 +94,7 @@ class Player:
     agents: plays what a source builds in place of an environment.
     closing: tasks that close the environments of ended episodes.
     late: cleanup tasks of environments that overran their deadline.
+    starts: starts environments.
     watchdog: lists the waits of each episode.
     progress_timeout_s: deadline in that list; the learner's wait enforces it.
   """
@@ -111,6 +115,9 @@ class Player:
   agents: PlaysAgents | None = None
   closing: set[asyncio.Task[None]] = dataclasses.field(default_factory=set)
   late: set[asyncio.Task[None]] = dataclasses.field(default_factory=set)
+  starts: starting_lib.Starts = dataclasses.field(
+    default_factory=starting_lib.Starts
+  )
 
   async def play_alone(
     self, episode: episode_lib.Episode
@@ -337,6 +344,7 @@ class _Member:
         priority=player.priority(episode.group_id, episode.index),
         closing=player.closing,
         late=player.late,
+        starts=player.starts,
         play_agent=None if player.agents is None else self._play_agent,
       )
     finally:

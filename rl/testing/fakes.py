@@ -25,6 +25,7 @@ class Counting:
       `member` accepts: "start", "step" and "close" raise; "hang_start", "hang"
       (in a step) and "hang_close" never return; "nan" and "text" are rewards of
       a step, "word" is a message that no tokenizer knows.
+    restarts: whether a failed start may be tried again.
     built: environments so far, by task id.
   """
 
@@ -32,6 +33,7 @@ class Counting:
   delay_s: Callable[[int, int], float] = lambda index, step: 0.0
   lag_s: Callable[[int, int], float] = lambda index, member: 0.0
   fault: str = ""
+  restarts: bool = False
   faulty: Callable[[int], bool] = lambda index: True
   member: Callable[[int], bool] = lambda member: True
   name: str = "counting"

@@ -283,7 +283,7 @@ def test_settings_that_fit_together_are_accepted(experiment, overrides):
     ),
     (
       {"rollout.step_s": "1000"},
-      "progress_timeout_s=1200 is below the 9091.5 s that an episode may take",
+      "progress_timeout_s=1500 is below the 9091.5 s that an episode may take",
     ),
     (
       {"rollout.grading.attempts": "1", "progress_timeout_s": "569"},

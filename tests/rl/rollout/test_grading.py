@@ -131,7 +131,7 @@ def test_the_longest_grading_is_known():
     return now()
 
   # Four deadlines of 20 s and waits of 1 s, 2 s and 3 s.
-  assert virtual_clock.run(scenario()) == retries.longest_s == 86.0
+  assert virtual_clock.run(scenario()) == retries.longest_s(20.0) == 86.0
 
 
 def test_exhausted_is_a_fault_with_the_last_reason_and_never_a_reward():
