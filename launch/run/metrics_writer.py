@@ -60,8 +60,7 @@ class MetricsWriter:
   def _scalars(self, row: Mapping[str, Any], round: int) -> None:
     for name, value in row.items():
       # TensorBoard warns about each value that is not finite.
-      is_number = value is not None and not isinstance(value, str)
-      if is_number and math.isfinite(value):
+      if isinstance(value, int | float) and math.isfinite(value):
         self._board.add_scalar(name, float(value), round)
 
   def close(self) -> None:

@@ -131,21 +131,19 @@ class Starts:
     """
     if not base.restarts(source, task.source):
       return await start()
-    settings = self._settings
-    for attempt in range(1, settings.attempts + 1):
+    settings, attempt = self._settings, 0
+    while True:
+      attempt += 1
       try:
         return await self._gate(task.source, start, owner)
       except isolation.Fault as fault:
-        last = fault
-      if isinstance(last, _Refused) or attempt == settings.attempts:
-        break
+        if isinstance(fault, _Refused) or attempt == settings.attempts:
+          self.faults += 1
+          text = f"; so ended {attempt} attempts" if attempt > 1 else ""
+          raise isolation.Fault(f"{fault}{text}") from fault
       self.retries += 1
       with self._listed(owner, "another start of its environment"):
         await asyncio.sleep(settings.wait_s(attempt))
-    self.faults += 1
-    if attempt == 1:
-      raise last
-    raise isolation.Fault(f"{last}; so ended {attempt} attempts") from last
 
   async def _gate(
     self, name: str, start: Callable[[], Awaitable[_T]], owner: str

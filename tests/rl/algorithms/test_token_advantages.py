@@ -140,8 +140,11 @@ def test_gae_of_a_cut_episode_ends_there_only_if_it_is_told_so():
   # Values 1, 2 and 4 in the state that it was cut in; 3 is earned by the end:
   # deltas 2 - 1 and 3 + 4 - 2, or 3 - 2 where the limit is the end.
   member = members.played(3.0, [2], values=[1, 2])._replace(bootstrap=4.0)
-  for at_limit, expected in (("bootstrap", [6, 5]), ("end", [2, 1])):
-    gae = token_advantages.Gae(lambda_=1.0, at_limit=at_limit)
+  on, end = (
+    token_advantages.Gae(lambda_=1.0),
+    token_advantages.Gae(lambda_=1.0, at_limit="end"),
+  )
+  for gae, expected in ((on, [6, 5]), (end, [2, 1])):
     found = gae([member])
     assert found.advantages[0].tolist() == expected
     assert found.returns is not None

@@ -142,8 +142,10 @@ def once(*groups):
 
 
 def scores(old, reference):
-  arrays = ([np.array(x, "f4") for x in own] for own in (old, reference))
-  return scoring.Scores(*arrays)
+  old, reference = (
+    [np.array(x, "f4") for x in own] for own in (old, reference)
+  )
+  return scoring.Scores(old=old, reference=reference)
 
 
 def test_a_penalty_is_of_the_old_policy_to_the_reference():
