@@ -389,15 +389,15 @@ def test_scores_are_those_of_each_trajectory_on_its_own(
 def test_several_updates_against_one_snapshot_clip_and_one_does_not(
   real, old_logprob
 ):
-  # Samples of version 0 that train in round 1, in two updates of two epochs:
-  # of one group each, and all of as many nats as the engine said.
+  # Samples of version 0 train in rounds 0 and 1. The second update of a round
+  # goes the way of the first one, beyond the bounds.
   async def scenario(trainer):
     trainer.restore(real.init(jax.random.key(0)))
     clipped = []
     for version in (0, 1):
       await trainer.begin_round(version)
-      for first in (5, 8):
-        await trainer.accumulate([group(member(1.0, first=first), member(0.0))])
+      for _ in range(2):
+        await trainer.accumulate([group(member(1.0), member(0.0, first=9))])
         clipped.append(await trainer.update())
     return clipped
 
@@ -417,7 +417,7 @@ def test_several_updates_against_one_snapshot_clip_and_one_does_not(
   is_clipped = [sums["clipped"] > 0 for sums in found[1]]
   moves = old_logprob == "snapshot"
   assert is_clipped == [False, moves, False, moves]
-  assert all(sums["clipped"] > 0 for sums in found[2])
+  assert found[2][0]["clipped"] > 0
   # The gap to the engine is weighed, and no part of the ratio.
   assert found[1][0]["correction/weight"] != pytest.approx(1.0, abs=0.01)
   assert [sums["lag_share/0"] for sums in found[1]] == [1, 1, 0, 0]
