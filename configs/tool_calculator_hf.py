@@ -136,22 +136,22 @@ def get_config(directory: str | None = None) -> experiment.Experiment:
     algorithm=presets.Grpo(loss=losses.ClippedSurrogate()),
     optimizer=optimizers.Muon(
       learning_rate=1e-3,
-      schedule=optimizers.CosineRate(decay_updates=120, end=0.1),
+      schedule=optimizers.CosineRate(decay_updates=140, end=0.1),
     ),
     batch=experiment.BatchShape(rows=12, length=512, tail_rows=4),
     warm_start=warm_start.WarmStart(
-      steps=300,
+      steps=450,
       episodes=32,
       exploration=0.35,
       optimizer=optimizers.Muon(
         learning_rate=4e-3,
         schedule=optimizers.CosineRate(
-          warmup_updates=5, hold_updates=225, decay_updates=70, end=0.1
+          warmup_updates=5, hold_updates=345, decay_updates=100, end=0.1
         ),
       ),
     ),
-    evaluation=experiment.Evaluation(every=40, episodes=200),
-    rounds=120,
+    evaluation=experiment.Evaluation(every=35, episodes=200),
+    rounds=140,
   )
 
 
