@@ -56,6 +56,12 @@ class Mixture:
     for name in names:
       base.check_name(name)
 
+  def validate(self) -> None:
+    """Raises ValueError where a source of the parts cannot be played."""
+    for one in base.parts(self.parts):
+      if hasattr(one, "validate"):
+        one.validate()
+
   @property
   def name(self) -> str:
     """Names of all sources, joined; task ids begin with one of them."""

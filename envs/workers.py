@@ -84,6 +84,12 @@ class Processes(base.Wrapper):
       raise ValueError(
         f"workers run on Linux, not on {sys.platform}; use the source itself"
       )
+    if any(base.members_together(one) > 1 for one in base.parts(self.source)):
+      raise ValueError(
+        f"members of {self.name} play each other, for which they must meet in "
+        "one process, and workers would part them; use the source itself, or "
+        "give it an opponent"
+      )
     worker_process.PickledSetting.of(self.source, f"source {self.name}")
 
   def __call__(self, task: base.Task) -> "_Session":

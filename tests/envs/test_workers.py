@@ -7,7 +7,8 @@ import time
 
 import pytest
 
-from envs import base, workers
+from envs import base, delayed, mixture, workers
+from envs.suites import self_play
 from launch.cli import config_file
 from rl.data import trajectory
 from tests.helpers import failing_environments, scripted_chats
@@ -191,7 +192,8 @@ def test_a_source_that_fails_to_load_says_so_and_is_tried_again_later():
 def test_workers_and_their_children_die_with_a_run_that_is_killed():
   program = """
 import asyncio
-from envs import base, workers
+from envs import base, delayed, mixture, workers
+from envs.suites import self_play
 from tests.helpers import failing_environments
 source = workers.Processes(source=failing_environments.Told())
 async def run():
