@@ -20,19 +20,16 @@ import dataclasses
 import json
 import os
 import shutil
-import signal
+import sys
 import tempfile
 import zlib
 from collections.abc import Mapping
 from typing import Any
 
-from envs import base, extras
+from envs import base, extras, guarded_process
 from envs import rows as rows_lib
 
 _TAIL = 1 << 16
-_SHOWN = 2000
-# A program of another session may hold the pipes of one that has ended.
-_PIPES_S = 1.0
 
 
 class AgentFailed(Exception):
@@ -44,8 +41,8 @@ class OpenAI:
   """Episodes of a program that asks for answers over HTTP.
 
   A program that fails, or that `rollout.step_s` passes without a request, is a
-  fault of its own trajectory, with the end of what it wrote to stderr. It is
-  killed with its process group.
+  fault of its own trajectory, with the end of what it wrote to stderr. At its
+  end, and at that of the run, all that it has started is killed. Linux only.
 
   Attributes:
     command: the program and its arguments, without a shell.
@@ -73,6 +70,11 @@ class OpenAI:
 
   def validate(self) -> None:
     """Raises ValueError on a program or a row that is not there."""
+    if sys.platform != "linux":
+      raise ValueError(
+        f"programs are played on Linux, not on {sys.platform}; use agents in "
+        "the process of the run"
+      )
     extras.require("uvicorn", "serve", "environment=agents.OpenAI")
     if shutil.which(self.command[0]) is None:
       raise ValueError(
@@ -107,35 +109,24 @@ class _Program:
     self._source = source
     self._task = task
     self._files = contextlib.ExitStack()
-    self._process: asyncio.subprocess.Process | None = None
 
   async def run(self, endpoint: base.Endpoint) -> base.AgentResult:
-    stdout, stderr = _Tail(), _Tail()
-    pipes: list[int] = []
+    process = await guarded_process.GuardedProcess.start(
+      self._source.command, env=self._variables(endpoint), reads_stdin=False
+    )
+    reading = asyncio.create_task(_tail(process.stdout))
     try:
-      for tail in (stdout, stderr):
-        pipes.append(await self._pipe(tail))
-      self._process = await asyncio.create_subprocess_exec(
-        *self._source.command,
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=pipes[0],
-        stderr=pipes[1],
-        env=self._variables(endpoint),
-        start_new_session=True,
-      )
+      status = await process.wait()
+      said = await reading
     finally:
-      for pipe in pipes:
-        os.close(pipe)
-    try:
-      status = await self._process.wait()
-    finally:
-      self._kill()
-    await asyncio.wait([stdout.closed, stderr.closed], timeout=_PIPES_S)
+      reading.cancel()
+      await asyncio.wait([reading])
+      how = await process.end()
     if status:
-      raise AgentFailed(f"status {status}; stderr: {stderr.text[-_SHOWN:]}")
+      raise AgentFailed(f"the program {how}")
     if not self._source.prints_reward:
       return base.AgentResult(None)
-    return _result(stdout.text)
+    return _result(said)
 
   def _variables(self, endpoint: base.Endpoint) -> Mapping[str, str]:
     local = [os.environ.get("NO_PROXY"), "127.0.0.1"]
@@ -161,45 +152,16 @@ class _Program:
     file.flush()
     return file.name
 
-  async def _pipe(self, tail: "_Tail") -> int:
-    """Returns the end of a pipe to write to; `tail` reads the other."""
-    reads, writes = os.pipe()
-    # Not one of asyncio's own: its `wait` also waits for the end of those.
-    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
-      lambda: tail, os.fdopen(reads, "rb", 0)
-    )
-    self._files.callback(transport.close)
-    return writes
-
-  def _kill(self) -> None:
-    if self._process is not None:
-      with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(self._process.pid, signal.SIGKILL)
-
   async def close(self) -> None:
     self._files.close()
-    if self._process is not None and self._process.returncode is None:
-      self._kill()
-      await self._process.wait()
 
 
-class _Tail(asyncio.Protocol):
-  """The end of a stream; `closed` when there will be no more."""
-
-  def __init__(self):
-    self._data = b""
-    self.closed = asyncio.get_running_loop().create_future()
-
-  def data_received(self, data: bytes) -> None:
-    self._data = (self._data + data)[-_TAIL:]
-
-  def connection_lost(self, exc: Exception | None) -> None:
-    if not self.closed.done():
-      self.closed.set_result(None)
-
-  @property
-  def text(self) -> str:
-    return self._data.decode(errors="replace").strip()
+async def _tail(stream: asyncio.StreamReader) -> str:
+  """Returns the end of a stream."""
+  tail = b""
+  while chunk := await stream.read(_TAIL):
+    tail = (tail + chunk)[-_TAIL:]
+  return tail.decode(errors="replace").strip()
 
 
 def _result(stdout: str) -> base.AgentResult:

@@ -34,12 +34,13 @@ class GuardedProcess:
     cls,
     command: Sequence[str],
     *,
-    max_rss_mib: int,
-    max_processes: int,
     env: Mapping[str, str],
+    max_rss_mib: int = 0,
+    max_processes: int = 0,
+    reads_stdin: bool = True,
     limit: int = 1 << 16,
   ) -> "GuardedProcess":
-    """Starts a command.
+    """Starts a command; see `process_guard.command`.
 
     Args:
       limit: of a line that is read from stdout, in bytes.
@@ -50,7 +51,10 @@ class GuardedProcess:
     return cls(
       await asyncio.create_subprocess_exec(
         *process_guard.command(
-          command, max_rss_mib=max_rss_mib, max_processes=max_processes
+          command,
+          max_rss_mib=max_rss_mib,
+          max_processes=max_processes,
+          reads_stdin=reads_stdin,
         ),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
@@ -60,6 +64,13 @@ class GuardedProcess:
         start_new_session=True,  # Ctrl-C is for the run, which ends this.
       )
     )
+
+  async def wait(self) -> int:
+    """Returns the exit code, or -signal, once all that it started has ended.
+
+    Its stdout must be read meanwhile.
+    """
+    return await self._process.wait()
 
   async def end(self) -> str:
     """Ends all that still runs; returns how the process ended.

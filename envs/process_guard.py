@@ -5,9 +5,9 @@
    +-- starts --> guard: watches --^  and becomes the parent of orphans
 
 All end when the guarded process ends, when together they take more memory or
-are more processes than they may, and when the run closes the pipe to stdin,
-which it does even if it is killed. The guard writes the reason to stderr and
-ends as the guarded process did, by the same signal.
+are more processes than they may, and when the run closes the pipe to the
+guard's stdin, which it does even if it is killed. The guard writes the reason
+to stderr and ends as the guarded process did, by the same signal.
 
 The file is also the program of the guard. It imports nothing of ours, and works
 on Linux alone.
@@ -21,7 +21,7 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 # A look at all processes takes a few milliseconds. How many the machine has is
 # known at once, so that a fork bomb is seen before it has grown.
@@ -31,38 +31,48 @@ _GLANCE_MS = 20
 _GRACE_S = 1.0
 # SIGKILL takes no longer, but for a process that hangs in the kernel.
 _DEATH_S = 10.0
+_NO_LIMIT = 1 << 62
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def command(
-  guarded: Sequence[str], *, max_rss_mib: int, max_processes: int
+  guarded: Sequence[str],
+  *,
+  max_rss_mib: int = 0,
+  max_processes: int = 0,
+  reads_stdin: bool = True,
 ) -> Sequence[str]:
   """Returns the command that runs another one under a guard.
 
   Args:
     max_rss_mib: resident memory of all its processes; what they share counts
-      for each.
-    max_processes: at once, the guarded one included.
+      for each. 0 is no limit.
+    max_processes: at once, the guarded one included; 0 is no limit.
+    reads_stdin: the process shares the guard's stdin, and may end by itself
+      when that ends; else its own is empty.
   """
-  limits = [str(max_rss_mib), str(max_processes)]
-  return [sys.executable, "-I", "-S", __file__, *limits, *guarded]
+  settings = (max_rss_mib, max_processes, int(reads_stdin))
+  given = map(str, settings)
+  return [sys.executable, "-I", "-S", __file__, *given, *guarded]
 
 
-def _main(max_rss_mib: int, max_processes: int, guarded: list[str]) -> None:
+def _main(
+  guarded: list[str], max_rss_mib: int, max_processes: int, reads_stdin: int
+) -> None:
   resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-  libc, priority = ctypes.CDLL(None), os.getpriority(os.PRIO_PROCESS, 0)
-  with contextlib.suppress(PermissionError):
-    os.nice(-10)  # A fork bomb leaves it little time; only root may do this.
+  libc = ctypes.CDLL(None)
   # Orphans become children of the guard, so that it can find them.
   libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
   pid = os.fork()
   if not pid:
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     os.setsid()
-    os.setpriority(os.PRIO_PROCESS, 0, priority)
+    if not reads_stdin:
+      os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     _run(guarded)
+  _hurry()
   os.close(1)  # The run sees the end of stdout when the last of them dies.
-  reason = _watch(pid, max_rss_mib << 20, max_processes)
+  reason = _watch(pid, max_rss_mib << 20, max_processes, reads_stdin)
   status = _end(pid)
   if reason:
     print(reason, file=sys.stderr, flush=True)
@@ -81,13 +91,32 @@ def _run(guarded: list[str]) -> None:
     os._exit(127)
 
 
-def _watch(pid: int, max_rss: int, max_processes: int) -> str:
+def _hurry() -> None:
+  """Goes before other processes, as a fork bomb leaves it no time else.
+
+  Only root may do this.
+  """
+  with contextlib.suppress(OSError):
+    os.nice(-10)
+  with contextlib.suppress(OSError):
+    # A thousand processes outweigh any niceness, but not this.
+    param = os.sched_param(os.sched_get_priority_min(os.SCHED_RR))
+    os.sched_setscheduler(0, os.SCHED_RR, param)
+
+
+def _watch(pid: int, max_rss: int, max_processes: int, reads_stdin: int) -> str:
   """Waits until all must end; returns the limit that was met, or nothing."""
   poller, end = select.poll(), os.pidfd_open(pid)
   poller.register(0, 0)  # Never read here; it reports the end of the run.
   poller.register(end, select.POLLIN)
   looked_s, before = 0.0, 0
-  while not (events := poller.poll(_GLANCE_MS)):
+  is_limited = max_rss or max_processes
+  max_rss, max_processes = max_rss or _NO_LIMIT, max_processes or _NO_LIMIT
+  wait_ms = _GLANCE_MS if is_limited else 1000 * _PERIOD_S
+  while not (events := poller.poll(wait_ms)):
+    _reap_orphans(pid)
+    if not is_limited:
+      continue
     num_now, now_s = _num_processes(), time.monotonic()
     if now_s < looked_s + _PERIOD_S and num_now <= before + max_processes:
       continue
@@ -98,8 +127,7 @@ def _watch(pid: int, max_rss: int, max_processes: int) -> str:
     if (rss := sum(found.values())) > max_rss:
       used, limit = rss >> 20, max_rss >> 20
       return f"resident memory of {used} MiB is above {limit} MiB"
-    _reap_orphans(pid)
-  if (end, select.POLLIN) not in events:
+  if reads_stdin and (end, select.POLLIN) not in events:
     poller.unregister(0)
     poller.poll(1000 * _GRACE_S)
   return ""
@@ -107,20 +135,32 @@ def _watch(pid: int, max_rss: int, max_processes: int) -> str:
 
 def _end(pid: int) -> int:
   """Kills all; returns the exit code of the guarded process, or -signal."""
-  deadline = time.monotonic() + _DEATH_S
+  deadline, status = time.monotonic() + _DEATH_S, -signal.SIGKILL
   with contextlib.suppress(ProcessLookupError, PermissionError):
     # All of the group at once, so that a fork bomb cannot run ahead.
     os.killpg(pid, signal.SIGKILL)
-  status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-  while (found := _descendants()) and time.monotonic() < deadline:
-    for one in found:
-      with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.kill(one, signal.SIGKILL)
+  while _strike() and time.monotonic() < deadline:
     with contextlib.suppress(ChildProcessError):
-      while os.waitpid(-1, os.WNOHANG)[0]:
-        pass
+      while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+        if ended[0] == pid:
+          status = os.waitstatus_to_exitcode(ended[1])
     time.sleep(0.001)
   return status
+
+
+def _strike() -> bool:
+  """Kills all below the guard as it comes across them; False if none is left.
+
+  Children follow their parents in /proc, unless the numbers began anew, and
+  those of the dead are the guard's own: a later pass finds who was missed.
+  """
+  ours = {os.getpid()}
+  for pid, parent, _ in _processes():
+    if parent in ours:
+      ours.add(pid)
+      with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, signal.SIGKILL)
+  return len(ours) > 1
 
 
 def _reap_orphans(pid: int) -> None:
@@ -141,11 +181,9 @@ def _descendants() -> dict[int, int]:
   """Returns the bytes of resident memory of each process below the guard."""
   children: dict[int, list[int]] = {}
   memory = {}
-  for name in filter(str.isdigit, os.listdir("/proc")):
-    with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
-      fields = file.read().rpartition(b")")[2].split()
-      children.setdefault(int(fields[1]), []).append(int(name))
-      memory[int(name)] = int(fields[21]) * resource.getpagesize()
+  for pid, parent, rss in _processes():
+    children.setdefault(parent, []).append(pid)
+    memory[pid] = rss
   found, waiting = {}, [os.getpid()]
   while waiting:
     below = children.get(waiting.pop(), [])
@@ -154,5 +192,13 @@ def _descendants() -> dict[int, int]:
   return found
 
 
+def _processes() -> Iterator[tuple[int, int, int]]:
+  """Yields each process, its parent and its bytes of resident memory."""
+  for name in filter(str.isdigit, os.listdir("/proc")):
+    with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
+      fields = file.read().rpartition(b")")[2].split()
+      yield int(name), int(fields[1]), int(fields[21]) * resource.getpagesize()
+
+
 if __name__ == "__main__":
-  _main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])
+  _main(sys.argv[4:], *map(int, sys.argv[1:4]))

@@ -37,7 +37,6 @@ MAX_CHARS = 100_000
 
 _CONTROL = re.compile(r"<|\[(?=/?[A-Z])")
 _ADDRESS = re.compile(rb"https?://[^\s/]+")
-_NO_LIMIT = 1 << 30
 _WORK = """\
 You judge the work of an agent by one criterion: {criterion}
 
@@ -177,10 +176,7 @@ class _Connection(calls.Client):
     command = self._setting.command
     self.calls.counts.cold_starts += 1
     process = await guarded_process.GuardedProcess.start(
-      shlex.split(command),
-      max_rss_mib=_NO_LIMIT,
-      max_processes=_NO_LIMIT,
-      env=os.environ,
+      shlex.split(command), env=os.environ, reads_stdin=False
     )
     ended = ""
     try:

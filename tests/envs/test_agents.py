@@ -4,7 +4,9 @@ import asyncio
 import json
 import os
 import pathlib
+import subprocess
 import sys
+import time
 
 import pytest
 
@@ -73,8 +75,8 @@ with open(os.environ["OUT"], "w") as file:
 @pytest.mark.parametrize(
   ("code", "words"),
   [
-    ("import sys; sys.exit('no more moves')", "status 1; .*no more moves"),
-    ("import os; os.abort()", "status -6"),
+    ("import sys; sys.exit('no more moves')", "exit code 1: no more moves"),
+    ("import os; os.abort()", "was ended by SIGABRT"),
     ("", "must be like"),
     ("print('1.0')", "must be like .* not '1.0'"),
     ("print('{\"reward\": 1}\\nbye')", "not 'bye'"),
@@ -100,22 +102,33 @@ def is_gone(pid):
   return text.rpartition(")")[2].split()[0] == "Z"
 
 
-@pytest.mark.parametrize("ends", ["by itself", "cancelled"])
-def test_no_process_is_left_of_a_program(ends, tmp_path):
-  pids = tmp_path / "pids"
-  code = f"""
+LEAVES_A_DAEMON = """
 import os, subprocess, sys, time
+pids = sys.argv[1]
 child = subprocess.Popen([sys.executable, "-Sc", "import time; time.sleep(60)"])
-with open({str(tmp_path / "partial")!r}, "w") as file:
-  file.write(f"{{os.getpid()}} {{child.pid}}")
-os.rename({str(tmp_path / "partial")!r}, {str(pids)!r})
-print('{{"reward": 0.5}}', flush=True)
-if {ends == "cancelled"}:
-  time.sleep(60)
+if not os.fork():
+  os.setsid()
+  if not os.fork():
+    with open(pids + ".partial", "w") as file:
+      file.write(f"{os.getpid()} {child.pid}")
+    os.rename(pids + ".partial", pids)
+    time.sleep(60)
+  os._exit(0)
+while not os.path.exists(pids):
+  time.sleep(0.01)
+print('{"reward": 0.5}', flush=True)
+time.sleep(float(sys.argv[2]))
 """
 
+
+@pytest.mark.parametrize("ends", ["by itself", "cancelled", "with the run"])
+def test_no_process_is_left_of_a_program(ends, tmp_path):
+  pids = tmp_path / "pids"
+  lasts_s = 0 if ends == "by itself" else 60
+  command = (sys.executable, "-Sc", LEAVES_A_DAEMON, str(pids), str(lasts_s))
+  made = agents.OpenAI(command=command)
+
   async def scenario():
-    made = source(code)
     agent = made(made.task(0, "train"))
     running = asyncio.create_task(agent.run(END))
     if ends == "cancelled":
@@ -124,16 +137,35 @@ if {ends == "cancelled"}:
       running.cancel()
     await asyncio.wait([running])
     await agent.close()
-    left = [int(pid) for pid in pids.read_text().split()]
-    async with asyncio.timeout(20):
-      while not all(map(is_gone, left)):
-        await asyncio.sleep(0.01)
     return running
 
-  running = asyncio.run(scenario())
-  assert running.cancelled() == (ends == "cancelled")
-  if ends == "by itself":
-    assert running.result().reward == 0.5
+  if ends == "with the run":
+    run_that_is_killed(command, pids)
+  else:
+    running = asyncio.run(scenario())
+    assert running.cancelled() == (ends == "cancelled")
+    if ends == "by itself":
+      assert running.result().reward == 0.5
+  left = [int(pid) for pid in pids.read_text().split()]
+  end = time.monotonic() + 20
+  while not all(map(is_gone, left)) and time.monotonic() < end:
+    time.sleep(0.01)
+  assert all(map(is_gone, left))
+
+
+def run_that_is_killed(command, pids):
+  """Plays a program in a process that is killed when there are such pids."""
+  program = f"""
+import asyncio
+from envs import agents, base
+made = agents.OpenAI(command={command!r})
+agent = made(made.task(0, "train"))
+asyncio.run(agent.run(base.Endpoint("http://127.0.0.1:1", "me")))
+"""
+  with subprocess.Popen([sys.executable, "-c", program]) as process:
+    while not pids.exists() and process.poll() is None:
+      time.sleep(0.01)
+    process.kill()
 
 
 def test_settings_that_cannot_work_are_refused():

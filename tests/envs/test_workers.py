@@ -79,6 +79,10 @@ def test_tools_and_metrics_come_through():
       "fork",
       r"was ended by SIGKILL: (.|\n)*\d+ processes at once are above 8",
     ),
+    (
+      "fork_apart",
+      r"was ended by SIGKILL: (.|\n)*\d+ processes at once are above 8",
+    ),
   ],
 )
 def test_a_worker_that_dies_takes_its_own_episode_alone(mischief, fault):
@@ -245,6 +249,16 @@ def test_a_source_that_cannot_be_sent_is_refused(module, words):
   with pytest.raises(
     ValueError, match=f"told cannot be sent to a worker: .*{words}"
   ):
+    source.validate()
+
+
+@pytest.mark.parametrize("is_part", [False, True])
+def test_members_who_meet_in_one_process_are_not_parted(is_part):
+  wrapped = delayed.Delayed(source=self_play.TwoPlayer())
+  source = dataclasses.replace(ONE, source=wrapped)
+  if is_part:
+    source = mixture.Mixture((mixture.Part(delayed.Delayed(source=source)),))
+  with pytest.raises(ValueError, match=r"tictactoe.* give it an opponent"):
     source.validate()
 
 

@@ -83,6 +83,12 @@ class _Told:
     while time.monotonic() < end:
       os.fork()
 
+  async def _fork_apart(self):
+    end = time.monotonic() + 5
+    while time.monotonic() < end:
+      if not os.fork():
+        os.setsid()  # No signal to a group reaches all of them.
+
   async def _sleep_in_a_thread(self):
     await threads.call(time.sleep, 60)
 
