@@ -2,12 +2,20 @@
 
 import asyncio
 import contextlib
+import json
+import os
 import signal
+import sys
 from collections.abc import Mapping, Sequence
 
 from envs import process_guard
 
 _TAIL_BYTES = 2000  # Of stderr, for the message of a death.
+_PROGRAM = """
+import importlib, json, sys
+sys.path[:] = json.loads(sys.argv[1])
+importlib.import_module("{}").main()
+"""
 _END_S = 15.0  # Longer than a guard takes to end what it guards.
 
 
@@ -63,6 +71,24 @@ class GuardedProcess:
         limit=limit,
         start_new_session=True,  # Ctrl-C is for the run, which ends this.
       )
+    )
+
+  @classmethod
+  async def start_module(
+    cls, name: str, *, max_rss_mib: int, max_processes: int
+  ) -> "GuardedProcess":
+    """Starts `main` of a module, in a Python that imports what this one does.
+
+    Raises:
+      OSError: the machine has no room for a process.
+    """
+    program = _PROGRAM.format(name)
+    return await cls.start(
+      [sys.executable, "-P", "-c", program, json.dumps(sys.path)],
+      # A config file that it imports must not take the accelerator.
+      env=os.environ | {"JAX_PLATFORMS": "cpu"},
+      max_rss_mib=max_rss_mib,
+      max_processes=max_processes,
     )
 
   async def wait(self) -> int:

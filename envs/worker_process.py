@@ -125,8 +125,8 @@ def framed(body: bytes) -> bytes:
   return _HEADER.pack(len(body)) + body
 
 
-async def receive(stream: asyncio.StreamReader) -> Any:
-  """Returns the data of the next frame.
+async def receive(stream: asyncio.StreamReader) -> bytes:
+  """Returns the bytes of the next frame.
 
   Raises:
     IncompleteReadError: the other side has ended.
@@ -135,7 +135,27 @@ async def receive(stream: asyncio.StreamReader) -> Any:
   size = _HEADER.unpack(await stream.readexactly(_HEADER.size))[0]
   if size > MAX_FRAME_BYTES:
     raise ValueError(f"{size} bytes announced are above {MAX_FRAME_BYTES}")
-  return json.loads(await stream.readexactly(size))
+  return await stream.readexactly(size)
+
+
+def read(stream: IO[bytes]) -> bytes:
+  """Returns the bytes of the next frame of a file.
+
+  Raises:
+    EOFError: the other side has ended.
+  """
+  size = _HEADER.unpack(_read(stream, _HEADER.size))[0]
+  return _read(stream, size)
+
+
+def _read(stream: IO[bytes], size: int) -> bytes:
+  parts = []
+  while size:
+    if not (part := stream.read(size)):
+      raise EOFError
+    parts.append(part)
+    size -= len(part)
+  return b"".join(parts)
 
 
 def to_message(data: Any) -> base.Message:
@@ -240,7 +260,8 @@ async def _serve(
 
   with contextlib.suppress(asyncio.IncompleteReadError):
     while True:
-      task = asyncio.create_task(answer(await receive(stream)))
+      request = json.loads(await receive(stream))
+      task = asyncio.create_task(answer(request))
       running.add(task)
       task.add_done_callback(running.discard)
   # Environments might hold an orderly end up.
@@ -255,14 +276,5 @@ def main() -> None:
   os.dup2(2, 1)  # An environment may print.
   faulthandler.enable()
   with open(requests, "rb", 0, closefd=False) as stream:
-    source = pickle.loads(_read(stream)).load()
+    source = pickle.loads(read(stream)).load()
   asyncio.run(_serve(source, requests, replies))
-
-
-def _read(stream: IO[bytes]) -> bytes:
-  """Returns the bytes of the first frame."""
-  left, parts = _HEADER.unpack(stream.read(_HEADER.size))[0], []
-  while left:
-    parts.append(stream.read(left))
-    left -= len(parts[-1])
-  return b"".join(parts)

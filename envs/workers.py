@@ -14,7 +14,6 @@ import collections
 import dataclasses
 import itertools
 import json
-import os
 import pickle
 import sys
 import weakref
@@ -23,12 +22,6 @@ from typing import Any
 
 from envs import base, guarded_process, worker_process
 
-_BOOT = """
-import json, sys
-sys.path[:] = json.loads(sys.argv[1])
-from envs import worker_process
-worker_process.main()
-"""
 _FIRST_DELAY_S, _MAX_DELAY_S = 0.1, 30.0
 
 
@@ -321,12 +314,10 @@ class _Worker:
       self._die(how)
 
   async def _start(self) -> guarded_process.GuardedProcess:
-    return await guarded_process.GuardedProcess.start(
-      [sys.executable, "-P", "-c", _BOOT, json.dumps(sys.path)],
+    return await guarded_process.GuardedProcess.start_module(
+      "envs.worker_process",
       max_rss_mib=self._settings.max_rss_mib,
       max_processes=self._settings.max_processes,
-      # A config file that a worker imports must not take the accelerator.
-      env=os.environ | {"JAX_PLATFORMS": "cpu"},
     )
 
   async def _serve(self, process: guarded_process.GuardedProcess) -> None:
@@ -347,7 +338,8 @@ class _Worker:
   async def _receive(self, stdout: asyncio.StreamReader) -> None:
     try:
       while True:
-        index, error, result = await worker_process.receive(stdout)
+        answer = json.loads(await worker_process.receive(stdout))
+        index, error, result = answer
         if (call := self._calls.get(index)) is not None and not call.done():
           call.set_result((error, result))
     except asyncio.IncompleteReadError:

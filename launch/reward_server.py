@@ -14,8 +14,6 @@ lets running calls end, for 5 s.
 
 import asyncio
 import contextlib
-import importlib
-import pkgutil
 import socket
 import sys
 from collections.abc import Mapping
@@ -24,13 +22,12 @@ from absl import app as absl_app
 from absl import flags as absl_flags
 from starlette import applications, requests, responses, routing
 
-import envs
 from envs import base
 from envs.offload import http, process_pool, wire
 from launch.cli import flags
 from launch.openai import disconnect, http_server, json_fields
 from launch.run import signals
-from rl.settings import annotations, parsing
+from rl.settings import annotations
 
 _REWARD = absl_flags.DEFINE_string(
   "reward", None, "A reward by itself, in place of a --config."
@@ -157,15 +154,7 @@ def _reward() -> base.Reward:
         "such as configs/next_letter.py"
       )
     return reward
-  if absl_flags.FLAGS["config"].value or flags.overrides():
-    raise annotations.SettingError(
-      "--reward stands for itself; with a --config use --config.reward"
-    )
-  for module in pkgutil.walk_packages(envs.__path__, "envs."):
-    importlib.import_module(module.name)  # Short names are those of modules.
-  return parsing.read_field(
-    base.Reward, parsing.Text(_REWARD.value), "--reward"
-  )
+  return flags.read_alone(base.Reward, "reward")
 
 
 @flags.command

@@ -8,10 +8,8 @@ it, and says what is wrong with the environment. Exit code: 0 if nothing is.
 
 import asyncio
 import functools
-import importlib
 import os
 import pathlib
-import pkgutil
 import re
 import shutil
 import sys
@@ -24,7 +22,6 @@ import rich.text
 from absl import app
 from absl import flags as absl_flags
 
-import envs
 from envs import base
 from envs.rewards import rewards
 from launch.cli import flags
@@ -38,7 +35,7 @@ from rl.rollout import (
   episode,
   group_rollout,
 )
-from rl.settings import annotations, parsing
+from rl.settings import annotations
 
 _ENVIRONMENT = absl_flags.DEFINE_string(
   "environment",
@@ -184,8 +181,7 @@ def _trial() -> environment_trial.Trial:
   Raises:
     ValueError: it cannot be tried.
   """
-  text = _ENVIRONMENT.value
-  if text is None:
+  if _ENVIRONMENT.value is None:
     check = flags.instance_of(
       experiment_lib.Experiment, "configs/next_letter.py"
     )
@@ -194,12 +190,8 @@ def _trial() -> environment_trial.Trial:
     source, reward = experiment.environment, experiment.reward
     seed = experiment.seed
   else:
-    if absl_flags.FLAGS["config"].value or flags.overrides():
-      raise annotations.SettingError(
-        "--environment stands for itself; with a --config use "
-        f"--config.environment='{text}'"
-      )
-    source, reward, seed = _read(text), rewards.Outcome(), 0
+    source: base.Source = flags.read_alone(base.Source, "environment")
+    reward, seed = rewards.Outcome(), 0
     limits = group_rollout.Rollout(turn_tokens=4_096, max_tokens=32_768)
     is_listed = isinstance(source, base.WordList)
     chat = (
@@ -218,13 +210,6 @@ def _trial() -> environment_trial.Trial:
     reward_s=limits.grading.deadline_s,
     seed=seed,
   )
-
-
-def _read(text: str) -> base.Source:
-  # Short names are those of modules that are loaded.
-  for module in pkgutil.walk_packages(envs.__path__, "envs."):
-    importlib.import_module(module.name)
-  return parsing.read_field(base.Source, parsing.Text(text), "--environment")
 
 
 def _respond(

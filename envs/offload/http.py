@@ -10,6 +10,7 @@ import asyncio
 import dataclasses
 import json
 import math
+import os
 import urllib.parse
 from collections.abc import Mapping
 from typing import Any
@@ -64,6 +65,12 @@ class Http(wire.Elsewhere):
     return _Function(self)
 
 
+def authorization(key: str) -> dict[str, str]:
+  """Returns the headers with the key of an environment variable, if any."""
+  value = os.environ.get(key)
+  return {"authorization": f"Bearer {value}"} if value else {}
+
+
 class Connections:
   """Connections to HTTP servers; used on one event loop, and closed."""
 
@@ -101,6 +108,29 @@ class Connections:
     except (httpx2.HTTPError, httpx2.InvalidURL) as error:
       text = str(error) or type(error).__name__
       raise calls.CallError(f"{url} cannot be reached: {text}") from error
+
+  async def complete(
+    self, url: str, request: Mapping[str, Any], key: str
+  ) -> str:
+    """Returns the text of a chat completion; "" where there is none.
+
+    Args:
+      url: of an OpenAI API.
+      key: environment variable with its key, sent if it is set.
+
+    Raises:
+      CallError: there is no answer, or it is no completion; names the URL.
+    """
+    url = f"{url.rstrip('/')}/chat/completions"
+    body = json.dumps(request).encode()
+    received = await self.request("POST", url, body, authorization(key))
+    try:
+      said = json.loads(received)["choices"][0]["message"]["content"]
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
+      raise calls.CallError(
+        f"{url} answered {received[:60]!r}, which is no chat completion"
+      ) from error
+    return said if isinstance(said, str) else ""
 
   async def _request(
     self, method: str, url: str, body: bytes, headers: dict[str, str]

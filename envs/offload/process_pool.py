@@ -9,22 +9,12 @@ stopped otherwise.
 
 import asyncio
 import dataclasses
-import json
 import math
-import os
-import sys
 
-from envs import base, guarded_process
+from envs import base, guarded_process, worker_process
 from envs.offload import calls, wire, worker
 
-_MAX_ANSWER = 16 << 20
 _MAX_PROCESSES = 64
-_BOOT = """
-import json, sys
-sys.path[:] = json.loads(sys.argv[1])
-from envs.offload import worker
-worker.main()
-"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -112,13 +102,10 @@ class _Pool(calls.Client):
     self.calls.counts.cold_starts += 1
     setting = self._setting
     started = _Worker(
-      await guarded_process.GuardedProcess.start(
-        [sys.executable, "-P", "-c", _BOOT, json.dumps(sys.path)],
+      await guarded_process.GuardedProcess.start_module(
+        "envs.offload.worker",
         max_rss_mib=setting.max_rss_mib,
         max_processes=_MAX_PROCESSES,
-        # A config file that it imports must not take the accelerator.
-        env=os.environ | {"JAX_PLATFORMS": "cpu"},
-        limit=_MAX_ANSWER,
       )
     )
     self._all.add(started)
@@ -155,16 +142,12 @@ class _Worker:
   timer: asyncio.TimerHandle | None = None
 
   def tell(self, content: bytes) -> None:
-    self.process.stdin.write(worker.frame(content))
+    self.process.stdin.write(worker_process.framed(content))
 
   async def ask(self, request: bytes) -> bytes:
     self.tell(request)
     await self.process.stdin.drain()
-    header = await self.process.stdout.readexactly(worker.HEADER)
-    length = int.from_bytes(header, "big")
-    if length > _MAX_ANSWER:
-      raise calls.CallError(
-        f"a process of the reward answered {length} bytes; the most that are "
-        f"read are {_MAX_ANSWER}"
-      )
-    return await self.process.stdout.readexactly(length)
+    try:
+      return await worker_process.receive(self.process.stdout)
+    except ValueError as error:
+      raise calls.CallError(f"a process of the reward: {error}") from error

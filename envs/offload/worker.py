@@ -2,11 +2,12 @@
 
   [packed reward], request, request ...  -> grades, grades ...
 
-Frames are a length of 8 bytes and as many bytes. It ends with its parent, even
-amid a grade, as a thread waits for the end of its input.
+Frames are those of `envs.worker_process`. It ends with its parent, even amid a
+grade, as a thread waits for the end of its input.
 """
 
 import asyncio
+import contextlib
 import functools
 import json
 import os
@@ -16,17 +17,10 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Coroutine
-from typing import Any, BinaryIO
+from typing import Any
 
 from envs import base, worker_process
 from envs.offload import wire
-
-HEADER = 8
-
-
-def frame(content: bytes) -> bytes:
-  """Returns the bytes of a frame."""
-  return len(content).to_bytes(HEADER, "big") + content
 
 
 def packed(reward: base.Reward) -> bytes:
@@ -70,14 +64,6 @@ async def _grade(reward: base.Reward, request: bytes) -> bytes:
   return wire.write_grades(grades, len(transcripts))
 
 
-def _read(stream: BinaryIO) -> bytes:
-  header = stream.read(HEADER)
-  content = stream.read(int.from_bytes(header, "big"))
-  if len(header) < HEADER or len(content) < int.from_bytes(header, "big"):
-    os.kill(os.getpid(), signal.SIGKILL)  # Its guard ends what it has started.
-  return content
-
-
 def main() -> None:
   """Computes grades until the input ends."""
   told = os.fdopen(os.dup(1), "wb")
@@ -85,12 +71,16 @@ def main() -> None:
   frames: queue.SimpleQueue[bytes] = queue.SimpleQueue()
 
   def read() -> None:
-    while True:
-      frames.put(_read(sys.stdin.buffer))
+    with contextlib.suppress(EOFError):
+      while True:
+        frames.put(worker_process.read(sys.stdin.buffer))
+    os.kill(os.getpid(), signal.SIGKILL)  # Its guard ends what it has started.
 
   threading.Thread(target=read, daemon=True).start()
   reward = frames.get()
   with asyncio.Runner() as runner:
     while True:
-      told.write(frame(compute(reward, frames.get(), runner.run)))
+      told.write(
+        worker_process.framed(compute(reward, frames.get(), runner.run))
+      )
       told.flush()

@@ -129,7 +129,8 @@ class _Connection(calls.Client):
       setting = self._setting
       self._url = setting.base_url.rstrip("/") or await self._start()
       url = f"{self._url}/models"
-      text = await self._connections.request("GET", url, headers=self._headers)
+      headers = http.authorization(setting.key)
+      text = await self._connections.request("GET", url, headers=headers)
       try:
         names = [str(one["id"]) for one in json.loads(text)["data"]]
       except (ValueError, KeyError, TypeError) as error:
@@ -146,16 +147,8 @@ class _Connection(calls.Client):
   async def send(self, request: bytes) -> str:
     """Returns the text of an answer."""
     await self.open()
-    url = f"{self._url}/chat/completions"
-    body = json.dumps({"model": self._model, **json.loads(request)}).encode()
-    text = await self._connections.request("POST", url, body, self._headers)
-    try:
-      said = json.loads(text)["choices"][0]["message"]["content"]
-    except (ValueError, LookupError, TypeError) as error:
-      raise calls.CallError(
-        f"{url} answered {text[:60]!r}, which is no chat completion"
-      ) from error
-    return said if isinstance(said, str) else ""
+    body = {"model": self._model, **json.loads(request)}
+    return await self._connections.complete(self._url, body, self._setting.key)
 
   async def close(self) -> None:
     """Closes the connections, and ends the server if it is ours."""
@@ -165,11 +158,6 @@ class _Connection(calls.Client):
       self._output.cancel()
       await asyncio.wait([self._output])
       await self._process.end()
-
-  @property
-  def _headers(self) -> dict[str, str]:
-    key = os.environ.get(self._setting.key)
-    return {"authorization": f"Bearer {key}"} if key else {}
 
   async def _start(self) -> str:
     """Starts the server; returns the URL of its API once it serves."""

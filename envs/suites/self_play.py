@@ -12,8 +12,6 @@ import asyncio
 import collections
 import contextlib
 import dataclasses
-import json
-import os
 import random
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -108,20 +106,11 @@ class _Served:
       "max_tokens": settings.max_tokens,
       "temperature": settings.temperature,
     }
-    url = f"{settings.url.rstrip('/')}/chat/completions"
-    key = os.environ.get("OPENAI_API_KEY")
-    headers = {"authorization": f"Bearer {key}"} if key else {}
-    received = await self._connections.request(
-      "POST", url, json.dumps(body).encode(), headers
+    text = await self._connections.complete(
+      settings.url, body, "OPENAI_API_KEY"
     )
-    try:
-      text = json.loads(received)["choices"][0]["message"]["content"] or ""
-      self._messages.append({"role": "assistant", "content": str(text)})
-    except (ValueError, LookupError, TypeError, RecursionError) as error:
-      raise RuntimeError(
-        f"{url} answered {received[:60]!r}, which is no chat completion"
-      ) from error
-    return str(text)
+    self._messages.append({"role": "assistant", "content": text})
+    return text
 
   async def close(self) -> None:
     await self._connections.close()

@@ -10,7 +10,9 @@ is a `command`.
 import contextlib
 import difflib
 import functools
+import importlib
 import pathlib
+import pkgutil
 import re
 import signal
 import sys
@@ -20,8 +22,10 @@ from typing import Any
 from absl import app, logging
 from absl import flags as absl_flags
 
+import envs
 from launch.cli import config_file
 from rl.settings import overrides as overrides_lib
+from rl.settings import parsing
 
 _CONFIG = absl_flags.DEFINE_string(
   "config",
@@ -137,6 +141,28 @@ def load(
   if check is not None:
     check(tree)
   return tree
+
+
+def read_alone(kind: type, name: str) -> Any:
+  """Returns the setting that a flag gives in place of a --config.
+
+  Args:
+    kind: of the setting, such as `envs.base.Reward`.
+    name: of the flag.
+
+  Raises:
+    SettingError: what is wrong with it.
+  """
+  text = str(absl_flags.FLAGS[name].value)
+  if _CONFIG.value or _overrides:
+    raise overrides_lib.SettingError(
+      f"--{name} stands for itself; with a --config use "
+      f"--config.{name}='{text}'"
+    )
+  # Short names are those of modules that are loaded.
+  for module in pkgutil.walk_packages(envs.__path__, "envs."):
+    importlib.import_module(module.name)
+  return parsing.read_field(kind, parsing.Text(text), f"--{name}")
 
 
 def instance_of(cls: type, example: str) -> Callable[[Any], None]:
