@@ -22,6 +22,7 @@ _Ts = TypeVarTuple("_Ts")
 
 # After this wait all threads are assumed busy, maybe hung.
 _PATIENCE_S = 0.1
+_LOGICAL_S = 0.01
 
 
 class _State(enum.Enum):
@@ -30,10 +31,25 @@ class _State(enum.Enum):
   OVER = enum.auto()
 
 
+def _keeper(loop: asyncio.AbstractEventLoop) -> Callable[..., object]:
+  """Returns a function that hands a callback to the loop, from any thread.
+
+  A loop with a logical clock is promised it, to keep the order of its events.
+  """
+  promise = getattr(loop, "promise", None)
+  if promise is None:
+    return loop.call_soon_threadsafe
+  return promise(loop.time() + _LOGICAL_S)
+
+
+def _nothing() -> None:
+  """Is handed to the loop where nobody waits for a result."""
+
+
 @dataclasses.dataclass(slots=True, eq=False)
 class _Job:
   fn: Callable[[], Any]
-  loop: asyncio.AbstractEventLoop
+  keep: Callable[..., object]
   future: asyncio.Future[tuple[Any, Exception | None]]
   state: _State = _State.WAITING
 
@@ -74,7 +90,8 @@ class ThreadPool:
         SystemExit, which must end neither the thread nor the event loop.
     """
     loop = asyncio.get_running_loop()
-    job = _Job(functools.partial(fn, *args), loop, loop.create_future())
+    call = functools.partial(fn, *args)
+    job = _Job(call, _keeper(loop), loop.create_future())
     if self._num_threads < self._size:
       self._fill()
     self._jobs.put(job)
@@ -111,6 +128,7 @@ class ThreadPool:
         self._num_threads -= 1
         self._start_thread()
       job.state = _State.OVER
+    job.keep(_nothing)  # The thread will not, and a clock may wait for it.
 
   def _start_thread(self) -> None:
     self._num_threads += 1
@@ -135,7 +153,7 @@ class ThreadPool:
     if not self._move(job, _State.RUNNING, _State.OVER):
       return False
     with contextlib.suppress(RuntimeError):  # the event loop was closed
-      job.loop.call_soon_threadsafe(job.deliver, value, error)
+      job.keep(job.deliver, value, error)
     return True
 
   def _move(self, job: _Job, source: _State, target: _State) -> bool:

@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import pathlib
+import time
 from collections.abc import Callable, Sequence
 
 from models import config as model_config
@@ -104,6 +105,7 @@ def build(
   run_dir: pathlib.Path | None = None,
   report: Callable[[str], None] | None = None,
   gateway: agent_player.Gateway | None = None,
+  clock: Callable[[], float] = time.monotonic,
 ) -> Parts:
   """Returns the parts of a validated experiment.
 
@@ -112,6 +114,7 @@ def build(
     report: told when something stalls.
     gateway: serves answers to agents, as `launch.openai.gateway.listen`;
       without one, an episode of an agent is a fault.
+    clock: of the event loop.
 
   Raises:
     ValueError: a setting cannot work, or devices or their memory are missing.
@@ -120,9 +123,9 @@ def build(
   experiment = fit(experiment)
   learner_layout, *decode_layouts = experiment.placement.layouts()
   spans = trace.Trace(run_dir and run_dir / "spans.jsonl")
-  log = event_log.EventLog(run_dir and run_dir / "events.jsonl")
+  log = event_log.EventLog(run_dir and run_dir / "events.jsonl", clock)
   chat = experiment.build_chat(run_dir)
-  watchdog = watchdog_lib.Watchdog(report)
+  watchdog = watchdog_lib.Watchdog(report, clock)
   learner_thread = mesh_thread.MeshThread("learner", spans)
   threads = [mesh_thread.MeshThread("decode", spans) for _ in decode_layouts]
   model = weight_publisher.pool_model(

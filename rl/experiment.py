@@ -132,6 +132,9 @@ class Experiment:
     progress_timeout_s: a longer wait inside the loop ends the run, with a
       table of all waits. During an evaluation: the longest time in which no
       episode ends.
+    repeatable: the order of all events follows from the settings and the seed,
+      at some cost in time; see `runtime.logical_clock`. Two runs on machines
+      with the same devices then end with the same parameters, bit for bit.
   """
 
   environment: base.Source
@@ -162,6 +165,7 @@ class Experiment:
   rounds: int = 100
   max_skipped: int = 2
   progress_timeout_s: float = 1500.0
+  repeatable: bool = False
 
   def __post_init__(self) -> None:
     """Gives the rows of the environment their data."""
@@ -213,6 +217,7 @@ class Experiment:
   def _is_valid(self) -> bool:
     checks.validate_parts(self)
     grading.refuse_stateful(self.reward)
+    self._validate_repeatable()
     self._validate_counts()
     self._validate_partners()
     self._validate_schedule()
@@ -314,6 +319,24 @@ class Experiment:
       out = "raise it, or the error of a slow call would not name the URL"
       where = "rollout.grading.deadline_s"
       checks.enough(where, deadline_s, timeout_s, bound, out)
+
+  def _validate_repeatable(self) -> None:
+    """Refuses what answers at times of its own; see `logical_clock`."""
+    if not self.repeatable:
+      return
+    out = "use repeatable=false"
+    if not isinstance(self.engine, engine_settings.EngineSettings):
+      why = "its scheduler has a clock of its own"
+      names = "repeatable", "engine"
+      checks.refuse(
+        self, *names, why=why, out=f"{out}, or the built-in engine", where=""
+      )
+    for part in base.parts(self.reward):
+      if isinstance(part, base.Offloaded):
+        raise ValueError(
+          f"repeatable=true with reward {short_names.of(part)}: it answers "
+          f"from elsewhere, at times of its own; {out}"
+        )
 
   def _validate_lengths(self) -> None:
     self._validate_vocabulary()

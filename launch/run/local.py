@@ -16,6 +16,7 @@ import os
 import pathlib
 import sys
 import time
+from collections.abc import Callable
 
 from launch.cli import workdir
 from launch.openai import gateway
@@ -36,7 +37,7 @@ from rl import experiment as experiment_lib
 from rl.loop import coordinator
 from rl.loop import progress as progress_lib
 from rl.rollout import evaluate, grading, recordings
-from rl.runtime import checkpoint, trace
+from rl.runtime import checkpoint, logical_clock, trace
 from rl.runtime import watchdog as watchdog_lib
 from rl.train import skipped_updates
 
@@ -59,7 +60,10 @@ def train(
   screen = display.Display(experiment.rounds, sys.stdout)
   screen.start()
   try:
-    return asyncio.run(_Run(experiment, run_dir, screen).train())
+    loop = logical_clock.EventLoop if experiment.repeatable else None
+    with asyncio.Runner(loop_factory=loop) as runner:
+      clock = runner.get_loop().time
+      return runner.run(_Run(experiment, run_dir, screen, clock).train())
   except load.Unusable as error:
     screen.note(f"error: initial={error}")
     return 2
@@ -92,12 +96,13 @@ class _Run(progress_lib.RunObserver):
     experiment: experiment_lib.Experiment,
     run_dir: pathlib.Path,
     screen: display.Display,
+    clock: Callable[[], float],
   ):
     self._experiment = experiment
     self._dir = run_dir
     self._screen = screen
     self._parts = assemble.build(
-      experiment, run_dir, screen.note, gateway.listen
+      experiment, run_dir, screen.note, gateway.listen, clock
     )
     self._checkpoints = checkpoint.Checkpoints(
       run_dir / "checkpoints", experiment.retention.checkpoints

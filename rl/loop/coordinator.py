@@ -179,7 +179,7 @@ class Coordinator:
   async def _run(self, tasks: asyncio.TaskGroup) -> Any:
     # A round is measured from the end of training in the one before it.
     self._background = tasks
-    self._mark = asyncio.get_running_loop().time()
+    self._mark = self._spans.now()
     producing = tasks.create_task(self._producer.run(), name="producer")
     try:
       while self._trained < self._settings.rounds:
@@ -360,7 +360,7 @@ class Coordinator:
 
   def _interval(self) -> _Interval:
     """Returns the interval since the last call."""
-    now = asyncio.get_running_loop().time()
+    now = self._spans.now()
     wall_s, self._mark = (now - self._mark) or math.nan, now
     events = list(self._events)
     self._events.clear()

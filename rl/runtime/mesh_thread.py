@@ -10,9 +10,13 @@ from typing import Any
 
 import jax
 
-from rl.runtime import trace
+from rl.runtime import logical_clock, trace
 
 _CLOSE_S = 5.0
+_LOGICAL_S = {"decode": 0.01, "accumulate": 0.05}
+_OTHER_LOGICAL_S = 0.02
+"""Seconds of programs on a logical clock. They decide how many tokens a publish
+comes after, and whether the loop waits for one mesh while another has work."""
 
 
 class MeshThread:
@@ -30,6 +34,7 @@ class MeshThread:
       queue.SimpleQueue()
     )
     self._closed = False
+    self._due_s = 0.0
     # A daemon: a program that hangs on the device must not hold up the exit.
     self._thread = threading.Thread(target=self._work, name=track, daemon=True)
     self._thread.start()
@@ -53,6 +58,9 @@ class MeshThread:
       raise RuntimeError(f"the {self._track} thread was closed")
     loop = asyncio.get_running_loop()
     done: asyncio.Future[Any] = loop.create_future()
+    deliver, self._due_s = logical_clock.promise(
+      loop, _LOGICAL_S.get(name, _OTHER_LOGICAL_S), self._due_s
+    )
 
     def job() -> None:
       try:
@@ -61,7 +69,7 @@ class MeshThread:
         result, error = None, raised
       # The loop may have ended meanwhile, and the waiter with it.
       with contextlib.suppress(RuntimeError):
-        loop.call_soon_threadsafe(_deliver, done, result, error)
+        deliver(_deliver, done, result, error)
 
     self._jobs.put(job)
     return done

@@ -66,6 +66,10 @@ class Trace:
         file.write("\n")
     self.origin = clock() - last
 
+  def now(self) -> float:
+    """Returns a reading of the clock of its spans."""
+    return self._clock()
+
   def add(
     self, track: str, name: str, start: float, end: float, **args: Arg
   ) -> None:

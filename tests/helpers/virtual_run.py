@@ -227,7 +227,7 @@ class Run:
     clock = asyncio.get_running_loop().time
     self.log = event_log.EventLog(clock=clock)
     self.log.listeners.extend(self.listeners)
-    self.spans = trace.Trace(None)
+    self.spans = trace.Trace(None, clock=asyncio.get_running_loop().time)
     self.tasks = prompts.Prompts(self.source, self.seed, pool=self.pool)
     version = progress.trained if progress else 0
     self.engines = [self.engine(version) for _ in range(self.num_engines)]

@@ -9,11 +9,13 @@ import re
 import pytest
 
 from envs import mixture
+from envs.offload import process_pool
 from envs.rewards import rewards
 from envs.suites import self_play
 from launch.cli import flags
 from rl import experiment as experiment_lib
 from rl.algorithms import presets, token_advantages
+from rl.engine.sglang import settings as sglang_settings
 from rl.pools import affinity, placement
 from rl.schedule import overlap
 from rl.settings import overrides as overrides_lib
@@ -408,6 +410,20 @@ def test_a_reward_that_needs_the_environment_is_refused(experiment):
   tree = dataclasses.replace(experiment, reward=Blunt())
   with pytest.raises(ValueError, match=r"^reward Blunt has stateless=False"):
     tree.validate()
+
+
+def test_what_answers_from_elsewhere_does_not_go_with_a_repeatable_run(
+  experiment,
+):
+  reward = process_pool.ProcessPool(reward=rewards.Outcome())
+  there = dataclasses.replace(experiment, repeatable=True, reward=reward)
+  with pytest.raises(ValueError, match="reward process_pool: it answers from"):
+    there.validate()
+  other = sglang_settings.SglangSettings()
+  there = dataclasses.replace(experiment, repeatable=True, engine=other)
+  with pytest.raises(ValueError, match="repeatable=true with engine="):
+    there.validate()
+  dataclasses.replace(experiment, repeatable=True).validate()
 
 
 def test_a_source_that_no_reward_grades_is_refused(experiment):

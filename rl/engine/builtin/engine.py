@@ -17,7 +17,6 @@ stay on the device until the host has time to look.
 
 import asyncio
 import collections
-import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
@@ -245,7 +244,7 @@ class BuiltinEngine:
     contract.check_same_tree(self._params, params)
     async with self._update_lock:
       contract.check_version(version, self._version)
-      self._updating, asked = in_flight, time.monotonic()
+      self._updating, asked = in_flight, request_lib.now_s()
       try:
         if in_flight == "drain":
           await self._until(lambda: not self._queue.any_started)
@@ -256,7 +255,7 @@ class BuiltinEngine:
         self._wake.set()
       self._launch_ready()
       self._check_open()
-      self._paused_s += time.monotonic() - max(asked, self._last_completed)
+      self._paused_s += request_lib.now_s() - max(asked, self._last_completed)
 
   def _swap(
     self,
@@ -360,7 +359,7 @@ class BuiltinEngine:
     dispatch: dispatch_plan.Dispatch,
     result: asyncio.Future[decode_step.Sampled],
   ) -> None:
-    self._last_completed = time.monotonic()
+    self._last_completed = request_lib.now_s()
     survivors = self._queue.apply_results(dispatch, result.result())
     self._scheduler.completed(dispatch, survivors)
 

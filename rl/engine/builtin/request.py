@@ -16,6 +16,17 @@ _MAX_MASKED = 16
 """Tokens under masks after which a request tries again without."""
 
 
+def now_s() -> float:
+  """Returns the time of the running event loop, which decides what is late.
+
+  That may be a logical one. Without a loop it is the machine's.
+  """
+  try:
+    return asyncio.get_running_loop().time()
+  except RuntimeError:
+    return time.monotonic()
+
+
 @dataclasses.dataclass(slots=True, eq=False)
 class RequestState:
   """A request, waiting or running.
@@ -39,7 +50,7 @@ class RequestState:
     planned_cached: `page_table.cached` after the dispatches in flight.
     in_flight: dispatches in flight that have a row for it.
     last_dispatch: number of the last one.
-    started: time.monotonic() of its arrival.
+    started: `now_s()` of its arrival.
     slot, page_table, bias_row: held while it runs.
     matcher: the state of its constraint after the ids sampled so far.
     num_masked: tokens to be sampled under masks before it is sampled freely.
@@ -60,7 +71,7 @@ class RequestState:
   order: tuple[tuple[int, ...], int]
   ids: Int32[np.ndarray, " N"]
   known: int
-  started: float = dataclasses.field(default_factory=time.monotonic)
+  started: float = dataclasses.field(default_factory=now_s)
   slot: int = -1
   page_table: block_manager.PageTable | None = None
   bias_row: int = 0
@@ -161,7 +172,7 @@ class RequestState:
   ) -> None:
     """Appends the tokens of one dispatch, at least one."""
     if not self.versions:
-      self.first_token_s = time.monotonic() - self.started
+      self.first_token_s = now_s() - self.started
     count = len(tokens)
     self.ids[self.known : self.known + count] = tokens
     self.known += count

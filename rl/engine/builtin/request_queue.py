@@ -12,7 +12,6 @@ import asyncio
 import collections
 import heapq
 import itertools
-import time
 from collections.abc import Collection
 
 import numpy as np
@@ -174,7 +173,7 @@ class RequestQueue:
   def _forget(self, state: request_lib.RequestState) -> None:
     del self.requests[state.request.request_id]
     self._release(state)
-    self._idle_since[state.request.session] = time.monotonic()
+    self._idle_since[state.request.session] = request_lib.now_s()
     if len(self._waiting) > 2 * self.num_waiting + self._shapes.slots:
       # Requests that ended while they waited would pile up.
       self._waiting = [x for x in self._waiting if not x[1].future.done()]
@@ -192,7 +191,7 @@ class RequestQueue:
       versions=np.asarray(state.versions, np.int32),
       stop=stop,
       cached_tokens=state.cached_tokens or 0,
-      decode_s=time.monotonic() - state.started,
+      decode_s=request_lib.now_s() - state.started,
       first_token_s=state.first_token_s,
       oldest_kv=state.oldest_kv,
       experts=experts,
@@ -208,7 +207,7 @@ class RequestQueue:
 
   def num_returning(self, within_s: float) -> int:
     """Returns the number of sessions that ended a turn in the last seconds."""
-    limit = time.monotonic() - within_s
+    limit = request_lib.now_s() - within_s
     while self._idle_since and next(iter(self._idle_since.values())) < limit:
       self._idle_since.popitem(last=False)
     return len(self._idle_since)
