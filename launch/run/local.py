@@ -60,7 +60,7 @@ def train(
   screen = display.Display(experiment.rounds, sys.stdout)
   screen.start()
   try:
-    loop = logical_clock.EventLoop if experiment.repeatable else None
+    loop = logical_clock.LogicalEventLoop if experiment.repeatable else None
     with asyncio.Runner(loop_factory=loop) as runner:
       clock = runner.get_loop().time
       return runner.run(_Run(experiment, run_dir, screen, clock).train())

@@ -38,7 +38,7 @@ class Hung(RuntimeError):
 class _Promise:
   """A result that will arrive at `due_s`; `keep` may be called by a thread."""
 
-  def __init__(self, due_s: float, number: int, loop: "EventLoop"):
+  def __init__(self, due_s: float, number: int, loop: "LogicalEventLoop"):
     self.order = due_s, number
     self.callback: Callable[[], object] | None = None
     self._loop = loop
@@ -59,7 +59,7 @@ class _Clock(selectors.DefaultSelector):
     super().__init__()
     self.now_s = 0.0
     self.promises: list[_Promise] = []
-    self.loop: EventLoop | None = None
+    self.loop: LogicalEventLoop | None = None
 
   def select(
     self, timeout: float | None = None
@@ -94,7 +94,7 @@ class _Clock(selectors.DefaultSelector):
     return []
 
 
-class EventLoop(asyncio.SelectorEventLoop):
+class LogicalEventLoop(asyncio.SelectorEventLoop):
   """An event loop with such a clock, which begins at time 0."""
 
   def __init__(self):
@@ -145,7 +145,7 @@ def promise(
     seconds: that the work takes on the loop's clock, if it is a logical one.
     after_s: time of the work before it in the same thread.
   """
-  if not isinstance(loop, EventLoop):
+  if not isinstance(loop, LogicalEventLoop):
     return loop.call_soon_threadsafe, 0.0
   due_s = max(loop.time(), after_s) + seconds
   return loop.promise(due_s), due_s

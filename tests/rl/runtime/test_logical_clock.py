@@ -13,7 +13,7 @@ from rl.runtime import logical_clock, mesh_thread, trace
 
 
 def run(main):
-  with asyncio.Runner(loop_factory=logical_clock.EventLoop) as runner:
+  with asyncio.Runner(loop_factory=logical_clock.LogicalEventLoop) as runner:
     return runner.run(main)
 
 
