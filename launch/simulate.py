@@ -5,12 +5,14 @@
   python -m launch.simulate --config=FILE --timeline=DIR
 
 FILE has a get_config() that returns a `simulate.Simulation`; see
-`rl.simulation.result` for the numbers printed. Nothing touches a device.
+`rl.simulation.result` for the numbers printed. A line every few seconds tells
+how far it is. Nothing touches a device.
 """
 
 import pathlib
 import shutil
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from typing import TextIO
 
@@ -19,6 +21,7 @@ from absl import flags as absl_flags
 
 from launch import simulated_timeline
 from launch.cli import flags, workdir
+from rl.audit import event_log
 from rl.runtime import trace, watchdog
 from rl.simulation import result as simulation_result
 from rl.simulation import simulate
@@ -48,7 +51,8 @@ def main() -> None:
       directory = pathlib.Path(_TIMELINE.value)
       workdir.make_writable(directory, f"--timeline={directory}")
   try:
-    record = simulate.simulate(chosen)
+    progress = Progress(chosen.rounds, sys.stderr)
+    record = simulate.simulate(chosen, listener=progress.note)
   except watchdog.Stalled as stalled:
     sys.exit(f"progress_timeout_s={chosen.progress_timeout_s:g}: {stalled}")
   result = simulation_result.measure(record)
@@ -59,6 +63,39 @@ def main() -> None:
     write(record, pathlib.Path(_TIMELINE.value))
   if result.violations:
     sys.exit(f"the schedule broke {len(result.violations)} promises")
+
+
+class Progress:
+  """Prints a line every few seconds; the event log calls `note`.
+
+  Args:
+    rounds: in all.
+    every_s: real seconds between lines.
+  """
+
+  def __init__(self, rounds: int, stream: TextIO, every_s: float = 5.0):
+    self._rounds = rounds
+    self._stream = stream
+    self._every_s = every_s
+    self._due_s = time.monotonic() + every_s
+    self._trained = self._episodes = self._tokens = 0
+
+  def note(self, event: event_log.Event) -> None:
+    """Counts an event, and prints a line if one is due."""
+    kind = event["kind"]
+    if kind in ("ended", "aborted"):
+      self._episodes += 1
+      self._tokens += event["tokens"]
+    elif kind == "published":
+      self._trained = event["version"]
+    if time.monotonic() < self._due_s:
+      return
+    self._due_s = time.monotonic() + self._every_s
+    print(
+      f"simulated {event['t']:,.0f} s: {self._trained} of {self._rounds} "
+      f"rounds, {self._episodes:,} episodes, {self._tokens:,} tokens",
+      file=self._stream,
+    )
 
 
 check = flags.instance_of(simulate.Simulation, "configs/simulated_3000.py")

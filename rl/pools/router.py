@@ -167,7 +167,8 @@ class Router:
     answer: contract.Completion,
   ) -> None:
     sample = affinity.sample(request, answer)
-    version = max(answer.versions.tolist(), default=-1)
+    # Versions never decrease.
+    version = int(answer.versions[-1]) if len(answer.versions) else -1
     self._table.measure(request.session, number, sample, version)
 
   async def _placed(self, request: contract.DecodeRequest) -> bool:

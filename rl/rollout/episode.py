@@ -472,7 +472,8 @@ async def _turns(
   partial.messages.extend(observation)
   tools = environment.tools()
   context = _encode(lambda said: chat.open(said, tools), observation)
-  ids = context
+  conversation = _Conversation()
+  ids = conversation.extend(context)
   for number in range(limits.max_turns):
     room = limits.max_tokens - len(ids)
     if room < 1:
@@ -513,11 +514,31 @@ async def _turns(
       chat.append, answer_ended=completion.stop == "stop"
     )
     context = _encode(append, step.messages)
-    ids = np.concatenate([ids, completion.tokens, context])
+    ids = conversation.extend(completion.tokens, context)
   room = max(limits.max_tokens - len(ids) + len(context), 0)
   return partial.end(
     trajectory.Status.TRUNCATED, unanswered=context[:room].copy()
   )
+
+
+class _Conversation:
+  """The ids of a conversation so far; copying all in every turn adds up."""
+
+  def __init__(self):
+    self._ids = np.empty(256, np.int32)
+    self._length = 0
+
+  def extend(
+    self, *pieces: Int32[np.ndarray, " T"]
+  ) -> Int32[np.ndarray, " N"]:
+    """Appends ids; returns a view of all of them, which never changes."""
+    start, self._length = self._length, self._length + sum(map(len, pieces))
+    if self._length > len(self._ids):
+      longer = np.empty(2 * self._length, np.int32)
+      longer[:start] = self._ids[:start]
+      self._ids = longer
+    np.concatenate(pieces, out=self._ids[start : self._length])
+    return self._ids[: self._length]
 
 
 def _request(

@@ -4,6 +4,7 @@ generate -> _submit -> Processor (decides when) -> _arm: a timer for what is due
 """
 
 import asyncio
+import functools
 import math
 import typing
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -18,6 +19,7 @@ from rl.simulation import processor as simulated_processor
 
 _LOGPROB = -0.5
 _IDS = 2**31 - 1
+_SHARED = 1 << 16
 
 
 class SimulatedEngine:
@@ -289,8 +291,8 @@ class SimulatedEngine:
     now_s = self._processor.now_s
     first_s = now_s if job.first_s is None else job.first_s
     return contract.Completion(
-      tokens=np.zeros(count, np.int32),
-      logprobs=np.full(count, _LOGPROB, np.float32),
+      tokens=constant(0, count, np.int32),
+      logprobs=constant(_LOGPROB, count, np.float32),
       versions=_versions(job.spans, count, self.version),
       stop=stop,
       cached_tokens=job.cached,
@@ -304,9 +306,26 @@ def _versions(
   spans: Sequence[tuple[int, int]], count: int, last: int
 ) -> Int32[np.ndarray, " T"]:
   """Returns the version of each token; tokens after the spans have `last`."""
+  if not spans:
+    return constant(last, count, np.int32)
   versions = np.full(count, last, np.int32)
   start = 0
   for version, tokens in spans:
     versions[start : start + tokens] = version
     start += tokens
   return versions
+
+
+def constant(value: float, count: int, dtype: type) -> np.ndarray:
+  """Returns equal numbers that all callers share, and none may change."""
+  if count > _SHARED:
+    return np.full(count, value, dtype)
+  return _shared(value, dtype)[:count]
+
+
+@functools.lru_cache(maxsize=64)
+def _shared(value: float, dtype: type) -> np.ndarray:
+  """Returns a read-only array; that of every answer would fill the memory."""
+  array = np.full(_SHARED, value, dtype)
+  array.flags.writeable = False
+  return array

@@ -15,7 +15,7 @@ import asyncio
 import dataclasses
 import gc
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from rl.algorithms import group_filters
 from rl.audit import event_log
@@ -195,12 +195,15 @@ class RunRecord:
 
 
 def simulate(
-  settings: Simulation, world: world_lib.World | None = None
+  settings: Simulation,
+  world: world_lib.World | None = None,
+  listener: Callable[[event_log.Event], None] | None = None,
 ) -> RunRecord:
   """Simulates a run, from the first task to the last publish.
 
   Args:
     world: its tasks; None: those of the workloads.
+    listener: called with each event when it is emitted.
 
   Raises:
     ValueError: see `Simulation.validate`.
@@ -214,16 +217,22 @@ def simulate(
   # time.
   gc.set_threshold(100_000, 50, 100)
   try:
-    return virtual_clock.run(_simulate(settings, world))
+    return virtual_clock.run(_simulate(settings, world, listener))
   finally:
     gc.set_threshold(*before)
 
 
-async def _simulate(settings: Simulation, world: world_lib.World) -> RunRecord:
+async def _simulate(
+  settings: Simulation,
+  world: world_lib.World,
+  listener: Callable[[event_log.Event], None] | None,
+) -> RunRecord:
   loop = asyncio.get_running_loop()
   assert isinstance(loop, virtual_clock.EventLoop)
   start_s = time.perf_counter()
   run = _Run(settings, world)
+  if listener is not None:
+    run.log.listeners.append(listener)
   await run.coordinator.run(progress_lib.beginning(0, run.tasks.cursor))
   return RunRecord(
     settings=settings,

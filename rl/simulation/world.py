@@ -18,6 +18,7 @@ from jaxtyping import Int32
 from envs import base
 from models.chat import tool_calls
 from rl.engine import contract
+from rl.simulation import engine as simulated_engine
 from rl.simulation import workload as workload_lib
 
 _STOP_ID = 1
@@ -226,7 +227,10 @@ def _numbers(message: base.Message) -> list[int]:
 def _ids(messages: Sequence[base.Message]) -> Int32[np.ndarray, " P"]:
   """Returns as many ids as the messages say; the first two name the play."""
   words = [_numbers(message) for message in messages]
-  ids = np.zeros(sum(word[0] for word in words), np.int32)
-  if words:
-    ids[:2] = words[0][1:][: len(ids)]
+  zeros = simulated_engine.constant(0, sum(w[0] for w in words), np.int32)
+  play = words[0][1:] if words else []
+  if not any(play):
+    return zeros
+  ids = zeros.copy()
+  ids[:2] = play[: len(ids)]
   return ids

@@ -124,7 +124,7 @@ def test_what_cannot_end_well_ends_with_its_reason(
 def test_an_interrupted_simulation_ends_with_a_word(
   config, monkeypatch, capsys
 ):
-  def interrupt(chosen):
+  def interrupt(chosen, listener):
     raise KeyboardInterrupt
 
   monkeypatch.setattr(simulate_lib, "simulate", interrupt)
