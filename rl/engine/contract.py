@@ -160,6 +160,7 @@ class Completion:
     decode_s: seconds from acceptance to the last token.
     first_token_s: seconds from acceptance until the first token was on the
       host; 0 without tokens.
+    queue_s: those of them in which it waited for a slot.
     oldest_kv: lowest version of the keys and values that the last id attended
       to: its own, or an older one after `keep_kv`; -1 if unknown.
     experts: of every id of the conversation, N + T; -1 where unknown, as for
@@ -173,6 +174,7 @@ class Completion:
   cached_tokens: int
   decode_s: float
   first_token_s: float = 0.0
+  queue_s: float = 0.0
   oldest_kv: int = -1
   experts: Int32[np.ndarray, "ids S k"] | None = None
 

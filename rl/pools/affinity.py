@@ -97,7 +97,8 @@ class Sample(NamedTuple):
   """Measured seconds and ids of one or more requests.
 
   Attributes:
-    prefill_s, encoded: seconds to the first id, and ids of context encoded.
+    prefill_s, encoded: seconds from the slot to the first id, and ids of
+      context encoded.
     decode_s, sampled: seconds after the first id, and ids sampled.
   """
 
@@ -123,7 +124,8 @@ def sample(
   if not len(answer.tokens):
     return Sample()
   return Sample(
-    prefill_s=answer.first_token_s,
+    # The wait for a slot is the load of the engine, and not its speed.
+    prefill_s=max(0.0, answer.first_token_s - answer.queue_s),
     encoded=float(len(request.tokens) - answer.cached_tokens),
     decode_s=max(0.0, answer.decode_s - answer.first_token_s),
     sampled=float(len(answer.tokens)),

@@ -290,6 +290,7 @@ class SimulatedEngine:
   ) -> contract.Completion:
     now_s = self._processor.now_s
     first_s = now_s if job.first_s is None else job.first_s
+    begun_s = now_s if job.begun_s is None else job.begun_s
     return contract.Completion(
       tokens=constant(0, count, np.int32),
       logprobs=constant(_LOGPROB, count, np.float32),
@@ -298,6 +299,7 @@ class SimulatedEngine:
       cached_tokens=job.cached,
       decode_s=now_s - job.arrived_s,
       first_token_s=first_s - job.arrived_s if count else 0.0,
+      queue_s=begun_s - job.arrived_s,
       oldest_kv=job.oldest_kv if count else -1,
     )
 
@@ -316,6 +318,7 @@ def _versions(
   return versions
 
 
+@functools.lru_cache(maxsize=1 << 16)
 def constant(value: float, count: int, dtype: type) -> np.ndarray:
   """Returns equal numbers that all callers share, and none may change."""
   if count > _SHARED:

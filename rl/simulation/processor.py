@@ -90,6 +90,7 @@ class Job:
     place: stage of the request.
     left: tokens left to decode when it last entered or left decoding.
     target: reading of the service clock at which it ends.
+    begun_s: time at which it got its slot; None before that.
     first_s: time of its first token; None before that.
     first_version: of that token.
     oldest_kv: lowest version of its keys and values.
@@ -104,6 +105,7 @@ class Job:
   left: float
   place: Literal["waiting", "prefill", "decode", "ended"] = "waiting"
   target: float = 0.0
+  begun_s: float | None = None
   first_s: float | None = None
   first_version: int = 0
   oldest_kv: int = 0
@@ -311,6 +313,7 @@ class Processor:
   def _start(self, job: Job) -> None:
     """Gives a request its slot and its room, and encodes its new ids."""
     self.running += 1
+    job.begun_s = self.now_s
     self._reserved += job.room
     known = self._cached.pop(job.request.session, 0)
     self._cached_tokens -= known

@@ -38,6 +38,7 @@ class _Underway:
   request: contract.DecodeRequest
   accepted: float
   first_token_s: float = 0.0
+  queue_s: float = 0.0
   running: bool = False
   tokens: list[int] = dataclasses.field(default_factory=list)
   versions: list[int] = dataclasses.field(default_factory=list)
@@ -195,6 +196,7 @@ class ScriptedEngine:
   def _begin(self, this: _Underway) -> None:
     count = len(this.request.tokens)
     this.running, this.oldest_kv = True, self.version
+    this.queue_s = _now() - this.accepted
     this.cached = min(self._cached.get(this.request.session, 0), count - 1)
     self._prefilled += count - this.cached
 
@@ -220,6 +222,7 @@ class ScriptedEngine:
       cached_tokens=this.cached,
       decode_s=_now() - this.accepted,
       first_token_s=this.first_token_s,
+      queue_s=this.queue_s,
       oldest_kv=this.oldest_kv,
       experts=self._routes(ids) if request.experts else None,
     )

@@ -61,6 +61,7 @@ class RequestState:
       before.
     oldest_kv: lowest version that the last sampled token attended to.
     first_token_s: seconds from its arrival to its first token; 0 before.
+    queue_s: seconds from its arrival to its first slot; 0 before.
     logprobs, versions: of the tokens sampled so far.
     deltas: queue that a stream reads, None ends it.
     num_emitted: sampled tokens that were put there.
@@ -87,6 +88,7 @@ class RequestState:
   cached_tokens: int | None = None
   oldest_kv: int = -1
   first_token_s: float = 0.0
+  queue_s: float = 0.0
   logprobs: list[float] = dataclasses.field(default_factory=list)
   versions: list[int] = dataclasses.field(default_factory=list)
   deltas: asyncio.Queue[contract.Delta | None] | None = None

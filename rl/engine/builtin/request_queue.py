@@ -193,6 +193,7 @@ class RequestQueue:
       cached_tokens=state.cached_tokens or 0,
       decode_s=request_lib.now_s() - state.started,
       first_token_s=state.first_token_s,
+      queue_s=state.queue_s,
       oldest_kv=state.oldest_kv,
       experts=experts,
     )
@@ -274,6 +275,7 @@ class RequestQueue:
     state.bias_row = bias_row
     if state.cached_tokens is None:
       state.cached_tokens = table.cached
+      state.queue_s = time.monotonic() - state.started
       self.counts["cached"] += table.cached
     state.sync_counters()
     self.running.append(state)

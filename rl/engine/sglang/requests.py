@@ -59,6 +59,7 @@ class TrackedRequest:
     submissions: to the scheduler, so far.
     num_emitted: tokens that were in deltas.
     first_token_s: seconds from its arrival to its first token; 0 before.
+    queue_s: seconds from its arrival to its first submission; 0 before.
     oldest_kv: see `contract.Completion`.
   """
 
@@ -76,12 +77,15 @@ class TrackedRequest:
   versions: list[int] = dataclasses.field(default_factory=list)
   num_emitted: int = 0
   first_token_s: float = 0.0
+  queue_s: float = 0.0
   cached: int = 0
   oldest_kv: int = -1
   _fresh: bool = False
 
   def submit(self) -> None:
     """Takes a new name for the scheduler."""
+    if not self.submissions:
+      self.queue_s = time.monotonic() - self.started
     self.rid = uuid.uuid4().hex
     self.submissions += 1
     self._fresh = True
@@ -148,6 +152,7 @@ class TrackedRequest:
       cached_tokens=self.cached,
       decode_s=time.monotonic() - self.started,
       first_token_s=self.first_token_s,
+      queue_s=self.queue_s,
       oldest_kv=self.oldest_kv,
     )
     self.deltas.put_nowait(self.delta(completion))

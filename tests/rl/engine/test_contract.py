@@ -310,7 +310,10 @@ def test_the_first_token_comes_between_acceptance_and_the_last(served):
 
   asked, none = served.run(scenario())
   for done in asked:
-    assert 0 < done.first_token_s <= done.decode_s
+    assert 0 <= done.queue_s <= done.first_token_s <= done.decode_s
+    assert done.first_token_s > 0
+  # There are fewer slots: the last to get one waited for a whole answer.
+  assert max(d.queue_s for d in asked) > min(d.first_token_s for d in asked)
   # The first of 60 tokens comes dispatches before the last.
   assert all(done.first_token_s < done.decode_s for done in asked[:-1])
   assert (len(none.tokens), none.first_token_s) == (0, 0.0)

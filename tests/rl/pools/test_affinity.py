@@ -3,8 +3,10 @@
 import itertools
 import math
 
+import numpy as np
 import pytest
 
+from rl.engine import contract
 from rl.pools import affinity, placement
 from rl.settings import overrides
 
@@ -215,3 +217,21 @@ def test_sessions_of_which_nothing_is_known_are_not_learned_from():
   routing = affinity.Routing(learn=True)
   chooser = affinity.Affinity([COMPUTE, BANDWIDTH], routing)
   assert chooser.choose("", [0, 1], [1, 0]) == (1, "")
+
+
+def test_the_wait_for_a_slot_is_not_taken_for_prefill():
+  request = contract.DecodeRequest(
+    request_id="a/0", session="a", tokens=np.zeros(10, np.int32), max_tokens=9
+  )
+  answer = contract.Completion(
+    tokens=np.zeros(2, np.int32),
+    logprobs=np.zeros(2, np.float32),
+    versions=np.zeros(2, np.int32),
+    stop="stop",
+    cached_tokens=4,
+    decode_s=8.0,
+    first_token_s=5.0,
+    queue_s=3.5,
+  )
+  # Of 5 s before the first token 3.5 were the queue's.
+  assert affinity.sample(request, answer) == (1.5, 6.0, 3.0, 2.0)

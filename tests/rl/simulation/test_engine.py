@@ -124,7 +124,7 @@ def test_a_request_waits_until_there_is_room_for_all_its_ids():
 
   (_, first_s), (completion, second_s) = virtual_clock.run(main())
   assert (first_s, second_s) == (close(1.1), close(2.2))
-  assert completion.first_token_s == close(1.1)
+  assert completion.first_token_s == completion.queue_s == close(1.1)
 
 
 def test_what_never_fits_is_refused_and_others_go_on():
@@ -156,6 +156,7 @@ def test_context_is_encoded_first_and_one_request_at_a_time():
   # Encoded at 0.5 and 1.5 s; each then decodes alone.
   assert first.first_token_s == close(0.5)
   assert second.first_token_s == close(1.5)
+  assert first.queue_s == second.queue_s == 0.0  # Both have a slot at once.
   assert (first_s, second_s) == (close(0.61), close(1.61))
 
 
