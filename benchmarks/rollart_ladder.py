@@ -43,7 +43,7 @@ from benchmarks import machine, simulated
 from rl.pools import affinity
 from rl.rollout import grading, group_rollout
 from rl.schedule import overlap
-from rl.simulation import distributions, simulate, workload
+from rl.simulation import distributions, resources, simulate, workload
 from rl.simulation import learner as simulated_learner
 from rl.simulation import processor as simulated_processor
 from rl.simulation import result as simulation_result
@@ -239,9 +239,9 @@ def play(
     world = simulated.Lockstep(
       chosen.workloads,
       chosen.seed,
+      resources.SeatPool(resources.Seats(count=_GRADERS)),
       episodes=_GROUPS * _MEMBERS,
       graded_together=True,
-      graders=_GRADERS,
     )
   record = simulated.checked(simulate.simulate(chosen, world))
   return simulation_result.measure(record)

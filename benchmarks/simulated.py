@@ -25,18 +25,15 @@ class Lockstep(world.World):
   Args:
     episodes: of a round, all at the same time.
     graded_together: rewards begin when the last episode has ended.
-    graders: rewards computed at once; 0: unlimited.
   """
 
   episodes: int = 0
   graded_together: bool = False
-  graders: int = 0
 
   def __post_init__(self) -> None:
     super().__post_init__()
     self._turns = Barrier(self.episodes)
     self._ends = Barrier(self.episodes)
-    self._seats = asyncio.Semaphore(self.graders or 1 << 20)
 
   def __call__(self, task: base.Task) -> base.Environment:
     """Returns an environment that keeps step with all others."""
@@ -45,11 +42,10 @@ class Lockstep(world.World):
   async def grade(
     self, task: base.Task, transcripts: Sequence[base.Transcript]
   ) -> Sequence[base.Grade]:
-    """Returns the grades, once there is a seat at a grader."""
+    """Returns the grades, begun when all may."""
     if self.graded_together:
       await self._ends.wait(leaves=True)
-    async with self._seats:
-      return await super().grade(task, transcripts)
+    return await super().grade(task, transcripts)
 
 
 class Barrier:

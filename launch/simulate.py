@@ -138,6 +138,12 @@ def lines(result: simulation_result.Result) -> Iterator[tuple[str, str]]:
   yield "staleness of groups", _lags(result.group_lags)
   yield "staleness of tokens", _lags(result.token_lags)
   yield "useful tokens", f"{result.useful:.1%} of those sampled"
+  if (seats := result.rewards) is not None:
+    yield (
+      "seats of rewards in use",
+      f"{seats.use:.1%}, {seats.cold_starts:,} cold starts, "
+      f"waits {seats.mean_wait_s:.1f} s, at most {seats.max_wait_s:.1f} s",
+    )
   faults = ", ".join(f"{kind} {n:,}" for kind, n in result.faults.items())
   yield "faults", f"{faults or 'none'}, of {result.episodes:,} episodes"
   yield "ledger", str(result.ledger)

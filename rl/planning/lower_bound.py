@@ -141,7 +141,7 @@ def _links(
       yield _Link(served, (v + 1, _TRAINED), train[v])
     elif v + 1 < window.stop:
       yield _Link(served, (v + 2, _TRAINED), train[v + 1])
-    if drains and cluster.transfer_s and v + eta < window.stop:
+    if drains and cluster.hidden_s and v + eta < window.stop:
       # Engines open for new sessions while the next weights travel.
       yield _Link(served, (v + 1, _SERVED), rounds.episode[v + eta])
     yield from _work(rounds, cluster, schedule, v, window.stop)

@@ -528,9 +528,7 @@ class _Conversation:
     self._ids = np.empty(256, np.int32)
     self._length = 0
 
-  def extend(
-    self, *pieces: Int32[np.ndarray, " T"]
-  ) -> Int32[np.ndarray, " N"]:
+  def extend(self, *pieces: Int32[np.ndarray, " T"]) -> Int32[np.ndarray, " N"]:
     """Appends ids; returns a view of all of them, which never changes."""
     start, self._length = self._length, self._length + sum(map(len, pieces))
     if self._length > len(self._ids):

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from rl.audit import checker, event_log, token_ledger
 from rl.runtime import trace
-from rl.simulation import simulate
+from rl.simulation import resources, simulate
 
 _IDLE = ("publish", "drain", "environments", "rewards", "gate")
 _Lags = Mapping[int, int]
@@ -49,6 +49,7 @@ class Result:
     group_lags, token_lags: trained groups and tokens by their staleness.
     episodes, faults: of the whole run; faults by status.
     violations: broken promises of the schedule; must be empty.
+    rewards: costs of the seats of rewards, of the whole run; None without any.
     events, turns: of the whole run, like `virtual_s` and `real_s`.
   """
 
@@ -78,6 +79,7 @@ class Result:
   turns: int
   virtual_s: float
   real_s: float
+  rewards: resources.SeatCosts | None
 
   @property
   def efficiency(self) -> float:
@@ -155,6 +157,7 @@ def measure(record: simulate.RunRecord) -> Result:
     turns=sum(1 for _ in _of(record, "turn")),
     virtual_s=record.virtual_s,
     real_s=record.real_s,
+    rewards=record.rewards,
   )
 
 

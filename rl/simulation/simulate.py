@@ -30,7 +30,7 @@ from rl.settings import checks
 from rl.simulation import engine as simulated_engine
 from rl.simulation import learner as simulated_learner
 from rl.simulation import processor as simulated_processor
-from rl.simulation import workload
+from rl.simulation import resources, workload
 from rl.simulation import world as world_lib
 
 _POOL_TASKS = 1 << 30
@@ -68,11 +68,19 @@ class Cluster:
   Attributes:
     transfer_s: seconds in which new weights travel while decoding goes on,
       before it stands still for `Speed.update_s`.
+    weights: their way to the engines, in the place of `transfer_s`; None: they
+      take so many seconds.
   """
 
   learner: simulated_learner.LearnerSpeed = simulated_learner.LearnerSpeed()
   pools: tuple[EnginePool, ...] = (EnginePool(),)
   transfer_s: float = 3.0
+  weights: resources.WeightPath | None = None
+
+  @property
+  def hidden_s(self) -> float:
+    """Seconds in which new weights travel while decoding goes on."""
+    return self.weights.seconds if self.weights else self.transfer_s
 
   @property
   def accelerators(self) -> int:
@@ -98,7 +106,7 @@ class Cluster:
   @property
   def publish_s(self) -> float:
     """Seconds of a publish on its own."""
-    return self.transfer_s + self.update_s
+    return self.hidden_s + self.update_s
 
   @property
   def blocked_s(self) -> float:
@@ -130,6 +138,7 @@ class Simulation:
   Attributes:
     workloads: sources of tasks, with different names.
     rollout: limits of an episode; longer answers are cut, slower steps fault.
+    rewards: seats at which they are computed; None: each only takes its time.
     rounds: simulated in all.
     warmup: first rounds that are not measured, besides eta at either end.
     progress_timeout_s: virtual seconds without progress that end it.
@@ -140,6 +149,7 @@ class Simulation:
   overlap: overlap_lib.Overlap = overlap_lib.Overlap()
   rollout: group_rollout.Rollout = _ROLLOUT
   routing: affinity.Routing = affinity.Routing()
+  rewards: resources.Seats | None = None
   rounds: int = 10
   warmup: int = 1
   seed: int = 0
@@ -181,6 +191,7 @@ class RunRecord:
       ended, answers under way included.
     virtual_s, real_s: duration on the virtual clock, and in real time.
     jumps: of the virtual clock.
+    rewards: costs of the seats of rewards; None if there are none.
   """
 
   settings: Simulation
@@ -192,6 +203,7 @@ class RunRecord:
   virtual_s: float
   real_s: float
   jumps: int
+  rewards: resources.SeatCosts | None = None
 
 
 def simulate(
@@ -210,23 +222,30 @@ def simulate(
     virtual_clock.Deadlock: every task waits for another.
   """
   settings.validate()
-  if world is None:
-    world = world_lib.World(settings.workloads, settings.seed)
   before = gc.get_threshold()
   # A log of a million events stays alive; scanning it takes a third of the
-  # time.
+  # time. Modules stay as well.
   gc.set_threshold(100_000, 50, 100)
+  gc.freeze()
   try:
-    return virtual_clock.run(_simulate(settings, world, listener))
+    return virtual_clock.run(play(settings, world, listener))
   finally:
+    gc.unfreeze()
     gc.set_threshold(*before)
 
 
-async def _simulate(
+async def play(
   settings: Simulation,
-  world: world_lib.World,
-  listener: Callable[[event_log.Event], None] | None,
+  world: world_lib.World | None = None,
+  listener: Callable[[event_log.Event], None] | None = None,
 ) -> RunRecord:
+  """Plays a run on the virtual loop on which it is called; see `simulate`.
+
+  Several at once may share the seats of their worlds.
+  """
+  if world is None:
+    seats = settings.rewards and resources.SeatPool(settings.rewards)
+    world = world_lib.World(settings.workloads, settings.seed, seats)
   loop = asyncio.get_running_loop()
   assert isinstance(loop, virtual_clock.EventLoop)
   start_s = time.perf_counter()
@@ -244,6 +263,7 @@ async def _simulate(
     virtual_s=loop.time(),
     real_s=time.perf_counter() - start_s,
     jumps=loop.jumps,
+    rewards=world.seats.costs() if world.seats else None,
   )
 
 
@@ -306,7 +326,7 @@ class _Run:
         settings.cluster.learner, self.spans
       ),
       publisher=simulated_learner.SimulatedPublisher(
-        self.router, settings.cluster.transfer_s, self.log, self.spans
+        self.router, settings.cluster.hidden_s, self.log, self.spans
       ),
       player=player,
       tasks=self.tasks,

@@ -8,6 +8,7 @@ the order of events.
 
 import asyncio
 import collections
+import contextlib
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,6 +20,7 @@ from envs import base
 from models.chat import tool_calls
 from rl.engine import contract
 from rl.simulation import engine as simulated_engine
+from rl.simulation import resources
 from rl.simulation import workload as workload_lib
 
 _STOP_ID = 1
@@ -34,10 +36,12 @@ class World:
 
   Args:
     workloads: with different names.
+    seats: at which its rewards are computed; None: each only takes its time.
   """
 
   workloads: Sequence[workload_lib.Workload]
   seed: int
+  seats: resources.SeatPool | None = None
   name: str = "simulated"
   stateless: bool = True
   stop_ids: tuple[int, ...] = (_STOP_ID,)
@@ -87,7 +91,8 @@ class World:
     call = self._graded[source, member]
     self._graded[source, member] += 1
     draws = self._draws[source]
-    await _wait(draws.of_turn("reward_s", member, call))
+    async with self.seats.seat() if self.seats else contextlib.nullcontext():
+      await _wait(draws.of_turn("reward_s", member, call))
     if draws.faulty("reward", member, call):
       raise OSError("a simulated reward failed")
     return [base.Grade(float(draws.succeeds(member)), {})]

@@ -1,5 +1,6 @@
 """The command of the simulator: its table, its timeline, its errors."""
 
+import io
 import json
 
 import pytest
@@ -174,6 +175,25 @@ def test_the_cluster_of_3000_accelerators_is_one():
     6, rel=0.01
   )
   assert chosen.overlap.max_staleness == 1
+
+
+def test_progress_is_printed_when_it_is_due(record):
+  stream = io.StringIO()
+  progress = simulate.Progress(4, stream, every_s=0.0)
+  for event in record.events:
+    progress.note(event)
+  *_, last = stream.getvalue().splitlines()
+  sampled = simulation_result.measure(record).ledger.sampled
+  # 4 rounds of 4 groups of 2.
+  assert last.endswith(f": 4 of 4 rounds, 32 episodes, {sampled:,} tokens")
+
+
+def test_progress_is_not_printed_before_it_is_due(record):
+  stream = io.StringIO()
+  progress = simulate.Progress(4, stream, every_s=1e6)
+  for event in record.events:
+    progress.note(event)
+  assert stream.getvalue() == ""
 
 
 def test_parts_of_a_cluster_are_overridden_by_their_path(config):
