@@ -51,7 +51,7 @@ def main() -> None:
       directory = pathlib.Path(_TIMELINE.value)
       workdir.make_writable(directory, f"--timeline={directory}")
   try:
-    progress = Progress(chosen.rounds, sys.stderr)
+    progress = ProgressLines(chosen.rounds, sys.stderr)
     record = simulate.simulate(chosen, listener=progress.note)
   except watchdog.Stalled as stalled:
     sys.exit(f"progress_timeout_s={chosen.progress_timeout_s:g}: {stalled}")
@@ -65,7 +65,7 @@ def main() -> None:
     sys.exit(f"the schedule broke {len(result.violations)} promises")
 
 
-class Progress:
+class ProgressLines:
   """Prints a line every few seconds; the event log calls `note`.
 
   Args:

@@ -179,7 +179,7 @@ def test_the_cluster_of_3000_accelerators_is_one():
 
 def test_progress_is_printed_when_it_is_due(record):
   stream = io.StringIO()
-  progress = simulate.Progress(4, stream, every_s=0.0)
+  progress = simulate.ProgressLines(4, stream, every_s=0.0)
   for event in record.events:
     progress.note(event)
   *_, last = stream.getvalue().splitlines()
@@ -190,7 +190,7 @@ def test_progress_is_printed_when_it_is_due(record):
 
 def test_progress_is_not_printed_before_it_is_due(record):
   stream = io.StringIO()
-  progress = simulate.Progress(4, stream, every_s=1e6)
+  progress = simulate.ProgressLines(4, stream, every_s=1e6)
   for event in record.events:
     progress.note(event)
   assert stream.getvalue() == ""
