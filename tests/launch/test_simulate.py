@@ -175,6 +175,7 @@ def test_the_cluster_of_3000_accelerators_is_one():
     6, rel=0.01
   )
   assert chosen.overlap.max_staleness == 1
+  assert sum(pool.engines for pool in chosen.cluster.pools) == 39
 
 
 def test_progress_is_printed_when_it_is_due(record):
