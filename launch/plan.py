@@ -186,8 +186,9 @@ def summary(
     goal = problem.goal
     yield (
       f"goal not met: max_step_s={goal.max_step_s:g}, max_cost="
-      f"{goal.max_cost:g}; the nearest takes {_short(best.result.step_s)} s "
-      f"and costs {_short(best.cost)}"
+      f"{goal.max_cost:g}, max_mean_lag={goal.max_mean_lag:g}; the nearest "
+      f"takes {_short(best.result.step_s)} s, costs {_short(best.cost)} and "
+      f"has a mean lag of {best.lag_mean:.2f}"
     )
 
 

@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import get_args
 
+from rl.engine import contract
 from rl.planning import fleet
 from rl.pools import affinity, placement
 from rl.rollout import group_rollout
@@ -44,25 +45,34 @@ class Goal:
     max_step_s, max_cost: of a step.
     max_lag: rounds between the first token of a group and its training; a
       promise of the schedule, not only an observation. None: unbounded.
+    max_mean_lag: of these rounds as a mean over the trained groups; what it
+      costs to learn from late samples is in docs/learning.md.
   """
 
   minimise: str = "step_s"
   max_step_s: float = math.inf
   max_cost: float = math.inf
   max_lag: int | None = None
+  max_mean_lag: float = math.inf
 
-  def key(self, step_s: float, cost: float, tokens: float) -> tuple[float, ...]:
+  def key(
+    self, step_s: float, cost: float, tokens: float, lag: float = 0.0
+  ) -> tuple[float, ...]:
     """Returns (excess over the bounds, objective): less is better.
 
-    Neither falls when `step_s` rises, so the key of a lower bound is a lower
-    bound of the key.
+    Neither falls when `step_s` or `lag` rises, so the key of a lower bound is
+    a lower bound of the key.
 
     Args:
       cost: of a second.
       tokens: trained in a step.
+      lag: mean of the trained groups.
     """
     above = max(
-      step_s / self.max_step_s - 1.0, cost * step_s / self.max_cost - 1.0, 0.0
+      step_s / self.max_step_s - 1.0,
+      cost * step_s / self.max_cost - 1.0,
+      lag - self.max_mean_lag,
+      0.0,
     )
     objectives = {
       "step_s": step_s,
@@ -75,7 +85,8 @@ class Goal:
     """Raises ValueError on bounds that no run could keep."""
     checks.known_name("goal.minimise", self.minimise, OBJECTIVES)
     checks.above(self, 0, "max_step_s", "max_cost", where="goal")
-    checks.at_least(self, 0, "max_lag", where="goal", out="0 is on-policy")
+    lags = ("max_lag", "max_mean_lag")
+    checks.at_least(self, 0, *lags, where="goal", out="0 is on-policy")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -85,6 +96,8 @@ class Space:
   Attributes:
     schedules: of `SCHEDULES`.
     max_staleness: largest bound of "bounded" and "in_flight".
+    consume: orders of training to try with such a bound.
+    on_publish: of "in_flight": "recompute" or "keep_kv", or both.
     updates_per_round: of "rollout_pipe"; it must divide the groups of a round.
     extra_groups, extra_members: all pairs; extra groups only with a bound of
       0.
@@ -93,6 +106,8 @@ class Space:
 
   schedules: tuple[str, ...] = SCHEDULES
   max_staleness: int = 4
+  consume: tuple[overlap_lib.Consume, ...] = ("submit",)
+  on_publish: tuple[contract.InFlight, ...] = ("recompute",)
   updates_per_round: int = 4
   extra_groups: tuple[int, ...] = (0,)
   extra_members: tuple[int, ...] = (0,)
@@ -124,11 +139,24 @@ class Space:
         # A bound of 1 without in-flight updates is one step off.
         is_known = name == "bounded" and "one_step_off" in self.schedules
         for eta in range(2 if is_known else 1, self.max_staleness + 1):
-          yield f"{name}({eta})", make(count, eta)
+          yield from self._variants(f"{name}({eta})", make(count, eta))
       elif name == "rollout_pipe":
         yield name, make(count, self.updates_per_round)
       else:
         yield name, make(count)
+
+  def _variants(
+    self, name: str, plain: overlap_lib.Overlap
+  ) -> Iterator[tuple[str, overlap_lib.Overlap]]:
+    """Yields a schedule in every order of training and kind of publish."""
+    kinds = ("drain",) if plain.drains else self.on_publish
+    for consume, kind in itertools.product(self.consume, kinds):
+      yield (
+        name
+        + f" {consume}" * (consume != plain.consume)
+        + f" {kind}" * (kind != plain.on_publish),
+        dataclasses.replace(plain, consume=consume, on_publish=kind),
+      )
 
   def validate(self) -> None:
     """Raises ValueError on a space that is empty or unknown."""
@@ -136,7 +164,13 @@ class Space:
       checks.known_name("space.schedules", name, SCHEDULES)
     out = "leave schedules out instead"
     checks.at_least(self, 1, "points", "max_staleness", where="space", out=out)
-    for name in ("schedules", "extra_groups", "extra_members"):
+    for name in (
+      "schedules",
+      "consume",
+      "on_publish",
+      "extra_groups",
+      "extra_members",
+    ):
       if not getattr(self, name):
         raise ValueError(f"space.{name}=(): nothing to choose from; give one")
 

@@ -60,8 +60,7 @@ class ChoiceEstimate:
   @property
   def lag_mean(self) -> float:
     """Mean rounds from the first token of a group to its training."""
-    lags = self.result.group_lags
-    return sum(lag * n for lag, n in lags.items()) / sum(lags.values())
+    return mean_lag(self.result)
 
   @property
   def lag_max(self) -> int:
@@ -183,7 +182,8 @@ def _candidate(
     problem.window,
     problem.rollout.group_size,
   )
-  if choice.overlap.redundancy.extra_groups and len(problem.workloads) > 1:
+  surplus = choice.overlap.redundancy.extra_groups
+  if choice.overlap.checks_age or (surplus and len(problem.workloads) > 1):
     # The tasks that are played depend on those that came too late.
     bound = dataclasses.replace(
       bound, step_s=cluster.publish_s, tokens=float("inf")
@@ -202,6 +202,7 @@ def estimate(
   cost = problem.cost(choice)
   tokens = workload_demand.num_tokens(record) / result.rounds
   bound_by, share = binding(result, candidate.bound)
+  lag = mean_lag(result)
   return ChoiceEstimate(
     choice=choice,
     bound=candidate.bound,
@@ -210,8 +211,14 @@ def estimate(
     tokens=tokens,
     bound_by=bound_by,
     share=share,
-    key=problem.goal.key(result.step_s, cost, tokens),
+    key=problem.goal.key(result.step_s, cost, tokens, lag),
   )
+
+
+def mean_lag(result: simulation_result.Result) -> float:
+  """Returns the mean rounds from a group's first token to its training."""
+  lags = result.group_lags
+  return sum(lag * n for lag, n in lags.items()) / sum(lags.values())
 
 
 def binding(

@@ -32,7 +32,7 @@ def everything(process):
 def key(problem, one):
   """Returns how good a run is for the goal of a question."""
   return problem.goal.key(
-    one.result.step_s, problem.cost(one.choice), one.tokens
+    one.result.step_s, problem.cost(one.choice), one.tokens, one.lag_mean
   )
 
 
@@ -53,6 +53,7 @@ GOALS = {
   "cheap tokens": problem_lib.Goal(minimise="cost_per_token"),
   "cheap in time": problem_lib.Goal(minimise="cost", max_step_s=2.4),
   "quick for little": problem_lib.Goal(max_cost=12.0),
+  "quick and fresh": problem_lib.Goal(max_mean_lag=0.5),
   "impossible": problem_lib.Goal(max_step_s=1.0),
 }
 
@@ -74,6 +75,33 @@ def test_the_plan_is_found_with_far_fewer_runs(everything):
   plan = search(question(), everything)
   assert plan.choices == len(everything) == 56
   assert len(plan.estimates) < plan.choices / 2
+
+
+def test_a_bound_on_the_mean_lag_is_kept_and_costs_time(everything):
+  quick = search(question(), everything)
+  fresh = search(question(goal=GOALS["quick and fresh"]), everything)
+  assert fresh.best.lag_mean <= 0.5 < quick.best.lag_mean
+  assert fresh.best.result.step_s > quick.best.result.step_s
+
+
+def test_orders_of_training_and_kinds_of_publish_are_in_the_space():
+  space = problem_lib.Space(
+    schedules=("bounded", "in_flight"),
+    max_staleness=1,
+    consume=("submit", "drop"),
+    on_publish=("recompute", "keep_kv"),
+  )
+  names = [name for name, schedule in space.overlaps(8)]
+  assert names == [
+    "bounded(1)",
+    "bounded(1) drop",
+    "in_flight(1)",
+    "in_flight(1) keep_kv",
+    "in_flight(1) drop",
+    "in_flight(1) drop keep_kv",
+  ]
+  for _, schedule in space.overlaps(8):
+    schedule.validate()
 
 
 def test_a_tolerance_saves_runs_and_costs_no_more_than_it_says(everything):
