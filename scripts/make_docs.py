@@ -220,20 +220,37 @@ def rollart_rewards(result: Mapping[str, Any]) -> Rows:
     )
   for row in result["platforms"]:
     yield (
-      f"cold start {row['cold_s']:g} s, {row['max_workers']} workers at most",
-      "", f"waits {row['mean_wait_s']:.1f} s", "", f"{row['use']:.0%}",
+      f"cold start {row['cold_s']:g} s, {row['max_workers']} seats at most",
+      "", f"{row['serverless_s']:.0f} s", f"{row['gain']:.2f}x",
+      f"{row['use']:.0%}, waits {row['mean_wait_s']:.1f} s",
     )  # fmt: skip
+
+
+def rollart_weights(result: Mapping[str, Any]) -> Rows:
+  """Yields published and predicted seconds of each way of the weights."""
+  yield "way", "model", "published", "predicted", "error"
+  for row in result["rows"]:
+    yield (
+      row["way"],
+      row["model"],
+      f"{row['published_s']:.1f} s",
+      f"{row['predicted_s']:.1f} s",
+      "fitted" if row["fitted"] else _signed(row["error"]),
+    )
 
 
 def rollart_ladder(result: Mapping[str, Any]) -> Rows:
   """Yields each rung's speed-up over the one below, a column a trace."""
   cells: dict[str, dict[str, str]] = {}
+  over_sync: dict[str, str] = {}
   dropped: dict[str, list[float]] = {}
   for latency, traces in result["latencies"].items():
     for row in traces["rows"]:
       trace = f"{row['model']}, {latency}"
       cells.setdefault(row["rung"], {})[trace] = f"{row['over']:.2f}x"
       dropped.setdefault(row["rung"], []).append(100 * row["dropped"])
+      if row["rung"] == "ours":
+        over_sync[trace] = f"{row['over sync']:.2f}x"
   columns = list(cells["sync"])
   yield "schedule", "published", *columns, "tokens dropped"
   for rung, row in cells.items():
@@ -244,11 +261,19 @@ def rollart_ladder(result: Mapping[str, Any]) -> Rows:
       *(row[column] for column in columns),
       f"{min(dropped[rung]):.0f} to {max(dropped[rung]):.0f} %",
     )
+  low, high = result["published"]["over_sync"]
+  yield (
+    "ours, over sync", f"{low:.2f} to {high:.2f}x",
+    *(over_sync[column] for column in columns), "",
+  )  # fmt: skip
 
 
 def rollout_pipe(result: Mapping[str, Any]) -> Rows:
   """Yields what pipelining saves of a round, and of the learner's waits."""
-  yield "groups a round", "schedule", "round", "saved", "waits saved"
+  yield (
+    "groups a round", "schedule", "round", "saved", "first dispatch",
+    "learner waits", "waits saved",
+  )  # fmt: skip
   names = {
     "CGP": "as groups complete",
     "CGP + FGD": "as groups complete, frontier first",
@@ -265,6 +290,8 @@ def rollout_pipe(result: Mapping[str, Any]) -> Rows:
         names[row["schedule"]],
         f"{row['T']:.0f} s",
         f"{100 * row['saved']:.1f} %",
+        f"{row['first']:.0f} s",
+        f"{100 * row['waits']:.0f} %",
         f"{100 * row['waits less']:.0f} %",
       )
 
@@ -578,7 +605,7 @@ TABLES: Sequence[Callable[[Mapping[str, Any]], Rows]] = (
   tools, seeds_guess_number_moe, seeds_frozen_lake_moe, seeds_agent_letters,
   overlap_as_is, overlap_slow,
   rollart_trajectories, rollart_redundancy, rollart_affinity, rollart_rewards,
-  rollart_ladder,
+  rollart_weights, rollart_ladder,
   rollout_pipe, decode, engine, constrained, learner, coordinator,
   coordinator_memory,
   publish, publish_moved, moe, train_step, train_step_logprobs, packing, fill,
