@@ -29,8 +29,8 @@ training. `bound` is the on-policy bound max(T_roll + w_n, c_1 + W) by T.
 The frontier is described as a window of F = U = 2 unfinished groups. That
 cannot be meant: first dispatch is published as 52 to 61 s, and 48 windows of
 that length one after the other are 2,500 s, not 647. As an order of requests it
-fits both numbers, if some 96 to 128 sequences decode at once; that is the sweep
-over `slots`. Nothing here fits the published waits at R = 96.
+fits both numbers within 5 and 8 %, if 96 to 128 sequences decode at once; that
+is the sweep over `slots`. Nothing here fits the published waits at R = 96.
 Writes benchmarks/results/rollout_pipe.json.
 """
 

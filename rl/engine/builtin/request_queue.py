@@ -275,7 +275,7 @@ class RequestQueue:
     state.bias_row = bias_row
     if state.cached_tokens is None:
       state.cached_tokens = table.cached
-      state.queue_s = time.monotonic() - state.started
+      state.queue_s = request_lib.now_s() - state.started
       self.counts["cached"] += table.cached
     state.sync_counters()
     self.running.append(state)
