@@ -3,7 +3,7 @@
 import asyncio
 import dataclasses
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -60,10 +60,12 @@ class Engine:
     version: int,
     params: Any,
     in_flight: contract.InFlight = "recompute",
+    on_step: Callable[[contract.SwitchStep], None] = contract.ignore_step,
   ) -> None:
     """Serves the version at once."""
     del params, in_flight
-    self._serve(version)
+    with contract.switching(on_step):
+      self._serve(version)
 
   def abort(self, request_id: str | None) -> None:
     """Nothing is ever in flight."""

@@ -13,7 +13,7 @@ import dataclasses
 import gc
 import time
 import typing
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -27,7 +27,7 @@ from rl.audit import checker, event_log
 from rl.data import batch, trajectory
 from rl.engine import contract
 from rl.loop import progress
-from rl.pools import router
+from rl.pools import router, weight_publisher
 from rl.runtime import trace
 from rl.train import learner, train_state
 
@@ -168,11 +168,14 @@ class Bench:
       experiment=experiment,
       log=log,
       router=serving,
-      publisher=assemble.publisher(
-        experiment,
+      publisher=weight_publisher.WeightPublisher(
         serving,
-        parts.decode_layouts,
-        parts.learner_thread,
+        assemble.transfer(
+          experiment,
+          parts.decode_layouts,
+          parts.learner_thread,
+          parts.copy_thread,
+        ),
         log,
         parts.spans,
       ),
@@ -219,9 +222,12 @@ class _Renewed:
     version: int,
     params: Any,
     in_flight: contract.InFlight = "recompute",
+    on_step: Callable[[contract.SwitchStep], None] = contract.ignore_step,
   ) -> None:
     """Serves new weights."""
-    await self._served.update_weights(version + self._before, params, in_flight)
+    await self._served.update_weights(
+      version + self._before, params, in_flight, on_step
+    )
 
 
 class _Watcher(progress.RunObserver):

@@ -46,9 +46,8 @@ from models import policy as policy_lib
 from rl.audit import event_log
 from rl.engine import contract
 from rl.engine.builtin import settings as engine_settings
-from rl.pools import placement, router, weight_publisher
+from rl.pools import placement, router, weight_publisher, weight_transfer
 from rl.runtime import mesh_thread, trace
-from rl.testing import scripted_engine
 
 _REPEATS = absl_flags.DEFINE_integer("repeats", 5, "Of each way.")
 _ROWS = absl_flags.DEFINE_integer("rows", 16, "Answers decoded at once.")
@@ -179,8 +178,8 @@ async def _under_load(
 ) -> dict[str, dict[str, float]]:
   """Returns medians of what publishing costs, by way."""
   spans = trace.Trace(None)
-  learner, decode = (
-    mesh_thread.MeshThread(n, spans) for n in ("learner", "decode")
+  learner, copier, decode = (
+    mesh_thread.MeshThread(n, spans) for n in ("learner", "host", "decode")
   )
   settings = engine_settings.EngineSettings(
     slots=_ROWS.value,
@@ -192,8 +191,11 @@ async def _under_load(
   served = settings.build(_MODEL, layouts[1], decode)
   publisher = weight_publisher.WeightPublisher(
     router.Router([served]),
-    [weight_publisher.pool_shardings(_MODEL, layouts[1], "same")],
-    learner,
+    weight_transfer.MeshTransfer(
+      [weight_transfer.pool_shardings(_MODEL, layouts[1], "same")],
+      learner,
+      copier,
+    ),
     event_log.EventLog(),
     spans,
   )
@@ -215,8 +217,8 @@ async def _under_load(
       row.cancel()
     await asyncio.gather(*rows, return_exceptions=True)
     await served.close()
-    decode.close()
-    learner.close()
+    for thread in (decode, copier, learner):
+      thread.close()
   return {way: _summary(ones) for way, ones in found.items()}
 
 
@@ -231,31 +233,33 @@ def _summary(ones: Sequence[Mapping[str, float]]) -> dict[str, float]:
 async def _moved(
   layouts: Sequence[sharding.Layout],
   config: model_config.ModelConfig,
-  dtype: weight_publisher.Dtype,
+  dtype: weight_transfer.Dtype,
 ) -> dict[str, float]:
   """Returns bytes and median seconds of a publish of what a model trains."""
   spans = trace.Trace(None)
-  learner = mesh_thread.MeshThread("learner", spans)
-  publisher = weight_publisher.WeightPublisher(
-    router.Router([scripted_engine.ScriptedEngine(lambda request: ())]),
-    [weight_publisher.pool_shardings(config, layouts[1], dtype)],
+  learner, copier = (
+    mesh_thread.MeshThread(n, spans) for n in ("learner", "host")
+  )
+  transfer = weight_transfer.MeshTransfer(
+    [weight_transfer.pool_shardings(config, layouts[1], dtype)],
     learner,
-    event_log.EventLog(),
-    spans,
-    weight_publisher.Publishing(dtype=dtype),
+    copier,
+    weight_transfer.Publishing(dtype=dtype),
   )
   params = _init(config, layouts[0])
   trained, frozen = lora.split(params)
   seconds, moved = [], 0
-  held, _ = await publisher.place(params)
+  (held,) = await transfer.stage(params, [0])
   versions = _versions(trained)
   for repeat in range(_REPEATS.value + 1):
     fresh = lora.join(next(versions), frozen)
     start = time.monotonic()
-    held, moved = await publisher.place(fresh)
+    (held,) = await transfer.stage(fresh, [0])
+    moved = held.moved_bytes
     if repeat:  # The first compiles the cast.
       seconds.append(time.monotonic() - start)
   del held
+  copier.close()
   learner.close()
   return {"bytes": moved, "seconds": statistics.median(seconds)}
 

@@ -12,7 +12,7 @@ from models import config as model_config
 from models import memory_report, sharding
 from rl import assemble, memory_plan
 from rl import experiment as experiment_lib
-from rl.pools import placement, weight_publisher
+from rl.pools import placement, weight_transfer
 from rl.train import learner
 
 _MIN_WIDTH = 100
@@ -53,7 +53,7 @@ def show(experiment: experiment_lib.Experiment, stream: TextIO) -> None:
     console.print(f"\n{_title(name, spec)}{words}\n")
     dtype = experiment.publishing.dtype if pool else "same"
     console.print(
-      _parameters(weight_publisher.pool_model(model, dtype), spec.plan)
+      _parameters(weight_transfer.pool_model(model, dtype), spec.plan)
     )
     console.print()
     console.print(_totals(lines))

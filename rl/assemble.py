@@ -15,7 +15,7 @@ from rl.algorithms import group_filters, references
 from rl.audit import event_log
 from rl.engine import contract
 from rl.loop import coordinator, progress
-from rl.pools import router, weight_publisher
+from rl.pools import router, weight_publisher, weight_transfer
 from rl.rollout import episode, grading, group_rollout, prompts, starting
 from rl.runtime import mesh_thread, trace
 from rl.runtime import watchdog as watchdog_lib
@@ -44,6 +44,7 @@ class Parts:
   decode_layouts: Sequence[sharding.Layout]
   programs: learner.Learner
   learner_thread: mesh_thread.MeshThread
+  copy_thread: mesh_thread.MeshThread
   decode_threads: Sequence[mesh_thread.MeshThread]
   engines: Sequence[contract.StartableEngine]
   router: router.Router
@@ -73,7 +74,11 @@ class Parts:
     if self.player.agents is not None:
       await self.player.agents.close()
     await self.router.close()
-    for thread in (*self.decode_threads, self.learner_thread):
+    for thread in (
+      *self.decode_threads,
+      self.copy_thread,
+      self.learner_thread,
+    ):
       thread.close()
     self.log.close()
     self.spans.flush()
@@ -127,8 +132,9 @@ def build(
   chat = experiment.build_chat(run_dir)
   watchdog = watchdog_lib.Watchdog(report, clock)
   learner_thread = mesh_thread.MeshThread("learner", spans)
+  copy_thread = mesh_thread.MeshThread("host", spans)
   threads = [mesh_thread.MeshThread("decode", spans) for _ in decode_layouts]
-  model = weight_publisher.pool_model(
+  model = weight_transfer.pool_model(
     experiment.model, experiment.publishing.dtype
   )
   decoders = engines(experiment.engine, model, decode_layouts, threads)
@@ -152,11 +158,15 @@ def build(
     decode_layouts=decode_layouts,
     programs=programs,
     learner_thread=learner_thread,
+    copy_thread=copy_thread,
     decode_threads=threads,
     engines=decoders,
     router=serving,
-    publisher=publisher(
-      experiment, serving, decode_layouts, learner_thread, log, spans
+    publisher=weight_publisher.WeightPublisher(
+      serving,
+      transfer(experiment, decode_layouts, learner_thread, copy_thread),
+      log,
+      spans,
     ),
     player=player(experiment, serving, chat, log, watchdog, gateway),
     tasks=tasks(experiment),
@@ -237,29 +247,25 @@ def trainer(
   )
 
 
-def publisher(
+def transfer(
   experiment: experiment_lib.Experiment,
-  serving: router.Router,
   decode_layouts: Sequence[sharding.Layout],
   learner_thread: mesh_thread.MeshThread,
-  log: event_log.EventLog,
-  spans: trace.Trace,
-) -> weight_publisher.WeightPublisher:
-  """Returns the publisher of the weights to every engine.
+  copy_thread: mesh_thread.MeshThread,
+) -> weight_transfer.MeshTransfer:
+  """Returns the way of the weights to every engine.
 
   Args:
-    decode_layouts: of the engines of `serving`, in their order.
+    decode_layouts: of the engines, in their order.
   """
   dtype = experiment.publishing.dtype
-  return weight_publisher.WeightPublisher(
-    serving,
+  return weight_transfer.MeshTransfer(
     [
-      weight_publisher.pool_shardings(experiment.model, layout, dtype)
+      weight_transfer.pool_shardings(experiment.model, layout, dtype)
       for layout in decode_layouts
     ],
     learner_thread,
-    log,
-    spans,
+    copy_thread,
     experiment.publishing,
   )
 

@@ -19,7 +19,7 @@ from rl.engine.builtin import settings as engine_settings
 from rl.engine.sglang import settings as sglang_settings
 from rl.loop import fine_tuning
 from rl.loop import warm_start as warm_start_lib
-from rl.pools import affinity, weight_publisher
+from rl.pools import affinity, weight_transfer
 from rl.pools import placement as placement_lib
 from rl.rollout import chats, episode, grading, group_rollout, prompts
 from rl.schedule import overlap as overlap_lib
@@ -146,7 +146,7 @@ class Experiment:
     | sglang_settings.SglangSettings
     | contract.EngineSpec
   ) = engine_settings.EngineSettings()
-  publishing: weight_publisher.Publishing = weight_publisher.Publishing()
+  publishing: weight_transfer.Publishing = weight_transfer.Publishing()
   overlap: overlap_lib.Overlap = overlap_lib.Overlap()
   placement: placement_lib.Placement = placement_lib.Placement()
   routing: affinity.Routing = affinity.Routing()

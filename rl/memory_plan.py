@@ -18,7 +18,7 @@ from rl import experiment as experiment_lib
 from rl.algorithms import references
 from rl.engine.builtin import settings as engine_settings
 from rl.engine.builtin import sizing
-from rl.pools import placement, weight_publisher
+from rl.pools import placement, weight_transfer
 from rl.train import learner, train_state
 
 
@@ -80,6 +80,8 @@ def learner_bytes(
     lines["optimizer state in an update, beyond those"] = max(
       0, size(moved) - room
     )
+  if bucket := _bucket_bytes(experiment):
+    lines["a bucket of weights to publish, cast"] = bucket
   reference = experiment.algorithm.reference
   if getattr(reference, "memory", None) == "device":
     model = experiment.model
@@ -241,7 +243,31 @@ def _pool_model(
   experiment: experiment_lib.Experiment,
 ) -> model_config.ModelConfig:
   dtype = experiment.publishing.dtype
-  return weight_publisher.pool_model(experiment.model, dtype)
+  return weight_transfer.pool_model(experiment.model, dtype)
+
+
+def _bucket_bytes(experiment: experiment_lib.Experiment) -> int:
+  """Returns bytes on each learner device of the largest bucket, once cast."""
+  publishing = experiment.publishing
+  if publishing.dtype == "same":
+    return 0  # They are copied as they are.
+  model, plan = experiment.model, experiment.placement.learner.plan
+  shapes = policy_lib.of(model).shapes
+  cast = jax.eval_shape(
+    functools.partial(weight_transfer.cast, dtype=publishing.dtype), shapes
+  )
+  placed = memory_report.placed(
+    cast, weight_transfer.pool_shardings(model, plan, publishing.dtype)
+  )
+  leaves, tree = jax.tree.flatten(lora.split(shapes)[0])
+  arrays = tree.flatten_up_to(lora.split(placed)[0])
+  runs = weight_transfer.buckets(
+    [leaf.size * leaf.dtype.itemsize for leaf in leaves],
+    publishing.bucket_bytes,
+  )
+  return max(
+    memory_report.device_bytes([arrays[i] for i in run]) for run in runs
+  )
 
 
 def _weight_bytes(
@@ -250,10 +276,10 @@ def _weight_bytes(
   """Returns bytes of the weights on each device of a pool."""
   dtype = experiment.publishing.dtype
   shapes = jax.eval_shape(
-    functools.partial(weight_publisher.cast, dtype=dtype),
+    functools.partial(weight_transfer.cast, dtype=dtype),
     policy_lib.of(experiment.model).shapes,
   )
-  places = weight_publisher.pool_shardings(experiment.model, spec.plan, dtype)
+  places = weight_transfer.pool_shardings(experiment.model, spec.plan, dtype)
   held = memory_report.placed(shapes, places)
   arriving, _ = lora.split(held)
   return {

@@ -2,6 +2,7 @@
 
 python -m launch.report --run=runs/first
 python -m launch.report --check=runs/first      only checks the event log
+python -m launch.report --tamper=runs/first     tests the checks themselves
 """
 
 import pathlib
@@ -9,11 +10,16 @@ import sys
 
 from absl import app, flags
 
-from launch.report import page
+from launch.report import log_check, page
 
 _RUN = flags.DEFINE_string("run", None, "Directory of the run.")
 _CHECK = flags.DEFINE_string(
   "check", None, "Directory of a run whose event log is only checked."
+)
+_TAMPER = flags.DEFINE_string(
+  "tamper",
+  None,
+  "Directory of a run; prints which changes of its event log would be noticed.",
 )
 
 
@@ -23,6 +29,12 @@ def main(argv: list[str]) -> None:
     raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
   if _CHECK.value is not None:
     sys.exit(page.check_run(pathlib.Path(_CHECK.value)))
+  if _TAMPER.value is not None:
+    try:
+      print(log_check.tampered(pathlib.Path(_TAMPER.value)))
+    except log_check.UnreadableLog as error:
+      sys.exit(f"error: {error}")
+    return
   try:
     print(page.write(pathlib.Path(str(_RUN.value))))
   except OSError as error:
@@ -30,5 +42,7 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-  flags.mark_flags_as_mutual_exclusive(["run", "check"], required=True)
+  flags.mark_flags_as_mutual_exclusive(
+    ["run", "check", "tamper"], required=True
+  )
   app.run(main)

@@ -14,12 +14,13 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rl.audit import checker, event_log, token_ledger
+from rl.audit import checker, event_log, tampering, token_ledger
 from rl.rollout import group_rollout
 from rl.schedule import overlap
 from rl.settings import overrides
 
 _MAX_ROWS = 120
+_MAX_TAMPERED = 500
 _Row = list[Any]
 
 
@@ -239,22 +240,47 @@ def of_run(run_dir: pathlib.Path) -> Verdict:
   Raises:
     UnreadableLog: it has no log, or no settings.
   """
+  schedule, group_size = _promised(run_dir)
+  verdict = read(run_dir / "events.jsonl", schedule, group_size)
+  missing = _missing(run_dir / "metrics.jsonl", verdict.rounds)
+  return dataclasses.replace(
+    verdict, violations=[*verdict.violations, *missing]
+  )
+
+
+def _promised(run_dir: pathlib.Path) -> tuple[overlap.Overlap, int]:
+  """Returns the schedule and the group size of a run that has a log."""
   if not (run_dir / "events.jsonl").is_file():
     raise UnreadableLog(
       f"{run_dir}/events.jsonl is missing; name the --workdir of a run"
     )
   try:
     text = (run_dir / "config.json").read_text("utf-8")
-    schedule, group_size = schedule_of(json.loads(text))
+    return schedule_of(json.loads(text))
   except (OSError, ValueError, LookupError, TypeError) as error:
     raise UnreadableLog(
       f"{run_dir}/config.json: it should hold the schedule: {error}"
     ) from error
-  verdict = read(run_dir / "events.jsonl", schedule, group_size)
-  missing = _missing(run_dir / "metrics.jsonl", verdict.rounds)
-  return dataclasses.replace(
-    verdict, violations=[*verdict.violations, *missing]
+
+
+def tampered(run_dir: pathlib.Path) -> str:
+  """Returns a table of changes of the beginning of a run's log.
+
+  A row for each kind of event and each of its fields: how many changes of it
+  break a promise, of those tried; "event" is to leave it out.
+
+  Raises:
+    UnreadableLog: it has no log, or no settings.
+  """
+  schedule, group_size = _promised(run_dir)
+  log = event_log.LogFile(run_dir / "events.jsonl")
+  counts = tampering.notice(
+    list(itertools.islice(log, _MAX_TAMPERED)), schedule, group_size, most=4
   )
+  rows = [f"{'kind':18}{'changed':16}noticed"]
+  for (kind, field), (found, tried) in sorted(counts.items()):
+    rows.append(f"{kind:18}{field or 'event':16}{found} of {tried}")
+  return "\n".join(rows)
 
 
 def _missing(metrics: pathlib.Path, rounds: int) -> list[str]:

@@ -2,7 +2,8 @@
 
   event --> lifecycle (order of transitions) --> group_invariants
     |       when an attempt is over
-    +--> queue_invariants (gate, buffer), round_invariants (rounds, publishes)
+    +--> queue_invariants (gate, buffer), round_invariants (rounds, publishes),
+         engine_invariants (switches, versions, sessions)
 
 A log may end anywhere: unfinished work breaks no promise.
 """
@@ -10,6 +11,7 @@ A log may end anywhere: unfinished work breaks no promise.
 from collections.abc import Iterable
 
 from rl.audit import (
+  engine_invariants,
   event_log,
   group_invariants,
   invariant,
@@ -24,6 +26,7 @@ _INVARIANTS: tuple[type[invariant.Invariant], ...] = (
   *group_invariants.INVARIANTS,
   *queue_invariants.INVARIANTS,
   *round_invariants.INVARIANTS,
+  *engine_invariants.INVARIANTS,
 )
 _ORDER = "Transitions come in their order, and none twice."
 

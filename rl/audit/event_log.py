@@ -17,11 +17,21 @@ Kinds of events and their fields, all with `t` seconds since the log began:
   trained      group, attempt, version, first_version, update, tokens, masked,
                members, used                              an update holds it
   update       version, number, start, end                an optimizer step
-  publish_start  version, moved_bytes     the learner copied so much
-  published      version                  every engine serves it
+  publish_start  version                  the learner begins to send it
+  staged         version, engine, moved_bytes, buckets   it lies at the engine,
+                 beside the weights that are served
+  decode_suspended  version, engine       decoding stops for the switch
+  switched       version, engine          the engine serves it
+  decode_resumed  version, engine         without a switch, if that failed
+  published      version                  every engine serves it; `restarted`
+                 when a restart serves it from its start
+  engine_pool    engine, pool, hardware   where sources have a preference,
+  preference     source, wanted           "" for those that none names
   engine_lost    engine, reason
-  engine_back    engine
-  fallback       session, wanted, engine  served by hardware of another kind
+  engine_back    engine, version
+  moved          session, engine          its engine was lost
+  fallback       session, wanted, engine  served by hardware of another kind;
+                 right before its session is admitted or moved
   source_too_slow  group, attempt, source, task, attempts  too old, too often
   resumed        trained, next_group      a restart goes on after so many rounds
   restored       group, attempt, tokens, first_version    ready before a restart
@@ -66,19 +76,22 @@ OF_ATTEMPT = (
   "trained",
   "restored",
 )
+OF_SWITCH = ("decode_suspended", "switched", "decode_resumed")
+OF_PUBLISH = ("publish_start", "staged", *OF_SWITCH, "published")
 
 KINDS = frozenset(OF_ATTEMPT) | {
   "update",
-  "publish_start",
-  "published",
+  *OF_PUBLISH,
+  "engine_pool",
+  "preference",
   "engine_lost",
   "engine_back",
+  "moved",
   "fallback",
   "source_too_slow",
   "resumed",
 }
 
-_OF_PUBLISH = ("publish_start", "published")
 _OF_LEARNER = ("dequeued", "trained", "update")
 _OF_DROP = ("dropped", "source_too_slow")
 
@@ -255,12 +268,9 @@ class _Stretch:
     self.restored: set[tuple[int, int]] = set()
     self.trained: dict[int, tuple[int, int]] = {}
     self.dropped: dict[tuple[int, int], int | None] = {}
-    self.published: set[int] = set()
 
   def note(self, event: Event) -> None:
     kind = event["kind"]
-    if kind == "published":
-      self.published.add(event["version"])
     if kind not in OF_ATTEMPT:
       return
     group, attempt = event["group"], event["attempt"]
@@ -298,19 +308,33 @@ def surviving(log: Iterable[Event]) -> Iterator[Event]:
       stretches.append(_Stretch(event["trained"]))
     else:
       stretches[-1].note(event)
-  number, served = 0, 0
+  number, begun, served = 0, 0, 0
+  lost: set[int] = set()
   for event in log:
-    if event["kind"] == "resumed":
+    kind = event["kind"]
+    if kind == "resumed":
       number += 1
       version = min(stretch.rounds for stretch in stretches[number:])
+      at = {"t": event["t"], "version": version}
       if served < version == event["trained"]:
         # Cut off before it was published, and served from the start.
-        yield {"t": event["t"], "kind": "publish_start", "version": version}
-        yield {"t": event["t"], "kind": "published", "version": version}
-        served = version
+        if begun < version:
+          yield {**at, "kind": "publish_start"}
+        yield {**at, "kind": "published", "restarted": True}
+        begun = served = version
+      for engine in sorted(lost):  # Every engine has started anew.
+        yield {**at, "kind": "engine_back", "engine": engine}
+      lost.clear()
     elif _stays(stretches, number, event):
-      if event["kind"] == "published":
-        served = event["version"]
+      match kind:
+        case "publish_start":
+          begun = event["version"]
+        case "published":
+          served = event["version"]
+        case "engine_lost":
+          lost.add(event["engine"])
+        case "engine_back":
+          lost.discard(event["engine"])
       yield event
 
 
@@ -325,10 +349,8 @@ def _stays(stretches: Sequence[_Stretch], number: int, event: Event) -> bool:
   later = stretches[number + 1 :]
   floor = min((stretch.rounds for stretch in later), default=math.inf)
   kind = event["kind"]
-  if kind in _OF_PUBLISH:
-    # A kill can fall between the two events of a publish.
-    done = not later or event["version"] in stretches[number].published
-    return event["version"] <= floor and done
+  if kind in OF_PUBLISH:
+    return event["version"] <= floor
   if kind in _OF_LEARNER:
     return event["version"] < floor
   if kind not in (*OF_ATTEMPT, "source_too_slow"):

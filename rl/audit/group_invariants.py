@@ -51,6 +51,16 @@ class WholeGroups(AttemptInvariant):
       yield f"members {missing} were not graded when it was ready"
 
 
+class FaultsMasked(AttemptInvariant):
+  """A member with a fault is never trained, and neither is an aborted one."""
+
+  def _of_trained(self, attempt: _Attempt, trained: _Event) -> _Violations:
+    for i in attempt.used:
+      member = attempt.members.get(i)
+      if member is not None and member.fault:
+        yield f"member {i} is trained, although it {member.fault}"
+
+
 class AllLaunched(AttemptInvariant):
   """G and the redundant members are played, and all of them come to an end."""
 
@@ -160,6 +170,10 @@ class FirstVersion(AttemptInvariant):
       yield f"{token}, its sequence begins with {sampled}"
 
   def _of_trained(self, attempt: _Attempt, trained: _Event) -> _Violations:
+    saved = attempt.restored
+    if saved and saved["first_version"] != trained["first_version"]:
+      begun = f"trained as if begun at {trained['first_version']}"
+      yield f"{begun}, but restored as of {saved['first_version']}"
     known = [i for i in trained["members"] if i in attempt.members]
     firsts = [_first(attempt.members[i]) for i in known]
     oldest = min([f for f in firsts if f is not None], default=None)
@@ -248,6 +262,7 @@ class OneStepOff(AttemptInvariant):
 
 INVARIANTS = (
   WholeGroups,
+  FaultsMasked,
   AllLaunched,
   TokensBalance,
   TokensCounted,

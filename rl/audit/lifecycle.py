@@ -15,9 +15,11 @@ from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 from rl.audit import event_log
+from rl.data import trajectory
 
 # Publishes that a cancelled member has to end in.
 _PATIENCE = 2
+_FAULTS = frozenset(s.value for s in trajectory.Status if not s.trainable)
 
 
 @dataclasses.dataclass(slots=True)
@@ -30,6 +32,7 @@ class MemberRecord:
     tokens, length, versions, turns: as in its end event.
     reason: of an abort.
     over: the kind of its end event; "" while it plays.
+    status: at its end.
   """
 
   admitted_t: float | None = None
@@ -40,6 +43,7 @@ class MemberRecord:
   turn_tokens: int = 0
   over: Literal["", "ended", "aborted"] = ""
   reason: str = ""
+  status: str = ""
   turns: int = 0
   tokens: int = 0
   length: int = 0
@@ -51,6 +55,15 @@ class MemberRecord:
   def sampled(self) -> int:
     """Tokens that it sampled, as far as logged."""
     return self.tokens if self.over else self.turn_tokens
+
+  @property
+  def fault(self) -> str:
+    """Why it may not be trained; "" if it may be."""
+    if self.outcome == "fault":
+      return "has a fault"
+    if self.over == "aborted":
+      return "was aborted"
+    return f"ended with {self.status}" if self.status in _FAULTS else ""
 
 
 @dataclasses.dataclass(slots=True)
@@ -353,6 +366,7 @@ def _apply(attempt: AttemptRecord, event: event_log.Event) -> None:
     case "ended" | "aborted":
       member.over = kind
       member.reason = event.get("reason", "")
+      member.status = event.get("status", "")
       for field in ("turns", "tokens", "length", "versions"):
         setattr(member, field, event[field])
     case "grading":

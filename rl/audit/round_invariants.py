@@ -69,15 +69,17 @@ class Publishes(invariant.Invariant):
 class PublishedVersions(invariant.Invariant):
   """Only published versions sample tokens, or are those of an admission.
 
-  From `publish_start` on the first engines may serve a version.
+  From its first switch on an engine may serve a version.
   """
 
   def __init__(self, context: invariant.Context):
     super().__init__(context)
     self._newest = 0
 
-  def _on_publish_start(self, event: event_log.Event) -> None:
+  def _on_switched(self, event: event_log.Event) -> None:
     self._newest = max(self._newest, event["version"])
+
+  _on_published = _on_switched
 
   def _on_submitted(self, event: event_log.Event) -> None:
     self._compare(f"{_attempt(event)}: {event['kind']} at", event["version"])

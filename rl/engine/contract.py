@@ -5,10 +5,17 @@ update_weights(version, params, in_flight): new weights, and the treatment of
   requests that run
 """
 
+import contextlib
 import dataclasses
 import itertools
 import math
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from collections.abc import (
+  AsyncGenerator,
+  Callable,
+  Generator,
+  Iterator,
+  Mapping,
+)
 from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
 import jax
@@ -31,6 +38,14 @@ recompute: they keep their tokens; keys and values are computed again.
 keep_kv: they keep tokens, keys and values. Faster, but later tokens attend to
   keys and values of older weights (`Completion.oldest_kv`), so no forward pass
   of a single version gives their log-probabilities.
+"""
+
+SwitchStep = Literal["decode_suspended", "switched", "decode_resumed"]
+"""Steps of an engine that changes its weights.
+
+decode_suspended: no device step runs, and none is launched.
+switched: the new weights are served.
+decode_resumed: decoding goes on; without "switched", under the old weights.
 """
 
 
@@ -349,6 +364,21 @@ def check_same_tree(old: Any, new: Any) -> None:
       )
 
 
+def ignore_step(step: SwitchStep) -> None:
+  """Hears of the steps of a switch and forgets them."""
+
+
+@contextlib.contextmanager
+def switching(on_step: Callable[[SwitchStep], None]) -> Generator[None]:
+  """Tells the steps of a switch around the body, which takes the weights."""
+  on_step("decode_suspended")
+  try:
+    yield
+    on_step("switched")
+  finally:
+    on_step("decode_resumed")
+
+
 @runtime_checkable
 class DecodeEngine(Protocol):
   """Samples answers; all methods belong to one event loop."""
@@ -409,6 +439,7 @@ class DecodeEngine(Protocol):
     version: int,
     params: Any,
     in_flight: InFlight = "recompute",
+    on_step: Callable[[SwitchStep], None] = ignore_step,
   ) -> None:
     """Serves `params` from now on.
 
@@ -419,6 +450,7 @@ class DecodeEngine(Protocol):
     Args:
       version: must be higher than the served one.
       params: placed with the engine's shardings.
+      on_step: told of each step as it happens; see `switching`.
 
     Raises:
       ValueError: the version is not higher, the tree is another model's, or

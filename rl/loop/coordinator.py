@@ -12,8 +12,10 @@
 
 A round trains `groups_per_round` groups and ends with a publish. Decoding goes
 on while the learner waits for groups and while it trains; with a bound of 0
-the gate makes the next round wait. Where engines drain before they take
-weights, `_ship` runs beside the next round.
+the gate makes the next round wait. With a bound above 0 `_ship` runs beside the
+next round: that trains groups which the gate has admitted already. The gate
+counts a version from when every engine serves it, so the bound holds however
+long that takes, and the learner waits only if it takes longer than a round.
 """
 
 import asyncio
@@ -315,7 +317,7 @@ class Coordinator:
     await self._published()
     version = self._trained
     work = self._ship(version, self._trainer.params)
-    if self._schedule.drains:
+    if self._schedule.publishes_behind_training:
       self._publishing = self._background.create_task(work, name="publisher")
     else:
       await work

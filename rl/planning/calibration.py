@@ -3,9 +3,9 @@
 events.jsonl  turns     -> tau(b): seconds of a token when b answers are under
                            way on an engine; environments' seconds
               episodes  -> turns, ids, within-group correlation
-              publishes -> seconds of a transfer
+              publishes -> seconds of a transfer, and for which decoding then
+                           stands still
 spans.jsonl   learner   -> seconds of a trained id, of an optimizer step
-metrics.jsonl           -> seconds for which decoding stood still
 
 A short run of any schedule will do, since waits between its parts do not count.
 Neither does the first round, in which programs are compiled, unless it is the
@@ -13,14 +13,13 @@ only one.
 """
 
 import collections
-import contextlib
 import dataclasses
 import json
 import math
 import pathlib
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -46,7 +45,9 @@ _FIELDS: Mapping[str, Sequence[str]] = {
   "trained": ("group", "attempt", "version", "members"),
   "update": ("version", "end"),
   "publish_start": ("version",),
-  "published": ("version",),
+  "staged": ("version",),
+  "decode_suspended": ("version", "engine"),
+  "decode_resumed": ("version", "engine"),
 }
 
 
@@ -77,7 +78,6 @@ class CalibrationRun:
   Attributes:
     first: version from which on speeds count.
     start_s: start of that round.
-    stand_s: of every publish, from the metrics.
     sources: of every attempt at a group.
   """
 
@@ -86,7 +86,6 @@ class CalibrationRun:
   spans: Sequence[trace.Span]
   first: int
   start_s: float
-  stand_s: Sequence[float]
   placement: placement.Placement
   sources: Mapping[tuple[int, int], str]
 
@@ -117,15 +116,12 @@ def read(path: pathlib.Path) -> CalibrationRun:
   if not ends:
     raise ValueError(f"--calibrate={path}: it has trained no round; {_MORE}")
   first, *others = sorted(ends)
-  metrics = path / "metrics.jsonl"
-  rows = _lines(metrics) if metrics.is_file() else []
   return CalibrationRun(
     path=path,
     log=log,
     spans=_spans(path),
     first=others[0] if others else first,
     start_s=ends[first] if others else 0.0,
-    stand_s=[r["publish_stall_s"] for r in rows if "publish_stall_s" in r],
     placement=_placement(path),
     sources={
       (e["group"], e["attempt"]): e["source"]
@@ -175,14 +171,6 @@ def _placement(path: pathlib.Path) -> placement.Placement:
       "name the --workdir of a run"
     )
   return settings.placement
-
-
-def _lines(path: pathlib.Path) -> Iterator[dict[str, Any]]:
-  """Yields the object of each line; a crash may have cut the last."""
-  for text in path.read_text(errors="replace").splitlines():
-    with contextlib.suppress(json.JSONDecodeError):
-      if isinstance(row := json.loads(text), dict):
-        yield row
 
 
 def apply(
@@ -265,20 +253,25 @@ def rates(run: CalibrationRun) -> Rates:
     )
   tau0_s, slope_s = fitting.line(*answers(run))
   token_s, update_s, describe_s = _learner(run)
-  ended = {e["version"] + 1: e["end"] for e in run.of("update")}
   began = {e["version"]: e["t"] for e in run.of("publish_start")}
-  served = {e["version"]: e["t"] for e in run.of("published")}
-  travel = [began[v] - ended[v] for v in began if v in ended and v > run.first]
-  stand = [served[v] - began[v] for v in served if v in began]
+  # The copy for the last engine comes last.
+  staged = {e["version"]: e["t"] for e in run.of("staged")}
+  travel = [staged[v] - began[v] for v in staged if v > run.first]
+  stopped = {
+    (e["version"], e["engine"]): e["t"] for e in run.of("decode_suspended")
+  }
+  stand = [
+    e["t"] - stopped[e["version"], e["engine"]]
+    for e in run.of("decode_resumed")
+  ]
   return Rates(
     tau0_s=tau0_s,
     b0=tau0_s / slope_s,
     token_s=token_s,
     update_s=update_s,
     describe_s=describe_s,
-    transfer_s=max(statistics.median(travel), 0.0) if travel else 0.0,
-    # Engines that drain first stand still for less than a publish takes.
-    stand_s=statistics.median(run.stand_s or stand or [0.0]),
+    transfer_s=statistics.median(travel or [0.0]),
+    stand_s=statistics.median(stand or [0.0]),
   )
 
 

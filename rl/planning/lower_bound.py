@@ -6,12 +6,12 @@ included, all tokens, and all contexts, at the rate of all engines in full use.
 Let e(v) be the end of training round v - 1 and p(v) the time at which version v
 serves, which admits the groups of round v + eta. Then
 
-  p(v)           >= e(v) + s
+  p(v)           >= e(v) + s,  p(v + 1) >= p(v) + s
   e(v + 1)       >= e(v) + W
   e(v + eta + 1) >= p(v) + R + w
   e(v + n)       >= p(v) + D of rounds v + eta ... v + n - 1, and w
-  e(v + 1)       >= p(v) + W            unless engines drain, and then
-  e(v + 2)       >= p(v) + W,  p(v + 1) >= p(v) + path of round v + eta
+  e(v + 2)       >= p(v) + W            since publishes do not overlap
+  p(v + 1)       >= p(v) + path of round v + eta, if engines drain
   e(v + 1)       >= p(v) + c + W        on-policy; c: until the first batch is
                                         ready, or the round, if it is waited for
 
@@ -137,9 +137,8 @@ def _links(
     if not eta:
       c = rounds.roll if schedule.wait_for_round else rounds.first
       yield _Link(served, (v + 1, _TRAINED), c[v] + train[v])
-    elif not drains:
-      yield _Link(served, (v + 1, _TRAINED), train[v])
     elif v + 1 < window.stop:
+      yield _Link(served, (v + 1, _SERVED), cluster.publish_s)
       yield _Link(served, (v + 2, _TRAINED), train[v + 1])
     if drains and cluster.hidden_s and v + eta < window.stop:
       # Engines open for new sessions while the next weights travel.
@@ -158,9 +157,9 @@ def _work(
   eta, pause_s = schedule.max_staleness, cluster.blocked_s
   for end in range(v + eta + 2, stop + 1):
     inside = slice(v + eta, end)
-    # Versions that must serve before the last of these groups is admitted, or,
-    # without drained engines, before it is trained.
-    pauses = end - 1 - v - (eta if schedule.drains else 0)
+    # Versions that must serve before the last of these groups is trained: with
+    # a bound above 0 its own is still on its way.
+    pauses = end - 1 - v - (eta > 0)
     decode_s = rounds.decode[inside].sum() + pauses * pause_s
     work_s = max(decode_s, rounds.prefill[inside].sum())
     last_s = rounds.last[end - 1]

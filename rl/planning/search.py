@@ -184,9 +184,13 @@ def _candidate(
   )
   surplus = choice.overlap.redundancy.extra_groups
   if choice.overlap.checks_age or (surplus and len(problem.workloads) > 1):
-    # The tasks that are played depend on those that came too late.
+    # The tasks that are played depend on those that came too late. The last
+    # publish of the window may go on behind it.
+    rounds = len(problem.window)
     bound = dataclasses.replace(
-      bound, step_s=cluster.publish_s, tokens=float("inf")
+      bound,
+      step_s=cluster.publish_s * (rounds - 1) / rounds,
+      tokens=float("inf"),
     )
   key = problem.goal.key(bound.step_s, problem.cost(choice), bound.tokens)
   return Candidate(choice=choice, bound=bound, key=key)

@@ -14,7 +14,7 @@ unanswered when it stopped go to another.
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Generator, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from typing import Any
 
 import numpy as np
@@ -36,7 +36,7 @@ class Router:
     engines: each with its own cache. Requests that reach them some other way
       are not counted as load.
     infos: pool and kind of each engine; None: they are all alike.
-    log: gets engines lost and recovered, and fallbacks.
+    log: gets preferences and fallbacks, engines lost and recovered.
     max_sessions: see `routing_table.RoutingTable`.
   """
 
@@ -60,6 +60,7 @@ class Router:
     self._version = 0  # The newest to be served.
     self._aborts = Aborts()
     self._opened, self._ended = Signal(), Signal()
+    self._log_preferences(infos, routing)
 
   @property
   def engines(self) -> tuple[contract.DecodeEngine, ...]:
@@ -180,6 +181,7 @@ class Router:
       assignment = self._table.move(request.session, versions)
       if assignment is not None:
         self._log_fallback(request.session, assignment)
+        self._emit("moved", session=request.session, engine=assignment.engine)
       elif not self._table.serving:
         raise contract.EngineClosed(self._reason)
       else:  # New weights are on their way, here or there.
@@ -231,6 +233,7 @@ class Router:
     version: int,
     params: Any,
     in_flight: contract.InFlight = "recompute",
+    on_step: Callable[[contract.SwitchStep], None] = contract.ignore_step,
   ) -> None:
     """Gives one engine its weights, one version after another.
 
@@ -252,7 +255,7 @@ class Router:
         await stack.enter_async_context(self._drained(number))
       if self._is_still(number, engine):
         with self._watched(number, quiet=True):
-          await engine.update_weights(version, params, in_flight)
+          await engine.update_weights(version, params, in_flight, on_step)
     if not self._table.serving:
       raise contract.EngineClosed(self._reason)
 
@@ -355,7 +358,7 @@ class Router:
     pool_stats.capabilities(after)
     self._table.recover(number)
     self._engines = after
-    self._emit("engine_back", engine=number)
+    self._emit("engine_back", engine=number, version=newest)
     self._opened.fire()
 
   async def close(self) -> None:
@@ -385,6 +388,20 @@ class Router:
         wanted=assignment.missed,
         engine=assignment.engine,
       )
+
+  def _log_preferences(
+    self, infos: Sequence[placement.EngineInfo], routing: affinity.Routing
+  ) -> None:
+    """Logs what a reader needs to tell a fallback from a choice."""
+    wanted = dict(routing.prefer)
+    if routing.default is not None:
+      wanted[""] = routing.default
+    for number, info in enumerate(infos if wanted else ()):
+      self._emit(
+        "engine_pool", engine=number, pool=info.pool, hardware=info.kind
+      )
+    for source, name in wanted.items():
+      self._emit("preference", source=source, wanted=name)
 
   def _emit(self, kind: str, **fields: Any) -> None:
     if self._log is not None:

@@ -147,6 +147,11 @@ class Overlap:
     """True if trajectories of one version outlive a round of training."""
     return self.max_staleness > 0 and self.on_publish == "drain"
 
+  @property
+  def publishes_behind_training(self) -> bool:
+    """True if the next round may train before its weights are served."""
+    return self.max_staleness > 0
+
   def validate(self) -> None:
     """Raises ValueError on a schedule that cannot run or keep its bound."""
     counts = ("groups_per_round", "updates_per_round", "groups_per_microbatch")

@@ -161,6 +161,7 @@ class SimulatedEngine:
     version: int,
     params: Any,
     in_flight: contract.InFlight = "recompute",
+    on_step: Callable[[contract.SwitchStep], None] = contract.ignore_step,
   ) -> None:
     """Serves `params` after `Speed.update_s`; see `contract.DecodeEngine`."""
     async with self._updates:
@@ -174,11 +175,12 @@ class SimulatedEngine:
             await self._changed.wait()
             self._check_open()
         self._turn("publish")
-        await asyncio.sleep(self.speed.update_s)
-        self._check_open()
-        self._advance()
-        self._take(version, in_flight)
-        self.params = params
+        with contract.switching(on_step):
+          await asyncio.sleep(self.speed.update_s)
+          self._check_open()
+          self._advance()
+          self._take(version, in_flight)
+          self.params = params
       finally:
         self._turn("")
         if not self._closed:

@@ -1,4 +1,4 @@
-"""The trainer and the weight publisher of a simulated run: both only wait."""
+"""The trainer and the transfer of weights of a simulated run only wait."""
 
 import asyncio
 import dataclasses
@@ -7,10 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from rl.audit import event_log
 from rl.data import trajectory
-from rl.engine import contract
-from rl.pools import router as router_lib
+from rl.pools import weight_transfer
 from rl.runtime import trace
 from rl.settings import checks
 from rl.train import trainer
@@ -102,49 +100,26 @@ class SimulatedTrainer:
     self._spans.add("learner", name, start, end, version=version, **args)
 
 
-class SimulatedPublisher:
-  """Updates every engine after the seconds of a transfer.
+class SimulatedTransfer:
+  """A `weight_publisher.Transfer` that takes time and moves nothing.
 
   Args:
-    hidden_s: seconds of the transfer, in which decoding goes on.
+    hidden_s: seconds in which weights travel while decoding goes on.
   """
 
-  def __init__(
-    self,
-    router: router_lib.Router,
-    hidden_s: float,
-    log: event_log.EventLog,
-    spans: trace.Trace,
-  ):
-    self._router = router
+  def __init__(self, hidden_s: float):
     self._hidden_s = hidden_s
-    self._log = log
-    self._spans = spans
 
-  async def publish(
-    self,
-    version: int,
-    params: Any,
-    in_flight: contract.InFlight,
-  ) -> float:
-    """Publishes; returns the longest time for which an engine stood still."""
-    loop = asyncio.get_running_loop()
-    start = loop.time()
+  async def stage(
+    self, params: Any, engines: Sequence[int]
+  ) -> list[weight_transfer.StagedCopy]:
+    """Returns the parameters themselves, after the seconds of the transfer."""
     await asyncio.sleep(self._hidden_s)
-    self._log.emit("publish_start", version=version, moved_bytes=0)
-    before_s = self._paused_s()
-    async with asyncio.TaskGroup() as updates:
-      for i in range(len(before_s)):
-        updates.create_task(
-          self._router.update_weights(i, version, params, in_flight)
-        )
-    self._log.emit("published", version=version)
-    self._spans.add("host", "publish", start, loop.time(), version=version)
-    pauses_s = zip(before_s, self._paused_s(), strict=True)
-    return max(after - before for before, after in pauses_s)
+    return [weight_transfer.StagedCopy(params, 0, 0) for _ in engines]
 
-  def _paused_s(self) -> list[float]:
-    return [engine.stats().paused_s for engine in self._router.engines]
+  def checksum(self, params: Any) -> None:
+    """Returns None: simulated weights are not compared."""
+    del params
 
 
 def _used(group: trajectory.Group) -> trainer.MemberUse:

@@ -3,11 +3,12 @@
 D   decode work: tokens of a round / tokens a second with every slot in use
 W   training work: busy seconds of the learner in a round
 s   seconds of a publish; decoding stands still for s_blk of them
-T*  = max(D, W) + s_blk, since the learner waits until new weights are served;
-    if engines drain it does not, and T* = max(D + s_blk, W). Over many rounds
-    no schedule with the same kind of publish is faster: decoding, at its best,
-    and the learner work all the time. Over few rounds T can be less, as groups
-    may have been decoded in part before the first round that counts.
+T*  = max(D + s_blk, W, s) with a bound above 0: weights travel while the next
+    round trains, and publishes follow one another. With a bound of 0 the
+    learner waits until its weights are served, and T* = max(D, W) + s_blk. Over
+    many rounds no schedule with the same bound is faster: decoding, at its
+    best, and the learner work all the time. Over few rounds T can be less, as
+    groups may have been decoded in part before the first round that counts.
 on-policy bound  = max(T_roll + w_n, c_1 + W) + s: the shortest step of
     staleness 0. The first batch is ready after c_1, the last group after
     T_roll, and the last batch trains for w_n. c_1, but not W, includes the
@@ -119,8 +120,12 @@ def measure(record: simulate.RunRecord) -> Result:
   busy_s = sum(b - a for a, b in learner)
   publish = _clipped(trace.busy(record.spans, "host"), window)
   states = _states(record, window)
-  waits_s = 0.0 if schedule.drains else sum(b - a for a, b in publish)
-  idle = {"publish": waits_s / seconds}
+  waits = publish
+  if schedule.publishes_behind_training:  # Only for the version before.
+    began = {e["version"]: e["t"] for e in _of(record, "publish_start")}
+    pairs = ((ends[version], began[version]) for version in began)
+    waits = _clipped([(a, b) for a, b in pairs if a < b], window)
+  idle = {"publish": sum(b - a for a, b in waits) / seconds}
   idle["data"] = 1.0 - busy_s / seconds - idle["publish"]
   decode_s = tokens / count / settings.cluster.tokens_per_s
   blocked_s = settings.cluster.blocked_s
@@ -130,7 +135,7 @@ def measure(record: simulate.RunRecord) -> Result:
     decode_s=decode_s,
     train_s=busy_s / count,
     blocked_s=blocked_s,
-    ideal_s=_ideal_s(decode_s, busy_s / count, blocked_s, schedule.drains),
+    ideal_s=_ideal_s(settings, decode_s, busy_s / count),
     publish_s=sum(b - a for a, b in publish) / count,
     on_policy_s=None if schedule.max_staleness else _bound(record),
     tokens=tokens / count,
@@ -162,11 +167,12 @@ def measure(record: simulate.RunRecord) -> Result:
 
 
 def _ideal_s(
-  decode_s: float, train_s: float, blocked_s: float, drains: bool
+  settings: simulate.Simulation, decode_s: float, train_s: float
 ) -> float:
-  if drains:
-    return max(decode_s + blocked_s, train_s)
-  return max(decode_s, train_s) + blocked_s
+  cluster = settings.cluster
+  if settings.overlap.publishes_behind_training:
+    return max(decode_s + cluster.blocked_s, train_s, cluster.publish_s)
+  return max(decode_s, train_s) + cluster.blocked_s
 
 
 def _of(record: simulate.RunRecord, kind: str) -> Iterator[event_log.Event]:

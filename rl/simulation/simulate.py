@@ -4,11 +4,11 @@
                                              |                      ^
                Coordinator (gate, buffer) <--+                      |
                     |                                               |
-                    +--> SimulatedTrainer --> SimulatedPublisher ---+
+                    +--> SimulatedTrainer --> WeightPublisher ------+
 
-Coordinator, gate, buffer, player and router are those of a real run, on an
-event loop whose clock jumps; engines, learner, environments, rewards and
-publishes only wait.
+Coordinator, gate, buffer, player, router and publisher are those of a real run,
+on an event loop whose clock jumps; engines, learner, environments, rewards and
+the transfer of weights only wait.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from rl.algorithms import group_filters
 from rl.audit import event_log
 from rl.loop import coordinator
 from rl.loop import progress as progress_lib
-from rl.pools import affinity, placement, router
+from rl.pools import affinity, placement, router, weight_publisher
 from rl.rollout import grading, group_rollout, prompts
 from rl.runtime import trace, virtual_clock
 from rl.runtime import watchdog as watchdog_lib
@@ -325,8 +325,11 @@ class _Run:
       trainer=simulated_learner.SimulatedTrainer(
         settings.cluster.learner, self.spans
       ),
-      publisher=simulated_learner.SimulatedPublisher(
-        self.router, settings.cluster.hidden_s, self.log, self.spans
+      publisher=weight_publisher.WeightPublisher(
+        self.router,
+        simulated_learner.SimulatedTransfer(settings.cluster.hidden_s),
+        self.log,
+        self.spans,
       ),
       player=player,
       tasks=self.tasks,

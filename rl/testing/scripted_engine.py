@@ -299,6 +299,7 @@ class ScriptedEngine:
     version: int,
     params: Any,
     in_flight: contract.InFlight = "recompute",
+    on_step: Callable[[contract.SwitchStep], None] = contract.ignore_step,
   ) -> None:
     """Serves `params` after `update_s`; see `contract.DecodeEngine`."""
     async with self._updates:
@@ -314,15 +315,16 @@ class ScriptedEngine:
           self._turn(self._paused, "drain")
           await self._until(lambda: not self._running)
         self._turn(self._paused, "update")
-        await asyncio.sleep(self._update_s)
-        self._check_open()
-        for this in self._running:
-          if in_flight == "abort":
-            this.ended.set()
-          elif in_flight == "recompute":
-            this.oldest_kv = version
-        self._cached.clear()
-        self.version, self.params = version, params
+        with contract.switching(on_step):
+          await asyncio.sleep(self._update_s)
+          self._check_open()
+          for this in self._running:
+            if in_flight == "abort":
+              this.ended.set()
+            elif in_flight == "recompute":
+              this.oldest_kv = version
+          self._cached.clear()
+          self.version, self.params = version, params
       finally:
         self._turn(self._paused, "")
 

@@ -179,9 +179,7 @@ def test_the_engine_samples_with_the_learners_probabilities(ran):
 def test_publishing_moves_adapters_alone(ran):
   num_bytes = 4 * memory_report.num_params(experiment().model).trained
   moved = [
-    event["moved_bytes"]
-    for event in ran.events
-    if event["kind"] == "publish_start"
+    event["moved_bytes"] for event in ran.events if event["kind"] == "staged"
   ]
   assert moved == [num_bytes] * 4
   # And the engine serves all of the last parameters all the same.

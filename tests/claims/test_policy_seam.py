@@ -23,7 +23,7 @@ from rl import assemble, initial_state
 from rl import experiment as experiment_lib
 from rl.engine.builtin import settings as engine_settings
 from rl.loop import progress
-from rl.pools import weight_publisher
+from rl.pools import weight_transfer
 from rl.rollout import group_rollout
 from rl.schedule import overlap
 from rl.testing import fakes
@@ -126,7 +126,7 @@ SETTINGS = experiment_lib.Experiment(
   engine=engine_settings.EngineSettings(
     slots=16, row_buckets=(16,), chunk_buckets=(4,)
   ),
-  publishing=weight_publisher.Publishing(verify=True),
+  publishing=weight_transfer.Publishing(verify=True),
   overlap=overlap.sync(4, 2),
   batch=experiment_lib.BatchShape(rows=8, length=16),
   rounds=2,

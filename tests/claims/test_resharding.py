@@ -17,7 +17,7 @@ from models import policy as policy_lib
 from rl.audit import event_log
 from rl.engine import contract
 from rl.engine.builtin import settings as engine_settings
-from rl.pools import router, weight_publisher
+from rl.pools import router, weight_publisher, weight_transfer
 from rl.runtime import mesh_thread, trace
 from rl.testing import scripted_engine
 from tests.helpers import small_models
@@ -52,9 +52,11 @@ def make(thread, spans, log):
 
   def make(where, dtype, served=None):
     served = served or scripted_engine.ScriptedEngine(lambda request: ())
-    publishing = weight_publisher.Publishing(dtype=dtype)
+    transfer = weight_transfer.MeshTransfer(
+      [where], thread, thread, weight_transfer.Publishing(dtype=dtype)
+    )
     return weight_publisher.WeightPublisher(
-      router.Router([served]), [where], thread, log, spans, publishing
+      router.Router([served]), transfer, log, spans
     )
 
   return make
@@ -73,7 +75,7 @@ def model():
 def expected(model):
   """What pools have of it, by dtype."""
   return {
-    dtype: jax.device_get(weight_publisher.cast(model, dtype))
+    dtype: jax.device_get(weight_transfer.cast(model, dtype))
     for dtype in DTYPES
   }
 
@@ -92,7 +94,7 @@ def layout(sizes, rules):
 @functools.cache
 def pool_shardings(sizes, dtype):
   pool = layout(sizes, sharding.DECODE)
-  return weight_publisher.pool_shardings(CONFIG, pool, dtype)
+  return weight_transfer.pool_shardings(CONFIG, pool, dtype)
 
 
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
@@ -133,12 +135,12 @@ def test_of_a_model_with_adapters_only_those_are_cast_and_move(
     return served
 
   served = asyncio.run(scenario())
-  sizes = [e["moved_bytes"] for e in log.events if e["kind"] == "publish_start"]
+  sizes = [e["moved_bytes"] for e in log.events if e["kind"] == "staged"]
   assert sizes == [num_bytes(expected[dtype]), num_bytes(adapters)]
   # int8 leaves adapters as they are: 4 bytes a number.
   count = sum(leaf.size for leaf in jax.tree.leaves(trained))
   assert sizes[1] == count * (2 if dtype == "bfloat16" else 4)
-  cast = weight_publisher.cast(after, dtype)
+  cast = weight_transfer.cast(after, dtype)
   jax.tree.map(np.testing.assert_array_equal, served.params, cast)
 
 
@@ -187,11 +189,11 @@ def test_an_engine_decodes_what_int8_stands_for_on_a_mesh(
 
 def test_bfloat16_is_for_what_is_wider_and_for_a_pool_that_computes_in_it():
   rest = {"n": 3, "i": jnp.arange(3), "h": jnp.zeros(2, jnp.float16)}
-  cast = weight_publisher.cast(rest | {"w": jnp.full(2, 1 + 2**-9)}, "bfloat16")
+  cast = weight_transfer.cast(rest | {"w": jnp.full(2, 1 + 2**-9)}, "bfloat16")
   assert all(cast[name] is rest[name] for name in rest)
   # To the nearest, and of two to the even one.
   assert cast["w"].dtype == jnp.bfloat16
   np.testing.assert_array_equal(cast["w"].astype(jnp.float32), [1, 1])
-  pool = weight_publisher.pool_model(CONFIG, "bfloat16")
+  pool = weight_transfer.pool_model(CONFIG, "bfloat16")
   assert pool.compute.dtype == "bfloat16"
-  assert weight_publisher.pool_model(CONFIG, "int8") is CONFIG
+  assert weight_transfer.pool_model(CONFIG, "int8") is CONFIG

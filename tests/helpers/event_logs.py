@@ -134,7 +134,11 @@ class Run:
 
   def publish(self) -> None:
     self.version += 1
-    self.emit("publish_start", version=self.version, moved_bytes=8)
+    at = {"version": self.version, "engine": 0}
+    self.emit("publish_start", version=self.version)
+    self.emit("staged", **at, moved_bytes=8, buckets=1)
+    for step in event_log.OF_SWITCH:
+      self.emit(step, **at)
     self.emit("published", version=self.version)
 
   def admit(self) -> None:

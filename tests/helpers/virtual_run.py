@@ -18,7 +18,7 @@ from rl.audit import checker, event_log, token_ledger
 from rl.data import trajectory
 from rl.loop import coordinator
 from rl.loop import progress as progress_lib
-from rl.pools import router, weight_publisher
+from rl.pools import router, weight_publisher, weight_transfer
 from rl.rollout import grading, group_rollout, prompts
 from rl.runtime import mesh_thread, trace, virtual_clock
 from rl.runtime import watchdog as watchdog_lib
@@ -278,15 +278,13 @@ class Run:
 
   def _publisher(self) -> coordinator.Publisher:
     if self.programs is None:
-      return simulated_learner.SimulatedPublisher(
-        self.router, self.transfer_s, self.log, self.spans
+      transfer = simulated_learner.SimulatedTransfer(self.transfer_s)
+    else:
+      transfer = weight_transfer.MeshTransfer(
+        [None] * self.num_engines, InlineThread(), InlineThread()
       )
     return weight_publisher.WeightPublisher(
-      self.router,
-      [None] * self.num_engines,
-      InlineThread(),
-      self.log,
-      self.spans,
+      self.router, transfer, self.log, self.spans
     )
 
   def _coordinator(self) -> coordinator.Coordinator:

@@ -9,10 +9,11 @@ import pytest
 from launch.cli import flags
 from models import config as model_config
 from models import lora, memory_report, sharding
+from models import policy as policy_lib
 from rl import assemble, memory_plan
 from rl.engine.builtin import settings as engine_settings
 from rl.engine.sglang import settings as sglang_settings
-from rl.pools import placement, weight_publisher
+from rl.pools import placement, weight_transfer
 from rl.settings import overrides
 from rl.train import learner
 from tests.helpers import commands, pod_run
@@ -131,13 +132,33 @@ def test_planned_bytes_are_those_of_the_state_that_training_makes(experiment):
 
 
 def test_a_pool_holds_what_is_published(experiment):
-  publishing = weight_publisher.Publishing(dtype="int8")
+  publishing = weight_transfer.Publishing(dtype="int8")
   small = dataclasses.replace(experiment, publishing=publishing)
   # A scale a channel and the norms stay float32: a bit above a quarter.
   whole, quarter = (
     memory_plan.decode_bytes(one)["parameters"] for one in (experiment, small)
   )
   assert 0.25 < quarter / whole < 0.3
+
+
+def test_the_learner_holds_one_bucket_of_what_it_casts(experiment):
+  name = "a bucket of weights to publish, cast"
+  assert name not in learner_bytes(experiment)  # Copied as they are.
+
+  def held(bucket_bytes):
+    publishing = weight_transfer.Publishing(
+      dtype="bfloat16", bucket_bytes=bucket_bytes
+    )
+    return learner_bytes(
+      dataclasses.replace(experiment, publishing=publishing)
+    )[name]
+
+  # Of float32 half of each bucket's bytes, or of its largest array.
+  whole = memory_report.num_params(experiment.model).total
+  leaves = jax.tree.leaves(policy_lib.of(experiment.model).shapes)
+  assert held(1 << 30) == 2 * whole
+  assert held(1) == 2 * max(leaf.size for leaf in leaves)
+  assert held(1) < held(whole) <= whole // 2
 
 
 # An engine that fits.

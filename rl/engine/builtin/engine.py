@@ -233,6 +233,7 @@ class BuiltinEngine:
     version: int,
     params: definition.Params,
     in_flight: contract.InFlight = "recompute",
+    on_step: Callable[[contract.SwitchStep], None] = contract.ignore_step,
   ) -> None:
     """Serves `params` from now on; see `contract.DecodeEngine`."""
     self._check_open()
@@ -249,7 +250,8 @@ class BuiltinEngine:
         if in_flight == "drain":
           await self._until(lambda: not self._queue.any_started)
         await self._until(lambda: not self._in_flight)
-        self._swap(version, params, in_flight)
+        with contract.switching(on_step):
+          self._swap(version, params, in_flight)
       finally:
         self._updating = None
         self._wake.set()

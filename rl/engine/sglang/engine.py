@@ -238,6 +238,7 @@ class SglangEngine:
     version: int,
     params: definition.Params,
     in_flight: contract.InFlight = "recompute",
+    on_step: Callable[[contract.SwitchStep], None] = contract.ignore_step,
   ) -> None:
     """Serves `params` from now on; see `contract.DecodeEngine`."""
     async with self._updating:
@@ -252,7 +253,7 @@ class SglangEngine:
       leaves, checksum = await self._thread.run(
         "convert", self._convert, params
       )
-      await self._update(version, leaves, checksum, in_flight)
+      await self._update(version, leaves, checksum, in_flight, on_step)
 
   async def _update(
     self,
@@ -260,6 +261,7 @@ class SglangEngine:
     leaves: list[Any],
     checksum: int,
     in_flight: contract.InFlight,
+    on_step: Callable[[contract.SwitchStep], None],
   ) -> None:
     start, requests = time.monotonic(), self._requests
     self._swapping, requests.admits = True, False
@@ -275,7 +277,8 @@ class SglangEngine:
         for tracked in running:
           requests.detach(tracked)
       idle = in_flight != "keep_kv"
-      await self._swap(version, leaves, checksum, idle=idle)
+      with contract.switching(on_step):
+        await self._swap(version, leaves, checksum, idle=idle)
     finally:
       self._paused_s += time.monotonic() - start
       if in_flight == "recompute" and self._closed is None:

@@ -50,6 +50,17 @@ def test_a_run_that_breaks_one_ends_with_exit_code_1(run_dir, capsys):
   assert "error 7" in text
 
 
+def test_a_table_says_which_changes_of_a_log_are_noticed(run_dir):
+  rows = log_check.tampered(run_dir).splitlines()
+  found = {tuple(row.split()[:2]): row.split()[2:] for row in rows[1:]}
+  assert found["switched", "event"] == ["4", "of", "4"]
+  assert found["reward", "value"] == ["0", "of", "4"]
+  with pytest.raises(
+    log_check.UnreadableLog, match=r"events\.jsonl is missing"
+  ):
+    log_check.tampered(run_dir / "none")
+
+
 def test_what_cannot_be_checked_ends_with_exit_code_2(run_dir, capsys):
   assert report_page.check_run(run_dir / "none") == 2
   assert "events.jsonl is missing; name" in capsys.readouterr().err
@@ -63,7 +74,7 @@ def test_a_check_and_a_page_are_not_asked_for_at_once(run_dir):
   both = [f"--check={run_dir}", f"--run={run_dir}"]
   done = commands.launch("launch.report", *both)
   assert done.returncode == 1
-  assert "Exactly one of (run, check)" in done.stderr
+  assert "Exactly one of (run, check, tamper)" in done.stderr
 
 
 def test_ages_are_those_of_the_phases_of_a_group():

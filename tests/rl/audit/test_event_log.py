@@ -146,9 +146,10 @@ def _surviving(log):
 
 def _served(version):
   """The publish that a restart adds when its weights had not been published."""
+  at = {"t": 0.0, "version": version}
   return [
-    {"t": 0.0, "kind": kind, "version": version}
-    for kind in ("publish_start", "published")
+    {**at, "kind": "publish_start"},
+    {**at, "kind": "published", "restarted": True},
   ]
 
 
@@ -232,10 +233,15 @@ def test_a_restart_that_is_killed_before_it_plays_leaves_no_trace():
   assert _surviving(log) == [*first, *play, *train]
 
 
-def test_a_publish_that_a_kill_cut_off_does_not_survive():
-  # The restart serves these weights from its start, and says so.
+@pytest.mark.parametrize("cut", range(1, 6))
+def test_a_publish_that_a_kill_cut_off_is_served_from_the_start(cut):
+  # The restart says so.
   log = logs.run(SYNC)
-  assert _surviving([*log[:-1], *_resumed(2)]) == [*log[:-2], *_served(2)]
+  start = logs.place(log, "publish_start", version=2)
+  begun = log[: start + cut]
+  kept = _surviving([*begun, *_resumed(2)])
+  assert kept == [*begun, _served(2)[1]]
+  assert _broken(kept) == []
 
 
 def _attempts():
@@ -329,6 +335,8 @@ def test_a_redundant_group_survives_with_the_round_that_cancelled_it():
   assert kept == []
 
 
-def test_what_happened_to_engines_survives():
+def test_an_engine_that_was_lost_comes_back_with_a_restart():
   lost = {"t": 0.0, "kind": "engine_lost", "engine": 1, "reason": "x"}
-  assert _surviving([lost, *_resumed(0)]) == [lost]
+  back = {"t": 0.0, "kind": "engine_back", "engine": 1, "version": 0}
+  assert _surviving([lost, *_resumed(0)]) == [lost, back]
+  assert _surviving([lost, back, *_resumed(0)]) == [lost, back]

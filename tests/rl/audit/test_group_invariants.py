@@ -12,6 +12,39 @@ _IN_FLIGHT = logs.run(logs.IN_FLIGHT)
 _REDUNDANT = logs.run(logs.REDUNDANT, rounds=4)
 _SECOND = {"group": 2, "index": 0}
 
+
+def _first_of(group, index, version, served):
+  return (
+    f"group {group} member {index}: its first token is of version {version}; "
+    f"its engine served {served} to {served}"
+  )
+
+
+def _too_old(group, index):
+  return (
+    f"group {group} member {index}: 10 tokens are older than version 1, but at "
+    "most 0 were asked for before the switch to it"
+  )
+
+
+_NEWER = [
+  *(_first_of(3, index, 1, 0) for index in (0, 1)),
+  *(
+    f"group 3 member {index}: 10 tokens are of version 1 or newer, but at most "
+    "5 were sampled after the switch to it"
+    for index in (0, 1)
+  ),
+]
+
+
+def _faulty(log):
+  """The log with a fault in the place of a reward, of a masked member."""
+  i = logs.place(log, "reward", group=0, index=1)
+  fault = {name: log[i][name] for name in ("t", "group", "attempt", "index")}
+  fault |= {"kind": "fault", "status": "reward_fault", "what": "it hung"}
+  return [*log[:i], fault, *log[i + 1 :]]
+
+
 BROKEN = {
   "a group without one of its members": (
     logs.change(_IN_FLIGHT, "trained", members=[1], used=[], tokens=0),
@@ -37,6 +70,18 @@ BROKEN = {
     _REDUNDANT,
     logs.IN_FLIGHT,
     [f"group {i}: members [2] beyond the 2 that are played" for i in range(8)],
+  ),
+  "a member with a fault that is trained": (
+    logs.change(
+      _faulty(_IN_FLIGHT), "trained", used=[0, 1], tokens=20, masked=0
+    ),
+    logs.IN_FLIGHT,
+    ["group 0: member 1 is trained, although it has a fault"],
+  ),
+  "a member whose environment broke that is trained": (
+    logs.change(_IN_FLIGHT, "ended", status="env_fault"),
+    logs.IN_FLIGHT,
+    ["group 0: member 0 is trained, although it ended with env_fault"],
   ),
   "a redundant member that never ended": (
     logs.without(_REDUNDANT, "aborted"),
@@ -99,14 +144,18 @@ BROKEN = {
       version=1,
     ),
     logs.IN_FLIGHT,
-    ["group 3 member 0: versions fall: [1, 0]"],
+    [
+      _first_of(3, 0, 1, 0),
+      "group 3 member 0: versions fall: [1, 0]",
+    ],
   ),
   "a first token of another version": (
     logs.change(_IN_FLIGHT, "first_token", where=_SECOND, version=1),
     logs.IN_FLIGHT,
     [
+      _first_of(2, 0, 1, 0),
       "group 2 member 0: its first token was of version 1, its sequence begins"
-      " with 0"
+      " with 0",
     ],
   ),
   "a group that is told to have begun later": (
@@ -117,7 +166,13 @@ BROKEN = {
   "a group staler than the bound": (
     logs.began(logs.run(logs.IN_FLIGHT, rounds=3), 4, 0),
     logs.IN_FLIGHT,
-    ["group 4: trained at version 2 but began at 0; the bound is 1"],
+    [
+      _first_of(4, 0, 0, 1),
+      _first_of(4, 1, 0, 1),
+      _too_old(4, 0),
+      _too_old(4, 1),
+      "group 4: trained at version 2 but began at 0; the bound is 1",
+    ],
   ),
   "a group that is trained in another round than it was taken in": (
     logs.change(_IN_FLIGHT, "dequeued", where={"group": 2}, version=0),
@@ -138,6 +193,8 @@ BROKEN = {
     ),
     logs.PIPE,
     [
+      _first_of(3, 1, 0, 1),
+      _too_old(3, 1),
       "group 3: ready as if begun at 1, but its first token is of version 0",
       "group 3: trained as if begun at 1, but its first token is of version 0",
       "group 3: member 1 has tokens of [0] in round 1",
@@ -146,9 +203,16 @@ BROKEN = {
   "one step off with a group that began a version later": (
     logs.began(_ONE_STEP, 3, 1),
     logs.ONE_STEP,
-    ["group 3: trained in round 1 with a lag of 0"],
+    [
+      *_NEWER,
+      "group 3: trained in round 1 with a lag of 0",
+    ],
   ),
 }
+
+
+def test_a_fault_that_is_masked_breaks_nothing():
+  assert logs.broken(_faulty(_IN_FLIGHT), logs.IN_FLIGHT) == []
 
 
 @pytest.mark.parametrize("name", BROKEN)
@@ -225,12 +289,16 @@ def test_a_restored_group_that_is_never_taken_is_lost(rounds, found):
 
 
 @pytest.mark.parametrize(
-  ("name", "schedule"),
+  ("name", "schedule", "found"),
   [
-    ("one step off with a group that began a version later", logs.BOUNDED),
-    ("a drained run with two versions in a sequence", logs.IN_FLIGHT),
+    (
+      "one step off with a group that began a version later",
+      logs.BOUNDED,
+      _NEWER,
+    ),
+    ("a drained run with two versions in a sequence", logs.IN_FLIGHT, []),
   ],
 )
-def test_a_schedule_is_held_only_to_its_own_promises(name, schedule):
+def test_a_schedule_is_held_only_to_its_own_promises(name, schedule, found):
   log, _, _ = BROKEN[name]
-  assert logs.broken(log, schedule) == []
+  assert logs.broken(log, schedule) == found

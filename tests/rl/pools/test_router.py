@@ -275,14 +275,20 @@ def test_a_mapped_domain_falls_back_within_a_dispatch_and_returns():
 
   told, described = pools.run(scenario())
   assert [{k: v for k, v in e.items() if k != "t"} for e in told] == [
+    *(
+      {"kind": "engine_pool", "engine": i, "pool": pool, "hardware": hardware}
+      for i, (pool, hardware) in enumerate((FAST, WIDE))
+    ),
+    {"kind": "preference", "source": "math", "wanted": "wide"},
     {
       "kind": "engine_lost",
       "engine": 1,
       "reason": "the scripted engine was closed",
     },
     {"kind": "fallback", "session": "a", "wanted": "wide", "engine": 0},
+    {"kind": "moved", "session": "a", "engine": 0},
     {"kind": "fallback", "session": "b", "wanted": "wide", "engine": 0},
-    {"kind": "engine_back", "engine": 1},
+    {"kind": "engine_back", "engine": 1, "version": 0},
   ]
   assert described["route_fallbacks"] == 2.0
   assert described["route_returns"] == 1.0
@@ -513,7 +519,13 @@ def test_sessions_that_never_began_are_not_waited_for():
 
 def test_an_engine_opens_again_when_its_update_fails_or_is_cancelled():
   class Broken(scripted_engine.ScriptedEngine):
-    async def update_weights(self, version, params, in_flight="recompute"):
+    async def update_weights(
+      self,
+      version,
+      params,
+      in_flight="recompute",
+      on_step=contract.ignore_step,
+    ):
       raise ValueError("another model's")
 
   async def scenario():
@@ -581,7 +593,7 @@ def test_an_engine_lost_while_it_drains_holds_up_nobody():
   # "b" moved to where the old weights still were, and 0 waited for it.
   assert played == [(0, [0] * 4), (1, [0] * 4)]
   kinds = [(event["kind"], event["engine"]) for event in told]
-  assert kinds == [("engine_lost", 1), ("engine_lost", 0)]
+  assert kinds == [("engine_lost", 1), ("moved", 0), ("engine_lost", 0)]
   assert told[0]["reason"] == "the scripted engine was closed"
 
 

@@ -10,8 +10,9 @@ import pytest
 
 from models import quantize
 from rl.audit import event_log
-from rl.pools import placement, router, weight_publisher
-from rl.runtime import checksum
+from rl.engine import contract
+from rl.pools import placement, router, weight_publisher, weight_transfer
+from rl.runtime import checksum, mesh_thread
 from rl.testing import scripted_engine
 
 pytestmark = pytest.mark.compiled
@@ -27,21 +28,25 @@ class Recorded(scripted_engine.ScriptedEngine):
     self.name, self.fault = name, fault
     self.story = [] if story is None else story
 
-  async def update_weights(self, version, params, in_flight="recompute"):
+  async def update_weights(
+    self, version, params, in_flight="recompute", on_step=contract.ignore_step
+  ):
     if self.fault is not None:
       raise self.fault
     self.story.append((self.name, version, in_flight))
-    await super().update_weights(version, params, in_flight)
+    await super().update_weights(version, params, in_flight, on_step)
 
 
 class Damaged(scripted_engine.ScriptedEngine):
   """Flips one bit of what it is given."""
 
-  async def update_weights(self, version, params, in_flight="recompute"):
+  async def update_weights(
+    self, version, params, in_flight="recompute", on_step=contract.ignore_step
+  ):
     broken = np.asarray(params["adapter"]).copy()
     broken.view(np.int8).reshape(-1)[0] ^= 1
     params = params | {"adapter": jax.device_put(broken)}
-    await super().update_weights(version, params, in_flight)
+    await super().update_weights(version, params, in_flight, on_step)
 
 
 @pytest.fixture
@@ -57,20 +62,32 @@ def log():
 
 
 @pytest.fixture
-def make(thread, spans, log):
+def copier(spans):
+  thread = mesh_thread.MeshThread("host", spans)
+  yield thread
+  thread.close()
+
+
+@pytest.fixture
+def make(thread, copier, spans, log):
   """Returns a publisher to these engines, whose weights lie so."""
 
   def make(engines, where, **publishing):
-    return weight_publisher.WeightPublisher(
-      router.Router(engines),
+    transfer = weight_transfer.MeshTransfer(
       [where] * len(engines),
       thread,
-      log,
-      spans,
-      weight_publisher.Publishing(**publishing),
+      copier,
+      weight_transfer.Publishing(**publishing),
+    )
+    return weight_publisher.WeightPublisher(
+      router.Router(engines), transfer, log, spans
     )
 
   return make
+
+
+def staged(log):
+  return list(event_log.of_kind(log.events, "staged"))
 
 
 def replicated(mesh):
@@ -103,12 +120,18 @@ def test_every_copy_is_made_before_the_engines_take_theirs(
 
   engines = asyncio.run(scenario())
   assert story == [("a", 7, "keep_kv"), ("b", 7, "keep_kv")]
-  assert [(e["kind"], e["version"]) for e in log.events] == [
-    ("publish_start", 7),
-    ("published", 7),
-  ]
-  # Two engines, four numbers of four bytes each.
-  assert log.events[0]["moved_bytes"] == 2 * 4 * 4
+  # They switch side by side, when both copies are there.
+  told = [(e["kind"], e.get("engine"), e["version"]) for e in log.events]
+  begun = [("publish_start", None, 7), ("staged", 0, 7), ("staged", 1, 7)]
+  assert (told[:3], told[9:]) == (begun, [("published", None, 7)])
+  for engine in (0, 1):
+    assert [kind for kind, at, _ in told[3:9] if at == engine] == [
+      "decode_suspended",
+      "switched",
+      "decode_resumed",
+    ]
+  # Four numbers of four bytes each.
+  assert [e["moved_bytes"] for e in staged(log)] == [4 * 4] * 2
   assert [span.name for span in spans.spans] == ["reshard"] * 2 + ["publish"]
   for engine in engines:
     assert engine.params["w"].sharding == where["w"]
@@ -132,7 +155,7 @@ def test_the_stall_is_that_of_the_engine_that_stood_longest(
 
 
 def test_decoding_goes_on_while_the_copy_is_made(
-  make, thread, log, params, where
+  make, copier, log, params, where
 ):
   story = []
 
@@ -142,11 +165,12 @@ def test_decoding_goes_on_while_the_copy_is_made(
     loop = asyncio.get_running_loop()
     wait = asyncio.run_coroutine_threadsafe
     busy = asyncio.create_task(
-      thread.run("train", lambda: wait(go.wait(), loop).result(10))
+      copier.run("copy", lambda: wait(go.wait(), loop).result(10))
     )
     publish = asyncio.create_task(publisher.publish(VERSION, params, "drain"))
     await asyncio.sleep(0.02)
-    assert (story, log.events) == ([], [])
+    assert story == []
+    assert [e["kind"] for e in log.events] == ["publish_start"]
     go.set()
     await asyncio.gather(busy, publish)
 
@@ -175,8 +199,17 @@ def test_an_engine_that_fails_propagates_and_says_who_serves_what(
   assert asyncio.run(scenario()) == [
     "publishing version 7: engines [0] serve it, [1, 2] do not"
   ]
-  kinds = [event["kind"] for event in log.events]
-  assert kinds == ["publish_start", "publish_start", "published"]
+  switched = event_log.of_kind(log.events, "switched")
+  assert [(e["version"], e["engine"]) for e in switched] == [
+    *[(7, 0)],
+    *[(8, 0), (8, 1), (8, 2)],
+  ]
+  # The one that was cancelled decodes on, with what it had.
+  assert [
+    (e["kind"], e["version"]) for e in log.events if e.get("engine") == 2
+  ][:3] == [("staged", 7), ("decode_suspended", 7), ("decode_resumed", 7)]
+  served = event_log.of_kind(log.events, "published")
+  assert [event["version"] for event in served] == [8]
 
 
 @pytest.mark.parametrize(
@@ -205,10 +238,10 @@ def test_a_copy_that_fails_leaves_every_engine_and_one_may_publish_again(
   for engine, before in zip(engines, served, strict=True):
     np.testing.assert_array_equal(engine.params["adapter"], [3, 3, 3])
     assert engine.params["base"] is before["base"]
-  # The copy that failed had not begun to be published.
-  assert [e["version"] for e in log.events] == [7, 7, 8, 8]
+  # Of the copy that failed nothing was staged.
+  assert [e["version"] for e in staged(log)] == [7, 7, 8, 8]
   size = 4 if dtype == "same" else 2
-  assert log.events[2]["moved_bytes"] == 2 * 3 * size
+  assert [e["moved_bytes"] for e in staged(log)[2:]] == [3 * size] * 2
 
 
 @pytest.mark.parametrize("axis", [None, "data"], ids=["same", "sharded"])
@@ -216,9 +249,7 @@ def test_a_copy_survives_the_donation_of_the_original(thread, meshes, axis):
   mesh, _ = meshes
   params = jax.device_put(np.arange(4.0), replicated(mesh))
   where = jax.sharding.NamedSharding(mesh, jax.P(axis))
-  copy = asyncio.run(
-    thread.run("copy", weight_publisher.copy_to, params, where)
-  )
+  copy = asyncio.run(thread.run("copy", weight_transfer.copy_to, params, where))
   jax.jit(lambda x: x + 1, donate_argnums=0)(params)
   np.testing.assert_array_equal(copy, [0, 1, 2, 3])
   assert copy.sharding == where
@@ -226,9 +257,7 @@ def test_a_copy_survives_the_donation_of_the_original(thread, meshes, axis):
 
 def test_a_copy_of_the_same_sharding_shares_no_buffer(thread, where):
   params = jax.device_put(np.arange(4.0), where)
-  copy = asyncio.run(
-    thread.run("copy", weight_publisher.copy_to, params, where)
-  )
+  copy = asyncio.run(thread.run("copy", weight_transfer.copy_to, params, where))
 
   def buffers(x):
     return {s.data.unsafe_buffer_pointer() for s in x.addressable_shards}
@@ -251,7 +280,7 @@ def test_only_what_is_another_array_moves_again(
   (copy, moved), engine = asyncio.run(scenario())
   # 103 numbers of 4 bytes, and then 3 of them.
   assert moved == 412
-  assert log.events[0]["moved_bytes"] == 12
+  assert [e["moved_bytes"] for e in staged(log)] == [12]
   assert spans.spans[-1].args["moved_bytes"] == 12
   # The engine gets its own copy again, not one more.
   assert engine.params["base"] is copy["base"]
@@ -260,13 +289,14 @@ def test_only_what_is_another_array_moves_again(
 
 
 def test_neither_old_parameters_nor_old_copies_are_kept(
-  make, thread, params, where
+  make, thread, copier, params, where
 ):
   publisher = make([Recorded()], where, verify=True)
   copy, _ = asyncio.run(publisher.place(params))
   leaf = weakref.ref(params["base"])
   gone = weakref.ref(copy["base"])
-  thread.close()  # It has left its last job behind.
+  for one in (thread, copier):
+    one.close()  # It has left its last job behind.
   del params["base"], copy
   assert leaf() is None
   assert gone() is None
@@ -274,14 +304,15 @@ def test_neither_old_parameters_nor_old_copies_are_kept(
 
 @pytest.mark.parametrize("dtype", ["same", "int8"])
 def test_a_copy_that_the_engine_dropped_is_made_again(
-  make, thread, meshes, where, dtype
+  make, thread, copier, meshes, where, dtype
 ):
   params = {"embed": jax.device_put(jnp.eye(4), replicated(meshes[0]))}
 
   async def scenario():
     publisher = make([Recorded()], where, dtype=dtype)
     await publisher.place(params)
-    await thread.run("another job", int)
+    for one in (thread, copier):
+      await one.run("another job", int)
     return await publisher.place(params)
 
   copy, moved = asyncio.run(scenario())
@@ -308,7 +339,7 @@ def test_engines_tell_the_checksum_of_what_the_learner_sent(
     return [await engine.checksum() for engine in engines], after
 
   told, after = asyncio.run(scenario())
-  assert told == [(8, checksum.of(weight_publisher.cast(after, dtype)))] * 2
+  assert told == [(8, checksum.of(weight_transfer.cast(after, dtype)))] * 2
 
 
 def test_an_engine_that_serves_other_weights_is_named(make, params, where, log):
@@ -323,7 +354,5 @@ def test_an_engine_that_serves_other_weights_is_named(make, params, where, log):
   message, ((_, sent), (_, broken)) = asyncio.run(scenario())
   assert "engine 1 serves version 7 with" in message
   assert f"{broken:016x}" in message
-  assert f"the 2 arrays of version 7 that it was sent have {sent:016x}" in (
-    message
-  )
-  assert [event["kind"] for event in log.events] == ["publish_start"]
+  assert f"version 7 was sent with {sent:016x}" in message
+  assert not list(event_log.of_kind(log.events, "published"))

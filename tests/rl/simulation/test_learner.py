@@ -7,7 +7,7 @@ import pytest
 
 from rl.audit import event_log
 from rl.data import trajectory
-from rl.pools import router
+from rl.pools import router, weight_publisher
 from rl.runtime import trace, virtual_clock
 from rl.simulation import engine as simulated_engine
 from rl.simulation import learner as simulated_learner
@@ -76,17 +76,28 @@ def test_weights_travel_and_then_every_engine_stands_still():
       )
       for update_s in (1.0, 4.0)
     ]
-    publisher = simulated_learner.SimulatedPublisher(
-      router.Router(engines), 10.0, log, spans
+    publisher = weight_publisher.WeightPublisher(
+      router.Router(engines),
+      simulated_learner.SimulatedTransfer(10.0),
+      log,
+      spans,
     )
     stood_s = await publisher.publish(1, "w", "recompute")
     return stood_s, log.events, [engine.params for engine in engines]
 
   stood_s, log, served = virtual_clock.run(main())
   assert stood_s == pytest.approx(4.0)
-  assert [(e["kind"], e["t"]) for e in log] == [
-    ("publish_start", pytest.approx(10.0)),
-    ("published", pytest.approx(14.0)),
+  assert [(e["kind"], e.get("engine"), e["t"]) for e in log] == [
+    ("publish_start", None, 0.0),
+    ("staged", 0, 10.0),
+    ("staged", 1, 10.0),
+    ("decode_suspended", 0, 10.0),
+    ("decode_suspended", 1, 10.0),
+    ("switched", 0, 11.0),
+    ("decode_resumed", 0, 11.0),
+    ("switched", 1, 14.0),
+    ("decode_resumed", 1, 14.0),
+    ("published", None, 14.0),
   ]
   assert served == ["w", "w"]
 

@@ -91,26 +91,74 @@ def test_idle_time_while_a_reward_is_called_again_is_its_too():
   assert result.decode_idle["rewards"] == close(4.5 / step_s)
 
 
-@pytest.mark.parametrize("eta", [1, 3])
-def test_publishing_beside_training_hides_it_from_the_ideal_as_well(eta):
-  # A learner of 10 s hides 1 s of decoding and 5 s in which nothing decodes.
-  schedule = overlap.bounded(4, eta)
-  result = run(
+def _published(schedule, transfer_s, update_s=0.0):
+  """Runs a learner of 10 s; the groups of a round decode in 2 s."""
+  speed = dataclasses.replace(SPEED, update_s=update_s)
+  return run(
     schedule,
-    rounds=12,
+    rounds=15,
     cluster=simulate.Cluster(
       learner=simulated_learner.LearnerSpeed(token_s=0.0, update_s=10.0),
-      pools=(
-        simulate.EnginePool(
-          engines=1, speed=dataclasses.replace(SPEED, update_s=5.0)
-        ),
-      ),
-      transfer_s=0.0,
+      pools=(simulate.EnginePool(engines=1, speed=speed),),
+      transfer_s=transfer_s,
     ),
   )
-  assert result.step_s == close(10.0)
-  assert result.ideal_s == close(10.0)
-  assert result.blocked_s == 5.0
+
+
+_KEEP_KV = overlap.in_flight(4, 2, on_publish="keep_kv")
+
+
+@pytest.mark.parametrize(
+  "schedule",
+  [
+    overlap.in_flight(4, 1),
+    overlap.in_flight(4, 4),
+    _KEEP_KV,
+    dataclasses.replace(overlap.in_flight(4, 1), consume="drop"),
+    overlap.one_step_off(4),
+    overlap.bounded(4, 4),
+  ],
+)
+def test_a_publish_behind_training_reaches_the_ideal_step(schedule):
+  # 8 s on the way and 2 s of decoding fit into 10 s of training, to the second.
+  result = _published(schedule, 8.0)
+  assert (result.step_s, result.ideal_s) == (close(10.0), close(10.0))
+  assert result.learner_idle == {"publish": close(0.0), "data": close(0.0)}
+  assert max(result.group_lags) == schedule.max_staleness
+  assert list(result.violations) == []
+
+
+@pytest.mark.parametrize("eta", [1, 3])
+def test_decoding_that_stands_still_is_hidden_behind_training_too(eta):
+  # A learner of 10 s hides 2 s of decoding and 5 s in which nothing decodes.
+  for schedule in (overlap.bounded(4, eta), overlap.in_flight(4, eta)):
+    result = _published(schedule, 0.0, update_s=5.0)
+    assert (result.step_s, result.ideal_s) == (close(10.0), close(10.0))
+    assert result.blocked_s == 5.0
+
+
+def test_what_a_bound_of_1_cannot_hide_is_half_of_what_is_too_long():
+  # Admission to publish is 2 s of decoding, 10 of training and 9 on the way:
+  # two rounds take turns, so a step is (2 + 10 + 9) / 2. A bound of 2 hides it.
+  result = _published(overlap.in_flight(4, 1), 9.0)
+  assert (result.step_s, result.ideal_s) == (close(10.5), close(10.0))
+  assert result.learner_idle["data"] == close(0.5 / 10.5)
+  assert _published(overlap.in_flight(4, 2), 9.0).step_s == close(10.0)
+
+
+def test_publishes_follow_one_another_and_the_learner_waits_for_the_last():
+  result = _published(overlap.in_flight(4, 4), 11.0, update_s=1.0)
+  assert (result.step_s, result.ideal_s) == (close(12.0), close(12.0))
+  assert result.learner_idle == {
+    "publish": close(2.0 / 12.0),
+    "data": close(0.0),
+  }
+
+
+def test_with_a_bound_of_0_the_learner_waits_for_its_weights():
+  result = _published(overlap.sync(4), 8.0)
+  assert result.step_s == close(2.0 + 10.0 + 8.0)
+  assert result.learner_idle["publish"] == close(8.0 / 20.0)
 
 
 def test_decoding_is_blocked_for_as_long_as_its_engines_are_on_average():

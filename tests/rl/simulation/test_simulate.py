@@ -65,9 +65,9 @@ def test_in_flight_the_step_is_that_of_the_learner_when_it_is_slower():
     CONSTANT, prompt_tokens=distributions.Fixed(1202.0)
   )
   result = run(overlap.in_flight(4, 2), slow, rounds=10)
-  # 8 x 1302 ids and an update, and the publish, which the learner waits for.
+  # 8 x 1302 ids and an update; the publish of 5 s goes on meanwhile.
   assert result.train_s == close(11.416)
-  assert result.step_s == close(11.416 + 5.0)
+  assert result.step_s == close(11.416)
   assert result.learner_idle["data"] == close(0.0)
   assert result.overlap > 0.5
 

@@ -1,0 +1,302 @@
+"""Promises about engines: their switches, their versions and their sessions."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from rl.audit import event_log, invariant, lifecycle
+
+_WHOLE = ("staged", *event_log.OF_SWITCH)
+_ANY = "any"
+_ROUNDING_S = 1e-5
+
+
+class SwitchesEnclosed(invariant.Invariant):
+  """Each engine switches once in a publish, between its suspend and resume.
+
+  A switch that fails is only resumed from, and then nothing is published. An
+  engine that is lost takes no part, and one that comes back has the weights.
+  """
+
+  def __init__(self, context: invariant.Context):
+    super().__init__(context)
+    self._open: int | None = None
+    self._steps: dict[int, tuple[str, ...]] = {}
+    self._engines: set[int] = set()
+    self._lost: set[int] = set()
+
+  def _on_admitted(self, event: event_log.Event) -> None:
+    self._engines.add(event["engine"])
+
+  def _on_engine_lost(self, event: event_log.Event) -> None:
+    self._lost.add(event["engine"])
+
+  def _on_engine_back(self, event: event_log.Event) -> None:
+    self._lost.discard(event["engine"])
+    self._steps[event["engine"]] = _WHOLE
+
+  def _on_publish_start(self, event: event_log.Event) -> None:
+    self._open, self._steps = event["version"], {}
+
+  def _on_staged(self, event: event_log.Event) -> None:
+    self._engines.add(event["engine"])
+    self._step(event)
+
+  _on_decode_suspended = _on_switched = _on_decode_resumed = _on_staged
+
+  def _step(self, event: event_log.Event) -> None:
+    kind, version, engine = event["kind"], event["version"], event["engine"]
+    which = f"engine {engine}: {kind} of version {version}"
+    if version != self._open:
+      self.report(f"{which} while {self._open or 'nothing'} is published")
+    before = self._steps.get(engine, ())
+    self._steps[engine] = (*before, kind)
+    failed = (*before, kind) == ("staged", "decode_suspended", "decode_resumed")
+    if before != _WHOLE[: _WHOLE.index(kind)] and not failed:
+      self.report(f"{which} after {', '.join(before) or 'nothing'}")
+
+  def _on_published(self, event: event_log.Event) -> None:
+    version, self._open = event["version"], None
+    if event.get("restarted"):
+      return
+    for engine in sorted(self._engines - self._lost):
+      steps = self._steps.get(engine, ())
+      if steps != _WHOLE:
+        told = ", ".join(steps) or "nothing"
+        self.report(
+          f"engine {engine}: version {version} was published after {told}"
+        )
+
+
+@dataclasses.dataclass(slots=True)
+class _Play:
+  """An episode under way.
+
+  Attributes:
+    first: version that its engine served when it was admitted.
+    last: that, or at its last turn, which was logged at `last_t`.
+    turns: (tokens, lowest, highest version that they can have).
+  """
+
+  engine: int
+  first: int
+  last: int
+  last_t: float
+  turns: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)
+
+
+class ServedVersions(invariant.Invariant):
+  """An episode begins, and samples each token, under what its engine serves.
+
+  So none begins below a published version, and no token of a version follows
+  the switch to the next. An answer is sampled before its turn is logged, and
+  asked for after the turn before it, unless an agent asks for several at once:
+  then it takes longer than the time between the two.
+  """
+
+  def __init__(self, context: invariant.Context):
+    super().__init__(context)
+    self._served: dict[int, int] = {}
+    self._since = 0
+    self._plays: dict[tuple[int, int, int], _Play] = {}
+
+  def _on_switched(self, event: event_log.Event) -> None:
+    self._served[event["engine"]] = event["version"]
+
+  _on_engine_back = _on_switched
+
+  def _on_published(self, event: event_log.Event) -> None:
+    if event.get("restarted"):
+      self._since = event["version"]
+      self._served.clear()
+
+  def _serves(self, engine: int) -> int:
+    return self._served.get(engine, self._since)
+
+  def _on_admitted(self, event: event_log.Event) -> None:
+    engine, version = event["engine"], event["version"]
+    if version != self._serves(engine):
+      self.report(
+        f"{_member(event)}: admitted at version {version} by engine {engine}, "
+        f"which serves {self._serves(engine)}"
+      )
+    served = self._serves(engine)
+    play = _Play(engine, served, served, event["t"])
+    self._plays[event_log.member(event)] = play
+
+  def _on_moved(self, event: event_log.Event) -> None:
+    if (play := self._plays.get(_place(event["session"]))) is not None:
+      play.engine = event["engine"]
+
+  def _on_first_token(self, event: event_log.Event) -> None:
+    if (play := self._plays.get(event_log.member(event))) is None:
+      return
+    low, high = play.first, self._serves(play.engine)
+    if not low <= event["version"] <= high:
+      self.report(
+        f"{_member(event)}: its first token is of version {event['version']}; "
+        f"its engine served {low} to {high}"
+      )
+
+  def _on_turn(self, event: event_log.Event) -> None:
+    if (play := self._plays.get(event_log.member(event))) is None:
+      return
+    served = self._serves(play.engine)
+    asked_t = event["t"] - event["env_s"] - event["decode_s"]
+    low = play.last if asked_t >= play.last_t - _ROUNDING_S else play.first
+    play.turns.append((event["tokens"], low, served))
+    play.last, play.last_t = served, event["t"]
+
+  def _on_ended(self, event: event_log.Event) -> None:
+    if (play := self._plays.pop(event_log.member(event), None)) is None:
+      return
+    if violation := _impossible(event["versions"], play.turns):
+      self.report(f"{_member(event)}: {violation}")
+
+  _on_aborted = _on_ended
+
+
+class LostEngines(invariant.Invariant):
+  """No session begins on a lost engine, and only those of one move, elsewhere.
+
+  An engine is lost once until it comes back.
+  """
+
+  def __init__(self, context: invariant.Context):
+    super().__init__(context)
+    self._lost: set[int] = set()
+    self._ever_lost: set[int] = set()
+    self._homes: dict[tuple[int, int, int], int] = {}
+
+  def _on_engine_lost(self, event: event_log.Event) -> None:
+    if event["engine"] in self._lost:
+      self.report(f"engine {event['engine']} was lost again")
+    self._lost.add(event["engine"])
+    self._ever_lost.add(event["engine"])
+
+  def _on_engine_back(self, event: event_log.Event) -> None:
+    if event["engine"] not in self._lost:
+      self.report(f"engine {event['engine']} came back, but was not lost")
+    self._lost.discard(event["engine"])
+
+  def _on_admitted(self, event: event_log.Event) -> None:
+    self._homes[event_log.member(event)] = event["engine"]
+    if event["engine"] in self._lost:
+      self.report(f"{_member(event)}: admitted by an engine that is lost")
+
+  def _on_moved(self, event: event_log.Event) -> None:
+    place, engine = _place(event["session"]), event["engine"]
+    before = self._homes.get(place, -1)
+    if engine in self._lost or (before >= 0 and before not in self._ever_lost):
+      self.report(f"session {event['session']} moved from {before} to {engine}")
+    if before >= 0:
+      self._homes[place] = engine
+
+  def _on_ended(self, event: event_log.Event) -> None:
+    self._homes.pop(event_log.member(event), None)
+
+  _on_aborted = _on_ended
+
+
+class RoutedSessions(invariant.Invariant):
+  """A session is in the pool that its source prefers, or a fallback is told.
+
+  The fallback comes right before the session begins or moves.
+  """
+
+  def __init__(self, context: invariant.Context):
+    super().__init__(context)
+    self._names: dict[int, tuple[str, ...]] = {}
+    self._preferences: dict[str, str] = {}
+    self._sources: dict[tuple[int, int], str] = {}
+    self._told: event_log.Event | None = None
+
+  def _on_engine_pool(self, event: event_log.Event) -> None:
+    hardware = () if event["hardware"] == _ANY else (event["hardware"],)
+    self._names[event["engine"]] = (event["pool"], *hardware)
+
+  def _on_preference(self, event: event_log.Event) -> None:
+    self._preferences[event["source"]] = event["wanted"]
+
+  def _on_submitted(self, event: event_log.Event) -> None:
+    self._sources[event["group"], event["attempt"]] = event["source"]
+
+  def _on_dropped(self, event: event_log.Event) -> None:
+    self._sources.pop((event["group"], event["attempt"]), None)
+
+  _on_trained = _on_dropped
+
+  def _on_fallback(self, event: event_log.Event) -> None:
+    self._told = event
+
+  def _on_admitted(self, event: event_log.Event) -> None:
+    self._check(event_log.member(event), event["engine"])
+
+  def _on_moved(self, event: event_log.Event) -> None:
+    self._check(_place(event["session"]), event["engine"])
+
+  def _check(self, place: tuple[int, int, int], engine: int) -> None:
+    told, self._told = self._told, None
+    if told is not None and _place(told["session"]) != place:
+      told = None
+    source = self._sources.get(place[:2])
+    if source is None:
+      return
+    wanted = self._preferences.get(source, self._preferences.get("", _ANY))
+    known = any(wanted in names for names in self._names.values())
+    fits = not known or wanted in self._names.get(engine, ())
+    where = (
+      f"{lifecycle.name(*place[:2])} member {place[2]}: on engine {engine}"
+    )
+    if fits and told is not None:
+      self.report(f"{where} a fallback is told, which it is not")
+    elif not fits and told is None:
+      self.report(f"{where} although {source} prefers {wanted}; no word of it")
+    elif told is not None and (told["wanted"], told["engine"]) != (
+      wanted,
+      engine,
+    ):
+      self.report(
+        f"{where} for want of {wanted}; the fallback tells of "
+        f"{told['engine']} for {told['wanted']}"
+      )
+
+
+def _impossible(
+  runs: event_log.Runs, turns: Sequence[tuple[int, int, int]]
+) -> str:
+  """Returns why turns cannot hold tokens of such versions; "" if they can."""
+  if sum(count for _, count in runs) != sum(count for count, _, _ in turns):
+    return ""  # Which is another violation.
+  for edge in sorted({v + i for v, _ in runs for i in (0, 1)}):
+    older = sum(count for version, count in runs if version < edge)
+    room = sum(count for count, low, _ in turns if low < edge)
+    if older > room:
+      return (
+        f"{older} tokens are older than version {edge}, but at most {room} "
+        "were asked for before the switch to it"
+      )
+    newer = sum(count for version, count in runs if version >= edge)
+    room = sum(count for count, _, high in turns if high >= edge)
+    if newer > room:
+      return (
+        f"{newer} tokens are of version {edge} or newer, but at most {room} "
+        "were sampled after the switch to it"
+      )
+  return ""
+
+
+def _place(session: str) -> tuple[int, int, int]:
+  """Returns group, attempt and index of a session; see `Episode.name`."""
+  try:
+    group, attempt, index = map(int, session.split("/")[-3:])
+  except ValueError:
+    return -1, -1, -1  # Nobody's that is trained.
+  return group, attempt, index
+
+
+def _member(event: event_log.Event) -> str:
+  where = lifecycle.name(event["group"], event["attempt"])
+  return f"{where} member {event['index']}"
+
+
+INVARIANTS = (SwitchesEnclosed, ServedVersions, LostEngines, RoutedSessions)

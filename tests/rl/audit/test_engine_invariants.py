@@ -1,0 +1,212 @@
+"""Every promise about engines, broken by itself."""
+
+import pytest
+
+from tests.helpers import event_logs as logs
+
+_IN_FLIGHT = logs.run(logs.IN_FLIGHT)
+_LONG = logs.run(logs.IN_FLIGHT, rounds=3)
+_ONE_STEP = logs.run(logs.ONE_STEP, rounds=3)
+
+BROKEN = {
+  "a switch that nothing encloses": (
+    logs.without(
+      logs.without(_IN_FLIGHT, "decode_suspended"), "decode_resumed"
+    ),
+    logs.IN_FLIGHT,
+    [
+      "engine 0: switched of version 1 after staged",
+      "engine 0: version 1 was published after staged, switched",
+    ],
+  ),
+  "an engine that is never resumed": (
+    logs.without(_IN_FLIGHT, "decode_resumed"),
+    logs.IN_FLIGHT,
+    [
+      "engine 0: version 1 was published after staged, decode_suspended, "
+      "switched"
+    ],
+  ),
+  "an engine that switches before it has the weights": (
+    logs.without(_IN_FLIGHT, "staged"),
+    logs.IN_FLIGHT,
+    [
+      "engine 0: decode_suspended of version 1 after nothing",
+      "engine 0: switched of version 1 after decode_suspended",
+      "engine 0: decode_resumed of version 1 after decode_suspended, switched",
+      "engine 0: version 1 was published after decode_suspended, switched, "
+      "decode_resumed",
+    ],
+  ),
+  "an engine that switches after the publish": (
+    logs.moved(_IN_FLIGHT, "published", logs.place(_IN_FLIGHT, "switched") - 1),
+    logs.IN_FLIGHT,
+    [
+      "engine 0: version 1 was published after staged",
+      "engine 0: decode_suspended of version 1 while nothing is published",
+      "engine 0: switched of version 1 while nothing is published",
+      "engine 0: decode_resumed of version 1 while nothing is published",
+    ],
+  ),
+  "an engine that switches twice": (
+    [
+      *_IN_FLIGHT[: logs.place(_IN_FLIGHT, "switched")],
+      _IN_FLIGHT[logs.place(_IN_FLIGHT, "switched")],
+      *_IN_FLIGHT[logs.place(_IN_FLIGHT, "switched") :],
+    ],
+    logs.IN_FLIGHT,
+    [
+      "engine 0: switched of version 1 after staged, decode_suspended, "
+      "switched",
+      "engine 0: decode_resumed of version 1 after staged, decode_suspended, "
+      "switched, switched",
+      "engine 0: version 1 was published after staged, decode_suspended, "
+      "switched, switched, decode_resumed",
+    ],
+  ),
+  "an episode that begins below a published version": (
+    logs.change(
+      _ONE_STEP, "admitted", where={"group": 4, "index": 0}, version=0
+    ),
+    logs.ONE_STEP,
+    [
+      "group 4 member 0: admitted at version 0 by engine 0, which serves 1",
+    ],
+  ),
+  "a token that follows the switch to the next version": (
+    # Its second turn of 5 tokens was asked for under version 0 or later.
+    logs.sampled(_LONG, {"group": 4, "index": 0}, 0, 1),
+    logs.IN_FLIGHT,
+    [
+      "group 4 member 0: 5 tokens are older than version 1, but at most 0 were "
+      "asked for before the switch to it",
+      "group 4 member 0: its first token was of version 1, its sequence begins "
+      "with 0",
+      "group 4: ready as if begun at 1, but its first token is of version 0",
+      "group 4: trained as if begun at 1, but its first token is of version 0",
+    ],
+  ),
+  "tokens of a version that nobody served yet": (
+    logs.change(
+      _LONG,
+      "ended",
+      where={"group": 2, "index": 0},
+      versions=[[0, 4], [1, 6]],
+    ),
+    logs.IN_FLIGHT,
+    [
+      "group 2 member 0: 6 tokens are of version 1 or newer, but at most 5 "
+      "were sampled after the switch to it"
+    ],
+  ),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_promise_is_found_and_named(name):
+  log, schedule, expected = BROKEN[name]
+  assert logs.broken(log, schedule) == expected
+
+
+def test_a_switch_that_fails_is_no_violation_until_it_is_published():
+  log = logs.without(_IN_FLIGHT, "switched")
+  whole = logs.place(log, "published")
+  assert logs.broken(log[:whole], logs.IN_FLIGHT) == []
+  assert logs.broken(log[: whole + 1], logs.IN_FLIGHT) == [
+    "engine 0: version 1 was published after staged, decode_suspended, "
+    "decode_resumed"
+  ]
+
+
+def test_a_lost_engine_takes_no_part_and_comes_back_with_the_weights():
+  one = logs.run(logs.IN_FLIGHT, rounds=1)
+  start = logs.place(one, "staged")
+  at = {"t": one[start]["t"], "engine": 1}
+  lost = {**at, "kind": "engine_lost", "reason": "x"}
+  *log, published = [*one[:start], {**one[start], "engine": 1}, *one[start:]]
+  assert logs.broken([*log, published], logs.IN_FLIGHT) == [
+    "engine 1: version 1 was published after staged"
+  ]
+  gone = [*log[:start], lost, *log[start:]]
+  assert logs.broken([*gone, published], logs.IN_FLIGHT) == []
+  back = {"t": published["t"], "kind": "engine_back", "engine": 1}
+  whole = [*gone, back | {"version": 1}, published]
+  assert logs.broken(whole, logs.IN_FLIGHT) == []
+
+
+# Routes: mazes prefer the pool of engine 0.
+
+
+def _routed(number, **told):
+  """A log with one member on an engine; `told` changes its fallback, or ""."""
+  # Before the first publish: a second engine need not switch yet.
+  log = _IN_FLIGHT[: logs.place(_IN_FLIGHT, "publish_start")]
+  pools = [
+    {"kind": "engine_pool", "engine": i, "pool": name, "hardware": kind}
+    for i, (name, kind) in enumerate([("big", "compute"), ("small", "any")])
+  ]
+  begun = [*pools, {"kind": "preference", "source": "maze", "wanted": "big"}]
+  i = logs.place(log, "admitted", group=2, index=0)
+  word = {"kind": "fallback", "session": "train/2/0/0", "wanted": "big"}
+  word |= {"t": log[i]["t"], "engine": number} | told
+  return [
+    *({"t": 0.0, **event} for event in begun),
+    *log[:i],
+    *([word] if word["session"] else []),
+    log[i] | {"engine": number},
+    *log[i + 1 :],
+  ]
+
+
+@pytest.mark.parametrize(
+  ("engine", "told", "found"),
+  [
+    (1, {}, ""),
+    (0, {"session": ""}, ""),
+    (1, {"session": ""}, "engine 1 although maze prefers big; no word of it"),
+    (1, {"session": "train/9/0/0"}, "although maze prefers big; no word of it"),
+    (0, {}, "on engine 0 a fallback is told, which it is not"),
+    (1, {"wanted": "small"}, "the fallback tells of 1 for small"),
+    (1, {"engine": 0}, "the fallback tells of 0 for big"),
+  ],
+)
+def test_a_session_is_where_its_source_prefers_or_a_fallback_is_told(
+  engine, told, found
+):
+  violations = logs.broken(_routed(engine, **told), logs.IN_FLIGHT)
+  assert len(violations) == bool(found)
+  assert found in " ".join(violations)
+
+
+def test_a_session_that_moves_follows_its_preference_as_well():
+  log = _routed(0, session="")
+  i = logs.place(log, "turn", group=2, index=0)
+  moved = {"t": log[i]["t"], "kind": "moved", "session": "train/2/0/0"}
+  moved["engine"] = 1
+  word = moved | {"kind": "fallback", "wanted": "big"}
+  lost = {"t": log[i]["t"], "kind": "engine_lost", "engine": 0, "reason": "x"}
+
+  def broken(*told):
+    return logs.broken([*log[:i], *told, *log[i:]], logs.IN_FLIGHT)
+
+  back = {"t": lost["t"], "kind": "engine_back", "engine": 0, "version": 0}
+  assert broken(lost, word, moved, back) == []
+  assert broken(word, moved) == ["session train/2/0/0 moved from 0 to 1"]
+  assert broken(lost, moved, back) == [
+    "group 2 member 0: on engine 1 although maze prefers big; no word of it"
+  ]
+
+
+def test_a_lost_engine_takes_no_session():
+  i = logs.place(_LONG, "admitted", group=4, index=0)
+  lost = {"t": _LONG[i]["t"], "kind": "engine_lost", "engine": 0, "reason": "x"}
+  back = {"t": lost["t"], "kind": "engine_back", "engine": 0, "version": 1}
+  log = [*_LONG[:i], lost, _LONG[i], back, *_LONG[i + 1 :]]
+  assert logs.broken(log, logs.IN_FLIGHT) == [
+    "group 4 member 0: admitted by an engine that is lost"
+  ]
+  again = [*_LONG[:i], lost, lost, back, back, *_LONG[i:]]
+  assert logs.broken(again, logs.IN_FLIGHT) == [
+    "engine 0 was lost again",
+    "engine 0 came back, but was not lost",
+  ]

@@ -1,0 +1,180 @@
+"""The mutation test of all invariants, and the four logs that once passed."""
+
+import collections
+
+import pytest
+
+from rl.audit import event_log, tampering
+from tests.helpers import event_logs as logs
+
+UNNOTICED = {
+  ("turn", "decode_s"): "seconds that nothing else tells",
+  ("turn", "env_s"): "seconds that nothing else tells",
+  ("ended", "length"): "ids of contexts are in no other event",
+  ("aborted", "length"): "ids of contexts are in no other event",
+  ("reward", "value"): "told once",
+  ("submitted", "source"): "told once, unless an attempt follows another",
+  ("moved", ""): "its session is heard of again only by its turns",
+  ("moved", "session"): "one that is not trained may have moved",
+  ("engine_pool", "hardware"): "the preference is for a pool by its name",
+  ("resumed", ""): "a restart is taken out of a log before it is checked",
+  ("resumed", "t"): "a restart is taken out of a log before it is checked",
+  ("staged", "moved_bytes"): "told once",
+  ("staged", "buckets"): "told once",
+  ("fault", "what"): "free text",
+  ("engine_lost", "reason"): "free text",
+  ("aborted", "reason"): "the ledger files tokens under any word",
+  ("source_too_slow", "group"): "a report of counts",
+  ("source_too_slow", "attempt"): "a report of counts",
+  ("source_too_slow", "attempts"): "a report of counts",
+  ("source_too_slow", "source"): "a report of counts",
+  ("resumed", "next_group"): "of the checkpoint, not of the log",
+}
+"""Changes that no promise makes impossible, and why."""
+
+
+def routed():
+  """Mazes prefer the pool of engine 0, which is lost, and comes back."""
+  log = logs.run(logs.IN_FLIGHT, rounds=3)
+  # Both engines switch: what one tells is told of the other as well.
+  both = event_log.OF_PUBLISH[1:-1]
+  log = [
+    one
+    for event in log
+    for one in (event, event | {"engine": 1})[: 1 + (event["kind"] in both)]
+  ]
+  pools = [
+    {"kind": "engine_pool", "engine": i, "pool": pool, "hardware": "compute"}
+    for i, pool in enumerate(("big", "small"))
+  ]
+  begun = [*pools, {"kind": "preference", "source": "maze", "wanted": "big"}]
+  i = logs.place(log, "turn", group=1, index=1)
+  t = {"t": log[i]["t"]}
+  word = {"session": "train/1/0/1", "wanted": "big", "engine": 1}
+  moves = [
+    {"kind": "engine_lost", "engine": 0, "reason": "it broke"},
+    {"kind": "fallback", **word},
+    {"kind": "moved", "session": "train/1/0/1", "engine": 1},
+    {"kind": "engine_back", "engine": 0, "version": 0},
+  ]
+  log[i:i] = [t | event for event in moves]
+  return [*({"t": 0.0, **event} for event in begun), *log]
+
+
+def slow():
+  """A group is dropped as too slow, and one of another source trains."""
+  log = logs.retried(logs.DROP, "stale")
+  log = [event for event in log if event["kind"] != "update"]
+  i = logs.place(log, "submitted", attempt=1)
+  where = {"t": log[i]["t"], "group": 0, "attempt": 0, "source": "maze"}
+  told = {**where, "kind": "source_too_slow", "task": "maze/0", "attempts": 3}
+  log[i] = log[i] | {"source": "other"}
+  return [*log[:i], told, *log[i:]]
+
+
+def faulty():
+  """The second member of each group has no reward but a fault."""
+  fault = {"kind": "fault", "status": "reward_fault", "what": "it hung"}
+  names = ("t", "group", "attempt", "index")
+  return [
+    {name: event[name] for name in names} | fault
+    if event["kind"] == "reward" and event["index"] == 1
+    else event
+    for event in logs.run(logs.SYNC)
+  ]
+
+
+def restored():
+  """A run goes on after a restart that found groups 2 and 3 finished."""
+  log = logs.run(logs.SYNC)
+  start = logs.place(log, "submitted", group=2)
+  where = {"t": log[start]["t"], "attempt": 0, "tokens": 20, "first_version": 1}
+  begun = {"t": where["t"], "kind": "resumed", "trained": 1, "next_group": 4}
+  again = [where | {"kind": "restored", "group": group} for group in (2, 3)]
+  rest = log[logs.place(log, "dequeued", group=2) :]
+  return [*log[:start], begun, *again, *rest]
+
+
+LOGS = {
+  "routed": (routed(), logs.IN_FLIGHT),
+  "slow": (slow(), logs.DROP),
+  "faulty": (faulty(), logs.SYNC),
+  "restored": (restored(), logs.SYNC),
+  "redundant": (logs.run(logs.REDUNDANT), logs.REDUNDANT),
+  "cancelled": (logs.cancelled(), logs.EXTRA),
+}
+
+
+@pytest.mark.parametrize("name", LOGS)
+def test_the_logs_that_are_tampered_with_break_nothing(name):
+  log, schedule = LOGS[name]
+  assert logs.broken(event_log.surviving(log), schedule) == []
+
+
+def test_every_change_of_a_log_is_noticed_but_those_that_nothing_can_notice():
+  found, tried = collections.Counter(), set()
+  for log, schedule in LOGS.values():
+    for change, (seen, _) in tampering.notice(log, schedule, 2, most=4).items():
+      found[change] += seen
+      tried.add(change)
+  assert {kind for kind, _ in tried} == event_log.KINDS
+  assert {change for change in tried if not found[change]} == set(UNNOTICED)
+
+
+# The four logs of an audit that had no violation.
+
+
+def test_a_fault_that_is_booked_as_trained_is_found():
+  log = faulty()
+  i = logs.place(log, "trained", group=0)
+  log[i] = log[i] | {"used": [0, 1], "tokens": 20, "masked": 0}
+  assert logs.broken(log, logs.SYNC) == [
+    "group 0: member 1 is trained, although it has a fault"
+  ]
+
+
+def test_engines_that_go_on_with_the_version_before_are_found():
+  # All of it fits: admissions, first tokens, versions, and the bound of 2.
+  log = logs.run(logs.BOUNDED, rounds=4)
+  start = logs.place(log, "published", version=1)
+  for i, event in enumerate(log[start:], start):
+    stale = dict(event)
+    if event["kind"] in ("admitted", "first_token"):
+      stale["version"] = 0 if event["version"] == 1 else event["version"]
+    if event.get("first_version") == 1:
+      stale["first_version"] = 0
+    if "versions" in event:
+      stale["versions"] = [
+        [0 if v == 1 else v, n] for v, n in event["versions"]
+      ]
+    log[i] = stale
+  found = logs.broken(log, logs.BOUNDED)
+  # Groups 6 and 7 begin under version 1, with two members each.
+  late = [text for text in found if "by engine 0, which serves 1" in text]
+  assert len(late) == 4
+
+
+def test_sessions_in_the_wrong_pool_without_a_word_are_found():
+  log = [event for event in routed() if event["kind"] != "fallback"]
+  assert logs.broken(log, logs.IN_FLIGHT) == [
+    "group 1 member 1: on engine 1 although maze prefers big; no word of it"
+  ]
+  elsewhere = [
+    event | {"engine": 1} if event["kind"] == "admitted" else event
+    for event in log
+  ]
+  found = logs.broken(elsewhere, logs.IN_FLIGHT)
+  # Two members of six groups, and the one that moves.
+  assert sum("no word of it" in text for text in found) == 12 + 1
+
+
+def test_a_switch_that_nothing_suspends_is_found():
+  log = [
+    event
+    for event in logs.run(logs.IN_FLIGHT, rounds=1)
+    if event["kind"] not in ("decode_suspended", "decode_resumed")
+  ]
+  assert logs.broken(log, logs.IN_FLIGHT) == [
+    "engine 0: switched of version 1 after staged",
+    "engine 0: version 1 was published after staged, switched",
+  ]
