@@ -47,7 +47,7 @@ from rl.audit import checker, event_log, token_ledger
 from rl.engine import contract
 from rl.loop import coordinator
 from rl.loop import progress as progress_lib
-from rl.pools import router
+from rl.pools import router, weight_publisher
 from rl.rollout import grading, group_rollout, prompts
 from rl.runtime import mesh_thread, trace
 from rl.runtime import watchdog as watchdog_lib
@@ -150,8 +150,11 @@ class _Run:
         group_filter=group_filters.keep_all,
       ),
       trainer=trainer,
-      publisher=simulated_learner.SimulatedPublisher(
-        self._router, 0.0, self.log, self._spans
+      publisher=weight_publisher.WeightPublisher(
+        self._router,
+        simulated_learner.SimulatedTransfer(0.0),
+        self.log,
+        self._spans,
       ),
       player=self._player(),
       tasks=self._tasks,

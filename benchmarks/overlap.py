@@ -38,7 +38,7 @@ from launch.cli import flags, jax_setup
 from rl import assemble
 from rl import experiment as experiment_lib
 from rl.audit import event_log, token_ledger
-from rl.pools import router, weight_publisher
+from rl.pools import router, weight_transfer
 from rl.runtime import mesh_thread, trace
 from rl.schedule import overlap
 from rl.simulation import result as simulation_result
@@ -104,7 +104,7 @@ def _on_decode_thread(
   """Returns the parts with an engine whose dispatches may sleep."""
   experiment = parts.experiment
   thread = _DecodeThread("decode", parts.spans)
-  model = weight_publisher.pool_model(
+  model = weight_transfer.pool_model(
     experiment.model, experiment.publishing.dtype
   )
   engines = assemble.engines(
