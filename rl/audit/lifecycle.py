@@ -58,7 +58,7 @@ class MemberRecord:
 
   @property
   def fault(self) -> str:
-    """Why it may not be trained; "" if it may be."""
+    """The reason not to train it; "" if there is none."""
     if self.outcome == "fault":
       return "has a fault"
     if self.over == "aborted":
