@@ -13,11 +13,22 @@ which all of these meet, does nothing else here.
   sandbox a call  the same, in a new sandbox each time: without a state
   MCP             one call a turn, of a server written with the package mcp
 
+A second table has the whole way of a turn: an engine answers the game at once
+and always alike, a chat template encodes, and the run keeps its records. A
+start is all up to the first request of the engine.
+
+  as an environment  the run plays, and calls the game
+  through HTTP       an agent plays, in the process of the run, and asks the
+                     run's OpenAI API
+  by a program       the same, a process an episode, on http.client alone
+
 Writes benchmarks/results/environment_processes.json.
 """
 
 import asyncio
+import collections
 import dataclasses
+import itertools
 import pathlib
 import statistics
 import sys
@@ -28,11 +39,21 @@ from typing import Any
 from absl import app
 from absl import flags as absl_flags
 
-from benchmarks import machine
-from envs import base, rows, workers
+from benchmarks import episodes, machine
+from envs import agents, base, rows, workers
+from envs.offload import http
+from envs.rewards import rewards
 from envs.sandbox import sandbox
 from envs.suites import textarena
 from envs.tools import mcp, python_tool, tool_environment
+from launch.openai import gateway
+from models.chat import word_chat
+from rl.agents import agent_player
+from rl.audit import event_log
+from rl.engine import contract
+from rl.pools import router
+from rl.rollout import episode, grading, group_rollout
+from rl.testing import scripted_engine
 
 _EPISODES = absl_flags.DEFINE_integer("episodes", 20, "Episodes of a way.")
 
@@ -96,44 +117,150 @@ def ways() -> dict[str, tuple[base.Source, base.Message | None]]:
 
 async def play(
   source: base.Source, index: int, answer: base.Message | None
-) -> tuple[float, list[float]]:
-  """Plays one episode; returns the ms of its start and of each turn."""
-  task = source.task(index, "train")
-  environment = source(task)
-  try:
-    began = time.perf_counter()
-    messages = list(await environment.start())
-    start_ms = 1000 * (time.perf_counter() - began)
-    turns_ms, done = [], False
-    while not done:
-      said = answer or base.Message(
-        "assistant", str(base.demonstrator(source).oracle(task, messages))
-      )
-      began = time.perf_counter()
-      step = await environment.step(said)
-      turns_ms.append(1000 * (time.perf_counter() - began))
-      messages += [said, *step.messages]
-      done = step.done
-  finally:
-    await environment.close()
-  return start_ms, turns_ms
+) -> episodes.Played:
+  """Plays one episode, by the oracle if there is no answer to all turns."""
+
+  def say(
+    source: base.Source, task: base.Task, messages: Sequence[base.Message]
+  ) -> base.Message:
+    return answer or episodes.own_answer(source, task, messages)
+
+  return await episodes.play(source, index, say)
 
 
 async def measure(
-  source: base.Source, answer: base.Message | None, episodes: int
+  source: base.Source, answer: base.Message | None, count: int
 ) -> dict[str, float]:
   """Returns the row of one way."""
   await play(source, 0, answer)
-  played = [await play(source, i, answer) for i in range(episodes)]
+  played = [await play(source, i, answer) for i in range(count)]
   began = time.perf_counter()
   together = await asyncio.gather(
     *(play(source, i, answer) for i in range(_AT_ONCE))
   )
   seconds = time.perf_counter() - began
   return {
-    "start_ms": statistics.median(start for start, _ in played),
-    "turn_ms": statistics.median(ms for _, turns in played for ms in turns),
-    "turns_per_s": sum(len(turns) for _, turns in together) / seconds,
+    "start_ms": statistics.median(one.start_ms for one in played),
+    "turn_ms": statistics.median(ms for one in played for ms in one.step_ms),
+    "turns_per_s": sum(len(one.step_ms) for one in together) / seconds,
+  }
+
+
+# The whole way of a turn.
+
+_GAME = textarena.GuessTheNumber(turns=_TURNS)
+_PROGRAM = f"""
+import http.client, json, os, urllib.parse
+url = urllib.parse.urlsplit(os.environ["OPENAI_BASE_URL"])
+server = http.client.HTTPConnection(url.hostname, url.port)
+said = [{{"role": "user", "content": "guess"}}]
+for _ in range({_TURNS}):
+  body = json.dumps({{"model": "any", "messages": said}})
+  path = url.path + "/chat/completions"
+  server.request("POST", path, body, {{"content-type": "application/json"}})
+  answer = json.loads(server.getresponse().read())["choices"][0]["message"]
+  said += [answer, {{"role": "user", "content": "higher"}}]
+print(json.dumps({{"reward": 0}}))
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class OverHttp:
+  """A source whose agent plays the game, asking for its answers over HTTP."""
+
+  name: str = _GAME.name
+  task = _GAME.task
+
+  def __call__(self, task: base.Task) -> Any:
+    """Returns the agent."""
+    return _Agent(task)
+
+
+class _Agent:
+  def __init__(self, task: base.Task):
+    self._environment = _GAME(task)
+
+  async def run(self, endpoint: base.Endpoint) -> base.AgentResult:
+    connections = http.Connections(60.0)
+    messages = list(await self._environment.start())
+    try:
+      while True:
+        asked = [{"role": m.role, "content": m.content} for m in messages]
+        request = {"model": "any", "messages": asked}
+        text = await connections.complete(endpoint.openai_url, request, "")
+        answer = base.Message("assistant", text)
+        step = await self._environment.step(answer)
+        messages += [answer, *step.messages]
+        if step.done:
+          return base.AgentResult(step.reward)
+    finally:
+      await connections.close()
+
+  async def close(self) -> None:
+    await self._environment.close()
+
+
+def whole_ways() -> dict[str, Any]:
+  """Returns the sources that a run plays from end to end."""
+  program = (sys.executable, "-S", "-c", _PROGRAM)
+  return {
+    "as an environment": _GAME,
+    "through HTTP": OverHttp(),
+    "by a program": agents.OpenAI(command=program, name=_GAME.name),
+  }
+
+
+async def measure_whole(source: Any, count: int) -> dict[str, float]:
+  """Returns the row of one way that a run plays from end to end."""
+  chat = word_chat.WordChat(tuple(_GAME.words))
+  guess = next(iter(chat.open([base.Message("user", "1")])))
+  asked_s: dict[str, list[float]] = collections.defaultdict(list)
+
+  def answer(request: contract.DecodeRequest) -> Sequence[int]:
+    asked_s[request.session].append(time.perf_counter())
+    return guess, word_chat.END
+
+  log = event_log.EventLog()
+  routed = router.Router([scripted_engine.ScriptedEngine(answer)], log=log)
+  plays = agent_player.AgentPlayer(routed, chat, gateway.listen)
+  player = group_rollout.Player(
+    source=source,
+    router=routed,
+    chat=chat,
+    graders=grading.Graders(rewards.Outcome()),
+    limits=group_rollout.Rollout(
+      max_turns=_TURNS, turn_tokens=2, max_tokens=32 * _TURNS
+    ),
+    log=log,
+    agents=plays,
+  )
+
+  async def one(index: int) -> list[float]:
+    """Returns the seconds from the start of an episode to each request."""
+    task, began = source.task(index, "train"), time.perf_counter()
+    alone = episode.Episode(task, index, 0, 0)
+    played = await player.play_alone(alone)
+    assert not played.fault, played.fault
+    return [asked - began for asked in asked_s[alone.name]]
+
+  try:
+    await one(0)
+    played = [await one(1 + i) for i in range(count)]
+    began = time.perf_counter()
+    together = await asyncio.gather(
+      *map(one, range(count + 1, count + 1 + _AT_ONCE))
+    )
+    seconds = time.perf_counter() - began
+  finally:
+    await plays.close()
+  return {
+    "start_ms": statistics.median(1000 * times[0] for times in played),
+    "turn_ms": statistics.median(
+      1000 * (after - before)
+      for times in played
+      for before, after in itertools.pairwise(times)
+    ),
+    "turns_per_s": sum(map(len, together)) / seconds,
   }
 
 
@@ -144,7 +271,17 @@ def main(_: list[str]) -> None:
     row = asyncio.run(measure(source, answer, _EPISODES.value))
     found.append({"name": name, **row})
     print(found[-1], flush=True)
-  machine.keep("environment_processes", episodes=_EPISODES.value, rows=found)
+  whole = []
+  for name, source in whole_ways().items():
+    row = asyncio.run(measure_whole(source, _EPISODES.value))
+    whole.append({"name": name, **row})
+    print(whole[-1], flush=True)
+  machine.keep(
+    "environment_processes",
+    episodes=_EPISODES.value,
+    rows=found,
+    whole=whole,
+  )
 
 
 if __name__ == "__main__":

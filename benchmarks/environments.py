@@ -21,20 +21,18 @@ benchmarks/results/environments.json.
 
 import asyncio
 import contextlib
-import dataclasses
 import importlib.metadata
 import io
 import os
-import re
 import socket
 import statistics
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from absl import app
 from absl import flags as absl_flags
 
+from benchmarks import episodes as episodes_lib
 from benchmarks import machine
 from envs import base
 from envs.suites import (
@@ -59,7 +57,6 @@ _SOLO = (
   "ThreeCardMonte-v0",
 )
 _RANDOM = self_play.RandomPlayer()
-_MOVE = re.compile(r"'(\[[^\]]+\])'")  # as games for two offer them
 
 
 def package_sources() -> Iterator[tuple[base.Source, str]]:
@@ -77,65 +74,6 @@ def package_sources() -> Iterator[tuple[base.Source, str]]:
     yield minigrid.MiniGrid(level=level), "minigrid"
   for category in ("base", "long_context"):
     yield bfcl.MultiTurn(category=category), "bfcl-eval"
-
-
-@dataclasses.dataclass(frozen=True)
-class Played:
-  """One episode; times in milliseconds."""
-
-  source: str
-  task_ms: float
-  start_ms: float
-  step_ms: Sequence[float]
-  tokens: float
-  tools: int
-
-
-async def play(source: base.Source, index: int) -> Played:
-  """Plays one task to its end."""
-  began = time.perf_counter()
-  task = source.task(index, "train")
-  task_ms = 1000 * (time.perf_counter() - began)
-  environment = source(task)
-  try:
-    began = time.perf_counter()
-    messages = list(await environment.start())
-    start_ms = 1000 * (time.perf_counter() - began)
-    step_ms, done = [], False
-    while not done:
-      answer = _answer(source, task, messages)
-      began = time.perf_counter()
-      step = await environment.step(answer)
-      step_ms.append(1000 * (time.perf_counter() - began))
-      messages += [answer, *step.messages]
-      done = step.done
-  finally:
-    await environment.close()
-  tokens = sum(_num_tokens(source, message) for message in messages)
-  tools = len(getattr(environment, "tools", ()))
-  return Played(source.name, task_ms, start_ms, step_ms, tokens, tools)
-
-
-def _answer(
-  source: base.Source, task: base.Task, messages: Sequence[base.Message]
-) -> base.Message:
-  answer: str | base.Message = "0"
-  with contextlib.suppress(ValueError):
-    answer = base.demonstrator(source).oracle(task, messages)
-  if isinstance(source, textarena.SinglePlayer):
-    answer = source.random_answer(task.seed + len(messages))
-  elif offered := _MOVE.findall(messages[-1].content):
-    answer = offered[0]
-  if isinstance(answer, str):
-    return base.Message("assistant", answer)
-  return answer
-
-
-def _num_tokens(source: base.Source, message: base.Message) -> float:
-  calls = [f"{call.name} {call.arguments}" for call in message.tool_calls]
-  text = " ".join([message.content, *calls])
-  is_words = isinstance(source, base.WordList)
-  return len(text.split()) if is_words else len(text) / 4
 
 
 @contextlib.contextmanager
@@ -159,12 +97,12 @@ def measure(
 ) -> dict[str, Any]:
   """Returns the row of one environment, made of one source or several."""
 
-  async def run() -> list[Played]:
+  async def run() -> list[episodes_lib.Played]:
     # The first episode imports the package and reads the data.
     for source in sources:
-      await play(source, episodes)
+      await episodes_lib.play(source, episodes, episodes_lib.own_answer)
     return [
-      await play(source, i)
+      await episodes_lib.play(source, i, episodes_lib.own_answer)
       for source in sources
       for i in range(max(1, episodes // len(sources)))
     ]

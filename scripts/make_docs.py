@@ -14,7 +14,7 @@ import json
 import pathlib
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from scripts import make_docs_picture
@@ -591,8 +591,17 @@ def environments(result: Mapping[str, Any]) -> Rows:
 
 def environment_processes(result: Mapping[str, Any]) -> Rows:
   """Yields a row for each way to run an environment or a tool."""
+  yield from _ways(result["rows"])
+
+
+def environment_processes_whole(result: Mapping[str, Any]) -> Rows:
+  """Yields a row for each way to play a game from end to end."""
+  yield from _ways(result["whole"])
+
+
+def _ways(rows: Iterable[Mapping[str, Any]]) -> Rows:
   yield "way", "ms a start", "ms a turn", "turns/s, 16 at once"
-  for row in result["rows"]:
+  for row in rows:
     yield (
       row["name"],
       f"{row['start_ms']:.2f}",
@@ -610,7 +619,7 @@ TABLES: Sequence[Callable[[Mapping[str, Any]], Rows]] = (
   coordinator_memory,
   publish, publish_moved, moe, train_step, train_step_logprobs, packing, fill,
   estimator_bias, attention, checkpoints, environments,
-  environment_processes,
+  environment_processes, environment_processes_whole,
   rewards_places, rewards_rounds,
 )  # fmt: skip
 """A table's name begins with that of its file in benchmarks/results."""
