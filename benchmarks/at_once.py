@@ -30,6 +30,7 @@ class Engine:
       bias=False,
       constraints=False,
       experts=False,
+      top_logprobs=0,
     )
     self._yields = yields
     self._answered = 0

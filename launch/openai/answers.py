@@ -216,6 +216,7 @@ def decode_requests(
       bias=bias,
       constraint=constraint,
       experts=experts,
+      top_logprobs=sampling.top_logprobs,
       priority=session.priority,
     )
     for index in range(sampling.choices)

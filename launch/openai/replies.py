@@ -8,7 +8,7 @@ id included. A stream carries them in the last chunk of each choice.
 import dataclasses
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -76,7 +76,7 @@ class ReplyFormat:
 
   def chunk(self, index: int, delta: answer_stream.AnswerDelta) -> bytes:
     """Returns the event of a delta; empty when it adds nothing."""
-    logprobs = self._logprobs(delta.tokens, delta.logprobs)
+    logprobs = self._logprobs(delta.tokens, delta.logprobs, delta.top)
     text = delta.content or delta.reasoning
     if not text and not (logprobs and len(delta.tokens)):
       return b""
@@ -141,7 +141,9 @@ class ReplyFormat:
     return {
       "index": index,
       **text,
-      "logprobs": self._logprobs(completion.tokens, completion.logprobs),
+      "logprobs": self._logprobs(
+        completion.tokens, completion.logprobs, completion.top
+      ),
       "finish_reason": choice.finish_reason,
       **sampled(completion),
     }
@@ -171,18 +173,53 @@ class ReplyFormat:
     self,
     tokens: Int32[np.ndarray, " t"],
     logprobs: Float32[np.ndarray, " t"],
+    top: contract.TopLogprobs | None,
   ) -> dict[str, Any] | None:
     if not self.logprobs:
       return None
-    texts = [self.codec.token(token) for token in tokens.tolist()]
-    if not self.chat:
-      return {"tokens": texts, "token_logprobs": logprobs.tolist()}
-    # A token may be half a character: bytes are null, as the API allows.
-    content = [
-      {"token": text, "logprob": value, "bytes": None, "top_logprobs": []}
-      for text, value in zip(texts, logprobs.tolist(), strict=True)
+    sampled = self._scored(tokens, logprobs)
+    best = [[] for _ in sampled]
+    if top is not None:
+      rows = zip(top.ids, top.logprobs, strict=True)
+      # JSON has no infinity, the log-probability of what is impossible.
+      finite = [(ids, row, np.isfinite(row)) for ids, row in rows]
+      best = [self._scored(ids[is_], row[is_]) for ids, row, is_ in finite]
+    if self.chat:
+      content = [
+        {**_entry(*one), "top_logprobs": [_entry(*other) for other in others]}
+        for one, others in zip(sampled, best, strict=True)
+      ]
+      return {"content": content, "refusal": None}
+    listed = {
+      "tokens": [text for text, _ in sampled],
+      "token_logprobs": [value for _, value in sampled],
+    }
+    if top is None:
+      return listed
+    maps = [
+      _by_text((*others, one))
+      for one, others in zip(sampled, best, strict=True)
     ]
-    return {"content": content, "refusal": None}
+    return {**listed, "top_logprobs": maps}
+
+  def _scored(
+    self, ids: Int32[np.ndarray, " t"], logprobs: Float32[np.ndarray, " t"]
+  ) -> list[tuple[str, float]]:
+    texts = [self.codec.token(index) for index in ids.tolist()]
+    return list(zip(texts, logprobs.tolist(), strict=True))
+
+
+def _entry(text: str, logprob: float) -> dict[str, Any]:
+  # A token may be half a character: bytes are null, as the API allows.
+  return {"token": text, "logprob": logprob, "bytes": None}
+
+
+def _by_text(scored: Iterable[tuple[str, float]]) -> dict[str, float]:
+  """Returns log-probabilities; of tokens with the same text the first one's."""
+  found = {}
+  for text, value in scored:
+    found.setdefault(text, value)
+  return found
 
 
 def error(

@@ -19,6 +19,7 @@ from rl.settings import checks
 
 MAX_CHOICES = 128
 MAX_STOPS = 16
+MAX_TOP_LOGPROBS = 20
 
 # Unsupported options, with the values at which they change nothing.
 _HARMLESS: dict[str, tuple[Any, ...]] = {
@@ -65,6 +66,7 @@ class Sampling:
     choices: number of answers to the prompt.
     bias: added to the logit of an id.
     logprobs: adds OpenAI's `logprobs` field to the reply.
+    top_logprobs: most probable tokens to list there beside each sampled one.
   """
 
   temperature: float | None
@@ -77,6 +79,7 @@ class Sampling:
   choices: int
   bias: Mapping[int, float]
   logprobs: bool
+  top_logprobs: int
   stream: bool
   include_usage: bool
 
@@ -126,7 +129,11 @@ def chat_query(body: Mapping[str, Any]) -> ChatQuery:
   choice = _tool_choice(body.get("tool_choice"), tools)
   parallel = json_fields.get(body, "parallel_tool_calls", bool, True)
   logprobs = json_fields.get(body, "logprobs", bool, False)
-  _num_top(body, "top_logprobs")
+  top_logprobs = _num_top(body, "top_logprobs") or 0
+  if top_logprobs and not logprobs:
+    raise json_fields.BadRequest(
+      f"top_logprobs={top_logprobs} needs logprobs=true", "top_logprobs"
+    )
   limits = [
     json_fields.get(body, name, int, None)
     for name in ("max_completion_tokens", "max_tokens")
@@ -138,7 +145,9 @@ def chat_query(body: Mapping[str, Any]) -> ChatQuery:
     calls=bool(tools) and choice != "none",
     one_call=not parallel,
     grammar=_grammar(body, tools, choice, not parallel),
-    sampling=_sampling(body, min(given) if given else None, logprobs),
+    sampling=_sampling(
+      body, min(given) if given else None, logprobs, top_logprobs
+    ),
   )
 
 
@@ -149,11 +158,13 @@ def text_query(body: Mapping[str, Any]) -> TextQuery:
     BadRequest: as `chat_query`.
   """
   refuse_others(body, {*_SAMPLING, "prompt"})
-  logprobs = _num_top(body, "logprobs") is not None
+  top_logprobs = _num_top(body, "logprobs")
   limit = json_fields.get(body, "max_tokens", int, None)
   return TextQuery(
     prompt=_prompt(body.get("prompt")),
-    sampling=_sampling(body, limit, logprobs),
+    sampling=_sampling(
+      body, limit, top_logprobs is not None, top_logprobs or 0
+    ),
   )
 
 
@@ -192,13 +203,11 @@ def ending(body: Mapping[str, Any]) -> session_tree.Ending:
 
 
 def _num_top(body: Mapping[str, Any], name: str) -> int | None:
-  """Returns how many other tokens are to be listed: 0, or None if not given."""
+  """Returns the number of tokens to list at each place; None if not given."""
   number = json_fields.get(body, name, int, None)
-  if number:
+  if number is not None and not 0 <= number <= MAX_TOP_LOGPROBS:
     raise json_fields.BadRequest(
-      f"{name}={number}: only those of sampled tokens are known; use 0",
-      name,
-      "unsupported_value",
+      f"{name}={number} must be in [0, {MAX_TOP_LOGPROBS}]", name
     )
   return number
 
@@ -223,7 +232,10 @@ def _prompt(prompt: Any) -> str | tuple[int, ...]:
 
 
 def _sampling(
-  body: Mapping[str, Any], max_tokens: int | None, logprobs: bool
+  body: Mapping[str, Any],
+  max_tokens: int | None,
+  logprobs: bool,
+  top_logprobs: int,
 ) -> Sampling:
   if not isinstance(body.get("model"), str):
     raise json_fields.BadRequest(
@@ -263,6 +275,7 @@ def _sampling(
     choices=choices,
     bias=_bias(body),
     logprobs=logprobs,
+    top_logprobs=top_logprobs,
     stream=stream,
     include_usage=json_fields.get(
       options, "include_usage", bool, False, "stream_options."

@@ -75,6 +75,8 @@ class ByteChat:
 
   def token(self, index: int) -> str:
     """Returns the text of an id; a byte that is not ASCII as \\xNN."""
+    if index >= self.vocab_size:
+      return f"<id {index}>"
     if index >= _END:
       return _CONTROL[index - _END]
     return bytes([index]).decode("ascii", "backslashreplace")

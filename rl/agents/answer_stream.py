@@ -65,6 +65,7 @@ class AnswerDelta:
   reasoning: str
   tokens: Int32[np.ndarray, " t"]
   logprobs: Float32[np.ndarray, " t"]
+  top: contract.TopLogprobs | None = None
   completion: contract.Completion | None = None
 
 
@@ -221,6 +222,7 @@ def truncated(
     versions=completion.versions[:num_tokens],
     stop="stop",
     experts=experts,
+    top=completion.top and completion.top.span(0, num_tokens),
   )
 
 
@@ -256,7 +258,11 @@ async def stream_answer(
           engine.abort(request.request_id)
       count = parser.num_tokens - before
       yield AnswerDelta(
-        *shown, delta.tokens[:count], delta.logprobs[:count], completion=done
+        *shown,
+        delta.tokens[:count],
+        delta.logprobs[:count],
+        delta.top and delta.top.span(0, count),
+        completion=done,
       )
 
 

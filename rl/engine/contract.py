@@ -72,6 +72,7 @@ class Capabilities:
     bias: it can forbid or favour ids.
     constraints: it can hold an answer to a grammar.
     experts: it records the chosen experts.
+    top_logprobs: most probable ids that it lists beside each sampled one.
   """
 
   in_flight: frozenset[InFlight]
@@ -82,6 +83,7 @@ class Capabilities:
   bias: bool
   constraints: bool
   experts: bool
+  top_logprobs: int
 
 
 class TokenMatcher(Protocol):
@@ -140,6 +142,7 @@ class DecodeRequest:
       ends of an answer must be stop ids. Log-probabilities stay those of the
       plain logits, see `rl.engine.sampling`.
     experts: return the chosen experts in the completion.
+    top_logprobs: most probable ids to list beside each sampled one.
     priority: waiting requests are served lowest first.
   """
 
@@ -156,7 +159,27 @@ class DecodeRequest:
   bias: Float32[np.ndarray, " V"] | None = None
   constraint: TokenMatcher | None = None
   experts: bool = False
+  top_logprobs: int = 0
   priority: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TopLogprobs:
+  """The n most probable ids at the place of each of some sampled tokens.
+
+  The best comes first. Log-probabilities are those of `Completion.logprobs`:
+  filters, biases and constraints do not change them, so a sampled id need not
+  be among the listed.
+  """
+
+  ids: Int32[np.ndarray, "T n"]
+  logprobs: Float32[np.ndarray, "T n"]
+
+  def span(self, start: int, stop: int) -> "TopLogprobs":
+    """Returns those of the tokens from `start` to `stop`."""
+    return TopLogprobs(
+      ids=self.ids[start:stop], logprobs=self.logprobs[start:stop]
+    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -180,6 +203,7 @@ class Completion:
       to: its own, or an older one after `keep_kv`; -1 if unknown.
     experts: of every id of the conversation, N + T; -1 where unknown, as for
       the last id, which was never fed. None unless the request asks for them.
+    top: the most probable ids; None unless the request asks for them.
   """
 
   tokens: Int32[np.ndarray, " T"]
@@ -192,6 +216,7 @@ class Completion:
   queue_s: float = 0.0
   oldest_kv: int = -1
   experts: Int32[np.ndarray, "ids S k"] | None = None
+  top: TopLogprobs | None = None
 
   @property
   def spans(self) -> list[tuple[int, int, int]]:
@@ -211,6 +236,7 @@ class Delta:
   tokens: Int32[np.ndarray, " t"]
   logprobs: Float32[np.ndarray, " t"]
   versions: Int32[np.ndarray, " t"]
+  top: TopLogprobs | None = None
   completion: Completion | None = None
 
 
@@ -220,6 +246,7 @@ def whole_delta(answer: Completion) -> Delta:
     tokens=answer.tokens,
     logprobs=answer.logprobs,
     versions=answer.versions,
+    top=answer.top,
     completion=answer,
   )
 
@@ -266,9 +293,10 @@ def _wrong_types(request: DecodeRequest, _: Capabilities) -> Iterator[str]:
   if bias is not None and getattr(bias, "dtype", None) != np.float32:
     yield "bias must be float32[V]; use np.asarray(bias, np.float32)"
   whole = (request.max_tokens, request.top_k, request.seed)
+  whole = (*whole, request.top_logprobs)
   for value in (*whole, *request.stop_ids, *request.priority):
     if not isinstance(value, int | np.integer):
-      fields = "max_tokens, top_k, seed, stop_ids and priority"
+      fields = "max_tokens, top_k, seed, top_logprobs, stop_ids and priority"
       yield f"{fields} must be integers, not {value!r}"
   for value in (request.temperature, request.top_p, request.min_p):
     if not isinstance(value, int | float | np.integer | np.floating):
@@ -310,6 +338,9 @@ def _wrong_sampling(
     yield f"seed={seed} needs more than 32 bits"
   if seed and not able.seeds:
     yield f"seed={seed}, but this engine has no seeds; use 0"
+  if not 0 <= request.top_logprobs <= able.top_logprobs:
+    most = f"[0, {able.top_logprobs}] with this engine"
+    yield f"top_logprobs={request.top_logprobs} must be in {most}"
 
 
 def _wrong_bias(request: DecodeRequest, able: Capabilities) -> Iterator[str]:

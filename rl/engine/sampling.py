@@ -56,12 +56,10 @@ def sample(
     biases: row 0 is all zeros.
   """
   greedy = params.temperature <= 0
-  scale = jnp.where(greedy, 1.0, params.temperature)[:, None]
-  logits = logits.astype(jnp.float32)
-  logprobs = jax.nn.log_softmax(logits / scale)
+  logprobs = _at_temperature(logits, params.temperature)
   scores = jax.lax.cond(
     (params.bias > 0).any(),
-    lambda: jax.nn.log_softmax((logits + biases[params.bias]) / scale),
+    lambda: _at_temperature(logits + biases[params.bias], params.temperature),
     lambda: logprobs,
   )
   filtered = (params.top_k > 0) | (params.top_p < 1) | (params.min_p > 0)
@@ -81,6 +79,25 @@ def sample(
   )
   choice = jnp.argmax(noisy, -1).astype(jnp.int32)
   return choice, jnp.take_along_axis(logprobs, choice[:, None], 1)[:, 0]
+
+
+def most_probable(
+  logits: Float[Array, "R V"], temperature: Float32[Array, " R"], count: int
+) -> tuple[Int32[Array, "R count"], Float32[Array, "R count"]]:
+  """Returns (ids, log-probabilities) of the best, in the terms of `sample`.
+
+  The best comes first; of equal ones the lower id does.
+  """
+  logprobs, ids = jax.lax.top_k(_at_temperature(logits, temperature), count)
+  return ids, logprobs
+
+
+def _at_temperature(
+  logits: Float[Array, "R V"], temperature: Float32[Array, " R"]
+) -> Float32[Array, "R V"]:
+  """Returns log-probabilities; at temperature 0 those of the plain logits."""
+  scale = jnp.where(temperature <= 0, 1.0, temperature)[:, None]
+  return jax.nn.log_softmax(logits.astype(jnp.float32) / scale)
 
 
 def passes_filters(

@@ -34,6 +34,7 @@ def capabilities(
     bias=all(one.bias for one in able),
     constraints=all(one.constraints for one in able),
     experts=all(one.experts for one in able),
+    top_logprobs=min(one.top_logprobs for one in able),
   )
 
 

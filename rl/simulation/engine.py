@@ -47,6 +47,7 @@ class SimulatedEngine:
       bias=False,
       constraints=False,
       experts=False,
+      top_logprobs=0,
     )
     self.params: Any = None
     self._answer_tokens = answer_tokens

@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any, Literal
 
 import numpy as np
-from jaxtyping import Int32
+from jaxtyping import Float32, Int32
 
 from rl.data import trajectory
 from rl.engine import contract
@@ -50,10 +50,13 @@ class _Underway:
     self, start: int, completion: contract.Completion | None = None
   ) -> contract.Delta:
     count = len(self.tokens)
+    tokens = np.array(self.tokens[start:], np.int32)
+    logprobs = -np.arange(start + 1, count + 1, dtype=np.float32) / 8
     return contract.Delta(
-      tokens=np.array(self.tokens[start:], np.int32),
-      logprobs=-np.arange(start + 1, count + 1, dtype=np.float32) / 8,
+      tokens=tokens,
+      logprobs=logprobs,
       versions=np.array(self.versions[start:], np.int32),
+      top=_top(tokens, logprobs, self.request.top_logprobs),
       completion=completion,
     )
 
@@ -62,8 +65,10 @@ class ScriptedEngine:
   """Answers with given ids, one after the other.
 
   The i-th id of an answer has log-probability -(i + 1) / 8; one that its
-  script leaves open ends as if it were aborted. Earlier turns of a session
-  count as cached until a flush or new weights. It is a `SessionRouter` too.
+  script leaves open ends as if it were aborted. Listed beside an id are this
+  id, the one below it with a log-probability of 1 less, and so on; those below
+  0 are 0 with -inf. Earlier turns of a session count as cached until a flush or
+  new weights. It is a `SessionRouter` too.
 
   Attributes:
     requests: all so far, in order.
@@ -95,6 +100,7 @@ class ScriptedEngine:
       bias=True,
       constraints=False,
       experts=experts is not None,
+      top_logprobs=20,
     )
     self.requests: list[contract.DecodeRequest] = []
     self.version = 0
@@ -225,6 +231,7 @@ class ScriptedEngine:
       queue_s=this.queue_s,
       oldest_kv=this.oldest_kv,
       experts=self._routes(ids) if request.experts else None,
+      top=whole.top,
     )
 
   def _routes(
@@ -354,6 +361,21 @@ class ScriptedEngine:
     """Stops; requests in flight raise EngineClosed."""
     self._closed = True
     self.abort(None)
+
+
+def _top(
+  tokens: Int32[np.ndarray, " t"],
+  logprobs: Float32[np.ndarray, " t"],
+  count: int,
+) -> contract.TopLogprobs | None:
+  if not count:
+    return None
+  ranks = np.arange(count, dtype=np.int32)
+  ids, below = tokens[:, None] - ranks, logprobs[:, None] - ranks
+  return contract.TopLogprobs(
+    ids=np.maximum(ids, 0),
+    logprobs=np.where(ids < 0, -np.inf, below).astype(np.float32),
+  )
 
 
 def _now() -> float:

@@ -28,6 +28,7 @@ from models import policy as policy_lib
 from rl.engine import sampling
 
 MAX_STOP_IDS = 4
+MAX_TOP_LOGPROBS = 20
 
 SLOT, PAST, NEW, BUDGET, SEED, TOP_K, BIAS, FOLLOW, STEPS = range(9)
 _STOPS = STEPS + 1
@@ -75,6 +76,8 @@ class Sampled(NamedTuple):
   Attributes:
     fed, stepped: experts of the new ids, and of the ids that were sampled and
       fed in this dispatch; None when they are not recorded.
+    top: ids and log-probabilities of the most probable; None when they are not
+      listed.
   """
 
   tokens: Int32[Array, "R K"]
@@ -82,6 +85,7 @@ class Sampled(NamedTuple):
   counts: Int32[Array, " R"]
   fed: Int32[Array, "N layers k"] | None = None
   stepped: Int32[Array, "R steps layers k"] | None = None
+  top: tuple[Int32[Array, "R K n"], Float32[Array, "R K n"]] | None = None
 
 
 def empty_plan(
@@ -136,6 +140,14 @@ class _Rows(NamedTuple):
     return (token[:, None] == self.stop_ids).any(1)
 
 
+class _Choice(NamedTuple):
+  """One token of each row; `top` as in `Sampled`."""
+
+  token: Int32[Array, " R"]
+  logprob: Float32[Array, " R"]
+  top: tuple[Int32[Array, "R n"], Float32[Array, "R n"]] | None = None
+
+
 class _Loop(NamedTuple):
   step: Int32[Array, ""]
   alive: Bool[Array, " R"]
@@ -157,6 +169,7 @@ def advance(
   chunks: tuple[int, int],
   max_steps: int,
   record_experts: bool = False,
+  top_logprobs: int = 0,
 ) -> tuple[kv_cache.Cache, Carry, Sampled, kv_cache.Past | None]:
   """Feeds each row its new ids and samples up to its budget.
 
@@ -170,6 +183,7 @@ def advance(
       is cleared each time, as on a CPU.
     chunks: (P, C).
     max_steps: K.
+    top_logprobs: most probable ids to list beside each sampled one.
   """
   rows = _rows(plan, carry, chunks)
   tables = jnp.asarray(plan.integers)[:, _TABLE:]
@@ -185,22 +199,30 @@ def advance(
 
   def pick(hidden, positions):
     logits = logprobs.logits(policy.terms(hidden, layout=layout))
-    return sampling.sample(logits, positions, rows.params, biases)
+    one = sampling.sample(logits, positions, rows.params, biases)
+    if not top_logprobs:
+      return _Choice(*one)
+    heat = rows.params.temperature
+    top = sampling.most_probable(logits, heat, top_logprobs)
+    return _Choice(*one, top)
 
-  token, logprob = pick(hidden[rows.newest], rows.known)
+  choice = pick(hidden[rows.newest], rows.known)
   started = rows.budget > 0
   sampled = _unsampled(
-    len(tables), max_steps, experts if record_experts else None
+    len(tables),
+    max_steps,
+    experts if record_experts else None,
+    top_logprobs,
   )
-  sampled = _record(sampled, 0, started, token, logprob)
+  sampled = _record(sampled, 0, started, choice)
 
-  alive = _alive(started, rows, token, sampled)
+  alive = _alive(started, rows, choice.token, sampled)
   loop = _sample_on(
     feed,
     pick,
     rows,
     jnp.minimum(plan.integers[0, STEPS], max_steps),
-    _Loop(jnp.int32(1), alive, token, past, sampled),
+    _Loop(jnp.int32(1), alive, choice.token, past, sampled),
   )
   cache = _commit(cache, tables, rows, fed, loop)
   scratch = None if scratch is None else loop.past
@@ -209,7 +231,7 @@ def advance(
 
 def _sample_on(
   feed: Callable[..., Any],
-  pick: Callable[..., Any],
+  pick: Callable[..., _Choice],
   rows: _Rows,
   steps: Int32[Array, ""],
   first: _Loop,
@@ -223,12 +245,12 @@ def _sample_on(
     hidden, past, _, experts = feed(
       loop.past, at + 1, loop.last, positions, (0, 1)
     )
-    token, logprob = pick(hidden, at + 1)
-    sampled = _record(loop.sampled, loop.step, loop.alive, token, logprob)
+    choice = pick(hidden, at + 1)
+    sampled = _record(loop.sampled, loop.step, loop.alive, choice)
     if sampled.stepped is not None and experts is not None:
       stepped = sampled.stepped.at[:, loop.step - 1].set(experts[:, 0])
       sampled = sampled._replace(stepped=stepped)
-    last = jnp.where(loop.alive, token, loop.last)
+    last = jnp.where(loop.alive, choice.token, loop.last)
     alive = _alive(loop.alive, rows, last, sampled)
     return _Loop(loop.step + 1, alive, last, past, sampled)
 
@@ -305,19 +327,27 @@ def _rows(plan: DispatchPlan, carry: Carry, chunks: tuple[int, int]) -> _Rows:
 
 
 def _unsampled(
-  rows: int, max_steps: int, experts: Int32[Array, "N 1 layers k"] | None
+  rows: int,
+  max_steps: int,
+  experts: Int32[Array, "N 1 layers k"] | None,
+  top_logprobs: int,
 ) -> Sampled:
   """Returns zeros for the tokens, and the experts of the ids that were fed."""
   stepped = None
   if experts is not None:
     shape = (rows, max(max_steps - 1, 1), *experts.shape[2:])
     stepped = jnp.full(shape, -1, jnp.int32)
+  top = None
+  if top_logprobs:
+    shape = (rows, max_steps, top_logprobs)
+    top = jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)
   return Sampled(
     tokens=jnp.zeros((rows, max_steps), jnp.int32),
     logprobs=jnp.zeros((rows, max_steps), jnp.float32),
     counts=jnp.zeros(rows, jnp.int32),
     fed=None if experts is None else experts[:, 0],
     stepped=stepped,
+    top=top,
   )
 
 
@@ -325,13 +355,16 @@ def _record(
   sampled: Sampled,
   step: int | Int32[Array, ""],
   alive: Bool[Array, " R"],
-  token: Int32[Array, " R"],
-  logprob: Float32[Array, " R"],
+  choice: _Choice,
 ) -> Sampled:
+  def put(so_far, new):
+    return so_far.at[:, step].set(new)
+
   return sampled._replace(
-    tokens=sampled.tokens.at[:, step].set(token),
-    logprobs=sampled.logprobs.at[:, step].set(logprob),
+    tokens=put(sampled.tokens, choice.token),
+    logprobs=put(sampled.logprobs, choice.logprob),
     counts=sampled.counts + alive,
+    top=jax.tree.map(put, sampled.top, choice.top),
   )
 
 

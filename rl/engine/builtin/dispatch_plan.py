@@ -49,6 +49,7 @@ class Dispatch:
     num_continuing: rows that will want more tokens, unless a stop id comes.
     version: of the weights.
     masks: (bias row, constraint) of each row that samples under a mask.
+    lists_top: a row asks for the most probable ids beside its tokens.
   """
 
   rows: Sequence[request_lib.RequestState]
@@ -59,6 +60,7 @@ class Dispatch:
   plan: decode_step.DispatchPlan
   version: int
   masks: Sequence[tuple[int, contract.TokenMatcher]] = ()
+  lists_top: bool = False
 
 
 def build(
@@ -122,4 +124,5 @@ def build(
     plan,
     version,
     masks,
+    any(state.request.top_logprobs for state in choice.rows),
   )

@@ -74,11 +74,12 @@ class BuiltinEngine:
       bias=bias_slots > 0,
       constraints=bias_slots > 0,
       experts=record_experts,
+      top_logprobs=min(decode_step.MAX_TOP_LOGPROBS, config.vocab_size),
     )
     self._shapes = shapes
     self._batching_delay_s = batching_delay_s
     self._compile_ahead = compile_ahead
-    self._compiled: set[model_runner.Shape] = set()
+    self._compiled: set[tuple[model_runner.Shape, bool]] = set()
     self._thread = thread
     self._runner = model_runner.ModelRunner(
       config,
@@ -141,7 +142,7 @@ class BuiltinEngine:
       report(f"compiling the engine {i + 1}/{len(shapes)}")
       await self._thread.run("warm up", self._runner.warm_up, params, shape)
     await self._thread.run("warm up", self._runner.warm_up_rest)
-    self._compiled.update(shapes)
+    self._compiled.update((shape, False) for shape in shapes)
 
   async def close(self) -> None:
     """Stops; requests in flight raise EngineClosed."""
@@ -383,9 +384,10 @@ class BuiltinEngine:
     copies, biases = self._queue.take_pending_copies_and_biases()
     self._num_dispatches += 1
     shape = choice.num_rows, choice.chunks, choice.length
+    program = shape, dispatch.lists_top
     # Time that goes into compiling is no decoding.
-    name = "decode" if shape in self._compiled else "warm up"
-    self._compiled.add(shape)
+    name = "decode" if program in self._compiled else "warm up"
+    self._compiled.add(program)
     result = self._thread.submit(
       name, self._execute, self._params, dispatch, copies, biases
     )
@@ -410,7 +412,15 @@ class BuiltinEngine:
     self._runner.set_masks(
       [(row, matcher.compute_bitmask()) for row, matcher in dispatch.masks]
     )
-    return self._runner.advance(params, dispatch.plan, dispatch.chunks, copies)
+    most = self.capabilities.top_logprobs
+    return self._runner.advance(
+      params,
+      dispatch.plan,
+      dispatch.chunks,
+      copies,
+      # One number for all, hence one more program of each shape.
+      top_logprobs=most if dispatch.lists_top else 0,
+    )
 
   def _delays_batch(self) -> bool:
     """True to wait for sessions whose next turn may come at once."""

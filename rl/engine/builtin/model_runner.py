@@ -73,6 +73,7 @@ class ModelRunner:
           max_steps=shapes.steps_per_dispatch,
           record_experts=record_experts,
         ),
+        static_argnames="top_logprobs",
         donate_argnums=(1, 2, 5),
         # `scratch` is unused but for its memory.
         keep_unused=True,
@@ -144,18 +145,26 @@ class ModelRunner:
     plan: decode_step.DispatchPlan,
     chunks: tuple[int, int],
     copies: Sequence[tuple[int, int]] = (),
+    top_logprobs: int = 0,
   ) -> decode_step.Sampled:
     """Runs one dispatch and returns its tokens, on the host.
 
     Args:
       copies: (source, target) pages, copied before it.
+      top_logprobs: see `decode_step.advance`; each number is a program.
     """
     if copies:
       self.copy(copies)
     placed = jax.device_put(plan, self._whole)
     scratch = self._take_scratch(plan.tables)
     self._cache, self._carry, sampled, scratch = self._programs[chunks](
-      params, self._cache, self._carry, self._biases, placed, scratch
+      params,
+      self._cache,
+      self._carry,
+      self._biases,
+      placed,
+      scratch,
+      top_logprobs=top_logprobs,
     )
     if self._scratch is not None:
       self._scratch[plan.tables.shape] = scratch

@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int32
@@ -63,6 +64,8 @@ class RequestState:
     first_token_s: seconds from its arrival to its first token; 0 before.
     queue_s: seconds from its arrival to its first slot; 0 before.
     logprobs, versions: of the tokens sampled so far.
+    top: the most probable ids beside them, if it asks for some, with room for
+      all that may be sampled.
     deltas: queue that a stream reads, None ends it.
     num_emitted: sampled tokens that were put there.
   """
@@ -91,12 +94,19 @@ class RequestState:
   queue_s: float = 0.0
   logprobs: list[float] = dataclasses.field(default_factory=list)
   versions: list[int] = dataclasses.field(default_factory=list)
+  top: contract.TopLogprobs | None = None
   deltas: asyncio.Queue[contract.Delta | None] | None = None
   num_emitted: int = 0
 
   def __post_init__(self):
-    if self.request.constraint is not None:
-      self.matcher = self.request.constraint.deep_copy()
+    request = self.request
+    if request.constraint is not None:
+      self.matcher = request.constraint.deep_copy()
+    if request.top_logprobs:
+      shape = request.max_tokens, request.top_logprobs
+      self.top = contract.TopLogprobs(
+        ids=np.empty(shape, np.int32), logprobs=np.empty(shape, np.float32)
+      )
 
   @property
   def pending(self) -> int:
@@ -170,12 +180,25 @@ class RequestState:
     return self.versions[0] if self.versions else None
 
   def append(
-    self, tokens: Sequence[int], logprobs: Sequence[float], version: int
+    self,
+    tokens: Sequence[int],
+    logprobs: Sequence[float],
+    version: int,
+    top: tuple[Any, Any] | None = None,
   ) -> None:
-    """Appends the tokens of one dispatch, at least one."""
+    """Appends the tokens of one dispatch, at least one.
+
+    Args:
+      top: ids and log-probabilities of the most probable, t x n: at least as
+        many at each place as it asks for.
+    """
     if not self.versions:
       self.first_token_s = now_s() - self.started
-    count = len(tokens)
+    start, count = self.num_sampled, len(tokens)
+    if self.top is not None:
+      assert top is not None
+      for kept, new in zip((self.top.ids, self.top.logprobs), top, strict=True):
+        kept[start : start + count] = new[:count, : kept.shape[1]]
     self.ids[self.known : self.known + count] = tokens
     self.known += count
     self.logprobs += logprobs
@@ -199,6 +222,7 @@ class RequestState:
       tokens=self.ids[given + self.num_emitted : self.known].copy(),
       logprobs=np.asarray(self.logprobs[self.num_emitted :], np.float32),
       versions=np.asarray(self.versions[self.num_emitted :], np.int32),
+      top=self.top and self.top.span(self.num_emitted, self.num_sampled),
       completion=completion,
     )
     self.num_emitted = self.num_sampled

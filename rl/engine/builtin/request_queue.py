@@ -196,6 +196,7 @@ class RequestQueue:
       queue_s=state.queue_s,
       oldest_kv=state.oldest_kv,
       experts=experts,
+      top=state.top and state.top.span(0, state.num_sampled),
     )
 
   def clear(self) -> list[request_lib.RequestState]:
@@ -384,7 +385,8 @@ class RequestQueue:
       self.counts["prefilled"] += fed - own
       if count:
         state.oldest_kv = table.oldest_kv
-        state.append(tokens[i][:count], logprobs[i][:count], version)
+        top = sampled.top and (sampled.top[0][i], sampled.top[1][i])
+        state.append(tokens[i][:count], logprobs[i][:count], version, top)
         self.counts["sampled"] += count
       if not state.prefix_shared:
         self.blocks.share(table, state.ids[: state.known])

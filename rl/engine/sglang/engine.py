@@ -88,6 +88,7 @@ class SglangEngine:
       bias=False,
       constraints=False,
       experts=False,
+      top_logprobs=0,
     )
 
   # Start and end.

@@ -11,8 +11,10 @@ import openai
 import pytest
 
 from launch.openai import app as openai_app
-from rl.agents import sessions
+from launch.openai import replies
+from rl.agents import answer_stream, sessions
 from rl.data import trajectory
+from rl.engine import contract
 from rl.testing import scripted_engine
 from tests.helpers import openai_server
 from tests.helpers.openai_server import (
@@ -205,6 +207,73 @@ def test_a_stream_says_the_same_as_a_whole_reply(words):
   assert len({chunk.id for chunk in chunks}) == 1
   assert usage.choices == []
   assert usage.usage.completion_tokens == 4
+
+
+def _listed(content):
+  return [
+    [(other.token, other.logprob) for other in entry.top_logprobs]
+    for entry in content
+  ]
+
+
+# See `ScriptedEngine`: beside each id those below it; the end is id 1.
+TOP = [
+  [("yes", -0.125), ("on", -1.125), ("go", -2.125)],
+  [("no", -0.25), ("yes", -1.25), ("on", -2.25)],
+  [("<end>", -0.375), ("<pad>", -1.375)],
+]
+
+
+def test_the_most_probable_tokens_are_listed_beside_each_one(words):
+  words.text = "yes no"
+  asked = {"logprobs": True, "top_logprobs": 3}
+  reply = words.ask("go", **asked)
+  assert _listed(reply.choices[0].logprobs.content) == TOP
+  entries = [
+    entry
+    for chunk in words.ask("go", stream=True, **asked)
+    if chunk.choices[0].logprobs
+    for entry in chunk.choices[0].logprobs.content
+  ]
+  assert _listed(entries) == TOP
+  (stopped,) = words.ask("go", stop="no", **asked).choices
+  assert _listed(stopped.logprobs.content) == TOP[:2]
+  create = words.client().completions.create
+  for count in (1, 3):
+    reply = create(model="any", prompt="go", logprobs=count)
+    (choice,) = reply.choices
+    listed = [list(top.items()) for top in choice.logprobs.top_logprobs]
+    assert listed == [top[:count] for top in TOP]
+
+
+def test_a_completion_lists_the_sampled_token_too_and_one_of_each_text(words):
+  reply_format = replies.ReplyFormat(
+    name="one",
+    chat=False,
+    model="tiny",
+    session="s",
+    prompt=np.array([GO], np.int32),
+    temperature=1.0,
+    logprobs=True,
+    codec=WORDS,
+  )
+  top = contract.TopLogprobs(
+    ids=np.array([[NO, NO]], np.int32),
+    logprobs=np.array([[-0.5, -1.0]], np.float32),
+  )
+  sampled = np.array([YES], np.int32), np.array([-2.0], np.float32)
+  delta = answer_stream.AnswerDelta("yes", "", *sampled, top)
+  event = json.loads(reply_format.chunk(0, delta).removeprefix(b"data: "))
+  told = event["choices"][0]["logprobs"]
+  assert told["top_logprobs"] == [{"no": -0.5, "yes": -2.0}]
+
+
+def test_an_engine_that_lists_no_tokens_says_so(words):
+  able = words.engine.capabilities
+  words.engine.capabilities = dataclasses.replace(able, top_logprobs=0)
+  with pytest.raises(openai.BadRequestError, match=r"must be in \[0, 0\]"):
+    words.ask("go", logprobs=True, top_logprobs=1)
+  words.engine.capabilities = able
 
 
 def test_choices_are_sampled_apart_and_are_branches_of_the_session(words):

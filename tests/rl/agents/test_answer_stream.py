@@ -188,8 +188,12 @@ def test_the_engine_stops_where_the_text_does(whole):
   assert one.stats().running == 0
 
 
-def test_experts_are_cut_with_the_tokens():
+def test_experts_and_listed_ids_are_cut_with_the_tokens():
   experts = np.arange(6 * 2, dtype=np.int32).reshape(6, 1, 2)
+  top = contract.TopLogprobs(
+    ids=np.arange(6, dtype=np.int32).reshape(3, 2),
+    logprobs=np.zeros((3, 2), np.float32),
+  )
   done = contract.Completion(
     tokens=np.array([4, 5, 6], np.int32),
     logprobs=np.zeros(3, np.float32),
@@ -198,12 +202,15 @@ def test_experts_are_cut_with_the_tokens():
     cached_tokens=0,
     decode_s=0.0,
     experts=experts,
+    top=top,
   )
   cut = answer_stream.truncated(done, 1)
   # Three ids of context and one sampled.
   assert cut.experts is not None
   assert np.array_equal(cut.experts, experts[:4])
   assert (cut.tokens.tolist(), cut.stop) == ([4], "stop")
+  assert cut.top is not None
+  assert (cut.top.ids.tolist(), cut.top.logprobs.shape) == ([[0, 1]], (1, 2))
 
 
 def test_closing_early_aborts_the_request():

@@ -92,6 +92,53 @@ def test_logprobs_are_those_before_filters(served, filters):
       assert max(ranks) > 0
 
 
+def test_the_most_probable_ids_are_listed_with_the_logprobs_of_the_policy(
+  served,
+):
+  if not served.engine.capabilities.top_logprobs:
+    pytest.skip("lists none")
+  mask = {"constraint": json_letters.constraint({"type": "boolean"})}
+  kinds = (
+    {"top_logprobs": 3},
+    {"top_logprobs": 1, "temperature": 0.7, "top_k": 2},
+    {"top_logprobs": 20, "temperature": 1.5, "stop_ids": (0,), **mask},
+  )
+
+  async def streamed(request):
+    return [delta async for delta in served.engine.stream(request)]
+
+  async def scenario():
+    requests = [
+      served.request([3, i], 7, **kind) for i, kind in enumerate(kinds)
+    ]
+    *beside, plain = await asyncio.gather(
+      *map(streamed, requests), served.answer([3, 4], 7)
+    )
+    return requests, beside, plain
+
+  requests, answers, plain = served.run(scenario())
+  assert plain.top is None
+  for request, deltas in zip(requests, answers, strict=True):
+    done, count = deltas[-1].completion, request.top_logprobs
+    tokens = done.tokens.tolist()
+    logits = served.logits([*request.tokens.tolist(), *tokens])
+    exact = logits[1 : 1 + len(tokens)].astype(np.float64)
+    exact /= request.temperature or 1.0
+    exact -= np.log(np.exp(exact).sum(-1, keepdims=True))
+    best = -np.sort(-exact, -1)[:, :count]
+    listed = np.take_along_axis(exact, done.top.ids, -1)
+    for values in (best, listed):
+      np.testing.assert_allclose(done.top.logprobs, values, atol=CLOSE)
+    for name in ("ids", "logprobs"):
+      parts = [getattr(delta.top, name) for delta in deltas]
+      whole = getattr(done.top, name)
+      np.testing.assert_array_equal(np.concatenate(parts), whole)
+    # A constraint forces "true" or "false" on a policy that says neither.
+    if request.constraint is not None:
+      assert len(tokens) in (5, 6)
+      assert (done.logprobs < done.top.logprobs[:, 0]).any()
+
+
 def test_frequencies_are_the_probabilities(served):
   # Of 600 draws a frequency is off by 3 * sqrt(p (1 - p) / 600) < 0.062, and
   # half of the sum over 24 ids by about 0.08 at most.
@@ -364,6 +411,7 @@ ABLE = contract.Capabilities(
   bias=True,
   constraints=True,
   experts=False,
+  top_logprobs=5,
 )
 
 
@@ -384,6 +432,8 @@ ABLE = contract.Capabilities(
     ({"temperature": 1e-40}, "temperature=1e-40 must be 0 or in"),
     ({"temperature": "hot"}, "must be numbers, not 'hot'"),
     ({"top_k": -1}, "top_k=-1"),
+    ({"top_logprobs": 6}, r"top_logprobs=6 must be in \[0, 5\]"),
+    ({"top_logprobs": -1}, "top_logprobs=-1 must be in"),
     ({"top_p": 0.0}, "top_p=0.0"),
     ({"min_p": math.nan}, "min_p=nan"),
     ({"stop_ids": (1, 2, 3, 4, 5)}, "5 stop ids, at most 4"),

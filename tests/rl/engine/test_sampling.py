@@ -182,6 +182,24 @@ def test_a_biased_distribution_is_what_is_sampled_and_filtered():
     np.testing.assert_allclose(share, expected, atol=0.03)
 
 
+@WRAPS
+def test_the_most_probable_ids_are_those_of_a_float64_reference(wrap):
+  logits = np.random.default_rng(0).normal(size=(3, 50)).astype(np.float32)
+  # Of equal ones the lower id is first; an impossible one is last.
+  logits[1, [9, 4]], logits[2, :48] = 5.0, -np.inf
+  temperature = np.array([1.0, 0.5, 0.0], np.float32)
+  best = functools.partial(sampling.most_probable, count=3)
+  ids, logprobs = wrap(best)(jnp.asarray(logits), jnp.asarray(temperature))
+  exact = logits.astype(np.float64) / [[1.0], [0.5], [1.0]]
+  exact -= np.log(np.exp(exact).sum(-1, keepdims=True))
+  expected = np.argsort(-exact, -1, kind="stable")[:, :3]
+  np.testing.assert_array_equal(ids, expected)
+  values = np.take_along_axis(exact, expected, -1)
+  np.testing.assert_allclose(logprobs, values, atol=1e-5)
+  assert ids[1, :2].tolist() == [4, 9]
+  assert logprobs[2, 2] == -np.inf
+
+
 def test_what_others_ask_for_changes_nothing():
   rng = np.random.default_rng(0)
   rows = 8

@@ -826,6 +826,13 @@ def test_shapes_compile_when_they_are_first_needed_unless_told_otherwise():
     assert engine.stats().compilations == 3
     names = [span.name for span in served.thread._spans.spans]
     assert (names.count("warm up"), names.count("decode") > 2) == (1 + 3, True)
+    # Who asks for the most probable ids needs programs that list them.
+    for _ in range(2):
+      done = served.run(served.answer([1, 2], 5, top_logprobs=2))
+      assert done.tokens.tolist() == done.top.ids[:, 0].tolist()
+      assert engine.stats().compilations == 3 + 2
+    served.run(served.answer([9, 2], 5))
+    assert engine.stats().compilations == 3 + 2
 
 
 # Failures and the end.
