@@ -8,7 +8,7 @@ import dataclasses
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from envs import base
 from launch.openai import json_fields
@@ -142,7 +142,7 @@ def chat_query(body: Mapping[str, Any]) -> ChatQuery:
   return ChatQuery(
     messages=messages,
     tools=tools,
-    calls=bool(tools) and choice != "none",
+    calls=bool(choice.places),
     one_call=not parallel,
     grammar=_grammar(body, tools, choice, not parallel),
     sampling=_sampling(
@@ -381,32 +381,84 @@ def _tool(data: Any, where: str) -> Mapping[str, Any]:
   return data
 
 
-def _tool_choice(choice: Any, tools: Sequence[Mapping[str, Any]]) -> str | int:
-  """Returns "auto", "none", "required", or the place of the named function."""
-  if choice in (None, "auto", "none"):
-    return choice or "auto"
-  names = [tool["function"]["name"] for tool in tools]
-  if choice == "required" and names:
-    return "required"
-  shown = json_fields.shown(choice)
-  if isinstance(choice, dict) and choice.get("type") == "function":
-    name = _function(choice, "tool_choice", "functions").get("name")
-    if name in names:
-      return names.index(name)
-    why = f"is none of the tools{checks.nearest(str(name), names)}"
-  elif choice == "required":
-    why = "needs tools"
-  else:
-    why = "is unknown; use 'auto', 'none', 'required' or one function"
+class _ToolChoice(NamedTuple):
+  """The functions that an answer may call, by their places among the tools.
+
+  Attributes:
+    forced: the answer must consist of calls.
+    one: it is one call.
+  """
+
+  places: Sequence[int]
+  forced: bool = False
+  one: bool = False
+
+
+def _tool_choice(
+  choice: Any, tools: Sequence[Mapping[str, Any]]
+) -> _ToolChoice:
+  every = range(len(tools))
+  if choice in (None, "auto"):
+    return _ToolChoice(every)
+  if choice == "none":
+    return _ToolChoice(())
+  if choice == "required" and tools:
+    return _ToolChoice(every, forced=True)
+  kind = choice.get("type") if isinstance(choice, dict) else None
+  if kind == "function":
+    place = _place(choice, "tool_choice", tools)
+    return _ToolChoice([place], forced=True, one=True)
+  if kind == "allowed_tools":
+    return _allowed_tools(choice, tools)
+  words = "'auto', 'none', 'required', allowed_tools or one function"
+  why = f"is unknown; use {words}"
   raise json_fields.BadRequest(
-    f"tool_choice={shown} {why}", "tool_choice", "unsupported_value"
+    f"tool_choice={json_fields.shown(choice)} "
+    + ("needs tools" if choice == "required" else why),
+    "tool_choice",
+    "unsupported_value",
   )
+
+
+def _allowed_tools(
+  choice: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]
+) -> _ToolChoice:
+  where = "tool_choice.allowed_tools"
+  allowed = json_fields.get(choice, "allowed_tools", dict, where="tool_choice.")
+  mode = json_fields.get(allowed, "mode", str, where=f"{where}.")
+  if mode not in ("auto", "required"):
+    raise json_fields.BadRequest(
+      f"{where}.mode={json_fields.shown(mode)}: use auto or required",
+      f"{where}.mode",
+    )
+  listed = json_fields.get(allowed, "tools", list, where=f"{where}.")
+  if not listed:
+    raise json_fields.BadRequest(
+      f"{where}.tools is empty; name one or more, or use tool_choice='none'",
+      f"{where}.tools",
+    )
+  places = {_place(tool, f"{where}.tools", tools) for tool in listed}
+  return _ToolChoice(sorted(places), forced=mode == "required")
+
+
+def _place(choice: Any, where: str, tools: Sequence[Mapping[str, Any]]) -> int:
+  """Returns the place of a chosen function among the tools."""
+  names = [tool["function"]["name"] for tool in tools]
+  name = _function(choice, where, "functions").get("name")
+  if name not in names:
+    raise json_fields.BadRequest(
+      f"{where}: {json_fields.shown(name)} is none of the tools"
+      f"{checks.nearest(str(name), names)}",
+      "tool_choice",
+      "unsupported_value",
+    )
+  return names.index(name)
 
 
 def _grammar(
   body: Mapping[str, Any],
   tools: Sequence[Mapping[str, Any]],
-  choice: str | int,
+  choice: _ToolChoice,
   one_call: bool,
 ) -> answer_grammar.AnswerGrammar | None:
   """Returns the form that an answer must have; None if it is free."""
@@ -417,19 +469,16 @@ def _grammar(
     _function_schema(tool["function"], f"tools[{i}].function.parameters")
     for i, tool in enumerate(tools)
   )
-  any_strict = any(tool["function"].get("strict") for tool in tools)
-  if isinstance(choice, int):
-    functions = (functions[choice],)
-  elif choice == "none":
-    functions, any_strict = (), False
-  forced = choice == "required" or isinstance(choice, int)
-  if not (forced or any_strict or content):
+  places = choice.places
+  any_strict = any(tools[i]["function"].get("strict") for i in places)
+  some_only = 0 < len(places) < len(tools)
+  if not (choice.forced or any_strict or some_only or content):
     return None
   return answer_grammar.AnswerGrammar(
     content=content,
-    functions=functions,
-    call=forced,
-    one_call=one_call or isinstance(choice, int),
+    functions=tuple(functions[i] for i in places),
+    call=choice.forced,
+    one_call=one_call or choice.one,
   )
 
 

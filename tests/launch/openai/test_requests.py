@@ -25,6 +25,14 @@ def tool(name, **fields):
   return {"type": "function", "function": {"name": name, **fields}}
 
 
+def allowed(mode, *names):
+  tools = [tool(name) for name in names]
+  return {
+    "type": "allowed_tools",
+    "allowed_tools": {"mode": mode, "tools": tools},
+  }
+
+
 def chat(**body):
   return openai_requests.chat_query({"model": "m", "messages": [USER]} | body)
 
@@ -172,6 +180,23 @@ def test_options_that_change_nothing_are_taken(harmless):
       "did you mean add?",
     ),
     ({"tool_choice": "any", "tools": [ADD]}, "tool_choice", "is unknown; use"),
+    ({"tool_choice": {}, "tools": [ADD]}, "tool_choice", "is unknown; use"),
+    (
+      {"tool_choice": {"type": "allowed_tools"}, "tools": [ADD]},
+      *("tool_choice.allowed_tools", "missing"),
+    ),
+    (
+      {"tool_choice": allowed("auto", "ad"), "tools": [ADD]},
+      *("tool_choice", '"ad" is none of the tools; did you mean add?'),
+    ),
+    (
+      {"tool_choice": allowed("auto"), "tools": [ADD]},
+      *("tool_choice.allowed_tools.tools", "name one or more"),
+    ),
+    (
+      {"tool_choice": allowed("any", "add"), "tools": [ADD]},
+      *("tool_choice.allowed_tools.mode", "use auto or required"),
+    ),
     ({"return_token_ids": 1}, "return_token_ids", "not supported"),
     ({"n": 0}, "n", "must be in [1, 128]"),
     ({"n": True}, "n", "true must be of type integer"),
@@ -216,6 +241,17 @@ ONE = {"tool_choice": "required", "parallel_tool_calls": False}
     ({"tools": [ADD], "tool_choice": "required"}, "add", "", True, False),
     ({"tools": [ADD], **ONE}, "add", "", True, True),
     ({"tools": [STRICT, ADD], "tool_choice": ADD}, "add", "", True, True),
+    (
+      {"tools": [STRICT, ADD], "tool_choice": allowed("auto", "add")},
+      *("add", "", False, False),
+    ),
+    (
+      {
+        "tools": [STRICT, ADD],
+        "tool_choice": allowed("required", "add", "sum"),
+      },
+      *("sum add", "", True, False),
+    ),
     ({"response_format": {"type": "json_object"}}, "", "any", False, False),
     ({"response_format": FORMAT}, "", "integers", False, False),
     (
@@ -248,6 +284,7 @@ def test_an_answer_has_the_form_that_is_asked_for(
   [
     {"tools": [ADD]},
     {"tools": [STRICT], "tool_choice": "none"},
+    {"tools": [ADD], "tool_choice": allowed("auto", "add")},
     {"response_format": {"type": "text"}},
   ],
 )
