@@ -1,6 +1,7 @@
 """The APIs of OpenAI and Anthropic over a decode engine, for ASGI servers.
 
   POST [/sessions/ID]/v1/chat/completions, /v1/completions, /v1/messages
+  POST [/sessions/ID]/tokenize, /detokenize
   GET [/sessions/ID]/v1/models
   GET /sessions/ID    POST /sessions/ID/finish                GET /health
 
@@ -28,11 +29,13 @@ from launch.openai import (
   disconnect,
   http_server,
   json_fields,
+  tokenization,
 )
 from launch.openai import replies as openai_replies
 from launch.openai import requests as openai_requests
 from models.chat import answer_grammar
 from rl.agents import answer_stream, session_tree
+from rl.agents import messages as messages_lib
 from rl.agents import sessions as sessions_lib
 from rl.data import trajectory
 from rl.engine import contract
@@ -90,12 +93,14 @@ def app(
     )
   api = _Api(engine, sessions, serving or Serving())
   post = [
-    routing.Route(f"{path}/v1/{name}", call, methods=["POST"])
+    routing.Route(f"{path}/{name}", call, methods=["POST"])
     for path in ("", "/sessions/{session}")
     for name, call in (
-      ("chat/completions", api.chat),
-      ("completions", api.text),
-      ("messages", api.messages),
+      ("v1/chat/completions", api.chat),
+      ("v1/completions", api.text),
+      ("v1/messages", api.messages),
+      ("tokenize", api.tokenize),
+      ("detokenize", api.detokenize),
     )
   ]
   return applications.Starlette(
@@ -255,9 +260,7 @@ class _Api:
     with _as_bad_request("prompt"):
       prompt = query.prompt
       if isinstance(prompt, str):
-        prompt = chat.encode_answer(prompt).tolist()
-        while prompt and prompt[-1] in chat.stop_ids:
-          prompt.pop()
+        prompt = messages_lib.text_ids(chat, prompt)
       opening = session.begin_ids(np.asarray(prompt, np.int32))
 
     def parser() -> answer_stream.AnswerParser:
@@ -268,6 +271,22 @@ class _Api:
     return await self._answer(
       request, session, opening, query.sampling, parser, chat=False
     )
+
+  async def tokenize(self, request: requests.Request) -> responses.Response:
+    """Returns the ids of a text or of a conversation, whatever was sampled."""
+    body = await self._body(request)
+    with _as_bad_request(), messages_lib.encoding():
+      tokens = tokenization.tokens(body, self._sessions.chat)
+    longest = self._engine.capabilities.max_length
+    return responses.JSONResponse(
+      {"tokens": tokens, "count": len(tokens), "max_model_len": longest}
+    )
+
+  async def detokenize(self, request: requests.Request) -> responses.Response:
+    """Returns the text of ids."""
+    body, able = await self._body(request), self._engine.capabilities
+    text = tokenization.text(body, self._sessions.chat, able.vocab_size)
+    return responses.JSONResponse({"prompt": text})
 
   async def _answer(
     self,
@@ -373,5 +392,7 @@ def _as_bad_request(param: str | None = None) -> Iterator[None]:
   """Turns a ValueError of the session into an error of the API."""
   try:
     yield
+  except json_fields.BadRequest:
+    raise
   except ValueError as error:
     raise json_fields.BadRequest(str(error), param) from error

@@ -26,6 +26,10 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
   "frequency_penalty": (0,),
   "presence_penalty": (0,),
   "response_format": ({"type": "text"},),
+  # Of vLLM.
+  "add_special_tokens": (False,),
+  "continue_final_message": (False,),
+  "return_token_strs": (False,),
   # Replies always have them.
   "return_token_ids": (True, False),
   "service_tier": ("auto", "default"),
@@ -404,12 +408,12 @@ def _tool_choice(
     return _ToolChoice(())
   if choice == "required" and tools:
     return _ToolChoice(every, forced=True)
-  kind = choice.get("type") if isinstance(choice, dict) else None
-  if kind == "function":
-    place = _place(choice, "tool_choice", tools)
-    return _ToolChoice([place], forced=True, one=True)
-  if kind == "allowed_tools":
-    return _allowed_tools(choice, tools)
+  if isinstance(choice, dict):
+    if choice.get("type") == "function":
+      place = _place(choice, "tool_choice", tools)
+      return _ToolChoice([place], forced=True, one=True)
+    if choice.get("type") == "allowed_tools":
+      return _allowed_tools(choice, tools)
   words = "'auto', 'none', 'required', allowed_tools or one function"
   why = f"is unknown; use {words}"
   raise json_fields.BadRequest(

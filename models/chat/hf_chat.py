@@ -124,16 +124,19 @@ class HfChat:
     self,
     messages: Iterable[message_lib.ChatMessage],
     tools: Sequence[Mapping[str, Any]] = (),
+    *,
+    prompt: bool = True,
   ) -> Int32[np.ndarray, " P"]:
     """Returns the ids of a conversation, up to where the next answer begins.
 
     Args:
       tools: JSON schemas of functions, as in the OpenAI API.
+      prompt: false ends them before the template opens that answer.
 
     Raises:
       ValueError: a message cannot be encoded, or the template rejects it.
     """
-    return self._encode(self.template.render(messages, tools, prompt=True))
+    return self._encode(self.template.render(messages, tools, prompt=prompt))
 
   def append(
     self, messages: Iterable[message_lib.ChatMessage], answer_ended: bool = True
@@ -184,6 +187,10 @@ class HfChat:
     """
     text = b"".join(self._text_bytes(int(i)) for i in ids)
     return text.decode("utf-8", "replace")
+
+  def spell(self, ids: Sequence[int]) -> str:
+    """Returns the text with that of special tokens; else as `decode`."""
+    return b"".join(map(self._bytes, ids)).decode("utf-8", "replace")
 
   def parse(
     self, ids: Sequence[int] | Int32[np.ndarray, " L"]

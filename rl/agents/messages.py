@@ -4,8 +4,9 @@ A chat whose template knows tools encodes a whole history at once. Any other
 chat is called message by message: open, encode_answer, append, encode_answer ..
 """
 
+import contextlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -13,11 +14,30 @@ from jaxtyping import Int32
 
 from envs import base
 from rl.rollout import episode as episode_lib
+from rl.runtime import isolation
 
 
 @runtime_checkable
 class ToolChat(episode_lib.Chat, Protocol):
   """A chat whose template shows tools, as `models.chat.hf_chat.HfChat`."""
+
+  def open(
+    self,
+    messages: Sequence[base.Message],
+    tools: Sequence[Mapping[str, Any]] = (),
+    *,
+    prompt: bool = True,
+  ) -> Int32[np.ndarray, " P"]:
+    """Returns the ids of a conversation.
+
+    Args:
+      prompt: end them where the next answer begins.
+    """
+    ...
+
+  def spell(self, ids: Sequence[int]) -> str:
+    """Returns the text of ids, that of special tokens included."""
+    ...
 
   def decoder(self) -> Any:
     """Returns a decoder of one answer, with methods feed and end."""
@@ -46,6 +66,31 @@ def _value(arguments: str) -> str:
     return json.dumps(json.loads(arguments), sort_keys=True)
   except (ValueError, RecursionError):
     return arguments
+
+
+def text_ids(chat: episode_lib.Chat, text: str) -> list[int]:
+  """Returns the ids of text outside of a conversation.
+
+  Raises:
+    ValueError: the chat cannot encode it.
+  """
+  ids = chat.encode_answer(text).tolist()
+  while ids and ids[-1] in chat.stop_ids:
+    ids.pop()
+  return ids
+
+
+@contextlib.contextmanager
+def encoding() -> Iterator[None]:
+  """Turns every error into a ValueError: templates raise all kinds."""
+  try:
+    yield
+  except ValueError:
+    raise
+  except Exception as error:
+    raise ValueError(
+      f"the messages cannot be encoded: {isolation.reason(error)}"
+    ) from error
 
 
 def open_ids(

@@ -182,14 +182,8 @@ class Session:
     Raises:
       ValueError: the chat cannot encode it.
     """
-    try:
+    with messages_lib.encoding():
       return self._begin(messages, tools)
-    except ValueError:
-      raise
-    except Exception as error:  # Templates and tokenizers raise all kinds.
-      raise ValueError(
-        f"the messages cannot be encoded: {isolation.reason(error)}"
-      ) from error
 
   def _begin(
     self,

@@ -437,6 +437,57 @@ def test_the_async_client_serves_sessions_side_by_side(words):
   assert asyncio.run(all_of_them()) == [expected] * 16
 
 
+def test_ids_and_text_can_be_asked_for_as_of_vllm(words, tools):
+  asked = {"model": "any", "messages": [{"role": "user", "content": "go on"}]}
+  status, told = words.send("POST", "/sessions/any/tokenize", asked)
+  assert (status, told["tokens"]) == (200, [GO, ON, AGENT])
+  assert (told["count"], told["max_model_len"]) == (3, 1 << 16)
+  assert (
+    words.send("GET", "/sessions/any")[0] == 404
+  )  # Nothing was asked in it.
+  assert words.send("POST", "/tokenize", {"prompt": "no"})[1]["tokens"] == [NO]
+  back = words.send("POST", "/detokenize", {"tokens": [GO, ON, END]})
+  assert back == (200, {"prompt": "go on"})
+  # With the chat of a model special tokens have their text.
+  question = {**asked, "tools": [ADD]}
+  _, whole = tools.send("POST", "/tokenize", question)
+  assert whole["tokens"] == tools.ask("go on", tools=[ADD]).prompt_token_ids
+  without = {**question, "add_generation_prompt": False}
+  _, said = tools.send("POST", "/tokenize", without)
+  opened = whole["tokens"][: said["count"]], whole["tokens"][said["count"] :]
+  assert opened[0] == said["tokens"]
+  _, back = tools.send("POST", "/detokenize", {"tokens": opened[1]})
+  assert back == {"prompt": "<|im_start|>assistant\n"}
+
+
+@pytest.mark.parametrize(
+  ("path", "body", "told"),
+  [
+    ("tokenize", {}, "prompt is missing"),
+    ("tokenize", {"prompt": ["go"]}, "must be of type text"),
+    ("tokenize", {"prompt": "maybe"}, "'maybe'"),
+    ("tokenize", {"prompt": "go", "messages": []}, "messages is empty"),
+    ("tokenize", {"prompt": "go", "add_special_tokens": True}, "not supported"),
+    (
+      "tokenize",
+      {
+        "messages": [{"role": "user", "content": "go"}],
+        "add_generation_prompt": False,
+      },
+      "needs the chat template of a model",
+    ),
+    ("detokenize", {"tokens": [1, -1]}, "no id in [0, 262144)"),
+    ("detokenize", {"tokens": [1 << 18]}, "no id in [0, 262144)"),
+    ("detokenize", {"tokens": [True]}, "no id in [0, 262144)"),
+    ("detokenize", {"tokens": [1], "skip": True}, "skip is unknown"),
+  ],
+)
+def test_what_has_no_ids_or_no_text_is_a_bad_request(words, path, body, told):
+  status, answer = words.send("POST", f"/{path}", body)
+  assert status == 400
+  assert told in answer["error"]["message"]
+
+
 def test_the_model_and_the_health_can_be_asked_for(words):
   client = words.client()
   assert [model.id for model in client.models.list()] == ["tiny"]
