@@ -466,7 +466,8 @@ def test_ids_and_text_can_be_asked_for_as_of_vllm(words, tools):
     ("tokenize", {}, "prompt is missing"),
     ("tokenize", {"prompt": ["go"]}, "must be of type text"),
     ("tokenize", {"prompt": "maybe"}, "'maybe'"),
-    ("tokenize", {"prompt": "go", "messages": []}, "messages is empty"),
+    ("tokenize", {"messages": []}, "messages is empty"),
+    ("tokenize", {"prompt": "go", "messages": []}, "prompt is unknown"),
     ("tokenize", {"prompt": "go", "add_special_tokens": True}, "not supported"),
     (
       "tokenize",
