@@ -256,13 +256,14 @@ class _Connection:
     import httpx2
     from mcp.client import streamable_http
 
-    server, headers = self._server, {}
+    # Else the size of an answer would not be that of its bytes.
+    server, headers = self._server, {"Accept-Encoding": "identity"}
     if server.token:
       headers["Authorization"] = f"Bearer {os.environ[server.token]}"
     client = httpx2.AsyncClient(
       headers=headers,
       timeout=max(server.start_s, server.call_s),
-      event_hooks={"response": [_check_size]},
+      event_hooks={"response": [_limit_size]},
     )
     connected = streamable_http.streamable_http_client(
       server.url, http_client=client, max_sse_event_size=MAX_MESSAGE_BYTES
@@ -332,10 +333,33 @@ async def _write(stdin: asyncio.StreamWriter, out_of: Any) -> None:
       await stdin.drain()
 
 
-async def _check_size(response: Any) -> None:
-  size = int(response.headers.get("content-length", 0))
-  if size > MAX_MESSAGE_BYTES:
-    raise ValueError(f"an answer of {size} bytes is above {MAX_MESSAGE_BYTES}")
+async def _limit_size(response: Any) -> None:
+  """Lets an answer end the session once it is too long, with a length or not.
+
+  A stream of events goes on for as long as it likes: each event has the limit.
+  """
+  import httpx2
+
+  encoding = response.headers.get("content-encoding", "identity")
+  if encoding != "identity":
+    raise ValueError(f"it encoded an answer as {encoding}, unasked")
+  if "text/event-stream" in response.headers.get("content-type", ""):
+    return
+  whole = response.stream
+
+  class Limited(httpx2.AsyncByteStream):
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+      size = 0
+      async for part in whole:
+        size += len(part)
+        if size > MAX_MESSAGE_BYTES:
+          raise ValueError(f"an answer is above {MAX_MESSAGE_BYTES} bytes")
+        yield part
+
+    async def aclose(self) -> None:
+      await whole.aclose()
+
+  response.stream = Limited()
 
 
 async def _schemas(client: Any, server: McpServer) -> list[dict[str, Any]]:

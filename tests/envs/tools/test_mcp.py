@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import gzip
 import json
 import pickle
 import socket
@@ -19,6 +20,8 @@ from tests.envs.examples import shop, shop_server
 from tests.helpers import scripted_chats
 
 pytestmark = pytest.mark.process
+
+MIB = b"x" * (1 << 20)
 
 # Answers what the client needs to know before its first call.
 POOR = """
@@ -178,18 +181,28 @@ def test_a_command_that_is_no_server_is_named(command, words):
     ),
     (
       b"200 OK\r\ncontent-type: application/json\r\n"
-      b"content-length: 100000000\r\n\r\n{",
-      "100000000 bytes is above 16777216",
+      b"transfer-encoding: chunked\r\n\r\n" + 17 * (b"100000\r\n%s\r\n" % MIB),
+      "an answer is above 16777216 bytes",
+    ),
+    (
+      b"200 OK\r\ncontent-type: text/event-stream\r\n\r\ndata: " + 17 * MIB,
+      "event exceeded the 16777216 byte limit",
+    ),
+    (
+      b"200 OK\r\ncontent-type: application/json\r\ncontent-encoding: gzip\r\n"
+      b"content-length: 20\r\n\r\n" + gzip.compress(b""),
+      "it encoded an answer as gzip, unasked",
     ),
     (b"", "its start"),
   ],
-  ids=["500", "junk", "half", "huge", "closed"],
+  ids=["500", "junk", "half", "huge", "huge event", "encoded", "closed"],
 )
 def test_a_url_that_is_no_server_is_named(reply, words):
   async def answer(reader, writer):
     await reader.readuntil(b"\r\n\r\n")
     writer.write(b"HTTP/1.1 " + reply if reply else b"")
-    await writer.drain()
+    with contextlib.suppress(ConnectionError):  # It reads no more than 16 MiB.
+      await writer.drain()
     writer.close()
 
   async def run():
