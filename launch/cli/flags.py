@@ -11,9 +11,11 @@ import contextlib
 import difflib
 import functools
 import importlib
+import os
 import pathlib
 import pkgutil
 import re
+import select
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -42,19 +44,47 @@ _overrides: dict[str, str | None] = {}
 
 
 def command(program: Callable[[], None]) -> Callable[[Sequence[str]], None]:
-  """Returns the `main` of a program that takes flags only; Ctrl-C ends it."""
+  """Returns the `main` of a program that takes flags only.
+
+  Ctrl-C ends it, and so does a reader of its output that has seen enough, as in
+  `... | head`: with the exit code that a shell shows of such a signal.
+  """
 
   @functools.wraps(program)
   def main(argv: Sequence[str]) -> None:
     if len(argv) > 1:
       raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
     try:
-      program()
+      try:
+        program()
+      finally:
+        sys.stdout.flush()
     except KeyboardInterrupt:
       print("interrupted", file=sys.stderr)
       sys.exit(128 + signal.SIGINT)
+    except BrokenPipeError:
+      if not _has_lost_its_reader():
+        raise
+      sys.exit(128 + signal.SIGPIPE)
 
   return main
+
+
+def _has_lost_its_reader() -> bool:
+  """Returns whether nobody reads stdout; what is left of it is then dropped."""
+  try:
+    place = sys.stdout.fileno()
+  except OSError:  # It is no file.
+    return False
+  stdout = select.poll()
+  stdout.register(place, 0)
+  if not stdout.poll(0):
+    return False
+  # The interpreter flushes once more when it ends.
+  nowhere = os.open(os.devnull, os.O_WRONLY)
+  os.dup2(nowhere, place)
+  os.close(nowhere)
+  return True
 
 
 def parse(argv: Sequence[str]) -> list[str]:

@@ -1,6 +1,7 @@
 """The command line of a run, in this process and in a real one."""
 
 import json
+import os
 import pathlib
 import subprocess
 import sys
@@ -304,3 +305,41 @@ def test_broken_json_names_the_file(tmp_path, text, message):
 def test_other_errors_are_not_hidden():
   with pytest.raises(KeyError), flags.exit_on_setting_error():
     raise KeyError("a bug")
+
+
+PRINTS = """
+from launch.cli import flags
+import sys
+
+def program():
+  print("x" * SIZE)
+  sys.exit(1)
+
+flags.command(program)(["program"])
+"""
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("size", [1, 1 << 20], ids=["at the end", "at once"])
+def test_a_reader_that_is_gone_ends_a_command_quietly(size):
+  read, write = os.pipe()
+  os.close(read)
+  script = PRINTS.replace("SIZE", str(size))
+  with os.fdopen(write, "wb") as gone:
+    done = subprocess.run(
+      [sys.executable, "-c", script],
+      stdout=gone,
+      stderr=subprocess.PIPE,
+      cwd=ROOT,
+      check=False,
+    )
+  # As of a program that SIGPIPE, 13, ended.
+  assert (done.returncode, done.stderr) == (128 + 13, b"")
+
+
+def test_other_broken_pipes_are_not_hidden(capsys):
+  def program():
+    raise BrokenPipeError("of a worker")
+
+  with pytest.raises(BrokenPipeError, match="of a worker"):
+    flags.command(program)(["program"])
