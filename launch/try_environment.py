@@ -91,7 +91,11 @@ def main() -> None:
     show(played[0], trial.chat, console)
   console.print(_table(results))
   wrong = sum(bool(result.fault) for result in results)
-  print(f"{wrong} of {len(results)} checks failed" if wrong else "all is well")
+  warnings = sum(bool(result.warning) for result in results)
+  well = (
+    f"all is well, with warnings: {warnings}" if warnings else "all is well"
+  )
+  print(f"{wrong} of {len(results)} checks failed" if wrong else well)
   if wrong:
     sys.exit(1)
 
@@ -166,11 +170,13 @@ def _table(
 ) -> rich.table.Table:
   table = rich.table.Table(box=None, pad_edge=False, show_header=False)
   for result in results:
-    words = f"{result.fault} ({result.seen})" if result.seen else result.fault
+    wrong = result.fault or result.warning
+    words = f"{wrong} ({result.seen})" if result.seen else wrong
+    state = "warning" if result.warning else "ok"
     table.add_row(
       result.name,
-      "FAILED" if result.fault else "ok",
-      rich.text.Text(_safe(words if result.fault else result.seen)),
+      "FAILED" if result.fault else state,
+      rich.text.Text(_safe(words if wrong else result.seen)),
     )
   return table
 

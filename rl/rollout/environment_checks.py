@@ -39,6 +39,8 @@ JUNK: Mapping[str, str] = {
 
 _JUNK_TASKS = 2
 _TASKS_COMPARED = 64
+_BLOCKED_S = 0.05
+"""Shorter than a dispatch of a large model: the engine does not notice it."""
 _UNLIMITED = 1 << 30
 
 
@@ -49,11 +51,13 @@ class CheckResult:
   Attributes:
     fault: what is wrong, and the way out; "" if nothing is.
     seen: in any case, in a few words.
+    warning: what is right but slows a run down, and the way out.
   """
 
   name: str
   fault: str = ""
   seen: str = ""
+  warning: str = ""
 
 
 async def run(
@@ -72,6 +76,7 @@ async def run(
     check_faults(played),
     check_lengths(played, trial.limits, trial.plays_well),
     check_times(played, trial.limits.step_s),
+    check_event_loop(played),
     check_close(played),
   ]
   if not any(p.trajectory.status.trainable for p in played):
@@ -232,6 +237,27 @@ def check_times(
     f"a call took {_duration(slowest)} of the {step_s:g} s that rollout.step_s "
     "allows: raise that, or make it faster",
     seen,
+  )
+
+
+def check_event_loop(played: Sequence[trial_lib.PlayedEpisode]) -> CheckResult:
+  """Warns of calls that, most times, let nothing else run for a while."""
+  words, longest = [], 0.0
+  for what in ("start", "step"):
+    blocked = [s for p in played for s in p.blocked.get(what, ())]
+    if blocked:
+      middle = statistics.median(blocked)
+      longest = max(longest, middle)
+      words.append(f"{what} keeps it for {_duration(middle)} (median)")
+  seen = "; ".join(words) or "nothing was called"
+  if longest <= _BLOCKED_S:
+    return CheckResult("event loop", seen=seen)
+  return CheckResult(
+    "event loop",
+    seen=seen,
+    warning="all other episodes wait meanwhile, and rollout.step_s cannot end "
+    "it: play the source in envs.workers.Processes, or call what blocks in a "
+    "thread, with envs.threads",
   )
 
 

@@ -7,10 +7,17 @@ answers' text -> chat -> episode.play -> reward = PlayedEpisode
 
 import asyncio
 import dataclasses
+import functools
 import random
 import time
 import zlib
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import (
+  Awaitable,
+  Callable,
+  Generator,
+  Mapping,
+  Sequence,
+)
 from typing import Any
 
 from envs import base
@@ -73,6 +80,7 @@ class PlayedEpisode:
     answers: as they were given, before limits cut any.
     tools: schemas of the environment's tools; none after a fault.
     seconds: of each call, by method.
+    blocked: of them, the longest in a row in which nothing else could run.
     closing: what went wrong in `close`, or "".
   """
 
@@ -82,6 +90,7 @@ class PlayedEpisode:
   answers: Sequence[str]
   tools: Sequence[Mapping[str, Any]]
   seconds: Mapping[str, Sequence[float]]
+  blocked: Mapping[str, Sequence[float]]
   closing: str
 
   @property
@@ -186,6 +195,7 @@ async def play(
     answers=answers,
     tools=list(seen.tools_shown) if seen and graded.status.trainable else [],
     seconds=seen.seconds if seen else {},
+    blocked=seen.blocked if seen else {},
     closing=seen.closing if seen else "",
   )
 
@@ -277,6 +287,7 @@ class _Watched:
 
   environment: base.Environment
   seconds: dict[str, list[float]] = dataclasses.field(default_factory=dict)
+  blocked: dict[str, list[float]] = dataclasses.field(default_factory=dict)
   tools_shown: Sequence[Mapping[str, Any]] = ()
   closing: str = "close was not called"
 
@@ -305,12 +316,44 @@ class _Watched:
     self.closing = ""
 
   async def _timed(self, what: str, call: Callable[[], Awaitable[Any]]) -> Any:
-    begun = time.perf_counter()
+    begun, stretches = time.perf_counter(), _Stretches(call)
     try:
-      return await call()
+      return await stretches
     finally:
       taken = time.perf_counter() - begun
       self.seconds.setdefault(what, []).append(taken)
+      self.blocked.setdefault(what, []).append(stretches.longest_s)
+
+
+class _Stretches:
+  """A call that can be awaited once; times how long it keeps the event loop.
+
+  Attributes:
+    longest_s: between two moments at which others could run.
+  """
+
+  def __init__(self, call: Callable[[], Awaitable[Any]]):
+    self._call = call
+    self.longest_s = 0.0
+
+  async def _awaited(self) -> Any:
+    return await self._call()
+
+  def __await__(self) -> Generator[Any, Any, Any]:
+    steps = self._awaited().__await__()
+    go_on = functools.partial(steps.send, None)
+    while True:
+      begun = time.perf_counter()
+      try:
+        waits_for = go_on()
+      except StopIteration as end:
+        return end.value
+      finally:
+        self.longest_s = max(self.longest_s, time.perf_counter() - begun)
+      try:
+        go_on = functools.partial(steps.send, (yield waits_for))
+      except BaseException as error:
+        go_on = functools.partial(steps.throw, error)
 
 
 def tool_call(name: str, arguments: Mapping[str, Any]) -> str:

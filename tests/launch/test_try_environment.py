@@ -75,7 +75,7 @@ def test_what_is_wrong_is_said_and_is_the_exit_code(tmp_path):
   assert result.returncode == 1
   assert re.search(r"junk +FAILED +12 of 12 answers; empty: ear", result.stdout)
   assert "env/said 2" in result.stdout
-  assert result.stdout.endswith("1 of 11 checks failed\n")
+  assert result.stdout.endswith("1 of 12 checks failed\n")
 
 
 def test_answers_of_a_user_are_played(tmp_path):

@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import itertools
 import math
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -76,6 +77,10 @@ class _Echo:
       reward = max(reward, (not answer.content.strip()) / 2)
     if self._flaw == "nan":
       reward = math.nan
+    if self._flaw == "blocks":
+      time.sleep(0.06)
+    if self._flaw == "waits":
+      await asyncio.sleep(0.06)
     metrics = {"n": next(_counter)} if self._flaw == "random metric" else {}
     said = [base.Message("user", self._said)]
     return base.Step(said, reward, self._steps == 2, metrics)
@@ -125,6 +130,7 @@ def test_a_sound_environment_passes_all_checks():
     "episodes",
     "lengths",
     "times",
+    "event loop",
     "close",
     "repeats",
     "parallel sessions",
@@ -234,6 +240,62 @@ def test_slow_calls_are_found_and_times_are_medians():
     "start 2 s (median), 2 s (max); step 5e+02 ms (median), 6 s (max)"
   )
   assert not environment_checks.check_times([slow], step_s=12.0).fault
+
+
+@pytest.mark.parametrize(
+  ("flaw", "warned"), [("blocks", True), ("waits", False)]
+)
+def test_a_step_that_blocks_the_event_loop_is_warned_of(flaw, warned):
+  trial = trial_of(Echo(flaw))
+  played = asyncio.run(
+    environment_trial.play(trial, trial.source.task(0, "train"))
+  )
+  assert played.trajectory.reward == 1
+  found = environment_checks.check_event_loop([played])
+  assert ("envs.workers.Processes" in found.warning) is warned
+  assert not found.fault
+  # Most steps decide, not one that loads something.
+  blocked = {"step": [0.01, 0.02, 6.0]}
+  rare = dataclasses.replace(played, blocked=blocked)
+  assert not environment_checks.check_event_loop([rare]).warning
+
+
+def test_calls_that_fail_or_are_cancelled_are_timed_as_they_are():
+  calls = []
+
+  async def failing():
+    await asyncio.sleep(0)
+    raise OSError("gone")
+
+  def wrong() -> Any:
+    return 5
+
+  async def resisting():
+    try:
+      await asyncio.Event().wait()
+    except asyncio.CancelledError:
+      calls.append("cancelled")
+      await asyncio.sleep(0)
+    return 5
+
+  async def scenario():
+    with pytest.raises(OSError, match="gone"):
+      await environment_trial._Stretches(failing)
+    with pytest.raises(TypeError, match="await"):
+      await environment_trial._Stretches(wrong)
+    stretches = environment_trial._Stretches(resisting)
+
+    async def awaited():
+      return await stretches
+
+    task = asyncio.create_task(awaited())
+    await asyncio.sleep(0)
+    task.cancel()
+    assert await task == 5
+    assert stretches.longest_s > 0
+
+  asyncio.run(scenario())
+  assert calls == ["cancelled"]
 
 
 def test_a_close_that_does_not_return_is_found():
