@@ -11,11 +11,11 @@ import jax
 from launch.cli import jax_setup, workdir
 from launch.run import load_run
 from models import config as model_config
-from models import definition, sharding
+from models import definition, memory_report, sharding
 from models import policy as policy_lib
 from models.hf import config as hf_config
 from models.hf import load
-from rl import assemble
+from rl import assemble, memory_plan
 from rl import experiment as experiment_lib
 from rl.agents import answer_stream
 from rl.engine import contract
@@ -49,13 +49,13 @@ class Hosting:
   """Settings for decoding the model of a Hugging Face directory.
 
   Attributes:
-    model: conversations have at most `max_length` ids; the cache holds
-      `engine.slots` of them.
+    model: conversations have at most `max_length` ids.
+    engine: sizes that are not set follow from the memory of the devices.
     placement: of the decode pool; the learner mesh is unused.
   """
 
   model: model_config.ModelConfig
-  engine: contract.EngineSpec = engine_settings.EngineSettings(slots=16)
+  engine: contract.EngineSpec = engine_settings.EngineSettings()
   placement: placement_lib.Placement = placement_lib.Placement(colocated=True)
 
   def validate(self) -> None:
@@ -97,7 +97,7 @@ def read_directory(
 
   Raises:
     ValueError: the checkpoint does not exist, or cannot be served with these
-      settings.
+      settings, or on these devices.
   """
   model = hf_config.load(directory)
   length = min(model.max_length, _MAX_LENGTH)
@@ -106,8 +106,26 @@ def read_directory(
   hosting.validate()
   load.check(directory, hosting.model)
   jax_setup.prepare(hosting.placement)
-  hosting.placement.layouts()
-  return hosting
+  return _fitted(hosting)[0]
+
+
+def _fitted(hosting: Hosting) -> tuple[Hosting, str]:
+  """Returns settings that fit the devices, and what these will hold.
+
+  Allocates nothing.
+  """
+  _, *layouts = hosting.placement.layouts()
+  devices = {x for layout in layouts for x in layout.devices}
+  memory = hosting.placement.memory(list(devices))
+  engine, parts = memory_plan.fit_served(
+    hosting.engine, hosting.model, hosting.placement, memory
+  )
+  room = "an unknown size; placement.device_gib=80 plans for 80 GiB"
+  if memory is not None:
+    room = memory_report.readable(memory.usable)
+  where = "this host" if memory and memory.is_shared else "each device"
+  plan = f"memory of {where}, of {room}: {'; '.join(map(str, parts))}"
+  return dataclasses.replace(hosting, engine=engine), plan
 
 
 @contextlib.asynccontextmanager
@@ -136,6 +154,7 @@ async def of_directory(
   report: Callable[[str], None],
 ) -> AsyncIterator[ServedModel]:
   """Serves a Hugging Face checkpoint, as version 0."""
+  report(_fitted(hosting)[1])
   _, *layouts = hosting.placement.layouts()
   spans = trace.Trace(None)
   threads = [mesh_thread.MeshThread("decode", spans) for _ in layouts]

@@ -16,8 +16,9 @@ from models import lora, memory_report
 from models import policy as policy_lib
 from rl import experiment as experiment_lib
 from rl.algorithms import references
+from rl.engine import contract
+from rl.engine.builtin import dispatch_shapes, sizing
 from rl.engine.builtin import settings as engine_settings
-from rl.engine.builtin import sizing
 from rl.pools import placement, weight_transfer
 from rl.train import learner, train_state
 
@@ -37,6 +38,11 @@ class Share(NamedTuple):
   def total(self) -> int:
     """Bytes on each of its devices."""
     return sum(self.lines.values())
+
+  def __str__(self) -> str:
+    sizes = self.lines.items()
+    text = ", ".join(f"{x} {memory_report.readable(size)}" for x, size in sizes)
+    return f"{self.name}: {text}"
 
 
 def learner_bytes(
@@ -154,48 +160,112 @@ def fit(
     return experiment
   engine = experiment.engine
   if isinstance(engine, engine_settings.EngineSettings):
-    rooms = _rooms(experiment, programs, memory)
+    parts = shares(experiment, programs, _weight_bytes)
+    _check(parts, memory, _RUN)
+    # Activations may be twice their estimate, and the engine can do with less.
+    lines = parts[0].lines
+    margin = sum(size for name, size in lines.items() if "activations" in name)
+    parts[0] = parts[0]._replace(lines={**lines, "margin": margin})
+    rooms = _rooms(parts, experiment.placement, memory)
     sizes = engine.sizes(
       _pool_model(experiment), rooms, longest or experiment.rollout.max_tokens
     )
     engine = dataclasses.replace(engine, **dataclasses.asdict(sizes))
     experiment = dataclasses.replace(experiment, engine=engine)
-  _check(shares(experiment, programs), memory)
+  _check(shares(experiment, programs), memory, _RUN)
   return experiment
 
 
-def _rooms(
-  experiment: experiment_lib.Experiment,
-  programs: learner.Learner,
-  memory: placement.Memory,
-) -> list[sizing.Room]:
-  """Returns what weights and training leave to the engines of each pool.
+def fit_served(
+  engine: contract.EngineSpec,
+  model: model_config.ModelConfig,
+  place: placement.Placement,
+  memory: placement.Memory | None,
+) -> tuple[contract.EngineSpec, list[Share]]:
+  """Returns an engine that fits beside weights that are only served.
+
+  Sizes follow as in `fit`, for conversations as long as the model's.
+
+  Returns:
+    The engine, and the share of every engine.
 
   Raises:
-    ValueError: these alone do not fit.
+    ValueError: weights and engines do not fit.
   """
-  parts = shares(experiment, programs, _weight_bytes)
-  _check(parts, memory)
-  # Activations may be twice their estimate, and the engine can do with less.
-  lines = parts[0].lines
-  margin = sum(size for name, size in lines.items() if "activations" in name)
-  parts[0] = parts[0]._replace(lines={**lines, "margin": margin})
+
+  def held(sizes: dispatch_shapes.DispatchShapes | None) -> list[Share]:
+    named = []
+    for pool in place.pools:
+      plan = pool.mesh.plan
+      weights = memory_report.parameters(model, plan)
+      lines = {"parameters": sum(row.device_bytes for row in weights)}
+      if sizes is not None:
+        lines |= sizing.lines(sizes, model, plan, model.max_length)
+      named += [(pool.name, lines)] * pool.replicas
+    return [
+      Share(name, devices, lines)
+      for (name, lines), devices in zip(named, place.ranges[1:], strict=True)
+    ]
+
+  parts, sizes = held(None), None
+  if memory is not None:
+    _check(parts, memory, _SERVED)
+  if isinstance(engine, engine_settings.EngineSettings):
+    rooms = [sizing.Room(pool.mesh.plan) for pool in place.pools]
+    if memory is not None:
+      rooms = _rooms(parts, place, memory)
+    sizes = engine.sizes(model, rooms)
+    engine = dataclasses.replace(engine, **dataclasses.asdict(sizes))
+    parts = held(sizes)
+  if memory is not None:
+    _check(parts, memory, _SERVED)
+  return engine, parts
+
+
+def _rooms(
+  parts: Sequence[Share], place: placement.Placement, memory: placement.Memory
+) -> list[sizing.Room]:
+  """Returns what all of these leave to the engines of each pool.
+
+  Args:
+    parts: of the learner, if there is one, and then of every engine.
+  """
+  first = len(parts) - sum(pool.replicas for pool in place.pools)
   left = [memory.usable] * len(parts)
   for members in _memories(parts, memory):
     free = memory.usable - sum(parts[i].total for i in members)
-    engines = [i for i in members if i > 0]
+    engines = [i for i in members if i >= first]
     for i in engines:
       left[i] = min(left[i], free // len(engines))
-  rooms, first = [], 1
-  for pool in experiment.placement.pools:
+  rooms = []
+  for pool in place.pools:
     least = min(left[first : first + pool.replicas])
     rooms.append(sizing.Room(pool.mesh.plan, least))
     first += pool.replicas
   return rooms
 
 
-def _check(parts: Sequence[Share], memory: placement.Memory) -> None:
-  """Raises ValueError if a memory would have to hold more than it can."""
+_RUN = (
+  "the run",
+  "lower batch.rows, rollout.max_tokens or engine.slots, train adapters "
+  "(model.lora), use model.compute.dtype=bfloat16, or split placement.learner "
+  "or placement.decode over more devices",
+)
+_SERVED = (
+  "the served model",
+  "lower engine.slots or model.max_length, use model.compute.dtype=bfloat16, "
+  "or split placement.decode over more devices",
+)
+
+
+def _check(
+  parts: Sequence[Share], memory: placement.Memory, words: tuple[str, str]
+) -> None:
+  """Raises ValueError if a memory would have to hold more than it can.
+
+  Args:
+    words: a name for all parts together, and the way out.
+  """
 
   def held(members):
     return sum(parts[i].total for i in members)
@@ -204,18 +274,12 @@ def _check(parts: Sequence[Share], memory: placement.Memory) -> None:
   if held(fullest) <= memory.usable:
     return
   text = memory_report.readable
-  listing = "".join(
-    f"\n  {parts[i].name}: "
-    + ", ".join(f"{name} {text(size)}" for name, size in parts[i].lines.items())
-    for i in dict.fromkeys(fullest)
-  )
+  listing = "".join(f"\n  {parts[i]}" for i in dict.fromkeys(fullest))
   where = "this host" if memory.is_shared else "a device"
+  whole, out = words
   raise ValueError(
-    f"the run takes {text(held(fullest))} of {where}, where "
-    f"{text(memory.usable)} can be used:{listing}\nlower batch.rows, "
-    "rollout.max_tokens or engine.slots, train adapters (model.lora), use "
-    "model.compute.dtype=bfloat16, or split placement.learner or "
-    "placement.decode over more devices"
+    f"{whole} takes {text(held(fullest))} of {where}, where "
+    f"{text(memory.usable)} can be used:{listing}\n{out}"
   )
 
 

@@ -166,6 +166,8 @@ def test_a_hugging_face_directory_is_served_with_its_tools(hugging_face):
     assert last.finish_reason in ("stop", "length")
     err = command.end(signal.SIGINT)
   assert (command.code, "Traceback" in err) == (0, False), err
+  # 4 slots of 512 tokens, and a page.
+  assert "KV cache, 2,064 tokens in 129 pages" in err
 
 
 @pytest.mark.process
@@ -189,6 +191,11 @@ def test_a_hugging_face_directory_is_served_with_its_tools(hugging_face):
     (
       *("directory", "hugging_face"),
       *({"placement.decode.data": "64"}, "64"),
+    ),
+    (
+      *("directory", "hugging_face"),
+      # A slot takes 32 KiB and more: 512 tokens of two heads of 8 numbers.
+      *({"engine.slots": str(2**28)}, "slots=268435456 for conversations of"),
     ),
   ],
 )

@@ -259,6 +259,35 @@ def test_devices_of_a_host_share_its_memory(experiment):
     memory_plan.fit(experiment, programs, less)
 
 
+def test_a_served_model_has_what_its_weights_leave(experiment):
+  model = dataclasses.replace(experiment.model, max_length=4096)
+  place = placement.Placement(colocated=True)
+  engine = engine_settings.EngineSettings()
+
+  def fitted(num_bytes) -> Any:
+    memory = None if num_bytes is None else placement.Memory(num_bytes)
+    return memory_plan.fit_served(engine, model, place, memory)
+
+  roomy, (share,) = fitted(2**36)
+  assert (roomy.slots, roomy.pages) == (256, 256 * 256 + 1)
+  weights = share.lines["parameters"]
+  assert weights == 4 * memory_report.num_params(model).total
+  # Half of what the cache and its copy take leaves half of the slots, about.
+  half, (less,) = fitted(weights + (share.total - weights) // 2)
+  assert 100 < half.slots < 128
+  assert less.total <= weights + (share.total - weights) // 2
+  # As given sizes do, and a second time those that followed.
+  memory = placement.Memory(2**36)
+  again = memory_plan.fit_served(half, model, place, memory)
+  assert again == (half, [less])
+  with pytest.raises(ValueError, match=r"(?s)the served model .*parameters"):
+    fitted(weights - 1)
+  with pytest.raises(ValueError, match=r"slots=1 for conversations of 4096"):
+    fitted(weights + 1)
+  # Nothing is known of the memory: nothing is checked.
+  assert fitted(None)[0].slots == 256
+
+
 def test_engines_on_one_device_divide_what_is_left(one_gpu):
   mesh = placement.MeshSpec(first_device=0, rules=sharding.DECODE)
   pool = placement.DecodePool(name="second", mesh=mesh)
