@@ -327,6 +327,9 @@ def coordinate(
       group_filter=group_filters.group_filter(
         experiment.algorithm.dynamic_sampling, experiment.algorithm.advantage
       ),
+      settle_every=(
+        experiment.retention.checkpoint_every if experiment.repeatable else 0
+      ),
     ),
     trainer=parts.trainer,
     publisher=parts.publisher,
@@ -337,6 +340,7 @@ def coordinate(
     watchdog=parts.watchdog,
     observer=observer,
     gauges=lambda: _gauges(parts),
+    flush=parts.router.flush_cache,
   )
 
 

@@ -134,7 +134,8 @@ class Experiment:
       episode ends.
     repeatable: the order of all events follows from the settings and the seed,
       at some cost in time; see `runtime.logical_clock`. Two runs on machines
-      with the same devices then end with the same parameters, bit for bit.
+      with the same devices then end with the same parameters, bit for bit,
+      whether they were killed or not. Before a checkpoint all in flight ends.
   """
 
   environment: base.Source

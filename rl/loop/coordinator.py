@@ -21,7 +21,7 @@ long that takes, and the learner waits only if it takes longer than a round.
 import asyncio
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -33,11 +33,12 @@ from rl.engine import contract
 from rl.loop import producer, round_metrics
 from rl.loop import progress as progress_lib
 from rl.rollout import group_rollout, prompts
-from rl.runtime import trace
+from rl.runtime import logical_clock, trace
 from rl.runtime import watchdog as watchdog_lib
 from rl.schedule import overlap
 from rl.train import trainer as trainer_lib
 
+_ROUND_S = 2.0**14  # Longer than any round on a logical clock.
 _GRACE_S = 10.0
 """Time for episodes to end with all their tokens when a run stops."""
 
@@ -52,6 +53,9 @@ class LoopSettings:
 
   Attributes:
     group_filter: drops groups that teach nothing; others are played instead.
+    settle_every: rounds after which everything in flight ends and the engines
+      and the clock begin anew, so that a checkpoint holds all that the rest of
+      the run depends on; 0 never.
   """
 
   schedule: overlap.Overlap
@@ -60,6 +64,7 @@ class LoopSettings:
   progress_timeout_s: float
   success: float
   group_filter: group_filters.GroupFilter
+  settle_every: int = 0
 
 
 @runtime_checkable
@@ -103,6 +108,7 @@ class Coordinator:
 
   Args:
     gauges: further metrics, read at the end of every round.
+    flush: has idle engines begin anew; see `LoopSettings.settle_every`.
   """
 
   def __init__(
@@ -118,6 +124,7 @@ class Coordinator:
     watchdog: watchdog_lib.Watchdog,
     observer: progress_lib.RunObserver,
     gauges: Callable[[], Mapping[str, float]] = dict,
+    flush: Callable[[], Awaitable[None]] | None = None,
   ):
     self._settings = settings
     self._schedule = settings.schedule
@@ -129,6 +136,7 @@ class Coordinator:
     self._watchdog = watchdog
     self._observer = observer
     self._gauges = gauges
+    self._flush = flush
     self._producer = producer.Producer(
       settings.schedule,
       rounds=settings.rounds,
@@ -182,6 +190,7 @@ class Coordinator:
     # A round is measured from the end of training in the one before it.
     self._background = tasks
     self._mark = self._spans.now()
+    await self._begin_anew()
     producing = tasks.create_task(self._producer.run(), name="producer")
     try:
       while self._trained < self._settings.rounds:
@@ -236,7 +245,22 @@ class Coordinator:
         gap=self._trainer.gap,
       )
     )
+    every = self._settings.settle_every
+    if every and self._trained % every == 0:
+      await self._published()
+      await self._guarded(self._producer.hold(), "all groups in flight to end")
+      await self._begin_anew()
     await self._observer.on_boundary(self._progress())
+    if every:
+      self._producer.go_on()
+
+  async def _begin_anew(self) -> None:
+    """Leaves no trace of what was played: in engines, weights and time."""
+    if self._settings.settle_every:
+      self._trainer.restore(self._trainer.state)  # Forgets older weights.
+      if self._flush is not None:
+        await self._flush()
+      await logical_clock.advance((self._trained + 1) * _ROUND_S)
 
   async def _ready(self, count: int, this: _Round) -> None:
     """Waits until the next `count` groups are ready."""

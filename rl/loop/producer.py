@@ -57,7 +57,7 @@ class Producer:
     self._trained = 0
     self._num_ready = 0  # Since the last release.
     self._shed_at = 0
-    self._stopping = False
+    self._stopping = self._holding = False
     self._room = asyncio.Event()
     self.group_ready = asyncio.Event()
 
@@ -123,7 +123,7 @@ class Producer:
       schedule.admission == "hard_frontier"
       and len(self._rollouts) >= schedule.frontier_groups
     )
-    closed = at_frontier or self._full or self._stopping
+    closed = at_frontier or self._full or self._stopping or self._holding
     return self._gate.may_admit() and not closed
 
   def _submit(
@@ -347,6 +347,20 @@ class Producer:
           self._room.clear()
           await self._room.wait()
         await asyncio.gather(*self._player.closing)
+
+  async def hold(self) -> None:
+    """Admits nothing more, and returns when nothing is in flight."""
+    self._holding = True
+    while self._rollouts and not self._stopping:
+      self._room.clear()
+      await self._room.wait()
+    await asyncio.gather(*self._player.closing)
+    self._buffer.sort()
+
+  def go_on(self) -> None:
+    """Admits again after `hold`."""
+    self._holding = False
+    self._room.set()
 
   @property
   def untrained(self) -> Mapping[int, trajectory.Group]:

@@ -108,6 +108,16 @@ class LogicalEventLoop(asyncio.SelectorEventLoop):
     """Returns logical seconds since the loop was made."""
     return self._clock.now_s
 
+  def set_time(self, time_s: float) -> None:
+    """Sets the clock, which has come within rounding of this time.
+
+    Raises:
+      RuntimeError: it has not.
+    """
+    if abs(self._clock.now_s - time_s) > _RESOLUTION_S * max(1.0, time_s):
+      raise RuntimeError(f"the time is {self._clock.now_s}, not {time_s}")
+    self._clock.now_s = time_s
+
   def promise(self, due_s: float) -> Callable[..., object]:
     """Returns a function that has a callback run at a time of this clock.
 
@@ -132,6 +142,17 @@ class LogicalEventLoop(asyncio.SelectorEventLoop):
   subprocess_exec = subprocess_shell = getaddrinfo = _refuse_later
   connect_read_pipe = connect_write_pipe = _refuse_later
   run_in_executor: Any = _refuse
+
+
+async def advance(time_s: float) -> None:
+  """Moves the clock of an idle loop on; another clock is left alone.
+
+  Sums of times are then those of any other run at this point, to the last bit.
+  """
+  loop = asyncio.get_running_loop()
+  if isinstance(loop, LogicalEventLoop):
+    await asyncio.sleep(time_s - loop.time())
+    loop.set_time(time_s)
 
 
 def promise(

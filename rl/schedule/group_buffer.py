@@ -64,6 +64,10 @@ class GroupBuffer:
     """Adds a group that was finished before a restart."""
     self._ready[group.group_id] = group
 
+  def sort(self) -> None:
+    """Orders the ready groups as `restore` would have after a restart."""
+    self._ready = dict(sorted(self._ready.items()))
+
   def withdraw(self, group_id: int) -> None:
     """Forgets a group that is in flight or ready: it will not be trained."""
     self._attempts.pop(group_id, None)

@@ -1,8 +1,10 @@
-"""An asynchronous run that is repeatable ends with the same bits."""
+"""A repeatable run in flight ends with the same bits, whether killed or not."""
 
 import json
 import os
 import subprocess
+import sys
+import time
 
 import pytest
 
@@ -13,40 +15,49 @@ pytestmark = [pytest.mark.process, pytest.mark.slow]
 SETTINGS = commands.TINY | {
   "rounds": "6",
   "repeatable": "true",
+  "retention.checkpoint_every": "2",
   "overlap.max_staleness": "2",
 }
 
 
-def run(workdir, **variables):
-  """Returns the exit code, with other hashes and at another speed."""
-  process = subprocess.run(
-    [
-      *("python", "-m", *commands.train(workdir, SETTINGS)),
-    ],
+def begin(workdir, hash_seed):
+  """Starts a run in a process with other hashes."""
+  environment = {**os.environ, "XLA_FLAGS": "", "PYTHONHASHSEED": hash_seed}
+  return subprocess.Popen(
+    [sys.executable, "-m", *commands.train(workdir, SETTINGS)],
     cwd=commands.ROOT,
-    env={**os.environ, "XLA_FLAGS": "", **variables},
+    env=environment,
     stdin=subprocess.DEVNULL,
-    capture_output=True,
+    stdout=subprocess.PIPE,
+    stderr=subprocess.STDOUT,
     text=True,
-    check=False,
-    timeout=240,
   )
-  return process.returncode, process.stdout + process.stderr
 
 
-def checksums(workdir):
-  """Returns those of all arrays of the last checkpoint, and the rest of it."""
+def finish(process):
+  """Waits for a run to end well."""
+  text, _ = process.communicate(timeout=240)
+  assert process.returncode == 0, text
+
+
+def last_checkpoint(workdir):
+  """Returns the checksums of its arrays, and the rest of what it holds."""
   path = workdir / "checkpoints" / "6" / "record" / "metadata"
   return json.loads(path.read_text())["body"]
 
 
-def test_two_runs_of_a_seed_end_with_the_same_bits(tmp_path):
-  first, second = tmp_path / "first", tmp_path / "second"
-  for workdir, seed in ((first, "1"), (second, "2")):
-    code, text = run(workdir, PYTHONHASHSEED=seed)
-    assert code == 0, text
-  log = (first / "events.jsonl").read_text()
-  assert (second / "events.jsonl").read_text() == log
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+  """The directory of a run that nothing happened to."""
+  workdir = tmp_path_factory.mktemp("undisturbed") / "run"
+  finish(begin(workdir, "1"))
+  return workdir
+
+
+def test_two_runs_of_a_seed_end_with_the_same_bits(undisturbed, tmp_path):
+  finish(begin(tmp_path / "run", "2"))
+  log = (undisturbed / "events.jsonl").read_text()
+  assert (tmp_path / "run" / "events.jsonl").read_text() == log
   # Weights did arrive inside of trajectories.
   versions = [
     event["versions"]
@@ -54,4 +65,19 @@ def test_two_runs_of_a_seed_end_with_the_same_bits(tmp_path):
     if event["kind"] == "ended"
   ]
   assert any(len(runs) > 1 for runs in versions)
-  assert checksums(first) == checksums(second)
+  assert last_checkpoint(tmp_path / "run") == last_checkpoint(undisturbed)
+
+
+def test_a_run_that_was_killed_ends_with_the_bits_of_one_that_was_not(
+  undisturbed, tmp_path
+):
+  workdir = tmp_path / "run"
+  killed = begin(workdir, "3")
+  saved = workdir / "checkpoints" / "2" / "commit_success.txt"
+  while not saved.exists():
+    assert killed.poll() is None, killed.communicate()[0]
+    time.sleep(0.05)
+  killed.kill()
+  killed.communicate()
+  finish(begin(workdir, "4"))
+  assert last_checkpoint(workdir) == last_checkpoint(undisturbed)

@@ -204,6 +204,7 @@ class Run:
   observer: Observer = dataclasses.field(default_factory=Observer)
   build: Callable[[], Any] | None = None
   pool: int | None = None
+  settle_every: int = 0
   max_graders: int = 256
   disturb: Callable[["Run"], Any] | None = None
   listeners: tuple[Callable[[event_log.Event], None], ...] = ()
@@ -298,6 +299,7 @@ class Run:
         group_filter=group_filters.group_filter(
           self.dynamic_sampling, advantages.Grpo()
         ),
+        settle_every=self.settle_every,
       ),
       trainer=self._trainer(),
       publisher=self._publisher(),

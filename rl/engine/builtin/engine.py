@@ -17,6 +17,7 @@ stay on the device until the host has time to look.
 
 import asyncio
 import collections
+import functools
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
@@ -88,20 +89,23 @@ class BuiltinEngine:
       bias_slots=bias_slots,
       record_experts=record_experts,
     )
-    self._queue = request_queue.RequestQueue(
+    self._new_queue = functools.partial(
+      request_queue.RequestQueue,
       config,
       shapes,
       min_copied_ids=min_copied_ids,
       bias_slots=bias_slots,
       record_experts=record_experts,
     )
-    self._scheduler = scheduler.Scheduler(
-      self._queue,
-      shapes,
+    self._new_scheduler = functools.partial(
+      scheduler.Scheduler,
+      shapes=shapes,
       longest=config.max_length,
       parts=layout.num_batch,
       platform=layout.platform,
     )
+    self._queue = self._new_queue()
+    self._scheduler = self._new_scheduler(self._queue)
     self._version = -1
     self._params: definition.Params | None = None
     self._in_flight: collections.deque[
@@ -284,9 +288,18 @@ class BuiltinEngine:
     return version, await self._thread.run("checksum", checksum_lib.of, params)
 
   async def flush_cache(self) -> None:
-    """Drops every cached prefix that no running request uses."""
+    """Drops every cached prefix that no running request uses.
+
+    An idle engine then plans as one that has just begun.
+    """
     self._check_open()
-    self._queue.blocks.flush()
+    old = self._queue
+    if old.requests or self._in_flight:
+      old.blocks.flush()
+      return
+    self._queue = self._new_queue()
+    self._queue.counts, self._queue.preemptions = old.counts, old.preemptions
+    self._scheduler = self._new_scheduler(self._queue)
 
   async def _until(self, done: Callable[[], bool]) -> None:
     """Returns when `done`; dispatches and requests end on the way.

@@ -63,6 +63,34 @@ def test_every_schedule_trains_16_groups_once_each(name):
   assert run.ledger.error == 0
 
 
+@pytest.mark.parametrize("name", ["in flight, 3", "drop", "bounded"])
+def test_a_run_that_settles_has_nothing_in_flight_at_those_boundaries(name):
+  class Watching(virtual_run.Observer):
+    seen = ()
+
+    async def on_boundary(self, progress):
+      ready = list(progress.untrained)
+      self.seen += ((len(progress.in_flight) > 0, ready == sorted(ready)),)
+
+  def play(settle_every):
+    run = virtual_run.Run(
+      virtual_run.SCHEDULES[name],
+      rounds=6,
+      delay_s=lambda priority: 0.01 * (1 + sum(priority) % 5),
+      learner=slow_learner(1e-4),
+      observer=Watching(),
+      settle_every=settle_every,
+    ).start()
+    trained = [group.group_id for group in run.groups]
+    assert len(set(trained)) == len(trained) == 24
+    assert run.violations() == []
+    assert run.ledger.error == 0
+    return run.observer.seen
+
+  assert any(busy for busy, _ in play(0)[1:5:2])
+  assert play(2)[1:5:2] == ((False, True), (False, True))
+
+
 @pytest.mark.parametrize("eta", [1, 2, 3])
 def test_staleness_reaches_the_bound_and_never_passes_it(eta):
   schedule = overlap.in_flight(4, eta, 1)
