@@ -73,19 +73,20 @@ def test_a_run_that_settles_has_nothing_in_flight_at_those_boundaries(name):
       self.seen += ((len(progress.in_flight) > 0, ready == sorted(ready)),)
 
   def play(settle_every):
+    observer = Watching()
     run = virtual_run.Run(
       virtual_run.SCHEDULES[name],
       rounds=6,
       delay_s=lambda priority: 0.01 * (1 + sum(priority) % 5),
       learner=slow_learner(1e-4),
-      observer=Watching(),
+      observer=observer,
       settle_every=settle_every,
     ).start()
     trained = [group.group_id for group in run.groups]
     assert len(set(trained)) == len(trained) == 24
     assert run.violations() == []
     assert run.ledger.error == 0
-    return run.observer.seen
+    return observer.seen
 
   assert any(busy for busy, _ in play(0)[1:5:2])
   assert play(2)[1:5:2] == ((False, True), (False, True))
