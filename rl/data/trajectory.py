@@ -254,6 +254,7 @@ class Group:
     task: the same for all of them.
     admitted: newest published policy when its first member began.
     attempt: how many groups were played in this place before and dropped.
+    refills: how many of these were not worth training.
     redundant_tokens: sampled by members beyond the G.
   """
 
@@ -262,6 +263,7 @@ class Group:
   admitted: int
   task: base.Task = NO_TASK
   attempt: int = 0
+  refills: int = 0
   redundant_tokens: int = 0
 
   @property
@@ -353,6 +355,7 @@ def group_to_json(group: Group) -> dict[str, Any]:
     "admitted": int(group.admitted),
     "task": dataclasses.asdict(group.task),
     "attempt": group.attempt,
+    "refills": group.refills,
     "redundant_tokens": group.redundant_tokens,
     "trajectories": [trajectory_to_json(t) for t in group.trajectories],
   }
@@ -366,5 +369,6 @@ def group_from_json(data: Mapping[str, Any]) -> Group:
     admitted=data["admitted"],
     task=base.Task(**data["task"]),
     attempt=data["attempt"],
+    refills=data["refills"],
     redundant_tokens=data["redundant_tokens"],
   )

@@ -14,6 +14,7 @@ not need to know of it.
 
 import asyncio
 import contextlib
+import dataclasses
 from collections.abc import Mapping
 
 from envs import base
@@ -185,7 +186,7 @@ class Producer:
     finally:
       del self._rollouts[group_id]
       self._room.set()
-    self._put(group)
+    self._put(dataclasses.replace(group, refills=attempt.refills))
 
   def _drop_reason(
     self,
@@ -320,7 +321,9 @@ class Producer:
       elif reason := self._too_old(group):
         self._drop(group, reason)
         self._buffer.withdraw(group.group_id)
-        before = group_buffer.Attempt(group.task, group.attempt)
+        before = group_buffer.Attempt(
+          group.task, group.attempt, refills=group.refills
+        )
         self._submit(
           group.group_id, self._another(group.group_id, before, reason)
         )

@@ -78,7 +78,7 @@ def test_a_checker_names_what_it_checks():
 def test_of_very_many_violations_the_first_thousand_are_kept():
   checker = checker_lib.Checker(logs.SYNC, 2)
   for t in range(2000, 0, -1):
-    checker.observe({"t": float(t), "kind": "engine_lost", "engine": 0})
+    checker.observe({"t": float(t), "kind": "engine_lost", "engine": t})
   found = checker.finish()
   # 1999 times time has fallen.
   assert len(found) == 1001

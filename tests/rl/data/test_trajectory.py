@@ -164,7 +164,9 @@ def test_json_keeps_every_bit_of_a_group():
     ),
   )
   task = base.Task("game/train/3", 3, "train", 11, answer="42")
-  group = dataclasses.replace(group, task=task, attempt=2, redundant_tokens=9)
+  group = dataclasses.replace(
+    group, task=task, attempt=2, refills=1, redundant_tokens=9
+  )
   data = trajectory.group_to_json(group)
   again = trajectory.group_from_json(json.loads(json.dumps(data)))
   assert trajectory.group_to_json(again) == data

@@ -284,7 +284,7 @@ def test_a_stopped_run_begins_no_further_attempt():
       if run.of("trained", version=1):
         run.loop.stop()
 
-  this = run(rounds=10, disturb=stop)
+  this = run(slow=(0, 8), rounds=10, disturb=stop)
   with pytest.raises(coordinator.Stopped):
     this.start()
   last = this.of("submitted")[-1]
