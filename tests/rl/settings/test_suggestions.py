@@ -172,7 +172,7 @@ def test_the_only_class_tells_what_it_takes():
   assert refused("algorithm.kl", "k3") == (
     "--config.algorithm.kl=k3: expected KlPenalty | none, such as kl_penalty; "
     "it takes estimator (k1 | k2 | k3 | k3_plus), weight (float), where "
-    "(loss | reward)"
+    "(loss | reward), late (Correction | none)"
   )
 
 
