@@ -569,6 +569,20 @@ def rewards_rounds(result: Mapping[str, Any]) -> Rows:
     )
 
 
+def reward_rounds(result: Mapping[str, Any]) -> Rows:
+  """Yields what a slow reward adds to a round of real runs."""
+  yield "step", "eta", "reward of 0 s", "of 1 s", "added", "learner busy"
+  for row in result["rows"]:
+    yield (
+      f"{row['step_s']:g} s",
+      f"{row['eta']}",
+      f"{row['fast_s']:.2f} s",
+      f"{row['late_s']:.2f} s",
+      _signed(row["added"]),
+      f"{100 * row['learner_busy']:.0f} %",
+    )
+
+
 def environments(result: Mapping[str, Any]) -> Rows:
   """Yields a row for each environment."""
   yield (
@@ -620,7 +634,7 @@ TABLES: Sequence[Callable[[Mapping[str, Any]], Rows]] = (
   publish, publish_moved, moe, train_step, train_step_logprobs, packing, fill,
   estimator_bias, attention, checkpoints, environments,
   environment_processes, environment_processes_whole,
-  rewards_places, rewards_rounds,
+  rewards_places, rewards_rounds, reward_rounds,
 )  # fmt: skip
 """A table's name begins with that of its file in benchmarks/results."""
 
