@@ -144,6 +144,12 @@ def lines(result: simulation_result.Result) -> Iterator[tuple[str, str]]:
       f"{seats.use:.1%}, {seats.cold_starts:,} cold starts, "
       f"waits {seats.mean_wait_s:.1f} s, at most {seats.max_wait_s:.1f} s",
     )
+  if (hosts := result.hosts) is not None:
+    yield (
+      "slots of hosts in use",
+      f"{hosts.use:.1%}, {hosts.lost:,} environments lost, "
+      f"waits {hosts.mean_wait_s:.1f} s, at most {hosts.max_wait_s:.1f} s",
+    )
   faults = ", ".join(f"{kind} {n:,}" for kind, n in result.faults.items())
   yield "faults", f"{faults or 'none'}, of {result.episodes:,} episodes"
   yield "ledger", str(result.ledger)

@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from rl.audit import checker, event_log, token_ledger
 from rl.runtime import trace
-from rl.simulation import resources, simulate
+from rl.simulation import hosts, resources, simulate
 
 _IDLE = ("publish", "drain", "environments", "rewards", "gate")
 _Lags = Mapping[int, int]
@@ -51,6 +51,7 @@ class Result:
     episodes, faults: of the whole run; faults by status.
     violations: broken promises of the schedule; must be empty.
     rewards: costs of the seats of rewards, of the whole run; None without any.
+    hosts: use of the hosts of environments; None without any.
     events, turns: of the whole run, like `virtual_s` and `real_s`.
   """
 
@@ -81,6 +82,7 @@ class Result:
   virtual_s: float
   real_s: float
   rewards: resources.SeatCosts | None
+  hosts: hosts.HostUse | None
 
   @property
   def efficiency(self) -> float:
@@ -163,6 +165,7 @@ def measure(record: simulate.RunRecord) -> Result:
     virtual_s=record.virtual_s,
     real_s=record.real_s,
     rewards=record.rewards,
+    hosts=record.hosts,
   )
 
 

@@ -22,12 +22,13 @@ from rl.audit import event_log
 from rl.loop import coordinator
 from rl.loop import progress as progress_lib
 from rl.pools import affinity, placement, router, weight_publisher
-from rl.rollout import grading, group_rollout, prompts
+from rl.rollout import grading, group_rollout, prompts, starting
 from rl.runtime import trace, virtual_clock
 from rl.runtime import watchdog as watchdog_lib
 from rl.schedule import overlap as overlap_lib
 from rl.settings import checks
 from rl.simulation import engine as simulated_engine
+from rl.simulation import hosts as hosts_lib
 from rl.simulation import learner as simulated_learner
 from rl.simulation import processor as simulated_processor
 from rl.simulation import resources, workload
@@ -139,6 +140,7 @@ class Simulation:
     workloads: sources of tasks, with different names.
     rollout: limits of an episode; longer answers are cut, slower steps fault.
     rewards: seats at which they are computed; None: each only takes its time.
+    hosts: of environments; None: there is room for all, and none goes down.
     rounds: simulated in all.
     warmup: first rounds that are not measured, besides eta at either end.
     progress_timeout_s: virtual seconds without progress that end it.
@@ -150,6 +152,7 @@ class Simulation:
   rollout: group_rollout.Rollout = _ROLLOUT
   routing: affinity.Routing = affinity.Routing()
   rewards: resources.Seats | None = None
+  hosts: hosts_lib.Hosts | None = None
   rounds: int = 10
   warmup: int = 1
   seed: int = 0
@@ -170,6 +173,8 @@ class Simulation:
     names = [one.name for one in self.workloads]
     checks.unique("workloads", names)
     self.routing.validate_domains(names)
+    if self.hosts is not None:
+      self.hosts.validate_sources(names)
     if self.warmup < 0 or not self.counted:
       ahead = 2 * self.overlap.max_staleness
       raise ValueError(
@@ -192,6 +197,7 @@ class RunRecord:
     virtual_s, real_s: duration on the virtual clock, and in real time.
     jumps: of the virtual clock.
     rewards: costs of the seats of rewards; None if there are none.
+    hosts: use of the hosts of environments; None if there are none.
   """
 
   settings: Simulation
@@ -204,6 +210,7 @@ class RunRecord:
   real_s: float
   jumps: int
   rewards: resources.SeatCosts | None = None
+  hosts: hosts_lib.HostUse | None = None
 
 
 def simulate(
@@ -241,11 +248,12 @@ async def play(
 ) -> RunRecord:
   """Plays a run on the virtual loop on which it is called; see `simulate`.
 
-  Several at once may share the seats of their worlds.
+  Several at once may share the seats and hosts of their worlds.
   """
   if world is None:
     seats = settings.rewards and resources.SeatPool(settings.rewards)
-    world = world_lib.World(settings.workloads, settings.seed, seats)
+    hosts = settings.hosts and hosts_lib.HostPool(settings.hosts)
+    world = world_lib.World(settings.workloads, settings.seed, seats, hosts)
   loop = asyncio.get_running_loop()
   assert isinstance(loop, virtual_clock.EventLoop)
   start_s = time.perf_counter()
@@ -264,6 +272,7 @@ async def play(
     real_s=time.perf_counter() - start_s,
     jumps=loop.jumps,
     rewards=world.seats.costs() if world.seats else None,
+    hosts=world.hosts.use() if world.hosts else None,
   )
 
 
@@ -312,6 +321,7 @@ class _Run:
       log=self.log,
       priority=overlap_lib.priority(schedule),
       extra_members=schedule.redundancy.extra_members,
+      starts=starting.Starts(settings.rollout.starting),
     )
     return coordinator.Coordinator(
       coordinator.LoopSettings(

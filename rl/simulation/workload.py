@@ -87,6 +87,7 @@ class Workload:
     correlation: 0 to 1, within a group, of each of the above.
     start_fault, step_fault, reward_fault: share of calls that raise; rewards
       are retried as the rollout says.
+    restarts: a failed start is tried again, as `rollout.starting` says.
     success: share of episodes with reward 1; the others have 0.
   """
 
@@ -103,6 +104,7 @@ class Workload:
   start_fault: float = 0.0
   step_fault: float = 0.0
   reward_fault: float = 0.0
+  restarts: bool = False
   success: float = 0.5
 
   def __post_init__(self) -> None:

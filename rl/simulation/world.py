@@ -20,6 +20,7 @@ from envs import base
 from models.chat import tool_calls
 from rl.engine import contract
 from rl.simulation import engine as simulated_engine
+from rl.simulation import hosts as hosts_lib
 from rl.simulation import resources
 from rl.simulation import workload as workload_lib
 
@@ -37,11 +38,13 @@ class World:
   Args:
     workloads: with different names.
     seats: at which its rewards are computed; None: each only takes its time.
+    hosts: of its environments; None: there is room for all.
   """
 
   workloads: Sequence[workload_lib.Workload]
   seed: int
   seats: resources.SeatPool | None = None
+  hosts: hosts_lib.HostPool | None = None
   name: str = "simulated"
   stateless: bool = True
   stop_ids: tuple[int, ...] = (_STOP_ID,)
@@ -68,11 +71,12 @@ class World:
     """Returns a fresh environment of the task's source."""
     number = self._built[task.id]
     self._built[task.id] += 1
-    source = self._numbers[task.source]
+    source, hosts = self._numbers[task.source], self.hosts
     return _Environment(
       self._draws[source],
       workload_lib.GroupMember(task.index, number),
       source + len(self.workloads) * number,
+      hosts if hosts and hosts.serves(task.source) else None,
     )
 
   # The reward.
@@ -173,6 +177,10 @@ class _Source:
   def name(self) -> str:
     return self.workload.name
 
+  @property
+  def restarts(self) -> bool:
+    return self.workload.restarts
+
   def task(self, index: int, split: base.Split) -> base.Task:
     name = f"{self.name}/{split}/{index}"
     return base.Task(id=name, index=index, split=split, seed=self.number)
@@ -186,19 +194,31 @@ class _Environment:
 
   Args:
     code: of the play: the second id of the conversation.
+    hosts: that it needs a slot of.
   """
 
   def __init__(
-    self, draws: workload_lib.Draws, member: workload_lib.GroupMember, code: int
+    self,
+    draws: workload_lib.Draws,
+    member: workload_lib.GroupMember,
+    code: int,
+    hosts: hosts_lib.HostPool | None,
   ):
+    self._hosts = hosts
+    self._place: hosts_lib.Place | None = None
+    self.admit = self._admit if hosts else None
     self._draws = draws
     self._member = member
     self._code = code
     self._left = draws.count("turns", member)
     self._steps = 0
 
+  async def _admit(self) -> None:
+    assert self._hosts is not None
+    self._place = await self._hosts.admit()
+
   async def start(self) -> Sequence[base.Message]:
-    await _wait(self._draws.of_turn("start_s", self._member))
+    await self._wait(self._draws.of_turn("start_s", self._member))
     if self._draws.faulty("start", self._member):
       raise OSError("a simulated environment did not start")
     index = self._member.task
@@ -207,7 +227,7 @@ class _Environment:
 
   async def step(self, answer: base.Message) -> base.Step:
     turn, self._steps = self._steps, self._steps + 1
-    await _wait(self._draws.of_turn("step_s", self._member, turn))
+    await self._wait(self._draws.of_turn("step_s", self._member, turn))
     if self._draws.faulty("step", self._member, turn):
       raise OSError("a simulated environment broke")
     if self._steps == self._left:
@@ -216,7 +236,14 @@ class _Environment:
     return base.Step([base.Message("user", f"{ids} 0 0")], 0.0, False)
 
   async def close(self) -> None:
-    pass
+    if self._hosts and self._place:
+      self._hosts.release(self._place)
+
+  async def _wait(self, seconds: float) -> None:
+    if self._hosts and self._place:
+      await self._hosts.run(self._place, seconds)
+    else:
+      await _wait(seconds)
 
 
 async def _wait(seconds: float) -> None:
