@@ -97,8 +97,13 @@ class Algorithm(objective.Objective):
     if self.advantage.scope == "batch" and schedule.streams:
       why = "gradients accumulate before all groups that it compares are ready"
       out = f"use groups_per_microbatch={schedule.groups_per_update}"
-      out += "" if schedule.max_staleness else ", or wait_for_round=true"
-      names = "algorithm.advantage", "overlap.groups_per_microbatch"
+      name = "overlap.groups_per_microbatch"
+      if schedule.tokens_per_microbatch is not None:
+        out += " and tokens_per_microbatch=none"
+        name = "overlap.tokens_per_microbatch"
+      elif not schedule.max_staleness:
+        out += ", or wait_for_round=true"
+      names = "algorithm.advantage", name
       refuse(*names, why=why, out=out)
     correction, old = self.correction, schedule.old_logprob
     if correction is not None and not correction.compares_old:

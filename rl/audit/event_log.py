@@ -13,7 +13,7 @@ Kinds of events and their fields, all with `t` seconds since the log began:
   fault        group, attempt, index, status, what
   ready        group, attempt, version, first_version     G members are graded
   dropped      group, attempt, reason, version, tokens    it is not trained
-  dequeued     group, attempt, version                    the learner took it
+  dequeued     group, attempt, version, microbatch, length  the learner took it
   trained      group, attempt, version, first_version, update, tokens, masked,
                members, used                              an update holds it
   update       version, number, start, end                an optimizer step
@@ -42,7 +42,8 @@ learner's events, the number of rounds trained before. `tokens` were sampled,
 `length` counts all ids. `versions` are run lengths, [[version, tokens], ...],
 in the order of sampling; `members` the indices that make up the group, `used`
 the trained ones: they have `tokens`, the others `masked`. An update that was
-not finite is `skipped`: none of its members is trained.
+not finite is `skipped`: none of its members is trained. `microbatch` counts
+those of a round, and the `length` of a group is that of members without fault.
 """
 
 import contextlib

@@ -239,10 +239,47 @@ class WholeRounds(invariant.Invariant):
     self._taken += 1
 
 
+class Microbatches(invariant.Invariant):
+  """A micro-batch has its number of groups, or fits its budget of tokens.
+
+  A group that is larger than the budget is a micro-batch of its own.
+  """
+
+  def __init__(self, context: invariant.Context):
+    super().__init__(context)
+    self._at = 0, 0
+    self._lengths: list[int] = []
+
+  def _on_dequeued(self, event: event_log.Event) -> None:
+    at = event["version"], event["microbatch"]
+    if at != self._at:
+      self._end()
+    self._at = at
+    self._lengths.append(event["length"])
+
+  def _on_update(self, event: event_log.Event) -> None:
+    del event
+    self._end()
+
+  def _end(self) -> None:
+    lengths, self._lengths = self._lengths, []
+    if not lengths:
+      return
+    which = "micro-batch {1} of round {0}".format(*self._at)
+    budget = self.schedule.tokens_per_microbatch
+    number = self.schedule.groups_per_batch
+    if budget is None and len(lengths) != number:
+      self.report(f"{which} has {len(lengths)} groups, not {number}")
+    if budget is not None and len(lengths) > 1 and sum(lengths) > budget:
+      counts = f"{len(lengths)} groups of {sum(lengths)} tokens"
+      self.report(f"{which} has {counts}; the budget is {budget}")
+
+
 INVARIANTS = (
   AttemptOrder,
   AdmissionWindow,
   HardFrontier,
   SubmitOrder,
   WholeRounds,
+  Microbatches,
 )

@@ -216,6 +216,11 @@ class Trajectory:
     return sum(len(turn.tokens) for turn in self.turns)
 
   @property
+  def num_ids(self) -> int:
+    """Number of all ids, context included."""
+    return sum(len(turn.context) + len(turn.tokens) for turn in self.turns)
+
+  @property
   def versions(self) -> list[tuple[int, int]]:
     """Run lengths of its policy versions: (version, tokens).
 
@@ -270,6 +275,11 @@ class Group:
   def num_sampled(self) -> int:
     """Number of sampled tokens of all members, redundant ones included."""
     return self.redundant_tokens + sum(t.num_sampled for t in self.trajectories)
+
+  @property
+  def num_trainable_ids(self) -> int:
+    """Number of ids of the members that may be trained, context included."""
+    return sum(t.num_ids for t in self.trajectories if t.status.trainable)
 
   @property
   def first_version(self) -> int:

@@ -3,8 +3,9 @@
   Producer.run     admits and plays groups, beside the rounds
   _round
     _ready         waits for groups; unblocked by Producer._put and `stop`
-    _update        Producer.take -> Trainer.accumulate*, Trainer.update,
+    _update        _microbatch -> Trainer.accumulate*, Trainer.update,
                    Producer.commit
+      _microbatch  waits in _ready; Producer.fitting -> Producer.take
     _publish       waits in _published for the version before
       _ship        waits for Publisher.publish and RunObserver.on_published;
                    then Producer.release unblocks the gate
@@ -280,11 +281,10 @@ class Coordinator:
       raise Stopped
 
   async def _update(self, this: _Round) -> None:
-    per_batch = self._schedule.groups_per_batch
     first, start = len(this.groups), None
-    for _ in range(self._schedule.groups_per_update // per_batch):
-      await self._ready(per_batch, this)
-      groups = self._producer.take(per_batch)
+    end = first + self._schedule.groups_per_update
+    while len(this.groups) < end:
+      groups = await self._microbatch(end - len(this.groups), this)
       start = self._now() if start is None else start
       this.groups += groups
       this.uses += await self._guarded(
@@ -304,6 +304,16 @@ class Coordinator:
       start=start,
       end=self._now(),
     )
+
+  async def _microbatch(
+    self, needed: int, this: _Round
+  ) -> list[trajectory.Group]:
+    """Waits for groups to accumulate, at most as many as an update needs."""
+    count = self._schedule.groups_per_batch
+    await self._ready(count, this)
+    if (tokens := self._schedule.tokens_per_microbatch) is not None:
+      count = self._producer.fitting(needed, tokens)
+    return self._producer.take(count)
 
   def _now(self) -> float:
     """Returns seconds since the log began."""
@@ -415,6 +425,7 @@ class Coordinator:
         slots=self._slots.follow(events),
       ),
       **round_metrics.of_selection(this.groups, events),
+      **round_metrics.of_microbatches(events),
       **round_metrics.of_updates(this.updates),
       **round_metrics.of_schedule(self._schedule),
       **trainer_metrics,

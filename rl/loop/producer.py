@@ -57,6 +57,7 @@ class Producer:
     self._rollouts: dict[int, group_rollout.GroupRollout] = {}
     self._trained = 0
     self._num_ready = 0  # Since the last release.
+    self._num_taken = 0  # Micro-batches of the round.
     self._shed_at = 0
     self._stopping = self._holding = False
     self._room = asyncio.Event()
@@ -287,8 +288,12 @@ class Producer:
     """Returns ids of groups that the next `count` wait for."""
     return self._buffer.missing(count)
 
+  def fitting(self, most: int, tokens: int) -> int:
+    """Returns how many ready groups fit a budget; see `GroupBuffer.fitting`."""
+    return self._buffer.fitting(most, tokens)
+
   def take(self, count: int) -> list[trajectory.Group]:
-    """Returns the next `count` groups.
+    """Returns the next `count` groups: a micro-batch.
 
     Raises:
       RuntimeError: they are not ready, or one is older than the bound.
@@ -302,7 +307,10 @@ class Producer:
         group=group.group_id,
         attempt=group.attempt,
         version=self._trained,
+        microbatch=self._num_taken,
+        length=group.num_trainable_ids,
       )
+    self._num_taken += 1
     return groups
 
   def commit(self) -> None:
@@ -311,7 +319,7 @@ class Producer:
 
   def advance(self, trained: int) -> None:
     """Drops groups that are too old after `trained` rounds."""
-    self._trained = trained
+    self._trained, self._num_taken = trained, 0
     if self._sheds:
       self._shed()
     for group in self._buffer.ready.values():

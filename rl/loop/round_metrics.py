@@ -180,7 +180,7 @@ def _of_trained(
   return {
     **_scores(episodes, success),
     "groups": float(len(groups)),
-    "length_mean": _mean([_length(t) for t in episodes]),
+    "length_mean": _mean([t.num_ids for t in episodes]),
     "sampled_mean": _mean([t.num_sampled for t in episodes]),
     "staleness_mean": _mean(
       [trained_at - int(g.first_version) for g in groups]
@@ -201,11 +201,6 @@ def _of_events(counts: collections.Counter[str]) -> dict[str, float]:
   }
 
 
-def _length(episode: trajectory.Trajectory) -> int:
-  """Returns the number of all its ids."""
-  return sum(len(turn.context) + len(turn.tokens) for turn in episode.turns)
-
-
 def of_selection(
   groups: Sequence[trajectory.Group], events: Sequence[event_log.Event]
 ) -> dict[str, float]:
@@ -220,7 +215,7 @@ def of_selection(
     events: of the round.
   """
   trained = [
-    _length(t)
+    t.num_ids
     for group in groups
     for t in group.trajectories
     if t.status.trainable
@@ -255,6 +250,18 @@ def of_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
     _RENAMED.get(name, name): mean
     for name, mean in means.items()
     if name not in _ADDED
+  }
+
+
+def of_microbatches(events: Sequence[event_log.Event]) -> dict[str, float]:
+  """Returns the number of micro-batches of a round, and their sizes in ids."""
+  sizes = collections.Counter[int]()
+  for event in event_log.of_kind(events, "dequeued"):
+    sizes[event["microbatch"]] += event["length"]
+  return {
+    "microbatches": float(len(sizes)),
+    "microbatch_ids_mean": _mean(list(sizes.values())),
+    "microbatch_ids_max": float(max(sizes.values(), default=np.nan)),
   }
 
 

@@ -419,7 +419,7 @@ class _Member:
       **fields,
       turns=len(trajectory.turns),
       tokens=trajectory.num_sampled,
-      length=sum(len(t.context) + len(t.tokens) for t in trajectory.turns),
+      length=trajectory.num_ids,
       versions=trajectory.versions,
     )
     # A reference cycle would keep its tokens until the garbage is collected.

@@ -4,6 +4,7 @@ submit -> in flight -> put -> ready -> take -> taken -> commit -> forgotten
 """
 
 import dataclasses
+import itertools
 from collections.abc import Mapping
 
 from envs import base
@@ -73,16 +74,27 @@ class GroupBuffer:
     self._attempts.pop(group_id, None)
     self._ready.pop(group_id, None)
 
-  def _first(self, count: int) -> list[int]:
-    """Returns ids of the ready groups among the next `count`."""
+  def _prefix(self, most: int) -> list[int]:
+    """Returns ids of the next groups, as far as they are ready."""
     if not self._in_order:
-      return list(self._ready)[:count]
-    following = range(self._next, self._next + count)
-    return [i for i in following if i in self._ready]
+      return list(self._ready)[:most]
+    following = range(self._next, self._next + most)
+    return list(itertools.takewhile(self._ready.__contains__, following))
 
   def has(self, count: int) -> bool:
     """Returns True if the next `count` groups are all ready."""
-    return len(self._first(count)) == count
+    return len(self._prefix(count)) == count
+
+  def fitting(self, most: int, tokens: int) -> int:
+    """Returns the number of next groups for a budget of `tokens`.
+
+    They are the longest ready prefix that fits, or the first group alone when
+    it is larger than the budget. 0: it is not ready.
+    """
+    chosen = self._prefix(most)
+    sizes = (self._ready[i].num_trainable_ids for i in chosen)
+    fit = sum(total <= tokens for total in itertools.accumulate(sizes))
+    return max(fit, min(len(chosen), 1))
 
   def missing(self, count: int) -> list[int]:
     """Returns ids of groups that the next `count` may still wait for."""
@@ -93,7 +105,7 @@ class GroupBuffer:
 
   def take(self, count: int) -> list[trajectory.Group]:
     """Returns the next `count` groups, which must be ready."""
-    chosen = self._first(count)
+    chosen = self._prefix(count)
     if len(chosen) < count:
       raise RuntimeError(f"of {count} groups only {chosen} are ready")
     groups = [self._ready.pop(i) for i in chosen]

@@ -72,7 +72,13 @@ class Overlap:
     updates_per_round: optimizer steps in a round. Update j of a round trains
       on data from weights j updates old, and where rounds overlap on some that
       is older by all updates of a round or more.
-    groups_per_microbatch: groups of one gradient accumulation.
+    groups_per_microbatch: groups of one gradient accumulation; None where
+      `tokens_per_microbatch` says how many.
+    tokens_per_microbatch: a budget for one gradient accumulation, in ids of
+      the members that may be trained, context included. It takes the longest
+      prefix, in the order of training, of the groups that are ready and fit,
+      and of a larger group that alone. A group is never split, and a learner
+      with nothing else to do never waits for the budget to fill.
     wait_for_round: train only when the last group of the round is ready, as a
       synchronous system does; else as soon as a micro-batch is.
     max_staleness: eta, in rounds: the bound on T - F of every trained group,
@@ -100,13 +106,14 @@ class Overlap:
       old before its source counts as too slow there and any source may take
       the place.
 
-  Source: keeping keys and values, PipelineRL, arXiv 2509.19128; frontier,
-  RolloutPipe, 2606.26997.
+  Source: keeping keys and values, PipelineRL, arXiv 2509.19128; frontier and
+  token budget, RolloutPipe, 2606.26997.
   """
 
   groups_per_round: int = 32
   updates_per_round: int = 1
-  groups_per_microbatch: int = 8
+  groups_per_microbatch: int | None = 8
+  tokens_per_microbatch: int | None = None
   wait_for_round: bool = False
   max_staleness: int = 0
   consume: Consume = "submit"
@@ -125,17 +132,14 @@ class Overlap:
   @property
   def streams(self) -> bool:
     """True if gradients accumulate before all groups of an update are ready."""
-    return (
-      not self.wait_for_round
-      and self.groups_per_microbatch < self.groups_per_update
-    )
+    return self.groups_per_batch < self.groups_per_update
 
   @property
   def groups_per_batch(self) -> int:
-    """Groups that are accumulated together."""
-    if self.streams:
-      return self.groups_per_microbatch
-    return self.groups_per_update
+    """Groups that are accumulated together; by tokens, the fewest of them."""
+    if self.wait_for_round:
+      return self.groups_per_update
+    return self.groups_per_microbatch or 1
 
   @property
   def checks_age(self) -> bool:
@@ -157,12 +161,12 @@ class Overlap:
     counts = ("groups_per_round", "updates_per_round", "groups_per_microbatch")
     out = "a round trains at least one group"
     checks.at_least(self, 1, *counts, "too_slow_after", out=out)
+    checks.at_least(self, 1, "tokens_per_microbatch", out="none is no budget")
     checks.at_least(self, 0, "frontier_groups", out="0 is none")
     checks.at_least(self, 0, "max_staleness", out="0 is synchronous")
     what = f"groups_per_round={self.groups_per_round}"
     checks.divides(self, self.groups_per_round, what, "updates_per_round")
-    what = f"the {self.groups_per_update} groups of an update"
-    checks.divides(self, self.groups_per_update, what, "groups_per_microbatch")
+    self._validate_microbatch()
     checks.one_of(self, Consume, "consume")
     checks.one_of(self, contract.InFlight, "on_publish")
     checks.one_of(self, Admission, "admission")
@@ -191,11 +195,30 @@ class Overlap:
       why = f"the slowest group would be waited for; use consume={way}"
       refuse("redundancy.extra_groups", "consume", why=why)
     if self.admission == "hard_frontier" and self.frontier_groups < 1:
-      why = f"nothing would be played; use {self.groups_per_microbatch} or more"
+      why = f"nothing would be played; use {self.groups_per_batch} or more"
       refuse("frontier_groups", "admission", why=why)
     if self.admission == "hard_frontier" and self.consume != "submit":
       why = "a frontier is the groups submitted first; use consume=submit"
       refuse("consume", "admission", why=why)
+
+  def _validate_microbatch(self) -> None:
+    """Raises ValueError unless one setting says what a micro-batch holds."""
+    names = "tokens_per_microbatch", "groups_per_microbatch"
+    refuse = functools.partial(checks.refuse, self)
+    if self.groups_per_microbatch is not None:
+      if self.tokens_per_microbatch is not None:
+        why = "a micro-batch has one size; use groups_per_microbatch=none, or "
+        refuse(*names, why=why + "tokens_per_microbatch=none")
+      what = f"the {self.groups_per_update} groups of an update"
+      checks.divides(self, self.groups_per_update, what, names[1])
+    elif self.tokens_per_microbatch is None:
+      why = "a micro-batch has no size; set one of them"
+      refuse(*names, why=why)
+    elif self.wait_for_round:
+      why = "a round that is waited for is accumulated as a whole; use "
+      why += f"groups_per_microbatch={self.groups_per_update} and "
+      why += "tokens_per_microbatch=none, or wait_for_round=false"
+      refuse(names[0], "wait_for_round", why=why)
 
 
 def priority(

@@ -72,7 +72,7 @@ class SimulatedTrainer:
     """Waits for the time of all ids of members without a fault."""
     used = [_used(group) for group in groups]
     ids = sum(
-      _length(member)
+      member.num_ids
       for group, one in zip(groups, used, strict=True)
       for member, trained in zip(group.trajectories, one.trained, strict=True)
       if trained
@@ -125,7 +125,3 @@ class SimulatedTransfer:
 def _used(group: trajectory.Group) -> trainer.MemberUse:
   trained = np.array([t.status.trainable for t in group.trajectories], bool)
   return trainer.MemberUse(np.zeros(len(trained), np.float32), trained)
-
-
-def _length(member: trajectory.Trajectory) -> int:
-  return sum(len(turn.context) + len(turn.tokens) for turn in member.turns)

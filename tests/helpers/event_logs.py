@@ -15,7 +15,11 @@ GROUP_SIZE = 2
 SYNC = overlap.sync(2, groups_per_microbatch=1)
 SYNC_TWO = overlap.sync(2, updates_per_round=2, groups_per_microbatch=1)
 STRICT = overlap.strict_pipeline(2, groups_per_microbatch=1)
+WHOLE = overlap.strict_pipeline(2, groups_per_microbatch=2)
 PIPE = overlap.rollout_pipe(2, 2, 1)
+TOKENS = dataclasses.replace(
+  STRICT, groups_per_microbatch=None, tokens_per_microbatch=50
+)
 HARD = overlap.rollout_pipe(2, 2, 1, frontier_groups=2, hard=True)
 ONE_STEP = overlap.one_step_off(2, 1)
 BOUNDED = overlap.bounded(2, 2, 1)
@@ -35,6 +39,7 @@ SCHEDULES = {
   "sync, two updates": SYNC_TWO,
   "strict pipeline": STRICT,
   "rollout pipe": PIPE,
+  "by tokens": TOKENS,
   "hard frontier": HARD,
   "one step off": ONE_STEP,
   "bounded": BOUNDED,
@@ -120,9 +125,11 @@ class Run:
   def train(self, groups: Sequence[int], number: int = 0, attempt: int = 0):
     """One update, from the first group that it takes."""
     start = float(len(self.log))
-    for group in groups:
+    size = self.schedule.groups_per_batch
+    before = number * self.schedule.groups_per_update
+    for i, group in enumerate(groups, before):
       where = {"group": group, "attempt": attempt, "version": self.version}
-      self.emit("dequeued", **where)
+      self.emit("dequeued", **where, microbatch=i // size, length=60)
     end = float(len(self.log))
     at = {"version": self.version, "number": number}
     self.emit("update", **at, start=start, end=end)

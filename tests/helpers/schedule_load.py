@@ -124,6 +124,12 @@ def schedule(mode: str, draw: random.Random) -> overlap.Overlap:
     if mode == "hard frontier"
     else draw.choice(["fifo", "frontier"]),
   )
+  if not drawn.wait_for_round and draw.random() < 0.3:
+    drawn = dataclasses.replace(
+      drawn,
+      groups_per_microbatch=None,
+      tokens_per_microbatch=draw.choice([1, 40, 100, 10_000]),
+    )
   drawn.validate()
   return drawn
 

@@ -39,6 +39,11 @@ SCHEDULES = {
     consume="ready",
     redundancy=overlap.Redundancy(extra_groups=2, extra_members=1),
   ),
+  "by tokens": dataclasses.replace(
+    overlap.rollout_pipe(4, 1),
+    groups_per_microbatch=None,
+    tokens_per_microbatch=30,
+  ),
   "one step off": overlap.one_step_off(4, 2),
   "bounded": overlap.bounded(4, 2, 2),
   "in flight, 1": overlap.in_flight(4, 1, 2),

@@ -11,6 +11,7 @@ UNNOTICED = {
   ("turn", "decode_s"): "seconds that nothing else tells",
   ("turn", "env_s"): "seconds that nothing else tells",
   ("ended", "length"): "ids of contexts are in no other event",
+  ("dequeued", "length"): "ids of contexts are in no other event",
   ("aborted", "length"): "ids of contexts are in no other event",
   ("reward", "value"): "told once",
   ("submitted", "source"): "told once, unless an attempt follows another",

@@ -1,6 +1,8 @@
 """Tests of the coordinator: every schedule, in virtual time."""
 
 import asyncio
+import itertools
+import random
 
 import pytest
 
@@ -135,6 +137,59 @@ def test_a_pipelined_round_trains_while_its_tail_decodes():
     if e["kind"] in ("dequeued", "ready")
   ]
   assert order.index(("dequeued", 0)) < order.index(("ready", 3))
+
+
+@pytest.mark.parametrize("consume", ["submit", "ready"])
+@pytest.mark.parametrize("tokens", [1, 40, 80, 1000])
+def test_a_micro_batch_is_the_longest_prefix_that_is_ready_and_fits(
+  consume, tokens
+):
+  draw = random.Random(tokens)
+  schedule = overlap.Overlap(
+    groups_per_round=12,
+    updates_per_round=2,
+    consume=consume,
+    groups_per_microbatch=None,
+    tokens_per_microbatch=tokens,
+  )
+  run = virtual_run.Run(
+    schedule,
+    # Members with a fault are not trained, so that groups differ in size.
+    source=fakes.Counting(fault="step", member=lambda i: draw.random() < 0.3),
+    group_size=4,
+    delay_s=lambda priority: draw.random(),
+    learner=simulated_learner.LearnerSpeed(token_s=0.01, update_s=0.0),
+  ).start()
+  assert run.violations() == []
+  taken = run.of("dequeued")
+  sizes = {event["group"]: event["length"] for event in taken}
+  assert len(set(sizes.values())) > 1
+  log, ready, num_taken = iter(run.log.events), [], 0
+  for _, same in itertools.groupby(
+    taken, key=lambda event: (event["version"], event["microbatch"])
+  ):
+    groups = [event["group"] for event in same]
+    # Up to where the learner took the first of them, and then all of them.
+    before = itertools.takewhile(lambda e: e["kind"] != "dequeued", log)
+    ready += [e["group"] for e in before if e["kind"] == "ready"]
+    following = itertools.count(num_taken) if consume == "submit" else ready
+    needed = schedule.groups_per_update
+    needed -= num_taken % needed
+    prefix = [
+      *itertools.takewhile(
+        ready.__contains__, itertools.islice(following, needed)
+      )
+    ]
+    fits = [
+      n
+      for n in range(1, len(prefix) + 1)
+      if n == 1 or sum(map(sizes.__getitem__, prefix[:n])) <= tokens
+    ]
+    assert groups == prefix[: fits[-1]]
+    ready = [group for group in ready if group not in groups]
+    num_taken += len(groups)
+    list(itertools.islice(log, len(groups) - 1))  # The others of them.
+  assert num_taken == 48
 
 
 def test_weights_go_out_as_soon_as_a_round_is_trained():

@@ -210,6 +210,18 @@ def test_selection_compares_what_is_trained_with_what_was_launched():
   }
 
 
+def test_micro_batches_are_counted_with_the_ids_that_they_hold():
+  taken = [
+    {"kind": "dequeued", "microbatch": number, "length": length}
+    for number, length in ((0, 10), (1, 20), (1, 40))
+  ]
+  assert round_metrics.of_microbatches([*taken, {"kind": "update"}]) == {
+    "microbatches": 2,
+    "microbatch_ids_mean": 35,
+    "microbatch_ids_max": 60,
+  }
+
+
 def test_every_sum_of_the_learner_has_a_metric():
   names = [*learner.METRICS, "router_entropy", "dropped", "load/0"]
   sums = {name: float(i) for i, name in enumerate(names)}

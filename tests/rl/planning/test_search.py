@@ -191,6 +191,31 @@ def test_the_bound_is_exact_where_nothing_varies_or_queues():
   assert result.step_s == pytest.approx(bound.step_s, rel=1e-4)
 
 
+@pytest.mark.parametrize(
+  "schedule",
+  [
+    overlap.rollout_pipe(4, 2),
+    overlap.strict_pipeline(4),
+    overlap.bounded(4, 2),
+  ],
+)
+def test_the_bound_holds_for_micro_batches_by_tokens(schedule):
+  problem = question(workloads=(LONG,), rounds=5)
+  waiting, _ = search_lib.candidates(problem)
+  budget = {"groups_per_microbatch": None, "tokens_per_microbatch": 300}
+  by_tokens = dataclasses.replace(schedule, **budget)
+  choice = dataclasses.replace(waiting[0].choice, overlap=by_tokens)
+  bound = lower_bound.of_choice(
+    workload_demand.of(problem, overlap.Redundancy()),
+    problem.cluster(choice),
+    by_tokens,
+    problem.window,
+    problem.rollout.group_size,
+  )
+  record = simulate.simulate(problem.simulated(choice))
+  assert bound.step_s <= simulation_result.measure(record).step_s
+
+
 def test_the_same_question_has_the_same_answer(process):
   problem = question(max_simulations=2)
   first = planned_fleets.plan_of(problem)

@@ -1,5 +1,8 @@
 """The buffer keeps every group until an optimizer step holds it."""
 
+import random
+
+import numpy as np
 import pytest
 
 from envs import base
@@ -11,10 +14,24 @@ def _task(index):
   return base.Task(f"game/train/{index}", index, "train", seed=index)
 
 
-def _group(group_id):
+def _group(group_id, lengths=(), status=trajectory.Status.COMPLETED):
+  """Returns a group with members of so many ids."""
+  turns = [
+    trajectory.Turn(
+      context=np.zeros(length - 1, np.int32),
+      tokens=np.zeros(1, np.int32),
+      logprobs=np.zeros(1, np.float32),
+      versions=np.zeros(1, np.int32),
+      stop="stop",
+    )
+    for length in lengths
+  ]
   return trajectory.Group(
     group_id=group_id,
-    trajectories=[],
+    trajectories=[
+      trajectory.Trajectory("t", group_id, i, [turn], status)
+      for i, turn in enumerate(turns)
+    ],
     admitted=0,
   )
 
@@ -70,6 +87,58 @@ def test_a_straggler_holds_back_what_was_finished_after_it():
   groups.put(_group(1))
   assert groups.has(4)
   assert groups.missing(4) == []
+
+
+@pytest.mark.parametrize(
+  ("tokens", "most", "expected"),
+  [
+    (1, 4, 1),  # Group 0, of 5 ids, is larger than the budget: alone.
+    (11, 4, 1),
+    (12, 4, 2),  # 5 + 7.
+    (12, 1, 1),  # An update needs no more.
+    (99, 4, 2),  # Group 2 is not ready, so 3 has to wait.
+  ],
+)
+def test_a_budget_takes_the_longest_prefix_that_fits(tokens, most, expected):
+  groups = _filled(4)
+  for i, lengths in ((0, (2, 3)), (1, (3, 4)), (3, (1,))):
+    groups.put(_group(i, lengths))
+  assert groups.fitting(most, tokens) == expected
+
+
+def test_nothing_fits_while_the_first_group_is_not_ready():
+  assert _filled(2, done=[1]).fitting(2, 100) == 0
+
+
+def test_members_with_a_fault_use_no_budget():
+  groups = _filled(2)
+  groups.put(_group(0, (50,), trajectory.Status.ENV_FAULT))
+  groups.put(_group(1, (5,)))
+  assert groups.fitting(2, 5) == 2
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_budget_parts_an_update_into_whole_groups_in_their_order(seed):
+  draw = random.Random(seed)
+  in_order, budget = draw.random() < 0.5, draw.randint(1, 40)
+  groups = _filled(12, in_order=in_order)
+  done = draw.sample(range(12), 12)
+  order = list(range(12)) if in_order else done
+  sizes = [draw.randint(1, 20) for _ in range(12)]
+  taken, ready = [], []
+  while len(taken) < 12:
+    for i in done[len(ready) : len(ready) + draw.randint(0, 4)]:
+      groups.put(_group(i, (sizes[i],)))
+      ready.append(i)
+    if not (count := groups.fitting(12 - len(taken), budget)):
+      continue
+    part = _ids(groups.take(count))
+    taken += part
+    used = sum(sizes[i] for i in part)
+    assert count == 1 or used <= budget
+    for following in order[len(taken) : len(taken) + 1]:
+      assert following not in ready or used + sizes[following] > budget
+  assert taken == order
 
 
 def test_taking_a_group_that_is_not_ready_takes_nothing():

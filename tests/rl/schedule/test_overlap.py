@@ -8,6 +8,8 @@ import pytest
 from rl.schedule import overlap
 from rl.settings import checks
 
+BY_TOKENS = {"groups_per_microbatch": None, "tokens_per_microbatch": 100}
+
 
 @pytest.mark.parametrize(
   ("fields", "value", "way_out"),
@@ -21,6 +23,22 @@ from rl.settings import checks
       {"updates_per_round": 8, "groups_per_microbatch": 8},
       "groups_per_microbatch=8",
       "the 4 groups of an update; use 4",
+    ),
+    (
+      {"tokens_per_microbatch": 100},
+      "tokens_per_microbatch=100 with groups_per_microbatch=8",
+      "use groups_per_microbatch=none",
+    ),
+    (
+      {"groups_per_microbatch": None},
+      "tokens_per_microbatch=none with groups_per_microbatch=none",
+      "set one of them",
+    ),
+    (BY_TOKENS | {"tokens_per_microbatch": 0}, "tokens_per_microbatch=0", ""),
+    (
+      BY_TOKENS | {"wait_for_round": True, "updates_per_round": 4},
+      "tokens_per_microbatch=100 with wait_for_round=true",
+      "use groups_per_microbatch=8 and tokens_per_microbatch=none",
     ),
     ({"max_staleness": -1}, "max_staleness=-1", "0 is synchronous"),
     # Whatever the bound: it would make faults of what is in flight.
@@ -144,6 +162,10 @@ def test_an_update_sums_its_share_of_the_round():
   assert overlap.sync(32, updates_per_round=4).groups_per_update == 8
 
 
+def test_by_tokens_the_learner_begins_with_one_group():
+  assert overlap.Overlap(**BY_TOKENS).groups_per_batch == 1
+
+
 def test_one_step_off_is_a_drained_bound_of_one():
   assert overlap.one_step_off(12) == overlap.bounded(12, 1)
   assert overlap.one_step_off(12) == overlap.in_flight(12, on_publish="drain")
@@ -163,6 +185,7 @@ def test_a_frontier_is_that_of_one_update(hard):
     (overlap.sync(32), False, False, False),
     (overlap.strict_pipeline(32), True, False, False),
     (overlap.strict_pipeline(32, 32), False, False, False),
+    (overlap.Overlap(**BY_TOKENS), True, False, False),
     (overlap.bounded(32, 2), True, False, True),
     (
       dataclasses.replace(overlap.in_flight(32), consume="recycle"),

@@ -77,6 +77,11 @@ MODES = {
   "updates": overlap.sync(8, updates_per_round=4),
   "strict": overlap.strict_pipeline(8, groups_per_microbatch=2),
   "pipe": overlap.rollout_pipe(8, 4),
+  "pipe by tokens": dataclasses.replace(
+    overlap.rollout_pipe(8, 2),
+    groups_per_microbatch=None,
+    tokens_per_microbatch=10_000,
+  ),
   "pipe hard": overlap.rollout_pipe(8, 4, frontier_groups=3, hard=True),
   "pipe ready": dataclasses.replace(
     overlap.rollout_pipe(8, 4), consume="ready"

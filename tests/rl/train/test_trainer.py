@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import itertools
 import math
 from typing import Any
 
@@ -328,6 +329,46 @@ def test_a_mesh_compares_with_its_own_weights(
   # Of one version: log(old / -0.5 nats) is what the policy was off by.
   assert weight < 0.5
   assert math.isclose(weight, again, rel_tol=1e-5) != changes
+
+
+@pytest.mark.compiled
+def test_the_gradient_of_an_update_is_the_same_however_it_is_split(
+  meshed, monkeypatch
+):
+  """In order of reduction only: float32, 1e-6 of the largest of each leaf."""
+  groups = [
+    group(1.0, 0.0, 0.5, versions=(0,) * count) for count in (2, 3, 5, 1)
+  ]
+  totals, update = [], meshed.update
+
+  def recorded(state, total, left_out_divisor=0.0):
+    totals.append(jax.device_get(total))
+    return update(state, total, left_out_divisor)
+
+  monkeypatch.setattr(meshed, "update", recorded)
+  thread = mesh_thread.MeshThread("learner", trace.Trace(None))
+
+  async def scenario(*ends):
+    trainer = trainer_lib.MeshTrainer(
+      SETTINGS, meshed, thread, estimator=advantages.Grpo(), objective=CORRECTED
+    )
+    trainer.restore(meshed.init(jax.random.key(0)))
+    await trainer.begin_round(0)
+    for start, end in itertools.pairwise((0, *ends)):
+      await trainer.accumulate(groups[start:end])
+    await trainer.update()
+
+  splits = [(4,), (1, 2, 3, 4), (2, 4), (1, 4), (3, 4)]
+  for split in splits:
+    asyncio.run(scenario(*split))
+  thread.close()
+  whole, *parts = map(jax.tree.leaves, totals)
+  assert len(parts) == len(splits) - 1
+  assert any(np.asarray(leaf).any() for leaf in whole)
+  for part in parts:
+    for one, other in zip(part, whole, strict=True):
+      bound = 1e-6 * np.abs(other).max()
+      np.testing.assert_allclose(one, other, rtol=0, atol=bound)
 
 
 @pytest.mark.parametrize("norm", [math.nan, math.inf])
