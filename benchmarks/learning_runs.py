@@ -3,9 +3,11 @@
   Case -> experiment -> parts -> rounds, held-out tasks every 20 updates -> Row
 
 All runs of a seed begin with the same weights and see the same tasks in the
-same order; an update is of as many samples on every schedule.
+same order; an update is of as many samples on every schedule. A run repeats to
+the last digit.
 """
 
+import asyncio
 import dataclasses
 import itertools
 import math
@@ -34,7 +36,15 @@ GROUPS, MEMBERS = 8, 8
 SAMPLES = GROUPS * MEMBERS
 UPDATES, EVERY = 120, 20
 """Of a run, and between two looks at the held-out tasks."""
-LEARNING_RATE = 1e-3
+LEARNING_RATES = {
+  "grpo": 1e-3,
+  "dr_grpo": 1e-3,
+  "dapo": 1e-3,
+  "rloo": 1e-3,
+  "gspo": 1e-3,
+  "cispo": 1e-3,
+}
+"""Of each algorithm, that with the most success over the run in sync."""
 MOST_LATE = 4
 _EPISODES, _LAST_EPISODES = 200, 400
 
@@ -104,7 +114,7 @@ class Case:
   schedule: str
   arm: str
   seed: int
-  learning_rate: float = LEARNING_RATE
+  learning_rate: float
 
   @property
   def name(self) -> str:
@@ -129,14 +139,20 @@ def grid(seeds: Sequence[int]) -> Iterator[Case]:
       if (arm == ON_POLICY) != (schedule == "sync"):
         continue
       if arm != "ratio" or algorithm.loss.has_ratio:
-        yield Case(algorithm=name, schedule=schedule, arm=arm, seed=seed)
+        yield Case(
+          algorithm=name,
+          schedule=schedule,
+          arm=arm,
+          seed=seed,
+          learning_rate=LEARNING_RATES[name],
+        )
 
 
 def tuning(seeds: Sequence[int], rates: Sequence[float]) -> Iterator[Case]:
-  """Yields what the learning rate is chosen by: GRPO in sync."""
-  for rate, seed in itertools.product(rates, seeds):
+  """Yields what the learning rates are chosen by: runs in sync."""
+  for name, rate, seed in itertools.product(ALGORITHMS, rates, seeds):
     yield Case(
-      algorithm="grpo",
+      algorithm=name,
       schedule="sync",
       arm=ON_POLICY,
       seed=seed,
@@ -181,6 +197,9 @@ def experiment(case: Case) -> experiment_lib.Experiment:
     ),
     rounds=UPDATES // schedule.updates_per_round,
     seed=case.seed,
+    repeatable=True,
+    # None is written, and so none is waited for.
+    retention=experiment_lib.Retention(checkpoint_every=UPDATES + 1),
     # What diverges is worth no less to know.
     max_skipped=UPDATES,
   )
@@ -227,7 +246,8 @@ class Bench:
 
   def _parts(self, one: experiment_lib.Experiment) -> assemble.Parts:
     """Returns the parts, with programs that all schedules share."""
-    parts = assemble.build(one)
+    clock = asyncio.get_running_loop().time
+    parts = assemble.build(one, clock=clock)
     key = one.algorithm, one.optimizer
     if key not in self._programs:
       latest = dataclasses.replace(one, overlap=SCHEDULES["eta4"])

@@ -72,7 +72,7 @@ class Table:
       for row in self._rows
       if (row["algorithm"], row["schedule"], row["arm"])
       == (algorithm, schedule, wanted)
-      and row["learning_rate"] == learning_runs.LEARNING_RATE
+      and _chosen(row)
     ]
 
   def spread(
@@ -92,19 +92,31 @@ class Table:
   def of_schedule(self, schedule: str) -> list[Row]:
     """Returns all runs of a schedule."""
     return [
-      row
-      for row in self._rows
-      if row["schedule"] == schedule
-      and row["learning_rate"] == learning_runs.LEARNING_RATE
+      row for row in self._rows if row["schedule"] == schedule and _chosen(row)
     ]
 
-  def rates(self) -> dict[float, list[Row]]:
-    """Returns the runs by which the learning rate was chosen."""
+  def rates(self, algorithm: str) -> dict[float, list[Row]]:
+    """Returns the runs by which a learning rate was chosen.
+
+    Those of the chosen rate are of all seeds; the seeds of the others decide.
+    """
+    runs = [
+      row
+      for row in self._rows
+      if (row["algorithm"], row["schedule"]) == (algorithm, "sync")
+    ]
+    seeds = {row["seed"] for row in runs if not _chosen(row)}
     found: dict[float, list[Row]] = {}
-    for row in self._rows:
-      if (row["algorithm"], row["schedule"]) == ("grpo", "sync"):
+    for row in runs:
+      if row["seed"] in seeds:
         found.setdefault(row["learning_rate"], []).append(row)
     return dict(sorted(found.items()))
+
+
+def _chosen(row: Row) -> bool:
+  """Whether the run had the learning rate that its algorithm has."""
+  chosen = learning_runs.LEARNING_RATES[row["algorithm"]]
+  return row["learning_rate"] == chosen
 
 
 def has_arm(algorithm: str, arm: str) -> bool:
@@ -133,7 +145,6 @@ def page(table: Table, machine: str) -> str:
       groups=learning_runs.GROUPS,
       members=learning_runs.MEMBERS,
       samples=learning_runs.UPDATES * learning_runs.SAMPLES,
-      rate=learning_runs.LEARNING_RATE,
       before=_percent(table.before()),
       machine=machine,
     ),
@@ -148,7 +159,7 @@ def page(table: Table, machine: str) -> str:
     lags(table),
     _DETAILS,
     details(table),
-    "## The learning rate\n\n" + _RATES,
+    "## The learning rates\n\n" + _RATES,
     rates(table),
   ]
   return "\n\n".join(parts) + "\n"
@@ -257,13 +268,20 @@ def details(table: Table) -> str:
 
 
 def rates(table: Table) -> str:
-  """Returns what GRPO in sync learns with each learning rate."""
+  """Returns what each algorithm learns in sync with each learning rate."""
+  found = {name: table.rates(name) for name in NAMES}
+  tried = sorted({rate for own in found.values() for rate in own})
   rows = [
-    [f"{rate:g}", *(_percent(spread([f(r) for r in runs]))
-                    for f in (final, area))]
-    for rate, runs in table.rates().items()
-  ]  # fmt: skip
-  return _markdown(["learning rate", "at the end", "over the run"], rows)
+    [
+      NAMES[name],
+      *(
+        _percent(spread([area(r) for r in own.get(rate, [])])) for rate in tried
+      ),
+      f"{learning_runs.LEARNING_RATES[name]:g}",
+    ]
+    for name, own in found.items()
+  ]
+  return _markdown(["algorithm", *(f"{x:g}" for x in tried), "chosen"], rows)
 
 
 def _mean(runs: Sequence[Row], name: str) -> str:
@@ -299,8 +317,9 @@ Six algorithms learn to find a number from 1 to 12 in four guesses, on every
 schedule. All runs of a seed begin with the same weights, which have imitated
 random guesses and a binary search in equal parts, and succeed in {before} of
 all games. Then come {updates} updates of {groups} groups of {members} games:
-{samples:,} games for every run, whatever its schedule, with the same learning
-rate, {rate:g}. The policy is a dense transformer of two layers and width 64.
+{samples:,} games for every run, whatever its schedule; an algorithm has the same
+learning rate on all of them. The policy is a dense transformer of two layers
+and width 64.
 
 Written by `python -m benchmarks.learning` ({machine}).
 
@@ -322,8 +341,8 @@ On policy all three are the same run, but for rounding: the column sync. Every
 batch has one update, so a ratio against the weights in training never leaves
 its bounds: the arms uncorrected and truncated clip nothing.
 
-Runs in flight do not repeat, and small differences grow: two runs of one seed
-may end several points apart, as two seeds do."""  # noqa: E501
+Every run repeats to the last digit, those in flight as well
+(`repeatable=true`), on the same machine and version of jax."""  # noqa: E501
 _FINAL = """Held-out games won after the last update, at temperature 1: mean
 over the seeds, lowest and highest in brackets. A sample is a trained game. DAPO
 replaces groups whose rewards are all equal by others, and the replaced ones are
@@ -339,7 +358,6 @@ _DETAILS = """At eta 4: KL(sampler, policy) in nats a token, for tokens of
 each lag in rounds; the share of tokens that a bound clips; effective sample
 size of the weights as a share of tokens; entropy in nats a token; games played
 for each trained one."""
-_RATES = """One for all, chosen for GRPO in sync: the one with the most success
-over the run. Other algorithms might do better with their own: Dr.GRPO and RLOO
-sum over the tokens of a game where others average, and a clip of the gradient's
-norm at 1 then acts more often."""
+_RATES = """Success over the whole run in sync, by learning rate: that with
+the most was chosen. A clip of the gradient's norm at 1 acts more often on
+Dr.GRPO and RLOO, which sum over the tokens of a game where others average."""

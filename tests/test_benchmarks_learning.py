@@ -27,9 +27,11 @@ def run(
   arm: str = "ratio",
   seed: int = 0,
   curve: tuple[float, ...] = (0.5, 0.6, 0.7),
-  learning_rate: float = learning_runs.LEARNING_RATE,
+  learning_rate: float | None = None,
 ) -> learning_runs.Row:
   """Returns what a run might have been worth."""
+  if learning_rate is None:
+    learning_rate = learning_runs.LEARNING_RATES[algorithm]
   case = learning_runs.Case(
     algorithm=algorithm,
     schedule=schedule,
@@ -78,7 +80,11 @@ def test_every_run_may_be_launched_and_trains_as_many_samples(case):
 @pytest.mark.parametrize("schedule", ["pipe", "eta1", "eta2", "eta4"])
 def test_a_run_that_is_not_corrected_would_be_refused(schedule):
   case = learning_runs.Case(
-    algorithm="grpo", schedule=schedule, arm="uncorrected", seed=0
+    algorithm="grpo",
+    schedule=schedule,
+    arm="uncorrected",
+    seed=0,
+    learning_rate=1e-3,
   )
   one = learning_runs.experiment(case)
   plain = dataclasses.replace(one.algorithm, correction=None)
@@ -102,11 +108,16 @@ def test_what_is_left_untouched_weighs_1_however_far_the_policy_has_moved():
   assert not (found.truncated | found.masked).any()
 
 
-def test_the_learning_rate_is_chosen_by_sync_alone():
-  cases = list(learning_runs.tuning([0, 1], [1e-3, 1e-2]))
+def test_learning_rates_are_chosen_by_sync_alone():
+  chosen = learning_runs.LEARNING_RATES["dapo"]
+  cases = [
+    case
+    for case in learning_runs.tuning([0, 1], [chosen, 9.0])
+    if case.algorithm == "dapo"
+  ]
   assert len(cases) == 4
-  assert {(c.algorithm, c.schedule) for c in cases} == {("grpo", "sync")}
-  # Those with the rate of all others are runs of the grid as well.
+  assert {case.schedule for case in cases} == {"sync"}
+  # Those with the chosen rate are runs of the grid as well.
   assert len(set(cases) & set(CASES)) == 2
 
 
@@ -256,13 +267,25 @@ def test_the_page_has_a_line_for_each_algorithm_and_arm():
   ) in late
 
 
-def test_rates_are_those_of_grpo_in_sync():
+def test_rates_are_compared_by_the_seeds_that_all_have_run():
+  chosen = learning_runs.LEARNING_RATES["grpo"]
   rows = [
-    run(schedule="sync", arm="on policy", learning_rate=rate)
-    for rate in (1e-2, learning_runs.LEARNING_RATE)
+    run("grpo", "sync", "on policy", seed=seed, curve=(0.0, curve))
+    for seed, curve in enumerate((0.2, 0.4, 1.0))
   ]
+  rows += [
+    run("grpo", "sync", "on policy", seed=seed, curve=(0.0, 0.1),
+        learning_rate=9.0)
+    for seed in (0, 1)
+  ]  # fmt: skip
   table = learning_summary.Table([*rows, run()])
-  assert list(table.rates()) == [learning_runs.LEARNING_RATE, 1e-2]
+  assert [row["seed"] for row in table.rates("grpo")[chosen]] == [0, 1]
+  (line,) = [
+    x
+    for x in learning_summary.rates(table).splitlines()
+    if "GRPO |" in x and "Dr" not in x
+  ]
+  assert line == f"| GRPO | 15% (10–20) | 5% (5–5) | {chosen:g} |"
 
 
 def test_the_picture_has_a_panel_for_each_algorithm_and_a_curve_for_each_arm():
