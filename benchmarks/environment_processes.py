@@ -46,7 +46,7 @@ from envs.rewards import rewards
 from envs.sandbox import sandbox
 from envs.suites import textarena
 from envs.tools import mcp, python_tool, tool_environment
-from launch.openai import gateway
+from launch.gateway import agent_server
 from models.chat import word_chat
 from rl.agents import agent_player
 from rl.audit import event_log
@@ -222,7 +222,7 @@ async def measure_whole(source: Any, count: int) -> dict[str, float]:
 
   log = event_log.EventLog()
   routed = router.Router([scripted_engine.ScriptedEngine(answer)], log=log)
-  plays = agent_player.AgentPlayer(routed, chat, gateway.listen)
+  plays = agent_player.AgentPlayer(routed, chat, agent_server.listen)
   player = group_rollout.Player(
     source=source,
     router=routed,

@@ -25,8 +25,8 @@ from absl import flags as absl_flags
 
 from launch import served_model
 from launch.cli import flags
-from launch.openai import app as openai_app
-from launch.openai import http_server
+from launch.gateway import app as openai_app
+from launch.gateway import http_server
 from launch.run import signals
 from models.chat import hf_chat
 from rl.agents import sessions

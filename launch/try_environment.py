@@ -25,7 +25,7 @@ from absl import flags as absl_flags
 from envs import base
 from envs.rewards import rewards
 from launch.cli import flags
-from launch.openai import player
+from launch.gateway import player
 from models.chat import byte_chat
 from rl import experiment as experiment_lib
 from rl.rollout import (

@@ -117,7 +117,7 @@ def build(
   Args:
     run_dir: where events and spans are appended; None keeps them in memory.
     report: told when something stalls.
-    gateway: serves answers to agents, as `launch.openai.gateway.listen`;
+    gateway: serves answers to agents, as `launch.gateway.agent_server.listen`;
       without one, an episode of an agent is a fault.
     clock: of the event loop.
 

@@ -45,7 +45,7 @@ FLOORS = {
   "configs": [["configs.programs"], ["configs"]],
   "launch": [
     ["launch.cli"],
-    ["launch.openai", "launch.report"],
+    ["launch.gateway", "launch.report"],
     ["launch.run"],
     ["launch"],
   ],

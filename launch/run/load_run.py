@@ -6,7 +6,7 @@ import sys
 from collections.abc import AsyncIterator
 
 from launch.cli import jax_setup
-from launch.openai import gateway
+from launch.gateway import agent_server
 from models.hf import load
 from rl import assemble, initial_state
 from rl import experiment as experiment_lib
@@ -35,7 +35,7 @@ async def restored(
   Exits the process if no checkpoint can be read, or if the frozen weights it
   needs are missing, damaged or changed.
   """
-  parts = assemble.build(experiment, gateway=gateway.listen)
+  parts = assemble.build(experiment, gateway=agent_server.listen)
   saved = checkpoint.Checkpoints(run_dir / "checkpoints", keep=1)
   try:
     try:

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 
 from launch.cli import workdir
-from launch.openai import gateway
+from launch.gateway import agent_server
 from launch.report import run_files
 from launch.run import (
   display,
@@ -102,7 +102,7 @@ class _Run(progress_lib.RunObserver):
     self._dir = run_dir
     self._screen = screen
     self._parts = assemble.build(
-      experiment, run_dir, screen.note, gateway.listen, clock
+      experiment, run_dir, screen.note, agent_server.listen, clock
     )
     self._checkpoints = checkpoint.Checkpoints(
       run_dir / "checkpoints", experiment.retention.checkpoints

@@ -9,6 +9,7 @@ match it is content: sampled text never raises an error.
 import dataclasses
 import json
 import re
+from typing import Any
 
 _THINK, _THINK_END = "<think>", "</think>"
 _CALL = re.compile(r"<tool_call>\s*")
@@ -68,6 +69,12 @@ def parse(text: str, *, thinking: bool = False) -> Answer:
   pieces.append(text[start:])
   content = "".join(pieces)
   return Answer(content.strip() if calls else content, tuple(calls), reasoning)
+
+
+def as_openai(call: Call) -> dict[str, Any]:
+  """Returns a call as a message of OpenAI's API has it."""
+  function = {"name": call.name, "arguments": call.arguments}
+  return {"id": call.id, "type": "function", "function": function}
 
 
 def write(answer: Answer) -> str:

@@ -7,7 +7,7 @@ import pathlib
 import pytest
 
 from envs import agents
-from launch.openai import gateway
+from launch.gateway import agent_server
 from rl.agents import agent_player
 from rl.testing import scripted_engine
 from tests.helpers import openai_server
@@ -48,7 +48,7 @@ def test_an_agent_of_another_package_calls_its_tool_and_is_recorded(program):
     playing = players.player(
       agents.OpenAI(command=command), served, limits=LIMITS
     )
-    plays = agent_player.AgentPlayer(playing.router, HF, gateway.listen)
+    plays = agent_player.AgentPlayer(playing.router, HF, agent_server.listen)
     playing = dataclasses.replace(playing, agents=plays, chat=HF)
     try:
       (played,) = (await players.begin(playing).run()).trajectories

@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from envs import base
-from launch.openai import gateway
+from launch.gateway import agent_server
 from rl.agents import agent_player
 from rl.data import trajectory
 from tests.helpers import agents_under_test as agents
@@ -30,7 +30,7 @@ def play_group(play, served=None, **limits):
       source, served, limits=dataclasses.replace(LIMITS, **limits)
     )
     plays = agent_player.AgentPlayer(
-      playing.router, players.CHAT, gateway.listen
+      playing.router, players.CHAT, agent_server.listen
     )
     playing = dataclasses.replace(playing, agents=plays)
     try:

@@ -1,18 +1,19 @@
 """The Messages API of Anthropic: its requests and replies.
 
-  body -> chat_body -> requests.chat_query -> .. -> MessageFormat -> reply
+  body -> chat_body -> openai_requests -> .. -> MessageFormat -> reply
 
 A request becomes one of the OpenAI API, so that both are read by one parser. A
-reply has the extra fields of `replies`. Thinking is a block of its own, whose
-signature is empty; a budget for it is not kept, as the chat template decides.
+reply has the extra fields of `openai_replies`. Thinking is a block of its own,
+whose signature is empty; a budget for it is not kept, as the chat template
+decides.
 """
 
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from launch.openai import json_fields, replies
-from launch.openai import requests as openai_requests
+from launch.gateway import json_fields, openai_replies, openai_requests
+from models.chat import tool_calls
 from rl.agents import answer_stream
 from rl.engine import contract
 
@@ -90,12 +91,12 @@ def _answer(blocks: Sequence[Any], where: str) -> dict[str, Any]:
     match _kind(block, at):
       case "tool_use":
         given = json_fields.get(block, "input", dict, where=f"{at}.")
-        function = {
-          "name": json_fields.get(block, "name", str, where=f"{at}."),
-          "arguments": json.dumps(given),
-        }
-        call = json_fields.get(block, "id", str, where=f"{at}.")
-        calls.append({"type": "function", "id": call, "function": function})
+        name, number = (
+          json_fields.get(block, key, str, where=f"{at}.")
+          for key in ("name", "id")
+        )
+        call = tool_calls.Call(name, json.dumps(given), number)
+        calls.append(tool_calls.as_openai(call))
       case "thinking":
         thought += json_fields.get(block, "thinking", str, where=f"{at}.")
       case _:
@@ -181,7 +182,7 @@ def _object(data: Any, where: str) -> dict[str, Any]:
 class MessageFormat:
   """Builds the reply to one request, whole or as server-sent events.
 
-  Used as `replies.ReplyFormat`, for one answer.
+  Used as `openai_replies.ReplyFormat`, for one answer.
 
   Args:
     reply_format: of the same request.
@@ -190,19 +191,21 @@ class MessageFormat:
   chat = True
   done = b""
 
-  def __init__(self, reply_format: replies.ReplyFormat):
+  def __init__(self, reply_format: openai_replies.ReplyFormat):
     self._format = reply_format
     self._block = ""
     self._num_blocks = 0
 
-  def reply(self, choices: Sequence[replies.AnswerChoice]) -> dict[str, Any]:
+  def reply(
+    self, choices: Sequence[openai_replies.AnswerChoice]
+  ) -> dict[str, Any]:
     """Returns a reply that is not streamed."""
     (choice,) = choices
     return {
       **self._message(choice.completion),
       "content": _blocks(choice),
       **_stop(choice),
-      **replies.sampled(choice.completion),
+      **openai_replies.sampled(choice.completion),
       **self._format.training_fields(),
     }
 
@@ -221,7 +224,9 @@ class MessageFormat:
       events += self._more("text", delta.content)
     return events
 
-  def last_chunk(self, index: int, choice: replies.AnswerChoice) -> bytes:
+  def last_chunk(
+    self, index: int, choice: openai_replies.AnswerChoice
+  ) -> bytes:
     """Returns the last events: calls of tools, and the end."""
     events = self._end()
     for block in _blocks(choice):
@@ -234,7 +239,7 @@ class MessageFormat:
       "message_delta",
       delta=_stop(choice),
       usage=self._usage(choice.completion),
-      **replies.sampled(choice.completion),
+      **openai_replies.sampled(choice.completion),
       **self._format.training_fields(),
     )
     return events + _event("message_stop")
@@ -291,7 +296,7 @@ class MessageFormat:
     }
 
 
-def _blocks(choice: replies.AnswerChoice) -> list[dict[str, Any]]:
+def _blocks(choice: openai_replies.AnswerChoice) -> list[dict[str, Any]]:
   answer, blocks = choice.answer, []
   if answer.reasoning:
     thought = {"thinking": answer.reasoning, "signature": ""}
@@ -304,7 +309,7 @@ def _blocks(choice: replies.AnswerChoice) -> list[dict[str, Any]]:
   return blocks
 
 
-def _stop(choice: replies.AnswerChoice) -> dict[str, Any]:
+def _stop(choice: openai_replies.AnswerChoice) -> dict[str, Any]:
   if choice.stop_text is not None:
     return {"stop_reason": "stop_sequence", "stop_sequence": choice.stop_text}
   reason = choice.finish_reason

@@ -15,9 +15,13 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float32
 
-from launch.openai import anthropic_messages, disconnect, json_fields
-from launch.openai import replies as openai_replies
-from launch.openai import requests as openai_requests
+from launch.gateway import (
+  anthropic_messages,
+  disconnect,
+  json_fields,
+  openai_replies,
+  openai_requests,
+)
 from rl.agents import answer_stream, session_tree
 from rl.agents import sessions as sessions_lib
 from rl.engine import contract

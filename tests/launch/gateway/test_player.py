@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from envs import base
-from launch.openai import player
+from launch.gateway import player
 from models.chat import tool_calls
 from rl.rollout import environment_trial
 from tests.helpers import openai_server

@@ -14,7 +14,7 @@ async def listen(
 ) -> AsyncIterator[str]:
   """Serves an engine on a free port of loopback, and yields the address."""
   # Here, not on top: a run without agents needs no HTTP.
-  from launch.openai import app, http_server
+  from launch.gateway import app, http_server
 
   served = app.app(engine, opened)
   async with http_server.listening(

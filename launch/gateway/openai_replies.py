@@ -87,7 +87,7 @@ class ReplyFormat:
 
   def last_chunk(self, index: int, choice: AnswerChoice) -> bytes:
     """Returns the last event of a choice."""
-    calls = _calls(choice.answer)
+    calls = [*map(tool_calls.as_openai, choice.answer.tool_calls)]
     calls = [{"index": i, **call} for i, call in enumerate(calls)]
     delta = {"tool_calls": calls} if calls else {}
     finish = choice.finish_reason
@@ -248,7 +248,7 @@ def sampled(completion: contract.Completion) -> dict[str, Any]:
 
 
 def _message(answer: tool_calls.Answer) -> dict[str, Any]:
-  calls = _calls(answer)
+  calls = [*map(tool_calls.as_openai, answer.tool_calls)]
   message: dict[str, Any] = {
     "role": "assistant",
     "content": answer.content or (None if calls else ""),
@@ -259,14 +259,3 @@ def _message(answer: tool_calls.Answer) -> dict[str, Any]:
   if answer.reasoning:
     message["reasoning_content"] = answer.reasoning
   return message
-
-
-def _calls(answer: tool_calls.Answer) -> list[dict[str, Any]]:
-  return [
-    {
-      "id": call.id,
-      "type": "function",
-      "function": {"name": call.name, "arguments": call.arguments},
-    }
-    for call in answer.tool_calls
-  ]

@@ -10,8 +10,8 @@ import numpy as np
 import openai
 import pytest
 
-from launch.openai import app as openai_app
-from launch.openai import replies
+from launch.gateway import app as openai_app
+from launch.gateway import openai_replies
 from rl.agents import answer_stream, sessions
 from rl.data import trajectory
 from rl.engine import contract
@@ -247,7 +247,7 @@ def test_the_most_probable_tokens_are_listed_beside_each_one(words):
 
 
 def test_a_completion_lists_the_sampled_token_too_and_one_of_each_text(words):
-  reply_format = replies.ReplyFormat(
+  reply_format = openai_replies.ReplyFormat(
     name="one",
     chat=False,
     model="tiny",

@@ -57,11 +57,11 @@ def conversation(messages: Sequence[base.Message]) -> list[Mapping[str, Any]]:
     one: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.tool_calls:
       one["tool_calls"] = [
-        {
-          "id": call.id or f"call_{place}_{i}",
-          "type": "function",
-          "function": {"name": call.name, "arguments": call.arguments},
-        }
+        tool_calls.as_openai(
+          tool_calls.Call(
+            call.name, call.arguments, call.id or f"call_{place}_{i}"
+          )
+        )
         for i, call in enumerate(message.tool_calls)
       ]
       waiting = [call["id"] for call in one["tool_calls"]]

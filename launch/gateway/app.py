@@ -23,16 +23,16 @@ from typing import Any
 import numpy as np
 from starlette import applications, exceptions, requests, responses, routing
 
-from launch.openai import answers as openai_answers
-from launch.openai import (
+from launch.gateway import answers as openai_answers
+from launch.gateway import (
   anthropic_messages,
   disconnect,
   http_server,
   json_fields,
+  openai_replies,
+  openai_requests,
   tokenization,
 )
-from launch.openai import replies as openai_replies
-from launch.openai import requests as openai_requests
 from models.chat import answer_grammar
 from rl.agents import answer_stream, session_tree
 from rl.agents import messages as messages_lib

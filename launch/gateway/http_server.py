@@ -9,7 +9,7 @@ from typing import Any
 import uvicorn
 from starlette import requests
 
-from launch.openai import disconnect, json_fields
+from launch.gateway import disconnect, json_fields
 from rl.settings import annotations
 
 

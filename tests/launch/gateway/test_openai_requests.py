@@ -5,8 +5,7 @@ import json
 import pytest
 
 from envs import base
-from launch.openai import json_fields
-from launch.openai import requests as openai_requests
+from launch.gateway import json_fields, openai_requests
 from rl.data import trajectory
 
 USER = {"role": "user", "content": "go"}

@@ -3,8 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from launch.openai import json_fields
-from launch.openai import requests as openai_requests
+from launch.gateway import json_fields, openai_requests
 from rl.agents import messages
 from rl.rollout import episode as episode_lib
 

@@ -1,0 +1,1 @@
+"""Models over HTTP, for clients of OpenAI's and Anthropic's APIs."""
