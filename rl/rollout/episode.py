@@ -472,8 +472,7 @@ async def _turns(
   partial.messages.extend(observation)
   tools = environment.tools()
   context = _encode(lambda said: chat.open(said, tools), observation)
-  conversation = _Conversation()
-  ids = conversation.extend(context)
+  conversation, ids = _Conversation(context), context
   for number in range(limits.max_turns):
     room = limits.max_tokens - len(ids)
     if room < 1:
@@ -522,20 +521,26 @@ async def _turns(
 
 
 class _Conversation:
-  """The ids of a conversation so far; copying all in every turn adds up."""
+  """The ids of a conversation so far; copying all in every turn adds up.
 
-  def __init__(self):
-    self._ids = np.empty(256, np.int32)
-    self._length = 0
+  Args:
+    context: the first; only a copy of it is ever extended.
+  """
+
+  def __init__(self, context: Int32[np.ndarray, " P"]):
+    self._ids = context
+    self._length = len(context)
 
   def extend(self, *pieces: Int32[np.ndarray, " T"]) -> Int32[np.ndarray, " N"]:
     """Appends ids; returns a view of all of them, which never changes."""
     start, self._length = self._length, self._length + sum(map(len, pieces))
     if self._length > len(self._ids):
-      longer = np.empty(2 * self._length, np.int32)
+      # A quarter of room to spare: many conversations wait for an engine.
+      longer = np.empty(256 + self._length * 5 // 4, np.int32)
       longer[:start] = self._ids[:start]
       self._ids = longer
-    np.concatenate(pieces, out=self._ids[start : self._length])
+    if self._length > start:
+      np.concatenate(pieces, out=self._ids[start : self._length])
     return self._ids[: self._length]
 
 

@@ -1,8 +1,8 @@
 """Guarded calls of user code: in time and checked, or a Fault.
 
-guarded: call -> _outcome in its own task -> under a deadline -> check -> value
-                                               |
-                                               +-- too late -> _leave_behind
+guarded: call -> _run in its own task -> under a deadline -> check -> value
+                                           |
+                                           +-- too late -> _leave_behind
 """
 
 import asyncio
@@ -11,6 +11,7 @@ import ctypes
 import json
 import numbers
 import reprlib
+import sys
 from collections.abc import (
   Awaitable,
   Callable,
@@ -25,6 +26,10 @@ from envs import base
 from rl.runtime import watchdog as watchdog_lib
 
 _T = TypeVar("_T")
+_Outcome = tuple[Any, BaseException | None]
+
+# A call that needs no wait ends where it is made. Python 3.11 cannot do that.
+_EAGER: Any = {"eager_start": True} if sys.version_info >= (3, 12) else {}
 
 TESTED_PYTHONS = ((3, 11), (3, 13))
 """First and last version of CPython whose internals `detach_task` knows."""
@@ -62,35 +67,50 @@ async def guarded(
     check: returns the valid value or raises Fault; looking at the value may
       run user code too.
   """
+  loop = asyncio.get_running_loop()
+  due_s = loop.time() + deadline_s
+  answer: asyncio.Future[_Outcome | None] = loop.create_future()
   wait = {"owner": owner, "what": what + of, "deadline_s": deadline_s}
   with watchdog_lib.track(watchdog, **wait):
-    work = asyncio.create_task(_outcome(call))
-    try:
-      await asyncio.wait([work], timeout=deadline_s)
-    finally:
-      if not work.done():
-        _leave_behind(work, set() if late is None else late)
-  if not work.done():
+    work = asyncio.Task(_run(call, answer), loop=loop, **_EAGER)
+    if not answer.done():
+      timer = loop.call_at(due_s, _give, answer, None)
+      try:
+        await answer
+      finally:
+        timer.cancel()
+        if not work.done():
+          _leave_behind(work, set() if late is None else late)
+  outcome = answer.result()
+  if outcome is None:
     raise Fault(f"{what} took over {deadline_s:g} s")
-  value, error = work.result()
+  value, error = outcome
   if error is not None:
     raise Fault(f"{what} raised {reason(error)}") from error
   return contained(lambda: check(value), f"{what} returned what")
 
 
-async def _outcome(
-  call: Callable[[], Awaitable[_T]],
-) -> tuple[_T | None, BaseException | None]:
-  """Returns the value of a call and None, or None and its exception.
+async def _run(
+  call: Callable[[], Awaitable[Any]], answer: asyncio.Future[_Outcome | None]
+) -> None:
+  """Gives the value of a call and None, or None and its exception.
 
   Caught here, since asyncio ends the loop when a task raises SystemExit.
   """
   try:
-    return await call(), None
+    _give(answer, (await call(), None))
   except KeyboardInterrupt:
     raise
   except BaseException as error:
-    return None, error
+    _give(answer, (None, error))
+
+
+def _give(
+  answer: asyncio.Future[_Outcome | None], outcome: _Outcome | None
+) -> None:
+  """Ends a wait; the first to do so decides."""
+  if not answer.done():
+    answer.set_result(outcome)
 
 
 def _leave_behind(

@@ -61,6 +61,18 @@ class EventLoop(asyncio.SelectorEventLoop):
     heapq.heappush(self._timers, (when, timer))
     return timer
 
+  def call_soon(
+    self,
+    callback: Callable[..., object],
+    *args: Any,
+    context: contextvars.Context | None = None,
+  ) -> asyncio.Handle:
+    """Returns the handle of a callback; see `asyncio.AbstractEventLoop`."""
+    loop: Any = self
+    handle = asyncio.Handle(callback, args, self, context)
+    loop._ready.append(handle)
+    return handle
+
   def _run_once(self) -> None:
     """Runs what is ready, or what the next timer makes ready.
 
@@ -70,14 +82,15 @@ class EventLoop(asyncio.SelectorEventLoop):
     """
     loop: Any = self
     timers, ready = self._timers, loop._ready
-    self._forget_cancelled()
     if not ready and not loop._stopping:
+      self._forget_cancelled()
       if not timers:
         raise Deadlock(_describe(self))
       if timers[0][0] > self._now_s:
         self._now_s += timers[0][0] - self._now_s
         self.jumps += 1
-    while timers and timers[0][0] < self._now_s + _RESOLUTION_S:
+    due_s = self._now_s + _RESOLUTION_S
+    while timers and timers[0][0] < due_s:
       _, timer = heapq.heappop(timers)
       timer._scheduled = False
       ready.append(timer)

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 _T = TypeVar("_T")
 Listed = contextlib.AbstractContextManager[None]
+_UNLISTED = contextlib.nullcontext()
 
 
 class Stalled(TimeoutError):
@@ -111,7 +112,7 @@ class _Deadline:
 
 def track(watchdog: "Watchdog | None", **wait: Any) -> Listed:
   """Lists the body of a `with` as `Watchdog.track` does, if there is one."""
-  return watchdog.track(**wait) if watchdog else contextlib.nullcontext()
+  return watchdog.track(**wait) if watchdog else _UNLISTED
 
 
 class Watchdog:

@@ -6,6 +6,7 @@ while each keeps its own distribution.
 
 import bisect
 import dataclasses
+import functools
 import itertools
 import math
 import statistics
@@ -77,8 +78,11 @@ class LogNormal:
     return min(value, self.max_value)
 
   def _body(self, probability: float) -> float:
-    median = self.mean * math.exp(-0.5 * self.sigma**2)
-    return median * math.exp(self.sigma * _NORMAL.inv_cdf(probability))
+    return self._median * math.exp(self.sigma * _NORMAL.inv_cdf(probability))
+
+  @functools.cached_property
+  def _median(self) -> float:
+    return self.mean * math.exp(-0.5 * self.sigma**2)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -186,7 +186,8 @@ class Simulation:
     simulated_processor.check_room(self.rollout.max_tokens, speeds)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+# No repr: asyncio makes that of the result of a task, here of a million events.
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class RunRecord:
   """The record of a simulated run, in virtual seconds.
 

@@ -13,7 +13,7 @@ import statistics
 import struct
 import zlib
 from collections.abc import Mapping
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 from rl.settings import checks
 from rl.simulation import distributions
@@ -117,8 +117,7 @@ class Workload:
     checks.in_unit(self, *_SHARES, where=self.name)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class GroupMember:
+class GroupMember(NamedTuple):
   """A member of a group that plays a task, as the key of draws.
 
   Attributes:
@@ -137,23 +136,30 @@ class Draws:
     self._workload = workload
     self._seed = seed
     self._source = zlib.crc32(workload.name.encode())
+    # Looked up in every turn.
+    self._distributions: Mapping[str, distributions.Distribution] = {
+      name: getattr(workload, name) for name in _NUMBERS
+    }
+    self._faults = {
+      name: getattr(workload, f"{name}_fault") for name in _FAULTS
+    }
     # Every member of a group asks for its factor, turn after turn.
     self._shared = functools.lru_cache(maxsize=1 << 16)(self._shared_normal)
 
   def of_task(self, what: Quantity, task: int) -> float:
     """Returns the draw that all members of a group share."""
     draw = uniform(self._seed, self._source, _NUMBERS[what], task)
-    return self._distribution(what).quantile(draw)
+    return self._distributions[what].quantile(draw)
 
   def of_turn(
     self, what: Quantity, member: GroupMember, turn: int = 0
   ) -> float:
     """Returns the draw of one member, correlated within its group."""
-    distribution = self._distribution(what)
+    distribution = self._distributions[what]
     if isinstance(distribution, distributions.Fixed):
       return distribution.value
     number, rho = _NUMBERS[what], self._workload.correlation
-    own = normal(self._seed, self._source, number, *self._own(member, turn))
+    own = normal(self._seed, self._source, number, *member, turn)
     shared = self._shared(number, member.task) if rho else 0.0
     return distribution.quantile(correlated(rho, shared, own))
 
@@ -168,24 +174,18 @@ class Draws:
     turn: int = 0,
   ) -> bool:
     """True when this call raises."""
-    share = getattr(self._workload, f"{call}_fault")
+    share = self._faults[call]
     if not share:
       return False
-    key = (self._seed, self._source, _FAULTS[call], *self._own(member, turn))
-    return uniform(*key) < share
+    draw = uniform(self._seed, self._source, _FAULTS[call], *member, turn)
+    return draw < share
 
   def succeeds(self, member: GroupMember) -> bool:
     """True when the episode's reward is 1."""
-    own = normal(self._seed, self._source, _SUCCESS, *self._own(member, 0))
+    own = normal(self._seed, self._source, _SUCCESS, *member, 0)
     shared = self._shared(_SUCCESS, member.task)
     draw = correlated(self._workload.correlation, shared, own)
     return draw < self._workload.success
-
-  def _distribution(self, what: Quantity) -> distributions.Distribution:
-    return getattr(self._workload, what)
-
-  def _own(self, member: GroupMember, turn: int) -> tuple[int, int, int]:
-    return member.task, member.number, turn
 
   def _shared_normal(self, number: int, task: int) -> float:
     return normal(self._seed, self._source, number, task)

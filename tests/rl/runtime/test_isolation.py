@@ -38,6 +38,39 @@ def test_a_deadline_lets_the_late_code_clean_up():
   assert (late, done) == (set(), [True])
 
 
+@pytest.mark.skipif(not isolation._EAGER, reason="before Python 3.12")
+def test_a_call_that_needs_no_wait_takes_no_turn_of_the_loop():
+  order = []
+
+  async def at_once():
+    order.append("call")
+    return 3
+
+  async def run():
+    loop = asyncio.get_running_loop()
+    loop.call_soon(order.append, "next turn")
+    order.append(await isolation.guarded(at_once, 1.0, "step"))
+    await asyncio.sleep(0)
+
+  virtual_clock.run(run())
+  assert order == ["call", 3, "next turn"]
+
+
+def test_a_timeout_inside_of_a_call_ends_the_call_and_not_its_caller():
+  async def hasty():
+    # It finds the current task before its first wait.
+    with pytest.raises(TimeoutError):
+      async with asyncio.timeout(1.0):
+        await asyncio.sleep(60)
+    return 3
+
+  async def run():
+    value = await isolation.guarded(hasty, 5.0, "step")
+    return value, asyncio.get_running_loop().time()
+
+  assert virtual_clock.run(run()) == (3, 1.0)
+
+
 class Stubborn:
   """Catches each cancellation for a while, and goes on waiting."""
 
