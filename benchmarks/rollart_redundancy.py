@@ -30,7 +30,7 @@ import numpy as np
 from absl import app
 
 from benchmarks import machine, simulated
-from rl.audit import event_log, token_ledger
+from rl.audit import event_log
 from rl.rollout import group_rollout
 from rl.schedule import overlap
 from rl.simulation import distributions, simulate, workload
@@ -107,7 +107,6 @@ def settings(
 def play(chosen: simulate.Simulation) -> dict[str, float]:
   """Returns the seconds of a round, and the cost of redundancy."""
   record = simulated.checked(simulate.simulate(chosen))
-  ledger = token_ledger.of(record.events)
   ended = {
     event_log.member(e): e["tokens"]
     for e in event_log.of_kind(record.events, "ended")
@@ -119,7 +118,7 @@ def play(chosen: simulate.Simulation) -> dict[str, float]:
   ]
   return {
     "rollout_s": statistics.mean(simulated.rounds_s(record)),
-    "aborted": 1.0 - ledger.trained / ledger.sampled,
+    "aborted": 1.0 - record.ledger.trained / record.ledger.sampled,
     "trained_length": statistics.mean(trained),
   }
 

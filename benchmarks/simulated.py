@@ -9,7 +9,7 @@ from typing import Any
 from absl import flags as absl_flags
 
 from envs import base
-from rl.audit import checker, event_log
+from rl.audit import event_log
 from rl.simulation import simulate, world
 
 ROUNDS = absl_flags.DEFINE_integer("rounds", 7, "Rounds of each row.")
@@ -129,12 +129,7 @@ def checked(record: simulate.RunRecord) -> simulate.RunRecord:
   Raises:
     RuntimeError: it broke one.
   """
-  broken = checker.violations(
-    record.events,
-    record.settings.overlap,
-    record.settings.rollout.group_size,
-  )
-  if broken:
+  if broken := record.violations:
     raise RuntimeError(f"{len(broken)} violations, such as {broken[0]}")
   return record
 

@@ -52,7 +52,7 @@ def main() -> None:
       workdir.make_writable(directory, f"--timeline={directory}")
   try:
     progress = ProgressLines(chosen.rounds, sys.stderr)
-    record = simulate.simulate(chosen, listener=progress.note)
+    record = simulate.simulate(chosen, listener=progress.note, keep_turns=False)
   except watchdog.Stalled as stalled:
     sys.exit(f"progress_timeout_s={chosen.progress_timeout_s:g}: {stalled}")
   result = simulation_result.measure(record)

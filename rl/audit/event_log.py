@@ -51,7 +51,7 @@ import json
 import math
 import pathlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 Event = dict[str, Any]
@@ -113,6 +113,7 @@ class EventLog:
     path: appended to, so a resumed run keeps its history, and its times go on
       after the last of them; None: memory only.
     clock: of the event loop, in seconds.
+    left_out: kinds that only listeners get.
 
   Attributes:
     events: of this process; with a path only those since the last flush.
@@ -123,10 +124,12 @@ class EventLog:
     self,
     path: pathlib.Path | None = None,
     clock: Callable[[], float] = time.monotonic,
+    left_out: Collection[str] = (),
   ):
     self.events: list[Event] = []
     self.listeners: list[Callable[[Event], None]] = []
     self._clock = clock
+    self._left_out = left_out
     self._origin = clock() - (_last_time(path) if path else 0.0)
     self._file = path.open("a", encoding="utf-8") if path else None
     if self._file and self._file.tell():
@@ -142,7 +145,8 @@ class EventLog:
     if t is None:
       t = self.since(self._clock())
     event = {"t": t, "kind": kind, **fields}
-    self.events.append(event)
+    if kind not in self._left_out:
+      self.events.append(event)
     for listener in self.listeners:
       listener(event)
     if self._file is not None and len(self.events) >= _FLUSH_EVERY:

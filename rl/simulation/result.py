@@ -21,7 +21,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
-from rl.audit import checker, event_log, token_ledger
+from rl.audit import event_log, token_ledger
 from rl.runtime import trace
 from rl.simulation import hosts, resources, simulate
 
@@ -150,18 +150,16 @@ def measure(record: simulate.RunRecord) -> Result:
       (e["version"] - e["first_version"], 1) for e in trained
     ),
     token_lags=_counted(_token_lags(record, trained)),
-    ledger=token_ledger.of(record.events),
+    ledger=record.ledger,
     episodes=sum(1 for _ in event_log.of_kind(record.events, "ended")),
     faults=collections.Counter(
       e["status"] for e in event_log.of_kind(record.events, "fault")
     ),
-    violations=checker.violations(
-      record.events, schedule, settings.rollout.group_size
-    ),
+    violations=record.violations,
     accelerators=settings.cluster.accelerators,
-    events=len(record.events),
+    events=record.num_events,
     jumps=record.jumps,
-    turns=sum(1 for _ in _of(record, "turn")),
+    turns=record.num_turns,
     virtual_s=record.virtual_s,
     real_s=record.real_s,
     rewards=record.rewards,

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from rl.algorithms import group_filters
-from rl.audit import event_log
+from rl.audit import checker, event_log, token_ledger
 from rl.loop import coordinator
 from rl.loop import progress as progress_lib
 from rl.pools import affinity, placement, router, weight_publisher
@@ -192,6 +192,9 @@ class RunRecord:
   """The record of a simulated run, in virtual seconds.
 
   Attributes:
+    events: all but turns, unless they are kept.
+    num_events, num_turns: in all.
+    ledger, violations: of all events, as they came.
     states: of every engine, (second, state) of each change.
     served: tokens that each engine had sampled when a version's training
       ended, answers under way included.
@@ -203,6 +206,10 @@ class RunRecord:
 
   settings: Simulation
   events: Sequence[event_log.Event]
+  num_events: int
+  num_turns: int
+  ledger: token_ledger.Ledger
+  violations: Sequence[str]
   spans: Sequence[trace.Span]
   states: Sequence[Sequence[tuple[float, simulated_processor.EngineActivity]]]
   served: Mapping[int, Sequence[float]]
@@ -218,12 +225,14 @@ def simulate(
   settings: Simulation,
   world: world_lib.World | None = None,
   listener: Callable[[event_log.Event], None] | None = None,
+  keep_turns: bool = True,
 ) -> RunRecord:
   """Simulates a run, from the first task to the last publish.
 
   Args:
     world: its tasks; None: those of the workloads.
     listener: called with each event when it is emitted.
+    keep_turns: in the record, where they are most of the events.
 
   Raises:
     ValueError: see `Simulation.validate`.
@@ -236,7 +245,7 @@ def simulate(
   gc.set_threshold(100_000, 50, 100)
   gc.freeze()
   try:
-    return virtual_clock.run(play(settings, world, listener))
+    return virtual_clock.run(play(settings, world, listener, keep_turns))
   finally:
     gc.unfreeze()
     gc.set_threshold(*before)
@@ -246,6 +255,7 @@ async def play(
   settings: Simulation,
   world: world_lib.World | None = None,
   listener: Callable[[event_log.Event], None] | None = None,
+  keep_turns: bool = True,
 ) -> RunRecord:
   """Plays a run on the virtual loop on which it is called; see `simulate`.
 
@@ -258,13 +268,17 @@ async def play(
   loop = asyncio.get_running_loop()
   assert isinstance(loop, virtual_clock.EventLoop)
   start_s = time.perf_counter()
-  run = _Run(settings, world)
+  run = _Run(settings, world, keep_turns)
   if listener is not None:
     run.log.listeners.append(listener)
   await run.coordinator.run(progress_lib.beginning(0, run.tasks.cursor))
   return RunRecord(
     settings=settings,
     events=run.log.events,
+    num_events=run.num_events,
+    num_turns=run.num_turns,
+    ledger=run.ledger.ledger(),
+    violations=run.checker.finish(),
     spans=run.spans.spans,
     states=[engine.states for engine in run.engines],
     served=run.served,
@@ -280,13 +294,26 @@ async def play(
 class _Run:
   """The parts of one simulated run, wired as those of a real one."""
 
-  def __init__(self, settings: Simulation, world: world_lib.World):
+  def __init__(
+    self, settings: Simulation, world: world_lib.World, keep_turns: bool
+  ):
     clock = asyncio.get_running_loop().time
     self._settings = settings
     self._homes: dict[_Place, int] = {}
     self._graded: set[_Place] = set()
-    self.log = event_log.EventLog(None, clock=clock)
-    self.log.listeners.append(self._listen)
+    self.log = event_log.EventLog(
+      None, clock=clock, left_out=() if keep_turns else ("turn",)
+    )
+    self.num_events = self.num_turns = 0
+    self.ledger = token_ledger.LedgerBuilder()
+    self.checker = checker.Checker(
+      settings.overlap, settings.rollout.group_size
+    )
+    self.log.listeners += [
+      self._listen,
+      self.ledger.observe,
+      self.checker.observe,
+    ]
     self.spans = trace.Trace(None, clock=clock)
     self.world = world
     self.tasks = prompts.Prompts(self.world, settings.seed, pool=_POOL_TASKS)
@@ -351,9 +378,12 @@ class _Run:
     )
 
   def _listen(self, event: event_log.Event) -> None:
-    """Counts the sessions of each engine, for the causes of idle time."""
+    """Counts events and, for the causes of idle time, sessions of engines."""
     kind = event["kind"]
-    if kind == "update":
+    self.num_events += 1
+    if kind == "turn":
+      self.num_turns += 1
+    elif kind == "update":
       self.served[event["version"]] = [e.served for e in self.engines]
     elif kind == "admitted":
       self._homes[event_log.member(event)] = event["engine"]

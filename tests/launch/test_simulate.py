@@ -125,7 +125,7 @@ def test_what_cannot_end_well_ends_with_its_reason(
 def test_an_interrupted_simulation_ends_with_a_word(
   config, monkeypatch, capsys
 ):
-  def interrupt(chosen, listener):
+  def interrupt(chosen, listener, keep_turns):
     raise KeyboardInterrupt
 
   monkeypatch.setattr(simulate_lib, "simulate", interrupt)

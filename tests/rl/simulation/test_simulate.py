@@ -5,6 +5,7 @@ import math
 
 import pytest
 
+from rl.audit import checker, token_ledger
 from rl.runtime import watchdog
 from rl.schedule import overlap
 from rl.simulation import distributions, simulate
@@ -182,6 +183,21 @@ def test_the_same_seed_repeats_the_same_run():
   assert simulate.simulate(simulated).events == first.events
   other = dataclasses.replace(simulated, seed=1)
   assert simulate.simulate(other).events != first.events
+
+
+def test_turns_that_are_not_kept_are_counted_and_checked_all_the_same():
+  simulated = settings(overlap.in_flight(4, 1), AGENT, rounds=5)
+  whole = simulate.simulate(simulated)
+  short = simulate.simulate(simulated, keep_turns=False)
+  group_size = simulated.rollout.group_size
+  without = [e for e in whole.events if e["kind"] != "turn"]
+  assert short.events == without
+  assert short.num_turns == len(whole.events) - len(without) > 0
+  assert short.num_events == len(whole.events)
+  assert short.ledger == token_ledger.of(whole.events)
+  # Every episode would have ended without its turns.
+  assert not short.violations
+  assert checker.violations(short.events, simulated.overlap, group_size)
 
 
 def test_sessions_go_where_the_routing_says():
