@@ -68,6 +68,7 @@ def test_a_run_talks_in_the_template_of_its_model(run):
       assert has_ended or len(turn["tokens"]) == 4
 
 
+@pytest.mark.slow
 def test_a_run_keeps_its_tokenizer_and_goes_on_without_the_model(
   run, model_dir, tmp_path
 ):

@@ -35,7 +35,7 @@ def source(tmp_path):
   return tmp_path / "source"
 
 
-@pytest.mark.process
+@pytest.mark.slow
 def test_a_run_goes_on_without_the_weights_that_it_started_from(
   source, tmp_path
 ):

@@ -46,7 +46,7 @@ def loads(seeds, trajectories):
 @pytest.mark.process
 @pytest.mark.parametrize(
   ("seeds", "trajectories"),
-  [(1, 2_000), pytest.param(2, 51_000, marks=pytest.mark.slow)],
+  [(1, 1_000), pytest.param(2, 51_000, marks=pytest.mark.slow)],
 )
 def test_trajectories_of_all_modes_break_nothing(seeds, trajectories):
   results = loads(seeds, trajectories)

@@ -26,6 +26,7 @@ def printed(experiment):
   return stream.getvalue()
 
 
+@pytest.mark.slow
 def test_a_model_for_a_pod_is_planned_without_one():
   text = printed(pod_run.experiment())
   # As published: 235B parameters, 22B of them active.
