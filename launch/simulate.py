@@ -138,6 +138,8 @@ def lines(result: simulation_result.Result) -> Iterator[tuple[str, str]]:
   yield "staleness of groups", _lags(result.group_lags)
   yield "staleness of tokens", _lags(result.token_lags)
   yield "useful tokens", f"{result.useful:.1%} of those sampled"
+  for name, share in result.prefill_use.items():
+    yield f"prefill for {name} in use", f"{share:.1%}"
   if (seats := result.rewards) is not None:
     yield (
       "seats of rewards in use",

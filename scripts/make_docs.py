@@ -239,6 +239,60 @@ def rollart_weights(result: Mapping[str, Any]) -> Rows:
     )
 
 
+def rollart_failures(result: Mapping[str, Any]) -> Rows:
+  """Yields a step with each kind of failure beside the published one."""
+  yield "failure", "resets, of the rollout", "step", "error"
+  published = result["published"]
+  yield "none, published", "21%", f"{published['step_s']:.0f} s", ""
+  yield "none, simulated", "fitted", f"{result['plain_s']:.0f} s", "fitted"
+  yield (
+    "published", f"{published['share']:.0%}", f"{published['failed_s']:.0f} s",
+    "",
+  )  # fmt: skip
+  for row in result["rows"]:
+    share = f"{row['reset share']:.0%}"
+    yield (
+      row["failure"],
+      f"{share}, fitted" if row["down_s"] else share,
+      f"{row['step_s']:.0f} s",
+      _signed(row["error"]),
+    )
+
+
+def rollart_failures_others(result: Mapping[str, Any]) -> Rows:
+  """Yields the cost of one outage under other schedules."""
+  yield "schedule", "spare slots", "environments lost", "costs"
+  for row in result["others"]:
+    yield (
+      row["schedule"],
+      str(row["spare slots"]),
+      str(row["lost"]),
+      f"{row['cost_s']:.0f} s",
+    )
+
+
+def rollart_pd(result: Mapping[str, Any]) -> Rows:
+  """Yields published and predicted gains of the split, then the sweep."""
+  yield (
+    "model", "nodes", "assumptions", "gain of a rollout", "of a step",
+    "published", "error",
+  )  # fmt: skip
+  for row in [*result["rows"], *result["sweep"]]:
+    assumed = "as stated"
+    if "reply" in row:
+      assumed = f"interference {row['interference']:g}, {row['reply']} ids"
+    known = row["published"]
+    yield (
+      row["model"],
+      row["nodes"],
+      assumed,
+      f"{row['rollout gain']:.2f}x",
+      f"{row['gain']:.2f}x",
+      f"{known:.2f}x" if known else "the worst",
+      _signed(row["error"]) if known else "",
+    )
+
+
 def rollart_ladder(result: Mapping[str, Any]) -> Rows:
   """Yields each rung's speed-up over the one below, a column a trace."""
   cells: dict[str, dict[str, str]] = {}
@@ -628,7 +682,8 @@ TABLES: Sequence[Callable[[Mapping[str, Any]], Rows]] = (
   tools, seeds_guess_number_moe, seeds_frozen_lake_moe, seeds_agent_letters,
   overlap_as_is, overlap_slow,
   rollart_trajectories, rollart_redundancy, rollart_affinity, rollart_rewards,
-  rollart_weights, rollart_ladder,
+  rollart_weights, rollart_failures, rollart_failures_others, rollart_pd,
+  rollart_ladder,
   rollout_pipe, decode, engine, constrained, learner, coordinator,
   coordinator_memory,
   publish, publish_moved, moe, train_step, train_step_logprobs, packing, fill,

@@ -6,7 +6,9 @@ import pytest
 
 from benchmarks import (
   rollart_affinity,
+  rollart_failures,
   rollart_ladder,
+  rollart_pd,
   rollart_redundancy,
   rollart_rewards,
   rollart_trajectories,
@@ -140,6 +142,30 @@ def test_cells_that_were_held_out_are_predicted_as_kept():
     assert simulated.deviation(gain, row["published"]) == pytest.approx(
       row["deviation"], abs=POINTS
     )
+
+
+@pytest.mark.slow
+def test_a_step_with_a_failure_takes_what_is_kept():
+  kept_result = make_docs.result("rollart_failures")
+  rates = rollart_failures.Rates(**kept_result["fitted"])
+  now = rollart_failures.gone(rates, 16)
+  (row,) = kept("rollart_failures", failure=now["failure"])
+  assert now["error"] == pytest.approx(row["error"], abs=POINTS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", rollart_pd.MODELS)
+def test_splitting_prefill_and_decoding_gains_what_is_kept(model):
+  (row,) = kept("rollart_pd", model=model, nodes="1P3D")
+  now = rollart_pd.row(model, "1P3D", rounds=1)
+  assert now["error"] == pytest.approx(row["error"], abs=POINTS)
+
+
+def test_a_token_reads_all_weights_and_the_keys_and_values_of_its_batch():
+  # A sequence of 16k ids has 4.2 GB, the weights 66 GB; four H20 read 11.2 TB/s.
+  speed = rollart_pd.speed(rollart_pd.MODELS["32B"], rollart_pd.H20, 1.0)
+  assert speed.tau_s(16) == pytest.approx((65.6e9 + 16 * 4.19e9) / 11.2e12,
+                                          rel=1e-3)  # fmt: skip
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from jaxtyping import Int32
 
 from rl.data import trajectory
 from rl.engine import contract
+from rl.simulation import prefill_pool
 from rl.simulation import processor as simulated_processor
 
 _LOGPROB = -0.5
@@ -30,12 +31,14 @@ class SimulatedEngine:
 
   Args:
     answer_tokens: length of an answer, cut at the request's max_tokens.
+    elsewhere: encodes contexts; None: this engine does.
   """
 
   def __init__(
     self,
     speed: simulated_processor.Speed,
     answer_tokens: Callable[[contract.DecodeRequest], int],
+    elsewhere: prefill_pool.PrefillQueue | None = None,
   ):
     self.speed = speed
     self.capabilities = contract.Capabilities(
@@ -51,7 +54,7 @@ class SimulatedEngine:
     )
     self.params: Any = None
     self._answer_tokens = answer_tokens
-    self._processor = simulated_processor.Processor(speed)
+    self._processor = simulated_processor.Processor(speed, elsewhere)
     self._jobs: dict[str, simulated_processor.Job] = {}
     self._closed = False
     self._timer: asyncio.TimerHandle | None = None

@@ -25,11 +25,14 @@ class Outage:
   Attributes:
     start_s: on the clock of the run.
     host: its number; None: all hosts, as when what they share is down.
+    starts_only: environments that have started go on, as when only their images
+      cannot be fetched.
   """
 
   start_s: float
   down_s: float
   host: int | None = None
+  starts_only: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -98,7 +101,7 @@ class HostUse:
   """The use of hosts in a run, and its price.
 
   Attributes:
-    environments: that got a slot; `lost` of them were on a host that failed.
+    environments: that got a slot; `lost` of them failed with their host.
     use: share of the time of all slots in which one was taken.
     mean_wait_s, max_wait_s: of an environment for its slot.
     cost: of all hosts.
@@ -114,11 +117,17 @@ class HostUse:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class Place:
-  """A slot of a host, taken at `begun_s`; an outage takes it at `lost_s`."""
+  """A slot of a host, taken at `begun_s`.
+
+  Attributes:
+    lost_s: time at which the next outage takes it.
+    stuck_s: time at which the next outage of any kind fails its start.
+  """
 
   host: int
   begun_s: float
   lost_s: float
+  stuck_s: float
 
 
 class HostPool:
@@ -130,13 +139,8 @@ class HostPool:
 
   def __init__(self, hosts: Hosts):
     self._hosts = hosts
-    # The outages of each host, in order.
     self._outages = [
-      sorted(
-        (one.start_s, one.start_s + one.down_s)
-        for one in hosts.outages
-        if one.host in (None, host)
-      )
+      [one for one in hosts.outages if one.host in (None, host)]
       for host in range(hosts.count)
     ]
     self._taken: list[set[Place]] = [set() for _ in range(hosts.count)]
@@ -171,24 +175,30 @@ class HostPool:
     self._max_wait_s = max(self._max_wait_s, waited_s)
     return place
 
-  async def run(self, place: Place, seconds: float) -> None:
+  async def run(
+    self, place: Place, seconds: float, starts: bool = False
+  ) -> None:
     """Waits for something that takes so long on a place.
+
+    Args:
+      starts: it is the start of the environment.
 
     Raises:
       OSError: its host is down or fails meanwhile.
     """
-    left_s = place.lost_s - _now_s()
+    fails_s = place.stuck_s if starts else place.lost_s
+    left_s = fails_s - _now_s()
     if left_s > seconds:
       await asyncio.sleep(seconds)
       return
     if left_s > 0:
       await asyncio.sleep(left_s)
-    raise OSError(f"host {place.host} went down at {place.lost_s:g} s")
+    self._lost += 1
+    raise OSError(f"host {place.host} went down at {fails_s:g} s")
 
   def release(self, place: Place) -> None:
     """Frees a place, unless its host has done so by failing."""
     self._busy_s += min(_now_s(), place.lost_s) - place.begun_s
-    self._lost += place.lost_s <= _now_s()
     self._taken[place.host].discard(place)
     self._admit_waiting()
 
@@ -211,15 +221,22 @@ class HostPool:
       for place in [one for one in taken if one.lost_s <= now_s]:
         taken.discard(place)
       is_up = not any(
-        start <= now_s < end for start, end in self._outages[host]
+        one.start_s <= now_s < one.start_s + one.down_s
+        for one in self._outages[host]
       )
       least = self._hosts.slots if best is None else len(self._taken[best])
       if is_up and len(taken) < least:
         best = host
     if best is None:
       return None
-    starts = (start for start, _ in self._outages[best] if start > now_s)
-    place = Place(best, now_s, min(starts, default=math.inf))
+    later = [one for one in self._outages[best] if one.start_s > now_s]
+    lost_s = [one.start_s for one in later if not one.starts_only]
+    place = Place(
+      best,
+      now_s,
+      lost_s=min(lost_s, default=math.inf),
+      stuck_s=min((one.start_s for one in later), default=math.inf),
+    )
     self._taken[best].add(place)
     return place
 
@@ -236,8 +253,8 @@ class HostPool:
   def _arm(self) -> None:
     """Looks again when the next host comes back."""
     now_s = _now_s()
-    ends = (end for each in self._outages for _, end in each if end > now_s)
-    back_s = min(ends, default=math.inf)
+    ends = (one.start_s + one.down_s for one in self._hosts.outages)
+    back_s = min((end for end in ends if end > now_s), default=math.inf)
     if self._timer is None and back_s < math.inf:
       loop = asyncio.get_running_loop()
       self._timer = loop.call_at(back_s, self._look)

@@ -2,6 +2,7 @@
 
 submit -> waiting --slot, KV--> prefill --ids / rate--> decode --> ended
           (by priority)           (one by one)    (all at once, evenly)
+                                  (or in a pool of its own: `prefill_pool`)
 
 Decoding is processor sharing: with b sequences a token of each takes
 tau(b) = tau0 (1 + b / b0). A service clock, in tokens a sequence, runs at
@@ -19,9 +20,11 @@ from typing import Any, Literal
 
 from rl.engine import contract
 from rl.settings import checks
+from rl.simulation import prefill_pool
 
-# In tokens: above the rounding errors of the loop's clock.
+# In tokens and seconds: above the rounding errors of the loop's clock.
 _CLOSE = 1e-4
+_CLOSE_S = 1e-6
 
 EngineActivity = Literal[
   "decode", "prefill", "publish", "drain", "environments", "rewards", "gate"
@@ -47,6 +50,8 @@ class Speed:
     kv_tokens: room for ids of contexts and answers. An answer's ids are
       reserved when it starts, so that no request is ever preempted.
     update_s: seconds for which decoding stands still when weights arrive.
+    interference: share of its pace that decoding loses while context is
+      encoded: 1 if that always goes first, 0 if it costs nothing.
   """
 
   tau0_s: float = 0.012
@@ -55,9 +60,11 @@ class Speed:
   slots: int = 64
   kv_tokens: int = 1 << 22
   update_s: float = 0.0
+  interference: float = 0.0
 
   def validate(self, where: str) -> None:
     """Raises ValueError on impossible speeds; `where` is the setting."""
+    checks.in_unit(self, "interference", where=where)
     sizes = ("b0", "prefill_per_s", "slots", "kv_tokens")
     checks.above(self, 0, *sizes, where=where)
     checks.finite_above(self, 0, "tau0_s", where=where)
@@ -135,8 +142,13 @@ class Processor:
     stood_s: seconds of "publish".
   """
 
-  def __init__(self, speed: Speed):
+  def __init__(
+    self, speed: Speed, elsewhere: prefill_pool.PrefillQueue | None = None
+  ):
     self.speed = speed
+    self._elsewhere = elsewhere
+    # (second of arrival, number, job): keys and values on their way.
+    self._coming: list[tuple[float, int, Job]] = []
     self.version = 0
     self.hold: Hold = ""
     self.paused = False
@@ -173,7 +185,7 @@ class Processor:
       self.stood_s += passed_s
       return
     if self.decoding:
-      tokens = passed_s / self.speed.tau_s(self.decoding)
+      tokens = passed_s / self.speed.tau_s(self.decoding) * self._pace
       self._service += tokens
       self.served += tokens * self.decoding
     if self._prefill:
@@ -184,14 +196,19 @@ class Processor:
     if self._stands or not self.decoding:
       return self.served
     tokens = (now_s - self.now_s) / self.speed.tau_s(self.decoding)
-    return self.served + tokens * self.decoding
+    return self.served + tokens * self._pace * self.decoding
+
+  @property
+  def _pace(self) -> float:
+    """Share of its speed at which decoding goes on now."""
+    return 1.0 - self.speed.interference if self._prefill else 1.0
 
   def _state(self) -> EngineActivity:
     if self._stands:
       return "publish"
     if self.decoding:
       return "decode"
-    if self._prefill:
+    if self.running:
       return "prefill"
     if self.hold == "drain":
       return "drain"
@@ -222,6 +239,10 @@ class Processor:
         done.append(job)
     while self._prefill and self._prefill[0][0] <= self._encoded + _CLOSE:
       self._begin(self._prefill.popleft()[1])
+    while self._coming and self._coming[0][0] <= self.now_s + _CLOSE_S:
+      job = heapq.heappop(self._coming)[2]
+      if job.place == "prefill":
+        self._begin(job)
     if not done:
       self._admit()
     return done
@@ -231,12 +252,14 @@ class Processor:
     wait_s = math.inf
     if self._stands:
       return wait_s
-    if self._decode:
+    if self._decode and self._pace:
       tokens = self._decode[0][0] - self._service
-      wait_s = tokens * self.speed.tau_s(self.decoding)
+      wait_s = tokens * self.speed.tau_s(self.decoding) / self._pace
     if self._prefill:
       ids = self._prefill[0][0] - self._encoded
       wait_s = min(wait_s, ids / self.speed.prefill_per_s)
+    if self._coming:
+      wait_s = min(wait_s, self._coming[0][0] - self.now_s)
     return max(wait_s, 0.0)
 
   def count(self, job: Job) -> int:
@@ -289,6 +312,7 @@ class Processor:
       if job.place == "decode":
         job.left = job.target - self._service
     self._prefill.clear()
+    self._coming.clear()
     self._decode.clear()
     self.decoding = 0
     for job in sorted(jobs, key=lambda job: job.request.priority):
@@ -328,6 +352,11 @@ class Processor:
 
   def _enqueue(self, job: Job, ids: int) -> None:
     self.prefilled += ids
+    if self._elsewhere is not None:
+      job.place = "prefill"
+      arrives_s = self._elsewhere.submit(self.now_s, ids)
+      heapq.heappush(self._coming, (arrives_s, next(self._numbers), job))
+      return
     if math.isinf(self.speed.prefill_per_s):
       self._begin(job)
       return

@@ -52,6 +52,7 @@ class Result:
     violations: broken promises of the schedule; must be empty.
     rewards: costs of the seats of rewards, of the whole run; None without any.
     hosts: use of the hosts of environments; None without any.
+    prefill_use: see `simulate.RunRecord`; of the whole run.
     events, turns: of the whole run, like `virtual_s` and `real_s`.
   """
 
@@ -83,6 +84,7 @@ class Result:
   real_s: float
   rewards: resources.SeatCosts | None
   hosts: hosts.HostUse | None
+  prefill_use: Mapping[str, float]
 
   @property
   def efficiency(self) -> float:
@@ -164,6 +166,7 @@ def measure(record: simulate.RunRecord) -> Result:
     real_s=record.real_s,
     rewards=record.rewards,
     hosts=record.hosts,
+    prefill_use=record.prefill_use,
   )
 
 

@@ -30,8 +30,8 @@ from rl.settings import checks
 from rl.simulation import engine as simulated_engine
 from rl.simulation import hosts as hosts_lib
 from rl.simulation import learner as simulated_learner
+from rl.simulation import prefill_pool, resources, workload
 from rl.simulation import processor as simulated_processor
-from rl.simulation import resources, workload
 from rl.simulation import world as world_lib
 
 _POOL_TASKS = 1 << 30
@@ -46,6 +46,8 @@ class EnginePool:
     engines: count.
     accelerators: of each engine.
     cost: of an hour of one of its engines, in any unit.
+    prefill: engines that encode contexts for these; None: they do it
+      themselves, `Speed.prefill_per_s` a second.
   """
 
   name: str = "decode"
@@ -54,9 +56,26 @@ class EnginePool:
   kind: placement.Kind = "any"
   cost: float = 1.0
   accelerators: int = 1
+  prefill: prefill_pool.PrefillPool | None = None
+
+  @property
+  def ids_per_s(self) -> float:
+    """Ids of context encoded a second by all engines that do."""
+    if self.prefill is not None:
+      return self.prefill.engines * self.prefill.ids_per_s
+    return self.engines * self.speed.prefill_per_s
+
+  @property
+  def id_s(self) -> float:
+    """Seconds that an id of context takes at least."""
+    if self.prefill is not None:
+      return self.prefill.id_s
+    return 1.0 / self.speed.prefill_per_s
 
   def validate(self, where: str) -> None:
     """Raises ValueError on a pool that cannot decode."""
+    if self.prefill is not None:
+      self.prefill.validate(f"{where}.prefill")
     checks.at_least(self, 1, "engines", "accelerators", where=where)
     checks.above(self, 0, "cost", where=where)
     self.speed.validate(f"{where}.speed")
@@ -86,7 +105,9 @@ class Cluster:
   @property
   def accelerators(self) -> int:
     """Number of accelerators of the learner and all engines."""
-    decode = sum(pool.engines * pool.accelerators for pool in self.pools)
+    prefills = [pool.prefill for pool in self.pools if pool.prefill]
+    engines = [*self.pools, *prefills]
+    decode = sum(pool.engines * pool.accelerators for pool in engines)
     return self.learner.accelerators + decode
 
   @property
@@ -202,6 +223,8 @@ class RunRecord:
     jumps: of the virtual clock.
     rewards: costs of the seats of rewards; None if there are none.
     hosts: use of the hosts of environments; None if there are none.
+    prefill_use: share of time in which the engines of each pool of
+      `EnginePool.prefill` encode, by the name of the decode pool.
   """
 
   settings: Simulation
@@ -219,6 +242,7 @@ class RunRecord:
   jumps: int
   rewards: resources.SeatCosts | None = None
   hosts: hosts_lib.HostUse | None = None
+  prefill_use: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
 def simulate(
@@ -288,6 +312,7 @@ async def play(
     jumps=loop.jumps,
     rewards=world.seats.costs() if world.seats else None,
     hosts=world.hosts.use() if world.hosts else None,
+    prefill_use=run.prefill_use(),
   )
 
 
@@ -318,8 +343,15 @@ class _Run:
     self.world = world
     self.tasks = prompts.Prompts(self.world, settings.seed, pool=_POOL_TASKS)
     pools = settings.cluster.engine_pools
+    self._prefill = {
+      pool.name: prefill_pool.PrefillQueue(pool.prefill)
+      for pool in settings.cluster.pools
+      if pool.prefill is not None
+    }
     self.engines = [
-      simulated_engine.SimulatedEngine(pool.speed, self.world.answer_tokens)
+      simulated_engine.SimulatedEngine(
+        pool.speed, self.world.answer_tokens, self._prefill.get(pool.name)
+      )
       for pool in pools
     ]
     self.router = router.Router(
@@ -376,6 +408,16 @@ class _Run:
       watchdog=watchdog,
       observer=progress_lib.RunObserver(),
     )
+
+  def prefill_use(self) -> dict[str, float]:
+    """Returns the share of time in which each prefill pool has encoded."""
+    passed_s = asyncio.get_running_loop().time()
+    return {
+      pool.name: self._prefill[pool.name].busy_s
+      / (pool.prefill.engines * passed_s)
+      for pool in self._settings.cluster.pools
+      if pool.prefill is not None
+    }
 
   def _listen(self, event: event_log.Event) -> None:
     """Counts events and, for the causes of idle time, sessions of engines."""

@@ -218,7 +218,7 @@ class _Environment:
     self._place = await self._hosts.admit()
 
   async def start(self) -> Sequence[base.Message]:
-    await self._wait(self._draws.of_turn("start_s", self._member))
+    await self._wait(self._draws.of_turn("start_s", self._member), starts=True)
     if self._draws.faulty("start", self._member):
       raise OSError("a simulated environment did not start")
     index = self._member.task
@@ -239,9 +239,9 @@ class _Environment:
     if self._hosts and self._place:
       self._hosts.release(self._place)
 
-  async def _wait(self, seconds: float) -> None:
+  async def _wait(self, seconds: float, starts: bool = False) -> None:
     if self._hosts and self._place:
-      await self._hosts.run(self._place, seconds)
+      await self._hosts.run(self._place, seconds, starts)
     else:
       await _wait(seconds)
 

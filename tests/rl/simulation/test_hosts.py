@@ -157,6 +157,18 @@ def test_an_episode_whose_host_fails_later_ends_with_a_fault():
   assert use(found).lost == sum(found.faults.values()) == 8
 
 
+def test_an_outage_of_starts_leaves_started_environments_alone():
+  # Starts take 5 s; those of the first round are over, or all fail at 2 s and
+  # wait for its end.
+  def of(start_s):
+    down = hosts.Outage(start_s=start_s, down_s=40.0, starts_only=True)
+    return simulated(hosts.Hosts(count=2, slots=8, outages=(down,)))
+
+  early, late = of(2.0), of(5.1)
+  assert (use(early).lost, use(late).lost) == (8, 0)
+  assert not early.faults
+
+
 def test_only_the_named_sources_need_a_slot():
   named = hosts.Hosts(count=1, slots=1, sources=("other",))
   other = dataclasses.replace(GAME, name="other", share=1e-9)
