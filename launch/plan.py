@@ -186,9 +186,10 @@ def summary(
     goal = problem.goal
     yield (
       f"goal not met: max_step_s={goal.max_step_s:g}, max_cost="
-      f"{goal.max_cost:g}, max_mean_lag={goal.max_mean_lag:g}; the nearest "
-      f"takes {_short(best.result.step_s)} s, costs {_short(best.cost)} and "
-      f"has a mean lag of {best.lag_mean:.2f}"
+      f"{goal.max_cost:g}, max_mean_lag={goal.max_mean_lag:g}, max_faults="
+      f"{goal.max_faults:g}; the nearest takes {_short(best.result.step_s)} s, "
+      f"costs {_short(best.cost)}, has a mean lag of {best.lag_mean:.2f} and "
+      f"faults in {best.result.fault_share:.1%} of its episodes"
     )
 
 

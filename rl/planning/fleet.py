@@ -10,8 +10,10 @@ from collections.abc import Mapping
 
 from rl.pools import placement
 from rl.settings import checks
+from rl.simulation import hosts as hosts_lib
 from rl.simulation import learner as simulated_learner
 from rl.simulation import processor as simulated_processor
+from rl.simulation import resources
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,14 +77,25 @@ class DeviceKind:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fleet:
-  """All devices, in the order in which jax numbers them.
+  """All devices, in the order in which jax numbers them, and what is beside.
 
   Attributes:
     transfer_s: seconds in which new weights travel while decoding goes on.
+    weights: their way, in the place of `transfer_s`; None: they take so long.
+    rewards: seats at which they are computed; None: each only takes its time.
+    hosts: of environments; None: there is room for all. Costs of seats and
+      hosts are in the unit of `DeviceKind.cost`.
+    handover: link out of an engine that only encodes; None: there are none.
+    kv_bytes: keys and values of an id, for that link.
   """
 
   kinds: tuple[DeviceKind, ...]
   transfer_s: float = 1.0
+  weights: resources.WeightPath | None = None
+  rewards: resources.Seats | None = None
+  hosts: hosts_lib.Hosts | None = None
+  handover: resources.Link | None = None
+  kv_bytes: float = 1e5
 
   @property
   def by_name(self) -> Mapping[str, DeviceKind]:
@@ -99,7 +112,8 @@ class Fleet:
     checks.unique("fleet.kinds", [kind.name for kind in self.kinds])
     for number, kind in enumerate(self.kinds):
       kind.validate(f"fleet.kinds.{number}")
-    checks.finite_at_least(self, 0, "transfer_s", where="fleet")
+    checks.finite_at_least(self, 0, "transfer_s", "kv_bytes", where="fleet")
+    checks.validate_parts(self)
     sizes = [(k, n) for k in self.kinds for n in k.learner_devices]
     if not sizes:
       raise ValueError(

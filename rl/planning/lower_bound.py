@@ -1,8 +1,10 @@
 """Lower bounds of a choice's step time, which no simulated run breaks.
 
 Round v demand seconds W of training, w of them for its last batch, s of a
-publish, and R = max(path, D, P) of rollout: the longest group alone, grading
-included, all tokens, and all contexts, at the rate of all engines in full use.
+publish, and R = max(path, D, P, H, S) of rollout: the longest group alone,
+grading included; all tokens and all contexts, at the rate of all engines in
+full use; all episodes and all gradings, with every slot of hosts and every seat
+taken. Where the engines of one pool encode, D has what decoding loses by that.
 Let e(v) be the end of training round v - 1 and p(v) the time at which version v
 serves, which admits the groups of round v + eta. Then
 
@@ -19,6 +21,7 @@ and the longest path through these from the first to the last e is the bound.
 """
 
 import dataclasses
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
@@ -41,9 +44,10 @@ class LowerBound:
     step_s: of a step, with all waits that cannot be avoided.
     tokens: upper bound of the tokens that a step trains.
     parts: seconds that each part of a step takes alone: "decode", "prefill",
-      "learner", "publish", "tail" (decoding of the longest episode) and
-      "environments" (with rewards, in that episode); the last two are divided
-      by the rounds over which they may spread.
+      "hosts" and "seats" (with each of them in use all the time), "learner",
+      "publish", "tail" (decoding of the longest episode) and "environments"
+      (with rewards, in that episode); the last two are divided by the rounds
+      over which they may spread.
   """
 
   step_s: float
@@ -57,6 +61,7 @@ class _Rounds:
 
   Attributes:
     decode, prefill: with all engines in full use.
+    hosts, seats: with all slots of hosts, or all seats of rewards, taken.
     path, first: until the last group, or the first batch, can be ready.
     episode: until the last episode can end, before its grading.
     wait: of the environments and rewards in `path`.
@@ -65,6 +70,8 @@ class _Rounds:
 
   decode: Float64[np.ndarray, " V"]
   prefill: Float64[np.ndarray, " V"]
+  hosts: Float64[np.ndarray, " V"]
+  seats: Float64[np.ndarray, " V"]
   path: Float64[np.ndarray, " V"]
   episode: Float64[np.ndarray, " V"]
   wait: Float64[np.ndarray, " V"]
@@ -75,7 +82,8 @@ class _Rounds:
   @property
   def roll(self) -> Float64[np.ndarray, " V"]:
     """Until the last group can be ready."""
-    return np.maximum(np.maximum(self.decode, self.prefill), self.path)
+    shared = (self.decode, self.prefill, self.hosts, self.seats)
+    return np.maximum.reduce((self.path, *shared))
 
 
 def of_choice(
@@ -84,9 +92,18 @@ def of_choice(
   schedule: overlap_lib.Overlap,
   window: range,
   group_size: int,
+  *,
+  num_slots: float = math.inf,
+  num_seats: float = math.inf,
 ) -> LowerBound:
-  """Returns the bounds of a choice, as means over the rounds of a window."""
-  rounds = _rounds(demand, cluster, schedule, window.stop, group_size)
+  """Returns the bounds of a choice, as means over the rounds of a window.
+
+  Args:
+    num_slots: of hosts, if every environment needs one.
+    num_seats: of rewards, if no call is repeated.
+  """
+  places = num_slots, num_seats
+  rounds = _rounds(demand, cluster, schedule, window.stop, group_size, places)
   links = _links(rounds, cluster, schedule, window)
   step_s = _longest(links, window) / len(window)
   within = slice(window.start, window.stop)
@@ -95,6 +112,8 @@ def of_choice(
   parts = {
     "decode": rounds.decode[within].mean(),
     "prefill": rounds.prefill[within].mean(),
+    "hosts": rounds.hosts[within].mean(),
+    "seats": rounds.seats[within].mean(),
     "learner": rounds.train[within].mean(),
     "publish": cluster.publish_s,
     "tail": (path - wait) / spread,
@@ -161,7 +180,8 @@ def _work(
     # a bound above 0 its own is still on its way.
     pauses = end - 1 - v - (eta > 0)
     decode_s = rounds.decode[inside].sum() + pauses * pause_s
-    work_s = max(decode_s, rounds.prefill[inside].sum())
+    others = (rounds.prefill, rounds.hosts, rounds.seats)
+    work_s = max(decode_s, *(part[inside].sum() for part in others))
     last_s = rounds.last[end - 1]
     yield _Link((v, _SERVED), (end, _TRAINED), work_s + last_s)
 
@@ -183,11 +203,11 @@ def _rounds(
   schedule: overlap_lib.Overlap,
   stop: int,
   group_size: int,
+  places: tuple[float, float],
 ) -> _Rounds:
   size, speeds = group_size, [pool.speed for pool in cluster.pools]
   token_s = min(speed.tau_s(1) for speed in speeds)
-  encode_s = min(1.0 / speed.prefill_per_s for speed in speeds)
-  prefill = sum(p.engines * p.speed.prefill_per_s for p in cluster.pools)
+  encode_s = min(pool.id_s for pool in cluster.pools)
   alone_s = demand.wait_s + demand.tokens * token_s + demand.context * encode_s
   episode = _kth(alone_s, size)
   # Any G members hold one that is graded no earlier.
@@ -198,15 +218,18 @@ def _rounds(
   batch = schedule.groups_per_batch
   in_order = schedule.consume == "submit"
   ready = _by_round(path, stop)
+
+  def least(each: Float64[np.ndarray, "N G"]) -> Float64[np.ndarray, " V"]:
+    return _smallest_sum(_by_round(_smallest_sum(each, size), stop), total)
+
+  prefill = least(demand.context) / sum(p.ids_per_s for p in cluster.pools)
+  first, *others = cluster.pools
+  shared = 0.0 if others or first.prefill else first.speed.interference
   return _Rounds(
-    decode=_smallest_sum(
-      _by_round(_smallest_sum(demand.tokens, size), stop), total
-    )
-    / cluster.tokens_per_s,
-    prefill=_smallest_sum(
-      _by_round(_smallest_sum(demand.context, size), stop), total
-    )
-    / prefill,
+    decode=least(demand.tokens) / cluster.tokens_per_s + shared * prefill,
+    prefill=prefill,
+    hosts=least(alone_s) / places[0],
+    seats=least(demand.reward_s) / places[1],
     path=_kth(ready, total),
     episode=_kth(_by_round(episode, stop), total),
     wait=_kth(_by_round(wait, stop), total),

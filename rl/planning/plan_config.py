@@ -67,8 +67,14 @@ def apply(
   """Returns the base with the schedule, placement and routing of a choice.
 
   Raises:
-    ValueError: its meshes cannot be split so; nothing else is checked.
+    ValueError: its meshes cannot be split so, or its engines hand over keys and
+      values; nothing else is checked.
   """
+  if choice.prefill:
+    raise ValueError(
+      "engines of a run have no hand-over of keys and values; plan with "
+      "space.prefill_points=0"
+    )
   where, place = meshes(problem, choice, base.placement), base.placement
   kinds, (first, *others) = problem.fleet.by_name, choice.engines
   pools = [
@@ -84,8 +90,13 @@ def apply(
     for name, count in (first, *others)
   ]
   data, device = where["learner"]
+  publishing = base.publishing
+  if choice.bucket_bytes is not None:
+    size = int(choice.bucket_bytes)
+    publishing = dataclasses.replace(publishing, bucket_bytes=size)
   return dataclasses.replace(
     base,
+    publishing=publishing,
     overlap=dataclasses.replace(
       base.overlap,
       **overlap_fields(choice),
@@ -188,6 +199,7 @@ def get_config() -> experiment.Experiment:
       colocated=False,
     ),
     routing={routing},
+    publishing={publishing},
   )
 '''
 
@@ -227,6 +239,10 @@ def source(
     cost=_cost(problem, first),
     more=_pools(problem, others, where),
     routing=f"affinity.{routing(problem, base)!r}",
+    publishing="base.publishing"
+    if choice.bucket_bytes is None
+    else "dataclasses.replace(\n      base.publishing, bucket_bytes="
+    f"{int(choice.bucket_bytes)}\n    )",
   )
 
 

@@ -15,8 +15,9 @@ from rl.pools import affinity, placement
 from rl.rollout import group_rollout
 from rl.schedule import overlap as overlap_lib
 from rl.settings import checks
+from rl.simulation import hosts as hosts_lib
+from rl.simulation import prefill_pool, resources, simulate, workload
 from rl.simulation import processor as simulated_processor
-from rl.simulation import simulate, workload
 
 SCHEDULES = (
   "sync",
@@ -34,6 +35,7 @@ OBJECTIVES = ("step_s", "cost", "cost_per_token")
 Both costs are those of the devices in use."""
 
 _FIRST_POOL = "decode"  # As `placement.Placement` calls it.
+_Engines = tuple[tuple[str, int], ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,6 +49,8 @@ class Goal:
       promise of the schedule, not only an observation. None: unbounded.
     max_mean_lag: of these rounds as a mean over the trained groups; what it
       costs to learn from late samples is in docs/learning.md.
+    max_faults: share of the episodes that end with a fault, such as those whose
+      rewards have waited for a seat until their deadline.
   """
 
   minimise: str = "step_s"
@@ -54,24 +58,32 @@ class Goal:
   max_cost: float = math.inf
   max_lag: int | None = None
   max_mean_lag: float = math.inf
+  max_faults: float = 1.0
 
   def key(
-    self, step_s: float, cost: float, tokens: float, lag: float = 0.0
+    self,
+    step_s: float,
+    cost: float,
+    tokens: float,
+    lag: float = 0.0,
+    faults: float = 0.0,
   ) -> tuple[float, ...]:
     """Returns (excess over the bounds, objective): less is better.
 
-    Neither falls when `step_s` or `lag` rises, so the key of a lower bound is
-    a lower bound of the key.
+    Neither falls when `step_s`, `lag` or `faults` rises, so the key of a lower
+    bound is a lower bound of the key.
 
     Args:
       cost: of a second.
       tokens: trained in a step.
       lag: mean of the trained groups.
+      faults: share of the episodes.
     """
     above = max(
       step_s / self.max_step_s - 1.0,
       cost * step_s / self.max_cost - 1.0,
       lag - self.max_mean_lag,
+      faults - self.max_faults,
       0.0,
     )
     objectives = {
@@ -85,13 +97,14 @@ class Goal:
     """Raises ValueError on bounds that no run could keep."""
     checks.known_name("goal.minimise", self.minimise, OBJECTIVES)
     checks.above(self, 0, "max_step_s", "max_cost", where="goal")
+    checks.in_unit(self, "max_faults", where="goal")
     lags = ("max_lag", "max_mean_lag")
     checks.at_least(self, 0, *lags, where="goal", out="0 is on-policy")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Space:
-  """The schedules to choose from.
+  """The schedules and resources to choose from.
 
   Attributes:
     schedules: of `SCHEDULES`.
@@ -102,6 +115,10 @@ class Space:
     extra_groups, extra_members: all pairs; extra groups only with a bound of
       0.
     points: numbers of engines of a kind to try, evenly spread; an upper bound.
+    prefill_points: as `points`, of engines that only encode, for those of one
+      kind that decode; 0: every engine does both.
+    reward_seats, hosts: counts to try; empty: as many as the fleet states.
+    bucket_bytes: sizes of the buckets of weights; the quickest is taken.
   """
 
   schedules: tuple[str, ...] = SCHEDULES
@@ -112,6 +129,10 @@ class Space:
   extra_groups: tuple[int, ...] = (0,)
   extra_members: tuple[int, ...] = (0,)
   points: int = 8
+  prefill_points: int = 0
+  reward_seats: tuple[int, ...] = ()
+  hosts: tuple[int, ...] = ()
+  bucket_bytes: tuple[float, ...] = ()
 
   def overlaps(
     self, groups_per_round: int
@@ -164,6 +185,10 @@ class Space:
       checks.known_name("space.schedules", name, SCHEDULES)
     out = "leave schedules out instead"
     checks.at_least(self, 1, "points", "max_staleness", where="space", out=out)
+    checks.at_least(self, 0, "prefill_points", where="space")
+    for name in ("reward_seats", "hosts", "bucket_bytes"):
+      if getattr(self, name):
+        checks.all_at_least(self, 1, name, where="space")
     for name in (
       "schedules",
       "consume",
@@ -183,6 +208,9 @@ class FleetChoice:
     learner, devices: the kind that trains, and the number of its devices.
     engines: (kind, count) of all engines.
     schedule: the name of `overlap`.
+    prefill: (kind, count) of engines that only encode; None: there are none.
+    reward_seats, hosts: counts; None: as the fleet states.
+    bucket_bytes: of weights; None: as the fleet states.
   """
 
   learner: str
@@ -190,11 +218,21 @@ class FleetChoice:
   engines: tuple[tuple[str, int], ...]
   schedule: str
   overlap: overlap_lib.Overlap
+  prefill: tuple[str, int] | None = None
+  reward_seats: int | None = None
+  hosts: int | None = None
+  bucket_bytes: float | None = None
 
   @property
   def split(self) -> str:
-    """As in "4 h100 | 3 h100 + 2 h20": devices, then engines."""
+    """As in "4 h100 | 3 h100 + 2 h20": devices, then engines, then the rest."""
     engines = " + ".join(f"{count} {name}" for name, count in self.engines)
+    if self.prefill:
+      engines += f", {self.prefill[1]} {self.prefill[0]} encode"
+    if self.reward_seats:
+      engines += f", {self.reward_seats} seats"
+    if self.hosts:
+      engines += f", {self.hosts} hosts"
     return f"{self.devices} {self.learner} | {engines}"
 
 
@@ -208,6 +246,7 @@ class Planning:
     tolerance: the plan is at most this share worse than the best choice.
     max_simulations: after so many the search ends with the best so far, and
       the plan says so.
+    max_choices: more of them are refused, since each is bounded.
   """
 
   fleet: fleet.Fleet
@@ -220,6 +259,7 @@ class Planning:
   rounds: int = 8
   tolerance: float = 0.01
   max_simulations: int = 200
+  max_choices: int = 20_000
   seed: int = 0
 
   @property
@@ -232,11 +272,27 @@ class Planning:
   def validate(self) -> None:
     """Raises ValueError, with the bound and the way out."""
     checks.validate_parts(self)
-    checks.at_least(self, 1, "rounds", "max_simulations", where="")
+    limits = ("rounds", "max_simulations", "max_choices")
+    checks.at_least(self, 1, *limits, where="")
     checks.below_one(self, "tolerance", where="")
     for _, schedule in self.space.overlaps(self.groups_per_round):
       checks.validate(schedule)
-    self.routing.validate_domains([one.name for one in self.workloads])
+    for name, needs in (
+      ("reward_seats", "rewards"),
+      ("hosts", "hosts"),
+      ("bucket_bytes", "weights"),
+      ("prefill_points", "handover"),
+    ):
+      value = getattr(self.space, name)
+      if value and getattr(self.fleet, needs) is None:
+        raise ValueError(
+          f"space.{name}={value} without fleet.{needs}: give one, of which "
+          "this is varied"
+        )
+    names = [one.name for one in self.workloads]
+    self.routing.validate_domains(names)
+    if self.fleet.hosts is not None:
+      self.fleet.hosts.validate_sources(names)
     kinds = get_args(placement.Kind)
     for domain, kind in self.routing.prefer.items():
       checks.known_name(f"routing.prefer.{domain}", kind, kinds)
@@ -247,7 +303,7 @@ class Planning:
     """Returns all choices.
 
     Raises:
-      ValueError: no schedule keeps `goal.max_lag`.
+      ValueError: no schedule keeps `goal.max_lag`, or they are too many.
     """
     max_lag = self.goal.max_lag
     overlaps = list(self.space.overlaps(self.groups_per_round))
@@ -263,14 +319,62 @@ class Planning:
         f"space.schedules={self.space.schedules} allows; the nearest is "
         f"max_lag={least}"
       )
+    space, bucket_bytes = self.space, self._bucket_bytes()
+    splits = [*((*split, None) for split in self._splits()), *self._handovers()]
+    seats, hosts = space.reward_seats or (None,), space.hosts or (None,)
+    number = len(splits) * len(allowed) * len(seats) * len(hosts)
+    if number > self.max_choices:
+      raise ValueError(
+        f"{number} choices are more than max_choices={self.max_choices}; lower "
+        "space.points, or give space fewer schedules, reward_seats or hosts"
+      )
+    products = itertools.product(splits, allowed, seats, hosts)
     return [
-      FleetChoice(*split, *pair)
-      for split, pair in itertools.product(self._splits(), allowed)
+      FleetChoice(
+        learner=learner,
+        devices=devices,
+        engines=engines,
+        schedule=name,
+        overlap=overlap,
+        prefill=prefill,
+        reward_seats=num_seats,
+        hosts=num_hosts,
+        bucket_bytes=bucket_bytes,
+      )
+      for (
+        (learner, devices, engines, prefill),
+        (name, overlap),
+        num_seats,
+        num_hosts,
+      ) in products
     ]
 
-  def _splits(
-    self,
-  ) -> Iterator[tuple[str, int, tuple[tuple[str, int], ...]]]:
+  def _bucket_bytes(self) -> float | None:
+    """Returns the size of buckets with which weights arrive first."""
+    path, sizes = self.fleet.weights, self.space.bucket_bytes
+    if path is None or not sizes:
+      return None
+    paths = [dataclasses.replace(path, bucket_bytes=size) for size in sizes]
+    return min(paths, key=lambda one: one.seconds).bucket_bytes
+
+  def _handovers(self) -> Iterator[tuple[str, int, _Engines, tuple[str, int]]]:
+    """Yields splits in which engines of one kind encode, and of one decode."""
+    points, kinds = self.space.prefill_points, self.fleet.kinds
+    for learner in kinds if points else ():
+      for devices, encodes, decodes in itertools.product(
+        learner.learner_devices, kinds, kinds
+      ):
+        if math.isinf(encodes.speed.prefill_per_s):
+          continue  # Encoding takes no time anywhere.
+        taken = devices * (encodes is learner)
+        for number in _spread(encodes.engines(taken), points)[1:]:
+          taken = devices * (decodes is learner)
+          taken += number * encodes.engine_devices * (decodes is encodes)
+          for count in _spread(decodes.engines(taken), self.space.points)[1:]:
+            engines = ((decodes.name, count),)
+            yield learner.name, devices, engines, (encodes.name, number)
+
+  def _splits(self) -> Iterator[tuple[str, int, _Engines]]:
     kinds = self.fleet.kinds
     for learner in kinds:
       for devices in learner.learner_devices:
@@ -286,13 +390,45 @@ class Planning:
           if engines:
             yield learner.name, devices, engines
 
-  def cost(self, choice: FleetChoice) -> float:
-    """Returns the cost of a second on the devices in use."""
+  def cost(self, choice: FleetChoice, seats: float = 0.0) -> float:
+    """Returns the cost of a second on the devices and hosts in use.
+
+    Args:
+      seats: of rewards that are alive, on average, if they are elastic.
+    """
     kinds = self.fleet.by_name
-    learner = choice.devices * kinds[choice.learner].cost
-    return learner + sum(
-      count * kinds[name].engine_devices * kinds[name].cost
-      for name, count in choice.engines
+    rewards, hosts = self.rewards(choice), self.hosts(choice)
+    cost = choice.devices * kinds[choice.learner].cost
+    for name, count in (*choice.engines, *filter(None, [choice.prefill])):
+      cost += count * kinds[name].engine_devices * kinds[name].cost
+    if rewards:
+      cost += rewards.cost * (seats if rewards.elastic else rewards.count)
+    return cost + (hosts.count * hosts.cost if hosts else 0.0)
+
+  def rewards(self, choice: FleetChoice) -> resources.Seats | None:
+    """Returns the seats of rewards of a choice."""
+    seats, count = self.fleet.rewards, choice.reward_seats
+    if seats is None or count is None:
+      return seats
+    return dataclasses.replace(seats, count=count)
+
+  def hosts(self, choice: FleetChoice) -> hosts_lib.Hosts | None:
+    """Returns the hosts of environments of a choice."""
+    hosts, count = self.fleet.hosts, choice.hosts
+    if hosts is None or count is None:
+      return hosts
+    outages = tuple(one for one in hosts.outages if (one.host or 0) < count)
+    return dataclasses.replace(hosts, count=count, outages=outages)
+
+  @property
+  def draws_vary(self) -> bool:
+    """True when starts that are tried again depend on the choice.
+
+    A start that is tried again is another play, with other draws.
+    """
+    hosts = self.fleet.hosts
+    return bool(hosts and hosts.outages) or any(
+      one.restarts and one.start_fault for one in self.workloads
     )
 
   def cluster(self, choice: FleetChoice) -> simulate.Cluster:
@@ -306,13 +442,33 @@ class Planning:
         kind=kinds[name].kind,
         cost=kinds[name].cost * kinds[name].engine_devices,
         accelerators=kinds[name].engine_devices,
+        prefill=self._prefill(choice),
       )
       for number, (name, count) in enumerate(choice.engines)
     )
+    weights = self.fleet.weights
+    if weights is not None and choice.bucket_bytes is not None:
+      weights = dataclasses.replace(weights, bucket_bytes=choice.bucket_bytes)
     return simulate.Cluster(
       learner=kinds[choice.learner].learner(choice.devices),
       pools=pools,
       transfer_s=self.fleet.transfer_s,
+      weights=weights,
+    )
+
+  def _prefill(self, choice: FleetChoice) -> prefill_pool.PrefillPool | None:
+    if choice.prefill is None:
+      return None
+    name, count = choice.prefill
+    kind, link = self.fleet.by_name[name], self.fleet.handover
+    assert link is not None
+    return prefill_pool.PrefillPool(
+      link=link,
+      engines=count,
+      ids_per_s=kind.speed.prefill_per_s,
+      kv_bytes=self.fleet.kv_bytes,
+      accelerators=kind.engine_devices,
+      cost=kind.cost * kind.engine_devices,
     )
 
   def simulated(self, choice: FleetChoice) -> simulate.Simulation:
@@ -324,6 +480,8 @@ class Planning:
       overlap=choice.overlap,
       rollout=self.rollout,
       routing=self.routing,
+      rewards=self.rewards(choice),
+      hosts=self.hosts(choice),
       rounds=window.stop + eta,
       warmup=window.start - eta,
       seed=self.seed,

@@ -10,7 +10,10 @@ so the plan is the same as after simulating all of them.
 import collections
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import numpy as np
 
 from rl.planning import lower_bound, workload_demand
 from rl.planning import problem as problem_lib
@@ -114,6 +117,8 @@ def best_of(
   for candidate in waiting:
     if best is not None and not _promising(candidate.key, best.key, problem):
       break
+    if _has_idle_places(problem, candidate.choice, estimates):
+      continue
     if len(estimates) == problem.max_simulations:
       complete = False
       break
@@ -174,16 +179,25 @@ def _candidate(
       f"workloads: nothing is sampled, for no prompt leaves room in rollout."
       f"max_tokens={problem.rollout.max_tokens}; raise it"
     )
-  cluster = problem.cluster(choice)
+  cluster, hosts = problem.cluster(choice), problem.hosts(choice)
+  demand, num_seats = _graded(problem, choice, demand)
   bound = lower_bound.of_choice(
     demand,
     cluster,
     choice.overlap,
     problem.window,
     problem.rollout.group_size,
+    num_slots=(
+      hosts.count * hosts.slots if hosts and not hosts.sources else math.inf
+    ),
+    num_seats=num_seats,
   )
   surplus = choice.overlap.redundancy.extra_groups
-  if choice.overlap.checks_age or (surplus and len(problem.workloads) > 1):
+  if (
+    choice.overlap.checks_age
+    or problem.draws_vary
+    or (surplus and len(problem.workloads) > 1)
+  ):
     # The tasks that are played depend on those that came too late. The last
     # publish of the window may go on behind it.
     rounds = len(problem.window)
@@ -196,6 +210,56 @@ def _candidate(
   return Candidate(choice=choice, bound=bound, key=key)
 
 
+def _graded(
+  problem: problem_lib.Planning,
+  choice: problem_lib.FleetChoice,
+  demand: workload_demand.WorkloadDemand,
+) -> tuple[workload_demand.WorkloadDemand, float]:
+  """Returns the demand that a queue for rewards leaves, and the seats."""
+  seats = problem.rewards(choice)
+  if seats is None:
+    return demand, math.inf
+  rounds = choice.overlap.max_staleness + 1
+  calls = demand.tokens.size // problem.window.stop * rounds
+  longest_s = float(demand.reward_s.max())
+  wait_s = seats.cold_s + math.ceil(calls / seats.count) * longest_s
+  if wait_s + longest_s > problem.rollout.grading.deadline_s:
+    # A call may wait until its deadline, and no member need be trained.
+    nothing = np.zeros_like(demand.trained)
+    return dataclasses.replace(demand, trained=nothing), math.inf
+  if any(one.reward_fault for one in problem.workloads):
+    return demand, math.inf  # Waits before another call need no seat.
+  return demand, seats.count
+
+
+def _has_idle_places(
+  problem: problem_lib.Planning,
+  choice: problem_lib.FleetChoice,
+  estimates: Iterable[ChoiceEstimate],
+) -> bool:
+  """True when fewer seats or hosts were simulated, and nothing waited there."""
+  hosts = problem.hosts(choice)
+  if hosts and hosts.outages:
+    return False
+  for one in estimates:
+    fewer, rewards, slots = one.choice, one.result.rewards, one.result.hosts
+    places = {"reward_seats": fewer.reward_seats, "hosts": fewer.hosts}
+    if dataclasses.replace(choice, **places) != fewer:
+      continue
+    if _suffices(
+      fewer.reward_seats, choice.reward_seats, rewards and rewards.max_wait_s
+    ) and _suffices(fewer.hosts, choice.hosts, slots and slots.max_wait_s):
+      return True
+  return False
+
+
+def _suffices(
+  fewer: int | None, more: int | None, waited_s: float | None
+) -> bool:
+  """True when more places than these, for which someone waited, are idle."""
+  return fewer == more or ((more or 0) > (fewer or 0) and not waited_s)
+
+
 def estimate(
   problem: problem_lib.Planning, candidate: Candidate
 ) -> ChoiceEstimate:
@@ -203,10 +267,11 @@ def estimate(
   choice = candidate.choice
   record = simulate.simulate(problem.simulated(choice))
   result = simulation_result.measure(record)
-  cost = problem.cost(choice)
+  seats = result.rewards.alive_s / result.virtual_s if result.rewards else 0.0
+  cost = problem.cost(choice, seats)
   tokens = workload_demand.num_tokens(record) / result.rounds
   bound_by, share = binding(result, candidate.bound)
-  lag = mean_lag(result)
+  lag, faults = mean_lag(result), result.fault_share
   return ChoiceEstimate(
     choice=choice,
     bound=candidate.bound,
@@ -215,7 +280,7 @@ def estimate(
     tokens=tokens,
     bound_by=bound_by,
     share=share,
-    key=problem.goal.key(result.step_s, cost, tokens, lag),
+    key=problem.goal.key(result.step_s, cost, tokens, lag, faults),
   )
 
 
@@ -232,14 +297,15 @@ def binding(
 
   "learner" is training and "publish" the wait for weights to arrive. The wait
   for groups counts for their slowest maker: "decode" (all engines in full use),
-  "prefill", "tail" (the longest answers, one after another) or "environments".
+  "prefill", "hosts", "seats", "tail" (the longest answers, one after another)
+  or "environments".
   """
   waits = result.learner_idle
   shares = {
     "learner": result.train_s / result.step_s,
     "publish": waits["publish"],
   }
-  makers = ("decode", "prefill", "tail", "environments")
+  makers = ("decode", "prefill", "hosts", "seats", "tail", "environments")
   slowest = max(makers, key=lambda name: bound.parts[name])
   shares[slowest] = waits["data"]
   name = max(shares, key=lambda part: shares[part])

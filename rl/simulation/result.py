@@ -97,6 +97,11 @@ class Result:
     return None if self.on_policy_s is None else self.on_policy_s / self.step_s
 
   @property
+  def fault_share(self) -> float:
+    """Share of the episodes that end with a fault, of the whole run."""
+    return sum(self.faults.values()) / max(self.episodes, 1)
+
+  @property
   def useful(self) -> float:
     """Trained tokens over sampled ones, of the whole run."""
     return self.ledger.trained / max(self.ledger.sampled, 1)
