@@ -8,17 +8,17 @@ and without the split on the same accelerators, for Qwen3-32B and 30B-A3B: one
 node that encodes and three that decode (1P3D), two and two, and that three and
 one is the worst of both models.
 
-Without the split all engines encode and decode, and sessions go to the one with
-the fewest. With it only H20 decode, and keys and values come over a link.
+Without the split all engines encode and decode, and sessions go to the one
+with the fewest. With it only H20 decode, and keys and values come over a link.
 Nothing is fitted. Published inputs: TFLOPS, bandwidth and memory of table 2,
 200 Gb/s between clusters, 30 to 50 turns, 53.8 % of a step for generation (of
 an 8B model). From shapes: an id is encoded in 2 FLOP a parameter that it uses;
 a token reads the weights, of experts those that the batch chooses, and 16k ids
 of keys and values of each sequence. Assumed: engines of 4, half of the TFLOPS
-for context and 0.7 of the bandwidth, log-normal answers of 200 tokens (sigma 0.5),
-replies of 400, an environment that answers at once, a cache of prefixes on both
-sides, and decoding that stands still while its engine encodes (`interference`).
-The last two decide most, and are swept.
+for context and 0.7 of the bandwidth, log-normal answers of 200 tokens (sigma
+0.5), replies of 400, an environment that answers at once, a cache of prefixes
+on both sides, and decoding that stands still while its engine encodes
+(`interference`). The last two decide most, and are swept.
 
 Only a simulation: engines of this library have no hand-over. In virtual time.
 Writes benchmarks/results/rollart_pd.json.

@@ -162,7 +162,7 @@ def test_splitting_prefill_and_decoding_gains_what_is_kept(model):
 
 
 def test_a_token_reads_all_weights_and_the_keys_and_values_of_its_batch():
-  # A sequence of 16k ids has 4.2 GB, the weights 66 GB; four H20 read 11.2 TB/s.
+  # A sequence has 4.2 GB, the weights have 66 GB; four H20 read 11.2 TB/s.
   speed = rollart_pd.speed(rollart_pd.MODELS["32B"], rollart_pd.H20, 1.0)
   assert speed.tau_s(16) == pytest.approx((65.6e9 + 16 * 4.19e9) / 11.2e12,
                                           rel=1e-3)  # fmt: skip
