@@ -58,29 +58,30 @@ Event = dict[str, Any]
 Runs = Sequence[Sequence[int]]
 """Run lengths [version, tokens] of sampled tokens, in order."""
 
-OF_MEMBER = (
-  "admitted",
-  "first_token",
-  "turn",
-  "ended",
-  "aborted",
-  "grading",
-  "reward",
-  "fault",
+OF_MEMBER = frozenset(
+  {
+    "admitted",
+    "first_token",
+    "turn",
+    "ended",
+    "aborted",
+    "grading",
+    "reward",
+    "fault",
+  }
 )
-OF_ATTEMPT = (
+OF_ATTEMPT = OF_MEMBER | {
   "submitted",
-  *OF_MEMBER,
   "ready",
   "dropped",
   "dequeued",
   "trained",
   "restored",
-)
+}
 OF_SWITCH = ("decode_suspended", "switched", "decode_resumed")
 OF_PUBLISH = ("publish_start", "staged", *OF_SWITCH, "published")
 
-KINDS = frozenset(OF_ATTEMPT) | {
+KINDS = OF_ATTEMPT | {
   "update",
   *OF_PUBLISH,
   "engine_pool",
@@ -358,7 +359,7 @@ def _stays(stretches: Sequence[_Stretch], number: int, event: Event) -> bool:
     return event["version"] <= floor
   if kind in _OF_LEARNER:
     return event["version"] < floor
-  if kind not in (*OF_ATTEMPT, "source_too_slow"):
+  if kind not in OF_ATTEMPT and kind != "source_too_slow":
     return True
   place = event["group"], event["attempt"]
   if kind in _OF_DROP and any(place in stretch.restored for stretch in later):

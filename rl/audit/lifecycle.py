@@ -66,6 +66,10 @@ class MemberRecord:
     return f"ended with {self.status}" if self.status in _FAULTS else ""
 
 
+_NOBODY = MemberRecord()
+"""A member before its first event; never changed."""
+
+
 @dataclasses.dataclass(slots=True)
 class AttemptRecord:
   """One attempt at a group.
@@ -153,9 +157,7 @@ def late(attempt: AttemptRecord, event: event_log.Event) -> str:
   if attempt.dropped and kind not in _ENDS:
     return "after it was dropped"
   if kind in event_log.OF_MEMBER:
-    return _late_of_member(
-      attempt.members.get(event["index"], MemberRecord()), kind
-    )
+    return _late_of_member(attempt.members.get(event["index"], _NOBODY), kind)
   match kind:
     case "ready" if not (attempt.ready or attempt.restored):
       return ""
@@ -187,9 +189,7 @@ def early(attempt: AttemptRecord, event: event_log.Event) -> str:
   """Returns which event is missing before one; "" when none is."""
   kind = event["kind"]
   if kind in event_log.OF_MEMBER:
-    return _early_of_member(
-      attempt.members.get(event["index"], MemberRecord()), event
-    )
+    return _early_of_member(attempt.members.get(event["index"], _NOBODY), event)
   match kind:
     case "dequeued" if not (attempt.ready or attempt.restored):
       return "before it was ready"
@@ -353,7 +353,9 @@ def _apply(attempt: AttemptRecord, event: event_log.Event) -> None:
         i for i, m in attempt.members.items() if m.over == "ended" and m.outcome
       )
     return
-  member = attempt.members.setdefault(event["index"], MemberRecord())
+  member = attempt.members.get(event["index"])
+  if member is None:
+    member = attempt.members[event["index"]] = MemberRecord()
   match kind:
     case "admitted":
       member.admitted_t = event["t"]

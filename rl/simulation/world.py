@@ -25,6 +25,7 @@ from rl.simulation import resources
 from rl.simulation import workload as workload_lib
 
 _STOP_ID = 1
+_NO_TEXT = tool_calls.Answer("")
 _Play = tuple[int, workload_lib.GroupMember]
 """Number of the source, and the member that plays."""
 
@@ -141,7 +142,7 @@ class World:
 
   def parse(self, ids: Sequence[int]) -> tool_calls.Answer:
     """Returns an answer without text."""
-    return tool_calls.Answer("")
+    return _NO_TEXT
 
   def encode_answer(self, text: str) -> Int32[np.ndarray, " T"]:
     """Returns the end of an answer."""
