@@ -265,7 +265,7 @@ def estimate(
 ) -> ChoiceEstimate:
   """Simulates a choice and measures the run."""
   choice = candidate.choice
-  record = simulate.simulate(problem.simulated(choice))
+  record = simulate.simulate(problem.simulated(choice), keep_turns=False)
   result = simulation_result.measure(record)
   seats = result.rewards.alive_s / result.virtual_s if result.rewards else 0.0
   cost = problem.cost(choice, seats)

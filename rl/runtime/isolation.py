@@ -55,9 +55,9 @@ async def guarded(
 ) -> _T:
   """Returns the checked result of user code, or raises Fault.
 
-  The call has a task of its own. A call that is late, or whose caller is
-  cancelled, is cancelled and left behind: waiting for it would let code that
-  catches its cancellation overrun the deadline.
+  The call has a task of its own, which begins at once. A call that is late, or
+  whose caller is cancelled, is cancelled and left behind: waiting for it would
+  let code that catches its cancellation overrun the deadline.
 
   Args:
     call: makes the awaitable; it may raise or return nonsense too.
