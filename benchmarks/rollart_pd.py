@@ -18,7 +18,7 @@ of keys and values of each sequence. Assumed: engines of 4, half of the TFLOPS
 for context and 0.7 of the bandwidth, log-normal answers of 200 tokens (sigma
 0.5), replies of 400, an environment that answers at once, a cache of prefixes
 on both sides, and decoding that stands still while its engine encodes
-(`interference`). The last two decide most, and are swept.
+(`interference`). That and the replies are swept.
 
 Only a simulation: engines of this library have no hand-over. In virtual time.
 Writes benchmarks/results/rollart_pd.json.

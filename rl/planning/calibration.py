@@ -178,7 +178,9 @@ def apply(
 ) -> problem_lib.Planning:
   """Returns a problem with the speeds and tasks of a run.
 
-  Slots, room for ids, costs and all other kinds of devices stay as stated.
+  Slots, room for ids, costs and all other kinds of devices stay as stated, and
+  so do links, seats and hosts; `fleet.weights` has precedence over the seconds
+  of a transfer.
   Seconds of a token include the encoding of its answer's context.
 
   Args:

@@ -113,7 +113,6 @@ class Fleet:
     for number, kind in enumerate(self.kinds):
       kind.validate(f"fleet.kinds.{number}")
     checks.finite_at_least(self, 0, "transfer_s", "kv_bytes", where="fleet")
-    checks.validate_parts(self)
     sizes = [(k, n) for k in self.kinds for n in k.learner_devices]
     if not sizes:
       raise ValueError(

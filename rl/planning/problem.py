@@ -367,7 +367,9 @@ class Planning:
         if math.isinf(encodes.speed.prefill_per_s):
           continue  # Encoding takes no time anywhere.
         taken = devices * (encodes is learner)
-        for number in _spread(encodes.engines(taken), points)[1:]:
+        # At least one is left to decode.
+        most = encodes.engines(taken) - (decodes is encodes)
+        for number in _spread(most, points)[1:]:
           taken = devices * (decodes is learner)
           taken += number * encodes.engine_devices * (decodes is encodes)
           for count in _spread(decodes.engines(taken), self.space.points)[1:]:

@@ -114,10 +114,12 @@ def untyped_process() -> concurrent.futures.Executor:
   )
 
 
-def simulate_all(question: problem.Planning) -> list[search.ChoiceEstimate]:
-  """Returns the estimates of all choices."""
+def simulate_all(
+  question: problem.Planning, every: int = 1
+) -> list[search.ChoiceEstimate]:
+  """Returns the estimates of all choices, or of one in so many."""
   waiting, _ = search.candidates(question)
-  return [search.estimate(question, candidate) for candidate in waiting]
+  return [search.estimate(question, one) for one in waiting[::every]]
 
 
 def plan_of(question: problem.Planning, *fits: search.Fits) -> search.FleetPlan:

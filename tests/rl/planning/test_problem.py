@@ -1,7 +1,6 @@
 """Resources in a planning problem: choices, their bounds, and the plan."""
 
 import dataclasses
-import functools
 
 import pytest
 
@@ -210,9 +209,9 @@ def test_no_run_with_resources_is_faster_than_its_bound(
     fleet=dataclasses.replace(problem.fleet, kinds=kinds),
     rollout=rollout,
   )
-  waiting, _ = search_lib.candidates(problem)
-  some = waiting[:: max(1, len(waiting) // 12)]
-  for one in process.map(functools.partial(search_lib.estimate, problem), some):
+  some = process.submit(planned_fleets.simulate_all, problem, 5).result()
+  assert any(one.choice.prefill for one in some)
+  for one in some:
     assert one.bound.step_s <= one.result.step_s, one.choice
     assert one.tokens <= one.bound.tokens
 
