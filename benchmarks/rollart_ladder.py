@@ -56,7 +56,8 @@ PUBLISHED = {
   "ours": (1.22, 1.36),
 }
 OVER_SYNC = (2.65, 4.58)
-_GROUPS, _MEMBERS, _GRADERS = 32, 8, 16
+GROUPS = 32
+_MEMBERS, _GRADERS = 8, 16
 _TRAIN_SHARE = 84.0 / 281.0
 _COMPUTE_RATIO, _BANDWIDTH_RATIO = 148.0 / 989.5, 4.0 / 3.35
 _SLOTS, _B0 = 64, 96.0
@@ -177,12 +178,12 @@ class Rung:
   mixed: bool = False
 
 
-_FLYING = overlap.in_flight(_GROUPS, 1, on_publish="keep_kv")
+_FLYING = overlap.in_flight(GROUPS, 1, on_publish="keep_kv")
 _CHECKED = dataclasses.replace(_FLYING, consume="drop")
 RUNGS = {
-  "sync": Rung(schedule=overlap.sync(_GROUPS), lockstep=True),
-  "sync+": Rung(schedule=overlap.sync(_GROUPS)),
-  "one off": Rung(schedule=overlap.one_step_off(_GROUPS)),
+  "sync": Rung(schedule=overlap.sync(GROUPS), lockstep=True),
+  "sync+": Rung(schedule=overlap.sync(GROUPS)),
+  "one off": Rung(schedule=overlap.one_step_off(GROUPS)),
   "start-bound": Rung(schedule=_FLYING),
   "checked": Rung(schedule=_CHECKED, hidden=True),
   "ours": Rung(schedule=_CHECKED, hidden=True, mixed=True),
@@ -240,7 +241,7 @@ def play(
       chosen.workloads,
       chosen.seed,
       resources.SeatPool(resources.Seats(count=_GRADERS)),
-      episodes=_GROUPS * _MEMBERS,
+      episodes=GROUPS * _MEMBERS,
       graded_together=True,
     )
   record = simulated.checked(simulate.simulate(chosen, world))
@@ -328,7 +329,7 @@ def main(argv: list[str]) -> None:
   print(f"published over sync: {OVER_SYNC}")
   machine.keep(
     "rollart_ladder",
-    groups=_GROUPS,
+    groups=GROUPS,
     members=_MEMBERS,
     rounds=rounds,
     published={**PUBLISHED, "over_sync": OVER_SYNC},

@@ -239,6 +239,35 @@ def rollart_weights(result: Mapping[str, Any]) -> Rows:
     )
 
 
+def rollart_weights_gains(result: Mapping[str, Any]) -> Rows:
+  """Yields what hiding a transfer gains of a step, declared and simulated."""
+  low, high = result["published_gain"]
+  columns = sorted({(row["played"], row["eta"]) for row in result["gains"]})
+  yield (
+    "exposed transfer", "model", f"steps of {low:.2f} to {high:.2f}x",
+    "step as long as the push",
+    *(f"{played}, eta = {eta}" for played, eta in columns),
+  )  # fmt: skip
+  cells = {
+    (row["exposed"], row["model"], row["played"], row["eta"]): row
+    for row in result["gains"]
+  }
+  for row in sorted(result["declared"], key=lambda row: row["exposed"]):
+    where = row["exposed"], row["model"]
+    simulated = [cells[(*where, *column)] for column in columns]
+    yield (
+      *where,
+      f"{row['most_s']:.0f} to {row['least_s']:.0f} s",
+      f"{row['push_s']:.0f} s: {row['gain']:.2f}x",
+      *(f"{one['gain']:.2f}x, {_place(one['place'])}" for one in simulated),
+    )
+
+
+def _place(place: str) -> str:
+  """Returns a place in a range without the end that it is measured from."""
+  return place.partition(" of ")[0]
+
+
 def rollart_failures(result: Mapping[str, Any]) -> Rows:
   """Yields a step with each kind of failure beside the published one."""
   yield "failure", "resets, of the rollout", "step", "error"
@@ -331,6 +360,7 @@ def rollout_pipe(result: Mapping[str, Any]) -> Rows:
   names = {
     "CGP": "as groups complete",
     "CGP + FGD": "as groups complete, frontier first",
+    "by tokens": "the same, by a budget of tokens",
     "in order": "in the order of submission",
     "hard window 4": "hard window of two updates",
     "hard window 2": "hard window of one update",
@@ -682,7 +712,8 @@ TABLES: Sequence[Callable[[Mapping[str, Any]], Rows]] = (
   tools, seeds_guess_number_moe, seeds_frozen_lake_moe, seeds_agent_letters,
   overlap_as_is, overlap_slow,
   rollart_trajectories, rollart_redundancy, rollart_affinity, rollart_rewards,
-  rollart_weights, rollart_failures, rollart_failures_others, rollart_pd,
+  rollart_weights, rollart_weights_gains,
+  rollart_failures, rollart_failures_others, rollart_pd,
   rollart_ladder,
   rollout_pipe, decode, engine, constrained, learner, coordinator,
   coordinator_memory,

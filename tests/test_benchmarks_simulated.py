@@ -122,6 +122,30 @@ def test_predicted_weight_transfers_are_the_kept_ones():
   ]
 
 
+def test_published_seconds_give_the_published_gain_where_a_step_hides_a_push():
+  # 14B: (67.8 + 14.4) / (67.8 + 5.1) = 1.128 against TCP.
+  gains = [
+    row["gain"] for row in rollart_weights.declared() if row["exposed"] == "TCP"
+  ]
+  assert gains == [pytest.approx(x, abs=1e-3) for x in (1.163, 1.128, 1.146)]
+  low, high = rollart_weights.GAIN
+  assert all(low <= round(gain, 2) <= high for gain in gains)
+
+
+@pytest.mark.slow
+def test_hiding_a_transfer_behind_decoding_gains_what_is_kept():
+  result = make_docs.result("rollart_weights")
+  now = rollart_weights.steps(rollart_weights.decoding, "8B", result["rounds"])
+  before = [
+    row["gain"]
+    for row in result["gains"]
+    if (row["played"], row["model"]) == ("decoding", "8B")
+  ]
+  assert [row["gain"] for row in now] == [
+    pytest.approx(gain, abs=POINTS) for gain in before
+  ]
+
+
 def test_latencies_alone_give_the_kept_gains_of_trajectories():
   for row in kept("rollart_trajectories"):
     gain = rollart_trajectories.model(row["sigma_s"], draws=40)
@@ -195,7 +219,7 @@ def test_trajectories_gain_what_is_kept():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["serial", "CGP + FGD"])
+@pytest.mark.parametrize("name", ["serial", "CGP + FGD", "by tokens"])
 def test_pipelined_rounds_take_what_is_kept(name):
   (row,) = kept("rollout_pipe", R=32, schedule=name)
   rates = rollout_pipe.Rates(**make_docs.result("rollout_pipe")["rates"])

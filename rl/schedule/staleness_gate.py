@@ -10,6 +10,12 @@ class StalenessGate:
   staleness never exceeds eta, however long it waits in a queue.
   `redundancy.extra_groups` come on top; cancelled groups no longer count.
 
+  `version` is that which every engine serves, not the newest trained. A group
+  of round v + eta that began while version v is trained but still travels has
+  tokens of v - 1, and trains at v + eta: it would break the bound by one. So
+  the time of a transfer is part of the way round, hidden or not: eta + 1 rounds
+  take a rollout, a training and a transfer, or longer.
+
   The producer calls `may_admit`, `admit` and `cancel`, and `release` once every
   engine serves the new version, not before.
 

@@ -11,6 +11,7 @@ from rl.schedule import overlap
 from rl.simulation import distributions, simulate
 from rl.simulation import learner as simulated_learner
 from rl.simulation import processor as simulated_processor
+from rl.simulation import result as simulation_result
 from tests.helpers import simulated_runs
 
 CONSTANT, HEAVY, AGENT = (
@@ -71,6 +72,35 @@ def test_in_flight_the_step_is_that_of_the_learner_when_it_is_slower():
   assert result.step_s == close(11.416)
   assert result.learner_idle["data"] == close(0.0)
   assert result.overlap > 0.5
+
+
+def test_with_a_bound_of_1_a_hidden_transfer_costs_what_an_exposed_one_does():
+  # Environments need 40 s to start, and decoding next to none. Two rounds take
+  # that, a training and a transfer: it is in the way of the next admission.
+  waits = dataclasses.replace(
+    CONSTANT,
+    start_s=distributions.Fixed(40.0),
+    answer_tokens=distributions.Fixed(1.0),
+  )
+  plain = settings(overlap.in_flight(4, 1), waits, rounds=14)
+
+  def step_s(transfer_s, stop_s):
+    speed = dataclasses.replace(SPEED, update_s=stop_s)
+    cluster = dataclasses.replace(
+      plain.cluster,
+      transfer_s=transfer_s,
+      pools=(simulate.EnginePool(engines=1, speed=speed),),
+    )
+    record = simulate.simulate(dataclasses.replace(plain, cluster=cluster))
+    return simulation_result.measure(record).step_s
+
+  hidden, exposed, shorter = (
+    step_s(8.0, 1.0),
+    step_s(0.0, 9.0),
+    step_s(0.0, 3.0),
+  )
+  assert hidden == pytest.approx(exposed, rel=0.01)
+  assert shorter < hidden - 2.0
 
 
 MODES = {
