@@ -15,7 +15,7 @@ from rl.algorithms import group_filters, references
 from rl.audit import event_log
 from rl.engine import contract
 from rl.loop import coordinator, progress
-from rl.pools import router, weight_publisher, weight_transfer
+from rl.pools import recovery, router, weight_publisher, weight_transfer
 from rl.rollout import episode, grading, group_rollout, prompts, starting
 from rl.runtime import mesh_thread, trace
 from rl.runtime import watchdog as watchdog_lib
@@ -33,7 +33,8 @@ class Parts:
   """Everything that a run is made of, wired but not started.
 
   `engines` are those of all decode pools, each on its own mesh, and `router`
-  is all of them as one.
+  is all of them as one. Of an engine that was lost and started again only the
+  router has the new one.
 
   `start` and then `close` belong to whoever built it, on one event loop.
   """
@@ -49,6 +50,7 @@ class Parts:
   engines: Sequence[contract.StartableEngine]
   router: router.Router
   publisher: weight_publisher.WeightPublisher
+  restarts: recovery.Restarts
   player: group_rollout.Player
   tasks: prompts.Prompts
   log: event_log.EventLog
@@ -63,8 +65,9 @@ class Parts:
     report: Callable[[str], None] = lambda text: None,
   ) -> None:
     """Places the weights, compiles the engines and lets them serve."""
+    self.publisher.begin(version, state.params)
     for i, engine in enumerate(self.engines):
-      copy, _ = await self.publisher.place(state.params, i)
+      _, copy = await self.publisher.place_newest(i)
       await engine.start(copy, version, report)
 
   async def close(self) -> None:
@@ -73,6 +76,7 @@ class Parts:
     await self.player.graders.close()
     if self.player.agents is not None:
       await self.player.agents.close()
+    await self.restarts.close()
     await self.router.close()
     for thread in (
       *self.decode_threads,
@@ -116,7 +120,7 @@ def build(
 
   Args:
     run_dir: where events and spans are appended; None keeps them in memory.
-    report: told when something stalls.
+    report: told when something stalls, and of engines that are lost.
     gateway: serves answers to agents, as `launch.gateway.agent_server.listen`;
       without one, an episode of an agent is a fault.
     clock: of the event loop.
@@ -147,6 +151,17 @@ def build(
     routing=experiment.routing,
     log=log,
   )
+  publisher = weight_publisher.WeightPublisher(
+    serving,
+    transfer(experiment, decode_layouts, learner_thread, copy_thread),
+    log,
+    spans,
+  )
+
+  def build_again(number: int) -> contract.StartableEngine:
+    where = decode_layouts[number], threads[number]
+    return experiment.engine.build(model, *where)
+
   programs = learner_programs(experiment, learner_layout)
   kept = run_dir and skipped_updates.Quarantine(
     run_dir / "skipped", experiment.retention.skipped
@@ -162,11 +177,15 @@ def build(
     decode_threads=threads,
     engines=decoders,
     router=serving,
-    publisher=weight_publisher.WeightPublisher(
+    publisher=publisher,
+    restarts=recovery.Restarts(
+      experiment.recovery,
       serving,
-      transfer(experiment, decode_layouts, learner_thread, copy_thread),
+      publisher,
+      build_again,
       log,
-      spans,
+      watchdog=watchdog,
+      report=report,
     ),
     player=player(experiment, serving, chat, log, watchdog, gateway),
     tasks=tasks(experiment),
@@ -345,11 +364,12 @@ def coordinate(
 
 
 def _gauges(parts: Parts) -> dict[str, float]:
-  """Returns counters of routing, rewards and starts, since the run began."""
+  """Returns counters of routing, restarts, rewards and starts."""
   graders = parts.player.graders
   rewards = dataclasses.asdict(graders.stats()) | graders.costs()
   return {
     **parts.router.describe(),
+    **parts.restarts.describe(),
     "environments_late": float(len(parts.player.late)),
     **{f"rewards/{name}": float(value) for name, value in rewards.items()},
     **{

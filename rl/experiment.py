@@ -21,6 +21,7 @@ from rl.loop import fine_tuning
 from rl.loop import warm_start as warm_start_lib
 from rl.pools import affinity, weight_transfer
 from rl.pools import placement as placement_lib
+from rl.pools import recovery as recovery_lib
 from rl.rollout import chats, episode, grading, group_rollout, prompts
 from rl.schedule import overlap as overlap_lib
 from rl.settings import checks, overrides, short_names
@@ -119,6 +120,7 @@ class Experiment:
       nothing because of faults. Batches of such updates stay in `skipped/` of
       the run, for `launch.replay`.
     routing: the choice of a decode pool for a conversation.
+    recovery: restarts of engines that were lost.
     initial: directory of a Hugging Face checkpoint with the initial
       parameters; None draws them from the seed.
     chat: the tokenizer and chat template. None takes those of `initial`, and
@@ -151,6 +153,7 @@ class Experiment:
   overlap: overlap_lib.Overlap = overlap_lib.Overlap()
   placement: placement_lib.Placement = placement_lib.Placement()
   routing: affinity.Routing = affinity.Routing()
+  recovery: recovery_lib.Recovery = recovery_lib.Recovery()
   tasks: prompts.TaskOrder = prompts.TaskOrder()
   algorithm: presets.Named = presets.Grpo()
   optimizer: optimizers.Optimizer = optimizers.AdamW()

@@ -34,6 +34,7 @@ from models.chat import word_chat
 from models.hf import load, tokenizer_files
 from rl import assemble, initial_state
 from rl import experiment as experiment_lib
+from rl.engine import contract
 from rl.loop import coordinator
 from rl.loop import progress as progress_lib
 from rl.rollout import evaluate, grading, recordings
@@ -51,10 +52,10 @@ def train(
   """Runs an experiment in its claimed directory; returns the exit code.
 
   0: all rounds are done and every invariant held. 1: an invariant broke,
-  something stalled, gradients were no longer finite, faults left nothing to
-  train, or a checkpoint could not be written or read. 2: the weights of
-  `initial`, or a recorded conversation, cannot be used. 128 + signal: stopped;
-  checkpoints stay.
+  something stalled, all engines were lost for good, gradients were no longer
+  finite, faults left nothing to train, or a checkpoint could not be written or
+  read. 2: the weights of `initial`, or a recorded conversation, cannot be used.
+  128 + signal: stopped; checkpoints stay.
   """
   run_dir = pathlib.Path(path)
   screen = display.Display(experiment.rounds, sys.stdout)
@@ -72,6 +73,7 @@ def train(
     return 2
   except (
     watchdog_lib.Stalled,
+    contract.EngineClosed,
     checkpoint.Mismatch,
     checkpoint.Unsaved,
     round_warnings.NothingTrained,

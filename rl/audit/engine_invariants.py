@@ -1,6 +1,7 @@
 """Promises about engines: their switches, their versions and their sessions."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 from rl.audit import event_log, invariant, lifecycle
@@ -32,7 +33,8 @@ class SwitchesEnclosed(invariant.Invariant):
 
   def _on_engine_back(self, event: event_log.Event) -> None:
     self._lost.discard(event["engine"])
-    self._steps[event["engine"]] = _WHOLE
+    if event["version"] == self._open:
+      self._steps[event["engine"]] = _WHOLE
 
   def _on_publish_start(self, event: event_log.Event) -> None:
     self._open, self._steps = event["version"], {}
@@ -88,23 +90,40 @@ class ServedVersions(invariant.Invariant):
   """An episode begins, and samples each token, under what its engine serves.
 
   So none begins below a published version, and no token of a version follows
-  the switch to the next. An answer is sampled before its turn is logged, and
-  asked for after the turn before it, unless an agent asks for several at once:
-  then it takes longer than the time between the two.
+  the switch to the next. An engine that comes back serves the newest: the last
+  to be published or, from the first switch to it on, the next.
+
+  An answer is sampled before its turn is logged, and asked for after the turn
+  before it, unless an agent asks for several at once: then it takes longer than
+  the time between the two.
   """
 
   def __init__(self, context: invariant.Context):
     super().__init__(context)
     self._served: dict[int, int] = {}
     self._since = 0
+    self._newest = 0
+    self._open: int | None = None
     self._plays: dict[tuple[int, int, int], _Play] = {}
 
   def _on_switched(self, event: event_log.Event) -> None:
     self._served[event["engine"]] = event["version"]
+    self._newest = max(self._newest, event["version"])
 
-  _on_engine_back = _on_switched
+  def _on_engine_back(self, event: event_log.Event) -> None:
+    engine, version = event["engine"], event["version"]
+    if not self._newest <= version <= (self._open or self._newest):
+      self.report(
+        f"engine {engine} came back with version {version}, although "
+        f"{self._newest} is the newest"
+      )
+    self._on_switched(event)
+
+  def _on_publish_start(self, event: event_log.Event) -> None:
+    self._open = event["version"]
 
   def _on_published(self, event: event_log.Event) -> None:
+    self._newest, self._open = max(self._newest, event["version"]), None
     if event.get("restarted"):
       self._since = event["version"]
       self._served.clear()
@@ -158,13 +177,16 @@ class ServedVersions(invariant.Invariant):
 class LostEngines(invariant.Invariant):
   """No session begins on a lost engine, and only those of one move, elsewhere.
 
-  An engine is lost once until it comes back.
+  An engine is lost once until it comes back, after its last restart began, or
+  is given up. Restarts are counted from 1.
   """
 
   def __init__(self, context: invariant.Context):
     super().__init__(context)
     self._lost: set[int] = set()
     self._ever_lost: set[int] = set()
+    self._attempts: dict[int, int] = {}
+    self._begins_t: dict[int, float] = {}
     self._homes: dict[tuple[int, int, int], int] = {}
 
   def _on_engine_lost(self, event: event_log.Event) -> None:
@@ -173,10 +195,47 @@ class LostEngines(invariant.Invariant):
     self._lost.add(event["engine"])
     self._ever_lost.add(event["engine"])
 
+  def _on_engine_restarting(self, event: event_log.Event) -> None:
+    engine, attempt = event["engine"], event["attempt"]
+    before = self._attempts.get(engine, 0)
+    if engine not in self._lost:
+      self.report(f"engine {engine} is restarted, but was not lost")
+    if attempt not in (1, before + 1):
+      self.report(f"engine {engine}: restart {attempt} after {before}")
+    self._check_begun(event)
+    self._attempts[engine] = attempt
+    self._begins_t[engine] = event["t"] + event["wait_s"]
+
   def _on_engine_back(self, event: event_log.Event) -> None:
-    if event["engine"] not in self._lost:
-      self.report(f"engine {event['engine']} came back, but was not lost")
-    self._lost.discard(event["engine"])
+    engine = event["engine"]
+    if engine not in self._lost:
+      self.report(f"engine {engine} came back, but was not lost")
+    elif not event.get("restarted"):
+      if engine not in self._begins_t:
+        self.report(f"engine {engine} came back, but was not restarted")
+      self._check_begun(event)
+    self._lost.discard(engine)
+    self._begins_t.pop(engine, None)
+
+  def _on_engine_given_up(self, event: event_log.Event) -> None:
+    engine, attempts = event["engine"], event["attempts"]
+    before = self._attempts.get(engine, 0)
+    if engine not in self._lost or attempts != before:
+      self.report(
+        f"engine {engine} is given up after {attempts} restarts; there were "
+        f"{before}"
+      )
+    self._check_begun(event)
+    self._begins_t.pop(engine, None)
+
+  def _check_begun(self, event: event_log.Event) -> None:
+    """Reports an end of a restart that had not begun."""
+    begins_t = self._begins_t.get(event["engine"], -math.inf)
+    if event["t"] < begins_t - _ROUNDING_S:
+      self.report(
+        f"engine {event['engine']}: {event['kind']} at {event['t']:g} s, but "
+        f"its restart begins at {begins_t:g} s"
+      )
 
   def _on_admitted(self, event: event_log.Event) -> None:
     self._homes[event_log.member(event)] = event["engine"]

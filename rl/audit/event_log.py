@@ -28,7 +28,9 @@ Kinds of events and their fields, all with `t` seconds since the log began:
   engine_pool    engine, pool, hardware   where sources have a preference,
   preference     source, wanted           "" for those that none names
   engine_lost    engine, reason
-  engine_back    engine, version
+  engine_restarting  engine, attempt, wait_s, reason     begins after so long
+  engine_back    engine, version; `restarted` when the run was
+  engine_given_up  engine, attempts, reason               it stays lost
   moved          session, engine          its engine was lost
   fallback       session, wanted, engine  served by hardware of another kind;
                  right before its session is admitted or moved
@@ -87,7 +89,9 @@ KINDS = OF_ATTEMPT | {
   "engine_pool",
   "preference",
   "engine_lost",
+  "engine_restarting",
   "engine_back",
+  "engine_given_up",
   "moved",
   "fallback",
   "source_too_slow",
@@ -329,9 +333,13 @@ def surviving(log: Iterable[Event]) -> Iterator[Event]:
         yield {**at, "kind": "published", "restarted": True}
         begun = served = version
       for engine in sorted(lost):  # Every engine has started anew.
-        yield {**at, "kind": "engine_back", "engine": engine}
+        back = {"kind": "engine_back", "engine": engine, "restarted": True}
+        yield at | back
       lost.clear()
     elif _stays(stretches, number, event):
+      if kind == "engine_back":  # With weights that are trained once more.
+        floor = _floor(stretches[number + 1 :])
+        event = event | {"version": min(event["version"], floor)}
       match kind:
         case "publish_start":
           begun = event["version"]
@@ -353,7 +361,7 @@ def _is_resumed(log: Iterable[Event]) -> bool:
 def _stays(stretches: Sequence[_Stretch], number: int, event: Event) -> bool:
   """True when an event of a stretch survives every later restart."""
   later = stretches[number + 1 :]
-  floor = min((stretch.rounds for stretch in later), default=math.inf)
+  floor = _floor(later)
   kind = event["kind"]
   if kind in OF_PUBLISH:
     return event["version"] <= floor
@@ -376,6 +384,11 @@ def _stays(stretches: Sequence[_Stretch], number: int, event: Event) -> bool:
     _is_trained(stretches[number : i + 1], place)
     for i in range(number + 1, len(stretches))
   )
+
+
+def _floor(later: Sequence[_Stretch]) -> float:
+  """Returns the rounds that all of these go on from."""
+  return min((stretch.rounds for stretch in later), default=math.inf)
 
 
 def _play_stays(

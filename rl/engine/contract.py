@@ -502,7 +502,10 @@ class DecodeEngine(Protocol):
     ...
 
   async def close(self) -> None:
-    """Stops; requests in flight raise EngineClosed."""
+    """Stops and frees its devices; requests in flight raise EngineClosed.
+
+    May be called again. A device program that hangs keeps its memory.
+    """
     ...
 
 

@@ -9,7 +9,10 @@
     -> _drained: waits for `_ended` until sessions end -> new weights -> reopen
 
 A session keeps its engine until it ends. Requests that an engine left
-unanswered when it stopped go to another.
+unanswered when it stopped go to another, or wait for one that will come back:
+
+  _lose -> on_lost: awaited --recover--> open
+                       +-----give_up--> lost for good
 """
 
 import asyncio
@@ -38,6 +41,10 @@ class Router:
     infos: pool and kind of each engine; None: they are all alike.
     log: gets preferences and fallbacks, engines lost and recovered.
     max_sessions: see `routing_table.RoutingTable`.
+
+  Attributes:
+    on_lost: given the number of an engine that was lost, and why; it calls
+      `recover` or `give_up` then or later. None gives every one up.
   """
 
   def __init__(
@@ -57,6 +64,8 @@ class Router:
     self._table = routing_table.RoutingTable(infos, routing, max_sessions)
     self._log = log
     self._reason = ""
+    self.on_lost: Callable[[int, str], None] | None = None
+    self._awaited: set[int] = set()  # Lost engines that may come back.
     self._version = 0  # The newest to be served.
     self._aborts = Aborts()
     self._opened, self._ended = Signal(), Signal()
@@ -66,6 +75,21 @@ class Router:
   def engines(self) -> tuple[contract.DecodeEngine, ...]:
     """All engines, lost ones included."""
     return tuple(self._engines)
+
+  @property
+  def serving(self) -> list[int]:
+    """Numbers of the engines that are not lost."""
+    return self._table.serving
+
+  def check_open(self) -> None:
+    """Raises EngineClosed if all engines have stopped, and stay so."""
+    if not self._table.serving and not self._awaited:
+      raise contract.EngineClosed(self._reason)
+
+  async def _changed(self) -> None:
+    """Waits until an engine may take sessions, if any ever will."""
+    self.check_open()
+    await self._opened.wait()
 
   @property
   def counts(self) -> routing_table.Counts:
@@ -88,13 +112,11 @@ class Router:
       domain: name of the source of its task.
 
     Raises:
-      EngineClosed: every engine has stopped.
+      EngineClosed: every engine has stopped, and none will come back.
       ValueError: the session has begun and not ended.
     """
     while (assignment := self._table.assign(session, domain)) is None:
-      if not self._table.serving:
-        raise contract.EngineClosed(self._reason)
-      await self._opened.wait()
+      await self._changed()
     self._log_fallback(session, assignment)
     return assignment.engine
 
@@ -117,7 +139,7 @@ class Router:
     A request is self-contained: when its engine stops, another starts it anew.
 
     Raises:
-      EngineClosed: every engine has stopped.
+      EngineClosed: every engine has stopped, and none will come back.
       ValueError: no engine has the weights of its session.
     """
     asked_s = asyncio.get_running_loop().time()
@@ -129,8 +151,7 @@ class Router:
             self._measure(request, number, answer)
             return answer
         except contract.EngineClosed:
-          if not self._table.serving:
-            raise
+          self.check_open()
     return unsent(asked_s)
 
   async def stream(
@@ -139,8 +160,8 @@ class Router:
     """Yields an answer as it is sampled; see `contract.DecodeEngine`.
 
     Raises:
-      EngineClosed: every engine has stopped, or this one after its first
-        delta: the tokens of another need not continue those.
+      EngineClosed: every engine has stopped for good, or this one after its
+        first delta: the tokens of another need not continue those.
       ValueError: as `generate`.
     """
     begun, asked_s = False, asyncio.get_running_loop().time()
@@ -157,8 +178,9 @@ class Router:
                 yield delta
             return
         except contract.EngineClosed:
-          if begun or not self._table.serving:
+          if begun:
             raise
+          self.check_open()
     yield contract.whole_delta(unsent(asked_s))
 
   def _measure(
@@ -175,6 +197,9 @@ class Router:
   async def _placed(self, request: contract.DecodeRequest) -> bool:
     """Waits until a session has an engine; False: the request was aborted."""
     while not self._aborts.aborted(request.request_id):
+      if not self._table.serving:
+        await self._changed()
+        continue
       if not self._table.orphaned(request.session):
         return True
       versions = [engine.stats().version for engine in self._engines]
@@ -182,8 +207,6 @@ class Router:
       if assignment is not None:
         self._log_fallback(request.session, assignment)
         self._emit("moved", session=request.session, engine=assignment.engine)
-      elif not self._table.serving:
-        raise contract.EngineClosed(self._reason)
       else:  # New weights are on their way, here or there.
         await self._opened.wait()
     return False
@@ -243,21 +266,25 @@ class Router:
     takes none; see `recover`.
 
     Raises:
-      EngineClosed: every engine has stopped.
+      EngineClosed: every engine has stopped, and none will come back.
       ValueError: see `contract.DecodeEngine`, or it drains already.
     """
     self._version = max(self._version, version)
     self._table.one_version = in_flight == "drain"
     engine = self._engines[number]
+
+    def told(step: contract.SwitchStep) -> None:
+      if self._is_still(number, engine):
+        on_step(step)
+
     async with contextlib.AsyncExitStack() as stack:
       stack.callback(self._opened.fire)
       if in_flight == "drain" and not self.lost(number):
         await stack.enter_async_context(self._drained(number))
       if self._is_still(number, engine):
         with self._watched(number, quiet=True):
-          await engine.update_weights(version, params, in_flight, on_step)
-    if not self._table.serving:
-      raise contract.EngineClosed(self._reason)
+          await engine.update_weights(version, params, in_flight, told)
+    self.check_open()
 
   @contextlib.asynccontextmanager
   async def _drained(self, number: int) -> AsyncGenerator[None]:
@@ -290,7 +317,7 @@ class Router:
     """Forgets every prefix that no running request uses, on every engine.
 
     Raises:
-      EngineClosed: every engine has stopped.
+      EngineClosed: every engine has stopped, and none will come back.
     """
 
     async def flush(number: int) -> None:
@@ -299,8 +326,7 @@ class Router:
         await self._engines[number].flush_cache()
 
     await asyncio.gather(*map(flush, self._table.serving))
-    if not self._table.serving:
-      raise contract.EngineClosed(self._reason)
+    self.check_open()
 
   # Engines that stop and come back.
 
@@ -324,11 +350,12 @@ class Router:
     if self.lost(number):
       return
     self._table.lose(number, self._engines[number].stats().version)
-    self._reason = (
-      f"all {len(self._engines)} engines have stopped, the last one because "
-      f"{reason}"
-    )
     self._emit("engine_lost", engine=number, reason=reason)
+    self._awaited.add(number)
+    if self.on_lost is None:
+      self.give_up(number, reason)
+    else:
+      self.on_lost(number, reason)
     self._opened.fire()
     self._ended.fire()
 
@@ -349,7 +376,7 @@ class Router:
     """
     versions = [one.stats().version for one in self._engines]
     newest = max(self._version, *versions)
-    if (version := engine.stats().version) != newest:
+    if (version := engine.stats().version) < newest:
       raise ValueError(
         f"engine {number} would come back with version {version}, but version "
         f"{newest} is the newest; give it those weights first"
@@ -357,15 +384,28 @@ class Router:
     after = [engine if i == number else x for i, x in enumerate(self._engines)]
     pool_stats.capabilities(after)
     self._table.recover(number)
-    self._engines = after
-    self._emit("engine_back", engine=number, version=newest)
+    self._engines, self._version = after, version
+    self._awaited.discard(number)
+    self._emit("engine_back", engine=number, version=version)
+    self._opened.fire()
+
+  def give_up(self, number: int, reason: str) -> None:
+    """Leaves a lost engine lost; requests fail if nothing else will serve."""
+    self._awaited.discard(number)
+    self._reason = (
+      f"all {len(self._engines)} engines have stopped, engine {number} because "
+      f"{reason}"
+    )
     self._opened.fire()
 
   async def close(self) -> None:
     """Stops every engine, as `pool_stats.close`; requests fail."""
     self._log = None  # Closed engines are not lost ones.
+    self.on_lost = None
     for number in self._table.serving:  # So that nothing moves to the next.
       self._lose(number, "the pool was closed")
+    for number in tuple(self._awaited):
+      self.give_up(number, "the pool was closed")
     await pool_stats.close(self._engines)
 
   # Counters.

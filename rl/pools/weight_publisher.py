@@ -10,10 +10,14 @@ The log tells each step: publish_start, then of each engine staged,
 decode_suspended, switched and decode_resumed, then published. Requests in
 flight are the engine's business; the caller releases the gate once `publish`
 has returned.
+
+A lost engine takes no part. One that comes back has the newest weights: those
+of the version before until all copies are staged, and then takes part in the
+switch; those of the new version from then on.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from rl.audit import event_log
@@ -40,8 +44,9 @@ class Transfer(Protocol):
 class WeightPublisher:
   """Ships parameters to every engine, and has them switch.
 
-  `assemble.Parts.start` calls `place` for each engine, and the coordinator
-  `publish`, one version after another.
+  `assemble.Parts.start` calls `begin` once and `place_newest` for each engine,
+  the coordinator `publish`, one version after another, and `recovery.Restarts`
+  `place_newest` for an engine that was lost.
   """
 
   def __init__(
@@ -55,11 +60,30 @@ class WeightPublisher:
     self._transfer = transfer
     self._log = log
     self._spans = spans
+    # One after another: of each leaf the last checksum is kept.
+    self._staging = asyncio.Lock()
+    self._version = -1
+    self._params: Any = None
+
+  @property
+  def version(self) -> int:
+    """The version of the newest weights."""
+    return self._version
+
+  def begin(self, version: int, params: Any) -> None:
+    """Names the newest weights, with which engines start."""
+    self._version, self._params = version, params
 
   async def place(self, params: Any, number: int = 0) -> tuple[Any, int]:
     """Returns a copy of `params` for an engine, and the bytes moved."""
     (staged,) = await self._transfer.stage(params, [number])
     return staged.params, staged.moved_bytes
+
+  async def place_newest(self, number: int) -> tuple[int, Any]:
+    """Returns the newest version, and a copy of its weights for an engine."""
+    async with self._staging:
+      version = self._version
+      return version, (await self.place(self._params, number))[0]
 
   async def publish(
     self,
@@ -76,40 +100,52 @@ class WeightPublisher:
     two versions.
 
     Raises:
+      EngineClosed: every engine has stopped, and none will come back.
       RuntimeError: with `Publishing.verify`, an engine serves other weights.
     """
     loop = asyncio.get_running_loop()
     start = loop.time()
-    numbers = range(len(self._router.engines))
     self._log.emit("publish_start", version=version)
-    staged = await self._transfer.stage(params, numbers)
-    for number, copy in zip(numbers, staged, strict=True):
-      self._log.emit(
-        "staged",
-        version=version,
-        engine=number,
-        moved_bytes=copy.moved_bytes,
-        buckets=copy.buckets,
-      )
-    before_s = self._paused_s()
-    copies = [copy.params for copy in staged]
+    async with self._staging:
+      staged = await self._stage(version, params)
+      total = self._transfer.checksum(params) if staged else None
+      # From here on no engine comes back with the version before.
+      self.begin(version, params)
+    before_s = [(x, x.stats().paused_s) for x in self._router.engines]
+    copies = {number: copy.params for number, copy in staged.items()}
     await self._switch(version, copies, in_flight)
-    if (total := self._transfer.checksum(params)) is not None:
+    self._router.check_open()
+    if total is not None:
       await self._check(version, total)
     self._log.emit("published", version=version)
-    moved = sum(copy.moved_bytes for copy in staged)
+    moved = sum(copy.moved_bytes for copy in staged.values())
     args = {"version": version, "moved_bytes": moved}
     self._spans.add("host", "publish", start, loop.time(), **args)
-    pauses_s = zip(before_s, self._paused_s(), strict=True)
-    return max(after - before for before, after in pauses_s)
+    return max(engine.stats().paused_s - s for engine, s in before_s)
 
-  def _paused_s(self) -> list[float]:
-    return [engine.stats().paused_s for engine in self._router.engines]
+  async def _stage(
+    self, version: int, params: Any
+  ) -> dict[int, weight_transfer.StagedCopy]:
+    """Returns a copy for every engine that is not lost, by its number."""
+    staged: dict[int, weight_transfer.StagedCopy] = {}
+    # Some may come back meanwhile, with the version before.
+    while numbers := [i for i in self._router.serving if i not in staged]:
+      copies = await self._transfer.stage(params, numbers)
+      for number, copy in zip(numbers, copies, strict=True):
+        staged[number] = copy
+        self._log.emit(
+          "staged",
+          version=version,
+          engine=number,
+          moved_bytes=copy.moved_bytes,
+          buckets=copy.buckets,
+        )
+    return staged
 
   async def _switch(
     self,
     version: int,
-    copies: Sequence[Any],
+    copies: Mapping[int, Any],
     in_flight: contract.InFlight,
   ) -> None:
     """Switches all engines at once; the first fault cancels the rest."""
@@ -128,11 +164,11 @@ class WeightPublisher:
 
     try:
       async with asyncio.TaskGroup() as tasks:
-        for number in range(len(copies)):
+        for number in copies:
           tasks.create_task(update(number))
     except ExceptionGroup as group:
       fault, *also = group.exceptions
-      others = sorted(set(range(len(copies))) - set(updated))
+      others = sorted(copies.keys() - set(updated))
       fault.add_note(
         f"publishing version {version}: engines {sorted(updated)} serve it, "
         f"{others} do not" + "".join(f"; also {other!r}" for other in also)

@@ -19,10 +19,9 @@ from typing import Any
 
 from envs import base
 from rl.data import trajectory
-from rl.rollout import backoff
 from rl.runtime import isolation
 from rl.runtime import watchdog as watchdog_lib
-from rl.settings import checks
+from rl.settings import backoff, checks
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

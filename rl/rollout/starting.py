@@ -21,10 +21,9 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from envs import base
-from rl.rollout import backoff
 from rl.runtime import isolation
 from rl.runtime import watchdog as watchdog_lib
-from rl.settings import checks
+from rl.settings import backoff, checks
 
 _T = TypeVar("_T")
 

@@ -80,6 +80,7 @@ class ScriptedEngine:
     answer: Script,
     delay_s: Callable[[contract.DecodeRequest, int], float] = lambda *_: 0.0,
     *,
+    start_s: float = 0.0,
     update_s: float = 0.0,
     experts: tuple[int, int] | None = None,
   ):
@@ -87,6 +88,7 @@ class ScriptedEngine:
 
     Args:
       delay_s: before the i-th id of a request.
+      start_s: that `start` takes; without it, an engine serves version 0.
       update_s: for which decoding stands still when weights arrive.
       experts: (S, k) of the routes to record: expert j of layer s for id i is
         i + s + j + version; None: a model without experts.
@@ -107,7 +109,7 @@ class ScriptedEngine:
     self.params: Any = None
     self._script = answer
     self._delay_s = delay_s
-    self._update_s = update_s
+    self._start_s, self._update_s = start_s, update_s
     self._experts = experts
     self._underway: dict[str, _Underway] = {}
     self._cached: dict[str, int] = {}
@@ -117,6 +119,16 @@ class ScriptedEngine:
     self._changed = asyncio.Event()
     self._updates = asyncio.Lock()
     self._stood_s, self._since = 0.0, 0.0
+
+  async def start(
+    self,
+    params: Any,
+    version: int,
+    report: Callable[[str], None] = lambda text: None,
+  ) -> None:
+    """Takes the first weights; see `contract.StartableEngine`."""
+    await asyncio.sleep(self._start_s)
+    self.params, self.version = params, version
 
   # Requests.
 

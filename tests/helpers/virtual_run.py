@@ -18,6 +18,7 @@ from rl.audit import checker, event_log, token_ledger
 from rl.data import trajectory
 from rl.loop import coordinator
 from rl.loop import progress as progress_lib
+from rl.pools import recovery as recovery_lib
 from rl.pools import router, weight_publisher, weight_transfer
 from rl.rollout import grading, group_rollout, prompts
 from rl.runtime import mesh_thread, trace, virtual_clock
@@ -179,6 +180,9 @@ class Run:
     delay_s: seconds of an answer, by (group, index) if requests have that
       priority.
     build: makes an engine; by default a fake one of these delays.
+    recovery: of lost engines; None leaves them lost.
+    build_again: makes an engine in the place of a lost one; by default as the
+      first ones. It is the last of `engines`.
     pool: how many tasks there are.
     max_graders: calls of the reward at once.
     seconds, sampled_by_engines: how long it took, and tokens, when it is over.
@@ -208,6 +212,8 @@ class Run:
   seed: int = 0
   observer: Observer = dataclasses.field(default_factory=Observer)
   build: Callable[[], Any] | None = None
+  recovery: recovery_lib.Recovery | None = None
+  build_again: Callable[[], Any] | None = None
   pool: int | None = None
   settle_every: int = 0
   max_graders: int = 256
@@ -238,9 +244,14 @@ class Run:
     version = progress.trained if progress else 0
     self.engines = [self.engine(version) for _ in range(self.num_engines)]
     self.router = router.Router(self.engines, log=self.log)
+    self.publisher = self._publisher()
     self.loop = self._coordinator()
     first = self.programs.abstract if self.programs else 0
     begin = progress or progress_lib.beginning(first, self.tasks.cursor)
+    self.publisher.begin(version, begin.state)
+    self.restarts = self.recovery and recovery_lib.Restarts(
+      self.recovery, self.router, self.publisher, self._again, self.log
+    )
     self.tasks.seek(begin.cursor)
     beside = asyncio.create_task(self.disturb(self)) if self.disturb else None
     try:
@@ -249,6 +260,8 @@ class Run:
       self.seconds = clock()
       counts = [engine.stats().sampled_tokens for engine in self.engines]
       self.sampled_by_engines = sum(counts)
+      if self.restarts:
+        await self.restarts.close()
       if beside is not None:
         beside.cancel()
         await asyncio.wait([beside])
@@ -262,6 +275,11 @@ class Run:
     engine = players.engine(self.answers, self.delay_s, update_s=self.update_s)
     engine.version = version
     return engine
+
+  def _again(self, number: int) -> Any:
+    del number
+    self.engines.append((self.build_again or (lambda: self.engine(0)))())
+    return self.engines[-1]
 
   def _trainer(self) -> trainer_lib.Trainer:
     if self.programs is None:
@@ -282,7 +300,7 @@ class Run:
       objective=presets.Grpo(),
     )
 
-  def _publisher(self) -> coordinator.Publisher:
+  def _publisher(self) -> weight_publisher.WeightPublisher:
     if self.programs is None:
       transfer = simulated_learner.SimulatedTransfer(self.transfer_s)
     else:
@@ -307,7 +325,7 @@ class Run:
         settle_every=self.settle_every,
       ),
       trainer=self._trainer(),
-      publisher=self._publisher(),
+      publisher=self.publisher,
       player=self.player(),
       tasks=self.tasks,
       log=self.log,

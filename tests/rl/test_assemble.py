@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import itertools
 import math
 
 import jax
@@ -16,11 +17,12 @@ from rl import experiment as experiment_lib
 from rl.algorithms import kl, presets, references
 from rl.audit import checker, event_log, token_ledger
 from rl.data import trajectory
+from rl.engine.builtin import engine as engine_lib
 from rl.engine.builtin import settings as engine_settings
 from rl.loop import progress, warm_start
-from rl.pools import placement
+from rl.pools import placement, weight_transfer
 from rl.rollout import evaluate, group_rollout
-from rl.runtime import virtual_clock
+from rl.runtime import checksum, logical_clock, virtual_clock
 from rl.schedule import overlap
 from rl.testing import fakes
 from rl.train import optimizers
@@ -99,6 +101,63 @@ def test_a_whole_run_keeps_its_promises_on_any_placement(where):
     assert metrics["logprob_gap_max"] < 1e-4
     assert metrics["logprob_gap_tokens"] > 0
     assert math.isfinite(metrics["loss"])
+
+
+def test_a_run_whose_engine_breaks_goes_on_with_another_and_repeats():
+  settings = experiment(
+    rounds=2,
+    repeatable=True,
+    publishing=weight_transfer.Publishing(verify=True),
+  )
+
+  async def play():
+    parts = assemble.build(settings, clock=asyncio.get_running_loop().time)
+    try:
+      state = await initial_state.create(parts)
+      await parts.start(state, 0)
+      (first,) = parts.engines
+      break_at(first, dispatch=4)
+      start = progress.beginning(state, parts.tasks.cursor)
+      trained = await assemble.coordinate(parts, Watching()).run(start)
+      (second,) = parts.router.engines
+      assert isinstance(second, engine_lib.BuiltinEngine)
+      assert second is not first
+      assert await second.checksum() == (2, checksum.of(trained.params))
+      # The memory of the first is free: all pages are those of the second.
+      pages = jax.tree.leaves(second._runner._cache)
+      shapes = {page.shape for page in pages}
+      live = [x for x in jax.live_arrays() if x.shape in shapes]
+      assert len(live) == len(pages)
+      return jax.device_get(trained.params), parts.log.events
+    finally:
+      await parts.close()
+
+  def run_once():
+    loop = logical_clock.LogicalEventLoop
+    with asyncio.Runner(loop_factory=loop) as runner:
+      return runner.run(play())
+
+  params, log = run_once()
+  assert checker.violations(log, settings.overlap, 4) == []
+  (lost,) = event_log.of_kind(log, "engine_lost")
+  assert "decoding raised FloatingPointError('broken')" in lost["reason"]
+  assert len(list(event_log.of_kind(log, "engine_back"))) == 1
+  assert token_ledger.of(log).error == 0
+  again, same = run_once()
+  assert same == log
+  jax.tree.map(np.testing.assert_array_equal, params, again)
+
+
+def break_at(engine, dispatch):
+  """Makes a dispatch of an engine fail, the first being 1."""
+  advance, calls = engine._runner.advance, itertools.count(1)
+
+  def broken(*args, **kwargs):
+    if next(calls) == dispatch:
+      raise FloatingPointError("broken")
+    return advance(*args, **kwargs)
+
+  engine._runner.advance = broken
 
 
 def test_a_warm_start_teaches_the_oracles_answer():

@@ -17,6 +17,7 @@ stay on the device until the host has time to look.
 
 import asyncio
 import collections
+import contextlib
 import functools
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
@@ -155,6 +156,17 @@ class BuiltinEngine:
       # Cancelled on overrun: its device program may hang.
       await asyncio.wait([self._server], timeout=_CLOSE_S)
       self._server.cancel()
+    if self._params is not None:
+      self._free()
+
+  def _free(self) -> None:
+    """Lets go of the devices' memory, behind the programs that still run."""
+    self._params = None
+    # Errors hold the arguments of the programs that raised them.
+    self._in_flight.clear()
+    self._closed = contract.EngineClosed(str(self._closed))
+    with contextlib.suppress(RuntimeError):  # The thread was closed.
+      self._thread.submit("free", self._runner.free)
 
   def _fail(self, reason: contract.EngineClosed) -> None:
     self._closed = self._closed or reason

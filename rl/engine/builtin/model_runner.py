@@ -125,6 +125,12 @@ class ModelRunner:
     self._cache = jax.jit(cache, out_shardings=self._pages)()
     self._carry, self._biases = jax.jit(rest, out_shardings=self._whole)()
 
+  def free(self) -> None:
+    """Frees the cache and all else that it holds on the devices."""
+    self._cache = self._carry = self._biases = None
+    if self._scratch is not None:
+      self._scratch.clear()
+
   def warm_up(self, params: definition.Params, shape: Shape) -> None:
     """Compiles one shape, by a dispatch of idle rows."""
     rows, chunks, length = shape

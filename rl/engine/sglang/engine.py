@@ -13,6 +13,7 @@ submitted again, with the tokens sampled so far in its prompt.
 import asyncio
 import contextlib
 import functools
+import gc
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable
@@ -156,6 +157,13 @@ class SglangEngine:
       self._watching.cancel()
     if self._bridge is not None:
       await asyncio.to_thread(self._bridge.close, _CLOSE_S)
+      self._upstream.release()
+      # sglang-jax's objects refer to each other, and may have been frozen.
+      frozen = gc.get_freeze_count()
+      gc.unfreeze()
+      gc.collect()
+      if frozen:
+        gc.freeze()
 
   # Requests.
 

@@ -158,6 +158,8 @@ class Bridge:
     self.post(end)
     if self._thread is not None:
       self._thread.join(timeout_s)
+      if not self._thread.is_alive():  # They hold weights and cache.
+        self.scheduler = self._runner = self._requeue = None
 
   @property
   def steps(self) -> int:

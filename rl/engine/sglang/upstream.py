@@ -93,6 +93,10 @@ class Upstream:
         "model.max_length"
       )
 
+  def release(self) -> None:
+    """Forgets an engine that has ended, so that its memory can be freed."""
+    self._engine = None
+
   def _arguments(self, directory: str) -> dict[str, Any]:
     sizes, layout = self._sizes, self._layout
     length = self._config.max_length + SPARE_IDS

@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import json
 import signal
+from typing import ClassVar
 
 import pytest
 
@@ -17,6 +18,7 @@ from rl.engine.builtin import engine as builtin_engine
 from rl.engine.builtin import settings as engine_settings
 from rl.engine.builtin import sizing
 from rl.loop import warm_start
+from rl.pools import recovery
 from rl.rollout import group_rollout
 from rl.schedule import overlap
 from rl.settings import overrides
@@ -38,12 +40,22 @@ class _Silent(builtin_engine.BuiltinEngine):
     return await super().generate(request)
 
 
+class _Dying(builtin_engine.BuiltinEngine):
+  """Stops at its first request."""
+
+  async def generate(self, request):
+    await self.close()
+    return await super().generate(request)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SilentSettings(engine_settings.EngineSettings):
   """Settings of an engine that never answers evaluations."""
 
+  kind: ClassVar = _Silent
+
   def build(self, config, layout, thread):
-    return _Silent(
+    return self.kind(
       config,
       self.sizes(config, [sizing.Room(layout)]),
       layout,
@@ -54,6 +66,12 @@ class SilentSettings(engine_settings.EngineSettings):
       record_experts=self.record_experts,
       compile_ahead=self.compile_ahead,
     )
+
+
+class DyingSettings(SilentSettings):
+  """Settings of an engine that never answers at all."""
+
+  kind: ClassVar = _Dying
 
 
 def experiment(engine=engine_settings.EngineSettings, episodes=0, **changes):
@@ -105,6 +123,19 @@ def test_an_evaluation_without_an_answer_ends_the_run(run_dir, capsys):
   assert "for the evaluation of version 0 (deadline 1.0 s)" in told
   assert "episode eval/0/0/0  an answer of the engine" in told
   assert "over 0 groups" in told
+
+
+def test_a_run_whose_engine_stops_again_and_again_says_so_and_ends(
+  run_dir, capsys
+):
+  twice = recovery.Recovery(attempts=2, first_wait_s=0.0)
+  assert local.train(experiment(DyingSettings, recovery=twice), run_dir) == 1
+  told = capsys.readouterr().out
+  assert "engine 0 has stopped because the engine was closed; restart 1" in told
+  assert "engine 0 serves again" in told
+  error = "error: all 1 engines have stopped, engine 0 because the engine was "
+  assert f"{error}closed; recovery.attempts=2 allows no further start" in told
+  assert told.count("error: ") == 1
 
 
 def test_the_log_of_a_run_that_fails_is_checked_and_told(run_dir, capsys):

@@ -130,8 +130,70 @@ def test_a_lost_engine_takes_no_part_and_comes_back_with_the_weights():
   gone = [*log[:start], lost, *log[start:]]
   assert logs.broken([*gone, published], logs.IN_FLIGHT) == []
   back = {"t": published["t"], "kind": "engine_back", "engine": 1}
-  whole = [*gone, back | {"version": 1}, published]
+  whole = [*gone, back | {"version": 1, "restarted": True}, published]
   assert logs.broken(whole, logs.IN_FLIGHT) == []
+  stale = [*gone, back | {"version": 0, "restarted": True}, published]
+  assert logs.broken(stale, logs.IN_FLIGHT) == [
+    "engine 1 came back with version 0, although 1 is the newest",
+    "engine 1: version 1 was published after staged",
+  ]
+
+
+def test_an_engine_that_comes_back_with_older_weights_is_found():
+  i = logs.place(_LONG, "admitted", group=4, index=0)
+  at = {"t": _LONG[i]["t"], "engine": 0}
+  lost = at | {"kind": "engine_lost", "reason": "x"}
+  begun = at | {"kind": "engine_restarting", "attempt": 1, "wait_s": 0.0}
+  back = at | {"kind": "engine_back", "version": 1}
+
+  def broken(*told, stale=()):
+    log = [*_LONG[:i], *told, *_LONG[i:]]
+    for event in log[i:]:
+      if event["kind"] in stale and event["group"] == 4:
+        log[log.index(event)] = event | {"version": 0}
+    return logs.broken(log, logs.IN_FLIGHT)
+
+  assert broken(lost, begun, back) == []
+  assert broken(lost, begun, back | {"version": 0})[0] == (
+    "engine 0 came back with version 0, although 1 is the newest"
+  )
+  assert broken(lost, begun, back | {"version": 2})[0] == (
+    "engine 0 came back with version 2, although 1 is the newest"
+  )
+  # It says that it serves the newest, and does not.
+  assert broken(lost, begun, back, stale=("admitted", "first_token"))[:2] == [
+    "group 4 member 0: admitted at version 0 by engine 0, which serves 1",
+    "group 4 member 0: its first token is of version 0; its engine served 1 "
+    "to 1",
+  ]
+
+
+def test_restarts_follow_a_loss_and_each_other():
+  i = logs.place(_LONG, "admitted", group=4, index=0)
+  at = {"t": _LONG[i]["t"], "engine": 0}
+  lost = at | {"kind": "engine_lost", "reason": "x"}
+  first = at | {"kind": "engine_restarting", "attempt": 1, "wait_s": 0.0}
+  third = first | {"attempt": 3}
+  back = at | {"kind": "engine_back", "version": 1}
+  ends = at | {"kind": "engine_given_up", "attempts": 2, "reason": "x"}
+
+  def broken(*told):
+    log = [*_LONG[:i], *told, *_LONG[i:]]
+    return logs.broken(log, logs.IN_FLIGHT)
+
+  assert broken(lost, back) == ["engine 0 came back, but was not restarted"]
+  assert broken(first) == ["engine 0 is restarted, but was not lost"]
+  assert broken(lost, first, third, back) == ["engine 0: restart 3 after 1"]
+  late = first | {"wait_s": 7.0}
+  time = at["t"]
+  assert broken(lost, late, back) == [
+    f"engine 0: engine_back at {time:g} s, but its restart begins at "
+    f"{time + 7:g} s"
+  ]
+  assert broken(lost, first, ends, back) == [
+    "engine 0 is given up after 2 restarts; there were 1",
+    "engine 0 came back, but was not restarted",
+  ]
 
 
 # Routes: mazes prefer the pool of engine 0.
@@ -190,6 +252,7 @@ def test_a_session_that_moves_follows_its_preference_as_well():
     return logs.broken([*log[:i], *told, *log[i:]], logs.IN_FLIGHT)
 
   back = {"t": lost["t"], "kind": "engine_back", "engine": 0, "version": 0}
+  back["restarted"] = True
   assert broken(lost, word, moved, back) == []
   assert broken(word, moved) == ["session train/2/0/0 moved from 0 to 1"]
   assert broken(lost, moved, back) == [
@@ -201,6 +264,7 @@ def test_a_lost_engine_takes_no_session():
   i = logs.place(_LONG, "admitted", group=4, index=0)
   lost = {"t": _LONG[i]["t"], "kind": "engine_lost", "engine": 0, "reason": "x"}
   back = {"t": lost["t"], "kind": "engine_back", "engine": 0, "version": 1}
+  back["restarted"] = True
   log = [*_LONG[:i], lost, _LONG[i], back, *_LONG[i + 1 :]]
   assert logs.broken(log, logs.IN_FLIGHT) == [
     "group 4 member 0: admitted by an engine that is lost"

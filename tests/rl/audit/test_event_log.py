@@ -338,5 +338,9 @@ def test_a_redundant_group_survives_with_the_round_that_cancelled_it():
 def test_an_engine_that_was_lost_comes_back_with_a_restart():
   lost = {"t": 0.0, "kind": "engine_lost", "engine": 1, "reason": "x"}
   back = {"t": 0.0, "kind": "engine_back", "engine": 1, "version": 0}
-  assert _surviving([lost, *_resumed(0)]) == [lost, back]
+  with_all = back | {"restarted": True}
+  assert _surviving([lost, *_resumed(0)]) == [lost, with_all]
   assert _surviving([lost, back, *_resumed(0)]) == [lost, back]
+  # Version 1 is trained once more, so it was none that is known.
+  newer = back | {"version": 1}
+  assert _surviving([lost, newer, *_resumed(0)]) == [lost, back]

@@ -24,6 +24,9 @@ UNNOTICED = {
   ("staged", "buckets"): "told once",
   ("fault", "what"): "free text",
   ("engine_lost", "reason"): "free text",
+  ("engine_restarting", "reason"): "free text",
+  ("engine_given_up", "reason"): "free text",
+  ("engine_given_up", ""): "a run may end in the middle of a restart",
   ("aborted", "reason"): "the ledger files tokens under any word",
   ("source_too_slow", "group"): "a report of counts",
   ("source_too_slow", "attempt"): "a report of counts",
@@ -33,9 +36,14 @@ UNNOTICED = {
 }
 """Changes that no promise makes impossible, and why."""
 
+QUIET = {"wait_s": 0.0, "reason": "it broke"}
+
 
 def routed():
-  """Mazes prefer the pool of engine 0, which is lost, and comes back."""
+  """Mazes prefer the pool of engine 0, which is lost, and comes back.
+
+  Engine 1 is lost in the last publish, and given up.
+  """
   log = logs.run(logs.IN_FLIGHT, rounds=3)
   # Both engines switch: what one tells is told of the other as well.
   both = event_log.OF_PUBLISH[1:-1]
@@ -56,9 +64,18 @@ def routed():
     {"kind": "engine_lost", "engine": 0, "reason": "it broke"},
     {"kind": "fallback", **word},
     {"kind": "moved", "session": "train/1/0/1", "engine": 1},
+    {"kind": "engine_restarting", "engine": 0, "attempt": 1, **QUIET},
+    {"kind": "engine_restarting", "engine": 0, "attempt": 2, **QUIET},
     {"kind": "engine_back", "engine": 0, "version": 0},
   ]
   log[i:i] = [t | event for event in moves]
+  t = {"t": log[-1]["t"], "engine": 1}
+  ends = [
+    {"kind": "engine_lost", "reason": "it broke"},
+    {"kind": "engine_restarting", "attempt": 1, **QUIET},
+    {"kind": "engine_given_up", "attempts": 1, "reason": "it broke again"},
+  ]
+  log[-1:-1] = [t | event for event in ends]
   return [*({"t": 0.0, **event} for event in begun), *log]
 
 

@@ -1,4 +1,4 @@
-"""The one policy of trying again what has failed: rewards and starts."""
+"""The one policy of trying again what has failed: rewards, starts, engines."""
 
 import dataclasses
 
