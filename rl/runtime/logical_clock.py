@@ -14,6 +14,7 @@ Sockets, pipes and processes answer when they please, so they are refused.
 """
 
 import asyncio
+import contextvars
 import heapq
 import itertools
 import math
@@ -94,6 +95,19 @@ class _Clock(selectors.DefaultSelector):
     return []
 
 
+class _Timer(asyncio.TimerHandle):
+  """A timer that comes before later ones of the same time.
+
+  asyncio's come in an order that depends on all other timers.
+  """
+
+  __slots__ = ("number",)
+  number: int
+
+  def __lt__(self, other: Any) -> bool:
+    return (self.when(), self.number) < (other.when(), other.number)
+
+
 class LogicalEventLoop(asyncio.SelectorEventLoop):
   """An event loop with such a clock, which begins at time 0."""
 
@@ -107,6 +121,20 @@ class LogicalEventLoop(asyncio.SelectorEventLoop):
   def time(self) -> float:
     """Returns logical seconds since the loop was made."""
     return self._clock.now_s
+
+  def call_at(
+    self,
+    when: float,
+    callback: Callable[..., object],
+    *args: Any,
+    context: contextvars.Context | None = None,
+  ) -> asyncio.TimerHandle:
+    """Returns the timer of a callback; see `asyncio.AbstractEventLoop`."""
+    loop: Any = self
+    timer: Any = _Timer(when, callback, args, self, context)
+    timer.number, timer._scheduled = next(self._numbers), True
+    heapq.heappush(loop._scheduled, timer)
+    return timer
 
   def set_time(self, time_s: float) -> None:
     """Sets the clock, which has come within rounding of this time.

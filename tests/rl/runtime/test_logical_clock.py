@@ -57,6 +57,32 @@ def test_results_arrive_in_the_order_that_was_promised():
   assert run(scenario()) == [("slow", 1.0), ("quick", 2.0), ("third", 3.0)]
 
 
+@pytest.mark.parametrize("others", [0, 3, 20])
+def test_timers_of_one_time_come_in_the_order_in_which_they_were_made(others):
+  async def scenario():
+    loop, order = asyncio.get_running_loop(), []
+    for i in range(others):  # A heap alone would let them decide.
+      loop.call_later(0.5 + i % 3, order.count, None)
+    for i in range(10):
+      loop.call_later(1.0, order.append, i)
+    await asyncio.sleep(5.0)
+    return order
+
+  assert run(scenario()) == list(range(10))
+
+
+def test_a_program_takes_as_long_in_a_run_that_must_compile_it():
+  async def scenario(name):
+    thread = mesh_thread.MeshThread("decode", trace.Trace(None))
+    try:
+      await thread.run(name, lambda: None)
+      return now()
+    finally:
+      thread.close()
+
+  assert run(scenario("warm up")) == run(scenario("decode"))
+
+
 def test_timers_pass_in_no_time_and_never_overtake_a_promise():
   async def scenario():
     order = []
