@@ -137,7 +137,7 @@ class Experiment:
     repeatable: the order of all events follows from the settings and the seed,
       at some cost in time; see `runtime.logical_clock`. Two runs on machines
       with the same devices then end with the same parameters, bit for bit,
-      whether they were killed or not. Before a checkpoint all in flight ends.
+      whether they were killed or not.
   """
 
   environment: base.Source
@@ -335,6 +335,12 @@ class Experiment:
       checks.refuse(
         self, *names, why=why, out=f"{out}, or the built-in engine", where=""
       )
+    for source in self.sources:
+      if base.members_together(source) > 1:
+        raise ValueError(
+          f"repeatable=true with environment {source.name}: its members wait "
+          f"for each other, so none can be held for a checkpoint; {out}"
+        )
     for part in base.parts(self.reward):
       if isinstance(part, base.Offloaded):
         raise ValueError(

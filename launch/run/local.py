@@ -34,6 +34,7 @@ from models.chat import word_chat
 from models.hf import load, tokenizer_files
 from rl import assemble, initial_state
 from rl import experiment as experiment_lib
+from rl.audit import event_log
 from rl.engine import contract
 from rl.loop import coordinator
 from rl.loop import progress as progress_lib
@@ -111,6 +112,7 @@ class _Run(progress_lib.RunObserver):
     )
     self._closing = contextlib.ExitStack()
     self._saved = -1
+    self._has_warned = False
     self._evaluated = -1
     self._meter = trace.Meter()
     self._warnings = round_warnings.RoundWarnings(
@@ -153,6 +155,7 @@ class _Run(progress_lib.RunObserver):
     """Runs the rounds up to the last one, or up to a signal."""
     parts = self._parts
     parts.spans.listeners.append(self._meter.add)
+    parts.log.listeners.append(self._warn_once)
     loop = assemble.coordinate(parts, self)
     # Objects that live as long as the run need no further collections, which
     # would stop the event loop for 0.1 s each.
@@ -167,7 +170,17 @@ class _Run(progress_lib.RunObserver):
     except coordinator.Stopped:
       pass
     finally:
+      parts.log.listeners.remove(self._warn_once)
       parts.spans.listeners.remove(self._meter.add)
+
+  def _warn_once(self, event: event_log.Event) -> None:
+    """Warns of the first episode in flight that a restart cannot continue."""
+    if event["kind"] == "begun_anew" and not self._has_warned:
+      self._has_warned = True
+      self._screen.warn(
+        f"an episode that was in flight begins anew: {event['reason']}; "
+        "events.jsonl names each, as begun_anew"
+      )
 
   async def _complete(self, progress: progress_lib.Progress) -> int:
     """Evaluates and reports if a kill after the last checkpoint prevented it.

@@ -23,7 +23,7 @@ from rl.agents import sessions as sessions_lib
 from rl.data import trajectory
 from rl.engine import contract
 from rl.rollout import episode as episode_lib
-from rl.rollout import group_rollout
+from rl.rollout import member_requests
 from rl.runtime import isolation
 
 Gateway = Callable[
@@ -60,7 +60,7 @@ class AgentPlayer:
     self,
     run: episode_lib.RunAgent,
     partial: episode_lib.PartialTrajectory,
-    requests: group_rollout.MemberRequests,
+    requests: member_requests.MemberRequests,
     limits: episode_lib.Limits,
     priority: tuple[int, ...],
   ) -> tuple[trajectory.Trajectory, base.Transcript]:
@@ -152,7 +152,7 @@ class _Playing:
     self,
     session: session_tree.Session,
     episode_name: str,
-    requests: group_rollout.MemberRequests,
+    requests: member_requests.MemberRequests,
     limits: episode_lib.Limits,
   ):
     self.session = session

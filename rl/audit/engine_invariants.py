@@ -146,6 +146,13 @@ class ServedVersions(invariant.Invariant):
     if (play := self._plays.get(_place(event["session"]))) is not None:
       play.engine = event["engine"]
 
+  def _on_continued(self, event: event_log.Event) -> None:
+    if (play := self._plays.get(event_log.member(event))) is None:
+      return
+    if event["first_version"] is not None:
+      play.first = play.last = min(play.first, event["first_version"])
+    play.turns += [(count, v, v) for v, count in event["versions"]]
+
   def _on_first_token(self, event: event_log.Event) -> None:
     if (play := self._plays.get(event_log.member(event))) is None:
       return

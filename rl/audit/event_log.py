@@ -4,6 +4,11 @@ Kinds of events and their fields, all with `t` seconds since the log began:
   submitted    group, attempt, version, source, task      the gate let it in;
                `replayed` when it was in flight before a restart
   admitted     group, attempt, index, engine, version     a member has an engine
+  continued    group, attempt, index, turns, tokens, first_version, versions
+               it goes on after these turns of before a restart, which has
+               their events; `first_version` counts what it has of an answer
+  begun_anew   group, attempt, index, tokens, reason      it does not; so many
+               tokens of before the restart are lost
   first_token  group, attempt, index, version             t: when it was sampled
   turn         group, attempt, index, number, tokens, decode_s, env_s
   ended        group, attempt, index, status, turns, tokens, length, versions
@@ -63,6 +68,8 @@ Runs = Sequence[Sequence[int]]
 OF_MEMBER = frozenset(
   {
     "admitted",
+    "continued",
+    "begun_anew",
     "first_token",
     "turn",
     "ended",

@@ -2,6 +2,7 @@
 
   member:   admitted -> first_token -> turn* -> ended -> grading -> reward
             (until it has ended: -> aborted)           (or -> fault)
+            (after a restart continued stands for the events before it)
   attempt:  submitted -> ready -> dequeued -> trained
             (until it is dequeued: -> dropped)
 
@@ -176,6 +177,8 @@ def _late_of_member(member: MemberRecord, kind: str) -> str:
   match kind:
     case "admitted" if member.admitted_t is not None:
       return "again"
+    case "continued" if member.num_turns or member.first_t is not None:
+      return "after other tokens"
     case "first_token" if member.first_t is not None or member.num_turns:
       return "after other tokens"
     case "grading" if member.grading:
@@ -359,6 +362,15 @@ def _apply(attempt: AttemptRecord, event: event_log.Event) -> None:
   match kind:
     case "admitted":
       member.admitted_t = event["t"]
+    case "continued":
+      member.first_version = event["first_version"]
+      if member.first_version is not None:
+        member.first_t = event["t"]
+      if member.admitted_t is None:  # It was over.
+        member.admitted_t = event["t"]
+      if event["turns"]:
+        member.number = event["turns"] - 1
+      member.num_turns, member.turn_tokens = event["turns"], event["tokens"]
     case "first_token":
       member.first_t, member.first_version = event["t"], event["version"]
     case "turn":

@@ -110,6 +110,28 @@ def run_lengths(versions: Int32[np.ndarray, " T"]) -> list[tuple[int, int]]:
   return list(zip(versions[starts].tolist(), counts.tolist(), strict=True))
 
 
+def version_runs(turns: Sequence[Turn]) -> list[tuple[int, int]]:
+  """Returns `Trajectory.versions` of some turns."""
+  runs: list[tuple[int, int]] = []
+  if any(turn.opens for turn in turns[1:]):
+    counts = collections.Counter[int]()
+    for turn in turns:
+      counts.update(turn.versions.tolist())
+    return sorted(counts.items())
+  for turn in turns:
+    for version, count in run_lengths(turn.versions):
+      if runs and runs[-1][0] == version:
+        count += runs.pop()[1]
+      runs.append((version, count))
+  return runs
+
+
+def first_version(turns: Sequence[Turn]) -> int | None:
+  """Returns `Trajectory.first_version` of some turns."""
+  firsts = [int(turn.versions[0]) for turn in turns if len(turn.versions)]
+  return min(firsts, default=None)
+
+
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Trajectory:
   """One episode, token for token.
@@ -226,24 +248,12 @@ class Trajectory:
 
     Those of several conversations, which were led side by side, are sorted.
     """
-    runs: list[tuple[int, int]] = []
-    if any(turn.opens for turn in self.turns[1:]):
-      counts = collections.Counter[int]()
-      for turn in self.turns:
-        counts.update(turn.versions.tolist())
-      return sorted(counts.items())
-    for turn in self.turns:
-      for version, count in run_lengths(turn.versions):
-        if runs and runs[-1][0] == version:
-          count += runs.pop()[1]
-        runs.append((version, count))
-    return runs
+    return version_runs(self.turns)
 
   @property
   def first_version(self) -> int | None:
     """Policy of the first sampled token: the F in the bound T - F <= eta."""
-    firsts = [int(t.versions[0]) for t in self.turns if len(t.versions)]
-    return min(firsts, default=None)
+    return first_version(self.turns)
 
 
 NO_TASK = base.Task(id="", index=0, split="train", seed=0)
@@ -286,6 +296,40 @@ class Group:
     """Oldest first token of its members; `admitted` when none has any."""
     firsts = [t.first_version for t in self.trajectories]
     return min([v for v in firsts if v is not None], default=self.admitted)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class OpenMember:
+  """A member of a group in flight, as a checkpoint has it.
+
+  Attributes:
+    trajectory: unless `is_over`, its turns so far. The last may be an answer
+      that has no reply yet, or is not whole: its `stop` is then "abort".
+    engine: number of its engine; -1 before it has one.
+  """
+
+  trajectory: Trajectory
+  engine: int = -1
+
+  @property
+  def is_over(self) -> bool:
+    """True if it is graded, or will not be."""
+    status = self.trajectory.status
+    over = status.is_fault or status is Status.REDUNDANT
+    return over or self.trajectory.reward is not None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class OpenGroup:
+  """A group in flight, as a checkpoint has it.
+
+  Attributes:
+    admitted: as of a `Group`.
+    members: by index.
+  """
+
+  admitted: int
+  members: Mapping[int, OpenMember]
 
 
 def trajectory_to_json(trajectory: Trajectory) -> dict[str, Any]:
@@ -381,4 +425,30 @@ def group_from_json(data: Mapping[str, Any]) -> Group:
     attempt=data["attempt"],
     refills=data["refills"],
     redundant_tokens=data["redundant_tokens"],
+  )
+
+
+def open_group_to_json(group: OpenGroup) -> dict[str, Any]:
+  """Returns plain JSON data of a group in flight."""
+  return {
+    "admitted": int(group.admitted),
+    "members": [
+      {
+        "engine": member.engine,
+        "trajectory": trajectory_to_json(member.trajectory),
+      }
+      for member in group.members.values()
+    ],
+  }
+
+
+def open_group_from_json(data: Mapping[str, Any]) -> OpenGroup:
+  """Inverse of `open_group_to_json`."""
+  members = [
+    OpenMember(trajectory_from_json(one["trajectory"]), one["engine"])
+    for one in data["members"]
+  ]
+  return OpenGroup(
+    admitted=data["admitted"],
+    members={one.trajectory.index: one for one in members},
   )

@@ -540,11 +540,12 @@ class SessionRouter(Protocol):
     """Abilities that all engines share."""
     ...
 
-  async def begin(self, session: str, domain: str) -> int:
+  async def begin(self, session: str, domain: str, engine: int = -1) -> int:
     """Returns the number of a session's engine, once one takes it.
 
     Args:
       domain: name of the source of the session's task.
+      engine: that the session had before a restart; -1 if none.
     """
     ...
 

@@ -20,6 +20,7 @@ long that takes, and the learner waits only if it takes longer than a round.
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import math
 from collections.abc import Awaitable, Callable, Mapping
@@ -54,9 +55,9 @@ class LoopSettings:
 
   Attributes:
     group_filter: drops groups that teach nothing; others are played instead.
-    settle_every: rounds after which everything in flight ends and the engines
-      and the clock begin anew, so that a checkpoint holds all that the rest of
-      the run depends on; 0 never.
+    settle_every: rounds after which all in flight is held and the engines and
+      the clock begin anew, so that a checkpoint holds all that the rest of the
+      run depends on; 0 never.
   """
 
   schedule: overlap.Overlap
@@ -191,9 +192,13 @@ class Coordinator:
     # A round is measured from the end of training in the one before it.
     self._background = tasks
     self._mark = self._spans.now()
-    await self._begin_anew()
+    if self._settings.settle_every:
+      self._producer.hold()
     producing = tasks.create_task(self._producer.run(), name="producer")
     try:
+      if self._settings.settle_every:
+        await self._settle()
+        self._producer.go_on()
       while self._trained < self._settings.rounds:
         if self._stopping:
           raise Stopped
@@ -201,6 +206,10 @@ class Coordinator:
       await self._published()
       return self._trainer.state
     except Stopped:
+      self._producer.hold()
+      with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_GRACE_S):
+          await self._producer.suspended()
       await self._observer.on_boundary(self._progress())
       raise
     finally:
@@ -249,19 +258,25 @@ class Coordinator:
     every = self._settings.settle_every
     if every and self._trained % every == 0:
       await self._published()
-      await self._guarded(self._producer.hold(), "all groups in flight to end")
-      await self._begin_anew()
+      self._producer.hold()
+      await self._settle()
     await self._observer.on_boundary(self._progress())
     if every:
       self._producer.go_on()
 
-  async def _begin_anew(self) -> None:
-    """Leaves no trace of what was played: in engines, weights and time."""
-    if self._settings.settle_every:
-      self._trainer.restore(self._trainer.state)  # Forgets older weights.
-      if self._flush is not None:
-        await self._flush()
-      await logical_clock.advance((self._trained + 1) * _ROUND_S)
+  async def _settle(self) -> None:
+    """Brings a run that is held to where a restart finds it.
+
+    What is in flight waits for an answer, and goes on with what it has. In
+    engines, weights and time no trace is left of what was played.
+    """
+    await self._guarded(
+      self._producer.settled(), "environments and rewards in flight"
+    )
+    self._trainer.restore(self._trainer.state)  # Forgets older weights.
+    if self._flush is not None:
+      await self._flush()
+    await logical_clock.advance((self._trained + 1) * _ROUND_S)
 
   async def _ready(self, count: int, this: _Round) -> None:
     """Waits until the next `count` groups are ready."""

@@ -15,13 +15,13 @@ not need to know of it.
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from envs import base
 from rl.algorithms import group_filters
 from rl.audit import event_log
 from rl.data import trajectory
-from rl.rollout import group_rollout, prompts
+from rl.rollout import group_rollout, member_requests, prompts
 from rl.schedule import group_buffer, overlap, staleness_gate
 
 
@@ -59,7 +59,8 @@ class Producer:
     self._num_ready = 0  # Since the last release.
     self._num_taken = 0  # Micro-batches of the round.
     self._shed_at = 0
-    self._stopping = self._holding = False
+    self._stopping = False
+    self._hold = member_requests.Hold()
     self._room = asyncio.Event()
     self.group_ready = asyncio.Event()
 
@@ -73,22 +74,10 @@ class Producer:
     in_flight: Mapping[int, group_buffer.Attempt],
   ) -> None:
     """Continues a run that was saved after `trained` rounds."""
-    per_round = self._schedule.groups_per_round
     self._trained = trained
-    self._gate = staleness_gate.StalenessGate(
-      self._schedule,
-      total=self._rounds * per_round,
-      admitted=trained * per_round + len(untrained) + len(in_flight),
-      version=trained,
-      next_group=next_group,
-    )
-    self._buffer = group_buffer.GroupBuffer(
-      trained * per_round, in_order=self._schedule.consume == "submit"
-    )
     self._replays = dict(in_flight)
-    self._num_ready = len(untrained)
+    self._count(next_group, untrained, in_flight)
     for group_id, group in sorted(untrained.items()):
-      self._buffer.restore(group)
       self._log.emit(
         "restored",
         group=group_id,
@@ -96,6 +85,28 @@ class Producer:
         tokens=group.num_sampled - group.redundant_tokens,
         first_version=group.first_version,
       )
+
+  def _count(
+    self,
+    next_group: int,
+    untrained: Mapping[int, trajectory.Group],
+    in_flight: Mapping[int, group_buffer.Attempt],
+  ) -> None:
+    """Makes gate and buffer of these groups, as a restart finds them."""
+    done = self._trained * self._schedule.groups_per_round
+    self._gate = staleness_gate.StalenessGate(
+      self._schedule,
+      total=self._rounds * self._schedule.groups_per_round,
+      admitted=done + len(untrained) + len(in_flight),
+      version=self._trained,
+      next_group=next_group,
+    )
+    self._buffer = group_buffer.GroupBuffer(
+      done, in_order=self._schedule.consume == "submit"
+    )
+    self._num_ready = len(untrained)
+    for _, group in sorted(untrained.items()):
+      self._buffer.restore(group)
 
   async def run(self) -> None:
     """Plays until it is cancelled.
@@ -125,7 +136,7 @@ class Producer:
       schedule.admission == "hard_frontier"
       and len(self._rollouts) >= schedule.frontier_groups
     )
-    closed = at_frontier or self._full or self._stopping or self._holding
+    closed = at_frontier or self._full or self._stopping or self._hold.is_closed
     return self._gate.may_admit() and not closed
 
   def _submit(
@@ -140,7 +151,7 @@ class Producer:
     self, group_id: int, attempt: group_buffer.Attempt, **fields: bool
   ) -> group_rollout.GroupRollout:
     self._buffer.submit(group_id, attempt)
-    version = self._gate.version
+    version, past = self._gate.version, attempt.past
     self._log.emit(
       "submitted",
       group=group_id,
@@ -155,10 +166,33 @@ class Producer:
       attempt.task,
       group_id=group_id,
       seed=self._seed,
-      admitted=version,
+      admitted=past.admitted if past else version,
       attempt=attempt.number,
+      hold=self._hold,
+      past=past.members if past else {},
+      refusals=self._refusals(attempt),
     )
     return rollout
+
+  def _refusals(self, attempt: group_buffer.Attempt) -> dict[int, str]:
+    """Returns why members in flight before a restart are played anew."""
+    members = attempt.past.members if attempt.past else {}
+    sources = prompts.sources_of(self._player.source)
+    if any(
+      base.members_together(one) > 1
+      for one in sources
+      if one.name == attempt.task.source
+    ):
+      return dict.fromkeys(members, "members of its group play each other")
+    if not self._schedule.drains:
+      return {}
+    why = "engines drain, so that its tokens are of one version"
+    return {
+      index: why
+      for index, member in members.items()
+      if not member.is_over
+      and {v for v, _ in member.trajectory.versions} - {self._gate.version}
+    }
 
   async def _play(
     self, rollout: group_rollout.GroupRollout, attempt: group_buffer.Attempt
@@ -187,6 +221,7 @@ class Producer:
     finally:
       del self._rollouts[group_id]
       self._room.set()
+      self._hold.changed.set()
     self._put(dataclasses.replace(group, refills=attempt.refills))
 
   def _drop_reason(
@@ -350,6 +385,7 @@ class Producer:
   async def stop(self, grace_s: float) -> None:
     """Ends all attempts; every token that was sampled is counted."""
     self._stopping = True
+    self._hold.changed.set()
     for rollout in list(self._rollouts.values()):
       rollout.abort("stopped")
     with contextlib.suppress(TimeoutError):
@@ -359,18 +395,45 @@ class Producer:
           await self._room.wait()
         await asyncio.gather(*self._player.closing)
 
-  async def hold(self) -> None:
-    """Admits nothing more, and returns when nothing is in flight."""
-    self._holding = True
-    while self._rollouts and not self._stopping:
-      self._room.clear()
-      await self._room.wait()
+  def hold(self) -> None:
+    """Admits nothing more, and ends all requests with what they have."""
+    self._hold.close()
+    for rollout in self._rollouts.values():
+      rollout.hold()
+
+  async def suspended(self) -> None:
+    """Waits, after `hold`, until no request is in flight that it has ended."""
+    await self._until(
+      lambda: not any(r.is_sampling for r in self._rollouts.values())
+    )
+
+  async def settled(self) -> None:
+    """Waits, after `hold`, until all that goes on without an answer is over.
+
+    All else is then as a restart would have it.
+    """
+    await self._until(
+      lambda: (
+        not self._replays
+        and all(rollout.is_held for rollout in self._rollouts.values())
+      )
+    )
     await asyncio.gather(*self._player.closing)
-    self._buffer.sort()
+    if not self._stopping:
+      self._rollouts = dict(sorted(self._rollouts.items()))
+      untrained, in_flight = self.untrained, self._buffer.in_flight
+      self._count(self.next_group, untrained, in_flight)
+      for group_id, attempt in sorted(in_flight.items()):
+        self._buffer.submit(group_id, attempt)
+
+  async def _until(self, is_so: Callable[[], bool]) -> None:
+    while not self._stopping and not is_so():
+      self._hold.changed.clear()
+      await self._hold.changed.wait()
 
   def go_on(self) -> None:
-    """Admits again after `hold`."""
-    self._holding = False
+    """Goes on after `hold`."""
+    self._hold.open()
     self._room.set()
 
   @property
@@ -380,8 +443,14 @@ class Producer:
 
   @property
   def in_flight(self) -> Mapping[int, group_buffer.Attempt]:
-    """Attempts that are being played, or are about to be."""
-    return {**self._replays, **self._buffer.in_flight}
+    """Attempts that are being played, or are about to be, with their past."""
+    played = {
+      group_id: dataclasses.replace(
+        attempt, past=self._rollouts[group_id].open_group
+      )
+      for group_id, attempt in self._buffer.in_flight.items()
+    }
+    return {**self._replays, **played}
 
   @property
   def next_group(self) -> int:

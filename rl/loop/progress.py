@@ -21,7 +21,7 @@ class Progress:
     state: after `trained` rounds; valid until the next update.
     cursor: of the prompts.
     untrained: finished groups that no update holds.
-    in_flight: groups to be played again.
+    in_flight: groups to be continued.
     next_group: id of the next group to be admitted.
   """
 
@@ -42,7 +42,7 @@ class Progress:
         for _, group in sorted(self.untrained.items())
       ],
       "in_flight": [
-        {"group_id": group_id, **dataclasses.asdict(attempt)}
+        _attempt_to_json(group_id, attempt)
         for group_id, attempt in sorted(self.in_flight.items())
       ],
       "next_group": self.next_group,
@@ -58,19 +58,35 @@ def from_host(state: Any, host: Mapping[str, Any]) -> Progress:
     cursor=host["cursor"],
     untrained={group.group_id: group for group in groups},
     in_flight={
-      group_id: group_buffer.Attempt(base.Task(**task), **counts)
-      for group_id, task, counts in map(_split, host["in_flight"])
+      entry["group_id"]: _attempt_from_json(entry)
+      for entry in host["in_flight"]
     },
     next_group=host["next_group"],
   )
 
 
-def _split(
-  entry: Mapping[str, Any],
-) -> tuple[int, Mapping[str, Any], Mapping[str, int]]:
-  """Returns group, task and counts of an attempt."""
-  counts = dict(entry)
-  return counts.pop("group_id"), counts.pop("task"), counts
+def _attempt_to_json(
+  group_id: int, attempt: group_buffer.Attempt
+) -> dict[str, Any]:
+  return {
+    "group_id": group_id,
+    "task": dataclasses.asdict(attempt.task),
+    "number": attempt.number,
+    "stale": attempt.stale,
+    "refills": attempt.refills,
+    "past": attempt.past and trajectory.open_group_to_json(attempt.past),
+  }
+
+
+def _attempt_from_json(entry: Mapping[str, Any]) -> group_buffer.Attempt:
+  past = entry.get("past")
+  return group_buffer.Attempt(
+    base.Task(**entry["task"]),
+    entry["number"],
+    entry["stale"],
+    entry["refills"],
+    past and trajectory.open_group_from_json(past),
+  )
 
 
 def beginning(state: Any, cursor: Mapping[str, Any]) -> Progress:

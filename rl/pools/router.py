@@ -103,19 +103,20 @@ class Router:
 
   # Sessions.
 
-  async def begin(self, session: str, domain: str) -> int:
+  async def begin(self, session: str, domain: str, engine: int = -1) -> int:
     """Returns the number of a session's engine, once one takes it.
 
     Cancel it, and the session has not begun.
 
     Args:
       domain: name of the source of its task.
+      engine: that it had before a restart; -1 if none.
 
     Raises:
       EngineClosed: every engine has stopped, and none will come back.
       ValueError: the session has begun and not ended.
     """
-    while (assignment := self._table.assign(session, domain)) is None:
+    while (assignment := self._table.assign(session, domain, engine)) is None:
       await self._changed()
     self._log_fallback(session, assignment)
     return assignment.engine

@@ -145,15 +145,20 @@ class RoutingTable:
       **seconds,
     }
 
-  def assign(self, name: str, domain: str) -> affinity.Assignment | None:
+  def assign(
+    self, name: str, domain: str, engine: int = -1
+  ) -> affinity.Assignment | None:
     """Begins a session; None: it must wait, or all engines are lost.
+
+    Args:
+      engine: that it had before a restart, which it gets again if it may.
 
     Raises:
       ValueError: it has begun already.
     """
     if name in self._sessions:
       raise ValueError(f"session {name} has begun already")
-    assignment = self._first(domain)
+    assignment = self._first(domain, engine)
     if assignment is None:
       return None
     pool = self._infos[assignment.engine].pool
@@ -164,7 +169,7 @@ class RoutingTable:
     self._affinity.estimates.begin(domain, pool)
     return self._counted(domain, assignment)
 
-  def _first(self, domain: str) -> affinity.Assignment | None:
+  def _first(self, domain: str, engine: int) -> affinity.Assignment | None:
     """Returns the first engine of a session; None: it must wait."""
     free = self.of("open")
     preferred = self._affinity.preferred(domain)
@@ -174,6 +179,8 @@ class RoutingTable:
       free = [] if soon else free
     if not free:
       return None
+    if engine in free and (preferred is None or engine in preferred):
+      return affinity.Assignment(engine)
     return self._affinity.choose(domain, free, self.load)
 
   def _counted(

@@ -6,17 +6,15 @@
     ...  redundant members are aborted when G have ended
   a reward that compares: _compare in place of _grade, once all have ended
 
-  episode.play -> MemberRequests.generate -> Router.generate
-  AgentPlayer.play -> HTTP -> MemberRequests.stream -> Router.stream
-
-A member is one episode of a group; its record is a `trajectory.Trajectory`.
+A member is one episode of a group; its record is a `trajectory.Trajectory`. One
+that was in flight before a restart goes on from there, see `member_requests`.
 """
 
 import asyncio
-import contextlib
 import dataclasses
 import math
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+import types
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from envs import base
@@ -26,11 +24,14 @@ from rl.data import trajectory as trajectory_lib
 from rl.engine import contract
 from rl.rollout import episode as episode_lib
 from rl.rollout import grading as grading_lib
+from rl.rollout import member_requests
 from rl.rollout import starting as starting_lib
 from rl.runtime import cancellable
 from rl.runtime import watchdog as watchdog_lib
 from rl.settings import checks
 
+_NONE: Mapping[int, Any] = types.MappingProxyType({})
+_REWARD_FAULT = trajectory_lib.Status.REWARD_FAULT
 _STATUS = {
   "stale": trajectory_lib.Status.STALE,
   "redundant": trajectory_lib.Status.REDUNDANT,
@@ -76,7 +77,7 @@ class PlaysAgents(Protocol):
     self,
     run: episode_lib.RunAgent,
     partial: episode_lib.PartialTrajectory,
-    requests: "MemberRequests",
+    requests: member_requests.MemberRequests,
     limits: episode_lib.Limits,
     priority: tuple[int, ...],
   ) -> tuple[trajectory_lib.Trajectory, base.Transcript]:
@@ -123,7 +124,7 @@ class Player:
     self, episode: episode_lib.Episode
   ) -> trajectory_lib.Trajectory:
     """Plays and grades one episode without a group."""
-    return await _Member(self, episode).run()
+    return await _Member(self, episode, member_requests.Hold()).run()
 
 
 class GroupRollout:
@@ -131,6 +132,9 @@ class GroupRollout:
 
   Args:
     admitted: version of the weights when it was admitted.
+    hold: holds it back while the run is saved.
+    past: its members before a restart, which go on from there.
+    refusals: why some of them do not.
 
   Attributes:
     aborted: the reason of `abort`; "" before it is called.
@@ -145,6 +149,9 @@ class GroupRollout:
     seed: int,
     admitted: int,
     attempt: int = 0,
+    hold: member_requests.Hold | None = None,
+    past: Mapping[int, trajectory_lib.OpenMember] = _NONE,
+    refusals: Mapping[int, str] = _NONE,
   ):
     self._player = player
     self._admitted = admitted
@@ -159,8 +166,11 @@ class GroupRollout:
       _Member(
         player,
         episode_lib.Episode(task, group_id, i, seed, attempt),
+        hold or member_requests.Hold(),
         self._is_needed,
         player.graders.compares,
+        past.get(i),
+        refusals.get(i, ""),
       )
       for i in range(self._group_size + player.extra_members)
     ]
@@ -205,6 +215,28 @@ class GroupRollout:
     firsts = [member.first_version for member in self._members]
     return min((v for v in firsts if v is not None), default=None)
 
+  def hold(self) -> None:
+    """Has its requests end with what they have, behind a closed hold."""
+    for member in self._members:
+      member.requests.hold()
+
+  @property
+  def is_sampling(self) -> bool:
+    """True while a request is in flight that its hold may end."""
+    return any(member.requests.is_sampling for member in self._members)
+
+  @property
+  def is_held(self) -> bool:
+    """True if it goes on only when its hold opens."""
+    still = [member.is_over or member.is_held for member in self._members]
+    return all(still) and any(member.is_held for member in self._members)
+
+  @property
+  def open_group(self) -> trajectory_lib.OpenGroup:
+    """Its members so far, to go on from after a restart."""
+    members = {m.index: m.open_member for m in self._members}
+    return trajectory_lib.OpenGroup(self._admitted, members)
+
   async def _compare(
     self, trajectories: list[trajectory_lib.Trajectory]
   ) -> None:
@@ -246,17 +278,26 @@ class _Member:
   Args:
     is_compared: its group grades it, by `transcript`, and calls `log_grading`
       and `conclude`.
+    past: what it was before a restart.
+    refusal: why it is played anew all the same.
+
+  Attributes:
+    is_over: `run` has returned.
   """
 
   def __init__(
     self,
     player: Player,
     episode: episode_lib.Episode,
+    hold: member_requests.Hold,
     is_needed: Callable[[int], bool] = lambda index: True,
     is_compared: bool = False,
+    past: trajectory_lib.OpenMember | None = None,
+    refusal: str = "",
   ):
     self._player = player
     self._episode = episode
+    self._hold = hold
     self._is_needed = is_needed
     self._place = {
       "group": episode.group_id,
@@ -264,17 +305,54 @@ class _Member:
       "index": episode.index,
     }
     self._work = cancellable.Cancellable()
-    self._requests = MemberRequests(player, self._place)
     self._reason = ""
     self._is_compared = is_compared
+    self._past = past
+    self._refusal = refusal
+    self._engine = past.engine if past else -1
+    over = past is not None and past.is_over and not refusal
+    self._result = past.trajectory if past and over else None
+    self.is_over = False
     self.index = episode.index
     self.transcript = base.Transcript((), ())
-    self._partial = episode_lib.PartialTrajectory(episode, self._log_turn)
+    self._begin(past.trajectory.turns if past else ())
+
+  def _begin(self, past: Sequence[trajectory_lib.Turn]) -> None:
+    """Begins an episode, or goes on with one that has had these turns."""
+    player = self._player
+    self._partial = episode_lib.PartialTrajectory(self._episode, self._log_turn)
+    self.requests = member_requests.MemberRequests(
+      player.router,
+      player.log,
+      self._place,
+      self._hold,
+      turns=self._partial.turns,
+      past=past,
+      watchdog=player.watchdog,
+      progress_timeout_s=player.progress_timeout_s,
+    )
 
   @property
   def first_version(self) -> int | None:
     """Version of its first token; None before that is sampled."""
-    return self._requests.first_version
+    return self.requests.first_version
+
+  @property
+  def is_held(self) -> bool:
+    """True if it goes on only when its hold opens."""
+    return self.requests.is_held
+
+  @property
+  def open_member(self) -> trajectory_lib.OpenMember:
+    """The episode so far, to go on from after a restart."""
+    so_far = self._result or trajectory_lib.Trajectory(
+      task_id=self._episode.task.id,
+      group_id=self._episode.group_id,
+      index=self.index,
+      turns=self.requests.turns_so_far,
+      status=trajectory_lib.Status.TRUNCATED,
+    )
+    return trajectory_lib.OpenMember(so_far, self._engine)
 
   def abort(self, reason: str) -> None:
     """Ends the episode, or its grading when it has ended."""
@@ -282,12 +360,23 @@ class _Member:
       return
     if not self._partial.over:
       self._reason = reason
-      if self._requests.abort():
+      if self.requests.abort():
         return  # The request returns the tokens it has: none is lost.
     self._work.cancel()
 
   async def run(self) -> trajectory_lib.Trajectory:
     """Returns the trajectory; an aborted one is not graded."""
+    try:
+      if self._result is None:
+        self._result = await self._run()
+      else:
+        self._restore(self._result)
+      return self._result
+    finally:
+      self.is_over = True
+      self._hold.changed.set()
+
+  async def _run(self) -> trajectory_lib.Trajectory:
     try:
       trajectory, transcript = await self._play()
     except BaseException as error:
@@ -327,28 +416,52 @@ class _Member:
   ) -> tuple[trajectory_lib.Trajectory, base.Transcript]:
     player, episode = self._player, self._episode
     try:
-      number = await player.router.begin(episode.name, episode.task.source)
+      self._engine = await player.router.begin(
+        episode.name, episode.task.source, self._engine
+      )
+      version = player.router.serves(self._engine)
       player.log.emit(
-        "admitted",
-        **self._place,
-        engine=number,
-        version=player.router.serves(number),
+        "admitted", **self._place, engine=self._engine, version=version
       )
-      return await episode_lib.play(
-        player.source,
-        self._requests.generate,
-        player.chat,
-        player.limits,
-        self._partial,
-        player.watchdog,
-        priority=player.priority(episode.group_id, episode.index),
-        closing=player.closing,
-        late=player.late,
-        starts=player.starts,
-        play_agent=None if player.agents is None else self._play_agent,
-      )
+      if self._refusal:
+        self._begin_anew(self._refusal)
+      try:
+        return await self._play_episode()
+      except member_requests.Diverged as error:
+        self._begin_anew(str(error))
+        return await self._play_episode()
     finally:
       player.router.end(episode.name)
+
+  async def _play_episode(
+    self,
+  ) -> tuple[trajectory_lib.Trajectory, base.Transcript]:
+    player, episode = self._player, self._episode
+    result = await episode_lib.play(
+      player.source,
+      self.requests.generate,
+      player.chat,
+      player.limits,
+      self._partial,
+      player.watchdog,
+      priority=player.priority(episode.group_id, episode.index),
+      closing=player.closing,
+      late=player.late,
+      starts=player.starts,
+      play_agent=None if player.agents is None else self._play_agent,
+    )
+    self.requests.check_replayed(result[0].status)
+    return result
+
+  def _begin_anew(self, reason: str) -> None:
+    """Forgets what the episode was before a restart."""
+    past = self.requests.turns_so_far
+    tokens = sum(len(turn.tokens) for turn in past)
+    self._player.log.emit(
+      "begun_anew", **self._place, tokens=tokens, reason=reason
+    )
+    self._past = None
+    self._begin(())
 
   async def _play_agent(
     self,
@@ -357,10 +470,12 @@ class _Member:
   ) -> tuple[trajectory_lib.Trajectory, base.Transcript]:
     player, episode = self._player, self._episode
     assert player.agents is not None
+    if self._past is not None:
+      raise member_requests.Diverged("it is an agent, which asks by itself")
     return await player.agents.play(
       run,
       partial,
-      self._requests,
+      self.requests,
       player.limits,
       player.priority(episode.group_id, episode.index),
     )
@@ -391,20 +506,42 @@ class _Member:
     self, graded: trajectory_lib.Trajectory
   ) -> trajectory_lib.Trajectory:
     """Returns the trajectory with its penalties, and logs its reward."""
-    rules, log = self._player.limits, self._player.log
+    rules = self._player.limits
     graded = reward_shaping.apply(graded, rules.overlong, rules.repetition)
+    self._log_outcome(graded)
+    return graded
+
+  def _restore(self, done: trajectory_lib.Trajectory) -> None:
+    """Logs an episode that was over before a restart, and counts it."""
+    if done.status is trajectory_lib.Status.REDUNDANT:
+      self._log_end("aborted", done, reason=done.fault)
+      return
+    played = done.reward is not None or done.status is _REWARD_FAULT
+    status = done.status
+    if status is _REWARD_FAULT:  # It ended well before.
+      status = trajectory_lib.Status.COMPLETED
+    self._log_end("ended", done, status=status.value)
+    if played:
+      self._is_needed(self.index)
+      self.log_grading()
+    self._log_outcome(done)
+
+  def _log_outcome(self, graded: trajectory_lib.Trajectory) -> None:
+    log = self._player.log
     if graded.fault:
       status = graded.status.value
       log.emit("fault", **self._place, status=status, what=graded.fault)
     else:
       log.emit("reward", **self._place, value=graded.reward)
-    return graded
 
   def _log_turn(self, turn: trajectory_lib.Turn) -> None:
+    number = len(self._partial.turns)
+    if number < self.requests.num_logged:
+      return
     self._player.log.emit(
       "turn",
       **self._place,
-      number=len(self._partial.turns),
+      number=number,
       tokens=len(turn.tokens),
       decode_s=round(turn.decode_s, 6),
       env_s=round(turn.env_s, 6),
@@ -413,6 +550,7 @@ class _Member:
   def _log_end(
     self, kind: str, trajectory: trajectory_lib.Trajectory, **fields: Any
   ) -> None:
+    self.requests.log_continued(trajectory.turns)
     self._player.log.emit(
       kind,
       **self._place,
@@ -424,96 +562,3 @@ class _Member:
     )
     # A reference cycle would keep its tokens until the garbage is collected.
     self._partial.on_turn = lambda turn: None
-
-
-class MemberRequests:
-  """The requests of one member, between its player and the router.
-
-  Logs the first token and lists the wait for each answer.
-  """
-
-  def __init__(self, player: Player, place: Mapping[str, int]):
-    self._player = player
-    self._place = place
-    self._running: set[str] = set()
-    self._first: int | None = None
-    self._aborted = False
-
-  @property
-  def first_version(self) -> int | None:
-    """Version of the first token; None before that is sampled."""
-    if self._first is not None:
-      return self._first
-    return min(self._begun(), default=None)
-
-  def _begun(self) -> Iterator[int]:
-    for request_id in self._running:
-      with contextlib.suppress(ValueError):  # It has just ended.
-        begun = self._player.router.begun(request_id)
-        if begun is not None:
-          yield int(begun)
-
-  def abort(self) -> bool:
-    """Ends the current requests and refuses later ones; False if none runs."""
-    self._aborted = True
-    for request_id in self._running:
-      with contextlib.suppress(ValueError):  # It has just ended.
-        self._player.router.abort(request_id)
-    return bool(self._running)
-
-  async def generate(
-    self, request: contract.DecodeRequest
-  ) -> contract.Completion:
-    """Samples one answer; see `contract.SessionRouter.generate`."""
-    asked_s = asyncio.get_running_loop().time()
-    with self._asking(request):
-      completion = await self._player.router.generate(request)
-    return self._answered(completion, asked_s)
-
-  async def stream(
-    self, request: contract.DecodeRequest
-  ) -> AsyncGenerator[contract.Delta]:
-    """Yields an answer as it is sampled; see `contract.SessionRouter`."""
-    asked_s = asyncio.get_running_loop().time()
-    with self._asking(request):
-      deltas = self._player.router.stream(request)
-      async with contextlib.aclosing(deltas):
-        async for delta in deltas:
-          if delta.completion is not None:
-            done = self._answered(delta.completion, asked_s)
-            delta = dataclasses.replace(delta, completion=done)
-          yield delta
-
-  @contextlib.contextmanager
-  def _asking(self, request: contract.DecodeRequest) -> Iterator[None]:
-    if self._aborted:  # The environment caught its cancellation.
-      raise asyncio.CancelledError
-    player = self._player
-    self._running.add(request.request_id)
-    try:
-      with watchdog_lib.track(
-        player.watchdog,
-        owner=f"episode {request.session}",
-        what="an answer of the engine",
-        deadline_s=player.progress_timeout_s,
-      ):
-        yield
-    finally:
-      self._running.discard(request.request_id)
-
-  def _answered(
-    self, completion: contract.Completion, asked_s: float
-  ) -> contract.Completion:
-    if self._first is None and len(completion.versions):
-      # One that is still running may have begun under older weights.
-      self._first = min([int(completion.versions[0]), *self._begun()])
-      log = self._player.log
-      log.emit(
-        "first_token",
-        t=log.since(asked_s + completion.first_token_s),
-        **self._place,
-        version=self._first,
-      )
-    if self._aborted:  # It may have ended by itself at the same moment.
-      completion = dataclasses.replace(completion, stop="abort")
-    return completion

@@ -19,12 +19,14 @@ class Attempt:
     number: attempts dropped there before.
     stale: how many of the last of them, in a row, were too old.
     refills: how many of them were not worth training.
+    past: its members so far, of one that was in flight before a restart.
   """
 
   task: base.Task
   number: int = 0
   stale: int = 0
   refills: int = 0
+  past: trajectory.OpenGroup | None = None
 
 
 class GroupBuffer:
@@ -64,10 +66,6 @@ class GroupBuffer:
   def restore(self, group: trajectory.Group) -> None:
     """Adds a group that was finished before a restart."""
     self._ready[group.group_id] = group
-
-  def sort(self) -> None:
-    """Orders the ready groups as `restore` would have after a restart."""
-    self._ready = dict(sorted(self._ready.items()))
 
   def withdraw(self, group_id: int) -> None:
     """Forgets a group that is in flight or ready: it will not be trained."""

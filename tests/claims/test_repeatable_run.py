@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from rl.audit import event_log, token_ledger
 from tests.helpers import commands
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
@@ -15,8 +16,11 @@ pytestmark = [pytest.mark.process, pytest.mark.slow]
 SETTINGS = commands.TINY | {
   "rounds": "6",
   "repeatable": "true",
-  "retention.checkpoint_every": "2",
+  "retention.checkpoint_every": "1",
   "overlap.max_staleness": "2",
+  # So few that there is always something in flight.
+  "engine.slots": "2",
+  "engine.row_buckets": "2,",
 }
 
 
@@ -81,3 +85,13 @@ def test_a_run_that_was_killed_ends_with_the_bits_of_one_that_was_not(
   killed.communicate()
   finish(begin(workdir, "4"))
   assert last_checkpoint(workdir) == last_checkpoint(undisturbed)
+  # Episodes went on with the answers that they had, some in the middle of one.
+  log = list(event_log.LogFile(workdir / "events.jsonl"))
+  resumed = [event["kind"] for event in log].index("resumed")
+  continued = [e for e in log[resumed:] if e["kind"] == "continued"]
+  assert any(event["turns"] for event in continued)
+  assert all(event["kind"] != "begun_anew" for event in log)
+  # All that is sampled counts once, as if nothing had happened.
+  whole = event_log.LogFile(undisturbed / "events.jsonl")
+  ledgers = [token_ledger.of(x) for x in (event_log.surviving(log), whole)]
+  assert ledgers[0] == ledgers[1]

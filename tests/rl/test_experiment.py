@@ -423,6 +423,10 @@ def test_what_answers_from_elsewhere_does_not_go_with_a_repeatable_run(
   there = dataclasses.replace(experiment, repeatable=True, engine=other)
   with pytest.raises(ValueError, match="repeatable=true with engine="):
     there.validate()
+  game = self_play.TwoPlayer()
+  there = dataclasses.replace(experiment, repeatable=True, environment=game)
+  with pytest.raises(ValueError, match="tictactoe-v0: its members wait for"):
+    there.validate()
   dataclasses.replace(experiment, repeatable=True).validate()
 
 

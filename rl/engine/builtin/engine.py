@@ -302,9 +302,11 @@ class BuiltinEngine:
   async def flush_cache(self) -> None:
     """Drops every cached prefix that no running request uses.
 
-    An idle engine then plans as one that has just begun.
+    Without requests it then plans as an engine that has just begun.
     """
     self._check_open()
+    if not self._queue.requests:
+      await self._until(lambda: not self._in_flight)
     old = self._queue
     if old.requests or self._in_flight:
       old.blocks.flush()

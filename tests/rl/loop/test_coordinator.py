@@ -2,16 +2,21 @@
 
 import asyncio
 import itertools
+import json
 import random
 
 import pytest
 
+from models.chat import word_chat
 from rl.audit import checker, event_log, token_ledger
+from rl.data import trajectory
 from rl.loop import coordinator
-from rl.runtime import watchdog
+from rl.loop import progress as progress_lib
+from rl.runtime import logical_clock, watchdog
 from rl.schedule import overlap
 from rl.simulation import learner as simulated_learner
-from rl.testing import fakes
+from rl.testing import fakes, scripted_engine
+from tests.helpers import players_under_test as players
 from tests.helpers import virtual_run
 
 
@@ -65,33 +70,88 @@ def test_every_schedule_trains_16_groups_once_each(name):
   assert run.ledger.error == 0
 
 
-@pytest.mark.parametrize("name", ["in flight, 3", "drop", "bounded"])
-def test_a_run_that_settles_has_nothing_in_flight_at_those_boundaries(name):
-  class Watching(virtual_run.Observer):
-    seen = ()
+def word_by_word(request):
+  """Answers a word by seed and position, and goes on with one that has it."""
+  if request.tokens[-1] in (players.YES, players.NO):
+    return (word_chat.END,)
+  word = (request.seed + len(request.tokens)) % 2
+  return (players.YES, players.NO)[word], word_chat.END
 
-    async def on_boundary(self, progress):
-      ready = list(progress.untrained)
-      self.seen += ((len(progress.in_flight) > 0, ready == sorted(ready)),)
 
-  def play(settle_every):
-    observer = Watching()
-    run = virtual_run.Run(
-      virtual_run.SCHEDULES[name],
-      rounds=6,
-      delay_s=lambda priority: 0.01 * (1 + sum(priority) % 5),
-      learner=slow_learner(1e-4),
-      observer=observer,
-      settle_every=settle_every,
-    ).start()
-    trained = [group.group_id for group in run.groups]
-    assert len(set(trained)) == len(trained) == 24
-    assert run.violations() == []
-    assert run.ledger.error == 0
-    return observer.seen
+def by_member(request, i):
+  """Seconds of an id that sums of floats keep exact."""
+  return (1 + request.seed % 61) / 256
 
-  assert any(busy for busy, _ in play(0)[1:5:2])
-  assert play(2)[1:5:2] == ((False, True), (False, True))
+
+class Saving(virtual_run.Observer):
+  """Keeps what a checkpoint of each round holds."""
+
+  def __init__(self, saved):
+    super().__init__()
+    self.saved = saved
+
+  async def on_boundary(self, progress):
+    self.saved[progress.trained] = json.dumps(progress.to_host())
+
+
+def play_slowly(name, host=None):
+  """Plays six rounds, or what a checkpoint leaves, on a logical clock."""
+
+  def build():
+    engine = scripted_engine.ScriptedEngine(word_by_word, by_member)
+    engine.version = 0 if host is None else progress.trained
+    return engine
+
+  run = virtual_run.Run(
+    virtual_run.SCHEDULES[name],
+    rounds=6,
+    learner=slow_learner(1 / 8),
+    observer=Saving(saved := {}),
+    build=build,
+    settle_every=1,
+    num_engines=2,
+  )
+  if host is None:
+    return on_logical_clock(run), saved
+  progress = progress_lib.from_host(2, json.loads(host))
+  return on_logical_clock(run, progress), saved
+
+
+def on_logical_clock(run, *args):
+  with asyncio.Runner(loop_factory=logical_clock.LogicalEventLoop) as runner:
+    runner.run(run.play(*args))
+  return run
+
+
+def as_trained(run):
+  return [json.dumps(trajectory.group_to_json(group)) for group in run.groups]
+
+
+@pytest.mark.parametrize(
+  "name", ["in flight, 3", "drop", "bounded", "as completed"]
+)
+def test_a_run_that_settles_is_continued_as_if_nothing_had_happened(name):
+  whole, kept = play_slowly(name)
+  assert whole.violations() == []
+  assert whole.ledger.error == 0
+  answers_kept = 0
+  for trained in (2, 3, 4):
+    rest, kept_again = play_slowly(name, kept[trained])
+    assert kept_again[6] == kept[6]
+    assert as_trained(rest) == as_trained(whole)[4 * trained :]
+    assert not rest.of("begun_anew")
+    cut = [e["first_version"] for e in rest.of("continued", turns=0)]
+    answers_kept += sum(version is not None for version in cut)
+    # The two logs are one: nothing is lost, and nothing counted twice.
+    first = [e for e in whole.log.events if e["t"] < (trained + 1) * 2**14]
+    log = [*first, *({**e, "t": e["t"] + 2**20} for e in rest.log.events)]
+    log = list(event_log.surviving(log))
+    schedule = virtual_run.SCHEDULES[name]
+    assert checker.violations(log, schedule, 2) == []
+    assert token_ledger.of(log).sampled == whole.ledger.sampled
+  # Of some the first answer was cut in the middle; none under way is left when
+  # a round of a bound of 0 is over, and engines of "bounded" have drained.
+  assert (answers_kept > 0) == (name in ("in flight, 3", "drop"))
 
 
 @pytest.mark.parametrize("eta", [1, 2, 3])

@@ -57,6 +57,49 @@ def test_what_was_too_old_does_not_use_up_the_refills_of_a_place():
   assert {reasons[group]["zero_variance"] for group in equal} == {refills}
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Together(fakes.Counting):
+  """A source whose members play each other, as it says."""
+
+  members_together: int = 2
+
+
+@pytest.mark.parametrize(
+  ("schedule", "source", "reason"),
+  [
+    (
+      overlap.in_flight(4, 1, 2),
+      Together(),
+      "members of its group play each other",
+    ),
+    (
+      overlap.bounded(4, 1, 2),
+      fakes.Counting(),
+      "engines drain, so that its tokens",
+    ),
+  ],
+)
+def test_members_that_cannot_go_on_are_begun_anew_and_named(
+  schedule, source, reason
+):
+  settings = {
+    "rounds": 4,
+    "delay_s": lambda p: 1.0 + (7 * p[0] + 3 * p[1]) % 11,
+  }
+
+  def stop(event):
+    if event["kind"] == "publish_start":
+      asyncio.get_running_loop().call_later(0.5, run.loop.stop)
+
+  run = virtual_run.Run(schedule, source=source, **settings, listeners=(stop,))
+  saved = stopped(run)
+  rest = virtual_run.Run(schedule, source=source, **settings).start(saved)
+  lost = rest.of("begun_anew")
+  assert any(event["tokens"] for event in lost)
+  assert all(reason in event["reason"] for event in lost)
+  assert rest.ledger.error == 0
+
+
 def test_a_run_that_stops_as_soon_as_it_is_resumed_forgets_no_group():
   schedule = overlap.in_flight(4, 1, 1)
   settings = {"rounds": 4, "delay_s": lambda priority: 1.0 + priority[0] % 3}
@@ -77,7 +120,7 @@ def test_a_run_that_stops_as_soon_as_it_is_resumed_forgets_no_group():
     schedule, **settings, listeners=(stop_at("resumed", saved.trained),)
   )
   again = stopped(run, saved)
-  assert again.in_flight == saved.in_flight
+  assert again.to_host()["in_flight"] == saved.to_host()["in_flight"]
   last = virtual_run.Run(schedule, **settings).start(again)
   assert len(last.groups) == (4 - saved.trained) * 4
   assert last.ledger.error == 0

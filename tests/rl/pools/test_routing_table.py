@@ -52,6 +52,20 @@ def test_a_session_stays_and_a_new_one_goes_where_the_least_is_to_do():
   assert table.assign("g", "math") is None
 
 
+def test_a_session_of_before_a_restart_gets_its_engine_again_if_it_may():
+  table = alike(3)
+  for name, engine in (("a", 2), ("b", 2), ("c", -1)):
+    table.assign(name, "", engine)
+  table.lose(2, 0)
+  table.assign("d", "", 2)
+  table.assign("e", "", 7)  # There are fewer now.
+  assert bindings(table) == {"c": 0, "d": 1, "e": 0}
+  assert table.counts.sessions["decode", ""] == 5
+  mapped = routing_table.RoutingTable((FAST, WIDE), MATH)
+  mapped.assign("f", "math", 0)
+  assert bindings(mapped) == {"f": 1}
+
+
 def test_the_session_not_seen_for_longest_is_forgotten():
   table = alike(2, max_sessions=2)
   ask = Asked(table)
