@@ -11,6 +11,7 @@ Role = Literal["system", "user", "assistant", "tool"]
 Split = Literal["train", "eval"]
 
 _MAX_SEEDS = 1000
+_NO_METRICS: Mapping[str, float] = types.MappingProxyType({})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -95,7 +96,9 @@ class Step:
   messages: Sequence[Message]
   reward: float
   done: bool
-  metrics: Mapping[str, float] = types.MappingProxyType({})
+  metrics: Mapping[str, float] = dataclasses.field(
+    default_factory=lambda: _NO_METRICS  # Python 3.11 takes no view as default.
+  )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -176,7 +179,9 @@ class AgentResult:
   """
 
   reward: float | None
-  metrics: Mapping[str, float] = types.MappingProxyType({})
+  metrics: Mapping[str, float] = dataclasses.field(
+    default_factory=lambda: _NO_METRICS  # Python 3.11 takes no view as default.
+  )
 
 
 @runtime_checkable
