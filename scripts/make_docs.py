@@ -120,11 +120,16 @@ def overlap_slow(result: Mapping[str, Any]) -> Rows:
   yield from _overlap(result, "slow")
 
 
+def overlap_accelerator(result: Mapping[str, Any]) -> Rows:
+  """Yields a row for each schedule, where dispatches of decoding sleep."""
+  yield from _overlap(result, "accelerator")
+
+
 def _overlap(result: Mapping[str, Any], task: str) -> Rows:
   yield (
     "schedule", "round, ms", "speed-up", "learner, decode busy, ms",
     "both busy, ms", "lag: mean, max", "useful tokens", "success",
-    "simulated / measured",
+    "T*, ms", "simulated / measured",
   )  # fmt: skip
   rows = [row for row in result["rows"] if row["task"] == task]
   for row in rows:
@@ -143,6 +148,7 @@ def _overlap(result: Mapping[str, Any], task: str) -> Rows:
       f"{measured['lag']:.2f}, {measured['max_lag']:.0f}",
       f"{100 * measured['useful']:.0f} %",
       f"{100 * measured['success']:.1f} %",
+      f"{1000 * row['simulated']['ideal_s']:,.0f}",
       f"{row['ratio']:.2f}x",
     )
 
@@ -710,7 +716,7 @@ def _ways(rows: Iterable[Mapping[str, Any]]) -> Rows:
 
 TABLES: Sequence[Callable[[Mapping[str, Any]], Rows]] = (
   tools, seeds_guess_number_moe, seeds_frozen_lake_moe, seeds_agent_letters,
-  overlap_as_is, overlap_slow,
+  overlap_as_is, overlap_slow, overlap_accelerator,
   rollart_trajectories, rollart_redundancy, rollart_affinity, rollart_rewards,
   rollart_weights, rollart_weights_gains,
   rollart_failures, rollart_failures_others, rollart_pd,
