@@ -103,6 +103,7 @@ def test_a_whole_run_keeps_its_promises_on_any_placement(where):
     assert math.isfinite(metrics["loss"])
 
 
+@pytest.mark.slow
 def test_a_run_whose_engine_breaks_goes_on_with_another_and_repeats():
   settings = experiment(
     rounds=2,

@@ -94,7 +94,14 @@ def test_an_engine_that_is_lost_in_a_round_comes_back_and_plays_on():
   }
 
 
-@pytest.mark.parametrize("name", ["sync", "bounded", "in flight, 1"])
+@pytest.mark.parametrize(
+  "name",
+  [
+    pytest.param("sync", marks=pytest.mark.slow),
+    pytest.param("bounded", marks=pytest.mark.slow),
+    "in flight, 1",
+  ],
+)
 def test_an_engine_lost_at_any_time_of_a_publish_has_the_newest_weights(name):
   schedule, seen = virtual_run.SCHEDULES[name], set()
   whole = run(schedule).start()
