@@ -220,6 +220,9 @@ def test_figures_of_the_readme_are_those_of_the_results():
   assert f"{gains['slow', 'in_flight']:.2f} times as fast" in readme
   low, high = gains["slow", "recycle"], gains["slow", "drop"]
   assert f"{low:.2f} to {high:.2f} times" in readme
+  flying = ("in_flight", "keep_kv", "drop", "recycle")
+  asleep = [gains["accelerator", name] for name in flying]
+  assert f"{min(asleep):.2f} to {max(asleep):.2f} times" in readme
   others = [x for (task, name), x in gains.items() if task == "as_is"]
   assert f"{min(others):.2f} to {max(others):.2f} times" in readme
 
