@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, Protocol, runtime_checkable
 
+import numpy as np
 from jaxtyping import PRNGKeyArray
 
 from models import lora as lora_lib
@@ -125,6 +126,11 @@ class ModelConfig:
   def num_sparse(self) -> int:
     """Number of layers with experts."""
     return sum(map(self.is_sparse, range(self.num_layers)))
+
+  @property
+  def expert_dtype(self) -> np.dtype:
+    """The smallest integers for recorded experts, and for -1 where unknown."""
+    return np.min_scalar_type(-max(self.num_experts, 1))
 
   @property
   def remat(self) -> Remat:

@@ -13,7 +13,7 @@ ids, N new ids in all, D width, S sparse layers, k experts of a token.
 import functools
 from typing import Protocol
 
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float, Int, Int32
 
 from models import config as config_lib
 from models import definition, kv_cache, logprobs, sharding, transformer
@@ -41,7 +41,7 @@ class Policy(Protocol):
     *,
     parents: Int32[Array, "B L"] | None = None,
     copies: Int32[Array, "B L"] | None = None,
-    experts: Int32[Array, "B L S k"] | None = None,
+    experts: Int[Array, "B L S k"] | None = None,
     layout: sharding.Layout | None = None,
   ) -> tuple[Float[Array, "B L D"], moe_layer.Aux]:
     """Returns hidden states of packed rows, and how the routers did.

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int32, Key, PRNGKeyArray, Shaped
+from jaxtyping import Array, Float, Int, Int32, Key, PRNGKeyArray, Shaped
 
 from models import config as config_lib
 from models import (
@@ -67,7 +67,7 @@ class Block(nnx.Module):
     x: Float[Array, "B L D"],
     copies: Int32[Array, "B L"],
     attend: Callable[[attention.Attention, Array], Array],
-    chosen: Int32[Array, "B L k"] | None,
+    chosen: Int[Array, "B L k"] | None,
     layout: sharding.Layout | None,
   ) -> tuple[Float[Array, "B L D"], tuple[moe_layer.Aux, Array] | None]:
     """Returns the residual stream, and what the router did if there is one.
@@ -120,7 +120,7 @@ class Transformer(lora.Adapted):
     *,
     parents: Int32[Array, "B L"] | None = None,
     copies: Int32[Array, "B L"] | None = None,
-    experts: Int32[Array, "B L S k"] | None = None,
+    experts: Int[Array, "B L S k"] | None = None,
     layout: sharding.Layout | None = None,
   ) -> tuple[Float[Array, "B L D"], moe_layer.Aux]:
     """Returns hidden states of packed rows, and how the routers did."""
@@ -215,7 +215,7 @@ class Transformer(lora.Adapted):
     tokens: Int32[Array, "B L"],
     copies: Int32[Array, "B L"],
     attend: Callable[[int, attention.Attention, Array], Array],
-    experts: Int32[Array, "B L S k"] | None,
+    experts: Int[Array, "B L S k"] | None,
     layout: sharding.Layout | None,
     # With a cache nothing is differentiated, and `attend` has side effects.
     remat: Callable[[Callable], Callable] = REMAT["none"],

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Float, Float32, Int, Int32
 
 from models import config as config_lib
 from models import initializers, lora, quantize, sharding
@@ -48,6 +48,7 @@ class Aux(NamedTuple):
     load: f_e, each expert's share of the assignments.
     max_load: that of the busiest expert over an even share, the worst of all
       layers: between 1 and E / k.
+    unused_experts: share of the experts that no token took; 0 without tokens.
     dropped: assignments for which no expert computed anything, counted from
       the slots, over all layers. Always 0.
   """
@@ -57,6 +58,7 @@ class Aux(NamedTuple):
   router_entropy: Float32[Array, ""]
   load: Float32[Array, " E"]
   max_load: Float32[Array, ""]
+  unused_experts: Float32[Array, ""]
   dropped: Float32[Array, ""]
 
 
@@ -78,7 +80,7 @@ class Moe(lora.Adapted):
     x: Float[Array, "T D"],
     copies: Int32[Array, " T"],
     layout: sharding.Layout | None = None,
-    chosen: Int32[Array, "T k"] | None = None,
+    chosen: Int[Array, "T k"] | None = None,
   ) -> tuple[Float[Array, "T D"], Aux, Int32[Array, "T k"]]:
     """Returns what the experts add to each token, how the router did, and
     which it took: -1 for padding.
@@ -112,7 +114,7 @@ def average(layers: Sequence[Aux], num_experts: int = 0) -> Aux:
   """Returns the mean over layers with experts; zeros when there are none."""
   if not layers:
     zero = jnp.zeros(())
-    return Aux(zero, zero, zero, jnp.zeros(num_experts), zero, zero)
+    return Aux(zero, zero, zero, jnp.zeros(num_experts), zero, zero, zero)
   stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
   mean = jax.tree.map(lambda leaf: jnp.mean(leaf, 0), stacked)
   return mean._replace(
@@ -224,7 +226,7 @@ def _on_mesh(
   moe: Moe,
   x: Float[Array, "T D"],
   copies: Int32[Array, " T"],
-  chosen: Int32[Array, "T k"] | None,
+  chosen: Int[Array, "T k"] | None,
   layout: sharding.Layout,
 ) -> tuple[
   Float[Array, "T D"], router.Sums, Int32[Array, ""], Int32[Array, "T k"]
@@ -330,5 +332,6 @@ def _aux(
     router_entropy=sums.entropy / tokens,
     load=load,
     max_load=num_experts * jnp.max(load),
+    unused_experts=jnp.mean((load == 0) & (sums.tokens > 0)),
     dropped=(sums.assigned - placed).astype(jnp.float32),
   )

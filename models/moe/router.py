@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Float, Float32, Int, Int32
 
 from models import initializers, lora
 
@@ -50,7 +50,7 @@ class TopKRouter(lora.Adapted):
     self,
     x: Float[Array, "T D"],
     copies: Int32[Array, " T"],
-    chosen: Int32[Array, "T k"] | None = None,
+    chosen: Int[Array, "T k"] | None = None,
   ) -> tuple[Float32[Array, "T k"], Int32[Array, "T k"], Sums]:
     """Returns gates, their experts, and sums for statistics.
 
@@ -92,12 +92,14 @@ class TopKRouter(lora.Adapted):
 
 
 def _choose(
-  probs: Float32[Array, "T E"], chosen: Int32[Array, "T k"] | None, k: int
+  probs: Float32[Array, "T E"], chosen: Int[Array, "T k"] | None, k: int
 ) -> Int32[Array, "T k"]:
   """Returns the experts of each token: recorded ones, where free the best."""
   scores = jax.lax.stop_gradient(probs)
   if chosen is None:
     return jax.lax.top_k(scores, k)[1].astype(jnp.int32)
+  # Recorded in integers that may be too narrow to compute with.
+  chosen = chosen.astype(jnp.int32)
   recorded = jnp.max(jax.nn.one_hot(chosen, probs.shape[1]), 1)
   others = jax.lax.top_k(scores - 2 * recorded, k)[1].astype(jnp.int32)
   free = chosen < 0

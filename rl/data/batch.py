@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, Float32, Int32
+from jaxtyping import Bool, Float32, Int, Int32
 
 from models.attention import mask
 from rl.data import packing, trajectory
@@ -77,7 +77,7 @@ class Batch(NamedTuple):
   advantages: Float32[np.ndarray, "B L"]
   lags: Int32[np.ndarray, "B L"]
   prefix: Prefix | None = None
-  experts: Int32[np.ndarray, "B L S k"] | None = None
+  experts: Int[np.ndarray, "B L S k"] | None = None
   old: Float32[np.ndarray, "B L"] | None = None
   reference: Float32[np.ndarray, "B L"] | None = None
   values: Float32[np.ndarray, "B L"] | None = None
@@ -90,13 +90,14 @@ def empty(
   length: int,
   *,
   share_prompts: bool = False,
-  experts: tuple[int, ...] | None = None,
+  experts: Int[np.ndarray, "S k"] | None = None,
 ) -> Batch:
   """Returns a batch that is all padding.
 
   Args:
     share_prompts: whether there is a `prefix`.
-    experts: (S, k), or None for a batch without experts.
+    experts: those of any token, for their shape and dtype; None for a batch
+      without experts.
   """
   shape = (rows, length)
   prefix = None
@@ -117,7 +118,9 @@ def empty(
     advantages=np.zeros(shape, np.float32),
     lags=np.zeros(shape, np.int32),
     prefix=prefix,
-    experts=None if experts is None else np.full(shape + experts, -1, np.int32),
+    experts=None
+    if experts is None
+    else np.full(shape + experts.shape, -1, experts.dtype),
   )
 
 
@@ -359,13 +362,16 @@ def _append(
 
 def _experts_of_a_token(
   trajectories: Sequence[trajectory.Trajectory],
-) -> tuple[int, ...] | None:
-  """Returns (S, k), or None when no trajectory carries experts."""
-  known = [t.experts for t in trajectories]
-  shapes = {x.shape[1:] for x in known if x is not None}
+) -> Int[np.ndarray, "S k"] | None:
+  """Returns unknown ones, in a dtype for all trajectories; None without any."""
+  known = [x for t in trajectories if (x := t.experts) is not None]
+  if not known:
+    return None
+  shapes = {x.shape[1:] for x in known}
   if len(shapes) > 1:
     raise ValueError(
       f"trajectories have experts of shapes {sorted(shapes)} a token; all "
       "must come from one model"
     )
-  return next(iter(shapes), None)
+  (shape,) = shapes
+  return np.full(shape, -1, np.result_type(*(x.dtype for x in known)))

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
-from jaxtyping import Bool, Float32, Int32
+from jaxtyping import Bool, Float32, Int, Int32
 
 from envs import base
 
@@ -78,7 +78,7 @@ class Turn:
   decode_s: float = 0.0
   env_s: float = 0.0
   reward: float = 0.0
-  experts: Int32[np.ndarray, "ids S k"] | None = None
+  experts: Int[np.ndarray, "ids S k"] | None = None
   opens: bool = False
 
   def __post_init__(self):
@@ -209,7 +209,7 @@ class Trajectory:
     return np.concatenate(pieces) if pieces else np.zeros(0, bool)
 
   @property
-  def experts(self) -> Int32[np.ndarray, "L S k"] | None:
+  def experts(self) -> Int[np.ndarray, "L S k"] | None:
     """The experts of every id, -1 where unknown; None if no turn has any.
 
     Raises:
@@ -228,7 +228,7 @@ class Trajectory:
     pieces = []
     for turn in self.turns:
       count = len(turn.context) + len(turn.tokens)
-      unknown = np.full((count, *shape), -1, np.int32)
+      unknown = np.full((count, *shape), -1, known[0].dtype)
       pieces.append(unknown if turn.experts is None else turn.experts)
     return np.concatenate(pieces)
 
@@ -345,6 +345,7 @@ def trajectory_to_json(trajectory: Trajectory) -> dict[str, Any]:
       "env_s": turn.env_s,
       "reward": turn.reward,
       "experts": None if turn.experts is None else turn.experts.tolist(),
+      "expert_dtype": None if turn.experts is None else turn.experts.dtype.name,
       "opens": turn.opens,
     }
     for turn in trajectory.turns
@@ -376,7 +377,7 @@ def trajectory_from_json(data: Mapping[str, Any]) -> Trajectory:
       decode_s=turn["decode_s"],
       env_s=turn["env_s"],
       reward=turn.get("reward", 0.0),
-      experts=_experts_from_json(turn.get("experts")),
+      experts=_experts_from_json(turn),
       opens=turn.get("opens", False),
     )
     for turn in data["turns"]
@@ -396,9 +397,13 @@ def trajectory_from_json(data: Mapping[str, Any]) -> Trajectory:
   )
 
 
-def _experts_from_json(data: Any) -> Int32[np.ndarray, "L S k"] | None:
+def _experts_from_json(
+  turn: Mapping[str, Any],
+) -> Int[np.ndarray, "L S k"] | None:
+  # Files without a dtype are older, and of int32.
+  dtype = np.dtype(turn.get("expert_dtype") or np.int32)
   # Lists of nothing have lost their shape.
-  experts = np.asarray([] if data is None else data, np.int32)
+  experts = np.asarray(turn.get("experts") or [], dtype)
   return experts if experts.ndim == 3 else None
 
 

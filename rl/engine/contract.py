@@ -20,7 +20,7 @@ from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
 import jax
 import numpy as np
-from jaxtyping import Float32, Int32
+from jaxtyping import Float32, Int, Int32
 
 from models import config as model_config
 from models import sharding
@@ -202,7 +202,8 @@ class Completion:
     oldest_kv: lowest version of the keys and values that the last id attended
       to: its own, or an older one after `keep_kv`; -1 if unknown.
     experts: of every id of the conversation, N + T; -1 where unknown, as for
-      the last id, which was never fed. None unless the request asks for them.
+      the last id, which was never fed. The built-in engine's are of
+      `ModelConfig.expert_dtype`. None unless the request asks for them.
     top: the most probable ids; None unless the request asks for them.
   """
 
@@ -215,7 +216,7 @@ class Completion:
   first_token_s: float = 0.0
   queue_s: float = 0.0
   oldest_kv: int = -1
-  experts: Int32[np.ndarray, "ids S k"] | None = None
+  experts: Int[np.ndarray, "ids S k"] | None = None
   top: TopLogprobs | None = None
 
   @property

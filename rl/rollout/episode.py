@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
-from jaxtyping import Int32
+from jaxtyping import Int, Int32
 
 from envs import base
 from models.chat import tool_calls
@@ -562,7 +562,7 @@ def _request(
 
 
 def _fed(
-  turn: trajectory.Turn, last: Int32[np.ndarray, "S k"]
+  turn: trajectory.Turn, last: Int[np.ndarray, "S k"]
 ) -> trajectory.Turn:
   """Returns the turn with the experts of its last id filled in."""
   if turn.experts is None:

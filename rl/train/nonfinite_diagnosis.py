@@ -157,7 +157,7 @@ def alone(packed: batch_lib.Batch, place: RowPlace) -> batch_lib.Batch:
   """
   keep = _tokens(packed, place)
   height, length = packed.tokens.shape
-  experts = None if packed.experts is None else packed.experts.shape[2:]
+  experts = None if packed.experts is None else packed.experts[0, 0]
   padding = batch_lib.empty(
     height, length, share_prompts=packed.prefix is not None, experts=experts
   )

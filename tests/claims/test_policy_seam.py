@@ -65,7 +65,7 @@ class Recall(nnx.Module):
       seen |= parents[:, :, None] == segments[:, None, :]
     seen &= jnp.tri(tokens.shape[1], dtype=bool)
     zero = jnp.zeros(())
-    aux = moe_layer.Aux(zero, zero, zero, jnp.zeros(0), zero, zero)
+    aux = moe_layer.Aux(zero, zero, zero, jnp.zeros(0), zero, zero, zero)
     return self._recall(x, k, v, seen), aux
 
   def feed(self, past, lengths, tokens, positions, chunks, *, layout=None):

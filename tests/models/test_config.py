@@ -3,6 +3,7 @@ import math
 import re
 
 import jax
+import numpy as np
 import pytest
 
 from models import config as config_lib
@@ -199,3 +200,14 @@ def test_a_scaling_can_be_set_from_the_command_line():
     factor=4.0, original_max_length=32, truncate=False
   )
   assert overrides_lib.from_json(overrides_lib.to_json(config)) == config
+
+
+@pytest.mark.parametrize(
+  ("num_experts", "dtype"),
+  [(1, "int8"), (128, "int8"), (129, "int16"), (257, "int16")],
+)
+def test_recorded_experts_and_unknown_ones_fit_their_dtype(num_experts, dtype):
+  config = config_lib.tiny_moe(num_experts=num_experts)
+  assert config.expert_dtype == dtype
+  bounds = np.iinfo(config.expert_dtype)
+  assert bounds.min <= -1 < num_experts - 1 <= bounds.max

@@ -13,14 +13,13 @@ seen its tokens yet: the last id, its position and whether it samples on stay
 on the device, in the row's slot of `Carry`.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float32, Int32
+from jaxtyping import Array, Bool, Float32, Int, Int32
 
 from models import config as model_config
 from models import definition, kv_cache, logprobs, sharding
@@ -83,8 +82,8 @@ class Sampled(NamedTuple):
   tokens: Int32[Array, "R K"]
   logprobs: Float32[Array, "R K"]
   counts: Int32[Array, " R"]
-  fed: Int32[Array, "N layers k"] | None = None
-  stepped: Int32[Array, "R steps layers k"] | None = None
+  fed: Int[Array, "N layers k"] | None = None
+  stepped: Int[Array, "R steps layers k"] | None = None
   top: tuple[Int32[Array, "R K n"], Float32[Array, "R K n"]] | None = None
 
 
@@ -192,7 +191,14 @@ def advance(
     kv_cache.gather(cache, tables),
   )
   policy = policy_lib.of(config).bind(params)
-  feed = functools.partial(policy.feed, layout=layout)
+
+  def feed(*args):
+    hidden, past, fed, experts = policy.feed(*args, layout=layout)
+    if experts is not None:
+      narrow = experts.astype(config.expert_dtype)
+      experts = narrow if record_experts else None
+    return hidden, past, fed, experts
+
   hidden, past, fed, experts = feed(
     past, rows.known, rows.ids, rows.positions, chunks
   )
@@ -211,7 +217,7 @@ def advance(
   sampled = _unsampled(
     len(tables),
     max_steps,
-    experts if record_experts else None,
+    experts,
     top_logprobs,
   )
   sampled = _record(sampled, 0, started, choice)
@@ -329,14 +335,14 @@ def _rows(plan: DispatchPlan, carry: Carry, chunks: tuple[int, int]) -> _Rows:
 def _unsampled(
   rows: int,
   max_steps: int,
-  experts: Int32[Array, "N 1 layers k"] | None,
+  experts: Int[Array, "N 1 layers k"] | None,
   top_logprobs: int,
 ) -> Sampled:
   """Returns zeros for the tokens, and the experts of the ids that were fed."""
   stepped = None
   if experts is not None:
     shape = (rows, max(max_steps - 1, 1), *experts.shape[2:])
-    stepped = jnp.full(shape, -1, jnp.int32)
+    stepped = jnp.full(shape, -1, experts.dtype)
   top = None
   if top_logprobs:
     shape = (rows, max_steps, top_logprobs)

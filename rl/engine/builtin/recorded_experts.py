@@ -1,7 +1,7 @@
 """The experts chosen for every cached position, page by page, on the host."""
 
 import numpy as np
-from jaxtyping import Int32
+from jaxtyping import Int, Int32
 
 from models import config as model_config
 from rl.engine.builtin import block_manager, decode_step
@@ -15,8 +15,8 @@ class RecordedExperts:
   ):
     sparse = sum(map(config.is_sparse, range(config.num_layers)))
     shape = (num_pages, page_size, sparse, config.experts_per_token)
-    self._pages: Int32[np.ndarray, "pages page_size S k"] = np.full(
-      shape, -1, np.int32
+    self._pages: Int[np.ndarray, "pages page_size S k"] = np.full(
+      shape, -1, config.expert_dtype
     )
 
   def copy(self, source: int, target: int) -> None:
@@ -45,9 +45,9 @@ class RecordedExperts:
 
   def of_conversation(
     self, table: block_manager.PageTable | None, num_ids: int
-  ) -> Int32[np.ndarray, "ids S k"]:
+  ) -> Int[np.ndarray, "ids S k"]:
     """Returns the experts of so many ids, -1 where none are known."""
-    experts = np.full((num_ids, *self._pages.shape[2:]), -1, np.int32)
+    experts = np.full((num_ids, *self._pages.shape[2:]), -1, self._pages.dtype)
     if table is not None:
       places = self._places(table, 0, table.cached)
       experts[: table.cached] = self._pages[places]

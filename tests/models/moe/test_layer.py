@@ -192,18 +192,20 @@ def test_statistics_of_a_router_that_is_sure_and_of_one_that_is_not(
   np.testing.assert_allclose(sure.router_entropy, math.log(2), rtol=1e-5)
   np.testing.assert_allclose(sure.z_loss, (160 + math.log(2)) ** 2, rtol=1e-6)
   np.testing.assert_allclose(sure.load, [0.5, 0.5, 0, 0])
+  assert sure.unused_experts == 0.5
 
 
 def test_layers_are_averaged_but_for_the_worst_load_and_what_is_dropped():
   def aux(value):
     value = jnp.float32(value)
     load = jnp.stack([value, 1 - value])
-    return moe_layer.Aux(value, value, value, load, value, value)
+    return moe_layer.Aux(value, value, value, load, value, value, value)
 
   mean = moe_layer.average([aux(0.25), aux(0.75)])
   assert mean.load_balance == mean.z_loss == mean.router_entropy == 0.5
   assert mean.load.tolist() == [0.5, 0.5]
   assert mean.max_load == 0.75
+  assert mean.unused_experts == 0.5
   assert mean.dropped == 1
   none = moe_layer.average([], num_experts=3)
   assert none.load.tolist() == [0, 0, 0]
@@ -248,6 +250,25 @@ def test_replaying_its_own_choice_changes_no_bit(layer, config, wrap):
   )
   free, again = apply(None), apply(own_choice(layer, config, x))
   jax.tree.map(np.testing.assert_array_equal, free, again)
+
+
+@pytest.mark.parametrize(
+  ("num_experts", "dtype"), [(128, np.int8), (300, np.int16)]
+)
+def test_a_router_takes_choices_in_the_recorded_dtype_bit_for_bit(
+  config, num_experts, dtype
+):
+  config = dataclasses.replace(config, num_experts=num_experts)
+  moe, x = small_models.moe(config), some_tokens(4, config)
+  router = moe.bind(moe.init(jax.random.key(0))).router
+  # The first and the last expert among them; the last token is free.
+  last = num_experts - 1
+  chosen = jnp.asarray([[0, last], [last, 5], [7, 0], [-1, -1]], jnp.int32)
+  narrow = chosen.astype(config.expert_dtype)
+  assert narrow.dtype == dtype
+  wide, again = (router(x, ones(4), some) for some in (chosen, narrow))
+  np.testing.assert_array_equal(again[1][:3], chosen[:3])
+  jax.tree.map(np.testing.assert_array_equal, wide, again)
 
 
 @pytest.mark.parametrize("normed", [True, False], ids=["normed", "not-normed"])

@@ -232,7 +232,8 @@ def alike(**columns: float) -> Any:
 def routed(load_balance: jax.Array, z_loss: jax.Array) -> moe_layer.Aux:
   """The statistics of one router with one expert."""
   zero = jnp.zeros(())
-  return moe_layer.Aux(load_balance, z_loss, zero, jnp.zeros(1), zero, zero)
+  zeros = zero, jnp.zeros(1), zero, zero, zero
+  return moe_layer.Aux(load_balance, z_loss, *zeros)
 
 
 @pytest.mark.parametrize("wrap", [jax.jit, lambda f: f], ids=["jit", "eager"])

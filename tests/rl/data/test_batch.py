@@ -1,5 +1,6 @@
 """Packing: every token once, where it belongs, whatever the order."""
 
+import dataclasses
 import itertools
 from typing import Any
 
@@ -7,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 
+from models import config as config_lib
 from rl.data import batch
 from tests.helpers import drawn_episodes as drawn
 
@@ -256,6 +258,31 @@ def test_a_shared_prompt_takes_the_experts_of_the_first_that_has_it():
   assert packed.experts[0, :, 0, 0].tolist() == [5, 21, 22, 11]
 
 
+def test_experts_lie_in_a_row_in_the_widest_dtype_of_its_trajectories():
+  # int32, as in older files, beside those recorded for 128 and 129 experts.
+  def recorded(num_experts, first_id):
+    episode = drawn.episode([(1, 1)], first_id, experts=(1, 1))
+    dtype = config_lib.tiny_moe(num_experts=num_experts).expert_dtype
+    chosen: Any = episode.experts
+    turn = dataclasses.replace(episode.turns[0], experts=chosen.astype(dtype))
+    return dataclasses.replace(episode, turns=[turn])
+
+  older, small, large = (
+    drawn.episode([(1, 1)], 70_000, experts=(1, 1)),
+    recorded(128, 126),
+    recorded(129, 300),
+  )
+  none = drawn.episode([(1, 1)])
+  for episodes, dtype, expected in (
+    ([small, none], np.int8, [126, 127, -1, -1]),
+    ([large, small], np.int16, [300, 301, 126, 127]),
+    ([older, small], np.int32, [70_000, 70_001, 126, 127]),
+  ):
+    (packed,) = _pack(episodes, rows=1, length=4)
+    assert packed.experts.dtype == dtype
+    assert packed.experts[0, :, 0, 0].tolist() == expected
+
+
 def test_experts_of_two_models_are_refused():
   episodes = [
     drawn.episode([(1, 1)], experts=shape) for shape in ((1, 2), (3, 2))
@@ -307,7 +334,8 @@ def test_an_episode_without_ids_takes_no_place():
 
 
 def test_an_empty_batch_is_all_padding():
-  blank: Any = batch.empty(2, 3, share_prompts=True, experts=(4, 2))
+  experts = np.zeros((4, 2), np.int8)
+  blank: Any = batch.empty(2, 3, share_prompts=True, experts=experts)
   for name in PLAIN:
     column = getattr(blank, name)
     assert column.shape == (2, 3)
@@ -317,6 +345,7 @@ def test_an_empty_batch_is_all_padding():
   assert not blank.prefix.copies.any()
   assert blank.experts.shape == (2, 3, 4, 2)
   assert (blank.experts == -1).all()
+  assert blank.experts.dtype == np.int8
 
 
 @pytest.mark.parametrize("share", [False, True], ids=["own", "shared"])

@@ -123,19 +123,31 @@ def test_experts_that_do_not_fit_their_turn_are_refused():
     _ = of_two_models.experts
 
 
+@pytest.mark.parametrize("dtype", [np.int8, np.int16])
 @pytest.mark.parametrize("shape", [(3, 2, 2), (0, 2, 2), (3, 0, 2)])
-def test_json_keeps_the_experts_of_a_turn_unless_there_are_none(shape):
+def test_json_keeps_the_experts_of_a_turn_unless_there_are_none(shape, dtype):
   count, experts = shape[0], np.arange(np.prod(shape)).reshape(shape)
-  episode = _trajectory(_turn([1] * count, [], [], experts))
+  turn = _turn([1] * count, [], [], experts)
+  turn = dataclasses.replace(turn, experts=experts.astype(dtype))
+  episode = _trajectory(turn)
   text = json.dumps(trajectory.trajectory_to_json(episode))
   again: Any = (
     trajectory.trajectory_from_json(json.loads(text)).turns[0].experts
   )
   if experts.size:
-    assert again.dtype == np.int32
+    assert again.dtype == dtype
     assert again.tolist() == experts.tolist()
   else:
     assert again is None
+
+
+def test_experts_written_without_a_dtype_are_read_as_before():
+  turn = _turn([1, 2], [], [], [[[300, 7]], [[-1, -1]]])
+  data = trajectory.trajectory_to_json(_trajectory(turn))
+  del data["turns"][0]["expert_dtype"]
+  again: Any = trajectory.trajectory_from_json(data).turns[0].experts
+  assert again.dtype == np.int32
+  assert again.tolist() == [[[300, 7]], [[-1, -1]]]
 
 
 def test_turns_written_before_experts_were_kept_can_be_read():

@@ -387,6 +387,21 @@ def test_the_z_loss_of_the_router_adds_to_the_gradient_in_proportion(
   assert once.sums.router.z_loss == total.sums.router.z_loss
 
 
+def test_experts_are_replayed_alike_in_the_dtype_that_they_came_in(
+  config, programs, params, packed
+):
+  shape = (*packed.tokens.shape, config.num_sparse, 2)
+  wide = np.tile(np.asarray([3, 0], np.int32), (*shape[:-1], 1))
+  narrow = wide.astype(config.expert_dtype)
+  assert programs.place(packed._replace(experts=narrow)).experts.dtype == "int8"
+  scores = [
+    on_mesh(score, programs, params, packed._replace(experts=experts))
+    for experts in (None, wide, narrow)
+  ]
+  assert np.abs(scores[0] - scores[1]).max() > 0.01
+  np.testing.assert_array_equal(scores[1], scores[2])
+
+
 def test_metrics_say_how_the_router_did(config, programs, params, packed):
   state = fresh(programs, params)
   _, metrics = on_mesh(step, programs, state, [packed, packed])
@@ -399,7 +414,9 @@ def test_metrics_say_how_the_router_did(config, programs, params, packed):
   assert 0 < metrics["router_entropy"] < np.log(config.num_experts)
   assert metrics["z_loss"] > 0
   assert metrics["dropped"] == 0
+  assert metrics["unused_experts"] == 0
   others = {"load_balance", "router_entropy", "z_loss", "max_load", "dropped"}
+  others.add("unused_experts")
   names = {name for name in metrics if not name.startswith("load/")}
   lags = {"lag_share/0", "behaviour_kl/lag_0"}
   assert names == {*learner.METRICS, *others, *lags}

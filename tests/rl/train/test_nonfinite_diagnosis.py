@@ -176,7 +176,8 @@ def test_extremes_are_of_what_is_finite_and_of_all_micro_batches(
 
 
 def test_a_trajectory_alone_has_its_shared_prompt_and_no_other(skipped):
-  packed = batch.empty(2, 8, share_prompts=True, experts=(1, 2))
+  experts = np.zeros((1, 2), np.int8)
+  packed = batch.empty(2, 8, share_prompts=True, experts=experts)
   packed = packed._replace(old=np.full((2, 8), 3.0, np.float32))
   assert packed.prefix is not None
   assert packed.experts is not None
@@ -194,6 +195,7 @@ def test_a_trajectory_alone_has_its_shared_prompt_and_no_other(skipped):
   assert alone.prefix.parents[1].tolist() == [-1] * 4 + [1, 1, -1, -1]
   assert alone.prefix.previous[1, 4] == 1
   assert alone.experts is not None
+  assert alone.experts.dtype == np.int8
   assert alone.experts[1, :, 0, 0].tolist() == [5, 5, -1, -1, 5, 5, -1, -1]
   assert alone.old is not None
   assert alone.old.tolist() == [[0] * 8, [3, 3, 0, 0, 3, 3, 0, 0]]

@@ -55,7 +55,9 @@ def _random(packed, seed):
 
 PLAIN = batch.empty(2, 8)
 SHARED = batch.empty(2, 8, share_prompts=True)
-EXPERTS = batch.empty(2, 8, share_prompts=True, experts=(3, 2))
+EXPERTS = batch.empty(
+  2, 8, share_prompts=True, experts=np.zeros((3, 2), np.int8)
+)
 FULL = SHARED._replace(
   **dict.fromkeys(("old", "reference", "values", "returns"), PLAIN.behaviour)
 )

@@ -272,6 +272,7 @@ def test_the_experts_of_all_that_was_fed_are_told(config, params, one_device):
   # Two chunks of 7, and one id of each other row.
   assert sampled.fed.shape == (16, config.num_layers, 2)
   assert sampled.stepped.shape == (SLOTS, STEPS - 1, config.num_layers, 2)
+  assert sampled.fed.dtype == sampled.stepped.dtype == config.expert_dtype
   # Padding has none.
   assert (sampled.fed[5:15] == -1).all()
   # Sampled or fed as context, an id takes the same experts.

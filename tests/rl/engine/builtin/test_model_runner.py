@@ -196,12 +196,13 @@ def test_a_mesh_gives_the_answers_and_experts_of_one_device(meshed):
       ids = np.concatenate([request.tokens, answer.tokens])
       experts = answer.experts
       assert experts.shape == (len(ids), config.num_layers, 2)
+      assert experts.dtype == np.int8
       assert (experts[-1] == -1).all()
       assert (experts[:-1] >= 0).all()
       # Told to take them the routers do what they do anyway.
       padded = np.zeros((1, 32), np.int32)
       padded[0, : len(ids)] = ids
-      told = np.full((1, 32, *experts.shape[1:]), -1, np.int32)
+      told = np.full((1, 32, *experts.shape[1:]), -1, experts.dtype)
       told[0, : len(ids)] = experts
       params = meshed.placed(meshed.version)
       plain, same = (
