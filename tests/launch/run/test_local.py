@@ -91,14 +91,19 @@ def experiment(engine=engine_settings.EngineSettings, episodes=0, **changes):
   return dataclasses.replace(base, **changes)
 
 
+def write_config(directory, schedule):
+  """Writes as much of a run's settings as the check of its log reads."""
+  data = {
+    "overlap": overrides.to_json(schedule),
+    "rollout": {"group_size": LIMITS.group_size},
+  }
+  (directory / "config.json").write_text(json.dumps(data))
+
+
 @pytest.fixture
 def run_dir(tmp_path):
   """The directory of a run; the test fails if the run hangs."""
-  data = {
-    "overlap": overrides.to_json(SCHEDULE),
-    "rollout": {"group_size": LIMITS.group_size},
-  }
-  (tmp_path / "config.json").write_text(json.dumps(data))
+  write_config(tmp_path, SCHEDULE)
 
   def hangs(number, frame):
     raise TimeoutError("the run does not end")
@@ -224,15 +229,16 @@ def test_a_run_of_no_rounds_is_its_warm_start_and_is_saved(run_dir, capsys):
 
 @pytest.mark.slow
 def test_critic_and_reference_outlive_a_stop(run_dir, tmp_path_factory):
-  whole = tmp_path_factory.mktemp("whole")
-  (whole / "config.json").write_text((run_dir / "config.json").read_text())
+  whole, schedule = tmp_path_factory.mktemp("whole"), overlap.sync(4)
+  for directory in (whole, run_dir):
+    write_config(directory, schedule)
   tree = experiment(
     algorithm=presets.Ppo(
       kl=kl.KlPenalty(weight=0.1),
       reference=references.Initial(memory="host"),
       epochs=2,
     ),
-    overlap=overlap.sync(4),
+    overlap=schedule,
     optimizer=optimizers.AdamW(learning_rate=0.02),
   )
   assert local.train(tree, whole) == 0

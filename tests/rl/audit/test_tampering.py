@@ -22,6 +22,9 @@ UNNOTICED = {
   ("resumed", "t"): "a restart is taken out of a log before it is checked",
   ("staged", "moved_bytes"): "told once",
   ("staged", "buckets"): "told once",
+  ("begun_anew", ""): "all that it tells is of before the restart",
+  ("begun_anew", "tokens"): "of before the restart",
+  ("begun_anew", "reason"): "free text",
   ("fault", "what"): "free text",
   ("engine_lost", "reason"): "free text",
   ("engine_restarting", "reason"): "free text",
@@ -113,11 +116,35 @@ def restored():
   return [*log[:start], begun, *again, *rest]
 
 
+def continued():
+  """A run goes on after a restart: one member of group 2 anew, one not."""
+  log = logs.run(logs.SYNC)
+  start = logs.place(log, "submitted", group=2)
+  begun = {
+    "t": log[start]["t"],
+    "kind": "resumed",
+    "trained": 1,
+    "next_group": 4,
+  }
+  first = logs.place(log, "first_token", group=2, index=0)
+  place = {name: log[first][name] for name in ("t", "group", "attempt")}
+  past = {"turns": 1, "tokens": 5, "first_version": 1, "versions": [[1, 5]]}
+  goes_on = {**place, "kind": "continued", "index": 0, **past}
+  # In the place of the first token and the first turn.
+  log[first : first + 2] = [goes_on]
+  anew = logs.place(log, "admitted", group=2, index=1) + 1
+  lost = {"kind": "begun_anew", "index": 1, "tokens": 5, "reason": "it differs"}
+  log.insert(anew, {**place, "t": log[anew]["t"], **lost})
+  log.insert(start, begun)
+  return log
+
+
 LOGS = {
   "routed": (routed(), logs.IN_FLIGHT),
   "slow": (slow(), logs.DROP),
   "faulty": (faulty(), logs.SYNC),
   "restored": (restored(), logs.SYNC),
+  "continued": (continued(), logs.SYNC),
   "redundant": (logs.run(logs.REDUNDANT), logs.REDUNDANT),
   "cancelled": (logs.cancelled(), logs.EXTRA),
 }
