@@ -102,6 +102,7 @@ def test_a_student_comes_closer_to_its_teacher_without_a_reward(teacher):
   assert gaps[-1] < 0.2 * gaps[0]
 
 
+@pytest.mark.slow
 def test_a_teacher_on_the_host_says_the_same(teacher):
   on_host = dataclasses.replace(teacher, memory="host")
   device, host = (

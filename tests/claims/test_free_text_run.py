@@ -53,6 +53,7 @@ def run(model_dir, tmp_path_factory):
   return directory
 
 
+@pytest.mark.slow
 def test_a_run_talks_in_the_template_of_its_model(run):
   file = min((run / "trajectories").glob("*.jsonl"))
   rows = [json.loads(line) for line in file.read_text().splitlines()]
@@ -141,6 +142,7 @@ def test_a_chat_that_cannot_work_is_refused(
   assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_what_was_trained_is_read_with_the_tokenizer_of_its_run(run):
   experiment = workdir.read_trained(run)
   assert experiment.initial is None
