@@ -714,9 +714,22 @@ def _ways(rows: Iterable[Mapping[str, Any]]) -> Rows:
     )
 
 
+def repeatable(result: Mapping[str, Any]) -> Rows:
+  """Yields seconds of a round: with the mode, checkpoints, both or neither."""
+  yield "`repeatable`", "checkpoints", "a round", "over neither"
+  base = result["rows"][0]["round_s"]
+  for row in result["rows"]:
+    yield (
+      str(row["repeatable"]).lower(),
+      "every round" if row["saves"] else "at the end",
+      f"{row['round_s']:.2f} s",
+      f"{row['round_s'] / base:.2f}x",
+    )
+
+
 TABLES: Sequence[Callable[[Mapping[str, Any]], Rows]] = (
   tools, seeds_guess_number_moe, seeds_frozen_lake_moe, seeds_agent_letters,
-  overlap_as_is, overlap_slow, overlap_accelerator,
+  overlap_as_is, overlap_slow, overlap_accelerator, repeatable,
   rollart_trajectories, rollart_redundancy, rollart_affinity, rollart_rewards,
   rollart_weights, rollart_weights_gains,
   rollart_failures, rollart_failures_others, rollart_pd,
