@@ -126,7 +126,8 @@ class MemberRequests:
     self._aborted = False
     self._num_asked = 0
     self._sampling = ""  # The request that `hold` may end.
-    self._open: trajectory.Turn | None = None
+    # The newest answer, to which its environment may not have replied.
+    self._open: tuple[contract.DecodeRequest, contract.Completion] | None = None
     self._is_continued = not past
     self.num_logged = len(past) - bool(past and past[-1].stop == "abort")
 
@@ -174,7 +175,7 @@ class MemberRequests:
   def turns_so_far(self) -> Sequence[trajectory.Turn]:
     """Turns to go on from after a restart; see `trajectory.OpenMember`."""
     if self._open is not None and len(self._turns) == self._num_asked - 1:
-      return [*self._turns, self._open]
+      return [*self._turns, _open_turn(self._turns, *self._open)]
     is_replayed = len(self._turns) < len(self._past)
     return self._past if is_replayed else list(self._turns)
 
@@ -247,31 +248,15 @@ class MemberRequests:
       return answer
     self.log_continued(self._turns)
     while answer.stop == "abort":
-      self._keep(request, answer)
+      self._open = request, answer
       await self._hold.passed(self._key)
       if self._aborted:
         return answer
       answer = _joined(answer, await self._sample(_rest(request, answer)))
       if not self._hold.is_closed or self._aborted:
         break
-    self._keep(request, answer)
+    self._open = request, answer
     return answer
-
-  def _keep(
-    self, request: contract.DecodeRequest, answer: contract.Completion
-  ) -> None:
-    """Keeps an answer that its environment has not replied to."""
-    start = sum(len(x) for t in self._turns for x in (t.context, t.tokens))
-    experts = answer.experts
-    self._open = trajectory.Turn(
-      context=request.tokens[start:],
-      tokens=answer.tokens,
-      logprobs=answer.logprobs,
-      versions=answer.versions,
-      stop="abort",
-      decode_s=answer.decode_s,
-      experts=None if experts is None else experts[start:],
-    )
 
   async def _sample(
     self, request: contract.DecodeRequest
@@ -331,6 +316,25 @@ class MemberRequests:
     if self._aborted:  # It may have ended by itself at the same moment.
       completion = dataclasses.replace(completion, stop="abort")
     return completion
+
+
+def _open_turn(
+  turns: Sequence[trajectory.Turn],
+  request: contract.DecodeRequest,
+  answer: contract.Completion,
+) -> trajectory.Turn:
+  """Returns an answer behind some turns, without a reply."""
+  start = sum(len(x) for t in turns for x in (t.context, t.tokens))
+  experts = answer.experts
+  return trajectory.Turn(
+    context=request.tokens[start:],
+    tokens=answer.tokens,
+    logprobs=answer.logprobs,
+    versions=answer.versions,
+    stop="abort",
+    decode_s=answer.decode_s,
+    experts=None if experts is None else experts[start:],
+  )
 
 
 def _as_completion(
