@@ -84,7 +84,7 @@ class Turn:
   def __post_init__(self):
     if self.experts is None:
       return
-    count = len(self.context) + len(self.tokens)
+    count = self.num_ids
     if self.experts.ndim != 3 or len(self.experts) != count:
       raise ValueError(
         f"experts of shape {self.experts.shape} for {len(self.context)} ids of "
@@ -96,6 +96,11 @@ class Turn:
       raise ValueError(
         "experts of a token are known in part; use -1 for all of a layer"
       )
+
+  @property
+  def num_ids(self) -> int:
+    """Number of ids, context included."""
+    return len(self.context) + len(self.tokens)
 
 
 def run_lengths(versions: Int32[np.ndarray, " T"]) -> list[tuple[int, int]]:
@@ -227,8 +232,7 @@ class Trajectory:
     (shape,) = shapes
     pieces = []
     for turn in self.turns:
-      count = len(turn.context) + len(turn.tokens)
-      unknown = np.full((count, *shape), -1, known[0].dtype)
+      unknown = np.full((turn.num_ids, *shape), -1, known[0].dtype)
       pieces.append(unknown if turn.experts is None else turn.experts)
     return np.concatenate(pieces)
 
@@ -240,7 +244,7 @@ class Trajectory:
   @property
   def num_ids(self) -> int:
     """Number of all ids, context included."""
-    return sum(len(turn.context) + len(turn.tokens) for turn in self.turns)
+    return sum(turn.num_ids for turn in self.turns)
 
   @property
   def versions(self) -> list[tuple[int, int]]:

@@ -225,7 +225,7 @@ class MemberRequests:
     if number >= len(self._past):
       return _as_completion((), request)
     turns = self._past[: number + 1]
-    start = sum(len(x) for t in turns[:-1] for x in (t.context, t.tokens))
+    start = sum(turn.num_ids for turn in turns[:-1])
     if not np.array_equal(request.tokens[start:], turns[-1].context):
       raise Diverged(
         f"its environment said something else before answer {number + 1}"
@@ -324,7 +324,7 @@ def _open_turn(
   answer: contract.Completion,
 ) -> trajectory.Turn:
   """Returns an answer behind some turns, without a reply."""
-  start = sum(len(x) for t in turns for x in (t.context, t.tokens))
+  start = sum(turn.num_ids for turn in turns)
   experts = answer.experts
   return trajectory.Turn(
     context=request.tokens[start:],
