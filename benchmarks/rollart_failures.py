@@ -36,17 +36,17 @@ from absl import app
 
 from benchmarks import machine, simulated
 from rl.audit import event_log
-from rl.rollout import group_rollout, starting
+from rl.rollout import starting
 from rl.schedule import overlap
-from rl.simulation import distributions, hosts, simulate, workload
+from rl.simulation import distributions, hosts, simulate
 from rl.simulation import learner as simulated_learner
 from rl.simulation import processor as simulated_processor
 
 STEP_S, FAILED_S, ONE_IN = 365.7, 513.3, 10
 RESET_S, RESET_SHARE = 0.146 * STEP_S, 0.78
 _LEARNER_S = (0.231 + 0.085) * STEP_S
-_GROUPS, _MEMBERS, _ENGINES = 16, 8, 32
-_SLOTS = _GROUPS * _MEMBERS
+_GROUPS, _ENGINES = 16, 32
+_SLOTS = _GROUPS * simulated.SWE_ROLLOUT.group_size
 _OUTAGE_AFTER_S = 10.0
 LOST = (1, 4, 16, 64)
 STUCK_AFTER_S = (10.0, 25.0, 35.0)
@@ -82,22 +82,15 @@ def settings(
       transfer_s=0.0,
     ),
     workloads=(
-      workload.Workload(
-        name="swe",
-        turns=distributions.Histogram(edges=(30, 50), counts=(1,)),
-        answer_tokens=distributions.LogNormal(mean=200.0, sigma=0.5),
-        reply_tokens=distributions.Fixed(400.0),
+      dataclasses.replace(
+        simulated.SWE,
         start_s=distributions.LogNormal(mean=rates.start_s, sigma=0.3),
         restarts=True,
       ),
     ),
     overlap=schedule or overlap.sync(_GROUPS),
-    rollout=group_rollout.Rollout(
-      group_size=_MEMBERS,
-      max_turns=50,
-      turn_tokens=4_096,
-      max_tokens=1 << 17,
-      starting=starting.Starting(breaker=1 << 10),
+    rollout=dataclasses.replace(
+      simulated.SWE_ROLLOUT, starting=starting.Starting(breaker=1 << 10)
     ),
     hosts=hosts.Hosts(count=_SLOTS // lost, slots=lost, outages=outages),
     rounds=rounds,

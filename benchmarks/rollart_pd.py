@@ -31,14 +31,12 @@ from typing import Any
 from absl import app
 
 from benchmarks import machine, simulated
-from rl.rollout import group_rollout
 from rl.schedule import overlap
 from rl.simulation import (
   distributions,
   prefill_pool,
   resources,
   simulate,
-  workload,
 )
 from rl.simulation import learner as simulated_learner
 from rl.simulation import processor as simulated_processor
@@ -51,7 +49,7 @@ PUBLISHED_S = {
 }
 NODES = {"1P3D": (1, 3), "2P2D": (2, 2), "3P1D": (3, 1)}
 _GENERATION = 0.538
-_GROUPS, _MEMBERS = 16, 8
+_GROUPS = 16
 _PER_ENGINE, _ENGINES_A_NODE = 4, 2
 _IDS = 16_000  # Of a sequence, on average.
 _USE_FLOPS, _USE_BANDWIDTH = 0.5, 0.7
@@ -119,7 +117,7 @@ def speed(
     tau0_s=one - slope,
     b0=(one - slope) / slope,
     prefill_per_s=_encoded_per_s(model, on),
-    slots=_GROUPS * _MEMBERS,
+    slots=_GROUPS * simulated.SWE_ROLLOUT.group_size,
     kv_tokens=int(room / model.kv_bytes),
     interference=interference,
   )
@@ -169,20 +167,12 @@ def rollout_s(
           learner=_LEARNER, pools=engines, transfer_s=0.0
         ),
         workloads=(
-          workload.Workload(
-            name="swe",
-            turns=distributions.Histogram(edges=(30, 50), counts=(1,)),
-            answer_tokens=distributions.LogNormal(mean=200.0, sigma=0.5),
-            reply_tokens=distributions.Fixed(float(reply)),
+          dataclasses.replace(
+            simulated.SWE, reply_tokens=distributions.Fixed(float(reply))
           ),
         ),
         overlap=overlap.sync(_GROUPS),
-        rollout=group_rollout.Rollout(
-          group_size=_MEMBERS,
-          max_turns=50,
-          turn_tokens=4_096,
-          max_tokens=1 << 17,
-        ),
+        rollout=simulated.SWE_ROLLOUT,
         rounds=rounds,
         warmup=0,
       )

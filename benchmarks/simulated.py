@@ -10,9 +10,21 @@ from absl import flags as absl_flags
 
 from envs import base
 from rl.audit import event_log
-from rl.simulation import simulate, world
+from rl.rollout import group_rollout
+from rl.simulation import distributions, simulate, workload, world
 
 ROUNDS = absl_flags.DEFINE_integer("rounds", 7, "Rounds of each row.")
+
+SWE = workload.Workload(
+  name="swe",
+  turns=distributions.Histogram(edges=(30, 50), counts=(1,)),
+  answer_tokens=distributions.LogNormal(mean=200.0, sigma=0.5),
+  reply_tokens=distributions.Fixed(400.0),
+)
+"""RollArt's agent: 30 to 50 turns are published, the lengths are assumed."""
+SWE_ROLLOUT = group_rollout.Rollout(
+  group_size=8, max_turns=50, turn_tokens=4_096, max_tokens=1 << 17
+)
 
 
 @dataclasses.dataclass(eq=False)
