@@ -26,6 +26,11 @@ _MAX_CHARS = 1000
 
 # Games draw from the global generator, some of them at every step.
 _global_random = threading.Lock()
+_DRAWS = tuple(
+  name
+  for name, value in vars(random).items()
+  if isinstance(getattr(value, "__self__", None), random.Random)
+)
 
 
 class Game:
@@ -47,7 +52,7 @@ class Game:
     """
     # The wrappers of other variants repeat the history in each observation.
     self.env = _package().make(f"{game}-raw", **settings)
-    self._random: Any = random.Random(seed).getstate()
+    self._random = random.Random(seed)
     with self._own_random():
       self.env.reset(num_players=num_players, seed=seed)
 
@@ -77,14 +82,17 @@ class Game:
 
   @contextlib.contextmanager
   def _own_random(self) -> Iterator[None]:
+    # The module's functions are methods of its generator. To get and to set the
+    # state of that would take longer than most moves.
     with _global_random:
-      before = random.getstate()
-      random.setstate(self._random)
+      before = {name: getattr(random, name) for name in _DRAWS}
       try:
+        vars(random).update(
+          {name: getattr(self._random, name) for name in _DRAWS}
+        )
         yield
       finally:
-        self._random = random.getstate()
-        random.setstate(before)
+        vars(random).update(before)
 
 
 def check_game(game: str, families: Iterable[str]) -> None:
