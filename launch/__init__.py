@@ -1,1 +1,6 @@
 """The commands that a user types, one a file."""
+
+import time
+
+BEGAN_S = time.monotonic()
+"""Reading of the clock when the command began, before it imports the rest."""

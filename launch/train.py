@@ -10,6 +10,7 @@ import jax
 from absl import app
 from absl import flags as absl_flags
 
+import launch
 from launch import explain
 from launch.cli import flags, jax_setup, workdir
 from launch.run import local
@@ -48,7 +49,7 @@ def main() -> None:
     explain.show(experiment, sys.stdout)
     return
   with lock:
-    sys.exit(local.train(experiment, _WORKDIR.value))
+    sys.exit(local.train(experiment, _WORKDIR.value, launch.BEGAN_S))
 
 
 def _claim(experiment: experiment_lib.Experiment) -> TextIO:

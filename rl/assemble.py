@@ -70,6 +70,13 @@ class Parts:
       _, copy = await self.publisher.place_newest(i)
       await engine.start(copy, version, report)
 
+  async def replace(self, state: train_state.TrainState, version: int) -> None:
+    """Replaces the weights of engines that have started and played nothing."""
+    self.publisher.begin(version, state.params)
+    for i, engine in enumerate(self.engines):
+      _, copy = await self.publisher.place_newest(i)
+      await engine.update_weights(version, copy, "drain")
+
   async def close(self) -> None:
     """Ends the engine and the threads; safe when nothing was started."""
     await asyncio.gather(*self.player.closing)

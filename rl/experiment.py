@@ -138,6 +138,8 @@ class Experiment:
       at some cost in time; see `runtime.logical_clock`. Two runs on machines
       with the same devices then end with the same parameters, bit for bit,
       whether they were killed or not.
+    log_startup: prints, after the first round, the seconds of each phase of the
+      start.
   """
 
   environment: base.Source
@@ -170,6 +172,7 @@ class Experiment:
   max_skipped: int = 2
   progress_timeout_s: float = 1500.0
   repeatable: bool = False
+  log_startup: bool = False
 
   def __post_init__(self) -> None:
     """Gives the rows of the environment their data."""

@@ -24,8 +24,13 @@ async def create(
   parts: assemble.Parts,
   report: Callable[[str], None] = lambda text: None,
   observer: warm_start.WarmStartObserver | None = None,
+  beside: Callable[[train_state.TrainState], None] = lambda state: None,
 ) -> train_state.TrainState:
   """Returns initial parameters, after the warm start if there is one.
+
+  Args:
+    beside: called with the state that the warm start begins with, for work that
+      goes on beside it; its parameters stay readable.
 
   Raises:
     checkpoint.Mismatch: the warm start has one that does not fit; see
@@ -48,6 +53,7 @@ async def create(
   else:
     params = (await _first_state(parts)).params
     now = warm_start.Imitation(await thread.run("init", programs.wrap, params))
+  beside(now.state)
   state = await warm_start.run(
     supervision,
     programs,

@@ -27,6 +27,7 @@ from launch.run import (
   rollout_samples,
   round_warnings,
   signals,
+  startup,
   summary,
   warm_start_files,
 )
@@ -41,14 +42,18 @@ from rl.loop import progress as progress_lib
 from rl.rollout import evaluate, grading, recordings
 from rl.runtime import checkpoint, logical_clock, trace
 from rl.runtime import watchdog as watchdog_lib
-from rl.train import skipped_updates
+from rl.train import skipped_updates, train_state
 
 _EPISODES_KEPT = 4
 _LOOP_LAG_S = 30.0
+_NO_VERSION = -1
+"""The version of weights before the first; nothing is played with these."""
 
 
 def train(
-  experiment: experiment_lib.Experiment, path: str | os.PathLike
+  experiment: experiment_lib.Experiment,
+  path: str | os.PathLike,
+  began_s: float | None = None,
 ) -> int:
   """Runs an experiment in its claimed directory; returns the exit code.
 
@@ -57,7 +62,15 @@ def train(
   finite, faults left nothing to train, or a checkpoint could not be written or
   read. 2: the weights of `initial`, or a recorded conversation, cannot be used.
   128 + signal: stopped; checkpoints stay.
+
+  Args:
+    began_s: reading of time.monotonic() when the command began, if not now.
   """
+  begun = startup.Startup(time.monotonic() if began_s is None else began_s)
+  # Tracing and play make millions of objects, few of them in cycles: searching
+  # for those as often as by default took a twentieth of the processor's time.
+  gc.freeze()
+  gc.set_threshold(10_000)
   run_dir = pathlib.Path(path)
   screen = display.Display(experiment.rounds, sys.stdout)
   screen.start()
@@ -65,7 +78,8 @@ def train(
     loop = logical_clock.LogicalEventLoop if experiment.repeatable else None
     with asyncio.Runner(loop_factory=loop) as runner:
       clock = runner.get_loop().time
-      return runner.run(_Run(experiment, run_dir, screen, clock).train())
+      run = _Run(experiment, run_dir, screen, clock, begun)
+      return runner.run(run.train())
   except load.Unusable as error:
     screen.note(f"error: initial={error}")
     return 2
@@ -100,6 +114,7 @@ class _Run(progress_lib.RunObserver):
     run_dir: pathlib.Path,
     screen: display.Display,
     clock: Callable[[], float],
+    begun: startup.Startup,
   ):
     self._experiment = experiment
     self._dir = run_dir
@@ -107,12 +122,16 @@ class _Run(progress_lib.RunObserver):
     self._parts = assemble.build(
       experiment, run_dir, screen.note, agent_server.listen, clock
     )
+    self._startup = begun if experiment.log_startup else None
+    if self._startup is not None:
+      self._startup.follow(self._parts.spans)
     self._checkpoints = checkpoint.Checkpoints(
       run_dir / "checkpoints", experiment.retention.checkpoints
     )
     self._closing = contextlib.ExitStack()
     self._saved = -1
     self._has_warned = False
+    self._engines: asyncio.Task[None] | None = None
     self._evaluated = -1
     self._meter = trace.Meter()
     self._warnings = round_warnings.RoundWarnings(
@@ -134,6 +153,8 @@ class _Run(progress_lib.RunObserver):
       self._screen.note(f"{stopped}; to go on:\n  {workdir.command()}")
       return 128 + self._signals.number
     finally:
+      if self._engines is not None:
+        self._engines.cancel()
       await self._parts.close()
       self._closing.close()
       self._checkpoints.close()
@@ -213,17 +234,25 @@ class _Run(progress_lib.RunObserver):
     return page.exists() and page.stat().st_mtime >= saved.stat().st_mtime
 
   async def _open(self, progress: progress_lib.Progress) -> None:
-    """Opens the metrics and starts the engine."""
+    """Opens the metrics and starts the engines, or waits until they have."""
     self._metrics = metrics_writer.MetricsWriter(
       self._dir, first_round=progress.trained + 1
     )
     self._closing.callback(self._metrics.close)
     await self._parts.player.graders.open()
-    await self._parts.start(
-      progress.state,
-      progress.trained,
-      self._screen.phase,
-    )
+    if self._engines is None:
+      await self._parts.start(
+        progress.state, progress.trained, self._screen.phase
+      )
+      return
+    self._screen.phase("compiling the engines")
+    await self._engines
+    await self._parts.replace(progress.state, progress.trained)
+
+  def _start_engines(self, state: train_state.TrainState) -> None:
+    """Starts the engines beside a warm start, which leaves cores free."""
+    if self._experiment.rounds:
+      self._engines = asyncio.create_task(self._parts.start(state, _NO_VERSION))
 
   async def _restore(self) -> progress_lib.Progress | None:
     """Returns the progress of the newest checkpoint; None without one."""
@@ -270,7 +299,9 @@ class _Run(progress_lib.RunObserver):
       self._dir, experiment, parts.spans, self._screen.note
     )
     with contextlib.closing(files), self._signals.calling(files.stop):
-      state = await initial_state.create(parts, self._screen.phase, files)
+      state = await initial_state.create(
+        parts, self._screen.phase, files, self._start_engines
+      )
     progress = progress_lib.beginning(state, parts.tasks.cursor)
     await self.on_boundary(progress)
     self._wait_for_save()
@@ -294,6 +325,9 @@ class _Run(progress_lib.RunObserver):
     metrics = {**trained.metrics, "time_s": time_s}
     self._metrics.write(int(metrics["round"]), metrics)
     self._screen.update(metrics, str(round_warnings.of_groups(groups) or ""))
+    if self._startup is not None:
+      self._screen.note("\n".join(self._startup.end()))
+      self._startup = None
     warnings = self._warnings.after(metrics, groups)
     for line in [*warnings, *self._parts.player.starts.warnings()]:
       self._screen.warn(line)

@@ -58,10 +58,17 @@ class MetricsWriter:
     )
 
   def _scalars(self, row: Mapping[str, Any], round: int) -> None:
-    for name, value in row.items():
+    from tensorboardX.proto import summary_pb2
+
+    # One event for all: each goes through a queue and a thread.
+    values = [
+      summary_pb2.Summary.Value(tag=name, simple_value=value)
+      for name, value in row.items()
       # TensorBoard warns about each value that is not finite.
-      if isinstance(value, int | float) and math.isfinite(value):
-        self._board.add_scalar(name, float(value), round)
+      if isinstance(value, int | float) and math.isfinite(value)
+    ]
+    summary = summary_pb2.Summary(value=values)
+    self._board.file_writer.add_summary(summary, round)
 
   def close(self) -> None:
     """Flushes and closes all files."""

@@ -20,6 +20,7 @@ from rl.engine.builtin import sizing
 from rl.loop import warm_start
 from rl.pools import recovery
 from rl.rollout import group_rollout
+from rl.runtime import trace
 from rl.schedule import overlap
 from rl.settings import overrides
 from rl.testing import fakes
@@ -141,6 +142,24 @@ def test_a_run_whose_engine_stops_again_and_again_says_so_and_ends(
   error = "error: all 1 engines have stopped, engine 0 because the engine was "
   assert f"{error}closed; recovery.attempts=2 allows no further start" in told
   assert told.count("error: ") == 1
+
+
+def test_engines_start_beside_the_warm_start_and_take_its_weights(
+  run_dir, capsys
+):
+  warm = warm_start.WarmStart(steps=8, episodes=8)
+  tree = experiment(warm_start=warm, rounds=1, log_startup=True)
+  assert local.train(tree, run_dir) == 0
+  spans = trace.read(run_dir / "spans.jsonl")
+  steps = [span for span in spans if span.name == "warm start"]
+  assert len(steps) == 8
+  assert any(span.name == "warm up" for span in spans)
+  assert min(s.start for s in spans if s.track == "decode") < steps[-1].end
+  (row,) = map(json.loads, (run_dir / "metrics.jsonl").open())
+  assert row["logprob_gap_max"] < 1e-4
+  told = capsys.readouterr().out
+  assert "decode: warm up" in told
+  assert "first update after" in told
 
 
 def test_the_log_of_a_run_that_fails_is_checked_and_told(run_dir, capsys):
