@@ -33,7 +33,7 @@ class MetricsWriter:
     cut_back(run_dir / "evaluations.jsonl", last)
     self._metrics = (run_dir / "metrics.jsonl").open("a")
     self._evaluations = (run_dir / "evaluations.jsonl").open("a")
-    self._board = tensorboardX.SummaryWriter(
+    self._board: Any = tensorboardX.SummaryWriter(
       str(run_dir / "tensorboard"), purge_step=max(0, last), flush_secs=10
     )
     # The purge drops the metrics of the last round with its evaluation.
@@ -60,15 +60,15 @@ class MetricsWriter:
   def _scalars(self, row: Mapping[str, Any], round: int) -> None:
     from tensorboardX.proto import summary_pb2
 
+    protos: Any = summary_pb2  # It makes its names when it is imported.
     # One event for all: each goes through a queue and a thread.
     values = [
-      summary_pb2.Summary.Value(tag=name, simple_value=value)
+      protos.Summary.Value(tag=name, simple_value=value)
       for name, value in row.items()
       # TensorBoard warns about each value that is not finite.
       if isinstance(value, int | float) and math.isfinite(value)
     ]
-    summary = summary_pb2.Summary(value=values)
-    self._board.file_writer.add_summary(summary, round)
+    self._board.file_writer.add_summary(protos.Summary(value=values), round)
 
   def close(self) -> None:
     """Flushes and closes all files."""
