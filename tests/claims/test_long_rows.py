@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +12,7 @@ import optax
 import pytest
 
 from models import config as config_lib
-from models import sharding
+from models import policy, sharding
 from rl.algorithms import losses, objective, references
 from rl.data import batch
 from rl.train import learner
@@ -106,6 +108,38 @@ def temporary_bytes(context, length, **compute):
   analysis = compiled.memory_analysis()
   assert analysis is not None
   return analysis.temp_size_in_bytes
+
+
+@pytest.mark.parametrize("share_prompts", [False, True])
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+def test_no_array_of_an_accelerators_program_is_as_large_as_a_mask(
+  platform, share_prompts, monkeypatch
+):
+  kind = "gpu" if platform == "cuda" else platform
+  monkeypatch.setattr(sharding, "platform", lambda layout: kind)
+  # Sizes that the kernels of both platforms take.
+  config = dataclasses.replace(
+    CONFIG,
+    head_dim=128,
+    compute=dataclasses.replace(CONFIG.compute, dtype="bfloat16"),
+  )
+  layout = sharding.Layout(sharding.make_mesh())
+
+  def loss(params, row):
+    scored = learner.score_tokens(
+      params, None, row, config=config, layout=layout, temperature=1.0
+    )
+    return jnp.where(row.sampled, scored.logprobs, 0).sum()
+
+  row = batch.empty(1, LENGTH, share_prompts=share_prompts)
+  traced = jax.jit(jax.grad(loss)).trace(policy.of(config).shapes, row)
+  text = traced.lower(lowering_platforms=(platform,)).as_text()
+  shapes = re.findall(r"tensor<((?:\d+x)+)\w", text)
+  largest = max(
+    math.prod(map(int, shape.split("x")[:-1])) for shape in {*shapes}
+  )
+  # A row of two heads; a mask would have 1,073,741,824 entries.
+  assert largest == LENGTH * 2 * 128
 
 
 def test_memory_grows_with_the_length_of_a_row_and_not_with_its_square():
