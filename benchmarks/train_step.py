@@ -26,7 +26,7 @@ import dataclasses
 import functools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -44,9 +44,9 @@ from rl.data import batch
 from rl.pools import placement
 from rl.train import learner, optimizers
 
-_REPEATS = absl_flags.DEFINE_integer("repeats", 5, "Of each side.")
+REPEATS = absl_flags.DEFINE_integer("repeats", 5, "Of each side.")
 _STEPS = absl_flags.DEFINE_integer("steps", 2, "Of each repeat.")
-_ONLY = absl_flags.DEFINE_string("only", "", "Workloads whose name holds this.")
+ONLY = absl_flags.DEFINE_string("only", "", "Workloads whose name holds this.")
 
 _OBJECTIVE = objective.Objective(loss=losses.ClippedSurrogate())
 _BYTES_A_PARAMETER = 24
@@ -105,37 +105,40 @@ def _small() -> list[Workload]:
 
 
 def _large() -> list[Workload]:
+  compute = model_config.Compute(dtype="bfloat16")
+  return [
+    fitting("Qwen3-1.7B", model_config.qwen3("1.7b", compute=compute)),
+    fitting("30B-A3B", model_config.qwen3_moe("30b-a3b", compute=compute)),
+  ]
+
+
+def fitting(
+  name: str, whole: model_config.ModelConfig, rows: int = 8, length: int = 2048
+) -> Workload:
+  """Returns as many layers of a model as fit with their optimizer.
+
+  Raises:
+    ValueError: not even one does.
+  """
   stats = jax.devices()[0].memory_stats() or {}
   # A quarter is for activations, and for what is not foreseen.
   room = 0.75 * stats.get("bytes_limit", 16e9) / _BYTES_A_PARAMETER
-  compute = model_config.Compute(dtype="bfloat16")
-  found = []
-  for name, make in (
-    ("Qwen3-1.7B", functools.partial(model_config.qwen3, "1.7b")),
-    ("30B-A3B", functools.partial(model_config.qwen3_moe, "30b-a3b")),
-  ):
-    whole = make(compute=compute)
-    one, two = (
-      memory_report.num_params(
-        dataclasses.replace(whole, num_layers=layers)
-      ).total
-      for layers in (1, 2)
-    )
-    layers = int(min(whole.num_layers, 1 + (room - one) // (two - one)))
-    if layers < 1:
-      raise ValueError(f"{name}: one layer needs {one * _BYTES_A_PARAMETER} B")
-    config = dataclasses.replace(whole, num_layers=layers)
-    label = f"{name}, {layers} of {whole.num_layers} layers"
-    found.append(
-      Workload(
-        name=label,
-        config=config,
-        rows=8,
-        length=2048,
-        remats=("none", "dots", "layer"),
-      )
-    )
-  return found
+  one, two = (
+    memory_report.num_params(
+      dataclasses.replace(whole, num_layers=layers)
+    ).total
+    for layers in (1, 2)
+  )
+  layers = int(min(whole.num_layers, 1 + (room - one) // (two - one)))
+  if layers < 1:
+    raise ValueError(f"{name}: one layer needs {one * _BYTES_A_PARAMETER} B")
+  return Workload(
+    name=f"{name}, {layers} of {whole.num_layers} layers",
+    config=dataclasses.replace(whole, num_layers=layers),
+    rows=rows,
+    length=length,
+    remats=("none", "dots", "layer"),
+  )
 
 
 def flops_a_token(config: model_config.ModelConfig, length: int) -> float:
@@ -148,15 +151,18 @@ def flops_a_token(config: model_config.ModelConfig, length: int) -> float:
   return 6.0 * active + 6.0 * config.num_layers * width * length
 
 
-def matmul_rate(dtype: str, platform: str) -> float:
-  """Returns the best FLOP/s of square products, of a few sizes."""
-  sizes = (512, 1024, 2048) if platform == "cpu" else (4096, 8192, 16384)
+def matmul_rate(dtype: str, sizes: Sequence[int], flops: float) -> float:
+  """Returns the best FLOP/s of square products, of a few sizes.
+
+  Args:
+    flops: of each repeat.
+  """
   best = 0.0
   product = jax.jit(jnp.matmul)
   for size in sizes:
     x = jnp.ones((size, size), dtype)
     jax.block_until_ready(product(x, x))
-    count = max(1, int(2e10 if platform == "cpu" else 5e13) // (2 * size**3))
+    count = max(1, int(flops) // (2 * size**3))
     for _ in range(3):
       start = time.monotonic()
       # Each waits for the one before it: none runs beside another.
@@ -233,7 +239,7 @@ def _compare(work: Workload) -> dict[str, list[tuple[float, float]]]:
     values = [step() for step in sides.values()]
     np.testing.assert_allclose(values, values[0], rtol=1e-3, atol=1e-4)
   seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
-  for _ in range(_REPEATS.value):
+  for _ in range(REPEATS.value):
     for name, step in sides.items():
       wall, cpu = time.monotonic(), time.process_time()
       for _ in range(_STEPS.value):
@@ -262,15 +268,23 @@ def _first_that_fits(
   raise ValueError(f"{work.name}: remats={work.remats} is empty; name some")
 
 
-def _row(work: Workload, rate: float) -> dict[str, Any]:
+def row(work: Workload, rate: float) -> dict[str, Any]:
+  """Returns the figures of a workload.
+
+  Args:
+    rate: of a plain matmul, in FLOP/s.
+  """
   work, seconds = _first_that_fits(work)
   tokens = work.rows * work.length
-  row: dict[str, Any] = {"name": work.name, "remat": work.config.compute.remat}
+  found: dict[str, Any] = {
+    "name": work.name,
+    "remat": work.config.compute.remat,
+  }
   for side, times in seconds.items():
     walls = [wall for wall, _ in times]
     median = statistics.median(walls)
     done = tokens * flops_a_token(work.config, work.length) / median
-    row[side] = {
+    found[side] = {
       "tokens/s": tokens / median,
       "min": tokens / max(walls),
       "max": tokens / min(walls),
@@ -282,12 +296,12 @@ def _row(work: Workload, rate: float) -> dict[str, Any]:
     pairs = list(zip(seconds["ours"], seconds["plain"], strict=True))
     for place, name in enumerate(("wall", "CPU")):
       ratios = [b[place] / a[place] for a, b in pairs]
-      row[f"ours / plain, {name}"] = {
+      found[f"ours / plain, {name}"] = {
         "median": statistics.median(ratios),
         "min": min(ratios),
         "max": max(ratios),
       }
-  return row
+  return found
 
 
 def _print(row: dict[str, Any]) -> None:
@@ -341,9 +355,12 @@ def main(argv: list[str]) -> None:
   """Measures each workload, prints a table and keeps it."""
   del argv
   platform = jax.default_backend()
-  chosen = [x for x in workloads(platform) if _ONLY.value in x.name]
+  chosen = [x for x in workloads(platform) if ONLY.value in x.name]
   dtypes = {work.config.compute.dtype for work in chosen}
-  rates = {dtype: matmul_rate(dtype, platform) for dtype in sorted(dtypes)}
+  products = (512, 1024, 2048), 2e10
+  if platform != "cpu":
+    products = (4096, 8192, 16_384), 5e13
+  rates = {dtype: matmul_rate(dtype, *products) for dtype in sorted(dtypes)}
   print(machine.describe())
   for dtype, rate in rates.items():
     print(f"plain matmul, {dtype}: {rate / 1e12:.3f} TFLOP/s")
@@ -353,11 +370,11 @@ def main(argv: list[str]) -> None:
   )
   rows = []
   for work in chosen:
-    rows.append(_row(work, rates[work.config.compute.dtype]))
+    rows.append(row(work, rates[work.config.compute.dtype]))
     _print(rows[-1])
   memory = logprob_memory(chunk=1024)
   print(" ".join(f"{name} {value:.0f}" for name, value in memory.items()))
-  if not _ONLY.value:
+  if not ONLY.value:
     suffix = "" if platform == "cpu" else f"_{platform}"
     machine.keep(
       f"train_step{suffix}", matmul=rates, rows=rows, logprobs=memory

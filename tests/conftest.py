@@ -6,12 +6,12 @@ test that compiles a program, or starts a process, fails. `slow` tests may do
 either and are left to `make test-slow`.
 
 The environment is set before jax is imported, also for the processes that
-tests start: eight CPU devices, because shardings are tested on these; a
-compilation cache that outlives the run, because most of a test's time is XLA;
-and machine code without optimisation, because a program runs only a few times
-here. XLA's own passes run as ever. Where PYTHONDONTWRITEBYTECODE keeps bytecode
-out of the checkout, it is cached beside the compiled programs, because dozens
-of processes import the project.
+tests start: eight CPU devices, also where there is a GPU, because shardings are
+tested on these; a compilation cache that outlives the run, because most of a
+test's time is XLA; and machine code without optimisation, because a program
+runs only a few times here. XLA's own passes run as ever. Where
+PYTHONDONTWRITEBYTECODE keeps bytecode out of the checkout, it is cached beside
+the compiled programs, because dozens of processes import the project.
 """
 
 import collections
@@ -133,8 +133,20 @@ def pytest_collection():
     gc.enable()
 
 
+def _skip_without_gpu(items):
+  """Skips items, with the reason, unless jax has a GPU."""
+  if items:
+    import jax
+
+    if jax.default_backend() != "gpu":
+      reason = "needs a GPU, and JAX_PLATFORMS=cuda,cpu"
+      for item in items:
+        item.add_marker(pytest.mark.skip(reason=reason))
+
+
 def pytest_collection_modifyitems(config, items):
-  """Puts long files first; leaves out what `--room` does not select."""
+  """Puts long files first, skips what needs a GPU, selects as `--room` says."""
+  _skip_without_gpu([x for x in items if x.get_closest_marker("gpu")])
   level = {"process": 2, "compiled": 1}
   highest = collections.Counter()
   for item in items:

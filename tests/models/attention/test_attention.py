@@ -361,7 +361,6 @@ def test_a_form_lowers_for_accelerators(form, platform):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
 def test_cudnn_agrees_with_the_reference():
   args = tokens(2, LENGTH, width=64, dtype=jnp.bfloat16)
   token_mask = mask.packed_mask(segment_ids())

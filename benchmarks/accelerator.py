@@ -1,0 +1,551 @@
+"""One accelerator, measured against its own rates: everything in one JSON.
+
+  python -m benchmarks.accelerator [--tiny] [--only=NAME] [--repeats=5]
+
+Yardsticks are the best FLOP/s of plain matrix products and the best bytes/s of
+plain copies (read and written), of the same device in the same process. Rows:
+
+  start      seconds from the command to the first update, and the share of the
+             shorter mesh's work that the other one hides, by the README's run:
+             on two devices, and on one (`one_device`); again with warm programs
+  train      model FLOP/s of a step of `benchmarks.train_step` over those of
+             the matmul: Qwen3-0.6B, Qwen3-8B, 8 and 128 experts, as many layers
+             as fit
+  experts    FLOP/s of the experts' MLP, forward and backward, over those of one
+             dense MLP of as many rows
+  decode     least time of a step, which reads weights and caches once, over the
+             measured one: 1, 64 and 512 rows of 2k and 32k tokens
+  prefill    model FLOP/s of encoding one prompt over the matmul's
+  publish    bytes/s of a publish of all weights over the copy's, and seconds
+             for which decoding stood still over those of a step of all rows
+
+A row whose measurement fails, as when memory is not enough, has its `error` in
+the place of figures. `goal` is what an H200 should reach: `value` is at least
+that, and at most that for stalls and for the start. Writes
+benchmarks/results/accelerator.json; --tiny, small enough for a test on a CPU,
+prints it only.
+"""
+
+import asyncio
+import dataclasses
+import functools
+import json
+import pathlib
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import app
+from absl import flags as absl_flags
+
+from benchmarks import machine, train_step
+from models import config as model_config
+from models import policy as policy_lib
+from models import sharding
+from models.moe import grouped_matmul
+from models.moe import layer as moe_layer
+from rl.audit import event_log
+from rl.engine import contract
+from rl.engine.builtin import decode_step, dispatch_shapes, model_runner
+from rl.engine.builtin import settings as engine_settings
+from rl.pools import placement, router, weight_publisher, weight_transfer
+from rl.runtime import mesh_thread, trace
+
+_TINY = absl_flags.DEFINE_bool("tiny", False, "Small sizes; nothing is kept.")
+
+Row = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sizes:
+  """The work of each row.
+
+  Attributes:
+    products: widths of the square matrices of the yardstick.
+    product_flops: of each repeat of a product.
+    train: models by name.
+    batch: rows and their length when training.
+    experts: numbers of experts; each token goes to `chosen` of them.
+    tokens, width, hidden: of the experts' MLP.
+    served: the model that is decoded and published.
+    rows, contexts: of decoding.
+    prompts: lengths of prompts to encode.
+    answers: rows that decode while weights are published.
+    copied: bytes of the copy.
+    starts: names of the runs from a command to its end, one after the other.
+    run: overrides of the README's run.
+  """
+
+  products: Sequence[int]
+  product_flops: float
+  train: Mapping[str, model_config.ModelConfig]
+  batch: tuple[int, int]
+  experts: Sequence[int]
+  chosen: int
+  tokens: int
+  width: int
+  hidden: int
+  served: model_config.ModelConfig
+  rows: Sequence[int]
+  contexts: Sequence[int]
+  prompts: Sequence[int]
+  answers: int
+  copied: int
+  starts: Sequence[str]
+  run: Sequence[str]
+
+
+def large() -> Sizes:
+  """Returns the sizes for an accelerator."""
+  compute = model_config.Compute(dtype="bfloat16")
+  qwen = functools.partial(model_config.qwen3, compute=compute)
+  dense = qwen("8b")
+  return Sizes(
+    products=(4096, 8192, 16_384),
+    product_flops=5e13,
+    batch=(8, 2048),
+    starts=("first", "warm programs"),
+    train={
+      "Qwen3-0.6B": qwen("0.6b"),
+      "Qwen3-8B": dense,
+      "Qwen3-8B with 8 experts": dataclasses.replace(
+        dense, num_experts=8, experts_per_token=2, d_expert=dense.d_ff
+      ),
+      "30B-A3B": model_config.qwen3_moe("30b-a3b", compute=compute),
+    },
+    experts=(8, 128),
+    chosen=8,
+    tokens=16_384,
+    width=2048,
+    hidden=768,
+    served=dense,
+    rows=(1, 64, 512),
+    contexts=(2048, 32_768),
+    prompts=(2048, 32_768),
+    answers=64,
+    copied=2**31,
+    run=("--config.rounds=20", "--config.evaluation.episodes=0"),
+  )
+
+
+def tiny() -> Sizes:
+  """Returns sizes for a test on a CPU."""
+  model = model_config.tiny(num_layers=1, d_model=32, max_length=64)
+  return Sizes(
+    products=(128,),
+    product_flops=1e7,
+    batch=(2, 64),
+    starts=("first",),
+    train={"dense": model},
+    experts=(2,),
+    chosen=2,
+    tokens=32,
+    width=16,
+    hidden=16,
+    served=model,
+    rows=(2,),
+    contexts=(64,),
+    prompts=(32,),
+    answers=2,
+    copied=2**22,
+    run=(
+      "--config.rounds=2",
+      "--config.evaluation.episodes=0",
+      "--config.warm_start=none",
+      "--config.model.num_layers=1",
+      "--config.model.d_model=32",
+      "--config.engine.compile_ahead=false",
+      "--config.engine.row_buckets=128,",
+    ),
+  )
+
+
+def seconds(run: Callable[[], Any], repeats: int) -> float:
+  """Returns the median of a call that waits, after two that compile."""
+  took = []
+  for _ in range(repeats + 2):
+    start = time.monotonic()
+    jax.block_until_ready(run())
+    took.append(time.monotonic() - start)
+  return statistics.median(took[2:])
+
+
+def copy_rate(num_bytes: int, repeats: int) -> float:
+  """Returns the bytes/s that a plain copy reads and writes."""
+  x = jnp.zeros(num_bytes // 4, jnp.float32)
+  # A sum is no copy that XLA could leave out.
+  copy = jax.jit(lambda x: x + 1)
+  return 2 * x.nbytes / seconds(lambda: copy(x), repeats)
+
+
+def start(sizes: Sizes, *more: str) -> Iterator[Row]:
+  """Yields the README's run, once and with its programs warm, each its own.
+
+  The processes have the device to themselves: run this before all else.
+  """
+  for name in sizes.starts:
+    with tempfile.TemporaryDirectory() as folder:
+      command = (
+        *(sys.executable, "-m", "launch.train"),
+        "--config=configs/guess_number_moe.py",
+        f"--workdir={folder}/run",
+        "--config.log_startup",
+        *sizes.run,
+        *more,
+      )
+      done = subprocess.run(
+        command,
+        cwd=pathlib.Path(__file__).parents[1],
+        capture_output=True,
+        text=True,
+      )
+      found = re.search(r"first update after ([\d.]+) s", done.stdout)
+      if done.returncode or found is None:
+        raise RuntimeError(
+          (done.stderr.strip() or done.stdout).splitlines()[-1]
+        )
+      lines = pathlib.Path(folder, "run", "metrics.jsonl").read_text()
+    # The first round traces its programs.
+    rounds = [json.loads(line) for line in lines.splitlines()][1:]
+    middle = {
+      key: statistics.median(row[key] for row in rounds)
+      for key in ("overlap_share", "round_s")
+    }
+    yield {"case": name, "value": float(found[1]), **middle}
+
+
+def train(
+  name: str,
+  config: model_config.ModelConfig,
+  batch: tuple[int, int],
+  matmul: float,
+) -> Iterator[Row]:
+  """Yields the share of the matmul's FLOP/s that a train step reaches."""
+  row = train_step.row(train_step.fitting(name, config, *batch), matmul)
+  yield {"case": row["name"], "value": row["ours"]["share of matmul"], **row}
+
+
+def experts(sizes: Sizes, number: int, repeats: int) -> Iterator[Row]:
+  """Yields the speed of experts over that of one MLP with as many rows."""
+  keys = jax.random.split(jax.random.key(0), 6)
+  dtype, chosen = sizes.served.compute.dtype, sizes.chosen
+  draw = functools.partial(jax.random.normal, dtype=dtype)
+  shape = sizes.width, sizes.hidden
+  params = {
+    "gate": draw(keys[0], (number, *shape)),
+    "up": draw(keys[1], (number, *shape)),
+    "down": draw(keys[2], (number, *shape[::-1])),
+  }
+  x = draw(keys[3], (sizes.tokens, sizes.width))
+  scores = jax.random.normal(keys[4], (sizes.tokens, number))
+  taken = jax.lax.top_k(scores, chosen)[1].astype(jnp.int32)
+  gates = jnp.full(taken.shape, 1 / chosen, dtype)
+  form = grouped_matmul.choose("auto", sharding.platform(None))
+
+  def sparse(params, x):
+    mixed, _ = moe_layer.mix(
+      params,
+      x,
+      gates,
+      taken,
+      form=form,
+      least=sizes.served.compute.moe_block,
+    )
+    return mixed.astype(jnp.float32).sum()
+
+  def dense(params, x):
+    hidden = jax.nn.silu(x @ params["gate"]) * (x @ params["up"])
+    return (hidden @ params["down"]).astype(jnp.float32).sum()
+
+  one = jax.tree.map(lambda leaf: leaf[0], params)
+  wide = jnp.repeat(x, chosen, 0)
+  sparse_s, dense_s = (
+    seconds(functools.partial(jax.jit(jax.grad(f, (0, 1))), *args), repeats)
+    for f, args in ((sparse, (params, x)), (dense, (one, wide)))
+  )
+  yield {
+    "case": f"{number} experts, {chosen} a token",
+    "value": dense_s / sparse_s,
+    "experts_s": sparse_s,
+    "dense_s": dense_s,
+  }
+
+
+def _layout() -> sharding.Layout:
+  return placement.Placement(colocated=True).layouts()[1]
+
+
+def _weights(config: model_config.ModelConfig, layout: sharding.Layout) -> Any:
+  policy = policy_lib.of(config)
+  draw = jax.jit(policy.init, out_shardings=layout.tree(policy.axes))
+  return draw(jax.random.key(0))
+
+
+def _dispatch(
+  config: model_config.ModelConfig,
+  params: Any,
+  rows: int,
+  length: int,
+  chunk: int,
+  steps: int,
+  repeats: int,
+) -> float:
+  """Returns the seconds of a dispatch: `chunk` new ids a row, then `steps`."""
+  config = dataclasses.replace(config, max_length=length)
+  shapes = dispatch_shapes.DispatchShapes(
+    slots=rows,
+    row_buckets=(rows,),
+    chunk_buckets=(chunk,),
+    prefill_tokens=rows * chunk,
+    length_buckets=(length,),
+    steps_per_dispatch=steps,
+  )
+  runner = model_runner.ModelRunner(config, shapes, _layout(), bias_slots=0)
+  runner.allocate()
+  chunks = (rows, chunk) if chunk > 1 else (0, 1)
+  width = shapes.width(length)
+  plan = decode_step.empty_plan(rows, chunks, width, slots=rows)
+  first = length - chunk - steps + 1 if chunk == 1 else 0
+  columns = {
+    decode_step.SLOT: np.arange(rows),
+    decode_step.PAST: first,
+    decode_step.NEW: chunk,
+    decode_step.BUDGET: steps,
+    decode_step.STEPS: steps,
+  }
+  for column, value in columns.items():
+    plan.integers[:, column] = value
+  plan.tables[:] = np.arange(rows * width).reshape(rows, width)
+  try:
+    run = functools.partial(runner.advance, params, plan, chunks)
+    return seconds(run, repeats)
+  finally:
+    runner.free()
+
+
+def _nbytes(tree: Any) -> int:
+  return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+
+
+def decode(
+  sizes: Sizes,
+  params: Any,
+  rows: int,
+  context: int,
+  copied: float,
+  repeats: int,
+) -> Iterator[Row]:
+  """Yields the least seconds of a step over the measured ones."""
+  config, steps = sizes.served, min(8, context // 4)
+  took = _dispatch(config, params, rows, context, 1, steps, repeats) / steps
+  item = jnp.dtype(config.compute.dtype).itemsize
+  token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * item
+  weights = _nbytes(params)
+  if not config.tie_embeddings:  # A step looks up a few words of it.
+    weights -= params["embed"].nbytes
+  least = (weights + rows * context * token) / copied
+  yield {
+    "case": f"{rows} rows of {context}",
+    "value": least / took,
+    "step_s": took,
+    "tokens_per_s": rows / took,
+  }
+
+
+def prefill(
+  sizes: Sizes, params: Any, length: int, matmul: float, repeats: int
+) -> Iterator[Row]:
+  """Yields the share of the matmul's FLOP/s that encoding a prompt reaches."""
+  took = _dispatch(sizes.served, params, 1, length, length - 1, 1, repeats)
+  # A third of a train step: forward alone.
+  flops = train_step.flops_a_token(sizes.served, length) / 3 * length
+  yield {
+    "case": f"1 prompt of {length}",
+    "value": flops / took / matmul,
+    "prompt_s": took,
+  }
+
+
+def publish(sizes: Sizes, copied: float, repeats: int) -> Iterator[Row]:
+  """Yields the speed of a publish, and what it costs those who decode."""
+  yield from asyncio.run(_publish(sizes, copied, repeats))
+
+
+async def _publish(sizes: Sizes, copied: float, repeats: int) -> list[Row]:
+  config = sizes.served
+  config = dataclasses.replace(config, max_length=min(2048, config.max_length))
+  layouts = placement.Placement(colocated=len(jax.devices()) < 2).layouts()
+  spans = trace.Trace(None)
+  learner, copier, thread = (
+    mesh_thread.MeshThread(name, spans)
+    for name in ("learner", "host", "decode")
+  )
+  settings = engine_settings.EngineSettings(
+    slots=sizes.answers,
+    row_buckets=(sizes.answers,),
+    chunk_buckets=(16,),
+    length_buckets=(config.max_length,),
+    compile_ahead=True,
+  )
+  engine = settings.build(config, layouts[1], thread)
+  publisher = weight_publisher.WeightPublisher(
+    router.Router([engine]),
+    weight_transfer.MeshTransfer(
+      [weight_transfer.pool_shardings(config, layouts[1], "same")],
+      learner,
+      copier,
+    ),
+    event_log.EventLog(),
+    spans,
+  )
+  params = _weights(config, layouts[0])
+  await engine.start((await publisher.place(params))[0], 0)
+  again = jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf + 0, tree))
+  counts = [0] * sizes.answers
+  tasks = [
+    asyncio.create_task(_decode_for_ever(engine, config, row, counts))
+    for row in range(sizes.answers)
+  ]
+  took: list[dict[str, float]] = []
+  try:
+    for version in range(1, repeats + 2):
+      params = jax.block_until_ready(again(params))
+      before, start = sum(counts), time.monotonic()
+      await asyncio.sleep(1.0)
+      elapsed, tokens = time.monotonic() - start, sum(counts) - before
+      start = time.monotonic()
+      stall_s = await publisher.publish(version, params, "keep_kv")
+      took.append(
+        {
+          "publish_s": time.monotonic() - start,
+          "stall_s": stall_s,
+          "step_s": elapsed * sizes.answers / max(tokens, 1),
+        }
+      )
+  finally:
+    for task in tasks:
+      task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    await engine.close()
+    for one in (thread, copier, learner):
+      one.close()
+  middle = {
+    key: statistics.median(row[key] for row in took[1:]) for key in took[0]
+  }
+  rate = 2 * _nbytes(params) / middle["publish_s"]
+  same = "two devices" if len(jax.devices()) > 1 else "one device"
+  return [
+    {"case": f"speed, {same}", "value": rate / copied, **middle},
+    {
+      "case": f"steps of stall, {same}",
+      "value": middle["stall_s"] / middle["step_s"],
+      "goal": 1.0,
+      **middle,
+    },
+  ]
+
+
+async def _decode_for_ever(
+  engine: contract.DecodeEngine,
+  config: model_config.ModelConfig,
+  row: int,
+  counts: list[int],
+) -> None:
+  """Asks for one answer after the other, and counts its tokens."""
+  answer = 0
+  while True:
+    answer += 1
+    name = f"{row} {answer}"
+    request = contract.DecodeRequest(
+      request_id=name,
+      session=name,
+      tokens=np.full(8, row % config.vocab_size, np.int32),
+      # Rows must not end all at the same time.
+      max_tokens=config.max_length // 2 - row % 8,
+      seed=answer,
+    )
+    async for delta in engine.stream(request):
+      counts[row] += len(delta.tokens)
+
+
+def _rows(
+  name: str, goal: float | None, measure: Callable[[], Iterator[Row]]
+) -> list[Row]:
+  """Returns and prints the rows of a measurement, or why there are none."""
+  found: list[Row] = []
+  try:
+    for row in measure():
+      found.append({"name": name, "goal": goal, **row})
+  # Whatever goes wrong, such as missing memory, is a result of this row.
+  except Exception as error:
+    why = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+    found.append({"name": name, "goal": goal, "error": why})
+  jax.clear_caches()
+  for row in found:
+    value = row.get("error") or f"{row['value']:.3g}, goal {row['goal']}"
+    print(f"{name:10} {row.get('case', ''):40} {value}", flush=True)
+  return found
+
+
+def measure(sizes: Sizes, repeats: int, only: str = "") -> Row:
+  """Returns the yardsticks and the rows whose name holds `only`."""
+  part = functools.partial
+  rows = []
+  if only in "start":
+    one = "--config.placement.colocated=true"
+    rows += _rows("start", 8.0, part(start, sizes))
+    rows += _rows("one_device", 8.0, part(start, sizes, one))
+  config = sizes.served
+  matmul = train_step.matmul_rate(
+    config.compute.dtype, sizes.products, sizes.product_flops
+  )
+  copied = copy_rate(sizes.copied, repeats)
+  tasks: list[tuple[str, float | None, Callable[[], Iterator[Row]]]] = [
+    *(
+      ("train", 0.55, part(train, name, model, sizes.batch, matmul))
+      for name, model in sizes.train.items()
+    ),
+    *(
+      ("experts", 0.5, part(experts, sizes, number, repeats))
+      for number in sizes.experts
+    ),
+    ("publish", None, part(publish, sizes, copied, repeats)),
+  ]
+  if only in "decode" or only in "prefill":
+    params = _weights(config, _layout())
+    tasks += [
+      ("decode", 0.6, part(decode, sizes, params, n, context, copied, repeats))
+      for context in sizes.contexts
+      for n in sizes.rows
+    ]
+    tasks += [
+      ("prefill", None, part(prefill, sizes, params, length, matmul, repeats))
+      for length in sizes.prompts
+    ]
+  for name, goal, task in tasks:
+    if only in name:
+      rows += _rows(name, goal, task)
+  return {"matmul_flops_s": matmul, "copy_bytes_s": copied, "rows": rows}
+
+
+def main(argv: list[str]) -> None:
+  """Measures, prints and keeps every row."""
+  del argv
+  only = train_step.ONLY.value
+  sizes = tiny() if _TINY.value else large()
+  result = measure(sizes, train_step.REPEATS.value, only)
+  print(json.dumps({"machine": machine.describe(), **result}))
+  if not (_TINY.value or only):
+    machine.keep("accelerator", **result)
+
+
+if __name__ == "__main__":
+  app.run(main)
