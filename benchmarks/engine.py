@@ -42,8 +42,10 @@ _GAMES = 8
 """Episodes played on each row, one after the other."""
 
 
-async def _play(parts: assemble.Parts, number: int) -> tuple[float, int, int]:
-  """Returns (seconds, sampled tokens, turns) of the engine."""
+async def _play(
+  parts: assemble.Parts, number: int
+) -> tuple[float, float, int, int]:
+  """Returns wall and CPU seconds, sampled tokens and turns of the engine."""
   slots = _EPISODES.value
 
   async def row(i: int) -> list[trajectory.Trajectory]:
@@ -56,12 +58,12 @@ async def _play(parts: assemble.Parts, number: int) -> tuple[float, int, int]:
       )
     return played
 
-  start = time.monotonic()
+  start, start_cpu = time.monotonic(), time.process_time()
   rows = await asyncio.gather(*(row(i) for i in range(slots)))
-  seconds = time.monotonic() - start
+  seconds, cpu_s = time.monotonic() - start, time.process_time() - start_cpu
   episodes = [one for played in rows for one in played]
   tokens = sum(one.num_sampled for one in episodes)
-  return seconds, tokens, sum(len(one.turns) for one in episodes)
+  return seconds, cpu_s, tokens, sum(len(one.turns) for one in episodes)
 
 
 def _bare_loop(parts: assemble.Parts, state: train_state.TrainState):
@@ -109,9 +111,9 @@ def _bare_loop(parts: assemble.Parts, state: train_state.TrainState):
     plan.ids[:] = 4
     plans.append(jax.device_put(plan, whole))
 
-  def run(dispatches: int) -> tuple[float, int]:
+  def run(dispatches: int) -> tuple[float, float, int]:
     nonlocal cache, carry, scratch
-    start = time.monotonic()
+    start, start_cpu = time.monotonic(), time.process_time()
     counts = []
     for i in range(dispatches):
       cache, carry, sampled, scratch = program(
@@ -119,7 +121,7 @@ def _bare_loop(parts: assemble.Parts, state: train_state.TrainState):
       )
       counts.append(sampled.counts)
     tokens = int(sum(np.sum(count) for count in jax.device_get(counts)))
-    return time.monotonic() - start, tokens
+    return time.monotonic() - start, time.process_time() - start_cpu, tokens
 
   return run
 
@@ -149,12 +151,13 @@ async def _measure(parts: assemble.Parts) -> dict[str, float]:
   rates, bare_rates, host_us = [], [], []
   for number in range(1, _REPEATS.value + 1):
     first = len(parts.spans.spans)
-    seconds, tokens, turns = await _play(parts, number)
+    seconds, cpu_s, tokens, turns = await _play(parts, number)
     busy = trace.busy(parts.spans.spans[first:], "decode")
     idle_s = seconds - sum(end - start for start, end in busy)
     rates.append(tokens / seconds)
     host_us.append(1e6 * idle_s / turns)
-    bare_s, bare_tokens = await asyncio.to_thread(bare, 200)
+    bare_s, bare_cpu_s, bare_tokens = await asyncio.to_thread(bare, 200)
+    print("wall", tokens/seconds, bare_tokens/bare_s, tokens/seconds/bare_tokens*bare_s,"cpu",tokens/cpu_s, bare_tokens/bare_cpu_s, tokens/cpu_s/bare_tokens*bare_cpu_s, "us/turn cpu", 1e6*cpu_s/turns, "disp", parts.engines[0].stats().dispatches, flush=True)
     bare_rates.append(bare_tokens / bare_s)
   await parts.close()
   ratios = [a / b for a, b in zip(rates, bare_rates, strict=True)]

@@ -87,12 +87,12 @@ class Game:
     with _global_random:
       before = {name: getattr(random, name) for name in _DRAWS}
       try:
-        vars(random).update(
+        random.__dict__.update(
           {name: getattr(self._random, name) for name in _DRAWS}
         )
         yield
       finally:
-        vars(random).update(before)
+        random.__dict__.update(before)
 
 
 def check_game(game: str, families: Iterable[str]) -> None:
