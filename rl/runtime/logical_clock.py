@@ -37,11 +37,16 @@ class Hung(RuntimeError):
 
 
 class _Promise:
-  """A result that will arrive at `due_s`; `keep` may be called by a thread."""
+  """A result that will arrive at `due_s`; `keep` may be called by a thread.
+
+  Attributes:
+    is_awaited: the loop sleeps, or is about to, until it is kept.
+  """
 
   def __init__(self, due_s: float, number: int, loop: "LogicalEventLoop"):
     self.order = due_s, number
     self.callback: Callable[[], object] | None = None
+    self.is_awaited = False
     self._loop = loop
 
   def __lt__(self, other: "_Promise") -> bool:
@@ -50,7 +55,8 @@ class _Promise:
   def keep(self, callback: Callable[..., object], *args: Any) -> None:
     """Has the callback run on the loop when it is due."""
     self.callback = lambda: callback(*args)
-    self._loop.call_soon_threadsafe(lambda: None)  # Wakes `_Clock.select`.
+    if self.is_awaited:
+      self._loop.call_soon_threadsafe(lambda: None)  # Wakes `_Clock.select`.
 
 
 class _Clock(selectors.DefaultSelector):
@@ -82,6 +88,7 @@ class _Clock(selectors.DefaultSelector):
     self, promise: _Promise
   ) -> list[tuple[selectors.SelectorKey, int]]:
     """Waits until it is kept, or until something else is to be looked at."""
+    promise.is_awaited = True  # First: a thread looks at it after keeping it.
     if promise.callback is None:
       since_s = time.monotonic()
       events = super().select(_PATIENCE_S)

@@ -12,6 +12,12 @@ from envs import threads
 FOREVER = threading.Event()
 
 
+def open_gate():
+  gate = threading.Event()
+  gate.set()
+  return gate
+
+
 async def hang_until_cancelled(pool: threads.ThreadPool):
   with pytest.raises(asyncio.TimeoutError):
     await asyncio.wait_for(pool.call(FOREVER.wait), 0.3)
@@ -178,3 +184,50 @@ def test_a_process_with_a_hung_thread_exits_promptly():
   assert done.stdout == "abandoned 1\n"
   assert done.stderr == ""
   assert time.monotonic() - start < 30  # far below the 1000 s of the sleep
+
+
+def gated(gate):
+  """Returns its thread once the gate is open."""
+  gate.wait()
+  return threading.current_thread()
+
+
+async def time_short_calls(pool, opened):
+  """Has the pool know `gated` as short, whatever else the machine does."""
+  for _ in range(100):
+    await pool.call(gated, opened)
+
+
+def test_short_calls_of_one_moment_share_a_thread():
+  pool, gate, opened = threads.ThreadPool(), threading.Event(), open_gate()
+
+  async def run():
+    await time_short_calls(pool, opened)
+    gates = [gate, opened, opened, opened]
+    calls = [asyncio.create_task(pool.call(gated, g)) for g in gates]
+    await asyncio.sleep(0)  # All have joined.
+    gate.set()
+    return await asyncio.gather(*calls)
+
+  assert len(set(asyncio.run(run()))) == 1
+
+
+@pytest.mark.parametrize("cancels", [False, True])
+def test_the_rest_of_a_batch_goes_on_when_one_of_its_calls_hangs(cancels):
+  pool, opened = threads.ThreadPool(size=1, max_size=2), open_gate()
+
+  async def run():
+    await time_short_calls(pool, opened)
+    gates = [opened, FOREVER, opened, opened]
+    calls = [asyncio.create_task(pool.call(gated, g)) for g in gates]
+    hung = calls.pop(1)
+    await asyncio.sleep(0)
+    if cancels:
+      await asyncio.sleep(0.02)
+      hung.cancel()
+    await asyncio.wait_for(asyncio.gather(*calls), 5)
+    hung.cancel()
+    await asyncio.gather(hung, return_exceptions=True)
+    return pool.abandoned()
+
+  assert asyncio.run(run()) == 1
