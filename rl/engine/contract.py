@@ -541,12 +541,15 @@ class SessionRouter(Protocol):
     """Abilities that all engines share."""
     ...
 
-  async def begin(self, session: str, domain: str, engine: int = -1) -> int:
+  async def begin(
+    self, session: str, domain: str, engine: int = -1, group: str = ""
+  ) -> int:
     """Returns the number of a session's engine, once one takes it.
 
     Args:
       domain: name of the source of the session's task.
       engine: that the session had before a restart; -1 if none.
+      group: of sessions with the same prompt; "" if it is alone.
     """
     ...
 

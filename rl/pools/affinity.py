@@ -40,6 +40,9 @@ class Routing:
       have more than `overload` times the sessions of another pool, both
       counted at their emptiest engine; None: never. Sessions wait for a pool
       that only takes new weights.
+    share_prompts: members of a group go to one engine of their pool, which
+      encodes their prompt once; by `overload` a member leaves that engine as a
+      session leaves a pool.
 
   Source: declared affinity, RollArt, arXiv 2512.22560, 5.2; learning it is
   future work there (9).
@@ -50,6 +53,7 @@ class Routing:
   learn: bool = False
   explore_every: int = 16
   overload: float | None = None
+  share_prompts: bool = True
 
   def validate(self) -> None:
     """Raises ValueError on a setting that cannot work."""
@@ -267,6 +271,22 @@ class Affinity:
       return Assignment(min(inside, key=load.__getitem__))
     missed = self._preference(domain) or ""
     return Assignment(min(outside, key=load.__getitem__), missed)
+
+  def beside(
+    self, having: Sequence[int], engine: int, load: Sequence[int]
+  ) -> int:
+    """Returns the engine for a member of a group.
+
+    Args:
+      having: engines of its pool that have the group's prompt.
+      engine: that it gets otherwise.
+      load: sessions of every engine.
+    """
+    if not (having and self._routing.share_prompts):
+      return engine
+    if self._overloaded(having, [engine], load):
+      return engine
+    return min(having, key=load.__getitem__)
 
   def _overloaded(
     self, inside: Sequence[int], outside: Sequence[int], load: Sequence[int]

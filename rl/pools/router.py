@@ -17,6 +17,7 @@ unanswered when it stopped go to another, or wait for one that will come back:
 
 import asyncio
 import contextlib
+import functools
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from typing import Any
 
@@ -103,7 +104,9 @@ class Router:
 
   # Sessions.
 
-  async def begin(self, session: str, domain: str, engine: int = -1) -> int:
+  async def begin(
+    self, session: str, domain: str, engine: int = -1, group: str = ""
+  ) -> int:
     """Returns the number of a session's engine, once one takes it.
 
     Cancel it, and the session has not begun.
@@ -111,12 +114,16 @@ class Router:
     Args:
       domain: name of the source of its task.
       engine: that it had before a restart; -1 if none.
+      group: of sessions with the same prompt; "" if it is alone.
 
     Raises:
       EngineClosed: every engine has stopped, and none will come back.
       ValueError: the session has begun and not ended.
     """
-    while (assignment := self._table.assign(session, domain, engine)) is None:
+    assign = functools.partial(
+      self._table.assign, session, domain, engine, group
+    )
+    while (assignment := assign()) is None:
       await self._changed()
     self._log_fallback(session, assignment)
     return assignment.engine

@@ -41,6 +41,7 @@ class _Session:
 
   domain: str
   engine: int | None
+  group: str
   version: int = -1
   sampled: int = -1
   sample: affinity.Sample = affinity.Sample()
@@ -55,6 +56,9 @@ class Counts:
     fallbacks: sessions outside the pool that their domain prefers.
     returns: times that a domain got its preferred pool again.
     moved: sessions that lost their engine and got another.
+    prompts_shared: sessions that began where another of their group had begun.
+    prompts_repeated: sessions that began elsewhere than others of their group,
+      so that one more engine encodes their prompt.
   """
 
   sessions: collections.Counter[tuple[str, str]] = dataclasses.field(
@@ -63,6 +67,8 @@ class Counts:
   fallbacks: int = 0
   returns: int = 0
   moved: int = 0
+  prompts_shared: int = 0
+  prompts_repeated: int = 0
 
 
 class RoutingTable:
@@ -96,6 +102,8 @@ class RoutingTable:
     self._unbound_requests = [0] * len(infos)
     self._states: list[RouteState] = ["open"] * len(infos)
     self._sessions: dict[str, _Session] = {}
+    # Sessions of each group by engine; 0 where some have been.
+    self._groups: dict[str, dict[int, int]] = {}
     self._max_sessions = max_sessions
     # The engine of each unbound session, and of each request.
     self._homes: collections.OrderedDict[str, int] = collections.OrderedDict()
@@ -141,35 +149,72 @@ class RoutingTable:
       "route_fallbacks": float(self.counts.fallbacks),
       "route_returns": float(self.counts.returns),
       "sessions_moved": float(self.counts.moved),
+      "prompts_shared": float(self.counts.prompts_shared),
+      "prompts_repeated": float(self.counts.prompts_repeated),
       **sessions,
       **seconds,
     }
 
   def assign(
-    self, name: str, domain: str, engine: int = -1
+    self, name: str, domain: str, engine: int = -1, group: str = ""
   ) -> affinity.Assignment | None:
     """Begins a session; None: it must wait, or all engines are lost.
 
     Args:
       engine: that it had before a restart, which it gets again if it may.
+      group: of sessions with the same prompt; "" if it is alone.
 
     Raises:
       ValueError: it has begun already.
     """
     if name in self._sessions:
       raise ValueError(f"session {name} has begun already")
-    assignment = self._first(domain, engine)
+    assignment = self._first(domain, engine, group)
     if assignment is None:
       return None
     pool = self._infos[assignment.engine].pool
     self._homes.pop(name, None)
-    self._sessions[name] = _Session(domain, assignment.engine)
-    self._num_sessions[assignment.engine] += 1
+    self._sessions[name] = _Session(domain, assignment.engine, group)
+    if others := self._groups.get(group):
+      shared = assignment.engine in others
+      self.counts.prompts_shared += shared
+      self.counts.prompts_repeated += not shared
+    self._join(group, assignment.engine)
     self.counts.sessions[pool, domain] += 1
     self._affinity.estimates.begin(domain, pool)
     return self._counted(domain, assignment)
 
-  def _first(self, domain: str, engine: int) -> affinity.Assignment | None:
+  def _join(self, group: str, engine: int) -> None:
+    """Counts one more session of an engine."""
+    self._num_sessions[engine] += 1
+    if group:
+      counts = self._groups.setdefault(group, {})
+      counts[engine] = counts.get(engine, 0) + 1
+
+  def _leave(self, group: str, engine: int) -> None:
+    """Counts one session less; a group without any is forgotten."""
+    self._num_sessions[engine] -= 1
+    if group:
+      counts = self._groups[group]
+      counts[engine] -= 1
+      if not any(counts.values()):
+        del self._groups[group]
+
+  def _choose(
+    self, domain: str, group: str, engines: Sequence[int]
+  ) -> affinity.Assignment:
+    """Returns the best of one or more engines for a session."""
+    load = self.load
+    best = self._affinity.choose(domain, engines, load)
+    pool, others = self._infos[best.engine].pool, self._groups.get(group, {})
+    having = [i for i in engines if i in others and self._infos[i].pool == pool]
+    return best._replace(
+      engine=self._affinity.beside(having, best.engine, load)
+    )
+
+  def _first(
+    self, domain: str, engine: int, group: str
+  ) -> affinity.Assignment | None:
     """Returns the first engine of a session; None: it must wait."""
     free = self.of("open")
     preferred = self._affinity.preferred(domain)
@@ -181,7 +226,7 @@ class RoutingTable:
       return None
     if engine in free and (preferred is None or engine in preferred):
       return affinity.Assignment(engine)
-    return self._affinity.choose(domain, free, self.load)
+    return self._choose(domain, group, free)
 
   def _counted(
     self, domain: str, assignment: affinity.Assignment
@@ -199,7 +244,7 @@ class RoutingTable:
     session = self._sessions.pop(name, None)
     if session is None or session.engine is None:
       return
-    self._num_sessions[session.engine] -= 1
+    self._leave(session.group, session.engine)
     pool = self._infos[session.engine].pool
     self._affinity.estimates.end(session.domain, pool, session.sample)
 
@@ -255,9 +300,9 @@ class RoutingTable:
 
     least = min(map(distance, able))
     nearest = [i for i in able if distance(i) == least]
-    assignment = self._affinity.choose(session.domain, nearest, self.load)
+    assignment = self._choose(session.domain, session.group, nearest)
     session.engine = assignment.engine
-    self._num_sessions[assignment.engine] += 1
+    self._join(session.group, assignment.engine)
     self.counts.moved += 1
     return self._counted(session.domain, assignment)
 
@@ -335,7 +380,9 @@ class RoutingTable:
       if session.engine == engine:
         session.engine, session.version = None, version
         session.sample = affinity.Sample()
-    self._num_sessions[engine] = 0
+        self._leave(session.group, engine)
+    for group in self._groups.values():
+      group.pop(engine, None)  # Its cache is gone.
 
   def recover(self, engine: int) -> None:
     """Takes a lost engine into use again.

@@ -130,7 +130,12 @@ class Episode:
   @property
   def name(self) -> str:
     """Unique within a run: the engine's session."""
-    return f"{self.task.split}/{self.group_id}/{self.attempt}/{self.index}"
+    return f"{self.group}/{self.index}"
+
+  @property
+  def group(self) -> str:
+    """The name of its group: all of them have one prompt."""
+    return f"{self.task.split}/{self.group_id}/{self.attempt}"
 
   @property
   def noise(self) -> int:

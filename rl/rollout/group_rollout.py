@@ -417,7 +417,7 @@ class _Member:
     player, episode = self._player, self._episode
     try:
       self._engine = await player.router.begin(
-        episode.name, episode.task.source, self._engine
+        episode.name, episode.task.source, self._engine, episode.group
       )
       version = player.router.serves(self._engine)
       player.log.emit(

@@ -357,7 +357,8 @@ class _Run:
     self.router = router.Router(
       self.engines,
       infos=[placement.EngineInfo(pool.name, pool.kind) for pool in pools],
-      routing=settings.routing,
+      # Simulated engines have no prompt of one session for another.
+      routing=dataclasses.replace(settings.routing, share_prompts=False),
       log=self.log,
     )
     self.served: dict[int, list[float]] = {}

@@ -271,7 +271,9 @@ class ScriptedEngine:
 
   # Sessions.
 
-  async def begin(self, session: str, domain: str, engine: int = -1) -> int:
+  async def begin(
+    self, session: str, domain: str, engine: int = -1, group: str = ""
+  ) -> int:
     """Returns 0, the number of the only engine."""
     return 0
 

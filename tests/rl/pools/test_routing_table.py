@@ -66,6 +66,54 @@ def test_a_session_of_before_a_restart_gets_its_engine_again_if_it_may():
   assert bindings(mapped) == {"f": 1}
 
 
+def test_members_of_a_group_follow_each_other_while_groups_spread():
+  table = alike(2)
+  for name in ("a/0", "b/0", "a/1", "b/1", "c/0", "a/2"):
+    table.assign(name, "", group=name[0])
+  # "c" comes to the first of equals.
+  engines = {"a/0": 0, "a/1": 0, "a/2": 0, "b/0": 1, "b/1": 1, "c/0": 0}
+  assert bindings(table) == engines
+  assert (table.counts.prompts_shared, table.counts.prompts_repeated) == (3, 0)
+  table.lose(0, 0)
+  for name in ("a/0", "c/0", "a/1", "a/2"):
+    table.move(name, (0, 0))
+  table.recover(0)
+  table.assign("b/2", "", group="b")  # With 4 of others, and 0 elsewhere.
+  table.assign("d/0", "", group="d")
+  assert (bindings(table)["b/2"], bindings(table)["d/0"]) == (1, 0)
+  for name in bindings(table):
+    table.end(name)
+  assert not table._groups
+  table.assign("b/3", "", group="b")  # It may long have been evicted.
+  assert (table.counts.prompts_shared, table.counts.prompts_repeated) == (4, 0)
+
+
+@pytest.mark.parametrize(
+  ("settings", "engines"),
+  [
+    # 2 + 1 sessions are more than twice the 0 + 1 of the other.
+    ({"overload": 2.0}, [0, 0, 1, 1]),
+    ({"share_prompts": False}, [0, 1, 0, 1]),
+  ],
+)
+def test_members_leave_an_engine_that_is_overloaded(settings, engines):
+  infos = [placement.EngineInfo("decode")] * 2
+  table = routing_table.RoutingTable(infos, affinity.Routing(**settings))
+  for i in range(4):
+    table.assign(str(i), "", group="a")
+  assert list(bindings(table).values()) == engines
+  assert (table.counts.prompts_shared, table.counts.prompts_repeated) == (2, 1)
+
+
+def test_a_group_over_two_pools_has_one_engine_in_each():
+  infos = [FAST, FAST, WIDE, WIDE]
+  table = routing_table.RoutingTable(infos, MATH)
+  domains = {"a": "math", "b": "", "c": "math", "d": ""}
+  for name, domain in domains.items():
+    table.assign(name, domain, group="g")
+  assert bindings(table) == {"a": 2, "b": 0, "c": 2, "d": 0}
+
+
 def test_the_session_not_seen_for_longest_is_forgotten():
   table = alike(2, max_sessions=2)
   ask = Asked(table)
