@@ -43,10 +43,10 @@ Round = Callable[[str, int, int], Awaitable[tuple[float, float, int]]]
 
 async def converse(
   served: contract.DecodeEngine, name: str, turns: list[decode_load.Turn]
-) -> int:
-  """Plays one conversation; returns how many tokens were sampled."""
+) -> list[contract.Completion]:
+  """Plays one conversation; returns its answers."""
   ids: list[int] = []
-  sampled = 0
+  answers = []
   for number, turn in enumerate(turns):
     ids += turn.context
     done = await served.generate(
@@ -59,8 +59,8 @@ async def converse(
       )
     )
     ids += done.tokens.tolist()
-    sampled += len(done.tokens)
-  return sampled
+    answers.append(done)
+  return answers
 
 
 async def play(
@@ -70,13 +70,14 @@ async def play(
   load = decode_load.conversations(kind, concurrency, seed)
   await served.flush_cache()
   wall, cpu = time.monotonic(), time.process_time()
-  counts = await asyncio.gather(
+  played = await asyncio.gather(
     *(
       converse(served, f"{kind}/{concurrency}/{seed}/{i}", turns)
       for i, turns in enumerate(load)
     )
   )
-  return time.monotonic() - wall, time.process_time() - cpu, sum(counts)
+  tokens = sum(len(one.tokens) for answers in played for one in answers)
+  return time.monotonic() - wall, time.process_time() - cpu, tokens
 
 
 async def start(

@@ -6,11 +6,12 @@ Both sides sample from the model of configs/guess_number_moe.py at
 `--episodes` concurrent rows on one device. The bare loop is
 `decode_step.advance` alone, called over and over on full plans: no requests, no
 environments, no event loop. The engine plays whole games of the real
-environment through `group_rollout.Player`. Rates are sampled tokens a second
-over
-the wall time; the two take turns and the medians are compared. Also prints how
-much of a turn is host work: the wall time in which the mesh is idle, over the
-turns played. Writes benchmarks/results/engine.json.
+environment through `group_rollout.Player`. Rates are sampled tokens a second,
+by wall time and by CPU time, which depends less on what else the machine does;
+the two take turns and the medians are compared. Also prints how much of a turn
+is host work: the wall time in which the mesh is idle, over the turns played.
+Then one more round says where the time of a dispatch goes (`dispatch_times`).
+Writes benchmarks/results/engine.json.
 """
 
 import asyncio
@@ -24,13 +25,14 @@ import numpy as np
 from absl import app
 from absl import flags as absl_flags
 
-from benchmarks import machine
+from benchmarks import dispatch_times, machine
 from launch.cli import flags, jax_setup
 from models import kv_cache
 from models import policy as policy_lib
 from rl import assemble, initial_state
 from rl.data import trajectory
 from rl.engine.builtin import decode_step, sizing
+from rl.engine.builtin import engine as builtin_engine
 from rl.engine.builtin import settings as engine_settings
 from rl.rollout import episode
 from rl.runtime import trace
@@ -148,7 +150,7 @@ async def _measure(parts: assemble.Parts) -> dict[str, float]:
   await _play(parts, 0)  # Imports the game.
   bare = _bare_loop(parts, state)
   bare(8)
-  rates, bare_rates, host_us = [], [], []
+  rates, bare_rates, host_us, cpu_ratios, cpu_us = [], [], [], [], []
   for number in range(1, _REPEATS.value + 1):
     first = len(parts.spans.spans)
     seconds, cpu_s, tokens, turns = await _play(parts, number)
@@ -157,8 +159,14 @@ async def _measure(parts: assemble.Parts) -> dict[str, float]:
     rates.append(tokens / seconds)
     host_us.append(1e6 * idle_s / turns)
     bare_s, bare_cpu_s, bare_tokens = await asyncio.to_thread(bare, 200)
-    print("wall", tokens/seconds, bare_tokens/bare_s, tokens/seconds/bare_tokens*bare_s,"cpu",tokens/cpu_s, bare_tokens/bare_cpu_s, tokens/cpu_s/bare_tokens*bare_cpu_s, "us/turn cpu", 1e6*cpu_s/turns, "disp", parts.engines[0].stats().dispatches, flush=True)
     bare_rates.append(bare_tokens / bare_s)
+    cpu_ratios.append(tokens / cpu_s * bare_cpu_s / bare_tokens)
+    cpu_us.append(1e6 * cpu_s / turns)
+  (served,) = parts.engines
+  assert isinstance(served, builtin_engine.BuiltinEngine)
+  with dispatch_times.measured(served) as taken:
+    *_, turns = await _play(parts, _REPEATS.value + 1)
+  times = dispatch_times.summary(taken, turns)
   await parts.close()
   ratios = [a / b for a, b in zip(rates, bare_rates, strict=True)]
   return {
@@ -167,7 +175,11 @@ async def _measure(parts: assemble.Parts) -> dict[str, float]:
     "ratio": statistics.median(ratios),
     "ratio min": min(ratios),
     "ratio max": max(ratios),
+    "ratio by CPU time": statistics.median(cpu_ratios),
+    "CPU us a turn": statistics.median(cpu_us),
     "host us a turn": statistics.median(host_us),
+    "turns a dispatch": times.turns,
+    **{f"{step} us": us for step, us in times.steps_us.items()},
   }
 
 
