@@ -2,19 +2,23 @@
 
   python -m benchmarks.learner [--repeats=5]
 
-Both sides take the same packed batch of the README's run through the same model
-to the same clipped surrogate and AdamW step. The bare side is one jitted
-function of (params, optimizer state, batch), called in a plain loop. The
+Both sides take the same packed batches of the README's run through the same
+model to the same clipped surrogate and AdamW step: an update of one batch, and
+one of four. The bare side is one jitted function of (params, optimizer state,
+batches), called in a plain loop with batches that lie on the mesh. The
 learner's side goes through its mesh thread and the event loop, packs the rows
-from trajectories, places them, accumulates, and updates, waiting after each.
-The two take turns; medians of tokens (of all trained rows) a second are
-compared. Writes benchmarks/results/learner.json.
+from trajectories, places them, accumulates, updates, and fetches the metrics.
+The two take turns and wait after each update; medians of tokens (of all trained
+rows) a second are compared. The same for the process's CPU seconds, which on a
+CPU that others use too say more. Writes benchmarks/results/learner.json.
 """
 
 import asyncio
 import dataclasses
+import functools
 import statistics
 import time
+from collections.abc import Awaitable, Callable
 
 import jax
 import jax.numpy as jnp
@@ -28,10 +32,12 @@ from launch.cli import flags, jax_setup
 from rl import assemble, initial_state
 from rl.algorithms import packed_row
 from rl.data import batch, trajectory
-from rl.train import learner
+from rl.train import learner, trainer
 
 _REPEATS = absl_flags.DEFINE_integer("repeats", 5, "Of each side.")
-_STEPS = absl_flags.DEFINE_integer("steps", 20, "Of each repeat.")
+_STEPS = absl_flags.DEFINE_integer("steps", 12, "Batches of each repeat.")
+
+_BATCHES = (1, 4)
 
 
 def _episodes(count: int) -> list[trajectory.Trajectory]:
@@ -61,7 +67,7 @@ def _episodes(count: int) -> list[trajectory.Trajectory]:
 
 
 def _bare_step(parts: assemble.Parts):
-  """Returns one jitted function that does a whole step."""
+  """Returns one jitted function that does a whole step on a few batches."""
   experiment = parts.experiment
   optimizer = experiment.optimizer()
 
@@ -92,76 +98,87 @@ def _bare_step(parts: assemble.Parts):
       total.sum()
       - algorithm.entropy_bonus * bonus
       + algorithm.balance_weight * aux.load_balance * tokens
-    ) / tokens
+    )
 
   @jax.jit
-  def step(params, opt_state, packed):
-    grads = jax.grad(loss)(params, packed)
+  def step(params, opt_state, batches):
+    tokens = sum(packed.sampled.sum() for packed in batches)
+    grads = [jax.grad(loss)(params, packed) for packed in batches]
+    grads = jax.tree.map(lambda *parts: sum(parts) / tokens, *grads)
     changes, opt_state = optimizer.update(grads, opt_state, params)
     return optax.apply_updates(params, changes), opt_state
 
   return step
 
 
-async def _measure(parts: assemble.Parts) -> dict[str, float]:
+async def _measure(parts: assemble.Parts, num_batches: int) -> dict[str, float]:
   shape = parts.experiment.batch
-  episodes = _episodes(shape.rows * (shape.length // 20))
+  episodes = _episodes(num_batches * shape.rows * (shape.length // 20))
   draws = np.random.default_rng(1).normal(size=len(episodes))
   values = [
     np.full(one.num_sampled, value, np.float32)
     for one, value in zip(episodes, draws, strict=True)
   ]
+  pack = functools.partial(batch.pack, **dataclasses.asdict(shape), version=0)
   state = await parts.learner_thread.run(
     "init", initial_state.fresh_state, parts.programs, 0
   )
+  packed = batch.with_column(pack(episodes), "advantages", values).batches
+  assert len(packed) == num_batches
+  placed = [parts.programs.place(rows) for rows in packed]
   step = _bare_step(parts)
-
-  def pack():
-    packed = batch.pack(episodes, **dataclasses.asdict(shape), version=0)
-    return batch.with_column(packed, "advantages", values).batches
-
-  (packed,) = pack()
-  bare_packed = parts.programs.place(packed)
-  optimizer = parts.experiment.optimizer()
-  bare = (state.params, jax.jit(optimizer.init)(state.params))
+  bare = (
+    state.params,
+    jax.jit(parts.experiment.optimizer().init)(state.params),
+  )
 
   async def ours():
     nonlocal state
-    (rows,) = pack()
-    total = await parts.learner_thread.run("zero", parts.programs.zero)
-    total = await parts.learner_thread.run(
-      "accumulate",
-      lambda: parts.programs.accumulate(
-        state.params, total, parts.programs.place(rows)
-      ),
-    )
-    state, _ = await parts.learner_thread.run(
-      "update", parts.programs.update, state, total
-    )
+    update = trainer.Accumulation(parts.programs, parts.learner_thread, pack)
+    await update.add(state, episodes, {"advantages": values})
+    await update.flush(state)
+    state, _ = await update.step(state, 0.0)
 
+  async def bare_step():
+    nonlocal bare
+    bare = jax.block_until_ready(step(*bare, placed))
+
+  sides = {"learner": ours, "bare step": bare_step}
   # Twice: what a step returns may lie elsewhere than what it was begun with.
   for _ in range(2):
-    bare = jax.block_until_ready(step(*bare, bare_packed))
-    await ours()
-  tokens = int((packed.segments > 0).sum())
-  rates, bare_rates = [], []
+    for side in sides.values():
+      await side()
+  count = _STEPS.value // num_batches
+  seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
   for _ in range(_REPEATS.value):
-    start = time.monotonic()
-    for _ in range(_STEPS.value):
-      await ours()
-    rates.append(tokens * _STEPS.value / (time.monotonic() - start))
-    start = time.monotonic()
-    for _ in range(_STEPS.value):
-      bare = jax.block_until_ready(step(*bare, bare_packed))
-    bare_rates.append(tokens * _STEPS.value / (time.monotonic() - start))
-  ratios = [a / b for a, b in zip(rates, bare_rates, strict=True)]
-  return {
-    "learner tokens/s": statistics.median(rates),
-    "bare step tokens/s": statistics.median(bare_rates),
-    "ratio": statistics.median(ratios),
-    "ratio min": min(ratios),
-    "ratio max": max(ratios),
-  }
+    for name, side in sides.items():
+      seconds[name].append(await _seconds(side, count))
+  tokens = count * sum(np.count_nonzero(rows.segments) for rows in packed)
+  found: dict[str, float] = {"batches": num_batches}
+  for kind, index in (("", 0), ("CPU ", 1)):
+    rates = {
+      name: [tokens / taken[index] for taken in turns]
+      for name, turns in seconds.items()
+    }
+    ratios = [a / b for a, b in zip(*rates.values(), strict=True)]
+    for name, own in rates.items():
+      found[f"{name} tokens/{kind}s"] = statistics.median(own)
+    found |= {
+      f"{kind}ratio": statistics.median(ratios),
+      f"{kind}ratio min": min(ratios),
+      f"{kind}ratio max": max(ratios),
+    }
+  return found
+
+
+async def _seconds(
+  side: Callable[[], Awaitable[None]], count: int
+) -> tuple[float, float]:
+  """Returns wall and CPU seconds of so many updates."""
+  wall, cpu = time.monotonic(), time.process_time()
+  for _ in range(count):
+    await side()
+  return time.monotonic() - wall, time.process_time() - cpu
 
 
 def main(argv: list[str]) -> None:
@@ -169,16 +186,17 @@ def main(argv: list[str]) -> None:
   del argv
   experiment = flags.load("configs/guess_number_moe.py")
   jax_setup.prepare(experiment.placement)
-  row = asyncio.run(_run(assemble.build(experiment)))
+  rows = asyncio.run(_run(assemble.build(experiment)))
   print(machine.describe())
-  for name, value in row.items():
-    print(f"{name:28} {value:10.3f}")
-  machine.keep("learner", **row)
+  for row in rows:
+    for name, value in row.items():
+      print(f"{name:28} {value:10.3f}")
+  machine.keep("learner", rows=rows)
 
 
-async def _run(parts: assemble.Parts) -> dict[str, float]:
+async def _run(parts: assemble.Parts) -> list[dict[str, float]]:
   try:
-    return await _measure(parts)
+    return [await _measure(parts, number) for number in _BATCHES]
   finally:
     await parts.close()
 

@@ -249,16 +249,14 @@ def _compile(parts: assemble.Parts, state: train_state.TrainState) -> None:
     shape.rows, shape.length, share_prompts=shape.share_prompts
   )
   copy = programs.wrap(state.params)
-  total = programs.accumulate(
-    copy.params, programs.zero(), programs.place(packed)
-  )
+  total = programs.accumulate(copy.params, None, programs.place(packed))
   programs.update(copy, total)
   probe = jax.tree.map(lambda x: x[:8], packed)
   programs.score(state.params, programs.place(probe))
 
 
 def _train(programs: learner.Learner, params: Any, packed: batch.Batch) -> Any:
-  return programs.accumulate(params, programs.zero(), programs.place(packed))
+  return programs.accumulate(params, None, programs.place(packed))
 
 
 def _later(span: trace.Span, seconds: float) -> trace.Span:

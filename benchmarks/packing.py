@@ -129,9 +129,10 @@ def _step(
 
   def step() -> None:
     nonlocal state
-    total = programs.zero()
+    total = None
     for row in placed:
       total = programs.accumulate(state.params, total, row)
+    assert total is not None  # There is a row.
     state, _ = programs.update(state, total)
     jax.block_until_ready(state)
 

@@ -203,7 +203,7 @@ def _ours(work: Workload) -> Callable[[], float]:
 
   def step() -> float:
     nonlocal state
-    total = programs.accumulate(state.params, programs.zero(), placed)
+    total = programs.accumulate(state.params, None, placed)
     state, metrics = programs.update(state, total)
     return float(jax.block_until_ready(metrics)["loss"])
 

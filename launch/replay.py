@@ -261,7 +261,7 @@ def _log_operation(
     found = nonfinite_diagnosis.first_nan(
       programs.accumulate,
       skipped.params,
-      programs.zero(),
+      None,
       packed,
       skipped.critic,
     )

@@ -140,7 +140,7 @@ packed = batch.with_column(packed, "advantages", estimate.advantages)
 
 def train(state: train_state.TrainState):
   """Returns the state after one update, and its metrics."""
-  total = parts.programs.zero()
+  total = None
   for rows in packed.batches:
     total = parts.programs.accumulate(state.params, total, rows)
   return parts.programs.step(state, total)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from models import config as model_config
 from models import lora, memory_report
@@ -56,11 +57,8 @@ def learner_bytes(
   spec, batch = experiment.placement.learner, experiment.batch
   size = memory_report.device_bytes
   state = programs.abstract
-  sums = jax.eval_shape(programs.zero)
   trained, _ = train_state.split(state.params, state.critic)
-  sums = memory_report.placed(
-    sums.grads, jax.tree.map(lambda x: x.sharding, trained)
-  )
+  sums = jax.tree.map(lambda x: x.update(dtype=jnp.float32), trained)
   label = "optimizer state, master copy" if state.master else "optimizer state"
   activations = f"activations, about, {batch.rows} x {batch.length} tokens"
   versions = experiment.overlap.max_staleness + 1

@@ -180,7 +180,7 @@ def pack(
       different models, or rows do not divide over the shards.
   """
   plan = packing.plan(
-    [len(t.ids) for t in trajectories],
+    [t.num_ids for t in trajectories],
     _by_prompt(trajectories) if share_prompts else (),
     rows=rows,
     length=length,
@@ -197,9 +197,7 @@ def pack(
       len(planned), length, share_prompts=share_prompts, experts=experts
     )
     for row, parts in enumerate(planned):
-      for member, segment in _fill(batch, row, parts, trajectories, version):
-        own = batch.sampled[row] & (batch.segments[row] == segment)
-        index = np.flatnonzero(own).astype(np.int32)
+      for member, index in _fill(batch, row, parts, trajectories, version):
         places[member] = TokenPlace(number, row, index)
     batches.append(batch)
   return Packed(batches, places)
@@ -282,7 +280,7 @@ def _by_prompt(
   """Returns all trajectories with ids, grouped where they may share."""
   found: dict[tuple[int, bytes], packing.RowPart] = {}
   for i, episode in enumerate(trajectories):
-    if len(episode.ids):
+    if episode.num_ids:
       prompt = episode.turns[0].context
       part = packing.RowPart([], len(prompt))
       key = (episode.group_id, prompt.tobytes())
@@ -296,24 +294,33 @@ def _fill(
   parts: Sequence[packing.RowPart],
   trajectories: Sequence[trajectory.Trajectory],
   version: int,
-) -> Iterator[tuple[int, int]]:
+) -> Iterator[tuple[int, Int32[np.ndarray, " T"]]]:
   """Lays parts side by side, each with its prompt first.
 
   Yields:
-    Each member and its segment: 0 for one that has nothing but the prompt.
+    Each member and the positions of its sampled tokens.
   """
+  start = segment = 0
   for members, prompt in parts:
     columns = [_columns(trajectories[i], version) for i in members]
-    if len(members) == 1 or not prompt:
-      for member, own in zip(members, columns, strict=True):
-        yield member, _append(batch, row, own)
-      continue
-    first = {name: column[:prompt] for name, column in columns[0].items()}
-    parent = _append(batch, row, first, copies=len(members))
+    parent, end = mask.NO_PARENT, start
+    if len(members) > 1 and prompt:
+      first = {name: column[:prompt] for name, column in columns[0].items()}
+      columns = [
+        {name: column[prompt:] for name, column in own.items()}
+        for own in columns
+      ]
+      parent = segment = segment + 1
+      _write(batch, row, start, segment, first, copies=len(members))
+      end = start = start + prompt
     for member, own in zip(members, columns, strict=True):
-      rest = {name: column[prompt:] for name, column in own.items()}
-      has_own = len(rest["tokens"]) > 0
-      yield member, _append(batch, row, rest, parent=parent) if has_own else 0
+      yield member, start + np.flatnonzero(own["sampled"]).astype(np.int32)
+      if len(own["tokens"]):
+        segment += 1
+        _write(batch, row, start, segment, own, parent=parent)
+        if parent != mask.NO_PARENT:
+          batch.prefix.previous[row, start] = end - 1
+        start += len(own["tokens"])
 
 
 def _columns(
@@ -337,27 +344,24 @@ def _columns(
   return columns if experts is None else columns | {"experts": experts}
 
 
-def _append(
+def _write(
   batch: Batch,
   row: int,
+  start: int,
+  segment: int,
   columns: Mapping[str, np.ndarray],
   *,
   parent: int = mask.NO_PARENT,
   copies: int = 1,
-) -> int:
-  """Writes a segment behind what lies in the row; returns its number."""
-  segments = batch.segments[row]
-  segment, start = int(segments.max()) + 1, int(np.count_nonzero(segments))
+) -> None:
+  """Writes a segment into the row, from `start` on."""
   at = slice(start, start + len(columns["tokens"]))
-  segments[at] = segment
+  batch.segments[row, at] = segment
   for name, column in columns.items():
     getattr(batch, name)[row, at] = column
   if batch.prefix is not None:
     batch.prefix.parents[row, at] = parent
     batch.prefix.copies[row, at] = copies
-    if parent != mask.NO_PARENT:
-      batch.prefix.previous[row, start] = np.flatnonzero(segments == parent)[-1]
-  return segment
 
 
 def _experts_of_a_token(

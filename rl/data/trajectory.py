@@ -206,12 +206,8 @@ class Trajectory:
   @property
   def sampled(self) -> Bool[np.ndarray, " L"]:
     """True where the policy sampled the id."""
-    pieces = [
-      np.full(len(x), own)
-      for turn in self.turns
-      for x, own in ((turn.context, False), (turn.tokens, True))
-    ]
-    return np.concatenate(pieces) if pieces else np.zeros(0, bool)
+    lengths = [len(x) for t in self.turns for x in (t.context, t.tokens)]
+    return np.repeat([False, True] * len(self.turns), lengths)
 
   @property
   def experts(self) -> Int[np.ndarray, "L S k"] | None:

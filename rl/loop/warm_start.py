@@ -287,10 +287,11 @@ def _step(
   state: train_state.TrainState,
   batches: Sequence[batch_lib.Batch],
 ) -> tuple[train_state.TrainState, dict[str, float]]:
-  total = programs.zero()
+  total = None
   for batch in batches:
     scored = _with_old(reference, state, batch)
     total = programs.accumulate(state.params, total, scored, state.critic)
+  assert total is not None  # There is a batch.
   return programs.step(state, total)
 
 

@@ -170,16 +170,13 @@ class FakeLearner(learner.Learner):
     """Returns zeros."""
     return 0 * self.place(batch).behaviour
 
-  def zero(self) -> learner.Accumulator:
-    """Returns a count of no tokens."""
-    return learner.Accumulator._make(({}, 0.0))
-
   def accumulate(
     self, params: Any, total: Any, batch: Any, critic: Any = None
   ) -> learner.Accumulator:
     """Counts the sampled tokens of one more batch."""
     time.sleep(self.step_s)
-    tokens = total.sums + float(self.place(batch).sampled.sum())
+    before = 0.0 if total is None else total.sums
+    tokens = before + float(batch.sampled.sum())
     return learner.Accumulator._make(({}, tokens))
 
   def update(

@@ -133,8 +133,7 @@ class Learner:
   A learner holds no state: that is an argument. A batch may lie on the host, or
   on the mesh already; see `place`.
 
-    state = learner.init(key)
-    total = learner.zero()
+    state, total = learner.init(key), None
     for batch in batches:
       total = learner.accumulate(state.params, total, batch, state.critic)
     state, metrics = learner.step(state, total)
@@ -199,22 +198,20 @@ class Learner:
     self._no_values = jax.jit(
       lambda: _zeros(shapes.critic), out_shardings=placed.critic
     )
-    self._zero = jax.jit(self._nothing, out_shardings=sums)
     self._add = jax.jit(
       self._with_gradient, donate_argnums=2, out_shardings=sums
     )
-    # Rounded parameters have no use for the memory of float32 gradients.
+    # Memory goes to the first result of its shape, in the order of arguments:
+    # from gradients to parameters, unless these are rounded.
     self._apply = jax.jit(
       self._with_update,
-      donate_argnums=(1, 3, 4) if placed.master is None else (1, 3),
+      donate_argnums=(1, 2, 4) if placed.master is None else (2, 4),
       out_shardings=(trained, *placed[1:4], None),
     )
     base = dataclasses.replace(config, lora=None)
     self._score = score_program(config, layout, temperature)
     self._score_base = score_program(base, layout, temperature)
-    self._no_sums = jax.jit(
-      lambda: self._nothing().sums, out_shardings=replicated
-    )
+    self._no_sums = jax.jit(self._nothing, out_shardings=replicated)
     self._add_sums = jax.jit(
       self._with_sums, donate_argnums=2, out_shardings=replicated
     )
@@ -267,18 +264,18 @@ class Learner:
     """Returns the critic's value of the state after every token."""
     return self._values(params, critic, self.place(batch))
 
-  def zero(self) -> Accumulator:
-    """Returns sums of nothing."""
-    return self._zero()
-
   def accumulate(
     self,
     params: definition.Params,
-    total: Accumulator,
+    total: Accumulator | None,
     batch: batch_lib.Batch,
     critic: definition.Params | None = None,
   ) -> Accumulator:
-    """Returns the sums with one more batch in them; donates `total`."""
+    """Returns the sums with one more batch in them; donates `total`.
+
+    Args:
+      total: None before the first batch, whose program adds nothing up.
+    """
     trainable, frozen = train_state.split(params, critic)
     return self._add(trainable, frozen, total, self.place(batch))
 
@@ -309,7 +306,7 @@ class Learner:
         (opt_state, master), (self._placed.opt_state, self._placed.master)
       )
     new, opt_state, updates, master, metrics = self._apply(
-      trainable, opt_state, updates, master, *total, count
+      trainable, total.grads, opt_state, updates, master, total.sums, count
     )
     opt_state, master = self._put_away(opt_state, master)
     after = state._replace(
@@ -396,26 +393,25 @@ class Learner:
       self._objective, scored, _as_jax(batch), num_lags=self._num_lags
     )
 
-  def _nothing(self) -> Accumulator:
-    trainable, _ = train_state.split(self.abstract.params, self.abstract.critic)
-    sums = objective_lib.zero(
+  def _nothing(self) -> objective_lib.ObjectiveSums:
+    return objective_lib.zero(
       self._objective,
       num_lags=self._num_lags,
       critic=self.abstract.critic is not None,
       num_experts=self._config.num_experts if self._config.num_sparse else 0,
     )
-    return Accumulator(_zeros(trainable, jnp.float32), sums)
 
   def _with_gradient(
     self,
     trainable: train_state.Trainable,
     frozen: Any,
-    total: Accumulator,
+    total: Accumulator | None,
     batch: batch_lib.Batch,
   ) -> Accumulator:
-    gradient = jax.grad(self._loss, has_aux=True)
-    new = Accumulator(*gradient(trainable, frozen, batch))
-    return jax.tree.map(jnp.add, total, new)
+    grads, sums = jax.grad(self._loss, has_aux=True)(trainable, frozen, batch)
+    wide: Any = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+    new = Accumulator(wide, sums)
+    return new if total is None else jax.tree.map(jnp.add, total, new)
 
   def _with_sums(
     self,
@@ -430,32 +426,43 @@ class Learner:
   def _with_update(
     self,
     trainable: train_state.Trainable,
+    grads: train_state.Trainable,
     opt_state: optax.OptState,
     updates: Array,
     master: train_state.Trainable | None,
-    grads: train_state.Trainable,
     sums: objective_lib.ObjectiveSums,
     left_out_divisor: Array,
   ) -> tuple[
     train_state.Trainable, optax.OptState, Array, Any, dict[str, Array]
   ]:
-    means: Any
-    means, norm, divisor = mean_gradient(
-      Accumulator(grads, sums), left_out_divisor
-    )
+    total = Accumulator(grads, sums)
+    _, norm, divisor = mean_gradient(total, left_out_divisor)
     is_finite = jnp.isfinite(norm) & jnp.isfinite(sums.loss)
-    exact: Any = trainable if master is None else master
-    changes: Any
-    changes, after = self._optimizer.update(means, opt_state, exact)
-    changed = optax.apply_updates(exact, changes)
-    keep = functools.partial(jnp.where, is_finite)
-    exact = jax.tree.map(keep, changed, exact)
+    old: Any = trainable if master is None else master
+
+    def step():
+      # Divided once more, as means from outside would have to be in memory.
+      means: Any
+      means, _, _ = mean_gradient(total, left_out_divisor)
+      changes: Any
+      changes, after = self._optimizer.update(means, opt_state, old)
+      return optax.apply_updates(old, changes), after
+
+    def skip():
+      if master is not None:
+        return master, opt_state
+      # Parameters that a branch hands through are copied before every step.
+      # These are written, where they are needed, into the gradients' memory.
+      keep = functools.partial(jnp.where, is_finite)
+      return jax.tree.map(keep, grads, trainable), opt_state
+
+    exact, after = jax.lax.cond(is_finite, step, skip)
     rounded = jax.tree.map(lambda x, old: x.astype(old.dtype), exact, trainable)
     metrics = objective_lib.metrics(sums, divisor)
     metrics |= {"grad_norm": norm, "skipped": 1.0 - is_finite}
     return (
       rounded,
-      jax.tree.map(keep, after, opt_state),
+      after,
       updates + is_finite,
       None if master is None else exact,
       metrics,
@@ -501,6 +508,6 @@ def _as_jax(batch: batch_lib.Batch) -> Any:
   return jax.tree.map(jnp.asarray, batch)
 
 
-def _zeros(shapes: Any, dtype: Any = None) -> Any:
-  """Returns a tree of zeros, of one dtype or of those of `shapes`."""
-  return jax.tree.map(lambda x: jnp.zeros(x.shape, dtype or x.dtype), shapes)
+def _zeros(shapes: Any) -> Any:
+  """Returns a tree of zeros."""
+  return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)

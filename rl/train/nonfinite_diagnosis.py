@@ -104,9 +104,10 @@ def outcome(
   batches: Sequence[batch_lib.Batch],
 ) -> UpdateOutcome:
   """Accumulates micro-batches; returns their loss and gradient."""
-  total = programs.zero()
+  total = None
   for packed in batches:
     total = programs.accumulate(skipped.params, total, packed, skipped.critic)
+  assert total is not None  # There is a batch.
   loss, norm, finite = jax.device_get(_summary(total, skipped.left_out_divisor))
   return UpdateOutcome(float(loss), float(norm), _paths(finite, which=False))
 

@@ -2,8 +2,11 @@
 
 groups -> select -> score -> estimate -> Accumulation.add (packed rows)
   -> Learner.accumulate (sums on the mesh) -> Learner.step, once an epoch
+
+While the mesh computes one batch, the next is packed and placed on it.
 """
 
+import asyncio
 import collections
 import dataclasses
 import itertools
@@ -466,6 +469,7 @@ class Accumulation:
     self._pack = pack
     self._waiting: list[_Waiting] = []
     self._total: learner.Accumulator | None = None
+    self._running: asyncio.Future[learner.Accumulator] | None = None
 
   @property
   def fill(self) -> float:
@@ -481,7 +485,11 @@ class Accumulation:
     members: Sequence[trajectory.Trajectory],
     columns: Mapping[batch.Column, scoring.Tokens],
   ) -> None:
-    """Accumulates full batches; the rest waits for more trajectories."""
+    """Accumulates full batches; the rest waits for more trajectories.
+
+    The last batch is still on the mesh when this returns, so that the next
+    groups are selected and packed meanwhile.
+    """
     for i, member in enumerate(members):
       own: dict[batch.Column, Float32[np.ndarray, " _"]] = {
         name: values[i] for name, values in columns.items()
@@ -506,6 +514,7 @@ class Accumulation:
     Args:
       left_out_divisor: what the groups left out add to the divisor.
     """
+    await self._ran()
     return await self._thread.run(
       "update", self._programs.step, state, self._total, left_out_divisor
     )
@@ -539,17 +548,23 @@ class Accumulation:
     state: train_state.TrainState,
     batches: Sequence[batch.Batch],
   ) -> None:
-    if self._total is None:
-      self._total = await self._thread.run("zero", self._programs.zero)
     for packed in batches:
-      self._total = await self._thread.run(
+      placed = self._programs.place(packed)  # While the one before runs.
+      await self._ran()
+      self._running = self._thread.submit(
         "accumulate",
         self._programs.accumulate,
         state.params,
         self._total,
-        packed,
+        placed,
         state.critic,
       )
+
+  async def _ran(self) -> None:
+    """Waits for the batch on the mesh, if there is one."""
+    if self._running is not None:
+      running, self._running = self._running, None
+      self._total = await running
 
 
 def means(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -142,7 +142,7 @@ def pack(case, share):
 def accumulate(programs, params, packed):
   shardings = jax.tree.map(lambda x: x.sharding, programs.abstract.params)
   placed = jax.device_put(params, shardings)
-  total = programs.accumulate(placed, programs.zero(), programs.place(packed))
+  total = programs.accumulate(placed, None, programs.place(packed))
   return jax.device_get(total)
 
 

@@ -156,8 +156,14 @@ class InlineThread(mesh_thread.MeshThread):
     pass
 
   async def run(self, name, function, *args):
-    await asyncio.sleep(0.005)  # A program in no time would overlap nothing.
-    return function(*args)
+    return await self.submit(name, function, *args)
+
+  def submit(self, name, function, *args):
+    async def job():
+      await asyncio.sleep(0.005)  # A program in no time would overlap nothing.
+      return function(*args)
+
+    return asyncio.ensure_future(job())
 
 
 class Placing(fakes.FakeLearner):

@@ -65,9 +65,7 @@ def start(programs: learner.Learner) -> train_state.TrainState:
 
 def updated(programs, state, count=3):
   for _ in range(count):
-    total = programs.accumulate(
-      state.params, programs.zero(), programs.place(data())
-    )
+    total = programs.accumulate(state.params, None, programs.place(data()))
     state, _ = programs.update(state, total)
   return state
 

@@ -99,14 +99,14 @@ def params_shardings(programs):
 
 def accumulate(programs, params, batches):
   params = jax.device_put(params, params_shardings(programs))
-  total = programs.zero()
+  total = None
   for data in batches:
     total = programs.accumulate(params, total, programs.place(data))
   return jax.device_get(total)
 
 
 def step(programs, state, batches):
-  total = programs.zero()
+  total = None
   for data in batches:
     total = programs.accumulate(state.params, total, programs.place(data))
   state, metrics = programs.update(state, total)
@@ -251,6 +251,27 @@ def test_parameters_survive_an_update_and_the_moments_do_not(
   )
   assert int(after.updates) == 1
   assert np.abs(after.params["embed"] - params["embed"]).max() > 1e-4
+
+
+def test_an_update_writes_each_leaf_into_the_memory_that_it_gives_up(
+  programs, params, packed
+):
+  def addresses(params, state):
+    moments = [optax.tree.get(state, name) for name in ("mu", "nu")]
+    return [
+      leaf.unsafe_buffer_pointer()
+      for leaf in jax.tree.leaves([params, *moments])
+    ]
+
+  def both():
+    state = fresh(programs, params)
+    total = programs.accumulate(state.params, None, programs.place(packed))
+    given = addresses(total.grads.policy, state.opt_state)
+    state, _ = programs.update(state, total)
+    return given, addresses(state.params, state.opt_state)
+
+  given, taken = on_mesh(both)
+  assert given == taken
 
 
 @pytest.mark.parametrize(
@@ -506,7 +527,7 @@ def placed(programs: learner.Learner) -> tuple[Any, Any]:
 
 def gradient(programs: learner.Learner, batches) -> learner.Accumulator:
   params, critic = placed(programs)
-  total = programs.zero()
+  total = None
   for data in batches:
     total = programs.accumulate(params, total, programs.place(data), critic)
   return jax.device_get(total)

@@ -77,7 +77,7 @@ def test_a_finite_update_is_finite_in_all_of_its_parts(programs, skipped):
 
 def test_loss_and_norm_are_those_of_the_update(programs, skipped):
   skipped = skipped._replace(left_out_divisor=3.0)
-  total, state = programs.zero(), programs.init(jax.random.key(0))
+  total, state = None, programs.init(jax.random.key(0))
   for packed in skipped.batches:
     total = programs.accumulate(state.params, total, programs.place(packed))
   _, metrics = programs.update(state, total, 3.0)
@@ -240,7 +240,7 @@ def test_the_learners_own_program_is_looked_into(programs, skipped, planted):
     packed.advantages[2, 8] = np.nan
   placed = programs.place(packed)
   found = nonfinite_diagnosis.first_nan(
-    programs.accumulate, skipped.params, programs.zero(), placed
+    programs.accumulate, skipped.params, None, placed
   )
   if planted:
     assert found is not None

@@ -66,9 +66,7 @@ def packed():
 
 
 def step(programs, state, packed):
-  total = programs.accumulate(
-    state.params, programs.zero(), programs.place(packed)
-  )
+  total = programs.accumulate(state.params, None, programs.place(packed))
   state, metrics = programs.update(state, total)
   return state, jax.device_get(metrics)
 
@@ -90,9 +88,7 @@ def test_what_is_published_is_bfloat16_and_what_is_added_to_float32(
   programs, packed
 ):
   state, _ = step(programs, programs.init(jax.random.key(0)), packed)
-  total = programs.accumulate(
-    state.params, programs.zero(), programs.place(packed)
-  )
+  total = programs.accumulate(state.params, None, programs.place(packed))
   scores = programs.score(state.params, programs.place(packed))
   assert dtypes(state.params) == {jnp.dtype(jnp.bfloat16)}
   f32 = {jnp.dtype(jnp.float32)}
@@ -125,7 +121,7 @@ def test_updates_too_small_for_bfloat16_do_not_vanish(packed):
   small = build(BF16, optimizer)
   state = small.init(jax.random.key(0))
   before = jax.device_get(state.params)
-  total = small.accumulate(state.params, small.zero(), small.place(packed))
+  total = small.accumulate(state.params, None, small.place(packed))
   for _ in range(3):
     # The same gradient each time, as `update` uses it up only with float32.
     state, _ = small.update(state, total)
@@ -147,7 +143,7 @@ def test_updates_too_small_for_bfloat16_do_not_vanish(packed):
 def test_gradients_of_micro_batches_are_added_in_float32(programs, packed):
   params = programs.init(jax.random.key(0)).params
   placed = programs.place(packed)
-  one = programs.accumulate(params, programs.zero(), placed)
+  one = programs.accumulate(params, None, placed)
   once = jax.device_get(one.grads)
   for _ in range(511):
     one = programs.accumulate(params, one, placed)
@@ -228,7 +224,8 @@ def test_with_adapters_nothing_else_trains(dtype, packed):
   ]
   # A fresh b is 0, so a has no gradient yet: of each pair one moves.
   assert sum(x > 1e-3 for x in moved) == len(moved) / 2
-  trained = [programs.zero().grads, optax.tree.get(state.opt_state, "mu")]
+  total = programs.accumulate(state.params, None, programs.place(packed))
+  trained = [total.grads, optax.tree.get(state.opt_state, "mu")]
   trained += [state.master] if dtype == "bfloat16" else []
   for tree in trained:
     assert jax.tree.structure(tree.policy) == jax.tree.structure(adapters)
