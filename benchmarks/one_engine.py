@@ -249,7 +249,9 @@ def _compile(parts: assemble.Parts, state: train_state.TrainState) -> None:
     shape.rows, shape.length, share_prompts=shape.share_prompts
   )
   copy = programs.wrap(state.params)
-  total = programs.accumulate(copy.params, None, programs.place(packed))
+  placed = programs.place(packed)
+  total = programs.accumulate(copy.params, None, placed)
+  total = programs.accumulate(copy.params, total, placed)
   programs.update(copy, total)
   probe = jax.tree.map(lambda x: x[:8], packed)
   programs.score(state.params, programs.place(probe))

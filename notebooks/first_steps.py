@@ -143,6 +143,7 @@ def train(state: train_state.TrainState):
   total = None
   for rows in packed.batches:
     total = parts.programs.accumulate(state.params, total, rows)
+  assert total is not None  # There is a batch.
   return parts.programs.step(state, total)
 
 

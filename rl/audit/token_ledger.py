@@ -146,7 +146,7 @@ def _causes(
 ) -> dict[str, int]:
   """Returns the masked tokens of a trained group by cause."""
   if attempt.restored:
-    return {"unknown": trained["masked"]}
+    return {UNKNOWN: trained["masked"]} if trained["masked"] else {}
   causes: collections.Counter[str] = collections.Counter()
   for i in set(trained["members"]) - set(attempt.used):
     member = attempt.members.get(i, lifecycle.MemberRecord())

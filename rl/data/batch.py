@@ -318,7 +318,7 @@ def _fill(
       if len(own["tokens"]):
         segment += 1
         _write(batch, row, start, segment, own, parent=parent)
-        if parent != mask.NO_PARENT:
+        if batch.prefix is not None and parent != mask.NO_PARENT:
           batch.prefix.previous[row, start] = end - 1
         start += len(own["tokens"])
 

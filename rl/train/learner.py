@@ -167,7 +167,8 @@ class Learner:
     num_lags: int = 1,
   ):
     self._config, self._layout = config, layout
-    self._objective, self._optimizer = objective, optimizer
+    self._objective = objective
+    self._optimizer = optax.with_extra_args_support(optimizer)
     self._temperature, self._num_lags = temperature, num_lags
     begin = functools.partial(
       train_state.begin, config=config, optimizer=optimizer
@@ -445,7 +446,9 @@ class Learner:
       means: Any
       means, _, _ = mean_gradient(total, left_out_divisor)
       changes: Any
-      changes, after = self._optimizer.update(means, opt_state, old)
+      changes, after = self._optimizer.update(
+        means, opt_state, old, grad_norm=norm
+      )
       return optax.apply_updates(old, changes), after
 
     def skip():

@@ -124,6 +124,27 @@ class CosineRate(_Decay):
     )
 
 
+def clip_by_norm(
+  max_norm: float,
+) -> optax.GradientTransformationExtraArgs:
+  """Returns `optax.clip_by_global_norm`, which may be told the norm.
+
+  An update that is given it as `grad_norm` need not sum it up again.
+  """
+
+  def update(updates, state, params=None, *, grad_norm=None, **others):
+    del params, others
+    norm = optax.tree.norm(updates) if grad_norm is None else grad_norm
+
+    def clip(g):
+      scaled = g / norm.astype(g.dtype) * max_norm
+      return jnp.where(norm < max_norm, g, scaled)
+
+    return jax.tree.map(clip, updates), state
+
+  return optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Descent(abc.ABC):
   """The settings that all optimizers share.
@@ -151,7 +172,7 @@ class Descent(abc.ABC):
   def __call__(self) -> optax.GradientTransformation:
     """Returns clip -> rule -> decay, scaled by the rate of the update."""
     return optax.chain(
-      optax.clip_by_global_norm(self.max_grad_norm),
+      clip_by_norm(self.max_grad_norm),
       self._rule(),
       optax.add_decayed_weights(self.weight_decay),
       # A function even where it is constant: the state has one structure.

@@ -280,6 +280,18 @@ def test_a_gradient_beyond_the_norm_is_scaled_to_it(kind):
   assert abs(clipped[1]["a"] - whole[1]["a"]) > 1e-5
 
 
+@pytest.mark.parametrize("max_norm", [0.1, 7.0])
+def test_a_clip_that_is_told_the_norm_does_what_that_of_optax_does(max_norm):
+  grads = jax.tree.map(jnp.float32, {"a": _draws(5), "b": _draws(3, seed=1)})
+  wanted, _ = optax.clip_by_global_norm(max_norm).update(
+    grads, optax.EmptyState()
+  )
+  clip = optimizers.clip_by_norm(max_norm)
+  for told in ({}, {"grad_norm": optax.tree.norm(grads)}):
+    found, _ = clip.update(grads, clip.init(grads), **told)
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+
+
 @pytest.mark.parametrize("kind", ALL)
 def test_a_schedule_scales_the_steps_of_every_optimizer(kind):
   params = [_draws(3, seed=1)]
