@@ -19,9 +19,8 @@ is stall_s over step_s + transfer_s, and `idle ratio` mesh_idle_s over it, which
 also holds what the host does before the next program. With "drain" and "abort"
 requests end, so that rows wait for others, or for a new request.
 
-Then, with nothing else running, the bytes and seconds of one publish of all
-weights as float32, bfloat16 and int8, and of adapters alone. Medians, and
-ratios with smallest and largest. Writes benchmarks/results/publish.json.
+Medians, and ratios with smallest and largest. Writes
+benchmarks/results/publish.json.
 """
 
 import asyncio
@@ -41,7 +40,7 @@ from absl import flags as absl_flags
 from benchmarks import machine
 from launch.cli import jax_setup
 from models import config as model_config
-from models import lora, memory_report, sharding
+from models import memory_report, sharding
 from models import policy as policy_lib
 from rl.audit import event_log
 from rl.engine import contract
@@ -230,40 +229,6 @@ def _summary(ones: Sequence[Mapping[str, float]]) -> dict[str, float]:
   return row
 
 
-async def _moved(
-  layouts: Sequence[sharding.Layout],
-  config: model_config.ModelConfig,
-  dtype: weight_transfer.Dtype,
-) -> dict[str, float]:
-  """Returns bytes and median seconds of a publish of what a model trains."""
-  spans = trace.Trace(None)
-  learner, copier = (
-    mesh_thread.MeshThread(n, spans) for n in ("learner", "host")
-  )
-  transfer = weight_transfer.MeshTransfer(
-    [weight_transfer.pool_shardings(config, layouts[1], dtype)],
-    learner,
-    copier,
-    weight_transfer.Publishing(dtype=dtype),
-  )
-  params = _init(config, layouts[0])
-  trained, frozen = lora.split(params)
-  seconds, moved = [], 0
-  (held,) = await transfer.stage(params, [0])
-  versions = _versions(trained)
-  for repeat in range(_REPEATS.value + 1):
-    fresh = lora.join(next(versions), frozen)
-    start = time.monotonic()
-    (held,) = await transfer.stage(fresh, [0])
-    moved = held.moved_bytes
-    if repeat:  # The first compiles the cast.
-      seconds.append(time.monotonic() - start)
-  del held
-  copier.close()
-  learner.close()
-  return {"bytes": moved, "seconds": statistics.median(seconds)}
-
-
 def _init(config: model_config.ModelConfig, layout: sharding.Layout) -> Any:
   places = layout.tree(policy_lib.of(config).axes)
   draw = policy_lib.of(config).init
@@ -272,21 +237,11 @@ def _init(config: model_config.ModelConfig, layout: sharding.Layout) -> Any:
 
 async def _run(layouts: Sequence[sharding.Layout]) -> dict[str, Any]:
   ways = await _under_load(layouts, _init(_MODEL, layouts[0]))
-  adapted = dataclasses.replace(_MODEL, lora=lora.Lora())
-  moved = {
-    "float32": await _moved(layouts, _MODEL, "same"),
-    "bfloat16": await _moved(layouts, _MODEL, "bfloat16"),
-    "int8": await _moved(layouts, _MODEL, "int8"),
-    "adapters": await _moved(layouts, adapted, "same"),
-  }
-  whole = moved["float32"]["bytes"]
-  for row in moved.values():
-    row["share of float32"] = row["bytes"] / whole
-  return {"under load": ways, "moved": moved}
+  return {"under load": ways}
 
 
 def main(argv: list[str]) -> None:
-  """Measures and prints both tables, and keeps them."""
+  """Measures and prints the table, and keeps it."""
   del argv
   place = placement.Placement()
   jax_setup.prepare(place)

@@ -3,13 +3,13 @@
 import os
 import shutil
 from collections.abc import Mapping, Sequence
-from typing import TextIO
+from typing import TextIO, get_args
 
 import rich.console
 import rich.table
 
 from models import config as model_config
-from models import memory_report, sharding
+from models import memory_report, quantize, sharding
 from rl import assemble, memory_plan
 from rl import experiment as experiment_lib
 from rl.pools import placement, weight_transfer
@@ -111,8 +111,9 @@ def _pool(
   words = "" if pool.name == "decode" else f", pool {pool.name}"
   words += "" if pool.kind == "any" else f" for {pool.kind}"
   words += f", {pool.replicas} replicas" if pool.replicas > 1 else ""
-  int8 = experiment.publishing.dtype == "int8"
-  return words + (", matrices in int8" if int8 else "")
+  dtype = experiment.publishing.dtype
+  is_8_bit = dtype in get_args(quantize.Dtype)
+  return words + (f", matrices in {dtype}" if is_8_bit else "")
 
 
 def _title(name: str, spec: placement.MeshSpec) -> str:

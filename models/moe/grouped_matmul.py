@@ -23,6 +23,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
+from models import quantize
+
 _CHUNK_BLOCKS = 8
 _CHUNK_ROWS = 512
 
@@ -220,13 +222,14 @@ spread_values.defvjp(
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def matmul(
   rows: Float[Array, "S D"],
-  weights: Float[Array, "E D F"],
+  weights: Float[Array, "E D F"] | quantize.Quantized,
   plan: Plan,
   form: Form,
 ) -> Float[Array, "S F"]:
   """Returns every block times the weights of its owner, summed in float32.
 
   Args:
+    weights: quantised ones have no gradient.
     form: one of the kernels.
   """
   return _product(rows, weights, plan, form, transpose=False)
@@ -263,7 +266,7 @@ def _kernels() -> Any:
 
 def _product(
   rows: Float[Array, "S I"],
-  weights: Float[Array, "E D F"],
+  weights: Float[Array, "E D F"] | quantize.Quantized,
   plan: Plan,
   form: Form,
   *,
@@ -271,9 +274,13 @@ def _product(
 ) -> Float[Array, "S O"]:
   """Returns rows @ weights[owner], or by the transpose of the weights."""
   product = getattr(_kernels(), f"product_{form.kernel}")
+  scale = None
+  if isinstance(weights, quantize.Quantized):
+    weights, scale = weights
   out = product(
     _blocks(rows, plan),
     weights,
+    scale,
     plan.owner,
     plan.starts,
     transpose=transpose,

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas import triton as plgpu
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float, Float32, Int32, Shaped
 
 _LANES = 128
 _MOSAIC_TILE = 512
@@ -29,14 +29,20 @@ _TRITON_DEPTH = 64
 
 def product_mosaic(
   blocks: Float[Array, "N b I"],
-  weights: Float[Array, "E D F"],
+  weights: Shaped[Array, "E D F"],
+  scale: Float32[Array, "E 1 F"] | None,
   owner: Int32[Array, " N"],
   starts: Int32[Array, " starts"],
   *,
   transpose: bool,
   interpret: bool = False,
 ) -> Float[Array, "N b O"]:
-  """Returns blocks[n] @ weights[owner[n]], or by the transpose of those."""
+  """Returns blocks[n] @ weights[owner[n]], or by the transpose of those.
+
+  Args:
+    scale: of weights in 8 bits, which are multiplied out tile by tile, so that
+      only bytes are read; those are not transposed.
+  """
   num_blocks, rows, width = blocks.shape
   out = weights.shape[1 if transpose else 2]
   inner, outer = _tile_mosaic(width), _tile_mosaic(out)
@@ -54,7 +60,12 @@ def product_mosaic(
     i = jnp.where(used, i, last_i)
     return (expert, o, i) if transpose else (expert, i, o)
 
+  def at_scale(o, n, i, owner, starts):
+    del i
+    return owner[_last_used(n, starts)], 0, o
+
   tile = (outer, inner) if transpose else (inner, outer)
+  scales = [] if scale is None else [scale]
   grid_spec = pltpu.PrefetchScalarGridSpec(
     num_scalar_prefetch=2,
     # Blocks inside of output tiles: an owner's weights stay for all of its
@@ -63,6 +74,7 @@ def product_mosaic(
     in_specs=[
       pl.BlockSpec((None, rows, inner), at_rows),
       pl.BlockSpec((None, *tile), at_weights),
+      *(pl.BlockSpec((None, 1, outer), at_scale) for _ in scales),
     ],
     out_specs=pl.BlockSpec((None, rows, outer), lambda o, n, i, *_: (n, 0, o)),
     scratch_shapes=[pltpu.VMEM((rows, outer), jnp.float32)],
@@ -76,13 +88,14 @@ def product_mosaic(
       dimension_semantics=("parallel", "arbitrary", "arbitrary")
     ),
   )
-  return call(owner, starts, blocks, weights)
+  return call(owner, starts, blocks, weights, *scales)
 
 
 def _product_kernel(
-  owner: Any, starts: Any, x: Any, w: Any, y: Any, acc: Any, *, transpose: bool
+  owner: Any, starts: Any, x: Any, w: Any, *rest: Any, transpose: bool
 ):
   del owner
+  *scales, y, acc = rest
   i, used = pl.program_id(2), pl.program_id(1) < starts[starts.shape[0] - 1]
 
   @pl.when(i == 0)
@@ -91,7 +104,8 @@ def _product_kernel(
 
   @pl.when(used)
   def _():
-    acc[...] += _dot(x[...], w[...], 1, 1 if transpose else 0)
+    tile = _multiplied_out(w[...], x.dtype, *(s[...] for s in scales))
+    acc[...] += _dot(x[...], tile, 1, 1 if transpose else 0)
 
   @pl.when(i == pl.num_programs(2) - 1)
   def _():
@@ -165,7 +179,8 @@ def _outer_kernel(owner: Any, starts: Any, x: Any, y: Any, dw: Any, acc: Any):
 
 def product_triton(
   blocks: Float[Array, "N b I"],
-  weights: Float[Array, "E D F"],
+  weights: Shaped[Array, "E D F"],
+  scale: Float32[Array, "E 1 F"] | None,
   owner: Int32[Array, " N"],
   starts: Int32[Array, " starts"],
   *,
@@ -175,18 +190,22 @@ def product_triton(
   """Returns what `product_mosaic` does."""
   out = weights.shape[1 if transpose else 2]
   blocks, weights = _pad(blocks, 2), _pad(_pad(weights, 1), 2)
+  scales = [] if scale is None else [_pad(scale, 2)]
   num_blocks, rows, width = blocks.shape
   padded = weights.shape[1 if transpose else 2]
   inner = _tile_triton(width, _TRITON_DEPTH)
   outer = _tile_triton(padded, _TRITON_TILE)
 
-  def kernel(owner, starts, x, w, y):
+  def kernel(owner, starts, x, w, *rest):
+    *scales, y = rest
     n, o = pl.program_id(0), pl.program_id(1)
     at_o = pl.ds(o * outer, outer)
 
     def add(i, acc):
       at_i = pl.ds(i * inner, inner)
       tile = w[owner[n], at_o, at_i] if transpose else w[owner[n], at_i, at_o]
+      own = (s[owner[n], :, at_o] for s in scales)
+      tile = _multiplied_out(tile, x.dtype, *own)
       return acc + _dot(x[:, at_i], tile, 1, 1 if transpose else 0)
 
     used = n < starts[starts.shape[0] - 1]
@@ -203,13 +222,13 @@ def product_triton(
       pl.BlockSpec(),
       pl.BlockSpec(),
       pl.BlockSpec((None, rows, width), lambda n, o: (n, 0, 0)),
-      pl.BlockSpec(),
+      *(pl.BlockSpec() for _ in [weights, *scales]),
     ],
     out_specs=pl.BlockSpec((None, rows, outer), lambda n, o: (n, 0, o)),
     interpret=interpret,
     compiler_params=_triton_params(rows * outer),
   )
-  return call(owner, starts, blocks, weights)[..., :out]
+  return call(owner, starts, blocks, weights, *scales)[..., :out]
 
 
 def outer_triton(
@@ -249,6 +268,15 @@ def outer_triton(
     compiler_params=_triton_params(inner * outer),
   )
   return call(starts, blocks, dy)[:, : shape[1], : shape[2]]
+
+
+def _multiplied_out(
+  tile: Array, dtype: jax.typing.DTypeLike, scale: Array | None = None
+) -> Array:
+  """Returns a tile of weights as `quantize.dequantize` does."""
+  if scale is None:
+    return tile
+  return (tile.astype(jnp.float32) * scale).astype(dtype)
 
 
 def _dot(a: Array, b: Array, a_axis: int, b_axis: int) -> Array:

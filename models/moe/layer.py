@@ -184,13 +184,13 @@ def _swiglu(
 
 
 def _adapted(
-  product: Callable[[Array, Array], Array],
+  product: Callable[[Array, Any], Array],
   weights: Mapping[str, Any],
   name: str,
   rows: Array,
 ) -> Array:
   """Returns rows times weights, and what their adapters add."""
-  y = product(rows, quantize.dequantize(weights[name], rows.dtype))
+  y = product(rows, weights[name])
   adapter = weights["lora"].get(name)
   if adapter is None:
     return y
@@ -203,7 +203,11 @@ def _swiglu_of_blocks(
   scale: Float[Array, "c b"],
 ) -> Float[Array, "c b D"]:
   """Returns each block times its own weights."""
-  return _swiglu(functools.partial(_adapted, jnp.matmul, weights), rows, scale)
+
+  def product(rows, weights):
+    return jnp.matmul(rows, quantize.dequantize(weights, rows.dtype))
+
+  return _swiglu(functools.partial(_adapted, product, weights), rows, scale)
 
 
 def _swiglu_by_kernels(

@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -25,12 +25,13 @@ from rl.runtime import checksum as checksum_lib
 from rl.runtime import mesh_thread
 from rl.settings import checks
 
-Dtype = Literal["same", "bfloat16", "int8"]
+Dtype = Literal["same", "bfloat16", "int8", "float8_e4m3fn"]
 """Type of the weights in a pool.
 
 same: the learner's.
 bfloat16: for wider types; build the pool with `pool_model`.
-int8: for matrices, with a scale of each output channel; see `models.quantize`.
+int8, float8_e4m3fn: for matrices, with a scale of each output channel; see
+  `models.quantize`.
 """
 
 
@@ -88,19 +89,20 @@ def cast(params: Any, dtype: Dtype) -> Any:
 def _cast(dtype: Dtype, path: _Path, leaf: Any) -> Any:
   axes = _scale_axes(dtype, path)
   if axes is not None:
-    return _quantized(leaf, axes)
+    return _quantized(leaf, axes, dtype)
   if dtype == "bfloat16" and _is_wide(leaf):
     return _narrowed(leaf)
   return leaf
 
 
-_quantized = jax.jit(quantize.quantize_matrix, static_argnums=1)
+_quantized = jax.jit(quantize.quantize_matrix, static_argnums=(1, 2))
 _narrowed = jax.jit(lambda leaf: leaf.astype(jnp.bfloat16))
 
 
 def _scale_axes(dtype: Dtype, path: _Path) -> tuple[int, ...] | None:
-  """Returns the axes of each scale of a leaf that becomes int8, else None."""
-  return quantize.summed(path) if dtype == "int8" else None
+  """Returns the axes of each scale of a leaf in 8 bits, else None."""
+  is_8_bit = dtype in get_args(quantize.Dtype)
+  return quantize.summed(path) if is_8_bit else None
 
 
 def _is_wide(leaf: Any) -> bool:

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import itertools
 import math
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +26,7 @@ from tests.helpers import small_models
 pytestmark = pytest.mark.compiled
 
 CONFIG = dataclasses.replace(small_models.CONFIG, lora=lora.Lora(rank=2))
-DTYPES = ("same", "bfloat16", "int8")
+DTYPES = get_args(weight_transfer.Dtype)
 MESHES = list(itertools.product((1, 2), repeat=3))
 
 
@@ -137,7 +138,7 @@ def test_of_a_model_with_adapters_only_those_are_cast_and_move(
   served = asyncio.run(scenario())
   sizes = [e["moved_bytes"] for e in log.events if e["kind"] == "staged"]
   assert sizes == [num_bytes(expected[dtype]), num_bytes(adapters)]
-  # int8 leaves adapters as they are: 4 bytes a number.
+  # 8 bits leave adapters as they are: 4 bytes a number.
   count = sum(leaf.size for leaf in jax.tree.leaves(trained))
   assert sizes[1] == count * (2 if dtype == "bfloat16" else 4)
   cast = weight_transfer.cast(after, dtype)

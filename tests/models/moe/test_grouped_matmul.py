@@ -1,10 +1,12 @@
 import contextlib
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from models import quantize
 from models.moe import grouped_matmul
 from models.moe import layer as moe_layer
 
@@ -202,6 +204,29 @@ def test_kernels_compile_for_their_platform_without_a_device(
     # gradient needs no results.
     target = {"tpu": "@tpu_custom_call", "cuda": "gpu.triton"}[platform]
     assert lowered.count(target) == 8
+
+
+@pytest.mark.parametrize(
+  ("platform", "kernel"), [("tpu", "mosaic"), ("cuda", "triton")]
+)
+def test_kernels_read_experts_of_8_bits_as_they_are(platform, kernel):
+  shapes = {"gate": (4, 256, 128), "up": (4, 256, 128), "down": (4, 128, 256)}
+  params = quantize.quantize(
+    {name: jnp.ones(shape) for name, shape in shapes.items()}
+  )
+  form = grouped_matmul.Form(kernel)
+
+  def run(params, x):
+    experts = jnp.zeros((64, 2), jnp.int32)
+    return mix(params, x, jnp.ones((64, 2)), experts, form)[0]
+
+  with _described(platform):
+    traced = jax.jit(run).trace(params, jnp.zeros((64, 256), jnp.bfloat16))
+    lowered = traced.lower(lowering_platforms=(platform,)).as_text()
+  # Outside of the kernels nothing has the shape of all experts but their bytes.
+  wide = re.findall(r"tensor<4x(?:256x128|128x256)x(?:bf16|f32)>", lowered)
+  assert not wide
+  assert "tensor<4x256x128xi8>" in lowered
 
 
 def _described(platform):

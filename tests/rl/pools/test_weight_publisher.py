@@ -2,6 +2,7 @@
 
 import asyncio
 import weakref
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -322,7 +323,7 @@ def test_a_copy_that_the_engine_dropped_is_made_again(
   np.testing.assert_allclose(back["embed"], np.eye(4), rtol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", ["same", "bfloat16", "int8"])
+@pytest.mark.parametrize("dtype", get_args(weight_transfer.Dtype))
 def test_engines_tell_the_checksum_of_what_the_learner_sent(
   make, params, where, spans, dtype
 ):
