@@ -7,7 +7,9 @@ rows of 96 tokens, float32, no rematerialisation.
 
 1. Forward and backward pass with 8, 32 and 128 experts: the active size is the
    same, so the time should be too.
-2. A train step, with Adam, of ours and of google-tunix 0.1.7's own Qwen3-MoE
+2. The same with 128 experts, 8 of width 128 a token, and of a dense model whose
+   MLP has their 1,024: 2 layers of width 512, 16 rows of 128 tokens.
+3. A train step, with Adam, of ours and of google-tunix 0.1.7's own Qwen3-MoE
    model, when PATH is a Python that has it, or this one does. It runs in a
    process of its own. The loss is the same policy gradient on all tokens.
 
@@ -59,14 +61,30 @@ def _config(num_experts: int) -> config_lib.ModelConfig:
   )
 
 
-def _gradient(num_experts: int) -> tuple[definition.Params, Callable]:
-  """Returns parameters, and the gradient of the loss of the fixed batch."""
-  config = _config(num_experts)
+def _wide(num_experts: int) -> config_lib.ModelConfig:
+  """Returns a model whose tokens meet hidden values of width 1,024."""
+  return config_lib.ModelConfig(
+    vocab_size=512,
+    num_layers=2,
+    d_model=512,
+    num_heads=8,
+    head_dim=64,
+    d_ff=8 * 128,
+    d_expert=128,
+    num_experts=num_experts,
+    experts_per_token=8,
+    max_length=128,
+  )
+
+
+def _gradient(
+  config: config_lib.ModelConfig, shape: tuple[int, int]
+) -> tuple[definition.Params, Callable]:
+  """Returns parameters, and the gradient of the loss of a fixed batch."""
   random = np.random.default_rng(0)
-  shape = (_ROWS, _LENGTH)
   tokens = jnp.asarray(random.integers(0, 512, shape), jnp.int32)
-  advantages = jnp.asarray(random.normal(size=(_ROWS, 1)), jnp.float32)
-  positions = jnp.broadcast_to(jnp.arange(_LENGTH, dtype=jnp.int32), shape)
+  advantages = jnp.asarray(random.normal(size=(shape[0], 1)), jnp.float32)
+  positions = jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32), shape)
   segments = jnp.ones(shape, jnp.int32)
 
   def loss(params):
@@ -81,9 +99,9 @@ def _gradient(num_experts: int) -> tuple[definition.Params, Callable]:
   return params, jax.grad(loss)
 
 
-def _passes(num_experts: int) -> Step:
+def _passes(config: config_lib.ModelConfig, shape: tuple[int, int]) -> Step:
   """Returns a forward and backward pass."""
-  params, gradient = _gradient(num_experts)
+  params, gradient = _gradient(config, shape)
   run = jax.jit(gradient)
   jax.block_until_ready(run(params))
   return lambda: _timed(lambda: run(params))
@@ -91,7 +109,7 @@ def _passes(num_experts: int) -> Step:
 
 def _train(num_experts: int) -> Step:
   """Returns a step of training."""
-  params, gradient = _gradient(num_experts)
+  params, gradient = _gradient(_config(num_experts), (_ROWS, _LENGTH))
   optimizer = optax.adam(3e-3)
 
   def step(params, state):
@@ -176,9 +194,19 @@ def _ratios(above: dict, below: dict) -> dict[str, float]:
 
 def _growth(repeats: int) -> dict:
   """Returns the times by number of experts, and 128 of them over 8."""
-  sides = {str(number): _passes(number) for number in (8, 32, 128)}
+  shape = (_ROWS, _LENGTH)
+  sides = {str(n): _passes(_config(n), shape) for n in (8, 32, 128)}
   rows = _turns(sides, repeats)
   return {"experts": rows, "128 over 8": _ratios(rows["128"], rows["8"])}
+
+
+def _against_dense(repeats: int) -> dict:
+  """Returns the times of both models, and those of the experts over dense."""
+  sides = {"experts": 128, "dense": 0}
+  rows = _turns(
+    {k: _passes(_wide(n), (16, 128)) for k, n in sides.items()}, repeats
+  )
+  return rows | {"experts over dense": _ratios(rows["experts"], rows["dense"])}
 
 
 def _against_tunix(python: str, repeats: int) -> dict:
@@ -194,13 +222,16 @@ def _against_tunix(python: str, repeats: int) -> dict:
 
 
 def main(argv: Sequence[str]) -> None:
-  """Measures, prints and keeps both comparisons."""
+  """Measures, prints and keeps all comparisons."""
   del argv
   print(machine.describe())
   result = {"forward and backward": _growth(_REPEATS.value)}
   growth = result["forward and backward"]
   _show({f"{n} experts, passes": r for n, r in growth["experts"].items()})
   print("128 experts over 8:", growth["128 over 8"])
+  dense = result["against dense"] = _against_dense(_REPEATS.value)
+  _show({f"{name}, 128 of 8": dense[name] for name in ("experts", "dense")})
+  print("experts over dense:", dense["experts over dense"])
   python = _TUNIX.value
   if python is None and importlib.util.find_spec("tunix"):
     python = sys.executable

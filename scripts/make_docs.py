@@ -430,17 +430,20 @@ def constrained(result: Mapping[str, Any]) -> Rows:
 
 
 def learner(result: Mapping[str, Any]) -> Rows:
-  """Yields the learner's rate beside that of the bare step."""
-  yield "learner", "bare step", "ratio"
-  yield (
-    f"{result['learner tokens/s']:,.0f} tokens/s",
-    f"{result['bare step tokens/s']:,.0f} tokens/s",
-    f"{result['ratio']:.2f} ({_range(result)})",
-  )
+  """Yields the learner's rates beside those of the bare step."""
+  yield "batches an update", "learner", "bare step", "ratio", "of CPU time"
+  for row in result["rows"]:
+    yield (
+      str(row["batches"]),
+      f"{row['learner tokens/s']:,.0f} tokens/s",
+      f"{row['bare step tokens/s']:,.0f} tokens/s",
+      f"{row['ratio']:.2f} ({_range(row)})",
+      f"{row['CPU ratio']:.2f} ({_range(row, 'CPU ratio')})",
+    )
 
 
-def _range(row: Mapping[str, float]) -> str:
-  return f"{row['ratio min']:.2f} to {row['ratio max']:.2f}"
+def _range(row: Mapping[str, float], name: str = "ratio") -> str:
+  return f"{row[f'{name} min']:.2f} to {row[f'{name} max']:.2f}"
 
 
 def coordinator(result: Mapping[str, Any]) -> Rows:
@@ -482,14 +485,16 @@ def publish(result: Mapping[str, Any]) -> Rows:
     )
 
 
-def publish_moved(result: Mapping[str, Any]) -> Rows:
-  """Yields the bytes that move for each form of the weights."""
-  yield "weights", "bytes", "share"
-  for name, row in result["moved"].items():
+def weight_dtypes(result: Mapping[str, Any]) -> Rows:
+  """Yields the bytes that move for each form of the weights, and its gap."""
+  yield "weights", "bytes", "share", "gap", "same experts", "largest"
+  for name, row in result["dtypes"].items():
+    gaps = [row.get(f"gap{of}") for of in (" mean", " replayed mean", " max")]
     yield (
       name,
       f"{row['bytes']:,}",
       f"{100 * row['share of float32']:.0f} %",
+      *("" if gap is None else f"{gap:.2g}" for gap in gaps),
     )
 
 
@@ -512,6 +517,14 @@ def moe(result: Mapping[str, Any]) -> Rows:
       if step
       else "",
     )
+
+
+def moe_dense(result: Mapping[str, Any]) -> Rows:
+  """Yields seconds of experts and of a dense model of the same active size."""
+  yield "128 experts, 8 a token", "dense", "ratio of wall time, of CPU time"
+  rows = result["against dense"]
+  ratios = "{wall_s:.2f}x, {cpu_s:.2f}x".format_map(rows["experts over dense"])
+  yield _median(rows["experts"]), _median(rows["dense"]), ratios
 
 
 def _median(row: Mapping[str, Mapping[str, float]]) -> str:
@@ -736,8 +749,8 @@ TABLES: Sequence[Callable[[Mapping[str, Any]], Rows]] = (
   rollart_ladder,
   rollout_pipe, decode, engine, constrained, learner, coordinator,
   coordinator_memory,
-  publish, publish_moved, moe, train_step, train_step_logprobs, packing, fill,
-  estimator_bias, attention, checkpoints, environments,
+  publish, weight_dtypes, moe, moe_dense, train_step, train_step_logprobs,
+  packing, fill, estimator_bias, attention, checkpoints, environments,
   environment_processes, environment_processes_whole,
   rewards_places, rewards_rounds, reward_rounds,
 )  # fmt: skip

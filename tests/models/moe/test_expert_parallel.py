@@ -148,22 +148,25 @@ def test_the_rounds_have_room_for_any_choice(num_experts, num_chosen):
     assert worst.rows <= usual.rows <= tokens
 
 
-def compiled(sizes, tokens):
+def lowered(sizes, tokens, dtype="float32"):
+  compute = config_lib.Compute(dtype=dtype)
+  config = dataclasses.replace(CONFIG, compute=compute)
   layout = layout_of(sizes)
   apply = jax.jit(
-    lambda params, x: small_models.moe(CONFIG).bind(params)(
+    lambda params, x: small_models.moe(config).bind(params)(
       x, jnp.ones(tokens, jnp.int32), layout
     )[0]
   )
-  x = jax.device_put(noise(5, tokens, WIDTH), layout.sharding("batch"))
-  params = jax.device_put(
-    weights(CONFIG), layout.tree(small_models.moe(CONFIG).axes)
+  x, params = jax.tree.map(
+    lambda leaf: leaf.astype(dtype), (noise(5, tokens, WIDTH), weights(config))
   )
-  return str(apply.lower(params, x).compile().as_text())
+  x = jax.device_put(x, layout.sharding("batch"))
+  params = jax.device_put(params, layout.tree(small_models.moe(config).axes))
+  return apply.lower(params, x)
 
 
 def test_tokens_are_exchanged_and_never_gathered():
-  text = compiled((2, 4, 1), 4096)
+  text = str(lowered((2, 4, 1), 4096).compile().as_text())
   # 512 tokens of a device, of 8 experts 2 on each of 4: a token meets one with
   # 1 - (6 * 5) / (8 * 7) = 0.464, so 1.5 * 0.464 * 512 rounds up to 360 rows.
   assert re.search(r"f32\[1,360,16\].* all-to-all\(", text)
@@ -171,6 +174,16 @@ def test_tokens_are_exchanged_and_never_gathered():
   assert set(gathered) == {"f32[16,8]", "f32[2,16,8]", "f32[2,8,16]"}
   # And no array has all tokens.
   assert "[4096," not in text
+
+
+@pytest.mark.parametrize(
+  ("dtype", "name"), [("float32", "f32"), ("bfloat16", "bf16")]
+)
+def test_tokens_travel_in_the_dtype_of_the_model(dtype, name):
+  text = lowered((2, 4, 1), 4096, dtype).as_text()
+  # There and back, in the usual case and in rounds; 16 is their width.
+  moved = re.findall(r"all_to_all.*-> tensor<\S*x16x(\w+)>", text)
+  assert moved == [name] * 4
 
 
 @pytest.mark.parametrize("count", [1, 6])
