@@ -30,6 +30,7 @@ import asyncio
 import dataclasses
 import functools
 import json
+import os
 import pathlib
 import re
 import statistics
@@ -75,7 +76,8 @@ class Sizes:
     batch: rows and their length when training.
     experts: numbers of experts; each token goes to `chosen` of them.
     tokens, width, hidden: of the experts' MLP.
-    served: the model that is decoded and published.
+    served: the model that is published.
+    decoded: models that decode and encode prompts, by name.
     rows, contexts: of decoding.
     prompts: lengths of prompts to encode.
     answers: rows that decode while weights are published.
@@ -94,6 +96,7 @@ class Sizes:
   width: int
   hidden: int
   served: model_config.ModelConfig
+  decoded: Mapping[str, model_config.ModelConfig]
   rows: Sequence[int]
   contexts: Sequence[int]
   prompts: Sequence[int]
@@ -127,6 +130,11 @@ def large() -> Sizes:
     width=2048,
     hidden=768,
     served=dense,
+    # Of the second the caches of many rows fit, too.
+    decoded={
+      "Qwen3-8B": dense,
+      "Llama-3.2-1B": model_config.llama3("3.2-1b", compute=compute),
+    },
     rows=(1, 64, 512),
     contexts=(2048, 32_768),
     prompts=(2048, 32_768),
@@ -151,6 +159,7 @@ def tiny() -> Sizes:
     width=16,
     hidden=16,
     served=model,
+    decoded={"dense": model},
     rows=(2,),
     contexts=(64,),
     prompts=(32,),
@@ -336,15 +345,15 @@ def _nbytes(tree: Any) -> int:
 
 
 def decode(
-  sizes: Sizes,
-  params: Any,
+  name: str,
+  config: model_config.ModelConfig,
   rows: int,
   context: int,
   copied: float,
   repeats: int,
 ) -> Iterator[Row]:
   """Yields the least seconds of a step over the measured ones."""
-  config, steps = sizes.served, min(8, context // 4)
+  params, steps = _weights(config, _layout()), min(8, context // 4)
   took = _dispatch(config, params, rows, context, 1, steps, repeats) / steps
   item = jnp.dtype(config.compute.dtype).itemsize
   token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * item
@@ -353,7 +362,7 @@ def decode(
     weights -= params["embed"].nbytes
   least = (weights + rows * context * token) / copied
   yield {
-    "case": f"{rows} rows of {context}",
+    "case": f"{name}, {rows} rows of {context}",
     "value": least / took,
     "step_s": took,
     "tokens_per_s": rows / took,
@@ -361,14 +370,19 @@ def decode(
 
 
 def prefill(
-  sizes: Sizes, params: Any, length: int, matmul: float, repeats: int
+  name: str,
+  config: model_config.ModelConfig,
+  length: int,
+  matmul: float,
+  repeats: int,
 ) -> Iterator[Row]:
   """Yields the share of the matmul's FLOP/s that encoding a prompt reaches."""
-  took = _dispatch(sizes.served, params, 1, length, length - 1, 1, repeats)
+  params = _weights(config, _layout())
+  took = _dispatch(config, params, 1, length, length - 1, 1, repeats)
   # A third of a train step: forward alone.
-  flops = train_step.flops_a_token(sizes.served, length) / 3 * length
+  flops = train_step.flops_a_token(config, length) / 3 * length
   yield {
-    "case": f"1 prompt of {length}",
+    "case": f"{name}, 1 prompt of {length}",
     "value": flops / took / matmul,
     "prompt_s": took,
   }
@@ -519,15 +533,14 @@ def measure(sizes: Sizes, repeats: int, only: str = "") -> Row:
     ),
     ("publish", None, part(publish, sizes, copied, repeats)),
   ]
-  if only in "decode" or only in "prefill":
-    params = _weights(config, _layout())
+  for name, model in sizes.decoded.items():
     tasks += [
-      ("decode", 0.6, part(decode, sizes, params, n, context, copied, repeats))
+      ("decode", 0.6, part(decode, name, model, n, context, copied, repeats))
       for context in sizes.contexts
       for n in sizes.rows
     ]
     tasks += [
-      ("prefill", None, part(prefill, sizes, params, length, matmul, repeats))
+      ("prefill", None, part(prefill, name, model, length, matmul, repeats))
       for length in sizes.prompts
     ]
   for name, goal, task in tasks:
@@ -539,6 +552,7 @@ def measure(sizes: Sizes, repeats: int, only: str = "") -> Row:
 def main(argv: list[str]) -> None:
   """Measures, prints and keeps every row."""
   del argv
+  os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
   only = train_step.ONLY.value
   sizes = tiny() if _TINY.value else large()
   result = measure(sizes, train_step.REPEATS.value, only)
