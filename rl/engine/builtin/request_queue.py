@@ -173,7 +173,8 @@ class RequestQueue:
   def _forget(self, state: request_lib.RequestState) -> None:
     del self.requests[state.request.request_id]
     self._release(state)
-    self._idle_since[state.request.session] = request_lib.now_s()
+    if self.requests:  # A lone request never waits for a session that was.
+      self._idle_since[state.request.session] = request_lib.now_s()
     if len(self._waiting) > 2 * self.num_waiting + self._shapes.slots:
       # Requests that ended while they waited would pile up.
       self._waiting = [x for x in self._waiting if not x[1].future.done()]

@@ -379,8 +379,8 @@ def test_abort_leaves_the_tokens_of_all_others_as_they_were(served):
 
 def test_an_abort_of_all_requests_before_a_dispatch_is_harmless(served):
   async def scenario():
-    # A session that idles makes the engine delay its dispatch.
-    await served.answer([9], 1)
+    # One of two sessions that idle makes the engine delay its dispatch.
+    await asyncio.gather(served.answer([8], 1), served.answer([9], 1))
     request, task = served.begin([3], 20)
     await served.begun(1)
     served.engine.abort(request.request_id)

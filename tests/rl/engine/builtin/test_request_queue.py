@@ -402,12 +402,20 @@ def test_tokens_for_a_request_that_has_ended_are_dropped(desk, how):
 
 
 def test_sessions_that_ended_a_turn_are_expected_for_a_while(desk):
-  for text in ("a", "b"):
-    desk.queue.finish(desk.ask(text, session=text), "abort")
+  a, b, _ = (desk.ask(text, session=text) for text in "abc")
+  for state in (a, b):
+    desk.queue.finish(state, "abort")
   assert desk.queue.num_returning(60.0) == 2
   desk.ask("a again", session="a")
   assert desk.queue.num_returning(60.0) == 1
   assert desk.queue.num_returning(-1.0) == 0
+
+
+def test_a_lone_request_waits_for_no_session_before_it(desk):
+  for text in "abc":
+    state = desk.ask(text, session=text)
+    assert desk.queue.num_returning(60.0) == 0
+    desk.queue.finish(state, "abort")
 
 
 def test_clearing_forgets_every_request(desk):
