@@ -46,6 +46,17 @@ _SCHEDULES = {
   "drop": "in flight, as completed, drop",
   "recycle": "in flight, as completed, recycle",
 }
+_STEPS = {
+  "choose": ("event loop", "rows and their pages are chosen"),
+  "build": ("event loop", "the arrays of the plan are filled"),
+  "queue": ("", "waits for the mesh's thread, and for the dispatch before"),
+  "transfer": ("mesh", "the plan goes to the device"),
+  "launch": ("mesh", "the program is called"),
+  "program": ("mesh", "its results become ready"),
+  "fetch": ("mesh", "tokens come to the host"),
+  "wake": ("", "waits for the event loop"),
+  "absorb": ("event loop", "requests get their tokens, and most end"),
+}
 _ESTIMATES = {
   "SequenceTruncated(cap=inf)": (
     "trajectory's importance weight, with REINFORCE"
@@ -411,13 +422,42 @@ def decode(result: Mapping[str, Any]) -> Rows:
 
 def engine(result: Mapping[str, Any]) -> Rows:
   """Yields the engine's rate beside that of the bare program."""
-  yield "engine", "bare decode program", "ratio", "host time a turn"
+  yield (
+    "engine",
+    "bare decode program",
+    "ratio",
+    "by CPU time",
+    "host time a turn",
+  )
   yield (
     f"{result['engine tokens/s']:,.0f} tokens/s",
     f"{result['bare loop tokens/s']:,.0f} tokens/s",
     f"{result['ratio']:.2f} ({_range(result)})",
+    f"{result['ratio by CPU time']:.2f}",
     f"{result['host us a turn']:.0f} us",
   )
+
+
+def engine_dispatch(result: Mapping[str, Any]) -> Rows:
+  """Yields where the time of a dispatch goes."""
+  yield "thread", "step of a dispatch", "time"
+  for step, (thread, text) in _STEPS.items():
+    yield thread, text, f"{result[f'{step} us']:,.0f} us"
+
+
+def latency(result: Mapping[str, Any]) -> Rows:
+  """Yields the times of a conversation's tokens beside the throughput."""
+  yield "turns", "at once", "to the first token", "a token", "tokens/s"
+  turns = {"single": "1 of 64 tokens", "five": "5 of 8 to 16 tokens"}
+  for load, row in result["loads"].items():
+    kind, at_once = load.split(", ")
+    yield (
+      turns[kind],
+      at_once,
+      f"{row['first_token_ms']:.1f} ms",
+      f"{row['token_ms']:.2f} ms",
+      f"{row['tokens_per_s']:,.0f}",
+    )
 
 
 def constrained(result: Mapping[str, Any]) -> Rows:
@@ -747,7 +787,8 @@ TABLES: Sequence[Callable[[Mapping[str, Any]], Rows]] = (
   rollart_weights, rollart_weights_gains,
   rollart_failures, rollart_failures_others, rollart_pd,
   rollart_ladder,
-  rollout_pipe, decode, engine, constrained, learner, coordinator,
+  rollout_pipe, decode, latency, engine, engine_dispatch, constrained, learner,
+  coordinator,
   coordinator_memory,
   publish, weight_dtypes, moe, moe_dense, train_step, train_step_logprobs,
   packing, fill, estimator_bias, attention, checkpoints, environments,
