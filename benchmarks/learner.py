@@ -10,7 +10,9 @@ learner's side goes through its mesh thread and the event loop, packs the rows
 from trajectories, places them, accumulates, updates, and fetches the metrics.
 The two take turns and wait after each update; medians of tokens (of all trained
 rows) a second are compared. The same for the process's CPU seconds, which on a
-CPU that others use too say more. Writes benchmarks/results/learner.json.
+CPU that others use too say more. The learning rate is next to 0: routers that
+learn would give the two sides different work. Writes
+benchmarks/results/learner.json.
 """
 
 import asyncio
@@ -185,6 +187,8 @@ def main(argv: list[str]) -> None:
   """Measures both sides in turn and prints the medians and their ratio."""
   del argv
   experiment = flags.load("configs/guess_number_moe.py")
+  still = dataclasses.replace(experiment.optimizer, learning_rate=1e-12)
+  experiment = dataclasses.replace(experiment, optimizer=still)
   jax_setup.prepare(experiment.placement)
   rows = asyncio.run(_run(assemble.build(experiment)))
   print(machine.describe())

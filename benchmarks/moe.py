@@ -8,7 +8,7 @@ rows of 96 tokens, float32, no rematerialisation.
 1. Forward and backward pass with 8, 32 and 128 experts: the active size is the
    same, so the time should be too.
 2. The same with 128 experts, 8 of width 128 a token, and of a dense model whose
-   MLP has their 1,024: 2 layers of width 512, 16 rows of 128 tokens.
+   MLP has their 1,024: 2 layers of width 512, 16 and 64 rows of 128 tokens.
 3. A train step, with Adam, of ours and of google-tunix 0.1.7's own Qwen3-MoE
    model, when PATH is a Python that has it, or this one does. It runs in a
    process of its own. The loss is the same policy gradient on all tokens.
@@ -201,12 +201,20 @@ def _growth(repeats: int) -> dict:
 
 
 def _against_dense(repeats: int) -> dict:
-  """Returns the times of both models, and those of the experts over dense."""
-  sides = {"experts": 128, "dense": 0}
-  rows = _turns(
-    {k: _passes(_wide(n), (16, 128)) for k, n in sides.items()}, repeats
-  )
-  return rows | {"experts over dense": _ratios(rows["experts"], rows["dense"])}
+  """Returns the times of both models, and those of the experts over dense.
+
+  By rows of a batch: what does not grow with them is for the experts' weights.
+  """
+  result = {}
+  for count in (16, 64):
+    sides = {
+      name: _passes(_wide(num_experts), (count, 128))
+      for name, num_experts in (("experts", 128), ("dense", 0))
+    }
+    rows = _turns(sides, repeats)
+    over = _ratios(rows["experts"], rows["dense"])
+    result[str(count)] = rows | {"experts over dense": over}
+  return result
 
 
 def _against_tunix(python: str, repeats: int) -> dict:
@@ -230,8 +238,10 @@ def main(argv: Sequence[str]) -> None:
   _show({f"{n} experts, passes": r for n, r in growth["experts"].items()})
   print("128 experts over 8:", growth["128 over 8"])
   dense = result["against dense"] = _against_dense(_REPEATS.value)
-  _show({f"{name}, 128 of 8": dense[name] for name in ("experts", "dense")})
-  print("experts over dense:", dense["experts over dense"])
+  for count, rows in dense.items():
+    for side in ("experts", "dense"):
+      _show({f"{count} rows, {side}": rows[side]})
+    print("experts over dense:", rows["experts over dense"])
   python = _TUNIX.value
   if python is None and importlib.util.find_spec("tunix"):
     python = sys.executable

@@ -561,10 +561,10 @@ def moe(result: Mapping[str, Any]) -> Rows:
 
 def moe_dense(result: Mapping[str, Any]) -> Rows:
   """Yields seconds of experts and of a dense model of the same active size."""
-  yield "128 experts, 8 a token", "dense", "ratio of wall time, of CPU time"
-  rows = result["against dense"]
-  ratios = "{wall_s:.2f}x, {cpu_s:.2f}x".format_map(rows["experts over dense"])
-  yield _median(rows["experts"]), _median(rows["dense"]), ratios
+  yield "rows", "128 experts, 8 a token", "dense", "ratio of wall, of CPU time"
+  for count, rows in result["against dense"].items():
+    over = "{wall_s:.2f}x, {cpu_s:.2f}x".format_map(rows["experts over dense"])
+    yield count, _median(rows["experts"]), _median(rows["dense"]), over
 
 
 def _median(row: Mapping[str, Mapping[str, float]]) -> str:

@@ -148,7 +148,7 @@ def test_the_rounds_have_room_for_any_choice(num_experts, num_chosen):
     assert worst.rows <= usual.rows <= tokens
 
 
-def lowered(sizes, tokens, dtype="float32"):
+def lowered(sizes, tokens, dtype: Any = "float32"):
   compute = config_lib.Compute(dtype=dtype)
   config = dataclasses.replace(CONFIG, compute=compute)
   layout = layout_of(sizes)
