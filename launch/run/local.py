@@ -68,7 +68,7 @@ def train(
   """
   begun = startup.Startup(time.monotonic() if began_s is None else began_s)
   # Tracing and play make millions of objects, few of them in cycles: searching
-  # for those as often as by default took a twentieth of the processor's time.
+  # for those as often as by default took a twentieth of this thread's time.
   gc.freeze()
   gc.set_threshold(10_000)
   run_dir = pathlib.Path(path)
