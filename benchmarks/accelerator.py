@@ -239,7 +239,8 @@ def train(
 ) -> Iterator[Row]:
   """Yields the share of the matmul's FLOP/s that a train step reaches."""
   row = train_step.row(train_step.fitting(name, config, *batch), matmul)
-  yield {"case": row["name"], "value": row["ours"]["share of matmul"], **row}
+  case = row.pop("name")
+  yield {"case": case, "value": row["ours"]["share of matmul"], **row}
 
 
 def experts(sizes: Sizes, number: int, repeats: int) -> Iterator[Row]:
