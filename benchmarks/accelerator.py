@@ -315,7 +315,6 @@ def _dispatch(
     row_buckets=(rows,),
     chunk_buckets=(chunk,),
     prefill_tokens=rows * chunk,
-    length_buckets=(length,),
     steps_per_dispatch=steps,
   )
   runner = model_runner.ModelRunner(config, shapes, _layout(), bias_slots=0)
@@ -407,7 +406,6 @@ async def _publish(sizes: Sizes, copied: float, repeats: int) -> list[Row]:
     slots=sizes.answers,
     row_buckets=(sizes.answers,),
     chunk_buckets=(16,),
-    length_buckets=(config.max_length,),
     compile_ahead=True,
   )
   engine = settings.build(config, layouts[1], thread)

@@ -131,7 +131,6 @@ def main(argv: list[str]) -> None:
     slots=_ROWS,
     row_buckets=(_ROWS,),
     chunk_buckets=(8,),
-    length_buckets=(config.max_length,),
   )
   model = policy_lib.of(config)
   params = jax.device_put(

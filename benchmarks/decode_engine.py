@@ -33,7 +33,6 @@ BUILT_IN = engine_settings.EngineSettings(
   row_buckets=(1, 8, 32),
   chunk_buckets=(12, 32),
   prefill_tokens=1024,
-  length_buckets=(96,),
   steps_per_dispatch=32,
   compile_ahead=True,
 )

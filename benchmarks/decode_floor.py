@@ -16,6 +16,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from benchmarks import decode_load
 from models import config as model_config
@@ -29,23 +30,25 @@ def floor(
 ) -> Callable[[str, int], tuple[float, float, int]]:
   """Returns what does as many bare calls as a load of `rows` needs at least."""
 
+  # All of a row in one page.
+  tables = np.arange(rows, dtype=np.int32)[:, None]
+
   @functools.partial(jax.jit, donate_argnums=1)
-  def step(params, past, at, ids):
+  def step(params, cache, at, ids):
     positions = jnp.full(rows, at, jnp.int32)
     model = policy_lib.of(config).bind(params)
-    hidden, past, _, _ = model.feed(past, positions + 1, ids, positions, (0, 1))
-    return past, *_sample(params, config, hidden, at)
+    hidden, cache, _ = model.feed(cache, tables, ids, positions, (0, 1))
+    return cache, *_sample(params, config, hidden, at)
 
   @functools.partial(jax.jit, donate_argnums=1, static_argnums=3)
-  def context(params, past, at, size):
+  def context(params, cache, at, size):
     positions = at + jnp.arange(size, dtype=jnp.int32)
     ids = jnp.zeros(rows * size, jnp.int32)
-    lengths = jnp.full(rows, at + size, jnp.int32)
     model = policy_lib.of(config).bind(params)
-    hidden, past, _, _ = model.feed(
-      past, lengths, ids, jnp.tile(positions, rows), (rows, size)
+    hidden, cache, _ = model.feed(
+      cache, tables, ids, jnp.tile(positions, rows), (rows, size)
     )
-    return past, *_sample(params, config, hidden[size - 1 :: size], at)
+    return cache, *_sample(params, config, hidden[size - 1 :: size], at)
 
   def run(kind: str, seed: int) -> tuple[float, float, int]:
     load = decode_load.conversations(kind, rows, seed)
@@ -55,15 +58,15 @@ def floor(
     wall, cpu = time.monotonic(), time.process_time()
     # Rounded up, so that loads have few lengths.
     length = -(-(sum(contexts) + steps) // 16) * 16
-    past = kv_cache.Past(*kv_cache.init_cache(config, rows, length))
+    cache = kv_cache.init_cache(config, rows, length)
     at, results = 0, []
     for i, size in enumerate(contexts):
       # The first token of a turn comes with its context.
-      past, token, taken = context(params, past, jnp.int32(at), size)
+      cache, token, taken = context(params, cache, jnp.int32(at), size)
       at += size
       results += [token, taken]
       for _ in range(steps // len(contexts) + (i < steps % len(contexts)) - 1):
-        past, token, taken = step(params, past, jnp.int32(at), token)
+        cache, token, taken = step(params, cache, jnp.int32(at), token)
         results += [token, taken]
         at += 1
     jax.device_get(results)

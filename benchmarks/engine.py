@@ -88,17 +88,15 @@ def _bare_loop(parts: assemble.Parts, state: train_state.TrainState):
       chunks=chunks,
       max_steps=settings.steps_per_dispatch,
     ),
-    donate_argnums=(1, 2, 5),
-    keep_unused=True,
+    donate_argnums=(1, 2),
   )
   params = jax.device_put(state.params, layout.tree(policy_lib.of(model).axes))
   whole = layout.sharding()
   tables = np.arange(slots * width, dtype=np.int32).reshape(slots, width)
   cache = kv_cache.init_cache(model, slots * width, settings.page_size)
-  scratch = kv_cache.gather(cache, jnp.asarray(tables))
   biases = jnp.zeros((1, model.vocab_size))
-  cache, carry, biases, scratch = jax.device_put(
-    (cache, decode_step.init_carry(slots), biases, scratch), whole
+  cache, carry, biases = jax.device_put(
+    (cache, decode_step.init_carry(slots), biases), whole
   )
   plans = []
   for turn in range(4):
@@ -114,12 +112,12 @@ def _bare_loop(parts: assemble.Parts, state: train_state.TrainState):
     plans.append(jax.device_put(plan, whole))
 
   def run(dispatches: int) -> tuple[float, float, int]:
-    nonlocal cache, carry, scratch
+    nonlocal cache, carry
     start, start_cpu = time.monotonic(), time.process_time()
     counts = []
     for i in range(dispatches):
-      cache, carry, sampled, scratch = program(
-        params, cache, carry, biases, plans[i % len(plans)], scratch
+      cache, carry, sampled = program(
+        params, cache, carry, biases, plans[i % len(plans)]
       )
       counts.append(sampled.counts)
     tokens = int(sum(np.sum(count) for count in jax.device_get(counts)))

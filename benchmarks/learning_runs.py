@@ -182,7 +182,6 @@ def experiment(case: Case) -> experiment_lib.Experiment:
       slots=(MOST_LATE + 1) * SAMPLES,
       row_buckets=(64,),
       chunk_buckets=(4,),
-      length_buckets=(32,),
       steps_per_dispatch=2,
       compile_ahead=True,
     ),

@@ -184,7 +184,6 @@ async def _under_load(
     slots=_ROWS.value,
     row_buckets=(_ROWS.value,),
     chunk_buckets=(_PROMPT, _MODEL.max_length),
-    length_buckets=(_MODEL.max_length,),
     compile_ahead=True,
   )
   served = settings.build(_MODEL, layouts[1], decode)

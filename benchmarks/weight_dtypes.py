@@ -164,7 +164,6 @@ async def _gap(
     slots=_ROWS.value,
     row_buckets=(_ROWS.value,),
     chunk_buckets=(_PROMPT,),
-    length_buckets=(_MODEL.max_length,),
     record_experts=True,
   )
   config = weight_transfer.pool_model(_MODEL, dtype)

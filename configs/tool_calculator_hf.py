@@ -128,7 +128,6 @@ def get_config(directory: str | None = None) -> experiment.Experiment:
       slots=128,
       row_buckets=(128,),
       chunk_buckets=(16, 96),
-      length_buckets=(256,),
       steps_per_dispatch=4,
     ),
     overlap=overlap.in_flight(

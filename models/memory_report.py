@@ -10,13 +10,12 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from models import config as config_lib
 from models import kv_cache, lora, sharding
 from models import policy as policy_lib
-from models.attention import backend
+from models.attention import backend, paged
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -154,29 +153,6 @@ def cache_bytes(
   return device_bytes(placed(shapes, jax.tree.map(lambda _: place, shapes)))
 
 
-def past_bytes(
-  config: config_lib.ModelConfig,
-  layout: sharding.Layout,
-  *,
-  rows: int,
-  pages: int,
-  page_size: int,
-) -> int:
-  """Returns bytes on one device of what `kv_cache.gather` copies.
-
-  Args:
-    pages: of each row.
-  """
-
-  def gather():
-    store = policy_lib.of(config).module.init_cache(pages, page_size)
-    return kv_cache.gather(store, jnp.zeros((rows, pages), jnp.int32))
-
-  shapes = jax.eval_shape(gather)
-  place = layout.sharding(*kv_cache.ROW_AXES)
-  return device_bytes(placed(shapes, jax.tree.map(lambda _: place, shapes)))
-
-
 def activation_bytes(
   config: config_lib.ModelConfig,
   layout: sharding.Layout,
@@ -240,18 +216,24 @@ def dispatch_bytes(
 ) -> int:
   """Estimates what decoding needs on one device beside its cache.
 
-  That is the inside of a layer for new ids, up to a GiB of their scores, and
-  the logits of every row as they are sampled: four arrays of float32.
+  That is the inside of a layer for new ids, their scores of a tile of pages,
+  the tile, and the logits of every row as they are sampled: four arrays of
+  float32.
   """
   inside = max(
     _widths(config, layout, config.is_sparse(index))[0]
     for index in range(config.num_layers)
   )
   heads = config.num_heads / layout.size("heads")
-  scores = min(ids * heads * config.max_length, backend.MAX_SCORES)
+  tile = min(config.max_length, max(paged.TILE.values()))
+  keys = config.num_kv_heads * config.head_dim / layout.size("kv_heads")
   words = config.vocab_size // layout.size("vocab")
   itemsize = np.dtype(config.compute.dtype).itemsize
-  return round(itemsize * ids * inside + 4 * scores + 16 * rows * words)
+  return round(
+    itemsize * (ids * inside + 2 * rows * tile * keys)
+    + 4 * ids * heads * tile
+    + 16 * rows * words
+  )
 
 
 def _widths(

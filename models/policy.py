@@ -6,8 +6,9 @@
 Everything outside of models/ reaches a policy through here, so that a module
 that is not ours can be one: see `ModelConfig.policy`.
 
-Letters: B rows, L row length, R rows of a cache, P of them with chunks of C
-ids, N new ids in all, D width, S sparse layers, k experts of a token.
+Letters: B rows, L row length, R rows of a cache with tables of W pages, P of
+them with chunks of C ids, N new ids in all, D width, S sparse layers, k experts
+of a token.
 """
 
 import functools
@@ -65,34 +66,30 @@ class Policy(Protocol):
 
   def feed(
     self,
-    past: kv_cache.Past,
-    lengths: Int32[Array, " R"],
+    cache: kv_cache.Cache,
+    tables: Int32[Array, "R W"],
     tokens: Int32[Array, " N"],
     positions: Int32[Array, " N"],
     chunks: tuple[int, int],
     *,
     layout: sharding.Layout | None = None,
-  ) -> tuple[
-    Float[Array, "N D"], kv_cache.Past, kv_cache.Fresh, kv_cache.Experts
-  ]:
-    """Returns hidden states of new ids, and where their keys and values are.
+  ) -> tuple[Float[Array, "N D"], kv_cache.Cache, kv_cache.Experts]:
+    """Returns hidden states of new ids, and the cache with them.
 
     The first P rows have up to C new ids each, the others one.
     N = P * C + R - P, in the order of the rows. A step of a decoding loop has
     no chunks: (0, 1).
 
     Args:
-      past: keys and values of before; below `lengths` they are valid once the
-        new ones are written.
-      lengths: of each row, with its new ids.
+      cache: keys and values of all positions before the new ones.
+      tables: pages of each row; any page serves as padding.
       positions: `kv_cache.EMPTY` marks padding: nobody sees it, its output
         means nothing.
       chunks: (P, C).
 
     Returns:
-      Hidden states; `past` with the new tokens in it, written in place where
-      nobody else holds it; these alone, in N rows of one; and the experts that
-      they took.
+      Hidden states; the cache, written in place where nobody else holds it; and
+      the experts that the ids took.
     """
     ...
 

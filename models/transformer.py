@@ -4,8 +4,9 @@
   feed     new ids on top of a cache: chunks of some rows, one id of others
   terms    products that add up to logits, where they are wanted
 
-Letters: B rows, L row length, R rows of a cache, P of them with chunks of C
-ids, N new ids in all, D width, V words, S sparse layers, k experts of a token.
+Letters: B rows, L row length, R rows of a cache with tables of W pages, P of
+them with chunks of C ids, N new ids in all, D width, V words, S sparse layers,
+k experts of a token.
 """
 
 import functools
@@ -28,7 +29,7 @@ from models import (
   quantize,
   sharding,
 )
-from models.attention import attention, backend, blockwise, mask
+from models.attention import attention, blockwise, mask, paged
 from models.moe import layer as moe_layer
 
 REMAT: dict[str, Callable[[Callable], Callable]] = {
@@ -147,46 +148,44 @@ class Transformer(lora.Adapted):
 
   def feed(
     self,
-    past: kv_cache.Past,
-    lengths: Int32[Array, " R"],
+    cache: kv_cache.Cache,
+    tables: Int32[Array, "R W"],
     tokens: Int32[Array, " N"],
     positions: Int32[Array, " N"],
     chunks: tuple[int, int],
     *,
     layout: sharding.Layout | None = None,
-  ) -> tuple[
-    Float[Array, "N D"], kv_cache.Past, kv_cache.Fresh, kv_cache.Experts
-  ]:
-    """Returns hidden states of new ids, and where their keys and values are.
+  ) -> tuple[Float[Array, "N D"], kv_cache.Cache, kv_cache.Experts]:
+    """Returns hidden states of new ids, and the cache with them.
 
     One pass over the weights for all rows.
     """
-    num_rows, length = past.k[0].shape[:2]
-    owners = _owners(num_rows, chunks)
-    parts = _parts(lengths, positions, chunks, length)
-    keys, values = list(past.k), list(past.v)
-    new_keys, new_values = [], []
+    owners = _owners(len(tables), chunks)
+    at = kv_cache.places(cache, tables, owners, positions)
+    # Padding sees the first key of its row: no softmax is empty.
+    order = jnp.where(positions == kv_cache.EMPTY, 0, positions)
+    parts = _parts(len(tables), chunks)
 
     def attend(index, module, x):
+      nonlocal cache
       query, k, v = module.project(x, positions[:, None])
-      new_keys.append(k)
-      new_values.append(v)
-      # EMPTY lies past the end: such writes are dropped.
-      at = (owners, positions)
-      keys[index] = keys[index].at[at].set(k[:, 0], mode="drop")
-      values[index] = values[index].at[at].set(v[:, 0], mode="drop")
-      past = keys[index], values[index]
-      return jnp.concatenate(
-        [_attend_past(self.config, layout, x, query, *past) for x in parts]
-      )
+      cache = kv_cache.write(cache, index, at, k[:, 0], v[:, 0], layout)
+      mixed = []
+      for rows, ids, size in parts:
+        part = paged.attend(
+          query[ids].reshape(-1, size, *query.shape[2:]),
+          order[ids].reshape(-1, size),
+          cache,
+          index,
+          tables[rows],
+          layout=layout,
+        )
+        mixed.append(part.reshape(-1, 1, *query.shape[2:]))
+      return jnp.concatenate(mixed)
 
     copies = (positions != kv_cache.EMPTY).astype(jnp.int32)[:, None]
     x, _, experts = self._layers(tokens[:, None], copies, attend, None, layout)
-    fresh = kv_cache.Fresh(
-      tuple(new_keys), tuple(new_values), positions[:, None]
-    )
-    past = kv_cache.Past(tuple(keys), tuple(values))
-    return x[:, 0], past, fresh, experts
+    return x[:, 0], cache, experts
 
   def terms(
     self,
@@ -306,47 +305,22 @@ def _blocks(
 
 
 class _Part(NamedTuple):
-  """Rows that are fed equally many ids, and who of these sees which keys.
-
-  Attributes:
-    rows, ids: where they are among all R rows and all N ids.
-  """
+  """Rows that are fed `size` ids each: where they and their ids are."""
 
   rows: slice
   ids: slice
-  queries: mask.TokenMask
-  keys: mask.TokenMask
+  size: int
 
 
-def _parts(
-  lengths: Int32[Array, " R"],
-  positions: Int32[Array, " N"],
-  chunks: tuple[int, int],
-  max_length: int,
-) -> list[_Part]:
+def _parts(num_rows: int, chunks: tuple[int, int]) -> list[_Part]:
   """Returns the rows with chunks and those without, where there are any."""
-  (num_chunks, size), num_rows = chunks, len(lengths)
+  num_chunks, size = chunks
   split = num_chunks * size
-  order = jnp.broadcast_to(
-    jnp.arange(max_length, dtype=jnp.int32), (num_rows, max_length)
-  )
-  # A row whose ids are all padding sees its first key: no softmax is empty.
-  written = jnp.where(order < jnp.maximum(lengths, 1)[:, None], 1, -1)
-
-  def part(rows: slice, ids: slice, width: int) -> _Part:
-    at = positions[ids].reshape(-1, width)
-    return _Part(
-      rows,
-      ids,
-      mask.TokenMask(at, jnp.ones_like(at)),
-      mask.TokenMask(order[rows], written[rows]),
-    )
-
   parts = []
   if num_chunks:
-    parts.append(part(slice(0, num_chunks), slice(0, split), size))
+    parts.append(_Part(slice(0, num_chunks), slice(0, split), size))
   if num_chunks < num_rows:
-    parts.append(part(slice(num_chunks, None), slice(split, None), 1))
+    parts.append(_Part(slice(num_chunks, None), slice(split, None), 1))
   return parts
 
 
@@ -355,26 +329,3 @@ def _owners(num_rows: int, chunks: tuple[int, int]) -> Int32[Array, " N"]:
   num_chunks, size = chunks
   row = jnp.arange(num_rows, dtype=jnp.int32)
   return jnp.concatenate([jnp.repeat(row[:num_chunks], size), row[num_chunks:]])
-
-
-def _attend_past(
-  config: config_lib.ModelConfig,
-  layout: sharding.Layout | None,
-  part: _Part,
-  query: Float[Array, "N 1 H d"],
-  k: Float[Array, "R length K d"],
-  v: Float[Array, "R length K d"],
-) -> Float[Array, "part_of_N 1 H d"]:
-  """Returns the mixed values of the ids of one part."""
-  heads = query.shape[2:]
-  form = config.compute.attention
-  mixed = attention.attend(
-    query[part.ids].reshape(*part.queries.segments.shape, *heads),
-    part.queries,
-    [mask.KeyValues(k[part.rows], v[part.rows], part.keys)],
-    # One that is meant for whole rows may not do here.
-    form=form if form in backend.UNIVERSAL else "auto",
-    block=config.compute.attention_block,
-    layout=layout,
-  )
-  return mixed.reshape(-1, 1, *heads)

@@ -112,7 +112,7 @@ def decode_bytes(
   if isinstance(engine, engine_settings.EngineSettings):
     model, longest = _pool_model(experiment), experiment.rollout.max_tokens
     sizes = engine.sizes(model, [sizing.Room(spec.plan)], longest)
-    lines |= sizing.lines(sizes, model, spec.plan, longest)
+    lines |= sizing.lines(sizes, model, spec.plan)
   return lines
 
 
@@ -198,7 +198,7 @@ def fit_served(
       weights = memory_report.parameters(model, plan)
       lines = {"parameters": sum(row.device_bytes for row in weights)}
       if sizes is not None:
-        lines |= sizing.lines(sizes, model, plan, model.max_length)
+        lines |= sizing.lines(sizes, model, plan)
       named += [(pool.name, lines)] * pool.replicas
     return [
       Share(name, devices, lines)

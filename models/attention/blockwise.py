@@ -14,8 +14,7 @@ with the one before is masked.
 Letters: B rows (1 in a tile), L queries, S keys, H heads, K kv heads,
 G = H / K, d head width, q and s queries and keys of a tile, n and m tiles.
 
-Source: FlashAttention-2, arXiv 2307.08691, algorithms 1 and 2; the running
-softmax: arXiv 1805.02867.
+Source: FlashAttention-2, arXiv 2307.08691, algorithms 1 and 2.
 """
 
 import functools
@@ -29,12 +28,12 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from models.attention import mask as mask_lib
+from models.attention import running_softmax
 
 SAVED = ("attention_out", "attention_norms")
 """Names, for a policy of `jax.checkpoint`, of what spares the backward pass the
 forward one; both are as small as the queries."""
 
-_LOWEST = float(np.finfo(np.float32).min)
 _HIGHEST_ID = int(np.iinfo(np.int32).max)
 
 
@@ -132,34 +131,22 @@ def _softmax(
 ) -> tuple[Float32[Array, "1 q K G d"], Float32[Array, "1 q K G"]]:
   """Returns the mixed values of a tile, and the logs of its sums."""
 
-  def visit(source, plan, step, carry):
-    top, total, mixed = carry
+  def visit(source, plan, step, running):
     k, v, mask, _ = _keys(ask, source, plan, step, block)
-    score = scores(ask.q, k, mask)
-    new_top = jnp.maximum(top, jnp.max(score, -1))
-    weights = jnp.exp(score - new_top[..., None])
-    kept = jnp.exp(top - new_top)
-    total = total * kept + jnp.sum(weights, -1)
-    mixed *= kept[..., None]
-    mixed += _product("bklgs,bskd->bklgd", weights.astype(v.dtype), v)
-    return new_top, total, mixed
+    return running_softmax.add(
+      running,
+      scores(ask.q, k, mask),
+      lambda weights: _product("bklgs,bskd->bklgd", weights.astype(v.dtype), v),
+    )
 
   tops = jnp.moveaxis(ask.q, 1, 2).shape[:-1]
-  # A finite start: the difference of two maxima is never that of infinities.
-  carry = (
-    jnp.full(tops, _LOWEST, jnp.float32),
-    jnp.zeros(tops, jnp.float32),
-    jnp.zeros((*tops, ask.q.shape[-1]), jnp.float32),
-  )
+  running = running_softmax.start(tops, ask.q.shape[-1])
   for source, plan in zip(sources, plans, strict=True):
     body = functools.partial(visit, source, plan)
-    carry = jax.lax.fori_loop(
-      0, plan.num_seen[ask.row, ask.number], body, carry
+    running = jax.lax.fori_loop(
+      0, plan.num_seen[ask.row, ask.number], body, running
     )
-  top, total, mixed = carry
-  some = total > 0
-  mixed /= jnp.where(some, total, 1)[..., None]
-  norm = jnp.where(some, top + jnp.log(total), 0)
+  mixed, norm = running_softmax.result(running)
   return jnp.moveaxis(mixed, 2, 1), jnp.moveaxis(norm, 2, 1)
 
 

@@ -54,7 +54,6 @@ def experiment(**changes):
       slots=32,
       row_buckets=(32,),
       chunk_buckets=(4,),
-      length_buckets=(16,),
       steps_per_dispatch=1,
     ),
     overlap=overlap.sync(8),

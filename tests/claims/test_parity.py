@@ -102,18 +102,17 @@ def test_rows_have_the_logits_of_transformers(name, rows, hidden):
 
 
 @pytest.mark.parametrize(
-  ("dispatches", "feed"),
+  ("sizes", "feed"),
   [
-    (((5, 5), (2, 1, 1)), FEED),
-    (((1,) * 4, (1,) * 10), FEED),
-    (((8, 6),), small_models.feed),
+    ((5, 5, 2, 1, 1), FEED),
+    ((1,) * 14, FEED),
+    ((8, 6), small_models.feed),
   ],
   ids=["chunks", "one-by-one", "chunks-eager"],
 )
-def test_cached_decoding_has_the_logits_of_transformers(name, dispatches, feed):
-  # Each dispatch feeds so many ids of every row at a time, and commits all to
-  # pages of 3, in any order, that held something else: the first as they were
-  # computed, the others as they lie in the past by then.
+def test_cached_decoding_has_the_logits_of_transformers(name, sizes, feed):
+  # So many ids of every row at a time, in pages of 3, in any order, that held
+  # something else.
   config, params, expected = golden(name)
   tokens, _, segments, _, places = lay_out(expected, ALONE)
   count = len(ALONE)
@@ -122,27 +121,20 @@ def test_cached_decoding_has_the_logits_of_transformers(name, dispatches, feed):
   store = jax.tree.map(lambda x: x + 9, kv_cache.init_cache(config, 40, 3))
   positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)
   positions = jnp.where(segments > 0, positions, kv_cache.EMPTY)
-  rows = jnp.arange(count, dtype=jnp.int32)
   states, done = [], 0
-  for sizes in dispatches:
-    past, pieces = kv_cache.gather(store, tables), []
-    start = done + sizes[0]
-    for size in sizes:
-      now = slice(done, done + size)
-      done += size
-      state, past, new, _ = feed(
-        params,
-        config,
-        past,
-        jnp.minimum(done, jnp.asarray(expected["lengths"], jnp.int32)),
-        tokens[:, now].reshape(-1),
-        positions[:, now].reshape(-1),
-        (count, size) if size > 1 else (0, 1),
-      )
-      states.append(state.reshape(count, size, -1))
-      pieces = pieces or [(jnp.repeat(rows, size), new)]
-    pieces.append((rows, kv_cache.take(past, positions[:, start:done])))
-    store = kv_cache.commit(store, tables, pieces)
+  for size in sizes:
+    now = slice(done, done + size)
+    done += size
+    state, store, _ = feed(
+      params,
+      config,
+      store,
+      tables,
+      tokens[:, now].reshape(-1),
+      positions[:, now].reshape(-1),
+      (count, size) if size > 1 else (0, 1),
+    )
+    states.append(state.reshape(count, size, -1))
   model = policy_lib.of(config).bind(params)
   logits = logprobs_lib.logits(model.terms(jnp.concatenate(states, 1)))
   for i, wanted in enumerate(sequences(expected, "logits")):

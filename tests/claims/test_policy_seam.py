@@ -68,23 +68,22 @@ class Recall(nnx.Module):
     aux = moe_layer.Aux(zero, zero, zero, jnp.zeros(0), zero, zero, zero)
     return self._recall(x, k, v, seen), aux
 
-  def feed(self, past, lengths, tokens, positions, chunks, *, layout=None):
-    rows, length = past.k[0].shape[:2]
-    (num, size), row = chunks, jnp.arange(rows)
+  def feed(self, cache, tables, tokens, positions, chunks, *, layout=None):
+    (num, size), row = chunks, jnp.arange(len(tables))
     owners = jnp.concatenate([jnp.repeat(row[:num], size), row[num:]])
     x = self.words[...][tokens]
     new_k, new_v = jnp.split(x @ self.store[...], 2, -1)
-    at = owners, positions
-    k = past.k[0].at[at].set(new_k[:, None], mode="drop")
-    v = past.v[0].at[at].set(new_v[:, None], mode="drop")
-    # Padding, at position EMPTY, sees everything; what it says is unused.
-    seen = jnp.arange(length) <= positions[:, None]
-    out = self._recall(
-      x[:, None], k[owners, :, 0], v[owners, :, 0], seen[:, None]
+    at = kv_cache.places(cache, tables, owners, positions)
+    cache = kv_cache.write(cache, 0, at, new_k[:, None], new_v[:, None])
+    # One head and one layer; all positions of each row in one piece.
+    k, v = (
+      x[0, 0, tables[owners]].reshape(len(owners), -1, x.shape[-1])
+      for x in cache
     )
-    new_k, new_v = new_k[:, None, None], new_v[:, None, None]
-    fresh = kv_cache.Fresh((new_k,), (new_v,), positions[:, None])
-    return out[:, 0], kv_cache.Past((k,), (v,)), fresh, None
+    # Padding, at position EMPTY, sees everything; what it says is unused.
+    seen = jnp.arange(k.shape[1]) <= positions[:, None]
+    out = self._recall(x[:, None], k, v, seen[:, None])
+    return out[:, 0], cache, None
 
   def terms(self, hidden, *, layout=None):
     return (logprobs.Term(hidden, self.words[...]),)

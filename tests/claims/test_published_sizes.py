@@ -43,7 +43,6 @@ CUT = {
   "engine.slots": "8",
   "engine.row_buckets": "8,",
   "engine.chunk_buckets": "64,",
-  "engine.length_buckets": "768,",
   "overlap.groups_per_round": "2",
   "overlap.groups_per_microbatch": "1",
   "batch.rows": "4",

@@ -155,7 +155,7 @@ def test_an_engine_decodes_what_int8_stands_for_on_a_mesh(
     request_id="a", session="a", tokens=prompt, max_tokens=6, temperature=0.0
   )
   settings = engine_settings.EngineSettings(
-    slots=2, row_buckets=(2,), chunk_buckets=(6,), length_buckets=(64,)
+    slots=2, row_buckets=(2,), chunk_buckets=(6,)
   )
   decode = mesh_thread.MeshThread("decode", spans)
 

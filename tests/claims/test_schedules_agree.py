@@ -75,7 +75,6 @@ def experiment(schedule: overlap.Overlap, rounds: int = ROUNDS):
       slots=32,
       row_buckets=(32,),
       chunk_buckets=(4,),
-      length_buckets=(16,),
       steps_per_dispatch=1,
     ),
     overlap=schedule,

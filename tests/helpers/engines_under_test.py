@@ -40,7 +40,6 @@ SETTINGS: dict[str, contract.EngineSpec] = {
     row_buckets=(4,),
     chunk_buckets=(8,),
     prefill_tokens=32,
-    length_buckets=(96,),
     steps_per_dispatch=2,
   ),
   "sglang": SglangSettings(slots=4, row_buckets=(4,), token_buckets=(32,)),

@@ -28,11 +28,11 @@ def hidden(params, config, *args, **kwargs):
 
 
 def feed(
-  params, config, past, lengths, tokens, positions, chunks, *, layout=None
+  params, config, cache, tables, tokens, positions, chunks, *, layout=None
 ):
   """`Transformer.feed` of these parameters, as one function for jit."""
   model = policy_lib.of(config).bind(params)
-  return model.feed(past, lengths, tokens, positions, chunks, layout=layout)
+  return model.feed(cache, tables, tokens, positions, chunks, layout=layout)
 
 
 def moe(config):

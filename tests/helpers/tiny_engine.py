@@ -34,7 +34,6 @@ SETTINGS = engine_settings.EngineSettings(
   row_buckets=(2,),
   chunk_buckets=(2, 6),
   prefill_tokens=8,
-  length_buckets=(32,),
   steps_per_dispatch=3,
   batching_delay_s=0.004,
   bias_slots=2,

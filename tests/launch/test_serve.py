@@ -26,7 +26,6 @@ ENGINE = {
   "engine.slots": "4",
   "engine.row_buckets": "4,",
   "engine.chunk_buckets": "8,",
-  "engine.length_buckets": "512,",
 }
 WEATHER = {
   "type": "object",

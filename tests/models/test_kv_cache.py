@@ -13,6 +13,7 @@ pytestmark = pytest.mark.compiled
 CONFIG = config_lib.tiny(num_layers=2, d_model=8, num_kv_heads=2, head_dim=4)
 EMPTY = kv_cache.EMPTY
 NUM_PAGES = 12
+LAYER = 1
 wraps = pytest.mark.parametrize(
   "wrap", [jax.jit, lambda f: f], ids=["jit", "eager"]
 )
@@ -28,67 +29,45 @@ def noise(rng, shapes):
   )
 
 
-def piece_of_ones(positions):
-  """Returns a token of each position: ones everywhere."""
-  positions = jnp.asarray(positions, jnp.int32)
-  ones = (jnp.ones((*positions.shape, 2, 4)),) * CONFIG.num_layers
-  return kv_cache.Fresh(ones, ones, positions)
-
-
-def draw_piece(rng, rows, length):
-  """Returns two new tokens of each row, about a third of them padding."""
-  # The same position twice would leave open which write counts.
-  positions = np.stack([rng.permutation(length)[:2] for _ in rows])
-  positions[rng.random(positions.shape) < 1 / 3] = EMPTY
-  piece = piece_of_ones(positions)
-  return noise(rng, piece)
-
-
-def written(pages, tables, pieces):
-  """Returns what `commit` makes of one array's pages, cell by cell."""
+def written(pages, tables, owners, positions, values):
+  """Returns what `write` makes of one array's pages, cell by cell."""
   pages = np.array(pages)
-  for rows, values, positions in pieces:
-    for i, row in enumerate(rows):
-      for value, position in zip(values[i], positions[i], strict=True):
-        if position != EMPTY:
-          page, offset = divmod(int(position), pages.shape[1])
-          pages[tables[row, page], offset] = value
+  for owner, position, value in zip(owners, positions, values, strict=True):
+    if position != EMPTY:
+      page, offset = divmod(int(position), pages.shape[3])
+      pages[:, LAYER, tables[owner, page], offset] = value
   return pages
+
+
+def put(store, tables, owners, positions, k, v):
+  """Writes tokens of one layer: a dispatch without its model."""
+  at = kv_cache.places(store, tables, owners, positions)
+  return kv_cache.write(store, LAYER, at, k, v)
 
 
 @wraps
 @pytest.mark.parametrize("page_size", [1, 3])
-def test_tokens_are_written_to_the_pages_of_their_rows_and_read_from_there(
-  wrap, page_size
-):
-  commit, gather = wrap(kv_cache.commit), wrap(kv_cache.gather)
+def test_tokens_are_written_to_the_pages_of_their_rows(wrap, page_size):
   rng = np.random.default_rng(page_size)
   store = noise(rng, kv_cache.init_cache(CONFIG, NUM_PAGES, page_size))
   for _ in range(5):
     # Three rows of four pages: nobody shares one.
-    tables = rng.permutation(NUM_PAGES).reshape(3, 4)
-    at = jnp.asarray(tables, jnp.int32)
-    length = 4 * page_size
-    pieces = [(rows, draw_piece(rng, rows, length)) for rows in ([2, 0], [1])]
-    before = jax.device_get(store)
-    store = commit(
-      store, at, [(jnp.array(rows, jnp.int32), new) for rows, new in pieces]
-    )
-    past = gather(store, at)
-    for name in ("k", "v"):
-      for layer, pages in enumerate(getattr(store, name)):
-        expected = written(
-          getattr(before, name)[layer],
-          tables,
-          [
-            (rows, np.asarray(getattr(new, name)[layer]), new.positions)
-            for rows, new in pieces
-          ],
-        )
-        np.testing.assert_array_equal(pages, expected)
-        np.testing.assert_array_equal(
-          getattr(past, name)[layer], expected[tables].reshape(3, length, 2, 4)
-        )
+    tables = rng.permutation(NUM_PAGES).reshape(3, 4).astype(np.int32)
+    owners = np.array([2, 2, 0, 0, 1, 1], np.int32)
+    # The same position twice would leave open which write counts.
+    positions = np.concatenate(
+      [rng.permutation(4 * page_size)[:2] for _ in range(3)]
+    ).astype(np.int32)
+    positions[rng.random(6) < 1 / 3] = EMPTY
+    values = rng.random((2, 6, 2, 4)).astype(np.float32)
+    expected = [
+      written(pages, tables, owners, positions, new)
+      for pages, new in zip(store, values, strict=True)
+    ]
+    arguments = map(jnp.asarray, (tables, owners, positions, *values))
+    store = wrap(put)(store, *arguments)
+    for found, wanted in zip(store, expected, strict=True):
+      np.testing.assert_array_equal(found, wanted)
 
 
 @wraps
@@ -97,37 +76,15 @@ def test_what_has_no_page_is_dropped(wrap):
   # whose table names a page past the end.
   store = kv_cache.init_cache(CONFIG, 3, 4)
   tables = jnp.array([[2, 0], [3, 9]], jnp.int32)
-  fresh = piece_of_ones([[EMPTY, 8, 5], [0, 7, EMPTY]])
-  rows = jnp.arange(2, dtype=jnp.int32)
-  store = wrap(kv_cache.commit)(store, tables, [(rows, fresh)])
+  owners = jnp.array([0, 0, 0, 1, 1, 1], jnp.int32)
+  positions = jnp.array([EMPTY, 8, 5, 0, 7, EMPTY], jnp.int32)
+  ones = jnp.ones((6, 2, 4))
+  store = wrap(put)(store, tables, owners, positions, ones, ones)
   # Position 5 of row 0 alone: its second page is page 0.
-  expected = np.zeros((3, 4, 2, 4))
-  expected[0, 1] = 1
-  for pages in jax.tree.leaves(store):
+  expected = np.zeros((2, 2, 3, 4, 4))
+  expected[:, LAYER, 0, 1] = 1
+  for pages in store:
     np.testing.assert_array_equal(pages, expected)
-  # Such pages may be read: they hold what some page does, never nan.
-  past = wrap(kv_cache.gather)(store, tables)
-  assert all(np.isfinite(x).all() for x in jax.tree.leaves(past))
-
-
-@wraps
-def test_tokens_are_taken_from_their_positions_alone(wrap):
-  rng = np.random.default_rng(0)
-  past = noise(rng, kv_cache.Past(*2 * [2 * (jnp.zeros((3, 5, 2, 4)),)]))
-  # Backwards, the same one twice, and padding.
-  positions = np.array([[4, 0, 1], [2, 2, EMPTY], [EMPTY, 3, EMPTY]])
-  fresh = wrap(kv_cache.take)(past, jnp.asarray(positions, jnp.int32))
-  np.testing.assert_array_equal(fresh.positions, positions)
-  row, at = np.nonzero(positions != EMPTY)
-  for taken, whole in zip(
-    (*fresh.k, *fresh.v), (*past.k, *past.v), strict=True
-  ):
-    assert taken.shape == (3, 3, 2, 4)
-    np.testing.assert_array_equal(
-      taken[row, at], np.asarray(whole)[row, positions[row, at]]
-    )
-    # Anything but nan, which a weight of 0 would not make 0.
-    assert np.isfinite(taken).all()
 
 
 @wraps
@@ -138,27 +95,18 @@ def test_pages_are_copied_all_at_once(wrap):
   sources = jnp.array([0, 1, 4, 2], jnp.int32)
   targets = jnp.array([1, 0, 3, 5], jnp.int32)
   copied = wrap(kv_cache.copy)(store, sources, targets)
-  for old, new in zip(
-    jax.tree.leaves(store), jax.tree.leaves(copied), strict=True
-  ):
-    np.testing.assert_array_equal(new, np.asarray(old)[[1, 0, 2, 4, 4]])
-
-
-def turn(store, tables, positions):
-  """Reads pages, then writes one more there: a dispatch without its model."""
-  past = jax.tree.map(lambda x: x + 1, kv_cache.gather(store, tables))
-  rows = jnp.arange(len(tables), dtype=jnp.int32)
-  return kv_cache.commit(
-    store, tables, [(rows, kv_cache.take(past, positions))]
-  )
+  for old, new in zip(store, copied, strict=True):
+    np.testing.assert_array_equal(new, np.asarray(old)[:, :, [1, 0, 2, 4, 4]])
 
 
 def test_a_donated_cache_is_written_in_place():
   tables = jnp.array([[3, 1], [0, 2]], jnp.int32)
-  positions = jnp.array([[2, 3, EMPTY], [0, EMPTY, 1]], jnp.int32)
+  owners = jnp.array([0, 0, 1], jnp.int32)
+  positions = jnp.array([2, 3, EMPTY], jnp.int32)
+  ones = jnp.ones((3, 2, 4))
   store = kv_cache.init_cache(CONFIG, 4096, 4)
   steps = {
-    "turn": (turn, (tables, positions)),
+    "put": (put, (tables, owners, positions, ones, ones)),
     "copy": (kv_cache.copy, (jnp.array([0, 3]), jnp.array([1, 0]))),
   }
   for name, (step, arguments) in steps.items():
@@ -166,12 +114,11 @@ def test_a_donated_cache_is_written_in_place():
     memory = step.lower(store, *arguments).compile().memory_analysis()
     assert memory is not None
     # Not even one layer's pages are copied on the way.
-    assert memory.temp_size_in_bytes < store.k[0].nbytes / 10, name
-    before = jax.tree.leaves(store)
-    places = [x.unsafe_buffer_pointer() for x in before]
+    assert memory.temp_size_in_bytes < store.k.nbytes / 20, name
+    places = [x.unsafe_buffer_pointer() for x in store]
+    before = store
     store = step(store, *arguments)
-    after = [x.unsafe_buffer_pointer() for x in jax.tree.leaves(store)]
-    assert after == places, name
+    assert [x.unsafe_buffer_pointer() for x in store] == places, name
     assert all(x.is_deleted() for x in before), name
   # `copy` moved page 3 of row 0 to page 0, which holds positions 2 and 3.
-  np.testing.assert_array_equal(store.k[1][0, :, 0, 0], [0, 0, 1, 1])
+  np.testing.assert_array_equal(store.k[0, LAYER, 0, :, 0], [0, 0, 1, 1])

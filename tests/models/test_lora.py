@@ -248,17 +248,17 @@ def test_decoding_with_adapters_agrees_with_merged_rows():
     lora.merge(params, config.lora), plain(config), tokens, positions, segments
   )
   tables = jnp.array([[1, 0]], jnp.int32)
-  past = kv_cache.gather(kv_cache.init_cache(config, 2, 2), tables)
+  cache = kv_cache.init_cache(config, 2, 2)
 
   @jax.jit
-  def step(params, past, token, position):
+  def step(params, cache, token, position):
     model = policy_lib.of(config).bind(params)
-    hidden, past, _, _ = model.feed(past, position + 1, token, position, (0, 1))
-    return logprobs.logits(model.terms(hidden)), past
+    hidden, cache, _ = model.feed(cache, tables, token, position, (0, 1))
+    return logprobs.logits(model.terms(hidden)), cache
 
   got = []
   for t in range(4):
-    out, past = step(params, past, tokens[:, t], positions[:, t])
+    out, cache = step(params, cache, tokens[:, t], positions[:, t])
     got.append(out)
   np.testing.assert_allclose(np.stack(got, 1), expected, atol=1e-5)
 

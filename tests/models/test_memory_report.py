@@ -82,10 +82,6 @@ def test_planned_bytes_are_those_of_arrays():
   store = jax.device_put(
     kv_cache.init_cache(config, 5, 3), layout.sharding(*kv_cache.AXES)
   )
-  past = jax.device_put(
-    kv_cache.gather(store, jnp.zeros((4, 2), jnp.int32)),
-    layout.sharding(*kv_cache.ROW_AXES),
-  )
 
   def held(tree):
     shards = [leaf.addressable_shards[0] for leaf in jax.tree.leaves(tree)]
@@ -98,8 +94,6 @@ def test_planned_bytes_are_those_of_arrays():
   assert memory_report.device_bytes(tree) == held(params)
   pages = memory_report.cache_bytes(config, plan, pages=5, page_size=3)
   assert pages == held(store)
-  rows = memory_report.past_bytes(config, plan, rows=4, pages=2, page_size=3)
-  assert rows == held(past)
 
 
 def test_a_leaf_without_a_sharding_is_on_every_device():

@@ -94,11 +94,11 @@ def test_a_tied_head_is_the_embedding(params, config):
   np.testing.assert_allclose(logits, params["embed"].T, rtol=1e-6)
 
 
-def decode(params, config, tokens, dispatches, feed):
-  """Feeds 3 rows in dispatches of chunks; returns logits of every token.
+def decode(params, config, tokens, sizes, feed):
+  """Feeds 3 rows in chunks; returns logits of every token.
 
   Pages of 4 lie in any order, and row r begins r tokens late: until then its
-  chunks are padding. What is written to pages is all taken from the past.
+  chunks are padding.
   """
   order = np.random.default_rng(1).permutation(20)
   tables = jnp.asarray(order[:12].reshape(3, 4), jnp.int32)
@@ -108,43 +108,39 @@ def decode(params, config, tokens, dispatches, feed):
   positions = jnp.where(positions < 0, kv_cache.EMPTY, positions)
   store = jax.tree.map(lambda x: x + 9, kv_cache.init_cache(config, 20, 4))
   hidden, done = [], 0
-  for sizes in dispatches:
-    past, before = kv_cache.gather(store, tables), done
-    for size in sizes:
-      now = slice(done, done + size)
-      done += size
-      h, past, _, _ = feed(
-        params,
-        config,
-        past,
-        jnp.maximum(done - rows, 0),
-        tokens[:, now].reshape(-1),
-        positions[:, now].reshape(-1),
-        (3, size) if size > 1 else (0, 1),
-      )
-      hidden.append(h.reshape(3, size, -1))
-    fresh = kv_cache.take(past, positions[:, before:done])
-    store = kv_cache.commit(store, tables, [(rows, fresh)])
+  for size in sizes:
+    now = slice(done, done + size)
+    done += size
+    h, store, _ = feed(
+      params,
+      config,
+      store,
+      tables,
+      tokens[:, now].reshape(-1),
+      positions[:, now].reshape(-1),
+      (3, size) if size > 1 else (0, 1),
+    )
+    hidden.append(h.reshape(3, size, -1))
   model = policy_lib.of(config).bind(params)
   logits = logprobs.logits(model.terms(jnp.concatenate(hidden, 1)))
   return [logits[row, row:] for row in range(3)]
 
 
 @pytest.mark.parametrize(
-  ("dispatches", "feed"),
+  ("sizes", "feed"),
   [
-    ([(12,)], FEED),
-    ([(4, 1, 1), (1, 1, 4)], FEED),
-    ([(4, 4), (4,)], small_models.feed),
+    ((12,), FEED),
+    ((4, 1, 1, 1, 1, 4), FEED),
+    ((4, 4, 4), small_models.feed),
   ],
   ids=["whole-jit", "chunks-jit", "chunks-eager"],
 )
 def test_decoding_in_any_chunks_agrees_with_whole_rows(
-  params, config, dispatches, feed
+  params, config, sizes, feed
 ):
   tokens, positions, segments = packed([(12,)] * 3, width=12)
   expected, _ = apply(HIDDEN, params, config, tokens, positions, segments)
-  decoded = decode(params, config, tokens, dispatches, feed)
+  decoded = decode(params, config, tokens, sizes, feed)
   for row, logits in enumerate(decoded):
     assert np.isfinite(logits).all()
     np.testing.assert_allclose(logits, expected[row, : 12 - row], atol=1e-5)
@@ -154,39 +150,42 @@ def test_decoding_in_any_chunks_agrees_with_whole_rows(
 def test_a_row_of_nothing_but_padding_stays_finite(params, config, chunks):
   store = kv_cache.init_cache(config, 2, 4)
   tables = jnp.array([[1, 0]], jnp.int32)
-  past = kv_cache.gather(store, tables)
   empty = jnp.full(chunks[1], kv_cache.EMPTY, jnp.int32)
-  nothing = jnp.zeros(1, jnp.int32)
-  hidden, past, fresh, experts = FEED(
-    params, config, past, nothing, jnp.zeros_like(empty), empty, chunks
+  hidden, store, experts = FEED(
+    params, config, store, tables, jnp.zeros_like(empty), empty, chunks
   )
-  assert all(np.isfinite(x).all() for x in jax.tree.leaves((hidden, fresh)))
+  assert np.isfinite(hidden).all()
   np.testing.assert_array_equal(experts, -1)
-  owners = jnp.zeros_like(empty)
-  committed = kv_cache.commit(store, tables, [(owners, fresh)])
-  assert not any(np.any(x) for x in jax.tree.leaves((past, committed)))
+  assert not any(np.any(x) for x in store)
 
 
-@pytest.mark.parametrize("chunks", [(4, 2), (0, 1)], ids=["chunks", "step"])
-def test_a_past_is_written_in_place(config, chunks):
-  # Wide, so that keys outweigh the token_mask of who sees them.
-  config = dataclasses.replace(config, head_dim=64)
+@pytest.mark.parametrize(
+  ("rows", "chunks"),
+  [(4, (4, 2)), (4, (0, 1)), (1, (0, 1))],
+  ids=["chunks", "step", "one row"],
+)
+def test_pages_are_written_and_read_where_they_are(config, rows, chunks):
   params = policy_lib.of(config).shapes
-  tables = jax.ShapeDtypeStruct((4, 2**10), jnp.int32)
-  pages = jax.eval_shape(lambda: kv_cache.init_cache(config, 4, 4))
-  past = jax.eval_shape(kv_cache.gather, pages, tables)
-  ids = jax.ShapeDtypeStruct((4 * chunks[1],), jnp.int32)
-  lengths = jax.ShapeDtypeStruct((4,), jnp.int32)
   feed = jax.jit(
     small_models.feed, static_argnames=("config", "chunks"), donate_argnums=2
   )
-  run = feed.lower(params, config, past, lengths, ids, ids, chunks).compile()
-  memory = run.memory_analysis()
-  assert memory is not None
-  layer = past.k[0].size * past.k[0].dtype.itemsize
-  assert memory.alias_size_in_bytes == 2 * config.num_layers * layer
-  # Not even one layer's keys are copied on the way.
-  assert memory.temp_size_in_bytes < layer / 10
+
+  def memory(pages, width):
+    cache = jax.eval_shape(lambda: kv_cache.init_cache(config, pages, 4))
+    tables = jax.ShapeDtypeStruct((rows, width), jnp.int32)
+    ids = jax.ShapeDtypeStruct((rows * chunks[1],), jnp.int32)
+    run = feed.lower(params, config, cache, tables, ids, ids, chunks).compile()
+    found = run.memory_analysis()
+    assert found is not None
+    size = 2 * cache.k.size * cache.k.dtype.itemsize
+    assert found.alias_size_in_bytes == size
+    return found.temp_size_in_bytes, size
+
+  (few, _), (many, size) = memory(64, 64), memory(2**14, 2**10)
+  # More pages, and longer tables, need no more memory beside them but for the
+  # tables themselves.
+  assert many - few < 64 * 2**10
+  assert many < size / 10
 
 
 def test_what_writes_into_the_residual_stream_starts_smaller(config):
@@ -339,7 +338,6 @@ class Plan(NamedTuple):
   """One dispatch: ids fed at once, then ids of a few steps of each row."""
 
   tables: jax.Array
-  lengths: jax.Array
   owners: jax.Array
   ids: jax.Array
   positions: jax.Array
@@ -369,7 +367,6 @@ def draw_plan(rng, chunks, max_steps, tables, done):
   last = ids.shape[1] - 1
   arrays = (
     np.where(used, tables[talks], rng.choice(tables.ravel(), used.shape)),
-    start + new,
     owners,
     ids[talks[owners], np.minimum(fed, last)],
     fed,
@@ -380,36 +377,26 @@ def draw_plan(rng, chunks, max_steps, tables, done):
 
 
 def advance(params, store, plan, *, chunks, layout=None):
-  """Feeds, steps and commits; returns the pages, and what both passes gave."""
-  past = jax.tree.map(
-    lambda x: sharding.constrain(layout, x, *kv_cache.ROW_AXES),
-    kv_cache.gather(store, plan.tables),
-  )
+  """Feeds and steps; returns the pages, and what both passes gave."""
   model = policy_lib.of(CONFIG).bind(params)
-  hidden, past, fed, experts = model.feed(
-    past, plan.lengths, plan.ids, plan.positions, chunks, layout=layout
+  hidden, store, experts = model.feed(
+    store, plan.tables, plan.ids, plan.positions, chunks, layout=layout
   )
   assert experts is not None
-  pieces, stepped = [(plan.owners, fed)], ()
+  stepped = ()
 
-  def step(past, now):
-    index, ids, positions = now
-    # Of a row that has stopped this is beyond what was written.
-    lengths = plan.lengths + index + 1
+  def step(store, now):
+    ids, positions = now
     model = policy_lib.of(CONFIG).bind(params)
-    hidden, past, _, experts = model.feed(
-      past, lengths, ids, positions, (0, 1), layout=layout
+    hidden, store, experts = model.feed(
+      store, plan.tables, ids, positions, (0, 1), layout=layout
     )
     assert experts is not None
-    return past, (hidden, experts[:, 0])
+    return store, (hidden, experts[:, 0])
 
-  if max_steps := plan.next_ids.shape[1]:
-    order = jnp.arange(max_steps, dtype=jnp.int32)
-    columns = order, plan.next_ids.T, plan.next_positions.T
-    past, stepped = jax.lax.scan(step, past, columns)
-    fresh = kv_cache.take(past, plan.next_positions)
-    pieces.append((jnp.arange(ROWS, dtype=jnp.int32), fresh))
-  store = kv_cache.commit(store, plan.tables, pieces)
+  if plan.next_ids.shape[1]:
+    columns = plan.next_ids.T, plan.next_positions.T
+    store, stepped = jax.lax.scan(step, store, columns)
   return store, (hidden, experts[:, 0]), stepped
 
 
@@ -582,14 +569,13 @@ def test_decoding_has_nothing_to_compute_again(remat):
   config = CONFIGS["sparse"]
   params = policy_lib.of(config).init(jax.random.key(0))
   tables = jnp.array([[1, 3], [0, 2]], jnp.int32)
-  past = kv_cache.gather(kv_cache.init_cache(config, 4, 4), tables)
+  cache = kv_cache.init_cache(config, 4, 4)
   tokens = jnp.array([1, 2, 3, 4, 5, 6], jnp.int32)
   positions = jnp.tile(jnp.arange(3, dtype=jnp.int32), 2)
-  lengths = jnp.full(2, 3, jnp.int32)
   feed = jax.jit(small_models.feed, static_argnames=("config", "chunks"))
 
   def decode(config):
-    return feed(params, config, past, lengths, tokens, positions, (2, 3))
+    return feed(params, config, cache, tables, tokens, positions, (2, 3))
 
   compute = dataclasses.replace(config.compute, remat=remat)
   found = decode(dataclasses.replace(config, compute=compute))

@@ -72,7 +72,6 @@ def _dense():
     row_buckets=(16,),
     chunk_buckets=(4,),
     prefill_tokens=64,
-    length_buckets=(12,),
     batching_delay_s=0.0,
   ) as served:
     yield served

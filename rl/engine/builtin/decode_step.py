@@ -3,10 +3,10 @@
 Letters: R rows of the dispatch, P rows with chunks of C ids, N = P * C + R - P
 new ids, W pages of a table, K tokens sampled at most, S slots, V vocabulary.
 
-  plan -> gather pages -> [ feed N ids ] -> sample -> [ feed R ids ] -> ...
-                |                 |                         |   (early exit)
-              past  ------------ + new --------------------- + new
-                                    one commit to the pages at the end
+  plan -> [ feed N ids ] -> sample -> [ feed R ids ] -> sample -> ...
+               |   ^                       |   ^        (early exit)
+               v   |                       v   |
+  pages ------ + new --------------------- + new ---
 
 A row can go on from the dispatch before (`FOLLOW`) although the host has not
 seen its tokens yet: the last id, its position and whether it samples on stay
@@ -120,7 +120,7 @@ class _Rows(NamedTuple):
   Attributes:
     known: ids in the cache after the new ones are fed.
     budget: tokens to sample at most; 0 while context is left to feed.
-    ids, positions, owners: of each new id; its owner is its row.
+    ids, positions: of each new id.
     newest: index of each row's last new id.
   """
 
@@ -131,7 +131,6 @@ class _Rows(NamedTuple):
   params: sampling.SamplingParams
   ids: Int32[Array, " N"]
   positions: Int32[Array, " N"]
-  owners: Int32[Array, " N"]
   newest: Int32[Array, " R"]
 
   def stopped(self, token: Int32[Array, " R"]) -> Bool[Array, " R"]:
@@ -151,7 +150,7 @@ class _Loop(NamedTuple):
   step: Int32[Array, ""]
   alive: Bool[Array, " R"]
   last: Int32[Array, " R"]
-  past: kv_cache.Past
+  cache: kv_cache.Cache
   sampled: Sampled
 
 
@@ -161,7 +160,6 @@ def advance(
   carry: Carry,
   biases: Float32[Array, "biases V"],
   plan: DispatchPlan,
-  scratch: kv_cache.Past | None = None,
   *,
   config: model_config.ModelConfig,
   layout: sharding.Layout,
@@ -169,7 +167,7 @@ def advance(
   max_steps: int,
   record_experts: bool = False,
   top_logprobs: int = 0,
-) -> tuple[kv_cache.Cache, Carry, Sampled, kv_cache.Past | None]:
+) -> tuple[kv_cache.Cache, Carry, Sampled]:
   """Feeds each row its new ids and samples up to its budget.
 
   The key and value of the last sampled token are not in the cache yet: it is
@@ -177,31 +175,25 @@ def advance(
   rows that began have ended, so that they do not wait for the longest.
 
   Args:
-    scratch: memory for the gathered pages, with any content; the last result
-      is that of the next dispatch. Donate it where a program's temporary memory
-      is cleared each time, as on a CPU.
+    cache: donate it, and its pages are written in place.
     chunks: (P, C).
     max_steps: K.
     top_logprobs: most probable ids to list beside each sampled one.
   """
   rows = _rows(plan, carry, chunks)
   tables = jnp.asarray(plan.integers)[:, _TABLE:]
-  past = jax.tree.map(
-    lambda x: sharding.constrain(layout, x, *kv_cache.ROW_AXES),
-    kv_cache.gather(cache, tables),
-  )
   policy = policy_lib.of(config).bind(params)
 
-  def feed(*args):
-    hidden, past, fed, experts = policy.feed(*args, layout=layout)
+  def feed(cache, ids, positions, chunks):
+    hidden, cache, experts = policy.feed(
+      cache, tables, ids, positions, chunks, layout=layout
+    )
     if experts is not None:
       narrow = experts.astype(config.expert_dtype)
       experts = narrow if record_experts else None
-    return hidden, past, fed, experts
+    return hidden, cache, experts
 
-  hidden, past, fed, experts = feed(
-    past, rows.known, rows.ids, rows.positions, chunks
-  )
+  hidden, cache, experts = feed(cache, rows.ids, rows.positions, chunks)
 
   def pick(hidden, positions):
     logits = logprobs.logits(policy.terms(hidden, layout=layout))
@@ -228,11 +220,9 @@ def advance(
     pick,
     rows,
     jnp.minimum(plan.integers[0, STEPS], max_steps),
-    _Loop(jnp.int32(1), alive, choice.token, past, sampled),
+    _Loop(jnp.int32(1), alive, choice.token, cache, sampled),
   )
-  cache = _commit(cache, tables, rows, fed, loop)
-  scratch = None if scratch is None else loop.past
-  return cache, _next_carry(carry, rows, loop), loop.sampled, scratch
+  return loop.cache, _next_carry(carry, rows, loop), loop.sampled
 
 
 def _sample_on(
@@ -248,9 +238,7 @@ def _sample_on(
   def body(loop: _Loop) -> _Loop:
     at = rows.known + loop.step - 1
     positions = jnp.where(loop.alive, at, kv_cache.EMPTY)
-    hidden, past, _, experts = feed(
-      loop.past, at + 1, loop.last, positions, (0, 1)
-    )
+    hidden, cache, experts = feed(loop.cache, loop.last, positions, (0, 1))
     choice = pick(hidden, at + 1)
     sampled = _record(loop.sampled, loop.step, loop.alive, choice)
     if sampled.stepped is not None and experts is not None:
@@ -258,36 +246,12 @@ def _sample_on(
       sampled = sampled._replace(stepped=stepped)
     last = jnp.where(loop.alive, choice.token, loop.last)
     alive = _alive(loop.alive, rows, last, sampled)
-    return _Loop(loop.step + 1, alive, last, past, sampled)
+    return _Loop(loop.step + 1, alive, last, cache, sampled)
 
   def worthwhile(loop: _Loop) -> Bool[Array, ""]:
     return (loop.step < steps) & (2 * loop.alive.sum() > started.sum())
 
   return jax.lax.while_loop(worthwhile, body, first)
-
-
-def _commit(
-  cache: kv_cache.Cache,
-  tables: Int32[Array, "R W"],
-  rows: _Rows,
-  fed: kv_cache.Fresh,
-  loop: _Loop,
-) -> kv_cache.Cache:
-  """Writes the keys and values of the new ids and of the sampled ones."""
-  max_steps = loop.sampled.tokens.shape[1]
-  # The last sampled token has not been fed.
-  step = jnp.arange(max_steps - 1, dtype=jnp.int32)
-  stepped = jnp.where(
-    step < loop.sampled.counts[:, None] - 1,
-    rows.known[:, None] + step,
-    kv_cache.EMPTY,
-  )
-  every = jnp.arange(len(tables), dtype=jnp.int32)
-  return kv_cache.commit(
-    cache,
-    tables,
-    [(rows.owners, fed), (every, kv_cache.take(loop.past, stepped))],
-  )
 
 
 def _rows(plan: DispatchPlan, carry: Carry, chunks: tuple[int, int]) -> _Rows:
@@ -327,7 +291,6 @@ def _rows(plan: DispatchPlan, carry: Carry, chunks: tuple[int, int]) -> _Rows:
     ),
     ids=ids,
     positions=positions,
-    owners=owners,
     newest=first + jnp.maximum(new - 1, 0),
   )
 

@@ -21,14 +21,12 @@ class DispatchChoice(NamedTuple):
     rows: those with more than one new id come first.
     chunks: (P, C).
     num_rows: R.
-    length: bucket of the longest conversation.
     steps: tokens that each row may sample.
   """
 
   rows: Sequence[request_lib.RequestState]
   chunks: tuple[int, int]
   num_rows: int
-  length: int
   steps: int
 
   def needed_length(self, state: request_lib.RequestState) -> int:
@@ -67,16 +65,19 @@ def build(
   choice: DispatchChoice,
   shapes: dispatch_shapes.DispatchShapes,
   version: int,
+  *,
+  longest: int,
 ) -> Dispatch:
   """Returns the dispatch, and counts it in the planned numbers of its rows.
 
   Args:
     choice: every row has the pages that it needs.
+    longest: conversation of the model.
   """
   plan = decode_step.empty_plan(
     choice.num_rows,
     choice.chunks,
-    shapes.width(choice.length),
+    shapes.width(longest),
     slots=shapes.slots,
   )
   count, size = choice.chunks
@@ -102,7 +103,7 @@ def build(
       follow,
     )
     plan.stop_ids[i, : len(request.stop_ids)] = request.stop_ids
-    pages = state.page_table.pages[: plan.tables.shape[1]]
+    pages = state.page_table.pages
     plan.tables[i, : len(pages)] = pages
     plan.floats[i] = (request.temperature, request.top_p, request.min_p)
     first = state.planned_cached

@@ -8,6 +8,8 @@ _CPU_VECTOR = 16
 """XLA's loops over multiples of so many rows have no tails on a CPU."""
 _MAX_PADDING = 256
 """Ids of padding that cost less than another program."""
+_SHORT = 128
+"""Positions up to which no conversation is short beside another."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,8 +26,6 @@ class DispatchShapes:
     chunk_buckets: compiled numbers of new ids per row and dispatch.
     prefill_tokens: new ids of one dispatch, about: with chunks of C ids, at
       most `prefill_tokens` / C rows have one.
-    length_buckets: compiled lengths of the conversations of a dispatch; the
-      model's longest is always one of them.
     steps_per_dispatch: tokens per row sampled before the host looks again.
   """
 
@@ -35,7 +35,6 @@ class DispatchShapes:
   row_buckets: tuple[int, ...] = (8, 32, 64, 128)
   chunk_buckets: tuple[int, ...] = (4, 32)
   prefill_tokens: int = 1024
-  length_buckets: tuple[int, ...] = (128, 512, 2048, 8192)
   steps_per_dispatch: int = 8
 
   @property
@@ -44,8 +43,11 @@ class DispatchShapes:
     return _up_to(self.row_buckets, self.slots)
 
   def lengths(self, longest: int) -> tuple[int, ...]:
-    """Returns the length buckets in use, ascending."""
-    return _up_to(self.length_buckets, longest)
+    """Returns bounds between which conversations go together, ascending."""
+    bounds = [_SHORT]
+    while 4 * bounds[-1] < longest:
+      bounds.append(4 * bounds[-1])
+    return _up_to(bounds, longest)
 
   def width(self, length: int) -> int:
     """Returns the number of pages for so many positions."""

@@ -407,10 +407,15 @@ class BuiltinEngine:
     choice = self._scheduler.next(last)
     if choice is None:
       return False
-    dispatch = dispatch_plan.build(choice, self._shapes, self._version)
+    dispatch = dispatch_plan.build(
+      choice,
+      self._shapes,
+      self._version,
+      longest=self._config.max_length,
+    )
     copies, biases = self._queue.take_pending_copies_and_biases()
     self._num_dispatches += 1
-    shape = choice.num_rows, choice.chunks, choice.length
+    shape = choice.num_rows, choice.chunks
     program = shape, dispatch.lists_top
     # Time that goes into compiling is no decoding.
     name = "decode" if program in self._compiled else "warm up"

@@ -5,7 +5,6 @@ that each sees the effects of those before.
 """
 
 import functools
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,8 +23,8 @@ _MAX_COPIES = 8
 _MAX_MASKS = 8
 """Masks that one program writes."""
 
-Shape = tuple[int, tuple[int, int], int]
-"""Rows, (rows with chunks, ids of a chunk), and length of the longest row."""
+Shape = tuple[int, tuple[int, int]]
+"""Rows, and (rows with chunks, ids of a chunk)."""
 
 
 class ModelRunner:
@@ -52,11 +51,6 @@ class ModelRunner:
     self._bias_slots = bias_slots
     self._whole = layout.sharding()
     self._pages = layout.sharding(*kv_cache.AXES)
-    self._rows = layout.sharding(*kv_cache.ROW_AXES)
-    # By the shape of the page tables; None where memory needs no clearing.
-    self._scratch: dict[tuple[int, int], kv_cache.Past] | None = (
-      {} if layout.platform == "cpu" else None
-    )
     all_chunks = {
       chunks
       for rows in shapes.rows
@@ -74,10 +68,8 @@ class ModelRunner:
           record_experts=record_experts,
         ),
         static_argnames="top_logprobs",
-        donate_argnums=(1, 2, 5),
-        # `scratch` is unused but for its memory.
-        keep_unused=True,
-        out_shardings=(self._pages, self._whole, self._whole, self._rows),
+        donate_argnums=(1, 2),
+        out_shardings=(self._pages, self._whole, self._whole),
       )
       for chunks in all_chunks
     }
@@ -103,10 +95,8 @@ class ModelRunner:
   def shapes(self) -> list[Shape]:
     """Every shape of a dispatch."""
     return [
-      (rows, chunks, length)
-      for rows, length in itertools.product(
-        self._shapes.rows, self._shapes.lengths(self._config.max_length)
-      )
+      (rows, chunks)
+      for rows in self._shapes.rows
       for chunks in self._shapes.chunks(rows, self._layout.num_batch)
     ]
 
@@ -128,13 +118,11 @@ class ModelRunner:
   def free(self) -> None:
     """Frees the cache and all else that it holds on the devices."""
     self._cache = self._carry = self._biases = None
-    if self._scratch is not None:
-      self._scratch.clear()
 
   def warm_up(self, params: definition.Params, shape: Shape) -> None:
     """Compiles one shape, by a dispatch of idle rows."""
-    rows, chunks, length = shape
-    width = self._shapes.width(length)
+    rows, chunks = shape
+    width = self._shapes.width(self._config.max_length)
     plan = decode_step.empty_plan(rows, chunks, width, slots=self._shapes.slots)
     self.advance(params, plan, chunks)
 
@@ -162,30 +150,15 @@ class ModelRunner:
     if copies:
       self.copy(copies)
     placed = jax.device_put(plan, self._whole)
-    scratch = self._take_scratch(plan.tables)
-    self._cache, self._carry, sampled, scratch = self._programs[chunks](
+    self._cache, self._carry, sampled = self._programs[chunks](
       params,
       self._cache,
       self._carry,
       self._biases,
       placed,
-      scratch,
       top_logprobs=top_logprobs,
     )
-    if self._scratch is not None:
-      self._scratch[plan.tables.shape] = scratch
     return jax.device_get(sampled)
-
-  def _take_scratch(
-    self, tables: Int32[np.ndarray, "R W"]
-  ) -> kv_cache.Past | None:
-    """Returns memory for the pages of tables, for the program to reuse."""
-    if self._scratch is None:
-      return None
-    if tables.shape not in self._scratch:
-      gather = jax.jit(kv_cache.gather, out_shardings=self._rows)
-      return gather(self._cache, jax.device_put(tables, self._whole))
-    return self._scratch.pop(tables.shape)
 
   def copy(self, copies: Sequence[tuple[int, int]]) -> None:
     """Copies pages, as if one after the other."""

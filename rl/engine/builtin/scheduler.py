@@ -16,9 +16,9 @@ _STEP_POSITIONS = 256
 """The matmuls of a step cost as much as attention to so many positions."""
 _PREFILL_EVERY = 7
 """Every seventh dispatch must prefill if it can, so that a lone new request is
-not starved. Must exceed the number of length buckets, which take turns too."""
+not starved. Must exceed the number of lengths, which take turns too."""
 _DISPATCH_STEPS = 1
-"""The fixed cost of a dispatch, in steps: it gathers pages, the host looks."""
+"""The fixed cost of a dispatch, in steps: the host looks."""
 
 
 class Scheduler:
@@ -165,9 +165,9 @@ def choose(
     longest: conversation of the model.
     parts: of the mesh over which rows are split.
     fixed: see `DispatchShapes.bucket`.
-    turn: number of the dispatch: length buckets take turns.
+    turn: number of the dispatch: lengths take turns.
   """
-  ready, length = _of_one_length(ready, shapes, longest, fixed, turn)
+  ready = _of_one_length(ready, shapes, longest, fixed, turn)
   context = [state for state in ready if state.pending > 1]
   decoding = [state for state in ready if state.pending == 1]
   num_rows, chunks = shapes.bucket(len(ready), fixed), (0, 1)
@@ -195,7 +195,7 @@ def choose(
   )
   remaining = [state.max_steps for state in rows if state.pending <= chunks[1]]
   steps = num_steps(remaining, shapes.steps_per_dispatch)
-  return dispatch_plan.DispatchChoice(rows, chunks, num_rows, length, steps)
+  return dispatch_plan.DispatchChoice(rows, chunks, num_rows, steps)
 
 
 def _worth(
@@ -242,15 +242,15 @@ def _of_one_length(
   longest: int,
   fixed: int,
   turn: int,
-) -> tuple[Sequence[request_lib.RequestState], int]:
-  """Returns the rows of one length bucket, and the bucket.
+) -> Sequence[request_lib.RequestState]:
+  """Returns rows of about one length.
 
   Every row of a dispatch costs as much as the longest. So each length has a
   dispatch of its own, unless that would leave too few rows in one.
   """
   lengths = shapes.lengths(longest)
   if len(lengths) == 1:
-    return ready, lengths[0]
+    return ready
   steps = shapes.steps_per_dispatch
   buckets: dict[int, list[request_lib.RequestState]] = {}
   for state in ready:
@@ -272,5 +272,5 @@ def _of_one_length(
         merged[-1] = (longer, together)
         continue
     merged.append((length, rows))
-  length, rows = merged[turn % len(merged)]
-  return rows, length
+  _, rows = merged[turn % len(merged)]
+  return rows

@@ -14,7 +14,6 @@ from rl.settings import checks
 _SLOTS = 256
 _ROWS = (8, 32, 128)
 _CHUNKS = (4, 32, 256)
-_LENGTHS = (128, 512, 2048, 8192, 32_768)
 _LONG = 1024
 """Length from which on prompts are fed in larger chunks."""
 
@@ -25,9 +24,9 @@ class EngineSettings:
 
   Attributes:
     slots, page_size, pages, row_buckets, chunk_buckets, prefill_tokens,
-      length_buckets, steps_per_dispatch: see `dispatch_shapes.DispatchShapes`.
-      None follows from the model, the longest conversation and the memory of
-      the devices; see `sizes`.
+      steps_per_dispatch: see `dispatch_shapes.DispatchShapes`. None follows
+      from the model, the longest conversation and the memory of the devices;
+      see `sizes`.
     min_copied_ids: a page is copied for a request if it holds at least so many
       ids of its prefix; fewer are encoded again.
     batching_delay_s: longest wait before a dispatch for sessions whose next
@@ -47,7 +46,6 @@ class EngineSettings:
   row_buckets: tuple[int, ...] | None = None
   chunk_buckets: tuple[int, ...] | None = None
   prefill_tokens: int | None = None
-  length_buckets: tuple[int, ...] | None = None
   steps_per_dispatch: int = 8
   min_copied_ids: int = 16
   batching_delay_s: float = 0.002
@@ -61,7 +59,7 @@ class EngineSettings:
     checks.at_least(self, 1, *sizes, "steps_per_dispatch", where="engine")
     checks.at_least(self, 0, "bias_slots", where="engine")
     checks.below_one(self, "batching_delay_s", where="engine")
-    names = ("row_buckets", "chunk_buckets", "length_buckets")
+    names = ("row_buckets", "chunk_buckets")
     out = "name one or more, or none to have them chosen"
     checks.all_at_least(self, 1, *names, where="engine", out=out)
 
@@ -103,8 +101,7 @@ class EngineSettings:
     """Returns every size; those that are not set follow.
 
     There are as many slots, up to 256, as whole conversations fit into the
-    room, each in pages and in the copy that a dispatch makes of them; and pages
-    for all slots, or as many as fit.
+    room; and pages for all slots, or as many as fit.
 
     Args:
       rooms: one for each pool that has such engines.
@@ -122,8 +119,6 @@ class EngineSettings:
       row_buckets=self.row_buckets or tuple(_whole(n, unit) for n in _ROWS),
       chunk_buckets=self.chunk_buckets or _CHUNKS[: 3 if is_long else 2],
       prefill_tokens=self.prefill_tokens or (4096 if is_long else 1024),
-      length_buckets=self.length_buckets
-      or (*(length for length in _LENGTHS if length < longest), longest),
       steps_per_dispatch=self.steps_per_dispatch,
     )
     pages = sizes.slots * sizes.width(longest), sizes.width(config.max_length)

@@ -1,6 +1,6 @@
 """The sizes of an engine that follow from its model and its devices' memory.
 
-slots x (pages of a conversation + its copy + its logits) + a dispatch <= room
+slots x (pages of a conversation + its logits) + a dispatch <= room
 """
 
 import dataclasses
@@ -36,27 +36,16 @@ def lines(
   sizes: dispatch_shapes.DispatchShapes,
   config: model_config.ModelConfig,
   layout: sharding.Layout,
-  longest: int,
 ) -> dict[str, int]:
-  """Returns bytes on one device, by purpose, of the cache and of a dispatch.
-
-  Args:
-    longest: conversation to expect.
-  """
+  """Returns bytes on one device, by purpose, of the cache and of a dispatch."""
   pages, size = sizes.num_pages(config.max_length), sizes.page_size
-  lengths = sizes.lengths(config.max_length)
-  width = sizes.width(next(x for x in lengths if x >= longest))
   cached = memory_report.cache_bytes(
     config, layout, pages=pages, page_size=size
-  )
-  copied = memory_report.past_bytes(
-    config, layout, rows=sizes.slots, pages=width, page_size=size
   )
   rows = -(-sizes.slots // layout.num_batch)
   ids = -(-sizes.prefill_tokens // layout.num_batch) + rows
   return {
     f"KV cache, {pages * size:,} tokens in {pages:,} pages": cached,
-    f"copied of it, {sizes.slots} rows of {width * size:,} tokens": copied,
     "activations of a dispatch, about": memory_report.dispatch_bytes(
       config, layout, rows=rows, ids=ids
     ),
@@ -87,7 +76,7 @@ def fit(
   for room in rooms:
     if room.num_bytes is None:
       continue
-    cost = _cost(sizes, config, room.layout, longest, unit)
+    cost = _cost(sizes, config, room.layout, unit)
     left = room.num_bytes - cost.rest
     num_slots, num_pages = sizes.slots, sizes.num_pages(config.max_length)
     if slots:
@@ -116,14 +105,13 @@ def _cost(
   sizes: dispatch_shapes.DispatchShapes,
   config: model_config.ModelConfig,
   layout: sharding.Layout,
-  longest: int,
   unit: int,
 ) -> Cost:
   """Returns the cost of each part: bytes are linear in slots and pages."""
 
   def total(slots, pages):
     tried = dataclasses.replace(sizes, slots=slots, pages=pages)
-    return sum(lines(tried, config, layout, longest).values())
+    return sum(lines(tried, config, layout).values())
 
   one = total(unit, 1)
   slot = (total(2 * unit, 1) - one) / unit

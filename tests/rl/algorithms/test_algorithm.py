@@ -186,7 +186,7 @@ def experiment(**changes) -> experiment_lib.Experiment:
     reward=rewards.Outcome(),
     model=MODEL,
     rollout=group_rollout.Rollout(group_size=4, max_tokens=16),
-    engine=engine_settings.EngineSettings(length_buckets=(16,)),
+    engine=engine_settings.EngineSettings(),
     overlap=overlap.sync(4),
     batch=experiment_lib.BatchShape(rows=8, length=16),
   )

@@ -39,7 +39,7 @@ def advance(dense_config, dense_params, one_device):
   none = np.zeros((2, 24), np.float32)
 
   def run(state, plan, chunks=CHUNKS, biases=none):
-    cache, carry, sampled, _ = programs[chunks](*state, biases, plan)
+    cache, carry, sampled = programs[chunks](*state, biases, plan)
     return (cache, carry), sampled
 
   return run
@@ -113,7 +113,11 @@ def set_row(
 
 def written(cache):
   """Which positions of which pages are no longer sevens, in every layer."""
-  changed = [np.any(np.asarray(x) != 7, (2, 3)) for x in (*cache.k, *cache.v)]
+  changed = [
+    np.any(np.asarray(pages) != 7, (0, 3))
+    for x in cache
+    for pages in np.moveaxis(x, 1, 0)
+  ]
   for other in changed[1:]:
     np.testing.assert_array_equal(other, changed[0])
   return [np.flatnonzero(page).tolist() for page in changed[0]]
@@ -268,7 +272,7 @@ def test_the_experts_of_all_that_was_fed_are_told(config, params, one_device):
   plan = empty()
   set_row(plan, 0, 2, 0, PROMPTS[0], 3)
   set_row(plan, 3, 0, 0, PROMPTS[2], 3)
-  *state, sampled, scratch = advance(*unused(config), biases, plan)
+  *state, sampled = advance(*unused(config), biases, plan)
   # Two chunks of 7, and one id of each other row.
   assert sampled.fed.shape == (16, config.num_layers, 2)
   assert sampled.stepped.shape == (SLOTS, STEPS - 1, config.num_layers, 2)
@@ -279,7 +283,7 @@ def test_the_experts_of_all_that_was_fed_are_told(config, params, one_device):
   plan = empty()
   ids = [*PROMPTS[0], *told(sampled, 0)[:2]]
   set_row(plan, 1, 1, 0, ids, 0)
-  *_, again, scratch = advance(*state, biases, plan, scratch)
+  *_, again = advance(*state, biases, plan)
   both = np.concatenate([sampled.fed[:5], sampled.stepped[0]])
   np.testing.assert_array_equal(again.fed[7:14], both)
   assert ((both >= 0) & (both < config.num_experts)).all()

@@ -14,9 +14,9 @@ SHAPES = dispatch_shapes.DispatchShapes(
   row_buckets=(2, 4),
   chunk_buckets=(2, 8),
   prefill_tokens=8,
-  length_buckets=(1000, 2000),
   steps_per_dispatch=4,
 )
+LONGEST = 80
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def running():
 
 
 def test_pages_are_needed_for_all_that_a_row_may_do(running):
-  choice = dispatch_plan.DispatchChoice([], (2, 8), 4, 1000, 3)
+  choice = dispatch_plan.DispatchChoice([], (2, 8), 4, 3)
   assert choice.needed_length(running(30, 4)) == 4 + 8 + 3
   assert choice.needed_length(running(7, 7, 1)) == 7 + 1 + 3
   # No more than the request may ever have.
@@ -40,8 +40,8 @@ def test_a_row_under_a_constraint_has_a_mask_or_samples_freely(running):
   masked, free = (running(5, 5, 1, constraint=constraint) for _ in range(2))
   free.num_masked = 0
   masked.bias_row = free.bias_row = 3
-  choice = dispatch_plan.DispatchChoice([masked, free], (0, 1), 2, 1000, 3)
-  dispatch = dispatch_plan.build(choice, SHAPES, 4)
+  choice = dispatch_plan.DispatchChoice([masked, free], (0, 1), 2, 3)
+  dispatch = dispatch_plan.build(choice, SHAPES, 4, longest=LONGEST)
   columns = [decode_step.BUDGET, decode_step.BIAS]
   assert dispatch.plan.integers[:, columns].tolist() == [[1, 3], [3, 0]]
   assert dispatch.masks == [(3, masked.matcher)]
@@ -55,9 +55,9 @@ def test_a_dispatch_says_what_every_row_does(running):
   decoding = running(5, 6, 2, most=9)
   decoding.bias_row = 2
   choice = dispatch_plan.DispatchChoice(
-    [context, ending, decoding], (2, 8), 4, 1000, steps=3
+    [context, ending, decoding], (2, 8), 4, steps=3
   )
-  dispatch = dispatch_plan.build(choice, SHAPES, 4)
+  dispatch = dispatch_plan.build(choice, SHAPES, 4, longest=LONGEST)
   # Slot, cached, new, budget, seed, top k, bias, follow, steps.
   assert dispatch.plan.integers[:, : decode_step.STEPS + 1].tolist() == [
     [0, 4, 8, 0, -3, 5, 0, 0, 3],
@@ -103,11 +103,9 @@ def test_a_dispatch_says_what_every_row_does(running):
 
 def test_a_row_that_samples_follows_and_one_that_is_fed_does_not(running):
   context, decoding = running(30, 4), running(5, 5, 1)
-  choice = dispatch_plan.DispatchChoice(
-    [context, decoding], (2, 8), 2, 1000, steps=2
-  )
+  choice = dispatch_plan.DispatchChoice([context, decoding], (2, 8), 2, steps=2)
   first, second, third, fourth = (
-    dispatch_plan.build(choice, SHAPES, 0) for _ in range(4)
+    dispatch_plan.build(choice, SHAPES, 0, longest=LONGEST) for _ in range(4)
   )
   columns = slice(decode_step.PAST, decode_step.BUDGET + 1)
   follow = decode_step.FOLLOW

@@ -10,14 +10,13 @@ SHAPES = dispatch_shapes.DispatchShapes(
   row_buckets=(8, 4, 8, 64),
   chunk_buckets=(4, 32),
   prefill_tokens=64,
-  length_buckets=(512, 100, 9000),
 )
 
 
-def test_buckets_are_ascending_and_end_with_the_largest_size():
+def test_rows_and_lengths_are_ascending_and_end_with_the_largest_size():
   assert SHAPES.rows == (4, 8, 24)
-  assert SHAPES.lengths(600) == (100, 512, 600)
-  assert SHAPES.lengths(512) == (100, 512)
+  assert SHAPES.lengths(600) == (128, 512, 600)
+  assert SHAPES.lengths(512) == (128, 512)
   assert SHAPES.lengths(64) == (64,)
 
 

@@ -682,7 +682,6 @@ SIZES = {
     "page_size": 3,
     "row_buckets": (8,),
     "chunk_buckets": (2,),
-    "length_buckets": (12,),
     "steps_per_dispatch": 5,
   },
 }

@@ -35,7 +35,6 @@ LENGTHS = dispatch_shapes.DispatchShapes(
   row_buckets=(2, 4),
   chunk_buckets=(2, 8),
   prefill_tokens=8,
-  length_buckets=(1000, 2000),
   steps_per_dispatch=4,
 )
 LONGEST = 4000
@@ -83,7 +82,6 @@ def test_rows_that_decode_need_no_chunks(running):
   assert choice.rows == ready
   # 3 of 8 + 4 rather than 2 of 8 + 2.
   assert (choice.chunks, choice.num_rows, choice.steps) == ((0, 1), 4, 4)
-  assert choice.length == 1000
 
 
 def test_new_context_goes_first_in_the_chunks_that_feed_most_of_it(running):
@@ -138,22 +136,30 @@ def test_rows_stop_together_when_many_have_little_left(running):
 def test_lengths_far_apart_take_turns_and_near_ones_go_together(running):
   short = [running(5, 5, 1) for _ in range(4)]
   long = [running(2500, 2500, 1) for _ in range(4)]
-  # Apart: 4 * (256 + 1000) + 4 * (256 + 4000); together 8 rows of 4000.
+  # Apart: 4 * (256 + 128) + 4 * (256 + 4000); together 8 rows of 4000.
   turns = [choose([*short, *long], turn=turn) for turn in range(3)]
-  assert [choice.length for choice in turns] == [4000, 1000, 4000]
   assert [choice.rows for choice in turns] == [long, short, long]
-  # One of 1800 and one of 900: 2 rows either way, so 2 * 1256 are saved.
-  few = [running(900, 900, 1), running(1800, 1800, 1)]
+  # One of 1800 and one of 400: 2 rows either way, so 2 * 768 are saved.
+  few = [running(400, 400, 1), running(1800, 1800, 1)]
   for turn in range(2):
-    choice = choose(few, turn=turn)
-    assert (choice.rows, choice.length) == (few, 2000)
+    assert choose(few, turn=turn).rows == few
 
 
-def test_the_length_has_room_for_what_is_sampled(running):
-  # 996 + 4 steps are 1000 just so, 997 are not; nothing is above the longest.
-  assert choose([running(995, 995, 1)]).length == 1000
-  assert choose([running(996, 996, 1)]).length == 2000
-  assert choose([running(3998, 3998, 1, most=2)]).length == 4000
+@pytest.mark.parametrize(
+  # 124 + 4 steps are 128 just so, 125 are not; nothing is above the longest.
+  ("length", "turns"),
+  [(123, ["long", "short"]), (124, ["short", "short"])],
+)
+def test_a_length_has_room_for_what_is_sampled(running, length, turns):
+  short = [running(length, length, 1) for _ in range(4)]
+  long = [running(500, 500, 1) for _ in range(4)]
+  found = [choose([*long, *short], turn=turn).rows for turn in range(2)]
+  assert found == [{"long": long, "short": short}[name] for name in turns]
+
+
+def test_nothing_is_longer_than_the_longest(running):
+  last = running(3998, 3998, 1, most=2)
+  assert choose([last]).rows == [last]
 
 
 @dataclasses.dataclass
@@ -181,7 +187,7 @@ class Case:
     choice = self.chooser.next(last)
     if choice is None:
       return None
-    return dispatch_plan.build(choice, SHAPES, VERSION)
+    return dispatch_plan.build(choice, SHAPES, VERSION, longest=64)
 
 
 def names(dispatch):
@@ -291,7 +297,7 @@ class Loop:
     self.chooser = scheduler.Scheduler(
       self.queue, shapes, longest=longest, parts=1, platform="cpu"
     )
-    self.shapes = shapes
+    self.shapes, self.longest = shapes, longest
     self.in_flight = collections.deque[dispatch_plan.Dispatch]()
     self.num_dispatches = self.names = 0
 
@@ -316,7 +322,9 @@ class Loop:
       choice = self.chooser.next(self.in_flight[-1] if self.in_flight else None)
       if choice is None:
         break
-      self.in_flight.append(dispatch_plan.build(choice, self.shapes, 0))
+      self.in_flight.append(
+        dispatch_plan.build(choice, self.shapes, 0, longest=self.longest)
+      )
       self.queue.take_pending_copies_and_biases()
       self.num_dispatches += 1
     if not self.in_flight:
@@ -354,7 +362,6 @@ def test_pages_for_one_conversation_are_enough_whoever_repeats_whom(
     row_buckets=(4,),
     chunk_buckets=(4, 16),
     prefill_tokens=64,
-    length_buckets=(32,),
     steps_per_dispatch=int(rng.choice([2, 8])),
   )
   least = shapes.width(32) + 1
@@ -378,7 +385,7 @@ def test_pages_for_one_conversation_are_enough_whoever_repeats_whom(
 
 
 def test_rows_that_do_not_fit_take_turns(looping):
-  shapes = dispatch_shapes.DispatchShapes(length_buckets=(512,))
+  shapes = dispatch_shapes.DispatchShapes()
   loop = looping(shapes, 512)
   nine = [loop.ask([i], 400) for i in range(9)]
   for _ in range(20):
@@ -393,7 +400,7 @@ def test_rows_that_do_not_fit_take_turns(looping):
 
 
 def test_context_beside_many_that_decode_comes_in_long_chunks(looping):
-  shapes = dispatch_shapes.DispatchShapes(length_buckets=(2048,))
+  shapes = dispatch_shapes.DispatchShapes()
   loop = looping(shapes, 2048)
   for i in range(40):
     loop.ask([i, i], 2000)

@@ -18,7 +18,6 @@ SETTINGS = engine_settings.EngineSettings(
   row_buckets=(8, 4, 8, 64),
   chunk_buckets=(4, 32),
   prefill_tokens=64,
-  length_buckets=(512, 100, 9000),
 )
 
 
@@ -40,7 +39,6 @@ def test_sizes_that_are_not_set_follow_from_lengths_and_the_mesh():
   # 256 and the like, up to what 3 divides; 64 positions are 4 pages of 16.
   assert (short.slots, short.pages) == (258, 258 * 4 + 1)
   assert short.rows == (9, 33, 129, 258)
-  assert short.lengths(64) == (64,)
   assert (short.chunk_buckets, short.prefill_tokens) == ((4, 32), 1024)
   long = SETTINGS.sizes(model_config.tiny(max_length=5000), rooms, 3000)
   # Conversations of 3000 are 188 pages.
@@ -49,7 +47,6 @@ def test_sizes_that_are_not_set_follow_from_lengths_and_the_mesh():
   default = engine_settings.EngineSettings().sizes(
     model_config.tiny(max_length=5000), rooms, 3000
   )
-  assert default.lengths(5000) == (128, 512, 2048, 3000, 5000)
   assert default.chunk_buckets == (4, 32, 256)
 
 
@@ -75,10 +72,6 @@ def test_the_default_size_is_valid():
     (
       {"chunk_buckets": (4, 0)},
       r"engine.chunk_buckets=\(4, 0\) must be numbers",
-    ),
-    (
-      {"length_buckets": (-1,)},
-      r"engine.length_buckets=\(-1,\) must be numbers",
     ),
     (
       {"batching_delay_s": math.nan},

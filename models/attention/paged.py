@@ -1,0 +1,136 @@
+"""Attention to the pages of a KV cache, where they lie.
+
+  a tile of a few pages of every row -> scores -> running softmax -> next tile
+
+A query sees the keys of its row up to its own position. Pages are read through
+the table a tile at a time, up to the last that some query sees: memory and
+time follow from the longest conversation, not from the width of the table.
+
+Letters: R rows, C queries of each, W pages of a table, H heads, K kv heads,
+G = H / K, m = C * G, d head width, s keys of a tile.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32
+
+from models import kv_cache, sharding
+from models.attention import running_softmax
+
+TILE = {"cpu": 128, "gpu": 512, "tpu": 512}
+"""Positions of a row that are read at once."""
+
+
+def attend(
+  query: Float[Array, "R C H d"],
+  positions: Int32[Array, "R C"],
+  cache: kv_cache.Cache,
+  layer: int | Int32[Array, ""],
+  tables: Int32[Array, "R W"],
+  *,
+  layout: sharding.Layout | None = None,
+) -> Float[Array, "R C H d"]:
+  """Returns the softmax over the keys of each row, times their values.
+
+  Pages must be finite, also where nobody sees them: any page that exists serves
+  as padding of a table.
+
+  Args:
+    positions: of the queries, whose own keys have been written; from 0.
+    layer: of the cache.
+    layout: where rows and heads lie; None is one device.
+  """
+  platform = sharding.platform(layout)
+  kernel = functools.partial(by_tiles, tile=TILE[platform])
+  layer = jnp.asarray(layer, jnp.int32)
+  if layout is None or layout.mesh.size == 1:
+    return kernel(query, positions, cache, layer, tables)
+  rows = "batch" if len(query) % layout.size("batch") == 0 else None
+  same = layout.rules.of("heads") == layout.rules.of("kv_heads")
+  heads = "heads" if same else None
+  mapped = jax.shard_map(
+    kernel,
+    mesh=layout.mesh,
+    in_specs=(
+      layout.spec(rows, None, heads),
+      layout.spec(rows),
+      layout.spec(heads),
+      layout.spec(),
+      layout.spec(rows),
+    ),
+    out_specs=layout.spec(rows, None, heads),
+    # Loops and kernels begin with zeros, which vary over no axis yet.
+    check_vma=False,
+  )
+  return mapped(query, positions, cache, layer, tables)
+
+
+def by_tiles(
+  query: Float[Array, "R C H d"],
+  positions: Int32[Array, "R C"],
+  cache: kv_cache.Cache,
+  layer: Int32[Array, ""],
+  tables: Int32[Array, "R W"],
+  *,
+  tile: int,
+) -> Float[Array, "R C H d"]:
+  """Returns what `attend` does, in plain jnp, on one device.
+
+  The bits of a row follow from its own tokens, whatever the others are.
+
+  Args:
+    tile: positions of a tile, about: whole pages.
+  """
+  rows, length, heads, width = query.shape
+  kv_heads, page_size = cache.k.shape[0], cache.k.shape[3]
+  groups = heads // kv_heads
+  pages_each = min(max(1, tile // page_size), tables.shape[1])
+  tile = pages_each * page_size
+  num_tiles = -(-tables.shape[1] // pages_each)
+  padding = num_tiles * pages_each - tables.shape[1]
+  tables = jnp.pad(tables, ((0, 0), (0, padding)))
+  head = jnp.arange(kv_heads, dtype=jnp.int32)[:, None]
+  q_RKmd = jnp.swapaxes(
+    query.reshape(rows, length, kv_heads, groups, width), 1, 2
+  ).reshape(rows, kv_heads, length * groups, width)
+  last_seen = jnp.repeat(positions, groups, 1)[:, :, None]
+
+  def visit(
+    step: int | Int32[Array, ""], running: running_softmax.Running
+  ) -> running_softmax.Running:
+    some = jax.lax.dynamic_slice_in_dim(
+      tables, step * pages_each, pages_each, 1
+    )
+
+    def read(pages):
+      # The whole array, never one layer: XLA would copy that on a CPU.
+      found = pages.at[head, layer, some[:, None]].get(mode="promise_in_bounds")
+      return found.reshape(rows, kv_heads, tile, width)
+
+    k_RKsd, v_RKsd = map(read, cache)
+    scores = _product("rkmd,rksd->rkms", q_RKmd, k_RKsd) * width**-0.5
+    order = step * tile + jnp.arange(tile, dtype=jnp.int32)
+    seen = (order <= last_seen)[:, None]
+    return running_softmax.add(
+      running,
+      jnp.where(seen, scores, -jnp.inf),
+      lambda weights: _product(
+        "rkms,rksd->rkmd", weights.astype(v_RKsd.dtype), v_RKsd
+      ),
+    )
+
+  running = running_softmax.start(q_RKmd.shape[:3], width)
+  if num_tiles == 1:
+    running = visit(0, running)
+  else:
+    most = jnp.max(positions) // tile + 1
+    running = jax.lax.fori_loop(0, most, visit, running)
+  mixed, _ = running_softmax.result(running)
+  mixed = mixed.reshape(rows, kv_heads, length, groups, width)
+  return jnp.swapaxes(mixed, 1, 2).reshape(query.shape).astype(query.dtype)
+
+
+def _product(spec: str, a: Array, b: Array) -> Array:
+  return jnp.einsum(spec, a, b, preferred_element_type=jnp.float32)
