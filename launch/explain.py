@@ -10,8 +10,10 @@ import rich.table
 
 from models import config as model_config
 from models import memory_report, quantize, sharding
+from models.attention import paged
 from rl import assemble, memory_plan
 from rl import experiment as experiment_lib
+from rl.engine.builtin import settings as engine_settings
 from rl.pools import placement, weight_transfer
 from rl.train import learner
 
@@ -57,6 +59,10 @@ def show(experiment: experiment_lib.Experiment, stream: TextIO) -> None:
     )
     console.print()
     console.print(_totals(lines))
+    engine = experiment.engine
+    if pool and isinstance(engine, engine_settings.EngineSettings):
+      platform = experiment.placement.platform or "cpu"
+      console.print(paged.describe(platform, model, engine.page_size))
   if shared := _shared(memory_plan.shares(experiment, programs)):
     console.print()
     console.print(shared)

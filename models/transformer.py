@@ -178,6 +178,7 @@ class Transformer(lora.Adapted):
           cache,
           index,
           tables[rows],
+          form=self.config.compute.attention,
           layout=layout,
         )
         mixed.append(part.reshape(-1, 1, *query.shape[2:]))

@@ -2,6 +2,8 @@
 
   a tile of a few pages of every row -> scores -> running softmax -> next tile
 
+or a kernel of jax, where the platform has one for the case (`paged_kernels`).
+
 A query sees the keys of its row up to its own position. Pages are read through
 the table a tile at a time, up to the last that some query sees: memory and
 time follow from the longest conversation, not from the width of the table.
@@ -16,8 +18,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
+from models import config as config_lib
 from models import kv_cache, sharding
-from models.attention import running_softmax
+from models.attention import paged_kernels, running_softmax
 
 TILE = {"cpu": 128, "gpu": 512, "tpu": 512}
 """Positions of a row that are read at once."""
@@ -30,6 +33,7 @@ def attend(
   layer: int | Int32[Array, ""],
   tables: Int32[Array, "R W"],
   *,
+  form: str = "auto",
   layout: sharding.Layout | None = None,
 ) -> Float[Array, "R C H d"]:
   """Returns the softmax over the keys of each row, times their values.
@@ -40,10 +44,21 @@ def attend(
   Args:
     positions: of the queries, whose own keys have been written; from 0.
     layer: of the cache.
+    form: see `paged_kernels.refusal`.
     layout: where rows and heads lie; None is one device.
   """
   platform = sharding.platform(layout)
   kernel = functools.partial(by_tiles, tile=TILE[platform])
+  refused = paged_kernels.refusal(
+    platform,
+    queries=query.shape[1],
+    head_dim=query.shape[3],
+    page_size=cache.k.shape[3],
+    dtypes=frozenset({query.dtype.name, cache.k.dtype.name}),
+    form=form,
+  )
+  if refused is None:
+    kernel = functools.partial(paged_kernels.attend, platform=platform)
   layer = jnp.asarray(layer, jnp.int32)
   if layout is None or layout.mesh.size == 1:
     return kernel(query, positions, cache, layer, tables)
@@ -65,6 +80,25 @@ def attend(
     check_vma=False,
   )
   return mapped(query, positions, cache, layer, tables)
+
+
+def describe(
+  platform: str, config: config_lib.ModelConfig, page_size: int
+) -> str:
+  """Returns how decoding and chunks attend to pages, and why so."""
+
+  def words(queries: int) -> str:
+    refused = paged_kernels.refusal(
+      platform,
+      queries=queries,
+      head_dim=config.head_dim,
+      page_size=page_size,
+      dtypes=frozenset({config.compute.dtype}),
+      form=config.compute.attention,
+    )
+    return "by a kernel" if refused is None else f"by tiles: {refused}"
+
+  return f"decoding attends to pages {words(1)}; chunks {words(2)}"
 
 
 def by_tiles(

@@ -13,6 +13,7 @@ from models import lora, memory_report, sharding
 from models import policy as policy_lib
 from rl import assemble, memory_plan
 from rl.engine.builtin import settings as engine_settings
+from rl.engine.builtin import sizing
 from rl.engine.sglang import settings as sglang_settings
 from rl.pools import placement, weight_transfer
 from rl.settings import overrides
@@ -211,11 +212,41 @@ def test_an_engine_takes_what_training_leaves_on_its_device(one_gpu):
 
 
 def test_sizes_that_are_set_stay_and_pages_make_room(one_gpu):
-  asked = engine_settings.EngineSettings(slots=64, row_buckets=(16,))
+  asked = engine_settings.EngineSettings(slots=200, row_buckets=(16,))
   found = fit(dataclasses.replace(one_gpu, engine=asked)).engine
-  assert (found.slots, found.row_buckets) == (64, (16,))
-  # 64 whole conversations would be 28 GiB.
-  assert 257 <= found.pages < 64 * 256 + 1
+  assert (found.slots, found.row_buckets) == (200, (16,))
+  # 200 whole conversations would be 87.5 GiB.
+  assert 257 <= found.pages < 200 * 256 + 1
+
+
+@pytest.mark.parametrize(
+  # Of a conversation's 32,768 tokens keys and values are 3.5 GiB. A tenth of
+  # the memory is kept free, and the weights are there twice.
+  ("gib", "whole"),
+  [(139, 34), (95e9 / 2**30, 21)],
+  ids=["H200", "v5p"],
+)
+def test_32_rows_of_32k_take_their_pages_and_no_copy(gib, whole):
+  config = model_config.qwen3(
+    "0.6b",
+    max_length=32_768,
+    compute=model_config.Compute(dtype="bfloat16"),
+  )
+  plan = placement.MeshSpec(rules=sharding.DECODE).plan
+  weights = sum(
+    row.device_bytes for row in memory_report.parameters(config, plan)
+  )
+  left = int(gib * 2**30) * 9 // 10 - 2 * weights
+  rooms = [sizing.Room(plan, left)]
+  # As many whole conversations as fit, and 32 that share what there is.
+  free = engine_settings.EngineSettings().sizes(config, rooms)
+  assert (free.slots, free.pages) == (whole, whole * 2048 + 1)
+  asked = engine_settings.EngineSettings(slots=32).sizes(config, rooms)
+  assert asked.pages is not None
+  assert min(whole, 32) * 2048 <= asked.pages <= 32 * 2048 + 1
+  lines = sizing.lines(asked, config, plan)
+  assert sum(lines.values()) <= left
+  assert len(lines) == 2
 
 
 @pytest.mark.parametrize(

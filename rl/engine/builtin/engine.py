@@ -411,7 +411,7 @@ class BuiltinEngine:
       choice,
       self._shapes,
       self._version,
-      longest=self._config.max_length,
+      longest=self.capabilities.max_length,
     )
     copies, biases = self._queue.take_pending_copies_and_biases()
     self._num_dispatches += 1

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from models import config as config_lib
 from models import kv_cache
 from models.attention import paged
 
@@ -113,3 +114,16 @@ def test_on_accelerators_no_row_is_copied_as_a_whole(platform, queries):
   assert "x512x8xf32" in text
   # 2^16 positions are nowhere but in the tables, as pages.
   assert "65536" not in text
+
+
+def test_a_plan_says_how_pages_are_read_and_why():
+  config = config_lib.qwen3(
+    "0.6b", compute=config_lib.Compute(dtype="bfloat16")
+  )
+  assert paged.describe("gpu", config, 16) == (
+    "decoding attends to pages by a kernel; chunks by tiles: the kernel takes "
+    "one id a row"
+  )
+  assert "decoding attends to pages by tiles: the kernel needs multiples" in (
+    paged.describe("tpu", config, 8)
+  )
