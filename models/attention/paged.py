@@ -131,9 +131,8 @@ def by_tiles(
   ).reshape(rows, kv_heads, length * groups, width)
   last_seen = jnp.repeat(positions, groups, 1)[:, :, None]
 
-  def visit(
-    step: int | Int32[Array, ""], running: running_softmax.Running
-  ) -> running_softmax.Running:
+  def scored(step: int | Int32[Array, ""]) -> tuple[Array, Array]:
+    """Returns the scores of a tile, -inf where unseen, and its values."""
     some = jax.lax.dynamic_slice_in_dim(
       tables, step * pages_each, pages_each, 1
     )
@@ -147,21 +146,30 @@ def by_tiles(
     scores = _product("rkmd,rksd->rkms", q_RKmd, k_RKsd) * width**-0.5
     order = step * tile + jnp.arange(tile, dtype=jnp.int32)
     seen = (order <= last_seen)[:, None]
-    return running_softmax.add(
-      running,
-      jnp.where(seen, scores, -jnp.inf),
-      lambda weights: _product(
-        "rkms,rksd->rkmd", weights.astype(v_RKsd.dtype), v_RKsd
-      ),
-    )
+    return jnp.where(seen, scores, -jnp.inf), v_RKsd
 
-  running = running_softmax.start(q_RKmd.shape[:3], width)
+  def mix(v: Array, weights: Array) -> Array:
+    return _product("rkms,rksd->rkmd", weights.astype(v.dtype), v)
+
+  def visit(
+    step: Int32[Array, ""], running: running_softmax.Running
+  ) -> running_softmax.Running:
+    scores, v = scored(step)
+    return running_softmax.add(running, scores, functools.partial(mix, v))
+
   if num_tiles == 1:
-    running = visit(0, running)
+    # Rounded where whole rows are in training, so that both agree.
+    scores, v = scored(0)
+    mixed = mix(v, jax.nn.softmax(scores))
   else:
-    most = jnp.max(positions) // tile + 1
-    running = jax.lax.fori_loop(0, most, visit, running)
-  mixed, _ = running_softmax.result(running)
+    mixed, _ = running_softmax.result(
+      jax.lax.fori_loop(
+        0,
+        jnp.max(positions) // tile + 1,
+        visit,
+        running_softmax.start(q_RKmd.shape[:3], width),
+      )
+    )
   mixed = mixed.reshape(rows, kv_heads, length, groups, width)
   return jnp.swapaxes(mixed, 1, 2).reshape(query.shape).astype(query.dtype)
 
