@@ -40,7 +40,7 @@ class Cache(NamedTuple):
   v: Float[Array, "K layers pages page_size d"]
 
 
-class Places(NamedTuple):
+class Addresses(NamedTuple):
   """Page and offset of each new token; the page of padding does not exist."""
 
   page: Int32[Array, " N"]
@@ -61,12 +61,12 @@ def init_cache(
   return Cache(*(jnp.zeros(shape, config.compute.dtype) for _ in range(2)))
 
 
-def places(
+def addresses(
   cache: Cache,
   tables: Int32[Array, "R W"],
   owners: Int32[Array, " N"],
   positions: Int32[Array, " N"],
-) -> Places:
+) -> Addresses:
   """Returns where new tokens are written.
 
   Args:
@@ -78,13 +78,13 @@ def places(
     mode="fill", fill_value=num_pages
   )
   page = jnp.where(positions == EMPTY, num_pages, page)
-  return Places(page, positions % page_size)
+  return Addresses(page, positions % page_size)
 
 
 def write(
   cache: Cache,
   layer: int | Int32[Array, ""],
-  at: Places,
+  at: Addresses,
   k: Float[Array, "N K d"],
   v: Float[Array, "N K d"],
   layout: sharding.Layout | None = None,

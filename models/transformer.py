@@ -161,7 +161,7 @@ class Transformer(lora.Adapted):
     One pass over the weights for all rows.
     """
     owners = _owners(len(tables), chunks)
-    at = kv_cache.places(cache, tables, owners, positions)
+    at = kv_cache.addresses(cache, tables, owners, positions)
     # Padding sees the first key of its row: no softmax is empty.
     order = jnp.where(positions == kv_cache.EMPTY, 0, positions)
     parts = _parts(len(tables), chunks)

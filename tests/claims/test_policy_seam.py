@@ -73,7 +73,7 @@ class Recall(nnx.Module):
     owners = jnp.concatenate([jnp.repeat(row[:num], size), row[num:]])
     x = self.words[...][tokens]
     new_k, new_v = jnp.split(x @ self.store[...], 2, -1)
-    at = kv_cache.places(cache, tables, owners, positions)
+    at = kv_cache.addresses(cache, tables, owners, positions)
     cache = kv_cache.write(cache, 0, at, new_k[:, None], new_v[:, None])
     # One head and one layer; all positions of each row in one piece.
     k, v = (

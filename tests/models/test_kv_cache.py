@@ -41,7 +41,7 @@ def written(pages, tables, owners, positions, values):
 
 def put(store, tables, owners, positions, k, v):
   """Writes tokens of one layer: a dispatch without its model."""
-  at = kv_cache.places(store, tables, owners, positions)
+  at = kv_cache.addresses(store, tables, owners, positions)
   return kv_cache.write(store, LAYER, at, k, v)
 
 
