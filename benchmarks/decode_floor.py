@@ -16,7 +16,6 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from benchmarks import decode_load
 from models import config as model_config
@@ -31,7 +30,7 @@ def floor(
   """Returns what does as many bare calls as a load of `rows` needs at least."""
 
   # All of a row in one page.
-  tables = np.arange(rows, dtype=np.int32)[:, None]
+  tables = jnp.arange(rows, dtype=jnp.int32)[:, None]
 
   @functools.partial(jax.jit, donate_argnums=1)
   def step(params, cache, at, ids):

@@ -68,7 +68,7 @@ def test_a_kernel_lowers_without_a_device_and_gathers_no_page(platform, target):
   attend = jax.jit(functools.partial(paged_kernels.attend, platform=platform))
   with _described(platform):
     traced = attend.trace(*draw())
-    name = {"gpu": "cuda"}.get(platform, platform)
+    name = "cuda" if platform == "gpu" else platform
     text = traced.lower(lowering_platforms=(name,)).as_text()
   assert target in text
   assert "stablehlo.gather" not in text
