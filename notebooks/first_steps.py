@@ -143,7 +143,8 @@ def train(state: train_state.TrainState):
   total = None
   for rows in packed.batches:
     total = parts.programs.accumulate(state.params, total, rows)
-  assert total is not None  # There is a batch.
+  if total is None:  # All members did equally well.
+    return state, {}
   return parts.programs.step(state, total)
 
 
