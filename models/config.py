@@ -18,6 +18,8 @@ from models import lora as lora_lib
 from models import rope
 
 Remat = Literal["none", "dots", "layer"]
+_DEEP = 16
+"""Layers from which on they are scanned unless told otherwise."""
 _LARGE = 100_000_000
 """Parameters from which on activations are not kept unless asked for."""
 
@@ -38,6 +40,9 @@ class Compute:
     experts: form of the grouped matmul; "auto" goes by platform.
     moe_block: fewest rows of a block of the grouped matmul, to which every
       expert pads; with many tokens blocks are larger.
+    layers: "scan" compiles one layer of each kind, whose parameters are stacked
+      over the layers, and loops; "unroll" compiles each layer by itself. "auto"
+      is "scan" from 16 layers on.
     remat: what the backward pass computes again; see `transformer.REMAT`. None
       is "layer" for a model of over 100 million parameters, and else "none".
     logprob_chunk: tokens whose logits exist at the same time.
@@ -50,6 +55,7 @@ class Compute:
   attention_block: int = 256
   experts: Literal["auto", "blocks", "pallas"] = "auto"
   moe_block: int = 16
+  layers: Literal["auto", "scan", "unroll"] = "auto"
   remat: Remat | None = None
   logprob_chunk: int = 2048
 
@@ -126,6 +132,27 @@ class ModelConfig:
   def num_sparse(self) -> int:
     """Number of layers with experts."""
     return sum(map(self.is_sparse, range(self.num_layers)))
+
+  @property
+  def scans_layers(self) -> bool:
+    """Returns whether a loop runs over stacked layers; see `Compute.layers`."""
+    form = self.compute.layers
+    return form == "scan" or (form == "auto" and self.num_layers >= _DEEP)
+
+  @property
+  def layer_runs(self) -> list[range]:
+    """The layers of each entry of `params["layers"]`.
+
+    Neighbours of one kind when layers are scanned, or else a single one.
+    """
+    every = range(self.num_layers)
+    if not self.scans_layers:
+      return [range(i, i + 1) for i in every]
+    starts = [
+      i for i in every if not i or self.is_sparse(i) != self.is_sparse(i - 1)
+    ]
+    ends = [*starts[1:], self.num_layers]
+    return [range(*pair) for pair in zip(starts, ends, strict=True)]
 
   @property
   def expert_dtype(self) -> np.dtype:

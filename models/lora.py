@@ -15,6 +15,7 @@ Source: arXiv 2106.09685, section 4.1.
 
 import dataclasses
 import difflib
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -237,11 +238,12 @@ def _merged(
   a, b = (adapter[name].astype(jnp.float32) for name in ("a", "b"))
   # Accelerators round the factors of a float32 product unless told otherwise.
   exact = jax.lax.Precision.HIGHEST
-  if a.ndim + b.ndim - 2 > weight.ndim:  # Each expert has one of its own.
-    change = jnp.matmul(a, b, precision=exact)
-  else:
-    change = jnp.tensordot(a, b, 1, precision=exact)
-  return (weight.astype(jnp.float32) + scale * change).astype(weight.dtype)
+  multiply = functools.partial(jnp.tensordot, axes=1, precision=exact)
+  # Each expert has one of its own, and so has each of stacked layers.
+  for _ in range(a.ndim + b.ndim - 2 - weight.ndim):
+    multiply = jax.vmap(multiply)
+  change = scale * multiply(a, b)
+  return (weight.astype(jnp.float32) + change).astype(weight.dtype)
 
 
 def _adapters(node: _Params) -> dict[Any, Any]:

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from models import config as config_lib
-from models import kv_cache, lora, sharding
+from models import kv_cache, layer_stack, lora, sharding
 from models import policy as policy_lib
 from models.attention import backend, paged
 
@@ -74,7 +74,7 @@ def parameters(
   Args:
     layout: validated; of existing devices or of an AbstractMesh.
   """
-  policy = policy_lib.of(config)
+  policy = policy_lib.of(layer_stack.unrolled(config))
   axes, shapes = policy.axes, jax.tree.leaves(policy.shapes)
   leaves = jax.tree_util.tree_leaves_with_path(axes, is_leaf=sharding.is_axes)
   found: dict[tuple, list[int]] = {}
@@ -271,7 +271,7 @@ def _gathered_bytes(
     sizes = jax.tree.map(size, names, tree, is_leaf=sharding.is_axes)
     return sum(jax.tree.leaves(sizes))
 
-  policy = policy_lib.of(config)
+  policy = policy_lib.of(layer_stack.unrolled(config))
   layers = [
     total(axes, policy.shapes["layers"][i])
     for i, axes in policy.axes.get("layers", {}).items()

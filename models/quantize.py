@@ -28,12 +28,12 @@ Dtype = Literal["int8", "float8_e4m3fn"]
 _LARGEST: dict[Dtype, float] = {"int8": 127, "float8_e4m3fn": 448}
 _TINY = float(jnp.finfo(jnp.float32).tiny)
 
-# Axes that a product sums over; from the right where experts are stacked.
+# Axes that a product sums over, from the right: layers and experts are stacked.
 _SUMMED = {
-  **dict.fromkeys(("query", "key", "value", "head"), (0,)),
-  **dict.fromkeys(("gate", "up", "down"), (-2,)),
-  "out": (0, 1),
-  "embed": (1,),
+  **dict.fromkeys(("query", "key", "value"), (-3,)),
+  **dict.fromkeys(("gate", "up", "down", "head"), (-2,)),
+  "out": (-3, -2),
+  "embed": (-1,),
 }
 
 

@@ -11,7 +11,7 @@ k experts of a token.
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ from models import (
   definition,
   initializers,
   kv_cache,
+  layer_stack,
   logprobs,
   lora,
   mlp,
@@ -31,6 +32,8 @@ from models import (
 )
 from models.attention import attention, blockwise, mask, paged
 from models.moe import layer as moe_layer
+
+_Cache = TypeVar("_Cache")
 
 REMAT: dict[str, Callable[[Callable], Callable]] = {
   "none": lambda layer: layer,
@@ -130,9 +133,9 @@ class Transformer(lora.Adapted):
       copies = (segments > 0).astype(jnp.int32)
     compute = self.config.compute
 
-    def attend(_, module, x):
+    def attend(nothing, _, module, x):
       query, k, v = module.project(x, positions)
-      return attention.attend(
+      mixed = attention.attend(
         query,
         token_mask,
         [mask.KeyValues(k, v, token_mask)],
@@ -140,9 +143,11 @@ class Transformer(lora.Adapted):
         block=compute.attention_block,
         layout=layout,
       )
+      return mixed, nothing
 
-    x, aux, _ = self._layers(
-      tokens, copies, attend, experts, layout, REMAT[self.config.remat]
+    remat = REMAT[self.config.remat]
+    x, _, aux, _ = self._layers(
+      tokens, copies, attend, None, experts, layout, remat
     )
     return x, aux
 
@@ -166,8 +171,7 @@ class Transformer(lora.Adapted):
     order = jnp.where(positions == kv_cache.EMPTY, 0, positions)
     parts = _parts(len(tables), chunks)
 
-    def attend(index, module, x):
-      nonlocal cache
+    def attend(cache, index, module, x):
       query, k, v = module.project(x, positions[:, None])
       cache = kv_cache.write(cache, index, at, k[:, 0], v[:, 0], layout)
       mixed = []
@@ -182,10 +186,12 @@ class Transformer(lora.Adapted):
           layout=layout,
         )
         mixed.append(part.reshape(-1, 1, *query.shape[2:]))
-      return jnp.concatenate(mixed)
+      return jnp.concatenate(mixed), cache
 
     copies = (positions != kv_cache.EMPTY).astype(jnp.int32)[:, None]
-    x, _, experts = self._layers(tokens[:, None], copies, attend, None, layout)
+    x, cache, _, experts = self._layers(
+      tokens[:, None], copies, attend, cache, None, layout
+    )
     return x[:, 0], cache, experts
 
   def terms(
@@ -214,42 +220,63 @@ class Transformer(lora.Adapted):
     self,
     tokens: Int32[Array, "B L"],
     copies: Int32[Array, "B L"],
-    attend: Callable[[int, attention.Attention, Array], Array],
+    attend: Callable[..., tuple[Array, _Cache]],
+    cache: _Cache,
     experts: Int[Array, "B L S k"] | None,
     layout: sharding.Layout | None,
-    # With a cache nothing is differentiated, and `attend` has side effects.
     remat: Callable[[Callable], Callable] = REMAT["none"],
-  ) -> tuple[Float[Array, "B L D"], moe_layer.Aux, kv_cache.Experts]:
+  ) -> tuple[Float[Array, "B L D"], _Cache, moe_layer.Aux, kv_cache.Experts]:
     """Returns hidden states after the final norm, Aux, and the experts taken.
 
     Args:
-      attend: (index of the layer, its attention, input) -> mixed values.
+      attend: (cache, index of the layer, its attention, input) -> (mixed
+        values, cache).
     """
     config = self.config
 
-    def run(index, graphdef, axes, params, x, chosen):
+    def apply(graphdef, axes, carry, layer):
+      (x, cache), (index, params, chosen) = carry, layer
+
+      def mix(module, normed):
+        nonlocal cache
+        mixed, cache = attend(cache, index, module, normed)
+        return mixed
+
       block = nnx.merge(graphdef, sharding.gathered(layout, params, axes))
-      return block(x, copies, functools.partial(attend, index), chosen, layout)
+      x, routed = block(x, copies, mix, chosen, layout)
+      return (x, cache), routed
 
     x = lora.lookup(
       self._outside(layout), "embed", tokens, config.compute.dtype
     )
     x = sharding.constrain(layout, x, "batch", "length", None)
-    stats, taken = [], []
-    for index, block in enumerate(self.layers):
+    carry, routed = (x, cache), []
+    for layers, block in zip(config.layer_runs, self.layers, strict=True):
       chosen = None
-      if experts is not None and config.is_sparse(index):
-        chosen = experts[:, :, len(stats)]
+      if experts is not None and config.is_sparse(layers.start):
+        first = sum(map(config.is_sparse, range(layers.start)))
+        own = experts[:, :, first : first + len(layers)]
+        chosen = jnp.moveaxis(own, 2, 0)
+      if config.scans_layers:
+        block = layer_stack.single_module(block)
       graphdef, state = nnx.split(block)
-      axes = sharding.axes_of(block)
-      apply = remat(functools.partial(run, index, graphdef, axes))
-      x, routed = apply(nnx.to_pure_dict(state), x, chosen)
-      if routed is not None:
-        stats.append(routed[0])
-        taken.append(routed[1])
+      params, axes = nnx.to_pure_dict(state), sharding.axes_of(block)
+      step = remat(functools.partial(apply, graphdef, axes))
+      if config.scans_layers:
+        order = jnp.arange(layers.start, layers.stop, dtype=jnp.int32)
+        carry, some = jax.lax.scan(step, carry, (order, params, chosen))
+      else:
+        one = None if chosen is None else chosen[0]
+        carry, some = step(carry, (layers.start, params, one))
+        some = jax.tree.map(lambda leaf: leaf[None], some)
+      if some is not None:
+        routed.append(some)
+    x, cache = carry
     x = attention.rms_norm(x, self.final_norm.get_value(), config.norm_eps)
-    aux = moe_layer.average(stats, config.num_experts)
-    return x, aux, jnp.stack(taken, 2) if taken else None
+    if not routed:
+      return x, cache, moe_layer.average(None, config.num_experts), None
+    stats, taken = jax.tree.map(lambda *runs: jnp.concatenate(runs), *routed)
+    return x, cache, moe_layer.average(stats), jnp.moveaxis(taken, 0, 2)
 
   def _outside(self, layout: sharding.Layout | None) -> definition.Params:
     """Returns the parameters outside of layers, gathered."""
@@ -299,10 +326,18 @@ def _blocks(
     )
     # One draw for all layers of a kind, so that XLA compiles it only once.
     stacked = jax.vmap(block.init)(keys[jnp.asarray(same)])
-    for place, i in enumerate(same):
-      own = jax.tree.map(lambda leaf, at=place: leaf[at], stacked)
-      blocks[i] = block.bind(own)
-  return [blocks[i] for i in range(config.num_layers)]
+    for layers in config.layer_runs:
+      if layers.start not in same:
+        continue
+      first = same.index(layers.start)
+      if config.scans_layers:
+        some = slice(first, first + len(layers))
+        own = jax.tree.map(lambda leaf, at=some: leaf[at], stacked)
+        blocks[layers.start] = layer_stack.stacked_module(block.bind(own))
+      else:
+        own = jax.tree.map(lambda leaf, at=first: leaf[at], stacked)
+        blocks[layers.start] = block.bind(own)
+  return [blocks[layers.start] for layers in config.layer_runs]
 
 
 class _Part(NamedTuple):

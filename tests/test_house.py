@@ -22,7 +22,7 @@ FLOORS = {
     ["models.chat", "models.quantize", "models.rope", "models.sharding"],
     ["models.definition", "models.logprobs", "models.lora"],
     ["models.config"],
-    ["models.initializers", "models.kv_cache"],
+    ["models.initializers", "models.kv_cache", "models.layer_stack"],
     ["models.attention", "models.mlp", "models.moe"],
     ["models.transformer"],
     ["models.policy"],

@@ -4,6 +4,7 @@ leaf by leaf: transposed on its devices -> gathered on the host -> appended
               to model.safetensors, or to the next of several files
 """
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -15,12 +16,30 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from models import config as config_lib
-from models import definition
+from models import definition, layer_stack
+from models import policy as policy_lib
 from models.chat import word_chat
 from models.hf import config as hf_config
 from models.hf import parameter_names, safetensors_io, tokenizer_files
 
-_Leaf = jax.Array | np.ndarray
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Layer:
+  """A parameter of one layer in a stack, which is sliced when it is written."""
+
+  stack: jax.Array | np.ndarray
+  index: int
+
+  @property
+  def shape(self) -> tuple[int, ...]:
+    return self.stack.shape[1:]
+
+  @property
+  def dtype(self) -> np.dtype:
+    return self.stack.dtype
+
+
+_Leaf = jax.Array | np.ndarray | _Layer
 Tokenizer = word_chat.WordChat | str | os.PathLike[str] | None
 
 _to_stored = jax.jit(
@@ -88,14 +107,18 @@ def _checked(
   params: definition.Params, config: config_lib.ModelConfig
 ) -> list[_Leaf]:
   """Returns the leaves, which are those of the config."""
-  entries = parameter_names.entries(config)
-  if jax.tree.structure(params) != jax.tree.structure(entries):
+  bare = dataclasses.replace(config, lora=None)
+  if jax.tree.structure(params) != jax.tree.structure(
+    policy_lib.of(bare).shapes
+  ):
     raise ValueError(
       "the parameters are not of this model; merge adapters with "
       "models.lora.merge, and pass the config that they were made with"
     )
-  leaves, dtype = jax.tree.leaves(params), config.compute.dtype
-  for entry, leaf in zip(jax.tree.leaves(entries), leaves, strict=True):
+  leaves = jax.tree.leaves(layer_stack.unstack(params, config, _Layer))
+  entries = jax.tree.leaves(parameter_names.entries(config))
+  dtype = config.compute.dtype
+  for entry, leaf in zip(entries, leaves, strict=True):
     found, wanted = _like(leaf), f"{dtype}{list(entry.shape)}"
     if found != wanted:
       raise ValueError(
@@ -131,7 +154,8 @@ def _gathered(
   """Yields every tensor on the host, in the order of `_plan`."""
   for entry, leaf in zip(entries, leaves, strict=True):
     like = parameter_names.Entry((), entry.axes, entry.shape, entry.num_in)
-    host = safetensors_io.on_host(_to_stored(leaf, like))
+    array = leaf.stack[leaf.index] if isinstance(leaf, _Layer) else leaf
+    host = safetensors_io.on_host(_to_stored(array, like))
     yield from host if entry.stacked else [host]
 
 

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from models import config as config_lib
-from models import definition, sharding
+from models import definition, layer_stack, sharding
 from models.hf import config as hf_config
 from models.hf import parameter_names, safetensors_io, tokenizer_files
 
@@ -250,8 +250,25 @@ def place(
     # Transfers run behind: without this, host copies would pile up.
     return jax.block_until_ready(ours)
 
+  # A layer at a time, so that the host holds no more.
+  put = jax.jit(lambda stack, own, at: stack.at[at].set(own), donate_argnums=0)
+
+  def stacked(layers: list[parameter_names.Entry]) -> jax.Array:
+    shape, where = (len(layers), *layers[0].shape), None
+    if layout is not None:
+      where = layout.sharding(None, *layers[0].axes)
+    stack = jnp.zeros(shape, config.compute.dtype, device=where)
+    for at, entry in enumerate(layers):
+      stack = put(stack, leaf(entry), at)
+    return stack
+
   entries = parameter_names.entries(config)
-  params = jax.tree.map(leaf, entries)
+  params = jax.tree.map(
+    lambda node: (
+      leaf(node) if isinstance(node, parameter_names.Entry) else node
+    ),
+    layer_stack.stack(entries, config, stacked),
+  )
   good = jax.device_get(finite)
   bad = [
     name

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from models import config as config_lib
-from models import definition, sharding
+from models import definition, layer_stack, sharding
 from models import policy as policy_lib
 
 EMBED = "model.embed_tokens.weight"
@@ -103,8 +103,12 @@ class Entry:
 
 
 def entries(config: config_lib.ModelConfig) -> definition.Params:
-  """Returns the tree of parameters with an Entry as each leaf; no adapters."""
-  bare = policy_lib.of(dataclasses.replace(config, lora=None))
+  """Returns the tree of parameters with an Entry as each leaf; no adapters.
+
+  Layers are unrolled: their files do not know of stacks.
+  """
+  config = layer_stack.unrolled(dataclasses.replace(config, lora=None))
+  bare = policy_lib.of(config)
 
   def leaf(path, axes: tuple[str, ...], shape: jax.ShapeDtypeStruct) -> Entry:
     keys = [key.key for key in path]

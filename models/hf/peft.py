@@ -31,7 +31,7 @@ import numpy as np
 import safetensors.numpy
 
 from models import config as config_lib
-from models import definition, lora, sharding
+from models import definition, layer_stack, lora, sharding
 from models import policy as policy_lib
 from models.hf import load as load_lib
 from models.hf import parameter_names, safetensors_io
@@ -117,6 +117,8 @@ def export(
     raise ValueError(f"{path} exists; remove it or choose another directory")
   adapters, _ = lora.split(params)
   _check(adapters, config)
+  adapters = layer_stack.unstack(adapters, config)
+  config = layer_stack.unrolled(config)
   tensors = {
     name: safetensors_io.on_host(tensor)
     for name, tensor in _tensors(adapters, config).items()
@@ -148,7 +150,19 @@ def load(
       not finite.
   """
   path = pathlib.Path(directory)
-  load_lib.refuse(path, _config_problems(path, config))
+  single = layer_stack.unrolled(config)
+  load_lib.refuse(path, _config_problems(path, single))
+  adapters = layer_stack.stack(_load(path, single), config, np.stack)
+  if layout is None:
+    return jax.device_put(adapters)
+  axes, _ = lora.split(policy_lib.of(config).axes)
+  return jax.device_put(adapters, layout.tree(axes))
+
+
+def _load(
+  path: pathlib.Path, config: config_lib.ModelConfig
+) -> definition.Params:
+  """Returns the adapters of a model whose layers are unrolled, on the host."""
   shapes, _ = lora.split(policy_lib.of(config).shapes)
   tensors = _read(path, config, shapes)
   adapters = jax.tree.map(lambda leaf: leaf, shapes)
@@ -158,14 +172,15 @@ def load(
     for place, (own, like) in enumerate(pairs):
       own["a"], own["b"] = _unpack(target, place, a, b, like)
   load_lib.refuse(path, _shared(tensors, _tensors(adapters, config)))
-  if layout is None:
-    return jax.device_put(adapters)
-  axes, _ = lora.split(policy_lib.of(config).axes)
-  return jax.device_put(adapters, layout.tree(axes))
+  return adapters
 
 
 def _targets(config: config_lib.ModelConfig) -> Iterator[_Target]:
-  """Yields the adapters that PEFT has for a model, in a fixed order."""
+  """Yields the adapters that PEFT has for a model, in a fixed order.
+
+  Args:
+    config: whose layers are unrolled.
+  """
   entries = parameter_names.entries(config)
   adapters, _ = lora.split(policy_lib.of(config).axes)
   for path in _adapted(adapters):

@@ -13,7 +13,7 @@ Source: Qwen3, arXiv 2505.09388, section 2; blocks: MegaBlocks, 2211.15841.
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -110,12 +110,15 @@ class Moe(lora.Adapted):
     return y, _aux(sums, placed, config), experts
 
 
-def average(layers: Sequence[Aux], num_experts: int = 0) -> Aux:
-  """Returns the mean over layers with experts; zeros when there are none."""
-  if not layers:
+def average(stacked: Aux | None, num_experts: int = 0) -> Aux:
+  """Returns the mean over layers with experts, or zeros.
+
+  Args:
+    stacked: layers along the first axis of each leaf; None without any.
+  """
+  if stacked is None:
     zero = jnp.zeros(())
     return Aux(zero, zero, zero, jnp.zeros(num_experts), zero, zero, zero)
-  stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
   mean = jax.tree.map(lambda leaf: jnp.mean(leaf, 0), stacked)
   return mean._replace(
     max_load=jnp.max(stacked.max_load), dropped=jnp.sum(stacked.dropped)

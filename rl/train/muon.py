@@ -22,7 +22,7 @@ from models import policy as policy_lib
 def labels(params: Any) -> Any:
   """Returns "muon" for every matrix and "adam" for all else."""
   return jax.tree.map_with_path(
-    lambda path, _: "adam" if _sides(path) is None else "muon", params
+    lambda path, leaf: "adam" if _sides(path, leaf) is None else "muon", params
   )
 
 
@@ -32,7 +32,8 @@ def numbers(matrices: Any) -> Any:
   Other parameters are `optax.MaskedNode`, and stay so.
   """
   return jax.tree.map_with_path(
-    lambda path, _: contrib.MuonDimensionNumbers(*_of_matrix(path)), matrices
+    lambda path, leaf: contrib.MuonDimensionNumbers(*_of_matrix(path, leaf)),
+    matrices,
   )
 
 
@@ -43,7 +44,7 @@ def scale_to_rms(rms: float) -> optax.GradientTransformation:
   """
 
   def scale(path: tuple[Any, ...], step: jax.Array) -> jax.Array:
-    sides = _of_matrix(path)
+    sides = _of_matrix(path, step)
     longer = max(math.prod(step.shape[i] for i in side) for side in sides)
     return rms * math.sqrt(longer) * step
 
@@ -55,28 +56,29 @@ def scale_to_rms(rms: float) -> optax.GradientTransformation:
 class _Sides(NamedTuple):
   """Axes that a matrix sums over, and the axes of its result.
 
-  Further axes, of experts, count one matrix each.
+  Further axes, of stacked layers and of experts, count one matrix each.
   """
 
   summed: tuple[int, ...]
   given: tuple[int, ...]
 
 
-def _of_matrix(path: tuple[Any, ...]) -> _Sides:
-  sides = _sides(path)
+def _of_matrix(path: tuple[Any, ...], leaf: Any) -> _Sides:
+  sides = _sides(path, leaf)
   assert sides is not None, jax.tree_util.keystr(path)
   return sides
 
 
-def _sides(path: tuple[Any, ...]) -> _Sides | None:
+def _sides(path: tuple[Any, ...], leaf: Any) -> _Sides | None:
   """Returns the sides of a parameter, or None if it is not a matrix."""
   names = _axes(path)
   if not names or "norm" in names or "router" in names:
     return None
-  inner = tuple(range(names[0] == "experts", len(names)))
+  experts = int(names[0] == "experts")
   # One side of every matrix is a single axis: the model's width, or a rank.
-  split = 1 if names[inner[0]] in ("embed", "rank") else len(inner) - 1
-  return _Sides(inner[:split], inner[split:])
+  split = 1 if names[experts] in ("embed", "rank") else -1
+  inner = range(leaf.ndim - len(names) + experts, leaf.ndim)
+  return _Sides(tuple(inner[:split]), tuple(inner[split:]))
 
 
 def _axes(path: tuple[Any, ...]) -> tuple[str, ...]:

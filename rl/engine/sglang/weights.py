@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from models import config as config_lib
-from models import definition, lora, quantize
+from models import definition, layer_stack, lora, quantize
 from models.hf import config as hf_config
 
 HEAD_DIM = 128
@@ -93,7 +93,7 @@ def convert(
 ) -> dict[str, Float[Array, "..."]]:
   """Returns the leaves of sglang-jax by name; call it inside of jit."""
   params = quantize.dequantize(params, config.compute.dtype)
-  params = lora.merge(params, config.lora)
+  params = layer_stack.unstack(lora.merge(params, config.lora), config)
   leaves = {
     "embed_tokens.embedding": params["embed"],
     "norm.scale": params["final_norm"],

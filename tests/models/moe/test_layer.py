@@ -201,13 +201,14 @@ def test_layers_are_averaged_but_for_the_worst_load_and_what_is_dropped():
     load = jnp.stack([value, 1 - value])
     return moe_layer.Aux(value, value, value, load, value, value, value)
 
-  mean = moe_layer.average([aux(0.25), aux(0.75)])
+  both = jax.tree.map(lambda *x: jnp.stack(x), aux(0.25), aux(0.75))
+  mean = moe_layer.average(both)
   assert mean.load_balance == mean.z_loss == mean.router_entropy == 0.5
   assert mean.load.tolist() == [0.5, 0.5]
   assert mean.max_load == 0.75
   assert mean.unused_experts == 0.5
   assert mean.dropped == 1
-  none = moe_layer.average([], num_experts=3)
+  none = moe_layer.average(None, num_experts=3)
   assert none.load.tolist() == [0, 0, 0]
   assert none.load_balance == none.max_load == none.dropped == 0
 

@@ -69,7 +69,7 @@ def test_every_matrix_has_two_sides_of_the_sizes_that_it_multiplies(sparse):
   }
   for (module, name), sizes in expected.items():
     shape = layer[module][name].shape
-    dims = muon_lib.numbers({module: {name: 0}})[module][name]
+    dims = muon_lib.numbers({module: {name: layer[module][name]}})[module][name]
     sides = [[shape[i] for i in axes] for axes in dims]
     assert tuple(map(np.prod, sides)) == sizes
     # What is on neither side are the experts.
@@ -84,7 +84,8 @@ def test_adapters_are_matrices_and_frozen_parameters_are_left_out():
   assert labelled
   assert set(labelled.values()) == {"muon"}
   # Of `out` the product sums over heads and their width.
-  a = {"attention": {"lora": {"out": {"a": 0, "b": 0}}}}
+  out = trained["layers"][0]["attention"]["lora"]["out"]
+  a = {"attention": {"lora": {"out": out}}}
   dims = muon_lib.numbers(a)["attention"]["lora"]["out"]
   assert tuple(dims["a"]) == ((0, 1), (2,))
   assert tuple(dims["b"]) == ((0,), (1,))
@@ -110,3 +111,5 @@ def test_each_expert_steps_as_a_matrix_of_its_own():
   together = step("moe", experts)
   apart = [step("mlp", expert) for expert in experts]
   np.testing.assert_allclose(together, apart, atol=1e-6)
+  stacked_layers = step("mlp", experts)
+  np.testing.assert_allclose(stacked_layers, apart, atol=1e-6)
