@@ -589,6 +589,20 @@ def train_step(result: Mapping[str, Any]) -> Rows:
     )
 
 
+def layers(result: Mapping[str, Any]) -> Rows:
+  """Yields what compiling and running deep models costs, in both forms."""
+  yield (
+    "model", "layers", "program", "unrolled, first call", "scanned",
+    "unrolled, later calls", "scanned",
+  )  # fmt: skip
+  for row in result["rows"]:
+    first, later = (
+      [f"{row[f'{form}, {name}']:.1f} {unit}" for form in ("unroll", "scan")]
+      for name, unit in (("first s", "s"), ("ms", "ms"))
+    )
+    yield row["model"], f"{row['layers']}", row["program"], *first, *later
+
+
 def train_step_logprobs(result: Mapping[str, Any]) -> Rows:
   """Yields memory of the head, in chunks and whole."""
   row = result["logprobs"]
@@ -790,7 +804,8 @@ TABLES: Sequence[Callable[[Mapping[str, Any]], Rows]] = (
   rollout_pipe, decode, latency, engine, engine_dispatch, constrained, learner,
   coordinator,
   coordinator_memory,
-  publish, weight_dtypes, moe, moe_dense, train_step, train_step_logprobs,
+  publish, weight_dtypes, moe, moe_dense, train_step, layers,
+  train_step_logprobs,
   packing, fill, estimator_bias, attention, checkpoints, environments,
   environment_processes, environment_processes_whole,
   rewards_places, rewards_rounds, reward_rounds,
