@@ -108,8 +108,7 @@ class Sizes:
 
 def large() -> Sizes:
   """Returns the sizes for an accelerator."""
-  compute = model_config.Compute(dtype="bfloat16")
-  qwen = functools.partial(model_config.qwen3, compute=compute)
+  qwen = model_config.qwen3
   dense = qwen("8b")
   return Sizes(
     products=(4096, 8192, 16_384),
@@ -122,7 +121,7 @@ def large() -> Sizes:
       "Qwen3-8B with 8 experts": dataclasses.replace(
         dense, num_experts=8, experts_per_token=2, d_expert=dense.d_ff
       ),
-      "30B-A3B": model_config.qwen3_moe("30b-a3b", compute=compute),
+      "30B-A3B": model_config.qwen3_moe("30b-a3b"),
     },
     experts=(8, 128),
     chosen=8,
@@ -133,7 +132,7 @@ def large() -> Sizes:
     # Of the second the caches of many rows fit, too.
     decoded={
       "Qwen3-8B": dense,
-      "Llama-3.2-1B": model_config.llama3("3.2-1b", compute=compute),
+      "Llama-3.2-1B": model_config.llama3("3.2-1b"),
     },
     rows=(1, 64, 512),
     contexts=(2048, 32_768),

@@ -105,10 +105,9 @@ def _small() -> list[Workload]:
 
 
 def _large() -> list[Workload]:
-  compute = model_config.Compute(dtype="bfloat16")
   return [
-    fitting("Qwen3-1.7B", model_config.qwen3("1.7b", compute=compute)),
-    fitting("30B-A3B", model_config.qwen3_moe("30b-a3b", compute=compute)),
+    fitting("Qwen3-1.7B", model_config.qwen3("1.7b")),
+    fitting("30B-A3B", model_config.qwen3_moe("30b-a3b")),
   ]
 
 

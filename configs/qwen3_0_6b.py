@@ -105,7 +105,6 @@ def get_config(trained: str = "all") -> experiment.Experiment:
       model=model_config.qwen3(
         "0.6b",
         max_length=LENGTH,
-        compute=model_config.Compute(dtype="bfloat16"),
       ),
       initial="models/Qwen3-0.6B",
       chat=chats.Hf(),

@@ -65,7 +65,6 @@ def get_config(devices: str = "v5p") -> experiment.Experiment:
       model=model_config.qwen3_moe(
         "30b-a3b",
         max_length=LENGTH,
-        compute=model_config.Compute(dtype="bfloat16"),
       ),
       initial="models/Qwen3-30B-A3B",
       rollout=dataclasses.replace(

@@ -84,7 +84,6 @@ def get_config(trained: str = "all") -> experiment.Experiment:
       model=model_config.qwen3(
         "4b",
         max_length=LENGTH,
-        compute=model_config.Compute(dtype="bfloat16"),
       ),
       initial="models/Qwen3-4B",
       rollout=dataclasses.replace(

@@ -1,6 +1,6 @@
 """The sizes of a model: checked, as published, and what they add up to.
 
-qwen3("1.7b") qwen3_moe("30b-a3b")   published sizes
+qwen3("1.7b") qwen3_moe("30b-a3b")   published sizes, in bfloat16
 llama3("3.1-8b")
 models.hf.config.load(directory)     sizes of a checkpoint
 tiny() tiny_moe()                    for a CPU
@@ -29,8 +29,9 @@ class Compute:
   """The way a model is computed: nothing here changes more than rounding.
 
   Attributes:
-    dtype: of parameters and activations. Norms, softmax, routing, rotary
-      angles and log-probabilities are float32 in any case. Accelerators
+    dtype: of parameters and activations; published sizes come in bfloat16.
+      Optimizers keep float32 masters, and norms, softmax, routing, rotary
+      angles, log-probabilities and sums are float32 in any case. Accelerators
       multiply float32 matrices in fewer bits unless jax is told otherwise:
       JAX_DEFAULT_MATMUL_PRECISION=highest.
     attention: form of `attention.attend`; "auto" goes by platform and shape.
@@ -337,6 +338,7 @@ _SAME = {
   "rope_theta": 1e6,
   "norm_eps": 1e-6,
   "norm_topk_prob": True,
+  "compute": Compute(dtype="bfloat16"),
 }
 
 

@@ -17,9 +17,7 @@ def experiment() -> experiment_lib.Experiment:
   small = guess_number_moe.get_config()
   changed = dataclasses.replace(
     small,
-    model=model_config.qwen3_moe(
-      "235b-a22b", compute=model_config.Compute(dtype="bfloat16")
-    ),
+    model=model_config.qwen3_moe("235b-a22b"),
     rollout=dataclasses.replace(small.rollout, max_tokens=LENGTH),
     engine=engine_settings.EngineSettings(),
     placement=placement.Placement(

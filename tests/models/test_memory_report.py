@@ -39,9 +39,7 @@ def test_layers_of_one_shape_are_one_row():
 
 
 def test_a_row_says_where_its_parameter_lies():
-  config = config_lib.qwen3_moe(
-    "235b-a22b", compute=config_lib.Compute(dtype="bfloat16")
-  )
+  config = config_lib.qwen3_moe("235b-a22b")
   row = by_name(config, make_plan(8, 4, 2))["layers.0-93.moe.up"]
   assert row.shape == (128, 4096, 1536)
   assert row.axes == ("experts", "embed", "mlp")
@@ -66,7 +64,8 @@ def test_a_row_says_where_its_parameter_lies():
 def test_the_rows_are_all_parameters(config):
   rows = memory_report.parameters(config, make_plan())
   total = memory_report.num_params(config).total
-  assert sum(row.device_bytes for row in rows) == 4 * total
+  width = {"float32": 4, "bfloat16": 2}[config.compute.dtype]
+  assert sum(row.device_bytes for row in rows) == width * total
 
 
 @pytest.mark.compiled

@@ -170,9 +170,7 @@ def one_gpu(experiment):
   """Qwen3-0.6B, trained and decoded on one device of 80 GiB."""
   changed = dataclasses.replace(
     experiment,
-    model=model_config.qwen3(
-      "0.6b", compute=model_config.Compute(dtype="bfloat16")
-    ),
+    model=model_config.qwen3("0.6b"),
     rollout=dataclasses.replace(experiment.rollout, max_tokens=4096),
     engine=engine_settings.EngineSettings(),
     placement=placement.Placement(
@@ -227,11 +225,7 @@ def test_sizes_that_are_set_stay_and_pages_make_room(one_gpu):
   ids=["H200", "v5p"],
 )
 def test_32_rows_of_32k_take_their_pages_and_no_copy(gib, whole):
-  config = model_config.qwen3(
-    "0.6b",
-    max_length=32_768,
-    compute=model_config.Compute(dtype="bfloat16"),
-  )
+  config = model_config.qwen3("0.6b", max_length=32_768)
   plan = placement.MeshSpec(rules=sharding.DECODE).plan
   weights = sum(
     row.device_bytes for row in memory_report.parameters(config, plan)
