@@ -28,6 +28,8 @@ REWARDS = ROOT / "docs" / "guides" / "rewards.md"
 PAGES = (PERFORMANCE, ENVIRONMENTS, WORKERS, AGENTS, REWARDS)
 PICTURE = ROOT / "docs" / "packages.svg"
 RESULTS = ROOT / "benchmarks" / "results"
+_SIMULATED = ("rollart_", "rollout_pipe")
+"""Results that no machine changes."""
 _TABLE = re.compile(
   r"(?<=^<!-- table )(\w+) -->\n.*?^<!-- end -->", re.DOTALL | re.MULTILINE
 )
@@ -826,9 +828,13 @@ def result(name: str) -> Any:
 def _markdown(table: Callable[[Mapping[str, Any]], Rows]) -> str:
   names = sorted((path.stem for path in RESULTS.glob("*.json")), key=len)
   name = next(n for n in reversed(names) if table.__name__.startswith(n))
-  head, *rows = table(result(name))
+  found = result(name)
+  head, *rows = table(found)
   lines = [head, ["---"] * len(head), *rows]
-  return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+  text = "".join(f"| {' | '.join(line)} |\n" for line in lines)
+  if name.startswith(_SIMULATED):
+    return text
+  return f"{text}\n*{found['machine'].split(',')[0]}*\n"
 
 
 def with_tables(page: str) -> str:

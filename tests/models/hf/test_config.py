@@ -315,6 +315,7 @@ def test_what_the_file_leaves_out_is_as_in_transformers(tmp_path):
     rope_theta=1e4,
     norm_topk_prob=False,
     rope_scaling=rope.Yarn(factor=2.0, original_max_length=40_960),
+    compute=config_lib.Compute(),
   )
 
 
