@@ -207,7 +207,8 @@ class Trajectory:
   def sampled(self) -> Bool[np.ndarray, " L"]:
     """True where the policy sampled the id."""
     lengths = [len(x) for t in self.turns for x in (t.context, t.tokens)]
-    return np.repeat([False, True] * len(self.turns), lengths)
+    own = np.array([False, True] * len(self.turns), bool)
+    return np.repeat(own, lengths)
 
   @property
   def experts(self) -> Int[np.ndarray, "L S k"] | None:

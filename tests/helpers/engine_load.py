@@ -1,6 +1,7 @@
 """Clients and an operator that put an engine under load of all kinds."""
 
 import asyncio
+import contextlib
 
 import numpy as np
 
@@ -52,7 +53,8 @@ async def ask(served, request, fate, rng):
   if fate == "cancel":
     answer.cancel()
   elif fate == "abort" and not answer.done():
-    served.engine.abort(request.request_id)
+    with contextlib.suppress(ValueError):  # It may have ended just now.
+      served.engine.abort(request.request_id)
   await asyncio.wait([answer])
   return None if answer.cancelled() else answer.result()
 

@@ -82,7 +82,7 @@ def test_a_dispatch_says_what_every_row_does(running):
     *[3, 4, 5, 0, 0, 0, 0, 0],
     *[6, 0],
   ]
-  assert dispatch.plan.tables.shape == (4, 250)
+  assert dispatch.plan.tables.shape == (4, 20)
   assert dispatch.plan.tables[1, :3].tolist() == [10, 11, 0]
   assert (dispatch.fed, dispatch.version) == ([8, 3, 1], 4)
   # The context is fed, and the other two will have sampled 1 and 5: of these
