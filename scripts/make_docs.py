@@ -591,6 +591,24 @@ def train_step(result: Mapping[str, Any]) -> Rows:
     )
 
 
+def speculation(result: Mapping[str, Any]) -> Rows:
+  """Yields what drafts gain on text that repeats itself or does not."""
+  yield (
+    "text", "at once", "tokens by drafts", "drafts that were right",
+    "speed-up by CPU time", "by wall time",
+  )  # fmt: skip
+  for row in result["rows"]:
+    right = row["right"]
+    yield (
+      row["text"],
+      f"{row['at once']}",
+      f"{100 * row['by drafts']:.0f} %",
+      "none drafted" if right is None else f"{100 * right:.0f} %",
+      f"{row['gain, cpu_s']:.2f}x",
+      f"{row['gain, wall_s']:.2f}x",
+    )
+
+
 def layers(result: Mapping[str, Any]) -> Rows:
   """Yields what compiling and running deep models costs, in both forms."""
   yield (
@@ -803,7 +821,8 @@ TABLES: Sequence[Callable[[Mapping[str, Any]], Rows]] = (
   rollart_weights, rollart_weights_gains,
   rollart_failures, rollart_failures_others, rollart_pd,
   rollart_ladder,
-  rollout_pipe, decode, latency, engine, engine_dispatch, constrained, learner,
+  rollout_pipe, decode, latency, speculation, engine, engine_dispatch,
+  constrained, learner,
   coordinator,
   coordinator_memory,
   publish, weight_dtypes, moe, moe_dense, train_step, layers,

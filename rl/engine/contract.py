@@ -261,6 +261,8 @@ class EngineStats:
     running, waiting: requests.
     prefilled_tokens: ids of context that were encoded, also repeatedly.
     cached_tokens: ids of context that were in the cache instead.
+    drafted_tokens, right_drafts: tokens that were guessed ahead, and those of
+      them that were sampled; see `settings.EngineSettings.speculative_tokens`.
     preemptions: requests that gave up their pages to others and went on later.
     pages, free_pages: of the cache, and those of them that hold nothing.
     paused_s: seconds in which decoding stood still for new weights.
@@ -272,6 +274,8 @@ class EngineStats:
   sampled_tokens: int
   prefilled_tokens: int
   cached_tokens: int = 0
+  drafted_tokens: int = 0
+  right_drafts: int = 0
   dispatches: int = 0
   compilations: int = 0
   preemptions: int = 0

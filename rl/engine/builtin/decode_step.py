@@ -10,9 +10,11 @@ new ids, W pages of a table, K tokens sampled at most, S slots, V vocabulary.
 
 A row can go on from the dispatch before (`FOLLOW`) although the host has not
 seen its tokens yet: the last id, its position and whether it samples on stay
-on the device, in the row's slot of `Carry`.
+on the device, in the row's slot of `Carry`. With drafts (`drafts.py`) a step
+feeds D more ids of each row and samples up to D + 1 tokens.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -25,6 +27,7 @@ from models import config as model_config
 from models import definition, kv_cache, logprobs, sharding
 from models import policy as policy_lib
 from rl.engine import sampling
+from rl.engine.builtin import drafts
 
 MAX_STOP_IDS = 4
 MAX_TOP_LOGPROBS = 20
@@ -62,11 +65,16 @@ class DispatchPlan(NamedTuple):
 
 
 class Carry(NamedTuple):
-  """The state of each slot between two dispatches, kept on the device."""
+  """The state of each slot between two dispatches, kept on the device.
+
+  Attributes:
+    history: ids of its conversation, for drafts; None without any.
+  """
 
   last: Int32[Array, " S"]
   length: Int32[Array, " S"]
   alive: Bool[Array, " S"]
+  history: Int32[Array, "S L"] | None = None
 
 
 class Sampled(NamedTuple):
@@ -77,6 +85,8 @@ class Sampled(NamedTuple):
       fed in this dispatch; None when they are not recorded.
     top: ids and log-probabilities of the most probable; None when they are not
       listed.
+    drafted, right: drafts that were fed, and those that were right; None
+      without drafts.
   """
 
   tokens: Int32[Array, "R K"]
@@ -85,6 +95,8 @@ class Sampled(NamedTuple):
   fed: Int[Array, "N layers k"] | None = None
   stepped: Int[Array, "R steps layers k"] | None = None
   top: tuple[Int32[Array, "R K n"], Float32[Array, "R K n"]] | None = None
+  drafted: Int32[Array, " R"] | None = None
+  right: Int32[Array, " R"] | None = None
 
 
 def empty_plan(
@@ -108,10 +120,23 @@ def empty_plan(
   )
 
 
-def init_carry(slots: int) -> Carry:
-  """Returns the state of unused slots."""
+def init_carry(slots: int, history: int = 0) -> Carry:
+  """Returns the state of unused slots.
+
+  Args:
+    history: L, the longest conversation, with drafts; else 0.
+  """
   zeros = jnp.zeros(slots, jnp.int32)
-  return Carry(zeros, jnp.zeros_like(zeros), jnp.zeros(slots, bool))
+  ids = jnp.zeros((slots, history), jnp.int32) if history else None
+  return Carry(zeros, jnp.zeros_like(zeros), jnp.zeros(slots, bool), ids)
+
+
+def set_history(
+  carry: Carry, slot: Int32[Array, ""], ids: Int32[Array, " L"]
+) -> Carry:
+  """Returns the state with the ids of a slot, which came without being fed."""
+  assert carry.history is not None
+  return carry._replace(history=carry.history.at[slot].set(ids))
 
 
 class _Rows(NamedTuple):
@@ -122,6 +147,7 @@ class _Rows(NamedTuple):
     budget: tokens to sample at most; 0 while context is left to feed.
     ids, positions: of each new id.
     newest: index of each row's last new id.
+    history: ids so far, the new ones included; None without drafts.
   """
 
   slot: Int32[Array, " R"]
@@ -132,6 +158,7 @@ class _Rows(NamedTuple):
   ids: Int32[Array, " N"]
   positions: Int32[Array, " N"]
   newest: Int32[Array, " R"]
+  history: Int32[Array, "R L"] | None
 
   def stopped(self, token: Int32[Array, " R"]) -> Bool[Array, " R"]:
     """Returns a mask of the rows whose token is a stop id."""
@@ -152,6 +179,15 @@ class _Loop(NamedTuple):
   last: Int32[Array, " R"]
   cache: kv_cache.Cache
   sampled: Sampled
+  history: Int32[Array, "R L"] | None
+
+
+class _Drafted(NamedTuple):
+  """A loop, with drafts of the next step and a mask of those to be fed."""
+
+  loop: _Loop
+  proposed: Int32[Array, "R D"]
+  is_fed: Bool[Array, "R D"]
 
 
 def advance(
@@ -167,6 +203,7 @@ def advance(
   max_steps: int,
   record_experts: bool = False,
   top_logprobs: int = 0,
+  num_drafts: int = 0,
 ) -> tuple[kv_cache.Cache, Carry, Sampled]:
   """Feeds each row its new ids and samples up to its budget.
 
@@ -179,6 +216,7 @@ def advance(
     chunks: (P, C).
     max_steps: K.
     top_logprobs: most probable ids to list beside each sampled one.
+    num_drafts: D, of each row and step; needs `carry.history`.
   """
   rows = _rows(plan, carry, chunks)
   tables = jnp.asarray(plan.integers)[:, _TABLE:]
@@ -197,11 +235,14 @@ def advance(
 
   def pick(hidden, positions):
     logits = logprobs.logits(policy.terms(hidden, layout=layout))
-    one = sampling.sample(logits, positions, rows.params, biases)
+    each = len(hidden) // len(tables)
+    params = rows.params
+    if each > 1:
+      params = jax.tree.map(lambda x: jnp.repeat(x, each), params)
+    one = sampling.sample(logits, positions, params, biases)
     if not top_logprobs:
       return _Choice(*one)
-    heat = rows.params.temperature
-    top = sampling.most_probable(logits, heat, top_logprobs)
+    top = sampling.most_probable(logits, params.temperature, top_logprobs)
     return _Choice(*one, top)
 
   choice = pick(hidden[rows.newest], rows.known)
@@ -211,16 +252,20 @@ def advance(
     max_steps,
     experts,
     top_logprobs,
+    num_drafts,
   )
   sampled = _record(sampled, 0, started, choice)
 
   alive = _alive(started, rows, choice.token, sampled)
-  loop = _sample_on(
+  sample_on = _sample_on
+  if num_drafts:
+    sample_on = functools.partial(_sample_with_drafts, num_drafts)
+  loop = sample_on(
     feed,
     pick,
     rows,
     jnp.minimum(plan.integers[0, STEPS], max_steps),
-    _Loop(jnp.int32(1), alive, choice.token, cache, sampled),
+    _Loop(jnp.int32(1), alive, choice.token, cache, sampled, rows.history),
   )
   return loop.cache, _next_carry(carry, rows, loop), loop.sampled
 
@@ -233,7 +278,6 @@ def _sample_on(
   first: _Loop,
 ) -> _Loop:
   """Feeds each sampled token and samples the next, up to `steps` of a row."""
-  started = rows.budget > 0
 
   def body(loop: _Loop) -> _Loop:
     at = rows.known + loop.step - 1
@@ -246,12 +290,136 @@ def _sample_on(
       sampled = sampled._replace(stepped=stepped)
     last = jnp.where(loop.alive, choice.token, loop.last)
     alive = _alive(loop.alive, rows, last, sampled)
-    return _Loop(loop.step + 1, alive, last, cache, sampled)
+    return _Loop(loop.step + 1, alive, last, cache, sampled, loop.history)
+
+  return jax.lax.while_loop(_worthwhile(rows, steps), body, first)
+
+
+def _sample_with_drafts(
+  num_drafts: int,
+  feed: Callable[..., Any],
+  pick: Callable[..., _Choice],
+  rows: _Rows,
+  steps: Int32[Array, ""],
+  first: _Loop,
+) -> _Loop:
+  """Does what `_sample_on` does, by as many tokens a step as drafts are right.
+
+  Keys and values of wrong drafts lie behind the last token, where nobody looks
+  before they are overwritten.
+  """
+  row = jnp.arange(len(rows.slot), dtype=jnp.int32)[:, None]
+
+  def proposing(loop: _Loop) -> _Drafted:
+    counts, history = loop.sampled.counts, loop.history
+    assert history is not None
+    known = (rows.known + counts)[:, None]
+    last = loop.last[:, None]
+    history = _with_ids(history, known - 1, last, loop.alive)
+    proposed = drafts.propose(history, known[:, 0], num_drafts)
+    order = jnp.arange(num_drafts, dtype=jnp.int32)
+    is_fed = order < (rows.budget - counts)[:, None] - 1
+    is_fed &= loop.alive[:, None]
+    is_fed &= jnp.cumprod(proposed != drafts.NONE, 1).astype(bool)
+    return _Drafted(loop._replace(history=history), proposed, is_fed)
+
+  def step(
+    loop: _Loop,
+    proposed: Int32[Array, "R D"],
+    is_fed: Bool[Array, "R D"],
+  ) -> _Loop:
+    so_far, history = loop.sampled, loop.history
+    assert history is not None
+    assert so_far.drafted is not None
+    assert so_far.right is not None
+    width = proposed.shape[1] + 1
+    offset = jnp.arange(width, dtype=jnp.int32)
+    # The last token has not been fed; the first of these feeds it.
+    at = (rows.known + so_far.counts - 1)[:, None] + offset
+    ids = jnp.concatenate([loop.last[:, None], proposed], 1)
+    fed = jnp.concatenate([loop.alive[:, None], is_fed], 1)
+    hidden, cache, experts = feed(
+      loop.cache,
+      jnp.where(fed, ids, 0).reshape(-1),
+      jnp.where(fed, at, kv_cache.EMPTY).reshape(-1),
+      (len(row), width) if width > 1 else (0, 1),
+    )
+    choice = jax.tree.map(
+      lambda x: x.reshape(len(row), width, *x.shape[1:]),
+      pick(hidden, (at + 1).reshape(-1)),
+    )
+    right = drafts.num_right(proposed, is_fed, choice.token)
+    stops = (choice.token[..., None] == rows.stop_ids[:, None]).any(-1)
+    before_stop = jnp.cumsum(stops, 1) - stops == 0
+    is_kept = loop.alive[:, None] & (offset <= right[:, None]) & before_stop
+    num_kept = is_kept.sum(1, dtype=jnp.int32)
+    max_steps = so_far.tokens.shape[1]
+    place = jnp.where(is_kept, so_far.counts[:, None] + offset, max_steps)
+
+    def put(old, new):
+      return old.at[row, place].set(new, mode="drop")
+
+    sampled = so_far._replace(
+      tokens=put(so_far.tokens, choice.token),
+      logprobs=put(so_far.logprobs, choice.logprob),
+      counts=so_far.counts + num_kept,
+      top=jax.tree.map(put, so_far.top, choice.top),
+      drafted=so_far.drafted + is_fed.sum(1, dtype=jnp.int32),
+      right=so_far.right + jnp.maximum(num_kept - 1, 0),
+    )
+    if sampled.stepped is not None and experts is not None:
+      own = experts[:, 0].reshape(len(row), width, *experts.shape[2:])
+      stepped = sampled.stepped.at[row, place - 1].set(own, mode="drop")
+      sampled = sampled._replace(stepped=stepped)
+    newest = jnp.maximum(num_kept - 1, 0)[:, None]
+    token = jnp.take_along_axis(choice.token, newest, 1)[:, 0]
+    last = jnp.where(loop.alive, token, loop.last)
+    alive = _alive(loop.alive, rows, last, sampled)
+    history = _with_ids(history, at + 1, choice.token, is_kept)
+    return _Loop(loop.step + 1, alive, last, cache, sampled, history)
+
+  worthwhile = _worthwhile(rows, steps)
+
+  def steps_of(width: int, state: _Drafted) -> _Drafted:
+    """Takes steps with drafts, or without, as long as that is due."""
+    return jax.lax.while_loop(
+      lambda now: worthwhile(now.loop) & (now.is_fed.any() == (width > 0)),
+      lambda now: proposing(
+        step(now.loop, now.proposed[:, :width], now.is_fed[:, :width])
+      ),
+      state,
+    )
+
+  # Loops, since XLA would copy the pages for the branches of a cond.
+  return jax.lax.while_loop(
+    lambda now: worthwhile(now.loop),
+    lambda now: steps_of(num_drafts, steps_of(0, now)),
+    proposing(first),
+  ).loop
+
+
+def _worthwhile(
+  rows: _Rows, steps: Int32[Array, ""]
+) -> Callable[[_Loop], Bool[Array, ""]]:
+  num_started = (rows.budget > 0).sum()
 
   def worthwhile(loop: _Loop) -> Bool[Array, ""]:
-    return (loop.step < steps) & (2 * loop.alive.sum() > started.sum())
+    return (loop.step < steps) & (2 * loop.alive.sum() > num_started)
 
-  return jax.lax.while_loop(worthwhile, body, first)
+  return worthwhile
+
+
+def _with_ids(
+  history: Int32[Array, "R L"],
+  positions: Int32[Array, "R n"],
+  ids: Int32[Array, "R n"],
+  is_known: Bool[Array, "R *n"],
+) -> Int32[Array, "R L"]:
+  """Returns the history with the ids that are known."""
+  row = jnp.arange(len(history), dtype=jnp.int32)[:, None]
+  is_known = is_known.reshape(len(history), -1)
+  at = jnp.where(is_known, positions, history.shape[1])
+  return history.at[row, at].set(ids, mode="drop")
 
 
 def _rows(plan: DispatchPlan, carry: Carry, chunks: tuple[int, int]) -> _Rows:
@@ -276,6 +444,9 @@ def _rows(plan: DispatchPlan, carry: Carry, chunks: tuple[int, int]) -> _Rows:
   )
   ids = jnp.asarray(plan.ids)
   ids = ids.at[first].set(jnp.where(follow, before.last, ids[first]))
+  history = before.history
+  if history is not None:
+    history = history.at[owners, positions].set(ids, mode="drop")
   return _Rows(
     slot=slot,
     known=past + new,
@@ -292,6 +463,7 @@ def _rows(plan: DispatchPlan, carry: Carry, chunks: tuple[int, int]) -> _Rows:
     ids=ids,
     positions=positions,
     newest=first + jnp.maximum(new - 1, 0),
+    history=history,
   )
 
 
@@ -300,6 +472,7 @@ def _unsampled(
   max_steps: int,
   experts: Int[Array, "N 1 layers k"] | None,
   top_logprobs: int,
+  num_drafts: int,
 ) -> Sampled:
   """Returns zeros for the tokens, and the experts of the ids that were fed."""
   stepped = None
@@ -310,13 +483,16 @@ def _unsampled(
   if top_logprobs:
     shape = (rows, max_steps, top_logprobs)
     top = jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)
+  none = jnp.zeros(rows, jnp.int32)
   return Sampled(
     tokens=jnp.zeros((rows, max_steps), jnp.int32),
     logprobs=jnp.zeros((rows, max_steps), jnp.float32),
-    counts=jnp.zeros(rows, jnp.int32),
+    counts=none,
     fed=None if experts is None else experts[:, 0],
     stepped=stepped,
     top=top,
+    drafted=none if num_drafts else None,
+    right=none if num_drafts else None,
   )
 
 
@@ -349,11 +525,17 @@ def _alive(
 
 def _next_carry(carry: Carry, rows: _Rows, loop: _Loop) -> Carry:
   """Returns the state of the slots after the dispatch."""
-  counts = loop.sampled.counts
+  counts, tokens = loop.sampled.counts, loop.sampled.tokens
+  history = loop.history
+  if history is not None:
+    step = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+    is_known = step < counts[:, None]
+    history = _with_ids(history, rows.known[:, None] + step, tokens, is_known)
   left = Carry(
     last=loop.last,
     length=rows.known + jnp.maximum(counts - 1, 0),
     alive=(counts > 0) & ~rows.stopped(loop.last),
+    history=history,
   )
   return jax.tree.map(
     lambda old, new: old.at[rows.slot].set(new, mode="drop"), carry, left

@@ -19,8 +19,7 @@ import asyncio
 import collections
 import contextlib
 import functools
-from collections.abc import AsyncGenerator, Callable, Sequence
-from typing import Any
+from collections.abc import AsyncGenerator, Callable
 
 from models import config as model_config
 from models import definition, sharding
@@ -52,6 +51,7 @@ class BuiltinEngine:
     thread: of the pool's mesh; the caller closes it.
     min_copied_ids, batching_delay_s, bias_slots, record_experts, compile_ahead:
       see `settings.EngineSettings`, which builds engines.
+    num_drafts, draft_rows: `speculative_tokens` and `speculative_rows` there.
   """
 
   def __init__(
@@ -64,6 +64,8 @@ class BuiltinEngine:
     min_copied_ids: int,
     batching_delay_s: float,
     bias_slots: int,
+    num_drafts: int,
+    draft_rows: int,
     record_experts: bool,
     compile_ahead: bool,
   ):
@@ -89,6 +91,8 @@ class BuiltinEngine:
       layout,
       bias_slots=bias_slots,
       record_experts=record_experts,
+      num_drafts=num_drafts,
+      draft_rows=draft_rows,
     )
     self._new_queue = functools.partial(
       request_queue.RequestQueue,
@@ -97,6 +101,7 @@ class BuiltinEngine:
       min_copied_ids=min_copied_ids,
       bias_slots=bias_slots,
       record_experts=record_experts,
+      drafts=num_drafts > 0,
     )
     self._new_scheduler = functools.partial(
       scheduler.Scheduler,
@@ -348,6 +353,8 @@ class BuiltinEngine:
       sampled_tokens=queue.counts["sampled"],
       prefilled_tokens=queue.counts["prefilled"],
       cached_tokens=queue.counts["cached"],
+      drafted_tokens=queue.counts["drafted"],
+      right_drafts=queue.counts["right"],
       dispatches=self._num_dispatches,
       compilations=self._runner.compilations,
       preemptions=queue.preemptions,
@@ -413,7 +420,7 @@ class BuiltinEngine:
       self._version,
       longest=self.capabilities.max_length,
     )
-    copies, biases = self._queue.take_pending_copies_and_biases()
+    uploads = self._queue.take_uploads()
     self._num_dispatches += 1
     shape = choice.num_rows, choice.chunks
     program = shape, dispatch.lists_top
@@ -421,7 +428,7 @@ class BuiltinEngine:
     name = "decode" if program in self._compiled else "warm up"
     self._compiled.add(program)
     result = self._thread.submit(
-      name, self._execute, self._params, dispatch, copies, biases
+      name, self._execute, self._params, dispatch, uploads
     )
     result.add_done_callback(self._on_completed)
     self._in_flight.append((dispatch, result))
@@ -436,11 +443,12 @@ class BuiltinEngine:
     self,
     params: definition.Params,
     dispatch: dispatch_plan.Dispatch,
-    copies: Sequence[tuple[int, int]],
-    biases: Sequence[tuple[int, Any]],
+    uploads: request_queue.Uploads,
   ) -> decode_step.Sampled:
-    for row, bias in biases:
+    for row, bias in uploads.biases:
       self._runner.set_bias(row, bias)
+    for slot, ids in uploads.histories:
+      self._runner.set_history(slot, ids)
     self._runner.set_masks(
       [(row, matcher.compute_bitmask()) for row, matcher in dispatch.masks]
     )
@@ -449,7 +457,7 @@ class BuiltinEngine:
       params,
       dispatch.plan,
       dispatch.chunks,
-      copies,
+      uploads.copies,
       # One number for all, hence one more program of each shape.
       top_logprobs=most if dispatch.lists_top else 0,
     )

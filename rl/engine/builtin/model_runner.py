@@ -35,6 +35,8 @@ class ModelRunner:
       over these, and their heads are split over tensor.
     bias_slots: rows of the bias table, beside the one of zeros.
     record_experts: return the experts of every id.
+    num_drafts, draft_rows: drafts of each row, in dispatches of at most so many
+      rows.
   """
 
   def __init__(
@@ -45,7 +47,10 @@ class ModelRunner:
     *,
     bias_slots: int,
     record_experts: bool = False,
+    num_drafts: int = 0,
+    draft_rows: int = 0,
   ):
+    self._num_drafts, self._draft_rows = num_drafts, draft_rows
     self._config = config
     self._shapes = shapes
     self._bias_slots = bias_slots
@@ -67,7 +72,7 @@ class ModelRunner:
           max_steps=shapes.steps_per_dispatch,
           record_experts=record_experts,
         ),
-        static_argnames="top_logprobs",
+        static_argnames=("top_logprobs", "num_drafts"),
         donate_argnums=(1, 2),
         out_shardings=(self._pages, self._whole, self._whole),
       )
@@ -86,6 +91,11 @@ class ModelRunner:
     )
     self._set_masks: Any = jax.jit(
       functools.partial(_with_masks),
+      donate_argnums=0,
+      out_shardings=self._whole,
+    )
+    self._set_history: Any = jax.jit(
+      functools.partial(decode_step.set_history),
       donate_argnums=0,
       out_shardings=self._whole,
     )
@@ -110,7 +120,8 @@ class ModelRunner:
 
     def rest():
       biases = jnp.zeros((self._bias_slots + 1, config.vocab_size))
-      return decode_step.init_carry(self._shapes.slots), biases
+      history = config.max_length if self._num_drafts else 0
+      return decode_step.init_carry(self._shapes.slots, history), biases
 
     self._cache = jax.jit(cache, out_shardings=self._pages)()
     self._carry, self._biases = jax.jit(rest, out_shardings=self._whole)()
@@ -132,6 +143,8 @@ class ModelRunner:
     self.set_bias(0, np.zeros(self._config.vocab_size, np.float32))
     if self._bias_slots:
       self.set_masks([(self._bias_slots, b"")])
+    if self._num_drafts:
+      self.set_history(0, np.zeros(0, np.int32))
 
   def advance(
     self,
@@ -157,6 +170,9 @@ class ModelRunner:
       self._biases,
       placed,
       top_logprobs=top_logprobs,
+      num_drafts=self._num_drafts
+      if len(plan.floats) <= self._draft_rows
+      else 0,
     )
     return jax.device_get(sampled)
 
@@ -171,6 +187,13 @@ class ModelRunner:
       self._cache = self._copy(
         self._cache, *jax.device_put(tuple(pairs), self._whole)
       )
+
+  def set_history(self, slot: int, ids: Int32[np.ndarray, " n"]) -> None:
+    """Tells the ids of a slot whose keys and values came from the cache."""
+    padded = np.zeros(self._config.max_length, np.int32)
+    padded[: len(ids)] = ids
+    args = jax.device_put((np.int32(slot), padded), self._whole)
+    self._carry = self._set_history(self._carry, *args)
 
   def set_bias(self, row: int, bias: Float32[np.ndarray, " V"]) -> None:
     """Sets one row of the bias table."""
@@ -198,7 +221,7 @@ class ModelRunner:
   @property
   def compilations(self) -> int:
     """Programs compiled so far."""
-    others = [self._copy, self._set_bias, self._set_masks]
+    others = [self._copy, self._set_bias, self._set_masks, self._set_history]
     programs = [*self._programs.values(), *others]
     return sum(program._cache_size() for program in programs)
 

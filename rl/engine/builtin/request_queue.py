@@ -4,18 +4,19 @@ accept -> waiting --admit--> running --finish--> completion
              ^                  |
              +-----preempt------+   pages ran out: others go first
 
-Pure bookkeeping: page copies and biases go to the device through
-`take_pending_copies_and_biases`, and tokens come back through `apply_results`.
+Pure bookkeeping: page copies, biases and histories go to the device through
+`take_uploads`, and tokens come back through `apply_results`.
 """
 
 import asyncio
 import collections
 import heapq
 import itertools
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Float32
+from jaxtyping import Float32, Int32
 
 from models import config as model_config
 from rl.data import trajectory
@@ -28,6 +29,20 @@ from rl.engine.builtin import (
   recorded_experts,
 )
 from rl.engine.builtin import request as request_lib
+
+
+class Uploads(NamedTuple):
+  """What the device gets before a dispatch.
+
+  Attributes:
+    copies: (source, target) pages.
+    biases: (row of the table, bias).
+    histories: (slot, its ids that were in the cache), for drafts.
+  """
+
+  copies: Sequence[tuple[int, int]]
+  biases: Sequence[tuple[int, Float32[np.ndarray, " V"]]]
+  histories: Sequence[tuple[int, Int32[np.ndarray, " n"]]]
 
 
 class BiasTable:
@@ -93,6 +108,7 @@ class RequestQueue:
     min_copied_ids: see `block_manager.BlockManager`.
     bias_slots: different biases in use at once.
     record_experts: keep the experts of every cached position.
+    drafts: the device needs to know the ids of each slot.
 
   Attributes:
     requests: all that have not ended, by name.
@@ -111,8 +127,10 @@ class RequestQueue:
     min_copied_ids: int,
     bias_slots: int,
     record_experts: bool = False,
+    drafts: bool = False,
   ):
     self._shapes = shapes
+    self._drafts = drafts
     num_pages = shapes.num_pages(config.max_length)
     self.blocks = block_manager.BlockManager(
       num_pages, shapes.page_size, min_copied_ids
@@ -123,6 +141,7 @@ class RequestQueue:
     self.preemptions = 0
     self.counts = collections.Counter[str]()
     self._copies: list[tuple[int, int]] = []
+    self._histories: list[tuple[int, Int32[np.ndarray, " n"]]] = []
     self._free_slots = list(range(shapes.slots - 1, -1, -1))
     self._waiting: list[tuple[tuple, request_lib.RequestState]] = []
     self._arrivals = itertools.count()
@@ -275,6 +294,9 @@ class RequestQueue:
         self._experts.copy(*copy)
     state.slot, state.page_table = self._free_slots.pop(), table
     state.bias_row = bias_row
+    if self._drafts and table.cached:
+      known = state.ids[: table.cached].copy()
+      self._histories.append((state.slot, known))
     if state.cached_tokens is None:
       state.cached_tokens = table.cached
       state.queue_s = request_lib.now_s() - state.started
@@ -344,15 +366,11 @@ class RequestQueue:
     state.slot, state.page_table, state.bias_row = -1, None, 0
     state.prefix_shared = False
 
-  def take_pending_copies_and_biases(
-    self,
-  ) -> tuple[
-    list[tuple[int, int]], list[tuple[int, Float32[np.ndarray, " V"]]]
-  ]:
-    """Returns the page copies and biases due before the next dispatch, once."""
-    copies, self._copies = self._copies, []
-    uploads, self.biases.uploads = self.biases.uploads, []
-    return copies, uploads
+  def take_uploads(self) -> Uploads:
+    """Returns what is due before the next dispatch, once."""
+    uploads = Uploads(self._copies, self.biases.uploads, self._histories)
+    self._copies, self.biases.uploads, self._histories = [], [], []
+    return uploads
 
   # Results.
 
@@ -366,6 +384,9 @@ class RequestQueue:
     # Lists: numpy's scalars cost more than the rest of this loop.
     tokens, logprobs, counts = (x.tolist() for x in sampled[:3])
     version, alive = dispatch.version, 0
+    if sampled.drafted is not None and sampled.right is not None:
+      self.counts["drafted"] += int(sampled.drafted.sum())
+      self.counts["right"] += int(sampled.right.sum())
     for i, state in enumerate(dispatch.rows):
       state.in_flight -= 1
       table, count, fed = state.page_table, counts[i], dispatch.fed[i]

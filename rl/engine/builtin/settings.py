@@ -33,6 +33,10 @@ class EngineSettings:
       turn may come at once.
     bias_slots: different biases, and requests with a constraint, in use at
       once; more wait.
+    speculative_tokens: drafts of each row and step, or 0: ids that followed the
+      last two before (`drafts.py`). Answers stay the same; it pays where text
+      repeats itself and few rows decode.
+    speculative_rows: most rows of a dispatch that has drafts.
     record_experts: return the chosen experts with answers that ask for them.
     compile_ahead: compile every shape before serving. Otherwise each is when it
       is first needed, and rows wait for it.
@@ -50,6 +54,8 @@ class EngineSettings:
   min_copied_ids: int = 16
   batching_delay_s: float = 0.002
   bias_slots: int = 32
+  speculative_tokens: int = 0
+  speculative_rows: int = 8
   record_experts: bool = False
   compile_ahead: bool = False
 
@@ -57,7 +63,9 @@ class EngineSettings:
     """Raises ValueError on a size that cannot work."""
     sizes = ("slots", "page_size", "min_copied_ids", "prefill_tokens")
     checks.at_least(self, 1, *sizes, "steps_per_dispatch", where="engine")
-    checks.at_least(self, 0, "bias_slots", where="engine")
+    names = ("bias_slots", "speculative_tokens")
+    checks.at_least(self, 0, *names, where="engine")
+    checks.at_least(self, 1, "speculative_rows", where="engine")
     checks.below_one(self, "batching_delay_s", where="engine")
     names = ("row_buckets", "chunk_buckets")
     out = "name one or more, or none to have them chosen"
@@ -149,6 +157,8 @@ class EngineSettings:
       min_copied_ids=self.min_copied_ids,
       batching_delay_s=self.batching_delay_s,
       bias_slots=self.bias_slots,
+      num_drafts=self.speculative_tokens,
+      draft_rows=self.speculative_rows,
       record_experts=self.record_experts,
       compile_ahead=self.compile_ahead,
     )

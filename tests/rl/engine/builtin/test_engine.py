@@ -676,6 +676,13 @@ SIZES = {
     "prefill_tokens": 5,
     "steps_per_dispatch": 1,
   },
+  "drafts": {
+    "slots": 3,
+    "pages": 18,
+    "page_size": 2,
+    "steps_per_dispatch": 4,
+    "speculative_tokens": 3,
+  },
   "several lengths": {
     "slots": 8,
     "pages": 14,

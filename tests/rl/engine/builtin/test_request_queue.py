@@ -193,10 +193,10 @@ def test_equal_biases_share_a_row_and_others_wait_for_one(desk):
   desk.ask("g")
   # Both rows are taken: a request without bias passes those that wait for one.
   assert desk.admit() == ["a", "d", "g"]
-  copies, uploads = desk.queue.take_pending_copies_and_biases()
+  copies, uploads, _ = desk.queue.take_uploads()
   assert copies == []
   assert [value[0] for _, value in uploads] == [1, 2]
-  assert desk.queue.take_pending_copies_and_biases() == ([], [])
+  assert desk.queue.take_uploads() == ([], [], [])
   row = a.bias_row
   desk.queue.finish(a, "abort")
   assert desk.admit() == ["d", "g", "e"]
@@ -221,13 +221,12 @@ def test_a_bias_that_comes_back_is_still_there(desk):
     one = desk.ask("a", bias=bias(value))
     desk.admit()
     desk.queue.finish(one, "abort")
-  assert len(desk.queue.take_pending_copies_and_biases()[1]) == 2
+  assert len(desk.queue.take_uploads()[1]) == 2
   # A third one takes a row of one of them.
   one = desk.ask("a", bias=bias(3))
   desk.admit()
   assert [(one.bias_row, 3.0)] == [
-    (row, value[0])
-    for row, value in desk.queue.take_pending_copies_and_biases()[1]
+    (row, value[0]) for row, value in desk.queue.take_uploads()[1]
   ]
 
 

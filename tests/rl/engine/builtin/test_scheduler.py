@@ -322,7 +322,7 @@ class Loop:
       self.in_flight.append(
         dispatch_plan.build(choice, self.shapes, 0, longest=self.longest)
       )
-      self.queue.take_pending_copies_and_biases()
+      self.queue.take_uploads()
       self.num_dispatches += 1
     if not self.in_flight:
       return False
