@@ -32,7 +32,7 @@ from rl.engine.builtin import request as request_lib
 
 
 class Uploads(NamedTuple):
-  """What the device gets before a dispatch.
+  """The data that the device gets before a dispatch.
 
   Attributes:
     copies: (source, target) pages.
