@@ -6,12 +6,13 @@
 
 Six algorithms on five schedules, each with two or three answers to the lag, as
 docs/learning.md says, which this writes. What has run is a line in --lines,
-so that the same command goes on after a kill; lines of other settings belong
-elsewhere. --rates adds the runs that the learning rates were chosen by. At the
-end all lines become benchmarks/results/learning.json, and that becomes
-docs/learning.md and docs/learning.svg, with --render without running anything.
+so that the same command goes on after a kill, or on another day; lines of other
+settings belong elsewhere. --rates adds the runs that the learning rates were
+chosen by. At the end all lines become benchmarks/results/learning.json, and
+that becomes docs/learning.md and docs/learning.svg, with --render without
+running anything.
 
-On two cores a run takes about 20 s, and all of them about 45 minutes.
+A run takes about 45 s of a processor, and all of them about five hours.
 """
 
 import asyncio
@@ -45,7 +46,9 @@ _ONLY = flags.DEFINE_string(
 _RATES = flags.DEFINE_list(
   "rates", [], "Only sync, once with each learning rate."
 )
-_OUT = flags.DEFINE_string("lines", "runs/learning", "Where lines go.")
+_OUT = flags.DEFINE_string(
+  "lines", "benchmarks/results/learning", "Where lines go."
+)
 _RENDER = flags.DEFINE_bool("render", False, "Only write table and picture.")
 _MOST = 15
 _ROOT = pathlib.Path(__file__).parents[1]

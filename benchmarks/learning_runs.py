@@ -39,7 +39,7 @@ UPDATES, EVERY = 120, 20
 LEARNING_RATES = {
   "grpo": 1e-3,
   "dr_grpo": 1e-3,
-  "dapo": 1e-3,
+  "dapo": 2e-3,
   "rloo": 1e-3,
   "gspo": 1e-3,
   "cispo": 1e-3,
