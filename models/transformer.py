@@ -330,13 +330,11 @@ def _blocks(
       if layers.start not in same:
         continue
       first = same.index(layers.start)
+      some = slice(first, first + len(layers)) if config.scans_layers else first
+      own = block.bind(jax.tree.map(lambda leaf, at=some: leaf[at], stacked))
       if config.scans_layers:
-        some = slice(first, first + len(layers))
-        own = jax.tree.map(lambda leaf, at=some: leaf[at], stacked)
-        blocks[layers.start] = layer_stack.stacked_module(block.bind(own))
-      else:
-        own = jax.tree.map(lambda leaf, at=first: leaf[at], stacked)
-        blocks[layers.start] = block.bind(own)
+        own = layer_stack.stacked_module(own)
+      blocks[layers.start] = own
   return [blocks[layers.start] for layers in config.layer_runs]
 
 

@@ -179,7 +179,6 @@ class _Loop(NamedTuple):
   last: Int32[Array, " R"]
   cache: kv_cache.Cache
   sampled: Sampled
-  history: Int32[Array, "R L"] | None
 
 
 class _Drafted(NamedTuple):
@@ -265,7 +264,7 @@ def advance(
     pick,
     rows,
     jnp.minimum(plan.integers[0, STEPS], max_steps),
-    _Loop(jnp.int32(1), alive, choice.token, cache, sampled, rows.history),
+    _Loop(jnp.int32(1), alive, choice.token, cache, sampled),
   )
   return loop.cache, _next_carry(carry, rows, loop), loop.sampled
 
@@ -290,7 +289,7 @@ def _sample_on(
       sampled = sampled._replace(stepped=stepped)
     last = jnp.where(loop.alive, choice.token, loop.last)
     alive = _alive(loop.alive, rows, last, sampled)
-    return _Loop(loop.step + 1, alive, last, cache, sampled, loop.history)
+    return _Loop(loop.step + 1, alive, last, cache, sampled)
 
   return jax.lax.while_loop(_worthwhile(rows, steps), body, first)
 
@@ -308,75 +307,51 @@ def _sample_with_drafts(
   Keys and values of wrong drafts lie behind the last token, where nobody looks
   before they are overwritten.
   """
-  row = jnp.arange(len(rows.slot), dtype=jnp.int32)[:, None]
 
   def proposing(loop: _Loop) -> _Drafted:
-    counts, history = loop.sampled.counts, loop.history
+    counts, history = loop.sampled.counts, _history(rows, loop.sampled)
     assert history is not None
-    known = (rows.known + counts)[:, None]
-    last = loop.last[:, None]
-    history = _with_ids(history, known - 1, last, loop.alive)
-    proposed = drafts.propose(history, known[:, 0], num_drafts)
+    proposed = drafts.propose(history, rows.known + counts, num_drafts)
     order = jnp.arange(num_drafts, dtype=jnp.int32)
     is_fed = order < (rows.budget - counts)[:, None] - 1
     is_fed &= loop.alive[:, None]
     is_fed &= jnp.cumprod(proposed != drafts.NONE, 1).astype(bool)
-    return _Drafted(loop._replace(history=history), proposed, is_fed)
+    return _Drafted(loop, proposed, is_fed)
 
   def step(
     loop: _Loop,
     proposed: Int32[Array, "R D"],
     is_fed: Bool[Array, "R D"],
   ) -> _Loop:
-    so_far, history = loop.sampled, loop.history
-    assert history is not None
-    assert so_far.drafted is not None
-    assert so_far.right is not None
-    width = proposed.shape[1] + 1
+    num_rows, width = len(proposed), proposed.shape[1] + 1
     offset = jnp.arange(width, dtype=jnp.int32)
     # The last token has not been fed; the first of these feeds it.
-    at = (rows.known + so_far.counts - 1)[:, None] + offset
+    at = (rows.known + loop.sampled.counts - 1)[:, None] + offset
     ids = jnp.concatenate([loop.last[:, None], proposed], 1)
     fed = jnp.concatenate([loop.alive[:, None], is_fed], 1)
     hidden, cache, experts = feed(
       loop.cache,
       jnp.where(fed, ids, 0).reshape(-1),
       jnp.where(fed, at, kv_cache.EMPTY).reshape(-1),
-      (len(row), width) if width > 1 else (0, 1),
+      (num_rows, width) if width > 1 else (0, 1),
     )
-    choice = jax.tree.map(
-      lambda x: x.reshape(len(row), width, *x.shape[1:]),
-      pick(hidden, (at + 1).reshape(-1)),
+    choice, experts = jax.tree.map(
+      lambda x: x.reshape(num_rows, width, *x.shape[1:]),
+      (
+        pick(hidden, (at + 1).reshape(-1)),
+        None if experts is None else experts[:, 0],
+      ),
     )
     right = drafts.num_right(proposed, is_fed, choice.token)
     stops = (choice.token[..., None] == rows.stop_ids[:, None]).any(-1)
     before_stop = jnp.cumsum(stops, 1) - stops == 0
     is_kept = loop.alive[:, None] & (offset <= right[:, None]) & before_stop
-    num_kept = is_kept.sum(1, dtype=jnp.int32)
-    max_steps = so_far.tokens.shape[1]
-    place = jnp.where(is_kept, so_far.counts[:, None] + offset, max_steps)
-
-    def put(old, new):
-      return old.at[row, place].set(new, mode="drop")
-
-    sampled = so_far._replace(
-      tokens=put(so_far.tokens, choice.token),
-      logprobs=put(so_far.logprobs, choice.logprob),
-      counts=so_far.counts + num_kept,
-      top=jax.tree.map(put, so_far.top, choice.top),
-      drafted=so_far.drafted + is_fed.sum(1, dtype=jnp.int32),
-      right=so_far.right + jnp.maximum(num_kept - 1, 0),
-    )
-    if sampled.stepped is not None and experts is not None:
-      own = experts[:, 0].reshape(len(row), width, *experts.shape[2:])
-      stepped = sampled.stepped.at[row, place - 1].set(own, mode="drop")
-      sampled = sampled._replace(stepped=stepped)
-    newest = jnp.maximum(num_kept - 1, 0)[:, None]
-    token = jnp.take_along_axis(choice.token, newest, 1)[:, 0]
+    sampled = _record_kept(loop.sampled, is_kept, is_fed, choice, experts)
+    newest = jnp.maximum(is_kept.sum(1, dtype=jnp.int32) - 1, 0)
+    token = jnp.take_along_axis(choice.token, newest[:, None], 1)[:, 0]
     last = jnp.where(loop.alive, token, loop.last)
     alive = _alive(loop.alive, rows, last, sampled)
-    history = _with_ids(history, at + 1, choice.token, is_kept)
-    return _Loop(loop.step + 1, alive, last, cache, sampled, history)
+    return _Loop(loop.step + 1, alive, last, cache, sampled)
 
   worthwhile = _worthwhile(rows, steps)
 
@@ -409,17 +384,15 @@ def _worthwhile(
   return worthwhile
 
 
-def _with_ids(
-  history: Int32[Array, "R L"],
-  positions: Int32[Array, "R n"],
-  ids: Int32[Array, "R n"],
-  is_known: Bool[Array, "R *n"],
-) -> Int32[Array, "R L"]:
-  """Returns the history with the ids that are known."""
-  row = jnp.arange(len(history), dtype=jnp.int32)[:, None]
-  is_known = is_known.reshape(len(history), -1)
-  at = jnp.where(is_known, positions, history.shape[1])
-  return history.at[row, at].set(ids, mode="drop")
+def _history(rows: _Rows, sampled: Sampled) -> Int32[Array, "R L"] | None:
+  """Returns the ids of each row with those sampled; None without drafts."""
+  if rows.history is None:
+    return None
+  row = jnp.arange(len(rows.slot), dtype=jnp.int32)[:, None]
+  step = jnp.arange(sampled.tokens.shape[1], dtype=jnp.int32)
+  at = rows.known[:, None] + step
+  at = jnp.where(step < sampled.counts[:, None], at, kv_cache.EMPTY)
+  return rows.history.at[row, at].set(sampled.tokens, mode="drop")
 
 
 def _rows(plan: DispatchPlan, carry: Carry, chunks: tuple[int, int]) -> _Rows:
@@ -513,6 +486,44 @@ def _record(
   )
 
 
+def _record_kept(
+  sampled: Sampled,
+  is_kept: Bool[Array, "R n"],
+  is_fed: Bool[Array, "R D"],
+  choices: _Choice,
+  experts: Int[Array, "R n layers k"] | None,
+) -> Sampled:
+  """Appends the choices of a step that are kept, the first of each row.
+
+  Args:
+    choices: n of each row; those behind drafts come after the first.
+    experts: of the ids that were fed, each one before its choice.
+  """
+  row = jnp.arange(len(is_kept), dtype=jnp.int32)[:, None]
+  offset = jnp.arange(is_kept.shape[1], dtype=jnp.int32)
+  end = sampled.tokens.shape[1]
+  place = jnp.where(is_kept, sampled.counts[:, None] + offset, end)
+  num_kept = is_kept.sum(1, dtype=jnp.int32)
+  assert sampled.drafted is not None
+  assert sampled.right is not None
+  stepped = sampled.stepped
+  if stepped is not None and experts is not None:
+    stepped = stepped.at[row, place - 1].set(experts, mode="drop")
+
+  def put(old, new):
+    return old.at[row, place].set(new, mode="drop")
+
+  return sampled._replace(
+    tokens=put(sampled.tokens, choices.token),
+    logprobs=put(sampled.logprobs, choices.logprob),
+    counts=sampled.counts + num_kept,
+    stepped=stepped,
+    top=jax.tree.map(put, sampled.top, choices.top),
+    drafted=sampled.drafted + is_fed.sum(1, dtype=jnp.int32),
+    right=sampled.right + jnp.maximum(num_kept - 1, 0),
+  )
+
+
 def _alive(
   alive: Bool[Array, " R"],
   rows: _Rows,
@@ -525,17 +536,12 @@ def _alive(
 
 def _next_carry(carry: Carry, rows: _Rows, loop: _Loop) -> Carry:
   """Returns the state of the slots after the dispatch."""
-  counts, tokens = loop.sampled.counts, loop.sampled.tokens
-  history = loop.history
-  if history is not None:
-    step = jnp.arange(tokens.shape[1], dtype=jnp.int32)
-    is_known = step < counts[:, None]
-    history = _with_ids(history, rows.known[:, None] + step, tokens, is_known)
+  counts = loop.sampled.counts
   left = Carry(
     last=loop.last,
     length=rows.known + jnp.maximum(counts - 1, 0),
     alive=(counts > 0) & ~rows.stopped(loop.last),
-    history=history,
+    history=_history(rows, loop.sampled),
   )
   return jax.tree.map(
     lambda old, new: old.at[rows.slot].set(new, mode="drop"), carry, left
