@@ -383,6 +383,13 @@ def check_version(version: int, served: int) -> None:
     raise ValueError(f"version {version} is not above the served {served}")
 
 
+def check_in_flight(in_flight: InFlight, able: Capabilities) -> None:
+  """Raises ValueError unless an engine can take new weights in this way."""
+  if in_flight not in able.in_flight:
+    ways = " or ".join(sorted(able.in_flight))
+    raise ValueError(f"in_flight={in_flight!r}; use {ways}")
+
+
 def check_same_tree(old: Any, new: Any) -> None:
   """Raises ValueError if leaves, shapes or dtypes of the weights differ."""
 
@@ -533,6 +540,23 @@ class StartableEngine(DecodeEngine, Protocol):
 
 
 @runtime_checkable
+class StagingEngine(DecodeEngine, Protocol):
+  """An engine whose weights have a way to go that `update_weights` may skip."""
+
+  async def stage(self, params: Any) -> None:
+    """Brings weights to its devices, while decoding goes on.
+
+    The next `update_weights` is given the same object. All or nothing: after a
+    failure nothing is staged.
+
+    Raises:
+      ValueError: they are another model's, or cannot be read.
+      EngineClosed: the engine stopped.
+    """
+    ...
+
+
+@runtime_checkable
 class SessionRouter(Protocol):
   """Engines as one, for episodes and served agents: `pools.router.Router`.
 
@@ -605,6 +629,10 @@ class EngineSpec(Protocol):
   @property
   def split_rows(self) -> Mapping[str, int]:
     """Numbers of rows that are split over the mesh, by their setting."""
+    ...
+
+  def capabilities(self, config: model_config.ModelConfig) -> Capabilities:
+    """Returns the abilities of an engine of this model."""
     ...
 
   def build(

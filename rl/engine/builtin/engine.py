@@ -60,6 +60,7 @@ class BuiltinEngine:
     shapes: dispatch_shapes.DispatchShapes,
     layout: sharding.Layout,
     thread: mesh_thread.MeshThread,
+    capabilities: contract.Capabilities,
     *,
     min_copied_ids: int,
     batching_delay_s: float,
@@ -69,17 +70,7 @@ class BuiltinEngine:
     record_experts: bool,
     compile_ahead: bool,
   ):
-    self.capabilities = contract.Capabilities(
-      in_flight=frozenset({"drain", "abort", "recompute", "keep_kv"}),
-      max_length=config.max_length,
-      vocab_size=config.vocab_size,
-      max_stop_ids=decode_step.MAX_STOP_IDS,
-      seeds=True,
-      bias=bias_slots > 0,
-      constraints=bias_slots > 0,
-      experts=record_experts,
-      top_logprobs=min(decode_step.MAX_TOP_LOGPROBS, config.vocab_size),
-    )
+    self.capabilities = capabilities
     self._shapes = shapes
     self._batching_delay_s = batching_delay_s
     self._compile_ahead = compile_ahead
@@ -259,11 +250,7 @@ class BuiltinEngine:
   ) -> None:
     """Serves `params` from now on; see `contract.DecodeEngine`."""
     self._check_open()
-    if in_flight not in self.capabilities.in_flight:
-      raise ValueError(
-        f"in_flight={in_flight!r}; use "
-        + " or ".join(sorted(self.capabilities.in_flight))
-      )
+    contract.check_in_flight(in_flight, self.capabilities)
     contract.check_same_tree(self._params, params)
     async with self._update_lock:
       contract.check_version(version, self._version)

@@ -7,7 +7,8 @@ from typing import ClassVar
 
 from models import config as model_config
 from models import sharding
-from rl.engine.builtin import dispatch_shapes, engine, sizing
+from rl.engine import contract
+from rl.engine.builtin import decode_step, dispatch_shapes, engine, sizing
 from rl.runtime import mesh_thread
 from rl.settings import checks
 
@@ -140,6 +141,23 @@ class EngineSettings:
       pages=self.pages is None,
     )
 
+  def capabilities(
+    self, config: model_config.ModelConfig
+  ) -> contract.Capabilities:
+    """Returns the abilities of such an engine."""
+    most_listed = min(decode_step.MAX_TOP_LOGPROBS, config.vocab_size)
+    return contract.Capabilities(
+      in_flight=frozenset({"drain", "abort", "recompute", "keep_kv"}),
+      max_length=config.max_length,
+      vocab_size=config.vocab_size,
+      max_stop_ids=decode_step.MAX_STOP_IDS,
+      seeds=True,
+      bias=self.bias_slots > 0,
+      constraints=self.bias_slots > 0,
+      experts=self.record_experts,
+      top_logprobs=most_listed,
+    )
+
   def build(
     self,
     config: model_config.ModelConfig,
@@ -154,6 +172,7 @@ class EngineSettings:
       self.sizes(config, [sizing.Room(layout)]),
       layout,
       thread,
+      self.capabilities(config),
       min_copied_ids=self.min_copied_ids,
       batching_delay_s=self.batching_delay_s,
       bias_slots=self.bias_slots,

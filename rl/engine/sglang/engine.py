@@ -54,7 +54,9 @@ class SglangEngine:
     layout: sharding.Layout,
     thread: mesh_thread.MeshThread,
     upstream: sglang_upstream.Upstream,
+    capabilities: contract.Capabilities,
   ):
+    self.capabilities = capabilities
     self._config = config
     self._sizes = sizes
     self._layout = layout
@@ -76,21 +78,6 @@ class SglangEngine:
     self._bridge: scheduler_thread.Bridge | None = None
     self._jobs: set[asyncio.Future[None]] = set()
     self._watching: asyncio.Task[None] | None = None
-
-  @property
-  def capabilities(self) -> contract.Capabilities:
-    """Its abilities."""
-    return contract.Capabilities(
-      in_flight=frozenset({"drain", "abort", "recompute", "keep_kv"}),
-      max_length=self._config.max_length,
-      vocab_size=self._config.vocab_size,
-      max_stop_ids=self._config.vocab_size,
-      seeds=True,
-      bias=False,
-      constraints=False,
-      experts=False,
-      top_logprobs=0,
-    )
 
   # Start and end.
 

@@ -13,6 +13,7 @@ from typing import ClassVar
 
 from models import config as model_config
 from models import sharding
+from rl.engine import contract
 from rl.engine.sglang import compat_0_0_2 as compat
 from rl.engine.sglang import engine as sglang_engine
 from rl.engine.sglang import requests as sglang_requests
@@ -128,6 +129,22 @@ class SglangSettings:
       patience_s=self.patience_s,
     )
 
+  def capabilities(
+    self, config: model_config.ModelConfig
+  ) -> contract.Capabilities:
+    """Returns the abilities of such an engine."""
+    return contract.Capabilities(
+      in_flight=frozenset({"drain", "abort", "recompute", "keep_kv"}),
+      max_length=config.max_length,
+      vocab_size=config.vocab_size,
+      max_stop_ids=config.vocab_size,
+      seeds=True,
+      bias=False,
+      constraints=False,
+      experts=False,
+      top_logprobs=0,
+    )
+
   def build(
     self,
     config: model_config.ModelConfig,
@@ -151,4 +168,7 @@ class SglangSettings:
       )
     sizes = self.sizes(config, layout.platform)
     upstream = sglang_upstream.Upstream(config, sizes, layout, released)
-    return sglang_engine.SglangEngine(config, sizes, layout, thread, upstream)
+    able = self.capabilities(config)
+    return sglang_engine.SglangEngine(
+      config, sizes, layout, thread, upstream, able
+    )
