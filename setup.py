@@ -17,6 +17,8 @@ MINIGRID = ["minigrid>=3.0"]
 RAY = ["ray>=2.40"]
 # The WebSocket of OpenEnv servers.
 OPENENV = ["websockets>=15"]
+# Engines in processes of their own.
+PROCESSES = ["websockets>=15", "msgpack>=1.0"]
 # Methods of a class as tools.
 TOOLS = ["pydantic>=2.10"]
 # Rows of Parquet files as tasks; JSON lines need nothing.
@@ -35,6 +37,7 @@ TEST = [
   *ENVS,
   *MINIGRID,
   *OPENENV,
+  *PROCESSES,
   *REWARDS,
   *TOOLS,
   *MCP,
@@ -87,6 +90,7 @@ setuptools.setup(
     "reasoning": REASONING,
     "minigrid": MINIGRID,
     "openenv": OPENENV,
+    "processes": PROCESSES,
     "rewards": REWARDS,
     "ray": RAY,
     "tools": TOOLS,

@@ -117,6 +117,9 @@ def _pool(
   words = "" if pool.name == "decode" else f", pool {pool.name}"
   words += "" if pool.kind == "any" else f" for {pool.kind}"
   words += f", {pool.replicas} replicas" if pool.replicas > 1 else ""
+  if pool.processes:
+    words += ", each in a process of its own; the memory that processes share"
+    words += " holds a version of the weights, and the next while it arrives"
   dtype = experiment.publishing.dtype
   is_8_bit = dtype in get_args(quantize.Dtype)
   return words + (f", matrices in {dtype}" if is_8_bit else "")

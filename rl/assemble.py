@@ -5,6 +5,9 @@ import dataclasses
 import pathlib
 import time
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import jax
 
 from models import config as model_config
 from models import sharding
@@ -23,6 +26,9 @@ from rl.schedule import overlap
 from rl.settings import checks
 from rl.train import learner, scoring, skipped_updates, train_state
 from rl.train import trainer as trainer_lib
+
+if TYPE_CHECKING:
+  from rl.remote import remote_engine
 
 _PROBE_ROWS = 8
 _MAX_LAGS = 8
@@ -48,6 +54,7 @@ class Parts:
   copy_thread: mesh_thread.MeshThread
   decode_threads: Sequence[mesh_thread.MeshThread]
   engines: Sequence[contract.StartableEngine]
+  remote: "remote_engine.RemoteEngines | None"
   router: router.Router
   publisher: weight_publisher.WeightPublisher
   restarts: recovery.Restarts
@@ -85,6 +92,8 @@ class Parts:
       await self.player.agents.close()
     await self.restarts.close()
     await self.router.close()
+    if self.remote is not None:
+      await self.remote.close()
     for thread in (
       *self.decode_threads,
       self.copy_thread,
@@ -110,7 +119,8 @@ def fit(
       have.
   """
   place = experiment.placement
-  devices = {x for layout in place.layouts() for x in layout.devices}
+  local = [x for x in place.layouts() if isinstance(x.mesh, jax.sharding.Mesh)]
+  devices = {x for layout in local for x in layout.devices}
   programs = learner_programs(experiment, place.learner.plan)
   memory = place.memory(list(devices))
   return memory_plan.fit(experiment, programs, memory, longest)
@@ -148,7 +158,22 @@ def build(
   model = weight_transfer.pool_model(
     experiment.model, experiment.publishing.dtype
   )
-  decoders = engines(experiment.engine, model, decode_layouts, threads)
+  remote = None
+  if experiment.placement.remote:
+    # Not on top: a run of one process needs no network.
+    from rl.remote import remote_engine
+
+    remote = remote_engine.of_experiment(
+      experiment, run_dir, copy_thread, spans, watchdog
+    )
+
+  def build_engine(number: int) -> contract.StartableEngine:
+    if remote is not None and number in experiment.placement.remote:
+      return remote.build(number)
+    where = decode_layouts[number], threads[number]
+    return experiment.engine.build(model, *where)
+
+  decoders = [build_engine(number) for number in range(len(decode_layouts))]
   able = sorted(decoders[0].capabilities.in_flight)
   out = "the engine offers no other"
   checks.one_of(experiment.overlap, able, "on_publish", out=out)
@@ -160,14 +185,10 @@ def build(
   )
   publisher = weight_publisher.WeightPublisher(
     serving,
-    transfer(experiment, decode_layouts, learner_thread, copy_thread),
+    transfer(experiment, decode_layouts, learner_thread, copy_thread, remote),
     log,
     spans,
   )
-
-  def build_again(number: int) -> contract.StartableEngine:
-    where = decode_layouts[number], threads[number]
-    return experiment.engine.build(model, *where)
 
   programs = learner_programs(experiment, learner_layout)
   kept = run_dir and skipped_updates.Quarantine(
@@ -183,13 +204,14 @@ def build(
     copy_thread=copy_thread,
     decode_threads=threads,
     engines=decoders,
+    remote=remote,
     router=serving,
     publisher=publisher,
     restarts=recovery.Restarts(
       experiment.recovery,
       serving,
       publisher,
-      build_again,
+      build_engine,
       log,
       watchdog=watchdog,
       report=report,
@@ -278,11 +300,13 @@ def transfer(
   decode_layouts: Sequence[sharding.Layout],
   learner_thread: mesh_thread.MeshThread,
   copy_thread: mesh_thread.MeshThread,
+  remote: "remote_engine.RemoteEngines | None" = None,
 ) -> weight_transfer.MeshTransfer:
   """Returns the way of the weights to every engine.
 
   Args:
     decode_layouts: of the engines, in their order.
+    remote: those of them that have processes of their own, if any has.
   """
   dtype = experiment.publishing.dtype
   return weight_transfer.MeshTransfer(
@@ -293,6 +317,8 @@ def transfer(
     learner_thread,
     copy_thread,
     experiment.publishing,
+    write=remote and remote.write,
+    remote=experiment.placement.remote,
   )
 
 

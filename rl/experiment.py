@@ -338,6 +338,12 @@ class Experiment:
       checks.refuse(
         self, *names, why=why, out=f"{out}, or the built-in engine", where=""
       )
+    if self.placement.remote:
+      raise ValueError(
+        "repeatable=true with engines in processes of their own, which answer "
+        "at times of their own; use placement.decode_processes=0, and 0 of "
+        f"every other pool, or {out.removeprefix('use ')}"
+      )
     for source in self.sources:
       if base.members_together(source) > 1:
         raise ValueError(

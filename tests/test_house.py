@@ -38,7 +38,7 @@ FLOORS = {
     ["rl.loop"],
     ["rl.agents", "rl.testing", "rl.simulation"],
     ["rl.experiment"],
-    ["rl.memory_plan", "rl.planning"],
+    ["rl.memory_plan", "rl.planning", "rl.remote"],
     ["rl.assemble"],
     ["rl.initial_state"],
   ],

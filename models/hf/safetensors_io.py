@@ -31,6 +31,12 @@ _DTYPES = {
   "F16": np.dtype(np.float16),
   "BF16": np.dtype(jnp.bfloat16),
 }
+CODES = {
+  "F8_E4M3": np.dtype(jnp.float8_e4m3fn),
+  "I8": np.dtype(np.int8),
+  "I32": np.dtype(np.int32),
+} | _DTYPES
+"""Every dtype that `header` can name; others than floats are never loaded."""
 _SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
 
 
@@ -213,7 +219,7 @@ def header(
   Args:
     tensors: shape and dtype by name.
   """
-  codes = {dtype: code for code, dtype in _DTYPES.items()}
+  codes = {dtype: code for code, dtype in CODES.items()}
   # transformers refuses a file that does not name its framework.
   fields: dict[str, Any] = {"__metadata__": {"format": "pt"}}
   start = 0

@@ -18,6 +18,7 @@ _PLATFORMS = ("cpu", "gpu", "tpu")
 _GPUS = ("cuda", "rocm")
 _EXTRAS = {"gpu": "cuda", "tpu": "tpu"}
 _MAX_DEVICES = 2**20
+_WIRE = ("websockets", "msgpack")
 
 Kind = Literal["compute", "bandwidth", "any"]
 """The strength of a pool's devices.
@@ -97,6 +98,7 @@ class DecodePool:
       devices after those of the one before.
     kind: strength of its devices.
     cost: of one engine for a second, in any unit that all pools share.
+    processes: of each engine; 0 is this one, 1 a process of its own.
   """
 
   name: str
@@ -104,6 +106,7 @@ class DecodePool:
   replicas: int = 1
   kind: Kind = "any"
   cost: float = 1.0
+  processes: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -113,7 +116,8 @@ class Placement:
   Attributes:
     decode: the mesh of one engine of the first decode pool, which is named
       "decode".
-    replicas, decode_kind, decode_cost: of that pool; see `DecodePool`.
+    replicas, decode_kind, decode_cost, decode_processes: of that pool; see
+      `DecodePool`.
     more: further pools. Each follows on the devices of those before it, unless
       its `mesh.first_device` says otherwise.
     platform: "cpu", "gpu" or "tpu"; None takes the one that jax finds. On
@@ -127,6 +131,7 @@ class Placement:
   replicas: int = 1
   decode_kind: Kind = "any"
   decode_cost: float = 1.0
+  decode_processes: int = 0
   more: tuple[DecodePool, ...] = ()
   platform: str | None = None
   colocated: bool = False
@@ -141,6 +146,7 @@ class Placement:
       replicas=self.replicas,
       kind=self.decode_kind,
       cost=self.decode_cost,
+      processes=self.decode_processes,
     )
     return first, *self.more
 
@@ -152,6 +158,12 @@ class Placement:
       for pool in self.pools
       for _ in range(pool.replicas)
     )
+
+  @property
+  def remote(self) -> tuple[int, ...]:
+    """Numbers of the engines that have a process of their own."""
+    own = [pool.processes for pool in self.pools for _ in range(pool.replicas)]
+    return tuple(number for number, count in enumerate(own) if count)
 
   @property
   def meshes(self) -> Mapping[str, MeshSpec]:
@@ -172,8 +184,10 @@ class Placement:
 
   @property
   def num_devices(self) -> int:
-    """Devices that must exist."""
-    return max(span.stop for span in self._spans())
+    """Devices that must exist in this process."""
+    learner, *engines = self.ranges
+    local = [x for i, x in enumerate(engines) if i not in self.remote]
+    return max(span.stop for span in (learner, *local))
 
   def _spans(self) -> list[range]:
     """Returns device indices of the learner, and then of every pool."""
@@ -209,9 +223,9 @@ class Placement:
           f"{where}.context={spec.context}: only the learner splits rows; use "
           f"1, or {where}.tensor or replicas for more devices"
         )
-    if self.num_devices > _MAX_DEVICES:
+    if (needed := max(span.stop for span in self._spans())) > _MAX_DEVICES:
       raise ValueError(
-        f"placement needs {self.num_devices} devices, {_MAX_DEVICES} at most; "
+        f"placement needs {needed} devices, {_MAX_DEVICES} at most; "
         f"lower {' or '.join(self._counts)} or the sizes of its meshes"
       )
     if not self.colocated:
@@ -228,11 +242,14 @@ class Placement:
     checks.at_least(self, 1, "replicas")
     checks.finite_above(self, 0, "decode_cost")
     checks.one_of(self, Kind, "decode_kind")
+    _check_processes("decode_processes", self.decode_processes, self.platform)
     for number, pool in enumerate(self.more):
       where = f"placement.more.{number}"
       checks.at_least(pool, 1, "replicas", where=where)
       checks.finite_above(pool, 0, "cost", where=where)
       checks.one_of(pool, Kind, "kind", where=where)
+      name = f"more.{number}.processes"
+      _check_processes(name, pool.processes, self.platform)
     taken = {*get_args(Kind), "learner", ""}
     for i, pool in enumerate(self.pools):
       if pool.name in taken:
@@ -281,7 +298,8 @@ class Placement:
   def layouts(self) -> tuple[sharding.Layout, ...]:
     """Returns the layout of the learner, and then of every engine.
 
-    `learner, *engines = place.layouts()`.
+    `learner, *engines = place.layouts()`. An engine in another process has a
+    plan, without devices.
 
     Raises:
       ValueError: there are fewer devices than the placement needs, or none
@@ -309,12 +327,35 @@ class Placement:
         f"{len(devices)}; lower placement.*.data{fewer}, share them with "
         "placement.colocated=true, or use placement.platform=cpu"
       )
-    specs = [self.learner]
+    if self.remote:
+      _check_processes("decode_processes", 1, devices[0].platform)
+    learner, *engines = self.ranges
+    layouts = [self.learner.layout([devices[i] for i in learner])]
     for pool in self.pools:
-      specs += [pool.mesh] * pool.replicas
-    return tuple(
-      spec.layout([devices[i] for i in where])
-      for spec, where in zip(specs, self.ranges, strict=True)
+      for _ in range(pool.replicas):
+        where = engines.pop(0)
+        layouts.append(
+          pool.mesh.plan
+          if pool.processes
+          else pool.mesh.layout([devices[i] for i in where])
+        )
+    return tuple(layouts)
+
+
+def _check_processes(name: str, count: int, platform: str | None) -> None:
+  setting = f"placement.{name}={count}"
+  if count not in (0, 1):
+    raise ValueError(f"{setting} must be 0 or 1: an engine has one at most")
+  if count and platform in _EXTRAS:
+    raise ValueError(
+      f"{setting}: engines in processes of their own run on CPUs so far, not "
+      f"on a {platform.upper()}; use 0"
+    )
+  missing = [x for x in _WIRE if count and importlib.util.find_spec(x) is None]
+  if missing:
+    raise ValueError(
+      f"{setting} needs {' and '.join(missing)}: pip install "
+      "'twinmesh[processes]'"
     )
 
 

@@ -294,6 +294,16 @@ class Router:
           await engine.update_weights(version, params, in_flight, told)
     self.check_open()
 
+  async def stage(self, number: int, params: Any) -> None:
+    """Brings weights to an engine, before `update_weights` is given the same.
+
+    Of an engine of this process they are there; a lost one takes none.
+    """
+    engine = self._engines[number]
+    if isinstance(engine, contract.StagingEngine) and not self.lost(number):
+      with self._watched(number, quiet=True):
+        await engine.stage(params)
+
   @contextlib.asynccontextmanager
   async def _drained(self, number: int) -> AsyncGenerator[None]:
     """Holds new sessions off an engine, from when it has none."""

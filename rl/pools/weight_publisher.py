@@ -132,6 +132,9 @@ class WeightPublisher:
     while numbers := [i for i in self._router.serving if i not in staged]:
       copies = await self._transfer.stage(params, numbers)
       for number, copy in zip(numbers, copies, strict=True):
+        await self._router.stage(number, copy.params)
+        if self._router.lost(number):
+          continue
         staged[number] = copy
         self._log.emit(
           "staged",

@@ -12,7 +12,7 @@ learner holds one bucket beside its own, and none if nothing is cast.
 import dataclasses
 import functools
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
@@ -74,9 +74,14 @@ def pool_shardings(
   config: model_config.ModelConfig, layout: sharding.Layout, dtype: Dtype
 ) -> Any:
   """Returns the shardings of a pool's parameters, after `cast`."""
-  policy = policy_lib.of(config)
-  shapes = jax.eval_shape(functools.partial(cast, dtype=dtype), policy.shapes)
-  return layout.tree(sharding.follow(policy.axes, shapes))
+  axes = policy_lib.of(config).axes
+  return layout.tree(sharding.follow(axes, pool_shapes(config, dtype)))
+
+
+def pool_shapes(config: model_config.ModelConfig, dtype: Dtype) -> Any:
+  """Returns shapes and dtypes of a pool's parameters, after `cast`."""
+  shapes = policy_lib.of(config).shapes
+  return jax.eval_shape(functools.partial(cast, dtype=dtype), shapes)
 
 
 def cast(params: Any, dtype: Dtype) -> Any:
@@ -158,6 +163,8 @@ class MeshTransfer:
     shardings: of each engine's parameters, after the cast: `pool_shardings`.
     learner: thread of the learner's mesh, which casts.
     copier: thread that copies, so that training need not wait.
+    write: puts arrays where engines of other processes read them.
+    remote: numbers of these engines; a copy holds what `write` returned.
   """
 
   def __init__(
@@ -166,7 +173,12 @@ class MeshTransfer:
     learner: mesh_thread.MeshThread,
     copier: mesh_thread.MeshThread,
     publishing: Publishing = _PLAIN,
+    *,
+    write: Callable[[Sequence[Any]], Sequence[Any]] | None = None,
+    remote: Collection[int] = (),
   ):
+    self._write = write
+    self._remote = remote
     self._shardings = shardings
     self._learner = learner
     self._copier = copier
@@ -203,12 +215,12 @@ class MeshTransfer:
         await self._record_checksums(bucket, ready)
       for number, copies in kept.items():
         missing = [i for i in ready if i not in copies]
-        fresh = await self._copier.run(
-          "reshard",
-          copy_to,
-          [ready[i] for i in missing],
-          [places[number][i] for i in missing],
-        )
+        arrays = [ready[i] for i in missing]
+        if self._write is not None and number in self._remote:
+          fresh = await self._copier.run("store", self._write, arrays)
+        else:
+          where = [places[number][i] for i in missing]
+          fresh = await self._copier.run("reshard", copy_to, arrays, where)
         copies |= zip(missing, fresh, strict=True)
         moved[number] += sum(x.nbytes for x in jax.tree.leaves(fresh))
     staged = []

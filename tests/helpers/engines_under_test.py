@@ -21,6 +21,7 @@ from rl.engine import contract
 from rl.engine.builtin import settings as engine_settings
 from rl.engine.sglang.settings import SglangSettings
 from rl.pools import placement
+from rl.remote import engine_worker, remote_engine, weight_store, workers
 from rl.runtime import mesh_thread, trace
 
 CONFIG = config_lib.tiny_moe(
@@ -44,6 +45,7 @@ SETTINGS: dict[str, contract.EngineSpec] = {
   ),
   "sglang": SglangSettings(slots=4, row_buckets=(4,), token_buckets=(32,)),
 }
+SETTINGS["remote"] = SETTINGS["built_in"]
 # Float32: sums in other orders differ by some 1e-6 in log-probabilities.
 CLOSE = 1e-4
 LONG = 60
@@ -65,7 +67,7 @@ def parameters() -> list[Any]:
   wanted = os.environ.get("TWINMESH_ENGINES", "").split()
   installed = importlib.util.find_spec("sgl_jax") is not None
   skip = pytest.mark.skipif(not (installed or wanted), reason="not installed")
-  marks = {"sglang": [skip]}
+  marks = {"sglang": [skip], "remote": [pytest.mark.process]}
   names = wanted or list(SETTINGS)
   return [pytest.param(name, marks=marks.get(name, [])) for name in names]
 
@@ -222,6 +224,33 @@ def running(
   thread.close()
 
 
+@contextlib.contextmanager
+def in_a_process(
+  settings: contract.EngineSpec,
+  config: config_lib.ModelConfig,
+  where: placement.Placement,
+) -> Iterator[Served]:
+  """Starts an engine in a process of its own."""
+  _, layout = where.layouts()
+  thread = mesh_thread.MeshThread("host", trace.Trace(None))
+  task = engine_worker.EngineTask(
+    model=config, engine=settings, mesh=where.decode
+  )
+  with asyncio.Runner() as runner:
+    others = workers.Workers(None)
+    store = weight_store.WeightStore()
+    spans = trace.Trace(None)
+    engine = remote_engine.RemoteEngine(
+      task, "engine 0", others, store, thread, spans
+    )
+    served = Served(runner, engine, config, layout, thread)
+    served.run(engine.start(served.placed(0), 0))
+    yield served
+    served.run(engine.close())
+    served.run(others.close())
+  thread.close()
+
+
 def serve(
   name: str,
   config: config_lib.ModelConfig = CONFIG,
@@ -231,4 +260,7 @@ def serve(
   """Starts an engine of its own, on devices behind the first."""
   decode = placement.MeshSpec(tensor=tensor, rules=sharding.DECODE)
   where = placement.Placement(decode=decode)
-  return running(Served, settings or SETTINGS[name], config, where)
+  settings = settings or SETTINGS[name]
+  if name == "remote":
+    return in_a_process(settings, config, where)
+  return running(Served, settings, config, where)

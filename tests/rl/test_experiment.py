@@ -427,6 +427,10 @@ def test_what_answers_from_elsewhere_does_not_go_with_a_repeatable_run(
   there = dataclasses.replace(experiment, repeatable=True, environment=game)
   with pytest.raises(ValueError, match="tictactoe-v0: its members wait for"):
     there.validate()
+  place = placement.Placement(decode_processes=1)
+  there = dataclasses.replace(experiment, repeatable=True, placement=place)
+  with pytest.raises(ValueError, match=r"use placement\.decode_processes=0"):
+    there.validate()
   dataclasses.replace(experiment, repeatable=True).validate()
 
 

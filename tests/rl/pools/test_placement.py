@@ -307,3 +307,51 @@ def test_more_devices_than_there_can_be_are_refused_at_once():
   place = placement.Placement(replicas=10**10)
   with pytest.raises(ValueError, match=r"needs 10000000001 devices, 1048576"):
     place.validate()
+
+
+def test_an_engine_in_another_process_needs_no_device_of_this_one():
+  far = placement.DecodePool(name="far", replicas=2, processes=1)
+  near = placement.DecodePool(name="near")
+  place = Placement(decode=MeshSpec(tensor=2), more=(far, near))
+  place.validate()
+  # Devices 0, 1 and 2 here, 3 and 4 in others, 5 here again.
+  assert place.remote == (1, 2)
+  assert place.num_devices == 6
+  learner, *engines = place.layouts()
+  assert learner.devices == jax.devices()[:1]
+  assert [isinstance(x.mesh, jax.sharding.Mesh) for x in engines] == [
+    True,
+    False,
+    False,
+    True,
+  ]
+  assert engines[3].devices == jax.devices()[5:6]
+  assert Placement(decode_processes=1).num_devices == 1
+
+
+@pytest.mark.parametrize(
+  ("changes", "words"),
+  [
+    ({"decode_processes": 2}, r"decode_processes=2 must be 0 or 1"),
+    ({"decode_processes": -1}, r"decode_processes=-1 must be 0 or 1"),
+    (
+      {"decode_processes": 1, "platform": "gpu"},
+      "decode_processes=1: .* on CPUs so far, not on a GPU; use 0",
+    ),
+    (
+      {"more": (placement.DecodePool(name="far", processes=3),)},
+      r"placement\.more\.0\.processes=3 must be 0 or 1",
+    ),
+  ],
+)
+def test_processes_that_cannot_be_are_refused(changes, words):
+  with pytest.raises(ValueError, match=words):
+    Placement(**changes).validate()
+
+
+def test_processes_without_their_packages_name_the_extra(monkeypatch):
+  monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+  with pytest.raises(
+    ValueError, match=r"needs websockets and msgpack: .*twinmesh\[processes\]"
+  ):
+    Placement(decode_processes=1).validate()

@@ -107,6 +107,57 @@ def where(meshes):
   return replicated(meshes[1])
 
 
+class Staging(Recorded):
+  """Has a way to its devices, as an engine in another process."""
+
+  async def stage(self, params):
+    if self.fault is not None:
+      raise self.fault
+    self.story.append((self.name, "staged", sorted(params)))
+
+
+@pytest.fixture
+def make_apart(thread, copier, spans, log, where):
+  """Returns a publisher to engines of which the first has a store to read."""
+
+  def make(engines):
+    transfer = weight_transfer.MeshTransfer(
+      [where] * len(engines), thread, copier, write=jax.device_get, remote=[0]
+    )
+    return weight_publisher.WeightPublisher(
+      router.Router(engines, log=log), transfer, log, spans
+    )
+
+  return make
+
+
+def test_an_engine_elsewhere_has_its_weights_before_any_engine_switches(
+  make_apart, params, log
+):
+  story = []
+  engines = Staging("far", story), Recorded("near", story)
+  asyncio.run(make_apart(engines).publish(VERSION, params, "recompute"))
+  assert story[0] == ("far", "staged", ["adapter", "base"])
+  switched = [(name, VERSION, "recompute") for name in ("far", "near")]
+  assert sorted(story[1:]) == switched
+  # What it was given is what was written, and not an array of a mesh.
+  assert type(engines[0].params["base"]) is np.ndarray
+  assert isinstance(engines[1].params["base"], jax.Array)
+  assert [event["engine"] for event in staged(log)] == [0, 1]
+
+
+def test_an_engine_that_is_lost_while_it_stages_takes_no_part(
+  make_apart, params, log
+):
+  story, fault = [], contract.EngineClosed("gone")
+  engines = Staging("far", story, fault), Recorded("near", story)
+  asyncio.run(make_apart(engines).publish(VERSION, params, "recompute"))
+  assert story == [("near", VERSION, "recompute")]
+  (lost,) = event_log.of_kind(log.events, "engine_lost")
+  assert lost["engine"] == 0
+  assert [event["engine"] for event in staged(log)] == [1]
+
+
 def test_every_copy_is_made_before_the_engines_take_theirs(
   make, log, spans, meshes
 ):

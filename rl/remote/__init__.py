@@ -1,0 +1,1 @@
+"""Workers: engines in processes of their own, and what passes between."""

@@ -1,0 +1,262 @@
+"""The side of a remote engine that has the devices.
+
+  remote_engine.RemoteEngine <== connection ==> EngineWorker -> the engine
+
+A version arrives in two steps: `stage` reads its slices into the devices while
+decoding goes on, and `serve` switches to what was staged.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from models import config as model_config
+from rl.engine import contract
+from rl.pools import placement, weight_transfer
+from rl.remote import connection, weight_store
+from rl.runtime import mesh_thread, trace
+
+_TELL_S = 0.005
+"""Between two looks at first tokens and counters."""
+
+
+class Tensor(NamedTuple):
+  """A tensor of a store: its file, its name there, and its form."""
+
+  path: str
+  name: str
+  shape: tuple[int, ...]
+  dtype: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineTask:
+  """The engine that a worker is to run: settings only.
+
+  Attributes:
+    model: of the learner.
+    mesh: of the engine, on the first devices of the worker.
+    dtype: of the weights that it will be sent.
+    platform: of its devices; None takes the one that jax finds.
+  """
+
+  model: model_config.ModelConfig
+  engine: contract.EngineSpec
+  mesh: placement.MeshSpec
+  dtype: weight_transfer.Dtype = "same"
+  platform: str | None = None
+
+  @property
+  def placement(self) -> placement.Placement:
+    """The worker's own devices, all for this engine."""
+    mesh = dataclasses.replace(self.mesh, first_device=0)
+    return placement.Placement(
+      decode=mesh, platform=self.platform, colocated=True
+    )
+
+
+class EngineWorker:
+  """An engine behind a connection, whose other side starts it.
+
+  Whoever has the socket calls `connect`, runs that connection and `watch`, and
+  then calls `close`.
+  """
+
+  def __init__(self, task: EngineTask):
+    self._task = task
+    _, layout = task.placement.layouts()
+    self._spans = trace.Trace(None)
+    self._thread = mesh_thread.MeshThread("decode", self._spans)
+    self._copier = mesh_thread.MeshThread("host", self._spans)
+    model = weight_transfer.pool_model(task.model, task.dtype)
+    self._engine = task.engine.build(model, layout, self._thread)
+    shapes = weight_transfer.pool_shapes(task.model, task.dtype)
+    places = weight_transfer.pool_shardings(task.model, layout, task.dtype)
+    self._tree = jax.tree.structure(shapes)
+    self._shapes = jax.tree.leaves(shapes)
+    self._places = self._tree.flatten_up_to(places)
+    # Arrays of the version that is served, and of the one that is staged, by
+    # the names of their tensors.
+    self._served: dict[str, jax.Array] = {}
+    self._staged: dict[str, jax.Array] = {}
+    self._unbegun: set[str] = set()
+    self._told: contract.EngineStats | None = None
+    self._post: Callable[..., None] = lambda *notice: None
+
+  def connect(
+    self, socket: connection.Socket, name: str
+  ) -> connection.Connection:
+    """Returns the connection on which it serves, for the caller to run."""
+    made = connection.Connection(
+      socket,
+      name=name,
+      serves={
+        "start": self._start,
+        "generate": self._generate,
+        "stream": self._stream,
+        "pause": self._engine.pause,
+        "stage": self._stage,
+        "serve": self._serve,
+        "checksum": self._engine.checksum,
+        "flush_cache": self._engine.flush_cache,
+      },
+      hears={"abort": self._abort, "resume": self._engine.resume},
+      before_answering=self._tell_stats,
+    )
+    self._post = made.post
+    return made
+
+  async def close(self) -> None:
+    """Stops the engine and its threads."""
+    await self._engine.close()
+    for thread in (self._thread, self._copier):
+      thread.close()
+
+  # What it tells.
+
+  async def watch(self) -> None:
+    """Tells first tokens and counters, for as long as it runs."""
+    while True:
+      await asyncio.sleep(_TELL_S)
+      self._tell_begun()
+      self._tell_stats()
+      self._tell_spans()
+
+  def _tell_spans(self) -> None:
+    """Tells the work of its devices, on the clock that processes share."""
+    since, fresh = self._spans.origin, self._spans.spans[:]
+    del self._spans.spans[: len(fresh)]
+    if fresh:
+      work = [(x.track, x.name, since + x.start, since + x.end) for x in fresh]
+      self._post("spans", work)
+
+  def _tell_begun(self) -> None:
+    begun = {}
+    for name in self._unbegun:
+      with contextlib.suppress(ValueError):  # It has not quite arrived.
+        if (version := self._engine.begun(name)) is not None:
+          begun[name] = int(version)
+    if begun:
+      self._unbegun -= begun.keys()
+      self._post("begun", begun)
+
+  def _tell_stats(self) -> None:
+    stats = self._engine.stats()
+    if stats != self._told:
+      self._told = stats
+      self._post("stats", stats)
+
+  def _tell_step(self, step: contract.SwitchStep) -> None:
+    # First tokens of the old version come before the switch.
+    self._tell_begun()
+    self._post("step", step)
+
+  # Requests.
+
+  async def _generate(
+    self, request: contract.DecodeRequest
+  ) -> contract.Completion:
+    with self._asking(request):
+      return await self._engine.generate(request)
+
+  async def _stream(
+    self, request: contract.DecodeRequest
+  ) -> AsyncGenerator[contract.Delta]:
+    with self._asking(request):
+      deltas: Any = self._engine.stream(request)
+      async with contextlib.aclosing(deltas):
+        async for delta in deltas:
+          yield delta
+
+  @contextlib.contextmanager
+  def _asking(self, request: contract.DecodeRequest) -> Iterator[None]:
+    self._unbegun.add(request.request_id)
+    try:
+      yield
+    finally:
+      self._unbegun.discard(request.request_id)
+
+  def _abort(self, request_id: str | None) -> None:
+    with contextlib.suppress(ValueError):  # It has just ended.
+      self._engine.abort(request_id)
+
+  # Weights.
+
+  async def _start(self, version: int, tensors: Sequence[Tensor]) -> None:
+    await self._stage(tensors)
+    await self._engine.start(
+      self._params(tensors), version, lambda text: self._post("report", text)
+    )
+    self._served = self._staged
+
+  async def _stage(self, tensors: Sequence[Tensor]) -> int:
+    """Reads weights into the devices; returns the bytes that were read.
+
+    Args:
+      tensors: of the leaves, in order of the tree. Those that are served
+        already are not read again.
+
+    Raises:
+      ValueError: they are another model's, or damaged.
+    """
+    tensors = [Tensor._make(tensor) for tensor in tensors]
+    wanted = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
+    expected = [(leaf.shape, leaf.dtype.name) for leaf in self._shapes]
+    if wanted != expected:
+      raise ValueError("these are the weights of another model")
+    self._staged, num_bytes = await self._copier.run(
+      "stage", self._read, tensors
+    )
+    return num_bytes
+
+  def _read(
+    self, tensors: Sequence[Tensor]
+  ) -> tuple[dict[str, jax.Array], int]:
+    arrays: dict[str, jax.Array] = {}
+    with contextlib.ExitStack() as stack:
+      readers: dict[str, weight_store.StoreReader] = {}
+      for tensor, place in zip(tensors, self._places, strict=True):
+        if (array := self._served.get(tensor.name)) is None:
+          if tensor.path not in readers:
+            reader = weight_store.StoreReader(tensor.path)
+            readers[tensor.path] = stack.enter_context(reader)
+          array = _placed(readers[tensor.path], tensor, place)
+        arrays[tensor.name] = array
+    return arrays, sum(reader.bytes_read for reader in readers.values())
+
+  def _params(self, tensors: Sequence[Tensor]) -> Any:
+    names = [Tensor._make(tensor).name for tensor in tensors]
+    return self._tree.unflatten([self._staged[name] for name in names])
+
+  async def _serve(
+    self,
+    version: int,
+    tensors: Sequence[Tensor],
+    in_flight: contract.InFlight,
+  ) -> None:
+    """Switches to what was staged."""
+    staged, params = self._staged, self._params(tensors)
+    await self._engine.update_weights(
+      version, params, in_flight, self._tell_step
+    )
+    self._served = staged
+
+
+def _placed(
+  reader: weight_store.StoreReader,
+  tensor: Tensor,
+  place: jax.sharding.Sharding,
+) -> jax.Array:
+  """Returns the array of a tensor, of which devices get what they keep."""
+  dtype = np.dtype(tensor.dtype)
+
+  def read(index: tuple[slice, ...] | None) -> np.ndarray:
+    return reader.read(tensor.name, tensor.shape, dtype, index or ())
+
+  with jax.transfer_guard("allow"):
+    return jax.make_array_from_callback(tuple(tensor.shape), place, read)

@@ -1,0 +1,411 @@
+"""A decode engine in a process of its own.
+
+  generate, stream, abort --> connection ==> engine_worker.EngineWorker
+  begun, stats <-- what the worker has told by then
+  update_weights: weights into shared memory -> stage -> serve
+
+The worker is started by `start`. When its process ends or falls silent, all
+that waits raises EngineClosed with the last lines of its log.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import pathlib
+import re
+from collections.abc import (
+  AsyncGenerator,
+  Callable,
+  Iterator,
+  Mapping,
+  Sequence,
+)
+from typing import Any
+
+import jax
+
+from rl import experiment as experiment_lib
+from rl.engine import contract
+from rl.remote import connection, engine_worker, weight_store
+from rl.remote import workers as workers_lib
+from rl.runtime import mesh_thread, trace
+from rl.runtime import watchdog as watchdog_lib
+from rl.settings import overrides
+
+_CONNECT_S = 120.0
+_START_S = 1800.0
+"""Longest start: programs are compiled in it."""
+_CLOSE_S = 5.0
+_CALL_S = 300.0
+"""Longest transfer, switch or checksum."""
+_COUNT = re.compile(r"--xla_force_host_platform_device_count=\S*")
+_NEVER = contract.EngineStats(
+  version=-1, running=0, waiting=0, sampled_tokens=0, prefilled_tokens=0
+)
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Request:
+  """A request that its worker has been sent and has not answered."""
+
+  first_version: int | None = None
+
+
+class RemoteEngine:
+  """`contract.DecodeEngine` in another process of this host.
+
+  Args:
+    name: of its worker.
+    spans: gets the work of its devices.
+    thread: writes weights to shared memory; the caller closes it.
+  """
+
+  def __init__(
+    self,
+    task: engine_worker.EngineTask,
+    name: str,
+    workers: workers_lib.Workers,
+    store: weight_store.WeightStore,
+    thread: mesh_thread.MeshThread,
+    spans: trace.Trace,
+  ):
+    able = task.engine.capabilities(task.model)
+    # A grammar's state is an object of this process.
+    self.capabilities = dataclasses.replace(able, constraints=False)
+    self._task = task
+    self._name = name
+    self._workers = workers
+    self._store = store
+    self._thread = thread
+    self._spans = spans
+    self._requests: dict[str, _Request] = {}
+    self._stats = _NEVER
+    self._report: Callable[[str], None] = lambda text: None
+    self._on_step = contract.ignore_step
+    self._update_lock = asyncio.Lock()
+    self._served: Any = None
+    self._staged: Any = None
+    self._worker: workers_lib.Worker | None = None
+    self._stream: connection.Connection | None = None
+    self._watching: asyncio.Task[None] | None = None
+    self._closed: contract.EngineClosed | None = None
+
+  # Start and end.
+
+  async def start(
+    self,
+    params: Any,
+    version: int,
+    report: Callable[[str], None] = lambda text: None,
+  ) -> None:
+    """Starts a process that takes the first weights and begins to serve.
+
+    Raises:
+      EngineClosed: it ended, or took too long.
+    """
+    self._report = report
+    report(f"starting a process for {self._name}")
+    stored = await self._stored(params)
+    try:
+      self._worker, self._stream = await self._workers.start(
+        self._name,
+        json.dumps(overrides.to_json(self._task)),
+        environment=_environment(),
+        hears={
+          "begun": self._hear_begun,
+          "stats": self._hear_stats,
+          "spans": self._hear_spans,
+          "step": lambda step: self._on_step(step),
+          "report": lambda text: self._report(text),
+        },
+        deadline_s=_CONNECT_S,
+      )
+    except workers_lib.NotStarted as error:
+      raise contract.EngineClosed(str(error)) from error
+    self._watching = asyncio.create_task(self._watch(), name=self._name)
+    await self._call("start", version, _tensors(stored), deadline_s=_START_S)
+    self._served = stored
+
+  async def _watch(self) -> None:
+    """Closes the engine when its worker is lost."""
+    assert self._stream is not None
+    assert self._worker is not None
+    await self._stream.lost.wait()
+    words = await asyncio.to_thread(self._worker.last_words)
+    self._fail(f"its process was lost: {words}")
+
+  def _fail(self, reason: str) -> None:
+    self._closed = self._closed or contract.EngineClosed(reason)
+    self._requests.clear()
+
+  async def close(self) -> None:
+    """Ends its process; requests in flight raise EngineClosed."""
+    self._fail("the engine was closed")
+    if self._watching is not None:
+      self._watching.cancel()
+    if self._stream is not None:
+      await self._stream.close()
+    if self._worker is not None:
+      await asyncio.to_thread(self._worker.kill)
+    self._served = self._staged = None
+
+  @property
+  def pid(self) -> int:
+    """Number of its process, once that has connected."""
+    assert self._worker is not None
+    return self._worker.pid
+
+  def _check_open(self) -> connection.Connection:
+    if self._closed is not None:
+      raise contract.EngineClosed(str(self._closed))
+    if self._stream is None:
+      raise contract.EngineClosed(f"{self._name} has not been started")
+    return self._stream
+
+  async def _call(
+    self, method: str, *args: Any, deadline_s: float = _CALL_S
+  ) -> Any:
+    """Returns the worker's answer.
+
+    Raises:
+      EngineClosed: it is lost, and this one with it.
+      ValueError: so did the engine.
+    """
+    stream = self._check_open()
+    try:
+      return await stream.call(method, *args, deadline_s=deadline_s)
+    except (connection.Lost, connection.Failed) as error:
+      raise await self._why_lost(error) from error
+
+  async def _why_lost(self, error: Exception) -> contract.EngineClosed:
+    """Returns what to raise after the worker failed, which ends it."""
+    if isinstance(error, connection.Failed):
+      self._fail(str(error))
+    if self._stream is not None:
+      await self._stream.close()
+    if self._watching is not None:
+      await asyncio.wait([self._watching], timeout=_CLOSE_S)
+    self._fail(str(error))
+    return contract.EngineClosed(str(self._closed))
+
+  # Requests.
+
+  async def generate(
+    self, request: contract.DecodeRequest
+  ) -> contract.Completion:
+    """Samples one answer; see `contract.DecodeEngine.generate`."""
+    with self._asking(request):
+      return await self._call("generate", request, deadline_s=math.inf)
+
+  async def stream(
+    self, request: contract.DecodeRequest
+  ) -> AsyncGenerator[contract.Delta]:
+    """Yields an answer as it is sampled; see `contract.DecodeEngine.stream`."""
+    with self._asking(request):
+      deltas = self._check_open().items("stream", request, deadline_s=math.inf)
+      async with contextlib.aclosing(deltas):
+        try:
+          async for delta in deltas:
+            yield delta
+        except (connection.Lost, connection.Failed) as error:
+          raise await self._why_lost(error) from error
+
+  @contextlib.contextmanager
+  def _asking(self, request: contract.DecodeRequest) -> Iterator[None]:
+    self._check_open()
+    contract.check_request(request, self.capabilities)
+    name, asked = request.request_id, _Request()
+    if name in self._requests:
+      raise ValueError(f"request {name} is already in flight")
+    self._requests[name] = asked
+    try:
+      yield
+    finally:
+      if self._requests.get(name) is asked:
+        del self._requests[name]
+
+  def abort(self, request_id: str | None) -> None:
+    """Ends a request with what it has; see `contract.DecodeEngine.abort`."""
+    if request_id is None:
+      self._requests.clear()
+    else:
+      contract.find(self._requests, request_id)
+      del self._requests[request_id]
+    if self._stream is not None:
+      self._stream.post("abort", request_id)
+
+  def begun(self, request_id: str) -> int | None:
+    """Returns the version of a first token; see `contract.DecodeEngine`."""
+    return contract.find(self._requests, request_id).first_version
+
+  # Heard from the worker.
+
+  def _hear_begun(self, versions: dict[str, int]) -> None:
+    for name, version in versions.items():
+      if (asked := self._requests.get(name)) is not None:
+        asked.first_version = version
+
+  def _hear_stats(self, stats: contract.EngineStats) -> None:
+    self._stats = stats
+
+  def _hear_spans(self, work: Sequence[tuple[str, str, float, float]]) -> None:
+    for span in work:
+      self._spans.add(*span)
+
+  def stats(self) -> contract.EngineStats:
+    """Returns the counters, as of a moment ago; requests are counted here."""
+    total = len(self._requests)
+    running = min(self._stats.running, total)
+    return dataclasses.replace(
+      self._stats, running=running, waiting=total - running
+    )
+
+  # Weights.
+
+  async def pause(self) -> None:
+    """Stops decoding; see `contract.DecodeEngine.pause`."""
+    await self._call("pause")
+
+  def resume(self) -> None:
+    """Resumes decoding after `pause`."""
+    if self._stream is not None:
+      self._stream.post("resume")
+
+  async def stage(self, params: Any) -> None:
+    """Brings weights to the worker's devices, while decoding goes on.
+
+    Args:
+      params: arrays, or tensors of its store; see `contract.StagingEngine`.
+    """
+    self._check_open()
+    contract.check_same_tree(self._served, params)
+    stored = await self._stored(params)
+    await self._call("stage", _tensors(stored))
+    self._staged = stored
+
+  async def update_weights(
+    self,
+    version: int,
+    params: Any,
+    in_flight: contract.InFlight = "recompute",
+    on_step: Callable[[contract.SwitchStep], None] = contract.ignore_step,
+  ) -> None:
+    """Serves `params` from now on; see `contract.DecodeEngine`."""
+    self._check_open()
+    contract.check_in_flight(in_flight, self.capabilities)
+    contract.check_same_tree(self._served, params)
+    async with self._update_lock:
+      contract.check_version(version, self._stats.version)
+      if self._staged is not params:
+        await self.stage(params)
+      stored, self._staged = self._staged, None
+      self._on_step = on_step
+      try:
+        # A drain takes as long as the longest answer.
+        limit_s = math.inf if in_flight == "drain" else _CALL_S
+        tensors = _tensors(stored)
+        await self._call(
+          "serve", version, tensors, in_flight, deadline_s=limit_s
+        )
+      finally:
+        self._on_step = contract.ignore_step
+      self._served = stored
+
+  async def _stored(self, params: Any) -> Any:
+    """Returns the weights as tensors of the store."""
+    leaves, tree = jax.tree.flatten(params)
+    if all(isinstance(leaf, weight_store.StoredTensor) for leaf in leaves):
+      return params
+    stored = await self._thread.run("store", self._store.write, leaves)
+    return tree.unflatten(stored)
+
+  async def checksum(self) -> tuple[int, int]:
+    """Returns the served version and `checksum.of` its weights."""
+    version, total = await self._call("checksum")
+    return version, total
+
+  async def flush_cache(self) -> None:
+    """Drops every cached prefix that no running request uses."""
+    await self._call("flush_cache")
+
+
+def _environment() -> dict[str, str]:
+  """Returns the variables that let a worker count its own devices."""
+  return {"XLA_FLAGS": _COUNT.sub("", os.environ.get("XLA_FLAGS", ""))}
+
+
+def _tensors(stored: Any) -> list[engine_worker.Tensor]:
+  """Returns what a worker needs to know of weights in the store."""
+  return [
+    engine_worker.Tensor(
+      leaf.file.path, leaf.name, tuple(leaf.shape), leaf.dtype.name
+    )
+    for leaf in jax.tree.leaves(stored)
+  ]
+
+
+class RemoteEngines:
+  """The engines of a run that have processes of their own.
+
+  `assemble.Parts` makes one for all of them, and closes it after its router.
+
+  Args:
+    tasks: by the number of the engine.
+    log_dir: see `workers.Workers`.
+    thread: writes weights to shared memory; the caller closes it.
+    spans: gets the work of their devices.
+  """
+
+  def __init__(
+    self,
+    tasks: Mapping[int, engine_worker.EngineTask],
+    log_dir: pathlib.Path | None,
+    thread: mesh_thread.MeshThread,
+    spans: trace.Trace,
+    watchdog: watchdog_lib.Watchdog | None = None,
+  ):
+    self._tasks = tasks
+    self._thread = thread
+    self._spans = spans
+    self._workers = workers_lib.Workers(log_dir, watchdog)
+    self._store = weight_store.WeightStore()
+    self.write = self._store.write
+
+  def build(self, number: int) -> RemoteEngine:
+    """Returns an engine, not started."""
+    return RemoteEngine(
+      self._tasks[number],
+      f"engine {number}",
+      self._workers,
+      self._store,
+      self._thread,
+      self._spans,
+    )
+
+  async def close(self) -> None:
+    """Ends every process that is left."""
+    await self._workers.close()
+
+
+def of_experiment(
+  experiment: experiment_lib.Experiment,
+  run_dir: pathlib.Path | None,
+  thread: mesh_thread.MeshThread,
+  spans: trace.Trace,
+  watchdog: watchdog_lib.Watchdog,
+) -> RemoteEngines:
+  """Returns the engines of an experiment that have processes of their own."""
+  place, tasks = experiment.placement, {}
+  meshes = [pool.mesh for pool in place.pools for _ in range(pool.replicas)]
+  for number in place.remote:
+    tasks[number] = engine_worker.EngineTask(
+      model=experiment.model,
+      engine=experiment.engine,
+      mesh=meshes[number],
+      dtype=experiment.publishing.dtype,
+    )
+  log_dir = run_dir and run_dir / "workers"
+  return RemoteEngines(tasks, log_dir, thread, spans, watchdog)

@@ -1,0 +1,210 @@
+"""Weights in shared memory, for engines of other processes of this host.
+
+  learner --write--> memory in the form of a file <--read-- engine, its slices
+
+The file is laid out as safetensors. It has no name in any directory: readers
+open it by way of the process that wrote it, and its memory is free when the
+last of them has ended, however that came about.
+
+Source of the layout: Hugging Face's safetensors, README, "Format".
+"""
+
+import itertools
+import json
+import math
+import mmap
+import os
+import pathlib
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from models.hf import safetensors_io
+
+
+class StoredFile:
+  """The memory of some tensors; freed when nothing refers to it any more.
+
+  Attributes:
+    path: by which other processes of the same user open it.
+    nbytes: of the header and all tensors.
+  """
+
+  def __init__(self, nbytes: int):
+    self._handle = os.memfd_create("twinmesh-weights")
+    weakref.finalize(self, os.close, self._handle)
+    os.ftruncate(self._handle, nbytes)
+    self.nbytes = nbytes
+    self.path = f"/proc/{os.getpid()}/fd/{self._handle}"
+
+  def write(self, start: int, data: bytes | memoryview) -> int:
+    """Writes some bytes and returns where they end."""
+    view = memoryview(data).cast("B")
+    while len(view):
+      count = os.pwrite(self._handle, view, start)
+      start, view = start + count, view[count:]
+    return start
+
+
+class StoredTensor:
+  """A tensor in the store, in the place of an array; equal to itself only.
+
+  Attributes:
+    name: of the tensor, unlike any other of its store.
+    shape, dtype: of the tensor.
+  """
+
+  def __init__(
+    self, file: StoredFile, name: str, shape: tuple[int, ...], dtype: np.dtype
+  ):
+    self.file = file
+    self.name = name
+    self.shape = shape
+    self.dtype = dtype
+
+  @property
+  def nbytes(self) -> int:
+    """Bytes of its values."""
+    return math.prod(self.shape) * self.dtype.itemsize
+
+
+class _Written(NamedTuple):
+  """An array that was written; weak, so that it outlives nothing."""
+
+  array: weakref.ref[jax.Array]
+  tensor: weakref.ref[StoredTensor]
+
+
+class WeightStore:
+  """The tensors of one process, for the engines of others on its host.
+
+  `weight_transfer.MeshTransfer` calls `write` on a thread of its own. What
+  several engines need is written once.
+  """
+
+  def __init__(self):
+    self._names = itertools.count()
+    self._written: dict[int, _Written] = {}
+
+  def write(self, tree: Any) -> Any:
+    """Returns a tree of stored tensors with the values of these arrays."""
+    arrays, structure = jax.tree.flatten(tree)
+    stored = [self._find(array) for array in arrays]
+    fresh = [i for i, tensor in enumerate(stored) if tensor is None]
+    if fresh:
+      named = [str(next(self._names)) for _ in fresh]
+      values = [safetensors_io.on_host(arrays[i]) for i in fresh]
+      file = _filled(dict(zip(named, values, strict=True)))
+      for i, name, value in zip(fresh, named, values, strict=True):
+        stored[i] = tensor = StoredTensor(file, name, value.shape, value.dtype)
+        self._remember(arrays[i], tensor)
+    return structure.unflatten(stored)
+
+  def _find(self, array: jax.Array) -> StoredTensor | None:
+    written = self._written.get(id(array))
+    if written is None or written.array() is not array:
+      return None
+    return written.tensor()
+
+  def _remember(self, array: jax.Array, tensor: StoredTensor) -> None:
+    key = id(array)
+
+    def forget(reference: weakref.ref[Any]) -> None:
+      written = self._written.get(key)
+      if written is not None and reference in (written.array, written.tensor):
+        self._written.pop(key, None)
+
+    self._written[key] = _Written(
+      weakref.ref(array, forget), weakref.ref(tensor, forget)
+    )
+
+
+def _filled(values: Mapping[str, np.ndarray]) -> StoredFile:
+  """Returns a file of these tensors."""
+  header = safetensors_io.header(
+    {name: (value.shape, value.dtype) for name, value in values.items()}
+  )
+  size = len(header) + sum(value.nbytes for value in values.values())
+  file = StoredFile(size)
+  end = file.write(0, header)
+  for value in values.values():
+    end = file.write(end, value.reshape(-1).view(np.uint8).data)
+  return file
+
+
+class DamagedFile(ValueError):
+  """A file of the store is not what was announced."""
+
+
+class StoreReader:
+  """Reads slices of the tensors of another process; a context, or `close` it.
+
+  Attributes:
+    bytes_read: of all slices so far.
+  """
+
+  def __init__(self, path: str):
+    """Opens a file.
+
+    Raises:
+      DamagedFile: it is gone, cut short or no such file.
+    """
+    self._path = path
+    self.bytes_read = 0
+    try:
+      with pathlib.Path(path).open("rb") as file:
+        self._memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except (OSError, ValueError) as error:
+      raise DamagedFile(f"{path} cannot be opened: {error}") from error
+    try:
+      self._start = 8 + int.from_bytes(self._memory[:8], "little")
+      self._header = json.loads(self._memory[8 : self._start])
+      if self._start > len(self._memory) or not isinstance(self._header, dict):
+        raise ValueError("it is cut short, or no mapping")
+    except (ValueError, OverflowError) as error:
+      raise DamagedFile(f"{path} has no header: {error}") from error
+
+  def read(
+    self,
+    name: str,
+    shape: Sequence[int],
+    dtype: np.dtype,
+    index: tuple[slice, ...],
+  ) -> np.ndarray:
+    """Returns a slice of a tensor, in memory of its own.
+
+    Raises:
+      DamagedFile: the tensor is missing, another one, or cut short.
+    """
+    entry = self._header.get(name)
+    if entry is None:
+      raise DamagedFile(f"{self._path} holds no tensor {name}")
+    found = tuple(entry["shape"]), safetensors_io.CODES.get(entry["dtype"])
+    if found != (tuple(shape), dtype):
+      raise DamagedFile(
+        f"{self._path} holds {found} as tensor {name}, not {(shape, dtype)}"
+      )
+    start, end = entry["data_offsets"]
+    count = math.prod(shape)
+    if self._start + end > len(self._memory) or end - start != (
+      count * dtype.itemsize
+    ):
+      raise DamagedFile(f"{self._path} is cut short in tensor {name}")
+    whole = np.frombuffer(self._memory, dtype, count, self._start + start)
+    # A copy: jax on a CPU would otherwise use the writer's memory.
+    piece = whole.reshape(tuple(shape))[index].copy()
+    self.bytes_read += piece.nbytes
+    return piece
+
+  def close(self) -> None:
+    """Closes the file."""
+    self._memory.close()
+
+  def __enter__(self) -> "StoreReader":
+    return self
+
+  def __exit__(self, *_: object) -> None:
+    self.close()

@@ -1,0 +1,294 @@
+"""Processes that connect to this one: who may, and those that it starts.
+
+  start --> child: python -m launch.worker, told where and by which token
+              |
+              +--> _admit: token, version of the code --> Connection --> start
+
+A child holds a pipe of its parent and ends when that closes, so nothing is left
+when the parent ends, in whatever way.
+"""
+
+import asyncio
+import contextlib
+import functools
+import hashlib
+import hmac
+import http
+import json
+import os
+import pathlib
+import secrets
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from websockets.asyncio import client as websockets_client
+from websockets.asyncio import server as websockets_server
+
+from rl.remote import connection, wire
+from rl.runtime import watchdog as watchdog_lib
+
+MAX_MESSAGE = 64 << 20
+"""Bytes of a message; a conversation of 100k ids takes one."""
+HEARTBEAT_S = 5.0
+SILENCE_S = 30.0
+"""Time without an answer to a heartbeat after which a process counts as lost.
+Programs are compiled in threads that hold Python's lock for seconds."""
+_HELLO_S = 10.0
+_CLOSE_S = 5.0
+_LOOK_S = 0.2
+_LOG_LINES = 50
+_ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+
+class NotStarted(RuntimeError):
+  """A worker ended, or did not connect in time."""
+
+
+@functools.cache
+def code_version() -> str:
+  """Returns a digest of the source, which both ends must share."""
+  digest = hashlib.sha256()
+  for top in ("models", "rl", "launch"):
+    for file in sorted((_ROOT / top).rglob("*.py")):
+      digest.update(file.read_bytes())
+  return digest.hexdigest()[:16]
+
+
+class Worker:
+  """A process that this one has started.
+
+  Attributes:
+    name: of it, in errors and of its log.
+  """
+
+  def __init__(self, name: str, process: subprocess.Popen, log: pathlib.Path):
+    self.name = name
+    self._process = process
+    self._log = log
+
+  @property
+  def pid(self) -> int:
+    """Number of the process."""
+    return self._process.pid
+
+  @property
+  def ended(self) -> bool:
+    """True once the process has ended."""
+    return self._process.poll() is not None
+
+  def last_words(self) -> str:
+    """Returns how it ended, with the last lines of its log."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+      self._process.wait(0.5)
+    code = self._process.poll()
+    state = "still runs" if code is None else f"ended with code {code}"
+    lines = self._log.read_text(errors="replace").splitlines()[-_LOG_LINES:]
+    return "\n".join(
+      [f"{self.name} {state}; its log, {self._log}, ends:", *lines]
+    )
+
+  def kill(self) -> None:
+    """Ends it at once."""
+    self._process.kill()
+    if self._process.stdin is not None:
+      self._process.stdin.close()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+      self._process.wait(_CLOSE_S)
+
+
+class _Expected(NamedTuple):
+  """A worker that was started and has not connected yet."""
+
+  task: str
+  hears: Mapping[str, Any]
+  admitted: asyncio.Future[connection.Connection]
+
+
+class Workers:
+  """The other processes of a run; all methods belong to one event loop.
+
+  Args:
+    log_dir: where each worker's output is appended; None keeps it until
+      `close`.
+    watchdog: lists the calls that wait for workers.
+
+  Attributes:
+    token: that a process must know to connect.
+  """
+
+  def __init__(
+    self,
+    log_dir: pathlib.Path | None,
+    watchdog: watchdog_lib.Watchdog | None = None,
+  ):
+    self._kept = None
+    if log_dir is None:
+      self._kept = tempfile.TemporaryDirectory()
+      log_dir = pathlib.Path(self._kept.name)
+    self._log_dir = log_dir
+    self._watchdog = watchdog
+    self.token = secrets.token_hex(32)
+    self._server: websockets_server.Server | None = None
+    self._expected: dict[str, _Expected] = {}
+    self._children: list[Worker] = []
+
+  async def start(
+    self,
+    name: str,
+    task: str,
+    *,
+    environment: Mapping[str, str],
+    hears: Mapping[str, Any],
+    deadline_s: float,
+  ) -> tuple[Worker, connection.Connection]:
+    """Starts a process and returns it with its connection.
+
+    Args:
+      task: JSON that tells it what to be.
+      environment: variables that are different there.
+      hears: see `connection.Connection`.
+
+    Raises:
+      NotStarted: it ended, or did not connect by the deadline.
+    """
+    address = await self.listen()
+    admitted = asyncio.get_running_loop().create_future()
+    self._expected[name] = _Expected(task, hears, admitted)
+    worker = self._spawn(name, address, environment)
+    try:
+      async with asyncio.timeout(deadline_s):
+        while not admitted.done() and not worker.ended:
+          await asyncio.wait([admitted], timeout=_LOOK_S)
+      if admitted.done():
+        return worker, admitted.result()
+      why = ""
+    except TimeoutError:
+      why = f"{name} has not connected in {deadline_s:g} s; "
+    finally:
+      del self._expected[name]
+      if not admitted.done():
+        worker.kill()
+    words = await asyncio.to_thread(worker.last_words)
+    raise NotStarted(why + words)
+
+  def _spawn(
+    self, name: str, address: str, environment: Mapping[str, str]
+  ) -> Worker:
+    self._log_dir.mkdir(parents=True, exist_ok=True)
+    log = self._log_dir / f"{name.replace(' ', '_')}.log"
+    paths = [str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    with log.open("a") as output:
+      process = subprocess.Popen(
+        [sys.executable, "-m", "launch.worker"],
+        stdin=subprocess.PIPE,
+        stdout=output,
+        stderr=output,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), **environment},
+        # Ctrl-C is for this process; the pipe ends the other.
+        start_new_session=True,
+      )
+    worker = Worker(name, process, log)
+    self._children.append(worker)
+    told = {"address": address, "token": self.token, "name": name}
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError):  # It has ended already.
+      process.stdin.write(json.dumps(told).encode() + b"\n")
+      process.stdin.flush()
+    return worker
+
+  async def listen(self) -> str:
+    """Returns the address at which it listens, on this host only."""
+    if self._server is None:
+      self._server = await websockets_server.serve(
+        self._connected,
+        "127.0.0.1",
+        0,
+        process_request=self._refusal,
+        compression=None,
+        max_size=MAX_MESSAGE,
+        ping_interval=HEARTBEAT_S,
+        ping_timeout=SILENCE_S,
+      )
+    (listening,) = self._server.sockets
+    return f"ws://127.0.0.1:{listening.getsockname()[1]}"
+
+  def _refusal(
+    self, socket: websockets_server.ServerConnection, request: Any
+  ) -> Any:
+    """Returns a refusal for whoever does not know the token."""
+    given = request.headers.get("Authorization", "")
+    if hmac.compare_digest(given.encode(), f"Bearer {self.token}".encode()):
+      return None
+    return socket.respond(http.HTTPStatus.UNAUTHORIZED, "unknown token\n")
+
+  async def _connected(
+    self, socket: websockets_server.ServerConnection
+  ) -> None:
+    """Serves one connection, from its first message to its end."""
+    try:
+      async with asyncio.timeout(_HELLO_S):
+        expected, name = self._admit(await socket.recv())
+      await socket.send(wire.pack(expected.task))
+    except (wire.Malformed, TimeoutError) as error:
+      await socket.close(1008, str(error)[:100])
+      return
+    stream = connection.Connection(
+      socket, name=name, hears=expected.hears, watchdog=self._watchdog
+    )
+    if expected.admitted.done():  # Nobody waits for it any more.
+      return
+    expected.admitted.set_result(stream)
+    await stream.run()
+
+  def _admit(self, hello: str | bytes) -> "tuple[_Expected, str]":
+    """Returns what a worker is expected for, and its name.
+
+    Raises:
+      Malformed: it is not one that may connect.
+    """
+    data = wire.unpack(hello if isinstance(hello, bytes) else b"")
+    match data:
+      case {"name": str(name), "code": str(code)} if name in self._expected:
+        if code != code_version():
+          raise wire.Malformed(
+            f"{name} runs version {code} of the code, not {code_version()}"
+          )
+        return self._expected[name], name
+    raise wire.Malformed("no worker of this name is expected")
+
+  async def close(self) -> None:
+    """Ends all workers and listens no more; may be called again."""
+    for worker in self._children:
+      await asyncio.to_thread(worker.kill)
+    self._children.clear()
+    if self._server is not None:
+      self._server.close()
+      await self._server.wait_closed()
+      self._server = None
+    if self._kept is not None:
+      self._kept.cleanup()
+
+
+async def connect(
+  address: str, token: str, name: str
+) -> tuple[connection.Socket, Any]:
+  """Returns a worker's connection to its coordinator, and its task.
+
+  Raises:
+    OSError, websockets.WebSocketException: nothing answers, or it refuses.
+  """
+  socket = await websockets_client.connect(
+    address,
+    additional_headers={"Authorization": f"Bearer {token}"},
+    compression=None,
+    max_size=MAX_MESSAGE,
+    ping_interval=HEARTBEAT_S,
+    ping_timeout=SILENCE_S,
+    proxy=None,
+  )
+  await socket.send(wire.pack({"name": name, "code": code_version()}))
+  async with asyncio.timeout(_HELLO_S):
+    return socket, wire.unpack(await socket.recv(decode=False))

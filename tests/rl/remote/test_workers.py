@@ -1,0 +1,147 @@
+"""Who may connect, and workers that never do."""
+
+import asyncio
+
+import pytest
+import websockets
+from websockets.asyncio import client
+
+from rl.remote import connection, wire, workers
+
+
+def play(scenario):
+  """Runs `scenario(workers, address)` and ends what is left."""
+
+  async def whole():
+    others = workers.Workers(None)
+    try:
+      async with asyncio.timeout(60):
+        return await scenario(others, await others.listen())
+    finally:
+      await others.close()
+
+  return asyncio.run(whole())
+
+
+def expect(others, name="engine 0"):
+  """Returns the future connection of a worker that nobody has started."""
+  admitted = asyncio.get_running_loop().create_future()
+  others._expected[name] = workers._Expected("a task", {}, admitted)
+  return admitted
+
+
+async def why_closed(socket) -> str:
+  with pytest.raises(websockets.ConnectionClosed) as closed:
+    await socket.recv()
+  assert closed.value.rcvd is not None
+  return closed.value.rcvd.reason
+
+
+def test_a_worker_with_the_token_is_told_its_task_and_may_be_asked():
+  async def double(x):
+    return 2 * x
+
+  async def scenario(others, address):
+    admitted = expect(others)
+    socket, task = await workers.connect(address, others.token, "engine 0")
+    serving = connection.Connection(
+      socket, name="the run", serves={"double": double}
+    )
+    run = asyncio.create_task(serving.run())
+    answer = await (await admitted).call("double", 21, deadline_s=5)
+    await serving.close()
+    await run
+    return task, answer
+
+  assert play(scenario) == ("a task", 42)
+
+
+@pytest.mark.parametrize("given", [None, "", "0" * 64])
+def test_nobody_without_the_token_is_heard(given):
+  async def scenario(others, address):
+    admitted = expect(others)
+    token = {} if given is None else {"Authorization": f"Bearer {given}"}
+    with pytest.raises(websockets.InvalidStatus, match="HTTP 401"):
+      await client.connect(address, additional_headers=token, proxy=None)
+    return admitted.done()
+
+  assert play(scenario) is False
+
+
+@pytest.mark.parametrize(
+  ("hello", "words"),
+  [
+    (b"\xc1 garbage", "it cannot be read"),
+    ("text", "it cannot be read"),
+    (wire.pack({"name": "engine 0"}), "no worker of this name is expected"),
+    (
+      wire.pack({"name": "engine 7", "code": workers.code_version()}),
+      "no worker of this name is expected",
+    ),
+    (
+      wire.pack({"name": "engine 0", "code": "older"}),
+      "engine 0 runs version older of the code, not",
+    ),
+  ],
+)
+def test_whoever_is_not_expected_is_refused_and_others_go_on(hello, words):
+  async def scenario(others, address):
+    admitted = expect(others)
+    bearer = {"Authorization": f"Bearer {others.token}"}
+    async with client.connect(
+      address, additional_headers=bearer, proxy=None
+    ) as stranger:
+      await stranger.send(hello)
+      assert words in await why_closed(stranger)
+    assert not admitted.done()
+    socket, _ = await workers.connect(address, others.token, "engine 0")
+    await admitted
+    await socket.close()
+
+  play(scenario)
+
+
+def test_a_message_beyond_the_limit_ends_its_stream_alone():
+  async def scenario(others, address):
+    first, second = expect(others, "a"), expect(others, "b")
+    flood, _ = await workers.connect(address, others.token, "a")
+    quiet, _ = await workers.connect(address, others.token, "b")
+    await flood.send(bytes(workers.MAX_MESSAGE + 1))
+    await (await first).lost.wait()
+    await quiet.close()
+    return (await second).lost.is_set()
+
+  assert play(scenario) is False
+
+
+@pytest.mark.process
+def test_a_worker_that_ends_at_once_is_told_with_its_last_words():
+  async def scenario(others, _):
+    with pytest.raises(
+      workers.NotStarted,
+      match=r"(?s)engine 0 ended with code 1; its log, .*engine_0.log, ends:"
+      r".*encodings",
+    ):
+      await others.start(
+        "engine 0",
+        "{}",
+        environment={"PYTHONHOME": "/nowhere"},
+        hears={},
+        deadline_s=50,
+      )
+
+  play(scenario)
+
+
+@pytest.mark.process
+def test_a_worker_that_does_not_connect_in_time_is_ended():
+  async def scenario(others, _):
+    with pytest.raises(
+      workers.NotStarted, match=r"engine 0 has not connected in 0\.01 s"
+    ):
+      await others.start(
+        "engine 0", "{}", environment={}, hears={}, deadline_s=0.01
+      )
+    return [worker.ended for worker in others._children]
+
+  assert play(scenario) == [True]
