@@ -462,6 +462,25 @@ def latency(result: Mapping[str, Any]) -> Rows:
     )
 
 
+def processes(result: Mapping[str, Any]) -> Rows:
+  """Yields what an engine in another process costs, beside one in this."""
+  yield "work", "here", "apart", "wall, over here", "CPU, over here"
+  words = {
+    "turns": f"{result['calls']} turns of 2 tokens",
+    "answers": "16 answers of 64 tokens",
+    "publish": f"a publish of {result['params'] / 1e6:.1f} M parameters",
+  }
+  for load, row in result["loads"].items():
+    here, apart, ratio = (row[x] for x in ("here", "apart", "ratio"))
+    yield (
+      words[load],
+      f"{1e3 * here['wall_s']:.0f} ms",
+      f"{1e3 * apart['wall_s']:.0f} ms",
+      f"{ratio['wall_s']:.2f}x",
+      f"{ratio['cpu_s']:.2f}x",
+    )
+
+
 def constrained(result: Mapping[str, Any]) -> Rows:
   """Yields the rate of each form, and what a mask takes."""
   yield "answers", "tokens/s"
@@ -823,6 +842,7 @@ TABLES: Sequence[Callable[[Mapping[str, Any]], Rows]] = (
   rollart_ladder,
   rollout_pipe, decode, latency, speculation, engine, engine_dispatch,
   constrained, learner,
+  processes,
   coordinator,
   coordinator_memory,
   publish, weight_dtypes, moe, moe_dense, train_step, layers,
