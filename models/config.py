@@ -17,7 +17,7 @@ from jaxtyping import PRNGKeyArray
 from models import lora as lora_lib
 from models import rope
 
-Remat = Literal["none", "dots", "layer"]
+Remat = Literal["none", "dots", "layer", "host"]
 _DEEP = 16
 """Layers from which on they are scanned unless told otherwise."""
 _LARGE = 100_000_000
@@ -35,8 +35,8 @@ class Compute:
       multiply float32 matrices in fewer bits unless jax is told otherwise:
       JAX_DEFAULT_MATMUL_PRECISION=highest.
     attention: form of `attention.attend`; "auto" goes by platform and shape.
-      "fused" and "splash" are for whole rows: on top of a cache, and so when
-      decoding, they mean "auto".
+      "fused", "triton" and "splash" are for whole rows: on top of a cache, and
+      so when decoding, they mean "auto".
     attention_block: queries and keys of a tile of the blockwise form.
     experts: form of the grouped matmul; "auto" goes by platform.
     moe_block: fewest rows of a block of the grouped matmul, to which every
@@ -46,13 +46,14 @@ class Compute:
       is "scan" from 16 layers on.
     remat: what the backward pass computes again; see `transformer.REMAT`. None
       is "layer" for a model of over 100 million parameters, and else "none".
-    logprob_chunk: tokens whose logits exist at the same time.
+    logprob_chunk: tokens whose logits exist at the same time, of a device or of
+      those that share a row.
   """
 
   dtype: Literal["float32", "bfloat16"] = "float32"
-  attention: Literal["auto", "reference", "fused", "blockwise", "splash"] = (
-    "auto"
-  )
+  attention: Literal[
+    "auto", "reference", "fused", "blockwise", "triton", "splash"
+  ] = "auto"
   attention_block: int = 256
   experts: Literal["auto", "blocks", "pallas"] = "auto"
   moe_block: int = 16

@@ -16,6 +16,7 @@ from typing import NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, Int32, Key, PRNGKeyArray, Shaped
 
 from models import config as config_lib
@@ -35,6 +36,8 @@ from models.moe import layer as moe_layer
 
 _Cache = TypeVar("_Cache")
 
+_INPUT = "layer_input"
+
 REMAT: dict[str, Callable[[Callable], Callable]] = {
   "none": lambda layer: layer,
   "dots": functools.partial(
@@ -47,9 +50,19 @@ REMAT: dict[str, Callable[[Callable], Callable]] = {
     ),
   ),
   "layer": jax.checkpoint,
+  "host": functools.partial(
+    jax.checkpoint,
+    policy=jax.checkpoint_policies.save_and_offload_only_these_names(
+      names_which_can_be_saved=[],
+      names_which_can_be_offloaded=[_INPUT],
+      offload_src="device",
+      offload_dst="pinned_host",
+    ),
+  ),
 }
 """What the backward pass computes again: nothing, what is cheap beside matrix
-products and tiled attention, or all of a layer."""
+products and tiled attention, or all of a layer, whose input is kept on the
+device or in the memory of the host. On a CPU the last two are one."""
 
 
 class Block(nnx.Module):
@@ -236,6 +249,7 @@ class Transformer(lora.Adapted):
 
     def apply(graphdef, axes, carry, layer):
       (x, cache), (index, params, chosen) = carry, layer
+      x = checkpoint_name(x, _INPUT)
 
       def mix(module, normed):
         nonlocal cache

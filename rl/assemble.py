@@ -5,7 +5,7 @@ import dataclasses
 import pathlib
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -116,14 +116,41 @@ def fit(
 
   Raises:
     ValueError: devices are missing, or the run needs more memory than they
-      have.
+      have, or of a kind that they do not have.
   """
   place = experiment.placement
   local = [x for x in place.layouts() if isinstance(x.mesh, jax.sharding.Mesh)]
+  check_host_memory(experiment, local[0].devices)
   devices = {x for layout in local for x in layout.devices}
   programs = learner_programs(experiment, place.learner.plan)
   memory = place.memory(list(devices))
   return memory_plan.fit(experiment, programs, memory, longest)
+
+
+def check_host_memory(
+  experiment: experiment_lib.Experiment, devices: Sequence[Any]
+) -> None:
+  """Raises ValueError for a setting that asks for memory that is not there.
+
+  Args:
+    devices: of the learner.
+  """
+  kind = references.MEMORY_KINDS["host"]
+  kinds = {x.kind for device in devices for x in device.addressable_memories()}
+  if kind in kinds:
+    return
+  reference = getattr(experiment.algorithm.reference, "memory", None)
+  for setting, value, out in (
+    ("optimizer_memory", experiment.optimizer_memory, "device"),
+    ("algorithm.reference.memory", reference, "device"),
+    ("model.compute.remat", experiment.model.remat, "layer"),
+  ):
+    if value == "host":
+      raise ValueError(
+        f"{setting}=host needs memory of the kind {kind}, and jax knows "
+        f"{', '.join(sorted(kinds))} on {devices[0].platform}; use "
+        f"{setting}={out}"
+      )
 
 
 def build(

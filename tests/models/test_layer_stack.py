@@ -77,7 +77,7 @@ def test_a_seed_draws_the_same_parameters_for_both():
   assert_equal(layer_stack.stack(one, scanned), other)
 
 
-@pytest.mark.parametrize("remat", ["none", "dots", "layer"])
+@pytest.mark.parametrize("remat", ["none", "dots", "layer", "host"])
 def test_values_and_gradients_are_those_of_unrolled_layers(remat):
   tokens = jax.random.randint(jax.random.key(1), (2, 12), 0, 16)
   positions = jnp.broadcast_to(jnp.arange(12, dtype=jnp.int32), (2, 12))

@@ -508,7 +508,7 @@ CONFIGS = {
     vocab_size=16, num_layers=3, d_model=32, head_dim=8, d_expert=64
   ),
 }
-ORDER = ("layer", "dots", "none")
+ORDER = ("host", "layer", "dots", "none")
 """From the least memory to the most."""
 
 
@@ -528,7 +528,7 @@ def gradient(config, remat):
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
-@pytest.mark.parametrize("remat", ["dots", "layer"])
+@pytest.mark.parametrize("remat", ["dots", "layer", "host"])
 def test_gradients_are_equal(kind, remat):
   config = CONFIGS[kind]
   params = policy_lib.of(config).init(jax.random.key(0))
@@ -562,6 +562,32 @@ def test_the_less_is_kept_the_less_memory_it_takes(kind):
   assert sizes == sorted(sizes)
   # Of three layers, one at a time.
   assert sizes[0] < 0.6 * sizes[-1]
+
+
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+@pytest.mark.parametrize("layers", ["unroll", "scan"])
+def test_inputs_of_layers_go_to_the_host_and_come_back(layers, platform):
+  config = CONFIGS["dense"]
+  compute = dataclasses.replace(config.compute, layers=layers)
+  config = dataclasses.replace(config, compute=compute)
+  tokens = jax.ShapeDtypeStruct((4, 12), jnp.int32)
+  shapes = policy_lib.of(config).shapes
+
+  def moves(remat):
+    traced = gradient(config, remat).trace(shapes, tokens)
+    text = traced.lower(lowering_platforms=(platform,)).as_text()
+    kinds = re.findall(r'_xla_buffer_placement = "(\w+)"', text)
+    return {kind: kinds.count(kind) for kind in kinds}, traced.jaxpr
+
+  there_and_back, program = moves("host")
+  # Of three layers, or of the one that stands for them in a loop.
+  count = 3 if layers == "unroll" else 1
+  assert there_and_back == {"pinned_host": count, "device": count}
+  assert moves("layer")[0] == {}
+  # Between the passes of a loop all inputs lie in one array, on the host.
+  if layers == "scan":
+    assert "f32<host>[3,4,12,32]" in str(program)
+    assert "f32[3,4,12,32]" not in str(program)
 
 
 @pytest.mark.parametrize("remat", ["dots", "layer"])

@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import itertools
 import math
+import types
 
 import jax
 import numpy as np
@@ -319,3 +320,32 @@ def test_evaluation_leaves_faults_out_of_its_share():
   empty = evaluate.summarise([played(None)], 1.0)
   assert math.isnan(empty.success)
   assert (empty.low, empty.high) == (0.0, 1.0)
+
+
+@pytest.mark.parametrize(
+  ("changes", "way_out"),
+  [
+    (
+      {"optimizer_memory": "host"},
+      r"^optimizer_memory=host .*; use optimizer_memory=device$",
+    ),
+    (
+      {
+        "model": dataclasses.replace(
+          experiment().model, compute=model_config.Compute(remat="host")
+        )
+      },
+      r"^model.compute.remat=host .* on metal; use model.compute.remat=layer$",
+    ),
+  ],
+)
+def test_memory_of_the_host_is_refused_where_there_is_none(changes, way_out):
+  alone = types.SimpleNamespace(
+    platform="metal",
+    addressable_memories=lambda: [types.SimpleNamespace(kind="device")],
+  )
+  asking = experiment(**changes)
+  with pytest.raises(ValueError, match=way_out):
+    assemble.check_host_memory(asking, [alone])
+  assemble.check_host_memory(asking, jax.devices())
+  assemble.check_host_memory(experiment(), [alone])
