@@ -161,7 +161,7 @@ def activation_bytes(
   length: int,
   platform: str = "cpu",
 ) -> int:
-  """Estimates what one micro-batch needs on one device beside the state.
+  """Estimates what the tokens of one micro-batch need on one device.
 
   With n tokens on the device, s bytes a number, and widths as split over the
   mesh: D of the model, h of queries, k of keys, f of an MLP or, in a sparse
@@ -172,18 +172,20 @@ def activation_bytes(
                by tiles
     kept       of every layer for the backward pass, by `config.remat`: all of
                it with "none"; n (2 D + h + 2 k) s and, when dense, 2 n f s
-               with "dots"; n D s with "layer"
-    logits     12 bytes each, of `logprob_chunk` tokens
-    gathered   the largest layer's parameters and the tables, as they are used,
-               and their gradients; with "none" those of every layer
-    gradients  of this micro-batch, before they are added to the sum
+               with "dots"; n D s with "layer"; with "host" the same, but of
+               two layers at most: that in use and that on its way
+    shared     where C devices share a row: keys and values that come from the
+               next one, and the gradients handed on, or with "fused" the keys
+               and values of the whole row; of one layer
+    logits     12 bytes each, of `logprob_chunk` tokens, less by C
 
-  and the estimate is the sum, with the inside of one layer. What XLA really
-  takes has been between half and twice of it.
+  and the estimate is the sum, with the inside of one layer. Together with
+  `parameter_use_bytes` it has been between half and twice of what XLA takes.
   """
   compute = config.compute
+  form, has_scores = _attention(config, layout, rows, length, platform)
   scores = 0.0
-  if _has_scores(config, layout, rows, length, platform):
+  if has_scores:
     scores = length * config.num_heads / layout.size("heads")
   itemsize = np.dtype(compute.dtype).itemsize
   inside, kept = 0.0, 0.0
@@ -192,19 +194,32 @@ def activation_bytes(
     everything, dots = _widths(config, layout, sparse)
     everything += 8 / itemsize * scores
     inside = max(inside, everything)
-    by_policy = {"none": everything, "dots": dots, "layer": config.d_model}
-    kept += by_policy[config.remat]
+    by_policy = {"none": everything, "dots": dots}
+    kept += by_policy.get(config.remat, config.d_model)
+  if config.remat == "host" and platform != "cpu":
+    kept = min(config.num_layers, 2) * config.d_model
   tokens = rows * length // layout.size("tokens")
   words = config.vocab_size // layout.size("vocab")
-  if layout.size("length") > 1:
+  if (parts := layout.size("length")) > 1:
     keys = 2 * config.num_kv_heads * config.head_dim / layout.size("kv_heads")
-    inside += keys * layout.size("length")
+    inside += keys * (1 + 4 / itemsize if form == "blockwise" else parts)
+  chunk = -(-compute.logprob_chunk // parts)
   return (
-    round(tokens * itemsize * (inside + kept))
-    + 12 * min(tokens, compute.logprob_chunk) * words
-    + 2 * _gathered_bytes(config, layout)
-    + _gradient_bytes(config, layout)
+    round(tokens * itemsize * (inside + kept)) + 12 * min(tokens, chunk) * words
   )
+
+
+def parameter_use_bytes(
+  config: config_lib.ModelConfig, layout: sharding.Layout
+) -> int:
+  """Estimates what one micro-batch needs on one device for parameters.
+
+  gathered   the largest layer's parameters and the tables, as they are used,
+             and their gradients; with "none" those of every layer
+  gradients  of this micro-batch, before they are added to the sum
+  """
+  gathered = _gathered_bytes(config, layout)
+  return 2 * gathered + _gradient_bytes(config, layout)
 
 
 def dispatch_bytes(
@@ -314,14 +329,14 @@ def _ranges(numbers: Iterable[int]) -> str:
   return ",".join(f"{a}-{b}" if b > a else f"{a}" for a, b in runs)
 
 
-def _has_scores(
+def _attention(
   config: config_lib.ModelConfig,
   layout: sharding.Layout,
   rows: int,
   length: int,
   platform: str,
-) -> bool:
-  """Returns whether all scores of a layer's attention exist at once."""
+) -> tuple[str, bool]:
+  """Returns the form, and whether all scores of a layer exist at once."""
   case = backend.Case(
     batch=rows // layout.num_batch,
     queries=length // layout.size("length"),
@@ -334,5 +349,5 @@ def _has_scores(
   if form == "auto":
     form = backend.choose(platform, case)
   if form == "fused":
-    return not (platform == "gpu" and backend.cudnn_can(case))
-  return form == "reference"
+    return form, not (platform == "gpu" and backend.cudnn_can(case))
+  return form, form == "reference"

@@ -61,6 +61,7 @@ def learner_bytes(
   sums = jax.tree.map(lambda x: x.update(dtype=jnp.float32), trained)
   label = "optimizer state, master copy" if state.master else "optimizer state"
   activations = f"activations, about, {batch.rows} x {batch.length} tokens"
+  in_use = "parameters in use and their gradients, about"
   versions = experiment.overlap.max_staleness + 1
   lines = {
     "parameters": size(state.params),
@@ -76,11 +77,12 @@ def learner_bytes(
         platform=experiment.placement.platform or "cpu",
       )
     ),
+    in_use: memory_report.parameter_use_bytes(experiment.model, spec.plan),
   }
   if experiment.optimizer_memory == "host":
-    # An update has it on the device, where the activations were.
+    # An update has it on the device, where these two were.
     moved = jax.tree.map(_on_device, (state.opt_state, state.master))
-    room = lines[activations]
+    room = lines[activations] + lines[in_use]
     lines["optimizer state in an update, beyond those"] = max(
       0, size(moved) - room
     )
@@ -160,9 +162,9 @@ def fit(
   if isinstance(engine, engine_settings.EngineSettings):
     parts = shares(experiment, programs, _weight_bytes)
     _check(parts, memory, _RUN)
-    # Activations may be twice their estimate, and the engine can do with less.
+    # Estimates may be half of it, and the engine can do with less.
     lines = parts[0].lines
-    margin = sum(size for name, size in lines.items() if "activations" in name)
+    margin = sum(size for name, size in lines.items() if "about" in name)
     parts[0] = parts[0]._replace(lines={**lines, "margin": margin})
     rooms = _rooms(parts, experiment.placement, memory)
     sizes = engine.sizes(

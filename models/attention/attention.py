@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from models import initializers, lora, rope, sharding
-from models.attention import backend, blockwise, mask, splash
+from models.attention import backend, blockwise, mask, ring, splash, triton
 
 
 def rms_norm(
@@ -82,8 +82,7 @@ def attend(
   those that nobody sees: their weight is 0, and 0 * inf is nan.
 
   Args:
-    form: "reference", "fused", "blockwise", "splash", or "auto" for what
-      `backend.choose` takes.
+    form: of those in `backend`, or "auto" for what `backend.choose` takes.
     block: queries and keys of a tile of the blockwise form.
     layout: where rows and heads lie; None is one device.
 
@@ -96,21 +95,30 @@ def attend(
     form = backend.choose(platform, asked)
   elif reason := backend.refusal(form, asked):
     raise ValueError(f"attention={form!r} {reason}")
+  shared = None
+  if layout is not None and (size := layout.size("length")) > 1:
+    shared = ring.Ring(layout.rules.of("length"), size)
   match form:
     case "reference":
       # Left whole: XLA splits it as it splits what is around it.
       return _reference(query, token_mask, sources)
     case "blockwise":
       kernel = functools.partial(blockwise.attend, block=block)
+      if shared is not None:
+        kernel = functools.partial(ring.attend, ring=shared, block=block)
     case "fused":
       cudnn = platform == "gpu" and backend.cudnn_can(asked)
       kernel = functools.partial(_fused, cudnn=cudnn)
+      if shared is not None:
+        kernel = functools.partial(_gathering, kernel, shared.axes)
     case "splash":
       kernel = functools.partial(splash.attend, interpret=platform != "tpu")
+    case "triton":
+      kernel = functools.partial(triton.attend, interpret=platform != "gpu")
     case _:
       raise ValueError(
         f"attention={form!r} is unknown; use auto, reference, fused, "
-        "blockwise or splash"
+        "blockwise, triton or splash"
       )
   return _on_each_device(kernel, layout, query, token_mask, sources)
 
@@ -177,7 +185,6 @@ def _on_each_device(
   rows, heads = _split(layout, query, sources[0])
   wide = layout.spec(rows, "length", heads, None)
   if layout.size("length") > 1:
-    kernel = functools.partial(_gathering, kernel, layout.rules.of("length"))
     # The index in the row is no longer that of the device's own part.
     token_mask = mask.with_positions(token_mask)
     sources = [

@@ -1,17 +1,24 @@
 """The choice of a form of attention, by platform and shape.
 
 reference   plain jnp; all scores exist at once
-fused       jax.nn.dot_product_attention: cuDNN's kernel on GPU
+fused       jax.nn.dot_product_attention: cuDNN's kernel on GPU, with a mask
+triton      GPU kernels without a mask, see `triton`
 blockwise   tiles, see `blockwise`; memory grows with the length of a row
 splash      a TPU kernel, see `splash`
 """
 
 import dataclasses
 
-from models.attention import splash
+from models.attention import splash, triton
 
 UNIVERSAL = ("reference", "blockwise")
 """Forms that take any tokens, also on top of a cache."""
+
+_KERNELS = {
+  "splash": (splash.LANES, {"float32", "bfloat16"}),
+  "triton": (triton.TILE, {"float32", "bfloat16", "float16"}),
+}
+"""Forms for whole rows: what divides a row, and their dtypes."""
 
 MAX_SCORES = 2**28
 """Of one call on one accelerator; 1 GiB in float32."""
@@ -55,6 +62,8 @@ def choose(platform: str, case: Case) -> str:
   whole = case.sources == 1 and num_masked <= MAX_SCORES
   if platform == "gpu" and whole and cudnn_can(case):
     return "fused"
+  if platform == "gpu" and cudnn_can(case) and refusal("triton", case) is None:
+    return "triton"
   wide = case.head_dim % splash.LANES == 0
   if platform == "tpu" and wide and refusal("splash", case) is None:
     return "splash"
@@ -69,7 +78,7 @@ def refusal(form: str, case: Case) -> str | None:
   out = "use auto, reference or blockwise"
   if len(case.dtypes) > 1:
     return f"needs one dtype and got {', '.join(sorted(case.dtypes))}; {out}"
-  if form == "fused":
+  if form not in _KERNELS:
     return None
   if case.sources > 1:
     return f"cannot join {case.sources} sources of keys; {out}"
@@ -77,10 +86,11 @@ def refusal(form: str, case: Case) -> str | None:
     return f"knows no shared prompts; {out}, or do not share them"
   if not case.in_order or case.queries != case.keys:
     return f"needs whole rows, in the order of their indices; {out}"
-  if case.queries % splash.LANES:
-    whole = -(-case.queries // splash.LANES) * splash.LANES
+  tile, dtypes = _KERNELS[form]
+  if case.queries % tile:
+    whole = -(-case.queries // tile) * tile
     return f"needs rows of {whole} tokens, not {case.queries}; pad, or {out}"
-  if not case.dtypes <= {"float32", "bfloat16"}:
+  if not case.dtypes <= dtypes:
     return f"does not know {', '.join(case.dtypes)}; {out}"
   return None
 

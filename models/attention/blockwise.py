@@ -105,6 +105,24 @@ def _forward(
   block: int,
 ) -> tuple[Float[Array, "B L H d"], Any]:
   """Returns the result, and what the backward pass needs."""
+  out, norms = mix(query, token_mask, sources, block, query.dtype)
+  out = checkpoint_name(out, SAVED[0])
+  norms = checkpoint_name(norms, SAVED[1])
+  return out, (query, token_mask, sources, out, norms)
+
+
+def mix(
+  query: Float[Array, "B L H d"],
+  token_mask: mask_lib.TokenMask,
+  sources: tuple[mask_lib.KeyValues, ...],
+  block: int,
+  dtype: Any,
+) -> tuple[Float[Array, "B L H d"], Float32[Array, "B L K G"]]:
+  """Returns mixed values in a dtype, and logs of the sums of weights.
+
+  Args:
+    token_mask, sources: with positions that are written out.
+  """
   grouped = _grouped(query, sources)
   plans = [_plan(token_mask, s.token_mask, block) for s in sources]
 
@@ -115,12 +133,11 @@ def _forward(
     at = ask.row, ask.start
     return _put(out, mixed.astype(out.dtype), *at), _put(norms, norm, *at)
 
-  zeros = jnp.zeros_like(grouped), jnp.zeros(grouped.shape[:-1], jnp.float32)
+  shape = grouped.shape
+  zeros = jnp.zeros(shape, dtype), jnp.zeros(shape[:-1], jnp.float32)
   num_tiles = len(query) * len(_starts(query.shape[1], block))
   out, norms = jax.lax.fori_loop(0, num_tiles, tile, zeros)
-  out = checkpoint_name(out.reshape(query.shape), SAVED[0])
-  norms = checkpoint_name(norms, SAVED[1])
-  return out, (query, token_mask, sources, plans, out, norms)
+  return out.reshape(query.shape), norms
 
 
 def _softmax(
@@ -153,8 +170,55 @@ def _softmax(
 def _backward(
   block: int, saved: Any, d_out: Float[Array, "B L H d"]
 ) -> tuple[Float[Array, "B L H d"], None, tuple[mask_lib.KeyValues, ...]]:
-  query, token_mask, sources, plans, out, norms = saved
+  query, token_mask, sources, out, norms = saved
+  d_query, d_sources = add_gradients(
+    zero_gradients(query, sources),
+    query,
+    token_mask,
+    sources,
+    (d_out, out, norms),
+    block,
+  )
+  # TokenMask have no gradient.
+  d_sources = tuple(
+    source._replace(
+      k=dk.astype(source.k.dtype), v=dv.astype(source.v.dtype), token_mask=None
+    )
+    for source, (dk, dv) in zip(sources, d_sources, strict=True)
+  )
+  return d_query.astype(query.dtype), None, d_sources
+
+
+_attend.defvjp(_forward, _backward)
+
+
+def zero_gradients(
+  query: Float[Array, "B L H d"], sources: Sequence[mask_lib.KeyValues]
+) -> tuple[Float32[Array, "B L H d"], Any]:
+  """Returns what `add_gradients` adds to: of queries, and (k, v) of sources."""
+  return jax.tree.map(
+    lambda x: jnp.zeros(x.shape, jnp.float32),
+    (query, [(source.k, source.v) for source in sources]),
+  )
+
+
+def add_gradients(
+  so_far: tuple[Float32[Array, "B L H d"], Any],
+  query: Float[Array, "B L H d"],
+  token_mask: mask_lib.TokenMask,
+  sources: Sequence[mask_lib.KeyValues],
+  given: tuple[Array, Array, Array],
+  block: int,
+) -> tuple[Float32[Array, "B L H d"], Any]:
+  """Returns gradients with those by these sources added.
+
+  Args:
+    given: gradient of the result, result, and logs of the sums of weights, the
+      last two over all sources that there are.
+  """
+  d_out, out, norms = given
   grouped, d_grouped = _grouped(query, sources), _grouped(d_out, sources)
+  plans = [_plan(token_mask, s.token_mask, block) for s in sources]
   # Of every query: the sum over keys of weight * d_weight.
   drift = jnp.sum(d_grouped * _grouped(out, sources).astype(jnp.float32), -1)
 
@@ -166,24 +230,11 @@ def _backward(
     dq, d_sources = _gradients(ask, given, sources, plans, d_sources, block)
     return _add(d_query, dq, ask.row, ask.start), d_sources
 
-  zeros = jax.tree.map(
-    lambda x: jnp.zeros(x.shape, jnp.float32),
-    (grouped, [(source.k, source.v) for source in sources]),
-  )
+  d_query, d_sources = so_far
+  start = d_query.reshape(grouped.shape), d_sources
   num_tiles = len(query) * len(_starts(query.shape[1], block))
-  d_query, d_sources = jax.lax.fori_loop(0, num_tiles, tile, zeros)
-  d_query = d_query.reshape(query.shape).astype(query.dtype)
-  # TokenMask have no gradient.
-  d_sources = tuple(
-    source._replace(
-      k=dk.astype(source.k.dtype), v=dv.astype(source.v.dtype), token_mask=None
-    )
-    for source, (dk, dv) in zip(sources, d_sources, strict=True)
-  )
-  return d_query, None, d_sources
-
-
-_attend.defvjp(_forward, _backward)
+  d_query, d_sources = jax.lax.fori_loop(0, num_tiles, tile, start)
+  return d_query.reshape(query.shape), d_sources
 
 
 def _gradients(

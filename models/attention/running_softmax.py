@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32
 
-_LOWEST = float(np.finfo(np.float32).min)
+LOWEST = float(np.finfo(np.float32).min)
+"""The log of a sum over nothing, for arithmetic without infinities."""
 
 
 class Running(NamedTuple):
@@ -28,7 +29,7 @@ def start(shape: tuple[int, ...], width: int) -> Running:
   """Returns the softmax over no keys."""
   # A finite start: the difference of two maxima is never that of infinities.
   return Running(
-    jnp.full(shape, _LOWEST, jnp.float32),
+    jnp.full(shape, LOWEST, jnp.float32),
     jnp.zeros(shape, jnp.float32),
     jnp.zeros((*shape, width), jnp.float32),
   )
@@ -57,8 +58,11 @@ def add(
 def result(
   running: Running,
 ) -> tuple[Float32[Array, "*any d"], Float32[Array, "*any"]]:
-  """Returns the mixed values, and the logs of the sums; zeros without keys."""
+  """Returns the mixed values, and the logs of the sums.
+
+  Without keys these are zeros, and the lowest of finite numbers.
+  """
   some = running.total > 0
   mixed = running.mixed / jnp.where(some, running.total, 1)[..., None]
-  norm = jnp.where(some, running.top + jnp.log(running.total), 0)
+  norm = jnp.where(some, running.top + jnp.log(running.total), LOWEST)
   return mixed, norm

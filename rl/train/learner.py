@@ -87,7 +87,7 @@ def score_tokens(
     policy.terms(hidden),
     targets,
     temperature=temperature,
-    chunk=config.compute.logprob_chunk,
+    chunk=-(-config.compute.logprob_chunk // layout.size("length")),
     layout=layout,
   )
   values = None
@@ -149,6 +149,7 @@ class Learner:
 
   Attributes:
     abstract: shapes and shardings of the state, for restoring it.
+    config: of the model.
   """
 
   abstract: train_state.TrainState
@@ -166,7 +167,7 @@ class Learner:
     optimizer_memory: references.Memory = "device",
     num_lags: int = 1,
   ):
-    self._config, self._layout = config, layout
+    self.config, self._layout = config, layout
     self._objective = objective
     self._optimizer = optax.with_extra_args_support(optimizer)
     self._temperature, self._num_lags = temperature, num_lags
@@ -361,7 +362,7 @@ class Learner:
       params,
       critic,
       batch,
-      config=self._config,
+      config=self.config,
       layout=self._layout,
       temperature=self._temperature,
       through_body=through_body,
@@ -373,7 +374,7 @@ class Learner:
     critic: definition.Params,
     batch: batch_lib.Batch,
   ) -> Float32[Array, "B L"]:
-    policy = policy_lib.of(self._config).bind(params)
+    policy = policy_lib.of(self.config).bind(params)
     hidden, _ = _hidden(policy, _as_jax(batch), self._layout)
     return _values(critic, hidden)
 
@@ -399,7 +400,7 @@ class Learner:
       self._objective,
       num_lags=self._num_lags,
       critic=self.abstract.critic is not None,
-      num_experts=self._config.num_experts if self._config.num_sparse else 0,
+      num_experts=self.config.num_experts if self.config.num_sparse else 0,
     )
 
   def _with_gradient(

@@ -153,6 +153,7 @@ def test_estimated_activations_are_within_a_factor_of_two(remat, num_experts):
   found = temporary_bytes(config, layout, 8, 128)
   plan = make_plan(2, 1, 2)
   planned = memory_report.activation_bytes(config, plan, rows=8, length=128)
+  planned += memory_report.parameter_use_bytes(config, plan)
   assert found / 2 < planned < found * 2
 
 
@@ -161,12 +162,13 @@ def test_activations_shrink_with_the_mesh_and_with_what_is_computed_again():
 
   def estimate(remat, attention, **mesh):
     compute = config_lib.Compute(remat=remat, attention=attention)
-    return memory_report.activation_bytes(
+    changed, plan = (
       dataclasses.replace(config, compute=compute),
       make_plan(**mesh),
-      rows=8,
-      length=4096,
     )
+    return memory_report.activation_bytes(
+      changed, plan, rows=8, length=4096
+    ) + memory_report.parameter_use_bytes(changed, plan)
 
   tiled = functools.partial(estimate, attention="blockwise")
   none, dots, layer = map(tiled, ("none", "dots", "layer"))
@@ -175,3 +177,44 @@ def test_activations_shrink_with_the_mesh_and_with_what_is_computed_again():
   scores = estimate("none", "reference") - none
   assert scores == 8 * 28 * (8 * 16 * 4096**2) + 8 * 8 * 16 * 4096**2
   assert tiled("layer", tensor=8) < layer / 2
+
+
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+def test_activations_of_a_long_row_halve_with_each_doubling_of_context(
+  platform,
+):
+  config = config_lib.qwen3("0.6b", max_length=32_768)
+  one, *shared = (
+    memory_report.activation_bytes(
+      config,
+      sharding.Layout(sharding.plan_mesh(context=context)),
+      rows=1,
+      length=32_768,
+      platform=platform,
+    )
+    for context in (1, 2, 4, 8)
+  )
+  assert [2 * x for x in shared[1:]] == shared[:-1]
+  # What goes round is there only when devices share a row: of 8 keys and 8
+  # values of 128 numbers, 2 bytes of each and 4 of its gradient.
+  assert 2 * shared[0] == one + 32_768 * 2 * 8 * 128 * (2 + 4)
+  assert shared[0] < 0.55 * one
+
+
+def test_inputs_of_layers_in_the_memory_of_the_host_take_none_of_the_device():
+  def estimate(remat, platform):
+    config = config_lib.qwen3("0.6b", max_length=32_768)
+    compute = dataclasses.replace(config.compute, remat=remat)
+    return memory_report.activation_bytes(
+      dataclasses.replace(config, compute=compute),
+      make_plan(),
+      rows=1,
+      length=32_768,
+      platform=platform,
+    )
+
+  # Of 28 layers two inputs of 1024 numbers of 2 bytes stay.
+  spared = estimate("layer", "gpu") - estimate("host", "gpu")
+  assert spared == 26 * 32_768 * 1024 * 2
+  # On a CPU the two memories are one.
+  assert estimate("host", "cpu") == estimate("layer", "cpu")

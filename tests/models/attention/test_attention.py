@@ -12,9 +12,9 @@ from models.attention import attention, mask
 
 pytestmark = pytest.mark.compiled
 
-FORMS = ("reference", "fused", "blockwise", "splash")
+FORMS = ("reference", "fused", "blockwise", "splash", "triton")
 ANY_TOKENS = ("reference", "fused", "blockwise")
-LENGTH = 128  # a row of splash
+LENGTH = 128  # a row of splash, and two tiles of triton
 # Segments of each row; 0 is padding. Tiles of 48 divide none of it.
 SEGMENTS = (((1, 40), (2, 71), (0, 17)), ((1, 5), (2, 100), (3, 23)))
 
@@ -92,7 +92,7 @@ def test_a_token_mixes_what_came_before_it_in_its_segment(form, wrap):
   assert_close(attend(q, k, v, segments), expected, 2e-6)
 
 
-@pytest.mark.parametrize("form", ["fused", "blockwise", "splash"])
+@pytest.mark.parametrize("form", FORMS[1:])
 def test_gradients_are_those_of_the_reference(form):
   args = tokens(2, LENGTH)
   token_mask = mask.packed_mask(segment_ids())
@@ -324,7 +324,9 @@ def test_devices_that_share_a_row_agree_with_one(form):
   assert out.sharding.shard_shape(out.shape)[1] == LENGTH // 2
   # Keys and values come to the queries; these never leave their device.
   text = program.as_text() or ""
-  assert " all-gather" in text
+  comes = " collective-permute" if form == "blockwise" else " all-gather"
+  assert comes in text
+  assert (" all-gather" in text) == (form != "blockwise")
   assert " all-to-all" not in text
 
 
@@ -361,7 +363,8 @@ def test_a_form_lowers_for_accelerators(form, platform):
 
 
 @pytest.mark.gpu
-def test_cudnn_agrees_with_the_reference():
+@pytest.mark.parametrize("form", ["fused", "triton"])
+def test_a_kernel_of_the_gpu_agrees_with_the_reference(form):
   args = tokens(2, LENGTH, width=64, dtype=jnp.bfloat16)
   token_mask = mask.packed_mask(segment_ids())
   cotangent = draw(*args[0].shape, seed=9, dtype=jnp.bfloat16)
@@ -369,7 +372,7 @@ def test_cudnn_agrees_with_the_reference():
     gradients(
       functools.partial(whole, token_mask=token_mask, form=f), args, cotangent
     )
-    for f in ("fused", "reference")
+    for f in (form, "reference")
   )
   for a, e in zip(actual, expected, strict=True):
     assert_close(a.astype(jnp.float32), e.astype(jnp.float32), 0.02)

@@ -58,7 +58,10 @@ def test_on_a_cpu_tiles_are_for_many_scores(queries, keys, form):
     ("gpu", {"head_dim": 100, "batch": 1}, "reference"),
     ("gpu", {"queries": 4095, "keys": 4095}, "blockwise"),
     # The mask alone: 32 * 4096^2 = 2^29.
-    ("gpu", {"batch": 32}, "blockwise"),
+    ("gpu", {"batch": 32}, "triton"),
+    ("gpu", {"batch": 32, "parents": True}, "blockwise"),
+    # A device's part of a row that two share.
+    ("gpu", {"batch": 64, "queries": 2048, "in_order": False}, "blockwise"),
     ("gpu", {"parents": True}, "fused"),
     ("tpu", {"parents": True}, "blockwise"),
     ("tpu", {"queries": 200, "keys": 200}, "reference"),
@@ -79,6 +82,11 @@ def test_what_a_kernel_cannot_do_goes_by_its_memory(platform, change, form):
     ("splash", {"queries": 1}, "needs whole rows"),
     (
       "splash",
+      {"queries": 200, "keys": 200},
+      "needs rows of 256 tokens, not 200; pad, or use auto",
+    ),
+    (
+      "triton",
       {"queries": 200, "keys": 200},
       "needs rows of 256 tokens, not 200; pad, or use auto",
     ),

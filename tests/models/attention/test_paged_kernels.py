@@ -1,6 +1,5 @@
 """Kernels of jax that attend to pages, by their interpreters."""
 
-import contextlib
 import functools
 
 import jax
@@ -11,6 +10,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from models import kv_cache
 from models.attention import paged, paged_kernels
+from tests.helpers import absent_devices
 
 pytestmark = pytest.mark.compiled
 
@@ -66,23 +66,12 @@ def test_a_kernel_agrees_with_tiles(platform, monkeypatch):
 )
 def test_a_kernel_lowers_without_a_device_and_gathers_no_page(platform, target):
   attend = jax.jit(functools.partial(paged_kernels.attend, platform=platform))
-  with _described(platform):
+  with absent_devices.described(platform):
     traced = attend.trace(*draw())
     name = "cuda" if platform == "gpu" else platform
     text = traced.lower(lowering_platforms=(name,)).as_text()
   assert target in text
   assert "stablehlo.gather" not in text
-
-
-def _described(platform):
-  """Names a GPU to newer versions of jax, which ask which one it would be."""
-  kind = getattr(jax.sharding, "AbstractDevice", None)
-  fields = getattr(kind, "__dataclass_fields__", {})
-  if platform != "gpu" or kind is None or "platform" not in fields:
-    return contextlib.nullcontext()
-  device = kind(device_kind="NVIDIA H100", num_cores=None, platform="gpu")
-  mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
-  return jax.sharding.use_abstract_mesh(mesh)
 
 
 @pytest.mark.parametrize(

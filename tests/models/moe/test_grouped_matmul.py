@@ -1,4 +1,3 @@
-import contextlib
 import re
 
 import jax
@@ -9,6 +8,7 @@ import pytest
 from models import quantize
 from models.moe import grouped_matmul
 from models.moe import layer as moe_layer
+from tests.helpers import absent_devices
 
 pytestmark = pytest.mark.compiled
 
@@ -196,7 +196,7 @@ def test_kernels_compile_for_their_platform_without_a_device(
       experts = jnp.zeros((64, 2), jnp.int32)
       return mix(params, x, jnp.ones((64, 2)), experts, form)[0].sum()
 
-    with _described(platform):
+    with absent_devices.described(platform):
       step = jax.jit(jax.grad(loss, (0, 1)))
       traced = step.trace(params, jnp.zeros((64, width), dtype))
       lowered = traced.lower(lowering_platforms=(platform,)).as_text()
@@ -220,24 +220,13 @@ def test_kernels_read_experts_of_8_bits_as_they_are(platform, kernel):
     experts = jnp.zeros((64, 2), jnp.int32)
     return mix(params, x, jnp.ones((64, 2)), experts, form)[0]
 
-  with _described(platform):
+  with absent_devices.described(platform):
     traced = jax.jit(run).trace(params, jnp.zeros((64, 256), jnp.bfloat16))
     lowered = traced.lower(lowering_platforms=(platform,)).as_text()
   # Outside of the kernels nothing has the shape of all experts but their bytes.
   wide = re.findall(r"tensor<4x(?:256x128|128x256)x(?:bf16|f32)>", lowered)
   assert not wide
   assert "tensor<4x256x128xi8>" in lowered
-
-
-def _described(platform):
-  """Names a GPU to newer versions of jax, which ask which one it would be."""
-  kind = getattr(jax.sharding, "AbstractDevice", None)
-  fields = getattr(kind, "__dataclass_fields__", {})
-  if platform != "cuda" or kind is None or "platform" not in fields:
-    return contextlib.nullcontext()
-  device = kind(device_kind="NVIDIA H100", num_cores=None, platform="gpu")
-  mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
-  return jax.sharding.use_abstract_mesh(mesh)
 
 
 def test_the_form_goes_by_platform_unless_it_is_forced():
