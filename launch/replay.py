@@ -144,7 +144,7 @@ def _log_input(
     f"{skipped.version}: {sampled} sampled tokens, micro-batches of up to "
     f"{height} x {length}: {len(skipped.batches)}"
   )
-  parameters = nonfinite_diagnosis.parameters(skipped)
+  parameters = nonfinite_diagnosis.parameters(programs, skipped)
   nonfinite, (size, leaf) = parameters
   verdict = f"not finite: {_join(nonfinite)}" if nonfinite else "finite"
   log(f"parameters: {verdict}; the largest is {size:.4g}, in {leaf}")

@@ -20,6 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, PyTree
 
+from models import config as model_config
+from models import layer_stack
 from models.attention import mask
 from rl.data import batch as batch_lib
 from rl.data import segment_index
@@ -108,19 +110,26 @@ def outcome(
   for packed in batches:
     total = programs.accumulate(skipped.params, total, packed, skipped.critic)
   assert total is not None  # There is a batch.
-  loss, norm, finite = jax.device_get(_summary(total, skipped.left_out_divisor))
+  loss, norm, finite = jax.device_get(
+    _summary(total, skipped.left_out_divisor, programs.config)
+  )
   return UpdateOutcome(float(loss), float(norm), _paths(finite, which=False))
 
 
 def _summary(
-  total: learner.Accumulator, left_out_divisor: float
+  total: learner.Accumulator,
+  left_out_divisor: float,
+  config: model_config.ModelConfig,
 ) -> tuple[Array, Array, PyTree]:
-  """Returns loss, norm and whether each leaf is finite, as `update` has them.
+  """Returns loss and norm as `update` has them, and whether leaves are finite.
 
-  See `learner.Learner.update`.
+  See `learner.Learner.update`. Layers that are scanned are told apart.
   """
   _, norm, divisor = learner.mean_gradient(total, left_out_divisor)
-  finite = jax.tree.map(lambda g: jnp.isfinite(g).all(), total.grads)
+  policy = layer_stack.unstack(total.grads.policy, config)
+  finite = jax.tree.map(
+    lambda g: jnp.isfinite(g).all(), total.grads._replace(policy=policy)
+  )
   return total.sums.loss / divisor, norm, finite
 
 
@@ -209,9 +218,12 @@ def owner(
   return next((x for x in skipped.owners if x[:3] == place), None)
 
 
-def parameters(skipped: skipped_updates.SkippedUpdate) -> Parameters:
+def parameters(
+  programs: learner.Learner, skipped: skipped_updates.SkippedUpdate
+) -> Parameters:
   """Returns the parameters that are not finite, and the largest."""
-  tree = {"policy": skipped.params, "critic": skipped.critic}
+  policy = layer_stack.unstack(skipped.params, programs.config)
+  tree = {"policy": policy, "critic": skipped.critic}
   finite, sizes = jax.device_get(_sizes(tree))
   paths = _paths(jax.tree.map(lambda _: True, finite), which=True)
   largest = max(zip(map(float, jax.tree.leaves(sizes)), paths, strict=True))

@@ -110,18 +110,36 @@ def test_a_parameter_is_traced_to_who_uses_it(programs, skipped):
   embed = skipped.params["embed"].at[21].set(jnp.nan)
   skipped = skipped._replace(params={**skipped.params, "embed": embed})
   assert _found(programs, skipped) == [BAD._replace(segment=None), BAD]
-  assert nonfinite_diagnosis.parameters(skipped).bad == ("policy/embed",)
+  found = nonfinite_diagnosis.parameters(programs, skipped)
+  assert found.bad == ("policy/embed",)
   leaves = nonfinite_diagnosis.outcome(
     programs, skipped, skipped.batches
   ).leaves
   assert "policy/embed" in leaves
 
 
-def test_the_largest_parameter_is_named(skipped):
+def test_the_largest_parameter_is_named(programs, skipped):
   norm = skipped.params["final_norm"].at[3].set(-70.0)
   skipped = skipped._replace(params={**skipped.params, "final_norm": norm})
-  found = nonfinite_diagnosis.parameters(skipped)
+  found = nonfinite_diagnosis.parameters(programs, skipped)
   assert found == ((), (70.0, "policy/final_norm"))
+
+
+def test_a_layer_is_named_where_layers_are_scanned(untied, one_device):
+  compute = dataclasses.replace(untied.compute, layers="scan")
+  scanned = dataclasses.replace(untied, num_layers=3, compute=compute)
+  programs = learner.Learner(scanned, one_device, GOAL, optimizers.AdamW()())
+  params = programs.init(jax.random.key(0)).params
+  stack = params["layers"][0]
+  norm = stack["mlp_norm"].at[1, 2].set(jnp.nan)
+  params = {**params, "layers": {0: {**stack, "mlp_norm": norm}}}
+  skipped = skipped_updates.SkippedUpdate([_packed(0)], params, None, 5, 0, 0.0)
+  found = nonfinite_diagnosis.parameters(programs, skipped)
+  assert found.bad == ("policy/layers/1/mlp_norm",)
+  leaves = nonfinite_diagnosis.outcome(
+    programs, skipped, skipped.batches
+  ).leaves
+  assert "policy/layers/2/mlp_norm" in leaves
 
 
 def _extremes(name, low, high, bad=0):
