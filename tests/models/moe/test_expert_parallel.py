@@ -148,21 +148,24 @@ def test_the_rounds_have_room_for_any_choice(num_experts, num_chosen):
     assert worst.rows <= usual.rows <= tokens
 
 
-def lowered(sizes, tokens, dtype: Any = "float32"):
+def lowered(sizes, tokens, dtype: Any = "float32", *, backward=False):
   compute = config_lib.Compute(dtype=dtype)
   config = dataclasses.replace(CONFIG, compute=compute)
   layout = layout_of(sizes)
-  apply = jax.jit(
-    lambda params, x: small_models.moe(config).bind(params)(
-      x, jnp.ones(tokens, jnp.int32), layout
-    )[0]
-  )
+
+  def apply(params, x):
+    counts = jnp.ones(tokens, jnp.int32)
+    return small_models.moe(config).bind(params)(x, counts, layout)[0]
+
+  def gradient(params, x):
+    return jax.grad(lambda *args: apply(*args).sum(), (0, 1))(params, x)
+
   x, params = jax.tree.map(
     lambda leaf: leaf.astype(dtype), (noise(5, tokens, WIDTH), weights(config))
   )
   x = jax.device_put(x, layout.sharding("batch"))
   params = jax.device_put(params, layout.tree(small_models.moe(config).axes))
-  return apply.lower(params, x)
+  return jax.jit(gradient if backward else apply).lower(params, x)
 
 
 def test_tokens_are_exchanged_and_never_gathered():
@@ -182,8 +185,12 @@ def test_tokens_are_exchanged_and_never_gathered():
 def test_tokens_travel_in_the_dtype_of_the_model(dtype, name):
   text = lowered((2, 4, 1), 4096, dtype).as_text()
   # There and back, in the usual case and in rounds; 16 is their width.
-  moved = re.findall(r"all_to_all.*-> tensor<\S*x16x(\w+)>", text)
-  assert moved == [name] * 4
+  pattern = r"all_to_all.*-> tensor<\S*x16x(\w+)>"
+  assert re.findall(pattern, text) == [name] * 4
+  text = lowered((2, 4, 1), 4096, dtype, backward=True).as_text()
+  moved = re.findall(pattern, text)
+  assert set(moved) == {name}
+  assert len(moved) > 4
 
 
 @pytest.mark.parametrize("count", [1, 6])
