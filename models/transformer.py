@@ -265,6 +265,7 @@ class Transformer(lora.Adapted):
     )
     x = sharding.constrain(layout, x, "batch", "length", None)
     carry, routed = (x, cache), []
+    steps: dict[bool, Callable] = {}
     for layers, block in zip(config.layer_runs, self.layers, strict=True):
       chosen = None
       if experts is not None and config.is_sparse(layers.start):
@@ -281,7 +282,9 @@ class Transformer(lora.Adapted):
         carry, some = jax.lax.scan(step, carry, (order, params, chosen))
       else:
         one = None if chosen is None else chosen[0]
-        carry, some = step(carry, (layers.start, params, one))
+        # Traced and lowered once for all layers of a kind; XLA inlines it.
+        step = steps.setdefault(config.is_sparse(layers.start), jax.jit(step))
+        carry, some = step(carry, (jnp.int32(layers.start), params, one))
         some = jax.tree.map(lambda leaf: leaf[None], some)
       if some is not None:
         routed.append(some)
