@@ -30,7 +30,7 @@ MODEL = model_config.ModelConfig(
 
 BUILT_IN = engine_settings.EngineSettings(
   slots=64,
-  row_buckets=(1, 8, 32),
+  row_buckets=(1, 8, 32, 64),
   chunk_buckets=(12, 32),
   prefill_tokens=1024,
   steps_per_dispatch=32,

@@ -132,7 +132,7 @@ def main(argv: list[str]) -> None:
   slots = _EPISODES.value
   experiment = flags.load(
     "configs/guess_number_moe.py",
-    {"engine.slots": str(slots), "engine.row_buckets": "32,"},
+    {"engine.slots": str(slots), "engine.row_buckets": f"32,{slots}"},
   )
   jax_setup.prepare(experiment.placement)
   row = asyncio.run(_measure(assemble.build(experiment)))

@@ -32,8 +32,9 @@ def get_config() -> experiment.Experiment:
     ),
     engine=engine_settings.EngineSettings(
       slots=256,
-      row_buckets=(32, 128),
+      row_buckets=(32,),
       chunk_buckets=(3, 24),
+      prefill_tokens=384,
       steps_per_dispatch=2,
       compile_ahead=True,
     ),

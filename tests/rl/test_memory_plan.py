@@ -205,7 +205,7 @@ def test_an_engine_takes_what_training_leaves_on_its_device(one_gpu):
   assert engine.pages == engine.slots * 256 + 1
   # With memory enough there are 256.
   more = fit(one_gpu, placement.Memory(2**40)).engine
-  assert (more.slots, more.row_buckets) == (256, (8, 32, 128))
+  assert (more.slots, more.row_buckets) == (256, (8, 32, 128, 256))
   # What is unset is all that is set, and a second time changes nothing.
   assert fit(fitted) == fitted
 

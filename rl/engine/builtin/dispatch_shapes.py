@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
 
 _CPU_VECTOR = 16
 """XLA's loops over multiples of so many rows have no tails on a CPU."""
@@ -22,7 +21,8 @@ class DispatchShapes:
     slots: requests decoded at once; more wait.
     page_size: positions of a page of the KV cache.
     pages: of the cache; None is enough for every slot at full length.
-    row_buckets: compiled numbers of rows; `slots` is always one of them.
+    row_buckets: compiled numbers of rows; those above `slots` are `slots`. Rows
+      that do not fit the largest go with the next dispatch.
     chunk_buckets: compiled numbers of new ids per row and dispatch.
     prefill_tokens: new ids of one dispatch, about: with chunks of C ids, at
       most `prefill_tokens` / C rows have one.
@@ -32,7 +32,7 @@ class DispatchShapes:
   slots: int = 256
   page_size: int = 16
   pages: int | None = None
-  row_buckets: tuple[int, ...] = (8, 32, 64, 128)
+  row_buckets: tuple[int, ...] = (8, 32, 64, 128, 256)
   chunk_buckets: tuple[int, ...] = (4, 32)
   prefill_tokens: int = 1024
   steps_per_dispatch: int = 8
@@ -40,14 +40,14 @@ class DispatchShapes:
   @property
   def rows(self) -> tuple[int, ...]:
     """The row buckets in use, ascending."""
-    return _up_to(self.row_buckets, self.slots)
+    return tuple(sorted({min(rows, self.slots) for rows in self.row_buckets}))
 
   def lengths(self, longest: int) -> tuple[int, ...]:
     """Returns bounds between which conversations go together, ascending."""
     bounds = [_SHORT]
     while 4 * bounds[-1] < longest:
       bounds.append(4 * bounds[-1])
-    return _up_to(bounds, longest)
+    return (*(bound for bound in bounds if bound < longest), longest)
 
   def width(self, length: int) -> int:
     """Returns the number of pages for so many positions."""
@@ -93,7 +93,3 @@ class DispatchShapes:
     """Returns the share of a dispatch's cost that so many rows make use of."""
     rows = self.bucket(ready, fixed)
     return min(ready, rows) / (fixed + rows)
-
-
-def _up_to(sizes: Sequence[int], largest: int) -> tuple[int, ...]:
-  return (*sorted(size for size in set(sizes) if size < largest), largest)

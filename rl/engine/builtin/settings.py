@@ -122,10 +122,12 @@ class EngineSettings:
     longest = min(longest or config.max_length, config.max_length)
     is_long = longest >= _LONG
     unit = math.lcm(*(room.layout.num_batch for room in rooms))
+    slots = self.slots or _whole(_SLOTS, unit)
+    rows = tuple(_whole(size, unit) for size in (*_ROWS, slots))
     sizes = dispatch_shapes.DispatchShapes(
-      slots=self.slots or _whole(_SLOTS, unit),
+      slots=slots,
       page_size=self.page_size,
-      row_buckets=self.row_buckets or tuple(_whole(n, unit) for n in _ROWS),
+      row_buckets=self.row_buckets or rows,
       chunk_buckets=self.chunk_buckets or _CHUNKS[: 3 if is_long else 2],
       prefill_tokens=self.prefill_tokens or (4096 if is_long else 1024),
       steps_per_dispatch=self.steps_per_dispatch,

@@ -11,7 +11,7 @@ from tests.helpers import json_letters, request_states
 SHAPES = dispatch_shapes.DispatchShapes(
   slots=8,
   page_size=4,
-  row_buckets=(2, 4),
+  row_buckets=(2, 4, 8),
   chunk_buckets=(2, 8),
   prefill_tokens=8,
   steps_per_dispatch=4,

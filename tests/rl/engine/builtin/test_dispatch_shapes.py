@@ -14,10 +14,17 @@ SHAPES = dispatch_shapes.DispatchShapes(
 
 
 def test_rows_and_lengths_are_ascending_and_end_with_the_largest_size():
-  assert SHAPES.rows == (4, 8, 24)
+  assert SHAPES.rows == (4, 8, 24)  # 64 is more than there are slots.
   assert SHAPES.lengths(600) == (128, 512, 600)
   assert SHAPES.lengths(512) == (128, 512)
   assert SHAPES.lengths(64) == (64,)
+
+
+def test_only_the_named_numbers_of_rows_are_compiled():
+  shapes = dispatch_shapes.DispatchShapes(slots=256, row_buckets=(32,))
+  assert shapes.rows == (32,)
+  # However many are ready, the rest goes with the next dispatch.
+  assert shapes.bucket(256, fixed=8) == 32
 
 
 def test_pages_are_enough_for_every_slot_unless_they_are_given():

@@ -28,7 +28,7 @@ SHAPES = dispatch_shapes.DispatchShapes(
   slots=4,
   page_size=4,
   pages=12,
-  row_buckets=(2,),
+  row_buckets=(2, 4),
   chunk_buckets=(2, 6),
   prefill_tokens=8,
 )

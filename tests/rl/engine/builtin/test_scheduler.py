@@ -25,14 +25,14 @@ CONFIG = model_config.tiny(vocab_size=8, max_length=64)
 SHAPES = dispatch_shapes.DispatchShapes(
   slots=16,
   page_size=4,
-  row_buckets=(8,),
+  row_buckets=(8, 16),
   chunk_buckets=(8,),
   steps_per_dispatch=4,
 )
 LENGTHS = dispatch_shapes.DispatchShapes(
   slots=8,
   page_size=4,
-  row_buckets=(2, 4),
+  row_buckets=(2, 4, 8),
   chunk_buckets=(2, 8),
   prefill_tokens=8,
   steps_per_dispatch=4,
