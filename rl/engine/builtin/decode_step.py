@@ -14,6 +14,7 @@ on the device, in the row's slot of `Carry`. With drafts (`drafts.py`) a step
 feeds D more ids of each row and samples up to D + 1 tokens.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -35,23 +36,49 @@ MAX_TOP_LOGPROBS = 20
 SLOT, PAST, NEW, BUDGET, SEED, TOP_K, BIAS, FOLLOW, STEPS = range(9)
 _STOPS = STEPS + 1
 _TABLE = _STOPS + MAX_STOP_IDS
+_FLOATS = 3
 
 
-class DispatchPlan(NamedTuple):
-  """The work of every row of a dispatch: host arrays, one transfer each.
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class DispatchPlan:
+  """The work of every row of a dispatch: one array, hence one transfer.
+
+  The rest are views of it, on the host and in a program alike.
 
   Attributes:
-    integers: per row: slot, cached length, new ids, tokens to sample at most,
-      seed, top k, bias row, whether it follows, steps of the dispatch; then
-      MAX_STOP_IDS stop ids (-1: none), then its pages. For a row that follows,
-      the cached length is only a bound: the device knows it.
-    ids: new ids, up to C for each of the first P rows, one for each other.
-    floats: per row: temperature, top p, min p.
+    packed: the ids, and then of each row its floats and integers.
+    rows, num_ids: R and N.
   """
 
-  integers: Int32[np.ndarray, "R columns"]
-  ids: Int32[np.ndarray, " N"]
-  floats: Float32[np.ndarray, "R 3"]
+  packed: Int32[np.ndarray, " n"]
+  rows: int = dataclasses.field(metadata={"static": True})
+  num_ids: int = dataclasses.field(metadata={"static": True})
+
+  @property
+  def ids(self) -> Int32[np.ndarray, " N"]:
+    """New ids, up to C for each of the first P rows, one for each other."""
+    return self.packed[: self.num_ids]
+
+  @property
+  def floats(self) -> Float32[np.ndarray, "R 3"]:
+    """Temperature, top p and min p of each row."""
+    return self._table[:, :_FLOATS].view(np.float32)
+
+  @property
+  def integers(self) -> Int32[np.ndarray, "R columns"]:
+    """The other columns of each row.
+
+    Slot, cached length, new ids, tokens to sample at most, seed, top k, bias
+    row, whether it follows, steps of the dispatch; then MAX_STOP_IDS stop ids
+    (-1: none), then its pages. For a row that follows, the cached length is
+    only a bound: the device knows it.
+    """
+    return self._table[:, _FLOATS:]
+
+  @property
+  def _table(self) -> Int32[np.ndarray, "R all"]:
+    return self.packed[self.num_ids :].reshape(self.rows, -1)
 
   @property
   def stop_ids(self) -> Int32[np.ndarray, "R stops"]:
@@ -109,15 +136,14 @@ def empty_plan(
     width: W.
     slots: S, the slot of idle rows: it is out of range, so writes vanish.
   """
-  integers = np.zeros((rows, _TABLE + width), np.int32)
-  integers[:, SLOT] = slots
-  integers[:, _STOPS:_TABLE] = -1
   count, size = chunks
-  return DispatchPlan(
-    integers,
-    np.zeros(count * size + rows - count, np.int32),
-    np.tile(np.asarray([[1.0, 1.0, 0.0]], np.float32), (rows, 1)),
-  )
+  num_ids = count * size + rows - count
+  packed = np.zeros(num_ids + rows * (_FLOATS + _TABLE + width), np.int32)
+  plan = DispatchPlan(packed, rows, num_ids)
+  plan.integers[:, SLOT] = slots
+  plan.stop_ids[:] = -1
+  plan.floats[:] = (1.0, 1.0, 0.0)
+  return plan
 
 
 def init_carry(slots: int, history: int = 0) -> Carry:
@@ -218,7 +244,7 @@ def advance(
     num_drafts: D, of each row and step; needs `carry.history`.
   """
   rows = _rows(plan, carry, chunks)
-  tables = jnp.asarray(plan.integers)[:, _TABLE:]
+  tables = jnp.asarray(plan.tables)
   policy = policy_lib.of(config).bind(params)
 
   def feed(cache, ids, positions, chunks):

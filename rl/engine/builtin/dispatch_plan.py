@@ -81,8 +81,8 @@ def build(
     slots=shapes.slots,
   )
   count, size = choice.chunks
-  plan.integers[:, decode_step.STEPS] = choice.steps
-  fed, starts, masks = [], [], []
+  ids, stop_ids, tables = plan.ids, plan.stop_ids, plan.tables
+  columns, floats, fed, starts, masks = [], [], [], [], []
   for i, state in enumerate(choice.rows):
     assert state.page_table is not None
     new = min(state.pending, size if i < count else 1)
@@ -91,23 +91,16 @@ def build(
     # Its last id is being sampled: known on the device, not yet here.
     follow = state.in_flight > 0 and state.planned_known > state.known
     request, masked = state.request, state.is_masked
-    plan.integers[i, : decode_step.FOLLOW + 1] = (
-      state.slot,
-      state.planned_cached,
-      new,
-      budget,
-      request.seed,
-      request.top_k,
-      # Its row may hold the mask of an earlier token.
-      state.bias_row if masked or state.matcher is None else 0,
-      follow,
-    )
-    plan.stop_ids[i, : len(request.stop_ids)] = request.stop_ids
-    pages = state.page_table.pages
-    plan.tables[i, : len(pages)] = pages
-    plan.floats[i] = (request.temperature, request.top_p, request.min_p)
+    # A bias row may hold the mask of an earlier token.
+    bias_row = state.bias_row if masked or state.matcher is None else 0
     first = state.planned_cached
-    plan.ids[start : start + new] = state.ids[first : first + new]
+    counts = state.slot, first, new, budget
+    columns.append((*counts, request.seed, request.top_k, bias_row, follow))
+    floats.append((request.temperature, request.top_p, request.min_p))
+    stop_ids[i, : len(request.stop_ids)] = request.stop_ids
+    pages = state.page_table.pages
+    tables[i, : len(pages)] = pages
+    ids[start : start + new] = state.ids[first : first + new]
     state.planned_cached += new + max(budget - 1, 0)
     state.planned_known += budget
     state.in_flight += 1
@@ -115,6 +108,10 @@ def build(
       masks.append((state.bias_row, state.matcher))
     fed.append(new)
     starts.append(start)
+  # At once: numpy takes longer to find a place than to fill it.
+  plan.integers[: len(columns), : decode_step.STEPS] = columns
+  plan.integers[:, decode_step.STEPS] = choice.steps
+  plan.floats[: len(floats)] = floats
   num_continuing = sum(state.remaining > 0 for state in choice.rows)
   return Dispatch(
     choice.rows,

@@ -170,9 +170,7 @@ class ModelRunner:
       self._biases,
       placed,
       top_logprobs=top_logprobs,
-      num_drafts=self._num_drafts
-      if len(plan.floats) <= self._draft_rows
-      else 0,
+      num_drafts=self._num_drafts if plan.rows <= self._draft_rows else 0,
     )
     return jax.device_get(sampled)
 
