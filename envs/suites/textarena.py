@@ -10,6 +10,7 @@ import dataclasses
 import difflib
 import functools
 import itertools
+import operator
 import random
 import re
 import threading
@@ -31,6 +32,7 @@ _DRAWS = tuple(
   for name, value in vars(random).items()
   if isinstance(getattr(value, "__self__", None), random.Random)
 )
+_methods = operator.attrgetter(*_DRAWS)
 
 
 class Game:
@@ -85,11 +87,9 @@ class Game:
     # The module's functions are methods of its generator. To get and to set the
     # state of that would take longer than most moves.
     with _global_random:
-      before = {name: getattr(random, name) for name in _DRAWS}
+      before = zip(_DRAWS, _methods(random), strict=True)
       try:
-        random.__dict__.update(
-          {name: getattr(self._random, name) for name in _DRAWS}
-        )
+        random.__dict__.update(zip(_DRAWS, _methods(self._random), strict=True))
         yield
       finally:
         random.__dict__.update(before)

@@ -300,11 +300,12 @@ def _wrong_types(request: DecodeRequest, _: Capabilities) -> Iterator[str]:
   whole = (request.max_tokens, request.top_k, request.seed)
   whole = (*whole, request.top_logprobs)
   for value in (*whole, *request.stop_ids, *request.priority):
-    if not isinstance(value, int | np.integer):
+    if type(value) is not int and not isinstance(value, int | np.integer):
       fields = "max_tokens, top_k, seed, top_logprobs, stop_ids and priority"
       yield f"{fields} must be integers, not {value!r}"
+  numbers = int | float | np.integer | np.floating
   for value in (request.temperature, request.top_p, request.min_p):
-    if not isinstance(value, int | float | np.integer | np.floating):
+    if type(value) is not float and not isinstance(value, numbers):
       yield f"temperature, top_p and min_p must be numbers, not {value!r}"
 
 

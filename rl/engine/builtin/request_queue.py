@@ -255,6 +255,7 @@ class RequestQueue:
       started_only: leaves requests waiting that have not run yet.
     """
     later, bias_rows_left = [], True
+    encoding = self._pages_being_encoded() if self._waiting else set()
     while self._waiting and self._free_slots:
       order, state = self._waiting[0]
       if state.future.done():
@@ -262,7 +263,10 @@ class RequestQueue:
         continue
       needs_row = state.request.bias is not None or state.matcher is not None
       stays = started_only and not state.has_started
-      stays = stays or self._shares_prefix_being_encoded(state)
+      stays = stays or any(
+        size < state.known and state.ids[:size].tobytes() == ids
+        for size, ids in encoding
+      )
       if stays or (needs_row and not bias_rows_left):
         later.append((order, state))
       elif (bias_row := self._bias_row(state)) is None:
@@ -270,6 +274,8 @@ class RequestQueue:
         bias_rows_left = False
       elif not self._start(state, bias_row):
         break
+      else:
+        encoding |= self._page_being_encoded(state)
       heapq.heappop(self._waiting)
     for entry in later:
       heapq.heappush(self._waiting, entry)
@@ -305,22 +311,23 @@ class RequestQueue:
     self.running.append(state)
     return True
 
-  def _shares_prefix_being_encoded(
+  def _pages_being_encoded(self) -> set[tuple[int, bytes]]:
+    """Returns the pages of context that running requests will share next."""
+    return set().union(*map(self._page_being_encoded, self.running))
+
+  def _page_being_encoded(
     self, state: request_lib.RequestState
-  ) -> bool:
-    """True if the next page of a running request is one of this request too."""
+  ) -> set[tuple[int, bytes]]:
+    """Returns (length, ids) of all up to the end of a request's next page.
+
+    None if it has shared its context, or has no whole page of it left.
+    """
+    assert state.page_table is not None
     page = self._shapes.page_size
-    for other in self.running:
-      assert other.page_table is not None
-      if other.prefix_shared:
-        continue
-      start = other.page_table.cached // page * page
-      stop = start + page
-      if min(state.known - 1, other.known) < stop:
-        continue
-      if np.array_equal(state.ids[:stop], other.ids[:stop]):
-        return True
-    return False
+    size = state.page_table.cached // page * page + page
+    if state.prefix_shared or state.known < size:
+      return set()
+    return {(size, state.ids[:size].tobytes())}
 
   def ensure_pages(
     self,
