@@ -46,8 +46,8 @@ class BlockManager:
   others may profit and `end` once; `restart` or `flush` when weights change.
 
   Args:
-    min_copied_ids: a page is copied for its first ids if at least so many of
-      them would have to be encoded otherwise.
+    min_copied_ids: a page is copied for its first ids if it has at least so
+      many of them.
 
   Attributes:
     num_pages: of the cache.
@@ -82,10 +82,10 @@ class BlockManager:
     """Returns a page table with the longest cached prefix, and a page to copy.
 
     At most N - 1 ids count as cached, so that one is always fed. Whole pages
-    are shared. The page in which the prefix ends will be written. One that no
-    other request writes, and that holds nothing else, is taken over; another is
-    copied if that saves `min_copied_ids`. Without a free page to copy to, the
-    prefix ends a page earlier.
+    are shared. The page in which the prefix ends will be written. It is taken
+    over if no other request writes it and the prefix is all that it holds, and
+    copied otherwise; without a free page to copy to, the prefix ends a page
+    earlier.
 
     Returns:
       The page table and (source, target) or None. The engine copies the page
@@ -110,11 +110,10 @@ class BlockManager:
     if nearest is None:
       return None
     source, common = nearest
-    own = self._prefixes.longest_idle(node, rest)
-    held = len(own.ids) // prefix_cache.ID_BYTES if own else 0
-    if own and common - held < self._min_copied_ids:
-      self._prefixes.descend(own)
-      source, common, page, table.node = own, held, own.page, own
+    if not source.users and common * prefix_cache.ID_BYTES == len(source.ids):
+      self._prefixes.descend(source)
+      table.node = source
+      page = source.page
     elif common < self._min_copied_ids:
       return None
     else:
@@ -184,7 +183,7 @@ class BlockManager:
     for start in range(0, len(data), size):
       page_ids = data[start : start + size]
       page = table.pages[node.depth]
-      child = node.children.get(page_ids)
+      child = prefixes.find(node, page_ids)
       if child is None:
         node = prefixes.add(node, page_ids, page, version)
       elif len(page_ids) == size:
