@@ -61,6 +61,7 @@ class SilentSettings(engine_settings.EngineSettings):
       self.sizes(config, [sizing.Room(layout)]),
       layout,
       thread,
+      self.capabilities(config),
       min_copied_ids=self.min_copied_ids,
       batching_delay_s=self.batching_delay_s,
       bias_slots=self.bias_slots,
