@@ -5,7 +5,6 @@ that both trains and decodes has to hold the sum.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -317,9 +316,7 @@ def _bucket_bytes(experiment: experiment_lib.Experiment) -> int:
     return 0  # They are copied as they are.
   model, plan = experiment.model, experiment.placement.learner.plan
   shapes = policy_lib.of(model).shapes
-  cast = jax.eval_shape(
-    functools.partial(weight_transfer.cast, dtype=publishing.dtype), shapes
-  )
+  cast = weight_transfer.pool_shapes(model, publishing.dtype)
   placed = memory_report.placed(
     cast, weight_transfer.pool_shardings(model, plan, publishing.dtype)
   )
@@ -339,10 +336,7 @@ def _weight_bytes(
 ) -> dict[str, int]:
   """Returns bytes of the weights on each device of a pool."""
   dtype = experiment.publishing.dtype
-  shapes = jax.eval_shape(
-    functools.partial(weight_transfer.cast, dtype=dtype),
-    policy_lib.of(experiment.model).shapes,
-  )
+  shapes = weight_transfer.pool_shapes(experiment.model, dtype)
   places = weight_transfer.pool_shardings(experiment.model, spec.plan, dtype)
   held = memory_report.placed(shapes, places)
   arriving, _ = lora.split(held)

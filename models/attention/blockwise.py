@@ -171,7 +171,7 @@ def _backward(
   block: int, saved: Any, d_out: Float[Array, "B L H d"]
 ) -> tuple[Float[Array, "B L H d"], None, tuple[mask_lib.KeyValues, ...]]:
   query, token_mask, sources, out, norms = saved
-  d_query, d_sources = add_gradients(
+  gradients = add_gradients(
     zero_gradients(query, sources),
     query,
     token_mask,
@@ -179,6 +179,19 @@ def _backward(
     (d_out, out, norms),
     block,
   )
+  return in_dtypes_of(query, sources, gradients)
+
+
+_attend.defvjp(_forward, _backward)
+
+
+def in_dtypes_of(
+  query: Float[Array, "B L H d"],
+  sources: tuple[mask_lib.KeyValues, ...],
+  gradients: tuple[Float32[Array, "B L H d"], Any],
+) -> tuple[Float[Array, "B L H d"], None, tuple[mask_lib.KeyValues, ...]]:
+  """Returns what `add_gradients` summed up, as a backward pass returns it."""
+  d_query, d_sources = gradients
   # TokenMask have no gradient.
   d_sources = tuple(
     source._replace(
@@ -187,9 +200,6 @@ def _backward(
     for source, (dk, dv) in zip(sources, d_sources, strict=True)
   )
   return d_query.astype(query.dtype), None, d_sources
-
-
-_attend.defvjp(_forward, _backward)
 
 
 def zero_gradients(

@@ -102,14 +102,8 @@ def _backward(
     return (d_query, _pass_on(d_held, ring)), coming
 
   start = blockwise.zero_gradients(query, sources), sources
-  (d_query, d_sources), _ = jax.lax.fori_loop(0, ring.size, step, start)
-  d_sources = tuple(
-    source._replace(
-      k=dk.astype(source.k.dtype), v=dv.astype(source.v.dtype), token_mask=None
-    )
-    for source, (dk, dv) in zip(sources, d_sources, strict=True)
-  )
-  return d_query.astype(query.dtype), None, d_sources
+  gradients, _ = jax.lax.fori_loop(0, ring.size, step, start)
+  return blockwise.in_dtypes_of(query, sources, gradients)
 
 
 _attend.defvjp(_forward, _backward)
