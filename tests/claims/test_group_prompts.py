@@ -15,7 +15,12 @@ from rl.runtime import mesh_thread, trace
 from tests.helpers import engines_under_test, tiny_engine
 
 GROUPS, MEMBERS = 4, 3
-SETTINGS = dataclasses.replace(tiny_engine.SETTINGS, compile_ahead=False)
+SETTINGS = dataclasses.replace(
+  tiny_engine.SETTINGS,
+  row_buckets=(4,),
+  chunk_buckets=(6,),
+  compile_ahead=False,
+)
 
 
 async def play(engines):

@@ -1,4 +1,4 @@
-"""One model on every mesh of eight devices, and layouts that cannot be."""
+"""One model on meshes of eight devices, and layouts that cannot be."""
 
 import functools
 import re
@@ -18,12 +18,8 @@ pytestmark = pytest.mark.compiled
 needs_devices = pytest.mark.skipif(
   jax.device_count() < 8, reason="needs 8 devices"
 )
-SHAPES = [
-  (data, expert, 8 // data // expert)
-  for data in (1, 2, 4, 8)
-  for expert in (1, 2, 4, 8)
-  if 8 % (data * expert) == 0
-]
+# Each axis alone, and all of them.
+SHAPES = [(1, 1, 8), (1, 8, 1), (8, 1, 1), (2, 2, 2)]
 # No parameter has a dimension of 5, so that tells activations.
 ROWS, LENGTH = 16, 5
 

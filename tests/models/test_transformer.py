@@ -529,6 +529,26 @@ def gradient(config, remat):
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
+def test_layers_of_a_kind_are_lowered_once(kind):
+  def products(num_layers):
+    config = dataclasses.replace(CONFIGS[kind], num_layers=num_layers)
+    policy = policy_lib.of(config)
+    cache = jax.eval_shape(lambda: policy.module.init_cache(4, 8))
+    ids = jax.ShapeDtypeStruct((2,), jnp.int32)
+    tables = jax.ShapeDtypeStruct((2, 2), jnp.int32)
+
+    def feed(params, cache, tables, tokens, positions):
+      model = policy.bind(params)
+      return model.feed(cache, tables, tokens, positions, (0, 1))
+
+    text = jax.jit(feed).lower(policy.shapes, cache, tables, ids, ids).as_text()
+    return text.count("stablehlo.dot_general")
+
+  # The matrix products of one layer, whether two call it or six.
+  assert 0 < products(2) == products(6)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
 @pytest.mark.parametrize("remat", ["dots", "layer", "host"])
 def test_gradients_are_equal(kind, remat):
   config = CONFIGS[kind]

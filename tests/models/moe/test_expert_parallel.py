@@ -15,11 +15,8 @@ from tests.helpers import small_models
 
 pytestmark = pytest.mark.compiled
 
-MESHES = [
-  (data, expert, 8 // data // expert)
-  for data, expert in itertools.product((1, 2, 4, 8), repeat=2)
-  if data * expert <= 8
-]
+# No experts apart, one on each of 8 devices, and both beside other axes.
+MESHES = [(1, 1, 8), (1, 8, 1), (2, 2, 2), (4, 2, 1)]
 TOKENS, WIDTH = 512, 16
 
 CONFIG = config_lib.tiny_moe(
@@ -107,7 +104,7 @@ def wanted():
 
 
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
-def test_every_mesh_computes_what_one_device_does(sizes, wanted):
+def test_a_mesh_computes_what_one_device_does(sizes, wanted):
   layout = layout_of(sizes)
   params = jax.device_put(
     weights(CONFIG), layout.tree(small_models.moe(CONFIG).axes)
@@ -218,9 +215,8 @@ def test_bfloat16_agrees_up_to_its_rounding():
   )
 
 
-@pytest.mark.parametrize("sizes", [(2, 2, 2), (1, 4, 2)], ids=str)
-def test_adapters_are_split_as_their_experts_are(sizes):
-  layout = layout_of(sizes)
+def test_adapters_are_split_as_their_experts_are():
+  layout = layout_of((2, 2, 2))
   adapters = {
     "gate": {"a": noise(10, 8, WIDTH, 3), "b": noise(11, 8, 3, 8)},
     "down": {"a": noise(12, 8, 8, 3), "b": noise(13, 8, 3, WIDTH)},
