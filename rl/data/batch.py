@@ -14,13 +14,15 @@ Index t scores token t.
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float32, Int, Int32
 
 from models.attention import mask
 from rl.data import packing, trajectory
+
+_PREFIX = "prefix/"
 
 
 class Prefix(NamedTuple):
@@ -122,6 +124,30 @@ def empty(
     if experts is None
     else np.full(shape + experts.shape, -1, experts.dtype),
   )
+
+
+def columns(batch: Batch) -> dict[str, np.ndarray]:
+  """Returns the columns of a batch by name, such as "prefix/copies"."""
+  named = batch._asdict()
+  prefix = named.pop("prefix")
+  if prefix is not None:
+    named |= {f"{_PREFIX}{name}": x for name, x in prefix._asdict().items()}
+  return {
+    name: np.asarray(column)
+    for name, column in named.items()
+    if column is not None
+  }
+
+
+def of_columns(named: Mapping[str, Any]) -> Batch:
+  """Returns the batch of these columns; inverse of `columns`."""
+  parts = {
+    name.removeprefix(_PREFIX): column
+    for name, column in named.items()
+    if name.startswith(_PREFIX)
+  }
+  own = {x: named[x] for x in named if not x.startswith(_PREFIX)}
+  return Batch(**own, prefix=Prefix(**parts) if parts else None)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)

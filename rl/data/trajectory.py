@@ -236,12 +236,12 @@ class Trajectory:
   @property
   def num_sampled(self) -> int:
     """Number of tokens that the policy sampled."""
-    return sum(len(turn.tokens) for turn in self.turns)
+    return sum([len(turn.tokens) for turn in self.turns])
 
   @property
   def num_ids(self) -> int:
     """Number of all ids, context included."""
-    return sum(turn.num_ids for turn in self.turns)
+    return sum([len(turn.context) + len(turn.tokens) for turn in self.turns])
 
   @property
   def versions(self) -> list[tuple[int, int]]:

@@ -24,8 +24,6 @@ from rl.data import trajectory
 from rl.runtime import mesh_thread
 from rl.train import learner, train_state
 
-ReferenceProgram = Callable[[train_state.TrainState, batch_lib.Batch], Array]
-"""(state, batch) -> log-probabilities [B, L], on the learner's mesh."""
 Tokens = Sequence[Float32[np.ndarray, " _"]]
 """An array for each trajectory, with an entry for each of its T tokens."""
 
@@ -69,7 +67,7 @@ class Scorer:
   programs: learner.Learner
   thread: mesh_thread.MeshThread
   pack: Callable[[Sequence[trajectory.Trajectory]], batch_lib.Packed]
-  reference: ReferenceProgram | None
+  reference: learner.ScoreProgram | None
 
   async def score(
     self,
@@ -183,13 +181,15 @@ def reference_program(
   programs: learner.Learner,
   layout: sharding.Layout,
   temperature: float,
-) -> ReferenceProgram | None:
+) -> learner.ScoreProgram | None:
   """Returns the program that scores batches under the reference.
 
   Args:
     programs: of the policy.
     temperature: that of sampling, for a teacher as for its student.
   """
+  if reference is not None and programs.score_reference is not None:
+    return programs.score_reference
   match reference:
     case None:
       return None

@@ -211,7 +211,7 @@ class MeshTrainer:
     *,
     estimator: advantages.Estimator,
     objective: objective_lib.Objective,
-    reference: scoring.ReferenceProgram | None = None,
+    reference: learner.ScoreProgram | None = None,
     kept: skipped_updates.Quarantine | None = None,
   ):
     self._settings = settings
@@ -399,10 +399,11 @@ class MeshTrainer:
     self._skipped += 1
     where = "nobody kept its batches"
     if self._quarantine is not None:
+      met = self.state._replace(opt_state=None, master=None, reference=None)
       directory = await self._thread.run(
         "quarantine",
         self._quarantine.keep,
-        self.state,
+        await self._thread.run("fetch", self._programs.fetch, met),
         this.batches,
         self._version,
         number,
