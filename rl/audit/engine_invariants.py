@@ -331,18 +331,18 @@ def _impossible(
   runs: event_log.Runs, turns: Sequence[tuple[int, int, int]]
 ) -> str:
   """Returns why turns cannot hold tokens of such versions; "" if they can."""
-  if sum(count for _, count in runs) != sum(count for count, _, _ in turns):
+  if sum([count for _, count in runs]) != sum([turn[0] for turn in turns]):
     return ""  # Which is another violation.
   for edge in sorted({v + i for v, _ in runs for i in (0, 1)}):
-    older = sum(count for version, count in runs if version < edge)
-    room = sum(count for count, low, _ in turns if low < edge)
+    older = sum([count for version, count in runs if version < edge])
+    room = sum([count for count, low, _ in turns if low < edge])
     if older > room:
       return (
         f"{older} tokens are older than version {edge}, but at most {room} "
         "were asked for before the switch to it"
       )
-    newer = sum(count for version, count in runs if version >= edge)
-    room = sum(count for count, _, high in turns if high >= edge)
+    newer = sum([count for version, count in runs if version >= edge])
+    room = sum([count for count, _, high in turns if high >= edge])
     if newer > room:
       return (
         f"{newer} tokens are of version {edge} or newer, but at most {room} "

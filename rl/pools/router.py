@@ -18,7 +18,7 @@ unanswered when it stopped go to another, or wait for one that will come back:
 import asyncio
 import contextlib
 import functools
-from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,8 @@ from rl.engine import contract
 from rl.pools import affinity, placement, pool_stats, routing_table
 
 _ALIKE = affinity.Routing()
+# An engine that was lost meanwhile is no error where nothing is asked of it.
+_UNLESS_LOST = contextlib.suppress(contract.EngineClosed)
 
 
 class Router:
@@ -154,10 +156,14 @@ class Router:
     with self._aborts.asking(request.request_id):
       while await self._placed(request):
         try:
-          with self._sent(request) as number:
-            answer = await self._engines[number].generate(request)
+          number = self._send(request)
+          try:
+            with self._watched(number):
+              answer = await self._engines[number].generate(request)
             self._measure(request, number, answer)
             return answer
+          finally:
+            self._table.answered(request.request_id)
         except contract.EngineClosed:
           self.check_open()
     return unsent(asked_s)
@@ -176,15 +182,19 @@ class Router:
     with self._aborts.asking(request.request_id):
       while await self._placed(request):
         try:
-          with self._sent(request) as number:
+          number = self._send(request)
+          try:
             deltas: Any = self._engines[number].stream(request)
-            async with contextlib.aclosing(deltas):
-              async for delta in deltas:
-                begun = True
-                if delta.completion is not None:
-                  self._measure(request, number, delta.completion)
-                yield delta
+            with self._watched(number):
+              async with contextlib.aclosing(deltas):
+                async for delta in deltas:
+                  begun = True
+                  if delta.completion is not None:
+                    self._measure(request, number, delta.completion)
+                  yield delta
             return
+          finally:
+            self._table.answered(request.request_id)
         except contract.EngineClosed:
           if begun:
             raise
@@ -205,7 +215,7 @@ class Router:
   async def _placed(self, request: contract.DecodeRequest) -> bool:
     """Waits until a session has an engine; False: the request was aborted."""
     while not self._aborts.aborted(request.request_id):
-      if not self._table.serving:
+      if self._table.all_lost:
         await self._changed()
         continue
       if not self._table.orphaned(request.session):
@@ -219,18 +229,13 @@ class Router:
         await self._opened.wait()
     return False
 
-  @contextlib.contextmanager
-  def _sent(self, request: contract.DecodeRequest) -> Generator[int]:
-    """Yields the engine to ask; its request counts as load in the body."""
+  def _send(self, request: contract.DecodeRequest) -> int:
+    """Returns the engine to ask; until answered, the request is its load."""
     assignment = self._table.send(request.request_id, request.session)
     if assignment is None:
       raise contract.EngineClosed(self._reason)
     self._log_fallback(request.session, assignment)
-    try:
-      with self._watched(assignment.engine):
-        yield assignment.engine
-    finally:
-      self._table.answered(request.request_id)
+    return assignment.engine
 
   def abort(self, request_id: str | None) -> None:
     """Ends a request with what it has; None ends all of them.
@@ -290,7 +295,7 @@ class Router:
       if in_flight == "drain" and not self.lost(number):
         await stack.enter_async_context(self._drained(number))
       if self._is_still(number, engine):
-        with self._watched(number, quiet=True):
+        with _UNLESS_LOST, self._watched(number):
           await engine.update_weights(version, params, in_flight, told)
     self.check_open()
 
@@ -301,7 +306,7 @@ class Router:
     """
     engine = self._engines[number]
     if isinstance(engine, contract.StagingEngine) and not self.lost(number):
-      with self._watched(number, quiet=True):
+      with _UNLESS_LOST, self._watched(number):
         await engine.stage(params)
 
   @contextlib.asynccontextmanager
@@ -340,7 +345,7 @@ class Router:
 
     async def flush(number: int) -> None:
       # A stopped engine has forgotten everything.
-      with self._watched(number, quiet=True):
+      with _UNLESS_LOST, self._watched(number):
         await self._engines[number].flush_cache()
 
     await asyncio.gather(*map(flush, self._table.serving))
@@ -348,21 +353,15 @@ class Router:
 
   # Engines that stop and come back.
 
-  @contextlib.contextmanager
-  def _watched(self, number: int, quiet: bool = False) -> Generator[None]:
-    """Marks the engine lost if the body finds it stopped.
-
-    Args:
-      quiet: swallow EngineClosed.
-    """
+  def _watched(self, number: int) -> "_Watched":
+    """Returns a `with` that marks the engine lost if it finds it stopped."""
     engine = self._engines[number]
-    try:
-      yield
-    except contract.EngineClosed as error:
+
+    def lose(reason: str) -> None:
       if engine is self._engines[number]:  # Not its replacement.
-        self._lose(number, str(error))
-      if not quiet:
-        raise
+        self._lose(number, reason)
+
+    return _Watched(lose)
 
   def _lose(self, number: int, reason: str) -> None:
     if self.lost(number):
@@ -466,6 +465,43 @@ class Router:
       self._log.emit(kind, **fields)
 
 
+class _Watched:
+  """Calls `lose` when its body raises EngineClosed.
+
+  Entered in every turn, so not a generator.
+  """
+
+  __slots__ = ("_lose",)
+
+  def __init__(self, lose: Callable[[str], None]):
+    self._lose = lose
+
+  def __enter__(self) -> None:
+    pass
+
+  def __exit__(self, kind: Any, error: BaseException | None, at: Any) -> None:
+    if isinstance(error, contract.EngineClosed):
+      self._lose(str(error))
+
+
+class _Asking:
+  """Has an entry of `aborted` in its body; not a generator, as `_Watched`."""
+
+  __slots__ = ("_aborted", "_name")
+
+  def __init__(self, aborted: dict[str, bool], name: str):
+    self._aborted = aborted
+    self._name = name
+
+  def __enter__(self) -> None:
+    if self._name in self._aborted:
+      raise ValueError(f"request {self._name} is already in flight")
+    self._aborted[self._name] = False
+
+  def __exit__(self, *error: object) -> None:
+    del self._aborted[self._name]
+
+
 class Aborts:
   """Remembers aborted requests, also while they move between engines.
 
@@ -476,20 +512,13 @@ class Aborts:
   def __init__(self):
     self._aborted: dict[str, bool] = {}
 
-  @contextlib.contextmanager
-  def asking(self, request_id: str) -> Generator[None]:
+  def asking(self, request_id: str) -> _Asking:
     """Knows a request as in flight in the body of a `with`.
 
     Raises:
-      ValueError: a request of this name is in flight.
+      ValueError: a request of this name is in flight; raised by the `with`.
     """
-    if request_id in self._aborted:
-      raise ValueError(f"request {request_id} is already in flight")
-    self._aborted[request_id] = False
-    try:
-      yield
-    finally:
-      del self._aborted[request_id]
+    return _Asking(self._aborted, request_id)
 
   def abort(self, request_id: str | None) -> None:
     """Marks a request as aborted; None marks all in flight.

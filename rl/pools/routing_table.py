@@ -130,6 +130,11 @@ class RoutingTable:
     """Engines that have not been lost, in order."""
     return self.of("open", "draining", "updating")
 
+  @property
+  def all_lost(self) -> bool:
+    """True while no engine serves."""
+    return self._states.count("lost") == len(self._states)
+
   def describe(self) -> dict[str, float]:
     """Returns the decisions, by the names of metrics.
 

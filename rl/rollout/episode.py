@@ -169,8 +169,8 @@ class _Guarded:
     if admit is not None:
       await self._ask(admit, "admit", _ignored, math.inf)
 
-  async def start(self) -> list[base.Message]:
-    return await self._ask(
+  def start(self) -> Awaitable[list[base.Message]]:
+    return self._ask(
       lambda: self.environment.start(),
       "start",
       lambda messages: isolation.checked_messages(messages, "start"),
@@ -183,14 +183,14 @@ class _Guarded:
       "reading its tools",
     )
 
-  async def step(self, answer: base.Message) -> base.Step:
-    return await self._ask(
+  def step(self, answer: base.Message) -> Awaitable[base.Step]:
+    return self._ask(
       lambda: self.environment.step(answer), "step", isolation.checked_step
     )
 
-  async def run(self, endpoint: base.Endpoint) -> base.AgentResult:
+  def run(self, endpoint: base.Endpoint) -> Awaitable[base.AgentResult]:
     """Runs an agent; the caller has its deadline."""
-    return await self._ask(
+    return self._ask(
       lambda: self.environment.run(endpoint),
       "run",
       isolation.checked_result,
@@ -217,14 +217,15 @@ class _Guarded:
     if self.calls:
       await asyncio.wait(self.calls)
 
-  async def _ask(
+  # Not a coroutine around another: each is one more frame in every turn.
+  def _ask(
     self,
     call: Callable[[], Awaitable[Any]],
     what: str,
     check: Callable[[Any], _T],
     deadline_s: float | None = None,
-  ) -> _T:
-    return await isolation.guarded(
+  ) -> Awaitable[_T]:
+    return isolation.guarded(
       call,
       self.step_s if deadline_s is None else deadline_s,
       what,

@@ -261,45 +261,47 @@ class MemberRequests:
   async def _sample(
     self, request: contract.DecodeRequest
   ) -> contract.Completion:
-    asked_s = asyncio.get_running_loop().time()
-    with self._asking(request):
-      self._sampling = request.request_id
-      try:
+    asked_s, self._sampling = self._ask(request), request.request_id
+    try:
+      with self._tracked(request):
         completion = await self._router.generate(request)
-      finally:
-        self._sampling = ""
-        self._hold.changed.set()
+    finally:
+      self._sampling = ""
+      self._running.discard(request.request_id)
+      self._hold.changed.set()
     return self._answered(completion, asked_s)
 
   async def stream(
     self, request: contract.DecodeRequest
   ) -> AsyncGenerator[contract.Delta]:
     """Yields an answer as it is sampled; see `contract.SessionRouter`."""
-    asked_s = asyncio.get_running_loop().time()
-    with self._asking(request):
+    asked_s = self._ask(request)
+    try:
       deltas = self._router.stream(request)
-      async with contextlib.aclosing(deltas):
-        async for delta in deltas:
-          if delta.completion is not None:
-            done = self._answered(delta.completion, asked_s)
-            delta = dataclasses.replace(delta, completion=done)
-          yield delta
+      with self._tracked(request):
+        async with contextlib.aclosing(deltas):
+          async for delta in deltas:
+            if delta.completion is not None:
+              done = self._answered(delta.completion, asked_s)
+              delta = dataclasses.replace(delta, completion=done)
+            yield delta
+    finally:
+      self._running.discard(request.request_id)
 
-  @contextlib.contextmanager
-  def _asking(self, request: contract.DecodeRequest) -> Iterator[None]:
+  def _ask(self, request: contract.DecodeRequest) -> float:
+    """Lists a request as running, and returns the time."""
     if self._aborted:  # The environment caught its cancellation.
       raise asyncio.CancelledError
     self._running.add(request.request_id)
-    try:
-      with watchdog_lib.track(
-        self._watchdog,
-        owner=f"episode {request.session}",
-        what="an answer of the engine",
-        deadline_s=self._progress_timeout_s,
-      ):
-        yield
-    finally:
-      self._running.discard(request.request_id)
+    return asyncio.get_running_loop().time()
+
+  def _tracked(self, request: contract.DecodeRequest) -> watchdog_lib.Listed:
+    return watchdog_lib.track(
+      self._watchdog,
+      owner=f"episode {request.session}",
+      what="an answer of the engine",
+      deadline_s=self._progress_timeout_s,
+    )
 
   def _answered(
     self, completion: contract.Completion, asked_s: float

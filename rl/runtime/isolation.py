@@ -87,7 +87,7 @@ async def guarded(
   value, error = outcome
   if error is not None:
     raise Fault(f"{what} raised {reason(error)}") from error
-  return contained(lambda: check(value), f"{what} returned what")
+  return contained(check, f"{what} returned what", value)
 
 
 async def _run(
@@ -137,10 +137,10 @@ def detach_task(task: asyncio.Task[Any]) -> None:
   task.add_done_callback(lambda _: ctypes.pythonapi.Py_DecRef(held))
 
 
-def contained(call: Callable[[], _T], what: str) -> _T:
+def contained(call: Callable[..., _T], what: str, *args: Any) -> _T:
   """Returns the result of user code; whatever it raises becomes a Fault."""
   try:
-    return call()
+    return call(*args)
   except (KeyboardInterrupt, Fault):
     raise
   except BaseException as error:
@@ -149,9 +149,9 @@ def contained(call: Callable[[], _T], what: str) -> _T:
 
 def checked_messages(messages: object, what: str) -> list[base.Message]:
   """Returns valid messages, or raises Fault."""
-  if not isinstance(messages, Sequence):
+  if not isinstance(messages, (list, Sequence)):  # The common case first.
     raise Fault(f"{what} returned {_kind(messages)}, not a list of messages")
-  said = contained(lambda: list(messages), f"{what} returned messages, which")
+  said = contained(list, f"{what} returned messages, which", messages)
   for message in said:
     if not isinstance(message, base.Message):
       raise Fault(f"{what} returned {_kind(message)} in place of a Message")

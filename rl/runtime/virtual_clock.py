@@ -26,6 +26,39 @@ class Deadlock(RuntimeError):
   """Tasks wait for each other, and no timer will ever wake them."""
 
 
+class _Timer(asyncio.TimerHandle):
+  """A timer of `EventLoop`: asyncio's own, without its calls of `super`."""
+
+  __slots__ = ()
+
+  def __init__(
+    self,
+    when: float,
+    callback: Callable[..., object],
+    args: Sequence[Any],
+    loop: "EventLoop",
+    context: contextvars.Context | None,
+  ):
+    self._when = when
+    self._callback = callback
+    self._args = args
+    self._loop = loop
+    self._context = context or contextvars.copy_context()
+    self._cancelled = False
+    self._repr = self._source_traceback = None
+    self._scheduled = True
+
+  def cancel(self) -> None:
+    if not self._cancelled:
+      self._cancelled = True
+      self._callback, self._args = _nothing, ()
+      self._loop._timer_cancelled_count += self._scheduled
+
+
+def _nothing() -> None:
+  """Takes the place of a callback that was cancelled."""
+
+
 class EventLoop(asyncio.SelectorEventLoop):
   """An event loop that begins at time 0 and never sleeps.
 
@@ -43,6 +76,10 @@ class EventLoop(asyncio.SelectorEventLoop):
     self.jumps = 0
     # Timers with their times first, which compare without running Python.
     self._timers: list[tuple[float, asyncio.TimerHandle]] = []
+    self._timer_cancelled_count = 0
+    # asyncio asks at every callback; a call of a builtin costs next to nothing.
+    loop: Any = self
+    loop.get_debug = bool
 
   def time(self) -> float:
     """Returns virtual seconds since the loop was made."""
@@ -56,8 +93,7 @@ class EventLoop(asyncio.SelectorEventLoop):
     context: contextvars.Context | None = None,
   ) -> asyncio.TimerHandle:
     """Returns the timer of a callback; see `asyncio.AbstractEventLoop`."""
-    timer: Any = asyncio.TimerHandle(when, callback, args, self, context)
-    timer._scheduled = True
+    timer = _Timer(when, callback, args, self, context)
     heapq.heappush(self._timers, (when, timer))
     return timer
 

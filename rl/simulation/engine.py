@@ -152,12 +152,12 @@ class SimulatedEngine:
     """Suspends everything at once."""
     self._check_open()
     self._advance()
-    self._processor.paused = True
+    self._processor.pause(True)
 
   def resume(self) -> None:
     """Goes on after `pause`."""
     self._advance()
-    self._processor.paused = False
+    self._processor.pause(False)
     self._go_on()
 
   async def update_weights(
@@ -192,7 +192,7 @@ class SimulatedEngine:
 
   def _turn(self, hold: simulated_processor.Hold) -> None:
     self._advance()
-    self._processor.hold = hold
+    self._processor.turn(hold)
 
   def _take(self, version: int, in_flight: contract.InFlight) -> None:
     """Applies new weights to the requests in flight."""
@@ -263,13 +263,14 @@ class SimulatedEngine:
       for job in done:
         cut = job.length == job.request.max_tokens
         self._end(job, "length" if cut else "stop")
-    self._arm(self._processor.now_s + self._processor.wait_s())
+    self._arm()
 
-  def _arm(self, when_s: float) -> None:
-    """Sets the timer, unless it is set early enough.
+  def _arm(self) -> None:
+    """Sets the timer to what is due next, unless it is set early enough.
 
     A timer that is too early finds nothing due and is set again.
     """
+    when_s = self._processor.now_s + self._processor.wait_s()
     if when_s == math.inf:
       return
     if self._timer is not None:

@@ -133,7 +133,7 @@ class Processor:
 
   Attributes:
     version: of the weights that sample.
-    hold: "drain" admits nothing; "publish" stops everything, as `paused` does.
+    hold: "drain" admits nothing; "publish" stops everything, as `pause` does.
     sessions, graded: sessions of this engine, and episodes being graded; the
       causes of idle time.
     running, decoding: jobs with a slot, and those of them that decode.
@@ -151,7 +151,7 @@ class Processor:
     self._coming: list[tuple[float, int, Job]] = []
     self.version = 0
     self.hold: Hold = ""
-    self.paused = False
+    self._paused = self._stands = False
     self.sessions = self.graded = 0
     self.running = self.decoding = 0
     self.states: list[tuple[float, EngineActivity]] = []
@@ -185,7 +185,7 @@ class Processor:
       self.stood_s += passed_s
       return
     if self.decoding:
-      tokens = passed_s / self.speed.tau_s(self.decoding) * self._pace
+      tokens = self._tokens(passed_s)
       self._service += tokens
       self.served += tokens * self.decoding
     if self._prefill:
@@ -195,13 +195,12 @@ class Processor:
     """Returns `served` at a later time if nothing changes; changes nothing."""
     if self._stands or not self.decoding:
       return self.served
-    tokens = (now_s - self.now_s) / self.speed.tau_s(self.decoding)
-    return self.served + tokens * self._pace * self.decoding
+    return self.served + self._tokens(now_s - self.now_s) * self.decoding
 
-  @property
-  def _pace(self) -> float:
-    """Share of its speed at which decoding goes on now."""
-    return 1.0 - self.speed.interference if self._prefill else 1.0
+  def _tokens(self, passed_s: float) -> float:
+    """Returns the tokens of a sequence, as decoding goes on now."""
+    tokens = passed_s / self.speed.tau_s(self.decoding)
+    return tokens * (1.0 - self.speed.interference) if self._prefill else tokens
 
   def _state(self) -> EngineActivity:
     if self._stands:
@@ -216,9 +215,15 @@ class Processor:
       return "environments"
     return "rewards" if self.graded else "gate"
 
-  @property
-  def _stands(self) -> bool:
-    return self.paused or self.hold == "publish"
+  def turn(self, hold: Hold) -> None:
+    """Sets `hold`."""
+    self.hold = hold
+    self._stands = self._paused or hold == "publish"
+
+  def pause(self, paused: bool) -> None:
+    """Stops everything, or goes on."""
+    self._paused = paused
+    self._stands = paused or self.hold == "publish"
 
   def submit(self, job: Job) -> None:
     """Takes a request; it waits for a slot."""
@@ -243,7 +248,7 @@ class Processor:
       job = heapq.heappop(self._coming)[2]
       if job.place == "prefill":
         self._begin(job)
-    if not done:
+    if self._waiting and not (done or self.hold):
       self._admit()
     return done
 
@@ -252,15 +257,16 @@ class Processor:
     wait_s = math.inf
     if self._stands:
       return wait_s
-    if self._decode and self._pace:
+    pace = 1.0 - self.speed.interference if self._prefill else 1.0
+    if self._decode and pace:
       tokens = self._decode[0][0] - self._service
-      wait_s = tokens * self.speed.tau_s(self.decoding) / self._pace
+      wait_s = tokens * self.speed.tau_s(self.decoding) / pace
     if self._prefill:
       ids = self._prefill[0][0] - self._encoded
       wait_s = min(wait_s, ids / self.speed.prefill_per_s)
     if self._coming:
       wait_s = min(wait_s, self._coming[0][0] - self.now_s)
-    return max(wait_s, 0.0)
+    return wait_s if wait_s > 0.0 else 0.0
 
   def count(self, job: Job) -> int:
     """Returns the tokens sampled so far; each counts when its time begins."""
@@ -325,7 +331,7 @@ class Processor:
     self._cached_tokens = 0
 
   def _admit(self) -> None:
-    while self._waiting and not self.hold:
+    while self._waiting:
       job = self._waiting[0][2]
       if job.place != "ended":
         full = self._reserved + job.room > self.speed.kv_tokens

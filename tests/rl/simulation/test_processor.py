@@ -63,7 +63,7 @@ def test_nothing_is_due_without_requests_or_while_weights_arrive():
   processor.submit(job(100))
   assert processor.settle() == []
   assert processor.wait_s() == pytest.approx(100 * 0.011)
-  processor.hold = "publish"
+  processor.turn("publish")
   assert processor.wait_s() == math.inf
 
 
@@ -85,7 +85,7 @@ def test_tokens_are_counted_as_they_are_served():
   assert processor.served == 0.0
   processor.advance(0.6)
   assert processor.served == pytest.approx(100.0)
-  processor.hold = "publish"
+  processor.turn("publish")
   assert processor.served_by(5.0) == processor.served
   processor.advance(5.0)
   assert processor.served == pytest.approx(100.0)
