@@ -117,6 +117,11 @@ class Display:
     """Prints a warning on stderr, above the panel."""
     print(f"warning: {text}", file=sys.stderr, flush=True)
 
+  def doing(self) -> str:
+    """Returns the phase, or the round that comes next; in any thread."""
+    coming = min(self._done + 1, self._total_rounds)
+    return self._phase or f"round {coming} of {self._total_rounds}"
+
   @property
   def _done(self) -> int:
     return int(self._metrics.get("round", 0))

@@ -115,6 +115,12 @@ def track(watchdog: "Watchdog | None", **wait: Any) -> Listed:
   return watchdog.track(**wait) if watchdog else _UNLISTED
 
 
+def stack(thread: int) -> str:
+  """Returns the place where a thread is now, by its number."""
+  frame = sys._current_frames().get(thread)
+  return "".join(traceback.format_stack(frame)) if frame else "unknown\n"
+
+
 class Watchdog:
   """The waits of one event loop.
 
@@ -188,9 +194,20 @@ class Watchdog:
     wait = Wait(owner=owner, what=what, since_s=since_s, deadline_s=deadline_s)
     return _Tracked(self._waits, wait)
 
+  def waits(self) -> list[tuple[str, str, float, float]]:
+    """Returns (owner, what, seconds waited, deadline in seconds) of each wait.
+
+    Called anywhere, as `dump`.
+    """
+    now_s = self._clock()
+    # set.copy() is one step of the interpreter, so safe in another thread.
+    return [
+      (wait.owner, wait.what, now_s - wait.since_s, wait.deadline_s)
+      for wait in self._waits.copy()
+    ]
+
   def dump(self) -> str:
     """Returns a table of all current waits."""
-    # set.copy() is one step of the interpreter, so safe in another thread.
     return table(self._waits.copy(), self._clock())
 
   @contextlib.contextmanager
@@ -238,11 +255,9 @@ class Watchdog:
         reported = True
 
   def _blocked(self, loop_thread: int, loop_lag_s: float) -> str:
-    frame = sys._current_frames().get(loop_thread)
-    stack = "".join(traceback.format_stack(frame)) if frame else "unknown\n"
     return (
       f"the event loop is blocked for more than {loop_lag_s:.1f} s in:\n"
-      f"{stack}waiting meanwhile:\n{self.dump()}"
+      f"{stack(loop_thread)}waiting meanwhile:\n{self.dump()}"
     )
 
   def _stalled(self, wait: Wait) -> str:

@@ -1,0 +1,106 @@
+"""Tells who waits for what in a run: python -m launch.status RUN.
+
+The process of the run answers, on the same host, also while its event loop is
+blocked; then the place that blocks it is printed. Waits that differ only in
+numbers share a line, with the longest of them. The exit code is 1 if no
+process works on the run.
+"""
+
+import collections
+import pathlib
+import re
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from absl import app
+
+from launch.cli import flags, workdir
+from launch.report import run_files
+from launch.run import status_server
+from rl.runtime import watchdog
+from rl.settings import overrides
+
+_MAX_LINES = 40
+
+
+def main(argv: Sequence[str]) -> None:
+  """Asks the process of the run, and prints its answer."""
+  with flags.exit_on_setting_error():
+    if len(argv) != 2:
+      raise overrides.SettingError("name the directory of one run")
+    run_dir = pathlib.Path(argv[1])
+    rounds = workdir.read(run_dir).rounds
+  try:
+    state, why = status_server.ask(run_dir), ""
+  except OSError as error:
+    state, why = None, str(error.strerror or error)
+  lines = list(told(run_dir, rounds, state, why, time.time()))
+  print("\n".join(lines))
+  sys.exit(state is None)
+
+
+def told(
+  run_dir: pathlib.Path,
+  rounds: int,
+  state: Mapping[str, Any] | None,
+  why: str,
+  now_s: float,
+) -> Iterator[str]:
+  """Yields the lines of the answer.
+
+  Args:
+    rounds: that the run is to have.
+    state: see `status_server.ask`; None if nothing answers, and `why`.
+    now_s: seconds since the epoch.
+  """
+  if state is None:
+    yield f"{run_dir}: no process answers ({why})"
+  else:
+    yield f"{run_dir}: {state['doing']}, process {state['pid']}"
+  yield _last_round(run_dir / "metrics.jsonl", rounds, now_s)
+  saved = [n for n in workdir.checkpoints(run_dir) if n.isdecimal()]
+  newest = max(map(int, saved), default=None)
+  yield f"newest checkpoint: {'none' if newest is None else f'round {newest}'}"
+  if state is not None:
+    yield ""
+    yield watchdog.table(grouped(state["waits"]), 0.0)
+    if state["stack"]:
+      yield f"\nthe event loop is blocked in:\n{state['stack'].rstrip()}"
+
+
+def _last_round(file: pathlib.Path, rounds: int, now_s: float) -> str:
+  rows = collections.deque(run_files.lines(file, []), maxlen=1)
+  if not rows:
+    return f"no round of {rounds} has ended"
+  ago_s = now_s - file.stat().st_mtime
+  return f"round {rows[0]['round']:.0f} of {rounds} ended {ago_s:.0f} s ago"
+
+
+def grouped(waits: Iterable[Sequence[Any]]) -> list[watchdog.Wait]:
+  """Returns the longest wait of each kind, with the number of the others.
+
+  Args:
+    waits: (owner, what, seconds waited, deadline in seconds).
+  """
+  kinds: dict[tuple[str, ...], list[Sequence[Any]]] = {}
+  for wait in sorted(waits, key=lambda wait: -wait[2]):
+    kind = tuple(re.sub(r"\d+", "0", text) for text in wait[:2])
+    kinds.setdefault(kind, []).append(wait)
+  longest = []
+  for (owner, what, waited_s, deadline_s), *others in kinds.values():
+    more = f" and {len(others):,} more" if others else ""
+    longest.append(
+      watchdog.Wait(
+        owner=owner + more,
+        what=what,
+        since_s=-waited_s,
+        deadline_s=deadline_s,
+      )
+    )
+  return longest[:_MAX_LINES]
+
+
+if __name__ == "__main__":
+  app.run(main, flags_parser=flags.parse)

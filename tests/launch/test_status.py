@@ -1,0 +1,50 @@
+"""launch.status groups waits, and tells of runs that no process works on."""
+
+import json
+
+from launch import status
+from launch.cli import flags, workdir
+from tests.helpers import commands
+
+
+def test_waits_that_differ_in_numbers_share_a_line():
+  episodes = [(f"episode {i}/0/1", "an answer", float(i), 60.0) for i in (2, 7)]
+  waits = status.grouped([*episodes, ("learner", "groups 0..3", 3.0, 600.0)])
+  assert [(w.owner, w.what, -w.since_s, w.deadline_s) for w in waits] == [
+    ("episode 7/0/1 and 1 more", "an answer", 7.0, 60.0),
+    ("learner", "groups 0..3", 3.0, 600.0),
+  ]
+
+
+def test_a_blocked_loop_is_shown_with_its_stack(tmp_path):
+  state = {"doing": "warm start 3/40", "pid": 7, "waits": [], "stack": "here\n"}
+  lines = list(status.told(tmp_path, 5, state, "", 0.0))
+  assert lines == [
+    f"{tmp_path}: warm start 3/40, process 7",
+    "no round of 5 has ended",
+    "newest checkpoint: none",
+    "",
+    "nobody waits",
+    "\nthe event loop is blocked in:\nhere",
+  ]
+
+
+def test_a_run_without_a_process_tells_how_far_it_came(tmp_path):
+  workdir.claim(tmp_path, flags.load(commands.CONFIG)).close()
+  (tmp_path / "metrics.jsonl").write_text(json.dumps({"round": 4.0}) + "\n")
+  (tmp_path / "checkpoints" / "3").mkdir(parents=True)
+  done = commands.run("launch.status", tmp_path)
+  assert done.returncode == 1
+  first, last, saved = done.stdout.splitlines()
+  assert first == (
+    f"{tmp_path}: no process answers (No such file or directory)"
+  )
+  assert last.startswith("round 4 of 1000 ended ")
+  assert saved == "newest checkpoint: round 3"
+
+
+def test_a_run_that_does_not_exist_is_refused(tmp_path):
+  done = commands.run("launch.status", tmp_path / "lake")
+  assert done.returncode == 2
+  assert "does not exist" in done.stderr
+  assert "one run" in commands.run("launch.status").stderr
