@@ -51,7 +51,7 @@ def show(experiment: experiment_lib.Experiment, stream: TextIO) -> None:
       if pool
       else memory_plan.learner_bytes(experiment, programs)
     )
-    words = _pool(pool, experiment) if pool else ""
+    words = _pool(pool, experiment) if pool else _learner(experiment)
     console.print(f"\n{_title(name, spec)}{words}\n")
     dtype = experiment.publishing.dtype if pool else "same"
     console.print(
@@ -108,6 +108,17 @@ def _shared(parts: Sequence[memory_plan.Share]) -> rich.table.Table | None:
   table = _table("on a device that trains and decodes", "")
   table.add_row("total", memory_report.readable(max(held[i] for i in both)))
   return table
+
+
+def _learner(experiment: experiment_lib.Experiment) -> str:
+  """Returns the description of the learner, apart from its mesh."""
+  count = experiment.placement.learner_processes
+  if count == 1:
+    return ""
+  return (
+    f", in {count} processes; the run's own holds a whole state while one is "
+    "saved, restored or begun"
+  )
 
 
 def _pool(

@@ -1,4 +1,4 @@
-"""A process that decodes for a run in another: python -m launch.worker.
+"""A process that works for a run in another: python -m launch.worker.
 
 A run starts its workers itself and writes one line of JSON to their standard
 input: where it listens, its token, and the name of the worker. That pipe stays
@@ -13,7 +13,7 @@ import threading
 from collections.abc import Mapping
 
 from launch.cli import config_file, jax_setup
-from rl.remote import engine_worker, workers
+from rl.remote import workers
 from rl.settings import overrides
 
 
@@ -23,14 +23,7 @@ async def work(told: Mapping[str, str]) -> None:
   config_file.put_root_on_path()
   task = overrides.from_json(json.loads(data))
   jax_setup.prepare(task.placement)
-  worker = engine_worker.EngineWorker(task)
-  stream = worker.connect(socket, "the run")
-  watching = asyncio.create_task(worker.watch())
-  try:
-    print(await stream.run(), flush=True)
-  finally:
-    watching.cancel()
-    await worker.close()
+  print(await task.build().serve(socket, "the run"), flush=True)
 
 
 def _end_with_parent() -> None:

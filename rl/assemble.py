@@ -28,6 +28,7 @@ from rl.train import learner, scoring, skipped_updates, train_state
 from rl.train import trainer as trainer_lib
 
 if TYPE_CHECKING:
+  from rl.remote import gang as gang_lib
   from rl.remote import remote_engine
 
 _PROBE_ROWS = 8
@@ -42,7 +43,13 @@ class Parts:
   is all of them as one. Of an engine that was lost and started again only the
   router has the new one.
 
-  `start` and then `close` belong to whoever built it, on one event loop.
+  `open`, `start` and then `close` belong to whoever built it, on one event
+  loop.
+
+  Attributes:
+    learner_layout: where states of this process lie.
+    build_programs: returns training programs on the learner's mesh.
+    gang: the learner's processes, if it has its own.
   """
 
   experiment: experiment_lib.Experiment
@@ -50,6 +57,8 @@ class Parts:
   learner_layout: sharding.Layout
   decode_layouts: Sequence[sharding.Layout]
   programs: learner.Learner
+  build_programs: Callable[[learner.LearnerSettings], learner.Learner]
+  gang: "gang_lib.Gang | None"
   learner_thread: mesh_thread.MeshThread
   copy_thread: mesh_thread.MeshThread
   decode_threads: Sequence[mesh_thread.MeshThread]
@@ -64,6 +73,15 @@ class Parts:
   spans: trace.Trace
   watchdog: watchdog_lib.Watchdog
   trainer: trainer_lib.MeshTrainer
+
+  async def open(self) -> None:
+    """Starts the learner's processes, if it has its own; may be called again.
+
+    Raises:
+      LearnerLost: they cannot be started.
+    """
+    if self.gang is not None:
+      await self.gang.open()
 
   async def start(
     self,
@@ -92,8 +110,9 @@ class Parts:
       await self.player.agents.close()
     await self.restarts.close()
     await self.router.close()
-    if self.remote is not None:
-      await self.remote.close()
+    for others in (self.remote, self.gang):
+      if others is not None:
+        await others.close()
     for thread in (
       *self.decode_threads,
       self.copy_thread,
@@ -210,14 +229,23 @@ def build(
     routing=experiment.routing,
     log=log,
   )
+  build_programs, gang = _programs(
+    experiment, learner_layout, run_dir, watchdog
+  )
+  programs = build_programs(learner_settings(experiment))
   publisher = weight_publisher.WeightPublisher(
     serving,
-    transfer(experiment, decode_layouts, learner_thread, copy_thread, remote),
+    transfer(
+      experiment,
+      decode_layouts,
+      learner_thread,
+      copy_thread,
+      fetch=gang and programs.fetch,
+      remote=remote,
+    ),
     log,
     spans,
   )
-
-  programs = learner_programs(experiment, learner_layout)
   kept = run_dir and skipped_updates.Quarantine(
     run_dir / "skipped", experiment.retention.skipped
   )
@@ -227,6 +255,8 @@ def build(
     learner_layout=learner_layout,
     decode_layouts=decode_layouts,
     programs=programs,
+    build_programs=build_programs,
+    gang=gang,
     learner_thread=learner_thread,
     copy_thread=copy_thread,
     decode_threads=threads,
@@ -265,21 +295,61 @@ def engines(
   ]
 
 
+def learner_settings(
+  experiment: experiment_lib.Experiment,
+) -> learner.LearnerSettings:
+  """Returns what decides the training programs of an experiment."""
+  algorithm = experiment.algorithm
+  return learner.LearnerSettings(
+    model=experiment.model,
+    objective=algorithm,
+    optimizer=experiment.optimizer,
+    temperature=experiment.rollout.temperature,
+    critic=algorithm.advantage.needs_values,
+    reference=algorithm.reference,
+    optimizer_memory=experiment.optimizer_memory,
+    num_lags=min(experiment.overlap.max_staleness + 1, _MAX_LAGS),
+  )
+
+
 def learner_programs(
   experiment: experiment_lib.Experiment, layout: sharding.Layout
 ) -> learner.Learner:
-  """Returns the training programs of an experiment."""
-  algorithm = experiment.algorithm
-  return learner.Learner(
-    experiment.model,
-    layout,
-    algorithm,
-    experiment.optimizer(),
-    experiment.rollout.temperature,
-    critic=algorithm.advantage.needs_values,
-    reference=references.memory(algorithm.reference),
-    optimizer_memory=experiment.optimizer_memory,
-    num_lags=min(experiment.overlap.max_staleness + 1, _MAX_LAGS),
+  """Returns the training programs of an experiment, in this process."""
+  return learner_settings(experiment).build(layout)
+
+
+def _programs(
+  experiment: experiment_lib.Experiment,
+  layout: sharding.Layout,
+  run_dir: pathlib.Path | None,
+  watchdog: watchdog_lib.Watchdog,
+) -> tuple[
+  Callable[[learner.LearnerSettings], learner.Learner], "gang_lib.Gang | None"
+]:
+  """Returns what builds training programs, and the processes that run them.
+
+  Args:
+    layout: where states of this process lie.
+  """
+  place = experiment.placement
+  if place.learner_processes == 1:
+    return lambda settings: settings.build(layout), None
+  # Not on top: a run of one process needs no network.
+  from rl.remote import gang as gang_lib
+  from rl.remote import remote_learner
+
+  gang = gang_lib.of_learner(
+    place,
+    run_dir and run_dir / "workers",
+    deadline_s=experiment.progress_timeout_s,
+    watchdog=watchdog,
+  )
+  return (
+    lambda settings: remote_learner.RemoteLearner(
+      settings, layout, place.learner.plan, gang
+    ),
+    gang,
   )
 
 
@@ -296,7 +366,7 @@ def trainer(
     kept: gets the batches of updates that had to be skipped.
   """
   algorithm, batch = experiment.algorithm, experiment.batch
-  data = layout.num_batch
+  data = experiment.placement.learner.plan.num_batch
   return trainer_lib.MeshTrainer(
     trainer_lib.TrainerSettings(
       rows=batch.rows,
@@ -327,12 +397,15 @@ def transfer(
   decode_layouts: Sequence[sharding.Layout],
   learner_thread: mesh_thread.MeshThread,
   copy_thread: mesh_thread.MeshThread,
+  *,
+  fetch: Callable[[Any], Any] | None = None,
   remote: "remote_engine.RemoteEngines | None" = None,
 ) -> weight_transfer.MeshTransfer:
   """Returns the way of the weights to every engine.
 
   Args:
     decode_layouts: of the engines, in their order.
+    fetch: brings weights here from a learner that has its own processes.
     remote: those of them that have processes of their own, if any has.
   """
   dtype = experiment.publishing.dtype
@@ -344,6 +417,7 @@ def transfer(
     learner_thread,
     copy_thread,
     experiment.publishing,
+    fetch=fetch,
     write=remote and remote.write,
     remote=experiment.placement.remote,
   )

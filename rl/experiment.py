@@ -225,6 +225,7 @@ class Experiment:
     checks.validate_parts(self)
     grading.refuse_stateful(self.reward)
     self._validate_repeatable()
+    self._validate_learner_processes()
     self._validate_counts()
     self._validate_partners()
     self._validate_schedule()
@@ -344,6 +345,11 @@ class Experiment:
         "at times of their own; use placement.decode_processes=0, and 0 of "
         f"every other pool, or {out.removeprefix('use ')}"
       )
+    if (count := self.placement.learner_processes) > 1:
+      raise ValueError(
+        f"repeatable=true with placement.learner_processes={count}: processes "
+        f"answer at times of their own; use 1, or {out.removeprefix('use ')}"
+      )
     for source in self.sources:
       if base.members_together(source) > 1:
         raise ValueError(
@@ -355,6 +361,22 @@ class Experiment:
         raise ValueError(
           f"repeatable=true with reward {short_names.of(part)}: it answers "
           f"from elsewhere, at times of its own; {out}"
+        )
+
+  def _validate_learner_processes(self) -> None:
+    """Refuses what a learner of several processes cannot do yet."""
+    count = self.placement.learner_processes
+    reference = getattr(self.algorithm.reference, "memory", None)
+    for name, value, out in (
+      ("optimizer_memory", self.optimizer_memory, "device"),
+      ("algorithm.reference.memory", reference, "device"),
+      ("model.compute.remat", self.model.remat, "layer"),
+    ):
+      if count > 1 and value == "host":
+        raise ValueError(
+          f"{name}=host with placement.learner_processes={count}: its "
+          f"processes keep everything on their devices so far; use {out}, or "
+          "placement.learner_processes=1"
         )
 
   def _validate_lengths(self) -> None:

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 
@@ -18,6 +18,7 @@ from rl.runtime import checkpoint
 from rl.train import learner, scoring, train_state
 
 _FROZEN = "frozen"
+_Progress = TypeVar("_Progress", progress.Progress, warm_start.Imitation)
 
 
 async def create(
@@ -39,10 +40,15 @@ async def create(
   experiment, thread = parts.experiment, parts.learner_thread
   settings = experiment.warm_start
   if settings is None:
-    return await _first_state(parts)
+    return await place(parts, await _first_state(parts))
   supervision = _supervision(parts, settings, report)
-  programs, reference = _supervised_programs(
-    experiment, settings, parts.learner_layout
+  supervised = _supervised(experiment, settings)
+  programs = parts.build_programs(supervised)
+  reference = scoring.reference_program(
+    supervised.reference,
+    programs,
+    parts.learner_layout,
+    supervised.temperature,
   )
   found, observer = None, observer or warm_start.WarmStartObserver()
   if observer.checkpoints is not None:
@@ -53,6 +59,7 @@ async def create(
   else:
     params = (await _first_state(parts)).params
     now = warm_start.Imitation(await thread.run("init", programs.wrap, params))
+  now = dataclasses.replace(now, state=await place(parts, now.state, programs))
   beside(now.state)
   state = await warm_start.run(
     supervision,
@@ -64,7 +71,28 @@ async def create(
     observer=observer,
     report=report,
   )
-  return await thread.run("init", parts.programs.wrap, state.params)
+  params = await thread.run("fetch", programs.fetch, state.params)
+  return await place(
+    parts, await thread.run("init", parts.programs.wrap, params)
+  )
+
+
+async def place(
+  parts: assemble.Parts,
+  state: train_state.TrainState,
+  programs: learner.Learner | None = None,
+) -> train_state.TrainState:
+  """Returns a state of this process where the learner's programs use it.
+
+  Args:
+    programs: others than those of the rounds.
+
+  Raises:
+    learner.LearnerLost: its processes cannot be started, or have ended.
+  """
+  await parts.open()
+  put = (programs or parts.programs).put
+  return await parts.learner_thread.run("init", put, state)
 
 
 def _supervision(
@@ -92,33 +120,28 @@ def _supervision(
   )
 
 
-def _supervised_programs(
+def _supervised(
   experiment: experiment_lib.Experiment,
   settings: warm_start.WarmStart | fine_tuning.FineTuning,
-  layout: sharding.Layout,
-) -> tuple[learner.Learner, scoring.ReferenceProgram | None]:
-  """Returns the training programs of a warm start, and its reference."""
+) -> learner.LearnerSettings:
+  """Returns what decides the training programs of a warm start."""
   loss, reference = losses.NegativeLogLikelihood(), None
   if isinstance(settings, fine_tuning.FineTuning):
     loss = settings.loss
     if loss.has_ratio:
       adapted = experiment.model.lora is not None
       reference = references.Base() if adapted else references.Initial()
-  programs = learner.Learner(
-    experiment.model,
-    layout,
-    objective.Objective(
+  return learner.LearnerSettings(
+    model=experiment.model,
+    objective=objective.Objective(
       loss=loss,
       balance_weight=experiment.algorithm.balance_weight,
       z_weight=experiment.algorithm.z_weight,
     ),
-    settings.optimizer(),
-    temperature := experiment.rollout.temperature,
-    reference=references.memory(reference),
+    optimizer=settings.optimizer,
+    temperature=experiment.rollout.temperature,
+    reference=reference,
     optimizer_memory=experiment.optimizer_memory,
-  )
-  return programs, scoring.reference_program(
-    reference, programs, layout, temperature
   )
 
 
@@ -145,8 +168,8 @@ async def restore(
 ) -> checkpoint.Restored | None:
   """Returns the newest checkpoint that is whole; None when there is none.
 
-  Frozen parameters are not saved: they are made again as at the start of the
-  run.
+  Its state is one of this process; see `place`. Frozen parameters are not
+  saved: they are made again as at the start of the run.
 
   Args:
     abstract: of the state, where it is not that of the rounds.
@@ -169,10 +192,21 @@ def save(
   checkpoints: checkpoint.Checkpoints,
   now: progress.Progress | warm_start.Imitation,
 ) -> None:
-  """Starts a checkpoint that can be restored; see `Checkpoints.save`."""
+  """Starts a checkpoint that can be restored; see `Checkpoints.save`.
+
+  Args:
+    now: with a state of this process; see `fetched`.
+  """
   state, frozen = _without_frozen(now.state)
   host = now.to_host() | {_FROZEN: checkpoint.checksums(frozen)}
   checkpoints.save(now.trained, state, host)
+
+
+async def fetched(parts: assemble.Parts, now: _Progress) -> _Progress:
+  """Returns the progress with a state of this process, to be saved."""
+  fetch = parts.programs.fetch
+  state = await parts.learner_thread.run("fetch", fetch, now.state)
+  return dataclasses.replace(now, state=state)
 
 
 def _without_frozen(

@@ -37,6 +37,7 @@ _MAY_CHANGE = (
   "evaluation.",
   "retention.",
   "warm_start.checkpoint_every",
+  "placement.learner_processes",
 )
 
 
@@ -52,7 +53,8 @@ def claim(
     SettingError: the directory cannot be written, another process uses it, it
       holds records of something else, or a run with other settings. Settings
       that change nothing in what was learned (rounds, evaluation, retention,
-      progress_timeout_s) may differ.
+      progress_timeout_s), or only rounding (placement.learner_processes), may
+      differ.
   """
   directory = pathlib.Path(path)
   # Before the lock: nothing is left in a directory that is not ours.

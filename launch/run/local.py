@@ -11,6 +11,7 @@ SIGTERM ends the rounds at a boundary, in `_stopped`, and all else at once, in
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import gc
 import os
 import pathlib
@@ -28,6 +29,7 @@ from launch.run import (
   round_warnings,
   signals,
   startup,
+  status_server,
   summary,
   warm_start_files,
 )
@@ -42,7 +44,7 @@ from rl.loop import progress as progress_lib
 from rl.rollout import evaluate, grading, recordings
 from rl.runtime import checkpoint, logical_clock, trace
 from rl.runtime import watchdog as watchdog_lib
-from rl.train import skipped_updates, train_state
+from rl.train import learner, skipped_updates, train_state
 
 _EPISODES_KEPT = 4
 _LOOP_LAG_S = 30.0
@@ -93,6 +95,7 @@ def train(
     checkpoint.Unsaved,
     round_warnings.NothingTrained,
     grading.RewardUnreachable,
+    learner.LearnerLost,
   ) as error:
     screen.note(f"error: {error}")
     return 1
@@ -144,7 +147,10 @@ class _Run(progress_lib.RunObserver):
     assert current is not None
     self._signals = signals.Signals(current.cancel, self._screen.note)
     try:
-      return await self._train()
+      with status_server.serving(
+        self._dir, self._parts.watchdog, self._screen.doing
+      ):
+        return await self._train()
     except (asyncio.CancelledError, KeyboardInterrupt):
       if not self._signals.number:
         raise
@@ -270,6 +276,9 @@ class _Run(progress_lib.RunObserver):
     self._saved = found.step
     parts.tasks.seek(found.host["cursor"])
     progress = progress_lib.from_host(found.state, found.host)
+    if progress.trained < self._experiment.rounds:
+      state = await initial_state.place(parts, found.state)
+      progress = dataclasses.replace(progress, state=state)
     if not progress.next_group and (self._dir / "events.jsonl").stat().st_size:
       # The coordinator sees a fresh run and cannot know that a killed process
       # has logged part of its first round.
@@ -296,7 +305,11 @@ class _Run(progress_lib.RunObserver):
       state = await initial_state.create(parts, self._screen.phase)
       return progress_lib.beginning(state, parts.tasks.cursor)
     files = warm_start_files.WarmStartFiles(
-      self._dir, experiment, parts.spans, self._screen.note
+      self._dir,
+      experiment,
+      parts.spans,
+      self._screen.note,
+      functools.partial(initial_state.fetched, parts),
     )
     with contextlib.closing(files), self._signals.calling(files.stop):
       state = await initial_state.create(
@@ -364,15 +377,16 @@ class _Run(progress_lib.RunObserver):
     due = trained % self._experiment.retention.checkpoint_every == 0
     last = trained == self._experiment.rounds
     if due or last or self._signals.number or hopeless:
-      self._save(progress)
+      await self._save(progress)
     if hopeless:
       raise round_warnings.NothingTrained(hopeless)
 
-  def _save(self, progress: progress_lib.Progress) -> None:
+  async def _save(self, progress: progress_lib.Progress) -> None:
     """Starts a checkpoint, unless this round is saved already."""
     trained = progress.trained
     if trained == self._saved:
       return
+    now = await initial_state.fetched(self._parts, progress)
     what = (
       f"the checkpoint of {self._checkpoint_name(trained)}, or that before it,"
     )
@@ -380,7 +394,7 @@ class _Run(progress_lib.RunObserver):
       self._parts.spans.span("host", "checkpoint", round=trained),
       checkpoint.saving(what),
     ):
-      initial_state.save(self._checkpoints, progress)
+      initial_state.save(self._checkpoints, now)
     self._saved = trained
 
   async def _evaluate_alone(self, version: int) -> None:

@@ -21,6 +21,7 @@ class Startup:
   def __init__(self, began_s: float):
     self._began_s = began_s
     self._spans = [self._until_now("imports, settings", 0.0)]
+    self._first_update_cpu_s = 0.0
 
   def follow(self, spans: trace.Trace) -> None:
     """Ends the phase in which the parts were made, and listens to the trace."""
@@ -55,9 +56,12 @@ class Startup:
       row = "".join(f"{seconds:8.1f}" for seconds in cells)
       yield f"{f'{track}: {name}':26}{row}"
     if updates := phases.get(_FIRST_UPDATE):
-      yield f"first update after {updates[0].end:.1f} s"
+      used_s = self._first_update_cpu_s
+      yield f"first update after {updates[0].end:.1f} s, {used_s:.1f} s of CPU"
 
   def _add(self, span: trace.Span) -> None:
+    if (span.track, span.name) == _FIRST_UPDATE:
+      self._first_update_cpu_s = self._first_update_cpu_s or time.process_time()
     later_s = self._trace.origin - self._began_s
     start, end = span.start + later_s, span.end + later_s
     self._spans.append(trace.Span(span.track, span.name, start, end))

@@ -7,7 +7,7 @@ warm_start/N       checkpoint after N steps, until the run has one of its own
 import pathlib
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 
 from launch.cli import workdir
 from launch.run import metrics_writer
@@ -47,12 +47,14 @@ class WarmStartFiles(warm_start.WarmStartObserver):
     experiment: experiment_lib.Experiment,
     spans: trace.Trace,
     note: Callable[[str], None],
+    fetched: Callable[[warm_start.Imitation], Awaitable[warm_start.Imitation]],
   ):
     """Opens the checkpoints only; `on_begin` opens the lines.
 
     Args:
       experiment: has a warm start.
       note: shows a line to the user.
+      fetched: see `initial_state.fetched`.
     """
     assert experiment.warm_start is not None
     self.checkpoints = self._saved = checkpoint.Checkpoints(
@@ -60,6 +62,7 @@ class WarmStartFiles(warm_start.WarmStartObserver):
     )
     self._dir, self._settings = run_dir, experiment.warm_start
     self._spans, self._note = spans, note
+    self._fetched = fetched
     self._stopping = False
     self._lines = None
 
@@ -104,7 +107,7 @@ class WarmStartFiles(warm_start.WarmStartObserver):
     self._lines.write(metrics_writer.json_line(number, row, "step"))
     self._lines.flush()
 
-  def on_boundary(self, now: warm_start.Imitation) -> None:
+  async def on_boundary(self, now: warm_start.Imitation) -> None:
     """Saves every few steps and when stopped.
 
     After the last step the run saves a checkpoint of its own.
@@ -117,6 +120,7 @@ class WarmStartFiles(warm_start.WarmStartObserver):
     due = due and now.trained < self._steps
     if not (due or self._stopping):
       return
+    now = await self._fetched(now)
     what = f"the checkpoint after {self._of(now.trained)}, or that before it,"
     with (
       checkpoint.saving(what),

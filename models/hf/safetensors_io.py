@@ -202,7 +202,7 @@ def whole_directory(target: pathlib.Path) -> Iterator[pathlib.Path]:
 def on_host(array: jax.Array) -> np.ndarray:
   """Returns a whole array in order of its axes; each of several hosts calls."""
   if array.is_fully_addressable:
-    return np.ascontiguousarray(jax.device_get(array))
+    return np.asarray(jax.device_get(array), order="C")  # Scalars as well.
   return multihost_utils.process_allgather(array, tiled=True)
 
 

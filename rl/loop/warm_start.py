@@ -22,7 +22,7 @@ from rl.engine import contract
 from rl.rollout import episode
 from rl.runtime import checkpoint, mesh_thread
 from rl.settings import checks
-from rl.train import learner, optimizers, scoring, train_state
+from rl.train import learner, optimizers, train_state
 
 EVAL = "eval/"
 """Prefix of what is measured on held-out rows."""
@@ -101,7 +101,7 @@ class WarmStartObserver:
   def on_step(self, number: int, metrics: Mapping[str, float]) -> None:
     """Called when step `number`, counted from 1, was taken or skipped."""
 
-  def on_boundary(self, now: Imitation) -> None:
+  async def on_boundary(self, now: Imitation) -> None:
     """Called when it may be saved as it is now; an exception ends it."""
 
 
@@ -216,7 +216,7 @@ async def run(
   now: Imitation,
   thread: mesh_thread.MeshThread,
   *,
-  reference: scoring.ReferenceProgram | None = None,
+  reference: learner.ScoreProgram | None = None,
   max_skipped: int,
   observer: WarmStartObserver,
   report: Callable[[str], None] = lambda text: None,
@@ -260,7 +260,7 @@ async def run(
         f"gradient norm {metrics['grad_norm']}. Use a lower "
         "warm_start.optimizer.learning_rate"
       )
-    observer.on_boundary(now)
+    await observer.on_boundary(now)
   report(f"warm start done: loss {now.loss:.3f}{_held_out(metrics)}")
   return now.state
 
@@ -283,7 +283,7 @@ def _held_out(metrics: Mapping[str, float]) -> str:
 
 def _step(
   programs: learner.Learner,
-  reference: scoring.ReferenceProgram | None,
+  reference: learner.ScoreProgram | None,
   state: train_state.TrainState,
   batches: Sequence[batch_lib.Batch],
 ) -> tuple[train_state.TrainState, dict[str, float]]:
@@ -297,7 +297,7 @@ def _step(
 
 def _measure(
   programs: learner.Learner,
-  reference: scoring.ReferenceProgram | None,
+  reference: learner.ScoreProgram | None,
   state: train_state.TrainState,
   batches: Sequence[batch_lib.Batch],
 ) -> dict[str, float]:
@@ -307,7 +307,7 @@ def _measure(
 
 
 def _with_old(
-  reference: scoring.ReferenceProgram | None,
+  reference: learner.ScoreProgram | None,
   state: train_state.TrainState,
   batch: batch_lib.Batch,
 ) -> Any:

@@ -118,6 +118,8 @@ class Placement:
       "decode".
     replicas, decode_kind, decode_cost, decode_processes: of that pool; see
       `DecodePool`.
+    learner_processes: among which the learner's devices are divided; 1 is this
+      process, more are all of their own.
     more: further pools. Each follows on the devices of those before it, unless
       its `mesh.first_device` says otherwise.
     platform: "cpu", "gpu" or "tpu"; None takes the one that jax finds. On
@@ -132,6 +134,7 @@ class Placement:
   decode_kind: Kind = "any"
   decode_cost: float = 1.0
   decode_processes: int = 0
+  learner_processes: int = 1
   more: tuple[DecodePool, ...] = ()
   platform: str | None = None
   colocated: bool = False
@@ -186,6 +189,8 @@ class Placement:
   def num_devices(self) -> int:
     """Devices that must exist in this process."""
     learner, *engines = self.ranges
+    if self.learner_processes > 1:
+      learner = learner[:1]  # For states on their way.
     local = [x for i, x in enumerate(engines) if i not in self.remote]
     return max(span.stop for span in (learner, *local))
 
@@ -243,6 +248,7 @@ class Placement:
     checks.finite_above(self, 0, "decode_cost")
     checks.one_of(self, Kind, "decode_kind")
     _check_processes("decode_processes", self.decode_processes, self.platform)
+    self._validate_learner_processes()
     for number, pool in enumerate(self.more):
       where = f"placement.more.{number}"
       checks.at_least(pool, 1, "replicas", where=where)
@@ -257,6 +263,22 @@ class Placement:
         why = "is taken, by another part or by a kind; choose another name"
         raise ValueError(f"placement.{name}={pool.name!r} {why}")
       taken.add(pool.name)
+
+  def _validate_learner_processes(self) -> None:
+    count, size = self.learner_processes, self.learner.size
+    checks.at_least(self, 1, "learner_processes")
+    if size % count:
+      fit = max(n for n in range(1, count) if not size % n)
+      raise ValueError(
+        f"placement.learner_processes={count} does not divide the {size} "
+        f"devices of placement.learner; use {fit}, or a mesh with a multiple "
+        f"of {count}, such as placement.learner.data={count}"
+      )
+    if count > 1:
+      name = f"placement.learner_processes={count}"
+      _check_can_be_remote(
+        name, "a learner of several processes runs", self.platform, 1
+      )
 
   def _validate_disjoint(self) -> None:
     named = [("placement.learner", "placement.learner.first_device")]
@@ -299,7 +321,8 @@ class Placement:
     """Returns the layout of the learner, and then of every engine.
 
     `learner, *engines = place.layouts()`. An engine in another process has a
-    plan, without devices.
+    plan, without devices. A learner of several processes has one device of
+    this one, through which its states pass.
 
     Raises:
       ValueError: there are fewer devices than the placement needs, or none
@@ -330,7 +353,11 @@ class Placement:
     if self.remote:
       _check_processes("decode_processes", 1, devices[0].platform)
     learner, *engines = self.ranges
-    layouts = [self.learner.layout([devices[i] for i in learner])]
+    spec = self.learner
+    if self.learner_processes > 1:
+      dataclasses.replace(self, platform=devices[0].platform).validate()
+      spec, learner = MeshSpec(rules=spec.rules), learner[:1]
+    layouts = [spec.layout([devices[i] for i in learner])]
     for pool in self.pools:
       for _ in range(pool.replicas):
         where = engines.pop(0)
@@ -346,12 +373,22 @@ def _check_processes(name: str, count: int, platform: str | None) -> None:
   setting = f"placement.{name}={count}"
   if count not in (0, 1):
     raise ValueError(f"{setting} must be 0 or 1: an engine has one at most")
-  if count and platform in _EXTRAS:
-    raise ValueError(
-      f"{setting}: engines in processes of their own run on CPUs so far, not "
-      f"on a {platform.upper()}; use 0"
+  if count:
+    _check_can_be_remote(
+      setting, "engines in processes of their own run", platform, 0
     )
-  missing = [x for x in _WIRE if count and importlib.util.find_spec(x) is None]
+
+
+def _check_can_be_remote(
+  setting: str, what: str, platform: str | None, out: int
+) -> None:
+  """Raises ValueError where a part of the run cannot have other processes."""
+  if platform in _EXTRAS:
+    raise ValueError(
+      f"{setting}: {what} on CPUs so far, not on a {platform.upper()}; use "
+      f"{out}"
+    )
+  missing = [x for x in _WIRE if importlib.util.find_spec(x) is None]
   if missing:
     raise ValueError(
       f"{setting} needs {' and '.join(missing)}: pip install "

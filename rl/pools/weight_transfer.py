@@ -1,6 +1,7 @@
 """Weights on their way from the learner's mesh to those of the engines.
 
   stage: bucket by bucket, while training and decoding go on
+           fetch     from the learner's processes, if it has its own
            _cast     on the learner's mesh, between two of its programs
            copy_to   each engine's mesh, on a thread of its own
 
@@ -122,7 +123,7 @@ class _Sent(NamedTuple):
     copy: a reference to each array of its copy.
   """
 
-  leaf: weakref.ref[jax.Array]
+  leaf: weakref.ref[Any]
   copy: Any
 
 
@@ -163,6 +164,7 @@ class MeshTransfer:
     shardings: of each engine's parameters, after the cast: `pool_shardings`.
     learner: thread of the learner's mesh, which casts.
     copier: thread that copies, so that training need not wait.
+    fetch: brings leaves to this process, from a learner that has its own.
     write: puts arrays where engines of other processes read them.
     remote: numbers of these engines; a copy holds what `write` returned.
   """
@@ -174,9 +176,11 @@ class MeshTransfer:
     copier: mesh_thread.MeshThread,
     publishing: Publishing = _PLAIN,
     *,
+    fetch: Callable[[Any], Any] | None = None,
     write: Callable[[Sequence[Any]], Sequence[Any]] | None = None,
     remote: Collection[int] = (),
   ):
+    self._fetch = fetch
     self._write = write
     self._remote = remote
     self._shardings = shardings
@@ -210,6 +214,8 @@ class MeshTransfer:
     runs = buckets(sizes, self._publishing.bucket_bytes)
     for run in runs:
       bucket = {changed[place]: named[changed[place]] for place in run}
+      if self._fetch is not None:
+        bucket = await self._copier.run("fetch", self._fetch, bucket)
       ready = await self._cast(bucket)
       if self._publishing.verify:
         await self._record_checksums(bucket, ready)
@@ -297,10 +303,10 @@ def _places(shardings: Any, params: Any, dtype: Dtype) -> list[Any]:
 
 
 def _sent(leaf: Any, copy: Any) -> _Sent | None:
-  # Plain numbers in the place of arrays have no identity.
-  if not isinstance(leaf, jax.Array):
+  try:
+    return _Sent(weakref.ref(leaf), jax.tree.map(weakref.ref, copy))
+  except TypeError:  # Plain numbers in the place of arrays have no identity.
     return None
-  return _Sent(weakref.ref(leaf), jax.tree.map(weakref.ref, copy))
 
 
 def _unchanged(

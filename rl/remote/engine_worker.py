@@ -10,10 +10,9 @@ import asyncio
 import contextlib
 import dataclasses
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import numpy as np
 
 from models import config as model_config
 from rl.engine import contract
@@ -23,15 +22,6 @@ from rl.runtime import mesh_thread, trace
 
 _TELL_S = 0.005
 """Between two looks at first tokens and counters."""
-
-
-class Tensor(NamedTuple):
-  """A tensor of a store: its file, its name there, and its form."""
-
-  path: str
-  name: str
-  shape: tuple[int, ...]
-  dtype: str
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,12 +49,16 @@ class EngineTask:
       decode=mesh, platform=self.platform, colocated=True
     )
 
+  def build(self) -> "EngineWorker":
+    """Returns the worker that runs it."""
+    return EngineWorker(self)
+
 
 class EngineWorker:
   """An engine behind a connection, whose other side starts it.
 
-  Whoever has the socket calls `connect`, runs that connection and `watch`, and
-  then calls `close`.
+  Whoever has the socket calls `serve`; or `connect`, runs that connection and
+  `watch`, and then calls `close`.
   """
 
   def __init__(self, task: EngineTask):
@@ -110,6 +104,16 @@ class EngineWorker:
     )
     self._post = made.post
     return made
+
+  async def serve(self, socket: connection.Socket, name: str) -> str:
+    """Serves until the stream ends; returns why it did."""
+    stream = self.connect(socket, name)
+    watching = asyncio.create_task(self.watch())
+    try:
+      return await stream.run()
+    finally:
+      watching.cancel()
+      await self.close()
 
   async def close(self) -> None:
     """Stops the engine and its threads."""
@@ -187,14 +191,16 @@ class EngineWorker:
 
   # Weights.
 
-  async def _start(self, version: int, tensors: Sequence[Tensor]) -> None:
+  async def _start(
+    self, version: int, tensors: Sequence[weight_store.Tensor]
+  ) -> None:
     await self._stage(tensors)
     await self._engine.start(
       self._params(tensors), version, lambda text: self._post("report", text)
     )
     self._served = self._staged
 
-  async def _stage(self, tensors: Sequence[Tensor]) -> int:
+  async def _stage(self, tensors: Sequence[weight_store.Tensor]) -> int:
     """Reads weights into the devices; returns the bytes that were read.
 
     Args:
@@ -204,7 +210,7 @@ class EngineWorker:
     Raises:
       ValueError: they are another model's, or damaged.
     """
-    tensors = [Tensor._make(tensor) for tensor in tensors]
+    tensors = [weight_store.Tensor._make(tensor) for tensor in tensors]
     wanted = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
     expected = [(leaf.shape, leaf.dtype.name) for leaf in self._shapes]
     if wanted != expected:
@@ -215,28 +221,24 @@ class EngineWorker:
     return num_bytes
 
   def _read(
-    self, tensors: Sequence[Tensor]
+    self, tensors: Sequence[weight_store.Tensor]
   ) -> tuple[dict[str, jax.Array], int]:
     arrays: dict[str, jax.Array] = {}
-    with contextlib.ExitStack() as stack:
-      readers: dict[str, weight_store.StoreReader] = {}
+    with weight_store.Readers() as readers:
       for tensor, place in zip(tensors, self._places, strict=True):
         if (array := self._served.get(tensor.name)) is None:
-          if tensor.path not in readers:
-            reader = weight_store.StoreReader(tensor.path)
-            readers[tensor.path] = stack.enter_context(reader)
-          array = _placed(readers[tensor.path], tensor, place)
+          array = weight_store.placed(readers.of(tensor), tensor, place)
         arrays[tensor.name] = array
-    return arrays, sum(reader.bytes_read for reader in readers.values())
+      return arrays, readers.bytes_read
 
-  def _params(self, tensors: Sequence[Tensor]) -> Any:
-    names = [Tensor._make(tensor).name for tensor in tensors]
+  def _params(self, tensors: Sequence[weight_store.Tensor]) -> Any:
+    names = [weight_store.Tensor._make(tensor).name for tensor in tensors]
     return self._tree.unflatten([self._staged[name] for name in names])
 
   async def _serve(
     self,
     version: int,
-    tensors: Sequence[Tensor],
+    tensors: Sequence[weight_store.Tensor],
     in_flight: contract.InFlight,
   ) -> None:
     """Switches to what was staged."""
@@ -245,18 +247,3 @@ class EngineWorker:
       version, params, in_flight, self._tell_step
     )
     self._served = staged
-
-
-def _placed(
-  reader: weight_store.StoreReader,
-  tensor: Tensor,
-  place: jax.sharding.Sharding,
-) -> jax.Array:
-  """Returns the array of a tensor, of which devices get what they keep."""
-  dtype = np.dtype(tensor.dtype)
-
-  def read(index: tuple[slice, ...] | None) -> np.ndarray:
-    return reader.read(tensor.name, tensor.shape, dtype, index or ())
-
-  with jax.transfer_guard("allow"):
-    return jax.make_array_from_callback(tuple(tensor.shape), place, read)

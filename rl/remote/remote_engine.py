@@ -13,9 +13,7 @@ import contextlib
 import dataclasses
 import json
 import math
-import os
 import pathlib
-import re
 from collections.abc import (
   AsyncGenerator,
   Callable,
@@ -41,7 +39,6 @@ _START_S = 1800.0
 _CLOSE_S = 5.0
 _CALL_S = 300.0
 """Longest transfer, switch or checksum."""
-_COUNT = re.compile(r"--xla_force_host_platform_device_count=\S*")
 _NEVER = contract.EngineStats(
   version=-1, running=0, waiting=0, sampled_tokens=0, prefilled_tokens=0
 )
@@ -113,7 +110,7 @@ class RemoteEngine:
       self._worker, self._stream = await self._workers.start(
         self._name,
         json.dumps(overrides.to_json(self._task)),
-        environment=_environment(),
+        environment=workers_lib.environment(),
         hears={
           "begun": self._hear_begun,
           "stats": self._hear_stats,
@@ -332,19 +329,9 @@ class RemoteEngine:
     await self._call("flush_cache")
 
 
-def _environment() -> dict[str, str]:
-  """Returns the variables that let a worker count its own devices."""
-  return {"XLA_FLAGS": _COUNT.sub("", os.environ.get("XLA_FLAGS", ""))}
-
-
-def _tensors(stored: Any) -> list[engine_worker.Tensor]:
+def _tensors(stored: Any) -> list[weight_store.Tensor]:
   """Returns what a worker needs to know of weights in the store."""
-  return [
-    engine_worker.Tensor(
-      leaf.file.path, leaf.name, tuple(leaf.shape), leaf.dtype.name
-    )
-    for leaf in jax.tree.leaves(stored)
-  ]
+  return [leaf.address for leaf in jax.tree.leaves(stored)]
 
 
 class RemoteEngines:

@@ -1,6 +1,8 @@
-"""Weights in shared memory, for engines of other processes of this host.
+"""Weights in shared memory, for other processes of this host.
 
   learner --write--> memory in the form of a file <--read-- engine, its slices
+
+Several processes can fill one file, each with the slices that it has.
 
 The file is laid out as safetensors. It has no name in any directory: readers
 open it by way of the process that wrote it, and its memory is free when the
@@ -9,6 +11,7 @@ last of them has ended, however that came about.
 Source of the layout: Hugging Face's safetensors, README, "Format".
 """
 
+import contextlib
 import itertools
 import json
 import math
@@ -17,7 +20,7 @@ import os
 import pathlib
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import numpy as np
@@ -49,6 +52,15 @@ class StoredFile:
     return start
 
 
+class Tensor(NamedTuple):
+  """A tensor of a store: its file, its name there, and its form."""
+
+  path: str
+  name: str
+  shape: tuple[int, ...]
+  dtype: str
+
+
 class StoredTensor:
   """A tensor in the store, in the place of an array; equal to itself only.
 
@@ -69,6 +81,27 @@ class StoredTensor:
   def nbytes(self) -> int:
     """Bytes of its values."""
     return math.prod(self.shape) * self.dtype.itemsize
+
+  @property
+  def address(self) -> Tensor:
+    """The address at which another process reads it."""
+    return Tensor(self.file.path, self.name, tuple(self.shape), self.dtype.name)
+
+
+def reserve(
+  forms: Sequence[tuple[tuple[int, ...], np.dtype]],
+) -> list[StoredTensor]:
+  """Returns tensors in one new file, for `StoreWriter` to fill.
+
+  Args:
+    forms: shape and dtype of each.
+  """
+  named = {str(i): form for i, form in enumerate(forms)}
+  header = safetensors_io.header(named)
+  sizes = [safetensors_io.num_bytes(*form) for form in forms]
+  file = StoredFile(len(header) + sum(sizes))
+  file.write(0, header)
+  return [StoredTensor(file, name, *form) for name, form in named.items()]
 
 
 class _Written(NamedTuple):
@@ -139,24 +172,19 @@ class DamagedFile(ValueError):
   """A file of the store is not what was announced."""
 
 
-class StoreReader:
-  """Reads slices of the tensors of another process; a context, or `close` it.
+class _MappedFile:
+  """The tensors of a file that another process has made; a context."""
 
-  Attributes:
-    bytes_read: of all slices so far.
-  """
-
-  def __init__(self, path: str):
+  def __init__(self, path: str, mode: str, access: int):
     """Opens a file.
 
     Raises:
       DamagedFile: it is gone, cut short or no such file.
     """
     self._path = path
-    self.bytes_read = 0
     try:
-      with pathlib.Path(path).open("rb") as file:
-        self._memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+      with pathlib.Path(path).open(mode) as file:
+        self._memory = mmap.mmap(file.fileno(), 0, access=access)
     except (OSError, ValueError) as error:
       raise DamagedFile(f"{path} cannot be opened: {error}") from error
     try:
@@ -167,14 +195,10 @@ class StoreReader:
     except (ValueError, OverflowError) as error:
       raise DamagedFile(f"{path} has no header: {error}") from error
 
-  def read(
-    self,
-    name: str,
-    shape: Sequence[int],
-    dtype: np.dtype,
-    index: tuple[slice, ...],
+  def _whole(
+    self, name: str, shape: Sequence[int], dtype: np.dtype
   ) -> np.ndarray:
-    """Returns a slice of a tensor, in memory of its own.
+    """Returns a tensor in the memory of the file.
 
     Raises:
       DamagedFile: the tensor is missing, another one, or cut short.
@@ -194,17 +218,96 @@ class StoreReader:
     ):
       raise DamagedFile(f"{self._path} is cut short in tensor {name}")
     whole = np.frombuffer(self._memory, dtype, count, self._start + start)
-    # A copy: jax on a CPU would otherwise use the writer's memory.
-    piece = whole.reshape(tuple(shape))[index].copy()
-    self.bytes_read += piece.nbytes
-    return piece
+    return whole.reshape(tuple(shape))
 
   def close(self) -> None:
     """Closes the file."""
     self._memory.close()
 
-  def __enter__(self) -> "StoreReader":
+  def __enter__(self) -> Self:
     return self
 
   def __exit__(self, *_: object) -> None:
     self.close()
+
+
+class StoreReader(_MappedFile):
+  """Reads slices of the tensors of another process; a context, or `close` it.
+
+  Attributes:
+    bytes_read: of all slices so far.
+  """
+
+  def __init__(self, path: str):
+    """Opens a file; raises DamagedFile if it cannot."""
+    self.bytes_read = 0
+    super().__init__(path, "rb", mmap.ACCESS_READ)
+
+  def read(
+    self,
+    name: str,
+    shape: Sequence[int],
+    dtype: np.dtype,
+    index: tuple[slice, ...],
+  ) -> np.ndarray:
+    """Returns a slice of a tensor, in memory of its own.
+
+    Raises:
+      DamagedFile: the tensor is missing, another one, or cut short.
+    """
+    # A copy: jax on a CPU would otherwise use the writer's memory.
+    piece = self._whole(name, shape, dtype)[index].copy()
+    self.bytes_read += piece.nbytes
+    return piece
+
+
+class StoreWriter(_MappedFile):
+  """Writes slices of the tensors of a file that `reserve` has made."""
+
+  def __init__(self, path: str):
+    """Opens a file; raises DamagedFile if it cannot."""
+    super().__init__(path, "r+b", mmap.ACCESS_WRITE)
+
+  def write(self, name: str, array: jax.Array) -> None:
+    """Writes those slices of an array that this process is to write.
+
+    Raises:
+      DamagedFile: the tensor is missing, another one, or cut short.
+    """
+    whole = self._whole(name, array.shape, array.dtype)
+    for shard in array.addressable_shards:
+      if shard.replica_id == 0:
+        whole[shard.index] = jax.device_get(shard.data)
+
+
+def placed(
+  reader: StoreReader, tensor: Tensor, place: jax.sharding.Sharding
+) -> jax.Array:
+  """Returns the array of a tensor, of which devices get what they keep."""
+  dtype = np.dtype(tensor.dtype)
+
+  def read(index: tuple[slice, ...] | None) -> np.ndarray:
+    return reader.read(tensor.name, tensor.shape, dtype, index or ())
+
+  with jax.transfer_guard("allow"):
+    return jax.make_array_from_callback(tuple(tensor.shape), place, read)
+
+
+class Readers(contextlib.ExitStack):
+  """The open files of several tensors, by their paths; a context."""
+
+  def __init__(self):
+    super().__init__()
+    self._open: dict[str, StoreReader] = {}
+
+  def of(self, tensor: Tensor) -> StoreReader:
+    """Returns the file of a tensor."""
+    if tensor.path not in self._open:
+      reader = self.enter_context(StoreReader(tensor.path))
+      self._open[tensor.path] = reader
+    return self._open[tensor.path]
+
+  @property
+  def bytes_read(self) -> int:
+    """Bytes of all slices so far."""
+    return sum(reader.bytes_read for reader in self._open.values())

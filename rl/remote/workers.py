@@ -17,6 +17,7 @@ import http
 import json
 import os
 import pathlib
+import re
 import secrets
 import subprocess
 import sys
@@ -40,6 +41,7 @@ _HELLO_S = 10.0
 _CLOSE_S = 5.0
 _LOOK_S = 0.2
 _LOG_LINES = 50
+_COUNT = re.compile(r"--xla_force_host_platform_device_count=\S*")
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
@@ -55,6 +57,11 @@ def code_version() -> str:
     for file in sorted((_ROOT / top).rglob("*.py")):
       digest.update(file.read_bytes())
   return digest.hexdigest()[:16]
+
+
+def environment() -> dict[str, str]:
+  """Returns the variables that let a worker count its own devices."""
+  return {"XLA_FLAGS": _COUNT.sub("", os.environ.get("XLA_FLAGS", ""))}
 
 
 class Worker:

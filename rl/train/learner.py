@@ -29,7 +29,7 @@ from models import policy as policy_lib
 from rl.algorithms import objective as objective_lib
 from rl.algorithms import references
 from rl.data import batch as batch_lib
-from rl.train import train_state
+from rl.train import optimizers, train_state
 
 METRICS: tuple[str, ...] = (
   "tokens",
@@ -42,6 +42,10 @@ METRICS: tuple[str, ...] = (
   "skipped",
 )
 """Metrics of every update; `objective.metrics` has more."""
+
+
+class LearnerLost(RuntimeError):
+  """The processes in which a learner runs have ended."""
 
 
 class Accumulator(NamedTuple):
@@ -127,6 +131,43 @@ def _values(
   return jnp.einsum("bld,d->bl", wide, critic["kernel"]) + critic["bias"]
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LearnerSettings:
+  """All that decides the training programs, but for their mesh.
+
+  Attributes:
+    reference: the policy to stay close to; see `scoring.reference_program`.
+    temperature, critic, optimizer_memory, num_lags: see `Learner`.
+  """
+
+  model: model_config.ModelConfig
+  objective: objective_lib.Objective
+  optimizer: optimizers.Optimizer
+  temperature: float = 1.0
+  critic: bool = False
+  reference: references.Reference | None = None
+  optimizer_memory: references.Memory = "device"
+  num_lags: int = 1
+
+  @property
+  def arguments(self) -> dict[str, Any]:
+    """Those of `Learner`, but for the layout."""
+    return {
+      "config": self.model,
+      "objective": self.objective,
+      "optimizer": self.optimizer(),
+      "temperature": self.temperature,
+      "critic": self.critic,
+      "reference": references.memory(self.reference),
+      "optimizer_memory": self.optimizer_memory,
+      "num_lags": self.num_lags,
+    }
+
+  def build(self, layout: sharding.Layout) -> "Learner":
+    """Returns the programs of a mesh in this process."""
+    return Learner(layout=layout, **self.arguments)
+
+
 class Learner:
   """The training programs of one mesh, each compiled when it is first called.
 
@@ -153,6 +194,9 @@ class Learner:
   """
 
   abstract: train_state.TrainState
+  score_reference: "ScoreProgram | None" = None
+  """Scores batches under the reference; None leaves it to
+  `scoring.reference_program`."""
 
   def __init__(
     self,
@@ -193,6 +237,8 @@ class Learner:
     trained, _ = train_state.split(placed.params, placed.critic)
     replicated: Any = layout.sharding()
     sums = Accumulator(trained, replicated)
+    trained_shapes, _ = train_state.split(shapes.params, shapes.critic)
+    wide = jax.tree.map(lambda x: x.update(dtype=jnp.float32), trained_shapes)
     self._draw = jax.jit(
       policy_lib.of(config).init, out_shardings=placed.params
     )
@@ -214,6 +260,9 @@ class Learner:
     self._score = score_program(config, layout, temperature)
     self._score_base = score_program(base, layout, temperature)
     self._no_sums = jax.jit(self._nothing, out_shardings=replicated)
+    self._no_total = jax.jit(
+      lambda: Accumulator(_zeros(wide), self._nothing()), out_shardings=sums
+    )
     self._add_sums = jax.jit(
       self._with_sums, donate_argnums=2, out_shardings=replicated
     )
@@ -240,6 +289,14 @@ class Learner:
     return train_state.TrainState(
       params, opt_state, updates, master, critic, reference
     )
+
+  def put(self, state: train_state.TrainState) -> train_state.TrainState:
+    """Returns a state of arrays of this process, for the programs to use."""
+    return state
+
+  def fetch(self, tree: Any) -> Any:
+    """Returns parts of a state as arrays of this process."""
+    return tree
 
   def place(self, batch: batch_lib.Batch) -> batch_lib.Batch:
     """Returns the batch on the mesh."""
@@ -276,9 +333,12 @@ class Learner:
     """Returns the sums with one more batch in them; donates `total`.
 
     Args:
-      total: None before the first batch, whose program adds nothing up.
+      total: None before the first batch. Then zeros are added to: a program of
+        its own would be one more to trace and load for each shape of a batch.
     """
     trainable, frozen = train_state.split(params, critic)
+    if total is None:
+      total = self._no_total()
     return self._add(trainable, frozen, total, self.place(batch))
 
   def update(
@@ -299,9 +359,12 @@ class Learner:
       left_out_divisor: is added to what the loss is divided by.
     """
     trainable, frozen = train_state.split(state.params, state.critic)
-    count = jax.device_put(
-      np.float32(left_out_divisor), self._layout.sharding()
-    )
+    divisor = np.float32(left_out_divisor)
+    # Each process has it: `device_put` would compare it across all of them.
+    with jax.transfer_guard("allow"):
+      count = jax.make_array_from_callback(
+        (), self._layout.sharding(), lambda _: divisor
+      )
     opt_state, updates, master = state[1:4]
     if self._moves:
       opt_state, master = jax.device_put(
@@ -311,14 +374,8 @@ class Learner:
       trainable, total.grads, opt_state, updates, master, total.sums, count
     )
     opt_state, master = self._put_away(opt_state, master)
-    after = state._replace(
-      params=lora.join(new.policy, frozen),
-      opt_state=opt_state,
-      updates=updates,
-      master=master,
-      critic=new.critic,
-    )
-    return after, metrics
+    parts = new, opt_state, updates, master
+    return train_state.changed(state, frozen, parts), metrics
 
   def _put_away(self, opt_state: Any, master: Any) -> tuple[Any, Any]:
     """Returns the optimizer's state where it lies between updates."""
@@ -407,13 +464,12 @@ class Learner:
     self,
     trainable: train_state.Trainable,
     frozen: Any,
-    total: Accumulator | None,
+    total: Accumulator,
     batch: batch_lib.Batch,
   ) -> Accumulator:
     grads, sums = jax.grad(self._loss, has_aux=True)(trainable, frozen, batch)
     wide: Any = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
-    new = Accumulator(wide, sums)
-    return new if total is None else jax.tree.map(jnp.add, total, new)
+    return jax.tree.map(jnp.add, total, Accumulator(wide, sums))
 
   def _with_sums(
     self,
@@ -471,6 +527,10 @@ class Learner:
       None if master is None else exact,
       metrics,
     )
+
+
+ScoreProgram = Callable[[train_state.TrainState, batch_lib.Batch], Array]
+"""(state, batch) -> log-probabilities [B, L], on the learner's mesh."""
 
 
 def score_program(

@@ -15,7 +15,7 @@ import pathlib
 import shutil
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -105,7 +105,7 @@ class Quarantine:
     columns = {
       f"{i}/{name}": column
       for i, packed in enumerate(batches)
-      for name, column in _columns(packed)
+      for name, column in batch_lib.columns(packed).items()
     }
     np.savez_compressed(unfinished / BATCHES, allow_pickle=False, **columns)
     segment_index.write(unfinished / _OWNERS, owners)
@@ -182,15 +182,6 @@ def _policy(state: train_state.TrainState) -> dict[str, Any]:
   return {"params": state.params, "critic": state.critic}
 
 
-def _columns(packed: batch_lib.Batch) -> Iterator[tuple[str, np.ndarray]]:
-  for name, column in packed._asdict().items():
-    if name == "prefix" and column is not None:
-      for part, own in column._asdict().items():
-        yield f"prefix/{part}", np.asarray(own)
-    elif column is not None:
-      yield name, np.asarray(column)
-
-
 def _batches(file: pathlib.Path) -> list[batch_lib.Batch]:
   try:
     # A member of the archive is read, and its checksum compared, when asked.
@@ -211,15 +202,10 @@ def _batches(file: pathlib.Path) -> list[batch_lib.Batch]:
 
 def _batch(columns: Mapping[str, np.ndarray], index: int) -> batch_lib.Batch:
   start = f"{index}/"
-  own = {
-    name.removeprefix(start): column
-    for name, column in columns.items()
-    if name.startswith(start)
-  }
-  parts = {
-    name.removeprefix("prefix/"): own.pop(name)
-    for name in list(own)
-    if name.startswith("prefix/")
-  }
-  prefix = batch_lib.Prefix(**parts) if parts else None
-  return batch_lib.Batch(**own, prefix=prefix)
+  return batch_lib.of_columns(
+    {
+      name.removeprefix(start): column
+      for name, column in columns.items()
+      if name.startswith(start)
+    }
+  )

@@ -57,6 +57,33 @@ def split(params: Any, critic: Any) -> tuple[Trainable, Any]:
   return Trainable(policy, critic), frozen
 
 
+def changing(state: TrainState) -> tuple[Trainable, Any, Any, Any]:
+  """Returns the parts of a state that an update may change.
+
+  Leaves may be numbers of arrays that other processes hold.
+  """
+  trainable, _ = split(state.params, state.critic)
+  return trainable, state.opt_state, state.updates, state.master
+
+
+def changed(
+  state: TrainState, frozen: Any, parts: tuple[Trainable, Any, Any, Any]
+) -> TrainState:
+  """Returns a state with other parts; inverse of `changing`.
+
+  Args:
+    frozen: the frozen parameters, as `split` returns them.
+  """
+  trainable, opt_state, updates, master = parts
+  return state._replace(
+    params=lora.join(trainable.policy, frozen),
+    opt_state=opt_state,
+    updates=updates,
+    master=master,
+    critic=trainable.critic,
+  )
+
+
 def begin(
   trainable: Trainable,
   *,

@@ -6,7 +6,6 @@ import dataclasses
 import jax
 import pytest
 
-from envs.rewards import rewards
 from models import config as model_config
 from models import policy as policy_lib
 from models.hf import export
@@ -15,10 +14,9 @@ from rl import experiment as experiment_lib
 from rl.algorithms import presets, references
 from rl.engine.builtin import settings as engine_settings
 from rl.loop import progress, warm_start
-from rl.rollout import group_rollout
 from rl.schedule import overlap
-from rl.testing import fakes
 from rl.train import optimizers
+from tests.helpers import counting_runs
 
 pytestmark = pytest.mark.compiled
 
@@ -44,12 +42,9 @@ def teacher(tmp_path_factory):
 
 
 def experiment(**changes):
-  base = experiment_lib.Experiment(
-    environment=fakes.Counting(turns=2),
-    reward=rewards.Outcome(),
-    model=STUDENT,
+  base = counting_runs.experiment(
+    STUDENT,
     optimizer=optimizers.AdamW(learning_rate=0.02),
-    rollout=group_rollout.Rollout(group_size=4, max_tokens=16),
     engine=engine_settings.EngineSettings(
       slots=32,
       row_buckets=(32,),

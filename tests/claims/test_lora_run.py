@@ -8,47 +8,35 @@ import jax
 import numpy as np
 import pytest
 
-from envs.rewards import rewards
 from models import config as model_config
 from models import lora, memory_report
 from models import policy as policy_lib
 from models.hf import export
 from rl import assemble, initial_state
-from rl import experiment as experiment_lib
 from rl.engine.builtin import engine as builtin_engine
-from rl.engine.builtin import settings as engine_settings
 from rl.loop import progress, warm_start
 from rl.pools import placement
-from rl.rollout import group_rollout
 from rl.runtime import checkpoint
 from rl.schedule import overlap
 from rl.settings import overrides
-from rl.testing import fakes
-from rl.train import optimizers, train_state
+from rl.train import train_state
+from tests.helpers import counting_runs
 
 pytestmark = pytest.mark.compiled
 
 
 def experiment(**changes):
-  base = experiment_lib.Experiment(
-    environment=fakes.Counting(turns=2),
-    reward=rewards.Outcome(),
-    model=model_config.tiny_moe(
+  base = counting_runs.experiment(
+    model_config.tiny_moe(
       vocab_size=8,
       num_layers=1,
       d_model=32,
       max_length=16,
       lora=lora.Lora(rank=2, targets=(*lora.TARGETS[:7], "router")),
     ),
-    optimizer=optimizers.AdamW(learning_rate=0.01),
-    rollout=group_rollout.Rollout(group_size=4, max_tokens=16),
-    engine=engine_settings.EngineSettings(
-      slots=32, row_buckets=(32,), chunk_buckets=(4,)
-    ),
     # Nothing is drawn or summed by the clock, and what the engine records
     # enters no gradient: two runs are equal bit for bit.
     overlap=dataclasses.replace(overlap.sync(4, 2), old_logprob="snapshot"),
-    batch=experiment_lib.BatchShape(rows=8, length=16),
     rounds=4,
   )
   return dataclasses.replace(base, **changes)
@@ -86,14 +74,7 @@ def run(settings, checkpoints=None, save_at=()):
   async def all_of_it():
     parts = assemble.build(settings)
     try:
-      found = checkpoints and await initial_state.restore(parts, checkpoints)
-      if found:
-        parts.tasks.seek(found.host["cursor"])
-        start = progress.from_host(found.state, found.host)
-      else:
-        state = await initial_state.create(parts)
-        start = progress.beginning(state, parts.tasks.cursor)
-      await parts.start(start.state, start.trained)
+      start = await counting_runs.begun(parts, checkpoints)
       saving = Saving(checkpoints, save_at)
       last = await assemble.coordinate(parts, saving).run(start)
       (engine,) = parts.engines

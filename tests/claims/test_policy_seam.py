@@ -14,20 +14,14 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from envs.rewards import rewards
 from launch import explain
 from models import config as config_lib
 from models import kv_cache, logprobs, sharding
 from models.moe import layer as moe_layer
 from rl import assemble, initial_state
-from rl import experiment as experiment_lib
-from rl.engine.builtin import settings as engine_settings
 from rl.loop import progress
 from rl.pools import weight_transfer
-from rl.rollout import group_rollout
-from rl.schedule import overlap
-from rl.testing import fakes
-from rl.train import optimizers
+from tests.helpers import counting_runs
 
 pytestmark = pytest.mark.compiled
 
@@ -116,18 +110,10 @@ MODEL = config_lib.tiny(
 )
 
 
-SETTINGS = experiment_lib.Experiment(
-  environment=fakes.Counting(turns=2),
-  reward=rewards.Outcome(),
-  model=MODEL,
-  optimizer=optimizers.AdamW(learning_rate=0.01),
-  rollout=group_rollout.Rollout(group_size=4, max_tokens=16),
-  engine=engine_settings.EngineSettings(
-    slots=16, row_buckets=(16,), chunk_buckets=(4,)
-  ),
+SETTINGS = counting_runs.experiment(
+  MODEL,
+  slots=16,
   publishing=weight_transfer.Publishing(verify=True),
-  overlap=overlap.sync(4, 2),
-  batch=experiment_lib.BatchShape(rows=8, length=16),
   rounds=2,
 )
 

@@ -15,6 +15,7 @@ import pytest
 
 from launch.cli import flags, workdir
 from launch.report import log_check
+from launch.run import status_server
 from rl.audit import event_log
 from tests.helpers import commands
 from tests.helpers.commands import TINY
@@ -59,6 +60,22 @@ def test_a_run_ends_well_and_leaves_its_files(finished):
   first = episodes[0]["turns"][0]
   assert first["context_words"] == ["guess", "<agent>"]
   assert len(first["words"]) == len(first["logprobs"]) == len(first["tokens"])
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_a_second_start_compiles_nothing(tmp_path, monkeypatch):
+  monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "cache"))
+  settings = TINY | {"rounds": "1", "evaluation.episodes": "0"}
+
+  def programs_after(name):
+    started = commands.launch(*commands.train(tmp_path / name, settings))
+    assert started.returncode == 0, started.stderr
+    return {path.name for path in (tmp_path / "cache").glob("*-cache")}
+
+  first = programs_after("first")
+  assert any("with_gradient" in name for name in first)
+  assert programs_after("second") == first
 
 
 @pytest.mark.process
@@ -167,8 +184,14 @@ def test_a_killed_synchronous_run_ends_bit_equal_to_one_that_was_not(tmp_path):
   assert commands.launch(*commands.train(whole, settings)).returncode == 0
   process = commands.start(*commands.train(killed, settings))
   wait_for_rounds(killed, 5, process)
+  told = status_server.ask(killed)
+  assert told["pid"] == process.pid
+  assert " of 6" in told["doing"]
   process.kill()
   process.communicate()
+  status = commands.run("launch.status", killed)
+  assert status.returncode == 1
+  assert "no process answers (Connection refused)" in status.stdout
   again = commands.launch(*commands.train(killed, settings))
   assert again.returncode == 0, again.stderr
   assert "going on after" in again.stdout

@@ -14,7 +14,7 @@ from envs.rewards import rewards
 from envs.suites import self_play
 from launch.cli import flags
 from rl import experiment as experiment_lib
-from rl.algorithms import presets, token_advantages
+from rl.algorithms import presets, references, token_advantages
 from rl.engine.sglang import settings as sglang_settings
 from rl.pools import affinity, placement
 from rl.schedule import overlap
@@ -431,7 +431,38 @@ def test_what_answers_from_elsewhere_does_not_go_with_a_repeatable_run(
   there = dataclasses.replace(experiment, repeatable=True, placement=place)
   with pytest.raises(ValueError, match=r"use placement\.decode_processes=0"):
     there.validate()
+  there = dataclasses.replace(experiment, repeatable=True, placement=_APART)
+  with pytest.raises(ValueError, match=r"learner_processes=2: .* use 1, or"):
+    there.validate()
   dataclasses.replace(experiment, repeatable=True).validate()
+
+
+_APART = placement.Placement(
+  learner=placement.MeshSpec(data=2), learner_processes=2, platform="cpu"
+)
+
+
+@pytest.mark.parametrize(
+  ("changes", "words"),
+  [
+    ({"optimizer_memory": "host"}, "optimizer_memory=host with .*use device"),
+    (
+      {
+        "algorithm": presets.ReinforcePlusPlus(
+          reference=references.Initial(memory="host")
+        )
+      },
+      "algorithm.reference.memory=host with .*use device, or placement",
+    ),
+  ],
+)
+def test_a_learner_of_several_processes_keeps_nothing_on_the_host(
+  experiment, changes, words
+):
+  apart = dataclasses.replace(experiment, placement=_APART)
+  apart.validate()
+  with pytest.raises(ValueError, match=words):
+    dataclasses.replace(apart, **changes).validate()
 
 
 def test_a_source_that_no_reward_grades_is_refused(experiment):

@@ -31,5 +31,6 @@ def test_a_table_tells_the_phases_up_to_the_first_update():
     "imports,",
     "parts",
   ]
-  assert last == "first update after 120.0 s"
+  assert last.startswith("first update after 120.0 s, ")
+  assert float(last.split()[-4]) > 0
   assert not spans.listeners

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import gc
 import json
 import math
@@ -85,7 +86,11 @@ def imitate(run_dir, tree, stop_after=0, during=lambda files: None):
   async def start():
     parts = assemble.build(tree)
     files = warm_start_files.WarmStartFiles(
-      run_dir, tree, parts.spans, said.append
+      run_dir,
+      tree,
+      parts.spans,
+      said.append,
+      functools.partial(initial_state.fetched, parts),
     )
 
     def report(text):

@@ -93,7 +93,7 @@ class Watching(warm_start.WarmStartObserver):
   def on_step(self, number, metrics):
     self.steps.append(number)
 
-  def on_boundary(self, now):
+  async def on_boundary(self, now):
     self.boundaries.append((now.trained, now.skipped))
 
 

@@ -329,9 +329,40 @@ def test_an_engine_in_another_process_needs_no_device_of_this_one():
   assert Placement(decode_processes=1).num_devices == 1
 
 
+def test_a_learner_in_other_processes_has_one_device_of_this_one():
+  learner = MeshSpec(data=2, expert=2)
+  place = Placement(
+    learner=learner, decode_processes=1, learner_processes=2, platform="cpu"
+  )
+  place.validate()
+  # One for states on their way; the engine's would be device 4.
+  assert place.num_devices == 1
+  assert place.ranges == (range(4), range(4, 5))
+  here, _ = place.layouts()
+  assert here.devices == jax.devices()[:1]
+  assert place.learner.plan.num_batch == 4
+
+
 @pytest.mark.parametrize(
   ("changes", "words"),
   [
+    (
+      {"learner": MeshSpec(data=4), "learner_processes": 3},
+      r"learner_processes=3 does not divide the 4 devices of .*; use 2, or",
+    ),
+    (
+      {"learner_processes": 2},
+      r"learner_processes=2 does not .*, such as placement\.learner\.data=2$",
+    ),
+    ({"learner_processes": 0}, r"learner_processes=0 must be at least 1"),
+    (
+      {
+        "learner": MeshSpec(data=2),
+        "learner_processes": 2,
+        "platform": "tpu",
+      },
+      "learner_processes=2: .* on CPUs so far, not on a TPU; use 1",
+    ),
     ({"decode_processes": 2}, r"decode_processes=2 must be 0 or 1"),
     ({"decode_processes": -1}, r"decode_processes=-1 must be 0 or 1"),
     (

@@ -1,6 +1,7 @@
 """Weights in shared memory: slices, lifetime, and files that are damaged."""
 
 import gc
+import math
 import os
 import pathlib
 import struct
@@ -140,3 +141,33 @@ def test_a_file_that_was_cut_short_names_the_tensor(tmp_path):
     pytest.raises(weight_store.DamagedFile, match="is cut short in tensor 0"),
   ):
     reader.read(tensor.name, tensor.shape, tensor.dtype, ())
+
+
+@pytest.mark.compiled
+def test_a_reserved_file_is_filled_with_every_slice_once():
+  mesh = jax.make_mesh((2, 2), ("a", "b"))
+  values = {
+    (4, 6): jax.P("a", "b"),
+    (6, 4): jax.P(None, "b"),
+    (): jax.P(),
+  }
+  arrays = [
+    jax.device_put(
+      np.arange(math.prod(shape), dtype=np.float32).reshape(shape) + 1,
+      jax.sharding.NamedSharding(mesh, spec),
+    )
+    for shape, spec in values.items()
+  ]
+  stored = weight_store.reserve([(x.shape, x.dtype) for x in arrays])
+  with weight_store.StoreWriter(stored[0].file.path) as writer:
+    for tensor, array in zip(stored, arrays, strict=True):
+      writer.write(tensor.name, array)
+    with pytest.raises(weight_store.DamagedFile, match="holds no tensor 7"):
+      writer.write("7", arrays[0])
+  with weight_store.Readers() as readers:
+    for tensor, array in zip(stored, arrays, strict=True):
+      place = jax.sharding.NamedSharding(mesh, jax.P())
+      found = weight_store.placed(
+        readers.of(tensor.address), tensor.address, place
+      )
+      np.testing.assert_array_equal(found, array)

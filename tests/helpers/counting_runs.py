@@ -1,0 +1,50 @@
+"""Runs of a tiny model on `fakes.Counting`."""
+
+import dataclasses
+
+from envs.rewards import rewards
+from models import config as model_config
+from rl import assemble, initial_state
+from rl import experiment as experiment_lib
+from rl.engine.builtin import settings as engine_settings
+from rl.loop import progress
+from rl.rollout import group_rollout
+from rl.runtime import checkpoint
+from rl.schedule import overlap
+from rl.testing import fakes
+from rl.train import optimizers
+
+
+def experiment(
+  model: model_config.ModelConfig, *, slots: int = 32, **changes
+) -> experiment_lib.Experiment:
+  """Returns the settings of a synchronous run."""
+  base = experiment_lib.Experiment(
+    environment=fakes.Counting(turns=2),
+    reward=rewards.Outcome(),
+    model=model,
+    optimizer=optimizers.AdamW(learning_rate=0.01),
+    rollout=group_rollout.Rollout(group_size=4, max_tokens=16),
+    engine=engine_settings.EngineSettings(
+      slots=slots, row_buckets=(slots,), chunk_buckets=(4,)
+    ),
+    overlap=overlap.sync(4, 2),
+    batch=experiment_lib.BatchShape(rows=8, length=16),
+  )
+  return dataclasses.replace(base, **changes)
+
+
+async def begun(
+  parts: assemble.Parts, checkpoints: checkpoint.Checkpoints | None = None
+) -> progress.Progress:
+  """Starts the parts, from the newest checkpoint if there is one."""
+  found = checkpoints and await initial_state.restore(parts, checkpoints)
+  if found:
+    parts.tasks.seek(found.host["cursor"])
+    state = await initial_state.place(parts, found.state)
+    start = progress.from_host(state, found.host)
+  else:
+    state = await initial_state.create(parts)
+    start = progress.beginning(state, parts.tasks.cursor)
+  await parts.start(start.state, start.trained)
+  return start
