@@ -503,6 +503,14 @@ def learner(result: Mapping[str, Any]) -> Rows:
     )
 
 
+def start(result: Mapping[str, Any]) -> Rows:
+  """Yields the phases of a first start and of a later one."""
+  yield "", "first start", "later ones"
+  for name, later in result["second"].items():
+    form = "{:.0f}" if name == "programs compiled" else "{:.1f} s"
+    yield name, form.format(result["first"][name]), form.format(later)
+
+
 def _range(row: Mapping[str, float], name: str = "ratio") -> str:
   return f"{row[f'{name} min']:.2f} to {row[f'{name} max']:.2f}"
 
@@ -841,7 +849,7 @@ TABLES: Sequence[Callable[[Mapping[str, Any]], Rows]] = (
   rollart_failures, rollart_failures_others, rollart_pd,
   rollart_ladder,
   rollout_pipe, decode, latency, speculation, engine, engine_dispatch,
-  constrained, learner,
+  constrained, start, learner,
   processes,
   coordinator,
   coordinator_memory,
