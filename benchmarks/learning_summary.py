@@ -171,6 +171,7 @@ def by_schedule(table: Table, value: Callable[[Row], float]) -> str:
     [
       NAMES[algorithm],
       arm,
+      _seeds(table, algorithm, arm),
       *(
         _percent(table.spread(algorithm, schedule, arm, value))
         for schedule in LABELS
@@ -178,7 +179,13 @@ def by_schedule(table: Table, value: Callable[[Row], float]) -> str:
     ]
     for algorithm, arm in _arms()
   ]
-  return _markdown(["algorithm", "arm", *LABELS.values()], rows)
+  return _markdown(["algorithm", "arm", "seeds", *LABELS.values()], rows)
+
+
+def _seeds(table: Table, algorithm: str, arm: str) -> str:
+  """Returns how many seeds a line has: "5", or "3–5" if its cells differ."""
+  found = {len(table.runs(algorithm, schedule, arm)) for schedule in LABELS}
+  return "–".join(str(count) for count in sorted({min(found), max(found)}))
 
 
 def costs(table: Table) -> str:
@@ -208,15 +215,19 @@ def costs(table: Table) -> str:
 
 
 def _change(table: Table, algorithm: str, arm: str, other: str) -> float | None:
-  """Returns how much better one arm ends than another, at the latest."""
+  """Returns how much better one arm ends than another, at the latest.
 
-  def mean(name: str) -> float | None:
+  It is the mean over the seeds that both have run.
+  """
+
+  def by_seed(name: str) -> dict[int, float]:
     schedule = "sync" if name == ON_POLICY else _LATEST
-    found = table.spread(algorithm, schedule, name)
-    return found and found.mean
+    runs = table.runs(algorithm, schedule, name)
+    return {row["seed"]: final(row) for row in runs}
 
-  value, base = mean(arm), mean(other)
-  return None if value is None or base is None else value - base
+  values, base = by_seed(arm), by_seed(other)
+  change = spread([values[seed] - base[seed] for seed in values.keys() & base])
+  return change and change.mean
 
 
 def lags(table: Table) -> str:
@@ -347,7 +358,7 @@ _FINAL = """Held-out games won after the last update, at temperature 1: mean
 over the seeds, lowest and highest in brackets. A sample is a trained game. DAPO
 replaces groups whose rewards are all equal by others, and the replaced ones are
 not counted here: see "played / trained" below."""
-_COSTS = """At eta 4, in percentage points between the means above."""
+_COSTS = """At eta 4, in percentage points: the mean over the seeds that both have run."""  # noqa: E501
 _AREA = """The same as a mean over the samples of the run: the area under the
 curve of held-out success, measured every {every} updates."""
 _LAGS = """Mean over all runs of a schedule, lowest and highest in brackets. The

@@ -236,6 +236,7 @@ def test_costs_are_points_against_sync_and_against_what_is_uncorrected():
     [
       run(schedule="sync", arm="on policy", curve=(0.5, 0.8)),
       run(arm="uncorrected", curve=(0.5, 0.2)),
+      run(arm="uncorrected", curve=(0.5, 0.0), seed=1),  # Paired with none.
       run(arm="ratio", curve=(0.5, 0.75)),
       run(arm="truncated", curve=(0.5, 0.5)),
       run("rloo", "sync", "on policy", curve=(0.5, 0.8)),
@@ -255,9 +256,9 @@ def test_the_page_has_a_line_for_each_algorithm_and_arm():
   (at_the_end,) = [s for s in sections if s.startswith("Success at equal")]
   lines = [line for line in at_the_end.splitlines() if "| GRPO" in line]
   assert lines == [
-    "| GRPO | uncorrected | – | – | – | – | – |",
-    "| GRPO | ratio | – | – | – | – | 70% (70–70) |",
-    "| GRPO | truncated | – | – | – | – | – |",
+    "| GRPO | uncorrected | 0 | – | – | – | – | – |",
+    "| GRPO | ratio | 0–1 | – | – | – | – | 70% (70–70) |",
+    "| GRPO | truncated | 0 | – | – | – | – | – |",
   ]
   (late,) = [s for s in sections if s.startswith("How late")]
   assert "| eta 4 | 4.00 (4.00–4.00) | 3.50 (3.50–3.50) |" in late
