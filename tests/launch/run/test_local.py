@@ -150,12 +150,12 @@ def test_a_run_whose_engine_stops_again_and_again_says_so_and_ends(
 def test_engines_start_beside_the_warm_start_and_take_its_weights(
   run_dir, capsys
 ):
-  warm = warm_start.WarmStart(steps=8, episodes=8)
+  warm = warm_start.WarmStart(steps=40, episodes=8)
   tree = experiment(warm_start=warm, rounds=1, log_startup=True)
   assert local.train(tree, run_dir) == 0
   spans = trace.read(run_dir / "spans.jsonl")
   steps = [span for span in spans if span.name == "warm start"]
-  assert len(steps) == 8
+  assert len(steps) == 40
   assert any(span.name == "warm up" for span in spans)
   assert min(s.start for s in spans if s.track == "decode") < steps[-1].end
   (row,) = map(json.loads, (run_dir / "metrics.jsonl").open())
