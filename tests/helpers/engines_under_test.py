@@ -99,6 +99,9 @@ class Served:
   """A running engine, the event loop on which it lives, and its weights.
 
   Version v serves `weights(v % 5)`.
+
+  Attributes:
+    kept_kv: versions that went on with the keys and values of those before.
   """
 
   runner: asyncio.Runner
@@ -107,6 +110,7 @@ class Served:
   layout: sharding.Layout
   thread: mesh_thread.MeshThread
   names: int = 0
+  kept_kv: set[int] = dataclasses.field(default_factory=set)
 
   @property
   def version(self) -> int:
@@ -199,6 +203,8 @@ class Served:
     """Serves the next version; returns it."""
     version = self.version + 1
     await self.engine.update_weights(version, self.placed(version), in_flight)
+    if in_flight == "keep_kv":
+      self.kept_kv.add(version)
     return version
 
 
