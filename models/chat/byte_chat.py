@@ -65,7 +65,8 @@ class ByteChat:
 
   def decode(self, ids: Sequence[int] | Int32[np.ndarray, " L"]) -> str:
     """Returns the text without control tokens; invalid UTF-8 as U+FFFD."""
-    return bytes(int(i) for i in ids if i < _END).decode("utf-8", "replace")
+    known = bytes(i for i in np.asarray(ids).tolist() if i < _END)
+    return known.decode("utf-8", "replace")
 
   def parse(
     self, ids: Sequence[int] | Int32[np.ndarray, " L"]

@@ -185,7 +185,7 @@ class HfChat:
     Invalid UTF-8 becomes U+FFFD, and an id beyond the tokenizer, which a model
     may have, "<id 42>".
     """
-    text = b"".join(self._text_bytes(int(i)) for i in ids)
+    text = b"".join(map(self._text_bytes, np.asarray(ids).tolist()))
     return text.decode("utf-8", "replace")
 
   def spell(self, ids: Sequence[int]) -> str:

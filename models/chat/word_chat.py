@@ -90,7 +90,8 @@ class WordChat:
 
   def decode(self, ids: Sequence[int] | Int32[np.ndarray, " L"]) -> str:
     """Returns the words, joined by one space, without special tokens."""
-    return " ".join(self.token(int(i)) for i in ids if i >= len(_SPECIAL))
+    words = (i for i in np.asarray(ids).tolist() if i >= len(_SPECIAL))
+    return " ".join(map(self.token, words))
 
   def parse(
     self, ids: Sequence[int] | Int32[np.ndarray, " L"]

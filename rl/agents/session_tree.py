@@ -240,8 +240,7 @@ class Session:
     before = opening.before
     answered = answer
     if answered is None:
-      ids = completion.tokens.tolist()
-      answered = episode_lib.as_message(self._chat.parse(ids))
+      answered = episode_lib.as_message(self._chat.parse(completion.tokens))
     entry = _Answer(
       before=before,
       prompt_keys=opening.prompt_keys,

@@ -81,7 +81,7 @@ class Chat(Protocol):
     """Returns an answer as text."""
     ...
 
-  def parse(self, ids: Sequence[int]) -> tool_calls.Answer:
+  def parse(self, ids: Int32[np.ndarray, " T"]) -> tool_calls.Answer:
     """Returns an answer as content, reasoning and tool calls; never raises."""
     ...
 
@@ -502,7 +502,7 @@ async def _turns(
     try:
       if completion.stop == "abort":
         return partial.end(trajectory.Status.ENGINE_FAULT, "aborted")
-      answer = as_message(chat.parse(completion.tokens.tolist()))
+      answer = as_message(chat.parse(completion.tokens))
       partial.messages.append(answer)
       step = await environment.step(answer)
       reward = float(step.reward)

@@ -1,9 +1,9 @@
 """Environments, chat and reward of a simulated run: they only take time.
 
-Messages are numbers: the count of their ids, then the first two ids. These name
-the task and the play of a conversation, so that engine and reward can identify
-the play from a request or a transcript, and draw with the environment whatever
-the order of events.
+Messages are numbers: the count of their ids and, in the first, the number of
+the play. The ids of that message count up from it, so that engine and reward
+can identify the play from a request or a transcript, and draw with the
+environment whatever the order of events.
 """
 
 import asyncio
@@ -26,6 +26,7 @@ from rl.simulation import workload as workload_lib
 
 _STOP_ID = 1
 _NO_TEXT = tool_calls.Answer("")
+_FIRST_IDS = 1 << 16
 _Play = tuple[int, workload_lib.GroupMember]
 """Number of the source, and the member that plays."""
 
@@ -60,6 +61,8 @@ class World:
     self._numbers = {w.name: i for i, w in enumerate(self.workloads)}
     self._built: collections.Counter[str] = collections.Counter()
     self._graded: collections.Counter[_Play] = collections.Counter()
+    self._plays: list[_Play] = []
+    self._rising = _rising(_FIRST_IDS)
 
   # The source.
 
@@ -70,13 +73,14 @@ class World:
 
   def __call__(self, task: base.Task) -> base.Environment:
     """Returns a fresh environment of the task's source."""
-    number = self._built[task.id]
+    member = workload_lib.GroupMember(task.index, self._built[task.id])
     self._built[task.id] += 1
     source, hosts = self._numbers[task.source], self.hosts
+    self._plays.append((source, member))
     return _Environment(
       self._draws[source],
-      workload_lib.GroupMember(task.index, number),
-      source + len(self.workloads) * number,
+      member,
+      len(self._plays) - 1,
       hosts if hosts and hosts.serves(task.source) else None,
     )
 
@@ -91,8 +95,8 @@ class World:
       transcripts: of one play; a retry draws other seconds.
     """
     (transcript,) = transcripts
-    _, *play = _numbers(transcript.messages[0])
-    source, member = self._play(*play)
+    _, play = _numbers(transcript.messages[0])
+    source, member = self._plays[play]
     call = self._graded[source, member]
     self._graded[source, member] += 1
     draws = self._draws[source]
@@ -106,14 +110,9 @@ class World:
 
   def answer_tokens(self, request: contract.DecodeRequest) -> int:
     """Returns the length of an answer before it is cut."""
-    source, member = self._play(*request.tokens[:2].tolist())
+    source, member = self._plays[request.tokens[0]]
     turn = int(request.request_id.rpartition("/")[2])
     return self._draws[source].count("answer_tokens", member, turn)
-
-  def _play(self, index: int, code: int) -> _Play:
-    """Returns the play that the first two ids of a conversation name."""
-    number, source = divmod(code, len(self.workloads))
-    return source, workload_lib.GroupMember(index, number)
 
   # The chat.
 
@@ -127,20 +126,27 @@ class World:
     messages: Sequence[base.Message],
     tools: Sequence[Mapping[str, Any]] = (),
   ) -> Int32[np.ndarray, " P"]:
-    """Returns the first context, with as many ids as the message says."""
-    return _ids(messages)
+    """Returns the first context: ids that count up from the play.
+
+    Conversations share them, since copies would take most of the memory.
+    """
+    count, play = _numbers(messages[0])
+    if play + count > len(self._rising):
+      self._rising = _rising(2 * (play + count))
+    return self._rising[play : play + count]
 
   def append(
     self, messages: Sequence[base.Message], answer_ended: bool = True
   ) -> Int32[np.ndarray, " P"]:
     """Returns as many ids as the messages say."""
-    return _ids(messages)
+    count = sum([_numbers(message)[0] for message in messages])
+    return simulated_engine.constant(0, count, np.int32)
 
   def decode(self, ids: Sequence[int]) -> str:
     """Returns "": answers have no text."""
     return ""
 
-  def parse(self, ids: Sequence[int]) -> tool_calls.Answer:
+  def parse(self, ids: Int32[np.ndarray, " T"]) -> tool_calls.Answer:
     """Returns an answer without text."""
     return _NO_TEXT
 
@@ -194,7 +200,7 @@ class _Environment:
   """One episode, with drawn turns and seconds.
 
   Args:
-    code: of the play: the second id of the conversation.
+    play: its number, the first id of the conversation.
     hosts: that it needs a slot of.
   """
 
@@ -202,7 +208,7 @@ class _Environment:
     self,
     draws: workload_lib.Draws,
     member: workload_lib.GroupMember,
-    code: int,
+    play: int,
     hosts: hosts_lib.HostPool | None,
   ):
     self._hosts = hosts
@@ -210,7 +216,7 @@ class _Environment:
     self.admit = self._admit if hosts else None
     self._draws = draws
     self._member = member
-    self._code = code
+    self._play = play
     self._left = draws.count("turns", member)
     self._steps = 0
 
@@ -222,9 +228,8 @@ class _Environment:
     await self._wait(self._draws.of_turn("start_s", self._member), starts=True)
     if self._draws.faulty("start", self._member):
       raise OSError("a simulated environment did not start")
-    index = self._member.task
-    ids = max(2, round(self._draws.of_task("prompt_tokens", index)))
-    return [base.Message("user", f"{ids} {index} {self._code}")]
+    ids = self._draws.of_task("prompt_tokens", self._member.task)
+    return [base.Message("user", f"{max(1, round(ids))} {self._play}")]
 
   async def step(self, answer: base.Message) -> base.Step:
     turn, self._steps = self._steps, self._steps + 1
@@ -234,7 +239,7 @@ class _Environment:
     if self._steps == self._left:
       return base.Step([], 0.0, True)
     ids = self._draws.count("reply_tokens", self._member, turn)
-    return base.Step([base.Message("user", f"{ids} 0 0")], 0.0, False)
+    return base.Step([base.Message("user", f"{ids}")], 0.0, False)
 
   async def close(self) -> None:
     if self._hosts and self._place:
@@ -253,17 +258,12 @@ async def _wait(seconds: float) -> None:
 
 
 def _numbers(message: base.Message) -> list[int]:
-  """Returns the number of ids of a message, and the first two of them."""
+  """Returns the number of ids of a message and, of the first, the play."""
   return list(map(int, message.content.split()))
 
 
-def _ids(messages: Sequence[base.Message]) -> Int32[np.ndarray, " P"]:
-  """Returns as many ids as the messages say; the first two name the play."""
-  words = [_numbers(message) for message in messages]
-  zeros = simulated_engine.constant(0, sum(w[0] for w in words), np.int32)
-  play = words[0][1:] if words else []
-  if not any(play):
-    return zeros
-  ids = zeros.copy()
-  ids[:2] = play[: len(ids)]
+def _rising(count: int) -> Int32[np.ndarray, " N"]:
+  """Returns 0, 1, 2 and so on, which nobody may change."""
+  ids = np.arange(count, dtype=np.int32)
+  ids.flags.writeable = False
   return ids

@@ -178,8 +178,13 @@ def test_a_fault_is_an_exception(call):
     virtual_clock.run(ask())
 
 
-def test_the_chat_is_of_zeros_behind_the_name_of_the_task(world):
-  ids = world.open([base.Message("user", "5 17 1")])
-  np.testing.assert_array_equal(ids, [17, 1, 0, 0, 0])
-  assert len(world.open([])) == 0
+def test_a_conversation_counts_up_from_its_play_and_goes_on_in_zeros(world):
+  first = base.Message("user", "5 17")
+  ids = world.open([first])
+  np.testing.assert_array_equal(ids, [17, 18, 19, 20, 21])
+  assert len(world.open([base.Message("user", "300000 17")])) == 300_000
+  np.testing.assert_array_equal(world.open([first]), ids)
+  more = world.append([base.Message("user", "3"), base.Message("user", "2")])
+  np.testing.assert_array_equal(more, np.zeros(5))
+  assert len(world.append([])) == 0
   assert world.decode(ids.tolist()) == ""
