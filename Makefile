@@ -83,9 +83,11 @@ agents: .venv/ready .venv-agents/ready .venv-verifiers/ready
 	@scripts/setup_sglang.sh
 
 # A missing engine fails here, where the suite would otherwise skip it.
-sglang: .venv-sglang/ready
+sglang: .venv/ready .venv-sglang/ready
 	@TWINMESH_ENGINES=sglang .venv-sglang/bin/python -m pytest \
 	  tests/rl/engine/test_contract.py tests/rl/engine/sglang $(ARGS)
+	@TWINMESH_ENGINES=remote_sglang $(python) -m pytest \
+	  tests/rl/engine/test_contract.py $(ARGS)
 
 .venv/reasoning: .venv/ready
 	@$(python) -m pip install --no-input --quiet --editable '.[reasoning]' \

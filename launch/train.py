@@ -59,7 +59,7 @@ def _claim(experiment: experiment_lib.Experiment) -> TextIO:
       "--workdir is missing; name a directory, as in --workdir=runs/mine, or "
       "ask for --explain"
     )
-  experiment.engine.validate_installed()
+  experiment.validate_installed()
   jax_setup.prepare(experiment.placement)
   assemble.fit(experiment)
   # Last: it writes, and clears a run without checkpoints.

@@ -252,6 +252,12 @@ class Experiment:
       raise ValueError(f"initial={error}") from error
     self.build_chat()
 
+  def validate_installed(self) -> None:
+    """Raises ValueError when an engine's package is missing where it runs."""
+    self.placement.validate_pythons()
+    for python in {pool.python for pool in self.placement.pools}:
+      self.engine.validate_installed(python)
+
   def _validate_experts(self) -> None:
     recorded = getattr(self.engine, "record_experts", False)
     if self.rollout.record_experts and not recorded:

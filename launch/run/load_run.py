@@ -21,7 +21,7 @@ def prepare(experiment: experiment_lib.Experiment) -> None:
   """
   experiment.validate()
   experiment.validate_initial()
-  experiment.engine.validate_installed()
+  experiment.validate_installed()
   jax_setup.prepare(experiment.placement)
   assemble.fit(experiment)
 

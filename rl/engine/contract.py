@@ -623,8 +623,12 @@ class EngineSpec(Protocol):
     """Raises ValueError on a model that such an engine cannot serve."""
     ...
 
-  def validate_installed(self) -> None:
-    """Raises ValueError when its package is missing."""
+  def validate_installed(self, python: str | None = None) -> None:
+    """Raises ValueError when its package is missing.
+
+    Args:
+      python: the program that is to run it; None is this process.
+    """
     ...
 
   @property

@@ -99,6 +99,8 @@ class DecodePool:
     kind: strength of its devices.
     cost: of one engine for a second, in any unit that all pools share.
     processes: of each engine; 0 is this one, 1 a process of its own.
+    python: the program that runs such a process, such as that of an environment
+      with another jax; None is the one that runs this.
   """
 
   name: str
@@ -107,6 +109,7 @@ class DecodePool:
   kind: Kind = "any"
   cost: float = 1.0
   processes: int = 0
+  python: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -116,8 +119,8 @@ class Placement:
   Attributes:
     decode: the mesh of one engine of the first decode pool, which is named
       "decode".
-    replicas, decode_kind, decode_cost, decode_processes: of that pool; see
-      `DecodePool`.
+    replicas, decode_kind, decode_cost, decode_processes, decode_python: of that
+      pool; see `DecodePool`.
     learner_processes: among which the learner's devices are divided; 1 is this
       process, more are all of their own.
     more: further pools. Each follows on the devices of those before it, unless
@@ -134,6 +137,7 @@ class Placement:
   decode_kind: Kind = "any"
   decode_cost: float = 1.0
   decode_processes: int = 0
+  decode_python: str | None = None
   learner_processes: int = 1
   more: tuple[DecodePool, ...] = ()
   platform: str | None = None
@@ -150,6 +154,7 @@ class Placement:
       kind=self.decode_kind,
       cost=self.decode_cost,
       processes=self.decode_processes,
+      python=self.decode_python,
     )
     return first, *self.more
 
@@ -247,15 +252,16 @@ class Placement:
     checks.at_least(self, 1, "replicas")
     checks.finite_above(self, 0, "decode_cost")
     checks.one_of(self, Kind, "decode_kind")
-    _check_processes("decode_processes", self.decode_processes, self.platform)
+    first = self.pools[0]
+    _check_processes("decode_processes", "decode_python", first, self.platform)
     self._validate_learner_processes()
     for number, pool in enumerate(self.more):
       where = f"placement.more.{number}"
       checks.at_least(pool, 1, "replicas", where=where)
       checks.finite_above(pool, 0, "cost", where=where)
       checks.one_of(pool, Kind, "kind", where=where)
-      name = f"more.{number}.processes"
-      _check_processes(name, pool.processes, self.platform)
+      names = f"more.{number}.processes", f"more.{number}.python"
+      _check_processes(*names, pool, self.platform)
     taken = {*get_args(Kind), "learner", ""}
     for i, pool in enumerate(self.pools):
       if pool.name in taken:
@@ -293,6 +299,13 @@ class Placement:
           f"{one} and {other} share devices {list(shared)}; move "
           f"{out}.first_device or set placement.colocated=true"
         )
+
+  def validate_pythons(self) -> None:
+    """Raises ValueError when a pool's own Python cannot run its processes."""
+    for pool in self.pools:
+      if pool.python is not None:
+        what = f"the Python of pool {pool.name}"
+        checks.installed(what, "processes", "jax", *_WIRE, python=pool.python)
 
   def memory(self, devices: Sequence[Any] = ()) -> Memory | None:
     """Returns the memory of its devices, less a tenth that is kept free.
@@ -351,7 +364,9 @@ class Placement:
         "placement.colocated=true, or use placement.platform=cpu"
       )
     if self.remote:
-      _check_processes("decode_processes", 1, devices[0].platform)
+      _check_engines_can_be_remote(
+        "placement.decode_processes=1", devices[0].platform
+      )
     learner, *engines = self.ranges
     spec = self.learner
     if self.learner_processes > 1:
@@ -369,14 +384,29 @@ class Placement:
     return tuple(layouts)
 
 
-def _check_processes(name: str, count: int, platform: str | None) -> None:
-  setting = f"placement.{name}={count}"
-  if count not in (0, 1):
+def _check_processes(
+  name: str, python: str, pool: DecodePool, platform: str | None
+) -> None:
+  """Raises ValueError on processes that the engines of a pool cannot have.
+
+  Args:
+    name, python: settings of its processes, and of the program that runs them.
+  """
+  setting = f"placement.{name}={pool.processes}"
+  if pool.processes not in (0, 1):
     raise ValueError(f"{setting} must be 0 or 1: an engine has one at most")
-  if count:
-    _check_can_be_remote(
-      setting, "engines in processes of their own run", platform, 0
+  if pool.processes:
+    _check_engines_can_be_remote(setting, platform)
+  elif pool.python is not None:
+    raise ValueError(
+      f"placement.{python}={pool.python} with {setting}: the engines are in "
+      f"this process, which its own Python runs; use placement.{name}=1"
     )
+
+
+def _check_engines_can_be_remote(setting: str, platform: str | None) -> None:
+  what = "engines in processes of their own run"
+  _check_can_be_remote(setting, what, platform, 0)
 
 
 def _check_can_be_remote(
@@ -388,12 +418,7 @@ def _check_can_be_remote(
       f"{setting}: {what} on CPUs so far, not on a {platform.upper()}; use "
       f"{out}"
     )
-  missing = [x for x in _WIRE if importlib.util.find_spec(x) is None]
-  if missing:
-    raise ValueError(
-      f"{setting} needs {' and '.join(missing)}: pip install "
-      "'twinmesh[processes]'"
-    )
+  checks.installed(setting, "processes", *_WIRE)
 
 
 def _host_memory() -> Memory:

@@ -33,6 +33,7 @@ class EngineTask:
     mesh: of the engine, on the first devices of the worker.
     dtype: of the weights that it will be sent.
     platform: of its devices; None takes the one that jax finds.
+    python: see `placement.DecodePool`.
   """
 
   model: model_config.ModelConfig
@@ -40,6 +41,7 @@ class EngineTask:
   mesh: placement.MeshSpec
   dtype: weight_transfer.Dtype = "same"
   platform: str | None = None
+  python: str | None = None
 
   @property
   def placement(self) -> placement.Placement:

@@ -119,6 +119,7 @@ class RemoteEngine:
           "report": lambda text: self._report(text),
         },
         deadline_s=_CONNECT_S,
+        python=self._task.python,
       )
     except workers_lib.NotStarted as error:
       raise contract.EngineClosed(str(error)) from error
@@ -386,13 +387,14 @@ def of_experiment(
 ) -> RemoteEngines:
   """Returns the engines of an experiment that have processes of their own."""
   place, tasks = experiment.placement, {}
-  meshes = [pool.mesh for pool in place.pools for _ in range(pool.replicas)]
+  pools = [pool for pool in place.pools for _ in range(pool.replicas)]
   for number in place.remote:
     tasks[number] = engine_worker.EngineTask(
       model=experiment.model,
       engine=experiment.engine,
-      mesh=meshes[number],
+      mesh=pools[number].mesh,
       dtype=experiment.publishing.dtype,
+      python=pools[number].python,
     )
   log_dir = run_dir and run_dir / "workers"
   return RemoteEngines(tasks, log_dir, thread, spans, watchdog)

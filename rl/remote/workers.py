@@ -150,11 +150,13 @@ class Workers:
     environment: Mapping[str, str],
     hears: Mapping[str, Any],
     deadline_s: float,
+    python: str | None = None,
   ) -> tuple[Worker, connection.Connection]:
     """Starts a process and returns it with its connection.
 
     Args:
       task: JSON that tells it what to be.
+      python: the program that runs it; None is the one of this process.
       environment: variables that are different there.
       hears: see `connection.Connection`.
 
@@ -164,7 +166,7 @@ class Workers:
     address = await self.listen()
     admitted = asyncio.get_running_loop().create_future()
     self._expected[name] = _Expected(task, hears, admitted)
-    worker = self._spawn(name, address, environment)
+    worker = self._spawn(name, address, environment, python)
     try:
       async with asyncio.timeout(deadline_s):
         while not admitted.done() and not worker.ended:
@@ -182,14 +184,18 @@ class Workers:
     raise NotStarted(why + words)
 
   def _spawn(
-    self, name: str, address: str, environment: Mapping[str, str]
+    self,
+    name: str,
+    address: str,
+    environment: Mapping[str, str],
+    python: str | None,
   ) -> Worker:
     self._log_dir.mkdir(parents=True, exist_ok=True)
     log = self._log_dir / f"{name.replace(' ', '_')}.log"
     paths = [str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     with log.open("a") as output:
       process = subprocess.Popen(
-        [sys.executable, "-m", "launch.worker"],
+        [python or sys.executable, "-m", "launch.worker"],
         stdin=subprocess.PIPE,
         stdout=output,
         stderr=output,

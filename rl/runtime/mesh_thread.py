@@ -84,8 +84,16 @@ class MeshThread:
     start = time.monotonic()
     with jax.transfer_guard("disallow"):
       result = jax.block_until_ready(function(*args))
-    self._spans.add(self._track, name, start, time.monotonic())
+    self.record(name, start, time.monotonic())
     return result
+
+  def record(self, name: str, start: float, end: float) -> None:
+    """Records a busy span of the mesh, also of work that another thread did.
+
+    Args:
+      start, end: readings of `time.monotonic`.
+    """
+    self._spans.add(self._track, name, start, end)
 
   def close(self) -> None:
     """Ends the thread after the queued jobs; leaves a hung one behind."""

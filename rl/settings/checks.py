@@ -15,13 +15,21 @@ None passes: it turns an optional setting off.
 
 import dataclasses
 import difflib
+import importlib.util
 import math
 import operator
+import subprocess
 import typing
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NoReturn
 
 from rl.settings import short_names
+
+_PYTHON_S = 60.0
+_PRINT_MISSING = """
+import importlib.util, sys
+print(*(x for x in sys.argv[1:] if importlib.util.find_spec(x) is None))
+"""
 
 
 def validate(tree: Any) -> None:
@@ -163,6 +171,42 @@ def refuse(
   pairs = [f"{n}={text}" for n, text in zip(names, values, strict=True)]
   why += out and f"; {out}"
   raise ValueError(f"{_prefix(part, where)}{' with '.join(pairs)}: {why}")
+
+
+def installed(
+  setting: str, extra: str, *modules: str, python: str | None = None
+) -> None:
+  """Checks that modules can be imported.
+
+  Args:
+    setting: that needs them, with its value.
+    extra: of this project that installs them.
+    python: the program that is to import them; None is this process.
+
+  Raises:
+    ValueError: some cannot be, or the program does not run.
+  """
+  if python is None:
+    missing = [x for x in modules if importlib.util.find_spec(x) is None]
+  else:
+    missing = _missing_from(python, modules)
+  if missing:
+    into = f"{python} -m pip install" if python else "pip install"
+    raise ValueError(
+      f"{setting} needs {' and '.join(missing)}: {into} 'twinmesh[{extra}]'"
+    )
+
+
+def _missing_from(python: str, modules: Sequence[str]) -> list[str]:
+  """Returns those of some modules that another Python does not find."""
+  command = [python, "-c", _PRINT_MISSING, *modules]
+  try:
+    done = subprocess.run(
+      command, capture_output=True, text=True, timeout=_PYTHON_S, check=True
+    )
+  except (OSError, subprocess.SubprocessError) as error:
+    raise ValueError(f"{python} does not run as a Python: {error}") from error
+  return done.stdout.split()
 
 
 def _shown(value: Any) -> Any:

@@ -46,9 +46,11 @@ SETTINGS: dict[str, contract.EngineSpec] = {
   "sglang": SglangSettings(slots=4, row_buckets=(4,), token_buckets=(32,)),
 }
 SETTINGS["remote"] = SETTINGS["built_in"]
+SETTINGS["remote_sglang"] = SETTINGS["sglang"]
 # Float32: sums in other orders differ by some 1e-6 in log-probabilities.
 CLOSE = 1e-4
 LONG = 60
+SGLANG_PYTHON = ".venv-sglang/bin/python"
 _WAIT_S = 180
 
 
@@ -67,8 +69,9 @@ def parameters() -> list[Any]:
   wanted = os.environ.get("TWINMESH_ENGINES", "").split()
   installed = importlib.util.find_spec("sgl_jax") is not None
   skip = pytest.mark.skipif(not (installed or wanted), reason="not installed")
-  marks = {"sglang": [skip], "remote": [pytest.mark.process]}
-  names = wanted or list(SETTINGS)
+  process = [pytest.mark.process]
+  marks = {"sglang": [skip], "remote": process, "remote_sglang": process}
+  names = wanted or ["built_in", "sglang", "remote"]
   return [pytest.param(name, marks=marks.get(name, [])) for name in names]
 
 
@@ -235,12 +238,13 @@ def in_a_process(
   settings: contract.EngineSpec,
   config: config_lib.ModelConfig,
   where: placement.Placement,
+  python: str | None = None,
 ) -> Iterator[Served]:
-  """Starts an engine in a process of its own."""
+  """Starts an engine in a process of its own, run by a Python of its own."""
   _, layout = where.layouts()
   thread = mesh_thread.MeshThread("host", trace.Trace(None))
   task = engine_worker.EngineTask(
-    model=config, engine=settings, mesh=where.decode
+    model=config, engine=settings, mesh=where.decode, python=python
   )
   with asyncio.Runner() as runner:
     others = workers.Workers(None)
@@ -269,4 +273,6 @@ def serve(
   settings = settings or SETTINGS[name]
   if name == "remote":
     return in_a_process(settings, config, where)
+  if name == "remote_sglang":
+    return in_a_process(settings, config, where, SGLANG_PYTHON)
   return running(Served, settings, config, where)

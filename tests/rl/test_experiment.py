@@ -437,6 +437,29 @@ def test_what_answers_from_elsewhere_does_not_go_with_a_repeatable_run(
   dataclasses.replace(experiment, repeatable=True).validate()
 
 
+@pytest.mark.process
+def test_an_engine_must_be_installed_where_it_runs(experiment, tmp_path):
+  found = tmp_path / "python"
+  found.write_text("#!/bin/sh\n")
+  found.chmod(0o755)
+  lacking = tmp_path / "other"
+  lacking.write_text("#!/bin/sh\ncase $3 in sgl_jax) echo sgl_jax ;; esac\n")
+  lacking.chmod(0o755)
+  experiment = dataclasses.replace(
+    experiment, engine=sglang_settings.SglangSettings()
+  )
+
+  def run_by(python):
+    place = placement.Placement(decode_processes=1, decode_python=str(python))
+    dataclasses.replace(experiment, placement=place).validate_installed()
+
+  run_by(found)
+  with pytest.raises(
+    ValueError, match=r"engine=sglang needs sgl_jax: .*/other -m pip"
+  ):
+    run_by(lacking)
+
+
 _APART = placement.Placement(
   learner=placement.MeshSpec(data=2), learner_processes=2, platform="cpu"
 )

@@ -87,7 +87,7 @@ class EngineSettings:
       why = "the model has no experts; use false"
       checks.refuse(self, "record_experts", why=why, where="engine")
 
-  def validate_installed(self) -> None:
+  def validate_installed(self, python: str | None = None) -> None:
     """Accepts: it is part of this project."""
 
   @property

@@ -71,7 +71,7 @@ class SglangEngine:
     self._requests = sglang_requests.Requests(
       sizes.slots, self._submit, self._abort
     )
-    self._paused = self._swapping = False
+    self._paused = self._swapping = self._is_warm = False
     self._updating = asyncio.Lock()
     self._paused_s = 0.0
     self._closed: contract.EngineClosed | None = None
@@ -108,12 +108,14 @@ class SglangEngine:
       on_death=functools.partial(call_soon, self._on_death),
       evict_argument=self._upstream.evict_argument,
       replicated=self._layout.sharding(),
+      on_step=self._record_step,
     )
     self._upstream.start(self._bridge)
     self._watching = asyncio.create_task(self._watch(), name="sglang watch")
     leaves, checksum = await self._thread.run("convert", self._convert, params)
     await self._swap(version, leaves, checksum, idle=True)
     await self._compile(report)
+    self._is_warm = True
 
   async def _compile(self, report: Callable[[str], None]) -> None:
     sizes, longest = self._sizes, self._config.max_length - 1
@@ -407,6 +409,11 @@ class SglangEngine:
           )
         )
         return
+
+  def _record_step(self, began_s: float, ended_s: float) -> None:
+    # Time that goes into compiling is no decoding.
+    name = "decode" if self._is_warm else "warm up"
+    self._thread.record(name, began_s, ended_s)
 
   def _on_death(self, error: BaseException) -> None:
     self._fail(

@@ -73,6 +73,7 @@ class Bridge:
     evict_argument: turns a number of ids into the argument of the prefix
       cache's `evict`.
     replicated: sharding of logits to sample from, on the engine's devices.
+    on_step: gets the begin and the end of each step, on its thread.
   """
 
   def __init__(
@@ -81,7 +82,10 @@ class Bridge:
     on_death: Callable[[BaseException], None],
     evict_argument: Callable[[int], Any],
     replicated: jax.sharding.Sharding,
+    on_step: Callable[[float, float], None],
   ):
+    self._on_step = on_step
+    self._step_began_s: float | None = None
     self._deliver = deliver
     self._on_death = on_death
     self._evict_argument = evict_argument
@@ -229,6 +233,15 @@ class Bridge:
     """Drops a message of the scheduler to its tokenizer."""
 
   def _receive(self) -> list[Any]:
+    if self._step_began_s is not None:
+      self._on_step(self._step_began_s, time.monotonic())
+      self._step_began_s = None
+    messages = self._next_messages()
+    if messages or not self.scheduler.is_fully_idle():
+      self._step_began_s = time.monotonic()
+    return messages
+
+  def _next_messages(self) -> list[Any]:
     while True:
       self.last_seen = time.monotonic()
       idle = self.scheduler.is_fully_idle() and not self._messages

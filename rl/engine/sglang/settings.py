@@ -7,7 +7,6 @@ Needs `pip install twinmesh[sglang]`.
 
 import dataclasses
 import importlib.metadata
-import importlib.util
 from collections.abc import Mapping
 from typing import ClassVar
 
@@ -69,11 +68,9 @@ class SglangSettings:
       self, 0, "memory_fraction", "patience_s", where="engine"
     )
 
-  def validate_installed(self) -> None:
+  def validate_installed(self, python: str | None = None) -> None:
     """Raises ValueError when sglang-jax is missing."""
-    if importlib.util.find_spec("sgl_jax") is None:
-      out = "pip install twinmesh[sglang]"
-      raise ValueError(f"engine=sglang needs sglang-jax: {out}")
+    checks.installed("engine=sglang", "sglang", "sgl_jax", python=python)
 
   def validate_model(self, config: model_config.ModelConfig) -> None:
     """Raises ValueError on a model that such an engine cannot serve."""

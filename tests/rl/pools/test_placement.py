@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import sys
 
 import jax
 import pytest
@@ -373,6 +374,14 @@ def test_a_learner_in_other_processes_has_one_device_of_this_one():
       {"more": (placement.DecodePool(name="far", processes=3),)},
       r"placement\.more\.0\.processes=3 must be 0 or 1",
     ),
+    (
+      {"decode_python": "python"},
+      r"decode_python=python with .*decode_processes=0: .*decode_processes=1$",
+    ),
+    (
+      {"more": (placement.DecodePool(name="far", python="python"),)},
+      r"placement\.more\.0\.python=python with .*; use .*0\.processes=1$",
+    ),
   ],
 )
 def test_processes_that_cannot_be_are_refused(changes, words):
@@ -386,3 +395,33 @@ def test_processes_without_their_packages_name_the_extra(monkeypatch):
     ValueError, match=r"needs websockets and msgpack: .*twinmesh\[processes\]"
   ):
     Placement(decode_processes=1).validate()
+
+
+@pytest.mark.parametrize(
+  ("script", "words"),
+  [
+    (None, "does not run as a Python: .*No such file"),
+    ("exit 1", "does not run as a Python"),
+    (
+      "echo jax msgpack",
+      r"the Python of pool decode needs jax and msgpack: .*/python -m pip "
+      r"install 'twinmesh\[processes\]'",
+    ),
+  ],
+)
+@pytest.mark.process
+def test_a_python_that_cannot_run_an_engine_is_refused(tmp_path, script, words):
+  python = tmp_path / "python"
+  if script:
+    python.write_text(f"#!/bin/sh\n{script}\n")
+    python.chmod(0o755)
+  place = Placement(decode_processes=1, decode_python=str(python))
+  with pytest.raises(ValueError, match=words):
+    place.validate_pythons()
+
+
+@pytest.mark.process
+def test_a_python_with_all_packages_is_accepted():
+  here = Placement(decode_processes=1, decode_python=sys.executable)
+  here.validate_pythons()
+  Placement().validate_pythons()

@@ -134,6 +134,28 @@ def test_a_worker_that_ends_at_once_is_told_with_its_last_words():
 
 
 @pytest.mark.process
+def test_a_worker_is_run_by_the_python_that_is_named(tmp_path):
+  other = tmp_path / "python"
+  other.write_text('#!/bin/sh\necho "other: $*"\nexit 3\n')
+  other.chmod(0o755)
+
+  async def scenario(others, _):
+    with pytest.raises(
+      workers.NotStarted, match=r"(?s)code 3; .*other: -m launch\.worker"
+    ):
+      await others.start(
+        "engine 0",
+        "{}",
+        environment={},
+        hears={},
+        deadline_s=50,
+        python=str(other),
+      )
+
+  play(scenario)
+
+
+@pytest.mark.process
 def test_a_worker_that_does_not_connect_in_time_is_ended():
   async def scenario(others, _):
     with pytest.raises(

@@ -85,7 +85,7 @@ def test_sizes_follow_the_platform():
 def test_a_missing_package_is_named(one_device, thread):
   if INSTALLED:
     pytest.skip("it is installed")
-  with pytest.raises(ValueError, match=r"pip install twinmesh\[sglang\]"):
+  with pytest.raises(ValueError, match=r"pip install 'twinmesh\[sglang\]'"):
     SglangSettings().build(CONFIG, one_device, thread)
 
 
@@ -223,6 +223,20 @@ def test_our_process_stays_ours(served):
   sockets = [one for one in gc.get_objects() if isinstance(one, kind)]
   assert sockets
   assert all(one.closed for one in sockets)
+
+
+@needs_sglang
+def test_its_steps_are_work_of_its_mesh(served):
+  spans = served.thread._spans.spans
+  assert "warm up" in {span.name for span in spans}
+  before = len(spans)
+  began = time.monotonic()
+  served.run(served.answer([1, 2], 9))
+  passed_s = time.monotonic() - began
+  steps = [span for span in spans[before:] if span.name == "decode"]
+  assert len(steps) >= 8
+  assert {span.track for span in steps} == {"decode"}
+  assert 0 < sum(span.end - span.start for span in steps) <= passed_s
 
 
 @needs_sglang
