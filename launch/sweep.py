@@ -1,21 +1,32 @@
 """Runs every variation of a config: python -m launch.sweep --config=FILE.
 
+  python -m launch.sweep --config=FILE --workdir=DIR --parallel=2 --attempts=2
+  python -m launch.sweep --workdir=DIR --table
+
 The file's sweep() lists the overrides of each run. Every run is a process,
 `launch.train` with its own directory and log, so a failed run does not end the
-others. The same command continues a stopped sweep.
+others. The same command continues a stopped sweep. Ctrl-C and SIGTERM stop
+every run at its next safe point; a second one ends them at once.
+
+--table compares the runs, also while they go on: it prints them, the best
+first, and writes compare.html with their curves. A sweep ends with that.
 """
 
-import concurrent.futures
-import json
+import collections
+import dataclasses
 import pathlib
+import signal
+import statistics
 import subprocess
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 
 from absl import app
 from absl import flags as absl_flags
 
 from launch.cli import flags, workdir
+from launch.report import comparison
 from rl import experiment
 from rl.settings import overrides as overrides_lib
 
@@ -25,13 +36,46 @@ _WORKDIR = absl_flags.DEFINE_string(
 _PARALLEL = absl_flags.DEFINE_integer(
   "parallel", 1, "Runs at the same time.", lower_bound=1
 )
+_ATTEMPTS = absl_flags.DEFINE_integer(
+  "attempts",
+  1,
+  "Starts of a run: one that fails goes on from its newest checkpoint.",
+  lower_bound=1,
+)
+_METRIC = absl_flags.DEFINE_string(
+  "metric",
+  "success",
+  "Metric by which runs are compared; with a minus, as in -loss, less of it is"
+  " better.",
+)
+_MEDIAN_EVERY = absl_flags.DEFINE_integer(
+  "stop_below_median_every",
+  None,
+  "After every so many rounds, stop a run whose mean --metric so far is worse"
+  " than the median of the others after as many.",
+  lower_bound=1,
+)
+_TABLE = absl_flags.DEFINE_bool(
+  "table", False, "Only compare the runs that are in --workdir."
+)
 # Shows --config in --help.
 absl_flags.adopt_module_key_flags(flags)
+
+_LOOK_S = 0.2
+_MEASURE_S = 2.0
+_WRONG_SETTINGS = 2
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 @flags.command
 def main() -> None:
   """Checks every run, then starts them; exits with 1 if one failed."""
+  root, metric = pathlib.Path(_WORKDIR.value), _METRIC.value.removeprefix("-")
+  less = _METRIC.value.startswith("-")
+  if _TABLE.value:
+    with flags.exit_on_setting_error():
+      compare(root, metric, less)
+    return
   path = absl_flags.FLAGS.config
   with flags.exit_on_setting_error():
     given = flags.overrides()
@@ -39,20 +83,40 @@ def main() -> None:
     swept = flags.sweep(path)
     for overrides in swept:
       _check_disjoint(given, overrides)
-    runs = [{**given, **overrides} for overrides in swept]
+    runs = [
+      Run(root / f"run_{number:03d}", path, {**given, **overrides})
+      for number, overrides in enumerate(swept)
+    ]
     if not runs:
       raise overrides_lib.SettingError(
         f"{path} has no sweep() that lists runs; add one, or use launch.train"
       )
-    root = pathlib.Path(_WORKDIR.value)
-    directories = [root / f"run_{i:03d}" for i in range(len(runs))]
-    for directory, overrides in zip(directories, runs, strict=True):
-      workdir.check_initial(directory, flags.load(path, overrides))
-  with concurrent.futures.ThreadPoolExecutor(_PARALLEL.value) as pool:
-    codes = list(pool.map(_run, [path] * len(runs), runs, directories))
-  for directory, overrides, code in zip(directories, runs, codes, strict=True):
-    print(f"{directory}  {_outcome(directory, code)}  {_text(overrides)}")
-  sys.exit(1 if any(codes) else 0)
+    for run in runs:
+      workdir.check_initial(run.directory, flags.load(path, run.overrides))
+  every = _MEDIAN_EVERY.value
+  rule = None if every is None else MedianRule(every, metric, less)
+  sweep = Sweep(runs, _PARALLEL.value, _ATTEMPTS.value, rule)
+  number = sweep.play()
+  if number:
+    sys.exit(128 + number)
+  with flags.exit_on_setting_error():
+    compare(root, metric, less)
+  sys.exit(1 if any(run.failed for run in runs) else 0)
+
+
+def compare(root: pathlib.Path, metric: str, less: bool) -> None:
+  """Prints a table of all runs below a directory, and writes compare.html.
+
+  Raises:
+    ValueError: there are none, or none has the metric.
+  """
+  directories = sorted(root.iterdir()) if root.is_dir() else []
+  runs = comparison.read(directories, metric)
+  print(comparison.text(runs, metric, less))
+  target = root / "compare.html"
+  page = comparison.page(runs, metric, root.resolve().name, less)
+  target.write_text(page, "utf-8")
+  print(f"curves: {target}")
 
 
 def _check_disjoint(
@@ -66,38 +130,184 @@ def _check_disjoint(
     )
 
 
-def _run(
-  path: str, overrides: Mapping[str, str | None], directory: pathlib.Path
-) -> int:
-  directory.mkdir(parents=True, exist_ok=True)
-  command = [sys.executable, "-m", "launch.train", f"--config={path}"]
-  command += [*flags.arguments(overrides), f"--workdir={directory}"]
-  print(f"{directory}: {_text(overrides)}", flush=True)
-  with (directory / "log.txt").open("a") as log:
-    return subprocess.run(
-      command,
-      stdin=subprocess.DEVNULL,
-      stdout=log,
-      stderr=subprocess.STDOUT,
-      check=False,
-    ).returncode
+@dataclasses.dataclass(eq=False)
+class Run:
+  """One run of a sweep, in its directory.
+
+  Attributes:
+    attempts: starts so far.
+    failed: it has ended with an error, and has no attempt left.
+    looked: last round at which `MedianRule` compared it.
+    due_s: time of the next look at its metrics.
+  """
+
+  directory: pathlib.Path
+  path: str
+  overrides: Mapping[str, str | None]
+  attempts: int = 0
+  failed: bool = False
+  looked: int = 0
+  due_s: float = 0.0
+  process: subprocess.Popen | None = None
+
+  @property
+  def is_stopped(self) -> bool:
+    """True for a run that a rule has stopped, in this sweep or before."""
+    return bool(comparison.note(self.directory))
+
+  def start(self) -> None:
+    """Starts its process, or goes on from its newest checkpoint."""
+    self.attempts += 1
+    self.directory.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "launch.train", f"--config={self.path}"]
+    command += flags.arguments(self.overrides)
+    settings = " ".join(f"{k}={v}" for k, v in self.overrides.items())
+    print(f"{self.directory}: {settings}", flush=True)
+    with (self.directory / "log.txt").open("a") as log:
+      self.process = subprocess.Popen(
+        [*command, f"--workdir={self.directory}"],
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        # Ctrl-C is for the sweep, which tells each run once.
+        start_new_session=True,
+      )
+
+  def signal(self, number: int) -> None:
+    """Sends a signal, unless it has ended."""
+    if self.process is not None and self.process.poll() is None:
+      self.process.send_signal(number)
 
 
-def _outcome(directory: pathlib.Path, code: int) -> str:
-  if code:
-    return f"failed with {code}, see log.txt"
-  evaluations = directory / "evaluations.jsonl"
-  lines = evaluations.read_text().splitlines() if evaluations.exists() else []
-  if not lines:
-    return "done"
-  last = json.loads(lines[-1])
-  if last["success"] is None:
-    return f"no episode was graded: {last['fault']}"
-  return f"success {last['success']:.1%}"
+class MedianRule:
+  """Finds runs that do worse than most others.
+
+  The median stopping rule of Golovin et al. (Google Vizier, KDD 2017, 3.2.2),
+  by the mean of the metric so far.
+
+  Args:
+    every: rounds between two looks at a run.
+    less: less of the metric is better.
+  """
+
+  def __init__(self, every: int, metric: str, less: bool):
+    self._every = every
+    self._metric = metric
+    self._less = less
+
+  def verdict(self, run: Run, runs: Sequence[Run]) -> str:
+    """Returns why a run is to be stopped now; "" if it is to go on.
+
+    Two others must have come as far.
+    """
+    values = comparison.values(run.directory, self._metric)
+    rounds = max(values, default=0) // self._every * self._every
+    if rounds <= run.looked:
+      return ""
+    run.looked = rounds
+    own = _mean_until(values, rounds)
+    others = [
+      mean
+      for other in runs
+      if other is not run and (mean := self._mean_of(other, rounds)) is not None
+    ]
+    if own is None or len(others) < 2:
+      return ""
+    median = statistics.median(others)
+    if own <= median if self._less else own >= median:
+      return ""
+    return (
+      f"stopped after round {rounds}: mean {self._metric} {own:.4g}, median of "
+      f"the others {median:.4g}"
+    )
+
+  def _mean_of(self, run: Run, rounds: int) -> float | None:
+    values = comparison.values(run.directory, self._metric)
+    if max(values, default=0) < rounds:
+      return None
+    return _mean_until(values, rounds)
 
 
-def _text(overrides: Mapping[str, str | None]) -> str:
-  return " ".join(f"{key}={value}" for key, value in overrides.items())
+def _mean_until(values: Mapping[int, float], rounds: int) -> float | None:
+  seen = [value for number, value in values.items() if number <= rounds]
+  return statistics.fmean(seen) if seen else None
+
+
+class Sweep:
+  """Plays runs, some at a time.
+
+  Args:
+    attempts: starts of each run.
+    rule: stops runs early; None lets all come to their end.
+  """
+
+  def __init__(
+    self,
+    runs: Sequence[Run],
+    parallel: int,
+    attempts: int,
+    rule: MedianRule | None,
+  ):
+    self._runs = runs
+    self._parallel = parallel
+    self._attempts = attempts
+    self._rule = rule
+    self._waiting = collections.deque(r for r in runs if not r.is_stopped)
+    self._active: list[Run] = []
+    self._number = 0
+
+  def play(self) -> int:
+    """Plays all runs; returns the signal that stopped them, or 0."""
+    before = {n: signal.signal(n, self._on_signal) for n in _SIGNALS}
+    try:
+      while self._active or (self._waiting and not self._number):
+        while self._waiting and len(self._active) < self._parallel:
+          if self._number:
+            break
+          self._active.append(self._waiting.popleft())
+          self._active[-1].start()
+        time.sleep(_LOOK_S)
+        for run in [*self._active]:
+          self._look_at(run)
+    finally:
+      for run in self._active:
+        run.signal(signal.SIGKILL)
+      for number, handler in before.items():
+        signal.signal(number, handler)
+    return self._number
+
+  def _look_at(self, run: Run) -> None:
+    assert run.process is not None
+    code = run.process.poll()
+    if code is None:
+      self._measure(run)
+      return
+    self._active.remove(run)
+    if code == 0 or run.is_stopped or self._number:
+      return
+    again = code != _WRONG_SETTINGS and run.attempts < self._attempts
+    outcome = "; it goes on" if again else ""
+    print(f"{run.directory}: failed with {code}, see log.txt{outcome}")
+    if again:
+      self._waiting.append(run)
+    else:
+      run.failed = True
+
+  def _measure(self, run: Run) -> None:
+    """Stops a run that the rule finds wanting."""
+    if self._rule is None or run.is_stopped or time.monotonic() < run.due_s:
+      return
+    run.due_s = time.monotonic() + _MEASURE_S
+    if why := self._rule.verdict(run, self._runs):
+      print(f"{run.directory}: {why}", flush=True)
+      comparison.write_note(run.directory, why)
+      run.signal(signal.SIGINT)
+
+  def _on_signal(self, number: int, frame: object) -> None:
+    del frame
+    again, self._number = bool(self._number), number
+    for run in self._active:
+      run.signal(signal.SIGKILL if again else signal.SIGINT)
 
 
 if __name__ == "__main__":

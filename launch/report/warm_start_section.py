@@ -4,7 +4,7 @@ import math
 import pathlib
 
 from launch.cli import workdir
-from launch.report import learning_curve, run_files
+from launch.report import learning_curve, run_files, svg
 
 _WIDTH, _HEIGHT = 1040, 260
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52, _WIDTH - 12, 12, _HEIGHT - 34
@@ -62,20 +62,20 @@ def _curve(rows: run_files.Rows) -> str:
   steps = [row["step"] for row in rows]
   losses = [row["loss"] for row in rows]
   low, high = min(0.0, *losses), max(losses)
-  x = learning_curve.scale(steps[0], steps[-1], _LEFT, _RIGHT)
-  y = learning_curve.scale(low, high, _BOTTOM, _TOP)
+  x = svg.scale(steps[0], steps[-1], _LEFT, _RIGHT)
+  y = svg.scale(low, high, _BOTTOM, _TOP)
   parts = [
     f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" '
     'aria-label="Loss of the warm start by step">'
   ]
-  for tick in learning_curve.ticks(low, high):
+  for tick in svg.ticks(low, high):
     parts.append(
       f'<line x1="{_LEFT}" x2="{_RIGHT}" y1="{y(tick):.1f}" '
       f'y2="{y(tick):.1f}" stroke="var(--rule)"/>'
       f'<text x="{_LEFT - 8}" y="{y(tick) + 4:.1f}" text-anchor="end">'
       f"{tick:g}</text>"
     )
-  for tick in learning_curve.ticks(steps[0], steps[-1]):
+  for tick in svg.ticks(steps[0], steps[-1]):
     parts.append(
       f'<text x="{x(tick):.1f}" y="{_HEIGHT - 12}" text-anchor="middle">'
       f"{tick:,g}</text>"

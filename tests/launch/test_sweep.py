@@ -1,10 +1,18 @@
 """launch.sweep: runs every variation in its own process and directory."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
 
 import pytest
 
+from launch import sweep as sweep_lib
 from launch.cli import flags
+from launch.report import comparison
 from tests.helpers import commands
 
 SWEEP = """
@@ -49,7 +57,9 @@ def test_every_run_gets_its_overrides_and_a_directory(tmp_path):
   assert second["rollout"]["group_size"] == 4
   assert second["evaluation"]["every"] == 7
   assert second["evaluation"]["episodes"] == 8
-  assert "success" in result.stdout
+  assert "best success" in result.stdout
+  assert "evaluation.every" in result.stdout
+  assert (tmp_path / "out" / "compare.html").exists()
 
 
 def test_a_run_that_cannot_work_is_found_before_any_starts(tmp_path):
@@ -77,3 +87,152 @@ def test_a_setting_that_the_sweep_sets_too_is_refused(tmp_path):
   assert result.returncode == 2
   assert "--config.rounds=1 is given, but sweep() sets rounds" in result.stderr
   assert not (tmp_path / "out").exists()
+
+
+class Scripted(sweep_lib.Run):
+  """A run that is a script: it writes metrics, and ends as it is told."""
+
+  def start(self):
+    self.attempts += 1
+    self.directory.mkdir(parents=True, exist_ok=True)
+    self.process = subprocess.Popen(
+      [sys.executable, "-c", self.path, str(self.directory)],
+      start_new_session=True,
+    )
+
+
+def scripted(tmp_path, *scripts):
+  return [
+    Scripted(tmp_path / f"run_{number:03d}", script, {})
+    for number, script in enumerate(scripts)
+  ]
+
+
+FAILS_ONCE = """
+import pathlib, sys
+marker = pathlib.Path(sys.argv[1], "been_here")
+if not marker.exists():
+  marker.touch()
+  sys.exit(1)
+"""
+WAITS = "import time; time.sleep(60)"
+STUBBORN = "import signal, time; signal.signal(2, lambda *_: 0); time.sleep(60)"
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+  ("script", "attempts", "failed", "starts"),
+  [
+    (FAILS_ONCE, 2, False, 2),
+    (FAILS_ONCE, 1, True, 1),
+    ("import sys; sys.exit(1)", 3, True, 3),
+    # Settings that cannot work do not work the second time.
+    ("import sys; sys.exit(2)", 3, True, 1),
+  ],
+)
+def test_a_run_that_fails_is_started_again(
+  tmp_path, script, attempts, failed, starts
+):
+  (run,) = runs = scripted(tmp_path, script)
+  assert sweep_lib.Sweep(runs, 1, attempts, None).play() == 0
+  assert (run.failed, run.attempts) == (failed, starts)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(("script", "signals"), [(WAITS, 1), (STUBBORN, 2)])
+def test_a_signal_stops_what_runs_and_starts_nothing_more(
+  tmp_path, script, signals
+):
+  runs = scripted(tmp_path, script, script, script)
+  before = signal.getsignal(signal.SIGINT)
+
+  def interrupt():
+    while not all(run.process for run in runs[:2]):
+      time.sleep(0.01)
+    time.sleep(0.5)  # Until the script has its handler.
+    for _ in range(signals):
+      os.kill(os.getpid(), signal.SIGINT)
+      time.sleep(0.3)
+
+  threading.Thread(target=interrupt).start()
+  began = time.monotonic()
+  assert sweep_lib.Sweep(runs, 2, 3, None).play() == signal.SIGINT
+  assert time.monotonic() < began + 30
+  assert [run.attempts for run in runs] == [1, 1, 0]
+  processes = [run.process for run in runs[:2]]
+  assert all(one and one.poll() is not None for one in processes)
+  assert signal.getsignal(signal.SIGINT) is before
+
+
+def write_metrics(directory, values):
+  directory.mkdir(parents=True, exist_ok=True)
+  rows = [
+    json.dumps({"round": number + 1, "success": value})
+    for number, value in enumerate(values)
+  ]
+  (directory / "metrics.jsonl").write_text("\n".join(rows))
+
+
+def test_a_run_below_the_median_of_two_others_is_found(tmp_path):
+  runs = scripted(tmp_path, "", "", "")
+  write_metrics(runs[0].directory, [0.2] * 4)
+  write_metrics(runs[1].directory, [0.6] * 5)
+  rule = sweep_lib.MedianRule(4, "success", less=False)
+  assert rule.verdict(runs[0], runs) == ""  # One other is no median.
+  write_metrics(runs[2].directory, [0.4] * 4)
+  assert rule.verdict(runs[0], runs) == ""  # It was compared at round 4.
+  write_metrics(runs[0].directory, [0.2] * 8)
+  assert rule.verdict(runs[0], runs) == ""  # No other has come to round 8.
+  runs[0].looked = 0
+  write_metrics(runs[0].directory, [0.2] * 4)
+  # Median of 0.6 and 0.4.
+  assert rule.verdict(runs[0], runs) == (
+    "stopped after round 4: mean success 0.2, median of the others 0.5"
+  )
+  assert rule.verdict(runs[1], runs) == ""
+  less = sweep_lib.MedianRule(4, "success", less=True)
+  runs[0].looked = runs[1].looked = 0
+  assert less.verdict(runs[0], runs) == ""
+  assert less.verdict(runs[1], runs).startswith("stopped after round 4")
+
+
+@pytest.mark.process
+def test_a_run_that_a_rule_stops_is_told_and_stays_so(tmp_path):
+  runs = scripted(tmp_path, WAITS, "", "")
+  for run, value in zip(runs, (0.1, 0.8, 0.9), strict=True):
+    write_metrics(run.directory, [value] * 4)
+  rule = sweep_lib.MedianRule(2, "success", less=False)
+  began = time.monotonic()
+  assert sweep_lib.Sweep(runs, 3, 2, rule).play() == 0
+  assert time.monotonic() < began + 30
+  assert not runs[0].failed
+  assert comparison.note(runs[0].directory).startswith("stopped after round 4")
+  again = scripted(tmp_path, WAITS, "", "")
+  sweep_lib.Sweep(again, 3, 2, rule).play()
+  assert [run.attempts for run in again] == [0, 1, 1]
+
+
+def test_runs_are_compared_while_they_go_on(tmp_path):
+  write_metrics(tmp_path / "run_000", [0.5, 0.7])
+  (tmp_path / "run_000" / "config.json").write_text('{"seed": 1}')
+  result = commands.run("launch.sweep", f"--workdir={tmp_path}", "--table")
+  assert result.returncode == 0, result.stderr
+  assert "run_000  2       0.6           0.6" in result.stdout
+  assert (tmp_path / "compare.html").exists()
+
+
+@pytest.mark.parametrize(
+  ("arguments", "words"),
+  [
+    (["--workdir=nowhere"], "there are no runs"),
+    (["--metric=succes"], "no run has a metric succes"),
+  ],
+)
+def test_a_comparison_of_nothing_is_refused(tmp_path, arguments, words):
+  write_metrics(tmp_path / "run_000", [0.5])
+  (tmp_path / "run_000" / "config.json").write_text("{}")
+  result = commands.run(
+    "launch.sweep", f"--workdir={tmp_path}", "--table", *arguments
+  )
+  assert result.returncode == 2
+  assert words in result.stderr

@@ -1,0 +1,100 @@
+"""Parts of SVG pictures: axes, texts, lines; and pictures that bring a card.
+
+A picture has its own light background, so that it reads on a dark page too.
+"""
+
+import html
+import math
+from collections.abc import Callable, Sequence
+
+PAPER, INK, MUTED, GRID = "#fdfcf9", "#1f2430", "#626b7a", "#e8e4db"
+
+
+def picture(width: int, height: int, label: str, parts: Sequence[str]) -> str:
+  """Returns a whole SVG of parts on a card."""
+  whole = [
+    f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" '
+    f'height="{height}" viewBox="0 0 {width} {height}" role="img" '
+    f'aria-label="{html.escape(label)}" fill="{INK}" font-size="13" '
+    'font-family="system-ui, -apple-system, Segoe UI, Helvetica, sans-serif">',
+    f'<rect x="1" y="1" width="{width - 2}" height="{height - 2}" rx="14" '
+    f'fill="{PAPER}" stroke="{GRID}"/>',
+    *parts,
+    "</svg>",
+  ]
+  return "\n".join(whole) + "\n"
+
+
+def smooth(values: Sequence[float]) -> list[float]:
+  """Returns the mean of each value's neighbours, 1/25 of the run each way."""
+  radius = max(1, len(values) // 25)
+  near = (
+    values[max(0, i - radius) : i + radius + 1] for i in range(len(values))
+  )
+  return [math.fsum(part) / len(part) for part in near]
+
+
+def ticks(low: float, high: float) -> list[float]:
+  """Returns up to eight round numbers from `low` to `high`."""
+  rough = max(high - low, 1e-9) / 7
+  unit = 10.0 ** math.floor(math.log10(rough))
+  step = next(unit * k for k in (1, 2, 5, 10) if unit * k >= rough)
+  # 0.35 / 0.05 is a little below 7.
+  first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+  return [round(i * step, 9) for i in range(first, last + 1)]
+
+
+def scale(
+  low: float, high: float, start: float, end: float
+) -> Callable[[float], float]:
+  """Returns the map of [low, high] onto pixels from `start` to `end`."""
+  width = high - low or 1
+  return lambda value: start + (value - low) / width * (end - start)
+
+
+def text(x: float, y: float, words: str, style: str = "") -> str:
+  """Returns a text that begins at a place."""
+  return f'<text x="{x:.1f}" y="{y:.1f}" {style}>{html.escape(words)}</text>'
+
+
+def label(x: float, y: float, words: str, anchor: str = "middle") -> str:
+  """Returns a small grey text, anchored at a place."""
+  style = f'fill="{MUTED}" font-size="12" text-anchor="{anchor}"'
+  return text(x, y, words, style)
+
+
+def curve(
+  points: Sequence[tuple[float, float]], colour: str, style: str
+) -> str:
+  """Returns a line through places."""
+  text = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+  return (
+    f'<polyline points="{text}" fill="none" stroke-linejoin="round" '
+    f'stroke="{colour}" {style}/>'
+  )
+
+
+def line(
+  x1: float, y1: float, x2: float, y2: float, colour: str, width: float = 1
+) -> str:
+  """Returns a line between two places."""
+  return (
+    f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" '
+    f'stroke="{colour}" stroke-width="{width}"/>'
+  )
+
+
+def dot(x: float, y: float, colour: str, radius: float = 4.5) -> str:
+  """Returns a dot with a pale rim."""
+  return (
+    f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius}" fill="{colour}" '
+    f'stroke="{PAPER}" stroke-width="1.5"/>'
+  )
+
+
+def box(x: float, y: float, width: float, colour: str) -> str:
+  """Returns a box, 26 high."""
+  return (
+    f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.2f}" height="26" '
+    f'fill="{colour}"/>'
+  )

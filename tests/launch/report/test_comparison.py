@@ -1,0 +1,100 @@
+"""Runs side by side: settings, ranks, groups and the page, by hand."""
+
+import json
+import xml.etree.ElementTree
+
+import pytest
+
+from launch.report import comparison
+
+
+def run(name, values, **settings):
+  return comparison.ComparedRun(
+    name=name,
+    settings={key: str(value) for key, value in settings.items()},
+    values=dict(enumerate(values, start=1)),
+    rounds=len(values),
+  )
+
+
+RUNS = [
+  run("run_000", [0.0, 0.2], seed=1, rate=0.1, size=8),
+  run("run_001", [0.2, 0.6], seed=2, rate=0.1, size=8),
+  run("run_002", [0.9, 0.5], seed=1, rate=0.3, size=8, extra="<x>"),
+  run("run_003", [], seed=2, rate=0.3, size=8, extra="<x>"),
+]
+
+
+def test_means_move_over_ten_rounds_or_all():
+  assert RUNS[0].means == [pytest.approx(0.1)]
+  long = run("long", [0.0] * 5 + [1.0] * 10)
+  assert long.means == pytest.approx([0.5, 0.6, 0.7, 0.8, 0.9, 1.0])
+  assert (long.last, long.best(False), long.best(True)) == (1.0, 1.0, 0.5)
+  assert (RUNS[3].last, RUNS[3].best(False)) == (None, None)
+
+
+def test_the_best_comes_first_and_a_run_without_the_metric_last():
+  names = [one.name for one in comparison.ranked(RUNS, less=False)]
+  assert names == ["run_002", "run_001", "run_000", "run_003"]
+  names = [one.name for one in comparison.ranked(RUNS, less=True)]
+  assert names == ["run_000", "run_001", "run_002", "run_003"]
+
+
+def test_groups_differ_in_all_but_the_seed():
+  assert comparison.differing(RUNS) == ["seed", "rate", "extra"]
+  found = comparison.groups(RUNS)
+  assert {name: [one.name for one in runs] for name, runs in found.items()} == {
+    "rate=0.1, extra=-": ["run_000", "run_001"],
+    "rate=0.3, extra=<x>": ["run_002", "run_003"],
+  }
+  assert [*comparison.groups(RUNS[:2])] == ["all runs"]
+
+
+def test_the_table_tells_what_differs():
+  lines = comparison.text(RUNS, "success").splitlines()
+  heads = " ".join(lines[0].split())
+  assert heads == "run rounds last success best success seed rate extra"
+  assert lines[1].split() == ["run_002", "2", "0.7", "0.7", "1", "0.3", "<x>"]
+  assert lines[4].split() == ["run_003", "0", "-", "-", "2", "0.3", "<x>"]
+
+
+def test_the_page_is_whole_and_text_stays_text():
+  page = comparison.page(RUNS, "success", "a & b")
+  assert "<title>a &amp; b</title>" in page
+  assert "<x>" not in page
+  picture = page[page.index("<svg") : page.index("</svg>") + len("</svg>")]
+  root = xml.etree.ElementTree.fromstring(picture)
+  tags = [element.tag.rpartition("}")[2] for element in root]
+  # A band where there are two runs, and a line for each group.
+  assert (tags.count("polygon"), tags.count("polyline")) == (2, 2)
+  assert page.count("<tr") == 5
+
+
+def test_a_page_of_runs_without_rounds_is_drawn():
+  assert "<svg" in comparison.page([run("one", [])], "success", "none yet")
+
+
+def test_settings_are_read_as_the_command_line_names_them(tmp_path):
+  first, second = tmp_path / "first", tmp_path / "second"
+  for directory, cls in ((first, "a.b.Grpo"), (second, "a.b.Dapo")):
+    directory.mkdir()
+    config = {
+      "seed": 3,
+      "algorithm": {"class": cls, "loss": {"class": "a.Clip", "high": 0.2}},
+      "engine": {"row_buckets": [4, 8]},
+    }
+    (directory / "config.json").write_text(json.dumps(config))
+    comparison.write_note(directory, f"{directory.name} was stopped")
+  (tmp_path / "none").mkdir()
+  # The last row of a repeated round counts; what is no number does not.
+  rows = [{"round": 1, "loss": 3.0}, {"round": 1, "loss": 2.0}]
+  rows.append({"round": 2, "loss": None})
+  text = "\n".join(map(json.dumps, rows))
+  (first / "metrics.jsonl").write_text(text)
+  runs = comparison.read(sorted(tmp_path.iterdir()), "loss")
+  assert [one.name for one in runs] == ["first", "second"]
+  assert runs[0].values == {1: 2.0}
+  assert (runs[0].rounds, runs[0].note) == (2, "first was stopped")
+  assert runs[0].settings["engine.row_buckets"] == "4,8"
+  assert comparison.differing(runs) == ["algorithm"]
+  assert runs[1].settings["algorithm"] == "Dapo"
