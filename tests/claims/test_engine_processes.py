@@ -1,9 +1,6 @@
 """Engines in processes of their own: the same run, whatever is killed."""
 
-import contextlib
-import json
 import os
-import pathlib
 import signal
 import subprocess
 import sys
@@ -14,7 +11,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 from launch.report import log_check
-from tests.helpers import commands
+from tests.helpers import commands, processes
 
 SYNC = {
   "overlap.max_staleness": "0",
@@ -23,48 +20,6 @@ SYNC = {
   "overlap.old_logprob": "snapshot",
 }
 REMOTE = {"placement.decode_processes": "1"}
-_DEADLINE_S = 200
-
-
-def until(done, process):
-  """Polls `done()` while a process runs; returns its first true result."""
-  deadline = time.monotonic() + _DEADLINE_S
-  while time.monotonic() < deadline and process.poll() is None:
-    if result := done():
-      return result
-    time.sleep(0.05)
-  process.kill()
-  raise AssertionError(process.communicate()[0])
-
-
-def rounds(run_dir) -> int:
-  path = run_dir / "metrics.jsonl"
-  return len(path.read_text().splitlines()) if path.exists() else 0
-
-
-def workers_of(process) -> list[int]:
-  """Returns the process ids of the workers that a run has started."""
-  found = []
-  for task in pathlib.Path(f"/proc/{process.pid}/task").iterdir():
-    with contextlib.suppress(OSError):
-      for pid in (task / "children").read_text().split():
-        words = pathlib.Path(f"/proc/{pid}/cmdline").read_bytes()
-        if b"launch.worker" in words:
-          found.append(int(pid))
-  return found
-
-
-def runs(pid) -> bool:
-  with contextlib.suppress(OSError):
-    state = pathlib.Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1]
-    return state.split()[0] not in "ZX"
-  return False
-
-
-def events(run_dir, kind):
-  lines = (run_dir / "events.jsonl").read_text().splitlines()
-  found = [json.loads(line) for line in lines if line]
-  return [event for event in found if event["kind"] == kind]
 
 
 def params(run_dir, step):
@@ -97,36 +52,40 @@ def test_an_engine_that_is_killed_or_stopped_is_started_again(tmp_path, number):
   # A stopped one is lost after 30 s of silence.
   settings = commands.TINY | REMOTE | {"rounds": "400"}
   with commands.start(*commands.train(tmp_path, settings)) as process:
-    until(lambda: rounds(tmp_path) >= 2, process)
-    (worker,) = workers_of(process)
+    processes.until(lambda: processes.rounds(tmp_path) >= 2, process)
+    (worker,) = processes.workers_of(process)
     os.kill(worker, number)
-    until(
-      lambda: [x for x in workers_of(process) if x != worker and runs(x)],
+    processes.until(
+      lambda: [
+        x
+        for x in processes.workers_of(process)
+        if x != worker and processes.runs(x)
+      ],
       process,
     )
-    before = rounds(tmp_path)
-    until(lambda: rounds(tmp_path) > before + 3, process)
+    before = processes.rounds(tmp_path)
+    processes.until(lambda: processes.rounds(tmp_path) > before + 3, process)
     process.send_signal(signal.SIGINT)
-    output = process.communicate(timeout=_DEADLINE_S)[0]
+    output = process.communicate(timeout=processes.DEADLINE_S)[0]
   assert process.returncode == 128 + signal.SIGINT, output
   assert "error 0" in output
-  (lost,) = events(tmp_path, "engine_lost")
+  (lost,) = processes.events(tmp_path, "engine_lost")
   assert "its process was lost: engine 0" in lost["reason"]
-  assert len(events(tmp_path, "engine_back")) == 1
+  assert len(processes.events(tmp_path, "engine_back")) == 1
   assert log_check.of_run(tmp_path).violations == []
-  assert not runs(worker)
+  assert not processes.runs(worker)
 
 
 @pytest.mark.slow
 def test_no_process_is_left_of_a_run_that_was_killed(tmp_path):
   settings = commands.TINY | REMOTE | {"rounds": "400"}
   with commands.start(*commands.train(tmp_path, settings)) as process:
-    until(lambda: rounds(tmp_path) >= 1, process)
-    (worker,) = workers_of(process)
+    processes.until(lambda: processes.rounds(tmp_path) >= 1, process)
+    (worker,) = processes.workers_of(process)
     process.kill()
     process.communicate()
   deadline = time.monotonic() + 10
-  while runs(worker):
+  while processes.runs(worker):
     assert time.monotonic() < deadline, "the worker outlived its run"
     time.sleep(0.05)
 
@@ -145,7 +104,7 @@ def test_a_run_in_one_process_imports_nothing_of_it():
     cwd=commands.ROOT,
     capture_output=True,
     text=True,
-    timeout=_DEADLINE_S,
+    timeout=processes.DEADLINE_S,
     check=False,
   )
   assert done.stdout.strip() == "[]", done.stdout + done.stderr

@@ -1,0 +1,53 @@
+"""Looks at runs in processes of their own, and at their workers."""
+
+import contextlib
+import json
+import pathlib
+import time
+
+DEADLINE_S = 200
+
+
+def until(done, process):
+  """Polls `done()` while a process runs; returns its first true result."""
+  deadline = time.monotonic() + DEADLINE_S
+  while time.monotonic() < deadline and process.poll() is None:
+    if result := done():
+      return result
+    time.sleep(0.05)
+  process.kill()
+  raise AssertionError(process.communicate()[0])
+
+
+def rounds(run_dir) -> int:
+  """Returns the number of rounds in the metrics of a run."""
+  path = run_dir / "metrics.jsonl"
+  return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+def workers_of(process) -> list[int]:
+  """Returns the process ids of the workers that a run has started."""
+  found = []
+  with contextlib.suppress(OSError):  # It has just ended.
+    for task in pathlib.Path(f"/proc/{process.pid}/task").iterdir():
+      with contextlib.suppress(OSError):
+        for pid in (task / "children").read_text().split():
+          words = pathlib.Path(f"/proc/{pid}/cmdline").read_bytes()
+          if b"launch.worker" in words:
+            found.append(int(pid))
+  return found
+
+
+def runs(pid) -> bool:
+  """Returns True unless a process has ended."""
+  with contextlib.suppress(OSError):
+    state = pathlib.Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1]
+    return state.split()[0] not in "ZX"
+  return False
+
+
+def events(run_dir, kind):
+  """Returns the events of a kind in the log of a run."""
+  lines = (run_dir / "events.jsonl").read_text().splitlines()
+  found = [json.loads(line) for line in lines if line]
+  return [event for event in found if event["kind"] == kind]
