@@ -31,7 +31,7 @@ from rl import experiment
 from rl.settings import overrides as overrides_lib
 
 _WORKDIR = absl_flags.DEFINE_string(
-  "workdir", None, "Parent directory of all runs.", required=True
+  "workdir", "", "Parent directory of all runs."
 )
 _PARALLEL = absl_flags.DEFINE_integer(
   "parallel", 1, "Runs at the same time.", lower_bound=1
@@ -70,6 +70,11 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 @flags.command
 def main() -> None:
   """Checks every run, then starts them; exits with 1 if one failed."""
+  if not _WORKDIR.value:
+    with flags.exit_on_setting_error():
+      raise overrides_lib.SettingError(
+        "--workdir is missing; name a directory, as in --workdir=runs/sweep"
+      )
   root, metric = pathlib.Path(_WORKDIR.value), _METRIC.value.removeprefix("-")
   less = _METRIC.value.startswith("-")
   if _TABLE.value:
