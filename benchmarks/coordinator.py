@@ -166,7 +166,7 @@ class _Run:
     try:
       await loop.run(progress_lib.beginning(state, self._tasks.cursor))
     finally:
-      self.log.close()
+      self.log.flush()
       if self._thread is not None:
         self._thread.close()
 

@@ -119,7 +119,7 @@ class Parts:
       self.learner_thread,
     ):
       thread.close()
-    self.log.close()
+    self.log.flush()
     self.spans.flush()
 
 

@@ -42,7 +42,7 @@ from rl.engine import contract
 from rl.loop import coordinator
 from rl.loop import progress as progress_lib
 from rl.rollout import evaluate, grading, recordings
-from rl.runtime import checkpoint, logical_clock, trace
+from rl.runtime import checkpoint, disk, logical_clock, trace
 from rl.runtime import watchdog as watchdog_lib
 from rl.train import learner, skipped_updates, train_state
 
@@ -61,9 +61,10 @@ def train(
 
   0: all rounds are done and every invariant held. 1: an invariant broke,
   something stalled, all engines were lost for good, gradients were no longer
-  finite, faults left nothing to train, or a checkpoint could not be written or
-  read. 2: the weights of `initial`, or a recorded conversation, cannot be used.
-  128 + signal: stopped; checkpoints stay.
+  finite, faults left nothing to train, a checkpoint could not be written or
+  read, or the disk took nothing more. 2: the weights of `initial`, or a
+  recorded conversation, cannot be used. 128 + signal: stopped; checkpoints
+  stay.
 
   Args:
     began_s: reading of time.monotonic() when the command began, if not now.
@@ -99,6 +100,13 @@ def train(
   ) as error:
     screen.note(f"error: {error}")
     return 1
+  except OSError as error:
+    if not disk.is_cause(error, run_dir):
+      raise
+    screen.note(f"error: {disk.failure(error, run_dir)}")
+    if rounds := [int(n) for n in workdir.checkpoints(run_dir) if n.isdigit()]:
+      screen.note(f"the last checkpoint is that of round {max(rounds)}")
+    return 1
   except FloatingPointError as error:
     screen.note(f"error: {error}")
     for path in skipped_updates.updates(run_dir / "skipped")[-1:]:
@@ -132,6 +140,8 @@ class _Run(progress_lib.RunObserver):
       run_dir / "checkpoints", experiment.retention.checkpoints
     )
     self._closing = contextlib.ExitStack()
+    self._closing.callback(self._close_checkpoints)
+    self._unwritable: OSError | None = None
     self._saved = -1
     self._has_warned = False
     self._engines: asyncio.Task[None] | None = None
@@ -146,12 +156,23 @@ class _Run(progress_lib.RunObserver):
     current = asyncio.current_task()
     assert current is not None
     self._signals = signals.Signals(current.cancel, self._screen.note)
+    loop = asyncio.get_running_loop()
+
+    def give_up(error: OSError) -> None:
+      self._unwritable = self._unwritable or error
+      loop.call_soon_threadsafe(current.cancel)
+
+    for file in (self._parts.log.file, self._parts.spans.file):
+      assert file is not None
+      file.on_unwritable = give_up
     try:
       with status_server.serving(
         self._dir, self._parts.watchdog, self._screen.doing
       ):
         return await self._train()
     except (asyncio.CancelledError, KeyboardInterrupt):
+      if self._unwritable is not None:
+        raise self._unwritable from None
       if not self._signals.number:
         raise
       return self._cancelled()
@@ -161,9 +182,8 @@ class _Run(progress_lib.RunObserver):
     finally:
       if self._engines is not None:
         self._engines.cancel()
-      await self._parts.close()
-      self._closing.close()
-      self._checkpoints.close()
+      with self._closing:
+        await self._parts.close()
 
   async def _train(self) -> int:
     progress = await self._restore() or await self._begin()
@@ -392,7 +412,7 @@ class _Run(progress_lib.RunObserver):
     )
     with (
       self._parts.spans.span("host", "checkpoint", round=trained),
-      checkpoint.saving(what),
+      self._checkpoints.saving(what),
     ):
       initial_state.save(self._checkpoints, now)
     self._saved = trained
@@ -428,10 +448,16 @@ class _Run(progress_lib.RunObserver):
       self._screen.warn(warning)
 
   def _wait_for_save(self) -> None:
-    with checkpoint.saving(
-      f"the checkpoint of {self._checkpoint_name(self._saved)}"
-    ):
+    with self._saving_last():
       self._checkpoints.wait()
+
+  def _saving_last(self) -> contextlib.AbstractContextManager[None]:
+    name = f"the checkpoint of {self._checkpoint_name(self._saved)}"
+    return self._checkpoints.saving(name)
+
+  def _close_checkpoints(self) -> None:
+    with self._saving_last():
+      self._checkpoints.close()
 
   def _cancelled(self) -> int:
     """Ends a run that a signal cancelled outside its rounds."""

@@ -4,8 +4,13 @@ import json
 import math
 import os
 import pathlib
+import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
+
+from rl.runtime import line_file
+
+_FLUSH_S = 10.0
 
 
 class MetricsWriter:
@@ -23,19 +28,14 @@ class MetricsWriter:
         earlier process, are dropped: a resumed run has each round once. So are
         evaluations from the round before on, which is evaluated again.
     """
-    # Half a second that a process without metrics should not pay.
-    import tensorboardX
-
     run_dir = pathlib.Path(run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
     last = first_round - 1
     rows = cut_back(run_dir / "metrics.jsonl", first_round)
     cut_back(run_dir / "evaluations.jsonl", last)
-    self._metrics = (run_dir / "metrics.jsonl").open("a")
-    self._evaluations = (run_dir / "evaluations.jsonl").open("a")
-    self._board: Any = tensorboardX.SummaryWriter(
-      str(run_dir / "tensorboard"), purge_step=max(0, last), flush_secs=10
-    )
+    self._metrics = line_file.LineFile(run_dir / "metrics.jsonl")
+    self._evaluations = line_file.LineFile(run_dir / "evaluations.jsonl")
+    self._board = _Board(run_dir / "tensorboard", max(0, last))
     # The purge drops the metrics of the last round with its evaluation.
     for row in rows:
       if row["round"] == last:
@@ -43,38 +43,77 @@ class MetricsWriter:
 
   def write(self, round: int, metrics: Mapping[str, float]) -> None:
     """Appends the metrics of a finished round."""
-    self._metrics.write(json_line(round, metrics))
-    self._metrics.flush()
+    self._metrics.append([json_line(round, metrics)])
     self._scalars(metrics, round)
 
   def evaluation(
     self, round: int, metrics: Mapping[str, int | float | str]
   ) -> None:
     """Appends the result of an evaluation made after `round`."""
-    self._evaluations.write(json_line(round, metrics))
-    self._evaluations.flush()
+    self._evaluations.append([json_line(round, metrics)])
     self._scalars(
       {f"evaluation/{name}": value for name, value in metrics.items()}, round
     )
 
   def _scalars(self, row: Mapping[str, Any], round: int) -> None:
-    from tensorboardX.proto import summary_pb2
-
-    protos: Any = summary_pb2  # It makes its names when it is imported.
-    # One event for all: each goes through a queue and a thread.
-    values = [
-      protos.Summary.Value(tag=name, simple_value=value)
-      for name, value in row.items()
-      # TensorBoard warns about each value that is not finite.
-      if isinstance(value, int | float) and math.isfinite(value)
-    ]
-    self._board.file_writer.add_summary(protos.Summary(value=values), round)
+    self._board.write(
+      {
+        name: value
+        for name, value in row.items()
+        # TensorBoard warns about each value that is not finite.
+        if isinstance(value, int | float) and math.isfinite(value)
+      },
+      round,
+    )
 
   def close(self) -> None:
-    """Flushes and closes all files."""
-    self._metrics.close()
-    self._evaluations.close()
+    """Writes out what TensorBoard has not been shown."""
     self._board.close()
+
+
+class _Board:
+  """The scalars of a run for TensorBoard.
+
+  Written by the thread that calls: the queue of tensorboardX's own thread is
+  never emptied again, and holds up whoever adds, once a disk is full.
+  """
+
+  def __init__(self, directory: pathlib.Path, purge_step: int):
+    """Opens a new file.
+
+    Args:
+      purge_step: TensorBoard drops what older files have from this step on.
+    """
+    # Half a second that a process without metrics should not pay.
+    from tensorboardX import event_file_writer
+    from tensorboardX.proto import event_pb2, summary_pb2
+
+    # Any: these make their names when they are imported.
+    events: Any = event_pb2
+    self._event, self._summary = events.Event, cast(Any, summary_pb2).Summary
+    directory.mkdir(exist_ok=True)
+    self._writer = event_file_writer.EventsWriter(str(directory / "events"))
+    session = events.SessionLog(status=events.SessionLog.START)
+    self._write(step=purge_step, file_version="brain.Event:2")
+    self._write(step=purge_step, session_log=session)
+    self._due_s = 0.0
+
+  def write(self, values: Mapping[str, float], step: int) -> None:
+    """Appends values, and flushes every few seconds."""
+    made = [
+      self._summary.Value(tag=name, simple_value=value)
+      for name, value in values.items()
+    ]
+    self._write(step=step, summary=self._summary(value=made))
+    if time.monotonic() >= self._due_s:
+      self._writer.flush()
+      self._due_s = time.monotonic() + _FLUSH_S
+
+  def _write(self, **fields: Any) -> None:
+    self._writer.write_event(self._event(wall_time=time.time(), **fields))
+
+  def close(self) -> None:
+    self._writer.close()
 
 
 def json_line(
@@ -87,7 +126,7 @@ def json_line(
   """
   # JSON has neither nan nor inf; parsers in other languages reject them.
   finite = {name: _finite(value) for name, value in metrics.items()}
-  return json.dumps({key: number} | finite | {key: number}) + "\n"
+  return json.dumps({key: number} | finite | {key: number})
 
 
 def _finite(value: float | str) -> float | str | None:

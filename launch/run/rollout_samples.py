@@ -11,6 +11,7 @@ from jaxtyping import Float32
 
 from rl.data import trajectory
 from rl.rollout import episode
+from rl.runtime import line_file
 from rl.train import logprob_gap
 
 _TOKENS_KEPT = 512
@@ -71,8 +72,7 @@ def write_gap(
     "lags": sample.lags.tolist(),
   }
   path = run_dir / "logprob_gap.jsonl"
-  with path.open("a") as file:
-    file.write(json.dumps(row) + "\n")
+  line_file.LineFile(path).append([json.dumps(row)])
   return path
 
 

@@ -14,7 +14,7 @@ from launch.run import metrics_writer
 from rl import experiment as experiment_lib
 from rl import initial_state
 from rl.loop import warm_start
-from rl.runtime import checkpoint, trace
+from rl.runtime import checkpoint, line_file, trace
 
 _COLUMNS = ("loss", "grad_norm", "tokens", "entropy", "skipped")
 _OPTIONAL = (
@@ -71,9 +71,7 @@ class WarmStartFiles(warm_start.WarmStartObserver):
     self._stopping = True
 
   def close(self) -> None:
-    """Closes the files; checkpoints and lines stay on disk."""
-    if self._lines is not None:
-      self._lines.close()
+    """Waits for the last checkpoint; all of them stay on disk."""
     self._saved.close()
 
   def on_begin(self, found: checkpoint.Restored | None, steps: int) -> None:
@@ -92,7 +90,7 @@ class WarmStartFiles(warm_start.WarmStartObserver):
       self._note(f"going on after {self._of(taken)}")
     path = self._dir / workdir.WARM_START_LINES
     metrics_writer.cut_back(path, taken + 1, "step")
-    self._lines = path.open("a")
+    self._lines = line_file.LineFile(path)
     self._mark_s = time.monotonic()
 
   def on_step(self, number: int, metrics: Mapping[str, float]) -> None:
@@ -104,8 +102,7 @@ class WarmStartFiles(warm_start.WarmStartObserver):
       "step_s": self._mark_s - before_s,
       "time_s": self._mark_s - self._spans.origin,
     }
-    self._lines.write(metrics_writer.json_line(number, row, "step"))
-    self._lines.flush()
+    self._lines.append([metrics_writer.json_line(number, row, "step")])
 
   async def on_boundary(self, now: warm_start.Imitation) -> None:
     """Saves every few steps and when stopped.
@@ -123,7 +120,7 @@ class WarmStartFiles(warm_start.WarmStartObserver):
     now = await self._fetched(now)
     what = f"the checkpoint after {self._of(now.trained)}, or that before it,"
     with (
-      checkpoint.saving(what),
+      self._saved.saving(what),
       self._spans.span("host", "checkpoint", step=now.trained),
     ):
       initial_state.save(self._saved, now)

@@ -61,6 +61,8 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
+from rl.runtime import line_file
+
 Event = dict[str, Any]
 Runs = Sequence[Sequence[int]]
 """Run lengths [version, tokens] of sampled tokens, in order."""
@@ -130,6 +132,7 @@ class EventLog:
   Attributes:
     events: of this process; with a path only those since the last flush.
     listeners: called with each event when it is emitted.
+    file: on disk; None without a path.
   """
 
   def __init__(
@@ -143,10 +146,7 @@ class EventLog:
     self._clock = clock
     self._left_out = left_out
     self._origin = clock() - (_last_time(path) if path else 0.0)
-    self._file = path.open("a", encoding="utf-8") if path else None
-    if self._file and self._file.tell():
-      # A crash may have cut the last line; the next one must stay whole.
-      self._file.write("\n")
+    self.file = line_file.LineFile(path) if path else None
 
   def emit(self, kind: str, *, t: float | None = None, **fields: Any) -> None:
     """Records one event.
@@ -161,8 +161,10 @@ class EventLog:
       self.events.append(event)
     for listener in self.listeners:
       listener(event)
-    if self._file is not None and len(self.events) >= _FLUSH_EVERY:
-      self.flush()
+    if self.file is None or len(self.events) < _FLUSH_EVERY:
+      return
+    if self.file.try_append(map(_encode, self.events)):
+      self.events.clear()
 
   def since(self, reading: float) -> float:
     """Returns a reading of the clock as seconds since the log began, to 1 us.
@@ -173,17 +175,9 @@ class EventLog:
 
   def flush(self) -> None:
     """Writes the events since the last flush, and forgets them."""
-    if self._file is None:
-      return
-    self._file.writelines(f"{_encode(event)}\n" for event in self.events)
-    self._file.flush()
-    self.events.clear()
-
-  def close(self) -> None:
-    """Flushes and closes the file."""
-    self.flush()
-    if self._file is not None:
-      self._file.close()
+    if self.file is not None:
+      self.file.append(map(_encode, self.events))
+      self.events.clear()
 
 
 class LogFile:

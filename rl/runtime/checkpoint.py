@@ -5,6 +5,7 @@ import dataclasses
 import json
 import logging as python_logging
 import pathlib
+import re
 import shutil
 import zlib
 from collections.abc import Iterator, Mapping
@@ -14,11 +15,15 @@ import jax
 from absl import logging
 from jaxtyping import PyTree
 
-from rl.runtime import checksum
+from rl.runtime import checksum, disk
 
 # Failures that are not the checkpoint's. Any other exception is: orbax raises
 # all kinds, bare Exception included, on files that are cut, changed or gone.
 _NOT_DAMAGE = (MemoryError, PermissionError, jax.errors.JaxRuntimeError)
+_OF_DISK = re.compile(
+  r"No space left on device|no space left for [\d.,]+ MB"
+  "|Read-only file system|Disk quota exceeded|File too large"
+)
 _DELETED = ".deleted"
 _UNFINISHED = ".orbax-checkpoint-tmp"
 
@@ -29,15 +34,6 @@ class Mismatch(Exception):
 
 class Unsaved(Exception):
   """A checkpoint could not be written, or no existing one can be read."""
-
-
-@contextlib.contextmanager
-def saving(what: str) -> Iterator[None]:
-  """Turns any exception of the body into Unsaved, which names `what`."""
-  try:
-    yield
-  except Exception as error:  # Orbax raises all kinds.
-    raise Unsaved(f"{what} could not be saved: {error!r}") from error
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -85,6 +81,21 @@ class Checkpoints:
     self._writing = False
     self._damaged: list[int] = []
 
+  @contextlib.contextmanager
+  def saving(self, what: str) -> Iterator[None]:
+    """Turns any exception of the body into Unsaved, which names `what`."""
+    try:
+      yield
+    except Exception as error:  # Orbax raises all kinds.
+      # It tells an error of the disk within pages of its own.
+      known = _OF_DISK.search(str(error))
+      why = known[0] if known else f"{type(error).__name__}: {_in_short(error)}"
+      newest = max(self._steps(), default=None)
+      left = "no other is there" if newest is None else f"{newest} is whole"
+      raise Unsaved(
+        f"{what} could not be saved: {why}{disk.room(self._directory)}; {left}"
+      ) from error
+
   def save(self, step: int, state: PyTree, host: Mapping[str, Any]) -> None:
     """Starts a checkpoint; returns once the arrays may be donated.
 
@@ -97,6 +108,7 @@ class Checkpoints:
 
     Raises:
       ValueError: the step exists already.
+      OSError: there is no room for it.
       Exception: the error of the save before this one.
     """
     import orbax.checkpoint as ocp
@@ -104,6 +116,7 @@ class Checkpoints:
     self.wait()
     self._tidy()
     arrays, sums = _by_name(state), checksums(state)
+    disk.check_room(self._directory, sum(x.nbytes for x in arrays.values()))
     with jax.transfer_guard("allow"):
       leaves = {
         name: {"like": _like(x), "checksum": sums[name]}
@@ -311,5 +324,5 @@ def _in_short(error: Exception) -> str:
 
 
 def _is_not_chatter(record: python_logging.LogRecord) -> bool:
-  """Drops logs of orbax below errors: pages for each save and restore."""
-  return record.levelno >= logging.ERROR or "orbax" not in record.pathname
+  """Drops logs of orbax: pages for each save, and for errors it raises too."""
+  return "orbax" not in record.pathname

@@ -14,6 +14,8 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+from rl.runtime import line_file
+
 Arg = int | float | str
 Interval = tuple[float, float]
 
@@ -45,6 +47,7 @@ class Trace:
     spans: in the order in which they were added; with a path only those since
       the last flush.
     listeners: called with each span, by the thread that adds it.
+    file: on disk; None without a path.
   """
 
   def __init__(
@@ -53,7 +56,6 @@ class Trace:
     clock: Callable[[], float] = time.monotonic,
   ):
     """Continues the JSON lines of `path`; None keeps no file."""
-    self._path = path
     self._clock = clock
     self._writing = threading.Lock()
     self.spans: list[Span] = []
@@ -61,9 +63,7 @@ class Trace:
     last = 0.0
     if path and path.exists():
       last = max((span.end for span in File(path)), default=0.0)
-      # A crash may have cut the last line; the next one must stay whole.
-      with path.open("a") as file:
-        file.write("\n")
+    self.file = line_file.LineFile(path) if path else None
     self.origin = clock() - last
 
   def now(self) -> float:
@@ -79,8 +79,8 @@ class Trace:
     self.spans.append(span)
     for listener in self.listeners:
       listener(span)
-    if self._path and len(self.spans) >= _FLUSH_EVERY:
-      self.flush()
+    if self.file is not None and len(self.spans) >= _FLUSH_EVERY:
+      self._write(self.file.try_append)
 
   @contextlib.contextmanager
   def span(self, track: str, name: str, **args: Arg) -> Iterator[None]:
@@ -93,14 +93,15 @@ class Trace:
 
   def flush(self) -> None:
     """Writes the spans added since the last call, and forgets them."""
-    if not self._path:
-      return
+    if self.file is not None:
+      self._write(self.file.append)
+
+  def _write(self, append: Callable[[Iterable[str]], bool | None]) -> None:
     with self._writing:
       fresh = self.spans[:]
-      with self._path.open("a") as file:
-        file.writelines(f"{_line(span)}\n" for span in fresh)
-      # Other threads append behind these meanwhile.
-      del self.spans[: len(fresh)]
+      if append(map(_line, fresh)) is not False:
+        # Other threads append behind these meanwhile.
+        del self.spans[: len(fresh)]
 
 
 def _line(span: Span) -> str:

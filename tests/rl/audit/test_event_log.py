@@ -32,7 +32,7 @@ def test_a_log_is_on_disk_up_to_the_last_flush_and_the_rest_in_memory(tmp_path):
   log.emit("ready", group=1, version=0)
   assert _lines(path) == first
   assert [e["group"] for e in log.events] == [1]
-  log.close()
+  log.flush()
   assert log.events == []
   assert [e["group"] for e in event_log.LogFile(path)] == [0, 1]
 
@@ -44,7 +44,7 @@ def test_memory_is_flat_in_a_round_that_is_never_flushed(tmp_path):
     log.emit("dequeued", group=group)
     most = max(most, len(log.events))
   assert most < 1000
-  log.close()
+  log.flush()
   found = [e["group"] for e in event_log.LogFile(tmp_path / "events.jsonl")]
   assert found == list(range(3500))
 
@@ -54,7 +54,7 @@ def test_a_log_without_a_file_stays_in_memory():
   for group in range(3000):
     log.emit("dequeued", group=group)
   log.flush()
-  log.close()
+  log.flush()
   assert len(list(event_log.of_kind(log.events, "dequeued"))) == 3000
   assert not list(event_log.of_kind(log.events, "ready"))
 
@@ -85,12 +85,12 @@ def test_a_resumed_log_keeps_its_history_and_survives_a_cut_line(tmp_path):
   path = tmp_path / "events.jsonl"
   first = event_log.EventLog(path)
   first.emit("dequeued", group=0)
-  first.close()
+  first.flush()
   with path.open("a") as file:
     file.write('{"t": 1.0, "ki')
   second = event_log.EventLog(path)
   second.emit("dequeued", group=1)
-  second.close()
+  second.flush()
   kept, cut, new = [x for x in path.read_text().split("\n") if x]
   assert cut == '{"t": 1.0, "ki'
   assert [json.loads(x)["group"] for x in (kept, new)] == [0, 1]

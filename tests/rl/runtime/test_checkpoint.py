@@ -323,3 +323,15 @@ def test_a_killed_run_leaves_its_last_checkpoint_whole(checkpoints, directory):
   checkpoints.save(restored.step + 1, state, {})
   checkpoints.wait()
   assert all(path.name.isdecimal() for path in directory.iterdir())
+
+
+def test_a_failed_save_names_its_reason_and_what_is_whole(two_saved):
+  with (
+    pytest.raises(checkpoint.Unsaved) as raised,
+    two_saved.saving("the checkpoint of round 3"),
+  ):
+    raise ValueError("pages of orbax\nNo space left on device\nand more")
+  assert str(raised.value).startswith(
+    "the checkpoint of round 3 could not be saved: No space left on device; "
+  )
+  assert str(raised.value).endswith(" MB are free there; 2 is whole")
