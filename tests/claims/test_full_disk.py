@@ -12,13 +12,13 @@ from tests.helpers import commands
 SETTINGS = commands.TINY | {"rounds": "40"}
 DISK_KB = 30_000
 # A disk of its own, filled but for a few kB; then the same command twice.
-SCRIPT = """
+SCRIPT = f"""
 room=$1 workdir=$2; shift 2
-head -c $((({disk} - room) * 1024)) /dev/zero >"$workdir/filling"
+head -c $((({DISK_KB} - room) * 1024)) /dev/zero >"$workdir/filling"
 "$@"; echo "ended with $?"
 rm "$workdir/filling"
 "$@"; echo "ended with $?"
-""".format(disk=DISK_KB)
+"""
 
 pytestmark = pytest.mark.slow
 
@@ -40,11 +40,12 @@ def bwrap():
 def test_a_run_on_a_full_disk_ends_with_the_reason_and_goes_on_with_room(
   tmp_path, bwrap, room_kb
 ):
-  disk = ["--dev-bind", "/", "/", "--size", str(DISK_KB * 1024)]
+  inside = [bwrap, "--dev-bind", "/", "/"]
+  inside += ["--size", str(DISK_KB * 1024), "--tmpfs", str(tmp_path)]
+  train = commands.train(tmp_path / "run", SETTINGS)
+  command = [sys.executable, "-m", *train]
   done = subprocess.run(
-    [bwrap, *disk, "--tmpfs", tmp_path, "sh", "-c", SCRIPT]
-    + ["sh", str(room_kb), str(tmp_path), sys.executable, "-m"]
-    + commands.train(tmp_path / "run", SETTINGS),
+    [*inside, "sh", "-c", SCRIPT, "sh", str(room_kb), str(tmp_path), *command],
     cwd=commands.ROOT,
     env={k: v for k, v in os.environ.items() if k != "XLA_FLAGS"},
     stdout=subprocess.PIPE,
