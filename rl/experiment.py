@@ -17,7 +17,7 @@ from rl.algorithms import presets, references
 from rl.engine import contract
 from rl.engine.builtin import settings as engine_settings
 from rl.engine.sglang import settings as sglang_settings
-from rl.loop import fine_tuning
+from rl.loop import fine_tuning, metric_bounds
 from rl.loop import warm_start as warm_start_lib
 from rl.pools import affinity, weight_transfer
 from rl.pools import placement as placement_lib
@@ -119,6 +119,7 @@ class Experiment:
       is not finite; one more ends the run, as do as many rounds that train
       nothing because of faults. Batches of such updates stay in `skipped/` of
       the run, for `launch.replay`.
+    bounds: metrics that warn, or end the run, where they drift.
     routing: the choice of a decode pool for a conversation.
     recovery: restarts of engines that were lost.
     initial: directory of a Hugging Face checkpoint with the initial
@@ -167,6 +168,7 @@ class Experiment:
   warm_start: warm_start_lib.WarmStart | fine_tuning.FineTuning | None = None
   evaluation: Evaluation = Evaluation()
   retention: Retention = Retention()
+  bounds: metric_bounds.MetricBounds = metric_bounds.MetricBounds()
   seed: int = 0
   rounds: int = 100
   max_skipped: int = 2
@@ -204,6 +206,15 @@ class Experiment:
   def chosen_chat(self) -> chats.ChatSetting:
     """The chat of the run; see `chats.choose`."""
     return chats.choose(self.chat, self.initial)
+
+  @property
+  def resolved_bounds(self) -> metric_bounds.MetricBounds:
+    """The bounds on metrics, all with their limits."""
+    return self.bounds.resolved(
+      compute=self.model.compute.dtype,
+      published=self.publishing.dtype,
+      on_publish=self.overlap.on_publish,
+    )
 
   @property
   def sources(self) -> Sequence[base.Source]:

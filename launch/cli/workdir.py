@@ -36,6 +36,7 @@ _MAY_CHANGE = (
   "progress_timeout_s",
   "evaluation.",
   "retention.",
+  "bounds.",
   "warm_start.checkpoint_every",
   "placement.learner_processes",
 )
@@ -53,8 +54,8 @@ def claim(
     SettingError: the directory cannot be written, another process uses it, it
       holds records of something else, or a run with other settings. Settings
       that change nothing in what was learned (rounds, evaluation, retention,
-      progress_timeout_s), or only rounding (placement.learner_processes), may
-      differ.
+      bounds, progress_timeout_s), or only rounding
+      (placement.learner_processes), may differ.
   """
   directory = pathlib.Path(path)
   # Before the lock: nothing is left in a directory that is not ours.

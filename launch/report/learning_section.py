@@ -6,9 +6,12 @@ means over the first and the last tenth of the rounds.
 
 import pathlib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from launch.report import run_files
+from rl.loop import metric_bounds
+from rl.settings import overrides
 from rl.train import skipped_updates
 
 Tile = tuple[str, str, str]
@@ -61,6 +64,29 @@ def complaints(rows: run_files.Rows, run_dir: pathlib.Path) -> list[str]:
       "with the trajectories."
     )
   return sentences
+
+
+def crossings(rows: run_files.Rows, config: Mapping[str, Any]) -> list[str]:
+  """Returns sentences about metrics that have left their bounds.
+
+  Args:
+    config: of the run; an older one has no bounds.
+  """
+  if "bounds" not in config:
+    return []
+  data = {"class": "rl.loop.metric_bounds.MetricBounds", **config["bounds"]}
+  try:
+    bounds = overrides.from_json(data).resolved(
+      compute=config["model"]["compute"]["dtype"],
+      published=config["publishing"]["dtype"],
+      on_publish=config["overlap"]["on_publish"],
+    )
+  except (LookupError, ValueError, TypeError):
+    return ["config.json has no bounds to compare the metrics with."]
+  found = [f"{crossing}." for crossing in metric_bounds.crossings(bounds, rows)]
+  more = len(found) - _MAX_LISTED
+  rest = [f"Metrics left their bounds {more} times more."] if more > 0 else []
+  return [f"{line[0].upper()}{line[1:]}" for line in found[:_MAX_LISTED]] + rest
 
 
 def _rounds(numbers: Sequence[float]) -> str:

@@ -90,6 +90,7 @@ def read(
     notes.append(f"events.jsonl: unreadable lines left out: {verdict.num_cut}.")
   spans, num_spans = run_files.spans(path / "spans.jsonl", notes)
   metrics = [rounds[i] for i in sorted(rounds)]
+  notes += learning_section.crossings(metrics, config)
   notes += learning_section.complaints(metrics, path)
   return RunData(
     path=path,

@@ -94,7 +94,7 @@ def train(
     contract.EngineClosed,
     checkpoint.Mismatch,
     checkpoint.Unsaved,
-    round_warnings.NothingTrained,
+    round_warnings.Hopeless,
     grading.RewardUnreachable,
     learner.LearnerLost,
   ) as error:
@@ -148,7 +148,7 @@ class _Run(progress_lib.RunObserver):
     self._evaluated = -1
     self._meter = trace.Meter()
     self._warnings = round_warnings.RoundWarnings(
-      run_dir, experiment.max_skipped
+      run_dir, experiment.max_skipped, experiment.resolved_bounds
     )
 
   async def train(self) -> int:
@@ -355,7 +355,8 @@ class _Run(progress_lib.RunObserver):
     """Writes and shows the metrics of a round and a few of its episodes."""
     groups = trained.groups
     time_s = time.monotonic() - self._parts.spans.origin
-    metrics = {**trained.metrics, "time_s": time_s}
+    repetition = rollout_samples.repetition(groups)
+    metrics = {**trained.metrics, "repetition": repetition, "time_s": time_s}
     self._metrics.write(int(metrics["round"]), metrics)
     self._screen.update(metrics, str(round_warnings.of_groups(groups) or ""))
     if self._startup is not None:
@@ -391,7 +392,7 @@ class _Run(progress_lib.RunObserver):
     """Saves every few rounds, at the end and after a signal.
 
     Raises:
-      round_warnings.NothingTrained: in too many rounds; this one is saved.
+      round_warnings.Hopeless: this round is saved.
     """
     trained, hopeless = progress.trained, self._warnings.hopeless
     due = trained % self._experiment.retention.checkpoint_every == 0
@@ -399,7 +400,7 @@ class _Run(progress_lib.RunObserver):
     if due or last or self._signals.number or hopeless:
       await self._save(progress)
     if hopeless:
-      raise round_warnings.NothingTrained(hopeless)
+      raise round_warnings.Hopeless(hopeless)
 
   async def _save(self, progress: progress_lib.Progress) -> None:
     """Starts a checkpoint, unless this round is saved already."""

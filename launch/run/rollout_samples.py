@@ -9,12 +9,15 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float32
 
+from rl.algorithms import reward_shaping
 from rl.data import trajectory
 from rl.rollout import episode
 from rl.runtime import line_file
 from rl.train import logprob_gap
 
 _TOKENS_KEPT = 512
+_EPISODES_READ = 64
+_NGRAM = 8
 
 
 def write(
@@ -49,6 +52,22 @@ def readable(
     turn["context_words"] = [chat.token(i) for i in turn["context"]]
     turn["words"] = [chat.token(i) for i in turn["tokens"]]
   return data
+
+
+def repetition(groups: Sequence[trajectory.Group]) -> float:
+  """Returns the share of 8-grams that occurred before in the same answer.
+
+  The mean over at most 64 episodes, of those with an answer of 8 tokens; nan
+  without any.
+  """
+  members = [member for group in groups for member in group.trajectories]
+  every = max(1, math.ceil(len(members) / _EPISODES_READ))
+  shares = [
+    share
+    for member in members[::every]
+    if (share := reward_shaping.repeated_share(member, _NGRAM)) is not None
+  ]
+  return float(np.mean(shares)) if shares else math.nan
 
 
 def write_gap(

@@ -1,19 +1,20 @@
-"""Warns after a round about skipped updates and rounds that train nothing.
+"""Warns after a round of skipped updates, empty rounds and metrics that drift.
 
 A round whose episodes all ended in faults trains nothing. After a few of them
-in a row the run should end.
+in a row the run should end, as it should where a metric leaves its bound.
 """
 
 import pathlib
 from collections.abc import Mapping, Sequence
 
 from rl.data import fault_summary, trajectory
+from rl.loop import metric_bounds
 from rl.rollout import evaluate
 from rl.train import skipped_updates
 
 
-class NothingTrained(Exception):
-  """Round after round, faults left nothing to train."""
+class Hopeless(Exception):
+  """The run should end: nothing is trained, or a metric left its bound."""
 
 
 def of_groups(
@@ -44,13 +45,19 @@ class RoundWarnings:
     hopeless: the reason to end the run, or "".
   """
 
-  def __init__(self, run_dir: pathlib.Path, max_in_a_row: int):
+  def __init__(
+    self,
+    run_dir: pathlib.Path,
+    max_in_a_row: int,
+    bounds: metric_bounds.MetricBounds,
+  ):
     """Starts before the first round.
 
     Args:
       run_dir: as the user typed it.
       max_in_a_row: rounds in a row that may train nothing because of faults.
     """
+    self._monitor = metric_bounds.Monitor(bounds)
     self._run_dir = run_dir
     self._max_in_a_row = max_in_a_row
     self._in_a_row = 0
@@ -66,7 +73,7 @@ class RoundWarnings:
       metrics: of the round, as in metrics.jsonl.
       groups: consumed by the round.
     """
-    lines = self._skipped(metrics)
+    lines = self._skipped(metrics) + self._drifting(metrics)
     is_empty = metrics.get("trained_tokens") == 0
     is_flat = 0 < metrics["groups"] == metrics.get("zero_variance_groups")
     fault = (
@@ -97,6 +104,18 @@ class RoundWarnings:
         "reward; the same command continues from here"
       )
     self._was_empty, self._was_flat = is_empty, is_flat
+    return lines
+
+  def _drifting(self, metrics: Mapping[str, float]) -> list[str]:
+    lines = []
+    for crossing in self._monitor.after(metrics):
+      if crossing.bound.then == "stop":
+        self.hopeless = (
+          f"{crossing}. docs/metrics.md tells what it means; bounds."
+          f"{crossing.name} sets the limit, and what follows"
+        )
+      else:
+        lines.append(str(crossing))
     return lines
 
   def _skipped(self, metrics: Mapping[str, float]) -> list[str]:

@@ -67,13 +67,24 @@ class Repetition:
 
   def __call__(self, trajectory: trajectory_lib.Trajectory) -> float:
     """Returns what to add to the reward: from -penalty to 0."""
-    total = distinct = 0
-    for turn in trajectory.turns:
-      if len(turn.tokens) >= self.size:
-        grams = np.lib.stride_tricks.sliding_window_view(turn.tokens, self.size)
-        total += len(grams)
-        distinct += len(np.unique(grams, axis=0))
-    return -self.penalty * (1 - distinct / total) if distinct < total else 0.0
+    share = repeated_share(trajectory, self.size)
+    return -self.penalty * share if share else 0.0
+
+
+def repeated_share(
+  trajectory: trajectory_lib.Trajectory, size: int
+) -> float | None:
+  """Returns the share of n-grams that occurred before in the same answer.
+
+  None where no answer has as many tokens as an n-gram.
+  """
+  total = distinct = 0
+  for turn in trajectory.turns:
+    if len(turn.tokens) >= size:
+      grams = np.lib.stride_tricks.sliding_window_view(turn.tokens, size)
+      total += len(grams)
+      distinct += len(np.unique(grams, axis=0))
+  return 1 - distinct / total if total else None
 
 
 def apply(

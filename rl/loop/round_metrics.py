@@ -54,9 +54,13 @@ def of_groups(
     "turns_mean": _mean([len(t.turns) for t in episodes]),
     "sampled_tokens": float(sum(t.num_sampled for t in episodes)),
     "truncated": float(counts[trajectory.Status.TRUNCATED]),
+    "truncated_share": _mean(
+      [t.status is trajectory.Status.TRUNCATED for t in episodes]
+    ),
     "staleness_mean": _mean(lags),
     "staleness_max": float(max(lags, default=np.nan)),
     "faults": sum(faults.values()),
+    "fault_share": _mean([t.status.is_fault for t in episodes]),
     **faults,
     **_means_by_name("reward", [t.parts for t in episodes]),
     **_means_by_name("env", [t.metrics for t in episodes]),

@@ -6,6 +6,7 @@ import json
 import signal
 from typing import ClassVar
 
+import jax
 import pytest
 
 from envs import base
@@ -49,6 +50,33 @@ class _Dying(builtin_engine.BuiltinEngine):
     return await super().generate(request)
 
 
+class _Turned(builtin_engine.BuiltinEngine):
+  """Rotates positions the wrong way round, as a sign in a kernel would.
+
+  Rotating by -x is: flip the second half, rotate by x, flip it again. The last
+  flip cancels in the product of queries and keys, and the first may be made in
+  the weights that project to them.
+  """
+
+  async def start(self, params, *args, **options):
+    await super().start(_turned(params), *args, **options)
+
+  async def update_weights(self, version, params, *args, **options):
+    await super().update_weights(version, _turned(params), *args, **options)
+
+
+def _turned(params):
+  def flip(path, leaf):
+    name = jax.tree_util.keystr(path, simple=True, separator="/")
+    if not name.endswith(("/query", "/key")):
+      return leaf
+    half = leaf.shape[-1] // 2
+    return leaf.at[..., half:].multiply(-1)
+
+  with jax.transfer_guard("allow"):
+    return jax.tree_util.tree_map_with_path(flip, params)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SilentSettings(engine_settings.EngineSettings):
   """Settings of an engine that never answers evaluations."""
@@ -78,6 +106,12 @@ class DyingSettings(SilentSettings):
   kind: ClassVar = _Dying
 
 
+class TurnedSettings(SilentSettings):
+  """Settings of an engine with a wrong kernel."""
+
+  kind: ClassVar = _Turned
+
+
 def experiment(engine=engine_settings.EngineSettings, episodes=0, **changes):
   base = experiment_lib.Experiment(
     environment=fakes.Counting(turns=2),
@@ -96,10 +130,14 @@ def experiment(engine=engine_settings.EngineSettings, episodes=0, **changes):
 
 
 def write_config(directory, schedule):
-  """Writes as much of a run's settings as the check of its log reads."""
+  """Writes as much of a run's settings as its report reads."""
+  base = experiment()
   data = {
     "overlap": overrides.to_json(schedule),
     "rollout": {"group_size": LIMITS.group_size},
+    "bounds": overrides.to_json(base.bounds),
+    "model": overrides.to_json(base.model),
+    "publishing": overrides.to_json(base.publishing),
   }
   (directory / "config.json").write_text(json.dumps(data))
 
@@ -145,6 +183,21 @@ def test_a_run_whose_engine_stops_again_and_again_says_so_and_ends(
   error = "error: all 1 engines have stopped, engine 0 because the engine was "
   assert f"{error}closed; recovery.attempts=2 allows no further start" in told
   assert told.count("error: ") == 1
+
+
+def test_an_engine_with_a_wrong_kernel_ends_the_run_in_its_second_round(
+  run_dir, capsys
+):
+  wrong = experiment(TurnedSettings, rounds=9)
+  assert local.train(wrong, run_dir) == 1
+  told = capsys.readouterr().out
+  assert "error: round 2: logprob_gap_mean is 0.0" in told
+  assert "above 0.003, for 2 rounds" in told
+  # The round is saved, and the report says why the run has ended.
+  assert (run_dir / "checkpoints" / "2").exists()
+  page = (run_dir / "report.html").read_text()
+  assert "logprob_gap_mean is 0.0" in page
+  assert len((run_dir / "metrics.jsonl").read_text().splitlines()) == 2
 
 
 def test_engines_start_beside_the_warm_start_and_take_its_weights(

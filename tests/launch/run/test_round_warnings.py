@@ -7,9 +7,14 @@ import pytest
 
 from launch.run import round_warnings
 from rl.data import trajectory
+from rl.loop import metric_bounds
 from rl.rollout import evaluate
 
 STATUS = trajectory.Status
+BOUNDS = metric_bounds.MetricBounds(
+  logprob_gap=metric_bounds.Bound(limit=0.1, rounds=2, then="stop"),
+  entropy=metric_bounds.Bound(limit=0.5, rounds=1),
+)
 
 
 def _member(index, status, fault=""):
@@ -43,7 +48,7 @@ def _metrics(number, **changes):
 
 @pytest.fixture
 def warnings(tmp_path):
-  return round_warnings.RoundWarnings(tmp_path / "run", 2)
+  return round_warnings.RoundWarnings(tmp_path / "run", 2, BOUNDS)
 
 
 def test_an_evaluation_of_faults_alone_names_the_most_frequent():
@@ -68,6 +73,24 @@ def test_a_round_that_faults_left_empty_names_kind_and_message(warnings):
     "round 1 trained nothing: 3 of 4 episodes ended with reward_fault: Outcome "
     "returned nan"
   ]
+
+
+def test_a_metric_beyond_its_bound_is_told(warnings):
+  metrics = _metrics(3, trained_tokens=8.0, entropy=0.25)
+  assert warnings.after(metrics, [_group(OK)]) == [
+    "round 3: entropy is 0.25, below 0.5"
+  ]
+  assert warnings.hopeless == ""
+
+
+def test_one_that_stays_beyond_a_bound_that_stops_is_hopeless(warnings):
+  for number in (1, 2):
+    metrics = _metrics(number, trained_tokens=8.0, logprob_gap_mean=0.2)
+    assert warnings.after(metrics, [_group(OK)]) == []
+  assert warnings.hopeless.startswith(
+    "round 2: logprob_gap_mean is 0.2, above 0.1, for 2 rounds."
+  )
+  assert "bounds.logprob_gap" in warnings.hopeless
 
 
 def test_a_few_such_rounds_in_a_row_are_hopeless(warnings):
@@ -107,7 +130,7 @@ def test_each_skipped_update_has_the_command_that_looks_into_it(
     path = run_dir / "skipped" / name
     path.mkdir(parents=True)
     (path / "batches.npz").touch()
-  warnings = round_warnings.RoundWarnings(run_dir, 2)
+  warnings = round_warnings.RoundWarnings(run_dir, 2, BOUNDS)
   metrics = _metrics(3, skipped_updates=2.0, trained_tokens=8.0)
   lines = warnings.after(metrics, [_group(OK, OK)])
   assert [line.rpartition(" ")[2] for line in lines] == [

@@ -122,6 +122,8 @@ def test_a_round_of_no_groups_has_no_means():
     "success",
     "reward_mean",
     "turns_mean",
+    "truncated_share",
+    "fault_share",
     "staleness_mean",
     "staleness_max",
   }
