@@ -100,7 +100,8 @@ class Worker:
   def kill(self) -> None:
     """Ends it at once."""
     self._process.kill()
-    if self._process.stdin is not None:
+    assert self._process.stdin is not None
+    with contextlib.suppress(BrokenPipeError):  # It never read what it is told.
       self._process.stdin.close()
     with contextlib.suppress(subprocess.TimeoutExpired):
       self._process.wait(_CLOSE_S)

@@ -189,6 +189,23 @@ class Served:
     goal = self.engine.stats().sampled_tokens + count
     await self.until(lambda stats: stats.sampled_tokens >= goal)
 
+  async def held(
+    self, prompt: list[int], length: int, count: int
+  ) -> tuple[contract.DecodeRequest, asyncio.Task[contract.Completion]]:
+    """A request that a pause holds after at least `count` tokens.
+
+    An engine in another process may have ended it before the pause arrives;
+    then another begins.
+    """
+    while True:
+      request, task = self.begin(prompt, length)
+      await self.begun(count)
+      await self.engine.pause()
+      await asyncio.sleep(0.01)  # Until an end that came first is known.
+      if not task.done():
+        return request, task
+      self.engine.resume()
+
   async def first_token(self, request: contract.DecodeRequest) -> int:
     """Returns the version of a request's first token, once there is one."""
     await asyncio.sleep(0)  # Until then its task has not asked the engine.
