@@ -211,7 +211,11 @@ class _Run(progress_lib.RunObserver):
     try:
       with (
         self._signals.calling(loop.stop),
-        parts.watchdog.guard(loop_lag_s=_LOOP_LAG_S),
+        parts.watchdog.guard(
+          loop_lag_s=_LOOP_LAG_S,
+          end_s=self._experiment.progress_timeout_s,
+          end=self._end_blocked,
+        ),
       ):
         await loop.run(progress)
     except coordinator.Stopped:
@@ -219,6 +223,16 @@ class _Run(progress_lib.RunObserver):
     finally:
       parts.log.listeners.remove(self._warn_once)
       parts.spans.listeners.remove(self._meter.add)
+
+  def _end_blocked(self) -> None:
+    """Ends the process, whose event loop can end nothing any more."""
+    self._screen.note(
+      "error: the event loop was blocked for longer than progress_timeout_s="
+      f"{self._experiment.progress_timeout_s:g}; the call that blocks it is "
+      f"above; to go on:\n  {workdir.command()}"
+    )
+    sys.stdout.flush()
+    os._exit(1)
 
   def _warn_once(self, event: event_log.Event) -> None:
     """Warns of the first episode in flight that a restart cannot continue."""

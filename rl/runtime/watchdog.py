@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import dataclasses
 import math
+import os
 import sys
 import threading
 import time
@@ -14,6 +15,12 @@ from typing import Any, TypeVar
 _T = TypeVar("_T")
 Listed = contextlib.AbstractContextManager[None]
 _UNLISTED = contextlib.nullcontext()
+_DEPTH = 8
+"""Innermost calls of a stack that are told."""
+# Where threads of a pool, or of a mesh, stand while they have nothing to do.
+_IDLE = {("mesh_thread.py", "_work"), ("thread.py", "_worker")}
+# Threads that serve the loop, and always wait.
+_SERVANTS = {"watchdog", "status"}
 
 
 class Stalled(TimeoutError):
@@ -121,6 +128,25 @@ def stack(thread: int) -> str:
   return "".join(traceback.format_stack(frame)) if frame else "unknown\n"
 
 
+def busy_threads() -> str:
+  """Returns where the other threads are that have something to do, or "".
+
+  These run device programs, environments, rewards, tokenizers and files; one
+  that hangs is the reason of what waits for it.
+  """
+  frames, told = sys._current_frames(), []
+  for thread in threading.enumerate():
+    frame = frames.get(thread.ident or 0)
+    is_other = thread is not threading.current_thread()
+    if frame is None or not is_other or thread.name in _SERVANTS:
+      continue
+    code = frame.f_code
+    if (os.path.basename(code.co_filename), code.co_name) not in _IDLE:
+      calls = "".join(traceback.format_stack(frame)[-_DEPTH:])
+      told.append(f"thread {thread.name} is in:\n{calls}")
+  return "".join(told)
+
+
 class Watchdog:
   """The waits of one event loop.
 
@@ -211,7 +237,13 @@ class Watchdog:
     return table(self._waits.copy(), self._clock())
 
   @contextlib.contextmanager
-  def guard(self, *, loop_lag_s: float) -> Iterator[None]:
+  def guard(
+    self,
+    *,
+    loop_lag_s: float,
+    end_s: float = math.inf,
+    end: Callable[[], None] = lambda: None,
+  ) -> Iterator[None]:
     """Reports, from a thread, a blocked event loop.
 
     A blocked loop cannot notice its own deadlines. Each blockage is reported
@@ -219,12 +251,13 @@ class Watchdog:
 
     Args:
       loop_lag_s: longest time the loop may stay in one callback.
+      end_s: time after which `end` is called as well, in that thread.
     """
     loop = asyncio.get_running_loop()
     loop_thread, stop = threading.get_ident(), threading.Event()
     threading.Thread(
       target=self._watch,
-      args=(loop, loop_thread, loop_lag_s, stop),
+      args=(loop, loop_thread, loop_lag_s, stop, end_s, end),
       name="watchdog",
       daemon=True,
     ).start()
@@ -240,6 +273,8 @@ class Watchdog:
     loop_thread: int,
     loop_lag_s: float,
     stop: threading.Event,
+    end_s: float,
+    end: Callable[[], None],
   ) -> None:
     """Asks the loop for a beat, over and over; runs in a thread of its own."""
     while not stop.wait(loop_lag_s):
@@ -248,11 +283,14 @@ class Watchdog:
         loop.call_soon_threadsafe(beat.set)
       except RuntimeError:  # The loop is closed.
         return
-      reported = False
+      reported, asked_s = False, time.monotonic()
       while not beat.wait(loop_lag_s) and not stop.is_set():
         if not reported:
           self._report(self._blocked(loop_thread, loop_lag_s))
         reported = True
+        if time.monotonic() - asked_s >= end_s:
+          end()
+          return
 
   def _blocked(self, loop_thread: int, loop_lag_s: float) -> str:
     return (
@@ -264,5 +302,5 @@ class Watchdog:
     return (
       f"{wait.owner} waited {self._clock() - wait.since_s:.1f} s for"
       f" {wait.what} (deadline {wait.deadline_s:.1f} s); waiting now:\n"
-      f"{self.dump()}"
+      f"{self.dump()}\n{busy_threads()}".rstrip()
     )

@@ -1,13 +1,15 @@
 """Tests of the watchdog: deadlines, the table of waits, a blocked loop."""
 
 import asyncio
+import concurrent.futures
 import re
 import signal
+import threading
 import time
 
 import pytest
 
-from rl.runtime import virtual_clock, watchdog
+from rl.runtime import mesh_thread, trace, virtual_clock, watchdog
 
 
 async def _return(value: int) -> int:
@@ -228,6 +230,85 @@ def test_a_blocked_loop_is_reported_once_with_its_stack():
   assert reports[0].startswith("the event loop is blocked for more than 0.2 s")
   assert "compute_on_the_loop" in reports[0]
   assert "learner  groups" in reports[0]
+
+
+def test_a_loop_that_stays_blocked_is_ended():
+  ended = threading.Event()
+  watch = watchdog.Watchdog()
+
+  async def run():
+    with watch.guard(loop_lag_s=0.1, end_s=0.3, end=ended.set):
+      # Blocks the loop: nothing but the guard's thread can end this.
+      assert ended.wait(60)
+
+  asyncio.run(run())
+
+
+def test_a_loop_that_is_free_in_time_is_not_ended():
+  watch = watchdog.Watchdog()
+
+  async def run():
+    with watch.guard(loop_lag_s=0.1, end_s=60, end=pytest.fail):
+      time.sleep(0.3)
+      await asyncio.sleep(0.3)
+
+  asyncio.run(run())
+
+
+@pytest.fixture
+def gate():
+  """Holds hung threads until the end of a test."""
+  opened = threading.Event()
+  yield opened
+  opened.set()
+
+
+def stall(start, watch):
+  """Returns the words of a wait that what `start` begins does not end."""
+
+  async def run():
+    work = start()
+    with pytest.raises(watchdog.Stalled) as stalled:
+      await _wait(watch, work, 0.2)
+    return str(stalled.value)
+
+  return asyncio.run(run())
+
+
+def test_a_stall_tells_where_a_hung_program_of_a_mesh_is(gate):
+  thread = mesh_thread.MeshThread("decode", trace.Trace(None))
+
+  def kernel_that_hangs():
+    gate.wait(60)
+
+  told = stall(
+    lambda: thread.run("decode", kernel_that_hangs), watchdog.Watchdog()
+  )
+  gate.set()
+  thread.close()
+  assert "thread decode is in:" in told
+  assert "kernel_that_hangs" in told
+  assert "learner waited" in told.splitlines()[0]
+
+
+def test_a_stall_tells_where_a_call_in_a_pool_is_and_of_no_idle_thread(gate):
+  idle = mesh_thread.MeshThread("learner", trace.Trace(None))
+  pool = concurrent.futures.ThreadPoolExecutor(2, "environment")
+  pool.submit(int).result()  # One thread of it has nothing to do.
+
+  def step_that_hangs():
+    gate.wait(60)
+
+  told = stall(
+    lambda: asyncio.get_running_loop().run_in_executor(pool, step_that_hangs),
+    watchdog.Watchdog(),
+  )
+  gate.set()
+  pool.shutdown()
+  idle.close()
+  assert re.search(r"thread environment_\d is in:", told)
+  assert "step_that_hangs" in told
+  assert "thread learner" not in told
 
 
 def test_a_loop_that_only_awaits_is_not_reported():
