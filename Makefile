@@ -1,6 +1,6 @@
 # Needs a Python 3.11, 3.12 or 3.13 and the network once; `make help` says more.
 
-.PHONY: help setup train test test-slow test-all lint docs interop agents sglang reasoning bfcl openenv lock clean
+.PHONY: help setup train test test-slow test-all soak lint docs interop agents sglang reasoning bfcl openenv lock clean
 
 python = .venv/bin/python
 ARGS =
@@ -9,6 +9,7 @@ help:
 	@echo 'make train   train on guess-a-number; results in runs/guess_number_moe'
 	@echo 'make test    run the tests but for the slow ones'
 	@echo 'make test-slow  run the slow ones; make test-all runs both'
+	@echo 'make soak    hurt runs at random moments and let them go on'
 	@echo 'make lint    check style and types'
 	@echo 'make docs    build the documentation into site/'
 	@echo 'make interop load what we export in transformers, in an environment apart'
@@ -25,6 +26,7 @@ help:
 	@echo '  make train ARGS="--config.rounds=5 --workdir=runs/short"'
 	@echo '  make test ARGS="tests/rl/algorithms -k losses"'
 	@echo '  make test ROOM=rl/engine    its tests, and unit tests of its importers'
+	@echo '  make soak ARGS="--minutes=60 --seed=1"'
 	@echo '  make lock ARGS=--upgrade'
 	@echo 'PYTHON=/path/to/python chooses the Python that .venv is made with.'
 
@@ -49,6 +51,9 @@ test-slow: .venv/ready
 	@$(pytest) -m slow $(ARGS)
 
 test-all: test test-slow
+
+soak: .venv/ready
+	@$(python) -m scripts.soak $(ARGS)
 
 lint: .venv/ready
 	@$(python) -m ruff check .

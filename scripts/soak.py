@@ -1,0 +1,248 @@
+"""Hurts runs at random moments and lets them go on: make soak.
+
+  python -m scripts.soak [--minutes=10] [--seed=0] [--only=NUMBER]
+
+Each trial is a small run under a random schedule, with or without a warm start
+and with its engine here or in a process of its own. At a random moment it is
+
+  killed, terminated   and the same command is given again
+  stopped              for some seconds, as a machine that sleeps
+  full, out of files   no file may grow further, or no other be opened
+
+or its engine's process is killed or stopped. Then the run must go on for three
+rounds, its metrics must have each round once, its log must keep all promises
+with a ledger error of 0, no output may be a traceback, and no process may be
+left. A trial that fails prints the command that repeats it.
+"""
+
+import contextlib
+import os
+import pathlib
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+
+from absl import app, flags
+
+from configs import guess_number_schedules
+from launch.report import log_check, run_files
+from tests.helpers import commands, processes
+
+_MINUTES = flags.DEFINE_float("minutes", 10.0, "Time in which trials begin.")
+_SEED = flags.DEFINE_integer("seed", 0, "Of all trials.")
+_ONLY = flags.DEFINE_integer("only", None, "Number of the one trial to make.")
+
+_CONFIG = "configs/guess_number_schedules.py"
+_ROUNDS_MORE = 3
+_LATEST_S = 40.0
+_STOPPED_S = 8.0
+_END_S = 200.0
+
+
+class Broken(Exception):
+  """A run that did not keep what it promises."""
+
+
+def main(argv: list[str]) -> None:
+  """Makes trials until the time is over; exits with 1 if one fails."""
+  del argv
+  if _ONLY.value is not None:
+    sys.exit(0 if trial(_ONLY.value) else 1)
+  number, failed, end_s = 0, 0, time.monotonic() + 60 * _MINUTES.value
+  while time.monotonic() < end_s:
+    failed += not trial(number)
+    number += 1
+  print(f"{number} passed, 0 failed" if not failed else f"{failed} failed")
+  sys.exit(1 if failed else 0)
+
+
+def trial(number: int) -> bool:
+  """Makes a trial, and returns whether its run survived."""
+  rng = random.Random(f"{_SEED.value}/{number}")
+  schedule = rng.choice(list(guess_number_schedules.SCHEDULES))
+  is_remote, is_warm = rng.random() < 0.4, rng.random() < 0.4
+  way = rng.choice([*_WAYS, *(_WAYS_OF_WORKERS if is_remote else ())])
+  after_s = rng.uniform(0.5, _LATEST_S)
+  title = (
+    f"{number:4} {schedule:15} {'warm start' if is_warm else '':10} "
+    f"{'process' if is_remote else '':7} {way.__name__:15} {after_s:4.1f} s"
+  )
+  settings = {
+    name: value
+    for name, value in commands.TINY.items()
+    if not name.startswith("overlap.")
+  } | {"rounds": "100000"}
+  if is_warm:
+    del settings["warm_start"]
+    settings["warm_start.steps"] = "30"
+  if is_remote:
+    settings["placement.decode_processes"] = "1"
+  workdir = pathlib.Path(tempfile.mkdtemp(prefix="soak_"))
+  command = commands.train(workdir, settings, f"{_CONFIG}:{schedule}")
+  try:
+    _hurt(command, way, after_s)
+    _go_on(command, workdir)
+  except Broken as error:
+    again = f"python -m scripts.soak --seed={_SEED.value} --only={number}"
+    print(f"{title}  BROKEN: {error}\n  its run: {workdir}\n  again: {again}")
+    return False
+  rounds = processes.rounds(workdir)
+  print(f"{title}  survived, {rounds} rounds", flush=True)
+  shutil.rmtree(workdir)
+  return True
+
+
+def _hurt(
+  command: list[str],
+  way: Callable[[subprocess.Popen[str]], bool],
+  after_s: float,
+) -> None:
+  """Starts a run, hurts it and waits until it has ended."""
+  with _begun(command) as process:
+    seen = _workers_until(process, time.monotonic() + after_s)
+    if process.poll() is None and not way(process):
+      time.sleep(_STOPPED_S)  # It goes on, and is ended as a user would.
+      process.send_signal(signal.SIGINT)
+    output = _output(process)
+  _check_output(output)
+  _check_gone(seen)
+
+
+def _go_on(command: list[str], workdir: pathlib.Path) -> None:
+  """Gives the command again, and checks the run after a few more rounds."""
+  before = processes.rounds(workdir)
+  with _begun(command) as process:
+    deadline_s = time.monotonic() + _END_S
+    while processes.rounds(workdir) < before + _ROUNDS_MORE:
+      if process.poll() is not None or time.monotonic() > deadline_s:
+        process.kill()
+        raise Broken(f"it does not go on: {_output(process)[-2000:]}")
+      time.sleep(0.1)
+    seen = processes.workers_of(process)
+    process.send_signal(signal.SIGINT)
+    output = _output(process)
+  _check_output(output)
+  _check_gone(seen)
+  if process.returncode != 128 + signal.SIGINT:
+    raise Broken(f"it ended with {process.returncode}: {output[-2000:]}")
+  verdict = log_check.of_run(workdir)
+  if verdict.violations or verdict.ledger.error:
+    raise Broken(f"{verdict.ledger.error=}; {verdict.violations}")
+  rounds = [x["round"] for x in run_files.lines(workdir / "metrics.jsonl", [])]
+  if rounds != list(range(1, len(rounds) + 1)):
+    raise Broken(f"metrics.jsonl has rounds {rounds}")
+
+
+@contextlib.contextmanager
+def _begun(command: list[str]):
+  """Starts a command; whatever happens, it is not left behind."""
+  with commands.start(*command) as process:
+    try:
+      yield process
+    finally:
+      process.kill()
+
+
+def _workers_until(process: subprocess.Popen[str], until_s: float) -> set[int]:
+  """Returns the workers that a run starts up to a time."""
+  seen: set[int] = set()
+  while time.monotonic() < until_s and process.poll() is None:
+    seen.update(processes.workers_of(process))
+    time.sleep(0.05)
+  return seen
+
+
+def _output(process: subprocess.Popen[str]) -> str:
+  try:
+    return process.communicate(timeout=_END_S)[0]
+  except subprocess.TimeoutExpired:
+    process.kill()
+    raise Broken(
+      f"it did not end in {_END_S:g} s: {process.communicate()[0][-2000:]}"
+    ) from None
+
+
+def _check_output(output: str) -> None:
+  if "Traceback" in output:
+    raise Broken(f"a traceback: {output[-4000:]}")
+
+
+def _check_gone(pids: set[int] | list[int]) -> None:
+  deadline_s = time.monotonic() + 10
+  while left := [pid for pid in pids if processes.runs(pid)]:
+    if time.monotonic() > deadline_s:
+      raise Broken(f"processes {left} outlived their run")
+    time.sleep(0.05)
+
+
+# Ways to hurt a run; each returns whether the run should end by itself.
+
+
+def killed(process: subprocess.Popen[str]) -> bool:
+  """Kills the run."""
+  process.kill()
+  return True
+
+
+def terminated(process: subprocess.Popen[str]) -> bool:
+  """Asks the run to end."""
+  process.terminate()
+  return True
+
+
+def stopped(process: subprocess.Popen[str]) -> bool:
+  """Lets no time pass for the run, for some seconds."""
+  _stop(process.pid)
+  return False
+
+
+def full(process: subprocess.Popen[str]) -> bool:
+  """Lets no file of the run grow beyond 4 kB."""
+  limits = resource.prlimit(process.pid, resource.RLIMIT_FSIZE)
+  changed = (4096, limits[1])
+  resource.prlimit(process.pid, resource.RLIMIT_FSIZE, changed)
+  return True
+
+
+def out_of_files(process: subprocess.Popen[str]) -> bool:
+  """Lets the run open no more files than it has, and two."""
+  count = len(os.listdir(f"/proc/{process.pid}/fd"))
+  limits = resource.prlimit(process.pid, resource.RLIMIT_NOFILE)
+  changed = (count + 2, limits[1])
+  resource.prlimit(process.pid, resource.RLIMIT_NOFILE, changed)
+  return False
+
+
+def engine_killed(process: subprocess.Popen[str]) -> bool:
+  """Kills the process of the engine, if that is up."""
+  for worker in processes.workers_of(process):
+    os.kill(worker, signal.SIGKILL)
+  return False
+
+
+def engine_stopped(process: subprocess.Popen[str]) -> bool:
+  """Lets no time pass for the engine, for some seconds."""
+  for worker in processes.workers_of(process):
+    _stop(worker)
+  return False
+
+
+def _stop(pid: int) -> None:
+  with contextlib.suppress(ProcessLookupError):
+    os.kill(pid, signal.SIGSTOP)
+    time.sleep(_STOPPED_S)
+    os.kill(pid, signal.SIGCONT)
+
+
+_WAYS = (killed, terminated, stopped, full, out_of_files)
+_WAYS_OF_WORKERS = (engine_killed, engine_stopped)
+
+
+if __name__ == "__main__":
+  app.run(main)
