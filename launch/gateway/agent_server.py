@@ -1,5 +1,6 @@
 """The server that the agents of a run ask for their answers."""
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
@@ -10,13 +11,22 @@ _GRACE_S = 1
 
 @contextlib.asynccontextmanager
 async def listen(
-  engine: answer_stream.ServedEngine, opened: sessions.Sessions
+  engine: answer_stream.ServedEngine,
+  opened: sessions.Sessions,
+  max_length: int,
 ) -> AsyncIterator[str]:
-  """Serves an engine on a free port of loopback, and yields the address."""
+  """Serves an engine on a free port of loopback, and yields the address.
+
+  Args:
+    max_length: ids of a conversation that a request may send.
+  """
   # Here, not on top: a run without agents needs no HTTP.
   from launch.gateway import app, http_server
 
-  served = app.app(engine, opened)
+  # In a thread: the text of every id is read.
+  served = await asyncio.to_thread(
+    app.app, engine, opened, app.Serving(max_length=max_length)
+  )
   async with http_server.listening(
     served, http_server.bind(), grace_s=_GRACE_S
   ) as address:

@@ -207,7 +207,7 @@ def decode_requests(
     )
   return [
     contract.DecodeRequest(
-      request_id=f"{session.name}/{session.number}/{index}",
+      request_id=f"{session.name}/{opening.number}/{index}",
       session=session.name,
       tokens=opening.tokens,
       max_tokens=room if limit is None else limit,

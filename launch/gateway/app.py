@@ -5,7 +5,8 @@
   GET [/sessions/ID]/v1/models
   GET /sessions/ID    POST /sessions/ID/finish                GET /health
 
-  _body -> chat_query -> Session.begin -> engine -> Session.record -> reply
+  _read -> chat_query -> Session.begin -> engine -> Session.record -> reply
+  '-------- in threads, within limits -'
 
 The path names the session of a request, so that a client only needs another
 base_url; the header x-session-id does the same. A request with neither gets a
@@ -17,8 +18,9 @@ import contextlib
 import dataclasses
 import math
 import secrets
-from collections.abc import AsyncGenerator, Callable, Iterator
-from typing import Any
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from concurrent import futures
+from typing import Any, TypeVar
 
 import numpy as np
 from starlette import applications, exceptions, requests, responses, routing
@@ -29,6 +31,7 @@ from launch.gateway import (
   disconnect,
   http_server,
   json_fields,
+  limits,
   openai_replies,
   openai_requests,
   tokenization,
@@ -39,6 +42,11 @@ from rl.agents import messages as messages_lib
 from rl.agents import sessions as sessions_lib
 from rl.data import trajectory
 from rl.engine import contract
+
+_T = TypeVar("_T")
+# Of a request that is read and encoded fast; others do not wait for slow ones.
+_SMALL_BODY = 32 << 10
+_THREADS = 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,7 +62,8 @@ class Serving:
     record_experts: records the experts that the engine chose for every id.
     answer_s: deadline of the answers to a request.
     body_s: deadline of receiving its body.
-    max_body: bytes of its body.
+    max_body: bytes of its body, of which a short context allows fewer.
+    max_length: ids of a conversation; None: as many as the engine takes.
   """
 
   model: str = "twinmesh"
@@ -64,6 +73,7 @@ class Serving:
   answer_s: float = 600.0
   body_s: float = 30.0
   max_body: int = 16 << 20
+  max_length: int | None = None
 
   def __post_init__(self):
     if not 0 <= self.temperature < math.inf:
@@ -171,6 +181,15 @@ class _Api:
     self._engine = engine
     self._sessions = sessions
     self._serving = serving
+    self._limits = limits.of_chat(
+      sessions.chat,
+      serving.max_length or engine.capabilities.max_length,
+      serving.max_body,
+    )
+    self._quick, self._slow = (
+      futures.ThreadPoolExecutor(_THREADS, f"gateway-{name}")
+      for name in ("quick", "slow")
+    )
 
   async def health(self, request: requests.Request) -> responses.Response:
     """Reports that the server is up, and the version of its weights."""
@@ -195,43 +214,59 @@ class _Api:
     session = self._sessions.get(request.path_params["session"])
     ending = session_tree.Ending(status=trajectory.Status.TRUNCATED)
     branches = session.trajectories(ending) if session.num_answers else []
-    return responses.JSONResponse(
-      {
-        "session": session.name,
-        "requests": session.number,
-        "running": session.running,
-        "trajectories": [trajectory.trajectory_to_json(t) for t in branches],
-      }
+    return await self._shown(
+      branches,
+      session=session.name,
+      requests=session.number,
+      running=session.running,
     )
 
   async def finish(self, request: requests.Request) -> responses.Response:
     """Ends a session; returns and records its trajectories."""
-    body = await self._body(request)
+    ending = await self._read(request, openai_requests.ending)
     name = request.path_params["session"]
-    branches = self._sessions.finish(name, openai_requests.ending(body))
-    lines = [trajectory.trajectory_to_json(t) for t in branches]
-    return responses.JSONResponse({"session": name, "trajectories": lines})
+    branches = self._sessions.finish(name, ending)
+    return await self._shown(branches, session=name)
+
+  async def _shown(
+    self, branches: Sequence[trajectory.Trajectory], **fields: Any
+  ) -> responses.Response:
+    """Returns the reply that shows trajectories; a long session has many."""
+
+    def reply() -> responses.Response:
+      lines = [trajectory.trajectory_to_json(t) for t in branches]
+      return responses.JSONResponse({**fields, "trajectories": lines})
+
+    return await self._in_thread(self._slow, reply)
 
   async def chat(self, request: requests.Request) -> responses.Response:
     """Answers a conversation."""
-    return await self._chat(request, await self._body(request))
+    query = await self._read(request, openai_requests.chat_query)
+    return await self._chat(request, query)
 
   async def messages(self, request: requests.Request) -> responses.Response:
     """Answers a conversation of Anthropic's API."""
-    body = anthropic_messages.chat_body(await self._body(request))
-    as_reply = anthropic_messages.MessageFormat
-    return await self._chat(request, body, as_reply)
+
+    def read(body: dict[str, Any]) -> openai_requests.ChatQuery:
+      return openai_requests.chat_query(anthropic_messages.chat_body(body))
+
+    query = await self._read(request, read)
+    return await self._chat(request, query, anthropic_messages.MessageFormat)
 
   async def _chat(
     self,
     request: requests.Request,
-    body: dict[str, Any],
+    query: openai_requests.ChatQuery,
     as_reply: Callable[[openai_replies.ReplyFormat], Any] = lambda own: own,
   ) -> responses.Response:
-    query = openai_requests.chat_query(body)
+    self._limits.check_characters(query.num_characters, "messages")
     session = self._open(request)
-    with _as_bad_request("messages"):
-      opening = session.begin(query.messages, query.tools)
+    number = session.take_number()
+    with session.request_running(), _as_bad_request("messages"):
+      opening = await self._in_thread(
+        self._pool(query.num_characters),
+        lambda: session.begin(query.messages, query.tools, number),
+      )
     constraint = await self._constraint(query.grammar)
 
     def parser() -> answer_stream.AnswerParser:
@@ -255,13 +290,21 @@ class _Api:
 
   async def text(self, request: requests.Request) -> responses.Response:
     """Continues a text, or ids."""
-    query = openai_requests.text_query(await self._body(request))
-    session, chat = self._open(request), self._sessions.chat
-    with _as_bad_request("prompt"):
-      prompt = query.prompt
-      if isinstance(prompt, str):
-        prompt = messages_lib.text_ids(chat, prompt)
-      opening = session.begin_ids(np.asarray(prompt, np.int32))
+    query = await self._read(request, openai_requests.text_query)
+    prompt, chat = query.prompt, self._sessions.chat
+    if isinstance(prompt, str):
+      self._limits.check_characters(len(prompt), "prompt")
+    session = self._open(request)
+    number = session.take_number()
+
+    def begin() -> session_tree.Opening:
+      ids = prompt
+      if isinstance(ids, str):
+        ids = messages_lib.text_ids(chat, ids)
+      return session.begin_ids(np.asarray(ids, np.int32), number)
+
+    with session.request_running(), _as_bad_request("prompt"):
+      opening = await self._in_thread(self._pool(len(prompt)), begin)
 
     def parser() -> answer_stream.AnswerParser:
       return answer_stream.AnswerParser(
@@ -274,19 +317,28 @@ class _Api:
 
   async def tokenize(self, request: requests.Request) -> responses.Response:
     """Returns the ids of a text or of a conversation, whatever was sampled."""
-    body = await self._body(request)
-    with _as_bad_request(), messages_lib.encoding():
-      tokens = tokenization.tokens(body, self._sessions.chat)
-    longest = self._engine.capabilities.max_length
-    return responses.JSONResponse(
-      {"tokens": tokens, "count": len(tokens), "max_model_len": longest}
-    )
+    chat, bounds = self._sessions.chat, self._limits
+
+    def encode(body: dict[str, Any]) -> responses.Response:
+      with messages_lib.encoding():
+        tokens = tokenization.tokens(body, chat, bounds)
+      longest = self._engine.capabilities.max_length
+      return responses.JSONResponse(
+        {"tokens": tokens, "count": len(tokens), "max_model_len": longest}
+      )
+
+    with _as_bad_request():
+      return await self._read(request, encode)
 
   async def detokenize(self, request: requests.Request) -> responses.Response:
     """Returns the text of ids."""
-    body, able = await self._body(request), self._engine.capabilities
-    text = tokenization.text(body, self._sessions.chat, able.vocab_size)
-    return responses.JSONResponse({"prompt": text})
+    chat, able = self._sessions.chat, self._engine.capabilities
+
+    def decode(body: dict[str, Any]) -> responses.Response:
+      text = tokenization.text(body, chat, able.vocab_size)
+      return responses.JSONResponse({"prompt": text})
+
+    return await self._read(request, decode)
 
   async def _answer(
     self,
@@ -376,11 +428,23 @@ class _Api:
     with _as_bad_request():
       return self._sessions.open(path or header)
 
-  async def _body(self, request: requests.Request) -> dict[str, Any]:
-    serving = self._serving
-    return json_fields.loads(
-      await http_server.body(request, serving.max_body, serving.body_s)
+  async def _read(
+    self, request: requests.Request, read: Callable[[dict[str, Any]], _T]
+  ) -> _T:
+    """Returns what `read` makes of a body; it is called in a thread."""
+    limit, seconds = self._limits.body_bytes, self._serving.body_s
+    body = await http_server.body(request, limit, seconds)
+    return await self._in_thread(
+      self._pool(len(body)), lambda: read(self._limits.loads(body))
     )
+
+  def _pool(self, size: int) -> futures.Executor:
+    return self._quick if size <= _SMALL_BODY else self._slow
+
+  async def _in_thread(
+    self, pool: futures.Executor, work: Callable[[], _T]
+  ) -> _T:
+    return await asyncio.get_running_loop().run_in_executor(pool, work)
 
 
 async def _first(events: AsyncGenerator[bytes]) -> bytes:

@@ -12,6 +12,9 @@ from starlette import requests
 from launch.gateway import disconnect, json_fields
 from rl.settings import annotations
 
+# A client that is still sending when the connection ends sees no reply.
+_UNREAD_BYTES = 16 << 20
+
 
 class _Server(uvicorn.Server):
   """A server with a `ready` event; signals are left to the process."""
@@ -38,19 +41,25 @@ async def body(
     BadRequest: it is too long, or takes too long.
     ClientGone: the client disconnected.
   """
-  received = bytearray()
+  received, length = bytearray(), 0
   try:
     async with asyncio.timeout(seconds):
       async for chunk in request.stream():
-        received += chunk
-        if len(received) > max_bytes:
-          raise json_fields.BadRequest(f"the body is over {max_bytes} bytes")
+        length += len(chunk)
+        if length <= max_bytes:
+          received += chunk
+        elif length > max_bytes + _UNREAD_BYTES:
+          break
   except TimeoutError:
     raise json_fields.BadRequest(
       f"the body took over {seconds:g} s", status=408
     ) from None
   except requests.ClientDisconnect:
     raise disconnect.ClientGone from None
+  if length > max_bytes:
+    raise json_fields.BadRequest(
+      f"the body is over {max_bytes} bytes; send less", status=413
+    )
   return bytes(received)
 
 

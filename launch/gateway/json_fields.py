@@ -14,10 +14,13 @@ _NAMES = {
   dict: "object",
 }
 _MISSING: Any = object()
+_MAX_MESSAGE, _MAX_PARAM = 1000, 200
 
 
 class BadRequest(ValueError):
   """A request that is refused; clients get it as OpenAI's error object.
+
+  What it repeats of the request is cut.
 
   Attributes:
     param: the field at fault.
@@ -32,8 +35,8 @@ class BadRequest(ValueError):
     code: str | None = None,
     status: int = 400,
   ):
-    super().__init__(message)
-    self.param = param
+    super().__init__(cut(message, _MAX_MESSAGE))
+    self.param = param and cut(param, _MAX_PARAM)
     self.code = code
     self.status = status
 
@@ -117,7 +120,12 @@ def shown(value: Any) -> str:
     text = json.dumps(value)
   except RecursionError:
     return f"{kind_of(value)} nested too deeply"
-  return text if len(text) <= 80 else f"{text[:77]}..."
+  return cut(text, 80)
+
+
+def cut(text: str, length: int) -> str:
+  """Returns a text of at most so many characters."""
+  return text if len(text) <= length else f"{text[: length - 3]}..."
 
 
 def _refuse_constant(constant: str) -> None:

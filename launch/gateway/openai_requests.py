@@ -7,7 +7,7 @@ dropped in silence.
 import dataclasses
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from typing import Any, NamedTuple
 
 from envs import base
@@ -19,7 +19,14 @@ from rl.settings import checks
 
 MAX_CHOICES = 128
 MAX_STOPS = 16
+MAX_STOP_LENGTH = 1000
 MAX_TOP_LOGPROBS = 20
+MAX_MESSAGES = 4096
+MAX_TOOLS = 512
+MAX_BIASES = 4096
+MAX_NAME = 256
+"""Characters of a name or an id."""
+_MAX_MISSPELT = 64
 
 # Unsupported options, with the values at which they change nothing.
 _HARMLESS: dict[str, tuple[Any, ...]] = {
@@ -106,6 +113,17 @@ class ChatQuery:
   grammar: answer_grammar.AnswerGrammar | None
   sampling: Sampling
 
+  @property
+  def num_characters(self) -> int:
+    """Characters of the texts that the prompt shows.
+
+    Templates may leave out earlier thinking, which does not count.
+    """
+    calls = [call for message in self.messages for call in message.tool_calls]
+    return sum(len(message.content) for message in self.messages) + sum(
+      len(call.arguments) for call in calls
+    )
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TextQuery:
@@ -127,8 +145,10 @@ def chat_query(body: Mapping[str, Any]) -> ChatQuery:
     raise json_fields.BadRequest(
       "messages is empty; send one at least", "messages"
     )
+  _check_number(listed, MAX_MESSAGES, "messages")
   messages = tuple(_message(m, f"messages[{i}]") for i, m in enumerate(listed))
   listed = json_fields.get(body, "tools", list, [])
+  _check_number(listed, MAX_TOOLS, "tools")
   tools = tuple(_tool(tool, f"tools[{i}]") for i, tool in enumerate(listed))
   choice = _tool_choice(body.get("tool_choice"), tools)
   parallel = json_fields.get(body, "parallel_tool_calls", bool, True)
@@ -245,13 +265,16 @@ def _sampling(
     raise json_fields.BadRequest(
       "model is missing; send a name, any will do", "model"
     )
+  _name(body, "model", "")
   stops = json_fields.get(body, "stop", (str, list), [])
   stops = [stops] if isinstance(stops, str) else stops
-  texts = all(isinstance(stop, str) and stop for stop in stops)
+  texts = all(
+    isinstance(stop, str) and 0 < len(stop) <= MAX_STOP_LENGTH for stop in stops
+  )
   if not texts or len(stops) > MAX_STOPS:
     raise json_fields.BadRequest(
-      f"stop={json_fields.shown(stops)}: send up to {MAX_STOPS} texts, none of "
-      "them empty",
+      f"stop={json_fields.shown(stops)}: send up to {MAX_STOPS} texts of up "
+      f"to {MAX_STOP_LENGTH} characters, none of them empty",
       "stop",
     )
   choices = json_fields.get(body, "n", int, 1)
@@ -289,7 +312,9 @@ def _sampling(
 
 def _bias(body: Mapping[str, Any]) -> dict[int, float]:
   bias = {}
-  for key, value in json_fields.get(body, "logit_bias", dict, {}).items():
+  given = json_fields.get(body, "logit_bias", dict, {})
+  _check_number(given, MAX_BIASES, "logit_bias")
+  for key, value in given.items():
     index = int(key) if _INDEX.fullmatch(key) else -1
     if (
       index < 0
@@ -340,8 +365,8 @@ def _message(data: Any, where: str) -> base.Message:
     role=_ROLES[role],  # pyright: ignore[reportArgumentType]
     content=text,
     tool_calls=tuple(_call(call, f"{where}.tool_calls") for call in calls),
-    tool_call_id=json_fields.get(data, "tool_call_id", str, None, f"{where}."),
-    name=json_fields.get(data, "name", str, None, f"{where}."),
+    tool_call_id=_name(data, "tool_call_id", f"{where}.", None),
+    name=_name(data, "name", f"{where}.", None),
     reasoning=json_fields.get(
       data, "reasoning_content", str, None, f"{where}."
     ),
@@ -362,17 +387,17 @@ def _part(part: Any, where: str) -> str:
 def _call(data: Any, where: str) -> base.ToolCall:
   function = _function(data, where, "function calls")
   return base.ToolCall(
-    name=json_fields.get(function, "name", str, where=f"{where}.function."),
+    name=_name(function, "name", f"{where}.function."),
     arguments=json_fields.get(
       function, "arguments", str, where=f"{where}.function."
     ),
-    id=json_fields.get(data, "id", str, None, f"{where}."),
+    id=_name(data, "id", f"{where}.", None),
   )
 
 
 def _tool(data: Any, where: str) -> Mapping[str, Any]:
   function, where = _function(data, where, "functions"), f"{where}.function."
-  json_fields.get(function, "name", str, where=where)
+  _name(function, "name", where)
   parameters = json_fields.get(function, "parameters", dict, _NOTHING, where)
   strict = json_fields.get(function, "strict", bool, False, where)
   if strict and parameters.get("type") != "object":
@@ -452,7 +477,7 @@ def _place(choice: Any, where: str, tools: Sequence[Mapping[str, Any]]) -> int:
   if name not in names:
     raise json_fields.BadRequest(
       f"{where}: {json_fields.shown(name)} is none of the tools"
-      f"{checks.nearest(str(name), names)}",
+      f"{_nearest(str(name), names)}",
       "tool_choice",
       "unsupported_value",
     )
@@ -518,6 +543,31 @@ def _content_schema(
   return answer_grammar.Schema(text=json.dumps(schema), name=f"{where}schema")
 
 
+def _name(
+  data: Mapping[str, Any], name: str, where: str, *default: None
+) -> Any:
+  """Returns a name or an id, which is short; see `json_fields.get`."""
+  found = json_fields.get(data, name, str, *default, where=where)
+  if found is not None and len(found) > MAX_NAME:
+    raise json_fields.BadRequest(
+      f"{where}{name} has {len(found)} characters; use {MAX_NAME} or fewer",
+      f"{where}{name}",
+    )
+  return found
+
+
+def _check_number(given: Sized, most: int, name: str) -> None:
+  if len(given) > most:
+    raise json_fields.BadRequest(
+      f"{name} has {len(given)} entries; send {most} or fewer", name
+    )
+
+
+def _nearest(name: str, known: Sequence[str]) -> str:
+  # Looking for what is like a long name takes long.
+  return checks.nearest(name, known) if len(name) <= _MAX_MISSPELT else ""
+
+
 def _function(data: Any, where: str, supported: str) -> Mapping[str, Any]:
   """Returns the function of a call, or of a tool."""
   function = data.get("function") if isinstance(data, dict) else None
@@ -557,7 +607,8 @@ def _unsupported(
 
 
 def _unknown(name: str, known: Iterable[str]) -> json_fields.BadRequest:
-  hint = checks.nearest(name, list(known))
+  name = json_fields.cut(name, MAX_NAME)
+  hint = _nearest(name, list(known))
   return json_fields.BadRequest(
     f"{name} is unknown to this server{hint}", name, "unknown_parameter"
   )

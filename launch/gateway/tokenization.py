@@ -3,14 +3,18 @@
 from collections.abc import Mapping
 from typing import Any
 
-from launch.gateway import json_fields, openai_requests
+from launch.gateway import json_fields, limits, openai_requests
 from rl.agents import messages
 from rl.rollout import episode as episode_lib
 
 _FIELDS = {"model", "prompt", "messages", "tools", "add_generation_prompt"}
 
 
-def tokens(body: Mapping[str, Any], chat: episode_lib.Chat) -> list[int]:
+def tokens(
+  body: Mapping[str, Any],
+  chat: episode_lib.Chat,
+  bounds: limits.RequestLimits,
+) -> list[int]:
   """Returns the ids of a text, or of a conversation as an answer's prompt.
 
   Raises:
@@ -19,11 +23,14 @@ def tokens(body: Mapping[str, Any], chat: episode_lib.Chat) -> list[int]:
   """
   openai_requests.refuse_others(body, _FIELDS)
   if body.get("messages") is None:
-    return messages.text_ids(chat, json_fields.get(body, "prompt", str))
+    prompt = json_fields.get(body, "prompt", str)
+    bounds.check_characters(len(prompt), "prompt")
+    return messages.text_ids(chat, prompt)
   asked = {name: body[name] for name in body if name in _FIELDS}
   prompts = json_fields.get(asked, "add_generation_prompt", bool, True)
   asked.pop("add_generation_prompt", None)
   query = openai_requests.chat_query({**asked, "model": "any"})
+  bounds.check_characters(query.num_characters, "messages")
   if prompts:
     ids = messages.open_ids(chat, query.messages, query.tools)
   elif isinstance(chat, messages.ToolChat):

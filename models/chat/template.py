@@ -269,26 +269,41 @@ class ChatTemplate:
       raise ValueError(
         f"a message holds half a surrogate pair at {error.start}; remove it"
       ) from error
-
-    def marked(first: re.Match[str]) -> str:
-      at = first.start()
-      # A slice at the end of the text may begin a token that the template
-      # could complete.
-      inside = any(t.startswith(text[at : at + len(t)]) for t in self.control)
-      return MARK + first[0] if inside else first[0]
-
-    return self._firsts.sub(marked, text)
+    return self._spelled.sub(rf"{MARK}\g<0>", text)
 
   @functools.cached_property
-  def _firsts(self) -> re.Pattern[str]:
-    firsts = {token[0] for token in self.control}
-    return re.compile("|".join(re.escape(first) for first in sorted(firsts)))
+  def _spelled(self) -> re.Pattern[str]:
+    """The first character of a control token that a text spells."""
+    rests = _by_first(self.control)
+    ways = [f"{re.escape(one)}(?={_rest(rests[one])})" for one in rests]
+    return re.compile("|".join(ways))
 
   @functools.cached_property
   def _controls(self) -> re.Pattern[str]:
     longest_first = sorted(self.control, key=len, reverse=True)
     tokens = "|".join(re.escape(token) for token in longest_first)
     return re.compile(f"(?<!{MARK})({tokens})")
+
+
+def _by_first(tokens: Iterable[str]) -> dict[str, list[str]]:
+  """Returns the rests of tokens by their first character."""
+  rests: dict[str, list[str]] = {}
+  for token in sorted(tokens):
+    rests.setdefault(token[0], []).append(token[1:])
+  return rests
+
+
+def _rest(rests: Sequence[str]) -> str:
+  """Returns a pattern of any of the rests, and of what may become one.
+
+  That is a beginning at the end of the text, which the template could complete.
+  """
+  if "" in rests:
+    return ""
+  ways = [
+    re.escape(one) + _rest(more) for one, more in _by_first(rests).items()
+  ]
+  return rf"(?:{'|'.join(ways)}|\Z)"
 
 
 def _as_dict(message: ChatMessage) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from models.chat import tool_calls
 
 PAD, END, AGENT = 0, 1, 2
 _SPECIAL = ("<pad>", "<end>", "<agent>")
+_MAX_SHOWN = 80
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,6 +115,7 @@ class WordChat:
   def _encode(self, text: str) -> list[int]:
     unknown = next((w for w in text.split() if w not in self._ids), None)
     if unknown is not None:
+      unknown = unknown[:_MAX_SHOWN]
       near = difflib.get_close_matches(unknown, self.words, 1, 0.0)
       raise ValueError(
         f"word {unknown!r} is not among the {len(self.words)} known ones; "

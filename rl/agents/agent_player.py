@@ -27,10 +27,13 @@ from rl.rollout import member_requests
 from rl.runtime import isolation
 
 Gateway = Callable[
-  [answer_stream.ServedEngine, sessions_lib.Sessions],
+  [answer_stream.ServedEngine, sessions_lib.Sessions, int],
   contextlib.AbstractAsyncContextManager[str],
 ]
-"""Serves an engine on loopback; yields the address of the server."""
+"""Serves an engine on loopback; yields the address of the server.
+
+Conversations of requests have up to so many ids, the last argument.
+"""
 
 _NOT_IN_NAMES = re.compile(r"[^\w.:~@=+-]", re.ASCII)
 _MAX_SESSIONS = 65_536
@@ -105,7 +108,7 @@ class AgentPlayer:
     async with self._opening:
       if not self._address:
         self._address = await self._open.enter_async_context(
-          self._gateway(self._asked, self._sessions)
+          self._gateway(self._asked, self._sessions, self._asked.max_length)
         )
     return self._address
 
@@ -271,6 +274,11 @@ class _Asked:
     return dataclasses.replace(
       self._router.capabilities, max_length=_ANY_LENGTH
     )
+
+  @property
+  def max_length(self) -> int:
+    """Ids of a conversation that the engines hold."""
+    return self._router.capabilities.max_length
 
   def stats(self) -> contract.EngineStats:
     """Returns the counters of the engines."""

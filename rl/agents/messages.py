@@ -16,6 +16,9 @@ from envs import base
 from rl.rollout import episode as episode_lib
 from rl.runtime import isolation
 
+# Parsing longer JSON would hold up the process.
+_MAX_PARSED = 1 << 20
+
 
 @runtime_checkable
 class ToolChat(episode_lib.Chat, Protocol):
@@ -62,6 +65,8 @@ def key(message: base.Message) -> tuple[Any, ...]:
 
 def _value(arguments: str) -> str:
   """Returns JSON text in one form, since clients serialise it anew."""
+  if len(arguments) > _MAX_PARSED:
+    return arguments
   try:
     return json.dumps(json.loads(arguments), sort_keys=True)
   except (ValueError, RecursionError):

@@ -101,10 +101,12 @@ class Opening:
   """A request with its place in the tree of a session.
 
   Attributes:
+    number: of the request in its session.
     tokens: the whole conversation, N ids; the last P are new.
     seed: 31 bits that differ between requests and repeat in a rerun.
   """
 
+  number: int
   tokens: Int32[np.ndarray, " N"]
   seed: int
   context: Int32[np.ndarray, " P"]
@@ -169,26 +171,37 @@ class Session:
     finally:
       self.running -= 1
 
+  def take_number(self) -> int:
+    """Returns the number of one more request; called on the event loop."""
+    self._number += 1
+    return self._number - 1
+
   def begin(
     self,
     messages: Sequence[base.Message],
     tools: Sequence[Mapping[str, Any]] = (),
+    number: int | None = None,
   ) -> Opening:
     """Returns the ids of a conversation and its place in the tree.
 
     An answer in it matches a recorded one that has the same text, apart from
     white space around it, and calls the same tools with the same values.
 
+    Args:
+      number: from `take_number`, which a caller in another thread needs.
+
     Raises:
       ValueError: the chat cannot encode it.
     """
+    number = self.take_number() if number is None else number
     with messages_lib.encoding():
-      return self._begin(messages, tools)
+      return self._begin(messages, tools, number)
 
   def _begin(
     self,
     messages: Sequence[base.Message],
     tools: Sequence[Mapping[str, Any]],
+    number: int,
   ) -> Opening:
     keys = tuple(messages_lib.key(message) for message in messages)
     shown = json.dumps(tools, sort_keys=True) if tools else ""
@@ -211,10 +224,14 @@ class Session:
       )
     context = np.asarray(context, np.int32)
     said = tuple(messages[num_recorded:])
-    return self._opening(before, context, keys[num_recorded:], said, shown)
+    keys = keys[num_recorded:]
+    return self._opening(number, before, context, keys, said, shown)
 
-  def begin_ids(self, ids: Int32[np.ndarray, " N"]) -> Opening:
-    """Returns the place of a conversation that came as ids."""
+  def begin_ids(
+    self, ids: Int32[np.ndarray, " N"], number: int | None = None
+  ) -> Opening:
+    """Returns the place of a conversation that came as ids; see `begin`."""
+    number = self.take_number() if number is None else number
 
     def end(answer: _Answer, start: int) -> int:
       for piece in (answer.context, answer.completion.tokens):
@@ -224,7 +241,7 @@ class Session:
       return start
 
     before, num_recorded = self._deepest(end)
-    return self._opening(before, ids[num_recorded:], None, (), "")
+    return self._opening(number, before, ids[num_recorded:], None, (), "")
 
   def record(
     self,
@@ -332,15 +349,16 @@ class Session:
 
   def _opening(
     self,
+    number: int,
     before: _Answer | None,
     context: Int32[np.ndarray, " P"],
     prompt_keys: tuple[Any, ...] | None,
     said: tuple[base.Message, ...],
     tools: str,
   ) -> Opening:
-    number, self._number = self._number, self._number + 1
     recorded = [] if before is None else [before.ids]
     return Opening(
+      number=number,
       tokens=np.concatenate([*recorded, context]),
       seed=zlib.crc32(f"{self._seed}/{number}".encode()) & 0x7FFFFFFF,
       context=context,

@@ -22,7 +22,8 @@ class Gateway:
   sessions: Any
 
   @contextlib.asynccontextmanager
-  async def listen(self, engine, sessions):
+  async def listen(self, engine, sessions, max_length):
+    del max_length
     self.engine, self.sessions = engine, sessions
     yield "http://nowhere"
 

@@ -12,6 +12,7 @@ import pytest
 
 from launch.gateway import app as openai_app
 from launch.gateway import openai_replies
+from models.chat import hf_chat
 from rl.agents import answer_stream, sessions
 from rl.data import trajectory
 from rl.engine import contract
@@ -540,7 +541,7 @@ def test_words_without_an_id_are_a_bad_request(words):
     ("POST", "/v1/chat/completions", b"{", 400, "not JSON"),
     ("POST", "/v1/chat/completions", b"[]", 400, "JSON array"),
     ("POST", "/v1/chat/completions", b"\xff", 400, "not JSON"),
-    ("POST", "/v1/chat/completions", b"[" * 99_999, 400, "not JSON"),
+    ("POST", "/v1/chat/completions", b"[" * 99_999, 400, "over 85536 values"),
     ("POST", "/v1/chat/completions", b'{"n": NaN}', 400, "NaN"),
     ("POST", "/v1/chat/completions", b'{"model":"\\ud800"}', 400, "not JSON"),
     ("POST", "/v1/embeddings", b"{}", 404, "Not Found"),
@@ -568,9 +569,118 @@ def test_errors_have_the_form_of_openai(
 def test_a_body_that_is_too_long_is_refused():
   with (
     openai_server.serve(WORDS, max_body=100) as server,
-    pytest.raises(openai.BadRequestError, match="over 100 bytes"),
+    pytest.raises(openai.APIStatusError, match="over 100 bytes") as error,
   ):
     server.ask("go " * 100)
+  assert error.value.status_code == 413
+
+
+class Spied(hf_chat.HfChat):
+  """The chat of a model that keeps each text that it encodes."""
+
+  encoded = []  # noqa: RUF012
+
+  def text_ids(self, text):
+    self.encoded.append(text)
+    return super().text_ids(text)
+
+
+@pytest.fixture(scope="module")
+def short():
+  """A server of conversations of 512 tokens."""
+  chat = Spied(HF.tokenizer, HF.template, HF.stop_ids)
+  with openai_server.serve(chat, max_length=512) as server:
+    yield server
+
+
+def _asking(content="go", **fields):
+  said = {"role": "user", "content": content}
+  return {"model": "any", "messages": [said], **fields}
+
+
+LONG = 15_000_000
+
+
+@pytest.mark.parametrize(
+  ("path", "body", "status", "text"),
+  [
+    ("chat/completions", _asking(" " * LONG), 413, "over 163840 bytes"),
+    ("chat/completions", _asking("<|im_start" * 1_500_000), 413, "bytes"),
+    ("chat/completions", _asking() | {"x" * LONG: 1}, 413, "bytes"),
+    ("chat/completions", _asking(arguments="[" * LONG), 413, "bytes"),
+    ("completions", {"model": "m", "prompt": [1] * 5_000_000}, 413, "bytes"),
+    # 512 tokens of 20 characters, and a space each.
+    (
+      *("chat/completions", _asking(" " * 20_000), 400),
+      "20000 characters cannot fit 512 tokens, which have 10752 at most",
+    ),
+    (
+      *("completions", {"model": "m", "prompt": "<" * 20_000}, 400),
+      "shorten prompt",
+    ),
+    (
+      *("chat/completions", _asking(messages=[{}] * 5000), 400),
+      "messages has 5000 entries; send 4096 or fewer",
+    ),
+    (
+      *("chat/completions", _asking(tools=[{}] * 600), 400),
+      "tools has 600 entries; send 512 or fewer",
+    ),
+    (
+      *("chat/completions", _asking(messages=[[]] * 30_000), 400),
+      "over 20512 values",
+    ),
+    (
+      *("chat/completions", _asking() | {"x" * 99_999: 1}, 400),
+      f"{'x' * 253}... is unknown",
+    ),
+  ],
+)
+def test_a_request_that_cannot_fit_is_refused_before_it_is_encoded(
+  short, path, body, status, text
+):
+  short.chat.encoded.clear()
+  got, reply = short.send("POST", f"/v1/{path}", body)
+  assert (got, short.chat.encoded) == (status, [])
+  assert text in reply["error"]["message"]
+  assert len(reply["error"]["message"]) <= 1000
+  assert not len(short.sessions)
+
+
+@pytest.mark.parametrize("field", ["name", "tool_call_id"])
+def test_a_long_name_is_refused_and_opens_no_session(short, field):
+  said = {"role": "tool", "content": "2", field: "x" * 100_000}
+  body = _asking(messages=[said])
+  status, reply = short.send("POST", "/v1/chat/completions", body)
+  assert (status, reply["error"]["param"]) == (400, f"messages[0].{field}")
+  assert "has 100000 characters; use 256 or fewer" in reply["error"]["message"]
+  assert not len(short.sessions)
+
+
+class Waiting(hf_chat.HfChat):
+  """The chat of a model that encodes a text only when it may."""
+
+  may = threading.Event()
+
+  def text_ids(self, text):
+    assert self.may.wait(20)
+    return super().text_ids(text)
+
+
+def test_others_are_served_while_a_text_is_encoded():
+  chat = Waiting(HF.tokenizer, HF.template, HF.stop_ids)
+  chat.may.set()
+  with openai_server.serve(chat) as server:
+    chat.may.clear()
+    replies = []
+    asking = threading.Thread(target=lambda: replies.append(server.ask("go")))
+    asking.start()
+    server.until(lambda: len(server.sessions) == 1)
+    assert server.send("GET", "/health")[0] == 200
+    assert not replies
+    chat.may.set()
+    asking.join(20)
+    assert replies[0].choices
 
 
 def test_a_body_that_never_comes_is_refused_in_time():
