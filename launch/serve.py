@@ -2,8 +2,8 @@
 
 Clients of the `openai` package need no change; base_url is the address that is
 printed, or ADDRESS/sessions/NAME/v1 for the requests of one session.
---record=FILE appends the trajectories of every session as JSON lines. Requests
-need no key: anyone who reaches the port is answered.
+--record=FILE appends the trajectories of every session as JSON lines. Only this
+machine is served, or, with --host, whoever sends a key of --api_key_file.
 
 Ctrl-C or SIGTERM aborts running requests and ends the server; unfinished
 sessions are recorded as truncated.
@@ -12,25 +12,21 @@ sessions are recorded as truncated.
 import asyncio
 import contextlib
 import dataclasses
-import json
 import os
 import pathlib
 import socket
 import sys
-from collections.abc import Sequence
-from typing import TextIO
 
 from absl import app
 from absl import flags as absl_flags
 
 from launch import served_model
 from launch.cli import flags
+from launch.gateway import access, http_server, session_record
 from launch.gateway import app as openai_app
-from launch.gateway import http_server
 from launch.run import signals
 from models.chat import hf_chat
 from rl.agents import sessions
-from rl.data import trajectory
 from rl.settings import overrides
 
 _RUN = absl_flags.DEFINE_string(
@@ -42,6 +38,24 @@ _MODEL = absl_flags.DEFINE_string(
 _HOST = absl_flags.DEFINE_string("host", "127.0.0.1", "Address to listen on.")
 _PORT = absl_flags.DEFINE_integer(
   "port", 8000, "Port; 0 takes any free one.", 0, 65535
+)
+_API_KEY_FILE = absl_flags.DEFINE_string(
+  "api_key_file",
+  None,
+  "File of keys, one a line; requests need one of them. Required unless --host"
+  " is of this machine only.",
+)
+_ALLOW_HOST = absl_flags.DEFINE_multi_string(
+  "allow_host",
+  [],
+  "Name under which requests reach a server on loopback, as through a proxy;"
+  " may be repeated.",
+)
+_TLS_CERTIFICATE = absl_flags.DEFINE_string(
+  "tls_certificate", None, "Certificate with its chain, in PEM; serves https."
+)
+_TLS_KEY = absl_flags.DEFINE_string(
+  "tls_key", None, "Key of the certificate, in PEM, without a password."
 )
 _RECORD = absl_flags.DEFINE_string(
   "record", None, "File that trajectories are appended to, as JSON lines."
@@ -74,12 +88,36 @@ def main() -> None:
         one_temperature=_ONE_TEMPERATURE.value,
         answer_s=_ANSWER_S.value,
       )
+      tls = http_server.read_tls(_TLS_CERTIFICATE.value, _TLS_KEY.value)
       port = closing.enter_context(
         http_server.bind_flags(_HOST.value, _PORT.value)
       )
-      record = closing.enter_context(_open_record(_RECORD.value))
+      rules = _rules(port)
+      record = closing.enter_context(
+        contextlib.closing(
+          session_record.SessionRecord(_RECORD.value or os.devnull)
+        )
+      )
       loading = _loading()
-    sys.exit(asyncio.run(_Server(serving, port, record).serve(loading)))
+    server = _Server(serving, rules, tls, port, record)
+    sys.exit(asyncio.run(server.serve(loading)))
+
+
+def _rules(port: socket.socket) -> access.Access:
+  """Returns who may ask a server that listens on a port."""
+  address, path = port.getsockname()[0], _API_KEY_FILE.value
+  access.check_bind(_HOST.value, address, path is not None)
+  hosts = None
+  if access.is_loopback(address):
+    names = (_HOST.value, *_ALLOW_HOST.value)
+    hosts = frozenset(name.lower() for name in names)
+  elif _TLS_KEY.value is None:
+    _progress(
+      "without --tls_certificate and --tls_key anyone on the way can read keys "
+      "and conversations"
+    )
+  keys = () if path is None else access.read_keys(path)
+  return access.Access(keys=keys, hosts=hosts)
 
 
 def _loading() -> contextlib.AbstractAsyncContextManager[
@@ -103,15 +141,6 @@ def _loading() -> contextlib.AbstractAsyncContextManager[
   raise overrides.SettingError("name one of --run=DIR and --model=DIR")
 
 
-def _open_record(path: str | None) -> TextIO:
-  try:
-    return pathlib.Path(path or os.devnull).open("a", encoding="utf-8")
-  except OSError as error:
-    raise overrides.SettingError(
-      f"--record={path} cannot be written: {error.strerror}"
-    ) from error
-
-
 def _progress(text: str) -> None:
   print(text, file=sys.stderr, flush=True)
 
@@ -120,9 +149,16 @@ class _Server:
   """Serves on a bound port; `serve` is called once."""
 
   def __init__(
-    self, serving: openai_app.Serving, port: socket.socket, record: TextIO
+    self,
+    serving: openai_app.Serving,
+    rules: access.Access,
+    tls: http_server.Tls | None,
+    port: socket.socket,
+    record: session_record.SessionRecord,
   ):
     self._serving = serving
+    self._rules = rules
+    self._tls = tls
     self._port = port
     self._record = record
 
@@ -153,11 +189,13 @@ class _Server:
     if _TEMPERATURE.value is None:
       serving = dataclasses.replace(serving, temperature=served.temperature)
     opened = sessions.Sessions(
-      served.chat, max_sessions=_MAX_SESSIONS.value, keep=self._keep
+      served.chat, max_sessions=_MAX_SESSIONS.value, keep=self._record.keep
     )
-    application = openai_app.app(served.engine, opened, serving)
+    application = openai_app.app(served.engine, opened, serving, self._rules)
     try:
-      async with http_server.listening(application, self._port) as address:
+      async with http_server.listening(
+        application, self._port, tls=self._tls
+      ) as address:
         version = served.engine.stats().version
         with handlers.calling(stopping.set):
           print(
@@ -170,11 +208,6 @@ class _Server:
     finally:
       if count := opened.close():
         _progress(f"{count} sessions were not finished")
-
-  def _keep(self, branches: Sequence[trajectory.Trajectory]) -> None:
-    lines = [json.dumps(trajectory.trajectory_to_json(t)) for t in branches]
-    self._record.write("".join(f"{line}\n" for line in lines))
-    self._record.flush()
 
 
 if __name__ == "__main__":

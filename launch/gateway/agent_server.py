@@ -21,12 +21,14 @@ async def listen(
     max_length: ids of a conversation that a request may send.
   """
   # Here, not on top: a run without agents needs no HTTP.
-  from launch.gateway import app, http_server
+  from launch.gateway import access, app, http_server
 
+  # The name of a session is a secret of its agent, which no page can send, so
+  # bodies need not be declared as JSON.
+  rules = access.Access(json_only=False)
+  serving = app.Serving(max_length=max_length, opens_sessions=False)
   # In a thread: the text of every id is read.
-  served = await asyncio.to_thread(
-    app.app, engine, opened, app.Serving(max_length=max_length)
-  )
+  served = await asyncio.to_thread(app.app, engine, opened, serving, rules)
   async with http_server.listening(
     served, http_server.bind(), grace_s=_GRACE_S
   ) as address:

@@ -23,12 +23,14 @@ from concurrent import futures
 from typing import Any, TypeVar
 
 import numpy as np
-from starlette import applications, exceptions, requests, responses, routing
+from starlette import applications, requests, responses, routing
 
-from launch.gateway import answers as openai_answers
 from launch.gateway import (
+  access,
   anthropic_messages,
   disconnect,
+  error_replies,
+  gate,
   http_server,
   json_fields,
   limits,
@@ -36,6 +38,7 @@ from launch.gateway import (
   openai_requests,
   tokenization,
 )
+from launch.gateway import answers as openai_answers
 from models.chat import answer_grammar
 from rl.agents import answer_stream, session_tree
 from rl.agents import messages as messages_lib
@@ -64,6 +67,8 @@ class Serving:
     body_s: deadline of receiving its body.
     max_body: bytes of its body, of which a short context allows fewer.
     max_length: ids of a conversation; None: as many as the engine takes.
+    opens_sessions: for requests of any session, or of none; otherwise these
+      are refused.
   """
 
   model: str = "twinmesh"
@@ -74,6 +79,7 @@ class Serving:
   body_s: float = 30.0
   max_body: int = 16 << 20
   max_length: int | None = None
+  opens_sessions: bool = True
 
   def __post_init__(self):
     if not 0 <= self.temperature < math.inf:
@@ -89,8 +95,12 @@ def app(
   engine: answer_stream.ServedEngine,
   sessions: sessions_lib.Sessions,
   serving: Serving | None = None,
-) -> applications.Starlette:
+  rules: access.Access | None = None,
+) -> gate.Gate:
   """Returns the application; it owns neither the engine nor the sessions.
+
+  Args:
+    rules: by default those of a server on loopback without keys.
 
   Raises:
     ValueError: the engine cannot stop where answers of the chat end.
@@ -113,7 +123,7 @@ def app(
       ("detokenize", api.detokenize),
     )
   ]
-  return applications.Starlette(
+  answering = applications.Starlette(
     routes=[
       *post,
       routing.Route("/health", api.health),
@@ -125,48 +135,11 @@ def app(
       routing.Route("/sessions/{session}", api.session),
       routing.Route("/sessions/{session}/finish", api.finish, methods=["POST"]),
     ],
-    exception_handlers={
-      kind: _on_error
-      for kind in (
-        *_STATUS,
-        json_fields.BadRequest,
-        exceptions.HTTPException,
-        disconnect.ClientGone,
-        Exception,
-      )
-    },
+    exception_handlers=dict.fromkeys(
+      error_replies.HANDLED, error_replies.reply
+    ),
   )
-
-
-_STATUS: dict[type[Exception], tuple[int, str]] = {
-  contract.EngineClosed: (503, "engine_closed"),
-  TimeoutError: (504, "timeout"),
-  sessions_lib.UnknownSession: (404, "unknown_session"),
-  sessions_lib.FinishedSession: (410, "finished_session"),
-  sessions_lib.TooManySessions: (503, "too_many_sessions"),
-}
-
-
-async def _on_error(
-  request: requests.Request, error: Exception
-) -> responses.Response:
-  if isinstance(error, disconnect.ClientGone):
-    return responses.Response(status_code=499)  # The client cannot read it.
-  path = request.url.path
-  api = {"type": "error"} if path.endswith("/v1/messages") else {}
-  if isinstance(error, json_fields.BadRequest):
-    body = openai_replies.error(str(error), param=error.param, code=error.code)
-    return responses.JSONResponse(api | body, error.status)
-  if isinstance(error, exceptions.HTTPException):
-    body = openai_replies.error(f"{request.method} {path}: {error.detail}")
-    return responses.JSONResponse(api | body, error.status_code, error.headers)
-  status, code = _STATUS.get(type(error), (500, "internal_error"))
-  kind = "invalid_request_error" if status < 500 else "server_error"
-  text = "the server failed" if status == 500 else str(error)
-  body = openai_replies.error(text, kind, code=code)
-  # Clients retry every 5xx by themselves, which only helps a busy server.
-  retry = {} if code == "too_many_sessions" else {"x-should-retry": "false"}
-  return responses.JSONResponse(api | body, status, retry)
+  return gate.Gate(answering, rules or access.Access())
 
 
 class _Api:
@@ -211,7 +184,8 @@ class _Api:
 
   async def session(self, request: requests.Request) -> responses.Response:
     """Shows an open session and its trajectories so far."""
-    session = self._sessions.get(request.path_params["session"])
+    name, client = request.path_params["session"], request.state.client
+    session = self._sessions.get(name, client)
     ending = session_tree.Ending(status=trajectory.Status.TRUNCATED)
     branches = session.trajectories(ending) if session.num_answers else []
     return await self._shown(
@@ -225,7 +199,7 @@ class _Api:
     """Ends a session; returns and records its trajectories."""
     ending = await self._read(request, openai_requests.ending)
     name = request.path_params["session"]
-    branches = self._sessions.finish(name, ending)
+    branches = self._sessions.finish(name, ending, request.state.client)
     return await self._shown(branches, session=name)
 
   async def _shown(
@@ -425,8 +399,16 @@ class _Api:
       raise json_fields.BadRequest(
         f"the path names session {path}, and x-session-id {header}; send one"
       )
-    with _as_bad_request():
-      return self._sessions.open(path or header)
+    name, client = path or header, request.state.client
+    if self._serving.opens_sessions:
+      with _as_bad_request():
+        return self._sessions.open(name, owner=client)
+    try:
+      return self._sessions.get(name or "", client)
+    except sessions_lib.UnknownSession:
+      raise json_fields.BadRequest(
+        f"no agent plays in session {name}"
+      ) from None
 
   async def _read(
     self, request: requests.Request, read: Callable[[dict[str, Any]], _T]

@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import socket
+import ssl
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -14,6 +16,14 @@ from rl.settings import annotations
 
 # A client that is still sending when the connection ends sees no reply.
 _UNREAD_BYTES = 16 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Tls:
+  """Files of a server's certificate, with its chain, and of its key; in PEM."""
+
+  certificate: str
+  key: str
 
 
 class _Server(uvicorn.Server):
@@ -96,15 +106,41 @@ def bind_flags(host: str, port: int) -> socket.socket:
     ) from error
 
 
+def read_tls(certificate: str | None, key: str | None) -> Tls | None:
+  """Returns the files of --tls_certificate and --tls_key; None without them.
+
+  Raises:
+    SettingError: one is missing, or they cannot be used.
+  """
+  if certificate is None and key is None:
+    return None
+  if certificate is None or key is None:
+    raise annotations.SettingError(
+      "give both of --tls_certificate and --tls_key, or none of them"
+    )
+  try:
+    # Without a password: a prompt for one would wait.
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key, lambda: "")
+  except (OSError, ValueError) as error:
+    reason = getattr(error, "strerror", None) or error
+    raise annotations.SettingError(
+      f"--tls_certificate={certificate} --tls_key={key} cannot be used: "
+      f"{reason}"
+    ) from error
+  return Tls(certificate, key)
+
+
 @contextlib.asynccontextmanager
 async def listening(
-  app: Any, bound: socket.socket, grace_s: int = 5
+  app: Any, bound: socket.socket, grace_s: int = 5, tls: Tls | None = None
 ) -> AsyncIterator[str]:
   """Serves an application and yields its address, "http://127.0.0.1:8000".
 
   Args:
     bound: from `bind`; closed here.
     grace_s: time that open requests get at the end.
+    tls: from `read_tls`; None: without.
   """
   host, port = bound.getsockname()[:2]
   server = _Server(
@@ -115,7 +151,11 @@ async def listening(
       access_log=False,
       lifespan="off",
       ws="none",
+      proxy_headers=False,
+      server_header=False,
       timeout_graceful_shutdown=grace_s,
+      ssl_certfile=tls and tls.certificate,
+      ssl_keyfile=tls and tls.key,
     )
   )
   serving = asyncio.create_task(server.serve([bound]))
@@ -125,7 +165,9 @@ async def listening(
     await asyncio.wait((serving, ready), return_when=asyncio.FIRST_COMPLETED)
     if serving.done():
       serving.result()
-    yield f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    scheme = "https" if tls else "http"
+    host = f"[{host}]" if ":" in host else host
+    yield f"{scheme}://{host}:{port}"
   finally:
     ready.cancel()
     server.should_exit = True

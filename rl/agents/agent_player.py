@@ -84,7 +84,7 @@ class AgentPlayer:
     """
     episode, address = partial.episode, await self._listen()
     name = _NOT_IN_NAMES.sub(".", episode.name)[:160]
-    name = f"{name}.{secrets.token_hex(4)}"
+    name = f"{name}.{secrets.token_hex(16)}"
     session = self._sessions.open(name, seed=episode.noise, priority=priority)
     playing = _Playing(session, episode.name, requests, limits)
     try:

@@ -124,6 +124,7 @@ class Session:
     seed: seeds the requests that have no seed of their own.
     priority: of its requests in the engine's queue.
     clock: in seconds.
+    owner: of the session; see `sessions.Sessions`.
 
   Attributes:
     running: requests that wait for an answer.
@@ -138,8 +139,10 @@ class Session:
     seed: int,
     priority: tuple[int, ...] = (),
     clock: Callable[[], float] = time.monotonic,
+    owner: str = "",
   ):
     self.name = name
+    self.owner = owner
     self.priority = priority
     self.running = 0
     self.engine_closed = False

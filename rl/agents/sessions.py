@@ -14,7 +14,7 @@ _ID = re.compile(r"[\w.:~@=+-]{1,200}", re.ASCII)
 
 
 class UnknownSession(LookupError):
-  """The name belongs to none of the open sessions."""
+  """The name belongs to none of the sessions that this owner has open."""
 
 
 class FinishedSession(RuntimeError):
@@ -53,7 +53,8 @@ class Sessions:
     self._open: collections.OrderedDict[str, session_tree.Session] = (
       collections.OrderedDict()
     )
-    self._finished: collections.OrderedDict[str, None] = (
+    # The owner of each.
+    self._finished: collections.OrderedDict[str, str] = (
       collections.OrderedDict()
     )
 
@@ -64,6 +65,7 @@ class Sessions:
     self,
     name: str | None = None,
     *,
+    owner: str = "",
     seed: int | None = None,
     priority: tuple[int, ...] = (),
   ) -> session_tree.Session:
@@ -71,11 +73,13 @@ class Sessions:
 
     Args:
       name: None gives a random name.
+      owner: nobody else finds the session.
       seed, priority: of a new session; a random seed by default.
 
     Raises:
       ValueError: the name has forbidden characters.
       FinishedSession: it has ended.
+      UnknownSession: it belongs to another owner.
       TooManySessions: all sessions wait for an answer, so none can be ended.
     """
     if name is None:
@@ -85,51 +89,61 @@ class Sessions:
         f"session {name[:200]!r}: use 1 to 200 letters, digits or . _ : ~ @ = "
         "+ -"
       )
-    if name in self._finished:
-      raise FinishedSession(f"session {name} is finished; use another name")
-    if name not in self._open:
+    if name not in self._open and name not in self._finished:
       self._make_room()
       seed = secrets.randbits(31) if seed is None else seed
       self._open[name] = session_tree.Session(
-        name, self.chat, seed, priority, self._clock
+        name, self.chat, seed, priority, self._clock, owner
       )
+    session = self.get(name, owner)
     self._open.move_to_end(name)
-    return self._open[name]
+    return session
 
-  def get(self, name: str) -> session_tree.Session:
+  def get(self, name: str, owner: str = "") -> session_tree.Session:
     """Returns an open session.
 
     Raises:
-      UnknownSession: the name is not open.
+      FinishedSession: it has ended.
+      UnknownSession: the name is not open, or belongs to another owner.
     """
-    if name not in self._open:
+    if self._finished.get(name) == owner:
+      raise FinishedSession(f"session {name} is finished; use another name")
+    session = self._open.get(name)
+    if session is None or session.owner != owner:
       raise UnknownSession(f"no session {name} is open")
-    return self._open[name]
+    return session
 
   def holds(self, session: session_tree.Session) -> bool:
     """Returns whether a session is still open."""
     return self._open.get(session.name) is session
 
   def finish(
-    self, name: str, ending: session_tree.Ending
+    self, name: str, ending: session_tree.Ending, owner: str = ""
   ) -> list[trajectory.Trajectory]:
     """Ends a session and returns its trajectories, at least one.
 
     Raises:
       FinishedSession: it has ended before.
-      UnknownSession: the name was never opened.
+      UnknownSession: the name was never opened, or not by this owner.
     """
-    if name in self._finished:
-      raise FinishedSession(f"session {name} is finished")
-    branches = self.get(name).trajectories(ending)
+    branches = self.get(name, owner).trajectories(ending)
     self._end(name, branches)
     return branches
 
   def close(self) -> int:
-    """Ends all as TRUNCATED, without rewards; returns those with answers."""
-    count = 0
+    """Ends all as TRUNCATED, without rewards; returns those with answers.
+
+    Those that cannot be kept stay open, and the first error of `keep` is
+    raised.
+    """
+    count, failed = 0, None
     for name in list(self._open):
-      count += self._interrupt(name)
+      try:
+        count += self._interrupt(name)
+      except Exception as error:
+        failed = failed or error
+    if failed is not None:
+      raise failed
     return count
 
   def _interrupt(self, name: str) -> bool:
@@ -144,8 +158,7 @@ class Sessions:
   def _end(self, name: str, branches: Sequence[trajectory.Trajectory]) -> None:
     if branches:
       self._keep(branches)
-    del self._open[name]
-    self._finished[name] = None
+    self._finished[name] = self._open.pop(name).owner
     if len(self._finished) > self._max:
       self._finished.popitem(last=False)
 

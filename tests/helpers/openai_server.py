@@ -38,7 +38,7 @@ class Server:
   `text` is the engine's next answer: text of the chat, or ids.
   """
 
-  def __init__(self, chat, step_s=0.0, **settings):
+  def __init__(self, chat, step_s=0.0, rules=None, **settings):
     self.chat = chat
     self.text: str | list[int] = "yes"
     self.kept = []
@@ -49,7 +49,7 @@ class Server:
       chat, keep=self.kept.extend, max_sessions=64
     )
     serving = openai_app.Serving(**{"model": "tiny", **settings})
-    self.app = openai_app.app(self.engine, self.sessions, serving)
+    self.app = openai_app.app(self.engine, self.sessions, serving, rules)
     self.address = ""
 
   def _answer(self, request):
@@ -61,8 +61,7 @@ class Server:
     path = f"/sessions/{session}/v1" if session else "/v1"
     return kind(
       base_url=self.address + path,
-      api_key="none",
-      **{"max_retries": 0, "timeout": 20.0, **settings},
+      **{"api_key": "none", "max_retries": 0, "timeout": 20.0, **settings},
     )
 
   def ask(self, *turns, client=None, **options) -> Any:
@@ -83,11 +82,12 @@ class Server:
     link = http.client.HTTPConnection(where.hostname, where.port, timeout=20)
     return contextlib.closing(link)
 
-  def send(self, method, path, body: Any = b""):
+  def send(self, method, path, body: Any = b"", **headers):
     """Sends a plain HTTP request; returns (status, JSON)."""
     body = body if isinstance(body, bytes) else json.dumps(body).encode()
     with self.connect() as link:
-      link.request(method, path, body)
+      sent = {"content-type": "application/json"}
+      link.request(method, path, body, {**sent, **headers})
       reply = link.getresponse()
       return reply.status, json.loads(reply.read())
 

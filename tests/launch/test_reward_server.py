@@ -164,7 +164,7 @@ def test_another_reward_is_refused_before_a_run_and_in_it():
       ).encode(),
       "500: OSError: no such file",
     ),
-    (b" " * ((16 << 20) + 1), "400: the body is over 16777216 bytes"),
+    (b" " * ((16 << 20) + 1), "413: the body is over 16777216 bytes"),
   ],
   ids=["no-json", "no-field", "raises", "large"],
 )

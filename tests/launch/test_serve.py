@@ -216,6 +216,10 @@ def test_flags_that_cannot_work_are_said_at_once():
       ("--run=a", f"--port={port}"): "Address already in use",
       ("--port=0", "--record=no/such/file"): "cannot be written",
       ("--prot=0",): "Did you mean: port",
+      ("--host=0.0.0.0", "--port=0"): "give --api_key_file=FILE, or use",
+      ("--host=::", "--port=0"): "anyone there would be answered",
+      ("--port=0", "--api_key_file=no/such/file"): "No such file",
+      ("--port=0", "--tls_key=key.pem"): "give both",
     }
     for given, words in cases.items():
       result = commands.run("launch.serve", *given)

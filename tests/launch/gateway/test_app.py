@@ -10,8 +10,8 @@ import numpy as np
 import openai
 import pytest
 
+from launch.gateway import access, openai_replies, session_record
 from launch.gateway import app as openai_app
-from launch.gateway import openai_replies
 from models.chat import hf_chat
 from rl.agents import answer_stream, sessions
 from rl.data import trajectory
@@ -689,11 +689,83 @@ def test_a_body_that_never_comes_is_refused_in_time():
     server.connect() as link,
   ):
     link.putrequest("POST", "/v1/completions")
+    link.putheader("content-type", "application/json")
     link.putheader("content-length", "10")
     link.endheaders(b"{")
     reply = link.getresponse()
     assert reply.status == 408
     assert b"took over 0.05 s" in reply.read()
+
+
+KEYS = ("first-key-of-sixteen", "second-key-of-sixteen")
+
+
+@pytest.fixture(scope="module")
+def keyed(tmp_path_factory):
+  """A server that needs one of two keys."""
+  path = tmp_path_factory.mktemp("keys") / "keys"
+  path.write_text("\n".join(KEYS))
+  rules = access.Access(keys=access.read_keys(path))
+  with openai_server.serve(WORDS, rules=rules) as server:
+    yield server
+
+
+def test_a_session_belongs_to_the_key_that_opened_it(keyed):
+  mine, other = (keyed.client("mine", api_key=key) for key in KEYS)
+  assert keyed.ask("go", client=mine).session == "mine"
+  with pytest.raises(openai.NotFoundError, match="no session mine is open"):
+    keyed.ask("go", client=other)
+  for method, path in (("GET", ""), ("POST", "/finish")):
+    for key, status in ((KEYS[1], 404), (KEYS[0], 200)):
+      sent = {"authorization": f"Bearer {key}"}
+      got, _ = keyed.send(method, f"/sessions/mine{path}", {}, **sent)
+      assert got == status
+  # Nor is another told that it is over.
+  with pytest.raises(openai.NotFoundError):
+    keyed.ask("go", client=other)
+  with pytest.raises(openai.APIStatusError, match="is finished"):
+    keyed.ask("go", client=mine)
+
+
+def test_without_a_key_nothing_is_answered_but_probes(keyed):
+  with pytest.raises(openai.AuthenticationError) as error:
+    keyed.ask("go", client=keyed.client(api_key="wrong"))
+  assert error.value.code == "invalid_api_key"
+  assert keyed.send("GET", "/v1/models")[0] == 401
+  assert keyed.send("GET", "/health")[0] == 200
+  status, told = keyed.send("POST", "/v1/messages", {})
+  assert (status, told["type"]) == (401, "error")
+  assert told["error"]["type"] == "authentication_error"
+
+
+@pytest.mark.parametrize(
+  ("headers", "status"),
+  [
+    ({"content-type": "text/plain"}, 415),
+    ({"origin": "http://evil.test"}, 403),
+    ({"host": "evil.test"}, 421),
+    ({"host": "["}, 421),
+  ],
+)
+def test_what_a_page_of_others_makes_a_browser_send_is_refused(
+  words, headers, status
+):
+  before = len(words.engine.requests)
+  got, _ = words.send("POST", "/v1/chat/completions", _asking(), **headers)
+  assert (got, len(words.engine.requests)) == (status, before)
+
+
+def test_a_session_that_cannot_be_recorded_stays_open(tmp_path):
+  def full(branches):
+    raise session_record.Unrecorded("no space")
+
+  with openai_server.serve(WORDS) as server:
+    server.ask("go", client=server.client("kept"))
+    keep, server.sessions._keep = server.sessions._keep, full
+    status, told = server.send("POST", "/sessions/kept/finish", {})
+    assert (status, told["error"]["code"]) == (507, "unrecorded")
+    server.sessions._keep = keep
+    assert server.send("POST", "/sessions/kept/finish", {})[0] == 200
 
 
 def test_answers_have_a_deadline(slow):

@@ -46,9 +46,25 @@ def test_a_name_stands_for_one_session_until_it_is_finished():
   for call in (lambda: some.open("a.b"), lambda: some.finish("a.b", DONE)):
     with pytest.raises(sessions.FinishedSession, match=r"a\.b is finished"):
       call()
-  with pytest.raises(sessions.UnknownSession, match=r"no session a\.b"):
+  with pytest.raises(sessions.FinishedSession):
     some.get("a.b")
   assert len(kept) == 1
+
+
+def test_nobody_but_its_owner_finds_a_session():
+  some, _ = opened()
+  mine = some.open("a", owner="me")
+  assert some.open("a", owner="me") is mine
+  for done in (False, True):
+    for call in (
+      lambda: some.open("a", owner="you"),
+      lambda: some.get("a", "you"),
+      lambda: some.finish("a", DONE, "you"),
+    ):
+      with pytest.raises(sessions.UnknownSession, match="no session a is open"):
+        call()
+    if not done:
+      some.finish("a", DONE, "me")
 
 
 def test_sessions_without_a_name_have_names_and_seeds_of_their_own():
@@ -96,6 +112,22 @@ def test_closing_keeps_what_was_not_finished():
   assert [left[0].task_id for left in kept] == ["a"]
   assert len(some) == 0
   assert some.close() == 0
+
+
+def test_one_session_that_cannot_be_kept_does_not_lose_others():
+  kept = []
+
+  def keep(branches):
+    if branches[0].task_id == "a":
+      raise OSError("no space")
+    kept.append(branches[0].task_id)
+
+  some = sessions.Sessions(CHAT, keep=keep)
+  for name in ("a", "b"):
+    answer(some.open(name))
+  with pytest.raises(OSError, match="no space"):
+    some.close()
+  assert (kept, len(some)) == (["b"], 1)
 
 
 def test_a_session_without_answers_leaves_one_trajectory_without_turns():
