@@ -5,8 +5,9 @@ printed, or ADDRESS/sessions/NAME/v1 for the requests of one session.
 --record=FILE appends the trajectories of every session as JSON lines. Only this
 machine is served, or, with --host, whoever sends a key of --api_key_file.
 
-Ctrl-C or SIGTERM aborts running requests and ends the server; unfinished
-sessions are recorded as truncated.
+Ctrl-C or SIGTERM ends the server once running requests have their answers, for
+--drain_s at most; then these end with what they have. Further ones are refused
+meanwhile. Unfinished sessions are recorded as truncated.
 """
 
 import asyncio
@@ -22,7 +23,13 @@ from absl import flags as absl_flags
 
 from launch import served_model
 from launch.cli import flags
-from launch.gateway import access, http_server, session_record
+from launch.gateway import (
+  access,
+  admission,
+  connections,
+  http_server,
+  session_record,
+)
 from launch.gateway import app as openai_app
 from launch.run import signals
 from models.chat import hf_chat
@@ -35,6 +42,10 @@ _RUN = absl_flags.DEFINE_string(
 _MODEL = absl_flags.DEFINE_string(
   "model", None, "Directory of a Hugging Face checkpoint to serve."
 )
+# One that waits for an answer, and one between two requests.
+_CONNECTIONS_AN_ANSWER = 2
+_POLL_S = 0.05
+
 _HOST = absl_flags.DEFINE_string("host", "127.0.0.1", "Address to listen on.")
 _PORT = absl_flags.DEFINE_integer(
   "port", 8000, "Port; 0 takes any free one.", 0, 65535
@@ -72,6 +83,24 @@ _ONE_TEMPERATURE = absl_flags.DEFINE_bool(
 )
 _MAX_SESSIONS = absl_flags.DEFINE_integer(
   "max_sessions", 4096, "Sessions open at a time.", 1
+)
+_MAX_SESSION_MIB = absl_flags.DEFINE_integer(
+  "max_session_mib",
+  1024,
+  "MiB that the answers of open sessions take; a session may take a 16th.",
+  1,
+)
+_SESSION_IDLE_S = absl_flags.DEFINE_float(
+  "session_idle_s", 14400.0, "Ends sessions without a request for so long.", 1.0
+)
+_MAX_ANSWERS = absl_flags.DEFINE_integer(
+  "max_answers", 1024, "Answers in progress; further requests get 429.", 1
+)
+_MAX_CLIENT_ANSWERS = absl_flags.DEFINE_integer(
+  "max_client_answers", 256, "Answers in progress for each key.", 1
+)
+_DRAIN_S = absl_flags.DEFINE_float(
+  "drain_s", 30.0, "Time that running requests get at the end, in s.", 0.0
 )
 _ANSWER_S = absl_flags.DEFINE_float(
   "answer_s", 600.0, "Deadline of the answers to a request, in s.", 0.001
@@ -161,12 +190,16 @@ class _Server:
     self._tls = tls
     self._port = port
     self._record = record
+    self._is_lossy = False
 
   async def serve(
     self,
     loading: contextlib.AbstractAsyncContextManager[served_model.ServedModel],
   ) -> int:
-    """Returns 0 after a signal, or 128 + its number if it came too early."""
+    """Returns 0 after a signal, or 128 + its number if it came too early.
+
+    1: sessions could not be recorded.
+    """
     current, stopping = asyncio.current_task(), asyncio.Event()
     assert current is not None
     handlers = signals.Signals(current.cancel, _progress)
@@ -177,7 +210,7 @@ class _Server:
       if not handlers.number:
         raise
       return 128 + handlers.number
-    return 0
+    return int(self._is_lossy)
 
   async def _serve(
     self,
@@ -189,12 +222,25 @@ class _Server:
     if _TEMPERATURE.value is None:
       serving = dataclasses.replace(serving, temperature=served.temperature)
     opened = sessions.Sessions(
-      served.chat, max_sessions=_MAX_SESSIONS.value, keep=self._record.keep
+      served.chat,
+      max_sessions=_MAX_SESSIONS.value,
+      max_bytes=_MAX_SESSION_MIB.value << 20,
+      max_idle_s=_SESSION_IDLE_S.value,
+      keep=self._record.keep,
     )
-    application = openai_app.app(served.engine, opened, serving, self._rules)
+    most = _MAX_ANSWERS.value
+    # Without keys all are one client.
+    share = _MAX_CLIENT_ANSWERS.value if self._rules.keys else most
+    admitted = admission.Admission(most, share)
+    patience = connections.Patience(
+      max_connections=_CONNECTIONS_AN_ANSWER * most, chunks=False
+    )
+    application = openai_app.app(
+      served.engine, opened, serving, self._rules, admitted
+    )
     try:
       async with http_server.listening(
-        application, self._port, tls=self._tls
+        application, self._port, tls=self._tls, patience=patience
       ) as address:
         version = served.engine.stats().version
         with handlers.calling(stopping.set):
@@ -203,11 +249,25 @@ class _Server:
             flush=True,
           )
           await stopping.wait()
+          await _drain(admitted)
         # Running requests end with their tokens so far, and are recorded.
         served.engine.abort(None)
     finally:
-      if count := opened.close():
-        _progress(f"{count} sessions were not finished")
+      try:
+        if count := opened.close():
+          _progress(f"{count} sessions were not finished")
+      except session_record.Unrecorded as error:
+        _progress(f"{len(opened)} sessions are lost: {error}")
+        self._is_lossy = True
+
+
+async def _drain(admitted: admission.Admission) -> None:
+  """Waits until no answer is in progress, or for too long."""
+  admitted.draining = True
+  with contextlib.suppress(TimeoutError):
+    async with asyncio.timeout(_DRAIN_S.value):
+      while admitted.running:
+        await asyncio.sleep(_POLL_S)
 
 
 if __name__ == "__main__":

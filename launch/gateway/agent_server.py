@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from rl.agents import answer_stream, sessions
 
 _GRACE_S = 1
+_UNREAD_S = 3600.0
 
 
 @contextlib.asynccontextmanager
@@ -21,7 +22,7 @@ async def listen(
     max_length: ids of a conversation that a request may send.
   """
   # Here, not on top: a run without agents needs no HTTP.
-  from launch.gateway import access, app, http_server
+  from launch.gateway import access, app, connections, http_server
 
   # The name of a session is a secret of its agent, which no page can send, so
   # bodies need not be declared as JSON.
@@ -29,7 +30,9 @@ async def listen(
   serving = app.Serving(max_length=max_length, opens_sessions=False)
   # In a thread: the text of every id is read.
   served = await asyncio.to_thread(app.app, engine, opened, serving, rules)
+  # An agent may do other things before it reads.
+  patience = connections.Patience(unread_s=_UNREAD_S)
   async with http_server.listening(
-    served, http_server.bind(), grace_s=_GRACE_S
+    served, http_server.bind(), grace_s=_GRACE_S, patience=patience
   ) as address:
     yield address

@@ -129,10 +129,6 @@ class PendingAnswer:
   def _record(
     self, index: int, completion: contract.Completion
   ) -> openai_replies.AnswerChoice:
-    if not self.sessions.holds(self.session):
-      raise sessions_lib.FinishedSession(
-        f"session {self.session.name} was finished before its answer came"
-      )
     answer = self.parsers[index].answer()
     calls = tuple(
       dataclasses.replace(call, id=f"call_{self.requests[index].seed:x}_{i}")
@@ -142,7 +138,7 @@ class PendingAnswer:
     message = None
     if self.reply_format.chat:
       message = episode.as_message(answer)
-    self.session.record(self.opening, completion, message)
+    self.sessions.record(self.session, self.opening, completion, message)
     return openai_replies.AnswerChoice(
       completion=completion,
       answer=answer,

@@ -3,7 +3,8 @@
   POST [/sessions/ID]/v1/chat/completions, /v1/completions, /v1/messages
   POST [/sessions/ID]/tokenize, /detokenize
   GET [/sessions/ID]/v1/models
-  GET /sessions/ID    POST /sessions/ID/finish                GET /health
+  GET /sessions/ID    POST /sessions/ID/finish
+  GET /health, /ready, /metrics
 
   _read -> chat_query -> Session.begin -> engine -> Session.record -> reply
   '-------- in threads, within limits -'
@@ -27,6 +28,7 @@ from starlette import applications, requests, responses, routing
 
 from launch.gateway import (
   access,
+  admission,
   anthropic_messages,
   disconnect,
   error_replies,
@@ -36,6 +38,7 @@ from launch.gateway import (
   limits,
   openai_replies,
   openai_requests,
+  server_metrics,
   tokenization,
 )
 from launch.gateway import answers as openai_answers
@@ -96,11 +99,13 @@ def app(
   sessions: sessions_lib.Sessions,
   serving: Serving | None = None,
   rules: access.Access | None = None,
+  admitted: admission.Admission | None = None,
 ) -> gate.Gate:
   """Returns the application; it owns neither the engine nor the sessions.
 
   Args:
     rules: by default those of a server on loopback without keys.
+    admitted: by default any number of requests.
 
   Raises:
     ValueError: the engine cannot stop where answers of the chat end.
@@ -111,7 +116,8 @@ def app(
       f"answers of this chat end with {len(sessions.chat.stop_ids)} ids; the "
       f"engine takes {limit} at most"
     )
-  api = _Api(engine, sessions, serving or Serving())
+  admitted = admitted or admission.Admission()
+  api = _Api(engine, sessions, serving or Serving(), admitted)
   post = [
     routing.Route(f"{path}/{name}", call, methods=["POST"])
     for path in ("", "/sessions/{session}")
@@ -127,6 +133,8 @@ def app(
     routes=[
       *post,
       routing.Route("/health", api.health),
+      routing.Route("/ready", api.ready),
+      routing.Route(gate.METRICS, api.metrics),
       *[
         routing.Route(f"{path}/v1/models{rest}", api.models)
         for path in ("", "/sessions/{session}")
@@ -139,7 +147,8 @@ def app(
       error_replies.HANDLED, error_replies.reply
     ),
   )
-  return gate.Gate(answering, rules or access.Access())
+  rules = rules or access.Access()
+  return gate.Gate(answering, rules, admitted, api.counted)
 
 
 class _Api:
@@ -150,7 +159,10 @@ class _Api:
     engine: answer_stream.ServedEngine,
     sessions: sessions_lib.Sessions,
     serving: Serving,
+    admitted: admission.Admission,
   ):
+    self.counted = server_metrics.ServerMetrics()
+    self._admitted = admitted
     self._engine = engine
     self._sessions = sessions
     self._serving = serving
@@ -168,6 +180,20 @@ class _Api:
     """Reports that the server is up, and the version of its weights."""
     version = self._engine.stats().version
     return responses.JSONResponse({"status": "ok", "version": version})
+
+  async def ready(self, request: requests.Request) -> responses.Response:
+    """Reports whether requests for answers are taken."""
+    status = "draining" if self._admitted.draining else "ready"
+    return responses.JSONResponse(
+      {"status": status}, 503 if self._admitted.draining else 200
+    )
+
+  async def metrics(self, request: requests.Request) -> responses.Response:
+    """Returns the counters of the server, its sessions and its engine."""
+    text = self.counted.text(
+      self._admitted, self._sessions, self._engine.stats()
+    )
+    return responses.Response(text, media_type=server_metrics.CONTENT_TYPE)
 
   async def models(self, request: requests.Request) -> responses.Response:
     """Lists the only model, or describes it under any name."""
@@ -363,6 +389,9 @@ class _Api:
     headers = {"x-session-id": session.name}
     with contextlib.ExitStack() as running:
       running.enter_context(session.request_running())
+      running.enter_context(
+        self._admitted.answering(request.state.client, len(answer_requests) - 1)
+      )
       if not sampling.stream:
         work = pending.reply()
         reply = await disconnect.unless_gone(request.receive, work)

@@ -3,6 +3,7 @@
 from starlette import exceptions, requests, responses
 
 from launch.gateway import (
+  admission,
   disconnect,
   json_fields,
   openai_replies,
@@ -16,6 +17,9 @@ _STATUS: dict[type[Exception], tuple[int, str]] = {
   TimeoutError: (504, "timeout"),
   sessions_lib.UnknownSession: (404, "unknown_session"),
   sessions_lib.FinishedSession: (410, "finished_session"),
+  sessions_lib.FullSession: (413, "full_session"),
+  admission.Busy: (429, "too_many_requests"),
+  admission.Draining: (503, "draining"),
   sessions_lib.TooManySessions: (429, "too_many_sessions"),
   session_record.Unrecorded: (507, "unrecorded"),
 }
@@ -54,6 +58,6 @@ async def reply(
   body = openai_replies.error(text, _KINDS.get(status, kind), code=code)
   # Clients retry every 5xx by themselves, which only helps a busy server.
   retry = {"x-should-retry": "false"}
-  if status == 429:
+  if status == 429 or code == "draining":
     retry = {"retry-after": str(_RETRY_S)}
   return responses.JSONResponse(api | body, status, retry)

@@ -1,8 +1,20 @@
 """Stands before an application: lets requests in, or refuses them unread."""
 
+import contextlib
+import time
+
 from starlette import requests, types
 
-from launch.gateway import access, error_replies, json_fields
+from launch.gateway import (
+  access,
+  admission,
+  error_replies,
+  json_fields,
+  server_metrics,
+)
+
+METRICS = "/metrics"
+_ALWAYS = access.OPEN_PATHS | {METRICS}
 
 
 class Gate:
@@ -11,21 +23,57 @@ class Gate:
   `request.state.client` is then the name of the client.
   """
 
-  def __init__(self, app: types.ASGIApp, rules: access.Access):
+  def __init__(
+    self,
+    app: types.ASGIApp,
+    rules: access.Access,
+    admitted: admission.Admission,
+    metrics: server_metrics.ServerMetrics,
+  ):
     self._app = app
     self._rules = rules
+    self._admitted = admitted
+    self._metrics = metrics
 
   async def __call__(
     self, scope: types.Scope, receive: types.Receive, send: types.Send
   ) -> None:
     """Answers one request; called by the ASGI server."""
-    request = requests.Request(scope)
+    status, start_s = 0, time.perf_counter()
+
+    async def noting(message: types.Message) -> None:
+      nonlocal status
+      status = message.get("status", status)
+      await send(message)
+
     try:
-      request.state.client = self._rules.client(
-        scope["method"], scope["path"], request.headers
-      )
-    except json_fields.BadRequest as error:
-      response = await error_replies.reply(request, error)
-      await response(scope, receive, send)
+      with contextlib.ExitStack() as held:
+        request = requests.Request(scope)
+        try:
+          self._enter(request, held)
+        except (
+          json_fields.BadRequest,
+          admission.Busy,
+          admission.Draining,
+        ) as error:
+          response = await error_replies.reply(request, error)
+          await response(scope, receive, noting)
+          return
+        await self._app(scope, receive, noting)
+    finally:
+      seconds = time.perf_counter() - start_s
+      self._metrics.ended(scope["path"], status, seconds)
+
+  def _enter(
+    self, request: requests.Request, held: contextlib.ExitStack
+  ) -> None:
+    method, path = request.method, request.scope["path"]
+    client = self._rules.client(method, path, request.headers)
+    request.state.client = client
+    if path in _ALWAYS:
       return
-    await self._app(scope, receive, send)
+    # What a session has is still to be had, and to be graded.
+    asks = method == "POST" and not path.endswith("/finish")
+    if asks and self._admitted.draining:
+      raise admission.Draining("the server ends; ask another, or later")
+    held.enter_context(self._admitted.answering(client))

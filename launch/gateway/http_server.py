@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import socket
 import ssl
 from collections.abc import AsyncIterator, Iterator
@@ -11,7 +12,7 @@ from typing import Any
 import uvicorn
 from starlette import requests
 
-from launch.gateway import disconnect, json_fields
+from launch.gateway import connections, disconnect, json_fields, log_limit
 from rl.settings import annotations
 
 # A client that is still sending when the connection ends sees no reply.
@@ -133,7 +134,11 @@ def read_tls(certificate: str | None, key: str | None) -> Tls | None:
 
 @contextlib.asynccontextmanager
 async def listening(
-  app: Any, bound: socket.socket, grace_s: int = 5, tls: Tls | None = None
+  app: Any,
+  bound: socket.socket,
+  grace_s: int = 5,
+  tls: Tls | None = None,
+  patience: connections.Patience | None = None,
 ) -> AsyncIterator[str]:
   """Serves an application and yields its address, "http://127.0.0.1:8000".
 
@@ -141,11 +146,15 @@ async def listening(
     bound: from `bind`; closed here.
     grace_s: time that open requests get at the end.
     tls: from `read_tls`; None: without.
+    patience: with the clients.
   """
   host, port = bound.getsockname()[:2]
   server = _Server(
     uvicorn.Config(
       app,
+      http=functools.partial(  # pyright: ignore[reportArgumentType]
+        connections.HttpConnection, patience or connections.Patience()
+      ),
       log_config=None,
       log_level="warning",
       access_log=False,
@@ -167,7 +176,8 @@ async def listening(
       serving.result()
     scheme = "https" if tls else "http"
     host = f"[{host}]" if ":" in host else host
-    yield f"{scheme}://{host}:{port}"
+    with log_limit.limited():
+      yield f"{scheme}://{host}:{port}"
   finally:
     ready.cancel()
     server.should_exit = True

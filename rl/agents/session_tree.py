@@ -62,6 +62,9 @@ class Ending:
       )
 
 
+# Objects, names and ids.
+_ANSWER_BYTES, _MESSAGE_BYTES = 2000, 1000
+
 INTERRUPTED = Ending(status=trajectory.Status.TRUNCATED)
 """The end of a session that nobody finished."""
 
@@ -128,6 +131,8 @@ class Session:
 
   Attributes:
     running: requests that wait for an answer.
+    num_bytes: about what its answers take.
+    asked_s, used_s: of its last request, and of the end of one, on `clock`.
     engine_closed: one of them never will have one.
     on_record: called after each answer.
   """
@@ -145,6 +150,8 @@ class Session:
     self.owner = owner
     self.priority = priority
     self.running = 0
+    self.num_bytes = 0
+    self.asked_s = self.used_s = clock()
     self.engine_closed = False
     self.on_record: Callable[[], None] = lambda: None
     self._chat = chat
@@ -173,6 +180,7 @@ class Session:
       yield
     finally:
       self.running -= 1
+      self.used_s = self._clock()
 
   def take_number(self) -> int:
     """Returns the number of one more request; called on the event loop."""
@@ -277,6 +285,7 @@ class Session:
       self._heads.append(entry)
     siblings.append(entry)
     self._last = entry
+    self.num_bytes += _size(entry)
     self.on_record()
 
   def add_to(self, partial: episode_lib.PartialTrajectory) -> None:
@@ -371,6 +380,22 @@ class Session:
       tools=tools,
       asked_s=self._clock(),
     )
+
+
+def _size(answer: _Answer) -> int:
+  """Returns about the bytes of an answer, without those before it."""
+  done, size = answer.completion, _ANSWER_BYTES + 4 * len(answer.tools)
+  for one in (answer.context, done.tokens, done.logprobs, done.versions):
+    size += one.nbytes
+  if done.experts is not None:
+    size += done.experts.nbytes
+  for message in answer.said:
+    # The keys repeat the arguments of calls. A character takes up to 4 bytes.
+    calls = [2 * len(call.arguments) for call in message.tool_calls]
+    thought = len(message.reasoning or "")
+    size += 4 * (len(message.content) + thought + sum(calls))
+    size += _MESSAGE_BYTES * (1 + len(calls))
+  return size
 
 
 def _add_turns(

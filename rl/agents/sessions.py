@@ -1,15 +1,20 @@
 """The open sessions of a server, by name."""
 
 import collections
+import math
 import re
 import secrets
 import time
 from collections.abc import Callable, Sequence
 
+from envs import base
 from rl.agents import session_tree
 from rl.data import trajectory
+from rl.engine import contract
 from rl.rollout import episode as episode_lib
 
+# The part of all bytes that one session may hold.
+_SHARE = 16
 _ID = re.compile(r"[\w.:~@=+-]{1,200}", re.ASCII)
 
 
@@ -21,6 +26,10 @@ class FinishedSession(RuntimeError):
   """The session has ended and takes no more requests."""
 
 
+class FullSession(RuntimeError):
+  """The session holds as much as one may, and takes no more requests."""
+
+
 class TooManySessions(RuntimeError):
   """All `max_sessions` sessions wait for an answer."""
 
@@ -30,10 +39,17 @@ class Sessions:
 
   Args:
     max_sessions: open at a time. One more ends the session that was idle for
-      longest, as TRUNCATED and without a reward.
+      longest, of the owner with the most, as TRUNCATED and without a reward.
+    max_bytes: of their answers; more end sessions in the same way, and one
+      session takes no requests once it holds a 16th. None: any number.
+    max_idle_s: a session without a request for longer is ended in the same way;
+      None: never.
     keep: receives the trajectories of each session as it ends. If it raises,
       the session stays open.
     clock: in seconds.
+
+  Attributes:
+    num_ended: sessions that have ended, by the reason.
   """
 
   def __init__(
@@ -41,25 +57,38 @@ class Sessions:
     chat: episode_lib.Chat,
     *,
     max_sessions: int = 4096,
+    max_bytes: int | None = None,
+    max_idle_s: float | None = None,
     keep: Callable[[Sequence[trajectory.Trajectory]], None] | None = None,
     clock: Callable[[], float] = time.monotonic,
   ):
     if max_sessions < 1:
       raise ValueError(f"max_sessions={max_sessions} must be at least 1")
     self.chat = chat
+    self.num_ended: collections.Counter[str] = collections.Counter()
     self._max = max_sessions
+    self._max_bytes = math.inf if max_bytes is None else max_bytes
+    self._max_idle_s = math.inf if max_idle_s is None else max_idle_s
+    # Of each owner.
+    self._held: collections.Counter[str] = collections.Counter()
+    self._bytes: collections.Counter[str] = collections.Counter()
     self._keep = keep or (lambda trajectories: None)
     self._clock = clock
     self._open: collections.OrderedDict[str, session_tree.Session] = (
       collections.OrderedDict()
     )
-    # The owner of each.
-    self._finished: collections.OrderedDict[str, str] = (
+    # The owner of each, and the reason of its end.
+    self._finished: collections.OrderedDict[str, tuple[str, str]] = (
       collections.OrderedDict()
     )
 
   def __len__(self) -> int:
     return len(self._open)
+
+  @property
+  def num_bytes(self) -> int:
+    """About what the answers of open sessions take."""
+    return self._bytes.total()
 
   def open(
     self,
@@ -80,6 +109,7 @@ class Sessions:
       ValueError: the name has forbidden characters.
       FinishedSession: it has ended.
       UnknownSession: it belongs to another owner.
+      FullSession: it holds too much.
       TooManySessions: all sessions wait for an answer, so none can be ended.
     """
     if name is None:
@@ -95,7 +125,14 @@ class Sessions:
       self._open[name] = session_tree.Session(
         name, self.chat, seed, priority, self._clock, owner
       )
+      self._held[owner] += 1
     session = self.get(name, owner)
+    if session.num_bytes * _SHARE > self._max_bytes:
+      raise FullSession(
+        f"session {name} holds {session.num_bytes} bytes; finish it, and go on "
+        "in another"
+      )
+    session.asked_s = session.used_s = self._clock()
     self._open.move_to_end(name)
     return session
 
@@ -106,8 +143,10 @@ class Sessions:
       FinishedSession: it has ended.
       UnknownSession: the name is not open, or belongs to another owner.
     """
-    if self._finished.get(name) == owner:
-      raise FinishedSession(f"session {name} is finished; use another name")
+    self._end_idle()
+    ended_owner, why = self._finished.get(name, (None, ""))
+    if ended_owner == owner:
+      raise FinishedSession(f"session {name} is {why}; use another name")
     session = self._open.get(name)
     if session is None or session.owner != owner:
       raise UnknownSession(f"no session {name} is open")
@@ -116,6 +155,28 @@ class Sessions:
   def holds(self, session: session_tree.Session) -> bool:
     """Returns whether a session is still open."""
     return self._open.get(session.name) is session
+
+  def record(
+    self,
+    session: session_tree.Session,
+    opening: session_tree.Opening,
+    completion: contract.Completion,
+    answer: base.Message | None,
+  ) -> None:
+    """Adds an answer to an open session; see `session_tree.Session.record`.
+
+    Raises:
+      FinishedSession: the session has ended meanwhile.
+    """
+    if not self.holds(session):
+      raise FinishedSession(
+        f"session {session.name} was finished before its answer came"
+      )
+    before = session.num_bytes
+    session.record(opening, completion, answer)
+    self._bytes[session.owner] += session.num_bytes - before
+    while self.num_bytes > self._max_bytes and self._make_way(self._bytes):
+      pass
 
   def finish(
     self, name: str, ending: session_tree.Ending, owner: str = ""
@@ -127,7 +188,7 @@ class Sessions:
       UnknownSession: the name was never opened, or not by this owner.
     """
     branches = self.get(name, owner).trajectories(ending)
-    self._end(name, branches)
+    self._end(name, branches, "finished")
     return branches
 
   def close(self) -> int:
@@ -139,37 +200,64 @@ class Sessions:
     count, failed = 0, None
     for name in list(self._open):
       try:
-        count += self._interrupt(name)
+        count += self._interrupt(name, "closed")
       except Exception as error:
         failed = failed or error
     if failed is not None:
       raise failed
     return count
 
-  def _interrupt(self, name: str) -> bool:
+  def _interrupt(self, name: str, why: str) -> bool:
     session = self._open[name]
     has_answers = session.num_answers > 0
     self._end(
       name,
       session.trajectories(session_tree.INTERRUPTED) if has_answers else [],
+      why,
     )
     return has_answers
 
-  def _end(self, name: str, branches: Sequence[trajectory.Trajectory]) -> None:
+  def _end(
+    self, name: str, branches: Sequence[trajectory.Trajectory], why: str
+  ) -> None:
     if branches:
       self._keep(branches)
-    self._finished[name] = self._open.pop(name).owner
+    session = self._open.pop(name)
+    self._bytes[session.owner] -= session.num_bytes
+    self._held[session.owner] -= 1
+    self.num_ended[why] += 1
+    self._finished[name] = session.owner, why
     if len(self._finished) > self._max:
       self._finished.popitem(last=False)
 
   def _make_room(self) -> None:
-    if len(self._open) < self._max:
-      return
-    idle = (n for n, session in self._open.items() if not session.running)
-    name = next(idle, None)
-    if name is None:
+    self._end_idle()
+    if len(self._open) >= self._max and not self._make_way(self._held):
       raise TooManySessions(
         f"all of max_sessions={self._max} wait for answers; finish some, or "
         "retry later"
       )
-    self._interrupt(name)
+
+  def _make_way(self, held: collections.Counter[str]) -> bool:
+    """Ends one session; returns whether one could be ended.
+
+    Whoever holds most gives way, so that no owner can end the sessions of those
+    with fewer.
+    """
+    for owner, _ in held.most_common():
+      for name, session in self._open.items():
+        if session.owner == owner and not session.running:
+          self._interrupt(name, "ended to make room")
+          return True
+    return False
+
+  def _end_idle(self) -> None:
+    before_s = self._clock() - self._max_idle_s
+    idle = []
+    for name, session in self._open.items():
+      if session.asked_s >= before_s:
+        break  # They are in the order of their last request.
+      if not session.running and session.used_s < before_s:
+        idle.append(name)
+    for name in idle:
+      self._interrupt(name, f"ended after {self._max_idle_s:g} s without use")

@@ -11,8 +11,8 @@ from typing import Any
 
 import openai
 
+from launch.gateway import admission, http_server
 from launch.gateway import app as openai_app
-from launch.gateway import http_server
 from models.chat import hf_chat, word_chat
 from rl.agents import sessions
 from rl.testing import scripted_engine
@@ -38,7 +38,7 @@ class Server:
   `text` is the engine's next answer: text of the chat, or ids.
   """
 
-  def __init__(self, chat, step_s=0.0, rules=None, **settings):
+  def __init__(self, chat, step_s=0.0, rules=None, admitted=None, **settings):
     self.chat = chat
     self.text: str | list[int] = "yes"
     self.kept = []
@@ -49,7 +49,10 @@ class Server:
       chat, keep=self.kept.extend, max_sessions=64
     )
     serving = openai_app.Serving(**{"model": "tiny", **settings})
-    self.app = openai_app.app(self.engine, self.sessions, serving, rules)
+    self.admitted = admitted or admission.Admission()
+    self.app = openai_app.app(
+      self.engine, self.sessions, serving, rules, self.admitted
+    )
     self.address = ""
 
   def _answer(self, request):

@@ -10,7 +10,7 @@ import numpy as np
 import openai
 import pytest
 
-from launch.gateway import access, openai_replies, session_record
+from launch.gateway import access, admission, openai_replies, session_record
 from launch.gateway import app as openai_app
 from models.chat import hf_chat
 from rl.agents import answer_stream, sessions
@@ -766,6 +766,49 @@ def test_a_session_that_cannot_be_recorded_stays_open(tmp_path):
     assert (status, told["error"]["code"]) == (507, "unrecorded")
     server.sessions._keep = keep
     assert server.send("POST", "/sessions/kept/finish", {})[0] == 200
+
+
+def test_more_answers_than_may_be_are_refused_and_may_be_tried_again():
+  admitted = admission.Admission(max_answers=4)
+  with openai_server.serve(WORDS, admitted=admitted, step_s=30.0) as server:
+    client = server.client(timeout=60.0)
+    asking = threading.Thread(target=server.ask, args=("go",), kwargs={"n": 3})
+    asking.start()
+    server.until(lambda: server.engine.stats().running == 3)
+    # The request itself is the fourth.
+    with pytest.raises(openai.RateLimitError, match="1 more must") as error:
+      server.ask("go", client=client, n=2)
+    assert int(error.value.response.headers["retry-after"]) > 0
+    assert server.send("GET", "/health")[0] == 200
+    server.engine.abort(None)
+    asking.join(20)
+    server.until(lambda: not admitted.running)
+
+
+def test_a_server_that_drains_refuses_requests_and_grades_sessions():
+  with openai_server.serve(WORDS) as server:
+    server.ask("go", client=server.client("over"))
+    assert server.send("GET", "/ready") == (200, {"status": "ready"})
+    server.admitted.draining = True
+    assert server.send("GET", "/ready")[0] == 503
+    with pytest.raises(
+      openai.InternalServerError, match="server ends"
+    ) as error:
+      server.ask("go")
+    assert error.value.status_code == 503
+    assert server.send("GET", "/sessions/over")[0] == 200
+    assert server.send("POST", "/sessions/over/finish", {})[0] == 200
+
+
+def test_metrics_are_counted(words):
+  words.ask("go")
+  with words.connect() as link:
+    link.request("GET", "/metrics")
+    reply = link.getresponse()
+    assert reply.headers["content-type"].startswith("text/plain; version=0.0.4")
+    text = reply.read().decode()
+  assert 'requests_total{path="/v1/chat/completions",status="200"}' in text
+  assert "twinmesh_draining 0" in text
 
 
 def test_answers_have_a_deadline(slow):

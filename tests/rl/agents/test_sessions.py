@@ -13,7 +13,15 @@ CHAT = word_chat.WordChat(("go", "yes"))
 DONE = session_tree.Ending(reward=1.0)
 
 
+def record(some, session):
+  some.record(session, *answered(session))
+
+
 def answer(session):
+  session.record(*answered(session))
+
+
+def answered(session):
   opening = session.begin([base.Message("user", "go")])
   completion = contract.Completion(
     tokens=np.array([4, 1], np.int32),
@@ -23,7 +31,7 @@ def answer(session):
     cached_tokens=0,
     decode_s=0.0,
   )
-  session.record(opening, completion, base.Message("assistant", "yes"))
+  return opening, completion, base.Message("assistant", "yes")
 
 
 def opened(**settings):
@@ -155,3 +163,58 @@ def test_a_session_stays_open_when_what_it_left_cannot_be_kept():
 def test_there_must_be_room_for_a_session():
   with pytest.raises(ValueError, match="max_sessions=0 must be at least 1"):
     sessions.Sessions(CHAT, max_sessions=0)
+
+
+def test_whoever_holds_most_gives_way():
+  some, kept = opened(max_sessions=3)
+  answer(some.open("mine", owner="me"))
+  for name in ("1", "2", "3", "4"):
+    answer(some.open(name, owner="you"))
+  assert [left[0].task_id for left in kept] == ["1", "2"]
+  assert some.get("mine", "me").num_answers == 1
+  with pytest.raises(sessions.FinishedSession, match="1 is ended to make room"):
+    some.open("1", owner="you")
+
+
+def test_a_session_without_use_ends_and_is_recorded():
+  now = [0.0]
+  some, kept = opened(max_idle_s=10.0, clock=lambda: now[0])
+  answer(some.open("a"))
+  with some.open("b").request_running():
+    now[0] = 10.0
+    some.open("c")
+    assert len(some) == 3
+    now[0] = 11.0
+    with pytest.raises(sessions.FinishedSession, match="ended after 10 s with"):
+      some.open("a")
+    assert some.get("b").running == 1
+  # It was in use until just now.
+  some.open("d")
+  assert some.get("b").running == 0
+  now[0] = 22.0
+  with pytest.raises(sessions.FinishedSession):
+    some.get("b")
+  assert [left[0].task_id for left in kept] == ["a"]
+  assert len(some) == 0
+
+
+def test_the_bytes_of_sessions_are_bounded():
+  some, kept = opened()
+  session = some.open("a")
+  record(some, session)
+  # 2 KB, a message and an answer of 1 KB each, and some numbers.
+  size = some.num_bytes
+  assert size == session.num_bytes
+  assert 4000 <= size < 4100
+  some, kept = opened(max_bytes=3 * size)
+  for name in ("a", "b", "c"):
+    record(some, some.open(name))
+  assert not kept
+  record(some, some.open("d"))
+  assert [left[0].task_id for left in kept] == ["a"]
+  assert some.num_bytes == 3 * size
+  # One may hold a 16th.
+  with pytest.raises(sessions.FullSession, match=f"d holds {size} bytes"):
+    some.open("d")
+  some.finish("d", DONE)
+  assert some.num_bytes == 2 * size
