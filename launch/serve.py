@@ -233,7 +233,8 @@ class _Server:
     share = _MAX_CLIENT_ANSWERS.value if self._rules.keys else most
     admitted = admission.Admission(most, share)
     patience = connections.Patience(
-      max_connections=_CONNECTIONS_AN_ANSWER * most, chunks=False
+      max_connections=connections.within_files(_CONNECTIONS_AN_ANSWER * most),
+      chunks=False,
     )
     application = openai_app.app(
       served.engine, opened, serving, self._rules, admitted

@@ -237,21 +237,27 @@ class _Api:
       lines = [trajectory.trajectory_to_json(t) for t in branches]
       return responses.JSONResponse({**fields, "trajectories": lines})
 
-    return await self._in_thread(self._slow, reply)
+    size = sum(len(one.ids) for one in branches)
+    return await self._in_thread(self._pool(size), reply)
 
   async def chat(self, request: requests.Request) -> responses.Response:
     """Answers a conversation."""
-    query = await self._read(request, openai_requests.chat_query)
+    query = await self._read(request, self._chat_query)
     return await self._chat(request, query)
 
   async def messages(self, request: requests.Request) -> responses.Response:
     """Answers a conversation of Anthropic's API."""
 
     def read(body: dict[str, Any]) -> openai_requests.ChatQuery:
-      return openai_requests.chat_query(anthropic_messages.chat_body(body))
+      return self._chat_query(anthropic_messages.chat_body(body))
 
     query = await self._read(request, read)
     return await self._chat(request, query, anthropic_messages.MessageFormat)
+
+  def _chat_query(self, body: dict[str, Any]) -> openai_requests.ChatQuery:
+    query = openai_requests.chat_query(body)
+    self._limits.check_characters(query.num_characters, "messages")
+    return query
 
   async def _chat(
     self,
@@ -259,7 +265,6 @@ class _Api:
     query: openai_requests.ChatQuery,
     as_reply: Callable[[openai_replies.ReplyFormat], Any] = lambda own: own,
   ) -> responses.Response:
-    self._limits.check_characters(query.num_characters, "messages")
     session = self._open(request)
     number = session.take_number()
     with session.request_running(), _as_bad_request("messages"):
@@ -290,10 +295,15 @@ class _Api:
 
   async def text(self, request: requests.Request) -> responses.Response:
     """Continues a text, or ids."""
-    query = await self._read(request, openai_requests.text_query)
+
+    def read(body: dict[str, Any]) -> openai_requests.TextQuery:
+      query = openai_requests.text_query(body)
+      if isinstance(query.prompt, str):
+        self._limits.check_characters(len(query.prompt), "prompt")
+      return query
+
+    query = await self._read(request, read)
     prompt, chat = query.prompt, self._sessions.chat
-    if isinstance(prompt, str):
-      self._limits.check_characters(len(prompt), "prompt")
     session = self._open(request)
     number = session.take_number()
 
@@ -444,10 +454,24 @@ class _Api:
   ) -> _T:
     """Returns what `read` makes of a body; it is called in a thread."""
     limit, seconds = self._limits.body_bytes, self._serving.body_s
-    body = await http_server.body(request, limit, seconds)
-    return await self._in_thread(
-      self._pool(len(body)), lambda: read(self._limits.loads(body))
-    )
+    try:
+      body = await http_server.body(request, limit, seconds)
+      return await self._in_thread(
+        self._pool(len(body)), lambda: read(self._limits.loads(body))
+      )
+    except json_fields.BadRequest as error:
+      if error.status == 413 or error.code == "context_length_exceeded":
+        self._note_too_long(request)
+      raise
+
+  def _note_too_long(self, request: requests.Request) -> None:
+    name = request.path_params.get("session")
+    name = name or request.headers.get("x-session-id", "")
+    with contextlib.suppress(
+      sessions_lib.UnknownSession, sessions_lib.FinishedSession
+    ):
+      session = self._sessions.get(name, request.state.client)
+      session.was_too_long = True
 
   def _pool(self, size: int) -> futures.Executor:
     return self._quick if size <= _SMALL_BODY else self._slow

@@ -10,10 +10,13 @@ reply that nobody reads.
 
 import asyncio
 import dataclasses
+import resource
 from typing import Any
 
 import h11
 from uvicorn.protocols.http import h11_impl
+
+_OTHER_FILES = 256
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,6 +35,14 @@ class Patience:
   unread_s: float = 30.0
   max_connections: int | None = None
   chunks: bool = True
+
+
+def within_files(wanted: int) -> int:
+  """Returns a number of connections for which the process may open files."""
+  most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+  if most == resource.RLIM_INFINITY:
+    return wanted
+  return max(min(wanted, most - _OTHER_FILES), 1)
 
 
 class HttpConnection(h11_impl.H11Protocol):

@@ -102,7 +102,8 @@ class AgentPlayer:
         sessions_lib.FinishedSession, sessions_lib.UnknownSession
       ):
         self._sessions.finish(name, session_tree.INTERRUPTED)
-    return _ended(partial, session, result, playing.is_cut)
+    is_cut = playing.is_cut or session.was_too_long
+    return _ended(partial, session, result, is_cut)
 
   async def _listen(self) -> str:
     async with self._opening:

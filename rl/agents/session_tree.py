@@ -133,6 +133,7 @@ class Session:
     running: requests that wait for an answer.
     num_bytes: about what its answers take.
     asked_s, used_s: of its last request, and of the end of one, on `clock`.
+    was_too_long: a conversation was refused because it cannot fit.
     engine_closed: one of them never will have one.
     on_record: called after each answer.
   """
@@ -152,6 +153,7 @@ class Session:
     self.running = 0
     self.num_bytes = 0
     self.asked_s = self.used_s = clock()
+    self.was_too_long = False
     self.engine_closed = False
     self.on_record: Callable[[], None] = lambda: None
     self._chat = chat

@@ -22,6 +22,8 @@ from rl.data import trajectory
 from tests.helpers import commands
 from tests.helpers.chat_messages import GOLDEN
 
+# The ids at which answers of the tokenizer's chat stop.
+NEVER_ENDS = {"0": -100, "2": -100}
 ENGINE = {
   "engine.slots": "4",
   "engine.row_buckets": "4,",
@@ -155,6 +157,21 @@ def test_a_hugging_face_directory_is_served_with_its_tools(hugging_face):
         n=6,
         seed=1,
       )
+      # A stop lets answers under way come to their end.
+      drained = client.chat.completions.create(
+        model="tiny",
+        messages=[{"role": "user", "content": "On?"}],
+        logit_bias=NEVER_ENDS,
+        max_tokens=100,
+        stream=True,
+      )
+      next(drained)
+      ending = threading.Thread(target=command.end, args=(signal.SIGINT,))
+      ending.start()
+      end: Any = list(drained)[-1].choices[0]
+      assert end.finish_reason == "length"
+      assert len(end.token_ids) == 100
+      ending.join()
     ended = [one for one in formed.choices if one.finish_reason == "stop"]
     # Some may think until they are cut.
     assert len(ended) >= 2
@@ -163,7 +180,7 @@ def test_a_hugging_face_directory_is_served_with_its_tools(hugging_face):
     last: Any = chunks[-1].choices[0]
     assert 1 <= len(last.token_ids) <= 8
     assert last.finish_reason in ("stop", "length")
-    err = command.end(signal.SIGINT)
+  err = command.err
   assert (command.code, "Traceback" in err) == (0, False), err
   # 4 slots of 512 tokens, and a page.
   assert "KV cache, 2,064 tokens in 129 pages" in err

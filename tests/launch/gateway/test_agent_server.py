@@ -84,6 +84,23 @@ def test_a_refused_answer_is_an_error_that_the_client_knows():
     assert played.status is trajectory.Status.TRUNCATED
 
 
+def test_a_conversation_that_cannot_fit_cuts_the_episode():
+  async def too_long(_, endpoint, task):
+    said: Any = [{"role": "user", "content": "go"}]
+    async with client(endpoint, max_retries=0) as one:
+      ask = one.chat.completions.create
+      await ask(model="m", messages=said)
+      for length in (50_000, 1_000_000):
+        said[0]["content"] = "go " * length
+        with pytest.raises(openai.APIStatusError):
+          await ask(model="m", messages=said)
+    return 1.0
+
+  for played in play_group(too_long):
+    assert played.status is trajectory.Status.TRUNCATED
+    assert played.num_sampled == 2
+
+
 def post(url, body):
   """Returns the status and the text of a reply, whatever is sent."""
   where = urllib.parse.urlsplit(url)
