@@ -19,6 +19,7 @@ FLOORS = {
     ["envs.rewards", "envs.suites", "envs.tools"],
   ],
   "models": [
+    ["models.untrusted_files"],
     ["models.chat", "models.quantize", "models.rope", "models.sharding"],
     ["models.definition", "models.logprobs", "models.lora"],
     ["models.config"],

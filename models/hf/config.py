@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from models import config as config_lib
-from models import rope
+from models import rope, untrusted_files
 
 TINY = pathlib.Path(__file__).with_name("tiny")
 """A mixture of experts for a CPU, with a tokenizer and Qwen3's tags and tools.
@@ -99,19 +99,7 @@ def load(
       value, and the way out.
   """
   path = pathlib.Path(directory, "config.json")
-  try:
-    data = json.loads(path.read_text("utf-8"))
-  except OSError as error:
-    raise ValueError(
-      f"{path} cannot be read ({error.strerror}); name the directory of a "
-      "Hugging Face checkpoint"
-    ) from error
-  except ValueError as error:
-    raise ValueError(
-      f"{path} cannot be parsed: {error}; fetch it again"
-    ) from error
-  if not isinstance(data, dict):
-    raise ValueError(f"{path} must hold a JSON object; fetch it again")
+  data = untrusted_files.read_object(path)
   # What is null takes its default in transformers, and so it does here.
   data = {name: value for name, value in data.items() if value is not None}
   try:

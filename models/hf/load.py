@@ -142,7 +142,7 @@ def _config_problems(
     return ["it holds no config.json"]
   try:
     theirs = hf_config.load(directory, config.compute)
-  except (OSError, ValueError) as error:
+  except ValueError as error:
     return [f"config.json: {error}"]
   differ = []
   for field in dataclasses.fields(config):

@@ -31,7 +31,7 @@ import numpy as np
 import safetensors.numpy
 
 from models import config as config_lib
-from models import definition, layer_stack, lora, sharding
+from models import definition, layer_stack, lora, sharding, untrusted_files
 from models import policy as policy_lib
 from models.hf import load as load_lib
 from models.hf import parameter_names, safetensors_io
@@ -320,11 +320,9 @@ def _config_problems(
   if config.lora is None:
     return ["model.lora is None; set the one that it was made with"]
   try:
-    found = json.loads((path / CONFIG).read_text("utf-8"))
-  except (OSError, ValueError) as error:
-    return [f"{CONFIG}: {error}"]
-  if not isinstance(found, dict):
-    return [f"{CONFIG} must hold a JSON object"]
+    found = untrusted_files.read_object(path / CONFIG)
+  except untrusted_files.BadFile as error:
+    return [str(error)]
   problems = [
     f"{CONFIG} has {name}={found[name]!r}, which is not supported; use "
     f"{allowed[0]!r}"

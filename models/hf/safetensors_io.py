@@ -22,6 +22,8 @@ import numpy as np
 import safetensors
 from jax.experimental import multihost_utils
 
+from models import untrusted_files
+
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
@@ -37,6 +39,10 @@ CODES = {
   "I32": np.dtype(np.int32),
 } | _DTYPES
 """Every dtype that `header` can name; others than floats are never loaded."""
+# 100,000 tensors need some 15 MB, and no model has so many.
+_MAX_HEADER_BYTES = 32 * untrusted_files.MIB
+_MAX_INDEX_BYTES = 32 * untrusted_files.MIB
+_MAX_FILES = 10_000
 _SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
 
 
@@ -119,12 +125,18 @@ class TensorFiles:
   def _open(self, file: str) -> list[str]:
     """Opens a file and returns the names of its tensors; none if it cannot."""
     path = self.directory / file
+    if not path.exists():
+      self.problems.append(f"{file} does not exist")
+      return []
     try:
+      text = _header_text(path)
       handle = safetensors.safe_open(path, framework="numpy")
       self._stack.enter_context(handle)
       names = list(handle.keys())
-    except FileNotFoundError:
-      self.problems.append(f"{file} does not exist")
+      # The package takes the last of two tensors of one name.
+      untrusted_files.parse_json(text, f"the header of {path}")
+    except untrusted_files.BadFile as error:
+      self.problems.append(str(error))
       return []
     except (safetensors.SafetensorError, OSError) as error:
       size = path.stat().st_size if path.is_file() else 0
@@ -145,8 +157,8 @@ class TensorFiles:
   def _open_indexed(self, index: str) -> None:
     try:
       weight_map = _weight_map(self.directory / index)
-    except (OSError, ValueError) as error:
-      self.problems.append(f"{index}: {error}")
+    except ValueError as error:
+      self.problems.append(str(error))
       return
     promised: dict[str, set[str]] = {}
     for name, file in weight_map.items():
@@ -238,16 +250,34 @@ def header(
 
 
 def _weight_map(path: pathlib.Path) -> dict[str, str]:
-  data = json.loads(path.read_text())
-  weight_map = data.get("weight_map") if isinstance(data, dict) else None
+  data = untrusted_files.read_object(path, _MAX_INDEX_BYTES)
+  weight_map = data.get("weight_map")
   if not isinstance(weight_map, dict) or not weight_map:
-    raise ValueError("it has no weight_map")
+    raise ValueError(f"{path} has no weight_map")
   for name, file in weight_map.items():
     if not isinstance(file, str) or pathlib.PurePath(file).name != file:
       raise ValueError(
-        f"{name} lies in {file!r}, which must be the name of a file"
+        f"{path}: {name} lies in {file!r}, which must be the name of a file"
       )
+  files = len(set(weight_map.values()))
+  if files > _MAX_FILES:
+    raise ValueError(
+      f"{path} names {files:,} files, more than {_MAX_FILES:,}; download it "
+      "again"
+    )
   return weight_map
+
+
+def _header_text(path: pathlib.Path) -> bytes:
+  """Returns the header of a file, or what there is of it.
+
+  Raises:
+    BadFile: it is too large, or the file is a pipe.
+  """
+  length = untrusted_files.read_bytes(path, 8, count=8)
+  # In a file that is cut short, the package says so.
+  count = min(int.from_bytes(length, "little"), path.stat().st_size)
+  return untrusted_files.read_bytes(path, _MAX_HEADER_BYTES, count, start=8)
 
 
 def _natural(name: str) -> list[tuple[int, str]]:

@@ -10,6 +10,7 @@ import pathlib
 import shutil
 from typing import Any
 
+from models import untrusted_files
 from models.chat import word_chat
 
 _FILES = (
@@ -26,6 +27,7 @@ _FILES = (
 )
 _KINDS = ("tokenizer.json", "vocab.json", "tokenizer.model")
 _TREES = ("additional_chat_templates",)
+_MAX_IDS = 1 << 24
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 # As WordChat's, special tokens are not words: text cannot end a turn.
@@ -71,7 +73,7 @@ def copy(
     if tree.is_dir():
       shutil.copytree(tree, pathlib.Path(directory, name))
   config = pathlib.Path(source, "config.json")
-  data = json.loads(config.read_text("utf-8")) if config.is_file() else {}
+  data = untrusted_files.read_object(config) if config.exists() else {}
   return {name: data[name] for name in _IDS if name in data}
 
 
@@ -82,17 +84,23 @@ def num_ids(directory: str | os.PathLike[str]) -> int:
     ValueError: the file cannot be read as a tokenizer.
   """
   path = pathlib.Path(directory, "tokenizer.json")
-  if not path.is_file():
+  if not path.exists():
     return 0
+  data = _read(path)
   try:
-    data = json.loads(path.read_text("utf-8"))
-    added = [token["id"] for token in data.get("added_tokens", ())]
+    added = [token["id"] for token in data.get("added_tokens") or ()]
     vocab = data["model"]["vocab"]
-  except (ValueError, TypeError, KeyError, AttributeError) as error:
+    ids = vocab.values() if isinstance(vocab, dict) else range(len(vocab))
+  except (TypeError, KeyError, AttributeError) as error:
     raise ValueError(
       f"{path} cannot be read as a tokenizer: {error!r}"
     ) from error
-  ids = vocab.values() if isinstance(vocab, dict) else range(len(vocab))
+  for number in (*added, *ids):
+    if type(number) is not int or not 0 <= number < _MAX_IDS:
+      raise ValueError(
+        f"{path} has the id {number!r}; ids are numbers from 0 below "
+        f"{_MAX_IDS:,}, so copy it again"
+      )
   return max([-1, *added, *ids]) + 1
 
 
@@ -116,12 +124,15 @@ def is_other(
   return vocab != {chat.token(i): i for i in range(chat.vocab_size)}
 
 
+def _read(path: pathlib.Path) -> dict[str, Any]:
+  return untrusted_files.read_object(path, untrusted_files.MAX_TOKENIZER_BYTES)
+
+
 def _tokenizer_model(directory: str | os.PathLike[str]) -> dict[str, Any]:
   """Returns the model of tokenizer.json; {} if it cannot be read."""
   try:
-    text = pathlib.Path(directory, "tokenizer.json").read_text("utf-8")
-    model = json.loads(text)["model"]
-  except (OSError, ValueError, TypeError, KeyError):
+    model = _read(pathlib.Path(directory, "tokenizer.json"))["model"]
+  except (ValueError, KeyError):
     return {}
   return model if isinstance(model, dict) else {}
 

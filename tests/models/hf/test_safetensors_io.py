@@ -1,6 +1,7 @@
 """Files of tensors: slices, headers, and files that are damaged."""
 
 import json
+import os
 
 import ml_dtypes
 import numpy as np
@@ -43,6 +44,11 @@ def several(tmp_path):
 def place(directory, weight_map):
   text = json.dumps({"metadata": {}, "weight_map": weight_map})
   (directory / INDEX).write_text(text)
+
+
+def twice(header):
+  text = header + b"," + header[1:] + b"}"
+  return len(text).to_bytes(8, "little") + text + bytes(4)
 
 
 def problems(directory):
@@ -150,9 +156,9 @@ def test_a_file_that_is_missing_from_the_index_is_named(several):
 @pytest.mark.parametrize(
   ("text", "reason"),
   [
-    ("{", f"{INDEX}: Expecting property name"),
-    ("[]", "it has no weight_map"),
-    ('{"weight_map": {}}', "it has no weight_map"),
+    ("{", f"{INDEX} is not valid JSON: Expecting property"),
+    ("[]", "must hold an object, not list"),
+    ('{"weight_map": {}}', f"{INDEX} has no weight_map"),
     (
       '{"weight_map": {"x": "../y"}}',
       "x lies in '../y', which must be the name of a file",
@@ -167,6 +173,33 @@ def test_an_index_that_is_none_is_told(several, text, reason):
   (several / INDEX).write_text(text)
   (problem,) = problems(several)
   assert reason in problem
+
+
+@pytest.mark.parametrize(
+  ("data", "reason"),
+  [
+    # The package itself reads headers of up to 100 MB.
+    (
+      (40 << 20).to_bytes(8, "little") + b" " * (40 << 20),
+      "41,943,040 bytes are more than the 33,554,432",
+    ),
+    (
+      twice(b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}'),
+      "'a' is there twice",
+    ),
+  ],
+  ids=["large", "a tensor twice"],
+)
+def test_a_header_that_the_package_reads_may_be_refused(tmp_path, data, reason):
+  (tmp_path / SINGLE).write_bytes(data)
+  (problem,) = problems(tmp_path)
+  assert reason in problem
+
+
+def test_a_pipe_is_not_waited_for(several):
+  (several / ONE).unlink()
+  os.mkfifo(several / ONE)
+  assert any("is a pipe" in problem for problem in problems(several))
 
 
 def test_a_directory_without_files_says_what_it_lacks(tmp_path):

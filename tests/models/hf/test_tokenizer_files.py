@@ -44,9 +44,19 @@ def test_ids_are_counted_whatever_kind_of_tokenizer_it_is(tmp_path):
   ):
     path.write_text(json.dumps({"model": model, "added_tokens": added}))
     assert tokenizer_files.num_ids(tmp_path) == expected
-  for text in ("", "[]", "{}", '{"model": 3}'):
+  for text, message in (
+    ("", "is not valid JSON"),
+    ("[]", "must hold an object"),
+    ("{}", "cannot be read as a tokenizer"),
+    ('{"model": 3}', "cannot be read as a tokenizer"),
+    ('{"model": {"vocab": {"a": "0"}}}', "has the id '0'"),
+    ('{"model": {"vocab": {"a": true}}}', "has the id True"),
+    ('{"model": {"vocab": {"a": 99999999}}}', "from 0 below 16,777,216"),
+    ('{"model": {"vocab": {}}, "added_tokens": [3]}', "cannot be read"),
+    (f'{{"model": {"[" * 9999}{"]" * 9999}}}', "deeper than 64 levels"),
+  ):
     path.write_text(text)
-    with pytest.raises(ValueError, match="cannot be read as a tokenizer"):
+    with pytest.raises(ValueError, match=message):
       tokenizer_files.num_ids(tmp_path)
 
 
