@@ -19,8 +19,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import jinja2
-from jinja2 import ext, meta, nodes, parser, sandbox
+from jinja2 import ext, meta, nodes, parser
 
+from models.chat import bounded_jinja
 from models.chat.message import ChatMessage
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -28,6 +29,7 @@ MARK = "\ufdd0"  # Unicode reserves it for use within a program.
 # After an odd number of backslashes it is not an escape.
 _ESCAPED_MARK = re.compile(rf"(?<!\\)((?:\\\\)*)\\u{ord(MARK):04x}")
 
+_MAX_FORM = 200
 _ANSWER = "\ufdd1"  # Stands for an answer in rendered text.
 
 
@@ -71,9 +73,15 @@ class ChatTemplate:
       raise ValueError(
         f"control={self.control} must hold tokens, none of them empty"
       )
+    if len(self.source) > bounded_jinja.MAX_SOURCE:
+      raise ValueError(
+        f"the chat template has {len(self.source):,} characters; use one of "
+        f"{bounded_jinja.MAX_SOURCE:,} or fewer"
+      )
     try:
       _compiled(self.source)
-    except jinja2.TemplateError as error:
+    # Python may refuse the code that Jinja has made, as nested too deeply.
+    except Exception as error:
       raise ValueError(
         f"the chat template is not valid Jinja: {error}"
       ) from error
@@ -107,10 +115,12 @@ class ChatTemplate:
     names: dict[str, Any] = dict(self.variables)
     names |= {"messages": conversation, "tools": shown, "documents": None}
     try:
-      return _compiled(self.source).render(names, add_generation_prompt=prompt)
+      program = _compiled(self.source)
+      with bounded_jinja.budget():
+        return program.render(names, add_generation_prompt=prompt)
     except Exception as error:  # The template is foreign code.
       raise ValueError(
-        f"the chat template refuses the messages: {error}"
+        f"the chat template refuses the messages: {str(error)[:1000]}"
       ) from error
 
   def after_answer(
@@ -366,7 +376,7 @@ class _Generation(ext.Extension):
 
 
 def _refuse(message: str) -> NoReturn:
-  raise jinja2.TemplateError(message)
+  raise jinja2.TemplateError(str(message)[:1000])
 
 
 def _tojson(
@@ -376,6 +386,7 @@ def _tojson(
   separators: tuple[str, str] | None = None,
   sort_keys: bool = False,
 ) -> str:
+  bounded_jinja.measure(value, indent)
   # Jinja's own filter escapes HTML.
   text = json.dumps(
     value,
@@ -389,17 +400,22 @@ def _tojson(
 
 
 def _strftime_now(form: str) -> str:
+  if len(form) > _MAX_FORM or re.search(r"\d", form):
+    raise jinja2.TemplateError(
+      f"the form of a time has {len(form):,} characters, or a width; use "
+      f"{_MAX_FORM} or fewer, without"
+    )
   return datetime.datetime.now().strftime(form)
 
 
 @functools.cache
-def _environment() -> sandbox.ImmutableSandboxedEnvironment:
-  environment = sandbox.ImmutableSandboxedEnvironment(
+def _environment() -> bounded_jinja.BoundedSandbox:
+  environment = bounded_jinja.BoundedSandbox(
     trim_blocks=True,
     lstrip_blocks=True,
     extensions=[ext.loopcontrols, _Generation],
   )
-  environment.filters["tojson"] = _tojson
+  environment.filters["tojson"] = bounded_jinja.paying(_tojson)
   environment.globals["raise_exception"] = _refuse
   environment.globals["strftime_now"] = _strftime_now
   return environment
@@ -407,7 +423,8 @@ def _environment() -> sandbox.ImmutableSandboxedEnvironment:
 
 @functools.lru_cache(maxsize=16)
 def _compiled(source: str) -> jinja2.Template:
-  return _environment().from_string(source)
+  with bounded_jinja.budget():
+    return _environment().from_string(source)
 
 
 @functools.lru_cache(maxsize=16)
