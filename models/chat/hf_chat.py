@@ -20,19 +20,26 @@ import functools
 import json
 import os
 import pathlib
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import tokenizers
 from jaxtyping import Int32
 from tokenizers import decoders
 
-from models.chat import answer_grammar, tool_calls
+from models import untrusted_files
+from models.chat import answer_grammar, tool_calls, trial
 from models.chat import message as message_lib
 from models.chat import template as template_lib
 
+_OURS = pathlib.Path(__file__).parents[1] / "hf" / "tiny"
 _NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
+_NORMALIZERS = ("NFC", "NFD", "NFKC", "NFKD", "Lowercase", "Strip")
+_MOST_STEPS = 8
+_MOST_PROBES = 200
+_MOST_IDS = 100
+_PROBE_LENGTH = 1000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,44 +61,46 @@ class HfChat:
     cls,
     directory: str | os.PathLike[str],
     variables: Mapping[str, Any] | None = None,
+    *,
+    tries: bool = True,
   ) -> "HfChat":
     """Reads a directory and checks that its template is append-only.
 
     Args:
       variables: further variables of the template, as enable_thinking=False.
+      tries: first uses the files in a process of its own, once for each
+        content: they may be made to hang their reader. Those of the checkout
+        are not.
 
     Raises:
       ValueError: files are missing or broken, the tokenizer is not byte-level,
-        or the template rewrites earlier messages.
+        or takes too long, or the template rewrites earlier messages.
     """
     root = pathlib.Path(directory)
     try:
-      return cls._load(root, dict(variables or {}))
+      files = _Files.read(root)
+      if tries and files != _Files.read(_OURS):
+        _try(json.dumps([*files, dict(variables or {})]))
+      return cls._of(files, dict(variables or {}))
     except ValueError as error:
       raise ValueError(f"{root}: {error}") from error
 
   @classmethod
-  def _load(cls, root: pathlib.Path, variables: dict[str, Any]) -> "HfChat":
-    path = root / "tokenizer.json"
-    if not path.is_file():
-      raise ValueError(
-        "no tokenizer.json; AutoTokenizer.save_pretrained writes one"
-      )
-    source = path.read_text("utf-8")
-    settings = _json(root / "tokenizer_config.json")
-    control = _control(_tokenizer(source))
-    text, name = _template(root, settings)
-    named = tuple((_special_names(settings) | variables).items())
+  def _of(cls, files: "_Files", variables: dict[str, Any]) -> "HfChat":
+    control = _control(_tokenizer(files.tokenizer))
+    named = tuple((_special_names(files.settings) | variables).items())
     try:
-      template = template_lib.ChatTemplate(text, tuple(control), named)
+      template = template_lib.ChatTemplate(
+        files.template, tuple(control), named
+      )
       end = control[template.end_of_turn()]
     except ValueError as error:
-      raise ValueError(f"{name}: {error}") from error
+      raise ValueError(f"{files.template_name}: {error}") from error
     unread = [name for name in variables if not template.knows(name)]
     if unread:
       raise ValueError(f"its chat template does not read {', '.join(unread)}")
-    others = _eos_ids(root, settings, control)
-    return cls(source, template, tuple(dict.fromkeys((end, *others))))
+    others = _eos_ids(files, control)
+    return cls(files.tokenizer, template, tuple(dict.fromkeys((end, *others))))
 
   @property
   def vocab_size(self) -> int:
@@ -286,6 +295,59 @@ def _byte_table() -> dict[str, int]:
 _BYTES = _byte_table()
 
 
+class _Files(NamedTuple):
+  """The content of a directory that a chat needs.
+
+  Attributes:
+    settings: tokenizer_config.json.
+    template_name: its file.
+    ends: the name of each file with an eos_token_id, and its value.
+  """
+
+  tokenizer: str
+  settings: dict[str, Any]
+  template: str
+  template_name: str
+  ends: Sequence[Sequence[Any]]
+
+  @classmethod
+  def read(cls, root: pathlib.Path) -> "_Files":
+    path = root / "tokenizer.json"
+    if not path.exists():
+      raise ValueError(
+        "no tokenizer.json; AutoTokenizer.save_pretrained writes one"
+      )
+    text = untrusted_files.read_text(path, untrusted_files.MAX_TOKENIZER_BYTES)
+    untrusted_files.parse_json(text, path.name)
+    settings = _json(root / "tokenizer_config.json")
+    names = ("generation_config.json", "config.json")
+    ends = [[name, _json(root / name).get("eos_token_id")] for name in names]
+    return cls(text, settings, *_template(root, settings), ends)
+
+
+def _json(path: pathlib.Path) -> dict[str, Any]:
+  """Returns the object of a JSON file; {} if the file does not exist."""
+  return untrusted_files.read_object(path) if path.exists() else {}
+
+
+def _template(root: pathlib.Path, settings: dict[str, Any]) -> tuple[str, str]:
+  """Returns the chat template, and the name of its file."""
+  path = root / "chat_template.jinja"
+  if path.exists():
+    return untrusted_files.read_text(path), path.name
+  found = settings.get("chat_template")
+  if isinstance(found, list):
+    named = [entry for entry in found if isinstance(entry, dict)]
+    default = [x for x in named if x.get("name") == "default"]
+    found = default[-1].get("template") if default else None
+  if not isinstance(found, str):
+    raise ValueError(
+      "no chat template: neither chat_template.jinja nor chat_template in "
+      "tokenizer_config.json; a base model has none, so copy one"
+    )
+  return found, "tokenizer_config.json"
+
+
 @functools.lru_cache(maxsize=4)
 def _tokenizer(source: str) -> tokenizers.Tokenizer:
   """Returns a tokenizer that encodes special tokens in text as plain text."""
@@ -330,36 +392,6 @@ def _control(tokenizer: tokenizers.Tokenizer) -> dict[str, int]:
   return found
 
 
-def _json(path: pathlib.Path) -> dict[str, Any]:
-  """Returns the object of a JSON file; {} if the file does not exist."""
-  if not path.is_file():
-    return {}
-  try:
-    data = json.loads(path.read_text("utf-8"))
-  except ValueError as error:
-    raise ValueError(f"{path.name} is not valid JSON: {error}") from error
-  if not isinstance(data, dict):
-    raise ValueError(f"{path.name} must hold an object")
-  return data
-
-
-def _template(root: pathlib.Path, settings: dict[str, Any]) -> tuple[str, str]:
-  """Returns the chat template, and the name of its file."""
-  path = root / "chat_template.jinja"
-  if path.is_file():
-    return path.read_text("utf-8"), path.name
-  found = settings.get("chat_template")
-  if isinstance(found, list):
-    named = {entry.get("name"): entry.get("template") for entry in found}
-    found = named.get("default")
-  if not isinstance(found, str):
-    raise ValueError(
-      "no chat template: neither chat_template.jinja nor chat_template in "
-      "tokenizer_config.json; a base model has none, so copy one"
-    )
-  return found, "tokenizer_config.json"
-
-
 def _special_names(settings: dict[str, Any]) -> dict[str, Any]:
   """Returns the named special tokens: bos_token, eos_token .."""
   found = {}
@@ -371,21 +403,74 @@ def _special_names(settings: dict[str, Any]) -> dict[str, Any]:
   return found
 
 
-def _eos_ids(
-  root: pathlib.Path, settings: dict[str, Any], control: dict[str, int]
-) -> list[int]:
+def _eos_ids(files: _Files, control: dict[str, int]) -> list[int]:
   """Returns the ids that end a text, from the first file that has them."""
-  for name in ("generation_config.json", "config.json"):
-    found = _json(root / name).get("eos_token_id")
+  for name, found in files.ends:
     if found is None:
       continue
     ids = found if isinstance(found, list) else [found]
-    unknown = [i for i in ids if i not in control.values()]
+    known = set(control.values())
+    unknown = [i for i in ids if type(i) is not int or i not in known]
     if unknown:
       raise ValueError(
         f"{name} has eos_token_id={found}; {unknown[0]} must be one of the "
         f"tokenizer's special tokens {sorted(control.values())}"
       )
     return ids
-  token = _special_names(settings).get("eos_token")
+  token = _special_names(files.settings).get("eos_token")
   return [control[token]] if token in control else []
+
+
+@functools.lru_cache(maxsize=8)
+def _try(files: str) -> None:
+  """Uses files in a process of its own.
+
+  Raises:
+    ValueError: they are broken, or take too long.
+  """
+  trial.run(__name__, first_use.__name__, json.loads(files))
+
+
+def first_use(argument: list[Any]) -> None:
+  """Makes a chat of `_Files` and variables, and encodes what may be slow.
+
+  Raises:
+    ValueError: as `HfChat.load`.
+  """
+  *fields, variables = argument
+  chat = HfChat._of(_Files(*fields), variables)
+  data = untrusted_files.parse_json(chat.tokenizer, "tokenizer.json")
+  steps = [data.get("normalizer"), data.get("pre_tokenizer")]
+  _check_normalizer(steps[0])
+  # An expression is slow on repetitions of what it names.
+  texts = {leaf for leaf in _leaves(steps) if isinstance(leaf, str)}
+  letters = sorted({letter for text in texts for letter in text} | {*"a 1.\n"})
+  for text in [*letters[:_MOST_PROBES], *sorted(texts)[:_MOST_PROBES]]:
+    repeated = text * (_PROBE_LENGTH // max(1, len(text)) + 1) + "\0"
+    if len(chat.text_ids(repeated)) > _MOST_IDS * len(repeated):
+      raise ValueError(
+        f"its tokenizer makes more than {_MOST_IDS} ids of a character; use "
+        "another"
+      )
+
+
+def _check_normalizer(found: Any) -> None:
+  """Raises ValueError for a normalizer that may make a text much longer."""
+  kinds = [found["type"]] if found else []
+  if kinds == ["Sequence"]:
+    kinds = [part["type"] for part in found["normalizers"]]
+  other = [kind for kind in kinds if kind not in _NORMALIZERS]
+  if other or len(kinds) > _MOST_STEPS:
+    raise ValueError(
+      f"its tokenizer has the normalizers {', '.join(map(str, kinds[:10]))}; "
+      f"up to {_MOST_STEPS} of {', '.join(_NORMALIZERS)} are supported, which "
+      "do not make a text much longer"
+    )
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+  if isinstance(value, dict | list):
+    for item in value.values() if isinstance(value, dict) else value:
+      yield from _leaves(item)
+  else:
+    yield value

@@ -23,6 +23,15 @@ from models.attention import mask
 from rl.data import packing, trajectory
 
 _PREFIX = "prefix/"
+_INTEGERS = ("tokens", "positions", "segments", "versions", "lags")
+_LINKS = ("parents", "previous", "copies")
+# The others are float32.
+_TYPES: dict[str, type[np.generic]] = {
+  **dict.fromkeys(_INTEGERS, np.int32),
+  **dict.fromkeys((f"{_PREFIX}{name}" for name in _LINKS), np.int32),
+  "sampled": np.bool_,
+  "experts": np.integer,
+}
 
 
 class Prefix(NamedTuple):
@@ -148,6 +157,28 @@ def of_columns(named: Mapping[str, Any]) -> Batch:
   }
   own = {x: named[x] for x in named if not x.startswith(_PREFIX)}
   return Batch(**own, prefix=Prefix(**parts) if parts else None)
+
+
+def check(batch: Batch) -> None:
+  """Checks shapes and types of a batch that comes from a file.
+
+  Raises:
+    ValueError: names the column.
+  """
+  shape = batch.tokens.shape
+  for name, column in columns(batch).items():
+    wanted = _TYPES.get(name, np.float32)
+    is_odd = len(shape) != 2 or column.shape[:2] != shape
+    if is_odd or column.ndim != (4 if name == "experts" else 2):
+      raise ValueError(
+        f"column {name} has the shape {column.shape}, and tokens {shape}; all "
+        "must be [rows, length]"
+      )
+    if not np.issubdtype(column.dtype, wanted):
+      raise ValueError(
+        f"column {name} has the type {column.dtype}; it must be "
+        f"{wanted.__name__}"
+      )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)

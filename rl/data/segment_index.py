@@ -5,8 +5,11 @@ import pathlib
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from models import untrusted_files
 from rl.data import batch as batch_lib
 from rl.data import trajectory
+
+_MAX_BYTES = 256 * untrusted_files.MIB
 
 
 class Owner(NamedTuple):
@@ -66,7 +69,14 @@ def read(file: pathlib.Path) -> list[Owner]:
   """
   if not file.exists():
     return []
-  try:
-    return [Owner(*row) for row in json.loads(file.read_text())]
-  except (TypeError, ValueError) as error:
-    raise ValueError(f"{file} holds no owners: {error}") from error
+  rows = untrusted_files.read_json(file, _MAX_BYTES)
+  fields = Owner.__annotations__.values()
+  if not isinstance(rows, list):
+    raise ValueError(f"{file} must hold a list of owners; copy it again")
+  for row in rows:
+    if not isinstance(row, list) or [type(x) for x in row] != [*fields]:
+      raise ValueError(
+        f"{file} holds {row!r:.80}, which is no owner "
+        f"({', '.join(Owner._fields)}); copy it again"
+      )
+  return [Owner(*row) for row in rows]

@@ -30,6 +30,7 @@ BATCHES = "batches.npz"
 _OWNERS = "owners.json"
 _STATE = "state"
 _UNFINISHED = "unfinished"
+_MAX_BYTES = 8 << 30
 
 
 class Unreadable(Exception):
@@ -159,8 +160,8 @@ def read(path: pathlib.Path, abstract: train_state.TrainState) -> SkippedUpdate:
   batches = _batches(path / BATCHES)
   try:
     owners = segment_index.read(path / _OWNERS)
-  except (OSError, ValueError) as error:
-    raise Unreadable(f"{path / _OWNERS} cannot be read: {error}") from error
+  except ValueError as error:
+    raise Unreadable(str(error)) from error
   saved = checkpoint.Checkpoints(path / _STATE, keep=1)
   try:
     found = saved.restore(_policy(abstract))
@@ -168,13 +169,20 @@ def read(path: pathlib.Path, abstract: train_state.TrainState) -> SkippedUpdate:
     saved.close()
   if found is None:
     raise Unreadable(f"{path / _STATE} holds no parameters that can be read")
-  return SkippedUpdate(
-    batches,
-    found.state["params"],
-    found.state["critic"],
-    **found.host,
-    owners=owners,
-  )
+  try:
+    return SkippedUpdate(
+      batches,
+      found.state["params"],
+      found.state["critic"],
+      version=int(found.host["version"]),
+      number=int(found.host["number"]),
+      left_out_divisor=float(found.host["left_out_divisor"]),
+      owners=owners,
+    )
+  except (TypeError, ValueError, KeyError) as error:
+    raise Unreadable(
+      f"{path / _STATE} lacks the number of its round: {error!r}; copy it again"
+    ) from error
 
 
 def _policy(state: train_state.TrainState) -> dict[str, Any]:
@@ -186,14 +194,24 @@ def _batches(file: pathlib.Path) -> list[batch_lib.Batch]:
   try:
     # A member of the archive is read, and its checksum compared, when asked.
     with np.load(file) as archive:
+      size = sum(member.file_size for member in archive.zip.infolist())
+      if size > _MAX_BYTES:
+        raise ValueError(f"{size:,} bytes are more than {_MAX_BYTES:,}")
       columns = dict(archive)
-    count = 1 + max(int(name.partition("/")[0]) for name in columns)
-    return [_batch(columns, i) for i in range(count)]
+    names = {name.partition("/")[0] for name in columns}
+    batches = [_batch(columns, i) for i in range(len(names))]
+    for batch in batches:
+      batch_lib.check(batch)
+    return batches
   except (
     OSError,
     EOFError,
     ValueError,
     TypeError,
+    AttributeError,
+    MemoryError,
+    NotImplementedError,
+    RuntimeError,
     zipfile.BadZipFile,
     zlib.error,
   ) as error:

@@ -15,6 +15,13 @@ from tests.helpers.chat_messages import GOLDEN, GoldenMessage
 
 START, END, TEXT_END = 1, 2, 0
 CHAT = hf_chat.HfChat.load(GOLDEN)
+
+
+def load(directory):
+  """Loads what a test has written, without a process of its own."""
+  return hf_chat.HfChat.load(directory, tries=False)
+
+
 # Independent of our code; encodes special tokens in text as plain text.
 PLAIN = tokenizers.Tokenizer.from_file(str(GOLDEN / "tokenizer.json"))
 PLAIN.encode_special_tokens = True
@@ -251,7 +258,7 @@ def test_a_prompt_that_opens_the_thinking_is_known(directory):
     source.replace(prompt, prompt.replace("ant\\n", "ant\\n<think>\\n")),
     "utf-8",
   )
-  chat = hf_chat.HfChat.load(directory)
+  chat = load(directory)
   assert chat.thinks
   assert chat.decode(chat.append([])).endswith("assistant\n<think>\n")
   answer = chat.parse(chat.encode_answer("hm\n</think>\n\nYes."))
@@ -261,16 +268,16 @@ def test_a_prompt_that_opens_the_thinking_is_known(directory):
 def test_stop_ids_begin_with_the_end_of_a_turn(directory):
   assert CHAT.stop_ids == (END, TEXT_END)
   edit(directory / "generation_config.json", eos_token_id=TEXT_END)
-  assert hf_chat.HfChat.load(directory).stop_ids == (END, TEXT_END)
+  assert load(directory).stop_ids == (END, TEXT_END)
   (directory / "generation_config.json").unlink()
   (directory / "config.json").unlink()
   # That of tokenizer_config.json, which is the end of a turn.
-  assert hf_chat.HfChat.load(directory).stop_ids == (END,)
+  assert load(directory).stop_ids == (END,)
   edit(directory / "config.json", eos_token_id=[END, TEXT_END])
-  assert hf_chat.HfChat.load(directory).stop_ids == (END, TEXT_END)
+  assert load(directory).stop_ids == (END, TEXT_END)
   edit(directory / "config.json", eos_token_id=99)
   with pytest.raises(ValueError, match=r"eos_token_id=99; 99 must be one of"):
-    hf_chat.HfChat.load(directory)
+    load(directory)
 
 
 def test_a_template_that_rewrites_what_was_said_is_refused_by_its_file(
@@ -281,11 +288,11 @@ def test_a_template_that_rewrites_what_was_said_is_refused_by_its_file(
   told = "the chat template does not only append: it writes an answer 0 times"
   path.write_text(source, "utf-8")
   with pytest.raises(ValueError, match=f"model: chat_template.jinja: {told}"):
-    hf_chat.HfChat.load(directory)
+    load(directory)
   path.unlink()
   edit(directory / "tokenizer_config.json", chat_template=source)
   with pytest.raises(ValueError, match=f"model: tokenizer_config.json: {told}"):
-    hf_chat.HfChat.load(directory)
+    load(directory)
 
 
 def test_a_template_may_stand_in_the_settings(directory):
@@ -297,23 +304,21 @@ def test_a_template_may_stand_in_the_settings(directory):
   path.unlink()
   message = "model: no chat template: neither chat_template.jinja nor"
   with pytest.raises(ValueError, match=message):
-    hf_chat.HfChat.load(directory)
+    load(directory)
   edit(settings, chat_template=source)
-  assert hf_chat.HfChat.load(directory) == CHAT
+  assert load(directory) == CHAT
   edit(settings, chat_template=[{"name": "default", "template": source}])
-  assert hf_chat.HfChat.load(directory) == CHAT
+  assert load(directory) == CHAT
   edit(settings, chat_template=[{"name": "rag", "template": source}])
   with pytest.raises(ValueError, match=message):
-    hf_chat.HfChat.load(directory)
+    load(directory)
 
 
 def test_templates_know_special_tokens_by_name(directory):
   path = directory / "chat_template.jinja"
   source = "{{ eos_token }}{{ pad_token }}{{ bos_token is defined }}"
   path.write_text(source + path.read_text("utf-8"), "utf-8")
-  ids = (
-    hf_chat.HfChat.load(directory).open([GoldenMessage("user", "?")]).tolist()
-  )
+  ids = load(directory).open([GoldenMessage("user", "?")]).tolist()
   named = [END, TEXT_END, *text_ids("False")]
   assert ids == named + CHAT.open([GoldenMessage("user", "?")]).tolist()
 
@@ -326,7 +331,7 @@ def test_templates_know_special_tokens_by_name(directory):
     (
       "generation_config.json",
       "[]",
-      "generation_config.json must hold an object",
+      r"generation_config\.json must hold an object",
     ),
     ("chat_template.jinja", "{% if %}", "the chat template is not valid Jinja"),
     ("chat_template.jinja", "{{ raise_exception('no') }}", "messages: no"),
@@ -336,7 +341,7 @@ def test_templates_know_special_tokens_by_name(directory):
 def test_a_broken_file_is_named(directory, name, text, message):
   (directory / name).write_text(text)
   with pytest.raises(ValueError, match=message):
-    hf_chat.HfChat.load(directory)
+    load(directory)
 
 
 def change(directory, **parts):
@@ -364,7 +369,7 @@ def change(directory, **parts):
 def test_a_tokenizer_that_cannot_be_used_is_refused(directory, parts, message):
   change(directory, **parts)
   with pytest.raises(ValueError, match=message.replace("|", r"\|")):
-    hf_chat.HfChat.load(directory)
+    load(directory)
 
 
 def test_a_tokenizer_that_loses_bytes_is_refused(directory):
@@ -372,7 +377,7 @@ def test_a_tokenizer_that_loses_bytes_is_refused(directory):
   change(directory, model=model)
   # 253 of 256 bytes; the first that is printable and not among them is "!".
   with pytest.raises(ValueError, match=r"no token for 253 of 256.*is 0x21"):
-    hf_chat.HfChat.load(directory)
+    load(directory)
 
 
 def test_settings_that_cut_texts_short_are_not_obeyed(directory):
@@ -384,8 +389,63 @@ def test_settings_that_cut_texts_short_are_not_obeyed(directory):
   }
   change(directory, truncation=cut)
   question = [GoldenMessage("user", "Weather in Ulm?")]
-  ids = hf_chat.HfChat.load(directory).open(question)
+  ids = load(directory).open(question)
   assert ids.tolist() == CHAT.open(question).tolist()
+
+
+SPLIT_FOR_EVER = {
+  "type": "Sequence",
+  "pretokenizers": [
+    {
+      "type": "Split",
+      "pattern": {"Regex": "(a+)+$"},
+      "behavior": "Isolated",
+      "invert": False,
+    },
+    {
+      "type": "ByteLevel",
+      "add_prefix_space": False,
+      "trim_offsets": True,
+      "use_regex": False,
+    },
+  ],
+}
+TWICE = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
+MANY = {"type": "Sequence", "normalizers": [TWICE] * 40}
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+  ("name", "changes", "message"),
+  [
+    (
+      "tokenizer.json",
+      {"pre_tokenizer": SPLIT_FOR_EVER},
+      "takes more than 60 s or 4 GiB, or ends the process",
+    ),
+    ("tokenizer.json", {"normalizer": MANY}, "has the normalizers Replace, "),
+    ("tokenizer.json", {"normalizer": 3}, r"tokenizer\.json cannot be read"),
+    ("tokenizer_config.json", {"eos_token": [[1]]}, None),
+    ("generation_config.json", {"eos_token_id": [[1]]}, r"\[1\] must be one"),
+    ("generation_config.json", {"eos_token_id": True}, r"True must be one"),
+    ("generation_config.json", {"eos_token_id": {}}, r"{} must be one"),
+  ],
+)
+def test_files_are_tried_in_another_process(directory, name, changes, message):
+  edit(directory / name, **changes)
+  if message is None:
+    assert hf_chat.HfChat.load(directory).vocab_size == CHAT.vocab_size
+    return
+  with pytest.raises(ValueError, match=message) as error:
+    hf_chat.HfChat.load(directory)
+  assert str(error.value).startswith(str(directory))
+
+
+def test_templates_without_a_name_are_none(directory):
+  (directory / "chat_template.jinja").unlink()
+  edit(directory / "tokenizer_config.json", chat_template=[3, {"name": []}])
+  with pytest.raises(ValueError, match="no chat template"):
+    load(directory)
 
 
 def test_a_variable_that_no_template_reads_is_refused():

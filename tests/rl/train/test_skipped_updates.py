@@ -171,6 +171,38 @@ def test_what_is_damaged_is_named(tmp_path, programs, state, damage):
     skipped_updates.read(path, programs.abstract)
 
 
+@pytest.mark.parametrize(
+  ("changes", "message"),
+  [
+    ({"0/tokens": np.zeros((2, 3), np.int32)}, r"the shape \(.*must be \[rows"),
+    ({"0/tokens": np.int32(1)}, r"and tokens \(\); all must be"),
+    ({"0/behaviour": np.zeros(3, np.float32)}, "behaviour has the shape"),
+    ({"0/tokens": PLAIN.tokens * 1.0}, "tokens has the type float64; it must"),
+    ({"0/sampled": PLAIN.tokens}, "sampled has the type int32"),
+    ({"0/more": PLAIN.tokens}, "unexpected keyword argument"),
+    ({"9/tokens": PLAIN.tokens}, "missing 8 required"),
+    ({"0/prefix/parents": PLAIN.tokens}, "missing 2 required"),
+    ({"0/tokens": np.array([None])}, "allow_pickle"),
+  ],
+)
+def test_columns_that_are_no_batch_are_refused(
+  tmp_path, programs, changes, message
+):
+  columns = {f"0/{x}": y for x, y in batch.columns(PLAIN).items()}
+  np.savez(tmp_path / skipped_updates.BATCHES, **(columns | changes))
+  with pytest.raises(skipped_updates.Unreadable, match=message) as error:
+    skipped_updates.read(tmp_path, programs.abstract)
+  assert str(tmp_path / skipped_updates.BATCHES) in str(error.value)
+
+
+def test_an_archive_that_grows_is_not_unpacked(tmp_path, programs, monkeypatch):
+  monkeypatch.setattr(skipped_updates, "_MAX_BYTES", 999)
+  zeros = {"0/tokens": np.zeros(99_999, np.int8)}
+  np.savez_compressed(tmp_path / skipped_updates.BATCHES, **zeros)
+  with pytest.raises(skipped_updates.Unreadable, match="are more than 999"):
+    skipped_updates.read(tmp_path, programs.abstract)
+
+
 def test_an_update_of_another_model_is_refused(
   tmp_path, state, dense_config, one_device
 ):
