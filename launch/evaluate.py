@@ -9,7 +9,7 @@ import sys
 from absl import app
 from absl import flags as absl_flags
 
-from launch.cli import flags, workdir
+from launch.cli import flags, known_programs, workdir
 from launch.run import load_run
 from rl import experiment as experiment_lib
 from rl.rollout import evaluate, grading
@@ -23,6 +23,7 @@ _EPISODES = absl_flags.DEFINE_integer(
 _TEMPERATURE = absl_flags.DEFINE_float(
   "temperature", None, "Sampling temperature; 0 is greedy. Default: the run's."
 )
+absl_flags.adopt_module_key_flags(known_programs)
 
 
 @flags.command

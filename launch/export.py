@@ -13,7 +13,7 @@ import pathlib
 from absl import app
 from absl import flags as absl_flags
 
-from launch.cli import flags, workdir
+from launch.cli import flags, known_programs, workdir
 from launch.run import load_run
 from models import lora
 from models.chat import word_chat
@@ -46,6 +46,7 @@ _PLATFORM = absl_flags.DEFINE_enum(
   ["cpu", "gpu", "tpu"],
   "Devices that load the weights. Default: those of the run.",
 )
+absl_flags.adopt_module_key_flags(known_programs)
 
 
 @flags.command

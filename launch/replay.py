@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator
 from absl import app
 from absl import flags as absl_flags
 
-from launch.cli import flags, jax_setup, workdir
+from launch.cli import flags, jax_setup, known_programs, workdir
 from rl import assemble
 from rl import experiment as experiment_lib
 from rl.runtime import checkpoint
@@ -31,6 +31,7 @@ from rl.train import learner, nonfinite_diagnosis, skipped_updates
 _WHERE = absl_flags.DEFINE_bool(
   "where", False, "Names the operation that produces the first nan; slow."
 )
+absl_flags.adopt_module_key_flags(known_programs)
 _MAX_ROWS = 16
 _FIRST_ROWS = 8
 _MAX_LEAVES = 8

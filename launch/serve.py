@@ -22,7 +22,7 @@ from absl import app
 from absl import flags as absl_flags
 
 from launch import served_model
-from launch.cli import flags
+from launch.cli import flags, known_programs
 from launch.gateway import (
   access,
   admission,
@@ -105,6 +105,7 @@ _DRAIN_S = absl_flags.DEFINE_float(
 _ANSWER_S = absl_flags.DEFINE_float(
   "answer_s", 600.0, "Deadline of the answers to a request, in s.", 0.001
 )
+absl_flags.adopt_module_key_flags(known_programs)
 
 
 @flags.command

@@ -12,7 +12,7 @@ from absl import flags as absl_flags
 
 import launch
 from launch import explain
-from launch.cli import flags, jax_setup, workdir
+from launch.cli import flags, jax_setup, known_programs, workdir
 from launch.run import local
 from rl import assemble
 from rl import experiment as experiment_lib
@@ -31,6 +31,7 @@ _EXPLAIN = absl_flags.DEFINE_bool(
 )
 # Shows --config in --help.
 absl_flags.adopt_module_key_flags(flags)
+absl_flags.adopt_module_key_flags(known_programs)
 
 
 @flags.command

@@ -43,6 +43,9 @@ _caches = pathlib.Path(
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(_caches / "xla"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
+# The programs of test runs are known to other tests, and not to the user.
+os.environ["XDG_STATE_HOME"] = str(_caches / "state")
+
 if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
   sys.dont_write_bytecode = False
   sys.pycache_prefix = os.environ.setdefault(

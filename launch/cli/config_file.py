@@ -6,15 +6,15 @@ a class of it, so it keeps the file as well:
   {"class": .., "algorithm": {"loss": {"class": "_config_mine.Spo"}},
    "config_files": {"_config_mine": {"path": "mine.py", "lines": [..]}}}
 
-`read_json` runs what is kept, whatever has become of the file since: like any
-program, the directory of a run should come from somebody you trust.
+`read_json` runs what is kept, whatever has become of the file since, if
+`known_programs` knows it: like any program, it should come from somebody you
+trust.
 """
 
 import contextlib
 import dataclasses
 import importlib.util
 import inspect
-import json
 import linecache
 import pathlib
 import re
@@ -24,9 +24,12 @@ import types
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from launch.cli import known_programs
+from models import untrusted_files
 from rl.settings import overrides, short_names
 
-_KEPT = "config_files"
+_KEPT = known_programs.KEPT
+MAX_BYTES = 16 * untrusted_files.MIB
 _LINES = "__config_lines__"
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
 
@@ -73,21 +76,25 @@ def read_json(file: pathlib.Path, *, as_kept: bool = True) -> Any:
       loaded is taken for the one that is kept.
 
   Raises:
-    SettingError: another file, or one that does not fit the current settings.
-    OSError: it cannot be read.
+    SettingError: it cannot be read, is another file, does not fit the current
+      settings, or would run what `known_programs.check` does not know.
   """
   put_root_on_path()
   try:
-    data = json.loads(file.read_text())
-    kept = data.pop(_KEPT, {}) if isinstance(data, dict) else {}
-    for name, (path, lines) in _checked(kept).items():
+    data = untrusted_files.read_json(file, MAX_BYTES)
+    kept = data.get(_KEPT, {}) if isinstance(data, dict) else {}
+    checked = _checked(kept)
+    if isinstance(data, dict):
+      known_programs.check(data)
+      data.pop(_KEPT, None)
+    for name, (path, lines) in checked.items():
       if as_kept or name not in sys.modules:
         _restore(file, name, path, lines)
     return _of_this_version(data)
   except overrides.SettingError as error:
     raise overrides.SettingError(f"{file}: {error}") from error
-  except ValueError as error:
-    raise overrides.SettingError(f"{file} is not JSON: {error}") from error
+  except untrusted_files.BadFile as error:
+    raise overrides.SettingError(str(error)) from error
 
 
 def _of_this_version(data: Any) -> Any:

@@ -6,13 +6,15 @@ import fcntl
 import json
 import os
 import pathlib
+import re
 import shlex
 import shutil
 import sys
 import tempfile
 from typing import Any, TextIO
 
-from launch.cli import config_file
+from launch.cli import config_file, known_programs
+from models import untrusted_files
 from rl import experiment as experiment_lib
 from rl.rollout import chats
 from rl.runtime import checkpoint
@@ -80,7 +82,9 @@ def claim(
   else:
     _clear(directory)
   chats.keep(experiment.chosen_chat, directory)
-  text = json.dumps(config_file.to_json(experiment), indent=2) + "\n"
+  data = config_file.to_json(experiment)
+  known_programs.remember(data)
+  text = json.dumps(data, indent=2) + "\n"
   partial = directory / "config.json.partial"
   partial.write_text(text)
   partial.replace(directory / "config.json")
@@ -103,12 +107,9 @@ def read(
     raise overrides.SettingError(
       f"{file.parent} does not exist{_nearest(file.parent)}"
     )
-  try:
-    return config_file.read_json(file, as_kept=as_kept)
-  except OSError as error:
-    raise overrides.SettingError(
-      f"{file.parent} holds no run: {file.name}: {error.strerror}"
-    ) from error
+  if not file.exists():
+    raise overrides.SettingError(f"{file.parent} holds no run: no {file.name}")
+  return config_file.read_json(file, as_kept=as_kept)
 
 
 def read_trained(path: str | os.PathLike) -> experiment_lib.Experiment:
@@ -160,7 +161,7 @@ def checkpoints(path: str | os.PathLike, of: str = CHECKPOINTS) -> list[str]:
   return sorted(
     path.name
     for path in (pathlib.Path(path) / of).glob("*")
-    if path.name.removesuffix(_DAMAGED).isdecimal()
+    if re.fullmatch("[0-9]+", path.name.removesuffix(_DAMAGED))
   )
 
 
@@ -189,8 +190,8 @@ def _check_ours(directory: pathlib.Path) -> None:
   file = directory / "config.json"
   if file.exists():
     try:
-      data: Any = json.loads(file.read_text())
-    except (OSError, ValueError):
+      data: Any = untrusted_files.read_json(file, config_file.MAX_BYTES)
+    except untrusted_files.BadFile:
       data = None
     if not isinstance(data, dict) or "class" not in data:
       raise overrides.SettingError(

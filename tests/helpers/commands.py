@@ -122,7 +122,7 @@ def _without_flags_of_commands() -> Iterator[None]:
     (module, flag)
     for module, found in registered.items()
     for flag in found
-    if module.startswith("launch.") and module != flags.__name__
+    if module.startswith("launch.") and not module.startswith("launch.cli.")
   ]
   for _, flag in ours:
     delattr(absl_flags.FLAGS, flag.name)

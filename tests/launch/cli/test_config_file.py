@@ -8,7 +8,7 @@ import typing
 
 import pytest
 
-from launch.cli import config_file, flags, workdir
+from launch.cli import config_file, flags, known_programs, workdir
 from rl.settings import checks, overrides
 from tests.helpers import commands
 
@@ -119,7 +119,9 @@ def test_a_class_that_is_a_setting_itself_is_kept_with_its_file(file, tmp_path):
   tree = config_file.load(file).get_config()
   checks.validate(tree.environment)
   kept = tmp_path / "config.json"
-  kept.write_text(json.dumps(config_file.to_json(tree)))
+  data = config_file.to_json(tree)
+  known_programs.remember(data)
+  kept.write_text(json.dumps(data))
   file.unlink()
   sys.modules.pop("_config_my_own")
   again = config_file.read_json(kept).environment

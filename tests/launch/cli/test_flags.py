@@ -289,7 +289,7 @@ def test_wrong_path_names_what_is_there(config, tmp_path, name, message):
 @pytest.mark.parametrize(
   ("text", "message"),
   [
-    ("{", "FILE is not JSON: Expecting property name"),
+    ("{", "FILE is not valid JSON: Expecting property name"),
     ("[]", "FILE: config=[]: expected object"),
     ('{"class": "nope.Run"}', "FILE: config: cannot import nope.Run"),
   ],
