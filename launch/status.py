@@ -71,7 +71,7 @@ def told(
 
 
 def _last_round(file: pathlib.Path, rounds: int, now_s: float) -> str:
-  rows = collections.deque(run_files.lines(file, []), maxlen=1)
+  rows = collections.deque(run_files.lines(file, [], round=int), maxlen=1)
   if not rows:
     return f"no round of {rounds} has ended"
   ago_s = now_s - file.stat().st_mtime

@@ -13,7 +13,7 @@ import sys
 import tempfile
 from typing import Any, TextIO
 
-from launch.cli import config_file, known_programs
+from launch.cli import config_file, known_programs, run_repair
 from models import untrusted_files
 from rl import experiment as experiment_lib
 from rl.rollout import chats
@@ -33,6 +33,13 @@ _RECORDS = (
   WARM_START_LINES,
 )
 _TREES = ("trajectories", "tensorboard", "skipped", WARM_START, chats.KEPT)
+_PAGES = ("report.html", "trace.json")
+_ROWS = {
+  "metrics.jsonl": "round",
+  "evaluations.jsonl": "round",
+  "logprob_gap.jsonl": "round",
+  WARM_START_LINES: "step",
+}
 _MAY_CHANGE = (
   "rounds",
   "progress_timeout_s",
@@ -50,6 +57,7 @@ def claim(
   """Writes config.json and returns a lock that is held while it is open.
 
   A run that never saved a checkpoint starts over: its records are removed.
+  What is damaged beside the checkpoints is moved aside, with a warning.
   Records without the config.json of a run are not touched.
 
   Raises:
@@ -77,6 +85,11 @@ def claim(
       f"--workdir={directory} is in use by another process; wait for it or "
       "choose another directory"
     ) from None
+  _check_checkpoints(directory)
+  for note in run_repair.mend(
+    directory, trees=_TREES, files=(*_RECORDS, *_PAGES), rows=_ROWS
+  ):
+    print(f"warning: {note}", file=sys.stderr)
   if has_saved(directory):
     _check_same(directory, experiment)
   else:
@@ -205,6 +218,17 @@ def _check_ours(directory: pathlib.Path) -> None:
       f"--workdir={directory} holds {', '.join(names)}, but no config.json of "
       "the run that wrote them; choose another directory, or move them away"
     )
+
+
+def _check_checkpoints(directory: pathlib.Path) -> None:
+  """Raises where a file is in their place: no run starts over unasked."""
+  for name in (CHECKPOINTS, WARM_START):
+    path = directory / name
+    if path.exists() and not path.is_dir():
+      raise overrides.SettingError(
+        f"--workdir={directory}: {name} must be a directory; put it back, or "
+        "move the file away to start over"
+      )
 
 
 def _clear(directory: pathlib.Path) -> None:

@@ -122,7 +122,7 @@ def _values(
 
 def _rounds(directory: pathlib.Path) -> dict[int, dict[str, Any]]:
   # A resumed run repeats the rounds after its checkpoint: the last one counts.
-  rows = run_files.lines(directory / "metrics.jsonl", [])
+  rows = run_files.lines(directory / "metrics.jsonl", [], round=int)
   return {row["round"]: row for row in rows}
 
 
@@ -140,7 +140,7 @@ def write_note(directory: pathlib.Path, text: str) -> None:
 def _settings(path: pathlib.Path) -> dict[str, str]:
   try:
     return _flat(json.loads(path.read_text("utf-8")), "")
-  except (OSError, json.JSONDecodeError):
+  except (OSError, ValueError, RecursionError):
     return {}
 
 

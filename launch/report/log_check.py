@@ -9,11 +9,12 @@ episodes, still go on, or have been killed.
 import collections
 import dataclasses
 import itertools
-import json
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from launch.cli import config_file
+from models import untrusted_files
 from rl.audit import checker, event_log, tampering, token_ledger
 from rl.rollout import group_rollout
 from rl.schedule import overlap
@@ -255,9 +256,9 @@ def _promised(run_dir: pathlib.Path) -> tuple[overlap.Overlap, int]:
       f"{run_dir}/events.jsonl is missing; name the --workdir of a run"
     )
   try:
-    text = (run_dir / "config.json").read_text("utf-8")
-    return schedule_of(json.loads(text))
-  except (OSError, ValueError, LookupError, TypeError) as error:
+    path = run_dir / "config.json"
+    return schedule_of(untrusted_files.read_object(path, config_file.MAX_BYTES))
+  except (ValueError, LookupError, TypeError, AttributeError) as error:
     raise UnreadableLog(
       f"{run_dir}/config.json: it should hold the schedule: {error}"
     ) from error

@@ -68,12 +68,14 @@ def read(
   notes: list[str] = []
 
   def rows(name: str) -> list[dict[str, Any]]:
-    return list(run_files.lines(path / name, notes))
+    return list(run_files.lines(path / name, notes, round=int))
 
   try:
     text = (path / "config.json").read_text("utf-8")
     config = json.loads(text, parse_constant=str)
-  except (OSError, json.JSONDecodeError):
+  except (OSError, ValueError, RecursionError):
+    config = None
+  if not isinstance(config, dict):
     config = {}
     notes.append("config.json is missing or unreadable.")
   # A resumed run repeats the rounds after its checkpoint: the last one counts.
@@ -83,7 +85,7 @@ def read(
     f"The evaluation of version {number} graded no episode: "
     f"{row.get('fault') or 'all ended in faults'}."
     for number, row in evaluations.items()
-    if row["success"] is None
+    if row.get("success") is None
   ]
   verdict = verdict or _verdict(path, config, notes)
   if verdict and verdict.num_cut:
@@ -99,7 +101,7 @@ def read(
     evaluations=[
       evaluations[i]
       for i in sorted(evaluations)
-      if evaluations[i]["success"] is not None
+      if evaluations[i].get("success") is not None
     ],
     spans=spans,
     num_spans=num_spans,

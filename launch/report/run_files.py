@@ -4,6 +4,7 @@ import collections
 import itertools
 import json
 import pathlib
+import types
 from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
@@ -20,30 +21,50 @@ _MAX_TRAJECTORIES = 400
 _MAX_TRAJECTORY_BYTES = 1_500_000
 
 
-def lines(path: pathlib.Path, notes: list[str]) -> Iterator[dict[str, Any]]:
-  """Yields the JSON lines of a file, one in memory at a time."""
-  if not path.exists():
-    notes.append(f"{path.name} is missing.")
+def lines(
+  path: pathlib.Path, notes: list[str], **needed: type | types.UnionType
+) -> Iterator[dict[str, Any]]:
+  """Yields the JSON objects of a file, a line each, one in memory at a time.
+
+  Args:
+    notes: takes a sentence about lines that are left out.
+    needed: types of fields; an object without them is left out.
+  """
+  if not path.is_file():
+    is_there = path.exists()
+    notes.append(f"{path.name} is {'no file' if is_there else 'missing'}.")
     return
   unreadable = 0
   with path.open(encoding="utf-8", errors="replace") as file:
     for line in file:
       try:
-        if line.strip():
-          # A browser cannot parse the NaN that Python writes.
-          yield json.loads(line, parse_constant=lambda _: None)
-      except json.JSONDecodeError:
-        unreadable += 1
+        # A browser cannot parse the NaN that Python writes.
+        row = json.loads(line, parse_constant=lambda _: None)
+      except (ValueError, RecursionError):
+        row = None
+      if isinstance(row, dict) and all(
+        isinstance(row.get(name), kind) for name, kind in needed.items()
+      ):
+        yield row
+      else:
+        unreadable += bool(line.strip())
   if unreadable:
     notes.append(f"{path.name}: unreadable lines left out: {unreadable}.")
 
 
 def spans(path: pathlib.Path, notes: list[str]) -> tuple[list[trace.Span], int]:
   """Returns the spans in the middle of a run, and the number of all."""
-  count = sum(1 for _ in lines(path, notes))
+  fields = trace.Span.__annotations__
+  kinds = {"track": str, "name": str, "start": float | int, "end": float | int}
+  count = sum(1 for _ in lines(path, notes, **kinds))
   start = max(0, (count - _MAX_SPANS_READ) // 2)
-  middle = itertools.islice(lines(path, []), start, start + _MAX_SPANS_READ)
-  return [trace.Span(**row) for row in middle], count
+  found = lines(path, [], **kinds)
+  middle = itertools.islice(found, start, start + _MAX_SPANS_READ)
+  spans = [
+    trace.Span(**{name: row[name] for name in fields if name in row})
+    for row in middle
+  ]
+  return spans, count
 
 
 def sample_trajectories(
@@ -83,7 +104,7 @@ def sample_gaps(
   if not path.exists():
     return []
   # The last line of a repeated round counts.
-  found = {row["round"]: row for row in lines(path, notes)}
+  found = {row["round"]: row for row in lines(path, notes, round=int)}
   current = sorted(rounds & found.keys(), reverse=True)
   picked = [current[i] for i in _spread(len(current))[:_MAX_GAPS]]
   return [found[i] for i in sorted(picked)]
@@ -98,17 +119,25 @@ def _spread(count: int) -> list[int]:
 def _groups(path: pathlib.Path, notes: list[str]) -> list[list[dict[str, Any]]]:
   """Returns the groups of one round, with the fields that the page shows."""
   groups: dict[int, list[dict[str, Any]]] = collections.defaultdict(list)
-  for row in lines(path, notes):
-    groups[row["group_id"]].append(
-      {
-        "round": int(path.stem.removeprefix("round_")),
-        "group": row["group_id"],
-        "task": row["task_id"],
-        "turns": [_turn(turn) for turn in row["turns"]],
-      }
-      | {key: row.get(key) for key in _KEPT}
-    )
+  odd = 0
+  kinds = {"group_id": int, "index": int, "turns": list}
+  for row in lines(path, notes, **kinds):
+    try:
+      groups[row["group_id"]].append(_shown(row, path))
+    except (LookupError, TypeError, ValueError, AttributeError):
+      odd += 1
+  if odd:
+    notes.append(f"{path.name}: lines without a trajectory left out: {odd}.")
   return list(groups.values())
+
+
+def _shown(row: Mapping[str, Any], path: pathlib.Path) -> dict[str, Any]:
+  return {
+    "round": int(path.stem.removeprefix("round_")),
+    "group": row["group_id"],
+    "task": row["task_id"],
+    "turns": [_turn(turn) for turn in row["turns"]],
+  } | {key: row.get(key) for key in _KEPT}
 
 
 def _turn(turn: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,13 +19,14 @@ def read(run_dir: pathlib.Path, notes: list[str]) -> run_files.Rows:
   path = run_dir / workdir.WARM_START_LINES
   if not path.exists():
     return []
-  steps = {row["step"]: row for row in run_files.lines(path, notes)}
+  kinds = {"step": int, "tokens": float | int, "step_s": float | int}
+  steps = {row["step"]: row for row in run_files.lines(path, notes, **kinds)}
   return [steps[step] for step in sorted(steps)]
 
 
 def tiles(rows: run_files.Rows) -> list[tuple[str, str, str]]:
   """Returns (label, value, note) of the outcome; empty without steps."""
-  losses = [row["loss"] for row in rows if row["loss"] is not None]
+  losses = [row["loss"] for row in rows if row.get("loss") is not None]
   if not rows:
     return []
   value = f"{losses[0]:.3g} → {losses[-1]:.3g}" if losses else "–"
@@ -36,7 +37,7 @@ def section(rows: run_files.Rows) -> str:
   """Returns the section of the page, as HTML; "" without steps."""
   if not rows:
     return ""
-  known = [row for row in rows if row["loss"] is not None]
+  known = [row for row in rows if row.get("loss") is not None]
   tokens, seconds = (
     math.fsum(row[key] for row in rows) for key in ("tokens", "step_s")
   )
@@ -52,7 +53,7 @@ def section(rows: run_files.Rows) -> str:
 
 
 def _steps(rows: run_files.Rows) -> str:
-  skipped = sum(1 for row in rows if row["skipped"])
+  skipped = sum(1 for row in rows if row.get("skipped"))
   words = f"{len(rows):,} steps"
   return f"{words}, {skipped:,} skipped as not finite" if skipped else words
 

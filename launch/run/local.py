@@ -265,7 +265,7 @@ class _Run(progress_lib.RunObserver):
   def _is_evaluated(self, trained: int) -> bool:
     if not self._experiment.evaluation.episodes:
       return True
-    rows = run_files.lines(self._dir / "evaluations.jsonl", [])
+    rows = run_files.lines(self._dir / "evaluations.jsonl", [], round=int)
     return trained in [row["round"] for row in rows]
 
   def _is_reported(self, trained: int) -> bool:

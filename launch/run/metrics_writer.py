@@ -147,7 +147,8 @@ def cut_back(
   """
   if not path.exists():
     return []
-  lines = path.read_text().splitlines(keepends=True)
+  text = path.read_text(encoding="utf-8", errors="replace")
+  lines = text.splitlines(keepends=True)
   kept = [line for line in lines if _is_before(line, first, key)]
   rewritten = path.with_suffix(".tmp")
   rewritten.write_text("".join(kept))
@@ -158,5 +159,6 @@ def cut_back(
 def _is_before(line: str, first: int, key: str) -> bool:
   try:
     return json.loads(line)[key] < first
-  except json.JSONDecodeError:  # A kill cut the line short.
+  # A kill cut the line short, or it is no row.
+  except (ValueError, TypeError, LookupError, RecursionError):
     return False

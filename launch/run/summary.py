@@ -35,7 +35,7 @@ def conclude(run_dir: pathlib.Path, work: trace.TrackOverlap, log: Log) -> int:
 
 def _log_offloaded(run_dir: pathlib.Path, log: Log) -> None:
   """Logs the cost of rewards that were computed elsewhere."""
-  rows = list(run_files.lines(run_dir / "metrics.jsonl", []))
+  rows = list(run_files.lines(run_dir / "metrics.jsonl", [], round=int))
   costs = {
     name.removeprefix("rewards/"): value
     for name, value in (rows[-1] if rows else {}).items()
@@ -82,7 +82,7 @@ def report_on_failure(
 
 def _log_zero_variance(run_dir: pathlib.Path, log: Log) -> None:
   """Logs how many groups taught nothing, as all members did equally well."""
-  rows = list(run_files.lines(run_dir / "metrics.jsonl", []))
+  rows = list(run_files.lines(run_dir / "metrics.jsonl", [], round=int))
   flat = sum(row.get("zero_variance_groups") or 0 for row in rows)
   if groups := sum(row.get("groups") or 0 for row in rows):
     log(

@@ -53,7 +53,6 @@ not finite is `skipped`: none of its members is trained. `microbatch` counts
 those of a round, and the `length` of a group is that of members without fault.
 """
 
-import contextlib
 import json
 import math
 import pathlib
@@ -200,9 +199,8 @@ class LogFile:
     self.num_cut = self.num_garbled = 0
     waiting = 0
     for line in self._lines():
-      try:
-        event = json.loads(line)
-      except json.JSONDecodeError:
+      event = _event(line)
+      if event is None:
         waiting += bool(line.strip())
         self.num_cut += bool(line.strip())
         continue
@@ -219,6 +217,16 @@ class LogFile:
       yield from file
 
 
+def _event(line: str) -> Event | None:
+  """Returns the event of a line; None if it is cut short, or no event."""
+  try:
+    event = json.loads(line)
+    is_event = isinstance(event["kind"], str) and event["t"] >= 0
+  except (ValueError, TypeError, LookupError, RecursionError):
+    return None
+  return event if is_event else None
+
+
 def _last_time(path: pathlib.Path) -> float:
   """Returns the time at which a log ends, 0 when it is empty.
 
@@ -227,10 +235,9 @@ def _last_time(path: pathlib.Path) -> float:
   if not path.exists():
     return 0.0
   for line in _backwards(path):
-    with contextlib.suppress(json.JSONDecodeError):
-      event = json.loads(line.decode("utf-8", "replace"))
-      if event["kind"] != "first_token":
-        return float(event["t"])
+    event = _event(line.decode("utf-8", "replace"))
+    if event is not None and event["kind"] != "first_token":
+      return float(event["t"])
   return 0.0
 
 

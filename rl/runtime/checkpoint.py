@@ -218,7 +218,8 @@ class Checkpoints:
     return sorted(
       int(path.name)
       for path in self._directory.iterdir()
-      if path.name.isdecimal()
+      # Other numerals are decimal digits as well, and so is "007".
+      if re.fullmatch("0|[1-9][0-9]*", path.name)
     )
 
   def _tidy(self) -> None:

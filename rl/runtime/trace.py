@@ -114,7 +114,7 @@ def _line(span: Span) -> str:
 class File:
   """The spans of a file, read anew by each iteration, one at a time.
 
-  Lines that a crash has cut are left out.
+  Lines that are no spans are left out: a crash may have cut them.
   """
 
   path: pathlib.Path
@@ -122,7 +122,7 @@ class File:
   def __iter__(self) -> Iterator[Span]:
     with self.path.open(encoding="utf-8", errors="replace") as file:
       for line in file:
-        with contextlib.suppress(json.JSONDecodeError):
+        with contextlib.suppress(ValueError, TypeError, RecursionError):
           yield Span(**json.loads(line))
 
 

@@ -31,7 +31,7 @@ def test_a_blocked_loop_is_shown_with_its_stack(tmp_path):
 
 def test_a_run_without_a_process_tells_how_far_it_came(tmp_path):
   workdir.claim(tmp_path, flags.load(commands.CONFIG)).close()
-  (tmp_path / "metrics.jsonl").write_text(json.dumps({"round": 4.0}) + "\n")
+  (tmp_path / "metrics.jsonl").write_text(json.dumps({"round": 4}) + "\n")
   (tmp_path / "checkpoints" / "3").mkdir(parents=True)
   done = commands.run("launch.status", tmp_path)
   assert done.returncode == 1

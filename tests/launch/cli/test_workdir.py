@@ -94,6 +94,48 @@ def test_a_checkpoint_whole_or_damaged_keeps_the_records(
   assert workdir.checkpoints(tmp_path) == [name]
 
 
+def test_what_is_damaged_is_moved_aside_and_named(tmp_path, experiment, capsys):
+  workdir.claim(tmp_path, experiment).close()
+  (tmp_path / "checkpoints" / "25").mkdir(parents=True)
+  for name in ("trajectories", "tensorboard"):
+    (tmp_path / name).write_text("a file")
+  for name in ("report.html", "events.jsonl"):
+    (tmp_path / name).mkdir()
+  rows = [b'{"round": 1}', b"null", b'{"round": 2, "x": "\xff"}', b'{"roun']
+  (tmp_path / "metrics.jsonl").write_bytes(b"\n".join(rows))
+  workdir.claim(tmp_path, experiment).close()
+  told = capsys.readouterr().err
+  assert told.count("warning: ") == 5
+  assert f"{tmp_path}/metrics.jsonl has 2 lines without a round, first" in told
+  assert f"is now {tmp_path}/metrics.jsonl.damaged" in told
+  assert (tmp_path / "metrics.jsonl").read_text() == '{"round": 1}\n'
+  kept = (tmp_path / "metrics.jsonl.damaged").read_bytes()
+  assert kept == b"\n".join(rows)
+  assert (tmp_path / "trajectories.damaged").read_text() == "a file"
+  assert not (tmp_path / "tensorboard").exists()
+  assert (tmp_path / "report.html.damaged").is_dir()
+  # Once more, and the name is taken.
+  (tmp_path / "trajectories").write_text("another")
+  workdir.claim(tmp_path, experiment).close()
+  assert (tmp_path / "trajectories.damaged2").read_text() == "another"
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "warm_start"])
+def test_a_file_in_the_place_of_checkpoints_is_refused(
+  tmp_path, experiment, name
+):
+  workdir.claim(tmp_path, experiment).close()
+  (tmp_path / name).write_text("")
+  with pytest.raises(overrides.SettingError, match=f"{name} must be a direc"):
+    workdir.claim(tmp_path, experiment)
+
+
+def test_a_checkpoint_has_a_plain_number(tmp_path):
+  for name in ("7", "\uff17", "x", "12.damaged", "\u0663.damaged"):
+    (tmp_path / "checkpoints" / name).mkdir(parents=True)
+  assert workdir.checkpoints(tmp_path) == ["12.damaged", "7"]
+
+
 @pytest.mark.parametrize(
   ("python", "expected"),
   [("venv/bin/python", "venv/bin/python"), ("/elsewhere/a b/python", None)],

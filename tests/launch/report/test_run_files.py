@@ -72,3 +72,36 @@ def test_a_run_without_comparisons_is_not_worth_a_note(tmp_path):
   notes = []
   assert run_files.sample_gaps(tmp_path / "none.jsonl", {1}, notes) == []
   assert notes == []
+
+
+def test_lines_that_are_no_rows_are_counted_and_left_out(tmp_path):
+  path = tmp_path / "metrics.jsonl"
+  good = b'{"round": 1, "x": NaN}\n'
+  bad = [b"null", b"3", b"[]", b'{"round": "1"}', b"\xff", b"{", b"[" * 99_999]
+  path.write_bytes(b"\n".join([*bad, b"", good]))
+  notes = []
+  rows = list(run_files.lines(path, notes, round=int))
+  assert rows == [{"round": 1, "x": None}]
+  assert notes == ["metrics.jsonl: unreadable lines left out: 7."]
+
+
+def test_a_directory_in_the_place_of_a_file_is_noted(tmp_path):
+  notes = []
+  assert list(run_files.lines(tmp_path, notes)) == []
+  assert notes == [f"{tmp_path.name} is no file."]
+
+
+def test_trajectories_and_spans_of_another_form_are_left_out(tmp_path):
+  path = tmp_path / "round_000001.jsonl"
+  whole = dict(group_id=1, index=0, task_id="t", turns=[])
+  _write_lines(path, [whole, whole | {"turns": [3]}, {"group_id": 1}, None])
+  notes = []
+  assert len(run_files.sample_trajectories(tmp_path, notes)) == 1
+  assert notes == [
+    "round_000001.jsonl: unreadable lines left out: 2.",
+    "round_000001.jsonl: lines without a trajectory left out: 1.",
+  ]
+  span = {"track": "a", "name": "b", "start": 0, "end": 1.5}
+  _write_lines(path, [span | {"more": 1}, span | {"start": "0"}, None])
+  spans, count = run_files.spans(path, [])
+  assert (count, len(spans)) == (1, 1)

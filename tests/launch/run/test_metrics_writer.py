@@ -63,6 +63,14 @@ def test_tensorboard_gets_the_same_numbers(tmp_path):
   ]
 
 
+def test_lines_that_are_no_rows_are_cut_out(tmp_path):
+  path = tmp_path / "metrics.jsonl"
+  lines = [b'{"round": 1}', b"null", b"[]", b'{"x": 1}', b'{"round": "1"}']
+  path.write_bytes(b"\n".join([*lines, b"\xff", b'{"round": 2}\n']))
+  assert metrics_writer.cut_back(path, 3) == [{"round": 1}, {"round": 2}]
+  assert _rounds(path) == [1, 2]
+
+
 def test_a_resumed_run_has_each_round_once(tmp_path):
   writer = metrics_writer.MetricsWriter(tmp_path)
   for index in range(5):

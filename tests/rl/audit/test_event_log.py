@@ -97,6 +97,21 @@ def test_a_resumed_log_keeps_its_history_and_survives_a_cut_line(tmp_path):
   assert [e["group"] for e in event_log.LogFile(path)] == [0, 1]
 
 
+def test_lines_that_are_no_events_are_counted(tmp_path):
+  path = tmp_path / "events.jsonl"
+  event = b'{"t": 1.0, "kind": "dequeued", "group": 0}'
+  bad = [b"null", b"[]", b'{"t": 1.0}', b'{"kind": "x", "t": "1"}', b"\xff"]
+  path.write_bytes(b"\n".join([*bad, event, b"null\n"]))
+  log = event_log.LogFile(path)
+  assert [one["group"] for one in log] == [0]
+  assert (log.num_cut, log.num_garbled) == (6, 5)
+  # It goes on where the last event was.
+  again = event_log.EventLog(path)
+  again.emit("dequeued", group=1)
+  again.close()
+  assert [one["t"] >= 1.0 for one in log] == [True, True]
+
+
 @pytest.mark.parametrize("before", [0, 70_000, 140_000])
 @pytest.mark.parametrize("cut", [0, 100_000])
 def test_the_time_of_a_resumed_log_goes_on_behind_the_last_whole_line(

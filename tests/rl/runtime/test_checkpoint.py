@@ -209,6 +209,15 @@ def test_a_damaged_checkpoint_is_skipped_and_named(
   assert "using 1" in caplog.text
 
 
+@pytest.mark.parametrize("name", ["\uff13", "003", "\u0663", "x"])
+def test_a_step_has_a_plain_number(two_saved, directory, name):
+  (directory / name).mkdir()
+  assert two_saved.restore(_abstract(_state(0))).step == 2
+  two_saved.save(4, _state(4), {})
+  two_saved.wait()
+  assert (directory / name).is_dir()
+
+
 def test_when_every_checkpoint_is_damaged_nothing_is_restored(
   two_saved, directory, caplog
 ):

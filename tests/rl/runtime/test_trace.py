@@ -157,6 +157,14 @@ def test_a_resumed_trace_goes_on_behind_its_file_and_survives_a_cut_line(
   assert [s.start for s in spans] == pytest.approx([0, 5], abs=0.1)
 
 
+def test_lines_that_are_no_spans_are_left_out(tmp_path):
+  path = tmp_path / "spans.jsonl"
+  whole = b'{"track": "a", "name": "b", "start": 0.0, "end": 1.0}'
+  lines = [b"null", b"3", b'{"track": "a"}', b"\xff", b"[" * 99_999, whole]
+  path.write_bytes(b"\n".join(lines))
+  assert [span.name for span in trace.read(path)] == ["b"]
+
+
 def test_device_threads_lose_no_span(tmp_path):
   recorder = trace.Trace(tmp_path / "spans.jsonl")
 
