@@ -107,8 +107,8 @@ def _hurt(
   with _begun(command) as process:
     seen = _workers_until(process, time.monotonic() + after_s)
     if process.poll() is None and not way(process):
-      time.sleep(_STOPPED_S)  # It goes on, and is ended as a user would.
-      process.send_signal(signal.SIGINT)
+      time.sleep(_STOPPED_S)  # It goes on, and is asked to end.
+      process.terminate()
     output = _output(process)
   _check_output(output)
   _check_gone(seen)
@@ -125,11 +125,11 @@ def _go_on(command: list[str], workdir: pathlib.Path) -> None:
         raise Broken(f"it does not go on: {_output(process)[-2000:]}")
       time.sleep(0.1)
     seen = processes.workers_of(process)
-    process.send_signal(signal.SIGINT)
+    process.terminate()
     output = _output(process)
   _check_output(output)
   _check_gone(seen)
-  if process.returncode != 128 + signal.SIGINT:
+  if process.returncode != 128 + signal.SIGTERM:
     raise Broken(f"it ended with {process.returncode}: {output[-2000:]}")
   verdict = log_check.of_run(workdir)
   if verdict.violations or verdict.ledger.error:
