@@ -15,7 +15,8 @@ class SwitchesEnclosed(invariant.Invariant):
   """Each engine switches once in a publish, between its suspend and resume.
 
   A switch that fails is only resumed from, and then nothing is published. An
-  engine that is lost takes no part, and one that comes back has the weights.
+  engine that is lost or has left takes no part, and one that comes back or
+  joins has the weights.
   """
 
   def __init__(self, context: invariant.Context):
@@ -33,8 +34,15 @@ class SwitchesEnclosed(invariant.Invariant):
 
   def _on_engine_back(self, event: event_log.Event) -> None:
     self._lost.discard(event["engine"])
+    self._engines.add(event["engine"])
     if event["version"] == self._open:
       self._steps[event["engine"]] = _WHOLE
+
+  _on_engine_joined = _on_engine_back
+
+  def _on_engine_left(self, event: event_log.Event) -> None:
+    self._lost.discard(event["engine"])
+    self._engines.discard(event["engine"])
 
   def _on_publish_start(self, event: event_log.Event) -> None:
     self._open, self._steps = event["version"], {}
@@ -90,8 +98,8 @@ class ServedVersions(invariant.Invariant):
   """An episode begins, and samples each token, under what its engine serves.
 
   So none begins below a published version, and no token of a version follows
-  the switch to the next. An engine that comes back serves the newest: the last
-  to be published or, from the first switch to it on, the next.
+  the switch to the next. An engine that comes back or joins serves the newest:
+  the last to be published or, from the first switch to it on, the next.
 
   An answer is sampled before its turn is logged, and asked for after the turn
   before it, unless an agent asks for several at once: then it takes longer than
@@ -113,11 +121,14 @@ class ServedVersions(invariant.Invariant):
   def _on_engine_back(self, event: event_log.Event) -> None:
     engine, version = event["engine"], event["version"]
     if not self._newest <= version <= (self._open or self._newest):
+      how = "joined" if event["kind"] == "engine_joined" else "came back"
       self.report(
-        f"engine {engine} came back with version {version}, although "
+        f"engine {engine} {how} with version {version}, although "
         f"{self._newest} is the newest"
       )
     self._on_switched(event)
+
+  _on_engine_joined = _on_engine_back
 
   def _on_publish_start(self, event: event_log.Event) -> None:
     self._open = event["version"]
@@ -184,8 +195,9 @@ class ServedVersions(invariant.Invariant):
 class LostEngines(invariant.Invariant):
   """No session begins on a lost engine, and only those of one move, elsewhere.
 
-  An engine is lost once until it comes back, after its last restart began, or
-  is given up. Restarts are counted from 1.
+  Those of one that is to leave may move too. An engine is lost once until it
+  comes back, after its last restart began, or is given up. Restarts are counted
+  from 1.
   """
 
   def __init__(self, context: invariant.Context):
@@ -201,6 +213,12 @@ class LostEngines(invariant.Invariant):
       self.report(f"engine {event['engine']} was lost again")
     self._lost.add(event["engine"])
     self._ever_lost.add(event["engine"])
+
+  def _on_engine_leaving(self, event: event_log.Event) -> None:
+    self._ever_lost.add(event["engine"])
+
+  def _on_engine_left(self, event: event_log.Event) -> None:
+    self._lost.discard(event["engine"])
 
   def _on_engine_restarting(self, event: event_log.Event) -> None:
     engine, attempt = event["engine"], event["attempt"]
@@ -256,6 +274,106 @@ class LostEngines(invariant.Invariant):
       self.report(f"session {event['session']} moved from {before} to {engine}")
     if before >= 0:
       self._homes[place] = engine
+
+  def _on_ended(self, event: event_log.Event) -> None:
+    self._homes.pop(event_log.member(event), None)
+
+  _on_aborted = _on_ended
+
+
+class Members(invariant.Invariant):
+  """An engine that is to leave gets no work that another could take.
+
+  No session begins on it while another engine serves, and none begins, moves or
+  samples its first token on one that has left. Whatever joins was not there,
+  and whatever leaves was to leave, or lost.
+  """
+
+  def __init__(self, context: invariant.Context):
+    super().__init__(context)
+    self._serving: set[int] = set()
+    self._leaving: set[int] = set()
+    self._lost: set[int] = set()
+    self._left_t: dict[int, float] = {}
+    self._homes: dict[tuple[int, int, int], int] = {}
+
+  def _on_staged(self, event: event_log.Event) -> None:
+    if event["engine"] in self._left_t:
+      self.report(f"engine {event['engine']}: {event['kind']} after it left")
+    elif event["engine"] not in self._leaving | self._lost:
+      self._serving.add(event["engine"])
+
+  _on_decode_suspended = _on_switched = _on_decode_resumed = _on_staged
+
+  def _on_engine_joined(self, event: event_log.Event) -> None:
+    engine = event["engine"]
+    if not event.get("restarted") and engine in self._there:
+      self.report(f"engine {engine} joined, but was there")
+    self._left_t.pop(engine, None)
+    self._leaving.discard(engine)
+    self._serving.add(engine)
+
+  @property
+  def _there(self) -> set[int]:
+    return self._serving | self._leaving | self._lost
+
+  def _on_engine_leaving(self, event: event_log.Event) -> None:
+    engine = event["engine"]
+    if engine in {*self._leaving, *self._lost, *self._left_t}:
+      self.report(f"engine {engine} is to leave, but is lost or leaves already")
+    self._serving.discard(engine)
+    self._leaving.add(engine)
+
+  def _on_engine_left(self, event: event_log.Event) -> None:
+    engine = event["engine"]
+    was_told = engine in self._leaving | self._lost
+    if not was_told and not event.get("restarted"):
+      self.report(f"engine {engine} left, but was neither to leave nor lost")
+    for engines in (self._serving, self._leaving, self._lost):
+      engines.discard(engine)
+    self._left_t[engine] = event["t"]
+
+  def _on_engine_lost(self, event: event_log.Event) -> None:
+    engine = event["engine"]
+    if engine in self._left_t:
+      self.report(f"engine {engine} was lost after it had left")
+    self._serving.discard(engine)
+    self._leaving.discard(engine)
+    self._lost.add(engine)
+
+  def _on_engine_back(self, event: event_log.Event) -> None:
+    self._lost.discard(event["engine"])
+    self._serving.add(event["engine"])
+
+  def _on_admitted(self, event: event_log.Event) -> None:
+    engine = event["engine"]
+    self._homes[event_log.member(event)] = engine
+    if engine in self._left_t:
+      self.report(f"{_member(event)}: admitted by an engine that has left")
+    elif engine in self._leaving and self._serving:
+      self.report(
+        f"{_member(event)}: admitted by engine {engine}, which is to leave, "
+        f"although engine {min(self._serving)} serves"
+      )
+    elif engine not in self._leaving | self._lost:
+      self._serving.add(engine)
+
+  def _on_moved(self, event: event_log.Event) -> None:
+    place, engine = _place(event["session"]), event["engine"]
+    if engine in self._left_t:
+      self.report(
+        f"session {event['session']} moved to an engine that has left"
+      )
+    if place in self._homes:
+      self._homes[place] = engine
+
+  def _on_first_token(self, event: event_log.Event) -> None:
+    engine = self._homes.get(event_log.member(event), -1)
+    left_t = self._left_t.get(engine, math.inf)
+    if event["t"] > left_t + _ROUNDING_S:
+      self.report(
+        f"{_member(event)}: its first token is of an engine that left"
+      )
 
   def _on_ended(self, event: event_log.Event) -> None:
     self._homes.pop(event_log.member(event), None)
@@ -365,4 +483,10 @@ def _member(event: event_log.Event) -> str:
   return f"{where} member {event['index']}"
 
 
-INVARIANTS = (SwitchesEnclosed, ServedVersions, LostEngines, RoutedSessions)
+INVARIANTS = (
+  SwitchesEnclosed,
+  ServedVersions,
+  LostEngines,
+  Members,
+  RoutedSessions,
+)

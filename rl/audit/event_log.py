@@ -36,6 +36,10 @@ Kinds of events and their fields, all with `t` seconds since the log began:
   engine_restarting  engine, attempt, wait_s, reason     begins after so long
   engine_back    engine, version; `restarted` when the run was
   engine_given_up  engine, attempts, reason               it stays lost
+  engine_joined  engine, version          one more, which was started elsewhere
+  engine_leaving  engine                  no new session while another serves
+  engine_left    engine                   for good; `restarted` of it and of
+                 engine_joined: when the run was, with its own engines alone
   moved          session, engine          its engine was lost
   fallback       session, wanted, engine  served by hardware of another kind;
                  right before its session is admitted or moved
@@ -100,6 +104,9 @@ KINDS = OF_ATTEMPT | {
   "engine_restarting",
   "engine_back",
   "engine_given_up",
+  "engine_joined",
+  "engine_leaving",
+  "engine_left",
   "moved",
   "fallback",
   "source_too_slow",
@@ -108,6 +115,7 @@ KINDS = OF_ATTEMPT | {
 
 _OF_LEARNER = ("dequeued", "trained", "update")
 _OF_DROP = ("dropped", "source_too_slow")
+_BACK = ("engine_back", "engine_joined")
 
 # At 4 us each a flush keeps the event loop for no longer than 4 ms.
 _FLUSH_EVERY = 1000
@@ -304,6 +312,49 @@ class _Stretch:
       self.dropped[group, attempt] = event["version"] if cancelled else None
 
 
+class _Engines:
+  """The engines of a run that a restart changes.
+
+  Attributes:
+    lost: they come back.
+    guests: that have joined; they are gone.
+    leaving: of the run itself, to leave or gone; they serve again.
+  """
+
+  def __init__(self):
+    self.lost: set[int] = set()
+    self.guests: set[int] = set()
+    self.leaving: set[int] = set()
+
+  def note(self, event: Event) -> None:
+    engine = event.get("engine", -1)
+    match event["kind"]:
+      case "engine_lost":
+        self.lost.add(engine)
+        self.leaving.discard(engine)
+      case "engine_back":
+        self.lost.discard(engine)
+      case "engine_joined":
+        self.guests.add(engine)
+      case "engine_left" if engine in self.guests:
+        self.guests.discard(engine)
+        self.lost.discard(engine)
+      case "engine_leaving" | "engine_left" if engine not in self.guests:
+        self.leaving.add(engine)
+
+  def restart(self) -> Iterator[Event]:
+    """Yields the changes of a restart, without their times."""
+    self.lost -= self.guests
+    for kind, engines in (
+      ("engine_left", self.guests),
+      ("engine_back", self.lost),
+      ("engine_joined", self.leaving),
+    ):
+      for engine in sorted(engines):
+        yield {"kind": kind, "engine": engine, "restarted": True}
+      engines.clear()
+
+
 def surviving(log: Iterable[Event]) -> Iterator[Event]:
   """Yields the log as if its run had never been interrupted.
 
@@ -327,7 +378,7 @@ def surviving(log: Iterable[Event]) -> Iterator[Event]:
     else:
       stretches[-1].note(event)
   number, begun, served = 0, 0, 0
-  lost: set[int] = set()
+  engines = _Engines()
   for event in log:
     kind = event["kind"]
     if kind == "resumed":
@@ -340,12 +391,9 @@ def surviving(log: Iterable[Event]) -> Iterator[Event]:
           yield {**at, "kind": "publish_start"}
         yield {**at, "kind": "published", "restarted": True}
         begun = served = version
-      for engine in sorted(lost):  # Every engine has started anew.
-        back = {"kind": "engine_back", "engine": engine, "restarted": True}
-        yield at | back
-      lost.clear()
+      yield from (at | one for one in engines.restart())
     elif _stays(stretches, number, event):
-      if kind == "engine_back":  # With weights that are trained once more.
+      if kind in _BACK:  # With weights that are trained once more.
         floor = _floor(stretches[number + 1 :])
         event = event | {"version": min(event["version"], floor)}
       match kind:
@@ -353,10 +401,7 @@ def surviving(log: Iterable[Event]) -> Iterator[Event]:
           begun = event["version"]
         case "published":
           served = event["version"]
-        case "engine_lost":
-          lost.add(event["engine"])
-        case "engine_back":
-          lost.discard(event["engine"])
+      engines.note(event)
       yield event
 
 

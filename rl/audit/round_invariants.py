@@ -79,7 +79,7 @@ class PublishedVersions(invariant.Invariant):
   def _on_switched(self, event: event_log.Event) -> None:
     self._newest = max(self._newest, event["version"])
 
-  _on_published = _on_engine_back = _on_switched
+  _on_published = _on_engine_back = _on_engine_joined = _on_switched
 
   def _on_submitted(self, event: event_log.Event) -> None:
     self._compare(f"{_attempt(event)}: {event['kind']} at", event["version"])

@@ -558,6 +558,19 @@ class StagingEngine(DecodeEngine, Protocol):
 
 
 @runtime_checkable
+class LeavingEngine(DecodeEngine, Protocol):
+  """An engine that can be told from elsewhere to leave its run."""
+
+  async def told_to_leave(self) -> None:
+    """Returns once it is; `close` then waits for it to end by itself.
+
+    Raises:
+      EngineClosed: the engine stopped.
+    """
+    ...
+
+
+@runtime_checkable
 class SessionRouter(Protocol):
   """Engines as one, for episodes and served agents: `pools.router.Router`.
 

@@ -234,8 +234,17 @@ class Affinity:
     routing.validate()
     routing.validate_pools({info.pool: info.kind for info in infos})
     self.estimates = Estimates()
-    self._infos = tuple(infos)
     self._routing = routing
+    self.infos = tuple(infos)
+
+  @property
+  def infos(self) -> tuple[placement.EngineInfo, ...]:
+    """Pool and kind of each engine; the one set may have more."""
+    return self._infos
+
+  @infos.setter
+  def infos(self, infos: tuple[placement.EngineInfo, ...]) -> None:
+    self._infos = infos
     self._mixed = len({info.kind for info in infos}) > 1
     named: dict[str, set[int]] = collections.defaultdict(set)
     for i, info in enumerate(infos):

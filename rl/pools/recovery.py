@@ -1,7 +1,7 @@
 """Lost engines are started again, with the weights of the moment.
 
   Router._lose -> Restarts.lost: _run, a task for each engine
-    wait, ever longer -> _start: close the dead engine, build another,
+    wait, ever longer -> close the dead engine, build another -> bring_up:
       ^                  WeightPublisher.place_newest, again where a publish
       |                  came in between -> Router.recover
       +-- failed, or overran start_s; in the end Router.give_up
@@ -49,6 +49,29 @@ class Recovery(backoff.Backoff):
     checks.finite_above(self, 0, "start_s", where=where)
     out = "use inf for as many attempts as there are in all"
     checks.above(self, 0, "steady_s", where=where, out=out)
+
+
+async def bring_up(
+  number: int,
+  engine: contract.StartableEngine,
+  router: router_lib.Router,
+  publisher: weight_publisher.WeightPublisher,
+) -> None:
+  """Starts an engine with the newest weights; the router then uses it.
+
+  After a failure or a cancellation the engine is closed.
+  """
+  try:
+    version, params = await publisher.place_newest(number)
+    await engine.start(params, version)
+    while version != publisher.version:  # Published meanwhile.
+      version, params = await publisher.place_newest(number)
+      await engine.update_weights(version, params)
+    # Nothing waits between the comparison and this.
+    router.recover(number, engine)
+  except BaseException:
+    await engine.close()
+    raise
 
 
 class Restarts:
@@ -145,17 +168,7 @@ class Restarts:
   async def _start(self, number: int) -> None:
     await self._router.engines[number].close()  # Its memory is needed.
     engine = self._build(number)
-    try:
-      version, params = await self._publisher.place_newest(number)
-      await engine.start(params, version)
-      while version != self._publisher.version:  # Published meanwhile.
-        version, params = await self._publisher.place_newest(number)
-        await engine.update_weights(version, params)
-      # Nothing waits between the comparison and this.
-      self._router.recover(number, engine)
-    except BaseException:
-      await engine.close()
-      raise
+    await bring_up(number, engine, self._router, self._publisher)
 
   def _give_up(self, number: int, attempts: int, reason: str) -> None:
     self.given_up += 1

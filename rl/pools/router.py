@@ -13,6 +13,8 @@ unanswered when it stopped go to another, or wait for one that will come back:
 
   _lose -> on_lost: awaited --recover--> open
                        +-----give_up--> lost for good
+  expect -> joining --recover--> open -> leave: until nothing is asked of it
+                 +-remove-> gone                  -> remove -> gone
 """
 
 import asyncio
@@ -48,6 +50,7 @@ class Router:
   Attributes:
     on_lost: given the number of an engine that was lost, and why; it calls
       `recover` or `give_up` then or later. None gives every one up.
+    on_serving: given the number of an engine that came back or joined.
   """
 
   def __init__(
@@ -68,21 +71,33 @@ class Router:
     self._log = log
     self._reason = ""
     self.on_lost: Callable[[int, str], None] | None = None
+    self.on_serving: Callable[[int], None] = lambda number: None
     self._awaited: set[int] = set()  # Lost engines that may come back.
     self._version = 0  # The newest to be served.
     self._aborts = Aborts()
     self._opened, self._ended = Signal(), Signal()
-    self._log_preferences(infos, routing)
+    self._wanted = dict(routing.prefer)
+    if routing.default is not None:
+      self._wanted[""] = routing.default
+    self._log_preferences()
 
   @property
   def engines(self) -> tuple[contract.DecodeEngine, ...]:
-    """All engines, lost ones included."""
+    """All engines, those that are lost or have left included."""
     return tuple(self._engines)
 
   @property
   def serving(self) -> list[int]:
     """Numbers of the engines that are not lost."""
     return self._table.serving
+
+  def roll(self) -> list[str]:
+    """Returns a line for each engine that has not left."""
+    lines = self._table.roll()
+    return [
+      f"{line}, version {self._engines[number].stats().version}"
+      for number, line in lines.items()
+    ]
 
   def check_open(self) -> None:
     """Raises EngineClosed if all engines have stopped, and stay so."""
@@ -163,7 +178,7 @@ class Router:
             self._measure(request, number, answer)
             return answer
           finally:
-            self._table.answered(request.request_id)
+            self._answered(request)
         except contract.EngineClosed:
           self.check_open()
     return unsent(asked_s)
@@ -194,12 +209,17 @@ class Router:
                   yield delta
             return
           finally:
-            self._table.answered(request.request_id)
+            self._answered(request)
         except contract.EngineClosed:
           if begun:
             raise
           self.check_open()
     yield contract.whole_delta(unsent(asked_s))
+
+  def _answered(self, request: contract.DecodeRequest) -> None:
+    self._table.answered(request.request_id)
+    if self._table.leaving:
+      self._ended.fire()
 
   def _measure(
     self,
@@ -218,7 +238,7 @@ class Router:
       if self._table.all_lost:
         await self._changed()
         continue
-      if not self._table.orphaned(request.session):
+      if not self._table.must_move(request.session):
         return True
       versions = [engine.stats().version for engine in self._engines]
       assignment = self._table.move(request.session, versions)
@@ -380,8 +400,26 @@ class Router:
     """Returns True if an engine is known to have stopped."""
     return number not in self._table.serving
 
+  def expect(
+    self,
+    build: Callable[[int], contract.StartableEngine],
+    info: placement.EngineInfo,
+  ) -> int:
+    """Makes a place for one more engine, which `recover` then puts there.
+
+    Args:
+      build: makes it, not started, by its number, which is returned.
+
+    Raises:
+      ValueError: it serves another model.
+    """
+    engine = build(len(self._engines))
+    pool_stats.capabilities([*self._engines, engine])
+    self._engines.append(engine)
+    return self._table.expect(info)
+
   def recover(self, number: int, engine: contract.DecodeEngine) -> None:
-    """Puts an engine into the place of a lost one.
+    """Puts an engine into the place of a lost one, or of one that joins.
 
     Args:
       engine: started, with the newest weights that any engine was sent: older
@@ -389,22 +427,27 @@ class Router:
         over from newer ones.
 
     Raises:
-      ValueError: none was lost there, or this one cannot take its place.
+      ValueError: none is missing there, or this one cannot take its place.
     """
     versions = [one.stats().version for one in self._engines]
     newest = max(self._version, *versions)
     if (version := engine.stats().version) < newest:
       raise ValueError(
-        f"engine {number} would come back with version {version}, but version "
+        f"engine {number} would begin with version {version}, but version "
         f"{newest} is the newest; give it those weights first"
       )
     after = [engine if i == number else x for i, x in enumerate(self._engines)]
     pool_stats.capabilities(after)
-    self._table.recover(number)
+    joins = self._table.recover(number)
     self._engines, self._version = after, version
     self._awaited.discard(number)
-    self._emit("engine_back", engine=number, version=version)
+    kind = "engine_joined" if joins else "engine_back"
+    self._emit(kind, engine=number, version=version)
+    if joins:
+      self._log_pool(number)
     self._opened.fire()
+    self._ended.fire()
+    self.on_serving(number)
 
   def give_up(self, number: int, reason: str) -> None:
     """Leaves a lost engine lost; requests fail if nothing else will serve."""
@@ -414,6 +457,37 @@ class Router:
       f"{reason}"
     )
     self._opened.fire()
+
+  async def leave(self, number: int) -> bool:
+    """Takes an engine out of use, once nothing is asked of it any more.
+
+    It gets no new session, and its own end, or move between two requests where
+    engines do not drain. While no other engine serves, it goes on.
+
+    Returns:
+      False if it was lost meanwhile.
+    """
+    engine = self._engines[number]
+    if self.lost(number):
+      return False
+    self._table.leave(number)
+    self._emit("engine_leaving", engine=number)
+    while self._is_still(number, engine):
+      if self._table.may_remove(number):
+        self.remove(number)
+        return True
+      await self._ended.wait()
+    return False
+
+  def remove(self, number: int) -> None:
+    """Forgets an engine that will not serve any more; the caller closes it."""
+    was_there = not self._table.is_joining(number)
+    self._table.remove(number, self._engines[number].stats().version)
+    self._awaited.discard(number)
+    if was_there:
+      self._emit("engine_left", engine=number)
+    self._opened.fire()
+    self._ended.fire()
 
   async def close(self) -> None:
     """Stops every engine, as `pool_stats.close`; requests fail."""
@@ -446,19 +520,17 @@ class Router:
         engine=assignment.engine,
       )
 
-  def _log_preferences(
-    self, infos: Sequence[placement.EngineInfo], routing: affinity.Routing
-  ) -> None:
+  def _log_preferences(self) -> None:
     """Logs what a reader needs to tell a fallback from a choice."""
-    wanted = dict(routing.prefer)
-    if routing.default is not None:
-      wanted[""] = routing.default
-    for number, info in enumerate(infos if wanted else ()):
-      self._emit(
-        "engine_pool", engine=number, pool=info.pool, hardware=info.kind
-      )
-    for source, name in wanted.items():
+    for number in range(len(self._engines)):
+      self._log_pool(number)
+    for source, name in self._wanted.items():
       self._emit("preference", source=source, wanted=name)
+
+  def _log_pool(self, number: int) -> None:
+    if self._wanted:
+      pool, kind = self._table.infos[number]
+      self._emit("engine_pool", engine=number, pool=pool, hardware=kind)
 
   def _emit(self, kind: str, **fields: Any) -> None:
     if self._log is not None:

@@ -6,6 +6,7 @@
                     +--end--> forgotten
 
   engine: open --drain--> draining --update--> updating --reopen--> open
+          expect--> joining --recover--> open ..leave.. remove--> left
 
 A session stays where its keys and values are. To send the phases of a request
 to different pools, change `RoutingTable.send`: a session has one engine only
@@ -19,14 +20,17 @@ from typing import Literal
 
 from rl.pools import affinity, placement
 
-RouteState = Literal["open", "draining", "updating", "lost"]
+RouteState = Literal["joining", "open", "draining", "updating", "lost", "left"]
 """The work that an engine accepts.
 
+joining: nothing yet.
 open: everything.
 draining: requests of its sessions, but no new session.
 updating: it has no session; requests wait for its new weights.
-lost: nothing.
+lost: nothing, until it comes back.
+left: nothing, ever.
 """
+_SERVING: tuple[RouteState, ...] = ("open", "draining", "updating")
 
 
 @dataclasses.dataclass(eq=False)
@@ -96,11 +100,12 @@ class RoutingTable:
   ):
     self.counts = Counts()
     self.one_version = False
-    self._infos = tuple(infos)
     self._affinity = affinity.Affinity(infos, routing)
     self._num_sessions = [0] * len(infos)
+    self._num_requests = [0] * len(infos)
     self._unbound_requests = [0] * len(infos)
     self._states: list[RouteState] = ["open"] * len(infos)
+    self._leaving: set[int] = set()
     self._sessions: dict[str, _Session] = {}
     # Sessions of each group by engine; 0 where some have been.
     self._groups: dict[str, dict[int, int]] = {}
@@ -115,6 +120,11 @@ class RoutingTable:
     return [i for i, state in enumerate(self._states) if state in states]
 
   @property
+  def infos(self) -> tuple[placement.EngineInfo, ...]:
+    """Pool and kind of every engine."""
+    return self._affinity.infos
+
+  @property
   def load(self) -> list[int]:
     """Sessions of each engine; an unbound request counts as one."""
     pairs = zip(self._num_sessions, self._unbound_requests, strict=True)
@@ -127,13 +137,39 @@ class RoutingTable:
 
   @property
   def serving(self) -> list[int]:
-    """Engines that have not been lost, in order."""
-    return self.of("open", "draining", "updating")
+    """Engines that are there and not lost, in order."""
+    return self.of(*_SERVING)
+
+  @property
+  def leaving(self) -> frozenset[int]:
+    """Engines that are to leave, and have not."""
+    return frozenset(self._leaving)
+
+  @property
+  def _staying(self) -> list[int]:
+    return [i for i in self.serving if i not in self._leaving]
+
+  def _taking(self, *states: RouteState) -> list[int]:
+    """Returns engines in these states that take what is new.
+
+    One that is to leave does only where no other serves.
+    """
+    takers = self._staying or self.serving
+    return [i for i in takers if self._states[i] in states]
 
   @property
   def all_lost(self) -> bool:
     """True while no engine serves."""
-    return self._states.count("lost") == len(self._states)
+    return not self.serving
+
+  def roll(self) -> dict[int, str]:
+    """Returns pool, state and sessions of each engine that has not left."""
+    return {
+      i: f"engine {i} ({self.infos[i].pool}): "
+      f"{'leaving' if i in self._leaving else self._states[i]}, "
+      f"{self._num_sessions[i]} sessions"
+      for i in self.of("joining", "lost", *_SERVING)
+    }
 
   def describe(self) -> dict[str, float]:
     """Returns the decisions, by the names of metrics.
@@ -177,7 +213,7 @@ class RoutingTable:
     assignment = self._first(domain, engine, group)
     if assignment is None:
       return None
-    pool = self._infos[assignment.engine].pool
+    pool = self.infos[assignment.engine].pool
     self._homes.pop(name, None)
     self._sessions[name] = _Session(domain, assignment.engine, group)
     if others := self._groups.get(group):
@@ -211,8 +247,8 @@ class RoutingTable:
     """Returns the best of one or more engines for a session."""
     load = self.load
     best = self._affinity.choose(domain, engines, load)
-    pool, others = self._infos[best.engine].pool, self._groups.get(group, {})
-    having = [i for i in engines if i in others and self._infos[i].pool == pool]
+    pool, others = self.infos[best.engine].pool, self._groups.get(group, {})
+    having = [i for i in engines if i in others and self.infos[i].pool == pool]
     return best._replace(
       engine=self._affinity.beside(having, best.engine, load)
     )
@@ -221,11 +257,11 @@ class RoutingTable:
     self, domain: str, engine: int, group: str
   ) -> affinity.Assignment | None:
     """Returns the first engine of a session; None: it must wait."""
-    free = self.of("open")
+    free = self._taking("open")
     preferred = self._affinity.preferred(domain)
     if preferred is not None and preferred.isdisjoint(free):
       # A pool that only takes new weights is worth waiting for.
-      soon = preferred.intersection(self.of("draining", "updating"))
+      soon = preferred.intersection(self._taking("draining", "updating"))
       free = [] if soon else free
     if not free:
       return None
@@ -250,7 +286,7 @@ class RoutingTable:
     if session is None or session.engine is None:
       return
     self._leave(session.group, session.engine)
-    pool = self._infos[session.engine].pool
+    pool = self.infos[session.engine].pool
     self._affinity.estimates.end(session.domain, pool, session.sample)
 
   def send(self, request: str, name: str) -> affinity.Assignment | None:
@@ -271,18 +307,26 @@ class RoutingTable:
       assignment = affinity.Assignment(session.engine)
     if assignment is not None:
       self._requests[request] = assignment.engine, session is None
+      self._num_requests[assignment.engine] += 1
       self._unbound_requests[assignment.engine] += session is None
     return assignment
 
-  def orphaned(self, name: str) -> bool:
-    """Returns True if an assigned session has lost its engine."""
+  def must_move(self, name: str) -> bool:
+    """Returns True if an assigned session needs another engine.
+
+    Its own was lost, or is to leave and another may take over.
+    """
     session = self._sessions.get(name)
-    return session is not None and session.engine is None
+    if session is None or session.engine is None:
+      return session is not None
+    if session.engine not in self._leaving:
+      return False
+    return bool(self._staying) and not self.one_version
 
   def move(
     self, name: str, versions: Sequence[int]
   ) -> affinity.Assignment | None:
-    """Gives an orphaned session an engine; None: it must wait, or all are lost.
+    """Gives a session that must move an engine; None: it must wait.
 
     The version of a session never falls, and stays the same if it can: an
     engine that drains still has the weights with which the session began.
@@ -294,7 +338,11 @@ class RoutingTable:
       ValueError: with `one_version`, none will serve that of its tokens.
     """
     session = self._sessions[name]
-    able = [i for i in self.serving if versions[i] >= session.version]
+    if session.engine is not None:
+      self._orphan(session, versions[session.engine])
+    # One that is to leave may be the last of a version.
+    able = self.serving if self.one_version else self._taking(*_SERVING)
+    able = [i for i in able if versions[i] >= session.version]
     if self.one_version:
       able = self._same_version(name, versions, able)
     if not able:
@@ -332,9 +380,9 @@ class RoutingTable:
   def _home(self, name: str) -> affinity.Assignment | None:
     """Returns the engine of an unbound session."""
     home = self._homes.pop(name, None)
-    if home is not None and self._states[home] != "lost":
+    if home is not None and home in self._taking(*_SERVING):
       assignment = affinity.Assignment(home)
-    elif engines := self.of("open") or self.serving:
+    elif engines := self._taking("open") or self._taking(*_SERVING):
       assignment = self._affinity.choose("", engines, self.load)
       self._counted("", assignment)
     else:
@@ -347,6 +395,7 @@ class RoutingTable:
   def answered(self, request: str) -> None:
     """Forgets a request: its engine no longer counts it."""
     engine, unbound = self._requests.pop(request)
+    self._num_requests[engine] -= 1
     self._unbound_requests[engine] -= unbound
 
   def engine_of(self, request: str) -> int:
@@ -381,23 +430,72 @@ class RoutingTable:
       version: that it served.
     """
     self._states[engine] = "lost"
+    self._leaving.discard(engine)
     for session in self._sessions.values():
       if session.engine == engine:
-        session.engine, session.version = None, version
-        session.sample = affinity.Sample()
-        self._leave(session.group, engine)
+        self._orphan(session, version)
     for group in self._groups.values():
       group.pop(engine, None)  # Its cache is gone.
 
-  def recover(self, engine: int) -> None:
-    """Takes a lost engine into use again.
+  def _orphan(self, session: _Session, version: int) -> None:
+    assert session.engine is not None
+    self._leave(session.group, session.engine)
+    session.engine, session.version = None, version
+    session.sample = affinity.Sample()
+
+  def expect(self, info: placement.EngineInfo) -> int:
+    """Makes a place for an engine that will join; returns its number."""
+    self._affinity.infos = (*self.infos, info)
+    for counts in (
+      self._num_sessions,
+      self._num_requests,
+      self._unbound_requests,
+    ):
+      counts.append(0)
+    self._states.append("joining")
+    return len(self._states) - 1
+
+  def is_joining(self, engine: int) -> bool:
+    """Returns True until an engine that is expected serves."""
+    return self._states[engine] == "joining"
+
+  def recover(self, engine: int) -> bool:
+    """Takes an engine into use that was lost or joins; True: it joins.
 
     Raises:
-      ValueError: it is not lost.
+      ValueError: it does neither.
     """
-    self._change(engine, "lost", "open")
+    joins = self.is_joining(engine)
+    self._change(engine, "joining" if joins else "lost", "open")
     for name in [s for s, i in self._homes.items() if i == engine]:
       del self._homes[name]  # Its cache is gone.
+    return joins
+
+  def leave(self, engine: int) -> None:
+    """Keeps new sessions off an engine for good, once another serves.
+
+    Unless engines drain, its own sessions move with their next request.
+    """
+    self._leaving.add(engine)
+
+  def may_remove(self, engine: int) -> bool:
+    """Returns True if nothing is asked of an engine, and another serves.
+
+    With `one_version` it must have no session either.
+    """
+    is_idle = not self._num_requests[engine]
+    if self.one_version:
+      is_idle = is_idle and self.drained(engine)
+    return is_idle and bool(self._staying)
+
+  def remove(self, engine: int, version: int) -> None:
+    """Takes an engine out of use for good; its sessions move as they ask.
+
+    Args:
+      version: that it served.
+    """
+    self.lose(engine, version)
+    self._states[engine] = "left"
 
   def drain(self, engine: int) -> None:
     """Keeps new sessions off an open engine.
@@ -423,7 +521,7 @@ class RoutingTable:
 
   def reopen(self, engine: int) -> None:
     """Ends `drain` and `update`; an engine lost meanwhile stays lost."""
-    if self._states[engine] != "lost":
+    if self._states[engine] in _SERVING:
       self._states[engine] = "open"
 
   def _change(self, engine: int, before: RouteState, after: RouteState) -> None:

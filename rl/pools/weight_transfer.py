@@ -166,7 +166,8 @@ class MeshTransfer:
     copier: thread that copies, so that training need not wait.
     fetch: brings leaves to this process, from a learner that has its own.
     write: puts arrays where engines of other processes read them.
-    remote: numbers of these engines; a copy holds what `write` returned.
+    remote: numbers of these engines, as are all without shardings; a copy holds
+      what `write` returned.
   """
 
   def __init__(
@@ -188,7 +189,8 @@ class MeshTransfer:
     self._copier = copier
     self._publishing = publishing
     self._dtype: Dtype = publishing.dtype
-    self._sent: list[list[_Sent | None]] = [[] for _ in shardings]
+    # Of engines elsewhere there is one copy, which all of them read.
+    self._sent: dict[int | None, list[_Sent | None]] = {}
     self._parts: dict[str, dict[str, str]] = {}
 
   async def stage(
@@ -200,9 +202,13 @@ class MeshTransfer:
     """
     named, tree = jax.tree_util.tree_flatten_with_path(params)
     leaves = [leaf for _, leaf in named]
-    kept = {i: _unchanged(leaves, self._sent[i]) for i in engines}
+    kept = {
+      i: _unchanged(leaves, self._sent.get(self._place(i), [])) for i in engines
+    }
     places = {
-      i: _places(self._shardings[i], params, self._dtype) for i in engines
+      i: _places(self._shardings[i], params, self._dtype)
+      for i in engines
+      if self._place(i) is not None
     }
     moved = dict.fromkeys(engines, 0)
     changed = [
@@ -222,7 +228,8 @@ class MeshTransfer:
       for number, copies in kept.items():
         missing = [i for i in ready if i not in copies]
         arrays = [ready[i] for i in missing]
-        if self._write is not None and number in self._remote:
+        if self._place(number) is None:
+          assert self._write is not None
           fresh = await self._copier.run("store", self._write, arrays)
         else:
           where = [places[number][i] for i in missing]
@@ -231,10 +238,16 @@ class MeshTransfer:
         moved[number] += sum(x.nbytes for x in jax.tree.leaves(fresh))
     staged = []
     for number, copies in kept.items():
-      self._sent[number] = [_sent(x, copies[i]) for i, x in enumerate(leaves)]
+      sent = [_sent(x, copies[i]) for i, x in enumerate(leaves)]
+      self._sent[self._place(number)] = sent
       whole = tree.unflatten([copies[i] for i in range(len(leaves))])
       staged.append(StagedCopy(whole, moved[number], len(runs)))
     return staged
+
+  def _place(self, number: int) -> int | None:
+    """Returns the number of an engine in this process; None of any other."""
+    is_here = number < len(self._shardings) and number not in self._remote
+    return number if is_here else None
 
   async def _cast(
     self, named: Mapping[int, tuple[_Path, Any]]

@@ -18,8 +18,8 @@ from rl.audit import checker, event_log, token_ledger
 from rl.data import trajectory
 from rl.loop import coordinator
 from rl.loop import progress as progress_lib
+from rl.pools import membership, router, weight_publisher, weight_transfer
 from rl.pools import recovery as recovery_lib
-from rl.pools import router, weight_publisher, weight_transfer
 from rl.rollout import grading, group_rollout, prompts
 from rl.runtime import mesh_thread, trace, virtual_clock
 from rl.runtime import watchdog as watchdog_lib
@@ -187,8 +187,8 @@ class Run:
       priority.
     build: makes an engine; by default a fake one of these delays.
     recovery: of lost engines; None leaves them lost.
-    build_again: makes an engine in the place of a lost one; by default as the
-      first ones. It is the last of `engines`.
+    build_again: makes an engine in the place of a lost one, or one that joins;
+      by default as the first ones. It is the last of `engines`.
     pool: how many tasks there are.
     max_graders: calls of the reward at once.
     seconds, sampled_by_engines: how long it took, and tokens, when it is over.
@@ -256,7 +256,13 @@ class Run:
     begin = progress or progress_lib.beginning(first, self.tasks.cursor)
     self.publisher.begin(version, begin.state)
     self.restarts = self.recovery and recovery_lib.Restarts(
-      self.recovery, self.router, self.publisher, self._again, self.log
+      self.recovery, self.router, self.publisher, self.build_more, self.log
+    )
+    self.members = membership.Membership(
+      self.router,
+      self.publisher,
+      start_s=20.0,
+      on_lost=self.restarts.lost if self.restarts else self.router.give_up,
     )
     self.tasks.seek(begin.cursor)
     beside = asyncio.create_task(self.disturb(self)) if self.disturb else None
@@ -266,6 +272,7 @@ class Run:
       self.seconds = clock()
       counts = [engine.stats().sampled_tokens for engine in self.engines]
       self.sampled_by_engines = sum(counts)
+      await self.members.close()
       if self.restarts:
         await self.restarts.close()
       if beside is not None:
@@ -282,7 +289,8 @@ class Run:
     engine.version = version
     return engine
 
-  def _again(self, number: int) -> Any:
+  def build_more(self, number: int) -> Any:
+    """Returns an engine in the place of a lost one, or one that joins."""
     del number
     self.engines.append((self.build_again or (lambda: self.engine(0)))())
     return self.engines[-1]

@@ -350,6 +350,27 @@ def test_a_redundant_group_survives_with_the_round_that_cancelled_it():
   assert kept == []
 
 
+def test_a_restart_has_the_engines_of_the_run_again_and_no_others():
+  at = {"t": 0.0, "version": 0}
+  left, joined = {"kind": "engine_left"}, {"kind": "engine_joined"}
+  told = {"t": 0.0, "kind": "engine_leaving"}
+  own = [told | {"engine": 1}, {"t": 0.0, "engine": 1} | left]
+  guest = [at | joined | {"engine": 2}]
+  gone = [told | {"engine": 2}, {"t": 0.0, "engine": 2} | left]
+  serves = at | joined | {"engine": 1, "restarted": True}
+  ends = at | left | {"engine": 2, "restarted": True}
+  # With or without the second of the two.
+  assert _surviving([*own, *_resumed(0)]) == [*own, serves]
+  assert _surviving([*own[:1], *_resumed(0)]) == [*own[:1], serves]
+  assert _surviving([*guest, *_resumed(0)]) == [*guest, ends]
+  assert _surviving([*guest, *gone, *_resumed(0)]) == [*guest, *gone]
+  # Version 1 is trained once more, so it was none that is known.
+  newer = guest[0] | {"version": 1}
+  assert _surviving([newer, *_resumed(0)]) == [*guest, ends]
+  lost = {"t": 0.0, "kind": "engine_lost", "engine": 2, "reason": "x"}
+  assert _surviving([*guest, lost, *_resumed(0)]) == [*guest, lost, ends]
+
+
 def test_an_engine_that_was_lost_comes_back_with_a_restart():
   lost = {"t": 0.0, "kind": "engine_lost", "engine": 1, "reason": "x"}
   back = {"t": 0.0, "kind": "engine_back", "engine": 1, "version": 0}

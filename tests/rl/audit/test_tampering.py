@@ -82,6 +82,32 @@ def routed():
   return [*({"t": 0.0, **event} for event in begun), *log]
 
 
+def joined():
+  """Engine 1 joins in round 1, admits two members, and leaves in round 3."""
+  log = logs.run(logs.IN_FLIGHT, rounds=4)
+  start = logs.place(log, "published", version=1) + 1
+  end = logs.place(log, "published", version=3) + 1
+  # It takes part in all publishes between the two.
+  both = event_log.OF_PUBLISH[1:-1]
+  log = [
+    one
+    for i, event in enumerate(log)
+    for one in (event, event | {"engine": 1})[
+      : 1 + (event["kind"] in both and start < i < end)
+    ]
+  ]
+  i = logs.place(log, "published", version=1) + 1
+  came = {"t": log[i]["t"], "kind": "engine_joined", "engine": 1, "version": 1}
+  for index in range(2):
+    first = logs.place(log, "admitted", group=4, index=index)
+    log[first] = log[first] | {"engine": 1}
+  log.insert(i, came)
+  i = logs.place(log, "published", version=3) + 1
+  gone = {"t": log[i]["t"], "engine": 1}
+  log[i:i] = [gone | {"kind": f"engine_{word}"} for word in ("leaving", "left")]
+  return log
+
+
 def slow():
   """A group is dropped as too slow, and one of another source trains."""
   log = logs.retried(logs.DROP, "stale")
@@ -141,6 +167,7 @@ def continued():
 
 LOGS = {
   "routed": (routed(), logs.IN_FLIGHT),
+  "joined": (joined(), logs.IN_FLIGHT),
   "slow": (slow(), logs.DROP),
   "faulty": (faulty(), logs.SYNC),
   "restored": (restored(), logs.SYNC),

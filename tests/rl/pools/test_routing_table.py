@@ -171,7 +171,7 @@ def test_a_pool_that_is_down_is_left_at_once_and_taken_again_when_it_is_back():
   assert table.assign("c", "math") == (2, "")
   table.lose(2, 0)
   assert table.assign("d", "math") == (0, "wide")
-  assert table.orphaned("a")
+  assert table.must_move("a")
   assert table.move("a", [0, 0, 0]) == (0, "wide")
   assert table.send("s", "a") == (0, "")
   assert (table.counts.fallbacks, table.counts.moved) == (2, 1)
@@ -257,6 +257,66 @@ def test_who_loses_its_engine_goes_where_its_weights_still_are():
   assert table.counts.moved == 2
 
 
+def test_an_engine_that_is_to_leave_takes_sessions_only_while_it_is_the_last():
+  table = alike(2)
+  ask = Asked(table)
+  assert table.assign("a", "") == (0, "")
+  assert ask("unbound") == 1
+  table.leave(0)
+  table.leave(1)
+  assert not table.may_remove(0)
+  assert table.assign("b", "") == (0, "")
+  joins = table.expect(placement.EngineInfo("decode"))
+  assert joins == 2
+  assert table.serving == [0, 1]
+  assert table.recover(joins)
+  assert [table.assign(name, "") for name in "cd"] == [(2, "")] * 2
+  assert ask("unbound") == 2
+  # Its request of before is not answered yet.
+  assert not table.may_remove(1)
+  table.answered("r0")
+  assert table.may_remove(1)
+  table.remove(1, 0)
+  assert table.serving == [0, 2]
+  assert table.describe()["engines_lost"] == 0.0
+  with pytest.raises(ValueError, match="engine 1 is left, not lost"):
+    table.recover(1)
+
+
+def test_sessions_of_one_that_is_to_leave_move_unless_engines_drain():
+  table = alike(2)
+  ask = Asked(table)
+  for name in "ab":
+    assert table.assign(name, "", 0) == (0, "")
+  assert ask("a") == 0
+  table.leave(0)
+  assert table.must_move("a")
+  assert table.move("a", [3, 4]) == (1, "")
+  # Its first request goes on where it was.
+  assert table.engine_of("r0") == 0
+  assert not table.may_remove(0)
+  table.answered("r0")
+  assert table.may_remove(0)
+  table.one_version = True
+  assert not table.must_move("b")
+  assert not table.may_remove(0)
+  table.one_version = False
+  table.remove(0, 3)
+  assert table.must_move("b")
+  # The other one lags behind.
+  assert table.move("b", [3, 2]) is None
+  assert table.move("b", [3, 3]) == (1, "")
+  table.end("a")
+  table.end("b")
+  assert table.load == [0, 0]
+
+
+def test_a_session_that_was_lost_may_take_a_leaving_engine_of_its_version():
+  table = one_version(3, sampled=True)
+  table.leave(1)
+  assert table.move("a", [5, 5, 6]) == (1, "")
+
+
 def test_versions_of_a_session_never_fall_when_it_moves():
   table = alike(3)
   table.assign("a", "")
@@ -264,14 +324,14 @@ def test_versions_of_a_session_never_fall_when_it_moves():
   # The others have not been given version 6 yet.
   table.drain(1)
   assert table.move("a", [6, 5, 5]) is None
-  assert table.orphaned("a")
+  assert table.must_move("a")
   table.update(1)
   # Rather one that serves than one at which it would wait ...
   assert table.move("a", [6, 6, 7]) == (2, "")
   table.lose(2, 7)
   # ... but there rather than nowhere.
   assert table.move("a", [6, 7, 7]) == (1, "")
-  assert not table.orphaned("a")
+  assert not table.must_move("a")
 
 
 def test_what_a_session_took_counts_when_it_ends_where_it_was():
@@ -436,7 +496,7 @@ def test_sessions_stick_whatever_happens_to_engines_and_others(seed):
 
   def send(name, request):
     if oracle.where.get(name, -1) is None:
-      assert table.orphaned(name)
+      assert table.must_move(name)
       move(name)
     if oracle.where.get(name, -1) is None:
       return

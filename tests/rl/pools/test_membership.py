@@ -1,0 +1,405 @@
+"""Engines that join a running run and leave it, in virtual time."""
+
+import asyncio
+import random
+from typing import Any
+
+import pytest
+
+from models.chat import word_chat
+from rl.audit import event_log
+from rl.engine import contract
+from rl.loop import coordinator
+from rl.pools import membership, placement, weight_publisher
+from rl.runtime import trace
+from rl.schedule import overlap
+from rl.simulation import learner as simulated_learner
+from rl.testing import fakes, scripted_engine
+from tests.helpers import players_under_test as players
+from tests.helpers import pools_under_test as pools
+from tests.helpers import virtual_run
+
+INFO = placement.EngineInfo()
+TIMES = 200
+
+
+def starting(kind=scripted_engine.ScriptedEngine, start_s=2.0) -> Any:
+  """Returns an engine that takes 1 s for a word, and 0.5 s for weights."""
+  say = scripted_engine.one_of((players.YES, players.NO), word_chat.END)
+  return kind(say, lambda request, i: i * 1.0, start_s=start_s, update_s=0.5)
+
+
+def run(schedule, **fields):
+  """A run of one engine, whose weights take 1 s on their way."""
+  return virtual_run.Run(
+    schedule,
+    **{
+      "rounds": 5,
+      "source": fakes.Counting(turns=3),
+      "transfer_s": 1.0,
+      "update_s": 0.5,
+      "build_again": starting,
+      **fields,
+    },
+  )
+
+
+def check(played):
+  assert played.violations() == []
+  assert played.ledger.error == 0
+  assert not played.of("fault")
+
+
+def story(log):
+  """Returns (kind, engine) of all that come and go."""
+  kinds = ("lost", "joined", "leaving", "left", "back", "given_up")
+  return [
+    (event["kind"].removeprefix("engine_"), event["engine"])
+    for event in log.events
+    if event["kind"].removeprefix("engine_") in kinds
+  ]
+
+
+@pytest.mark.parametrize("lost_share", [0.0, 0.2], ids=["", "some lost"])
+def test_two_hundred_engines_join_and_leave_and_every_promise_holds(lost_share):
+  chance = random.Random(0)
+
+  async def come_and_go(run):
+    leaves = []
+
+    def leave(number):
+      if number and chance.random() < lost_share:
+        leaves.append(asyncio.create_task(run.router.engines[number].close()))
+      else:
+        leaves.append(asyncio.create_task(run.members.leave(number)))
+      told.add(number)
+
+    told = set()
+    for _ in range(TIMES):
+      run.members.join(run.build_more, INFO)
+      await asyncio.sleep(chance.uniform(0, 2))
+      staying = [i for i in run.router.serving if i not in told]
+      if len(staying) > chance.randrange(1, 4):
+        leave(chance.choice(staying))
+    while run.members.joined < TIMES:
+      await asyncio.sleep(0.1)
+    for number in [i for i in run.router.serving if i not in told][1:]:
+      leave(number)
+    await asyncio.wait(leaves)
+    while len(run.router.serving) > 1:
+      await asyncio.sleep(0.1)
+    run.loop.stop()
+
+  played = run(
+    overlap.in_flight(4, 1, 2),
+    rounds=10_000,
+    transfer_s=0.2,
+    disturb=come_and_go,
+  )
+  with pytest.raises(coordinator.Stopped):
+    played.start()
+  check(played)
+  # All but one of the 200, and the one that was there.
+  assert played.members.describe() == {
+    "engines_joined": TIMES,
+    "engines_left": TIMES,
+  }
+  assert bool(played.of("engine_lost")) == bool(lost_share)
+  assert len(played.of("engine_left")) == TIMES
+  # Some at each stage of a publish.
+  assert {"engine_joined", "engine_left"} <= inside_publishes(played.log)
+  assert played.of("moved")
+
+
+def inside_publishes(log):
+  """Returns the kinds of events between begin and end of a publish."""
+  kinds, inside = set(), False
+  for event in log.events:
+    inside = event["kind"] == "publish_start" or inside
+    inside = event["kind"] != "published" and inside
+    if inside:
+      kinds.add(event["kind"])
+  return kinds
+
+
+@pytest.mark.parametrize("name", ["sync", "one step off", "keep kv"])
+def test_an_engine_joins_and_leaves_under_any_schedule(name):
+  async def come_and_go(run):
+    for _ in range(4):
+      number = run.members.join(run.build_more, INFO)
+      while number not in run.router.serving:
+        await asyncio.sleep(0.3)
+      await asyncio.sleep(2.0)
+      await run.members.leave(number - 1)
+
+  played = run(virtual_run.SCHEDULES[name], disturb=come_and_go).start()
+  check(played)
+  assert len(played.observer.rounds) == 5
+  assert len(played.of("engine_joined")) > 1
+  # What drains has one version a session, so nothing moves.
+  drains = virtual_run.SCHEDULES[name].on_publish == "drain"
+  assert not (drains and played.of("moved"))
+
+
+class Pool:
+  """A router of one engine into which others may come, outside of a run."""
+
+  def __init__(self, delay_s=1.0, **settings):
+    clock = asyncio.get_running_loop().time
+    self.log = event_log.EventLog(clock=clock)
+    self.router, self.engines = pools.pool(1, delay_s, log=self.log, **settings)
+    self.publisher = weight_publisher.WeightPublisher(
+      self.router,
+      simulated_learner.SimulatedTransfer(1.0),
+      self.log,
+      trace.Trace(None, clock=clock),
+    )
+    self.publisher.begin(0, None)
+    self.told = []
+    self.members = membership.Membership(
+      self.router,
+      self.publisher,
+      start_s=20.0,
+      on_lost=self.router.give_up,
+      report=self.told.append,
+    )
+
+  async def join(self, engine=None, info=INFO):
+    """Returns the number of an engine that has joined."""
+    number = self.members.join(lambda number: engine or starting(), info)
+    await asyncio.sleep(3.1)
+    return number
+
+  async def lose(self, number):
+    """Closes an engine, and has the router find out."""
+    await self.router.engines[number].close()
+    await self.router.flush_cache()
+
+
+def test_the_last_engine_serves_until_another_has_joined():
+  async def scenario():
+    pool = Pool()
+    leaving = asyncio.create_task(pool.members.leave(0))
+    await asyncio.sleep(5.0)
+    number, versions = await pools.episode(pool.router, "a")
+    assert number == 0
+    assert versions
+    assert not leaving.done()
+    await pool.join()
+    await leaving
+    assert (await pools.episode(pool.router, "b"))[0] == 1
+    with pytest.raises(contract.EngineClosed):
+      await pool.engines[0].checksum()
+    return story(pool.log), pool.told
+
+  events, told = pools.run(scenario())
+  assert events == [("leaving", 0), ("joined", 1), ("left", 0)]
+  assert told == [
+    "engine 0 is to leave: it gets no new session while another engine serves",
+    "engine 1 has joined pool decode, with version 0",
+    "engine 0 has left",
+  ]
+
+
+def test_a_session_moves_between_two_requests_and_an_answer_is_finished():
+  async def scenario():
+    pool = Pool()
+    await pool.join()
+    # One that is asked, and one that thinks.
+    assert await pool.router.begin("a", "") == 0
+    assert await pool.router.begin("b", "") == 1
+    answer = await pools.begun(pool.router, "a/0", "a")
+    leaving = asyncio.create_task(pool.members.leave(0))
+    await asyncio.sleep(0.5)
+    assert not leaving.done()
+    assert await pool.router.begin("c", "") == 1
+    assert len((await answer).tokens) == 2
+    await leaving
+    await pool.router.generate(pools.request("a/1", "a"))
+    return story(pool.log), list(event_log.of_kind(pool.log.events, "moved"))
+
+  events, moved = pools.run(scenario())
+  assert events == [("joined", 1), ("leaving", 0), ("left", 0)]
+  assert [(e["session"], e["engine"]) for e in moved] == [("a", 1)]
+
+
+def test_where_engines_drain_the_sessions_end_first():
+  async def scenario():
+    pool = Pool()
+    await pool.join()
+    await pool.publisher.publish(1, None, "drain")
+    playing = asyncio.create_task(pools.episode(pool.router, "a", turns=3))
+    await asyncio.sleep(0.1)
+    await pool.members.leave(0)
+    assert playing.done()
+    return playing.result(), list(event_log.of_kind(pool.log.events, "moved"))
+
+  (number, versions), moved = pools.run(scenario())
+  assert (number, set(versions), moved) == (0, {1}, [])
+
+
+def test_one_that_joins_in_a_publish_serves_what_is_published():
+  async def scenario(wait_s):
+    pool = Pool()
+    pool.members.join(lambda number: starting(), INFO)
+    await asyncio.sleep(wait_s)
+    await pool.publisher.publish(1, None, "recompute")
+    await asyncio.sleep(10.0)
+    (joined,) = event_log.of_kind(pool.log.events, "engine_joined")
+    versions = [one.stats().version for one in pool.router.engines]
+    return joined["version"], versions
+
+  # It joins after 1 + 2 s; the copies of the publish take 1 s.
+  seen = {wait_s: pools.run(scenario(wait_s)) for wait_s in (0.5, 1.9, 2.5)}
+  assert {tuple(versions) for _, versions in seen.values()} == {(1, 1)}
+  assert [version for version, _ in seen.values()] == [1, 1, 0]
+
+
+def test_a_guest_that_is_lost_has_left_and_its_sessions_move():
+  async def scenario():
+    pool = Pool()
+    number = await pool.join()
+    assert await pool.router.begin("a", "") == 0
+    assert await pool.router.begin("b", "") == number
+    await pool.lose(number)
+    await pool.router.generate(pools.request("b/0", "b"))
+    assert pool.router.describe()["engines_lost"] == 0
+    assert pool.members.describe()["engines_left"] == 1
+    # The last one ends it all, as nobody could start it again.
+    number = await pool.join()
+    await pool.lose(0)
+    with pytest.raises(
+      contract.EngineClosed,
+      match="all 3 engines have stopped, engine 2 because",
+    ):
+      await pool.lose(number)
+    return story(pool.log)
+
+  assert pools.run(scenario()) == [
+    ("joined", 1),
+    ("lost", 1),
+    ("left", 1),
+    ("joined", 2),
+    ("lost", 0),
+    ("lost", 2),
+    ("left", 2),
+  ]
+
+
+class Broken(scripted_engine.ScriptedEngine):
+  """Does not start."""
+
+  async def start(self, params, version, report=print):
+    raise RuntimeError("no memory")
+
+
+class Hanging(scripted_engine.ScriptedEngine):
+  """Never ends to start."""
+
+  async def start(self, params, version, report=print):
+    await asyncio.get_running_loop().create_future()
+
+
+@pytest.mark.parametrize(
+  ("kind", "why"),
+  [
+    (Broken, "RuntimeError('no memory')"),
+    (Hanging, "it took longer than recovery.start_s=20 s"),
+  ],
+)
+def test_an_engine_that_does_not_start_has_never_been_there(kind, why):
+  async def scenario():
+    pool = Pool()
+    engine = starting(kind)
+    await pool.join(engine)
+    await asyncio.sleep(20.0)
+    assert engine._closed
+    assert await pool.join() == 2
+    return story(pool.log), pool.told, pool.members.describe()
+
+  events, told, counts = pools.run(scenario())
+  assert events == [("joined", 2)]
+  assert told[0] == f"engine 1 could not join pool decode: {why}"
+  assert counts == {"engines_joined": 1.0, "engines_left": 0.0}
+
+
+class Told(scripted_engine.ScriptedEngine):
+  """Can be told to leave, by the event `word`."""
+
+  def __init__(self, *args, **settings):
+    super().__init__(*args, **settings)
+    self.word = asyncio.Event()
+
+  async def told_to_leave(self):
+    await self.word.wait()
+    self._check_open()
+
+
+def test_an_engine_that_is_told_to_leave_does():
+  async def scenario():
+    pool = Pool()
+    engine = starting(Told)
+    number = await pool.join(engine)
+    engine.word.set()
+    await asyncio.sleep(0.1)
+    assert engine._closed
+    assert number not in pool.router.serving
+    # One that is closed before it is told leaves nothing behind.
+    engine = starting(Told)
+    await pool.lose(await pool.join(engine))
+    engine.word.set()
+    await asyncio.sleep(0.1)
+    return story(pool.log), pool.members._tasks
+
+  events, tasks = pools.run(scenario())
+  assert events == [
+    ("joined", 1),
+    ("leaving", 1),
+    ("left", 1),
+    ("joined", 2),
+    ("lost", 2),
+    ("left", 2),
+  ]
+  assert not tasks
+
+
+@pytest.mark.parametrize("after_s", [0.5, 1.5], ids=["copy", "start"])
+def test_closing_in_a_join_leaves_no_task_and_no_engine(after_s):
+  async def scenario():
+    pool = Pool()
+    engine = starting()
+    pool.members.join(lambda number: engine, INFO)
+    await asyncio.sleep(after_s)
+    await pool.members.close()
+    with pytest.raises(ValueError, match="about to end"):
+      pool.members.join(lambda number: starting(), INFO)
+    await pool.router.close()
+    assert engine._closed
+    return asyncio.all_tasks() - {asyncio.current_task()}
+
+  assert pools.run(scenario()) == set()
+
+
+def test_what_is_preferred_may_join_and_leave():
+  async def scenario():
+    fast = placement.EngineInfo("fast", "compute")
+    wide = placement.EngineInfo("wide", "bandwidth")
+    pool = Pool(infos=[fast], routing={"prefer": {"math": "fast"}})
+    number = await pool.join(info=wide)
+    # All that is there before the last engine of its pool leaves.
+    assert await pool.router.begin("a", "math") == 0
+    pool.router.end("a")
+    await pool.members.leave(0)
+    assert await pool.router.begin("b", "math") == number
+    assert await pool.join(info=fast) == 2
+    assert await pool.router.begin("c", "math") == 2
+    return pool.router.describe(), pool.router.roll(), pool.log.events
+
+  described, roll, events = pools.run(scenario())
+  assert described["route_fallbacks"] == described["route_returns"] == 1.0
+  assert roll == [
+    "engine 1 (wide): open, 1 sessions, version 0",
+    "engine 2 (fast): open, 1 sessions, version 0",
+  ]
+  pooled = event_log.of_kind(events, "engine_pool")
+  assert [e["pool"] for e in pooled] == ["fast", "wide", "fast"]
