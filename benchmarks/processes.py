@@ -152,8 +152,9 @@ async def _measure() -> dict[str, Any]:
   task = engine_worker.EngineTask(
     model=_MODEL, engine=_SETTINGS, mesh=place.decode
   )
-  remote = remote_engine.RemoteEngines({0: task}, None, copier, spans)
-  apart = remote.build(0)
+  info = placement.EngineInfo("apart")
+  remote = remote_engine.RemoteEngines({info: task}, None, copier, spans)
+  apart = remote.build(0, info)
   shardings = functools.partial(
     weight_transfer.pool_shardings, _MODEL, dtype="same"
   )

@@ -64,6 +64,7 @@ def told(
   newest = max(map(int, saved), default=None)
   yield f"newest checkpoint: {'none' if newest is None else f'round {newest}'}"
   if state is not None:
+    yield from state["engines"]
     yield ""
     yield watchdog.table(grouped(state["waits"]), 0.0)
     if state["stack"]:

@@ -3,40 +3,78 @@
 A run starts its workers itself and writes one line of JSON to their standard
 input: where it listens, its token, and the name of the worker. That pipe stays
 open; when it closes, the run has ended, and the worker ends too.
+
+  python -m launch.worker --join=RUN
+
+adds an engine to a run on this host that has engines in processes of their own.
+SIGTERM lets it go: it gets no new session, its own end or move, and it exits
+with code 0. So does an engine's process that the run has started itself.
 """
 
 import asyncio
 import json
 import os
+import pathlib
 import sys
 import threading
-from collections.abc import Mapping
 
-from launch.cli import config_file, jax_setup
-from rl.remote import workers
+from absl import app
+from absl import flags as absl_flags
+from websockets.asyncio import client
+
+from launch.cli import config_file, flags, jax_setup
+from rl.remote import joining, workers
 from rl.settings import overrides
 
+_NORMAL = 1000
 
-async def work(told: Mapping[str, str]) -> None:
-  """Connects, becomes what it is told to be, and serves until the end."""
-  socket, data = await workers.connect(**told)
+_JOIN = absl_flags.DEFINE_string(
+  "join", "", "Directory of a run that an engine is added to."
+)
+_POOL = absl_flags.DEFINE_string(
+  "pool", "decode", "Pool of the engine that is added."
+)
+
+
+async def work(socket: client.ClientConnection, data: str) -> int:
+  """Becomes what it is told to be, and serves until the end.
+
+  Returns:
+    The exit code: 0 when the run has ended the connection, 1 when it was lost.
+  """
   config_file.put_root_on_path()
   task = overrides.from_json(json.loads(data))
   jax_setup.prepare(task.placement)
   print(await task.build().serve(socket, "the run"), flush=True)
+  return int(socket.close_code != _NORMAL)
+
+
+async def _work_for_parent() -> int:
+  told = json.loads(sys.stdin.readline())
+  threading.Thread(target=_end_with_parent, daemon=True).start()
+  return await work(*await workers.connect(**told))
 
 
 def _end_with_parent() -> None:
-  sys.stdin.read()
+  # Not by sys.stdin, whose lock would fail the interpreter's own end.
+  while os.read(sys.stdin.fileno(), 1 << 10):
+    pass
   os._exit(0)
 
 
+async def _join(run_dir: pathlib.Path, pool: str) -> int:
+  with flags.exit_on_setting_error():
+    socket, data = await workers.join(*joining.read(run_dir), pool)
+  return await work(socket, data)
+
+
+@flags.command
 def main() -> None:
-  """Works for the run that wrote to the standard input."""
-  told = json.loads(sys.stdin.readline())
-  threading.Thread(target=_end_with_parent, daemon=True).start()
-  asyncio.run(work(told))
+  """Joins a run, or works for the one that wrote to the standard input."""
+  if _JOIN.value:
+    sys.exit(asyncio.run(_join(pathlib.Path(_JOIN.value), _POOL.value)))
+  sys.exit(asyncio.run(_work_for_parent()))
 
 
 if __name__ == "__main__":
-  main()
+  app.run(main, flags_parser=flags.parse)

@@ -18,7 +18,13 @@ from rl.algorithms import group_filters, references
 from rl.audit import event_log
 from rl.engine import contract
 from rl.loop import coordinator, progress
-from rl.pools import recovery, router, weight_publisher, weight_transfer
+from rl.pools import (
+  membership,
+  recovery,
+  router,
+  weight_publisher,
+  weight_transfer,
+)
 from rl.rollout import episode, grading, group_rollout, prompts, starting
 from rl.runtime import mesh_thread, trace
 from rl.runtime import watchdog as watchdog_lib
@@ -40,8 +46,8 @@ class Parts:
   """Everything that a run is made of, wired but not started.
 
   `engines` are those of all decode pools, each on its own mesh, and `router`
-  is all of them as one. Of an engine that was lost and started again only the
-  router has the new one.
+  is all of them as one. Engines that were started again or have joined are in
+  the router only.
 
   `open`, `start` and then `close` belong to whoever built it, on one event
   loop.
@@ -67,6 +73,7 @@ class Parts:
   router: router.Router
   publisher: weight_publisher.WeightPublisher
   restarts: recovery.Restarts
+  members: membership.Membership
   player: group_rollout.Player
   tasks: prompts.Prompts
   log: event_log.EventLog
@@ -95,6 +102,13 @@ class Parts:
       _, copy = await self.publisher.place_newest(i)
       await engine.start(copy, version, report)
 
+  async def admit(self) -> None:
+    """Lets engines leave and join from now on, if some have own processes."""
+    for i in range(len(self.engines)):
+      self.members.follow(i)
+    if self.remote is not None:
+      await self.remote.admit(self.members.join)
+
   async def replace(self, state: train_state.TrainState, version: int) -> None:
     """Replaces the weights of engines that have started and played nothing."""
     self.publisher.begin(version, state.params)
@@ -108,6 +122,7 @@ class Parts:
     await self.player.graders.close()
     if self.player.agents is not None:
       await self.player.agents.close()
+    await self.members.close()
     await self.restarts.close()
     await self.router.close()
     for others in (self.remote, self.gang):
@@ -215,7 +230,7 @@ def build(
 
   def build_engine(number: int) -> contract.StartableEngine:
     if remote is not None and number in experiment.placement.remote:
-      return remote.build(number)
+      return remote.build(number, experiment.placement.engine_infos[number])
     where = decode_layouts[number], threads[number]
     return experiment.engine.build(model, *where)
 
@@ -246,6 +261,23 @@ def build(
     log,
     spans,
   )
+  restarts = recovery.Restarts(
+    experiment.recovery,
+    serving,
+    publisher,
+    build_engine,
+    log,
+    watchdog=watchdog,
+    report=report,
+  )
+  members = membership.Membership(
+    serving,
+    publisher,
+    experiment.recovery.start_s,
+    restarts.lost,
+    watchdog=watchdog,
+    report=report,
+  )
   kept = run_dir and skipped_updates.Quarantine(
     run_dir / "skipped", experiment.retention.skipped
   )
@@ -264,15 +296,8 @@ def build(
     remote=remote,
     router=serving,
     publisher=publisher,
-    restarts=recovery.Restarts(
-      experiment.recovery,
-      serving,
-      publisher,
-      build_engine,
-      log,
-      watchdog=watchdog,
-      report=report,
-    ),
+    restarts=restarts,
+    members=members,
     player=player(experiment, serving, chat, log, watchdog, gateway),
     tasks=tasks(experiment),
     log=log,
@@ -504,6 +529,7 @@ def _gauges(parts: Parts) -> dict[str, float]:
   return {
     **parts.router.describe(),
     **parts.restarts.describe(),
+    **parts.members.describe(),
     "environments_late": float(len(parts.player.late)),
     **{f"rewards/{name}": float(value) for name, value in rewards.items()},
     **{

@@ -48,6 +48,7 @@ _MAY_CHANGE = (
   "bounds.",
   "warm_start.checkpoint_every",
   "placement.learner_processes",
+  "placement.decode_processes",
 )
 
 
@@ -64,7 +65,7 @@ def claim(
     SettingError: the directory cannot be written, another process uses it, it
       holds records of something else, or a run with other settings. Settings
       that change nothing in what was learned (rounds, evaluation, retention,
-      bounds, progress_timeout_s), or only rounding
+      bounds, progress_timeout_s, placement.decode_processes), or only rounding
       (placement.learner_processes), may differ.
   """
   directory = pathlib.Path(path)

@@ -167,7 +167,10 @@ class _Run(progress_lib.RunObserver):
       file.on_unwritable = give_up
     try:
       with status_server.serving(
-        self._dir, self._parts.watchdog, self._screen.doing
+        self._dir,
+        self._parts.watchdog,
+        self._screen.doing,
+        self._parts.router.roll,
       ):
         return await self._train()
     except (asyncio.CancelledError, KeyboardInterrupt):
@@ -191,6 +194,7 @@ class _Run(progress_lib.RunObserver):
       if progress.trained >= self._experiment.rounds:
         return await self._complete(progress)
       await self._open(progress)
+      await self._parts.admit()
       await self._evaluate_alone(progress.trained)
       await self._rounds(progress)
       if self._signals.number:

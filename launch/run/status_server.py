@@ -15,7 +15,7 @@ import pathlib
 import secrets
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from rl.runtime import watchdog as watchdog_lib
@@ -34,12 +34,14 @@ def serving(
   run_dir: pathlib.Path,
   watchdog: watchdog_lib.Watchdog,
   doing: Callable[[], str],
+  engines: Callable[[], Sequence[str]],
 ) -> Iterator[None]:
   """Answers in the body of a `with`, which is on the event loop.
 
   Args:
     watchdog: its waits are told.
-    doing: returns the phase of the run; called in another thread.
+    doing, engines: return the phase of the run, and a line for each engine;
+      called in another thread.
   """
   loop, loop_thread = asyncio.get_running_loop(), threading.get_ident()
   key, file = secrets.token_bytes(_KEY_BYTES), run_dir / FILE
@@ -47,6 +49,7 @@ def serving(
   def state() -> dict[str, Any]:
     return {
       "doing": doing(),
+      "engines": engines(),
       "waits": watchdog.waits(),
       "stack": _stack_if_blocked(loop, loop_thread),
     }
@@ -99,9 +102,9 @@ def _stack_if_blocked(loop: asyncio.AbstractEventLoop, thread: int) -> str:
 def ask(run_dir: pathlib.Path) -> dict[str, Any]:
   """Returns the state of a run as its process tells it.
 
-  That is `pid`; `doing`, its phase; `waits`, a list of (owner, what, seconds
-  waited, deadline in seconds); `stack`, of the event loop if that is blocked,
-  else "".
+  That is `pid`; `doing`, its phase; `engines`, a line for each; `waits`, a list
+  of (owner, what, seconds waited, deadline in seconds); `stack`, of the event
+  loop if that is blocked, else "".
 
   Raises:
     OSError: no process of this host answers.

@@ -20,8 +20,8 @@ from rl.runtime import watchdog as watchdog_lib
 class Membership:
   """Lets engines into a router and out of it, until `close`.
 
-  All on one event loop. `assemble.Parts` calls `follow` for the engines that it
-  has started; the router tells of those that come back, and of losses.
+  All on one event loop. `assemble.Parts` calls `follow` for the engines of its
+  start; the router tells of those that come back or join, and of losses.
 
   Args:
     start_s: deadline of a join, until the engine serves.

@@ -9,6 +9,7 @@ decoding goes on, and `serve` switches to what was staged.
 import asyncio
 import contextlib
 import dataclasses
+import signal
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from typing import Any
 
@@ -108,14 +109,24 @@ class EngineWorker:
     return made
 
   async def serve(self, socket: connection.Socket, name: str) -> str:
-    """Serves until the stream ends; returns why it did."""
+    """Serves until the stream ends; returns why it did.
+
+    SIGTERM asks the other side to let it go; a second one ends it at once.
+    """
     stream = self.connect(socket, name)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._leave)
     watching = asyncio.create_task(self.watch())
     try:
       return await stream.run()
     finally:
       watching.cancel()
       await self.close()
+
+  def _leave(self) -> None:
+    told = "to leave once nothing is asked of it; again to end at once"
+    print(told, flush=True)
+    self._post("leave")
+    asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)
 
   async def close(self) -> None:
     """Stops the engine and its threads."""

@@ -4,13 +4,15 @@
   begun, stats <-- what the worker has told by then
   update_weights: weights into shared memory -> stage -> serve
 
-The worker is started by `start`. When its process ends or falls silent, all
-that waits raises EngineClosed with the last lines of its log.
+The worker is started by `start`, unless it has joined by itself. When its
+process ends or falls silent, all that waits raises EngineClosed with the last
+lines of its log.
 """
 
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 import pathlib
@@ -27,7 +29,8 @@ import jax
 
 from rl import experiment as experiment_lib
 from rl.engine import contract
-from rl.remote import connection, engine_worker, weight_store
+from rl.pools import placement
+from rl.remote import connection, engine_worker, joining, weight_store
 from rl.remote import workers as workers_lib
 from rl.runtime import mesh_thread, trace
 from rl.runtime import watchdog as watchdog_lib
@@ -58,6 +61,7 @@ class RemoteEngine:
     name: of its worker.
     spans: gets the work of its devices.
     thread: writes weights to shared memory; the caller closes it.
+    guest: the worker, if others have started it.
   """
 
   def __init__(
@@ -68,6 +72,7 @@ class RemoteEngine:
     store: weight_store.WeightStore,
     thread: mesh_thread.MeshThread,
     spans: trace.Trace,
+    guest: workers_lib.Guest | None = None,
   ):
     able = task.engine.capabilities(task.model)
     # A grammar's state is an object of this process.
@@ -85,7 +90,9 @@ class RemoteEngine:
     self._update_lock = asyncio.Lock()
     self._served: Any = None
     self._staged: Any = None
-    self._worker: workers_lib.Worker | None = None
+    self._guest = guest
+    self._worker: workers_lib.Worker | workers_lib.Guest | None = guest
+    self._told = asyncio.Event()  # To leave, or of its end.
     self._stream: connection.Connection | None = None
     self._watching: asyncio.Task[None] | None = None
     self._closed: contract.EngineClosed | None = None
@@ -104,28 +111,45 @@ class RemoteEngine:
       EngineClosed: it ended, or took too long.
     """
     self._report = report
-    report(f"starting a process for {self._name}")
+    if self._guest is None:
+      report(f"starting a process for {self._name}")
     stored = await self._stored(params)
     try:
-      self._worker, self._stream = await self._workers.start(
-        self._name,
-        json.dumps(overrides.to_json(self._task)),
-        environment=workers_lib.environment(),
-        hears={
-          "begun": self._hear_begun,
-          "stats": self._hear_stats,
-          "spans": self._hear_spans,
-          "step": lambda step: self._on_step(step),
-          "report": lambda text: self._report(text),
-        },
-        deadline_s=_CONNECT_S,
-        python=self._task.python,
-      )
+      self._worker, self._stream = await self._connect()
     except workers_lib.NotStarted as error:
       raise contract.EngineClosed(str(error)) from error
     self._watching = asyncio.create_task(self._watch(), name=self._name)
     await self._call("start", version, _tensors(stored), deadline_s=_START_S)
     self._served = stored
+
+  async def _connect(
+    self,
+  ) -> tuple[workers_lib.Worker | workers_lib.Guest, connection.Connection]:
+    task = json.dumps(overrides.to_json(self._task))
+    hears = {
+      "begun": self._hear_begun,
+      "stats": self._hear_stats,
+      "spans": self._hear_spans,
+      "step": lambda step: self._on_step(step),
+      "report": lambda text: self._report(text),
+      "leave": self._told.set,
+    }
+    if self._guest is not None:
+      started = await self._guest.start(self._name, task, hears=hears)
+      return self._guest, started
+    return await self._workers.start(
+      self._name,
+      task,
+      environment=workers_lib.environment(),
+      hears=hears,
+      deadline_s=_CONNECT_S,
+      python=self._task.python,
+    )
+
+  async def told_to_leave(self) -> None:
+    """Returns once SIGTERM was sent to it; see `contract.LeavingEngine`."""
+    await self._told.wait()
+    self._check_open()
 
   async def _watch(self) -> None:
     """Closes the engine when its worker is lost."""
@@ -138,16 +162,20 @@ class RemoteEngine:
   def _fail(self, reason: str) -> None:
     self._closed = self._closed or contract.EngineClosed(reason)
     self._requests.clear()
+    self._told.set()
 
   async def close(self) -> None:
     """Ends its process; requests in flight raise EngineClosed."""
+    was_told = self._told.is_set() and self._closed is None
     self._fail("the engine was closed")
     if self._watching is not None:
       self._watching.cancel()
+    if self._guest is not None and self._served is None:
+      await self._guest.refuse("it could not start")
     if self._stream is not None:
       await self._stream.close()
     if self._worker is not None:
-      await asyncio.to_thread(self._worker.kill)
+      await self._worker.end(gently=was_told)
     self._served = self._staged = None
 
   @property
@@ -335,46 +363,76 @@ def _tensors(stored: Any) -> list[weight_store.Tensor]:
   return [leaf.address for leaf in jax.tree.leaves(stored)]
 
 
+Join = Callable[[Callable[[int], RemoteEngine], placement.EngineInfo], object]
+"""Lets an engine in, as `membership.Membership.join` does."""
+
+
 class RemoteEngines:
   """The engines of a run that have processes of their own.
 
   `assemble.Parts` makes one for all of them, and closes it after its router.
 
   Args:
-    tasks: by the number of the engine.
-    log_dir: see `workers.Workers`.
+    tasks: of the engines of each pool.
+    run_dir: has their output, and the address at which others may join.
     thread: writes weights to shared memory; the caller closes it.
     spans: gets the work of their devices.
   """
 
   def __init__(
     self,
-    tasks: Mapping[int, engine_worker.EngineTask],
-    log_dir: pathlib.Path | None,
+    tasks: Mapping[placement.EngineInfo, engine_worker.EngineTask],
+    run_dir: pathlib.Path | None,
     thread: mesh_thread.MeshThread,
     spans: trace.Trace,
     watchdog: watchdog_lib.Watchdog | None = None,
   ):
     self._tasks = tasks
+    self._run_dir = run_dir
     self._thread = thread
     self._spans = spans
+    log_dir = run_dir and run_dir / "workers"
     self._workers = workers_lib.Workers(log_dir, watchdog)
     self._store = weight_store.WeightStore()
     self.write = self._store.write
 
-  def build(self, number: int) -> RemoteEngine:
+  def build(
+    self,
+    number: int,
+    info: placement.EngineInfo,
+    guest: workers_lib.Guest | None = None,
+  ) -> RemoteEngine:
     """Returns an engine, not started."""
     return RemoteEngine(
-      self._tasks[number],
+      self._tasks[info],
       f"engine {number}",
       self._workers,
       self._store,
       self._thread,
       self._spans,
+      guest,
     )
+
+  async def admit(self, join: Join) -> None:
+    """Lets processes that others start join, until `close`."""
+
+    def arrived(pool: str, guest: workers_lib.Guest) -> None:
+      infos = {info.pool: info for info in self._tasks}
+      if (info := infos.get(pool)) is None:
+        raise ValueError(
+          f"pool {pool} cannot be joined; use {', '.join(infos)}"
+        )
+      join(functools.partial(self.build, info=info, guest=guest), info)
+
+    self._workers.on_guest = arrived
+    address = await self._workers.listen()
+    if self._run_dir is not None:
+      joining.write(self._run_dir, address, self._workers.token)
 
   async def close(self) -> None:
     """Ends every process that is left."""
+    if self._run_dir is not None:
+      joining.remove(self._run_dir)
     await self._workers.close()
 
 
@@ -386,15 +444,15 @@ def of_experiment(
   watchdog: watchdog_lib.Watchdog,
 ) -> RemoteEngines:
   """Returns the engines of an experiment that have processes of their own."""
-  place, tasks = experiment.placement, {}
-  pools = [pool for pool in place.pools for _ in range(pool.replicas)]
-  for number in place.remote:
-    tasks[number] = engine_worker.EngineTask(
+  tasks = {
+    placement.EngineInfo(pool.name, pool.kind): engine_worker.EngineTask(
       model=experiment.model,
       engine=experiment.engine,
-      mesh=pools[number].mesh,
+      mesh=pool.mesh,
       dtype=experiment.publishing.dtype,
-      python=pools[number].python,
+      python=pool.python,
     )
-  log_dir = run_dir and run_dir / "workers"
-  return RemoteEngines(tasks, log_dir, thread, spans, watchdog)
+    for pool in experiment.placement.pools
+    if pool.processes
+  }
+  return RemoteEngines(tasks, run_dir, thread, spans, watchdog)

@@ -2,10 +2,13 @@
 
   start --> child: python -m launch.worker, told where and by which token
               |
-              +--> _admit: token, version of the code --> Connection --> start
+              +--> _connected: token, version of the code --> Connection
+  others --> guest: python -m launch.worker --join=RUN
+              |
+              +--> _connected: the same --> on_guest, Guest.start --> Connection
 
 A child holds a pipe of its parent and ends when that closes, so nothing is left
-when the parent ends, in whatever way.
+when the parent ends, in whatever way. A guest ends with its connection.
 """
 
 import asyncio
@@ -22,9 +25,10 @@ import secrets
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import websockets
 from websockets.asyncio import client as websockets_client
 from websockets.asyncio import server as websockets_server
 
@@ -39,6 +43,9 @@ SILENCE_S = 30.0
 Programs are compiled in threads that hold Python's lock for seconds."""
 _HELLO_S = 10.0
 _CLOSE_S = 5.0
+_LEAVE_S = 30.0
+"""Time in which a worker that is let go ends by itself."""
+_MAX_REASON = 120  # Bytes; a WebSocket allows 123.
 _LOOK_S = 0.2
 _LOG_LINES = 50
 _COUNT = re.compile(r"--xla_force_host_platform_device_count=\S*")
@@ -62,6 +69,18 @@ def code_version() -> str:
 def environment() -> dict[str, str]:
   """Returns the variables that let a worker count its own devices."""
   return {"XLA_FLAGS": _COUNT.sub("", os.environ.get("XLA_FLAGS", ""))}
+
+
+class Refused(ValueError):
+  """A run that cannot be joined."""
+
+
+def _check_code(name: str, code: str) -> None:
+  """Raises ValueError unless a process runs this version of the code."""
+  if code != code_version():
+    raise ValueError(
+      f"{name} runs version {code} of the code, not {code_version()}"
+    )
 
 
 class Worker:
@@ -97,6 +116,13 @@ class Worker:
       [f"{self.name} {state}; its log, {self._log}, ends:", *lines]
     )
 
+  async def end(self, gently: bool) -> None:
+    """Ends it, after a while if it may end by itself until then."""
+    if gently:
+      with contextlib.suppress(subprocess.TimeoutExpired):
+        await asyncio.to_thread(self._process.wait, _LEAVE_S)
+    await asyncio.to_thread(self.kill)
+
   def kill(self) -> None:
     """Ends it at once."""
     self._process.kill()
@@ -105,6 +131,60 @@ class Worker:
       self._process.stdin.close()
     with contextlib.suppress(subprocess.TimeoutExpired):
       self._process.wait(_CLOSE_S)
+
+
+class Guest:
+  """A process that others have started, and that asks for work.
+
+  Attributes:
+    pid: number of the process.
+  """
+
+  def __init__(
+    self,
+    socket: websockets_server.ServerConnection,
+    pid: int,
+    watchdog: watchdog_lib.Watchdog | None,
+  ):
+    self.pid = pid
+    self._socket = socket
+    self._watchdog = watchdog
+    self._running: asyncio.Task[None] | None = None
+
+  async def start(
+    self, name: str, task: str, *, hears: Mapping[str, Any]
+  ) -> connection.Connection:
+    """Tells it what to be; see `Workers.start`.
+
+    Raises:
+      NotStarted: it is gone.
+    """
+    try:
+      await self._socket.send(wire.pack(task))
+    except websockets.ConnectionClosed as error:
+      raise NotStarted(f"{self.last_words()}: {error}") from error
+    stream = connection.Connection(
+      self._socket, name=name, hears=hears, watchdog=self._watchdog
+    )
+    self._running = asyncio.create_task(self._run(stream), name=name)
+    return stream
+
+  async def _run(self, stream: connection.Connection) -> None:
+    await stream.run()
+    await self._socket.close()
+
+  def last_words(self) -> str:
+    """Returns how it ended."""
+    return f"process {self.pid}, which had joined, has ended or was cut off"
+
+  async def refuse(self, reason: str) -> None:
+    """Ends its connection as a failure."""
+    await self._socket.close(1011, reason)
+
+  async def end(self, gently: bool) -> None:
+    """Ends its connection, and it with that."""
+    del gently
+    await self._socket.close()
 
 
 class _Expected(NamedTuple):
@@ -125,6 +205,8 @@ class Workers:
 
   Attributes:
     token: that a process must know to connect.
+    on_guest: given a guest and the pool that it asks for; refuses by a
+      ValueError. None refuses all.
   """
 
   def __init__(
@@ -139,6 +221,7 @@ class Workers:
     self._log_dir = log_dir
     self._watchdog = watchdog
     self.token = secrets.token_hex(32)
+    self.on_guest: Callable[[str, Guest], None] | None = None
     self._server: websockets_server.Server | None = None
     self._expected: dict[str, _Expected] = {}
     self._children: list[Worker] = []
@@ -244,11 +327,29 @@ class Workers:
     """Serves one connection, from its first message to its end."""
     try:
       async with asyncio.timeout(_HELLO_S):
-        expected, name = self._admit(await socket.recv())
-      await socket.send(wire.pack(expected.task))
-    except (wire.Malformed, TimeoutError) as error:
-      await socket.close(1008, str(error)[:100])
-      return
+        hello = await socket.recv()
+      data = wire.unpack(hello if isinstance(hello, bytes) else b"")
+      match data:
+        case {"name": str(name), "code": str(code)} if name in self._expected:
+          _check_code(name, code)
+          await self._serve_child(socket, self._expected[name], name)
+        case {"join": str(pool), "code": str(code), "pid": int(pid)}:
+          _check_code(f"process {pid}", code)
+          self._admit(pool, Guest(socket, pid, self._watchdog))
+          await socket.wait_closed()
+        case _:
+          raise wire.Malformed("no worker of this name is expected")
+    except (ValueError, TimeoutError) as error:
+      reason = str(error).encode()[:_MAX_REASON].decode(errors="ignore")
+      await socket.close(1008, reason)
+
+  async def _serve_child(
+    self,
+    socket: websockets_server.ServerConnection,
+    expected: _Expected,
+    name: str,
+  ) -> None:
+    await socket.send(wire.pack(expected.task))
     stream = connection.Connection(
       socket, name=name, hears=expected.hears, watchdog=self._watchdog
     )
@@ -257,21 +358,10 @@ class Workers:
     expected.admitted.set_result(stream)
     await stream.run()
 
-  def _admit(self, hello: str | bytes) -> "tuple[_Expected, str]":
-    """Returns what a worker is expected for, and its name.
-
-    Raises:
-      Malformed: it is not one that may connect.
-    """
-    data = wire.unpack(hello if isinstance(hello, bytes) else b"")
-    match data:
-      case {"name": str(name), "code": str(code)} if name in self._expected:
-        if code != code_version():
-          raise wire.Malformed(
-            f"{name} runs version {code} of the code, not {code_version()}"
-          )
-        return self._expected[name], name
-    raise wire.Malformed("no worker of this name is expected")
+  def _admit(self, pool: str, guest: Guest) -> None:
+    if self.on_guest is None:
+      raise ValueError("this run takes no engines now")
+    self.on_guest(pool, guest)
 
   async def close(self) -> None:
     """Ends all workers and listens no more; may be called again."""
@@ -288,12 +378,41 @@ class Workers:
 
 async def connect(
   address: str, token: str, name: str
-) -> tuple[connection.Socket, Any]:
+) -> tuple[websockets_client.ClientConnection, Any]:
   """Returns a worker's connection to its coordinator, and its task.
 
   Raises:
     OSError, websockets.WebSocketException: nothing answers, or it refuses.
   """
+  return await _ask(address, token, {"name": name}, _HELLO_S)
+
+
+async def join(
+  address: str, token: str, pool: str
+) -> tuple[websockets_client.ClientConnection, Any]:
+  """Returns a guest's connection to a run, and its task, once it has one.
+
+  Args:
+    pool: of engines that it is to join.
+
+  Raises:
+    Refused: nothing answers, or it refuses.
+  """
+  hello = {"join": pool, "pid": os.getpid()}
+  try:
+    return await _ask(address, token, hello, None)
+  except OSError as error:
+    raise Refused(f"nothing answers at {address}: the run has ended") from error
+  except websockets.ConnectionClosed as error:
+    why = error.rcvd.reason if error.rcvd is not None else ""
+    raise Refused(f"the run refuses: {why or 'it has ended'}") from error
+  except websockets.WebSocketException as error:
+    raise Refused(f"no run answers at {address}: {error}") from error
+
+
+async def _ask(
+  address: str, token: str, hello: Mapping[str, Any], wait_s: float | None
+) -> tuple[websockets_client.ClientConnection, Any]:
   socket = await websockets_client.connect(
     address,
     additional_headers={"Authorization": f"Bearer {token}"},
@@ -303,6 +422,6 @@ async def connect(
     ping_timeout=SILENCE_S,
     proxy=None,
   )
-  await socket.send(wire.pack({"name": name, "code": code_version()}))
-  async with asyncio.timeout(_HELLO_S):
+  await socket.send(wire.pack({**hello, "code": code_version()}))
+  async with asyncio.timeout(wait_s):
     return socket, wire.unpack(await socket.recv(decode=False))

@@ -77,6 +77,59 @@ def test_an_engine_that_is_killed_or_stopped_is_started_again(tmp_path, number):
 
 
 @pytest.mark.slow
+def test_engines_join_a_running_run_and_leave_it(tmp_path):
+  settings = commands.TINY | REMOTE | {"rounds": "4000"}
+  run_dir = tmp_path / "run"
+
+  def since(kind, rounds):
+    """Waits for an event, and for two rounds after it."""
+    processes.until(lambda: processes.events(run_dir, kind), process)
+    processes.until(lambda: processes.rounds(run_dir) > rounds + 2, process)
+    return processes.rounds(run_dir)
+
+  with commands.start(*commands.train(run_dir, settings)) as process:
+    processes.until(lambda: processes.rounds(run_dir) >= 2, process)
+    (own,) = processes.workers_of(process)
+    refused = commands.launch(
+      "launch.worker", f"--join={run_dir}", "--pool=wide"
+    )
+    with commands.start("launch.worker", f"--join={run_dir}") as guest:
+      done = since("engine_joined", processes.rounds(run_dir))
+      asked = commands.launch("launch.status", run_dir)
+      # The run's own engine leaves first, and then the last one stays.
+      os.kill(own, signal.SIGTERM)
+      done = since("engine_left", done)
+      processes.until(lambda: not processes.runs(own), process)
+      guest.send_signal(signal.SIGTERM)
+      with commands.start("launch.worker", f"--join={run_dir}") as other:
+        processes.until(
+          lambda: len(processes.events(run_dir, "engine_left")) == 2, process
+        )
+        words = guest.communicate(timeout=processes.DEADLINE_S)[0]
+        done = since("engine_left", processes.rounds(run_dir))
+        process.send_signal(signal.SIGINT)
+        output = process.communicate(timeout=processes.DEADLINE_S)[0]
+        last = other.communicate(timeout=processes.DEADLINE_S)[0]
+  assert refused.returncode == 2
+  assert "the run refuses: pool wide cannot be joined; use decode" in (
+    refused.stderr
+  )
+  assert "engine 1 (decode): open" in asked.stdout
+  assert (guest.returncode, other.returncode) == (0, 0), words + last
+  assert process.returncode == 128 + signal.SIGINT, output
+  assert "engine 1 has joined pool decode" in output
+  assert "error 0" in output
+  assert not processes.events(run_dir, "engine_lost")
+  assert not processes.events(run_dir, "fault")
+  places = [x["engine"] for x in processes.events(run_dir, "engine_left")]
+  assert places == [0, 1]
+  assert log_check.of_run(run_dir).violations == []
+  gone = commands.launch("launch.worker", f"--join={run_dir}")
+  assert gone.returncode == 2
+  assert "start it with --config.placement.decode_processes=1" in gone.stderr
+
+
+@pytest.mark.slow
 def test_no_process_is_left_of_a_run_that_was_killed(tmp_path):
   settings = commands.TINY | REMOTE | {"rounds": "400"}
   with commands.start(*commands.train(tmp_path, settings)) as process:

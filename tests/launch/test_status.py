@@ -17,12 +17,15 @@ def test_waits_that_differ_in_numbers_share_a_line():
 
 
 def test_a_blocked_loop_is_shown_with_its_stack(tmp_path):
-  state = {"doing": "warm start 3/40", "pid": 7, "waits": [], "stack": "here\n"}
+  engine = "engine 0 (decode): open, 3 sessions, version 2"
+  state = {"doing": "warm start 3/40", "pid": 7, "engines": [engine]}
+  state |= {"waits": [], "stack": "here\n"}
   lines = list(status.told(tmp_path, 5, state, "", 0.0))
   assert lines == [
     f"{tmp_path}: warm start 3/40, process 7",
     "no round of 5 has ended",
     "newest checkpoint: none",
+    engine,
     "",
     "nobody waits",
     "\nthe event loop is blocked in:\nhere",

@@ -21,7 +21,9 @@ def asked(run_dir, during=None):
     watchdog = watchdog_lib.Watchdog()
     wait = {"owner": "learner", "what": "groups 4..7", "deadline_s": 9.0}
     with (
-      status_server.serving(run_dir, watchdog, lambda: "round 2 of 5"),
+      status_server.serving(
+        run_dir, watchdog, lambda: "round 2 of 5", lambda: ["engine 0"]
+      ),
       watchdog.track(**wait),
     ):
       asking = asyncio.to_thread(status_server.ask, run_dir)
@@ -37,6 +39,7 @@ def asked(run_dir, during=None):
 def test_it_tells_phase_and_waits(tmp_path):
   state = asked(tmp_path)
   assert state["doing"] == "round 2 of 5"
+  assert state["engines"] == ["engine 0"]
   assert state["pid"] == os.getpid()
   assert state["stack"] == ""
   ((owner, what, waited_s, deadline_s),) = state["waits"]

@@ -1,6 +1,7 @@
 """Who may connect, and workers that never do."""
 
 import asyncio
+import os
 
 import pytest
 import websockets
@@ -79,6 +80,14 @@ def test_nobody_without_the_token_is_heard(given):
       "no worker of this name is expected",
     ),
     (
+      wire.pack({"join": "decode", "code": "older", "pid": 3}),
+      "process 3 runs version older of the code, not",
+    ),
+    (
+      wire.pack({"join": "decode", "code": workers.code_version()}),
+      "no worker of this name is expected",
+    ),
+    (
       wire.pack({"name": "engine 0", "code": "older"}),
       "engine 0 runs version older of the code, not",
     ),
@@ -97,6 +106,95 @@ def test_whoever_is_not_expected_is_refused_and_others_go_on(hello, words):
     socket, _ = await workers.connect(address, others.token, "engine 0")
     await admitted
     await socket.close()
+
+  play(scenario)
+
+
+def guests_of(others):
+  """Returns a queue of the guests, and of the pools that they ask for."""
+  guests = asyncio.Queue()
+  others.on_guest = lambda pool, guest: guests.put_nowait((pool, guest))
+  return guests
+
+
+def test_a_guest_waits_for_its_task_and_may_then_be_asked():
+  async def double(x):
+    return 2 * x
+
+  async def scenario(others, address):
+    guests, heard = guests_of(others), []
+    joining = asyncio.create_task(workers.join(address, others.token, "wide"))
+    pool, guest = await guests.get()
+    assert (pool, guest.pid) == ("wide", os.getpid())
+    assert not joining.done()
+    stream = await guest.start(
+      "engine 7", "a task", hears={"said": heard.append}
+    )
+    socket, task = await joining
+    serving = connection.Connection(
+      socket, name="the run", serves={"double": double}
+    )
+    run = asyncio.create_task(serving.run())
+    serving.post("said", "hello")
+    answer = await stream.call("double", 21, deadline_s=5)
+    await stream.close()
+    await guest.end(gently=True)
+    await run
+    return task, answer, heard, socket.close_code
+
+  assert play(scenario) == ("a task", 42, ["hello"], 1000)
+
+
+def test_a_guest_that_cannot_start_is_told_so():
+  async def scenario(others, address):
+    guests = guests_of(others)
+    joining = asyncio.create_task(workers.join(address, others.token, "wide"))
+    _, guest = await guests.get()
+    await guest.refuse("it could not start")
+    with pytest.raises(workers.Refused, match=r"refuses: it could not start$"):
+      await joining
+
+  play(scenario)
+
+
+def test_a_guest_that_is_gone_before_it_has_a_task_does_not_start():
+  async def scenario(others, address):
+    guests = guests_of(others)
+    bearer = {"Authorization": f"Bearer {others.token}"}
+    hello = {"join": "wide", "pid": 3, "code": workers.code_version()}
+    async with client.connect(
+      address, additional_headers=bearer, proxy=None
+    ) as socket:
+      await socket.send(wire.pack(hello))
+      _, guest = await guests.get()
+    with pytest.raises(
+      workers.NotStarted, match="process 3, which had joined, has ended"
+    ):
+      await guest.start("engine 7", "a task", hears={})
+
+  play(scenario)
+
+
+def test_a_guest_is_refused_with_the_reason():
+  async def scenario(others, address):
+    def join(token=others.token, at=address):
+      return workers.join(at, token, "wide")
+
+    with pytest.raises(workers.Refused, match="takes no engines now"):
+      await join()
+
+    def full(pool, guest):
+      raise ValueError(f"pool {pool} cannot be joined; use decode")
+
+    others.on_guest = full
+    with pytest.raises(workers.Refused, match="pool wide cannot be joined"):
+      await join()
+    with pytest.raises(workers.Refused, match="pool üü"):
+      await workers.join(address, others.token, "ü" * 200)
+    with pytest.raises(workers.Refused, match=r"no run answers .* HTTP 401"):
+      await join(token="another")
+    with pytest.raises(workers.Refused, match="the run has ended"):
+      await join(at="ws://127.0.0.1:9")
 
   play(scenario)
 

@@ -1,0 +1,57 @@
+"""The address at which a run lets engines in that others start.
+
+  RemoteEngines.admit --write--> RUN/.join --read--> launch.worker --join=RUN
+
+Only the user who has launched the run can read it, on the host of the run.
+"""
+
+import json
+import os
+import pathlib
+import socket
+
+from rl.remote import workers
+
+FILE = ".join"
+
+
+def write(run_dir: pathlib.Path, address: str, token: str) -> None:
+  """Writes the address of a run into its directory, for its user alone."""
+  where = {"host": socket.gethostname(), "address": address, "token": token}
+  remove(run_dir)
+  flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY
+  with open(os.open(run_dir / FILE, flags, 0o600), "w") as output:
+    json.dump(where, output)
+
+
+def remove(run_dir: pathlib.Path) -> None:
+  """Removes the address of a run, if it is there."""
+  (run_dir / FILE).unlink(missing_ok=True)
+
+
+def read(run_dir: pathlib.Path) -> tuple[str, str]:
+  """Returns address and token of a run.
+
+  Raises:
+    Refused: it lets nobody in here.
+  """
+  try:
+    where = json.loads((run_dir / FILE).read_text())
+    host, address, token = where["host"], where["address"], where["token"]
+  except FileNotFoundError:
+    raise workers.Refused(
+      f"--join={run_dir} takes no engines: no process works on its rounds, or "
+      "all its engines are in that process; start it with "
+      "--config.placement.decode_processes=1"
+    ) from None
+  except OSError as error:
+    raise workers.Refused(f"--join={run_dir}: {error.strerror}") from error
+  except (ValueError, KeyError, TypeError) as error:
+    raise workers.Refused(
+      f"--join={run_dir}: {FILE} is damaged: {error}; start the run again"
+    ) from error
+  if host != socket.gethostname():
+    raise workers.Refused(
+      f"--join={run_dir}: it runs on {host}, and engines join on its own host"
+    )
+  return str(address), str(token)

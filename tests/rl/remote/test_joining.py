@@ -1,0 +1,48 @@
+"""The address of a run: for its user alone, and with a way out without it."""
+
+import json
+import stat
+
+import pytest
+
+from rl.remote import joining, workers
+
+
+def test_only_the_user_of_a_run_can_read_its_address(tmp_path):
+  (tmp_path / joining.FILE).write_text("that of a run that was killed")
+  joining.write(tmp_path, "ws://127.0.0.1:7", "a token")
+  mode = stat.S_IMODE((tmp_path / joining.FILE).stat().st_mode)
+  assert mode == 0o600
+  assert joining.read(tmp_path) == ("ws://127.0.0.1:7", "a token")
+  joining.remove(tmp_path)
+  joining.remove(tmp_path)
+  with pytest.raises(
+    workers.Refused,
+    match=r"takes no engines: .*; start it with "
+    r"--config\.placement\.decode_processes=1$",
+  ):
+    joining.read(tmp_path)
+
+
+@pytest.mark.parametrize(
+  ("where", "why"),
+  [
+    ("{", "is damaged"),
+    ("[]", "is damaged"),
+    ("{}", "is damaged: 'host'; start the run again"),
+    (
+      json.dumps({"host": "elsewhere", "address": "x", "token": "x"}),
+      "it runs on elsewhere, and engines join on its own host",
+    ),
+  ],
+)
+def test_an_address_that_is_of_no_use_is_refused(tmp_path, where, why):
+  (tmp_path / joining.FILE).write_text(where)
+  with pytest.raises(workers.Refused, match=why):
+    joining.read(tmp_path)
+
+
+def test_a_file_that_is_no_directory_has_no_run(tmp_path):
+  (tmp_path / "run").write_text("")
+  with pytest.raises(workers.Refused, match="Not a directory"):
+    joining.read(tmp_path / "run")
