@@ -84,6 +84,8 @@ setuptools.setup(
     "rich>=13.7",
     "tensorboardX>=2.6.2",
     "safetensors>=0.5",
+    # Manifests for Kubernetes.
+    "pyyaml>=6.0",
   ],
   extras_require={
     "envs": ENVS,
