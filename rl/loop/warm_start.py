@@ -236,16 +236,16 @@ async def run(
     FloatingPointError: more were skipped.
   """
   metrics: dict[str, float] = {}
-  for step in range(now.trained, supervision.steps):
+  steps = range(now.trained, supervision.steps)
+  batches = await supervision.batches(steps.start) if steps else ()
+  for step in steps:
     report(f"warm start {step + 1}/{supervision.steps}")
-    state, metrics = await thread.run(
-      "warm start",
-      _step,
-      programs,
-      reference,
-      now.state,
-      await supervision.batches(step),
+    running = thread.submit(
+      "warm start", _step, programs, reference, now.state, batches
     )
+    if step + 1 in steps:  # Made while the mesh computes.
+      batches = await supervision.batches(step + 1)
+    state, metrics = await running
     skipped = now.skipped + 1 if metrics["skipped"] else 0
     now = Imitation(state, step + 1, skipped, metrics["loss"])
     if _is_due(supervision, now.trained):

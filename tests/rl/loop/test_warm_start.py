@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 import json
 import math
+import threading
 
 import pytest
 
@@ -115,6 +116,18 @@ class Steps(fakes.FakeLearner):
 UNOBSERVED = warm_start.WarmStartObserver()
 
 
+def supervision(steps):
+  return warm_start.demonstrations(
+    warm_start.WarmStart(steps=steps, episodes=2),
+    fakes.Counting(turns=2),
+    CHAT,
+    LIMITS,
+    rows=2,
+    length=16,
+    seed=0,
+  )
+
+
 def imitated(norms, max_skipped, behind=(), watching=UNOBSERVED):
   """Returns how many of some steps were taken, and the last report.
 
@@ -122,31 +135,55 @@ def imitated(norms, max_skipped, behind=(), watching=UNOBSERVED):
     norms: of the gradient of each step; one that is not finite is skipped.
     behind: steps that were taken before, and how many were skipped at last.
   """
-  programs, said = Steps(norms), []
+  said = []
+  state = run(
+    supervision(len(norms) + sum(behind[:1])),
+    Steps(norms),
+    behind,
+    max_skipped=max_skipped,
+    observer=watching,
+    report=said.append,
+  )
+  return state.updates, said[-1]
+
+
+def run(supervised, programs, behind=(), **how):
   thread = mesh_thread.MeshThread("learner", trace.Trace(None))
   try:
-    state = asyncio.run(
+    return asyncio.run(
       warm_start.run(
-        warm_start.demonstrations(
-          warm_start.WarmStart(steps=len(norms) + sum(behind[:1]), episodes=2),
-          fakes.Counting(turns=2),
-          CHAT,
-          LIMITS,
-          rows=2,
-          length=16,
-          seed=0,
-        ),
+        supervised,
         programs,
         warm_start.Imitation(programs.abstract, *behind),
         thread,
-        max_skipped=max_skipped,
-        observer=watching,
-        report=said.append,
+        **how,
       )
     )
   finally:
     thread.close()
-  return state.updates, said[-1]
+
+
+def test_the_batches_of_the_next_step_are_made_while_one_runs():
+  made, real = threading.Event(), supervision(2)
+
+  async def batches(step):
+    found = await real.batches(step)
+    if step:
+      made.set()
+    return found
+
+  class Waiting(fakes.FakeLearner):
+    def update(self, state, total, left_out_divisor=0.0):
+      assert made.wait(60)
+      return super().update(state, total)
+
+  state = run(
+    dataclasses.replace(real, batches=batches),
+    Waiting(),
+    max_skipped=0,
+    observer=UNOBSERVED,
+  )
+  assert state.updates == 2
 
 
 def test_steps_that_are_not_finite_are_skipped_and_counted_only_in_a_row():
