@@ -70,10 +70,6 @@ def train(
     began_s: reading of time.monotonic() when the command began, if not now.
   """
   begun = startup.Startup(time.monotonic() if began_s is None else began_s)
-  # Tracing and play make millions of objects, few of them in cycles: searching
-  # for those as often as by default took a twentieth of this thread's time.
-  gc.freeze()
-  gc.set_threshold(10_000)
   run_dir = pathlib.Path(path)
   screen = display.Display(experiment.rounds, sys.stdout)
   screen.start()
