@@ -70,8 +70,9 @@ async def guarded(
   loop = asyncio.get_running_loop()
   due_s = loop.time() + deadline_s
   answer: asyncio.Future[_Outcome | None] = loop.create_future()
-  wait = {"owner": owner, "what": what + of, "deadline_s": deadline_s}
-  with watchdog_lib.track(watchdog, **wait):
+  with watchdog_lib.track(
+    watchdog, owner=owner, what=what + of, deadline_s=deadline_s
+  ):
     work = asyncio.Task(_run(call, answer), loop=loop, **_EAGER)
     if not answer.done():
       timer = loop.call_at(due_s, _give, answer, None)
@@ -168,6 +169,8 @@ def checked_tools(tools: object) -> list[dict[str, Any]]:
   """Returns tools as plain JSON data, or raises Fault."""
   if not isinstance(tools, Sequence) or isinstance(tools, str):
     raise Fault(f"tools are {_kind(tools)}, not a list of JSON schemas")
+  if not tools:
+    return []
   copied = contained(
     lambda: json.loads(json.dumps(list(tools), allow_nan=False)), "its tools"
   )

@@ -117,9 +117,13 @@ class _Deadline:
     self._timeout.reschedule(-math.inf)
 
 
-def track(watchdog: "Watchdog | None", **wait: Any) -> Listed:
+def track(
+  watchdog: "Watchdog | None", *, owner: str, what: str, deadline_s: float
+) -> Listed:
   """Lists the body of a `with` as `Watchdog.track` does, if there is one."""
-  return watchdog.track(**wait) if watchdog else _UNLISTED
+  if watchdog is None:
+    return _UNLISTED
+  return watchdog.track(owner=owner, what=what, deadline_s=deadline_s)
 
 
 def stack(thread: int) -> str:
