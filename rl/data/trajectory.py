@@ -8,6 +8,7 @@ schedule has several updates in a round.
 import collections
 import dataclasses
 import enum
+import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -46,7 +47,8 @@ class Status(enum.Enum):
     )
 
 
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+# Nobody changes a turn. But it is not frozen: see `contract.DecodeRequest`.
+@dataclasses.dataclass(slots=True, eq=False)
 class Turn:
   """One answer of the agent and the context that came before it.
 
@@ -137,7 +139,9 @@ def first_version(turns: Sequence[Turn]) -> int | None:
   return min(firsts, default=None)
 
 
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+# No slots: sums over turns, for which many ask, are kept once they were asked
+# for, which is after the last turn.
+@dataclasses.dataclass(frozen=True, eq=False)
 class Trajectory:
   """One episode, token for token.
 
@@ -233,17 +237,17 @@ class Trajectory:
       pieces.append(unknown if turn.experts is None else turn.experts)
     return np.concatenate(pieces)
 
-  @property
+  @functools.cached_property
   def num_sampled(self) -> int:
     """Number of tokens that the policy sampled."""
     return sum([len(turn.tokens) for turn in self.turns])
 
-  @property
+  @functools.cached_property
   def num_ids(self) -> int:
     """Number of all ids, context included."""
     return sum([len(turn.context) + len(turn.tokens) for turn in self.turns])
 
-  @property
+  @functools.cached_property
   def versions(self) -> list[tuple[int, int]]:
     """Run lengths of its policy versions: (version, tokens).
 
@@ -251,7 +255,7 @@ class Trajectory:
     """
     return version_runs(self.turns)
 
-  @property
+  @functools.cached_property
   def first_version(self) -> int | None:
     """Policy of the first sampled token: the F in the bound T - F <= eta."""
     return first_version(self.turns)

@@ -117,7 +117,9 @@ class TokenMatcher(Protocol):
     ...
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+# Nobody changes requests and completions. But they are not frozen: a run makes
+# one of each in every turn, and frozen ones take three times as long to make.
+@dataclasses.dataclass(slots=True, kw_only=True, eq=False)
 class DecodeRequest:
   """One answer to sample.
 
@@ -182,7 +184,7 @@ class TopLogprobs:
     )
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclasses.dataclass(slots=True, kw_only=True, eq=False)  # As requests.
 class Completion:
   """The answer to a request.
 
