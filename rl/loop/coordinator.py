@@ -23,7 +23,7 @@ import asyncio
 import contextlib
 import dataclasses
 import math
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -96,10 +96,13 @@ class _Interval(NamedTuple):
   """Events and work between the ends of training of two rounds.
 
   The next round is already being played while this one is described.
+
+  Attributes:
+    events: all but turns.
   """
 
   wall_s: float
-  events: list[event_log.Event]
+  events: Sequence[event_log.Event]
   work: trace.TrackOverlap
 
 
@@ -168,7 +171,7 @@ class Coordinator:
       self._log.emit(
         "resumed", trained=progress.trained, next_group=progress.next_group
       )
-    self._log.listeners.append(self._events.append)
+    self._log.listeners.append(self._note)
     self._spans.listeners.append(self._meter.add)
     self._producer.restore(
       progress.trained,
@@ -185,7 +188,7 @@ class Coordinator:
         cause = cause.exceptions[0]
       raise cause from None
     finally:
-      self._log.listeners.remove(self._events.append)
+      self._log.listeners.remove(self._note)
       self._spans.listeners.remove(self._meter.add)
 
   async def _run(self, tasks: asyncio.TaskGroup) -> Any:
@@ -409,12 +412,16 @@ class Coordinator:
 
   # Metrics.
 
+  def _note(self, event: event_log.Event) -> None:
+    """Keeps an event of the round; turns are most of them, and not needed."""
+    if event["kind"] != "turn":
+      self._events.append(event)
+
   def _interval(self) -> _Interval:
     """Returns the interval since the last call."""
     now = self._spans.now()
     wall_s, self._mark = (now - self._mark) or math.nan, now
-    events = list(self._events)
-    self._events.clear()
+    events, self._events = self._events, []
     return _Interval(wall_s, events, self._meter.take())
 
   async def _describe(
