@@ -127,13 +127,11 @@ def sample(
   """Returns the sample of one request."""
   if not len(answer.tokens):
     return Sample()
-  return Sample(
-    # The wait for a slot is the load of the engine, and not its speed.
-    prefill_s=max(0.0, answer.first_token_s - answer.queue_s),
-    encoded=float(len(request.tokens) - answer.cached_tokens),
-    decode_s=max(0.0, answer.decode_s - answer.first_token_s),
-    sampled=float(len(answer.tokens)),
-  )
+  # The wait for a slot is the load of the engine, and not its speed.
+  prefill_s = max(0.0, answer.first_token_s - answer.queue_s)
+  encoded = float(len(request.tokens) - answer.cached_tokens)
+  decode_s = max(0.0, answer.decode_s - answer.first_token_s)
+  return Sample(prefill_s, encoded, decode_s, float(len(answer.tokens)))
 
 
 @dataclasses.dataclass(eq=False)

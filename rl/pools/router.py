@@ -87,7 +87,7 @@ class Router:
     return tuple(self._engines)
 
   @property
-  def serving(self) -> list[int]:
+  def serving(self) -> Sequence[int]:
     """Numbers of the engines that are not lost."""
     return self._table.serving
 
@@ -375,13 +375,13 @@ class Router:
 
   def _watched(self, number: int) -> "_Watched":
     """Returns a `with` that marks the engine lost if it finds it stopped."""
-    engine = self._engines[number]
+    return _Watched(self._lose_that, number, self._engines[number])
 
-    def lose(reason: str) -> None:
-      if engine is self._engines[number]:  # Not its replacement.
-        self._lose(number, reason)
-
-    return _Watched(lose)
+  def _lose_that(
+    self, number: int, engine: contract.DecodeEngine, reason: str
+  ) -> None:
+    if engine is self._engines[number]:  # Not its replacement.
+      self._lose(number, reason)
 
   def _lose(self, number: int, reason: str) -> None:
     if self.lost(number):
@@ -543,17 +543,24 @@ class _Watched:
   Entered in every turn, so not a generator.
   """
 
-  __slots__ = ("_lose",)
+  __slots__ = ("_engine", "_lose", "_number")
 
-  def __init__(self, lose: Callable[[str], None]):
+  def __init__(
+    self,
+    lose: Callable[[int, contract.DecodeEngine, str], None],
+    number: int,
+    engine: contract.DecodeEngine,
+  ):
     self._lose = lose
+    self._number = number
+    self._engine = engine
 
   def __enter__(self) -> None:
     pass
 
   def __exit__(self, kind: Any, error: BaseException | None, at: Any) -> None:
     if isinstance(error, contract.EngineClosed):
-      self._lose(str(error))
+      self._lose(self._number, self._engine, str(error))
 
 
 class _Asking:

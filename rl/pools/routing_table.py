@@ -106,6 +106,7 @@ class RoutingTable:
     self._unbound_requests = [0] * len(infos)
     self._states: list[RouteState] = ["open"] * len(infos)
     self._leaving: set[int] = set()
+    self._in_state: dict[tuple[RouteState, ...], list[int]] = {}
     self._sessions: dict[str, _Session] = {}
     # Sessions of each group by engine; 0 where some have been.
     self._groups: dict[str, dict[int, int]] = {}
@@ -115,9 +116,17 @@ class RoutingTable:
     self._requests: dict[str, tuple[int, bool]] = {}
     self._domains_on_fallback: set[str] = set()
 
-  def of(self, *states: RouteState) -> list[int]:
+  def of(self, *states: RouteState) -> Sequence[int]:
     """Returns the engines that are in one of these states, in order."""
-    return [i for i, state in enumerate(self._states) if state in states]
+    found = self._in_state.get(states)  # Until an engine changes its state.
+    if found is None:
+      found = [i for i, state in enumerate(self._states) if state in states]
+      self._in_state[states] = found
+    return found
+
+  def _set(self, engine: int, state: RouteState) -> None:
+    self._states[engine] = state
+    self._in_state.clear()
 
   @property
   def infos(self) -> tuple[placement.EngineInfo, ...]:
@@ -128,7 +137,7 @@ class RoutingTable:
   def load(self) -> list[int]:
     """Sessions of each engine; an unbound request counts as one."""
     pairs = zip(self._num_sessions, self._unbound_requests, strict=True)
-    return [sum(pair) for pair in pairs]
+    return [sessions + requests for sessions, requests in pairs]
 
   @property
   def seconds(self) -> Mapping[tuple[str, str], float]:
@@ -136,7 +145,7 @@ class RoutingTable:
     return self._affinity.estimates.seconds
 
   @property
-  def serving(self) -> list[int]:
+  def serving(self) -> Sequence[int]:
     """Engines that are there and not lost, in order."""
     return self.of(*_SERVING)
 
@@ -146,14 +155,18 @@ class RoutingTable:
     return frozenset(self._leaving)
 
   @property
-  def _staying(self) -> list[int]:
+  def _staying(self) -> Sequence[int]:
+    if not self._leaving:
+      return self.serving
     return [i for i in self.serving if i not in self._leaving]
 
-  def _taking(self, *states: RouteState) -> list[int]:
+  def _taking(self, *states: RouteState) -> Sequence[int]:
     """Returns engines in these states that take what is new.
 
     One that is to leave does only where no other serves.
     """
+    if not self._leaving:
+      return self.of(*states)
     takers = self._staying or self.serving
     return [i for i in takers if self._states[i] in states]
 
@@ -429,7 +442,7 @@ class RoutingTable:
     Args:
       version: that it served.
     """
-    self._states[engine] = "lost"
+    self._set(engine, "lost")
     self._leaving.discard(engine)
     for session in self._sessions.values():
       if session.engine == engine:
@@ -453,6 +466,7 @@ class RoutingTable:
     ):
       counts.append(0)
     self._states.append("joining")
+    self._in_state.clear()
     return len(self._states) - 1
 
   def is_joining(self, engine: int) -> bool:
@@ -495,7 +509,7 @@ class RoutingTable:
       version: that it served.
     """
     self.lose(engine, version)
-    self._states[engine] = "left"
+    self._set(engine, "left")
 
   def drain(self, engine: int) -> None:
     """Keeps new sessions off an open engine.
@@ -522,11 +536,11 @@ class RoutingTable:
   def reopen(self, engine: int) -> None:
     """Ends `drain` and `update`; an engine lost meanwhile stays lost."""
     if self._states[engine] in _SERVING:
-      self._states[engine] = "open"
+      self._set(engine, "open")
 
   def _change(self, engine: int, before: RouteState, after: RouteState) -> None:
     if self._states[engine] != before:
       raise ValueError(
         f"engine {engine} is {self._states[engine]}, not {before}"
       )
-    self._states[engine] = after
+    self._set(engine, after)
