@@ -174,7 +174,9 @@ def late(attempt: AttemptRecord, event: event_log.Event) -> str:
 def _late_of_member(member: MemberRecord, kind: str) -> str:
   if member.over and kind not in _OF_GRADING:
     return "after it had " + _WORDS[member.over]
-  match kind:
+  match kind:  # Most are turns.
+    case "turn":
+      return ""
     case "admitted" if member.admitted_t is not None:
       return "again"
     case "continued" if member.num_turns or member.first_t is not None:
@@ -202,10 +204,7 @@ def early(attempt: AttemptRecord, event: event_log.Event) -> str:
 
 
 def _early_of_member(member: MemberRecord, event: event_log.Event) -> str:
-  match event["kind"]:
-    case "first_token":
-      if member.admitted_t is None or event["t"] < member.admitted_t:
-        return "before it was admitted"
+  match event["kind"]:  # Most are turns.
     case "turn":
       if member.first_t is None and event["tokens"]:
         return "before its first token"
@@ -214,6 +213,9 @@ def _early_of_member(member: MemberRecord, event: event_log.Event) -> str:
       if member.number is not None and event["number"] != member.number + 1:
         return f"number {event['number']} after number {member.number}"
       return _before_first(member, event)
+    case "first_token":
+      if member.admitted_t is None or event["t"] < member.admitted_t:
+        return "before it was admitted"
     case "ended" | "aborted":
       if event["tokens"] and member.admitted_t is None:
         return "with tokens but before it was admitted"
@@ -359,7 +361,11 @@ def _apply(attempt: AttemptRecord, event: event_log.Event) -> None:
   member = attempt.members.get(event["index"])
   if member is None:
     member = attempt.members[event["index"]] = MemberRecord()
-  match kind:
+  match kind:  # Most are turns.
+    case "turn":
+      member.number = event["number"]
+      member.num_turns += 1
+      member.turn_tokens += event["tokens"]
     case "admitted":
       member.admitted_t = event["t"]
     case "continued":
@@ -373,10 +379,6 @@ def _apply(attempt: AttemptRecord, event: event_log.Event) -> None:
       member.num_turns, member.turn_tokens = event["turns"], event["tokens"]
     case "first_token":
       member.first_t, member.first_version = event["t"], event["version"]
-    case "turn":
-      member.number = event["number"]
-      member.num_turns += 1
-      member.turn_tokens += event["tokens"]
     case "ended" | "aborted":
       member.over = kind
       member.reason = event.get("reason", "")

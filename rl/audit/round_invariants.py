@@ -40,7 +40,8 @@ class TimeRises(invariant.Invariant):
       self.report(
         f"{event['kind']} at {event['t']} s came after {self._last} s"
       )
-    self._last = max(self._last, event["t"])
+    else:
+      self._last = event["t"]
 
 
 class Publishes(invariant.Invariant):

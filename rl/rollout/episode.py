@@ -239,13 +239,11 @@ class _Guarded:
 
 def as_message(answer: tool_calls.Answer) -> base.Message:
   """Returns a parsed answer as a message of the agent."""
+  calls = [base.ToolCall(c.name, c.arguments, c.id) for c in answer.tool_calls]
   return base.Message(
     "assistant",
     answer.content,
-    tuple(
-      base.ToolCall(call.name, call.arguments, call.id)
-      for call in answer.tool_calls
-    ),
+    tuple(calls),
     reasoning=answer.reasoning or None,
   )
 
@@ -477,7 +475,7 @@ async def _turns(
   loop, name = asyncio.get_running_loop(), partial.episode.name
   partial.messages.extend(observation)
   tools = environment.tools()
-  context = _encode(lambda said: chat.open(said, tools), observation)
+  context = _encode(chat.open, observation, tools)
   conversation, ids = _Conversation(context), context
   for number in range(limits.max_turns):
     room = limits.max_tokens - len(ids)
@@ -515,10 +513,7 @@ async def _turns(
     partial.messages.extend(step.messages)
     if step.done:
       return partial.end(trajectory.Status.COMPLETED)
-    append = functools.partial(
-      chat.append, answer_ended=completion.stop == "stop"
-    )
-    context = _encode(append, step.messages)
+    context = _encode(chat.append, step.messages, completion.stop == "stop")
     ids = conversation.extend(completion.tokens, context)
   room = max(limits.max_tokens - len(ids) + len(context), 0)
   return partial.end(
@@ -545,8 +540,10 @@ class _Conversation:
       longer = np.empty(256 + self._length * 5 // 4, np.int32)
       longer[:start] = self._ids[:start]
       self._ids = longer
-    if self._length > start:
-      np.concatenate(pieces, out=self._ids[start : self._length])
+    for piece in pieces:
+      end = start + len(piece)
+      self._ids[start:end] = piece
+      start = end
     return self._ids[: self._length]
 
 
@@ -579,11 +576,10 @@ def _fed(
 
 
 def _encode(
-  encode: Callable[[Sequence[base.Message]], Int32[np.ndarray, " P"]],
-  messages: Sequence[base.Message],
+  encode: Callable[..., Int32[np.ndarray, " P"]], *args: Any
 ) -> Int32[np.ndarray, " P"]:
   try:
-    return np.asarray(encode(messages), np.int32)
+    return np.asarray(encode(*args), np.int32)
   except Exception as error:  # The environment's message has no encoding.
     raise isolation.Fault(
       f"its message cannot be read: {isolation.reason(error)}"

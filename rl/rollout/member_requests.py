@@ -223,7 +223,7 @@ class MemberRequests:
     """
     self._check_reward(number)
     if number >= len(self._past):
-      return _as_completion((), request)
+      return _UNANSWERED
     turns = self._past[: number + 1]
     start = sum(turn.num_ids for turn in turns[:-1])
     if not np.array_equal(request.tokens[start:], turns[-1].context):
@@ -243,7 +243,7 @@ class MemberRequests:
       Diverged: a replayed environment differs from what it was.
     """
     number, self._num_asked = self._num_asked, self._num_asked + 1
-    answer = self._remembered(request, number)
+    answer = self._remembered(request, number) if self._past else _UNANSWERED
     if number < self.num_logged:
       return answer
     self.log_continued(self._turns)
@@ -342,8 +342,8 @@ def _open_turn(
 def _as_completion(
   turns: Sequence[trajectory.Turn], request: contract.DecodeRequest
 ) -> contract.Completion:
-  """Returns the answer of the last of some turns; of no turns an empty one."""
-  last = turns[-1] if turns else _NOTHING
+  """Returns the answer of the last of some turns."""
+  last = turns[-1]
   stop = last.stop
   if stop == "abort" and len(last.tokens):
     if int(last.tokens[-1]) in request.stop_ids:
@@ -390,10 +390,11 @@ def _joined(
   )
 
 
-_NOTHING = trajectory.Turn(
-  context=np.zeros(0, np.int32),
+_UNANSWERED = contract.Completion(
   tokens=np.zeros(0, np.int32),
   logprobs=np.zeros(0, np.float32),
   versions=np.zeros(0, np.int32),
   stop="abort",
+  cached_tokens=0,
+  decode_s=0.0,
 )
