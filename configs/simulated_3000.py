@@ -14,7 +14,7 @@ parameters; latencies of environments have a body and a Pareto tail. The batch
 is not published; this one is as large as a fleet of this size needs.
 
 6,400 seconds of the cluster, 139 million tokens, take 60 to 90 seconds of
-one core and 560 MB: 68 % of the decode slots are in use.
+one core and 520 MB: 68 % of the decode slots are in use.
 """
 
 from rl.pools import affinity

@@ -30,6 +30,7 @@ class _Timer(asyncio.TimerHandle):
   """A timer of `EventLoop`: asyncio's own, without its calls of `super`."""
 
   __slots__ = ()
+  _repr = _source_traceback = None  # For nobody debugs in virtual time.
 
   def __init__(
     self,
@@ -45,7 +46,6 @@ class _Timer(asyncio.TimerHandle):
     self._loop = loop
     self._context = context or contextvars.copy_context()
     self._cancelled = False
-    self._repr = self._source_traceback = None
     self._scheduled = True
 
   def cancel(self) -> None:
@@ -110,7 +110,7 @@ class EventLoop(asyncio.SelectorEventLoop):
     return handle
 
   def _run_once(self) -> None:
-    """Runs what is ready, or what the next timer makes ready.
+    """Runs what is ready, or what the next timer makes ready, until stopped.
 
     In the place of asyncio's own, whose clock and selector take a sixth of a
     simulation's time. Of CPython's internals it uses those that
@@ -118,43 +118,48 @@ class EventLoop(asyncio.SelectorEventLoop):
     """
     loop: Any = self
     timers, ready = self._timers, loop._ready
-    if not ready and not loop._stopping:
+    while True:
+      if not ready and not loop._stopping:
+        self._jump()
+      due_s = self._now_s + _RESOLUTION_S
+      while timers and timers[0][0] < due_s:
+        _, timer = heapq.heappop(timers)
+        timer._scheduled = False
+        ready.append(timer)
+      # No more than these: callbacks that they add come after the next timers.
+      for _ in range(len(ready)):
+        handle = ready.popleft()
+        if not handle._cancelled:
+          handle._run()
+      if loop._stopping:
+        return
+
+  def _jump(self) -> None:
+    """Sets the clock to the next timer."""
+    timers, num = self._timers, len(self._timers)
+    if self._timer_cancelled_count > 0.5 * num and num > _FEW_TIMERS:
       self._forget_cancelled()
-      if not timers:
-        raise Deadlock(_describe(self))
-      if timers[0][0] > self._now_s:
-        self._now_s += timers[0][0] - self._now_s
-        self.jumps += 1
-    due_s = self._now_s + _RESOLUTION_S
-    while timers and timers[0][0] < due_s:
-      _, timer = heapq.heappop(timers)
-      timer._scheduled = False
-      ready.append(timer)
-    # No more than these: callbacks that they add come after the next timers.
-    for _ in range(len(ready)):
-      handle = ready.popleft()
-      if not handle._cancelled:
-        handle._run()
+    while timers and timers[0][1]._cancelled:
+      self._timer_cancelled_count -= 1
+      heapq.heappop(timers)[1]._scheduled = False
+    if not timers:
+      raise Deadlock(_describe(self))
+    when_s = timers[0][0]
+    if when_s > self._now_s:
+      self._now_s += when_s - self._now_s
+      self.jumps += 1
 
   def _forget_cancelled(self) -> None:
-    """Drops cancelled timers when they come first, or are the most."""
-    loop: Any = self
-    timers = self._timers
-    if len(timers) > _FEW_TIMERS and (
-      loop._timer_cancelled_count > 0.5 * len(timers)
-    ):
-      kept = []
-      for entry in timers:
-        if entry[1]._cancelled:
-          entry[1]._scheduled = False
-        else:
-          kept.append(entry)
-      heapq.heapify(kept)
-      timers[:] = kept
-      loop._timer_cancelled_count = 0
-    while timers and timers[0][1]._cancelled:
-      loop._timer_cancelled_count -= 1
-      heapq.heappop(timers)[1]._scheduled = False
+    """Drops cancelled timers, which are the most."""
+    kept = []
+    for entry in self._timers:
+      if entry[1]._cancelled:
+        entry[1]._scheduled = False
+      else:
+        kept.append(entry)
+    heapq.heapify(kept)
+    self._timers[:] = kept
+    self._timer_cancelled_count = 0
 
 
 def run(main: Coroutine[Any, Any, _T]) -> _T:

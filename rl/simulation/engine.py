@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
 import numpy as np
-from jaxtyping import Int32
+from jaxtyping import Float32, Int32
 
 from rl.data import trajectory
 from rl.engine import contract
@@ -58,6 +58,7 @@ class SimulatedEngine:
     self._jobs: dict[str, simulated_processor.Job] = {}
     self._closed = False
     self._timer: asyncio.TimerHandle | None = None
+    self._timer_s = math.inf
     self._changed = asyncio.Event()
     self._updates = asyncio.Lock()
 
@@ -133,15 +134,14 @@ class SimulatedEngine:
         f"request {name}: {ids} tokens and an answer of {length} do not fit "
         f"kv_tokens={self.speed.kv_tokens}"
       )
-    loop = asyncio.get_running_loop()
+    self._advance()
     job = self._jobs[name] = simulated_processor.Job(
       request=request,
       length=length,
-      arrived_s=loop.time(),
-      tag=loop.create_future(),
+      arrived_s=self._processor.now_s,
+      tag=asyncio.get_running_loop().create_future(),
       left=float(length),
     )
-    self._advance()
     self._processor.submit(job)
     self._go_on()
     return job
@@ -274,11 +274,11 @@ class SimulatedEngine:
     if when_s == math.inf:
       return
     if self._timer is not None:
-      if self._timer.when() <= when_s:
+      if self._timer_s <= when_s:
         return
       self._timer.cancel()
     loop = asyncio.get_running_loop()
-    self._timer = loop.call_at(when_s, self._wake)
+    self._timer, self._timer_s = loop.call_at(when_s, self._wake), when_s
 
   def _wake(self) -> None:
     self._timer = None
@@ -298,10 +298,11 @@ class SimulatedEngine:
     now_s = self._processor.now_s
     first_s = now_s if job.first_s is None else job.first_s
     begun_s = now_s if job.begun_s is None else job.begun_s
+    tokens, logprobs = _sampled(count)
     return contract.Completion(
-      tokens=constant(0, count, np.int32),
-      logprobs=constant(_LOGPROB, count, np.float32),
-      versions=_versions(job.spans, count, self.version),
+      tokens=tokens,
+      logprobs=logprobs,
+      versions=_versions(job.spans, count, self._processor.version),
       stop=stop,
       cached_tokens=job.cached,
       decode_s=now_s - job.arrived_s,
@@ -323,6 +324,14 @@ def _versions(
     versions[start : start + tokens] = version
     start += tokens
   return versions
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _sampled(
+  count: int,
+) -> tuple[Int32[np.ndarray, " T"], Float32[np.ndarray, " T"]]:
+  """Returns the ids and log-probabilities of an answer."""
+  return constant(0, count, np.int32), constant(_LOGPROB, count, np.float32)
 
 
 @functools.lru_cache(maxsize=1 << 16)

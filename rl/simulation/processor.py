@@ -102,6 +102,7 @@ class Job:
     first_version: of that token.
     oldest_kv: lowest version of its keys and values.
     cached: ids that need not be encoded.
+    room: ids of the cache that are reserved for it.
     spans: (version, tokens) sampled by older weights.
   """
 
@@ -118,11 +119,10 @@ class Job:
   oldest_kv: int = 0
   cached: int = 0
   spans: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+  room: int = dataclasses.field(init=False)
 
-  @property
-  def room(self) -> int:
-    """Ids of the cache that are reserved for it."""
-    return len(self.request.tokens) + self.length
+  def __post_init__(self) -> None:
+    self.room = len(self.request.tokens) + self.length
 
 
 class Processor:
@@ -153,8 +153,10 @@ class Processor:
     self.hold: Hold = ""
     self._paused = self._stands = False
     self.sessions = self.graded = 0
-    self.running = self.decoding = 0
+    self.running = 0
+    self._decode_together(0)
     self.states: list[tuple[float, EngineActivity]] = []
+    self._activity: EngineActivity | None = None  # The last of them.
     self.served = self.stood_s = 0.0
     self.sampled = self.prefilled = self.hits = 0
     self.now_s = 0.0
@@ -172,14 +174,19 @@ class Processor:
     """Room for more ids."""
     return self.speed.kv_tokens - self._reserved - self._cached_tokens
 
+  def _decode_together(self, sequences: int) -> None:
+    """Sets how many decode, and with it the seconds of a token."""
+    self.decoding, self._tau_s = sequences, self.speed.tau_s(sequences)
+
   def advance(self, now_s: float) -> None:
     """Accounts for the time since the last call."""
     passed_s = now_s - self.now_s
     if passed_s <= 0:
       return
     state = self._state()
-    if not self.states or self.states[-1][1] != state:
+    if state != self._activity:
       self.states.append((self.now_s, state))
+      self._activity = state
     self.now_s = now_s
     if state == "publish":
       self.stood_s += passed_s
@@ -199,7 +206,7 @@ class Processor:
 
   def _tokens(self, passed_s: float) -> float:
     """Returns the tokens of a sequence, as decoding goes on now."""
-    tokens = passed_s / self.speed.tau_s(self.decoding)
+    tokens = passed_s / self._tau_s
     return tokens * (1.0 - self.speed.interference) if self._prefill else tokens
 
   def _state(self) -> EngineActivity:
@@ -237,13 +244,13 @@ class Processor:
     """
     if self._stands:
       return []
-    done = []
-    while self._decode and self._decode[0][0] <= self._service + _CLOSE:
-      job = heapq.heappop(self._decode)[2]
+    done, decode, prefill = [], self._decode, self._prefill
+    while decode and decode[0][0] <= self._service + _CLOSE:
+      job = heapq.heappop(decode)[2]
       if job.place == "decode":
         done.append(job)
-    while self._prefill and self._prefill[0][0] <= self._encoded + _CLOSE:
-      self._begin(self._prefill.popleft()[1])
+    while prefill and prefill[0][0] <= self._encoded + _CLOSE:
+      self._begin(prefill.popleft()[1])
     while self._coming and self._coming[0][0] <= self.now_s + _CLOSE_S:
       job = heapq.heappop(self._coming)[2]
       if job.place == "prefill":
@@ -254,15 +261,15 @@ class Processor:
 
   def wait_s(self) -> float:
     """Returns the seconds until the next job is due."""
-    wait_s = math.inf
+    wait_s, decode, prefill = math.inf, self._decode, self._prefill
     if self._stands:
       return wait_s
-    pace = 1.0 - self.speed.interference if self._prefill else 1.0
-    if self._decode and pace:
-      tokens = self._decode[0][0] - self._service
-      wait_s = tokens * self.speed.tau_s(self.decoding) / pace
-    if self._prefill:
-      ids = self._prefill[0][0] - self._encoded
+    pace = 1.0 - self.speed.interference if prefill else 1.0
+    if decode and pace:
+      tokens = decode[0][0] - self._service
+      wait_s = tokens * self._tau_s / pace
+    if prefill:
+      ids = prefill[0][0] - self._encoded
       wait_s = min(wait_s, ids / self.speed.prefill_per_s)
     if self._coming:
       wait_s = min(wait_s, self._coming[0][0] - self.now_s)
@@ -281,7 +288,8 @@ class Processor:
     if place == "prefill":
       self._leave(job)
     job.place = "ended"
-    self.decoding -= place == "decode"
+    if place == "decode":
+      self._decode_together(self.decoding - 1)
     if place != "waiting":
       self.running -= 1
       self._reserved -= job.room
@@ -320,7 +328,7 @@ class Processor:
     self._prefill.clear()
     self._coming.clear()
     self._decode.clear()
-    self.decoding = 0
+    self._decode_together(0)
     for job in sorted(jobs, key=lambda job: job.request.priority):
       job.oldest_kv = self.version
       self._enqueue(job, len(job.request.tokens) + self.count(job))
@@ -376,7 +384,7 @@ class Processor:
     """Starts decoding; the first token is sampled at once."""
     job.place = "decode"
     job.target = self._service + job.left
-    self.decoding += 1
+    self._decode_together(self.decoding + 1)
     if job.first_s is None:
       job.first_s, job.first_version = self.now_s, self.version
     heapq.heappush(self._decode, (job.target, next(self._numbers), job))

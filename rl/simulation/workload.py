@@ -19,6 +19,7 @@ from rl.settings import checks
 from rl.simulation import distributions
 
 _NORMAL = statistics.NormalDist()
+_WHOLE = struct.Struct("<Q")
 _PACKERS = [struct.Struct(f"<{count}q") for count in range(8)]
 _SQRT2 = math.sqrt(2.0)
 _AT_ONCE = distributions.Fixed(0.0)
@@ -31,22 +32,13 @@ def uniform(*key: int) -> float:
   """Returns a number in (0, 1) derived from at most 7 whole numbers."""
   data = _PACKERS[len(key)].pack(*key)
   digest = hashlib.blake2b(data, digest_size=8).digest()
-  return ((int.from_bytes(digest, "little") >> 11) + 0.5) * 2.0**-53
+  (draw,) = _WHOLE.unpack(digest)
+  return ((draw >> 11) + 0.5) * 2.0**-53
 
 
 def normal(*key: int) -> float:
   """Returns a standard normal draw derived from the key."""
   return _NORMAL.inv_cdf(uniform(*key))
-
-
-def correlated(rho: float, shared: float, own: float) -> float:
-  """Returns a uniform draw from two normal ones.
-
-  Draws with the same `shared` have correlation `rho` as normal variables; each
-  alone is uniform, so a quantile of it keeps its distribution.
-  """
-  mixed = math.sqrt(rho) * shared + math.sqrt(1.0 - rho) * own
-  return min(max(0.5 * math.erfc(-mixed / _SQRT2), 1e-12), 1.0 - 1e-12)
 
 
 Quantity = Literal[
@@ -135,6 +127,8 @@ class Draws:
   def __init__(self, workload: Workload, seed: int):
     self._workload = workload
     self._seed = seed
+    rho = workload.correlation
+    self._weights = math.sqrt(rho), math.sqrt(1.0 - rho)
     self._source = zlib.crc32(workload.name.encode())
     # Looked up in every turn.
     self._distributions: Mapping[str, distributions.Distribution] = {
@@ -158,10 +152,7 @@ class Draws:
     distribution = self._distributions[what]
     if isinstance(distribution, distributions.Fixed):
       return distribution.value
-    number, rho = _NUMBERS[what], self._workload.correlation
-    own = normal(self._seed, self._source, number, *member, turn)
-    shared = self._shared(number, member.task) if rho else 0.0
-    return distribution.quantile(correlated(rho, shared, own))
+    return distribution.quantile(self._draw(_NUMBERS[what], member, turn))
 
   def count(self, what: Quantity, member: GroupMember, turn: int = 0) -> int:
     """Returns `of_turn` as a whole number, at least 1."""
@@ -182,10 +173,20 @@ class Draws:
 
   def succeeds(self, member: GroupMember) -> bool:
     """True when the episode's reward is 1."""
-    own = normal(self._seed, self._source, _SUCCESS, *member, 0)
-    shared = self._shared(_SUCCESS, member.task)
-    draw = correlated(self._workload.correlation, shared, own)
-    return draw < self._workload.success
+    return self._draw(_SUCCESS, member, 0) < self._workload.success
+
+  def _draw(self, number: int, member: GroupMember, turn: int) -> float:
+    """Returns a uniform draw, whose normal variable is correlated in a group.
+
+    Each alone is uniform, so a quantile of it keeps its distribution.
+    """
+    together, alone = self._weights
+    own = normal(
+      self._seed, self._source, number, member.task, member.number, turn
+    )
+    shared = self._shared(number, member.task) if together else 0.0
+    mixed = together * shared + alone * own
+    return min(max(0.5 * math.erfc(-mixed / _SQRT2), 1e-12), 1.0 - 1e-12)
 
   def _shared_normal(self, number: int, task: int) -> float:
     return normal(self._seed, self._source, number, task)

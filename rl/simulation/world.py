@@ -248,8 +248,8 @@ class _Environment:
   async def _wait(self, seconds: float, starts: bool = False) -> None:
     if self._hosts and self._place:
       await self._hosts.run(self._place, seconds, starts)
-    else:
-      await _wait(seconds)
+    elif seconds > 0:
+      await asyncio.sleep(seconds)
 
 
 async def _wait(seconds: float) -> None:
