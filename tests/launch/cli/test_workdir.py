@@ -94,7 +94,6 @@ def test_a_checkpoint_whole_or_damaged_keeps_the_records(
   assert workdir.checkpoints(tmp_path) == [name]
 
 
-<<<<<<< HEAD
 def test_what_is_damaged_is_moved_aside_and_named(tmp_path, experiment, capsys):
   workdir.claim(tmp_path, experiment).close()
   (tmp_path / "checkpoints" / "25").mkdir(parents=True)
@@ -135,7 +134,8 @@ def test_a_checkpoint_has_a_plain_number(tmp_path):
   for name in ("7", "\uff17", "x", "12.damaged", "\u0663.damaged"):
     (tmp_path / "checkpoints" / name).mkdir(parents=True)
   assert workdir.checkpoints(tmp_path) == ["12.damaged", "7"]
-=======
+
+
 def test_engines_may_get_processes_when_a_run_goes_on(tmp_path, experiment):
   workdir.claim(tmp_path, experiment).close()
   (tmp_path / "checkpoints" / "25").mkdir(parents=True)
@@ -143,7 +143,6 @@ def test_engines_may_get_processes_when_a_run_goes_on(tmp_path, experiment):
   apart = dataclasses.replace(experiment, placement=place)
   workdir.claim(tmp_path, apart).close()
   assert workdir.read(tmp_path) == apart
->>>>>>> ccddb33 (Add engines to a running run by launch.worker --join, and let them go by SIGTERM)
 
 
 @pytest.mark.parametrize(
