@@ -256,7 +256,7 @@ class _Api:
 
   def _chat_query(self, body: dict[str, Any]) -> openai_requests.ChatQuery:
     query = openai_requests.chat_query(body)
-    self._limits.check_characters(query.num_characters, "messages")
+    self._limits.check_messages(query.messages)
     return query
 
   async def _chat(
@@ -269,7 +269,7 @@ class _Api:
     number = session.take_number()
     with session.request_running(), _as_bad_request("messages"):
       opening = await self._in_thread(
-        self._pool(query.num_characters),
+        self._pool(sum(len(message.content) for message in query.messages)),
         lambda: session.begin(query.messages, query.tools, number),
       )
     constraint = await self._constraint(query.grammar)

@@ -2,8 +2,10 @@
 
 import dataclasses
 import re
+from collections.abc import Sequence
 from typing import Any
 
+from envs import base
 from launch.gateway import json_fields
 from rl.rollout import episode as episode_lib
 
@@ -41,6 +43,20 @@ class RequestLimits:
     """
     self._check_values(body)
     return json_fields.loads(body)
+
+  def check_messages(self, messages: Sequence[base.Message]) -> None:
+    """Raises BadRequest on messages that a conversation cannot hold."""
+    if len(messages) > self.length:
+      raise json_fields.BadRequest(
+        f"{len(messages)} messages cannot fit {self.length} tokens; send fewer",
+        "messages",
+        "context_length_exceeded",
+      )
+    # Templates may leave out earlier thinking, which does not count.
+    calls = [call for message in messages for call in message.tool_calls]
+    count = sum(len(message.content) for message in messages)
+    count += sum(len(call.arguments) for call in calls)
+    self.check_characters(count, "messages")
 
   def check_characters(self, count: int, field: str) -> None:
     """Raises BadRequest on more text than a conversation can hold."""

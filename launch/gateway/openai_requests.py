@@ -113,17 +113,6 @@ class ChatQuery:
   grammar: answer_grammar.AnswerGrammar | None
   sampling: Sampling
 
-  @property
-  def num_characters(self) -> int:
-    """Characters of the texts that the prompt shows.
-
-    Templates may leave out earlier thinking, which does not count.
-    """
-    calls = [call for message in self.messages for call in message.tool_calls]
-    return sum(len(message.content) for message in self.messages) + sum(
-      len(call.arguments) for call in calls
-    )
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TextQuery:

@@ -30,7 +30,7 @@ def tokens(
   prompts = json_fields.get(asked, "add_generation_prompt", bool, True)
   asked.pop("add_generation_prompt", None)
   query = openai_requests.chat_query({**asked, "model": "any"})
-  bounds.check_characters(query.num_characters, "messages")
+  bounds.check_messages(query.messages)
   if prompts:
     ids = messages.open_ids(chat, query.messages, query.tools)
   elif isinstance(chat, messages.ToolChat):

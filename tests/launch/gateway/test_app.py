@@ -599,6 +599,7 @@ def _asking(content="go", **fields):
 
 
 LONG = 15_000_000
+GONE = {"role": "user", "content": ""}
 
 
 @pytest.mark.parametrize(
@@ -621,6 +622,10 @@ LONG = 15_000_000
     (
       *("chat/completions", _asking(messages=[{}] * 5000), 400),
       "messages has 5000 entries; send 4096 or fewer",
+    ),
+    (
+      *("chat/completions", _asking(messages=[GONE] * 513), 400),
+      "513 messages cannot fit 512 tokens",
     ),
     (
       *("chat/completions", _asking(tools=[{}] * 600), 400),
