@@ -181,12 +181,11 @@ class WeightPublisher:
 
   async def _check(self, version: int, total: int) -> None:
     """Raises RuntimeError unless every engine has the right checksum."""
-    sent = version, total
+    sent, serving = (version, total), self._router.serving
     answers = await asyncio.gather(
-      *(self._router.checksum(i) for i in range(len(self._router.engines))),
-      return_exceptions=True,
+      *map(self._router.checksum, serving), return_exceptions=True
     )
-    for number, answer in enumerate(answers):
+    for number, answer in zip(serving, answers, strict=True):
       if isinstance(answer, contract.EngineClosed):
         continue  # A stopped engine serves nothing.
       if isinstance(answer, BaseException):

@@ -11,7 +11,7 @@ from rl.audit import event_log
 from rl.engine import contract
 from rl.loop import coordinator
 from rl.pools import membership, placement, weight_publisher
-from rl.runtime import trace
+from rl.runtime import checksum, trace
 from rl.schedule import overlap
 from rl.simulation import learner as simulated_learner
 from rl.testing import fakes, scripted_engine
@@ -141,6 +141,13 @@ def test_an_engine_joins_and_leaves_under_any_schedule(name):
   assert not (drains and played.of("moved"))
 
 
+class Verified(simulated_learner.SimulatedTransfer):
+  """Weights without a leaf, which are compared all the same."""
+
+  def checksum(self, params) -> Any:
+    return checksum.of(params)
+
+
 class Pool:
   """A router of one engine into which others may come, outside of a run."""
 
@@ -150,7 +157,7 @@ class Pool:
     self.router, self.engines = pools.pool(1, delay_s, log=self.log, **settings)
     self.publisher = weight_publisher.WeightPublisher(
       self.router,
-      simulated_learner.SimulatedTransfer(1.0),
+      Verified(1.0),
       self.log,
       trace.Trace(None, clock=clock),
     )
@@ -253,6 +260,21 @@ def test_one_that_joins_in_a_publish_serves_what_is_published():
   seen = {wait_s: pools.run(scenario(wait_s)) for wait_s in (0.5, 1.9, 2.5)}
   assert {tuple(versions) for _, versions in seen.values()} == {(1, 1)}
   assert [version for version, _ in seen.values()] == [1, 1, 0]
+
+
+def test_a_publish_asks_nothing_of_an_engine_that_is_still_starting():
+  async def scenario():
+    pool = Pool()
+    pool.members.join(lambda number: starting(start_s=10.0), INFO)
+    await asyncio.sleep(2.0)
+    # Its weights are compared, and it has none.
+    stall_s = await pool.publisher.publish(1, None, "recompute")
+    assert pool.router.serving == [0]
+    await asyncio.sleep(15.0)
+    await pool.publisher.publish(2, None, "recompute")
+    return stall_s, [one.stats().version for one in pool.router.engines]
+
+  assert pools.run(scenario()) == (0.0, [2, 2])
 
 
 def test_a_guest_that_is_lost_has_left_and_its_sessions_move():
