@@ -133,12 +133,9 @@ def read(path: pathlib.Path) -> CalibrationRun:
 
 def _log(path: pathlib.Path) -> list[event_log.Event]:
   """Returns the events, each with all fields of its kind."""
-  try:
-    log = list(event_log.LogFile(path / "events.jsonl"))
-  except (KeyError, TypeError) as error:
-    raise ValueError(
-      f"--calibrate={path}: events.jsonl has a line without an event"
-    ) from error
+  file = path / "events.jsonl"
+  log = list(event_log.LogFile(file))
+  _check_lines(file, len(log), "an event")
   for event in log:
     expected = ("t", *_FIELDS.get(event["kind"], ()))
     if missing := [name for name in expected if name not in event]:
@@ -149,13 +146,21 @@ def _log(path: pathlib.Path) -> list[event_log.Event]:
   return log
 
 
-def _spans(path: pathlib.Path) -> list[trace.Span]:
-  try:
-    return trace.read(path / "spans.jsonl")
-  except TypeError as error:
+def _check_lines(file: pathlib.Path, found: int, what: str) -> None:
+  """Raises ValueError unless all lines but a cut last one were found."""
+  lines = [line for line in file.read_bytes().splitlines() if line.strip()]
+  is_cut = bool(lines) and not lines[-1].endswith(b"}")
+  if len(lines) - is_cut > found:
     raise ValueError(
-      f"--calibrate={path}: spans.jsonl has a line without a span: {error}"
-    ) from error
+      f"--calibrate={file.parent}: {file.name} has a line without {what}"
+    )
+
+
+def _spans(path: pathlib.Path) -> list[trace.Span]:
+  file = path / "spans.jsonl"
+  found = trace.read(file)
+  _check_lines(file, len(found), "a span")
+  return found
 
 
 def _placement(path: pathlib.Path) -> placement.Placement:

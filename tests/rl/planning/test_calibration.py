@@ -234,7 +234,12 @@ OTHER = json.dumps(overrides.to_json(placement.Placement()))
   [
     ("events.jsonl", '{"t": 1.0}', "events.jsonl has a line without an event"),
     ("events.jsonl", "[1]", "events.jsonl has a line without an event"),
-    ("events.jsonl", '{"kind": "turn"}', "without t, group, attempt, index"),
+    ("events.jsonl", '{"kind": "turn"}', "events.jsonl has a line without an"),
+    (
+      "events.jsonl",
+      '{"t": 1.0, "kind": "turn"}',
+      "without group, attempt, index",
+    ),
     (
       "events.jsonl",
       '{"t": 1.0, "kind": "update", "version": 3}',
