@@ -189,7 +189,7 @@ class Served:
     goal = self.engine.stats().sampled_tokens + count
     await self.until(lambda stats: stats.sampled_tokens >= goal)
 
-  async def held(
+  async def paused_midway(
     self, prompt: list[int], length: int, count: int
   ) -> tuple[contract.DecodeRequest, asyncio.Task[contract.Completion]]:
     """A request that a pause holds after at least `count` tokens.

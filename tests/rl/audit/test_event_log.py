@@ -108,7 +108,7 @@ def test_lines_that_are_no_events_are_counted(tmp_path):
   # It goes on where the last event was.
   again = event_log.EventLog(path)
   again.emit("dequeued", group=1)
-  again.close()
+  again.flush()
   assert [one["t"] >= 1.0 for one in log] == [True, True]
 
 

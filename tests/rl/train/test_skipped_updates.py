@@ -197,7 +197,7 @@ def test_columns_that_are_no_batch_are_refused(
 
 def test_an_archive_that_grows_is_not_unpacked(tmp_path, programs, monkeypatch):
   monkeypatch.setattr(skipped_updates, "_MAX_BYTES", 999)
-  zeros = {"0/tokens": np.zeros(99_999, np.int8)}
+  zeros: Any = {"0/tokens": np.zeros(99_999, np.int8)}
   np.savez_compressed(tmp_path / skipped_updates.BATCHES, **zeros)
   with pytest.raises(skipped_updates.Unreadable, match="are more than 999"):
     skipped_updates.read(tmp_path, programs.abstract)
